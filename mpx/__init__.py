@@ -1,0 +1,46 @@
+"""mpx: mixed-precision training for JAX, exact to the bit.
+
+Small composable Optax transformations: float32 master weights, dynamic loss scaling, Kahan summation and stochastic
+rounding around or after any rule; and cast policies for any pytree.
+"""
+
+from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
+from importlib.metadata import version as _version
+
+from mpx import formats as formats
+from mpx._chains import check_chain as check_chain
+from mpx._gradients import grad as grad
+from mpx._gradients import value_and_grad as value_and_grad
+from mpx._inspection import get_loss_scale as get_loss_scale
+from mpx._inspection import is_synced as is_synced
+from mpx._inspection import master_params as master_params
+from mpx._inspection import resync as resync
+from mpx._inspection import skipped_steps as skipped_steps
+from mpx._loss_scale import DynamicLossScale as DynamicLossScale
+from mpx._loss_scale import LossScale as LossScale
+from mpx._loss_scale import NoOpLossScale as NoOpLossScale
+from mpx._loss_scale import StaticLossScale as StaticLossScale
+from mpx._loss_scale import all_finite as all_finite
+from mpx._loss_scale import select_tree as select_tree
+from mpx._policy import Policy as Policy
+from mpx._policy import cast as cast
+from mpx._policy import cast_to_full as cast_to_full
+from mpx._policy import cast_to_half as cast_to_half
+from mpx._policy import get_policy as get_policy
+from mpx._policy import half_dtype as half_dtype
+from mpx._recipes import mixed_precision as mixed_precision
+from mpx._transforms.kahan_summation import KahanSummationState as KahanSummationState
+from mpx._transforms.kahan_summation import kahan_summation as kahan_summation
+from mpx._transforms.loss_scaling import LossScalingState as LossScalingState
+from mpx._transforms.loss_scaling import loss_scaling as loss_scaling
+from mpx._transforms.master_weights import MasterWeightsState as MasterWeightsState
+from mpx._transforms.master_weights import master_weights as master_weights
+from mpx._transforms.stochastic_rounding import StochasticRoundingState as StochasticRoundingState
+from mpx._transforms.stochastic_rounding import stochastic_rounding as stochastic_rounding
+from mpx._transforms.upcast import UpcastState as UpcastState
+from mpx._transforms.upcast import upcast as upcast
+
+try:
+    __version__ = _version("mpx-jax")
+except _PackageNotFoundError:  # run from a checkout
+    __version__ = "0+unknown"

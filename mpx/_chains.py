@@ -1,0 +1,181 @@
+"""`check_chain`: is anything changed after a wrapper has chosen what parameters shall be?
+
+The transformations that round for a 16-bit parameter leave their name on the update in the traced program
+(`_writeback.landing_update`). Here the program of one update is traced, not run, and each name is followed to the
+result: on the way it may be selected against another value (a skipped step), multiplied by a boolean (`MultiSteps`)
+or moved about, and nothing else.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from mpx import _checks, _trees
+from mpx._transforms.kahan_summation import KahanSummationState
+from mpx._transforms.master_weights import MasterWeightsState
+from mpx._transforms.upcast import UpcastState
+from mpx._writeback import MARK
+
+# Primitives that move numbers about and change none.
+_MOVES = frozenset({
+    "broadcast_in_dim", "copy", "copy_p", "device_put", "expand_dims", "name", "optimization_barrier", "pcast",
+    "pvary", "reshape", "sharding_constraint", "squeeze", "stop_gradient", "transpose",
+})  # fmt: skip
+
+
+def check_chain(tx: optax.GradientTransformation, params: Any = None, **extra_args: Any) -> None:
+    """Raises if a chain changes updates after the point where nothing may change them any more.
+
+    `master_weights`, `kahan_summation` and `stochastic_rounding` emit updates that land on a number which they have
+    chosen, and remember what that number lacks. Clipping or scaling such an update puts parameters out of step with
+    what is remembered, and no error follows. Call this once, where the optimizer is made; it only traces.
+
+    Args:
+        tx: the whole transformation.
+        params: parameters, or their shapes, if `tx` takes only certain trees (`optax.partition` with labels). A small
+            bfloat16 tree if None.
+        extra_args: what `tx.update` needs besides, such as `value`; arrays or shapes.
+
+    Raises:
+        TypeError: if `tx` is not a transformation.
+        ValueError: if an element of a chain changes the updates after one of the three; if one of them follows
+            another; or if `master_weights` stands in a chain behind a rule that keeps its state in 16 bits, which it
+            should wrap.
+
+    Example:
+        >>> check_chain(optax.chain(optax.clip(1.0), master_weights(optax.adam(1e-3))))
+        >>> check_chain(optax.chain(kahan_summation(), optax.scale(-1e-3)))
+        Traceback (most recent call last):
+        ...
+        ValueError: `check_chain`: the update of 'bias' was final when `kahan_summation` had rounded it, but `mul` changes \
+it after that (1 of 2 such leaves). Nothing may change updates after `kahan_summation`: make it the last element of \
+the chain.
+    """
+    tx = _checks.as_transformation(tx, "check_chain")
+    if params is None:
+        params = {
+            "bias": jax.ShapeDtypeStruct((8,), jnp.bfloat16),
+            "kernel": jax.ShapeDtypeStruct((8, 8), jnp.bfloat16),
+        }
+    grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, np.float32) if _trees.is_floating(p) else p, params)
+    state = jax.eval_shape(tx.init, params)
+    _require_wide_state_before_masters(state)
+    traced, shapes = jax.make_jaxpr(
+        lambda grads, state, params, extra: tx.update(grads, state, params, **extra), return_shape=True
+    )(grads, state, params, extra_args)
+    updates = _trees.leaves_by_path(shapes[0])
+    histories = _Follower().outputs(traced.jaxpr, [None] * len(traced.jaxpr.invars))[: len(updates)]
+    changed = {path: history for path, history in zip(updates, histories, strict=True) if history and history.changed_by}
+    if changed:
+        path, history = next(iter(changed.items()))
+        marked = sum(history is not None for history in histories)
+        raise ValueError(
+            f"`check_chain`: the update of {path!r} was final when `{history.author}` had rounded it, but "
+            f"`{history.changed_by}` changes it after that ({len(changed)} of {marked} such leaves). {_advice(history.author)}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _History:
+    """What has happened to an update since a transformation made it final."""
+
+    author: str
+    changed_by: str | None = None
+
+
+class _Follower:
+    """Follows the histories of values through a jaxpr, and which values are booleans in disguise."""
+
+    def __init__(self) -> None:
+        self.known: dict[Any, _History] = {}
+        self.masks: set[Any] = set()
+
+    def outputs(self, jaxpr: Any, inputs: Sequence[_History | None]) -> list[_History | None]:
+        """The histories of a jaxpr's results, from those of its arguments."""
+        self.known |= {var: history for var, history in zip(jaxpr.invars, inputs, strict=True) if history}
+        for eqn in jaxpr.eqns:
+            for var, history in zip(eqn.outvars, self.of_equation(eqn), strict=True):
+                if history:
+                    self.known[var] = history
+        return [self.of(var) for var in jaxpr.outvars]
+
+    def of(self, var: Any) -> _History | None:
+        return None if hasattr(var, "val") else self.known.get(var)  # a literal has a `val`
+
+    def is_mask(self, var: Any) -> bool:
+        return var.aval.dtype == np.bool_ or (not hasattr(var, "val") and var in self.masks)
+
+    def of_equation(self, eqn: Any) -> list[_History | None]:
+        name = eqn.primitive.name
+        inputs = [self.of(var) for var in eqn.invars]
+        marked = name == "name" and eqn.params.get("name", "").startswith(MARK)
+        if name in _MOVES or name == "convert_element_type":
+            if self.is_mask(eqn.invars[0]):
+                self.masks.update(eqn.outvars)
+        if marked:
+            author = eqn.params["name"].removeprefix(MARK)
+            earlier = inputs[0]
+            return [_History(earlier.author, author) if earlier else _History(author)]
+        branches = _sub_programs(eqn.params)
+        if branches:
+            arguments = inputs[len(inputs) - len(branches[0].invars) :]  # a conditional's first input is its index
+            return [_joined(results) for results in zip(*(self.outputs(b, arguments) for b in branches), strict=True)]
+        if not any(inputs):
+            return [None] * len(eqn.outvars)
+        if name == "select_n":
+            return [_joined(inputs[1:])]
+        if name in _MOVES or (name == "convert_element_type" and not _narrows(eqn)):
+            return [_joined(inputs)] if len(eqn.outvars) == 1 else inputs
+        if name == "mul" and any(self.is_mask(var) for var in eqn.invars):
+            return [_joined(inputs)]
+        culprit = next(history for history in inputs if history)
+        return [_History(culprit.author, culprit.changed_by or name)] * len(eqn.outvars)
+
+
+def _sub_programs(params: Mapping[str, Any]) -> list[Any]:
+    """The programs that a call or a conditional runs once; none for loops, whose results depend on all inputs."""
+    if "length" in params or "body_jaxpr" in params or "cond_jaxpr" in params:
+        return []
+    programs = params.get("branches") or [params[key] for key in ("jaxpr", "call_jaxpr") if key in params]
+    return [getattr(program, "jaxpr", program) for program in programs]
+
+
+def _joined(histories: Sequence[_History | None]) -> _History | None:
+    """The history of a value that is one of several: a changed one if there is one."""
+    known = [history for history in histories if history]
+    return next((history for history in known if history.changed_by), known[0] if known else None)
+
+
+def _narrows(eqn: Any) -> bool:
+    return eqn.params["new_dtype"].itemsize < eqn.invars[0].aval.dtype.itemsize
+
+
+def _advice(author: str) -> str:
+    if author == "master_weights":
+        return (
+            "Nothing may change updates after `master_weights`: put it around the whole chain, "
+            "`master_weights(optax.chain(...))`, or move what clips or scales gradients in front of it."
+        )
+    return f"Nothing may change updates after `{author}`: make it the last element of the chain."
+
+
+def _require_wide_state_before_masters(state: Any) -> None:
+    """Raises if a rule keeps 16-bit state outside `master_weights`, which gives its own rule float32."""
+    if not _trees.find_states(state, MasterWeightsState):
+        return
+    is_ours = lambda x: isinstance(x, (MasterWeightsState, UpcastState, KahanSummationState))
+    narrow = [
+        f"{path!r} ({_trees.dtype_and_shape(leaf)})"
+        for path, leaf in _trees.leaves_by_path(state, is_ours).items()
+        if not is_ours(leaf) and _trees.is_narrower(leaf, np.dtype(np.float32)) and leaf.shape
+    ]
+    if narrow:
+        raise ValueError(
+            f"`check_chain`: a rule outside `master_weights` keeps its state in 16 bits: {', '.join(narrow)}. Masters "
+            "belong around the whole chain, `master_weights(optax.chain(...))`, so that every rule in it sees float32."
+        )

@@ -1,0 +1,84 @@
+"""What every wrapper checks of what it is given, and the errors that say what was wrong."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.typing import DTypeLike
+
+from mpx import _trees
+
+
+def as_transformation(inner: Any, caller: str) -> optax.GradientTransformationExtraArgs:
+    """The rule that a wrapper wraps, accepting extra arguments; raises for anything else."""
+    if isinstance(inner, optax.MultiSteps):
+        inner = inner.gradient_transformation()
+    if not (callable(getattr(inner, "init", None)) and callable(getattr(inner, "update", None))):
+        hint = " Call it with its settings first, as in `optax.adamw(1e-3)`." if callable(inner) else ""
+        raise TypeError(
+            f"`{caller}` needs an Optax gradient transformation as `inner`, but got {type(inner).__name__}.{hint}"
+        )
+    return optax.with_extra_args_support(inner)
+
+
+def wide_dtype(dtype: DTypeLike, caller: str) -> np.dtype:
+    """float32 or float64 as a NumPy dtype; raises for anything else."""
+    dtype = np.dtype(dtype)
+    if dtype not in (np.float32, np.float64):
+        raise ValueError(f"`{caller}`: `dtype` must be float32 or float64, but got {dtype}.")
+    return jax.dtypes.canonicalize_dtype(dtype)
+
+
+def require_params(params: Any, caller: str) -> None:
+    """Raises if `update` was called without parameters."""
+    if params is None:
+        raise ValueError(
+            f"`{caller}` needs the parameters: call `update(grads, state, params)`. It keeps what their dtype "
+            "cannot hold, so it must know what they hold."
+        )
+
+
+def require_differentiable(grads: Any, caller: str) -> None:
+    """Raises, naming every such leaf, if gradients are integers, booleans or float0."""
+    leaves = _trees.leaves_by_path(grads)
+    wrong = [
+        f"  grads[{path!r}]: {_trees.dtype_and_shape(leaf)}"
+        for path, leaf in leaves.items()
+        if hasattr(leaf, "dtype") and not jnp.issubdtype(leaf.dtype, jnp.inexact)
+    ]
+    if wrong:
+        listed = "\n".join(wrong)
+        raise TypeError(
+            f"`{caller}` needs floating-point gradients, but {len(wrong)} of {len(leaves)} leaves are not:\n{listed}\n"
+            "Differentiate the floating leaves only (as `equinox.filter_grad` does), or wrap the optimizer in "
+            "`optax.masked`."
+        )
+
+
+def require_same_leaves(stored: Any, params: Any, fits: Callable[[Any, Any], bool], caller: str) -> None:
+    """Raises, naming every such leaf, if parameters are not those that a wrapper's state was made for.
+
+    Args:
+        stored: what the state keeps for each parameter, `optax.MaskedNode` where that is nothing.
+        params: the parameters given to `update`.
+        fits: whether what is stored for a leaf belongs to a parameter.
+        caller: the wrapper's name.
+    """
+    old = _trees.leaves_by_path(stored, _trees.is_masked)
+    new = _trees.leaves_by_path(params, _trees.is_masked)
+    wrong = [f"  {path!r} is in the state only" for path in old if path not in new]
+    wrong += [f"  {path!r} is in the parameters only" for path in new if path not in old]
+    wrong += [
+        f"  {path!r}: {_trees.dtype_and_shape(new[path])}, but the state keeps {_trees.dtype_and_shape(old[path])}"
+        for path in old
+        if path in new and not fits(old[path], new[path])
+    ]
+    if wrong:
+        listed = "\n".join(wrong)
+        raise ValueError(
+            f"`{caller}`: the parameters are not those that its state was made for:\n{listed}\n"
+            "Call `init` with the new parameters, or pass those that belong to this state."
+        )

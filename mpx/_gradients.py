@@ -1,0 +1,132 @@
+"""Losses and gradients under a loss scale."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from mpx import _trees
+from mpx._loss_scale import LossScale, NoOpLossScale, require_powers_of_two
+
+# A cotangent above 65504 has no float16 value: a float16 loss is differentiated with at most this seed.
+_LARGEST_F16_SEED = np.float32(2.0**15)
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    loss_scale: LossScale | None = None,
+    *,
+    argnums: Any = 0,
+    has_aux: bool = False,
+    grad_dtype: DTypeLike | None = jnp.float32,
+    transform: Callable[..., Callable[..., Any]] = jax.value_and_grad,
+) -> Callable[..., tuple[Any, Any]]:
+    """Like `jax.value_and_grad`, with the loss scaled before differentiation.
+
+    The value that comes back is the loss as `fun` returned it. The gradients are those of the *scaled* loss:
+    `loss_scaling`, which knows the same scale, looks for infinities in them and unscales them.
+
+    The loss is scaled in float32 whatever its dtype, so that a float16 loss times 65,536 is not infinite. Where `fun`
+    returns float16, differentiation starts from at most 2**15 and the rest of the scale is multiplied in afterwards,
+    in float32.
+
+    Args:
+        fun: a function of arrays that returns a scalar loss, or `(loss, aux)` if `has_aux`.
+        loss_scale: `NoOpLossScale()` if None. In a training loop: `get_loss_scale(opt_state)`.
+        argnums: which arguments to differentiate; one number, several, or what `transform` takes there.
+        has_aux: whether `fun` returns a pair.
+        grad_dtype: to which floating gradients narrower or wider than that are cast, or None to leave them in the
+            dtypes of the arguments. A gradient of a bfloat16 parameter has been rounded once, at the parameter.
+        transform: `jax.value_and_grad`, or a function like it such as `flax.nnx.value_and_grad`.
+
+    Returns:
+        A function of the arguments of `fun` that returns `(loss, grads)`, or `((loss, aux), grads)`.
+
+    Raises:
+        ValueError: if the scale, or a dynamic scale's factor or bounds, are not powers of two, by which gradients
+            would be rounded.
+        TypeError: at the call, if `fun` does not return a real floating scalar.
+
+    Example:
+        >>> loss, grads = value_and_grad(lambda w: (w**2).sum(), StaticLossScale(2.0**10))(jnp.float16([1, 2]))
+        >>> loss, grads
+        (Array(5., dtype=float16), Array([2048., 4096.], dtype=float32))
+
+    References:
+        Micikevicius et al. 2018, Mixed Precision Training (arXiv 1710.03740).
+    """
+    loss_scale = NoOpLossScale() if loss_scale is None else loss_scale
+    require_powers_of_two(loss_scale, "value_and_grad")
+
+    def scaled_loss(*args, **kwargs):
+        result = fun(*args, **kwargs)
+        loss, aux = result if has_aux else (result, None)
+        loss = jnp.asarray(loss)
+        if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
+            raise TypeError(
+                "`value_and_grad` needs a function that returns a real floating scalar"
+                f"{' and aux' if has_aux else ''}, but it returned {_trees.dtype_and_shape(loss)} as its loss."
+            )
+        seed, _ = _seed_and_rest(loss_scale, loss.dtype)
+        return _in_wide_dtype(loss) * seed, (loss, aux)
+
+    differentiated = transform(scaled_loss, argnums=argnums, has_aux=True)
+
+    @functools.wraps(fun)
+    def wrapped(*args, **kwargs):
+        (_, (loss, aux)), grads = differentiated(*args, **kwargs)
+        _, rest = _seed_and_rest(loss_scale, loss.dtype)
+        if rest is not None:
+            grads = jax.tree.map(lambda g: _in_wide_dtype(g) * rest if _trees.is_floating(g) else g, grads)
+        if grad_dtype is not None:
+            grads = _trees.cast_tree(grads, grad_dtype)
+        return ((loss, aux) if has_aux else loss), grads
+
+    return wrapped
+
+
+def grad(
+    fun: Callable[..., Any],
+    loss_scale: LossScale | None = None,
+    *,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    grad_dtype: DTypeLike | None = jnp.float32,
+    transform: Callable[..., Callable[..., Any]] = jax.value_and_grad,
+) -> Callable[..., Any]:
+    """Like `jax.grad`, with the loss scaled before differentiation; see `value_and_grad`, whose arguments these are.
+
+    Returns:
+        A function of the arguments of `fun` that returns `grads`, or `(grads, aux)` if `has_aux`.
+
+    Example:
+        >>> grad(lambda w: w**2)(jnp.bfloat16(3))
+        Array(6., dtype=float32)
+    """
+    with_value = value_and_grad(
+        fun, loss_scale, argnums=argnums, has_aux=has_aux, grad_dtype=grad_dtype, transform=transform
+    )
+
+    @functools.wraps(fun)
+    def wrapped(*args, **kwargs):
+        value, grads = with_value(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return wrapped
+
+
+def _seed_and_rest(loss_scale: LossScale, loss_dtype: np.dtype) -> tuple[Any, Any]:
+    """The factor inside differentiation, and the one to multiply gradients with afterwards (None for 1)."""
+    scale = jnp.asarray(loss_scale.loss_scale, jnp.promote_types(loss_dtype, np.float32))
+    if isinstance(loss_scale, NoOpLossScale) or loss_dtype != np.float16:
+        return scale, None
+    seed = jnp.minimum(scale, _LARGEST_F16_SEED)
+    return seed, scale / seed
+
+
+def _in_wide_dtype(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.promote_types(x.dtype, np.float32))

@@ -1,0 +1,225 @@
+"""Looking into optimizer states and chains: the scale, the masters, whether parameters follow them."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from mpx import _checks, _trees, formats
+from mpx._loss_scale import LossScale, NoOpLossScale, StaticLossScale
+from mpx._transforms.kahan_summation import KahanSummationState
+from mpx._transforms.loss_scaling import LossScalingState
+from mpx._transforms.master_weights import MasterWeightsState
+from mpx._writeback import on_grid
+
+T = TypeVar("T")
+
+
+def get_loss_scale(opt_state: optax.OptState) -> LossScale:
+    """The scale for the next loss, wherever in an optimizer state it is.
+
+    Args:
+        opt_state: the state of any transformation.
+
+    Returns:
+        A loss scale value for `value_and_grad`; `NoOpLossScale()` if nothing in the state scales losses.
+
+    Raises:
+        ValueError: if the state holds several loss scales.
+
+    Example:
+        >>> tx = optax.chain(optax.identity(), loss_scaling(optax.sgd(0.1)))
+        >>> get_loss_scale(tx.init(jnp.ones(2)))
+        StaticLossScale(loss_scale=Array(32768., dtype=float32))
+    """
+    state = _only_loss_scaling_state(opt_state, "get_loss_scale")
+    return NoOpLossScale() if state is None else StaticLossScale(state.loss_scale)
+
+
+def skipped_steps(opt_state: optax.OptState) -> jax.Array:
+    """How many steps were skipped because of infinite or NaN gradients: an int32 scalar, 0 without loss scaling.
+
+    Raises:
+        ValueError: if the state holds several loss scales.
+
+    Example:
+        >>> print(skipped_steps(loss_scaling(optax.sgd(0.1)).init(jnp.ones(2))))
+        0
+    """
+    state = _only_loss_scaling_state(opt_state, "skipped_steps")
+    return jnp.zeros((), np.int32) if state is None else state.skipped_steps
+
+
+def master_params(params: T, opt_state: optax.OptState) -> T:
+    """The best float32 values of the parameters: for evaluation, export, or a change of recipe.
+
+    Of each leaf the master, or parameter and low bits joined, or parameter plus Kahan compensation, or, where the
+    state keeps nothing of it, the parameter itself in float32. Leaves that are wider or not floating are returned
+    as they are.
+
+    Args:
+        params: the parameters.
+        opt_state: the state of the transformation that trains them, of any nesting.
+
+    Raises:
+        ValueError: if what the state keeps does not fit the parameters.
+
+    Example:
+        >>> tx = master_weights(optax.sgd(1e-3))
+        >>> params = jnp.ones((), jnp.bfloat16)
+        >>> updates, state = tx.update(jnp.float32(1), tx.init(params), params)
+        >>> print(optax.apply_updates(params, updates), master_params(params, state))
+        1 0.999
+    """
+    stored = _stored_by_path(opt_state)
+
+    def reconstruct(path, p):
+        if not _trees.is_floating(p):
+            return p
+        kind, kept = stored.get(path, (None, None))
+        wide = p.astype(jnp.promote_types(p.dtype, np.float32))
+        if kept is None:
+            return wide
+        _require_fit(path, p, kept, "master_params")
+        if kind is KahanSummationState:
+            return wide + kept.astype(wide.dtype)
+        return formats.join_f32(p, kept) if kept.dtype == np.uint16 else kept
+
+    return _map_by_path(reconstruct, params)
+
+
+def is_synced(params: Any, opt_state: optax.OptState) -> jax.Array:
+    """Whether the parameters are those that the optimizer state speaks of: a boolean scalar.
+
+    False after parameters were changed from outside (fine-tuning, pruning, a checkpoint of the weights alone): the
+    next update would bring the old weights back. Then `resync`. A float32 master must round to its parameter; a
+    Kahan compensation must be smaller than the spacing of its parameter. Low bits (`storage="split"`) belong to any
+    parameter, so they are always in sync.
+
+    Args:
+        params: the parameters.
+        opt_state: the state of the transformation that trains them, of any nesting.
+
+    Raises:
+        ValueError: if what the state keeps does not fit the parameters.
+
+    Example:
+        >>> tx = master_weights(optax.sgd(1e-3))
+        >>> params = jnp.ones(2, jnp.bfloat16)
+        >>> state = tx.init(params)
+        >>> print(is_synced(params, state), is_synced(params.at[0].set(0), state))
+        True False
+    """
+    stored = _stored_by_path(opt_state)
+    leaves = _trees.leaves_by_path(params)
+    for path, (_, kept) in stored.items():
+        _require_fit(path, leaves.get(path), kept, "is_synced")
+    synced = jnp.asarray(True)
+    for path, (kind, kept) in stored.items():
+        synced &= jnp.all(_in_sync(kind, leaves[path], kept))
+    return synced
+
+
+def resync(params: Any, opt_state: T) -> T:
+    """Makes the optimizer state follow parameters that were changed from outside.
+
+    Where a master does not round to its parameter, the parameter becomes the master; where a Kahan compensation is
+    too large for its parameter, it becomes zero. All other numbers keep their bits, so `resync` is harmless when
+    nothing was changed. Moments and counts stay.
+
+    Args:
+        params: the parameters.
+        opt_state: the state of the transformation that trains them, of any nesting.
+
+    Returns:
+        The state, such that `is_synced(params, state)`.
+
+    Raises:
+        ValueError: if what the state keeps does not fit the parameters.
+
+    Example:
+        >>> tx = master_weights(optax.sgd(1e-3))
+        >>> state = tx.init(jnp.ones(2, jnp.bfloat16))
+        >>> print(resync(jnp.zeros(2, jnp.bfloat16), state).master)
+        [0. 0.]
+    """
+    leaves = _trees.leaves_by_path(params)
+
+    def mend(kind):
+        def mend_leaf(path, kept):
+            if _trees.is_masked(kept) or kept.dtype == np.uint16:
+                return kept
+            p = leaves.get(path)
+            _require_fit(path, p, kept, "resync")
+            fresh = p.astype(kept.dtype) if kind is MasterWeightsState else jnp.zeros_like(kept)
+            return jnp.where(_in_sync(kind, p, kept), kept, fresh)
+
+        return mend_leaf
+
+    def mend_state(state):
+        for kind, field in _FIELDS.items():
+            if isinstance(state, kind):
+                mended = _map_by_path(mend(kind), getattr(state, field))
+                rest = {name: _map_states(mend_state, getattr(state, name)) for name in state._fields if name != field}
+                return state._replace(**{field: mended}, **rest)
+        return state
+
+    return _map_states(mend_state, opt_state)
+
+
+# Which states keep something of each parameter, and in which field.
+_FIELDS: dict[type, str] = {MasterWeightsState: "master", KahanSummationState: "compensation"}
+
+
+def _stored_by_path(opt_state: Any) -> dict[str, tuple[type, Any]]:
+    """What an optimizer state keeps of each parameter, and the type of the state that does."""
+    stored = {}
+    for kind, field in _FIELDS.items():
+        for state in _trees.find_states(opt_state, kind):
+            stored |= {path: (kind, kept) for path, kept in _trees.leaves_by_path(getattr(state, field)).items()}
+    return stored
+
+
+def _in_sync(kind: type, p: jax.Array, kept: jax.Array) -> Any:
+    """Elementwise: does what is kept belong to this parameter?"""
+    if kept.dtype == np.uint16:
+        return True
+    if kind is KahanSummationState:
+        # Half a compensation never reaches the next number, unless it is that of another parameter.
+        wide = p.astype(np.float32)
+        return (on_grid(wide + 0.5 * kept.astype(np.float32), p.dtype) == wide) | ~jnp.isfinite(wide)
+    wide = p.astype(kept.dtype)
+    return (on_grid(kept, p.dtype) == wide) | (jnp.isnan(kept) & jnp.isnan(wide))
+
+
+def _require_fit(path: str, p: Any, kept: Any, caller: str) -> None:
+    if p is None or p.shape != kept.shape:
+        raise ValueError(
+            f"`{caller}`: the optimizer state keeps {_trees.dtype_and_shape(kept)} for the parameter {path!r}, but "
+            f"the parameters have {'no such leaf' if p is None else _trees.dtype_and_shape(p)}. Pass the parameters "
+            "that this state belongs to."
+        )
+
+
+def _only_loss_scaling_state(opt_state: Any, caller: str) -> LossScalingState | None:
+    states = _trees.find_states(opt_state, LossScalingState)
+    if len(states) > 1:
+        raise ValueError(
+            f"`{caller}`: the optimizer state holds {len(states)} loss scales, but one loss has one scale. Put a single "
+            "`loss_scaling` around everything else, `optax.partition` included."
+        )
+    return states[0] if states else None
+
+
+def _map_by_path(function: Callable[[str, Any], Any], tree: T) -> T:
+    return jax.tree.map_with_path(
+        lambda path, leaf: function(_trees.path_string(path), leaf), tree, is_leaf=_trees.is_masked
+    )
+
+
+def _map_states(function: Callable[[Any], Any], tree: T) -> T:
+    """Applies a function to the outermost states that keep something of the parameters."""
+    return jax.tree.map(function, tree, is_leaf=lambda x: isinstance(x, tuple(_FIELDS)))

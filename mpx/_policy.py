@@ -1,0 +1,274 @@
+"""Policies: in which dtypes parameters are stored, computation runs and results come out."""
+
+import dataclasses
+import re
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from mpx import _trees
+
+T = TypeVar("T")
+
+_NAMES = {
+    "bf16": np.dtype(jnp.bfloat16),
+    "bfloat16": np.dtype(jnp.bfloat16),
+    "f16": np.dtype(np.float16),
+    "float16": np.dtype(np.float16),
+    "full": np.dtype(np.float32),
+    "f32": np.dtype(np.float32),
+    "float32": np.dtype(np.float32),
+    "f64": np.dtype(np.float64),
+    "float64": np.dtype(np.float64),
+}
+_FIELDS = {
+    "p": "param_dtype",
+    "params": "param_dtype",
+    "c": "compute_dtype",
+    "compute": "compute_dtype",
+    "o": "output_dtype",
+    "output": "output_dtype",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """The dtypes of a mixed-precision program.
+
+    Frozen and hashable, so that it can be a static argument of `jax.jit`. The casts change real floating
+    arrays of 16 bits and more, and nothing else: integers, booleans, PRNG keys, complex numbers, 8-bit floats,
+    None and Python scalars pass through. A leaf of the right dtype is returned as the same object, tied
+    weights stay tied, `jax.ShapeDtypeStruct` leaves are cast too, and shardings are kept. A whole tree of
+    concrete arrays is cast in one compiled call.
+
+    Attributes:
+        param_dtype: in which parameters are stored between steps.
+        compute_dtype: in which the model computes.
+        output_dtype: in which the model's results leave it.
+        overrides: pairs `(pattern, dtype)`. A parameter whose "/"-joined path a pattern (a regular expression)
+            is found in is stored and computed in that dtype instead. The first match wins.
+
+    Raises:
+        TypeError: if one of the dtypes is not understood, or an override is not a pair.
+        ValueError: if one of them is not a floating-point dtype of 16 bits or more, or a pattern is not a
+            regular expression.
+
+    Example:
+        >>> policy = Policy(jnp.bfloat16, jnp.bfloat16, jnp.float32, overrides=(("norm", jnp.float32),))
+        >>> params = policy.cast_to_param({"dense": jnp.ones(2), "norm": jnp.ones(2), "step": jnp.zeros((), int)})
+        >>> params["dense"].dtype, params["norm"].dtype, params["step"].dtype
+        (dtype(bfloat16), dtype('float32'), dtype('int32'))
+
+    References:
+        The names and the string form are those of jmp (https://github.com/google-deepmind/jmp).
+    """
+
+    param_dtype: DTypeLike
+    compute_dtype: DTypeLike
+    output_dtype: DTypeLike
+    overrides: tuple[tuple[str, DTypeLike], ...] = ()
+
+    def __post_init__(self) -> None:
+        for field in ("param_dtype", "compute_dtype", "output_dtype"):
+            object.__setattr__(self, field, _floating_dtype(getattr(self, field), field))
+        object.__setattr__(self, "overrides", tuple(_checked_override(entry) for entry in self.overrides))
+
+    def cast_to_param(self, tree: T) -> T:
+        """Casts a tree of parameters to the dtypes in which they are stored."""
+        return self._cast(tree, self.param_dtype)
+
+    def cast_to_compute(self, tree: T) -> T:
+        """Casts a tree of parameters or inputs to the dtypes in which the model computes."""
+        return self._cast(tree, self.compute_dtype)
+
+    def cast_to_output(self, tree: T) -> T:
+        """Casts a tree of results to the output dtype; overrides speak of parameters and do not count here."""
+        return _trees.cast_tree(tree, self.output_dtype)
+
+    def with_output_dtype(self, output_dtype: DTypeLike) -> "Policy":
+        """The same policy with another output dtype."""
+        return dataclasses.replace(self, output_dtype=output_dtype)
+
+    def describe(self, tree: Any) -> str:
+        """A table of what the policy does to a tree of parameters.
+
+        Args:
+            tree: parameters, or their shapes as `jax.eval_shape` gives them.
+
+        Returns:
+            A line a leaf: path, shape, the dtype in which it is stored and that of computation under this
+            policy, and the bytes stored; then the totals. An array that stands in the tree twice counts once.
+
+        Raises:
+            ValueError: if an override matches no floating leaf of the tree.
+
+        Example:
+            >>> print(get_policy("params=bf16").describe({"w": jnp.ones((2, 3)), "step": jnp.zeros((), jnp.int32)}))
+            leaf  shape   stored    compute   bytes
+            step  ()      int32     int32         4
+            w     (2, 3)  bfloat16  bfloat16     12
+            total                                16
+        """
+        leaves = _trees.leaves_by_path(tree)
+        self._check_overrides_match([path for path, leaf in leaves.items() if _trees.is_floating(leaf)])
+        rows, counted, total = [], set(), 0
+        for path, leaf in leaves.items():
+            array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+            stored = self._dtype_at(path, self.param_dtype) if _trees.is_floating(array) else array.dtype
+            compute = self._dtype_at(path, self.compute_dtype) if _trees.is_floating(array) else array.dtype
+            size = 0 if id(leaf) in counted else array.size * stored.itemsize
+            counted.add(id(leaf))
+            total += size
+            rows.append((path, str(tuple(array.shape)), str(stored), str(compute), f"{size:,}"))
+        return _table(("leaf", "shape", "stored", "compute", "bytes"), rows, ("total", "", "", "", f"{total:,}"))
+
+    def __str__(self) -> str:
+        """The form that `get_policy` reads: `p=bf16,c=bf16,o=full`."""
+        dtypes = self.param_dtype, self.compute_dtype, self.output_dtype
+        return ",".join(f"{key}={_short_name(dtype)}" for key, dtype in zip("pco", dtypes, strict=True))
+
+    def _cast(self, tree: T, default: np.dtype) -> T:
+        if not self.overrides:
+            return _trees.cast_tree(tree, default)
+        return _trees.cast_by_path(tree, lambda path: self._dtype_at(_trees.path_string(path), default))
+
+    def _dtype_at(self, path: str, default: np.dtype) -> np.dtype:
+        for pattern, dtype in self.overrides:
+            if re.search(pattern, path):
+                return dtype
+        return default
+
+    def _check_overrides_match(self, paths: list[str]) -> None:
+        useless = [pattern for pattern, _ in self.overrides if not any(re.search(pattern, path) for path in paths)]
+        if useless:
+            raise ValueError(
+                f"`Policy.describe`: no floating leaf's path matches {', '.join(map(repr, useless))}. "
+                f"An override is a regular expression searched in one of these: {', '.join(paths) or '(none)'}."
+            )
+
+
+def get_policy(text: str, *, overrides: tuple[tuple[str, DTypeLike], ...] = ()) -> Policy:
+    """Reads a policy from a string, in jmp's grammar.
+
+    Either one dtype for everything (`"bf16"`), or any of `params` (`p`), `compute` (`c`) and `output` (`o`):
+    `"params=bf16,compute=bf16,output=f32"`. What is left out: parameters are float32, compute follows
+    parameters, output follows compute. Dtypes: `f16`, `float16`, `bf16`, `bfloat16`, `full`, `f32`, `float32`,
+    `f64`, `float64`, and `half`, which is `half_dtype()`.
+
+    Args:
+        text: the string.
+        overrides: as in `Policy`.
+
+    Raises:
+        ValueError: if the string is not of that form; the message names the part.
+
+    Example:
+        >>> get_policy("c=f16").param_dtype, get_policy("c=f16").output_dtype
+        (dtype('float32'), dtype('float16'))
+        >>> get_policy("params=bf15")
+        Traceback (most recent call last):
+        ...
+        ValueError: Unknown dtype 'bf15' in policy 'params=bf15'; use one of half, bf16, bfloat16, f16, float16, \
+full, f32, float32, f64, float64.
+    """
+    if not isinstance(text, str):
+        raise TypeError(f"`get_policy` needs a string, but got {type(text).__name__}.")
+    if "=" not in text:
+        dtype = _parse_dtype(text, text)
+        return Policy(dtype, dtype, dtype, overrides)
+    fields: dict[str, np.dtype] = {}
+    for part in text.split(","):
+        key, _, value = (piece.strip() for piece in part.partition("="))
+        if key not in _FIELDS:
+            raise ValueError(
+                f"Unknown key {key!r} in policy {text!r}; use params (p), compute (c) or output (o), each "
+                "followed by '=' and a dtype."
+            )
+        if _FIELDS[key] in fields:
+            raise ValueError(f"Policy {text!r} gives {key!r} twice.")
+        fields[_FIELDS[key]] = _parse_dtype(value, text)
+    param_dtype = fields.get("param_dtype", np.dtype(np.float32))
+    compute_dtype = fields.get("compute_dtype", param_dtype)
+    return Policy(param_dtype, compute_dtype, fields.get("output_dtype", compute_dtype), overrides)
+
+
+def cast(tree: T, dtype: DTypeLike) -> T:
+    """Casts the floating leaves of a tree to a dtype, all in one compiled call.
+
+    Which leaves change, and what is kept, is as for `Policy`.
+
+    Raises:
+        ValueError: if `dtype` is not a floating-point dtype of 16 bits or more.
+
+    Example:
+        >>> cast({"w": jnp.ones(2), "ids": jnp.arange(2)}, "bfloat16")
+        {'w': Array([1, 1], dtype=bfloat16), 'ids': Array([0, 1], dtype=int32)}
+    """
+    return _trees.cast_tree(tree, _floating_dtype(dtype, "dtype"))
+
+
+def cast_to_full(tree: T) -> T:
+    """Casts the floating leaves of a tree to float32."""
+    return _trees.cast_tree(tree, np.float32)
+
+
+def cast_to_half(tree: T) -> T:
+    """Casts the floating leaves of a tree to `half_dtype()`."""
+    return _trees.cast_tree(tree, half_dtype())
+
+
+def half_dtype() -> DTypeLike:
+    """The 16-bit dtype that jmp chooses for this machine: bfloat16 on TPU, float16 elsewhere.
+
+    Example:
+        >>> np.dtype(half_dtype()).itemsize
+        2
+    """
+    return jnp.bfloat16 if jax.local_devices()[0].platform == "tpu" else jnp.float16
+
+
+def _parse_dtype(name: str, text: str) -> np.dtype:
+    if name == "half":
+        return np.dtype(half_dtype())
+    if name not in _NAMES:
+        allowed = ", ".join(["half", *_NAMES])
+        raise ValueError(f"Unknown dtype {name!r} in policy {text!r}; use one of {allowed}.")
+    return _NAMES[name]
+
+
+def _short_name(dtype: np.dtype) -> str:
+    return next(name for name, named in _NAMES.items() if named == dtype)
+
+
+def _floating_dtype(dtype: DTypeLike, argument: str) -> np.dtype:
+    dtype = np.dtype(dtype)
+    if dtype not in _NAMES.values():
+        raise ValueError(
+            f"`{argument}` must be a floating-point dtype of 16 to 64 bits (bfloat16, float16, float32, float64), "
+            f"but got {dtype}."
+        )
+    return dtype
+
+
+def _checked_override(entry: Any) -> tuple[str, np.dtype]:
+    if not isinstance(entry, (tuple, list)) or len(entry) != 2 or not isinstance(entry[0], str):
+        raise TypeError(f"An override must be a pair (pattern, dtype), but got {entry!r}.")
+    pattern, dtype = entry
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"The override pattern {pattern!r} is not a regular expression: {error}.") from error
+    return pattern, _floating_dtype(dtype, f"overrides[{pattern!r}]")
+
+
+def _table(header: tuple[str, ...], rows: list[tuple[str, ...]], footer: tuple[str, ...]) -> str:
+    """Text in columns, the last one aligned to the right."""
+    lines = [header, *rows, footer]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    return "\n".join(
+        "  ".join([*(cell.ljust(width) for cell, width in zip(line[:-1], widths, strict=False)), line[-1].rjust(widths[-1])])
+        for line in lines
+    )

@@ -1,0 +1,72 @@
+"""Whole recipes, put together from the transformations."""
+
+from collections.abc import Hashable
+
+import numpy as np
+import optax
+
+from mpx import _checks
+from mpx._loss_scale import LossScale
+from mpx._policy import Policy, get_policy
+from mpx._transforms.loss_scaling import loss_scaling
+from mpx._transforms.master_weights import Storage, master_weights
+
+
+def mixed_precision(
+    inner: optax.GradientTransformation,
+    policy: Policy | str,
+    *,
+    storage: Storage = "full",
+    loss_scale: LossScale | None = None,
+    axis_name: Hashable | tuple[Hashable, ...] | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Makes any rule train a model under a policy: masters where they are needed, loss scaling where it is.
+
+    - Parameters stored in less than float32 (by the policy or an override) get `master_weights`.
+    - A float16 compute dtype gets `loss_scaling`, around the masters.
+    - Under a policy that needs neither, `inner` is returned as it is.
+
+    Args:
+        inner: any Optax transformation or chain.
+        policy: a `Policy`, or the string of one.
+        storage: of the masters, as in `master_weights`.
+        loss_scale: of `loss_scaling`; `DynamicLossScale()` if None.
+        axis_name: of `loss_scaling`.
+
+    Returns:
+        A transformation.
+
+    Raises:
+        TypeError: if `inner` is not a transformation.
+        ValueError: if the policy string cannot be read; or if `storage`, `loss_scale` or `axis_name` is given and the
+            policy has no use for it.
+
+    Example:
+        >>> tx = mixed_precision(optax.adamw(3e-4), "params=bf16,compute=bf16,output=f32", storage="split")
+        >>> type(tx.init({"w": jnp.ones(2, jnp.bfloat16)})).__name__
+        'MasterWeightsState'
+        >>> tx = mixed_precision(optax.adamw(3e-4), "params=f32,compute=f16,output=f32")
+        >>> type(tx.init({"w": jnp.ones(2)})).__name__
+        'LossScalingState'
+    """
+    policy = get_policy(policy) if isinstance(policy, str) else policy
+    tx = _checks.as_transformation(inner, "mixed_precision")
+    stored = [policy.param_dtype, *(dtype for _, dtype in policy.overrides)]
+    needs_masters = any(np.dtype(dtype).itemsize < 4 for dtype in stored)
+    needs_scaling = policy.compute_dtype == np.float16
+    _require_use("storage", storage != "full", needs_masters, policy, "stores no parameters below float32")
+    _require_use("loss_scale", loss_scale is not None, needs_scaling, policy, "does not compute in float16")
+    _require_use("axis_name", axis_name is not None, needs_scaling, policy, "does not compute in float16")
+    if needs_masters:
+        tx = master_weights(tx, storage=storage)
+    if needs_scaling:
+        tx = loss_scaling(tx, loss_scale, axis_name=axis_name)
+    return tx
+
+
+def _require_use(argument: str, given: bool, needed: bool, policy: Policy, reason: str) -> None:
+    if given and not needed:
+        raise ValueError(
+            f"`mixed_precision`: `{argument}` was given, but the policy {str(policy)!r} {reason}, so it would do "
+            f"nothing. Leave it out, or wrap the rule by hand."
+        )

@@ -1,0 +1,1 @@
+"""The gradient transformations, one a file; `mpx/__init__.py` is their index."""

@@ -1,0 +1,145 @@
+"""`loss_scaling`: unscale, skip what is not finite, adapt the scale."""
+
+import dataclasses
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from mpx import _checks
+from mpx._loss_scale import (
+    DynamicLossScale,
+    LossScale,
+    NoOpLossScale,
+    StaticLossScale,
+    all_finite,
+    require_powers_of_two,
+    saturating_increment,
+    select_tree,
+)
+from mpx._transforms.upcast import widen, with_types_of, without_weak_types
+
+
+class LossScalingState(NamedTuple):
+    """State of `loss_scaling`.
+
+    Attributes:
+        loss_scale: float32 scalar, by which the next loss is to be multiplied.
+        good_steps: int32 scalar, good steps in a row since the scale last changed (0 unless it is dynamic).
+        bad_steps: int32 scalar, skipped steps since the scale last grew (0 unless it is dynamic).
+        skipped_steps: int32 scalar, skipped steps in all.
+        inner_state: state of the wrapped rule.
+    """
+
+    loss_scale: jax.Array
+    good_steps: jax.Array
+    bad_steps: jax.Array
+    skipped_steps: jax.Array
+    inner_state: optax.OptState
+
+
+def loss_scaling(
+    inner: optax.GradientTransformation,
+    loss_scale: LossScale | None = None,
+    *,
+    axis_name: Hashable | tuple[Hashable, ...] | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Runs a rule on the gradients of a scaled loss, and skips the steps whose gradients are not finite.
+
+    Gradients that come in are those of the loss times `state.loss_scale` (see `mpx.value_and_grad`). They are
+    divided by it in float32, exactly, since it is a power of two; clipping and every other rule inside see true
+    gradients. If any number in them is infinite or NaN, the step changes nothing but the scale and the counters:
+    parameters, inner state, schedules, step counts and keys keep their bits, and the update is -0.0. Everything
+    runs on the device: no callback, no wait.
+
+    `inner` sees the parameters as they are. Around a bare Optax rule for 16-bit parameters put `upcast` or
+    `master_weights` between the two, or the rule keeps its moments in 16 bits.
+
+    Args:
+        inner: any Optax transformation or chain.
+        loss_scale: `DynamicLossScale()` if None; or a `StaticLossScale`, or a `NoOpLossScale` to skip bad steps
+            only.
+        axis_name: inside `jax.shard_map` or `jax.pmap` whose gradients are not yet reduced (or whose states differ
+            from device to device), the mapped axes over which all devices must agree that a step is good.
+
+    Returns:
+        A transformation with state `LossScalingState`.
+
+    Raises:
+        TypeError: if `inner` is not a transformation, or `loss_scale` not a loss scale; at `update`, if a gradient
+            is not floating.
+        ValueError: if scale, factor or bounds are not powers of two, or the scale is not within the bounds.
+
+    Example:
+        >>> tx = loss_scaling(optax.sgd(1.0), DynamicLossScale(2.0**15))
+        >>> state = tx.init({"w": jnp.ones(2)})
+        >>> updates, state = tx.update({"w": jnp.array([2.0**15, jnp.inf])}, state)
+        >>> updates["w"], float(state.loss_scale), int(state.skipped_steps)
+        (Array([-0., -0.], dtype=float32), 16384.0, 1)
+
+    References:
+        Micikevicius et al. 2018, Mixed Precision Training (arXiv 1710.03740); `torch.amp.GradScaler`.
+    """
+    inner = _checks.as_transformation(inner, "loss_scaling")
+    settings = DynamicLossScale() if loss_scale is None else loss_scale
+    _check_settings(settings)
+
+    def init_fn(params):
+        zero = lambda: jnp.zeros((), np.int32)  # a buffer each: donation refuses one given twice
+        return LossScalingState(
+            loss_scale=jnp.array(settings.loss_scale, np.float32, copy=True),
+            good_steps=jnp.array(getattr(settings, "counter", 0), np.int32, copy=True),
+            bad_steps=jnp.array(getattr(settings, "bad_steps", None) or 0, np.int32, copy=True),
+            skipped_steps=zero(),
+            inner_state=without_weak_types(inner.init(params)),
+        )
+
+    def update_fn(updates, state, params=None, **extra_args):
+        _checks.require_differentiable(updates, "loss_scaling")
+        finite = all_finite(updates)
+        if axis_name is not None:
+            finite = lax.pmin(finite.astype(np.int32), axis_name) == 1
+        grads = StaticLossScale(state.loss_scale).unscale(widen(updates, np.dtype(np.float32)))
+        updates, inner_state = inner.update(grads, state.inner_state, params, **extra_args)
+        inner_state = with_types_of(state.inner_state, inner_state)
+        unchanged = jax.tree.map(lambda u: jnp.full_like(u, -0.0), updates)
+        return select_tree(finite, updates, unchanged), LossScalingState(
+            *_adapted(settings, state, finite),
+            skipped_steps=jnp.where(finite, state.skipped_steps, saturating_increment(state.skipped_steps)),
+            inner_state=select_tree(finite, inner_state, state.inner_state),
+        )
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _adapted(
+    settings: LossScale, state: LossScalingState, finite: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Scale, good steps and bad steps after a step."""
+    if not isinstance(settings, DynamicLossScale):
+        return state.loss_scale, state.good_steps, state.bad_steps
+    now = dataclasses.replace(
+        settings, loss_scale=state.loss_scale, counter=state.good_steps, bad_steps=state.bad_steps
+    )
+    then = now.adjust(finite)
+    return then.loss_scale, then.counter, then.bad_steps
+
+
+def _check_settings(settings: Any) -> None:
+    if not isinstance(settings, (NoOpLossScale, StaticLossScale, DynamicLossScale)):
+        raise TypeError(
+            "`loss_scaling`: `loss_scale` must be a NoOpLossScale, StaticLossScale or DynamicLossScale, but got "
+            f"{type(settings).__name__}; a number goes into `StaticLossScale(number)`."
+        )
+    require_powers_of_two(settings, "loss_scaling")
+    if isinstance(settings, DynamicLossScale) and not isinstance(settings.loss_scale, jax.core.Tracer):
+        scale = float(settings.loss_scale)
+        if not settings.min_loss_scale <= scale <= settings.max_loss_scale:
+            raise ValueError(
+                f"`loss_scaling`: the scale must lie between `min_loss_scale` and `max_loss_scale`, but got {scale} "
+                f"and [{settings.min_loss_scale}, {settings.max_loss_scale}]."
+            )

@@ -1,0 +1,177 @@
+"""`master_weights`: float32 parameters in the state, or the 16 bits that bfloat16 ones lack."""
+
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.typing import DTypeLike
+
+from mpx import _checks, _trees, formats
+from mpx._transforms.upcast import upcast, widen
+from mpx._writeback import landed, landing_update, on_grid
+
+Storage = Literal["full", "split"]
+
+
+class MasterWeightsState(NamedTuple):
+    """State of `master_weights`.
+
+    Attributes:
+        master: a tree like the parameters. `storage="full"`: the float32 (or `dtype`) master of each narrower
+            leaf. `storage="split"`: the uint16 low bits of the master of each bfloat16 leaf. A leaf that is its
+            own master has an `optax.MaskedNode`.
+        inner_state: state of the wrapped rule, as it is for float32 parameters.
+    """
+
+    master: Any
+    inner_state: optax.OptState
+
+
+def master_weights(
+    inner: optax.GradientTransformation, dtype: DTypeLike = jnp.float32, *, storage: Storage = "full"
+) -> optax.GradientTransformationExtraArgs:
+    """Trains float32 master weights with any rule, and emits the updates that keep the model's copy in step.
+
+    The rule sees float32 parameters, gradients and state, and its trajectory is exactly that of a float32
+    training. The update that comes out is `float32(cast(new_master)) - float32(parameter)`: after
+    `optax.apply_updates` the parameters are the masters, cast. (If a weight falls within about 2**-16 of zero in
+    one step it can miss that by 2**-24 of its old value; the next step repairs it.) Nothing may change the
+    updates after this wrapper: clipping, schedules and weight decay belong inside.
+
+    Args:
+        inner: any Optax transformation or chain.
+        dtype: of the masters; float32, or float64 for float32 parameters. Leaves that are as wide are their own
+            masters and store nothing.
+        storage: `"full"` keeps masters whole, 4 bytes a parameter. `"split"` keeps, for each bfloat16 leaf, only
+            the 16 low bits of its master, 2 bytes a parameter: parameter and low bits together are the master.
+            It has the same masters as `"full"`; parameters are rounded with ties away from zero. A parameter
+            changed from outside is taken as it is. Masters whose bfloat16 rounding would be infinite saturate.
+            float16 leaves keep full masters under both.
+
+    Returns:
+        A transformation with state `MasterWeightsState`. A finite master beyond the range of its parameter is
+        stored there as the largest finite number.
+
+    Raises:
+        TypeError: if `inner` is not a transformation; at `update`, if a gradient is not floating.
+        ValueError: if `storage` or `dtype` is unknown or do not go together; at `init`, if a 16-bit leaf would get
+            a float64 master; at `update`, without parameters, or with parameters of another tree, shape or dtype
+            than at `init`.
+
+    Example:
+        >>> params = {"w": jnp.ones(3, jnp.bfloat16)}
+        >>> tx = master_weights(optax.sgd(1e-3), storage="split")
+        >>> state = tx.init(params)
+        >>> for _ in range(3):  # each update alone would round to nothing
+        ...     updates, state = tx.update({"w": jnp.ones(3)}, state, params)
+        ...     params = optax.apply_updates(params, updates)
+        >>> params["w"], state.master["w"].dtype
+        (Array([0.996094, 0.996094, 0.996094], dtype=bfloat16), dtype('uint16'))
+
+    References:
+        Micikevicius et al. 2018, Mixed Precision Training (arXiv 1710.03740), for the masters; the remainders are
+        those of Transformer Engine's and apex's `store_param_remainders`.
+    """
+    if storage not in get_args(Storage):
+        raise ValueError(f"`master_weights`: `storage` must be one of {get_args(Storage)}, but got {storage!r}.")
+    dtype = _checks.wide_dtype(dtype, "master_weights")
+    if storage == "split" and dtype != np.float32:
+        raise ValueError(f"`master_weights`: split masters are float32, but got `dtype` {dtype}.")
+    inner = upcast(_checks.as_transformation(inner, "master_weights"), dtype)
+
+    def init_fn(params):
+        _require_single_rounding(params, dtype)
+        masters = widen(params, dtype)
+        stored = jax.tree.map(lambda p, m: _initial(p, m, dtype, storage), params, masters)
+        return MasterWeightsState(stored, inner.init(masters))
+
+    def update_fn(updates, state, params=None, **extra_args):
+        _checks.require_params(params, "master_weights")
+        _checks.require_same_leaves(
+            state.master, params, lambda s, p: _fits(s, p, dtype, storage), "master_weights"
+        )
+        masters = load_masters(params, state.master)
+        updates, inner_state = inner.update(updates, state.inner_state, masters, **extra_args)
+        new_masters = optax.apply_updates(masters, updates)
+        stepped = jax.tree.map(_step, params, state.master, updates, new_masters)
+        is_pair = lambda x: isinstance(x, _Step)
+        return (
+            jax.tree.map(lambda step: step.update, stepped, is_leaf=is_pair),
+            MasterWeightsState(jax.tree.map(lambda step: step.stored, stepped, is_leaf=is_pair), inner_state),
+        )
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def load_masters(params: Any, stored: Any) -> Any:
+    """The masters of a tree of parameters, from what the state keeps of them."""
+
+    def load(p, s):
+        if _trees.is_masked(s):
+            return widen(p, np.dtype(np.float32))
+        return formats.join_f32(p, s) if s.dtype == np.uint16 else s
+
+    return jax.tree.map(load, params, stored)
+
+
+class _Step(NamedTuple):
+    update: jax.Array
+    stored: Any
+
+
+def _initial(p: jax.Array, master: jax.Array, dtype: np.dtype, storage: Storage) -> Any:
+    """What is stored for a parameter of which no more is known than its own bits."""
+    if not _trees.is_narrower(p, dtype):
+        return optax.MaskedNode()
+    return jnp.zeros_like(p, np.uint16) if _is_split(p, storage) else master
+
+
+def _step(p: jax.Array, stored: Any, update: jax.Array, new_master: jax.Array) -> _Step:
+    """One parameter's emitted update, and what is stored for it."""
+    if _trees.is_masked(stored):
+        return _Step(update, stored)
+    if stored.dtype != np.uint16:
+        new = on_grid(new_master, p.dtype)
+        return _Step(landing_update(p, new, "master_weights"), new_master)
+    finite = jnp.isfinite(new_master)
+    new_master = jnp.where(finite, jnp.clip(new_master, -_LARGEST_SPLIT, _LARGEST_SPLIT), new_master)
+    new, low_bits = formats.split_f32(new_master)
+    new = new.astype(np.float32)
+    update = landing_update(p, new, "master_weights")
+    # Where the addition cannot reach `new`, these low bits would belong to another weight.
+    reached = landed(p, update).view(np.uint32) == new.view(np.uint32)
+    return _Step(update, jnp.where(reached, low_bits, np.uint16(0)))
+
+
+# The largest float32 whose rounding to bfloat16, ties away from zero, is finite.
+_LARGEST_SPLIT = np.uint32(0x7F7F_7FFF).view(np.float32)
+
+
+def _is_split(p: Any, storage: Storage) -> bool:
+    return storage == "split" and p.dtype == jnp.bfloat16
+
+
+def _fits(stored: Any, p: Any, dtype: np.dtype, storage: Storage) -> bool:
+    """Whether a leaf of the state was made for a parameter of this shape and dtype."""
+    if _trees.is_masked(stored) or _trees.is_masked(p):
+        return not _trees.is_narrower(p, dtype)
+    wanted = np.dtype(np.uint16) if _is_split(p, storage) else dtype
+    return _trees.is_narrower(p, dtype) and stored.shape == p.shape and stored.dtype == wanted
+
+
+def _require_single_rounding(params: Any, dtype: np.dtype) -> None:
+    if dtype != np.float64:
+        return
+    wrong = [
+        f"  {path!r}: {_trees.dtype_and_shape(leaf)}"
+        for path, leaf in _trees.leaves_by_path(params).items()
+        if _trees.is_narrower(leaf, np.dtype(np.float32))
+    ]
+    if wrong:
+        listed = "\n".join(wrong)
+        raise ValueError(
+            f"`master_weights`: float64 masters of 16-bit parameters would be rounded twice:\n{listed}\n"
+            "Use `dtype=jnp.float32`, or store these parameters in float32."
+        )

@@ -1,0 +1,96 @@
+"""`stochastic_rounding`: low-precision parameters that take every update in the mean."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from mpx import _checks, _trees, formats
+from mpx._writeback import landing_update
+
+
+class StochasticRoundingState(NamedTuple):
+    """State of `stochastic_rounding`.
+
+    Attributes:
+        key: the raw data (uint32) of the PRNG key for the next step; checkpoints hold it like any array.
+    """
+
+    key: jax.Array
+
+
+def stochastic_rounding(key: jax.Array) -> optax.GradientTransformationExtraArgs:
+    """Rounds 16-bit parameters up or down at random, so that the mean of what is added is the update.
+
+    The last element of a chain. An update of a hundredth of the distance to the next number moves one weight in a
+    hundred all the way, instead of none. It stores nothing but a key, and adds noise where masters and Kahan
+    summation add none.
+
+    Args:
+        key: a PRNG key, typed (`jax.random.key`) or raw (`jax.random.PRNGKey`). It is copied, so that donating
+            the state does not delete it. Equal keys give equal trainings.
+
+    Returns:
+        A transformation with state `StochasticRoundingState`. Its updates are float32 for 16-bit parameters; those
+        of wider parameters pass through.
+
+    Raises:
+        TypeError: if `key` is not a PRNG key; at `update`, if an update is not floating.
+        ValueError: if `key` is more than one key; at `update`, without parameters.
+
+    Example:
+        >>> tx = optax.chain(upcast(optax.sgd(1e-3)), stochastic_rounding(jax.random.key(0)))
+        >>> params = jnp.ones(1000, jnp.bfloat16)
+        >>> state = tx.init(params)
+        >>> updates, state = tx.update(jnp.ones(1000), state, params)
+        >>> params = optax.apply_updates(params, updates)
+        >>> bool(abs(params.astype(jnp.float32).mean() - 0.999) < 2e-4), len(set(params.tolist()))
+        (True, 2)
+
+    References:
+        Gupta et al. 2015, "Deep Learning with Limited Numerical Precision"; for bfloat16 weights, Zamirai et al.
+        2020 (arXiv 2010.06192).
+    """
+    key, implementation = _one_key(key)
+
+    def init_fn(params):
+        del params
+        return StochasticRoundingState(jnp.array(jax.random.key_data(key), copy=True))
+
+    def update_fn(updates, state, params=None, **extra_args):
+        del extra_args
+        _checks.require_params(params, "stochastic_rounding")
+        _checks.require_differentiable(updates, "stochastic_rounding")
+        this_step, next_step = jax.random.split(jax.random.wrap_key_data(state.key, impl=implementation))
+        leaves, treedef = jax.tree.flatten(params)
+        keys = jax.random.split(this_step, max(len(leaves), 1))
+        new_updates = [
+            _step(keys[i], p, u) for i, (p, u) in enumerate(zip(leaves, treedef.flatten_up_to(updates), strict=True))
+        ]
+        return treedef.unflatten(new_updates), StochasticRoundingState(jax.random.key_data(next_step))
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _step(key: jax.Array, p: jax.Array, update: jax.Array) -> jax.Array:
+    if not _trees.is_narrower(p, np.dtype(np.float32)):
+        return update
+    wanted = p.astype(np.float32) + update.astype(np.float32)
+    new = formats.stochastic_round(key, wanted, p.dtype).astype(np.float32)
+    return landing_update(p, new, "stochastic_rounding")
+
+
+def _one_key(key: jax.Array) -> tuple[jax.Array, str]:
+    if not isinstance(key, (jax.Array, np.ndarray)):
+        raise TypeError(f"`stochastic_rounding` needs a PRNG key such as `jax.random.key(0)`, but got {key!r}.")
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        if key.dtype != np.uint32:
+            raise TypeError(
+                f"`stochastic_rounding` needs a PRNG key such as `jax.random.key(0)`, but got an array of {key.dtype}."
+            )
+        key = jax.random.wrap_key_data(key)
+    if key.shape != ():
+        raise ValueError(f"`stochastic_rounding` needs one key, but got {key.shape}; take `keys[0]`.")
+    return key, jax.random.key_impl(key)

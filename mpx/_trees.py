@@ -1,0 +1,134 @@
+"""Pytrees: which leaves are floating, paths as strings, and casts of whole trees."""
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.typing import DTypeLike
+
+T = TypeVar("T")
+Path = tuple[Any, ...]
+
+
+def is_floating(leaf: Any) -> bool:
+    """True for an array (or shape) of real floating numbers of 16 bits or more.
+
+    Not for integers, booleans, PRNG keys, complex numbers, 8-bit and smaller floats, and Python or NumPy
+    scalars: nobody stores parameters in those, so a change of dtype would be a surprise.
+    """
+    if not isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
+        return False
+    return jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize >= 2
+
+
+def is_narrower(leaf: Any, dtype: np.dtype) -> bool:
+    """True for a floating array (or shape) of fewer bits than `dtype`."""
+    return is_floating(leaf) and leaf.dtype.itemsize < dtype.itemsize
+
+
+def is_masked(leaf: Any) -> bool:
+    """True for Optax's placeholder of a leaf that a transformation leaves alone."""
+    return isinstance(leaf, optax.MaskedNode)
+
+
+def path_string(path: Path) -> str:
+    """A key path in the form `layers/0/kernel`."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def leaves_by_path(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
+    """The leaves of a tree by their `path_string`."""
+    leaves, _ = jax.tree.flatten_with_path(tree, is_leaf)
+    return {path_string(path): leaf for path, leaf in leaves}
+
+
+def find_states(tree: Any, kind: type[T]) -> list[T]:
+    """All parts of a pytree that are of a NamedTuple type, each before the ones nested inside it."""
+    found = []
+    for part in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind)):
+        if isinstance(part, kind):
+            found += [part, *find_states(tuple(part), kind)]  # type: ignore[arg-type]
+    return found
+
+
+def dtype_and_shape(leaf: Any) -> str:
+    """How messages show an array: `bfloat16[768, 3072]`."""
+    if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
+        return f"{leaf.dtype}{list(leaf.shape)}"
+    return type(leaf).__name__
+
+
+def cast_tree(tree: T, dtype: DTypeLike) -> T:
+    """Casts all floating leaves of a tree to one dtype; see `cast_by_path`."""
+    dtype = np.dtype(dtype)
+    return cast_by_path(tree, lambda path: dtype)
+
+
+def cast_by_path(tree: T, dtype_at: Callable[[Path], np.dtype]) -> T:
+    """Casts each floating leaf of a tree to the dtype that a function gives for its key path.
+
+    A leaf of the right dtype is returned as the same object; entries that are one array stay one array; each
+    array keeps its sharding. All concrete arrays of one set of devices are cast in one compiled call: a call
+    a leaf costs a dispatch a leaf.
+
+    Args:
+        tree: any pytree of arrays, tracers, NumPy arrays, `jax.ShapeDtypeStruct`s and anything else.
+        dtype_at: called with the key path of each floating leaf.
+    """
+    leaves, treedef = jax.tree.flatten_with_path(tree)
+    names, plan = [], {}
+    for path, leaf in leaves:
+        name = None
+        if is_floating(leaf):
+            dtype = dtype_at(path)
+            if leaf.dtype != dtype:
+                name = id(leaf), dtype
+                plan[name] = leaf
+        names.append(name)
+    cast = _cast_all(plan)
+    return jax.tree.unflatten(
+        treedef, [leaf if name is None else cast[name] for (_, leaf), name in zip(leaves, names, strict=True)]
+    )
+
+
+_Name = tuple[int, np.dtype]  # the identity of an array, and the dtype that it shall have
+
+
+def _cast_all(plan: Mapping[_Name, Any]) -> dict[_Name, Any]:
+    """Casts each planned leaf once: concrete arrays together by where they live, the rest one by one."""
+    together: dict[Any, list[_Name]] = {}
+    cast = {}
+    for name, leaf in plan.items():
+        _, dtype = name
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            cast[name] = leaf.update(dtype=dtype)
+        elif isinstance(leaf, jax.core.Tracer) or not isinstance(leaf, jax.Array):
+            cast[name] = leaf.astype(dtype)
+        else:
+            together.setdefault(_residence(leaf), []).append(name)
+    for names in together.values():
+        arrays = [plan[name] for name in names]
+        # An array that the user has placed is kept where it is; one that JAX placed stays free to move.
+        shardings = tuple(x.sharding for x in arrays) if arrays[0].committed else None
+        convert = _converter(tuple(dtype for _, dtype in names), shardings)
+        cast.update(zip(names, convert(arrays), strict=True))
+    return cast
+
+
+def _residence(array: jax.Array) -> Any:
+    """Equal for arrays that one program can take together: the same devices in the same order."""
+    sharding = array.sharding
+    devices = sharding.mesh if isinstance(sharding, jax.sharding.NamedSharding) else sharding
+    return array.committed, devices, sharding.memory_kind
+
+
+@functools.lru_cache(maxsize=256)
+def _converter(dtypes: tuple[np.dtype, ...], shardings: tuple[Any, ...] | None) -> Callable[[Iterable[Any]], list]:
+    def convert(arrays):
+        return [x.astype(dtype) for x, dtype in zip(arrays, dtypes, strict=True)]
+
+    return jax.jit(convert) if shardings is None else jax.jit(convert, out_shardings=list(shardings))

@@ -1,0 +1,53 @@
+"""How a parameter of few bits gets its new value, when all that can be done to it is an addition.
+
+Optax's `apply_updates` computes `(p + u).astype(p.dtype)`. A wrapper that has chosen the new value `p'` must emit
+a `u` that lands on it. `float32(p') - float32(p)` does: both have at most 11 significant bits, so the difference
+is exact unless they are many binades apart, and `p + u` is then exactly `p'`. `master' - p` does not land there
+(the sum rounds once more than the cast), and a difference rounded to 16 bits does so still less often.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from mpx import formats
+
+MARK = "mpx:"  # the prefix of the names that `landing_update` leaves in a program, for `check_chain` to find
+
+
+def on_grid(x: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Rounds to nearest in `dtype` and keeps the dtype of `x`; a finite number never becomes infinite.
+
+    An infinite parameter could not be repaired by an addition, however finite its master.
+    """
+    if x.dtype == np.float64:
+        rounded = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=23)
+    else:
+        rounded = formats.round_to(x, dtype)
+    largest = formats.largest_finite(dtype).astype(x.dtype)
+    return jnp.where(jnp.isfinite(x), jnp.clip(rounded, -largest, largest), rounded)
+
+
+def landing_update(parameter: jax.Array, new: jax.Array, author: str) -> jax.Array:
+    """The number that `optax.apply_updates` must add to a parameter to make it `new`.
+
+    Args:
+        parameter: of any floating dtype.
+        new: the value wanted, on the grid of the parameter's dtype, in a wider dtype.
+        author: the transformation that emits the update and relies on nobody changing it.
+
+    Returns:
+        An array of the dtype of `new`; -0.0 where nothing changes, since adding +0.0 would turn -0.0 into +0.0.
+    """
+    # The parameter is widened plainly: if the compiler keeps excess precision in it here, it does so in the
+    # addition too, and the sum still lands on `new`.
+    difference = new - parameter.astype(new.dtype)
+    difference = jnp.where(difference == 0, jnp.asarray(-0.0, new.dtype), difference)
+    return checkpoint_name(difference, MARK + author)
+
+
+def landed(parameter: jax.Array, update: jax.Array) -> jax.Array:
+    """Where `optax.apply_updates` will put a bfloat16 or float16 parameter, as float32."""
+    return formats.round_to(parameter.astype(np.float32) + update, parameter.dtype)

@@ -1,0 +1,267 @@
+"""Exact roundings between float32 and the 16-bit formats.
+
+Everything in mpx whose correctness depends on a rounding goes through this file, and everything here
+works on the integer bits of the numbers. There are two reasons:
+
+- A compiler may widen what a program narrows. XLA on GPU and TPU turns `f32 -> bf16 -> f32` inside one
+  program into nothing (`xla_allow_excess_precision`, on by default), which silently makes a Kahan
+  compensation zero. It cannot do that to integer operations.
+- CPU arithmetic flushes float32 subnormals to zero, and `jax.lax.reduce_precision` does so with those of
+  float16. Integer operations see every bit.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike, DTypeLike
+
+_BFLOAT16 = np.dtype(jnp.bfloat16)
+_FLOAT16 = np.dtype(np.float16)
+_FLOAT32 = np.dtype(np.float32)
+
+# float32 bit patterns.
+_SIGN = np.uint32(0x8000_0000)
+_MAGNITUDE = np.uint32(0x7FFF_FFFF)
+_INFINITY = np.uint32(0x7F80_0000)
+_QUIET = np.uint32(0x0040_0000)  # the mantissa's top bit: a NaN that has it survives truncation to 16 bits
+_F16_MAX = np.uint32(0x477F_E000)  # 65504
+_F16_SMALLEST_NORMAL = np.uint32(0x3880_0000)  # 2**-14
+_F16_BIAS = np.uint32(0x3800_0000)  # (127 - 15) << 23: the two exponents' biases
+
+# 16-bit patterns.
+_BF16_INFINITY = np.uint16(0x7F80)
+_BF16_MAX = np.uint32(0x7F7F)
+
+
+def round_to(x: ArrayLike, dtype: DTypeLike) -> jax.Array:
+    """Rounds float32 numbers to the nearest number that `dtype` can hold; the result is float32.
+
+    Rounds to nearest, ties to even, exactly as IEEE 754 asks: subnormals of `dtype` are kept, numbers too
+    large for it become infinite, infinities and the signs of zeros stay, NaN stays NaN. Unlike
+    `x.astype(dtype).astype(jnp.float32)` it is never removed by the compiler. Its derivative is zero.
+
+    Args:
+        x: float32 array of any shape.
+        dtype: bfloat16, float16 or float32 (which changes nothing).
+
+    Returns:
+        float32 array of the shape of `x`.
+
+    Raises:
+        TypeError: if `x` is not float32.
+        ValueError: if `dtype` is none of the three.
+
+    Example:
+        >>> float(round_to(jnp.float32(1.001), "bfloat16"))
+        1.0
+        >>> float(round_to(jnp.float32(2.0**-20), "float16")) == 2.0**-20  # subnormal in float16
+        True
+    """
+    x = _as_float32(x, "round_to")
+    dtype = _storage_dtype(dtype, "round_to")
+    if dtype == _FLOAT32:
+        return x
+    bits = _bits(x)
+    if dtype == _BFLOAT16:
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF_0000)
+        return _floats(jnp.where(_is_nan(bits), (bits | _QUIET) & np.uint32(0xFFFF_0000), nearest))
+    magnitude = bits & _MAGNITUDE
+    nearest = (magnitude + 0xFFF + ((magnitude >> 13) & 1)) & np.uint32(0xFFFF_E000)
+    nearest = jnp.where(nearest > _F16_MAX, _INFINITY, nearest)
+    nearest = jnp.where(magnitude < _F16_SMALLEST_NORMAL, _round_to_f16_subnormal(magnitude), nearest)
+    nearest = jnp.where(_is_nan(bits), (magnitude | _QUIET) & np.uint32(0xFFFF_E000), nearest)
+    return _floats(nearest | (bits & _SIGN))
+
+
+def stochastic_round(key: jax.Array, x: ArrayLike, dtype: DTypeLike) -> jax.Array:
+    """Rounds float32 numbers up or down to `dtype` at random, so that the mean is the number itself.
+
+    A number between two neighbours of `dtype` becomes the upper one with the probability of its distance
+    from the lower one (Croci et al. 2022, "Stochastic rounding: implementation, error analysis and
+    applications"). Numbers that `dtype` holds, zeros of both signs, infinities and NaN stay as they are. A
+    finite number beyond the largest one of `dtype` becomes that largest one, never infinite.
+
+    Probabilities are exact for bfloat16 and for normal numbers of float16; below 2**-14 in float16 they are
+    rounded down to a multiple of 2**-32.
+
+    Args:
+        key: a JAX PRNG key; equal keys give equal roundings.
+        x: float32 array of any shape.
+        dtype: bfloat16, float16 or float32 (which changes nothing).
+
+    Returns:
+        Array of `dtype` and the shape of `x`.
+
+    Raises:
+        TypeError: if `x` is not float32.
+        ValueError: if `dtype` is none of the three.
+
+    Example:
+        >>> x = jnp.full(10_000, 1.0 + 2.0**-9, jnp.float32)  # a quarter of the way from 1 to its neighbour
+        >>> rounded = stochastic_round(jax.random.key(0), x, "bfloat16")
+        >>> rounded.dtype, sorted(set(rounded.tolist()))
+        (dtype(bfloat16), [1.0, 1.0078125])
+        >>> bool(abs((rounded > 1).mean() - 0.25) < 0.02)
+        True
+    """
+    x = _as_float32(x, "stochastic_round")
+    dtype = _storage_dtype(dtype, "stochastic_round")
+    if dtype == _FLOAT32:
+        return x
+    bits = _bits(x)
+    magnitude = bits & _MAGNITUDE
+    if dtype == _BFLOAT16:
+        noise = jax.random.bits(key, x.shape, np.uint16).astype(np.uint32)
+        rounded = jnp.minimum((magnitude + noise) >> 16, _BF16_MAX)
+        special = (magnitude >> 16) | jnp.where(_is_nan(bits), np.uint32(0x0040), np.uint32(0))
+    else:
+        noise = jax.random.bits(key, x.shape, np.uint32)
+        rounded = jnp.where(
+            magnitude < _F16_SMALLEST_NORMAL,
+            _stochastic_f16_subnormal(magnitude, noise),
+            _stochastic_f16_normal(magnitude, noise),
+        )
+        special = jnp.where(_is_nan(bits), np.uint32(0x7E00), np.uint32(0x7C00))
+    rounded = jnp.where(magnitude >= _INFINITY, special, rounded) | ((bits & _SIGN) >> 16)
+    return lax.bitcast_convert_type(rounded.astype(np.uint16), dtype)
+
+
+def split_f32(x: ArrayLike) -> tuple[jax.Array, jax.Array]:
+    """Splits float32 numbers into bfloat16 weights and the 16 bits that those lack.
+
+    The weight is `x` rounded to nearest, *ties away from zero*: `(bits + 0x8000) >> 16`. With ties to even
+    the 16 low bits would be ambiguous: a remainder of 0x8000 beside an even weight fits two numbers. This is
+    the layout that Transformer Engine's `store_param_remainders` uses.
+
+    Args:
+        x: float32 array of any shape.
+
+    Returns:
+        `(hi, lo)`, bfloat16 and uint16 arrays of the shape of `x`, from which `join_f32` gives back every
+        float32 bit pattern that is not NaN. NaN becomes a NaN `hi` and a zero `lo`. The largest float32
+        numbers, from 0x7F7F8000 on, round to an infinite `hi`; `lo` still tells them from infinity.
+
+    Raises:
+        TypeError: if `x` is not float32.
+
+    Example:
+        >>> hi, lo = split_f32(jnp.float32(1.001))
+        >>> hi.dtype, lo.dtype, float(hi)
+        (dtype(bfloat16), dtype('uint16'), 1.0)
+        >>> bool(join_f32(hi, lo) == jnp.float32(1.001))
+        True
+    """
+    bits = _bits(_as_float32(x, "split_f32"))
+    nan = _is_nan(bits)
+    hi = jnp.where(nan, (bits | _QUIET) >> 16, (bits + 0x8000) >> 16).astype(np.uint16)
+    lo = jnp.where(nan, np.uint32(0), bits & 0xFFFF).astype(np.uint16)
+    return lax.bitcast_convert_type(hi, _BFLOAT16), lo
+
+
+def join_f32(hi: ArrayLike, lo: ArrayLike) -> jax.Array:
+    """Joins bfloat16 weights and their 16 low bits to float32; the inverse of `split_f32`.
+
+    A weight changed from outside is respected: for `hi` of ±0 no borrow is taken, so that a pruned weight
+    reads as (almost) zero and not as NaN; an infinite `hi` that did not come from a large finite number reads
+    as infinite; a NaN reads as NaN.
+
+    Args:
+        hi: bfloat16 array.
+        lo: uint16 array of the same shape.
+
+    Returns:
+        float32 array of that shape.
+
+    Raises:
+        TypeError: if the dtypes are not bfloat16 and uint16.
+
+    Example:
+        >>> float(join_f32(jnp.bfloat16(1.0), jnp.uint16(0x8000)))  # above a half: `hi` was rounded up
+        0.998046875
+    """
+    hi, lo = jnp.asarray(hi), jnp.asarray(lo)
+    if hi.dtype != _BFLOAT16 or lo.dtype != np.uint16:
+        raise TypeError(f"`join_f32` needs bfloat16 `hi` and uint16 `lo`, but got {hi.dtype} and {lo.dtype}.")
+    high = lax.bitcast_convert_type(hi, np.uint16)
+    magnitude = high & np.uint16(0x7FFF)
+    rounded_up = lo >= 0x8000
+    borrow = (rounded_up & (magnitude != 0)).astype(np.uint16)
+    infinite = (magnitude == _BF16_INFINITY) & ~rounded_up
+    low = jnp.where(infinite, np.uint16(0), lo)
+    return _floats(((high - borrow).astype(np.uint32) << 16) | low.astype(np.uint32))
+
+
+def largest_finite(dtype: DTypeLike) -> np.float32:
+    """The largest finite number of a floating-point format of at most 32 bits, as float32.
+
+    Example:
+        >>> float(largest_finite("float16"))
+        65504.0
+    """
+    return np.float32(jnp.finfo(dtype).max)
+
+
+def _as_float32(x: ArrayLike, caller: str) -> jax.Array:
+    x = jnp.asarray(x)
+    if x.dtype != _FLOAT32:
+        raise TypeError(f"`{caller}` needs a float32 `x`, but got {x.dtype}{list(x.shape)}.")
+    return x
+
+
+def _storage_dtype(dtype: DTypeLike, caller: str) -> np.dtype:
+    dtype = np.dtype(dtype)
+    if dtype not in (_BFLOAT16, _FLOAT16, _FLOAT32):
+        raise ValueError(f"`{caller}` knows the dtypes bfloat16, float16 and float32, but got {dtype}.")
+    return dtype
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(x, np.uint32)
+
+
+def _floats(bits: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(bits, np.float32)
+
+
+def _is_nan(bits: jax.Array) -> jax.Array:
+    return (bits & _MAGNITUDE) > _INFINITY
+
+
+def _f16_subnormal_parts(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The 24-bit significand, and how many of its bits lie below 2**-24, float16's smallest step."""
+    exponent = magnitude >> 23
+    significand = (magnitude & 0x7F_FFFF) | 0x80_0000
+    return significand, 126 - jnp.minimum(exponent, np.uint32(112))
+
+
+def _round_to_f16_subnormal(magnitude: jax.Array) -> jax.Array:
+    """float32 bits of a magnitude below 2**-14, rounded to a multiple of 2**-24."""
+    significand, dropped = _f16_subnormal_parts(magnitude)
+    dropped = jnp.minimum(dropped, np.uint32(25))  # 24 bits dropped leave at most a half; 25 leave nothing
+    steps = significand >> dropped
+    rest = significand & ((np.uint32(1) << dropped) - 1)
+    half = np.uint32(1) << (dropped - 1)
+    up = (rest > half) | ((rest == half) & ((steps & 1) == 1))
+    steps = steps + up.astype(np.uint32)
+    return _bits(steps.astype(np.float32) * np.float32(2.0**-24))  # exact: at most 1024 steps
+
+
+def _stochastic_f16_subnormal(magnitude: jax.Array, noise: jax.Array) -> jax.Array:
+    """float16 bits of a magnitude below 2**-14: its multiple of 2**-24, plus one with the right odds."""
+    significand, dropped = _f16_subnormal_parts(magnitude)
+    whole = significand >> jnp.minimum(dropped, np.uint32(31))
+    # The dropped bits as a fraction of 2**32.
+    fraction = jnp.where(
+        dropped <= 24,
+        significand << (32 - jnp.minimum(dropped, np.uint32(24))),
+        (significand << 8) >> jnp.minimum(jnp.maximum(dropped, np.uint32(24)) - 24, np.uint32(31)),
+    )
+    fraction = jnp.where(dropped > 55, np.uint32(0), fraction)
+    return whole + (noise < fraction).astype(np.uint32)
+
+
+def _stochastic_f16_normal(magnitude: jax.Array, noise: jax.Array) -> jax.Array:
+    """float16 bits of a magnitude from 2**-14 on, saturated at 65504."""
+    rounded = (magnitude + (noise >> 19)) & np.uint32(0xFFFF_E000)
+    return (jnp.minimum(rounded, _F16_MAX) - _F16_BIAS) >> 13

@@ -1,0 +1,50 @@
+"""What several test files need: comparison of bits, and the rules that Optax exports."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def bits(x):
+    """The bits of an array as unsigned integers, so that NaN equals NaN and +0 differs from -0."""
+    x = np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
+    return x.view(f"u{x.dtype.itemsize}") if x.dtype != np.bool_ else x
+
+
+def assert_same_bits(actual, expected):
+    """Same tree, shapes, dtypes and bits."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for (path, a), e in zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True):
+        a, e = jnp.asarray(a), jnp.asarray(e)
+        where = jax.tree_util.keystr(path)
+        assert a.dtype == e.dtype, where
+        assert a.shape == e.shape, where
+        np.testing.assert_array_equal(bits(a), bits(e), err_msg=where)
+
+
+def types_of(tree):
+    """Structure, shapes, dtypes and weak types of a tree, to compare with `==`."""
+    return jax.tree.structure(tree), [jax.typeof(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+def float32_round_trips(fun, *args):
+    """The conversions `f32 -> 16 bits -> f32` in the traced program of a function, which a GPU may drop."""
+    found = []
+
+    def visit(jaxpr):
+        narrowed = {}
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "convert_element_type":
+                source, target = eqn.invars[0], eqn.outvars[0]
+                if source.aval.dtype == np.float32 and target.aval.dtype in (jnp.bfloat16, np.float16):
+                    narrowed[target] = eqn
+                if target.aval.dtype == np.float32 and not hasattr(source, "val") and source in narrowed:
+                    found.append((narrowed[source], eqn))
+            for value in eqn.params.values():
+                for item in value if isinstance(value, (tuple, list)) else [value]:
+                    inner = getattr(item, "jaxpr", item)
+                    if hasattr(inner, "eqns"):
+                        visit(inner)
+
+    visit(jax.make_jaxpr(fun)(*args).jaxpr)
+    return found
