@@ -1,7 +1,7 @@
 """Pytrees: which leaves are floating, paths as strings, and casts of whole trees."""
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import jax
@@ -22,7 +22,13 @@ def is_floating(leaf: Any) -> bool:
     """
     if not isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
         return False
-    return jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize >= 2
+    return _is_floating_dtype(leaf.dtype)
+
+
+@functools.cache
+def _is_floating_dtype(dtype: Any) -> bool:
+    """Remembered for each dtype: trees have thousands of leaves, and `issubdtype` takes a microsecond."""
+    return bool(jnp.issubdtype(dtype, jnp.floating)) and dtype.itemsize >= 2
 
 
 def is_narrower(leaf: Any, dtype: np.dtype) -> bool:
@@ -65,7 +71,8 @@ def dtype_and_shape(leaf: Any) -> str:
 def cast_tree(tree: T, dtype: DTypeLike) -> T:
     """Casts all floating leaves of a tree to one dtype; see `cast_by_path`."""
     dtype = np.dtype(dtype)
-    return cast_by_path(tree, lambda path: dtype)
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef.unflatten(_cast_leaves(leaves, [dtype if is_floating(leaf) else None for leaf in leaves]))
 
 
 def cast_by_path(tree: T, dtype_at: Callable[[Path], np.dtype]) -> T:
@@ -80,42 +87,43 @@ def cast_by_path(tree: T, dtype_at: Callable[[Path], np.dtype]) -> T:
         dtype_at: called with the key path of each floating leaf.
     """
     leaves, treedef = jax.tree.flatten_with_path(tree)
-    names, plan = [], {}
-    for path, leaf in leaves:
-        name = None
-        if is_floating(leaf):
-            dtype = dtype_at(path)
-            if leaf.dtype != dtype:
-                name = id(leaf), dtype
-                plan[name] = leaf
-        names.append(name)
-    cast = _cast_all(plan)
-    return jax.tree.unflatten(
-        treedef, [leaf if name is None else cast[name] for (_, leaf), name in zip(leaves, names, strict=True)]
-    )
+    dtypes = [dtype_at(path) if is_floating(leaf) else None for path, leaf in leaves]
+    return treedef.unflatten(_cast_leaves([leaf for _, leaf in leaves], dtypes))
 
 
-_Name = tuple[int, np.dtype]  # the identity of an array, and the dtype that it shall have
+def _cast_leaves(leaves: list[Any], dtypes: list[np.dtype | None]) -> list[Any]:
+    """The leaves, each in its dtype; those whose dtype is None as they are."""
+    places: dict[tuple[int, np.dtype], list[int]] = {}  # where an array stands that shall get a dtype
+    for i, (leaf, dtype) in enumerate(zip(leaves, dtypes, strict=True)):
+        if dtype is not None and leaf.dtype != dtype:
+            places.setdefault((id(leaf), dtype), []).append(i)
+    firsts = [indices[0] for indices in places.values()]
+    cast = _cast_all([leaves[i] for i in firsts], [dtype for _, dtype in places])
+    result = list(leaves)
+    for indices, new in zip(places.values(), cast, strict=True):
+        for i in indices:
+            result[i] = new
+    return result
 
 
-def _cast_all(plan: Mapping[_Name, Any]) -> dict[_Name, Any]:
-    """Casts each planned leaf once: concrete arrays together by where they live, the rest one by one."""
-    together: dict[Any, list[_Name]] = {}
-    cast = {}
-    for name, leaf in plan.items():
-        _, dtype = name
+def _cast_all(leaves: list[Any], dtypes: list[np.dtype]) -> list[Any]:
+    """Casts every leaf: concrete arrays together by where they live, the rest one by one."""
+    cast: list[Any] = [None] * len(leaves)
+    together: dict[Any, list[int]] = {}
+    for i, leaf in enumerate(leaves):
         if isinstance(leaf, jax.ShapeDtypeStruct):
-            cast[name] = leaf.update(dtype=dtype)
+            cast[i] = leaf.update(dtype=dtypes[i])
         elif isinstance(leaf, jax.core.Tracer) or not isinstance(leaf, jax.Array):
-            cast[name] = leaf.astype(dtype)
+            cast[i] = leaf.astype(dtypes[i])
         else:
-            together.setdefault(_residence(leaf), []).append(name)
-    for names in together.values():
-        arrays = [plan[name] for name in names]
+            together.setdefault(_residence(leaf), []).append(i)
+    for indices in together.values():
+        arrays = [leaves[i] for i in indices]
         # An array that the user has placed is kept where it is; one that JAX placed stays free to move.
         shardings = tuple(x.sharding for x in arrays) if arrays[0].committed else None
-        convert = _converter(tuple(dtype for _, dtype in names), shardings)
-        cast.update(zip(names, convert(arrays), strict=True))
+        convert = _converter(tuple([dtypes[i] for i in indices]), shardings)
+        for i, new in zip(indices, convert(arrays), strict=True):
+            cast[i] = new
     return cast
 
 

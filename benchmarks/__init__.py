@@ -1,0 +1,1 @@
+"""Measurements of what mpx costs, each beside the same work done without it."""

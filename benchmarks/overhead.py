@@ -1,0 +1,401 @@
+"""What mpx costs beside the same work written by hand, and what its casts cost beside jmp's.
+
+    PYTHONPATH=. python -m benchmarks.overhead --json overhead.json
+
+1. A training step, and an optimizer step alone, with mpx and by hand in plain JAX and Optax: bfloat16 with float32
+   masters, and float16 with masters and dynamic loss scaling. Both must give the same bits before they are timed.
+   Target: the ratio of the median times is at most 1.03.
+2. The cast of 2,000 arrays of 1,000 numbers. Target: at least 5 times as fast as jmp's.
+3. The first cast of the 148 tensors of GPT-2 124M, compilation included, in fresh processes. Target: no slower than
+   jmp's.
+
+What is compared is run in turn, A B B A, in one process (part 3: in turn, a process each), and everything timed is
+waited for. Where jmp is not installed, one `astype` a leaf, which is what jmp does, stands in for it. The sizes are
+chosen by device, so that a step takes several milliseconds.
+"""
+
+import argparse
+import functools
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from rich.console import Console
+from rich.table import Table
+
+import mpx
+
+# Width, layers and batch of the model. A GPU gets a larger one: its small steps measure nothing but launches.
+SIZES = {"cpu": (384, 4, 16), "gpu": (2048, 12, 4096)}
+ROUNDS = 60  # timed calls of each step
+BITS_STEPS = 5  # steps after which both must have the same bits
+CAST_ROUNDS = 40
+FIRST_CALLS = 9  # processes for each library
+LEARNING_RATE = 1e-3
+LOSS_SCALE, GROWTH_PERIOD = 2.0**15, 2000
+
+STEP_TARGET, CAST_TARGET, FIRST_CALL_TARGET = 1.03, 5.0, 1.0
+
+RIVAL = "jmp" if importlib.util.find_spec("jmp") else "astype"
+LIBRARIES = ("mpx", RIVAL)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 1. Steps. The model: a stack of residual blocks of two matrices, whose loss is summed in float32.
+
+
+def make_params(width: int, layers: int, dtype: Any) -> dict[str, Any]:
+    """Residual blocks `width -> 4 width -> width`, each with a gain and biases, as a transformer's are."""
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape) * shape[0] ** -0.5, dtype)
+    return {
+        f"block_{i}": {
+            "gain": jnp.ones(width, dtype),
+            "up": {"kernel": normal(width, 4 * width), "bias": jnp.zeros(4 * width, dtype)},
+            "down": {"kernel": normal(4 * width, width) * 0.1, "bias": jnp.zeros(width, dtype)},
+        }
+        for i in range(layers)
+    }
+
+
+def loss_fn(params: dict[str, Any], batch: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """The float32 loss of a model that computes in the dtype of its parameters."""
+    x, y = batch
+    for block in params.values():
+        hidden = jax.nn.relu((x * block["gain"]) @ block["up"]["kernel"] + block["up"]["bias"])
+        x = x + hidden @ block["down"]["kernel"] + block["down"]["bias"]
+    return jnp.mean((x.astype(jnp.float32) - y) ** 2)
+
+
+class ByHand(NamedTuple):
+    """What a training loop written by hand keeps: bfloat16 or float16 parameters, masters, Adam's state, a scale."""
+
+    params: Any
+    masters: Any
+    rule_state: Any
+    loss_scale: jax.Array | None = None
+    good_steps: jax.Array | None = None
+
+
+class WithMpx(NamedTuple):
+    """What a training loop with mpx keeps."""
+
+    params: Any
+    opt_state: Any
+
+
+def init_by_hand(params: Any, scaled: bool) -> ByHand:
+    """Masters from the parameters, and Adam's state from the masters."""
+    masters = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+    rule_state = optax.adamw(LEARNING_RATE).init(masters)
+    if not scaled:
+        return ByHand(params, masters, rule_state)
+    return ByHand(params, masters, rule_state, jnp.float32(LOSS_SCALE), jnp.int32(0))
+
+
+def update_by_hand(state: ByHand, grads: Any) -> ByHand:
+    """One AdamW step of the masters; the parameters are the masters, cast; a step that is not finite is undone."""
+    grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+    if state.loss_scale is not None:
+        finite = functools.reduce(jnp.logical_and, [jnp.isfinite(g).all() for g in jax.tree.leaves(grads)])
+        grads = jax.tree.map(lambda g: g * (1 / state.loss_scale), grads)
+    updates, rule_state = optax.adamw(LEARNING_RATE).update(grads, state.rule_state, state.masters)
+    masters = optax.apply_updates(state.masters, updates)
+    params = jax.tree.map(lambda m, p: m.astype(p.dtype), masters, state.params)
+    if state.loss_scale is None:
+        return ByHand(params, masters, rule_state)
+    keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+    grows = finite & (state.good_steps >= GROWTH_PERIOD - 1)
+    grown = jnp.where(grows, jnp.minimum(state.loss_scale * 2, 2.0**24), state.loss_scale)
+    return ByHand(
+        keep(params, state.params),
+        keep(masters, state.masters),
+        keep(rule_state, state.rule_state),
+        jnp.where(finite, grown, jnp.maximum(state.loss_scale / 2, 1.0)),
+        jnp.where(finite & ~grows, state.good_steps + 1, 0),
+    )
+
+
+def train_by_hand(state: ByHand, batch: Any) -> ByHand:
+    """A whole training step without mpx."""
+    scale = 1.0 if state.loss_scale is None else state.loss_scale
+    return update_by_hand(state, jax.grad(lambda params: loss_fn(params, batch) * scale)(state.params))
+
+
+def make_mpx_steps(policy: str) -> tuple[Callable, Callable, Callable]:
+    """The same with mpx: `init(params)`, `update(state, grads)` and `train(state, batch)`."""
+    tx = mpx.mixed_precision(optax.adamw(LEARNING_RATE), policy)
+
+    def update(state: WithMpx, grads: Any) -> WithMpx:
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        return WithMpx(optax.apply_updates(state.params, updates), opt_state)
+
+    def train(state: WithMpx, batch: Any) -> WithMpx:
+        grads = mpx.grad(loss_fn, mpx.get_loss_scale(state.opt_state))(state.params, batch)
+        return update(state, grads)
+
+    return lambda params: WithMpx(params, tx.init(params)), update, train
+
+
+def measure_steps(dtype_name: str) -> list[dict[str, Any]]:
+    """Times the two kinds of step of one recipe, after a comparison of their bits."""
+    dtype = np.dtype(dtype_name)
+    scaled = dtype == np.float16
+    width, layers, batch_size = SIZES.get(jax.default_backend(), SIZES["gpu"])
+    rng = np.random.default_rng(1)
+    params = make_params(width, layers, dtype)
+    x, y = (jnp.asarray(rng.normal(size=(batch_size, width)), jnp.float32) for _ in range(2))
+    grads = jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), p.dtype), params)
+    init, update, train = make_mpx_steps(f"params={dtype_name},compute={dtype_name},output=f32")
+    # Each side gets its own buffers: every step gives its old state back to the allocator, as in training.
+    starts = lambda: (init_by_hand(own(params), scaled), init(own(params)))
+    recipe = f"{dtype_name}, masters" + (", dynamic loss scale" if scaled else "")
+    return [
+        compare(f"training step, {recipe}", train_by_hand, train, starts, (x.astype(dtype), y)),
+        compare(f"optimizer step, {recipe}", update_by_hand, update, starts, grads),
+    ]
+
+
+def compare(name: str, by_hand: Callable, with_mpx: Callable, starts: Callable, data: Any) -> dict[str, Any]:
+    """Bits and times of two steps."""
+    states = list(starts())
+    steps = [
+        jax.jit(step, donate_argnums=0).lower(state, data).compile()
+        for step, state in zip((by_hand, with_mpx), states, strict=True)
+    ]
+    for _ in range(BITS_STEPS):
+        states = [step(state, data) for step, state in zip(steps, states, strict=True)]
+    hand_state, mpx_state = states
+    masters = mpx.master_params(mpx_state.params, mpx_state.opt_state)
+    differing = count_differing((hand_state.params, hand_state.masters), (mpx_state.params, masters))
+    times: tuple[list[float], list[float]] = ([], [])
+    for turn in range(ROUNDS):
+        for side in (0, 1) if turn % 2 else (1, 0):
+            seconds, states[side] = timed(steps[side], states[side], data)
+            times[side].append(seconds)
+    hand, ours = times
+    low, ratio, high = ratio_with_spread(ours, hand)
+    return {
+        "what": name,
+        "parameters": sum(p.size for p in jax.tree.leaves(hand_state.params)),
+        "differing bits": differing,
+        "by hand ms": 1e3 * statistics.median(hand),
+        "mpx ms": 1e3 * statistics.median(ours),
+        "ratio": ratio,
+        "ratio 95%": [low, high],
+        "target": STEP_TARGET,
+        "met": ratio <= STEP_TARGET,
+        "compiler's estimate by hand": estimate(steps[0]),
+        "compiler's estimate mpx": estimate(steps[1]),
+    }
+
+
+def count_differing(a: Any, b: Any) -> int:
+    """How many numbers of two trees differ in any bit."""
+    bits = lambda x: np.asarray(x).view(f"u{x.dtype.itemsize}")
+    return sum(int((bits(x) != bits(y)).sum()) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+def estimate(compiled: Any) -> dict[str, float]:
+    """XLA's own count for a program. It is an estimate of the compiler for this device, not a measurement."""
+    costs = compiled.cost_analysis() or {}
+    return {key: costs.get(key, float("nan")) for key in ("flops", "bytes accessed")} | {
+        "instructions": compiled.as_text().count(" = ")
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 2 and 3. Casts.
+
+
+def many_leaves() -> dict[str, jax.Array]:
+    """2,000 arrays of 1,000 numbers."""
+    return {f"leaf_{i}": jax.device_put(np.full(1000, i, np.float32)) for i in range(2000)}
+
+
+def gpt2_leaves() -> dict[str, jax.Array]:
+    """Arrays of the shapes of GPT-2 124M: 148 tensors, 124 million numbers."""
+    block = {
+        "ln_1.w": (768,), "ln_1.b": (768,), "attn.c_attn.w": (768, 2304), "attn.c_attn.b": (2304,),
+        "attn.c_proj.w": (768, 768), "attn.c_proj.b": (768,), "ln_2.w": (768,), "ln_2.b": (768,),
+        "mlp.c_fc.w": (768, 3072), "mlp.c_fc.b": (3072,), "mlp.c_proj.w": (3072, 768), "mlp.c_proj.b": (768,),
+    }  # fmt: skip
+    shapes = {"wte": (50257, 768), "wpe": (1024, 768), "ln_f.w": (768,), "ln_f.b": (768,)}
+    shapes |= {f"h.{i}.{name}": shape for i in range(12) for name, shape in block.items()}
+    return {name: jax.device_put(np.ones(shape, np.float32)) for name, shape in shapes.items()}
+
+
+def caster(library: str) -> Callable[[Any], Any]:
+    """The function with which a library casts a tree to bfloat16."""
+    if library == "mpx":
+        return mpx.get_policy("params=bf16").cast_to_param
+    if library == "jmp":
+        import jmp  # only where it is measured: it need not be installed
+
+        return jmp.get_policy("params=bfloat16").cast_to_param
+    return lambda tree: jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree)
+
+
+def measure_many_leaves() -> dict[str, Any]:
+    """Times the casts of 2,000 arrays, after a warm-up."""
+    tree = jax.block_until_ready(many_leaves())
+    casts = [caster(library) for library in LIBRARIES]
+    for cast in casts:
+        for _ in range(3):
+            jax.block_until_ready(cast(tree))
+    times: tuple[list[float], list[float]] = ([], [])
+    for turn in range(CAST_ROUNDS):
+        for side in (0, 1) if turn % 2 else (1, 0):
+            times[side].append(timed(casts[side], tree)[0])
+    ours, theirs = times
+    low, ratio, high = ratio_with_spread(theirs, ours)
+    return cast_result("cast of 2,000 arrays of 1,000", ours, theirs, (low, ratio, high), CAST_TARGET)
+
+
+def first_call_seconds(library: str) -> float:
+    """How long the first cast of this process takes; to be called once."""
+    tree = jax.block_until_ready(gpt2_leaves())
+    return timed(caster(library), tree)[0]
+
+
+def measure_first_calls() -> dict[str, Any]:
+    """Times the first cast of GPT-2's tensors in fresh processes, without a cache of compiled programs on disk."""
+    environment = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"}
+    times: dict[str, list[float]] = {library: [] for library in LIBRARIES}
+    for turn in range(FIRST_CALLS):
+        for library in LIBRARIES if turn % 2 else reversed(LIBRARIES):
+            command = [sys.executable, "-m", "benchmarks.overhead", "--first-call", library]
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+            times[library].append(float(done.stdout.split()[-1]))
+    ours, theirs = times.values()
+    spread = ratio_with_spread(theirs, ours)
+    return cast_result("first cast of GPT-2's 148 tensors", ours, theirs, spread, FIRST_CALL_TARGET)
+
+
+def cast_result(
+    what: str, ours: list[float], theirs: list[float], spread: tuple[float, float, float], target: float
+) -> dict[str, Any]:
+    """One row: times, how many times as fast mpx is, and whether that is enough."""
+    low, ratio, high = spread
+    return {
+        "what": what,
+        "rival": RIVAL,
+        "rival ms": 1e3 * statistics.median(theirs),
+        "mpx ms": 1e3 * statistics.median(ours),
+        "times as fast": ratio,
+        "times as fast 95%": [low, high],
+        "target": target,
+        "met": ratio >= target,
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Timing and printing.
+
+
+def own(tree: Any) -> Any:
+    """A copy of every array."""
+    return jax.tree.map(lambda x: jnp.array(x, copy=True), tree)
+
+
+def timed(fun: Callable, *args: Any) -> tuple[float, Any]:
+    """Seconds until everything a call returns is there, and what it returned."""
+    start = time.perf_counter()
+    result = jax.block_until_ready(fun(*args))
+    return time.perf_counter() - start, result
+
+
+def ratio_with_spread(numerator: list[float], denominator: list[float]) -> tuple[float, float, float]:
+    """The ratio of the medians, between the ends of its 95% interval over resampled turns."""
+    a, b = np.asarray(numerator), np.asarray(denominator)
+    turns = np.random.default_rng(0).integers(len(a), size=(2000, len(a)))  # pairs stay pairs
+    resampled = np.median(a[turns], axis=1) / np.median(b[turns], axis=1)
+    low, high = np.quantile(resampled, [0.025, 0.975])
+    return float(low), float(np.median(a) / np.median(b)), float(high)
+
+
+def conditions() -> dict[str, Any]:
+    """Where and with what the numbers were measured."""
+    packages = ["jax", "jaxlib", "optax", "numpy", *(["jmp"] if RIVAL == "jmp" else [])]
+    return {
+        "device": jax.devices()[0].device_kind,
+        "backend": jax.default_backend(),
+        "processor": processor(),
+        "cores": os.cpu_count(),
+        "load": os.getloadavg(),
+        "python": platform.python_version(),
+        "mpx": mpx.__version__,
+        **{name: importlib.metadata.version(name) for name in packages},
+    }
+
+
+def processor() -> str:
+    """The name of the CPU, where the system tells it."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            return next(line.split(":")[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor()
+
+
+def show(console: Console, steps: list[dict[str, Any]], casts: list[dict[str, Any]]) -> None:
+    """Both tables, and the compiler's estimates."""
+    verdict = lambda row: "[green]met[/]" if row["met"] else "[red]missed[/]"
+    table = Table("step", "by hand, ms", "mpx, ms", "ratio", "95%", "target", "numbers that differ")
+    for row in steps:
+        spread = "{:.3f} to {:.3f}".format(*row["ratio 95%"])
+        target = f"at most {row['target']}: {verdict(row)}"
+        times = f"{row['by hand ms']:.2f}", f"{row['mpx ms']:.2f}", f"{row['ratio']:.3f}"
+        table.add_row(row["what"], *times, spread, target, str(row["differing bits"]))
+    console.print(table)
+    table = Table("step", "", "flops, million", "bytes, million", "instructions", title="the compiler's estimate")
+    for row in steps:
+        for side in ("by hand", "mpx"):
+            costs = row[f"compiler's estimate {side}"]
+            numbers = f"{costs['flops'] / 1e6:.1f}", f"{costs['bytes accessed'] / 1e6:.1f}", str(costs["instructions"])
+            table.add_row(row["what"], side, *numbers)
+    console.print(table)
+    table = Table("cast", f"{RIVAL}, ms", "mpx, ms", "times as fast", "95%", "target")
+    for row in casts:
+        spread = "{:.2f} to {:.2f}".format(*row["times as fast 95%"])
+        times = f"{row['rival ms']:.1f}", f"{row['mpx ms']:.1f}", f"{row['times as fast']:.2f}"
+        table.add_row(row["what"], *times, spread, f"at least {row['target']}: {verdict(row)}")
+    console.print(table)
+    if RIVAL != "jmp":
+        console.print("jmp is not installed: the casts are compared with one `astype` a leaf.")
+
+
+def main() -> None:
+    """Runs all parts, prints the tables and, if asked, writes the numbers."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", metavar="PATH", help="write the numbers, with versions and device, to this file")
+    parser.add_argument("--first-call", choices=("mpx", "jmp", "astype"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.first_call:
+        print(first_call_seconds(arguments.first_call))
+        return
+    console = Console()
+    first_calls = measure_first_calls()  # before this process takes a GPU's memory
+    casts = [measure_many_leaves(), first_calls]
+    steps = [row for dtype in ("bfloat16", "float16") for row in measure_steps(dtype)]
+    console.print(conditions())
+    show(console, steps, casts)
+    if arguments.json:
+        with open(arguments.json, "w") as file:
+            json.dump({"conditions": conditions(), "steps": steps, "casts": casts}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

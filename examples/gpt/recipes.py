@@ -1,0 +1,80 @@
+"""The recipes under comparison: the same rule, and what each puts around it.
+
+A recipe is a policy, which says how parameters are stored and in what the model computes, and one to three lines of
+mpx around an ordinary Optax rule. In bytes per parameter for parameters + optimizer state + gradients, with AdamW:
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import optax
+
+import mpx
+
+F32 = "params=f32,compute=f32,output=f32"
+BF16 = "params=bf16,compute=bf16,output=f32"
+# Parameters stay in float32 here, as under `torch.amp`: what float16 lacks is range, and gradients are what leaves it.
+# `params=f16` works as well: `mixed_precision` then adds float32 masters.
+F16 = "params=f32,compute=f16,output=f32"
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """How to train in some precision.
+
+    Attributes:
+        name: on the command line.
+        label: in the table.
+        policy: of `mpx.get_policy`.
+        optimizer: what to put around a rule.
+        uses_mpx: whether gradients come from `mpx.value_and_grad`, or from `jax.value_and_grad`.
+    """
+
+    name: str
+    label: str
+    policy: str
+    optimizer: Callable[[optax.GradientTransformation], optax.GradientTransformation]
+    uses_mpx: bool = True
+
+
+def plain(rule: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The rule as it is. On bfloat16 parameters its state and its arithmetic are bfloat16 too."""
+    return rule
+
+
+def full_masters(rule: optax.GradientTransformation) -> optax.GradientTransformation:
+    """float32 masters in the optimizer state; the model's parameters are their bfloat16 copy."""
+    return mpx.mixed_precision(rule, BF16)
+
+
+def split_masters(rule: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The same masters, of which only the 16 bits are kept that the bfloat16 parameters lack."""
+    return mpx.mixed_precision(rule, BF16, storage="split")
+
+
+def kahan(rule: optax.GradientTransformation) -> optax.GradientTransformation:
+    """No masters: what rounding cuts off an update is kept, and added to the next one."""
+    return optax.chain(mpx.upcast(rule), mpx.kahan_summation())
+
+
+def stochastic(rule: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Nothing is kept: parameters are rounded up or down at random, so that the mean is right."""
+    return optax.chain(mpx.upcast(rule), mpx.stochastic_rounding(jax.random.key(0)))
+
+
+def loss_scaling(rule: optax.GradientTransformation) -> optax.GradientTransformation:
+    """float16 gradients of a scaled loss; a step that overflows is skipped and the scale halved."""
+    # The default period of 2,000 good steps before the scale doubles is longer than this whole training.
+    return mpx.mixed_precision(rule, F16, loss_scale=mpx.DynamicLossScale(period=50))
+
+
+RECIPES = (
+    Recipe("f32", "f32", F32, plain, uses_mpx=False),
+    Recipe("bf16-naive", "bf16, no care", BF16, plain, uses_mpx=False),
+    Recipe("bf16-masters", "bf16 + f32 masters", BF16, full_masters),
+    Recipe("bf16-split", "bf16 + split masters", BF16, split_masters),
+    Recipe("bf16-kahan", "bf16 + Kahan", BF16, kahan),
+    Recipe("bf16-stochastic", "bf16 + stochastic rounding", BF16, stochastic),
+    Recipe("f16-scaled", "f16 + dynamic loss scaling", F16, loss_scaling),
+)

@@ -1,0 +1,110 @@
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import mpx
+
+FINAL = {
+    "master_weights": lambda: mpx.master_weights(optax.adam(1e-3)),
+    "kahan_summation": lambda: optax.chain(mpx.upcast(optax.adam(1e-3)), mpx.kahan_summation()),
+    "stochastic_rounding": lambda: optax.chain(mpx.upcast(optax.adam(1e-3)), mpx.stochastic_rounding(jax.random.key(0))),
+}
+CHANGES = {
+    "scale": optax.scale(0.5),
+    "learning rate": optax.scale_by_learning_rate(1e-3),
+    "schedule": optax.scale_by_schedule(optax.cosine_decay_schedule(1.0, 10)),
+    "global norm": optax.clip_by_global_norm(1.0),
+    "clip": optax.clip(1.0),
+    "decay": optax.add_decayed_weights(1e-4),
+    "zero nans and scale": optax.chain(optax.zero_nans(), optax.scale(2.0)),
+    "ema": optax.ema(0.9),
+    "bfloat16": optax.stateless(lambda updates, params: jax.tree.map(lambda u: u.astype(jnp.bfloat16), updates)),
+}
+HARMLESS_AROUND = {
+    "nothing": lambda tx: tx,
+    "clipped gradients": lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
+    "identity after": lambda tx: optax.chain(tx, optax.identity()),
+    "a snapshot after": lambda tx: optax.chain(tx, optax.snapshot("norm", optax.tree.norm)),
+    "loss scaling": mpx.loss_scaling,
+    "multi steps": lambda tx: optax.MultiSteps(tx, 4),
+    "multi steps inside loss scaling": lambda tx: mpx.loss_scaling(optax.MultiSteps(tx, 4)),
+    "apply if finite": lambda tx: optax.apply_if_finite(tx, 3),
+    "masked": lambda tx: optax.masked(tx, {"bias": False, "kernel": True}),
+    "partition": lambda tx: optax.partition({"a": tx, "b": optax.set_to_zero()}, {"bias": "b", "kernel": "a"}),
+}
+
+pytestmark = pytest.mark.optax_promotion
+
+
+@pytest.mark.parametrize("around", HARMLESS_AROUND)
+@pytest.mark.parametrize("final", FINAL)
+def test_what_changes_no_update_may_stand_around(final, around):
+    mpx.check_chain(HARMLESS_AROUND[around](FINAL[final]()))
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("final", FINAL)
+def test_what_changes_updates_afterwards_is_caught(final, change):
+    with pytest.raises(ValueError, match=f"was final when `{final}` had rounded it, but `.*` changes it after that"):
+        mpx.check_chain(optax.chain(FINAL[final](), CHANGES[change]))
+
+
+@pytest.mark.parametrize("around", ["loss scaling", "multi steps", "apply if finite", "masked", "partition"])
+def test_it_is_caught_inside_wrappers_too(around):
+    bad = optax.chain(FINAL["kahan_summation"](), optax.scale(0.5))
+    with pytest.raises(ValueError, match="was final when `kahan_summation`"):
+        mpx.check_chain(HARMLESS_AROUND[around](bad))
+
+
+def test_the_same_change_inside_the_wrapper_is_right():
+    for change in CHANGES.values():
+        mpx.check_chain(mpx.master_weights(optax.chain(optax.adam(1e-3), change)))
+
+
+def test_masters_after_the_rule_that_they_should_wrap_are_caught():
+    with pytest.raises(ValueError, match=r"keeps its state in 16 bits: '0/mu/bias' \(bfloat16\[8\]\)"):
+        mpx.check_chain(optax.chain(optax.scale_by_adam(), mpx.master_weights(optax.sgd(1e-3))))
+
+
+@pytest.mark.parametrize("second", ["kahan_summation", "stochastic_rounding"])
+def test_two_roundings_are_caught(second):
+    last = {"kahan_summation": mpx.kahan_summation(), "stochastic_rounding": mpx.stochastic_rounding(jax.random.key(0))}
+    with pytest.raises(ValueError, match=f"had rounded it, but `{second}` changes it after that"):
+        mpx.check_chain(optax.chain(mpx.master_weights(optax.adam(1e-3)), last[second]))
+
+
+def test_lookahead_and_schedule_free_around_masters_are_caught():
+    """They compute new updates from those that they wrap."""
+    for around in (
+        optax.contrib.schedule_free(mpx.master_weights(optax.sgd(1e-3)), 1e-3),
+        optax.lookahead(mpx.master_weights(optax.sgd(1e-3)), 2, 0.5),
+    ):
+        params = {"w": jnp.ones(3, jnp.bfloat16)}
+        if "lookahead" in around.init.__qualname__:
+            params = optax.LookaheadParams(params, params)
+        with pytest.raises(ValueError, match="was final when `master_weights`"):
+            mpx.check_chain(around, params)
+
+
+def test_a_rule_that_needs_extra_arguments_gets_them():
+    tx = mpx.master_weights(optax.polyak_sgd())
+    with pytest.raises(TypeError):
+        mpx.check_chain(tx)
+    mpx.check_chain(tx, value=jax.ShapeDtypeStruct((), jnp.float32))
+
+
+def test_what_is_not_a_transformation_is_refused():
+    with pytest.raises(TypeError, match="`check_chain` needs an Optax gradient transformation"):
+        mpx.check_chain(None)
+
+
+def test_a_harmful_order_does_put_weights_out_of_step():
+    """Why it is refused: halving the updates leaves most parameters off their masters, without an error."""
+    tx = optax.chain(mpx.master_weights(optax.sgd(0.1)), optax.scale(0.5))
+    params = jnp.linspace(0.5, 2, 1000).astype(jnp.bfloat16)
+    state = tx.init(params)
+    updates, state = tx.update(jnp.linspace(-1, 1, 1000), state, params)
+    params = optax.apply_updates(params, updates)
+    assert not mpx.is_synced(params, state)
+    assert (params != state[0].master.astype(jnp.bfloat16)).mean() > 0.9

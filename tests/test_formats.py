@@ -1,0 +1,605 @@
+"""Roundings between float32 and 16 bits: every 16-bit pattern, every tie, the edges of every exponent.
+
+The oracles are the casts of NumPy and ml_dtypes, float64 (which holds every midpoint) and exact fractions.
+"""
+
+import re
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpx import formats
+from tests.helpers import assert_same_bits, float32_round_trips
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+F16 = np.dtype(np.float16)
+INFINITY = {BF16: 0x7F80, F16: 0x7C00}  # 16-bit patterns; all larger magnitudes are NaN
+SIGMAS = 6
+
+both_formats = pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+
+jit_round_to = jax.jit(formats.round_to, static_argnums=1)
+jit_stochastic_round = jax.jit(formats.stochastic_round, static_argnums=2)
+
+
+def from_bits(bits):
+    return np.asarray(bits, np.uint32).view(np.float32)
+
+
+def to_bits(x):
+    return np.asarray(x).view(np.uint32)
+
+
+def from_patterns(patterns, dtype):
+    return np.asarray(patterns, np.uint16).view(dtype)
+
+
+def every_value(dtype):
+    """All 65,536 values of a 16-bit format, NaNs included."""
+    return from_patterns(np.arange(2**16), dtype)
+
+
+def widened(x):
+    """Exactly the same numbers in float32."""
+    with np.errstate(invalid="ignore"):  # signalling NaNs
+        return x.astype(np.float32)
+
+
+def narrowed(x, dtype):
+    """The oracle: NumPy's cast to float16, ml_dtypes' cast to bfloat16."""
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        return x.astype(dtype)
+
+
+def float32_patterns():
+    """4.6 million bit patterns.
+
+    With every sign, exponent and seven top bits of the mantissa: the numbers that bfloat16 and float16 hold, all ties
+    of both, and the neighbours of both. Then the ends of the NaNs and of the subnormals, the largest finite numbers,
+    and a million seeded ones.
+    """
+    high = np.arange(2**16, dtype=np.uint32)[:, None] << 16
+    low = (np.arange(16, dtype=np.uint32)[:, None] * 0x1000 + np.array([-1, 0, 1], np.int64).astype(np.uint32)).ravel()
+    grid = (high | (low & 0xFFFF)).ravel()
+    first = np.arange(2**16, dtype=np.uint32)
+    ends = np.concatenate(
+        [first, 0x7F7F_0000 + first, 0x7F80_0000 + first, 0x7FFF_0000 + first]  # subnormal, largest, NaN, NaN
+    )
+    seeded = np.random.default_rng(0).integers(0, 2**32, 2**20, np.uint32)
+    return np.concatenate([grid, ends, ends | np.uint32(0x8000_0000), seeded])
+
+
+@pytest.fixture(scope="module")
+def patterns():
+    return float32_patterns()
+
+
+def midpoints(dtype):
+    """The lower and the upper neighbour's pattern, and the number halfway, in float64.
+
+    "Above" the largest finite number lies the power of two that the format would hold next.
+    """
+    lower = np.arange(INFINITY[dtype], dtype=np.uint16)
+    values = np.append(widened(from_patterns(lower, dtype)).astype(np.float64), 2.0 ** (128 if dtype == BF16 else 16))
+    return lower, lower + np.uint16(1), (values[:-1] + values[1:]) / 2
+
+
+def stochastic_neighbours(x, dtype):
+    """By the oracle: pattern of the neighbour toward zero, of the one away from it (saturated), and whether exact."""
+    magnitude = np.abs(x)
+    nearest = narrowed(magnitude, dtype)
+    too_high = widened(nearest).astype(np.float64) > magnitude.astype(np.float64)
+    lower = nearest.view(np.uint16) - too_high.astype(np.uint16)
+    exact = widened(from_patterns(lower, dtype)) == magnitude
+    upper = np.minimum(lower + 1, INFINITY[dtype] - 1).astype(np.uint16)
+    sign = (to_bits(x) >> 16).astype(np.uint16) & np.uint16(0x8000)
+    return lower | sign, np.where(exact, lower, upper).astype(np.uint16) | sign, exact
+
+
+def upward_odds(x, dtype):
+    """The probability with which a finite number rounds away from zero, as a `Fraction`."""
+    lower, upper, _ = stochastic_neighbours(np.float32([x]), dtype)
+    low, high = (abs(Fraction(float(widened(from_patterns(p, dtype))[0]))) for p in (lower, upper))
+    return (abs(Fraction(float(x))) - low) / (high - low) if high != low else Fraction(0)
+
+
+# --- round_to -------------------------------------------------------------------------------------------------------
+
+
+@both_formats
+def test_round_to_keeps_all_65536_values_of_the_format(dtype):
+    """Signs of zeros too; a NaN stays one of the same sign, with its mantissa's top bit set."""
+    values = widened(every_value(dtype))
+    rounded = jit_round_to(values, dtype)
+    numbers = ~np.isnan(values)
+    assert_same_bits(rounded[numbers], values[numbers])
+    assert_same_bits(rounded[~numbers], from_bits(to_bits(values[~numbers]) | np.uint32(0x0040_0000)))
+
+
+@both_formats
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_round_to_rounds_every_midpoint_to_the_even_neighbour_and_its_own_neighbours_to_theirs(dtype, sign):
+    lower, upper, halfway = midpoints(dtype)
+    tie = (sign * halfway).astype(np.float32)
+    assert np.array_equal(tie.astype(np.float64), sign * halfway)  # float32 holds every midpoint
+    toward_zero, away = from_bits(to_bits(tie) - np.uint32(1)), from_bits(to_bits(tie) + np.uint32(1))
+    even = np.where(lower % 2 == 0, lower, upper)
+    for x, expected in [(tie, even), (toward_zero, lower), (away, upper)]:
+        expected = np.float32(sign) * widened(from_patterns(expected, dtype))
+        assert_same_bits(jit_round_to(x, dtype), expected)
+
+
+@both_formats
+def test_round_to_agrees_with_the_casts_of_numpy_on_millions_of_bit_patterns(patterns, dtype):
+    x = from_bits(patterns)
+    expected = widened(narrowed(x, dtype))
+    rounded = np.asarray(jit_round_to(x, dtype))
+    assert rounded.dtype == np.float32
+    numbers = ~np.isnan(x)
+    np.testing.assert_array_equal(to_bits(rounded)[numbers], to_bits(expected)[numbers])
+    assert np.isnan(rounded[~numbers]).all()
+    np.testing.assert_array_equal(np.signbit(rounded[~numbers]), np.signbit(x[~numbers]))
+    nan_patterns = to_bits(rounded[~numbers])
+    assert not (nan_patterns & (0xFFFF if dtype == BF16 else 0x1FFF)).any()  # a NaN that the format holds
+
+    truncated = patterns[numbers] & np.uint32(0xFFFF_0000 if dtype == BF16 else 0xFFFF_E000)
+    assert (truncated != to_bits(expected)[numbers]).any()  # negative control: truncation differs
+
+
+def test_round_to_keeps_float16_subnormals_which_reduce_precision_flushes():
+    subnormals = widened(every_value(F16)[1:0x400])
+    assert_same_bits(formats.round_to(subnormals, F16), subnormals)
+    flushed = jax.lax.reduce_precision(subnormals, exponent_bits=5, mantissa_bits=10)
+    assert not flushed.any()  # negative control
+
+
+def test_round_to_float32_changes_nothing(patterns):
+    x = jnp.asarray(from_bits(patterns[::997]))
+    assert formats.round_to(x, jnp.float32) is x
+
+
+@both_formats
+def test_round_to_keeps_shapes_and_accepts_numpy_scalars_and_names_of_dtypes(dtype):
+    assert formats.round_to(np.float32(1.0), str(dtype)).shape == ()
+    assert formats.round_to(jnp.ones((0, 3)), dtype).shape == (0, 3)
+    assert_same_bits(formats.round_to(jnp.full((2, 1, 3), 1 + 2.0**-20), dtype), jnp.ones((2, 1, 3)))
+
+
+@both_formats
+def test_the_derivative_of_round_to_is_zero(dtype):
+    assert jax.grad(lambda x: formats.round_to(x, dtype))(jnp.float32(1.3)) == 0
+
+
+# --- stochastic_round -----------------------------------------------------------------------------------------------
+
+
+@both_formats
+def test_stochastic_round_keeps_all_65536_values_of_the_format(dtype):
+    """±0 and ±inf too; NaN becomes NaN of the same sign."""
+    values = every_value(dtype)
+    for seed in range(4):
+        rounded = np.asarray(jit_stochastic_round(jax.random.key(seed), widened(values), dtype))
+        assert rounded.dtype == dtype
+        numbers = ~np.isnan(widened(values))
+        np.testing.assert_array_equal(rounded.view(np.uint16)[numbers], values.view(np.uint16)[numbers])
+        assert np.isnan(widened(rounded[~numbers])).all()
+        np.testing.assert_array_equal(np.signbit(widened(rounded)), np.signbit(widened(values)))
+
+
+@both_formats
+def test_stochastic_round_gives_only_the_two_neighbours_and_is_finite_for_finite_numbers(patterns, dtype):
+    """Over millions of patterns; a number beyond the range becomes the largest one, never infinite."""
+    x = from_bits(patterns)
+    rounded = np.asarray(jit_stochastic_round(jax.random.key(1), x, dtype)).view(np.uint16)
+    finite = np.isfinite(x)
+    lower, upper, _ = stochastic_neighbours(x[finite], dtype)
+    down, up = rounded[finite] == lower, rounded[finite] == upper
+    assert (down | up).all()
+    assert (down & ~up).any()
+    assert (up & ~down).any()
+    assert ((rounded[finite] & 0x7FFF) < INFINITY[dtype]).all()
+    np.testing.assert_array_equal(rounded[np.isinf(x)] & 0x7FFF, INFINITY[dtype])
+    assert ((rounded[np.isnan(x)] & 0x7FFF) > INFINITY[dtype]).all()
+
+    naive = (patterns + 0xFFFF) >> 16  # negative control: noise added to the bits turns large numbers into infinity
+    assert ((naive[finite] & 0x7FFF) == INFINITY[BF16]).any()
+
+
+@both_formats
+def test_stochastic_round_saturates_beyond_the_largest_finite_number_at_every_noise(dtype):
+    largest = formats.largest_finite(dtype)
+    beyond = np.array([np.nextafter(largest, np.float32(np.inf)), np.finfo(np.float32).max, -np.finfo(np.float32).max])
+    for x in beyond.astype(np.float32):
+        rounded = jit_stochastic_round(jax.random.key(0), np.full(2**12, x), dtype)
+        np.testing.assert_array_equal(widened(np.asarray(rounded)), np.copysign(largest, x))
+
+
+def fixed_noise(monkeypatch, noise):
+    """Makes the next `stochastic_round` draw these bits, to count over all of them."""
+
+    def bits(key, shape, dtype):
+        assert shape == noise.shape
+        return jnp.asarray(noise.astype(dtype))
+
+    monkeypatch.setattr(jax.random, "bits", bits)
+
+
+@pytest.mark.parametrize("magnitude", [1.0, 3.1415927, 2.0**-126, 2.0**-130, 2.0**-149, 3e38])
+@pytest.mark.parametrize("low", [0, 1, 0x4000, 0x7FFF, 0x8000, 0xFFFF])
+def test_bfloat16_rounds_up_under_exactly_its_fraction_of_all_noises(monkeypatch, magnitude, low):
+    """Of the 65,536 noises exactly `low` round up: the odds are exact, in the subnormals too."""
+    x = from_bits((to_bits(np.float32(magnitude)) & np.uint32(0xFFFF_0000)) | np.uint32(low))
+    fixed_noise(monkeypatch, np.arange(2**16))
+    lower, upper, _ = stochastic_neighbours(x[None], BF16)
+    rounded = np.asarray(formats.stochastic_round(jax.random.key(0), jnp.full(2**16, x), BF16)).view(np.uint16)
+    ups = np.count_nonzero(rounded != lower)
+    assert Fraction(ups, 2**16) == upward_odds(x, BF16) == Fraction(low, 2**16)
+    assert set(rounded.tolist()) <= {int(lower[0]), int(upper[0])}
+
+
+@pytest.mark.parametrize("magnitude", [2.0**-14, 1.0, 3.1415927, 65000.0])
+@pytest.mark.parametrize("low", [0, 1, 0x0800, 0x1000, 0x1FFF])
+def test_float16_rounds_normal_numbers_up_under_exactly_their_fraction_of_all_noises(monkeypatch, magnitude, low):
+    x = from_bits((to_bits(np.float32(magnitude)) & np.uint32(0xFFFF_E000)) | np.uint32(low))
+    fixed_noise(monkeypatch, np.arange(2**13) << 19)
+    lower, _, _ = stochastic_neighbours(x[None], F16)
+    rounded = np.asarray(formats.stochastic_round(jax.random.key(0), jnp.full(2**13, x), F16)).view(np.uint16)
+    assert Fraction(np.count_nonzero(rounded != lower), 2**13) == upward_odds(x, F16) == Fraction(low, 2**13)
+
+
+@given(exponent=st.integers(-149, -15), mantissa=st.integers(0, 2**23 - 1))
+@settings(max_examples=150)
+def test_float16_rounds_numbers_below_its_normal_ones_up_with_odds_exact_to_2_to_the_minus_32(exponent, mantissa):
+    """Up for the last noise below `floor(2**32 * fraction)`, down from there on."""
+    x = np.float32(np.ldexp(1 + mantissa * 2.0**-23, exponent))
+    odds = int(upward_odds(x, F16) * 2**32)
+    noise = np.clip([0, odds - 1, odds, 2**32 - 1], 0, 2**32 - 1)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        fixed_noise(monkeypatch, noise)
+        rounded = np.asarray(formats.stochastic_round(jax.random.key(0), jnp.full(4, x), F16)).view(np.uint16)
+    lower, _, _ = stochastic_neighbours(x[None], F16)
+    np.testing.assert_array_equal(rounded != lower, noise < odds)
+
+
+RANGES = [(BF16, 2.0**-3, "normal"), (F16, 2.0**-3, "normal"), (F16, 2.0**-17, "subnormal"), (F16, 2.0**-26, "tiny")]
+RANGES += [(BF16, 2.0**-128, "subnormal"), (BF16, 2.0**-134, "tiny")]
+
+
+@pytest.mark.parametrize(("dtype", "size", "kind"), RANGES, ids=lambda value: str(value))
+def test_stochastic_round_is_unbiased_and_nearest_rounding_is_not(dtype, size, kind):
+    """For each of 64 numbers, 16,384 draws: `|ups - n p| <= 6 sqrt(n p (1 - p))`, p exact by fractions."""
+    del kind
+    draws = 2**14
+    x = np.random.default_rng(3).uniform(1, 2, 64).astype(np.float32) * np.float32(size)
+    p = np.array([float(upward_odds(value, dtype)) for value in x])
+    lower, _, _ = stochastic_neighbours(x, dtype)
+
+    rounded = jit_stochastic_round(jax.random.key(7), np.broadcast_to(x, (draws, 64)), dtype)
+    ups = (np.asarray(rounded).view(np.uint16) != lower).sum(0)
+    bound = SIGMAS * np.sqrt(draws * p * (1 - p)) + 1e-9
+    assert (np.abs(ups - draws * p) <= bound).all()
+    assert abs(ups.sum() - draws * p.sum()) <= SIGMAS * np.sqrt(draws * (p * (1 - p)).sum())
+
+    nearest = draws * (narrowed(x, dtype).view(np.uint16) != lower)  # negative control
+    assert (np.abs(nearest - draws * p) > bound).mean() > 0.9
+
+
+@both_formats
+def test_stochastic_round_rounds_neighbouring_elements_independently(dtype):
+    """Halfway between two values, 65,536 pairs of neighbours round alike in half of the cases."""
+    x = np.full(2**17, 1 + float(jnp.finfo(dtype).eps) / 2, np.float32)
+    up = np.asarray(jit_stochastic_round(jax.random.key(2), x, dtype) > 1).reshape(-1, 2)
+    alike = np.count_nonzero(up[:, 0] == up[:, 1])
+    assert abs(alike - 2**15) <= SIGMAS * np.sqrt(2**16) / 2
+
+
+@both_formats
+def test_equal_keys_give_equal_roundings_and_other_keys_others(dtype):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=1000).astype(np.float32))
+    first = formats.stochastic_round(jax.random.key(0), x, dtype)
+    assert_same_bits(formats.stochastic_round(jax.random.key(0), x, dtype), first)
+    assert (formats.stochastic_round(jax.random.key(1), x, dtype) != first).any()
+
+
+def test_stochastic_round_to_float32_changes_nothing():
+    x = jnp.float32([1.3, -0.0, jnp.inf])
+    assert formats.stochastic_round(jax.random.key(0), x, np.float32) is x
+
+
+# --- split_f32 and join_f32 -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def round_trip():
+    return jax.jit(lambda x: formats.join_f32(*formats.split_f32(x)))
+
+
+def edge_patterns():
+    """For every sign and exponent, the 4,096 patterns at each end of the mantissas and around each bfloat16 tie."""
+    exponent = np.arange(2**9, dtype=np.uint32)[:, None] << 23
+    span = np.arange(4096, dtype=np.uint32)
+    mantissa = np.concatenate([span, 0x7F_FFFF - span, 0x8000 - 2048 + span, 0x7F_8000 - 2048 + span])
+    return (exponent | mantissa).ravel()
+
+
+@pytest.mark.parametrize("chosen", ["grid", "edges", "seeded"])
+def test_split_and_join_give_back_every_pattern_that_is_not_nan(patterns, round_trip, chosen):
+    """Millions of patterns each; -0.0, subnormals and the numbers that round to infinity too."""
+    seeded = lambda: np.random.default_rng(5).integers(0, 2**32, 2**22, np.uint32)
+    bits = {"grid": lambda: patterns, "edges": edge_patterns, "seeded": seeded}[chosen]()
+    x = from_bits(bits)
+    joined = np.asarray(round_trip(x))
+    assert joined.dtype == np.float32
+    nan = np.isnan(x)
+    np.testing.assert_array_equal(to_bits(joined)[~nan], bits[~nan])
+    assert np.isnan(joined[nan]).all()
+
+
+def test_a_split_that_rounds_to_even_would_lose_numbers(patterns):
+    """Negative control: at a tie beside an even weight, 16 low bits cannot say from which side the weight came."""
+    bits = patterns[~np.isnan(from_bits(patterns))]
+    hi = narrowed(from_bits(bits), BF16).view(np.uint16).astype(np.uint32)
+    lo = bits & 0xFFFF
+    joined = ((hi - (lo >= 0x8000)) << 16) | lo
+    wrong = bits[joined != bits]
+    assert len(wrong) > 30_000
+    assert (wrong & 0xFFFF == 0x8000).all()
+    ours = formats.join_f32(*formats.split_f32(jnp.asarray(from_bits(wrong))))
+    np.testing.assert_array_equal(to_bits(ours), wrong)
+
+
+def test_the_weight_of_a_split_is_the_nearest_bfloat16_with_ties_away_from_zero(patterns):
+    x = from_bits(patterns[np.isfinite(from_bits(patterns))])
+    hi, lo = jax.jit(formats.split_f32)(x)
+    assert hi.dtype == BF16
+    assert lo.dtype == np.uint16
+    expected = narrowed(x, BF16)
+    tie = to_bits(x) & 0xFFFF == 0x8000
+    np.testing.assert_array_equal(np.asarray(hi).view(np.uint16)[~tie], expected.view(np.uint16)[~tie])
+    away = (to_bits(x)[tie] >> 16) + 1
+    np.testing.assert_array_equal(np.asarray(hi).view(np.uint16)[tie], away)
+
+
+@pytest.mark.parametrize("bits", [0x7FFF_FFFF, 0xFFFF_FFFF, 0x7F80_0001, 0xFF80_0001, 0x7FC0_0000, 0x7FFF_8000])
+def test_the_split_of_nan_is_nan_with_zero_low_bits_and_joins_to_nan(bits):
+    """0x7FFFFFFF + 0x8000 would carry into the sign and read as -0.0; 0x7F800001 would truncate to infinity."""
+    hi, lo = formats.split_f32(from_bits(bits))
+    assert jnp.isnan(hi)
+    assert lo == 0
+    assert np.signbit(widened(np.asarray(hi))) == (bits >> 31)
+    assert jnp.isnan(formats.join_f32(hi, lo))
+
+
+def test_adding_half_naively_turns_the_last_nan_into_minus_zero():
+    """Negative control of the test above."""
+    naive = (np.array([0x7FFF_FFFF], np.uint32) + np.uint32(0x8000)) >> np.uint32(16)
+    assert naive[0] == 0x8000
+
+
+def join_all_low_bits(pattern):
+    """`join_f32` of one bfloat16 pattern with all 65,536 low halves."""
+    lo = np.arange(2**16, dtype=np.uint16)
+    return np.asarray(jax.jit(formats.join_f32)(from_patterns(np.full(2**16, pattern), BF16), lo))
+
+
+@pytest.mark.parametrize("pattern", [0x0000, 0x8000])
+def test_joining_a_pruned_weight_never_borrows(pattern):
+    """A zero from outside reads as that zero plus its low bits: at most 2**-133, same sign, never NaN."""
+    joined = join_all_low_bits(pattern)
+    np.testing.assert_array_equal(to_bits(joined), (np.uint32(pattern) << 16) | np.arange(2**16, dtype=np.uint32))
+    assert np.abs(joined).max() < 2.0**-133
+
+
+def test_borrowing_from_a_pruned_weight_naively_gives_nan():
+    """Negative control of the test above: 0x0000 with the low bits 0x8001 becomes 0xFFFF8001."""
+    hi, lo = np.uint32([0x0000, 0x8000]), np.uint32(0x8001)
+    naive = from_bits(((hi - np.uint32(1)) << 16) | lo)
+    assert np.isnan(naive).all()
+
+
+@pytest.mark.parametrize("sign", [0x0000, 0x8000])
+def test_joining_infinity_with_small_low_bits_reads_infinite_and_with_large_ones_the_largest_numbers(sign):
+    joined = join_all_low_bits(sign | 0x7F80)
+    assert np.isinf(joined[:0x8000]).all()
+    largest = (np.uint32(sign | 0x7F7F) << 16) | np.arange(0x8000, 0x1_0000, dtype=np.uint32)
+    np.testing.assert_array_equal(to_bits(joined[0x8000:]), largest)
+    assert (np.signbit(joined) == bool(sign)).all()
+
+
+@pytest.mark.parametrize("pattern", [0x7F81, 0x7FC0, 0x7FFF, 0xFF81, 0xFFC0, 0xFFFF])
+def test_joining_nan_reads_nan_for_all_low_bits(pattern):
+    assert np.isnan(join_all_low_bits(pattern)).all()
+
+
+def test_joining_any_finite_weight_with_any_low_bits_gives_a_finite_number_within_half_a_step():
+    """All 65,280 finite weights with the low bits that would carry farthest."""
+    finite = from_patterns(np.flatnonzero(np.isfinite(widened(every_value(BF16)))), BF16)
+    for lo in (0, 1, 0x7FFF, 0x8000, 0xFFFF):
+        joined = np.asarray(formats.join_f32(finite, np.full(finite.shape, lo, np.uint16)))
+        assert np.isfinite(joined).all()
+        step = np.abs(to_bits(joined).astype(np.int64) - to_bits(widened(finite)).astype(np.int64))
+        zero = widened(finite) == 0
+        assert (step[~zero] <= 0x8000).all()
+
+
+# --- the same everywhere, and not removable -------------------------------------------------------------------------
+
+
+def sample():
+    return from_bits(np.concatenate([float32_patterns()[::997], [0x7FFF_FFFF, 0x0000_0001, 0x7F7F_FFFF]]))
+
+
+def roundings():
+    """The functions of this module as functions of one float32 array."""
+    key = jax.random.key(11)
+    cases = {f"round_to {dtype}": lambda x, dtype=dtype: formats.round_to(x, dtype) for dtype in (BF16, F16)}
+    cases |= {
+        f"stochastic_round {dtype}": lambda x, dtype=dtype: formats.stochastic_round(key, x, dtype)
+        for dtype in (BF16, F16)
+    }
+    return cases | {"split_f32": formats.split_f32, "join_f32": lambda x: formats.join_f32(*formats.split_f32(x))}
+
+
+everywhere = pytest.mark.parametrize("name", roundings())
+
+
+def as_integers(tree):
+    """The bits of a tree of arrays: CPU replaces the payload of a bfloat16 NaN when it copies one inside a program."""
+    return jax.tree.map(lambda leaf: jax.lax.bitcast_convert_type(leaf, f"u{leaf.dtype.itemsize}"), tree)
+
+
+@everywhere
+def test_results_are_the_same_under_jit_and_in_scan(name):
+    function, x = roundings()[name], sample()
+    expected = function(x)
+    assert_same_bits(jax.jit(function)(x), expected)
+    _, scanned = jax.lax.scan(lambda carry, row: (carry, as_integers(function(row))), 0, jnp.stack([x, x]))
+    for i in range(2):
+        assert_same_bits(jax.tree.map(lambda leaf, i=i: leaf[i], scanned), as_integers(expected))
+
+
+@pytest.mark.parametrize("name", ["round_to bfloat16", "round_to float16", "split_f32", "join_f32"])
+def test_results_are_the_same_under_vmap(name):
+    function, x = roundings()[name], sample()
+    assert_same_bits(jax.vmap(function)(x), function(x))
+
+
+@both_formats
+def test_stochastic_round_under_vmap_is_one_rounding_a_key(dtype):
+    keys, x = jax.random.split(jax.random.key(3), 4), jnp.asarray(sample()[-4000:].reshape(4, 1000))
+    batched = jax.vmap(lambda key, row: formats.stochastic_round(key, row, dtype))(keys, x)
+    rows = [formats.stochastic_round(key, row, dtype) for key, row in zip(keys, x, strict=True)]
+    assert_same_bits(as_integers(batched), jnp.stack(as_integers(rows)))
+
+
+@everywhere
+def test_results_are_the_same_with_64_bit_types(name):
+    function, x = roundings()[name], sample()
+    expected = function(x)
+    with jax.enable_x64(True):
+        assert jnp.ones(1).dtype == np.float64
+        assert_same_bits(function(x), expected)
+        assert_same_bits(jax.jit(function)(x), expected)
+
+
+@everywhere
+def test_results_are_the_same_without_jit(name):
+    function, x = roundings()[name], sample()[:100]
+    expected = function(x)
+    with jax.disable_jit():
+        assert_same_bits(function(x), expected)
+
+
+def converts_to_16_bits(function, x):
+    """The conversions in the lowered program that touch a 16-bit float."""
+    return re.findall(r"stablehlo\.(?:convert|reduce_precision) .*f16.*", jax.jit(function).lower(x).as_text())
+
+
+def all_primitives(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "eqns")):
+            if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
+                yield from all_primitives(getattr(inner, "jaxpr", inner))
+
+
+def narrowing_conversions(function, x):
+    return [
+        eqn
+        for eqn in all_primitives(jax.make_jaxpr(function)(x).jaxpr)
+        if eqn.primitive.name == "convert_element_type" and eqn.outvars[0].aval.dtype in (BF16, F16)
+    ]
+
+
+@everywhere
+def test_no_conversion_that_a_compiler_may_drop_stands_in_the_program(name):
+    function, x = roundings()[name], jnp.ones(8)
+    assert float32_round_trips(function, x) == []
+    assert narrowing_conversions(function, x) == []
+    assert converts_to_16_bits(function, x) == []
+
+
+@both_formats
+def test_the_naive_round_trip_is_found_in_its_program(dtype):
+    """Negative control of the test above: a GPU compiler may turn this into nothing."""
+    naive = lambda x: x.astype(dtype).astype(jnp.float32)
+    assert len(float32_round_trips(naive, jnp.ones(8))) == 1
+    assert len(narrowing_conversions(naive, jnp.ones(8))) == 1
+    assert converts_to_16_bits(naive, jnp.ones(8))
+    in_a_loop = lambda x: jax.lax.scan(lambda c, _: (naive(c), None), x, None, length=2)[0]
+    assert len(float32_round_trips(in_a_loop, jnp.ones(8))) == 1
+
+
+@both_formats
+def test_a_compensation_does_not_vanish_in_a_compiled_program(dtype):
+    """`x - round_to(x)` is what Kahan summation keeps; here 2**-20."""
+    x = jnp.float32(1 + 2.0**-20)
+    assert jax.jit(lambda x: x - formats.round_to(x, dtype))(x) == 2.0**-20
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------
+
+wrong_dtypes = pytest.mark.parametrize(
+    ("x", "shown"),
+    [
+        (jnp.ones(3, jnp.bfloat16), "bfloat16[3]"),
+        (jnp.ones((2, 1), jnp.float16), "float16[2, 1]"),
+        (np.ones(()), None),
+        (jnp.arange(2), "int32[2]"),
+    ],
+    ids=["bfloat16", "float16", "numpy float64", "int32"],
+)
+
+
+@wrong_dtypes
+@pytest.mark.parametrize("name", ["round_to", "stochastic_round", "split_f32"])
+def test_other_inputs_than_float32_are_refused(name, x, shown):
+    """NumPy's float64 is float32 by the time JAX has it, but not with 64-bit types."""
+    call = {
+        "round_to": lambda x: formats.round_to(x, BF16),
+        "stochastic_round": lambda x: formats.stochastic_round(jax.random.key(0), x, BF16),
+        "split_f32": formats.split_f32,
+    }[name]
+    with jax.enable_x64(shown is None):
+        message = f"`{name}` needs a float32 `x`, but got {shown or 'float64[]'}."
+        with pytest.raises(TypeError, match=re.escape(message)):
+            call(x)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int16", jnp.float8_e4m3fn, jnp.complex64])
+@pytest.mark.parametrize("name", ["round_to", "stochastic_round"])
+def test_unknown_formats_are_refused(name, dtype):
+    arguments = (jax.random.key(0), jnp.ones(1)) if name == "stochastic_round" else (jnp.ones(1),)
+    message = f"`{name}` knows the dtypes bfloat16, float16 and float32, but got {np.dtype(dtype)}."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        getattr(formats, name)(*arguments, dtype)
+
+
+@pytest.mark.parametrize(
+    ("hi", "lo"),
+    [
+        (jnp.ones(1), jnp.zeros(1, np.uint16)),
+        (jnp.ones(1, jnp.float16), jnp.zeros(1, np.uint16)),
+        (jnp.ones(1, jnp.bfloat16), jnp.zeros(1, np.int16)),
+    ],
+)
+def test_join_refuses_other_dtypes_than_those_of_split(hi, lo):
+    message = f"`join_f32` needs bfloat16 `hi` and uint16 `lo`, but got {hi.dtype} and {lo.dtype}."
+    with pytest.raises(TypeError, match=re.escape(message)):
+        formats.join_f32(hi, lo)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [("bfloat16", 2.0**128 - 2.0**120), ("float16", 65504.0), ("float32", 2.0**128 - 2.0**104)],
+)
+def test_largest_finite_is_the_formats_own(dtype, value):
+    largest = formats.largest_finite(dtype)
+    assert float(largest) == value
+    assert largest.dtype == np.float32

@@ -1,0 +1,408 @@
+"""Which leaves are floating, paths, and casts of whole trees: what changes, what is kept, in how many programs."""
+
+import collections
+from typing import NamedTuple
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+import mpx
+from mpx import _trees
+from tests.helpers import assert_same_bits
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+F16 = np.dtype(np.float16)
+F32 = np.dtype(np.float32)
+
+# --- which leaves ---------------------------------------------------------------------------------------------------
+
+FLOATING = {
+    "bfloat16": jnp.ones(2, jnp.bfloat16),
+    "float16": jnp.ones(2, jnp.float16),
+    "float32": jnp.ones(2),
+    "scalar": jnp.float32(1),
+    "empty": jnp.ones((0, 2)),
+    "numpy float16": np.ones(2, np.float16),
+    "numpy float64": np.ones(2),
+    "shape": jax.ShapeDtypeStruct((2,), jnp.float32),
+}
+NOT_FLOATING = {
+    "int32": jnp.arange(2),
+    "uint8": jnp.ones(2, jnp.uint8),
+    "int4": jnp.ones(2, jnp.int4),
+    "bool": jnp.array([True, False]),
+    "complex64": jnp.ones(2, jnp.complex64),
+    "float8": jnp.ones(2, jnp.float8_e4m3fn),
+    "float8 e5m2": jnp.ones(2, jnp.float8_e5m2),
+    "typed key": jax.random.key(0),
+    "legacy key": jax.random.PRNGKey(0),
+    "numpy int64": np.arange(2),
+    "numpy scalar": np.float32(1),
+    "Python float": 1.5,
+    "Python int": 3,
+    "string": "bfloat16",
+    "function": jnp.tanh,
+    "shape of ints": jax.ShapeDtypeStruct((2,), jnp.int32),
+    "shape of a key": jax.eval_shape(lambda: jax.random.key(0)),
+    "float0": np.zeros(2, jax.dtypes.float0),
+}
+
+
+@pytest.mark.parametrize("name", FLOATING)
+def test_real_floating_arrays_of_16_bits_and_more_are_floating(name):
+    assert _trees.is_floating(FLOATING[name])
+
+
+@pytest.mark.parametrize("name", NOT_FLOATING)
+def test_nothing_else_is_floating(name):
+    assert not _trees.is_floating(NOT_FLOATING[name])
+
+
+def test_tracers_are_floating_by_their_dtype():
+    seen = []
+    jax.jit(lambda x, n: seen.extend([_trees.is_floating(x), _trees.is_floating(n)]))(jnp.ones(2), jnp.arange(2))
+    assert seen == [True, False]
+
+
+def test_narrower_counts_bits_of_floating_leaves_only():
+    assert _trees.is_narrower(jnp.ones(1, jnp.bfloat16), F32)
+    assert not _trees.is_narrower(jnp.ones(1), F32)
+    assert not _trees.is_narrower(jnp.ones(1, jnp.float16), BF16)
+    assert not _trees.is_narrower(jnp.ones(1, jnp.int8), F32)
+
+
+def test_masked_nodes_are_masked_and_none_is_not():
+    assert _trees.is_masked(optax.MaskedNode())
+    assert not _trees.is_masked(None)
+
+
+# --- paths, states, messages ----------------------------------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    left: object
+    right: object
+
+
+def test_paths_are_joined_by_slashes_whatever_the_containers_are():
+    tree = {"layers": [Pair(1, {"kernel": 2})], "ordered": collections.OrderedDict(b=3)}
+    assert _trees.leaves_by_path(tree) == {
+        "layers/0/left": 1,
+        "layers/0/right/kernel": 2,
+        "ordered/b": 3,
+    }
+
+
+def test_the_path_of_a_tree_that_is_one_leaf_is_empty():
+    assert _trees.leaves_by_path(5) == {"": 5}
+
+
+def test_leaves_by_path_can_stop_at_masked_nodes():
+    masked = optax.MaskedNode()
+    assert _trees.leaves_by_path({"a": masked, "b": 1}) == {"b": 1}
+    assert _trees.leaves_by_path({"a": masked, "b": 1}, _trees.is_masked) == {"a": masked, "b": 1}
+
+
+def test_states_are_found_outermost_first_at_any_depth():
+    inner, outer_right = Pair(1, 2), Pair(5, 6)
+    outer = Pair({"deep": [inner]}, 3)
+    assert _trees.find_states([outer, {"x": outer_right}, 7], Pair) == [outer, inner, outer_right]
+    assert _trees.find_states((1, None), Pair) == []
+
+
+def test_arrays_are_shown_by_dtype_and_shape_and_other_leaves_by_type():
+    assert _trees.dtype_and_shape(jnp.ones((2, 3), jnp.bfloat16)) == "bfloat16[2, 3]"
+    assert _trees.dtype_and_shape(jax.ShapeDtypeStruct((), jnp.float32)) == "float32[]"
+    assert _trees.dtype_and_shape("text") == "str"
+
+
+# --- what a cast changes and what it keeps --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+@pytest.mark.parametrize("source", [BF16, F16, F32], ids=str)
+def test_a_cast_is_the_arrays_own_conversion_and_keeps_the_shape(source, dtype):
+    """Rounded to nearest even as ml_dtypes and NumPy do; infinities and signs of zeros stay."""
+    values = np.array([[1.0, -0.0, np.inf, 1 / 3], [-2.5, 6e-8, 65504.0, 1 + 2.0**-9]], np.float32).astype(source)
+    cast = mpx.cast({"w": jnp.asarray(values)}, dtype)
+    assert_same_bits(cast, {"w": jnp.asarray(values.astype(dtype))})
+
+
+@pytest.mark.parametrize("name", NOT_FLOATING)
+def test_leaves_that_are_not_floating_come_back_as_the_same_object(name):
+    leaf = NOT_FLOATING[name]
+    cast = mpx.cast({"leaf": leaf, "w": jnp.ones(2)}, BF16)
+    assert cast["leaf"] is leaf
+    assert cast["w"].dtype == BF16
+
+
+def test_none_and_empty_containers_keep_their_places():
+    tree = {"a": None, "b": [], "c": (), "d": {}, "e": optax.MaskedNode(), "w": jnp.ones(1)}
+    cast = mpx.cast(tree, BF16)
+    assert jax.tree.structure(cast) == jax.tree.structure(tree)
+    assert cast["a"] is None
+
+
+@pytest.mark.parametrize("tree", [None, (), {}, [], 3], ids=repr)
+def test_a_tree_without_arrays_is_returned_equal(tree):
+    assert mpx.cast(tree, BF16) == tree
+
+
+@pytest.mark.parametrize("name", FLOATING)
+def test_a_leaf_of_the_right_dtype_comes_back_as_the_same_object(name):
+    leaf = FLOATING[name]
+    assert mpx.cast([leaf, np.ones(3, F16), np.ones(3, F32)], leaf.dtype)[0] is leaf
+
+
+def test_a_bare_array_is_a_tree():
+    assert_same_bits(mpx.cast(jnp.ones(2), BF16), jnp.ones(2, BF16))
+
+
+def test_entries_that_are_one_array_stay_one_array():
+    """Tied embeddings, and the same for NumPy arrays, shapes and tracers."""
+    for leaf in (jnp.ones((2, 2)), np.ones((2, 2), np.float32), jax.ShapeDtypeStruct((2, 2), F32)):
+        cast = mpx.cast({"embed": leaf, "other": jnp.ones(1), "head": leaf}, BF16)
+        assert cast["embed"] is cast["head"]
+        assert cast["embed"].dtype == BF16
+
+    tied = []
+    jax.jit(lambda x: tied.append(len({id(leaf) for leaf in mpx.cast([x, x], BF16)})))(jnp.ones(2))
+    assert tied == [1]
+
+
+def test_equal_arrays_that_are_two_objects_stay_two():
+    cast = mpx.cast([jnp.ones(2), jnp.ones(2)], BF16)
+    assert cast[0] is not cast[1]
+
+
+def test_one_array_that_two_overrides_send_to_two_dtypes_becomes_two():
+    w = jnp.ones(2)
+    policy = mpx.get_policy("bf16", overrides=(("^head", "float16"),))
+    cast = policy.cast_to_param({"embed": w, "head": w})
+    assert (cast["embed"].dtype, cast["head"].dtype) == (BF16, F16)
+
+
+def test_numpy_arrays_stay_numpy_arrays():
+    cast = mpx.cast({"w": np.full((2, 1), 1 / 3, np.float32)}, BF16)
+    assert type(cast["w"]) is np.ndarray
+    assert_same_bits(cast, {"w": np.full((2, 1), 1 / 3, np.float32).astype(BF16)})
+
+
+def test_shapes_are_cast_with_their_sharding():
+    sharding = NamedSharding(Mesh(jax.devices(), "x"), PartitionSpec("x"))
+    cast = mpx.cast(jax.ShapeDtypeStruct((8, 2), F32, sharding=sharding), BF16)
+    assert (cast.shape, cast.dtype, cast.sharding) == ((8, 2), BF16, sharding)
+
+
+def test_what_a_cast_does_to_shapes_is_what_it_does_to_arrays():
+    tree = {"w": jnp.ones((2, 3)), "n": jnp.arange(2), "half": jnp.ones(1, F16)}
+    of_shapes = mpx.cast(jax.eval_shape(lambda: tree), BF16)
+    of_arrays = jax.eval_shape(lambda: mpx.cast(tree, BF16))
+    assert of_shapes == of_arrays
+
+
+def test_a_weak_type_is_lost_only_where_the_dtype_changes():
+    weak = jnp.asarray(1.0)
+    assert weak.weak_type
+    assert mpx.cast(weak, F32) is weak
+    assert not mpx.cast(weak, BF16).weak_type
+
+
+@pytest.mark.parametrize(
+    "wrap", [jax.jit, lambda f: lambda x: jax.vmap(f)(x), jax.checkpoint], ids=["jit", "vmap", "remat"]
+)
+def test_casts_work_inside_transformations(wrap):
+    tree = {"w": jnp.full((2, 2), 1 / 3), "n": jnp.arange(2)}
+    assert_same_bits(wrap(lambda t: mpx.cast(t, BF16))(tree), mpx.cast(tree, BF16))
+
+
+def test_casts_are_differentiable():
+    grad = jax.grad(lambda w: mpx.cast({"w": w}, BF16)["w"].astype(F32).sum())(jnp.ones(3))
+    assert_same_bits(grad, jnp.ones(3))
+
+
+def test_concrete_arrays_beside_tracers_are_cast_too():
+    outside = jnp.ones(2)
+    cast = jax.jit(lambda x: mpx.cast([x, outside], BF16))(jnp.ones(3))
+    assert [leaf.dtype for leaf in cast] == [BF16, BF16]
+
+
+# --- trees of other libraries ---------------------------------------------------------------------------------------
+
+
+def test_an_nnx_module_and_its_state_are_cast_but_for_their_keys_and_counters():
+    model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1)))
+    for tree in (model, nnx.state(model)):
+        cast = mpx.cast(tree, BF16)
+        assert type(cast) is type(tree)
+        dtypes = {path: str(leaf.dtype) for path, leaf in _trees.leaves_by_path(cast).items()}
+        assert dtypes == {
+            "layers/0/bias/value": "bfloat16",
+            "layers/0/kernel/value": "bfloat16",
+            "layers/1/rngs/count/value": "uint32",
+            "layers/1/rngs/key/value": "key<fry>",
+        }
+    assert model.layers[0].kernel.dtype == F32  # the module itself is left alone
+
+
+def test_linen_parameters_are_cast():
+    variables = nn.Dense(3).init(jax.random.key(0), jnp.ones((1, 2)))
+    cast = mpx.cast(variables, BF16)
+    assert jax.tree.map(lambda x: x.dtype, cast) == {"params": {"kernel": BF16, "bias": BF16}}
+    assert_same_bits(cast, jax.tree.map(lambda x: x.astype(BF16), variables))
+
+
+def test_an_equinox_module_is_cast_and_keeps_its_functions():
+    model = eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0))
+    cast = mpx.cast(model, BF16)
+    assert isinstance(cast, eqx.nn.MLP)
+    assert cast.activation is model.activation
+    assert {leaf.dtype for leaf in jax.tree.leaves(eqx.filter(cast, eqx.is_array))} == {BF16}
+
+
+def test_an_optimizer_state_is_cast_but_for_its_counts():
+    state = optax.adam(1e-3).init({"w": jnp.ones(2)})
+    cast = mpx.cast(state, BF16)
+    assert jax.tree.structure(cast) == jax.tree.structure(state)
+    assert optax.tree.get(cast, "mu")["w"].dtype == BF16
+    assert optax.tree.get(cast, "count") is optax.tree.get(state, "count")
+
+
+# --- one compiled call, shardings -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compiled_calls(monkeypatch):
+    """How many arrays each compiled call casts, in order."""
+    calls, original = [], _trees._converter
+
+    def counting(*arguments):
+        convert = original(*arguments)
+
+        def counted(arrays):
+            calls.append(len(arrays))
+            return convert(arrays)
+
+        return counted
+
+    monkeypatch.setattr(_trees, "_converter", counting)
+    return calls
+
+
+def test_a_concrete_tree_is_cast_in_one_compiled_call(compiled_calls):
+    tree = {f"layer{i}": {"w": jnp.ones((i + 1, 2)), "h": jnp.ones(2, F16), "n": jnp.arange(3)} for i in range(20)}
+    mpx.cast(tree, BF16)
+    assert compiled_calls == [40]
+
+
+def test_one_compiled_call_serves_several_target_dtypes(compiled_calls):
+    policy = mpx.get_policy("bf16", overrides=(("norm", "float16"),))
+    policy.cast_to_param({"norm": jnp.ones(3), "dense": jnp.ones((3, 3))})
+    assert compiled_calls == [2]
+
+
+def test_a_tied_array_is_cast_once(compiled_calls):
+    w = jnp.ones(4)
+    mpx.cast({"embed": w, "head": w}, BF16)
+    assert compiled_calls == [1]
+
+
+def test_nothing_is_compiled_when_nothing_changes(compiled_calls):
+    mpx.cast({"w": jnp.ones(2, BF16), "n": jnp.arange(2)}, BF16)
+    mpx.cast({"w": np.ones(2, np.float32)}, BF16)
+    mpx.cast(jax.ShapeDtypeStruct((2,), F32), BF16)
+    assert compiled_calls == []
+
+
+def test_a_second_tree_of_the_same_types_does_not_compile_again():
+    trees = [{"w": jnp.full((3, 5), i), "b": jnp.full(7, i)} for i in (1.0, 2.0)]
+    compilations = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, *_, **__: compilations.append(event) if "backend_compile" in event else None
+    )
+    mpx.cast(trees[0], BF16)
+    first = len(compilations)
+    mpx.cast(trees[1], BF16)
+    assert first == 1
+    assert len(compilations) == first
+
+
+def mesh(devices=slice(None), shape=(-1,), names=("x",)):
+    return Mesh(np.array(jax.devices()[devices]).reshape(shape), names)
+
+
+def test_every_leaf_keeps_its_named_sharding():
+    grid = mesh(shape=(4, 2), names=("data", "model"))
+    specs = {"a": PartitionSpec("data", "model"), "b": PartitionSpec(None, "data"), "c": PartitionSpec()}
+    tree = {name: jax.device_put(jnp.ones((8, 8)), NamedSharding(grid, spec)) for name, spec in specs.items()}
+    cast = mpx.cast(tree, BF16)
+    for name in specs:
+        assert cast[name].sharding == tree[name].sharding
+        assert cast[name].committed
+        assert_same_bits(cast[name], jnp.ones((8, 8), BF16))
+
+
+def test_one_compiled_call_casts_all_leaves_of_a_mesh(compiled_calls):
+    grid = mesh()
+    specs = [PartitionSpec("x"), PartitionSpec(None, "x"), PartitionSpec()]
+    mpx.cast([jax.device_put(jnp.ones((8, 8)), NamedSharding(grid, spec)) for spec in specs], BF16)
+    assert compiled_calls == [3]
+
+
+def test_a_tree_on_two_sets_of_devices_is_cast_in_two_calls_and_stays_on_both(compiled_calls):
+    """Pipeline stages: one program cannot take arrays of different devices."""
+    first, second = (NamedSharding(mesh(devices), PartitionSpec("x")) for devices in (slice(4), slice(4, 8)))
+    tree = {f"w{i}": jax.device_put(jnp.ones(8), sharding) for i, sharding in enumerate([first, second, first])}
+    tree["n"] = jax.device_put(jnp.arange(8), second)
+    policy = mpx.get_policy("params=bf16,compute=f16")
+    for cast, dtype in [(policy.cast_to_param(tree), BF16), (policy.cast_to_compute(tree), F16)]:
+        assert [cast[name].sharding for name in ("w0", "w1", "w2", "n")] == [first, second, first, second]
+        assert {cast[name].dtype for name in ("w0", "w1", "w2")} == {dtype}
+        assert cast["n"] is tree["n"]
+    assert sorted(compiled_calls) == [1, 1, 2, 2]
+
+    with pytest.raises(ValueError, match="incompatible devices"):  # negative control: why there are two programs
+        jax.jit(lambda arrays: [x.astype(BF16) for x in arrays])([tree["w0"], tree["w1"]])
+
+
+def test_arrays_on_the_same_devices_in_another_order_are_cast_too():
+    forth, back = mesh(), Mesh(jax.devices()[::-1], "x")
+    tree = [jax.device_put(jnp.arange(8.0), NamedSharding(grid, PartitionSpec("x"))) for grid in (forth, back)]
+    cast = mpx.cast(tree, BF16)
+    assert [leaf.sharding for leaf in cast] == [leaf.sharding for leaf in tree]
+    assert_same_bits(cast, [jnp.arange(8, dtype=BF16)] * 2)
+
+
+def test_a_committed_array_stays_on_its_device_and_an_uncommitted_one_free():
+    there = jax.devices()[3]
+    tree = {"placed": jax.device_put(jnp.ones(2), there), "free": jnp.ones(2)}
+    cast = mpx.cast(tree, BF16)
+    assert cast["placed"].committed
+    assert cast["placed"].sharding == SingleDeviceSharding(there)
+    assert not cast["free"].committed
+    assert (cast["placed"] + cast["free"]).devices() == {there}  # an uncommitted array moves to the committed one
+
+
+def test_an_array_keeps_its_memory_kind():
+    kinds = {memory.kind for memory in jax.devices()[0].addressable_memories()}
+    kind = next((kind for kind in sorted(kinds) if kind != jax.devices()[0].default_memory().kind), None)
+    if kind is None:
+        pytest.skip("this device has one kind of memory")
+    placed = jax.device_put(jnp.ones(4), SingleDeviceSharding(jax.devices()[0], memory_kind=kind))
+    cast = mpx.cast([placed, jnp.ones(4)], BF16)
+    assert cast[0].sharding.memory_kind == kind
+    assert cast[0].dtype == cast[1].dtype == BF16
+
+
+def test_a_cast_does_not_donate_its_input():
+    w = jnp.ones(4)
+    mpx.cast(w, BF16)
+    assert_same_bits(w, jnp.ones(4))

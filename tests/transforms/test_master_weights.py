@@ -1,0 +1,214 @@
+import re
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+
+import mpx
+from mpx import formats
+from tests.helpers import assert_same_bits, bits
+
+pytestmark = pytest.mark.optax_promotion
+
+NARROW = [jnp.bfloat16, jnp.float16]
+
+
+def follow(tx, params, grads):
+    """Params and state after one update for each row of `grads`, in one program."""
+
+    def step(carry, grads):
+        params, state = carry
+        updates, state = tx.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    (params, state), _ = jax.jit(lambda p, g: jax.lax.scan(step, (p, tx.init(p)), g))(params, grads)[0], None
+    return params, state
+
+
+def emitted(update_for, masters, steps, dtype):
+    """Share of weights that land off their cast master when an update is chosen by `update_for`."""
+    params = masters.astype(dtype)
+    new_masters = masters + steps
+    updates = update_for(params, new_masters)
+    landed = optax.apply_updates(params, updates)
+    return (np.asarray(landed) != np.asarray(new_masters).astype(dtype)).mean()
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("relative_step", [1e-4, 1e-2, 1.0])
+def test_parameters_are_the_cast_masters_after_apply_updates(dtype, relative_step):
+    rng = np.random.default_rng(0)
+    start = jnp.asarray(rng.normal(size=500_000), jnp.float32).astype(dtype)
+    steps = jnp.asarray(rng.normal(size=(4, 500_000)) * relative_step, jnp.float32)
+    params, state = follow(mpx.master_weights(optax.sgd(1.0)), start, steps)
+    np.testing.assert_array_equal(np.asarray(params), np.asarray(state.master).astype(np.dtype(dtype)))
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_updates_chosen_naively_miss_the_cast_masters(dtype):
+    """Negative control: the difference of the master and the parameter, and a difference rounded to 16 bits."""
+    rng = np.random.default_rng(0)
+    masters = jnp.asarray(rng.normal(size=2_000_000), jnp.float32)
+    steps = jnp.asarray(rng.normal(size=2_000_000), jnp.float32)
+    naive = lambda p, m: m - p.astype(jnp.float32)
+    narrow = lambda p, m: m.astype(dtype) - p
+    ours = lambda p, m: m.astype(dtype).astype(jnp.float32) - p.astype(jnp.float32)
+    assert emitted(naive, masters, steps, dtype) > 0
+    assert emitted(narrow, masters, steps, dtype) > 1e-3
+    assert emitted(ours, masters, steps, dtype) == 0
+
+
+@pytest.mark.parametrize("storage", ["full", "split"])
+def test_a_weight_that_falls_almost_to_zero_is_off_by_little_and_mended_by_the_next_step(storage):
+    """From 1 to 2**-20 (1 + 2**-7): the sum has no bits for it; the error is at most 2**-24 of the old weight."""
+    target = np.float32(2.0**-20 * (1 + 2.0**-7))
+    start = jnp.ones(1, jnp.bfloat16)
+    tx = mpx.master_weights(optax.sgd(1.0), storage=storage)
+    step = jnp.asarray([[1 - target]], jnp.float32)
+    params, state = follow(tx, start, step)
+    assert abs(float(params[0]) - float(target)) <= 2.0**-24
+    updates, state = tx.update(jnp.zeros(1), state, params)
+    params = optax.apply_updates(params, updates)
+    assert bool(mpx.is_synced(params, state))
+
+
+def test_split_masters_are_the_full_ones_after_a_thousand_steps_of_adamw():
+    rng = np.random.default_rng(0)
+    start = jnp.asarray(rng.normal(size=4096), jnp.bfloat16)
+    grads = jnp.asarray(rng.normal(size=(1000, 4096)), jnp.float32)
+    rule = optax.adamw(1e-3, weight_decay=0.1)
+    split_params, split = follow(mpx.master_weights(rule, storage="split"), start, grads)
+    full_params, full = follow(mpx.master_weights(rule), start, grads)
+    assert split.master.dtype == np.uint16
+    assert_same_bits(mpx.master_params(split_params, split), full.master)
+    assert (full.master != full_params.astype(jnp.float32)).mean() > 0.9  # the low bits did matter
+
+
+def test_split_parameters_are_rounded_with_ties_away_from_zero():
+    """1 + 2**-8 lies half-way between 1 and 1 + 2**-7."""
+    tx = mpx.master_weights(optax.sgd(1.0), storage="split")
+    params, state = follow(tx, jnp.asarray([1.0, -1.0], jnp.bfloat16), jnp.asarray([[-(2.0**-8), 2.0**-8]]))
+    assert params.tolist() == [1 + 2.0**-7, -1 - 2.0**-7]
+    assert mpx.master_params(params, state).tolist() == [1 + 2.0**-8, -1 - 2.0**-8]
+
+
+def test_a_split_parameter_changed_from_outside_is_taken_as_it_is():
+    """Pruned to zero with low bits that were rounded up: a borrow would make it NaN."""
+    tx = mpx.master_weights(optax.sgd(1.0), storage="split")
+    params, state = follow(tx, jnp.ones(4, jnp.bfloat16), jnp.full((1, 4), 1e-3))
+    assert (state.master >= 0x8000).all()
+    pruned = jnp.zeros_like(params)
+    assert (abs(mpx.master_params(pruned, state)) < 1e-37).all()
+    updates, state = tx.update(jnp.full(4, -0.5), state, pruned)
+    assert optax.apply_updates(pruned, updates).tolist() == [0.5] * 4
+
+
+@pytest.mark.parametrize(("dtype", "storage"), [(jnp.bfloat16, "full"), (jnp.bfloat16, "split"), (jnp.float16, "full")])
+def test_a_finite_master_out_of_range_is_stored_as_the_largest_finite_number(dtype, storage):
+    largest = float(jnp.finfo(dtype).max)
+    above = np.float32(np.finfo(np.float32).max if dtype == jnp.bfloat16 else 70_000)
+    tx = mpx.master_weights(optax.sgd(1.0), storage=storage)
+    params = jnp.asarray([1.0, -1.0], dtype)
+    params, state = follow(tx, params, jnp.asarray([[-above, above]]))
+    assert params.astype(jnp.float32).tolist() == [largest, -largest]
+    half = mpx.master_params(params, state) / 2
+    updates, state = tx.update(half, state, params)  # and can come back
+    assert_same_bits(optax.apply_updates(params, updates), half.astype(dtype))
+
+
+def test_weight_decay_is_not_lost():
+    """1000 steps of lr 1e-3 and decay 0.1: (1 - 1e-4)**1000 = 0.905; plain bfloat16 stays at 1."""
+    start, grads = jnp.ones(2, jnp.bfloat16), jnp.zeros((1000, 2))
+    rule = optax.adamw(1e-3, weight_decay=0.1)
+    naive, _ = follow(mpx.upcast(rule), start, grads)
+    params, state = follow(mpx.master_weights(rule), start, grads)
+    assert naive.tolist() == [1.0, 1.0]  # negative control
+    np.testing.assert_allclose(state.master, (1 - 1e-4) ** 1000, rtol=1e-4)
+    assert params.tolist() == [np.float32(0.905).astype(ml_dtypes.bfloat16)] * 2
+
+
+def test_float32_and_wider_leaves_store_nothing_and_pass_through():
+    params = {"wide": jnp.ones(3), "narrow": jnp.ones(3, jnp.bfloat16)}
+    tx = mpx.master_weights(optax.sgd(0.1))
+    state = tx.init(params)
+    assert state.master["wide"] == optax.MaskedNode()
+    updates, _ = tx.update(jax.tree.map(jnp.ones_like, params), state, params)
+    plain, _ = optax.sgd(0.1).update(jnp.ones(3), optax.sgd(0.1).init(jnp.ones(3)))
+    assert_same_bits(updates["wide"], plain)
+
+
+def test_float16_leaves_keep_full_masters_under_split():
+    params = {"half": jnp.ones(3, jnp.float16), "brain": jnp.ones(3, jnp.bfloat16)}
+    state = mpx.master_weights(optax.sgd(0.1), storage="split").init(params)
+    assert (state.master["half"].dtype, state.master["brain"].dtype) == (np.float32, np.uint16)
+
+
+def test_float32_parameters_can_have_float64_masters():
+    with jax.enable_x64(True):
+        tx = mpx.master_weights(optax.sgd(1.0), jnp.float64)
+        params = jnp.ones(2, jnp.float32)
+        params, state = follow(tx, params, jnp.full((10, 2), 1e-9, jnp.float64))
+        assert state.master.dtype == np.float64
+        np.testing.assert_allclose(state.master, 1 - 1e-8, rtol=1e-15)
+        assert_same_bits(params, np.asarray(state.master).astype(np.float32))
+
+
+def test_a_step_in_eager_mode_has_the_bits_of_a_compiled_one():
+    tx = mpx.master_weights(optax.sgd(0.1), storage="split")
+    params, grads = jnp.asarray([1.0, -3.0], jnp.bfloat16), jnp.asarray([0.123, 4.56])
+    state = tx.init(params)
+    assert_same_bits(jax.jit(tx.update)(grads, state, params), tx.update(grads, state, params))
+
+
+def test_signs_of_zeros_stay_where_nothing_changes():
+    tx = mpx.master_weights(optax.sgd(0.1))
+    params = jnp.asarray([0.0, -0.0], jnp.bfloat16)
+    updates, _ = tx.update(jnp.zeros(2), tx.init(params), params)
+    assert_same_bits(optax.apply_updates(params, updates), params)
+    assert (bits(updates) == 0x8000_0000).all()
+
+
+class TestErrors:
+    @pytest.mark.parametrize("storage", ["halves", None, "Full"])
+    def test_an_unknown_storage_is_refused(self, storage):
+        with pytest.raises(ValueError, match=r"`storage` must be one of \('full', 'split'\), but got"):
+            mpx.master_weights(optax.sgd(0.1), storage=storage)
+
+    def test_split_float64_masters_are_refused(self):
+        with jax.enable_x64(True), pytest.raises(ValueError, match="split masters are float32, but got `dtype` float64"):
+            mpx.master_weights(optax.sgd(0.1), jnp.float64, storage="split")
+
+    def test_float64_masters_of_16_bit_parameters_are_refused(self):
+        with jax.enable_x64(True), pytest.raises(ValueError, match=r"rounded twice:\n  'w': bfloat16\[2\]"):
+            mpx.master_weights(optax.sgd(0.1), jnp.float64).init({"w": jnp.ones(2, jnp.bfloat16)})
+
+    @pytest.mark.parametrize("tx", [mpx.master_weights(optax.sgd(0.1)), mpx.kahan_summation()])
+    def test_an_update_without_parameters_is_refused(self, tx):
+        with pytest.raises(ValueError, match=r"needs the parameters: call `update\(grads, state, params\)`"):
+            tx.update(jnp.ones(2), tx.init(jnp.ones(2, jnp.bfloat16)))
+
+    @pytest.mark.parametrize("tx", [mpx.master_weights(optax.sgd(0.1)), mpx.kahan_summation()])
+    def test_parameters_that_are_not_those_of_the_state_are_all_named(self, tx):
+        old = {"a": jnp.ones(2, jnp.bfloat16), "b": jnp.ones(2, jnp.bfloat16), "c": jnp.ones(2, jnp.bfloat16)}
+        new = {"a": jnp.ones(3, jnp.bfloat16), "b": jnp.ones(2), "d": jnp.ones(2)}
+        with pytest.raises(ValueError, match="the parameters are not those that its state was made for") as error:
+            tx.update(jax.tree.map(jnp.ones_like, new), tx.init(old), new)
+        lines = str(error.value).splitlines()
+        assert [re.match(r"  '(.)'", line)[1] for line in lines[1:-1]] == ["c", "d", "a", "b"]
+        assert "'a': bfloat16[3], but the state keeps" in str(error.value)
+
+    def test_integer_gradients_are_refused(self):
+        tx = mpx.master_weights(optax.sgd(0.1))
+        params = jnp.ones(2, jnp.bfloat16)
+        with pytest.raises(TypeError, match=r"grads\[''\]: int32\[2\]"):
+            tx.update(jnp.ones(2, jnp.int32), tx.init(params), params)
+
+
+def test_what_the_split_stores_joins_to_the_master():
+    params, state = follow(
+        mpx.master_weights(optax.sgd(1.0), storage="split"), jnp.ones(3, jnp.bfloat16), jnp.full((7, 3), 1e-4)
+    )
+    np.testing.assert_array_equal(formats.join_f32(params, state.master), mpx.master_params(params, state))

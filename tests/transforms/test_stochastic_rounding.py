@@ -1,0 +1,89 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mpx
+from tests.helpers import assert_same_bits, float32_round_trips
+
+pytestmark = pytest.mark.optax_promotion
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_the_mean_of_the_parameters_takes_every_update(dtype):
+    """100 updates of -1e-4 to 100,000 weights of 1. The mean's standard error is about 1e-5."""
+    tx = optax.chain(mpx.upcast(optax.sgd(1e-4)), mpx.stochastic_rounding(jax.random.key(0)))
+    naive = mpx.upcast(optax.sgd(1e-4))
+
+    def run(tx):
+        def step(_, carry):
+            params, state = carry
+            updates, state = tx.update(jnp.ones(100_000), state, params)
+            return optax.apply_updates(params, updates), state
+
+        params = jnp.ones(100_000, dtype)
+        return jax.jit(lambda p: jax.lax.fori_loop(0, 100, step, (p, tx.init(p))))(params)[0]
+
+    assert run(naive).astype(jnp.float32).mean() == 1  # negative control
+    assert abs(run(tx).astype(jnp.float32).mean() - 0.99) < 1e-4
+
+
+def test_equal_keys_give_equal_trainings_and_each_step_draws_anew():
+    params, grads = jnp.ones(1000, jnp.bfloat16), jnp.full(1000, 2.0**-9)
+    tx = mpx.stochastic_rounding(jax.random.key(3))
+    first, state = tx.update(grads, tx.init(params), params)
+    again, _ = mpx.stochastic_rounding(jax.random.key(3)).update(grads, tx.init(params), params)
+    second, _ = tx.update(grads, state, params)
+    assert_same_bits(first, again)
+    assert (first != second).any()
+
+
+def test_leaves_draw_independently():
+    params = {"a": jnp.ones(1000, jnp.bfloat16), "b": jnp.ones(1000, jnp.bfloat16)}
+    tx = mpx.stochastic_rounding(jax.random.key(0))
+    updates, _ = tx.update(jax.tree.map(lambda p: jnp.full(p.shape, 2.0**-9), params), tx.init(params), params)
+    assert (updates["a"] != updates["b"]).any()
+
+
+@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey, lambda n: jax.random.key(n, impl="rbg")])
+def test_typed_raw_and_other_keys_are_taken_and_kept_as_integers(make_key):
+    tx = mpx.stochastic_rounding(make_key(0))
+    params = jnp.ones(3, jnp.bfloat16)
+    state = tx.init(params)
+    _, new_state = tx.update(jnp.ones(3), state, params)
+    assert state.key.dtype == np.uint32
+    assert new_state.key.shape == state.key.shape
+
+
+def test_donating_the_state_does_not_delete_the_callers_key():
+    key = jax.random.PRNGKey(0)
+    tx = mpx.stochastic_rounding(key)
+    params = jnp.ones(3, jnp.bfloat16)
+    state = tx.init(params)
+    jax.jit(tx.update, donate_argnums=1)(jnp.ones(3), state, params)
+    assert state.key.is_deleted()
+    assert not key.is_deleted()
+    tx.update(jnp.ones(3), tx.init(params), params)
+
+
+def test_float32_leaves_pass_through():
+    tx = mpx.stochastic_rounding(jax.random.key(0))
+    params = jnp.ones(3)
+    updates, _ = tx.update(jnp.full(3, 0.1), tx.init(params), params)
+    assert_same_bits(updates, jnp.full(3, 0.1))
+
+
+def test_no_compiler_can_remove_its_rounding():
+    tx = mpx.stochastic_rounding(jax.random.key(0))
+    params = jnp.ones(8, jnp.bfloat16)
+    assert not float32_round_trips(tx.update, jnp.ones(8), tx.init(params), params)
+
+
+def test_what_is_not_one_key_is_refused():
+    with pytest.raises(TypeError, match=r"needs a PRNG key such as `jax.random.key\(0\)`, but got 0"):
+        mpx.stochastic_rounding(0)
+    with pytest.raises(TypeError, match="but got an array of float32"):
+        mpx.stochastic_rounding(jnp.ones(2))
+    with pytest.raises(ValueError, match=r"needs one key, but got \(3,\)"):
+        mpx.stochastic_rounding(jax.random.split(jax.random.key(0), 3))

@@ -1,0 +1,133 @@
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mpx
+from tests.helpers import assert_same_bits
+
+
+@pytest.fixture
+def params():
+    return {"kernel": jnp.ones((2, 3), jnp.bfloat16), "bias": jnp.zeros(3, jnp.float16), "scale": jnp.ones(())}
+
+
+def test_the_rule_sees_float32_parameters_gradients_and_extra_arguments(params):
+    seen = {}
+
+    def update(updates, state, params=None, **extra_args):
+        seen.update(updates=updates, params=params, **extra_args)
+        return updates, state
+
+    tx = mpx.upcast(optax.GradientTransformationExtraArgs(lambda params: params, update))
+    state = tx.init(params)
+    tx.update(params, state, params, value=jnp.float16(2), hessian=params, count=jnp.int32(3))
+    assert {x.dtype for x in jax.tree.leaves(state)} == {np.dtype(np.float32)}
+    for name in ("updates", "params", "hessian", "value"):
+        assert {x.dtype for x in jax.tree.leaves(seen[name])} == {np.dtype(np.float32)}, name
+    assert seen["count"].dtype == np.int32
+
+
+def test_a_rule_works_without_parameters_where_it_does_in_optax(params):
+    tx = mpx.upcast(optax.sgd(0.5))
+    updates, _ = tx.update(params, tx.init(params))
+    assert_same_bits(updates["kernel"], jnp.full((2, 3), -0.5))
+
+
+def test_a_rule_may_still_choose_a_narrow_dtype_for_its_own_state(params):
+    state = mpx.upcast(optax.adam(1e-3, mu_dtype=jnp.bfloat16)).init(params)
+    assert optax.tree.get(state, "mu")["kernel"].dtype == jnp.bfloat16
+    assert optax.tree.get(state, "nu")["kernel"].dtype == np.float32
+
+
+def test_python_numbers_as_parameters_become_float32_arrays():
+    tx = mpx.upcast(optax.adam(1e-3))
+    state = tx.init({"w": 1.0})
+    assert all(not jax.typeof(x).weak_type for x in jax.tree.leaves(state))
+
+
+@pytest.mark.optax_promotion
+def test_adam_in_float16_is_nan_without_it_and_finite_with_it():
+    """eps=1e-8 is 0 in float16, so that a zero gradient gives 0 / 0."""
+    params = jnp.ones(3, jnp.float16)
+    grads = jnp.zeros(3, jnp.float16)
+    naive, wide = optax.adam(1e-3), mpx.upcast(optax.adam(1e-3))
+    assert jnp.isnan(naive.update(grads, naive.init(params), params)[0]).all()  # negative control
+    assert jnp.isfinite(wide.update(grads, wide.init(params), params)[0]).all()
+
+
+@pytest.mark.optax_promotion
+def test_injected_hyperparameters_are_not_rounded_to_the_parameters_dtype():
+    params = jnp.ones(3, jnp.bfloat16)
+    tx = optax.inject_hyperparams(optax.adam)(1e-3, b2=0.999)
+    assert tx.init(params).hyperparams["b2"] == 1  # negative control
+    assert mpx.upcast(tx).init(params).inner_state.hyperparams["b2"] == np.float32(0.999)
+
+
+@pytest.mark.parametrize("wrapper", [mpx.upcast, mpx.master_weights, mpx.loss_scaling])
+def test_what_is_not_a_transformation_is_refused(wrapper):
+    with pytest.raises(TypeError, match=r"needs an Optax gradient transformation as `inner`, but got float\.$"):
+        wrapper(1e-3)
+    with pytest.raises(TypeError, match=r"got function\. Call it with its settings first, as in `optax.adamw\(1e-3\)`"):
+        wrapper(optax.adamw)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, jnp.bfloat16])
+def test_a_dtype_that_is_not_wide_is_refused(dtype):
+    with pytest.raises(ValueError, match="`dtype` must be float32 or float64, but got"):
+        mpx.upcast(optax.sgd(1.0), dtype)
+
+
+def test_gradients_that_are_not_floating_are_all_named():
+    tx = mpx.upcast(optax.sgd(1.0))
+    grads = {"embed": {"ids": np.zeros(512, np.int32)}, "flag": np.zeros((), bool), "w": np.ones(2, np.float32)}
+    expected = (
+        "`upcast` needs floating-point gradients, but 2 of 3 leaves are not:\n"
+        "  grads['embed/ids']: int32[512]\n"
+        "  grads['flag']: bool[]\n"
+        "Differentiate the floating leaves only"
+    )
+    with pytest.raises(TypeError, match=re.escape(expected)):
+        tx.update(grads, tx.init(grads), grads)
+
+
+def test_float0_gradients_of_integers_are_refused():
+    tx = mpx.upcast(optax.sgd(1.0))
+    params = {"ids": jnp.zeros(2, jnp.int32), "w": jnp.ones(2)}
+    grads = jax.grad(lambda p: p["w"].sum(), allow_int=True)(params)
+    with pytest.raises(TypeError, match="float0"):
+        tx.update(grads, tx.init(params), params)
+
+
+def test_a_rule_that_turns_a_count_into_a_float_is_refused():
+    def update(updates, state, params=None):
+        del params
+        return updates, {"count": state["count"] * jnp.float32(0.5).astype(jnp.int32).astype(jnp.float32)}
+
+    broken = optax.GradientTransformation(lambda p: {"count": jnp.float32(0).astype(jnp.int32)}, update)
+    tx = mpx.upcast(broken)
+    with jax.numpy_dtype_promotion("standard"), pytest.raises(TypeError, match="state at 'count' from int32 to float32"):
+        tx.update(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))
+
+
+@pytest.mark.optax_promotion
+def test_multi_steps_objects_are_accepted_as_they_are():
+    tx = mpx.upcast(optax.MultiSteps(optax.sgd(1.0), 2))
+    params = jnp.ones(2, jnp.bfloat16)
+    state = tx.init(params)
+    first, state = tx.update(jnp.float32([1, 1]), state, params)
+    second, state = tx.update(jnp.float32([1.0052, 1]), state, params)
+    assert not first.any()
+    assert second[0] == -np.float32(1.0026)  # in bfloat16 the mean would be 1
+
+
+def test_float64_parameters_stay_float64():
+    with jax.enable_x64(True):
+        tx = mpx.upcast(optax.sgd(1.0))
+        params = {"wide": jnp.ones(2, jnp.float64), "narrow": jnp.ones(2, jnp.bfloat16)}
+        updates, _ = tx.update(params, tx.init(params), params)
+        assert updates["wide"].dtype == np.float64
+        assert updates["narrow"].dtype == np.float32
