@@ -52,9 +52,9 @@ def check_chain(tx: optax.GradientTransformation, params: Any = None, **extra_ar
         >>> check_chain(optax.chain(kahan_summation(), optax.scale(-1e-3)))
         Traceback (most recent call last):
         ...
-        ValueError: `check_chain`: the update of 'bias' was final when `kahan_summation` had rounded it, but `mul` changes \
-it after that (1 of 2 such leaves). Nothing may change updates after `kahan_summation`: make it the last element of \
-the chain.
+        ValueError: `check_chain`: the update of 'bias' was final when `kahan_summation` had rounded it, but `mul` \
+changes it after that (2 of 2 such leaves). Nothing may change updates after `kahan_summation`: make it the last \
+element of the chain.
     """
     tx = _checks.as_transformation(tx, "check_chain")
     if params is None:
@@ -64,20 +64,23 @@ the chain.
         }
     grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, np.float32) if _trees.is_floating(p) else p, params)
     state = jax.eval_shape(tx.init, params)
-    _require_wide_state_before_masters(state)
     traced, shapes = jax.make_jaxpr(
         lambda grads, state, params, extra: tx.update(grads, state, params, **extra), return_shape=True
     )(grads, state, params, extra_args)
     updates = _trees.leaves_by_path(shapes[0])
     histories = _Follower().outputs(traced.jaxpr, [None] * len(traced.jaxpr.invars))[: len(updates)]
-    changed = {path: history for path, history in zip(updates, histories, strict=True) if history and history.changed_by}
+    changed = {
+        path: history for path, history in zip(updates, histories, strict=True) if history and history.changed_by
+    }
     if changed:
         path, history = next(iter(changed.items()))
         marked = sum(history is not None for history in histories)
         raise ValueError(
             f"`check_chain`: the update of {path!r} was final when `{history.author}` had rounded it, but "
-            f"`{history.changed_by}` changes it after that ({len(changed)} of {marked} such leaves). {_advice(history.author)}"
+            f"`{history.changed_by}` changes it after that ({len(changed)} of {marked} such leaves). "
+            f"{_advice(history.author)}"
         )
+    _require_wide_state_before_masters(state)
 
 
 @dataclasses.dataclass(frozen=True)

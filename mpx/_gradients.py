@@ -49,7 +49,7 @@ def value_and_grad(
     Raises:
         ValueError: if the scale, or a dynamic scale's factor or bounds, are not powers of two, by which gradients
             would be rounded.
-        TypeError: at the call, if `fun` does not return a real floating scalar.
+        TypeError: if `loss_scale` is no loss scale; at the call, if `fun` does not return a real floating scalar.
 
     Example:
         >>> loss, grads = value_and_grad(lambda w: (w**2).sum(), StaticLossScale(2.0**10))(jnp.float16([1, 2]))
@@ -61,6 +61,10 @@ def value_and_grad(
     """
     loss_scale = NoOpLossScale() if loss_scale is None else loss_scale
     require_powers_of_two(loss_scale, "value_and_grad")
+    if grad_dtype is not None and not jnp.issubdtype(grad_dtype, jnp.floating):
+        raise ValueError(
+            f"`value_and_grad`: `grad_dtype` must be a floating-point dtype or None, but got {grad_dtype!r}."
+        )
 
     def scaled_loss(*args, **kwargs):
         result = fun(*args, **kwargs)
@@ -81,7 +85,7 @@ def value_and_grad(
         (_, (loss, aux)), grads = differentiated(*args, **kwargs)
         _, rest = _seed_and_rest(loss_scale, loss.dtype)
         if rest is not None:
-            grads = jax.tree.map(lambda g: _in_wide_dtype(g) * rest if _trees.is_floating(g) else g, grads)
+            grads = jax.tree.map(lambda g: _multiplied(g, rest, keep_dtype=grad_dtype is None), grads)
         if grad_dtype is not None:
             grads = _trees.cast_tree(grads, grad_dtype)
         return ((loss, aux) if has_aux else loss), grads
@@ -121,12 +125,19 @@ def grad(
 
 def _seed_and_rest(loss_scale: LossScale, loss_dtype: np.dtype) -> tuple[Any, Any]:
     """The factor inside differentiation, and the one to multiply gradients with afterwards (None for 1)."""
-    scale = jnp.asarray(loss_scale.loss_scale, jnp.promote_types(loss_dtype, np.float32))
+    scale = jnp.asarray(loss_scale.loss_scale, _trees.promoted(loss_dtype, np.float32))
     if isinstance(loss_scale, NoOpLossScale) or loss_dtype != np.float16:
         return scale, None
     seed = jnp.minimum(scale, _LARGEST_F16_SEED)
     return seed, scale / seed
 
 
+def _multiplied(g: Any, factor: jax.Array, keep_dtype: bool) -> Any:
+    if not _trees.is_floating(g):
+        return g
+    product = _in_wide_dtype(g) * factor
+    return product.astype(g.dtype) if keep_dtype else product
+
+
 def _in_wide_dtype(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.promote_types(x.dtype, np.float32))
+    return x.astype(_trees.promoted(x.dtype, np.float32))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from mpx import _checks, _trees, formats
+from mpx import _trees, formats
 from mpx._loss_scale import LossScale, NoOpLossScale, StaticLossScale
 from mpx._transforms.kahan_summation import KahanSummationState
 from mpx._transforms.loss_scaling import LossScalingState
@@ -80,7 +80,7 @@ def master_params(params: T, opt_state: optax.OptState) -> T:
         if not _trees.is_floating(p):
             return p
         kind, kept = stored.get(path, (None, None))
-        wide = p.astype(jnp.promote_types(p.dtype, np.float32))
+        wide = p.astype(_trees.promoted(p.dtype, np.float32))
         if kept is None:
             return wide
         _require_fit(path, p, kept, "master_params")
@@ -152,7 +152,7 @@ def resync(params: Any, opt_state: T) -> T:
         def mend_leaf(path, kept):
             if _trees.is_masked(kept) or kept.dtype == np.uint16:
                 return kept
-            p = leaves.get(path)
+            p: Any = leaves.get(path)
             _require_fit(path, p, kept, "resync")
             fresh = p.astype(kept.dtype) if kind is MasterWeightsState else jnp.zeros_like(kept)
             return jnp.where(_in_sync(kind, p, kept), kept, fresh)
@@ -208,8 +208,8 @@ def _only_loss_scaling_state(opt_state: Any, caller: str) -> LossScalingState | 
     states = _trees.find_states(opt_state, LossScalingState)
     if len(states) > 1:
         raise ValueError(
-            f"`{caller}`: the optimizer state holds {len(states)} loss scales, but one loss has one scale. Put a single "
-            "`loss_scaling` around everything else, `optax.partition` included."
+            f"`{caller}`: the optimizer state holds {len(states)} loss scales, but one loss has one scale. Put a "
+            "single `loss_scaling` around everything else, `optax.partition` included."
         )
     return states[0] if states else None
 

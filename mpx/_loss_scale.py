@@ -10,7 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.typing import ArrayLike
+
+from mpx import _trees
 
 T = TypeVar("T")
 
@@ -158,7 +161,7 @@ class DynamicLossScale:
         """Gives Python numbers a dtype, so that a jitted step does not compile again for the second call."""
         _warn_unless_floating(self.loss_scale, "loss_scale")
         _warn_unless_floating(self.min_loss_scale, "min_loss_scale")
-        settings = {name: _python_number(getattr(self, name), name) for name in _SETTINGS}
+        settings: dict[str, Any] = {name: _python_number(getattr(self, name), name) for name in _SETTINGS}
         if settings["period"] < 1 or settings["hysteresis"] < 1:
             raise ValueError(f"`period` and `hysteresis` must be at least 1, but got {settings}.")
         if not settings["factor"] > 1:
@@ -198,6 +201,7 @@ class DynamicLossScale:
         counter = jnp.asarray(self.counter)
         grows = finite & (counter >= self.period - 1)
         grown = jnp.minimum(scale * self.factor, jnp.maximum(scale, self.max_loss_scale))
+        grown = jnp.where(jnp.isfinite(grown), grown, scale)  # a float16 scale, or no maximum
         # A scale that starts below the minimum is not raised by a bad step.
         shrunk = jnp.maximum(scale / self.factor, jnp.minimum(scale, self.min_loss_scale))
         bad_steps = None
@@ -240,6 +244,8 @@ def all_finite(tree: Any) -> jax.Array:
 def select_tree(pred: ArrayLike, a: T, b: T) -> T:
     """Takes all leaves from `a` if `pred` is true, else from `b`: bits, signs of zeros and NaN payloads included.
 
+    (But for the payloads of bfloat16 on CPU, which copies bfloat16 through float32 and makes them quiet.)
+
     Args:
         pred: boolean scalar.
         a: any pytree of arrays; PRNG keys too.
@@ -272,17 +278,22 @@ def is_power_of_two(x: float) -> bool:
 
 
 def require_powers_of_two(loss_scale: LossScale, caller: str) -> None:
-    """Raises unless scale, factor and bounds of a loss scale are powers of two.
+    """Raises unless this is a loss scale whose scale, factor and bounds are powers of two.
 
     A traced scale has no value yet; it is taken as it is.
     """
+    if not isinstance(loss_scale, LossScale):
+        raise TypeError(
+            f"`{caller}`: `loss_scale` must be a NoOpLossScale, StaticLossScale or DynamicLossScale, but got "
+            f"{type(loss_scale).__name__}; a number goes into `StaticLossScale(number)`."
+        )
     numbers = {"loss_scale": loss_scale.loss_scale}
     if isinstance(loss_scale, DynamicLossScale):
         numbers |= {name: getattr(loss_scale, name) for name in ("factor", "min_loss_scale", "max_loss_scale")}
     wrong = {
         name: number
         for name, number in numbers.items()
-        if not isinstance(number, jax.core.Tracer) and not is_power_of_two(float(number))
+        if not isinstance(number, Tracer) and not is_power_of_two(np.asarray(number).item())
     }
     if wrong:
         listed = ", ".join(f"{name}={number}" for name, number in wrong.items())
@@ -304,7 +315,7 @@ class _NotABooleanScalarError(TypeError, AssertionError):
 def _multiply(tree: T, factor: ArrayLike) -> T:
     def multiply(x):
         x = jnp.asarray(x)
-        wide = jnp.promote_types(x.dtype, np.float32)
+        wide = _trees.promoted(x.dtype, np.float32)
         return x.astype(wide) * jnp.asarray(factor, wide)
 
     return jax.tree.map(multiply, tree)
@@ -315,7 +326,7 @@ def _is_prng_key(leaf: Any) -> bool:
 
 
 def _python_number(value: Any, name: str) -> int | float:
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, Tracer):
         raise TypeError(f"`DynamicLossScale`: `{name}` is a setting and cannot be a traced value; got {value}.")
     return value if isinstance(value, (int, float)) else np.asarray(value).item()
 

@@ -78,11 +78,11 @@ class Policy:
 
     def cast_to_param(self, tree: T) -> T:
         """Casts a tree of parameters to the dtypes in which they are stored."""
-        return self._cast(tree, self.param_dtype)
+        return self._cast(tree, np.dtype(self.param_dtype))
 
     def cast_to_compute(self, tree: T) -> T:
         """Casts a tree of parameters or inputs to the dtypes in which the model computes."""
-        return self._cast(tree, self.compute_dtype)
+        return self._cast(tree, np.dtype(self.compute_dtype))
 
     def cast_to_output(self, tree: T) -> T:
         """Casts a tree of results to the output dtype; overrides speak of parameters and do not count here."""
@@ -117,8 +117,10 @@ class Policy:
         rows, counted, total = [], set(), 0
         for path, leaf in leaves.items():
             array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
-            stored = self._dtype_at(path, self.param_dtype) if _trees.is_floating(array) else array.dtype
-            compute = self._dtype_at(path, self.compute_dtype) if _trees.is_floating(array) else array.dtype
+            if array.dtype == object:  # a function, say
+                continue
+            stored = self._dtype_at(path, np.dtype(self.param_dtype)) if _trees.is_floating(array) else array.dtype
+            compute = self._dtype_at(path, np.dtype(self.compute_dtype)) if _trees.is_floating(array) else array.dtype
             size = 0 if id(leaf) in counted else array.size * stored.itemsize
             counted.add(id(leaf))
             total += size
@@ -128,7 +130,7 @@ class Policy:
     def __str__(self) -> str:
         """The form that `get_policy` reads: `p=bf16,c=bf16,o=full`."""
         dtypes = self.param_dtype, self.compute_dtype, self.output_dtype
-        return ",".join(f"{key}={_short_name(dtype)}" for key, dtype in zip("pco", dtypes, strict=True))
+        return ",".join(f"{key}={_short_name(np.dtype(dtype))}" for key, dtype in zip("pco", dtypes, strict=True))
 
     def _cast(self, tree: T, default: np.dtype) -> T:
         if not self.overrides:
@@ -138,7 +140,7 @@ class Policy:
     def _dtype_at(self, path: str, default: np.dtype) -> np.dtype:
         for pattern, dtype in self.overrides:
             if re.search(pattern, path):
-                return dtype
+                return np.dtype(dtype)
         return default
 
     def _check_overrides_match(self, paths: list[str]) -> None:
@@ -177,7 +179,7 @@ full, f32, float32, f64, float64.
     if not isinstance(text, str):
         raise TypeError(f"`get_policy` needs a string, but got {type(text).__name__}.")
     if "=" not in text:
-        dtype = _parse_dtype(text, text)
+        dtype = _parse_dtype(text.strip(), text)
         return Policy(dtype, dtype, dtype, overrides)
     fields: dict[str, np.dtype] = {}
     for part in text.split(","):
@@ -244,13 +246,13 @@ def _short_name(dtype: np.dtype) -> str:
 
 
 def _floating_dtype(dtype: DTypeLike, argument: str) -> np.dtype:
-    dtype = np.dtype(dtype)
-    if dtype not in _NAMES.values():
+    # NumPy reads None as float64.
+    if dtype is None or np.dtype(dtype) not in _NAMES.values():
         raise ValueError(
             f"`{argument}` must be a floating-point dtype of 16 to 64 bits (bfloat16, float16, float32, float64), "
-            f"but got {dtype}."
+            f"but got {dtype if dtype is None else np.dtype(dtype)}."
         )
-    return dtype
+    return np.dtype(dtype)
 
 
 def _checked_override(entry: Any) -> tuple[str, np.dtype]:
@@ -269,6 +271,8 @@ def _table(header: tuple[str, ...], rows: list[tuple[str, ...]], footer: tuple[s
     lines = [header, *rows, footer]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     return "\n".join(
-        "  ".join([*(cell.ljust(width) for cell, width in zip(line[:-1], widths, strict=False)), line[-1].rjust(widths[-1])])
+        "  ".join(
+            [*(cell.ljust(width) for cell, width in zip(line[:-1], widths, strict=False)), line[-1].rjust(widths[-1])]
+        )
         for line in lines
     )

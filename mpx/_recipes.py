@@ -50,6 +50,10 @@ def mixed_precision(
         'LossScalingState'
     """
     policy = get_policy(policy) if isinstance(policy, str) else policy
+    if not isinstance(policy, Policy):
+        raise TypeError(
+            f"`mixed_precision`: `policy` must be a Policy or the string of one, but got {type(policy).__name__}."
+        )
     tx = _checks.as_transformation(inner, "mixed_precision")
     stored = [policy.param_dtype, *(dtype for _, dtype in policy.overrides)]
     needs_masters = any(np.dtype(dtype).itemsize < 4 for dtype in stored)

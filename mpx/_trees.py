@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 from jax.typing import DTypeLike
 
 T = TypeVar("T")
@@ -34,6 +35,12 @@ def _is_floating_dtype(dtype: Any) -> bool:
 def is_narrower(leaf: Any, dtype: np.dtype) -> bool:
     """True for a floating array (or shape) of fewer bits than `dtype`."""
     return is_floating(leaf) and leaf.dtype.itemsize < dtype.itemsize
+
+
+def promoted(dtype: DTypeLike, other: DTypeLike) -> np.dtype:
+    """`jnp.promote_types`, which refuses two dtypes under strict promotion, for a widening that is meant."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.promote_types(dtype, other)
 
 
 def is_masked(leaf: Any) -> bool:
@@ -113,7 +120,7 @@ def _cast_all(leaves: list[Any], dtypes: list[np.dtype]) -> list[Any]:
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, jax.ShapeDtypeStruct):
             cast[i] = leaf.update(dtype=dtypes[i])
-        elif isinstance(leaf, jax.core.Tracer) or not isinstance(leaf, jax.Array):
+        elif isinstance(leaf, Tracer) or not isinstance(leaf, jax.Array):
             cast[i] = leaf.astype(dtypes[i])
         else:
             together.setdefault(_residence(leaf), []).append(i)

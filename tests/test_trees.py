@@ -322,17 +322,30 @@ def test_nothing_is_compiled_when_nothing_changes(compiled_calls):
     assert compiled_calls == []
 
 
-def test_a_second_tree_of_the_same_types_does_not_compile_again():
-    trees = [{"w": jnp.full((3, 5), i), "b": jnp.full(7, i)} for i in (1.0, 2.0)]
-    compilations = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, *_, **__: compilations.append(event) if "backend_compile" in event else None
-    )
-    mpx.cast(trees[0], BF16)
-    first = len(compilations)
-    mpx.cast(trees[1], BF16)
-    assert first == 1
-    assert len(compilations) == first
+@pytest.fixture
+def compilations():
+    """One entry for each program that XLA compiles."""
+    compiled = []
+
+    def listen(event, *_, **__):
+        if event.endswith("backend_compile_duration"):
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield compiled
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_a_tree_compiles_once_and_a_second_one_of_the_same_types_not_at_all(compilations):
+    first, second = ({"w": jnp.full((3, 5), i), "b": jnp.full(7, i)} for i in (1.0, 2.0))
+    compilations.clear()
+    mpx.cast(first, BF16)
+    assert len(compilations) == 1
+    mpx.cast(second, BF16)
+    assert len(compilations) == 1
+
+    jax.tree.map(lambda x: x.astype(BF16), {"w": jnp.ones((4, 5)), "b": jnp.ones(8)})
+    assert len(compilations) >= 3  # negative control: leaf by leaf there is a program for each shape
 
 
 def mesh(devices=slice(None), shape=(-1,), names=("x",)):

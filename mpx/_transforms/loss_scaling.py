@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.core import Tracer
 
 from mpx import _checks
 from mpx._loss_scale import (
     DynamicLossScale,
     LossScale,
-    NoOpLossScale,
     StaticLossScale,
     all_finite,
     require_powers_of_two,
@@ -116,9 +116,7 @@ def loss_scaling(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _adapted(
-    settings: LossScale, state: LossScalingState, finite: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _adapted(settings: LossScale, state: LossScalingState, finite: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Scale, good steps and bad steps after a step."""
     if not isinstance(settings, DynamicLossScale):
         return state.loss_scale, state.good_steps, state.bad_steps
@@ -126,18 +124,13 @@ def _adapted(
         settings, loss_scale=state.loss_scale, counter=state.good_steps, bad_steps=state.bad_steps
     )
     then = now.adjust(finite)
-    return then.loss_scale, then.counter, then.bad_steps
+    return jnp.asarray(then.loss_scale), jnp.asarray(then.counter), jnp.asarray(then.bad_steps)
 
 
 def _check_settings(settings: Any) -> None:
-    if not isinstance(settings, (NoOpLossScale, StaticLossScale, DynamicLossScale)):
-        raise TypeError(
-            "`loss_scaling`: `loss_scale` must be a NoOpLossScale, StaticLossScale or DynamicLossScale, but got "
-            f"{type(settings).__name__}; a number goes into `StaticLossScale(number)`."
-        )
     require_powers_of_two(settings, "loss_scaling")
-    if isinstance(settings, DynamicLossScale) and not isinstance(settings.loss_scale, jax.core.Tracer):
-        scale = float(settings.loss_scale)
+    if isinstance(settings, DynamicLossScale) and not isinstance(settings.loss_scale, Tracer):
+        scale = np.asarray(settings.loss_scale).item()
         if not settings.min_loss_scale <= scale <= settings.max_loss_scale:
             raise ValueError(
                 f"`loss_scaling`: the scale must lie between `min_loss_scale` and `max_loss_scale`, but got {scale} "

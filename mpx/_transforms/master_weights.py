@@ -89,9 +89,7 @@ def master_weights(
 
     def update_fn(updates, state, params=None, **extra_args):
         _checks.require_params(params, "master_weights")
-        _checks.require_same_leaves(
-            state.master, params, lambda s, p: _fits(s, p, dtype, storage), "master_weights"
-        )
+        _checks.require_same_leaves(state.master, params, lambda s, p: _fits(s, p, dtype, storage), "master_weights")
         masters = load_masters(params, state.master)
         updates, inner_state = inner.update(updates, state.inner_state, masters, **extra_args)
         new_masters = optax.apply_updates(masters, updates)

@@ -1,6 +1,6 @@
 """`stochastic_rounding`: low-precision parameters that take every update in the mean."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -82,7 +82,7 @@ def _step(key: jax.Array, p: jax.Array, update: jax.Array) -> jax.Array:
     return landing_update(p, new, "stochastic_rounding")
 
 
-def _one_key(key: jax.Array) -> tuple[jax.Array, str]:
+def _one_key(key: jax.Array) -> tuple[jax.Array, Any]:
     if not isinstance(key, (jax.Array, np.ndarray)):
         raise TypeError(f"`stochastic_rounding` needs a PRNG key such as `jax.random.key(0)`, but got {key!r}.")
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):

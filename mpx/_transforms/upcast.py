@@ -1,6 +1,6 @@
 """`upcast`: a float32 world for any rule; the base of the other wrappers."""
 
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -80,7 +80,7 @@ def widen(tree: T, dtype: np.dtype) -> T:
         if isinstance(leaf, float):
             return jnp.asarray(leaf, dtype)
         if _trees.is_floating(leaf) and getattr(leaf, "weak_type", False):
-            return lax.convert_element_type(leaf, jnp.promote_types(leaf.dtype, dtype))
+            return lax.convert_element_type(leaf, _trees.promoted(leaf.dtype, dtype))
         return leaf
 
     leaves, treedef = jax.tree.flatten(tree)

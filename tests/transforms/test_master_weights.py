@@ -178,7 +178,10 @@ class TestErrors:
             mpx.master_weights(optax.sgd(0.1), storage=storage)
 
     def test_split_float64_masters_are_refused(self):
-        with jax.enable_x64(True), pytest.raises(ValueError, match="split masters are float32, but got `dtype` float64"):
+        with (
+            jax.enable_x64(True),
+            pytest.raises(ValueError, match="split masters are float32, but got `dtype` float64"),
+        ):
             mpx.master_weights(optax.sgd(0.1), jnp.float64, storage="split")
 
     def test_float64_masters_of_16_bit_parameters_are_refused(self):

@@ -109,7 +109,10 @@ def test_a_rule_that_turns_a_count_into_a_float_is_refused():
 
     broken = optax.GradientTransformation(lambda p: {"count": jnp.float32(0).astype(jnp.int32)}, update)
     tx = mpx.upcast(broken)
-    with jax.numpy_dtype_promotion("standard"), pytest.raises(TypeError, match="state at 'count' from int32 to float32"):
+    with (
+        jax.numpy_dtype_promotion("standard"),
+        pytest.raises(TypeError, match="state at 'count' from int32 to float32"),
+    ):
         tx.update(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))
 
 

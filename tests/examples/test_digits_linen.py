@@ -1,0 +1,45 @@
+"""The digits example runs, and its recipes learn as float32 does."""
+
+import sys
+
+import numpy as np
+import pytest
+
+pytest.importorskip("flax")
+pytest.importorskip("rich")
+
+from examples import digits_linen
+
+pytestmark = pytest.mark.optax_promotion
+
+CHANCE = 10.0  # per cent: ten digits
+
+
+def test_every_recipe_learns_the_digits_about_as_well_as_float32():
+    accuracies = digits_linen.main(epochs=3)
+
+    assert list(accuracies) == list(digits_linen.RECIPES)
+    assert accuracies["f32"] > 8 * CHANCE
+    for accuracy in accuracies.values():
+        assert abs(accuracy - accuracies["f32"]) < 3
+
+
+def test_without_training_no_recipe_is_better_than_chance():
+    """The negative control: what the example prints comes from its steps."""
+    _, _, (images, labels) = digits_linen.load_data()
+    for recipe in digits_linen.RECIPES:
+        policy, state = digits_linen.make_state(recipe)
+        predicted = digits_linen.logits_of(policy, state, state.params, images).argmax(-1)
+        assert 100 * np.mean(predicted == labels) < 3 * CHANCE
+
+
+def test_without_scikit_learn_it_makes_its_own_data_and_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)  # an import of it raises ImportError
+
+    name, (images, labels), (test_images, test_labels) = digits_linen.load_data()
+
+    assert "made-up" in name
+    assert images.shape == (1400, 64)
+    assert images.dtype == np.float32
+    assert len(test_images) == len(test_labels) == 397
+    assert set(labels.tolist()) == set(range(10))

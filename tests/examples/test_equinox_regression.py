@@ -1,0 +1,19 @@
+"""The Equinox example runs, and its table says what its title claims."""
+
+import pytest
+
+pytest.importorskip("equinox")
+pytest.importorskip("rich")
+
+from examples import equinox_regression
+
+pytestmark = pytest.mark.optax_promotion
+
+
+def test_plain_bfloat16_stalls_where_kahan_summation_and_split_masters_follow_float32():
+    losses = equinox_regression.main(steps=600)
+
+    float32 = losses["float32"]
+    assert losses["bfloat16, plain"] > 1.5 * float32
+    assert losses["bfloat16, Kahan"] < 1.05 * float32
+    assert losses["bfloat16, split masters"] < 1.05 * float32

@@ -1,0 +1,296 @@
+"""The comparison of recipes on a small GPT: its command line, its files, and what it promises about data."""
+
+import io
+import json
+import sysconfig
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from examples.gpt import compare, data, report
+from examples.gpt.recipes import RECIPES
+
+# Optax adds arrays of two dtypes, and Flax's norms arrays of two ranks.
+pytestmark = pytest.mark.optax_promotion
+
+TINY = ["--steps", "4", "--width", "32", "--depth", "1"]
+SETTINGS = compare.Settings(steps=4, seeds=1, width=32, depth=1, learning_rate=1e-3)
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"".join(b"line %d of a text that is long enough\n" % number for number in range(400)))
+    return path
+
+
+def run(*arguments):
+    return CliRunner().invoke(compare.app, [str(argument) for argument in arguments])
+
+
+def written(folder):
+    return json.loads((folder / "precision.json").read_text())
+
+
+def test_a_comparison_prints_its_table_writes_json_and_plot_and_compiles_each_step_once(
+    text_file, tmp_path, monkeypatch
+):
+    """The only test that trains: a training step takes seconds to compile."""
+    names = "f32,bf16-naive,f16-scaled"
+    programs = []
+    make_program = compare.make_program
+    monkeypatch.setattr(compare, "make_program", lambda *given: programs.append(make_program(*given)) or programs[-1])
+    result = run("--text", text_file, "--out", tmp_path / "new", "--recipes", names, "--seeds", 2, *TINY)
+
+    assert result.exit_code == 0, result.output
+    assert "bf16, no care" in result.output
+    assert "the standard deviation of the final validation loss over 2 f32 runs" in " ".join(result.output.split())
+    assert (tmp_path / "new" / "precision.png").read_bytes().startswith(b"\x89PNG")
+    content = written(tmp_path / "new")
+    assert content["settings"]["steps"] == 4
+    assert content["settings"]["recipes"] == names.split(",")
+    assert content["text"]["name"] == str(text_file)
+    assert not content["interrupted"]
+    runs = {(run["recipe"], run["seed"]): run for run in content["runs"]}
+    assert list(runs) == [("f32", 0), ("f32", 1), ("bf16-naive", 0), ("f16-scaled", 0)]
+    naive, first, second = runs["bf16-naive", 0], runs["f32", 0], runs["f32", 1]
+    assert len(naive["training_losses"]) == 4
+    assert naive["validation_steps"] == [1, 2, 3, 4]
+    assert naive["gap"] == naive["validation_losses"][-1] - first["validation_losses"][-1]
+    # The standard deviation of two numbers is their distance divided by the square root of 2.
+    distance = abs(first["validation_loss"] - second["validation_loss"])
+    assert content["spread"] == pytest.approx(distance / 2**0.5)
+    assert naive["gap_in_spreads"] == pytest.approx(naive["gap"] / content["spread"])
+    # f32 ran twice, and no update of any recipe changed the types of what goes into the next step.
+    assert [program.train_step._cache_size() for program in programs] == [1, 1, 1]
+    assert [program.evaluate._cache_size() for program in programs] == [1, 1, 1]
+
+
+def finished_run(recipe, seed=0, loss=2.4):
+    """A run as `train` returns it."""
+    size = {"parameters": 2.0, "optimizer state": 12.0, "gradients": 2.0}
+    return report.Run(recipe, seed, 862_464, size, 5.0, 0.0471, 10870.5, [loss] * 4, [2, 4], [loss, loss], 3, 1.0)
+
+
+def test_one_seed_gives_gaps_but_no_spread():
+    comparison = report.Comparison([finished_run("f32", loss=2.5), finished_run("bf16-naive", loss=2.75)])
+
+    assert comparison.spread() is None
+    assert comparison.gap(comparison.runs[1]) == 0.25
+    assert comparison.gap_in_spreads(comparison.runs[1]) is None
+    assert "it takes f32 runs of two seeds or more" in report.caption(comparison)
+
+
+def test_without_f32_there_is_no_gap(tmp_path):
+    comparison = report.Comparison([finished_run("bf16-naive")])
+    report.write_plot(tmp_path / "out.png", comparison)
+
+    assert comparison.gap(comparison.runs[0]) is None
+    assert "no f32 run has finished" in report.caption(comparison)
+
+
+def test_equal_f32_runs_do_not_divide_a_gap_by_zero():
+    comparison = report.Comparison([finished_run("f32", seed) for seed in range(3)] + [finished_run("bf16-naive")])
+
+    assert comparison.spread() == 0
+    assert comparison.gap_in_spreads(comparison.runs[-1]) is None
+
+
+def test_ctrl_c_keeps_the_runs_that_have_finished(text_file, tmp_path, monkeypatch):
+    def interrupted_train(program, seed, *arguments):
+        if program.recipe.name == "bf16-split":
+            raise KeyboardInterrupt
+        return finished_run(program.recipe.name, seed)
+
+    monkeypatch.setattr(compare, "train", interrupted_train)
+    names = ["--recipes", "bf16-kahan", "--recipes", "f32", "--recipes", "bf16-split,bf16-naive"]
+    result = run("--text", text_file, "--out", tmp_path, *names, "--seeds", 1, *TINY)
+
+    assert result.exit_code == 130
+    assert "Finished and kept: f32 (seed 0), bf16-naive (seed 0)." in result.output
+    assert [run["recipe"] for run in written(tmp_path)["runs"]] == ["f32", "bf16-naive"]
+    assert written(tmp_path)["interrupted"]
+    assert (tmp_path / "precision.png").exists()
+
+
+def test_ctrl_c_before_the_end_of_the_first_run_writes_nothing(text_file, tmp_path, monkeypatch):
+    def interrupted_train(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compare, "train", interrupted_train)
+    result = run("--text", text_file, "--out", tmp_path / "new", *TINY)
+
+    assert result.exit_code == 130
+    assert "nothing is written" in result.output
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+@pytest.fixture
+def no_training(monkeypatch):
+    """Makes a test fail that gets as far as building a program."""
+    monkeypatch.setattr(compare, "make_program", lambda *arguments: pytest.fail("an error came too late"))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: None, "there is no file or folder"),
+        (lambda path: path.touch(), "is empty"),
+        (lambda path: path.mkdir(), "has no text files"),
+        (lambda path: path.write_bytes(b"too little"), "too short: it has 10 bytes, and at least 6,500 are needed"),
+    ],
+    ids=["missing", "empty file", "empty folder", "too short"],
+)
+@pytest.mark.usefixtures("no_training")
+def test_a_text_that_cannot_be_used_is_refused_at_once(make, message, tmp_path):
+    make(tmp_path / "text")
+    result = run("--text", tmp_path / "text", "--out", tmp_path)
+
+    assert result.exit_code == 2
+    assert message in result.output
+    assert "--text" in result.output
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.usefixtures("no_training")
+def test_a_text_that_cannot_be_read_is_refused_at_once(text_file, tmp_path, monkeypatch):
+    def refuse(path, *arguments):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(data.Path, "open", refuse)  # a test run as root can read every file
+    result = run("--text", text_file, "--out", tmp_path)
+
+    assert result.exit_code == 2
+    assert f"cannot read {text_file}: Permission denied" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--recipes", "f32,bf17"], f"no recipe is called 'bf17'; there are {', '.join(compare.ALL_NAMES)}"),
+        (["--recipes", ","], "no recipe is named"),
+        (["--width", "33"], "must be a multiple of 32, but is 33"),
+        (["--learning-rate", "nan"], "must be positive, but is nan"),
+        (["--steps", "0"], "Invalid value"),
+        (["--seeds", "0"], "Invalid value"),
+        (["--depth", "0"], "Invalid value"),
+        (["--out", "/dev/null"], "cannot make the folder /dev/null"),
+    ],
+)
+@pytest.mark.usefixtures("no_training")
+def test_a_bad_option_is_refused_at_once(arguments, message, text_file):
+    result = run("--text", text_file, *arguments)
+
+    assert result.exit_code == 2
+    assert message in result.output
+    assert arguments[0] in result.output
+
+
+def test_the_held_out_part_is_never_trained_on():
+    positions = np.arange(12_345, dtype=np.uint32)
+    training, held_out = data.split(positions, compare.CONTEXT)
+
+    assert np.intersect1d(training, held_out).size == 0
+    np.testing.assert_array_equal(np.union1d(training, held_out), positions)
+    assert len(held_out) == pytest.approx(len(positions) / 10, rel=0.02)
+    batches = data.random_batches(training, seed=0, count=50, batch_size=8, context=16)
+    assert not np.isin(np.stack(list(batches)), held_out).any()
+
+
+def test_batches_depend_on_the_seed_alone_and_have_one_shape():
+    tokens = np.random.default_rng(0).integers(0, 256, 1000).astype(np.uint8)
+    make = lambda seed: list(data.random_batches(tokens, seed=seed, count=5, batch_size=3, context=16))
+
+    first, again, other = make(0), make(0), make(1)
+    assert {batch.shape for batch in first} == {(3, 17)}
+    assert {batch.dtype for batch in first} == {np.dtype(np.uint8)}
+    np.testing.assert_array_equal(first, again)
+    assert not np.array_equal(first, other)
+    fixed = data.fixed_batches(tokens, count=2, batch_size=3, context=16)
+    assert fixed.shape == (2, 3, 17)
+    np.testing.assert_array_equal(fixed[0, 0], tokens[:17])
+    np.testing.assert_array_equal(fixed[-1, -1], tokens[-17:])
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 5])
+def test_prefetching_keeps_all_batches_in_order_and_puts_them_on_the_device(count):
+    fetched = list(data.prefetch(np.full((2, 3), index, np.uint8) for index in range(count)))
+
+    assert all(isinstance(batch, jax.Array) for batch in fetched)
+    assert [int(batch[0, 0]) for batch in fetched] == list(range(count))
+
+
+def test_a_batch_is_on_its_way_before_it_is_asked_for():
+    made = []
+    batches = data.prefetch((made.append(index) or np.zeros(1) for index in range(9)), ahead=3)
+    next(batches)
+
+    assert len(made) == 4
+
+
+def test_the_standard_library_is_read_in_a_fixed_order_without_its_tests():
+    folder, files = Path(sysconfig.get_path("stdlib")), data.standard_library_files()
+
+    assert files == sorted(files, key=lambda path: path.as_posix())
+    assert {"argparse.py", "dataclasses.py"} <= {path.name for path in files}
+    assert not any({"test", "tests", "site-packages"} & set(path.relative_to(folder).parts) for path in files)
+
+
+def test_a_folder_is_read_in_order_without_hidden_and_binary_files(tmp_path):
+    (tmp_path / "b").mkdir()
+    for name, content in [("c", b"3"), ("b/x", b"2"), ("a", b"1"), (".git", b"no"), ("image", b"\0no")]:
+        (tmp_path / name).write_bytes(content)
+
+    assert data.read_text(tmp_path).content == b"123"
+
+
+def test_reading_stops_at_the_maximum(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "MAXIMUM_BYTES", 5)
+    for name in "abc":
+        (tmp_path / name).write_bytes(b"123")
+
+    assert data.read_text(tmp_path).content == b"12312"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("f32", (4, 8, 4)),
+        ("bf16-naive", (2, 4, 2)),
+        ("bf16-masters", (2, 12, 2)),
+        ("bf16-split", (2, 10, 2)),
+        ("bf16-kahan", (2, 10, 2)),
+        ("bf16-stochastic", (2, 8, 2)),
+        ("f16-scaled", (4, 8, 4)),
+    ],
+)
+def test_bytes_are_those_of_the_arrays(name, expected):
+    """AdamW has two moments; masters add 4 bytes to the state, low bits 2, a compensation 2; counts are a few bytes."""
+    program = compare.make_program(next(recipe for recipe in RECIPES if recipe.name == name), SETTINGS)
+    params, opt_state = program.init(0)
+
+    assert tuple(compare.bytes_per_parameter(program, params, opt_state).values()) == pytest.approx(expected, abs=2e-3)
+
+
+def test_a_loss_that_is_not_a_number_is_null_in_the_json(tmp_path):
+    comparison = report.Comparison([finished_run("f32", loss=float("nan")), finished_run("f32", seed=1)])
+    report.write_json(tmp_path / "out.json", comparison, {}, {}, interrupted=False)
+    report.write_plot(tmp_path / "out.png", comparison)
+
+    assert json.loads((tmp_path / "out.json").read_text())["runs"][0]["validation_loss"] is None
+    assert comparison.spread() is None
+
+
+def test_the_table_fits_a_terminal_of_80_columns():
+    runs = [finished_run(recipe.name, loss=2.4 + index / 10) for index, recipe in enumerate(RECIPES)]
+    console = Console(width=80, file=io.StringIO())
+    console.print(report.table(report.Comparison([*runs, finished_run("f32", seed=1, loss=2.5)])))
+
+    lines = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
+    # The spread of 2.4 and 2.5 is 0.1 / sqrt(2).
+    assert "bf16, no care 2.0 12.0 2.0 47.1 10,870 2.5000 2.5000 +0.1000 +1.41 3" in lines
+    assert not any("…" in line for line in lines)

@@ -1,0 +1,175 @@
+"""Invariant 10: what mpx composes with, inside and around."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mpx
+from tests.helpers import assert_same_bits
+
+pytestmark = pytest.mark.optax_promotion
+
+
+def params(dtype=jnp.bfloat16):
+    rng = np.random.default_rng(0)
+    return {name: jnp.asarray(rng.normal(size=64), dtype) for name in ("a", "b")}
+
+
+def grads(step):
+    rng = np.random.default_rng(step + 1)
+    return {name: jnp.asarray(rng.normal(size=64), jnp.float32) for name in ("a", "b")}
+
+
+def train(tx, start, steps=6, **extra_args):
+    """Without fusion, so that two programs contract the same products and sums."""
+
+    @functools.partial(jax.jit, compiler_options={"xla_disable_hlo_passes": "fusion"})
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params, **extra_args)
+        return optax.apply_updates(params, updates), state
+
+    now, state = start, tx.init(start)
+    for i in range(steps):
+        now, state = step(now, state, grads(i))
+    return now, state
+
+
+def exact(tx, steps=6):
+    """The same rule on float32 parameters of the same values."""
+    return train(tx, jax.tree.map(lambda p: p.astype(jnp.float32), params()), steps)[0]
+
+
+RULE = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+MASKS = {"a": True, "b": False}
+LABELS = {"a": "fast", "b": "slow"}
+INSIDE = {
+    "chain": RULE,
+    "partition": optax.partition({"fast": optax.adam(1e-2), "slow": optax.sgd(1e-3)}, LABELS),
+    "masked": optax.chain(optax.masked(optax.adam(1e-2), MASKS), optax.scale(0.5)),
+    "freeze": optax.chain(optax.sgd(1e-2), optax.freeze(MASKS)),
+    "inject_hyperparams": optax.inject_hyperparams(optax.adamw)(1e-2, b2=0.999),
+    "MultiSteps": optax.MultiSteps(RULE, 2).gradient_transformation(),
+    "apply_if_finite": optax.apply_if_finite(RULE, 3),
+    "schedule_free": optax.contrib.schedule_free(optax.sgd(1e-2), 1e-2),
+    "sam": optax.contrib.sam(optax.sgd(1e-2), optax.sgd(1e-1), sync_period=2),
+    "schedule": optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 1e-2, 2, 10)),
+    "clipping after": optax.chain(optax.sgd(1e-1), optax.clip(1e-2)),
+}
+
+
+@pytest.mark.parametrize("inside", INSIDE)
+def test_anything_may_stand_inside_the_masters(inside):
+    now, state = train(mpx.master_weights(INSIDE[inside]), params())
+    assert_same_bits(mpx.master_params(now, state), exact(INSIDE[inside]))
+    assert mpx.is_synced(now, state)
+
+
+AROUND = {
+    "gradient clipping before": lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
+    "partition": lambda tx: optax.partition({"fast": tx, "slow": optax.set_to_zero()}, LABELS),
+    "multi_transform": lambda tx: optax.multi_transform({"fast": tx, "slow": optax.set_to_zero()}, LABELS),
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
+    "masked and frozen": lambda tx: optax.chain(optax.masked(tx, MASKS), optax.freeze({"a": False, "b": True})),
+    "inject_hyperparams": lambda tx: optax.inject_hyperparams(lambda rate: optax.chain(optax.scale(rate), tx))(
+        rate=1.0
+    ),
+}
+
+
+@pytest.mark.parametrize("storage", ["full", "split"])
+@pytest.mark.parametrize("around", AROUND)
+def test_what_changes_gradients_may_stand_around_the_masters(around, storage):
+    now, state = train(AROUND[around](mpx.master_weights(RULE, storage=storage)), params())
+    expected = exact(AROUND[around](RULE))
+    masters = mpx.master_params(now, state)
+    if storage == "full":
+        assert_same_bits(masters, expected)
+    else:
+        jax.tree.map(lambda m, e: np.testing.assert_allclose(m, e, atol=1e-6), masters, expected)
+    assert mpx.is_synced(now, state)
+
+
+def test_the_mean_of_microbatches_reaches_the_rule_in_float32():
+    """(1 + 1.0052) / 2 = 1.0026, which bfloat16 rounds to 1."""
+    tx = optax.MultiSteps(mpx.master_weights(optax.sgd(1.0)), 2)
+    start = jnp.zeros(1, jnp.bfloat16)
+    state = tx.init(start)
+    for loss_slope in (1.0, 1.0052):
+        grads = mpx.grad(lambda p, slope=loss_slope: (p.astype(jnp.float32) * slope).sum(), grad_dtype=jnp.float32)(
+            start.astype(jnp.float32)
+        )
+        _, state = tx.update(grads, state, start)
+    assert state.inner_opt_state.master[0] == -np.float32(1.0026)
+    naive = optax.MultiSteps(optax.sgd(1.0), 2)  # negative control: bfloat16 gradients get a bfloat16 mean
+    state = naive.init(start)
+    for slope in (1.0, 1.0052):
+        updates, state = naive.update(jnp.full(1, slope, jnp.bfloat16), state, start)
+    assert updates[0] == -1
+
+
+def test_clipping_around_the_masters_puts_weights_out_of_step():
+    """Why `check_chain` refuses it."""
+    tx = optax.chain(mpx.master_weights(optax.sgd(1e-1)), optax.clip_by_global_norm(1e-2))
+    now, state = train(tx, params())
+    assert not mpx.is_synced(now, state)
+
+
+def test_the_learning_rate_and_the_scale_can_be_read_and_set_from_outside():
+    tx = mpx.loss_scaling(mpx.master_weights(optax.inject_hyperparams(optax.adam)(learning_rate=1e-3, b2=0.999)))
+    state = tx.init(params())
+    assert optax.tree.get(state, "learning_rate") == np.float32(1e-3)
+    assert optax.tree.get(state, "b2") == np.float32(0.999)
+    assert optax.tree.get(state, "loss_scale") == 2.0**15
+    # One at a time: in one call Optax sets the outer one and does not look inside what it replaced.
+    state = optax.tree.set(state, learning_rate=jnp.float32(0.0))
+    state = optax.tree.set(state, loss_scale=jnp.float32(2.0**4))
+    assert float(mpx.get_loss_scale(state).loss_scale) == 16
+    updates, _ = tx.update(grads(0), state, params())
+    assert not any(u.any() for u in jax.tree.leaves(updates))
+
+
+def test_parameters_that_do_not_train_have_no_masters():
+    """LoRA: only the adapters are trained."""
+    tx = optax.partition(
+        {"adapter": mpx.master_weights(optax.adam(1e-3)), "frozen": optax.set_to_zero()},
+        {"a": "adapter", "b": "frozen"},
+    )
+    now, state = train(tx, params())
+    kept = [leaf for leaf in jax.tree.leaves(state) if leaf.shape == (64,)]
+    assert len(kept) == 3  # the master and two moments of "a"
+    assert_same_bits(now["b"], params()["b"])
+
+
+def test_a_skip_inside_multi_steps_and_one_around_it_both_hold():
+    inside = optax.MultiSteps(mpx.loss_scaling(mpx.master_weights(RULE)), 2)
+    state, now = inside.init(params()), params()
+    bad = grads(0) | {"a": grads(0)["a"].at[0].set(jnp.nan)}
+    for g in (bad, grads(1)):
+        updates, state = inside.update(g, state, now)
+        now = optax.apply_updates(now, updates)
+    assert_same_bits(now, params())
+    assert int(mpx.skipped_steps(state)) == 1
+
+
+def test_flax_linen_and_nnx_and_equinox_trees_are_trained():
+    import equinox as eqx
+    import flax.linen as nn
+    from flax import nnx
+
+    linen = nn.Dense(3, param_dtype=jnp.bfloat16).init(jax.random.key(0), jnp.ones((1, 2), jnp.bfloat16))
+    _, state_of_nnx = nnx.split(nnx.Linear(2, 3, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    module = eqx.filter(mpx.cast(eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0)), jnp.bfloat16), eqx.is_inexact_array)
+    tx = mpx.loss_scaling(mpx.master_weights(optax.adam(1e-1), storage="split"))
+    for tree in (linen, state_of_nnx, module):
+        state = tx.init(tree)
+        ones = jax.tree.map(lambda p: jnp.full(p.shape, 2.0**15), tree)
+        updates, state = tx.update(ones, state, tree)
+        new = optax.apply_updates(tree, updates)
+        assert jax.tree.structure(new) == jax.tree.structure(tree)
+        assert {x.dtype for x in jax.tree.leaves(new)} == {np.dtype(jnp.bfloat16)}
+        assert mpx.is_synced(new, state)

@@ -1,0 +1,247 @@
+"""What every transformation promises: one battery over all of them."""
+
+import functools
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import mpx
+from tests.helpers import assert_same_bits, float32_round_trips, types_of
+
+pytestmark = pytest.mark.optax_promotion
+
+RULE = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(1e-2, 0.0, 100)))
+TRANSFORMS = {
+    "upcast": lambda: mpx.upcast(RULE),
+    "master_weights full": lambda: mpx.master_weights(RULE),
+    "master_weights split": lambda: mpx.master_weights(RULE, storage="split"),
+    "loss_scaling": lambda: mpx.loss_scaling(mpx.upcast(RULE)),
+    "loss_scaling hysteresis": lambda: mpx.loss_scaling(mpx.upcast(RULE), mpx.DynamicLossScale(hysteresis=2)),
+    "kahan_summation": lambda: optax.chain(mpx.upcast(RULE), mpx.kahan_summation()),
+    "stochastic_rounding": lambda: optax.chain(mpx.upcast(RULE), mpx.stochastic_rounding(jax.random.key(0))),
+    "mixed_precision bf16": lambda: mpx.mixed_precision(RULE, "bf16", storage="split"),
+    "mixed_precision f16": lambda: mpx.mixed_precision(RULE, "f16"),
+}
+every_transform = pytest.mark.parametrize("name", TRANSFORMS)
+
+
+def params(dtype=jnp.bfloat16):
+    return {
+        "kernel": jnp.linspace(-1, 1, 12, dtype=dtype).reshape(4, 3),
+        "bias": jnp.zeros(3, jnp.float32),
+        "scalar": jnp.ones((), dtype),
+        "none": None,
+        "masked": optax.MaskedNode(),
+        "nothing": jnp.zeros((0, 3), dtype),
+        "nested": [(jnp.ones(2, dtype),)],
+    }
+
+
+def grads(like):
+    return jax.tree.map(lambda p: jnp.full(p.shape, 0.1, jnp.float32), like)
+
+
+@functools.cache
+def compiled(name):
+    tx = TRANSFORMS[name]()
+
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return tx, jax.jit(step)
+
+
+@every_transform
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_a_tree_of_every_kind_of_leaf_is_trained(name, dtype):
+    """None, masked nodes, scalars, arrays without elements and nested containers."""
+    tx, step = compiled(name)
+    start = params(dtype)
+    new, _ = step(start, tx.init(start), grads(start))
+    assert types_of(new) == types_of(start)
+    assert new["none"] is None
+    assert new["masked"] == optax.MaskedNode()
+    assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(new))
+
+
+@every_transform
+@pytest.mark.parametrize("empty", [{}, (), {"a": None}])
+def test_an_empty_tree_is_trained(name, empty):
+    tx = TRANSFORMS[name]()
+    updates, _ = tx.update(empty, tx.init(empty), empty)
+    assert jax.tree.leaves(updates) == []
+
+
+@every_transform
+def test_the_state_can_be_a_scan_carry_and_steps_in_it_have_the_bits_of_single_ones(name):
+    tx, step = compiled(name)
+    start = params()
+    carry = start, tx.init(start)
+    scanned, _ = jax.jit(lambda c: jax.lax.scan(lambda c, _: (step(*c, grads(c[0])), None), c, length=3))(carry)
+    for _ in range(3):
+        carry = step(*carry, grads(start))
+    assert types_of(scanned) == types_of(carry)
+    assert_same_bits(scanned, carry)
+
+
+@every_transform
+def test_a_step_compiles_once(name):
+    tx = TRANSFORMS[name]()
+    traces = []
+
+    @jax.jit
+    def step(params, state, grads):
+        traces.append(None)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    now, state = params(), tx.init(params())
+    for _ in range(3):
+        now, state = step(now, state, grads(now))
+    assert len(traces) == 1
+
+
+@every_transform
+def test_parameters_and_state_can_be_donated(name):
+    tx = TRANSFORMS[name]()
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    now = params()
+    state = tx.init(now)
+    for _ in range(2):
+        now, state = step(now, state, grads(now))
+    jax.block_until_ready((now, state))
+
+
+@every_transform
+def test_extra_arguments_reach_the_rule_inside(name):
+    seen = []
+
+    def update(updates, state, params=None, **extra_args):
+        seen.append(extra_args)
+        return updates, state
+
+    rule = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    wrap = {
+        "upcast": mpx.upcast,
+        "master_weights full": mpx.master_weights,
+        "master_weights split": lambda tx: mpx.master_weights(tx, storage="split"),
+    }.get(name, mpx.loss_scaling)
+    tx = wrap(rule)
+    start = params()
+    tx.update(grads(start), tx.init(start), start, value=jnp.float32(2))
+    assert float(seen[0]["value"]) == 2
+
+
+@every_transform
+def test_it_runs_inside_vmap(name):
+    """Two models at once."""
+    tx = TRANSFORMS[name]()
+    start = {"w": jnp.ones((2, 3), jnp.bfloat16)}
+    state = jax.vmap(tx.init)(start)
+    updates, _ = jax.vmap(tx.update)({"w": jnp.ones((2, 3))}, state, start)
+    assert updates["w"].shape == (2, 3)
+
+
+@every_transform
+def test_the_state_keeps_the_sharding_of_the_parameters(name):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = NamedSharding(mesh, P("data"))
+    start = {"w": jax.device_put(jnp.ones((16, 2), jnp.bfloat16), sharding)}
+    tx = TRANSFORMS[name]()
+    state = jax.jit(tx.init)(start)
+    step = jax.jit(lambda p, s, g: tx.update(g, s, p))
+    gradients = {"w": jax.device_put(jnp.ones((16, 2)), sharding)}
+    updates, new_state = step(start, state, gradients)
+    assert updates["w"].sharding.is_equivalent_to(sharding, 2)
+    for leaf in jax.tree.leaves(new_state):
+        if leaf.shape == (16, 2):
+            assert leaf.sharding.is_equivalent_to(sharding, 2)
+
+
+@every_transform
+def test_orbax_saves_and_restores_the_state_as_it_is(name, tmp_path):
+    tx, step = compiled(name)
+    start = {path: leaf for path, leaf in params().items() if path != "nothing"}  # Orbax saves no empty arrays
+    now, state = step(start, tx.init(start), grads(start))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "state", jax.eval_shape(lambda: state))
+    assert_same_bits(restored, state)
+    assert_same_bits(step(now, restored, grads(now)), step(now, state, grads(now)))
+
+
+@every_transform
+def test_flax_serializes_the_state_as_it_is(name):
+    tx, step = compiled(name)
+    start = params()
+    _, state = step(start, tx.init(start), grads(start))
+    data = flax.serialization.to_bytes(state)
+    assert_same_bits(flax.serialization.from_bytes(tx.init(start), data), state)
+
+
+@every_transform
+def test_no_rounding_is_left_to_a_compiler_that_may_drop_it(name):
+    """On a GPU `f32 -> 16 bits -> f32` inside one program may become nothing (invariant 7)."""
+    tx = TRANSFORMS[name]()
+    start = params()
+    assert not float32_round_trips(tx.update, grads(start), tx.init(start), start)
+
+
+@every_transform
+def test_it_runs_under_strict_promotion_around_a_strict_rule(name):
+    """Optax's adam adds two dtypes; its sgd does not, and so neither do the wrappers."""
+    strict = {
+        "kahan_summation": lambda: mpx.kahan_summation(),
+        "stochastic_rounding": lambda: mpx.stochastic_rounding(jax.random.key(0)),
+        "master_weights split": lambda: mpx.master_weights(optax.sgd(0.1), storage="split"),
+    }.get(name, lambda: mpx.loss_scaling(mpx.master_weights(optax.sgd(0.1))))
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        tx = strict()
+        start = params()
+        tx.update(grads(start), tx.init(start), start)
+
+
+@every_transform
+def test_it_runs_with_leak_checks_and_without_jit(name):
+    tx = TRANSFORMS[name]()
+    start = {"w": jnp.ones(3, jnp.bfloat16)}
+    with jax.checking_leaks():
+        expected = jax.jit(lambda p: tx.update(grads(p), tx.init(p), p))(start)
+    with jax.disable_jit():
+        actual = tx.update(grads(start), tx.init(start), start)
+    assert types_of(actual) == types_of(expected)
+
+
+@every_transform
+def test_it_runs_in_64_bit_mode_with_the_same_types(name):
+    start = {"w": jnp.ones(3, jnp.bfloat16)}
+    tx = TRANSFORMS[name]()
+    expected = types_of(tx.update(grads(start), tx.init(start), start)[0])
+    with jax.enable_x64(True):
+        tx = TRANSFORMS[name]()
+        state = tx.init(start)
+        updates, new_state = tx.update(grads(start), state, start)
+        assert types_of(updates) == expected
+        assert types_of(new_state) == types_of(state)
+
+
+def test_numpy_parameters_and_gradients_are_taken():
+    tx = mpx.master_weights(optax.sgd(0.1))
+    start = {"w": np.ones(3, jnp.bfloat16)}
+    updates, state = tx.update({"w": np.ones(3, np.float32)}, tx.init(start), start)
+    assert state.master["w"].dtype == np.float32
+    assert updates["w"].dtype == np.float32

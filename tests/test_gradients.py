@@ -1,0 +1,465 @@
+"""`value_and_grad` and `grad`: exact under any power-of-two scale, for any loss dtype, in every transformation.
+
+Gradients come back scaled; "unscaled" below means divided by the scale in NumPy, which is exact for a power of two.
+"""
+
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh, PartitionSpec
+
+import mpx
+from tests.helpers import assert_same_bits
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+F16 = np.dtype(np.float16)
+F32 = np.dtype(np.float32)
+
+all_dtypes = pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+scales = [2.0**n for n in (0, 1, 10, 15, 16, 20, 24)]
+
+
+def unscaled(grads, scale):
+    return jax.tree.map(lambda g: np.asarray(g, F32) / np.float32(scale), grads)
+
+
+def network(params, x):
+    """A loss of a dtype's own arithmetic, whose gradients lie well within float16 before and after scaling by 2**15."""
+    hidden = jnp.tanh(x @ params["w"] + params["b"][None])
+    return ((hidden * hidden).mean(axis=1) * params["s"]).sum()
+
+
+def network_params(dtype, seed=0):
+    rng = np.random.default_rng(seed)
+    params = {"w": rng.uniform(0.2, 0.6, (4, 3)), "b": rng.uniform(0.1, 0.2, 3), "s": rng.uniform(0.1, 0.2, 2)}
+    return jax.tree.map(lambda p: jnp.asarray(p, dtype), params), jnp.asarray(rng.uniform(0.2, 0.6, (2, 4)), dtype)
+
+
+# --- exact under any scale --------------------------------------------------------------------------------------------
+
+
+@given(exponent=st.integers(0, 24), dtype=st.sampled_from([F32, BF16, F16]), seed=st.integers(0, 5))
+@settings(max_examples=40)
+def test_loss_and_unscaled_gradients_are_the_same_bits_under_any_power_of_two(exponent, dtype, seed):
+    """Those of plain `jax.value_and_grad`, gradients widened to float32."""
+    params, x = network_params(dtype, seed)
+    loss, grads = mpx.value_and_grad(network, mpx.StaticLossScale(2.0**exponent))(params, x)
+    expected_loss, expected = jax.value_and_grad(network)(params, x)
+    assert_same_bits(loss, expected_loss)
+    assert_same_bits(unscaled(grads, 2.0**exponent), jax.tree.map(lambda g: np.asarray(g, F32), expected))
+
+
+def test_gradients_under_a_scale_that_is_no_power_of_two_would_not_be_the_same():
+    """Negative control of the test above: 65504, at which some libraries clip."""
+    params, x = network_params(F32)
+    naive = jax.grad(lambda *args: network(*args) * 65504.0)(params, x)
+    exact = jax.grad(network)(params, x)
+    assert (np.asarray(naive["w"]) / np.float32(65504.0) != exact["w"]).any()
+
+
+@pytest.mark.parametrize("scale", scales)
+@all_dtypes
+def test_the_loss_comes_back_unscaled_as_the_function_returned_it(dtype, scale):
+    """65,536 has no float16 value; the reported loss is 1 all the same."""
+    loss, grads = mpx.value_and_grad(lambda w: w * w / 4, mpx.StaticLossScale(scale))(jnp.asarray(2.0, dtype))
+    assert_same_bits(loss, jnp.asarray(1.0, dtype))
+    assert_same_bits(grads, jnp.float32(scale))
+
+
+@pytest.mark.parametrize("scale", [2.0**16, 2.0**24])
+def test_a_float16_loss_under_a_scale_beyond_float16_has_finite_right_gradients(scale):
+    """The gradient of `w1 * w2 / 4` at (2, 3) is (3/4, 1/2), times the scale."""
+    fun = lambda w: w[0] * w[1] / 4
+    loss, grads = mpx.value_and_grad(fun, mpx.StaticLossScale(scale))(jnp.array([2, 3], F16))
+    assert_same_bits(loss, jnp.float16(1.5))
+    assert_same_bits(grads, jnp.array([0.75, 0.5]) * scale)
+
+
+@pytest.mark.parametrize("scale", [2.0**16, 2.0**24])
+def test_scaling_a_float16_loss_naively_is_infinite(scale):
+    """Negative control of the test above: in float16 at once, in float32 when the cotangent becomes float16."""
+    root = jnp.float16(scale**0.5)
+    loss = lambda w: w[0] * w[1] / 4
+    w = jnp.array([2, 3], F16)
+    assert jnp.isinf(loss(w) * root * root)
+    assert not jnp.isfinite(jax.grad(lambda w: loss(w) * root * root)(w)).any()
+    assert not jnp.isfinite(jax.grad(lambda w: loss(w).astype(F32) * scale)(w)).any()
+
+
+def seen_cotangents(scale, dtype):
+    """The cotangents that reach a loss of a dtype."""
+    seen = []
+
+    @jax.custom_vjp
+    def watched(x):
+        return x
+
+    def backward(_, cotangent):
+        seen.append(cotangent)
+        return (cotangent,)
+
+    watched.defvjp(lambda x: (x, None), backward)
+    mpx.grad(lambda w: watched(w * w), scale)(jnp.asarray(1.0, dtype))
+    return seen
+
+
+@pytest.mark.parametrize("exponent", [0, 10, 15, 16, 24])
+def test_a_float16_loss_is_differentiated_from_at_most_2_to_the_15(exponent):
+    (cotangent,) = seen_cotangents(mpx.StaticLossScale(2.0**exponent), F16)
+    assert_same_bits(cotangent, jnp.float16(2.0 ** min(exponent, 15)))
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_other_losses_are_differentiated_from_the_scale_itself(dtype):
+    (cotangent,) = seen_cotangents(mpx.StaticLossScale(2.0**24), dtype)
+    assert_same_bits(cotangent, jnp.asarray(2.0**24, dtype))
+
+
+def test_gradients_too_small_for_float16_survive_under_a_scale():
+    """2**-14 * 2**-14 is zero in float16; from 2**15 on the way it is 2**-13."""
+    small = jnp.float16(2.0**-14)
+    loss = lambda w: (w * small) * small
+    assert mpx.grad(loss)(jnp.float16(1)) == 0  # negative control
+    assert mpx.grad(loss, mpx.StaticLossScale(2.0**15))(jnp.float16(1)) == 2.0**-13
+
+
+def test_an_overflow_under_the_scale_shows_in_the_gradients_and_not_in_the_loss():
+    """A float16 gradient of 8 under 2**15: for `loss_scaling` to see and skip."""
+    loss, grads = mpx.value_and_grad(lambda w: 8 * w, mpx.StaticLossScale(2.0**15))(jnp.float16(1))
+    assert loss == 8
+    assert jnp.isinf(grads)
+
+
+@pytest.mark.parametrize("scale", [None, mpx.NoOpLossScale(), mpx.StaticLossScale(1.0)], ids=repr)
+@all_dtypes
+def test_without_a_scale_it_is_jax_value_and_grad_with_float32_gradients(dtype, scale):
+    params, x = network_params(dtype)
+    loss, grads = mpx.value_and_grad(network, scale)(params, x)
+    expected_loss, expected = jax.value_and_grad(network)(params, x)
+    assert_same_bits(loss, expected_loss)
+    assert_same_bits(grads, jax.tree.map(lambda g: g.astype(F32), expected))
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [
+        mpx.StaticLossScale(2.0**10),
+        mpx.StaticLossScale(jnp.float32(2.0**10)),
+        mpx.StaticLossScale(np.float64(2.0**10)),
+        mpx.StaticLossScale(1024),
+        mpx.DynamicLossScale(2.0**10),
+        mpx.DynamicLossScale(2.0**10, hysteresis=2),
+    ],
+    ids=repr,
+)
+def test_every_kind_of_loss_scale_value_scales(scale):
+    assert_same_bits(mpx.grad(lambda w: w * w, scale)(jnp.float32(3)), jnp.float32(6 * 2.0**10))
+
+
+def test_a_loss_that_is_a_python_number_is_accepted():
+    loss, grads = mpx.value_and_grad(lambda w: 2.0, mpx.StaticLossScale(8.0))(jnp.float32(3))
+    assert_same_bits((loss, grads), (jnp.float32(2), jnp.float32(0)))
+
+
+def test_a_float64_loss_stays_float64():
+    with jax.enable_x64(True):
+        third = jnp.float64(1 / 3)
+        loss, grads = mpx.value_and_grad(lambda w: w * third, mpx.StaticLossScale(2.0**24), grad_dtype=None)(third)
+        assert_same_bits(loss, third * third)
+        assert_same_bits(grads, third * 2.0**24)
+
+
+# --- arguments of the function ----------------------------------------------------------------------------------------
+
+SCALE = mpx.StaticLossScale(2.0**16)
+
+
+@all_dtypes
+def test_aux_comes_back_as_it_is(dtype):
+    fun = lambda w: (w * w / 4, {"w": w, "n": jnp.int32(7), "text": "kept"})
+    w = jnp.asarray(3, dtype)
+    (loss, aux), grads = mpx.value_and_grad(fun, SCALE, has_aux=True)(w)
+    assert aux.pop("text") == "kept"
+    assert_same_bits((loss, aux), (w * w / 4, {"w": w, "n": jnp.int32(7)}))
+    assert_same_bits(grads, jnp.float32(1.5 * 2.0**16))
+
+    grads, aux = mpx.grad(fun, SCALE, has_aux=True)(w)
+    assert_same_bits(grads, jnp.float32(1.5 * 2.0**16))
+    assert aux["text"] == "kept"
+
+
+def test_several_arguments_are_differentiated_in_the_order_of_argnums():
+    """The gradient of `a * b**2 * c` at (2, 3, 5) is (45, 60, 18)."""
+    fun = lambda a, b, c: a * b * b * c
+    arguments = jnp.float32(2), jnp.bfloat16(3).astype(F32), jnp.float32(5)
+    for argnums, expected in [(1, 60.0), ((0, 2), (45.0, 18.0)), ((2, 1), (18.0, 60.0)), ((0,), (45.0,)), (-1, 18.0)]:
+        grads = mpx.grad(fun, SCALE, argnums=argnums)(*arguments)
+        assert_same_bits(grads, jax.tree.map(lambda g: jnp.float32(g * 2.0**16), expected))
+
+
+def test_keyword_arguments_are_passed_on():
+    fun = lambda w, x, *, power: (w * x) ** power
+    loss, grads = mpx.value_and_grad(fun, SCALE)(jnp.float32(2), x=jnp.float32(3), power=2)
+    assert_same_bits((loss, grads), (jnp.float32(36), jnp.float32(36 * 2.0**16)))
+
+
+def test_trees_of_parameters_keep_their_structure():
+    params = {"a": [jnp.ones(2)], "none": None, "empty": jnp.ones((0, 3))}
+    grads = mpx.grad(lambda p: p["a"][0].sum() + p["empty"].sum(), SCALE)(params)
+    assert_same_bits(grads, {"a": [jnp.full(2, 2.0**16)], "none": None, "empty": jnp.ones((0, 3))})
+
+
+def test_the_functions_keep_name_and_docstring():
+    def loss_of_my_model(w):
+        """Says what it does."""
+        return w
+
+    for transformed in (mpx.value_and_grad(loss_of_my_model), mpx.grad(loss_of_my_model)):
+        assert transformed.__name__ == "loss_of_my_model"
+        assert transformed.__doc__ == "Says what it does."
+
+
+@pytest.mark.parametrize("grad_dtype", [jnp.float32, None, jnp.bfloat16, "float16"], ids=str)
+def test_gradients_have_the_dtype_asked_for(grad_dtype):
+    """None leaves those of the parameters; 0.75 * 2**4 is exact in all of them."""
+    params = {"f32": jnp.float32(1), "bf16": jnp.bfloat16(1), "f16": jnp.float16(1)}
+    own = {name: leaf.dtype for name, leaf in params.items()}
+
+    def fun(p):
+        return sum(leaf.astype(F32) for leaf in p.values()) * 0.75
+
+    grads = mpx.grad(fun, mpx.StaticLossScale(2.0**4), grad_dtype=grad_dtype)(params)
+    expected = own if grad_dtype is None else dict.fromkeys(own, np.dtype(grad_dtype))
+    assert_same_bits(grads, {name: jnp.asarray(12, dtype) for name, dtype in expected.items()})
+
+
+@all_dtypes
+def test_scaled_float16_losses_give_float32_gradients_where_the_parameters_own_dtype_overflows(dtype):
+    """With `grad_dtype=None` a float16 loss scaled by 2**24 has its float16 parameters' gradients in float32."""
+    grads = mpx.grad(lambda w: w / 2, mpx.StaticLossScale(2.0**24), grad_dtype=None)(jnp.asarray(1, dtype))
+    assert grads == 2.0**23
+    assert grads.dtype == (F32 if dtype == F16 else dtype)
+
+
+# --- other transforms than jax.value_and_grad -------------------------------------------------------------------------
+
+
+def nnx_model():
+    return nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+
+
+def nnx_loss(model, x):
+    return (model(x) ** 2).mean()
+
+
+@pytest.mark.parametrize("scale", [2.0**0, 2.0**16])
+def test_nnx_value_and_grad_differentiates_a_model(scale):
+    x = jnp.ones((4, 3))
+    transformed = mpx.value_and_grad(nnx_loss, mpx.StaticLossScale(scale), transform=nnx.value_and_grad)
+    loss, grads = transformed(nnx_model(), x)
+    expected_loss, expected = nnx.value_and_grad(nnx_loss)(nnx_model(), x)
+    assert isinstance(grads, nnx.State)
+    assert_same_bits(loss, expected_loss)
+    assert_same_bits(unscaled(nnx.to_pure_dict(grads), scale), nnx.to_pure_dict(expected))
+
+
+def test_nnx_value_and_grad_takes_a_diff_state():
+    """Only the bias is differentiated."""
+    only_bias = nnx.DiffState(0, lambda path, value: path[-1] == "bias")
+    transformed = mpx.value_and_grad(nnx_loss, SCALE, argnums=only_bias, transform=nnx.value_and_grad)
+    _, grads = transformed(nnx_model(), jnp.ones((4, 3)))
+    _, expected = nnx.value_and_grad(nnx_loss, argnums=only_bias)(nnx_model(), jnp.ones((4, 3)))
+    assert set(nnx.to_pure_dict(grads)) == {"bias"}
+    assert_same_bits(unscaled(nnx.to_pure_dict(grads), 2.0**16), nnx.to_pure_dict(expected))
+
+
+def test_nnx_gradients_of_a_bfloat16_model_are_float32():
+    model = mpx.cast(nnx_model(), BF16)
+    loss = lambda model, x: nnx_loss(model, x).astype(F32)
+    _, grads = mpx.value_and_grad(loss, SCALE, transform=nnx.value_and_grad)(model, jnp.ones((4, 3), BF16))
+    assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {F32}
+
+
+def equinox_value_and_grad(fun, *, argnums, has_aux):
+    """Equinox differentiates the first argument and takes no `argnums`."""
+    assert argnums == 0
+    return eqx.filter_value_and_grad(fun, has_aux=has_aux)
+
+
+def test_equinox_filter_value_and_grad_differentiates_a_module_through_a_small_adapter():
+    model = eqx.nn.MLP(3, 1, 4, 1, key=jax.random.key(0))
+    loss = lambda model, x: jax.vmap(model)(x).mean()
+    x = jnp.ones((4, 3))
+    value, grads = mpx.value_and_grad(loss, SCALE, transform=equinox_value_and_grad)(model, x)
+    expected_value, expected = eqx.filter_value_and_grad(loss)(model, x)
+    assert_same_bits(value, expected_value)
+    assert_same_bits(unscaled(grads, 2.0**16), jax.tree.map(np.asarray, expected))
+
+
+# --- inside jax's transformations -------------------------------------------------------------------------------------
+
+
+def plain(dtype=F16):
+    """Parameters, inputs, and what eager execution without a scale gives."""
+    params, x = network_params(dtype)
+    return params, x, mpx.value_and_grad(network)(params, x)
+
+
+def test_under_jit_the_scale_may_be_traced_and_a_new_one_does_not_compile_again():
+    params, x, expected = plain()
+    traces = []
+
+    @jax.jit
+    def step(scale, params, x):
+        traces.append(scale)
+        loss, grads = mpx.value_and_grad(network, scale)(params, x)
+        return loss, mpx.StaticLossScale(scale.loss_scale).unscale(grads)
+
+    compiled = [step(mpx.StaticLossScale(jnp.float32(s)), params, x) for s in (1.0, 2.0**15, 2.0**16, 2.0**24)]
+    for other in compiled:
+        assert_same_bits(other, compiled[0])
+        assert jax.tree.map(jnp.shape, other) == jax.tree.map(jnp.shape, expected)
+    assert len(traces) == 1
+
+
+def test_in_a_scan_over_scales_every_step_gives_the_same_loss_and_gradients():
+    params, x, expected = plain()
+
+    def step(scale, _):
+        value = mpx.DynamicLossScale(scale, jnp.int32(0), period=1)
+        loss, grads = mpx.value_and_grad(network, value)(params, x)
+        return value.adjust(mpx.all_finite(grads)).loss_scale, (loss, value.unscale(grads), scale)
+
+    _, (losses, grads, seen) = jax.lax.scan(step, jnp.float32(2.0**12), length=10)
+    assert seen.tolist() == [2.0**n for n in range(12, 22)]
+    first = jax.tree.map(lambda leaf: leaf[0], (losses, grads))
+    for i in range(10):
+        assert_same_bits(jax.tree.map(lambda leaf, i=i: leaf[i], (losses, grads)), first)
+    assert jax.tree.map(jnp.shape, first) == jax.tree.map(jnp.shape, expected)
+
+
+@all_dtypes
+def test_under_vmap_it_is_one_gradient_an_example(dtype):
+    """The gradient of `w * x` is `x`."""
+    x = (jnp.arange(1, 5) / 4).astype(dtype)
+    one = mpx.value_and_grad(lambda w, x: w * x, SCALE)
+    losses, grads = jax.vmap(one, in_axes=(None, 0))(jnp.asarray(2, dtype), x)
+    assert_same_bits((losses, grads), (2 * x, x.astype(F32) * 2.0**16))
+
+
+def test_under_vmap_each_example_may_have_its_own_scale():
+    scales = 2.0 ** jnp.arange(14.0, 18.0)
+    grads = jax.vmap(lambda scale, w: mpx.grad(lambda w: w * w / 2, mpx.StaticLossScale(scale))(w))(
+        scales, jnp.ones(4, F16)
+    )
+    assert_same_bits(grads, scales)
+
+
+@all_dtypes
+def test_under_shard_map_gradients_are_those_of_one_device(dtype):
+    """Eight devices, each the loss of its part of the batch; the mean of their gradients of `w * x` is 0.5625."""
+    mesh = Mesh(jax.devices(), "data")
+    x = (jnp.arange(1, 9) / 8).astype(dtype)
+
+    def step(w, x):
+        loss, grads = mpx.value_and_grad(lambda w: (w * x).sum(), SCALE)(jax.lax.pcast(w, "data", to="varying"))
+        return jax.lax.pmean((loss.astype(F32), grads), "data")
+
+    specs = dict(in_specs=(PartitionSpec(), PartitionSpec("data")), out_specs=PartitionSpec())
+    loss, grads = jax.jit(jax.shard_map(step, mesh=mesh, **specs))(jnp.asarray(2, dtype), x)
+    assert_same_bits((loss, grads), (jnp.float32(1.125), jnp.float32(0.5625 * 2.0**16)))
+
+
+def test_under_pmap_gradients_are_those_of_one_device():
+    x = (jnp.arange(1, 9) / 8).astype(F16)
+
+    def step(w, x):
+        loss, grads = mpx.value_and_grad(lambda w: w * x, SCALE)(w)
+        return loss, grads, jax.lax.pmean(grads, "data")
+
+    losses, grads, mean = jax.pmap(step, axis_name="data", in_axes=(None, 0))(jnp.float16(2), x)
+    assert_same_bits((losses, grads), (2 * x, x.astype(F32) * 2.0**16))
+    assert_same_bits(mean, jnp.full(8, 0.5625 * 2.0**16))
+
+
+def test_it_can_be_differentiated_again():
+    """The second derivative of `w**3` at 2 is 12, here of the scaled gradient."""
+    second = jax.grad(mpx.grad(lambda w: w**3, SCALE))(jnp.float32(2))
+    assert_same_bits(second, jnp.float32(12 * 2.0**16))
+
+
+def test_recomputation_gives_the_same():
+    params, x, expected = plain(F32)
+    assert_same_bits(mpx.value_and_grad(jax.checkpoint(network))(params, x), expected)
+
+
+@all_dtypes
+def test_a_training_step_recovers_from_a_scale_that_overflows(dtype):
+    """From 2**24 on the scale falls until float16 gradients of 2 are finite; then `w` falls by 0.1 * 2 * w a step."""
+    tx = mpx.loss_scaling(mpx.master_weights(optax.sgd(0.125)), mpx.DynamicLossScale(2.0**24))
+    params = jnp.asarray(1, dtype)
+
+    @jax.jit
+    def step(params, state):
+        loss, grads = mpx.value_and_grad(lambda w: (w * w).astype(F32), mpx.get_loss_scale(state))(params)
+        updates, state = tx.update(grads, state, params)
+        return (params.astype(F32) + updates).astype(dtype), state, loss
+
+    state, losses = tx.init(params), []
+    for _ in range(14):
+        params, state, loss = step(params, state)
+        losses.append(float(loss))
+    assert np.isfinite(losses).all()
+    skipped = int(mpx.skipped_steps(state))
+    assert skipped == (10 if dtype == F16 else 0)  # 2 * 2**24 / 2**10 = 2**15 is the first that float16 holds
+    assert losses[: skipped + 1] == [1.0] * (skipped + 1)
+    assert losses[-1] < 1
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("loss", "shown"),
+    [
+        (lambda w: w[None], "float32[1]"),
+        (lambda w: jnp.ones((2, 3), jnp.bfloat16) * w.astype(BF16), "bfloat16[2, 3]"),
+        (lambda w: jnp.int32(3), "int32[]"),
+        (lambda w: w > 0, "bool[]"),
+        (lambda w: jax.lax.complex(w, w), "complex64[]"),
+        (lambda w: 3, "int32[]"),
+    ],
+    ids=["vector", "matrix", "int", "bool", "complex", "Python int"],
+)
+def test_a_loss_that_is_not_a_real_floating_scalar_is_refused(loss, shown):
+    message = (
+        f"`value_and_grad` needs a function that returns a real floating scalar, but it returned {shown} as its loss."
+    )
+    for transformed in (mpx.value_and_grad(loss), mpx.grad(loss), mpx.value_and_grad(loss, SCALE)):
+        with pytest.raises(TypeError, match=re.escape(message)):
+            transformed(jnp.float32(1))
+
+
+def test_the_message_speaks_of_aux_if_there_should_be_one():
+    message = "returns a real floating scalar and aux, but it returned float32[2] as its loss."
+    with pytest.raises(TypeError, match=re.escape(message)):
+        mpx.grad(lambda w: (jnp.stack([w, w]), None), has_aux=True)(jnp.float32(1))
+
+
+@pytest.mark.parametrize("scale", [2.0**15, "dynamic", optax.sgd(0.1)], ids=["number", "string", "optimizer"])
+def test_what_is_no_loss_scale_is_refused(scale):
+    message = (
+        "`value_and_grad`: `loss_scale` must be a NoOpLossScale, StaticLossScale or DynamicLossScale, but got "
+        f"{type(scale).__name__}"
+    )
+    with pytest.raises(TypeError, match=re.escape(message)):
+        mpx.value_and_grad(lambda w: w, scale)

@@ -1,0 +1,157 @@
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mpx
+from tests.helpers import assert_same_bits
+
+pytestmark = pytest.mark.optax_promotion
+
+KEEPERS = {
+    "full": lambda: mpx.master_weights(optax.adam(1e-3)),
+    "split": lambda: mpx.master_weights(optax.adam(1e-3), storage="split"),
+    "kahan": lambda: optax.chain(mpx.upcast(optax.adam(1e-3)), mpx.kahan_summation(jnp.float32)),
+}
+NESTINGS = {
+    "alone": lambda tx: tx,
+    "chain": lambda tx: optax.chain(optax.clip(1.0), tx),
+    "named chain": lambda tx: optax.named_chain(("clip", optax.clip(1.0)), ("rule", tx)),
+    "multi steps": lambda tx: optax.MultiSteps(tx, 1),
+    "loss scaling": mpx.loss_scaling,
+    "apply if finite": lambda tx: optax.apply_if_finite(tx, 3),
+    "partition": lambda tx: optax.partition({"a": tx, "b": optax.sgd(1.0)}, {"bias": "b", "kernel": "a"}),
+    "masked": lambda tx: optax.masked(tx, {"bias": False, "kernel": True}),
+    "inject": lambda tx: optax.inject_hyperparams(lambda rate: optax.chain(optax.scale(rate), tx))(rate=1.0),
+}
+
+
+def trained(tx, steps=5):
+    params = {"kernel": jnp.linspace(0.5, 2, 8).astype(jnp.bfloat16), "bias": jnp.ones(2)}
+    state = tx.init(params)
+    for _ in range(steps):
+        updates, state = tx.update(jax.tree.map(lambda p: jnp.full(p.shape, 0.1), params), state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+@pytest.mark.parametrize("nesting", NESTINGS)
+@pytest.mark.parametrize("keeper", KEEPERS)
+def test_master_params_finds_the_float32_weights_in_any_nesting(keeper, nesting):
+    params, state = trained(NESTINGS[nesting](KEEPERS[keeper]()))
+    masters = mpx.master_params(params, state)
+    start = jnp.linspace(0.5, 2, 8).astype(jnp.bfloat16).astype(jnp.float32)
+    np.testing.assert_allclose(masters["kernel"], start - 5e-3, rtol=1e-4)
+    assert (masters["kernel"] != params["kernel"].astype(jnp.float32)).any()
+    assert_same_bits(masters["bias"], params["bias"])  # float32 leaves are their own masters
+
+
+def test_master_params_without_masters_are_the_parameters_in_float32():
+    params, state = trained(mpx.upcast(optax.sgd(1.0)))
+    assert_same_bits(mpx.master_params(params, state), jax.tree.map(lambda p: p.astype(jnp.float32), params))
+
+
+def test_master_params_leaves_what_is_not_floating_alone():
+    params = {"w": jnp.ones(2, jnp.bfloat16), "ids": jnp.arange(3), "none": None, "name": "layer"}
+    masters = mpx.master_params(params, optax.EmptyState())
+    assert masters["ids"] is params["ids"]
+    assert masters["name"] == "layer"
+    assert masters["w"].dtype == np.float32
+
+
+@pytest.mark.parametrize("nesting", NESTINGS)
+@pytest.mark.parametrize("keeper", KEEPERS)
+def test_trained_parameters_are_in_sync_and_resync_changes_nothing(keeper, nesting):
+    params, state = trained(NESTINGS[nesting](KEEPERS[keeper]()))
+    assert mpx.is_synced(params, state)
+    assert_same_bits(mpx.resync(params, state), state)
+
+
+@pytest.mark.parametrize("nesting", NESTINGS)
+@pytest.mark.parametrize("keeper", ["full", "kahan"])
+def test_parameters_changed_from_outside_are_noticed_and_resync_mends_that(keeper, nesting):
+    params, state = trained(NESTINGS[nesting](KEEPERS[keeper]()))
+    edited = params | {"kernel": params["kernel"].at[3].set(0)}
+    assert not mpx.is_synced(edited, state)
+    mended = mpx.resync(edited, state)
+    assert mpx.is_synced(edited, mended)
+    masters, before = mpx.master_params(edited, mended)["kernel"], mpx.master_params(params, state)["kernel"]
+    assert masters[3] == 0
+    assert_same_bits(jnp.delete(masters, 3), jnp.delete(before, 3))
+
+
+def test_without_resync_the_old_weights_come_back():
+    """The negative control."""
+    tx = KEEPERS["full"]()
+    params, state = trained(tx)
+    pruned = params | {"kernel": jnp.zeros_like(params["kernel"])}
+    no_grads = jax.tree.map(lambda p: jnp.zeros(p.shape), params)
+    resurrected = optax.apply_updates(pruned, tx.update(no_grads, state, pruned)[0])
+    kept = optax.apply_updates(pruned, tx.update(no_grads, mpx.resync(pruned, state), pruned)[0])
+    assert (resurrected["kernel"] > 0.4).all()
+    assert (abs(kept["kernel"]) < 1e-2).all()
+
+
+def test_split_parameters_are_always_in_sync():
+    params, state = trained(KEEPERS["split"]())
+    edited = params | {"kernel": jnp.zeros_like(params["kernel"])}
+    assert mpx.is_synced(edited, state)
+    assert_same_bits(mpx.resync(edited, state), state)
+
+
+def test_nan_parameters_are_in_sync_with_nan_masters():
+    tx = KEEPERS["full"]()
+    params = {"kernel": jnp.full(2, jnp.nan, jnp.bfloat16)}
+    assert mpx.is_synced(params, tx.init(params))
+
+
+def test_sync_can_be_checked_inside_jit():
+    params, state = trained(KEEPERS["full"]())
+    assert jax.jit(mpx.is_synced)(params, state)
+    assert_same_bits(jax.jit(mpx.resync)(params, state), state)
+
+
+@pytest.mark.parametrize("function", [mpx.master_params, mpx.is_synced, mpx.resync])
+def test_parameters_of_another_model_are_refused(function):
+    _, state = trained(KEEPERS["full"]())
+    with pytest.raises(
+        ValueError, match=re.escape("float32[8] for the parameter 'kernel', but the parameters have bf")
+    ):
+        function({"kernel": jnp.ones(9, jnp.bfloat16)}, state)
+
+
+@pytest.mark.parametrize("nesting", sorted(NESTINGS.keys() - {"loss scaling"}))
+def test_the_loss_scale_is_found_in_any_nesting(nesting):
+    _, state = trained(NESTINGS[nesting](mpx.loss_scaling(KEEPERS["full"](), mpx.StaticLossScale(2.0**7))), steps=1)
+    assert float(mpx.get_loss_scale(state).loss_scale) == 2.0**7
+    assert int(mpx.skipped_steps(state)) == 0
+
+
+def test_without_loss_scaling_the_scale_is_one_and_no_step_was_skipped():
+    state = optax.adam(1e-3).init(jnp.ones(2))
+    assert mpx.get_loss_scale(state) == mpx.NoOpLossScale()
+    assert_same_bits(mpx.skipped_steps(state), jnp.int32(0))
+
+
+@pytest.mark.parametrize("function", [mpx.get_loss_scale, mpx.skipped_steps])
+def test_several_loss_scales_are_refused(function):
+    state = mpx.loss_scaling(mpx.loss_scaling(optax.sgd(1.0))).init(jnp.ones(2))
+    with pytest.raises(ValueError, match="holds 2 loss scales, but one loss has one scale"):
+        function(state)
+
+
+def test_the_loss_scale_can_be_passed_through_jit():
+    state = mpx.loss_scaling(optax.sgd(1.0)).init(jnp.ones(2))
+    scale = jax.jit(lambda scale: scale.loss_scale * 2)(mpx.get_loss_scale(state))
+    assert float(scale) == 2.0**16
+
+
+def test_skipped_steps_counts_them():
+    tx = mpx.loss_scaling(optax.sgd(1.0))
+    state = tx.init(jnp.ones(2))
+    for bad in (True, False, True):
+        _, state = tx.update(jnp.full(2, jnp.nan if bad else 1.0), state)
+    assert int(mpx.skipped_steps(state)) == 2

@@ -1,0 +1,228 @@
+"""`import mpx as jmp`: jmp's names, jmp's own test suite, and equal results on generated trees.
+
+Where the two differ on purpose, a test says so.
+"""
+
+import contextlib
+import importlib.util
+import sys
+import types
+import unittest
+import warnings
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import jmp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mpx
+from tests.helpers import assert_same_bits
+
+SUITES = {"policy": 44, "loss_scale": 22}  # how many tests jmp 0.0.4 has
+
+
+@contextlib.contextmanager
+def in_place_of(name, module):
+    """`import name` gives another module, also as an attribute of its package."""
+    package_name, attribute = name.rsplit(".", 1)
+    package, original = importlib.import_module(package_name), importlib.import_module(name)
+    sys.modules[name] = module
+    setattr(package, attribute, module)
+    try:
+        yield
+    finally:
+        sys.modules[name] = original
+        setattr(package, attribute, original)
+
+
+def mpx_as(name):
+    """A module with mpx's names, and the private table at which jmp's tests look."""
+    module = types.ModuleType(name)
+    vars(module).update({public: getattr(mpx, public) for public in jmp.__all__})
+    module.dtype_to_names = importlib.import_module("jmp._src.policy").dtype_to_names
+    return module
+
+
+def jmp_suite(topic, substitute):
+    """jmp's own test file, unchanged, against another implementation."""
+    with in_place_of(f"jmp._src.{topic}", substitute):
+        spec = importlib.util.find_spec(f"jmp._src.{topic}_test")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    assert module.jmp is substitute
+    return unittest.defaultTestLoader.loadTestsFromModule(module)
+
+
+def run_suite(suite):
+    result = unittest.TestResult()
+    # jmp's tests are older than strict promotion, and their own arithmetic overflows float32 in NumPy 2.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        suite.run(result)
+    return result
+
+
+@pytest.mark.parametrize("topic", SUITES)
+def test_jmps_own_test_suite_passes(topic):
+    result = run_suite(jmp_suite(topic, mpx_as(f"jmp._src.{topic}")))
+    assert result.failures + result.errors == []
+    assert result.testsRun >= SUITES[topic]
+    assert all("not supported on" in reason for _, reason in result.skipped)
+
+
+@pytest.mark.parametrize(
+    ("topic", "name", "broken"),
+    [
+        ("policy", "get_policy", lambda text: mpx.Policy("f4", "f4", "f4")),
+        ("loss_scale", "all_finite", lambda tree: jnp.asarray(True)),
+    ],
+)
+def test_jmps_test_suite_fails_for_a_wrong_implementation(topic, name, broken):
+    """Negative control of the test above."""
+    substitute = mpx_as(f"jmp._src.{topic}")
+    setattr(substitute, name, broken)
+    assert run_suite(jmp_suite(topic, substitute)).failures
+
+
+def test_jmp_is_itself_again_after_its_suite_ran():
+    assert importlib.import_module("jmp._src.policy").Policy is jmp.Policy
+    assert jmp.Policy is not mpx.Policy
+
+
+@pytest.mark.parametrize("name", jmp.__all__)
+def test_every_public_name_of_jmp_is_one_of_mpx(name):
+    assert hasattr(mpx, name)
+    assert isinstance(getattr(mpx, name), type) == isinstance(getattr(jmp, name), type)
+
+
+# --- the same results -------------------------------------------------------------------------------------------------
+
+NAMES = ["half", "bf16", "bfloat16", "f16", "float16", "full", "f32", "float32"]
+
+
+@st.composite
+def policy_strings(draw):
+    keys = draw(st.permutations([["p", "params"], ["c", "compute"], ["o", "output"]]))
+    chosen = [draw(st.sampled_from(pair)) for pair in keys[: draw(st.integers(1, 3))]]
+    parts = [f"{key}={draw(st.sampled_from(NAMES))}" for key in chosen]
+    return draw(st.sampled_from([",".join(parts), draw(st.sampled_from(NAMES))]))
+
+
+def arrays():
+    """Arrays of jax and numpy, and leaves that are none."""
+    numbers = st.lists(st.floats(-60_000, 60_000, width=16), min_size=0, max_size=3)
+    dtypes = st.sampled_from(["bfloat16", "float16", "float32", "int32", "bool", "complex64"])
+    kinds = st.sampled_from([np.asarray, jnp.asarray])
+    array = st.builds(lambda values, dtype, kind: kind(np.array(values).astype(dtype)), numbers, dtypes, kinds)
+    others = st.sampled_from([None, 3, 2.5, "text", np.float32(1.5), object])
+    return st.one_of(array, others)
+
+
+def trees():
+    branch = lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.sampled_from("abc"), inner, max_size=3), st.tuples(inner, inner)
+    )
+    return st.recursive(arrays(), branch, max_leaves=6)
+
+
+def assert_same_tree(actual, expected):
+    """Same structure; arrays of the same bits, of NumPy where they were; other leaves equal."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert isinstance(a, jax.Array) == isinstance(e, jax.Array)
+        if isinstance(e, (jax.Array, np.ndarray)):
+            assert_same_bits(a, e)
+        else:
+            assert a is e
+
+
+@given(text=policy_strings(), tree=trees())
+@settings(max_examples=60)
+def test_policies_cast_any_tree_as_those_of_jmp(text, tree):
+    ours, theirs = mpx.get_policy(text), jmp.get_policy(text)
+    assert str(ours) == str(theirs)
+    assert ours.param_dtype == theirs.param_dtype
+    assert_same_tree(ours.cast_to_param(tree), theirs.cast_to_param(tree))
+    assert_same_tree(ours.cast_to_compute(tree), theirs.cast_to_compute(tree))
+    assert_same_tree(ours.cast_to_output(tree), theirs.cast_to_output(tree))
+    assert_same_tree(mpx.cast_to_half(tree), jmp.cast_to_half(tree))
+    assert_same_tree(mpx.cast_to_full(tree), jmp.cast_to_full(tree))
+
+
+@given(
+    pattern=st.lists(st.booleans(), min_size=1, max_size=20),
+    exponent=st.integers(0, 20),
+    period=st.integers(1, 5),
+    factor=st.sampled_from([2, 4]),
+    min_exponent=st.integers(-2, 3),
+)
+@settings(max_examples=40)
+def test_dynamic_loss_scales_adjust_as_those_of_jmp_below_the_maximum(pattern, exponent, period, factor, min_exponent):
+    """jmp has no maximum: here ours is out of reach."""
+    start, minimum = np.float32(2.0**exponent), np.float32(2.0**min_exponent)
+    ours = mpx.DynamicLossScale(start, np.int32(0), period, factor, minimum, max_loss_scale=2.0**100)
+    theirs = jmp.DynamicLossScale(start, np.int32(0), period, factor, minimum)
+    hypothesis.assume(start >= minimum)
+    for finite in pattern:
+        ours = ours.adjust(jnp.bool_(finite))
+        with jax.numpy_dtype_promotion("standard"):  # jmp multiplies an int by a bool
+            theirs = theirs.adjust(jnp.bool_(finite))
+        assert_same_bits((ours.loss_scale, ours.counter), (theirs.loss_scale, theirs.counter))
+
+
+@pytest.mark.parametrize("kind", ["StaticLossScale", "DynamicLossScale"])
+@pytest.mark.parametrize("scale", [2.0**10, 3.0, np.float32(7.0)])
+def test_float32_trees_are_scaled_and_unscaled_as_by_jmp(kind, scale):
+    tree = {"a": jnp.float32([1 / 3, -0.0, jnp.inf]), "b": [jnp.float32(2.5)]}
+    ours, theirs = getattr(mpx, kind)(scale), getattr(jmp, kind)(scale)
+    assert_same_bits(ours.scale(tree), theirs.scale(tree))
+    assert_same_bits(ours.unscale(tree), theirs.unscale(tree))
+
+
+@given(tree=trees().filter(lambda t: all(isinstance(x, (jax.Array, np.ndarray)) for x in jax.tree.leaves(t))))
+@settings(max_examples=30)
+def test_all_finite_and_select_tree_agree_with_jmp(tree):
+    assert_same_bits(mpx.all_finite(tree), jmp.all_finite(tree))
+    other = jax.tree.map(jnp.zeros_like, tree)
+    for pred in (jnp.bool_(True), jnp.bool_(False)):
+        assert_same_bits(mpx.select_tree(pred, tree, other), jmp.select_tree(pred, tree, other))
+
+
+# --- where mpx differs on purpose -------------------------------------------------------------------------------------
+
+
+def test_a_float16_loss_is_scaled_in_float32_where_jmp_overflows():
+    loss = jnp.float16(4.0)
+    assert mpx.StaticLossScale(2.0**16).scale(loss) == 2.0**18
+    assert jnp.isinf(jmp.StaticLossScale(2.0**16).scale(loss))
+
+
+def test_eight_bit_floats_are_left_alone_where_jmp_casts_them():
+    x = jnp.ones(2, jnp.float8_e4m3fn)
+    assert mpx.cast_to_full(x) is x
+    assert jmp.cast_to_full(x).dtype == np.float32
+
+
+def test_a_key_given_twice_is_an_error_where_in_jmp_the_last_one_wins():
+    assert jmp.get_policy("p=f32,p=bf16").param_dtype == jnp.bfloat16
+    with pytest.raises(ValueError, match="gives 'p' twice"):
+        mpx.get_policy("p=f32,p=bf16")
+
+
+def test_tied_arrays_stay_tied_where_jmp_doubles_them():
+    w = jnp.ones(2)
+    ours, theirs = mpx.cast_to_half([w, w]), jmp.cast_to_half([w, w])
+    assert ours[0] is ours[1]
+    assert theirs[0] is not theirs[1]
+
+
+def test_a_scale_below_the_minimum_is_not_raised_by_a_bad_step_where_jmp_raises_it():
+    start, minimum = np.float32(0.5), np.float32(1.0)
+    zero, bad = np.int32(0), jnp.bool_(False)
+    assert mpx.DynamicLossScale(start, zero, min_loss_scale=minimum).adjust(bad).loss_scale == 0.5
+    with jax.numpy_dtype_promotion("standard"):
+        assert jmp.DynamicLossScale(start, zero, min_loss_scale=minimum).adjust(bad).loss_scale == 1.0

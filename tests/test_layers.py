@@ -1,0 +1,76 @@
+"""The structure: a file imports only from lower layers; the core imports four packages."""
+
+import ast
+import pathlib
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+# Which modules stand on which layer. A module may import from lower layers only.
+LAYERS = [
+    {"mpx._trees"},
+    {"mpx.formats"},
+    {"mpx._checks", "mpx._loss_scale", "mpx._policy", "mpx._writeback"},
+    {"mpx._transforms", "mpx._transforms.upcast"},
+    {
+        "mpx._transforms.kahan_summation",
+        "mpx._transforms.loss_scaling",
+        "mpx._transforms.master_weights",
+        "mpx._transforms.stochastic_rounding",
+    },
+    {"mpx._chains", "mpx._gradients", "mpx._inspection", "mpx._recipes"},
+    {"mpx"},
+]
+CORE_PACKAGES = {"jax", "optax", "numpy", "ml_dtypes"}
+
+
+def layer_of(module):
+    return next((i for i, layer in enumerate(LAYERS) if module in layer), None)
+
+
+def imported_modules(source):
+    """The modules that a file imports: `from mpx import _trees` imports `mpx._trees`."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            deeper = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= (deeper & set().union(*LAYERS)) or {node.module}
+    return found
+
+
+def violations(module, source):
+    """What a module imports and should not."""
+    ours = {name for name in imported_modules(source) if name.split(".")[0] == "mpx"}
+    return {name for name in ours if layer_of(name) is None or layer_of(name) >= layer_of(module)}
+
+
+def sources():
+    for path in sorted((ROOT / "mpx").rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path.read_text()
+
+
+def test_every_file_has_a_layer():
+    assert {module for module, _ in sources()} == set().union(*LAYERS)
+
+
+@pytest.mark.parametrize(("module", "source"), [pytest.param(*item, id=item[0]) for item in sources()])
+def test_a_file_imports_from_lower_layers_only(module, source):
+    assert violations(module, source) == set()
+
+
+@pytest.mark.parametrize("source", ["from mpx import _recipes", "from mpx._policy import cast", "import mpx"])
+def test_an_import_from_the_same_or_a_higher_layer_is_found(source):
+    assert violations("mpx._loss_scale", source)
+
+
+@pytest.mark.parametrize(("module", "source"), [pytest.param(*item, id=item[0]) for item in sources()])
+def test_the_core_imports_four_packages_and_no_private_module_of_jax(module, source):
+    import sys
+
+    packages = {name.split(".")[0] for name in imported_modules(source)} - {"mpx"} - sys.stdlib_module_names
+    assert packages <= CORE_PACKAGES
+    assert not any("._src" in name for name in imported_modules(source))

@@ -1,0 +1,628 @@
+"""Loss scales: their trajectories against models in plain Python, their lives as pytrees, and what they refuse."""
+
+import dataclasses
+import math
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import jmp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mpx
+from mpx._loss_scale import is_power_of_two, require_powers_of_two, saturating_increment
+from tests.helpers import assert_same_bits, bits, types_of
+
+GOOD, BAD = jnp.bool_(True), jnp.bool_(False)
+INT32_MAX = 2**31 - 1
+
+
+def run(scale, pattern):
+    """The scales after each step, step by step."""
+    trajectory = []
+    for finite in pattern:
+        scale = scale.adjust(jnp.bool_(finite))
+        trajectory.append(float(scale.loss_scale))
+    return trajectory
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+def grad_scaler(pattern, init, growth_factor, growth_interval, minimum=0.0, maximum=math.inf):
+    """`torch.amp.GradScaler`: `_amp_update_scale_` with a backoff of `1 / growth_factor`, between bounds."""
+    scale, growth_tracker, trajectory = init, 0, []
+    for finite in pattern:
+        if not finite:
+            scale = max(scale / growth_factor, minimum)
+            growth_tracker = 0
+        else:
+            successful = growth_tracker + 1
+            if successful == growth_interval:
+                scale = min(scale * growth_factor, maximum)
+                growth_tracker = 0
+            else:
+                growth_tracker = successful
+        trajectory.append(scale)
+    return trajectory
+
+
+def dynamic_grad_scaler(pattern, init, growth_factor, growth_interval, hysteresis, minimum, maximum):
+    """Megatron-LM's `DynamicGradScaler.update`, with a maximum."""
+    scale, growth_tracker, hysteresis_tracker, trajectory = init, 0, hysteresis, []
+    for finite in pattern:
+        if not finite:
+            growth_tracker = 0
+            hysteresis_tracker -= 1
+            if hysteresis_tracker <= 0:
+                scale = max(scale / growth_factor, minimum)
+        else:
+            growth_tracker += 1
+            if growth_tracker == growth_interval:
+                growth_tracker = 0
+                hysteresis_tracker = hysteresis
+                scale = min(scale * growth_factor, maximum)
+        trajectory.append(scale)
+    return trajectory
+
+
+def grows_one_step_late(pattern, init, growth_factor, growth_interval):
+    """A scale that, as flax's, counts the good step after the interval too: the negative control of the models."""
+    return grad_scaler(pattern, init, growth_factor, growth_interval + 1)
+
+
+patterns = st.lists(st.sampled_from([True, True, True, False]), min_size=1, max_size=40)
+scale_settings = st.fixed_dictionaries(
+    {
+        "init": st.integers(0, 24).map(lambda n: 2.0**n),
+        "growth_factor": st.sampled_from([2.0, 4.0]),
+        "growth_interval": st.integers(1, 6),
+        "minimum": st.integers(-3, 0).map(lambda n: 2.0**n),
+        "maximum": st.integers(24, 27).map(lambda n: 2.0**n),
+    }
+)
+
+
+def dynamic(init, growth_factor, growth_interval, minimum, maximum, hysteresis=1):
+    return mpx.DynamicLossScale(
+        init,
+        period=growth_interval,
+        factor=growth_factor,
+        min_loss_scale=minimum,
+        max_loss_scale=maximum,
+        hysteresis=hysteresis,
+    )
+
+
+@jax.jit
+def scan_adjust(scale, pattern):
+    """The scales after each step, in one program."""
+
+    def step(scale, finite):
+        scale = scale.adjust(finite)
+        return scale, scale.loss_scale
+
+    return jax.lax.scan(step, scale, pattern)
+
+
+@given(pattern=patterns, options=scale_settings)
+@settings(max_examples=60)
+def test_trajectories_are_those_of_torch_grad_scaler(pattern, options):
+    assert run(dynamic(**options), pattern) == grad_scaler(pattern, **options)
+
+
+@given(pattern=patterns, options=scale_settings, hysteresis=st.integers(1, 4))
+@settings(max_examples=60)
+def test_trajectories_with_hysteresis_are_those_of_megatron(pattern, options, hysteresis):
+    scale = dynamic(**options, hysteresis=hysteresis)
+    assert run(scale, pattern) == dynamic_grad_scaler(pattern, hysteresis=hysteresis, **options)
+
+
+@pytest.mark.parametrize("hysteresis", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(3))
+def test_trajectories_in_a_scan_are_those_of_the_models(hysteresis, seed):
+    """400 steps, 8% of them bad, through growths, backoffs and both bounds."""
+    pattern = np.random.default_rng(seed).random(400) > 0.08
+    options = dict(init=2.0**10, growth_factor=2.0, growth_interval=5, minimum=2.0**8, maximum=2.0**13)
+    _, trajectory = scan_adjust(dynamic(**options, hysteresis=hysteresis), pattern)
+    expected = dynamic_grad_scaler(pattern, hysteresis=hysteresis, **options)
+    assert trajectory.tolist() == expected
+    if hysteresis == 1:
+        assert expected == grad_scaler(pattern, **options)
+    assert {2.0**8, 2.0**13} <= set(expected) or hysteresis > 1
+
+
+@given(pattern=patterns, options=scale_settings, hysteresis=st.integers(1, 3))
+@settings(max_examples=40)
+def test_trajectories_of_the_transformation_in_a_scan_are_those_of_the_models(pattern, options, hysteresis):
+    """The same through `loss_scaling`, whose gradients are infinite where the pattern says bad."""
+    steps = 40
+    finite = np.array((pattern * steps)[:steps])
+    tx = mpx.loss_scaling(optax.sgd(0.1), dynamic(**options, hysteresis=hysteresis))
+    params = jnp.ones(2)
+
+    def step(state, finite):
+        grads = jnp.where(finite, jnp.ones(2), jnp.array([1.0, jnp.inf]))
+        _, state = tx.update(grads, state, params)
+        return state, state.loss_scale
+
+    state, trajectory = jax.lax.scan(step, tx.init(params), finite)
+    assert trajectory.tolist() == dynamic_grad_scaler(finite, hysteresis=hysteresis, **options)
+    assert state.skipped_steps == steps - finite.sum()
+
+
+def test_the_model_tells_a_scale_that_grows_one_step_late():
+    """Negative control of the trajectories."""
+    pattern = [True] * 12
+    ours = run(mpx.DynamicLossScale(2.0**10, period=4), pattern)
+    assert ours == grad_scaler(pattern, 2.0**10, 2.0, 4)
+    assert ours != grows_one_step_late(pattern, 2.0**10, 2.0, 4)
+
+
+# --- single steps -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("period", [1, 2, 5, 2000])
+def test_the_scale_grows_after_exactly_its_period_of_good_steps(period):
+    scale, trajectory = scan_adjust(mpx.DynamicLossScale(2.0**10, period=period), np.ones(period, bool))
+    assert (trajectory[:-1] == 2.0**10).all()
+    assert trajectory[-1] == 2.0**11
+    assert scale.counter == 0
+
+
+def test_a_bad_step_shrinks_the_scale_and_starts_the_period_again():
+    assert run(mpx.DynamicLossScale(2.0**10, period=3), [1, 1, 0, 1, 1, 1]) == [2.0**n for n in (10, 10, 9, 9, 9, 10)]
+
+
+def test_a_value_restored_from_a_checkpoint_continues_where_it_was():
+    scale = mpx.DynamicLossScale(2.0**10, counter=2, period=3)
+    assert run(scale, [1]) == [2.0**11]
+
+
+def test_a_counter_beyond_its_period_grows_at_the_next_good_step():
+    """A checkpoint of a run with a longer period."""
+    assert run(mpx.DynamicLossScale(2.0**10, counter=1000, period=3), [1]) == [2.0**11]
+
+
+@pytest.mark.parametrize("start", [2.0**22, 2.0**24, 2.0**26])
+def test_the_scale_never_grows_past_the_maximum_and_stays_if_it_began_above(start):
+    trajectory = run(mpx.DynamicLossScale(start, period=1), [True] * 5)
+    assert trajectory[-1] == max(start, 2.0**24)
+    assert trajectory == sorted(trajectory)
+
+
+@pytest.mark.parametrize("factor", [2.0, 3.0])
+@pytest.mark.parametrize("minimum", [0.25, 1.0, 16.0])
+def test_the_scale_never_shrinks_below_the_minimum(factor, minimum):
+    trajectory = run(mpx.DynamicLossScale(64.0, factor=factor, min_loss_scale=minimum), [False] * 10)
+    assert min(trajectory) == trajectory[-1] == minimum
+
+
+def test_the_scale_grows_again_from_its_minimum_and_shrinks_again_from_its_maximum():
+    scale = mpx.DynamicLossScale(2.0, period=1, min_loss_scale=1.0, max_loss_scale=4.0)
+    assert run(scale, [0, 0, 1, 1, 1, 0]) == [1.0, 1.0, 2.0, 4.0, 4.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    "scale", [np.float32(2.0**127), np.float16(2.0**15)], ids=["float32 without maximum", "float16"]
+)
+def test_the_scale_never_becomes_infinite(scale):
+    """From 2**127 float32 has no double, from 2**15 float16 has none; jmp stays there too."""
+    value = mpx.DynamicLossScale(jnp.asarray(scale), period=1, max_loss_scale=math.inf)
+    assert run(value, [1, 1, 0, 1]) == [scale, scale, scale / 2, scale]
+
+
+def test_hysteresis_forgives_the_first_bad_steps_since_the_last_growth():
+    """Megatron-LM's rule: with 2, the second bad step shrinks, and each one after it; only growth forgives again."""
+    scale = mpx.DynamicLossScale(2.0**10, period=2, hysteresis=2)
+    assert run(scale, [0, 0, 0, 1, 1, 0, 0]) == [2.0**n for n in (10, 9, 8, 8, 9, 9, 8)]
+    assert run(scale, [0, 1, 0]) == [2.0**10, 2.0**10, 2.0**9]  # one good step is no growth
+
+
+@pytest.mark.parametrize("finite", [True, np.bool_(True), np.array(True), GOOD])
+def test_adjust_takes_any_boolean_scalar(finite):
+    assert mpx.DynamicLossScale(2.0, period=1).adjust(finite).loss_scale == 4.0
+
+
+def test_adjust_refuses_an_array():
+    message = "`adjust` needs a boolean scalar, but got shape (2,); see `all_finite`."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        mpx.DynamicLossScale().adjust(jnp.array([True, False]))
+
+
+def test_no_op_and_static_scales_do_not_adjust():
+    for scale in (mpx.NoOpLossScale(), mpx.StaticLossScale(2.0)):
+        assert scale.adjust(BAD) is scale
+        assert scale.adjust(GOOD) is scale
+
+
+# --- counters saturate ------------------------------------------------------------------------------------------------
+
+
+def test_increments_stop_at_the_largest_int32():
+    assert_same_bits(saturating_increment(jnp.int32(6)), jnp.int32(7))
+    assert_same_bits(saturating_increment(jnp.int32(INT32_MAX - 1)), jnp.int32(INT32_MAX))
+    assert_same_bits(saturating_increment(jnp.int32(INT32_MAX)), jnp.int32(INT32_MAX))
+    assert jnp.int32(INT32_MAX) + 1 < 0  # negative control
+
+
+def test_bad_steps_and_skipped_steps_saturate():
+    scale = mpx.DynamicLossScale(2.0**10, hysteresis=2, bad_steps=INT32_MAX).adjust(BAD)
+    assert (scale.bad_steps, scale.loss_scale) == (INT32_MAX, 2.0**9)
+
+    tx = mpx.loss_scaling(optax.sgd(0.1))
+    state = tx.init(jnp.ones(1))._replace(skipped_steps=jnp.int32(INT32_MAX))
+    assert tx.update(jnp.array([jnp.nan]), state)[1].skipped_steps == INT32_MAX
+
+
+@pytest.mark.parametrize("counter", [INT32_MAX - 1, INT32_MAX])
+def test_the_counter_of_good_steps_does_not_overflow(counter):
+    scale = mpx.DynamicLossScale(2.0**10, counter=jnp.int32(counter), period=INT32_MAX).adjust(GOOD)
+    assert (scale.counter, scale.loss_scale) == (0, 2.0**11)
+
+
+# --- life as a pytree -------------------------------------------------------------------------------------------------
+
+FULL = dict(period=7, factor=4.0, min_loss_scale=0.25, max_loss_scale=2.0**20, hysteresis=3)
+
+
+def settings_of(scale):
+    return {name: getattr(scale, name) for name in FULL}
+
+
+def flattened_and_back(scale):
+    leaves, treedef = jax.tree.flatten(scale)
+    return jax.tree.unflatten(treedef, leaves)
+
+
+TRIPS = {
+    "flatten": flattened_and_back,
+    "tree.map": lambda scale: jax.tree.map(lambda x: x, scale),
+    "jit": jax.jit(lambda scale: scale),
+    "adjust in jit": jax.jit(lambda scale: scale.adjust(GOOD)),
+    "scan": lambda scale: jax.lax.scan(lambda s, _: (s.adjust(GOOD), None), scale, None, 3)[0],
+    "cond": lambda scale: jax.lax.cond(GOOD, lambda s: s, lambda s: s, scale),
+    "device_put": jax.device_put,
+}
+
+
+@pytest.mark.parametrize("trip", TRIPS)
+def test_every_setting_survives(trip):
+    scale = TRIPS[trip](mpx.DynamicLossScale(2.0**10, **FULL))
+    assert settings_of(scale) == FULL
+    assert float(scale.loss_scale) == 2.0**10
+
+
+def test_jmp_loses_its_minimum_at_a_jit_boundary():
+    """Negative control of the test above."""
+    scale = jmp.DynamicLossScale(jnp.float32(2.0**10), min_loss_scale=jnp.float32(0.25))
+    assert scale.min_loss_scale == 0.25
+    assert jax.jit(lambda s: s)(scale).min_loss_scale == 1.0
+
+
+def test_only_scale_and_counters_are_leaves():
+    assert len(jax.tree.leaves(mpx.DynamicLossScale())) == 2
+    assert len(jax.tree.leaves(mpx.DynamicLossScale(hysteresis=2))) == 3
+    assert jax.tree.leaves(mpx.NoOpLossScale()) == []
+    assert jax.tree.leaves(mpx.StaticLossScale(2.0)) == []
+    assert jax.tree.leaves(mpx.StaticLossScale(jnp.float32(2.0))) == [2.0]
+
+
+def test_values_with_different_settings_are_different_structures():
+    structures = {jax.tree.structure(mpx.DynamicLossScale(**{name: value})) for name, value in FULL.items()}
+    assert len(structures) == len(FULL)
+
+
+@pytest.mark.parametrize("hysteresis", [1, 2])
+def test_python_numbers_become_arrays_of_the_types_that_adjust_returns(hysteresis):
+    scale = mpx.DynamicLossScale(2**15, 0, hysteresis=hysteresis)
+    dtypes = [leaf.dtype for leaf in jax.tree.leaves(scale)]
+    assert dtypes == [np.float32, np.int32, np.int32][: len(dtypes)]
+    assert types_of(scale.adjust(GOOD)) == types_of(jax.tree.map(jnp.asarray, scale))
+    assert types_of(scale.adjust(BAD)) == types_of(scale.adjust(GOOD))
+
+
+@pytest.mark.parametrize("scale", [mpx.DynamicLossScale(), mpx.DynamicLossScale(period=3, hysteresis=2)], ids=repr)
+def test_a_jitted_step_traces_once(scale):
+    """flax's DynamicScale traces twice: its Python numbers become arrays."""
+    traces = []
+
+    @jax.jit
+    def step(scale, finite):
+        traces.append(scale)
+        return scale.adjust(finite)
+
+    for finite in (True, False, True, True):
+        scale = step(scale, jnp.bool_(finite))
+    assert len(traces) == 1
+
+
+def test_scales_pass_through_vmap():
+    """Four scales in one value, of which two saw a bad step."""
+    scales = jax.vmap(lambda s: mpx.DynamicLossScale(s, jnp.int32(0)))(2.0 ** jnp.arange(4.0, 8.0))
+    adjusted = jax.vmap(lambda scale, finite: scale.adjust(finite))(scales, jnp.array([True, False, True, False]))
+    assert adjusted.loss_scale.tolist() == [16.0, 16.0, 64.0, 64.0]
+    assert adjusted.counter.tolist() == [1, 0, 1, 0]
+
+
+def test_a_value_can_be_built_inside_jit_from_a_traced_scale():
+    @jax.jit
+    def step(scale, counter, finite):
+        return mpx.DynamicLossScale(scale, counter, period=2, min_loss_scale=8.0).adjust(finite)
+
+    adjusted = step(jnp.float32(8.0), jnp.int32(1), GOOD)
+    assert (float(adjusted.loss_scale), int(adjusted.counter), adjusted.min_loss_scale) == (16.0, 0, 8.0)
+
+
+def test_values_flatten_to_shapes_and_back():
+    shapes = jax.eval_shape(lambda: mpx.DynamicLossScale(2.0**10, **FULL).adjust(GOOD))
+    assert shapes.loss_scale == jax.ShapeDtypeStruct((), np.float32)
+    assert settings_of(shapes) == FULL
+
+
+# --- scale and unscale ------------------------------------------------------------------------------------------------
+
+SCALES = [mpx.StaticLossScale(2.0**16), mpx.DynamicLossScale(2.0**16), mpx.StaticLossScale(jnp.float32(2.0**16))]
+
+
+@pytest.mark.parametrize("scale", SCALES, ids=repr)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_leaves_are_scaled_and_unscaled_in_float32(scale, dtype):
+    """3 * 2**16 and 2**-24 / 2**16 have no float16 value."""
+    values = np.array([3.0, -0.0, 2.0**-24], np.float32)
+    tree = {"w": jnp.asarray(values).astype(dtype), "none": None}
+    assert_same_bits(scale.scale(tree), {"w": jnp.asarray(values * np.float32(2.0**16)), "none": None})
+    assert_same_bits(scale.unscale(tree), {"w": jnp.asarray(values * np.float32(2.0**-16)), "none": None})
+
+
+def test_scaling_naively_in_float16_overflows_and_unscaling_underflows():
+    """Negative control of the test above."""
+    assert jnp.isinf(jnp.float16(3.0) * 2.0**16)
+    assert jnp.float16(2.0**-24) * 2.0**-16 == 0
+
+
+@given(exponent=st.integers(0, 24), pattern=st.lists(st.integers(0x0D00_0000, 0x7200_0000), min_size=1, max_size=8))
+@settings(max_examples=40)
+def test_unscaling_undoes_scaling_to_the_bit(exponent, pattern):
+    """Within the range in which neither overflows nor becomes subnormal."""
+    x = jnp.asarray(np.array(pattern, np.uint32).view(np.float32))
+    for scale in (mpx.StaticLossScale(2.0**exponent), mpx.DynamicLossScale(2.0**exponent)):
+        assert_same_bits(scale.unscale(scale.scale(x)), x)
+
+
+def test_a_scale_that_is_no_power_of_two_rounds():
+    """Negative control of the test above, and why `loss_scaling` refuses such a scale."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=1000).astype(np.float32))
+    scale = mpx.StaticLossScale(65504.0)
+    assert (scale.unscale(scale.scale(x)) != x).any()
+
+
+def test_float64_leaves_are_scaled_in_float64():
+    with jax.enable_x64(True):
+        x = np.float64(1 / 3)
+        assert_same_bits(mpx.StaticLossScale(2.0**16).scale(jnp.asarray(x)), jnp.asarray(x * 2.0**16))
+
+
+def test_the_no_op_scale_returns_the_tree_itself():
+    tree = {"w": jnp.ones(2, jnp.float16)}
+    assert mpx.NoOpLossScale().scale(tree) is tree
+    assert mpx.NoOpLossScale().unscale(tree) is tree
+    assert mpx.NoOpLossScale().loss_scale == 1
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(period=0), "`period` and `hysteresis` must be at least 1, but got {'period': 0,"),
+        (dict(hysteresis=0), "`period` and `hysteresis` must be at least 1"),
+        (dict(factor=1), "`factor` must be above 1, but got 1."),
+        (dict(factor=0.5), "`factor` must be above 1, but got 0.5."),
+        (dict(factor=math.nan), "`factor` must be above 1, but got nan."),
+        (dict(min_loss_scale=8.0, max_loss_scale=4.0), "`min_loss_scale` must not be above `max_loss_scale`"),
+        (dict(min_loss_scale=2.0**25), "`min_loss_scale` must not be above `max_loss_scale`"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        mpx.DynamicLossScale(**options)
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_a_traced_setting_is_refused(name):
+    message = f"`DynamicLossScale`: `{name}` is a setting and cannot be a traced value"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        jax.jit(lambda value: mpx.DynamicLossScale(**{name: value}).loss_scale)(jnp.float32(4))
+
+
+def test_settings_may_be_arrays_and_are_kept_as_python_numbers():
+    scale = mpx.DynamicLossScale(period=np.int32(3), factor=jnp.float32(4), min_loss_scale=np.float32(0.5))
+    kept = scale.period, scale.factor, scale.min_loss_scale
+    assert kept == (3, 4.0, 0.5)
+    assert [type(value) for value in kept] == [int, float, float]
+
+
+@pytest.mark.parametrize("name", ["loss_scale", "min_loss_scale"])
+def test_an_integer_array_is_warned_of(name):
+    with pytest.warns(UserWarning, match=f"Expected floating type for {name}, got int32"):
+        mpx.DynamicLossScale(**{name: jnp.int32(1)})
+
+
+def test_a_scale_that_is_a_python_integer_is_not_warned_of():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert mpx.DynamicLossScale(8).loss_scale.dtype == np.float32
+
+
+NOT_POWERS = {
+    "loss_scale=3.0": mpx.StaticLossScale(3.0),
+    "loss_scale=0": mpx.StaticLossScale(0),
+    "loss_scale=-2.0": mpx.StaticLossScale(-2.0),
+    "loss_scale=inf": mpx.StaticLossScale(math.inf),
+    "loss_scale=nan": mpx.StaticLossScale(math.nan),
+    "loss_scale=65504.0": mpx.DynamicLossScale(65504.0),
+    "factor=3": mpx.DynamicLossScale(factor=3),
+    "min_loss_scale=0.3": mpx.DynamicLossScale(min_loss_scale=0.3),
+    "max_loss_scale=65504.0": mpx.DynamicLossScale(max_loss_scale=65504.0),
+    "factor=1.5, min_loss_scale=0.0": mpx.DynamicLossScale(factor=1.5, min_loss_scale=0.0),
+}
+
+
+@pytest.mark.parametrize("named", NOT_POWERS)
+@pytest.mark.parametrize("caller", ["loss_scaling", "value_and_grad", "grad"])
+def test_where_exactness_is_claimed_other_numbers_than_powers_of_two_are_refused(caller, named):
+    call = {
+        "loss_scaling": lambda scale: mpx.loss_scaling(optax.sgd(0.1), scale),
+        "value_and_grad": lambda scale: mpx.value_and_grad(jnp.sum, scale),
+        "grad": lambda scale: mpx.grad(jnp.sum, scale),
+    }[caller]
+    message = (
+        f"`{'loss_scaling' if caller == 'loss_scaling' else 'value_and_grad'}` unscales gradients exactly, so scale, "
+        f"factor and bounds must be powers of two, but got {named}. Use the nearest power of two, such as 2.0**15."
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call(NOT_POWERS[named])
+
+
+@pytest.mark.parametrize("scale", [mpx.NoOpLossScale(), mpx.DynamicLossScale(), mpx.StaticLossScale(jnp.float32(0.5))])
+def test_powers_of_two_are_accepted(scale):
+    require_powers_of_two(scale, "test")
+    mpx.value_and_grad(jnp.sum, scale)
+
+
+def test_a_traced_scale_is_accepted():
+    jax.jit(lambda s: require_powers_of_two(mpx.StaticLossScale(s), "test"))(jnp.float32(3))
+
+
+@pytest.mark.parametrize("start", [0.5, 2.0**25])
+def test_loss_scaling_refuses_a_start_outside_of_the_bounds(start):
+    message = (
+        "`loss_scaling`: the scale must lie between `min_loss_scale` and `max_loss_scale`, but got "
+        f"{start} and [1.0, 16777216.0]."
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        mpx.loss_scaling(optax.sgd(0.1), mpx.DynamicLossScale(start))
+
+
+@given(x=st.floats(width=32))
+@settings(max_examples=100)
+def test_powers_of_two_are_the_numbers_whose_only_bit_is_the_exponent(x):
+    mantissa, exponent = math.frexp(x) if math.isfinite(x) else (0.0, 0)
+    assert is_power_of_two(x) == (x > 0 and mantissa * 2 == 1 and 2.0 ** (exponent - 1) == x)
+
+
+def test_every_power_of_two_of_float32_is_one():
+    assert all(is_power_of_two(2.0**n) for n in range(-149, 128))
+    assert not any(is_power_of_two(x) for x in (0.0, -0.0, -1.0, math.inf, -math.inf, math.nan, 3.0, 1 + 2.0**-23))
+
+
+def test_values_are_frozen():
+    for value in (mpx.StaticLossScale(2.0), mpx.DynamicLossScale()):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            value.loss_scale = 4.0
+
+
+# --- all_finite -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tree", [None, {}, [], (), {"a": None}, {"ids": jnp.arange(3)}, {"key": jax.random.key(0)}])
+def test_a_tree_without_floating_numbers_is_finite(tree):
+    assert_same_bits(mpx.all_finite(tree), jnp.asarray(True))
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64", "float8_e5m2"])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_one_number_that_is_not_finite_is_found_in_any_dtype_and_place(wrap, dtype, bad):
+    good = {
+        "x": jnp.zeros((2, 3), dtype),
+        "n": jnp.arange(2),
+        "key": jax.random.key(1),
+        "none": None,
+        "empty": jnp.ones(0),
+    }
+    assert wrap(mpx.all_finite)(good)
+    assert not wrap(mpx.all_finite)(good | {"x": good["x"].at[1, 2].set(bad)})
+    assert not wrap(mpx.all_finite)(good | {"scalar": jnp.float32(bad)})
+
+
+def test_an_imaginary_part_that_is_not_finite_is_found():
+    assert not mpx.all_finite(jax.lax.complex(jnp.float32(0), jnp.float32(jnp.inf)))
+
+
+def test_the_largest_finite_numbers_are_finite():
+    assert mpx.all_finite([jnp.asarray(jnp.finfo(dtype).max, dtype) for dtype in ("float16", "bfloat16", "float32")])
+
+
+def test_python_numbers_count_too():
+    assert mpx.all_finite({"loss": 1.5, "n": 3})
+    assert not mpx.all_finite({"loss": math.inf})
+
+
+# --- select_tree ------------------------------------------------------------------------------------------------------
+
+
+def odd_tree(flip):
+    """Leaves whose bits arithmetic would change: -0.0, NaN payloads, subnormals, keys; with `flip`, other ones."""
+    wide = np.array([0x8000_0000, 0x7FC0_0001, 0xFFFF_FFFF, 0x0000_0001, 0xFF80_0000], np.uint32) ^ np.uint32(flip)
+    half = np.array([0x8000, 0x7E01, 0xFFFF, 0x0001, 0xFC00], np.uint16) ^ np.uint16(flip)
+    brain = np.array([0x8000, 0x7FC0, 0xFFC0, 0x0001, 0xFF00], np.uint16) ^ np.uint16(0x8000 * (flip > 0))
+    return {
+        "float32": jnp.asarray(wide.view(np.float32)),
+        "float16": jnp.asarray(half.view(np.float16)),
+        "bfloat16": jnp.asarray(brain.view(jnp.bfloat16)),
+        "int": jnp.arange(3) + flip,
+        "bool": jnp.array([True, False]) ^ bool(flip),
+        "key": jax.random.key(flip),
+        "keys": jax.random.split(jax.random.key(flip), 2),
+        "none": None,
+        "empty": jnp.ones((0, 2)),
+    }
+
+
+@pytest.mark.parametrize("pred", [True, False])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_select_tree_keeps_the_bits_of_the_chosen_tree(wrap, pred):
+    a, b = odd_tree(0), odd_tree(2)
+    assert all((bits(a[name]) != bits(b[name])).all() for name in a if name not in ("none", "key", "keys"))
+    assert_same_bits(wrap(mpx.select_tree)(jnp.bool_(pred), a, b), a if pred else b)
+
+
+def test_select_tree_keeps_a_bfloat16_nan_a_nan():
+    """CPU has no bfloat16 select and goes through float32, which may change the payload."""
+    nan = jnp.asarray(np.array([0x7F81, 0xFFFF], np.uint16).view(jnp.bfloat16))
+    assert jnp.isnan(mpx.select_tree(GOOD, nan, jnp.zeros(2, jnp.bfloat16))).all()
+
+
+def test_selecting_by_arithmetic_would_lose_the_sign_of_zero():
+    """Negative control of the test above."""
+    a, b = jnp.float32(-0.0), jnp.float32(1)
+    assert not np.signbit(a * 1.0 + b * 0.0)
+    assert np.signbit(mpx.select_tree(GOOD, a, b))
+
+
+@pytest.mark.parametrize("pred", [True, np.True_])
+def test_select_tree_takes_python_and_numpy_booleans(pred):
+    assert mpx.select_tree(pred, jnp.float32(1), jnp.float32(2)) == 1
+
+
+@pytest.mark.parametrize("error", [TypeError, AssertionError])
+@pytest.mark.parametrize(
+    ("pred", "shown"), [(jnp.ones(1, bool), "bool[1]"), (jnp.int32(1), "int32[]"), (1.0, "float32[]")]
+)
+def test_select_tree_refuses_all_but_a_boolean_scalar_with_an_error_that_users_of_jmp_catch_too(pred, shown, error):
+    message = f"`select_tree`: expected boolean scalar `pred`, but got {shown}."
+    with pytest.raises(error, match=re.escape(message)):
+        mpx.select_tree(pred, jnp.ones(1), jnp.ones(1))
+
+
+def test_select_tree_refuses_trees_of_different_structure():
+    with pytest.raises(ValueError, match="key"):
+        mpx.select_tree(GOOD, {"a": jnp.ones(1)}, {"b": jnp.ones(1)})

@@ -1,0 +1,331 @@
+"""Policies: the grammar of their strings, overrides, the table, and which cast does what."""
+
+import re
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import mpx
+from tests.helpers import assert_same_bits
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+F16 = np.dtype(np.float16)
+F32 = np.dtype(np.float32)
+F64 = np.dtype(np.float64)
+
+DTYPES = {"bf16": BF16, "bfloat16": BF16, "f16": F16, "float16": F16, "half": F16}
+DTYPES |= {"full": F32, "f32": F32, "float32": F32, "f64": F64, "float64": F64}
+
+
+def dtypes(policy):
+    return policy.param_dtype, policy.compute_dtype, policy.output_dtype
+
+
+# --- the grammar ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_a_single_dtype_is_for_everything(name):
+    """`half` is float16 on everything but a TPU."""
+    assert dtypes(mpx.get_policy(name)) == (DTYPES[name],) * 3
+
+
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("keys", [("p", "params"), ("c", "compute"), ("o", "output")], ids=lambda keys: keys[1])
+def test_every_key_takes_every_dtype_in_its_short_and_its_long_form(name, keys):
+    short, long = (dtypes(mpx.get_policy(f"{key}={name}")) for key in keys)
+    assert short == long
+    assert short["pco".index(keys[0])] == DTYPES[name]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("p=bf16", (BF16, BF16, BF16)),
+        ("c=bf16", (F32, BF16, BF16)),
+        ("o=bf16", (F32, F32, BF16)),
+        ("p=bf16,c=f16", (BF16, F16, F16)),
+        ("p=bf16,o=f32", (BF16, BF16, F32)),
+        ("c=f16,o=f32", (F32, F16, F32)),
+        ("p=f16,c=bf16,o=f32", (F16, BF16, F32)),
+    ],
+)
+def test_what_is_left_out_follows_parameters_are_float32_compute_follows_them_output_follows_compute(text, expected):
+    assert dtypes(mpx.get_policy(text)) == expected
+
+
+def test_the_order_of_the_parts_does_not_matter():
+    assert mpx.get_policy("o=f32,c=bf16,p=f16") == mpx.get_policy("p=f16,c=bf16,o=f32")
+
+
+@pytest.mark.parametrize(
+    "text", ["params=bf16, compute=bf16, output=f32", " p = bf16 ,c= bf16,o =f32 ", "p=bf16,\n\tc=bf16,o=f32"]
+)
+def test_spaces_around_keys_and_dtypes_are_ignored(text):
+    assert mpx.get_policy(text) == mpx.get_policy("p=bf16,c=bf16,o=f32")
+
+
+def test_spaces_around_a_single_dtype_are_ignored():
+    assert mpx.get_policy(" bf16 ") == mpx.get_policy("bf16")
+
+
+@pytest.mark.parametrize("param", ["bf16", "f16", "full", "f64"])
+@pytest.mark.parametrize("compute", ["bf16", "f16", "full", "f64"])
+@pytest.mark.parametrize("output", ["bf16", "f16", "full", "f64"])
+def test_the_string_of_a_policy_reads_back_as_the_policy(param, compute, output):
+    text = f"p={param},c={compute},o={output}"
+    policy = mpx.get_policy(text)
+    assert str(policy) == text
+    assert mpx.get_policy(str(policy)) == policy
+
+
+ALLOWED = "half, bf16, bfloat16, f16, float16, full, f32, float32, f64, float64"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", f"Unknown dtype '' in policy ''; use one of {ALLOWED}."),
+        ("bf15", f"Unknown dtype 'bf15' in policy 'bf15'; use one of {ALLOWED}."),
+        ("params", "Unknown dtype 'params' in policy 'params'"),
+        ("BF16", "Unknown dtype 'BF16' in policy 'BF16'"),
+        ("p=int8", "Unknown dtype 'int8' in policy 'p=int8'"),
+        ("p=", "Unknown dtype '' in policy 'p='"),
+        ("p=f32=bf16", "Unknown dtype 'f32=bf16' in policy 'p=f32=bf16'"),
+        ("p=f32,c", "Unknown dtype '' in policy 'p=f32,c'"),
+        ("p=f32;c=f16", "Unknown dtype 'f32;c=f16' in policy"),
+        ("x=bf16", "Unknown key 'x' in policy 'x=bf16'; use params (p), compute (c) or output (o), each followed by"),
+        ("=bf16", "Unknown key '' in policy '=bf16'"),
+        ("p=f32,", "Unknown key '' in policy 'p=f32,'"),
+        ("P=f32", "Unknown key 'P' in policy 'P=f32'"),
+        ("p=f32,c=f16,p=bf16", "Policy 'p=f32,c=f16,p=bf16' gives 'p' twice."),
+        ("p=f32,params=f32", "Policy 'p=f32,params=f32' gives 'params' twice."),
+    ],
+)
+def test_a_string_of_another_form_is_refused_by_name(text, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        mpx.get_policy(text)
+
+
+@pytest.mark.parametrize("text", [None, jnp.bfloat16, mpx.get_policy("f32")])
+def test_anything_but_a_string_is_refused(text):
+    with pytest.raises(TypeError, match=re.escape(f"`get_policy` needs a string, but got {type(text).__name__}.")):
+        mpx.get_policy(text)
+
+
+# --- the value --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spelling", [jnp.bfloat16, "bfloat16", BF16, ml_dtypes.bfloat16])
+def test_all_spellings_of_a_dtype_give_one_policy(spelling):
+    policy = mpx.Policy(spelling, "float32", jnp.float32)
+    assert policy == mpx.get_policy("p=bf16,c=f32,o=f32")
+    assert hash(policy) == hash(mpx.get_policy("p=bf16,c=f32,o=f32"))
+    assert policy.param_dtype == spelling
+
+
+def test_policies_differ_by_every_field():
+    policies = {mpx.get_policy(text) for text in ("f32", "p=bf16,c=f32", "c=bf16,o=f32", "o=bf16", "f32")}
+    policies.add(mpx.get_policy("f32", overrides=(("norm", "f4"),)))
+    assert len(policies) == 5
+
+
+def test_a_policy_is_a_static_argument_of_jit_and_traces_once_for_equal_ones():
+    traces = []
+
+    def cast(policy, tree):
+        traces.append(policy)
+        return policy.cast_to_compute(tree)
+
+    cast = jax.jit(cast, static_argnums=0)
+    for text in ("c=bf16", "c=bf16,o=bf16", "c=f16"):
+        cast(mpx.get_policy(text, overrides=[("norm", jnp.float32)]), {"w": jnp.ones(2)})
+    assert len(traces) == 2
+
+
+def test_a_policy_cannot_be_changed():
+    with pytest.raises(AttributeError, match="cannot assign to field"):
+        mpx.get_policy("f32").param_dtype = BF16
+
+
+def test_with_output_dtype_changes_the_output_dtype_only():
+    policy = mpx.get_policy("p=bf16,c=f16", overrides=(("norm", F32),))
+    changed = policy.with_output_dtype("float32")
+    assert dtypes(changed) == (BF16, F16, F32)
+    assert changed.overrides == policy.overrides
+    assert policy.output_dtype == F16
+
+
+@pytest.mark.parametrize("dtype", ["int8", bool, jnp.complex64, jnp.float8_e4m3fn, "float128", None])
+@pytest.mark.parametrize("field", ["param_dtype", "compute_dtype", "output_dtype"])
+def test_a_dtype_that_is_not_a_floating_one_of_16_to_64_bits_is_refused(field, dtype):
+    """None too, which NumPy would read as float64."""
+    settings = dict.fromkeys(("param_dtype", "compute_dtype", "output_dtype"), "float32") | {field: dtype}
+    message = (
+        f"`{field}` must be a floating-point dtype of 16 to 64 bits (bfloat16, float16, float32, float64), but got "
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        mpx.Policy(**settings)
+
+
+def test_a_word_that_is_no_dtype_is_refused():
+    with pytest.raises(TypeError, match="data type 'brain' not understood"):
+        mpx.Policy("brain", "float32", "float32")
+
+
+# --- the casts --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("cast", "dtype"), [("param", BF16), ("compute", F16), ("output", F32)])
+def test_each_cast_gives_its_dtype(cast, dtype):
+    policy = mpx.get_policy("params=bf16,compute=f16,output=f32")
+    values = np.float32([1 / 3, -2.5, 1 + 2.0**-9])
+    for source in (BF16, F16, F32):
+        tree = {"w": jnp.asarray(values.astype(source)), "n": jnp.arange(2)}
+        expected = {"w": jnp.asarray(values.astype(source).astype(dtype)), "n": jnp.arange(2)}
+        assert_same_bits(getattr(policy, f"cast_to_{cast}")(tree), expected)
+
+
+def test_cast_to_full_and_cast_to_half_cast_to_float32_and_to_half_dtype():
+    assert mpx.half_dtype() == np.float16
+    tree = {"w": jnp.ones(2), "h": jnp.ones(2, BF16), "n": jnp.arange(2)}
+    assert jax.tree.map(lambda leaf: leaf.dtype, mpx.cast_to_full(tree)) == {"w": F32, "h": F32, "n": np.int32}
+    assert jax.tree.map(lambda leaf: leaf.dtype, mpx.cast_to_half(tree)) == {"w": F16, "h": F16, "n": np.int32}
+    assert mpx.cast_to_full(tree)["w"] is tree["w"]
+
+
+def test_float64_leaves_are_cast_under_64_bit_types():
+    with jax.enable_x64(True):
+        w = jnp.ones(2)
+        assert w.dtype == F64
+        assert mpx.get_policy("bf16").cast_to_param({"w": w})["w"].dtype == BF16
+        assert mpx.get_policy("f64").cast_to_param({"w": w})["w"] is w
+        assert mpx.cast(mpx.cast(w, "float32"), "float64").dtype == F64
+
+
+@pytest.mark.parametrize("dtype", ["int32", jnp.float8_e5m2, None])
+def test_cast_refuses_other_dtypes(dtype):
+    with pytest.raises(ValueError, match=re.escape("`dtype` must be a floating-point dtype of 16 to 64 bits")):
+        mpx.cast({"w": jnp.ones(2)}, dtype)
+
+
+# --- overrides --------------------------------------------------------------------------------------------------------
+
+
+def params():
+    block = lambda: {"norm": {"scale": jnp.ones(3)}, "dense": {"kernel": jnp.ones((3, 3)), "bias": jnp.ones(3)}}
+    return {"blocks": [block(), block()], "head": {"kernel": jnp.ones((3, 2))}, "step": jnp.zeros((), jnp.int32)}
+
+
+def test_an_override_is_searched_in_the_path_and_sets_storage_and_compute_but_not_output():
+    policy = mpx.get_policy("params=bf16,compute=f16,output=bf16", overrides=(("norm", "float32"),))
+    for cast, dtype, norm in [
+        (policy.cast_to_param, BF16, F32),
+        (policy.cast_to_compute, F16, F32),
+        (policy.cast_to_output, BF16, BF16),
+    ]:
+        tree = cast(params())
+        assert tree["blocks"][1]["norm"]["scale"].dtype == norm
+        assert tree["blocks"][1]["dense"]["kernel"].dtype == dtype
+        assert tree["step"].dtype == np.int32
+
+
+def test_the_first_override_that_matches_wins():
+    rules = [("blocks/0/.*kernel", F16), ("kernel$", F32), ("bias", "float16")]
+    for overrides, first in [(rules, F16), (rules[1:], F32), (rules[1::-1], F32)]:
+        tree = mpx.get_policy("bf16", overrides=tuple(overrides)).cast_to_param(params())
+        assert tree["blocks"][0]["dense"]["kernel"].dtype == first
+        assert tree["blocks"][1]["dense"]["kernel"].dtype == F32
+        assert tree["blocks"][0]["norm"]["scale"].dtype == BF16
+
+
+def test_an_override_never_touches_leaves_that_are_not_floating():
+    tree = params()
+    assert mpx.get_policy("bf16", overrides=((".*", F16),)).cast_to_param(tree)["step"] is tree["step"]
+
+
+def test_overrides_may_be_lists_and_are_kept_as_a_hashable_tuple():
+    policy = mpx.Policy(F32, F32, F32, overrides=[["norm", "bfloat16"]])
+    assert policy.overrides == (("norm", BF16),)
+    assert isinstance(hash(policy), int)
+
+
+@pytest.mark.parametrize(
+    ("override", "error", "message"),
+    [
+        (("(", F32), ValueError, "The override pattern '(' is not a regular expression: missing ), unterminated"),
+        (("norm",), TypeError, "An override must be a pair (pattern, dtype), but got ('norm',)."),
+        ("norm", TypeError, "An override must be a pair (pattern, dtype), but got 'norm'."),
+        ((F32, "norm"), TypeError, "An override must be a pair (pattern, dtype), but got (dtype('float32'), 'norm')."),
+        (("norm", "int8"), ValueError, "`overrides['norm']` must be a floating-point dtype of 16 to 64 bits"),
+    ],
+)
+def test_a_wrong_override_is_refused(override, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        mpx.get_policy("bf16", overrides=(override,))
+
+
+# --- describe ---------------------------------------------------------------------------------------------------------
+
+
+def test_describe_shows_a_line_a_leaf_and_the_total_of_the_bytes_stored():
+    policy = mpx.get_policy("params=bf16,compute=f16", overrides=(("norm", "float32"),))
+    expected = """\
+        leaf                   shape     stored    compute   bytes
+        blocks/0/dense/bias    (3,)      bfloat16  float16       6
+        blocks/0/dense/kernel  (3, 3)    bfloat16  float16      18
+        blocks/0/norm/scale    (3,)      float32   float32      12
+        head                   (9, 100)  bfloat16  float16   1,800
+        key                    ()        key<fry>  key<fry>      8
+        step                   ()        int32     int32         4
+        total                                                1,848"""
+    tree = params() | {"head": jnp.ones((9, 100)), "key": jax.random.key(0)}
+    tree["blocks"] = tree["blocks"][:1]
+    assert policy.describe(tree) == textwrap.dedent(expected)
+
+
+def test_describe_says_of_shapes_what_it_says_of_arrays():
+    policy = mpx.get_policy("params=bf16", overrides=(("norm", "float32"),))
+    assert policy.describe(jax.eval_shape(params)) == policy.describe(params())
+
+
+def test_describe_counts_an_array_that_stands_in_the_tree_twice_once():
+    """A 4 x 4 bfloat16 embedding of 32 bytes, tied to the head."""
+    w = jnp.ones((4, 4))
+    lines = mpx.get_policy("bf16").describe({"embed": w, "head": w}).splitlines()
+    assert [line.split()[-1] for line in lines] == ["bytes", "32", "0", "32"]
+    untied = mpx.get_policy("bf16").describe({"embed": w, "head": jnp.ones((4, 4))}).splitlines()
+    assert untied[-1].split() == ["total", "64"]
+
+
+def test_the_bytes_of_describe_are_those_of_the_cast_tree():
+    policy = mpx.get_policy("params=bf16", overrides=(("norm", "float32"),))
+    stored = sum(leaf.nbytes for leaf in jax.tree.leaves(policy.cast_to_param(params())))
+    assert policy.describe(params()).splitlines()[-1].split()[-1] == str(stored)
+
+
+def test_describe_shows_an_empty_tree_as_nothing():
+    assert mpx.get_policy("bf16").describe({}).splitlines()[-1].split() == ["total", "0"]
+
+
+def test_describe_leaves_out_what_is_no_array_and_no_number():
+    """Equinox modules have functions for leaves."""
+    table = mpx.get_policy("bf16").describe({"activation": jnp.tanh, "w": jnp.ones(2), "nothing": None})
+    assert "activation" not in table
+    assert table.splitlines()[-1].split() == ["total", "4"]
+
+
+def test_describe_refuses_overrides_that_match_nothing_and_names_the_paths():
+    policy = mpx.get_policy("bf16", overrides=(("norm", F32), ("Norm", F32), ("step", F32)))
+    message = (
+        "`Policy.describe`: no floating leaf's path matches 'Norm', 'step'. An override is a regular expression "
+        "searched in one of these: norm/scale."
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        policy.describe({"norm": {"scale": jnp.ones(2)}, "step": jnp.zeros((), jnp.int32)})
+    with pytest.raises(ValueError, match=re.escape("searched in one of these: (none).")):
+        policy.describe({})
