@@ -207,7 +207,7 @@ def cast(tree: T, dtype: DTypeLike) -> T:
 
     Example:
         >>> cast({"w": jnp.ones(2), "ids": jnp.arange(2)}, "bfloat16")
-        {'w': Array([1, 1], dtype=bfloat16), 'ids': Array([0, 1], dtype=int32)}
+        {'ids': Array([0, 1], dtype=int32), 'w': Array([1, 1], dtype=bfloat16)}
     """
     return _trees.cast_tree(tree, _floating_dtype(dtype, "dtype"))
 

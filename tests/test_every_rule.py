@@ -127,3 +127,22 @@ def test_an_update_changes_no_type_of_the_state(name, wrapper):
     updates, new_state = jax.eval_shape(step, params, state)
     assert types_of(new_state) == types_of(jax.eval_shape(lambda: state))
     assert {u.dtype for u in jax.tree.leaves(updates)} == {np.dtype(np.float32)}
+
+
+@pytest.mark.parametrize("wrapper", ["upcast", "full", "split", "scaled", "kahan"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("name", RULES)
+def test_no_buffer_stands_twice_in_parameters_and_state(name, dtype, wrapper):
+    """Several rules keep the parameters themselves in their state; donating both would then fail."""
+    params = jax.tree.map(lambda p: p.astype(dtype), bfloat16_params())
+    state = WRAPPERS[wrapper](RULES[name].make()).init(params)
+    buffers = [id(leaf) for leaf in jax.tree.leaves((params, state))]
+    assert len(set(buffers)) == len(buffers)
+
+
+def test_donating_what_a_bare_rule_keeps_of_the_parameters_fails():
+    """The negative control: `cocob` keeps the initial weights."""
+    params = bfloat16_params()
+    state = RULES["contrib.cocob"].make().init(params)
+    buffers = [id(leaf) for leaf in jax.tree.leaves((params, state))]
+    assert len(set(buffers)) < len(buffers)

@@ -243,11 +243,12 @@ def test_gradients_have_the_dtype_asked_for(grad_dtype):
 
 
 @all_dtypes
-def test_scaled_float16_losses_give_float32_gradients_where_the_parameters_own_dtype_overflows(dtype):
-    """With `grad_dtype=None` a float16 loss scaled by 2**24 has its float16 parameters' gradients in float32."""
-    grads = mpx.grad(lambda w: w / 2, mpx.StaticLossScale(2.0**24), grad_dtype=None)(jnp.asarray(1, dtype))
-    assert grads == 2.0**23
-    assert grads.dtype == (F32 if dtype == F16 else dtype)
+@pytest.mark.parametrize("exponent", [10, 16])
+def test_gradients_keep_the_dtypes_of_the_parameters_also_where_a_float16_loss_is_scaled_in_two_steps(dtype, exponent):
+    """Half of 2**16 is still a float16 number."""
+    fun = lambda w: w.astype(F16) / 2
+    grads = mpx.grad(fun, mpx.StaticLossScale(2.0**exponent), grad_dtype=None)(jnp.asarray(1, dtype))
+    assert_same_bits(grads, jnp.asarray(2.0 ** (exponent - 1), dtype))
 
 
 # --- other transforms than jax.value_and_grad -------------------------------------------------------------------------
@@ -358,9 +359,8 @@ def test_under_vmap_it_is_one_gradient_an_example(dtype):
 
 def test_under_vmap_each_example_may_have_its_own_scale():
     scales = 2.0 ** jnp.arange(14.0, 18.0)
-    grads = jax.vmap(lambda scale, w: mpx.grad(lambda w: w * w / 2, mpx.StaticLossScale(scale))(w))(
-        scales, jnp.ones(4, F16)
-    )
+    scaled = lambda scale, w: mpx.grad(lambda w: w * w / 2, mpx.StaticLossScale(scale))(w)
+    grads = jax.vmap(scaled)(scales, jnp.ones(4, F16))
     assert_same_bits(grads, scales)
 
 
@@ -463,3 +463,10 @@ def test_what_is_no_loss_scale_is_refused(scale):
     )
     with pytest.raises(TypeError, match=re.escape(message)):
         mpx.value_and_grad(lambda w: w, scale)
+
+
+@pytest.mark.parametrize("grad_dtype", [jnp.int32, "bool", jnp.complex64], ids=str)
+def test_a_gradient_dtype_that_is_not_floating_is_refused(grad_dtype):
+    message = f"`value_and_grad`: `grad_dtype` must be a floating-point dtype or None, but got {grad_dtype!r}."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        mpx.grad(lambda w: w, grad_dtype=grad_dtype)

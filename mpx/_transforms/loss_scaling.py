@@ -21,7 +21,7 @@ from mpx._loss_scale import (
     saturating_increment,
     select_tree,
 )
-from mpx._transforms.upcast import widen, with_types_of, without_weak_types
+from mpx._transforms.upcast import settled, widen, with_types_of
 
 
 class LossScalingState(NamedTuple):
@@ -95,7 +95,7 @@ def loss_scaling(
             good_steps=jnp.array(getattr(settings, "counter", 0), np.int32, copy=True),
             bad_steps=jnp.array(getattr(settings, "bad_steps", None) or 0, np.int32, copy=True),
             skipped_steps=zero(),
-            inner_state=without_weak_types(inner.init(params)),
+            inner_state=settled(inner.init(params), params),
         )
 
     def update_fn(updates, state, params=None, **extra_args):

@@ -1,12 +1,13 @@
 """`upcast`: a float32 world for any rule; the base of the other wrappers."""
 
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from mpx import _checks, _trees
@@ -62,7 +63,8 @@ def upcast(
     dtype = _checks.wide_dtype(dtype, "upcast")
 
     def init_fn(params):
-        return UpcastState(without_weak_types(inner.init(widen(params, dtype))))
+        params = widen(params, dtype)
+        return UpcastState(settled(inner.init(params), params))
 
     def update_fn(updates, state, params=None, **extra_args):
         _checks.require_differentiable(updates, "upcast")
@@ -89,15 +91,23 @@ def widen(tree: T, dtype: np.dtype) -> T:
     return treedef.unflatten([firm(leaf) if new is None else new for leaf, new in zip(leaves, wide, strict=True)])
 
 
-def without_weak_types(state: T) -> T:
-    """Makes every number of a state an array of a firm dtype, as it is after an update."""
+def settled(state: T, params: Any) -> T:
+    """A new state as it will be after its first update: firm dtypes, and no buffer that is also a parameter.
 
-    def firm(leaf):
+    Rules that keep a copy of the parameters keep the very array, and so does a count that stands in a state twice;
+    donating parameters and state would give such a buffer away twice, which the runtime refuses.
+    """
+    taken = {id(leaf) for leaf in jax.tree.leaves(params)}
+
+    def settle(leaf):
         if isinstance(leaf, (bool, int, float)) or getattr(leaf, "weak_type", False):
             return lax.convert_element_type(leaf, jnp.asarray(leaf).dtype)
+        if id(leaf) in taken and isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer):
+            return jnp.array(leaf, copy=True)
+        taken.add(id(leaf))
         return leaf
 
-    return jax.tree.map(firm, state)
+    return jax.tree.map(settle, state)
 
 
 def with_types_of(old: T, new: T) -> T:
