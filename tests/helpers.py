@@ -27,6 +27,11 @@ def types_of(tree):
     return jax.tree.structure(tree), [jax.typeof(leaf) for leaf in jax.tree.leaves(tree)]
 
 
+def eight_cpu_devices():
+    """A mesh of the eight devices that `conftest.py` asks for; there on a machine with a GPU too."""
+    return jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices("cpu"))
+
+
 def float32_round_trips(fun, *args):
     """The conversions `f32 -> 16 bits -> f32` in the traced program of a function, which a GPU may drop."""
     found = []

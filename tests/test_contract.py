@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpx
-from tests.helpers import assert_same_bits, float32_round_trips, types_of
+from tests.helpers import assert_same_bits, eight_cpu_devices, float32_round_trips, types_of
 
 pytestmark = pytest.mark.optax_promotion
 
@@ -157,7 +157,7 @@ def test_it_runs_inside_vmap(name):
 
 @every_transform
 def test_the_state_keeps_the_sharding_of_the_parameters(name):
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = eight_cpu_devices()
     sharding = NamedSharding(mesh, P("data"))
     start = {"w": jax.device_put(jnp.ones((16, 2), jnp.bfloat16), sharding)}
     tx = TRANSFORMS[name]()
@@ -237,6 +237,36 @@ def test_it_runs_in_64_bit_mode_with_the_same_types(name):
         updates, new_state = tx.update(grads(start), state, start)
         assert types_of(updates) == expected
         assert types_of(new_state) == types_of(state)
+
+
+@every_transform
+def test_it_runs_under_debug_nans(name):
+    """No inf or NaN is made on the way to a good step."""
+    tx = TRANSFORMS[name]()
+    start = {"w": jnp.ones(3, jnp.bfloat16)}
+    with jax.debug_nans(True), jax.debug_infs(True):
+        tx.update(grads(start), tx.init(start), start)
+        jax.jit(tx.update)(grads(start), tx.init(start), start)
+
+
+@every_transform
+def test_leaves_that_do_not_train_pass_through_masked(name):
+    """Integers, keys, complex numbers and 8-bit floats among the parameters keep their bits (invariant 9)."""
+    still = {
+        "ids": jnp.arange(3),
+        "key": jax.random.key(0),
+        "mask": jnp.array([True]),
+        "wave": jnp.ones(2, jnp.complex64),
+        "tiny": jnp.ones(2, jnp.float8_e4m3fn),
+    }
+    start = {"w": jnp.ones(3, jnp.bfloat16)} | still
+    mask = {path: path == "w" for path in start}
+    tx = optax.masked(TRANSFORMS[name](), mask)
+    gradients = {"w": jnp.full(3, 0.1)} | {path: optax.MaskedNode() for path in still}
+    trained = {path: leaf if mask[path] else optax.MaskedNode() for path, leaf in start.items()}
+    updates, state = tx.update(gradients, tx.init(start), trained)
+    assert {path for path, update in updates.items() if update != optax.MaskedNode()} == {"w"}
+    assert not any(leaf.shape == (2,) and leaf.dtype == jnp.complex64 for leaf in jax.tree.leaves(state))
 
 
 def test_numpy_parameters_and_gradients_are_taken():

@@ -124,6 +124,23 @@ def test_other_losses_are_differentiated_from_the_scale_itself(dtype):
     assert_same_bits(cotangent, jnp.asarray(2.0**24, dtype))
 
 
+@pytest.mark.parametrize("scale", [2.0**15, 2.0**24])
+@all_dtypes
+def test_the_loss_that_is_differentiated_is_finite_and_float32(dtype, scale):
+    """So that `jax_debug_infs` and readers of the scaled loss see no infinity: 4 * 2**15 has no float16 value."""
+    seen = []
+
+    def watching(fun, **options):
+        return jax.value_and_grad(lambda *args: (seen.append(value := fun(*args)), value)[1], **options)
+
+    mpx.grad(lambda w: w * w, mpx.StaticLossScale(scale), transform=watching)(jnp.asarray(2.0, dtype))
+    ((scaled, _),) = seen
+    assert scaled.dtype == F32
+    with jax.debug_infs(True), jax.debug_nans(True):
+        loss = mpx.value_and_grad(lambda w: w * w / 4, mpx.StaticLossScale(scale))(jnp.asarray(2.0, dtype))[0]
+    assert loss == 1
+
+
 def test_gradients_too_small_for_float16_survive_under_a_scale():
     """2**-14 * 2**-14 is zero in float16; from 2**15 on the way it is 2**-13."""
     small = jnp.float16(2.0**-14)

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import mpx
-from tests.helpers import assert_same_bits, bits
+from tests.helpers import assert_same_bits, bits, eight_cpu_devices
 
 pytestmark = pytest.mark.optax_promotion
 
@@ -162,7 +162,7 @@ def poisoned_on_one_device():
 @pytest.mark.parametrize("axis_name", [None, "data"])
 def test_inside_shard_map_all_devices_agree_that_a_step_is_bad(axis_name):
     tx = mpx.loss_scaling(optax.sgd(1.0), axis_name=axis_name)
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = eight_cpu_devices()
 
     @functools.partial(
         jax.shard_map, mesh=mesh, in_specs=(P("data"), P()), out_specs=(P("data"), P("data")), check_vma=False
@@ -186,7 +186,9 @@ def test_inside_pmap_all_devices_agree_that_a_step_is_bad():
         updates, state = tx.update(grads, tx.init(params), params)
         return updates, state.skipped_steps
 
-    updates, skipped = jax.pmap(step, axis_name="data", in_axes=(0, None))(poisoned_on_one_device(), jnp.ones(2))
+    updates, skipped = jax.pmap(step, axis_name="data", in_axes=(0, None), devices=jax.devices("cpu"))(
+        poisoned_on_one_device(), jnp.ones(2)
+    )
     assert skipped.tolist() == [1] * 8
     assert (bits(updates) == 0x8000_0000).all()
 
