@@ -62,7 +62,8 @@ element of the chain.
             "bias": jax.ShapeDtypeStruct((8,), jnp.bfloat16),
             "kernel": jax.ShapeDtypeStruct((8, 8), jnp.bfloat16),
         }
-    grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, np.float32) if _trees.is_floating(p) else p, params)
+    trained = params.fast if isinstance(params, optax.LookaheadParams) else params
+    grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, np.float32) if _trees.is_floating(p) else p, trained)
     state = jax.eval_shape(tx.init, params)
     traced, shapes = jax.make_jaxpr(
         lambda grads, state, params, extra: tx.update(grads, state, params, **extra), return_shape=True
@@ -76,8 +77,8 @@ element of the chain.
         path, history = next(iter(changed.items()))
         marked = sum(history is not None for history in histories)
         raise ValueError(
-            f"`check_chain`: the update of {path!r} was final when `{history.author}` had rounded it, but "
-            f"`{history.changed_by}` changes it after that ({len(changed)} of {marked} such leaves). "
+            f"`check_chain`: the update of {_trees.path_string(path)!r} was final when `{history.author}` had rounded "
+            f"it, but `{history.changed_by}` changes it after that ({len(changed)} of {marked} such leaves). "
             f"{_advice(history.author)}"
         )
     _require_wide_state_before_masters(state)
@@ -173,7 +174,7 @@ def _require_wide_state_before_masters(state: Any) -> None:
         return
     is_ours = lambda x: isinstance(x, (MasterWeightsState, UpcastState, KahanSummationState))
     narrow = [
-        f"{path!r} ({_trees.dtype_and_shape(leaf)})"
+        f"{_trees.path_string(path)!r} ({_trees.dtype_and_shape(leaf)})"
         for path, leaf in _trees.leaves_by_path(state, is_ours).items()
         if not is_ours(leaf) and _trees.is_narrower(leaf, np.dtype(np.float32)) and leaf.shape
     ]

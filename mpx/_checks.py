@@ -45,7 +45,7 @@ def require_differentiable(grads: Any, caller: str) -> None:
     """Raises, naming every such leaf, if gradients are integers, booleans or float0."""
     leaves = _trees.leaves_by_path(grads)
     wrong = [
-        f"  grads[{path!r}]: {_trees.dtype_and_shape(leaf)}"
+        f"  grads[{_trees.path_string(path)!r}]: {_trees.dtype_and_shape(leaf)}"
         for path, leaf in leaves.items()
         if hasattr(leaf, "dtype") and not jnp.issubdtype(leaf.dtype, jnp.inexact)
     ]
@@ -69,10 +69,11 @@ def require_same_leaves(stored: Any, params: Any, fits: Callable[[Any, Any], boo
     """
     old = _trees.leaves_by_path(stored, _trees.is_masked)
     new = _trees.leaves_by_path(params, _trees.is_masked)
-    wrong = [f"  {path!r} is in the state only" for path in old if path not in new]
-    wrong += [f"  {path!r} is in the parameters only" for path in new if path not in old]
+    name = lambda path: repr(_trees.path_string(path))
+    wrong = [f"  {name(path)} is in the state only" for path in old if path not in new]
+    wrong += [f"  {name(path)} is in the parameters only" for path in new if path not in old]
     wrong += [
-        f"  {path!r}: {_trees.dtype_and_shape(new[path])}, but the state keeps {_trees.dtype_and_shape(old[path])}"
+        f"  {name(path)}: {_trees.dtype_and_shape(new[path])}, but the state keeps {_trees.dtype_and_shape(old[path])}"
         for path in old
         if path in new and not fits(old[path], new[path])
     ]

@@ -174,7 +174,7 @@ def resync(params: Any, opt_state: T) -> T:
 _FIELDS: dict[type, str] = {MasterWeightsState: "master", KahanSummationState: "compensation"}
 
 
-def _stored_by_path(opt_state: Any) -> dict[str, tuple[type, Any]]:
+def _stored_by_path(opt_state: Any) -> dict[_trees.Path, tuple[type, Any]]:
     """What an optimizer state keeps of each parameter, and the type of the state that does."""
     stored = {}
     for kind, field in _FIELDS.items():
@@ -195,12 +195,13 @@ def _in_sync(kind: type, p: jax.Array, kept: jax.Array) -> Any:
     return (on_grid(kept, p.dtype) == wide) | (jnp.isnan(kept) & jnp.isnan(wide))
 
 
-def _require_fit(path: str, p: Any, kept: Any, caller: str) -> None:
+def _require_fit(path: _trees.Path, p: Any, kept: Any, caller: str) -> None:
     if p is None or p.shape != kept.shape:
+        there = "no such leaf" if p is None else _trees.dtype_and_shape(p)
         raise ValueError(
-            f"`{caller}`: the optimizer state keeps {_trees.dtype_and_shape(kept)} for the parameter {path!r}, but "
-            f"the parameters have {'no such leaf' if p is None else _trees.dtype_and_shape(p)}. Pass the parameters "
-            "that this state belongs to."
+            f"`{caller}`: the optimizer state keeps {_trees.dtype_and_shape(kept)} for the parameter "
+            f"{_trees.path_string(path)!r}, but the parameters have {there}. Pass the parameters that this state "
+            "belongs to."
         )
 
 
@@ -214,10 +215,8 @@ def _only_loss_scaling_state(opt_state: Any, caller: str) -> LossScalingState | 
     return states[0] if states else None
 
 
-def _map_by_path(function: Callable[[str, Any], Any], tree: T) -> T:
-    return jax.tree.map_with_path(
-        lambda path, leaf: function(_trees.path_string(path), leaf), tree, is_leaf=_trees.is_masked
-    )
+def _map_by_path(function: Callable[[_trees.Path, Any], Any], tree: T) -> T:
+    return jax.tree.map_with_path(function, tree, is_leaf=_trees.is_masked)
 
 
 def _map_states(function: Callable[[Any], Any], tree: T) -> T:

@@ -112,10 +112,10 @@ class Policy:
             w     (2, 3)  bfloat16  bfloat16     12
             total                                16
         """
-        leaves = _trees.leaves_by_path(tree)
-        self._check_overrides_match([path for path, leaf in leaves.items() if _trees.is_floating(leaf)])
+        leaves = [(_trees.path_string(path), leaf) for path, leaf in jax.tree.leaves_with_path(tree)]
+        self._check_overrides_match([path for path, leaf in leaves if _trees.is_floating(leaf)])
         rows, counted, total = [], set(), 0
-        for path, leaf in leaves.items():
+        for path, leaf in leaves:
             array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
             if array.dtype == object:  # a function, say
                 continue

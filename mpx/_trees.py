@@ -1,6 +1,7 @@
 """Pytrees: which leaves are floating, paths as strings, and casts of whole trees."""
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -21,14 +22,20 @@ def is_floating(leaf: Any) -> bool:
     Not for integers, booleans, PRNG keys, complex numbers, 8-bit and smaller floats, and Python or NumPy
     scalars: nobody stores parameters in those, so a change of dtype would be a surprise.
     """
-    if not isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
+    if not _is_concrete(type(leaf)) and not isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
         return False
     return _is_floating_dtype(leaf.dtype)
 
 
+# Trees have thousands of leaves, of a few types and dtypes. Remembering the answers for those saves a microsecond a
+# leaf, a good part of what the cast of a small leaf costs.
+@functools.cache
+def _is_concrete(kind: type) -> bool:
+    return issubclass(kind, jax.Array) and not issubclass(kind, Tracer)
+
+
 @functools.cache
 def _is_floating_dtype(dtype: Any) -> bool:
-    """Remembered for each dtype: trees have thousands of leaves, and `issubdtype` takes a microsecond."""
     return bool(jnp.issubdtype(dtype, jnp.floating)) and dtype.itemsize >= 2
 
 
@@ -53,10 +60,9 @@ def path_string(path: Path) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def leaves_by_path(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
-    """The leaves of a tree by their `path_string`."""
-    leaves, _ = jax.tree.flatten_with_path(tree, is_leaf)
-    return {path_string(path): leaf for path, leaf in leaves}
+def leaves_by_path(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[Path, Any]:
+    """The leaves of a tree by their key paths; as strings, those of `{"a/b": x, "a": {"b": y}}` would be equal."""
+    return dict(jax.tree.leaves_with_path(tree, is_leaf))
 
 
 def find_states(tree: Any, kind: type[T]) -> list[T]:
@@ -100,45 +106,49 @@ def cast_by_path(tree: T, dtype_at: Callable[[Path], np.dtype]) -> T:
 
 def _cast_leaves(leaves: list[Any], dtypes: list[np.dtype | None]) -> list[Any]:
     """The leaves, each in its dtype; those whose dtype is None as they are."""
-    places: dict[tuple[int, np.dtype], list[int]] = {}  # where an array stands that shall get a dtype
-    for i, (leaf, dtype) in enumerate(zip(leaves, dtypes, strict=True)):
+    wanted: dict[np.dtype, dict[int, Any]] = defaultdict(dict)  # the leaves that shall get a dtype, by identity
+    for leaf, dtype in zip(leaves, dtypes, strict=True):
         if dtype is not None and leaf.dtype != dtype:
-            places.setdefault((id(leaf), dtype), []).append(i)
-    firsts = [indices[0] for indices in places.values()]
-    cast = _cast_all([leaves[i] for i in firsts], [dtype for _, dtype in places])
-    result = list(leaves)
-    for indices, new in zip(places.values(), cast, strict=True):
-        for i in indices:
-            result[i] = new
-    return result
+            wanted[dtype][id(leaf)] = leaf
+    cast = _cast_all(
+        [leaf for same_dtype in wanted.values() for leaf in same_dtype.values()],
+        [dtype for dtype, same_dtype in wanted.items() for _ in same_dtype],
+    )
+    following = iter(cast)
+    new = {dtype: {name: next(following) for name in same_dtype} for dtype, same_dtype in wanted.items()}
+    return [
+        new[dtype].get(id(leaf), leaf) if dtype in new else leaf for leaf, dtype in zip(leaves, dtypes, strict=True)
+    ]
 
 
 def _cast_all(leaves: list[Any], dtypes: list[np.dtype]) -> list[Any]:
     """Casts every leaf: concrete arrays together by where they live, the rest one by one."""
     cast: list[Any] = [None] * len(leaves)
-    together: dict[Any, list[int]] = {}
+    by_sharding: dict[Any, list[int]] = defaultdict(list)
     for i, leaf in enumerate(leaves):
-        if isinstance(leaf, jax.ShapeDtypeStruct):
+        if _is_concrete(type(leaf)):
+            by_sharding[leaf.sharding, leaf.committed].append(i)
+        elif isinstance(leaf, jax.ShapeDtypeStruct):
             cast[i] = leaf.update(dtype=dtypes[i])
-        elif isinstance(leaf, Tracer) or not isinstance(leaf, jax.Array):
-            cast[i] = leaf.astype(dtypes[i])
         else:
-            together.setdefault(_residence(leaf), []).append(i)
-    for indices in together.values():
+            cast[i] = leaf.astype(dtypes[i])
+    together: dict[Any, list[int]] = defaultdict(list)
+    for (sharding, committed), indices in by_sharding.items():
+        together[_residence(sharding), committed] += indices
+    for (_, committed), indices in together.items():
         arrays = [leaves[i] for i in indices]
         # An array that the user has placed is kept where it is; one that JAX placed stays free to move.
-        shardings = tuple(x.sharding for x in arrays) if arrays[0].committed else None
+        shardings = tuple([x.sharding for x in arrays]) if committed else None
         convert = _converter(tuple([dtypes[i] for i in indices]), shardings)
         for i, new in zip(indices, convert(arrays), strict=True):
             cast[i] = new
     return cast
 
 
-def _residence(array: jax.Array) -> Any:
-    """Equal for arrays that one program can take together: the same devices in the same order."""
-    sharding = array.sharding
+def _residence(sharding: jax.sharding.Sharding) -> Any:
+    """Equal for shardings that one program can take together: the same devices in the same order."""
     devices = sharding.mesh if isinstance(sharding, jax.sharding.NamedSharding) else sharding
-    return array.committed, devices, sharding.memory_kind
+    return devices, sharding.memory_kind
 
 
 @functools.lru_cache(maxsize=256)

@@ -414,6 +414,19 @@ def test_it_can_be_differentiated_again():
     assert_same_bits(second, jnp.float32(12 * 2.0**16))
 
 
+@pytest.mark.parametrize(
+    "mode",
+    [lambda: jax.enable_x64(True), jax.disable_jit, jax.checking_leaks, lambda: jax.debug_nans(True)],
+    ids=["64-bit types", "disable_jit", "checking_leaks", "debug_nans"],
+)
+@all_dtypes
+def test_it_gives_the_same_in_jaxs_modes(mode, dtype):
+    params, x = network_params(dtype)
+    expected = mpx.value_and_grad(network, SCALE)(params, x)
+    with mode():
+        assert_same_bits(mpx.value_and_grad(network, SCALE)(params, x), expected)
+
+
 def test_recomputation_gives_the_same():
     params, x, expected = plain(F32)
     assert_same_bits(mpx.value_and_grad(jax.checkpoint(network))(params, x), expected)

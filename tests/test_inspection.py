@@ -130,6 +130,17 @@ def test_the_loss_scale_is_found_in_any_nesting(nesting):
     assert int(mpx.skipped_steps(state)) == 0
 
 
+def test_leaves_whose_paths_read_the_same_are_told_apart():
+    params = {"a/b": jnp.ones(2, jnp.bfloat16), "a": {"b": jnp.zeros(2, jnp.bfloat16)}}
+    tx = mpx.master_weights(optax.sgd(1e-3))
+    updates, state = tx.update(jax.tree.map(lambda p: jnp.ones(p.shape), params), tx.init(params), params)
+    params = optax.apply_updates(params, updates)
+    masters = mpx.master_params(params, state)
+    np.testing.assert_allclose(masters["a/b"], 0.999)
+    np.testing.assert_allclose(masters["a"]["b"], -0.001)
+    assert mpx.is_synced(params, state)
+
+
 def test_without_loss_scaling_the_scale_is_one_and_no_step_was_skipped():
     state = optax.adam(1e-3).init(jnp.ones(2))
     assert mpx.get_loss_scale(state) == mpx.NoOpLossScale()

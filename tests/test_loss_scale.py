@@ -342,6 +342,15 @@ def test_a_jitted_step_traces_once(scale):
     assert len(traces) == 1
 
 
+@pytest.mark.parametrize("hysteresis", [1, 2])
+def test_leaves_keep_their_types_with_64_bit_types(hysteresis):
+    scale = mpx.DynamicLossScale(hysteresis=hysteresis)
+    expected = types_of(scale.adjust(GOOD))
+    with jax.enable_x64(True):
+        for finite in (True, False):
+            assert types_of(mpx.DynamicLossScale(hysteresis=hysteresis).adjust(jnp.bool_(finite))) == expected
+
+
 def test_scales_pass_through_vmap():
     """Four scales in one value, of which two saw a bad step."""
     scales = jax.vmap(lambda s: mpx.DynamicLossScale(s, jnp.int32(0)))(2.0 ** jnp.arange(4.0, 8.0))

@@ -92,9 +92,14 @@ class Pair(NamedTuple):
     right: object
 
 
+def strings(leaves):
+    """`leaves_by_path` with readable paths."""
+    return {_trees.path_string(path): leaf for path, leaf in leaves.items()}
+
+
 def test_paths_are_joined_by_slashes_whatever_the_containers_are():
     tree = {"layers": [Pair(1, {"kernel": 2})], "ordered": collections.OrderedDict(b=3)}
-    assert _trees.leaves_by_path(tree) == {
+    assert strings(_trees.leaves_by_path(tree)) == {
         "layers/0/left": 1,
         "layers/0/right/kernel": 2,
         "ordered/b": 3,
@@ -102,13 +107,17 @@ def test_paths_are_joined_by_slashes_whatever_the_containers_are():
 
 
 def test_the_path_of_a_tree_that_is_one_leaf_is_empty():
-    assert _trees.leaves_by_path(5) == {"": 5}
+    assert strings(_trees.leaves_by_path(5)) == {"": 5}
 
 
 def test_leaves_by_path_can_stop_at_masked_nodes():
     masked = optax.MaskedNode()
-    assert _trees.leaves_by_path({"a": masked, "b": 1}) == {"b": 1}
-    assert _trees.leaves_by_path({"a": masked, "b": 1}, _trees.is_masked) == {"a": masked, "b": 1}
+    assert strings(_trees.leaves_by_path({"a": masked, "b": 1})) == {"b": 1}
+    assert strings(_trees.leaves_by_path({"a": masked, "b": 1}, _trees.is_masked)) == {"a": masked, "b": 1}
+
+
+def test_leaves_whose_paths_read_the_same_are_both_kept():
+    assert len(_trees.leaves_by_path({"a/b": 1, "a": {"b": 2}})) == 2
 
 
 def test_states_are_found_outermost_first_at_any_depth():
@@ -243,7 +252,7 @@ def test_an_nnx_module_and_its_state_are_cast_but_for_their_keys_and_counters():
     for tree in (model, nnx.state(model)):
         cast = mpx.cast(tree, BF16)
         assert type(cast) is type(tree)
-        dtypes = {path: str(leaf.dtype) for path, leaf in _trees.leaves_by_path(cast).items()}
+        dtypes = {path: str(leaf.dtype) for path, leaf in strings(_trees.leaves_by_path(cast)).items()}
         assert dtypes == {
             "layers/0/bias/value": "bfloat16",
             "layers/0/kernel/value": "bfloat16",
@@ -405,7 +414,7 @@ def test_a_committed_array_stays_on_its_device_and_an_uncommitted_one_free():
 
 
 def test_arrays_keep_their_kind_of_memory():
-    """On CPU it is left to itself that a program moves its results from unpinned host memory to the default one."""
+    """Left to itself, a program on CPU moves its results from unpinned host memory to the default one."""
     device = jax.devices()[0]
     kinds = [memory.kind for memory in device.addressable_memories()]
     if len(kinds) == 1:

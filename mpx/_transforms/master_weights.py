@@ -163,7 +163,7 @@ def _require_single_rounding(params: Any, dtype: np.dtype) -> None:
     if dtype != np.float64:
         return
     wrong = [
-        f"  {path!r}: {_trees.dtype_and_shape(leaf)}"
+        f"  {_trees.path_string(path)!r}: {_trees.dtype_and_shape(leaf)}"
         for path, leaf in _trees.leaves_by_path(params).items()
         if _trees.is_narrower(leaf, np.dtype(np.float32))
     ]
