@@ -117,28 +117,26 @@ def _cast_leaves(leaves: list[Any], dtypes: list[np.dtype | None]) -> list[Any]:
     following = iter(cast)
     new = {dtype: {name: next(following) for name in same_dtype} for dtype, same_dtype in wanted.items()}
     return [
-        new[dtype].get(id(leaf), leaf) if dtype in new else leaf for leaf, dtype in zip(leaves, dtypes, strict=True)
+        leaf if dtype is None or dtype not in new else new[dtype].get(id(leaf), leaf)
+        for leaf, dtype in zip(leaves, dtypes, strict=True)
     ]
 
 
 def _cast_all(leaves: list[Any], dtypes: list[np.dtype]) -> list[Any]:
     """Casts every leaf: concrete arrays together by where they live, the rest one by one."""
     cast: list[Any] = [None] * len(leaves)
-    by_sharding: dict[Any, list[int]] = defaultdict(list)
+    together: dict[Any, list[int]] = defaultdict(list)
     for i, leaf in enumerate(leaves):
         if _is_concrete(type(leaf)):
-            by_sharding[leaf.sharding, leaf.committed].append(i)
+            together[_residence(leaf.sharding) if leaf.committed else None].append(i)
         elif isinstance(leaf, jax.ShapeDtypeStruct):
             cast[i] = leaf.update(dtype=dtypes[i])
         else:
             cast[i] = leaf.astype(dtypes[i])
-    together: dict[Any, list[int]] = defaultdict(list)
-    for (sharding, committed), indices in by_sharding.items():
-        together[_residence(sharding), committed] += indices
-    for (_, committed), indices in together.items():
+    for residence, indices in together.items():
         arrays = [leaves[i] for i in indices]
         # An array that the user has placed is kept where it is; one that JAX placed stays free to move.
-        shardings = tuple([x.sharding for x in arrays]) if committed else None
+        shardings = None if residence is None else tuple([x.sharding for x in arrays])
         convert = _converter(tuple([dtypes[i] for i in indices]), shardings)
         for i, new in zip(indices, convert(arrays), strict=True):
             cast[i] = new

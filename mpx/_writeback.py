@@ -22,11 +22,10 @@ def on_grid(x: jax.Array, dtype: np.dtype) -> jax.Array:
 
     An infinite parameter could not be repaired by an addition, however finite its master.
     """
-    if x.dtype == np.float64:
-        rounded = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=23)
-    else:
-        rounded = formats.round_to(x, dtype)
-    largest = formats.largest_finite(dtype).astype(x.dtype)
+    if x.dtype != np.float64:
+        return formats.round_to(x, dtype, overflow="largest")
+    rounded = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=23)
+    largest = np.float64(np.finfo(np.float32).max)
     return jnp.where(jnp.isfinite(x), jnp.clip(rounded, -largest, largest), rounded)
 
 
@@ -43,9 +42,12 @@ def landing_update(parameter: jax.Array, new: jax.Array, author: str) -> jax.Arr
     """
     # The parameter is widened plainly: if the compiler keeps excess precision in it here, it does so in the
     # addition too, and the sum still lands on `new`.
-    difference = new - parameter.astype(new.dtype)
-    difference = jnp.where(difference == 0, jnp.asarray(-0.0, new.dtype), difference)
-    return checkpoint_name(difference, MARK + author)
+    difference = parameter.astype(new.dtype) - new
+    # Its sign is changed on the bits: a compiler may turn `-(p - new)` into `new - p`, whose zero is +0.0.
+    unsigned = np.dtype(f"u{new.dtype.itemsize}")
+    sign = unsigned.type(1 << (8 * new.dtype.itemsize - 1))
+    update = lax.bitcast_convert_type(lax.bitcast_convert_type(difference, unsigned) ^ sign, new.dtype)
+    return checkpoint_name(update, MARK + author)
 
 
 def landed(parameter: jax.Array, update: jax.Array) -> jax.Array:

@@ -10,6 +10,8 @@ works on the integer bits of the numbers. There are two reasons:
   float16. Integer operations see every bit.
 """
 
+from typing import Literal, get_args
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,6 +27,7 @@ _SIGN = np.uint32(0x8000_0000)
 _MAGNITUDE = np.uint32(0x7FFF_FFFF)
 _INFINITY = np.uint32(0x7F80_0000)
 _QUIET = np.uint32(0x0040_0000)  # the mantissa's top bit: a NaN that has it survives truncation to 16 bits
+_BF16_MAX_F32 = np.uint32(0x7F7F_0000)
 _F16_MAX = np.uint32(0x477F_E000)  # 65504
 _F16_SMALLEST_NORMAL = np.uint32(0x3880_0000)  # 2**-14
 _F16_BIAS = np.uint32(0x3800_0000)  # (127 - 15) << 23: the two exponents' biases
@@ -34,7 +37,10 @@ _BF16_INFINITY = np.uint16(0x7F80)
 _BF16_MAX = np.uint32(0x7F7F)
 
 
-def round_to(x: ArrayLike, dtype: DTypeLike) -> jax.Array:
+Overflow = Literal["infinite", "largest"]
+
+
+def round_to(x: ArrayLike, dtype: DTypeLike, *, overflow: Overflow = "infinite") -> jax.Array:
     """Rounds float32 numbers to the nearest number that `dtype` can hold; the result is float32.
 
     Rounds to nearest, ties to even, exactly as IEEE 754 asks: subnormals of `dtype` are kept, numbers too
@@ -44,31 +50,43 @@ def round_to(x: ArrayLike, dtype: DTypeLike) -> jax.Array:
     Args:
         x: float32 array of any shape.
         dtype: bfloat16, float16 or float32 (which changes nothing).
+        overflow: what becomes of a finite number that is too large for `dtype`: `"infinite"`, as IEEE 754 has it, or
+            the `"largest"` finite number.
 
     Returns:
         float32 array of the shape of `x`.
 
     Raises:
         TypeError: if `x` is not float32.
-        ValueError: if `dtype` is none of the three.
+        ValueError: if `dtype` is none of the three, or `overflow` none of the two.
 
     Example:
         >>> float(round_to(jnp.float32(1.001), "bfloat16"))
         1.0
+        >>> float(round_to(jnp.float32(70_000), "float16")), float(round_to(jnp.float32(7e4), "f2", overflow="largest"))
+        (inf, 65504.0)
         >>> float(round_to(jnp.float32(2.0**-20), "float16")) == 2.0**-20  # subnormal in float16
         True
     """
     x = _as_float32(x, "round_to")
     dtype = _storage_dtype(dtype, "round_to")
+    if overflow not in get_args(Overflow):
+        raise ValueError(f"`round_to`: `overflow` must be one of {get_args(Overflow)}, but got {overflow!r}.")
     if dtype == _FLOAT32:
         return x
     bits = _bits(x)
-    if dtype == _BFLOAT16:
-        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF_0000)
-        return _floats(jnp.where(_is_nan(bits), (bits | _QUIET) & np.uint32(0xFFFF_0000), nearest))
     magnitude = bits & _MAGNITUDE
+    if dtype == _BFLOAT16:
+        increment = 0x7FFF + ((bits >> 16) & 1)
+        if overflow == "largest":  # what lies above the largest number is cut off to it, and infinity kept
+            increment = jnp.where(magnitude >= _BF16_MAX_F32, np.uint32(0), increment)
+        nearest = (bits + increment) & np.uint32(0xFFFF_0000)
+        return _floats(jnp.where(_is_nan(bits), (bits | _QUIET) & np.uint32(0xFFFF_0000), nearest))
     nearest = (magnitude + 0xFFF + ((magnitude >> 13) & 1)) & np.uint32(0xFFFF_E000)
-    nearest = jnp.where(nearest > _F16_MAX, _INFINITY, nearest)
+    beyond = _INFINITY
+    if overflow == "largest":
+        beyond = jnp.where(magnitude == _INFINITY, _INFINITY, _F16_MAX)
+    nearest = jnp.where(nearest > _F16_MAX, beyond, nearest)
     nearest = jnp.where(magnitude < _F16_SMALLEST_NORMAL, _round_to_f16_subnormal(magnitude), nearest)
     nearest = jnp.where(_is_nan(bits), (magnitude | _QUIET) & np.uint32(0xFFFF_E000), nearest)
     return _floats(nearest | (bits & _SIGN))
@@ -190,16 +208,6 @@ def join_f32(hi: ArrayLike, lo: ArrayLike) -> jax.Array:
     infinite = (magnitude == _BF16_INFINITY) & ~rounded_up
     low = jnp.where(infinite, np.uint16(0), lo)
     return _floats(((high - borrow).astype(np.uint32) << 16) | low.astype(np.uint32))
-
-
-def largest_finite(dtype: DTypeLike) -> np.float32:
-    """The largest finite number of a floating-point format of at most 32 bits, as float32.
-
-    Example:
-        >>> float(largest_finite("float16"))
-        65504.0
-    """
-    return np.float32(jnp.finfo(dtype).max)
 
 
 def _as_float32(x: ArrayLike, caller: str) -> jax.Array:

@@ -213,7 +213,7 @@ def test_stochastic_round_gives_only_the_two_neighbours_and_is_finite_for_finite
 
 @both_formats
 def test_stochastic_round_saturates_beyond_the_largest_finite_number_at_every_noise(dtype):
-    largest = formats.largest_finite(dtype)
+    largest = np.float32(jnp.finfo(dtype).max)
     beyond = np.array([np.nextafter(largest, np.float32(np.inf)), np.finfo(np.float32).max, -np.finfo(np.float32).max])
     for x in beyond.astype(np.float32):
         rounded = jit_stochastic_round(jax.random.key(0), np.full(2**12, x), dtype)
@@ -595,11 +595,21 @@ def test_join_refuses_other_dtypes_than_those_of_split(hi, lo):
         formats.join_f32(hi, lo)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "value"),
-    [("bfloat16", 2.0**128 - 2.0**120), ("float16", 65504.0), ("float32", 2.0**128 - 2.0**104)],
-)
-def test_largest_finite_is_the_formats_own(dtype, value):
-    largest = formats.largest_finite(dtype)
-    assert float(largest) == value
-    assert largest.dtype == np.float32
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_an_overflow_can_become_the_largest_number_and_nothing_else_changes(dtype):
+    """Over every upper half of a float32, with the low halves around ties: only finite results that overflow differ."""
+    low = np.array([0, 1, 0x0FFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
+    patterns = (np.arange(2**16, dtype=np.uint32)[:, None] << 16 | low).ravel()
+    x = jnp.asarray(patterns.view(np.float32))
+    plain = np.asarray(formats.round_to(x, dtype))
+    limited = np.asarray(formats.round_to(x, dtype, overflow="largest"))
+    finite = np.isfinite(patterns.view(np.float32))
+    overflows = finite & np.isinf(plain)
+    assert overflows.any()
+    np.testing.assert_array_equal(limited[~overflows].view(np.uint32), plain[~overflows].view(np.uint32))
+    np.testing.assert_array_equal(limited[overflows], np.copysign(float(jnp.finfo(dtype).max), plain[overflows]))
+
+
+def test_an_unknown_overflow_is_refused():
+    with pytest.raises(ValueError, match=r"`overflow` must be one of \('infinite', 'largest'\), but got 'saturate'"):
+        formats.round_to(jnp.float32(1), jnp.bfloat16, overflow="saturate")

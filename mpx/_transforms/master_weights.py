@@ -37,8 +37,8 @@ def master_weights(
     The rule sees float32 parameters, gradients and state, and its trajectory is exactly that of a float32
     training. The update that comes out is `float32(cast(new_master)) - float32(parameter)`: after
     `optax.apply_updates` the parameters are the masters, cast. (If a weight falls within about 2**-16 of zero in
-    one step it can miss that by 2**-24 of its old value; the next step repairs it.) Nothing may change the
-    updates after this wrapper: clipping, schedules and weight decay belong inside.
+    one step it can miss that by 2**-24 of its old value; the next step repairs it. A zero may keep its old sign.)
+    Nothing may change the updates after this wrapper: clipping, schedules and weight decay belong inside.
 
     Args:
         inner: any Optax transformation or chain.

@@ -62,6 +62,14 @@ def test_a_compensation_of_float16_loses_what_bfloat16_keeps():
     assert float(narrow) == 2.0**-10
 
 
+def test_numbers_below_the_smallest_normal_one_keep_their_roundings():
+    """Integer roundings see the subnormals of float16; 2**-20 is one."""
+    params = jnp.full((), 2.0**-20, jnp.float16)
+    params, state = add_repeatedly(mpx.kahan_summation(), params, jnp.float32(2.0**-26), 16)
+    assert float(params) == 2.0**-20 + 2.0**-22
+    assert float(state.compensation) == 0
+
+
 def test_float32_leaves_pass_through_and_store_nothing():
     tx = mpx.kahan_summation()
     params = {"wide": jnp.ones(3), "narrow": jnp.ones(3, jnp.bfloat16)}

@@ -1,0 +1,117 @@
+"""Handwritten digits with Flax Linen: float32, float16 with loss scaling, bfloat16 with split masters.
+
+    PYTHONPATH=. python -m examples.digits_linen
+
+Each recipe is the same training loop under another policy. What makes a float32 loop a mixed-precision one is marked
+(1), (2), (3): the optimizer is wrapped, the parameters are cast, and the loss is scaled by what the optimizer says.
+After 15 epochs (10 seconds on two cores of an AMD EPYC, jax 0.10.2) float32 and bfloat16 have 98.0% of scikit-learn's
+digits right and float16 97.7%, one image less; it skipped 2 of 315 steps while its loss scale grew to 524,288.
+"""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax.training.train_state import TrainState
+from rich.live import Live
+from rich.table import Table
+
+import mpx
+
+EPOCHS = 15
+BATCH_SIZE = 64
+LEARNING_RATE = 2e-3
+WIDTH = 128
+PERIOD = 50  # good steps until the loss scale doubles; short, so that it moves in the 315 steps of a run
+RECIPES: dict[str, tuple[str, dict[str, Any]]] = {  # name: (policy, options of `mpx.mixed_precision`)
+    "f32": ("params=f32,compute=f32,output=f32", {}),
+    "f16 + loss scaling": ("params=f32,compute=f16,output=f32", {"loss_scale": mpx.DynamicLossScale(period=PERIOD)}),
+    "bf16 + split masters": ("params=bf16,compute=bf16,output=f32", {"storage": "split"}),
+}
+
+Data = tuple[np.ndarray, np.ndarray]  # images (n, 64) in [0, 1], labels (n,)
+
+
+def load_data() -> tuple[str, Data, Data]:
+    """What the data are, 1,400 images for training and the rest for testing."""
+    try:
+        from sklearn.datasets import load_digits
+
+        images, labels = load_digits(return_X_y=True)
+        name, images = "scikit-learn's digits", images / 16
+    except ImportError:
+        name, rng = "made-up data (scikit-learn is not installed)", np.random.default_rng(0)
+        labels = rng.integers(10, size=1797)
+        images = rng.uniform(size=(10, 64))[labels] + rng.normal(scale=0.5, size=(1797, 64))
+    order = np.random.default_rng(1).permutation(len(labels))
+    images, labels = images.astype(np.float32)[order], labels.astype(np.int32)[order]
+    return name, (images[:1400], labels[:1400]), (images[1400:], labels[1400:])
+
+
+class Classifier(nn.Module):
+    """Two hidden layers; it computes in the dtype of its parameters and inputs."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Logits (n, 10) of images (n, 64)."""
+        for _ in range(2):
+            x = nn.relu(nn.Dense(WIDTH)(x))
+        return nn.Dense(10)(x)
+
+
+def make_state(recipe: str) -> tuple[mpx.Policy, TrainState]:
+    """The policy and the first training state of a recipe."""
+    text, options = RECIPES[recipe]
+    policy = mpx.get_policy(text)
+    model = Classifier()
+    tx = mpx.mixed_precision(optax.adamw(LEARNING_RATE), policy, **options)  # (1)
+    params = policy.cast_to_param(model.init(jax.random.key(0), jnp.zeros((1, 64))))  # (2)
+    return policy, TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+
+
+def logits_of(policy: mpx.Policy, state: TrainState, params: Any, images: jax.Array) -> jax.Array:
+    """float32 logits, computed in the compute dtype."""
+    params, images = policy.cast_to_compute((params, images))
+    return policy.cast_to_output(state.apply_fn(params, images))
+
+
+def train_step(policy: mpx.Policy, state: TrainState, images: jax.Array, labels: jax.Array) -> TrainState:
+    """One step; a step whose gradients overflow changes nothing but the loss scale."""
+
+    def loss_fn(params):
+        logits = logits_of(policy, state, params, images)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    _, grads = mpx.value_and_grad(loss_fn, mpx.get_loss_scale(state.opt_state))(state.params)  # (3)
+    return state.apply_gradients(grads=grads)
+
+
+def main(epochs: int = EPOCHS) -> dict[str, float]:
+    """Trains every recipe, prints the accuracies, and returns the last ones."""
+    name, (images, labels), (test_images, test_labels) = load_data()
+    table = Table("epoch", *RECIPES, title=f"test accuracy in %\n{name}", caption="last rows: end of training")
+    step = jax.jit(train_step, static_argnums=0, donate_argnums=1)
+    predict = jax.jit(lambda policy, state, x: logits_of(policy, state, state.params, x).argmax(-1), static_argnums=0)
+    runs = {recipe: make_state(recipe) for recipe in RECIPES}
+    accuracies: dict[str, float] = {}
+    with Live(table):
+        for epoch in range(1, epochs + 1):
+            order = np.random.default_rng(epoch).permutation(len(labels))
+            for recipe, (policy, state) in runs.items():
+                for batch in np.split(order, range(BATCH_SIZE, len(order), BATCH_SIZE))[:-1]:  # whole batches only
+                    state = step(policy, state, images[batch], labels[batch])
+                runs[recipe] = policy, state
+                accuracies[recipe] = 100 * float((predict(policy, state, test_images) == test_labels).mean())
+            table.add_row(str(epoch), *(f"{accuracy:.1f}" for accuracy in accuracies.values()))
+        table.add_section()
+        states = [state.opt_state for _, state in runs.values()]
+        table.add_row("loss scale", *(f"{float(mpx.get_loss_scale(state).loss_scale):,.0f}" for state in states))
+        table.add_row("skipped steps", *(str(mpx.skipped_steps(state)) for state in states))
+    return accuracies
+
+
+if __name__ == "__main__":
+    main()
