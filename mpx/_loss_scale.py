@@ -124,8 +124,8 @@ class DynamicLossScale:
         period: after how many good steps in a row the scale grows.
         factor: by how much it grows and shrinks.
         min_loss_scale: it never shrinks below this.
-        max_loss_scale: it never grows above this. (The default, 2**24, is the largest for which float32 holds
-            every count of a scaled integer; flax's scale could grow to infinity and stay there.)
+        max_loss_scale: it never grows above this. Without a bound, a model whose gradients are zero for long
+            (frozen, or finished) takes the scale to infinity, from where it does not come back.
         hysteresis: how many bad steps, since the last growth, it takes to shrink.
         bad_steps: int32 scalar, bad steps since the last growth; None if `hysteresis` is 1.
 

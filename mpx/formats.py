@@ -28,6 +28,7 @@ _MAGNITUDE = np.uint32(0x7FFF_FFFF)
 _INFINITY = np.uint32(0x7F80_0000)
 _QUIET = np.uint32(0x0040_0000)  # the mantissa's top bit: a NaN that has it survives truncation to 16 bits
 _BF16_MAX_F32 = np.uint32(0x7F7F_0000)
+_LARGEST_SPLIT = np.uint32(0x7F7F_7FFF)  # the largest whose rounding to bfloat16, ties away from zero, is finite
 _F16_MAX = np.uint32(0x477F_E000)  # 65504
 _F16_SMALLEST_NORMAL = np.uint32(0x3880_0000)  # 2**-14
 _F16_BIAS = np.uint32(0x3800_0000)  # (127 - 15) << 23: the two exponents' biases
@@ -70,8 +71,7 @@ def round_to(x: ArrayLike, dtype: DTypeLike, *, overflow: Overflow = "infinite")
     """
     x = _as_float32(x, "round_to")
     dtype = _storage_dtype(dtype, "round_to")
-    if overflow not in get_args(Overflow):
-        raise ValueError(f"`round_to`: `overflow` must be one of {get_args(Overflow)}, but got {overflow!r}.")
+    _require_overflow(overflow, "round_to")
     if dtype == _FLOAT32:
         return x
     bits = _bits(x)
@@ -145,7 +145,7 @@ def stochastic_round(key: jax.Array, x: ArrayLike, dtype: DTypeLike) -> jax.Arra
     return lax.bitcast_convert_type(rounded.astype(np.uint16), dtype)
 
 
-def split_f32(x: ArrayLike) -> tuple[jax.Array, jax.Array]:
+def split_f32(x: ArrayLike, *, overflow: Overflow = "infinite") -> tuple[jax.Array, jax.Array]:
     """Splits float32 numbers into bfloat16 weights and the 16 bits that those lack.
 
     The weight is `x` rounded to nearest, *ties away from zero*: `(bits + 0x8000) >> 16`. With ties to even
@@ -154,14 +154,16 @@ def split_f32(x: ArrayLike) -> tuple[jax.Array, jax.Array]:
 
     Args:
         x: float32 array of any shape.
+        overflow: the largest finite numbers, from 0x7F7F8000 on, round to an `"infinite"` `hi`, from which `lo` still
+            tells them apart; or they are first cut off to the `"largest"` number whose `hi` is finite, 0x7F7F7FFF.
 
     Returns:
         `(hi, lo)`, bfloat16 and uint16 arrays of the shape of `x`, from which `join_f32` gives back every
-        float32 bit pattern that is not NaN. NaN becomes a NaN `hi` and a zero `lo`. The largest float32
-        numbers, from 0x7F7F8000 on, round to an infinite `hi`; `lo` still tells them from infinity.
+        float32 bit pattern that is not NaN (and was not cut off). NaN becomes a NaN `hi` and a zero `lo`.
 
     Raises:
         TypeError: if `x` is not float32.
+        ValueError: if `overflow` is none of the two.
 
     Example:
         >>> hi, lo = split_f32(jnp.float32(1.001))
@@ -171,7 +173,12 @@ def split_f32(x: ArrayLike) -> tuple[jax.Array, jax.Array]:
         True
     """
     bits = _bits(_as_float32(x, "split_f32"))
+    _require_overflow(overflow, "split_f32")
     nan = _is_nan(bits)
+    if overflow == "largest":
+        magnitude = bits & _MAGNITUDE
+        beyond = (magnitude > _LARGEST_SPLIT) & (magnitude < _INFINITY)
+        bits = jnp.where(beyond, (bits & _SIGN) | _LARGEST_SPLIT, bits)
     hi = jnp.where(nan, (bits | _QUIET) >> 16, (bits + 0x8000) >> 16).astype(np.uint16)
     lo = jnp.where(nan, np.uint32(0), bits & 0xFFFF).astype(np.uint16)
     return lax.bitcast_convert_type(hi, _BFLOAT16), lo
@@ -215,6 +222,11 @@ def _as_float32(x: ArrayLike, caller: str) -> jax.Array:
     if x.dtype != _FLOAT32:
         raise TypeError(f"`{caller}` needs a float32 `x`, but got {x.dtype}{list(x.shape)}.")
     return x
+
+
+def _require_overflow(overflow: str, caller: str) -> None:
+    if overflow not in get_args(Overflow):
+        raise ValueError(f"`{caller}`: `overflow` must be one of {get_args(Overflow)}, but got {overflow!r}.")
 
 
 def _storage_dtype(dtype: DTypeLike, caller: str) -> np.dtype:

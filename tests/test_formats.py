@@ -610,6 +610,21 @@ def test_an_overflow_can_become_the_largest_number_and_nothing_else_changes(dtyp
     np.testing.assert_array_equal(limited[overflows], np.copysign(float(jnp.finfo(dtype).max), plain[overflows]))
 
 
+def test_a_split_can_cut_off_what_has_no_finite_upper_half():
+    patterns = np.arange(0x7F7F_7000, 0x7F80_0010, dtype=np.uint32)
+    patterns = np.concatenate([patterns, patterns | 0x8000_0000])
+    hi, lo = formats.split_f32(jnp.asarray(patterns.view(np.float32)), overflow="largest")
+    magnitude = patterns & 0x7FFF_FFFF
+    finite = magnitude < 0x7F80_0000
+    assert np.isfinite(np.asarray(hi).astype(np.float32)[finite]).all()
+    joined = np.asarray(formats.join_f32(hi, lo)).view(np.uint32)
+    expected = np.where(finite, np.minimum(magnitude, 0x7F7F_7FFF), magnitude) | (patterns & 0x8000_0000)
+    exact = magnitude <= 0x7F80_0000  # what is not NaN
+    np.testing.assert_array_equal(joined[exact], expected[exact])
+    with pytest.raises(ValueError, match="`split_f32`: `overflow` must be one of"):
+        formats.split_f32(jnp.float32(1), overflow="saturate")
+
+
 def test_an_unknown_overflow_is_refused():
     with pytest.raises(ValueError, match=r"`overflow` must be one of \('infinite', 'largest'\), but got 'saturate'"):
         formats.round_to(jnp.float32(1), jnp.bfloat16, overflow="saturate")

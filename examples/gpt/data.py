@@ -89,9 +89,7 @@ def split(tokens: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:
     return training, held_out
 
 
-def random_batches(
-    tokens: np.ndarray, *, seed: int, count: int, batch_size: int, context: int
-) -> Iterator[np.ndarray]:
+def random_batches(tokens: np.ndarray, *, seed: int, count: int, batch_size: int, context: int) -> Iterator[np.ndarray]:
     """Yields `count` batches of shape (batch_size, context + 1): the targets are the inputs, one byte later."""
     generator = np.random.default_rng(seed)
     for _ in range(count):

@@ -28,6 +28,7 @@ class Attention(nnx.Module):
         self.out = nnx.Linear(width, width, use_bias=False, dtype=compute_dtype, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:  # (B, T, C)
+        """Mixes each position with those before it; the result has the compute dtype."""
         batch, length, width = x.shape
         joined = self.query_key_value(x).reshape(batch, length, 3, self.heads, HEAD_SIZE)
         query, key, value = joined[:, :, 0], joined[:, :, 1], joined[:, :, 2]  # (B, T, H, D)
@@ -50,6 +51,7 @@ class Block(nnx.Module):
         self.contract = nnx.Linear(4 * width, width, use_bias=False, dtype=compute_dtype, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:  # (B, T, C) float32
+        """The residual stream after this block."""
         # 16-bit results are widened by the sum: the residual stream stays float32.
         x = x + self.attention(self.attention_norm(x)).astype(jnp.float32)
         hidden = nnx.gelu(self.expand(self.mlp_norm(x)))  # (B, T, 4C)
@@ -59,9 +61,7 @@ class Block(nnx.Module):
 class GPT(nnx.Module):
     """Logits of the next byte, for each byte of each sequence."""
 
-    def __init__(
-        self, *, width: int, depth: int, context: int, compute_dtype: DTypeLike, rngs: nnx.Rngs
-    ) -> None:
+    def __init__(self, *, width: int, depth: int, context: int, compute_dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         normal = nnx.initializers.normal(0.02)
         self.token_embedding = nnx.Param(normal(rngs.params(), (VOCABULARY, width)))
         self.position_embedding = nnx.Param(normal(rngs.params(), (context, width)))
@@ -70,6 +70,7 @@ class GPT(nnx.Module):
         self.head = nnx.Linear(width, VOCABULARY, use_bias=False, dtype=compute_dtype, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:  # (B, T) integers
+        """The logits of each following byte."""
         x = self.token_embedding[...].astype(jnp.float32)[tokens]  # (B, T, C)
         x = x + self.position_embedding[...].astype(jnp.float32)[None, : tokens.shape[1]]
         for block in self.blocks:

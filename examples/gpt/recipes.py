@@ -1,7 +1,7 @@
 """The recipes under comparison: the same rule, and what each puts around it.
 
-A recipe is a policy, which says how parameters are stored and in what the model computes, and one to three lines of
-mpx around an ordinary Optax rule. In bytes per parameter for parameters + optimizer state + gradients, with AdamW:
+A recipe is a policy, which says how parameters are stored and in what the model computes, and a line of mpx around an
+ordinary Optax rule, here `optax.chain(optax.clip_by_global_norm(...), optax.adamw(...))`.
 """
 
 import dataclasses

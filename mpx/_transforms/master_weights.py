@@ -94,10 +94,10 @@ def master_weights(
         updates, inner_state = inner.update(updates, state.inner_state, masters, **extra_args)
         new_masters = optax.apply_updates(masters, updates)
         stepped = jax.tree.map(_step, params, state.master, updates, new_masters)
-        is_pair = lambda x: isinstance(x, _Step)
+        is_step = lambda x: isinstance(x, _Step)
         return (
-            jax.tree.map(lambda step: step.update, stepped, is_leaf=is_pair),
-            MasterWeightsState(jax.tree.map(lambda step: step.stored, stepped, is_leaf=is_pair), inner_state),
+            jax.tree.map(lambda step: step.update, stepped, is_leaf=is_step),
+            MasterWeightsState(jax.tree.map(lambda step: step.stored, stepped, is_leaf=is_step), inner_state),
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -133,18 +133,12 @@ def _step(p: jax.Array, stored: Any, update: jax.Array, new_master: jax.Array) -
     if stored.dtype != np.uint16:
         new = on_grid(new_master, p.dtype)
         return _Step(landing_update(p, new, "master_weights"), new_master)
-    finite = jnp.isfinite(new_master)
-    new_master = jnp.where(finite, jnp.clip(new_master, -_LARGEST_SPLIT, _LARGEST_SPLIT), new_master)
-    new, low_bits = formats.split_f32(new_master)
+    new, low_bits = formats.split_f32(new_master, overflow="largest")
     new = new.astype(np.float32)
     update = landing_update(p, new, "master_weights")
     # Where the addition cannot reach `new`, these low bits would belong to another weight.
     reached = landed(p, update).view(np.uint32) == new.view(np.uint32)
     return _Step(update, jnp.where(reached, low_bits, np.uint16(0)))
-
-
-# The largest float32 whose rounding to bfloat16, ties away from zero, is finite.
-_LARGEST_SPLIT = np.uint32(0x7F7F_7FFF).view(np.float32)
 
 
 def _is_split(p: Any, storage: Storage) -> bool:
