@@ -419,6 +419,8 @@ def main() -> None:
         print(first_call_seconds(arguments.first_call))
         return
     console = Console()
+    if not console.is_terminal:
+        console.width = 160  # a file has room for the whole table
     first_calls = measure_first_calls()  # before this process takes a GPU's memory
     casts = [measure_many_leaves(), first_calls]
     steps = [row for dtype in ("bfloat16", "float16") for row in measure_steps(dtype)]

@@ -106,33 +106,22 @@ def cast_by_path(tree: T, dtype_at: Callable[[Path], np.dtype]) -> T:
 
 def _cast_leaves(leaves: list[Any], dtypes: list[np.dtype | None]) -> list[Any]:
     """The leaves, each in its dtype; those whose dtype is None as they are."""
-    wanted: dict[np.dtype, dict[int, Any]] = defaultdict(dict)  # the leaves that shall get a dtype, by identity
-    for leaf, dtype in zip(leaves, dtypes, strict=True):
-        if dtype is not None and leaf.dtype != dtype:
-            wanted[dtype][id(leaf)] = leaf
-    cast = _cast_all(
-        [leaf for same_dtype in wanted.values() for leaf in same_dtype.values()],
-        [dtype for dtype, same_dtype in wanted.items() for _ in same_dtype],
-    )
-    following = iter(cast)
-    new = {dtype: {name: next(following) for name in same_dtype} for dtype, same_dtype in wanted.items()}
-    return [
-        leaf if dtype is None or dtype not in new else new[dtype].get(id(leaf), leaf)
-        for leaf, dtype in zip(leaves, dtypes, strict=True)
-    ]
-
-
-def _cast_all(leaves: list[Any], dtypes: list[np.dtype]) -> list[Any]:
-    """Casts every leaf: concrete arrays together by where they live, the rest one by one."""
-    cast: list[Any] = [None] * len(leaves)
-    together: dict[Any, list[int]] = defaultdict(list)
-    for i, leaf in enumerate(leaves):
-        if _is_concrete(type(leaf)):
+    cast = list(leaves)
+    firsts: dict[np.dtype, dict[int, int]] = defaultdict(dict)  # where an array stands first, by its identity
+    repeated: list[tuple[int, int]] = []
+    together: dict[Any, list[int]] = defaultdict(list)  # which concrete arrays one program can take
+    for i, (leaf, dtype) in enumerate(zip(leaves, dtypes, strict=True)):
+        if dtype is None or leaf.dtype == dtype:
+            continue
+        first = firsts[dtype].setdefault(id(leaf), i)
+        if first != i:
+            repeated.append((i, first))
+        elif _is_concrete(type(leaf)):
             together[_residence(leaf.sharding) if leaf.committed else None].append(i)
         elif isinstance(leaf, jax.ShapeDtypeStruct):
-            cast[i] = leaf.update(dtype=dtypes[i])
+            cast[i] = leaf.update(dtype=dtype)
         else:
-            cast[i] = leaf.astype(dtypes[i])
+            cast[i] = leaf.astype(dtype)
     for residence, indices in together.items():
         arrays = [leaves[i] for i in indices]
         # An array that the user has placed is kept where it is; one that JAX placed stays free to move.
@@ -140,6 +129,8 @@ def _cast_all(leaves: list[Any], dtypes: list[np.dtype]) -> list[Any]:
         convert = _converter(tuple([dtypes[i] for i in indices]), shardings)
         for i, new in zip(indices, convert(arrays), strict=True):
             cast[i] = new
+    for i, first in repeated:
+        cast[i] = cast[first]
     return cast
 
 
@@ -150,7 +141,9 @@ def _residence(sharding: jax.sharding.Sharding) -> Any:
 
 
 @functools.lru_cache(maxsize=256)
-def _converter(dtypes: tuple[np.dtype, ...], shardings: tuple[Any, ...] | None) -> Callable[[Iterable[Any]], list]:
+def _converter(
+    dtypes: tuple[np.dtype | None, ...], shardings: tuple[Any, ...] | None
+) -> Callable[[Iterable[Any]], list]:
     def convert(arrays):
         return [x.astype(dtype) for x, dtype in zip(arrays, dtypes, strict=True)]
 
