@@ -6,8 +6,8 @@ root of the repository:
     python -m examples.gpt.compare
     python -m examples.gpt.compare --text my_folder --recipes f32,bf16-split --steps 1000 --out results
 
-The defaults take 3 minutes on two cores of an AMD EPYC with AVX-512 (up to 5 beside other work), and end like this, with
-jax 0.10.2, flax 0.12.8, optax 0.2.8 and the standard library of Python 3.11.7:
+The defaults take 3 minutes on two cores of an AMD EPYC with AVX-512 (up to 5 beside other work), and end like this,
+with jax 0.10.2, flax 0.12.8, optax 0.2.8 and the standard library of Python 3.11.7:
 
                               bytes a parameter     ms/  tokens   loss in nats a byte           gap/
     recipe                     param state grad    step      /s     train   valid       gap   spread   skips
