@@ -1,6 +1,6 @@
 """Handwritten digits with Flax Linen: float32, float16 with loss scaling, bfloat16 with split masters.
 
-    PYTHONPATH=. python -m examples.digits_linen
+    python -m examples.digits_linen
 
 Each recipe is the same training loop under another policy. What makes a float32 loop a mixed-precision one is marked
 (1), (2), (3): the optimizer is wrapped, the parameters are cast, and the loss is scaled by what the optimizer says.

@@ -1,6 +1,6 @@
 """Regression with Equinox and bfloat16 weights: plain bfloat16 stalls, Kahan summation and split masters do not.
 
-    PYTHONPATH=. python -m examples.equinox_regression
+    python -m examples.equinox_regression
 
 Adam's updates are of about 0.0003 here at first and fall to zero. A bfloat16 weight of 0.25 has its neighbours 0.001
 and 0.002 away, so such an update is rounded to nothing. Nothing else is bfloat16: all recipes compute in float32.

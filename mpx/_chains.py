@@ -18,14 +18,23 @@ import optax
 from mpx import _checks, _trees
 from mpx._transforms.kahan_summation import KahanSummationState
 from mpx._transforms.master_weights import MasterWeightsState
+from mpx._transforms.stochastic_rounding import StochasticRoundingState
 from mpx._transforms.upcast import UpcastState
 from mpx._writeback import MARK
 
+_ROUNDERS = {
+    MasterWeightsState: "master_weights",
+    KahanSummationState: "kahan_summation",
+    StochasticRoundingState: "stochastic_rounding",
+}
+_SNAPSHOTS = (optax.SnapshotState, optax.MonitorState)
 # Primitives that move numbers about and change none.
 _MOVES = frozenset({
-    "broadcast_in_dim", "copy", "copy_p", "device_put", "expand_dims", "name", "optimization_barrier", "pcast",
-    "pvary", "reshape", "sharding_constraint", "squeeze", "stop_gradient", "transpose",
+    "broadcast_in_dim", "concatenate", "copy", "copy_p", "device_put", "dynamic_slice", "expand_dims", "gather", "name",
+    "optimization_barrier", "pcast", "pvary", "reshape", "sharding_constraint", "slice", "split", "squeeze",
+    "stop_gradient", "transpose",
 })  # fmt: skip
+_CONVERSIONS = _MOVES | {"convert_element_type"}
 
 
 def check_chain(tx: optax.GradientTransformation, params: Any = None, **extra_args: Any) -> None:
@@ -34,6 +43,9 @@ def check_chain(tx: optax.GradientTransformation, params: Any = None, **extra_ar
     `master_weights`, `kahan_summation` and `stochastic_rounding` emit updates that land on a number which they have
     chosen, and remember what that number lacks. Clipping or scaling such an update puts parameters out of step with
     what is remembered, and no error follows. Call this once, where the optimizer is made; it only traces.
+
+    What it does not see: clipping in front of `loss_scaling`, which clips scaled gradients; and a bare Optax rule in
+    front of `kahan_summation`, which keeps moments of 16-bit parameters in 16 bits, because one may want that.
 
     Args:
         tx: the whole transformation.
@@ -44,8 +56,8 @@ def check_chain(tx: optax.GradientTransformation, params: Any = None, **extra_ar
     Raises:
         TypeError: if `tx` is not a transformation.
         ValueError: if an element of a chain changes the updates after one of the three; if one of them follows
-            another; or if `master_weights` stands in a chain behind a rule that keeps its state in 16 bits, which it
-            should wrap.
+            another, or stands inside `upcast` or `master_weights`, where it does nothing; or if `master_weights` stands
+            in a chain beside a rule that keeps its state in 16 bits, which it should wrap.
 
     Example:
         >>> check_chain(optax.chain(optax.clip(1.0), master_weights(optax.adam(1e-3))))
@@ -75,12 +87,13 @@ element of the chain.
     }
     if changed:
         path, history = next(iter(changed.items()))
-        marked = sum(history is not None for history in histories)
+        marked = sum(history is not None and history is not _ZERO for history in histories)
         raise ValueError(
             f"`check_chain`: the update of {_trees.path_string(path)!r} was final when `{history.author}` had rounded "
             f"it, but `{history.changed_by}` changes it after that ({len(changed)} of {marked} such leaves). "
             f"{_advice(history.author)}"
         )
+    _require_something_to_do(state)
     _require_wide_state_before_masters(state)
 
 
@@ -92,8 +105,11 @@ class _History:
     changed_by: str | None = None
 
 
+_ZERO = _History("nobody")  # of a value that is zero everywhere
+
+
 class _Follower:
-    """Follows the histories of values through a jaxpr, and which values are booleans in disguise."""
+    """Follows the histories of values through a jaxpr, and which values are zero or booleans in disguise."""
 
     def __init__(self) -> None:
         self.known: dict[Any, _History] = {}
@@ -101,15 +117,27 @@ class _Follower:
 
     def outputs(self, jaxpr: Any, inputs: Sequence[_History | None]) -> list[_History | None]:
         """The histories of a jaxpr's results, from those of its arguments."""
-        self.known |= {var: history for var, history in zip(jaxpr.invars, inputs, strict=True) if history}
+        for var, history in zip(jaxpr.invars, inputs, strict=True):
+            self.note(var, history, is_mask=False)
         for eqn in jaxpr.eqns:
+            is_mask = eqn.primitive.name in _CONVERSIONS and self.is_mask(eqn.invars[0])
             for var, history in zip(eqn.outvars, self.of_equation(eqn), strict=True):
-                if history:
-                    self.known[var] = history
+                self.note(var, history, is_mask)
         return [self.of(var) for var in jaxpr.outvars]
 
+    def note(self, var: Any, history: _History | None, is_mask: bool) -> None:
+        """Remembers what is known of a value; of an earlier run of the same program nothing may be left."""
+        self.known.pop(var, None)
+        self.masks.discard(var)
+        if history:
+            self.known[var] = history
+        if is_mask:
+            self.masks.add(var)
+
     def of(self, var: Any) -> _History | None:
-        return None if hasattr(var, "val") else self.known.get(var)  # a literal has a `val`
+        if hasattr(var, "val"):  # a literal
+            return _ZERO if np.ndim(var.val) == 0 and var.val == 0 else None
+        return self.known.get(var)
 
     def is_mask(self, var: Any) -> bool:
         return var.aval.dtype == np.bool_ or (not hasattr(var, "val") and var in self.masks)
@@ -117,28 +145,24 @@ class _Follower:
     def of_equation(self, eqn: Any) -> list[_History | None]:
         name = eqn.primitive.name
         inputs = [self.of(var) for var in eqn.invars]
-        marked = name == "name" and eqn.params.get("name", "").startswith(MARK)
-        if name in _MOVES or name == "convert_element_type":
-            if self.is_mask(eqn.invars[0]):
-                self.masks.update(eqn.outvars)
-        if marked:
+        if name == "name" and eqn.params["name"].startswith(MARK):
             author = eqn.params["name"].removeprefix(MARK)
             earlier = inputs[0]
-            return [_History(earlier.author, author) if earlier else _History(author)]
-        branches = _sub_programs(eqn.params)
-        if branches:
-            arguments = inputs[len(inputs) - len(branches[0].invars) :]  # a conditional's first input is its index
-            return [_joined(results) for results in zip(*(self.outputs(b, arguments) for b in branches), strict=True)]
-        if not any(inputs):
-            return [None] * len(eqn.outvars)
+            return [_History(earlier.author, author) if earlier and earlier is not _ZERO else _History(author)]
+        programs = _sub_programs(eqn.params)
+        if programs:
+            arguments = inputs[len(inputs) - len(programs[0].invars) :]  # a conditional's first input is its index
+            return [
+                _one_of(results, name) for results in zip(*(self.outputs(p, arguments) for p in programs), strict=True)
+            ]
         if name == "select_n":
-            return [_joined(inputs[1:])]
+            return [_one_of(inputs[1:], name)]
         if name in _MOVES or (name == "convert_element_type" and not _narrows(eqn)):
-            return [_joined(inputs)] if len(eqn.outvars) == 1 else inputs
+            return [_together(inputs)] * len(eqn.outvars)
         if name == "mul" and any(self.is_mask(var) for var in eqn.invars):
-            return [_joined(inputs)]
-        culprit = next(history for history in inputs if history)
-        return [_History(culprit.author, culprit.changed_by or name)] * len(eqn.outvars)
+            return [_together(inputs)]
+        culprit = next((history for history in inputs if history and history is not _ZERO), None)
+        return [culprit and _History(culprit.author, culprit.changed_by or name)] * len(eqn.outvars)
 
 
 def _sub_programs(params: Mapping[str, Any]) -> list[Any]:
@@ -149,10 +173,21 @@ def _sub_programs(params: Mapping[str, Any]) -> list[Any]:
     return [getattr(program, "jaxpr", program) for program in programs]
 
 
-def _joined(histories: Sequence[_History | None]) -> _History | None:
-    """The history of a value that is one of several: a changed one if there is one."""
-    known = [history for history in histories if history]
-    return next((history for history in known if history.changed_by), known[0] if known else None)
+def _one_of(histories: Sequence[_History | None], chooser: str) -> _History | None:
+    """The history of a value that is one of several. A final update may give way to zero, and to nothing else."""
+    final = next((history for history in histories if history and history is not _ZERO), None)
+    if final is None:
+        return _ZERO if all(history is _ZERO for history in histories) else None
+    changed_by = next((history.changed_by for history in histories if history and history.changed_by), None)
+    return _History(final.author, changed_by or (chooser if None in histories else None))
+
+
+def _together(histories: Sequence[_History | None]) -> _History | None:
+    """The history of values put side by side, or of one that is masked: a changed one if there is one."""
+    known = [history for history in histories if history and history is not _ZERO]
+    if not known:
+        return _ZERO if _ZERO in histories else None
+    return next((history for history in known if history.changed_by), known[0])
 
 
 def _narrows(eqn: Any) -> bool:
@@ -168,11 +203,23 @@ def _advice(author: str) -> str:
     return f"Nothing may change updates after `{author}`: make it the last element of the chain."
 
 
+def _require_something_to_do(state: Any) -> None:
+    """Raises if a rounding stands inside a wrapper that gives it float32 parameters, of which nothing is lost."""
+    for kind, name in _ROUNDERS.items():
+        if any(_trees.find_states(tuple(wide), kind) for wide in _trees.find_states(state, UpcastState)):
+            raise ValueError(
+                f"`check_chain`: `{name}` stands inside `upcast` or `master_weights`, sees float32 parameters there "
+                f"and does nothing. Put it behind or around: `optax.chain(upcast(rule), kahan_summation())`, "
+                "`master_weights(rule)`."
+            )
+
+
 def _require_wide_state_before_masters(state: Any) -> None:
     """Raises if a rule keeps 16-bit state outside `master_weights`, which gives its own rule float32."""
     if not _trees.find_states(state, MasterWeightsState):
         return
-    is_ours = lambda x: isinstance(x, (MasterWeightsState, UpcastState, KahanSummationState))
+    # (A snapshot is no rule: nothing is computed from it.)
+    is_ours = lambda x: isinstance(x, (MasterWeightsState, UpcastState, KahanSummationState, *_SNAPSHOTS))
     narrow = [
         f"{_trees.path_string(path)!r} ({_trees.dtype_and_shape(leaf)})"
         for path, leaf in _trees.leaves_by_path(state, is_ours).items()

@@ -18,9 +18,7 @@ def as_transformation(inner: Any, caller: str) -> optax.GradientTransformationEx
         inner = inner.gradient_transformation()
     if not (callable(getattr(inner, "init", None)) and callable(getattr(inner, "update", None))):
         hint = " Call it with its settings first, as in `optax.adamw(1e-3)`." if callable(inner) else ""
-        raise TypeError(
-            f"`{caller}` needs an Optax gradient transformation as `inner`, but got {type(inner).__name__}.{hint}"
-        )
+        raise TypeError(f"`{caller}` needs an Optax gradient transformation, but got {type(inner).__name__}.{hint}")
     return optax.with_extra_args_support(inner)
 
 
@@ -29,7 +27,36 @@ def wide_dtype(dtype: DTypeLike, caller: str) -> np.dtype:
     dtype = np.dtype(dtype)
     if dtype not in (np.float32, np.float64):
         raise ValueError(f"`{caller}`: `dtype` must be float32 or float64, but got {dtype}.")
-    return jax.dtypes.canonicalize_dtype(dtype)
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise ValueError(f"`{caller}`: float64 needs 64-bit mode; set the environment variable JAX_ENABLE_X64=1.")
+    return dtype
+
+
+def require_state(state: Any, kind: type, caller: str) -> None:
+    """Raises if `update` was called with a state that is not this transformation's."""
+    if not isinstance(state, kind):
+        raise TypeError(
+            f"`{caller}` needs the `{kind.__name__}` that its `init` made, but got {type(state).__name__}. Is it the "
+            "state of another optimizer, or was it restored from a checkpoint without its types? Restore into "
+            "`jax.eval_shape(tx.init, params)`."
+        )
+
+
+def require_same_shapes(updates: Any, params: Any, caller: str) -> None:
+    """Raises, naming every such leaf, if an update has not the shape of its parameter: the sum would grow."""
+    old, new = _trees.leaves_by_path(params), _trees.leaves_by_path(updates)
+    wrong = [
+        f"  {_trees.path_string(path)!r}: update {_trees.dtype_and_shape(new[path])}, parameter "
+        f"{_trees.dtype_and_shape(old[path])}"
+        for path in old
+        if path in new and np.shape(new[path]) != np.shape(old[path])
+    ]
+    if wrong:
+        listed = "\n".join(wrong)
+        raise ValueError(
+            f"`{caller}`: gradients or updates do not have the shapes of their parameters:\n{listed}\n"
+            "Is a mean over examples missing?"
+        )
 
 
 def require_params(params: Any, caller: str) -> None:
@@ -73,7 +100,7 @@ def require_same_leaves(stored: Any, params: Any, fits: Callable[[Any, Any], boo
     wrong = [f"  {name(path)} is in the state only" for path in old if path not in new]
     wrong += [f"  {name(path)} is in the parameters only" for path in new if path not in old]
     wrong += [
-        f"  {name(path)}: {_trees.dtype_and_shape(new[path])}, but the state keeps {_trees.dtype_and_shape(old[path])}"
+        f"  {name(path)}: {_trees.dtype_and_shape(new[path])}, but the state keeps {_kept(old[path])}"
         for path in old
         if path in new and not fits(old[path], new[path])
     ]
@@ -81,5 +108,15 @@ def require_same_leaves(stored: Any, params: Any, fits: Callable[[Any, Any], boo
         listed = "\n".join(wrong)
         raise ValueError(
             f"`{caller}`: the parameters are not those that its state was made for:\n{listed}\n"
-            "Call `init` with the new parameters, or pass those that belong to this state."
+            "Call `init` with the new parameters, or pass those that belong to this state. If a dtype changed: "
+            "`optax.apply_updates` keeps dtypes (`equinox.apply_updates` does not), and `Policy.cast_to_param` "
+            "restores them."
         )
+
+
+def _kept(stored: Any) -> str:
+    """What a state keeps of a parameter, for a message."""
+    if _trees.is_masked(stored):
+        return "nothing, as for a parameter of float32 or wider"
+    kind = "the low bits" if stored.dtype == np.uint16 else "what is missing"
+    return f"{kind} of a 16-bit one ({_trees.dtype_and_shape(stored)})"

@@ -39,9 +39,10 @@ def value_and_grad(
         loss_scale: `NoOpLossScale()` if None. In a training loop: `get_loss_scale(opt_state)`.
         argnums: which arguments to differentiate; one number, several, or what `transform` takes there.
         has_aux: whether `fun` returns a pair.
-        grad_dtype: to which floating gradients narrower or wider than that are cast, or None to leave them in the
-            dtypes of the arguments. A gradient of a bfloat16 parameter has been rounded once, at the parameter.
-        transform: `jax.value_and_grad`, or a function like it such as `flax.nnx.value_and_grad`.
+        grad_dtype: of the gradients, or None for the dtypes of the arguments; float64 gradients stay float64. The
+            gradient of a bfloat16 parameter has been rounded once, at the parameter.
+        transform: `jax.value_and_grad`, or a function like it, such as `flax.nnx.value_and_grad` or
+            `equinox.filter_value_and_grad`. It gets `argnums` only if that is not 0.
 
     Returns:
         A function of the arguments of `fun` that returns `(loss, grads)`, or `((loss, aux), grads)`.
@@ -67,9 +68,7 @@ def value_and_grad(
         )
 
     def scaled_loss(*args, **kwargs):
-        result = fun(*args, **kwargs)
-        loss, aux = result if has_aux else (result, None)
-        loss = jnp.asarray(loss)
+        loss, aux = _loss_and_aux(fun(*args, **kwargs), has_aux)
         if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
             raise TypeError(
                 "`value_and_grad` needs a function that returns a real floating scalar"
@@ -78,7 +77,9 @@ def value_and_grad(
         seed, _ = _seed_and_rest(loss_scale, loss.dtype)
         return _in_wide_dtype(loss) * seed, (loss, aux)
 
-    differentiated = transform(scaled_loss, argnums=argnums, has_aux=True)
+    # Not all transforms take `argnums` (Equinox's do not), and none needs to be told the default.
+    options = {"has_aux": True} if argnums == 0 and isinstance(argnums, int) else {"argnums": argnums, "has_aux": True}
+    differentiated = transform(scaled_loss, **options)
 
     @functools.wraps(fun)
     def wrapped(*args, **kwargs):
@@ -87,7 +88,7 @@ def value_and_grad(
         if rest is not None:
             grads = jax.tree.map(lambda g: _multiplied(g, rest, keep_dtype=grad_dtype is None), grads)
         if grad_dtype is not None:
-            grads = _trees.cast_tree(grads, grad_dtype)
+            grads = _trees.cast_tree(grads, grad_dtype, which=lambda g: g.dtype.itemsize <= 4)
         return ((loss, aux) if has_aux else loss), grads
 
     return wrapped
@@ -132,10 +133,27 @@ def _seed_and_rest(loss_scale: LossScale, loss_dtype: np.dtype) -> tuple[Any, An
     return seed, scale / seed
 
 
+def _loss_and_aux(result: Any, has_aux: bool) -> tuple[jax.Array, Any]:
+    """The loss, and what came with it (None if nothing was to come)."""
+    if has_aux and not (isinstance(result, tuple) and len(result) == 2):
+        raise TypeError(
+            "`value_and_grad` with `has_aux=True` needs a function that returns a pair (loss, aux), but it returned "
+            f"{_trees.dtype_and_shape(result)}."
+        )
+    if not has_aux and (result is None or isinstance(result, (tuple, list, dict))):
+        raise TypeError(
+            f"`value_and_grad` needs a function that returns a real floating scalar, but it returned a "
+            f"{type(result).__name__}. For a pair (loss, aux) give `has_aux=True`."
+        )
+    loss, aux = result if has_aux else (result, None)
+    return jnp.asarray(loss), aux
+
+
 def _multiplied(g: Any, factor: jax.Array, keep_dtype: bool) -> Any:
-    if not _trees.is_floating(g):
+    if not (hasattr(g, "dtype") and jnp.issubdtype(g.dtype, jnp.inexact)):
         return g
-    product = _in_wide_dtype(g) * factor
+    wide = _in_wide_dtype(g)
+    product = wide * factor.astype(wide.dtype)
     return product.astype(g.dtype) if keep_dtype else product
 
 

@@ -28,6 +28,7 @@ def get_loss_scale(opt_state: optax.OptState) -> LossScale:
         A loss scale value for `value_and_grad`; `NoOpLossScale()` if nothing in the state scales losses.
 
     Raises:
+        TypeError: if this is no state but a transformation, or a state restored without its types.
         ValueError: if the state holds several loss scales.
 
     Example:
@@ -36,7 +37,7 @@ def get_loss_scale(opt_state: optax.OptState) -> LossScale:
         StaticLossScale(loss_scale=Array(32768., dtype=float32))
     """
     state = _only_loss_scaling_state(opt_state, "get_loss_scale")
-    return NoOpLossScale() if state is None else StaticLossScale(state.loss_scale)
+    return NoOpLossScale() if state is None else StaticLossScale(_array(state.loss_scale))
 
 
 def skipped_steps(opt_state: optax.OptState) -> jax.Array:
@@ -50,7 +51,7 @@ def skipped_steps(opt_state: optax.OptState) -> jax.Array:
         0
     """
     state = _only_loss_scaling_state(opt_state, "skipped_steps")
-    return jnp.zeros((), np.int32) if state is None else state.skipped_steps
+    return jnp.zeros((), np.int32) if state is None else _array(state.skipped_steps)
 
 
 def master_params(params: T, opt_state: optax.OptState) -> T:
@@ -74,7 +75,7 @@ def master_params(params: T, opt_state: optax.OptState) -> T:
         >>> print(optax.apply_updates(params, updates), master_params(params, state))
         1 0.999
     """
-    stored = _stored_by_path(opt_state)
+    stored = _stored_by_path(params, opt_state, "master_params")
 
     def reconstruct(path, p):
         if not _trees.is_floating(p):
@@ -83,7 +84,6 @@ def master_params(params: T, opt_state: optax.OptState) -> T:
         wide = p.astype(_trees.promoted(p.dtype, np.float32))
         if kept is None:
             return wide
-        _require_fit(path, p, kept, "master_params")
         if kind is KahanSummationState:
             return wide + kept.astype(wide.dtype)
         return formats.join_f32(p, kept) if kept.dtype == np.uint16 else kept
@@ -97,7 +97,8 @@ def is_synced(params: Any, opt_state: optax.OptState) -> jax.Array:
     False after parameters were changed from outside (fine-tuning, pruning, a checkpoint of the weights alone): the
     next update would bring the old weights back. Then `resync`. A float32 master must round to its parameter; a
     Kahan compensation must be smaller than the spacing of its parameter. Low bits (`storage="split"`) belong to any
-    parameter, so they are always in sync.
+    parameter, so they are always in sync. (A weight that has just fallen almost to zero may be out of sync until the
+    next step, see `master_weights`.)
 
     Args:
         params: the parameters.
@@ -113,10 +114,8 @@ def is_synced(params: Any, opt_state: optax.OptState) -> jax.Array:
         >>> print(is_synced(params, state), is_synced(params.at[0].set(0), state))
         True False
     """
-    stored = _stored_by_path(opt_state)
+    stored = _stored_by_path(params, opt_state, "is_synced")
     leaves = _trees.leaves_by_path(params)
-    for path, (_, kept) in stored.items():
-        _require_fit(path, leaves.get(path), kept, "is_synced")
     synced = jnp.asarray(True)
     for path, (kind, kept) in stored.items():
         synced &= jnp.all(_in_sync(kind, leaves[path], kept))
@@ -146,14 +145,14 @@ def resync(params: Any, opt_state: T) -> T:
         >>> print(resync(jnp.zeros(2, jnp.bfloat16), state).master)
         [0. 0.]
     """
+    _stored_by_path(params, opt_state, "resync")
     leaves = _trees.leaves_by_path(params)
 
     def mend(kind):
         def mend_leaf(path, kept):
             if _trees.is_masked(kept) or kept.dtype == np.uint16:
                 return kept
-            p: Any = leaves.get(path)
-            _require_fit(path, p, kept, "resync")
+            p = leaves[path]
             fresh = p.astype(kept.dtype) if kind is MasterWeightsState else jnp.zeros_like(kept)
             return jnp.where(_in_sync(kind, p, kept), kept, fresh)
 
@@ -174,13 +173,36 @@ def resync(params: Any, opt_state: T) -> T:
 _FIELDS: dict[type, str] = {MasterWeightsState: "master", KahanSummationState: "compensation"}
 
 
-def _stored_by_path(opt_state: Any) -> dict[_trees.Path, tuple[type, Any]]:
-    """What an optimizer state keeps of each parameter, and the type of the state that does."""
-    stored = {}
+def _stored_by_path(params: Any, opt_state: Any, caller: str) -> dict[_trees.Path, tuple[type, Any]]:
+    """What an optimizer state keeps of each parameter, and the type of the state that does; raises if it misfits."""
+    _require_types(opt_state, caller)
+    stored: dict[_trees.Path, tuple[type, Any]] = {}
     for kind, field in _FIELDS.items():
         for state in _trees.find_states(opt_state, kind):
             stored |= {path: (kind, kept) for path, kept in _trees.leaves_by_path(getattr(state, field)).items()}
+    leaves = _trees.leaves_by_path(params)
+    for path, (_, kept) in stored.items():
+        _require_fit(path, leaves.get(path), kept, caller)
     return stored
+
+
+def _require_types(opt_state: Any, caller: str) -> None:
+    """Raises for what is no state, and for a state whose NamedTuples a checkpoint gave back as dictionaries."""
+    if callable(getattr(opt_state, "init", None)):
+        raise TypeError(f"`{caller}` needs an optimizer state, but got a transformation; `init` makes its state.")
+    kinds = (*_FIELDS, LossScalingState)
+    is_untyped = lambda x: isinstance(x, dict) and any(set(x) == set(kind._fields) for kind in kinds)
+    if any(is_untyped(part) for part in jax.tree.leaves(opt_state, is_leaf=is_untyped)):
+        raise TypeError(
+            f"`{caller}`: the optimizer state was restored without its types: what was a NamedTuple is a dictionary. "
+            "Restore it into `jax.eval_shape(tx.init, params)`."
+        )
+
+
+def _array(leaf: Any) -> jax.Array:
+    """The array in a leaf of a state: `flax.nnx.Optimizer` puts each into a variable."""
+    (array,) = jax.tree.leaves(leaf)
+    return array
 
 
 def _in_sync(kind: type, p: jax.Array, kept: jax.Array) -> Any:
@@ -206,6 +228,7 @@ def _require_fit(path: _trees.Path, p: Any, kept: Any, caller: str) -> None:
 
 
 def _only_loss_scaling_state(opt_state: Any, caller: str) -> LossScalingState | None:
+    _require_types(opt_state, caller)
     states = _trees.find_states(opt_state, LossScalingState)
     if len(states) > 1:
         raise ValueError(

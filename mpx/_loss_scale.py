@@ -120,7 +120,7 @@ class DynamicLossScale:
 
     Attributes:
         loss_scale: float32 scalar.
-        counter: int32 scalar, good steps since the scale or the gradients last misbehaved or it grew.
+        counter: int32 scalar, good steps since the scale last grew or a step was bad.
         period: after how many good steps in a row the scale grows.
         factor: by how much it grows and shrinks.
         min_loss_scale: it never shrinks below this.
@@ -285,7 +285,8 @@ def require_powers_of_two(loss_scale: LossScale, caller: str) -> None:
     if not isinstance(loss_scale, LossScale):
         raise TypeError(
             f"`{caller}`: `loss_scale` must be a NoOpLossScale, StaticLossScale or DynamicLossScale, but got "
-            f"{type(loss_scale).__name__}; a number goes into `StaticLossScale(number)`."
+            f"{_what_came(loss_scale)}; a number goes into `StaticLossScale(number)`, and of an optimizer state take "
+            "`get_loss_scale(opt_state)`."
         )
     numbers = {"loss_scale": loss_scale.loss_scale}
     if isinstance(loss_scale, DynamicLossScale):
@@ -293,7 +294,7 @@ def require_powers_of_two(loss_scale: LossScale, caller: str) -> None:
     wrong = {
         name: number
         for name, number in numbers.items()
-        if not isinstance(number, Tracer) and not is_power_of_two(np.asarray(number).item())
+        if not isinstance(number, Tracer) and not _divides_exactly(np.asarray(number).item())
     }
     if wrong:
         listed = ", ".join(f"{name}={number}" for name, number in wrong.items())
@@ -303,9 +304,18 @@ def require_powers_of_two(loss_scale: LossScale, caller: str) -> None:
         )
 
 
+def _what_came(value: Any) -> str:
+    return f"the class {value.__name__}, which wants to be called" if isinstance(value, type) else type(value).__name__
+
+
 def saturating_increment(count: jax.Array) -> jax.Array:
     """`count + 1`, which stays at the largest int32 instead of wrapping around."""
     return jnp.where(count < _COUNTER_MAX, count + 1, count)
+
+
+def _divides_exactly(number: float) -> bool:
+    """A power of two whose reciprocal is a normal float32 number."""
+    return is_power_of_two(number) and 2.0**-126 <= number <= 2.0**126
 
 
 class _NotABooleanScalarError(TypeError, AssertionError):

@@ -49,7 +49,8 @@ class Policy:
         compute_dtype: in which the model computes.
         output_dtype: in which the model's results leave it.
         overrides: pairs `(pattern, dtype)`. A parameter whose "/"-joined path a pattern (a regular expression)
-            is found in is stored and computed in that dtype instead. The first match wins.
+            is found in is stored and computed in that dtype instead. The first match wins. The path is that in the
+            tree which is cast: cast parameters and inputs one by one, not as a pair.
 
     Raises:
         TypeError: if one of the dtypes is not understood, or an override is not a pair.

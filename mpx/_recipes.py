@@ -2,10 +2,11 @@
 
 from collections.abc import Hashable
 
+import jax
 import numpy as np
 import optax
 
-from mpx import _checks
+from mpx import _checks, _trees
 from mpx._loss_scale import LossScale
 from mpx._policy import Policy, get_policy
 from mpx._transforms.loss_scaling import loss_scaling
@@ -23,8 +24,9 @@ def mixed_precision(
     """Makes any rule train a model under a policy: masters where they are needed, loss scaling where it is.
 
     - Parameters stored in less than float32 (by the policy or an override) get `master_weights`.
-    - A float16 compute dtype gets `loss_scaling`, around the masters.
-    - Under a policy that needs neither, `inner` is returned as it is.
+    - Where gradients are float16, because the model computes in it or stores parameters in it, they get
+      `loss_scaling`, around the masters.
+    - Under a policy that needs neither, the rule stays what it is.
 
     Args:
         inner: any Optax transformation or chain.
@@ -38,8 +40,8 @@ def mixed_precision(
 
     Raises:
         TypeError: if `inner` is not a transformation.
-        ValueError: if the policy string cannot be read; or if `storage`, `loss_scale` or `axis_name` is given and the
-            policy has no use for it.
+        ValueError: if the policy string cannot be read; if `storage`, `loss_scale` or `axis_name` is given and the
+            policy has no use for it; at `init`, if the policy stores parameters below float32 and none is.
 
     Example:
         >>> tx = mixed_precision(optax.adamw(3e-4), "params=bf16,compute=bf16,output=f32", storage="split")
@@ -57,15 +59,33 @@ def mixed_precision(
     tx = _checks.as_transformation(inner, "mixed_precision")
     stored = [policy.param_dtype, *(dtype for _, dtype in policy.overrides)]
     needs_masters = any(np.dtype(dtype).itemsize < 4 for dtype in stored)
-    needs_scaling = policy.compute_dtype == np.float16
+    needs_scaling = any(np.dtype(dtype) == np.float16 for dtype in (policy.compute_dtype, *stored))
     _require_use("storage", storage != "full", needs_masters, policy, "stores no parameters below float32")
-    _require_use("loss_scale", loss_scale is not None, needs_scaling, policy, "does not compute in float16")
-    _require_use("axis_name", axis_name is not None, needs_scaling, policy, "does not compute in float16")
+    _require_use("loss_scale", loss_scale is not None, needs_scaling, policy, "has no float16 in it")
+    _require_use("axis_name", axis_name is not None, needs_scaling, policy, "has no float16 in it")
     if needs_masters:
-        tx = master_weights(tx, storage=storage)
+        tx = _checked_at_init(master_weights(tx, storage=storage), policy)
     if needs_scaling:
         tx = loss_scaling(tx, loss_scale, axis_name=axis_name)
     return tx
+
+
+def _checked_at_init(
+    tx: optax.GradientTransformationExtraArgs, policy: Policy
+) -> optax.GradientTransformationExtraArgs:
+    """Refuses parameters that nobody has cast, on which masters would do nothing."""
+    narrow = lambda tree: any(_trees.is_narrower(leaf, np.dtype(np.float32)) for leaf in jax.tree.leaves(tree))
+
+    def init_fn(params):
+        shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype) if _trees.is_floating(p) else p, params)
+        if narrow(policy.cast_to_param(shapes)) and not narrow(params):
+            raise ValueError(
+                f"`mixed_precision`: the policy {str(policy)!r} stores parameters below float32, but all of those "
+                "given are float32 or wider. Cast them first: `params = policy.cast_to_param(params)`."
+            )
+        return tx.init(params)
+
+    return optax.GradientTransformationExtraArgs(init_fn, tx.update)
 
 
 def _require_use(argument: str, given: bool, needed: bool, policy: Policy, reason: str) -> None:

@@ -15,6 +15,8 @@ from jax.typing import DTypeLike
 T = TypeVar("T")
 Path = tuple[Any, ...]
 
+_NNX_VALUE = jax.tree_util.GetAttrKey("value")
+
 
 def is_floating(leaf: Any) -> bool:
     """True for an array (or shape) of real floating numbers of 16 bits or more.
@@ -56,7 +58,9 @@ def is_masked(leaf: Any) -> bool:
 
 
 def path_string(path: Path) -> str:
-    """A key path in the form `layers/0/kernel`."""
+    """A key path in the form `layers/0/kernel`; the `value` of a Flax NNX variable goes by the variable's name."""
+    if len(path) > 1 and path[-1] == _NNX_VALUE:
+        path = path[:-1]
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
@@ -81,11 +85,12 @@ def dtype_and_shape(leaf: Any) -> str:
     return type(leaf).__name__
 
 
-def cast_tree(tree: T, dtype: DTypeLike) -> T:
-    """Casts all floating leaves of a tree to one dtype; see `cast_by_path`."""
+def cast_tree(tree: T, dtype: DTypeLike, which: Callable[[Any], bool] = lambda leaf: True) -> T:
+    """Casts the floating leaves of a tree, or those that a function picks, to one dtype; see `cast_by_path`."""
     dtype = np.dtype(dtype)
     leaves, treedef = jax.tree.flatten(tree)
-    return treedef.unflatten(_cast_leaves(leaves, [dtype if is_floating(leaf) else None for leaf in leaves]))
+    dtypes = [dtype if is_floating(leaf) and which(leaf) else None for leaf in leaves]
+    return treedef.unflatten(_cast_leaves(leaves, dtypes))
 
 
 def cast_by_path(tree: T, dtype_at: Callable[[Path], np.dtype]) -> T:

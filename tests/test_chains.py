@@ -19,6 +19,7 @@ CHANGES = {
     "global norm": optax.clip_by_global_norm(1.0),
     "clip": optax.clip(1.0),
     "decay": optax.add_decayed_weights(1e-4),
+    "nonnegative": optax.keep_params_nonnegative(),
     "zero nans and scale": optax.chain(optax.zero_nans(), optax.scale(2.0)),
     "ema": optax.ema(0.9),
     "bfloat16": optax.stateless(lambda updates, params: jax.tree.map(lambda u: u.astype(jnp.bfloat16), updates)),
@@ -28,6 +29,11 @@ HARMLESS_AROUND = {
     "clipped gradients": lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
     "identity after": lambda tx: optax.chain(tx, optax.identity()),
     "a snapshot after": lambda tx: optax.chain(tx, optax.snapshot("norm", optax.tree.norm)),
+    "a snapshot of all updates": lambda tx: optax.chain(tx, optax.snapshot("updates", lambda updates: updates)),
+    "flatten": optax.flatten,
+    "named chain": lambda tx: optax.named_chain(("clip", optax.clip(1.0)), ("rule", tx)),
+    "conditionally mask": lambda tx: optax.conditionally_mask(tx, lambda step, **_: step < 3),
+    "freeze": lambda tx: optax.chain(tx, optax.freeze({"bias": False, "kernel": True})),
     "loss scaling": mpx.loss_scaling,
     "multi steps": lambda tx: optax.MultiSteps(tx, 4),
     "multi steps inside loss scaling": lambda tx: mpx.loss_scaling(optax.MultiSteps(tx, 4)),
@@ -59,9 +65,31 @@ def test_it_is_caught_inside_wrappers_too(around):
         mpx.check_chain(HARMLESS_AROUND[around](bad))
 
 
-def test_the_same_change_inside_the_wrapper_is_right():
-    for change in CHANGES.values():
-        mpx.check_chain(mpx.master_weights(optax.chain(optax.adam(1e-3), change)))
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_same_change_inside_the_wrapper_is_right(change):
+    mpx.check_chain(mpx.master_weights(optax.chain(optax.adam(1e-3), CHANGES[change])))
+
+
+@pytest.mark.parametrize("wrapper", [mpx.upcast, mpx.master_weights])
+@pytest.mark.parametrize("final", FINAL)
+def test_a_rounding_inside_a_wrapper_that_leaves_it_nothing_to_do_is_caught(final, wrapper):
+    """It sees float32 parameters: `upcast(chain(rule, kahan_summation()))` trains like `upcast(rule)`."""
+    with pytest.raises(ValueError, match=f"`{final}` stands inside `upcast` or `master_weights`, sees float32"):
+        mpx.check_chain(wrapper(optax.chain(optax.clip(1.0), FINAL[final]())))
+
+
+def test_a_program_that_is_called_twice_is_followed_each_time():
+    """The first call, on a final update, must leave nothing behind for the second, on something else."""
+    double = jax.jit(lambda x: x * 2)
+
+    def update(updates, state, params=None):
+        del params
+        jax.tree.map(double, updates)
+        return updates | {"bias": double(jnp.ones(8))}, state
+
+    logged = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    params = {"bias": jax.ShapeDtypeStruct((8,), jnp.float32), "kernel": jax.ShapeDtypeStruct((8,), jnp.bfloat16)}
+    mpx.check_chain(optax.chain(mpx.master_weights(optax.sgd(1.0)), logged), params)
 
 
 def test_masters_after_the_rule_that_they_should_wrap_are_caught():

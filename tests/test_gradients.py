@@ -307,20 +307,44 @@ def test_nnx_gradients_of_a_bfloat16_model_are_float32():
     assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {F32}
 
 
-def equinox_value_and_grad(fun, *, argnums, has_aux):
-    """Equinox differentiates the first argument and takes no `argnums`."""
-    assert argnums == 0
-    return eqx.filter_value_and_grad(fun, has_aux=has_aux)
-
-
-def test_equinox_filter_value_and_grad_differentiates_a_module_through_a_small_adapter():
+def test_equinox_filter_value_and_grad_differentiates_a_module():
+    """It takes no `argnums`, so it is told none."""
     model = eqx.nn.MLP(3, 1, 4, 1, key=jax.random.key(0))
     loss = lambda model, x: jax.vmap(model)(x).mean()
     x = jnp.ones((4, 3))
-    value, grads = mpx.value_and_grad(loss, SCALE, transform=equinox_value_and_grad)(model, x)
+    value, grads = mpx.value_and_grad(loss, SCALE, transform=eqx.filter_value_and_grad)(model, x)
     expected_value, expected = eqx.filter_value_and_grad(loss)(model, x)
     assert_same_bits(value, expected_value)
     assert_same_bits(unscaled(grads, 2.0**16), jax.tree.map(np.asarray, expected))
+
+
+@pytest.mark.parametrize(
+    ("function", "has_aux", "message"),
+    [
+        (lambda w: (w.sum(), w), False, r"returned a tuple\. For a pair \(loss, aux\) give `has_aux=True`"),
+        (lambda w: None, False, "returned a NoneType"),
+        (lambda w: w.sum(), True, r"needs a function that returns a pair \(loss, aux\), but it returned float32\[\]"),
+    ],
+)
+def test_a_result_of_another_form_than_announced_is_refused(function, has_aux, message):
+    with pytest.raises(TypeError, match=message):
+        mpx.value_and_grad(function, has_aux=has_aux)(jnp.ones(2))
+
+
+def test_gradients_of_complex_and_real_leaves_get_the_same_scale():
+    """A float16 loss under 2**17: half of the scale is multiplied in after differentiation, on every leaf."""
+    params = {"z": jnp.asarray([1 + 2j], jnp.complex64), "w": jnp.ones(1)}
+    loss = lambda p: ((p["z"] * p["z"].conj()).real.sum() + (p["w"] ** 2).sum()).astype(F16)
+    plain_grads = mpx.grad(loss)(params)
+    grads = mpx.grad(loss, mpx.StaticLossScale(2.0**17))(params)
+    assert_same_bits(jax.tree.map(lambda g: g / 2.0**17, grads), plain_grads)
+
+
+def test_float64_gradients_are_not_narrowed():
+    with jax.enable_x64(True):
+        grads = mpx.grad(lambda w: (w * np.pi).sum())(jnp.ones(2, jnp.float64))
+        assert grads.dtype == np.float64
+        assert grads[0] == np.pi
 
 
 # --- inside jax's transformations -------------------------------------------------------------------------------------

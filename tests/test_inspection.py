@@ -1,10 +1,12 @@
 import re
 
+import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import mpx
 from tests.helpers import assert_same_bits
@@ -158,6 +160,46 @@ def test_the_loss_scale_can_be_passed_through_jit():
     state = mpx.loss_scaling(optax.sgd(1.0)).init(jnp.ones(2))
     scale = jax.jit(lambda scale: scale.loss_scale * 2)(mpx.get_loss_scale(state))
     assert float(scale) == 2.0**16
+
+
+@pytest.mark.parametrize("policy", ["params=f16,compute=f16,output=f32", "params=bf16,compute=bf16,output=f32"])
+def test_an_nnx_optimizer_is_looked_into_inside_nnx_jit(policy):
+    """`nnx.Optimizer` keeps each array of a state in a variable."""
+    policy = mpx.get_policy(policy)
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    nnx.update(model, policy.cast_to_param(nnx.state(model)))
+    optimizer = nnx.Optimizer(model, mpx.mixed_precision(optax.adam(1e-2), policy), wrt=nnx.Param)
+    x = jnp.ones((4, 2), policy.compute_dtype)
+
+    @nnx.jit
+    def step(model, optimizer):
+        loss_fn = lambda model: (model(x).astype(jnp.float32) ** 2).mean()
+        scale = mpx.get_loss_scale(optimizer.opt_state)
+        loss, grads = mpx.value_and_grad(loss_fn, scale, transform=nnx.value_and_grad)(model)
+        optimizer.update(model, grads)
+        return loss
+
+    losses = [float(step(model, optimizer)) for _ in range(5)]
+    assert losses[-1] < losses[0]
+    skipped = mpx.skipped_steps(optimizer.opt_state)
+    assert_same_bits(skipped, jnp.int32(0))
+    assert mpx.is_synced(nnx.state(model, nnx.Param), optimizer.opt_state)
+    assert model.kernel.get_value().dtype == policy.param_dtype
+
+
+@pytest.mark.parametrize("function", [mpx.master_params, mpx.is_synced, mpx.resync])
+def test_a_state_restored_without_its_types_is_refused(function):
+    params, state = trained(mpx.loss_scaling(KEEPERS["full"]()))
+    untyped = flax.serialization.to_state_dict(state)
+    with pytest.raises(TypeError, match="was restored without its types: what was a NamedTuple is a dictionary"):
+        function(params, untyped)
+    with pytest.raises(TypeError, match="was restored without its types"):
+        mpx.get_loss_scale(untyped)
+
+
+def test_a_transformation_in_place_of_its_state_is_refused():
+    with pytest.raises(TypeError, match="needs an optimizer state, but got a transformation"):
+        mpx.get_loss_scale(mpx.loss_scaling(optax.sgd(1.0)))
 
 
 def test_skipped_steps_counts_them():

@@ -106,6 +106,14 @@ def test_paths_are_joined_by_slashes_whatever_the_containers_are():
     }
 
 
+def test_the_value_of_an_nnx_variable_goes_by_the_name_of_the_variable():
+    state = nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    assert set(strings(_trees.leaves_by_path(state))) == {"bias", "kernel"}
+    policy = mpx.get_policy("bf16", overrides=(("bias$", jnp.float32),))
+    cast = policy.cast_to_param(state)
+    assert (cast["bias"].get_value().dtype, cast["kernel"].get_value().dtype) == (np.float32, BF16)
+
+
 def test_the_path_of_a_tree_that_is_one_leaf_is_empty():
     assert strings(_trees.leaves_by_path(5)) == {"": 5}
 
@@ -254,10 +262,10 @@ def test_an_nnx_module_and_its_state_are_cast_but_for_their_keys_and_counters():
         assert type(cast) is type(tree)
         dtypes = {path: str(leaf.dtype) for path, leaf in strings(_trees.leaves_by_path(cast)).items()}
         assert dtypes == {
-            "layers/0/bias/value": "bfloat16",
-            "layers/0/kernel/value": "bfloat16",
-            "layers/1/rngs/count/value": "uint32",
-            "layers/1/rngs/key/value": "key<fry>",
+            "layers/0/bias": "bfloat16",
+            "layers/0/kernel": "bfloat16",
+            "layers/1/rngs/count": "uint32",
+            "layers/1/rngs/key": "key<fry>",
         }
     assert model.layers[0].kernel.dtype == F32  # the module itself is left alone
 

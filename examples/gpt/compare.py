@@ -27,8 +27,8 @@ optimizer's moments; every recipe of mpx ends where f32 ends. Times are no guide
 import dataclasses
 import itertools
 import math
-import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -266,14 +266,21 @@ def require_folder(out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise typer.BadParameter(f"cannot make the folder {out}: {error.strerror}.", param_hint="--out") from error
-    if not os.access(out, os.W_OK):
-        raise typer.BadParameter(f"cannot write into the folder {out}.", param_hint="--out")
+    try:
+        with tempfile.TemporaryFile(dir=out):  # permissions alone do not tell
+            pass
+    except OSError as error:
+        raise typer.BadParameter(
+            f"cannot write into the folder {out}: {error.strerror}.", param_hint="--out"
+        ) from error
 
 
 def main(
     text: Annotated[
         Path | None,
-        typer.Option(help="File or folder to train on, 4 MB at most; without it Python's standard library."),
+        typer.Option(
+            help="File or folder to train on, of which the first 4 MB are used; without it Python's standard library."
+        ),
     ] = None,
     recipes: Annotated[
         list[str] | None, typer.Option(help=f"Of {', '.join(ALL_NAMES)}; separated by commas or in several options.")

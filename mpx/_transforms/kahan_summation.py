@@ -1,5 +1,6 @@
 """`kahan_summation`: what a low-precision parameter could not take of its updates is added next time."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
-from mpx import _checks, _trees, formats
+from mpx import _checks, _trees
 from mpx._writeback import landing_update, on_grid
 
 
@@ -77,7 +78,9 @@ def kahan_summation(dtype: DTypeLike | None = None) -> optax.GradientTransformat
     def update_fn(updates, state, params=None, **extra_args):
         del extra_args
         _checks.require_params(params, "kahan_summation")
+        _checks.require_state(state, KahanSummationState, "kahan_summation")
         _checks.require_differentiable(updates, "kahan_summation")
+        _checks.require_same_shapes(updates, params, "kahan_summation")
         _checks.require_same_leaves(state.compensation, params, _fits, "kahan_summation")
         stepped = jax.tree.map(_step, params, state.compensation, updates)
         is_step = lambda x: isinstance(x, _Step)
@@ -94,13 +97,14 @@ class _Step(NamedTuple):
     compensation: Any
 
 
+@functools.partial(jax.jit, inline=True)
 def _step(p: jax.Array, compensation: Any, update: jax.Array) -> _Step:
     if _trees.is_masked(compensation):
         return _Step(update, compensation)
     wide = p.astype(np.float32)
     y = update.astype(np.float32) + compensation.astype(np.float32)
     new = on_grid(wide + y, p.dtype)
-    rest = formats.round_to(y - (new - wide), compensation.dtype)
+    rest = on_grid(y - (new - wide), compensation.dtype)
     return _Step(landing_update(p, new, "kahan_summation"), rest.astype(compensation.dtype))
 
 

@@ -56,6 +56,7 @@ def loss_scaling(
     parameters, inner state, schedules, step counts and keys keep their bits, and the update is -0.0. Everything
     runs on the device: no callback, no wait.
 
+    Clipping and whatever else is not linear belongs inside: in front of this it would see scaled gradients.
     `inner` sees the parameters as they are. Around a bare Optax rule for 16-bit parameters put `upcast` or
     `master_weights` between the two, or the rule keeps its moments in 16 bits.
 
@@ -99,6 +100,7 @@ def loss_scaling(
         )
 
     def update_fn(updates, state, params=None, **extra_args):
+        _checks.require_state(state, LossScalingState, "loss_scaling")
         _checks.require_differentiable(updates, "loss_scaling")
         finite = all_finite(updates)
         if axis_name is not None:
@@ -106,7 +108,7 @@ def loss_scaling(
         grads = StaticLossScale(state.loss_scale).unscale(widen(updates, np.dtype(np.float32)))
         updates, inner_state = inner.update(grads, state.inner_state, params, **extra_args)
         inner_state = with_types_of(state.inner_state, inner_state)
-        unchanged = jax.tree.map(lambda u: jnp.full_like(u, -0.0), updates)
+        unchanged = jax.tree.map(_minus_zero, updates)
         return select_tree(finite, updates, unchanged), LossScalingState(
             *_adapted(settings, state, finite),
             skipped_steps=jnp.where(finite, state.skipped_steps, saturating_increment(state.skipped_steps)),
@@ -114,6 +116,13 @@ def loss_scaling(
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _minus_zero(update: jax.Array) -> jax.Array:
+    """What changes no bit when it is added: +0.0 would turn -0.0 into +0.0."""
+    if jnp.iscomplexobj(update):
+        return jnp.full_like(update, complex(-0.0, -0.0))
+    return jnp.full_like(update, -0.0)
 
 
 def _adapted(settings: LossScale, state: LossScalingState, finite: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

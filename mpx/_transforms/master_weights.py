@@ -1,5 +1,6 @@
 """`master_weights`: float32 parameters in the state, or the 16 bits that bfloat16 ones lack."""
 
+import functools
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -46,8 +47,10 @@ def master_weights(
             masters and store nothing.
         storage: `"full"` keeps masters whole, 4 bytes a parameter. `"split"` keeps, for each bfloat16 leaf, only
             the 16 low bits of its master, 2 bytes a parameter: parameter and low bits together are the master.
-            It has the same masters as `"full"`; parameters are rounded with ties away from zero. A parameter
-            changed from outside is taken as it is. Masters whose bfloat16 rounding would be infinite saturate.
+            It has the same masters as `"full"`, but for a weight that falls almost to zero, see above: it is its
+            parameter then. Parameters are rounded with ties away from zero, those of `"full"` with ties to even.
+            A parameter changed from outside is taken as it is. Masters whose bfloat16 rounding would be infinite
+            saturate.
             float16 leaves keep full masters under both.
 
     Returns:
@@ -55,10 +58,11 @@ def master_weights(
         stored there as the largest finite number.
 
     Raises:
-        TypeError: if `inner` is not a transformation; at `update`, if a gradient is not floating.
+        TypeError: if `inner` is not a transformation; at `update`, if a gradient is not floating, or the state not one
+            of `master_weights`.
         ValueError: if `storage` or `dtype` is unknown or do not go together; at `init`, if a 16-bit leaf would get
-            a float64 master; at `update`, without parameters, or with parameters of another tree, shape or dtype
-            than at `init`.
+            a float64 master; at `update`, without parameters, with parameters of another tree, shape or dtype than at
+            `init`, or with updates of other shapes.
 
     Example:
         >>> params = {"w": jnp.ones(3, jnp.bfloat16)}
@@ -89,9 +93,11 @@ def master_weights(
 
     def update_fn(updates, state, params=None, **extra_args):
         _checks.require_params(params, "master_weights")
+        _checks.require_state(state, MasterWeightsState, "master_weights")
         _checks.require_same_leaves(state.master, params, lambda s, p: _fits(s, p, dtype, storage), "master_weights")
         masters = load_masters(params, state.master)
         updates, inner_state = inner.update(updates, state.inner_state, masters, **extra_args)
+        _checks.require_same_shapes(updates, params, "master_weights")
         new_masters = optax.apply_updates(masters, updates)
         stepped = jax.tree.map(_step, params, state.master, updates, new_masters)
         is_step = lambda x: isinstance(x, _Step)
@@ -126,8 +132,9 @@ def _initial(p: jax.Array, master: jax.Array, dtype: np.dtype, storage: Storage)
     return jnp.zeros_like(p, np.uint16) if _is_split(p, storage) else master
 
 
+@functools.partial(jax.jit, inline=True)
 def _step(p: jax.Array, stored: Any, update: jax.Array, new_master: jax.Array) -> _Step:
-    """One parameter's emitted update, and what is stored for it."""
+    """One parameter's emitted update, and what is stored for it; traced once for all parameters of a shape."""
     if _trees.is_masked(stored):
         return _Step(update, stored)
     if stored.dtype != np.uint16:

@@ -1,5 +1,6 @@
 """`stochastic_rounding`: low-precision parameters that take every update in the mean."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +27,7 @@ def stochastic_rounding(key: jax.Array) -> optax.GradientTransformationExtraArgs
 
     The last element of a chain. An update of a hundredth of the distance to the next number moves one weight in a
     hundred all the way, instead of none. It stores nothing but a key, and adds noise where masters and Kahan
-    summation add none.
+    summation add none. Inside `jax.shard_map` over sharded parameters every device draws the same noise for its part.
 
     Args:
         key: a PRNG key, typed (`jax.random.key`) or raw (`jax.random.PRNGKey`). It is copied, so that donating
@@ -62,6 +63,8 @@ def stochastic_rounding(key: jax.Array) -> optax.GradientTransformationExtraArgs
     def update_fn(updates, state, params=None, **extra_args):
         del extra_args
         _checks.require_params(params, "stochastic_rounding")
+        _checks.require_state(state, StochasticRoundingState, "stochastic_rounding")
+        _checks.require_same_shapes(updates, params, "stochastic_rounding")
         _checks.require_differentiable(updates, "stochastic_rounding")
         this_step, next_step = jax.random.split(jax.random.wrap_key_data(state.key, impl=implementation))
         leaves, treedef = jax.tree.flatten(params)
@@ -74,6 +77,7 @@ def stochastic_rounding(key: jax.Array) -> optax.GradientTransformationExtraArgs
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
+@functools.partial(jax.jit, inline=True)
 def _step(key: jax.Array, p: jax.Array, update: jax.Array) -> jax.Array:
     if not _trees.is_narrower(p, np.dtype(np.float32)):
         return update

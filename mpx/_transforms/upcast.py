@@ -35,7 +35,8 @@ def upcast(
     A rule on bfloat16 parameters keeps bfloat16 moments, rounds its hyper-parameters to bfloat16 (0.999 becomes
     1) and divides by an epsilon that float16 does not have. Inside `upcast` it does what it does in float32,
     to the bit. The parameters themselves stay as they are: to keep what their dtype cannot hold of an update,
-    use `master_weights`, or `kahan_summation` or `stochastic_rounding` after this.
+    use `master_weights`, or `kahan_summation` or `stochastic_rounding` *after* this, in a chain: inside, they would
+    see float32 parameters, of which nothing is lost, and do nothing.
 
     Args:
         inner: any Optax transformation or chain.
@@ -67,6 +68,7 @@ def upcast(
         return UpcastState(settled(inner.init(params), params))
 
     def update_fn(updates, state, params=None, **extra_args):
+        _checks.require_state(state, UpcastState, "upcast")
         _checks.require_differentiable(updates, "upcast")
         updates, params, extra_args = widen((updates, params, extra_args), dtype)
         updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
@@ -85,10 +87,7 @@ def widen(tree: T, dtype: np.dtype) -> T:
             return lax.convert_element_type(leaf, _trees.promoted(leaf.dtype, dtype))
         return leaf
 
-    leaves, treedef = jax.tree.flatten(tree)
-    narrow = [leaf if _trees.is_narrower(leaf, dtype) else None for leaf in leaves]
-    wide = _trees.cast_tree(narrow, dtype)
-    return treedef.unflatten([firm(leaf) if new is None else new for leaf, new in zip(leaves, wide, strict=True)])
+    return jax.tree.map(firm, _trees.cast_tree(tree, dtype, which=lambda leaf: leaf.dtype.itemsize < dtype.itemsize))
 
 
 def settled(state: T, params: Any) -> T:

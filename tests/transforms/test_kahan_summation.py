@@ -62,6 +62,15 @@ def test_a_compensation_of_float16_loses_what_bfloat16_keeps():
     assert float(narrow) == 2.0**-10
 
 
+@pytest.mark.parametrize(("start", "update"), [(1e8, 3e5), (-1e8, -3e5)])
+def test_a_compensation_beyond_the_range_of_its_dtype_does_not_become_infinite(start, update):
+    """A bfloat16 weight of 1e8 lacks more than float16 can hold."""
+    tx = mpx.kahan_summation(jnp.float16)
+    params, state = add_repeatedly(tx, jnp.full((), start, jnp.bfloat16), jnp.float32(update), 20)
+    assert jnp.isfinite(params)
+    assert jnp.isfinite(state.compensation)
+
+
 def test_numbers_below_the_smallest_normal_one_keep_their_roundings():
     """Integer roundings see the subnormals of float16; 2**-20 is one."""
     params = jnp.full((), 2.0**-20, jnp.float16)

@@ -93,6 +93,13 @@ def test_a_skipped_update_is_minus_zero():
     assert (bits(updates) == 0x8000_0000).all()
 
 
+def test_a_skipped_update_of_a_complex_leaf_is_minus_zero_in_both_parts():
+    tx = mpx.loss_scaling(optax.sgd(1.0))
+    params = jnp.asarray([complex(-0.0, -0.0)], jnp.complex64)
+    updates, _ = tx.update(jnp.asarray([complex(1.0, jnp.nan)], jnp.complex64), tx.init(params))
+    assert_same_bits(optax.apply_updates(params, updates), params)
+
+
 @pytest.mark.parametrize("exponent", [0, 1, 15, 24])
 def test_the_training_is_the_same_under_any_power_of_two_scale(exponent):
     scale = mpx.StaticLossScale(2.0**exponent)
@@ -203,6 +210,7 @@ class TestErrors:
         [
             (mpx.StaticLossScale(1000), "loss_scale=1000"),
             (mpx.StaticLossScale(0), "loss_scale=0"),
+            (mpx.StaticLossScale(2.0**127), "loss_scale=1.7"),  # its reciprocal is subnormal
             (mpx.DynamicLossScale(jnp.float32(3)), "loss_scale=3.0"),
             (mpx.DynamicLossScale(factor=1.5), "factor=1.5"),
             (mpx.DynamicLossScale(min_loss_scale=0.3), "min_loss_scale=0.3"),

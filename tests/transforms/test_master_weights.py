@@ -203,6 +203,43 @@ class TestErrors:
         assert [re.match(r"  '(.)'", line)[1] for line in lines[1:-1]] == ["c", "d", "a", "b"]
         assert "'a': bfloat16[3], but the state keeps" in str(error.value)
 
+    @pytest.mark.parametrize("tx", [mpx.master_weights(optax.sgd(0.1)), mpx.kahan_summation()])
+    def test_updates_of_another_shape_are_refused_instead_of_growing_the_state(self, tx):
+        params = {"w": jnp.ones(2, jnp.bfloat16)}
+        with pytest.raises(ValueError, match=r"'w': update float32\[3, 1\], parameter bfloat16\[2\]"):
+            tx.update({"w": jnp.ones((3, 1))}, tx.init(params), params)
+
+    @pytest.mark.parametrize(
+        "tx",
+        [
+            mpx.upcast(optax.sgd(0.1)),
+            mpx.master_weights(optax.sgd(0.1)),
+            mpx.loss_scaling(optax.sgd(0.1)),
+            mpx.kahan_summation(),
+            mpx.stochastic_rounding(jax.random.key(0)),
+        ],
+    )
+    def test_the_state_of_something_else_is_refused(self, tx):
+        params = jnp.ones(2, jnp.bfloat16)
+        with pytest.raises(TypeError, match=r"needs the `\w+State` that its `init` made, but got tuple"):
+            tx.update(jnp.ones(2), optax.sgd(0.1).init(params), params)
+
+    def test_parameters_whose_dtype_changed_get_told_why_that_happens(self):
+        """`equinox.apply_updates` adds without casting back."""
+        tx = mpx.master_weights(optax.sgd(0.1))
+        params = {"w": jnp.ones(2, jnp.bfloat16)}
+        message = (
+            r"'w': float32\[2\], but the state keeps what is missing of a 16-bit one(.|\n)*`equinox.apply_updates`"
+        )
+        with pytest.raises(ValueError, match=message):
+            tx.update({"w": jnp.ones(2)}, tx.init(params), {"w": jnp.ones(2)})
+
+    def test_float64_masters_without_64_bit_mode_are_refused(self):
+        with pytest.raises(
+            ValueError, match="float64 needs 64-bit mode; set the environment variable JAX_ENABLE_X64=1"
+        ):
+            mpx.master_weights(optax.sgd(0.1), jnp.float64)
+
     def test_integer_gradients_are_refused(self):
         tx = mpx.master_weights(optax.sgd(0.1))
         params = jnp.ones(2, jnp.bfloat16)

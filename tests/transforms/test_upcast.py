@@ -69,7 +69,7 @@ def test_injected_hyperparameters_are_not_rounded_to_the_parameters_dtype():
 
 @pytest.mark.parametrize("wrapper", [mpx.upcast, mpx.master_weights, mpx.loss_scaling])
 def test_what_is_not_a_transformation_is_refused(wrapper):
-    with pytest.raises(TypeError, match=r"needs an Optax gradient transformation as `inner`, but got float\.$"):
+    with pytest.raises(TypeError, match=r"needs an Optax gradient transformation, but got float\.$"):
         wrapper(1e-3)
     with pytest.raises(TypeError, match=r"got function\. Call it with its settings first, as in `optax.adamw\(1e-3\)`"):
         wrapper(optax.adamw)
