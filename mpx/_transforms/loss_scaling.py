@@ -21,7 +21,7 @@ from mpx._loss_scale import (
     saturating_increment,
     select_tree,
 )
-from mpx._transforms.upcast import settled, widen, with_types_of
+from mpx._transforms.upcast import settled, with_types_of
 
 
 class LossScalingState(NamedTuple):
@@ -90,12 +90,12 @@ def loss_scaling(
     _check_settings(settings)
 
     def init_fn(params):
-        zero = lambda: jnp.zeros((), np.int32)  # a buffer each: donation refuses one given twice
+        # Copies, a buffer each: donation deletes them, and refuses one that is given twice.
         return LossScalingState(
             loss_scale=jnp.array(settings.loss_scale, np.float32, copy=True),
             good_steps=jnp.array(getattr(settings, "counter", 0), np.int32, copy=True),
             bad_steps=jnp.array(getattr(settings, "bad_steps", None) or 0, np.int32, copy=True),
-            skipped_steps=zero(),
+            skipped_steps=jnp.zeros((), np.int32),
             inner_state=settled(inner.init(params), params),
         )
 
@@ -105,7 +105,7 @@ def loss_scaling(
         finite = all_finite(updates)
         if axis_name is not None:
             finite = lax.pmin(finite.astype(np.int32), axis_name) == 1
-        grads = StaticLossScale(state.loss_scale).unscale(widen(updates, np.dtype(np.float32)))
+        grads = StaticLossScale(state.loss_scale).unscale(updates)
         updates, inner_state = inner.update(grads, state.inner_state, params, **extra_args)
         inner_state = with_types_of(state.inner_state, inner_state)
         unchanged = jax.tree.map(_minus_zero, updates)
