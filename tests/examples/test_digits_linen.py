@@ -5,9 +5,6 @@ import sys
 import numpy as np
 import pytest
 
-pytest.importorskip("flax")
-pytest.importorskip("rich")
-
 from examples import digits_linen
 
 pytestmark = pytest.mark.optax_promotion

@@ -2,9 +2,6 @@
 
 import pytest
 
-pytest.importorskip("equinox")
-pytest.importorskip("rich")
-
 from examples import equinox_regression
 
 pytestmark = pytest.mark.optax_promotion
