@@ -82,7 +82,7 @@ def test_jmps_own_test_suite_passes(topic):
     ],
 )
 def test_jmps_test_suite_fails_for_a_wrong_implementation(topic, name, broken):
-    """Negative control of the test above."""
+    """The negative control of "every setting survives" in `test_loss_scale.py`."""
     substitute = mpx_as(f"jmp._src.{topic}")
     setattr(substitute, name, broken)
     assert run_suite(jmp_suite(topic, substitute)).failures
@@ -226,3 +226,10 @@ def test_a_scale_below_the_minimum_is_not_raised_by_a_bad_step_where_jmp_raises_
     assert mpx.DynamicLossScale(start, zero, min_loss_scale=minimum).adjust(bad).loss_scale == 0.5
     with jax.numpy_dtype_promotion("standard"):
         assert jmp.DynamicLossScale(start, zero, min_loss_scale=minimum).adjust(bad).loss_scale == 1.0
+
+
+def test_jmp_loses_its_minimum_at_a_jit_boundary():
+    """The negative control of "every setting survives" in `test_loss_scale.py`."""
+    scale = jmp.DynamicLossScale(jnp.float32(2.0**10), min_loss_scale=jnp.float32(0.25))
+    assert scale.min_loss_scale == 0.25
+    assert jax.jit(lambda s: s)(scale).min_loss_scale == 1.0

@@ -7,7 +7,6 @@ import warnings
 
 import jax
 import jax.numpy as jnp
-import jmp
 import numpy as np
 import optax
 import pytest
@@ -296,13 +295,6 @@ def test_every_setting_survives(trip):
     scale = TRIPS[trip](mpx.DynamicLossScale(2.0**10, **FULL))
     assert settings_of(scale) == FULL
     assert float(scale.loss_scale) == 2.0**10
-
-
-def test_jmp_loses_its_minimum_at_a_jit_boundary():
-    """Negative control of the test above."""
-    scale = jmp.DynamicLossScale(jnp.float32(2.0**10), min_loss_scale=jnp.float32(0.25))
-    assert scale.min_loss_scale == 0.25
-    assert jax.jit(lambda s: s)(scale).min_loss_scale == 1.0
 
 
 def test_only_scale_and_counters_are_leaves():
