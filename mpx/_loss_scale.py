@@ -202,8 +202,7 @@ class DynamicLossScale:
         grows = finite & (counter >= self.period - 1)
         grown = jnp.minimum(scale * self.factor, jnp.maximum(scale, self.max_loss_scale))
         grown = jnp.where(jnp.isfinite(grown), grown, scale)  # a float16 scale, or no maximum
-        # A scale that starts below the minimum is not raised by a bad step.
-        shrunk = jnp.maximum(scale / self.factor, jnp.minimum(scale, self.min_loss_scale))
+        shrunk = jnp.maximum(scale / self.factor, self.min_loss_scale)
         bad_steps = None
         if self.bad_steps is not None:
             bad_steps = jnp.asarray(self.bad_steps)

@@ -220,10 +220,10 @@ def test_tied_arrays_stay_tied_where_jmp_doubles_them():
     assert theirs[0] is not theirs[1]
 
 
-def test_a_scale_below_the_minimum_is_not_raised_by_a_bad_step_where_jmp_raises_it():
+def test_a_scale_below_the_minimum_is_raised_to_it_by_a_bad_step_as_in_jmp():
     start, minimum = np.float32(0.5), np.float32(1.0)
     zero, bad = np.int32(0), jnp.bool_(False)
-    assert mpx.DynamicLossScale(start, zero, min_loss_scale=minimum).adjust(bad).loss_scale == 0.5
+    assert mpx.DynamicLossScale(start, zero, min_loss_scale=minimum).adjust(bad).loss_scale == 1.0
     with jax.numpy_dtype_promotion("standard"):
         assert jmp.DynamicLossScale(start, zero, min_loss_scale=minimum).adjust(bad).loss_scale == 1.0
 
