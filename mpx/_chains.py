@@ -87,11 +87,10 @@ element of the chain.
     }
     if changed:
         path, history = next(iter(changed.items()))
-        marked = sum(history is not None and history is not _ZERO for history in histories)
         raise ValueError(
             f"`check_chain`: the update of {_trees.path_string(path)!r} was final when `{history.author}` had rounded "
-            f"it, but `{history.changed_by}` changes it after that ({len(changed)} of {marked} such leaves). "
-            f"{_advice(history.author)}"
+            f"it, but `{history.changed_by}` changes it after that ({len(changed)} of {len(_marked(histories))} such "
+            f"leaves). {_advice(history.author)}"
         )
     _require_something_to_do(state)
     _require_wide_state_before_masters(state)
@@ -106,6 +105,11 @@ class _History:
 
 
 _ZERO = _History("nobody")  # of a value that is zero everywhere
+
+
+def _marked(histories: Sequence[_History | None]) -> list[_History]:
+    """The histories of values that somebody made final."""
+    return [history for history in histories if history and history is not _ZERO]
 
 
 class _Follower:
@@ -147,8 +151,8 @@ class _Follower:
         inputs = [self.of(var) for var in eqn.invars]
         if name == "name" and eqn.params["name"].startswith(MARK):
             author = eqn.params["name"].removeprefix(MARK)
-            earlier = inputs[0]
-            return [_History(earlier.author, author) if earlier and earlier is not _ZERO else _History(author)]
+            earlier = _marked(inputs)
+            return [_History(earlier[0].author, author) if earlier else _History(author)]
         programs = _sub_programs(eqn.params)
         if programs:
             arguments = inputs[len(inputs) - len(programs[0].invars) :]  # a conditional's first input is its index
@@ -161,8 +165,8 @@ class _Follower:
             return [_together(inputs)] * len(eqn.outvars)
         if name == "mul" and any(self.is_mask(var) for var in eqn.invars):
             return [_together(inputs)]
-        culprit = next((history for history in inputs if history and history is not _ZERO), None)
-        return [culprit and _History(culprit.author, culprit.changed_by or name)] * len(eqn.outvars)
+        changed = [_History(history.author, history.changed_by or name) for history in _marked(inputs)]
+        return [changed[0] if changed else None] * len(eqn.outvars)
 
 
 def _sub_programs(params: Mapping[str, Any]) -> list[Any]:
@@ -175,19 +179,19 @@ def _sub_programs(params: Mapping[str, Any]) -> list[Any]:
 
 def _one_of(histories: Sequence[_History | None], chooser: str) -> _History | None:
     """The history of a value that is one of several. A final update may give way to zero, and to nothing else."""
-    final = next((history for history in histories if history and history is not _ZERO), None)
-    if final is None:
+    marked = _marked(histories)
+    if not marked:
         return _ZERO if all(history is _ZERO for history in histories) else None
-    changed_by = next((history.changed_by for history in histories if history and history.changed_by), None)
-    return _History(final.author, changed_by or (chooser if None in histories else None))
+    changed_by = next((history.changed_by for history in marked if history.changed_by), None)
+    return _History(marked[0].author, changed_by or (chooser if None in histories else None))
 
 
 def _together(histories: Sequence[_History | None]) -> _History | None:
     """The history of values put side by side, or of one that is masked: a changed one if there is one."""
-    known = [history for history in histories if history and history is not _ZERO]
-    if not known:
+    marked = _marked(histories)
+    if not marked:
         return _ZERO if _ZERO in histories else None
-    return next((history for history in known if history.changed_by), known[0])
+    return next((history for history in marked if history.changed_by), marked[0])
 
 
 def _narrows(eqn: Any) -> bool:

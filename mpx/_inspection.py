@@ -80,7 +80,7 @@ def master_params(params: T, opt_state: optax.OptState) -> T:
     def reconstruct(path, p):
         if not _trees.is_floating(p):
             return p
-        kind, kept = stored.get(path, (None, None))
+        kind, _, kept = stored.get(path, (None, p, None))
         wide = p.astype(_trees.promoted(p.dtype, np.float32))
         if kept is None:
             return wide
@@ -88,7 +88,7 @@ def master_params(params: T, opt_state: optax.OptState) -> T:
             return wide + kept.astype(wide.dtype)
         return formats.join_f32(p, kept) if kept.dtype == np.uint16 else kept
 
-    return _map_by_path(reconstruct, params)
+    return jax.tree.map_with_path(reconstruct, params, is_leaf=_trees.is_masked)
 
 
 def is_synced(params: Any, opt_state: optax.OptState) -> jax.Array:
@@ -114,11 +114,9 @@ def is_synced(params: Any, opt_state: optax.OptState) -> jax.Array:
         >>> print(is_synced(params, state), is_synced(params.at[0].set(0), state))
         True False
     """
-    stored = _stored_by_path(params, opt_state, "is_synced")
-    leaves = _trees.leaves_by_path(params)
     synced = jnp.asarray(True)
-    for path, (kind, kept) in stored.items():
-        synced &= jnp.all(_in_sync(kind, leaves[path], kept))
+    for kind, p, kept in _stored_by_path(params, opt_state, "is_synced").values():
+        synced &= jnp.all(_in_sync(kind, p, kept))
     return synced
 
 
@@ -145,23 +143,19 @@ def resync(params: Any, opt_state: T) -> T:
         >>> print(resync(jnp.zeros(2, jnp.bfloat16), state).master)
         [0. 0.]
     """
-    _stored_by_path(params, opt_state, "resync")
-    leaves = _trees.leaves_by_path(params)
+    stored = _stored_by_path(params, opt_state, "resync")
 
-    def mend(kind):
-        def mend_leaf(path, kept):
-            if _trees.is_masked(kept) or kept.dtype == np.uint16:
-                return kept
-            p = leaves[path]
-            fresh = p.astype(kept.dtype) if kind is MasterWeightsState else jnp.zeros_like(kept)
-            return jnp.where(_in_sync(kind, p, kept), kept, fresh)
-
-        return mend_leaf
+    def mend(path, kept):
+        if _trees.is_masked(kept) or kept.dtype == np.uint16:
+            return kept
+        kind, p, _ = stored[path]
+        fresh = p.astype(kept.dtype) if kind is MasterWeightsState else jnp.zeros_like(kept)
+        return jnp.where(_in_sync(kind, p, kept), kept, fresh)
 
     def mend_state(state):
         for kind, field in _FIELDS.items():
             if isinstance(state, kind):
-                mended = _map_by_path(mend(kind), getattr(state, field))
+                mended = jax.tree.map_with_path(mend, getattr(state, field), is_leaf=_trees.is_masked)
                 rest = {name: _map_states(mend_state, getattr(state, name)) for name in state._fields if name != field}
                 return state._replace(**{field: mended}, **rest)
         return state
@@ -173,16 +167,16 @@ def resync(params: Any, opt_state: T) -> T:
 _FIELDS: dict[type, str] = {MasterWeightsState: "master", KahanSummationState: "compensation"}
 
 
-def _stored_by_path(params: Any, opt_state: Any, caller: str) -> dict[_trees.Path, tuple[type, Any]]:
-    """What an optimizer state keeps of each parameter, and the type of the state that does; raises if it misfits."""
+def _stored_by_path(params: Any, opt_state: Any, caller: str) -> dict[_trees.Path, tuple[type, Any, Any]]:
+    """For each parameter of which a state keeps something: the state's type, the parameter, what is kept."""
     _require_types(opt_state, caller)
-    stored: dict[_trees.Path, tuple[type, Any]] = {}
+    leaves = _trees.leaves_by_path(params)
+    stored: dict[_trees.Path, tuple[type, Any, Any]] = {}
     for kind, field in _FIELDS.items():
         for state in _trees.find_states(opt_state, kind):
-            stored |= {path: (kind, kept) for path, kept in _trees.leaves_by_path(getattr(state, field)).items()}
-    leaves = _trees.leaves_by_path(params)
-    for path, (_, kept) in stored.items():
-        _require_fit(path, leaves.get(path), kept, caller)
+            for path, kept in _trees.leaves_by_path(getattr(state, field)).items():
+                _require_fit(path, leaves.get(path), kept, caller)
+                stored[path] = kind, leaves[path], kept
     return stored
 
 
@@ -236,10 +230,6 @@ def _only_loss_scaling_state(opt_state: Any, caller: str) -> LossScalingState | 
             "single `loss_scaling` around everything else, `optax.partition` included."
         )
     return states[0] if states else None
-
-
-def _map_by_path(function: Callable[[_trees.Path, Any], Any], tree: T) -> T:
-    return jax.tree.map_with_path(function, tree, is_leaf=_trees.is_masked)
 
 
 def _map_states(function: Callable[[Any], Any], tree: T) -> T:

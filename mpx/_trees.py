@@ -69,6 +69,14 @@ def leaves_by_path(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> d
     return dict(jax.tree.leaves_with_path(tree, is_leaf))
 
 
+def map_unzip(function: Callable[..., tuple[Any, Any]], tree: Any, *rest: Any) -> tuple[Any, Any]:
+    """Like `jax.tree.map`, for a function that returns a pair: two trees like the first one."""
+    leaves, treedef = jax.tree.flatten(tree)
+    columns = [treedef.flatten_up_to(other) for other in rest]
+    pairs = [function(*column) for column in zip(leaves, *columns, strict=True)]
+    return treedef.unflatten([first for first, _ in pairs]), treedef.unflatten([second for _, second in pairs])
+
+
 def find_states(tree: Any, kind: type[T]) -> list[T]:
     """All parts of a pytree that are of a NamedTuple type, each before the ones nested inside it."""
     found = []

@@ -426,7 +426,7 @@ def test_arrays_keep_their_kind_of_memory():
     device = jax.devices()[0]
     kinds = [memory.kind for memory in device.addressable_memories()]
     if len(kinds) == 1:
-        pytest.skip("this device has one kind of memory")
+        pytest.skip("this device has one kind of memory; the test needs one with several")
     tree = {kind: jax.device_put(jnp.ones(4), SingleDeviceSharding(device, memory_kind=kind)) for kind in kinds}
     cast = mpx.cast(tree, BF16)
     assert {kind: leaf.sharding.memory_kind for kind, leaf in cast.items()} == {kind: kind for kind in kinds}

@@ -82,30 +82,22 @@ def kahan_summation(dtype: DTypeLike | None = None) -> optax.GradientTransformat
         _checks.require_differentiable(updates, "kahan_summation")
         _checks.require_same_shapes(updates, params, "kahan_summation")
         _checks.require_same_leaves(state.compensation, params, _fits, "kahan_summation")
-        stepped = jax.tree.map(_step, params, state.compensation, updates)
-        is_step = lambda x: isinstance(x, _Step)
-        return (
-            jax.tree.map(lambda step: step.update, stepped, is_leaf=is_step),
-            KahanSummationState(jax.tree.map(lambda step: step.compensation, stepped, is_leaf=is_step)),
-        )
+        updates, compensation = _trees.map_unzip(_step, params, state.compensation, updates)
+        return updates, KahanSummationState(compensation)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-class _Step(NamedTuple):
-    update: jax.Array
-    compensation: Any
-
-
 @functools.partial(jax.jit, inline=True)
-def _step(p: jax.Array, compensation: Any, update: jax.Array) -> _Step:
+def _step(p: jax.Array, compensation: Any, update: jax.Array) -> tuple[jax.Array, Any]:
+    """One parameter's emitted update, and its new compensation."""
     if _trees.is_masked(compensation):
-        return _Step(update, compensation)
+        return update, compensation
     wide = p.astype(np.float32)
     y = update.astype(np.float32) + compensation.astype(np.float32)
     new = on_grid(wide + y, p.dtype)
     rest = on_grid(y - (new - wide), compensation.dtype)
-    return _Step(landing_update(p, new, "kahan_summation"), rest.astype(compensation.dtype))
+    return landing_update(p, new, "kahan_summation"), rest.astype(compensation.dtype)
 
 
 def _is_16_bit(p: Any) -> bool:

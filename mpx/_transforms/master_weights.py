@@ -99,12 +99,8 @@ def master_weights(
         updates, inner_state = inner.update(updates, state.inner_state, masters, **extra_args)
         _checks.require_same_shapes(updates, params, "master_weights")
         new_masters = optax.apply_updates(masters, updates)
-        stepped = jax.tree.map(_step, params, state.master, updates, new_masters)
-        is_step = lambda x: isinstance(x, _Step)
-        return (
-            jax.tree.map(lambda step: step.update, stepped, is_leaf=is_step),
-            MasterWeightsState(jax.tree.map(lambda step: step.stored, stepped, is_leaf=is_step), inner_state),
-        )
+        updates, stored = _trees.map_unzip(_step, params, state.master, updates, new_masters)
+        return updates, MasterWeightsState(stored, inner_state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -120,11 +116,6 @@ def load_masters(params: Any, stored: Any) -> Any:
     return jax.tree.map(load, params, stored)
 
 
-class _Step(NamedTuple):
-    update: jax.Array
-    stored: Any
-
-
 def _initial(p: jax.Array, master: jax.Array, dtype: np.dtype, storage: Storage) -> Any:
     """What is stored for a parameter of which no more is known than its own bits."""
     if not _trees.is_narrower(p, dtype):
@@ -133,19 +124,19 @@ def _initial(p: jax.Array, master: jax.Array, dtype: np.dtype, storage: Storage)
 
 
 @functools.partial(jax.jit, inline=True)
-def _step(p: jax.Array, stored: Any, update: jax.Array, new_master: jax.Array) -> _Step:
+def _step(p: jax.Array, stored: Any, update: jax.Array, new_master: jax.Array) -> tuple[jax.Array, Any]:
     """One parameter's emitted update, and what is stored for it; traced once for all parameters of a shape."""
     if _trees.is_masked(stored):
-        return _Step(update, stored)
+        return update, stored
     if stored.dtype != np.uint16:
         new = on_grid(new_master, p.dtype)
-        return _Step(landing_update(p, new, "master_weights"), new_master)
+        return landing_update(p, new, "master_weights"), new_master
     new, low_bits = formats.split_f32(new_master, overflow="largest")
     new = new.astype(np.float32)
     update = landing_update(p, new, "master_weights")
     # Where the addition cannot reach `new`, these low bits would belong to another weight.
     reached = landed(p, update).view(np.uint32) == new.view(np.uint32)
-    return _Step(update, jnp.where(reached, low_bits, np.uint16(0)))
+    return update, jnp.where(reached, low_bits, np.uint16(0))
 
 
 def _is_split(p: Any, storage: Storage) -> bool:
