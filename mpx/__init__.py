@@ -8,6 +8,8 @@ from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
 from importlib.metadata import version as _version
 
 from mpx import formats as formats
+from mpx._blockwise import Blockwise8bit as Blockwise8bit
+from mpx._blockwise import BlockwiseArray as BlockwiseArray
 from mpx._chains import check_chain as check_chain
 from mpx._gradients import grad as grad
 from mpx._gradients import value_and_grad as value_and_grad
@@ -33,6 +35,8 @@ from mpx._transforms.kahan_summation import KahanSummationState as KahanSummatio
 from mpx._transforms.kahan_summation import kahan_summation as kahan_summation
 from mpx._transforms.loss_scaling import LossScalingState as LossScalingState
 from mpx._transforms.loss_scaling import loss_scaling as loss_scaling
+from mpx._transforms.low_precision_state import LowPrecisionState as LowPrecisionState
+from mpx._transforms.low_precision_state import low_precision_state as low_precision_state
 from mpx._transforms.master_weights import MasterWeightsState as MasterWeightsState
 from mpx._transforms.master_weights import master_weights as master_weights
 from mpx._transforms.stochastic_rounding import StochasticRoundingState as StochasticRoundingState

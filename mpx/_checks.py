@@ -32,6 +32,21 @@ def wide_dtype(dtype: DTypeLike, caller: str) -> np.dtype:
     return dtype
 
 
+def one_key(key: Any, caller: str) -> tuple[jax.Array, Any]:
+    """A typed PRNG key and its implementation, from a typed or a raw key; raises for anything else."""
+    if not isinstance(key, (jax.Array, np.ndarray)):
+        raise TypeError(f"`{caller}` needs a PRNG key such as `jax.random.key(0)`, but got {key!r}.")
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        if key.dtype != np.uint32:
+            raise TypeError(
+                f"`{caller}` needs a PRNG key such as `jax.random.key(0)`, but got an array of {key.dtype}."
+            )
+        key = jax.random.wrap_key_data(key)
+    if key.shape != ():
+        raise ValueError(f"`{caller}` needs one key, but got {key.shape}; take `keys[0]`.")
+    return key, jax.random.key_impl(key)
+
+
 def require_state(state: Any, kind: type, caller: str) -> None:
     """Raises if `update` was called with a state that is not this transformation's."""
     if not isinstance(state, kind):

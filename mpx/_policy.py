@@ -13,7 +13,7 @@ from mpx import _trees
 
 T = TypeVar("T")
 
-_NAMES = {
+DTYPE_NAMES = {
     "bf16": np.dtype(jnp.bfloat16),
     "bfloat16": np.dtype(jnp.bfloat16),
     "f16": np.dtype(np.float16),
@@ -236,19 +236,19 @@ def half_dtype() -> DTypeLike:
 def _parse_dtype(name: str, text: str) -> np.dtype:
     if name == "half":
         return np.dtype(half_dtype())
-    if name not in _NAMES:
-        allowed = ", ".join(["half", *_NAMES])
+    if name not in DTYPE_NAMES:
+        allowed = ", ".join(["half", *DTYPE_NAMES])
         raise ValueError(f"Unknown dtype {name!r} in policy {text!r}; use one of {allowed}.")
-    return _NAMES[name]
+    return DTYPE_NAMES[name]
 
 
 def _short_name(dtype: np.dtype) -> str:
-    return next(name for name, named in _NAMES.items() if named == dtype)
+    return next(name for name, named in DTYPE_NAMES.items() if named == dtype)
 
 
 def _floating_dtype(dtype: DTypeLike, argument: str) -> np.dtype:
     # NumPy reads None as float64.
-    if dtype is None or np.dtype(dtype) not in _NAMES.values():
+    if dtype is None or np.dtype(dtype) not in DTYPE_NAMES.values():
         raise ValueError(
             f"`{argument}` must be a floating-point dtype of 16 to 64 bits (bfloat16, float16, float32, float64), "
             f"but got {dtype if dtype is None else np.dtype(dtype)}."

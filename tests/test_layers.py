@@ -11,11 +11,12 @@ ROOT = pathlib.Path(__file__).parents[1]
 LAYERS = [
     {"mpx._trees"},
     {"mpx.formats"},
-    {"mpx._checks", "mpx._loss_scale", "mpx._policy", "mpx._writeback"},
+    {"mpx._blockwise", "mpx._checks", "mpx._loss_scale", "mpx._policy", "mpx._state_fields", "mpx._writeback"},
     {"mpx._transforms", "mpx._transforms.upcast"},
     {
         "mpx._transforms.kahan_summation",
         "mpx._transforms.loss_scaling",
+        "mpx._transforms.low_precision_state",
         "mpx._transforms.master_weights",
         "mpx._transforms.stochastic_rounding",
     },

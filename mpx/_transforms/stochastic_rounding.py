@@ -1,7 +1,7 @@
 """`stochastic_rounding`: low-precision parameters that take every update in the mean."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +54,7 @@ def stochastic_rounding(key: jax.Array) -> optax.GradientTransformationExtraArgs
         Gupta et al. 2015, "Deep Learning with Limited Numerical Precision"; for bfloat16 weights, Zamirai et al.
         2020 (arXiv 2010.06192).
     """
-    key, implementation = _one_key(key)
+    key, implementation = _checks.one_key(key, "stochastic_rounding")
 
     def init_fn(params):
         del params
@@ -84,17 +84,3 @@ def _step(key: jax.Array, p: jax.Array, update: jax.Array) -> jax.Array:
     wanted = p.astype(np.float32) + update.astype(np.float32)
     new = formats.stochastic_round(key, wanted, p.dtype).astype(np.float32)
     return landing_update(p, new, "stochastic_rounding")
-
-
-def _one_key(key: jax.Array) -> tuple[jax.Array, Any]:
-    if not isinstance(key, (jax.Array, np.ndarray)):
-        raise TypeError(f"`stochastic_rounding` needs a PRNG key such as `jax.random.key(0)`, but got {key!r}.")
-    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        if key.dtype != np.uint32:
-            raise TypeError(
-                f"`stochastic_rounding` needs a PRNG key such as `jax.random.key(0)`, but got an array of {key.dtype}."
-            )
-        key = jax.random.wrap_key_data(key)
-    if key.shape != ():
-        raise ValueError(f"`stochastic_rounding` needs one key, but got {key.shape}; take `keys[0]`.")
-    return key, jax.random.key_impl(key)
