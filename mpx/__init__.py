@@ -13,6 +13,7 @@ from mpx._blockwise import BlockwiseArray as BlockwiseArray
 from mpx._chains import check_chain as check_chain
 from mpx._gradients import grad as grad
 from mpx._gradients import value_and_grad as value_and_grad
+from mpx._inspection import ema_params as ema_params
 from mpx._inspection import get_loss_scale as get_loss_scale
 from mpx._inspection import is_synced as is_synced
 from mpx._inspection import master_params as master_params
@@ -30,6 +31,7 @@ from mpx._policy import cast_to_full as cast_to_full
 from mpx._policy import cast_to_half as cast_to_half
 from mpx._policy import get_policy as get_policy
 from mpx._policy import half_dtype as half_dtype
+from mpx._recipes import any_precision_adamw as any_precision_adamw
 from mpx._recipes import mixed_precision as mixed_precision
 from mpx._transforms.kahan_summation import KahanSummationState as KahanSummationState
 from mpx._transforms.kahan_summation import kahan_summation as kahan_summation
@@ -39,6 +41,8 @@ from mpx._transforms.low_precision_state import LowPrecisionState as LowPrecisio
 from mpx._transforms.low_precision_state import low_precision_state as low_precision_state
 from mpx._transforms.master_weights import MasterWeightsState as MasterWeightsState
 from mpx._transforms.master_weights import master_weights as master_weights
+from mpx._transforms.params_ema import ParamsEmaState as ParamsEmaState
+from mpx._transforms.params_ema import params_ema as params_ema
 from mpx._transforms.stochastic_rounding import StochasticRoundingState as StochasticRoundingState
 from mpx._transforms.stochastic_rounding import stochastic_rounding as stochastic_rounding
 from mpx._transforms.upcast import UpcastState as UpcastState

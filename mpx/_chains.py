@@ -17,7 +17,9 @@ import optax
 
 from mpx import _checks, _trees
 from mpx._transforms.kahan_summation import KahanSummationState
+from mpx._transforms.low_precision_state import LowPrecisionState
 from mpx._transforms.master_weights import MasterWeightsState
+from mpx._transforms.params_ema import ParamsEmaState
 from mpx._transforms.stochastic_rounding import StochasticRoundingState
 from mpx._transforms.upcast import UpcastState
 from mpx._writeback import MARK
@@ -56,8 +58,9 @@ def check_chain(tx: optax.GradientTransformation, params: Any = None, **extra_ar
     Raises:
         TypeError: if `tx` is not a transformation.
         ValueError: if an element of a chain changes the updates after one of the three; if one of them follows
-            another, or stands inside `upcast` or `master_weights`, where it does nothing; or if `master_weights` stands
-            in a chain beside a rule that keeps its state in 16 bits, which it should wrap.
+            another, or stands inside `upcast` or `master_weights`, where it does nothing; if `master_weights` stands
+            in a chain beside a rule that keeps its state in 16 bits, which it should wrap; or if `params_ema` stands
+            outside of `master_weights` and so averages rounded parameters.
 
     Example:
         >>> check_chain(optax.chain(optax.clip(1.0), master_weights(optax.adam(1e-3))))
@@ -94,6 +97,7 @@ element of the chain.
         )
     _require_something_to_do(state)
     _require_wide_state_before_masters(state)
+    _require_averages_of_masters(state)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,7 +227,8 @@ def _require_wide_state_before_masters(state: Any) -> None:
     if not _trees.find_states(state, MasterWeightsState):
         return
     # (A snapshot is no rule: nothing is computed from it.)
-    is_ours = lambda x: isinstance(x, (MasterWeightsState, UpcastState, KahanSummationState, *_SNAPSHOTS))
+    ours = (MasterWeightsState, LowPrecisionState, UpcastState, KahanSummationState, *_SNAPSHOTS)
+    is_ours = lambda x: isinstance(x, ours)
     narrow = [
         f"{_trees.path_string(path)!r} ({_trees.dtype_and_shape(leaf)})"
         for path, leaf in _trees.leaves_by_path(state, is_ours).items()
@@ -234,3 +239,18 @@ def _require_wide_state_before_masters(state: Any) -> None:
             f"`check_chain`: a rule outside `master_weights` keeps its state in 16 bits: {', '.join(narrow)}. Masters "
             "belong around the whole chain, `master_weights(optax.chain(...))`, so that every rule in it sees float32."
         )
+
+
+def _require_averages_of_masters(state: Any) -> None:
+    """Raises if an average is taken of parameters whose masters it could have."""
+    masters = _trees.find_states(state, MasterWeightsState)
+    inside = {id(average) for part in masters for average in _trees.find_states(tuple(part), ParamsEmaState)}
+    with_masters = {path for part in masters for path in _trees.leaves_by_path(part.master)}
+    for average in _trees.find_states(state, ParamsEmaState):
+        rounded = [path for path in _trees.leaves_by_path(average.ema) if path in with_masters]
+        if rounded and id(average) not in inside:
+            raise ValueError(
+                f"`check_chain`: `params_ema` stands outside of `master_weights` and averages the rounded parameters, "
+                f"{_trees.path_string(rounded[0])!r} for one, not their masters. Put it inside, at the end of the "
+                "chain: `master_weights(optax.chain(rule, params_ema(decay)))`."
+            )

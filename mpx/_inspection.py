@@ -13,6 +13,7 @@ from mpx._loss_scale import LossScale, NoOpLossScale, StaticLossScale
 from mpx._transforms.kahan_summation import KahanSummationState
 from mpx._transforms.loss_scaling import LossScalingState
 from mpx._transforms.master_weights import MasterWeightsState
+from mpx._transforms.params_ema import ParamsEmaState
 from mpx._writeback import on_grid
 
 T = TypeVar("T")
@@ -89,6 +90,48 @@ def master_params(params: T, opt_state: optax.OptState) -> T:
         return formats.join_f32(p, kept) if kept.dtype == np.uint16 else kept
 
     return jax.tree.map_with_path(reconstruct, params, is_leaf=_trees.is_masked)
+
+
+def ema_params(opt_state: optax.OptState) -> Any:
+    """The average of the weights that `params_ema` keeps: a tree like the parameters, float32 or wider.
+
+    Before the first step it is the initial parameters. Parameters that are not floating, or that `optax.masked` or
+    `optax.partition` hide from every average, are an `optax.MaskedNode`. Cast it to evaluate the model in its own
+    precision: `policy.cast_to_param(ema_params(opt_state))`.
+
+    Args:
+        opt_state: the state of any transformation with a `params_ema` somewhere in it, or several for different
+            parameters (`optax.partition`).
+
+    Raises:
+        TypeError: if this is no state but a transformation, or a state restored without its types.
+        ValueError: if nothing in the state averages weights, or there are two averages of the same ones.
+
+    Example:
+        >>> tx = master_weights(optax.chain(optax.sgd(0.1), params_ema(0.99)))
+        >>> params = {"w": jnp.ones(2, jnp.bfloat16)}
+        >>> updates, state = tx.update({"w": jnp.ones(2)}, tx.init(params), params)
+        >>> ema_params(state)["w"]  # not the bfloat16 0.8984
+        Array([0.9, 0.9], dtype=float32)
+    """
+    _require_types(opt_state, "ema_params")
+    averages = [state.ema for state in _trees.find_states(opt_state, ParamsEmaState)]
+    if not averages:
+        raise ValueError(
+            "`ema_params`: nothing in this optimizer state averages weights. Put `params_ema(decay)` at the end of the "
+            "chain inside `master_weights`."
+        )
+
+    def only(path, *kept):
+        there = [leaf for leaf in kept if not _trees.is_masked(leaf)]
+        if len(there) > 1:
+            raise ValueError(
+                f"`ema_params`: the optimizer state holds {len(there)} averages of {_trees.path_string(path)!r}. Take "
+                'the one you want from its part of the state with `optax.tree.get_all_with_path(state, "ema")`.'
+            )
+        return there[0] if there else optax.MaskedNode()
+
+    return jax.tree.map_with_path(only, *averages, is_leaf=_trees.is_masked)
 
 
 def is_synced(params: Any, opt_state: optax.OptState) -> jax.Array:
@@ -184,7 +227,7 @@ def _require_types(opt_state: Any, caller: str) -> None:
     """Raises for what is no state, and for a state whose NamedTuples a checkpoint gave back as dictionaries."""
     if callable(getattr(opt_state, "init", None)):
         raise TypeError(f"`{caller}` needs an optimizer state, but got a transformation; `init` makes its state.")
-    kinds = (*_FIELDS, LossScalingState)
+    kinds = (*_FIELDS, LossScalingState, ParamsEmaState)
     is_untyped = lambda x: isinstance(x, dict) and any(set(x) == set(kind._fields) for kind in kinds)
     if any(is_untyped(part) for part in jax.tree.leaves(opt_state, is_leaf=is_untyped)):
         raise TypeError(

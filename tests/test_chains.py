@@ -137,3 +137,26 @@ def test_a_harmful_order_does_put_weights_out_of_step():
     params = optax.apply_updates(params, updates)
     assert not mpx.is_synced(params, state)
     assert (params != state[0].master.astype(jnp.bfloat16)).mean() > 0.9
+
+
+def test_an_average_outside_of_the_masters_is_refused_and_one_inside_or_without_masters_is_not():
+    average = mpx.params_ema(0.9)
+    with pytest.raises(ValueError, match=r"`params_ema` stands outside of `master_weights`.*'bias' for one"):
+        mpx.check_chain(optax.chain(mpx.master_weights(optax.adam(1e-3)), average))
+    mpx.check_chain(mpx.master_weights(optax.chain(optax.adam(1e-3), average)))
+    mpx.check_chain(optax.chain(mpx.upcast(optax.adam(1e-3)), mpx.kahan_summation(), average))
+
+
+@pytest.mark.parametrize(
+    "around", [lambda tx: tx, mpx.master_weights, mpx.loss_scaling, lambda tx: optax.chain(tx, mpx.kahan_summation())]
+)
+def test_moments_in_few_bits_are_taken(around):
+    mpx.check_chain(
+        around(mpx.low_precision_state(optax.adam(1e-3), {"mu": "bf16", "nu": mpx.Blockwise8bit()}, min_size=0))
+    )
+
+
+def test_a_rounding_inside_low_precision_state_is_refused():
+    inner = optax.chain(optax.adam(1e-3), mpx.kahan_summation())
+    with pytest.raises(ValueError, match="`kahan_summation` stands inside `upcast`"):
+        mpx.check_chain(mpx.low_precision_state(inner, {"mu": "bf16"}))

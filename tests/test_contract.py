@@ -40,6 +40,9 @@ TRANSFORMS = {
     "low_precision_state split": lambda: mpx.master_weights(
         low_precision({"mu": mpx.Blockwise8bit(), "nu": mpx.Blockwise8bit()}), storage="split"
     ),
+    "params_ema": lambda: mpx.master_weights(optax.chain(RULE, mpx.params_ema(0.9))),
+    "params_ema alone": lambda: optax.chain(mpx.upcast(RULE), mpx.params_ema(0.9, debias=False)),
+    "any_precision_adamw": lambda: mpx.any_precision_adamw(use_kahan_summation=True, momentum_dtype="bf16"),
     "mixed_precision bf16": lambda: mpx.mixed_precision(RULE, "bf16", storage="split"),
     "mixed_precision f16": lambda: mpx.mixed_precision(RULE, "f16"),
 }
@@ -104,7 +107,7 @@ def test_an_empty_tree_is_trained(name, empty):
 @every_transform
 def test_the_state_can_be_a_scan_carry_and_steps_in_it_have_the_bits_of_single_ones(name):
     """What is decoded in one program with the rule may contract with its sums: those compare without fusion."""
-    options = {"xla_disable_hlo_passes": "fusion"} if name.startswith("low_precision_state") else {}
+    options = {"xla_disable_hlo_passes": "fusion"} if "low_precision" in name or "any_precision" in name else {}
     tx = TRANSFORMS[name]()
 
     def step(params, state, grads):

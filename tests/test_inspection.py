@@ -208,3 +208,29 @@ def test_skipped_steps_counts_them():
     for bad in (True, False, True):
         _, state = tx.update(jnp.full(2, jnp.nan if bad else 1.0), state)
     assert int(mpx.skipped_steps(state)) == 2
+
+
+def test_the_averages_of_partitions_are_joined():
+    average = lambda decay: optax.chain(optax.sgd(1.0), mpx.params_ema(decay))
+    tx = optax.partition(
+        {"fast": average(0.5), "slow": average(0.9), "none": optax.sgd(1.0)},
+        dict(zip("abc", ["fast", "slow", "none"], strict=True)),
+    )
+    params = {name: jnp.zeros(2) for name in "abc"}
+    _, state = tx.update({name: jnp.full(2, number) for number, name in enumerate("abc", 1)}, tx.init(params), params)
+    averages = mpx.ema_params(state)
+    assert averages["c"] == optax.MaskedNode()
+    np.testing.assert_array_equal(averages["a"], [-1, -1])
+    np.testing.assert_array_equal(averages["b"], [-2, -2])
+
+
+def test_no_average_two_averages_and_an_untyped_state_are_errors():
+    params = {"w": jnp.ones(2)}
+    with pytest.raises(ValueError, match=r"`ema_params`: nothing in this optimizer state averages weights"):
+        mpx.ema_params(optax.adam(1e-3).init(params))
+    two = optax.chain(mpx.params_ema(0.9), mpx.params_ema(0.99)).init(params)
+    with pytest.raises(ValueError, match=r"holds 2 averages of 'w'"):
+        mpx.ema_params(two)
+    untyped = {"weight": jnp.ones(()), "ema": params}
+    with pytest.raises(TypeError, match="restored without its types"):
+        mpx.ema_params(untyped)

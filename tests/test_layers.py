@@ -18,6 +18,7 @@ LAYERS = [
         "mpx._transforms.loss_scaling",
         "mpx._transforms.low_precision_state",
         "mpx._transforms.master_weights",
+        "mpx._transforms.params_ema",
         "mpx._transforms.stochastic_rounding",
     },
     {"mpx._chains", "mpx._gradients", "mpx._inspection", "mpx._recipes"},

@@ -112,7 +112,7 @@ def make_program(recipe: Recipe, settings: Settings) -> Program:
         decay_steps=settings.steps,
         end_value=FINAL_LEARNING_RATE * settings.learning_rate,
     )
-    rule = optax.chain(optax.clip_by_global_norm(CLIP_NORM), optax.adamw(schedule))
+    rule = optax.chain(optax.clip_by_global_norm(CLIP_NORM), recipe.adamw(schedule))
     tx = recipe.optimizer(rule)
     mpx.check_chain(tx)
 

@@ -1,7 +1,8 @@
 """The recipes under comparison: the same rule, and what each puts around it.
 
 A recipe is a policy, which says how parameters are stored and in what the model computes, and a line of mpx around an
-ordinary Optax rule, here `optax.chain(optax.clip_by_global_norm(...), optax.adamw(...))`.
+ordinary Optax rule, here `optax.chain(optax.clip_by_global_norm(...), optax.adamw(...))`. The last one brings its own
+AdamW.
 """
 
 import dataclasses
@@ -28,6 +29,7 @@ class Recipe:
         label: in the table.
         policy: of `mpx.get_policy`.
         optimizer: what to put around a rule.
+        adamw: the rule, made from a schedule; clipping goes in front of it.
         uses_mpx: whether gradients come from `mpx.value_and_grad`, or from `jax.value_and_grad`.
     """
 
@@ -35,6 +37,7 @@ class Recipe:
     label: str
     policy: str
     optimizer: Callable[[optax.GradientTransformation], optax.GradientTransformation]
+    adamw: Callable[[optax.Schedule], optax.GradientTransformation] = optax.adamw
     uses_mpx: bool = True
 
 
@@ -53,6 +56,12 @@ def split_masters(rule: optax.GradientTransformation) -> optax.GradientTransform
     return mpx.mixed_precision(rule, BF16, storage="split")
 
 
+def split_masters_8bit_moments(rule: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Split masters, and both moments in 8 bits: 8 bytes a parameter in all, gradients included."""
+    moments = {"mu": mpx.Blockwise8bit(), "nu": mpx.Blockwise8bit()}
+    return mpx.mixed_precision(mpx.low_precision_state(rule, moments), BF16, storage="split")
+
+
 def kahan(rule: optax.GradientTransformation) -> optax.GradientTransformation:
     """No masters: what rounding cuts off an update is kept, and added to the next one."""
     return optax.chain(mpx.upcast(rule), mpx.kahan_summation())
@@ -61,6 +70,13 @@ def kahan(rule: optax.GradientTransformation) -> optax.GradientTransformation:
 def stochastic(rule: optax.GradientTransformation) -> optax.GradientTransformation:
     """Nothing is kept: parameters are rounded up or down at random, so that the mean is right."""
     return optax.chain(mpx.upcast(rule), mpx.stochastic_rounding(jax.random.key(0)))
+
+
+def any_precision_adamw(schedule: optax.Schedule) -> optax.GradientTransformation:
+    """Pure bfloat16: moments in it, and Kahan summation instead of masters. The decay is that of `optax.adamw`."""
+    return mpx.any_precision_adamw(
+        schedule, weight_decay=1e-4, use_kahan_summation=True, momentum_dtype="bfloat16", variance_dtype="bfloat16"
+    )
 
 
 def loss_scaling(rule: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -74,7 +90,9 @@ RECIPES = (
     Recipe("bf16-naive", "bf16, no care", BF16, plain, uses_mpx=False),
     Recipe("bf16-masters", "bf16 + f32 masters", BF16, full_masters),
     Recipe("bf16-split", "bf16 + split masters", BF16, split_masters),
+    Recipe("bf16-split-8bit", "bf16 + split masters + 8-bit moments", BF16, split_masters_8bit_moments),
     Recipe("bf16-kahan", "bf16 + Kahan", BF16, kahan),
     Recipe("bf16-stochastic", "bf16 + stochastic rounding", BF16, stochastic),
+    Recipe("bf16-any-precision", "bf16 + any_precision_adamw", BF16, plain, any_precision_adamw),
     Recipe("f16-scaled", "f16 + dynamic loss scaling", F16, loss_scaling),
 )

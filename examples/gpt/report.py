@@ -33,8 +33,10 @@ STYLES: dict[str, dict[str, Any]] = {
     "bf16-naive": {"color": "#D55E00", "linewidth": 2.0},
     "bf16-masters": {"color": "#0072B2", "linewidth": 1.6},
     "bf16-split": {"color": "#56B4E9", "linewidth": 1.6, "linestyle": (0, (5, 2))},
+    "bf16-split-8bit": {"color": "#882255", "linewidth": 1.6, "linestyle": (0, (6, 1.5, 1, 1.5, 1, 1.5))},
     "bf16-kahan": {"color": "#009E73", "linewidth": 1.6, "linestyle": (0, (3, 1.5))},
     "bf16-stochastic": {"color": "#CC79A7", "linewidth": 1.6, "linestyle": (0, (1.2, 1.2))},
+    "bf16-any-precision": {"color": "#999933", "linewidth": 1.6, "linestyle": (0, (1.2, 2.4))},
     "f16-scaled": {"color": "#E69F00", "linewidth": 1.6, "linestyle": (0, (4, 1.5, 1, 1.5))},
 }
 SMOOTHED_STEPS = 20  # the training loss of a single batch says little; the table has the mean over the last ones

@@ -1,0 +1,130 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mpx
+from tests.helpers import assert_same_bits
+
+pytestmark = pytest.mark.optax_promotion
+
+STEPS = 40
+
+
+def trained(tx, params, steps=STEPS, slope=1.0):
+    """The state after some steps, and the masters after each."""
+    state, masters = tx.init(params), []
+    step = jax.jit(lambda g, s, p: tx.update(g, s, p))
+    rng = np.random.default_rng(0)
+    for _ in range(steps):
+        grads = jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape) + slope, jnp.float32), params)
+        updates, state = step(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        masters.append(jax.tree.map(lambda x: np.asarray(x, np.float64), mpx.master_params(params, state)))
+    return state, masters
+
+
+def weighted_mean(history, decay, start=None):
+    """The average by its definition, in float64."""
+    weights = [(1 - decay) * decay ** (len(history) - 1 - i) for i in range(len(history))]
+    total = sum(w * x for w, x in zip(weights, history, strict=True))
+    return total / sum(weights) if start is None else total + decay ** len(history) * start
+
+
+@pytest.mark.parametrize("storage", ["full", "split"])
+@pytest.mark.parametrize("decay", [0.0, 0.9, 0.999])
+@pytest.mark.parametrize("debias", [True, False])
+def test_it_is_the_weighted_mean_of_the_masters(storage, decay, debias):
+    start = jnp.asarray(np.random.default_rng(1).normal(size=100), jnp.bfloat16)
+    tx = mpx.master_weights(optax.chain(optax.adam(1e-3), mpx.params_ema(decay, debias=debias)), storage=storage)
+    state, masters = trained(tx, start)
+    expected = weighted_mean(masters, decay, None if debias else np.asarray(start, np.float64))
+    average = mpx.ema_params(state)
+    assert average.dtype == jnp.float32
+    np.testing.assert_allclose(average, expected, rtol=1e-5, atol=1e-6)
+    if debias:  # Negative control: the mean of the rounded parameters is another one.
+        rounded = [np.asarray(jnp.asarray(m, jnp.bfloat16), np.float64) for m in masters]
+        assert np.abs(weighted_mean(rounded, decay) - expected).max() > 1e-4
+
+
+def test_the_first_debiased_average_is_the_first_parameters_to_the_bit():
+    tx = mpx.master_weights(optax.chain(optax.adam(1e-3), mpx.params_ema(0.999)))
+    params = jnp.full(10, 300.0, jnp.bfloat16)
+    updates, state = tx.update(jnp.ones(10), tx.init(params), params)
+    assert_same_bits(mpx.ema_params(state), mpx.master_params(optax.apply_updates(params, updates), state))
+
+
+def test_it_gets_where_a_bfloat16_average_stalls():
+    """5,000 steps towards 1 with a decay of 0.999: 1 - 0.999**5000 = 0.9933. In bfloat16 the steps stop at 0.5."""
+    tx = mpx.params_ema(0.999, debias=False)
+    ones, zeros = jnp.ones(()), jnp.zeros(())
+
+    @jax.jit
+    def run():
+        first = tx.init(zeros)
+        _, state = tx.update(ones, first, zeros)  # from 0 to 1, and there it stays
+        return jax.lax.fori_loop(1, 5000, lambda _, s: tx.update(zeros, s, ones)[1], state)
+
+    in_bfloat16 = lambda _, ema: jnp.bfloat16(0.999) * ema + jnp.bfloat16(0.001) * jnp.bfloat16(1)
+    naive = jax.lax.fori_loop(0, 5000, in_bfloat16, jnp.zeros((), jnp.bfloat16))
+    assert float(naive) == 0.5
+    np.testing.assert_allclose(mpx.ema_params(run()), 1 - 0.999**5000, rtol=1e-5)
+
+
+def test_a_skipped_step_does_not_change_it():
+    tx = mpx.loss_scaling(mpx.master_weights(optax.chain(optax.adam(1e-3), mpx.params_ema(0.9))))
+    params = jnp.ones(3, jnp.bfloat16)
+    _, state = tx.update(jnp.ones(3), tx.init(params), params)
+    _, skipped = tx.update(jnp.array([1, np.nan, 1], jnp.float32), state, params)
+    assert_same_bits(optax.tree.get(skipped, "ema"), optax.tree.get(state, "ema"))
+    assert_same_bits(optax.tree.get(skipped, "weight"), optax.tree.get(state, "weight"))
+
+
+def test_without_masters_it_averages_the_parameters_as_they_are_stored():
+    """After Kahan summation the update lands on the next bfloat16 number: that is what is averaged."""
+    tx = optax.chain(mpx.upcast(optax.sgd(1e-3)), mpx.kahan_summation(), mpx.params_ema(0.0))
+    params = jnp.ones(3, jnp.bfloat16)
+    state = tx.init(params)
+    for _ in range(5):
+        updates, state = tx.update(jnp.ones(3), state, params)
+        params = optax.apply_updates(params, updates)
+    assert_same_bits(mpx.ema_params(state), params.astype(jnp.float32))
+
+
+def test_updates_pass_through_and_leaves_that_are_not_floating_are_not_averaged():
+    tx = mpx.params_ema(0.9)
+    params = {"w": jnp.ones(3), "ids": jnp.arange(3), "none": None}
+    updates = {"w": jnp.full(3, 0.5), "ids": jnp.zeros(3, int), "none": None}
+    new, state = tx.update(updates, tx.init(params), params)
+    assert_same_bits(new, updates)
+    assert mpx.ema_params(state)["ids"] == optax.MaskedNode()
+    assert_same_bits(mpx.ema_params(state)["w"], jnp.full(3, 1.5))
+
+
+def test_float64_parameters_have_a_float64_average():
+    with jax.enable_x64(True):
+        tx = mpx.params_ema(0.5)
+        params = jnp.full(2, 1 + 2.0**-40)
+        _, state = tx.update(jnp.zeros(2), tx.init(params), params)
+        assert mpx.ema_params(state).dtype == np.float64
+        assert float(mpx.ema_params(state)[0]) == 1 + 2.0**-40
+
+
+def test_before_the_first_step_it_is_the_initial_parameters_in_another_buffer():
+    params = jnp.full(3, 0.1, jnp.float32)
+    state = mpx.params_ema(0.9).init(params)
+    assert_same_bits(mpx.ema_params(state), params)
+    assert state.ema is not params
+
+
+@pytest.mark.parametrize("decay", [1, 1.0, -0.1, 2, "0.9", None, True, float("nan")])
+def test_a_decay_out_of_range_is_refused(decay):
+    with pytest.raises(ValueError, match=r"`params_ema`: `decay` must be a number from 0 to below 1"):
+        mpx.params_ema(decay)
+
+
+def test_parameters_are_needed():
+    tx = mpx.params_ema(0.9)
+    with pytest.raises(ValueError, match="`params_ema` needs the parameters"):
+        tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
