@@ -1,0 +1,465 @@
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mpx
+from tests.helpers import assert_same_bits, float32_round_trips, types_of
+
+pytestmark = pytest.mark.optax_promotion
+
+EIGHT_BITS = mpx.Blockwise8bit()
+SHAPE = (64, 80)  # above `min_size`, and no multiple of the block size in a row
+
+
+def params(dtype=jnp.float32):
+    rng = np.random.default_rng(0)
+    return {"kernel": jnp.asarray(rng.normal(size=SHAPE), dtype), "bias": jnp.zeros(80, dtype)}
+
+
+def grads(step=0):
+    rng = np.random.default_rng(step + 1)
+    return jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape) * 0.1, jnp.float32), params())
+
+
+def trained(tx, steps=3, start=None):
+    now = params() if start is None else start
+    state = tx.init(now)
+    step = jax.jit(lambda g, s, p: tx.update(g, s, p))
+    for i in range(steps):
+        updates, state = step(grads(i), state, now)
+        now = optax.apply_updates(now, updates)
+    return now, state
+
+
+# What is stored, and what the rule sees.
+
+
+def test_chosen_leaves_are_stored_in_their_format_and_all_others_as_they_are():
+    _, state = trained(mpx.low_precision_state(optax.adam(1e-3), {"mu": "bf16", "nu": EIGHT_BITS}))
+    mu, nu = optax.tree.get(state, "mu"), optax.tree.get(state, "nu")
+    assert mu["kernel"].dtype == jnp.bfloat16
+    assert nu["kernel"].codes.dtype == np.uint8
+    assert nu["kernel"].codes.shape == SHAPE
+    assert nu["kernel"].scale.shape == (20,)
+    assert mu["bias"].dtype == nu["bias"].dtype == np.float32  # 80 is less than 4,096
+    assert optax.tree.get(state, "count").dtype == np.int32
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_first_moment_is_that_of_float32_rounded_once(dtype):
+    """After one step from zero the moment is 0.1 * g, computed in float32."""
+    _, state = trained(mpx.low_precision_state(optax.adam(1e-3), {"mu": dtype}), steps=1)
+    _, exact = trained(optax.adam(1e-3), steps=1)
+    stored, wide = optax.tree.get(state, "mu")["kernel"], optax.tree.get(exact, "mu")["kernel"]
+    assert_same_bits(np.asarray(stored), np.asarray(wide).astype(stored.dtype))
+
+
+def test_a_rule_follows_the_algorithm_with_moments_rounded_where_they_are_stored():
+    """Adam in float64 NumPy, whose moments pass through bfloat16 between steps."""
+    tx = mpx.low_precision_state(optax.adam(1e-3), {"mu": "bf16", "nu": "bf16"})
+    state = tx.init(params())
+    moment = lambda name: np.asarray(optax.tree.get(state, name)["kernel"])
+    for i in range(1, 6):
+        g = np.asarray(grads(i)["kernel"], np.float64)
+        mu = 0.9 * moment("mu").astype(np.float64) + 0.1 * g
+        nu = 0.999 * moment("nu").astype(np.float64) + 0.001 * g**2
+        expected = -1e-3 * mu / (1 - 0.9**i) / (np.sqrt(nu / (1 - 0.999**i)) + 1e-8)
+        updates, state = tx.update(grads(i), state, params())
+        np.testing.assert_allclose(updates["kernel"], expected, rtol=1e-4, atol=1e-10)
+        # float32 and float64 may round a sum to two sides of a tie, now and then.
+        assert (moment("mu") != mu.astype(jnp.bfloat16)).mean() < 1e-3
+        assert (moment("nu") != nu.astype(jnp.bfloat16)).mean() < 1e-3
+
+
+def test_the_rule_sees_float32_whatever_parameters_gradients_and_stored_state_are():
+    seen = []
+
+    def update(updates, state, params=None):
+        seen.extend(leaf.dtype for leaf in jax.tree.leaves((updates, state, params)))
+        return updates, state
+
+    rule = optax.GradientTransformation(lambda p: optax.TraceState(jax.tree.map(jnp.zeros_like, p)), update)
+    tx = mpx.low_precision_state(rule, {"trace": EIGHT_BITS})
+    start = params(jnp.bfloat16)
+    updates, _ = tx.update(jax.tree.map(lambda g: g.astype(jnp.bfloat16), grads()), tx.init(start), start)
+    assert set(seen) == {np.dtype(np.float32)}
+    assert updates["kernel"].dtype == np.float32
+
+
+def test_float32_formats_change_nothing_to_the_bit():
+    now, state = trained(mpx.low_precision_state(optax.adamw(1e-3), {"mu": "f32", "nu": jnp.float32}))
+    exact, exact_state = trained(mpx.upcast(optax.adamw(1e-3)))
+    assert_same_bits(now, exact)
+    assert_same_bits(state.inner_state, exact_state)
+
+
+def test_a_rule_that_stores_bfloat16_itself_is_taken():
+    tx = mpx.low_precision_state(optax.adam(1e-3, mu_dtype=jnp.bfloat16), {"mu": "bf16", "nu": EIGHT_BITS})
+    start = params()
+    state = tx.init(start)
+    _, new = tx.update(grads(), state, start)
+    assert types_of(new) == types_of(state)
+
+
+@pytest.mark.parametrize(
+    ("rule", "unsigned", "signed"),
+    [
+        (optax.adam(1e-3), ["nu"], ["mu"]),
+        (optax.amsgrad(1e-3), ["nu", "nu_max"], ["mu"]),
+        (optax.sm3(1e-3), [], ["nu"]),  # here `nu` is the momentum
+        (optax.adan(1e-3), ["n"], ["m", "v"]),
+        (optax.adadelta(1e-3), ["e_g", "e_x"], []),
+        (optax.contrib.sophia(1e-3), [], ["nu"]),  # an estimate of the Hessian, which may be negative
+        (optax.partition({"a": optax.adam(1e-3)}, "a"), ["nu"], ["mu"]),
+    ],
+)
+def test_second_moments_are_found_by_the_field_of_the_state(rule, unsigned, signed):
+    """Unsigned, the code 255 stands for 1; signed, 128 does."""
+    start = {"kernel": jnp.ones((1, 64))}
+    state = jax.tree.map(lambda x: jnp.ones_like(x) if jnp.ndim(x) else x, rule.init(start))
+    ones = optax.GradientTransformation(lambda params: state, lambda updates, state, params=None: (updates, state))
+    formats = {field: EIGHT_BITS for field in unsigned + signed}
+    stored = mpx.low_precision_state(ones, formats, min_size=1).init(start)
+    for field in unsigned + signed:
+        (found,) = [value for _, value in optax.tree.get_all_with_path(stored, field)]
+        assert found["kernel"].codes[0, 0] == (255 if field in unsigned else 128), field
+
+
+def test_what_is_said_of_the_sign_counts_more_than_the_field():
+    tx = mpx.low_precision_state(optax.adam(1e-3), {"nu": mpx.Blockwise8bit(signed=True)})
+    _, state = trained(tx)
+    assert optax.tree.get(state, "nu")["kernel"].codes.max() == 128
+
+
+def test_second_moments_of_8_bits_are_never_zero_where_there_was_a_gradient():
+    """A block with gradients of 1 and of 1e-5: squares of 1e-10 are far below the map's smallest member, 3.25e-7."""
+    g = {"w": jnp.full(4096, 1e-5).at[0].set(1.0)}
+    tx = mpx.low_precision_state(optax.adam(1e-3), {"mu": "bf16", "nu": EIGHT_BITS})
+    state = tx.init(g)
+    _, state = tx.update(g, state, g)
+    assert (optax.tree.get(state, "nu")["w"].codes > 0).all()
+    updates, state = tx.update(jax.tree.map(jnp.zeros_like, g), state, g)
+    assert jnp.abs(updates["w"]).max() < 1e-3  # the other way, mu / eps is 900 times the learning rate
+    signed = mpx.low_precision_state(optax.adam(1e-3), {"mu": "bf16", "nu": mpx.Blockwise8bit(signed=True)})
+    _, state = signed.update(g, signed.init(g), g)
+    updates, _ = signed.update(jax.tree.map(jnp.zeros_like, g), state, g)  # negative control
+    assert jnp.abs(updates["w"]).max() > 0.1
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_number_that_is_not_finite_stays_visible(bad):
+    g = {"w": jnp.ones(4096).at[5].set(bad)}
+    for chosen in ("bf16", EIGHT_BITS):
+        tx = mpx.low_precision_state(optax.sgd(1.0, momentum=0.9), {"trace": chosen})
+        _, state = tx.update(g, tx.init(g), g)
+        updates, _ = tx.update(g, state, g)
+        assert not np.isfinite(updates["w"][5])
+        assert np.isfinite(updates["w"][256:]).all()
+
+
+# Paths.
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("mu", {"0/mu/a", "0/mu/u/mu", "0/nu/u/mu"}),  # the leaf of a parameter called mu, too
+        ("0/mu", {"0/mu/a", "0/mu/u/mu"}),
+        ("mu/a", {"0/mu/a"}),
+        ("m.", {"0/mu/a", "0/mu/u/mu", "0/nu/u/mu"}),
+        (".*/a", {"0/mu/a", "0/nu/a"}),
+        ("mu|nu", {"0/mu/a", "0/mu/u/mu", "0/nu/a", "0/nu/u/mu"}),
+        (r"nu/(?!a).*", {"0/nu/u/mu"}),
+    ],
+)
+def test_a_pattern_matches_whole_components_of_a_path(pattern, expected):
+    start = {"a": jnp.ones(4096), "u": {"mu": jnp.ones(4096)}}
+    state = mpx.low_precision_state(optax.adam(1e-3), {pattern: "bf16"}).init(start)
+    stored = {
+        jax.tree_util.keystr(path, simple=True, separator="/")
+        for path, leaf in jax.tree.leaves_with_path(state.inner_state.inner_state)
+        if leaf.dtype == jnp.bfloat16
+    }
+    assert stored == expected
+
+
+def test_mu_does_not_match_accumulator():
+    rule = optax.GradientTransformation(lambda p: {"accumulator": p}, lambda u, s, p=None: (u, s))
+    with pytest.raises(ValueError, match=r"'mu' matches no floating-point array(.|\n)*accumulator"):
+        mpx.low_precision_state(rule, {"mu": "bf16"}).init(jnp.ones(4096))
+
+
+def test_the_first_pattern_wins_so_that_an_exception_stands_in_front():
+    start = {"embedding": jnp.ones(4096), "w": jnp.ones(4096)}
+    state = mpx.low_precision_state(optax.adam(1e-3), {"embedding": "f32", "mu|nu": "bf16"}).init(start)
+    assert {name: x.dtype for name, x in optax.tree.get(state, "mu").items()} == {
+        "embedding": np.float32,
+        "w": jnp.bfloat16,
+    }
+    with pytest.raises(ValueError, match=r"'mu/embedding' decides about no leaf, because others before it match"):
+        mpx.low_precision_state(optax.adam(1e-3), {"mu": "bf16", "mu/embedding": "f32"}).init(start)
+
+
+def test_a_pattern_without_a_leaf_is_an_error_that_lists_the_paths_there_are():
+    with pytest.raises(ValueError, match=r"'momentum' matches no(.|\n)*0/mu/bias\n  0/mu/kernel\n  0/nu/bias"):
+        mpx.low_precision_state(optax.adam(1e-3), {"momentum": "bf16"}).init(params())
+    with pytest.raises(ValueError, match=r"'mu' matches no floating-point array.* There is none\."):
+        mpx.low_precision_state(optax.sgd(1e-3), {"mu": "bf16"}).init(params())
+    many = {f"w{i}": jnp.ones(2) for i in range(30)}
+    with pytest.raises(ValueError, match="and 40 more"):
+        mpx.low_precision_state(optax.adam(1e-3), {"momentum": "bf16"}).init(many)
+
+
+@pytest.mark.parametrize("pattern", ["count", "0/count"])
+def test_integers_and_scalars_are_never_touched_so_a_pattern_for_them_alone_is_an_error(pattern):
+    with pytest.raises(ValueError, match="matches no floating-point array"):
+        mpx.low_precision_state(optax.adam(1e-3), {pattern: "bf16"}).init(params())
+
+
+def test_integers_and_scalars_beside_arrays_keep_their_types():
+    tx = mpx.low_precision_state(optax.inject_hyperparams(optax.adam)(1e-3, b2=0.999), {".*": "bf16"}, min_size=0)
+    state = tx.init(params())
+    assert optax.tree.get(state, "b2") == np.float32(0.999)
+    assert optax.tree.get(state, "learning_rate").dtype == np.float32
+    assert optax.tree.get(state, "mu")["bias"].dtype == jnp.bfloat16
+
+
+def test_a_rule_without_parameters_needs_no_matching_leaf():
+    tx = mpx.low_precision_state(optax.adam(1e-3), {"mu": "bf16"})
+    for empty in ({}, {"a": None}, {"scalar": jnp.ones(())}):
+        tx.update(empty, tx.init(empty), empty)
+
+
+# Stochastic rounding.
+
+
+def decayed(tx, steps=2000, size=8192):
+    """The mean second moment, relative to the first, after steps with no gradient."""
+    ones = jnp.ones(size)
+    _, state = tx.update(ones, tx.init(ones), ones)
+    step = lambda _, state: tx.update(jnp.zeros(size), state, ones)[1]
+    state = jax.jit(lambda s: jax.lax.fori_loop(0, steps, step, s))(state)
+    moment = optax.tree.get(state, "nu")
+    if isinstance(moment, mpx.BlockwiseArray):
+        moment = jnp.repeat(moment.scale, 256)  # all members are equal
+    return float(moment.astype(jnp.float32).mean() / 1e-3)
+
+
+def stored(chosen, **options):
+    return mpx.low_precision_state(optax.adam(1e-3, b2=0.999), {"nu": chosen}, **options)
+
+
+def test_a_bfloat16_second_moment_stalls_under_nearest_rounding_and_not_under_stochastic_rounding():
+    """0.999**2000 = 0.135. To nearest, a thousandth less than a bfloat16 number is that number again."""
+    expected = 0.999**2000
+    np.testing.assert_allclose(decayed(optax.adam(1e-3, b2=0.999)), expected, rtol=1e-3)
+    np.testing.assert_allclose(decayed(stored("bf16")), 1, rtol=4e-3)
+    stochastic = stored("bf16", rounding="stochastic", key=jax.random.key(0))
+    np.testing.assert_allclose(decayed(stochastic), expected, rtol=0.01)
+
+
+def test_an_8_bit_second_moment_of_equal_members_does_not_stall():
+    """The scale of each block is float32."""
+    np.testing.assert_allclose(decayed(stored(EIGHT_BITS)), 0.999**2000, rtol=1e-3)
+
+
+@pytest.mark.parametrize("chosen", ["bf16", "f16", EIGHT_BITS])
+def test_stochastic_rounding_of_a_momentum_has_the_mean_of_float32(chosen):
+    """8,192 momenta of 0.1 * g, each stored once: the mean's error is a hundredth of one's."""
+    g = jnp.linspace(0.5, 0.51, 8192).at[::256].set(1.0)
+    tx = mpx.low_precision_state(
+        optax.sgd(1.0, momentum=0.9), {"trace": chosen}, rounding="stochastic", key=jax.random.key(1)
+    )
+    _, state = tx.update(g, tx.init(g), g)
+    updates, _ = tx.update(jnp.zeros(8192), state, g)
+    np.testing.assert_allclose(-updates.mean() / 0.9, g.mean(), rtol=1e-3)
+
+
+def test_each_step_and_each_leaf_draws_anew_and_equal_keys_give_equal_trainings():
+    start = {"a": jnp.ones(4096), "b": jnp.ones(4096)}
+    g = jax.tree.map(lambda p: p * 0.123456, start)
+
+    def run(key):
+        tx = mpx.low_precision_state(optax.sgd(1.0, momentum=0.9), {"trace": "bf16"}, rounding="stochastic", key=key)
+        _, first = tx.update(g, tx.init(start), start)
+        _, second = tx.update(g, first._replace(inner_state=tx.init(start).inner_state), start)
+        return first, second
+
+    first, second = run(jax.random.key(0))
+    trace = lambda state: optax.tree.get(state, "trace")
+    assert (trace(first)["a"] != trace(first)["b"]).any()
+    assert (trace(first)["a"] != trace(second)["a"]).any()
+    assert_same_bits(run(jax.random.PRNGKey(0)), (first, second))
+
+
+def test_a_skipped_step_does_not_consume_the_key_nor_change_a_code():
+    moments = mpx.low_precision_state(
+        optax.adam(1e-3), {"mu": "bf16", "nu": EIGHT_BITS}, rounding="stochastic", key=jax.random.key(0)
+    )
+    tx = mpx.loss_scaling(mpx.master_weights(moments, storage="split"))
+    now, state = trained(tx, start=params(jnp.bfloat16))
+    bad = grads() | {"bias": jnp.full(80, jnp.inf)}
+    updates, skipped = jax.jit(lambda g, s, p: tx.update(g, s, p))(bad, state, now)
+    assert_same_bits(skipped.inner_state, state.inner_state)
+    assert_same_bits(optax.apply_updates(now, updates), now)
+
+
+# With other transformations.
+
+
+def test_8_bytes_a_parameter_with_split_masters():
+    """2 of weights, 2 of low bits, 2 of moments and their scales, 2 of gradients."""
+    tx = mpx.master_weights(
+        mpx.low_precision_state(optax.adamw(1e-3), {"mu": EIGHT_BITS, "nu": EIGHT_BITS}), storage="split"
+    )
+    weights = {"w": jnp.ones((256, 256), jnp.bfloat16)}
+    state = tx.init(weights)
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves((weights, weights, state)))
+    assert held == 8 * 256 * 256 + 2 * 4 * 256 + 4  # two float32 scales a block, and the step count
+
+
+def test_split_masters_around_it_are_those_of_full_ones_to_the_bit():
+    rule = lambda: mpx.low_precision_state(optax.adamw(1e-3), {"mu": EIGHT_BITS, "nu": EIGHT_BITS})
+    options = {"compiler_options": {"xla_disable_hlo_passes": "fusion"}}
+    masters = []
+    for storage in ("full", "split"):
+        tx = mpx.master_weights(rule(), storage=storage)
+        now = params(jnp.bfloat16)
+        state = tx.init(now)
+        step = jax.jit(lambda g, s, p, tx=tx: tx.update(g, s, p), **options)
+        for i in range(20):
+            updates, state = step(grads(i), state, now)
+            now = optax.apply_updates(now, updates)
+        masters.append(mpx.master_params(now, state))
+    assert_same_bits(*masters)
+
+
+def test_no_rounding_is_left_to_a_compiler_that_may_drop_it():
+    tx = mpx.low_precision_state(optax.adam(1e-3), {"mu": "bf16", "nu": "bf16"})
+    start = params()
+
+    def two_steps(state):
+        for i in range(2):
+            _, state = tx.update(grads(i), state, start)
+        return state
+
+    assert not float32_round_trips(lambda s: tx.update(grads(), s, start), tx.init(start))
+    # In two steps of one program the number between them is on bfloat16's grid whatever becomes of the conversions.
+    lowered = jax.jit(two_steps, compiler_options={"xla_allow_excess_precision": True})(tx.init(start))
+    assert_same_bits(
+        lowered, jax.jit(two_steps, compiler_options={"xla_allow_excess_precision": False})(tx.init(start))
+    )
+
+
+# Errors.
+
+
+def test_a_second_moment_in_float16_is_refused_with_the_reason_whatever_its_size():
+    """Squares of 1e-4 are 1e-8, which float16 does not have."""
+    with pytest.raises(ValueError, match=r"'0/nu/bias': float32\[80\](.|\n)*second moments, which float16 cannot hold"):
+        mpx.low_precision_state(optax.adam(1e-3), {"mu": "f16", "nu": "f16"}).init(params())
+    assert np.float16(1e-4**2) == 0  # why
+
+
+@pytest.mark.parametrize(
+    ("rule", "field"),
+    [
+        (mpx.master_weights(optax.sgd(1e-3)), "master"),
+        (mpx.kahan_summation(jnp.float32), "compensation"),
+        (mpx.params_ema(0.9), "ema"),
+    ],
+)
+def test_masters_compensations_and_averages_are_never_stored_in_less(rule, field):
+    start = params(jnp.bfloat16)
+    # `upcast` would show these float32 parameters, of which they keep nothing: take their states as they are.
+    as_it_is = optax.GradientTransformation(lambda _: rule.init(start), rule.update)
+    with pytest.raises(ValueError, match=rf"'{field}/bias'(.|\n)*are masters, compensations or averages of weights"):
+        mpx.low_precision_state(as_it_is, {".*": EIGHT_BITS}).init(start)
+    mpx.low_precision_state(as_it_is, {field: "f32", ".*": EIGHT_BITS} if field == "none" else {".*": "f32"}).init(
+        start
+    )
+
+
+def test_float64_leaves_are_not_stored_in_less():
+    with jax.enable_x64(True):
+        start = {"w": jnp.ones(4096, np.float64)}
+        with pytest.raises(ValueError, match=r"'0/mu/w': float64\[4096\](.|\n)*are float64"):
+            mpx.low_precision_state(optax.adam(1e-3), {"mu": "bf16"}).init(start)
+
+
+@pytest.mark.parametrize(
+    ("formats", "error", "message"),
+    [
+        ({}, ValueError, "`formats` is empty"),
+        ("mu", TypeError, "`formats` must map patterns to formats"),
+        (None, TypeError, "`formats` must map patterns to formats"),
+        ({"(": "bf16"}, ValueError, r"'\(' is not a regular expression"),
+        ({0: "bf16"}, ValueError, "0 is not a regular expression"),
+        ({"mu": "int8"}, ValueError, "must be bfloat16, float16, float32 or a `Blockwise8bit`, but got 'int8'"),
+        ({"mu": np.int8}, ValueError, "must be bfloat16, float16, float32"),
+        ({"mu": "f64"}, ValueError, "must be bfloat16, float16, float32"),
+        ({"mu": None}, ValueError, "must be bfloat16, float16, float32"),
+        ({"mu": 8}, ValueError, "must be bfloat16, float16, float32"),
+        ({"mu": mpx.Blockwise8bit}, ValueError, r"Make one: `Blockwise8bit\(\)`"),
+    ],
+)
+def test_formats_that_mean_nothing_are_refused(formats, error, message):
+    with pytest.raises(error, match=message):
+        mpx.low_precision_state(optax.adam(1e-3), formats)
+
+
+@pytest.mark.parametrize("name", ["bf16", "bfloat16", jnp.bfloat16, np.dtype(jnp.bfloat16)])
+def test_formats_go_by_the_names_of_policies_and_by_dtypes(name):
+    state = mpx.low_precision_state(optax.adam(1e-3), {"mu": name}).init(params())
+    assert optax.tree.get(state, "mu")["kernel"].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"rounding": "up"}, ValueError, r"`rounding` must be one of \('nearest', 'stochastic'\), but got 'up'"),
+        ({"rounding": "stochastic"}, ValueError, "needs a PRNG key"),
+        ({"key": 0}, ValueError, "rounding to nearest has no use for it"),
+        ({"rounding": "stochastic", "key": 3}, TypeError, "needs a PRNG key such as"),
+        ({"min_size": -1}, ValueError, "`min_size` must be a number of elements, but got -1"),
+        ({"min_size": 1.5}, ValueError, "`min_size` must be a number of elements"),
+    ],
+)
+def test_arguments_that_mean_nothing_are_refused(options, error, message):
+    with pytest.raises(error, match=message):
+        mpx.low_precision_state(optax.adam(1e-3), {"mu": "bf16"}, **options)
+
+
+def test_stochastic_rounding_to_float32_alone_is_refused():
+    with pytest.raises(ValueError, match="every format is float32"):
+        mpx.low_precision_state(optax.adam(1e-3), {"mu": "f32"}, rounding="stochastic", key=jax.random.key(0))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ({"mu": "bf16"}, {"mu": EIGHT_BITS}, "'0/mu/kernel': stored as bfloat16, but the format is Blockwise8bit"),
+        ({"mu": EIGHT_BITS}, {"mu": "bf16"}, "'0/mu/kernel': stored as 8 bits, but the format is bfloat16"),
+        ({"mu": EIGHT_BITS}, {"nu": EIGHT_BITS}, "'0/mu/kernel': stored as 8 bits, but the format is .*float32"),
+        ({"mu": EIGHT_BITS}, {"mu": mpx.Blockwise8bit(128)}, "'0/mu/kernel': stored as 8 bits"),
+    ],
+)
+def test_a_state_of_other_formats_is_refused(before, after, message):
+    """As after a change of recipe between two runs: decoded in the wrong format it would be noise."""
+    state = mpx.low_precision_state(optax.adam(1e-3), before).init(params())
+    tx = mpx.low_precision_state(optax.adam(1e-3), after)
+    with pytest.raises(ValueError, match=message) as raised:
+        tx.update(grads(), state, params())
+    assert re.search("Use those, or call `init`", str(raised.value))
+
+
+def test_another_state_or_no_transformation_is_refused():
+    tx = mpx.low_precision_state(optax.adam(1e-3), {"mu": "bf16"})
+    with pytest.raises(TypeError, match="`low_precision_state` needs the `LowPrecisionState`"):
+        tx.update(grads(), optax.adam(1e-3).init(params()), params())
+    with pytest.raises(TypeError, match=r"needs an Optax gradient transformation.*Call it with its settings"):
+        mpx.low_precision_state(optax.adam, {"mu": "bf16"})
