@@ -16,15 +16,12 @@ chosen by device, so that a step takes several milliseconds.
 
 import argparse
 import functools
-import importlib.metadata
 import importlib.util
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -36,6 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 import mpx
+from benchmarks.timing import conditions, estimate, own, paired_times, ratio_with_spread, timed
 
 # Width, layers and batch of the model. A GPU gets a larger one: its small steps measure nothing but launches.
 SIZES = {"cpu": (384, 4, 64), "gpu": (2048, 12, 4096)}
@@ -51,6 +49,7 @@ STEP_TARGET, CAST_TARGET, FIRST_CALL_TARGET = 1.03, 5.0, 1.0
 
 RIVAL = "jmp" if importlib.util.find_spec("jmp") else "astype"
 LIBRARIES = ("mpx", RIVAL)
+PACKAGES = ("jax", "jaxlib", "optax", "numpy", *(["jmp"] if RIVAL == "jmp" else []))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -176,16 +175,8 @@ def compare(name: str, by_hand: Callable, with_mpx: Callable, starts: Callable, 
         jax.jit(step, donate_argnums=0).lower(state, data).compile()
         for step, state in zip((by_hand, with_mpx), starts(), strict=True)
     ]
-    times: tuple[list[float], list[float]] = ([], [])
     bits = compare_bits(steps, list(starts()), data)
-    for start in range(STARTS):
-        states = list(starts())
-        for turn in range(-2, TURNS):
-            for side in (0, 1) if (start + turn) % 2 else (1, 0):
-                seconds, states[side] = timed(steps[side], states[side], data)
-                if turn >= 0:
-                    times[side].append(seconds)
-    hand, ours = times
+    hand, ours = paired_times(steps, starts, data, STARTS, TURNS)
     low, ratio, high = ratio_with_spread(ours, hand, TURNS)
     return {
         "what": name,
@@ -238,14 +229,6 @@ def count_differing(a: Any, b: Any) -> int:
     return sum(int((bits(x) != bits(y)).sum()) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
 
 
-def estimate(compiled: Any) -> dict[str, float]:
-    """XLA's own count for a program. It is an estimate of the compiler for this device, not a measurement."""
-    costs = compiled.cost_analysis() or {}
-    return {key: costs.get(key, float("nan")) for key in ("flops", "bytes accessed")} | {
-        "instructions": compiled.as_text().count(" = ")
-    }
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # 2 and 3. Casts.
 
@@ -255,16 +238,20 @@ def many_leaves() -> dict[str, jax.Array]:
     return {f"leaf_{i}": jax.device_put(np.full(1000, i, np.float32)) for i in range(2000)}
 
 
-def gpt2_leaves() -> dict[str, jax.Array]:
-    """Arrays of the shapes of GPT-2 124M: 148 tensors, 124 million numbers."""
+def gpt2_shapes() -> dict[str, tuple[int, ...]]:
+    """The shapes of GPT-2 124M: 148 tensors, 124 million numbers."""
     block = {
         "ln_1.w": (768,), "ln_1.b": (768,), "attn.c_attn.w": (768, 2304), "attn.c_attn.b": (2304,),
         "attn.c_proj.w": (768, 768), "attn.c_proj.b": (768,), "ln_2.w": (768,), "ln_2.b": (768,),
         "mlp.c_fc.w": (768, 3072), "mlp.c_fc.b": (3072,), "mlp.c_proj.w": (3072, 768), "mlp.c_proj.b": (768,),
     }  # fmt: skip
     shapes = {"wte": (50257, 768), "wpe": (1024, 768), "ln_f.w": (768,), "ln_f.b": (768,)}
-    shapes |= {f"h.{i}.{name}": shape for i in range(12) for name, shape in block.items()}
-    return {name: jax.device_put(np.ones(shape, np.float32)) for name, shape in shapes.items()}
+    return shapes | {f"h.{i}.{name}": shape for i in range(12) for name, shape in block.items()}
+
+
+def gpt2_leaves() -> dict[str, jax.Array]:
+    """Arrays of those shapes."""
+    return {name: jax.device_put(np.ones(shape, np.float32)) for name, shape in gpt2_shapes().items()}
 
 
 def caster(library: str) -> Callable[[Any], Any]:
@@ -332,52 +319,7 @@ def cast_result(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Timing and printing.
-
-
-def own(tree: Any) -> Any:
-    """A copy of every array."""
-    return jax.tree.map(lambda x: jnp.array(x, copy=True), tree)
-
-
-def timed(fun: Callable, *args: Any) -> tuple[float, Any]:
-    """Seconds until everything a call returns is there, and what it returned."""
-    start = time.perf_counter()
-    result = jax.block_until_ready(fun(*args))
-    return time.perf_counter() - start, result
-
-
-def ratio_with_spread(numerator: list[float], denominator: list[float], block: int = 1) -> tuple[float, float, float]:
-    """The ratio of the medians, between the ends of its 95% interval over resampled blocks of turns."""
-    a, b = (np.reshape(times, (-1, block)) for times in (numerator, denominator))
-    picks = np.random.default_rng(0).integers(len(a), size=(2000, len(a)))  # pairs stay pairs
-    resampled = np.median(a[picks], axis=(1, 2)) / np.median(b[picks], axis=(1, 2))
-    low, high = np.quantile(resampled, [0.025, 0.975])
-    return float(low), float(np.median(a) / np.median(b)), float(high)
-
-
-def conditions() -> dict[str, Any]:
-    """Where and with what the numbers were measured."""
-    packages = ["jax", "jaxlib", "optax", "numpy", *(["jmp"] if RIVAL == "jmp" else [])]
-    return {
-        "device": jax.devices()[0].device_kind,
-        "backend": jax.default_backend(),
-        "processor": processor(),
-        "cores": os.cpu_count(),
-        "load": os.getloadavg(),
-        "python": platform.python_version(),
-        "mpx": mpx.__version__,
-        **{name: importlib.metadata.version(name) for name in packages},
-    }
-
-
-def processor() -> str:
-    """The name of the CPU, where the system tells it."""
-    try:
-        with open("/proc/cpuinfo") as file:
-            return next(line.split(":")[1].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor()
+# Printing.
 
 
 def show(console: Console, steps: list[dict[str, Any]], casts: list[dict[str, Any]]) -> None:
@@ -424,11 +366,11 @@ def main() -> None:
     first_calls = measure_first_calls()  # before this process takes a GPU's memory
     casts = [measure_many_leaves(), first_calls]
     steps = [row for dtype in ("bfloat16", "float16") for row in measure_steps(dtype)]
-    console.print(conditions())
+    console.print(conditions(PACKAGES))
     show(console, steps, casts)
     if arguments.json:
         with open(arguments.json, "w") as file:
-            json.dump({"conditions": conditions(), "steps": steps, "casts": casts}, file, indent=1)
+            json.dump({"conditions": conditions(PACKAGES), "steps": steps, "casts": casts}, file, indent=1)
 
 
 if __name__ == "__main__":

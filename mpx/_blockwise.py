@@ -14,7 +14,7 @@ Three choices are ours:
 
 - The scale has the sign of the member of largest magnitude, which is therefore always exact. (With a positive scale a
   signed map has no code for -1: -1 would become -0.993, and smaller with every further coding.) Coding what has been
-  decoded changes nothing.
+  decoded changes nothing, as long as all of it is finite and normal.
 - Unsigned, a positive number never becomes zero, but the smallest member of the map: it is a second moment, and the
   next step divides by its root.
 - What cannot be held is visible. A NaN makes its block NaN. An infinity stays infinite and makes the finite members of
@@ -35,6 +35,7 @@ import numpy as np
 from jax import lax
 
 _DECADES = 7
+_GAP = 9 * 1024  # what a distance to the next member is divided into for stochastic rounding
 _SMALLEST_NORMAL = np.float32(2.0**-126)
 _LARGE, _SHRINK = np.float32(2.0**64), np.float32(2.0**-64)  # the reciprocal of a large scale would be subnormal
 
@@ -106,7 +107,7 @@ def encode(x: jax.Array, block_size: int, signed: bool, key: jax.Array | None = 
         key: a PRNG key, to choose between the two neighbours of a number at random such that the mean is the number,
             instead of the nearest.
     """
-    blocks = _in_blocks(x, block_size)
+    blocks = _in_blocks(lax.stop_gradient(x), block_size)  # as of every rounding, the derivative is zero
     if key is not None:
         scale = _scale(blocks, signed)
         codes = _codes(blocks, scale, signed, _in_blocks(jax.random.bits(key, x.shape, np.uint32), block_size))
@@ -155,7 +156,8 @@ def _codes(x: jax.Array, scale: jax.Array, signed: bool, noise: jax.Array | None
     v = jnp.where(v <= 1, v, np.float32(1))  # an infinity, or a NaN, whose code does not count
     q = _nearest(v, signed) if noise is None else _one_of_two(v, signed, noise)
     if not signed:
-        return jnp.where(x >= _SMALLEST_NORMAL, jnp.maximum(q, 2) - 1, 0).astype(np.uint8)
+        least = jnp.where(largest < np.inf, np.int32(2), np.int32(1))  # beside an infinity, zero times it: NaN
+        return jnp.where(x >= _SMALLEST_NORMAL, jnp.maximum(q, least) - 1, 0).astype(np.uint8)
     negative = (x < 0) != (scale < 0)
     return jnp.where(negative & (q > 0), 128 + jnp.minimum(q, 127), q).astype(np.uint8)
 
@@ -171,13 +173,14 @@ def _values(codes: jax.Array, signed: bool) -> jax.Array:
     bits = lax.bitcast_convert_type(exact, np.int32)
     w = lax.bitcast_convert_type(bits & np.int32(0x7F80_0000), np.float32)
     decade = (bits >> 23) - (127 if signed else 128)
-    # 10**(i - 6) * (0.1 + 0.9 * (j + 1/2) / w), all of it integers up to the last product.
+    # 10**(i - 6) * (0.1 + 0.9 * (j + 1/2) / w), in integers that float32 holds up to the last product.
     twentieths = (18 * exact + 9) - 16 * w
-    fives = jnp.where(decade & 1 == 1, np.float32(5), np.float32(1)) * jnp.where(
-        decade & 2 == 2, np.float32(25), np.float32(1)
-    )
-    fives = fives * jnp.where(decade & 4 == 4, np.float32(625), np.float32(1))
-    value = (twentieths * fives) * np.float32(5e-8 if signed else 2.5e-8)
+    fifth_power = jnp.minimum(decade, 5)  # the sixth would be too large
+    fives = jnp.full_like(exact, 1)
+    for bit, factor in ((1, 5), (2, 25), (4, 625)):
+        fives = jnp.where(fifth_power & bit == bit, fives * np.float32(factor), fives)
+    unit = 5e-8 if signed else 2.5e-8
+    value = (twentieths * fives) * jnp.where(decade == 6, np.float32(5 * unit), np.float32(unit))
     value = jnp.where(code == 0, np.float32(0), jnp.where(q == top, np.float32(1), value))
     return jnp.where(code > 128, -value, value) if signed else value
 
@@ -192,21 +195,25 @@ def _nearest(v: jax.Array, signed: bool) -> jax.Array:
 
 
 def _one_of_two(v: jax.Array, signed: bool, noise: jax.Array) -> jax.Array:
-    """int32 `q` of the member of the map below or above `v`, with the odds that keep the mean."""
+    """int32 `q` of the member of the map below or above `v`, with the odds that keep the mean.
+
+    Odds are multiples of 1 / 9,216, the nearest: coarse enough that a member of the map, which comes back from the
+    division by its scale with an error in the last place, is found to be one.
+    """
     map_ = _map(signed)
     w, per_unit = _decade_of(v, map_.firsts[1:], signed)
-    place = (v * per_unit - w.astype(np.float32)) / 9 - np.float32(0.5)
-    below = jnp.clip(place.astype(np.int32), 0, w - 1)
-    chance = place - below.astype(np.float32)
+    place = jnp.round(v * (per_unit * np.float32(1024))).astype(np.int32) - (w << 10) - _GAP // 2
+    below = jnp.clip(place // _GAP, 0, w - 1)
+    chance = place - below * _GAP
     # Between the last member of a decade and the first of the next one the map has another slope.
-    last, gap = jnp.full_like(v, map_.lasts[0]), jnp.full_like(v, map_.gaps[0])
+    last, per_gap = jnp.full_like(v, map_.lasts[0]), jnp.full_like(v, _GAP / map_.gaps[0])
     for i in range(1, _DECADES):
         above = v >= map_.firsts[i]
-        last, gap = jnp.where(above, map_.lasts[i], last), jnp.where(above, map_.gaps[i], gap)
-    chance = jnp.where(below == w - 1, (v - last) / gap, chance)
+        last, per_gap = jnp.where(above, map_.lasts[i], last), jnp.where(above, _GAP / map_.gaps[i], per_gap)
+    chance = jnp.where(below == w - 1, jnp.round((v - last) * per_gap).astype(np.int32), chance)
     below_all = v < map_.firsts[0]
-    chance = jnp.where(below_all, v / map_.firsts[0], chance)
-    up = (noise >> 8).astype(np.float32) * np.float32(2.0**-24) < chance
+    chance = jnp.where(below_all, jnp.round(v * (_GAP / map_.firsts[0])).astype(np.int32), chance)
+    up = (noise >> 8).astype(np.float32) * np.float32(2.0**-24 * _GAP) < chance.astype(np.float32)
     first = np.int32(map_.widths[0])
     return jnp.where(
         below_all, jnp.where(up, first, np.int32(0)), jnp.minimum(w + below + up.astype(np.int32), map_.top)
@@ -304,22 +311,22 @@ def _has_kernel(block_size: int, signed: bool) -> bool:
     """
     if jax.default_backend() != "gpu" or jax.device_count() > 1:
         return False
-    with jax.ensure_compile_time_eval():
-        x = jnp.asarray(_probe(block_size, signed))
-        expected = jax.jit(_encode_in_two_passes, static_argnums=1)(x, signed)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)
-                actual = jax.jit(_encode_in_one_pass, static_argnums=1)(x, signed)
-        except Exception as error:  # Pallas raises many types, and none of them is a reason to stop a training
-            warnings.warn(
-                f"mpx: the Pallas kernel for 8-bit states does not run on this GPU; XLA does its work, in two passes. "
-                f"{type(error).__name__}: {error}",
-                stacklevel=2,
-            )
-            return False
-        bits = lambda x: np.asarray(x).view(f"u{x.dtype.itemsize}")
-        return all(np.array_equal(bits(a), bits(e)) for a, e in zip(actual, expected, strict=True))
+    x = _probe(block_size, signed)
+    run = lambda f: jax.jit(f, static_argnums=1).lower(x, signed).compile()(x)
+    expected = run(_encode_in_two_passes)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            actual = run(_encode_in_one_pass)
+    except Exception as error:  # Pallas raises many types, and none of them is a reason to stop a training
+        warnings.warn(
+            f"mpx: the Pallas kernel for 8-bit states does not run on this GPU; XLA does its work, in two passes. "
+            f"{type(error).__name__}: {error}",
+            stacklevel=2,
+        )
+        return False
+    bits = lambda x: np.asarray(x).view(f"u{x.dtype.itemsize}")
+    return all(np.array_equal(bits(a), bits(e)) for a, e in zip(actual, expected, strict=True))
 
 
 def _probe(block_size: int, signed: bool) -> np.ndarray:

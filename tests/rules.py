@@ -20,7 +20,7 @@ class Rule:
     """An optimizer with settings that make its arithmetic matter within a few steps."""
 
     make: Callable[[], optax.GradientTransformation]
-    extra_args: Callable[[Any, Any], dict[str, Any]] = lambda params, grads: {}
+    extra_args: Callable[..., dict[str, Any]] = lambda params, grads, loss=None: {}
     per_example: bool = False  # whether gradients have a leading axis of examples
 
 
@@ -29,11 +29,11 @@ def loss(params):
     return sum(jnp.sum((p.astype(jnp.float32) - 0.5) ** 2) for p in jax.tree.leaves(params))
 
 
-def _value(params, grads):
+def _value(params, grads, loss=loss):
     return {"value": loss(params)}
 
 
-def _line_search(params, grads):
+def _line_search(params, grads, loss=loss):
     return {"value": loss(params), "grad": grads, "value_fn": loss}
 
 
@@ -90,7 +90,7 @@ RULES = {
     "contrib.schedule_free_adamw": Rule(lambda: optax.contrib.schedule_free_adamw(1e-2)),
     "contrib.schedule_free_sgd": Rule(lambda: optax.contrib.schedule_free_sgd(1e-2)),
     "contrib.simplified_ademamix": Rule(lambda: optax.contrib.simplified_ademamix(1e-2)),
-    "contrib.sophia": Rule(lambda: optax.contrib.sophia(1e-2), lambda params, grads: {"obj_fn": loss}),
+    "contrib.sophia": Rule(lambda: optax.contrib.sophia(1e-2), lambda params, grads, loss=loss: {"obj_fn": loss}),
 }
 
 # Cannot run, and why.

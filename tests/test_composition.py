@@ -173,3 +173,134 @@ def test_flax_linen_and_nnx_and_equinox_trees_are_trained():
         assert jax.tree.structure(new) == jax.tree.structure(tree)
         assert {x.dtype for x in jax.tree.leaves(new)} == {np.dtype(jnp.bfloat16)}
         assert mpx.is_synced(new, state)
+
+
+MU = {"mu": "bf16"}
+WRAPS = {
+    "chain": lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
+    "partition": lambda tx: optax.partition({"fast": tx, "slow": optax.set_to_zero()}, LABELS),
+    "multi_transform": lambda tx: optax.multi_transform({"fast": tx, "slow": optax.sign_sgd(1e-3)}, LABELS),
+    "masked": lambda tx: optax.masked(tx, MASKS),
+    "freeze": lambda tx: optax.chain(tx, optax.freeze(MASKS)),
+    "inject_hyperparams": lambda tx: optax.inject_hyperparams(lambda rate: optax.chain(tx, optax.scale(rate)))(0.5),
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
+    "schedule_free": lambda tx: optax.contrib.schedule_free(tx, 1e-2),
+    "sam": lambda tx: optax.contrib.sam(tx, optax.sgd(1e-1), sync_period=2),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_a_state_of_few_bits_is_the_same_inside_and_around(wrap):
+    """Whether the rule alone or the rule with its wrapper is told to store less: the same moments, to the bit."""
+    store = lambda tx, formats: mpx.low_precision_state(tx, formats, min_size=1)
+    formats = {"mu": "bf16", "nu": mpx.Blockwise8bit()}
+    inside, inside_state = train(mpx.master_weights(WRAPS[wrap](store(optax.adam(1e-2), formats))), params())
+    around, around_state = train(mpx.master_weights(store(WRAPS[wrap](optax.adam(1e-2)), formats)), params())
+    assert_same_bits(mpx.master_params(inside, inside_state), mpx.master_params(around, around_state))
+    for field in formats:
+        one, other = (
+            jax.tree.leaves(dict(optax.tree.get_all_with_path(s, field))) for s in (inside_state, around_state)
+        )
+        assert {x.dtype for x in one} <= {np.dtype(jnp.bfloat16), np.dtype(np.uint8), np.dtype(np.float32)}
+        assert_same_bits(one, other)
+    exactly, exact_state = train(mpx.master_weights(WRAPS[wrap](optax.adam(1e-2))), params())  # negative control
+    exact_masters, masters = mpx.master_params(exactly, exact_state), mpx.master_params(inside, inside_state)
+    assert any((a != b).any() for a, b in zip(*map(jax.tree.leaves, (exact_masters, masters)), strict=True))
+
+
+def test_a_lookahead_of_masters_and_of_a_state_of_few_bits():
+    """Fast and slow weights both have masters, and the slow ones follow the float32 training."""
+    rule = lambda tx: optax.lookahead(tx, sync_period=2, slow_step_size=0.5)
+    start = optax.LookaheadParams.init_synced(params())
+    now, state = train(mpx.master_weights(rule(optax.adam(1e-2))), start)
+    expected = train(rule(optax.adam(1e-2)), jax.tree.map(lambda p: p.astype(jnp.float32), start))[0]
+    masters = mpx.master_params(now, state)
+    assert mpx.is_synced(now, state)
+    assert_same_bits(masters, expected)
+    inside = train(mpx.master_weights(rule(mpx.low_precision_state(optax.adam(1e-2), MU, min_size=1))), start)
+    around = train(mpx.master_weights(mpx.low_precision_state(rule(optax.adam(1e-2)), MU, min_size=1)), start)
+    assert_same_bits(mpx.master_params(*inside), mpx.master_params(*around))
+
+
+def test_injected_hyperparameters_keep_their_float32_values_around_a_state_of_few_bits():
+    tx = mpx.low_precision_state(optax.inject_hyperparams(optax.adam)(1e-3, b2=0.999), {".*": "bf16"}, min_size=1)
+    tx = mpx.master_weights(tx, storage="split")
+    state = tx.init(params())
+    for i in range(2):
+        _, state = tx.update(grads(i), state, params())
+        assert optax.tree.get(state, "b2") == np.float32(0.999)
+    state = optax.tree.set(state, learning_rate=jnp.float32(0.0))
+    updates, _ = tx.update(grads(0), state, params())
+    assert not any(u.any() for u in jax.tree.leaves(updates))
+
+
+def test_the_mean_of_microbatches_reaches_a_rule_with_a_state_of_few_bits_in_float32():
+    """The mean of 1 and 1.0052 is 1.0026, which bfloat16 rounds to 1; it is stored as 1.0026, rounded by the format."""
+    tx = optax.MultiSteps(mpx.low_precision_state(optax.sgd(1.0, momentum=0.9), {"trace": "bf16"}, min_size=1), 2)
+    start = jnp.zeros(1, jnp.float32)
+    state = tx.init(start)
+    for slope in (1.0, 1.0052):
+        updates, state = tx.update(jnp.full(1, slope), state, start)
+    assert updates[0] == -np.float32(1.0026)
+    assert optax.tree.get(state, "trace")[0] == 1
+
+
+def test_what_does_not_train_has_neither_masters_nor_moments_nor_an_average():
+    """LoRA: of a frozen million and an adapter of 4,096, the state knows the adapter."""
+    frozen = {"frozen": jnp.ones((1000, 1000), jnp.bfloat16), "adapter": jnp.ones(4096, jnp.bfloat16)}
+    moments = mpx.low_precision_state(optax.adam(1e-3), {"mu|nu": mpx.Blockwise8bit()})
+    tx = optax.partition(
+        {
+            "train": mpx.master_weights(optax.chain(moments, mpx.params_ema(0.9)), storage="split"),
+            "freeze": optax.set_to_zero(),
+        },
+        {"frozen": "freeze", "adapter": "train"},
+    )
+    state = tx.init(frozen)
+    blocks = 16
+    assert sum(x.nbytes for x in jax.tree.leaves(state)) == 4096 * (2 + 1 + 1 + 4) + 2 * 4 * blocks + 4 + 4
+    updates, state = tx.update(jax.tree.map(lambda p: p * 0.1, frozen), state, frozen)
+    assert not updates["frozen"].any()
+    assert mpx.ema_params(state)["frozen"] == optax.MaskedNode()
+
+
+def test_a_state_of_few_bits_serves_flax_and_equinox_trees():
+    import equinox as eqx
+    import flax.linen as nn
+    from flax import nnx
+
+    linen = nn.Dense(64, param_dtype=jnp.bfloat16).init(jax.random.key(0), jnp.ones((1, 64), jnp.bfloat16))
+    _, state_of_nnx = nnx.split(nnx.Linear(64, 64, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    module = eqx.filter(mpx.cast(eqx.nn.MLP(64, 1, 64, 1, key=jax.random.key(0)), jnp.bfloat16), eqx.is_inexact_array)
+    moments = {"bias": "f32", "mu|nu": mpx.Blockwise8bit()}
+    tx = mpx.master_weights(mpx.low_precision_state(optax.adam(1e-1), moments), storage="split")
+    for tree in (linen, state_of_nnx, module):
+        state = tx.init(tree)
+        ones = jax.tree.map(lambda p: jnp.ones(p.shape), tree)
+        updates, state = jax.jit(tx.update)(ones, state, tree)
+        new = optax.apply_updates(tree, updates)
+        assert jax.tree.structure(new) == jax.tree.structure(tree)
+        codes = [x for x in jax.tree.leaves(state) if x.dtype == np.uint8]
+        assert [x.shape for x in codes] == [(64, 64)] * 2
+
+
+def test_nnx_optimizer_runs_with_a_state_of_few_bits_and_an_average():
+    from flax import nnx
+
+    model = nnx.Linear(64, 64, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    moments = mpx.low_precision_state(optax.adam(1e-2), {"mu|nu": mpx.Blockwise8bit()})
+    tx = mpx.master_weights(optax.chain(moments, mpx.params_ema(0.9)), storage="split")
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer):
+        optimizer.update(
+            model, nnx.grad(lambda m: (m(jnp.ones((2, 64), jnp.bfloat16)).astype(jnp.float32) ** 2).mean())(model)
+        )
+
+    before = np.asarray(model.kernel[...])
+    step(model, optimizer)
+    assert (np.asarray(model.kernel[...]) != before).any()
+    average = mpx.ema_params(optimizer.opt_state)
+    assert {np.dtype(x.dtype) for x in jax.tree.leaves(average)} == {np.dtype(np.float32)}

@@ -1,0 +1,679 @@
+"""What one AdamW step costs: its time beside the same step by hand, and on a GPU beside the bytes that it must move.
+
+    PYTHONPATH=. python -m benchmarks.optimizer_step --json step.json [--tensors gpt2|one] [--scale N]
+
+Five recipes, on the 148 tensors of GPT-2 124M and on one tensor of 2**27 numbers:
+
+1. f32: `optax.adamw` on float32 parameters and gradients. mpx has no part in it: it is the yardstick.
+2. full: bfloat16 parameters and gradients, float32 masters.
+3. split: the same with the masters' 16 low bits.
+4. split + 8-bit: the same with both moments in 8 bits, in blocks of 256.
+5. Kahan + bf16 moments: bfloat16 parameters, compensation and moments.
+
+A step is `tx.update` and `optax.apply_updates`, or the same written for each tensor in plain `jax.numpy`: AdamW's
+equations, the new parameter written directly, masters split and sums compensated by hand. Only the 8-bit codec is
+shared, since what is measured is the wrapper around it. Both are compiled ahead, parameters and state are donated, and
+they are run in turn, A B B A, from several fresh starts. Before that, the results of three steps are compared. A
+master or parameter that has just fallen almost to zero may differ by 2**-24 of what it was, which is much of what it
+is: see `mpx.master_weights`.
+
+On a GPU calls are asynchronous: the time of a step is that of many, enqueued one behind another and waited for once. A
+single step, and how long the host needs to enqueue it, are given beside it; where the latter is as long as the step,
+the host is what was measured. Torch's optimizers run there too, where they can be imported, in a process of their own.
+
+Bytes are those of parameters and state, read and written once, and of gradients, read once. All figures are measured
+but those of the table that is labelled the compiler's estimate. Targets:
+
+- The time with mpx is at most 1.03 of the time by hand.
+- On a GPU it is at most 1.15 of what copying as many bytes takes; the bandwidth of a copy is measured in the same run.
+- On a GPU split + 8-bit takes at most 1 / 1.5 of the time of the float32 step.
+
+The sizes are divided by `--scale`: the leading dimension of matrices, or the length of the one tensor. Without it, by 1
+on a GPU and by 16 elsewhere.
+
+On a CPU, XLA takes temporary arrays of 32 MiB and more anew from the system at every step, page by page: where one side
+needs a little more of them, it can lose much time that says nothing about a GPU.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+import unittest.mock
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from rich.console import Console
+from rich.table import Table
+
+import mpx
+from benchmarks.overhead import gpt2_shapes
+from benchmarks.timing import conditions, estimate, own, paired_times, ratio_with_spread
+from mpx import _blockwise
+
+Shapes = dict[str, tuple[int, ...]]
+
+LEARNING_RATE, B1, B2, EPS, WEIGHT_DECAY = 1e-3, 0.9, 0.999, 1e-8, 1e-4  # as in `optax.adamw`
+BLOCK_SIZE, MIN_SIZE = 256, 4096  # as in `Blockwise8bit` and `low_precision_state`
+
+BITS_STEPS = 3  # steps after which results are compared
+STARTS, TURNS = 8, 6  # fresh states of each step, and timed turns from each
+CALLS = {"cpu": 1, "gpu": 16}  # steps in a turn; a GPU's queue holds a few dozen
+COPY_BYTES, COPY_CALLS, COPY_ROUNDS = 2**30, 10, 10
+
+STEP_TARGET, COPY_TARGET, SPEED_TARGET = 1.03, 1.15, 1.5
+PACKAGES = ("jax", "jaxlib", "optax", "numpy")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The step by hand. What is kept beside a parameter is its master, its master's low bits, its compensation, or nothing.
+
+
+class ByHand(NamedTuple):
+    """What a training loop written by hand keeps: four dictionaries of tensors by name, and the number of steps."""
+
+    params: dict[str, jax.Array]
+    beside: dict[str, jax.Array | None]
+    mu: dict[str, Any]
+    nu: dict[str, Any]
+    count: jax.Array
+
+
+def adamw(g: jax.Array, weight: jax.Array, mu: Any, nu: Any, corrections: tuple) -> tuple[jax.Array, Any, Any]:
+    """The update of a float32 weight, and the new moments as they are stored."""
+    g = g.astype(jnp.float32)
+    m = (1 - B1) * g + B1 * loaded(mu, signed=True)
+    v = (1 - B2) * (g * g) + B2 * loaded(nu, signed=False)
+    direction = (m / corrections[0]) / (jnp.sqrt(v / corrections[1]) + EPS)
+    update = -LEARNING_RATE * (direction + WEIGHT_DECAY * weight)
+    return update, stored(m, mu, signed=True), stored(v, nu, signed=False)
+
+
+def loaded(moment: Any, signed: bool) -> jax.Array:
+    """A moment in float32."""
+    if isinstance(moment, _blockwise.BlockwiseArray):
+        return _blockwise.decode(moment, BLOCK_SIZE, signed)
+    return moment.astype(jnp.float32)
+
+
+def stored(moment: jax.Array, old: Any, signed: bool) -> Any:
+    """A moment in the format of the old one."""
+    if isinstance(old, _blockwise.BlockwiseArray):
+        return _blockwise.encode(moment, BLOCK_SIZE, signed)
+    return moment.astype(old.dtype)
+
+
+def plain_step(g: jax.Array, p: jax.Array, beside: None, mu: Any, nu: Any, corrections: tuple) -> tuple:
+    """Of a float32 parameter."""
+    update, mu, nu = adamw(g, p, mu, nu, corrections)
+    return p + update, beside, mu, nu
+
+
+def full_step(g: jax.Array, p: jax.Array, master: jax.Array, mu: Any, nu: Any, corrections: tuple) -> tuple:
+    """Of a parameter with a float32 master."""
+    update, mu, nu = adamw(g, master, mu, nu, corrections)
+    master = master + update
+    return master.astype(p.dtype), master, mu, nu
+
+
+def split_step(g: jax.Array, p: jax.Array, low: jax.Array, mu: Any, nu: Any, corrections: tuple) -> tuple:
+    """Of a bfloat16 parameter with the 16 low bits of its master."""
+    master = joined(p, low)
+    update, mu, nu = adamw(g, master, mu, nu, corrections)
+    bits = lax.bitcast_convert_type(master + update, jnp.uint32)
+    high = ((bits + 0x8000) >> 16).astype(jnp.uint16)  # rounded to nearest, ties away from zero
+    return lax.bitcast_convert_type(high, jnp.bfloat16), bits.astype(jnp.uint16), mu, nu
+
+
+def joined(p: jax.Array, low: jax.Array) -> jax.Array:
+    """The float32 number of which a bfloat16 parameter is the rounding; where it was rounded up, one is taken back."""
+    high = lax.bitcast_convert_type(p, jnp.uint16) - (low >> 15)
+    return lax.bitcast_convert_type(high.astype(jnp.uint32) << 16 | low.astype(jnp.uint32), jnp.float32)
+
+
+def kahan_step(g: jax.Array, p: jax.Array, compensation: jax.Array, mu: Any, nu: Any, corrections: tuple) -> tuple:
+    """Of a bfloat16 parameter with a bfloat16 compensation."""
+    wide = p.astype(jnp.float32)
+    update, mu, nu = adamw(g, wide, mu, nu, corrections)
+    y = update + compensation.astype(jnp.float32)
+    new = lax.reduce_precision(wide + y, 8, 7)  # a cast to bfloat16 and back is removed by XLA on a GPU
+    return new.astype(p.dtype), (y - (new - wide)).astype(compensation.dtype), mu, nu
+
+
+def step_by_hand(tensor_step: Callable, state: ByHand, grads: dict[str, jax.Array]) -> ByHand:
+    """One step of all tensors."""
+    count = state.count + 1
+    corrections = (1 - B1**count, 1 - B2**count)
+    new = [tensor_step(grads[name], *(tree[name] for tree in state[:4]), corrections) for name in grads]
+    return ByHand(*(dict(zip(grads, column, strict=True)) for column in zip(*new, strict=True)), count)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The recipes.
+
+
+def float32_zeros(p: jax.Array) -> jax.Array:
+    """A moment to start with."""
+    return jnp.zeros_like(p, jnp.float32)
+
+
+def bfloat16_zeros(p: jax.Array) -> jax.Array:
+    """The same in bfloat16."""
+    return jnp.zeros_like(p, jnp.bfloat16)
+
+
+def coded_zeros(p: jax.Array) -> Any:
+    """The same in 8 bits; small tensors stay float32."""
+    if p.size < MIN_SIZE:
+        return jnp.zeros_like(p, jnp.float32)
+    blocks = -(-p.size // BLOCK_SIZE)
+    return _blockwise.BlockwiseArray(jnp.zeros_like(p, jnp.uint8), jnp.zeros(blocks, jnp.float32))
+
+
+def split_8bit() -> optax.GradientTransformation:
+    """AdamW with both moments in 8 bits, and split masters."""
+    moments = {"mu": mpx.Blockwise8bit(), "nu": mpx.Blockwise8bit()}
+    inner = mpx.low_precision_state(optax.adamw(LEARNING_RATE), moments)
+    return mpx.master_weights(inner, storage="split")
+
+
+def kahan() -> optax.GradientTransformation:
+    """AdamW in 16 bits."""
+    options = {"momentum_dtype": jnp.bfloat16, "variance_dtype": jnp.bfloat16, "use_kahan_summation": True}
+    return mpx.any_precision_adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY, **options)
+
+
+class Recipe(NamedTuple):
+    """One recipe, twice.
+
+    Attributes:
+        dtype: of parameters and gradients.
+        make: makes the transformation.
+        by_hand: the same step of one tensor.
+        beside: what the step by hand keeps beside a parameter, to start with.
+        moment: a moment of the step by hand, to start with.
+        kernel: whether a GPU may code in 8 bits with mpx's kernel.
+    """
+
+    dtype: Any
+    make: Callable[[], optax.GradientTransformation]
+    by_hand: Callable
+    beside: Callable[[jax.Array], jax.Array | None]
+    moment: Callable[[jax.Array], Any] = float32_zeros
+    kernel: bool = True
+
+
+low_bits = lambda p: jnp.zeros_like(p, jnp.uint16)
+
+RECIPES = {
+    "f32": Recipe(jnp.float32, lambda: optax.adamw(LEARNING_RATE), plain_step, lambda p: None),
+    "full": Recipe(
+        jnp.bfloat16, lambda: mpx.master_weights(optax.adamw(LEARNING_RATE)), full_step, lambda p: p.astype(jnp.float32)
+    ),
+    "split": Recipe(
+        jnp.bfloat16, lambda: mpx.master_weights(optax.adamw(LEARNING_RATE), storage="split"), split_step, low_bits
+    ),
+    "split + 8-bit": Recipe(jnp.bfloat16, split_8bit, split_step, low_bits, coded_zeros),
+    "Kahan + bf16 moments": Recipe(jnp.bfloat16, kahan, kahan_step, jnp.zeros_like, bfloat16_zeros),
+}
+YARDSTICK, FASTEST = "f32", "split + 8-bit"
+WITHOUT_KERNEL = {"split + 8-bit, XLA codec": RECIPES[FASTEST]._replace(kernel=False)}
+
+
+class WithMpx(NamedTuple):
+    """What a training loop with mpx keeps."""
+
+    params: dict[str, jax.Array]
+    opt_state: Any
+
+
+def make_steps(recipe: Recipe) -> tuple[Callable, Callable]:
+    """The step by hand and that with mpx, or with Optax alone, each of `(state, grads)`."""
+    tx = recipe.make()
+
+    def by_hand(state: ByHand, grads: Any) -> ByHand:
+        return step_by_hand(recipe.by_hand, state, grads)
+
+    def with_mpx(state: WithMpx, grads: Any) -> WithMpx:
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        return WithMpx(optax.apply_updates(state.params, updates), opt_state)
+
+    return by_hand, with_mpx
+
+
+def make_starts(recipe: Recipe, params: dict[str, jax.Array]) -> tuple[ByHand, WithMpx]:
+    """The two states to start from; steps get copies, since every step gives its old state back."""
+    zeros = lambda make: {name: make(p) for name, p in params.items()}
+    by_hand = ByHand(params, zeros(recipe.beside), zeros(recipe.moment), zeros(recipe.moment), jnp.int32(0))
+    return by_hand, WithMpx(params, recipe.make().init(params))
+
+
+def make_data(shapes: Shapes) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """float32 parameters and gradients: random, and of a model's magnitudes."""
+    rng = np.random.default_rng(0)
+    normal = lambda shape, size: jnp.asarray(np.float32(size) * rng.standard_normal(shape, np.float32))
+    return tuple({name: normal(shape, size) for name, shape in shapes.items()} for size in (0.02, 1e-3))
+
+
+def compile_steps(
+    recipe: Recipe, states: Sequence[Any], grads: Any, options: dict[str, Any] | None = None
+) -> list[Callable]:
+    """Both steps, compiled ahead with parameters and state donated; only such programs tell what XLA estimates."""
+    with codec(recipe.kernel):
+        return [
+            jax.jit(step, donate_argnums=0).lower(state, grads).compile(compiler_options=options)
+            for step, state in zip(make_steps(recipe), states, strict=True)
+        ]
+
+
+@contextlib.contextmanager
+def codec(kernel: bool) -> Iterator[None]:
+    """Programs that are traced inside code in 8 bits with the kernel, if there is one, or with XLA alone."""
+    if kernel:
+        yield
+        return
+    jax.clear_caches()  # of what has been traced with the kernel
+    with unittest.mock.patch.object(_blockwise, "_has_kernel", return_value=False):
+        yield
+    jax.clear_caches()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Comparison of results.
+
+
+def compare_results(steps: Sequence[Callable], states: Sequence[Any], grads: Any) -> dict[str, dict[str, Any]]:
+    """What differs after a few steps: of each part of the results how many numbers, and by how much of themselves."""
+    for _ in range(BITS_STEPS):
+        states = [step(state, grads) for step, state in zip(steps, states, strict=True)]
+    by_hand, ours = parts_by_hand(states[0]), parts_with_mpx(states[1])
+    assert by_hand.keys() == ours.keys()
+    return {name: differences(by_hand[name], ours[name]) for name in ours}
+
+
+def parts_by_hand(state: ByHand) -> dict[str, list[jax.Array]]:
+    """The numbers of a state by kind: parameters, masters, compensation, moments and their codes."""
+    beside = jax.tree.leaves(state.beside)
+    parts = {"parameters": jax.tree.leaves(state.params)}
+    if beside and beside[0].dtype == jnp.bfloat16:
+        parts["compensation"] = beside
+    elif beside:
+        split = beside[0].dtype == jnp.uint16
+        parts["masters"] = jax.tree.leaves(jax.tree.map(joined, state.params, state.beside)) if split else beside
+    return parts | parts_of_moments((state.mu, state.nu))
+
+
+def parts_with_mpx(state: WithMpx) -> dict[str, list[jax.Array]]:
+    """The same of a state of mpx."""
+    parts = {"parameters": jax.tree.leaves(state.params)}
+    if (compensation := optax.tree.get(state.opt_state, "compensation")) is not None:
+        parts["compensation"] = jax.tree.leaves(compensation)
+    elif optax.tree.get(state.opt_state, "master") is not None:
+        parts["masters"] = jax.tree.leaves(mpx.master_params(state.params, state.opt_state))
+    return parts | parts_of_moments(tuple(optax.tree.get(state.opt_state, name) for name in ("mu", "nu")))
+
+
+def parts_of_moments(moments: Any) -> dict[str, list[jax.Array]]:
+    """Moments, and where they are kept in 8 bits, the codes; the scales of blocks count as moments."""
+    leaves = jax.tree.leaves(moments)
+    codes = [x for x in leaves if x.dtype == jnp.uint8]
+    parts = {"moments": [x for x in leaves if x.dtype != jnp.uint8]}
+    return parts | ({"codes": codes} if codes else {})
+
+
+def differences(a: list[jax.Array], b: list[jax.Array]) -> dict[str, Any]:
+    """How many numbers differ in any bit, of how many, and the largest difference; of codes only how many."""
+    counts, relative, absolute = jax.device_get(_differences(a, b))
+    coded = a[0].dtype == jnp.uint8
+    return {
+        "differ": sum(map(int, counts)),
+        "of": sum(x.size for x in a),
+        "largest relative difference": None if coded else float(max(relative)),
+        "largest difference": None if coded else float(max(absolute)),
+    }
+
+
+@jax.jit
+def _differences(a: list[jax.Array], b: list[jax.Array]) -> Any:
+    def one(x, y):
+        bits = [lax.bitcast_convert_type(z, jnp.dtype(f"u{z.dtype.itemsize}")) for z in (x, y)]
+        x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+        absolute = jnp.where(x == y, 0.0, jnp.abs(x - y))
+        relative = jnp.where(x == y, 0.0, absolute / jnp.maximum(jnp.abs(x), jnp.abs(y)))
+        return jnp.sum(bits[0] != bits[1]), jnp.max(relative, initial=0.0), jnp.max(absolute, initial=0.0)
+
+    return tuple(zip(*(one(x, y) for x, y in zip(a, b, strict=True)), strict=True))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Measurement.
+
+
+def measure(name: str, recipe: Recipe, data: tuple[Any, Any]) -> dict[str, Any]:
+    """Results, times and estimates of one recipe, from float32 parameters and gradients."""
+    params, grads = jax.tree.map(lambda x: x.astype(recipe.dtype), data)
+    states = make_starts(recipe, params)
+    starts = lambda: tuple(map(own, states))
+    steps = compile_steps(recipe, states, grads)
+    results = compare_results(steps, starts(), grads)
+    calls = CALLS.get(jax.default_backend(), CALLS["gpu"])
+    hand, ours = paired_times(steps, starts, grads, STARTS, TURNS, calls)
+    low, ratio, high = ratio_with_spread(ours, hand, TURNS)
+    row = {
+        "recipe": name,
+        "results": results,
+        "by hand ms": 1e3 * statistics.median(hand),
+        "mpx ms": 1e3 * statistics.median(ours),
+        "ratio": ratio,
+        "ratio 95%": [low, high],
+        "steps in a turn": calls,
+        "bytes": bytes_moved(states[1], grads),
+        "compiler's estimate by hand": estimate(steps[0]) | passes(steps[0]),
+        "compiler's estimate mpx": estimate(steps[1]) | passes(steps[1]),
+    }
+    if name != YARDSTICK:
+        row |= {"target": STEP_TARGET, "met": ratio <= STEP_TARGET}
+    return row | (measure_single(steps, starts, grads) if on_gpu() else {})
+
+
+def measure_single(steps: Sequence[Callable], starts: Callable, grads: Any) -> dict[str, float]:
+    """Milliseconds of a step that is waited for, and of the host's part in it."""
+    hand, ours = paired_times(steps, starts, grads, STARTS, TURNS)
+    row = {"single by hand ms": 1e3 * statistics.median(hand), "single mpx ms": 1e3 * statistics.median(ours)}
+    for side, step, state in zip(("by hand", "mpx"), steps, starts(), strict=True):
+        seconds = []
+        for _ in range(2 + TURNS):
+            start = time.perf_counter()
+            state = step(state, grads)
+            seconds.append(time.perf_counter() - start)
+            jax.block_until_ready(state)
+        row[f"enqueue {side} ms"] = 1e3 * statistics.median(seconds[2:])
+    return row
+
+
+def passes(compiled: Any) -> dict[str, int]:
+    """How many loops over tensors a compiled program has, copies of tensors, and calls of kernels not made by XLA."""
+    text = compiled.as_text()
+    return {"fusions": text.count(" fusion("), "copies": text.count(" copy("), "calls": text.count(" custom-call(")}
+
+
+def bytes_moved(state: WithMpx, grads: Any) -> int:
+    """The bytes that a step must move: parameters and state are read and written, gradients are read."""
+    count = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
+    return 2 * count(state) + count(grads)
+
+
+def copy_bandwidth() -> float:
+    """GB/s that a program reads and writes that adds 1 to an array; the best of many, in place or not."""
+    best = math.inf
+    for donated in ((), (0,)):
+        add = jax.jit(lambda x: x + 1, donate_argnums=donated)
+        x = jax.random.normal(jax.random.key(0), (COPY_BYTES // 4,))
+        for _ in range(1 + COPY_ROUNDS):
+            start = time.perf_counter()
+            for _ in range(COPY_CALLS):
+                x = add(x)
+            x.block_until_ready()
+            best = min(best, (time.perf_counter() - start) / COPY_CALLS)
+    return 2 * COPY_BYTES / best / 1e9
+
+
+def judge(rows: list[dict[str, Any]], bandwidth: float) -> None:
+    """Adds to the rows of one set of tensors, on a GPU, how fast memory was and how that compares."""
+    yardstick = next((row["mpx ms"] for row in rows if row["recipe"] == YARDSTICK), math.nan)
+    for row in rows:
+        copied = row["bytes"] / bandwidth / 1e6
+        for side in ("by hand", "mpx"):
+            row[f"{side} GB/s"] = row["bytes"] / row[f"{side} ms"] / 1e6
+            row[f"{side} / copy"] = row[f"{side} ms"] / copied
+        row |= {"copy target": COPY_TARGET, "copy target met": row["mpx / copy"] <= COPY_TARGET}
+        row["times as fast as f32"] = yardstick / row["mpx ms"]
+        if row["recipe"] == FASTEST:
+            row |= {"speed target": SPEED_TARGET, "speed target met": row["times as fast as f32"] >= SPEED_TARGET}
+
+
+def on_gpu() -> bool:
+    """Whether the default device is a GPU."""
+    return jax.default_backend() == "gpu"
+
+
+def has_kernel() -> bool:
+    """Whether mpx codes in 8 bits with its own kernel here."""
+    return all(_blockwise._has_kernel(BLOCK_SIZE, signed) for signed in (True, False))
+
+
+def make_shapes(tensors: str, scale: int) -> Shapes:
+    """The shapes of GPT-2's tensors, with the rows of matrices divided, or one shorter vector."""
+    if tensors == "one":
+        return {"one": (2**27 // scale,)}
+    return {
+        name: (max(shape[0] // scale, 1), *shape[1:]) if len(shape) > 1 else shape
+        for name, shape in gpt2_shapes().items()
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Torch, in a process of its own.
+
+
+def torch_optimizers() -> dict[str, tuple[str, Callable[[Any], Any]]]:
+    """By name, the dtype of the parameters, and what makes the optimizer from them."""
+    options = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}
+
+    def fused(params):
+        import torch
+
+        return torch.optim.AdamW(params, fused=True, **options)
+
+    def bitsandbytes(params):
+        import bitsandbytes
+
+        return bitsandbytes.optim.AdamW8bit(params, **options)
+
+    def torchao(params):
+        import torchao.optim
+
+        return torchao.optim.AdamW8bit(params, **options)
+
+    return {
+        "torch.optim.AdamW(fused=True), f32": ("float32", fused),
+        "bitsandbytes.optim.AdamW8bit, bf16": ("bfloat16", bitsandbytes),
+        "torchao.optim.AdamW8bit, bf16": ("bfloat16", torchao),
+    }
+
+
+def torch_times(shapes: Shapes) -> list[dict[str, Any]]:
+    """Times of Torch's optimizers on the GPU; none where Torch or its GPU is missing."""
+    try:
+        import torch
+    except ImportError:
+        return []
+    if not torch.cuda.is_available():
+        return []
+    rows = []
+    for name, (dtype, make) in torch_optimizers().items():
+        try:
+            rows.append({"what": name, "torch": torch.__version__, **torch_time(shapes, getattr(torch, dtype), make)})
+        except Exception as error:  # of any type: a package that is missing, or not made for this GPU
+            rows.append({"what": name, "left out": f"{type(error).__name__}: {error}"})
+    return rows
+
+
+def torch_time(shapes: Shapes, dtype: Any, make: Callable[[Any], Any]) -> dict[str, float]:
+    """Milliseconds of one optimizer's step: of many behind one another, by the GPU's clock, and of a single one."""
+    import torch
+
+    normal = lambda shape, size: (size * torch.randn(shape, device="cuda")).to(dtype)
+    params = [torch.nn.Parameter(normal(shape, 0.02)) for shape in shapes.values()]
+    for p in params:
+        p.grad = normal(p.shape, 1e-3)
+    optimizer = make(params)
+    for _ in range(5):
+        optimizer.step()
+    many, single = [], []
+    for _ in range(STARTS * TURNS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(CALLS["gpu"]):
+            optimizer.step()
+        end.record()
+        torch.cuda.synchronize()
+        many.append(begin.elapsed_time(end) / CALLS["gpu"])
+        start = time.perf_counter()
+        optimizer.step()
+        torch.cuda.synchronize()
+        single.append(1e3 * (time.perf_counter() - start))
+    return {"ms": statistics.median(many), "single ms": statistics.median(single)}
+
+
+def run_torch(tensors: str, scale: int) -> list[dict[str, Any]]:
+    """The same in a child process, which is over before this one takes the GPU's memory."""
+    if importlib.util.find_spec("torch") is None:
+        return []
+    command = [sys.executable, "-m", "benchmarks.optimizer_step", "--torch-child"]
+    command += ["--tensors", tensors, "--scale", str(scale)]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Printing.
+
+
+def verdict(met: bool) -> str:
+    """A word for the tables."""
+    return "[green]met[/]" if met else "[red]missed[/]"
+
+
+def show(console: Console, what: str, part: dict[str, Any]) -> None:
+    """All tables of one set of tensors."""
+    n, rows = part["parameters"], part["steps"]
+    title = f"{what}: {part['tensors']} tensors, {n:,} parameters"
+    console.print(times_table(title, rows))
+    if "mpx GB/s" in rows[0]:
+        console.print(memory_table(f"{title}: memory", rows, n))
+        console.print(singles_table(f"{title}: single steps", rows))
+    console.print(results_table(f"{title}, after {BITS_STEPS} steps", rows))
+    console.print(estimates_table(f"{title}: the compiler's estimate, no measurement", rows, n))
+    if part["torch"]:
+        table = Table("optimizer", "ms", "single, ms", title=f"{title}, torch")
+        for row in part["torch"]:
+            times = [f"{row[key]:.3f}" for key in ("ms", "single ms")] if "ms" in row else ["", row["left out"]]
+            table.add_row(row["what"], *times)
+        console.print(table)
+
+
+def times_table(title: str, rows: list[dict[str, Any]]) -> Table:
+    """Times with mpx and by hand."""
+    table = Table("recipe", "by hand, ms", "mpx, ms", "mpx / by hand", "95%", "target", title=title)
+    for row in rows:
+        times = f"{row['by hand ms']:.3f}", f"{row['mpx ms']:.3f}", f"{row['ratio']:.3f}"
+        target = f"at most {row['target']}: {verdict(row['met'])}" if "met" in row else "a yardstick: Optax's own step"
+        table.add_row(row["recipe"], *times, "{:.3f} to {:.3f}".format(*row["ratio 95%"]), target)
+    return table
+
+
+def memory_table(title: str, rows: list[dict[str, Any]], n: int) -> Table:
+    """Times beside that of a copy, and beside the float32 step."""
+    sides = "GB/s by hand", "mpx", "/ copy by hand", "mpx", "target"
+    table = Table("recipe", "bytes a parameter", *sides, "times as fast as f32", "target", title=title)
+    for row in rows:
+        speeds = (f"{row[f'{side} GB/s']:.0f}" for side in ("by hand", "mpx"))
+        ratios = (f"{row[f'{side} / copy']:.2f}" for side in ("by hand", "mpx"))
+        copy = f"at most {COPY_TARGET}: {verdict(row['copy target met'])}"
+        speed = f"at least {SPEED_TARGET}: {verdict(row['speed target met'])}" if "speed target" in row else ""
+        faster = f"{row['times as fast as f32']:.2f}"
+        table.add_row(row["recipe"], f"{row['bytes'] / n:.2f}", *speeds, *ratios, copy, faster, speed)
+    return table
+
+
+def singles_table(title: str, rows: list[dict[str, Any]]) -> Table:
+    """Times of steps that are waited for one by one, and of the host's part in them."""
+    table = Table("recipe", "by hand, ms", "mpx, ms", "enqueue by hand, ms", "enqueue mpx, ms", title=title)
+    for row in rows:
+        times = [row[f"{what} {side} ms"] for what in ("single", "enqueue") for side in ("by hand", "mpx")]
+        table.add_row(row["recipe"], *(f"{ms:.3f}" for ms in times))
+    return table
+
+
+def results_table(title: str, rows: list[dict[str, Any]]) -> Table:
+    """What differs between the results by hand and with mpx."""
+    largest = "largest relative difference", "largest difference"
+    table = Table("recipe", "", "differ", "of", *largest, title=title)
+    for row in rows:
+        for name, found in row["results"].items():
+            counts = f"{found['differ']:,}", f"{found['of']:,}"
+            table.add_row(
+                row["recipe"], name, *counts, *("" if found[key] is None else f"{found[key]:.1e}" for key in largest)
+            )
+    return table
+
+
+def estimates_table(title: str, rows: list[dict[str, Any]], n: int) -> Table:
+    """What XLA says of its programs, and what they consist of."""
+    counted = "instructions", "fusions", "copies", "calls"
+    table = Table("recipe", "", "bytes a parameter", "temporary bytes a parameter", *counted, title=title)
+    for row in rows:
+        for side in ("by hand", "mpx"):
+            costs = row[f"compiler's estimate {side}"]
+            numbers = (f"{costs[key] / n:.2f}" for key in ("bytes accessed", "temporary bytes"))
+            table.add_row(row["recipe"], side, *numbers, *(f"{costs[key]:,}" for key in counted))
+    return table
+
+
+def run(tensors: str, scale: int, bandwidth: float | None) -> dict[str, Any]:
+    """All measurements of one set of tensors."""
+    shapes = make_shapes(tensors, scale)
+    recipes = RECIPES | (WITHOUT_KERNEL if on_gpu() and has_kernel() else {})
+    data = make_data(shapes)
+    rows = [measure(name, recipe, data) for name, recipe in recipes.items()]
+    if bandwidth is not None:
+        judge(rows, bandwidth)
+    parameters = sum(map(math.prod, shapes.values()))
+    return {"scale": scale, "tensors": len(shapes), "parameters": parameters, "steps": rows}
+
+
+def main() -> None:
+    """Runs all parts, prints the tables and, if asked, writes the numbers."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", metavar="PATH", help="write the numbers, with versions and device, to this file")
+    parser.add_argument("--tensors", choices=("gpt2", "one"), help="of GPT-2's shapes, or one; both if left out")
+    parser.add_argument("--scale", type=int, help="what sizes are divided by; 1 on a GPU, 16 elsewhere")
+    parser.add_argument("--torch-child", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.torch_child:
+        print(json.dumps(torch_times(make_shapes(arguments.tensors, arguments.scale))))
+        return
+    console = Console()
+    if not console.is_terminal:
+        console.width = 160  # a file has room for the whole table
+    sets = [arguments.tensors] if arguments.tensors else ["gpt2", "one"]
+    torch = {tensors: run_torch(tensors, arguments.scale or 1) for tensors in sets}  # before JAX takes the memory
+    found: dict[str, Any] = {"conditions": conditions(PACKAGES)}
+    if on_gpu():
+        found |= {"copy bandwidth, GB/s": copy_bandwidth(), "8-bit kernel": has_kernel()}
+    console.print(found)
+    bandwidth = found.get("copy bandwidth, GB/s")
+    for tensors in sets:
+        scale = arguments.scale or (1 if on_gpu() else 16)
+        found[tensors] = run(tensors, scale, bandwidth) | {"torch": torch[tensors]}
+        show(console, tensors, found[tensors])
+        if arguments.json:
+            with open(arguments.json, "w") as file:  # after each set: the second may not come to its end
+                json.dump(found, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
