@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from mpx import _checks, _trees, formats
 from mpx._transforms.upcast import upcast, widen
-from mpx._writeback import landed, landing_update, on_grid
+from mpx._writeback import landing_update, on_grid
 
 Storage = Literal["full", "split"]
 
@@ -134,9 +134,10 @@ def _step(p: jax.Array, stored: Any, update: jax.Array, new_master: jax.Array) -
     new, low_bits = formats.split_f32(new_master, overflow="largest")
     new = new.astype(np.float32)
     update = landing_update(p, new, "master_weights")
-    # Where the addition cannot reach `new`, these low bits would belong to another weight.
-    reached = landed(p, update).view(np.uint32) == new.view(np.uint32)
-    return update, jnp.where(reached, low_bits, np.uint16(0))
+    # Where the addition cannot reach `new`, these low bits would belong to another weight. Before it is rounded the sum
+    # is another bfloat16 number then; else it is `new`, or its float32 neighbour if `new` is a power of two.
+    beside = (p.astype(np.float32) + update).view(np.uint32) - new.view(np.uint32)
+    return update, jnp.where(beside + 1 <= 2, low_bits, np.uint16(0))
 
 
 def _is_split(p: Any, storage: Storage) -> bool:

@@ -9,6 +9,7 @@ import pytest
 
 import mpx
 from mpx import formats
+from mpx._transforms.master_weights import _step
 from tests.helpers import assert_same_bits, bits
 
 pytestmark = pytest.mark.optax_promotion
@@ -252,3 +253,22 @@ def test_what_the_split_stores_joins_to_the_master():
         mpx.master_weights(optax.sgd(1.0), storage="split"), jnp.ones(3, jnp.bfloat16), jnp.full((7, 3), 1e-4)
     )
     np.testing.assert_array_equal(formats.join_f32(params, state.master), mpx.master_params(params, state))
+
+
+def test_low_bits_are_kept_exactly_where_the_addition_lands_on_the_new_parameter():
+    """Weights and masters up to 40 binades apart and of both signs: where `p + u` misses, the master is forgotten.
+
+    The oracle adds in float32 and rounds to bfloat16, as `optax.apply_updates` does.
+    """
+    rng = np.random.default_rng(0)
+    old = rng.normal(size=1_000_000).astype(jnp.bfloat16)
+    factors = 2.0 ** rng.integers(-40, 40, old.size) * rng.uniform(0.5, 2, old.size) * rng.choice([-1, 1], old.size)
+    masters = (old.astype(np.float64) * factors).astype(np.float32)
+    masters[::10] = 2.0 ** rng.integers(-40, 40, masters[::10].size)  # below a power of two numbers lie twice as dense
+    low_bits = jnp.zeros(old.shape, np.uint16)
+    updates, stored = _step(jnp.asarray(old), low_bits, jnp.zeros(old.shape), jnp.asarray(masters))
+    high, low = map(np.asarray, formats.split_f32(jnp.asarray(masters)))
+    landed = (old.astype(np.float32) + np.asarray(updates)).astype(jnp.bfloat16)
+    hit = bits(landed) == bits(high)
+    assert 0.2 < hit.mean() < 0.9
+    assert_same_bits(stored, np.where(hit, low, np.uint16(0)))
