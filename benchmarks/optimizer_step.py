@@ -37,13 +37,9 @@ needs a little more of them, it can lose much time that says nothing about a GPU
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import math
-import os
 import statistics
-import subprocess
-import sys
 import time
 import unittest.mock
 from collections.abc import Callable, Iterator, Sequence
@@ -58,14 +54,26 @@ from rich.console import Console
 from rich.table import Table
 
 import mpx
+from benchmarks.adamw_by_hand import (
+    BLOCK_SIZE,
+    LEARNING_RATE,
+    WEIGHT_DECAY,
+    ByHand,
+    full_step,
+    joined,
+    kahan_step,
+    plain_step,
+    split_step,
+    step_by_hand,
+)
+from benchmarks.adamw_in_torch import run_torch
 from benchmarks.overhead import gpt2_shapes
 from benchmarks.timing import conditions, estimate, own, paired_times, ratio_with_spread
 from mpx import _blockwise
 
 Shapes = dict[str, tuple[int, ...]]
 
-LEARNING_RATE, B1, B2, EPS, WEIGHT_DECAY = 1e-3, 0.9, 0.999, 1e-8, 1e-4  # as in `optax.adamw`
-BLOCK_SIZE, MIN_SIZE = 256, 4096  # as in `Blockwise8bit` and `low_precision_state`
+MIN_SIZE = 4096  # as in `low_precision_state`
 
 BITS_STEPS = 3  # steps after which results are compared
 STARTS, TURNS = 8, 6  # fresh states of each step, and timed turns from each
@@ -74,89 +82,6 @@ COPY_BYTES, COPY_CALLS, COPY_ROUNDS = 2**30, 10, 10
 
 STEP_TARGET, COPY_TARGET, SPEED_TARGET = 1.03, 1.15, 1.5
 PACKAGES = ("jax", "jaxlib", "optax", "numpy")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The step by hand. What is kept beside a parameter is its master, its master's low bits, its compensation, or nothing.
-
-
-class ByHand(NamedTuple):
-    """What a training loop written by hand keeps: four dictionaries of tensors by name, and the number of steps."""
-
-    params: dict[str, jax.Array]
-    beside: dict[str, jax.Array | None]
-    mu: dict[str, Any]
-    nu: dict[str, Any]
-    count: jax.Array
-
-
-def adamw(g: jax.Array, weight: jax.Array, mu: Any, nu: Any, corrections: tuple) -> tuple[jax.Array, Any, Any]:
-    """The update of a float32 weight, and the new moments as they are stored."""
-    g = g.astype(jnp.float32)
-    m = (1 - B1) * g + B1 * loaded(mu, signed=True)
-    v = (1 - B2) * (g * g) + B2 * loaded(nu, signed=False)
-    direction = (m / corrections[0]) / (jnp.sqrt(v / corrections[1]) + EPS)
-    update = -LEARNING_RATE * (direction + WEIGHT_DECAY * weight)
-    return update, stored(m, mu, signed=True), stored(v, nu, signed=False)
-
-
-def loaded(moment: Any, signed: bool) -> jax.Array:
-    """A moment in float32."""
-    if isinstance(moment, _blockwise.BlockwiseArray):
-        return _blockwise.decode(moment, BLOCK_SIZE, signed)
-    return moment.astype(jnp.float32)
-
-
-def stored(moment: jax.Array, old: Any, signed: bool) -> Any:
-    """A moment in the format of the old one."""
-    if isinstance(old, _blockwise.BlockwiseArray):
-        return _blockwise.encode(moment, BLOCK_SIZE, signed)
-    return moment.astype(old.dtype)
-
-
-def plain_step(g: jax.Array, p: jax.Array, beside: None, mu: Any, nu: Any, corrections: tuple) -> tuple:
-    """Of a float32 parameter."""
-    update, mu, nu = adamw(g, p, mu, nu, corrections)
-    return p + update, beside, mu, nu
-
-
-def full_step(g: jax.Array, p: jax.Array, master: jax.Array, mu: Any, nu: Any, corrections: tuple) -> tuple:
-    """Of a parameter with a float32 master."""
-    update, mu, nu = adamw(g, master, mu, nu, corrections)
-    master = master + update
-    return master.astype(p.dtype), master, mu, nu
-
-
-def split_step(g: jax.Array, p: jax.Array, low: jax.Array, mu: Any, nu: Any, corrections: tuple) -> tuple:
-    """Of a bfloat16 parameter with the 16 low bits of its master."""
-    master = joined(p, low)
-    update, mu, nu = adamw(g, master, mu, nu, corrections)
-    bits = lax.bitcast_convert_type(master + update, jnp.uint32)
-    high = ((bits + 0x8000) >> 16).astype(jnp.uint16)  # rounded to nearest, ties away from zero
-    return lax.bitcast_convert_type(high, jnp.bfloat16), bits.astype(jnp.uint16), mu, nu
-
-
-def joined(p: jax.Array, low: jax.Array) -> jax.Array:
-    """The float32 number of which a bfloat16 parameter is the rounding; where it was rounded up, one is taken back."""
-    high = lax.bitcast_convert_type(p, jnp.uint16) - (low >> 15)
-    return lax.bitcast_convert_type(high.astype(jnp.uint32) << 16 | low.astype(jnp.uint32), jnp.float32)
-
-
-def kahan_step(g: jax.Array, p: jax.Array, compensation: jax.Array, mu: Any, nu: Any, corrections: tuple) -> tuple:
-    """Of a bfloat16 parameter with a bfloat16 compensation."""
-    wide = p.astype(jnp.float32)
-    update, mu, nu = adamw(g, wide, mu, nu, corrections)
-    y = update + compensation.astype(jnp.float32)
-    new = lax.reduce_precision(wide + y, 8, 7)  # a cast to bfloat16 and back is removed by XLA on a GPU
-    return new.astype(p.dtype), (y - (new - wide)).astype(compensation.dtype), mu, nu
-
-
-def step_by_hand(tensor_step: Callable, state: ByHand, grads: dict[str, jax.Array]) -> ByHand:
-    """One step of all tensors."""
-    count = state.count + 1
-    corrections = (1 - B1**count, 1 - B2**count)
-    new = [tensor_step(grads[name], *(tree[name] for tree in state[:4]), corrections) for name in grads]
-    return ByHand(*(dict(zip(grads, column, strict=True)) for column in zip(*new, strict=True)), count)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -464,91 +389,6 @@ def make_shapes(tensors: str, scale: int) -> Shapes:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Torch, in a process of its own.
-
-
-def torch_optimizers() -> dict[str, tuple[str, Callable[[Any], Any]]]:
-    """By name, the dtype of the parameters, and what makes the optimizer from them."""
-    options = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}
-
-    def fused(params):
-        import torch
-
-        return torch.optim.AdamW(params, fused=True, **options)
-
-    def bitsandbytes(params):
-        import bitsandbytes
-
-        return bitsandbytes.optim.AdamW8bit(params, **options)
-
-    def torchao(params):
-        import torchao.optim
-
-        return torchao.optim.AdamW8bit(params, **options)
-
-    return {
-        "torch.optim.AdamW(fused=True), f32": ("float32", fused),
-        "bitsandbytes.optim.AdamW8bit, bf16": ("bfloat16", bitsandbytes),
-        "torchao.optim.AdamW8bit, bf16": ("bfloat16", torchao),
-    }
-
-
-def torch_times(shapes: Shapes) -> list[dict[str, Any]]:
-    """Times of Torch's optimizers on the GPU; none where Torch or its GPU is missing."""
-    try:
-        import torch
-    except ImportError:
-        return []
-    if not torch.cuda.is_available():
-        return []
-    rows = []
-    for name, (dtype, make) in torch_optimizers().items():
-        try:
-            rows.append({"what": name, "torch": torch.__version__, **torch_time(shapes, getattr(torch, dtype), make)})
-        except Exception as error:  # of any type: a package that is missing, or not made for this GPU
-            rows.append({"what": name, "left out": f"{type(error).__name__}: {error}"})
-    return rows
-
-
-def torch_time(shapes: Shapes, dtype: Any, make: Callable[[Any], Any]) -> dict[str, float]:
-    """Milliseconds of one optimizer's step: of many behind one another, by the GPU's clock, and of a single one."""
-    import torch
-
-    normal = lambda shape, size: (size * torch.randn(shape, device="cuda")).to(dtype)
-    params = [torch.nn.Parameter(normal(shape, 0.02)) for shape in shapes.values()]
-    for p in params:
-        p.grad = normal(p.shape, 1e-3)
-    optimizer = make(params)
-    for _ in range(5):
-        optimizer.step()
-    many, single = [], []
-    for _ in range(STARTS * TURNS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(CALLS["gpu"]):
-            optimizer.step()
-        end.record()
-        torch.cuda.synchronize()
-        many.append(begin.elapsed_time(end) / CALLS["gpu"])
-        start = time.perf_counter()
-        optimizer.step()
-        torch.cuda.synchronize()
-        single.append(1e3 * (time.perf_counter() - start))
-    return {"ms": statistics.median(many), "single ms": statistics.median(single)}
-
-
-def run_torch(tensors: str, scale: int) -> list[dict[str, Any]]:
-    """The same in a child process, which is over before this one takes the GPU's memory."""
-    if importlib.util.find_spec("torch") is None:
-        return []
-    command = [sys.executable, "-m", "benchmarks.optimizer_step", "--torch-child"]
-    command += ["--tensors", tensors, "--scale", str(scale)]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Printing.
 
 
@@ -651,16 +491,16 @@ def main() -> None:
     parser.add_argument("--json", metavar="PATH", help="write the numbers, with versions and device, to this file")
     parser.add_argument("--tensors", choices=("gpt2", "one"), help="of GPT-2's shapes, or one; both if left out")
     parser.add_argument("--scale", type=int, help="what sizes are divided by; 1 on a GPU, 16 elsewhere")
-    parser.add_argument("--torch-child", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.torch_child:
-        print(json.dumps(torch_times(make_shapes(arguments.tensors, arguments.scale))))
-        return
     console = Console()
     if not console.is_terminal:
         console.width = 160  # a file has room for the whole table
     sets = [arguments.tensors] if arguments.tensors else ["gpt2", "one"]
-    torch = {tensors: run_torch(tensors, arguments.scale or 1) for tensors in sets}  # before JAX takes the memory
+    options, turns = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}, STARTS * TURNS
+    torch = {  # before JAX takes the memory
+        tensors: run_torch(list(make_shapes(tensors, arguments.scale or 1).values()), options, turns, CALLS["gpu"])
+        for tensors in sets
+    }
     found: dict[str, Any] = {"conditions": conditions(PACKAGES)}
     if on_gpu():
         found |= {"copy bandwidth, GB/s": copy_bandwidth(), "8-bit kernel": has_kernel()}

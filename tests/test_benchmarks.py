@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import optimizer_step
+from benchmarks import adamw_by_hand, optimizer_step
 from benchmarks.overhead import gpt2_shapes
 from mpx import _blockwise
 
@@ -46,7 +46,7 @@ def test_the_comparison_sees_a_step_with_another_epsilon(monkeypatch):
     """An epsilon of 1e-7 beside roots of 1e-3 changes updates of 1e-3 by a ten-thousandth of themselves, which masters
     of 0.02 can just hold, and few of their bfloat16 roundings.
     """
-    monkeypatch.setattr(optimizer_step, "EPS", 1e-7)
+    monkeypatch.setattr(adamw_by_hand, "EPS", 1e-7)
     found = compared("split")
     assert found["masters"]["differ"] > found["masters"]["of"] / 2
     assert 0 < found["masters"]["largest relative difference"]
