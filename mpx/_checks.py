@@ -41,10 +41,10 @@ def one_key(key: Any, caller: str) -> tuple[jax.Array, Any]:
             raise TypeError(
                 f"`{caller}` needs a PRNG key such as `jax.random.key(0)`, but got an array of {key.dtype}."
             )
-        key = jax.random.wrap_key_data(key)
+        key = jax.random.wrap_key_data(jnp.asarray(key))
     if key.shape != ():
         raise ValueError(f"`{caller}` needs one key, but got {key.shape}; take `keys[0]`.")
-    return key, jax.random.key_impl(key)
+    return jnp.asarray(key), jax.random.key_impl(key)
 
 
 def require_state(state: Any, kind: type, caller: str) -> None:

@@ -1,4 +1,4 @@
-"""Trains one small byte-level GPT under seven precision recipes, and compares what comes out.
+"""Trains one small byte-level GPT under nine precision recipes, and compares what comes out.
 
 Everything but the recipe is equal: text, batches, initial weights, rule, schedule, number of steps. Run it from the
 root of the repository:

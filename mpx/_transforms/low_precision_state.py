@@ -1,6 +1,7 @@
 """`low_precision_state`: a rule that computes in float32 and keeps its moments in 16 or 8 bits between steps."""
 
 import functools
+import itertools
 import re
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, get_args
@@ -80,8 +81,8 @@ def low_precision_state(
         TypeError: if `inner` is not a transformation, `formats` no mapping, or `key` not a PRNG key.
         ValueError: if a pattern is not a regular expression, a format unknown, or an argument would do nothing; at
             `init`, if a pattern decides about no leaf, or one about float64 leaves, masters, compensations or averages
-            of weights, or if a second moment would be float16, which holds nothing below 6e-8; at `update`, if the
-            state was stored in other formats.
+            of weights, if a second moment would be float16, which holds nothing below 6e-8, or if one
+            `low_precision_state` stands in another; at `update`, if the state was stored in other formats.
 
     Example:
         >>> tx = low_precision_state(optax.adam(1e-3), {"mu": "bf16", "nu": Blockwise8bit()})
@@ -104,7 +105,9 @@ def low_precision_state(
     stored_key, implementation = _checked_key(rounding, key, patterns)
 
     def init_fn(params):
-        state = inner.init(params).inner_state
+        upcast_state: Any = inner.init(params)
+        state = upcast_state.inner_state
+        _require_not_nested(state)
         plan = _plan(state, patterns, min_size)
         if any(_trees.is_floating(p) and np.shape(p) for p in jax.tree.leaves(params)):  # of nothing there is no state
             _require_every_pattern_used(state, patterns, plan)
@@ -117,12 +120,13 @@ def low_precision_state(
         stored = state.inner_state.inner_state
         plan = _plan(stored, patterns, min_size)
         _require_stored_as_planned(stored, plan)
-        updates, (wide,) = inner.update(updates, UpcastState(_load(stored, plan)), params, **extra_args)
-        if stored_key is None:
-            return updates, LowPrecisionState(UpcastState(_store(wide, plan, None)), state.key)
-        this_step, next_step = jax.random.split(jax.random.wrap_key_data(state.key, impl=implementation))
-        new_state = UpcastState(_store(wide, plan, this_step))
-        return updates, LowPrecisionState(new_state, jax.random.key_data(next_step))
+        wide: Any = UpcastState(_load(stored, plan))
+        updates, wide = inner.update(updates, wide, params, **extra_args)
+        this_step, next_key = None, state.key
+        if stored_key is not None:
+            this_step, next_step = jax.random.split(jax.random.wrap_key_data(state.key, impl=implementation))
+            next_key = jax.random.key_data(next_step)
+        return updates, LowPrecisionState(UpcastState(_store(wide.inner_state, plan, this_step)), next_key)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -135,28 +139,23 @@ class _Stored(NamedTuple):
     pattern: str
 
 
-Plan = dict[_trees.Path, _Stored | None]
+Plan = dict[_trees.Path, _Stored]
 
 
 def _plan(state: Any, patterns: Mapping[str, Format], min_size: int) -> Plan:
-    """For each leaf of a rule's state, stored or wide, how it is stored; None if it is not a floating array."""
+    """How the leaves of a rule's state are stored that a pattern matches, from the state, stored or wide."""
     plan: Plan = {}
-    for path, leaf in _trees.leaves_by_path(state, _is_stored_leaf).items():
-        plan[path] = None
-        shape = leaf.codes.shape if isinstance(leaf, BlockwiseArray) else np.shape(leaf)
-        if shape == () or not (isinstance(leaf, BlockwiseArray) or _trees.is_floating(leaf)):
+    for path, leaf in _trees.leaves_by_path(state, _is_blockwise).items():
+        codes = leaf.codes if isinstance(leaf, BlockwiseArray) else leaf
+        if not np.shape(codes) or not (_is_blockwise(leaf) or _trees.is_floating(leaf)):
             continue
         text = _trees.path_string(path)
         pattern = next((pattern for pattern in patterns if _matches(pattern, text)), None)
         if pattern is None:
             continue
-        chosen = patterns[pattern]
-        if np.prod(shape) < min_size:
-            chosen = np.dtype(np.float32)
-        signed = getattr(chosen, "signed", None)
-        if signed is None:
-            signed = not holds_second_moment(state, path)
-        plan[path] = _Stored(chosen, signed, pattern)
+        chosen = patterns[pattern] if np.size(codes) >= min_size else np.dtype(np.float32)
+        signed = chosen.signed if isinstance(chosen, Blockwise8bit) else None
+        plan[path] = _Stored(chosen, not holds_second_moment(state, path) if signed is None else signed, pattern)
     return plan
 
 
@@ -164,26 +163,29 @@ def _matches(pattern: str, path: str) -> bool:
     return re.search(rf"(?:^|/)(?:{pattern})(?:/|$)", path) is not None
 
 
-def _is_stored_leaf(leaf: Any) -> bool:
+def _is_blockwise(leaf: Any) -> bool:
     return isinstance(leaf, BlockwiseArray)
 
 
 def _load(state: Any, plan: Plan) -> Any:
     """The rule's state in float32."""
-    load = lambda path, leaf: leaf if plan[path] is None else _decoded(leaf, plan[path].format, plan[path].signed)
-    return jax.tree.map_with_path(load, state, is_leaf=_is_stored_leaf)
+
+    def load(path, leaf):
+        stored = plan.get(path)
+        return leaf if stored is None else _decoded(leaf, stored.format, stored.signed)
+
+    return jax.tree.map_with_path(load, state, is_leaf=_is_blockwise)
 
 
 def _store(state: Any, plan: Plan, key: jax.Array | None) -> Any:
     """The rule's state as it is kept between steps; with a key, rounded at random."""
-    leaves, treedef = jax.tree.flatten_with_path(state)
-    keys = [None] * len(leaves) if key is None else jax.random.split(key, max(len(leaves), 1))
-    return treedef.unflatten(
-        [
-            leaf if plan[path] is None else _encoded(leaf, keys[i], plan[path].format, plan[path].signed)
-            for i, (path, leaf) in enumerate(leaves)
-        ]
-    )
+    keys = iter(jax.random.split(key, len(plan))) if key is not None and plan else itertools.repeat(None)
+
+    def store(path, leaf):
+        stored = plan.get(path)
+        return leaf if stored is None else _encoded(leaf, next(keys), stored.format, stored.signed)
+
+    return jax.tree.map_with_path(store, state)
 
 
 @functools.partial(jax.jit, inline=True, static_argnums=(1, 2))
@@ -234,7 +236,7 @@ def _checked_format(pattern: str, chosen: Any) -> Format:
         dtype = DTYPE_NAMES[chosen] if isinstance(chosen, str) else np.dtype(chosen)
     except (KeyError, TypeError):
         dtype = None
-    if chosen is None or dtype not in _DTYPES:
+    if chosen is None or dtype is None or dtype not in _DTYPES:  # (NumPy reads None as float64.)
         hint = " Make one: `Blockwise8bit()`." if chosen is Blockwise8bit else ""
         raise ValueError(
             f"`low_precision_state`: `formats[{pattern!r}]` must be bfloat16, float16, float32 or a `Blockwise8bit`, "
@@ -266,11 +268,19 @@ def _checked_key(rounding: Any, key: Any, patterns: Mapping[str, Format]) -> tup
     return jax.random.key_data(typed), implementation
 
 
+def _require_not_nested(state: Any) -> None:
+    if _trees.find_states(state, LowPrecisionState):
+        raise ValueError(
+            "`low_precision_state`: the rule inside stores its state in few bits already. Give all formats to one of "
+            "the two."
+        )
+
+
 def _require_every_pattern_used(state: Any, patterns: Mapping[str, Format], plan: Plan) -> None:
     """Raises if a pattern decides about no leaf of a state."""
     leaves = _trees.leaves_by_path(state)
     paths = [_trees.path_string(path) for path, leaf in leaves.items() if _trees.is_floating(leaf) and np.shape(leaf)]
-    used = {stored.pattern for stored in plan.values() if stored is not None}
+    used = {stored.pattern for stored in plan.values()}
     unused = [pattern for pattern in patterns if pattern not in used]
     if not unused:
         return
@@ -293,7 +303,7 @@ def _require_sound_formats(state: Any, patterns: Mapping[str, Format], plan: Pla
     """Raises if a leaf would be stored in a format that it must not have, whatever its size."""
     float64, exact, second_moments = [], [], []
     for path, leaf in _trees.leaves_by_path(state).items():
-        stored = plan[path]
+        stored = plan.get(path)
         if stored is None or patterns[stored.pattern] == np.float32:
             continue
         shown = f"  {_trees.path_string(path)!r}: {_trees.dtype_and_shape(leaf)}, by the pattern {stored.pattern!r}"
@@ -325,8 +335,8 @@ def _require_sound_formats(state: Any, patterns: Mapping[str, Format], plan: Pla
 def _require_stored_as_planned(state: Any, plan: Plan) -> None:
     """Raises if a state was stored in other formats than those of this transformation."""
     wrong = []
-    for path, leaf in _trees.leaves_by_path(state, _is_stored_leaf).items():
-        stored = plan[path]
+    for path, leaf in _trees.leaves_by_path(state, _is_blockwise).items():
+        stored = plan.get(path)
         wanted = np.float32 if stored is None else stored.format
         if isinstance(leaf, BlockwiseArray):
             blocks = -(-leaf.codes.size // wanted.block_size) if isinstance(wanted, Blockwise8bit) else None

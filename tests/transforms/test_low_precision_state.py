@@ -463,3 +463,9 @@ def test_another_state_or_no_transformation_is_refused():
         tx.update(grads(), optax.adam(1e-3).init(params()), params())
     with pytest.raises(TypeError, match=r"needs an Optax gradient transformation.*Call it with its settings"):
         mpx.low_precision_state(optax.adam, {"mu": "bf16"})
+
+
+def test_one_inside_another_is_refused():
+    inside = mpx.low_precision_state(optax.adam(1e-3), {"nu": EIGHT_BITS})
+    with pytest.raises(ValueError, match="stores its state in few bits already"):
+        mpx.low_precision_state(optax.chain(inside), {"mu": "bf16"}).init(params())
