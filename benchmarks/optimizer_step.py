@@ -102,8 +102,8 @@ def coded_zeros(p: jax.Array) -> Any:
     """The same in 8 bits; small tensors stay float32."""
     if p.size < MIN_SIZE:
         return jnp.zeros_like(p, jnp.float32)
-    blocks = -(-p.size // BLOCK_SIZE)
-    return _blockwise.BlockwiseArray(jnp.zeros_like(p, jnp.uint8), jnp.zeros(blocks, jnp.float32))
+    scale = jnp.zeros(_blockwise.scale_shape(p.shape, BLOCK_SIZE), jnp.float32)
+    return _blockwise.BlockwiseArray(jnp.zeros_like(p, jnp.uint8), scale)
 
 
 def split_8bit() -> optax.GradientTransformation:
@@ -246,12 +246,16 @@ def parts_with_mpx(state: WithMpx) -> dict[str, list[jax.Array]]:
         parts["compensation"] = jax.tree.leaves(compensation)
     elif optax.tree.get(state.opt_state, "master") is not None:
         parts["masters"] = jax.tree.leaves(mpx.master_params(state.params, state.opt_state))
-    return parts | parts_of_moments(tuple(optax.tree.get(state.opt_state, name) for name in ("mu", "nu")))
+    fields = ("mu", "nu", "block_scales")
+    return parts | parts_of_moments(tuple(optax.tree.get(state.opt_state, name) for name in fields))
 
 
 def parts_of_moments(moments: Any) -> dict[str, list[jax.Array]]:
     """Moments, and where they are kept in 8 bits, the codes; the scales of blocks count as moments."""
-    leaves = jax.tree.leaves(moments)
+    coded = lambda x: isinstance(x, _blockwise.BlockwiseArray)
+    arrays = jax.tree.leaves(moments, is_leaf=coded)
+    scales = [x.scale for x in arrays if coded(x)]  # mpx has them behind all moments
+    leaves = [x.codes if coded(x) else x for x in arrays] + scales
     codes = [x for x in leaves if x.dtype == jnp.uint8]
     parts = {"moments": [x for x in leaves if x.dtype != jnp.uint8]}
     return parts | ({"codes": codes} if codes else {})

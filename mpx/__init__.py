@@ -9,7 +9,6 @@ from importlib.metadata import version as _version
 
 from mpx import formats as formats
 from mpx._blockwise import Blockwise8bit as Blockwise8bit
-from mpx._blockwise import BlockwiseArray as BlockwiseArray
 from mpx._chains import check_chain as check_chain
 from mpx._gradients import grad as grad
 from mpx._gradients import value_and_grad as value_and_grad

@@ -20,7 +20,7 @@ Three choices are ours:
 - What cannot be held is visible. A NaN makes its block NaN. An infinity stays infinite and makes the finite members of
   its block NaN. A negative number under the unsigned map makes its block NaN.
 
-No operation here can be contracted with another, so that equal numbers get equal codes in every program.
+No two operations on the way to a code can be contracted, so that equal numbers get equal codes in every program.
 """
 
 import dataclasses
@@ -45,7 +45,8 @@ class BlockwiseArray(NamedTuple):
 
     Attributes:
         codes: uint8, in the shape of the array.
-        scale: float32 `[blocks]`, the member of largest magnitude of each block of the flattened array.
+        scale: float32, the member of largest magnitude of each block. `[..., columns / block_size]` if rows consist of
+            whole blocks, so that an array and its scales can be split over devices in the same way; else `[blocks]`.
     """
 
     codes: jax.Array
@@ -63,21 +64,31 @@ class Blockwise8bit:
     A block with a NaN becomes NaN. An infinity stays infinite, and the finite numbers of its block become NaN. So does
     a block with a negative number under the unsigned map. Blocks whose largest magnitude is below 1.2e-38 are zero.
 
+    Rounded to nearest, only the largest member of a block moves in small steps. The others stand still while their
+    ratio to it changes by less than half the distance to the next member of the map, by 2 to 4% and more: a second
+    moment with a decay of 0.999, which changes by a thousandth in a step, follows the largest one of its block up and
+    down, and its own gradient in leaps only. Training bears that (Dettmers et al. 2021); where it must not be,
+    `rounding="stochastic"` follows each member in the mean.
+
+    Arrays that are split over devices are coded where they are as long as each device holds rows of whole blocks.
+    Otherwise all of the array is gathered on every device: choose a `block_size` that divides the columns of a shard.
+
     Args:
         block_size: numbers that share a scale, a power of two from 16 to 65,536. A leaf is cut into blocks in the order
             of its elements in memory; the last block may be shorter.
-        signed: whether numbers may be negative. None: signed, but for fields of an optimizer's state that hold second
-            moments (`nu`, `exp_avg_sq`, `v_row`...).
+        signed: whether numbers may be negative. None: known by the field of the optimizer's state, for those of Optax
+            and for the usual names in others (`mu`, `nu`, `exp_avg`, `exp_avg_sq`...).
 
     Raises:
+        TypeError: if `signed` is none of True, False and None.
         ValueError: if `block_size` is not such a power of two.
 
     Example:
         >>> tx = low_precision_state(optax.adam(1e-3), {"mu": Blockwise8bit(), "nu": Blockwise8bit()})
         >>> state = tx.init({"w": jnp.ones((64, 100))})
-        >>> mu = optax.tree.get(state, "mu")["w"]
-        >>> mu.codes.dtype, mu.codes.shape, mu.scale.dtype, mu.scale.shape
-        (dtype('uint8'), (64, 100), dtype('float32'), (25,))
+        >>> codes = optax.tree.get(state, "mu")["w"]
+        >>> codes.dtype, codes.shape, [scale.shape for scale in state.block_scales.values()]
+        (dtype('uint8'), (64, 100), [(25,), (25,)])
 
     References:
         Dettmers et al. 2021, "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861).
@@ -92,6 +103,8 @@ class Blockwise8bit:
             raise ValueError(
                 f"`Blockwise8bit`: `block_size` must be a power of two from 16 to 65,536, but got {size!r}."
             )
+        if self.signed is not None and not isinstance(self.signed, bool):
+            raise TypeError(f"`Blockwise8bit`: `signed` must be True, False or None, but got {self.signed!r}.")
 
 
 def encode(x: jax.Array, block_size: int, signed: bool, key: jax.Array | None = None) -> BlockwiseArray:
@@ -107,37 +120,50 @@ def encode(x: jax.Array, block_size: int, signed: bool, key: jax.Array | None = 
         key: a PRNG key, to choose between the two neighbours of a number at random such that the mean is the number,
             instead of the nearest.
     """
-    blocks = _in_blocks(lax.stop_gradient(x), block_size)  # as of every rounding, the derivative is zero
+    x = lax.stop_gradient(x)  # as of every rounding, the derivative is zero
+    blocks = _in_blocks(x, block_size)
     if key is not None:
         scale = _scale(blocks, signed)
         codes = _codes(blocks, scale, signed, _in_blocks(jax.random.bits(key, x.shape, np.uint32), block_size))
-    elif x.size and x.size % block_size == 0 and _has_kernel(block_size, signed):
+    elif _can_take_kernel(x, block_size) and _has_kernel(block_size, signed):
         one_pass = functools.partial(_encode_in_one_pass, signed=signed)
         two_passes = functools.partial(_encode_in_two_passes, signed=signed)
         codes, scale = lax.platform_dependent(blocks, cuda=one_pass, default=two_passes)
     else:
         codes, scale = _encode_in_two_passes(blocks, signed)
-    return BlockwiseArray(codes.reshape(-1)[: x.size].reshape(x.shape), scale.reshape(-1))
+    return BlockwiseArray(_out_of_blocks(codes, x.shape), scale[..., 0])
 
 
 def decode(array: BlockwiseArray, block_size: int, signed: bool) -> jax.Array:
     """The float32 array that `encode` has coded, of the same shape."""
-    codes, scale = array
-    values = _values(_in_blocks(codes, block_size), signed) * scale[:, None]
-    return values.reshape(-1)[: codes.size].reshape(codes.shape)
+    values = _values(_in_blocks(array.codes, block_size), signed) * array.scale[..., None]
+    return _out_of_blocks(values, array.codes.shape)
+
+
+def scale_shape(shape: tuple[int, ...], block_size: int) -> tuple[int, ...]:
+    """The shape of the scales of an array."""
+    return jax.eval_shape(lambda: _in_blocks(jnp.zeros(shape, np.uint8), block_size)).shape[:-1]
 
 
 def _in_blocks(x: jax.Array, block_size: int) -> jax.Array:
-    """`[blocks, block_size]`, the last block filled up with zeros."""
+    """`[..., blocks, block_size]` if rows are whole blocks; else `[blocks, block_size]`, padded with zeros."""
+    if x.ndim and x.shape[-1] % block_size == 0:
+        return x.reshape(*x.shape[:-1], -1, block_size) if x.size else x.reshape(0, block_size)
     blocks = -(-x.size // block_size)
     missing = blocks * block_size - x.size
     flat = x.reshape(-1)
     return (jnp.pad(flat, (0, missing)) if missing else flat).reshape(blocks, block_size)
 
 
+def _out_of_blocks(blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The inverse of `_in_blocks`."""
+    size = math.prod(shape)
+    return blocks.reshape(shape) if blocks.size == size else blocks.reshape(-1)[:size].reshape(shape)
+
+
 def _scale(x: jax.Array, signed: bool) -> jax.Array:
-    """float32 `[blocks, 1]`: of each block the member of largest magnitude; 0 if it is subnormal."""
-    largest, smallest = jnp.max(x, axis=1, keepdims=True), jnp.min(x, axis=1, keepdims=True)  # NaN if a member is
+    """float32 `[..., blocks, 1]`: of each block the member of largest magnitude; 0 if it is subnormal."""
+    largest, smallest = jnp.max(x, axis=-1, keepdims=True), jnp.min(x, axis=-1, keepdims=True)  # NaN if a member is
     if signed:
         scale = jnp.where(largest >= -smallest, largest, smallest)
     else:
@@ -146,7 +172,7 @@ def _scale(x: jax.Array, signed: bool) -> jax.Array:
 
 
 def _codes(x: jax.Array, scale: jax.Array, signed: bool, noise: jax.Array | None) -> jax.Array:
-    """uint8 codes of blocks and their scales, `[blocks, block_size]` and `[blocks, 1]`."""
+    """uint8 codes of blocks and their scales, `[..., blocks, block_size]` and `[..., blocks, 1]`."""
     # |x / scale|, without a subnormal reciprocal. Beside an infinite scale finite numbers become nothing.
     magnitude, largest = jnp.abs(x), jnp.abs(scale)
     shrink = jnp.where(largest >= _LARGE, _SHRINK, np.float32(1))
@@ -284,22 +310,30 @@ def _encode_in_one_pass(x: jax.Array, signed: bool, interpret: bool = False) -> 
     from jax.experimental import pallas as pl  # here, because importing it takes longer than the rest of mpx
     from jax.experimental.pallas import triton
 
-    blocks, block_size = x.shape
+    block_size = x.shape[-1]
+    blocks = x.size // block_size
     rows = math.gcd(blocks, max(1, 4096 // block_size))  # a power of two that leaves no program half empty
 
     def kernel(x_ref, codes_ref, scale_ref):
         codes_ref[...], scale_ref[...] = _encode_in_two_passes(x_ref[...], signed)
 
     wide, narrow = (pl.BlockSpec((rows, width), lambda i: (i, 0)) for width in (block_size, 1))
-    return pl.pallas_call(
+    flat = (blocks, block_size)
+    codes, scale = pl.pallas_call(
         kernel,
-        out_shape=(jax.ShapeDtypeStruct(x.shape, np.uint8), jax.ShapeDtypeStruct((blocks, 1), np.float32)),
+        out_shape=(jax.ShapeDtypeStruct(flat, np.uint8), jax.ShapeDtypeStruct((blocks, 1), np.float32)),
         grid=(blocks // rows,),
         in_specs=[wide],
         out_specs=(wide, narrow),
         interpret=interpret,
         compiler_params=triton.CompilerParams(num_warps=4),
-    )(x)
+    )(x.reshape(flat))
+    return codes.reshape(x.shape), scale.reshape(*x.shape[:-1], 1)
+
+
+def _can_take_kernel(x: jax.Array, block_size: int) -> bool:
+    """Whether an array consists of whole blocks, and is not a device's part of one inside `jax.shard_map`."""
+    return x.size > 0 and x.size % block_size == 0 and not jax.sharding.get_abstract_mesh().manual_axes
 
 
 @functools.cache

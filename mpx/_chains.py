@@ -59,8 +59,8 @@ def check_chain(tx: optax.GradientTransformation, params: Any = None, **extra_ar
         TypeError: if `tx` is not a transformation.
         ValueError: if an element of a chain changes the updates after one of the three; if one of them follows
             another, or stands inside `upcast` or `master_weights`, where it does nothing; if `master_weights` stands
-            in a chain beside a rule that keeps its state in 16 bits, which it should wrap; or if `params_ema` stands
-            outside of `master_weights` and so averages rounded parameters.
+            in a chain beside a rule that keeps its state in 16 bits, which it should wrap; or if `params_ema` is not
+            the last element of its chain, or stands outside of `master_weights` and averages rounded parameters.
 
     Example:
         >>> check_chain(optax.chain(optax.clip(1.0), master_weights(optax.adam(1e-3))))
@@ -98,6 +98,7 @@ element of the chain.
     _require_something_to_do(state)
     _require_wide_state_before_masters(state)
     _require_averages_of_masters(state)
+    _require_averages_at_the_end(state)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,4 +254,18 @@ def _require_averages_of_masters(state: Any) -> None:
                 f"`check_chain`: `params_ema` stands outside of `master_weights` and averages the rounded parameters, "
                 f"{_trees.path_string(rounded[0])!r} for one, not their masters. Put it inside, at the end of the "
                 "chain: `master_weights(optax.chain(rule, params_ema(decay)))`."
+            )
+
+
+def _require_averages_at_the_end(state: Any) -> None:
+    """Raises if something may change updates after `params_ema`, which averages what they lead to."""
+    is_chain = lambda x: type(x) is tuple and any(isinstance(part, ParamsEmaState) for part in x)
+    for chain in jax.tree.leaves(state, is_leaf=is_chain):
+        if not is_chain(chain):
+            continue
+        first = next(i for i, part in enumerate(chain) if isinstance(part, ParamsEmaState))
+        if not all(isinstance(part, (ParamsEmaState, *_SNAPSHOTS)) for part in chain[first:]):
+            raise ValueError(
+                "`check_chain`: `params_ema` averages the parameters that its updates lead to, but another element "
+                "comes after it and may change them. Make it the last element of the chain."
             )

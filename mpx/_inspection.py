@@ -1,5 +1,6 @@
 """Looking into optimizer states and chains: the scale, the masters, whether parameters follow them."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -122,16 +123,21 @@ def ema_params(opt_state: optax.OptState) -> Any:
             "chain inside `master_weights`."
         )
 
-    def only(path, *kept):
-        there = [leaf for leaf in kept if not _trees.is_masked(leaf)]
-        if len(there) > 1:
-            raise ValueError(
-                f"`ema_params`: the optimizer state holds {len(there)} averages of {_trees.path_string(path)!r}. Take "
-                'the one you want from its part of the state with `optax.tree.get_all_with_path(state, "ema")`.'
-            )
-        return there[0] if there else optax.MaskedNode()
+    return functools.reduce(_joined_averages, averages)
 
-    return jax.tree.map_with_path(only, *averages, is_leaf=_trees.is_masked)
+
+def _joined_averages(a: Any, b: Any) -> Any:
+    """Two averages of different parameters as one; a whole subtree of one may be a single placeholder of the other."""
+    if _trees.is_masked(a) or _trees.is_masked(b):
+        return b if _trees.is_masked(a) else a
+    children, treedef = jax.tree.flatten(a, is_leaf=lambda x: x is not a)
+    if jax.tree_util.treedef_is_leaf(treedef):
+        raise ValueError(
+            "`ema_params`: the optimizer state holds two averages of the same parameters. Take the one you want from "
+            'its part of the state, with `optax.tree.get_all_with_path(state, "ema")`.'
+        )
+    others = treedef.flatten_up_to(b)
+    return treedef.unflatten([_joined_averages(x, y) for x, y in zip(children, others, strict=True)])
 
 
 def is_synced(params: Any, opt_state: optax.OptState) -> jax.Array:

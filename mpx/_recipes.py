@@ -3,7 +3,6 @@
 from collections.abc import Hashable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.typing import DTypeLike
@@ -14,7 +13,7 @@ from mpx._loss_scale import LossScale
 from mpx._policy import Policy, get_policy
 from mpx._transforms.kahan_summation import kahan_summation
 from mpx._transforms.loss_scaling import loss_scaling
-from mpx._transforms.low_precision_state import low_precision_state
+from mpx._transforms.low_precision_state import Rounding, low_precision_state
 from mpx._transforms.master_weights import Storage, master_weights
 
 
@@ -83,9 +82,11 @@ def any_precision_adamw(
     weight_decay: float = 0.0,
     *,
     use_kahan_summation: bool = False,
-    momentum_dtype: DTypeLike | Blockwise8bit = jnp.float32,
-    variance_dtype: DTypeLike | Blockwise8bit = jnp.bfloat16,
-    compensation_buffer_dtype: DTypeLike = jnp.bfloat16,
+    momentum_dtype: DTypeLike | Blockwise8bit = "float32",
+    variance_dtype: DTypeLike | Blockwise8bit = "bfloat16",
+    compensation_buffer_dtype: DTypeLike = "bfloat16",
+    rounding: Rounding = "nearest",
+    key: jax.Array | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW for pure 16-bit training: each moment in a dtype of its own, and Kahan summation of the parameters.
 
@@ -106,12 +107,16 @@ def any_precision_adamw(
         momentum_dtype: of the stored momentum: bfloat16, float16 or float32, or a `Blockwise8bit`.
         variance_dtype: of the stored variance: bfloat16, float32, or a `Blockwise8bit`.
         compensation_buffer_dtype: of what Kahan summation keeps: bfloat16, float16 or float32.
+        rounding: of the moments: `"nearest"`, as in torchdistx, under which a bfloat16 variance with `b2` of 0.999
+            never falls; or `"stochastic"`, under which it does.
+        key: a PRNG key, for stochastic rounding.
 
     Returns:
         A transformation. With float32 everywhere its updates are those of `optax.adamw`, to the bit.
 
     Raises:
-        ValueError: if a dtype is none of those; at `init`, if `variance_dtype` is float16.
+        ValueError: if a dtype is none of those, or `rounding` and `key` do not go together; at `init`, if
+            `variance_dtype` is float16.
 
     Example:
         >>> tx = any_precision_adamw(1e-3, use_kahan_summation=True, momentum_dtype=jnp.bfloat16)
@@ -123,7 +128,8 @@ def any_precision_adamw(
         pytorch/torchdistx, `AnyPrecisionAdamW`; Zamirai et al. 2020 (arXiv 2010.06192).
     """
     adamw = optax.adamw(learning_rate, b1, b2, eps, weight_decay=weight_decay)
-    moments = low_precision_state(adamw, {"mu": momentum_dtype, "nu": variance_dtype}, min_size=0)
+    formats = {"^0/mu": momentum_dtype, "^0/nu": variance_dtype}  # of AdamW, whatever parameters are called
+    moments = low_precision_state(adamw, formats, min_size=0, rounding=rounding, key=key)
     compensation = kahan_summation(compensation_buffer_dtype)  # made in any case, so that a wrong dtype is found
     return optax.with_extra_args_support(optax.chain(moments, compensation) if use_kahan_summation else moments)
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from mpx import _blockwise
-from mpx._blockwise import Blockwise8bit, BlockwiseArray, decode, encode
-from tests.helpers import assert_same_bits
+from mpx._blockwise import Blockwise8bit, BlockwiseArray, decode, encode, scale_shape
+from tests.helpers import assert_same_bits, eight_cpu_devices
 
 SMALLEST_NORMAL = np.float32(2.0**-126)
 LARGEST = np.finfo(np.float32).max
@@ -237,7 +237,7 @@ def test_the_scale_is_the_signed_member_of_largest_magnitude_which_is_exact(sign
     x = data.draw(blocks_of_16(signed))
     coded = jit_encode(x, 16, signed)
     decoded = np.asarray(jit_decode(coded, 16, signed))
-    for row, back, scale in zip(x, decoded, np.asarray(coded.scale), strict=True):
+    for row, back, scale in zip(x, decoded, np.ravel(coded.scale), strict=True):
         assert abs(scale) == np.abs(row).max()
         assert scale in row
         np.testing.assert_array_equal(back[row == scale], scale)
@@ -569,3 +569,39 @@ def test_blockwise8bit_is_frozen_and_equal_and_hashed_by_value():
     assert len({Blockwise8bit(), Blockwise8bit(64), Blockwise8bit(signed=False), Blockwise8bit(256)}) == 3
     with pytest.raises(AttributeError, match="cannot assign to field 'block_size'"):
         Blockwise8bit().block_size = 64
+
+
+@pytest.mark.parametrize(
+    ("shape", "scales"),
+    [
+        ((3, 512), (3, 2)),
+        ((2, 3, 256), (2, 3, 1)),
+        ((512,), (2,)),
+        ((3, 100), (2,)),
+        ((256, 3), (3,)),
+        ((0, 256), (0,)),
+    ],
+)
+def test_scales_lie_beside_their_blocks_where_rows_are_whole_blocks(shape, scales):
+    """In the same order either way: blocks of the flattened array."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
+    coded, flat = jit_encode(x, 256, True), jit_encode(x.reshape(-1), 256, True)
+    assert coded.scale.shape == scales == scale_shape(shape, 256)
+    assert_same_bits(coded.scale.reshape(-1), flat.scale)
+    assert_same_bits(coded.codes.reshape(-1), flat.codes)
+
+
+def test_a_kernel_is_not_taken_inside_shard_map(monkeypatch):
+    """Its result would have to say over which axes it varies."""
+    monkeypatch.setattr(_blockwise, "_has_kernel", lambda *_: True)
+    mesh = eight_cpu_devices()
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 256)), jnp.float32)
+    spec = jax.sharding.PartitionSpec("data")
+    split = jax.shard_map(lambda x: tuple(_blockwise.encode(x, 256, True)), mesh=mesh, in_specs=spec, out_specs=spec)
+    assert_same_bits(tuple(jax.jit(split)(x)), tuple(jit_encode(x, 256, True)))
+
+
+@pytest.mark.parametrize("signed", [0, 1, "yes"])
+def test_a_sign_that_is_no_boolean_is_refused(signed):
+    with pytest.raises(TypeError, match="`signed` must be True, False or None"):
+        Blockwise8bit(signed=signed)

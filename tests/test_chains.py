@@ -160,3 +160,17 @@ def test_a_rounding_inside_low_precision_state_is_refused():
     inner = optax.chain(optax.adam(1e-3), mpx.kahan_summation())
     with pytest.raises(ValueError, match="`kahan_summation` stands inside `upcast`"):
         mpx.check_chain(mpx.low_precision_state(inner, {"mu": "bf16"}))
+
+
+def test_an_average_in_front_of_what_changes_updates_is_refused():
+    """It would average the parameters plus the gradient."""
+    average, rule = mpx.params_ema(0.9), optax.adam(1e-3)
+    for tx in (
+        optax.chain(average, rule),
+        optax.chain(rule, average, optax.clip(1.0)),
+        optax.chain(mpx.upcast(rule), average, mpx.kahan_summation()),
+        mpx.master_weights(optax.chain(optax.chain(average, rule), optax.identity())),
+    ):
+        with pytest.raises(ValueError, match="`params_ema` averages the parameters that its updates lead to"):
+            mpx.check_chain(tx)
+    mpx.check_chain(mpx.master_weights(optax.chain(rule, average, mpx.params_ema(0.99))))

@@ -229,8 +229,18 @@ def test_no_average_two_averages_and_an_untyped_state_are_errors():
     with pytest.raises(ValueError, match=r"`ema_params`: nothing in this optimizer state averages weights"):
         mpx.ema_params(optax.adam(1e-3).init(params))
     two = optax.chain(mpx.params_ema(0.9), mpx.params_ema(0.99)).init(params)
-    with pytest.raises(ValueError, match=r"holds 2 averages of 'w'"):
+    with pytest.raises(ValueError, match=r"holds two averages of the same parameters"):
         mpx.ema_params(two)
-    untyped = {"weight": jnp.ones(()), "ema": params}
+    untyped = {"averaged_steps": jnp.ones(()), "ema": params}
     with pytest.raises(TypeError, match="restored without its types"):
         mpx.ema_params(untyped)
+
+
+def test_averages_of_partitions_by_labels_of_whole_subtrees_are_joined():
+    average = optax.chain(optax.sgd(1.0), mpx.params_ema(0.5))
+    params = {"encoder": {"w": jnp.zeros(2), "b": jnp.zeros(1)}, "decoder": {"w": jnp.zeros(3)}}
+    tx = optax.partition({"x": average, "y": average}, {"encoder": "x", "decoder": "y"})
+    _, state = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params)
+    assert_same_bits(mpx.ema_params(state), jax.tree.map(lambda p: p - 1, params))
+    tx = optax.partition({"x": average, "y": optax.sgd(1.0)}, {"encoder": "x", "decoder": "y"})
+    assert mpx.ema_params(tx.init(params))["decoder"] == optax.MaskedNode()

@@ -12,6 +12,7 @@ LAYERS = [
     {"mpx._trees"},
     {"mpx.formats"},
     {"mpx._blockwise", "mpx._checks", "mpx._loss_scale", "mpx._policy", "mpx._state_fields", "mpx._writeback"},
+    {"mpx._state_plan"},
     {"mpx._transforms", "mpx._transforms.upcast"},
     {
         "mpx._transforms.kahan_summation",

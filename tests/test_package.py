@@ -11,7 +11,7 @@ import mpx
 ROOT = pathlib.Path(__file__).parents[1]
 
 PUBLIC = {
-    "Blockwise8bit", "BlockwiseArray", "DynamicLossScale", "KahanSummationState", "LossScale", "LossScalingState",
+    "Blockwise8bit", "DynamicLossScale", "KahanSummationState", "LossScale", "LossScalingState",
     "LowPrecisionState", "MasterWeightsState", "NoOpLossScale", "ParamsEmaState", "Policy", "StaticLossScale",
     "StochasticRoundingState", "UpcastState", "all_finite", "any_precision_adamw", "cast", "cast_to_full",
     "cast_to_half", "check_chain", "ema_params", "formats", "get_loss_scale", "get_policy", "grad", "half_dtype",
@@ -34,7 +34,7 @@ def test_every_public_name_has_a_docstring_with_an_example():
     without = {
         name
         for name in PUBLIC - {"LossScale", "formats"}
-        if not name.endswith(("State", "Array")) and ">>>" not in (getattr(mpx, name).__doc__ or "")
+        if not name.endswith("State") and ">>>" not in (getattr(mpx, name).__doc__ or "")
     }
     assert without <= {"cast_to_full", "cast_to_half"}  # a line each, beside `cast`
 

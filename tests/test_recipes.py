@@ -212,9 +212,40 @@ def test_any_precision_adamw_has_the_defaults_of_torchdistx():
 
 
 def test_any_precision_adamw_refuses_dtypes_that_cannot_be():
-    with pytest.raises(ValueError, match=r"`formats\['mu'\]` must be"):
+    with pytest.raises(ValueError, match=r"`formats\['\^0/mu'\]` must be"):
         mpx.any_precision_adamw(momentum_dtype=jnp.int8)
     with pytest.raises(ValueError, match="`kahan_summation`: `dtype` must be"):
         mpx.any_precision_adamw(compensation_buffer_dtype=jnp.int8)
     with pytest.raises(ValueError, match="second moments, which float16 cannot hold"):
         mpx.any_precision_adamw(variance_dtype=jnp.float16).init(jnp.ones(3))
+
+
+def test_any_precision_adamw_knows_its_moments_whatever_parameters_are_called():
+    start = {"mu": jnp.ones(8, jnp.bfloat16), "nu": jnp.ones(8, jnp.bfloat16)}
+    state = mpx.any_precision_adamw(momentum_dtype="float16").init(start)
+    adam = state.inner_state.inner_state[0]
+    assert {x.dtype for x in adam.mu.values()} == {np.dtype(np.float16)}
+    assert {x.dtype for x in adam.nu.values()} == {np.dtype(jnp.bfloat16)}
+
+
+def test_any_precision_adamw_can_round_its_moments_stochastically():
+    """0.999**2000 = 0.135: the variance falls, which rounded to nearest it never does."""
+    ones = jnp.ones(8192)
+
+    def left(**options):
+        tx = mpx.any_precision_adamw(**options)
+        _, state = tx.update(ones, tx.init(ones), ones)
+        step = lambda _, state: tx.update(jnp.zeros(8192), state, ones)[1]
+        state = jax.jit(lambda s: jax.lax.fori_loop(0, 2000, step, s))(state)
+        return float(optax.tree.get(state, "nu").astype(jnp.float32).mean() / 1e-3)
+
+    np.testing.assert_allclose(left(), 1, rtol=4e-3)
+    np.testing.assert_allclose(left(rounding="stochastic", key=jax.random.key(0)), 0.999**2000, rtol=0.01)
+
+
+def test_hyperparameters_of_any_precision_adamw_can_be_injected():
+    tx = optax.inject_hyperparams(mpx.any_precision_adamw, static_args=("momentum_dtype",))(learning_rate=1e-2)
+    state = tx.init(jnp.ones(4))
+    assert set(state.hyperparams) == {"learning_rate", "b1", "b2", "eps", "weight_decay"}
+    updates, _ = tx.update(jnp.ones(4), optax.tree.set(state, learning_rate=jnp.float32(0)), jnp.ones(4))
+    assert not updates.any()

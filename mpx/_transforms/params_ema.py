@@ -1,5 +1,7 @@
 """`params_ema`: an average of the weights in float32, for evaluation."""
 
+import math
+import numbers
 from typing import Any, NamedTuple
 
 import jax
@@ -8,6 +10,7 @@ import numpy as np
 import optax
 
 from mpx import _checks, _trees
+from mpx._loss_scale import saturating_increment
 from mpx._transforms.upcast import settled, widen
 from mpx._writeback import landed
 
@@ -16,13 +19,12 @@ class ParamsEmaState(NamedTuple):
     """State of `params_ema`.
 
     Attributes:
-        weight: float32 scalar, the sum of the weights of all averaged steps, by which a plain average would have to be
-            divided.
+        averaged_steps: int32 scalar.
         ema: a tree like the parameters; the average of each floating leaf, float32 (or wider, as the leaf);
             `optax.MaskedNode` for all others.
     """
 
-    weight: jax.Array
+    averaged_steps: jax.Array
     ema: Any
 
 
@@ -33,13 +35,13 @@ def params_ema(decay: float, *, debias: bool = True) -> optax.GradientTransforma
 
         master_weights(optax.chain(optax.adamw(1e-3), params_ema(0.999)))
 
-    With `p` the parameters after the step and `d` the decay,
+    With `p` the parameters after step `t` and `d` the decay,
 
-        weight = d * weight + (1 - d)
-        ema    = ema + (1 - d) / weight * (p - ema)
+        ema = ema + (1 - d) / weight * (p - ema)
 
-    where `weight` starts at 0 (debiased: the first average is the first parameters, as in Adam) or at 1 (the average
-    starts with the initial parameters). `ema_params` returns the average. A skipped step does not change it.
+    where `weight` is `1 - d**t` (debiased: the first average is the first parameters, as in Adam) or 1 (the average
+    starts with the initial parameters). `ema_params` returns the average. A step that is skipped outside of this does
+    not change it.
 
     A bfloat16 average stands still where `(1 - d) * (p - ema)` is less than half the distance to its next number: with
     a decay of 0.999 on its way from 0 to 1 it stops at 0.5. In float32 what is lost like that is less than
@@ -69,24 +71,28 @@ def params_ema(decay: float, *, debias: bool = True) -> optax.GradientTransforma
     References:
         Polyak and Juditsky 1992; the correction is that of Kingma and Ba 2015, Adam (arXiv 1412.6980).
     """
-    if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay < 1:
+    if isinstance(decay, bool) or not isinstance(decay, numbers.Real) or not 0 <= decay < 1:
         raise ValueError(f"`params_ema`: `decay` must be a number from 0 to below 1, but got {decay!r}.")
+
+    decay = float(decay)
+    log_decay = math.log(decay) if decay else -math.inf
 
     def init_fn(params):
         kept = jax.tree.map(lambda p: p if _trees.is_floating(p) else optax.MaskedNode(), params)
         ema = settled(widen(kept, np.dtype(np.float32)), params)
-        return ParamsEmaState(jnp.full((), 0.0 if debias else 1.0, np.float32), ema)
+        return ParamsEmaState(jnp.zeros((), np.int32), ema)
 
     def update_fn(updates, state, params=None, **extra_args):
         del extra_args
         _checks.require_params(params, "params_ema")
         _checks.require_state(state, ParamsEmaState, "params_ema")
         _checks.require_same_shapes(updates, params, "params_ema")
-        # The step is taken from 1 - decay as the caller wrote it: in float32, 1 - 0.9999 has an error of 2e-4.
-        weight = np.float32(decay) * state.weight + np.float32(1 - decay)
-        step = np.float32(1 - decay) / weight
+        steps = saturating_increment(state.averaged_steps)
+        # From logarithms: in float32, 0.9999 has an error of a hundredth of a percent of its distance to 1.
+        weight = -jnp.expm1(steps.astype(np.float32) * np.float32(log_decay)) if debias else jnp.ones((), np.float32)
+        step = jnp.where(debias & (steps == 1), np.float32(1), np.float32(1 - decay) / weight)
         average = lambda p, ema, update: ema if _trees.is_masked(ema) else _averaged(p, ema, update, step)
-        return updates, ParamsEmaState(weight, jax.tree.map(average, params, state.ema, updates))
+        return updates, ParamsEmaState(steps, jax.tree.map(average, params, state.ema, updates))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

@@ -1,13 +1,17 @@
 import re
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import mpx
-from tests.helpers import assert_same_bits, float32_round_trips, types_of
+from mpx._blockwise import BlockwiseArray, decode
+from tests.helpers import assert_same_bits, eight_cpu_devices, float32_round_trips, types_of
 
 pytestmark = pytest.mark.optax_promotion
 
@@ -42,9 +46,9 @@ def test_chosen_leaves_are_stored_in_their_format_and_all_others_as_they_are():
     _, state = trained(mpx.low_precision_state(optax.adam(1e-3), {"mu": "bf16", "nu": EIGHT_BITS}))
     mu, nu = optax.tree.get(state, "mu"), optax.tree.get(state, "nu")
     assert mu["kernel"].dtype == jnp.bfloat16
-    assert nu["kernel"].codes.dtype == np.uint8
-    assert nu["kernel"].codes.shape == SHAPE
-    assert nu["kernel"].scale.shape == (20,)
+    assert nu["kernel"].dtype == np.uint8
+    assert nu["kernel"].shape == SHAPE
+    assert {name: scale.shape for name, scale in state.block_scales.items()} == {"4.unsigned": (20,)}
     assert mu["bias"].dtype == nu["bias"].dtype == np.float32  # 80 is less than 4,096
     assert optax.tree.get(state, "count").dtype == np.int32
 
@@ -126,13 +130,13 @@ def test_second_moments_are_found_by_the_field_of_the_state(rule, unsigned, sign
     stored = mpx.low_precision_state(ones, formats, min_size=1).init(start)
     for field in unsigned + signed:
         (found,) = [value for _, value in optax.tree.get_all_with_path(stored, field)]
-        assert found["kernel"].codes[0, 0] == (255 if field in unsigned else 128), field
+        assert found["kernel"][0, 0] == (255 if field in unsigned else 128), field
 
 
 def test_what_is_said_of_the_sign_counts_more_than_the_field():
     tx = mpx.low_precision_state(optax.adam(1e-3), {"nu": mpx.Blockwise8bit(signed=True)})
     _, state = trained(tx)
-    assert optax.tree.get(state, "nu")["kernel"].codes.max() == 128
+    assert optax.tree.get(state, "nu")["kernel"].max() == 128
 
 
 def test_second_moments_of_8_bits_are_never_zero_where_there_was_a_gradient():
@@ -141,7 +145,7 @@ def test_second_moments_of_8_bits_are_never_zero_where_there_was_a_gradient():
     tx = mpx.low_precision_state(optax.adam(1e-3), {"mu": "bf16", "nu": EIGHT_BITS})
     state = tx.init(g)
     _, state = tx.update(g, state, g)
-    assert (optax.tree.get(state, "nu")["w"].codes > 0).all()
+    assert (optax.tree.get(state, "nu")["w"] > 0).all()
     updates, state = tx.update(jax.tree.map(jnp.zeros_like, g), state, g)
     assert jnp.abs(updates["w"]).max() < 1e-3  # the other way, mu / eps is 900 times the learning rate
     signed = mpx.low_precision_state(optax.adam(1e-3), {"mu": "bf16", "nu": mpx.Blockwise8bit(signed=True)})
@@ -244,8 +248,8 @@ def decayed(tx, steps=2000, size=8192):
     step = lambda _, state: tx.update(jnp.zeros(size), state, ones)[1]
     state = jax.jit(lambda s: jax.lax.fori_loop(0, steps, step, s))(state)
     moment = optax.tree.get(state, "nu")
-    if isinstance(moment, mpx.BlockwiseArray):
-        moment = jnp.repeat(moment.scale, 256)  # all members are equal
+    if state_scales := getattr(state, "block_scales", None):
+        (moment,) = state_scales.values()  # all members of a block are equal
     return float(moment.astype(jnp.float32).mean() / 1e-3)
 
 
@@ -377,11 +381,25 @@ def test_masters_compensations_and_averages_are_never_stored_in_less(rule, field
     start = params(jnp.bfloat16)
     # `upcast` would show these float32 parameters, of which they keep nothing: take their states as they are.
     as_it_is = optax.GradientTransformation(lambda _: rule.init(start), rule.update)
-    with pytest.raises(ValueError, match=rf"'{field}/bias'(.|\n)*are masters, compensations or averages of weights"):
+    message = rf"'{field}/bias'(.|\n)*are masters, compensations, averages or copies of weights"
+    with pytest.raises(ValueError, match=message):
         mpx.low_precision_state(as_it_is, {".*": EIGHT_BITS}).init(start)
-    mpx.low_precision_state(as_it_is, {field: "f32", ".*": EIGHT_BITS} if field == "none" else {".*": "f32"}).init(
-        start
-    )
+    mpx.low_precision_state(as_it_is, {field: "f32"}).init(start)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        optax.contrib.schedule_free_adamw(1e-3),
+        optax.contrib.prodigy(),
+        optax.contrib.madgrad(1e-3),
+        optax.contrib.mechanize(optax.sgd(1e-3)),
+        optax.contrib.cocob(),
+    ],
+)
+def test_weights_that_a_rule_keeps_are_never_stored_in_less(rule):
+    with pytest.raises(ValueError, match="copies of weights"):
+        mpx.low_precision_state(rule, {".*": "bf16"}).init(params())
 
 
 def test_float64_leaves_are_not_stored_in_less():
@@ -443,9 +461,12 @@ def test_stochastic_rounding_to_float32_alone_is_refused():
     ("before", "after", "message"),
     [
         ({"mu": "bf16"}, {"mu": EIGHT_BITS}, "'0/mu/kernel': stored as bfloat16, but the format is Blockwise8bit"),
-        ({"mu": EIGHT_BITS}, {"mu": "bf16"}, "'0/mu/kernel': stored as 8 bits, but the format is bfloat16"),
-        ({"mu": EIGHT_BITS}, {"nu": EIGHT_BITS}, "'0/mu/kernel': stored as 8 bits, but the format is .*float32"),
+        ({"mu": EIGHT_BITS}, {"mu": "bf16"}, r"'0/mu/kernel': stored as 8 bits \(signed\), but the format is bfloat16"),
+        ({"mu": EIGHT_BITS}, {"nu": EIGHT_BITS}, r"'0/mu/kernel': stored as 8 bits \(signed\), but the format is the"),
         ({"mu": EIGHT_BITS}, {"mu": mpx.Blockwise8bit(128)}, "'0/mu/kernel': stored as 8 bits"),
+        ({"nu": EIGHT_BITS}, {"nu": mpx.Blockwise8bit(signed=True)}, r"'0/nu/kernel': stored as 8 bits \(unsigned\)"),
+        ({"mu|nu": "bf16"}, {"mu": "bf16"}, "'0/nu/kernel': stored as bfloat16, but the format is the rule's own"),
+        ({"mu": "bf16"}, {"mu": "f32"}, "'0/mu/kernel': stored as bfloat16, but the format is float32"),
     ],
 )
 def test_a_state_of_other_formats_is_refused(before, after, message):
@@ -455,6 +476,93 @@ def test_a_state_of_other_formats_is_refused(before, after, message):
     with pytest.raises(ValueError, match=message) as raised:
         tx.update(grads(), state, params())
     assert re.search("Use those, or call `init`", str(raised.value))
+
+
+def test_a_state_of_another_min_size_is_refused():
+    state = mpx.low_precision_state(optax.adam(1e-3), {"mu": "bf16"}).init(params())
+    with pytest.raises(ValueError, match="another `min_size`"):
+        mpx.low_precision_state(optax.adam(1e-3), {"mu": "bf16"}, min_size=10**6).update(grads(), state, params())
+
+
+def test_a_format_that_a_rule_undoes_itself_is_refused():
+    with pytest.raises(ValueError, match=r"stored in 16 bits by the rule itself(.|\n)*`mu_dtype`"):
+        mpx.low_precision_state(optax.adam(1e-3, mu_dtype=jnp.bfloat16), {"mu": "f32", "nu": "bf16"}).init(params())
+
+
+# Whose state it is.
+
+
+class Layer(NamedTuple):
+    """Parameters whose names are those of moments."""
+
+    mu: jax.Array
+    nu: jax.Array
+
+
+class OwnState(NamedTuple):
+    m: Any
+    v: Any
+    exp_avg_sq: Any
+
+
+def test_names_of_parameters_do_not_decide_what_a_moment_is():
+    """Negative gradients: a first moment under the unsigned map would be NaN."""
+    start = Layer(jnp.ones(4096), jnp.ones(4096))
+    g = Layer(-jnp.ones(4096), -jnp.ones(4096))
+    tx = mpx.low_precision_state(optax.adam(1e-3), {"mu|nu": EIGHT_BITS})
+    state = tx.init(start)
+    for _ in range(2):
+        updates, state = tx.update(g, state, start)
+    assert sorted(state.block_scales) == ["1.signed", "2.signed", "3.unsigned", "4.unsigned"]
+    assert all(bool(jnp.isfinite(u).all()) for u in updates)
+    mpx.low_precision_state(optax.adam(1e-3), {"^0/mu": "f16"}).init(start)
+
+
+@pytest.mark.parametrize("wrap", [lambda s: s, lambda s: (s, optax.EmptyState()), lambda s: optax.MaskedState(s)])
+def test_fields_of_a_state_that_is_not_of_optax_are_known_by_the_usual_names_or_have_to_be_told(wrap):
+    start = {"w": jnp.ones(4096)}
+    rule = optax.GradientTransformation(lambda p: wrap(OwnState(p, p, p)), lambda u, s, p=None: (u, s))
+    with pytest.raises(ValueError, match=r"v/w(.|\n)*not known whether they can be negative"):
+        mpx.low_precision_state(rule, {"v": EIGHT_BITS}).init(start)
+    formats = {"m": EIGHT_BITS, "exp_avg_sq": EIGHT_BITS, "v": mpx.Blockwise8bit(signed=False)}
+    state = mpx.low_precision_state(rule, formats).init(start)
+    assert sorted(state.block_scales) == ["0.signed", "1.unsigned", "2.unsigned"]
+    with pytest.raises(ValueError, match="second moments, which float16"):
+        mpx.low_precision_state(rule, {"exp_avg_sq": "f16"}).init(start)
+
+
+def test_a_state_that_is_a_dictionary_is_known_by_its_keys():
+    start = jnp.ones(4096)
+    rule = optax.GradientTransformation(lambda p: {"mu": p, "nu": p}, lambda u, s, p=None: (u, s))
+    state = mpx.low_precision_state(rule, {"mu|nu": EIGHT_BITS}).init(start)
+    assert sorted(state.block_scales) == ["0.signed", "1.unsigned"]
+
+
+def test_second_moments_of_partitions_are_found_whatever_the_labels():
+    tx = optax.partition({"mu": optax.adam(1e-3), "nu": optax.sgd(1e-3, momentum=0.9)}, {"a": "mu", "b": "nu"})
+    start = {"a": jnp.ones(4096), "b": jnp.ones(4096)}
+    state = mpx.low_precision_state(tx, {".*": EIGHT_BITS}).init(start)
+    assert sorted(name.partition(".")[2] for name in state.block_scales) == ["signed", "signed", "unsigned"]
+
+
+def test_an_8_bit_moment_that_falls_beside_others_stands_still_under_nearest_rounding_only():
+    """One member of each block keeps a gradient of 1, the others have none any more: 0.999**2000 = 0.135 is left."""
+    ones = jnp.ones(4096)
+    keeps = jnp.zeros(4096).at[::256].set(1.0)
+
+    def left(**options):
+        tx = mpx.low_precision_state(optax.adam(1e-3, b2=0.999), {"nu": EIGHT_BITS}, **options)
+        first = mpx.low_precision_state(optax.adam(1e-3, b2=0.0), {"nu": EIGHT_BITS}, **options)  # nu = 1
+        _, state = first.update(ones, first.init(ones), ones)
+        step = lambda _, state: tx.update(keeps, state, ones)[1]
+        state = jax.jit(lambda s: jax.lax.fori_loop(0, 2000, step, s))(state)
+        values = np.asarray(
+            decode(BlockwiseArray(optax.tree.get(state, "nu"), *state.block_scales.values()), 256, False)
+        )
+        return values.reshape(16, 256)[:, 1:].mean()
+
+    assert left() == 1
+    np.testing.assert_allclose(left(rounding="stochastic", key=jax.random.key(0)), 0.999**2000, rtol=0.03)
 
 
 def test_another_state_or_no_transformation_is_refused():
@@ -469,3 +577,21 @@ def test_one_inside_another_is_refused():
     inside = mpx.low_precision_state(optax.adam(1e-3), {"nu": EIGHT_BITS})
     with pytest.raises(ValueError, match="stores its state in few bits already"):
         mpx.low_precision_state(optax.chain(inside), {"mu": "bf16"}).init(params())
+
+
+@pytest.mark.parametrize(("spec", "columns"), [(P("data"), 512), (P(None, "data"), 8192)])
+def test_arrays_split_over_devices_into_whole_blocks_are_coded_where_they_are(spec, columns):
+    """Parameters, codes and scales are split alike, no array is gathered, and the bits are those of one device."""
+    mesh = eight_cpu_devices()
+    p = jnp.asarray(np.random.default_rng(0).normal(size=(64, columns)), jnp.float32)
+    tx = mpx.low_precision_state(optax.adam(1e-3), {"mu|nu": EIGHT_BITS})
+    place = lambda x: jax.device_put(x, NamedSharding(mesh, spec if x.ndim == 2 else P()))
+    whole = jax.tree.map(lambda x: jax.device_put(x, jax.devices("cpu")[0]), tx.init(p))
+    step = jax.jit(lambda s, p: tx.update(p, s, p), compiler_options={"xla_disable_hlo_passes": "fusion"})
+    split = jax.tree.map(place, whole)
+    compiled = step.lower(split, place(p)).compile()
+    assert "all-gather" not in compiled.as_text()
+    (updates, new), (expected_updates, expected) = step(split, place(p)), step(whole, p)
+    assert_same_bits(jax.device_get((updates, new)), jax.device_get((expected_updates, expected)))
+    for leaf in jax.tree.leaves(new):
+        assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, spec if leaf.ndim == 2 else P()), leaf.ndim)
