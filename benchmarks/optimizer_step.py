@@ -246,8 +246,10 @@ def parts_with_mpx(state: WithMpx) -> dict[str, list[jax.Array]]:
         parts["compensation"] = jax.tree.leaves(compensation)
     elif optax.tree.get(state.opt_state, "master") is not None:
         parts["masters"] = jax.tree.leaves(mpx.master_params(state.params, state.opt_state))
-    fields = ("mu", "nu", "block_scales")
-    return parts | parts_of_moments(tuple(optax.tree.get(state.opt_state, name) for name in fields))
+    scales = optax.tree.get(state.opt_state, "block_scales") or {}
+    in_order = [scales[name] for name in sorted(scales, key=lambda name: int(name.partition(".")[0]))]
+    moments = [optax.tree.get(state.opt_state, name) for name in ("mu", "nu")]
+    return parts | parts_of_moments((*moments, in_order))
 
 
 def parts_of_moments(moments: Any) -> dict[str, list[jax.Array]]:

@@ -67,8 +67,8 @@ class Blockwise8bit:
     Rounded to nearest, only the largest member of a block moves in small steps. The others stand still while their
     ratio to it changes by less than half the distance to the next member of the map, by 2 to 4% and more: a second
     moment with a decay of 0.999, which changes by a thousandth in a step, follows the largest one of its block up and
-    down, and its own gradient in leaps only. Trainings bear that (Dettmers et al. 2021). `rounding="stochastic"` follows
-    each member in the mean.
+    down, and its own gradient in leaps only. Trainings bear that (Dettmers et al. 2021).
+    `rounding="stochastic"` follows each member in the mean.
 
     Arrays that are split over devices are coded where they are as long as each device holds rows of whole blocks.
     Otherwise all of the array is gathered on every device: choose a `block_size` that divides the columns of a shard.

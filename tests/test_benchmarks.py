@@ -12,8 +12,8 @@ from mpx import _blockwise
 
 pytestmark = pytest.mark.optax_promotion
 
-# Two are large enough for 8 bits, one of them with a last block that is not full; the third is not.
-SHAPES = {"kernel": (64, 96), "embedding": (33, 160), "bias": (96,)}
+# Two are large enough for 8 bits, one of them with a last block that is not full; the others are not.
+SHAPES = {"kernel": (64, 96), "embedding": (33, 160), "bias": (96,), "gain": (96,), "head": (96,), "tail": (96,)}
 
 
 def compared(name):
