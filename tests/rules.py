@@ -89,7 +89,7 @@ RULES = {
     "contrib.schedule_free": Rule(lambda: optax.contrib.schedule_free(optax.adamw(1e-2), 1e-2, b1=0.9)),
     "contrib.schedule_free_adamw": Rule(lambda: optax.contrib.schedule_free_adamw(1e-2)),
     "contrib.schedule_free_sgd": Rule(lambda: optax.contrib.schedule_free_sgd(1e-2)),
-    "contrib.simplified_ademamix": Rule(lambda: optax.contrib.simplified_ademamix(1e-2)),
+    "contrib.simplified_ademamix": Rule(lambda: optax.contrib.simplified_ademamix(1e-3)),
     "contrib.sophia": Rule(lambda: optax.contrib.sophia(1e-2), lambda params, grads, loss=loss: {"obj_fn": loss}),
 }
 

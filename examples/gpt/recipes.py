@@ -90,9 +90,9 @@ RECIPES = (
     Recipe("bf16-naive", "bf16, no care", BF16, plain, uses_mpx=False),
     Recipe("bf16-masters", "bf16 + f32 masters", BF16, full_masters),
     Recipe("bf16-split", "bf16 + split masters", BF16, split_masters),
-    Recipe("bf16-split-8bit", "bf16 + split masters + 8-bit moments", BF16, split_masters_8bit_moments),
+    Recipe("bf16-split-8bit", "bf16 + split + 8-bit moments", BF16, split_masters_8bit_moments),
     Recipe("bf16-kahan", "bf16 + Kahan", BF16, kahan),
     Recipe("bf16-stochastic", "bf16 + stochastic rounding", BF16, stochastic),
-    Recipe("bf16-any-precision", "bf16 + any_precision_adamw", BF16, plain, any_precision_adamw),
+    Recipe("bf16-any-precision", "bf16 + AnyPrecision AdamW", BF16, plain, any_precision_adamw),
     Recipe("f16-scaled", "f16 + dynamic loss scaling", F16, loss_scaling),
 )
