@@ -1,6 +1,6 @@
 """Every rule of Optax under every way to keep its state: types, one compilation, finite numbers, a loss that falls.
 
-All 784 combinations are traced. Compiled and trained are three for each rule: each low format, with one of the four
+All 700 combinations are traced. Compiled and trained are three for each rule: each low format, with one of the four
 ways to keep parameters in turn. `benchmarks/state_formats.py` trains them all and writes the table.
 """
 
@@ -20,7 +20,6 @@ pytestmark = pytest.mark.optax_promotion
 
 LOW = [state for state in sweep.STATES if state != "f32"]
 TABLE = Path(__file__).parents[1] / "benchmarks" / "STATE_FORMATS.md"
-# Rules whose own float32 training does not end below where it began, in so few steps of this problem.
 AVERAGING = [name for name in RULES if sweep.moment_fields(name)]
 
 
