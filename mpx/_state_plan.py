@@ -170,7 +170,7 @@ def require_stored_as_planned(
         as_made: gives the shapes of the rule's own `UpcastState`, to tell its own 16-bit leaves.
     """
     wrong = []
-    expected = {stored.scales: stored.format for stored in plan.values() if isinstance(stored.format, Blockwise8bit)}
+    expected = {stored.scales for stored in plan.values() if isinstance(stored.format, Blockwise8bit)}
     for i, (path, leaf) in enumerate(_trees.leaves_by_path(state).items()):
         stored = plan.get(path)
         wanted: Any = "the rule's own" if stored is None else stored.format
@@ -189,7 +189,7 @@ def require_stored_as_planned(
         if not fits:
             got = f"8 bits ({coded[0].partition('.')[2]})" if coded else leaf.dtype
             wrong.append(f"  {_trees.path_string(path)!r}: stored as {got}, but the format is {wanted}")
-    if wrong or set(scales) != set(expected):
+    if wrong or set(scales) != expected:
         listed = "\n".join(wrong)
         raise ValueError(
             f"`low_precision_state`: the state was made with other `formats` or another `min_size`:\n{listed}\n"
