@@ -8,6 +8,12 @@ from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
 from importlib.metadata import version as _version
 
 from mpx import formats as formats
+from mpx._autocast.explain import Explanation as Explanation
+from mpx._autocast.explain import explain as explain
+from mpx._autocast.rules import DEFAULT_RULES as DEFAULT_RULES
+from mpx._autocast.rules import FAST_RULES as FAST_RULES
+from mpx._autocast.transform import autocast as autocast
+from mpx._autocast.transform import full_precision as full_precision
 from mpx._blockwise import Blockwise8bit as Blockwise8bit
 from mpx._chains import check_chain as check_chain
 from mpx._gradients import grad as grad

@@ -10,6 +10,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from mpx import _trees
+from mpx._autocast.transform import autocast_of
 from mpx._loss_scale import LossScale, NoOpLossScale, require_powers_of_two
 
 # A cotangent above 65504 has no float16 value: a float16 loss is differentiated with at most this seed.
@@ -34,13 +35,16 @@ def value_and_grad(
     returns float16, differentiation starts from at most 2**15 and the rest of the scale is multiplied in afterwards,
     in float32.
 
+    A function that `autocast` returned is differentiated with respect to a float32 view of its parameters: no gradient
+    is rounded to their dtype, and no bfloat16 parameter is copied for it.
+
     Args:
         fun: a function of arrays that returns a scalar loss, or `(loss, aux)` if `has_aux`.
         loss_scale: `NoOpLossScale()` if None. In a training loop: `get_loss_scale(opt_state)`.
         argnums: which arguments to differentiate; one number, several, or what `transform` takes there.
         has_aux: whether `fun` returns a pair.
         grad_dtype: of the gradients, or None for the dtypes of the arguments; float64 gradients stay float64. The
-            gradient of a bfloat16 parameter has been rounded once, at the parameter.
+            gradient of a bfloat16 parameter has been rounded once, at the parameter, but for autocast functions.
         transform: `jax.value_and_grad`, or a function like it, such as `flax.nnx.value_and_grad` or
             `equinox.filter_value_and_grad`. It gets `argnums` only if that is not 0.
 
@@ -67,8 +71,8 @@ def value_and_grad(
             f"`value_and_grad`: `grad_dtype` must be a floating-point dtype or None, but got {grad_dtype!r}."
         )
 
-    def scaled_loss(*args, **kwargs):
-        loss, aux = _loss_and_aux(fun(*args, **kwargs), has_aux)
+    def scaled_loss(call, *args, **kwargs):
+        loss, aux = _loss_and_aux(call(*args, **kwargs), has_aux)
         if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
             raise TypeError(
                 "`value_and_grad` needs a function that returns a real floating scalar"
@@ -79,10 +83,14 @@ def value_and_grad(
 
     # Not all transforms take `argnums` (Equinox's do not), and none needs to be told the default.
     options = {"has_aux": True} if argnums == 0 and isinstance(argnums, int) else {"argnums": argnums, "has_aux": True}
-    differentiated = transform(scaled_loss, **options)
+    is_autocast = autocast_of(fun) is not None and grad_dtype is not None
 
     @functools.wraps(fun)
     def wrapped(*args, **kwargs):
+        call = fun
+        if is_autocast:
+            call, args = _on_f32_view(fun, args, kwargs, argnums, transform)
+        differentiated = transform(lambda *args, **kwargs: scaled_loss(call, *args, **kwargs), **options)
         (_, (loss, aux)), grads = differentiated(*args, **kwargs)
         _, rest = _seed_and_rest(loss_scale, loss.dtype)
         if rest is not None:
@@ -122,6 +130,29 @@ def grad(
         return (grads, value[1]) if has_aux else grads
 
     return wrapped
+
+
+def _on_f32_view(
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    argnums: Any,
+    transform: Callable[..., Callable[..., Any]],
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """An autocast function of arguments whose differentiated ones are float32, and those arguments.
+
+    The function is told of which 16-bit dtype their values are: it can round them to that one without a loss.
+    """
+    record, viewed = autocast_of(fun), list(args)
+    for position in argnums if isinstance(argnums, Sequence) else (argnums,):
+        index = getattr(position, "argnum", position)  # of `flax.nnx.DiffState`
+        arrays = [id(leaf) for leaf in jax.tree.leaves(args[index]) if _trees.is_floating(leaf)]
+        # In a graph of Flax NNX a Variable can stand twice. A copy of the graph as a tree would have two of them.
+        if transform is jax.value_and_grad or len(arrays) == len(set(arrays)):
+            viewed[index] = _trees.cast_tree(args[index], jnp.float32, which=lambda leaf: leaf.dtype.itemsize == 2)
+    before, after = jax.tree.leaves((args, kwargs)), jax.tree.leaves((tuple(viewed), kwargs))
+    grids = [old.dtype if old is not new else None for old, new in zip(before, after, strict=True)]
+    return lambda *args, **kwargs: record.call(args, kwargs, grids), tuple(viewed)
 
 
 def _seed_and_rest(loss_scale: LossScale, loss_dtype: np.dtype) -> tuple[Any, Any]:

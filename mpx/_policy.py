@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from mpx import _trees
+from mpx import _tables, _trees
 
 T = TypeVar("T")
 
@@ -126,7 +126,8 @@ class Policy:
             counted.add(id(leaf))
             total += size
             rows.append((path, str(tuple(array.shape)), str(stored), str(compute), f"{size:,}"))
-        return _table(("leaf", "shape", "stored", "compute", "bytes"), rows, ("total", "", "", "", f"{total:,}"))
+        header, footer = ("leaf", "shape", "stored", "compute", "bytes"), ("total", "", "", "", f"{total:,}")
+        return _tables.text_table([header, *rows, footer])
 
     def __str__(self) -> str:
         """The form that `get_policy` reads: `p=bf16,c=bf16,o=full`."""
@@ -138,11 +139,12 @@ class Policy:
             return _trees.cast_tree(tree, default)
         return _trees.cast_by_path(tree, lambda path: self._dtype_at(_trees.path_string(path), default))
 
+    def override_at(self, path: str) -> np.dtype | None:
+        """The dtype that an override asks for a leaf with this "/"-joined path, or None if none speaks of it."""
+        return next((np.dtype(dtype) for pattern, dtype in self.overrides if re.search(pattern, path)), None)
+
     def _dtype_at(self, path: str, default: np.dtype) -> np.dtype:
-        for pattern, dtype in self.overrides:
-            if re.search(pattern, path):
-                return np.dtype(dtype)
-        return default
+        return self.override_at(path) or default
 
     def _check_overrides_match(self, paths: list[str]) -> None:
         useless = [pattern for pattern, _ in self.overrides if not any(re.search(pattern, path) for path in paths)]
@@ -265,15 +267,3 @@ def _checked_override(entry: Any) -> tuple[str, np.dtype]:
     except re.error as error:
         raise ValueError(f"The override pattern {pattern!r} is not a regular expression: {error}.") from error
     return pattern, _floating_dtype(dtype, f"overrides[{pattern!r}]")
-
-
-def _table(header: tuple[str, ...], rows: list[tuple[str, ...]], footer: tuple[str, ...]) -> str:
-    """Text in columns, the last one aligned to the right."""
-    lines = [header, *rows, footer]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    return "\n".join(
-        "  ".join(
-            [*(cell.ljust(width) for cell, width in zip(line[:-1], widths, strict=False)), line[-1].rjust(widths[-1])]
-        )
-        for line in lines
-    )

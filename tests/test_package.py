@@ -11,10 +11,11 @@ import mpx
 ROOT = pathlib.Path(__file__).parents[1]
 
 PUBLIC = {
-    "Blockwise8bit", "DynamicLossScale", "KahanSummationState", "LossScale", "LossScalingState",
+    "Blockwise8bit", "DEFAULT_RULES", "DynamicLossScale", "Explanation", "FAST_RULES", "KahanSummationState", "LossScale", "LossScalingState",
     "LowPrecisionState", "MasterWeightsState", "NoOpLossScale", "ParamsEmaState", "Policy", "StaticLossScale",
-    "StochasticRoundingState", "UpcastState", "all_finite", "any_precision_adamw", "cast", "cast_to_full",
-    "cast_to_half", "check_chain", "ema_params", "formats", "get_loss_scale", "get_policy", "grad", "half_dtype",
+    "StochasticRoundingState", "UpcastState", "all_finite", "any_precision_adamw", "autocast", "cast",
+    "cast_to_full", "cast_to_half", "check_chain", "ema_params", "explain", "formats", "full_precision",
+    "get_loss_scale", "get_policy", "grad", "half_dtype",
     "is_synced", "kahan_summation", "loss_scaling", "low_precision_state", "master_params", "master_weights",
     "mixed_precision", "params_ema", "resync", "select_tree", "skipped_steps", "stochastic_rounding", "upcast",
     "value_and_grad",
@@ -33,7 +34,7 @@ def test_the_public_names_are_those_of_the_design():
 def test_every_public_name_has_a_docstring_with_an_example():
     without = {
         name
-        for name in PUBLIC - {"LossScale", "formats"}
+        for name in PUBLIC - {"DEFAULT_RULES", "Explanation", "FAST_RULES", "LossScale", "formats"}
         if not name.endswith("State") and ">>>" not in (getattr(mpx, name).__doc__ or "")
     }
     assert without <= {"cast_to_full", "cast_to_half"}  # a line each, beside `cast`

@@ -1,0 +1,92 @@
+"""In what a contraction runs: a 16-bit dtype, or an algorithm for float32 operands."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from mpx import _policy
+
+
+@dataclasses.dataclass(frozen=True)
+class Compute:
+    """How contractions run.
+
+    Attributes:
+        name: as users write it: `bf16`, `f16`, `f32`, `tf32`, `bf16x3`.
+        dtype: of operands and results.
+        algorithm: how hardware multiplies float32 operands; None for its ordinary way.
+    """
+
+    name: str
+    dtype: np.dtype
+    algorithm: lax.DotAlgorithmPreset | None = None
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether operands are rounded to a 16-bit format."""
+        return self.dtype.itemsize == 2
+
+    @property
+    def changes(self) -> bool:
+        """Whether contractions run in another way than in a plain float32 program."""
+        return self.is_narrow or self.algorithm is not None
+
+
+BF16 = Compute("bf16", np.dtype(jnp.bfloat16))
+F16 = Compute("f16", np.dtype(np.float16))
+F32 = Compute("f32", np.dtype(np.float32))
+ALGORITHMS = {
+    "tf32": Compute("tf32", np.dtype(np.float32), lax.DotAlgorithmPreset.TF32_TF32_F32),
+    "bf16x3": Compute("bf16x3", np.dtype(np.float32), lax.DotAlgorithmPreset.BF16_BF16_F32_X3),
+}
+_BY_DTYPE = {compute.dtype: compute for compute in (BF16, F16, F32)}
+
+
+def get_compute(policy_or_dtype: Any) -> Compute:
+    """Reads what a user gives to `autocast`: a policy, a dtype or its name, `"tf32"` or `"bf16x3"`.
+
+    Raises:
+        ValueError: if it is none of these; if it is `"tf32"` on a TPU, which has no such numbers.
+    """
+    if isinstance(policy_or_dtype, _policy.Policy):
+        return compute_of_dtype(np.dtype(policy_or_dtype.compute_dtype))
+    if isinstance(policy_or_dtype, str) and policy_or_dtype in ALGORITHMS:
+        return _on_this_backend(ALGORITHMS[policy_or_dtype])
+    if isinstance(policy_or_dtype, str) and policy_or_dtype == "half":
+        return compute_of_dtype(np.dtype(_policy.half_dtype()))
+    try:
+        dtype = _policy.DTYPE_NAMES.get(policy_or_dtype) or np.dtype(policy_or_dtype)
+    except TypeError:
+        dtype = None
+    if policy_or_dtype is None or dtype is None:
+        raise ValueError(
+            "`autocast` needs a policy, a dtype (bfloat16, float16, float32), or the name of one of 'bf16', 'f16', "
+            f"'f32', 'tf32', 'bf16x3', but got {policy_or_dtype!r}. A policy's string goes through `get_policy`."
+        )
+    return compute_of_dtype(dtype)
+
+
+def compute_of_dtype(dtype: np.dtype) -> Compute:
+    """The way to compute in a dtype."""
+    if dtype not in _BY_DTYPE:
+        raise ValueError(f"`autocast` computes in bfloat16, float16 or float32, but got {dtype}.")
+    return _BY_DTYPE[dtype]
+
+
+def widest(computes: list[Compute]) -> Compute:
+    """Of several ways, one that loses nothing that another one keeps."""
+    return computes[0] if all(compute == computes[0] for compute in computes) else F32
+
+
+def _on_this_backend(compute: Compute) -> Compute:
+    """TF32 exists on NVIDIA GPUs. A CPU multiplies float32 numbers as they are, which is more exact."""
+    backend = jax.default_backend()
+    if compute.name != "tf32" or backend not in ("cpu", "tpu"):
+        return compute
+    if backend == "tpu":
+        raise ValueError("`autocast`: a TPU has no TF32; use 'bf16x3', whose error is as small, or 'bf16'.")
+    return dataclasses.replace(compute, algorithm=None)

@@ -1,0 +1,127 @@
+"""Contractions: which of them can be lowered, how one runs in a lower precision, and how many FLOPs it takes."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend import core as jex_core
+
+from mpx._autocast.compute import Compute
+
+CONTRACTIONS = ("conv_general_dilated", "dot_general", "ragged_dot_general")
+_PRECISE = (lax.Precision.HIGH, lax.Precision.HIGHEST)
+
+
+def contracted_size(eqn: jex_core.JaxprEqn) -> int:
+    """How many products are added up in one element of the result."""
+    if eqn.primitive.name == "conv_general_dilated":
+        kernel, dimensions = eqn.invars[1].aval, eqn.params["dimension_numbers"]
+        return kernel.size // max(kernel.shape[dimensions.rhs_spec[0]], 1)
+    if eqn.primitive.name == "dot_general":
+        numbers = eqn.params["dimension_numbers"]
+    else:
+        numbers = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+    (lhs_contracting, _), _ = numbers
+    return math.prod(eqn.invars[0].aval.shape[axis] for axis in lhs_contracting)
+
+
+def flops(eqn: jex_core.JaxprEqn) -> int:
+    """Floating-point operations of a contraction: a product and a sum for each product that is added up."""
+    return 2 * eqn.outvars[0].aval.size * contracted_size(eqn)
+
+
+def why_kept(eqn: jex_core.JaxprEqn, compute: Compute) -> str | None:
+    """Why a contraction cannot be lowered, or None."""
+    operands = [v.aval.dtype for v in eqn.invars[:2]]
+    precision = eqn.params.get("precision")
+    asked = precision if isinstance(precision, tuple) else (precision,)
+    floats = all(dtype == np.float32 or _is_half(dtype) for dtype in operands)
+    if not floats or not any(dtype == np.float32 for dtype in operands):
+        return f"operands are {' and '.join(sorted({str(dtype) for dtype in operands}))}"
+    if eqn.outvars[0].aval.dtype != np.float32 and not _is_half(eqn.outvars[0].aval.dtype):
+        return f"its result is to be {eqn.outvars[0].aval.dtype}"
+    if any(p in _PRECISE or isinstance(p, (lax.DotAlgorithm, lax.DotAlgorithmPreset)) for p in asked):
+        return f"precision {asked[0]} is asked for"
+    if contracted_size(eqn) <= 1:
+        return "nothing is summed: an outer product"
+    if compute.algorithm is not None and eqn.primitive.name != "dot_general":
+        return f"there is no {compute.name} algorithm for it"
+    return None
+
+
+def run(eqn: jex_core.JaxprEqn, operands: list[Any], compute: Compute, wide_gradients: tuple[bool, bool]) -> jax.Array:
+    """Binds a contraction in another precision.
+
+    Args:
+        eqn: the equation, with float32 operands.
+        operands: its values.
+        compute: how to run it.
+        wide_gradients: for which of the first two operands the gradient is to be returned in float32. Its operands
+            are in the compute dtype, as without.
+
+    Returns:
+        The result, in the compute dtype.
+    """
+    if compute.algorithm is not None:
+        return eqn.primitive.bind(*operands, **(eqn.params | {"precision": compute.algorithm}))
+
+    def contract(lhs, rhs, *rest):
+        return eqn.primitive.bind(lhs, rhs, *rest, **(eqn.params | {"preferred_element_type": compute.dtype}))
+
+    if any(wide_gradients):
+        return _with_wide_gradients(contract, compute.dtype, wide_gradients)(*operands)
+    # Each use rounds its own copy: a copy for several uses would add up their cotangents in 16 bits.
+    lhs, rhs, *rest = operands
+    return contract(lax.convert_element_type(lhs, compute.dtype), lax.convert_element_type(rhs, compute.dtype), *rest)
+
+
+def _with_wide_gradients(
+    contract: Callable[..., jax.Array], dtype: np.dtype, wide: tuple[bool, bool]
+) -> Callable[..., jax.Array]:
+    """`contract` of narrowed operands, whose gradients are sums in float32 that nothing rounds.
+
+    A narrow result asks for narrow cotangents, and jax gives a gradient the dtype of its operand. So the operands
+    are narrowed inside of a custom derivative.
+    """
+
+    def forward(lhs, rhs, *rest):
+        narrow = lax.convert_element_type(lhs, dtype), lax.convert_element_type(rhs, dtype)
+        # Arrays of no element carry the operands' own dtypes to the backward pass.
+        return contract(*narrow, *rest), (narrow, rest, [lax.full((0,), 0, x.dtype) for x in (lhs, rhs)])
+
+    def backward(residuals, cotangent):
+        (lhs, rhs), rest, typed = residuals
+        pull_lhs = jax.linear_transpose(lambda x: contract(x, rhs, *rest), lhs)
+        pull_rhs = jax.linear_transpose(lambda x: contract(lhs, x, *rest), rhs)
+        gradients = [
+            _summed_in_f32(pull, cotangent) if is_wide else pull(cotangent)[0]
+            for pull, is_wide in zip((pull_lhs, pull_rhs), wide, strict=True)
+        ]
+        gradients = [lax.convert_element_type(g, like.dtype) for g, like in zip(gradients, typed, strict=True)]
+        return (*gradients, *[None] * len(rest))
+
+    wide_contract = jax.custom_vjp(lambda *operands: forward(*operands)[0])
+    wide_contract.defvjp(forward, backward)
+    return wide_contract
+
+
+def _summed_in_f32(pullback: Callable[..., Any], cotangent: jax.Array) -> jax.Array:
+    """The transpose of a contraction with the contraction in it returning float32."""
+    program = jax.make_jaxpr(lambda cotangent: pullback(cotangent)[0])(cotangent)
+    values = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
+    values[program.jaxpr.invars[0]] = cotangent
+    for eqn in program.jaxpr.eqns:
+        operands = [v.val if isinstance(v, jex_core.Literal) else values[v] for v in eqn.invars]
+        params = dict(eqn.params)
+        if eqn.primitive.name in CONTRACTIONS:
+            params["preferred_element_type"] = np.dtype(np.float32)
+        results = eqn.primitive.bind(*operands, **params)
+        values.update(zip(eqn.outvars, results if eqn.primitive.multiple_results else [results], strict=True))
+    return values[program.jaxpr.outvars[0]]
+
+
+def _is_half(dtype: np.dtype) -> bool:
+    return dtype.itemsize == 2 and jax.numpy.issubdtype(dtype, np.floating)

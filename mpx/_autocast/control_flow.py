@@ -1,0 +1,239 @@
+"""How `autocast` enters operations that hold programs: loops, branches, checkpoints, calls and shard maps.
+
+For each primitive an `Entry`, by which it is planned, and a function that runs it. Values on a 16-bit grid travel in 16
+bits where that costs no precision (`plan.travels_narrow`). What a loop carries, and what it closes over, stays float32:
+its cotangents are added up over all iterations.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend import core as jex_core
+
+from mpx._autocast.plan import Entry, Plan, Planner, Settings, Step, Tag, travels_narrow
+
+Run = Callable[[Plan, Sequence[Any]], list[Any]]
+
+
+class Handler(NamedTuple):
+    """What `autocast` knows of a higher-order primitive.
+
+    Attributes:
+        entry: how it is planned.
+        run: from the step, the operands, the function that runs a plan on values, and the settings to the results.
+    """
+
+    entry: Entry
+    run: Callable[[Step, list[Any], Run, Settings], Sequence[Any]]
+
+
+# ---- calls
+
+
+def _inner_jaxpr(eqn: jex_core.JaxprEqn) -> Any:
+    return eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+
+
+def _plan_call(eqn: jex_core.JaxprEqn, tags: tuple[Tag, ...], planner: Planner) -> tuple[Any, Any]:
+    plan = planner.plan(_inner_jaxpr(eqn), tags)
+    return (plan,), plan.out_tags
+
+
+def _call_rounded_to(eqn: jex_core.JaxprEqn, plans: tuple[Plan, ...]) -> list[np.dtype | None]:
+    del eqn
+    return list(plans[0].rounded_to)
+
+
+def _run_jit(step: Step, operands: list[Any], run: Run, settings: Settings) -> Sequence[Any]:
+    """In line, so that nothing is compiled for itself; a jit that places its arrays stays one."""
+    del settings
+    params, call = step.eqn.params, lambda *operands: run(step.plans[0], operands)
+    shardings = [
+        tuple(s if isinstance(s, jax.sharding.Sharding) else None for s in params.get(key, ()))
+        for key in ("in_shardings", "out_shardings")
+    ]
+    if any(s is not None for side in shardings for s in side):
+        return jax.jit(call, in_shardings=shardings[0], out_shardings=shardings[1])(*operands)
+    with jax.named_scope(f"jit({params.get('name', step.eqn.primitive.name)})"):
+        return call(*operands)
+
+
+def _run_checkpoint(step: Step, operands: list[Any], run: Run, settings: Settings) -> Sequence[Any]:
+    """The primitive itself, since `jax.checkpoint` cannot say that its program is a backward pass already."""
+    plan = step.plans[0]
+    narrow = [
+        travels_narrow(tag, rounded_to, settings) for tag, rounded_to in zip(plan.in_tags, plan.rounded_to, strict=True)
+    ]
+    operands = _narrowed(operands, plan.in_tags, narrow)
+    program = jax.make_jaxpr(lambda *operands: run(plan, _widened(operands, narrow)))(*operands)
+    opened = program.jaxpr.replace(constvars=[], invars=[*program.jaxpr.constvars, *program.jaxpr.invars])
+    return step.eqn.primitive.bind(*program.consts, *operands, **(step.eqn.params | {"jaxpr": opened}))
+
+
+def _plan_shard_map(eqn: jex_core.JaxprEqn, tags: tuple[Tag, ...], planner: Planner) -> tuple[Any, Any]:
+    plan = planner.plan(eqn.params["jaxpr"], tags)
+    return (plan,), plan.out_tags
+
+
+def _run_shard_map(step: Step, operands: list[Any], run: Run, settings: Settings) -> Sequence[Any]:
+    """Operands stay float32: the cotangent of one that all devices hold is summed over them."""
+    del settings
+    params = step.eqn.params
+    options = {"axis_names": params[key] for key in ("manual_axes", "newly_manual_axes") if key in params}
+    return jax.shard_map(
+        lambda *operands: tuple(run(step.plans[0], operands)),
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=tuple(params["out_specs"]),
+        check_vma=params["check_vma"],
+        **options,
+    )(*operands)
+
+
+# ---- branches
+
+
+def _plan_cond(eqn: jex_core.JaxprEqn, tags: tuple[Tag, ...], planner: Planner) -> tuple[Any, Any]:
+    plans = tuple(planner.plan(branch, tags[1:]) for branch in eqn.params["branches"])
+    return plans, tuple(_common(*column) for column in zip(*[plan.out_tags for plan in plans], strict=True))
+
+
+def _cond_rounded_to(eqn: jex_core.JaxprEqn, plans: tuple[Plan, ...]) -> list[np.dtype | None]:
+    del eqn
+    columns = zip(*[plan.rounded_to for plan in plans], strict=True)
+    return [None, *[column[0] if len(set(column)) == 1 else None for column in columns]]
+
+
+def _run_cond(step: Step, operands: list[Any], run: Run, settings: Settings) -> Sequence[Any]:
+    index, operands = operands[0], operands[1:]
+    tags = step.in_tags[1:]
+    rounded_to = _cond_rounded_to(step.eqn, step.plans)[1:]
+    narrow = [travels_narrow(tag, dtype, settings) for tag, dtype in zip(tags, rounded_to, strict=True)]
+    branches = [lambda *operands, plan=plan: tuple(run(plan, _widened(operands, narrow))) for plan in step.plans]
+    operands = _narrowed(operands, tags, narrow)
+    if index.dtype == np.bool_:
+        return lax.cond(index, branches[1], branches[0], *operands)
+    return lax.switch(index, branches, *operands)
+
+
+# ---- loops
+
+
+def _plan_scan(eqn: jex_core.JaxprEqn, tags: tuple[Tag, ...], planner: Planner) -> tuple[Any, Any]:
+    (consts, carry, xs), jaxpr = _scan_parts(eqn, tags), eqn.params["jaxpr"]
+    plan, carry = _loop_plan(jaxpr, consts, carry, xs, planner)
+    ys = plan.out_tags[len(carry) :]
+    return (plan,), (*carry, *[tag._replace(is_argument=False) for tag in ys])
+
+
+def _scan_rounded_to(eqn: jex_core.JaxprEqn, plans: tuple[Plan, ...]) -> list[np.dtype | None]:
+    consts, carry, xs = _scan_parts(eqn, plans[0].rounded_to)
+    return [*[None] * (len(consts) + len(carry)), *xs]
+
+
+def _run_scan(step: Step, operands: list[Any], run: Run, settings: Settings) -> Sequence[Any]:
+    params, plan = step.eqn.params, step.plans[0]
+    consts, carry, xs = _scan_parts(step.eqn, operands)
+    x_tags, x_rounded_to = _scan_parts(step.eqn, plan.in_tags)[2], _scan_parts(step.eqn, plan.rounded_to)[2]
+    y_tags = plan.out_tags[len(carry) :]
+    narrow_xs = [travels_narrow(tag, dtype, settings) for tag, dtype in zip(x_tags, x_rounded_to, strict=True)]
+    narrow_ys = [travels_narrow(tag._replace(is_argument=False), None, settings) for tag in y_tags]
+
+    def body(carry, xs):
+        results = run(plan, [*consts, *carry, *_widened(xs, narrow_xs)])
+        return results[: len(carry)], _narrowed(results[len(carry) :], y_tags, narrow_ys)
+
+    options = {key: params[key] for key in ("reverse", "unroll", "_split_transpose") if key in params}
+    carry, ys = lax.scan(body, carry, _narrowed(xs, x_tags, narrow_xs), length=params["length"], **options)
+    return [*carry, *_widened(ys, narrow_ys)]
+
+
+def _scan_parts(eqn: jex_core.JaxprEqn, columns: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """What the body closes over, what it carries, and what it takes a slice of in each iteration."""
+    first, second = eqn.params["num_consts"], eqn.params["num_consts"] + eqn.params["num_carry"]
+    return list(columns[:first]), list(columns[first:second]), list(columns[second:])
+
+
+def _plan_while(eqn: jex_core.JaxprEqn, tags: tuple[Tag, ...], planner: Planner) -> tuple[Any, Any]:
+    cond_consts, body_consts, carry = _while_parts(eqn, tags)
+    body, carry = _loop_plan(eqn.params["body_jaxpr"], body_consts, carry, [], planner)
+    return (planner.plan(eqn.params["cond_jaxpr"], (*cond_consts, *carry)), body), tuple(carry)
+
+
+def _while_rounded_to(eqn: jex_core.JaxprEqn, plans: tuple[Plan, ...]) -> list[np.dtype | None]:
+    del plans
+    return [None] * len(eqn.invars)
+
+
+def _run_while(step: Step, operands: list[Any], run: Run, settings: Settings) -> Sequence[Any]:
+    del settings
+    cond_plan, body_plan = step.plans
+    cond_consts, body_consts, carry = _while_parts(step.eqn, operands)
+    return lax.while_loop(
+        lambda carry: run(cond_plan, [*cond_consts, *carry])[0],
+        lambda carry: run(body_plan, [*body_consts, *carry]),
+        carry,
+    )
+
+
+def _while_parts(eqn: jex_core.JaxprEqn, columns: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    first = eqn.params["cond_nconsts"]
+    second = first + eqn.params["body_nconsts"]
+    return list(columns[:first]), list(columns[first:second]), list(columns[second:])
+
+
+def _loop_plan(
+    jaxpr: Any, consts: list[Tag], carry: list[Tag], xs: list[Tag], planner: Planner
+) -> tuple[Plan, list[Tag]]:
+    """The plan of a loop's body, with tags of the carry that hold before and after each iteration."""
+    # A weight that is carried is not that weight any more.
+    carry = [tag._replace(is_argument=False) for tag in carry]
+    while True:
+        plan = planner.plan(jaxpr, (*consts, *carry, *xs))
+        after = [_common(before, tag) for before, tag in zip(carry, plan.out_tags[: len(carry)], strict=True)]
+        if after == carry:
+            return plan, carry
+        carry = after
+
+
+# ---- values that travel
+
+
+def _common(*tags: Tag) -> Tag:
+    """What is known of a value that is one of several."""
+    first = tags[0]
+    if all(tag == first for tag in tags):
+        return first
+    return Tag(
+        grid=first.grid if all(tag.grid == first.grid for tag in tags) else None,
+        compute=first.compute if all(tag.compute == first.compute for tag in tags) else None,
+        is_argument=all(tag.is_argument for tag in tags),
+    )
+
+
+def _narrowed(values: Sequence[Any], tags: Sequence[Tag], narrow: Sequence[bool]) -> list[Any]:
+    return [
+        lax.convert_element_type(value, tag.grid) if is_narrow else value
+        for value, tag, is_narrow in zip(values, tags, narrow, strict=True)
+    ]
+
+
+def _widened(values: Sequence[Any], narrow: Sequence[bool]) -> list[Any]:
+    return [
+        lax.convert_element_type(value, np.float32) if is_narrow else value
+        for value, is_narrow in zip(values, narrow, strict=True)
+    ]
+
+
+_CALL = Entry(_plan_call, _call_rounded_to)
+HANDLERS: dict[str, Handler] = {
+    **dict.fromkeys(("call", "closed_call", "eval_jaxpr", "jit"), Handler(_CALL, _run_jit)),
+    "remat2": Handler(_CALL, _run_checkpoint),
+    "shard_map": Handler(Entry(_plan_shard_map, _call_rounded_to), _run_shard_map),
+    "cond": Handler(Entry(_plan_cond, _cond_rounded_to), _run_cond),
+    "scan": Handler(Entry(_plan_scan, _scan_rounded_to), _run_scan),
+    "while": Handler(Entry(_plan_while, _while_rounded_to), _run_while),
+}

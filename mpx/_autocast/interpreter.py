@@ -1,0 +1,83 @@
+"""Runs a plan: each equation as it was traced, or in the compute dtype, in the place where the user wrote it."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jax import lax
+from jax.extend import core as jex_core
+from jax.extend import source_info_util
+
+from mpx._autocast import contraction
+from mpx._autocast.control_flow import HANDLERS
+from mpx._autocast.plan import Plan, Settings, Step, constants_of, is_literal, open_jaxpr
+
+
+def run(plan: Plan, operands: Sequence[Any], settings: Settings) -> list[Any]:
+    """The results of a plan's program for these operands, each in the dtype that it was traced with."""
+    program = open_jaxpr(plan.jaxpr)
+    if not plan.changes:
+        return jex_core.jaxpr_as_fun(closed(plan.jaxpr))(*operands)
+    values = dict(zip(program.constvars, constants_of(plan.jaxpr), strict=True))
+    values.update(zip(program.invars, operands, strict=True))
+    read = lambda v: v.val if is_literal(v) else values[v]
+    kept: list[Step] = []
+    for step in plan.steps:
+        if step.action == "keep":
+            kept.append(step)
+            continue
+        _run_kept(program, kept, values)
+        kept = []
+        with _in_place(step.eqn):
+            results = _run_step(step, [read(v) for v in step.eqn.invars], settings)
+        values.update(zip(step.eqn.outvars, results, strict=True))
+    _run_kept(program, kept, values)
+    return [read(v) for v in program.outvars]
+
+
+def closed(jaxpr: Any) -> jex_core.ClosedJaxpr:
+    """A jaxpr with the values of its constants."""
+    return jex_core.ClosedJaxpr(open_jaxpr(jaxpr), constants_of(jaxpr))
+
+
+def _run_step(step: Step, operands: list[Any], settings: Settings) -> Sequence[Any]:
+    if step.action == "enter":
+        inner_run = lambda plan, operands: run(plan, operands, settings)
+        return HANDLERS[step.eqn.primitive.name].run(step, operands, inner_run, settings)
+    if step.eqn.primitive.name in contraction.CONTRACTIONS:
+        wide = [settings.gradient_dtype is not None and _is_wide_weight(step, i) for i in (0, 1)]
+        results = [contraction.run(step.eqn, operands, step.compute, (wide[0], wide[1]))]
+    else:
+        narrow = [lax.convert_element_type(x, step.compute.dtype) for x in operands]
+        results = step.eqn.primitive.bind(*narrow, **step.eqn.params)
+        results = results if step.eqn.primitive.multiple_results else [results]
+    return [lax.convert_element_type(x, v.aval.dtype) for x, v in zip(results, step.eqn.outvars, strict=True)]
+
+
+def _is_wide_weight(step: Step, i: int) -> bool:
+    return step.compute.is_narrow and step.in_tags[i].is_argument and step.eqn.invars[i].aval.dtype.itemsize == 4
+
+
+def _run_kept(program: jex_core.Jaxpr, steps: list[Step], values: dict[Any, Any]) -> None:
+    """Runs equations as they were traced, and adds their results to the values.
+
+    As a jaxpr of their own: that keeps custom derivatives, effects, names and source lines, with public functions only.
+    """
+    if not steps:
+        return
+    eqns = [step.eqn for step in steps]
+    inside = dict.fromkeys(v for eqn in eqns for v in eqn.outvars if not isinstance(v, jex_core.DropVar))
+    invars = list(dict.fromkeys(v for eqn in eqns for v in eqn.invars if not is_literal(v) and v not in inside))
+    outvars = list(inside)
+    effects = set().union(*[eqn.effects for eqn in eqns])
+    part = program.replace(constvars=[], invars=invars, outvars=outvars, eqns=eqns, effects=effects)
+    results = jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(part, ()))(*[values[v] for v in invars])
+    values.update(zip(outvars, results, strict=True))
+
+
+@contextlib.contextmanager
+def _in_place(eqn: jex_core.JaxprEqn) -> Iterator[None]:
+    """Gives what is bound inside the source line, the name stack and the context of an equation."""
+    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
+        yield

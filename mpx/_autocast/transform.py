@@ -1,0 +1,332 @@
+"""`autocast` and `full_precision`: the precision in which a function computes, chosen from outside."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex_core
+from jax.typing import DTypeLike
+
+from mpx import _trees
+from mpx._autocast import compute as computes
+from mpx._autocast import interpreter
+from mpx._autocast.control_flow import HANDLERS
+from mpx._autocast.plan import MARK, Plan, Planner, Settings, Tag
+from mpx._autocast.rules import DEFAULT_RULES, FAST_RULES, Rule
+from mpx._policy import Policy
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_RULES = ("lower", "lower_on_grid", "follow", "enter", "keep")
+_CHECKPOINTS = {
+    "dots": "dots_saveable",
+    "dots_with_no_batch_dims": "dots_with_no_batch_dims_saveable",
+    "everything": "everything_saveable",
+    "nothing": "nothing_saveable",
+}
+_RECORD = "__mpx_autocast__"
+
+
+@dataclasses.dataclass(frozen=True)
+class Autocast:
+    """What an autocast function is made of; other parts of mpx read it off the function.
+
+    Attributes:
+        fun: the user's function.
+        settings: how contractions run.
+        policy: what the user gave, if it was a policy.
+        checkpoint: a policy of `jax.checkpoint`, or None.
+        function: the function that `autocast` returned.
+    """
+
+    fun: Callable[..., Any]
+    settings: Settings
+    policy: Policy | None
+    checkpoint: Callable[..., Any] | None
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], grids: list[np.dtype | None] | None = None) -> Any:
+        """Calls the function; `grids` says of which 16-bit dtype the float32 leaves of the arguments are values."""
+        traced = self.trace(args, kwargs, grids)
+        evaluate = lambda arrays: interpreter.run(traced.plan, arrays, self.settings)
+        if self.checkpoint is not None:
+            evaluate = jax.checkpoint(evaluate, policy=self.checkpoint)
+        # The mark tells an autocast around this one that the precision of what runs here is settled.
+        with jax.named_scope(MARK):
+            result = traced.rebuild(evaluate(traced.arrays))
+        return result if self.policy is None else self.policy.cast_to_output(result)
+
+    def trace(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], grids: list[np.dtype | None] | None = None
+    ) -> "Traced":
+        """Traces the function on a float32 view of its arguments, and plans what to do with each operation."""
+        flat, treedef = jax.tree.flatten_with_path((args, kwargs))
+        leaves = [leaf for _, leaf in flat]
+        positions = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+        result: list[Any] = []
+
+        def program(*arrays):
+            viewed = list(leaves)
+            for i, array in zip(positions, arrays, strict=True):
+                viewed[i] = array.astype(jnp.float32) if _trees.is_narrower(array, np.dtype(np.float32)) else array
+            args, kwargs = jax.tree.unflatten(treedef, viewed)
+            objects = _objects((args, kwargs))
+            out, out_treedef = jax.tree.flatten(self.fun(*args, **kwargs))
+            _check_unchanged(objects)
+            result[:] = [out_treedef, [None if _is_array(leaf) else leaf for leaf in out]]
+            return [leaf for leaf in out if _is_array(leaf)]
+
+        arrays = [leaves[i] for i in positions]
+        # A new function each time: nothing that jax remembers of an earlier trace can be found again, with the
+        # values that the function closed over then.
+        jaxpr = jax.make_jaxpr(program)(*arrays)
+        tags = [
+            Tag(None if grids is None else grids[i], self._override(flat[i][0], flat[i][1]), is_argument=True)
+            for i in positions
+        ]
+        planner = Planner(self.settings, {name: handler.entry for name, handler in HANDLERS.items()})
+        return Traced(planner.plan(jaxpr, tuple(tags)), arrays, *result)
+
+    def _override(self, path: _trees.Path, leaf: Any) -> computes.Compute | None:
+        """In what contractions with a leaf shall run, if an override of the policy speaks of it."""
+        if self.policy is None or not _trees.is_floating(leaf):
+            return None
+        dtype = self.policy.override_at(_trees.path_string(path[2:]))
+        return None if dtype is None else computes.compute_of_dtype(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A traced function and what is to be done with it.
+
+    Attributes:
+        plan: the decisions.
+        arrays: the arguments that are arrays.
+        treedef: of the result.
+        static: the leaves of the result that are no arrays, and None for those that are.
+    """
+
+    plan: Plan
+    arrays: list[Any]
+    treedef: Any
+    static: list[Any]
+
+    def rebuild(self, arrays: list[Any]) -> Any:
+        """The function's result, from its arrays."""
+        rest = iter(arrays)
+        return jax.tree.unflatten(self.treedef, [next(rest) if leaf is None else leaf for leaf in self.static])
+
+
+def autocast_of(fun: Any) -> Autocast | None:
+    """What `autocast` made a function of; None if it did not."""
+    function, record = getattr(fun, _RECORD, (None, None))
+    # `functools.wraps` copies the attribute to functions around this one, which are others.
+    return record if function is fun else None
+
+
+def autocast(
+    fun: F,
+    policy_or_dtype: Policy | DTypeLike,
+    *,
+    rules: Mapping[Any, Rule] = DEFAULT_RULES,
+    checkpoint: str | Callable[..., Any] | None = None,
+    gradient_dtype: DTypeLike | None = None,
+) -> F:
+    """Runs a function in float32 and its contractions in a lower precision: what `torch.autocast` does, for JAX.
+
+    The model is written once, without dtypes. Its matrix products and convolutions run in bfloat16, float16, TF32 or
+    three bfloat16 products, and all else in float32: softmax, norms, exponentials, losses, and every sum. So do the
+    sums of the backward pass: casting a model's parameters to bfloat16 instead adds up the gradients of all uses of a
+    weight in bfloat16, where 1 added 1,000 times is 256.
+
+    Arguments are viewed as float32: a bfloat16 parameter is not copied for that. A contraction of float32 values
+    rounds its operands to the compute dtype and has a result in it, which is viewed as float32 again; so do those of
+    its gradients. Hardware adds up in float32. Kept in float32: products of which nothing is summed (rotary angles),
+    those that ask for `precision="high"` or `"highest"` (by `jax.default_matmul_precision` too), integers, float64 and
+    complex numbers, and the bodies of custom derivatives and of kernels. `explain` shows what happens to a function.
+
+    Like `jax.jit` it traces the function: on each call, so put `jax.jit` around it. Arguments that are no arrays
+    (flags, strings, functions) reach the function as they are. It composes with `jit`, `grad`, `vmap`, `scan`, `while`,
+    `cond`, `checkpoint`, custom derivatives and `shard_map`, on either side; of two autocasts the inner one wins.
+
+    Args:
+        fun: any function of pytrees. What it closes over keeps its dtype: pass parameters as arguments.
+        policy_or_dtype: a policy, of which `compute_dtype` counts, its overrides for the contractions with the
+            arguments that they name, and `output_dtype` for floating results; or a dtype or its name (`"bf16"`,
+            `"f16"`), or a way to multiply float32 numbers: `"tf32"` (a CPU, which has none, does it in float32) or
+            `"bf16x3"`. Those two are for matrix products; convolutions stay float32.
+        rules: a table like `DEFAULT_RULES`, from the names of primitives (or primitives) to `"lower"`, `"follow"`,
+            `"keep"`, `"lower_on_grid"` or `"enter"`. `FAST_RULES` also runs activations in the compute dtype.
+        checkpoint: which values the backward pass finds in memory, instead of computing them again: `"dots"` (results
+            of contractions, which are in the compute dtype), `"dots_with_no_batch_dims"`, `"nothing"`,
+            `"everything"`, any other name of `jax.checkpoint_policies` that is a policy itself, or a policy. None
+            leaves it to the function.
+        gradient_dtype: float32 for gradients of weights that are sums in float32 which nothing rounds, so that data
+            parallel training adds them up in float32 too; their operands are in the compute dtype as without. Such a
+            function has no forward mode. None for gradients in the compute dtype.
+
+    Returns:
+        A function with the arguments of `fun`. Its results are those of `fun` for float32 arguments. Gradients have
+        the dtypes of the arguments; `mpx.value_and_grad` and `mpx.grad` give them in float32, without any rounding.
+
+    Raises:
+        TypeError: if `fun` is no function.
+        ValueError: if an option is none of the above; at the call, if `fun` changes an argument in place, such as a
+            Flax NNX model's batch statistics: that would be lost.
+
+    Example:
+        >>> layer = lambda w, x: jax.nn.softmax(x @ w)
+        >>> w, x = jnp.ones((4, 2), jnp.bfloat16), jnp.ones((3, 4))
+        >>> jax.make_jaxpr(autocast(layer, "bf16"))(w, x).eqns[1].outvars[0].aval.dtype
+        dtype(bfloat16)
+        >>> autocast(layer, "bf16")(w, x).dtype
+        dtype('float32')
+
+    References:
+        Micikevicius et al. 2018, Mixed Precision Training (arXiv 1710.03740); the lists of `torch.amp`.
+    """
+    record = make_autocast(fun, policy_or_dtype, rules, checkpoint, gradient_dtype)
+
+    @functools.wraps(fun)
+    def wrapped(*args, **kwargs):
+        return record.call(args, kwargs)
+
+    setattr(wrapped, _RECORD, (wrapped, record))
+    return wrapped  # type: ignore[return-value]
+
+
+def make_autocast(
+    fun: Callable[..., Any],
+    policy_or_dtype: Policy | DTypeLike,
+    rules: Mapping[Any, Rule],
+    checkpoint: str | Callable[..., Any] | None,
+    gradient_dtype: DTypeLike | None,
+) -> Autocast:
+    """Checks the arguments of `autocast`."""
+    if not callable(fun):
+        raise TypeError(f"`autocast` needs a function, but got {type(fun).__name__}.")
+    compute = computes.get_compute(policy_or_dtype)
+    settings = Settings(compute, _checked_rules(rules), _checked_gradient_dtype(gradient_dtype, compute))
+    policy = policy_or_dtype if isinstance(policy_or_dtype, Policy) else None
+    return Autocast(fun, settings, policy, _checkpoint_policy(checkpoint))
+
+
+def full_precision(fun: F) -> F:
+    """An island of float32: inside `autocast` nothing in the function is lowered.
+
+    By itself, a decorator: 16-bit floating arguments are widened to float32, the function runs in float32, and its
+    float32 results are cast back to the dtype to which jax promotes its floating arguments (bfloat16, if all of them
+    are). Inside `autocast`, where arguments are float32, so are the results. Matrix products of float32 numbers run at
+    the highest precision, not in TF32.
+
+    Args:
+        fun: any function of pytrees.
+
+    Returns:
+        A function with the same arguments.
+
+    Raises:
+        TypeError: if `fun` is no function.
+
+    Example:
+        >>> logits = full_precision(lambda x, w: x @ w)
+        >>> logits(jnp.ones((2, 4), jnp.bfloat16), jnp.ones((4, 3), jnp.bfloat16)).dtype
+        dtype(bfloat16)
+        >>> program = jax.make_jaxpr(autocast(logits, "bf16"))(jnp.ones((2, 4)), jnp.ones((4, 3)))
+        >>> program.eqns[0].outvars[0].aval.dtype
+        dtype('float32')
+    """
+    if not callable(fun):
+        raise TypeError(f"`full_precision` needs a function, but got {type(fun).__name__}.")
+
+    @functools.wraps(fun)
+    def wrapped(*args, **kwargs):
+        dtypes = {leaf.dtype for leaf in jax.tree.leaves((args, kwargs)) if _trees.is_floating(leaf)}
+        is_half = len(dtypes) == 1 and next(iter(dtypes)).itemsize == 2
+        narrow = lambda leaf: leaf.dtype.itemsize == 2
+        with jax.named_scope(MARK), jax.default_matmul_precision("highest"):
+            args, kwargs = _trees.cast_tree((args, kwargs), jnp.float32, which=narrow)
+            result = fun(*args, **kwargs)
+            is_f32 = lambda leaf: leaf.dtype == jnp.float32
+            return _trees.cast_tree(result, dtypes.pop(), which=is_f32) if is_half else result
+
+    return wrapped  # type: ignore[return-value]
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
+
+
+def _objects(tree: Any) -> list[tuple[_trees.Path, Any, list[Any], Any]]:
+    """The pytree nodes of the user's own types, which can be changed in place, with their leaves."""
+    is_object = lambda x: not isinstance(x, (dict, list, tuple, type(None)))
+    found = [(path, node) for path, node in jax.tree.leaves_with_path(tree, is_leaf=is_object) if not _is_array(node)]
+    return [(path, node, *jax.tree.flatten(node)) for path, node in found]
+
+
+def _check_unchanged(objects: list[tuple[_trees.Path, Any, list[Any], Any]]) -> None:
+    """Raises if the function has changed an argument: it has changed a copy, which nobody will see."""
+    for path, node, leaves, treedef in objects:
+        after, treedef_after = jax.tree.flatten(node)
+        if treedef == treedef_after and all(a is b for a, b in zip(leaves, after, strict=True)):
+            continue
+        which = "its structure"
+        if treedef == treedef_after:
+            paths = [_trees.path_string(path) for path, _ in jax.tree.leaves_with_path(node)]
+            changed = [p for p, a, b in zip(paths, leaves, after, strict=True) if a is not b]
+            which = ", ".join(changed)
+        raise ValueError(
+            f"`autocast`: the function changes an argument in place, which would be lost, as under `jax.jit`: "
+            f"{which} of the {type(node).__name__} at {_trees.path_string(path[1:]) or 'its argument'}. Return the "
+            "new values. With Flax NNX: `graphdef, state = nnx.split(model)` outside, and inside `model = "
+            "nnx.merge(graphdef, state)`, with `nnx.state(model)` among the results."
+        )
+
+
+def _checked_rules(rules: Mapping[Any, Rule]) -> Mapping[str, Rule]:
+    """The table by names of primitives; a name that no primitive has would do nothing."""
+    if rules is DEFAULT_RULES or rules is FAST_RULES:
+        return rules  # type: ignore[return-value]
+    if not isinstance(rules, Mapping):
+        raise TypeError(f"`autocast`: `rules` must be a mapping such as `mpx.DEFAULT_RULES`, but got {type(rules)}.")
+    checked = {}
+    for key, rule in rules.items():
+        name = key.name if isinstance(key, jex_core.Primitive) else key
+        if rule not in _RULES:
+            raise ValueError(f"`autocast`: the rule of {name!r} is {rule!r}; use one of {', '.join(_RULES)}.")
+        if isinstance(key, str) and key not in DEFAULT_RULES:
+            raise ValueError(
+                f"`autocast`: `rules` speaks of {key!r}, but no primitive of jax is called that; names are those of "
+                "`mpx.DEFAULT_RULES`. For a primitive of your own, give the primitive itself."
+            )
+        if (rule == "enter") != (name in HANDLERS) and (rule == "enter" or rule != "keep"):
+            raise ValueError(
+                f"`autocast`: {name!r} cannot have the rule {rule!r}; "
+                + ("'enter' or 'keep'." if name in HANDLERS else f"{', '.join(HANDLERS)} can be entered.")
+            )
+        checked[name] = rule
+    return checked
+
+
+def _checked_gradient_dtype(gradient_dtype: DTypeLike | None, compute: computes.Compute) -> np.dtype | None:
+    if gradient_dtype is None:
+        return None
+    if np.dtype(gradient_dtype) != np.float32:
+        raise ValueError(f"`autocast`: `gradient_dtype` must be float32 or None, but got {gradient_dtype!r}.")
+    return np.dtype(np.float32) if compute.is_narrow else None
+
+
+def _checkpoint_policy(checkpoint: str | Callable[..., Any] | None) -> Callable[..., Any] | None:
+    if checkpoint is None or callable(checkpoint):
+        return checkpoint
+    policies = {name for name in dir(jax.checkpoint_policies) if name.endswith("_saveable") or "checkpoint_" in name}
+    name = _CHECKPOINTS.get(checkpoint, checkpoint) if isinstance(checkpoint, str) else None
+    if name not in policies:
+        raise ValueError(
+            f"`autocast`: `checkpoint` must be one of {', '.join(map(repr, _CHECKPOINTS))}, a name of "
+            f"`jax.checkpoint_policies` ({', '.join(sorted(policies))}), a policy or None, but got {checkpoint!r}."
+        )
+    return getattr(jax.checkpoint_policies, name)
