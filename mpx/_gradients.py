@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from mpx import _trees
-from mpx._autocast.transform import autocast_of
+from mpx._autocast.transform import Autocast, autocast_of
 from mpx._loss_scale import LossScale, NoOpLossScale, require_powers_of_two
 
 # A cotangent above 65504 has no float16 value: a float16 loss is differentiated with at most this seed.
@@ -83,13 +83,13 @@ def value_and_grad(
 
     # Not all transforms take `argnums` (Equinox's do not), and none needs to be told the default.
     options = {"has_aux": True} if argnums == 0 and isinstance(argnums, int) else {"argnums": argnums, "has_aux": True}
-    is_autocast = autocast_of(fun) is not None and grad_dtype is not None
+    record = autocast_of(fun) if grad_dtype is not None else None
 
     @functools.wraps(fun)
     def wrapped(*args, **kwargs):
         call = fun
-        if is_autocast:
-            call, args = _on_f32_view(fun, args, kwargs, argnums, transform)
+        if record is not None:
+            call, args = _on_f32_view(record, args, kwargs, argnums, transform)
         differentiated = transform(lambda *args, **kwargs: scaled_loss(call, *args, **kwargs), **options)
         (_, (loss, aux)), grads = differentiated(*args, **kwargs)
         _, rest = _seed_and_rest(loss_scale, loss.dtype)
@@ -133,7 +133,7 @@ def grad(
 
 
 def _on_f32_view(
-    fun: Callable[..., Any],
+    record: Autocast,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     argnums: Any,
@@ -143,7 +143,7 @@ def _on_f32_view(
 
     The function is told of which 16-bit dtype their values are: it can round them to that one without a loss.
     """
-    record, viewed = autocast_of(fun), list(args)
+    viewed = list(args)
     for position in argnums if isinstance(argnums, Sequence) else (argnums,):
         index = getattr(position, "argnum", position)  # of `flax.nnx.DiffState`
         arrays = [id(leaf) for leaf in jax.tree.leaves(args[index]) if _trees.is_floating(leaf)]

@@ -1,4 +1,4 @@
-"""Trains one small byte-level GPT under nine precision recipes, and compares what comes out.
+"""Trains one small byte-level GPT under ten precision recipes, and compares what comes out.
 
 Everything but the recipe is equal: text, batches, initial weights, rule, schedule, number of steps. Run it from the
 root of the repository:
@@ -94,7 +94,7 @@ class Program:
     init: Callable[[int], tuple[Any, optax.OptState]]
     train_step: Callable[[Any, optax.OptState, jax.Array], tuple[Any, optax.OptState, jax.Array]]
     evaluate: Callable[[Any, jax.Array], jax.Array]
-    gradients: Callable[[Any, jax.Array], Any]
+    gradients: Callable[[Any, optax.OptState, jax.Array], Any]
 
 
 def make_program(recipe: Recipe, settings: Settings) -> Program:
@@ -103,7 +103,7 @@ def make_program(recipe: Recipe, settings: Settings) -> Program:
 
     def make_model(seed: int) -> GPT:
         size = {"width": settings.width, "depth": settings.depth, "context": CONTEXT}
-        return GPT(**size, compute_dtype=policy.compute_dtype, rngs=nnx.Rngs(seed))
+        return GPT(**size, rngs=nnx.Rngs(seed))
 
     graphdef = nnx.split(nnx.eval_shape(lambda: make_model(0)))[0]
 
@@ -123,15 +123,22 @@ def make_program(recipe: Recipe, settings: Settings) -> Program:
         params = policy.cast_to_param(nnx.state(make_model(seed), nnx.Param))
         return params, tx.init(params)
 
-    def loss_fn(params: Any, batch: jax.Array) -> jax.Array:
+    def f32_loss(params: Any, batch: jax.Array) -> jax.Array:
         inputs, targets = batch[:, :-1], batch[:, 1:].astype(jnp.int32)  # (B, T)
         return next_byte_loss(nnx.merge(graphdef, params)(inputs), targets)
 
+    if recipe.compute == "autocast":
+        loss_fn = mpx.autocast(f32_loss, policy)
+    else:
+        # Parameters in one dtype, and all that the model computes follows it.
+        loss_fn = lambda params, batch: f32_loss(policy.cast_to_compute(params), batch)
+    if recipe.compute == "plain":
+        value_and_grad = lambda opt_state: jax.value_and_grad(loss_fn)
+    else:
+        value_and_grad = lambda opt_state: mpx.value_and_grad(loss_fn, mpx.get_loss_scale(opt_state))
+
     def train_step(params: Any, opt_state: optax.OptState, batch: jax.Array) -> tuple[Any, optax.OptState, jax.Array]:
-        if recipe.uses_mpx:
-            loss_value, grads = mpx.value_and_grad(loss_fn, mpx.get_loss_scale(opt_state))(params, batch)
-        else:
-            loss_value, grads = jax.value_and_grad(loss_fn)(params, batch)
+        loss_value, grads = value_and_grad(opt_state)(params, batch)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss_value
 
@@ -144,24 +151,27 @@ def make_program(recipe: Recipe, settings: Settings) -> Program:
         init=init,
         train_step=jax.jit(train_step, donate_argnums=(0, 1), compiler_options=COMPILER_OPTIONS),
         evaluate=jax.jit(evaluate, compiler_options=COMPILER_OPTIONS),
-        gradients=jax.grad(loss_fn),
+        gradients=lambda params, opt_state, batch: value_and_grad(opt_state)(params, batch)[1],
     )
 
 
 def bytes_per_parameter(program: Program, params: Any, opt_state: optax.OptState) -> dict[str, float]:
     """What is held between and during steps, counted from the arrays.
 
-    Gradients count in the dtype in which the backward pass delivers them, which is that of the parameters.
-    `mpx.value_and_grad` hands them on as float32; inside one compiled step that is an operation on the way to the
-    optimizer, which the compiler may fuse with the reading, and no array that the step returns.
+    Gradients count in the dtype in which the backward pass delivers them: that of the parameters, and under autocast
+    that of the contractions, but float32 for embeddings and norms. `mpx.value_and_grad` hands them on as float32;
+    inside one compiled step that is an operation on the way to the optimizer, which the compiler may fuse with the
+    reading, and no array that the step returns.
     """
     batch = jax.ShapeDtypeStruct((BATCH_SIZE, CONTEXT + 1), np.uint8)
-    grads = jax.eval_shape(program.gradients, params, batch)
+    backward = jax.make_jaxpr(program.gradients)(params, opt_state, batch).jaxpr
+    source = {eqn.outvars[0]: eqn.invars[0] for eqn in backward.eqns if eqn.primitive.name == "convert_element_type"}
+    delivered = [source.get(gradient, gradient).aval for gradient in backward.outvars]
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     return {
         "parameters": sum(leaf.nbytes for leaf in jax.tree.leaves(params)) / count,
         "optimizer state": sum(leaf.nbytes for leaf in jax.tree.leaves(opt_state)) / count,
-        "gradients": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(grads)) / count,
+        "gradients": sum(gradient.size * gradient.dtype.itemsize for gradient in delivered) / count,
     }
 
 

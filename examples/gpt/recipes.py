@@ -1,12 +1,13 @@
 """The recipes under comparison: the same rule, and what each puts around it.
 
-A recipe is a policy, which says how parameters are stored and in what the model computes, and a line of mpx around an
-ordinary Optax rule, here `optax.chain(optax.clip_by_global_norm(...), optax.adamw(...))`. The last one brings its own
-AdamW.
+A recipe is a policy, which says how parameters are stored and in what the model computes, a way to make the model
+compute in it, and a line of mpx around an ordinary Optax rule, here `optax.chain(optax.clip_by_global_norm(...),
+optax.adamw(...))`. One brings its own AdamW. The model is the same for all.
 """
 
 import dataclasses
 from collections.abc import Callable
+from typing import Literal
 
 import jax
 import optax
@@ -30,7 +31,9 @@ class Recipe:
         policy: of `mpx.get_policy`.
         optimizer: what to put around a rule.
         adamw: the rule, made from a schedule; clipping goes in front of it.
-        uses_mpx: whether gradients come from `mpx.value_and_grad`, or from `jax.value_and_grad`.
+        compute: how the model computes in the policy's dtype: by `mpx.autocast`, or because its parameters are `cast`
+            to that dtype once, and all the rest follows. Gradients come from `jax.value_and_grad` if it is `plain`,
+            and from `mpx.value_and_grad` if not.
     """
 
     name: str
@@ -38,7 +41,7 @@ class Recipe:
     policy: str
     optimizer: Callable[[optax.GradientTransformation], optax.GradientTransformation]
     adamw: Callable[[optax.Schedule], optax.GradientTransformation] = optax.adamw
-    uses_mpx: bool = True
+    compute: Literal["autocast", "cast", "plain"] = "autocast"
 
 
 def plain(rule: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -86,8 +89,9 @@ def loss_scaling(rule: optax.GradientTransformation) -> optax.GradientTransforma
 
 
 RECIPES = (
-    Recipe("f32", "f32", F32, plain, uses_mpx=False),
-    Recipe("bf16-naive", "bf16, no care", BF16, plain, uses_mpx=False),
+    Recipe("f32", "f32", F32, plain, compute="plain"),
+    Recipe("bf16-naive", "bf16, no care", BF16, plain, compute="plain"),
+    Recipe("bf16-cast", "bf16 + f32 masters, cast once", BF16, full_masters, compute="cast"),
     Recipe("bf16-masters", "bf16 + f32 masters", BF16, full_masters),
     Recipe("bf16-split", "bf16 + split masters", BF16, split_masters),
     Recipe("bf16-split-8bit", "bf16 + split + 8-bit moments", BF16, split_masters_8bit_moments),

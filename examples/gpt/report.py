@@ -31,6 +31,7 @@ LABELS = {recipe.name: recipe.label for recipe in RECIPES}
 STYLES: dict[str, dict[str, Any]] = {
     "f32": {"color": "#000000", "linewidth": 3.5, "alpha": 0.35},
     "bf16-naive": {"color": "#D55E00", "linewidth": 2.0},
+    "bf16-cast": {"color": "#661100", "linewidth": 1.6, "linestyle": (0, (8, 2, 2, 2))},
     "bf16-masters": {"color": "#0072B2", "linewidth": 1.6},
     "bf16-split": {"color": "#56B4E9", "linewidth": 1.6, "linestyle": (0, (5, 2))},
     "bf16-split-8bit": {"color": "#882255", "linewidth": 1.6, "linestyle": (0, (6, 1.5, 1, 1.5, 1, 1.5))},

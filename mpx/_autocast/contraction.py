@@ -18,31 +18,32 @@ _PRECISE = (lax.Precision.HIGH, lax.Precision.HIGHEST)
 def contracted_size(eqn: jex_core.JaxprEqn) -> int:
     """How many products are added up in one element of the result."""
     if eqn.primitive.name == "conv_general_dilated":
-        kernel, dimensions = eqn.invars[1].aval, eqn.params["dimension_numbers"]
+        kernel, dimensions = _aval(eqn.invars[1]), eqn.params["dimension_numbers"]
         return kernel.size // max(kernel.shape[dimensions.rhs_spec[0]], 1)
     if eqn.primitive.name == "dot_general":
         numbers = eqn.params["dimension_numbers"]
     else:
         numbers = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
     (lhs_contracting, _), _ = numbers
-    return math.prod(eqn.invars[0].aval.shape[axis] for axis in lhs_contracting)
+    return math.prod(_aval(eqn.invars[0]).shape[axis] for axis in lhs_contracting)
 
 
 def flops(eqn: jex_core.JaxprEqn) -> int:
     """Floating-point operations of a contraction: a product and a sum for each product that is added up."""
-    return 2 * eqn.outvars[0].aval.size * contracted_size(eqn)
+    return 2 * _aval(eqn.outvars[0]).size * contracted_size(eqn)
 
 
 def why_kept(eqn: jex_core.JaxprEqn, compute: Compute) -> str | None:
     """Why a contraction cannot be lowered, or None."""
-    operands = [v.aval.dtype for v in eqn.invars[:2]]
+    operands = [_aval(v).dtype for v in eqn.invars[:2]]
     precision = eqn.params.get("precision")
     asked = precision if isinstance(precision, tuple) else (precision,)
     floats = all(dtype == np.float32 or _is_half(dtype) for dtype in operands)
     if not floats or not any(dtype == np.float32 for dtype in operands):
         return f"operands are {' and '.join(sorted({str(dtype) for dtype in operands}))}"
-    if eqn.outvars[0].aval.dtype != np.float32 and not _is_half(eqn.outvars[0].aval.dtype):
-        return f"its result is to be {eqn.outvars[0].aval.dtype}"
+    result = _aval(eqn.outvars[0]).dtype
+    if result != np.float32 and not _is_half(result):
+        return f"its result is to be {result}"
     if any(p in _PRECISE or isinstance(p, (lax.DotAlgorithm, lax.DotAlgorithmPreset)) for p in asked):
         return f"precision {asked[0]} is asked for"
     if contracted_size(eqn) <= 1:
@@ -121,6 +122,11 @@ def _summed_in_f32(pullback: Callable[..., Any], cotangent: jax.Array) -> jax.Ar
         results = eqn.primitive.bind(*operands, **params)
         values.update(zip(eqn.outvars, results if eqn.primitive.multiple_results else [results], strict=True))
     return values[program.jaxpr.outvars[0]]
+
+
+def _aval(v: Any) -> Any:
+    """The type of an operand, of which the annotations of jax say less than it has."""
+    return v.aval
 
 
 def _is_half(dtype: np.dtype) -> bool:

@@ -82,7 +82,8 @@ def _run_shard_map(step: Step, operands: list[Any], run: Run, settings: Settings
     """Operands stay float32: the cotangent of one that all devices hold is summed over them."""
     del settings
     params = step.eqn.params
-    options = {"axis_names": params[key] for key in ("manual_axes", "newly_manual_axes") if key in params}
+    axes = params.get("newly_manual_axes", params.get("manual_axes"))
+    options = {} if axes is None else {"axis_names": axes}
     return jax.shard_map(
         lambda *operands: tuple(run(step.plans[0], operands)),
         mesh=params["mesh"],
@@ -216,7 +217,7 @@ def _common(*tags: Tag) -> Tag:
 
 def _narrowed(values: Sequence[Any], tags: Sequence[Tag], narrow: Sequence[bool]) -> list[Any]:
     return [
-        lax.convert_element_type(value, tag.grid) if is_narrow else value
+        lax.convert_element_type(value, tag.grid) if is_narrow and tag.grid is not None else value
         for value, tag, is_narrow in zip(values, tags, narrow, strict=True)
     ]
 

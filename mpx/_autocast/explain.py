@@ -6,7 +6,7 @@ import os
 import pathlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -142,10 +142,12 @@ def explain(
             "`explain` needs a policy or dtype for a function that is not an autocast function, and none for one that "
             f"is, but got {policy_or_dtype!r}."
         )
-    record = record or make_autocast(fun, policy_or_dtype, rules, checkpoint=None, gradient_dtype=None)
+    if record is None:
+        # The check above leaves no None here.
+        record = make_autocast(fun, cast(Any, policy_or_dtype), rules, checkpoint=None, gradient_dtype=None)
 
     def explained(*args: Any, **kwargs: Any) -> Explanation:
-        contractions: dict[tuple[str, ...], list[int]] = defaultdict(lambda: [0, 0])
+        contractions: dict[tuple[str, str, str, str, str], list[int]] = defaultdict(lambda: [0, 0])
         others: dict[tuple[str, str], list[Any]] = defaultdict(lambda: [[], 0, 0])
         for step, times in _walk(record.trace(args, kwargs).plan):
             eqn = step.eqn
@@ -161,7 +163,7 @@ def explain(
                 found[1] += times
                 found[2] += times * max(v.aval.size for v in [*eqn.invars, *eqn.outvars])
         return Explanation(
-            tuple(Row(*key, *counts) for key, counts in contractions.items()),
+            tuple(Row(*key, count, flops) for key, (count, flops) in contractions.items()),
             tuple(
                 Row(where, ", ".join(dict.fromkeys(names)), "", runs_in, "", count, flops)
                 for (where, runs_in), (names, count, flops) in others.items()

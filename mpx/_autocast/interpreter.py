@@ -4,13 +4,14 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 from jax import lax
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
 
 from mpx._autocast import contraction
 from mpx._autocast.control_flow import HANDLERS
-from mpx._autocast.plan import Plan, Settings, Step, constants_of, is_literal, open_jaxpr
+from mpx._autocast.plan import Plan, Settings, Step, constants_of, dtype_of, is_literal, open_jaxpr
 
 
 def run(plan: Plan, operands: Sequence[Any], settings: Settings) -> list[Any]:
@@ -44,18 +45,20 @@ def _run_step(step: Step, operands: list[Any], settings: Settings) -> Sequence[A
     if step.action == "enter":
         inner_run = lambda plan, operands: run(plan, operands, settings)
         return HANDLERS[step.eqn.primitive.name].run(step, operands, inner_run, settings)
+    compute = step.compute
+    assert compute is not None, "a lowered step says in what it runs"
     if step.eqn.primitive.name in contraction.CONTRACTIONS:
-        wide = [settings.gradient_dtype is not None and _is_wide_weight(step, i) for i in (0, 1)]
-        results = [contraction.run(step.eqn, operands, step.compute, (wide[0], wide[1]))]
+        wants_wide = settings.gradient_dtype is not None and compute.is_narrow
+        wide = [
+            wants_wide and tag.is_argument and dtype_of(v) == np.float32
+            for v, tag in zip(step.eqn.invars[:2], step.in_tags[:2], strict=True)
+        ]
+        results = [contraction.run(step.eqn, operands, compute, (wide[0], wide[1]))]
     else:
-        narrow = [lax.convert_element_type(x, step.compute.dtype) for x in operands]
+        narrow = [lax.convert_element_type(x, compute.dtype) for x in operands]
         results = step.eqn.primitive.bind(*narrow, **step.eqn.params)
         results = results if step.eqn.primitive.multiple_results else [results]
-    return [lax.convert_element_type(x, v.aval.dtype) for x, v in zip(results, step.eqn.outvars, strict=True)]
-
-
-def _is_wide_weight(step: Step, i: int) -> bool:
-    return step.compute.is_narrow and step.in_tags[i].is_argument and step.eqn.invars[i].aval.dtype.itemsize == 4
+    return [lax.convert_element_type(x, dtype_of(v)) for x, v in zip(results, step.eqn.outvars, strict=True)]
 
 
 def _run_kept(program: jex_core.Jaxpr, steps: list[Step], values: dict[Any, Any]) -> None:

@@ -126,7 +126,7 @@ class Planner:
 
     def _make_plan(self, jaxpr: Any, in_tags: tuple[Tag, ...]) -> Plan:
         program = open_jaxpr(jaxpr)
-        tags = dict(zip(program.invars, in_tags, strict=True))
+        tags: dict[Any, Tag] = dict(zip(program.invars, in_tags, strict=True))
         steps = []
         for eqn in program.eqns:
             operands = tuple(UNKNOWN if is_literal(v) else tags.get(v, UNKNOWN) for v in eqn.invars)

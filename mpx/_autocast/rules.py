@@ -176,9 +176,9 @@ GROUPS = (
 DEFAULT_RULES: dict[str, Rule] = {name: group.rule for group in GROUPS for name in group.primitives}
 """The rule of each primitive. Extend it with `|`: `rules=mpx.DEFAULT_RULES | {"conv_general_dilated": "keep"}`."""
 
-FAST_RULES: dict[str, Rule] = DEFAULT_RULES | {
-    name: "lower_on_grid" for name in ("add", "mul", "integer_pow", "tanh", "logistic", "erf", "erfc")
-}
+_ELEMENTWISE: tuple[str, ...] = ("add", "mul", "integer_pow", "tanh", "logistic", "erf", "erfc")
+
+FAST_RULES: dict[str, Rule] = {**DEFAULT_RULES, **dict.fromkeys(_ELEMENTWISE, "lower_on_grid")}
 """`DEFAULT_RULES`, with the elementwise operations of activations, gates and biases in the compute dtype."""
 
 REASONS: dict[str, str] = {name: group.reason for group in GROUPS for name in group.primitives}

@@ -1,0 +1,133 @@
+"""The table: whole, consistent, and right about what it says of the primitives."""
+
+from collections import Counter
+
+import jax
+import jax.extend.core.primitives
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend import core as jex_core
+
+import mpx
+from mpx._autocast.control_flow import HANDLERS
+from mpx._autocast.rules import GROUPS, REASONS
+
+EXPORTED = sorted(
+    value.name for value in vars(jax.extend.core.primitives).values() if isinstance(value, jex_core.Primitive)
+)
+# torch.amp's lists for CUDA, as FIELD_NOTES has them, by the primitives that compute them.
+TORCH_HALF = {"dot_general", "conv_general_dilated"}
+TORCH_F32 = {
+    "pow", "exp", "expm1", "log", "log1p", "rsqrt", "acos", "asin", "cosh", "sinh", "tan", "erf_inv", "reduce_sum",
+    "reduce_prod", "cumsum", "cumprod",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+def test_every_primitive_that_jax_exports_stands_in_the_table(name):
+    """A new release of jax fails here, and not in a user's training."""
+    assert name in mpx.DEFAULT_RULES
+
+
+def test_no_primitive_stands_in_two_groups():
+    counts = Counter(name for group in GROUPS for name in group.primitives)
+    assert [name for name, count in counts.items() if count > 1] == []
+
+
+def test_every_rule_has_a_reason():
+    assert mpx.DEFAULT_RULES.keys() == REASONS.keys()
+    assert all(group.reason for group in GROUPS)
+
+
+def test_what_can_be_entered_is_what_the_table_enters():
+    assert {name for name, rule in mpx.DEFAULT_RULES.items() if rule == "enter"} == HANDLERS.keys()
+
+
+def test_only_contractions_are_lowered():
+    assert {name for name, rule in mpx.DEFAULT_RULES.items() if rule == "lower"} == TORCH_HALF | {"ragged_dot_general"}
+
+
+@pytest.mark.parametrize("name", sorted(TORCH_F32))
+def test_what_torch_computes_in_float32_is_kept(name):
+    assert mpx.DEFAULT_RULES[name] == "keep"
+    assert mpx.FAST_RULES[name] == "keep"
+
+
+def test_the_fast_table_differs_in_elementwise_operations_only():
+    different = {name for name in mpx.FAST_RULES if mpx.FAST_RULES[name] != mpx.DEFAULT_RULES.get(name)}
+    assert {mpx.FAST_RULES[name] for name in different} == {"lower_on_grid"}
+    assert {mpx.DEFAULT_RULES[name] for name in different} == {"keep"}
+
+
+def products(x):
+    return jnp.tanh(x @ x)
+
+
+def dtypes_of(fun, *args):
+    return {eqn.primitive.name: eqn.outvars[0].aval.dtype for eqn in jax.make_jaxpr(fun)(*args).eqns}
+
+
+def test_an_extended_table_is_followed():
+    x = jnp.ones((3, 3))
+    kept = mpx.autocast(products, "bf16", rules=mpx.DEFAULT_RULES | {"dot_general": "keep"})
+    assert dtypes_of(kept, x)["dot_general"] == np.float32
+    lowered = mpx.autocast(products, "bf16", rules=mpx.DEFAULT_RULES | {"tanh": "lower"})
+    assert dtypes_of(lowered, x)["tanh"] == jnp.bfloat16
+
+
+def test_a_primitive_of_ones_own_is_named_by_itself():
+    own = jex_core.Primitive("own")
+    own.def_abstract_eval(lambda x: x.update(dtype=x.dtype))
+    rules = mpx.DEFAULT_RULES | {own: "lower"}
+    program = mpx.autocast(lambda x: own.bind(x), "f16", rules=rules)
+    assert dtypes_of(program, jnp.ones(3))["own"] == np.float16
+    assert dtypes_of(mpx.autocast(lambda x: own.bind(x), "f16"), jnp.ones(3))["own"] == np.float32
+
+
+@pytest.mark.parametrize(
+    ("rules", "error", "message"),
+    [
+        ({"dot_genral": "keep"}, ValueError, "no primitive of jax is called that"),
+        ({"dot_general": "lowered"}, ValueError, "use one of lower, lower_on_grid, follow, enter, keep"),
+        ({"tanh": "enter"}, ValueError, "can be entered"),
+        ({"scan": "lower"}, ValueError, "'enter' or 'keep'"),
+        (["dot_general"], TypeError, "must be a mapping"),
+    ],
+)
+def test_a_table_that_makes_no_sense_is_refused(rules, error, message):
+    rules = mpx.DEFAULT_RULES | rules if isinstance(rules, dict) else rules
+    with pytest.raises(error, match=message):
+        mpx.autocast(products, "bf16", rules=rules)
+
+
+def test_a_loop_that_is_kept_is_not_entered():
+    loop = lambda x: jax.lax.fori_loop(0, 3, lambda _, x: x @ x, x)
+    rules = mpx.DEFAULT_RULES | {"scan": "keep"}
+    text = str(jax.make_jaxpr(mpx.autocast(loop, "bf16", rules=rules))(jnp.ones((3, 3))))
+    assert "bf16" not in text
+    assert "bf16" in str(jax.make_jaxpr(mpx.autocast(loop, "bf16"))(jnp.ones((3, 3))))
+
+
+def test_fast_rules_run_activations_in_the_compute_dtype_and_norms_in_float32():
+    def gelu(x):
+        return jax.nn.gelu(x @ x)
+
+    def norm(x):
+        return jax.nn.standardize(x @ x)
+
+    x = jnp.ones((3, 3))
+    fast = lambda fun: [
+        (eqn.primitive.name, eqn.outvars[0].aval.dtype)
+        for eqn in jax.make_jaxpr(mpx.autocast(fun, "bf16", rules=mpx.FAST_RULES))(x).eqns
+        if eqn.primitive.name not in ("convert_element_type", "dot_general")
+    ]
+    assert {dtype for _, dtype in fast(gelu)} == {np.dtype(jnp.bfloat16)}
+    assert {dtype for _, dtype in fast(norm)} == {np.dtype(np.float32)}
+
+
+def test_fast_rules_leave_an_operand_that_is_not_on_the_grid_alone():
+    """Rounding it first would lose its last bits: the residual stream of float32 embeddings."""
+    add = mpx.autocast(lambda x, w: x + x @ w, "bf16", rules=mpx.FAST_RULES)
+    assert dtypes_of(add, jnp.ones((3, 3)), jnp.ones((3, 3)))["add"] == np.float32
+    assert dtypes_of(add, jnp.ones((3, 3), jnp.bfloat16), jnp.ones((3, 3)))["add"] == jnp.bfloat16

@@ -1,0 +1,247 @@
+"""`autocast` and `full_precision` as functions: their options, what they accept, return and refuse."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpx
+from mpx._autocast.transform import autocast_of
+
+X, W = jnp.full((3, 4), 1.0 + 2.0**-12), jnp.full((4, 5), 1.0 + 2.0**-12)  # in bfloat16 both are 1
+
+
+def product(x, w):
+    return x @ w
+
+
+def dot_dtypes(fun, *args):
+    """The dtypes of the operands and the result of each matrix product, in nested programs too."""
+    found = []
+
+    def visit(jaxpr):
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "dot_general":
+                found.append(tuple(str(v.aval.dtype) for v in [*eqn.invars, *eqn.outvars]))
+            for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+                visit(getattr(inner, "jaxpr", inner))
+
+    visit(jax.make_jaxpr(fun)(*args).jaxpr)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype"),
+    [
+        ("bf16", "bfloat16"),
+        ("bfloat16", "bfloat16"),
+        (jnp.bfloat16, "bfloat16"),
+        ("f16", "float16"),
+        (np.float16, "float16"),
+        ("half", "float16"),
+        ("f32", "float32"),
+        (mpx.get_policy("params=bf16,compute=f16,output=f32"), "float16"),
+        (mpx.get_policy("f32"), "float32"),
+        ("tf32", "float32"),
+        ("bf16x3", "float32"),
+    ],
+)
+def test_a_policy_a_dtype_or_a_name_says_in_what_products_run(given, dtype):
+    assert dot_dtypes(mpx.autocast(product, given), X, W) == [(dtype,) * 3]
+
+
+@pytest.mark.parametrize("given", ["params=bf16", "int32", jnp.int8, np.float64, None, 16, "bf15", jnp.float8_e4m3fn])
+def test_what_names_no_precision_is_refused(given):
+    with pytest.raises(ValueError, match="`autocast`"):
+        mpx.autocast(product, given)
+
+
+def test_what_is_no_function_is_refused():
+    with pytest.raises(TypeError, match="`autocast` needs a function, but got Array"):
+        mpx.autocast(X, "bf16")
+    with pytest.raises(TypeError, match="`full_precision` needs a function, but got int"):
+        mpx.full_precision(3)
+
+
+def test_the_result_is_the_product_of_rounded_operands_rounded():
+    """(1 + 2^-12)^2 * 4 is 4.002; with operands rounded to bfloat16 it is 4."""
+    assert (mpx.autocast(product, "bf16")(X, W) == 4.0).all()
+    assert (product(X, W) > 4.001).all()
+
+
+def test_tf32_on_a_cpu_is_float32():
+    if jax.default_backend() != "cpu":
+        pytest.skip("a GPU has TF32")
+    text = str(jax.make_jaxpr(mpx.autocast(product, "tf32"))(X, W))
+    assert text == str(jax.make_jaxpr(product)(X, W))
+
+
+def test_bf16x3_is_asked_of_forward_and_backward_products():
+    loss = mpx.autocast(lambda x, w: (x @ w).sum(), "bf16x3")
+    text = str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(X, W))
+    assert text.count("dot_general[") == text.count("BF16_BF16_F32_X3") == 3
+
+
+def test_bf16x3_has_the_error_of_float32_and_not_of_bfloat16():
+    x, w = jax.random.normal(jax.random.key(0), (64, 64)), jax.random.normal(jax.random.key(1), (64, 64))
+    exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
+    error = lambda dtype: np.abs(jax.jit(mpx.autocast(product, dtype))(x, w) - exact).max()
+    assert error("bf16x3") < 2e-4 < 2e-2 < error("bf16")
+
+
+def test_results_have_the_output_dtype_of_a_policy_and_keep_their_own_without_one():
+    policy = mpx.get_policy("params=f32,compute=bf16,output=bf16")
+    fun = lambda x, w: {"logits": x @ w, "ids": jnp.arange(3)}
+    out = mpx.autocast(fun, policy)(X, W)
+    assert (out["logits"].dtype, out["ids"].dtype) == (jnp.bfloat16, jnp.int32)
+    assert mpx.autocast(fun, "bf16")(X, W)["logits"].dtype == jnp.float32
+
+
+def test_an_override_says_in_what_the_products_of_a_weight_run():
+    policy = mpx.Policy(jnp.bfloat16, jnp.bfloat16, jnp.float32, overrides=(("head", jnp.float32), ("mid", "f2")))
+    params = {"body": W, "mid": jnp.ones((5, 5)), "head": jnp.ones((5, 2))}
+    fun = lambda p, x: x @ p["body"] @ p["mid"].T @ p["head"].reshape(5, 2)
+    expected = [("bfloat16",) * 3, ("float16",) * 3, ("float32",) * 3]
+    assert dot_dtypes(mpx.autocast(fun, policy), policy.cast_to_param(params), X) == expected
+
+
+def test_an_override_follows_a_stack_of_weights_into_a_scan():
+    policy = mpx.Policy(jnp.float32, jnp.bfloat16, jnp.float32, overrides=(("first", jnp.float32),))
+    params = {"first": jnp.ones((6, 4, 4)), "second": jnp.ones((6, 4, 4))}
+
+    def fun(params, x):
+        return jax.lax.scan(lambda x, p: (x @ p["first"] @ p["second"], None), x, params)[0]
+
+    assert dot_dtypes(mpx.autocast(fun, policy), params, X) == [("float32",) * 3, ("bfloat16",) * 3]
+
+
+def test_arguments_that_are_no_arrays_reach_the_function_as_they_are():
+    def fun(x, w, scale, activation, *, train, name=None):
+        assert train is True
+        assert name == "model"
+        assert isinstance(scale, float)
+        return activation(x @ w) * scale
+
+    out = mpx.autocast(fun, "bf16")(X, W, 2.0, jax.nn.relu, train=True, name="model")
+    assert (out == 8.0).all()
+
+
+def test_results_that_are_no_arrays_come_back_as_they_are():
+    fun = lambda x: {"loss": x.sum(), "name": "model", "steps": 3, "nothing": None}
+    out = mpx.autocast(fun, "bf16")(X)
+    assert (out["name"], out["steps"], out["nothing"]) == ("model", 3, None)
+    assert isinstance(out["steps"], int)
+
+
+def test_numpy_arguments_are_arrays():
+    assert mpx.autocast(product, "bf16")(np.asarray(X), np.asarray(W)).dtype == jnp.float32
+
+
+def test_it_keeps_the_name_and_the_documentation_of_the_function():
+    wrapped = mpx.autocast(product, "bf16")
+    assert wrapped.__name__ == "product"
+    assert wrapped.__wrapped__ is product
+
+
+def test_a_function_around_an_autocast_function_is_not_one_itself():
+    """`functools.wraps` copies attributes: `value_and_grad` must not reach through a function of the user's."""
+    wrapped = mpx.autocast(product, "bf16")
+    around = functools.wraps(wrapped)(lambda *args: wrapped(*args) * 2)
+    assert autocast_of(wrapped) is not None
+    assert autocast_of(around) is None
+    assert autocast_of(jax.jit(wrapped)) is None
+
+
+def residual_bytes(fun, *args):
+    """Bytes of what the backward pass of a function finds in memory, of the arrays that are no arguments."""
+
+    def residuals(*args):
+        arguments = {id(leaf) for leaf in jax.tree.leaves(args)}
+        return [leaf for leaf in jax.tree.leaves(jax.vjp(fun, *args)[1]) if id(leaf) not in arguments]
+
+    return sum(s.size * s.dtype.itemsize for s in jax.eval_shape(residuals, *args))
+
+
+def layers(params, x):
+    for w in params:
+        x = x + jax.nn.gelu(jax.nn.standardize(x) @ w)
+    return x.sum()
+
+
+STACK = [jnp.ones((8, 8)) for _ in range(4)]
+INPUT = jnp.ones((32, 8))
+
+
+def test_checkpoint_keeps_results_of_products_in_the_compute_dtype():
+    """Four results of 32 x 8 in 16 bits; without a policy there are more of them, and in float32."""
+    saved = residual_bytes(mpx.autocast(layers, "bf16", checkpoint="dots"), STACK, INPUT)
+    assert saved <= 4 * 32 * 8 * 2 + 64
+    assert residual_bytes(mpx.autocast(layers, "bf16"), STACK, INPUT) > 4 * saved
+
+
+@pytest.mark.parametrize(
+    "checkpoint",
+    [
+        "dots",
+        "dots_with_no_batch_dims",
+        "nothing",
+        "everything",
+        "dots_saveable",
+        jax.checkpoint_policies.dots_saveable,
+    ],
+)
+def test_checkpoint_changes_no_gradient(checkpoint):
+    plain = jax.grad(mpx.autocast(layers, "bf16"))(STACK, INPUT)
+    saved = jax.grad(mpx.autocast(layers, "bf16", checkpoint=checkpoint))(STACK, INPUT)
+    for a, b in zip(plain, saved, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("checkpoint", ["dot", "save_only_these_names", 3, True])
+def test_a_checkpoint_policy_that_does_not_exist_is_refused(checkpoint):
+    with pytest.raises(ValueError, match="`checkpoint` must be one of 'dots'"):
+        mpx.autocast(layers, "bf16", checkpoint=checkpoint)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, "float16", np.float64, int])
+def test_gradients_are_summed_in_float32_or_in_the_compute_dtype(dtype):
+    with pytest.raises(ValueError, match="`gradient_dtype` must be float32 or None"):
+        mpx.autocast(layers, "bf16", gradient_dtype=dtype)
+
+
+def test_full_precision_casts_back_to_what_the_arguments_promote_to():
+    island = mpx.full_precision(lambda *arrays: {"sum": sum(a.sum() for a in arrays), "ids": jnp.arange(2)})
+    half, full = jnp.ones(3, jnp.bfloat16), jnp.ones(3)
+    assert island(half)["sum"].dtype == jnp.bfloat16
+    assert island(half)["ids"].dtype == jnp.int32
+    assert island(half, full)["sum"].dtype == jnp.float32
+    assert island(half, jnp.ones(3, jnp.float16))["sum"].dtype == jnp.float32
+    assert island(jnp.ones(3, jnp.float16))["sum"].dtype == jnp.float16
+
+
+def test_full_precision_computes_in_float32():
+    """2,048 + 1 has no bfloat16 value, and 300 ones summed in it one by one are 256."""
+    island = mpx.full_precision(lambda x: jax.lax.fori_loop(0, 300, lambda _, s: s + x, jnp.zeros_like(x)))
+    plain = lambda x: jax.lax.fori_loop(0, 300, lambda _, s: s + x, jnp.zeros_like(x))
+    one = jnp.ones((), jnp.bfloat16)
+    assert island(one) == 300
+    assert plain(one) == 256
+
+
+def test_full_precision_asks_for_the_highest_precision_of_products():
+    text = str(jax.make_jaxpr(mpx.full_precision(product))(X, W))
+    assert "precision=(Precision.HIGHEST, Precision.HIGHEST)" in text
+
+
+def test_a_full_precision_function_inside_stays_float32():
+    def fun(x, w):
+        return mpx.full_precision(product)(x @ w, w.T)
+
+    assert dot_dtypes(mpx.autocast(fun, "bf16"), X, W) == [("bfloat16",) * 3, ("float32",) * 3]
+
+
+def test_default_matmul_precision_highest_turns_lowering_off():
+    with jax.default_matmul_precision("highest"):
+        assert dot_dtypes(mpx.autocast(product, "bf16"), X, W) == [("float32",) * 3]
