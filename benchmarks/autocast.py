@@ -208,7 +208,7 @@ TRACED_FORMS = {  # what is traced, and the model without autocast beside it
     "autocast, gradients f32": "f32",
     "autocast, dots": "f32, dots",
 }
-ACCURACY_FORMS = ("by hand", "autocast", "autocast, FAST_RULES")
+ACCURACY_FORMS = ("f32", HAND, "autocast", "autocast, FAST_RULES")
 
 
 def make_form(name: str, size: Size, half: Any = jnp.bfloat16) -> Loss:
@@ -365,7 +365,9 @@ def measure_tracing(
                 seconds = trace_seconds(side, size, params, tokens)
                 if turn >= 0:
                     times[side].append(seconds)
-        rows.append({"form": name, "beside": beside, "layers": size.layers} | compare_tracing(times[name], times[beside]))
+        rows.append(
+            {"form": name, "beside": beside, "layers": size.layers} | compare_tracing(times[name], times[beside])
+        )
     return rows
 
 
@@ -403,68 +405,176 @@ def make_text(size: Size, seed: int) -> Callable[[int], jax.Array]:
     return batch
 
 
-def wide_gradient(loss: Loss, params: Any, tokens: jax.Array) -> tuple[np.ndarray, list[np.ndarray]]:
-    """The loss and its gradient in float64, from parameters of any dtype."""
-    with jax.enable_x64(True):
-        params = jax.tree.map(lambda p: p.astype(jnp.float64), params)
-        return flat(jax.jit(jax.value_and_grad(loss))(params, tokens))
+def trained_params(size: Size, seeds: int, steps: int) -> list[tuple[Any, jax.Array]]:
+    """For each seed, weights after some steps of float32 training, and a batch that they have not seen."""
+    tx = make_optimizer(jnp.float32)
+    train = jax.jit(make_step(make_loss(size, None), tx), donate_argnums=0)
+    points = []
+    for seed in range(seeds):
+        text, params = make_text(size, seed), make_params(size, jnp.float32, seed)
+        state = State(params, tx.init(params), jnp.float32(0))
+        for i in range(steps):
+            state = train(state, text(i))
+        points.append((state.params, text(steps)))
+    return points
 
 
 def flat(value_and_grads: tuple[Any, Any]) -> tuple[np.ndarray, list[np.ndarray]]:
     """A loss and the leaves of its gradient, in float64 on the host."""
-    value, grads = jax.device_get(value_and_grads)
-    return np.float64(value), [np.asarray(g).astype(np.float64) for g in jax.tree.leaves(grads)]
+    return jax.tree.map(
+        lambda x: np.asarray(x).astype(np.float64), (value_and_grads[0], jax.tree.leaves(value_and_grads[1]))
+    )
 
 
 def relative_errors(found: tuple[Any, list[np.ndarray]], exact: tuple[Any, list[np.ndarray]]) -> tuple[float, float]:
     """Of the loss, and of the gradient as one vector."""
     norm = lambda arrays: np.sqrt(sum(float(np.sum(a * a)) for a in arrays))
     difference = [a - b for a, b in zip(found[1], exact[1], strict=True)]
-    return float(abs(found[0] - exact[0]) / abs(exact[0])), norm(difference) / norm(exact[1])
+    return float(abs(found[0] - exact[0]) / abs(exact[0])), float(norm(difference) / norm(exact[1]))
 
 
 def measure_accuracy(
     size: Size = ACCURACY_SIZE, seeds: int = SEEDS, trained_steps: int = TRAINED_STEPS
 ) -> list[dict[str, Any]]:
     """Errors of the loss and the gradient, at the initial weights and at trained ones, over seeds."""
-    plain, tx = make_loss(size, None), make_optimizer(jnp.float32)
-    train = jax.jit(make_step(plain, tx), donate_argnums=0)
-    points: dict[int, list[tuple[Any, jax.Array]]] = {0: [], trained_steps: []}
-    for seed in range(seeds):
-        text, params = make_text(size, seed), make_params(size, jnp.float32, seed)
-        points[0].append((own(params), text(0)))
-        state = State(params, tx.init(params), jnp.float32(0))
-        for i in range(trained_steps):
-            state = train(state, text(i))
-        points[trained_steps].append((state.params, text(trained_steps)))
-
+    points = {steps: trained_params(size, seeds, steps) for steps in (0, trained_steps)}
+    with jax.enable_x64(True):
+        wide = jax.jit(jax.value_and_grad(make_loss(size, jnp.float64)))
     scale, rows = mpx.StaticLossScale(LOSS_SCALE), []
-    for params_dtype, half, name in accuracy_forms():
-        gradient = jax.jit(mpx.value_and_grad(make_form(name, size, DTYPES[half]), scale))
+    for params_dtype, half in (("f32", "bf16"), ("bf16", "bf16"), ("f32", "f16"), ("f16", "f16")):
+        cast = lambda tree, dtype=DTYPES[params_dtype]: jax.tree.map(lambda p: p.astype(dtype), tree)
+        gradients = {
+            name: jax.jit(mpx.value_and_grad(make_form(name, size, DTYPES[half]), scale)) for name in ACCURACY_FORMS
+        }
         for steps, starts in points.items():
-            errors = []
+            errors: dict[str, list[tuple[float, float]]] = {name: [] for name in gradients}
             for params, tokens in starts:
-                params = jax.tree.map(lambda p, dtype=DTYPES[params_dtype]: p.astype(dtype), params)
-                value, grads = gradient(params, tokens)
-                errors.append(relative_errors(flat((value, scale.unscale(grads))), wide_gradient(plain, params, tokens)))
-            rows.append({"form": name, "compute": half, "params": params_dtype, "steps": steps} | summary(errors))
+                params = cast(params)
+                with jax.enable_x64(True):
+                    exact = flat(wide(jax.tree.map(lambda p: p.astype(jnp.float64), params), tokens))
+                for name, gradient in gradients.items():
+                    value, grads = gradient(params, tokens)
+                    errors[name].append(relative_errors(flat((value, scale.unscale(grads))), exact))
+            about = {"compute": half, "params": params_dtype, "steps": steps}
+            rows += [{"form": name} | about | summary(errors[name]) for name in errors]
     return rows
-
-
-def accuracy_forms() -> list[tuple[str, str, str]]:
-    """Dtype of the parameters, dtype to compute in, and form: parameters are float32 or of the dtype computed in."""
-    forms = [("f32", "bf16", "f32")]
-    for half in ("bf16", "f16"):
-        forms += [(params, half, name) for params in ("f32", half) for name in ACCURACY_FORMS]
-    return forms
 
 
 def summary(errors: list[tuple[float, float]]) -> dict[str, float]:
     """Mean and largest error over seeds."""
     loss, gradient = zip(*errors, strict=True)
-    return {
-        "loss mean": statistics.mean(loss),
-        "loss max": max(loss),
-        "gradient mean": statistics.mean(gradient),
-        "gradient max": max(gradient),
+    of_loss = {"loss mean": statistics.mean(loss), "loss max": max(loss)}
+    return of_loss | {"gradient mean": statistics.mean(gradient), "gradient max": max(gradient)}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Printing.
+
+
+def verdict(row: dict[str, Any]) -> str:
+    """A target and whether it is met, for the tables; empty where there is none."""
+    if "target" not in row:
+        return ""
+    return f"at most {row['target']}: {'[green]met[/]' if row['met'] else '[red]missed[/]'}"
+
+
+def spread(row: dict[str, Any]) -> str:
+    """The interval of a ratio."""
+    return "{:.3f} to {:.3f}".format(*row["ratio 95%"])
+
+
+def steps_table(title: str, rows: list[dict[str, Any]]) -> Table:
+    """Times of steps."""
+    temporary = "temporary MB, compiler's estimate", "beside"
+    table = Table("form", "beside", "ms", "beside, ms", "ratio", "95%", "target", *temporary, title=title)
+    for row in rows:
+        times = f"{row['ms']:.2f}", f"{row['beside ms']:.2f}", f"{row['ratio']:.3f}"
+        costs = (row[f"compiler's estimate{side}"]["temporary bytes"] / 1e6 for side in ("", " beside"))
+        table.add_row(row["form"], row["beside"], *times, spread(row), verdict(row), *(f"{mb:.1f}" for mb in costs))
+    return table
+
+
+def residuals_table(title: str, rows: list[dict[str, Any]]) -> Table:
+    """Bytes kept for the backward pass."""
+    table = Table("form", "parameters", "MB", "parameters handed on, MB", "beside", "ratio", "target", title=title)
+    for row in rows:
+        sizes = (f"{row[key] / 1e6:.2f}" for key in ("bytes", "bytes handed on"))
+        ratio = f"{row['ratio']:.3f}" if "ratio" in row else ""
+        table.add_row(row["form"], row["params"], *sizes, row.get("beside", ""), ratio, verdict(row))
+    return table
+
+
+def tracing_table(title: str, rows: list[dict[str, Any]]) -> Table:
+    """Times of tracing and lowering."""
+    table = Table("form", "beside", "", "s", "beside, s", "ratio", "95%", "target", title=title)
+    for row in rows:
+        for what in ("trace", "lower", "both"):
+            part = row[what]
+            numbers = f"{part['s']:.3f}", f"{part['beside s']:.3f}", f"{part['ratio']:.2f}", spread(part)
+            table.add_row(row["form"], row["beside"], what, *numbers, verdict(row) if what == "both" else "")
+    return table
+
+
+def accuracy_table(title: str, rows: list[dict[str, Any]]) -> Table:
+    """Relative errors."""
+    errors = "loss mean", "loss max", "gradient mean", "gradient max"
+    table = Table("compute", "parameters", "after steps", "form", *errors, title=title)
+    for row in rows:
+        about = row["compute"], row["params"], str(row["steps"]), row["form"]
+        table.add_row(*about, *(f"{row[key]:.1e}" for key in errors))
+    return table
+
+
+SizeName = enum.StrEnum("SizeName", {name: name for name in SIZES})
+ParamsName = enum.StrEnum("ParamsName", {"f32": "f32", "bf16": "bf16"})
+Part = enum.StrEnum("Part", {name: name for name in ("residuals", "tracing", "accuracy", "steps")})
+
+
+def main(
+    size: Annotated[SizeName | None, typer.Option(help="Of the model; gpt2 on a GPU, tiny elsewhere.")] = None,
+    params: Annotated[ParamsName, typer.Option(help="Dtype of the parameters in steps and tracing.")] = ParamsName.f32,
+    update: Annotated[bool, typer.Option("--update", help="A step has an AdamW update too.")] = False,
+    part: Annotated[list[Part] | None, typer.Option(help="What to measure, in several options; else all.")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the numbers to this file.")] = None,
+) -> None:
+    """Runs the parts, prints the tables and, if asked, writes the numbers."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = 160  # a file has room for the whole table
+    size_name = size or ("gpt2" if jax.default_backend() == "gpu" else "tiny")
+    chosen, dtype = SIZES[size_name], DTYPES[params]
+    about = f"{size_name}, parameters {params}"
+    found: dict[str, Any] = {
+        "conditions": conditions(PACKAGES),
+        "size": {"name": str(size_name)} | dataclasses.asdict(chosen),
     }
+    found |= {"params": str(params), "update": update}
+    console.print(found)
+    measures: dict[str, tuple[Callable, Callable]] = {
+        "residuals": (
+            lambda: [row for dtype in (jnp.float32, jnp.bfloat16) for row in measure_residuals(chosen, dtype)],
+            functools.partial(residuals_table, f"kept for the backward pass: {size_name}, {RESIDUAL_LAYERS} layers"),
+        ),
+        "tracing": (
+            lambda: measure_tracing(dtype=dtype),
+            functools.partial(tracing_table, f"tracing and lowering: {TRACED_LAYERS} layers, parameters {params}"),
+        ),
+        "accuracy": (measure_accuracy, functools.partial(accuracy_table, f"relative errors, {SEEDS} seeds")),
+        "steps": (
+            lambda: measure_steps(chosen, dtype, update),
+            functools.partial(steps_table, f"{'training step' if update else 'loss and gradient'}: {about}"),
+        ),
+    }
+    for name in part or list(Part):
+        measure, table = measures[name]
+        found[str(name)] = measure()
+        console.print(table(found[str(name)]))
+        if json_path is not None:
+            json_path.write_text(json.dumps(found, indent=1), encoding="utf-8")  # after each: the next may not end
+
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+app.command()(main)
+
+if __name__ == "__main__":
+    app()

@@ -249,6 +249,8 @@ def _short_name(dtype: np.dtype) -> str:
 
 
 def _floating_dtype(dtype: DTypeLike, argument: str) -> np.dtype:
+    if isinstance(dtype, str) and dtype in DTYPE_NAMES:
+        return DTYPE_NAMES[dtype]
     # NumPy reads None as float64.
     if dtype is None or np.dtype(dtype) not in DTYPE_NAMES.values():
         raise ValueError(

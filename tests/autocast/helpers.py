@@ -1,0 +1,187 @@
+"""What the tests of `autocast` share: programs read as data, and autocast done by hand."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax import lax
+from jax.extend import core as jex_core
+
+import mpx
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+F16 = np.dtype(np.float16)
+F32 = np.dtype(np.float32)
+CONTRACTIONS = ("conv_general_dilated", "dot_general", "ragged_dot_general")
+
+half_dtypes = pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+
+
+# ---- autocast by hand
+
+
+def narrow_dot(dtype):
+    """A matrix product as autocast runs it: every cast is written out."""
+    return lambda a, b: (a.astype(dtype) @ b.astype(dtype)).astype(F32)
+
+
+def rounded(x, dtype):
+    """Float32 values on a 16-bit grid, in NumPy."""
+    with np.errstate(all="ignore"):
+        return np.asarray(x, F32).astype(dtype).astype(F32)
+
+
+def is_on_grid(x, dtype):
+    """Whether all values of a float32 array are values of a 16-bit dtype; NaN is."""
+    x = np.asarray(x)
+    assert x.dtype == F32
+    return bool(((rounded(x, dtype) == x) | np.isnan(x)).all())
+
+
+def normal(seed, *shape, dtype=F32):
+    """Seeded normal numbers."""
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def integers(seed, *shape, dtype=F32, low=-4, high=5):
+    """Seeded small integers, whose sums and products are exact."""
+    return jnp.asarray(np.random.default_rng(seed).integers(low, high, shape), dtype)
+
+
+# ---- programs as data
+
+
+def all_eqns(jaxpr):
+    """All equations of a jaxpr and of those inside, in order."""
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        yield eqn
+        for inner in jex_core.jaxprs_in_params(eqn.params):
+            yield from all_eqns(inner)
+
+
+def eqns_of(fun, *args, primitive=None):
+    """All equations of a function's program, of one primitive if it is given."""
+    found = all_eqns(jax.make_jaxpr(fun)(*args))
+    return [eqn for eqn in found if primitive is None or eqn.primitive.name == primitive]
+
+
+class Contraction(NamedTuple):
+    """Dtypes of a contraction in a traced program."""
+
+    lhs: np.dtype
+    rhs: np.dtype
+    result: np.dtype
+
+
+def contractions(fun, *args):
+    """The dtypes of all contractions of a function's program, nested ones too, in order."""
+    eqns = [eqn for eqn in eqns_of(fun, *args) if eqn.primitive.name in CONTRACTIONS]
+    return [Contraction(*[v.aval.dtype for v in (*eqn.invars[:2], eqn.outvars[0])]) for eqn in eqns]
+
+
+def all_in(dtype):
+    """The `Contraction` of one dtype."""
+    return Contraction(*[np.dtype(dtype)] * 3)
+
+
+def plan_of(fun, *args, grids=None):
+    """The decisions of autocast about an autocast function."""
+    function, record = fun.__mpx_autocast__
+    assert function is fun
+    return record.trace(args, {}, grids).plan
+
+
+# ---- a second interpreter of plans, one equation at a time
+
+
+def evaluate(plan, operands, dtype, seen):
+    """Evaluates a plan in the simplest way, and notes each result with the grid that the plan claims for it.
+
+    Args:
+        plan: of a program without `while` and `shard_map`.
+        operands: its inputs.
+        dtype: the compute dtype.
+        seen: a list to which `(name of the primitive, claimed grid or None, value)` are appended.
+
+    Returns:
+        The results.
+    """
+    program = getattr(plan.jaxpr, "jaxpr", plan.jaxpr)
+    values = dict(zip(program.constvars, getattr(plan.jaxpr, "consts", ()), strict=True))
+    values.update(zip(program.invars, operands, strict=True))
+    read = lambda v: v.val if isinstance(v, jex_core.Literal) else values[v]
+    for step in plan.steps:
+        inputs = [read(v) for v in step.eqn.invars]
+        if step.plans:
+            results = _ENTERED[step.eqn.primitive.name](step, inputs, dtype, seen)
+        elif step.action == "lower":
+            lhs, rhs, *rest = inputs
+            params = step.eqn.params | {"preferred_element_type": dtype}
+            narrow = step.eqn.primitive.bind(jnp.asarray(lhs, dtype), jnp.asarray(rhs, dtype), *rest, **params)
+            results = [narrow.astype(step.eqn.outvars[0].aval.dtype)]
+        else:
+            results = _as_traced(step.eqn, inputs)
+        values.update(zip(step.eqn.outvars, results, strict=True))
+        seen.extend(
+            (step.eqn.primitive.name, tag.grid, value) for tag, value in zip(step.out_tags, results, strict=True)
+        )
+    return [read(v) for v in program.outvars]
+
+
+def _as_traced(eqn, inputs):
+    names = jax.make_jaxpr(lambda: None)().jaxpr
+    inside = {}
+    invars = [v for v in eqn.invars if not isinstance(v, jex_core.Literal) and not inside.setdefault(v, False)]
+    operands = {v: x for v, x in zip(eqn.invars, inputs, strict=True) if not isinstance(v, jex_core.Literal)}
+    invars = list(dict.fromkeys(invars))
+    part = names.replace(invars=invars, outvars=list(eqn.outvars), eqns=[eqn], effects=eqn.effects)
+    return jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(part, ()))(*[operands[v] for v in invars])
+
+
+def _call(step, inputs, dtype, seen):
+    return evaluate(step.plans[0], inputs, dtype, seen)
+
+
+def _cond(step, inputs, dtype, seen):
+    index, *operands = inputs
+    return evaluate(step.plans[int(np.clip(index, 0, len(step.plans) - 1))], operands, dtype, seen)
+
+
+def _scan(step, inputs, dtype, seen):
+    params = step.eqn.params
+    first = params["num_consts"]
+    last = first + params["num_carry"]
+    consts, carry, xs = inputs[:first], inputs[first:last], inputs[last:]
+    order = range(params["length"])
+    rows = {}
+    for i in reversed(order) if params["reverse"] else order:
+        results = evaluate(step.plans[0], [*consts, *carry, *[x[i] for x in xs]], dtype, seen)
+        carry, rows[i] = results[: last - first], results[last - first :]
+    return [*carry, *[jnp.stack(column) for column in zip(*[rows[i] for i in order], strict=True)]]
+
+
+_ENTERED: dict[str, Any] = {"jit": _call, "remat2": _call, "cond": _cond, "scan": _scan}
+
+
+# ---- convolutions
+
+
+def conv(x, kernel, *, stride=1, groups=1, padding="SAME", **options):
+    """A convolution of images `(batch, height, width, channels)`."""
+    return lax.conv_general_dilated(
+        x,
+        kernel,
+        (stride, stride),
+        padding,
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        feature_group_count=groups,
+        **options,
+    )
+
+
+def autocast_loss(fun, dtype, **options):
+    """The sum of an autocast function's result: cotangents are 1."""
+    return lambda *args: mpx.autocast(fun, dtype, **options)(*args).sum()
