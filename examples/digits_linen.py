@@ -2,10 +2,11 @@
 
     python -m examples.digits_linen
 
-Each recipe is the same training loop under another policy. What makes a float32 loop a mixed-precision one is marked
-(1), (2), (3): the optimizer is wrapped, the parameters are cast, and the loss is scaled by what the optimizer says.
-After 15 epochs (10 seconds on two cores of an AMD EPYC, jax 0.10.2) float32 and bfloat16 have 98.0% of scikit-learn's
-digits right and float16 97.7%, one image less; it skipped 2 of 315 steps while its loss scale grew to 524,288.
+Each recipe is the same model and training loop under another policy. What makes a float32 loop a mixed-precision one is
+marked (1) to (4): the optimizer is wrapped, the parameters are cast, the loss function runs under autocast, and the loss
+is scaled by what the optimizer says. After 15 epochs (9 seconds on two cores of an Intel Xeon, jax 0.10.2) float32 has
+98.0% of scikit-learn's digits right, float16 and bfloat16 97.7%, one image less; float16 skipped 2 of 315 steps while
+its loss scale grew to 524,288.
 """
 
 from typing import Any
@@ -52,7 +53,7 @@ def load_data() -> tuple[str, Data, Data]:
 
 
 class Classifier(nn.Module):
-    """Two hidden layers; it computes in the dtype of its parameters and inputs."""
+    """Two hidden layers, without a word about dtypes."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -72,21 +73,22 @@ def make_state(recipe: str) -> tuple[mpx.Policy, TrainState]:
     return policy, TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 
 
-def logits_of(policy: mpx.Policy, state: TrainState, params: Any, images: jax.Array) -> jax.Array:
-    """float32 logits, computed in the compute dtype."""
-    params, images = policy.cast_to_compute((params, images))
-    return policy.cast_to_output(state.apply_fn(params, images))
-
-
 def train_step(policy: mpx.Policy, state: TrainState, images: jax.Array, labels: jax.Array) -> TrainState:
     """One step; a step whose gradients overflow changes nothing but the loss scale."""
 
-    def loss_fn(params):
-        logits = logits_of(policy, state, params, images)
+    def loss_fn(params, images, labels):
+        logits = state.apply_fn(params, images)
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
-    _, grads = mpx.value_and_grad(loss_fn, mpx.get_loss_scale(state.opt_state))(state.params)  # (3)
+    loss_fn = mpx.autocast(loss_fn, policy)  # (3)
+    value_and_grad = mpx.value_and_grad(loss_fn, mpx.get_loss_scale(state.opt_state))  # (4)
+    _, grads = value_and_grad(state.params, images, labels)
     return state.apply_gradients(grads=grads)
+
+
+def predict(policy: mpx.Policy, state: TrainState, images: jax.Array) -> jax.Array:
+    """The digits (n,) in images (n, 64)."""
+    return mpx.autocast(state.apply_fn, policy)(state.params, images).argmax(-1)
 
 
 def main(epochs: int = EPOCHS) -> dict[str, float]:
@@ -94,7 +96,7 @@ def main(epochs: int = EPOCHS) -> dict[str, float]:
     name, (images, labels), (test_images, test_labels) = load_data()
     table = Table("epoch", *RECIPES, title=f"test accuracy in %\n{name}", caption="last rows: end of training")
     step = jax.jit(train_step, static_argnums=0, donate_argnums=1)
-    predict = jax.jit(lambda policy, state, x: logits_of(policy, state, state.params, x).argmax(-1), static_argnums=0)
+    guess = jax.jit(predict, static_argnums=0)
     runs = {recipe: make_state(recipe) for recipe in RECIPES}
     accuracies: dict[str, float] = {}
     with Live(table):
@@ -104,7 +106,7 @@ def main(epochs: int = EPOCHS) -> dict[str, float]:
                 for batch in np.split(order, range(BATCH_SIZE, len(order), BATCH_SIZE))[:-1]:  # whole batches only
                     state = step(policy, state, images[batch], labels[batch])
                 runs[recipe] = policy, state
-                accuracies[recipe] = 100 * float((predict(policy, state, test_images) == test_labels).mean())
+                accuracies[recipe] = 100 * float((guess(policy, state, test_images) == test_labels).mean())
             table.add_row(str(epoch), *(f"{accuracy:.1f}" for accuracy in accuracies.values()))
         table.add_section()
         states = [state.opt_state for _, state in runs.values()]

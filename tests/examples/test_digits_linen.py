@@ -26,7 +26,7 @@ def test_without_training_no_recipe_is_better_than_chance():
     _, _, (images, labels) = digits_linen.load_data()
     for recipe in digits_linen.RECIPES:
         policy, state = digits_linen.make_state(recipe)
-        predicted = digits_linen.logits_of(policy, state, state.params, images).argmax(-1)
+        predicted = digits_linen.predict(policy, state, images)
         assert 100 * np.mean(predicted == labels) < 3 * CHANCE
 
 
