@@ -3,10 +3,10 @@
     python -m examples.digits_linen
 
 Each recipe is the same model and training loop under another policy. What makes a float32 loop a mixed-precision one is
-marked (1) to (4): the optimizer is wrapped, the parameters are cast, the loss function runs under autocast, and the loss
-is scaled by what the optimizer says. After 15 epochs (9 seconds on two cores of an Intel Xeon, jax 0.10.2) float32 has
-98.0% of scikit-learn's digits right, float16 and bfloat16 97.7%, one image less; float16 skipped 2 of 315 steps while
-its loss scale grew to 524,288.
+marked (1) to (4): the optimizer is wrapped, the parameters are cast, the loss function runs under autocast, and the
+loss is scaled by what the optimizer says. After 15 epochs (9 seconds on two cores of an Intel Xeon, jax 0.10.2) float32
+has 98.0% of scikit-learn's digits right, float16 and bfloat16 97.7%, one image less; float16 skipped 2 of 315 steps
+while its loss scale grew to 524,288.
 """
 
 from typing import Any
