@@ -1,6 +1,7 @@
 """Losses and gradients under a loss scale."""
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -89,7 +90,7 @@ def value_and_grad(
     def wrapped(*args, **kwargs):
         call = fun
         if record is not None:
-            call, args = _on_f32_view(record, args, kwargs, argnums, transform)
+            call, args = _on_f32_view(record, args, kwargs, argnums)
         differentiated = transform(lambda *args, **kwargs: scaled_loss(call, *args, **kwargs), **options)
         (_, (loss, aux)), grads = differentiated(*args, **kwargs)
         _, rest = _seed_and_rest(loss_scale, loss.dtype)
@@ -137,7 +138,6 @@ def _on_f32_view(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     argnums: Any,
-    transform: Callable[..., Callable[..., Any]],
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """An autocast function of arguments whose differentiated ones are float32, and those arguments.
 
@@ -146,13 +146,30 @@ def _on_f32_view(
     viewed = list(args)
     for position in argnums if isinstance(argnums, Sequence) else (argnums,):
         index = getattr(position, "argnum", position)  # of `flax.nnx.DiffState`
-        arrays = [id(leaf) for leaf in jax.tree.leaves(args[index]) if _trees.is_floating(leaf)]
-        # In a graph of Flax NNX a Variable can stand twice. A copy of the graph as a tree would have two of them.
-        if transform is jax.value_and_grad or len(arrays) == len(set(arrays)):
-            viewed[index] = _trees.cast_tree(args[index], jnp.float32, which=lambda leaf: leaf.dtype.itemsize == 2)
+        if -len(args) <= index < len(args):  # if not, the transform says so
+            viewed[index] = _f32_view(args[index])
     before, after = jax.tree.leaves((args, kwargs)), jax.tree.leaves((tuple(viewed), kwargs))
     grids = [old.dtype if old is not new else None for old, new in zip(before, after, strict=True)]
     return lambda *args, **kwargs: record.call(args, kwargs, grids), tuple(viewed)
+
+
+def _f32_view(tree: Any) -> Any:
+    """A pytree with its 16-bit floating leaves in float32, in which an object that stands twice is still one.
+
+    Such as the Variable of a weight that two modules of Flax NNX share: its gradient is one.
+    """
+    nodes: list[Any] = []
+    leaves = jax.tree.leaves(tree, is_leaf=lambda node: bool(nodes.append(node)))
+    wide = _trees.cast_tree(leaves, jnp.float32, which=lambda leaf: leaf.dtype.itemsize == 2)
+    views = {id(leaf): view for leaf, view in zip(leaves, wide, strict=True)}
+    counts = Counter(id(node) for node in nodes)
+
+    def view(node):
+        if id(node) not in views:
+            views[id(node)] = jax.tree.map(lambda leaf: views[id(leaf)], node)
+        return views[id(node)]
+
+    return jax.tree.map(view, tree, is_leaf=lambda node: counts[id(node)] > 1)
 
 
 def _seed_and_rest(loss_scale: LossScale, loss_dtype: np.dtype) -> tuple[Any, Any]:

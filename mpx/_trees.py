@@ -41,6 +41,11 @@ def _is_floating_dtype(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.floating)) and dtype.itemsize >= 2
 
 
+def is_array(leaf: Any) -> bool:
+    """True for arrays of any dtype, NumPy's scalars, and shapes that stand for arrays."""
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
+
+
 def is_narrower(leaf: Any, dtype: np.dtype) -> bool:
     """True for a floating array (or shape) of fewer bits than `dtype`."""
     return is_floating(leaf) and leaf.dtype.itemsize < dtype.itemsize

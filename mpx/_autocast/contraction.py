@@ -37,14 +37,15 @@ def why_kept(eqn: jex_core.JaxprEqn, compute: Compute) -> str | None:
     """Why a contraction cannot be lowered, or None."""
     operands = [_aval(v).dtype for v in eqn.invars[:2]]
     precision = eqn.params.get("precision")
-    asked = precision if isinstance(precision, tuple) else (precision,)
+    is_algorithm = isinstance(precision, (lax.DotAlgorithm, lax.DotAlgorithmPreset))
+    asked = precision if isinstance(precision, tuple) and not is_algorithm else (precision,)
     floats = all(dtype == np.float32 or _is_half(dtype) for dtype in operands)
     if not floats or not any(dtype == np.float32 for dtype in operands):
         return f"operands are {' and '.join(sorted({str(dtype) for dtype in operands}))}"
     result = _aval(eqn.outvars[0]).dtype
-    if result != np.float32 and not _is_half(result):
+    if result not in (np.float32, compute.dtype):  # it would be rounded twice
         return f"its result is to be {result}"
-    if any(p in _PRECISE or isinstance(p, (lax.DotAlgorithm, lax.DotAlgorithmPreset)) for p in asked):
+    if is_algorithm or any(p in _PRECISE for p in asked):
         return f"precision {asked[0]} is asked for"
     if contracted_size(eqn) <= 1:
         return "nothing is summed: an outer product"

@@ -50,7 +50,7 @@ def _call_rounded_to(eqn: jex_core.JaxprEqn, plans: tuple[Plan, ...]) -> list[np
 def _run_jit(step: Step, operands: list[Any], run: Run, settings: Settings) -> Sequence[Any]:
     """In line, so that nothing is compiled for itself; a jit that places its arrays stays one."""
     del settings
-    params, call = step.eqn.params, lambda *operands: run(step.plans[0], operands)
+    params, call = step.eqn.params, lambda *operands: tuple(run(step.plans[0], operands))
     shardings = [
         tuple(s if isinstance(s, jax.sharding.Sharding) else None for s in params.get(key, ()))
         for key in ("in_shardings", "out_shardings")
@@ -68,14 +68,13 @@ def _run_checkpoint(step: Step, operands: list[Any], run: Run, settings: Setting
         travels_narrow(tag, rounded_to, settings) for tag, rounded_to in zip(plan.in_tags, plan.rounded_to, strict=True)
     ]
     operands = _narrowed(operands, plan.in_tags, narrow)
-    program = jax.make_jaxpr(lambda *operands: run(plan, _widened(operands, narrow)))(*operands)
-    opened = program.jaxpr.replace(constvars=[], invars=[*program.jaxpr.constvars, *program.jaxpr.invars])
-    return step.eqn.primitive.bind(*program.consts, *operands, **(step.eqn.params | {"jaxpr": opened}))
+    program, consts = _retraced(lambda *operands: run(plan, _widened(operands, narrow)), operands)
+    return step.eqn.primitive.bind(*consts, *operands, **(step.eqn.params | {"jaxpr": program}))
 
 
-def _plan_shard_map(eqn: jex_core.JaxprEqn, tags: tuple[Tag, ...], planner: Planner) -> tuple[Any, Any]:
-    plan = planner.plan(eqn.params["jaxpr"], tags)
-    return (plan,), plan.out_tags
+def _none_rounded(eqn: jex_core.JaxprEqn, plans: tuple[Plan, ...]) -> list[np.dtype | None]:
+    del plans
+    return [None] * len(eqn.invars)
 
 
 def _run_shard_map(step: Step, operands: list[Any], run: Run, settings: Settings) -> Sequence[Any]:
@@ -115,6 +114,12 @@ def _run_cond(step: Step, operands: list[Any], run: Run, settings: Settings) -> 
     narrow = [travels_narrow(tag, dtype, settings) for tag, dtype in zip(tags, rounded_to, strict=True)]
     branches = [lambda *operands, plan=plan: tuple(run(plan, _widened(operands, narrow))) for plan in step.plans]
     operands = _narrowed(operands, tags, narrow)
+    platforms = step.eqn.params.get("branches_platforms")
+    if platforms is not None:
+        by_name = {
+            name: branch for names, branch in zip(platforms, branches, strict=True) for name in names or ("default",)
+        }
+        return lax.platform_dependent(*operands, **by_name)
     if index.dtype == np.bool_:
         return lax.cond(index, branches[1], branches[0], *operands)
     return lax.switch(index, branches, *operands)
@@ -126,8 +131,7 @@ def _run_cond(step: Step, operands: list[Any], run: Run, settings: Settings) -> 
 def _plan_scan(eqn: jex_core.JaxprEqn, tags: tuple[Tag, ...], planner: Planner) -> tuple[Any, Any]:
     (consts, carry, xs), jaxpr = _scan_parts(eqn, tags), eqn.params["jaxpr"]
     plan, carry = _loop_plan(jaxpr, consts, carry, xs, planner)
-    ys = plan.out_tags[len(carry) :]
-    return (plan,), (*carry, *[tag._replace(is_argument=False) for tag in ys])
+    return (plan,), (*carry, *plan.out_tags[len(carry) :])
 
 
 def _scan_rounded_to(eqn: jex_core.JaxprEqn, plans: tuple[Plan, ...]) -> list[np.dtype | None]:
@@ -141,7 +145,7 @@ def _run_scan(step: Step, operands: list[Any], run: Run, settings: Settings) -> 
     x_tags, x_rounded_to = _scan_parts(step.eqn, plan.in_tags)[2], _scan_parts(step.eqn, plan.rounded_to)[2]
     y_tags = plan.out_tags[len(carry) :]
     narrow_xs = [travels_narrow(tag, dtype, settings) for tag, dtype in zip(x_tags, x_rounded_to, strict=True)]
-    narrow_ys = [travels_narrow(tag._replace(is_argument=False), None, settings) for tag in y_tags]
+    narrow_ys = [travels_narrow(tag, None, settings) for tag in y_tags]
 
     def body(carry, xs):
         results = run(plan, [*consts, *carry, *_widened(xs, narrow_xs)])
@@ -164,20 +168,20 @@ def _plan_while(eqn: jex_core.JaxprEqn, tags: tuple[Tag, ...], planner: Planner)
     return (planner.plan(eqn.params["cond_jaxpr"], (*cond_consts, *carry)), body), tuple(carry)
 
 
-def _while_rounded_to(eqn: jex_core.JaxprEqn, plans: tuple[Plan, ...]) -> list[np.dtype | None]:
-    del plans
-    return [None] * len(eqn.invars)
-
-
 def _run_while(step: Step, operands: list[Any], run: Run, settings: Settings) -> Sequence[Any]:
+    """The primitive itself: `lax.while_loop` refuses the condition of a loop under `vmap`, one for each member."""
     del settings
-    cond_plan, body_plan = step.plans
     cond_consts, body_consts, carry = _while_parts(step.eqn, operands)
-    return lax.while_loop(
-        lambda carry: run(cond_plan, [*cond_consts, *carry])[0],
-        lambda carry: run(body_plan, [*body_consts, *carry]),
-        carry,
-    )
+    cond, new_cond_consts = _retraced(lambda *operands: run(step.plans[0], operands), [*cond_consts, *carry])
+    body, new_body_consts = _retraced(lambda *operands: run(step.plans[1], operands), [*body_consts, *carry])
+    cond_consts, body_consts = [*new_cond_consts, *cond_consts], [*new_body_consts, *body_consts]
+    params = {
+        "cond_nconsts": len(cond_consts),
+        "body_nconsts": len(body_consts),
+        "cond_jaxpr": jex_core.ClosedJaxpr(cond, ()),
+        "body_jaxpr": jex_core.ClosedJaxpr(body, ()),
+    }
+    return step.eqn.primitive.bind(*cond_consts, *body_consts, *carry, **(step.eqn.params | params))
 
 
 def _while_parts(eqn: jex_core.JaxprEqn, columns: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
@@ -190,8 +194,6 @@ def _loop_plan(
     jaxpr: Any, consts: list[Tag], carry: list[Tag], xs: list[Tag], planner: Planner
 ) -> tuple[Plan, list[Tag]]:
     """The plan of a loop's body, with tags of the carry that hold before and after each iteration."""
-    # A weight that is carried is not that weight any more.
-    carry = [tag._replace(is_argument=False) for tag in carry]
     while True:
         plan = planner.plan(jaxpr, (*consts, *carry, *xs))
         after = [_common(before, tag) for before, tag in zip(carry, plan.out_tags[: len(carry)], strict=True)]
@@ -200,18 +202,23 @@ def _loop_plan(
         carry = after
 
 
-# ---- values that travel
+# ---- programs and values that travel
+
+
+def _retraced(function: Callable[..., Any], operands: Sequence[Any]) -> tuple[jex_core.Jaxpr, list[Any]]:
+    """The program of a function of these operands, and the constants that it takes in front of them."""
+    program = jax.make_jaxpr(function)(*operands)
+    invars = [*program.jaxpr.constvars, *program.jaxpr.invars]
+    return program.jaxpr.replace(constvars=[], invars=invars), list(program.consts)
 
 
 def _common(*tags: Tag) -> Tag:
     """What is known of a value that is one of several."""
     first = tags[0]
-    if all(tag == first for tag in tags):
-        return first
     return Tag(
         grid=first.grid if all(tag.grid == first.grid for tag in tags) else None,
         compute=first.compute if all(tag.compute == first.compute for tag in tags) else None,
-        is_argument=all(tag.is_argument for tag in tags),
+        is_argument=any(tag.is_argument for tag in tags),
     )
 
 
@@ -233,8 +240,8 @@ _CALL = Entry(_plan_call, _call_rounded_to)
 HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(("call", "closed_call", "eval_jaxpr", "jit"), Handler(_CALL, _run_jit)),
     "remat2": Handler(_CALL, _run_checkpoint),
-    "shard_map": Handler(Entry(_plan_shard_map, _call_rounded_to), _run_shard_map),
+    "shard_map": Handler(Entry(_plan_call, _none_rounded), _run_shard_map),
     "cond": Handler(Entry(_plan_cond, _cond_rounded_to), _run_cond),
     "scan": Handler(Entry(_plan_scan, _scan_rounded_to), _run_scan),
-    "while": Handler(Entry(_plan_while, _while_rounded_to), _run_while),
+    "while": Handler(Entry(_plan_while, _none_rounded), _run_while),
 }

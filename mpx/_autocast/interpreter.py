@@ -8,6 +8,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
+from jax.extend.core.primitives import convert_element_type_p
 
 from mpx._autocast import contraction
 from mpx._autocast.control_flow import HANDLERS
@@ -58,7 +59,14 @@ def _run_step(step: Step, operands: list[Any], settings: Settings) -> Sequence[A
         narrow = [lax.convert_element_type(x, compute.dtype) for x in operands]
         results = step.eqn.primitive.bind(*narrow, **step.eqn.params)
         results = results if step.eqn.primitive.multiple_results else [results]
-    return [lax.convert_element_type(x, dtype_of(v)) for x, v in zip(results, step.eqn.outvars, strict=True)]
+    return [_as_traced(x, v) for x, v in zip(results, step.eqn.outvars, strict=True)]
+
+
+def _as_traced(x: Any, v: Any) -> Any:
+    """A result in the dtype, weak or not, that it was traced with."""
+    if not v.aval.weak_type:
+        return lax.convert_element_type(x, dtype_of(v))
+    return convert_element_type_p.bind(x, new_dtype=dtype_of(v), weak_type=True, sharding=None)
 
 
 def _run_kept(program: jex_core.Jaxpr, steps: list[Step], values: dict[Any, Any]) -> None:

@@ -27,7 +27,7 @@ class Tag(NamedTuple):
     Attributes:
         grid: a 16-bit dtype of which it is a value, though its own dtype is float32; None if that is not known.
         compute: in what contractions with it shall run, by an override of the policy; None for the default.
-        is_argument: whether it is an argument of the function, or a view of one: a weight, then.
+        is_argument: whether arguments of the function are among its values: weights, whose gradients a user gets.
     """
 
     grid: np.dtype | None = None
@@ -171,7 +171,7 @@ class Planner:
         if reason is not None:
             return Step(eqn, "keep", None, tags, unknown, reason=reason)
         grid = Tag(compute.dtype) if compute.is_narrow else UNKNOWN
-        return Step(eqn, "lower", compute, tags, (grid,) * len(eqn.outvars))
+        return Step(eqn, "lower", compute, tags, tuple(grid if _is_f32(v) else UNKNOWN for v in eqn.outvars))
 
     def _is_on_grid(self, eqn: jex_core.JaxprEqn, tags: tuple[Tag, ...]) -> bool:
         """Whether all operands are values of the compute dtype, constants of the source code aside."""
@@ -210,9 +210,7 @@ class Planner:
         if grid is not None and not all(_lies_on(value, grid) for value in constants):
             grid = None
         asked = [tag.compute for tag in arrays if tag.compute is not None]
-        return Tag(
-            grid, computes.widest(asked) if asked else None, bool(arrays) and all(tag.is_argument for tag in arrays)
-        )
+        return Tag(grid, computes.widest(asked) if asked else None, any(tag.is_argument for tag in arrays))
 
     def _rounded_to(self, program: jex_core.Jaxpr, steps: list[Step]) -> tuple[np.dtype | None, ...]:
         used = [v for eqn in program.eqns for v in eqn.invars] + list(program.outvars)

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from mpx import _trees
 from mpx._autocast import compute as computes
-from mpx._autocast import interpreter
+from mpx._autocast import in_place, interpreter
 from mpx._autocast.control_flow import HANDLERS
 from mpx._autocast.plan import MARK, Plan, Planner, Settings, Tag
 from mpx._autocast.rules import DEFAULT_RULES, FAST_RULES, Rule
@@ -65,7 +65,7 @@ class Autocast:
         """Traces the function on a float32 view of its arguments, and plans what to do with each operation."""
         flat, treedef = jax.tree.flatten_with_path((args, kwargs))
         leaves = [leaf for _, leaf in flat]
-        positions = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+        positions = [i for i, leaf in enumerate(leaves) if _trees.is_array(leaf)]
         result: list[Any] = []
 
         def program(*arrays):
@@ -73,11 +73,12 @@ class Autocast:
             for i, array in zip(positions, arrays, strict=True):
                 viewed[i] = array.astype(jnp.float32) if _trees.is_narrower(array, np.dtype(np.float32)) else array
             args, kwargs = jax.tree.unflatten(treedef, viewed)
-            objects = _objects((args, kwargs))
+            objects = in_place.objects_of((args, kwargs))
             out, out_treedef = jax.tree.flatten(self.fun(*args, **kwargs))
-            _check_unchanged(objects)
-            result[:] = [out_treedef, [None if _is_array(leaf) else leaf for leaf in out]]
-            return [leaf for leaf in out if _is_array(leaf)]
+            changes = in_place.changes_of(objects, out)
+            result[:] = [out_treedef, [None if _trees.is_array(leaf) else leaf for leaf in out], changes]
+            pairs = [[change.before, change.after] for change in changes]
+            return [leaf for leaf in out if _trees.is_array(leaf)], pairs
 
         arrays = [leaves[i] for i in positions]
         # A new function each time: nothing that jax remembers of an earlier trace can be found again, with the
@@ -87,8 +88,10 @@ class Autocast:
             Tag(None if grids is None else grids[i], self._override(flat[i][0], flat[i][1]), is_argument=True)
             for i in positions
         ]
+        *rest, changes = result
+        in_place.check_unchanged(jaxpr.jaxpr, changes)
         planner = Planner(self.settings, {name: handler.entry for name, handler in HANDLERS.items()})
-        return Traced(planner.plan(jaxpr, tuple(tags)), arrays, *result)
+        return Traced(planner.plan(jaxpr, tuple(tags)), arrays, *rest)
 
     def _override(self, path: _trees.Path, leaf: Any) -> computes.Compute | None:
         """In what contractions with a leaf shall run, if an override of the policy speaks of it."""
@@ -254,36 +257,6 @@ def full_precision(fun: F) -> F:
             return _trees.cast_tree(result, dtypes.pop(), which=is_f32) if is_half else result
 
     return wrapped  # type: ignore[return-value]
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
-
-
-def _objects(tree: Any) -> list[tuple[_trees.Path, Any, list[Any], Any]]:
-    """The pytree nodes of the user's own types, which can be changed in place, with their leaves."""
-    is_object = lambda x: not isinstance(x, (dict, list, tuple, type(None)))
-    found = [(path, node) for path, node in jax.tree.leaves_with_path(tree, is_leaf=is_object) if not _is_array(node)]
-    return [(path, node, *jax.tree.flatten(node)) for path, node in found]
-
-
-def _check_unchanged(objects: list[tuple[_trees.Path, Any, list[Any], Any]]) -> None:
-    """Raises if the function has changed an argument: it has changed a copy, which nobody will see."""
-    for path, node, leaves, treedef in objects:
-        after, treedef_after = jax.tree.flatten(node)
-        if treedef == treedef_after and all(a is b for a, b in zip(leaves, after, strict=True)):
-            continue
-        which = "its structure"
-        if treedef == treedef_after:
-            paths = [_trees.path_string(path) for path, _ in jax.tree.leaves_with_path(node)]
-            changed = [p for p, a, b in zip(paths, leaves, after, strict=True) if a is not b]
-            which = ", ".join(changed)
-        raise ValueError(
-            f"`autocast`: the function changes an argument in place, which would be lost, as under `jax.jit`: "
-            f"{which} of the {type(node).__name__} at {_trees.path_string(path[1:]) or 'its argument'}. Return the "
-            "new values. With Flax NNX: `graphdef, state = nnx.split(model)` outside, and inside `model = "
-            "nnx.merge(graphdef, state)`, with `nnx.state(model)` among the results."
-        )
 
 
 def _checked_rules(rules: Mapping[Any, Rule]) -> Mapping[str, Rule]:
