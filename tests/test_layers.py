@@ -12,11 +12,11 @@ LAYERS = [
     {"mpx._tables", "mpx._trees"},
     {"mpx.formats"},
     {"mpx._blockwise", "mpx._checks", "mpx._loss_scale", "mpx._policy", "mpx._state_fields", "mpx._writeback"},
-    {"mpx._autocast", "mpx._autocast.compute", "mpx._autocast.rules", "mpx._state_plan"},
+    {"mpx._autocast", "mpx._autocast.compute", "mpx._autocast.jaxprs", "mpx._autocast.rules", "mpx._state_plan"},
     {"mpx._autocast.contraction", "mpx._transforms", "mpx._transforms.upcast"},
     {"mpx._autocast.plan"},
     {"mpx._autocast.control_flow"},
-    {"mpx._autocast.interpreter"},
+    {"mpx._autocast.in_place", "mpx._autocast.interpreter"},
     {"mpx._autocast.transform"},
     {
         "mpx._autocast.explain",

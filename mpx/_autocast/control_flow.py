@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core as jex_core
 
+from mpx._autocast.jaxprs import open_jaxpr, scan_counts
 from mpx._autocast.plan import Entry, Plan, Planner, Settings, Step, Tag, travels_narrow
 
 Run = Callable[[Plan, Sequence[Any]], list[Any]]
@@ -158,8 +159,8 @@ def _run_scan(step: Step, operands: list[Any], run: Run, settings: Settings) -> 
 
 def _scan_parts(eqn: jex_core.JaxprEqn, columns: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
     """What the body closes over, what it carries, and what it takes a slice of in each iteration."""
-    first, second = eqn.params["num_consts"], eqn.params["num_consts"] + eqn.params["num_carry"]
-    return list(columns[:first]), list(columns[first:second]), list(columns[second:])
+    consts, carry = scan_counts(eqn)
+    return list(columns[:consts]), list(columns[consts : consts + carry]), list(columns[consts + carry :])
 
 
 def _plan_while(eqn: jex_core.JaxprEqn, tags: tuple[Tag, ...], planner: Planner) -> tuple[Any, Any]:
@@ -193,10 +194,23 @@ def _while_parts(eqn: jex_core.JaxprEqn, columns: Sequence[Any]) -> tuple[list[A
 def _loop_plan(
     jaxpr: Any, consts: list[Tag], carry: list[Tag], xs: list[Tag], planner: Planner
 ) -> tuple[Plan, list[Tag]]:
-    """The plan of a loop's body, with tags of the carry that hold before and after each iteration."""
+    """The plan of a loop's body, with tags of the carry that hold before and after each iteration.
+
+    What an iteration makes anew lies on no grid, even if it does after each one: a table that lowers sums of values on
+    a grid must not do so to one that grows from iteration to iteration, where 256 + 1 is 256.
+    """
+    program = open_jaxpr(jaxpr)
+    inputs = program.invars[len(consts) : len(consts) + len(carry)]
+    made = [before is not after for before, after in zip(inputs, program.outvars[: len(carry)], strict=True)]
+    carry = [
+        tag._replace(grid=None, is_copied=False) if is_made else tag for tag, is_made in zip(carry, made, strict=True)
+    ]
     while True:
         plan = planner.plan(jaxpr, (*consts, *carry, *xs))
-        after = [_common(before, tag) for before, tag in zip(carry, plan.out_tags[: len(carry)], strict=True)]
+        after = [
+            _common(before, tag)._replace(is_copied=before.is_copied)
+            for before, tag in zip(carry, plan.out_tags[: len(carry)], strict=True)
+        ]
         if after == carry:
             return plan, carry
         carry = after
@@ -219,6 +233,7 @@ def _common(*tags: Tag) -> Tag:
         grid=first.grid if all(tag.grid == first.grid for tag in tags) else None,
         compute=first.compute if all(tag.compute == first.compute for tag in tags) else None,
         is_argument=any(tag.is_argument for tag in tags),
+        is_copied=any(tag.is_copied for tag in tags),
     )
 
 

@@ -16,7 +16,8 @@ from jax.typing import DTypeLike
 
 from mpx import _tables
 from mpx._autocast import contraction
-from mpx._autocast.plan import UNKNOWN, Plan, Step, dtype_of, open_jaxpr
+from mpx._autocast.jaxprs import dtype_of, open_jaxpr
+from mpx._autocast.plan import UNKNOWN, Plan, Step
 from mpx._autocast.rules import DEFAULT_RULES, REASONS, Rule
 from mpx._autocast.transform import autocast_of, make_autocast
 from mpx._policy import Policy
@@ -34,7 +35,8 @@ class Row:
         shapes: of the operands of a contraction; empty for other operations.
         runs_in: the dtype or algorithm.
         reason: why it is not the compute dtype; empty where it is.
-        count: how often they run in a call of the function. An iteration of a `while` loop counts once.
+        count: how often they run in a call of the function. A `while` loop counts as one iteration, and all branches of
+            a `cond` count.
         flops: floating-point operations, all runs together; of other operations than contractions one per element.
     """
 

@@ -8,7 +8,7 @@ import jax
 from jax.extend import core as jex_core
 
 from mpx import _trees
-from mpx._autocast.plan import open_jaxpr
+from mpx._autocast.jaxprs import open_jaxpr, scan_counts
 
 
 class Object(NamedTuple):
@@ -116,6 +116,6 @@ def _is_handed_on(eqn: jex_core.JaxprEqn, operand: int, result: int) -> bool:
     """Whether an operand of the program inside, which is its result, makes a result of the whole."""
     if eqn.primitive.name != "scan":
         return True
-    consts, carry = eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry = scan_counts(eqn)
     # What is carried has to stay where it is; slices of a stack make a stack.
     return operand == consts + result if result < carry else operand >= consts + carry

@@ -12,7 +12,8 @@ from jax.extend.core.primitives import convert_element_type_p
 
 from mpx._autocast import contraction
 from mpx._autocast.control_flow import HANDLERS
-from mpx._autocast.plan import Plan, Settings, Step, constants_of, dtype_of, is_literal, open_jaxpr
+from mpx._autocast.jaxprs import constants_of, dtype_of, is_literal, open_jaxpr
+from mpx._autocast.plan import Plan, Settings, Step
 
 
 def run(plan: Plan, operands: Sequence[Any], settings: Settings) -> list[Any]:
@@ -56,7 +57,10 @@ def _run_step(step: Step, operands: list[Any], settings: Settings) -> Sequence[A
         ]
         results = [contraction.run(step.eqn, operands, compute, (wide[0], wide[1]))]
     else:
-        narrow = [lax.convert_element_type(x, compute.dtype) for x in operands]
+        narrow = [
+            lax.convert_element_type(x, compute.dtype) if dtype_of(v) == np.float32 else x
+            for x, v in zip(operands, step.eqn.invars, strict=True)
+        ]
         results = step.eqn.primitive.bind(*narrow, **step.eqn.params)
         results = results if step.eqn.primitive.multiple_results else [results]
     return [_as_traced(x, v) for x, v in zip(results, step.eqn.outvars, strict=True)]

@@ -16,6 +16,7 @@ from jax.extend import core as jex_core
 from mpx._autocast import compute as computes
 from mpx._autocast import contraction
 from mpx._autocast.compute import Compute
+from mpx._autocast.jaxprs import dtype_of, is_literal, open_jaxpr
 from mpx._autocast.rules import REASONS, Rule
 
 MARK = "mpx:autocast"  # in the name stack of what an autocast or `full_precision` inside has settled already
@@ -28,14 +29,17 @@ class Tag(NamedTuple):
         grid: a 16-bit dtype of which it is a value, though its own dtype is float32; None if that is not known.
         compute: in what contractions with it shall run, by an override of the policy; None for the default.
         is_argument: whether arguments of the function are among its values: weights, whose gradients a user gets.
+        is_copied: whether it may hold a value several times: after a broadcast, cotangents are still to be added up.
     """
 
     grid: np.dtype | None = None
     compute: Compute | None = None
     is_argument: bool = False
+    is_copied: bool = False
 
 
 UNKNOWN = Tag()
+_COPYING = ("broadcast_in_dim", "broadcast_to", "gather", "tile")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,9 +151,15 @@ class Planner:
         name = eqn.primitive.name
         rule = self.settings.rules.get(name, "keep")
         unknown = (UNKNOWN,) * len(eqn.outvars)
+        is_settled = MARK in str(eqn.source_info.name_stack)
         if rule == "follow":
-            return Step(eqn, "keep", None, tags, self._followed(eqn, tags))
-        if MARK in str(eqn.source_info.name_stack):
+            followed = self._followed(eqn, tags)
+            if name == "name" and followed[0].grid is not None and not is_settled:
+                # What a policy of `jax.checkpoint` keeps by its name is kept in 16 bits.
+                if travels_narrow(tags[0], None, self.settings):
+                    return Step(eqn, "lower", computes.compute_of_dtype(followed[0].grid), tags, followed)
+            return Step(eqn, "keep", None, tags, followed)
+        if is_settled:
             return Step(eqn, "keep", None, tags, unknown, reason="settled by an autocast or full_precision inside")
         if rule == "enter":
             plans, out_tags = self._entries[name].plan(eqn, tags, self)
@@ -174,14 +184,16 @@ class Planner:
         return Step(eqn, "lower", compute, tags, tuple(grid if _is_f32(v) else UNKNOWN for v in eqn.outvars))
 
     def _is_on_grid(self, eqn: jex_core.JaxprEqn, tags: tuple[Tag, ...]) -> bool:
-        """Whether all operands are values of the compute dtype, constants of the source code aside."""
+        """Whether operands are values of the compute dtype; constants of the source code and biases are rounded."""
         if not self.settings.compute.is_narrow or not all(_is_f32(v) for v in [*eqn.invars, *eqn.outvars]):
             return False
         # A square is what norms and variances add up: there its rounding errors count.
         if eqn.primitive.name == "integer_pow" and eqn.params["y"] == 2:
             return False
         arrays = [tag for v, tag in zip(eqn.invars, tags, strict=True) if not is_literal(v)]
-        return bool(arrays) and all(tag.grid == self.settings.compute.dtype for tag in arrays)
+        on_grid = [tag.grid == self.settings.compute.dtype for tag in arrays]
+        is_bias = [tag.is_argument and tag.is_copied for tag in arrays]
+        return any(on_grid) and all(lies or is_weight for lies, is_weight in zip(on_grid, is_bias, strict=True))
 
     def _followed(self, eqn: jex_core.JaxprEqn, tags: tuple[Tag, ...]) -> tuple[Tag, ...]:
         """The tags of results that are values of the operands."""
@@ -210,7 +222,12 @@ class Planner:
         if grid is not None and not all(_lies_on(value, grid) for value in constants):
             grid = None
         asked = [tag.compute for tag in arrays if tag.compute is not None]
-        return Tag(grid, computes.widest(asked) if asked else None, any(tag.is_argument for tag in arrays))
+        return Tag(
+            grid,
+            computes.widest(asked) if asked else None,
+            is_argument=any(tag.is_argument for tag in arrays),
+            is_copied=eqn.primitive.name in _COPYING or any(tag.is_copied for tag in arrays),
+        )
 
     def _rounded_to(self, program: jex_core.Jaxpr, steps: list[Step]) -> tuple[np.dtype | None, ...]:
         used = [v for eqn in program.eqns for v in eqn.invars] + list(program.outvars)
@@ -234,35 +251,18 @@ class Planner:
         return [None] * len(eqn.invars)
 
 
-def is_literal(v: Any) -> bool:
-    """Whether an operand is a constant of the program text."""
-    return isinstance(v, jex_core.Literal)
-
-
-def dtype_of(v: Any) -> Any:
-    """The dtype of an operand; `void` for what is no array, such as a token."""
-    return getattr(v.aval, "dtype", np.dtype(np.void))
-
-
-def open_jaxpr(jaxpr: Any) -> jex_core.Jaxpr:
-    """The jaxpr of an open or closed one (jax 0.11 has one class for both)."""
-    return getattr(jaxpr, "jaxpr", jaxpr)
-
-
-def constants_of(jaxpr: Any) -> list[Any]:
-    """The values of the constant inputs of an open or closed jaxpr."""
-    return list(getattr(jaxpr, "consts", ()))
-
-
 def travels_narrow(tag: Tag, rounded_to: np.dtype | None, settings: Settings) -> bool:
     """Whether a value on a grid crosses the border of a nested program in 16 bits.
 
     Nothing is lost on the way in. On the way back its cotangent, a sum in float32 of those of all uses inside, is
-    rounded once. For a weight only if it has been rounded already: the gradients that a user gets lose nothing.
+    rounded once. For a weight, and for copies of one value, only if it has been rounded already: the gradients that a
+    user gets lose nothing, and cotangents are rounded after they are added up.
     """
     if tag.grid is None:
         return False
-    return not tag.is_argument or (settings.gradient_dtype is None and rounded_to == tag.grid)
+    if tag.is_argument and settings.gradient_dtype is not None:
+        return False
+    return rounded_to == tag.grid or not (tag.is_argument or tag.is_copied)
 
 
 def _why_elementwise_kept(eqn: jex_core.JaxprEqn, compute: Compute) -> str | None:
@@ -285,4 +285,5 @@ def _with_own_grid(v: Any, tag: Tag) -> Tag:
 
 def _lies_on(value: Any, grid: np.dtype) -> bool:
     value = np.float32(value)
-    return bool(np.isnan(value)) or bool(np.float32(value.astype(grid)) == value)
+    with np.errstate(over="ignore"):
+        return bool(np.isnan(value)) or bool(np.float32(value.astype(grid)) == value)

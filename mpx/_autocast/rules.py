@@ -5,7 +5,7 @@ Data only. A rule is one of five words:
 | rule | what happens |
 |---|---|
 | `lower` | float32 operands are rounded to the compute dtype, and so is the result |
-| `lower_on_grid` | as `lower` where every operand is a value of the compute dtype already, else as `keep` |
+| `lower_on_grid` | as `lower` where operands are values of the compute dtype already, or weights; else as `keep` |
 | `follow` | runs as traced; its results are values of its operands, so that rounding them again would be exact |
 | `enter` | an operation that holds a program: the table is applied to that one |
 | `keep` | runs as traced, in float32 |
@@ -23,11 +23,13 @@ class Group(NamedTuple):
         rule: what happens to them.
         reason: why, as `explain` shows it.
         primitives: their names, those of `jax.extend.core.Primitive.name`.
+        can_lower: whether a user's table may lower them: arithmetic on floating-point arrays and nothing else.
     """
 
     rule: Rule
     reason: str
     primitives: tuple[str, ...]
+    can_lower: bool = False
 
 
 GROUPS = (
@@ -35,6 +37,7 @@ GROUPS = (
         "lower",
         "contraction: nearly all FLOPs of a model; tensor cores multiply 16-bit numbers and add in float32",
         ("conv_general_dilated", "dot_general", "ragged_dot_general"),
+        can_lower=True,
     ),
     Group(
         "follow",
@@ -93,19 +96,23 @@ GROUPS = (
     Group(
         "keep",
         "a sum adds up the roundings of its terms",
+        ("add", "add_any", "cumsum", "psum", "psum_invariant", "reduce_scatter", "reduce_sum", "sub"),
+        can_lower=True,
+    ),
+    Group(
+        "keep",
+        "a sum, or another function, of many terms",
         (
-            *("add", "add_any", "cumsum", "psum", "psum_invariant", "reduce", "reduce_scatter", "reduce_sum", "sub"),
-            *("reduce_window", "reduce_window_sum", "scatter-add", "scatter-sub", "select_and_gather_add"),
-            *("select_and_scatter", "select_and_scatter_add", "unreduced_psum", "unreduced_reduce_scatter"),
+            *("reduce", "reduce_window", "reduce_window_sum", "scatter-add", "scatter-mul", "scatter-sub"),
+            *("select_and_gather_add", "select_and_scatter", "select_and_scatter_add"),
+            *("unreduced_psum", "unreduced_reduce_scatter"),
         ),
     ),
     Group(
         "keep",
         "a product can leave the range of float16",
-        (
-            *("cumprod", "div", "integer_pow", "mul", "one_minus_square", "pow", "reciprocal", "reduce_prod"),
-            *("scatter-mul", "square"),
-        ),
+        ("cumprod", "div", "integer_pow", "mul", "one_minus_square", "pow", "reciprocal", "reduce_prod", "square"),
+        can_lower=True,
     ),
     Group(
         "keep",
@@ -114,17 +121,21 @@ GROUPS = (
             *("cbrt", "cumlogsumexp", "exp", "exp2", "expm1", "log", "log1p", "log2", "rsqrt", "sqrt"),
             *("asinh", "acosh", "cosh", "sinh"),
         ),
+        can_lower=True,
     ),
     Group(
         "keep",
         "elementwise, fused into its neighbours: float32 costs nothing there",
         ("atanh", "erf", "erf_inv", "erfc", "logistic", "tanh"),
+        can_lower=True,
     ),
     Group(
         "keep",
         "angles and positions are large numbers of which the last bits count",
-        ("acos", "asin", "atan", "atan2", "cos", "iota", "nextafter", "rem", "sin", "tan"),
+        ("acos", "asin", "atan", "atan2", "cos", "rem", "sin", "tan"),
+        can_lower=True,
     ),
+    Group("keep", "numbers that last bits tell apart", ("iota", "nextafter")),
     Group(
         "keep",
         "special functions are defined for float32",
@@ -149,7 +160,7 @@ GROUPS = (
             *("and", "approx_top_k", "argmax", "argmin", "bitcast_convert_type", "clz", "eq", "eq_to", "ge", "gt"),
             *("is_finite", "le", "le_to", "lt", "lt_to", "mulhi", "ne", "not", "or", "population_count", "xor"),
             *("reduce_and", "reduce_or", "reduce_xor", "shift_left", "shift_right_arithmetic", "shift_right_logical"),
-            *("reduce_precision", "scatter-max", "scatter-min", "copysign", "stochastic_round", "clip"),
+            *("reduce_precision", "scatter-max", "scatter-min", "stochastic_round"),
         ),
     ),
     Group("keep", "complex numbers have no 16-bit format", ("complex", "conj", "fft", "imag", "real")),
@@ -180,5 +191,7 @@ _ELEMENTWISE: tuple[str, ...] = ("add", "mul", "integer_pow", "tanh", "logistic"
 
 FAST_RULES: dict[str, Rule] = {**DEFAULT_RULES, **dict.fromkeys(_ELEMENTWISE, "lower_on_grid")}
 """`DEFAULT_RULES`, with the elementwise operations of activations, gates and biases in the compute dtype."""
+
+LOWERABLE: frozenset[str] = frozenset(name for group in GROUPS if group.can_lower for name in group.primitives)
 
 REASONS: dict[str, str] = {name: group.reason for group in GROUPS for name in group.primitives}

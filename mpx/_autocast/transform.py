@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -16,7 +17,7 @@ from mpx._autocast import compute as computes
 from mpx._autocast import in_place, interpreter
 from mpx._autocast.control_flow import HANDLERS
 from mpx._autocast.plan import MARK, Plan, Planner, Settings, Tag
-from mpx._autocast.rules import DEFAULT_RULES, FAST_RULES, Rule
+from mpx._autocast.rules import DEFAULT_RULES, FAST_RULES, LOWERABLE, Rule
 from mpx._policy import Policy
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -40,7 +41,6 @@ class Autocast:
         settings: how contractions run.
         policy: what the user gave, if it was a policy.
         checkpoint: a policy of `jax.checkpoint`, or None.
-        function: the function that `autocast` returned.
     """
 
     fun: Callable[..., Any]
@@ -81,6 +81,7 @@ class Autocast:
             return [leaf for leaf in out if _trees.is_array(leaf)], pairs
 
         arrays = [leaves[i] for i in positions]
+        arrays = [jnp.asarray(x) if isinstance(x, (np.ndarray, np.generic)) else x for x in arrays]
         # A new function each time: nothing that jax remembers of an earlier trace can be found again, with the
         # values that the function closed over then.
         jaxpr = jax.make_jaxpr(program)(*arrays)
@@ -169,11 +170,13 @@ def autocast(
             leaves it to the function.
         gradient_dtype: float32 for gradients of weights that are sums in float32 which nothing rounds, so that data
             parallel training adds them up in float32 too; their operands are in the compute dtype as without. Such a
-            function has no forward mode. None for gradients in the compute dtype.
+            function has no forward mode, and mapped by `vmap` from outside it makes a gradient for each example before
+            they are added up: map inside. None for gradients in the compute dtype.
 
     Returns:
         A function with the arguments of `fun`. Its results are those of `fun` for float32 arguments. Gradients have
-        the dtypes of the arguments; `mpx.value_and_grad` and `mpx.grad` give them in float32, without any rounding.
+        the dtypes of the arguments; `mpx.value_and_grad` and `mpx.grad` of this very function (not of a function
+        around it; `jax.jit` comes last) give them in float32, without any rounding.
 
     Raises:
         TypeError: if `fun` is no function.
@@ -193,7 +196,8 @@ def autocast(
     """
     record = make_autocast(fun, policy_or_dtype, rules, checkpoint, gradient_dtype)
 
-    @functools.wraps(fun)
+    # Of a model that is called, attributes are weights: the function is not to keep them alive.
+    @functools.wraps(fun, updated=("__dict__",) if inspect.isroutine(fun) else ())
     def wrapped(*args, **kwargs):
         return record.call(args, kwargs)
 
@@ -218,7 +222,7 @@ def make_autocast(
 
 
 def full_precision(fun: F) -> F:
-    """An island of float32: inside `autocast` nothing in the function is lowered.
+    """An island of float32: inside `autocast` nothing in the function is lowered, but for what it casts itself.
 
     By itself, a decorator: 16-bit floating arguments are widened to float32, the function runs in float32, and its
     float32 results are cast back to the dtype to which jax promotes its floating arguments (bfloat16, if all of them
@@ -274,6 +278,11 @@ def _checked_rules(rules: Mapping[Any, Rule]) -> Mapping[str, Rule]:
             raise ValueError(
                 f"`autocast`: `rules` speaks of {key!r}, but no primitive of jax is called that; names are those of "
                 "`mpx.DEFAULT_RULES`. For a primitive of your own, give the primitive itself."
+            )
+        if rule in ("lower", "lower_on_grid") and isinstance(key, str) and name not in LOWERABLE:
+            raise ValueError(
+                f"`autocast`: {name!r} cannot have the rule {rule!r}, which is for contractions and arithmetic: "
+                f"{', '.join(sorted(LOWERABLE))}."
             )
         if (rule == "enter") != (name in HANDLERS) and (rule == "enter" or rule != "keep"):
             raise ValueError(

@@ -91,7 +91,10 @@ def test_a_primitive_of_ones_own_is_named_by_itself():
         ({"dot_genral": "keep"}, ValueError, "no primitive of jax is called that"),
         ({"dot_general": "lowered"}, ValueError, "use one of lower, lower_on_grid, follow, enter, keep"),
         ({"tanh": "enter"}, ValueError, "can be entered"),
-        ({"scan": "lower"}, ValueError, "'enter' or 'keep'"),
+        ({"scan": "lower"}, ValueError, "which is for contractions and arithmetic"),
+        ({"dynamic_slice": "lower"}, ValueError, "which is for contractions and arithmetic"),
+        ({"custom_jvp_call": "lower_on_grid"}, ValueError, "which is for contractions and arithmetic"),
+        ({"scan": "follow"}, ValueError, "'enter' or 'keep'"),
         (["dot_general"], TypeError, "must be a mapping"),
     ],
 )
@@ -127,7 +130,26 @@ def test_fast_rules_run_activations_in_the_compute_dtype_and_norms_in_float32():
 
 
 def test_fast_rules_leave_an_operand_that_is_not_on_the_grid_alone():
-    """Rounding it first would lose its last bits: the residual stream of float32 embeddings."""
-    add = mpx.autocast(lambda x, w: x + x @ w, "bf16", rules=mpx.FAST_RULES)
-    assert dtypes_of(add, jnp.ones((3, 3)), jnp.ones((3, 3)))["add"] == np.float32
-    assert dtypes_of(add, jnp.ones((3, 3), jnp.bfloat16), jnp.ones((3, 3)))["add"] == jnp.bfloat16
+    """Rounding it first would lose its last bits. A bias is rounded, as it is where one casts by hand."""
+    fun = lambda x, w, b: {"activation": x + x @ w, "bias": x @ w + b[None]}
+    add = mpx.autocast(fun, "bf16", rules=mpx.FAST_RULES)
+    program = jax.make_jaxpr(add)(jnp.ones((3, 3)), jnp.ones((3, 3)), jnp.ones(3))
+    dtypes = [eqn.outvars[0].aval.dtype for eqn in program.eqns if eqn.primitive.name == "add"]
+    assert dtypes == [np.float32, jnp.bfloat16]
+
+
+def test_a_lowered_operation_keeps_its_integer_operands():
+    """An exponent of 257 has no bfloat16 value."""
+    power = mpx.autocast(jax.lax.pow, "bf16", rules=mpx.DEFAULT_RULES | {"pow": "lower"})
+    program = jax.make_jaxpr(power)(jnp.float32(-1), jnp.int32(257))
+    (eqn,) = [eqn for eqn in program.eqns if eqn.primitive.name == "pow"]
+    assert [v.aval.dtype for v in eqn.invars] == [jnp.bfloat16, jnp.int32]
+
+
+def test_fast_rules_add_up_in_float32_what_a_loop_carries():
+    """A thousand quarters of 2, from a start of zeros that lie on every grid: in bfloat16 they stop at 128."""
+    total = lambda xs: jax.lax.scan(lambda c, x: (c + x @ x, None), jnp.zeros((2, 2)), xs)[0]
+    from_argument = lambda xs, c: jax.lax.scan(lambda c, x: (c + x @ x, None), c, xs)[0]
+    xs = jnp.full((1000, 2, 2), 0.5)
+    assert (mpx.autocast(total, "bf16", rules=mpx.FAST_RULES)(xs) == 500).all()
+    assert (mpx.autocast(from_argument, "bf16", rules=mpx.FAST_RULES)(xs, jnp.zeros((2, 2))) == 500).all()
