@@ -30,7 +30,33 @@ def contracted_size(eqn: jex_core.JaxprEqn) -> int:
 
 def flops(eqn: jex_core.JaxprEqn) -> int:
     """Floating-point operations of a contraction: a product and a sum for each product that is added up."""
+    if eqn.primitive.name == "conv_general_dilated":
+        return 2 * _products_of_convolution(eqn)
+    if eqn.primitive.name == "ragged_dot_general":
+        # Each row belongs to one group: as many products as without groups.
+        sizes = _aval(eqn.invars[2]).shape[-1]
+        numbers = eqn.params["ragged_dot_dimension_numbers"]
+        (contracting, _), _ = numbers.dot_dimension_numbers
+        if set(numbers.lhs_ragged_dimensions) & set(contracting):
+            return 2 * _aval(eqn.outvars[0]).size * contracted_size(eqn) // max(sizes, 1)
     return 2 * _aval(eqn.outvars[0]).size * contracted_size(eqn)
+
+
+def _products_of_convolution(eqn: jex_core.JaxprEqn) -> int:
+    """Products of a pixel and a tap: none with padding, nor with the zeros between dilated pixels."""
+    params, numbers = eqn.params, eqn.params["dimension_numbers"]
+    lhs, rhs, out = (_aval(v).shape for v in (*eqn.invars, *eqn.outvars))
+    pairs = 1
+    for d in range(len(numbers.lhs_spec) - 2):
+        size, taps, places = (s[spec[2 + d]] for s, spec in zip((lhs, rhs, out), numbers, strict=True))
+        at = (
+            np.arange(places)[:, None] * params["window_strides"][d]
+            + np.arange(taps)[None] * params["rhs_dilation"][d]
+            - params["padding"][d][0]
+        )
+        step = params["lhs_dilation"][d]
+        pairs *= int(((at >= 0) & (at % step == 0) & (at // step < size)).sum())
+    return pairs * out[numbers.out_spec[0]] * out[numbers.out_spec[1]] * rhs[numbers.rhs_spec[1]]
 
 
 def why_kept(eqn: jex_core.JaxprEqn, compute: Compute) -> str | None:
@@ -45,9 +71,11 @@ def why_kept(eqn: jex_core.JaxprEqn, compute: Compute) -> str | None:
     result = _aval(eqn.outvars[0]).dtype
     if result not in (np.float32, compute.dtype):  # it would be rounded twice
         return f"its result is to be {result}"
-    if is_algorithm or any(p in _PRECISE for p in asked):
-        return f"precision {asked[0]} is asked for"
-    if contracted_size(eqn) <= 1:
+    precise = [p for p in asked if is_algorithm or p in _PRECISE]
+    if precise:
+        return f"precision {precise[0]} is asked for"
+    size = contracted_size(eqn)
+    if isinstance(size, int) and size <= 1:  # a symbolic size (`jax.export`) is as large as can be
         return "nothing is summed: an outer product"
     if compute.algorithm is not None and eqn.primitive.name != "dot_general":
         return f"there is no {compute.name} algorithm for it"

@@ -22,6 +22,7 @@ from mpx._autocast.rules import DEFAULT_RULES, REASONS, Rule
 from mpx._autocast.transform import autocast_of, make_autocast
 from mpx._policy import Policy
 
+_WIDE = {"f32", "f64", "-", "complex64", "complex128"}
 _SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64"}
 
 
@@ -65,7 +66,8 @@ class Explanation:
     def lowered_share(self) -> float:
         """The share of the contractions' FLOPs that run lowered, from 0 to 1; NaN if there are none."""
         total = sum(row.flops for row in self.contractions)
-        return sum(row.flops for row in self.contractions if not row.reason) / total if total else math.nan
+        lowered = sum(row.flops for row in self.contractions if row.runs_in not in _WIDE)
+        return lowered / total if total else math.nan
 
     def __str__(self) -> str:
         """The tables as text."""
@@ -75,14 +77,15 @@ class Explanation:
         """The tables as Rich shows them; only Rich calls this, so it is there."""
         from rich.console import Group
         from rich.table import Table
+        from rich.text import Text
 
         tables = []
         for title, (header, *lines) in self._tables():
             table = Table(title=title, title_justify="left")
             for column, name in enumerate(header):
-                table.add_column(name, justify="right" if column >= len(header) - 2 else "left")
+                table.add_column(name, justify="right" if column >= len(header) - 2 else "left", overflow="fold")
             for line in lines:
-                table.add_row(*line)
+                table.add_row(*map(Text, line))  # not markup: brackets are style tags there
             tables.append(table)
         return Group(*tables)
 
@@ -112,7 +115,7 @@ def explain(
     fun: Callable[..., Any],
     policy_or_dtype: Policy | DTypeLike | None = None,
     *,
-    rules: Mapping[Any, Rule] = DEFAULT_RULES,
+    rules: Mapping[Any, Rule] | None = None,
 ) -> Callable[..., Explanation]:
     """Says what `autocast` does to a function: which contractions it lowers, which it keeps and why, line by line.
 
@@ -144,6 +147,9 @@ def explain(
             "`explain` needs a policy or dtype for a function that is not an autocast function, and none for one that "
             f"is, but got {policy_or_dtype!r}."
         )
+    if record is not None and rules is not None:
+        raise ValueError("`explain`: `rules` would do nothing for an autocast function, which has its own.")
+    rules = DEFAULT_RULES if rules is None else rules
     if record is None:
         # The check above leaves no None here.
         record = make_autocast(fun, cast(Any, policy_or_dtype), rules, checkpoint=None, gradient_dtype=None)
@@ -151,9 +157,10 @@ def explain(
     def explained(*args: Any, **kwargs: Any) -> Explanation:
         contractions: dict[tuple[str, str, str, str, str], list[int]] = defaultdict(lambda: [0, 0])
         others: dict[tuple[str, str], list[Any]] = defaultdict(lambda: [[], 0, 0])
-        for step, times in _walk(record.trace(args, kwargs).plan):
+        for step, times, outer in _walk(record.trace(args, kwargs).plan):
             eqn = step.eqn
-            where = _where(eqn)
+            where = next((w for w in map(_users_line, (eqn, *outer)) if w), None)
+            where = where or source_info_util.summarize(eqn.source_info)
             if eqn.primitive.name in contraction.CONTRACTIONS:
                 shapes = " ".join(_shape(v) for v in eqn.invars[:2])
                 found = contractions[where, eqn.primitive.name, shapes, _runs_in(step), step.reason or ""]
@@ -175,29 +182,32 @@ def explain(
     return explained
 
 
-def _walk(plan: Plan, times: int = 1) -> Iterator[tuple[Step, int]]:
+def _walk(plan: Plan, times: int = 1, outer: tuple[Any, ...] = ()) -> Iterator[tuple[Step, int, tuple[Any, ...]]]:
     """All steps of a plan and of those inside, with how often each one runs."""
     for step in plan.steps:
         inner_times = times * (step.eqn.params["length"] if step.eqn.primitive.name == "scan" else 1)
         inside = list(jex_core.jaxprs_in_params(step.eqn.params))
         if step.plans:
             for inner in step.plans:
-                yield from _walk(inner, inner_times)
+                yield from _walk(inner, inner_times, (step.eqn, *outer))
         elif inside and step.eqn.primitive.name != "pallas_call":
             for jaxpr in inside:
-                yield from _walk_kept(jaxpr, inner_times, step.reason or REASONS.get(step.eqn.primitive.name, "kept"))
+                reason = step.reason or REASONS.get(step.eqn.primitive.name, "kept")
+                yield from _walk_kept(jaxpr, inner_times, reason, (step.eqn, *outer))
         else:
-            yield step, times
+            yield step, times, outer
 
 
-def _walk_kept(jaxpr: Any, times: int, reason: str) -> Iterator[tuple[Step, int]]:
+def _walk_kept(
+    jaxpr: Any, times: int, reason: str, outer: tuple[Any, ...]
+) -> Iterator[tuple[Step, int, tuple[Any, ...]]]:
     """The equations of a program that is kept whole."""
     for eqn in open_jaxpr(jaxpr).eqns:
         inside = list(jex_core.jaxprs_in_params(eqn.params))
         for inner in inside:
-            yield from _walk_kept(inner, times * eqn.params.get("length", 1), reason)
+            yield from _walk_kept(inner, times * eqn.params.get("length", 1), reason, (eqn, *outer))
         if not inside:
-            yield Step(eqn, "keep", None, (UNKNOWN,) * len(eqn.invars), (), (), reason), times
+            yield Step(eqn, "keep", None, (UNKNOWN,) * len(eqn.invars), (), (), reason), times, outer
 
 
 def _is_counted(step: Step) -> bool:
@@ -220,14 +230,14 @@ def _shape(v: Any) -> str:
     return f"{_SHORT.get(dtype, dtype)}[{','.join(map(str, v.aval.shape))}]"
 
 
-def _where(eqn: jex_core.JaxprEqn) -> str:
+def _users_line(eqn: jex_core.JaxprEqn) -> str | None:
     """The line of the user's own code: the innermost one that is in no installed package, if there is one."""
     frames = getattr(eqn.source_info.traceback, "frames", ())
     for frame in frames:
         path = pathlib.Path(frame.file_name)
         if not {"site-packages", "dist-packages"} & set(path.parts) and not path.is_relative_to(_OWN_FOLDER):
             return f"{_short_path(path)}:{frame.line_num} ({frame.function_name.rsplit('.<locals>.')[-1]})"
-    return source_info_util.summarize(eqn.source_info)
+    return None
 
 
 _OWN_FOLDER = pathlib.Path(__file__).parents[1]

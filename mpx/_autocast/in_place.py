@@ -8,7 +8,7 @@ import jax
 from jax.extend import core as jex_core
 
 from mpx import _trees
-from mpx._autocast.jaxprs import open_jaxpr, scan_counts
+from mpx._autocast.jaxprs import dtype_of, open_jaxpr, scan_counts
 
 
 class Object(NamedTuple):
@@ -102,7 +102,8 @@ def _source(program: jex_core.Jaxpr, v: Any) -> Any:
         if v not in eqn.outvars:
             continue
         name, out = eqn.primitive.name, eqn.outvars.index(v)
-        if name == "convert_element_type":  # the float32 view of an argument
+        is_view = name == "convert_element_type" and dtype_of(eqn.invars[0]).itemsize < dtype_of(v).itemsize
+        if is_view:
             return _source(program, eqn.invars[0])
         if name in ("jit", "remat2", "scan"):
             inner = open_jaxpr(eqn.params["jaxpr"])

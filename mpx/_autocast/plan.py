@@ -17,7 +17,7 @@ from mpx._autocast import compute as computes
 from mpx._autocast import contraction
 from mpx._autocast.compute import Compute
 from mpx._autocast.jaxprs import dtype_of, is_literal, open_jaxpr
-from mpx._autocast.rules import REASONS, Rule
+from mpx._autocast.rules import DEFAULT_RULES, REASONS, Rule
 
 MARK = "mpx:autocast"  # in the name stack of what an autocast or `full_precision` inside has settled already
 
@@ -150,6 +150,9 @@ class Planner:
     def _step(self, eqn: jex_core.JaxprEqn, tags: tuple[Tag, ...]) -> Step:
         name = eqn.primitive.name
         rule = self.settings.rules.get(name, "keep")
+        kept = REASONS.get(name, "unknown to the table")
+        if DEFAULT_RULES.get(name, "keep") not in ("keep", rule):
+            kept = f"the rule for {name} is {rule}"
         unknown = (UNKNOWN,) * len(eqn.outvars)
         is_settled = MARK in str(eqn.source_info.name_stack)
         if rule == "follow":
@@ -167,7 +170,7 @@ class Planner:
             return Step(eqn, action, None, tags, out_tags, plans)
         if rule == "lower" or (rule == "lower_on_grid" and self._is_on_grid(eqn, tags)):
             return self._lowered(eqn, tags)
-        return Step(eqn, "keep", None, tags, unknown, reason=REASONS.get(name, "unknown to the table"))
+        return Step(eqn, "keep", None, tags, unknown, reason=kept)
 
     def _lowered(self, eqn: jex_core.JaxprEqn, tags: tuple[Tag, ...]) -> Step:
         asked = [tag.compute for tag in tags if tag.compute is not None]
@@ -175,6 +178,8 @@ class Planner:
         unknown = (UNKNOWN,) * len(eqn.outvars)
         if not compute.changes:
             reason = "an override of the policy asks for f32" if asked else f"{compute.name} is asked for"
+            if compute.name == "tf32":
+                reason = "this device has no TF32"
             return Step(eqn, "keep", None, tags, unknown, reason=reason)
         is_contraction = eqn.primitive.name in contraction.CONTRACTIONS
         reason = contraction.why_kept(eqn, compute) if is_contraction else _why_elementwise_kept(eqn, compute)
@@ -197,6 +202,8 @@ class Planner:
 
     def _followed(self, eqn: jex_core.JaxprEqn, tags: tuple[Tag, ...]) -> tuple[Tag, ...]:
         """The tags of results that are values of the operands."""
+        if any(jex_core.jaxprs_in_params(eqn.params)):  # a scatter that applies a function
+            return (UNKNOWN,) * len(eqn.outvars)
         if len(eqn.invars) == len(eqn.outvars) > 1:  # several arrays at once: each result has its operand
             return tuple(
                 self._common_tag(eqn, [pair], v) for *pair, v in zip(eqn.invars, tags, eqn.outvars, strict=True)
