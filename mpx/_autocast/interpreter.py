@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import core as jex_core
@@ -13,7 +14,7 @@ from jax.extend.core.primitives import convert_element_type_p
 from mpx._autocast import contraction
 from mpx._autocast.control_flow import HANDLERS
 from mpx._autocast.jaxprs import constants_of, dtype_of, is_literal, open_jaxpr
-from mpx._autocast.plan import Plan, Settings, Step
+from mpx._autocast.plan import BROADCASTING, Plan, Settings, Step
 
 
 def run(plan: Plan, operands: Sequence[Any], settings: Settings) -> list[Any]:
@@ -57,13 +58,22 @@ def _run_step(step: Step, operands: list[Any], settings: Settings) -> Sequence[A
         ]
         results = [contraction.run(step.eqn, operands, compute, (wide[0], wide[1]))]
     else:
-        narrow = [
-            lax.convert_element_type(x, compute.dtype) if dtype_of(v) == np.float32 else x
-            for x, v in zip(operands, step.eqn.invars, strict=True)
-        ]
+        narrow = [_narrowed(x, v, step) for x, v in zip(operands, step.eqn.invars, strict=True)]
         results = step.eqn.primitive.bind(*narrow, **step.eqn.params)
         results = results if step.eqn.primitive.multiple_results else [results]
     return [_as_traced(x, v) for x, v in zip(results, step.eqn.outvars, strict=True)]
+
+
+def _narrowed(x: Any, v: Any, step: Step) -> Any:
+    """An operand of an elementwise operation in the compute dtype."""
+    assert step.compute is not None, "a lowered step says in what it runs"
+    if dtype_of(v) != np.float32:
+        return x
+    result: Any = step.eqn.outvars[0].aval
+    if step.eqn.primitive.name in BROADCASTING and np.ndim(x) and x.shape != result.shape:
+        # Broadcast before it is rounded: the gradient of a bias is added up in float32.
+        x = jnp.broadcast_to(x, result.shape)
+    return lax.convert_element_type(x, step.compute.dtype)
 
 
 def _as_traced(x: Any, v: Any) -> Any:

@@ -40,6 +40,7 @@ class Tag(NamedTuple):
 
 UNKNOWN = Tag()
 _COPYING = ("broadcast_in_dim", "broadcast_to", "gather", "tile")
+BROADCASTING = ("add", "atan2", "clamp", "div", "max", "min", "mul", "pow", "rem", "select_n", "sub")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,7 +198,11 @@ class Planner:
             return False
         arrays = [tag for v, tag in zip(eqn.invars, tags, strict=True) if not is_literal(v)]
         on_grid = [tag.grid == self.settings.compute.dtype for tag in arrays]
-        is_bias = [tag.is_argument and tag.is_copied for tag in arrays]
+        is_bias = [
+            tag.is_argument and (tag.is_copied or _is_smaller(v, eqn.outvars[0]))
+            for v, tag in zip(eqn.invars, tags, strict=True)
+            if not is_literal(v)
+        ]
         return any(on_grid) and all(lies or is_weight for lies, is_weight in zip(on_grid, is_bias, strict=True))
 
     def _followed(self, eqn: jex_core.JaxprEqn, tags: tuple[Tag, ...]) -> tuple[Tag, ...]:
@@ -233,7 +238,9 @@ class Planner:
             grid,
             computes.widest(asked) if asked else None,
             is_argument=any(tag.is_argument for tag in arrays),
-            is_copied=eqn.primitive.name in _COPYING or any(tag.is_copied for tag in arrays),
+            is_copied=any(tag.is_copied for tag in arrays)
+            or eqn.primitive.name in _COPYING
+            or (eqn.primitive.name in BROADCASTING and any(_is_smaller(v, result) for v, _ in floats)),
         )
 
     def _rounded_to(self, program: jex_core.Jaxpr, steps: list[Step]) -> tuple[np.dtype | None, ...]:
@@ -279,6 +286,11 @@ def _why_elementwise_kept(eqn: jex_core.JaxprEqn, compute: Compute) -> str | Non
     if not any(_is_f32(v) for v in eqn.invars) or not all(_is_f32(v) for v in eqn.outvars):
         return "operands and results are not float32"
     return None
+
+
+def _is_smaller(v: Any, result: Any) -> bool:
+    """Whether an operand has fewer axes, or shorter ones, than a result."""
+    return v.aval.shape != result.aval.shape
 
 
 def _is_f32(v: Any) -> bool:
