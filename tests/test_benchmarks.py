@@ -1,16 +1,23 @@
-"""The benchmark of the optimizer step: both of its sides compute the same. Nothing is timed here."""
+"""The benchmarks compute what they say: both sides the same. No time is judged here."""
 
+import dataclasses
+import json
 import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from typer.testing import CliRunner
 
-from benchmarks import adamw_by_hand, optimizer_step
+from benchmarks import adamw_by_hand, autocast, optimizer_step
 from benchmarks.overhead import gpt2_shapes
 from mpx import _blockwise
+from tests.autocast.helpers import contractions
 
 pytestmark = pytest.mark.optax_promotion
+
+# ---- the optimizer step ---------------------------------------------------------------------------------------------
 
 # Two are large enough for 8 bits, one of them with a last block that is not full; the others are not.
 SHAPES = {"kernel": (64, 96), "embedding": (33, 160), "bias": (96,), "gain": (96,), "head": (96,), "tail": (96,)}
@@ -111,3 +118,117 @@ def test_the_tensors_are_those_of_gpt2():
     smaller = optimizer_step.make_shapes("gpt2", 16)
     assert (smaller["wte"], smaller["h.0.mlp.c_proj.w"], smaller["ln_f.b"]) == ((3141, 768), (192, 768), (768,))
     assert optimizer_step.make_shapes("one", 16) == {"one": (2**23,)}
+
+
+# ---- autocast -------------------------------------------------------------------------------------------------------
+
+SIZE = autocast.Size(width=16, layers=1, heads=2, context=8, vocabulary=32, batch=2)
+
+
+@pytest.mark.parametrize("name", autocast.FORMS)
+def test_every_form_but_those_in_float32_multiplies_16_bit_matrices(name):
+    """Seven products, six of them in the block, and two for each in the backward pass.
+
+    By hand, attention's logits are float32, and so are their cotangents, of which two products are made.
+    """
+    params, tokens = autocast.make_params(SIZE, jnp.float32), autocast.make_tokens(SIZE)
+    found = contractions(jax.grad(autocast.make_form(name, SIZE)), params, tokens)
+    wide = [c for c in found if jnp.float32 in (c.lhs, c.rhs)]
+    assert len(found) == 21
+    if name in ("f32", "f32, dots"):
+        assert wide == found
+    else:
+        assert len(wide) <= (2 if "by hand" in name else 0)
+
+
+def test_residuals_are_the_distinct_arrays_that_are_made_on_the_way():
+    """The square of a sine keeps the sine, once for both factors, and the cosine; that of a parameter keeps nothing."""
+    params, tokens = jax.ShapeDtypeStruct((5,), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.int32)
+    squared = lambda x: (x * x).sum()
+    assert autocast.residual_bytes(lambda p, t: squared(jnp.sin(p)), params, tokens) == (40, 0)
+    assert autocast.residual_bytes(lambda p, t: squared(p.astype(jnp.bfloat16)), params, tokens) == (10, 0)
+    assert autocast.residual_bytes(lambda p, t: squared(p), params, tokens) == (0, 20)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_each_form_is_held_against_the_one_by_hand_with_the_same_checkpoint(dtype, monkeypatch):
+    monkeypatch.setattr(autocast, "RESIDUAL_LAYERS", 1)
+    rows = {row["form"]: row for row in autocast.measure_residuals(SIZE, dtype)}
+    assert rows.keys() == autocast.FORMS.keys()
+    assert all(("dots" in name) == ("dots" in row["beside"]) for name, row in rows.items() if "beside" in row)
+    assert [name for name, row in rows.items() if "target" in row] == ["autocast, dots"]
+    assert rows["by hand, dots"]["bytes"] < rows["by hand"]["bytes"] < rows["f32"]["bytes"]
+    assert rows["autocast, dots"]["ratio"] == rows["autocast, dots"]["bytes"] / rows["by hand, dots"]["bytes"]
+
+
+def test_tracing_is_timed_from_nothing(monkeypatch):
+    """The model is called in each trace: the warm-up and a second one, of each form and what is beside it."""
+    make_loss, calls = autocast.make_loss, []
+
+    def counted(*args):
+        loss = make_loss(*args)
+        return lambda *operands: calls.append(args) or loss(*operands)
+
+    monkeypatch.setattr(autocast, "make_loss", counted)
+    rows = autocast.measure_tracing(dataclasses.replace(autocast.TRACED_SIZE, layers=1), turns=1)
+    assert [(row["form"], row["beside"]) for row in rows] == list(autocast.TRACED_FORMS.items())
+    assert all(row[what][side] > 0 for row in rows for what in ("trace", "lower") for side in ("s", "beside s"))
+    assert len(calls) == 2 * 2 * len(rows)
+
+
+def test_the_target_of_tracing_is_of_tracing_and_lowering_together():
+    """1.5 and 0.5 seconds beside 0.5 and 0.5: thrice as long, as long, and twice as long in all."""
+    row = autocast.compare_tracing([(1.5, 0.5)] * 3, [(0.5, 0.5)] * 3)
+    assert [row[what]["ratio"] for what in ("trace", "lower", "both")] == [3, 1, 2]
+    assert row["met"]
+    assert not autocast.compare_tracing([(1.6, 0.5)] * 3, [(0.5, 0.5)] * 3)["met"]
+
+
+def test_an_error_is_that_of_the_whole_gradient():
+    """(3, 4, 12) beside (3, 4, 11): 1 of 13, by hand."""
+    exact = np.float64(2), [np.array([3.0, 4.0]), np.array(12.0)]
+    found = np.float64(2.5), [np.array([3.0, 4.0]), np.array(11.0)]
+    assert autocast.relative_errors(found, exact) == (0.25, pytest.approx(1 / 13))
+
+
+def test_accuracy_is_measured_against_float64():
+    """Half an ulp is 2**-24 in float32 and 2**-8 in bfloat16: there is room between the errors."""
+    rows = autocast.measure_accuracy(SIZE, seeds=2, trained_steps=1, dtypes=[("f32", "bf16")])
+    assert [row["form"] for row in rows] == 2 * list(autocast.ACCURACY_FORMS)
+    for row in rows:
+        low, high = (0, 1e-5) if row["form"] == "f32" else (1e-3, 3e-2)
+        assert low < row["gradient mean"] <= row["gradient max"] < high
+
+
+def test_a_step_of_autocast_is_timed_beside_that_by_hand():
+    names = ["autocast, FAST_RULES", "autocast, dots"]
+    rows = autocast.measure_steps(SIZE, jnp.bfloat16, update=True, starts=1, turns=1, names=names)
+    assert [(row["form"], row["beside"]) for row in rows] == [(names[0], "by hand"), (names[1], "by hand, dots")]
+    assert all(row["ratio"] == row["ms"] / row["beside ms"] and row["met"] == (row["ratio"] <= 1.03) for row in rows)
+
+
+def test_a_step_that_a_backend_cannot_run_is_left_out_and_the_others_are_not(monkeypatch):
+    paired_times, failed = autocast.paired_times, []
+
+    def first_fails(*args):
+        if not failed:
+            failed.append(True)
+            raise jax.errors.JaxRuntimeError("UNIMPLEMENTED: no such product\nmore")
+        return paired_times(*args)
+
+    monkeypatch.setattr(autocast, "paired_times", first_fails)
+    rows = autocast.measure_steps(SIZE, jnp.float32, False, starts=1, turns=1, names=["f32", "autocast"])
+    assert [row.get("left out") for row in rows] == ["UNIMPLEMENTED: no such product", None]
+
+
+def test_the_numbers_are_printed_and_written(tmp_path, monkeypatch):
+    monkeypatch.setitem(autocast.SIZES, "tiny", SIZE)
+    monkeypatch.setattr(autocast, "RESIDUAL_LAYERS", 1)
+    path = tmp_path / "autocast.json"
+    done = CliRunner().invoke(autocast.app, ["--size", "tiny", "--part", "residuals", "--json", str(path)])
+    assert done.exit_code == 0, done.output
+    assert "kept for the backward pass: tiny" in done.output
+    found = json.loads(path.read_text())
+    assert found["size"] == {"name": "tiny"} | dataclasses.asdict(SIZE)
+    assert len(found["residuals"]) == 2 * len(autocast.FORMS)
+    assert {"device", "processor", "jax", "flax"} <= found["conditions"].keys()

@@ -190,7 +190,20 @@ DEFAULT_RULES: dict[str, Rule] = {name: group.rule for group in GROUPS for name 
 _ELEMENTWISE: tuple[str, ...] = ("add", "mul", "integer_pow", "tanh", "logistic", "erf", "erfc")
 
 FAST_RULES: dict[str, Rule] = {**DEFAULT_RULES, **dict.fromkeys(_ELEMENTWISE, "lower_on_grid")}
-"""`DEFAULT_RULES`, with the elementwise operations of activations, gates and biases in the compute dtype."""
+"""`DEFAULT_RULES`, with the elementwise operations of activations, gates and biases in the compute dtype.
+
+Sums, products, `tanh`, `logistic` and `erf` of values that lie on the grid of the compute dtype anyway, results of
+contractions for the most part, run in it; biases and constants of the source code are rounded for that. What the
+backward pass keeps is then as small as that of a model cast by hand, also without `checkpoint`. Squares stay float32
+(norms add them up), and so do softmax, norms, losses and what a loop carries. Gradients of weights and biases are added
+up in float32 as ever. What is lost: each activation has a rounding error of its own, a residual stream that is written
+out layer by layer is rounded at each layer, a sum of 300 ones that is written out is 256, and in float16 a product of
+two activations can overflow.
+
+Measured against float64 (`benchmarks/autocast.py`, a transformer of 4 layers after 50 steps, mean of 5 seeds, on a CPU,
+jax 0.10.2): the relative error of the gradient in bfloat16 is 8.5e-3, with the default table 8.2e-3, cast by hand 1.1e-2;
+with bfloat16 parameters 7.9e-3, 6.8e-3 and 8.5e-3; in float16 1.1e-3, 1.0e-3 and 1.4e-3.
+"""
 
 LOWERABLE: frozenset[str] = frozenset(name for group in GROUPS if group.can_lower for name in group.primitives)
 

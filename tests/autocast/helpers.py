@@ -28,6 +28,14 @@ def narrow_dot(dtype):
     return lambda a, b: (a.astype(dtype) @ b.astype(dtype)).astype(F32)
 
 
+def exact_jit(fun):
+    """`jax.jit` without the liberty to leave out roundings to 16 bits, of which CPUs make use around products too.
+
+    And without optimizations that only take time here.
+    """
+    return jax.jit(fun, compiler_options={"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0})
+
+
 def rounded(x, dtype):
     """Float32 values on a 16-bit grid, in NumPy."""
     with np.errstate(all="ignore"):
@@ -101,7 +109,7 @@ def evaluate(plan, operands, dtype, seen):
     """Evaluates a plan in the simplest way, and notes each result with the grid that the plan claims for it.
 
     Args:
-        plan: of a program without `while` and `shard_map`.
+        plan: of a program without `while` and `shard_map`, whose contractions are matrix products.
         operands: its inputs.
         dtype: the compute dtype.
         seen: a list to which `(name of the primitive, claimed grid or None, value)` are appended.
@@ -118,9 +126,9 @@ def evaluate(plan, operands, dtype, seen):
         if step.plans:
             results = _ENTERED[step.eqn.primitive.name](step, inputs, dtype, seen)
         elif step.action == "lower":
-            lhs, rhs, *rest = inputs
-            params = step.eqn.params | {"preferred_element_type": dtype}
-            narrow = step.eqn.primitive.bind(jnp.asarray(lhs, dtype), jnp.asarray(rhs, dtype), *rest, **params)
+            assert step.eqn.primitive.name == "dot_general"
+            lhs, rhs = (jnp.asarray(x, dtype) for x in inputs)
+            narrow = step.eqn.primitive.bind(lhs, rhs, **(step.eqn.params | {"preferred_element_type": dtype}))
             results = [narrow.astype(step.eqn.outvars[0].aval.dtype)]
         else:
             results = _as_traced(step.eqn, inputs)
@@ -132,13 +140,10 @@ def evaluate(plan, operands, dtype, seen):
 
 
 def _as_traced(eqn, inputs):
-    names = jax.make_jaxpr(lambda: None)().jaxpr
-    inside = {}
-    invars = [v for v in eqn.invars if not isinstance(v, jex_core.Literal) and not inside.setdefault(v, False)]
     operands = {v: x for v, x in zip(eqn.invars, inputs, strict=True) if not isinstance(v, jex_core.Literal)}
-    invars = list(dict.fromkeys(invars))
-    part = names.replace(invars=invars, outvars=list(eqn.outvars), eqns=[eqn], effects=eqn.effects)
-    return jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(part, ()))(*[operands[v] for v in invars])
+    empty = jax.make_jaxpr(lambda: None)().jaxpr
+    part = empty.replace(invars=list(operands), outvars=list(eqn.outvars), eqns=[eqn], effects=eqn.effects)
+    return jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(part, ()))(*operands.values())
 
 
 def _call(step, inputs, dtype, seen):

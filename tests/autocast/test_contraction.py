@@ -1,0 +1,513 @@
+"""Which contractions autocast lowers, what they compute, and in what their gradients are summed.
+
+Oracles: the same contraction with its casts written by hand; sums in float64; small integers, whose sums are exact.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+import mpx
+from tests.autocast.helpers import (
+    BF16,
+    CONTRACTIONS,
+    F16,
+    F32,
+    all_in,
+    autocast_loss,
+    contractions,
+    conv,
+    eqns_of,
+    exact_jit,
+    half_dtypes,
+    integers,
+    narrow_dot,
+    normal,
+    plan_of,
+)
+from tests.helpers import assert_same_bits, eight_cpu_devices
+
+MATRIX = (((1,), (0,)), ((), ()))
+
+
+def dot(x, w, **options):
+    return lax.dot_general(x, w, MATRIX, **options)
+
+
+# ---- which are lowered ----------------------------------------------------------------------------------------------
+
+LOWERED = {
+    "matrix product": (lambda x, w: x @ w, (3, 4), (4, 2)),
+    "matrix times vector": (lambda x, w: x @ w, (3, 4), (4,)),
+    "vector times vector": (lambda x, w: x @ w, (4,), (4,)),
+    "batched matrix product": (lambda x, w: x @ w, (2, 3, 4), (2, 4, 2)),
+    "batched with one weight": (lambda x, w: x @ w, (2, 3, 4), (4, 2)),
+    "einsum with batch dimensions": (lambda x, w: jnp.einsum("bhqd,bhkd->bhqk", x, w), (2, 2, 3, 4), (2, 2, 3, 4)),
+    "einsum over two dimensions": (lambda x, w: jnp.einsum("bij,ijk->bk", x, w), (2, 3, 2), (3, 2, 4)),
+    "einsum that sums one operand alone": (lambda x, w: jnp.einsum("ij,jk->k", x, w), (3, 4), (4, 2)),
+    "tensordot": (lambda x, w: jnp.tensordot(x, w, 2), (2, 3, 4), (3, 4, 2)),
+    "inner": (lambda x, w: jnp.inner(x, w), (3, 4), (2, 4)),
+    "product mapped over rows": (lambda x, w: jax.vmap(lambda v: w.T @ v)(x), (3, 4), (4, 2)),
+    "two products summed": (lambda x, w: x @ w, (3, 2), (2, 2)),
+    "batch of one": (lambda x, w: x @ w, (1, 4), (4, 1)),
+    "with precision 'default'": (lambda x, w: dot(x, w, precision="default"), (3, 4), (4, 2)),
+    "with a float32 result asked for": (lambda x, w: dot(x, w, preferred_element_type=F32), (3, 4), (4, 2)),
+    "convolution": (conv, (1, 5, 5, 2), (3, 3, 2, 4)),
+    "strided convolution": (lambda x, w: conv(x, w, stride=2), (1, 5, 5, 2), (3, 3, 2, 4)),
+    "convolution of one channel": (conv, (1, 5, 5, 1), (3, 3, 1, 2)),
+    "1x1 convolution": (conv, (1, 4, 4, 3), (1, 1, 3, 2)),
+    "grouped convolution": (lambda x, w: conv(x, w, groups=2), (1, 5, 5, 4), (3, 3, 2, 4)),
+    "depthwise convolution": (lambda x, w: conv(x, w, groups=3), (1, 5, 5, 3), (3, 3, 1, 3)),
+    "grouped 1x1 convolution": (lambda x, w: conv(x, w, groups=2), (1, 4, 4, 4), (1, 1, 2, 2)),
+    "transposed convolution": (
+        lambda x, w: lax.conv_transpose(x, w, (2, 2), "SAME"),
+        (1, 3, 3, 2),
+        (3, 3, 2, 2),
+    ),
+    "ragged product": (lambda x, w: lax.ragged_dot(x, w, jnp.array([2, 1, 3])), (6, 4), (3, 4, 2)),
+    "product of no rows": (lambda x, w: x @ w, (0, 4), (4, 2)),
+}
+
+KEPT = {
+    "outer product": (lambda x, w: jnp.einsum("i,j->ij", x, w), (3,), (4,)),
+    "outer product as a matrix product": (lambda x, w: x @ w, (3, 1), (1, 4)),
+    "outer product of a batch": (lambda x, w: jnp.einsum("bi,bj->bij", x, w), (2, 3), (2, 4)),
+    "1x1 convolution of one channel": (conv, (1, 4, 4, 1), (1, 1, 1, 2)),
+    "depthwise 1x1 convolution": (lambda x, w: conv(x, w, groups=3), (1, 4, 4, 3), (1, 1, 1, 3)),
+    "ragged outer product": (lambda x, w: lax.ragged_dot(x, w, jnp.array([2, 1, 3])), (6, 1), (3, 1, 2)),
+    "sum of nothing": (lambda x, w: x @ w, (3, 0), (0, 2)),
+    "precision 'high'": (lambda x, w: jnp.matmul(x, w, precision="high"), (3, 4), (4, 2)),
+    "precision 'highest'": (lambda x, w: jnp.matmul(x, w, precision="highest"), (3, 4), (4, 2)),
+    "precision 'highest' of one operand": (
+        lambda x, w: dot(x, w, precision=(lax.Precision.DEFAULT, lax.Precision.HIGHEST)),
+        (3, 4),
+        (4, 2),
+    ),
+    "precision 'highest' of a convolution": (lambda x, w: conv(x, w, precision="highest"), (1, 5, 5, 2), (3, 3, 2, 4)),
+    "precision 'highest' of a ragged product": (
+        lambda x, w: lax.ragged_dot(x, w, jnp.array([2, 1, 3]), precision="highest"),
+        (6, 4),
+        (3, 4, 2),
+    ),
+    "an algorithm": (
+        lambda x, w: dot(x, w, precision=lax.DotAlgorithmPreset.F32_F32_F32),
+        (3, 4),
+        (4, 2),
+    ),
+    "an algorithm written out": (
+        lambda x, w: dot(x, w, precision=lax.DotAlgorithm(F32, F32, F32), preferred_element_type=F32),
+        (3, 4),
+        (4, 2),
+    ),
+}
+
+
+@half_dtypes
+@pytest.mark.parametrize("case", LOWERED)
+def test_a_contraction_of_float32_values_is_lowered(case, dtype):
+    """Operands and results in the compute dtype, viewed as float32."""
+    fun, *shapes = LOWERED[case]
+    args = [normal(i, *shape) for i, shape in enumerate(shapes)]
+    autocast = mpx.autocast(fun, dtype)
+    assert contractions(fun, *args) == [all_in(F32)]
+    assert contractions(autocast, *args) == [all_in(dtype)]
+    assert jax.eval_shape(autocast, *args) == jax.eval_shape(fun, *args)
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_a_contraction_that_sums_nothing_or_asks_for_precision_is_kept(case):
+    fun, *shapes = KEPT[case]
+    args = [normal(i, *shape) for i, shape in enumerate(shapes)]
+    for dtype in (BF16, F16):
+        assert contractions(mpx.autocast(fun, dtype), *args) == [all_in(F32)]
+    if case != "an algorithm written out":  # CPUs have not this one
+        assert_same_bits(mpx.autocast(fun, BF16)(*args), fun(*args))
+
+
+@pytest.mark.parametrize("name", ["highest", "high", "float32", "tensorfloat32"])
+def test_a_default_precision_that_is_high_turns_lowering_off(name):
+    x, w = normal(0, 3, 4), normal(1, 4, 2)
+    with jax.default_matmul_precision(name):
+        assert contractions(mpx.autocast(jnp.matmul, BF16), x, w) == [all_in(F32)]
+    assert contractions(mpx.autocast(jnp.matmul, BF16), x, w) == [all_in(BF16)]
+
+
+def test_a_high_precision_around_one_line_keeps_that_line_only():
+    def fun(x, w):
+        with jax.default_matmul_precision("highest"):
+            y = x @ w
+        return y @ w
+
+    assert contractions(mpx.autocast(fun, BF16), normal(0, 3, 4), normal(1, 4, 4)) == [all_in(F32), all_in(BF16)]
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int8, np.uint8, np.complex64], ids=str)
+def test_contractions_of_other_numbers_are_kept(dtype):
+    x = jnp.arange(12).astype(dtype).reshape(3, 4)
+    fun = lambda x: x @ x.T
+    assert contractions(mpx.autocast(fun, BF16), x) == [all_in(dtype)]
+    assert_same_bits(mpx.autocast(fun, BF16)(x), fun(x))
+
+
+def test_contractions_of_float64_are_kept_and_their_float32_neighbours_lowered():
+    with jax.enable_x64(True):
+        wide, x = normal(0, 4, 4, dtype=np.float64), normal(1, 4, 4)
+        fun = lambda wide, x: (wide @ wide, x @ x, x.astype(np.float64) @ wide)
+        autocast = mpx.autocast(fun, BF16)
+        assert contractions(autocast, wide, x) == [all_in(np.float64), all_in(BF16), all_in(np.float64)]
+        results = autocast(wide, x)
+        assert_same_bits(results[0], wide @ wide)
+        assert_same_bits(results[2], x.astype(np.float64) @ wide)
+
+
+def test_a_float64_result_of_float32_operands_is_kept():
+    with jax.enable_x64(True):
+        x = normal(0, 4, 4)
+        fun = lambda x: dot(x, x, preferred_element_type=np.float64)
+        autocast = mpx.autocast(fun, BF16)
+        (eqn,) = eqns_of(autocast, x, primitive="dot_general")
+        assert (eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype) == (F32, np.float64)
+        assert_same_bits(autocast(x), fun(x))
+
+
+@half_dtypes
+def test_a_contraction_of_float32_with_16_bit_values_is_lowered(dtype):
+    """The user cast one operand inside of the function."""
+    x, w = normal(0, 3, 4), normal(1, 4, 2)
+    fun = lambda x, w: dot(x, w.astype(BF16), preferred_element_type=F32)
+    assert contractions(mpx.autocast(fun, dtype), x, w) == [all_in(dtype)]
+    assert_same_bits(mpx.autocast(fun, dtype)(x, w), narrow_dot(dtype)(x, w.astype(BF16)))
+
+
+@half_dtypes
+@pytest.mark.parametrize("result", [BF16, F16, F32], ids=str)
+def test_a_contraction_of_16_bit_values_is_kept(dtype, result):
+    """The user has chosen a precision for it; the same for attention kernels that want 16-bit operands."""
+    x = normal(0, 4, 4)
+    fun = lambda x: dot(x.astype(BF16), x.astype(BF16), preferred_element_type=result)
+    assert contractions(mpx.autocast(fun, dtype), x) == [(BF16, BF16, result)]
+    assert_same_bits(mpx.autocast(fun, dtype)(x), fun(x))
+
+
+@pytest.mark.parametrize("compute", ["bf16", "f16", "bf16x3"])
+@pytest.mark.parametrize("result", [BF16, F16], ids=str)
+def test_a_16_bit_result_that_is_asked_for_has_that_dtype(compute, result):
+    x = integers(0, 4, 4)
+    fun = lambda x: dot(x, x, preferred_element_type=result)
+    assert_same_bits(mpx.autocast(fun, compute)(x), (x @ x).astype(result))
+
+
+@half_dtypes
+@pytest.mark.parametrize("case", ["matrix product", "einsum with batch dimensions", "depthwise convolution"])
+def test_the_value_is_that_of_casts_written_by_hand(case, dtype):
+    fun, *shapes = LOWERED[case]
+    args = [normal(i, *shape) for i, shape in enumerate(shapes)]
+    by_hand = fun(*[x.astype(dtype) for x in args]).astype(F32)
+    assert_same_bits(mpx.autocast(fun, dtype)(*args), by_hand)
+    assert (by_hand != fun(*args)).any()  # negative control: rounding is seen
+
+
+def test_the_value_of_a_ragged_product_is_the_sum_over_each_group():
+    """Integers: exact in bfloat16, and in NumPy."""
+    x, w, sizes = integers(0, 6, 4), integers(1, 3, 4, 2), np.array([2, 1, 3])
+    expected = np.concatenate([np.asarray(x)[i] @ np.asarray(w)[g] for g, i in _groups(sizes)])
+    autocast = mpx.autocast(lambda x, w: lax.ragged_dot(x, w, jnp.asarray(sizes)), BF16)
+    assert_same_bits(autocast(x, w), jnp.asarray(expected))
+
+
+def _groups(sizes):
+    ends = np.cumsum(sizes)
+    return [(g, slice(end - size, end)) for g, (size, end) in enumerate(zip(sizes, ends, strict=True))]
+
+
+def test_an_outer_product_of_angles_is_exact_and_collapses_if_lowered():
+    """Rotary embeddings: position 1001 times a frequency; bfloat16 has no 1001."""
+    fun = lambda p, f: jnp.cos(jnp.outer(p, f))
+    p, f = jnp.arange(1000.0, 1010.0), normal(0, 4)
+    assert_same_bits(mpx.autocast(fun, BF16)(p, f), fun(p, f))
+    collapsed = jnp.cos(jnp.outer(p.astype(BF16), f.astype(BF16)).astype(F32))
+    assert np.abs(collapsed - fun(p, f)).max() > 0.5  # negative control
+
+
+def test_float16_overflows_where_float32_accumulation_would_not_be_enough():
+    """300 * 300 > 65504: the result is infinite, as the compute dtype says; the same sum in bfloat16 is finite."""
+    x = jnp.full((2, 2), 300.0)
+    assert jnp.isinf(mpx.autocast(jnp.matmul, F16)(x, x)).all()
+    assert jnp.isfinite(mpx.autocast(jnp.matmul, BF16)(x, x)).all()
+
+
+# ---- gradients ------------------------------------------------------------------------------------------------------
+
+BACKWARD = {
+    name: LOWERED[name]
+    for name in (
+        "matrix product",
+        "batched matrix product",
+        "batched with one weight",
+        "matrix times vector",
+        "convolution",
+        "strided convolution",
+        "grouped convolution",
+        "depthwise convolution",
+        "1x1 convolution",
+        "transposed convolution",
+        "ragged product",
+    )
+}
+
+
+def backward_args(case):
+    fun, *shapes = BACKWARD[case]
+    return fun, [normal(i, *shape) for i, shape in enumerate(shapes)]
+
+
+@half_dtypes
+@pytest.mark.parametrize("case", BACKWARD)
+def test_contractions_of_the_backward_pass_are_in_the_compute_dtype(case, dtype):
+    """One forward, one for each operand's gradient: all FLOPs of training on tensor cores."""
+    fun, args = backward_args(case)
+    gradient = jax.grad(autocast_loss(lambda *a: jnp.sin(fun(*a)), dtype), argnums=(0, 1))
+    assert contractions(gradient, *args) == [all_in(dtype)] * 3
+
+
+def test_backward_contractions_with_float32_results_asked_for_leave_the_tensor_cores():
+    """Negative control: casting operands and asking for a float32 result, which looks as good in the forward pass."""
+    naive = lambda x, w: jnp.sin(dot(x.astype(BF16), w.astype(BF16), preferred_element_type=F32)).sum()
+    found = contractions(jax.grad(naive, argnums=(0, 1)), normal(0, 3, 4), normal(1, 4, 2))
+    assert [BF16 in contraction[:2] and F32 in contraction[:2] for contraction in found] == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"), [*[(case, BF16) for case in BACKWARD], ("matrix product", F16), ("convolution", F16)], ids=str
+)
+def test_gradients_are_those_of_casts_written_by_hand(case, dtype):
+    fun, args = backward_args(case)
+    by_hand = lambda *a: jnp.sin(fun(*[x.astype(dtype) for x in a]).astype(F32)).sum()
+    loss = autocast_loss(lambda *a: jnp.sin(fun(*a)), dtype)
+    actual, expected = [exact_jit(jax.grad(f, argnums=(0, 1)))(*args) for f in (loss, by_hand)]
+    assert_same_bits(actual, expected)
+
+
+@half_dtypes
+def test_a_grad_inside_of_the_function_lowers_the_backward_pass_too(dtype):
+    """Three of the four; the product of the gradient with respect to `w` sums nothing in a batch of one."""
+    gradient = lambda x, w: jax.grad(lambda x, w: jnp.sin(x @ w).sum(), argnums=(0, 1))(x, w)
+    assert contractions(mpx.autocast(gradient, dtype), normal(0, 3, 4), normal(1, 4, 2)) == [all_in(dtype)] * 3
+    found = contractions(mpx.autocast(gradient, dtype), normal(0, 1, 4), normal(1, 4, 2))
+    assert sorted(c.result == dtype for c in found) == [False, True, True]
+
+
+def test_contractions_of_forward_mode_are_in_the_compute_dtype():
+    x, w = normal(0, 3, 4), normal(1, 4, 2)
+    tangent = lambda x, w: jax.jvp(mpx.autocast(jnp.matmul, BF16), (x, w), (x, w))
+    assert contractions(tangent, x, w) == [all_in(BF16)] * 3
+
+
+def test_contractions_of_second_derivatives_are_in_the_compute_dtype():
+    x, w = normal(0, 3, 4), normal(1, 4, 2)
+    loss = autocast_loss(lambda w, x: jnp.sin(x @ w), BF16)
+    assert set(contractions(jax.hessian(loss), w, x)) == {all_in(BF16)}
+
+
+# ---- gradients in float32 -------------------------------------------------------------------------------------------
+
+
+@half_dtypes
+@pytest.mark.parametrize("case", BACKWARD)
+def test_with_a_float32_gradient_dtype_gradients_of_arguments_are_float32_results_of_narrow_operands(case, dtype):
+    fun, args = backward_args(case)
+    loss = autocast_loss(lambda *a: jnp.sin(fun(*a)), dtype, gradient_dtype=F32)
+    forward, *backward = contractions(jax.grad(loss, argnums=(0, 1)), *args)
+    assert forward == all_in(dtype)
+    assert backward == [(dtype, dtype, F32)] * 2
+
+
+@half_dtypes
+def test_with_a_float32_gradient_dtype_cotangents_of_activations_stay_in_the_compute_dtype(dtype):
+    """Layer two's input is no argument: of six contractions the gradients of `w1`, `w2` and `x` are float32."""
+    net = lambda w1, w2, x: jnp.sin(x @ w1) @ w2
+    loss = autocast_loss(net, dtype, gradient_dtype=F32)
+    found = contractions(jax.grad(loss, argnums=(0, 1, 2)), normal(0, 4, 4), normal(1, 4, 2), normal(2, 3, 4))
+    assert [c[:2] for c in found] == [(dtype, dtype)] * 6
+    assert sorted(str(c.result) for c in found) == sorted([str(dtype)] * 3 + ["float32"] * 3)
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [("matrix product", BF16), ("matrix product", F16), ("convolution", BF16), ("ragged product", BF16)],
+    ids=str,
+)
+def test_with_a_float32_gradient_dtype_gradients_are_sums_of_narrow_operands_to_float32_rounding(case, dtype):
+    """The oracle adds up in float64 and is linear in the operands, which are rounded by hand."""
+    fun, args = backward_args(case)
+    cotangent = normal(9, *fun(*args).shape)
+    gradients = lambda f: exact_jit(lambda *args: jax.vjp(f, *args)[1](cotangent))(*args)
+    wide_gradients = gradients(mpx.autocast(fun, dtype, gradient_dtype=F32))
+    narrow_gradients = gradients(mpx.autocast(fun, dtype))
+    with jax.enable_x64(True):
+        wide = [np.asarray(x.astype(dtype), np.float64) for x in (*args, cotangent)]
+        exact = jax.jit(lambda *a: jax.vjp(fun, *a[:2])[1](a[2]))(*wide)
+        exact = [np.asarray(g) for g in exact]
+    for actual, narrow, expected in zip(wide_gradients, narrow_gradients, exact, strict=True):
+        assert actual.dtype == F32
+        scale = np.abs(expected).max()
+        assert np.abs(actual - expected).max() <= 2.0**-21 * scale
+        assert np.abs(narrow - expected).max() > 2.0**-13 * scale  # negative control: rounded once
+
+
+def test_with_a_float32_gradient_dtype_the_forward_result_is_the_same():
+    x, w = normal(0, 3, 4), normal(1, 4, 2)
+    assert_same_bits(mpx.autocast(jnp.matmul, BF16, gradient_dtype=F32)(x, w), mpx.autocast(jnp.matmul, BF16)(x, w))
+
+
+def test_with_a_float32_gradient_dtype_a_gradient_beyond_the_compute_dtype_is_right():
+    """257 has no bfloat16 value; a sum of 257 ones is 257 in float32."""
+    x, w = jnp.ones((257, 2)), jnp.zeros((2, 1))
+    gradients = [jax.grad(autocast_loss(lambda w: x @ w, BF16, gradient_dtype=d))(w) for d in (None, F32)]
+    assert_same_bits(gradients, [jnp.full((2, 1), 256.0), jnp.full((2, 1), 257.0)])
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f: jax.jit(f),
+        lambda f: jax.vmap(f, in_axes=(None, 0)),
+        lambda f: jax.checkpoint(f),
+        lambda f: lambda w, x: lax.map(lambda row: f(w, row), x),
+        lambda f: lambda w, x: lax.cond(x.sum() > 0, f, lambda w, x: f(w, 2 * x), w, x),
+    ],
+    ids=["jit", "vmap", "checkpoint", "scan", "cond"],
+)
+def test_a_float32_gradient_dtype_composes(transform):
+    """The gradient of the sum of `x @ w` is a sum of 257 ones, of which bfloat16 has none."""
+    x, w = jnp.ones((1, 257, 2)), jnp.zeros((2, 1))
+    for inside in (True, False):
+        fun = lambda w, x: x @ w
+        autocast = lambda f: mpx.autocast(f, BF16, gradient_dtype=F32)
+        loss = autocast(transform(fun)) if inside else transform(autocast(fun))
+        gradient = exact_jit(jax.grad(lambda w, loss=loss: loss(w, x).sum()))(w)
+        assert_same_bits(gradient, jnp.full((2, 1), 257.0))
+
+
+def test_a_float32_gradient_dtype_has_no_forward_mode():
+    x, w = normal(0, 3, 4), normal(1, 4, 2)
+    with pytest.raises(TypeError, match=r"can't apply forward-mode autodiff \(jvp\) to a custom_vjp function"):
+        jax.jvp(mpx.autocast(jnp.matmul, BF16, gradient_dtype=F32), (x, w), (x, w))
+
+
+# ---- data parallel training -----------------------------------------------------------------------------------------
+
+
+def data_parallel_gradient(gradient_dtype):
+    """The compiled gradient of a weight, on eight devices with a part of the batch each, and its value.
+
+    Each device's part of the gradient is a sum of 257 ones.
+    """
+    mesh = eight_cpu_devices()
+    x = jax.device_put(jnp.ones((8 * 257, 2)), NamedSharding(mesh, PartitionSpec("data")))
+    w = jax.device_put(jnp.zeros((2, 3)), NamedSharding(mesh, PartitionSpec()))
+    gradient = jax.jit(jax.grad(autocast_loss(lambda w, x: x @ w, BF16, gradient_dtype=gradient_dtype)))
+    return gradient.lower(w, x).compile().as_text(), gradient(w, x)
+
+
+def test_with_a_float32_gradient_dtype_devices_add_up_gradients_in_float32():
+    text, gradient = data_parallel_gradient(F32)
+    (reduction,) = [line for line in text.splitlines() if " all-reduce(" in line]
+    assert "= f32[" in reduction
+    assert "_promoted" not in reduction
+    assert_same_bits(np.asarray(gradient), np.full((2, 3), 2056, F32))
+
+
+def test_without_it_the_program_adds_up_in_bfloat16_which_a_cpu_does_in_float32():
+    """XLA's CPU compiler has no bfloat16 reduction and promotes it, as the reducer's name says; the sum is rounded."""
+    text, gradient = data_parallel_gradient(None)
+    (reduction,) = [line for line in text.splitlines() if " all-reduce(" in line]
+    assert "= f32[" in reduction
+    assert "_promoted" in reduction
+    assert_same_bits(np.asarray(gradient), np.full((2, 3), 2048, F32))
+
+
+def test_a_float32_gradient_dtype_in_a_shard_map_adds_up_in_float32():
+    """257 ones on each of eight devices."""
+    x, w = jnp.ones((8 * 257, 2)), jnp.zeros((2, 1))
+    loss = autocast_loss(lambda w, x: x @ w, BF16, gradient_dtype=F32)
+    specs = dict(in_specs=(PartitionSpec(), PartitionSpec("data")), out_specs=PartitionSpec())
+    gradient = jax.shard_map(jax.grad(loss), mesh=eight_cpu_devices(), **specs)
+    assert_same_bits(np.asarray(jax.jit(gradient)(w, x)), np.full((2, 1), 2056, F32))
+
+
+# ---- algorithms for float32 -----------------------------------------------------------------------------------------
+
+
+def test_tf32_on_a_cpu_is_float32_to_the_bit():
+    """It has no such numbers; its own are better."""
+    x, w = normal(0, 3, 4), normal(1, 4, 2)
+    fun = lambda x, w: jnp.sin(x @ w).sum()
+    with jax.default_device(jax.devices("cpu")[0]):
+        actual = jax.value_and_grad(mpx.autocast(fun, "tf32"), argnums=(0, 1))(x, w)
+        assert_same_bits(actual, jax.value_and_grad(fun, argnums=(0, 1))(x, w))
+
+
+def test_bf16x3_is_carried_by_every_contraction_forward_and_backward():
+    x, w = normal(0, 3, 4), normal(1, 4, 2)
+    gradient = jax.grad(autocast_loss(lambda x, w: jnp.sin(x @ w), "bf16x3"), argnums=(0, 1))
+    eqns = [eqn for eqn in eqns_of(gradient, x, w) if eqn.primitive.name in CONTRACTIONS]
+    algorithms = [p if isinstance(p, tuple) else (p,) for p in (eqn.params["precision"] for eqn in eqns)]
+    assert len(eqns) == 3
+    assert {p for algorithm in algorithms for p in algorithm} == {lax.DotAlgorithmPreset.BF16_BF16_F32_X3}
+    assert set(contractions(gradient, x, w)) == {all_in(F32)}
+
+
+def test_bf16x3_has_a_small_error():
+    """Against sums in float64; that of one bfloat16 product is a hundred times as large."""
+    x, w = normal(0, 16, 32), normal(1, 32, 8)
+    exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
+    error = lambda compute: np.abs(mpx.autocast(jnp.matmul, compute)(x, w) - exact).max() / np.abs(exact).max()
+    assert error("bf16x3") < 2.0**-15
+    assert error("bf16") > 2.0**-10  # negative control
+
+
+@pytest.mark.parametrize("case", ["convolution", "ragged product"])
+def test_bf16x3_leaves_what_has_no_such_algorithm(case):
+    fun, *shapes = LOWERED[case]
+    args = [normal(i, *shape) for i, shape in enumerate(shapes)]
+    assert_same_bits(mpx.autocast(fun, "bf16x3")(*args), fun(*args))
+
+
+def test_float32_changes_nothing():
+    x, w = normal(0, 3, 4), normal(1, 4, 2)
+    fun = lambda x, w: jnp.sin(x @ w).sum()
+    assert str(jax.make_jaxpr(mpx.autocast(fun, "f32"))(x, w)) == str(jax.make_jaxpr(fun)(x, w))
+
+
+# ---- what they are made of ------------------------------------------------------------------------------------------
+
+
+@half_dtypes
+def test_each_use_of_a_value_rounds_its_own_copy(dtype):
+    """One copy for all uses would add up their cotangents in 16 bits: 256 + 1."""
+    w = jnp.zeros((2, 1))
+    x, one = jnp.full((1, 2), 256.0), jnp.ones((1, 2))
+    gradient = exact_jit(jax.grad(autocast_loss(lambda w: x @ w + one @ w, dtype)))(w)
+    assert_same_bits(gradient, jnp.full((2, 1), 257.0))
+    shared = lambda w, d=BF16: ((x.astype(d) @ (n := w.astype(d))) + one.astype(d) @ n).astype(F32).sum()
+    assert (jax.grad(shared)(w) == 256).all()  # negative control
+
+
+@pytest.mark.parametrize("case", [*LOWERED, *KEPT])
+def test_the_reason_is_given_for_what_is_kept_and_only_for_that(case):
+    fun, *shapes = (LOWERED | KEPT)[case]
+    args = [normal(i, *shape) for i, shape in enumerate(shapes)]
+    steps = [*_steps(plan_of(mpx.autocast(fun, BF16), *args))]
+    (step,) = [step for step in steps if step.eqn.primitive.name in CONTRACTIONS]
+    assert (step.action, step.reason is None) == (("lower", True) if case in LOWERED else ("keep", False))
+
+
+def _steps(plan):
+    for step in plan.steps:
+        yield step
+        for inner in step.plans:
+            yield from _steps(inner)

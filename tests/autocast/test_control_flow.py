@@ -1,0 +1,748 @@
+"""Loops, branches, checkpoints, calls and shard maps under autocast: values, what travels in 16 bits, sums of uses.
+
+Oracle of values: the same function with each matrix product's casts written by hand (`narrow_dot`). Programs take the
+product as an argument, so that the one text makes both.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
+from jax.sharding import NamedSharding, PartitionSpec
+
+import mpx
+from tests.autocast.helpers import (
+    BF16,
+    F16,
+    F32,
+    all_in,
+    autocast_loss,
+    contractions,
+    eqns_of,
+    exact_jit,
+    half_dtypes,
+    integers,
+    is_on_grid,
+    narrow_dot,
+    normal,
+    rounded,
+)
+from tests.helpers import assert_same_bits, eight_cpu_devices
+
+SPLIT = PartitionSpec("data")
+WHOLE = PartitionSpec()
+
+# ---- programs: from a matrix product to functions of weights (4, 4), stacked weights (3, 4, 4), and rows (16, 4) -----
+
+
+def carry_scan(dot):
+    return lambda w, ws, x: lax.scan(lambda c, _: (jnp.sin(dot(c, w)), None), x, length=3)[0]
+
+
+def stacked_scan(dot):
+    def body(c, w):
+        y = dot(c, w)
+        return jnp.sin(y), y
+
+    return lambda w, ws, x: lax.scan(body, x, ws)
+
+
+def reversed_scan(dot):
+    def fun(w, ws, x):
+        body = lambda c, w2: (jnp.sin(dot(dot(c, w2), w)), c.sum())
+        return lax.scan(body, x, ws, reverse=True, unroll=2)
+
+    return fun
+
+
+def nested_scan(dot):
+    def fun(w, ws, x):
+        inner = lambda c, w2: (jnp.sin(dot(c, w2)), dot(c, w))
+        outer = lambda c, _: lax.scan(inner, c, ws)
+        return lax.scan(outer, x, length=2)
+
+    return fun
+
+
+def loop_of_fixed_length(dot):
+    return lambda w, ws, x: lax.fori_loop(0, 3, lambda i, c: jnp.sin(dot(c, ws[i])), x)
+
+
+def mapped(dot):
+    return lambda w, ws, x: lax.map(lambda row: dot(row, w), x, batch_size=4)
+
+
+def branch(dot):
+    def fun(w, ws, x):
+        return lax.cond(x[0, 0] > 0, lambda w: jnp.sin(dot(x, w)), lambda w: dot(jnp.cos(x), 2 * w), w)
+
+    return fun
+
+
+def switch(dot):
+    def fun(w, ws, x):
+        branches = [lambda w, i=i: jnp.sin(dot(x, w) * i) for i in (1.0, 2.0, 3.0)]
+        return [lax.switch(index, branches, ws[0]) for index in (0, 2, 7)]
+
+    return fun
+
+
+def branch_in_scan(dot):
+    def body(c, w):
+        return lax.cond(c[0, 0] > 0, lambda c: (jnp.sin(dot(c, w)), c), lambda c: (c, dot(c, w)), c)
+
+    return lambda w, ws, x: lax.scan(body, x, ws)
+
+
+def checkpoint(dot):
+    return lambda w, ws, x: jax.checkpoint(lambda w, x: jnp.sin(dot(jnp.sin(dot(x, w)), w)))(w, x)
+
+
+def checkpoint_dots(dot):
+    fun = lambda w, x: jnp.sin(dot(jnp.sin(dot(x, w)), w))
+    return lambda w, ws, x: jax.checkpoint(fun, policy=jax.checkpoint_policies.dots_saveable)(w, x)
+
+
+def checkpoint_names(dot):
+    policy = jax.checkpoint_policies.save_only_these_names("hidden")
+
+    def fun(w, x):
+        return jnp.sin(dot(checkpoint_name(jnp.sin(dot(x, w)), "hidden"), w))
+
+    return lambda w, ws, x: jax.checkpoint(fun, policy=policy, prevent_cse=False)(w, x)
+
+
+def checkpoint_in_scan(dot):
+    body = jax.checkpoint(lambda c, w: (jnp.sin(dot(jnp.sin(dot(c, w)), w)), None), prevent_cse=False)
+    return lambda w, ws, x: lax.scan(body, x, ws)[0]
+
+
+def scan_in_checkpoint(dot):
+    return lambda w, ws, x: jax.checkpoint(stacked_scan(dot))(w, ws, x)
+
+
+def call(dot):
+    return lambda w, ws, x: jax.jit(lambda w, x: jnp.sin(jax.jit(dot)(x, w)))(w, x)
+
+
+def call_in_scan(dot):
+    step = jax.jit(lambda c, w: jnp.sin(dot(c, w)))
+    return lambda w, ws, x: lax.scan(lambda c, w: (step(c, w), step(c, 2 * w)), x, ws)
+
+
+def vectorized(dot):
+    return lambda w, ws, x: jax.vmap(lambda w: jax.vmap(lambda row: jnp.sin(dot(row, w)))(x))(ws)
+
+
+def vectorized_scan(dot):
+    return lambda w, ws, x: jax.vmap(lambda row: lax.scan(lambda c, w: (jnp.sin(dot(c, w)), None), row, ws)[0])(x)
+
+
+def custom_jvp(dot):
+    """`relu` is one; its neighbours are lowered."""
+    return lambda w, ws, x: dot(jax.nn.relu(dot(x, w)), w)
+
+
+def shard_map(dot):
+    def fun(w, ws, x):
+        step = lambda w, x: jnp.sin(dot(x, lax.pcast(w, "data", to="varying")))
+        return jax.shard_map(step, mesh=eight_cpu_devices(), in_specs=(WHOLE, SPLIT), out_specs=SPLIT)(w, x)
+
+    return fun
+
+
+def shard_map_that_sums(dot):
+    def fun(w, ws, x):
+        step = lambda w, x: lax.psum(dot(dot(x, lax.pcast(w, "data", to="varying")).T, x), "data")
+        return jax.shard_map(step, mesh=eight_cpu_devices(), in_specs=(WHOLE, SPLIT), out_specs=WHOLE)(w, x)
+
+    return fun
+
+
+PROGRAMS = {
+    fun.__name__.replace("_", " "): fun
+    for fun in (
+        *(carry_scan, stacked_scan, reversed_scan, nested_scan, loop_of_fixed_length, mapped),
+        *(branch, switch, branch_in_scan),
+        *(checkpoint, checkpoint_dots, checkpoint_names, checkpoint_in_scan, scan_in_checkpoint),
+        *(call, call_in_scan, vectorized, vectorized_scan, custom_jvp, shard_map, shard_map_that_sums),
+    )
+}
+
+
+def arguments():
+    return normal(0, 4, 4), normal(1, 3, 4, 4), normal(2, 16, 4)
+
+
+def total(fun):
+    return lambda *args: sum(leaf.sum() for leaf in jax.tree.leaves(fun(*args)))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_values_and_gradients_are_those_of_casts_written_by_hand(name):
+    args, program = arguments(), PROGRAMS[name]
+    plain = program(jnp.matmul)
+    both = lambda fun: lambda *args: (fun(*args), jax.grad(total(fun), argnums=(0, 1))(*args))
+    actual = exact_jit(both(mpx.autocast(plain, BF16)))(*args)
+    assert_same_bits(actual, exact_jit(both(program(narrow_dot(BF16))))(*args))
+    types = lambda tree: [(x.shape, x.dtype, x.weak_type) for x in jax.tree.leaves(tree)]
+    assert types(actual) == types(jax.eval_shape(both(plain), *args))
+
+
+@pytest.mark.parametrize("name", ["carry scan", "checkpoint", "branch"])
+def test_values_of_casts_written_by_hand_are_not_those_of_float32(name):
+    """Negative control of the test above."""
+    by_hand, plain = (exact_jit(PROGRAMS[name](dot))(*arguments()) for dot in (narrow_dot(BF16), jnp.matmul))
+    assert (by_hand != plain).any()
+
+
+def assert_close(actual, expected):
+    """To a few float32 roundings: two programs of the same arithmetic may be fused in different ways."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, e, rtol=2.0**-20, atol=2.0**-20 * max(np.abs(e).max(), 1))
+
+
+@half_dtypes
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_contraction_is_lowered_forward_and_backward(name, dtype):
+    args, program = arguments(), PROGRAMS[name](jnp.matmul)
+    autocast = mpx.autocast(program, dtype)
+    assert set(contractions(autocast, *args)) == {all_in(dtype)}
+    assert set(contractions(jax.grad(total(autocast), argnums=(0, 1, 2)), *args)) == {all_in(dtype)}
+    assert len(contractions(autocast, *args)) == len(contractions(program, *args))
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["fixed length", "until a condition"])
+def test_forward_mode_goes_through_while_loops(dynamic):
+    """The condition contracts too; the loop ends in the same iteration as the one written by hand."""
+
+    def program(dot):
+        def fun(w, x):
+            if not dynamic:
+                return lax.fori_loop(0, jnp.int32(3), lambda i, c: jnp.sin(dot(c, w)), x)
+            running = lambda c: (c[0] < 20) & (jnp.abs(dot(c[1], w)).sum() < 1000)
+            return lax.while_loop(running, lambda c: (c[0] + 1, dot(c[1], w)), (0, x))
+
+        return fun
+
+    w, x = 2 * jnp.eye(4) + normal(0, 4, 4), normal(2, 8, 4)
+    tangent = lambda fun: exact_jit(lambda w, x: jax.jvp(fun, (w, x), (jnp.cos(w), jnp.cos(x))))(w, x)
+    plain = program(jnp.matmul)
+    assert set(contractions(lambda w, x: jax.jvp(mpx.autocast(plain, BF16), (w, x), (w, x)), w, x)) == {all_in(BF16)}
+    actual, expected = tangent(mpx.autocast(plain, BF16)), tangent(program(narrow_dot(BF16)))
+    if dynamic:
+        assert 1 < actual[0][0] < 20
+        assert actual[0][0] == expected[0][0]
+        actual, expected = (actual[0][1], actual[1][1]), (expected[0][1], expected[1][1])
+    assert_close(actual, expected)
+
+
+def test_a_while_loop_may_be_mapped_inside_of_the_function():
+    """Each row has a number of iterations of its own; jax gives such a loop one condition a row."""
+    w = 2 * jnp.eye(4)
+    one = lambda row: lax.while_loop(lambda c: c.sum() < 100, lambda c: c @ w, row)
+    x = jnp.ones((3, 4)) * jnp.array([[1.0], [3.0], [8.0]])
+    expected = np.array([[32.0], [48.0], [32.0]]) * np.ones((1, 4))
+    assert_same_bits(jax.vmap(one)(x), jnp.asarray(expected, F32))
+    assert_same_bits(jax.vmap(mpx.autocast(one, BF16))(x), jnp.asarray(expected, F32))
+    assert_same_bits(mpx.autocast(jax.vmap(one), BF16)(x), jnp.asarray(expected, F32))
+
+
+def test_only_the_branch_of_the_platform_is_compiled():
+    """A kernel for TPUs stands in the program and is not compiled for a CPU."""
+
+    def kernel(x):
+        copy = lambda source, target: target.__setitem__(..., source[...])
+        return pl.pallas_call(copy, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x @ x)
+
+    fun = lambda x: lax.platform_dependent(x, tpu=kernel, default=lambda x: x @ x)
+    x = integers(0, 4, 4)
+    assert_same_bits(jax.jit(fun)(x), x @ x)
+    assert_same_bits(jax.jit(mpx.autocast(fun, BF16))(x), x @ x)
+
+
+def test_a_branch_is_chosen_as_in_the_plain_program():
+    """Indices outside of the range are clamped; a Python bool chooses at once."""
+    w = integers(0, 4, 4)
+    branches = [lambda w, i=i: (w @ w) * i for i in (1.0, 2.0, 3.0)]
+    fun = lambda i, w: lax.switch(i, branches, w)
+    autocast, plain = exact_jit(mpx.autocast(fun, BF16)), exact_jit(fun)
+    for index in (-3, 0, 1, 2, 9):
+        assert_same_bits(autocast(jnp.int32(index), w), plain(jnp.int32(index), w))
+    for flag in (True, False, jnp.bool_(True)):
+        fun = lambda w, flag=flag: lax.cond(flag, lambda w: w @ w, lambda w: w, w)
+        assert_same_bits(mpx.autocast(fun, BF16)(w), fun(w))
+
+
+def test_a_loop_of_no_iterations_returns_what_it_was_given():
+    w, x = normal(0, 4, 4), normal(1, 8, 4)
+    step = lambda c, _: (c @ w, c @ w)
+    carry, ys = mpx.autocast(lambda x: lax.scan(step, x, length=0), BF16)(x)
+    assert_same_bits(carry, x)
+    assert_same_bits(ys, jnp.zeros((0, 8, 4)))
+    assert_same_bits(mpx.autocast(lambda n, x: lax.fori_loop(0, n, lambda i, c: c @ w, x), BF16)(jnp.int32(0), x), x)
+
+
+@pytest.mark.parametrize("side", ["in_shardings", "out_shardings"])
+def test_a_jit_inside_that_places_its_arrays_does_so(side):
+    sharding = NamedSharding(eight_cpu_devices(), SPLIT)
+    inner = jax.jit(lambda w, x: x @ w, **{side: (None, sharding) if side == "in_shardings" else sharding})
+    w, x = integers(0, 4, 4), integers(1, 8, 4)
+    for fun in (mpx.autocast(inner, BF16), jax.jit(mpx.autocast(inner, BF16))):
+        result = fun(w, x)
+        assert result.sharding.is_equivalent_to(inner(w, x).sharding, 2)
+        assert_same_bits(np.asarray(result), np.asarray(x) @ np.asarray(w))
+
+
+def test_a_shard_map_over_some_axes_of_a_mesh_leaves_the_others_to_the_compiler():
+    mesh = jax.make_mesh((4, 2), ("a", "b"), (jax.sharding.AxisType.Auto,) * 2, devices=jax.devices("cpu"))
+    step = lambda w, x: lax.psum(x @ w, "a")
+    specs = dict(in_specs=(WHOLE, PartitionSpec("a")), out_specs=WHOLE, axis_names={"a"})
+    fun = jax.shard_map(step, mesh=mesh, **specs)
+    w, x = integers(0, 4, 2), integers(1, 8, 4)
+    assert_same_bits(np.asarray(jax.jit(mpx.autocast(fun, BF16))(w, x)), np.asarray(jax.jit(fun)(w, x)))
+
+
+def test_a_function_is_autocast_inside_of_a_shard_map():
+    """Every device has its rows; gradients of the weight that all of them hold are added up in float32."""
+    w, x = jnp.zeros((2, 1)), jnp.ones((8, 2)).at[0].set(250.0)
+    loss = autocast_loss(lambda w, x: x @ w, BF16)
+    gradient = jax.shard_map(jax.grad(loss), mesh=eight_cpu_devices(), in_specs=(WHOLE, SPLIT), out_specs=WHOLE)
+    assert_same_bits(np.asarray(jax.jit(gradient)(w, x)), np.full((2, 1), 257, F32))
+
+
+# ---- what travels in 16 bits ----------------------------------------------------------------------------------------
+
+
+def operand_dtypes(fun, *args, primitive="scan"):
+    """Of the first equation of a primitive: dtypes of its operands, split for a scan, and of its results."""
+    eqn = eqns_of(fun, *args, primitive=primitive)[0]
+    dtypes = [v.aval.dtype for v in eqn.invars]
+    results = [v.aval.dtype for v in eqn.outvars]
+    if primitive != "scan":
+        return dtypes, results
+    first = eqn.params["num_consts"]
+    last = first + eqn.params["num_carry"]
+    return dtypes[:first], dtypes[first:last], dtypes[last:], results[last - first :]
+
+
+def layers(ws, x):
+    return lax.scan(lambda c, w: (jnp.sin(c @ w), None), x, ws)[0]
+
+
+@half_dtypes
+def test_stacked_weights_of_the_compute_dtype_are_not_copied_in_float32(dtype):
+    """As layers of a model: forward, and in the loops of the backward pass."""
+    ws, x = normal(0, 3, 4, 4, dtype=dtype), normal(1, 8, 4)
+    _, carry, xs, _ = operand_dtypes(mpx.autocast(layers, dtype), ws, x)
+    assert (carry, xs) == ([F32], [dtype])
+    gradient = mpx.grad(autocast_loss(layers, dtype), argnums=(0, 1))
+    stacks = [
+        v.aval
+        for eqn in eqns_of(gradient, ws, x, primitive="scan")
+        for v in (*eqn.invars, *eqn.outvars)
+        if v.aval.shape == (3, 4, 4)
+    ]
+    assert {aval.dtype for aval in stacks} == {dtype}
+
+
+def test_stacked_weights_of_another_dtype_travel_as_they_are():
+    x = normal(1, 8, 4)
+    for weights, compute in ((F32, BF16), (F16, BF16), (BF16, F16)):
+        ws = normal(0, 3, 4, 4, dtype=weights)
+        assert operand_dtypes(mpx.autocast(layers, compute), ws, x)[2] == [F32]
+
+
+def test_a_weight_that_is_used_twice_in_the_body_travels_in_float32():
+    """Its gradients of both uses are added up in float32, and must not be rounded then."""
+    twice = lambda ws, x: lax.scan(lambda c, w: (jnp.sin(c @ w) @ w, None), x, ws)[0]
+    assert operand_dtypes(mpx.autocast(twice, BF16), normal(0, 3, 4, 4, dtype=BF16), normal(1, 8, 4))[2] == [F32]
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda c, w: c * w[0] + c @ jnp.ones((4, 4)),
+        lambda c, w: (c[:, None] * w[None]).sum(1) + c @ c.T @ c,
+        lambda c, w: c @ jnp.broadcast_to(w[:1], (4, 4)),
+        lambda c, w: lax.while_loop(lambda s: s[0] < 1, lambda s: (s[0] + 1, s[1] @ w), (0, c))[1],
+        lambda c, w: lax.scan(lambda c, _: (c @ w, None), c, length=2)[0],
+        lambda c, w: jnp.matmul(c, w, precision="highest") + c @ c.T @ c,
+    ],
+    ids=["not in a contraction", "nor here", "in a broadcast", "in a while loop", "in a loop", "precisely"],
+)
+def test_a_weight_whose_gradient_is_not_rounded_anyway_travels_in_float32(use):
+    fun = lambda ws, x: lax.scan(lambda c, w: (use(c, w), None), x, ws)[0]
+    with jax.numpy_rank_promotion("allow"):
+        assert operand_dtypes(mpx.autocast(fun, BF16), normal(0, 3, 4, 4, dtype=BF16), normal(1, 4, 4))[2] == [F32]
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda c, w: c @ w.T,
+        lambda c, w: c @ w.reshape(2, 8).reshape(4, 4),
+        lambda c, w: jax.jit(jnp.matmul)(c, w),
+        lambda c, w: jax.checkpoint(jnp.matmul)(c, w),
+        lambda c, w: lax.cond(c[0, 0] > 0, lambda w: c @ w, lambda w: c @ (w.T), w),
+        lambda c, w: checkpoint_name(w, "weight").T @ c,
+    ],
+    ids=["transposed", "reshaped", "in a jit", "in a checkpoint", "in both branches", "named"],
+)
+def test_a_weight_whose_gradient_is_rounded_anyway_travels_in_16_bits(use):
+    fun = lambda ws, x: lax.scan(lambda c, w: (use(c, w), None), x, ws)[0]
+    assert operand_dtypes(mpx.autocast(fun, BF16), normal(0, 3, 4, 4, dtype=BF16), normal(1, 4, 4))[2] == [BF16]
+
+
+def test_stacked_weights_travel_in_float32_if_their_gradients_shall_be_float32():
+    ws, x = normal(0, 3, 4, 4, dtype=BF16), normal(1, 8, 4)
+    autocast = mpx.autocast(layers, BF16, gradient_dtype=F32)
+    assert operand_dtypes(autocast, ws, x)[2] == [F32]
+
+
+@half_dtypes
+def test_activations_that_are_results_of_contractions_travel_in_16_bits(dtype):
+    """Rows of a product are the inputs of a loop; products are stacked by it."""
+
+    def fun(w, x):
+        def body(c, row):
+            y = row @ w
+            return c + (y @ w).sum(), (y, y.reshape(2, 2).T, jnp.maximum(y, 0.0), y * 2.0, jnp.arange(3))
+
+        return lax.scan(body, 0.0, x @ w)
+
+    _, carry, xs, ys = operand_dtypes(mpx.autocast(fun, dtype), normal(0, 4, 4), normal(1, 8, 4))
+    assert (carry, xs, ys) == ([F32], [dtype], [dtype, dtype, dtype, F32, np.int32])
+
+
+@pytest.mark.parametrize(
+    "copies",
+    [
+        lambda y: jnp.broadcast_to(y[:1], (8, 4)),
+        lambda y: y[jnp.zeros(8, jnp.int32)],
+        lambda y: jnp.tile(y[:1], (8, 1)),
+    ],
+    ids=["broadcast", "gathered", "tiled"],
+)
+def test_copies_of_a_result_travel_in_float32(copies):
+    """Their cotangents are still to be added up, and are rounded after that only."""
+    fun = lambda w, x: lax.scan(lambda c, row: (c + (row @ w).sum() + row.sum(), None), 0.0, copies(x @ w))[0]
+    assert operand_dtypes(mpx.autocast(fun, BF16), normal(0, 4, 4), normal(1, 8, 4))[2] == [F32]
+
+
+def test_carries_and_constants_of_a_loop_are_float32_though_on_the_grid():
+    """Their cotangents are added up over all iterations."""
+    fun = lambda w, x: lax.scan(lambda c, _: (c @ w, None), x @ w, length=3)[0]
+    consts, carry, _, _ = operand_dtypes(mpx.autocast(fun, BF16), normal(0, 4, 4, dtype=BF16), normal(1, 8, 4))
+    assert (consts, carry) == ([F32], [F32])
+    gradient = mpx.grad(autocast_loss(fun, BF16), argnums=(0, 1))
+    for eqn in eqns_of(gradient, normal(0, 4, 4, dtype=BF16), normal(1, 8, 4), primitive="scan"):
+        first = eqn.params["num_consts"]
+        carry = [v.aval.dtype for v in eqn.invars[first : first + eqn.params["num_carry"]]]
+        assert BF16 not in carry
+
+
+def test_a_checkpoint_takes_weights_of_the_compute_dtype_in_16_bits():
+    ws, x = normal(0, 3, 4, 4, dtype=BF16), normal(1, 8, 4)
+    body = jax.checkpoint(lambda c, w: (jnp.sin(c @ w), None))
+    fun = mpx.autocast(lambda ws, x: lax.scan(body, x, ws)[0], BF16)
+    assert operand_dtypes(fun, ws, x)[2] == [BF16]
+    assert sorted(map(str, operand_dtypes(fun, ws, x, primitive="remat2")[0])) == ["bfloat16", "float32"]
+
+
+@half_dtypes
+def test_what_a_checkpoint_of_contractions_keeps_is_in_16_bits(dtype):
+    """Residuals of the size of an activation: the stacked results of all layers."""
+    ws, x = normal(0, 3, 4, 4, dtype=dtype), normal(1, 8, 4)
+    policy = jax.checkpoint_policies.dots_saveable
+    body = jax.checkpoint(lambda c, w: (jnp.sin(jnp.sin(c @ w) @ w.T), None), policy=policy)
+    fun = mpx.autocast(lambda ws, x: lax.scan(body, x, ws)[0], dtype)
+    saved = [leaf for leaf in jax.tree.leaves(jax.vjp(fun, ws, x)[1]) if leaf.shape == (3, 8, 4)]
+    assert sorted(str(leaf.dtype) for leaf in saved) == sorted([str(dtype)] * 2 + ["float32"])  # and the carry
+
+
+@pytest.mark.parametrize(
+    ("branches", "dtype"),
+    [
+        ((lambda w, x: x @ w, lambda w, x: jnp.sin(x @ w.T)), BF16),
+        ((lambda w, x: x @ w, lambda w, x: x), F32),
+        ((lambda w, x: x @ w, lambda w, x: x @ w @ w), F32),
+    ],
+    ids=["used once in each", "unused in one", "used twice in one"],
+)
+def test_a_weight_enters_a_branch_in_16_bits_if_every_branch_rounds_its_gradient(branches, dtype):
+    w, x = normal(0, 4, 4, dtype=BF16), normal(1, 8, 4)
+    fun = mpx.autocast(lambda w, x: lax.cond(x[0, 0] > 0, *branches, w, x), BF16)
+    assert operand_dtypes(fun, w, x, primitive="cond")[0] == [np.int32, dtype, F32]
+
+
+def test_values_that_are_not_on_the_grid_do_not_travel_in_16_bits():
+    """What a loop stacks and takes in is what the plain program would, to the bit: no contraction is before them."""
+
+    def fun(w, x):
+        y = jnp.sin(x)
+        carry, (a, b) = lax.scan(lambda c, row: (c + (row @ w).sum() * 0, (row, row * 0.1)), jnp.float32(0), y)
+        c = jax.checkpoint(lambda y: (y @ w) * 0 + y)(y)
+        d = lax.cond(x[0, 0] > 0, lambda y: (y @ w) * 0 + y, lambda y: (w @ w)[:1] * 0 + y, y)
+        return carry, a, b, c, d
+
+    w, x = normal(0, 4, 4), normal(1, 8, 4)
+    with jax.numpy_rank_promotion("allow"):
+        assert_same_bits(exact_jit(mpx.autocast(fun, BF16))(w, x), exact_jit(fun)(w, x))
+    assert not is_on_grid(jnp.sin(x), BF16)
+
+
+@pytest.mark.parametrize("asked", [BF16, F16], ids=str)
+@half_dtypes
+def test_stacked_contractions_of_a_dtype_that_was_asked_for_keep_it(dtype, asked):
+    dot = lambda row, w: lax.dot_general(row, w, (((0,), (0,)), ((), ())), preferred_element_type=asked)
+    fun = lambda w, x: lax.scan(lambda c, row: (c, dot(row, w)), 0, x)[1]
+    w, x = integers(0, 4, 4), integers(1, 8, 4)
+    assert jax.eval_shape(mpx.autocast(fun, dtype), w, x) == jax.eval_shape(fun, w, x)
+    assert_same_bits(mpx.autocast(fun, dtype)(w, x), (x @ w).astype(asked))
+
+
+@pytest.mark.parametrize("where", ["scan", "checkpoint", "cond"])
+def test_contractions_of_a_dtype_that_was_asked_for_enter_programs_in_it(where):
+    def fun(w, x):
+        y = lax.dot_general(x, w, (((1,), (0,)), ((), ())), preferred_element_type=BF16)
+        step = lambda y: (y.astype(F32) @ w).astype(y.dtype)
+        if where == "scan":
+            return lax.scan(lambda c, row: (c, step(row)), 0, y)[1]
+        return jax.checkpoint(step)(y) if where == "checkpoint" else lax.cond(x[0, 0] > 9, lambda y: y, step, y)
+
+    w, x = integers(0, 4, 4, low=-1, high=2), integers(1, 8, 4)
+    expected = ((x @ w) @ w).astype(BF16)
+    for dtype in (BF16, F16):
+        assert_same_bits(mpx.autocast(fun, dtype)(w, x), expected)
+
+
+# ---- no hidden sums in 16 bits: a weight or a value that is used many times -----------------------------------------
+#
+# Gradients that are counts of uses. 257 is the smallest whole number that bfloat16 has not; 2049 in float16.
+
+
+def plain_16_bit(loss, *args, dtype=BF16):
+    """Negative control: parameters, values and sums in 16 bits."""
+    return exact_jit(jax.grad(lambda *args: loss(*args).astype(F32)))(*[x.astype(dtype) for x in args])
+
+
+def embedding_loss(tokens):
+    """Each token's row once; the head's product of zeros lets autocast enter."""
+    return lambda table: (table[tokens] + table[tokens] @ jnp.zeros((2, 2), table.dtype)).sum()
+
+
+def test_a_token_that_is_seen_a_thousand_times_has_a_gradient_of_a_thousand():
+    table, tokens = jnp.zeros((3, 2), BF16), jnp.ones(1000, jnp.int32)
+    loss = embedding_loss(tokens)
+    expected = jnp.zeros((3, 2)).at[1].set(1000.0)
+    loss_in_bf16 = mpx.autocast(loss, BF16)
+    wide, narrow = exact_jit(lambda table: (mpx.grad(loss_in_bf16)(table), jax.grad(loss_in_bf16)(table)))(table)
+    assert_same_bits((wide, narrow), (expected, expected.astype(BF16)))
+    assert plain_16_bit(loss, table)[1, 0] == 256
+
+
+def test_a_weight_that_a_scan_of_4096_steps_closes_over_has_a_gradient_of_4096():
+    w = jnp.zeros((2, 1), BF16)
+
+    def loss(w):
+        ones = jnp.ones((1, 2), w.dtype)
+        return lax.scan(lambda c, _: (c + (ones @ w).sum(), None), jnp.zeros((), w.dtype), length=4096)[0]
+
+    assert_same_bits(exact_jit(mpx.grad(mpx.autocast(loss, BF16)))(w), jnp.full((2, 1), 4096.0))
+    assert (plain_16_bit(loss, w) == 256).all()
+
+
+def test_a_tied_weight_has_the_gradients_of_both_uses():
+    """256 tokens, and 1 from the head: 257."""
+    table, tokens = jnp.zeros((2, 2), BF16), jnp.zeros(256, jnp.int32)
+
+    def loss(table):
+        hidden = jnp.ones((1, 2), table.dtype)
+        return table[tokens].sum() + (hidden @ table.T)[0, 0]
+
+    assert (exact_jit(mpx.grad(mpx.autocast(loss, BF16)))(table)[0] == 257).all()
+    assert (plain_16_bit(loss, table)[0] == 256).all()
+
+
+def test_an_activation_that_is_used_300_times_has_the_gradients_of_all_uses():
+    """It is a result of a contraction; then its gradient, 300, which bfloat16 has, goes through that."""
+
+    def loss(x):
+        hidden = x @ jnp.eye(2, dtype=x.dtype)
+        return sum((hidden.sum() for _ in range(300)), start=jnp.zeros((), x.dtype))
+
+    x = jnp.zeros((1, 2))
+    assert_same_bits(exact_jit(jax.grad(mpx.autocast(loss, BF16)))(x), jnp.full((1, 2), 300.0))
+    assert (plain_16_bit(loss, x) == 256).all()
+
+
+def uses_in_scan(use, w, n):
+    return lax.scan(lambda c, _: (c + use(w), None), jnp.float32(0), length=n + 1)[0]
+
+
+def uses_in_nested_scan(use, w, n):
+    inner = lambda c: lax.scan(lambda c, _: (c + use(w), None), c, length=n // 8)[0]
+    return lax.scan(lambda c, _: (inner(c), None), jnp.float32(0), length=8)[0] + use(w)
+
+
+def uses_in_checkpoints(use, w, n):
+    return n * jax.checkpoint(use)(w) + jax.checkpoint(use)(w)
+
+
+def uses_inside_of_a_checkpoint(use, w, n):
+    return jax.checkpoint(lambda w: n * use(w) + use(w))(w)
+
+
+def uses_in_checkpoint_in_scan(use, w, n):
+    body = jax.checkpoint(lambda c, _: (c + use(w), None), prevent_cse=False)
+    return lax.scan(body, jnp.float32(0), length=n + 1)[0]
+
+
+def uses_in_branches(use, w, n):
+    return lax.cond(w.sum() >= 0, lambda w: n * use(w) + use(w), use, w)
+
+
+def uses_in_branch_in_scan(use, w, n):
+    body = lambda c, i: (lax.cond(i >= 0, lambda w: c + use(w), lambda w: c, w), None)
+    return lax.scan(body, jnp.float32(0), jnp.arange(n + 1))[0]
+
+
+def uses_in_jit(use, w, n):
+    return jax.jit(lambda w: n * use(w) + use(w))(w)
+
+
+def uses_in_a_stack(use, w, n):
+    """A weight of a stack, twice in each iteration: its slice must not travel in 16 bits."""
+    body = lambda c, w: (c + n * use(w) + use(w), None)
+    return lax.scan(body, jnp.float32(0), w[None])[0]
+
+
+def uses_in_a_checkpoint_of_a_stack(use, w, n):
+    body = jax.checkpoint(lambda c, w: (c + n * use(w) + use(w), None), prevent_cse=False)
+    return lax.scan(body, jnp.float32(0), w[None])[0]
+
+
+def uses_on_several_devices(use, w, n):
+    """An eighth on each of eight devices, and one more on the first."""
+    step = lambda w, count: lax.psum(count[0] * use(lax.pcast(w, "data", to="varying")), "data")
+    counts = jnp.full(8, n / 8.0).at[0].add(1.0)
+    return jax.shard_map(step, mesh=eight_cpu_devices(), in_specs=(WHOLE, SPLIT), out_specs=WHOLE)(w, counts)
+
+
+COUNTS = [
+    *(uses_in_scan, uses_in_nested_scan, uses_in_checkpoints, uses_inside_of_a_checkpoint, uses_in_checkpoint_in_scan),
+    *(uses_in_branches, uses_in_branch_in_scan, uses_in_jit, uses_in_a_stack, uses_in_a_checkpoint_of_a_stack),
+    uses_on_several_devices,
+]
+
+
+def ones_times(w):
+    return (jnp.ones((1, 2)) @ w).sum()
+
+
+@pytest.mark.parametrize(("dtype", "n"), [(BF16, 256), (F16, 2048)], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("uses", COUNTS, ids=lambda uses: uses.__name__.replace("_", " "))
+def test_the_gradient_of_a_weight_is_the_number_of_its_uses(uses, dtype, n):
+    """257, or 2049: one more than the last whole number of which the dtype has the next."""
+    loss = mpx.autocast(lambda w: uses(ones_times, w, n), dtype)
+    gradient = exact_jit(mpx.grad(loss))(jnp.zeros((2, 1), dtype))
+    assert_same_bits(np.asarray(gradient), np.full((2, 1), n + 1, F32))
+    assert np.asarray(n + 1).astype(dtype) == n  # negative control: the sum is no number of the dtype
+
+
+def test_the_gradient_of_a_float32_weight_is_the_same_with_jaxs_own_grad():
+    loss = mpx.autocast(lambda w: uses_in_scan(ones_times, w, 256), BF16)
+    assert_same_bits(jax.grad(loss)(jnp.zeros((2, 1))), jnp.full((2, 1), 257.0))
+
+
+def test_the_gradient_of_a_bfloat16_weight_is_rounded_once_by_jax_itself():
+    """Negative control of the tests above: `jax.grad` gives it the weight's dtype, `mpx.grad` does not."""
+    loss = mpx.autocast(lambda w: uses_in_scan(ones_times, w, 256), BF16)
+    assert_same_bits(jax.grad(loss)(jnp.zeros((2, 1), BF16)), jnp.full((2, 1), 256, BF16))
+
+
+def used_257_times_in_a_checkpoint(w):
+    return jax.checkpoint(lambda w: 256 * ones_times(w) + ones_times(w))(w)
+
+
+def joined_with_a_product(w):
+    """Such as the embedding of a first token before those of a sequence, which a loop goes through."""
+    rows = jnp.concatenate([w[None], (jnp.ones((2, 2)) @ jnp.ones((2, 1)))[None]])
+    return lax.scan(lambda c, row: (c + used_257_times_in_a_checkpoint(row), None), jnp.float32(0), rows)[0]
+
+
+def carried_by_a_loop(w):
+    """As the chunks that devices pass around in a ring."""
+    step = lambda i, state: (state[0][::-1], state[1] + used_257_times_in_a_checkpoint(state[0]))
+    return lax.fori_loop(0, 1, step, (w, jnp.float32(0)))[1]
+
+
+def returned_by_a_loop(w):
+    (turned,) = lax.scan(lambda c, w: (c + ones_times(w) * 0, w[::-1]), jnp.float32(0), w[None])[1]
+    return used_257_times_in_a_checkpoint(turned)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [joined_with_a_product, carried_by_a_loop, returned_by_a_loop],
+    ids=lambda loss: loss.__name__.replace("_", " "),
+)
+def test_a_weight_that_is_moved_on_its_way_has_a_gradient_of_257_too(loss):
+    """The sum of its uses is not rounded on the way back either: no contraction stands between it and them."""
+    gradient = exact_jit(mpx.grad(mpx.autocast(loss, BF16)))(jnp.zeros((2, 1), BF16))
+    assert_same_bits(gradient, jnp.full((2, 1), 257.0))
+
+
+def test_a_stack_of_weights_used_twice_loses_a_use_if_its_slices_are_cast_first():
+    """Negative control: what a user would write by hand, 256 + 1 in bfloat16."""
+
+    def loss(ws):
+        use = lambda w: (jnp.ones((1, 2), BF16) @ w).astype(F32).sum()
+        return lax.scan(lambda c, w: (c + 256 * use(w) + use(w), None), jnp.float32(0), ws.astype(BF16))[0]
+
+    assert (exact_jit(jax.grad(loss))(jnp.zeros((1, 2, 1))) == 256).all()
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_gradients_of_stacked_weights_are_summed_over_devices_before_they_are_rounded(check_vma):
+    """33 on one of eight devices and 32 on the others are 257; each device's part is a bfloat16 number."""
+    mesh = eight_cpu_devices()
+    specs = dict(in_specs=(SPLIT, WHOLE), out_specs=SPLIT, check_vma=check_vma)
+
+    def loss(ws):
+        x = jnp.full((8, 2), 32.0).at[0].set(33.0)
+        body = lambda c, w: (c, jax.shard_map(jnp.matmul, mesh=mesh, **specs)(x, w))
+        return lax.scan(body, 0, ws)[1].sum()
+
+    gradient = exact_jit(mpx.grad(mpx.autocast(loss, BF16)))(jnp.zeros((2, 2, 1), BF16))
+    assert_same_bits(np.asarray(gradient), np.full((2, 2, 1), 257, F32))
+
+
+@half_dtypes
+def test_gradients_of_a_weight_in_one_contraction_are_rounded_once(dtype):
+    """The product's own rounding, and none after it: those of casts by hand, float32 sums included."""
+    w, x = normal(0, 3, 4, 4, dtype=dtype), normal(1, 8, 4)
+    by_hand = lambda ws, x: lax.scan(lambda c, w: (jnp.sin(narrow_dot(dtype)(c, w)), None), x, ws)[0].sum()
+    actual = exact_jit(mpx.grad(autocast_loss(layers, dtype)))(w, x)
+    assert_same_bits(actual, exact_jit(jax.grad(by_hand))(w.astype(F32), x))
+    assert is_on_grid(actual, dtype)
+
+
+def test_a_mean_of_microbatches_is_taken_in_float32():
+    """257 microbatches, each with a gradient of 1: their sum in bfloat16 is 256."""
+    gradient = mpx.grad(autocast_loss(lambda w, x: x @ w, BF16))
+    step = lambda total, x: (total + gradient(jnp.zeros((2, 1), BF16), x), None)
+    total, _ = lax.scan(step, jnp.zeros((2, 1)), jnp.ones((257, 1, 2)))
+    assert_same_bits(total, jnp.full((2, 1), 257.0))
+
+
+def test_rounding_by_numpy_is_what_contractions_do():
+    """Of the oracle `rounded`, against jax's own cast."""
+    x = normal(0, 64)
+    for dtype in (BF16, F16):
+        np.testing.assert_array_equal(rounded(x, dtype), x.astype(dtype).astype(F32))

@@ -1,0 +1,667 @@
+"""`explain`: where each contraction is in the user's code, what it costs, in what it runs, and why not otherwise."""
+
+import dataclasses
+import inspect
+import io
+import math
+import pathlib
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax import lax
+from jax.experimental import pallas as pl
+from rich.console import Console
+
+import mpx
+from tests.autocast.helpers import conv
+
+ROOT = pathlib.Path(__file__).parents[2]
+THIS_FILE = "tests/autocast/test_explain.py"
+
+
+@pytest.fixture(autouse=True)
+def in_the_root_of_the_repository(monkeypatch):
+    """Paths are shown relative to the working directory."""
+    monkeypatch.chdir(ROOT)
+
+
+def shape(*dims, dtype=np.float32):
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+def product(a, b):
+    return a @ b
+
+
+def total(fun):
+    """A scalar to differentiate."""
+    return lambda *args: fun(*args).sum()
+
+
+def line(fun, offset=1):
+    """Where a line of a function is, counted from the one of its `def`, its first decorator or its `lambda`."""
+    fun = inspect.unwrap(fun)
+    return f"{THIS_FILE}:{fun.__code__.co_firstlineno + offset} ({fun.__qualname__.rsplit('.<locals>.')[-1]})"
+
+
+def contractions(fun, *args, policy="bf16", **options):
+    """The rows of the contractions of a function."""
+    return mpx.explain(fun, policy, **options)(*args).contractions
+
+
+def only(rows):
+    """The one row of a list."""
+    (row,) = rows
+    return row
+
+
+# --- where ------------------------------------------------------------------------------------------------------------
+
+
+class LinenModel(nn.Module):
+    """Lines of its own that call layers of Flax."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(8)(x)
+        return nn.MultiHeadDotProductAttention(num_heads=2)(x)
+
+
+class LinenBlock(nn.Module):
+    """To be scanned and rematerialised."""
+
+    @nn.compact
+    def __call__(self, x, _):
+        return nn.tanh(nn.Dense(8)(x)), None
+
+
+class LinenStack(nn.Module):
+    """Scans a block of ours."""
+
+    @nn.compact
+    def __call__(self, x):
+        block = nn.scan(nn.remat(LinenBlock), variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+        return block()(x, None)[0]
+
+
+class LinenRecurrent(nn.Module):
+    """Scans a cell of Flax: the loop is ours to see, its body is not."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.RNN(nn.SimpleCell(8))(x)
+
+
+def linen_loss(module):
+    variables = jax.eval_shape(module.init, jax.random.key(0), shape(2, 4, 8))
+    return total(module.apply), variables, shape(2, 4, 8)
+
+
+def nnx_model(model, x):
+    return model(x)
+
+
+def equinox_model(model, x):
+    return jax.vmap(model)(x)
+
+
+def test_rows_are_at_the_users_own_line():
+    assert only(contractions(product, shape(3, 5), shape(5, 7))).where == line(product)
+
+
+@pytest.mark.parametrize("differentiated", [False, True], ids=["forward", "gradient"])
+def test_rows_of_a_linen_model_are_at_its_lines_forward_and_backward(differentiated):
+    loss, *args = linen_loss(LinenModel())
+    rows = contractions(jax.grad(loss) if differentiated else loss, *args)
+    dense, attention = line(LinenModel.__call__, 2), line(LinenModel.__call__, 3)
+    assert {row.where for row in rows} == {dense, attention}
+    assert sum(row.count for row in rows if row.where == dense) == (2 if differentiated else 1)
+    assert sum(row.count for row in rows if row.where == attention) == (6 * 3 if differentiated else 6)
+
+
+@pytest.mark.parametrize("differentiated", [False, True], ids=["forward", "gradient"])
+def test_rows_in_a_scanned_rematerialised_block_are_at_its_line(differentiated):
+    """Three layers: a product each, and in the gradient the same once more and two of its own."""
+    loss, *args = linen_loss(LinenStack())
+    rows = contractions(jax.grad(loss) if differentiated else loss, *args)
+    assert {row.where for row in rows} == {line(LinenBlock.__call__, 2)}
+    assert sum(row.count for row in rows) == (3 * 4 if differentiated else 3)
+
+
+def test_rows_in_a_loop_of_a_library_are_at_the_users_line_that_runs_the_loop():
+    loss, *args = linen_loss(LinenRecurrent())
+    assert {row.where for row in contractions(loss, *args)} == {line(LinenRecurrent.__call__, 2)}
+
+
+def test_rows_of_an_nnx_model_are_at_the_users_line():
+    model = nnx.eval_shape(lambda: nnx.Linear(5, 7, rngs=nnx.Rngs(0)))
+    assert only(contractions(nnx_model, model, shape(3, 5))).where == line(nnx_model)
+
+
+def test_rows_of_an_equinox_model_are_at_the_users_line():
+    model = eqx.filter_eval_shape(eqx.nn.MLP, 4, 2, 8, 1, key=jax.random.key(0))
+    assert {row.where for row in contractions(equinox_model, model, shape(3, 4))} == {line(equinox_model)}
+
+
+def test_rows_are_at_the_line_of_a_library_where_no_line_is_the_users():
+    module = nn.Dense(7)
+    variables = jax.eval_shape(module.init, jax.random.key(0), shape(3, 5))
+    assert re.search(r"flax/linen/linear\.py:\d+", only(contractions(module.apply, variables, shape(3, 5))).where)
+
+
+def test_paths_outside_the_working_directory_are_whole(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    where = only(contractions(product, shape(3, 5), shape(5, 7))).where
+    assert where == f"{ROOT}/{line(product)}"
+
+
+def test_equal_products_of_one_line_share_a_row_in_the_order_of_the_program():
+    def three(a, b):
+        return a @ b @ b @ jnp.ones((5, 2)), jnp.ones((2, 3)) @ a
+
+    rows = contractions(three, shape(3, 5), shape(5, 5))
+    assert [(row.shapes, row.count) for row in rows] == [
+        ("f32[3,5] f32[5,5]", 2),
+        ("f32[3,5] f32[5,2]", 1),
+        ("f32[2,3] f32[3,5]", 1),
+    ]
+    assert {row.where for row in rows} == {line(three)}
+
+
+# --- how much ---------------------------------------------------------------------------------------------------------
+
+
+def flops_of(fun, *args):
+    return [row.flops for row in contractions(fun, *args)]
+
+
+def ragged(lhs, rhs, sizes):
+    return lax.ragged_dot(lhs, rhs, sizes)
+
+
+RAGGED = (shape(8, 5), shape(3, 5, 7), shape(3, dtype=np.int32))
+IMAGES = shape(2, 9, 9, 4)
+
+
+@pytest.mark.parametrize(
+    ("fun", "args", "flops"),
+    [
+        pytest.param(product, (shape(3, 5), shape(5, 7)), 2 * 3 * 5 * 7, id="matrix product"),
+        pytest.param(product, (shape(5), shape(5)), 2 * 5, id="inner product"),
+        pytest.param(product, (shape(4, 3, 5), shape(4, 5, 7)), 4 * 2 * 3 * 5 * 7, id="batched"),
+        pytest.param(jax.vmap(product, (0, None)), (shape(4, 3, 5), shape(5, 7)), 4 * 2 * 3 * 5 * 7, id="vmap"),
+        pytest.param(
+            lambda a, b: jnp.einsum("ijk,jkl->il", a, b),
+            (shape(3, 5, 2), shape(5, 2, 7)),
+            2 * 3 * 10 * 7,
+            id="two axes",
+        ),
+        # 7 x 7 places, 3 x 3 taps of 4 channels, 6 features, 2 images
+        pytest.param(
+            lambda x, k: conv(x, k, padding="VALID"),
+            (IMAGES, shape(3, 3, 4, 6)),
+            2 * 2 * 7 * 7 * 6 * 3 * 3 * 4,
+            id="convolution",
+        ),
+        pytest.param(
+            lambda x, k: conv(x, k, padding="VALID", stride=2),
+            (IMAGES, shape(3, 3, 4, 6)),
+            2 * 2 * 4 * 4 * 6 * 3 * 3 * 4,
+            id="strided",
+        ),
+        pytest.param(
+            lambda x, k: conv(x, k, padding="VALID", groups=2),
+            (IMAGES, shape(3, 3, 2, 6)),
+            2 * 2 * 7 * 7 * 6 * 3 * 3 * 2,
+            id="grouped",
+        ),
+        pytest.param(
+            lambda x, k: conv(x, k, padding="VALID", batch_group_count=2),
+            (shape(4, 9, 9, 4), shape(3, 3, 4, 6)),
+            2 * 2 * 7 * 7 * 6 * 3 * 3 * 4,
+            id="grouped batch",
+        ),
+        pytest.param(ragged, RAGGED, 2 * 8 * 5 * 7, id="ragged product"),
+    ],
+)
+def test_flops_are_two_for_each_product_that_is_added_up(fun, args, flops):
+    assert flops_of(fun, *args) == [flops]
+
+
+@pytest.mark.parametrize(
+    ("fun", "args", "flops"),
+    [
+        pytest.param(product, (shape(3, 5), shape(5, 7)), 2 * 3 * 5 * 7, id="matrix product"),
+        pytest.param(ragged, RAGGED, 2 * 8 * 5 * 7, id="ragged product"),
+        pytest.param(
+            lambda x, k: conv(x, k, padding="VALID"), (IMAGES, shape(1, 1, 4, 6)), 2 * 2 * 81 * 6 * 4, id="convolution"
+        ),
+        pytest.param(
+            lambda x, k: conv(x, k, padding="VALID", stride=3),
+            (IMAGES, shape(3, 3, 4, 6)),
+            2 * 2 * 3 * 3 * 6 * 3 * 3 * 4,
+            id="strided",
+        ),
+    ],
+)
+def test_each_of_two_gradients_costs_as_much_as_the_contraction(fun, args, flops):
+    """The rows of one ragged product belong to one group each; the zeros between strided pixels are not multiplied."""
+    rows = contractions(jax.grad(total(fun), argnums=(0, 1)), *args)
+    assert [row.flops for row in rows] == [flops] * len(rows)
+    assert sum(row.count for row in rows) >= 2
+
+
+def scanned(length, body):
+    return lambda a, b: lax.scan(lambda a, _: (body(a, b), None), a, length=length)[0]
+
+
+SQUARE = (shape(3, 4), shape(4, 4))
+
+
+def test_an_iteration_of_a_scan_counts_as_often_as_it_runs():
+    row = only(contractions(scanned(7, product), *SQUARE))
+    assert (row.count, row.flops) == (7, 7 * 2 * 3 * 4 * 4)
+
+
+def test_nested_scans_multiply():
+    row = only(contractions(scanned(7, scanned(5, product)), *SQUARE))
+    assert (row.count, row.flops) == (35, 35 * 2 * 3 * 4 * 4)
+
+
+def test_the_backward_scan_counts_its_iterations_too():
+    """7 forward, and backward two more for each."""
+    rows = contractions(jax.grad(total(scanned(7, product)), argnums=(0, 1)), *SQUARE)
+    assert sum(row.count for row in rows) == 21
+    assert sum(row.flops for row in rows) == 21 * 2 * 3 * 4 * 4
+
+
+def test_a_scan_that_is_kept_whole_counts_its_iterations_too():
+    rules = mpx.DEFAULT_RULES | {"scan": "keep"}
+    row = only(contractions(scanned(7, scanned(5, product)), *SQUARE, rules=rules))
+    assert (row.count, row.flops, row.runs_in) == (35, 35 * 2 * 3 * 4 * 4, "f32")
+
+
+def test_an_iteration_of_a_while_loop_counts_once():
+    loop = lambda a, b: lax.while_loop(lambda carry: carry.sum() < 1, lambda carry: carry @ b, a)
+    assert only(contractions(loop, *SQUARE)).count == 1
+
+
+def test_each_branch_of_a_cond_has_its_rows():
+    def chosen(a, b):
+        return lax.cond(a.sum() > 0, lambda: a @ b, lambda: a @ b[:, :2] @ b[:2])
+
+    rows = contractions(chosen, *SQUARE)
+    assert [row.shapes for row in rows] == ["f32[3,4] f32[4,2]", "f32[3,2] f32[2,4]", "f32[3,4] f32[4,4]"]
+    assert {(row.runs_in, row.count) for row in rows} == {("bf16", 1)}
+
+
+def test_a_checkpointed_function_counts_what_it_computes_again():
+    """Two products, one of them again, and two gradients for each."""
+    twice = jax.checkpoint(lambda a, b: jnp.tanh(jnp.tanh(a @ b) @ b))
+    rows = contractions(jax.grad(total(twice), argnums=(0, 1)), *SQUARE)
+    plain = contractions(jax.grad(total(lambda a, b: jnp.tanh(jnp.tanh(a @ b) @ b)), argnums=(0, 1)), *SQUARE)
+    assert sum(row.count for row in plain) == 2 + 4
+    assert sum(row.count for row in rows) == 2 + 2 + 4
+
+
+def test_calls_of_jitted_functions_are_entered():
+    nested = jax.jit(lambda a, b: jax.jit(product)(a, b) @ b)
+    assert sum(row.count for row in contractions(nested, *SQUARE)) == 2
+
+
+def kernel(x, out):
+    out[...] = x[...] @ x[...]
+
+
+def test_the_inside_of_a_kernel_is_no_contraction_of_the_program():
+    found = mpx.explain(pl.pallas_call(kernel, out_shape=shape(4, 4)), "bf16")(shape(4, 4))
+    assert found.contractions == ()
+    assert only(found.others).operations == "pallas_call"
+
+
+# --- in what, and why -------------------------------------------------------------------------------------------------
+
+
+@jax.custom_vjp
+def with_custom_vjp(a, b):
+    return a @ b
+
+
+with_custom_vjp.defvjp(lambda a, b: (a @ b, (a, b)), lambda res, g: (g @ res[1].T, res[0].T @ g))
+
+
+@jax.custom_jvp
+def with_custom_jvp(a, b):
+    return a @ b
+
+
+with_custom_jvp.defjvp(lambda primals, tangents: (with_custom_jvp(*primals), tangents[0] @ primals[1]))
+AUTHOR = "a custom derivative belongs to the function that its author wrote"
+SETTLED = "settled by an autocast or full_precision inside"
+OUTER = "nothing is summed: an outer product"
+
+
+def in_half(a, b):
+    return a.astype(jnp.bfloat16) @ b.astype(jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("fun", "runs_in", "reason"),
+    [
+        pytest.param(product, "bf16", "", id="lowered"),
+        pytest.param(lambda a, b: jnp.einsum("i,j->ij", a[0], b[0]), "f32", OUTER, id="outer product"),
+        pytest.param(lambda a, b: a[:, :1] @ b[:1], "f32", OUTER, id="one column"),
+        pytest.param(
+            lambda a, b: jnp.dot(a, b, precision="highest"), "f32", "precision HIGHEST is asked for", id="highest"
+        ),
+        pytest.param(lambda a, b: jnp.dot(a, b, precision="high"), "f32", "precision HIGH is asked for", id="high"),
+        pytest.param(
+            lambda a, b: lax.dot(a, b, precision=("default", "highest")),
+            "f32",
+            "precision HIGHEST is asked for",
+            id="highest for one operand",
+        ),
+        pytest.param(
+            lambda a, b: lax.dot(a, b, precision=lax.DotAlgorithmPreset.F32_F32_F32),
+            "f32",
+            "precision F32_F32_F32 is asked for",
+            id="an algorithm",
+        ),
+        pytest.param(mpx.full_precision(product), "f32", SETTLED, id="full precision"),
+        pytest.param(mpx.full_precision(jax.jit(product)), "f32", SETTLED, id="full precision of a jit"),
+        pytest.param(mpx.full_precision(scanned(3, product)), "f32", SETTLED, id="full precision of a scan"),
+        pytest.param(jax.jit(mpx.autocast(product, "f16")), "f16", SETTLED, id="autocast inside"),
+        pytest.param(with_custom_vjp, "f32", AUTHOR, id="custom_vjp"),
+        pytest.param(with_custom_jvp, "f32", AUTHOR, id="custom_jvp"),
+        pytest.param(in_half, "bf16", "operands are bfloat16", id="16-bit operands"),
+        pytest.param(
+            lambda a, b: a.astype(np.int32) @ b.astype(np.int32), "-", "operands are int32", id="integer operands"
+        ),
+        pytest.param(
+            lambda a, b: a.astype(np.complex64) @ b.astype(np.complex64),
+            "complex64",
+            "operands are complex64",
+            id="complex operands",
+        ),
+    ],
+)
+def test_each_kept_contraction_says_why(fun, runs_in, reason):
+    rows = contractions(fun, shape(4, 4), shape(4, 4))
+    assert {(row.runs_in, row.reason) for row in rows} == {(runs_in, reason)}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fun", "expected"),
+    [
+        (np.float64, product, ("f64[4,4] f64[4,4]", "f64", "operands are float64")),
+        (
+            np.float32,
+            lambda a, b: lax.dot(a, b, preferred_element_type=np.float64),
+            ("f32[4,4] f32[4,4]", "f32", "its result is to be float64"),
+        ),
+    ],
+    ids=["operands", "result"],
+)
+def test_float64_is_kept(dtype, fun, expected):
+    with jax.enable_x64(True):
+        row = only(contractions(fun, shape(4, 4, dtype=dtype), shape(4, 4, dtype=dtype)))
+    assert (row.shapes, row.runs_in, row.reason) == expected
+
+
+def test_the_context_manager_for_precision_is_a_reason():
+    def precise(a, b):
+        with jax.default_matmul_precision("highest"):
+            return a @ b
+
+    assert only(contractions(precise, *SQUARE)).reason == "precision HIGHEST is asked for"
+
+
+@pytest.mark.parametrize(("name", "fun"), [("dot_general", product), ("scan", scanned(3, product))])
+def test_a_contraction_that_the_users_rules_keep_says_so(name, fun):
+    """And not what the table says in favour of lowering it."""
+    row = only(contractions(fun, *SQUARE, rules=mpx.DEFAULT_RULES | {name: "keep"}))
+    assert row.runs_in == "f32"
+    assert "rule" in row.reason
+    assert "tensor cores" not in row.reason
+
+
+def test_an_override_of_the_policy_is_a_reason():
+    policy = mpx.Policy("float32", "bfloat16", "float32", overrides=(("head", "float32"),))
+    model = lambda params, x: x @ params["body"] @ params["head"]
+    rows = contractions(model, {"body": shape(4, 4), "head": shape(4, 2)}, shape(3, 4), policy=policy)
+    assert [(row.runs_in, row.reason) for row in rows] == [
+        ("bf16", ""),
+        ("f32", "an override of the policy asks for f32"),
+    ]
+
+
+def test_the_rules_of_a_custom_derivative_are_lowered_in_its_gradient():
+    """There they are no bodies any more, but parts of the program; see the table for what jax makes of them."""
+    rows = contractions(jax.grad(total(with_custom_vjp), argnums=(0, 1)), *SQUARE)
+    assert [(row.runs_in, row.reason) for row in rows] == [("bf16", "")] * 3
+
+
+@pytest.mark.parametrize(
+    ("policy", "runs_in", "reason"),
+    [
+        ("f16", "f16", ""),
+        ("bf16x3", "bf16x3", ""),
+        ("f32", "f32", "f32 is asked for"),
+        (np.float16, "f16", ""),
+        (mpx.get_policy("params=bf16,compute=f16,output=f32"), "f16", ""),
+    ],
+    ids=str,
+)
+def test_the_compute_dtype_is_that_of_the_policy(policy, runs_in, reason):
+    row = only(contractions(product, *SQUARE, policy=policy))
+    assert (row.runs_in, row.reason) == (runs_in, reason)
+
+
+def test_a_convolution_has_no_algorithm_of_float32_products():
+    row = only(contractions(conv, shape(2, 8, 8, 4), shape(3, 3, 4, 6), policy="bf16x3"))
+    assert (row.runs_in, row.reason) == ("f32", "there is no bf16x3 algorithm for it")
+
+
+# --- the share, and the other operations ------------------------------------------------------------------------------
+
+
+def test_the_lowered_share_is_that_of_the_flops():
+    def mixed(a, b):
+        return a @ b, jnp.dot(a, b[:, :2], precision="highest")
+
+    explanation = mpx.explain(mixed, "bf16")(*SQUARE)
+    assert explanation.lowered_share == 4 / 6
+
+
+def test_the_lowered_share_of_no_contractions_is_nan():
+    assert math.isnan(mpx.explain(jnp.exp, "bf16")(shape(4)).lowered_share)
+
+
+@pytest.mark.parametrize("differentiate", [jax.grad, mpx.grad], ids=["jax.grad", "mpx.grad"])
+def test_the_gradient_of_an_autocast_function_counts_as_lowered(differentiate):
+    """All of it runs in bfloat16, though it is the autocast inside that has lowered it."""
+    explanation = mpx.explain(differentiate(mpx.autocast(total(product), "bf16")), "bf16")(*SQUARE)
+    assert {row.runs_in for row in explanation.contractions} == {"bf16"}
+    assert explanation.lowered_share == 1
+
+
+def test_other_operations_are_listed_by_line_with_one_operation_an_element():
+    """Moving values around is no operation, and neither is what has no floating-point numbers."""
+
+    def activations(x, index):
+        y = 2 * jnp.exp(x)
+        return y.T.reshape(-1)[index + 1]
+
+    rows = mpx.explain(activations, "bf16")(shape(3, 4), shape(dtype=np.int32)).others
+    assert [(row.where, row.operations, row.runs_in, row.count, row.flops) for row in rows] == [
+        (line(activations), "exp, mul", "f32", 2, 24)
+    ]
+
+
+def test_other_operations_in_a_scan_count_as_often_as_they_run():
+    body = lambda a, b: jnp.tanh(a) + b
+    row = only(mpx.explain(scanned(7, body), "bf16")(shape(3), shape(3)).others)
+    assert (row.operations, row.count, row.flops) == ("tanh, add", 14, 7 * (3 + 3))
+
+
+def test_other_operations_that_the_rules_lower_are_rows_of_their_own():
+    """A softmax is kept; `FAST_RULES` lower the activation of a product, on one line with it."""
+
+    def layer(a, b):
+        return jax.nn.softmax(jnp.tanh(a @ b))
+
+    rows = mpx.explain(layer, "bf16", rules=mpx.FAST_RULES)(*SQUARE).others
+    runs_in = {operation: row.runs_in for row in rows for operation in row.operations.split(", ")}
+    assert runs_in["tanh"] == "bf16"
+    assert {runs_in[name] for name in ("exp", "sub", "reduce_sum", "div")} == {"f32"}
+
+
+# --- what is explained, and of what arguments -------------------------------------------------------------------------
+
+
+def test_nothing_runs():
+    calls = []
+
+    def called(x):
+        jax.debug.callback(lambda: calls.append(1))
+        return x @ x
+
+    mpx.explain(called, "bf16")(jnp.ones((4, 4)))
+    jax.effects_barrier()
+    assert calls == []
+
+
+def test_shapes_explain_as_arrays_do():
+    arrays = (jnp.ones((3, 5), jnp.bfloat16), np.ones((5, 7), np.float32))
+    shapes = (shape(3, 5, dtype=jnp.bfloat16), shape(5, 7))
+    model = lambda a, b: jax.nn.softmax(a @ b)
+    assert mpx.explain(model, "bf16")(*arrays) == mpx.explain(model, "bf16")(*shapes)
+
+
+def test_trees_keywords_and_arguments_that_are_no_arrays_reach_the_function():
+    def model(params, *, x, power, name):
+        assert name == "a name"
+        for _ in range(power):
+            x = x @ params["w"][0]
+        return x
+
+    explained = mpx.explain(model, "bf16")({"w": [shape(4, 4)]}, x=shape(3, 4), power=3, name="a name")
+    assert only(explained.contractions).count == 3
+
+
+@pytest.mark.parametrize("options", [{}, {"checkpoint": "dots"}, {"gradient_dtype": np.float32}], ids=str)
+def test_an_autocast_function_is_explained_with_its_own_policy(options):
+    row = only(mpx.explain(mpx.autocast(product, "f16", **options))(*SQUARE).contractions)
+    assert (row.where, row.runs_in) == (line(product), "f16")
+
+
+def test_an_autocast_function_is_explained_with_its_own_rules():
+    fun = mpx.autocast(lambda a, b: jnp.tanh(a @ b), "bf16", rules=mpx.FAST_RULES)
+    assert only(mpx.explain(fun)(*SQUARE).others).runs_in == "bf16"
+
+
+# --- as text ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_explanation_prints_as_two_tables():
+    def layer(a, b):
+        hidden = a @ b
+        return jnp.exp(hidden), jnp.dot(hidden, b.T, precision="highest")
+
+    first, second = line(layer), line(layer, 2)
+    width = len(first)
+    assert str(mpx.explain(layer, "bf16")(shape(8, 100), shape(100, 1000))).split("\n") == [
+        "Contractions: 50.0% of their FLOPs lowered",
+        f"{'where':{width}}  operation    {'operands':25}  runs in  {'why':30}  count      FLOPs",
+        f"{first}  dot_general  f32[8,100] f32[100,1000]   bf16     {'':30}      1  1,600,000",
+        f"{second}  dot_general  f32[8,1000] f32[1000,100]  f32      precision HIGHEST is asked for      1  1,600,000",
+        "",
+        "Other operations, by line",
+        f"{'where':{width}}  operations  run in  count  FLOPs",
+        f"{second}  exp         f32         1  8,000",
+    ]
+
+
+def test_an_explanation_without_contractions_says_none():
+    assert str(mpx.explain(jnp.exp, "bf16")(shape(4))).startswith("Contractions: none\n")
+
+
+def rich_text(explanation, width):
+    console = Console(width=width, file=io.StringIO(), legacy_windows=False)
+    console.print(explanation)
+    return console.file.getvalue()
+
+
+def test_rich_shows_what_print_shows():
+    explanation = mpx.explain(lambda a, b: jnp.exp(a @ b), "bf16")(*SQUARE)
+    shown, printed = rich_text(explanation, 200), str(explanation)
+    assert all(cell in shown for cell in re.split(r"  +|\n+", printed) if cell)
+    assert max(len(text) for text in shown.splitlines()) <= 200
+
+
+@pytest.mark.parametrize("width", [120, 80])
+def test_rich_loses_no_letter_in_a_narrow_terminal(width):
+    """A cell that does not fit goes on in the next line: a path without its line number would be no help."""
+    explanation = mpx.explain(product, "bf16")(*SQUARE)
+    shown = rich_text(explanation, width)
+    assert max(len(text) for text in shown.splitlines()) <= width
+    assert "…" not in shown
+    first_column = "".join(text.split("│")[1].strip() for text in shown.splitlines() if text.count("│") > 1)
+    assert only(explanation.contractions).where.replace(" ", "") in first_column.replace(" ", "")
+
+
+def test_rich_takes_no_path_for_markup():
+    """Brackets are style tags to Rich."""
+    row = only(contractions(product, *SQUARE))
+    bracketed = mpx.Explanation((dataclasses.replace(row, where="models/[old]/net.py:3 (f)"),), ())
+    assert "models/[old]/net.py:3 (f)" in rich_text(bracketed, 200)
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+NEEDS_POLICY = (
+    "`explain` needs a policy or dtype for a function that is not an autocast function, and none for one that is, but "
+    "got {}."
+)
+
+
+def test_a_function_without_a_policy_is_an_error():
+    with pytest.raises(ValueError, match=re.escape(NEEDS_POLICY.format(None))):
+        mpx.explain(product)
+
+
+def test_a_policy_for_an_autocast_function_is_an_error():
+    with pytest.raises(ValueError, match=re.escape(NEEDS_POLICY.format("'bf16'"))):
+        mpx.explain(mpx.autocast(product, "bf16"), "bf16")
+
+
+def test_rules_for_an_autocast_function_are_an_error():
+    """They would do nothing: it has its own."""
+    with pytest.raises(ValueError, match="rules"):
+        mpx.explain(mpx.autocast(product, "bf16"), rules=mpx.FAST_RULES)
+
+
+def test_what_is_no_function_is_an_error():
+    with pytest.raises(TypeError, match="needs a function, but got int"):
+        mpx.explain(3, "bf16")
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"policy_or_dtype": "int8"}, "computes in bfloat16, float16 or float32, but got int8"),
+        ({"policy_or_dtype": "bf17"}, "needs a policy, a dtype (bfloat16, float16, float32)"),
+        ({"policy_or_dtype": "bf16", "rules": {"dot_general": "lowered"}}, "the rule of 'dot_general' is 'lowered'"),
+        ({"policy_or_dtype": "bf16", "rules": {"matmul": "keep"}}, "no primitive of jax is called that"),
+    ],
+)
+def test_options_are_checked_as_those_of_autocast(options, text):
+    with pytest.raises(ValueError, match=re.escape(text)):
+        mpx.explain(product, **options)

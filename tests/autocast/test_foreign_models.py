@@ -1,0 +1,966 @@
+"""`autocast` around models that nobody here wrote: Flax Linen and NNX, Equinox, `optax` losses, `jax.nn` attention.
+
+Each model runs in float32, under `autocast`, and cast by hand: by its library's `dtype` argument, or, where there is
+none, with parameters and inputs in 16 bits.
+"""
+
+import functools
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax.extend import core as jex_core
+
+import mpx
+from tests.autocast.helpers import BF16, CONTRACTIONS, F16, F32, all_eqns, eqns_of
+from tests.helpers import assert_same_bits
+
+HALVES = {"bf16": BF16, "f16": F16}
+# XLA drops a rounding from float32 to 16 bits whose result is widened at once, on a CPU too: that flatters both sides.
+# The other two compile faster.
+AS_WRITTEN = {
+    "xla_allow_excess_precision": False,
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
+
+
+def uniform(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).uniform(-1, 1, shape), F32)
+
+
+TOKENS = uniform(2, 6, 16)  # (batch, time, features)
+IMAGES = uniform(2, 6, 6, 4)  # (batch, height, width, channels)
+IDS = jnp.asarray([[0, 3, 3, 7, 10, 3], [9, 1, 3, 3, 0, 2]])
+
+
+def cast(tree, dtype):
+    """The floating arrays of a tree in another dtype."""
+    is_floating = lambda x: hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
+    return jax.tree.map(lambda x: x.astype(dtype) if is_floating(x) else x, tree)
+
+
+def filled(shapes):
+    """Parameters for a tree of shapes: scales and variances around 1, the rest around 0, none of them special."""
+    rng = np.random.default_rng(1)
+
+    def value(path, leaf):
+        if not (hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)):
+            return leaf
+        if leaf.ndim >= 2:
+            return jnp.asarray(rng.normal(0, leaf.shape[-2] ** -0.5, leaf.shape), F32)
+        around = 1 if re.search("scale|var|norm", jax.tree_util.keystr(path)) else 0
+        return jnp.asarray(rng.normal(around, 0.2, leaf.shape), F32)
+
+    return jax.tree.map_with_path(value, shapes)
+
+
+# --- the models -------------------------------------------------------------------------------------------------------
+
+
+class Model(NamedTuple):
+    """A model in float32 and its cast twins.
+
+    Attributes:
+        forward: from a dtype (None for float32) to a function of parameters and inputs.
+        params: in float32.
+        inputs: the other arguments.
+        slack: by how much the error of `autocast` may exceed that of the model cast by hand.
+        casts_on_cpu: whether a CPU can run the model that is cast to float16 by hand.
+    """
+
+    forward: Callable[[Any], Callable[..., Any]]
+    params: Any
+    inputs: tuple[Any, ...]
+    slack: float = 1.05
+    casts_on_cpu: bool = True
+
+
+def deferred(build):
+    """Makes of a function that builds a model one that returns a function which does, once."""
+    return lambda *args, **options: functools.cache(functools.partial(build, *args, **options))
+
+
+@deferred
+def linen(make, *inputs, **options):
+    """A Linen module, from its dtype."""
+    params = filled(jax.eval_shape(make(None).init, jax.random.key(0), *inputs))
+    return Model(lambda dtype: functools.partial(make(dtype).apply, **options), params, inputs)
+
+
+@deferred
+def flax_nnx(make, *inputs, **options):
+    """An NNX module, from its dtype and random streams. What is not a parameter goes in as one more input."""
+
+    def split(dtype):
+        return nnx.split(nnx.eval_shape(lambda: make(dtype, nnx.Rngs(0))), nnx.Param, ...)
+
+    def forward(dtype):
+        graphdef, _, _ = split(dtype)
+        return lambda params, rest, *inputs: nnx.merge(graphdef, params, rest, copy=True)(*inputs)
+
+    _, params, rest = split(None)
+    is_key = lambda leaf: jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    rest = jax.tree.map(lambda leaf: jax.random.key(0) if is_key(leaf) else jnp.zeros(leaf.shape, leaf.dtype), rest)
+    return Model(forward, filled(params), (rest, *inputs), **options)
+
+
+@deferred
+def equinox(make, *inputs):
+    """An Equinox module, from its key, over a batch."""
+    model = eqx.filter_eval_shape(make, jax.random.key(0))
+    params, static = eqx.partition(model, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+    return function(lambda params, *inputs: jax.vmap(eqx.combine(params, static))(*inputs), filled(params), *inputs)
+
+
+def function(fun, params, *inputs, **options):
+    """A function that has no dtype argument: its twin gets everything in 16 bits."""
+
+    def forward(dtype):
+        if dtype is None:
+            return fun
+        return lambda params, *inputs: fun(cast(params, dtype), *cast(inputs, dtype))
+
+    return Model(forward, params, inputs, **options)
+
+
+@deferred
+def attention(*, kv_heads=4, bias=False, mask=None, sharpness=3.0, slack=1.25, **options):
+    """`jax.nn.dot_product_attention` of queries, keys and values that are the parameters.
+
+    Cast by hand it has three roundings on the way of an operand to the output, and autocast a fourth one: given 16-bit
+    operands, jax keeps the logits in float32, while a lowered contraction has a 16-bit result. sqrt(4/3) is 1.15.
+    """
+    params = {
+        "query": sharpness * uniform(2, 6, 4, 8, seed=2),
+        "key": sharpness * uniform(2, 6, kv_heads, 8, seed=3),
+        "value": uniform(2, 6, kv_heads, 8, seed=4),
+    }
+    if bias:
+        params["bias"] = uniform(2, 4, 6, 6, seed=5)
+    fun = lambda params: jax.nn.dot_product_attention(**params, mask=mask, **options)
+    return function(fun, params, slack=slack, casts_on_cpu=False)
+
+
+class EmbedAndAttend(nn.Module):
+    """A tied embedding, both ways."""
+
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, ids):
+        embed = nn.Embed(11, 16, dtype=self.dtype)
+        return embed.attend(nn.Dense(16, dtype=self.dtype)(embed(ids)))
+
+
+class ScannedLSTM(nn.Module):
+    """`nn.scan` of a cell, by hand."""
+
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x):
+        scan = nn.scan(nn.LSTMCell, variable_broadcast="params", split_rngs={"params": False}, in_axes=1, out_axes=1)
+        cell = scan(12, dtype=self.dtype)
+        return cell(cast(cell.initialize_carry(jax.random.key(0), x[:, 0].shape), self.dtype or F32), x)
+
+
+class Block(nn.Module):
+    """A transformer block."""
+
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x, _):
+        x = x + nn.MultiHeadDotProductAttention(num_heads=2, dtype=self.dtype)(nn.LayerNorm(dtype=self.dtype)(x))
+        hidden = nn.gelu(nn.Dense(32, dtype=self.dtype)(nn.RMSNorm(dtype=self.dtype)(x)))
+        return x + nn.Dense(16, dtype=self.dtype)(hidden), None
+
+
+class Stack(nn.Module):
+    """Three blocks, scanned and rematerialised."""
+
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x):
+        block = nn.remat(Block, prevent_cse=False)
+        blocks = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+        return blocks(self.dtype)(x.astype(self.dtype or F32), None)[0]
+
+
+class NnxBlock(nnx.Module):
+    """A residual block."""
+
+    def __init__(self, dtype, rngs):
+        self.norm = nnx.LayerNorm(16, dtype=dtype, rngs=rngs)
+        self.up = nnx.Linear(16, 32, dtype=dtype, rngs=rngs)
+        self.down = nnx.Linear(32, 16, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(nnx.gelu(self.up(self.norm(x))))
+
+
+class NnxStack(nnx.Module):
+    """Three blocks under `nnx.scan`."""
+
+    def __init__(self, dtype, rngs):
+        self.dtype = dtype
+        self.blocks = nnx.split_rngs(splits=3)(nnx.vmap(lambda rngs: NnxBlock(dtype, rngs)))(rngs)
+
+    def __call__(self, x):
+        scan = nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        return scan(x.astype(self.dtype or F32), self.blocks)
+
+
+def after_dense(norm):
+    """A Linen norm after a layer with weights: by itself it contracts nothing."""
+    return lambda dtype: nn.Sequential([nn.Dense(16, dtype=dtype), norm(dtype)])
+
+
+def after_linear(norm):
+    return lambda dtype, rngs: nnx.Sequential(nnx.Linear(16, 16, dtype=dtype, rngs=rngs), norm(dtype, rngs))
+
+
+CAUSAL_OR_SELF = jnp.asarray(np.random.default_rng(0).random((2, 1, 6, 6)) < 0.6) | jnp.eye(6, dtype=bool)[None, None]
+
+MODELS: dict[str, Callable[[], Model]] = {
+    "linen.Dense": linen(lambda d: nn.Dense(12, dtype=d), TOKENS),
+    "linen.DenseGeneral": linen(lambda d: nn.DenseGeneral((3, 4), axis=(-2, -1), dtype=d), TOKENS),
+    "linen.Conv": linen(lambda d: nn.Conv(8, (3, 3), strides=2, feature_group_count=2, dtype=d), IMAGES),
+    "linen.ConvTranspose": linen(lambda d: nn.ConvTranspose(8, (3, 3), strides=(2, 2), dtype=d), IMAGES),
+    "linen.Embed": linen(EmbedAndAttend, IDS),
+    "linen.MultiHeadDotProductAttention": linen(lambda d: nn.MultiHeadDotProductAttention(4, dtype=d), TOKENS),
+    "linen.LayerNorm": linen(after_dense(lambda d: nn.LayerNorm(dtype=d)), TOKENS),
+    "linen.RMSNorm": linen(after_dense(lambda d: nn.RMSNorm(dtype=d)), TOKENS),
+    "linen.GroupNorm": linen(after_dense(lambda d: nn.GroupNorm(4, dtype=d)), TOKENS),
+    "linen.BatchNorm": linen(after_dense(lambda d: nn.BatchNorm(False, dtype=d)), TOKENS, mutable=["batch_stats"]),
+    "linen.LSTMCell under nn.scan": linen(ScannedLSTM, TOKENS),
+    "linen.GRUCell under nn.RNN": linen(lambda d: nn.RNN(nn.GRUCell(12, dtype=d)), TOKENS),
+    "linen stack": linen(Stack, TOKENS),
+    "nnx.Linear": flax_nnx(lambda d, r: nnx.Linear(16, 12, dtype=d, rngs=r), TOKENS),
+    "nnx.Conv": flax_nnx(lambda d, r: nnx.Conv(4, 8, (3, 3), strides=2, dtype=d, rngs=r), IMAGES),
+    "nnx.Embed": flax_nnx(
+        lambda d, r: nnx.Sequential(nnx.Embed(11, 16, dtype=d, rngs=r), nnx.Linear(16, 12, dtype=d, rngs=r)), IDS
+    ),
+    "nnx.MultiHeadAttention": flax_nnx(  # that of `jax.nn`, see `attention`
+        lambda d, r: nnx.MultiHeadAttention(4, 16, decode=False, dtype=d, rngs=r),
+        TOKENS,
+        slack=1.25,
+        casts_on_cpu=False,
+    ),
+    "nnx.LayerNorm": flax_nnx(after_linear(lambda d, r: nnx.LayerNorm(16, dtype=d, rngs=r)), TOKENS),
+    "nnx.RMSNorm": flax_nnx(after_linear(lambda d, r: nnx.RMSNorm(16, dtype=d, rngs=r)), TOKENS),
+    "nnx.LSTMCell": flax_nnx(lambda d, r: nnx.RNN(nnx.LSTMCell(16, 12, dtype=d, rngs=r)), TOKENS),
+    "nnx.GRUCell": flax_nnx(lambda d, r: nnx.RNN(nnx.GRUCell(16, 12, dtype=d, rngs=r)), TOKENS),
+    "nnx stack": flax_nnx(NnxStack, TOKENS),
+    "equinox.MLP": equinox(lambda key: eqx.nn.MLP(16, 8, 32, 2, jax.nn.gelu, key=key), TOKENS[0]),
+    "equinox.MultiheadAttention": equinox(lambda key: eqx.nn.MultiheadAttention(4, 16, key=key), *[TOKENS] * 3),
+    "equinox.Conv2d": equinox(lambda key: eqx.nn.Conv2d(6, 8, 3, groups=2, padding=1, key=key), IMAGES),
+    "equinox.LayerNorm": equinox(
+        lambda key: eqx.nn.Sequential([eqx.nn.Linear(16, 16, key=key), eqx.nn.LayerNorm(16)]), TOKENS[0]
+    ),
+    "attention": attention(),
+    "attention, xla, causal": attention(is_causal=True, implementation="xla"),
+    "attention, grouped queries, bias": attention(kv_heads=2, bias=True),
+    "attention, mask, scale": attention(mask=CAUSAL_OR_SELF, scale=0.7),
+}
+all_models = pytest.mark.parametrize("name", MODELS)
+all_halves = pytest.mark.parametrize("half", HALVES)
+
+
+def loss_of(forward):
+    """A scalar with a different, fixed weight for each output, and the outputs."""
+
+    def loss(params, *inputs):
+        outputs = forward(params, *inputs)
+        weighted = [(out.astype(F32) * uniform(*out.shape, seed=7)).sum() for out in jax.tree.leaves(outputs)]
+        return sum(weighted), outputs
+
+    return loss
+
+
+# --- as close to float32 as a model cast by hand ----------------------------------------------------------------------
+
+
+def run(loss, model):
+    """Outputs and gradients, every rounding done as written."""
+    value_and_grad = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=AS_WRITTEN)
+    (_, outputs), grads = value_and_grad(model.params, *model.inputs)
+    return outputs, grads
+
+
+@functools.cache
+def in_f32(name):
+    return run(loss_of(MODELS[name]().forward(None)), MODELS[name]())
+
+
+@functools.cache
+def cast_by_hand(name, half):
+    """With the dtype promotion of libraries that mix dtypes on purpose."""
+    with jax.numpy_dtype_promotion("standard"):
+        return run(loss_of(MODELS[name]().forward(HALVES[half])), MODELS[name]())
+
+
+def distances(actual, expected):
+    """Of each leaf, the Euclidean distance in float64."""
+    wide = lambda tree: [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(tree)]
+    return np.asarray([np.linalg.norm((a - e).ravel()) for a, e in zip(wide(actual), wide(expected), strict=True)])
+
+
+def errors_by_hand(name, half):
+    """The errors of outputs and of gradients of the model cast by hand, by leaf."""
+    if half == "f16" and not MODELS[name]().casts_on_cpu and jax.default_backend() == "cpu":
+        # A CPU has no `DotAlgorithmPreset.F16_F16_F32`. float16 has three more bits than bfloat16.
+        return [errors / 8 for errors in errors_by_hand(name, "bf16")]
+    return [distances(a, e) for a, e in zip(cast_by_hand(name, half), in_f32(name), strict=True)]
+
+
+def exceeds(errors, by_hand, slack):
+    """Whether a list of errors by leaf is larger than another one, altogether or in a leaf.
+
+    A leaf of a few numbers may be less lucky, and one whose error is small among all others may be what it wants.
+    """
+    total = np.linalg.norm(by_hand)
+    return np.linalg.norm(errors) > slack * total or np.any(errors > 1.3 * slack * by_hand + total / 20)
+
+
+@all_halves
+@all_models
+def test_outputs_and_gradients_are_as_close_to_float32_as_those_of_a_model_cast_by_hand(name, half):
+    """Up to 5% for the luck of few numbers, where both sides do the same roundings; see `attention` for its 25%."""
+    model = MODELS[name]()
+    results = run(mpx.autocast(loss_of(model.forward(None)), half), model)
+    for actual, expected, by_hand in zip(results, in_f32(name), errors_by_hand(name, half), strict=True):
+        assert jax.tree.map(jax.typeof, actual) == jax.tree.map(jax.typeof, expected)
+        assert not exceeds(distances(actual, expected), by_hand, model.slack)
+
+
+@pytest.mark.parametrize("name", ["linen.LayerNorm", "nnx.RMSNorm", "attention, mask, scale"])
+def test_the_comparison_with_a_model_cast_by_hand_notices_a_table_that_lowers_too_much(name):
+    """Negative control: sums, products and exponentials in bfloat16 too, which these libraries keep in float32."""
+    model = MODELS[name]()
+    names = ("add", "sub", "mul", "div", "reduce_sum", "exp", "rsqrt", "square", "logistic", "tanh", "add_any")
+    rules = mpx.DEFAULT_RULES | dict.fromkeys(names, "lower")
+    results = run(mpx.autocast(loss_of(model.forward(None)), "bf16", rules=rules), model)
+    assert any(
+        exceeds(distances(actual, expected), by_hand, model.slack)
+        for actual, expected, by_hand in zip(results, in_f32(name), errors_by_hand(name, "bf16"), strict=True)
+    )
+
+
+def test_sharp_attention_loses_less_than_a_bit_against_one_cast_by_hand_and_none_as_a_full_precision_island():
+    """Logits of up to 18, which jax keeps in float32 for 16-bit operands and autocast rounds: off by up to 2^-5.
+
+    A documented limit of autocast: the factor is 1.4 for the output and 1.5 for the gradients.
+    """
+    names, rng = ("query", "key", "value"), np.random.default_rng(0)
+    params = {
+        name: jnp.asarray(rng.normal(0, s, (1, 32, 2, 64)), F32) for name, s in zip(names, (2, 2, 1), strict=True)
+    }
+    attend = lambda params: jax.nn.dot_product_attention(**params)
+    model, island = function(attend, params), function(mpx.full_precision(attend), params)
+    expected = run(loss_of(model.forward(None)), model)
+    with jax.numpy_dtype_promotion("standard"):
+        by_hand = run(loss_of(model.forward(BF16)), model)
+    actual = run(mpx.autocast(loss_of(model.forward(None)), "bf16"), model)
+    for a, h, e in zip(actual, by_hand, expected, strict=True):
+        assert np.linalg.norm(distances(a, e)) < 2 * np.linalg.norm(distances(h, e))
+    assert_same_bits(run(mpx.autocast(loss_of(island.forward(None)), "bf16"), island), expected)
+
+
+# --- nothing outside the table changes --------------------------------------------------------------------------------
+
+
+def operations_of(fun, model):
+    """All operations of a program and of those inside, in order, but for conversions and calls.
+
+    Each with the dtypes and shapes of its operands and results; one that holds a program with its name only, since
+    what is in 16 bits may travel through it in 16 bits.
+    """
+    types = lambda variables: [(getattr(v.aval, "dtype", None), getattr(v.aval, "shape", None)) for v in variables]
+    found = []
+    for eqn in all_eqns(jax.make_jaxpr(fun)(model.params, *model.inputs)):
+        if any(True for _ in jex_core.jaxprs_in_params(eqn.params)):
+            found.append((eqn.primitive.name, [], []))
+        else:
+            found.append((eqn.primitive.name, types(eqn.invars), types(eqn.outvars)))
+    return [operation for operation in found if operation[0] not in ("jit", "convert_element_type")]
+
+
+def scalar_loss(model, dtype=None):
+    return lambda *args: loss_of(model.forward(dtype))(*args)[0]
+
+
+def split_by_contraction(found):
+    """The contractions of a list of operations, and the others with the places of the contractions."""
+    contractions = [op for op in found if op[0] in CONTRACTIONS]
+    return contractions, [op if op[0] not in CONTRACTIONS else (op[0], [shape for _, shape in op[1]]) for op in found]
+
+
+@all_models
+def test_only_contractions_change_their_result_type_forward_and_backward(name):
+    """The program of the gradient under autocast is the float32 one, but for its contractions: all are in bfloat16."""
+    gradient = jax.grad(scalar_loss(MODELS[name]()))
+    expected_contractions, expected = split_by_contraction(operations_of(gradient, MODELS[name]()))
+    contractions, others = split_by_contraction(operations_of(mpx.autocast(gradient, "bf16"), MODELS[name]()))
+    assert others == expected
+    assert {dtype for _, _, outs in expected_contractions for dtype, _ in outs} == {F32}
+    assert {dtype for _, ins, outs in contractions for dtype, _ in ins + outs} == {BF16}
+
+
+@pytest.mark.parametrize(("name", "primitive"), [("attention", "exp"), ("linen.LayerNorm", "rsqrt")])
+def test_the_comparison_of_programs_notices_one_lowered_operation(name, primitive):
+    """Negative control: the exponential of a softmax, the root of a norm."""
+    gradient = jax.grad(scalar_loss(MODELS[name]()))
+    lowered = mpx.autocast(gradient, "bf16", rules=mpx.DEFAULT_RULES | {primitive: "lower"})
+    _, expected = split_by_contraction(operations_of(gradient, MODELS[name]()))
+    _, others = split_by_contraction(operations_of(lowered, MODELS[name]()))
+    changed = [new for new, old in zip(others, expected, strict=True) if new != old]
+    assert {op for op, *_ in changed} == {primitive}
+
+
+def in_16_bits(found):
+    """How often each primitive has a 16-bit operand or result."""
+    return Counter(op for op, ins, outs in found if {dtype for dtype, _ in ins + outs} & {BF16, F16})
+
+
+@all_models
+def test_the_backward_pass_contracts_in_bfloat16_and_adds_up_in_float32(name):
+    """Autocast inside, the gradient outside: what jax makes of a lowered forward pass.
+
+    No sum, product or scatter is in 16 bits; transposing an operand of a contraction moves values only.
+    """
+    model = MODELS[name]()
+    plain = operations_of(jax.grad(scalar_loss(model)), model)
+    found = operations_of(jax.grad(mpx.autocast(scalar_loss(model), "bf16")), model)
+    contractions, _ = split_by_contraction(found)
+    assert len(contractions) == len(split_by_contraction(plain)[0])
+    assert {dtype for _, ins, outs in contractions for dtype, _ in ins + outs} == {BF16}
+    assert set(in_16_bits(found)) <= {*CONTRACTIONS, "transpose"}
+
+
+def test_the_search_for_sums_in_16_bits_finds_those_of_a_model_cast_by_hand():
+    """Negative control."""
+    model = MODELS["linen.Dense"]()
+    found = in_16_bits(operations_of(jax.grad(scalar_loss(model, BF16)), model))
+    assert {"add", "reduce_sum"} <= set(found)
+
+
+# --- a scanned and rematerialised stack -------------------------------------------------------------------------------
+
+
+def test_a_scanned_rematerialised_stack_contracts_only_in_bfloat16():
+    """A block has 6 contractions of attention and 2 of its network: forward, again in the backward pass, and 2 x 8
+    gradients; the last one of the recomputed block is for nothing, and jax leaves it out.
+    """
+    model = MODELS["linen stack"]()
+    found = operations_of(jax.grad(mpx.autocast(scalar_loss(model), "bf16")), model)
+    assert sum(op == "scan" for op, *_ in found) == 2
+    assert sum(op in CONTRACTIONS for op, *_ in found) == 8 + 7 + 16
+    assert {outs[0][0] for op, _, outs in found if op in CONTRACTIONS} == {BF16}
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.grad, mpx.grad], ids=["forward", "jax.grad", "mpx.grad"])
+def test_stacked_kernels_travel_in_bfloat16_through_every_scan(transform):
+    """Six kernels a block, two of them square: no copy of them in float32 is made and sliced."""
+    model = MODELS["linen stack"]()
+    kernels = {
+        leaf.shape for path, leaf in jax.tree.leaves_with_path(model.params) if "kernel" in jax.tree_util.keystr(path)
+    }
+    gradient = transform(mpx.autocast(scalar_loss(model), "bf16"))
+    scans = eqns_of(gradient, cast(model.params, BF16), *model.inputs, primitive="scan")
+    sliced = [scan.invars[scan.params["num_consts"] + scan.params["num_carry"] :] for scan in scans]
+    found = [[v.aval.dtype for v in xs if v.aval.shape in kernels] for xs in sliced]
+    assert found[0] == [BF16] * 6
+    assert {dtype for of_scan in found for dtype in of_scan} == {BF16}
+
+
+# --- `optax` losses ---------------------------------------------------------------------------------------------------
+
+LOGITS = 8 * uniform(4, 5, seed=1)
+TARGETS = jax.nn.softmax(3 * uniform(4, 5, seed=2))
+LOSSES = {
+    "softmax_cross_entropy": lambda x: optax.softmax_cross_entropy(x, TARGETS),
+    "softmax_cross_entropy_with_integer_labels": lambda x: optax.softmax_cross_entropy_with_integer_labels(
+        x, jnp.asarray([0, 3, 1, 4])
+    ),
+    "sigmoid_binary_cross_entropy": lambda x: optax.sigmoid_binary_cross_entropy(x, TARGETS),
+    "l2_loss": lambda x: optax.l2_loss(x, TARGETS),
+    "huber_loss": lambda x: optax.huber_loss(x, TARGETS),
+    "cosine_distance": lambda x: optax.cosine_distance(x, TARGETS),
+    "kl_divergence": lambda x: optax.kl_divergence(jax.nn.log_softmax(x), TARGETS),
+}
+
+
+def ctc(logits):
+    """Two sequences of four frames; jax contracts with one-hot labels in it."""
+    labels = jnp.asarray([[1, 2], [3, 4]])
+    return optax.ctc_loss(jnp.stack([logits, logits[::-1]]), jnp.zeros((2, 4)), labels, jnp.zeros((2, 2)))
+
+
+def value_and_gradient(loss, logits):
+    return jax.jit(jax.value_and_grad(lambda x: loss(x).sum()), compiler_options=AS_WRITTEN)(logits)
+
+
+@functools.cache
+def ctc_in_f32():
+    return value_and_gradient(ctc, LOGITS)
+
+
+@all_halves
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_losses_without_a_contraction_keep_every_bit(loss, half):
+    expected = value_and_gradient(loss, LOGITS)
+    assert_same_bits(value_and_gradient(mpx.autocast(loss, half), LOGITS), expected)
+    by_hand = jax.jit(loss)(LOGITS.astype(HALVES[half]).astype(F32))
+    assert np.any(by_hand != jax.jit(loss)(LOGITS))  # negative control: rounded logits do not
+
+
+@all_halves
+def test_a_loss_that_contracts_keeps_every_bit_as_a_full_precision_island(half):
+    """Of `ctc_loss`, log-probabilities of -1e5 are infinite in float16; times the zeros of one-hot labels, NaN."""
+    expected = ctc_in_f32()
+    assert_same_bits(value_and_gradient(mpx.autocast(mpx.full_precision(ctc), half), LOGITS), expected)
+    lowered, _ = value_and_gradient(mpx.autocast(ctc, half), LOGITS)
+    assert lowered != expected[0]  # negative control
+
+
+def test_a_loss_that_contracts_is_as_close_to_float32_as_cast_by_hand():
+    expected = ctc_in_f32()
+    actual = value_and_gradient(mpx.autocast(ctc, "bf16"), LOGITS)
+    with jax.numpy_dtype_promotion("standard"):
+        by_hand = value_and_gradient(lambda x: ctc(x.astype(BF16)), LOGITS)
+    for a, h, e in zip(actual, by_hand, expected, strict=True):
+        assert np.linalg.norm(a - e) <= np.linalg.norm(h - e)
+
+
+# --- NNX modules as arguments -----------------------------------------------------------------------------------------
+
+
+class Noisy(nnx.Module):
+    """Changes three variables in a call: two statistics and a counter of random keys."""
+
+    def __init__(self, rngs, **options):
+        self.linear = nnx.Linear(16, 16, rngs=rngs, **options)
+        self.norm = nnx.BatchNorm(16, rngs=rngs, **options)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.norm(self.linear(x)))
+
+
+def called(model, x):
+    return model(x)
+
+
+REMEDY = re.escape(
+    "would be lost, as under `jax.jit`: {}. Return the new values. With Flax NNX: `graphdef, state = nnx.split(model)` "
+    "outside, and inside `model = nnx.merge(graphdef, state)`, with `nnx.state(model)` among the results."
+)
+CHANGING = {
+    "dropout": (lambda: nnx.Dropout(0.5, rngs=nnx.Rngs(0)), "rngs/count of the Dropout at 0"),
+    "batch norm": (lambda: nnx.BatchNorm(16, rngs=nnx.Rngs(0)), "mean, var of the BatchNorm at 0"),
+    "recurrent": (lambda: nnx.RNN(nnx.SimpleCell(16, 4, rngs=nnx.Rngs(0))), "rngs/count of the RNN at 0"),
+    "nested": (lambda: Noisy(nnx.Rngs(0)), "dropout/rngs/count, norm/mean, norm/var of the Noisy at 0"),
+}
+
+
+@pytest.mark.parametrize(("make", "where"), CHANGING.values(), ids=CHANGING)
+@pytest.mark.parametrize("transform", [lambda fun: fun, nnx.jit, nnx.remat], ids=["itself", "nnx.jit", "nnx.remat"])
+def test_a_module_that_changes_itself_is_an_error_that_names_the_variables_and_the_remedy(make, where, transform):
+    """Those that are another value after the call; under a transformation, not all that it puts back."""
+    with pytest.raises(ValueError, match=REMEDY.replace(re.escape("{}"), re.escape(where))):
+        mpx.autocast(transform(called), "bf16")(make(), TOKENS)
+
+
+def test_the_error_says_in_which_argument_the_module_is():
+    with pytest.raises(ValueError, match="mean, var of the BatchNorm at models/right/0"):
+        mpx.autocast(lambda *, models, x: models["right"][0](x), "bf16")(
+            models={"left": (), "right": [nnx.BatchNorm(16, rngs=nnx.Rngs(0))]}, x=TOKENS
+        )
+
+
+def test_a_module_that_changes_itself_is_an_error_in_value_and_grad_too():
+    loss = mpx.autocast(lambda model, x: model(x).sum(), "bf16")
+    with pytest.raises(ValueError, match="dropout/rngs/count, norm/mean, norm/var of the Noisy at 0"):
+        mpx.value_and_grad(loss, transform=nnx.value_and_grad)(Noisy(nnx.Rngs(0)), TOKENS)
+
+
+def with_new_state(graphdef, state, x, *, copy=False):
+    """The remedy of the message, word by word; or with a copy of the variables."""
+    model = nnx.merge(graphdef, state, copy=copy)
+    return model(x), nnx.state(model)
+
+
+@pytest.mark.parametrize("copy", [False, True])
+def test_a_module_split_and_merged_inside_returns_its_new_state(copy):
+    """The counter is 1; the statistics are those of float32, but for what the layer before the norm has rounded."""
+    graphdef, state = nnx.split(Noisy(nnx.Rngs(0)))
+    _, before = nnx.split(Noisy(nnx.Rngs(0)))
+    run_split = mpx.autocast(functools.partial(with_new_state, copy=copy), "bf16")
+    out, new = jax.jit(run_split, static_argnums=0)(graphdef, state, TOKENS)
+    expected_out, expected = jax.jit(with_new_state, static_argnums=0)(graphdef, state, TOKENS)
+    assert int(new["dropout"]["rngs"]["count"][...]) == 1
+    assert_same_bits(jax.tree.map(jnp.isnan, state), jax.tree.map(jnp.isnan, before))
+    assert jax.tree.map(jax.typeof, new) == jax.tree.map(jax.typeof, expected)
+    np.testing.assert_allclose(new["norm"]["var"][...], expected["norm"]["var"][...], rtol=2**-7)
+    np.testing.assert_array_equal(out == 0, expected_out == 0)  # the same elements are dropped
+    assert np.any(np.asarray(new["norm"]["var"][...]) != cast(new["norm"]["var"][...], BF16).astype(F32))
+
+
+@pytest.mark.parametrize("copy", [False, True])
+def test_new_state_comes_out_of_value_and_grad_as_aux(copy):
+    graphdef, params, rest = nnx.split(Noisy(nnx.Rngs(0), param_dtype=BF16), nnx.Param, ...)
+
+    def loss(params, graphdef, rest, x):
+        model = nnx.merge(graphdef, params, rest, copy=copy)
+        return (model(x) ** 2).mean(), nnx.state(model, nnx.Not(nnx.Param))
+
+    value_and_grad = mpx.value_and_grad(mpx.autocast(loss, "bf16"), has_aux=True)
+    (_, new), grads = jax.jit(value_and_grad, static_argnums=1)(params, graphdef, rest, TOKENS)
+    assert int(new["dropout"]["rngs"]["count"][...]) == 1
+    assert {g.dtype for g in jax.tree.leaves(grads)} == {F32}
+
+
+def test_a_module_whose_new_state_is_returned_may_change():
+    def with_statistics(model, x):
+        return model(x), nnx.state(model, nnx.BatchStat)
+
+    _, state = mpx.autocast(with_statistics, "bf16")(nnx.BatchNorm(16, rngs=nnx.Rngs(0)), TOKENS)
+    _, expected = with_statistics(nnx.BatchNorm(16, rngs=nnx.Rngs(0)), TOKENS)
+    assert jax.tree.map(jax.typeof, state) == jax.tree.map(jax.typeof, expected)
+    np.testing.assert_allclose(state["mean"][...], expected["mean"][...], rtol=1e-5, atol=1e-6)
+
+
+def test_a_variable_that_is_only_rounded_is_changed_too():
+    def rounding(model, x):
+        model.kernel[...] = model.kernel[...].astype(BF16).astype(F32)
+        return model(x)
+
+    with pytest.raises(ValueError, match="kernel of the Linear at 0"):
+        mpx.autocast(rounding, "bf16")(nnx.Linear(16, 4, rngs=nnx.Rngs(0)), TOKENS)
+
+
+def test_a_module_in_evaluation_mode_is_an_argument_like_any_other():
+    model = Noisy(nnx.Rngs(0))
+    model.eval()
+    graphdef, state = nnx.split(model)
+    expected = mpx.autocast(lambda state, x: nnx.merge(graphdef, state, copy=True)(x), "bf16")(state, TOKENS)
+    assert_same_bits(mpx.autocast(called, "bf16")(model, TOKENS), expected)
+
+
+def summed(model, x):
+    return model(x).sum()
+
+
+@pytest.mark.parametrize(
+    ("inside", "without"),
+    [
+        pytest.param(nnx.jit(called), called, id="jit"),
+        pytest.param(nnx.remat(called), called, id="remat"),
+        pytest.param(nnx.vmap(called, in_axes=(None, 0)), called, id="vmap"),
+        pytest.param(nnx.grad(nnx.jit(summed)), nnx.grad(summed), id="grad of jit"),
+    ],
+)
+def test_a_flax_transformation_inside_is_no_change_of_the_module(inside, without):
+    """NNX puts the variables back as it found them."""
+    model = nnx.Linear(16, 4, rngs=nnx.Rngs(0))
+    assert_same_bits(mpx.autocast(inside, "bf16")(model, TOKENS), mpx.autocast(without, "bf16")(model, TOKENS))
+
+
+def test_a_scan_of_rematerialised_blocks_is_no_change_of_the_module():
+    """One layer's roundings are within 2^-8; a few of them in a row."""
+    model = NnxStack(None, nnx.Rngs(0))
+    block = nnx.remat(called)
+    scan = nnx.scan(lambda x, model: block(model, x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    out = mpx.autocast(lambda model, x: scan(x, model.blocks), "bf16")(model, TOKENS)
+    np.testing.assert_allclose(out, model(TOKENS), atol=2**-5)
+
+
+@pytest.mark.parametrize(
+    "outside", [nnx.jit, jax.jit, lambda f: nnx.vmap(f, in_axes=(None, 0))], ids=["nnx.jit", "jax.jit", "nnx.vmap"]
+)
+def test_a_flax_transformation_outside_takes_an_autocast_function(outside):
+    """The rounding of the result of a contraction is dropped by XLA if it can: in one program, not between two."""
+    model = nnx.Linear(16, 4, use_bias=False, rngs=nnx.Rngs(0))
+    expected = mpx.autocast(called, "bf16")(model, TOKENS)
+    actual = outside(mpx.autocast(called, "bf16"))(model, TOKENS)
+    assert_same_bits(actual.astype(BF16), expected.astype(BF16))
+
+
+# --- gradients by `mpx.value_and_grad` --------------------------------------------------------------------------------
+
+
+class Tied(nnx.Module):
+    """One matrix in two layers, and a vector of its own."""
+
+    def __init__(self, rngs, param_dtype=F32):
+        options = {"use_bias": False, "rngs": rngs, "param_dtype": param_dtype}
+        self.first, self.second = nnx.Linear(16, 16, **options), nnx.Linear(16, 16, **options)
+        self.second.kernel = self.first.kernel
+        self.scale = nnx.Param(jnp.ones((16,), param_dtype))
+
+    def __call__(self, x):
+        return self.second(jnp.tanh(self.first(x))) * self.scale[None, None]
+
+
+class Plain(nnx.Module):
+    """Two layers and a variable that is no parameter."""
+
+    def __init__(self, rngs, param_dtype=F32):
+        self.first = nnx.Linear(16, 16, rngs=rngs, param_dtype=param_dtype)
+        self.second = nnx.Linear(16, 16, rngs=rngs, param_dtype=param_dtype)
+        self.shift = nnx.BatchStat(jnp.full((16,), 0.25, param_dtype))
+
+    def __call__(self, x):
+        return self.second(jnp.tanh(self.first(x))) + self.shift[None, None]
+
+
+def squares(model, x):
+    return (model(x) ** 2).sum()
+
+
+class Differentiated(NamedTuple):
+    """A loss, how to differentiate it, and its parameters with values of bfloat16: in float32 and in bfloat16."""
+
+    loss: Callable[..., Any]
+    wide: Any
+    narrow: Any
+    transform: Callable[..., Any] = jax.value_and_grad
+    options: dict[str, Any] = {}
+
+
+def with_linen():
+    module = nn.Sequential([nn.Dense(16), nn.LayerNorm(), jnp.tanh, nn.Dense(16)])
+    params = cast(filled(jax.eval_shape(module.init, jax.random.key(0), TOKENS)), BF16)
+    return Differentiated(lambda params, x: (module.apply(params, x) ** 2).sum(), cast(params, F32), params)
+
+
+def with_nnx(make, **options):
+    def build():
+        graphdef, state = nnx.split(make(nnx.Rngs(0), param_dtype=BF16))  # a cast of the model would untie its weights
+        wide, narrow = nnx.merge(graphdef, cast(state, F32)), nnx.merge(graphdef, state)
+        return Differentiated(squares, wide, narrow, nnx.value_and_grad, options)
+
+    return build
+
+
+def with_equinox():
+    model = cast(eqx.nn.MLP(16, 16, 16, 1, jnp.tanh, key=jax.random.key(0)), BF16)
+    loss = lambda model, x: (jax.vmap(jax.vmap(model))(x) ** 2).sum()
+    return Differentiated(loss, cast(model, F32), model, eqx.filter_value_and_grad)
+
+
+DIFFERENTIATED = {
+    "linen": with_linen,
+    "nnx": with_nnx(Plain),
+    "nnx, tied": with_nnx(Tied),
+    "nnx, DiffState": with_nnx(Plain, argnums=nnx.DiffState(0, nnx.Param)),
+    "nnx, DiffState of one": with_nnx(Plain, argnums=nnx.DiffState(0, nnx.PathContains("second"))),
+    "equinox": with_equinox,
+}
+ways_to_differentiate = pytest.mark.parametrize("make", DIFFERENTIATED.values(), ids=DIFFERENTIATED)
+jits = pytest.mark.parametrize("jit", [lambda f: f, eqx.filter_jit], ids=["eager", "jit"])
+
+
+@ways_to_differentiate
+@pytest.mark.parametrize("gradient_dtype", [None, F32], ids=["gradients as usual", "float32 gradients"])
+def test_gradients_of_bfloat16_parameters_are_those_of_float32_copies_to_the_bit(make, gradient_dtype):
+    loss, wide, narrow, transform, options = make()
+    loss = mpx.autocast(loss, "bf16", gradient_dtype=gradient_dtype)
+    expected_loss, expected = transform(loss, **options)(wide, TOKENS)
+    value, grads = mpx.value_and_grad(loss, transform=transform, **options)(narrow, TOKENS)
+    assert_same_bits(value, expected_loss)
+    assert_same_bits(grads, expected)
+    # Negative control: what jax gives for bfloat16 parameters is rounded.
+    _, rounded = transform(loss, **options)(narrow, TOKENS)
+    assert any(np.any(a != b.astype(F32)) for a, b in zip(*map(jax.tree.leaves, (grads, rounded)), strict=True))
+
+
+@ways_to_differentiate
+def test_the_jit_of_each_library_takes_value_and_grad(make):
+    """Within the roundings of contractions, of which XLA leaves some out where it has them in one program."""
+    loss, _, narrow, transform, options = make()
+    jit = nnx.jit if transform is nnx.value_and_grad else eqx.filter_jit
+    value_and_grad = mpx.value_and_grad(mpx.autocast(loss, "bf16"), transform=transform, **options)
+    value, grads = value_and_grad(narrow, TOKENS)
+    jitted_value, jitted_grads = jit(value_and_grad)(narrow, TOKENS)
+    assert jax.tree.map(jax.typeof, (jitted_value, jitted_grads)) == jax.tree.map(jax.typeof, (value, grads))
+    np.testing.assert_allclose(jitted_value, value, rtol=2**-7)
+    norms = distances(grads, jax.tree.map(jnp.zeros_like, grads))
+    assert np.linalg.norm(distances(jitted_grads, grads)) <= 2**-6 * np.linalg.norm(norms)
+
+
+@ways_to_differentiate
+def test_gradients_have_the_structure_that_the_transformation_gives_without_mpx(make):
+    loss, wide, narrow, transform, options = make()
+    _, plain = transform(loss, **options)(wide, TOKENS)
+    _, grads = mpx.value_and_grad(mpx.autocast(loss, "bf16"), transform=transform, **options)(narrow, TOKENS)
+    assert jax.tree.structure(grads) == jax.tree.structure(plain)
+    assert jax.tree.map(jax.typeof, grads) == jax.tree.map(jax.typeof, plain)
+
+
+def test_a_weight_that_is_tied_in_a_graph_gets_all_of_its_gradient():
+    """256 rows and one: 257, which bfloat16 rounds to 256."""
+
+    class TwoUses(nnx.Module):
+        def __init__(self):
+            self.one = nnx.Param(jnp.ones((2, 2), BF16))
+            self.two = self.one
+
+    def loss(model):
+        return (jnp.ones((256, 2)) @ model.one[...]).sum() + (jnp.ones((1, 2)) @ model.two[...]).sum()
+
+    _, grads = mpx.value_and_grad(mpx.autocast(loss, "bf16"), transform=nnx.value_and_grad)(TwoUses())
+    np.testing.assert_array_equal(jax.tree.leaves(grads)[0], 257)
+
+
+def test_two_entries_of_a_tree_that_are_one_array_get_a_gradient_each():
+    weight = jnp.ones((2, 2), BF16)
+    loss = lambda params: (jnp.ones((256, 2)) @ params["one"]).sum() + (jnp.ones((1, 2)) @ params["two"]).sum()
+    _, grads = mpx.value_and_grad(mpx.autocast(loss, "bf16"))({"one": weight, "two": weight})
+    np.testing.assert_array_equal([grads["one"], grads["two"]], [np.full((2, 2), 256), np.full((2, 2), 1)])
+
+
+EMBEDDINGS = {
+    "linen": (lambda table, ids: nn.Embed(4, 2).apply({"params": {"embedding": table}}, ids), (4, 2)),
+    "nnx": (lambda table, ids: nnx.Embed(4, 2, embedding_init=lambda *_: table, rngs=nnx.Rngs(0))(ids), (4, 2)),
+    "equinox": (lambda table, ids: jax.vmap(eqx.nn.Embedding(weight=table))(ids), (4, 2)),
+}
+
+
+@pytest.mark.parametrize(("embed", "shape"), EMBEDDINGS.values(), ids=EMBEDDINGS)
+def test_a_token_seen_a_thousand_times_gives_its_row_a_gradient_of_a_thousand(embed, shape):
+    table, ids = jnp.ones(shape, BF16), jnp.full((1000,), 3)
+    loss = lambda table, ids: embed(table, ids).sum()
+    np.testing.assert_array_equal(jax.grad(mpx.autocast(loss, "bf16"))(table, ids)[3], 1000)
+    assert jax.grad(loss)(table, ids)[3, 0] == 256  # negative control: in bfloat16
+
+
+def two_weights(x, w, v):
+    return jnp.tanh(x @ w) @ v
+
+
+TWO_WEIGHTS = (uniform(4, 8).astype(BF16), uniform(8, 8, seed=1).astype(BF16), uniform(8, 2, seed=2).astype(BF16))
+
+
+@jits
+@pytest.mark.parametrize("argnums", [0, 1, -1, (0,), (1, 2), (2, 0), (-1, -3), [0, 1]], ids=str)
+def test_argnums_are_those_of_jax(argnums, jit):
+    loss = mpx.autocast(lambda *args: two_weights(*args).sum(), "bf16")
+    _, expected = jit(jax.value_and_grad(loss, argnums))(*cast(TWO_WEIGHTS, F32))
+    _, grads = jit(mpx.value_and_grad(loss, argnums=argnums))(*TWO_WEIGHTS)
+    assert_same_bits(grads, expected)
+
+
+@pytest.mark.parametrize("argnums", [3, -4, (0, 3)])
+def test_argnums_out_of_range_are_the_error_of_jax(argnums):
+    loss = lambda *args: two_weights(*args).sum()
+    with pytest.raises((TypeError, ValueError), match="argnum"):
+        jax.value_and_grad(loss, argnums)(*cast(TWO_WEIGHTS, F32))
+    with pytest.raises((TypeError, ValueError), match="argnum"):
+        mpx.value_and_grad(mpx.autocast(loss, "bf16"), argnums=argnums)(*TWO_WEIGHTS)
+
+
+def test_arguments_by_keyword_reach_the_function_undifferentiated():
+    loss = mpx.autocast(lambda w, *, x: (x @ w).sum(), "bf16")
+    x, w, _ = TWO_WEIGHTS
+    _, expected = jax.value_and_grad(loss)(w.astype(F32), x=x)
+    assert_same_bits(mpx.value_and_grad(loss)(w, x=x)[1], expected)
+
+
+def test_aux_comes_back_as_the_function_made_it():
+    loss = lambda x, w, v: (two_weights(x, w, v).sum(), {"hidden": x @ w, "step": jnp.int32(3), "name": "loss"})
+    value_and_grad = mpx.value_and_grad(mpx.autocast(loss, "bf16"), has_aux=True, argnums=1)
+    (value, aux), grads = value_and_grad(*TWO_WEIGHTS)
+    expected_value, expected_aux = mpx.autocast(loss, "bf16")(*TWO_WEIGHTS)
+    assert_same_bits(value, expected_value)
+    assert aux.pop("name") == expected_aux.pop("name")
+    assert_same_bits(aux, expected_aux)
+    assert grads.dtype == F32
+
+
+@ways_to_differentiate
+def test_gradients_in_the_parameters_own_dtypes_are_those_of_the_transformation(make):
+    loss, _, narrow, transform, options = make()
+    loss = mpx.autocast(loss, "bf16")
+    expected = transform(loss, **options)(narrow, TOKENS)
+    value_and_grad = mpx.value_and_grad(loss, transform=transform, grad_dtype=None, **options)
+    assert_same_bits(value_and_grad(narrow, TOKENS), expected)
+
+
+@pytest.mark.parametrize("exponent", [1, 4, 8])
+@pytest.mark.parametrize("param_dtype", [np.float16, F32], ids=["f16 parameters", "f32 parameters"])
+def test_loss_and_unscaled_float16_gradients_are_the_same_bits_under_any_scale(exponent, param_dtype):
+    """Where no cotangent leaves the range: 16 rows of positive numbers, gradients between 0.01 and 100 unscaled."""
+    module = nn.Sequential([nn.Dense(4), jnp.tanh, nn.Dense(2)])
+    shapes = jax.eval_shape(module.init, jax.random.key(0), TOKENS)
+    params = jax.tree.map(lambda leaf: (0.1 + 0.05 * jnp.abs(uniform(*leaf.shape))).astype(param_dtype), shapes)
+    loss = mpx.autocast(lambda params, x: module.apply(params, x).sum(), "f16")
+    x = 0.1 + 0.3 * jnp.abs(TOKENS)
+    value, grads = mpx.value_and_grad(loss)(params, x)
+    scaled_value, scaled = mpx.value_and_grad(loss, mpx.StaticLossScale(2.0**exponent))(params, x)
+    assert_same_bits(scaled_value, value)
+    assert_same_bits(
+        jax.tree.map(lambda g: np.asarray(g) * np.float32(2.0**-exponent), scaled), jax.tree.map(np.asarray, grads)
+    )
+
+
+def test_a_jitted_step_is_compiled_once():
+    traces = []
+
+    @jax.jit
+    def step(params, scale, x):
+        traces.append(None)
+        return mpx.value_and_grad(loss, scale)(params, x)
+
+    loss, _, params, _, _ = with_linen()
+    loss = mpx.autocast(loss, "bf16")
+    for shift in range(3):
+        step(params, mpx.StaticLossScale(2.0), TOKENS + np.float32(shift))
+    assert len(traces) == 1
+
+
+@pytest.mark.optax_promotion
+@pytest.mark.parametrize("make", [Plain, Tied])
+def test_an_nnx_optimizer_in_nnx_jit_trains_masters_on_unrounded_gradients(make):
+    """The masters are those of a loop in float32 that rounds a copy for the model; lr is a power of two, so exact."""
+    model = make(nnx.Rngs(0), param_dtype=BF16)
+    optimizer = nnx.Optimizer(model, mpx.master_weights(optax.sgd(2.0**-7)), wrt=nnx.Param)
+    loss = mpx.autocast(squares, "bf16")
+    graphdef, masters, rest = nnx.split(model, nnx.Param, ...)
+    masters = cast(masters, F32)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        value, grads = mpx.value_and_grad(loss, transform=nnx.value_and_grad)(model, x)
+        optimizer.update(model, grads)
+        return value
+
+    @jax.jit
+    def expected_step(masters, x):
+        by_params = lambda params: loss(nnx.merge(graphdef, params, rest, copy=True), x)
+        value, grads = jax.value_and_grad(by_params)(cast(cast(masters, BF16), F32))
+        return jax.tree.map(lambda p, g: p - np.float32(2.0**-7) * g, masters, grads), value
+
+    for _ in range(3):
+        value = step(model, optimizer, TOKENS)
+        masters, expected_value = expected_step(masters, TOKENS)
+        assert_same_bits(value, expected_value)
+    assert_same_bits(
+        [
+            leaf[...]
+            for leaf in jax.tree.leaves(optimizer.opt_state.master, is_leaf=lambda x: isinstance(x, nnx.Variable))
+        ],
+        jax.tree.leaves(masters),
+    )

@@ -1,0 +1,847 @@
+"""Autocast under and around jax's transformations, nested, with effects, names, placements and all kinds of arguments.
+
+Oracle of values: the same function with the casts of each matrix product written by hand (`narrow_dot`).
+"""
+
+import functools
+import re
+import traceback
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import io_callback
+from jax.experimental import pallas as pl
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import mpx
+from tests.autocast.helpers import (
+    BF16,
+    F16,
+    F32,
+    Contraction,
+    all_in,
+    contractions,
+    eqns_of,
+    exact_jit,
+    half_dtypes,
+    integers,
+    narrow_dot,
+    normal,
+    rounded,
+)
+from tests.helpers import assert_same_bits, eight_cpu_devices, types_of
+
+# ---- a model: two layers, a norm, and a loss ------------------------------------------------------------------------
+
+
+def model(dot):
+    def fun(params, x):
+        h = jnp.sin(dot(x, params["w1"]) + params["b"][None])
+        return dot(h * lax.rsqrt((h * h).mean(-1, keepdims=True)), params["w2"])
+
+    return fun
+
+
+def model_args(dtype=F32):
+    params = {"w1": normal(0, 4, 6, dtype=dtype), "w2": normal(1, 6, 3, dtype=dtype), "b": normal(2, 6, dtype=dtype)}
+    return params, normal(3, 5, 4)
+
+
+def loss_of(fun):
+    return lambda params, x: jnp.cos(fun(params, x)).mean()
+
+
+def scan_outside(fun):
+    def run(params, x):
+        step = lambda c, row: (c + fun(params, row[None]).sum(), fun(params, row[None]))
+        return lax.scan(step, jnp.float32(0), x)
+
+    return run
+
+
+def while_outside(fun):
+    return lambda params, x: lax.while_loop(
+        lambda c: c[0] < 2, lambda c: (c[0] + 1, c[1] + fun(params, x).sum()), (0, jnp.float32(0))
+    )
+
+
+TRANSFORMS = {
+    "jit": lambda f: f,
+    "grad": lambda f: jax.grad(loss_of(f), argnums=(0, 1)),
+    "value_and_grad": lambda f: jax.value_and_grad(loss_of(f)),
+    "vmap": lambda f: jax.vmap(lambda params, row: f(params, row[None]), in_axes=(None, 0)),
+    "vmap of grad": lambda f: jax.vmap(lambda p, row: jax.grad(loss_of(f))(p, row[None]), in_axes=(None, 0)),
+    "grad of vmap": lambda f: jax.grad(
+        loss_of(lambda p, x: jax.vmap(lambda row: f(p, row[None])[0])(x)),
+    ),
+    "jvp": lambda f: lambda params, x: jax.jvp(f, (params, x), (params, jnp.cos(x))),
+    "jacfwd": lambda f: jax.jacfwd(f, argnums=1),
+    "jacrev": lambda f: jax.jacrev(f, argnums=1),
+    "hessian": lambda f: jax.hessian(loss_of(f), argnums=1),
+    "grad of grad": lambda f: jax.grad(lambda p, x: (jax.grad(loss_of(f), argnums=1)(p, x) ** 2).sum()),
+    "linearize": lambda f: lambda params, x: jax.linearize(f, params, x)[1](params, x),
+    "vjp": lambda f: lambda params, x: jax.vjp(f, params, x)[1](jnp.cos(f(params, x))),
+    "checkpoint": lambda f: jax.grad(loss_of(jax.checkpoint(f))),
+    "scan": scan_outside,
+    "grad of scan": lambda f: jax.grad(lambda p, x: scan_outside(f)(p, x)[0]),
+    "while": while_outside,
+    "cond": lambda f: lambda p, x: lax.cond(x[0, 0] > 9, lambda p: f(p, 2 * x), lambda p: f(p, x), p),
+    "jit inside": lambda f: jax.jit(jax.jit(f)),
+    "grad of jit": lambda f: jax.grad(jax.jit(loss_of(f))),
+}
+
+
+REPEATED = ("jit inside", "grad of jit", "vjp", "jacrev", "value_and_grad")  # much like others, and slow to compile
+
+
+@pytest.mark.parametrize("name", [name for name in TRANSFORMS if name not in REPEATED])
+def test_under_a_transformation_it_is_the_transformed_function_with_casts_by_hand(name):
+    """Every bit of it; negative control: the float32 function differs."""
+    transform, args = TRANSFORMS[name], model_args()
+    fun = model(jnp.matmul)
+    actual = exact_jit(transform(mpx.autocast(fun, BF16)))(*args)
+    assert_same_bits(actual, exact_jit(transform(model(narrow_dot(BF16))))(*args))
+    plain = jax.eval_shape(transform(fun), *args)
+    assert [leaf.dtype for leaf in jax.tree.leaves(actual)] == [leaf.dtype for leaf in jax.tree.leaves(plain)]
+
+
+def test_the_model_of_these_tests_is_changed_by_lowering():
+    """Negative control of the tests above and below."""
+    params, x = model_args()
+    assert (model(jnp.matmul)(params, x) != model(narrow_dot(BF16))(params, x)).any()
+
+
+@half_dtypes
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_under_a_transformation_all_contractions_are_in_the_compute_dtype(name, dtype):
+    args = model_args()
+    found = contractions(TRANSFORMS[name](mpx.autocast(model(jnp.matmul), dtype)), *args)
+    assert found
+    assert set(found) == {all_in(dtype)}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_transformation_inside_of_the_function_is_lowered_too(name):
+    """Those of a batch of one row sum nothing in the gradient of a weight; that one is kept."""
+    args = model_args()
+    inside = contractions(mpx.autocast(TRANSFORMS[name](model(jnp.matmul)), BF16), *args)
+    plain = contractions(TRANSFORMS[name](model(jnp.matmul)), *args)
+    assert len(inside) == len(plain)
+    kept = inside.count(all_in(F32))
+    assert inside.count(all_in(BF16)) == len(inside) - kept
+    assert (kept > 0) == (name in ("vmap of grad", "grad of scan")), kept
+
+
+@pytest.mark.parametrize("name", ["grad", "vmap", "scan"])
+def test_a_transformation_inside_gives_the_values_of_casts_by_hand(name):
+    """To float32 rounding; in forward mode jax adds tangents up, inside of the function in float32."""
+    args = model_args()
+    actual = exact_jit(mpx.autocast(TRANSFORMS[name](model(jnp.matmul)), BF16))(*args)
+    expected = exact_jit(TRANSFORMS[name](model(narrow_dot(BF16))))(*args)
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, e, rtol=2.0**-18, atol=2.0**-18)
+
+
+def test_eagerly_it_gives_the_values_of_casts_by_hand():
+    args = model_args()
+    assert_same_bits(mpx.autocast(model(jnp.matmul), F16)(*args), model(narrow_dot(F16))(*args))
+
+
+MODES = {
+    "checking_leaks": jax.checking_leaks,
+    "disable_jit": jax.disable_jit,
+    "enable_checks": lambda: jax.enable_checks(True),
+    "debug_nans": lambda: jax.debug_nans(True),
+    "64-bit types": lambda: jax.enable_x64(True),
+}
+
+
+def everything(w, x):
+    """Scan, cond, jit, checkpoint, vmap, and a custom derivative."""
+    y, _ = lax.scan(lambda c, _: (jnp.abs(c @ w), None), x, length=2)
+    y = lax.cond(y[0, 0] > 9, lambda y: y @ w, lambda y: y - y @ w, y)
+    y = jax.checkpoint(lambda y: jnp.maximum(y @ w, -1.0))(y)
+    y = jax.jit(lambda y: jax.nn.relu(y @ w))(y)
+    return jax.vmap(lambda row: row @ w)(y).sum()
+
+
+@functools.cache
+def everything_plainly():
+    """The weight permutes: all numbers are small and whole, and exact in bfloat16."""
+    w, x = jnp.eye(4)[jnp.array([2, 0, 3, 1])] * jnp.array([[1.0, -1.0, 1.0, -1.0]]), integers(1, 3, 4)
+    return w, x, exact_jit(jax.value_and_grad(everything, argnums=(0, 1)))(w, x)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_it_runs_in_jaxs_modes(mode):
+    w, x, expected = everything_plainly()
+    with MODES[mode]():
+        actual = exact_jit(jax.value_and_grad(mpx.autocast(everything, BF16), argnums=(0, 1)))(w, x)
+    assert_same_bits(actual, expected)
+
+
+@pytest.mark.parametrize("transform", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_debug_nans_sees_a_nan_of_the_function(transform):
+    fun = transform(mpx.autocast(lambda x: jnp.sqrt(-(x @ x)), BF16))
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan"):
+        fun(jnp.ones((2, 2)))
+
+
+def test_eval_shape_sees_the_plain_functions_types():
+    fun = model(jnp.matmul)
+    args = model_args(BF16)
+    plain = jax.eval_shape(fun, *jax.tree.map(lambda x: x.astype(F32), args))
+    assert jax.eval_shape(mpx.autocast(fun, BF16), *args) == plain
+
+
+def test_under_jit_it_is_traced_once():
+    traces = []
+
+    @jax.jit
+    @functools.partial(mpx.autocast, policy_or_dtype=BF16)
+    def fun(x):
+        traces.append(x)
+        return x @ x
+
+    for i in range(3):
+        fun(normal(i, 4, 4))
+    assert len(traces) == 1
+
+
+def test_linear_functions_can_be_transposed():
+    w, x = integers(0, 4, 3), integers(1, 2, 4)
+    (transposed,) = jax.linear_transpose(mpx.autocast(lambda x: x @ w, BF16), x)(jnp.ones((2, 3)))
+    assert_same_bits(transposed, jnp.ones((2, 3)) @ w.T)
+
+
+def test_a_program_can_be_exported_for_batches_of_any_size():
+    """A contraction over a size that is not known sums more than one product."""
+    (size,) = jax.export.symbolic_shape("size")
+    any_batch = jax.ShapeDtypeStruct((size, 4), F32)
+    fun = lambda x: jax.nn.softmax(x @ x.T) @ x
+    plain, exported = (jax.export.export(jax.jit(f))(any_batch) for f in (fun, mpx.autocast(fun, BF16)))
+    assert exported.out_avals == plain.out_avals
+    assert set(contractions(mpx.autocast(fun, BF16), any_batch)) == {all_in(BF16)}
+
+
+# ---- one autocast inside of another ---------------------------------------------------------------------------------
+
+
+def only_dot(w, x):
+    return x @ w
+
+
+AROUND = {
+    "a call": lambda f: f,
+    "jit": jax.jit,
+    "scan": lambda f: lambda w, x: lax.scan(lambda c, _: (f(w, c), None), x, length=2)[0],
+    "while": lambda f: lambda w, x: lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, f(w, c[1])), (0, x))[1],
+    "cond": lambda f: lambda w, x: lax.cond(x[0, 0] > 0, f, lambda w, x: f(w, -x), w, x),
+    "checkpoint": jax.checkpoint,
+    "vmap": lambda f: lambda w, x: jax.vmap(lambda row: f(w, row[None])[0])(x),
+    "grad": lambda f: lambda w, x: jax.grad(lambda w, x: jnp.sin(f(w, x)).sum(), argnums=(0, 1))(w, x),
+    "jit of a scan of a checkpoint": lambda f: jax.jit(
+        lambda w, x: lax.scan(lambda c, _: (jax.checkpoint(f)(w, c), None), x, length=2)[0]
+    ),
+}
+ISLANDS = {
+    "f32": (functools.partial(mpx.autocast, policy_or_dtype="f32"), F32),
+    "bf16": (functools.partial(mpx.autocast, policy_or_dtype="bf16"), BF16),
+    "f16": (functools.partial(mpx.autocast, policy_or_dtype="f16"), F16),
+    "full_precision": (mpx.full_precision, F32),
+}
+
+
+@pytest.mark.parametrize("outer", ["f32", "bf16", "f16"])
+@pytest.mark.parametrize("island", ISLANDS)
+@pytest.mark.parametrize("around", AROUND)
+def test_of_two_autocasts_the_inner_one_wins(around, island, outer):
+    """Also where a transformation stands between the two; what is outside of the island is the outer one's."""
+    inside, dtype = ISLANDS[island]
+    program = AROUND[around](inside(only_dot))
+    fun = mpx.autocast(lambda w, x: jax.tree.map(lambda y: y @ y.T, program(w, x)), outer)
+    found = contractions(fun, normal(0, 4, 4), normal(1, 4, 4))
+    after = 2 if around == "grad" else 1
+    assert set(found[:-after]) == {all_in(dtype)}
+    assert set(found[-after:]) == {all_in(ISLANDS[outer][1])}
+
+
+@pytest.mark.parametrize("island", ["f32", "full_precision", "f16"])
+@pytest.mark.parametrize("around", AROUND)
+def test_a_transformation_inside_of_an_island_belongs_to_it(around, island):
+    inside, dtype = ISLANDS[island]
+    fun = mpx.autocast(inside(AROUND[around](only_dot)), BF16)
+    assert set(contractions(fun, normal(0, 4, 4), normal(1, 4, 4))) == {all_in(dtype)}
+
+
+@pytest.mark.parametrize("where", ["inside", "outside"])
+@pytest.mark.parametrize("around", ["a call", "jit", "scan", "checkpoint", "cond", "vmap"])
+def test_the_backward_pass_of_an_island_belongs_to_it(around, where):
+    island = mpx.full_precision(AROUND[around](only_dot))
+    w, x = normal(0, 4, 4), normal(1, 4, 4)
+    loss = lambda w, x: (island(w, x) @ w).sum()
+    if where == "inside":
+        fun = mpx.autocast(jax.grad(loss, argnums=(0, 1)), BF16)
+    else:
+        fun = jax.grad(mpx.autocast(loss, BF16), argnums=(0, 1))
+    found, plain = contractions(fun, w, x), contractions(lambda w, x: jax.grad(loss, argnums=(0, 1))(w, x), w, x)
+    assert len(found) == len(plain)
+    assert found.count(all_in(BF16)) == 3
+    assert found.count(all_in(F32)) == len(found) - 3
+
+
+def test_the_value_of_an_island_is_that_of_float32():
+    """To the bit, in the midst of lowered products."""
+    w, x = normal(0, 4, 4), normal(1, 3, 4)
+    dot = narrow_dot(BF16)
+    island = mpx.full_precision(only_dot)
+    actual = mpx.autocast(lambda w, x: island(w, x @ w) @ w, BF16)(w, x)
+    assert_same_bits(actual, dot(jnp.matmul(dot(x, w), w, precision="highest"), w))
+
+
+def test_three_autocasts_deep_the_innermost_wins():
+    innermost = mpx.autocast(only_dot, "f16")
+    middle = mpx.autocast(lambda w, x: innermost(w, x) @ w, "f32")
+    outer = mpx.autocast(lambda w, x: middle(w, x) @ w, "bf16")
+    found = contractions(outer, normal(0, 4, 4), normal(1, 4, 4))
+    assert found == [all_in(F16), all_in(F32), all_in(BF16)]
+
+
+def test_an_inner_function_compiled_before_is_the_same_inside_and_outside_of_autocast():
+    """Its trace is remembered by jax: lowered inside of an autocast, plain outside, in any order."""
+    inner = jax.jit(only_dot)
+    w, x = normal(0, 4, 4), normal(1, 4, 4)
+    programs = [inner, mpx.autocast(inner, BF16), mpx.autocast(inner, F16), inner, mpx.full_precision(inner)]
+    expected = [all_in(dtype) for dtype in (F32, BF16, F16, F32, F32)]
+    for _ in range(2):
+        assert [contractions(fun, w, x)[0] for fun in programs] == expected
+
+
+def test_bfloat16_results_of_an_inner_policy_are_seen_as_such():
+    policy = mpx.get_policy("params=f32,compute=bf16,output=bf16")
+    inner = mpx.autocast(only_dot, policy)
+    outer = mpx.autocast(lambda w, x: inner(w, x), "f32")
+    assert outer(normal(0, 4, 4), normal(1, 4, 4)).dtype == BF16
+
+
+# ---- what is kept whole ---------------------------------------------------------------------------------------------
+
+
+def test_a_pallas_kernel_is_kept_whole():
+    """Its references have dtypes of their own; the product in it stays float32."""
+
+    def kernel(x_ref, w_ref, out_ref):
+        out_ref[...] = x_ref[...] @ w_ref[...]
+
+    call = pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct((4, 4), F32), interpret=True)
+    w, x = normal(0, 4, 4), normal(1, 4, 4)
+    fun = lambda w, x: call(call(x, w) @ w, w)
+    found = contractions(mpx.autocast(fun, BF16), w, x)
+    assert (found.count(all_in(F32)), found.count(all_in(BF16))) == (2, 1)
+    assert_same_bits(mpx.autocast(fun, BF16)(w, x), call(narrow_dot(BF16)(call(x, w), w), w))
+
+
+def test_a_linear_solve_and_its_derivatives_are_kept():
+    """Its matrix products converge in float32 only."""
+    a, b = normal(0, 4, 4) + 8 * jnp.eye(4), normal(1, 4)
+    solve = lambda a, b: lax.custom_linear_solve(
+        lambda v: a @ v, b, lambda matvec, b: jnp.linalg.solve(a, b), lambda vecmat, b: jnp.linalg.solve(a.T, b)
+    )
+    loss = lambda a, b: (solve(a, b) ** 2).sum()
+    gradients = lambda fun: exact_jit(jax.value_and_grad(fun, argnums=(0, 1)))(a, b)
+    assert BF16 not in {dtype for c in contractions(mpx.autocast(loss, BF16), a, b) for dtype in c}
+    assert_same_bits(gradients(mpx.autocast(loss, BF16)), gradients(loss))
+
+
+def test_linear_algebra_is_float32():
+    a = normal(0, 4, 4)
+    fun = lambda a: (jnp.linalg.inv(a), jnp.linalg.svd(a, compute_uv=False))
+    assert_same_bits(mpx.autocast(fun, BF16)(a), fun(a))
+
+
+@pytest.mark.parametrize("kind", ["custom_jvp", "custom_vjp"])
+def test_a_custom_derivative_is_the_one_that_was_written_and_stays_float32(kind):
+    """A wrong one on purpose: the derivative of `x @ w` is said to be three times its own."""
+    if kind == "custom_jvp":
+        fun = jax.custom_jvp(only_dot)
+        fun.defjvp(lambda primals, tangents: (only_dot(*primals), 3 * only_dot(primals[0], tangents[1])))
+    else:
+        fun = jax.custom_vjp(only_dot)
+        fun.defvjp(lambda w, x: (only_dot(w, x), (w, x)), lambda res, g: (jnp.zeros_like(res[0]), 3 * (g @ res[0].T)))
+    w, x = normal(0, 4, 4), normal(1, 3, 4)
+    gradient = lambda f: jax.grad(lambda x: f(w, x).sum())
+    assert_same_bits(mpx.autocast(fun, BF16)(w, x), only_dot(w, x))
+    assert_same_bits(gradient(mpx.autocast(fun, BF16))(x), gradient(fun)(x))
+    found = contractions(gradient(mpx.autocast(lambda w, x: fun(w, x) @ w, BF16)), x)
+    assert set(found) == {all_in(F32), all_in(BF16)}
+
+
+def test_a_custom_derivative_with_arguments_that_are_no_arrays_is_kept():
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+    def apply(function, x):
+        return function(x)
+
+    apply.defvjp(lambda f, x: (f(x), x), lambda f, x, g: (2.0 * g,))
+    fun = lambda x: apply(jnp.sin, x @ x).sum()
+    x = integers(0, 4, 4)
+    dot = narrow_dot(BF16)
+    by_hand = lambda x: apply(jnp.sin, dot(x, x)).sum()
+    assert_same_bits(jax.grad(mpx.autocast(fun, BF16))(x), jax.grad(by_hand)(x))
+
+
+# ---- effects --------------------------------------------------------------------------------------------------------
+
+
+def effectful(log, w, x, ordered=True):
+    """Notes what happens, in order, also in a loop, a branch, a jit and a checkpoint-free tail."""
+    note = lambda name, value: log.append((name, float(value)))
+
+    def tell(name, value):
+        io_callback(functools.partial(note, name), None, value, ordered=ordered)
+
+    tell("start", x.sum())
+    y = x @ w
+
+    def body(c, i):
+        tell("step", i)
+        return c @ w, None
+
+    y, _ = lax.scan(body, y, jnp.arange(3.0))
+    y = lax.cond(y.sum() > -1e9, lambda y: (tell("branch", 1.0), y @ w)[1], lambda y: (tell("other", 2.0), y)[1], y)
+    y = jax.jit(lambda y: (tell("call", 3.0), y @ w)[1])(y)
+    y = lax.fori_loop(0, 2, lambda i, y: (tell("loop", i), y @ w)[1], y)
+    tell("end", y.sum() * 0)
+    return y
+
+
+@pytest.mark.parametrize(
+    "transform", [lambda f: f, jax.jit, lambda f: jax.jit(jax.jit(f))], ids=["eager", "jit", "jit twice"]
+)
+def test_ordered_effects_happen_once_and_in_order(transform):
+    w, x = jnp.eye(4), jnp.ones((2, 4))
+    expected, log = [], []
+    jax.block_until_ready(effectful(expected, w, x))
+    jax.effects_barrier()
+    result = transform(mpx.autocast(lambda w, x: effectful(log, w, x), BF16))(w, x)
+    jax.block_until_ready(result)
+    jax.effects_barrier()
+    assert log == expected
+    assert [name for name, _ in log] == ["start", *["step"] * 3, "branch", "call", "loop", "loop", "end"]
+
+
+def test_nothing_happens_while_it_is_traced():
+    log = []
+    jax.make_jaxpr(mpx.autocast(lambda w, x: effectful(log, w, x), BF16))(jnp.eye(4), jnp.ones((2, 4)))
+    assert log == []
+
+
+def test_debug_prints_and_callbacks_run(capfd):
+    seen = []
+
+    def fun(w, x):
+        y = x @ w
+        jax.debug.print("sum {s}", s=y.sum(), ordered=True)
+        jax.debug.callback(lambda v: seen.append(v.dtype), y)
+
+        def body(c, i):
+            jax.debug.print("step {i}", i=i, ordered=True)
+            return c @ w, None
+
+        return lax.scan(body, y, jnp.arange(2))[0]
+
+    for transform in (lambda f: f, jax.jit):
+        jax.block_until_ready(transform(mpx.autocast(fun, BF16))(jnp.eye(2), jnp.ones((1, 2))))
+        jax.effects_barrier()
+        assert capfd.readouterr().out.split("\n") == ["sum 2.0", "step 0", "step 1", ""]
+    assert seen == [F32, F32]
+
+
+def test_a_pure_callback_sees_float32():
+    seen = []
+
+    def host(x):
+        seen.append(x.dtype)
+        return np.sin(x)
+
+    fun = lambda x: jax.pure_callback(host, jax.ShapeDtypeStruct((2, 2), F32), x @ x) @ x
+    x = normal(0, 2, 2)
+    dot = narrow_dot(BF16)
+    expected = dot(jnp.asarray(np.sin(np.asarray(dot(x, x)))), x)
+    assert_same_bits(mpx.autocast(fun, BF16)(x), expected)
+    assert set(seen) == {F32}
+
+
+def test_effects_happen_under_grad():
+    log = []
+    fun = mpx.autocast(lambda x: (jax.debug.callback(lambda v: log.append(float(v)), x.sum()), (x @ x).sum())[1], BF16)
+    jax.block_until_ready(jax.grad(fun)(jnp.eye(2)))
+    jax.effects_barrier()
+    assert log == [2.0]
+
+
+def test_references_made_inside_are_read_and_written():
+    def fun(w, x):
+        ref = jax.new_ref(x)
+        ref[...] = ref[...] @ w
+        ref[0, 0] += 1.0
+        return ref[...] @ w
+
+    w, x = integers(0, 4, 4), integers(1, 3, 4)
+    expected = (x @ w).at[0, 0].add(1.0) @ w
+    for transform in (lambda f: f, jax.jit):
+        assert_same_bits(transform(mpx.autocast(fun, BF16))(w, x), expected.astype(BF16).astype(F32))
+
+
+# ---- names and source lines -----------------------------------------------------------------------------------------
+
+
+def named_model(w, x):
+    with jax.named_scope("first"):
+        y = jnp.tanh(x @ w)
+
+    def body(c, _):
+        with jax.named_scope("inside"):
+            return jnp.sin(c @ w), None
+
+    with jax.named_scope("loop"):
+        y, _ = lax.scan(body, y, length=3)
+    with jax.named_scope("recomputed"):
+        y = jax.checkpoint(lambda y: jnp.cos(y @ w))(y)
+    with jax.named_scope("branch"):
+        y = lax.cond(y.sum() > 0, lambda y: jnp.exp(y @ w), lambda y: y, y)
+    with jax.named_scope("called"):
+        return jax.jit(lambda y: jnp.log1p((y @ w) ** 2))(y)
+
+
+def op_names(fun, *args):
+    text = jax.jit(fun).lower(*args).compile().as_text()
+    operations = "dot_general|tanh|sin|cos|exp|log1p"
+    return sorted(set(re.findall(rf'op_name="([^"]*(?:{operations}))"', text)))
+
+
+def source_lines(fun, *args):
+    """Lines of `named_model`, from its first."""
+    text = jax.jit(fun).lower(*args).as_text(debug_info=True)
+    code = named_model.__code__
+    lines = {int(line) - code.co_firstlineno for line in re.findall(rf'{re.escape(__file__)}":(\d+)', text)}
+    return sorted(line for line in lines if 0 <= line <= 16)
+
+
+def test_operations_keep_their_names_in_the_compiled_program():
+    """But for the mark that says that autocast has been there."""
+    w, x = normal(0, 4, 4), normal(1, 3, 4)
+    plain = op_names(named_model, w, x)
+    assert len(plain) == 10
+    assert [name.replace("mpx:autocast/", "") for name in op_names(mpx.autocast(named_model, BF16), w, x)] == plain
+
+
+def test_operations_keep_their_source_lines_in_the_lowered_program():
+    w, x = normal(0, 4, 4), normal(1, 3, 4)
+    assert source_lines(named_model, w, x) == [2, 6, 9, 11, 13, 15]
+    assert source_lines(mpx.autocast(named_model, BF16), w, x) == [2, 6, 9, 11, 13, 15]
+
+
+def test_backward_contractions_keep_scope_and_line_of_the_forward_one():
+    def loss(w, x):
+        with jax.named_scope("my layer"):
+            return jnp.sin(x @ w).sum()
+
+    w, x = normal(0, 4, 4), normal(1, 3, 4)
+    for eqn in eqns_of(jax.grad(mpx.autocast(loss, BF16)), w, x, primitive="dot_general"):
+        assert "my layer" in str(eqn.source_info.name_stack)
+        frame = next(f for f in eqn.source_info.traceback.frames if f.function_name.endswith("loss"))
+        assert (frame.file_name, frame.line_num) == (__file__, loss.__code__.co_firstlineno + 2)
+
+
+@pytest.mark.parametrize(
+    "transform", [lambda f: f, jax.jit, lambda f: jax.grad(lambda x: f(x).sum())], ids=["", "jit", "grad"]
+)
+def test_an_error_while_tracing_points_at_the_users_line(transform):
+    def fun(x):
+        y = x @ x
+        return lax.scan(lambda c, _: (c @ jnp.ones((3, 3)), None), y, length=2)[0]
+
+    with pytest.raises(TypeError, match="dot_general") as caught:
+        transform(mpx.autocast(fun, BF16))(jnp.eye(2))
+    lines = [f.lineno for f in traceback.extract_tb(caught.tb) if f.filename == __file__]
+    assert fun.__code__.co_firstlineno + 2 in lines
+
+
+def test_the_function_keeps_its_name_and_docstring():
+    def my_model(x):
+        """What it does."""
+        return x @ x
+
+    wrapped = mpx.autocast(my_model, BF16)
+    assert (wrapped.__name__, wrapped.__doc__) == ("my_model", "What it does.")
+    assert "jit(my_model)" in jax.jit(wrapped).lower(jnp.eye(2)).compile().as_text()
+
+
+# ---- where arrays lie -----------------------------------------------------------------------------------------------
+
+
+def test_sharded_inputs_are_not_gathered():
+    """Batch and weights split; results eagerly and under jit lie as those of the plain function."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"), (AxisType.Auto,) * 2, devices=jax.devices("cpu"))
+    place = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
+    w, x = place(integers(0, 4, 6), None, "model"), place(integers(1, 8, 4), "data")
+    fun = lambda w, x: jnp.maximum(x @ w, 0.0)
+    for transform in (lambda f: f, jax.jit):
+        actual, plain = transform(mpx.autocast(fun, BF16))(w, x), transform(fun)(w, x)
+        assert actual.sharding.is_equivalent_to(plain.sharding, 2)
+        assert {shard.data.shape for shard in actual.addressable_shards} == {(2, 3)}
+        assert_same_bits(np.asarray(actual), rounded(np.asarray(plain), BF16))
+
+
+def test_shardings_in_types_are_kept():
+    """A mesh with explicit axes: products, loops, checkpoints and gradients."""
+    mesh = jax.make_mesh((8,), ("data",), (AxisType.Explicit,), devices=jax.devices("cpu"))
+
+    def fun(w, x):
+        y, _ = lax.scan(lambda c, _: (jnp.sin(c @ w), None), x, length=2)
+        return jax.checkpoint(lambda y: jnp.sin(y @ w))(y)
+
+    with jax.set_mesh(mesh):
+        w = jax.device_put(normal(0, 4, 4), NamedSharding(mesh, PartitionSpec()))
+        x = jax.device_put(normal(1, 8, 4), NamedSharding(mesh, PartitionSpec("data")))
+        autocast = mpx.autocast(fun, BF16)
+        assert types_of(jax.eval_shape(autocast, w, x)) == types_of(jax.eval_shape(fun, w, x))
+        gradient = lambda f: jax.eval_shape(jax.grad(lambda w, x: f(w, x).sum(), argnums=(0, 1)), w, x)
+        assert types_of(gradient(autocast)) == types_of(gradient(fun))
+
+
+def test_a_sharding_constraint_inside_is_kept():
+    sharding = NamedSharding(eight_cpu_devices(), PartitionSpec("data"))
+    fun = lambda x: lax.with_sharding_constraint(x @ x, sharding)
+    result = jax.jit(mpx.autocast(fun, BF16))(integers(0, 8, 8))
+    assert result.sharding.is_equivalent_to(sharding, 2)
+
+
+def test_inputs_can_be_donated():
+    step = jax.jit(mpx.autocast(lambda w, x: (w - 0.5 * (x.T @ (x @ w)), x.sum()), BF16), donate_argnums=0)
+    w, x = integers(0, 4, 4), integers(1, 3, 4)
+    kept = np.array(w)
+    result, _ = step(w, x)
+    assert w.is_deleted()
+    assert not x.is_deleted()
+    dot = narrow_dot(BF16)
+    assert_same_bits(result, jnp.asarray(kept) - 0.5 * dot(x.T, dot(x, jnp.asarray(kept))))
+
+
+def test_donation_inside_of_the_function_deletes_nothing_of_the_callers():
+    inner = jax.jit(lambda w, x: w + x @ w, donate_argnums=0)
+    w, x = integers(0, 4, 4), integers(1, 4, 4)
+    assert_same_bits(jax.jit(mpx.autocast(inner, BF16))(w, x), w + narrow_dot(BF16)(x, w))
+    assert not w.is_deleted()
+
+
+# ---- kinds of arguments and results ---------------------------------------------------------------------------------
+
+
+@half_dtypes
+def test_16_bit_arguments_are_viewed_as_float32_and_others_are_as_they_are(dtype):
+    seen = []
+
+    def fun(*args):
+        seen.extend(jax.typeof(x) for x in args)
+        return args
+
+    args = [
+        jnp.ones(2, dtype),
+        jnp.ones(2),
+        jnp.arange(2),
+        jnp.arange(2, dtype=jnp.uint8),
+        jnp.ones(2, bool),
+        jnp.ones(2, jnp.complex64),
+        jax.random.key(0),
+        jax.random.PRNGKey(0),
+        jnp.asarray(1.0),
+        np.ones(2, np.float32),
+        np.float32(2),
+    ]
+    results = mpx.autocast(fun, dtype)(*args)
+    plain = [jnp.asarray(x) for x in args]
+    assert seen[0] == jax.typeof(plain[1])
+    assert seen[1:] == [jax.typeof(x) for x in plain[1:]]
+    assert_same_bits(list(results[1:]), plain[1:])
+    assert_same_bits(results[0], jnp.ones(2))
+
+
+def test_typed_keys_are_passed_on_and_random_numbers_are_those_of_the_plain_function():
+    fun = lambda key, x: (jax.random.uniform(key, (4, 4)), jax.random.split(key), x @ x)
+    key, x = jax.random.key(7), integers(0, 4, 4)
+    assert_same_bits(jax.jit(mpx.autocast(fun, BF16))(key, x), jax.jit(fun)(key, x))
+
+
+def test_dropout_in_a_loop_over_keys_drops_what_the_plain_function_drops():
+    def fun(key, w, x):
+        def body(c, key):
+            c = c @ w
+            return jnp.where(jax.random.bernoulli(key, 0.5, c.shape), c, 0.0), None
+
+        return lax.scan(body, x, jax.random.split(key, 3))[0]
+
+    w, x = jnp.eye(4), integers(0, 3, 4)
+    key = jax.random.key(1)
+    assert_same_bits(exact_jit(mpx.autocast(fun, BF16))(key, w, x), exact_jit(fun)(key, w, x))
+
+
+def test_arguments_that_are_no_arrays_reach_the_function_as_they_are():
+    given = ("text", None, 3, 2.5, True, jnp.sin, {"mode": "train", "none": None}, (1, "two"))
+    seen = []
+
+    def fun(x, *args, flag, activation):
+        seen.append((*args, flag, activation))
+        return activation(x @ x) if flag else x
+
+    x = integers(0, 4, 4)
+    result = mpx.autocast(fun, BF16)(x, *given, flag=True, activation=jnp.abs)
+    assert seen[0] == (*given, True, jnp.abs)
+    assert type(seen[0][2]) is int
+    assert type(seen[0][3]) is float
+    assert seen[0][4] is True
+    assert_same_bits(result, jnp.abs(x @ x))
+
+
+def test_under_jit_static_arguments_are_jits():
+    fun = jax.jit(mpx.autocast(lambda x, name, f: f(x @ x) if name == "square" else x, BF16), static_argnums=(1, 2))
+    x = integers(0, 4, 4)
+    assert_same_bits(fun(x, "square", jnp.abs), jnp.abs(x @ x))
+    assert_same_bits(fun(x, "other", jnp.abs), x)
+
+
+def test_results_that_are_no_arrays_come_back_as_they_are():
+    fun = lambda x: {"y": x @ x, "name": "layer", "count": 3, "none": None, "nested": (1.5, [x])}
+    x = integers(0, 4, 4)
+    result = mpx.autocast(fun, BF16)(x)
+    assert (result["name"], result["count"], result["none"], result["nested"][0]) == ("layer", 3, None, 1.5)
+    assert_same_bits((result["y"], result["nested"][1]), (x @ x, [x]))
+
+
+def test_a_function_without_arrays_runs():
+    assert_same_bits(mpx.autocast(lambda n: jnp.ones((n, n)) @ jnp.ones((n, n)), BF16)(3), jnp.full((3, 3), 3.0))
+    assert mpx.autocast(lambda: "text", BF16)() == "text"
+
+
+def test_numpy_arrays_are_arguments_like_any():
+    x = np.asarray(integers(0, 4, 4))
+    assert_same_bits(mpx.autocast(lambda x: x @ x, BF16)(x), narrow_dot(BF16)(jnp.asarray(x), jnp.asarray(x)))
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda a, x: (a * 2.0, a + 1, x * a, (x @ x) * a),
+        lambda a, x: lax.scan(lambda c, r: (c * 2.0, (r @ x).sum()), a, x),
+        lambda a, x: lax.while_loop(lambda c: c[0] < 3.0, lambda c: (c[0] + 1.0, c[1] @ x), (0.0, x)),
+        lambda a, x: lax.cond(x[0, 0] > 0, lambda y: ((y @ x).sum(), 1.0), lambda y: (y.sum(), 2.0), x),
+        lambda a, x: jax.checkpoint(lambda a, x: (a * 1.0, x @ x * a))(a, x),
+        lambda a, x: jax.jit(lambda a, x: (a * 1.0, x @ x * a))(a, x),
+        lambda a, x: lax.dot(lax.broadcast(a, (4,)), lax.broadcast(a, (4,))),
+        lambda a, x: jnp.broadcast_to(a, (4,)) @ jnp.broadcast_to(a, (4,)),
+    ],
+    ids=["arithmetic", "scan", "while", "cond", "checkpoint", "jit", "dot of weak types", "matmul of weak types"],
+)
+def test_weak_types_are_those_of_the_plain_function(fun):
+    a, x = jnp.asarray(1.0), integers(0, 4, 4)
+    assert a.weak_type
+    assert types_of(jax.eval_shape(mpx.autocast(fun, BF16), a, x)) == types_of(jax.eval_shape(fun, a, x))
+
+
+def test_in_64_bit_mode_float64_is_untouched_and_loops_keep_their_types():
+    def fun(w, x, wide):
+        y = lax.fori_loop(0, 3, lambda i, c: jnp.tanh(c @ w), x)
+        total, _ = lax.scan(lambda c, row: (c + (row @ w).sum(), None), jnp.float32(0), y)
+        counted, _ = lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] @ w), (0, y))
+        weak, z = lax.scan(lambda c, row: (c + 1.0, row @ w), 0.0, y)
+        return total, counted, weak, z, jnp.sin(wide @ wide), wide.astype(np.float32) @ w
+
+    with jax.enable_x64(True):
+        w, x, wide = normal(0, 4, 4), normal(1, 3, 4), normal(2, 4, 4, dtype=np.float64)
+        actual, plain = exact_jit(mpx.autocast(fun, BF16))(w, x, wide), exact_jit(fun)(w, x, wide)
+        assert types_of(actual) == types_of(plain)
+        assert_same_bits(actual[4], plain[4])
+        found = contractions(mpx.autocast(fun, BF16), w, x, wide)
+        assert sorted(map(str, {c.result for c in found})) == ["bfloat16", "float64"]
+
+
+def test_gradients_have_the_dtypes_of_the_arguments():
+    params, x = model_args(BF16)
+    loss = mpx.autocast(loss_of(model(jnp.matmul)), BF16)
+    own, wide = (exact_jit(gradient(loss))(params, x) for gradient in (jax.grad, mpx.grad))
+    assert {g.dtype for g in jax.tree.leaves(own)} == {BF16}
+    assert {g.dtype for g in jax.tree.leaves(wide)} == {F32}
+    assert_same_bits(jax.tree.map(lambda g: g.astype(BF16), wide), own)
+
+
+def test_integers_have_float0_gradients_as_without():
+    fun = lambda i, x: (x @ x)[i].sum()
+    for f in (fun, mpx.autocast(fun, BF16)):
+        gradients = jax.grad(f, argnums=(0, 1), allow_int=True)(jnp.arange(2), jnp.eye(4))
+        assert gradients[0].dtype == jax.dtypes.float0
+
+
+# ---- nothing is remembered ------------------------------------------------------------------------------------------
+
+
+class Layer:
+    """A model that holds its weight, as users write them in notebooks."""
+
+    def __init__(self, w):
+        self.w = w
+
+    def __call__(self, x):
+        return x @ self.w
+
+
+def test_a_model_that_is_closed_over_may_be_changed_between_calls():
+    layer = Layer(jnp.eye(4))
+    fun = mpx.autocast(lambda x: layer(x), BF16)
+    method = mpx.autocast(layer, BF16) if hasattr(layer, "__name__") else mpx.autocast(layer.__call__, BF16)
+    x = integers(0, 3, 4)
+    for factor in (1.0, 2.0, 3.0):
+        layer.w = factor * jnp.eye(4)
+        assert_same_bits((fun(x), method(x)), (factor * x, factor * x))
+        assert_same_bits(jax.grad(lambda x: fun(x).sum())(x), jnp.full((3, 4), factor))
+
+
+@pytest.mark.parametrize("inside", ["", "scan", "jit", "checkpoint", "cond"])
+def test_a_list_of_weights_that_is_closed_over_may_be_changed_between_calls(inside):
+    weights = [jnp.eye(4)]
+    wrap = {
+        "": lambda f: f,
+        "scan": lambda f: lambda x: lax.scan(lambda c, _: (f(c), None), x, length=1)[0],
+        "jit": lambda f: lambda x: jax.jit(lambda x: f(x))(x),
+        "checkpoint": lambda f: lambda x: jax.checkpoint(lambda x: f(x))(x),
+        "cond": lambda f: lambda x: lax.cond(x.sum() > -1e9, lambda x: f(x), lambda x: x, x),
+    }[inside]
+    fun = mpx.autocast(wrap(lambda x: functools.reduce(jnp.matmul, weights, x)), BF16)
+    x = integers(0, 3, 4)
+    assert_same_bits(fun(x), x)
+    weights[0] = 2 * jnp.eye(4)
+    assert_same_bits(fun(x), 2 * x)
+    weights.append(2 * jnp.eye(4))
+    assert_same_bits(fun(x), 4 * x)
+    weights.clear()
+    assert_same_bits(fun(x), x)
+
+
+def test_a_function_that_counts_its_calls_is_called_each_time():
+    calls = []
+    fun = mpx.autocast(lambda x: (calls.append(1), x @ x * len(calls))[1], BF16)
+    x = integers(0, 4, 4)
+    for n in (1.0, 2.0, 3.0):
+        assert_same_bits(fun(x), n * (x @ x))
+
+
+def test_weights_that_are_closed_over_are_not_viewed_in_float32():
+    """A limit that the documentation names: in strict promotion it is an error, as in the plain function."""
+    w = jnp.eye(4, dtype=BF16)
+    fun = mpx.autocast(lambda x: x @ w, BF16)
+    with pytest.raises(jax.errors.TypePromotionError if hasattr(jax.errors, "TypePromotionError") else Exception):
+        fun(jnp.ones((3, 4)))
+    with jax.numpy_dtype_promotion("standard"):
+        assert contractions(fun, jnp.ones((3, 4))) == [Contraction(BF16, BF16, BF16)]

@@ -1,0 +1,591 @@
+"""What a plan claims is so: a value that is tagged lies on its grid, and nothing else is.
+
+Every primitive with the rule `follow` has cases here: with operands on the grid (results of products), where the plan
+must say so, and with something off the grid among them (an argument, a literal, a fill value), where it must not. The
+values are those that the autocast function returns, held against NumPy's own casts.
+"""
+
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import layout
+from jax.experimental import pallas as pl
+from jax.extend import core as jex_core
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import mpx
+from tests.autocast.helpers import (
+    BF16,
+    F16,
+    F32,
+    all_eqns,
+    evaluate,
+    half_dtypes,
+    is_on_grid,
+    normal,
+    plan_of,
+)
+from tests.helpers import assert_same_bits, eight_cpu_devices, types_of
+
+SPLIT = PartitionSpec("data")
+WHOLE = PartitionSpec()
+ON, OFF, WHOLE_NUMBERS, NOT_SAID = "on", "off", "int", "not said"
+
+
+def full(value):
+    return jnp.full((8, 4), value, F32)
+
+
+def rows(*indices):
+    return jnp.array(indices, jnp.int32)
+
+
+def on_devices(fun, *, out=SPLIT, inputs=1):
+    """A function of the eight devices' rows."""
+    return jax.shard_map(fun, mesh=eight_cpu_devices(), in_specs=(SPLIT,) * inputs, out_specs=out)
+
+
+def exchanged(a, b):
+    exchange = lambda x: lax.all_to_all(x, "data", 1, 0, tiled=True)
+    return on_devices(exchange)(lax.concatenate([a, b], 1))
+
+
+def taken(y, fill):
+    return y.at[rows(0, 99)].get(mode="fill", fill_value=fill)
+
+
+# Of `y` and `z`, results of products, and `u`, an argument in float32, all (8, 4): a name, a function, and for each
+# result whether it lies on the grid. A case that is off is one whose values show it.
+CASES = {
+    "broadcast_in_dim": [
+        ("values", lambda y, z, u: lax.broadcast_in_dim(y, (2, 8, 4), (1, 2)), ON),
+        ("argument", lambda y, z, u: lax.broadcast_in_dim(u, (2, 8, 4), (1, 2)), OFF),
+        ("literal 0.5", lambda y, z, u: full(0.5), ON),
+        ("literal infinity", lambda y, z, u: full(-jnp.inf), ON),
+        ("literal NaN", lambda y, z, u: full(jnp.nan), ON),
+        ("literal 0.1", lambda y, z, u: full(0.1), OFF),
+        ("literal -1e9", lambda y, z, u: full(-1e9), OFF),
+        ("the smallest float32", lambda y, z, u: full(jnp.finfo(F32).min), OFF),
+    ],
+    "concatenate": [
+        ("values", lambda y, z, u: lax.concatenate([y, z], 0), ON),
+        ("zeros", lambda y, z, u: lax.concatenate([y, full(0.0)], 0), ON),
+        ("tenths", lambda y, z, u: lax.concatenate([y, full(0.1)], 0), OFF),
+        ("argument", lambda y, z, u: lax.concatenate([y, u, z], 1), OFF),
+    ],
+    "copy": [("values", lambda y, z, u: jnp.copy(y), ON), ("argument", lambda y, z, u: jnp.copy(u), OFF)],
+    "dynamic_slice": [
+        ("values", lambda y, z, u: lax.dynamic_slice(y, (jnp.int32(1), jnp.int32(9)), (2, 2)), ON),
+        ("argument", lambda y, z, u: lax.dynamic_slice(u, (jnp.int32(1), jnp.int32(9)), (2, 2)), OFF),
+    ],
+    "dynamic_update_slice": [
+        ("values", lambda y, z, u: lax.dynamic_update_slice(y, z[:2], (1, 0)), ON),
+        ("argument into values", lambda y, z, u: lax.dynamic_update_slice(y, u[:2], (1, 0)), OFF),
+        ("values into argument", lambda y, z, u: lax.dynamic_update_slice(u, y[:2], (1, 0)), OFF),
+    ],
+    "gather": [
+        ("values", lambda y, z, u: y[rows(3, 0, 3)], ON),
+        ("clipped", lambda y, z, u: y.at[rows(0, 99)].get(mode="clip"), ON),
+        ("filled with NaN", lambda y, z, u: taken(y, None), ON),
+        ("filled with 0", lambda y, z, u: taken(y, 0.0), ON),
+        ("filled with 0.1", lambda y, z, u: taken(y, 0.1), OFF),
+        ("argument", lambda y, z, u: u[rows(3, 0, 3)], OFF),
+    ],
+    "pad": [
+        ("0", lambda y, z, u: lax.pad(y, jnp.float32(0), [(1, 2, 1), (-1, 0, 0)]), ON),
+        ("infinity", lambda y, z, u: lax.pad(y, jnp.float32(-jnp.inf), [(1, 0, 0), (0, 0, 0)]), ON),
+        ("0.1", lambda y, z, u: lax.pad(y, jnp.float32(0.1), [(1, 0, 0), (0, 0, 0)]), OFF),
+        ("argument", lambda y, z, u: lax.pad(y, u[0, 0], [(1, 0, 0), (0, 0, 0)]), OFF),
+        ("a value around an argument", lambda y, z, u: lax.pad(u, y[0, 0], [(1, 0, 0), (0, 0, 0)]), OFF),
+    ],
+    "reshape": [("values", lambda y, z, u: y.reshape(32), ON), ("argument", lambda y, z, u: u.reshape(32), OFF)],
+    "rev": [("values", lambda y, z, u: lax.rev(y, (0,)), ON), ("argument", lambda y, z, u: lax.rev(u, (0,)), OFF)],
+    "scatter": [
+        ("values", lambda y, z, u: y.at[rows(0, 2)].set(z[:2]), ON),
+        ("out of range", lambda y, z, u: y.at[rows(0, 99)].set(z[:2], mode="drop"), ON),
+        ("0", lambda y, z, u: y.at[rows(0, 2)].set(0.0), ON),
+        ("0.1", lambda y, z, u: y.at[rows(0, 2)].set(0.1), OFF),
+        ("argument", lambda y, z, u: y.at[rows(0, 2)].set(u[:2]), OFF),
+        ("values into argument", lambda y, z, u: u.at[rows(0, 2)].set(y[:2]), OFF),
+        ("a function", lambda y, z, u: y.at[rows(0, 2)].apply(lambda v: v * 0.1), OFF),
+    ],
+    "select_n": [
+        ("values", lambda y, z, u: lax.select_n(u > 0, y, z), ON),
+        ("three values", lambda y, z, u: lax.select_n(jnp.clip(u.astype(jnp.int32), 0, 2), y, z, y), ON),
+        ("infinity", lambda y, z, u: lax.select_n(u > 0, full(-jnp.inf), y), ON),
+        ("-1e9", lambda y, z, u: lax.select_n(u > 0, full(-1e9), y), OFF),
+        ("0.1", lambda y, z, u: lax.select_n(u > 0, y, full(0.1)), OFF),
+        ("argument", lambda y, z, u: lax.select_n(u > 0, u, y), OFF),
+        ("-1e9 by where", lambda y, z, u: jnp.where(u > 0, y, -1e9), OFF),
+    ],
+    "slice": [("values", lambda y, z, u: y[1:7:2], ON), ("argument", lambda y, z, u: u[1:7:2], OFF)],
+    "sort": [
+        ("values", lambda y, z, u: lax.sort(y, dimension=0), ON),
+        ("argument", lambda y, z, u: lax.sort(u, dimension=0), OFF),
+        ("values by argument", lambda y, z, u: lax.sort((u, y), dimension=0, num_keys=1), (OFF, ON)),
+        ("argument by whole numbers", lambda y, z, u: lax.sort((u > 0, u, z), dimension=0, num_keys=1)[1:], (OFF, ON)),
+    ],
+    "split": [
+        ("values", lambda y, z, u: lax.split(y, (2, 6)), (ON, ON)),
+        ("argument", lambda y, z, u: lax.split(u, (2, 6)), (OFF, OFF)),
+    ],
+    "squeeze": [
+        ("values", lambda y, z, u: lax.squeeze(y[:1], (0,)), ON),
+        ("argument", lambda y, z, u: lax.squeeze(u[:1], (0,)), OFF),
+    ],
+    "tile": [
+        ("values", lambda y, z, u: lax.tile(y, (2, 1)), ON),
+        ("argument", lambda y, z, u: lax.tile(u, (2, 1)), OFF),
+    ],
+    "top_k": [
+        ("values", lambda y, z, u: lax.top_k(y, 2), (ON, WHOLE_NUMBERS)),
+        ("argument", lambda y, z, u: lax.top_k(u, 2), (OFF, WHOLE_NUMBERS)),
+    ],
+    "transpose": [("values", lambda y, z, u: y.T, ON), ("argument", lambda y, z, u: u.T, OFF)],
+    "unstack": [
+        ("values", lambda y, z, u: jnp.unstack(y, axis=1), (ON,) * 4),
+        ("argument", lambda y, z, u: jnp.unstack(u, axis=1), (OFF,) * 4),
+    ],
+    "all_gather": [
+        ("values", lambda y, z, u: on_devices(lambda y: lax.all_gather(y, "data"))(y), ON),
+        ("argument", lambda y, z, u: on_devices(lambda u: lax.all_gather(u, "data"))(u), OFF),
+    ],
+    "all_to_all": [
+        ("values", lambda y, z, u: exchanged(y, z), ON),
+        ("values and argument", lambda y, z, u: exchanged(y, u), OFF),
+    ],
+    "device_put": [
+        ("values", lambda y, z, u: jax.device_put(y, jax.devices("cpu")[0]), ON),
+        ("values and argument", lambda y, z, u: jax.device_put((y, u), jax.devices("cpu")[0]), (ON, OFF)),
+    ],
+    "ppermute": [
+        ("values", lambda y, z, u: on_devices(lambda y: lax.ppermute(y, "data", [(0, 1)]))(y), ON),
+        ("argument", lambda y, z, u: on_devices(lambda u: lax.ppermute(u, "data", [(0, 1)]))(u), OFF),
+    ],
+    "pvary": [
+        ("literal 0.5", lambda y, z, u: on_devices(lambda y: lax.pcast(full(0.5)[:1], "data", to="varying"))(y), ON),
+        ("literal 0.1", lambda y, z, u: on_devices(lambda y: lax.pcast(full(0.1)[:1], "data", to="varying"))(y), OFF),
+    ],
+    "sharding_constraint": [
+        ("values", lambda y, z, u: lax.with_sharding_constraint(y, NamedSharding(eight_cpu_devices(), SPLIT)), ON),
+        ("argument", lambda y, z, u: lax.with_sharding_constraint(u, NamedSharding(eight_cpu_devices(), SPLIT)), OFF),
+    ],
+    "convert_element_type": [
+        ("truth values", lambda y, z, u: (y > 0).astype(F32), ON),
+        ("whole numbers", lambda y, z, u: (lax.iota(jnp.int32, 4) + 2047 * 257).astype(F32), OFF),
+    ],
+    "layout_constraint": [
+        ("values", lambda y, z, u: layout.with_layout_constraint(y, layout.Layout((1, 0))), ON),
+        ("argument", lambda y, z, u: layout.with_layout_constraint(u, layout.Layout((1, 0))), OFF),
+    ],
+    "name": [
+        ("values", lambda y, z, u: checkpoint_name(y, "y"), ON),
+        ("argument", lambda y, z, u: checkpoint_name(u, "u"), OFF),
+    ],
+    "optimization_barrier": [
+        ("values and argument", lambda y, z, u: lax.optimization_barrier((y, u, z)), (ON, OFF, ON)),
+        ("argument", lambda y, z, u: lax.optimization_barrier(u), OFF),
+    ],
+    "stop_gradient": [
+        ("values", lambda y, z, u: lax.stop_gradient(y), ON),
+        ("argument", lambda y, z, u: lax.stop_gradient(u), OFF),
+    ],
+    "clamp": [
+        ("-1 and 1", lambda y, z, u: lax.clamp(-1.0, y, 1.0), ON),
+        ("-0.1 and 1", lambda y, z, u: lax.clamp(-0.1, y, 1.0), OFF),
+        ("-1 and 0.1", lambda y, z, u: lax.clamp(-1.0, y, 0.1), OFF),
+        ("values", lambda y, z, u: lax.clamp(jnp.minimum(y, z), y, jnp.maximum(y, z)), ON),
+        ("an argument", lambda y, z, u: lax.clamp(u, y, full(jnp.inf)), OFF),
+    ],
+    **{
+        name: [
+            ("values", lambda y, z, u, function=function: function(y), ON),
+            ("argument", lambda y, z, u, function=function: function(u), OFF),
+        ]
+        for name, function in {
+            "cummax": lax.cummax,
+            "cummin": lax.cummin,
+            "reduce_max": lambda x: x.max(1),
+            "reduce_min": lambda x: x.min(1),
+            "abs": jnp.abs,
+            "neg": jnp.negative,
+            "pmax": on_devices(lambda x: lax.pmax(x, "data"), out=WHOLE),
+            "pmin": on_devices(lambda x: lax.pmin(x, "data"), out=WHOLE),
+            "reduce_window_max": lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (2, 2), (1, 1), "SAME"),
+            "reduce_window_min": lambda x: lax.reduce_window(x, jnp.inf, lax.min, (2, 2), (1, 1), "SAME"),
+        }.items()
+    },
+    **{
+        name: [
+            ("values", lambda y, z, u, function=function: function(y, z), ON),
+            ("0", lambda y, z, u, function=function: function(y, 0.0), ON),
+            ("0.1", lambda y, z, u, function=function: function(y, 0.1), OFF),
+            ("argument", lambda y, z, u, function=function: function(y, u), OFF),
+        ]
+        for name, function in {"max": lax.max, "min": lax.min}.items()
+    },
+    # Of numbers that no 16-bit format has: up to 2**17 and with a fraction.
+    "ceil": [("values", lambda y, z, u: lax.ceil(y), ON), ("argument", lambda y, z, u: lax.ceil(1e5 * u), OFF)],
+    "floor": [("values", lambda y, z, u: lax.floor(y), ON), ("argument", lambda y, z, u: lax.floor(1e5 * u), OFF)],
+    "round": [
+        ("values", lambda y, z, u: lax.round(y), ON),
+        ("values to even", lambda y, z, u: lax.round(y, lax.RoundingMethod.TO_NEAREST_EVEN), ON),
+        ("argument", lambda y, z, u: lax.round(1e5 * u), OFF),
+    ],
+    "sign": [("values", lambda y, z, u: lax.sign(y), ON)],
+}
+
+# No case above, and why.
+NOT_HERE = {
+    "copy_p": "no primitive of this jax",
+    "roll": "stands in kernels only",
+    "broadcast_to": "stands in kernels only",
+    "all_gather_invariant": "has a test of its own",
+    "all_gather_reduced": "has a test of its own",
+    "pbroadcast": "has a test of its own",
+    "ragged_all_to_all": "has a test of its own",
+    "reshard": "has a test of its own",
+}
+
+FLAT = [
+    pytest.param(name, fun, lies, id=f"{name}: {what}") for name, cases in CASES.items() for what, fun, lies in cases
+]
+
+
+def products(fun):
+    """A function of weights, rows and an argument, that gives `fun` two products on the grid and the argument."""
+    return lambda w, x, u: fun(x @ w, (x * 2.0) @ w, u)
+
+
+def operands():
+    return normal(0, 4, 4), normal(1, 8, 4), normal(2, 8, 4)
+
+
+def claims_and_values(fun, dtype, *args, grids=None):
+    """What the plan says of each result, and the result."""
+    autocast = mpx.autocast(fun, dtype)
+    plan = plan_of(autocast, *args, grids=grids)
+    return [tag.grid for tag in plan.out_tags], jax.tree.leaves(autocast(*args))
+
+
+def test_every_primitive_that_follows_has_cases():
+    follow = {name for name, rule in mpx.DEFAULT_RULES.items() if rule == "follow"}
+    assert set(CASES) | set(NOT_HERE) == follow
+    assert not set(CASES) & set(NOT_HERE)
+
+
+def test_those_that_are_said_to_be_none_are_no_primitives():
+    names = {p.name for p in gc.get_objects() if isinstance(p, jex_core.Primitive)}
+    assert "top_k" in names  # negative control
+    assert "copy_p" not in names
+
+
+@half_dtypes
+@pytest.mark.parametrize(("primitive", "fun", "lies"), FLAT)
+def test_a_value_is_tagged_if_and_only_if_it_lies_on_the_grid(primitive, fun, lies, dtype):
+    args = operands()
+    claims, values = claims_and_values(products(fun), dtype, *args)
+    assert primitive in {eqn.primitive.name for eqn in all_eqns(jax.make_jaxpr(products(fun))(*args))}
+    lies = lies if isinstance(lies, tuple) else (lies,)
+    for claim, value, where in zip(claims, values, lies, strict=True):
+        if where == WHOLE_NUMBERS:
+            assert (claim, value.dtype) == (None, np.int32)
+            continue
+        assert claim == (dtype if where == ON else None)
+        assert is_on_grid(value, dtype) == (where == ON)
+
+
+# ---- primitives that need a test of their own ------------------------------------------------------------------------
+
+
+@half_dtypes
+def test_resharded_values_are_tagged(dtype):
+    mesh = jax.make_mesh((8,), ("data",), (AxisType.Explicit,), devices=jax.devices("cpu"))
+    with jax.set_mesh(mesh):
+        w, x, u = operands()
+        x = jax.device_put(x, NamedSharding(mesh, SPLIT))
+        fun = lambda w, x, u: (jax.sharding.reshard(x @ w, WHOLE), jax.sharding.reshard(u, SPLIT))
+        assert "reshard" in {eqn.primitive.name for eqn in all_eqns(jax.make_jaxpr(fun)(w, x, u))}
+        claims, values = claims_and_values(fun, dtype, w, x, u)
+        assert claims == [dtype, None]
+        assert is_on_grid(values[0], dtype)
+
+
+@half_dtypes
+def test_values_gathered_for_all_devices_alike_are_tagged(dtype):
+    gather = on_devices(lambda y: lax.all_gather(y, "data", tiled=True, to="invarying"), out=WHOLE)
+    fun = lambda w, x, u: (gather(x @ w), gather(u))
+    assert "all_gather_invariant" in {eqn.primitive.name for eqn in all_eqns(jax.make_jaxpr(fun)(*operands()))}
+    claims, values = claims_and_values(fun, dtype, *operands())
+    assert claims == [dtype, None]
+    assert is_on_grid(values[0], dtype)
+
+
+def test_values_gathered_as_reduced_are_tagged():
+    mesh = jax.make_mesh((8,), ("data",), (AxisType.Explicit,), devices=jax.devices("cpu"))
+    step = lambda y: lax.all_gather(y, "data", tiled=True, to="reduced")
+    with jax.set_mesh(mesh):
+        gather = jax.shard_map(step, in_specs=SPLIT, out_specs=PartitionSpec(reduced={"data"}))
+        fun = lambda w, x, u: (gather(x @ w), gather(u))
+        w, x, u = operands()
+        x, u = (jax.device_put(a, NamedSharding(mesh, SPLIT)) for a in (x, u))
+        assert "all_gather_reduced" in {eqn.primitive.name for eqn in all_eqns(jax.make_jaxpr(fun)(w, x, u))}
+        claims, values = claims_and_values(fun, BF16, w, x, u)
+    assert claims == [BF16, None]
+    assert is_on_grid(np.asarray(values[0].addressable_shards[0].data), BF16)
+
+
+@pytest.mark.parametrize(
+    ("primitive", "collective"),
+    [
+        ("pbroadcast", lambda y: lax.pbroadcast(y, ("data",), 0)),
+        (
+            "ragged_all_to_all",
+            lambda y: lax.ragged_all_to_all(y[0], -y[0], *[jnp.zeros(8, jnp.int32)] * 4, axis_name="data")[None],
+        ),
+    ],
+    ids=["pbroadcast", "ragged_all_to_all"],
+)
+def test_values_of_collectives_that_a_cpu_has_not_are_tagged(primitive, collective):
+    """Only planned: jax cannot compile them for a CPU. They move values, or fill with zeros."""
+    fun = lambda w, x, u: (on_devices(collective)(x @ w), on_devices(collective)(u))
+    assert primitive in {eqn.primitive.name for eqn in all_eqns(jax.make_jaxpr(fun)(*operands()))}
+    plan = plan_of(mpx.autocast(fun, BF16), *operands())
+    assert [tag.grid for tag in plan.out_tags] == [BF16, None]
+
+
+# ---- where grids come from -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("own", [BF16, F16], ids=str)
+@half_dtypes
+def test_a_view_of_16_bit_values_lies_on_their_own_grid(dtype, own):
+    """Arguments, and casts in the function; also through the other 16-bit dtype, which rounds."""
+    fun = lambda a, x: (a, x.astype(own).astype(F32), (x @ x.T).astype(own).astype(F32), a.T, x)
+    a, x = normal(0, 8, 4, dtype=own), normal(1, 8, 4)
+    claims, values = claims_and_values(fun, dtype, a, x)
+    assert claims == [own, own, own, own, None]
+    for value in values[:4]:
+        assert is_on_grid(value, own)
+
+
+def test_values_of_two_grids_together_lie_on_none():
+    fun = lambda a, b, x: (lax.concatenate([a, b], 0), lax.max(a, b), lax.concatenate([a, x @ x], 0), lax.max(b, x @ x))
+    a, b, x = normal(0, 4, 4, dtype=BF16), normal(1, 4, 4, dtype=F16), normal(2, 4, 4)
+    claims, values = claims_and_values(fun, BF16, a, b, x)
+    assert claims == [None, None, BF16, None]
+    assert is_on_grid(values[2], BF16)
+    assert not is_on_grid(values[0], BF16)
+
+
+@half_dtypes
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda y: y + y[::-1],
+        lambda y: y * 3.0,
+        lambda y: jnp.tanh(y),
+        lambda y: y.sum(0),
+        lambda y: jnp.cumsum(y, 0),
+        lambda y: y.at[0].add(y[1]),
+        lambda y: jax.nn.softplus(y),
+        lambda y: lax.reduce_precision(y * 1.1, 8, 20),
+        lambda y: jnp.matmul(y, y.T, precision="highest"),
+        lambda y: jnp.einsum("bi,bj->bij", y, y),
+    ],
+    ids=["add", "mul", "tanh", "sum", "cumsum", "scatter-add", "softplus", "reduce_precision", "precise dot", "outer"],
+)
+def test_results_of_arithmetic_are_not_tagged(fun, dtype):
+    claims, values = claims_and_values(lambda w, x: fun(x @ w), dtype, *operands()[:2])
+    assert claims == [None]
+    assert not is_on_grid(values[0], dtype)
+
+
+def test_only_float32_results_are_tagged_as_float32_on_a_grid():
+    """A tagged value is widened to float32 after it has travelled: a 16-bit result must stay what it was traced as."""
+    asked = lambda w, x: lax.dot_general(x, w, (((1,), (0,)), ((), ())), preferred_element_type=BF16)
+    for fun in (asked, lambda w, x: (x @ w).astype(BF16)):
+        for dtype in (BF16, F16):
+            plan = plan_of(mpx.autocast(fun, dtype), *operands()[:2])
+            assert [tag.grid for tag in plan.out_tags] == [None]
+
+
+def test_float64_values_are_not_tagged():
+    with jax.enable_x64(True):
+        fun = lambda w, x: ((y := (x @ w).astype(np.float64)), y.astype(F32), jnp.float64(0.1).astype(F32))
+        claims, _ = claims_and_values(fun, BF16, *operands()[:2])
+        assert claims == [None] * 3
+
+
+def test_without_a_narrow_compute_dtype_only_16_bit_values_are_tagged():
+    fun = lambda a, w, x: (x @ w, full(0.5), a)
+    for compute in ("f32", "bf16x3"):
+        claims, _ = claims_and_values(fun, compute, normal(0, 2, 2, dtype=BF16), *operands()[:2])
+        assert claims == [None, None, BF16]
+
+
+def test_the_grids_of_arguments_that_a_caller_knows_are_believed():
+    w, x, _ = operands()
+    plan = plan_of(mpx.autocast(lambda w, x: (w, x), BF16), w, x, grids=[BF16, None])
+    assert [tag.grid for tag in plan.out_tags] == [BF16, None]
+
+
+# ---- through programs inside of the program --------------------------------------------------------------------------
+
+
+@half_dtypes
+@pytest.mark.parametrize(
+    ("fun", "lies"),
+    [
+        (lambda y, u: lax.scan(lambda c, r: (c, (r, r * 2.1)), u, y), (OFF, ON, OFF)),
+        (lambda y, u: lax.scan(lambda c, r: (r, c), y[0], y), (NOT_SAID, NOT_SAID)),
+        (lambda y, u: lax.scan(lambda c, r: (r, c), u[0], y)[1], (OFF,)),
+        (lambda y, u: lax.scan(lambda c, r: (c * 1.1, c), y[0], y), (OFF, OFF)),
+        (lambda y, u: lax.scan(lambda c, r: ((c[1], r * 1.1), c[0]), (y[0], y[0]), y), (OFF, OFF, OFF)),
+        (lambda y, u: lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, -c[1]), (0, y))[1], (NOT_SAID,)),
+        (lambda y, u: lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, c[1]), (0, y))[1], (ON,)),
+        (lambda y, u: lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, c[1] * 1.1), (0, y))[1], (OFF,)),
+        (lambda y, u: lax.cond(u[0, 0] > -9, lambda: y, lambda: -y), (ON,)),
+        (lambda y, u: lax.cond(u[0, 0] < -9, lambda: y, lambda: u), (OFF,)),
+        (lambda y, u: jax.jit(lambda a: (a.T, a * 1.1))(y), (ON, OFF)),
+        (lambda y, u: jax.checkpoint(lambda a: (a.T, a * 1.1))(y), (ON, OFF)),
+        (lambda y, u: on_devices(lambda a: (-a, a * 1.1), out=(SPLIT, SPLIT))(y), (ON, OFF)),
+    ],
+    ids=[
+        "slices of a scan",
+        "carry of a scan",
+        "carry that starts off the grid",
+        "carry that leaves the grid",
+        "carry that leaves the grid in the second iteration",
+        "carry of a while",
+        "carry that stays as it is",
+        "carry of a while that leaves",
+        "branches",
+        "branches of which one is off",
+        "jit",
+        "checkpoint",
+        "shard_map",
+    ],
+)
+def test_tags_go_through_programs_inside(fun, lies, dtype):
+    """Not of what a loop carries and makes anew in each iteration."""
+    claims, values = claims_and_values(lambda w, x, u: fun(x @ w, u), dtype, *operands())
+    for claim, value, where in zip(claims, values, lies, strict=True):
+        if where == NOT_SAID:
+            assert claim is None
+            continue
+        assert claim == (dtype if where == ON else None)
+        assert is_on_grid(value, dtype) == (where == ON)
+
+
+def test_a_program_inside_is_planned_for_each_kind_of_operands():
+    """A jit called with a product and with an argument has two plans, of the right claims."""
+    inner = jax.jit(lambda a: a.T)
+    claims, _ = claims_and_values(lambda w, x, u: (inner(x @ w), inner(u), inner(-(x @ w))), BF16, *operands())
+    assert claims == [BF16, None, BF16]
+
+
+def test_kernels_are_not_looked_into():
+    call = pl.pallas_call(
+        lambda a, b: b.__setitem__(..., a[...]), out_shape=jax.ShapeDtypeStruct((8, 4), F32), interpret=True
+    )
+    claims, _ = claims_and_values(lambda w, x: call(x @ w), BF16, *operands()[:2])
+    assert claims == [None]
+
+
+# ---- programs that nobody wrote --------------------------------------------------------------------------------------
+
+# From two values of shape (4, 4) to one; the second is often not used. Bounded, so that float16 does not overflow.
+OPERATIONS = {
+    "dot": lambda a, b: a @ b / 8.0,
+    "dot as it is": lambda a, b: jnp.tanh(a) @ jnp.sin(b),
+    "precise dot": lambda a, b: jnp.matmul(jnp.sin(a), jnp.sin(b), precision="highest"),
+    "transpose": lambda a, b: a.T,
+    "rows": lambda a, b: jnp.concatenate([a[:2], b[2:]]),
+    "flip": lambda a, b: a[::-1],
+    "gather": lambda a, b: a[rows(3, 3, 0, 1)],
+    "gather with fill": lambda a, b: a.at[rows(0, 9, 1, 9)].get(mode="fill", fill_value=0.1),
+    "max": lambda a, b: jnp.maximum(a, b),
+    "max with zero": lambda a, b: jnp.maximum(a, 0.0),
+    "max with a third": lambda a, b: jnp.maximum(a, 1 / 3),
+    "clamp": lambda a, b: lax.clamp(-0.5, a, 0.7),
+    "select": lambda a, b: jnp.where(a > 0, a, b),
+    "mask": lambda a, b: jnp.where(a > 0, a, -1e4),
+    "mask to zero": lambda a, b: lax.select(a > 0, b, jnp.zeros((4, 4))),
+    "abs": lambda a, b: jnp.abs(a),
+    "round": lambda a, b: jnp.round(a),
+    "sort": lambda a, b: lax.sort((a, b), num_keys=1)[1],
+    "top": lambda a, b: lax.top_k(a, 4)[0],
+    "pad": lambda a, b: lax.pad(a[:3], jnp.float32(0), [(1, 0, 0), (0, 0, 0)]),
+    "pad with a tenth": lambda a, b: lax.pad(a[:3], jnp.float32(0.1), [(1, 0, 0), (0, 0, 0)]),
+    "write": lambda a, b: a.at[1:3].set(b[:2]),
+    "write an entry": lambda a, b: a.at[rows(0, 2), rows(1, 1)].set(b[0, :2]),
+    "cast": lambda a, b: a.astype(BF16).astype(F32),
+    "cast to float16": lambda a, b: jnp.sin(a).astype(F16).astype(F32),
+    "truth": lambda a, b: (a > b).astype(F32),
+    "add": lambda a, b: (a + b) / 2.0,
+    "mul": lambda a, b: jnp.sin(a * b),
+    "exp": lambda a, b: jnp.exp(a - a.max(0, keepdims=True)),
+    "relu": lambda a, b: jax.nn.relu(a),
+    "sum": lambda a, b: jnp.broadcast_to(a.sum(0, keepdims=True), (4, 4)) / 4.0,
+    "barrier": lambda a, b: lax.optimization_barrier((a, b))[1],
+    "outer": lambda a, b: jnp.sin(a[:, :1] @ b[:1]),
+}
+
+
+def pair(a, b):
+    return jnp.concatenate([a[None], b[None]])
+
+
+AROUND = {
+    "plain": lambda f: f,
+    "jit": lambda f: jax.jit(f),
+    "checkpoint": lambda f: jax.checkpoint(f),
+    "cond": lambda f: lambda a, b: lax.cond(a[0, 0] > 0, f, lambda a, b: b, a, b),
+    "scan carry": lambda f: lambda a, b: lax.scan(lambda c, _: (f(c, b), None), a, length=2)[0],
+    "scan rows": lambda f: (
+        lambda a, b: lax.scan(lambda c, x: (c, f(x, c)), b, jnp.concatenate([a[None], -a[None]]))[1][1]
+    ),
+    "scan pairs": lambda f: (
+        lambda a, b: lax.scan(lambda c, x: (x, f(c, x)), a, jnp.concatenate([a[None], b[None]]))[1][0]
+    ),
+}
+
+indices = st.integers(0, 9)
+lines = st.tuples(st.sampled_from(sorted(AROUND)), st.sampled_from(sorted(OPERATIONS)), indices, indices)
+
+
+@given(program=st.lists(lines, min_size=1, max_size=6), dtype=st.sampled_from([BF16, F16]), seed=st.integers(0, 3))
+@settings(max_examples=25)
+def test_in_any_program_every_claim_is_true_and_types_are_those_of_the_plain_program(program, dtype, seed):
+    """Each value that the plan tags, at any depth, as a second interpreter computes it; and that one's results."""
+
+    def fun(w, a, u):
+        values = [w, a, u, a @ w]
+        for around, operation, i, j in program:
+            a, b = values[-1 - i % len(values)], values[-1 - j % len(values)]
+            values.append(AROUND[around](OPERATIONS[operation])(a, b))
+        return values[3:]
+
+    args = normal(seed, 4, 4), normal(seed + 9, 4, 4, dtype=BF16), normal(seed + 5, 4, 4)
+    wide = [x.astype(F32) for x in args]
+    autocast = mpx.autocast(fun, dtype)
+    assert types_of(jax.eval_shape(autocast, *args)) == types_of(jax.eval_shape(fun, *wide))
+
+    seen = []
+    plan = plan_of(autocast, *args)
+    results = evaluate(plan, args, dtype, seen)
+    for primitive, grid, value in seen:
+        if grid is not None and jnp.asarray(value).dtype == F32:
+            assert is_on_grid(value, grid), (primitive, grid)
+    for tag, value in zip(plan.out_tags, results, strict=True):
+        assert tag.grid is None or is_on_grid(value, tag.grid)
+    with jax.disable_jit():
+        assert_same_bits(autocast(*args), results)
