@@ -42,8 +42,10 @@ def _is_floating_dtype(dtype: Any) -> bool:
 
 
 def is_array(leaf: Any) -> bool:
-    """True for arrays of any dtype, NumPy's scalars, and shapes that stand for arrays."""
-    return isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
+    """True for arrays, NumPy's of numbers and its scalars too, and for shapes that stand for arrays."""
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return leaf.dtype.kind not in "OSUMm"  # objects, strings and dates are not for jax
+    return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
 
 
 def is_narrower(leaf: Any, dtype: np.dtype) -> bool:

@@ -166,6 +166,10 @@ class Planner:
         if is_settled:
             return Step(eqn, "keep", None, tags, unknown, reason="settled by an autocast or full_precision inside")
         if rule == "enter":
+            tags = tuple(
+                self._common_tag(eqn, [(v, tag)], v) if is_literal(v) else tag
+                for v, tag in zip(eqn.invars, tags, strict=True)
+            )
             plans, out_tags = self._entries[name].plan(eqn, tags, self)
             action = "enter" if any(plan.changes for plan in plans) else "keep"
             return Step(eqn, action, None, tags, out_tags, plans)

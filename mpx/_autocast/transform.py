@@ -169,7 +169,8 @@ def autocast(
             `"everything"`, any other name of `jax.checkpoint_policies` that is a policy itself, or a policy. None
             leaves it to the function.
         gradient_dtype: float32 for gradients of weights that are sums in float32 which nothing rounds, so that data
-            parallel training adds them up in float32 too; their operands are in the compute dtype as without. Such a
+            parallel training adds them up in float32 too; their operands are in the compute dtype as without. This is
+            for weights that reach their contraction as they are, reshaped or moved; not for `w + lora`. Such a
             function has no forward mode, and mapped by `vmap` from outside it makes a gradient for each example before
             they are added up: map inside. None for gradients in the compute dtype.
 
