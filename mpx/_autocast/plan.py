@@ -244,7 +244,10 @@ class Planner:
             is_argument=any(tag.is_argument for tag in arrays),
             is_copied=any(tag.is_copied for tag in arrays)
             or eqn.primitive.name in _COPYING
-            or (eqn.primitive.name in BROADCASTING and any(_is_smaller(v, result) for v, _ in floats)),
+            or (
+                eqn.primitive.name in BROADCASTING
+                and any(_is_smaller(v, result) for v, _ in floats if not is_literal(v))
+            ),
         )
 
     def _rounded_to(self, program: jex_core.Jaxpr, steps: list[Step]) -> tuple[np.dtype | None, ...]:

@@ -74,6 +74,10 @@ CASES = {
         ("literal -1e9", lambda y, z, u: full(-1e9), OFF),
         ("the smallest float32", lambda y, z, u: full(jnp.finfo(F32).min), OFF),
     ],
+    "stack": [
+        ("values", lambda y, z, u: jnp.stack([y, z]), ON),
+        ("argument", lambda y, z, u: jnp.stack([y, u]), OFF),
+    ],
     "concatenate": [
         ("values", lambda y, z, u: lax.concatenate([y, z], 0), ON),
         ("zeros", lambda y, z, u: lax.concatenate([y, full(0.0)], 0), ON),
