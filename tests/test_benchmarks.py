@@ -193,17 +193,17 @@ def test_an_error_is_that_of_the_whole_gradient():
 
 def test_accuracy_is_measured_against_float64():
     """Half an ulp is 2**-24 in float32 and 2**-8 in bfloat16: there is room between the errors."""
-    rows = autocast.measure_accuracy(SIZE, seeds=2, trained_steps=1, dtypes=[("f32", "bf16")])
-    assert [row["form"] for row in rows] == 2 * list(autocast.ACCURACY_FORMS)
+    rows = autocast.measure_accuracy(SIZE, seeds=2, trained_steps=0, dtypes=[("f32", "bf16")])
+    assert {row["form"] for row in rows} == set(autocast.ACCURACY_FORMS)
     for row in rows:
         low, high = (0, 1e-5) if row["form"] == "f32" else (1e-3, 3e-2)
         assert low < row["gradient mean"] <= row["gradient max"] < high
 
 
 def test_a_step_of_autocast_is_timed_beside_that_by_hand():
-    names = ["autocast, FAST_RULES", "autocast, dots"]
+    names = ["autocast, dots"]
     rows = autocast.measure_steps(SIZE, jnp.bfloat16, update=True, starts=1, turns=1, names=names)
-    assert [(row["form"], row["beside"]) for row in rows] == [(names[0], "by hand"), (names[1], "by hand, dots")]
+    assert [(row["form"], row["beside"]) for row in rows] == [(names[0], "by hand, dots")]
     assert all(row["ratio"] == row["ms"] / row["beside ms"] and row["met"] == (row["ratio"] <= 1.03) for row in rows)
 
 

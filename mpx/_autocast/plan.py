@@ -263,7 +263,10 @@ class Planner:
     def _operands_rounded_to(self, step: Step, rounded: dict[Any, np.dtype | None]) -> list[np.dtype | None]:
         eqn = step.eqn
         if step.action == "lower" and step.compute is not None and step.compute.is_narrow:
-            return [step.compute.dtype] * len(eqn.invars)
+            if eqn.primitive.name in contraction.CONTRACTIONS:
+                return [step.compute.dtype] * len(eqn.invars)
+            # The cotangents of a bias are rounded before they are added up, and not after.
+            return [None if _is_smaller(v, eqn.outvars[0]) else step.compute.dtype for v in eqn.invars]
         if step.action == "enter":
             return self._entries[eqn.primitive.name].rounded_to(eqn, step.plans)
         # Where results are the operand's values, one for one, so are the cotangents. A broadcast adds them up.

@@ -334,8 +334,11 @@ def exceeds(errors, by_hand, slack):
     return np.linalg.norm(errors) > slack * total or np.any(errors > 1.3 * slack * by_hand + total / 20)
 
 
-@all_halves
-@all_models
+@pytest.mark.parametrize(
+    ("name", "half"),
+    # In float16 a model a library and kind: what differs from bfloat16 is the range, not the layer.
+    [(name, half) for name in MODELS for half in ("bf16", "f16") if half == "bf16" or not name.startswith("nnx")],
+)
 def test_outputs_and_gradients_are_as_close_to_float32_as_those_of_a_model_cast_by_hand(name, half):
     """Up to 5% for the luck of few numbers, where both sides do the same roundings; see `attention` for its 25%."""
     model = MODELS[name]()

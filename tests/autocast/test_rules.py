@@ -161,3 +161,14 @@ def test_fast_rules_add_up_the_gradient_of_a_bias_in_float32(shape):
     loss = lambda b: (jnp.ones((1000, 3)) @ jnp.ones((3, 2)) + jnp.broadcast_to(b, (1, 2))).sum()
     gradient = jax.grad(mpx.autocast(loss, "bf16", rules=mpx.FAST_RULES))(jnp.ones(shape))
     assert (gradient == 1000).all()
+
+
+def test_fast_rules_do_not_round_the_gradients_of_stacked_biases():
+    """257 rows: a stack of biases of bfloat16 goes through the loop in float32."""
+
+    def loss(biases):
+        step = lambda c, b: (c + (jnp.ones((257, 3)) @ jnp.ones((3, 2)) + b[None]).sum(), None)
+        return jax.lax.scan(step, jnp.float32(0), biases)[0]
+
+    gradient = mpx.grad(mpx.autocast(loss, "bf16", rules=mpx.FAST_RULES))(jnp.ones((2, 2), jnp.bfloat16))
+    assert (gradient == 257).all()
