@@ -1,1 +1,1 @@
-"""A small byte-level GPT, trained under nine precision recipes that differ in nothing else."""
+"""A small byte-level GPT, trained under ten precision recipes that differ in nothing else."""

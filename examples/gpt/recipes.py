@@ -60,7 +60,7 @@ def split_masters(rule: optax.GradientTransformation) -> optax.GradientTransform
 
 
 def split_masters_8bit_moments(rule: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Split masters, and both moments in 8 bits: 8 bytes a parameter in all, gradients included."""
+    """Split masters, and both moments in 8 bits: 8 bytes a parameter in all, gradients of products included."""
     moments = {"mu": mpx.Blockwise8bit(), "nu": mpx.Blockwise8bit()}
     return mpx.mixed_precision(mpx.low_precision_state(rule, moments), BF16, storage="split")
 

@@ -154,19 +154,10 @@ def _summed_in_f32(pullback: Callable[..., Any], cotangent: jax.Array) -> jax.Ar
 
 
 def _bound_in_f32(eqn: jex_core.JaxprEqn, operands: list[Any]) -> jax.Array:
-    """A contraction of 16-bit operands with a float32 result.
-
-    A matrix product is taken with its operands exchanged: jax transposes the product of cotangent and input, which XLA
-    on CPU (jax 0.10, 0.11) turns into one of bfloat16 operands and a float32 result that it then cannot run.
-    """
-    params: dict[str, Any] = {**eqn.params, "preferred_element_type": np.dtype(np.float32)}
-    if eqn.primitive.name != "dot_general" or params.get("out_sharding") is not None:
-        return eqn.primitive.bind(*operands, **params)
-    (lhs, rhs), ((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)) = operands, params["dimension_numbers"]
-    params["dimension_numbers"] = (rhs_contracting, lhs_contracting), (rhs_batch, lhs_batch)
-    product = eqn.primitive.bind(rhs, lhs, **params)
-    batch, kept = len(lhs_batch), rhs.ndim - len(rhs_contracting) - len(rhs_batch)
-    return lax.transpose(product, [*range(batch), *range(batch + kept, product.ndim), *range(batch, batch + kept)])
+    """A contraction of 16-bit operands with a float32 result."""
+    result = eqn.primitive.bind(*operands, **(eqn.params | {"preferred_element_type": np.dtype(np.float32)}))
+    # XLA on CPU (jax 0.10, 0.11) fuses the transposition that may follow into a product which it then cannot run.
+    return lax.optimization_barrier(result) if jax.default_backend() == "cpu" else result
 
 
 def _aval(v: Any) -> Any:

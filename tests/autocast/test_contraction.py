@@ -511,3 +511,15 @@ def _steps(plan):
         yield step
         for inner in step.plans:
             yield from _steps(inner)
+
+
+@pytest.mark.parametrize("equation", ["btc,cd->btd", "btc,dc->btd", "btc,chd->bthd", "bthd,hdc->btc"])
+def test_float32_gradients_of_activations_with_a_batch_run_compiled(equation):
+    """XLA on CPU made products of them that it cannot run: of bfloat16 operands, transposed, with float32 results."""
+    operands, _ = equation.split("->")
+    sizes = dict(zip("btchd", (2, 3, 4, 5, 6), strict=True))
+    x, w = (normal(i, *[sizes[axis] for axis in axes]) for i, axes in enumerate(operands.split(",")))
+    loss = mpx.autocast(lambda w, x: (jnp.einsum(equation, x, w) ** 2).sum(), BF16, gradient_dtype=F32)
+    gradient = jax.jit(jax.grad(loss))(w, x)
+    expected = jax.grad(lambda w, x: (jnp.einsum(equation, x, w) ** 2).sum())(w, x)
+    assert np.linalg.norm(gradient - expected) < 0.02 * np.linalg.norm(expected)
