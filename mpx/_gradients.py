@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from mpx import _trees
 from mpx._autocast.transform import Autocast, autocast_of
 from mpx._loss_scale import LossScale, NoOpLossScale, require_powers_of_two
+from mpx._policy import DTYPE_NAMES
 
 # A cotangent above 65504 has no float16 value: a float16 loss is differentiated with at most this seed.
 _LARGEST_F16_SEED = np.float32(2.0**15)
@@ -67,6 +68,7 @@ def value_and_grad(
     """
     loss_scale = NoOpLossScale() if loss_scale is None else loss_scale
     require_powers_of_two(loss_scale, "value_and_grad")
+    grad_dtype = DTYPE_NAMES.get(grad_dtype, grad_dtype) if isinstance(grad_dtype, str) else grad_dtype
     if grad_dtype is not None and not jnp.issubdtype(grad_dtype, jnp.floating):
         raise ValueError(
             f"`value_and_grad`: `grad_dtype` must be a floating-point dtype or None, but got {grad_dtype!r}."
@@ -194,6 +196,11 @@ def _loss_and_aux(result: Any, has_aux: bool) -> tuple[jax.Array, Any]:
             f"{type(result).__name__}. For a pair (loss, aux) give `has_aux=True`."
         )
     loss, aux = result if has_aux else (result, None)
+    if has_aux and (loss is None or isinstance(loss, (tuple, list, dict))):
+        raise TypeError(
+            "`value_and_grad` with `has_aux=True` needs a function that returns a pair (loss, aux), but the first of "
+            f"the pair is a {type(loss).__name__}. Is it (aux, loss)?"
+        )
     return jnp.asarray(loss), aux
 
 

@@ -524,3 +524,13 @@ def test_a_gradient_dtype_that_is_not_floating_is_refused(grad_dtype):
     message = f"`value_and_grad`: `grad_dtype` must be a floating-point dtype or None, but got {grad_dtype!r}."
     with pytest.raises(ValueError, match=re.escape(message)):
         mpx.grad(lambda w: w, grad_dtype=grad_dtype)
+
+
+@pytest.mark.parametrize("first", [{"a": 1.0}, None, (1.0, 2.0)])
+def test_aux_in_front_of_the_loss_is_refused(first):
+    with pytest.raises(TypeError, match=r"Is it \(aux, loss\)\?"):
+        mpx.value_and_grad(lambda p: (first, p.sum()), has_aux=True)(jnp.ones(3))
+
+
+def test_the_dtype_of_gradients_may_be_a_short_name():
+    assert mpx.grad(lambda w: w**2, grad_dtype="bf16")(jnp.float32(3)).dtype == jnp.bfloat16

@@ -87,12 +87,22 @@ def check_unchanged(program: jex_core.Jaxpr, changes: Sequence[Change]) -> None:
         raise _lost(lost)
 
 
+def require_unchanged(objects: list[Object], result: Any) -> None:
+    """Raises if a function has left other arrays in objects than it got, but for those that it returns."""
+    lost = defaultdict(list)
+    for change in changes_of(objects, jax.tree.leaves(result)):
+        lost[change.name].append(change.path)
+    if lost:
+        raise _lost(lost)
+
+
 def _lost(changes: dict[str, list[str]]) -> ValueError:
     which = "; ".join(f"{', '.join(paths)} of {name}" for name, paths in changes.items())
     return ValueError(
         f"`autocast`: the function changes an argument in place, which would be lost, as under `jax.jit`: {which}. "
-        "Return the new values. With Flax NNX: `graphdef, state = nnx.split(model)` outside, and inside `model = "
-        "nnx.merge(graphdef, state)`, with `nnx.state(model)` among the results."
+        "Return the new values. With Flax NNX: `graphdef, params, rest = nnx.split(model, nnx.Param, ...)` outside, "
+        "and inside `model = nnx.merge(graphdef, params, rest)`, with `nnx.state(model, nnx.Not(nnx.Param))` among "
+        "the results."
     )
 
 

@@ -18,7 +18,7 @@ from mpx._autocast import in_place, interpreter
 from mpx._autocast.control_flow import HANDLERS
 from mpx._autocast.plan import MARK, Plan, Planner, Settings, Tag
 from mpx._autocast.rules import DEFAULT_RULES, FAST_RULES, LOWERABLE, Rule
-from mpx._policy import Policy
+from mpx._policy import DTYPE_NAMES, Policy
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -159,7 +159,8 @@ def autocast(
     Args:
         fun: any function of pytrees. What it closes over keeps its dtype: pass parameters as arguments.
         policy_or_dtype: a policy, of which `compute_dtype` counts, its overrides for the contractions with the
-            arguments that they name, and `output_dtype` for floating results; or a dtype or its name (`"bf16"`,
+            arguments that they name, and `output_dtype` for all floating results (of a policy's string too: left out
+            there, it follows `compute`); or a dtype or its name (`"bf16"`,
             `"f16"`), or a way to multiply float32 numbers: `"tf32"` (a CPU, which has none, does it in float32) or
             `"bf16x3"`. Those two are for matrix products; convolutions stay float32.
         rules: a table like `DEFAULT_RULES`, from the names of primitives (or primitives) to `"lower"`, `"follow"`,
@@ -238,6 +239,7 @@ def full_precision(fun: F) -> F:
 
     Raises:
         TypeError: if `fun` is no function.
+        ValueError: at the call, if `fun` changes an argument in place of which 16-bit arrays were widened.
 
     Example:
         >>> logits = full_precision(lambda x, w: x @ w)
@@ -253,13 +255,17 @@ def full_precision(fun: F) -> F:
     @functools.wraps(fun)
     def wrapped(*args, **kwargs):
         dtypes = {leaf.dtype for leaf in jax.tree.leaves((args, kwargs)) if _trees.is_floating(leaf)}
-        is_half = len(dtypes) == 1 and next(iter(dtypes)).itemsize == 2
-        narrow = lambda leaf: leaf.dtype.itemsize == 2
+        halves = {dtype for dtype in dtypes if dtype.itemsize == 2}
         with jax.named_scope(MARK), jax.default_matmul_precision("highest"):
+            if not halves:  # the very arguments: the function may change them
+                return fun(*args, **kwargs)
+            narrow = lambda leaf: leaf.dtype.itemsize == 2
             args, kwargs = _trees.cast_tree((args, kwargs), jnp.float32, which=narrow)
+            objects = in_place.objects_of((args, kwargs))
             result = fun(*args, **kwargs)
+            in_place.require_unchanged(objects, result)
             is_f32 = lambda leaf: leaf.dtype == jnp.float32
-            return _trees.cast_tree(result, dtypes.pop(), which=is_f32) if is_half else result
+            return _trees.cast_tree(result, dtypes.pop(), which=is_f32) if len(dtypes) == 1 else result
 
     return wrapped  # type: ignore[return-value]
 
@@ -291,13 +297,20 @@ def _checked_rules(rules: Mapping[Any, Rule]) -> Mapping[str, Rule]:
                 + ("'enter' or 'keep'." if name in HANDLERS else f"{', '.join(HANDLERS)} can be entered.")
             )
         checked[name] = rule
+    missing = sorted(DEFAULT_RULES.keys() - checked.keys())
+    if missing:
+        raise ValueError(
+            f"`autocast`: `rules` lacks {', '.join(missing[:3])} and others. What is to stay as it is comes from the "
+            "default table: `rules=mpx.DEFAULT_RULES | {...}`."
+        )
     return checked
 
 
 def _checked_gradient_dtype(gradient_dtype: DTypeLike | None, compute: computes.Compute) -> np.dtype | None:
     if gradient_dtype is None:
         return None
-    if np.dtype(gradient_dtype) != np.float32:
+    named = DTYPE_NAMES.get(gradient_dtype) if isinstance(gradient_dtype, str) else None
+    if np.dtype(named or gradient_dtype) != np.float32:
         raise ValueError(f"`autocast`: `gradient_dtype` must be float32 or None, but got {gradient_dtype!r}.")
     return np.dtype(np.float32) if compute.is_narrow else None
 

@@ -567,8 +567,9 @@ def called(model, x):
 
 
 REMEDY = re.escape(
-    "would be lost, as under `jax.jit`: {}. Return the new values. With Flax NNX: `graphdef, state = nnx.split(model)` "
-    "outside, and inside `model = nnx.merge(graphdef, state)`, with `nnx.state(model)` among the results."
+    "would be lost, as under `jax.jit`: {}. Return the new values. With Flax NNX: `graphdef, params, rest = "
+    "nnx.split(model, nnx.Param, ...)` outside, and inside `model = nnx.merge(graphdef, params, rest)`, with "
+    "`nnx.state(model, nnx.Not(nnx.Param))` among the results."
 )
 CHANGING = {
     "dropout": (lambda: nnx.Dropout(0.5, rngs=nnx.Rngs(0)), "rngs/count of the Dropout at 0"),

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import mpx
 from mpx._autocast.transform import autocast_of
@@ -245,3 +246,24 @@ def test_a_full_precision_function_inside_stays_float32():
 def test_default_matmul_precision_highest_turns_lowering_off():
     with jax.default_matmul_precision("highest"):
         assert dot_dtypes(mpx.autocast(product, "bf16"), X, W) == [("float32",) * 3]
+
+
+def test_a_table_that_is_not_whole_is_refused():
+    with pytest.raises(ValueError, match=r"`rules=mpx.DEFAULT_RULES \| \{\.\.\.\}`"):
+        mpx.autocast(product, "bf16", rules={"exp": "keep"})
+
+
+def test_full_precision_lets_a_float32_module_change_and_refuses_to_lose_a_change_of_another():
+    """The same dropout mask in each step would be the price."""
+    dropout = lambda: nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+    island, module = mpx.full_precision(lambda module, x: module(x)), dropout()
+    for _ in range(2):
+        island(module, jnp.ones(6))
+    assert module.rngs.count[...] == 2
+    with pytest.raises(ValueError, match="rngs/count of the Dropout at 0"):
+        island(dropout(), jnp.ones(6, jnp.bfloat16))
+
+
+def test_gradient_dtype_may_be_a_short_name():
+    text = str(jax.make_jaxpr(jax.grad(mpx.autocast(lambda w, x: (x @ w).sum(), "bf16", gradient_dtype="f32")))(W, X))
+    assert "preferred_element_type=float32" in text
