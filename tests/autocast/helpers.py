@@ -11,6 +11,7 @@ from jax import lax
 from jax.extend import core as jex_core
 
 import mpx
+from mpx._autocast.jaxprs import scan_counts
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 F16 = np.dtype(np.float16)
@@ -157,8 +158,8 @@ def _cond(step, inputs, dtype, seen):
 
 def _scan(step, inputs, dtype, seen):
     params = step.eqn.params
-    first = params["num_consts"]
-    last = first + params["num_carry"]
+    first, carried = scan_counts(step.eqn)
+    last = first + carried
     consts, carry, xs = inputs[:first], inputs[first:last], inputs[last:]
     order = range(params["length"])
     rows = {}

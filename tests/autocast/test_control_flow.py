@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import NamedSharding, PartitionSpec
 
 import mpx
+from mpx._autocast.jaxprs import scan_counts
 from tests.autocast.helpers import (
     BF16,
     F16,
@@ -325,8 +326,8 @@ def operand_dtypes(fun, *args, primitive="scan"):
     results = [v.aval.dtype for v in eqn.outvars]
     if primitive != "scan":
         return dtypes, results
-    first = eqn.params["num_consts"]
-    last = first + eqn.params["num_carry"]
+    first, carried = scan_counts(eqn)
+    last = first + carried
     return dtypes[:first], dtypes[first:last], dtypes[last:], results[last - first :]
 
 
@@ -441,8 +442,8 @@ def test_carries_and_constants_of_a_loop_are_float32_though_on_the_grid():
     assert (consts, carry) == ([F32], [F32])
     gradient = mpx.grad(autocast_loss(fun, BF16), argnums=(0, 1))
     for eqn in eqns_of(gradient, normal(0, 4, 4, dtype=BF16), normal(1, 8, 4), primitive="scan"):
-        first = eqn.params["num_consts"]
-        carry = [v.aval.dtype for v in eqn.invars[first : first + eqn.params["num_carry"]]]
+        first, carried = scan_counts(eqn)
+        carry = [v.aval.dtype for v in eqn.invars[first : first + carried]]
         assert BF16 not in carry
 
 

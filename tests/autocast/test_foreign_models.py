@@ -21,6 +21,7 @@ from flax import nnx
 from jax.extend import core as jex_core
 
 import mpx
+from mpx._autocast.jaxprs import scan_counts
 from tests.autocast.helpers import BF16, CONTRACTIONS, F16, F32, all_eqns, eqns_of
 from tests.helpers import assert_same_bits
 
@@ -482,7 +483,7 @@ def test_stacked_kernels_travel_in_bfloat16_through_every_scan(transform):
     }
     gradient = transform(mpx.autocast(scalar_loss(model), "bf16"))
     scans = eqns_of(gradient, cast(model.params, BF16), *model.inputs, primitive="scan")
-    sliced = [scan.invars[scan.params["num_consts"] + scan.params["num_carry"] :] for scan in scans]
+    sliced = [scan.invars[sum(scan_counts(scan)) :] for scan in scans]
     found = [[v.aval.dtype for v in xs if v.aval.shape in kernels] for xs in sliced]
     assert found[0] == [BF16] * 6
     assert {dtype for of_scan in found for dtype in of_scan} == {BF16}

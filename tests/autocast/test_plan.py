@@ -567,7 +567,7 @@ lines = st.tuples(st.sampled_from(sorted(AROUND)), st.sampled_from(sorted(OPERAT
 
 
 @given(program=st.lists(lines, min_size=1, max_size=6), dtype=st.sampled_from([BF16, F16]), seed=st.integers(0, 3))
-@settings(max_examples=25)
+@settings(max_examples=15)
 def test_in_any_program_every_claim_is_true_and_types_are_those_of_the_plain_program(program, dtype, seed):
     """Each value that the plan tags, at any depth, as a second interpreter computes it; and that one's results."""
 
