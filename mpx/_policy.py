@@ -235,6 +235,11 @@ def half_dtype() -> DTypeLike:
     return jnp.bfloat16 if jax.local_devices()[0].platform == "tpu" else jnp.float16
 
 
+def named_dtype(dtype: Any) -> Any:
+    """What a user gave for a dtype, with the short names (`bf16`) replaced by what they stand for."""
+    return DTYPE_NAMES.get(dtype, dtype) if isinstance(dtype, str) else dtype
+
+
 def _parse_dtype(name: str, text: str) -> np.dtype:
     if name == "half":
         return np.dtype(half_dtype())
@@ -249,8 +254,7 @@ def _short_name(dtype: np.dtype) -> str:
 
 
 def _floating_dtype(dtype: DTypeLike, argument: str) -> np.dtype:
-    if isinstance(dtype, str) and dtype in DTYPE_NAMES:
-        return DTYPE_NAMES[dtype]
+    dtype = named_dtype(dtype)
     # NumPy reads None as float64.
     if dtype is None or np.dtype(dtype) not in DTYPE_NAMES.values():
         raise ValueError(

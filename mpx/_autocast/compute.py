@@ -59,7 +59,7 @@ def get_compute(policy_or_dtype: Any) -> Compute:
     if isinstance(policy_or_dtype, str) and policy_or_dtype == "half":
         return compute_of_dtype(np.dtype(_policy.half_dtype()))
     try:
-        dtype = _policy.DTYPE_NAMES.get(policy_or_dtype) or np.dtype(policy_or_dtype)
+        dtype = np.dtype(_policy.named_dtype(policy_or_dtype))
     except (TypeError, ValueError, SyntaxError):  # NumPy reads strings as formats of records
         dtype = None
     if policy_or_dtype is None or dtype is None:

@@ -79,18 +79,17 @@ def check_unchanged(program: jex_core.Jaxpr, changes: Sequence[Change]) -> None:
         ValueError: if there are any; it names all of them, and the remedy.
     """
     pairs = iter(program.outvars[len(program.outvars) - 2 * len(changes) :])
-    lost = defaultdict(list)
-    for change in changes:
-        if _source(program, next(pairs)) != _source(program, next(pairs)):
-            lost[change.name].append(change.path)
-    if lost:
-        raise _lost(lost)
+    _refuse([change for change in changes if _source(program, next(pairs)) != _source(program, next(pairs))])
 
 
 def require_unchanged(objects: list[Object], result: Any) -> None:
     """Raises if a function has left other arrays in objects than it got, but for those that it returns."""
+    _refuse(changes_of(objects, jax.tree.leaves(result)))
+
+
+def _refuse(changes: Sequence[Change]) -> None:
     lost = defaultdict(list)
-    for change in changes_of(objects, jax.tree.leaves(result)):
+    for change in changes:
         lost[change.name].append(change.path)
     if lost:
         raise _lost(lost)

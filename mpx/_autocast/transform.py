@@ -18,7 +18,7 @@ from mpx._autocast import in_place, interpreter
 from mpx._autocast.control_flow import HANDLERS
 from mpx._autocast.plan import MARK, Plan, Planner, Settings, Tag
 from mpx._autocast.rules import DEFAULT_RULES, FAST_RULES, LOWERABLE, Rule
-from mpx._policy import DTYPE_NAMES, Policy
+from mpx._policy import Policy, named_dtype
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -309,8 +309,7 @@ def _checked_rules(rules: Mapping[Any, Rule]) -> Mapping[str, Rule]:
 def _checked_gradient_dtype(gradient_dtype: DTypeLike | None, compute: computes.Compute) -> np.dtype | None:
     if gradient_dtype is None:
         return None
-    named = DTYPE_NAMES.get(gradient_dtype) if isinstance(gradient_dtype, str) else None
-    if np.dtype(named or gradient_dtype) != np.float32:
+    if np.dtype(named_dtype(gradient_dtype)) != np.float32:
         raise ValueError(f"`autocast`: `gradient_dtype` must be float32 or None, but got {gradient_dtype!r}.")
     return np.dtype(np.float32) if compute.is_narrow else None
 
