@@ -1,6 +1,7 @@
 """Whole recipes, put together from the transformations."""
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from typing import Any
 
 import jax
 import numpy as np
@@ -87,6 +88,7 @@ def any_precision_adamw(
     compensation_buffer_dtype: DTypeLike = "bfloat16",
     rounding: Rounding = "nearest",
     key: jax.Array | None = None,
+    mask: Any | Callable[[optax.Params], Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW for pure 16-bit training: each moment in a dtype of its own, and Kahan summation of the parameters.
 
@@ -110,6 +112,8 @@ def any_precision_adamw(
         rounding: of the moments: `"nearest"`, as in torchdistx, under which a bfloat16 variance with `b2` of 0.999
             never falls; or `"stochastic"`, under which it does.
         key: a PRNG key, for stochastic rounding.
+        mask: which weights decay: a tree of booleans, or a function of the parameters that returns one, as in
+            `optax.adamw`; all of them if None.
 
     Returns:
         A transformation. With float32 everywhere its updates are those of `optax.adamw`, to the bit.
@@ -127,7 +131,7 @@ def any_precision_adamw(
     References:
         pytorch/torchdistx, `AnyPrecisionAdamW`; Zamirai et al. 2020 (arXiv 2010.06192).
     """
-    adamw = optax.adamw(learning_rate, b1, b2, eps, weight_decay=weight_decay)
+    adamw = optax.adamw(learning_rate, b1, b2, eps, weight_decay=weight_decay, mask=mask)
     formats = {"^0/mu": momentum_dtype, "^0/nu": variance_dtype}  # of AdamW, whatever parameters are called
     moments = low_precision_state(adamw, formats, min_size=0, rounding=rounding, key=key)
     compensation = kahan_summation(compensation_buffer_dtype)  # made in any case, so that a wrong dtype is found

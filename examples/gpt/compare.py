@@ -38,25 +38,24 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import typer
-from flax import nnx
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 import mpx
-from examples.gpt import data, report
-from examples.gpt.model import GPT, HEAD_SIZE, next_byte_loss
+from examples.gpt import report
+from examples.gpt import text as text_of
+from examples.gpt.loader import prefetch
+from examples.gpt.model import PRESETS
 from examples.gpt.recipes import RECIPES, Recipe
+from examples.gpt.training import Hyperparameters, Program, make_program
 
-# --- Settings: those that the command line offers are the defaults of `main`. ---
-CONTEXT = 64  # bytes; long enough to learn words and indentation
+# --- Settings: what the command line offers has its defaults in `main`, what AdamW takes in `Hyperparameters`. ---
+HEAD_SIZE = PRESETS["tiny"].width // PRESETS["tiny"].heads
+CONTEXT = PRESETS["tiny"].context  # bytes; long enough to learn words and indentation
 BATCH_SIZE = 8  # 512 bytes a step: on two cores more of them would mean fewer steps
-CLIP_NORM = 1.0
-WARMUP = 0.1  # of all steps, after which the learning rate falls along a cosine ...
-FINAL_LEARNING_RATE = 0.1  # ... to this part of its peak
 VALIDATION_BATCHES = 16  # 8,192 bytes, the same for every run
 EVALUATIONS = 20  # points of the curves
 STEPS_PER_REPORT = 10  # the loop waits for the device this often, to show a loss and take a time
@@ -67,9 +66,6 @@ ALL_NAMES = [recipe.name for recipe in RECIPES]
 FIXED_SETTINGS = {
     "context": CONTEXT,
     "batch_size": BATCH_SIZE,
-    "clip_norm": CLIP_NORM,
-    "warmup": WARMUP,
-    "final_learning_rate": FINAL_LEARNING_RATE,
     "validation_batches": VALIDATION_BATCHES,
     "compiler_options": COMPILER_OPTIONS,
 }
@@ -81,78 +77,23 @@ class Settings:
 
     steps: int
     seeds: int
+    recipe_seeds: int
     width: int
     depth: int
     learning_rate: float
 
 
 # --- One recipe, made ready to run. ---
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """The optimizer of a recipe and its compiled functions; they serve every seed."""
-
-    recipe: Recipe
-    init: Callable[[int], tuple[Any, optax.OptState]]
-    train_step: Callable[[Any, optax.OptState, jax.Array], tuple[Any, optax.OptState, jax.Array]]
-    evaluate: Callable[[Any, jax.Array], jax.Array]
-    gradients: Callable[[Any, optax.OptState, jax.Array], Any]
-
-
-def make_program(recipe: Recipe, settings: Settings) -> Program:
-    """Builds model, optimizer and training step; nothing is compiled yet."""
-    policy = mpx.get_policy(recipe.policy)
-
-    def make_model(seed: int) -> GPT:
-        size = {"width": settings.width, "depth": settings.depth, "context": CONTEXT}
-        return GPT(**size, rngs=nnx.Rngs(seed))
-
-    graphdef = nnx.split(nnx.eval_shape(lambda: make_model(0)))[0]
-
-    schedule = optax.warmup_cosine_decay_schedule(
-        init_value=0.0,
-        peak_value=settings.learning_rate,
-        warmup_steps=int(WARMUP * settings.steps),
-        decay_steps=settings.steps,
-        end_value=FINAL_LEARNING_RATE * settings.learning_rate,
+def make_compiled(recipe: Recipe, settings: Settings) -> Program:
+    """Model, optimizer and training step; each function is compiled when it is first called, and serves every seed."""
+    config = dataclasses.replace(
+        PRESETS["tiny"], width=settings.width, depth=settings.depth, heads=settings.width // HEAD_SIZE
     )
-    rule = optax.chain(optax.clip_by_global_norm(CLIP_NORM), recipe.adamw(schedule))
-    tx = recipe.optimizer(rule)
-    mpx.check_chain(tx)
-
-    def init(seed: int) -> tuple[Any, optax.OptState]:
-        # Every recipe starts from the same float32 weights, rounded to what it stores.
-        params = policy.cast_to_param(nnx.state(make_model(seed), nnx.Param))
-        return params, tx.init(params)
-
-    def f32_loss(params: Any, batch: jax.Array) -> jax.Array:
-        inputs, targets = batch[:, :-1], batch[:, 1:].astype(jnp.int32)  # (B, T)
-        return next_byte_loss(nnx.merge(graphdef, params)(inputs), targets)
-
-    if recipe.compute == "autocast":
-        loss_fn = mpx.autocast(f32_loss, policy)
-    else:
-        # Parameters in one dtype, and all that the model computes follows it.
-        loss_fn = lambda params, batch: f32_loss(policy.cast_to_compute(params), batch)
-    if recipe.compute == "plain":
-        value_and_grad = lambda opt_state: jax.value_and_grad(loss_fn)
-    else:
-        value_and_grad = lambda opt_state: mpx.value_and_grad(loss_fn, mpx.get_loss_scale(opt_state))
-
-    def train_step(params: Any, opt_state: optax.OptState, batch: jax.Array) -> tuple[Any, optax.OptState, jax.Array]:
-        loss_value, grads = value_and_grad(opt_state)(params, batch)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss_value
-
-    def evaluate(params: Any, batches: jax.Array) -> jax.Array:
-        # The parameters as they are stored: what one would deploy, without masters or compensations.
-        return jax.lax.map(lambda batch: loss_fn(params, batch), batches).mean()
-
-    return Program(
-        recipe=recipe,
-        init=init,
-        train_step=jax.jit(train_step, donate_argnums=(0, 1), compiler_options=COMPILER_OPTIONS),
-        evaluate=jax.jit(evaluate, compiler_options=COMPILER_OPTIONS),
-        gradients=lambda params, opt_state, batch: value_and_grad(opt_state)(params, batch)[1],
+    program = make_program(recipe, config, Hyperparameters(settings.steps, settings.learning_rate))
+    return dataclasses.replace(
+        program,
+        train_step=jax.jit(program.train_step, donate_argnums=(0, 1), compiler_options=COMPILER_OPTIONS),
+        evaluate=jax.jit(program.evaluate, compiler_options=COMPILER_OPTIONS),
     )
 
 
@@ -165,7 +106,7 @@ def bytes_per_parameter(program: Program, params: Any, opt_state: optax.OptState
     reading, and no array that the step returns.
     """
     batch = jax.ShapeDtypeStruct((BATCH_SIZE, CONTEXT + 1), np.uint8)
-    backward = jax.make_jaxpr(program.gradients)(params, opt_state, batch).jaxpr
+    backward = jax.make_jaxpr(lambda *given: program.gradients(*given)[1])(params, opt_state, batch).jaxpr
     source = {eqn.outvars[0]: eqn.invars[0] for eqn in backward.eqns if eqn.primitive.name == "convert_element_type"}
     delivered = [source.get(gradient, gradient).aval for gradient in backward.outvars]
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
@@ -189,18 +130,18 @@ def train(
     params, opt_state = program.init(seed)
     size = bytes_per_parameter(program, params, opt_state)
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
-    batches = data.random_batches(
+    batches = text_of.random_batches(
         training_text, seed=seed, count=settings.steps, batch_size=BATCH_SIZE, context=CONTEXT
     )
     evaluation_steps = {math.ceil(settings.steps * (point + 1) / EVALUATIONS) for point in range(EVALUATIONS)}
     losses, validation_losses, seconds, compile_seconds = [], {}, [], 0.0
     start, timed_from = time.perf_counter(), 0
-    for step, batch in enumerate(data.prefetch(batches), start=1):
-        params, opt_state, loss_value = program.train_step(params, opt_state, batch)
-        losses.append(loss_value)  # stays on the device until somebody asks
+    for step, batch in enumerate(prefetch(batches), start=1):
+        params, opt_state, metrics = program.train_step(params, opt_state, batch[None])
+        losses.append(metrics.loss)  # stays on the device until somebody asks
         if step > 1 and step % STEPS_PER_REPORT and step not in evaluation_steps:
             continue
-        loss = float(loss_value)  # waits for the device
+        loss = float(metrics.loss)  # waits for the device
         if step == 1:
             compile_seconds = time.perf_counter() - start
         else:
@@ -230,14 +171,15 @@ def train(
 def train_all(
     recipes: list[Recipe], settings: Settings, training_text: np.ndarray, held_out: np.ndarray, progress: Progress
 ) -> Iterator[report.Run]:
-    """Yields the finished runs one by one: f32 from every seed, for the spread, and the other recipes from seed 0."""
-    plan = [(recipe, settings.seeds if recipe.name == report.REFERENCE else 1) for recipe in recipes]
-    fixed = data.fixed_batches(held_out, count=VALIDATION_BATCHES, batch_size=BATCH_SIZE, context=CONTEXT)
+    """Yields the finished runs one by one: f32 from every seed, for the spread, and the others from the first ones."""
+    seeds_of = lambda recipe: settings.seeds if recipe.name == report.REFERENCE else settings.recipe_seeds
+    plan = [(recipe, seeds_of(recipe)) for recipe in recipes]
+    fixed = text_of.fixed_batches(held_out, count=VALIDATION_BATCHES, batch_size=BATCH_SIZE, context=CONTEXT)
     validation = jax.device_put(fixed)
     total = sum(seeds for _, seeds in plan) * settings.steps
     everything = progress.add_task("all runs", total=total, loss="", speed="")
     for recipe, seeds in plan:
-        program = make_program(recipe, settings)
+        program = make_compiled(recipe, settings)
         for seed in range(seeds):
             name = f"{recipe.label}, seed {seed}" if seeds > 1 else recipe.label
             task = progress.add_task(name, total=settings.steps, loss="compiling" if seed == 0 else "", speed="")
@@ -273,6 +215,11 @@ def chosen_recipes(names: list[str]) -> list[Recipe]:
     return [recipe for recipe in RECIPES if recipe.name in wanted]
 
 
+def default_names() -> list[str]:
+    """All recipes, but `tf32` where there is no such format: it would be `f32` a second time."""
+    return [name for name in ALL_NAMES if name != "tf32" or jax.default_backend() != "cpu"]
+
+
 def require_folder(out: Path) -> None:
     """Makes the folder for the results, before hours are spent on them."""
     try:
@@ -300,6 +247,7 @@ def main(
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Training steps a run.")] = 400,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds of the f32 run; their spread is the yardstick.")] = 3,
+    recipe_seeds: Annotated[int, typer.Option(min=1, help="Seeds of every other recipe, of those of f32.")] = 1,
     width: Annotated[int, typer.Option(min=1, help=f"Of the model; a multiple of {HEAD_SIZE}.")] = 128,
     depth: Annotated[int, typer.Option(min=1, help="Blocks of the model.")] = 4,
     learning_rate: Annotated[float, typer.Option(help="Peak of the schedule.")] = 3e-4,
@@ -309,18 +257,23 @@ def main(
     console = Console()
     if not console.is_terminal:
         console.width = max(console.width, 120)  # a file has room for the whole table
-    chosen = chosen_recipes(recipes or ALL_NAMES)
+    chosen = chosen_recipes(recipes or default_names())
     if width % HEAD_SIZE:
         raise typer.BadParameter(f"must be a multiple of {HEAD_SIZE}, but is {width}.", param_hint="--width")
     if not (math.isfinite(learning_rate) and learning_rate > 0):
         raise typer.BadParameter(f"must be positive, but is {learning_rate}.", param_hint="--learning-rate")
+    if recipe_seeds > seeds:
+        raise typer.BadParameter(
+            f"must be at most `--seeds`, {seeds}, but is {recipe_seeds}: a gap is to f32 of the same seed.",
+            param_hint="--recipe-seeds",
+        )
     try:
-        read = data.read_text(text)
-        training_text, held_out = data.split(np.frombuffer(read.content, np.uint8), CONTEXT)
-    except data.TextError as error:
+        read = text_of.read_text(text)
+        training_text, held_out = text_of.split(np.frombuffer(read.content, np.uint8), CONTEXT)
+    except text_of.TextError as error:
         raise typer.BadParameter(str(error), param_hint="--text") from error
     require_folder(out)
-    settings = Settings(steps=steps, seeds=seeds, width=width, depth=depth, learning_rate=learning_rate)
+    settings = Settings(steps, seeds, recipe_seeds, width, depth, learning_rate)
     console.print(
         f"{read.name}: {len(training_text):,} bytes to train on, {len(held_out):,} held out. "
         f"{steps} steps of {BATCH_SIZE} x {CONTEXT} bytes on {jax.devices()[0].device_kind}.",
@@ -346,7 +299,12 @@ def main(
         raise typer.Exit(130)
     comparison = report.Comparison(runs)
     console.print(report.table(comparison))
-    described = dataclasses.asdict(settings) | {"recipes": [recipe.name for recipe in chosen]} | FIXED_SETTINGS
+    described = (
+        dataclasses.asdict(settings)
+        | dataclasses.asdict(Hyperparameters(steps, learning_rate))
+        | {"recipes": [recipe.name for recipe in chosen]}
+        | FIXED_SETTINGS
+    )
     source = {"name": read.name, "bytes": len(read.content), "sha256": read.sha256, "held_out_bytes": len(held_out)}
     report.write_json(out / "precision.json", comparison, described, source, interrupted=interrupted)
     report.write_plot(out / "precision.png", comparison)

@@ -1,148 +1,295 @@
-"""Text as bytes, its split into training and held-out parts, and batches on their way to the device."""
+"""Turns text files into shards of tokens, of which a part is held out for validation, and writes an index of them.
 
-import collections
-import dataclasses
+Run it from the root of the repository:
+
+    python -m examples.gpt.data
+    python -m examples.gpt.data --text my_folder --text book.txt --tokenizer gpt2 --vocabulary-files gpt2 --out tokens
+    python -m examples.gpt.data --check --out tokens
+
+Without a text it reads the source code of Python's standard library. Of 100 documents or more every tenth is held out
+whole (`--validation 0.1`); fewer are joined and cut into 100 blocks, of which every tenth is. Both parts so come from
+all over the text, and the same text always gives the same shards.
+"""
+
 import hashlib
 import itertools
-import sysconfig
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Annotated, Any
 
-import jax
 import numpy as np
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-# A run sees well below a million bytes, so more text than this would only take longer to read.
-MAXIMUM_BYTES = 4_000_000
-# Folders and files of the standard library that are no prose of code: tests, tables of numbers, other people's
-# packages, and what differs from machine to machine.
-SKIPPED_FOLDERS = {"__pycache__", "encodings", "idlelib", "lib2to3", "pydoc_data", "site-packages", "test", "tests"}
-SKIPPED_PREFIXES = ("_sysconfigdata", "config-")
-# The text is cut into this many blocks, of which every tenth is held out: both parts come from all over the text,
-# and only the two ends of a block can share a line with the other part.
-BLOCKS = 100
-HELD_OUT_EVERY = 10
+from examples.gpt import shards, text
+from examples.gpt.shards import Index, Part, Shard, ShardError, Source
+from examples.gpt.text import TextError
+from examples.gpt.tokenizers import NAMES, ByteTokenizer, Tokenizer, TokenizerError, get_tokenizer
 
-
-class TextError(Exception):
-    """The text cannot be used; the message says why and what to do."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Text:
-    """A text and what identifies it in the report."""
-
-    name: str
-    content: bytes
-
-    @property
-    def sha256(self) -> str:
-        """Runs are comparable only if this is equal: the standard library differs between Python versions."""
-        return hashlib.sha256(self.content).hexdigest()
+SHARD_TOKENS = 100_000_000  # 200 MB: few files even of a large text, and one fits into memory while it is written
+VALIDATION = 0.1
+CONTEXT = 1024  # of GPT-2; a longer sequence than both parts must hold is of no use
+# Of fewer documents every tenth would be too few to say much about the others.
+MANY_DOCUMENTS = 100
+SUFFIX = ".tokens"
+_OWN_NAME = re.compile(rf"(training|validation)-\d+{re.escape(SUFFIX)}(\.\d+\.partial)?")
+COLUMNS = (
+    TextColumn("{task.description}"),
+    BarColumn(bar_width=20),
+    DownloadColumn(),
+    TransferSpeedColumn(),
+    TimeRemainingColumn(),
+)
 
 
-def read_text(path: Path | None) -> Text:
-    """Reads a file, the text files of a folder, or (None) the source code of Python's standard library.
+# --- Making shards. ---
+def prepare(
+    folder: Path,
+    texts: Sequence[Path] = (),
+    *,
+    tokenizer: Tokenizer | None = None,
+    shard_tokens: int = SHARD_TOKENS,
+    validation: float = VALIDATION,
+    context: int = CONTEXT,
+    overwrite: bool = False,
+    on_read: Callable[[int], None] | None = None,
+) -> Index:
+    """Makes the shards and the index of a folder; without an argument, of the bytes of Python's standard library.
 
-    Files are taken in the order of their sorted paths, so that the same folder is always the same text, and reading
-    stops at `MAXIMUM_BYTES`.
+    The index is written last, and an old one goes first: after an interruption there is none, and the next run
+    writes over what is there.
+
+    Args:
+        folder: where to write; made if it does not exist.
+        texts: files and folders, or nothing for the standard library.
+        tokenizer: bytes if None.
+        shard_tokens: a new shard begins after so many tokens.
+        validation: the part of documents or blocks that is held out.
+        context: the longest sequence that will be asked for; each part must hold one.
+        overwrite: whether shards that are there may be replaced.
+        on_read: hears of every number of bytes that is done with.
 
     Raises:
-        TextError: if the path does not exist, cannot be read, or holds no text.
+        TextError: if a text cannot be read, or is too short to be split.
+        ShardError: if the folder has an index and may not be overwritten, or cannot be written.
+        ValueError: if a number is out of its range.
     """
-    try:
-        if path is None:
-            name, content = "Python's standard library", _join(standard_library_files())
-        elif path.is_dir():
-            name, content = str(path), _join(_files_of_folder(path))
-        elif path.is_file():
-            name, content = str(path), _join([path])
-        elif path.exists():
-            raise TextError(f"{path} is neither a file nor a folder.")
-        else:
-            raise TextError(f"there is no file or folder {path}.")
-    except OSError as error:
-        raise TextError(f"cannot read {error.filename or path}: {error.strerror or error}.") from error
-    if not content:
-        raise TextError(
-            "this Python has no source code of its standard library; pass `--text PATH`."
-            if path is None
-            else f"{path} is empty."
-            if path.is_file()
-            else f"the folder {path} has no text files with anything in them."
+    if not 0 < validation <= 0.5:
+        raise ValueError(f"`validation` must be above 0 and at most 0.5, but is {validation}.")
+    if shard_tokens <= context:
+        raise ValueError(
+            f"`shard_tokens` {shard_tokens:,} must be larger than `context` {context:,}: a sequence has one token more."
         )
-    return Text(name, content)
+    held_out_every = round(1 / validation)
+    tokenizer = tokenizer or ByteTokenizer()
+    paths = list(texts) or [None]
+    for path in paths:
+        text.files(path)  # what is not there shall be said before anything is removed
+    _require_folder(folder, overwrite)
+    counted = _Counted(itertools.chain.from_iterable(text.documents(path, on_read) for path in paths))
+    training = _Writer(folder, "training", tokenizer, shard_tokens, context)
+    held_out = _Writer(folder, "validation", tokenizer, shard_tokens, context)
+    try:
+        _fill(training, held_out, counted, held_out_every)
+        index = Index(
+            tokenizer=tokenizer.name,
+            vocabulary=tokenizer.vocabulary,
+            separator=tokenizer.separator,
+            training=training.finished(),
+            validation=held_out.finished(),
+            text=counted.source(paths),
+        )
+        shards.write_index(folder, index)
+        _remove_others(folder, index)
+    except OSError as error:
+        raise ShardError(f"cannot write into the folder {folder}: {error.strerror or error}.") from error
+    return index
 
 
-def split(tokens: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:
-    """Splits a text into the part to train on and the part that is never trained on, nine to one.
+def check(folder: Path, on_read: Callable[[int], None] | None = None) -> Index:
+    """Reads every shard of a folder and compares it with its checksum.
 
     Raises:
-        TextError: if a block would be shorter than one sequence and its last target.
+        ShardError: with all the shards that are damaged.
     """
-    minimum = BLOCKS * (context + 1)
-    if len(tokens) < minimum:
-        raise TextError(f"the text is too short: it has {len(tokens):,} bytes, and at least {minimum:,} are needed.")
-    blocks = np.array_split(tokens, BLOCKS)
-    is_held_out = [index % HELD_OUT_EVERY == HELD_OUT_EVERY - 1 for index in range(BLOCKS)]
-    training = np.concatenate([block for block, held_out in zip(blocks, is_held_out, strict=True) if not held_out])
-    held_out = np.concatenate([block for block, held_out in zip(blocks, is_held_out, strict=True) if held_out])
-    return training, held_out
+    index, wrong = shards.read_index(folder), []
+    for shard in index.training + index.validation:
+        try:
+            shards.verify_shard(folder / shard.name, on_read)
+        except ShardError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise ShardError("\n".join(wrong))
+    return index
 
 
-def random_batches(tokens: np.ndarray, *, seed: int, count: int, batch_size: int, context: int) -> Iterator[np.ndarray]:
-    """Yields `count` batches of shape (batch_size, context + 1): the targets are the inputs, one byte later."""
-    generator = np.random.default_rng(seed)
-    for _ in range(count):
-        starts = generator.integers(0, len(tokens) - context, size=batch_size)
-        yield _windows(tokens, starts, context)
+class _Counted:
+    """Documents on their way, and what the index says of them."""
+
+    def __init__(self, documents: Iterable[bytes]) -> None:
+        self.documents, self.bytes, self.sha256, self._documents = 0, 0, hashlib.sha256(), documents
+
+    def __iter__(self) -> Iterator[bytes]:
+        for document in self._documents:
+            self.documents += 1
+            self.bytes += len(document)
+            self.sha256.update(document)
+            yield document
+
+    def source(self, paths: Iterable[Path | None]) -> Source:
+        return Source(tuple(map(text.name_of, paths)), self.documents, self.bytes, self.sha256.hexdigest())
 
 
-def fixed_batches(tokens: np.ndarray, *, count: int, batch_size: int, context: int) -> np.ndarray:
-    """Evenly spaced sequences, the same at every call; shape (count, batch_size, context + 1)."""
-    starts = np.linspace(0, len(tokens) - context - 1, count * batch_size).astype(np.int64)
-    return _windows(tokens, starts, context).reshape(count, batch_size, context + 1)
+class _Writer:
+    """Cuts the tokens of one part into shards."""
+
+    def __init__(self, folder: Path, part: Part, tokenizer: Tokenizer, shard_tokens: int, context: int) -> None:
+        self.folder, self.part, self.tokenizer = folder, part, tokenizer
+        self.shard_tokens, self.context = shard_tokens, context
+        self._waiting: list[np.ndarray] = []
+        self._count = 0
+        self._shards: list[Shard] = []
+
+    def add(self, tokens: np.ndarray) -> None:
+        self._waiting.append(tokens)
+        self._count += len(tokens)
+        # What would be too short for a sequence at the end stays with the shard before it.
+        if self._count <= self.shard_tokens + self.context:
+            return
+        rest = np.concatenate(self._waiting)
+        while len(rest) > self.shard_tokens + self.context:
+            self._write(rest[: self.shard_tokens])
+            rest = rest[self.shard_tokens :]
+        self._waiting, self._count = [rest.copy()], len(rest)
+
+    def finished(self) -> tuple[Shard, ...]:
+        if self._count <= self.context:
+            raise TextError(
+                f"the text is too short: its {self.part} part has {self._count:,} tokens, and a sequence of context "
+                f"{self.context:,} needs {self.context + 1:,}. {_MORE}"
+            )
+        self._write(np.concatenate(self._waiting))
+        return tuple(self._shards)
+
+    def _write(self, tokens: np.ndarray) -> None:
+        name = f"{self.part}-{len(self._shards):05d}{SUFFIX}"
+        shards.write_shard(self.folder / name, tokens, vocabulary=self.tokenizer.vocabulary)
+        self._shards.append(Shard(name, len(tokens)))
 
 
-def prefetch(batches: Iterable[np.ndarray], ahead: int = 2) -> Iterator[jax.Array]:
-    """Puts batches on the device before they are asked for, so that a step never waits for a copy."""
-    batches = iter(batches)
-    waiting = collections.deque(jax.device_put(batch) for batch in itertools.islice(batches, ahead))
-    while waiting:
-        batch = waiting.popleft()
-        waiting.extend(jax.device_put(following) for following in itertools.islice(batches, 1))
-        yield batch
+_MORE = "Use more text, a shorter context, or a larger part for validation."
 
 
-def standard_library_files() -> list[Path]:
-    """The Python files of the standard library that are worth reading, in the order of their paths."""
-    folder = Path(sysconfig.get_path("stdlib"))
-    files = (path for path in folder.rglob("*.py") if not _is_skipped(path.relative_to(folder)))
-    return sorted(files, key=lambda path: path.relative_to(folder).as_posix())
+def _fill(training: _Writer, held_out: _Writer, documents: Iterable[bytes], held_out_every: int) -> None:
+    tokenizer = training.tokenizer
+    separator = np.array([tokenizer.separator], np.uint16)
+    in_tokens = (np.concatenate([separator, tokenizer.encode(document)]) for document in documents)
+    first = list(itertools.islice(in_tokens, MANY_DOCUMENTS))
+    if len(first) < MANY_DOCUMENTS:
+        try:
+            parts = text.split(np.concatenate(first), training.context, held_out_every=held_out_every, unit="tokens")
+        except TextError as error:
+            raise TextError(f"{error} {_MORE}") from error
+        for writer, tokens in zip((training, held_out), parts, strict=True):
+            writer.add(tokens)
+        return
+    for number, tokens in enumerate(itertools.chain(first, in_tokens)):
+        writer = held_out if number % held_out_every == held_out_every - 1 else training
+        writer.add(tokens)
 
 
-def _is_skipped(path: Path) -> bool:
-    return not SKIPPED_FOLDERS.isdisjoint(path.parts) or any(part.startswith(SKIPPED_PREFIXES) for part in path.parts)
+def _require_folder(folder: Path, overwrite: bool) -> None:
+    """Makes the folder, or takes the index away from the one that is there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if (folder / shards.INDEX_NAME).exists() and not overwrite:
+            raise ShardError(f"the folder {folder} has shards already; choose another one, or pass `--overwrite`.")
+        (folder / shards.INDEX_NAME).unlink(missing_ok=True)
+    except OSError as error:
+        raise ShardError(f"cannot make the folder {folder}: {error.strerror or error}.") from error
 
 
-def _files_of_folder(folder: Path) -> list[Path]:
-    is_hidden = lambda path: any(part.startswith(".") for part in path.relative_to(folder).parts)
-    files = (path for path in folder.rglob("*") if path.is_file() and not is_hidden(path))
-    return sorted(files, key=lambda path: path.relative_to(folder).as_posix())
+def _remove_others(folder: Path, index: Index) -> None:
+    """Removes shards of an earlier run that this one has not written over, and what an interrupted one left."""
+    names = {shard.name for shard in index.training + index.validation}
+    for path in folder.iterdir():
+        if _OWN_NAME.fullmatch(path.name) and path.name not in names:
+            path.unlink()
 
 
-def _join(files: Iterable[Path]) -> bytes:
-    """The first `MAXIMUM_BYTES` of the contents of files; one with a zero byte in it is no text."""
-    parts, missing = [], MAXIMUM_BYTES
-    for path in files:
-        with path.open("rb") as file:
-            content = file.read(missing)
-        if b"\0" not in content:
-            parts.append(content)
-            missing -= len(content)
-        if missing == 0:
-            break
-    return b"".join(parts)
+# --- The command line. ---
+def main(
+    text_paths: Annotated[
+        list[Path] | None,
+        typer.Option("--text", help="File or folder; may be repeated. Without it Python's standard library."),
+    ] = None,
+    tokenizer: Annotated[str, typer.Option(help=f"One of {', '.join(NAMES)}.")] = "bytes",
+    vocabulary_files: Annotated[
+        Path | None, typer.Option(help="Folder with GPT-2's vocab.bpe and encoder.json.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the shards and their index.")] = Path("tokens"),
+    shard_tokens: Annotated[int, typer.Option(min=2, help="Tokens of a shard.")] = SHARD_TOKENS,
+    validation: Annotated[float, typer.Option(help="Part of the text that is held out, at most 0.5.")] = VALIDATION,
+    context: Annotated[int, typer.Option(min=1, help="Longest sequence that each part must hold.")] = CONTEXT,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the shards of the folder.")] = False,
+    only_check: Annotated[bool, typer.Option("--check", help="Only compare the folder with its checksums.")] = False,
+) -> None:
+    """Turns text files into shards of tokens, or checks shards that are there."""
+    console = Console()
+    if only_check:
+        _require_nothing_else(text=text_paths, vocabulary_files=vocabulary_files, overwrite=overwrite)
+    try:
+        with Progress(*COLUMNS, console=console) as progress:
+            if only_check:
+                index = _check_with_progress(out, progress)
+            else:
+                options = {"shard_tokens": shard_tokens, "validation": validation, "context": context}
+                made_by = get_tokenizer(tokenizer, vocabulary_files)
+                index = _prepare_with_progress(
+                    out, text_paths or [], progress, tokenizer=made_by, overwrite=overwrite, **options
+                )
+    except KeyboardInterrupt:
+        unfinished = "" if (out / shards.INDEX_NAME).exists() else f" {out} has no index; the next run starts again."
+        console.print(f"Stopped before the end.{unfinished}", markup=False)
+        raise typer.Exit(130) from None
+    except ValueError as error:
+        hints = {TextError: "--text", ShardError: "--out", TokenizerError: "--tokenizer"}
+        raise typer.BadParameter(str(error), param_hint=hints.get(type(error))) from error
+    console.print(f"{'Every checksum fits' if only_check else 'Written'}: {_summary(out, index)}", markup=False)
 
 
-def _windows(tokens: np.ndarray, starts: np.ndarray, context: int) -> np.ndarray:
-    return tokens[starts[:, None] + np.arange(context + 1)]
+def _require_nothing_else(**options: object) -> None:
+    for name, value in options.items():
+        if value:
+            option = f"--{name.replace('_', '-')}"
+            raise typer.BadParameter("does nothing together with --check; leave it out.", param_hint=option)
+
+
+def _prepare_with_progress(folder: Path, texts: list[Path], progress: Progress, **options: Any) -> Index:
+    task = progress.add_task("reading", total=text.total_bytes(texts or [None]))
+    return prepare(folder, texts, on_read=lambda count: progress.advance(task, count), **options)
+
+
+def _check_with_progress(folder: Path, progress: Progress) -> Index:
+    index = shards.read_index(folder)
+    tokens = sum(shard.tokens for shard in index.training + index.validation)
+    task = progress.add_task("checking", total=tokens * shards.TOKEN.itemsize)
+    return check(folder, on_read=lambda count: progress.advance(task, count))
+
+
+def _summary(folder: Path, index: Index) -> str:
+    count: Callable[[Part], str] = lambda part: (
+        f"{len(index.shards(part))} shard{'s' if len(index.shards(part)) > 1 else ''}"
+    )
+    training = f"{index.tokens('training'):,} tokens to train on in {count('training')}"
+    held_out = f"{index.tokens('validation'):,} held out in {count('validation')}"
+    return f"{folder / shards.INDEX_NAME}, {training}, {held_out} ({index.tokenizer}, {', '.join(index.text.names)})."
+
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+app.command()(main)
+
+if __name__ == "__main__":
+    app()

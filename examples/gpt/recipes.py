@@ -3,11 +3,14 @@
 A recipe is a policy, which says how parameters are stored and in what the model computes, a way to make the model
 compute in it, and a line of mpx around an ordinary Optax rule, here `optax.chain(optax.clip_by_global_norm(...),
 optax.adamw(...))`. One brings its own AdamW. The model is the same for all.
+
+On a GPU that has TF32, whose numbers have 10 bits behind the point, JAX multiplies float32 matrices in it, unless one
+asks for more: the recipe `f32` does, `tf32` does not. On a CPU they are the same.
 """
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import optax
@@ -30,18 +33,21 @@ class Recipe:
         label: in the table.
         policy: of `mpx.get_policy`.
         optimizer: what to put around a rule.
-        adamw: the rule, made from a schedule; clipping goes in front of it.
+        adamw: the rule, made from a schedule and the options of `optax.adamw`; clipping goes in front of it.
         compute: how the model computes in the policy's dtype: by `mpx.autocast`, or because its parameters are `cast`
             to that dtype once, and all the rest follows. Gradients come from `jax.value_and_grad` if it is `plain`,
             and from `mpx.value_and_grad` if not.
+        matmul_precision: of the products of float32 numbers, as in `jax.default_matmul_precision`. Autocast leaves a
+            product alone for which more than the default is asked.
     """
 
     name: str
     label: str
     policy: str
     optimizer: Callable[[optax.GradientTransformation], optax.GradientTransformation]
-    adamw: Callable[[optax.Schedule], optax.GradientTransformation] = optax.adamw
+    adamw: Callable[..., optax.GradientTransformation] = optax.adamw
     compute: Literal["autocast", "cast", "plain"] = "autocast"
+    matmul_precision: Literal["float32"] | None = None
 
 
 def plain(rule: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -75,10 +81,10 @@ def stochastic(rule: optax.GradientTransformation) -> optax.GradientTransformati
     return optax.chain(mpx.upcast(rule), mpx.stochastic_rounding(jax.random.key(0)))
 
 
-def any_precision_adamw(schedule: optax.Schedule) -> optax.GradientTransformation:
-    """Pure bfloat16: moments in it, and Kahan summation instead of masters. The decay is that of `optax.adamw`."""
+def any_precision_adamw(schedule: optax.Schedule, **options: Any) -> optax.GradientTransformation:
+    """Pure bfloat16: moments in it, and Kahan summation instead of masters."""
     return mpx.any_precision_adamw(
-        schedule, weight_decay=1e-4, use_kahan_summation=True, momentum_dtype="bfloat16", variance_dtype="bfloat16"
+        schedule, use_kahan_summation=True, momentum_dtype="bfloat16", variance_dtype="bfloat16", **options
     )
 
 
@@ -89,7 +95,9 @@ def loss_scaling(rule: optax.GradientTransformation) -> optax.GradientTransforma
 
 
 RECIPES = (
-    Recipe("f32", "f32", F32, plain, compute="plain"),
+    Recipe("f32", "f32", F32, plain, compute="plain", matmul_precision="float32"),
+    Recipe("tf32", "tf32", F32, plain, compute="plain"),
+    Recipe("bf16-autocast", "f32 + bf16 autocast", "params=f32,compute=bf16,output=f32", plain),
     Recipe("bf16-naive", "bf16, no care", BF16, plain, compute="plain"),
     Recipe("bf16-cast", "bf16 + f32 masters, cast once", BF16, full_masters, compute="cast"),
     Recipe("bf16-masters", "bf16 + f32 masters", BF16, full_masters),
@@ -100,3 +108,15 @@ RECIPES = (
     Recipe("bf16-any-precision", "bf16 + AnyPrecision AdamW", BF16, plain, any_precision_adamw),
     Recipe("f16-scaled", "f16 + dynamic loss scaling", F16, loss_scaling),
 )
+
+
+def get_recipe(name: str) -> Recipe:
+    """The recipe of a name.
+
+    Raises:
+        ValueError: if there is none; the message lists all names.
+    """
+    for recipe in RECIPES:
+        if recipe.name == name:
+            return recipe
+    raise ValueError(f"no recipe is called {name!r}; there are {', '.join(recipe.name for recipe in RECIPES)}.")

@@ -1,13 +1,14 @@
 """What a comparison leaves behind: the table, `precision.png` and `precision.json`."""
 
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import math
 import os
 import platform
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ LABELS = {recipe.name: recipe.label for recipe in RECIPES}
 # lie on top of each other.
 STYLES: dict[str, dict[str, Any]] = {
     "f32": {"color": "#000000", "linewidth": 3.5, "alpha": 0.35},
+    "tf32": {"color": "#000000", "linewidth": 1.6, "linestyle": (0, (1, 1))},
+    "bf16-autocast": {"color": "#117733", "linewidth": 1.6, "linestyle": (0, (7, 1.5, 3, 1.5))},
     "bf16-naive": {"color": "#D55E00", "linewidth": 2.0},
     "bf16-cast": {"color": "#661100", "linewidth": 1.6, "linestyle": (0, (8, 2, 2, 2))},
     "bf16-masters": {"color": "#0072B2", "linewidth": 1.6},
@@ -115,26 +118,33 @@ class Comparison:
         gap, spread = self.gap(run), self.spread()
         return None if gap is None or not spread else gap / spread
 
+    def mean_over_seeds(self, recipe: str, value: Callable[[Run], float | None]) -> float | None:
+        """The mean of a value over the seeds of a recipe; None if one of them is."""
+        values = [value(run) for run in self.runs if run.recipe == recipe]
+        known = [value for value in values if value is not None]
+        return statistics.fmean(known) if len(known) == len(values) else None
+
 
 def table(comparison: Comparison) -> Table:
-    """One row a recipe, at seed 0."""
+    """One row a recipe, the mean over its seeds."""
     result = Table(box=box.SIMPLE_HEAD, padding=0, caption_justify="left", caption_style="")
     result.add_column("recipe", vertical="bottom")
     headings = ("param", "state", "grad", "ms/\nstep", "tokens\n/s", "train", "valid", "gap", "gap/\nspread", "skips")
     for heading in headings:
         result.add_column(heading, justify="right", no_wrap=True)
     for run in comparison.first_runs():
+        mean = functools.partial(comparison.mean_over_seeds, run.recipe)
         is_reference = run.recipe == REFERENCE
         result.add_row(
             LABELS[run.recipe],
             *(_number(value, ".1f") for value in run.bytes_per_parameter.values()),
-            _number(run.seconds_per_step and run.seconds_per_step * 1000, ".1f"),
-            _number(run.tokens_per_second, ",.0f"),
-            _number(run.training_loss, ".4f"),
-            _number(run.validation_loss, ".4f"),
-            _number(None if is_reference else comparison.gap(run), "+.4f"),
-            _number(None if is_reference else comparison.gap_in_spreads(run), "+.2f"),
-            str(run.skipped_steps),
+            _number(mean(lambda run: run.seconds_per_step and run.seconds_per_step * 1000), ".1f"),
+            _number(mean(lambda run: run.tokens_per_second), ",.0f"),
+            _number(mean(lambda run: run.training_loss), ".4f"),
+            _number(mean(lambda run: run.validation_loss), ".4f"),
+            _number(None if is_reference else mean(comparison.gap), "+.4f"),
+            _number(None if is_reference else mean(comparison.gap_in_spreads), "+.2f"),
+            _number(mean(lambda run: run.skipped_steps), ".3g"),
         )
     result.caption = caption(comparison)
     return result
@@ -145,9 +155,9 @@ def caption(comparison: Comparison) -> str:
     seeds = len(comparison.reference_runs())
     text = (
         "param, state, grad: bytes per parameter of parameters, optimizer state and gradients. train, valid: loss in "
-        f"nats per byte; train is the mean of the last {SMOOTHED_STEPS} steps. gap: validation loss minus that of f32, "
-        "both at seed 0, which means the same batches and the same initial weights (rounded to 16 bits where "
-        "parameters are stored so). gap/spread: "
+        f"nats per byte; train is the mean of the last {SMOOTHED_STEPS} steps. gap: validation loss minus that of f32 "
+        "from the same seed, which means the same batches and the same initial weights (rounded to 16 bits where "
+        "parameters are stored so). All are means over the seeds of a recipe. gap/spread: "
     )
     spread = comparison.spread()
     if seeds == 0:

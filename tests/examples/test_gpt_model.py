@@ -1,4 +1,6 @@
-"""The GPT of the examples: one source for every precision, and full gradients for the embedding of a frequent token."""
+"""The GPT of the examples: one source for every precision, sizes as published, layouts that change no result."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -7,24 +9,160 @@ import pytest
 from flax import nnx
 
 import mpx
-from examples.gpt.model import GPT, next_byte_loss
+from examples.gpt.loss import mean_loss
+from examples.gpt.model import GPT, PRESETS, Config
 
 # Optax adds arrays of two dtypes, and Flax's norms arrays of two ranks.
 pytestmark = pytest.mark.optax_promotion
 
 TOKEN = 7
+CONFIG = Config(width=32, depth=2, heads=2, context=8, vocabulary=20, vocabulary_multiple=16)
+BLOCK_PRODUCTS = 6  # four linear layers and two products of attention
+
+
+def make(config):
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        return nnx.split(GPT(config, nnx.Rngs(0)))
+
+
+def loss_of(config, graphdef):
+    def loss_fn(params, tokens):
+        model = nnx.merge(graphdef, params)
+        targets = jnp.roll(tokens, 1, axis=1)
+        return mean_loss(model.features(tokens), model.token_embedding[...], targets, vocabulary=config.vocabulary)
+
+    return loss_fn
 
 
 @pytest.fixture(scope="module")
-def model_and_loss():
+def tokens():
+    return jax.random.randint(jax.random.key(1), (3, 8), 0, CONFIG.vocabulary)
+
+
+@pytest.fixture(scope="module")
+def reference(tokens):
+    """Loss and gradients of the plain model: unrolled, nothing computed again."""
+    graphdef, params = make(CONFIG)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        graphdef, params = nnx.split(GPT(width=32, depth=1, context=8, rngs=nnx.Rngs(0)))
-    params = mpx.cast(params, "bf16")
+        return jax.jit(jax.value_and_grad(loss_of(CONFIG, graphdef)))(params, tokens)
 
-    def loss_fn(params, tokens):
-        return next_byte_loss(nnx.merge(graphdef, params)(tokens), jnp.roll(tokens, 1, axis=1) + 1)
 
-    return params, loss_fn
+def stacked(state):
+    """Gradients of unrolled blocks as those of scanned ones."""
+    pure = nnx.to_pure_dict(state)
+    blocks = [pure["blocks"][index] for index in sorted(pure["blocks"])]
+    return pure | {"blocks": jax.tree.map(lambda *leaves: np.stack(leaves), *blocks)}
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "dots", "full"])
+@pytest.mark.parametrize("layers", ["unrolled", "scanned"])
+def test_layout_and_checkpoints_change_neither_initial_weights_nor_gradients(layers, checkpoint, tokens, reference):
+    config = dataclasses.replace(CONFIG, layers=layers, checkpoint=checkpoint)
+    graphdef, params = make(config)
+    loss, gradients = jax.jit(jax.value_and_grad(loss_of(config, graphdef)))(params, tokens)
+
+    expected_loss, expected = reference
+    assert loss == pytest.approx(float(expected_loss), rel=1e-6)
+    given, expected = (nnx.to_pure_dict(gradients), nnx.to_pure_dict(expected))
+    if layers == "scanned":
+        expected = stacked(reference[1])
+    assert jax.tree.structure(given) == jax.tree.structure(expected)
+    for x, y in zip(jax.tree.leaves(given), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6)
+
+
+def kept_bytes(config, tokens):
+    """What the backward pass is given, without arrays that are parameters."""
+    graphdef, params = make(config)
+    fun = mpx.autocast(loss_of(config, graphdef), "bf16")
+    residuals = jax.eval_shape(lambda params: jax.vjp(lambda params: fun(params, tokens), params)[1], params)
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(residuals))
+
+
+@pytest.mark.parametrize("layers", ["unrolled", "scanned"])
+def test_a_checkpoint_keeps_less_the_more_it_computes_again(layers, tokens):
+    kept = [
+        kept_bytes(dataclasses.replace(CONFIG, layers=layers, checkpoint=checkpoint), tokens)
+        for checkpoint in ("none", "dots", "full")
+    ]
+    assert kept == sorted(kept, reverse=True)
+    assert len(set(kept)) == 3
+
+
+def test_padding_changes_no_loss_and_gets_no_gradient(tokens, reference):
+    config = dataclasses.replace(CONFIG, vocabulary_multiple=1)
+    assert (CONFIG.padded_vocabulary, config.padded_vocabulary) == (32, 20)
+    _, padded_gradients = reference
+    graphdef, _ = make(config)
+    params = make(CONFIG)[1]
+    params["token_embedding"].set_value(params["token_embedding"][...][:20])
+    loss, gradients = jax.jit(jax.value_and_grad(loss_of(config, graphdef)))(params, tokens)
+
+    np.testing.assert_allclose(loss, reference[0], rtol=1e-6)
+    rows = padded_gradients["token_embedding"][...]
+    np.testing.assert_allclose(rows[:20], gradients["token_embedding"][...], rtol=1e-4, atol=1e-7)
+    assert not np.asarray(rows[20:]).any()
+
+
+def test_padding_is_minus_infinity_in_the_logits(tokens):
+    graphdef, params = make(CONFIG)
+    logits = nnx.merge(graphdef, params)(tokens)
+    assert logits.shape == (3, 8, 32)
+    assert np.isneginf(logits[..., 20:]).all()
+    assert np.isfinite(logits[..., :20]).all()
+
+
+def test_no_position_sees_a_later_token(tokens):
+    graphdef, params = make(CONFIG)
+    model = nnx.merge(graphdef, params)
+    changed = tokens.at[:, 5].set((tokens[:, 5] + 1) % CONFIG.vocabulary)
+    before, after = model(tokens), model(changed)
+    np.testing.assert_array_equal(before[:, :5], after[:, :5])
+    assert not np.array_equal(before[:, 5:], after[:, 5:])
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "count"),
+    [
+        ("gpt2-124m", "unrolled", 124_439_808),
+        ("gpt2-124m", "scanned", 124_439_808),
+        ("gpt2-350m", "unrolled", 354_823_168),
+        ("gpt2-1.5b", "unrolled", 1_557_611_200),
+    ],
+)
+def test_presets_have_the_published_sizes(name, layers, count):
+    """Counted from shapes, without padding."""
+    config = dataclasses.replace(PRESETS[name], vocabulary_multiple=1, layers=layers)
+    params = nnx.state(nnx.eval_shape(lambda: GPT(config, nnx.Rngs(0))), nnx.Param)
+    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == count
+
+
+def test_gpt2_is_padded_to_50_304_tokens():
+    assert PRESETS["gpt2-124m"].padded_vocabulary == 50_304
+
+
+def test_operations_of_a_token_are_six_for_each_weight_and_those_of_attention():
+    """GPT-2 124M: 6 (12 * 12 * 768**2 + 50,257 * 768) + 12 * 12 * 768 * 1,024."""
+    assert PRESETS["gpt2-124m"].flops_per_token == 6 * 123_532_032 + 113_246_208
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"width": 30, "heads": 4}, "`width` 30 is not a multiple of `heads`, 4"), ({"depth": 0}, "`depth` must be at")],
+)
+def test_a_size_that_cannot_be_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(CONFIG, **change)
+
+
+@pytest.mark.parametrize("layers", ["unrolled", "scanned"])
+def test_every_matrix_product_of_the_model_is_lowered(layers, tokens):
+    config = dataclasses.replace(CONFIG, layers=layers)
+    graphdef, params = make(config)
+    loss_fn = loss_of(config, graphdef)
+    assert mpx.explain(jax.grad(loss_fn), "bf16")(params, tokens).lowered_share == 1.0
+    forward = mpx.explain(loss_fn, "bf16")(mpx.cast(params, "bf16"), tokens)
+    assert sum(row.count for row in forward.contractions) == BLOCK_PRODUCTS * config.depth + 1
 
 
 def error_of_row(gradient, exact):
@@ -32,10 +170,12 @@ def error_of_row(gradient, exact):
     return np.linalg.norm(row - expected) / np.linalg.norm(expected)
 
 
-def test_a_token_seen_a_thousand_times_gets_its_full_gradient(model_and_loss):
+def test_a_token_seen_a_thousand_times_gets_its_full_gradient():
     """125 sequences of 8 equal tokens. Cast once, the thousand terms are added up in bfloat16, where they get lost."""
-    params, loss_fn = model_and_loss
+    graphdef, params = make(dataclasses.replace(CONFIG, depth=1))
+    loss_fn = loss_of(CONFIG, graphdef)
     tokens = jnp.full((125, 8), TOKEN)
+    params = mpx.cast(params, "bf16")
     exact = jax.jit(jax.grad(loss_fn))(mpx.cast(params, "f32"), tokens)
     with_autocast = jax.jit(mpx.grad(mpx.autocast(loss_fn, "bf16")))(params, tokens)
     cast_once = jax.jit(mpx.grad(loss_fn))(params, tokens)
@@ -44,13 +184,3 @@ def test_a_token_seen_a_thousand_times_gets_its_full_gradient(model_and_loss):
     print(error_of_row(with_autocast, exact), error_of_row(cast_once, exact))
     assert error_of_row(with_autocast, exact) < 0.01
     assert error_of_row(cast_once, exact) > 0.1
-
-
-def test_every_matrix_product_of_the_model_is_lowered(model_and_loss):
-    params, loss_fn = model_and_loss
-    explanation = mpx.explain(jax.grad(loss_fn), "bf16")(mpx.cast(params, "f32"), jnp.zeros((2, 8), jnp.int32))
-    assert explanation.lowered_share == 1.0
-    forward = mpx.explain(loss_fn, "bf16")(params, jnp.zeros((2, 8), jnp.int32))
-    # Four linear layers and two products of attention in the block, and the head; twice each in the backward pass.
-    assert sum(row.count for row in forward.contractions) == 7
-    assert sum(row.count for row in explanation.contractions) == 3 * 7
