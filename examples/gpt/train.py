@@ -1,0 +1,486 @@
+"""Trains a GPT on shards of tokens, in any precision recipe, on all devices.
+
+Run it from the root of the repository:
+
+    python -m examples.gpt.train
+    python -m examples.gpt.train --preset gpt2-124m --data tokens --batch-size 16 --token-budget 524288 --attention
+        cudnn --loss-chunks 8 --learning-rate 6e-4 --steps 19000
+
+The first trains the tiny model on Python's standard library; the second, on one line, is for a GPU and for shards that
+`examples.gpt.data` made.
+
+Everything of a run lies in its folder (`--out`): `log.jsonl`, `loss.png`, `checkpoints`, and `tokens` if the run made
+its own. Ctrl-C ends the step at work, saves a checkpoint and stops; `--resume` goes on from the newest one.
+
+With several processes (`jax.distributed`, to be initialised before `main` is called) each reads its own part of every
+batch; the first one prints and writes.
+"""
+
+import dataclasses
+import math
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import jax
+import numpy as np
+import typer
+from jax.sharding import Mesh
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+import mpx
+from examples.gpt import data, devices, meter, multiple_choice, sampling, shards
+from examples.gpt.checkpoints import CheckpointError, Checkpoints
+from examples.gpt.loader import Loader, Position, prefetch, validation_batches
+from examples.gpt.model import PRESETS, Config
+from examples.gpt.recipes import RECIPES, get_recipe
+from examples.gpt.run_log import Record, RunLog, read_records, write_plot
+from examples.gpt.text import TextError
+from examples.gpt.tokenizers import Tokenizer, TokenizerError, get_tokenizer
+from examples.gpt.training import Hyperparameters, Program, make_program
+
+INTERRUPTED = 130  # the exit code of a program that Ctrl-C stopped
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What the command line says; the options of `main` explain each."""
+
+    preset: str
+    recipe: str
+    data: Path | None
+    vocabulary_files: Path | None
+    out: Path
+    resume: bool
+    steps: int
+    batch_size: int
+    token_budget: int | None
+    learning_rate: float
+    seed: int
+    attention: Literal["xla", "cudnn"]
+    layers: Literal["unrolled", "scanned"]
+    checkpoint: Literal["none", "dots", "full"]
+    loss_chunks: int
+    parallel: devices.Parallel
+    report_every: int
+    evaluate_every: int
+    validation_batches: int
+    save_every: int
+    prompt: str
+    sample_tokens: int
+    temperature: float
+    top_k: int | None
+    multiple_choice: Path | None
+
+
+# --- A run, made ready. ---
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What does not change while a run trains.
+
+    Attributes:
+        settings: of the command line.
+        folder: of the shards.
+        program: the functions of the recipe, compiled when they are first called.
+        hyperparameters: of the optimizer.
+        mesh: of all devices.
+        microbatches: of one step.
+        shapes: of parameters and optimizer state.
+        shardings: of both.
+        validation: tokens (N, B, T + 1) on the devices.
+        tokenizer: of the shards.
+    """
+
+    settings: Settings
+    folder: Path
+    program: Program
+    hyperparameters: Hyperparameters
+    mesh: Mesh
+    microbatches: int
+    shapes: Any
+    shardings: Any
+    validation: jax.Array
+    tokenizer: Tokenizer
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of one update."""
+        return self.microbatches * self.settings.batch_size * self.program.config.context
+
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint and the run that goes on from it must have in common."""
+        sizes = ("width", "depth", "heads", "context", "vocabulary", "vocabulary_multiple", "layers")
+        config = {name: getattr(self.program.config, name) for name in sizes}
+        text = shards.read_index(self.folder).text.sha256
+        return config | {"recipe": self.settings.recipe, "seed": self.settings.seed, "text": text}
+
+
+def make_run(settings: Settings, folder: Path) -> Run:
+    """Builds everything from the settings; refuses what cannot work, and compiles nothing.
+
+    Raises:
+        ValueError: if settings do not fit each other, the data or the devices.
+    """
+    index = shards.read_index(folder)
+    recipe = get_recipe(settings.recipe)
+    compute = mpx.get_policy(recipe.policy).compute_dtype.name
+    if settings.attention == "cudnn" and (jax.default_backend() != "gpu" or compute == "float32"):
+        raise ValueError(
+            "--attention cudnn is a kernel for 16-bit numbers on a GPU, but this run computes in "
+            f"{compute} on a {jax.default_backend()}."
+        )
+    config = dataclasses.replace(
+        PRESETS[settings.preset],
+        vocabulary=index.vocabulary,
+        attention=settings.attention,
+        attention_dtype=compute,
+        layers=settings.layers,
+        checkpoint=settings.checkpoint,
+    )
+    microbatches = count_microbatches(settings, config)
+    hyperparameters = Hyperparameters(settings.steps, settings.learning_rate)
+    program = make_program(recipe, config, hyperparameters, loss_chunks=settings.loss_chunks)
+    mesh = devices.make_mesh()
+    shapes = jax.eval_shape(program.init, settings.seed)
+    shardings = devices.state_shardings(mesh, *shapes, settings.parallel)
+    compiled = dataclasses.replace(
+        program,
+        init=jax.jit(program.init, out_shardings=shardings),
+        train_step=jax.jit(program.train_step, donate_argnums=(0, 1), out_shardings=(*shardings, None)),
+        evaluate=jax.jit(program.evaluate),
+        token_losses=jax.jit(program.token_losses),
+    )
+    validation = validation_batches(
+        folder, count=settings.validation_batches, batch_size=settings.batch_size, context=config.context
+    )
+    return Run(
+        settings, folder, compiled, hyperparameters, mesh, microbatches, shapes, shardings,
+        validation=devices.batches_on(mesh, validation),
+        tokenizer=get_tokenizer(index.tokenizer, settings.vocabulary_files),
+    )  # fmt: skip
+
+
+def count_microbatches(settings: Settings, config: Config) -> int:
+    """How many microbatches make up the token budget of a step; one, if there is no budget."""
+    if settings.batch_size % jax.device_count():
+        raise ValueError(
+            f"--batch-size {settings.batch_size} cannot be divided among {jax.device_count()} devices; choose a "
+            "multiple."
+        )
+    if config.context % settings.loss_chunks:
+        raise ValueError(f"--loss-chunks {settings.loss_chunks} does not divide the context, {config.context}.")
+    tokens = settings.batch_size * config.context
+    if settings.token_budget is None:
+        return 1
+    if settings.token_budget < tokens or settings.token_budget % tokens:
+        raise ValueError(
+            f"--token-budget {settings.token_budget:,} is not a multiple of a microbatch, {settings.batch_size} x "
+            f"{config.context} = {tokens:,} tokens; change it, or --batch-size."
+        )
+    return settings.token_budget // tokens
+
+
+# --- The loop. ---
+def train(run: Run, console: Console) -> bool:
+    """Trains to the last step, or until Ctrl-C; False in the second case."""
+    settings, program = run.settings, run.program
+    is_first = jax.process_index() == 0
+    with Checkpoints(settings.out / "checkpoints") as checkpoints, interruptions() as interrupted:
+        params, opt_state, step, position = start(run, checkpoints)
+        log = RunLog(settings.out / "log.jsonl", step) if is_first else None
+        speed = Speed(run)
+        if is_first:
+            describe(run, step, speed, console)
+        loader = Loader(
+            run.folder, batch_size=run.microbatches * settings.batch_size, context=program.config.context,
+            seed=settings.seed, position=position, process_index=jax.process_index(),
+            process_count=jax.process_count(),
+        )  # fmt: skip
+        put = devices.microbatches_on(run.mesh, run.microbatches)
+        batches = prefetch(loader, put=lambda item: (put(item[0]), item[1]))
+        with progress_of(console, settings.steps, step) as show:
+            while step < settings.steps and not interrupted:
+                batch, position = next(batches)
+                params, opt_state, metrics = program.train_step(params, opt_state, batch)
+                step += 1
+                is_last = step == settings.steps or bool(interrupted)
+                if step % settings.report_every == 0 or is_last or not speed.is_running:
+                    record = report(run, step, metrics, opt_state, speed)
+                    if step % settings.evaluate_every == 0 or is_last:
+                        record = dataclasses.replace(
+                            record, validation_loss=float(program.evaluate(params, run.validation))
+                        )
+                    if log:
+                        log.write(record)
+                        show(record)
+                    speed.start(step)
+                if step % settings.save_every == 0 or is_last:
+                    save(checkpoints, run, params, opt_state, step, position)
+                    speed.start(step)
+        batches.close()
+    finish(run, params, console)
+    return step == settings.steps
+
+
+def start(run: Run, checkpoints: Checkpoints) -> tuple[Any, Any, int, Position]:
+    """Parameters, optimizer state, steps done and the loader's position: new ones, or those of a checkpoint."""
+    if not run.settings.resume:
+        if checkpoints.newest is not None:
+            raise CheckpointError(
+                f"{run.settings.out} has a checkpoint of step {checkpoints.newest}; go on with --resume, or choose "
+                "another --out."
+            )
+        return *run.program.init(run.settings.seed), 0, Position()
+    saved = checkpoints.description()
+    differences = [
+        f"{name} is {value!r}, but was {saved['identity'].get(name)!r}"
+        for name, value in run.identity().items()
+        if saved["identity"].get(name) != value
+    ]
+    if differences:
+        raise CheckpointError(f"this is not the run of the checkpoint in {run.settings.out}: {'; '.join(differences)}.")
+    params, opt_state = checkpoints.restore(run.shapes, run.shardings)
+    if not bool(mpx.is_synced(params, opt_state)):
+        raise CheckpointError(
+            f"in the checkpoint of step {checkpoints.newest} in {run.settings.out} parameters and masters do not "
+            "belong together; was it edited?"
+        )
+    return params, opt_state, saved["step"], Position.from_dict(saved["position"])
+
+
+def save(checkpoints: Checkpoints, run: Run, params: Any, opt_state: Any, step: int, position: Position) -> None:
+    """Saves all that the rest of the run depends on."""
+    description = {"step": step, "position": position.as_dict(), "identity": run.identity()}
+    checkpoints.save(step, (params, opt_state), description)
+
+
+def report(run: Run, step: int, metrics: Any, opt_state: Any, speed: "Speed") -> Record:
+    """Waits for the device, and says how the last step went."""
+    loss, norm = float(metrics.loss), float(metrics.gradient_norm)
+    skipped = int(mpx.skipped_steps(opt_state))
+    seconds = speed.seconds_per_step(step)
+    tokens_per_second = run.tokens_per_step / seconds if seconds else None
+    in_use, peak = meter.device_memory()
+    return Record(
+        step=step,
+        loss=loss,
+        # A step that was skipped does not advance the schedule.
+        learning_rate=float(run.hyperparameters.schedule()(step - 1 - skipped)),
+        gradient_norm=norm,
+        loss_scale=float(mpx.get_loss_scale(opt_state).loss_scale),
+        skipped_steps=skipped,
+        seconds_per_step=seconds,
+        tokens_per_second=tokens_per_second,
+        mfu=tokens_per_second and tokens_per_second * run.program.config.flops_per_token / speed.rate,
+        memory_bytes=in_use,
+        peak_memory_bytes=peak,
+    )
+
+
+class Speed:
+    """The time of steps, from when the device was idle to when it is again; compilation is left out.
+
+    Attributes:
+        rate: operations a second that all devices can do in matrix products of the recipe's dtype, measured.
+        dtype: which that is.
+    """
+
+    def __init__(self, run: Run) -> None:
+        policy = mpx.get_policy(get_recipe(run.settings.recipe).policy)
+        self.dtype = policy.compute_dtype.name
+        self.rate = meter.matmul_rate(self.dtype) * jax.device_count()
+        self._step, self._since = 0, None
+
+    @property
+    def is_running(self) -> bool:
+        """False until the first step, which compiles, is done."""
+        return self._since is not None
+
+    def start(self, step: int) -> None:
+        """Times from here; the device is idle."""
+        self._step, self._since = step, time.perf_counter()
+
+    def seconds_per_step(self, step: int) -> float | None:
+        """The mean since `start`, with the device idle again; None if that was never called."""
+        return None if self._since is None else (time.perf_counter() - self._since) / (step - self._step)
+
+
+@contextmanager
+def interruptions() -> Iterator[list[bool]]:
+    """A list that has something in it after Ctrl-C. A second Ctrl-C stops at once."""
+    received: list[bool] = []
+
+    def receive(number: int, frame: Any) -> None:
+        if received:
+            raise KeyboardInterrupt
+        received.append(True)
+
+    try:
+        before = signal.signal(signal.SIGINT, receive)
+    except ValueError:  # not in the main thread, to which Ctrl-C does not go anyway
+        yield received
+        return
+    try:
+        yield received
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+# --- What a run shows. ---
+def describe(run: Run, step: int, speed: Speed, console: Console) -> None:
+    """A few lines before the first step."""
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(run.shapes[0]))
+    index, config = shards.read_index(run.folder), run.program.config
+    console.print(
+        f"{run.settings.preset}: {parameters:,} parameters, {run.program.recipe.label}, on {jax.device_count()} x "
+        f"{jax.devices()[0].device_kind}. {index.tokens('training'):,} {index.tokenizer} tokens to train on, "
+        f"{index.tokens('validation'):,} held out.\n"
+        f"{'Going on from' if step else 'From'} step {step} to {run.settings.steps}, each of {run.microbatches} x "
+        f"{run.settings.batch_size} x {config.context} = {run.tokens_per_step:,} tokens. MFU is of "
+        f"{speed.rate / 1e12:,.2f} TFLOP/s, measured in {speed.dtype} matrix products.",
+        soft_wrap=True,
+        markup=False,
+    )
+
+
+@contextmanager
+def progress_of(console: Console, steps: int, done: int) -> Iterator[Any]:
+    """Yields what shows a record: in a terminal on a line that moves, else on a line of its own."""
+    columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=10), TimeRemainingColumn())
+    columns = (*columns, TextColumn("{task.description}"))
+    with Progress(*columns, console=console, refresh_per_second=4, disable=not console.is_terminal) as progress:
+        task = progress.add_task("compiling", total=steps, completed=done)
+
+        def show(record: Record) -> None:
+            progress.update(task, completed=record.step, description=line_of(record))
+            if record.validation_loss is not None or not console.is_terminal:
+                line = f"step {record.step}: {line_of(record)}"
+                progress.console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+        yield show
+
+
+def line_of(record: Record) -> str:
+    """A record in one line."""
+    parts = [f"loss {record.loss:.4f}"]
+    if record.validation_loss is not None:
+        parts.append(f"validation {record.validation_loss:.4f}")
+    parts += [f"lr {record.learning_rate:.2e}", f"norm {record.gradient_norm:.2f}"]
+    if record.loss_scale != 1 or record.skipped_steps:
+        parts.append(f"scale {record.loss_scale:g}, {record.skipped_steps} skipped")
+    if record.seconds_per_step:
+        parts += [f"{record.seconds_per_step * 1e3:,.1f} ms", f"{record.tokens_per_second:,.0f} tokens/s"]
+        parts.append(f"MFU {record.mfu:.1%}")
+    if record.memory_bytes is not None and record.peak_memory_bytes is not None:
+        parts.append(f"memory {record.memory_bytes / 1e9:.2f} GB, peak {record.peak_memory_bytes / 1e9:.2f} GB")
+    return ", ".join(parts)
+
+
+def finish(run: Run, params: Any, console: Console) -> None:
+    """A plot, a sample, and multiple choice if there are questions."""
+    settings, config = run.settings, run.program.config
+    is_first = jax.process_index() == 0
+    if settings.multiple_choice:
+        items = multiple_choice.read_items(settings.multiple_choice)
+        losses_of = lambda tokens: run.program.token_losses(params, tokens)
+        score = multiple_choice.accuracy(losses_of, items, run.tokenizer.encode, context=config.context)
+        if is_first:
+            console.print(f"{score.items} questions: acc {score.acc:.4f}, acc_norm {score.acc_norm:.4f}")
+    if settings.sample_tokens:
+        prompt = run.tokenizer.encode(settings.prompt)
+        tokens = sampling.generate(
+            run.program.logits, params, prompt if len(prompt) else np.array([run.tokenizer.separator]),
+            count=settings.sample_tokens, context=config.context, key=jax.random.key(settings.seed),
+            temperature=settings.temperature, top_k=settings.top_k,
+        )  # fmt: skip
+        if is_first:
+            text = settings.prompt + run.tokenizer.decode(tokens)
+            console.print(text, soft_wrap=True, markup=False, highlight=False)
+    if is_first:
+        plot = settings.out / "loss.png"
+        title = f"{settings.preset}, {run.program.recipe.label}"
+        write_plot(plot, read_records(settings.out / "log.jsonl"), title)
+        console.print(f"Written: {settings.out / 'log.jsonl'}, {plot}", soft_wrap=True, markup=False)
+
+
+# --- The command line. ---
+def main(
+    preset: Annotated[str, typer.Option(help=f"Of {', '.join(PRESETS)}.")] = "tiny",
+    recipe: Annotated[str, typer.Option(help=f"Of {', '.join(r.name for r in RECIPES)}.")] = "bf16-split",
+    data: Annotated[
+        Path | None, typer.Option(help="Folder of shards; without it, bytes of Python's standard library.")
+    ] = None,
+    vocabulary_files: Annotated[Path | None, typer.Option(help="Folder with GPT-2's vocab.bpe, encoder.json.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("run"),
+    resume: Annotated[bool, typer.Option(help="Go on from the newest checkpoint in --out.")] = False,
+    steps: Annotated[int, typer.Option(min=1, help="Updates of the whole run.")] = 400,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences of a microbatch, on all devices together.")] = 8,
+    token_budget: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of an update; one microbatch if none.")
+    ] = None,
+    learning_rate: Annotated[float, typer.Option(help="Peak of the schedule.")] = 1e-3,
+    seed: Annotated[int, typer.Option(min=0, help="Of the initial weights and the order of the data.")] = 0,
+    attention: Annotated[Literal["xla", "cudnn"], typer.Option(help="cudnn is flash attention, on a GPU.")] = "xla",
+    layers: Annotated[Literal["unrolled", "scanned"], typer.Option(help="A scan compiles one block.")] = "unrolled",
+    checkpoint: Annotated[
+        Literal["none", "dots", "full"], typer.Option(help="What the backward pass computes again.")
+    ] = "none",
+    loss_chunks: Annotated[int, typer.Option(min=1, help="Parts in which the loss computes its logits.")] = 1,
+    parallel: Annotated[
+        Literal["replicated", "zero"], typer.Option(help="zero divides the optimizer state among devices.")
+    ] = "replicated",
+    report_every: Annotated[int, typer.Option(min=1, help="Steps between two lines of the log.")] = 10,
+    evaluate_every: Annotated[int, typer.Option(min=1, help="Steps between two validation losses.")] = 100,
+    validation_batches: Annotated[int, typer.Option(min=1, help="Batches of a validation loss.")] = 16,
+    save_every: Annotated[int, typer.Option(min=1, help="Steps between two checkpoints.")] = 200,
+    prompt: Annotated[str, typer.Option(help="What the sample at the end continues.")] = "def ",
+    sample_tokens: Annotated[int, typer.Option(min=0, help="Length of the sample; 0 for none.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0, help="Of the sample; 0 takes the most likely token.")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Sample from so many most likely tokens.")] = None,
+    multiple_choice: Annotated[Path | None, typer.Option(help="Questions in HellaSwag's JSONL form.")] = None,
+) -> None:
+    """Trains a GPT on shards of tokens, in any precision recipe, on all devices."""
+    settings = Settings(**locals())
+    console = Console()
+    try:
+        check(settings)
+        run = make_run(settings, prepared_data(settings, console))
+        finished = train(run, console)
+    except (ValueError, TextError, TokenizerError, OSError) as error:
+        raise typer.BadParameter(str(error)) from error
+    if not finished:
+        console.print("Stopped; the checkpoint is saved. Go on with --resume.")
+        raise typer.Exit(INTERRUPTED)
+
+
+def check(settings: Settings) -> None:
+    """What no later function would refuse by the option's name."""
+    if settings.preset not in PRESETS:
+        raise ValueError(f"--preset: no model is called {settings.preset!r}; there are {', '.join(PRESETS)}.")
+    if not (math.isfinite(settings.learning_rate) and settings.learning_rate > 0):
+        raise ValueError(f"--learning-rate must be positive, but is {settings.learning_rate}.")
+    if settings.multiple_choice:
+        multiple_choice.read_items(settings.multiple_choice)
+    settings.out.mkdir(parents=True, exist_ok=True)
+
+
+def prepared_data(settings: Settings, console: Console) -> Path:
+    """The folder of the shards, made from the standard library's bytes if none is named."""
+    if settings.data is not None:
+        return settings.data
+    folder = settings.out / "tokens"
+    if not (folder / shards.INDEX_NAME).exists():
+        console.print(f"Reading Python's standard library into {folder}.", soft_wrap=True, markup=False)
+        data.prepare(folder)
+    return folder
+
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+app.command()(main)
+
+if __name__ == "__main__":
+    app()
