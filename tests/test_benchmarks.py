@@ -14,6 +14,7 @@ from benchmarks import adamw_by_hand, autocast, optimizer_step
 from benchmarks.overhead import gpt2_shapes
 from mpx import _blockwise
 from tests.autocast.helpers import contractions
+from tests.helpers import unfused
 
 pytestmark = pytest.mark.optax_promotion
 
@@ -28,7 +29,7 @@ def compared(name):
     recipe = optimizer_step.RECIPES[name]
     params, grads = jax.tree.map(lambda x: x.astype(recipe.dtype), optimizer_step.make_data(SHAPES))
     states = optimizer_step.make_starts(recipe, params)
-    steps = optimizer_step.compile_steps(recipe, states, grads, {"xla_disable_hlo_passes": "fusion"})
+    steps = optimizer_step.compile_steps(recipe, states, grads, unfused())
     return optimizer_step.compare_results(steps, jax.tree.map(jnp.copy, states), grads)
 
 

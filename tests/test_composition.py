@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import mpx
-from tests.helpers import assert_same_bits
+from tests.helpers import assert_same_bits, unfused
 
 pytestmark = pytest.mark.optax_promotion
 
@@ -27,7 +27,7 @@ def grads(step):
 def train(tx, start, steps=6, **extra_args):
     """Without fusion, so that two programs contract the same products and sums."""
 
-    @functools.partial(jax.jit, compiler_options={"xla_disable_hlo_passes": "fusion"})
+    @functools.partial(jax.jit, compiler_options=unfused())
     def step(params, state, grads):
         updates, state = tx.update(grads, state, params, **extra_args)
         return optax.apply_updates(params, updates), state

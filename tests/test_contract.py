@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpx
-from tests.helpers import assert_same_bits, eight_cpu_devices, float32_round_trips, types_of
+from tests.helpers import assert_same_bits, eight_cpu_devices, float32_round_trips, types_of, unfused
 
 pytestmark = pytest.mark.optax_promotion
 
@@ -107,7 +107,7 @@ def test_an_empty_tree_is_trained(name, empty):
 @every_transform
 def test_the_state_can_be_a_scan_carry_and_steps_in_it_have_the_bits_of_single_ones(name):
     """What is decoded in one program with the rule may contract with its sums: those compare without fusion."""
-    options = {"xla_disable_hlo_passes": "fusion"} if "low_precision" in name or "any_precision" in name else {}
+    options = unfused() if "low_precision" in name or "any_precision" in name else {}
     tx = TRANSFORMS[name]()
 
     def step(params, state, grads):

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import mpx
-from tests.helpers import assert_same_bits, types_of
+from tests.helpers import assert_same_bits, types_of, unfused
 from tests.rules import EXCLUDED, PARTS, RULES, bfloat16_params, exported_transformations, gradients
 
 pytestmark = pytest.mark.optax_promotion
@@ -64,7 +64,7 @@ def test_masters_follow_the_float32_trajectory_to_the_bit_in_one_program(name):
 @pytest.mark.parametrize("name", RULES)
 def test_split_masters_follow_the_float32_trajectory_to_the_bit(name):
     """Without fusion: fused with the join of the halves, a rule's own products and sums may contract differently."""
-    exact, _, params, state = trained(name, "split", compiler_options={"xla_disable_hlo_passes": "fusion"})
+    exact, _, params, state = trained(name, "split", compiler_options=unfused())
     assert_same_bits(mpx.master_params(params, state), exact)
 
 

@@ -119,14 +119,16 @@ class Comparison:
         return None if gap is None or not spread else gap / spread
 
     def mean_over_seeds(self, recipe: str, value: Callable[[Run], float | None]) -> float | None:
-        """The mean of a value over the seeds of a recipe; None if one of them is."""
-        values = [value(run) for run in self.runs if run.recipe == recipe]
+        """The mean of a value over the seeds that all recipes share; None if one of the values is."""
+        seeds_of = lambda name: {run.seed for run in self.runs if run.recipe == name}
+        shared = set.intersection(*(seeds_of(run.recipe) for run in self.runs))
+        values = [value(run) for run in self.runs if run.recipe == recipe and run.seed in shared]
         known = [value for value in values if value is not None]
         return statistics.fmean(known) if len(known) == len(values) else None
 
 
 def table(comparison: Comparison) -> Table:
-    """One row a recipe, the mean over its seeds."""
+    """One row a recipe, the mean over the seeds that all have."""
     result = Table(box=box.SIMPLE_HEAD, padding=0, caption_justify="left", caption_style="")
     result.add_column("recipe", vertical="bottom")
     headings = ("param", "state", "grad", "ms/\nstep", "tokens\n/s", "train", "valid", "gap", "gap/\nspread", "skips")
@@ -157,7 +159,7 @@ def caption(comparison: Comparison) -> str:
         "param, state, grad: bytes per parameter of parameters, optimizer state and gradients. train, valid: loss in "
         f"nats per byte; train is the mean of the last {SMOOTHED_STEPS} steps. gap: validation loss minus that of f32 "
         "from the same seed, which means the same batches and the same initial weights (rounded to 16 bits where "
-        "parameters are stored so). All are means over the seeds of a recipe. gap/spread: "
+        "parameters are stored so). All are means over the seeds that every recipe has. gap/spread: "
     )
     spread = comparison.spread()
     if seeds == 0:

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import mpx
 from mpx._blockwise import BlockwiseArray, decode
-from tests.helpers import assert_same_bits, eight_cpu_devices, float32_round_trips, types_of
+from tests.helpers import assert_same_bits, eight_cpu_devices, float32_round_trips, types_of, unfused
 
 pytestmark = pytest.mark.optax_promotion
 
@@ -328,7 +328,7 @@ def test_8_bytes_a_parameter_with_split_masters():
 
 def test_split_masters_around_it_are_those_of_full_ones_to_the_bit():
     rule = lambda: mpx.low_precision_state(optax.adamw(1e-3), {"mu": EIGHT_BITS, "nu": EIGHT_BITS})
-    options = {"compiler_options": {"xla_disable_hlo_passes": "fusion"}}
+    options = {"compiler_options": unfused()}
     masters = []
     for storage in ("full", "split"):
         tx = mpx.master_weights(rule(), storage=storage)
@@ -587,7 +587,7 @@ def test_arrays_split_over_devices_into_whole_blocks_are_coded_where_they_are(sp
     tx = mpx.low_precision_state(optax.adam(1e-3), {"mu|nu": EIGHT_BITS})
     place = lambda x: jax.device_put(x, NamedSharding(mesh, spec if x.ndim == 2 else P()))
     whole = jax.tree.map(lambda x: jax.device_put(x, jax.devices("cpu")[0]), tx.init(p))
-    step = jax.jit(lambda s, p: tx.update(p, s, p), compiler_options={"xla_disable_hlo_passes": "fusion"})
+    step = jax.jit(lambda s, p: tx.update(p, s, p), compiler_options=unfused())
     split = jax.tree.map(place, whole)
     compiled = step.lower(split, place(p)).compile()
     assert "all-gather" not in compiled.as_text()
