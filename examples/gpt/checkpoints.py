@@ -8,6 +8,7 @@ import jax
 import orbax.checkpoint as ocp
 
 KEPT = 2  # the newest ones
+NAMED = 5  # in a message, of the arrays that differ
 
 
 class CheckpointError(ValueError):
@@ -43,7 +44,8 @@ class Checkpoints:
         """Saves a tree of arrays and what can be written as JSON; arrays may be donated as soon as this returns."""
         if step == self.newest:
             return
-        saved = ocp.args.Composite(state=ocp.args.StandardSave(state), description=ocp.args.JsonSave(description))
+        content = {"run": description, "arrays": _types(state)}
+        saved = ocp.args.Composite(state=ocp.args.StandardSave(state), description=ocp.args.JsonSave(content))
         self._manager.save(step, args=saved)
 
     def description(self) -> dict[str, Any]:
@@ -52,11 +54,7 @@ class Checkpoints:
         Raises:
             CheckpointError: if there is no checkpoint.
         """
-        if self.newest is None:
-            raise CheckpointError(f"there is no checkpoint in {self.folder}; start without --resume.")
-        return self._manager.restore(
-            self.newest, args=ocp.args.Composite(description=ocp.args.JsonRestore())
-        ).description
+        return self._content(self._existing())["run"]
 
     def restore(self, shapes: Any, shardings: Any) -> Any:
         """The arrays of the newest checkpoint, to the bit, on the devices of this run.
@@ -68,15 +66,42 @@ class Checkpoints:
         Raises:
             CheckpointError: if there is no checkpoint, or it holds other arrays.
         """
-        step = self.newest
-        if step is None:
-            raise CheckpointError(f"there is no checkpoint in {self.folder}; start without --resume.")
+        step = self._existing()
+        # Orbax would convert another dtype without a word, and name no array of another shape.
+        differences = _differences(_types(shapes), self._content(step)["arrays"])
+        if differences:
+            raise CheckpointError(
+                f"the checkpoint of step {step} in {self.folder} does not hold the arrays of this run: {differences}."
+            )
         wanted = jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, shardings
         )
         try:
             return self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(wanted))).state
         except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(
-                f"the checkpoint of step {step} in {self.folder} does not hold the arrays of this run: {error}"
-            ) from error
+            raise CheckpointError(f"the checkpoint of step {step} in {self.folder} cannot be read: {error}") from error
+
+    def _existing(self) -> int:
+        """The step of the newest checkpoint, which must be there."""
+        if self.newest is None:
+            raise CheckpointError(f"there is no checkpoint in {self.folder}; start without --resume.")
+        return self.newest
+
+    def _content(self, step: int) -> dict[str, Any]:
+        """What was saved as JSON: the description of the run, and the types of its arrays."""
+        return self._manager.restore(step, args=ocp.args.Composite(description=ocp.args.JsonRestore())).description
+
+
+def _types(tree: Any) -> dict[str, str]:
+    """Dtype and shape of each array by its path."""
+    leaves = jax.tree.leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
+
+
+def _differences(wanted: Mapping[str, str], there: Mapping[str, str]) -> str:
+    """What to say of the arrays that are not the same; nothing if all are."""
+    paths = [path for path in {**wanted, **there} if wanted.get(path) != there.get(path)]
+    named = [
+        f"{path} is {there.get(path, 'missing')}, but should be {wanted.get(path, 'absent')}" for path in paths[:NAMED]
+    ]
+    return "; ".join(named + [f"and {len(paths) - NAMED} more"] * (len(paths) > NAMED))

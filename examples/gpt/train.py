@@ -26,15 +26,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import jax
-import numpy as np
 import typer
 from jax.sharding import Mesh
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import mpx
-from examples.gpt import data, devices, meter, multiple_choice, sampling, shards
+from examples.gpt import data, devices, evaluate, meter, multiple_choice, shards
 from examples.gpt.checkpoints import CheckpointError, Checkpoints
+from examples.gpt.dashboard import progress_of
 from examples.gpt.loader import Loader, Position, prefetch, validation_batches
 from examples.gpt.model import PRESETS, Config
 from examples.gpt.recipes import RECIPES, get_recipe
@@ -113,8 +112,7 @@ class Run:
 
     def identity(self) -> dict[str, Any]:
         """What a checkpoint and the run that goes on from it must have in common."""
-        sizes = ("width", "depth", "heads", "context", "vocabulary", "vocabulary_multiple", "layers")
-        config = {name: getattr(self.program.config, name) for name in sizes}
+        config = {name: getattr(self.program.config, name) for name in evaluate.SIZES}
         text = shards.read_index(self.folder).text.sha256
         return config | {"recipe": self.settings.recipe, "seed": self.settings.seed, "text": text}
 
@@ -143,6 +141,8 @@ def make_run(settings: Settings, folder: Path) -> Run:
     )
     microbatches = count_microbatches(settings, config)
     hyperparameters = Hyperparameters(settings.steps, settings.learning_rate)
+    if settings.top_k is not None and settings.top_k > config.vocabulary:
+        raise ValueError(f"--top-k {settings.top_k} is more than the vocabulary, {config.vocabulary} tokens.")
     program = make_program(recipe, config, hyperparameters, loss_chunks=settings.loss_chunks)
     mesh = devices.make_mesh()
     shapes = jax.eval_shape(program.init, settings.seed)
@@ -203,14 +203,16 @@ def train(run: Run, console: Console) -> bool:
         put = devices.microbatches_on(run.mesh, run.microbatches)
         batches = prefetch(loader, put=lambda item: (put(item[0]), item[1]))
         with progress_of(console, settings.steps, step) as show:
-            while step < settings.steps and not interrupted:
+            while step < settings.steps:
                 batch, position = next(batches)
                 params, opt_state, metrics = program.train_step(params, opt_state, batch)
                 step += 1
+                # Asked once a step: after a Ctrl-C from here on the next step is the last, and it is saved too.
                 is_last = step == settings.steps or bool(interrupted)
-                if step % settings.report_every == 0 or is_last or not speed.is_running:
+                is_evaluated = step % settings.evaluate_every == 0 or is_last
+                if step % settings.report_every == 0 or is_evaluated or not speed.is_running:
                     record = report(run, step, metrics, opt_state, speed)
-                    if step % settings.evaluate_every == 0 or is_last:
+                    if is_evaluated:
                         record = dataclasses.replace(
                             record, validation_loss=float(program.evaluate(params, run.validation))
                         )
@@ -221,6 +223,8 @@ def train(run: Run, console: Console) -> bool:
                 if step % settings.save_every == 0 or is_last:
                     save(checkpoints, run, params, opt_state, step, position)
                     speed.start(step)
+                if is_last:
+                    break
         batches.close()
     finish(run, params, console)
     return step == settings.steps
@@ -243,12 +247,12 @@ def start(run: Run, checkpoints: Checkpoints) -> tuple[Any, Any, int, Position]:
     ]
     if differences:
         raise CheckpointError(f"this is not the run of the checkpoint in {run.settings.out}: {'; '.join(differences)}.")
-    params, opt_state = checkpoints.restore(run.shapes, run.shardings)
-    if not bool(mpx.is_synced(params, opt_state)):
+    if saved["step"] > run.settings.steps:
         raise CheckpointError(
-            f"in the checkpoint of step {checkpoints.newest} in {run.settings.out} parameters and masters do not "
-            "belong together; was it edited?"
+            f"the checkpoint in {run.settings.out} is of step {saved['step']}, but --steps is {run.settings.steps}."
         )
+    # Not asked whether `mpx.is_synced`: of so many weights one may have come so close to zero that it is not, for now.
+    params, opt_state = checkpoints.restore(run.shapes, run.shardings)
     return params, opt_state, saved["step"], Position.from_dict(saved["position"])
 
 
@@ -347,58 +351,17 @@ def describe(run: Run, step: int, speed: Speed, console: Console) -> None:
     )
 
 
-@contextmanager
-def progress_of(console: Console, steps: int, done: int) -> Iterator[Any]:
-    """Yields what shows a record: in a terminal on a line that moves, else on a line of its own."""
-    columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=10), TimeRemainingColumn())
-    columns = (*columns, TextColumn("{task.description}"))
-    with Progress(*columns, console=console, refresh_per_second=4, disable=not console.is_terminal) as progress:
-        task = progress.add_task("compiling", total=steps, completed=done)
-
-        def show(record: Record) -> None:
-            progress.update(task, completed=record.step, description=line_of(record))
-            if record.validation_loss is not None or not console.is_terminal:
-                line = f"step {record.step}: {line_of(record)}"
-                progress.console.print(line, soft_wrap=True, markup=False, highlight=False)
-
-        yield show
-
-
-def line_of(record: Record) -> str:
-    """A record in one line."""
-    parts = [f"loss {record.loss:.4f}"]
-    if record.validation_loss is not None:
-        parts.append(f"validation {record.validation_loss:.4f}")
-    parts += [f"lr {record.learning_rate:.2e}", f"norm {record.gradient_norm:.2f}"]
-    if record.loss_scale != 1 or record.skipped_steps:
-        parts.append(f"scale {record.loss_scale:g}, {record.skipped_steps} skipped")
-    if record.seconds_per_step:
-        parts += [f"{record.seconds_per_step * 1e3:,.1f} ms", f"{record.tokens_per_second:,.0f} tokens/s"]
-        parts.append(f"MFU {record.mfu:.1%}")
-    if record.memory_bytes is not None and record.peak_memory_bytes is not None:
-        parts.append(f"memory {record.memory_bytes / 1e9:.2f} GB, peak {record.peak_memory_bytes / 1e9:.2f} GB")
-    return ", ".join(parts)
-
-
 def finish(run: Run, params: Any, console: Console) -> None:
     """A plot, a sample, and multiple choice if there are questions."""
-    settings, config = run.settings, run.program.config
-    is_first = jax.process_index() == 0
+    settings, is_first = run.settings, jax.process_index() == 0
     if settings.multiple_choice:
-        items = multiple_choice.read_items(settings.multiple_choice)
-        losses_of = lambda tokens: run.program.token_losses(params, tokens)
-        score = multiple_choice.accuracy(losses_of, items, run.tokenizer.encode, context=config.context)
+        found = evaluate.score(run.program, params, run.tokenizer, settings.multiple_choice)
         if is_first:
-            console.print(f"{score.items} questions: acc {score.acc:.4f}, acc_norm {score.acc_norm:.4f}")
+            console.print(f"{found.items} questions: acc {found.acc:.4f}, acc_norm {found.acc_norm:.4f}")
     if settings.sample_tokens:
-        prompt = run.tokenizer.encode(settings.prompt)
-        tokens = sampling.generate(
-            run.program.logits, params, prompt if len(prompt) else np.array([run.tokenizer.separator]),
-            count=settings.sample_tokens, context=config.context, key=jax.random.key(settings.seed),
-            temperature=settings.temperature, top_k=settings.top_k,
-        )  # fmt: skip
+        options = {"count": settings.sample_tokens, "temperature": settings.temperature, "top_k": settings.top_k}
+        text = evaluate.sample(run.program, params, run.tokenizer, settings.prompt, seed=settings.seed, **options)
         if is_first:
-            text = settings.prompt + run.tokenizer.decode(tokens)
             console.print(text, soft_wrap=True, markup=False, highlight=False)
     if is_first:
         plot = settings.out / "loss.png"
@@ -414,7 +377,7 @@ def main(
     data: Annotated[
         Path | None, typer.Option(help="Folder of shards; without it, bytes of Python's standard library.")
     ] = None,
-    vocabulary_files: Annotated[Path | None, typer.Option(help="Folder with GPT-2's vocab.bpe, encoder.json.")] = None,
+    vocabulary_files: evaluate.VocabularyOption = None,
     out: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("run"),
     resume: Annotated[bool, typer.Option(help="Go on from the newest checkpoint in --out.")] = False,
     steps: Annotated[int, typer.Option(min=1, help="Updates of the whole run.")] = 400,
@@ -423,7 +386,9 @@ def main(
         int | None, typer.Option(min=1, help="Tokens of an update; one microbatch if none.")
     ] = None,
     learning_rate: Annotated[float, typer.Option(help="Peak of the schedule.")] = 1e-3,
-    seed: Annotated[int, typer.Option(min=0, help="Of the initial weights and the order of the data.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**31 - 1, help="Of the initial weights and the order of the data.")
+    ] = 0,
     attention: Annotated[Literal["xla", "cudnn"], typer.Option(help="cudnn is flash attention, on a GPU.")] = "xla",
     layers: Annotated[Literal["unrolled", "scanned"], typer.Option(help="A scan compiles one block.")] = "unrolled",
     checkpoint: Annotated[
@@ -437,11 +402,11 @@ def main(
     evaluate_every: Annotated[int, typer.Option(min=1, help="Steps between two validation losses.")] = 100,
     validation_batches: Annotated[int, typer.Option(min=1, help="Batches of a validation loss.")] = 16,
     save_every: Annotated[int, typer.Option(min=1, help="Steps between two checkpoints.")] = 200,
-    prompt: Annotated[str, typer.Option(help="What the sample at the end continues.")] = "def ",
-    sample_tokens: Annotated[int, typer.Option(min=0, help="Length of the sample; 0 for none.")] = 200,
-    temperature: Annotated[float, typer.Option(min=0, help="Of the sample; 0 takes the most likely token.")] = 0.8,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Sample from so many most likely tokens.")] = None,
-    multiple_choice: Annotated[Path | None, typer.Option(help="Questions in HellaSwag's JSONL form.")] = None,
+    prompt: evaluate.PromptOption = "def ",
+    sample_tokens: evaluate.SampleOption = 200,
+    temperature: evaluate.TemperatureOption = 0.8,
+    top_k: evaluate.TopKOption = None,
+    multiple_choice: evaluate.QuestionsOption = None,
 ) -> None:
     """Trains a GPT on shards of tokens, in any precision recipe, on all devices."""
     settings = Settings(**locals())
@@ -458,11 +423,14 @@ def main(
 
 
 def check(settings: Settings) -> None:
-    """What no later function would refuse by the option's name."""
+    """Refuses what is wrong with the options alone, before anything is made."""
     if settings.preset not in PRESETS:
         raise ValueError(f"--preset: no model is called {settings.preset!r}; there are {', '.join(PRESETS)}.")
+    get_recipe(settings.recipe)
     if not (math.isfinite(settings.learning_rate) and settings.learning_rate > 0):
         raise ValueError(f"--learning-rate must be positive, but is {settings.learning_rate}.")
+    if not math.isfinite(settings.temperature):
+        raise ValueError(f"--temperature must be finite, but is {settings.temperature}.")
     if settings.multiple_choice:
         multiple_choice.read_items(settings.multiple_choice)
     settings.out.mkdir(parents=True, exist_ok=True)

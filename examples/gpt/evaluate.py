@@ -1,0 +1,134 @@
+"""Evaluates a trained GPT: validation loss, multiple-choice questions, and a sample.
+
+Run it from the root of the repository, on the folder of a run of `examples.gpt.train`:
+
+    python -m examples.gpt.evaluate
+    python -m examples.gpt.evaluate --run run --multiple-choice hellaswag_val.jsonl --prompt "import "
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import numpy as np
+import typer
+from jax.sharding import SingleDeviceSharding
+from rich.console import Console
+
+from examples.gpt import multiple_choice, sampling, shards
+from examples.gpt.checkpoints import Checkpoints
+from examples.gpt.loader import validation_batches
+from examples.gpt.model import Config
+from examples.gpt.multiple_choice import Accuracy
+from examples.gpt.recipes import get_recipe
+from examples.gpt.tokenizers import Tokenizer, get_tokenizer
+from examples.gpt.training import Hyperparameters, Program, make_program
+
+# Of the configuration, what the arrays of a checkpoint depend on; the rest is layout.
+SIZES = ("width", "depth", "heads", "context", "vocabulary", "vocabulary_multiple", "layers")
+
+
+def restored(folder: Path) -> tuple[Program, Any, int]:
+    """The program, the parameters and the step of the newest checkpoint of a run, on one device.
+
+    Raises:
+        CheckpointError: if there is none, or it does not hold the arrays that it should.
+    """
+    with Checkpoints(folder / "checkpoints") as checkpoints:
+        described = checkpoints.description()
+        identity = described["identity"]
+        config = Config(**{name: identity[name] for name in SIZES})
+        # The optimizer's state is of the same shape whatever the schedule is.
+        program = make_program(get_recipe(identity["recipe"]), config, Hyperparameters(steps=1, learning_rate=1.0))
+        shapes = jax.eval_shape(program.init, 0)
+        device = SingleDeviceSharding(jax.local_devices()[0])
+        params, _ = checkpoints.restore(shapes, jax.tree.map(lambda leaf: device, shapes))
+    compiled = {name: jax.jit(getattr(program, name)) for name in ("evaluate", "token_losses")}
+    return dataclasses.replace(program, **compiled), params, described["step"]
+
+
+def score(program: Program, params: Any, tokenizer: Tokenizer, path: Path) -> Accuracy:
+    """The accuracy on the questions of a file; see `multiple_choice`."""
+    return multiple_choice.accuracy(
+        lambda tokens: program.token_losses(params, tokens),
+        multiple_choice.read_items(path),
+        tokenizer.encode,
+        context=program.config.context,
+    )
+
+
+def sample(
+    program: Program,
+    params: Any,
+    tokenizer: Tokenizer,
+    prompt: str,
+    *,
+    count: int,
+    seed: int = 0,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+) -> str:
+    """A prompt and `count` tokens after it; an empty prompt begins a document."""
+    tokens = tokenizer.encode(prompt) if prompt else np.array([tokenizer.separator])
+    continued = sampling.generate(
+        program.logits, params, tokens, count=count, context=program.config.context, key=jax.random.key(seed),
+        temperature=temperature, top_k=top_k,
+    )  # fmt: skip
+    return prompt + tokenizer.decode(continued)
+
+
+# --- The command line. ---
+PromptOption = Annotated[str, typer.Option(help="What the sample continues.")]
+SampleOption = Annotated[int, typer.Option(min=0, help="Length of the sample in tokens; 0 for none.")]
+TemperatureOption = Annotated[float, typer.Option(min=0, help="Of the sample; 0 takes the most likely token.")]
+TopKOption = Annotated[int | None, typer.Option(min=1, help="Sample from so many most likely tokens.")]
+QuestionsOption = Annotated[Path | None, typer.Option(help="Questions in HellaSwag's JSONL form.")]
+VocabularyOption = Annotated[Path | None, typer.Option(help="Folder with GPT-2's vocab.bpe and encoder.json.")]
+
+
+def main(
+    run: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("run"),
+    data: Annotated[Path | None, typer.Option(help="Folder of the shards; without it those in the run's own.")] = None,
+    vocabulary_files: VocabularyOption = None,
+    batches: Annotated[int, typer.Option(min=1, help="Batches of the validation loss.")] = 16,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences of a batch.")] = 8,
+    multiple_choice: QuestionsOption = None,
+    prompt: PromptOption = "def ",
+    sample_tokens: SampleOption = 200,
+    temperature: TemperatureOption = 0.8,
+    top_k: TopKOption = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the sample.")] = 0,
+) -> None:
+    """Prints the validation loss of a run, its accuracy if there are questions, and a sample."""
+    console = Console()
+    try:
+        folder = data or run / "tokens"
+        index = shards.read_index(folder)
+        tokenizer = get_tokenizer(index.tokenizer, vocabulary_files)
+        program, params, step = restored(run)
+        if index.vocabulary != program.config.vocabulary:
+            raise ValueError(
+                f"the shards in {folder} have a vocabulary of {index.vocabulary:,} tokens, but the model has "
+                f"{program.config.vocabulary:,}; name those that it was trained on with --data."
+            )
+        tokens = validation_batches(folder, count=batches, batch_size=batch_size, context=program.config.context)
+        loss = float(program.evaluate(params, tokens))
+        console.print(f"step {step}: validation loss {loss:.4f} nats a token, of {tokens[..., 1:].size:,} tokens")
+        if multiple_choice:
+            found = score(program, params, tokenizer, multiple_choice)
+            console.print(f"{found.items} questions: acc {found.acc:.4f}, acc_norm {found.acc_norm:.4f}")
+        if sample_tokens:
+            text = sample(
+                program, params, tokenizer, prompt, count=sample_tokens, seed=seed, temperature=temperature, top_k=top_k
+            )
+            console.print(text, soft_wrap=True, markup=False, highlight=False)
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+app.command()(main)
+
+if __name__ == "__main__":
+    app()
