@@ -1,0 +1,266 @@
+"""GPT-2 trained ever faster, one change at a time: time, tokens/s, share of the GPU's rate, and memory of each rung.
+
+    PYTHONPATH=. python -m benchmarks.ladder --json ladder.json
+    PYTHONPATH=. python -m benchmarks.ladder --rungs f32,8bit,accumulate --part ladder --time-limit 550
+
+A rung is the one before it and one change: float32; TF32; bfloat16 by autocast; cuDNN's flash attention; an embedding
+with rows up to a multiple of 128; the loss in chunks; activation checkpoints; bfloat16 parameters with split masters;
+8-bit moments; several microbatches a step. More of them, to try out, are chosen by name (`--rungs`). A step is loss,
+gradient, clipping and AdamW, with parameters and state donated. Tokens are real text, eight batches in turn, on the
+device before the clock starts. Steps are enqueued one behind another and waited for once; the time is the median of
+several rounds.
+
+Each rung runs in a process of its own. One that fails, for want of memory or time or by a compiler's error, is a row
+that says why, and the next one goes on. Memory is the peak that the device reports, after the program was compiled. A
+CPU reports none; there it is the compiler's figure for the step: arguments, results and temporary arrays.
+
+MFU is the share of the rate of a large product of random bfloat16 matrices, measured at the start, for every rung, also
+those in float32. Counted are the operations that the model needs (`Config.flops_per_token`), not those of padding.
+`--xla-flags` are given to all these processes; without them, XLA's own defaults hold. With `JAX_COMPILATION_CACHE_DIR`
+set, XLA tries its kernels once for all rungs, and compiles a program that it has seen only once.
+
+The other parts are at a fixed batch, with one program in several precisions: see `benchmarks.fixed_batch`.
+
+On a GPU the model is GPT-2 124M, elsewhere a tiny one, so that the command can be tried: its times say nothing.
+"""
+
+import dataclasses
+import enum
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from benchmarks import fixed_batch
+from benchmarks.rungs import EXTRAS, LADDER, RUNGS, Rung, Setting, choose_rungs, choose_setting
+from benchmarks.targets import targets_table
+from benchmarks.workers import Clock, Result, Run, run_worker
+from examples.gpt.model import PRESETS
+
+WORKER = "benchmarks.gpt2_in_jax"
+NO_FLASH = "no GPU, no flash attention: as before"
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """What is needed to measure something.
+
+    Attributes:
+        setting: of all rungs.
+        device: what the worker says of it.
+        clock: of the whole command.
+        run: runs a job in a process.
+    """
+
+    setting: Setting
+    device: Result
+    clock: Clock
+    run: Run
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the numbers mean anything."""
+        return self.device["backend"] == "gpu"
+
+    def in_jax(self, rung: Rung, kind: str, **more: Any) -> Result:
+        """Does a job with the settings of a rung."""
+        setting = self.setting
+        job = {"kind": kind, "preset": setting.preset, "batch_size": setting.batch_size, **rung.settings()}
+        job |= {"steps": setting.steps, "rounds": setting.rounds, **more}
+        notes = {}
+        if job["attention"] == "cudnn" and not self.on_gpu:
+            job["attention"], notes = "xla", {"note": NO_FLASH}
+        flags = f"{os.environ.get('XLA_FLAGS', '')} {setting.xla_flags}".strip()
+        environment = {"XLA_FLAGS": flags} if setting.xla_flags else {}
+        answer = self.run(WORKER, job, timeout=self.clock.cut(setting.timeout), environment=environment)
+        return {"job": job} | notes | answer
+
+
+def start_bench(clock: Clock, run: Run, **given: Any) -> Bench:
+    """Looks at the device, in a process that is gone afterwards.
+
+    Raises:
+        RuntimeError: if there is none that works.
+    """
+    device = run(WORKER, {"kind": "device"}, timeout=clock.cut(300.0))
+    if "failed" in device:
+        raise RuntimeError(f"the device cannot be used: {device['failed']}\n{device.get('log', '')}")
+    return Bench(choose_setting(device["backend"], **given), device, clock, run)
+
+
+# --- A rung. ---
+def measure_rung(rung: Rung, bench: Bench) -> Result:
+    """The row of a rung."""
+    microbatches = bench.setting.microbatches(rung, PRESETS[bench.setting.preset].context)
+    steps = bench.setting.steps_of(microbatches)
+    answer = bench.in_jax(rung, "step", microbatches=microbatches, steps=steps)
+    row = {"rung": rung.name, "label": rung.label, "after": rung.after} | answer
+    return row if "failed" in row else row | rates(row, bench.device["matmul FLOP/s"])
+
+
+def rates(row: Result, matmul: float) -> Result:
+    """What follows from the time of a step.
+
+    Args:
+        row: with milliseconds, tokens a step, operations a token, memory and loss.
+        matmul: operations a second of a large product, the yardstick.
+    """
+    speed = 1e3 * row["tokens"] / row["ms"]
+    measured = row["peak bytes"] is not None
+    found = {"tokens/s": speed, "FLOP/s": speed * row["flops per token"]}
+    found |= {"MFU": found["FLOP/s"] / matmul, "memory": row["peak bytes"] if measured else row["estimated bytes"]}
+    found["memory is"] = "measured" if measured else "the compiler's figure"
+    if measured and row["peak bytes"] == row["peak bytes before"]:
+        found["memory is"] = "that of compiling, which was more than a step needs"
+    return found if math.isfinite(row["loss"]) else found | {"failed": f"the loss is {row['loss']}"}
+
+
+def add_gains(rows: list[Result]) -> None:
+    """How many times as fast as the rung before, or as the nearest one before that which has run."""
+    speeds = {row["rung"]: row["tokens/s"] for row in rows if "failed" not in row}
+    for row in rows:
+        before = row["after"]
+        while before is not None and before not in speeds:
+            before = RUNGS[before].after
+        row.pop("gain", None)
+        if before is not None and row["rung"] in speeds:
+            row |= {"gain": speeds[row["rung"]] / speeds[before], "gain over": before}
+
+
+def measure_ladder(rungs: list[Rung], bench: Bench, keep: Callable[[list[Result]], None]) -> list[Result]:
+    """The rows of all rungs; `keep` gets what there is after each."""
+    rows = []
+    for rung in rungs:
+        rows.append(measure_rung(rung, bench))
+        add_gains(rows)
+        keep(rows)
+    return rows
+
+
+def ladder_table(rows: list[Result], bench: Bench) -> Table:
+    """The ladder."""
+    rate, setting = bench.device["matmul FLOP/s"], bench.setting
+    title = f"{setting.preset}, microbatches of {setting.batch_size} sequences; "
+    title += f"MFU of {rate / 1e12:.4g} TFLOP/s, the measured rate of bfloat16 products"
+    columns = "rung", "", "ms a step", "spread", "tokens/s", "TFLOP/s", "MFU", "peak GB", "gain", "loss", ""
+    table = Table(*columns, title=title)
+    for row in rows:
+        if "failed" in row:
+            table.add_row(row["rung"], row["label"], *[""] * 8, f"[red]{escape(row['failed'])}[/]")
+            continue
+        speed = f"{row['tokens/s']:,.0f}", f"{row['FLOP/s'] / 1e12:.3g}", f"{row['MFU']:.1%}"
+        spread = "{:.2f} to {:.2f}".format(*row["ms spread"])
+        cells = f"{row['ms']:.2f}", spread, *speed, memory_cell(row), gain_cell(row), f"{row['loss']:.3f}"
+        table.add_row(row["rung"], row["label"], *cells, row.get("note", ""))
+    kinds = sorted({row["memory is"] for row in rows if "failed" not in row})
+    table.caption = f"memory: {', '.join(kinds)}" if kinds else ""
+    return table
+
+
+def memory_cell(row: Result) -> str:
+    """A peak in GB, with a mark if it is only known not to be larger."""
+    return ("at most " if "compiling" in row["memory is"] else "") + f"{row['memory'] / 1e9:.3g}"
+
+
+def gain_cell(row: Result) -> str:
+    """A gain, and over what if not over the rung before."""
+    if "gain" not in row:
+        return ""
+    return f"{row['gain']:.2f}" + ("" if row["gain over"] == row["after"] else f" over {row['gain over']}")
+
+
+# --- The command. ---
+def write_json(path: Path | None, found: dict[str, Any]) -> None:
+    """Writes what there is: the next process may not end, nor this one."""
+    if path is not None:
+        path.write_text(json.dumps(found, indent=1), encoding="utf-8")
+
+
+def make_console() -> Console:
+    """A console; a file has room for the whole table."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = 180
+    return console
+
+
+def chosen_rungs(names: list[str] | None) -> list[Rung]:
+    """The rungs of `--rungs`."""
+    try:
+        return choose_rungs(names)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--rungs") from error
+
+
+Preset = enum.StrEnum("Preset", {name: name for name in PRESETS})
+Part = enum.StrEnum("Part", {name: name for name in ("ladder", *fixed_batch.PARTS)})
+# Options that `benchmarks.torch_gpt2` has too.
+PresetOption = Annotated[Preset | None, typer.Option(help="The model; gpt2-124m on a GPU, tiny elsewhere.")]
+BatchOption = Annotated[int | None, typer.Option(min=1, help="Sequences of a microbatch; 16 on a GPU, else 4.")]
+StepsOption = Annotated[int | None, typer.Option(min=1, help="Steps in a timed round; 10 on a GPU, else 3.")]
+RoundsOption = Annotated[int | None, typer.Option(min=1, help="Timed rounds; 5 on a GPU, else 3.")]
+BudgetOption = Annotated[int | None, typer.Option(min=1, help="Tokens of a step with accumulation; 524288 or 1024.")]
+TimeoutOption = Annotated[float | None, typer.Option(help="Seconds that one process may take; 300.")]
+LimitOption = Annotated[float | None, typer.Option(help="Seconds for all; what would begin later is left out.")]
+FlagsOption = Annotated[str | None, typer.Option(help="XLA_FLAGS for all processes of JAX.")]
+JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the numbers to this file.")]
+RUNGS_HELP = f"Of {', '.join(r.name for r in LADDER)}; to try out: {', '.join(r.name for r in EXTRAS)}."
+
+
+def main(
+    preset: PresetOption = None,
+    batch_size: BatchOption = None,
+    steps: StepsOption = None,
+    rounds: RoundsOption = None,
+    token_budget: BudgetOption = None,
+    timeout: TimeoutOption = None,
+    time_limit: LimitOption = None,
+    xla_flags: FlagsOption = None,
+    rungs: Annotated[list[str] | None, typer.Option(help=RUNGS_HELP)] = None,
+    part: Annotated[list[Part] | None, typer.Option(help="What to measure, in several options; else all.")] = None,
+    json_path: JsonOption = None,
+) -> None:
+    """Measures, prints the tables and, if asked, writes the numbers."""
+    console, chosen = make_console(), chosen_rungs(rungs)
+    given = {"preset": preset and str(preset), "batch_size": batch_size, "steps": steps, "rounds": rounds}
+    given |= {"token_budget": token_budget, "timeout": timeout, "xla_flags": xla_flags}
+    bench = start_bench(Clock(time_limit), run_worker, **given)
+    found: dict[str, Any] = {"device": bench.device, "setting": dataclasses.asdict(bench.setting)}
+    console.print(found)
+
+    def keep(name: str, rows: list[Result]) -> None:
+        found[name] = rows
+        console.print(f"{name}: {progress(rows[-1])}")
+        write_json(json_path, found)
+
+    for name in map(str, part or list(Part)):
+        if name == "ladder":
+            rows = measure_ladder(chosen, bench, lambda rows: keep("ladder", rows))
+            console.print(ladder_table(rows, bench))
+        else:
+            fixed_batch.PARTS[name].measure(bench, lambda rows, name=name: keep(name, rows))
+            console.print(fixed_batch.PARTS[name].table(found[name], bench.on_gpu))
+    if bench.on_gpu and (judged := fixed_batch.targets(found)):
+        found["targets"] = judged
+        console.print(targets_table(judged))
+        write_json(json_path, found)
+
+
+def progress(row: Result) -> str:
+    """A line for a row that is there, so that one sees how far a long command is."""
+    what = row.get("rung") or row.get("recipe")
+    return f"{what} [red]{escape(row['failed'])}[/]" if "failed" in row else f"{what} done"
+
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+app.command()(main)
+
+if __name__ == "__main__":
+    app()
