@@ -17,7 +17,7 @@ from jax.sharding import SingleDeviceSharding
 from rich.console import Console
 
 from examples.gpt import multiple_choice, sampling, shards
-from examples.gpt.checkpoints import Checkpoints
+from examples.gpt.checkpoints import CheckpointError, Checkpoints
 from examples.gpt.loader import validation_batches
 from examples.gpt.model import Config
 from examples.gpt.multiple_choice import Accuracy
@@ -35,6 +35,8 @@ def restored(folder: Path) -> tuple[Program, Any, int]:
     Raises:
         CheckpointError: if there is none, or it does not hold the arrays that it should.
     """
+    if not (folder / "checkpoints").is_dir():
+        raise CheckpointError(f"{folder} is no folder of a run: there is no folder of checkpoints in it.")
     with Checkpoints(folder / "checkpoints") as checkpoints:
         described = checkpoints.description()
         identity = described["identity"]

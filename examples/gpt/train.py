@@ -226,7 +226,7 @@ def train(run: Run, console: Console) -> bool:
                 if is_last:
                     break
         batches.close()
-    finish(run, params, console)
+    finish(run, params, console, is_done=step == settings.steps)
     return step == settings.steps
 
 
@@ -351,23 +351,22 @@ def describe(run: Run, step: int, speed: Speed, console: Console) -> None:
     )
 
 
-def finish(run: Run, params: Any, console: Console) -> None:
-    """A plot, a sample, and multiple choice if there are questions."""
+def finish(run: Run, params: Any, console: Console, *, is_done: bool) -> None:
+    """A plot; and if the last step is done a sample, and multiple choice if there are questions."""
     settings, is_first = run.settings, jax.process_index() == 0
-    if settings.multiple_choice:
+    if is_first:
+        log, plot = settings.out / "log.jsonl", settings.out / "loss.png"
+        write_plot(plot, read_records(log), f"{settings.preset}, {run.program.recipe.label}")
+        console.print(f"Written: {log}, {plot}", soft_wrap=True, markup=False)
+    if settings.multiple_choice and is_done:
         found = evaluate.score(run.program, params, run.tokenizer, settings.multiple_choice)
         if is_first:
             console.print(f"{found.items} questions: acc {found.acc:.4f}, acc_norm {found.acc_norm:.4f}")
-    if settings.sample_tokens:
+    if settings.sample_tokens and is_done:
         options = {"count": settings.sample_tokens, "temperature": settings.temperature, "top_k": settings.top_k}
         text = evaluate.sample(run.program, params, run.tokenizer, settings.prompt, seed=settings.seed, **options)
         if is_first:
             console.print(text, soft_wrap=True, markup=False, highlight=False)
-    if is_first:
-        plot = settings.out / "loss.png"
-        title = f"{settings.preset}, {run.program.recipe.label}"
-        write_plot(plot, read_records(settings.out / "log.jsonl"), title)
-        console.print(f"Written: {settings.out / 'log.jsonl'}, {plot}", soft_wrap=True, markup=False)
 
 
 # --- The command line. ---

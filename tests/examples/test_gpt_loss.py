@@ -1,0 +1,219 @@
+"""The cross-entropy of the examples' GPT: in chunks it is the same number, with gradients of the same precision."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import mpx
+from examples.gpt.loss import mean_loss, token_losses
+from tests.helpers import eight_cpu_devices
+
+BATCH, LENGTH, WIDTH, ROWS, VOCABULARY = 4, 16, 8, 128, 100
+LOGITS = BATCH * LENGTH * ROWS  # of the whole batch: more than any other array of the program has
+
+
+def inputs(batch=BATCH, seed=0):
+    generator = np.random.default_rng(seed)
+    features = generator.normal(size=(batch, LENGTH, WIDTH)).astype(np.float32)
+    embedding = generator.normal(size=(ROWS, WIDTH)).astype(np.float32)
+    return features, embedding, generator.integers(0, VOCABULARY, (batch, LENGTH)).astype(np.int32)
+
+
+def exact(features, embedding, targets, vocabulary=VOCABULARY):
+    """Loss of each token, and the mean's gradients, in float64 and from the formulas of a textbook."""
+    features, embedding = np.float64(features), np.float64(embedding)
+    logits = features @ embedding[:vocabulary].T
+    probabilities = np.exp(logits - logits.max(-1, keepdims=True))
+    probabilities /= probabilities.sum(-1, keepdims=True)
+    is_target = np.eye(vocabulary)[targets]
+    losses = -np.log((probabilities * is_target).sum(-1))
+    error = (probabilities - is_target) / targets.size
+    embedding_gradient = np.zeros(embedding.shape)
+    embedding_gradient[:vocabulary] = np.einsum("btv,btc->vc", error, features)
+    return losses, error @ embedding[:vocabulary], embedding_gradient
+
+
+def loss_and_gradients(chunks, policy="f32"):
+    loss_fn = lambda *given: mean_loss(*given, vocabulary=VOCABULARY, chunks=chunks)
+    return jax.value_and_grad(mpx.autocast(loss_fn, policy) if policy != "f32" else loss_fn, (0, 1))
+
+
+def distance(actual, expected):
+    """Of two arrays, as a part of the size of the second one."""
+    return np.linalg.norm(np.float64(actual) - expected) / np.linalg.norm(expected)
+
+
+# --- What is computed. ---
+@pytest.mark.parametrize("chunks", [1, 2, 4, 16])
+def test_loss_and_gradients_are_those_of_the_formula(chunks):
+    given = inputs()
+    loss, (of_features, of_embedding) = jax.jit(loss_and_gradients(chunks))(*given)
+    losses, features_gradient, embedding_gradient = exact(*given)
+
+    assert loss.dtype == of_features.dtype == of_embedding.dtype == jnp.float32
+    assert loss.shape == ()
+    assert loss == pytest.approx(losses.mean(), rel=1e-6)
+    assert distance(of_features, features_gradient) < 1e-6
+    assert distance(of_embedding, embedding_gradient) < 1e-6
+    # Negative control: one token less in 64 is seen.
+    assert distance(exact(*(x[:, 1:] if x is not given[1] else x for x in given))[2], embedding_gradient) > 1e-3
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 16])
+def test_each_token_has_its_loss_in_its_place(chunks):
+    given = inputs()
+    losses = jax.jit(lambda *given: token_losses(*given, vocabulary=VOCABULARY, chunks=chunks))(*given)
+
+    assert losses.dtype == jnp.float32
+    assert losses.shape == (BATCH, LENGTH)
+    np.testing.assert_allclose(losses, exact(*given)[0], rtol=2e-6)
+
+
+@pytest.mark.parametrize("policy", ["bf16", "f16"])
+def test_under_autocast_chunks_make_gradients_no_worse(policy):
+    given = inputs()
+    # What 16 bits do to the inputs is the same for both, and not asked here.
+    rounded = [np.float32(jnp.asarray(x, mpx.get_policy(policy).compute_dtype)) for x in given[:2]]
+    expected = exact(*rounded, given[2])[1:]
+    errors = {}
+    for chunks in (1, 4):
+        _, gradients = jax.jit(loss_and_gradients(chunks, policy))(*rounded, given[2])
+        assert {gradient.dtype for gradient in gradients} == {np.dtype(np.float32)}
+        errors[chunks] = [distance(gradient, x) for gradient, x in zip(gradients, expected, strict=True)]
+
+    for in_chunks, whole in zip(errors[4], errors[1], strict=True):
+        assert 0 < in_chunks <= 1.01 * whole
+
+
+def test_gradients_of_the_embedding_are_added_up_in_float32():
+    """1,024 chunks of one token, all equal: each adds the same number, and bfloat16 stops at 256 times that."""
+    length = 1024
+    features = jnp.ones((1, length, WIDTH), jnp.bfloat16)
+    embedding = jnp.asarray(inputs()[1], jnp.bfloat16)
+    targets = jnp.full((1, length), 7)
+    expected = exact(*map(np.asarray, (features, embedding, targets)))[2]
+    _, (_, gradient) = jax.jit(loss_and_gradients(length))(features, embedding, targets)
+
+    @jax.jit
+    def added_in_bfloat16():
+        of_chunk = jax.grad(lambda e: token_losses(features[:, :1], e, targets[:, :1], vocabulary=VOCABULARY).sum())
+        add = lambda _, total: total + of_chunk(embedding)
+        return jax.lax.fori_loop(0, length, add, jnp.zeros_like(embedding)) / length
+
+    assert gradient.dtype == jnp.bfloat16
+    assert distance(gradient, expected) < 2**-8
+    assert distance(added_in_bfloat16(), expected) > 0.1  # negative control
+
+
+@pytest.mark.parametrize("policy", ["f32", "bf16", "f16"])
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_rows_that_only_pad_the_embedding_get_no_gradient(chunks, policy):
+    _, (_, gradient) = jax.jit(loss_and_gradients(chunks, policy))(*inputs())
+
+    assert not np.asarray(gradient[VOCABULARY:]).any()
+    assert np.asarray(gradient[:VOCABULARY]).any(axis=1).all()
+
+
+def test_in_float16_the_mean_over_many_tokens_does_not_underflow():
+    """Token 0 is right and likely, the others have probabilities of e**-11: in float16 they are there.
+
+    Divided by 1,024 tokens they are 1.6e-8, less than half of the smallest number of float16.
+    """
+    generator = np.random.default_rng(0)
+    features = np.float16(generator.normal(size=(1, 1024, WIDTH)) / 8)
+    features[..., 0] = 1
+    embedding = np.float16(generator.normal(size=(ROWS, WIDTH)) / 8)
+    embedding[:, 0] = 0
+    embedding[0] = [11] + [0] * (WIDTH - 1)
+    given = np.float32(features), np.float32(embedding), np.zeros((1, 1024), np.int32)
+    expected = exact(*given)[2][1:VOCABULARY]
+    gradients = {}
+    for chunks in (1, 4):
+        _, (_, of_embedding) = jax.jit(loss_and_gradients(chunks, "f16"))(*given)
+        gradients[chunks] = np.asarray(of_embedding)[1:VOCABULARY]
+
+    assert distance(gradients[4], expected) < 0.01
+    assert not gradients[1].any()  # negative control: without loss scaling nothing is left of them
+
+
+# --- What is kept. ---
+def sizes_in_jaxpr(jaxpr):
+    """Of every array that any equation makes, those of inner programs included."""
+    for eqn in jaxpr.eqns:
+        yield from (math.prod(variable.aval.shape) for variable in eqn.outvars)
+        for value in eqn.params.values():
+            for item in value if isinstance(value, (tuple, list)) else [value]:
+                inner = getattr(item, "jaxpr", item)
+                if hasattr(inner, "eqns"):
+                    yield from sizes_in_jaxpr(inner)
+
+
+def sizes_in_compiled(text):
+    shapes = re.findall(r"\b(?:f64|f32|f16|bf16|[su]\d+|pred)\[([\d,]*)\]", text)
+    return [math.prod(int(size) for size in shape.split(",") if size) for shape in shapes]
+
+
+def largest_arrays(fun):
+    jaxpr = jax.make_jaxpr(fun)(*inputs()).jaxpr
+    return max(sizes_in_jaxpr(jaxpr)), max(sizes_in_compiled(jax.jit(fun).lower(*inputs()).compile().as_text()))
+
+
+@pytest.mark.parametrize("policy", ["f32", "bf16"])
+def test_with_chunks_there_never_are_the_logits_of_a_whole_batch(policy):
+    assert max(largest_arrays(loss_and_gradients(4, policy))) == LOGITS // 4
+    assert min(largest_arrays(loss_and_gradients(1, policy))) == LOGITS  # negative control
+
+
+def test_with_chunks_losses_of_tokens_take_no_logits_of_a_whole_batch():
+    losses_in = lambda chunks: lambda *given: token_losses(*given, vocabulary=VOCABULARY, chunks=chunks)
+    assert max(largest_arrays(losses_in(4))) == LOGITS // 4
+    assert min(largest_arrays(losses_in(1))) == LOGITS  # negative control
+
+
+@pytest.mark.parametrize("function", [mean_loss, token_losses])
+def test_chunks_that_do_not_divide_the_positions_are_refused(function):
+    with pytest.raises(ValueError, match="16 positions cannot be cut into `chunks` = 3 equal parts"):
+        function(*inputs(), vocabulary=VOCABULARY, chunks=3)
+
+
+# --- Where it runs. ---
+def test_batches_in_a_scan_give_what_each_gives_alone():
+    batches = [inputs(seed=seed) for seed in range(3)]
+    stacked = tuple(np.stack(leaves) for leaves in zip(*batches, strict=True))
+    run = loss_and_gradients(4)
+    _, in_scan = jax.jit(lambda stacked: jax.lax.scan(lambda carry, given: (carry, run(*given)), 0, stacked))(stacked)
+    for index, given in enumerate(batches):
+        alone = jax.jit(run)(*given)
+        for x, y in zip(jax.tree.leaves(in_scan), jax.tree.leaves(alone), strict=True):
+            np.testing.assert_allclose(x[index], y, rtol=1e-5, atol=1e-7)
+
+
+def test_batches_under_vmap_give_what_each_gives_alone():
+    batches = [inputs(seed=seed) for seed in range(3)]
+    stacked = tuple(np.stack(leaves) for leaves in zip(*batches, strict=True))
+    run = loss_and_gradients(4)
+    at_once = jax.jit(jax.vmap(run))(*stacked)
+    for index, given in enumerate(batches):
+        for x, y in zip(jax.tree.leaves(at_once), jax.tree.leaves(jax.jit(run)(*given)), strict=True):
+            np.testing.assert_allclose(x[index], y, rtol=1e-5, atol=1e-7)
+
+
+def test_a_batch_divided_among_eight_devices_gives_what_one_device_gives():
+    """Each device keeps its sequences: none are sent, only sums are."""
+    given = inputs(batch=8)
+    run = jax.jit(loss_and_gradients(4))
+    alone = run(*given)
+    mesh = eight_cpu_devices()
+    divided, whole = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())
+    placed = jax.device_put(given, (divided, whole, divided))
+    together = run(*placed)
+
+    for x, y in zip(jax.tree.leaves(together), jax.tree.leaves(alone), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7)
+    assert together[1][0].sharding.is_equivalent_to(divided, 3)
+    assert "all-gather" not in run.lower(*placed).compile().as_text()

@@ -1,0 +1,313 @@
+"""The training step of the examples' GPT: accumulation, skipped steps, weight decay, clipping, and every recipe."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mpx
+from examples.gpt import training
+from examples.gpt.loss import mean_loss
+from examples.gpt.model import Config
+from examples.gpt.recipes import RECIPES, get_recipe
+from examples.gpt.training import Hyperparameters, decayed, make_program, mean_over_microbatches
+from tests.helpers import assert_same_bits, types_of
+
+# Optax adds arrays of two dtypes, and Flax's norms arrays of two ranks.
+pytestmark = pytest.mark.optax_promotion
+
+CONFIG = Config(width=32, depth=1, heads=2, context=8, vocabulary=20, vocabulary_multiple=16)
+SCANNED = dataclasses.replace(CONFIG, depth=2, layers="scanned")
+UNROLLED = dataclasses.replace(CONFIG, depth=2, layers="unrolled")
+# Three steps have no warm-up: the first one has the peak of the learning rate.
+HYPERPARAMETERS = Hyperparameters(steps=3, learning_rate=1e-3)
+QUICK = {"xla_backend_optimization_level": 0}  # such a program compiles in half the time
+NAMES = [recipe.name for recipe in RECIPES]
+POISON = 19  # a token whose loss is infinite, where a test says so
+
+
+@functools.cache
+def compiled(name, config=CONFIG, loss_chunks=2):
+    """The program of a recipe, compiled for each shape once in this file."""
+    program = make_program(get_recipe(name), config, HYPERPARAMETERS, loss_chunks=loss_chunks)
+    parts = ("init", "train_step", "token_losses", "evaluate", "logits")
+    return dataclasses.replace(
+        program, **{part: jax.jit(getattr(program, part), compiler_options=QUICK) for part in parts}
+    )
+
+
+@functools.cache
+def started(name, config=CONFIG):
+    return compiled(name, config).init(0)
+
+
+def batch(seed=0, *, microbatches=1):
+    """The same eight sequences, in so many microbatches; none of them has the last token."""
+    tokens = np.random.default_rng(seed).integers(0, POISON, (8, CONFIG.context + 1)).astype(np.uint16)
+    return tokens.reshape(microbatches, -1, CONFIG.context + 1)
+
+
+@functools.cache
+def trained(name):
+    """Three steps: of each the types of what it returns, its metrics, and how many programs there are behind it."""
+    program, state = compiled(name), started(name)
+    types, metrics, programs = [types_of(state)], [], []
+    for seed in range(3):
+        *state, of_step = program.train_step(*state, batch(seed))
+        types.append(types_of(tuple(state)))
+        metrics.append(of_step)
+        programs.append(program.train_step._cache_size())
+    return types, metrics, programs
+
+
+def distance(actual, expected):
+    """Of two arrays, as a part of the size of the second one."""
+    return np.linalg.norm(np.float64(actual) - np.float64(expected)) / np.linalg.norm(np.float64(expected))
+
+
+def by_path(tree):
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(tree)}
+
+
+def is_key_bias(path):
+    """Its gradient is zero but for rounding: a number added to all keys changes no weight of attention."""
+    return "query_key_value" in path and "bias" in path
+
+
+# --- Accumulation. ---
+@pytest.mark.parametrize(
+    ("name", "rounding"), [("f32", 2**-22), ("bf16-masters", 2**-8), ("bf16-split", 2**-8), ("f16-scaled", 2**-11)]
+)
+def test_four_microbatches_make_the_step_of_one_large_batch(name, rounding):
+    """What differs is the rounding of the gradients of products, which are 16-bit numbers under autocast."""
+    program = compiled(name)
+    params, opt_state, metrics = program.train_step(*started(name), batch())
+    split_params, split_opt_state, split_metrics = program.train_step(*started(name), batch(microbatches=4))
+
+    assert split_metrics.loss == pytest.approx(float(metrics.loss), rel=4 * rounding)
+    assert split_metrics.gradient_norm == pytest.approx(float(metrics.gradient_norm), rel=4 * rounding)
+    for moment in ("mu", "nu"):
+        expected = by_path(optax.tree.get(opt_state, moment))
+        for path, leaf in by_path(optax.tree.get(split_opt_state, moment)).items():
+            if not is_key_bias(path):
+                assert distance(leaf, expected[path]) < 8 * rounding, (moment, path)
+    before, large, split = (
+        by_path(mpx.master_params(*state))
+        for state in (started(name), (params, opt_state), (split_params, split_opt_state))
+    )
+    moments = by_path(optax.tree.get(opt_state, "mu"))
+    for path, start in before.items():
+        # Where a gradient is next to zero, its sign is that of a rounding.
+        counts = np.abs(moments[path]) > 64 * rounding * np.abs(moments[path]).max()
+        updates = (large[path] - start)[counts]
+        assert distance((split[path] - start)[counts], updates) < 64 * rounding or is_key_bias(path), path
+    # Negative control: three of the four microbatches make another step.
+    *_, of_three = program.train_step(*started(name), batch(microbatches=4)[[0, 1, 2, 2]])
+    assert abs(of_three.gradient_norm - metrics.gradient_norm) > 8 * rounding * metrics.gradient_norm
+
+
+def test_microbatches_are_added_up_in_float32():
+    """512 equal gradients of 1: a sum in bfloat16 stops at 256."""
+    gradients = lambda microbatch: (jnp.float32(0), {"w": microbatch.astype(jnp.bfloat16)})
+    microbatches = jnp.ones((512, 3))
+    _, mean = jax.jit(lambda x: mean_over_microbatches(gradients, x))(microbatches)
+
+    @jax.jit
+    def in_bfloat16(microbatches):
+        add = lambda total, x: (total + gradients(x)[1]["w"], None)
+        return jax.lax.scan(add, jnp.zeros(3, jnp.bfloat16), microbatches)[0] / 512
+
+    assert_same_bits(mean, {"w": jnp.ones(3, jnp.bfloat16)})
+    assert (in_bfloat16(microbatches) == 0.5).all()  # negative control
+
+
+def test_an_overflow_in_one_microbatch_skips_the_whole_step(monkeypatch):
+    def poisoned(features, embedding, targets, **options):
+        factor = jnp.where((targets == POISON).any(), jnp.inf, 1.0)
+        return mean_loss(features, embedding, targets, **options) * factor
+
+    monkeypatch.setattr(training, "mean_loss", poisoned)
+    program = make_program(get_recipe("f16-scaled"), CONFIG, HYPERPARAMETERS)
+    step = jax.jit(program.train_step, compiler_options=QUICK)
+    params, opt_state = started("f16-scaled")
+    good, bad = batch(microbatches=4), batch(microbatches=4)
+    bad[2, 1, 4] = POISON
+    skipped_params, skipped_state, metrics = step(params, opt_state, bad)
+
+    assert not np.isfinite(metrics.loss)
+    assert not np.isfinite(metrics.gradient_norm)
+    assert_same_bits(skipped_params, params)
+    for name in ("mu", "nu", "count"):
+        assert_same_bits(of_adam(skipped_state, name), of_adam(opt_state, name))
+    assert mpx.skipped_steps(skipped_state) == 1
+    scale_of = lambda state: float(mpx.get_loss_scale(state).loss_scale)
+    assert scale_of(skipped_state) == scale_of(opt_state) / 2
+    # Negative control: the same batch without the poison does train.
+    next_params, next_state, _ = step(params, opt_state, good)
+    assert mpx.skipped_steps(next_state) == 0
+    assert all(
+        (np.asarray(x) != np.asarray(y)).any()
+        for x, y in zip(*map(jax.tree.leaves, (next_params, params)), strict=True)
+    )
+
+
+def of_adam(opt_state, name):
+    return [leaf for path, leaf in optax.tree.get_all_with_path(opt_state, name)]
+
+
+# --- The optimizer. ---
+def shapes_of(config):
+    return jax.eval_shape(make_program(get_recipe("f32"), config, HYPERPARAMETERS).init, 0)[0]
+
+
+@pytest.mark.parametrize("config", [UNROLLED, SCANNED], ids=["unrolled", "scanned"])
+def test_embeddings_and_kernels_decay_and_nothing_else_does(config):
+    mask = by_path(decayed(shapes_of(config), config))
+    assert {path for path, decays in mask.items() if decays} == {
+        path for path in mask if "kernel" in path or "embedding" in path
+    }
+    assert not all(mask.values())
+
+
+def test_layouts_that_stack_biases_to_matrices_decay_the_same_weights():
+    """Negative control: by their dimensions alone the biases of scanned blocks would decay."""
+    shapes = shapes_of(SCANNED)
+    biases = [
+        leaf for path, leaf in jax.tree.leaves_with_path(shapes["blocks"]) if "bias" in jax.tree_util.keystr(path)
+    ]
+    assert {leaf.ndim for leaf in biases} == {2}
+    count = lambda config: sum(
+        leaf.size * bool(decays)
+        for leaf, decays in zip(
+            jax.tree.leaves(shapes_of(config)), jax.tree.leaves(decayed(shapes_of(config), config)), strict=True
+        )
+    )
+    assert count(SCANNED) == count(UNROLLED)
+
+
+@pytest.mark.parametrize("name", ["f32", "bf16-split-8bit", "bf16-kahan", "bf16-any-precision", "f16-scaled"])
+def test_without_gradients_a_step_only_decays_matrices(name):
+    """By the learning rate, 1e-3, times 0.1; the masters of bfloat16 parameters see that too."""
+    program = make_program(get_recipe(name), SCANNED, HYPERPARAMETERS)
+    ones = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), jax.eval_shape(program.init, 0)[0])
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def step(params):
+        opt_state = program.tx.init(params)
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params)
+        updates, opt_state = program.tx.update(zeros, opt_state, params)
+        return mpx.master_params(optax.apply_updates(params, updates), opt_state)
+
+    mask = by_path(decayed(ones, SCANNED))
+    for path, leaf in by_path(step(ones)).items():
+        np.testing.assert_allclose(leaf, 1 - 1e-4 if mask[path] else 1.0, rtol=0, atol=2e-6 if mask[path] else 0)
+
+
+@pytest.mark.parametrize(("norm", "clipped"), [(0.5, 0.5), (10.0, 1.0)])
+def test_gradients_are_clipped_after_they_are_unscaled(norm, clipped):
+    """The first moment after one step is a tenth of the clipped gradient. Scaled, both norms are far above 1."""
+    tx = training.make_optimizer(get_recipe("f16-scaled"), CONFIG, HYPERPARAMETERS)
+    params = {"w": jnp.zeros(4)}
+    opt_state = tx.init(params)
+    scale = float(mpx.get_loss_scale(opt_state).loss_scale)
+    assert scale * 0.5 > 1000
+    gradient = jnp.full(4, norm / 2)  # of that norm
+    _, opt_state = tx.update({"w": gradient * scale}, opt_state, params)
+
+    np.testing.assert_allclose(optax.tree.get(opt_state, "mu")["w"], 0.1 * clipped / 2, rtol=1e-6)
+
+
+def test_the_learning_rate_warms_up_and_falls_along_a_cosine_to_its_end():
+    schedule = Hyperparameters(steps=1000, learning_rate=2.0, warmup=0.1, final_learning_rate=0.25).schedule()
+    expected = [
+        2.0 * step / 100 if step < 100 else 0.5 + 1.5 * (1 + math.cos(math.pi * (step - 100) / 900)) / 2
+        for step in range(1001)
+    ]
+    np.testing.assert_allclose([schedule(step) for step in range(0, 1001, 25)], expected[::25], rtol=1e-5)
+    assert schedule(0) == 0
+    assert schedule(100) == 2
+    assert schedule(1000) == schedule(2000) == 0.5
+
+
+# --- Recipes. ---
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_compiles_once_and_its_state_keeps_its_types(name):
+    types, metrics, programs = trained(name)
+
+    assert programs == programs[:1] * 3
+    assert all(of_step == types[0] for of_step in types)
+    for of_step in metrics:
+        assert {leaf.dtype for leaf in of_step} == {np.dtype(np.float32)}
+        assert all(np.isfinite(of_step))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_recipe_starts_from_the_same_weights(name):
+    """Rounded to bfloat16 at most: loss and norm of the first step are those of f32 but for that."""
+    first, expected = trained(name)[1][0], trained("f32")[1][0]
+    assert first.loss == pytest.approx(float(expected.loss), rel=1e-3)
+    assert first.gradient_norm == pytest.approx(float(expected.gradient_norm), rel=2e-2)
+
+
+def products(recipe):
+    """Dtypes and precisions of all matrix products of a training step."""
+    program = make_program(recipe, CONFIG, HYPERPARAMETERS, loss_chunks=2)
+    jaxpr = jax.make_jaxpr(program.train_step)(*jax.eval_shape(program.init, 0), batch(microbatches=2)).jaxpr
+    return set(dots_in(jaxpr))
+
+
+def dots_in(jaxpr):
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            is_highest = eqn.params["precision"] == (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)
+            yield from ((variable.aval.dtype.name, is_highest) for variable in eqn.invars)
+        for value in eqn.params.values():
+            for item in value if isinstance(value, (tuple, list)) else [value]:
+                inner = getattr(item, "jaxpr", item)
+                if hasattr(inner, "eqns"):
+                    yield from dots_in(inner)
+
+
+@pytest.mark.parametrize("name", ["f32", "tf32", *(r.name for r in RECIPES if r.compute == "autocast")])
+def test_all_products_of_a_recipe_have_its_dtype(name):
+    """Not so of bfloat16 models without autocast: there JAX's attention has float32 cotangents in two products."""
+    recipe = get_recipe(name)
+    compute = mpx.get_policy(recipe.policy).compute_dtype.name
+    assert products(recipe) == {(compute, name == "f32")}
+
+
+def test_products_for_which_a_precision_is_asked_are_not_lowered():
+    """Why a recipe of 16 bits must not set one; the negative control of the test above."""
+    recipe = dataclasses.replace(get_recipe("bf16-autocast"), matmul_precision="float32")
+    assert products(recipe) == {("float32", True)}
+
+
+# --- Layouts and losses. ---
+def test_scanned_and_unrolled_blocks_train_alike():
+    losses = {}
+    for config in (SCANNED, UNROLLED):
+        program, state = compiled("f32", config, loss_chunks=1), started("f32", config)
+        losses[config.layers] = []
+        for seed in range(3):
+            *state, metrics = program.train_step(*state, batch(seed))
+            losses[config.layers].append(metrics.loss)
+    np.testing.assert_allclose(losses["scanned"], losses["unrolled"], rtol=1e-6)
+    assert len(set(map(float, losses["scanned"]))) == 3
+
+
+def test_losses_of_tokens_and_their_mean_are_those_of_the_logits():
+    program, (params, _) = compiled("f32"), started("f32")
+    tokens = batch()[0]
+    logits = np.float64(program.logits(params, tokens[:, :-1]))[..., : CONFIG.vocabulary]
+    chosen = np.take_along_axis(logits, tokens[:, 1:, None].astype(int), axis=-1)[..., 0]
+    expected = np.log(np.exp(logits).sum(-1)) - chosen
+
+    np.testing.assert_allclose(program.token_losses(params, tokens), expected, rtol=1e-5)
+    batches = np.stack([tokens[:4], tokens[4:]])
+    assert program.evaluate(params, batches) == pytest.approx(expected.mean(), rel=1e-6)
+    assert trained("f32")[1][0].loss == pytest.approx(expected.mean(), rel=1e-6)
