@@ -127,13 +127,14 @@ def final_loss(params: Any, state: Any) -> jax.Array:
     return loss_fn(mpx.master_params(params, state), (x.reshape(-1, 16), y.reshape(-1, 4)))
 
 
-def train(rule_name, tx, dtype, seed=0):
+def train(rule_name, tx, dtype, seed=0, compiler_options=None):
     """The loss before and after a training, and the state after it."""
     rule = RULES[rule_name]
     params = jax.tree.map(lambda p: jnp.asarray(p, dtype), initial_params(seed))
-    state = jax.jit(lambda p: jax.tree.map(jnp.asarray, tx.init(p)))(params)
+    state = jax.jit(lambda p: jax.tree.map(jnp.asarray, tx.init(p)), compiler_options=compiler_options)(params)
     strong = jax.tree.map(lambda x: jax.lax.convert_element_type(x, x.dtype), state)
     carry = (params, strong)
-    run = jax.jit(lambda carry, batches: jax.lax.scan(make_step(rule, tx), carry, batches)[0])
+    run = lambda carry, batches: jax.lax.scan(make_step(rule, tx), carry, batches)[0]
+    run = jax.jit(run, compiler_options=compiler_options)
     new_params, new_state = run(carry, examples())
     return float(final_loss(params, state)), float(final_loss(new_params, new_state)), new_state
