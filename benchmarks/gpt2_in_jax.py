@@ -1,9 +1,10 @@
 """Answers the jobs of `benchmarks.ladder` and `benchmarks.torch_gpt2` with JAX and mpx, one job in a process.
 
-Programs are compiled ahead, before there is any array on the device, so that the peak of memory of compiling, where
-XLA tries its kernels, is known on its own and is not that of a step. Parameters and optimizer state are donated. The
-pool of memory that JAX reserves at its start is left as it is: that is the fastest, and the peak that the device
-reports is that of arrays and of a program's temporary arrays in the pool, not the size of the pool.
+Programs are compiled ahead. That of a whole step is compiled before there is any array on the device, so that the peak
+of memory of compiling, where XLA tries its kernels, is known on its own and is not that of a step. Parameters and
+optimizer state are donated. The pool of memory that JAX reserves at its start is left as it is: that is the fastest,
+and the peak that the device reports is that of arrays and of a program's temporary arrays in the pool, not the size of
+the pool.
 """
 
 import dataclasses
@@ -45,8 +46,7 @@ def answer(job: dict[str, Any]) -> Result:
 def make_config(job: dict[str, Any]) -> Config:
     """The model of a job: a preset, changed as the rung says."""
     changes = {name: job[name] for name in ("vocabulary_multiple", "attention", "layers", "checkpoint")}
-    computed = np.dtype(mpx.get_policy(get_recipe(job["recipe"]).policy).compute_dtype)
-    attention_dtype = "float16" if computed == np.float16 else "bfloat16"
+    attention_dtype = get_recipe(job["recipe"]).attention_dtype
     return dataclasses.replace(PRESETS[job["preset"]], attention_dtype=attention_dtype, **changes)
 
 
@@ -98,11 +98,12 @@ def measure_device(job: dict[str, Any]) -> Result:
 def measure_step(job: dict[str, Any]) -> Result:
     """Time, memory and last loss of a training step, from random weights, on text."""
     program, config = program_of(job), make_config(job)
-    batches = batches_of(job, config, DISTINCT_BATCHES, job["microbatches"])
     shapes = jax.eval_shape(program.init, 0)
-    step, seconds = compile_ahead(program.train_step, *shapes, shape_of(batches[0]), donate=(0, 1))
-    state, compiling, in_turn = jax.jit(program.init)(0), meter.device_memory()[1], itertools.cycle(batches)
-    metrics = None
+    tokens = jax.ShapeDtypeStruct((job["microbatches"], job["batch_size"], config.context + 1), jnp.int32)
+    step, seconds = compile_ahead(program.train_step, *shapes, tokens, donate=(0, 1))
+    compiling = meter.device_memory()[1]
+    in_turn = itertools.cycle(batches_of(job, config, DISTINCT_BATCHES, job["microbatches"]))
+    state, metrics = jax.jit(program.init)(0), None
 
     def run(steps: int) -> None:
         nonlocal state, metrics

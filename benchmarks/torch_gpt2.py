@@ -4,8 +4,9 @@
     PYTHONPATH=. python -m benchmarks.torch_gpt2 --rungs f32,accumulate --part speed --time-limit 550
 
 Model, batch, sequence length, tokens, optimizer and schedule are the same. PyTorch has `torch.compile`, bfloat16
-autocast, `scaled_dot_product_attention`, fused AdamW and a padded vocabulary. JAX and PyTorch take turns, rung by rung,
-each measurement in a process of its own, timed by the same function.
+autocast, `scaled_dot_product_attention`, fused AdamW and a padded vocabulary; `--compile-mode` has PyTorch's
+own names. JAX and PyTorch take turns, rung by rung, each measurement in a process of its own, timed by the same
+function.
 
 JAX is always compiled, so every rung is compared with PyTorch compiled; where `torch.compile` fails or is not wanted
 (on a CPU it is off), with PyTorch as it is, and the row says so. What has no counterpart (the loss in chunks, split
@@ -16,8 +17,9 @@ Memory is the peak of what the library's allocator has handed out: `peak_bytes_i
 counts the CUDA context and loaded kernels. On a CPU the two libraries can tell no figure of one kind, so there is no
 ratio. Targets, for an H200, are judged on a GPU only.
 
-Loss curves: from the same float32 weights, on the same tokens, with the same hyperparameters, in float32 and at the top
-rung (without accumulation). In float32 they differ by the order of sums.
+Loss curves: from the same float32 weights (rounded to bfloat16 where a recipe stores them so), on the same tokens, with
+the same hyperparameters, in float32 and at the top rung (without accumulation). In float32 they differ by the order of
+sums.
 """
 
 import dataclasses

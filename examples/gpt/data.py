@@ -7,12 +7,13 @@ Run it from the root of the repository:
     python -m examples.gpt.data --check --out tokens
 
 Without a text it reads the source code of Python's standard library. Of 100 documents or more every tenth is held out
-whole (`--validation 0.1`); fewer are joined and cut into 100 blocks, of which every tenth is. Both parts so come from
-all over the text, and the same text always gives the same shards.
+whole (`--validation 0.1`; a file above 1 MB is several documents); fewer are joined and cut into 100 blocks, of which
+every tenth is. Both parts so come from all over the text, and the same text always gives the same shards.
 """
 
 import hashlib
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -66,7 +67,7 @@ def prepare(
         texts: files and folders, or nothing for the standard library.
         tokenizer: bytes if None.
         shard_tokens: a new shard begins after so many tokens.
-        validation: the part of documents or blocks that is held out.
+        validation: the part of documents or blocks that is held out: 1/2, 1/3, 1/4 and so on.
         context: the longest sequence that will be asked for; each part must hold one.
         overwrite: whether shards that are there may be replaced.
         on_read: hears of every number of bytes that is done with.
@@ -83,6 +84,11 @@ def prepare(
             f"`shard_tokens` {shard_tokens:,} must be larger than `context` {context:,}: a sequence has one token more."
         )
     held_out_every = round(1 / validation)
+    if not math.isclose(held_out_every * validation, 1.0, rel_tol=0.02):
+        raise ValueError(
+            f"`validation` must be one part of a whole number, such as 0.1, 0.05 or {1 / held_out_every:.3g}, but is "
+            f"{validation}."
+        )
     tokenizer = tokenizer or ByteTokenizer()
     paths = list(texts) or [None]
     for path in paths:

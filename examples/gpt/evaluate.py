@@ -22,6 +22,7 @@ from examples.gpt.loader import validation_batches
 from examples.gpt.model import Config
 from examples.gpt.multiple_choice import Accuracy
 from examples.gpt.recipes import get_recipe
+from examples.gpt.shards import ShardError
 from examples.gpt.tokenizers import Tokenizer, get_tokenizer
 from examples.gpt.training import Hyperparameters, Program, make_program
 
@@ -29,8 +30,8 @@ from examples.gpt.training import Hyperparameters, Program, make_program
 SIZES = ("width", "depth", "heads", "context", "vocabulary", "vocabulary_multiple", "layers")
 
 
-def restored(folder: Path) -> tuple[Program, Any, int]:
-    """The program, the parameters and the step of the newest checkpoint of a run, on one device.
+def restored(folder: Path, loss_chunks: int = 1) -> tuple[Program, Any, dict[str, Any]]:
+    """The program, the parameters and the description of the newest checkpoint of a run, on one device.
 
     Raises:
         CheckpointError: if there is none, or it does not hold the arrays that it should.
@@ -42,12 +43,25 @@ def restored(folder: Path) -> tuple[Program, Any, int]:
         identity = described["identity"]
         config = Config(**{name: identity[name] for name in SIZES})
         # The optimizer's state is of the same shape whatever the schedule is.
-        program = make_program(get_recipe(identity["recipe"]), config, Hyperparameters(steps=1, learning_rate=1.0))
+        training = Hyperparameters(steps=1, learning_rate=1.0)
+        program = make_program(get_recipe(identity["recipe"]), config, training, loss_chunks=loss_chunks)
         shapes = jax.eval_shape(program.init, 0)
         device = SingleDeviceSharding(jax.local_devices()[0])
         params, _ = checkpoints.restore(shapes, jax.tree.map(lambda leaf: device, shapes))
     compiled = {name: jax.jit(getattr(program, name)) for name in ("evaluate", "token_losses")}
-    return dataclasses.replace(program, **compiled), params, described["step"]
+    return dataclasses.replace(program, **compiled), params, described
+
+
+def shards_of(folder: Path, described: dict[str, Any]) -> Path:
+    """The shards of a run: those that it made itself, or where those lay that were named to it.
+
+    Raises:
+        ShardError: if they are not there any more.
+    """
+    for found in (folder / "tokens", Path(described["data"])):
+        if (found / shards.INDEX_NAME).exists():
+            return found
+    raise ShardError(f"the shards of {folder} are not in {described['data']} any more; name their folder with --data.")
 
 
 def score(program: Program, params: Any, tokenizer: Tokenizer, path: Path) -> Accuracy:
@@ -95,6 +109,7 @@ def main(
     vocabulary_files: VocabularyOption = None,
     batches: Annotated[int, typer.Option(min=1, help="Batches of the validation loss.")] = 16,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences of a batch.")] = 8,
+    loss_chunks: Annotated[int, typer.Option(min=1, help="Parts in which the loss computes its logits.")] = 1,
     multiple_choice: QuestionsOption = None,
     prompt: PromptOption = "def ",
     sample_tokens: SampleOption = 200,
@@ -105,10 +120,10 @@ def main(
     """Prints the validation loss of a run, its accuracy if there are questions, and a sample."""
     console = Console()
     try:
-        folder = data or run / "tokens"
+        program, params, described = restored(run, loss_chunks)
+        folder = data or shards_of(run, described)
         index = shards.read_index(folder)
         tokenizer = get_tokenizer(index.tokenizer, vocabulary_files)
-        program, params, step = restored(run)
         if index.vocabulary != program.config.vocabulary:
             raise ValueError(
                 f"the shards in {folder} have a vocabulary of {index.vocabulary:,} tokens, but the model has "
@@ -116,7 +131,9 @@ def main(
             )
         tokens = validation_batches(folder, count=batches, batch_size=batch_size, context=program.config.context)
         loss = float(program.evaluate(params, tokens))
-        console.print(f"step {step}: validation loss {loss:.4f} nats a token, of {tokens[..., 1:].size:,} tokens")
+        console.print(
+            f"step {described['step']}: validation loss {loss:.4f} nats a token, of {tokens[..., 1:].size:,} tokens"
+        )
         if multiple_choice:
             found = score(program, params, tokenizer, multiple_choice)
             console.print(f"{found.items} questions: acc {found.acc:.4f}, acc_norm {found.acc_norm:.4f}")

@@ -9,8 +9,9 @@ A chunk's gradient is computed beside its loss, while its logits are there: with
 
 so that, unlike with `jax.checkpoint`, no logit is computed twice. What is kept for the backward pass is as large as the
 features and the embedding (the idea is that of Liger-Kernel's fused linear cross-entropy, Hsu et al., 2024). The sums
-are those of losses and not of means: the softmax's error reaches the products as a number near 1, with which float16
-has no trouble, and is divided by the number of tokens in float32.
+are those of losses and not of means: the softmax's error reaches the products as a number near 1, which float16 can
+hold, and is divided by the number of tokens in float32. The embedding's gradient, a sum over the tokens of a chunk,
+must stay below 65,504 in float16: no loss scale acts on it, but more chunks do.
 """
 
 import jax

@@ -12,7 +12,7 @@ Shapes: B sequences, T tokens each, C = width, H heads of size D = C / H, V = ro
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,7 @@ class Config:
             and of attention (`"dots"`), or its input alone (`"full"`). The rest is computed again.
 
     Raises:
-        ValueError: if a size is not positive, or `width` cannot be divided among the heads.
+        ValueError: if a size is not positive, `width` cannot be divided among the heads, or a choice is none of those.
     """
 
     width: int
@@ -49,7 +49,7 @@ class Config:
     vocabulary: int
     vocabulary_multiple: int = 128
     attention: Literal["xla", "cudnn"] = "xla"
-    attention_dtype: str = "bfloat16"
+    attention_dtype: Literal["bfloat16", "float16"] = "bfloat16"
     layers: Literal["unrolled", "scanned"] = "unrolled"
     checkpoint: Literal["none", "dots", "full"] = "none"
 
@@ -58,6 +58,10 @@ class Config:
         for name, size in sizes.items():
             if size < 1:
                 raise ValueError(f"Config: `{name}` must be at least 1, but is {size}.")
+        for field in dataclasses.fields(self):
+            choices, chosen = get_args(field.type), getattr(self, field.name)
+            if choices and chosen not in choices:
+                raise ValueError(f"Config: `{field.name}` must be one of {', '.join(choices)}, but is {chosen!r}.")
         if self.width % self.heads:
             raise ValueError(f"Config: `width` {self.width} is not a multiple of `heads`, {self.heads}.")
 
@@ -68,10 +72,11 @@ class Config:
 
     @property
     def flops_per_token(self) -> int:
-        """Operations of a training step for a token, two for each multiplication and addition that it needs.
+        """Operations of a training step for a token, two for each multiplication and addition.
 
         Six for each weight of a matrix product, once forward and twice backward, and 12 C T a layer for attention to T
-        positions (Chowdhery et al., 2022, appendix B). Neither padding nor what is computed again counts.
+        positions (Chowdhery et al., 2022, appendix B), of which a causal model needs half: it is counted in full, as
+        there and in the field. Neither padding nor what is computed again counts.
         """
         weights = 12 * self.depth * self.width**2 + self.vocabulary * self.width
         return 6 * weights + 12 * self.depth * self.width * self.context

@@ -49,6 +49,16 @@ class Recipe:
     compute: Literal["autocast", "cast", "plain"] = "autocast"
     matmul_precision: Literal["float32"] | None = None
 
+    @property
+    def compute_dtype(self) -> str:
+        """What the model computes in."""
+        return mpx.get_policy(self.policy).compute_dtype.name
+
+    @property
+    def attention_dtype(self) -> Literal["bfloat16", "float16"]:
+        """What cuDNN's attention is given."""
+        return "float16" if self.compute_dtype == "float16" else "bfloat16"
+
 
 def plain(rule: optax.GradientTransformation) -> optax.GradientTransformation:
     """The rule as it is. On bfloat16 parameters its state and its arithmetic are bfloat16 too."""

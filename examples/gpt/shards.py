@@ -15,6 +15,7 @@ An index is the file `index.json` beside the shards. It names the tokenizer, the
 Whatever else stands in such files is refused with a `ShardError` that names the file.
 """
 
+import collections
 import contextlib
 import dataclasses
 import hashlib
@@ -258,6 +259,20 @@ def read_index(folder: Path) -> Index:
     return index
 
 
+def fingerprint(folder: Path) -> str:
+    """A hash that two folders share only if their tokens, and how these are cut into shards, are the same.
+
+    Raises:
+        ShardError: as `read_index`.
+    """
+    index, digest = read_index(folder), hashlib.sha256()
+    for part in (index.training, index.validation):
+        digest.update(f"{index.tokenizer} {len(part)} ".encode())
+        for shard in part:
+            digest.update(read_header(folder / shard.name).sha256)
+    return digest.hexdigest()
+
+
 def _check_against_index(path: Path, shard: Shard, index: Index) -> None:
     header = read_header(path)
     if header.tokens != shard.tokens:
@@ -295,14 +310,10 @@ def _parsed_index(path: Path, content: Any) -> Index:
             f"{path} is no index of shards: vocabulary {index.vocabulary}, separator {index.separator}; a vocabulary "
             f"has at most {MAXIMUM_VOCABULARY:,} tokens, and the separator is one of them."
         )
-    all_names = [shard.name for shard in index.training + index.validation]
-    twice = (
-        sorted({name for name in all_names if all_names.count(name) > 1})
-        if len(set(all_names)) < len(all_names)
-        else []
-    )
-    if twice:
-        raise ShardError(f"{path} has the shard {twice[0]!r} more than once.")
+    counts = collections.Counter(shard.name for shard in index.training + index.validation)
+    name, count = counts.most_common(1)[0]
+    if count > 1:
+        raise ShardError(f"{path} has the shard {name!r} more than once.")
     return index
 
 

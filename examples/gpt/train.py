@@ -10,13 +10,15 @@ The first trains the tiny model on Python's standard library; the second, on one
 `examples.gpt.data` made.
 
 Everything of a run lies in its folder (`--out`): `log.jsonl`, `loss.png`, `checkpoints`, and `tokens` if the run made
-its own. Ctrl-C ends the step at work, saves a checkpoint and stops; `--resume` goes on from the newest one.
+its own. Ctrl-C ends the step at work, saves a checkpoint and stops; the same command with `--resume` goes on from the
+newest one.
 
 With several processes (`jax.distributed`, to be initialised before `main` is called) each reads its own part of every
-batch; the first one prints and writes.
+batch; the first one prints and writes. Ctrl-C stops such a run at once, since the processes would not agree on a step.
 """
 
 import dataclasses
+import functools
 import math
 import signal
 import time
@@ -27,6 +29,7 @@ from typing import Annotated, Any, Literal
 
 import jax
 import typer
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from rich.console import Console
 
@@ -36,10 +39,11 @@ from examples.gpt.checkpoints import CheckpointError, Checkpoints
 from examples.gpt.dashboard import progress_of
 from examples.gpt.loader import Loader, Position, prefetch, validation_batches
 from examples.gpt.model import PRESETS, Config
+from examples.gpt.multiple_choice import MultipleChoiceError
 from examples.gpt.recipes import RECIPES, get_recipe
 from examples.gpt.run_log import Record, RunLog, read_records, write_plot
-from examples.gpt.text import TextError
-from examples.gpt.tokenizers import Tokenizer, TokenizerError, get_tokenizer
+from examples.gpt.shards import ShardError
+from examples.gpt.tokenizers import Tokenizer, get_tokenizer
 from examples.gpt.training import Hyperparameters, Program, make_program
 
 INTERRUPTED = 130  # the exit code of a program that Ctrl-C stopped
@@ -110,11 +114,14 @@ class Run:
         """Of one update."""
         return self.microbatches * self.settings.batch_size * self.program.config.context
 
+    @functools.cached_property
     def identity(self) -> dict[str, Any]:
         """What a checkpoint and the run that goes on from it must have in common."""
         config = {name: getattr(self.program.config, name) for name in evaluate.SIZES}
-        text = shards.read_index(self.folder).text.sha256
-        return config | {"recipe": self.settings.recipe, "seed": self.settings.seed, "text": text}
+        names = ("recipe", "seed", "batch_size", "token_budget")
+        settings = {name: getattr(self.settings, name) for name in names}
+        hyperparameters = dataclasses.asdict(self.hyperparameters)
+        return config | settings | hyperparameters | {"tokens": shards.fingerprint(self.folder)}
 
 
 def make_run(settings: Settings, folder: Path) -> Run:
@@ -125,7 +132,7 @@ def make_run(settings: Settings, folder: Path) -> Run:
     """
     index = shards.read_index(folder)
     recipe = get_recipe(settings.recipe)
-    compute = mpx.get_policy(recipe.policy).compute_dtype.name
+    compute = recipe.compute_dtype
     if settings.attention == "cudnn" and (jax.default_backend() != "gpu" or compute == "float32"):
         raise ValueError(
             "--attention cudnn is a kernel for 16-bit numbers on a GPU, but this run computes in "
@@ -135,7 +142,7 @@ def make_run(settings: Settings, folder: Path) -> Run:
         PRESETS[settings.preset],
         vocabulary=index.vocabulary,
         attention=settings.attention,
-        attention_dtype=compute,
+        attention_dtype=recipe.attention_dtype,
         layers=settings.layers,
         checkpoint=settings.checkpoint,
     )
@@ -192,7 +199,7 @@ def train(run: Run, console: Console) -> bool:
     with Checkpoints(settings.out / "checkpoints") as checkpoints, interruptions() as interrupted:
         params, opt_state, step, position = start(run, checkpoints)
         log = RunLog(settings.out / "log.jsonl", step) if is_first else None
-        speed = Speed(run)
+        speed = Speed(program.recipe.compute_dtype)
         if is_first:
             describe(run, step, speed, console)
         loader = Loader(
@@ -242,14 +249,13 @@ def start(run: Run, checkpoints: Checkpoints) -> tuple[Any, Any, int, Position]:
     saved = checkpoints.description()
     differences = [
         f"{name} is {value!r}, but was {saved['identity'].get(name)!r}"
-        for name, value in run.identity().items()
+        for name, value in run.identity.items()
         if saved["identity"].get(name) != value
     ]
     if differences:
-        raise CheckpointError(f"this is not the run of the checkpoint in {run.settings.out}: {'; '.join(differences)}.")
-    if saved["step"] > run.settings.steps:
         raise CheckpointError(
-            f"the checkpoint in {run.settings.out} is of step {saved['step']}, but --steps is {run.settings.steps}."
+            f"this is not the run of the checkpoint in {run.settings.out}: {'; '.join(differences)}. Give the same "
+            "options as then, or begin anew in another --out."
         )
     # Not asked whether `mpx.is_synced`: of so many weights one may have come so close to zero that it is not, for now.
     params, opt_state = checkpoints.restore(run.shapes, run.shardings)
@@ -258,7 +264,8 @@ def start(run: Run, checkpoints: Checkpoints) -> tuple[Any, Any, int, Position]:
 
 def save(checkpoints: Checkpoints, run: Run, params: Any, opt_state: Any, step: int, position: Position) -> None:
     """Saves all that the rest of the run depends on."""
-    description = {"step": step, "position": position.as_dict(), "identity": run.identity()}
+    description = {"step": step, "position": position.as_dict(), "identity": run.identity}
+    description["data"] = str(run.folder.absolute())
     checkpoints.save(step, (params, opt_state), description)
 
 
@@ -289,14 +296,13 @@ class Speed:
     """The time of steps, from when the device was idle to when it is again; compilation is left out.
 
     Attributes:
-        rate: operations a second that all devices can do in matrix products of the recipe's dtype, measured.
-        dtype: which that is.
+        dtype: in which the recipe computes.
+        rate: operations a second that all devices can do in matrix products of it, measured.
     """
 
-    def __init__(self, run: Run) -> None:
-        policy = mpx.get_policy(get_recipe(run.settings.recipe).policy)
-        self.dtype = policy.compute_dtype.name
-        self.rate = meter.matmul_rate(self.dtype) * jax.device_count()
+    def __init__(self, dtype: str) -> None:
+        self.dtype = dtype
+        self.rate = meter.matmul_rate(dtype) * jax.device_count()
         self._step, self._since = 0, None
 
     @property
@@ -315,8 +321,11 @@ class Speed:
 
 @contextmanager
 def interruptions() -> Iterator[list[bool]]:
-    """A list that has something in it after Ctrl-C. A second Ctrl-C stops at once."""
+    """A list that has something in it after Ctrl-C. A second one stops at once, as does one of many processes."""
     received: list[bool] = []
+    if jax.process_count() > 1:
+        yield received
+        return
 
     def receive(number: int, frame: Any) -> None:
         if received:
@@ -409,12 +418,15 @@ def main(
 ) -> None:
     """Trains a GPT on shards of tokens, in any precision recipe, on all devices."""
     settings = Settings(**locals())
-    console = Console()
+    console = Console(quiet=jax.process_index() != 0)
     try:
         check(settings)
         run = make_run(settings, prepared_data(settings, console))
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from error
+    try:
         finished = train(run, console)
-    except (ValueError, TextError, TokenizerError, OSError) as error:
+    except (CheckpointError, ShardError, MultipleChoiceError) as error:
         raise typer.BadParameter(str(error)) from error
     if not finished:
         console.print("Stopped; the checkpoint is saved. Go on with --resume.")
@@ -422,7 +434,7 @@ def main(
 
 
 def check(settings: Settings) -> None:
-    """Refuses what is wrong with the options alone, before anything is made."""
+    """Refuses what is wrong with the options alone, and makes the folder of the run."""
     if settings.preset not in PRESETS:
         raise ValueError(f"--preset: no model is called {settings.preset!r}; there are {', '.join(PRESETS)}.")
     get_recipe(settings.recipe)
@@ -442,7 +454,9 @@ def prepared_data(settings: Settings, console: Console) -> Path:
     folder = settings.out / "tokens"
     if not (folder / shards.INDEX_NAME).exists():
         console.print(f"Reading Python's standard library into {folder}.", soft_wrap=True, markup=False)
-        data.prepare(folder)
+        if jax.process_index() == 0:
+            data.prepare(folder)
+        multihost_utils.sync_global_devices("tokens")
     return folder
 
 

@@ -26,7 +26,7 @@ class Hyperparameters:
     Attributes:
         steps: of the optimizer, after which the learning rate is at its end.
         learning_rate: its peak.
-        warmup: the part of all steps in which it rises from 0 ...
+        warmup: the part of all steps in which it rises from 0, which is that of the first update ...
         final_learning_rate: ... before it falls along a cosine to this part of its peak.
         b1: decay of the first moment.
         b2: decay of the second moment.

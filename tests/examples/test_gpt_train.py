@@ -21,6 +21,7 @@ import mpx
 from examples.gpt import data, evaluate, shards, train
 from examples.gpt.checkpoints import Checkpoints
 from examples.gpt.model import PRESETS, Config
+from examples.gpt.recipes import get_recipe
 from examples.gpt.run_log import Record, read_records
 from examples.gpt.training import Hyperparameters, Metrics
 from tests.helpers import assert_same_bits
@@ -329,7 +330,9 @@ def test_flash_attention_is_refused_for_float32_on_any_device(tokens, tmp_path):
         (["--resume"], {"recipe": "bf16-split"}, "recipe is 'bf16-split', but was 'bf16-split-8bit'."),
         (["--resume"], {"seed": 1}, "seed is 1, but was 0."),
         (["--resume"], {"layers": "scanned"}, "layers is 'scanned', but was 'unrolled'."),
-        (["--resume"], {"steps": 5}, "is of step 6, but --steps is 5."),
+        (["--resume"], {"steps": 5}, "steps is 5, but was 6."),
+        (["--resume"], {"learning_rate": 0.5}, "learning_rate is 0.5, but was 0.001."),
+        (["--resume"], {"token_budget": 128}, "token_budget is 128, but was 256."),
     ],
 )
 def test_a_run_does_not_go_on_as_another_one(flags, changes, message, whole, tokens):
@@ -347,8 +350,7 @@ def test_a_run_does_not_go_on_with_another_text(whole, tmp_path):
     other = make_shards(tmp_path / "other", "another line")
     result = run(folder, other, "--resume")
     assert result.exit_code == 2
-    sha256 = shards.read_index(other).text.sha256
-    assert f"text is '{sha256}', but was '" in " ".join(result.output.split())
+    assert f"tokens is '{shards.fingerprint(other)}', but was '" in " ".join(result.output.split())
 
 
 def test_without_a_checkpoint_there_is_nothing_to_go_on_from(tokens, tmp_path):
@@ -419,7 +421,7 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def speed():
-    return train.Speed(SimpleNamespace(settings=SimpleNamespace(recipe="bf16-split")))
+    return train.Speed("bfloat16")
 
 
 def test_the_speed_is_that_of_the_steps_since_the_start(clock, speed):
@@ -436,12 +438,13 @@ def test_the_speed_is_that_of_the_steps_since_the_start(clock, speed):
     assert speed.seconds_per_step(8) == 1
 
 
-def test_the_rate_of_all_devices_is_that_of_the_dtype_in_which_the_recipe_computes(monkeypatch):
+@pytest.mark.parametrize(
+    ("recipe", "dtype"), [("f32", "float32"), ("f16-scaled", "float16"), ("bf16-autocast", "bfloat16")]
+)
+def test_the_rate_of_all_devices_is_that_of_the_dtype_in_which_the_recipe_computes(recipe, dtype, monkeypatch):
     rates = {"float32": 1.0, "float16": 2.0, "bfloat16": 3.0}
     monkeypatch.setattr(train.meter, "matmul_rate", rates.get)
-    for recipe, dtype in (("f32", "float32"), ("f16-scaled", "float16"), ("bf16-autocast", "bfloat16")):
-        speed = train.Speed(SimpleNamespace(settings=SimpleNamespace(recipe=recipe)))
-        assert (speed.dtype, speed.rate) == (dtype, rates[dtype] * jax.device_count())
+    assert train.Speed(get_recipe(recipe).compute_dtype).rate == rates[dtype] * jax.device_count()
 
 
 def reported(step, opt_state, speed):
