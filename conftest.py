@@ -1,5 +1,6 @@
 """Settings of the whole suite: eight CPU devices, no network of caches, names that doctests may use."""
 
+import gc
 import os
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
@@ -15,6 +16,8 @@ import mpx
 
 hypothesis.settings.register_profile("mpx", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("mpx")
+
+gc.set_threshold(100_000, 50, 100)  # tracing makes many objects and little garbage; a search takes 7% of the time
 
 
 @pytest.fixture(autouse=True)

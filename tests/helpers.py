@@ -4,6 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+# Compiler options for tests that do not judge what LLVM makes of a program: it then takes less time to compile.
+QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
 
 def bits(x):
     """The bits of an array as unsigned integers, so that NaN equals NaN and +0 differs from -0."""

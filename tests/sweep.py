@@ -66,6 +66,7 @@ def loss_fn(params, batch):
     return jnp.mean((jnp.tanh(x @ p["w1"] + b1) @ p["w2"] + b2 - y) ** 2)
 
 
+@functools.cache
 def moment_fields(name):
     """The fields of a rule's state that hold arrays of averages, as one pattern; None if there are none."""
     state = jax.eval_shape(RULES[name].make().init, initial_params(0))
@@ -131,7 +132,7 @@ def train(rule_name, tx, dtype, seed=0, compiler_options=None):
     """The loss before and after a training, and the state after it."""
     rule = RULES[rule_name]
     params = jax.tree.map(lambda p: jnp.asarray(p, dtype), initial_params(seed))
-    state = jax.jit(lambda p: jax.tree.map(jnp.asarray, tx.init(p)), compiler_options=compiler_options)(params)
+    state = jax.tree.map(jnp.asarray, tx.init(params))  # operation by operation: other rules have the same ones
     strong = jax.tree.map(lambda x: jax.lax.convert_element_type(x, x.dtype), state)
     carry = (params, strong)
     run = lambda carry, batches: jax.lax.scan(make_step(rule, tx), carry, batches)[0]

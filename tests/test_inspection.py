@@ -1,3 +1,4 @@
+import functools
 import re
 
 import flax.serialization
@@ -40,10 +41,20 @@ def trained(tx, steps=5):
     return params, state
 
 
-@pytest.mark.parametrize("nesting", NESTINGS)
-@pytest.mark.parametrize("keeper", KEEPERS)
+@functools.cache
+def trained_in(nesting, keeper):
+    return trained(NESTINGS[nesting](KEEPERS[keeper]()))
+
+
+# Case by case, for the trainings that tests share.
+every_nesting = pytest.mark.parametrize("nesting", NESTINGS, scope="module")
+every_keeper = pytest.mark.parametrize("keeper", KEEPERS, scope="module")
+
+
+@every_nesting
+@every_keeper
 def test_master_params_finds_the_float32_weights_in_any_nesting(keeper, nesting):
-    params, state = trained(NESTINGS[nesting](KEEPERS[keeper]()))
+    params, state = trained_in(nesting, keeper)
     masters = mpx.master_params(params, state)
     start = jnp.linspace(0.5, 2, 8).astype(jnp.bfloat16).astype(jnp.float32)
     np.testing.assert_allclose(masters["kernel"], start - 5e-3, rtol=1e-4)
@@ -64,18 +75,18 @@ def test_master_params_leaves_what_is_not_floating_alone():
     assert masters["w"].dtype == np.float32
 
 
-@pytest.mark.parametrize("nesting", NESTINGS)
-@pytest.mark.parametrize("keeper", KEEPERS)
+@every_nesting
+@every_keeper
 def test_trained_parameters_are_in_sync_and_resync_changes_nothing(keeper, nesting):
-    params, state = trained(NESTINGS[nesting](KEEPERS[keeper]()))
+    params, state = trained_in(nesting, keeper)
     assert mpx.is_synced(params, state)
     assert_same_bits(mpx.resync(params, state), state)
 
 
-@pytest.mark.parametrize("nesting", NESTINGS)
-@pytest.mark.parametrize("keeper", ["full", "kahan"])
+@every_nesting
+@pytest.mark.parametrize("keeper", ["full", "kahan"], scope="module")
 def test_parameters_changed_from_outside_are_noticed_and_resync_mends_that(keeper, nesting):
-    params, state = trained(NESTINGS[nesting](KEEPERS[keeper]()))
+    params, state = trained_in(nesting, keeper)
     edited = params | {"kernel": params["kernel"].at[3].set(0)}
     assert not mpx.is_synced(edited, state)
     mended = mpx.resync(edited, state)

@@ -13,14 +13,13 @@ import numpy as np
 import pytest
 
 from tests import sweep
-from tests.helpers import types_of
+from tests.helpers import QUICKLY, types_of
 from tests.rules import RULES
 
 pytestmark = pytest.mark.optax_promotion
 
 LOW = [state for state in sweep.STATES if state != "f32"]
 TABLE = Path(__file__).parents[1] / "benchmarks" / "STATE_FORMATS.md"
-OPTIONS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # compile fast
 AVERAGING = [name for name in RULES if sweep.moment_fields(name)]
 
 
@@ -47,7 +46,7 @@ def test_a_rule_trains_with_its_averages_in_few_bits(name, state):
     write_backs = list(sweep.WRITE_BACKS)
     turn = (AVERAGING.index(name) + LOW.index(state)) % len(write_backs)
     tx = sweep.Case(name, write_backs[turn], state).transformation()
-    before, after, final_state = sweep.train(name, tx, jnp.bfloat16, compiler_options=OPTIONS)
+    before, after, final_state = sweep.train(name, tx, jnp.bfloat16, compiler_options=QUICKLY)
     assert after < before
     leaves = [x for x in jax.tree.leaves(final_state) if jnp.issubdtype(x.dtype, jnp.floating)]
     assert all(bool(jnp.isfinite(x.astype(jnp.float32)).all()) for x in leaves)

@@ -1,1 +1,1 @@
-"""A small byte-level GPT, trained under ten precision recipes that differ in nothing else."""
+"""GPT-2 on mpx: a comparison of precision recipes that differ in nothing else, and a training of any size."""
