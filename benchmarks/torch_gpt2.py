@@ -24,6 +24,7 @@ sums.
 
 import dataclasses
 import enum
+import importlib.util
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -288,6 +289,8 @@ def main(
 ) -> None:
     """Measures both, prints the tables and, if asked, writes the numbers."""
     console, chosen = ladder.make_console(), ladder.chosen_rungs(rungs)
+    if importlib.util.find_spec("torch") is None:
+        console.print('PyTorch is not installed, so its rows stay empty: `pip install -e ".[bench]"`.', markup=False)
     given = {"preset": preset and str(preset), "batch_size": batch_size, "steps": steps, "rounds": rounds}
     given |= {"token_budget": token_budget, "timeout": timeout, "xla_flags": xla_flags}
     bench = ladder.start_bench(Clock(time_limit), run_worker, **given)

@@ -9,6 +9,7 @@ import orbax.checkpoint as ocp
 
 KEPT = 2  # the newest ones
 NAMED = 5  # in a message, of the arrays that differ
+REASON_CHARACTERS = 200
 
 
 class CheckpointError(ValueError):
@@ -79,7 +80,11 @@ class Checkpoints:
         try:
             return self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(wanted))).state
         except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"the checkpoint of step {step} in {self.folder} cannot be read: {error}") from error
+            # What TensorStore says goes on for pages.
+            raise CheckpointError(
+                f"the checkpoint of step {step} in {self.folder} cannot be read: {str(error)[:REASON_CHARACTERS]}. "
+                "Move its folder away to go on from the one before."
+            ) from error
 
     def _existing(self) -> int:
         """The step of the newest checkpoint, which must be there."""

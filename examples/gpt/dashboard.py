@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from examples.gpt.run_log import Record
 
@@ -12,9 +13,17 @@ from examples.gpt.run_log import Record
 @contextmanager
 def progress_of(console: Console, steps: int, done: int) -> Iterator[Callable[[Record], None]]:
     """Yields what shows a record: in a terminal on a line that moves, else on a line of its own."""
-    columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=10), TimeRemainingColumn())
-    columns = (*columns, TextColumn("{task.description}"))
-    with Progress(*columns, console=console, refresh_per_second=4, disable=not console.is_terminal) as progress:
+    whole = lambda: Column(no_wrap=True)
+    columns = (
+        MofNCompleteColumn(table_column=whole()),
+        BarColumn(bar_width=10, table_column=whole()),
+        TimeRemainingColumn(table_column=whole()),
+        # What a narrow terminal has no room for is the end of this.
+        TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
+    )
+    with Progress(
+        *columns, console=console, expand=True, refresh_per_second=4, disable=not console.is_terminal
+    ) as progress:
         task = progress.add_task("compiling", total=steps, completed=done)
 
         def show(record: Record) -> None:

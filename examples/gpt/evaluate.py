@@ -58,7 +58,7 @@ def shards_of(folder: Path, described: dict[str, Any]) -> Path:
     Raises:
         ShardError: if they are not there any more.
     """
-    for found in (folder / "tokens", Path(described["data"])):
+    for found in (Path(described["data"]), folder / "tokens"):
         if (found / shards.INDEX_NAME).exists():
             return found
     raise ShardError(f"the shards of {folder} are not in {described['data']} any more; name their folder with --data.")
@@ -85,13 +85,14 @@ def sample(
     temperature: float = 1.0,
     top_k: int | None = None,
 ) -> str:
-    """A prompt and `count` tokens after it; an empty prompt begins a document."""
+    """A prompt and `count` tokens after it, control characters replaced; an empty prompt begins a document."""
     tokens = tokenizer.encode(prompt) if prompt else np.array([tokenizer.separator])
     continued = sampling.generate(
         program.logits, params, tokens, count=count, context=program.config.context, key=jax.random.key(seed),
         temperature=temperature, top_k=top_k,
     )  # fmt: skip
-    return prompt + tokenizer.decode(continued)
+    text = prompt + tokenizer.decode(continued)
+    return "".join(x if x.isprintable() or x in "\n\t" else "\ufffd" for x in text)  # a terminal obeys the others
 
 
 # --- The command line. ---
@@ -129,6 +130,8 @@ def main(
                 f"the shards in {folder} have a vocabulary of {index.vocabulary:,} tokens, but the model has "
                 f"{program.config.vocabulary:,}; name those that it was trained on with --data."
             )
+        if shards.fingerprint(folder) != described["identity"]["tokens"]:
+            console.print(f"Note: the run was trained on other shards than those in {folder}.", markup=False)
         tokens = validation_batches(folder, count=batches, batch_size=batch_size, context=program.config.context)
         loss = float(program.evaluate(params, tokens))
         console.print(
@@ -141,7 +144,7 @@ def main(
             text = sample(
                 program, params, tokenizer, prompt, count=sample_tokens, seed=seed, temperature=temperature, top_k=top_k
             )
-            console.print(text, soft_wrap=True, markup=False, highlight=False)
+            console.print(f"A sample:\n{text}", soft_wrap=True, markup=False, highlight=False)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
 

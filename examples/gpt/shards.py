@@ -180,7 +180,7 @@ def verify_shard(path: Path, on_read: Callable[[int], None] | None = None) -> He
     return header
 
 
-_MAKE_AGAIN = "Make the shards again with `python -m examples.gpt.data --overwrite`."
+_MAKE_AGAIN = "Make the shards again: `python -m examples.gpt.data` with the options of then, and with `--overwrite`."
 
 
 def _parsed_header(path: Path, content: bytes, size: int) -> Header:
@@ -240,11 +240,13 @@ def read_index(folder: Path) -> Index:
     path = folder / INDEX_NAME
     try:
         if not folder.is_dir():
-            raise ShardError(f"there is no folder {folder}. Make it with `python -m examples.gpt.data --out {folder}`.")
+            raise ShardError(
+                f"there is no folder {folder}. Make one with `python -m examples.gpt.data --text YOUR_TEXT`."
+            )
         if not path.exists():
             raise ShardError(
                 f"the folder {folder} has no {INDEX_NAME}: it is no folder of shards, or the run that made them was "
-                f"interrupted. Make them with `python -m examples.gpt.data --out {folder}`."
+                f"interrupted. Make them with `python -m examples.gpt.data --text YOUR_TEXT --out ANOTHER_FOLDER`."
             )
         content = json.loads(path.read_bytes())
     except OSError as error:

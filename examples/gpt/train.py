@@ -136,7 +136,7 @@ def make_run(settings: Settings, folder: Path) -> Run:
     if settings.attention == "cudnn" and (jax.default_backend() != "gpu" or compute == "float32"):
         raise ValueError(
             "--attention cudnn is a kernel for 16-bit numbers on a GPU, but this run computes in "
-            f"{compute} on a {jax.default_backend()}."
+            f"{compute} on a {jax.default_backend()}; use --attention xla."
         )
     config = dataclasses.replace(
         PRESETS[settings.preset],
@@ -196,7 +196,7 @@ def train(run: Run, console: Console) -> bool:
     """Trains to the last step, or until Ctrl-C; False in the second case."""
     settings, program = run.settings, run.program
     is_first = jax.process_index() == 0
-    with Checkpoints(settings.out / "checkpoints") as checkpoints, interruptions() as interrupted:
+    with Checkpoints(settings.out / "checkpoints") as checkpoints, interruptions(console) as interrupted:
         params, opt_state, step, position = start(run, checkpoints)
         log = RunLog(settings.out / "log.jsonl", step) if is_first else None
         speed = Speed(program.recipe.compute_dtype)
@@ -320,7 +320,7 @@ class Speed:
 
 
 @contextmanager
-def interruptions() -> Iterator[list[bool]]:
+def interruptions(console: Console) -> Iterator[list[bool]]:
     """A list that has something in it after Ctrl-C. A second one stops at once, as does one of many processes."""
     received: list[bool] = []
     if jax.process_count() > 1:
@@ -331,6 +331,7 @@ def interruptions() -> Iterator[list[bool]]:
         if received:
             raise KeyboardInterrupt
         received.append(True)
+        console.print("Finishing the step at work, then saving. Another Ctrl-C stops at once and saves nothing.")
 
     try:
         before = signal.signal(signal.SIGINT, receive)
@@ -350,7 +351,7 @@ def describe(run: Run, step: int, speed: Speed, console: Console) -> None:
     index, config = shards.read_index(run.folder), run.program.config
     console.print(
         f"{run.settings.preset}: {parameters:,} parameters, {run.program.recipe.label}, on {jax.device_count()} x "
-        f"{jax.devices()[0].device_kind}. {index.tokens('training'):,} {index.tokenizer} tokens to train on, "
+        f"{jax.devices()[0].device_kind}. {index.tokens('training'):,} tokens ({index.tokenizer}) to train on, "
         f"{index.tokens('validation'):,} held out.\n"
         f"{'Going on from' if step else 'From'} step {step} to {run.settings.steps}, each of {run.microbatches} x "
         f"{run.settings.batch_size} x {config.context} = {run.tokens_per_step:,} tokens. MFU is of "
@@ -375,7 +376,7 @@ def finish(run: Run, params: Any, console: Console, *, is_done: bool) -> None:
         options = {"count": settings.sample_tokens, "temperature": settings.temperature, "top_k": settings.top_k}
         text = evaluate.sample(run.program, params, run.tokenizer, settings.prompt, seed=settings.seed, **options)
         if is_first:
-            console.print(text, soft_wrap=True, markup=False, highlight=False)
+            console.print(f"A sample:\n{text}", soft_wrap=True, markup=False, highlight=False)
 
 
 # --- The command line. ---
@@ -444,14 +445,20 @@ def check(settings: Settings) -> None:
         raise ValueError(f"--temperature must be finite, but is {settings.temperature}.")
     if settings.multiple_choice:
         multiple_choice.read_items(settings.multiple_choice)
-    settings.out.mkdir(parents=True, exist_ok=True)
+    try:
+        settings.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out: cannot make the folder {settings.out}: {error.strerror}.") from error
 
 
 def prepared_data(settings: Settings, console: Console) -> Path:
-    """The folder of the shards, made from the standard library's bytes if none is named."""
+    """The folder of the shards: of the option, of the run that goes on, or made of the standard library's bytes."""
     if settings.data is not None:
         return settings.data
     folder = settings.out / "tokens"
+    if settings.resume:
+        with Checkpoints(settings.out / "checkpoints") as checkpoints:
+            return evaluate.shards_of(settings.out, checkpoints.description())
     if not (folder / shards.INDEX_NAME).exists():
         console.print(f"Reading Python's standard library into {folder}.", soft_wrap=True, markup=False)
         if jax.process_index() == 0:

@@ -235,7 +235,7 @@ def test_a_part_that_there_is_not_is_refused(folder):
 
 
 def test_a_folder_that_is_not_there_is_refused_with_the_command_that_makes_it(tmp_path):
-    with pytest.raises(ShardError, match=r"there is no folder .*nowhere.*python -m examples\.gpt\.data --out"):
+    with pytest.raises(ShardError, match=r"there is no folder .*nowhere.*python -m examples\.gpt\.data --text"):
         shards.read_index(tmp_path / "nowhere")
 
 

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 import mpx
@@ -251,7 +252,7 @@ def test_ctrl_c_while_a_run_is_made_ready_saves_its_first_step(tokens, tmp_path,
 
 def test_a_second_ctrl_c_stops_at_once():
     before = signal.getsignal(signal.SIGINT)
-    with train.interruptions() as received:
+    with train.interruptions(Console(quiet=True)) as received:
         assert not received
         signal.raise_signal(signal.SIGINT)
         assert received
@@ -362,7 +363,7 @@ def test_without_a_checkpoint_there_is_nothing_to_go_on_from(tokens, tmp_path):
 def test_without_data_the_standard_library_is_read_once(tmp_path, monkeypatch):
     made = []
     monkeypatch.setattr(train.data, "prepare", made.append)
-    settings = SimpleNamespace(data=None, out=tmp_path)
+    settings = SimpleNamespace(data=None, out=tmp_path, resume=False)
     console = SimpleNamespace(print=lambda *text, **options: None)
     assert train.prepared_data(settings, console) == tmp_path / "tokens"
     assert made == [tmp_path / "tokens"]
@@ -370,6 +371,14 @@ def test_without_data_the_standard_library_is_read_once(tmp_path, monkeypatch):
     (tmp_path / "tokens" / shards.INDEX_NAME).touch()
     assert train.prepared_data(settings, console) == tmp_path / "tokens"
     assert len(made) == 1
+
+
+def test_a_run_that_goes_on_knows_its_shards(whole, tokens):
+    folder, _ = whole
+    with Checkpoints(folder / "checkpoints") as checkpoints:
+        assert checkpoints.description()["data"] == str(tokens)
+    settings = SimpleNamespace(data=None, out=folder, resume=True)
+    assert train.prepared_data(settings, console=None) == tokens
 
 
 # --- Devices. ---
