@@ -25,6 +25,7 @@ from benchmarks.workers import Result, serve, time_rounds
 
 INITIAL_SCALE = 0.02
 DISTINCT_BATCHES = 8
+CLIP_NORM = 1.0
 TRAINING = {"steps": 1_000, "learning_rate": 6e-4}
 
 
@@ -128,7 +129,7 @@ class Trainer:
         self.model = GPT(**config, rows=rows, flash=job["flash"]).to(self.device)
         if job.get("weights"):
             self.model.load_state_dict({name: torch.from_numpy(x) for name, x in np.load(job["weights"]).items()})
-        self.clip_norm, self.schedule = job.get("clip_norm", 1.0), job.get("hyperparameters", TRAINING)
+        self.schedule = job.get("hyperparameters", TRAINING)
         self.params = list(self.model.parameters())
         groups = [
             {"params": [p for p in self.params if p.dim() >= 2], "weight_decay": 0.1},
@@ -153,7 +154,7 @@ class Trainer:
     def step(self, microbatches: torch.Tensor) -> torch.Tensor:
         """One update; returns the loss before it."""
         loss = self.gradients(microbatches)
-        nn.utils.clip_grad_norm_(self.params, self.clip_norm)
+        nn.utils.clip_grad_norm_(self.params, CLIP_NORM)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.updates, **self.schedule)
         self.optimizer.step()

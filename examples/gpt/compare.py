@@ -32,7 +32,6 @@ import dataclasses
 import itertools
 import math
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -46,11 +45,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 import mpx
-from examples.gpt import report
+from examples.gpt import output, report
 from examples.gpt import text as text_of
 from examples.gpt.loader import prefetch
 from examples.gpt.model import PRESETS
-from examples.gpt.recipes import RECIPES, Recipe
+from examples.gpt.recipes import RECIPES, Recipe, get_recipe
 from examples.gpt.training import Hyperparameters, Program, make_program
 
 # --- Settings: what the command line offers has its defaults in `main`, what AdamW takes in `Hyperparameters`. ---
@@ -209,11 +208,13 @@ def chosen_recipes(names: list[str]) -> list[Recipe]:
     """The recipes of a repeated or comma-separated option, in the order of the table."""
     wanted = [name.strip() for name in itertools.chain.from_iterable(item.split(",") for item in names)]
     wanted = [name for name in wanted if name]
-    unknown = [name for name in wanted if name not in ALL_NAMES]
-    if unknown or not wanted:
-        what = f"no recipe is called {unknown[0]!r}" if unknown else "no recipe is named"
-        raise typer.BadParameter(f"{what}; there are {', '.join(ALL_NAMES)}.", param_hint="--recipes")
-    return [recipe for recipe in RECIPES if recipe.name in wanted]
+    try:
+        if not wanted:
+            raise ValueError(f"no recipe is named; there are {', '.join(ALL_NAMES)}.")
+        chosen = [get_recipe(name) for name in wanted]
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--recipes") from error
+    return [recipe for recipe in RECIPES if recipe in chosen]
 
 
 def default_names() -> list[str]:
@@ -221,19 +222,11 @@ def default_names() -> list[str]:
     return [name for name in ALL_NAMES if name != "tf32" or jax.default_backend() != "cpu"]
 
 
-def require_folder(out: Path) -> None:
-    """Makes the folder for the results, before hours are spent on them."""
+def _require_folder(out: Path) -> None:
     try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise typer.BadParameter(f"cannot make the folder {out}: {error.strerror}.", param_hint="--out") from error
-    try:
-        with tempfile.TemporaryFile(dir=out):  # permissions alone do not tell
-            pass
-    except OSError as error:
-        raise typer.BadParameter(
-            f"cannot write into the folder {out}: {error.strerror}.", param_hint="--out"
-        ) from error
+        output.require_folder(out)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--out") from error
 
 
 def main(
@@ -273,7 +266,7 @@ def main(
         training_text, held_out = text_of.split(np.frombuffer(read.content, np.uint8), CONTEXT)
     except text_of.TextError as error:
         raise typer.BadParameter(str(error), param_hint="--text") from error
-    require_folder(out)
+    _require_folder(out)
     settings = Settings(steps, seeds, recipe_seeds, width, depth, learning_rate)
     console.print(
         f"{read.name}: {len(training_text):,} bytes to train on, {len(held_out):,} held out. "

@@ -74,6 +74,29 @@ def score(program: Program, params: Any, tokenizer: Tokenizer, path: Path) -> Ac
     )
 
 
+def show(
+    program: Program,
+    params: Any,
+    tokenizer: Tokenizer,
+    console: Console,
+    *,
+    questions: Path | None,
+    prompt: str,
+    count: int,
+    seed: int,
+    temperature: float,
+    top_k: int | None,
+) -> None:
+    """Prints the accuracy, if there is a file of questions, and a sample of `count` tokens, if that is not 0."""
+    if questions:
+        found = score(program, params, tokenizer, questions)
+        console.print(f"{found.items} questions: acc {found.acc:.4f}, acc_norm {found.acc_norm:.4f}")
+    if count:
+        options = {"count": count, "seed": seed, "temperature": temperature, "top_k": top_k}
+        text = sample(program, params, tokenizer, prompt, **options)
+        console.print(f"A sample:\n{text}", soft_wrap=True, markup=False, highlight=False)
+
+
 def sample(
     program: Program,
     params: Any,
@@ -137,14 +160,10 @@ def main(
         console.print(
             f"step {described['step']}: validation loss {loss:.4f} nats a token, of {tokens[..., 1:].size:,} tokens"
         )
-        if multiple_choice:
-            found = score(program, params, tokenizer, multiple_choice)
-            console.print(f"{found.items} questions: acc {found.acc:.4f}, acc_norm {found.acc_norm:.4f}")
-        if sample_tokens:
-            text = sample(
-                program, params, tokenizer, prompt, count=sample_tokens, seed=seed, temperature=temperature, top_k=top_k
-            )
-            console.print(f"A sample:\n{text}", soft_wrap=True, markup=False, highlight=False)
+        show(
+            program, params, tokenizer, console, questions=multiple_choice, prompt=prompt, count=sample_tokens,
+            seed=seed, temperature=temperature, top_k=top_k,
+        )  # fmt: skip
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
 

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import importlib.metadata
-import json
 import math
 import os
 import platform
@@ -13,9 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import matplotlib
-
-matplotlib.use("Agg")  # only files are written: no display is needed
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import StrMethodFormatter
@@ -23,6 +19,7 @@ from rich import box
 from rich.table import Table
 
 import mpx
+from examples.gpt import output
 from examples.gpt.recipes import RECIPES
 
 REFERENCE = "f32"
@@ -204,7 +201,7 @@ def write_json(
             for run in comparison.runs
         ],
     }
-    path.write_text(json.dumps(_without_nan(content), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    path.write_text(output.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def write_plot(path: Path, comparison: Comparison) -> None:
@@ -214,15 +211,12 @@ def write_plot(path: Path, comparison: Comparison) -> None:
     _plot_gaps(gaps, comparison)
     for axes in (losses, gaps):
         axes.set_xlabel("training step")
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(color="#E6E6E6", linewidth=0.8)
-        axes.set_axisbelow(True)
+        output.tidy(axes)
     handles: dict[str, Any] = {}
     for axes in (losses, gaps):
         handles |= {line.get_label(): line for line in axes.get_legend_handles_labels()[0]}
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3, frameon=False)
-    figure.savefig(path, dpi=150, facecolor="white")
-    plt.close(figure)
+    output.save_plot(figure, path)
 
 
 def _plot_losses(axes: Axes, comparison: Comparison) -> None:
@@ -265,12 +259,3 @@ def _plot_gaps(axes: Axes, comparison: Comparison) -> None:
 
 def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
-
-
-def _without_nan(value: Any) -> Any:
-    """JSON has no NaN and no infinity: null stands for them."""
-    if isinstance(value, Mapping):
-        return {key: _without_nan(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_without_nan(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

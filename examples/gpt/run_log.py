@@ -6,10 +6,9 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")  # only files are written: no display is needed
 import matplotlib.pyplot as plt
+
+from examples.gpt import output
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,17 +104,10 @@ def write_plot(path: Path, records: Sequence[Record], title: str) -> None:
     labels = ("loss (nats a token)", "gradient norm", "learning rate")
     for axes, label in zip((losses, norms, rates), labels, strict=True):
         axes.set_ylabel(label)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(color="#E6E6E6", linewidth=0.8)
-        axes.set_axisbelow(True)
+        output.tidy(axes)
     rates.set_xlabel("training step")
-    figure.savefig(path, dpi=150, facecolor="white")
-    plt.close(figure)
+    output.save_plot(figure, path)
 
 
 def _line(record: Record) -> str:
-    finite = {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in dataclasses.asdict(record).items()
-    }
-    return json.dumps(finite, allow_nan=False) + "\n"
+    return output.dumps(dataclasses.asdict(record)) + "\n"

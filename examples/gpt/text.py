@@ -152,7 +152,7 @@ def _join(paths: Iterable[Path]) -> bytes:
 def _documents_of_file(path: Path, on_read: Callable[[int], None]) -> Iterator[bytes]:
     with path.open("rb") as file:
         pieces = lambda: iter(lambda: file.read(MAXIMUM_DOCUMENT_BYTES), b"")
-        # A long file is read twice: its first part must not be taken for text if a zero byte comes later.
+        # Twice, for long files: the first part of one must not be taken for text if a zero byte comes later.
         if not all(_is_text(piece) for piece in pieces()):
             on_read(path.stat().st_size)
             return

@@ -34,7 +34,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 import mpx
-from examples.gpt import data, devices, evaluate, meter, multiple_choice, shards
+from examples.gpt import data, devices, evaluate, meter, multiple_choice, output, shards
 from examples.gpt.checkpoints import CheckpointError, Checkpoints
 from examples.gpt.dashboard import progress_of
 from examples.gpt.loader import Loader, Position, prefetch, validation_batches
@@ -88,6 +88,7 @@ class Run:
     Attributes:
         settings: of the command line.
         folder: of the shards.
+        index: of that folder.
         program: the functions of the recipe, compiled when they are first called.
         hyperparameters: of the optimizer.
         mesh: of all devices.
@@ -100,6 +101,7 @@ class Run:
 
     settings: Settings
     folder: Path
+    index: shards.Index
     program: Program
     hyperparameters: Hyperparameters
     mesh: Mesh
@@ -165,7 +167,7 @@ def make_run(settings: Settings, folder: Path) -> Run:
         folder, count=settings.validation_batches, batch_size=settings.batch_size, context=config.context
     )
     return Run(
-        settings, folder, compiled, hyperparameters, mesh, microbatches, shapes, shardings,
+        settings, folder, index, compiled, hyperparameters, mesh, microbatches, shapes, shardings,
         validation=devices.batches_on(mesh, validation),
         tokenizer=get_tokenizer(index.tokenizer, settings.vocabulary_files),
     )  # fmt: skip
@@ -195,13 +197,11 @@ def count_microbatches(settings: Settings, config: Config) -> int:
 def train(run: Run, console: Console) -> bool:
     """Trains to the last step, or until Ctrl-C; False in the second case."""
     settings, program = run.settings, run.program
-    is_first = jax.process_index() == 0
     with Checkpoints(settings.out / "checkpoints") as checkpoints, interruptions(console) as interrupted:
         params, opt_state, step, position = start(run, checkpoints)
-        log = RunLog(settings.out / "log.jsonl", step) if is_first else None
+        log = RunLog(settings.out / "log.jsonl", step) if jax.process_index() == 0 else None
         speed = Speed(program.recipe.compute_dtype)
-        if is_first:
-            describe(run, step, speed, console)
+        describe(run, step, speed, console)
         loader = Loader(
             run.folder, batch_size=run.microbatches * settings.batch_size, context=program.config.context,
             seed=settings.seed, position=position, process_index=jax.process_index(),
@@ -225,7 +225,7 @@ def train(run: Run, console: Console) -> bool:
                         )
                     if log:
                         log.write(record)
-                        show(record)
+                    show(record)
                     speed.start(step)
                 if step % settings.save_every == 0 or is_last:
                     save(checkpoints, run, params, opt_state, step, position)
@@ -348,7 +348,7 @@ def interruptions(console: Console) -> Iterator[list[bool]]:
 def describe(run: Run, step: int, speed: Speed, console: Console) -> None:
     """A few lines before the first step."""
     parameters = sum(leaf.size for leaf in jax.tree.leaves(run.shapes[0]))
-    index, config = shards.read_index(run.folder), run.program.config
+    index, config = run.index, run.program.config
     console.print(
         f"{run.settings.preset}: {parameters:,} parameters, {run.program.recipe.label}, on {jax.device_count()} x "
         f"{jax.devices()[0].device_kind}. {index.tokens('training'):,} tokens ({index.tokenizer}) to train on, "
@@ -363,20 +363,16 @@ def describe(run: Run, step: int, speed: Speed, console: Console) -> None:
 
 def finish(run: Run, params: Any, console: Console, *, is_done: bool) -> None:
     """A plot; and if the last step is done a sample, and multiple choice if there are questions."""
-    settings, is_first = run.settings, jax.process_index() == 0
-    if is_first:
+    settings = run.settings
+    if jax.process_index() == 0:
         log, plot = settings.out / "log.jsonl", settings.out / "loss.png"
         write_plot(plot, read_records(log), f"{settings.preset}, {run.program.recipe.label}")
         console.print(f"Written: {log}, {plot}", soft_wrap=True, markup=False)
-    if settings.multiple_choice and is_done:
-        found = evaluate.score(run.program, params, run.tokenizer, settings.multiple_choice)
-        if is_first:
-            console.print(f"{found.items} questions: acc {found.acc:.4f}, acc_norm {found.acc_norm:.4f}")
-    if settings.sample_tokens and is_done:
-        options = {"count": settings.sample_tokens, "temperature": settings.temperature, "top_k": settings.top_k}
-        text = evaluate.sample(run.program, params, run.tokenizer, settings.prompt, seed=settings.seed, **options)
-        if is_first:
-            console.print(f"A sample:\n{text}", soft_wrap=True, markup=False, highlight=False)
+    if is_done:
+        evaluate.show(
+            run.program, params, run.tokenizer, console, questions=settings.multiple_choice, prompt=settings.prompt,
+            count=settings.sample_tokens, seed=settings.seed, temperature=settings.temperature, top_k=settings.top_k,
+        )  # fmt: skip
 
 
 # --- The command line. ---
@@ -419,7 +415,7 @@ def main(
 ) -> None:
     """Trains a GPT on shards of tokens, in any precision recipe, on all devices."""
     settings = Settings(**locals())
-    console = Console(quiet=jax.process_index() != 0)
+    console = Console(quiet=jax.process_index() != 0)  # the first process speaks for all
     try:
         check(settings)
         run = make_run(settings, prepared_data(settings, console))
@@ -446,9 +442,9 @@ def check(settings: Settings) -> None:
     if settings.multiple_choice:
         multiple_choice.read_items(settings.multiple_choice)
     try:
-        settings.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--out: cannot make the folder {settings.out}: {error.strerror}.") from error
+        output.require_folder(settings.out)
+    except ValueError as error:
+        raise ValueError(f"--out: {error}") from error
 
 
 def prepared_data(settings: Settings, console: Console) -> Path:
