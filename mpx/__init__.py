@@ -16,8 +16,11 @@ from mpx._autocast.transform import autocast as autocast
 from mpx._autocast.transform import full_precision as full_precision
 from mpx._blockwise import Blockwise8bit as Blockwise8bit
 from mpx._chains import check_chain as check_chain
+from mpx._conversion import convert_state as convert_state
 from mpx._gradients import grad as grad
 from mpx._gradients import value_and_grad as value_and_grad
+from mpx._inspection import DivergedError as DivergedError
+from mpx._inspection import check_health as check_health
 from mpx._inspection import ema_params as ema_params
 from mpx._inspection import get_loss_scale as get_loss_scale
 from mpx._inspection import is_synced as is_synced
@@ -38,6 +41,9 @@ from mpx._policy import get_policy as get_policy
 from mpx._policy import half_dtype as half_dtype
 from mpx._recipes import any_precision_adamw as any_precision_adamw
 from mpx._recipes import mixed_precision as mixed_precision
+from mpx._sharding import data_parallel as data_parallel
+from mpx._sharding import zero1 as zero1
+from mpx._sharding import zero1_shardings as zero1_shardings
 from mpx._transforms.kahan_summation import KahanSummationState as KahanSummationState
 from mpx._transforms.kahan_summation import kahan_summation as kahan_summation
 from mpx._transforms.loss_scaling import LossScalingState as LossScalingState

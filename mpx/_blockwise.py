@@ -34,6 +34,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from mpx._elementwise import BLOCKS
+
 _DECADES = 7
 _GAP = 9 * 1024  # what a distance to the next member is divided into for stochastic rounding
 _SMALLEST_NORMAL = np.float32(2.0**-126)
@@ -107,6 +109,7 @@ class Blockwise8bit:
             raise TypeError(f"`Blockwise8bit`: `signed` must be True, False or None, but got {self.signed!r}.")
 
 
+@jax.named_scope(BLOCKS)
 def encode(x: jax.Array, block_size: int, signed: bool, key: jax.Array | None = None) -> BlockwiseArray:
     """Codes a float32 array in 8 bits a number.
 
@@ -134,6 +137,7 @@ def encode(x: jax.Array, block_size: int, signed: bool, key: jax.Array | None = 
     return BlockwiseArray(_out_of_blocks(codes, x.shape), scale[..., 0])
 
 
+@jax.named_scope(BLOCKS)
 def decode(array: BlockwiseArray, block_size: int, signed: bool) -> jax.Array:
     """The float32 array that `encode` has coded, of the same shape."""
     values = _values(_in_blocks(array.codes, block_size), signed) * array.scale[..., None]

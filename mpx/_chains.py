@@ -22,7 +22,7 @@ from mpx._transforms.master_weights import MasterWeightsState
 from mpx._transforms.params_ema import ParamsEmaState
 from mpx._transforms.stochastic_rounding import StochasticRoundingState
 from mpx._transforms.upcast import UpcastState
-from mpx._writeback import MARK
+from mpx._writeback import MARK, SENT
 
 _ROUNDERS = {
     MasterWeightsState: "master_weights",
@@ -107,6 +107,7 @@ class _History:
 
     author: str
     changed_by: str | None = None
+    is_sent: bool = False  # as the number where it lands, not as an update, until it arrives: see `mpx.zero1`
 
 
 _ZERO = _History("nobody")  # of a value that is zero everywhere
@@ -155,9 +156,7 @@ class _Follower:
         name = eqn.primitive.name
         inputs = [self.of(var) for var in eqn.invars]
         if name == "name" and eqn.params["name"].startswith(MARK):
-            author = eqn.params["name"].removeprefix(MARK)
-            earlier = _marked(inputs)
-            return [_History(earlier[0].author, author) if earlier else _History(author)]
+            return [_named(eqn.params["name"].removeprefix(MARK), _marked(inputs))]
         programs = _sub_programs(eqn.params)
         if programs:
             arguments = inputs[len(inputs) - len(programs[0].invars) :]  # a conditional's first input is its index
@@ -170,8 +169,23 @@ class _Follower:
             return [_together(inputs)] * len(eqn.outvars)
         if name == "mul" and any(self.is_mask(var) for var in eqn.invars):
             return [_together(inputs)]
-        changed = [_History(history.author, history.changed_by or name) for history in _marked(inputs)]
+        changed = [_changed(history, name) for history in _marked(inputs)]
         return [changed[0] if changed else None] * len(eqn.outvars)
+
+
+def _named(author: str, earlier: Sequence[_History]) -> _History:
+    """The history of an update on which a transformation leaves its name."""
+    if author == SENT:
+        return dataclasses.replace(earlier[0], is_sent=True) if earlier else _History(author, is_sent=True)
+    if not earlier:
+        return _History(author)
+    if earlier[0].is_sent:
+        return _History(author if earlier[0].author == SENT else earlier[0].author, earlier[0].changed_by)
+    return _History(earlier[0].author, author)
+
+
+def _changed(history: _History, by: str) -> _History:
+    return history if history.is_sent else _History(history.author, history.changed_by or by)
 
 
 def _sub_programs(params: Mapping[str, Any]) -> list[Any]:
@@ -187,6 +201,8 @@ def _one_of(histories: Sequence[_History | None], chooser: str) -> _History | No
     marked = _marked(histories)
     if not marked:
         return _ZERO if all(history is _ZERO for history in histories) else None
+    if marked[0].is_sent:
+        return marked[0]
     changed_by = next((history.changed_by for history in marked if history.changed_by), None)
     return _History(marked[0].author, changed_by or (chooser if None in histories else None))
 

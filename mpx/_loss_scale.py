@@ -235,9 +235,15 @@ def all_finite(tree: Any) -> jax.Array:
         >>> print(all_finite({"a": jnp.ones(3), "b": jnp.array([1.0, jnp.inf])}))
         False
     """
-    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree) if not _is_prng_key(leaf)]
-    finite = [jnp.isfinite(leaf).all() for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    return functools.reduce(jnp.logical_and, finite, jnp.asarray(True))
+    return functools.reduce(jnp.logical_and, map(is_finite, jax.tree.leaves(tree)), jnp.asarray(True))
+
+
+def is_finite(leaf: Any) -> jax.Array:
+    """Whether no number in an array is infinite or NaN, a boolean scalar; always True of integers and PRNG keys."""
+    if _is_prng_key(leaf):
+        return jnp.asarray(True)
+    leaf = jnp.asarray(leaf)
+    return jnp.isfinite(leaf).all() if jnp.issubdtype(leaf.dtype, jnp.inexact) else jnp.asarray(True)
 
 
 def select_tree(pred: ArrayLike, a: T, b: T) -> T:

@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from mpx import formats
 
 MARK = "mpx:"  # the prefix of the names that `landing_update` leaves in a program, for `check_chain` to find
+SENT = "sent"  # the name of an update that goes to other devices as the number where it lands
 
 
 def on_grid(x: jax.Array, dtype: np.dtype) -> jax.Array:

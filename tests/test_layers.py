@@ -9,7 +9,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 # Which modules stand on which layer. A module may import from lower layers only.
 LAYERS = [
-    {"mpx._tables", "mpx._trees"},
+    {"mpx._elementwise", "mpx._tables", "mpx._trees"},
     {"mpx.formats"},
     {"mpx._blockwise", "mpx._checks", "mpx._loss_scale", "mpx._policy", "mpx._state_fields", "mpx._writeback"},
     {"mpx._autocast", "mpx._autocast.compute", "mpx._autocast.jaxprs", "mpx._autocast.rules", "mpx._state_plan"},
@@ -27,7 +27,8 @@ LAYERS = [
         "mpx._transforms.params_ema",
         "mpx._transforms.stochastic_rounding",
     },
-    {"mpx._chains", "mpx._gradients", "mpx._inspection", "mpx._recipes"},
+    {"mpx._chains", "mpx._gradients", "mpx._inspection", "mpx._recipes", "mpx._sharding"},
+    {"mpx._conversion"},
     {"mpx"},
 ]
 CORE_PACKAGES = {"jax", "optax", "numpy", "ml_dtypes"}

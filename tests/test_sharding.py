@@ -1,0 +1,508 @@
+"""ZeRO-1 on eight devices: what lies where, what is sent, and the bits of a training on one."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import mpx
+from tests.helpers import QUICKLY, assert_same_bits, eight_cpu_devices, types_of, unfused
+
+pytestmark = pytest.mark.optax_promotion
+
+ADAMW = optax.adamw(optax.linear_schedule(1e-2, 0.0, 100), weight_decay=0.1)
+CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), ADAMW)
+BLOCKS = mpx.Blockwise8bit(16)
+
+
+def in_8_bits(rule, **options):
+    return mpx.low_precision_state(rule, {"mu": BLOCKS, "nu": BLOCKS}, min_size=64, **options)
+
+
+RULES = {
+    "masters": lambda rule: mpx.master_weights(rule),
+    "split": lambda rule: mpx.master_weights(rule, storage="split"),
+    "8 bits": lambda rule: mpx.master_weights(in_8_bits(rule), storage="split"),
+    "8 bits stochastic": lambda rule: mpx.master_weights(
+        in_8_bits(rule, rounding="stochastic", key=jax.random.key(1)), storage="split"
+    ),
+    "kahan": lambda rule: optax.chain(mpx.upcast(rule), mpx.kahan_summation()),
+    "stochastic": lambda rule: optax.chain(mpx.upcast(rule), mpx.stochastic_rounding(jax.random.key(0))),
+    "scaled": lambda rule: mpx.loss_scaling(mpx.master_weights(rule)),
+    "average": lambda rule: mpx.master_weights(optax.chain(rule, mpx.params_ema(0.9))),
+    "plain": lambda rule: mpx.upcast(rule),
+}
+every_rule = pytest.mark.parametrize("name", RULES)
+
+
+def params():
+    """Leaves that are cut along the first axis, along the second, and not at all."""
+    return {
+        "first": jnp.linspace(-1, 1, 16 * 48, dtype=jnp.bfloat16).reshape(16, 48),
+        "second": jnp.linspace(1, 2, 5 * 128, dtype=jnp.bfloat16).reshape(5, 128),
+        "whole": jnp.ones((3, 5), jnp.bfloat16),
+        "bias": jnp.linspace(-1, 1, 24),
+        "scalar": jnp.ones(()),
+        "none": None,
+    }
+
+
+def gradients(step):
+    """The same on one device as on eight."""
+    at = lambda p: np.sin(np.arange(p.size, dtype=np.float32) + np.float32(step)).reshape(p.shape)
+    return jax.tree.map(at, jax.eval_shape(params))
+
+
+def stepped(tx, options):
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return jax.jit(step, compiler_options=options)
+
+
+def trained(tx, steps, start, options, place=lambda tree: tree):
+    step = stepped(tx, options)
+    now, state = start, tx.init(start)
+    for i in range(steps):
+        now, state = step(now, state, place(gradients(i)))
+    return now, state
+
+
+def replicated(mesh):
+    return lambda tree: jax.device_put(tree, NamedSharding(mesh, P()))
+
+
+# --- What it computes. ---
+@pytest.mark.parametrize("name", ["masters", "8 bits stochastic", "kahan", "scaled"])
+def test_twenty_steps_on_eight_devices_have_the_bits_of_one(name):
+    mesh = eight_cpu_devices()
+    tx = RULES[name](ADAMW)
+    expected = trained(tx, 20, params(), unfused())
+    actual = trained(mpx.zero1(tx, mesh), 20, replicated(mesh)(params()), unfused(), replicated(mesh))
+    assert_same_bits(actual, expected)
+
+
+def test_a_norm_over_all_weights_is_that_of_whole_arrays():
+    """Sums over parts come in another order, so the last bits differ: by less than 2**-20 of a weight here."""
+    mesh = eight_cpu_devices()
+    tx = mpx.master_weights(CLIPPED)
+    now, state = trained(tx, 20, params(), QUICKLY)
+    divided, divided_state = trained(mpx.zero1(tx, mesh), 20, replicated(mesh)(params()), QUICKLY, replicated(mesh))
+    masters, others = mpx.master_params(now, state), mpx.master_params(divided, divided_state)
+    for a, b in zip(jax.tree.leaves(masters), jax.tree.leaves(others), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2**-20, atol=2**-22)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_parameters_are_the_cast_masters(dtype):
+    mesh = eight_cpu_devices()
+    start = jax.tree.map(lambda p: p.astype(dtype), params())
+    tx = mpx.zero1(mpx.master_weights(ADAMW), mesh)
+    now, state = trained(tx, 3, replicated(mesh)(start), QUICKLY, replicated(mesh))
+    assert mpx.is_synced(now, state)
+    assert jax.tree.all(jax.tree.map(lambda p: p.sharding.is_fully_replicated, now))
+
+
+@pytest.mark.parametrize("rule", [optax.adafactor, optax.lamb, optax.sgd, optax.contrib.muon], ids=lambda f: f.__name__)
+def test_rules_that_look_at_whole_arrays_do_under_jit(rule):
+    mesh = eight_cpu_devices()
+    tx = mpx.master_weights(rule(1e-2))
+    now, _ = trained(tx, 3, params(), QUICKLY)
+    divided, _ = trained(mpx.zero1(tx, mesh), 3, replicated(mesh)(params()), QUICKLY, replicated(mesh))
+    for a, b in zip(jax.tree.leaves(now), jax.tree.leaves(divided), strict=True):
+        np.testing.assert_allclose(a.astype(jnp.float32), b.astype(jnp.float32), rtol=2**-7)
+
+
+@every_rule
+def test_the_state_is_that_of_the_rule_without_it(name):
+    """In structure, shapes and dtypes, so that checkpoints fit with and without, on any number of devices."""
+    mesh = eight_cpu_devices()
+    tx = RULES[name](ADAMW)
+    types = lambda tree: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.weak_type), tree)
+    assert types(mpx.zero1(tx, mesh).init(params())) == types(tx.init(params()))
+
+
+@pytest.mark.parametrize("name", ["8 bits stochastic", "kahan", "stochastic", "scaled", "average"])
+def test_a_step_compiles_once_and_keeps_every_sharding(name):
+    mesh = eight_cpu_devices()
+    tx = mpx.zero1(RULES[name](CLIPPED), mesh)
+    now = replicated(mesh)(params())
+    state = tx.init(now)
+    step = stepped(tx, QUICKLY)
+    before = jax.tree.map(lambda x: x.sharding.spec, (now, state))
+    for i in range(3):
+        now, state = step(now, state, replicated(mesh)(gradients(i)))
+    assert jax.tree.map(lambda x: x.sharding.spec, (now, state)) == before
+    assert step._cache_size() == 1
+
+
+def test_it_runs_eagerly():
+    mesh = eight_cpu_devices()
+    tx = mpx.zero1(mpx.master_weights(optax.sgd(0.1)), mesh)
+    start = replicated(mesh)(params())
+    updates, state = tx.update(replicated(mesh)(gradients(0)), tx.init(start), start)
+    plain = mpx.master_weights(optax.sgd(0.1))
+    expected, _ = plain.update(gradients(0), plain.init(params()), params())
+    assert_same_bits(updates, expected)
+    assert state.master["first"].sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 2)
+
+
+# --- What lies where. ---
+@every_rule
+def test_each_device_holds_an_eighth_of_the_state(name):
+    mesh = eight_cpu_devices()
+    start = {"w": jnp.ones((64, 256), jnp.bfloat16), "v": jnp.ones((3, 1024), jnp.bfloat16)}
+    tx = mpx.zero1(RULES[name](ADAMW), mesh)
+    arrays = [leaf for leaf in jax.tree.leaves(tx.init(replicated(mesh)(start))) if leaf.ndim]
+    total = sum(leaf.nbytes for leaf in arrays)
+    on_first = sum(leaf.addressable_shards[0].data.nbytes for leaf in arrays)
+    # Scales of 3 x 64 blocks are cut too; a raw key of 8 bytes is not.
+    assert 0 < on_first <= total / 8 + 8
+
+
+def test_arrays_without_an_axis_that_can_be_divided_stay_whole():
+    mesh = eight_cpu_devices()
+    state = mpx.zero1(mpx.master_weights(ADAMW), mesh).init(params())
+    specs = {name: leaf.sharding.spec for name, leaf in state.master.items() if isinstance(leaf, jax.Array)}
+    assert specs == {"first": P("data"), "second": P(None, "data"), "whole": P()}
+
+
+def test_an_abstract_state_gets_the_shardings_of_a_real_one():
+    mesh = eight_cpu_devices()
+    tx = RULES["8 bits"](CLIPPED)
+    shapes = jax.eval_shape(params)
+    shardings = mpx.zero1_shardings(shapes, jax.eval_shape(tx.init, shapes), mesh)
+    state = mpx.zero1(tx, mesh).init(params())
+    for leaf, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True):
+        assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+
+
+def test_no_device_ever_holds_a_whole_state():
+    mesh = eight_cpu_devices()
+    tx = mpx.zero1(mpx.master_weights(ADAMW), mesh)
+    start = {"w": replicated(mesh)(jnp.ones((1024, 256), jnp.bfloat16))}
+    memory = jax.jit(tx.init).lower(start).compile().memory_analysis()
+    a_moment = 4 * 1024 * 256
+    assert memory.output_size_in_bytes < 3 * a_moment / 8 + 1024
+    assert memory.temp_size_in_bytes < a_moment / 8 + 1024
+
+
+# --- Parameters that are sharded themselves. ---
+def two_axes():
+    return jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices("cpu"))
+
+
+SPECS = {"first": P("model"), "second": P(None, "model"), "whole": P(), "bias": P(), "scalar": P(), "none": None}
+
+
+def test_tensor_parallel_parameters_keep_their_sharding():
+    mesh = two_axes()
+    tx = mpx.master_weights(ADAMW)
+    start = jax.tree.map(lambda p, spec: jax.device_put(p, NamedSharding(mesh, spec)), params(), SPECS)
+    now, state = trained(mpx.zero1(tx, mesh, param_specs=SPECS), 3, start, unfused())
+    assert {name: p.sharding.spec for name, p in now.items() if p is not None} == {
+        name: spec for name, spec in SPECS.items() if spec is not None
+    }
+    assert state.master["first"].sharding.spec == P("model", "data")
+    assert state.master["second"].sharding.spec == P(None, "model")  # 5 rows cannot be divided by 4
+    assert_same_bits((now, state), trained(tx, 3, params(), unfused()))
+
+
+def test_one_spec_serves_all_parameters_below_it():
+    mesh = two_axes()
+    start = {"layer": {"w": jnp.ones((8, 8)), "v": jnp.ones((8, 4))}}
+    start = jax.device_put(start, NamedSharding(mesh, P(None, "model")))
+    state = mpx.zero1(ADAMW, mesh, param_specs={"layer": P(None, "model")}).init(start)
+    assert optax.tree.get(state, "mu")["layer"]["v"].sharding.spec == P("data", "model")
+
+
+def test_parameters_that_are_sharded_otherwise_than_said_are_refused():
+    mesh = two_axes()
+    start = {"w": jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P("model")))}
+    with pytest.raises(ValueError, match=r"parameter 'w' is sharded as .*'model'.*but `param_specs` says P.*Give its"):
+        mpx.zero1(ADAMW, mesh).init(start)
+
+
+@pytest.mark.parametrize("spec", [P("data"), P(("model", "data")), P("expert")])
+def test_specs_that_use_the_axis_or_none_of_the_mesh_are_refused(spec):
+    with pytest.raises(ValueError, match=r"`zero1`: `param_specs` has .* for the parameter 'w', but it may name axes"):
+        mpx.zero1(ADAMW, two_axes(), param_specs={"w": spec}).init({"w": jnp.ones((8, 8))})
+
+
+def test_a_mesh_of_explicit_axes_works():
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices("cpu"))
+    tx = mpx.master_weights(CLIPPED)
+    start = {"w": jax.device_put(jnp.ones((16, 48), jnp.bfloat16), NamedSharding(mesh, P(None, "model")))}
+    divided = mpx.zero1(tx, mesh)
+    state = divided.init(start)
+    grads = {"w": jax.device_put(jnp.ones((16, 48)), NamedSharding(mesh, P(None, "model")))}
+    now, new_state = stepped(divided, QUICKLY)(start, state, grads)
+    assert state.master["w"].sharding.spec == P("data", "model")
+    assert types_of(new_state) == types_of(state)
+    assert now["w"].sharding.spec == P(None, "model")
+    expected, _ = stepped(tx, QUICKLY)(
+        {"w": jnp.ones((16, 48), jnp.bfloat16)}, tx.init(start), {"w": jnp.ones((16, 48))}
+    )
+    assert_same_bits(jax.device_get(now), jax.device_get(expected))
+
+
+# --- What is sent. ---
+def model_loss(params, x):
+    return jnp.mean((x @ params["w"]) @ params["v"])
+
+
+def model_params():
+    return {"w": jnp.full((64, 32), 0.5, jnp.bfloat16), "v": jnp.full((32, 16), 0.25, jnp.bfloat16)}
+
+
+def transfers(text):
+    """The collective operations of a compiled program, with the types of what they send."""
+    found = re.findall(r"= \(?(.*?)\)? (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)\(", text)
+    return sorted((name, kind) for types, name in found for kind in re.findall(r"(\w+)\[\d", types))  # no scalars
+
+
+def program(scatter, wrap=mpx.zero1, gradient_dtype=None):
+    mesh = eight_cpu_devices()
+    tx = mpx.master_weights(ADAMW, storage="split")
+    tx = wrap(tx, mesh) if wrap else tx
+    loss = mpx.autocast(model_loss, "bf16")
+    gradients = mpx.data_parallel(mpx.value_and_grad(loss, grad_dtype=gradient_dtype), mesh, scatter=scatter)
+
+    def step(params, state, x):
+        value, grads = gradients(params, x)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    start = replicated(mesh)(model_params())
+    x = jax.device_put(jnp.ones((16, 64)), NamedSharding(mesh, P("data")))
+    return jax.jit(step), (start, tx.init(start), x)
+
+
+@pytest.mark.parametrize("gradient_dtype", [jnp.float32, None])
+def test_gradients_arrive_by_reduce_scatter_in_f32_and_parameters_are_gathered_in_16_bits(gradient_dtype):
+    step, inputs = program(scatter=True, gradient_dtype=gradient_dtype)
+    assert transfers(step.lower(*inputs).compile().as_text()) == [
+        ("all-gather", "u16"), ("all-gather", "u16"), ("reduce-scatter", "f32"), ("reduce-scatter", "f32"),
+    ]  # fmt: skip
+
+
+def test_without_scatter_gradients_are_added_up_everywhere_in_f32():
+    step, inputs = program(scatter=False, wrap=None)
+    assert set(transfers(step.lower(*inputs).compile().as_text())) == {("all-reduce", "f32")}
+
+
+def test_devices_add_up_bfloat16_gradients_in_float32():
+    """The gradient of each device is 257: bfloat16 has 2,056 (eight of it), but no 257, 514, ... on the way."""
+    mesh = eight_cpu_devices()
+    fun = lambda w, x: (jnp.float32(0), jnp.full_like(w, 256) + 0 * x.sum().astype(w.dtype))
+    grads = jax.jit(mpx.data_parallel(fun, mesh))(jnp.ones(3, jnp.bfloat16), jnp.ones(8))[1]
+    assert grads.dtype == np.float32
+    fun = lambda w, x: (jnp.float32(0), (w * 0 + x.astype(w.dtype)))
+    x = jnp.array([256.0, 1, 1, 1, 1, 1, 1, 1])
+    _, grads = jax.jit(mpx.data_parallel(fun, mesh))(jnp.ones(1, jnp.bfloat16), x)
+    assert_same_bits(grads, jnp.full(1, 263 / 8, jnp.float32))  # in bfloat16 the sum stays 256
+
+
+def test_devices_add_up_float16_gradients_that_float16_could_not_hold():
+    fun = lambda w, x: (jnp.float32(0), w * 0 + x.astype(w.dtype))
+    grads = jax.jit(mpx.data_parallel(fun, eight_cpu_devices()))(jnp.ones(1, jnp.float16), jnp.full(8, 60_000.0))[1]
+    assert_same_bits(grads, jnp.full(1, 60_000, jnp.float32))  # the sum is 480,000
+
+
+def test_microbatches_cost_one_reduction():
+    """Left to XLA, each microbatch ends with one."""
+    mesh = eight_cpu_devices()
+
+    def mean_gradient(w, xs):
+        def add(total, x):
+            value, grads = mpx.value_and_grad(lambda w: jnp.mean(jnp.tanh(x @ w)))(w)
+            return jax.tree.map(jnp.add, total, (value, grads)), None
+
+        zero = jnp.float32(0), jnp.zeros_like(w)
+        return lax.scan(add, zero, xs)[0]
+
+    spread = mpx.data_parallel(mean_gradient, mesh, batch_specs=P(None, "data"))
+    inputs = jnp.ones((64, 32)), jax.device_put(jnp.ones((4, 16, 64)), NamedSharding(mesh, P(None, "data")))
+    text = jax.jit(spread).lower(*inputs).compile().as_text()
+    in_loops = [line for line in text.splitlines() if "all-reduce(" in line and "while" in line]
+    assert in_loops == []
+    assert len(re.findall(r" all-reduce\(", text)) <= 2  # the loss, and the gradient
+
+
+def test_the_mean_over_devices_is_that_over_the_batch():
+    mesh = eight_cpu_devices()
+    x = jnp.sin(jnp.arange(16.0 * 64)).reshape(16, 64)
+    fun = mpx.value_and_grad(lambda p, x: (model_loss(p, x), {"largest": jnp.max(x)}), has_aux=True)
+    (value, aux), grads = jax.jit(mpx.data_parallel(fun, mesh, scatter=True))(model_params(), x)
+    (expected, _), expected_grads = jax.jit(fun)(model_params(), x)
+    np.testing.assert_allclose(value, expected, rtol=1e-2)
+    assert aux["largest"].dtype == np.float32
+    assert grads["w"].sharding.spec == P("data")
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-2, atol=1e-3)
+
+
+def test_a_count_beside_the_loss_has_no_mean():
+    fun = lambda w, x: ((jnp.float32(0), {"tokens": jnp.int32(3)}), w * x.sum())
+    with pytest.raises(
+        TypeError, match=r"`data_parallel`: the value at '1/tokens' is int32\[\], of which there is no mean"
+    ):
+        jax.jit(mpx.data_parallel(fun, eight_cpu_devices()))(jnp.ones(2), jnp.ones(8))
+
+
+def test_nan_on_one_device_skips_the_step_on_all():
+    mesh = eight_cpu_devices()
+    tx = mpx.zero1(RULES["scaled"](CLIPPED), mesh)
+    start = replicated(mesh)(model_params())
+    state = tx.init(start)
+    gradients = mpx.data_parallel(mpx.value_and_grad(model_loss), mesh, scatter=True)
+
+    @jax.jit
+    def step(params, state, x):
+        _, grads = gradients(params, x)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    x = jnp.ones((16, 64)).at[7, 3].set(jnp.nan)
+    now, new_state = step(start, state, jax.device_put(x, NamedSharding(mesh, P("data"))))
+    assert_same_bits(now, start)
+    assert_same_bits(new_state.inner_state, state.inner_state)
+    assert int(new_state.skipped_steps) == 1
+
+
+# --- Inside shard_map. ---
+def in_shard_map(tx, mesh, check_vma, per_device_gradients):
+    """A step whose gradients differ from device to device: `per_device_gradients` has an axis of them in front."""
+    shapes = jax.eval_shape(params)
+    shardings = mpx.zero1_shardings(shapes, jax.eval_shape(tx.init, shapes), mesh)
+    specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
+
+    def step(params, state, grads):
+        updates, state = tx.update(jax.tree.map(lambda g: g[0], grads), state, params)
+        return optax.apply_updates(params, updates), state
+
+    mapped = jax.shard_map(
+        step, mesh=mesh, in_specs=(P(), specs, P("data")), out_specs=(P(), specs), check_vma=check_vma
+    )
+    return jax.jit(mapped, compiler_options=per_device_gradients)
+
+
+def per_device(step):
+    """Gradients of eight devices whose mean is exact in any order."""
+    at = lambda p: (np.round(np.sin(np.arange(8 * p.size) + step) * 64) / 64).astype(np.float32)
+    return jax.tree.map(lambda p: at(p).reshape(8, *p.shape), jax.eval_shape(params))
+
+
+BY_NUMBER = {name: RULES[name] for name in ("split", "8 bits", "kahan", "average")}
+BY_NUMBER["scaled"] = lambda rule: mpx.loss_scaling(mpx.master_weights(rule), axis_name="data")
+
+
+@pytest.mark.parametrize(("name", "check_vma"), [*((name, True) for name in BY_NUMBER), ("8 bits", False)])
+def test_inside_shard_map_it_has_the_bits_of_jit(name, check_vma):
+    mesh = eight_cpu_devices()
+    tx = mpx.zero1(BY_NUMBER[name](ADAMW), mesh)
+    outside = mpx.zero1(RULES[name](ADAMW), mesh)
+    start = replicated(mesh)(params())
+    manual, plain = in_shard_map(tx, mesh, check_vma, unfused()), stepped(outside, unfused())
+    now = expected = (start, outside.init(start))
+    for i in range(3):
+        grads = per_device(i)
+        now = manual(*now, grads)
+        expected = plain(*expected, replicated(mesh)(jax.tree.map(lambda g: g.mean(0), grads)))
+    assert_same_bits(now, expected)
+
+
+def test_inside_shard_map_gradients_that_jax_has_added_up_already_are_not_added_again():
+    """Under `check_vma` JAX sums the gradients of parameters that are equal everywhere."""
+    mesh = eight_cpu_devices()
+    tx = mpx.zero1(mpx.master_weights(optax.sgd(1.0)), mesh)
+    start = {"w": jnp.zeros(16)}
+    specs = {"w": P()}
+
+    def step(params, x):
+        grads = jax.grad(lambda p: lax.pmean(jnp.sum(p["w"] * x), "data"))(params)
+        return tx.update(grads, tx.init(params), params)[0]
+
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(specs, P("data")), out_specs=specs)
+    assert_same_bits(jax.jit(mapped)(start, jnp.arange(8.0)), {"w": jnp.full(16, -3.5)})
+
+
+@pytest.mark.parametrize("rule", [CLIPPED, optax.lamb(1e-2), optax.adafactor(1e-2)], ids=["clip", "lamb", "adafactor"])
+def test_inside_shard_map_rules_that_need_whole_arrays_are_refused(rule):
+    mesh = eight_cpu_devices()
+    tx = mpx.zero1(mpx.master_weights(rule), mesh)
+    with pytest.raises(ValueError, match=r"`zero1`: inside `jax.shard_map` .*"):
+        in_shard_map(tx, mesh, False, QUICKLY)(params(), tx.init(params()), per_device(0))
+
+
+def test_inside_shard_map_a_skip_without_agreement_is_refused():
+    mesh = eight_cpu_devices()
+    tx = mpx.zero1(mpx.loss_scaling(mpx.master_weights(ADAMW)), mesh)
+    with pytest.raises(ValueError, match=r"result that depends on whole arrays.*has `axis_name`"):
+        in_shard_map(tx, mesh, False, QUICKLY)(params(), tx.init(params()), per_device(0))
+
+
+def test_inside_shard_map_blocks_that_reach_beyond_a_part_are_refused():
+    mesh = eight_cpu_devices()
+    tx = mpx.zero1(mpx.low_precision_state(ADAMW, {"mu": mpx.Blockwise8bit(32)}, min_size=1), mesh)
+    with pytest.raises(ValueError, match=r"rows that consist of whole blocks|should be .* on each device"):
+        in_shard_map(tx, mesh, False, QUICKLY)(params(), tx.init(params()), per_device(0))
+
+
+def test_inside_shard_map_a_whole_state_is_refused():
+    mesh = eight_cpu_devices()
+    tx = mpx.zero1(mpx.master_weights(ADAMW), mesh)
+    step = jax.shard_map(lambda p, s, g: tx.update(g, s, p)[0], mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    with pytest.raises(
+        ValueError, match=r"the state at 'master/first' should be float32\[2, 48\] on each device, but "
+    ):
+        step(params(), mpx.master_weights(ADAMW).init(params()), gradients(0))
+
+
+# --- What is refused. ---
+def test_an_axis_that_the_mesh_has_not_is_refused():
+    for function in (functools.partial(mpx.zero1, ADAMW), functools.partial(mpx.data_parallel, lambda p: (p, p))):
+        with pytest.raises(ValueError, match=r"the mesh has the axes \('data',\), and none is called 'batch'"):
+            function(eight_cpu_devices(), "batch")
+
+
+def test_what_is_no_mesh_is_refused():
+    with pytest.raises(TypeError, match=r"`zero1`: `mesh` must be a jax.sharding.Mesh, but got str"):
+        mpx.zero1(ADAMW, "data")
+
+
+def test_parameters_are_needed():
+    tx = mpx.zero1(optax.sgd(1.0), eight_cpu_devices())
+    with pytest.raises(ValueError, match="`zero1`"):
+        tx.update({"w": jnp.ones(8)}, tx.init({"w": jnp.ones(8)}))
+
+
+@every_rule
+def test_check_chain_finds_nothing_wrong_with_it(name):
+    mpx.check_chain(mpx.zero1(RULES[name](CLIPPED), eight_cpu_devices()))
+
+
+def divided_masters():
+    return mpx.zero1(mpx.master_weights(ADAMW), eight_cpu_devices())
+
+
+@pytest.mark.parametrize(
+    ("tx", "author"),
+    [
+        (lambda: optax.chain(divided_masters(), optax.scale(0.5)), "master_weights"),
+        (lambda: mpx.zero1(optax.chain(mpx.master_weights(ADAMW), optax.scale(0.5)), eight_cpu_devices()), "master"),
+        (lambda: optax.chain(mpx.zero1(mpx.upcast(ADAMW), eight_cpu_devices()), optax.scale(0.5)), "zero1"),
+    ],
+    ids=["after", "inside", "without masters"],
+)
+def test_check_chain_finds_what_changes_updates_after_or_inside_it(tx, author):
+    with pytest.raises(ValueError, match=rf"was final when `{author}.* had rounded it, but `mul` changes it"):
+        mpx.check_chain(tx())
