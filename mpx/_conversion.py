@@ -9,7 +9,6 @@ wrappers and the nesting of chains both states must have the same leaves, in sta
 import functools
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -20,23 +19,17 @@ from jax import lax
 from jax.core import Tracer
 
 from mpx import _checks, _trees, formats
-from mpx._blockwise import BlockwiseArray, decode, encode, scale_shape
+from mpx._blockwise import BlockwiseArray, decode, encode
 from mpx._inspection import master_params
 from mpx._policy import Policy, get_policy
+from mpx._state_parts import KEEPERS, Part, of_the_rule, parts_of
 from mpx._transforms.kahan_summation import KahanSummationState
-from mpx._transforms.loss_scaling import LossScalingState
 from mpx._transforms.low_precision_state import LowPrecisionState
 from mpx._transforms.master_weights import MasterWeightsState
-from mpx._transforms.stochastic_rounding import StochasticRoundingState
-from mpx._transforms.upcast import UpcastState, settled
+from mpx._transforms.upcast import settled
 from mpx._writeback import on_grid
 
 T = TypeVar("T")
-
-# Of these states all fields but `inner_state` are mpx's own; those of the first two are made from the weights.
-_KEEPERS = (MasterWeightsState, KahanSummationState)
-_WRAPPERS = (*_KEEPERS, UpcastState, LossScalingState, LowPrecisionState, StochasticRoundingState)
-_BLOCK_SIZES = [2**i for i in range(4, 17)]  # those of `Blockwise8bit`
 
 
 def convert_state(
@@ -100,11 +93,11 @@ def convert_state(
     _require_state_of(tx, params, opt_state)
     wanted = _shapes(params) if policy is None else policy.cast_to_param(_shapes(params))
     template = jax.eval_shape(new_tx.init, wanted)
-    old, new = _parts(opt_state), _parts(template)
+    old, new = parts_of(opt_state), parts_of(template)
     _require_same_rule(old, new)
     weights = _moved_weights(params, opt_state, wanted, old, new)
-    filled = {part.path: weights[part.below].kept for part in new if part.keeper in _KEEPERS}
-    for before, after in zip(_of_the_rule(old), _of_the_rule(new), strict=True):
+    filled = {part.path: weights[part.below].kept for part in new if part.keeper in KEEPERS}
+    for before, after in zip(of_the_rule(old), of_the_rule(new), strict=True):
         filled |= _moved(before, after)
     filled |= _carried(old, new)
     new_params = jax.tree.map_with_path(lambda path, p: weights[path].p if path in weights else p, params)
@@ -112,90 +105,6 @@ def convert_state(
     new_state = jax.tree.map_with_path(lambda path, _: filled[path], template)
     _warn_of_losses(weights)
     return new_params, settled(new_state, new_params)
-
-
-# The parts of a state.
-
-
-class _Code(NamedTuple):
-    """How a leaf is coded in 8 bits."""
-
-    scale_path: _trees.Path
-    scale: Any
-    block_size: int
-    signed: bool
-
-
-class _Part(NamedTuple):
-    """A leaf of a state (or a node, on the way to its leaves), and whose it is."""
-
-    leaf: Any
-    path: _trees.Path = ()
-    place: tuple[str, ...] = ()  # the path without mpx's wrappers and the positions in chains
-    wrapped: bool = False  # whether it stands in a wrapper of mpx
-    keeper: type | None = None  # the wrapper that keeps it for itself; None if it is the rule's
-    below: _trees.Path = ()  # the path from that wrapper's field on: that of a parameter
-    code: _Code | None = None
-
-
-def _parts(state: Any) -> list[_Part]:
-    """All leaves of a state, in their order."""
-    return list(_walk(_Part(state), {}))
-
-
-def _of_the_rule(parts: list[_Part]) -> list[_Part]:
-    return [part for part in parts if part.keeper is None]
-
-
-def _walk(here: _Part, codes: dict[_trees.Path, _Code]) -> Iterator[_Part]:
-    node = here.leaf
-    if isinstance(node, LowPrecisionState):
-        codes = _codes(node, here.path)
-    for key, child in jax.tree.leaves_with_path(node, is_leaf=lambda x: x is not node):
-        if key:
-            yield from _walk(_child(here, key, child), codes)
-        else:
-            yield here._replace(code=codes.get(here.path))
-
-
-def _child(here: _Part, key: _trees.Path, child: Any) -> _Part:
-    node, path = here.leaf, here.path + key
-    if isinstance(node, _WRAPPERS):
-        if _name(key) == "inner_state":
-            return here._replace(leaf=child, path=path, wrapped=True)
-        return _Part(child, path, (f"{type(node).__name__}.{_name(key)}",), wrapped=True, keeper=type(node))
-    place = here.place
-    if hasattr(node, "_fields"):
-        place = (*place, f"{type(node).__name__}.{_name(key)}")
-    elif type(node) is not tuple:
-        place = (*place, _name(key))
-    return here._replace(leaf=child, path=path, place=place, below=here.below + key if here.keeper else ())
-
-
-def _name(key: _trees.Path) -> str:
-    return jax.tree_util.keystr(key, simple=True)
-
-
-def _codes(state: LowPrecisionState, path: _trees.Path) -> dict[_trees.Path, _Code]:
-    """How the coded leaves of a state are coded, by their paths; the names of their scales and all shapes tell."""
-    attribute = jax.tree_util.GetAttrKey
-    inner: Any = state.inner_state
-    leaves = list(_trees.leaves_by_path(inner.inner_state).items())
-    found = {}
-    for name, scale in state.block_scales.items():
-        position, _, sign = name.partition(".")
-        below, leaf = leaves[int(position)]
-        block_size = _block_size(np.shape(leaf), np.shape(scale))
-        scale_path = (*path, attribute("block_scales"), jax.tree_util.DictKey(name))
-        code = _Code(scale_path, scale, block_size, sign == "signed")
-        found[*path, attribute("inner_state"), attribute("inner_state"), *below] = code
-    return found
-
-
-@functools.cache
-def _block_size(shape: tuple[int, ...], scales: tuple[int, ...]) -> int:
-    """The smallest block size that gives these scales; if others do too, there is one block, and all do the same."""
-    return next(size for size in _BLOCK_SIZES if scale_shape(shape, size) == scales)
 
 
 # The weights.
@@ -211,11 +120,11 @@ class _Weight(NamedTuple):
 
 
 def _moved_weights(
-    params: Any, opt_state: Any, wanted: Any, old: list[_Part], new: list[_Part]
+    params: Any, opt_state: Any, wanted: Any, old: list[Part], new: list[Part]
 ) -> dict[_trees.Path, _Weight]:
     """The floating parameters as the new recipe has them."""
     best, wanted = _trees.leaves_by_path(master_params(params, opt_state)), _trees.leaves_by_path(wanted)
-    before, after = ({part.below: part for part in parts if part.keeper in _KEEPERS} for parts in (old, new))
+    before, after = ({part.below: part for part in parts if part.keeper in KEEPERS} for parts in (old, new))
     _require_fit(best, after)
     return {
         path: _moved_weight(p, best[path], wanted[path].dtype, before.get(path), after.get(path))
@@ -224,7 +133,7 @@ def _moved_weights(
     }
 
 
-def _moved_weight(p: jax.Array, best: jax.Array, dtype: np.dtype, old: _Part | None, new: _Part | None) -> _Weight:
+def _moved_weight(p: jax.Array, best: jax.Array, dtype: np.dtype, old: Part | None, new: Part | None) -> _Weight:
     """A parameter as the new recipe has it.
 
     Args:
@@ -306,7 +215,7 @@ def _warn_of_losses(weights: dict[_trees.Path, _Weight]) -> None:
 # The rest of the state.
 
 
-def _moved(old: _Part, new: _Part) -> dict[_trees.Path, Any]:
+def _moved(old: Part, new: Part) -> dict[_trees.Path, Any]:
     """A leaf of the rule as the new state stores it, and its scales if it is coded."""
     if old.code and new.code and old.code[2:] == new.code[2:]:
         return {new.path: old.leaf, new.code.scale_path: old.code.scale}
@@ -330,15 +239,15 @@ def _encoded(x: jax.Array, block_size: int, signed: bool) -> BlockwiseArray:
     return encode(_cast(x, np.dtype(np.float32)), block_size, signed)
 
 
-def _carried(old: list[_Part], new: list[_Part]) -> dict[_trees.Path, Any]:
+def _carried(old: list[Part], new: list[Part]) -> dict[_trees.Path, Any]:
     """Loss scales with their counters, and keys: what both states have, in its order."""
     others: dict[tuple[str, ...], list[Any]] = defaultdict(list)
     for part in old:
-        if part.keeper is not None and part.keeper not in _KEEPERS:
+        if part.keeper is not None and part.keeper not in KEEPERS:
             others[part.place].append(part.leaf)
     carried = {}
     for part in new:
-        if part.keeper is None or part.keeper in _KEEPERS or not others[part.place]:
+        if part.keeper is None or part.keeper in KEEPERS or not others[part.place]:
             continue
         leaf = others[part.place].pop(0)
         if (leaf.shape, leaf.dtype) == (part.leaf.shape, part.leaf.dtype) and not _is_of_blocks(part):
@@ -346,7 +255,7 @@ def _carried(old: list[_Part], new: list[_Part]) -> dict[_trees.Path, Any]:
     return carried
 
 
-def _is_of_blocks(part: _Part) -> bool:
+def _is_of_blocks(part: Part) -> bool:
     """Whether it is the scales of a coded leaf, which come with that."""
     return part.place[0] == f"{LowPrecisionState.__name__}.block_scales"
 
@@ -413,7 +322,7 @@ def _require_state_of(tx: optax.GradientTransformation, params: Any, opt_state: 
             "`convert_state(params, opt_state, tx, new_tx)`."
         )
     made = jax.eval_shape(tx.init, params)
-    expected, leaves = {part.path: part for part in _parts(made)}, _trees.leaves_by_path(opt_state)
+    expected, leaves = {part.path: part for part in parts_of(made)}, _trees.leaves_by_path(opt_state)
     name = lambda path: repr(_trees.path_string(path))
     wrong = [f"  {name(path)} is in the state only" for path in leaves if path not in expected]
     wrong += [f"  {name(path)} is missing" for path in expected if path not in leaves]
@@ -434,7 +343,7 @@ def _require_state_of(tx: optax.GradientTransformation, params: Any, opt_state: 
         )
 
 
-def _is_made_as(part: _Part, leaf: Any) -> bool:
+def _is_made_as(part: Part, leaf: Any) -> bool:
     """Whether a leaf is as `init` makes it. A bare rule may change its floating dtypes with its first update."""
     if not isinstance(leaf, jax.Array) or leaf.shape != part.leaf.shape:
         return False
@@ -442,13 +351,13 @@ def _is_made_as(part: _Part, leaf: Any) -> bool:
     return leaf.dtype == part.leaf.dtype or (both_floating and not part.wrapped)
 
 
-def _require_same_rule(old: list[_Part], new: list[_Part]) -> None:
+def _require_same_rule(old: list[Part], new: list[Part]) -> None:
     """Raises, naming the first difference, if two states are not of the same rule."""
-    pairs = [[(part.place, part.leaf.shape, _kind(part)) for part in _of_the_rule(parts)] for parts in (old, new)]
+    pairs = [[(part.place, part.leaf.shape, _kind(part)) for part in of_the_rule(parts)] for parts in (old, new)]
     if pairs[0] == pairs[1]:
         return
     same = next((i for i, (a, b) in enumerate(zip(*pairs, strict=False)) if a != b), min(map(len, pairs)))
-    was, becomes = (_described(_of_the_rule(parts)[same:]) for parts in (old, new))
+    was, becomes = (_described(of_the_rule(parts)[same:]) for parts in (old, new))
     raise ValueError(
         f"`convert_state`: the rule in `new_tx` is not that in `tx`. Where the state of `tx` has\n  {was}\nthat of "
         f"`new_tx` has\n  {becomes}\nThe rules must be the same, with the same options; only what mpx puts around them "
@@ -457,21 +366,21 @@ def _require_same_rule(old: list[_Part], new: list[_Part]) -> None:
     )
 
 
-def _kind(part: _Part) -> str:
+def _kind(part: Part) -> str:
     """What can be converted into each other."""
     if part.code or _trees.is_floating(part.leaf):
         return "floating"
     return "integer" if jnp.issubdtype(part.leaf.dtype, jnp.integer) else str(part.leaf.dtype)
 
 
-def _described(rest: list[_Part]) -> str:
+def _described(rest: list[Part]) -> str:
     if not rest:
         return "nothing more"
     shown = "8 bits of " if rest[0].code else ""
     return f"{'/'.join(rest[0].place)!r}: {shown}{_trees.dtype_and_shape(rest[0].leaf)}"
 
 
-def _require_fit(weights: dict[_trees.Path, Any], kept: dict[_trees.Path, _Part]) -> None:
+def _require_fit(weights: dict[_trees.Path, Any], kept: dict[_trees.Path, Part]) -> None:
     """Raises if a new state keeps something of what is no parameter by its path and shape."""
     for path, part in kept.items():
         if path not in weights or weights[path].shape != part.leaf.shape:

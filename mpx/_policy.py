@@ -75,6 +75,8 @@ class Policy:
     def __post_init__(self) -> None:
         for field in ("param_dtype", "compute_dtype", "output_dtype"):
             object.__setattr__(self, field, _floating_dtype(getattr(self, field), field))
+        if not isinstance(self.overrides, (tuple, list)):
+            raise TypeError(f"`overrides` must be a tuple of pairs (pattern, dtype), but got {self.overrides!r}.")
         object.__setattr__(self, "overrides", tuple(_checked_override(entry) for entry in self.overrides))
 
     def cast_to_param(self, tree: T) -> T:
@@ -254,14 +256,15 @@ def _short_name(dtype: np.dtype) -> str:
 
 
 def _floating_dtype(dtype: DTypeLike, argument: str) -> np.dtype:
-    dtype = named_dtype(dtype)
-    # NumPy reads None as float64.
-    if dtype is None or np.dtype(dtype) not in DTYPE_NAMES.values():
-        raise ValueError(
-            f"`{argument}` must be a floating-point dtype of 16 to 64 bits (bfloat16, float16, float32, float64), "
-            f"but got {dtype if dtype is None else np.dtype(dtype)}."
-        )
-    return np.dtype(dtype)
+    allowed = f"`{argument}` must be a floating-point dtype of 16 to 64 bits (bfloat16, float16, float32, float64)"
+    try:
+        # NumPy reads None as float64.
+        found = None if dtype is None else np.dtype(named_dtype(dtype))
+    except Exception as error:  # a SyntaxError for ",", say
+        raise TypeError(f"{allowed}, but got {dtype!r}, which is no dtype: {error}.") from error
+    if found not in DTYPE_NAMES.values():
+        raise ValueError(f"{allowed}, but got {found}.")
+    return found
 
 
 def _checked_override(entry: Any) -> tuple[str, np.dtype]:
@@ -270,6 +273,6 @@ def _checked_override(entry: Any) -> tuple[str, np.dtype]:
     pattern, dtype = entry
     try:
         re.compile(pattern)
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:
         raise ValueError(f"The override pattern {pattern!r} is not a regular expression: {error}.") from error
     return pattern, _floating_dtype(dtype, f"overrides[{pattern!r}]")

@@ -1,12 +1,13 @@
 """ZeRO-1: the optimizer state is divided among the devices that hold the same parameters; and what they add up.
 
-Where an array is cut: along the first of its axes that the parameters' own sharding leaves whole and that the number of
-devices divides. An array without such an axis stays whole; so do scalars. Shapes are those of a state that is not
-divided, for any number of devices: what was saved on eight is restored on three.
+Where an array is cut: along the first of its axes whose part on each device the number of devices divides. An array
+without such an axis stays whole; so do scalars. Shapes are those of a state that is not divided, for any number of
+devices: what was saved on eight is restored on three.
 """
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 import jax
@@ -16,7 +17,7 @@ import optax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from mpx import _checks, _trees
 from mpx._elementwise import mixing_equation
@@ -39,8 +40,8 @@ def zero1(
     `inner`, in the same shapes, so that checkpoints fit with and without `zero1` and on any number of devices; only
     where it lies differs.
 
-    An array is cut along its first axis that `param_specs` leaves whole and that the number of devices divides. One
-    without such an axis, and every scalar, is whole on every device.
+    An array is cut along its first axis that the number of devices divides (what there is of it on each device, if
+    `param_specs` divides it already). One without such an axis, and every scalar, is whole on every device.
 
     Under `jax.jit` (and eagerly) any rule works, those that clip by a global norm or divide by the norm of a layer too:
     XLA sees whole arrays. Gradients may come in any sharding; those of `data_parallel(..., scatter=True)` arrive
@@ -126,9 +127,9 @@ def zero1(
 def zero1_shardings(params: Any, opt_state: T, mesh: Mesh, axis: str = "data", *, param_specs: Any = None) -> T:
     """Where `zero1` keeps each array of an optimizer state: to restore one, or as the `out_shardings` of a step.
 
-    An array of the state that belongs to a parameter, by its path and shape, is cut as the parameter would be. Others,
-    such as the scales of 8-bit blocks and the rows and columns of Adafactor, are cut along their own first axis that
-    the number of devices divides.
+    An array of the state that belongs to a parameter, by its path and shape, is cut as the parameter would be, and so
+    are the scales of its 8-bit blocks if each device has whole ones. Others, such as the rows and columns of Adafactor,
+    are cut along their own first axis that the number of devices divides.
 
     Args:
         params: the parameters, or their shapes.
@@ -161,7 +162,7 @@ def zero1_shardings(params: Any, opt_state: T, mesh: Mesh, axis: str = "data", *
         spec = next((spec for p_shape, spec in candidates if p_shape == shape), PartitionSpec())
         return NamedSharding(mesh, _cut_spec(shape, spec, mesh, axis))
 
-    return jax.tree.map_with_path(place, opt_state)
+    return _with_scales_beside_codes(opt_state, jax.tree.map_with_path(place, opt_state))
 
 
 def data_parallel(
@@ -368,31 +369,63 @@ def _is_manual(axis: str) -> bool:
     return axis in jax.sharding.get_abstract_mesh().manual_axes
 
 
-def _cut_of(shape: tuple[int, ...], spec: PartitionSpec, count: int) -> int:
-    """The axis along which an array is cut, or `_WHOLE`."""
+def _cut_of(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh | AbstractMesh, axis: str) -> int:
+    """The axis along which an array of a sharding of its own is cut, or `_WHOLE`."""
     for i, size in enumerate(shape):
-        if size and size % count == 0 and (i >= len(spec) or spec[i] is None):
+        parts = math.prod(mesh.shape[name] for name in _names(spec, i))
+        if size and size % (parts * mesh.shape[axis]) == 0:
             return i
     return _WHOLE
 
 
-def _cut_spec(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh, axis: str) -> PartitionSpec:
-    """That of an array whose own is `spec`, after the cut."""
-    cut = _cut_of(shape, spec, mesh.shape[axis])
+def _cut_spec(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh | AbstractMesh, axis: str) -> PartitionSpec:
+    """The sharding of an array after the cut; what it was divided among before comes first."""
+    cut = _cut_of(shape, spec, mesh, axis)
+    if cut == _WHOLE:
+        return spec
     entries = list(spec) + [None] * (cut + 1 - len(spec))
-    if cut != _WHOLE:
-        entries[cut] = axis
+    names = (*_names(spec, cut), axis)
+    entries[cut] = names if len(names) > 1 else axis
     return PartitionSpec(*entries)
+
+
+def _names(spec: PartitionSpec, i: int) -> tuple[str, ...]:
+    """The axes of the mesh among which an axis of an array is divided."""
+    entry = spec[i] if i < len(spec) else None
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+
+
+def _with_scales_beside_codes(opt_state: Any, shardings: T) -> T:
+    """The shardings of a state, with the scales of rows of whole 8-bit blocks divided as the rows are."""
+
+    def beside(state, placed):
+        if not isinstance(state, LowPrecisionState):
+            return placed
+        codes, of_codes = jax.tree.leaves(state.inner_state), jax.tree.leaves(placed.inner_state)
+        of_scales = dict(placed.block_scales)
+        for name, scale in state.block_scales.items():
+            i = int(name.partition(".")[0])
+            if np.shape(scale)[:-1] == np.shape(codes[i])[:-1] and _divides(of_codes[i], np.shape(scale)):
+                of_scales[name] = of_codes[i]
+        return placed._replace(block_scales=of_scales)
+
+    return jax.tree.map(beside, opt_state, shardings, is_leaf=lambda x: isinstance(x, LowPrecisionState))
+
+
+def _divides(sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
+    """Whether all devices have as much of an array of some shape."""
+    parts = (math.prod(sharding.mesh.shape[name] for name in _names(sharding.spec, i)) for i in range(len(shape)))
+    return all(size % count == 0 for size, count in zip(shape, parts, strict=True))
 
 
 def _shape_of_part(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh, axis: str) -> tuple[int, ...]:
     """Of an array of which the other axes of the mesh have been divided already."""
-    parts = [mesh.shape[axis] if i < len(spec) and spec[i] == axis else 1 for i in range(len(shape))]
+    parts = [mesh.shape[axis] if axis in _names(spec, i) else 1 for i in range(len(shape))]
     return tuple([size // count for size, count in zip(shape, parts, strict=True)])
 
 
 def _cuts(params: Any, specs: Any, mesh: Mesh, axis: str) -> Any:
-    return jax.tree.map(lambda p, spec: _cut_of(np.shape(p), spec, mesh.shape[axis]), params, specs)
+    return jax.tree.map(lambda p, spec: _cut_of(np.shape(p), spec, mesh, axis), params, specs)
 
 
 def _cut_shardings(params: Any, specs: Any, mesh: Mesh, axis: str) -> Any:
@@ -447,17 +480,22 @@ def _parameter_specs(params: Any, given: Any, mesh: Mesh, axis: str, caller: str
     """A tree like the parameters of the specs of their own sharding."""
     if given is None:
         return jax.tree.map(_spec_of_type, params)
-    specs = jax.tree.map(
-        lambda spec, subtree: jax.tree.map(lambda _: spec, subtree), given, params, is_leaf=lambda x: _is_spec(x)
-    )
+    specs = jax.tree.map(lambda spec, subtree: jax.tree.map(lambda _: spec, subtree), given, params, is_leaf=_is_spec)
     for path, spec in _trees.leaves_by_path(specs, _is_spec).items():
-        used = [name for entry in spec for name in (entry if isinstance(entry, tuple) else (entry,))]
-        if axis in used or any(name is not None and name not in mesh.axis_names for name in used):
+        used = [name for i in range(len(spec)) for name in _names(spec, i)]
+        if axis in used or not set(used) <= set(mesh.axis_names):
             raise ValueError(
                 f"`{caller}`: `param_specs` has {spec} for the parameter {_trees.path_string(path)!r}, but it may name "
                 f"axes of the mesh {mesh.axis_names} other than {axis!r}, over which parameters are equal."
             )
-    return specs
+    manual = jax.sharding.get_abstract_mesh().manual_axes  # shapes are those of parts along them
+    return jax.tree.map(lambda spec: _without(spec, manual), specs, is_leaf=_is_spec) if manual else specs
+
+
+def _without(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
+    return PartitionSpec(
+        *(tuple(name for name in _names(spec, i) if name not in axes) or None for i in range(len(spec)))
+    )
 
 
 def _is_spec(x: Any) -> bool:
@@ -468,8 +506,8 @@ def _is_shape_and_spec(x: Any) -> bool:
     return isinstance(x, tuple) and len(x) == 2 and _is_spec(x[1])
 
 
-def _require_axis(mesh: Mesh, axis: str, caller: str) -> None:
-    if not isinstance(mesh, Mesh):
+def _require_axis(mesh: Any, axis: str, caller: str) -> None:
+    if not isinstance(mesh, (Mesh, AbstractMesh)):
         raise TypeError(f"`{caller}`: `mesh` must be a jax.sharding.Mesh, but got {type(mesh).__name__}.")
     if axis not in mesh.axis_names:
         raise ValueError(f"`{caller}`: the mesh has the axes {mesh.axis_names}, and none is called {axis!r}.")

@@ -71,7 +71,7 @@ def checked_patterns(given: Any) -> dict[str, Format]:
     for pattern, chosen in given.items():
         try:
             re.compile(_whole(pattern) if isinstance(pattern, str) else pattern)
-        except (re.error, TypeError) as error:
+        except (re.error, TypeError, OverflowError, RecursionError) as error:
             raise ValueError(
                 f"`low_precision_state`: the pattern {pattern!r} is not a regular expression: {error}."
             ) from error

@@ -27,7 +27,7 @@ LAYERS = [
         "mpx._transforms.params_ema",
         "mpx._transforms.stochastic_rounding",
     },
-    {"mpx._chains", "mpx._gradients", "mpx._inspection", "mpx._recipes", "mpx._sharding"},
+    {"mpx._chains", "mpx._gradients", "mpx._inspection", "mpx._recipes", "mpx._sharding", "mpx._state_parts"},
     {"mpx._conversion"},
     {"mpx"},
 ]

@@ -15,10 +15,10 @@ PUBLIC = {
     "KahanSummationState", "LossScale", "LossScalingState", "LowPrecisionState", "MasterWeightsState",
     "NoOpLossScale", "ParamsEmaState", "Policy", "StaticLossScale", "StochasticRoundingState", "UpcastState",
     "all_finite", "any_precision_adamw", "autocast", "cast", "cast_to_full", "cast_to_half", "check_chain",
-    "convert_state", "data_parallel", "ema_params", "explain", "formats", "full_precision", "get_loss_scale",
-    "get_policy", "grad", "half_dtype", "is_synced", "kahan_summation", "loss_scaling", "low_precision_state",
-    "master_params", "master_weights", "mixed_precision", "params_ema", "resync", "select_tree", "skipped_steps",
-    "stochastic_rounding", "upcast", "value_and_grad", "zero1", "zero1_shardings",
+    "check_health", "convert_state", "data_parallel", "ema_params", "explain", "formats", "full_precision",
+    "get_loss_scale", "get_policy", "grad", "half_dtype", "is_synced", "kahan_summation", "loss_scaling",
+    "low_precision_state", "master_params", "master_weights", "mixed_precision", "params_ema", "resync",
+    "select_tree", "skipped_steps", "stochastic_rounding", "upcast", "value_and_grad", "zero1", "zero1_shardings",
 }  # fmt: skip
 
 

@@ -211,8 +211,9 @@ def test_tensor_parallel_parameters_keep_their_sharding():
     assert {name: p.sharding.spec for name, p in now.items() if p is not None} == {
         name: spec for name, spec in SPECS.items() if spec is not None
     }
-    assert state.master["first"].sharding.spec == P("model", "data")
-    assert state.master["second"].sharding.spec == P(None, "model")  # 5 rows cannot be divided by 4
+    assert state.master["first"].sharding.spec == P(("model", "data"))
+    assert state.master["second"].sharding.spec == P(None, ("model", "data"))  # 5 rows cannot be divided by 4
+    assert state.master["whole"].sharding.spec == P()
     assert_same_bits((now, state), trained(tx, 3, params(), unfused()))
 
 

@@ -1,0 +1,555 @@
+"""Infinities and NaN, injected wherever they can arise, on the real path from loss to parameters (invariant 4)."""
+
+import functools
+import itertools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import mpx
+from tests.helpers import QUICKLY, assert_same_bits, eight_cpu_devices
+
+pytestmark = pytest.mark.optax_promotion
+
+KINDS = (np.inf, -np.inf, np.nan)
+SCHEDULE = optax.warmup_cosine_decay_schedule(1e-3, 1e-2, 2, 10)
+RULE = optax.chain(optax.clip_by_global_norm(1.0), optax.add_noise(1e-3, 0.5, key=0), optax.adamw(SCHEDULE))
+
+
+def few_bits():
+    """8-bit moments, rounded stochastically, and an average of the masters."""
+    formats = {"mu|nu": mpx.Blockwise8bit(16)}
+    key = jax.random.key(1)
+    stored = mpx.low_precision_state(optax.adamw(SCHEDULE), formats, min_size=1, rounding="stochastic", key=key)
+    return mpx.master_weights(optax.chain(stored, mpx.params_ema(0.9)))
+
+
+OPTIMIZERS = {
+    "recipe": lambda: mpx.mixed_precision(RULE, "f16"),
+    "few bits": lambda: mpx.loss_scaling(few_bits()),
+    "kahan": lambda: mpx.loss_scaling(optax.chain(mpx.upcast(RULE), mpx.kahan_summation())),
+    "stochastic rounding": lambda: mpx.loss_scaling(
+        optax.chain(mpx.upcast(RULE), mpx.stochastic_rounding(jax.random.key(2)))
+    ),
+    "multi steps": lambda: mpx.loss_scaling(optax.MultiSteps(mpx.master_weights(RULE), 2)),
+}
+
+
+# --- A training of four steps of two microbatches each, one of which may be bad. ---
+
+
+class Fault(NamedTuple):
+    """What is wrong in a step. An input of the compiled program, so that one program serves all faults."""
+
+    leaf: Any  # the number of a gradient, or one of the two below
+    element: Any = 0
+    poison: Any = 1.0
+    microbatch: Any = 0
+
+
+NOWHERE, IN_THE_LOSS = -1, -2
+GOOD = Fault(NOWHERE)
+STEPS, MICROBATCHES = 4, 2
+
+
+def params():
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float16)
+    return {
+        "down": {"kernel": normal(4, 2)},
+        "gain": jnp.ones((), jnp.float16),
+        "up": {"bias": jnp.full(4, -0.0, jnp.float16), "kernel": normal(3, 4)},
+    }
+
+
+def batches():
+    """For each step and each microbatch of it eight examples."""
+    rng = np.random.default_rng(1)
+    normal = lambda width: jnp.asarray(rng.normal(size=(STEPS, MICROBATCHES, 8, width)), jnp.float16)
+    return normal(3), normal(2)
+
+
+def loss_of(params, batch, factor):
+    x, y = batch
+    hidden = jnp.tanh(x @ params["up"]["kernel"] + params["up"]["bias"][None])
+    return jnp.mean((hidden @ params["down"]["kernel"] * params["gain"] - y) ** 2) * factor
+
+
+def poisoned(grads, fault):
+    """Gradients with the fault in them, if it is one of a gradient."""
+    leaves, treedef = jax.tree.flatten(grads)
+    for i, g in enumerate(leaves):
+        here = (fault.leaf == i) & (np.arange(g.size).reshape(g.shape) == fault.element)
+        leaves[i] = jnp.where(here, fault.poison, g)
+    return treedef.unflatten(leaves)
+
+
+def training_step(tx, carry, batch, fault):
+    """One step on the mean of two microbatches; the fault is in one of them."""
+    params, state = carry
+    loss_and_grads = mpx.value_and_grad(mpx.autocast(loss_of, "f16"), mpx.get_loss_scale(state))
+
+    def microbatch_grads(batch, microbatch):
+        here = fault._replace(leaf=jnp.where(microbatch == fault.microbatch, fault.leaf, NOWHERE))
+        factor = jnp.where(here.leaf == IN_THE_LOSS, here.poison, 1.0)
+        return poisoned(loss_and_grads(params, batch, factor)[1], here)
+
+    grads = jax.vmap(microbatch_grads)(batch, jnp.arange(MICROBATCHES))
+    updates, state = tx.update(jax.tree.map(lambda g: g.mean(0), grads), state, params)
+    return optax.apply_updates(params, updates), state
+
+
+@functools.cache
+def trained(optimizer):
+    """The faults of all trainings, and parameters and states before and after each step.
+
+    Each training has one fault, at its first, third or last step, and three good steps on the same three batches. In
+    the one at the end of the list the last step has no fault. They run side by side in one program.
+    """
+    tx, start = OPTIMIZERS[optimizer](), params()
+    sizes = [leaf.size for leaf in jax.tree.leaves(start)]
+    places = [(leaf, element) for leaf, size in enumerate(sizes) for element in range(size)] + [(IN_THE_LOSS, 0)]
+    faults = [
+        (position, Fault(leaf, element, poison, microbatch))
+        for position in (0, 2, 3)
+        for (leaf, element), poison, microbatch in itertools.product(places, KINDS, range(MICROBATCHES))
+    ] + [(3, GOOD)]
+    sequences = [[fault if step == at else GOOD for step in range(STEPS)] for at, fault in faults]
+    numbers = [Fault(*(np.array(column) for column in zip(*sequence, strict=True))) for sequence in sequences]
+    which_batch = np.stack([[step - (step > at) for step in range(STEPS)] for at, _ in faults])
+
+    def train(which_batch, faults):
+        def step(carry, inputs):
+            index, fault = inputs
+            carry = training_step(tx, carry, jax.tree.map(lambda x: x[index], batches()), fault)
+            return carry, carry
+
+        carry = start, tx.init(start)
+        _, after = jax.lax.scan(step, carry, (which_batch, faults))
+        return jax.tree.map(lambda first, rest: jnp.concatenate([first[None], rest]), carry, after)
+
+    run = jax.jit(jax.vmap(train), compiler_options=QUICKLY)
+    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *numbers)
+    return faults, jax.device_get(run(which_batch, stacked))
+
+
+every_optimizer = pytest.mark.parametrize("optimizer", OPTIMIZERS, scope="module")  # in turn, for what they share
+
+
+def at_step(history, training, step):
+    return jax.tree.map(lambda x: x[training, step], history)
+
+
+def before_and_after_the_faults(optimizer):
+    """Parameters and states before and after each bad step, with a leading axis for the fault."""
+    faults, history = trained(optimizer)
+    number, at = np.arange(len(faults) - 1), np.array([at for at, _ in faults[:-1]])
+    return tuple(jax.tree.map(lambda x, step=step: x[number, step], history) for step in (at, at + 1))
+
+
+@every_optimizer
+def test_a_step_with_a_fault_in_any_place_changes_nothing_but_the_scale_and_the_notes(optimizer):
+    """Every element of every gradient, and the loss, of each microbatch, infinite or NaN, at three of four steps."""
+    (before, old), (after, new) = before_and_after_the_faults(optimizer)
+    assert_same_bits(after, before)
+    assert_same_bits(new.inner_state, old.inner_state)
+    np.testing.assert_array_equal(new.skipped_steps, old.skipped_steps + 1)
+    np.testing.assert_array_equal(new.loss_scale, old.loss_scale / 2)
+    assert not new.good_steps.any()
+    assert not new.stuck_steps.any()
+
+
+@every_optimizer
+def test_the_good_steps_are_those_of_a_training_without_the_bad_one(optimizer):
+    """Three good steps with a bad one before, among or after them: the same bits, under another scale."""
+    faults, history = trained(optimizer)
+    params, state = at_step(history, -1, STEPS - 1)
+    skipped = slice(0, len(faults) - 1)
+    expected = jax.tree.map(lambda x: jnp.broadcast_to(x, (len(faults) - 1, *x.shape)), (params, state.inner_state))
+    final_params, final_state = at_step(history, skipped, STEPS)
+    assert_same_bits((final_params, final_state.inner_state), expected)
+    first_params, first_state = at_step(history, -1, 0)  # and these steps do train
+    assert any((a != b).any() for a, b in zip(*map(jax.tree.leaves, (params, first_params)), strict=True))
+    assert any(
+        (a != b).any() for a, b in zip(*map(jax.tree.leaves, (state.inner_state, first_state.inner_state)), strict=True)
+    )
+
+
+@every_optimizer
+def test_the_flags_name_the_gradients_of_the_last_bad_step(optimizer):
+    """One for a fault in a gradient, all for one in the loss; later good steps keep them."""
+    faults, history = trained(optimizer)
+    flags = np.stack(jax.tree.leaves(history[1].nonfinite), axis=-1)
+    for (at, fault), over_steps in zip(faults, flags, strict=True):
+        bad = np.arange(flags.shape[-1]) == fault.leaf
+        expected = np.ones_like(bad) if fault.leaf == IN_THE_LOSS else bad
+        assert not over_steps[: at + 1].any()
+        assert (over_steps[at + 1 :] == expected).all()
+
+
+def test_around_loss_scaling_a_mean_of_optax_keeps_a_nan_forever():
+    """Why `MultiSteps` belongs inside: it empties its mean by a multiplication by zero. `check_health` finds it."""
+    tx = optax.MultiSteps(mpx.loss_scaling(optax.sgd(0.1), mpx.NoOpLossScale()), 2).gradient_transformation()
+    step, state = jax.jit(tx.update), tx.init(jnp.ones(2))
+    _, state = step(jnp.array([1.0, jnp.nan]), state, jnp.ones(2))
+    for _ in range(7):
+        _, state = step(jnp.ones(2), state, jnp.ones(2))
+    assert int(mpx.skipped_steps(state)) == 4
+    with pytest.raises(mpx.DivergedError, match="4 steps in a row"):
+        mpx.check_health(state, max_stuck_steps=4)
+
+
+# --- Eight devices. ---
+
+
+def sharded_params():
+    return {"kernel": jnp.linspace(-1, 1, 64, dtype=jnp.float16).reshape(32, 2), "bias": jnp.full(2, -0.0, jnp.float16)}
+
+
+def device_rule(**options):
+    return mpx.mixed_precision(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)), "f16", **options)
+
+
+def test_a_fault_in_one_shard_of_a_global_array_is_skipped_on_all_devices():
+    """Each of the 64 numbers of a gradient that is spread over eight devices, infinite or NaN."""
+    tx, mesh = device_rule(), eight_cpu_devices()
+    start = sharded_params()
+    shardings = {"kernel": NamedSharding(mesh, P("data")), "bias": NamedSharding(mesh, P())}
+
+    @functools.partial(jax.jit, compiler_options=QUICKLY)
+    def step(params, state, fault):
+        grads = jax.tree.map(lambda p: jax.lax.with_sharding_constraint(jnp.ones(p.shape), mesh_of(p)), params)
+        updates, state = tx.update(poisoned(grads, fault), state, params)
+        return optax.apply_updates(params, updates), state
+
+    mesh_of = lambda p: shardings["kernel" if p.ndim == 2 else "bias"]
+    now = jax.device_put(start, shardings)
+    now, state = step(now, jax.jit(tx.init)(now), GOOD)
+    for element, poison in itertools.product(range(64), KINDS):
+        after, new = step(now, state, Fault(1, element, poison))
+        assert len(after["kernel"].sharding.device_set) == 8
+        assert_same_bits(jax.device_get((after, new.inner_state)), jax.device_get((now, state.inner_state)))
+        assert int(new.skipped_steps) == 1
+        assert jax.device_get(new.nonfinite) == {"bias": False, "kernel": True}
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_fault_on_one_device_inside_shard_map_is_skipped_and_noted_on_all_of_them(check_vma):
+    """At the first, a middle or the last step of a scan on every device, in either gradient."""
+    tx, mesh = device_rule(axis_name="data"), eight_cpu_devices()
+    start = sharded_params()
+
+    @functools.partial(jax.jit, compiler_options=QUICKLY)
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=P(), out_specs=P("data"), check_vma=check_vma)
+    def train(device, at, fault):
+        def step(carry, number):
+            params, state = carry
+            is_here = (jax.lax.axis_index("data") == device) & (number == at)
+            here = fault._replace(leaf=jnp.where(is_here, fault.leaf, NOWHERE))
+            grads = jax.tree.map(lambda p: jnp.full(p.shape, state.loss_scale), params)
+            updates, state = tx.update(poisoned(grads, here), state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        carry = start, tx.init(start)
+        if check_vma:
+            varying = lambda x: jax.lax.pcast(x, "data", to="varying")
+            params, state = carry
+            carry = jax.tree.map(varying, params), state._replace(inner_state=jax.tree.map(varying, state.inner_state))
+        carry, _ = jax.lax.scan(step, carry, jnp.arange(4))
+        return jax.tree.map(lambda x: x[None], carry)
+
+    expected = None
+    for (at, leaf), device, poison in itertools.product([(0, 0), (2, 1), (3, 1)], range(8), KINDS):
+        now, state = jax.device_get(train(device, at, Fault(leaf, 1, poison)))
+        assert state.skipped_steps.tolist() == [1] * 8
+        for number, name in enumerate(["bias", "kernel"]):
+            assert state.nonfinite[name].tolist() == [number == leaf] * 8
+        result = now, state.inner_state
+        expected = result if expected is None else expected
+        assert_same_bits(result, expected)
+        jax.tree.map(lambda x: np.testing.assert_array_equal(x, np.broadcast_to(x[:1], x.shape)), result)
+
+
+def test_without_an_axis_name_the_other_devices_step_on():
+    """The negative control."""
+    tx, mesh = device_rule(), eight_cpu_devices()
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
+    def step(is_bad):
+        grads = jax.tree.map(lambda p: jnp.full(p.shape, jnp.where(is_bad[0], jnp.nan, 1.0)), sharded_params())
+        _, state = tx.update(grads, tx.init(sharded_params()), sharded_params())
+        return state.skipped_steps[None]
+
+    assert jax.jit(step)(jnp.arange(8) == 5).tolist() == [0] * 5 + [1] + [0] * 2
+
+
+# --- Random patterns of faults, against a plain model. ---
+
+
+class Model(NamedTuple):
+    """`loss_scaling` in Python. Without a period the scale is fixed."""
+
+    scale: float
+    good: int = 0
+    bad: int = 0
+    skipped: int = 0
+    stuck: int = 0
+
+    def step(self, finite, period, factor, low, high, hysteresis):
+        scale, good, bad, skipped, stuck = self
+        if period is None:
+            return Model(scale, 0, 0, skipped + (not finite), 0 if finite else stuck + 1)
+        if finite:
+            if good + 1 == period:
+                return Model(min(scale * factor, high), 0, 0, skipped, 0)
+            return Model(scale, good + 1, bad, skipped, 0)
+        shrunk = max(scale / factor, low) if bad + 1 >= hysteresis else scale
+        return Model(shrunk, 0, bad + 1, skipped + 1, stuck + 1 if scale == low else 0)
+
+
+def numbers_of(state):
+    return state.loss_scale, state.good_steps, state.bad_steps, state.skipped_steps, state.stuck_steps
+
+
+def random_settings(seed):
+    """A loss scale, and the settings of its model."""
+    rng = np.random.default_rng(seed)
+    if seed % 8 == 0:
+        return mpx.NoOpLossScale(), (None, 2.0, 1.0, 1.0, 1)
+    if seed % 8 == 1:
+        return mpx.StaticLossScale(2.0**7), (None, 2.0, 2.0**7, 2.0**7, 1)
+    low = int(rng.integers(-3, 4))
+    high = low + int(rng.integers(0, 12))
+    start, factor = 2.0 ** int(rng.integers(low, high + 1)), 2.0 ** int(rng.integers(1, 4))
+    period, hysteresis = int(rng.integers(1, 9)), int(rng.integers(1, 4))
+    model = (period, factor, 2.0**low, 2.0**high, hysteresis)
+    return mpx.DynamicLossScale(start, 0, period, factor, 2.0**low, 2.0**high, hysteresis), model
+
+
+PATTERNS, LENGTH = 625, 50
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_random_patterns_of_faults_give_the_numbers_of_the_model(seed):
+    """16 settings, 625 patterns each, of 1% to 99% bad steps: the scale, four counters and the flags at every step."""
+    loss_scale, options = random_settings(seed)
+    rng = np.random.default_rng(100 + seed)
+    finite = rng.random((PATTERNS, LENGTH, 2)) > np.linspace(0.005, 0.9, PATTERNS)[:, None, None]
+    tx = mpx.loss_scaling(optax.sgd(0.1), loss_scale)
+    start = (jnp.ones(2), jnp.ones(()))
+
+    def step(state, finite):
+        grads = (
+            jnp.array([1.0, 1.0]).at[1].set(jnp.where(finite[0], 1.0, jnp.inf)),
+            jnp.where(finite[1], 1.0, jnp.nan),
+        )
+        _, state = tx.update(grads, state, start)
+        return state, (numbers_of(state), jnp.stack(state.nonfinite))
+
+    run = jax.jit(jax.vmap(lambda finite: jax.lax.scan(step, tx.init(start), finite)[1]), compiler_options=QUICKLY)
+    numbers, flags = jax.device_get(run(finite))
+    expected = []
+    for good in finite.all(-1).tolist():
+        model = Model(float(loss_scale.loss_scale))
+        for is_good in good:
+            model = model.step(is_good, *options)
+            expected.append(model)
+    np.testing.assert_array_equal(np.stack(numbers, -1), np.array(expected).reshape(PATTERNS, LENGTH, 5))
+    last = np.zeros((PATTERNS, 2), bool)
+    for t in range(LENGTH):
+        last = np.where(finite[:, t].all(-1, keepdims=True), last, ~finite[:, t])
+        np.testing.assert_array_equal(flags[:, t], last)
+
+
+# --- `check_health`. ---
+
+
+@functools.cache
+def jitted(tx):
+    return jax.jit(tx.update, compiler_options=QUICKLY)
+
+
+def after(tx, pattern, params=None, bad_leaves=("head",)):
+    """The state after good (True) and bad steps, in which the named leaves are NaN."""
+    params = {"embed": jnp.ones(2), "head": jnp.ones(2)} if params is None else params
+    state = tx.init(params)
+    for finite in pattern:
+        grads = {name: jnp.full(2, 1.0 if finite or name not in bad_leaves else jnp.nan) for name in params}
+        _, state = jitted(tx)(grads, state)
+    return state
+
+
+SEARCHING = mpx.loss_scaling(optax.sgd(0.1), mpx.DynamicLossScale(2.0**3, period=2))
+FIXED = mpx.loss_scaling(optax.sgd(0.1), mpx.StaticLossScale(2.0**7))
+
+
+def test_a_scale_that_is_still_searching_is_healthy():
+    """Three steps from 8 down to 1, and nine more at 1: one less than ten."""
+    mpx.check_health(after(SEARCHING, [False] * 12))
+
+
+def test_ten_steps_skipped_in_a_row_at_the_smallest_scale_are_a_divergence():
+    with pytest.raises(
+        mpx.DivergedError, match=r"10 steps in a row were skipped at a loss scale of 1, .* \(13 skipped"
+    ):
+        mpx.check_health(after(SEARCHING, [False] * 13))
+
+
+def test_a_good_step_ends_the_row():
+    mpx.check_health(after(SEARCHING, [False] * 13 + [True]))
+    mpx.check_health(after(FIXED, ([False] * 9 + [True]) * 3))
+
+
+def test_one_bad_batch_under_a_scale_that_does_not_adapt_is_healthy():
+    mpx.check_health(after(FIXED, [True, False, True, False]))
+
+
+def test_a_bad_step_that_hysteresis_forgives_above_the_minimum_is_no_stuck_one():
+    tx = mpx.loss_scaling(optax.sgd(0.1), mpx.DynamicLossScale(2.0, hysteresis=3))
+    assert [int(after(tx, [False] * n).stuck_steps) for n in range(6)] == [0, 0, 0, 0, 1, 2]
+
+
+def test_stuck_steps_saturate():
+    most = np.int32(np.iinfo(np.int32).max)
+    state = after(FIXED, [])._replace(stuck_steps=jnp.asarray(most))
+    _, state = FIXED.update({"embed": jnp.full(2, jnp.nan), "head": jnp.ones(2)}, state)
+    assert state.stuck_steps == most
+
+
+@given(pattern=st.lists(st.booleans(), max_size=20), most=st.integers(1, 6))
+@settings(max_examples=40)
+def test_it_raises_exactly_when_the_model_is_stuck(pattern, most):
+    model = Model(8.0)
+    for finite in pattern:
+        model = model.step(finite, 2, 2.0, 1.0, 2.0**24, 1)
+    state = after(SEARCHING, pattern)
+    if model.stuck >= most:
+        with pytest.raises(mpx.DivergedError, match=f"{model.stuck} steps in a row"):
+            mpx.check_health(state, max_stuck_steps=most)
+    else:
+        mpx.check_health(state, max_stuck_steps=most)
+
+
+def message(state, **options):
+    with pytest.raises(mpx.DivergedError) as error:
+        mpx.check_health(state, **options)
+    return str(error.value)
+
+
+def test_a_few_bad_gradients_are_named_and_their_layers_suspected():
+    text = message(after(SEARCHING, [False] * 13))
+    assert "1 of 2 gradients were infinite or NaN:\n  'head'\n" in text
+    assert "look at these layers" in text
+    assert "go back to the last checkpoint and lower the learning rate" in text
+    assert "allow the scale" not in text
+
+
+def test_if_all_gradients_are_bad_the_loss_and_the_batch_are_suspected():
+    text = message(after(FIXED, [False] * 10, bad_leaves=("embed", "head")))
+    assert "2 of 2 gradients were infinite or NaN:\n  'embed'\n  'head'\nAll of them were" in text
+    assert "the batch, the loss" in text
+    assert "allow the scale to go below 128" in text  # no scale has been tried but this one
+
+
+def test_ten_gradients_are_named_and_the_others_counted():
+    params = {f"layer_{i:02d}": jnp.ones(2) for i in range(15)}
+    text = message(after(FIXED, [False] * 10, params, bad_leaves=list(params)[:13]))
+    assert "13 of 15 gradients" in text
+    assert "  'layer_09'\n  and 3 more\n" in text
+    assert "layer_10" not in text
+
+
+def test_it_looks_into_the_state_of_an_nnx_optimizer_and_names_its_parameters():
+    model = nnx.Sequential(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.Linear(2, 1, rngs=nnx.Rngs(1)))
+    optimizer = nnx.Optimizer(model, mpx.loss_scaling(optax.adam(1e-2), mpx.NoOpLossScale()), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, factor):
+        loss = lambda model: (model(jnp.ones((1, 2))) ** 2).sum() + factor * model.layers[1].bias.get_value().sum()
+        optimizer.update(model, nnx.grad(loss)(model))
+
+    mpx.check_health(optimizer.opt_state)
+    for factor in (1.0, np.inf, np.inf):
+        step(model, optimizer, jnp.float32(factor))
+    assert "1 of 4 gradients were infinite or NaN:\n  'layers/1/bias'\n" in message(
+        optimizer.opt_state, max_stuck_steps=2
+    )
+
+
+def test_it_finds_the_state_inside_other_states():
+    tx = optax.chain(optax.identity(), optax.inject_hyperparams(lambda rate: FIXED)(rate=1.0))
+    assert "'head'" in message(after(tx, [False] * 10))
+
+
+class TestWhatTheFlagsAreLike:
+    """The notes about gradients fit whatever a tree of parameters can be."""
+
+    def test_a_parameter_without_a_gradient_is_never_noted(self):
+        tx = mpx.loss_scaling(optax.sgd(0.1))
+        params = {"a": jnp.ones(2), "ids": jnp.arange(3)}
+        _, state = tx.update({"a": jnp.full(2, jnp.inf), "ids": None}, tx.init(params))
+        assert jax.device_get(state.nonfinite) == {"a": True, "ids": False}
+
+    def test_of_fast_and_slow_weights_the_fast_ones_have_gradients(self):
+        tx = mpx.loss_scaling(optax.lookahead(optax.sgd(0.1), 2, 0.5))
+        params = optax.LookaheadParams.init_synced({"w": jnp.ones(3)})
+        _, state = tx.update({"w": jnp.full(3, jnp.inf)}, tx.init(params), params)
+        assert jax.device_get(state.nonfinite) == {"w": True}
+
+    def test_they_take_no_sharding_from_a_tree_of_them_for_the_parameters(self):
+        """A scalar cannot be sharded by the axes of a matrix, which `tree_map_params` would give it."""
+        tx, mesh = device_rule(), eight_cpu_devices()
+        specs = {"kernel": NamedSharding(mesh, P("data")), "bias": NamedSharding(mesh, P())}
+        everywhere = NamedSharding(mesh, P())
+        state = tx.init(sharded_params())
+        shardings = optax.tree_map_params(
+            tx, lambda _, spec: spec, state, specs, transform_non_params=lambda _: everywhere
+        )
+        placed = jax.jit(lambda state: state, out_shardings=shardings)(state)
+        assert placed.inner_state.master["kernel"].sharding == specs["kernel"]
+
+    def test_they_take_no_sharding_from_the_boxes_of_flax(self):
+        import flax.linen as nn
+
+        tx = mpx.loss_scaling(optax.adam(1e-3))
+        params = {"kernel": nn.Partitioned(jnp.ones((8, 2)), names=("data", None))}
+        state = tx.init(params)
+        specs = nn.get_partition_spec(state)
+        assert specs.nonfinite == {"kernel": P()}
+        assert optax.tree.get(specs, "mu") == {"kernel": P("data", None)}
+        _, state = tx.update(jax.tree.map(lambda p: jnp.full(p.shape, jnp.nan), params), state, params)
+        assert jax.device_get(state.nonfinite) == {"kernel": True}
+
+
+class TestErrors:
+    def test_a_state_that_watches_nothing_is_refused(self):
+        with pytest.raises(ValueError, match=r"nothing in this .* `loss_scaling\(inner, NoOpLossScale\(\)\)` does it"):
+            mpx.check_health(optax.adam(1e-3).init(jnp.ones(2)))
+
+    def test_several_loss_scales_are_refused(self):
+        state = mpx.loss_scaling(mpx.loss_scaling(optax.sgd(1.0))).init(jnp.ones(2))
+        with pytest.raises(ValueError, match="`check_health`: the optimizer state holds 2 loss scales"):
+            mpx.check_health(state)
+
+    @pytest.mark.parametrize("number", [0, -1, 1.5, True, "10", None])
+    def test_a_limit_that_is_no_positive_integer_is_refused(self, number):
+        with pytest.raises(ValueError, match="`max_stuck_steps` must be an integer above 0, but got"):
+            mpx.check_health(after(FIXED, []), max_stuck_steps=number)
+
+    def test_inside_jit_it_is_refused(self):
+        with pytest.raises(TypeError, match=r"call it outside of `jax.jit`"):
+            jax.jit(mpx.check_health)(after(FIXED, []))
+
+    def test_the_states_of_several_trainings_at_once_are_refused(self):
+        states = jax.vmap(FIXED.init)({"head": jnp.ones((3, 2))})
+        with pytest.raises(ValueError, match=r"`stuck_steps` has shape \(3,\)"):
+            mpx.check_health(states)
