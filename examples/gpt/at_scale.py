@@ -6,19 +6,22 @@ Nothing is run: the numbers are counted from the shapes of the example's own par
 `mpx.zero1` and a sharding of the layers cut them. `AT_SCALE.md` explains the table.
 """
 
+import dataclasses
+import functools
 import math
 import re
 from typing import Any, NamedTuple
 
 import jax
+from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from rich.console import Console
 from rich.table import Table
 
 import mpx
-from examples.gpt.model import Config
+from examples.gpt.model import GPT, Config
 from examples.gpt.recipes import get_recipe
-from examples.gpt.training import Hyperparameters, make_program
+from examples.gpt.training import Hyperparameters, make_optimizer
 
 CONFIG = Config(
     width=8192, depth=87, heads=64, context=4096, vocabulary=50257, vocabulary_multiple=1024, layers="scanned"
@@ -63,8 +66,9 @@ class Costs(NamedTuple):
 def costs(recipe: str) -> Costs:
     """Counts the bytes of a recipe."""
     mesh = AbstractMesh((DATA, MODEL), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    program = make_program(get_recipe(recipe), CONFIG, Hyperparameters(1, 1e-3))
-    params, opt_state = jax.eval_shape(program.init, 0)
+    chosen = get_recipe(recipe)
+    params = mpx.get_policy(chosen.policy).cast_to_param(_float32_params())
+    opt_state = jax.eval_shape(make_optimizer(chosen, CONFIG, Hyperparameters(1, 1e-3)).init, params)
     specs = jax.tree.map_with_path(_layer_spec, params)
     of_params = jax.tree.map(lambda _, spec: NamedSharding(mesh, spec), params, specs)
     divided = mpx.zero1_shardings(params, opt_state, mesh, param_specs=specs)
@@ -81,6 +85,17 @@ def costs(recipe: str) -> Costs:
         reduced=round(in_float32 * passed_on),
         gathered=round(parameters * passed_on),
     )
+
+
+@functools.cache
+def _float32_params() -> Any:
+    """The shapes of the model: those of one with a single block, whose weights are stacked `depth` times."""
+    of_one = nnx.state(nnx.eval_shape(lambda: GPT(dataclasses.replace(CONFIG, depth=1), nnx.Rngs(0))), nnx.Param)
+
+    def stacked(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return leaf.update(shape=(CONFIG.depth, *leaf.shape[1:])) if path[0].key == "blocks" else leaf
+
+    return jax.tree.map_with_path(stacked, of_one)
 
 
 def _layer_spec(path: Any, leaf: Any) -> PartitionSpec:

@@ -137,7 +137,7 @@ class GPT(nnx.Module):
 
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
         self.config = config
-        normal = nnx.initializers.normal(INITIAL_SCALE)
+        normal = nnx.initializers.normal(INITIAL_SCALE, jnp.float32)
         self.token_embedding = nnx.Param(normal(rngs.params(), (config.padded_vocabulary, config.width)))
         self.position_embedding = nnx.Param(normal(rngs.params(), (config.context, config.width)))
         blocks = [Block(config, rngs) for _ in range(config.depth)]

@@ -56,7 +56,10 @@ class RunLog:
     def __init__(self, path: Path, resumed_from: int = 0) -> None:
         self.path = path
         kept = [record for record in read_records(path) if record.step <= resumed_from] if resumed_from else []
-        path.write_text("".join(_line(record) for record in kept), encoding="utf-8")
+        # At once: a run that is killed here has its log.
+        partial = path.with_name(f"{path.name}.partial")
+        partial.write_text("".join(_line(record) for record in kept), encoding="utf-8")
+        partial.replace(path)
 
     def write(self, record: Record) -> None:
         """Adds a line, at once: a run that is killed has its log."""

@@ -248,6 +248,9 @@ def read_index(folder: Path) -> Index:
                 f"the folder {folder} has no {INDEX_NAME}: it is no folder of shards, or the run that made them was "
                 f"interrupted. Make them with `python -m examples.gpt.data --text YOUR_TEXT --out ANOTHER_FOLDER`."
             )
+        # A pipe would be waited for, and a device may never end.
+        if not path.is_file():
+            raise ShardError(f"cannot read {path}: it is not a file.")
         content = json.loads(path.read_bytes())
     except OSError as error:
         raise ShardError(f"cannot read {path}: {error.strerror or error}.") from error
@@ -269,7 +272,8 @@ def fingerprint(folder: Path) -> str:
     """
     index, digest = read_index(folder), hashlib.sha256()
     for part in (index.training, index.validation):
-        digest.update(f"{index.tokenizer} {len(part)} ".encode())
+        # (JSON has strings that are no Unicode text.)
+        digest.update(f"{index.tokenizer} {len(part)} ".encode(errors="surrogatepass"))
         for shard in part:
             digest.update(read_header(folder / shard.name).sha256)
     return digest.hexdigest()

@@ -10,195 +10,46 @@ The first trains the tiny model on Python's standard library; the second, on one
 `examples.gpt.data` made.
 
 Everything of a run lies in its folder (`--out`): `log.jsonl`, `loss.png`, `checkpoints`, and `tokens` if the run made
-its own. Ctrl-C ends the step at work, saves a checkpoint and stops; the same command with `--resume` goes on from the
-newest one.
+its own. Ctrl-C and SIGTERM end the step at work, save a checkpoint and stop; the same command with `--resume` goes on
+from the newest one.
 
-With several processes (`jax.distributed`, to be initialised before `main` is called) each reads its own part of every
-batch; the first one prints and writes. Ctrl-C stops such a run at once, since the processes would not agree on a step.
+With several processes (`--coordinator-address`, `--num-processes`, `--process-id`, or a cluster that JAX knows) each
+reads its own part of every batch; the first one prints and writes. `examples.gpt.launch` starts some on one machine.
 """
 
 import dataclasses
-import functools
 import math
-import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import jax
 import typer
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh
 from rich.console import Console
 
 import mpx
-from examples.gpt import data, devices, evaluate, meter, multiple_choice, output, shards
-from examples.gpt.checkpoints import CheckpointError, Checkpoints
+from examples.gpt import data, devices, evaluate, meter, multiple_choice, output, processes, shards
+from examples.gpt.checkpoints import CheckpointError, Checkpoints, SaveError
 from examples.gpt.dashboard import progress_of
-from examples.gpt.loader import Loader, Position, prefetch, validation_batches
-from examples.gpt.model import PRESETS, Config
+from examples.gpt.interruptions import interruptions
+from examples.gpt.loader import Loader, prefetch
+from examples.gpt.model import PRESETS
 from examples.gpt.multiple_choice import MultipleChoiceError
 from examples.gpt.recipes import RECIPES, get_recipe
+from examples.gpt.resuming import check_health, save, start
 from examples.gpt.run_log import Record, RunLog, read_records, write_plot
+from examples.gpt.runs import Run, Settings, make_run
 from examples.gpt.shards import ShardError
-from examples.gpt.tokenizers import Tokenizer, get_tokenizer
-from examples.gpt.training import Hyperparameters, Program, make_program
-
-INTERRUPTED = 130  # the exit code of a program that Ctrl-C stopped
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """What the command line says; the options of `main` explain each."""
-
-    preset: str
-    recipe: str
-    data: Path | None
-    vocabulary_files: Path | None
-    out: Path
-    resume: bool
-    steps: int
-    batch_size: int
-    token_budget: int | None
-    learning_rate: float
-    seed: int
-    attention: Literal["xla", "cudnn"]
-    layers: Literal["unrolled", "scanned"]
-    checkpoint: Literal["none", "dots", "full"]
-    loss_chunks: int
-    parallel: devices.Parallel
-    report_every: int
-    evaluate_every: int
-    validation_batches: int
-    save_every: int
-    prompt: str
-    sample_tokens: int
-    temperature: float
-    top_k: int | None
-    multiple_choice: Path | None
-
-
-# --- A run, made ready. ---
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """What does not change while a run trains.
-
-    Attributes:
-        settings: of the command line.
-        folder: of the shards.
-        index: of that folder.
-        program: the functions of the recipe, compiled when they are first called.
-        hyperparameters: of the optimizer.
-        mesh: of all devices.
-        microbatches: of one step.
-        shapes: of parameters and optimizer state.
-        shardings: of both.
-        validation: tokens (N, B, T + 1) on the devices.
-        tokenizer: of the shards.
-    """
-
-    settings: Settings
-    folder: Path
-    index: shards.Index
-    program: Program
-    hyperparameters: Hyperparameters
-    mesh: Mesh
-    microbatches: int
-    shapes: Any
-    shardings: Any
-    validation: jax.Array
-    tokenizer: Tokenizer
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Of one update."""
-        return self.microbatches * self.settings.batch_size * self.program.config.context
-
-    @functools.cached_property
-    def identity(self) -> dict[str, Any]:
-        """What a checkpoint and the run that goes on from it must have in common."""
-        config = {name: getattr(self.program.config, name) for name in evaluate.SIZES}
-        names = ("recipe", "seed", "batch_size", "token_budget")
-        settings = {name: getattr(self.settings, name) for name in names}
-        hyperparameters = dataclasses.asdict(self.hyperparameters)
-        return config | settings | hyperparameters | {"tokens": shards.fingerprint(self.folder)}
-
-
-def make_run(settings: Settings, folder: Path) -> Run:
-    """Builds everything from the settings; refuses what cannot work, and compiles nothing.
-
-    Raises:
-        ValueError: if settings do not fit each other, the data or the devices.
-    """
-    index = shards.read_index(folder)
-    recipe = get_recipe(settings.recipe)
-    compute = recipe.compute_dtype
-    if settings.attention == "cudnn" and (jax.default_backend() != "gpu" or compute == "float32"):
-        raise ValueError(
-            "--attention cudnn is a kernel for 16-bit numbers on a GPU, but this run computes in "
-            f"{compute} on a {jax.default_backend()}; use --attention xla."
-        )
-    config = dataclasses.replace(
-        PRESETS[settings.preset],
-        vocabulary=index.vocabulary,
-        attention=settings.attention,
-        attention_dtype=recipe.attention_dtype,
-        layers=settings.layers,
-        checkpoint=settings.checkpoint,
-    )
-    microbatches = count_microbatches(settings, config)
-    hyperparameters = Hyperparameters(settings.steps, settings.learning_rate)
-    if settings.top_k is not None and settings.top_k > config.vocabulary:
-        raise ValueError(f"--top-k {settings.top_k} is more than the vocabulary, {config.vocabulary} tokens.")
-    program = make_program(recipe, config, hyperparameters, loss_chunks=settings.loss_chunks)
-    mesh = devices.make_mesh()
-    shapes = jax.eval_shape(program.init, settings.seed)
-    shardings = devices.state_shardings(mesh, *shapes, settings.parallel)
-    compiled = dataclasses.replace(
-        program,
-        init=jax.jit(program.init, out_shardings=shardings),
-        train_step=jax.jit(program.train_step, donate_argnums=(0, 1), out_shardings=(*shardings, None)),
-        evaluate=jax.jit(program.evaluate),
-        token_losses=jax.jit(program.token_losses),
-    )
-    validation = validation_batches(
-        folder, count=settings.validation_batches, batch_size=settings.batch_size, context=config.context
-    )
-    return Run(
-        settings, folder, index, compiled, hyperparameters, mesh, microbatches, shapes, shardings,
-        validation=devices.batches_on(mesh, validation),
-        tokenizer=get_tokenizer(index.tokenizer, settings.vocabulary_files),
-    )  # fmt: skip
-
-
-def count_microbatches(settings: Settings, config: Config) -> int:
-    """How many microbatches make up the token budget of a step; one, if there is no budget."""
-    if settings.batch_size % jax.device_count():
-        raise ValueError(
-            f"--batch-size {settings.batch_size} cannot be divided among {jax.device_count()} devices; choose a "
-            "multiple."
-        )
-    if config.context % settings.loss_chunks:
-        raise ValueError(f"--loss-chunks {settings.loss_chunks} does not divide the context, {config.context}.")
-    tokens = settings.batch_size * config.context
-    if settings.token_budget is None:
-        return 1
-    if settings.token_budget < tokens or settings.token_budget % tokens:
-        raise ValueError(
-            f"--token-budget {settings.token_budget:,} is not a multiple of a microbatch, {settings.batch_size} x "
-            f"{config.context} = {tokens:,} tokens; change it, or --batch-size."
-        )
-    return settings.token_budget // tokens
 
 
 # --- The loop. ---
-def train(run: Run, console: Console) -> bool:
-    """Trains to the last step, or until Ctrl-C; False in the second case."""
+def train(run: Run, console: Console) -> int:
+    """Trains to the last step, or until a signal; returns the exit code, which is not 0 in the second case."""
     settings, program = run.settings, run.program
-    with Checkpoints(settings.out / "checkpoints") as checkpoints, interruptions(console) as interrupted:
-        params, opt_state, step, position = start(run, checkpoints)
+    folder = settings.out / "checkpoints"
+    with Checkpoints(folder, cleans=True) as checkpoints, interruptions(console) as interruption:
+        params, opt_state, step, position = start(run, checkpoints, console)
         log = RunLog(settings.out / "log.jsonl", step) if jax.process_index() == 0 else None
         speed = Speed(program.recipe.compute_dtype)
         describe(run, step, speed, console)
@@ -215,7 +66,7 @@ def train(run: Run, console: Console) -> bool:
                 params, opt_state, metrics = program.train_step(params, opt_state, batch)
                 step += 1
                 # Asked once a step: after a Ctrl-C from here on the next step is the last, and it is saved too.
-                is_last = step == settings.steps or bool(interrupted)
+                is_last = interruption.is_due(step) or step == settings.steps
                 is_evaluated = step % settings.evaluate_every == 0 or is_last
                 if step % settings.report_every == 0 or is_evaluated or not speed.is_running:
                     record = report(run, step, metrics, opt_state, speed)
@@ -233,44 +84,14 @@ def train(run: Run, console: Console) -> bool:
                 if is_last:
                     break
         batches.close()
-    finish(run, params, console, is_done=step == settings.steps)
-    return step == settings.steps
-
-
-def start(run: Run, checkpoints: Checkpoints) -> tuple[Any, Any, int, Position]:
-    """Parameters, optimizer state, steps done and the loader's position: new ones, or those of a checkpoint."""
-    if not run.settings.resume:
-        if checkpoints.newest is not None:
-            raise CheckpointError(
-                f"{run.settings.out} has a checkpoint of step {checkpoints.newest}; go on with --resume, or choose "
-                "another --out."
-            )
-        return *run.program.init(run.settings.seed), 0, Position()
-    saved = checkpoints.description()
-    differences = [
-        f"{name} is {value!r}, but was {saved['identity'].get(name)!r}"
-        for name, value in run.identity.items()
-        if saved["identity"].get(name) != value
-    ]
-    if differences:
-        raise CheckpointError(
-            f"this is not the run of the checkpoint in {run.settings.out}: {'; '.join(differences)}. Give the same "
-            "options as then, or begin anew in another --out."
-        )
-    # Not asked whether `mpx.is_synced`: of so many weights one may have come so close to zero that it is not, for now.
-    params, opt_state = checkpoints.restore(run.shapes, run.shardings)
-    return params, opt_state, saved["step"], Position.from_dict(saved["position"])
-
-
-def save(checkpoints: Checkpoints, run: Run, params: Any, opt_state: Any, step: int, position: Position) -> None:
-    """Saves all that the rest of the run depends on."""
-    description = {"step": step, "position": position.as_dict(), "identity": run.identity}
-    description["data"] = str(run.folder.absolute())
-    checkpoints.save(step, (params, opt_state), description)
+    is_done = step == settings.steps
+    finish(run, params, console, is_done=is_done)
+    return 0 if is_done else interruption.exit_code
 
 
 def report(run: Run, step: int, metrics: Any, opt_state: Any, speed: "Speed") -> Record:
-    """Waits for the device, and says how the last step went."""
+    """Waits for the device, and says how the last step went; a run that came to nothing ends here."""
+    check_health(opt_state)
     loss, norm = float(metrics.loss), float(metrics.gradient_norm)
     skipped = int(mpx.skipped_steps(opt_state))
     seconds = speed.seconds_per_step(step)
@@ -317,31 +138,6 @@ class Speed:
     def seconds_per_step(self, step: int) -> float | None:
         """The mean since `start`, with the device idle again; None if that was never called."""
         return None if self._since is None else (time.perf_counter() - self._since) / (step - self._step)
-
-
-@contextmanager
-def interruptions(console: Console) -> Iterator[list[bool]]:
-    """A list that has something in it after Ctrl-C. A second one stops at once, as does one of many processes."""
-    received: list[bool] = []
-    if jax.process_count() > 1:
-        yield received
-        return
-
-    def receive(number: int, frame: Any) -> None:
-        if received:
-            raise KeyboardInterrupt
-        received.append(True)
-        console.print("Finishing the step at work, then saving. Another Ctrl-C stops at once and saves nothing.")
-
-    try:
-        before = signal.signal(signal.SIGINT, receive)
-    except ValueError:  # not in the main thread, to which Ctrl-C does not go anyway
-        yield received
-        return
-    try:
-        yield received
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 # --- What a run shows. ---
@@ -412,22 +208,42 @@ def main(
     temperature: evaluate.TemperatureOption = 0.8,
     top_k: evaluate.TopKOption = None,
     multiple_choice: evaluate.QuestionsOption = None,
+    coordinator_address: Annotated[
+        str | None, typer.Option(help="Of several processes: HOST:PORT of the first.")
+    ] = None,
+    num_processes: Annotated[int | None, typer.Option(min=1, help="How many processes train together.")] = None,
+    process_id: Annotated[int | None, typer.Option(min=0, help="Which of them this is, from 0.")] = None,
 ) -> None:
     """Trains a GPT on shards of tokens, in any precision recipe, on all devices."""
-    settings = Settings(**locals())
-    console = Console(quiet=jax.process_index() != 0)  # the first process speaks for all
+    given = locals()
+    settings = Settings(**{field.name: given[field.name] for field in dataclasses.fields(Settings)})
+    with processes.together():
+        try:
+            processes.join(coordinator_address, num_processes, process_id)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+        code = carry_out(settings, Console(quiet=jax.process_index() != 0))  # the first process speaks for all
+    raise typer.Exit(code)
+
+
+def carry_out(settings: Settings, console: Console) -> int:
+    """The whole run; returns its exit code, and makes one line of each error that is not one of the program itself."""
     try:
         check(settings)
         run = make_run(settings, prepared_data(settings, console))
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     try:
-        finished = train(run, console)
+        code = train(run, console)
+    except SaveError as error:
+        processes.fail(str(error))
     except (CheckpointError, ShardError, MultipleChoiceError) as error:
         raise typer.BadParameter(str(error)) from error
-    if not finished:
+    except (mpx.DivergedError, OSError) as error:
+        processes.fail(str(error))
+    if code:
         console.print("Stopped; the checkpoint is saved. Go on with --resume.")
-        raise typer.Exit(INTERRUPTED)
+    return code
 
 
 def check(settings: Settings) -> None:
@@ -467,4 +283,4 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 app.command()(main)
 
 if __name__ == "__main__":
-    app()
+    processes.run(app)

@@ -1,7 +1,6 @@
 """A recipe, a model and a schedule, made into the functions that a training loop calls.
 
-Nothing here is compiled and nothing knows of devices: the loop wraps these functions in `jax.jit`, with the shardings
-that it wants.
+Nothing here is compiled: the loop wraps these functions in `jax.jit`, with the shardings that it wants.
 """
 
 import dataclasses
@@ -12,8 +11,10 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import Mesh
 
 import mpx
+from examples.gpt import devices
 from examples.gpt.loss import mean_loss, token_losses
 from examples.gpt.model import GPT, Config
 from examples.gpt.recipes import Recipe
@@ -102,6 +103,8 @@ def make_program(
     *,
     loss_chunks: int = 1,
     rules: Any = mpx.DEFAULT_RULES,
+    mesh: Mesh | None = None,
+    parallel: devices.Parallel = "replicated",
 ) -> Program:
     """Builds model, optimizer and training step.
 
@@ -111,9 +114,11 @@ def make_program(
         hyperparameters: of the optimizer.
         loss_chunks: into how many parts the loss cuts the positions.
         rules: of `mpx.autocast`, for recipes that use it.
+        mesh: the devices that share the work of a training step; one if None.
+        parallel: whether each of them keeps all of the optimizer state.
     """
     policy = mpx.get_policy(recipe.policy)
-    tx = make_optimizer(recipe, config, hyperparameters)
+    tx = devices.divided(make_optimizer(recipe, config, hyperparameters), mesh, parallel)
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: GPT(config, nnx.Rngs(0))))
 
     def init(seed: int | jax.Array) -> tuple[Any, optax.OptState]:
@@ -149,7 +154,12 @@ def make_program(
     def train_step(
         params: Any, opt_state: optax.OptState, microbatches: jax.Array
     ) -> tuple[Any, optax.OptState, Metrics]:
-        loss, grads = mean_over_microbatches(lambda tokens: gradients(params, opt_state, tokens), microbatches)
+        def on_one_device(params: Any, microbatches: jax.Array) -> tuple[jax.Array, Any]:
+            return mean_over_microbatches(lambda tokens: gradients(params, opt_state, tokens), microbatches)
+
+        loss, grads = devices.averaged(on_one_device, mesh, parallel)(params, microbatches)
+        if recipe.compute == "plain":  # whose optimizer knows no other dtype than that of the parameters
+            grads = optax.tree.cast_like(grads, params)
         norm = optax.tree.norm(mpx.get_loss_scale(opt_state).unscale(mpx.cast(grads, "f32")))
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, Metrics(loss, norm)

@@ -1,6 +1,13 @@
 """Checkpoints: the same bits on any number of devices, and nothing else than what was asked for."""
 
+import gc
+import os
+import resource
+import shutil
+import subprocess
+import sys
 import warnings
+from contextlib import contextmanager
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +15,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from examples.gpt.checkpoints import KEPT, CheckpointError, Checkpoints
+from examples.gpt.checkpoints import KEPT, CheckpointError, Checkpoints, SaveError
 from examples.gpt.devices import AXIS, state_shardings
+from tests.examples import nano
 from tests.helpers import assert_same_bits
 
 DESCRIPTION = {"step": 3, "identity": {"recipe": "bf16-split", "seed": 0}, "position": {"epoch": 1}}
@@ -100,7 +108,7 @@ def test_other_arrays_than_those_of_the_run_are_refused_by_name(folder, shapes, 
 
 def test_of_many_differences_only_the_first_are_named(tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, {f"w{number}": jnp.zeros(2) for number in range(9)}, {})
+        checkpoints.save(1, {f"w{number}": jnp.zeros(2, jnp.float32) for number in range(9)}, {})
         shapes = {f"w{number}": SHAPE((3,), jnp.float32) for number in range(9)}
         shardings, _ = state_shardings(mesh_of(1), shapes, {}, "replicated")
         with pytest.raises(
@@ -144,3 +152,160 @@ def test_the_newest_checkpoints_are_kept(tmp_path):
         assert checkpoints.newest == 4
         assert checkpoints.description() == {"step": 4}
     assert len([path for path in tmp_path.iterdir() if path.name.isdigit()]) == KEPT
+
+
+# --- Disks that are full, folders that are read-only, files that are damaged. ---
+# Where TensorStore fails, it still calls an event loop of Orbax's that is closed.
+after_errors = pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning", "ignore:coroutine .* was never awaited:RuntimeWarning"
+)
+
+
+@pytest.fixture
+def collected():
+    """Warnings of unused objects come in the test that they belong to."""
+    yield
+    gc.collect()
+
+
+@contextmanager
+def full_disk(size=1000):
+    """No file can become longer than so many bytes; what is written fails as it does on a disk without room."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def noise(seed=0):
+    """Arrays that no compression makes small."""
+    return {"w": jax.random.normal(jax.random.key(seed), (64, 64)), "n": jnp.int32(seed)}
+
+
+def restored_noise(checkpoints):
+    shapes = jax.eval_shape(noise)
+    return checkpoints.restore(shapes, state_shardings(mesh_of(1), shapes, {}, "replicated")[0])
+
+
+FULL = "the checkpoint of step 2 could not be saved in .*: File too large. The checkpoints before it are whole"
+
+
+@after_errors
+@pytest.mark.usefixtures("collected")
+def test_a_full_disk_is_told_when_the_next_checkpoint_is_due(tmp_path):
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, noise(1), {})
+        checkpoints.wait()
+        with full_disk():
+            checkpoints.save(2, noise(2), {})
+            with pytest.raises(SaveError, match=FULL):
+                checkpoints.save(3, noise(3), {})
+
+
+@after_errors
+@pytest.mark.usefixtures("collected")
+def test_a_full_disk_is_told_at_the_end_of_a_run_at_the_latest(tmp_path, caplog):
+    with full_disk(), pytest.raises(SaveError, match=FULL), Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(2, noise(2), {})
+    assert caplog.text == ""  # Orbax would log pages
+
+
+@after_errors
+@pytest.mark.usefixtures("collected")
+def test_after_a_full_disk_the_checkpoint_before_is_whole_and_what_is_left_of_the_other_goes(tmp_path):
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, noise(1), {})
+        checkpoints.wait()
+        with full_disk():
+            checkpoints.save(2, noise(2), {})
+            with pytest.raises(SaveError):
+                checkpoints.wait()
+    assert [path.name for path in tmp_path.iterdir() if "tmp" in path.name]
+    with Checkpoints(tmp_path, cleans=True) as checkpoints:
+        assert checkpoints.newest == 1
+        assert_same_bits(restored_noise(checkpoints), noise(1))
+        checkpoints.save(2, noise(2), {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
+
+
+# The superuser may write everywhere, until it gives up the capabilities 1 and 2, which only the next program notices.
+UNPRIVILEGED = """
+import ctypes, os, sys
+if os.geteuid() == 0:
+    for capability in (1, 2):
+        assert ctypes.CDLL(None).prctl(24, capability, 0, 0, 0) == 0
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+SAVE_THERE = """
+from pathlib import Path
+import numpy as np
+import typer
+from examples.gpt import processes
+from examples.gpt.checkpoints import Checkpoints, SaveError
+
+def main(folder: Path):
+    try:
+        with Checkpoints(folder) as checkpoints:
+            checkpoints.save(2, {"w": np.zeros(2, np.float32)}, {})
+    except SaveError as error:
+        processes.fail(str(error))
+
+app = typer.Typer()
+app.command()(main)
+processes.run(app)
+"""
+
+
+def test_a_read_only_folder_is_told_in_a_line_and_ends_the_program_at_once(tmp_path):
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        checkpoints.save(1, noise(1), {})
+    (tmp_path / "checkpoints").chmod(0o555)
+    result = subprocess.run(
+        [sys.executable, "-c", UNPRIVILEGED, "-c", SAVE_THERE, tmp_path / "checkpoints"], cwd=nano.ROOT,
+        env=os.environ | {"PYTHONPATH": str(nano.ROOT)}, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert result.returncode == 1
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("Error: the checkpoint of step 2 could not be saved in")
+    assert ": Permission denied. The checkpoints before it are whole" in line
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        assert_same_bits(restored_noise(checkpoints), noise(1))
+
+
+@pytest.fixture(scope="module")
+def two_checkpoints(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two")
+    with Checkpoints(folder) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, noise(step), {"step": step})
+    return folder
+
+
+@after_errors
+@pytest.mark.usefixtures("collected")
+def test_whichever_file_of_a_checkpoint_is_cut_off_nothing_wrong_is_restored(two_checkpoints, tmp_path):
+    """Without some files Orbax can do; the others are named with the step and the folder, and what to do."""
+    files = [path.relative_to(two_checkpoints) for path in (two_checkpoints / "2").rglob("*") if path.is_file()]
+    refused = []
+    for number, file in enumerate(files):
+        folder = tmp_path / str(number)
+        shutil.copytree(two_checkpoints, folder)
+        (folder / file).write_bytes((folder / file).read_bytes()[: (folder / file).stat().st_size // 2])
+        message = None
+        try:
+            with Checkpoints(folder) as checkpoints:
+                assert checkpoints.description() == {"step": 2}
+                assert_same_bits(restored_noise(checkpoints), noise(2))
+        except CheckpointError as error:
+            message = str(error)
+        if message:
+            refused.append(file.name)
+            assert message.startswith(f"the checkpoint of step 2 in {folder} cannot be read: ")
+            assert message.endswith(f"Move its folder, {folder / '2'}, away to go on from the one before.")
+            assert len(message) < 600
+        shutil.rmtree(folder / "2")
+        with Checkpoints(folder) as checkpoints:
+            assert_same_bits(restored_noise(checkpoints), noise(1))
+    assert {"manifest.ocdbt", "_METADATA", "metadata"} <= set(refused)

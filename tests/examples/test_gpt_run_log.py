@@ -92,3 +92,15 @@ def test_a_new_run_begins_a_new_log(path):
 def test_every_log_has_a_plot(records, tmp_path):
     write_plot(tmp_path / "loss.png", records, "title")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_that_is_killed_as_it_goes_on_still_has_its_log(path, monkeypatch):
+    """Killed before the shorter log takes the place of the longer one."""
+
+    def kill(*arguments):
+        raise RuntimeError("killed")
+
+    monkeypatch.setattr(type(path), "replace", kill)
+    with pytest.raises(RuntimeError, match="killed"):
+        RunLog(path, resumed_from=2)
+    assert read_records(path) == [record(step) for step in range(1, 5)]

@@ -15,7 +15,7 @@ DRAWS = 8_000
 
 def cycle(scale, tokens):
     """After each token its successor, modulo 5."""
-    return scale * jax.nn.one_hot((tokens + 1) % 5, 5)
+    return scale * jax.nn.one_hot((tokens + 1) % 5, 5, dtype=jnp.float32)
 
 
 def fixed(logits, tokens):

@@ -5,9 +5,11 @@ A training step takes seconds to compile, so all tests share a few programs, and
 
 import dataclasses
 import functools
+import gc
 import json
 import math
 import re
+import resource
 import signal
 from types import SimpleNamespace
 
@@ -15,11 +17,10 @@ import jax
 import numpy as np
 import optax
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 import mpx
-from examples.gpt import data, evaluate, shards, train
+from examples.gpt import data, devices, evaluate, runs, shards, train
 from examples.gpt.checkpoints import Checkpoints
 from examples.gpt.model import PRESETS, Config
 from examples.gpt.recipes import get_recipe
@@ -56,9 +57,11 @@ def small_and_quick():
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(PRESETS, "nano", NANO)
-        patch.setattr(train, "make_program", functools.cache(train.make_program))
+        patch.setattr(runs, "make_program", functools.cache(runs.make_program))
         quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-        patch.setattr(train, "jax", SimpleNamespace(**vars(jax) | {"jit": quick_jit}))
+        patch.setattr(runs, "jax", SimpleNamespace(**vars(jax) | {"jit": quick_jit}))
+        # Devices are in use already, and this process is alone.
+        patch.setattr(train.processes, "join", lambda *arguments: None)
         patch.setattr(train.meter, "matmul_rate", lambda dtype: RATE)
         make_run = train.make_run
 
@@ -226,7 +229,7 @@ def test_ctrl_c_ends_with_the_step_at_work_and_what_follows_has_the_same_bits(to
     with monkeypatch.context() as patch:
         patch.setattr(train, "report", interrupted_at(3))
         stopped = run(tmp_path / "run", tokens, **options)
-    assert stopped.exit_code == train.INTERRUPTED
+    assert stopped.exit_code == 130
     assert "Stopped; the checkpoint is saved. Go on with --resume." in stopped.output
     assert saved(tmp_path / "run")[0] == 4
     logged = read_records(tmp_path / "run" / "log.jsonl")
@@ -246,19 +249,8 @@ def test_ctrl_c_ends_with_the_step_at_work_and_what_follows_has_the_same_bits(to
 def test_ctrl_c_while_a_run_is_made_ready_saves_its_first_step(tokens, tmp_path, monkeypatch):
     start = train.start
     monkeypatch.setattr(train, "start", lambda *given: signal.raise_signal(signal.SIGINT) or start(*given))
-    assert run(tmp_path, tokens).exit_code == train.INTERRUPTED
+    assert run(tmp_path, tokens).exit_code == 130
     assert saved(tmp_path)[0] == 1
-
-
-def test_a_second_ctrl_c_stops_at_once():
-    before = signal.getsignal(signal.SIGINT)
-    with train.interruptions(Console(quiet=True)) as received:
-        assert not received
-        signal.raise_signal(signal.SIGINT)
-        assert received
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_validation_losses_do_not_wait_for_a_report(tokens, tmp_path):
@@ -267,6 +259,64 @@ def test_validation_losses_do_not_wait_for_a_report(tokens, tmp_path):
     records = read_records(tmp_path / "log.jsonl")
     assert [record.step for record in records] == [1, 2, 4, 5, 6]
     assert [record.step for record in records if record.validation_loss is not None] == [2, 4, 6]
+
+
+def test_sigterm_ends_a_run_as_ctrl_c_does_with_its_own_code(tokens, tmp_path, monkeypatch):
+    start = train.start
+    monkeypatch.setattr(train, "start", lambda *given: signal.raise_signal(signal.SIGTERM) or start(*given))
+    assert run(tmp_path, tokens).exit_code == 143
+    assert saved(tmp_path)[0] == 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of TensorStore's last words
+def test_a_full_disk_ends_a_run_with_one_line_and_what_follows_has_the_same_bits(whole, tokens, tmp_path, monkeypatch):
+    """From the checkpoint of step 6 on no file can become longer than 8,000 bytes."""
+    out, save = tmp_path / "run", train.save
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill_and_save(checkpoints, of_run, params, opt_state, step, position):
+        if step == 6:
+            checkpoints.wait()
+            resource.setrlimit(resource.RLIMIT_FSIZE, (8000, hard))
+        save(checkpoints, of_run, params, opt_state, step, position)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "save", fill_and_save)
+        try:
+            result = run(out, tokens)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            gc.collect()
+    assert result.exit_code == 1
+    (error,) = [line for line in result.output.splitlines() if "Error" in line]
+    assert error.startswith("Error: the checkpoint of step 6 could not be saved in")
+    assert (
+        "File too large. The checkpoints before it are whole: when the cause is mended, go on with --resume." in error
+    )
+    assert "Traceback" not in result.output
+
+    assert saved(out)[0] == 4
+    assert run(out, tokens, "--resume").exit_code == 0
+    for actual, expected in zip(saved(out), saved(whole[0]), strict=True):
+        assert_same_bits(actual, expected)
+
+
+def test_a_run_that_diverged_ends_with_what_is_wrong_and_leaves_its_checkpoint(tokens, tmp_path, monkeypatch):
+    def diverged(opt_state):
+        raise mpx.DivergedError("`check_health`: 10 steps in a row were skipped")
+
+    report = train.report
+
+    def report_or_diverge(run, at, *arguments):
+        if at == 4:
+            monkeypatch.setattr(train, "check_health", diverged)
+        return report(run, at, *arguments)
+
+    monkeypatch.setattr(train, "report", report_or_diverge)
+    result = run(tmp_path, tokens)
+    assert result.exit_code == 1
+    assert "\nError: `check_health`: 10 steps in a row were skipped\n" in result.output
+    assert saved(tmp_path)[0] == 2
 
 
 def test_a_finished_run_that_goes_on_only_shows_its_end(whole, tokens):
@@ -386,17 +436,17 @@ def test_a_divided_optimizer_state_gives_the_losses_of_a_whole_one(tokens, tmp_p
     """ZeRO: every device keeps an eighth of each moment and all parameters."""
     losses, states = {}, {}
     for parallel in ("replicated", "zero"):
-        fields = dict.fromkeys(field.name for field in dataclasses.fields(train.Settings))
-        settings = train.Settings(
+        fields = dict.fromkeys(field.name for field in dataclasses.fields(runs.Settings))
+        settings = runs.Settings(
             **fields | OPTIONS | {"recipe": "f32", "seed": 0, "attention": "xla", "layers": "unrolled"}
             | {"checkpoint": "none", "loss_chunks": 2, "learning_rate": 1e-2, "parallel": parallel, "out": tmp_path}
         )  # fmt: skip
-        of_run = train.make_run(settings, tokens)
+        of_run = runs.make_run(settings, tokens)
         params, opt_state = of_run.program.init(0)
         losses[parallel] = []
         for seed in range(3):
             rows = np.random.default_rng(seed).integers(0, 256, (16, NANO.context + 1)).astype(np.uint16)
-            put = train.devices.microbatches_on(of_run.mesh, of_run.microbatches)
+            put = devices.microbatches_on(of_run.mesh, of_run.microbatches)
             params, opt_state, metrics = of_run.program.train_step(params, opt_state, put(rows))
             losses[parallel].append(metrics)
         states[parallel] = params, opt_state
