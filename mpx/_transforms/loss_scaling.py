@@ -63,9 +63,10 @@ def loss_scaling(
     the update is -0.0. Everything runs on the device: no callback, no wait. A training that only skips goes on
     without a word; `check_health` raises for it.
 
-    Clipping and whatever else is not linear belongs inside: in front of this it would see scaled gradients.
-    `inner` sees the parameters as they are. Around a bare Optax rule for 16-bit parameters put `upcast` or
-    `master_weights` between the two, or the rule keeps its moments in 16 bits.
+    Clipping and whatever else is not linear belongs inside: in front of this it would see scaled gradients. So does
+    `optax.MultiSteps`: around this, its mean never loses a NaN, and every later step is skipped. `inner` sees the
+    parameters as they are. Around a bare Optax rule for 16-bit parameters put `upcast` or `master_weights` between the
+    two, or the rule keeps its moments in 16 bits.
 
     Args:
         inner: any Optax transformation or chain.
