@@ -17,6 +17,7 @@ from mpx._autocast.transform import full_precision as full_precision
 from mpx._blockwise import Blockwise8bit as Blockwise8bit
 from mpx._chains import check_chain as check_chain
 from mpx._conversion import convert_state as convert_state
+from mpx._data_parallel import data_parallel as data_parallel
 from mpx._gradients import grad as grad
 from mpx._gradients import value_and_grad as value_and_grad
 from mpx._inspection import DivergedError as DivergedError
@@ -41,7 +42,6 @@ from mpx._policy import get_policy as get_policy
 from mpx._policy import half_dtype as half_dtype
 from mpx._recipes import any_precision_adamw as any_precision_adamw
 from mpx._recipes import mixed_precision as mixed_precision
-from mpx._sharding import data_parallel as data_parallel
 from mpx._sharding import zero1 as zero1
 from mpx._sharding import zero1_shardings as zero1_shardings
 from mpx._transforms.kahan_summation import KahanSummationState as KahanSummationState

@@ -24,12 +24,12 @@ def as_transformation(inner: Any, caller: str) -> optax.GradientTransformationEx
 
 def wide_dtype(dtype: DTypeLike, caller: str) -> np.dtype:
     """float32 or float64 as a NumPy dtype; raises for anything else."""
-    dtype = np.dtype(dtype)
-    if dtype not in (np.float32, np.float64):
-        raise ValueError(f"`{caller}`: `dtype` must be float32 or float64, but got {dtype}.")
-    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+    wide = _trees.dtype_or_none(dtype)
+    if wide is None or wide not in (np.float32, np.float64):
+        raise ValueError(f"`{caller}`: `dtype` must be float32 or float64, but got {wide or repr(dtype)}.")
+    if jax.dtypes.canonicalize_dtype(wide) != wide:
         raise ValueError(f"`{caller}`: float64 needs 64-bit mode; set the environment variable JAX_ENABLE_X64=1.")
-    return dtype
+    return wide
 
 
 def one_key(key: Any, caller: str) -> tuple[jax.Array, Any]:

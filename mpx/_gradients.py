@@ -68,11 +68,9 @@ def value_and_grad(
     """
     loss_scale = NoOpLossScale() if loss_scale is None else loss_scale
     require_powers_of_two(loss_scale, "value_and_grad")
-    grad_dtype = named_dtype(grad_dtype)
-    if grad_dtype is not None and not jnp.issubdtype(grad_dtype, jnp.floating):
-        raise ValueError(
-            f"`value_and_grad`: `grad_dtype` must be a floating-point dtype or None, but got {grad_dtype!r}."
-        )
+    given, grad_dtype = grad_dtype, _trees.dtype_or_none(named_dtype(grad_dtype))
+    if given is not None and (grad_dtype is None or not jnp.issubdtype(grad_dtype, jnp.floating)):
+        raise ValueError(f"`value_and_grad`: `grad_dtype` must be a floating-point dtype or None, but got {given!r}.")
 
     def scaled_loss(call, *args, **kwargs):
         loss, aux = _loss_and_aux(call(*args, **kwargs), has_aux)

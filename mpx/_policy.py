@@ -53,7 +53,7 @@ class Policy:
             tree which is cast: cast parameters and inputs one by one, not as a pair.
 
     Raises:
-        TypeError: if one of the dtypes is not understood, or an override is not a pair.
+        TypeError: if one of the dtypes is no dtype, or an override is not a pair.
         ValueError: if one of them is not a floating-point dtype of 16 bits or more, or a pattern is not a
             regular expression.
 
@@ -75,9 +75,12 @@ class Policy:
     def __post_init__(self) -> None:
         for field in ("param_dtype", "compute_dtype", "output_dtype"):
             object.__setattr__(self, field, _floating_dtype(getattr(self, field), field))
-        if not isinstance(self.overrides, (tuple, list)):
-            raise TypeError(f"`overrides` must be a tuple of pairs (pattern, dtype), but got {self.overrides!r}.")
-        object.__setattr__(self, "overrides", tuple(_checked_override(entry) for entry in self.overrides))
+        try:
+            entries = tuple(self.overrides)
+        except TypeError:
+            got = repr(self.overrides)
+            raise TypeError(f"`overrides` must be a tuple of pairs (pattern, dtype), but got {got}.") from None
+        object.__setattr__(self, "overrides", tuple(_checked_override(entry) for entry in entries))
 
     def cast_to_param(self, tree: T) -> T:
         """Casts a tree of parameters to the dtypes in which they are stored."""
@@ -256,14 +259,12 @@ def _short_name(dtype: np.dtype) -> str:
 
 
 def _floating_dtype(dtype: DTypeLike, argument: str) -> np.dtype:
-    allowed = f"`{argument}` must be a floating-point dtype of 16 to 64 bits (bfloat16, float16, float32, float64)"
-    try:
-        # NumPy reads None as float64.
-        found = None if dtype is None else np.dtype(named_dtype(dtype))
-    except Exception as error:  # a SyntaxError for ",", say
-        raise TypeError(f"{allowed}, but got {dtype!r}, which is no dtype: {error}.") from error
-    if found not in DTYPE_NAMES.values():
-        raise ValueError(f"{allowed}, but got {found}.")
+    allowed = "a floating-point dtype of 16 to 64 bits (bfloat16, float16, float32, float64)"
+    found = _trees.dtype_or_none(named_dtype(dtype))
+    if found is None and dtype is not None:
+        raise TypeError(f"`{argument}`: data type {dtype!r} not understood; it must be {allowed}.")
+    if found is None or found not in DTYPE_NAMES.values():
+        raise ValueError(f"`{argument}` must be {allowed}, but got {found}.")
     return found
 
 

@@ -82,11 +82,8 @@ def checked_patterns(given: Any) -> dict[str, Format]:
 def _checked_format(pattern: str, chosen: Any) -> Format:
     if isinstance(chosen, Blockwise8bit):
         return chosen
-    try:
-        dtype = DTYPE_NAMES[chosen] if isinstance(chosen, str) else np.dtype(chosen)
-    except (KeyError, TypeError):
-        dtype = None
-    if chosen is None or dtype is None or dtype not in _DTYPES:  # (NumPy reads None as float64.)
+    dtype = DTYPE_NAMES.get(chosen) if isinstance(chosen, str) else _trees.dtype_or_none(chosen)
+    if dtype is None or dtype not in _DTYPES:
         hint = " Make one: `Blockwise8bit()`." if chosen is Blockwise8bit else ""
         raise ValueError(
             f"`low_precision_state`: `formats[{pattern!r}]` must be bfloat16, float16, float32 or a `Blockwise8bit`, "

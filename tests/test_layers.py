@@ -11,7 +11,15 @@ ROOT = pathlib.Path(__file__).parents[1]
 LAYERS = [
     {"mpx._elementwise", "mpx._tables", "mpx._trees"},
     {"mpx.formats"},
-    {"mpx._blockwise", "mpx._checks", "mpx._loss_scale", "mpx._policy", "mpx._state_fields", "mpx._writeback"},
+    {
+        "mpx._blockwise",
+        "mpx._checks",
+        "mpx._loss_scale",
+        "mpx._placement",
+        "mpx._policy",
+        "mpx._state_fields",
+        "mpx._writeback",
+    },
     {"mpx._autocast", "mpx._autocast.compute", "mpx._autocast.jaxprs", "mpx._autocast.rules", "mpx._state_plan"},
     {"mpx._autocast.contraction", "mpx._transforms", "mpx._transforms.upcast"},
     {"mpx._autocast.plan"},
@@ -27,7 +35,15 @@ LAYERS = [
         "mpx._transforms.params_ema",
         "mpx._transforms.stochastic_rounding",
     },
-    {"mpx._chains", "mpx._gradients", "mpx._inspection", "mpx._recipes", "mpx._sharding", "mpx._state_parts"},
+    {
+        "mpx._chains",
+        "mpx._data_parallel",
+        "mpx._gradients",
+        "mpx._inspection",
+        "mpx._recipes",
+        "mpx._sharding",
+        "mpx._state_parts",
+    },
     {"mpx._conversion"},
     {"mpx"},
 ]

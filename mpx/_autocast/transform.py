@@ -309,7 +309,7 @@ def _checked_rules(rules: Mapping[Any, Rule]) -> Mapping[str, Rule]:
 def _checked_gradient_dtype(gradient_dtype: DTypeLike | None, compute: computes.Compute) -> np.dtype | None:
     if gradient_dtype is None:
         return None
-    if np.dtype(named_dtype(gradient_dtype)) != np.float32:
+    if _trees.dtype_or_none(named_dtype(gradient_dtype)) != np.float32:
         raise ValueError(f"`autocast`: `gradient_dtype` must be float32 or None, but got {gradient_dtype!r}.")
     return np.dtype(np.float32) if compute.is_narrow else None
 

@@ -62,11 +62,10 @@ def kahan_summation(dtype: DTypeLike | None = None) -> optax.GradientTransformat
         Kahan 1965, "Further remarks on reducing truncation errors"; for training, Zamirai et al. 2020, "Revisiting
         BFloat16 Training" (arXiv 2010.06192).
     """
-    compensation_dtype = np.dtype(jnp.bfloat16 if dtype is None else dtype)
-    if compensation_dtype not in (jnp.bfloat16, np.float16, np.float32):
-        raise ValueError(
-            f"`kahan_summation`: `dtype` must be bfloat16, float16 or float32, but got {compensation_dtype}."
-        )
+    compensation_dtype = _trees.dtype_or_none(jnp.bfloat16 if dtype is None else dtype)
+    if compensation_dtype is None or compensation_dtype not in (jnp.bfloat16, np.float16, np.float32):
+        got = compensation_dtype or repr(dtype)
+        raise ValueError(f"`kahan_summation`: `dtype` must be bfloat16, float16 or float32, but got {got}.")
 
     def init_fn(params):
         return KahanSummationState(

@@ -1,0 +1,97 @@
+"""`data_parallel`: each device's part of a batch, and one reduction of gradients, in float32."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from mpx import _trees
+from mpx._placement import WHOLE, cuts_of, mean_part, parameter_specs, require_axis
+
+
+def data_parallel(
+    fun: Callable[..., tuple[Any, Any]],
+    mesh: Mesh,
+    axis: str = "data",
+    *,
+    batch_specs: Any = None,
+    scatter: bool = False,
+    param_specs: Any = None,
+) -> Callable[..., tuple[Any, Any]]:
+    """Computes losses and gradients on each device's part of a batch, and averages them once, in float32.
+
+    Left to `jax.jit`, the gradients of all devices are added up where they are computed: in bfloat16 if a product
+    comes out in it, and once for every microbatch and every use of a weight. Sums over thousands of devices lose bits
+    in bfloat16, and overflow in float16. Here each device computes alone, and what it has is added up at the end, in
+    float32 whatever its dtype: one reduction for each leaf, after all microbatches.
+
+    Args:
+        fun: from parameters and batches to a value and gradients (trees like the parameters), such as
+            `value_and_grad(loss_fn)` or a mean of that over microbatches. It sees a part of each batch; what it closes
+            over is the same everywhere.
+        mesh: of the devices.
+        axis: its axis among whose devices batches are divided. All others stay with `jax.jit`: tensor parallelism
+            works as without.
+        batch_specs: of all arguments after the parameters, as in `jax.shard_map`; `PartitionSpec(axis)` if None: along
+            their first axis.
+        scatter: whether gradients are to be divided among the devices, as `zero1` wants them: by a reduce-scatter,
+            which sends half as much. If not, each device gets all of them.
+        param_specs: as given to `zero1`; it says along which axis a gradient is not to be cut.
+
+    Returns:
+        A function of the same arguments. Its value is the mean over devices (of floating arrays; loss and auxiliary
+        ones), in float32 or wider, and so are its gradients. It is to be called under `jax.jit`.
+
+    Raises:
+        TypeError: at the call, if the value has an array that is not floating, of which there is no mean.
+        ValueError: if the mesh has no such axis, or a spec uses it.
+
+    Example:
+        >>> mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        >>> loss_and_grads = value_and_grad(lambda w, x: jnp.mean(x * w))
+        >>> x = jnp.arange(8.0)
+        >>> jax.jit(data_parallel(loss_and_grads, mesh))(jnp.float32(2), x)
+        (Array(7., dtype=float32), Array(3.5, dtype=float32))
+    """
+    require_axis(mesh, axis, "data_parallel")
+    batch_specs = PartitionSpec(axis) if batch_specs is None else batch_specs
+
+    @functools.wraps(fun)
+    def spread(params, *batches):
+        specs = parameter_specs(params, param_specs, mesh, axis, "data_parallel")
+        cuts = cuts_of(params, specs, mesh, axis) if scatter else jax.tree.map(lambda _: WHOLE, params)
+
+        def on_one_device(params, *batches):
+            value, grads = fun(params, *batches)
+            value = jax.tree.map_with_path(lambda path, x: _mean_value(path, x, axis), value)
+            return value, jax.tree.map(lambda g, cut: mean_part(g, cut, axis), grads, cuts)
+
+        of_grads = jax.tree.map(lambda cut: PartitionSpec(*[None] * cut, axis) if cut >= 0 else PartitionSpec(), cuts)
+        return jax.shard_map(
+            on_one_device,
+            mesh=mesh,
+            in_specs=(
+                PartitionSpec(),
+                *(batch_specs if isinstance(batch_specs, tuple) else [batch_specs] * len(batches)),
+            ),
+            out_specs=(PartitionSpec(), of_grads),
+            axis_names={axis},
+            check_vma=False,  # with it, JAX itself would add up gradients, in their own dtype and at each use
+        )(params, *batches)
+
+    return spread
+
+
+def _mean_value(path: _trees.Path, x: Any, axis: str) -> jax.Array:
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        raise TypeError(
+            f"`data_parallel`: the value at {_trees.path_string(path)!r} is {_trees.dtype_and_shape(x)}, of which "
+            "there is no mean over devices. Return it as float32, or leave it out."
+        )
+    return lax.pmean(x.astype(_trees.promoted(x.dtype, np.float32)), axis)

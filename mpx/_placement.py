@@ -1,0 +1,153 @@
+"""Where arrays lie on a mesh: how a data-parallel axis cuts them, and their parts inside `jax.shard_map`.
+
+An array is cut along the first of its axes whose part on each device the number of devices divides. One without such an
+axis stays whole; so do scalars.
+"""
+
+import math
+from collections.abc import Callable, Collection
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from mpx import _trees
+
+T = TypeVar("T")
+
+WHOLE = -1  # instead of the axis along which an array is cut
+
+
+def require_axis(mesh: Any, axis: str, caller: str) -> None:
+    """Raises if this is no mesh, or has no such axis."""
+    if not isinstance(mesh, (Mesh, AbstractMesh)):
+        raise TypeError(f"`{caller}`: `mesh` must be a jax.sharding.Mesh, but got {type(mesh).__name__}.")
+    if axis not in mesh.axis_names:
+        raise ValueError(f"`{caller}`: the mesh has the axes {mesh.axis_names}, and none is called {axis!r}.")
+
+
+def is_manual(axis: str) -> bool:
+    """Whether this is inside a `jax.shard_map` over an axis."""
+    return axis in jax.sharding.get_abstract_mesh().manual_axes
+
+
+def _cut_of(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh | AbstractMesh, axis: str) -> int:
+    """The axis along which an array of a sharding of its own is cut, or `WHOLE`."""
+    for i, size in enumerate(shape):
+        parts = math.prod(mesh.shape[name] for name in names_at(spec, i))
+        if size and size % (parts * mesh.shape[axis]) == 0:
+            return i
+    return WHOLE
+
+
+def cut_spec(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh | AbstractMesh, axis: str) -> PartitionSpec:
+    """The sharding of an array after the cut; what it was divided among before comes first."""
+    cut = _cut_of(shape, spec, mesh, axis)
+    if cut == WHOLE:
+        return spec
+    entries = list(spec) + [None] * (cut + 1 - len(spec))
+    names = (*names_at(spec, cut), axis)
+    entries[cut] = names if len(names) > 1 else axis
+    return PartitionSpec(*entries)
+
+
+def names_at(spec: PartitionSpec, i: int) -> tuple[str, ...]:
+    """The axes of the mesh among which an axis of an array is divided."""
+    entry = spec[i] if i < len(spec) else None
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+
+
+def cuts_of(params: Any, specs: Any, mesh: Mesh, axis: str) -> Any:
+    """The axis along which each parameter is cut, or `WHOLE`."""
+    return jax.tree.map(lambda p, spec: _cut_of(np.shape(p), spec, mesh, axis), params, specs)
+
+
+def cut_shardings(params: Any, specs: Any, mesh: Mesh, axis: str) -> Any:
+    """The shardings of parameters after the cut."""
+    return jax.tree.map(lambda p, spec: NamedSharding(mesh, cut_spec(np.shape(p), spec, mesh, axis)), params, specs)
+
+
+def shardings_of(params: Any, specs: Any, mesh: Mesh) -> Any:
+    """The shardings of parameters before the cut."""
+    return jax.tree.map(lambda _, spec: NamedSharding(mesh, spec), params, specs)
+
+
+def part_of(x: jax.Array, cut: int, axis: str) -> jax.Array:
+    """This device's part of an array that it has whole."""
+    if cut == WHOLE:
+        return x
+    size = x.shape[cut] // lax.axis_size(axis)
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * size, size, cut)
+
+
+def mean_part(g: jax.Array, cut: int, axis: str) -> jax.Array:
+    """This device's part of the mean gradient, summed in float32."""
+    wide = g.astype(_trees.promoted(g.dtype, np.float32))
+    if _is_equal_everywhere(g, axis):
+        return part_of(wide, cut, axis)
+    if cut == WHOLE:
+        return lax.pmean(wide, axis)
+    total = lax.psum_scatter(wide, axis, scatter_dimension=cut, tiled=True)
+    return total / total.dtype.type(lax.axis_size(axis))
+
+
+def _is_equal_everywhere(x: jax.Array, axis: str) -> bool:
+    """Whether the types say that all devices along an axis have the same; they do only under `check_vma`."""
+    varies = lambda x: axis in jax.typeof(x).manual_axis_type.varying
+    return varies(lax.axis_index(axis)) and not varies(x)
+
+
+def place(tree: T, shardings: Any) -> T:
+    """Has arrays lie as shardings say, eagerly or in the program that is traced."""
+    now = jax.sharding.get_abstract_mesh()
+
+    def constrain(x, sharding):
+        return lax.with_sharding_constraint(x, sharding if now.empty else NamedSharding(now, sharding.spec))
+
+    return jax.tree.map(constrain, tree, shardings)
+
+
+def in_auto(function: Callable[..., Any], mesh: Mesh, out_shardings: Any) -> Callable[..., Any]:
+    """The function with XLA in charge of the placement in it, on a mesh of explicit axes too."""
+    explicit = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
+    if not explicit:
+        return function
+    return jax.sharding.auto_axes(function, axes=tuple(explicit), out_sharding=out_shardings)
+
+
+def parameter_specs(params: Any, given: Any, mesh: Mesh, axis: str, caller: str) -> Any:
+    """A tree like the parameters of the specs of their own sharding."""
+    if given is None:
+        return jax.tree.map(_spec_of_type, params)
+    specs = jax.tree.map(lambda spec, subtree: jax.tree.map(lambda _: spec, subtree), given, params, is_leaf=is_spec)
+    for path, spec in _trees.leaves_by_path(specs, is_spec).items():
+        used = [name for i in range(len(spec)) for name in names_at(spec, i)]
+        if axis in used or not set(used) <= set(mesh.axis_names):
+            raise ValueError(
+                f"`{caller}`: `param_specs` has {spec} for the parameter {_trees.path_string(path)!r}, but it may name "
+                f"axes of the mesh {mesh.axis_names} other than {axis!r}, over which parameters are equal."
+            )
+    manual = jax.sharding.get_abstract_mesh().manual_axes  # shapes are those of parts along them
+    return jax.tree.map(lambda spec: _without(spec, manual), specs, is_leaf=is_spec) if manual else specs
+
+
+def _without(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
+    return PartitionSpec(
+        *(tuple(name for name in names_at(spec, i) if name not in axes) or None for i in range(len(spec)))
+    )
+
+
+def _spec_of_type(p: Any) -> PartitionSpec:
+    """How a parameter is sharded over the explicit axes of its mesh, which its type knows."""
+    sharding = jax.typeof(p).sharding if _trees.is_array(p) and not isinstance(p, jax.ShapeDtypeStruct) else None
+    entries = () if sharding is None else tuple(sharding.spec)
+    while entries and entries[-1] is None:  # (a sharding of the same meaning but another name compiles a step again)
+        entries = entries[:-1]
+    return PartitionSpec(*entries)
+
+
+def is_spec(x: Any) -> bool:
+    """True for a spec, which stands as a leaf."""
+    return isinstance(x, PartitionSpec)
