@@ -334,7 +334,9 @@ def _require_types(opt_state: Any, caller: str) -> None:
         raise TypeError(f"`{caller}` needs an optimizer state, but got a transformation; `init` makes its state.")
     kinds = (*_FIELDS, LossScalingState, ParamsEmaState)
     is_untyped = lambda x: isinstance(x, dict) and any(set(x) == set(kind._fields) for kind in kinds)
-    if any(is_untyped(part) for part in jax.tree.leaves(opt_state, is_leaf=is_untyped)):
+    # In a state that has its types, dictionaries are the user's, who may call a parameter as a field is called.
+    is_known = lambda x: is_untyped(x) or hasattr(x, "_fields")
+    if any(is_untyped(part) for part in jax.tree.leaves(opt_state, is_leaf=is_known)):
         raise TypeError(
             f"`{caller}`: the optimizer state was restored without its types: what was a NamedTuple is a dictionary. "
             "Restore it into `jax.eval_shape(tx.init, params)`."

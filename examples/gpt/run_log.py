@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib.pyplot as plt
 
@@ -68,23 +69,34 @@ class RunLog:
 
 
 def read_records(path: Path) -> list[Record]:
-    """The records of a file, none if there is no file. A last line that was cut off by a kill is left out."""
+    """The records of a file, none if there is no file. A last line that was cut off by a kill is left out.
+
+    Raises:
+        ValueError: if another line is none of a log.
+    """
     if not path.exists():
         return []
     records = []
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_bytes().splitlines()
     for number, line in enumerate(lines, start=1):
         try:
-            content = json.loads(line)
-            known = {field.name: field.type for field in dataclasses.fields(Record)}
-            missing = [
-                math.nan if content[name] is None and kind is float else content[name] for name, kind in known.items()
-            ]
-            records.append(Record(*missing))
-        except (ValueError, KeyError, TypeError) as error:
+            records.append(_record(json.loads(line)))
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             if number < len(lines):
                 raise ValueError(f"{path}, line {number}: this is no line of a run's log: {error}") from error
     return records
+
+
+def _record(content: dict[str, Any]) -> Record:
+    """The record of a line."""
+    values = []
+    for field in dataclasses.fields(Record):
+        value = content[field.name]
+        value = math.nan if value is None and field.type is float else value
+        if not isinstance(value, (int, field.type)) or isinstance(value, bool):
+            raise TypeError(f"{field.name} is {value!r}.")
+        values.append(value)
+    return Record(*values)
 
 
 def write_plot(path: Path, records: Sequence[Record], title: str) -> None:

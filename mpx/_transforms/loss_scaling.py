@@ -168,7 +168,9 @@ def _watched(grads: Any, axis_name: Any) -> tuple[jax.Array, dict[_trees.Path, j
 
 def _like(flags: Any, by_path: dict[_trees.Path, jax.Array]) -> Any:
     """New flags in the tree of the old ones; False for a parameter without a gradient."""
-    return jax.tree.map_with_path(lambda path, old: by_path.get(_unboxed(path), jnp.zeros_like(old)), flags)
+    # (Of a box in a box the outer one is dropped: its flag stands where the inner one was.)
+    new = lambda path, old: by_path.get(path, by_path.get(_unboxed(path), jnp.zeros_like(old)))
+    return jax.tree.map_with_path(new, flags)
 
 
 def _unboxed(path: _trees.Path) -> _trees.Path:

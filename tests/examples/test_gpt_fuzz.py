@@ -271,7 +271,8 @@ def test_a_log_of_random_bytes_is_read_or_refused_by_a_value_error(scratch, cont
     path.write_bytes(content)
     try:
         records = read_records(path)
-    except ValueError:
+    except ValueError as error:
+        assert "log.jsonl, line" in str(error)
         return
     assert len(records) <= len(content.splitlines())
 
@@ -281,7 +282,7 @@ def test_lines_that_are_no_records_are_named_but_for_the_last(scratch, lines, is
     path = scratch[0].with_name("log.jsonl")
     random = "".join(lines)
     path.write_bytes(LINE + random.encode() + b"\n" + (b"" if is_last else LINE))
-    number = len((LINE.decode() + random).splitlines())
+    number = len((LINE + random.encode()).splitlines())
     if is_last and number <= 2:
         assert read_records(path) == [RECORD]
     elif random or not is_last:

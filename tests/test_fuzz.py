@@ -1,0 +1,731 @@
+"""Random trees, values and chains of wrappers, and random policies: a clear error in time, or every invariant holds."""
+
+import ast
+import pathlib
+import re
+import traceback
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import mpx
+from mpx import _trees
+from tests.helpers import assert_same_bits, bits, types_of
+
+pytestmark = pytest.mark.optax_promotion
+
+
+# --- Trees. ---
+class Layer(NamedTuple):
+    kernel: Any
+    bias: Any
+
+
+class Box(NamedTuple):
+    """Its field has the name under which Flax keeps an array in a box."""
+
+    value: Any
+
+
+SHAPES = [(), (3,), (2, 9), (0, 2, 1)]
+# Names of fields of states, which are names of parameters here; and paths that are equal as strings.
+NAMES = [
+    "w",
+    "mu",
+    "nu",
+    "a",
+    "a/b",
+    "b",
+    "",
+    "0",
+    "value",
+    "ema",
+    "inner_state",
+    "nonfinite",
+    "master",
+    "compensation",
+]
+TINY = [2.0**-149, 2.0**-133, 2.0**-126, 2.0**-100, 6e-8, 6e-5]
+USUAL = [1e-3, 0.1, 1.0, 1.5, 1.00390625, 3.0, 100.0, 0.78539816, 1.2345678, 27.182818, 0.0123456]
+HUGE = [65504.0, 70000.0, 1e19, 3.3e38]
+VALUES = [0.0, *USUAL, *TINY, *HUGE]
+ORDINARY = [0.0, *USUAL, 6e-8, 6e-5]
+
+
+def array(shape, dtype, values):
+    """The values over and over, each the nearest finite number."""
+    dtype = np.dtype(dtype)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return np.ones(shape, dtype)
+    largest = float(jnp.finfo(dtype).max)
+    return np.asarray(np.clip(np.resize(np.array(values), shape), -largest, largest), dtype)
+
+
+def values(numbers):
+    signed = st.builds(lambda number, sign: sign * number, st.sampled_from(numbers), st.sampled_from([1.0, -1.0]))
+    return st.lists(signed, min_size=1, max_size=5)
+
+
+def containers(inner, *others):
+    return st.one_of(
+        st.dictionaries(st.sampled_from(NAMES), inner, min_size=1, max_size=3),
+        st.lists(inner, max_size=2),
+        st.tuples(inner, inner),
+        st.builds(Layer, inner, inner),
+        *others,
+    )
+
+
+def trees(dtypes, numbers):
+    leaves = st.builds(array, st.sampled_from(SHAPES), st.sampled_from(dtypes), values(numbers))
+    nodes = st.one_of(leaves, leaves, leaves, st.sampled_from([None, optax.MaskedNode()]))
+    groups = containers(nodes, st.builds(Box, nodes))
+    return st.one_of(containers(st.one_of(nodes, groups), st.builds(Box, groups)), groups, leaves)
+
+
+# --- Chains. ---
+def low_precision_state(inner, pattern, chosen, rounding):
+    key = jax.random.key(1) if rounding == "stochastic" else None
+    return mpx.low_precision_state(inner, {pattern: chosen}, min_size=4, rounding=rounding, key=key)
+
+
+def every_second(tree, first, second):
+    """A tree like this one, whose leaves are one or the other in turn."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef.unflatten([second if i % 2 else first for i in range(len(leaves))])
+
+
+def multi_steps(inner):
+    """`optax.MultiSteps`, whose conditional is not compiled anew at each step when it does not have to be."""
+    compiling = lambda function: lambda *args, **options: _with_jit(True, function, *args, **options)
+    tx = optax.MultiSteps(optax.GradientTransformationExtraArgs(inner.init, compiling(inner.update)), 2)
+
+    def update(updates, state, params=None, **extra_args):
+        traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((updates, state, params)))
+        return _with_jit(traced, tx.update, updates, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+def _with_jit(wanted, function, *args, **options):
+    with jax.disable_jit(not wanted):
+        return function(*args, **options)
+
+
+PARTS = {
+    "adam": lambda: optax.adam(1e-2),
+    "sgd": lambda: optax.sgd(0.1),
+    "leaps": lambda: optax.sgd(4.0),
+    "momentum": lambda: optax.sgd(0.1, momentum=0.9),
+    "lion": lambda: optax.lion(1e-2),
+    "rmsprop": lambda: optax.rmsprop(1e-2),
+    "clip": lambda: optax.clip_by_global_norm(1.0),
+    "decay": lambda: optax.add_decayed_weights(1e-2),
+    "kahan": lambda: mpx.kahan_summation(),
+    "kahan in float32": lambda: mpx.kahan_summation(jnp.float32),
+    "stochastic rounding": lambda: mpx.stochastic_rounding(jax.random.key(0)),
+    "ema": lambda: mpx.params_ema(0.9),
+}
+WRAPPERS = {
+    "upcast": mpx.upcast,
+    "full": mpx.master_weights,
+    "split": lambda tx: mpx.master_weights(tx, storage="split"),
+    "no scale": lambda tx: mpx.loss_scaling(tx, mpx.NoOpLossScale()),
+    "static scale": lambda tx: mpx.loss_scaling(tx, mpx.StaticLossScale(8.0)),
+    "dynamic scale": lambda tx: mpx.loss_scaling(tx, mpx.DynamicLossScale(4.0, period=1, hysteresis=2)),
+    "masked": lambda tx: optax.masked(tx, lambda tree: every_second(tree, True, False)),
+    "floating": lambda tx: optax.masked(tx, lambda tree: jax.tree.map(_trees.is_floating, tree)),
+    "multi steps": lambda tx: multi_steps(tx),
+}
+FLOAT64 = lambda tx: mpx.master_weights(tx, jnp.float64)
+SCALES = ["no scale", "static scale", "dynamic scale"]
+FORMATS = ["bf16", "f16", mpx.Blockwise8bit(16), mpx.Blockwise8bit(16, signed=True)]
+PATTERNS = ["mu", "nu", "mu|nu", "trace|mu", ".*"]
+
+
+KINDS = [*WRAPPERS, "low", "partition", *PARTS]
+INSIDE = [*KINDS, *["upcast", "full", "split", "low"] * 4]  # what the promises are about
+
+
+def around(kind, inner):
+    """A chain of a kind: its name and what is inside, which `build` understands. A part comes after another chain."""
+    if kind == "low":
+        roundings = st.sampled_from(["nearest", "stochastic"])
+        return st.tuples(st.just(kind), inner, st.sampled_from(PATTERNS), st.sampled_from(FORMATS), roundings)
+    if kind == "partition":
+        return st.tuples(st.just(kind), inner, st.sampled_from(list(PARTS)))
+    return st.tuples(st.just(kind), inner) if kind in WRAPPERS else st.tuples(st.just("chain"), inner, st.just(kind))
+
+
+def chains(depth=2):
+    parts = st.sampled_from(list(PARTS))
+    return (
+        st.one_of(parts, st.sampled_from(INSIDE).flatmap(lambda kind: around(kind, chains(depth - 1))))
+        if depth
+        else parts
+    )
+
+
+def build(chain):
+    """The transformation that nested tuples of names describe."""
+    if isinstance(chain, str):
+        return PARTS[chain]()
+    kind, *rest = chain
+    if kind == "low":
+        return low_precision_state(build(rest[0]), *rest[1:])
+    inner = [build(part) for part in rest]
+    if kind == "chain":
+        return optax.chain(*inner)
+    if kind == "partition":
+        return optax.partition(dict(enumerate(inner)), lambda tree: every_second(tree, 0, 1))
+    return FLOAT64(*inner) if kind == "float64" else WRAPPERS[kind](*inner)
+
+
+# --- What is promised. ---
+NAMES_OF_MPX = {name for name in dir(mpx) if not name.startswith("_")}
+STATES = (
+    mpx.UpcastState,
+    mpx.MasterWeightsState,
+    mpx.LossScalingState,
+    mpx.LowPrecisionState,
+    mpx.KahanSummationState,
+    mpx.StochasticRoundingState,
+    mpx.ParamsEmaState,
+)
+
+
+def is_clear(error):
+    """Whether an error is one of ours: it begins with the name of the function that was called."""
+    found = re.match(r"`(\w+)`", str(error))
+    return isinstance(error, (ValueError, TypeError)) and found is not None and found[1] in NAMES_OF_MPX
+
+
+def outcome(function, *args, **options):
+    """What a function returns and what it raises; one of the two is None."""
+    try:
+        return function(*args, **options), None
+    except Exception as error:
+        return None, error
+
+
+def our_states(state):
+    """The outermost states of mpx in a state; what Optax keeps beside them is Optax's."""
+    is_ours = lambda part: isinstance(part, STATES)
+    return [part for part in jax.tree.leaves(state, is_leaf=is_ours) if is_ours(part)]
+
+
+def same_bits(a, b):
+    a, b = jax.tree.leaves(a), jax.tree.leaves(b)
+    return all(np.array_equal(bits(x), bits(y)) for x, y in zip(a, b, strict=True))
+
+
+def flushed(tree):
+    """Without subnormal numbers: a CPU takes them for zeros in every addition, that of `optax.apply_updates` too."""
+    flush = lambda x: np.where(
+        np.abs(x.astype(np.float64)) < 2.0**-126, np.copysign(0, x.astype(np.float64)).astype(x.dtype), x
+    )
+    return jax.tree.map(lambda x: flush(np.asarray(x)), tree)
+
+
+def leaves_in_float64(tree):
+    return [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(tree)]
+
+
+def pointers(tree):
+    return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree) if leaf.size]
+
+
+def rounded(master, dtype):
+    """A master as its parameter holds it: to nearest even, and nothing finite becomes infinite."""
+    largest = jnp.finfo(dtype).max.astype(master.dtype)
+    with np.errstate(over="ignore"):
+        return np.where(np.isfinite(master), np.clip(master, -largest, largest), master).astype(dtype)
+
+
+def out_of_step(before, after, state, is_finite=True):
+    """The paths of parameters that are not their masters, rounded, where the documentation does not allow it."""
+    found = []
+    old, new = _trees.leaves_by_path(before), _trees.leaves_by_path(after)
+    for part in _trees.find_states(state, mpx.MasterWeightsState):
+        for path, master in _trees.leaves_by_path(part.master).items():
+            if master.dtype == np.uint16:
+                continue
+            was, now, master = (flushed(x) for x in (old[path], new[path], master))
+            wide = lambda x: x.astype(np.float64)
+            wanted = rounded(master, now.dtype)
+            allowed = np.maximum(2.0**-24 * np.abs(wide(was)), 2.0**-126)  # a weight that falls almost to zero
+            with np.errstate(invalid="ignore"):
+                is_right = (now == wanted) | (np.abs(wide(now) - wide(wanted)) <= allowed)
+            excused = ~np.isfinite(wide(master)) | ~np.isfinite(wide(was))
+            if not is_finite:  # `optax.MultiSteps` multiplies what it does not want by zero
+                excused |= np.isnan(wide(now))
+            if not np.all(is_right | excused):
+                found.append((path, was, now, master))
+    return found
+
+
+def require_step(before, state, grads, after, new_state):
+    """Raises unless a step has kept what every transformation promises."""
+    assert types_of(after) == types_of(before)
+    kept = lambda tree: [leaf for leaf in jax.tree.leaves(tree) if not _trees.is_floating(leaf)]
+    assert same_bits(kept(after), kept(before))
+    for old, new in zip(our_states(state), our_states(new_state), strict=True):
+        assert types_of(new) == types_of(old)
+    for old, new in zip(*(_trees.find_states(s, mpx.LossScalingState) for s in (state, new_state)), strict=True):
+        if new.skipped_steps > old.skipped_steps:
+            assert same_bits(new.inner_state, old.inner_state)
+    is_bad = [not np.isfinite(np.asarray(g, np.float32)).all() for g in jax.tree.leaves(grads)]
+    if isinstance(state, mpx.LossScalingState):
+        assert int(new_state.skipped_steps) == int(state.skipped_steps) + any(is_bad)
+        if any(is_bad):
+            assert same_bits(flushed(after), flushed(before))
+            assert jax.tree.leaves(new_state.nonfinite) == is_bad
+    assert not out_of_step(before, after, new_state, is_finite=not any(is_bad))
+    masters = mpx.master_params(after, new_state)
+    assert jax.tree.structure(masters) == jax.tree.structure(after)
+    assert not any(_trees.is_narrower(leaf, np.dtype(np.float32)) for leaf in jax.tree.leaves(masters))
+    assert mpx.is_synced(after, mpx.resync(after, new_state))
+
+
+def started(chain, params):
+    """A transformation and its state, or None if it was refused; any error that is not clear ends the test."""
+
+    def start():
+        tx = build(chain)
+        state = tx.init(params)
+        mpx.check_chain(tx, params)
+        return tx, state
+
+    result, error = outcome(start)
+    assert error is None or is_clear(error), "".join(traceback.format_exception(error))
+    return result
+
+
+def train(chain, params, gradients):
+    """Trains a tree and looks at each step; returns how many steps it took, 0 if the chain was refused."""
+    chain, params, gradients = on_device((chain, params, gradients))
+    start = started(chain, params)
+    if start is None:
+        return 0
+    tx, state = start
+    assert not set(pointers(params)) & set(pointers(state))
+    for grads in gradients:
+        updates, new_state = tx.update(grads, state, params)
+        after = optax.apply_updates(params, updates)
+        require_step(params, state, grads, after, new_state)
+        params, state = after, new_state
+    return len(gradients)
+
+
+def on_device(training):
+    chain, *trees = training
+    return chain, *jax.tree.map(jnp.asarray, trees)
+
+
+@st.composite
+def trainings(draw, dtypes, numbers, poisons=(np.inf, -np.inf, np.nan), kind=None):
+    """A chain (of a kind, if one is given), parameters, and gradients of a few steps, perhaps one not finite."""
+    params = draw(trees(dtypes, numbers))
+    of_parameters = draw(st.booleans())
+
+    def gradient(p):
+        if p.dtype.kind == "i":
+            return np.zeros_like(p)
+        return array(p.shape, p.dtype if of_parameters else np.float32, draw(values(numbers)))
+
+    gradients = [jax.tree.map(gradient, params) for _ in range(draw(st.integers(1, 3)))]
+    leaves, treedef = jax.tree.flatten(gradients)
+    places = [i for i, leaf in enumerate(leaves) if leaf.size and leaf.dtype.kind != "i"]
+    if poisons and places and draw(st.booleans()):
+        i, poison = draw(st.sampled_from(places)), draw(st.sampled_from(poisons))
+        leaves[i].flat[-1] = poison
+    chain = draw(around(kind, chains()) if kind else chains())
+    return chain, params, treedef.unflatten(leaves)
+
+
+NARROW_AND_WIDE = [jnp.bfloat16, np.float16, np.float32]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=7)
+@given(data=st.data())
+def test_a_random_chain_is_refused_or_keeps_every_promise(kind, data):
+    train(*data.draw(trainings(NARROW_AND_WIDE, VALUES, kind=kind)))
+
+
+@settings(max_examples=40)
+@given(trainings(NARROW_AND_WIDE, VALUES), st.sampled_from(SCALES))
+def test_a_random_chain_inside_loss_scaling_skips_bad_steps(training, scale):
+    chain, params, gradients = training
+    train((scale, chain), params, gradients)
+
+
+@settings(max_examples=40)
+@given(trainings(NARROW_AND_WIDE, ORDINARY, poisons=()))
+def test_the_loss_scale_does_not_show_in_what_a_random_chain_does(training):
+    """Gradients eight times as large under a scale of eight: the same bits."""
+    chain, params, gradients = on_device(training)
+    plain, scaled = (started((scale, chain), params) for scale in ("no scale", "static scale"))
+    assert (plain is None) == (scaled is None)
+    if plain is None or scaled is None:
+        return
+    (one, state), (other, scaled_state) = plain, scaled
+    for grads in gradients:
+        updates, state = one.update(grads, state, params)
+        eightfold = jax.tree.map(lambda g: g * g.dtype.type(8), grads)
+        scaled_updates, scaled_state = other.update(eightfold, scaled_state, params)
+        assert_same_bits(scaled_updates, updates)
+        assert_same_bits(scaled_state.inner_state, state.inner_state)
+        params = optax.apply_updates(params, updates)
+
+
+@settings(max_examples=40)
+@given(trainings([jnp.bfloat16], ORDINARY, poisons=()))
+def test_split_masters_are_the_full_ones_around_a_random_chain(training):
+    """Until a weight falls almost to zero, where the documentation makes an exception."""
+    chain, params, gradients = on_device(training)
+    full, split = (started((storage, chain), params) for storage in ("full", "split"))
+    assert (full is None) == (split is None)
+    if full is None or split is None:
+        return
+    (one, state), (other, split_state), of_split = full, split, params
+    for grads in gradients:
+        before = params
+        updates, state = one.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        updates, split_state = other.update(grads, split_state, of_split)
+        of_split = optax.apply_updates(of_split, updates)
+        masters = mpx.master_params(params, state)
+        if any(
+            (np.abs(m) <= 2.0**-16 * np.abs(p)).any()
+            for m, p in zip(*map(leaves_in_float64, (masters, before)), strict=True)
+        ):
+            return
+        assert_same_bits(mpx.master_params(of_split, split_state), masters)
+        assert_same_bits(split_state.inner_state, state.inner_state)
+
+
+@settings(max_examples=40)
+@given(trainings([np.float32, np.float64], VALUES))
+def test_a_random_chain_inside_float64_masters_is_refused_or_keeps_every_promise(training):
+    chain, params, gradients = training
+    with jax.enable_x64(True):
+        train(("float64", chain), params, gradients)
+
+
+@settings(max_examples=40)
+@given(trainings([*NARROW_AND_WIDE, np.int32], VALUES))
+def test_integers_that_are_masked_pass_through_a_random_chain(training):
+    chain, params, gradients = training
+    train(("floating", chain), params, gradients)
+
+
+DEEP = [
+    ("dynamic scale", ("split", ("low", ("chain", "clip", "adam"), "mu|nu", mpx.Blockwise8bit(16), "stochastic"))),
+    ("partition", ("full", ("chain", "rmsprop", "ema")), ("chain", ("upcast", "lion"), "kahan")),
+    ("masked", ("static scale", ("multi steps", ("full", ("chain", "decay", "momentum"))))),
+    ("chain", ("low", "sgd", ".*", "bf16", "nearest"), "stochastic rounding"),
+]
+
+
+@pytest.mark.parametrize("chain", DEEP[:3], ids=str)
+def test_deep_chains_are_not_refused(chain):
+    """So that the tests above do look at them."""
+    params = {"a": array((2, 9), jnp.bfloat16, USUAL), "b": array((3,), np.float16, USUAL)}
+    assert train(chain, params, [params] * 2) == 2
+
+
+def test_a_chain_that_makes_no_sense_is_refused():
+    assert train(DEEP[3], {"a": array((2, 9), jnp.bfloat16, USUAL)}, []) == 0  # SGD has no state to store
+    assert train(("chain", ("full", "sgd"), "clip"), {"a": array((3,), jnp.bfloat16, USUAL)}, []) == 0
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("no name"), ValueError("`jit` is not ours"), KeyError("`upcast`"), AttributeError("`upcast`: no x")],
+    ids=repr,
+)
+def test_errors_of_others_are_not_clear(error):
+    """Negative control."""
+    assert not is_clear(error)
+
+
+def after_a_step(tx, gradient):
+    params = {"w": jnp.asarray(array((2, 9), jnp.bfloat16, USUAL))}
+    state = tx.init(params)
+    grads = {"w": jnp.full((2, 9), gradient)}
+    updates, new_state = tx.update(grads, state, params)
+    return params, state, grads, optax.apply_updates(params, updates), new_state
+
+
+def test_updates_clipped_after_the_masters_are_seen_to_miss_them():
+    """Negative control: a chain that `check_chain` refuses."""
+    tx = optax.chain(mpx.master_weights(optax.sgd(1.0)), optax.clip(0.5))
+    before, _, _, after, state = after_a_step(tx, 3.0)
+    assert out_of_step(before, after, state)
+
+
+def test_a_step_that_is_not_skipped_is_seen():
+    """Negative control: the flags of a skip, and parameters that it has changed."""
+    tx = mpx.loss_scaling(mpx.master_weights(optax.sgd(1.0)))
+    step = after_a_step(tx, jnp.inf)
+    require_step(*step)
+    with pytest.raises(AssertionError):
+        require_step(*step[:3], jax.tree.map(lambda p: p + p.dtype.type(1), step[3]), step[4])
+
+
+def test_a_state_that_shares_a_buffer_with_the_parameters_is_seen():
+    """Negative control: a rule that keeps the very arrays. Around it `upcast` keeps copies."""
+    keeper = optax.GradientTransformation(lambda params: params, lambda updates, state, params=None: (updates, state))
+    params = jnp.ones(3)
+    assert set(pointers(params)) & set(pointers(keeper.init(params)))
+    assert not set(pointers(params)) & set(pointers(mpx.upcast(keeper).init(params)))
+
+
+# --- Policies. ---
+VALID = [
+    "bf16",
+    "half",
+    "p=f32,c=bf16,o=full",
+    "params=float16, compute=bfloat16 ,output=f64",
+    "c=f16",
+    "o=half,p=bf16",
+]
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6) | st.binary(max_size=6),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.tuples(inner, inner) | st.dictionaries(st.text(max_size=4), inner, max_size=2)
+    ),
+    max_leaves=5,
+)
+# Of letters that mean something to NumPy or to regular expressions: others end their readers at once.
+NEARLY_DTYPES = st.text("f48iOUSV,()<>=|{}[]' \0:12e", max_size=8)
+NEARLY_PATTERNS = st.text("ab()[]{}019,|?*+^$\\:=!<>iLPaux-#.&\ud800N", max_size=16)
+REAL_DTYPES = st.sampled_from(["bf16", "half", "f16", "float32", "f64", jnp.bfloat16, np.float16, np.dtype("float32")])
+
+
+@st.composite
+def damaged(draw, texts):
+    """A text with something put in place of a part of it."""
+    text = draw(st.sampled_from(texts))
+    start, end = sorted(draw(st.tuples(*[st.integers(0, len(text))] * 2)))
+    return text[:start] + draw(st.text("=, pcoutmfbl136\0\n", max_size=4)) + text[end:]
+
+
+def bytes_as_text(encoding, errors):
+    return st.binary(max_size=30).map(lambda content: content.decode(encoding, errors))
+
+
+def require_policy_or_value_error(text):
+    policy, error = outcome(mpx.get_policy, text)
+    if error is None:
+        assert mpx.get_policy(str(policy)) == policy
+    else:
+        assert isinstance(error, ValueError)
+        assert "olicy " + repr(text) in str(error)  # it shows what it is about
+
+
+@given(st.text(max_size=30) | bytes_as_text("latin-1", "strict") | bytes_as_text("utf-8", "surrogateescape"))
+def test_random_text_is_a_policy_or_a_value_error(text):
+    require_policy_or_value_error(text)
+
+
+@given(damaged(VALID))
+def test_a_damaged_policy_is_a_policy_or_a_value_error(text):
+    require_policy_or_value_error(text)
+
+
+@given(JSON | NEARLY_DTYPES)
+def test_a_random_dtype_is_taken_or_refused_by_the_name_of_its_argument(dtype):
+    """NumPy reads "," as the beginning of a list, and raises a SyntaxError."""
+    usual = dict.fromkeys(("param_dtype", "compute_dtype", "output_dtype"), "f32")
+    for field in usual:
+        policy, error = outcome(mpx.Policy, **usual | {field: dtype})
+        if error is None:
+            assert getattr(policy, field) in (jnp.bfloat16, np.float16, np.float32, np.float64)
+        else:
+            assert isinstance(error, (TypeError, ValueError))
+            assert str(error).startswith(f"`{field}`")
+            assert "floating-point dtype of 16 to 64 bits" in str(error)
+
+
+TAKE_A_DTYPE = {
+    "upcast": lambda dtype: mpx.upcast(optax.sgd(0.1), dtype),
+    "master_weights": lambda dtype: mpx.master_weights(optax.sgd(0.1), dtype),
+    "kahan_summation": mpx.kahan_summation,
+    "low_precision_state": lambda dtype: mpx.low_precision_state(optax.sgd(0.1), {"trace": dtype}),
+    "value_and_grad": lambda dtype: mpx.value_and_grad(jnp.sum, grad_dtype=dtype),
+    "autocast": lambda dtype: mpx.autocast(jnp.sum, dtype),
+    "gradient dtype": lambda dtype: mpx.autocast(jnp.sum, "bf16", gradient_dtype=dtype),
+}
+
+
+@pytest.mark.parametrize("name", TAKE_A_DTYPE)
+@settings(max_examples=30)
+@given(JSON | NEARLY_DTYPES)
+@example(",")
+@example({"": ""})
+def test_whatever_takes_a_dtype_takes_a_random_one_or_refuses_it_by_name(name, dtype):
+    _, error = outcome(TAKE_A_DTYPE[name], dtype)
+    assert error is None or is_clear(error)
+
+
+@pytest.mark.parametrize("dtype", [",", "08", "(V,", {"": ""}, [0]], ids=str)
+def test_what_numpy_does_not_understand_is_refused_in_words_of_ours(dtype):
+    """NumPy raised a SyntaxError for the first three, which it reads as the formats of a record."""
+    with pytest.raises(TypeError, match=r"`param_dtype`: data type .* not understood; it must be a floating-point"):
+        mpx.Policy(dtype, "f32", "f32")
+
+
+def test_overrides_that_are_not_several_are_refused():
+    with pytest.raises(TypeError, match=r"`overrides` must be a tuple of pairs \(pattern, dtype\), but got 3"):
+        mpx.get_policy("bf16", overrides=3)
+
+
+@pytest.mark.parametrize("pattern", ["a{99999999999999999999}", "(" * 5000], ids=["too often", "too deep"])
+def test_a_pattern_that_repeats_too_often_or_is_too_deep_is_refused(pattern):
+    """There was an OverflowError for the one and a RecursionError for the other."""
+    with pytest.raises(ValueError, match="is not a regular expression"):
+        mpx.get_policy("bf16", overrides=((pattern, "f32"),))
+    with pytest.raises(ValueError, match="is not a regular expression"):
+        mpx.low_precision_state(optax.adam(1e-3), {pattern: "bf16"})
+
+
+@pytest.mark.filterwarnings("ignore:Possible:FutureWarning")
+@given(st.lists(st.tuples(NEARLY_PATTERNS | st.text(max_size=5), REAL_DTYPES), max_size=3))
+def test_a_random_pattern_is_searched_in_paths_or_refused_when_the_policy_is_made(overrides):
+    overrides = tuple((pattern, np.float16 if dtype == "half" else dtype) for pattern, dtype in overrides)
+    policy, error = outcome(mpx.get_policy, "bf16", overrides=overrides)
+    if policy is None:
+        assert isinstance(error, ValueError)
+        assert re.match("The override pattern .* is not a regular expression: ", str(error), re.DOTALL)
+    else:
+        assert hash(policy) == hash(mpx.get_policy("bf16", overrides=overrides))
+        for path in ("", "a", "layers/0/kernel"):
+            policy.override_at(path)
+
+
+@given(JSON)
+def test_random_overrides_are_taken_or_refused_in_words_of_ours(overrides):
+    policy, error = outcome(mpx.get_policy, "bf16", overrides=overrides)
+    if policy is None:
+        assert isinstance(error, (TypeError, ValueError))
+        assert re.match(r"`overrides|An override must be a pair|The override pattern", str(error))
+    else:
+        assert all(isinstance(pattern, str) for pattern, _ in policy.overrides)
+
+
+@pytest.mark.filterwarnings("ignore:Possible:FutureWarning")
+@given(NEARLY_PATTERNS | st.text(max_size=5) | JSON)
+def test_a_random_pattern_for_a_state_is_taken_or_refused_when_the_optimizer_is_made(pattern):
+    formats = {pattern: "bf16"} if isinstance(pattern, str) else pattern
+    _, error = outcome(mpx.low_precision_state, optax.sgd(0.1), formats)
+    assert error is None or is_clear(error)
+
+
+@given(
+    trees([jnp.bfloat16, np.float16, np.float32, np.int32, np.bool_, np.complex64, jnp.float8_e5m2], VALUES),
+    st.sampled_from(["bf16", "f16", "f32"]),
+    st.lists(
+        st.tuples(st.sampled_from(["w", "^0", "mu|nu", "kernel$", "/", "nowhere"]), st.sampled_from(["f16", "f32"]))
+    ),
+)
+def test_a_cast_of_a_random_tree_changes_the_dtypes_of_real_floating_leaves_and_nothing_else(tree, text, overrides):
+    policy = mpx.get_policy(text, overrides=tuple(overrides))
+    tree = jax.tree.map(jnp.asarray, tree)
+    cast = policy.cast_to_param(tree)
+    assert jax.tree.structure(cast) == jax.tree.structure(tree)
+    for (path, old), new in zip(jax.tree.leaves_with_path(tree), jax.tree.leaves(cast), strict=True):
+        is_float = old.dtype in (jnp.bfloat16, np.float16, np.float32)
+        wanted = (policy.override_at(_trees.path_string(path)) or policy.param_dtype) if is_float else old.dtype
+        assert (new.shape, new.dtype) == (old.shape, wanted)
+        assert (new is old) == (old.dtype == wanted)
+
+
+# --- Nothing is unpickled. ---
+REPOSITORY = pathlib.Path(__file__).parents[1]
+SOURCES = sorted(path for folder in ("mpx", "examples", "benchmarks") for path in (REPOSITORY / folder).rglob("*.py"))
+# Modules that run code from what they read.
+UNSAFE_MODULES = {
+    "pickle",
+    "_pickle",
+    "cPickle",
+    "cloudpickle",
+    "dill",
+    "marshal",
+    "shelve",
+    "joblib",
+    "jsonpickle",
+    "runpy",
+}
+UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
+
+
+def ways_to_run_code_from_a_file(source):
+    """What in a program may run what it reads, each as `line: what`."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [alias.name for alias in node.names]
+            modules = names if isinstance(node, ast.Import) else [node.module or "", *names]
+            found += [f"{node.lineno}: {name}" for name in modules if UNSAFE_MODULES & set(name.split("."))]
+        if isinstance(node, ast.Attribute) and node.attr in UNSAFE_MODULES:
+            found.append(f"{node.lineno}: {ast.unparse(node)}")
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            options = {option.arg: option.value for option in node.keywords}
+            safe = lambda name, wanted: name not in options or ast.unparse(options[name]) == wanted  # noqa: B023
+            if called.removeprefix("builtins.") in UNSAFE_CALLS or not safe("allow_pickle", "False"):
+                found.append(f"{node.lineno}: {called}")
+            if called == "torch.load" and ("weights_only" not in options or not safe("weights_only", "True")):
+                found.append(f"{node.lineno}: {called}")
+    return found
+
+
+def test_no_source_file_can_run_code_that_it_reads():
+    found = {path: ways_to_run_code_from_a_file(path.read_text(encoding="utf-8")) for path in SOURCES}
+    assert {str(path): ways for path, ways in found.items() if ways} == {}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "import numpy, cloudpickle as c",
+        "def f():\n    from dill import loads",
+        "from joblib.externals import cloudpickle",
+        "import marshal",
+        "import shelve",
+        "np.load(path, allow_pickle=True)",
+        "np.load(path, allow_pickle=wanted)",
+        "np.loadtxt(path, allow_pickle=1)",
+        "pandas.compat.pickle.load(file)",
+        "eval(path.read_text())",
+        "exec(compile(text, path, 'exec'))",
+        "torch.load(path)",
+        "torch.load(path, weights_only=False)",
+        "__import__(name)",
+    ],
+)
+def test_a_source_file_that_can_run_code_that_it_reads_is_seen(source):
+    """Negative control."""
+    assert ways_to_run_code_from_a_file(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["np.load(path)", "np.load(path, allow_pickle=False)", "json.loads(text)", "model.eval()", "re.compile(text)"],
+)
+def test_a_source_file_that_only_reads_data_is_not_accused(source):
+    assert ways_to_run_code_from_a_file(source) == []
+
+
+def test_all_source_files_are_looked_at():
+    assert {REPOSITORY / "mpx" / "_policy.py", REPOSITORY / "examples" / "gpt" / "shards.py"} <= set(SOURCES)
+    assert len(SOURCES) > 60
