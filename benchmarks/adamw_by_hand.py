@@ -33,7 +33,8 @@ def adamw(g: jax.Array, weight: jax.Array, mu: Any, nu: Any, corrections: tuple)
     g = g.astype(jnp.float32)
     m = (1 - B1) * g + B1 * loaded(mu, signed=True)
     v = (1 - B2) * (g * g) + B2 * loaded(nu, signed=False)
-    direction = (m / corrections[0]) / (jnp.sqrt(v / corrections[1]) + EPS)
+    first, second = (x.astype(jnp.float32) for x in corrections)  # with 64-bit types they are float64, as in Optax
+    direction = (m / first) / (jnp.sqrt(v / second) + EPS)
     update = -LEARNING_RATE * (direction + WEIGHT_DECAY * weight)
     return update, stored(m, mu, signed=True), stored(v, nu, signed=False)
 

@@ -350,7 +350,7 @@ def copy_bandwidth() -> float:
     best = math.inf
     for donated in ((), (0,)):
         add = jax.jit(lambda x: x + 1, donate_argnums=donated)
-        x = jax.random.normal(jax.random.key(0), (COPY_BYTES // 4,))
+        x = jax.random.normal(jax.random.key(0), (COPY_BYTES // 4,), jnp.float32)
         for _ in range(1 + COPY_ROUNDS):
             start = time.perf_counter()
             for _ in range(COPY_CALLS):

@@ -1,6 +1,7 @@
 """What every transformation promises: one battery over all of them."""
 
 import functools
+import sys
 
 import flax.serialization
 import jax
@@ -103,6 +104,7 @@ def test_an_empty_tree_is_trained(name, empty):
     assert jax.tree.leaves(updates) == []
 
 
+@pytest.mark.eager
 @every_transform
 def test_the_state_can_be_a_scan_carry_and_steps_in_it_have_the_bits_of_single_ones(name):
     """What is decoded in one program with the rule may contract with its sums: those compare without fusion."""
@@ -163,6 +165,7 @@ def test_extra_arguments_reach_the_rule_inside(name):
     assert float(seen[0]["value"]) == 2
 
 
+@pytest.mark.eager
 @every_transform
 def test_it_runs_inside_vmap(name):
     """Two models at once."""
@@ -233,6 +236,42 @@ def test_it_runs_under_strict_promotion_around_a_strict_rule(name):
         tx.update(grads(start), tx.init(start), start)
 
 
+OF_TWO_DTYPES = {  # what Optax adds or multiplies in two dtypes, as the README says
+    "adam": lambda: mpx.upcast(optax.adam(1e-3)),
+    "adamw": lambda: mpx.upcast(optax.adamw(1e-3)),
+    "lamb": lambda: mpx.upcast(optax.lamb(1e-3)),
+    "a cosine schedule": lambda: mpx.upcast(optax.sgd(optax.cosine_decay_schedule(1e-3, 10))),
+    "MultiSteps": lambda: optax.MultiSteps(mpx.upcast(optax.sgd(1e-3)), 2),
+    "AnyPrecision AdamW": mpx.any_precision_adamw,
+}
+OF_ONE_DTYPE = {
+    "sgd": lambda: optax.sgd(1e-3, momentum=0.9),
+    "lion": lambda: optax.lion(1e-3),
+    "rmsprop": lambda: optax.rmsprop(1e-3),
+    "adafactor": lambda: optax.adafactor(1e-3),
+    "clipping and a linear schedule": lambda: optax.chain(
+        optax.clip_by_global_norm(1.0), optax.sgd(optax.linear_schedule(1e-3, 0.0, 10))
+    ),
+}
+
+
+@pytest.mark.parametrize("wrap", [mpx.upcast, mpx.master_weights, lambda rule: mpx.loss_scaling(mpx.upcast(rule))])
+@pytest.mark.parametrize("make", OF_ONE_DTYPE.values(), ids=OF_ONE_DTYPE)
+def test_rules_that_add_no_two_dtypes_run_under_strict_promotion(make, wrap):
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        tx = wrap(make())
+        tx.update(grads(params()), tx.init(params()), params())
+
+
+@pytest.mark.parametrize("make", OF_TWO_DTYPES.values(), ids=OF_TWO_DTYPES)
+def test_rules_that_do_are_refused_by_jax_under_strict_promotion(make):
+    """If Optax becomes strict, the README says too little."""
+    tx = make()
+    state = tx.init(params())
+    with jax.numpy_dtype_promotion("strict"), pytest.raises(jax.dtypes.TypePromotionError):
+        tx.update(grads(params()), state, params())
+
+
 @every_transform
 def test_it_runs_with_leak_checks_and_without_jit(name):
     tx = TRANSFORMS[name]()
@@ -248,13 +287,38 @@ def test_it_runs_with_leak_checks_and_without_jit(name):
 def test_it_runs_in_64_bit_mode_with_the_same_types(name):
     start = {"w": jnp.ones(3, jnp.bfloat16)}
     tx = TRANSFORMS[name]()
-    expected = types_of(tx.update(grads(start), tx.init(start), start)[0])
+    with jax.enable_x64(False):
+        expected = types_of(tx.update(grads(start), tx.init(start), start)[0])
     with jax.enable_x64(True):
         tx = TRANSFORMS[name]()
         state = tx.init(start)
         updates, new_state = tx.update(grads(start), state, start)
         assert types_of(updates) == expected
         assert types_of(new_state) == types_of(state)
+
+
+@pytest.mark.parametrize("name", sorted(TRANSFORMS.keys() - {"any_precision_adamw"}))
+def test_steps_have_the_same_bits_in_64_bit_mode(name, monkeypatch):
+    """Around a rule that does not compute with its count of steps: Optax does that in float64 then, and rounds."""
+    rule = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_stddev(), optax.scale(-1e-2))
+    monkeypatch.setattr(sys.modules[__name__], "RULE", rule)
+    rng = np.random.default_rng(0)
+    dtype = np.float16 if name == "mixed_precision f16" else jnp.bfloat16
+    start = {"kernel": rng.normal(size=(3, 100)).astype(dtype), "bias": rng.normal(size=3).astype(np.float32)}
+    gradients = [jax.tree.map(lambda p: rng.normal(size=p.shape).astype(np.float32), start) for _ in range(3)]
+
+    def trained():
+        tx = TRANSFORMS[name]()
+        now = start, tx.init(start)
+        for g in gradients:
+            updates, state = tx.update(g, now[1], now[0])
+            now = optax.apply_updates(now[0], updates), state
+        return now
+
+    with jax.enable_x64(False):
+        expected = trained()
+    with jax.enable_x64(True):
+        assert_same_bits(trained(), expected)
 
 
 @every_transform
@@ -267,6 +331,7 @@ def test_it_runs_under_debug_nans(name):
         jax.jit(tx.update, compiler_options=QUICKLY)(grads(start), tx.init(start), start)
 
 
+@pytest.mark.eager
 @every_transform
 def test_leaves_that_do_not_train_pass_through_masked(name):
     """Integers, keys, complex numbers and 8-bit floats among the parameters keep their bits (invariant 9)."""

@@ -167,8 +167,9 @@ def test_round_to_float32_changes_nothing(patterns):
 @both_formats
 def test_round_to_keeps_shapes_and_accepts_numpy_scalars_and_names_of_dtypes(dtype):
     assert formats.round_to(np.float32(1.0), str(dtype)).shape == ()
-    assert formats.round_to(jnp.ones((0, 3)), dtype).shape == (0, 3)
-    assert_same_bits(formats.round_to(jnp.full((2, 1, 3), 1 + 2.0**-20), dtype), jnp.ones((2, 1, 3)))
+    assert formats.round_to(jnp.ones((0, 3), jnp.float32), dtype).shape == (0, 3)
+    above_one = jnp.full((2, 1, 3), 1 + 2.0**-20, jnp.float32)
+    assert_same_bits(formats.round_to(above_one, dtype), jnp.ones((2, 1, 3), jnp.float32))
 
 
 @both_formats
@@ -519,7 +520,7 @@ def narrowing_conversions(function, x):
 
 @everywhere
 def test_no_conversion_that_a_compiler_may_drop_stands_in_the_program(name):
-    function, x = roundings()[name], jnp.ones(8)
+    function, x = roundings()[name], jnp.ones(8, jnp.float32)
     assert float32_round_trips(function, x) == []
     assert narrowing_conversions(function, x) == []
     assert converts_to_16_bits(function, x) == []
@@ -529,11 +530,12 @@ def test_no_conversion_that_a_compiler_may_drop_stands_in_the_program(name):
 def test_the_naive_round_trip_is_found_in_its_program(dtype):
     """Negative control of the test above: a GPU compiler may turn this into nothing."""
     naive = lambda x: x.astype(dtype).astype(jnp.float32)
-    assert len(float32_round_trips(naive, jnp.ones(8))) == 1
-    assert len(narrowing_conversions(naive, jnp.ones(8))) == 1
-    assert converts_to_16_bits(naive, jnp.ones(8))
+    x = jnp.ones(8, jnp.float32)
+    assert len(float32_round_trips(naive, x)) == 1
+    assert len(narrowing_conversions(naive, x)) == 1
+    assert converts_to_16_bits(naive, x)
     in_a_loop = lambda x: jax.lax.scan(lambda c, _: (naive(c), None), x, None, length=2)[0]
-    assert len(float32_round_trips(in_a_loop, jnp.ones(8))) == 1
+    assert len(float32_round_trips(in_a_loop, x)) == 1
 
 
 @both_formats
@@ -551,7 +553,7 @@ wrong_dtypes = pytest.mark.parametrize(
         (jnp.ones(3, jnp.bfloat16), "bfloat16[3]"),
         (jnp.ones((2, 1), jnp.float16), "float16[2, 1]"),
         (np.ones(()), None),
-        (jnp.arange(2), "int32[2]"),
+        (jnp.arange(2, dtype=jnp.int32), "int32[2]"),
     ],
     ids=["bfloat16", "float16", "numpy float64", "int32"],
 )
@@ -575,7 +577,8 @@ def test_other_inputs_than_float32_are_refused(name, x, shown):
 @pytest.mark.parametrize("dtype", ["float64", "int16", jnp.float8_e4m3fn, jnp.complex64])
 @pytest.mark.parametrize("name", ["round_to", "stochastic_round"])
 def test_unknown_formats_are_refused(name, dtype):
-    arguments = (jax.random.key(0), jnp.ones(1)) if name == "stochastic_round" else (jnp.ones(1),)
+    x = jnp.ones(1, jnp.float32)
+    arguments = (jax.random.key(0), x) if name == "stochastic_round" else (x,)
     message = f"`{name}` knows the dtypes bfloat16, float16 and float32, but got {np.dtype(dtype)}."
     with pytest.raises(ValueError, match=re.escape(message)):
         getattr(formats, name)(*arguments, dtype)

@@ -33,10 +33,13 @@ NESTINGS = {
 
 
 def trained(tx, steps=5):
-    params = {"kernel": jnp.linspace(0.5, 2, 8).astype(jnp.bfloat16), "bias": jnp.ones(2)}
+    params = {
+        "kernel": jnp.linspace(0.5, 2, 8, dtype=jnp.float32).astype(jnp.bfloat16),
+        "bias": jnp.ones(2, jnp.float32),
+    }
     state = tx.init(params)
     for _ in range(steps):
-        updates, state = tx.update(jax.tree.map(lambda p: jnp.full(p.shape, 0.1), params), state, params)
+        updates, state = tx.update(jax.tree.map(lambda p: jnp.full(p.shape, 0.1, jnp.float32), params), state, params)
         params = optax.apply_updates(params, updates)
     return params, state
 
@@ -56,7 +59,7 @@ every_keeper = pytest.mark.parametrize("keeper", KEEPERS, scope="module")
 def test_master_params_finds_the_float32_weights_in_any_nesting(keeper, nesting):
     params, state = trained_in(nesting, keeper)
     masters = mpx.master_params(params, state)
-    start = jnp.linspace(0.5, 2, 8).astype(jnp.bfloat16).astype(jnp.float32)
+    start = jnp.linspace(0.5, 2, 8, dtype=jnp.float32).astype(jnp.bfloat16).astype(jnp.float32)
     np.testing.assert_allclose(masters["kernel"], start - 5e-3, rtol=1e-4)
     assert (masters["kernel"] != params["kernel"].astype(jnp.float32)).any()
     assert_same_bits(masters["bias"], params["bias"])  # float32 leaves are their own masters

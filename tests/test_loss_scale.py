@@ -143,16 +143,16 @@ def test_trajectories_of_the_transformation_in_a_scan_are_those_of_the_models(pa
     steps = 40
     finite = np.array((pattern * steps)[:steps])
     tx = mpx.loss_scaling(optax.sgd(0.1), dynamic(**options, hysteresis=hysteresis))
-    params = jnp.ones(2)
+    params = jnp.ones(2, jnp.float32)
 
     def step(state, finite):
-        grads = jnp.where(finite, jnp.ones(2), jnp.array([1.0, jnp.inf]))
+        grads = jnp.where(finite, jnp.ones(2, jnp.float32), jnp.array([1.0, jnp.inf], jnp.float32))
         _, state = tx.update(grads, state, params)
         return state, state.loss_scale
 
     state, trajectory = jax.lax.scan(step, tx.init(params), finite)
     assert trajectory.tolist() == dynamic_grad_scaler(finite, hysteresis=hysteresis, **options)
-    assert state.skipped_steps == steps - finite.sum()
+    assert int(state.skipped_steps) == steps - finite.sum()
 
 
 def test_the_model_tells_a_scale_that_grows_one_step_late():
@@ -584,7 +584,7 @@ def odd_tree(flip):
         "key": jax.random.key(flip),
         "keys": jax.random.split(jax.random.key(flip), 2),
         "none": None,
-        "empty": jnp.ones((0, 2)),
+        "empty": jnp.ones((0, 2), jnp.float32),
     }
 
 
@@ -616,12 +616,12 @@ def test_select_tree_takes_python_and_numpy_booleans(pred):
 
 @pytest.mark.parametrize("error", [TypeError, AssertionError])
 @pytest.mark.parametrize(
-    ("pred", "shown"), [(jnp.ones(1, bool), "bool[1]"), (jnp.int32(1), "int32[]"), (1.0, "float32[]")]
+    ("pred", "shown"), [(jnp.ones(1, bool), "bool[1]"), (jnp.int32(1), "int32[]"), (np.float32(1), "float32[]")]
 )
 def test_select_tree_refuses_all_but_a_boolean_scalar_with_an_error_that_users_of_jmp_catch_too(pred, shown, error):
     message = f"`select_tree`: expected boolean scalar `pred`, but got {shown}."
     with pytest.raises(error, match=re.escape(message)):
-        mpx.select_tree(pred, jnp.ones(1), jnp.ones(1))
+        mpx.select_tree(pred, jnp.ones(1, jnp.float32), jnp.ones(1, jnp.float32))
 
 
 def test_select_tree_refuses_trees_of_different_structure():

@@ -192,7 +192,7 @@ def test_each_cast_gives_its_dtype(cast, dtype):
 
 def test_cast_to_full_and_cast_to_half_cast_to_float32_and_to_half_dtype():
     assert mpx.half_dtype() == np.float16
-    tree = {"w": jnp.ones(2), "h": jnp.ones(2, BF16), "n": jnp.arange(2)}
+    tree = {"w": jnp.ones(2, F32), "h": jnp.ones(2, BF16), "n": jnp.arange(2, dtype=jnp.int32)}
     assert jax.tree.map(lambda leaf: leaf.dtype, mpx.cast_to_full(tree)) == {"w": F32, "h": F32, "n": np.int32}
     assert jax.tree.map(lambda leaf: leaf.dtype, mpx.cast_to_half(tree)) == {"w": F16, "h": F16, "n": np.int32}
     assert mpx.cast_to_full(tree)["w"] is tree["w"]
@@ -217,8 +217,11 @@ def test_cast_refuses_other_dtypes(dtype):
 
 
 def params():
-    block = lambda: {"norm": {"scale": jnp.ones(3)}, "dense": {"kernel": jnp.ones((3, 3)), "bias": jnp.ones(3)}}
-    return {"blocks": [block(), block()], "head": {"kernel": jnp.ones((3, 2))}, "step": jnp.zeros((), jnp.int32)}
+    block = lambda: {
+        "norm": {"scale": jnp.ones(3, F32)},
+        "dense": {"kernel": jnp.ones((3, 3), F32), "bias": jnp.ones(3, F32)},
+    }
+    return {"blocks": [block(), block()], "head": {"kernel": jnp.ones((3, 2), F32)}, "step": jnp.zeros((), jnp.int32)}
 
 
 def test_an_override_is_searched_in_the_path_and_sets_storage_and_compute_but_not_output():

@@ -144,10 +144,10 @@ def test_any_precision_adamw_with_float32_everywhere_is_adamw_to_the_bit(rate, d
         theirs = optax.adamw(rate, 0.8, 0.99, 1e-6, weight_decay=0.1)
     trained = []
     for tx in (ours, theirs):
-        p = jnp.linspace(-1, 1, 100).astype(dtype)
+        p = jnp.linspace(-1, 1, 100, dtype=jnp.float32).astype(dtype)
         state = tx.init(p)
         for i in range(5):
-            updates, state = tx.update(jnp.sin(jnp.arange(100.0) + i), state, p)
+            updates, state = tx.update(jnp.sin(jnp.arange(100.0, dtype=jnp.float32) + i), state, p)
             p = optax.apply_updates(p, updates)
         trained.append((updates, p))
     assert_same_bits(*trained)
@@ -217,7 +217,7 @@ def test_any_precision_adamw_refuses_dtypes_that_cannot_be():
     with pytest.raises(ValueError, match="`kahan_summation`: `dtype` must be"):
         mpx.any_precision_adamw(compensation_buffer_dtype=jnp.int8)
     with pytest.raises(ValueError, match="second moments, which float16 cannot hold"):
-        mpx.any_precision_adamw(variance_dtype=jnp.float16).init(jnp.ones(3))
+        mpx.any_precision_adamw(variance_dtype=jnp.float16).init(jnp.ones(3, jnp.float32))
 
 
 def test_any_precision_adamw_knows_its_moments_whatever_parameters_are_called():
@@ -230,12 +230,12 @@ def test_any_precision_adamw_knows_its_moments_whatever_parameters_are_called():
 
 def test_any_precision_adamw_can_round_its_moments_stochastically():
     """0.999**2000 = 0.135: the variance falls, which rounded to nearest it never does."""
-    ones = jnp.ones(8192)
+    ones = jnp.ones(8192, jnp.float32)
 
     def left(**options):
         tx = mpx.any_precision_adamw(**options)
         _, state = tx.update(ones, tx.init(ones), ones)
-        step = lambda _, state: tx.update(jnp.zeros(8192), state, ones)[1]
+        step = lambda _, state: tx.update(jnp.zeros(8192, jnp.float32), state, ones)[1]
         state = jax.jit(lambda s: jax.lax.fori_loop(0, 2000, step, s))(state)
         return float(optax.tree.get(state, "nu").astype(jnp.float32).mean() / 1e-3)
 
@@ -245,7 +245,8 @@ def test_any_precision_adamw_can_round_its_moments_stochastically():
 
 def test_hyperparameters_of_any_precision_adamw_can_be_injected():
     tx = optax.inject_hyperparams(mpx.any_precision_adamw, static_args=("momentum_dtype",))(learning_rate=1e-2)
-    state = tx.init(jnp.ones(4))
+    ones = jnp.ones(4, jnp.float32)
+    state = tx.init(ones)
     assert set(state.hyperparams) == {"learning_rate", "b1", "b2", "eps", "weight_decay"}
-    updates, _ = tx.update(jnp.ones(4), optax.tree.set(state, learning_rate=jnp.float32(0)), jnp.ones(4))
+    updates, _ = tx.update(ones, optax.tree.set(state, learning_rate=jnp.float32(0)), ones)
     assert not updates.any()

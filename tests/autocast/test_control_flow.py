@@ -182,6 +182,7 @@ def total(fun):
     return lambda *args: sum(leaf.sum() for leaf in jax.tree.leaves(fun(*args)))
 
 
+@pytest.mark.eager
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_values_and_gradients_are_those_of_casts_written_by_hand(name):
     args, program = arguments(), PROGRAMS[name]
@@ -230,7 +231,7 @@ def test_forward_mode_goes_through_while_loops(dynamic):
 
         return fun
 
-    w, x = 2 * jnp.eye(4) + normal(0, 4, 4), normal(2, 8, 4)
+    w, x = 2 * jnp.eye(4, dtype=F32) + normal(0, 4, 4), normal(2, 8, 4)
     tangent = lambda fun: exact_jit(lambda w, x: jax.jvp(fun, (w, x), (jnp.cos(w), jnp.cos(x))))(w, x)
     plain = program(jnp.matmul)
     assert set(contractions(lambda w, x: jax.jvp(mpx.autocast(plain, BF16), (w, x), (w, x)), w, x)) == {all_in(BF16)}
@@ -244,9 +245,9 @@ def test_forward_mode_goes_through_while_loops(dynamic):
 
 def test_a_while_loop_may_be_mapped_inside_of_the_function():
     """Each row has a number of iterations of its own; jax gives such a loop one condition a row."""
-    w = 2 * jnp.eye(4)
+    w = 2 * jnp.eye(4, dtype=F32)
     one = lambda row: lax.while_loop(lambda c: c.sum() < 100, lambda c: c @ w, row)
-    x = jnp.ones((3, 4)) * jnp.array([[1.0], [3.0], [8.0]])
+    x = jnp.ones((3, 4), F32) * jnp.array([[1.0], [3.0], [8.0]], F32)
     expected = np.array([[32.0], [48.0], [32.0]]) * np.ones((1, 4))
     assert_same_bits(jax.vmap(one)(x), jnp.asarray(expected, F32))
     assert_same_bits(jax.vmap(mpx.autocast(one, BF16))(x), jnp.asarray(expected, F32))
@@ -284,7 +285,7 @@ def test_a_loop_of_no_iterations_returns_what_it_was_given():
     step = lambda c, _: (c @ w, c @ w)
     carry, ys = mpx.autocast(lambda x: lax.scan(step, x, length=0), BF16)(x)
     assert_same_bits(carry, x)
-    assert_same_bits(ys, jnp.zeros((0, 8, 4)))
+    assert_same_bits(ys, jnp.zeros((0, 8, 4), F32))
     assert_same_bits(mpx.autocast(lambda n, x: lax.fori_loop(0, n, lambda i, c: c @ w, x), BF16)(jnp.int32(0), x), x)
 
 
@@ -310,7 +311,7 @@ def test_a_shard_map_over_some_axes_of_a_mesh_leaves_the_others_to_the_compiler(
 
 def test_a_function_is_autocast_inside_of_a_shard_map():
     """Every device has its rows; gradients of the weight that all of them hold are added up in float32."""
-    w, x = jnp.zeros((2, 1)), jnp.ones((8, 2)).at[0].set(250.0)
+    w, x = jnp.zeros((2, 1), F32), jnp.ones((8, 2), F32).at[0].set(250.0)
     loss = autocast_loss(lambda w, x: x @ w, BF16)
     gradient = jax.shard_map(jax.grad(loss), mesh=eight_cpu_devices(), in_specs=(WHOLE, SPLIT), out_specs=WHOLE)
     assert_same_bits(np.asarray(jax.jit(gradient)(w, x)), np.full((2, 1), 257, F32))
@@ -367,7 +368,7 @@ def test_a_weight_that_is_used_twice_in_the_body_travels_in_float32():
 @pytest.mark.parametrize(
     "use",
     [
-        lambda c, w: c * w[0] + c @ jnp.ones((4, 4)),
+        lambda c, w: c * w[0] + c @ jnp.ones((4, 4), F32),
         lambda c, w: (c[:, None] * w[None]).sum(1) + c @ c.T @ c,
         lambda c, w: c @ jnp.broadcast_to(w[:1], (4, 4)),
         lambda c, w: lax.while_loop(lambda s: s[0] < 1, lambda s: (s[0] + 1, s[1] @ w), (0, c))[1],
@@ -412,7 +413,13 @@ def test_activations_that_are_results_of_contractions_travel_in_16_bits(dtype):
     def fun(w, x):
         def body(c, row):
             y = row @ w
-            return c + (y @ w).sum(), (y, y.reshape(2, 2).T, jnp.maximum(y, 0.0), y * 2.0, jnp.arange(3))
+            return c + (y @ w).sum(), (
+                y,
+                y.reshape(2, 2).T,
+                jnp.maximum(y, 0.0),
+                y * 2.0,
+                jnp.arange(3, dtype=jnp.int32),
+            )
 
         return lax.scan(body, 0.0, x @ w)
 
@@ -540,7 +547,7 @@ def embedding_loss(tokens):
 def test_a_token_that_is_seen_a_thousand_times_has_a_gradient_of_a_thousand():
     table, tokens = jnp.zeros((3, 2), BF16), jnp.ones(1000, jnp.int32)
     loss = embedding_loss(tokens)
-    expected = jnp.zeros((3, 2)).at[1].set(1000.0)
+    expected = jnp.zeros((3, 2), F32).at[1].set(1000.0)
     loss_in_bf16 = mpx.autocast(loss, BF16)
     wide, narrow = exact_jit(lambda table: (mpx.grad(loss_in_bf16)(table), jax.grad(loss_in_bf16)(table)))(table)
     assert_same_bits((wide, narrow), (expected, expected.astype(BF16)))
@@ -554,7 +561,7 @@ def test_a_weight_that_a_scan_of_4096_steps_closes_over_has_a_gradient_of_4096()
         ones = jnp.ones((1, 2), w.dtype)
         return lax.scan(lambda c, _: (c + (ones @ w).sum(), None), jnp.zeros((), w.dtype), length=4096)[0]
 
-    assert_same_bits(exact_jit(mpx.grad(mpx.autocast(loss, BF16)))(w), jnp.full((2, 1), 4096.0))
+    assert_same_bits(exact_jit(mpx.grad(mpx.autocast(loss, BF16)))(w), jnp.full((2, 1), 4096.0, F32))
     assert (plain_16_bit(loss, w) == 256).all()
 
 
@@ -631,7 +638,7 @@ def uses_in_a_checkpoint_of_a_stack(use, w, n):
 def uses_on_several_devices(use, w, n):
     """An eighth on each of eight devices, and one more on the first."""
     step = lambda w, count: lax.psum(count[0] * use(lax.pcast(w, "data", to="varying")), "data")
-    counts = jnp.full(8, n / 8.0).at[0].add(1.0)
+    counts = jnp.full(8, n / 8.0, F32).at[0].add(1.0)
     return jax.shard_map(step, mesh=eight_cpu_devices(), in_specs=(WHOLE, SPLIT), out_specs=WHOLE)(w, counts)
 
 
@@ -643,7 +650,7 @@ COUNTS = [
 
 
 def ones_times(w):
-    return (jnp.ones((1, 2)) @ w).sum()
+    return (jnp.ones((1, 2), F32) @ w).sum()
 
 
 @pytest.mark.parametrize(("dtype", "n"), [(BF16, 256), (F16, 2048)], ids=["bfloat16", "float16"])
@@ -658,7 +665,7 @@ def test_the_gradient_of_a_weight_is_the_number_of_its_uses(uses, dtype, n):
 
 def test_the_gradient_of_a_float32_weight_is_the_same_with_jaxs_own_grad():
     loss = mpx.autocast(lambda w: uses_in_scan(ones_times, w, 256), BF16)
-    assert_same_bits(jax.grad(loss)(jnp.zeros((2, 1))), jnp.full((2, 1), 257.0))
+    assert_same_bits(jax.grad(loss)(jnp.zeros((2, 1), F32)), jnp.full((2, 1), 257.0, F32))
 
 
 def test_the_gradient_of_a_bfloat16_weight_is_rounded_once_by_jax_itself():
@@ -673,7 +680,7 @@ def used_257_times_in_a_checkpoint(w):
 
 def joined_with_a_product(w):
     """Such as the embedding of a first token before those of a sequence, which a loop goes through."""
-    rows = jnp.concatenate([w[None], (jnp.ones((2, 2)) @ jnp.ones((2, 1)))[None]])
+    rows = jnp.concatenate([w[None], (jnp.ones((2, 2), F32) @ jnp.ones((2, 1), F32))[None]])
     return lax.scan(lambda c, row: (c + used_257_times_in_a_checkpoint(row), None), jnp.float32(0), rows)[0]
 
 
@@ -696,7 +703,7 @@ def returned_by_a_loop(w):
 def test_a_weight_that_is_moved_on_its_way_has_a_gradient_of_257_too(loss):
     """The sum of its uses is not rounded on the way back either: no contraction stands between it and them."""
     gradient = exact_jit(mpx.grad(mpx.autocast(loss, BF16)))(jnp.zeros((2, 1), BF16))
-    assert_same_bits(gradient, jnp.full((2, 1), 257.0))
+    assert_same_bits(gradient, jnp.full((2, 1), 257.0, F32))
 
 
 def test_a_stack_of_weights_used_twice_loses_a_use_if_its_slices_are_cast_first():
@@ -738,8 +745,8 @@ def test_a_mean_of_microbatches_is_taken_in_float32():
     """257 microbatches, each with a gradient of 1: their sum in bfloat16 is 256."""
     gradient = mpx.grad(autocast_loss(lambda w, x: x @ w, BF16))
     step = lambda total, x: (total + gradient(jnp.zeros((2, 1), BF16), x), None)
-    total, _ = lax.scan(step, jnp.zeros((2, 1)), jnp.ones((257, 1, 2)))
-    assert_same_bits(total, jnp.full((2, 1), 257.0))
+    total, _ = lax.scan(step, jnp.zeros((2, 1), F32), jnp.ones((257, 1, 2), F32))
+    assert_same_bits(total, jnp.full((2, 1), 257.0, F32))
 
 
 def test_rounding_by_numpy_is_what_contractions_do():

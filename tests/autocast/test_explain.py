@@ -145,7 +145,7 @@ def test_rows_of_an_nnx_model_are_at_the_users_line():
 
 
 def test_rows_of_an_equinox_model_are_at_the_users_line():
-    model = eqx.filter_eval_shape(eqx.nn.MLP, 4, 2, 8, 1, key=jax.random.key(0))
+    model = eqx.filter_eval_shape(eqx.nn.MLP, 4, 2, 8, 1, dtype=jnp.float32, key=jax.random.key(0))
     assert {row.where for row in contractions(equinox_model, model, shape(3, 4))} == {line(equinox_model)}
 
 
@@ -163,7 +163,7 @@ def test_paths_outside_the_working_directory_are_whole(tmp_path, monkeypatch):
 
 def test_equal_products_of_one_line_share_a_row_in_the_order_of_the_program():
     def three(a, b):
-        return a @ b @ b @ jnp.ones((5, 2)), jnp.ones((2, 3)) @ a
+        return a @ b @ b @ jnp.ones((5, 2), jnp.float32), jnp.ones((2, 3), jnp.float32) @ a
 
     rows = contractions(three, shape(3, 5), shape(5, 5))
     assert [(row.shapes, row.count) for row in rows] == [

@@ -171,7 +171,7 @@ def everything(w, x):
 @functools.cache
 def everything_plainly():
     """The weight permutes: all numbers are small and whole, and exact in bfloat16."""
-    w, x = jnp.eye(4)[jnp.array([2, 0, 3, 1])] * jnp.array([[1.0, -1.0, 1.0, -1.0]]), integers(1, 3, 4)
+    w, x = jnp.eye(4, dtype=F32)[jnp.array([2, 0, 3, 1])] * jnp.array([[1.0, -1.0, 1.0, -1.0]], F32), integers(1, 3, 4)
     return w, x, exact_jit(jax.value_and_grad(everything, argnums=(0, 1)))(w, x)
 
 
@@ -212,8 +212,8 @@ def test_under_jit_it_is_traced_once():
 
 def test_linear_functions_can_be_transposed():
     w, x = integers(0, 4, 3), integers(1, 2, 4)
-    (transposed,) = jax.linear_transpose(mpx.autocast(lambda x: x @ w, BF16), x)(jnp.ones((2, 3)))
-    assert_same_bits(transposed, jnp.ones((2, 3)) @ w.T)
+    (transposed,) = jax.linear_transpose(mpx.autocast(lambda x: x @ w, BF16), x)(jnp.ones((2, 3), F32))
+    assert_same_bits(transposed, jnp.ones((2, 3), F32) @ w.T)
 
 
 def test_a_program_can_be_exported_for_batches_of_any_size():
@@ -345,7 +345,7 @@ def test_a_pallas_kernel_is_kept_whole():
 
 def test_a_linear_solve_and_its_derivatives_are_kept():
     """Its matrix products converge in float32 only."""
-    a, b = normal(0, 4, 4) + 8 * jnp.eye(4), normal(1, 4)
+    a, b = normal(0, 4, 4) + 8 * jnp.eye(4, dtype=F32), normal(1, 4)
     solve = lambda a, b: lax.custom_linear_solve(
         lambda v: a @ v, b, lambda matvec, b: jnp.linalg.solve(a, b), lambda vecmat, b: jnp.linalg.solve(a.T, b)
     )
@@ -408,7 +408,7 @@ def effectful(log, w, x, ordered=True):
         tell("step", i)
         return c @ w, None
 
-    y, _ = lax.scan(body, y, jnp.arange(3.0))
+    y, _ = lax.scan(body, y, jnp.arange(3.0, dtype=F32))
     y = lax.cond(y.sum() > -1e9, lambda y: (tell("branch", 1.0), y @ w)[1], lambda y: (tell("other", 2.0), y)[1], y)
     y = jax.jit(lambda y: (tell("call", 3.0), y @ w)[1])(y)
     y = lax.fori_loop(0, 2, lambda i, y: (tell("loop", i), y @ w)[1], y)
@@ -452,7 +452,7 @@ def test_debug_prints_and_callbacks_run(capfd):
         return lax.scan(body, y, jnp.arange(2))[0]
 
     for transform in (lambda f: f, jax.jit):
-        jax.block_until_ready(transform(mpx.autocast(fun, BF16))(jnp.eye(2), jnp.ones((1, 2))))
+        jax.block_until_ready(transform(mpx.autocast(fun, BF16))(jnp.eye(2, dtype=F32), jnp.ones((1, 2), F32)))
         jax.effects_barrier()
         assert capfd.readouterr().out.split("\n") == ["sum 2.0", "step 0", "step 1", ""]
     assert seen == [F32, F32]
@@ -650,7 +650,7 @@ def test_16_bit_arguments_are_viewed_as_float32_and_others_are_as_they_are(dtype
 
     args = [
         jnp.ones(2, dtype),
-        jnp.ones(2),
+        jnp.ones(2, F32),
         jnp.arange(2),
         jnp.arange(2, dtype=jnp.uint8),
         jnp.ones(2, bool),
@@ -666,7 +666,7 @@ def test_16_bit_arguments_are_viewed_as_float32_and_others_are_as_they_are(dtype
     assert seen[0] == jax.typeof(plain[1])
     assert seen[1:] == [jax.typeof(x) for x in plain[1:]]
     assert_same_bits(list(results[1:]), plain[1:])
-    assert_same_bits(results[0], jnp.ones(2))
+    assert_same_bits(results[0], jnp.ones(2, F32))
 
 
 def test_typed_keys_are_passed_on_and_random_numbers_are_those_of_the_plain_function():
@@ -683,7 +683,7 @@ def test_dropout_in_a_loop_over_keys_drops_what_the_plain_function_drops():
 
         return lax.scan(body, x, jax.random.split(key, 3))[0]
 
-    w, x = jnp.eye(4), integers(0, 3, 4)
+    w, x = jnp.eye(4, dtype=F32), integers(0, 3, 4)
     key = jax.random.key(1)
     assert_same_bits(exact_jit(mpx.autocast(fun, BF16))(key, w, x), exact_jit(fun)(key, w, x))
 
@@ -797,19 +797,19 @@ class Layer:
 
 
 def test_a_model_that_is_closed_over_may_be_changed_between_calls():
-    layer = Layer(jnp.eye(4))
+    layer = Layer(jnp.eye(4, dtype=F32))
     fun = mpx.autocast(lambda x: layer(x), BF16)
     method = mpx.autocast(layer, BF16) if hasattr(layer, "__name__") else mpx.autocast(layer.__call__, BF16)
     x = integers(0, 3, 4)
     for factor in (1.0, 2.0, 3.0):
-        layer.w = factor * jnp.eye(4)
+        layer.w = factor * jnp.eye(4, dtype=F32)
         assert_same_bits((fun(x), method(x)), (factor * x, factor * x))
-        assert_same_bits(jax.grad(lambda x: fun(x).sum())(x), jnp.full((3, 4), factor))
+        assert_same_bits(jax.grad(lambda x: fun(x).sum())(x), jnp.full((3, 4), factor, F32))
 
 
 @pytest.mark.parametrize("inside", ["", "scan", "jit", "checkpoint", "cond"])
 def test_a_list_of_weights_that_is_closed_over_may_be_changed_between_calls(inside):
-    weights = [jnp.eye(4)]
+    weights = [jnp.eye(4, dtype=F32)]
     wrap = {
         "": lambda f: f,
         "scan": lambda f: lambda x: lax.scan(lambda c, _: (f(c), None), x, length=1)[0],
@@ -820,9 +820,9 @@ def test_a_list_of_weights_that_is_closed_over_may_be_changed_between_calls(insi
     fun = mpx.autocast(wrap(lambda x: functools.reduce(jnp.matmul, weights, x)), BF16)
     x = integers(0, 3, 4)
     assert_same_bits(fun(x), x)
-    weights[0] = 2 * jnp.eye(4)
+    weights[0] = 2 * jnp.eye(4, dtype=F32)
     assert_same_bits(fun(x), 2 * x)
-    weights.append(2 * jnp.eye(4))
+    weights.append(2 * jnp.eye(4, dtype=F32))
     assert_same_bits(fun(x), 4 * x)
     weights.clear()
     assert_same_bits(fun(x), x)
@@ -841,6 +841,6 @@ def test_weights_that_are_closed_over_are_not_viewed_in_float32():
     w = jnp.eye(4, dtype=BF16)
     fun = mpx.autocast(lambda x: x @ w, BF16)
     with pytest.raises(jax.errors.TypePromotionError if hasattr(jax.errors, "TypePromotionError") else Exception):
-        fun(jnp.ones((3, 4)))
+        fun(jnp.ones((3, 4), F32))
     with jax.numpy_dtype_promotion("standard"):
-        assert contractions(fun, jnp.ones((3, 4))) == [Contraction(BF16, BF16, BF16)]
+        assert contractions(fun, jnp.ones((3, 4), F32)) == [Contraction(BF16, BF16, BF16)]

@@ -43,6 +43,10 @@ def full(value):
     return jnp.full((8, 4), value, F32)
 
 
+def clamped(low, x, high):
+    return lax.clamp(F32.type(low), x, F32.type(high))
+
+
 def rows(*indices):
     return jnp.array(indices, jnp.int32)
 
@@ -202,9 +206,9 @@ CASES = {
         ("argument", lambda y, z, u: lax.stop_gradient(u), OFF),
     ],
     "clamp": [
-        ("-1 and 1", lambda y, z, u: lax.clamp(-1.0, y, 1.0), ON),
-        ("-0.1 and 1", lambda y, z, u: lax.clamp(-0.1, y, 1.0), OFF),
-        ("-1 and 0.1", lambda y, z, u: lax.clamp(-1.0, y, 0.1), OFF),
+        ("-1 and 1", lambda y, z, u: clamped(-1.0, y, 1.0), ON),
+        ("-0.1 and 1", lambda y, z, u: clamped(-0.1, y, 1.0), OFF),
+        ("-1 and 0.1", lambda y, z, u: clamped(-1.0, y, 0.1), OFF),
         ("values", lambda y, z, u: lax.clamp(jnp.minimum(y, z), y, jnp.maximum(y, z)), ON),
         ("an argument", lambda y, z, u: lax.clamp(u, y, full(jnp.inf)), OFF),
     ],
@@ -229,8 +233,8 @@ CASES = {
     **{
         name: [
             ("values", lambda y, z, u, function=function: function(y, z), ON),
-            ("0", lambda y, z, u, function=function: function(y, 0.0), ON),
-            ("0.1", lambda y, z, u, function=function: function(y, 0.1), OFF),
+            ("0", lambda y, z, u, function=function: function(y, F32.type(0.0)), ON),
+            ("0.1", lambda y, z, u, function=function: function(y, F32.type(0.1)), OFF),
             ("argument", lambda y, z, u, function=function: function(y, u), OFF),
         ]
         for name, function in {"max": lax.max, "min": lax.min}.items()
@@ -519,10 +523,10 @@ OPERATIONS = {
     "max": lambda a, b: jnp.maximum(a, b),
     "max with zero": lambda a, b: jnp.maximum(a, 0.0),
     "max with a third": lambda a, b: jnp.maximum(a, 1 / 3),
-    "clamp": lambda a, b: lax.clamp(-0.5, a, 0.7),
+    "clamp": lambda a, b: clamped(-0.5, a, 0.7),
     "select": lambda a, b: jnp.where(a > 0, a, b),
     "mask": lambda a, b: jnp.where(a > 0, a, -1e4),
-    "mask to zero": lambda a, b: lax.select(a > 0, b, jnp.zeros((4, 4))),
+    "mask to zero": lambda a, b: lax.select(a > 0, b, jnp.zeros((4, 4), F32)),
     "abs": lambda a, b: jnp.abs(a),
     "round": lambda a, b: jnp.round(a),
     "sort": lambda a, b: lax.sort((a, b), num_keys=1)[1],

@@ -69,7 +69,7 @@ def dtypes_of(fun, *args):
 
 
 def test_an_extended_table_is_followed():
-    x = jnp.ones((3, 3))
+    x = jnp.ones((3, 3), jnp.float32)
     kept = mpx.autocast(products, "bf16", rules=mpx.DEFAULT_RULES | {"dot_general": "keep"})
     assert dtypes_of(kept, x)["dot_general"] == np.float32
     lowered = mpx.autocast(products, "bf16", rules=mpx.DEFAULT_RULES | {"tanh": "lower"})
@@ -81,8 +81,8 @@ def test_a_primitive_of_ones_own_is_named_by_itself():
     own.def_abstract_eval(lambda x: x.update(dtype=x.dtype))
     rules = mpx.DEFAULT_RULES | {own: "lower"}
     program = mpx.autocast(lambda x: own.bind(x), "f16", rules=rules)
-    assert dtypes_of(program, jnp.ones(3))["own"] == np.float16
-    assert dtypes_of(mpx.autocast(lambda x: own.bind(x), "f16"), jnp.ones(3))["own"] == np.float32
+    assert dtypes_of(program, jnp.ones(3, jnp.float32))["own"] == np.float16
+    assert dtypes_of(mpx.autocast(lambda x: own.bind(x), "f16"), jnp.ones(3, jnp.float32))["own"] == np.float32
 
 
 @pytest.mark.parametrize(
@@ -107,9 +107,9 @@ def test_a_table_that_makes_no_sense_is_refused(rules, error, message):
 def test_a_loop_that_is_kept_is_not_entered():
     loop = lambda x: jax.lax.fori_loop(0, 3, lambda _, x: x @ x, x)
     rules = mpx.DEFAULT_RULES | {"scan": "keep"}
-    text = str(jax.make_jaxpr(mpx.autocast(loop, "bf16", rules=rules))(jnp.ones((3, 3))))
+    text = str(jax.make_jaxpr(mpx.autocast(loop, "bf16", rules=rules))(jnp.ones((3, 3), jnp.float32)))
     assert "bf16" not in text
-    assert "bf16" in str(jax.make_jaxpr(mpx.autocast(loop, "bf16"))(jnp.ones((3, 3))))
+    assert "bf16" in str(jax.make_jaxpr(mpx.autocast(loop, "bf16"))(jnp.ones((3, 3), jnp.float32)))
 
 
 def test_fast_rules_run_activations_in_the_compute_dtype_and_norms_in_float32():
@@ -119,7 +119,7 @@ def test_fast_rules_run_activations_in_the_compute_dtype_and_norms_in_float32():
     def norm(x):
         return jax.nn.standardize(x @ x)
 
-    x = jnp.ones((3, 3))
+    x = jnp.ones((3, 3), jnp.float32)
     fast = lambda fun: [
         (eqn.primitive.name, eqn.outvars[0].aval.dtype)
         for eqn in jax.make_jaxpr(mpx.autocast(fun, "bf16", rules=mpx.FAST_RULES))(x).eqns
@@ -133,7 +133,8 @@ def test_fast_rules_leave_an_operand_that_is_not_on_the_grid_alone():
     """Rounding it first would lose its last bits. A bias is rounded, as it is where one casts by hand."""
     fun = lambda x, w, b: {"activation": x + x @ w, "bias": x @ w + b[None]}
     add = mpx.autocast(fun, "bf16", rules=mpx.FAST_RULES)
-    program = jax.make_jaxpr(add)(jnp.ones((3, 3)), jnp.ones((3, 3)), jnp.ones(3))
+    matrix = jnp.ones((3, 3), jnp.float32)
+    program = jax.make_jaxpr(add)(matrix, matrix, matrix[0])
     dtypes = [eqn.outvars[0].aval.dtype for eqn in program.eqns if eqn.primitive.name == "add"]
     assert dtypes == [np.float32, jnp.bfloat16]
 
@@ -167,7 +168,8 @@ def test_fast_rules_do_not_round_the_gradients_of_stacked_biases():
     """257 rows: a stack of biases of bfloat16 goes through the loop in float32."""
 
     def loss(biases):
-        step = lambda c, b: (c + (jnp.ones((257, 3)) @ jnp.ones((3, 2)) + b[None]).sum(), None)
+        product = lambda: jnp.ones((257, 3), jnp.float32) @ jnp.ones((3, 2), jnp.float32)
+        step = lambda c, b: (c + (product() + b[None]).sum(), None)
         return jax.lax.scan(step, jnp.float32(0), biases)[0]
 
     gradient = mpx.grad(mpx.autocast(loss, "bf16", rules=mpx.FAST_RULES))(jnp.ones((2, 2), jnp.bfloat16))

@@ -11,7 +11,7 @@ from flax import nnx
 import mpx
 from mpx._autocast.transform import autocast_of
 
-X, W = jnp.full((3, 4), 1.0 + 2.0**-12), jnp.full((4, 5), 1.0 + 2.0**-12)  # in bfloat16 both are 1
+X, W = (jnp.full(shape, 1.0 + 2.0**-12, jnp.float32) for shape in ((3, 4), (4, 5)))  # in bfloat16 both are 1
 
 
 def product(x, w):
@@ -86,15 +86,15 @@ def test_bf16x3_is_asked_of_forward_and_backward_products():
 
 
 def test_bf16x3_has_the_error_of_float32_and_not_of_bfloat16():
-    x, w = jax.random.normal(jax.random.key(0), (64, 64)), jax.random.normal(jax.random.key(1), (64, 64))
+    x, w = (jax.random.normal(jax.random.key(seed), (64, 64), jnp.float32) for seed in (0, 1))
     exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
-    error = lambda dtype: np.abs(jax.jit(mpx.autocast(product, dtype))(x, w) - exact).max()
+    error = lambda dtype: np.abs(np.asarray(jax.jit(mpx.autocast(product, dtype))(x, w)) - exact).max()
     assert error("bf16x3") < 2e-4 < 2e-2 < error("bf16")
 
 
 def test_results_have_the_output_dtype_of_a_policy_and_keep_their_own_without_one():
     policy = mpx.get_policy("params=f32,compute=bf16,output=bf16")
-    fun = lambda x, w: {"logits": x @ w, "ids": jnp.arange(3)}
+    fun = lambda x, w: {"logits": x @ w, "ids": jnp.arange(3, dtype=jnp.int32)}
     out = mpx.autocast(fun, policy)(X, W)
     assert (out["logits"].dtype, out["ids"].dtype) == (jnp.bfloat16, jnp.int32)
     assert mpx.autocast(fun, "bf16")(X, W)["logits"].dtype == jnp.float32
@@ -102,7 +102,7 @@ def test_results_have_the_output_dtype_of_a_policy_and_keep_their_own_without_on
 
 def test_an_override_says_in_what_the_products_of_a_weight_run():
     policy = mpx.Policy(jnp.bfloat16, jnp.bfloat16, jnp.float32, overrides=(("head", jnp.float32), ("mid", "f2")))
-    params = {"body": W, "mid": jnp.ones((5, 5)), "head": jnp.ones((5, 2))}
+    params = {"body": W, "mid": jnp.ones((5, 5), jnp.float32), "head": jnp.ones((5, 2), jnp.float32)}
     fun = lambda p, x: x @ p["body"] @ p["mid"].T @ p["head"].reshape(5, 2)
     expected = [("bfloat16",) * 3, ("float16",) * 3, ("float32",) * 3]
     assert dot_dtypes(mpx.autocast(fun, policy), policy.cast_to_param(params), X) == expected
@@ -110,7 +110,7 @@ def test_an_override_says_in_what_the_products_of_a_weight_run():
 
 def test_an_override_follows_a_stack_of_weights_into_a_scan():
     policy = mpx.Policy(jnp.float32, jnp.bfloat16, jnp.float32, overrides=(("first", jnp.float32),))
-    params = {"first": jnp.ones((6, 4, 4)), "second": jnp.ones((6, 4, 4))}
+    params = {"first": jnp.ones((6, 4, 4), jnp.float32), "second": jnp.ones((6, 4, 4), jnp.float32)}
 
     def fun(params, x):
         return jax.lax.scan(lambda x, p: (x @ p["first"] @ p["second"], None), x, params)[0]
@@ -171,8 +171,8 @@ def layers(params, x):
     return x.sum()
 
 
-STACK = [jnp.ones((8, 8)) for _ in range(4)]
-INPUT = jnp.ones((32, 8))
+STACK = [jnp.ones((8, 8), jnp.float32) for _ in range(4)]
+INPUT = jnp.ones((32, 8), jnp.float32)
 
 
 def test_checkpoint_keeps_results_of_products_in_the_compute_dtype():
@@ -213,8 +213,8 @@ def test_gradients_are_summed_in_float32_or_in_the_compute_dtype(dtype):
 
 
 def test_full_precision_casts_back_to_what_the_arguments_promote_to():
-    island = mpx.full_precision(lambda *arrays: {"sum": sum(a.sum() for a in arrays), "ids": jnp.arange(2)})
-    half, full = jnp.ones(3, jnp.bfloat16), jnp.ones(3)
+    island = mpx.full_precision(lambda *arrays: {"sum": sum(a.sum() for a in arrays), "ids": jnp.int32(2)})
+    half, full = jnp.ones(3, jnp.bfloat16), jnp.ones(3, jnp.float32)
     assert island(half)["sum"].dtype == jnp.bfloat16
     assert island(half)["ids"].dtype == jnp.int32
     assert island(half, full)["sum"].dtype == jnp.float32

@@ -29,7 +29,9 @@ def transfers(parallel, recipe="bf16-split"):
         (2, 16, CONFIG.context + 1), jnp.uint16, sharding=jax.NamedSharding(mesh, devices.BATCHES)
     )
     text = step.lower(*jax.tree.map(place, shapes, shardings), tokens).compile().as_text()
-    found = re.findall(r"= \(?(.*?)\)? (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)\((.*)", text)
+    found = re.findall(
+        r"= \(?(.*?)\)? (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)\((.*)", text
+    )
     return {
         (name, kind, "while/body" in rest) for types, name, rest in found for kind in re.findall(r"(\w+)\[\d", types)
     }

@@ -101,8 +101,8 @@ def test_no_compiler_can_remove_its_roundings(dtype):
         new = (params.astype(jnp.float32) + y).astype(dtype)
         return y - (new.astype(jnp.float32) - params.astype(jnp.float32))
 
-    assert float32_round_trips(naive, jnp.ones(8), state.compensation, params)  # negative control
-    assert not float32_round_trips(tx.update, jnp.ones(8), state, params)
+    assert float32_round_trips(naive, jnp.ones(8, jnp.float32), state.compensation, params)  # negative control
+    assert not float32_round_trips(tx.update, jnp.ones(8, jnp.float32), state, params)
 
 
 def test_narrow_updates_are_widened_before_they_are_added():

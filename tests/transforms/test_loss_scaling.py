@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 import mpx
 from tests.helpers import assert_same_bits, bits, eight_cpu_devices
 
-pytestmark = pytest.mark.optax_promotion
+pytestmark = [pytest.mark.optax_promotion, pytest.mark.eager]
 
 SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 3, 10)
 RULE = optax.chain(optax.clip_by_global_norm(1.0), optax.add_noise(1e-3, 0.5, key=0), optax.adamw(SCHEDULE))
@@ -89,7 +89,7 @@ def test_a_good_step_counts_and_changes_no_scale():
 def test_a_skipped_update_is_minus_zero():
     """Adding +0.0 would turn a weight of -0.0 into +0.0."""
     tx = mpx.loss_scaling(optax.sgd(1.0))
-    updates, _ = tx.update(jnp.asarray([1.0, jnp.nan]), tx.init(jnp.ones(2)))
+    updates, _ = tx.update(jnp.asarray([1.0, jnp.nan], jnp.float32), tx.init(jnp.ones(2, jnp.float32)))
     assert (bits(updates) == 0x8000_0000).all()
 
 

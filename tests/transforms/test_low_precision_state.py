@@ -123,7 +123,7 @@ def test_a_rule_that_stores_bfloat16_itself_is_taken():
 )
 def test_second_moments_are_found_by_the_field_of_the_state(rule, unsigned, signed):
     """Unsigned, the code 255 stands for 1; signed, 128 does."""
-    start = {"kernel": jnp.ones((1, 64))}
+    start = {"kernel": jnp.ones((1, 64), jnp.float32)}
     state = jax.tree.map(lambda x: jnp.ones_like(x) if jnp.ndim(x) else x, rule.init(start))
     ones = optax.GradientTransformation(lambda params: state, lambda updates, state, params=None: (updates, state))
     formats = {field: EIGHT_BITS for field in unsigned + signed}
@@ -141,7 +141,7 @@ def test_what_is_said_of_the_sign_counts_more_than_the_field():
 
 def test_second_moments_of_8_bits_are_never_zero_where_there_was_a_gradient():
     """A block with gradients of 1 and of 1e-5: squares of 1e-10 are far below the map's smallest member, 3.25e-7."""
-    g = {"w": jnp.full(4096, 1e-5).at[0].set(1.0)}
+    g = {"w": jnp.full(4096, 1e-5, jnp.float32).at[0].set(1.0)}
     tx = mpx.low_precision_state(optax.adam(1e-3), {"mu": "bf16", "nu": EIGHT_BITS})
     state = tx.init(g)
     _, state = tx.update(g, state, g)
@@ -156,7 +156,7 @@ def test_second_moments_of_8_bits_are_never_zero_where_there_was_a_gradient():
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_number_that_is_not_finite_stays_visible(bad):
-    g = {"w": jnp.ones(4096).at[5].set(bad)}
+    g = {"w": jnp.ones(4096, jnp.float32).at[5].set(bad)}
     for chosen in ("bf16", EIGHT_BITS):
         tx = mpx.low_precision_state(optax.sgd(1.0, momentum=0.9), {"trace": chosen})
         _, state = tx.update(g, tx.init(g), g)
@@ -181,7 +181,7 @@ def test_a_number_that_is_not_finite_stays_visible(bad):
     ],
 )
 def test_a_pattern_matches_whole_components_of_a_path(pattern, expected):
-    start = {"a": jnp.ones(4096), "u": {"mu": jnp.ones(4096)}}
+    start = {"a": jnp.ones(4096, jnp.float32), "u": {"mu": jnp.ones(4096, jnp.float32)}}
     state = mpx.low_precision_state(optax.adam(1e-3), {pattern: "bf16"}).init(start)
     stored = {
         jax.tree_util.keystr(path, simple=True, separator="/")
@@ -198,7 +198,7 @@ def test_mu_does_not_match_accumulator():
 
 
 def test_the_first_pattern_wins_so_that_an_exception_stands_in_front():
-    start = {"embedding": jnp.ones(4096), "w": jnp.ones(4096)}
+    start = {"embedding": jnp.ones(4096, jnp.float32), "w": jnp.ones(4096, jnp.float32)}
     state = mpx.low_precision_state(optax.adam(1e-3), {"embedding": "f32", "mu|nu": "bf16"}).init(start)
     assert {name: x.dtype for name, x in optax.tree.get(state, "mu").items()} == {
         "embedding": np.float32,
@@ -243,9 +243,9 @@ def test_a_rule_without_parameters_needs_no_matching_leaf():
 
 def decayed(tx, steps=2000, size=8192):
     """The mean second moment, relative to the first, after steps with no gradient."""
-    ones = jnp.ones(size)
+    ones = jnp.ones(size, jnp.float32)
     _, state = tx.update(ones, tx.init(ones), ones)
-    step = lambda _, state: tx.update(jnp.zeros(size), state, ones)[1]
+    step = lambda _, state: tx.update(jnp.zeros(size, jnp.float32), state, ones)[1]
     state = jax.jit(lambda s: jax.lax.fori_loop(0, steps, step, s))(state)
     moment = optax.tree.get(state, "nu")
     if state_scales := getattr(state, "block_scales", None):
@@ -274,17 +274,17 @@ def test_an_8_bit_second_moment_of_equal_members_does_not_stall():
 @pytest.mark.parametrize("chosen", ["bf16", "f16", EIGHT_BITS])
 def test_stochastic_rounding_of_a_momentum_has_the_mean_of_float32(chosen):
     """8,192 momenta of 0.1 * g, each stored once: the mean's error is a hundredth of one's."""
-    g = jnp.linspace(0.5, 0.51, 8192).at[::256].set(1.0)
+    g = jnp.linspace(0.5, 0.51, 8192, dtype=jnp.float32).at[::256].set(1.0)
     tx = mpx.low_precision_state(
         optax.sgd(1.0, momentum=0.9), {"trace": chosen}, rounding="stochastic", key=jax.random.key(1)
     )
     _, state = tx.update(g, tx.init(g), g)
-    updates, _ = tx.update(jnp.zeros(8192), state, g)
+    updates, _ = tx.update(jnp.zeros(8192, jnp.float32), state, g)
     np.testing.assert_allclose(-updates.mean() / 0.9, g.mean(), rtol=1e-3)
 
 
 def test_each_step_and_each_leaf_draws_anew_and_equal_keys_give_equal_trainings():
-    start = {"a": jnp.ones(4096), "b": jnp.ones(4096)}
+    start = {"a": jnp.ones(4096, jnp.float32), "b": jnp.ones(4096, jnp.float32)}
     g = jax.tree.map(lambda p: p * 0.123456, start)
 
     def run(key):
@@ -507,8 +507,8 @@ class OwnState(NamedTuple):
 
 def test_names_of_parameters_do_not_decide_what_a_moment_is():
     """Negative gradients: a first moment under the unsigned map would be NaN."""
-    start = Layer(jnp.ones(4096), jnp.ones(4096))
-    g = Layer(-jnp.ones(4096), -jnp.ones(4096))
+    start = Layer(jnp.ones(4096, jnp.float32), jnp.ones(4096, jnp.float32))
+    g = Layer(-jnp.ones(4096, jnp.float32), -jnp.ones(4096, jnp.float32))
     tx = mpx.low_precision_state(optax.adam(1e-3), {"mu|nu": EIGHT_BITS})
     state = tx.init(start)
     for _ in range(2):
@@ -520,7 +520,7 @@ def test_names_of_parameters_do_not_decide_what_a_moment_is():
 
 @pytest.mark.parametrize("wrap", [lambda s: s, lambda s: (s, optax.EmptyState()), lambda s: optax.MaskedState(s)])
 def test_fields_of_a_state_that_is_not_of_optax_are_known_by_the_usual_names_or_have_to_be_told(wrap):
-    start = {"w": jnp.ones(4096)}
+    start = {"w": jnp.ones(4096, jnp.float32)}
     rule = optax.GradientTransformation(lambda p: wrap(OwnState(p, p, p)), lambda u, s, p=None: (u, s))
     with pytest.raises(ValueError, match=r"v/w(.|\n)*not known whether they can be negative"):
         mpx.low_precision_state(rule, {"v": EIGHT_BITS}).init(start)
@@ -532,7 +532,7 @@ def test_fields_of_a_state_that_is_not_of_optax_are_known_by_the_usual_names_or_
 
 
 def test_a_state_that_is_a_dictionary_is_known_by_its_keys():
-    start = jnp.ones(4096)
+    start = jnp.ones(4096, jnp.float32)
     rule = optax.GradientTransformation(lambda p: {"mu": p, "nu": p}, lambda u, s, p=None: (u, s))
     state = mpx.low_precision_state(rule, {"mu|nu": EIGHT_BITS}).init(start)
     assert sorted(state.block_scales) == ["0.signed", "1.unsigned"]
@@ -540,15 +540,15 @@ def test_a_state_that_is_a_dictionary_is_known_by_its_keys():
 
 def test_second_moments_of_partitions_are_found_whatever_the_labels():
     tx = optax.partition({"mu": optax.adam(1e-3), "nu": optax.sgd(1e-3, momentum=0.9)}, {"a": "mu", "b": "nu"})
-    start = {"a": jnp.ones(4096), "b": jnp.ones(4096)}
+    start = {"a": jnp.ones(4096, jnp.float32), "b": jnp.ones(4096, jnp.float32)}
     state = mpx.low_precision_state(tx, {".*": EIGHT_BITS}).init(start)
     assert sorted(name.partition(".")[2] for name in state.block_scales) == ["signed", "signed", "unsigned"]
 
 
 def test_an_8_bit_moment_that_falls_beside_others_stands_still_under_nearest_rounding_only():
     """One member of each block keeps a gradient of 1, the others have none any more: 0.999**2000 = 0.135 is left."""
-    ones = jnp.ones(4096)
-    keeps = jnp.zeros(4096).at[::256].set(1.0)
+    ones = jnp.ones(4096, jnp.float32)
+    keeps = jnp.zeros(4096, jnp.float32).at[::256].set(1.0)
 
     def left(**options):
         tx = mpx.low_precision_state(optax.adam(1e-3, b2=0.999), {"nu": EIGHT_BITS}, **options)
