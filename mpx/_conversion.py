@@ -24,6 +24,7 @@ from mpx._inspection import master_params
 from mpx._policy import Policy, get_policy
 from mpx._state_parts import KEEPERS, Part, of_the_rule, parts_of
 from mpx._transforms.kahan_summation import KahanSummationState
+from mpx._transforms.loss_scaling import LossScalingState
 from mpx._transforms.low_precision_state import LowPrecisionState
 from mpx._transforms.master_weights import MasterWeightsState
 from mpx._transforms.upcast import settled
@@ -51,9 +52,11 @@ def convert_state(
       keeps nothing of what its parameters cannot hold, that is lost, and a warning says how much.
     - The state of the rule is carried over leaf by leaf, in float32 between, and rounded to nearest where the new
       recipe stores it in fewer bits. What is stored in the same way on both sides keeps its bits.
-    - The loss scale with its counters and PRNG keys are carried over if both recipes have them, else they start fresh.
+    - PRNG keys are carried over if both recipes have them, and so is the loss scale with its counters if both recipes
+      begin with the same scale; else they start fresh, and only the count of skipped steps goes on.
 
-    Call it between two steps, outside of `jax.jit`. Every leaf keeps the sharding of the old one of its shape. Arrays
+    Call it between two steps, outside of `jax.jit`. Every leaf keeps the sharding of the old one of its shape; what is
+    new lies where its parameter does (under `zero1`: `jax.device_put(new_opt_state, zero1_shardings(...))`). Arrays
     that need no change are those that were given, so donate the old ones or the new ones, not both.
 
     (Of `flax.nnx`: pass `nnx.as_pure(nnx.state(model, nnx.Param))` and `nnx.as_pure(optimizer.opt_state)`.)
@@ -99,7 +102,8 @@ def convert_state(
     filled = {part.path: weights[part.below].kept for part in new if part.keeper in KEEPERS}
     for before, after in zip(of_the_rule(old), of_the_rule(new), strict=True):
         filled |= _moved(before, after)
-    filled |= _carried(old, new)
+    begins = [_first_loss_scale(*recipe) for recipe in ((tx, _shapes(params), old), (new_tx, wanted, new))]
+    filled |= _carried(old, new, is_scaled_alike=begins[0] == begins[1])
     new_params = jax.tree.map_with_path(lambda path, p: weights[path].p if path in weights else p, params)
     filled |= _fresh(new_tx, wanted, [part.path for part in new if part.path not in filled])
     new_state = jax.tree.map_with_path(lambda path, _: filled[path], template)
@@ -239,8 +243,18 @@ def _encoded(x: jax.Array, block_size: int, signed: bool) -> BlockwiseArray:
     return encode(_cast(x, np.dtype(np.float32)), block_size, signed)
 
 
-def _carried(old: list[Part], new: list[Part]) -> dict[_trees.Path, Any]:
-    """Loss scales with their counters, and keys: what both states have, in its order."""
+def _first_loss_scale(tx: optax.GradientTransformation, params: Any, parts: list[Part]) -> list[float]:
+    """With what loss scale a recipe begins, which is all that tells of its settings."""
+    paths = [part.path for part in parts if part.place == (f"{LossScalingState.__name__}.loss_scale",)]
+    return [float(scale) for scale in _fresh(tx, params, paths).values()]
+
+
+def _carried(old: list[Part], new: list[Part], is_scaled_alike: bool) -> dict[_trees.Path, Any]:
+    """Loss scales with their counters, and keys: what both states have, in its order.
+
+    Of a loss scale of other settings only the count of skipped steps: a static one would never leave a scale that it
+    was given, and a dynamic one would take long to come back from that of no scaling.
+    """
     others: dict[tuple[str, ...], list[Any]] = defaultdict(list)
     for part in old:
         if part.keeper is not None and part.keeper not in KEEPERS:
@@ -250,6 +264,9 @@ def _carried(old: list[Part], new: list[Part]) -> dict[_trees.Path, Any]:
         if part.keeper is None or part.keeper in KEEPERS or not others[part.place]:
             continue
         leaf = others[part.place].pop(0)
+        is_setting = part.keeper is LossScalingState and part.place[0].rpartition(".")[2] != "skipped_steps"
+        if is_setting and not is_scaled_alike:
+            continue
         if (leaf.shape, leaf.dtype) == (part.leaf.shape, part.leaf.dtype) and not _is_of_blocks(part):
             carried[part.path] = leaf
     return carried

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from mpx import _trees
-from mpx._placement import WHOLE, cuts_of, mean_part, parameter_specs, require_axis
+from mpx._placement import WHOLE, cut_shardings, cuts_of, mean_part, parameter_specs, require_axis, shardings_of
 
 
 def data_parallel(
@@ -65,26 +65,53 @@ def data_parallel(
     def spread(params, *batches):
         specs = parameter_specs(params, param_specs, mesh, axis, "data_parallel")
         cuts = cuts_of(params, specs, mesh, axis) if scatter else jax.tree.map(lambda _: WHOLE, params)
+        of_grads = cut_shardings(params, specs, mesh, axis) if scatter else shardings_of(params, specs, mesh)
 
         def on_one_device(params, *batches):
             value, grads = fun(params, *batches)
+            _require_gradients(grads, params)
             value = jax.tree.map_with_path(lambda path, x: _mean_value(path, x, axis), value)
-            return value, jax.tree.map(lambda g, cut: mean_part(g, cut, axis), grads, cuts)
+            return value, jax.tree.map(lambda g: g[None], grads)  # side by side with those of the others
 
-        of_grads = jax.tree.map(lambda cut: PartitionSpec(*[None] * cut, axis) if cut >= 0 else PartitionSpec(), cuts)
-        return jax.shard_map(
+        everywhere = jax.shard_map(
             on_one_device,
             mesh=mesh,
-            in_specs=(
-                PartitionSpec(),
-                *(batch_specs if isinstance(batch_specs, tuple) else [batch_specs] * len(batches)),
-            ),
-            out_specs=(PartitionSpec(), of_grads),
+            in_specs=(PartitionSpec(), *_for_each(batch_specs, batches)),
+            out_specs=(PartitionSpec(), PartitionSpec(axis)),
             axis_names={axis},
             check_vma=False,  # with it, JAX itself would add up gradients, in their own dtype and at each use
-        )(params, *batches)
+        )
+        # Over all axes of the mesh, or gradients that another one divides would be gathered along that.
+        reduced = jax.shard_map(
+            lambda grads: jax.tree.map(lambda g, cut: mean_part(g[0], cut, axis), grads, cuts),
+            mesh=mesh,
+            in_specs=(jax.tree.map(lambda _, spec: PartitionSpec(axis, *spec), params, specs),),
+            out_specs=jax.tree.map(lambda _, sharding: sharding.spec, params, of_grads),
+            check_vma=False,
+        )
+        value, grads = everywhere(params, *batches)
+        return value, reduced(grads)
 
     return spread
+
+
+def _for_each(batch_specs: Any, batches: tuple[Any, ...]) -> tuple[Any, ...]:
+    return batch_specs if isinstance(batch_specs, tuple) else (batch_specs,) * len(batches)
+
+
+def _require_gradients(grads: Any, params: Any) -> None:
+    """Raises unless there is one gradient for each parameter, of its shape."""
+    shapes, wanted = (
+        {path: np.shape(x) for path, x in _trees.leaves_by_path(tree).items()} for tree in (grads, params)
+    )
+    wrong = [path for path in {**shapes, **wanted} if shapes.get(path) != wanted.get(path)]
+    if wrong or jax.tree.structure(grads) != jax.tree.structure(params):
+        where = f", for example at {_trees.path_string(wrong[0])!r}" if wrong else ""
+        raise ValueError(
+            "`data_parallel` needs a function that returns a value and gradients, a tree like the parameters, but they "
+            f"differ{where}. Pass only what is differentiated as the parameters, such as `equinox.filter(model, "
+            "equinox.is_inexact_array)`, and close over the rest."
+        )
 
 
 def _mean_value(path: _trees.Path, x: Any, axis: str) -> jax.Array:

@@ -1,6 +1,6 @@
 """Whether a traced function treats each number by itself, so that it may be given a part of an array for the whole."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
@@ -14,51 +14,61 @@ _ELEMENTWISE = frozenset(
     "or pow pvary real reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical "
     "sign sin sinh sqrt square stop_gradient sub tan tanh xor".split()
 )
+# What runs another program once, as it is.
+_CALLS = frozenset({"jit", "pjit", "closed_call", "checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call"})
 # What makes equal on all devices what each had of its part. (Not sums: arrays that are not cut would count often.)
 _AGREEMENTS = frozenset({"pmin", "pmax"})
+# What gives every part the same numbers, where the parts of a whole would differ; and the other way round.
+_POSITIONS = frozenset({"iota", "axis_index", "random_bits", "threefry2x32"})
 
-_WHOLE, _PART = None, "part"  # what a value depends on: whole arrays only, parts number by number, or an equation
+_WHOLE, PART = None, "part"  # what a value depends on: whole arrays only, parts number by number, or a culprit
 
 
-def mixing_equation(program: ClosedJaxpr, is_part: Sequence[bool]) -> JaxprEqn | None:
-    """The first equation that mixes numbers of a partial array and on which a result depends; None if there is none.
+def mixing_culprit(program: ClosedJaxpr, inputs: Sequence[str | None], axis: str) -> str | None:
+    """What mixes numbers of a partial array, or depends on the part, such that a result does; None if nothing does.
 
     Args:
         program: a traced function.
-        is_part: of each input, whether it is a part of an array.
+        inputs: of each input, None if it is whole, `PART` if it is a part of an array; or a name for what no result
+            may depend on.
+        axis: of the mesh, along which devices have parts.
     """
-    results = _results(program.jaxpr, [_PART if part else _WHOLE for part in is_part])
-    return next((found for found in results if found not in (_WHOLE, _PART)), None)
+    results = _Follower(axis).results(program.jaxpr, inputs)
+    return next((found for found in results if found not in (_WHOLE, PART)), None)
 
 
-def _results(jaxpr: Jaxpr, inputs: Sequence[Any]) -> list[Any]:
-    """What each output of a program depends on."""
-    known: dict[Any, Any] = dict(zip(jaxpr.invars, inputs, strict=True))
-    look_up = lambda atom: _WHOLE if isinstance(atom, Literal) else known.get(atom, _WHOLE)
-    for equation in jaxpr.eqns:
-        found = _equation_results(equation, [look_up(atom) for atom in equation.invars])
-        known |= dict(zip(equation.outvars, found, strict=True))
-    return [look_up(atom) for atom in jaxpr.outvars]
+class _Follower:
+    """Follows through a program what each value depends on."""
 
+    def __init__(self, axis: str) -> None:
+        self.axis = axis
 
-def _equation_results(equation: JaxprEqn, inputs: Sequence[Any]) -> Sequence[Any]:
-    count = len(equation.outvars)
-    mixed = next((found for found in inputs if found not in (_WHOLE, _PART)), None)
-    name, inner = equation.primitive.name, _called(equation.params)
-    if all(found is _WHOLE for found in inputs) or name in _AGREEMENTS:
-        return [_WHOLE] * count
-    if mixed is not None:
-        return [mixed] * count
-    if name in _ELEMENTWISE or BLOCKS in str(equation.source_info.name_stack):
-        return [_PART] * count
-    if inner is not None and len(inner.invars) == len(inputs):
-        return _results(inner, inputs)
-    return [equation] * count
+    def results(self, jaxpr: Jaxpr, inputs: Sequence[str | None]) -> list[str | None]:
+        """What each output of a program depends on."""
+        known: dict[Any, str | None] = dict(zip(jaxpr.invars, inputs, strict=True))
+        look_up = lambda atom: _WHOLE if isinstance(atom, Literal) else known.get(atom, _WHOLE)
+        for equation in jaxpr.eqns:
+            found = self.of_equation(equation, [look_up(atom) for atom in equation.invars])
+            known |= dict(zip(equation.outvars, found, strict=True))
+        return [look_up(atom) for atom in jaxpr.outvars]
 
-
-def _called(params: Mapping[str, Any]) -> Jaxpr | None:
-    """The program that an equation runs once, as `jit` and functions with derivatives of their own do."""
-    if "branches" in params or "cond_jaxpr" in params or "length" in params:
-        return None
-    inner = params.get("jaxpr") or params.get("call_jaxpr")
-    return getattr(inner, "jaxpr", inner)
+    def of_equation(self, equation: JaxprEqn, inputs: list[str | None]) -> Sequence[str | None]:
+        """What the results of one equation depend on."""
+        name, count = equation.primitive.name, len(equation.outvars)
+        culprit = next((found for found in inputs if found not in (_WHOLE, PART)), None)
+        if name in _AGREEMENTS and self.axis in equation.params["axes"]:
+            return [_WHOLE] * count
+        if culprit is not None:
+            return [culprit] * count
+        if name in _CALLS:
+            inner: Any = equation.params.get("jaxpr") or equation.params.get("call_jaxpr")
+            return self.results(getattr(inner, "jaxpr", inner), inputs)
+        if BLOCKS in str(equation.source_info.name_stack):
+            return [PART if PART in inputs else _WHOLE] * count
+        if name in _POSITIONS and (
+            name == "axis_index" or any(getattr(var.aval, "shape", ()) for var in equation.outvars)
+        ):
+            return [name] * count
+        if all(found is _WHOLE for found in inputs):
+            return [_WHOLE] * count
+        return [PART if name in _ELEMENTWISE else name] * count

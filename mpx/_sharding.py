@@ -16,7 +16,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mpx import _checks, _trees
-from mpx._elementwise import mixing_equation
+from mpx._elementwise import PART, mixing_culprit
 from mpx._placement import (
     WHOLE,
     cut_shardings,
@@ -60,10 +60,12 @@ def zero1(
     divided already, by one reduce-scatter in float32.
 
     Inside `jax.shard_map` over the axis each device gives its own gradients, for its part of the batch. They are
-    averaged over the axis in float32, by a reduce-scatter. Rules inside must then treat each number by itself, as
-    Adam, momentum and decay do, since they see a part of each array: others are refused. `loss_scaling` inside needs
-    `axis_name=axis`; states in `Blockwise8bit` need rows of whole blocks; stochastic rounding draws the same noise on
-    all devices. Specs for the state are those of `zero1_shardings`.
+    averaged over the axis in float32, by a reduce-scatter. (Under `check_vma` differentiate with respect to
+    `jax.lax.pcast(params, axis, to="varying")`: JAX adds up gradients of parameters that are equal everywhere by
+    itself, in their dtype.) Rules inside must then treat each number by itself, as Adam, momentum and decay do, since
+    they see a part of each array: others are refused, those that draw random numbers too. `loss_scaling` inside needs
+    `axis_name=axis`; states in `Blockwise8bit` need rows of whole blocks. Specs for the state are those of
+    `zero1_shardings`.
 
     Args:
         inner: any Optax transformation or chain, with the wrappers of mpx in it: this is the outermost.
@@ -117,14 +119,17 @@ def zero1(
         _checks.require_same_shapes(updates, params, "zero1")
         specs = parameter_specs(params, param_specs, mesh, axis, "zero1")
         if is_manual(axis):
-            _require_parts(inner, state, params, specs, mesh, axis)
+            cuts = cuts_of(params, specs, mesh, axis)
+            parts = jax.tree.map(lambda p, cut: part_of(p, cut, axis), params, cuts)
+            _require_parts(inner, state, params, parts, specs, mesh, axis)
             _require_whole_blocks(state)
-            return _update_of_parts(inner, updates, state, params, extra_args, cuts_of(params, specs, mesh, axis), axis)
+            return _update_of_parts(inner, updates, state, params, parts, extra_args, cuts, axis)
         divided = zero1_shardings(params, state, mesh, axis, param_specs=specs)
         of_parts = cut_shardings(params, specs, mesh, axis)
         of_params = shardings_of(params, specs, mesh)
 
         def update(updates, state, params, extra_args):
+            params = place(params, of_params)  # else XLA may divide what goes in, to be gathered for the next step
             parts, grads = place(params, of_parts), place(updates, of_parts)
             updates, state = inner.update(grads, place(state, divided), parts, **extra_args)
             # Placed twice: else XLA would be free to send what they are computed from.
@@ -140,8 +145,8 @@ def zero1_shardings(params: Any, opt_state: T, mesh: Mesh, axis: str = "data", *
     """Where `zero1` keeps each array of an optimizer state: to restore one, or as the `out_shardings` of a step.
 
     An array of the state that belongs to a parameter, by its path and shape, is cut as the parameter would be, and so
-    are the scales of its 8-bit blocks if each device has whole ones. Others, such as the rows and columns of Adafactor,
-    are cut along their own first axis that the number of devices divides.
+    are the scales of its 8-bit blocks if each device has whole ones. Other floating arrays, such as the rows and
+    columns of Adafactor, are cut along their own first axis that the number of devices divides.
 
     Args:
         params: the parameters, or their shapes.
@@ -171,7 +176,10 @@ def zero1_shardings(params: Any, opt_state: T, mesh: Mesh, axis: str = "data", *
     def sharding_of(path, leaf):
         shape = np.shape(leaf)
         candidates = (own.get(path[start:], (None, None)) for start in range(len(path) + 1))
-        spec = next((spec for p_shape, spec in candidates if p_shape == shape), PartitionSpec())
+        spec = next((spec for p_shape, spec in candidates if p_shape == shape), None)
+        if spec is None and not _trees.is_floating(leaf):  # a key, a count
+            return NamedSharding(mesh, PartitionSpec())
+        spec = PartitionSpec() if spec is None else spec
         return NamedSharding(mesh, cut_spec(shape, spec, mesh, axis))
 
     return _with_scales_beside_codes(opt_state, jax.tree.map_with_path(sharding_of, opt_state))
@@ -247,46 +255,86 @@ def _update_of_parts(
     updates: Any,
     state: Any,
     params: Any,
+    parts: Any,
     extra_args: dict[str, Any],
     cuts: Any,
     axis: str,
 ) -> tuple[Any, Any]:
+    _require_own_gradients(updates, axis)
     grads = jax.tree.map(lambda g, cut: mean_part(g, cut, axis), updates, cuts)
-    parts = jax.tree.map(lambda p, cut: part_of(p, cut, axis), params, cuts)
-    _require_elementwise(inner, grads, state, parts, extra_args)
-    updates, state = inner.update(grads, state, parts, **extra_args)
+    _require_elementwise(inner, grads, state, parts, extra_args, axis)
+    updates, new_state = inner.update(grads, state, parts, **extra_args)
+    _require_same_types(state, new_state)
     gather = lambda x, cut: x if cut == WHOLE else lax.all_gather(x, axis, axis=cut, tiled=True, to="invarying")
     sent = jax.tree.map(_to_send, parts, updates)
-    return jax.tree.map(_from_sent, params, jax.tree.map(gather, sent, cuts)), state
+    return jax.tree.map(_from_sent, params, jax.tree.map(gather, sent, cuts)), new_state
 
 
-def _require_elementwise(inner: Any, grads: Any, state: Any, parts: Any, extra_args: dict[str, Any]) -> None:
+def _require_elementwise(inner: Any, grads: Any, state: Any, parts: Any, extra_args: dict[str, Any], axis: str) -> None:
     """Raises if the rule has a result that depends on more of an array than one number."""
-    update = lambda grads, state, parts: inner.update(grads, state, parts, **extra_args)
-    program = jax.make_jaxpr(update)(grads, state, parts)
-    mixing = mixing_equation(program, [np.ndim(leaf) > 0 for leaf in jax.tree.leaves((grads, state, parts))])
-    if mixing is not None:
+    arrays = {name: value for name, value in extra_args.items() if all(map(_trees.is_array, jax.tree.leaves(value)))}
+    others = {name: value for name, value in extra_args.items() if name not in arrays}
+    update = lambda grads, state, parts, arrays: inner.update(grads, state, parts, **arrays, **others)
+    program = jax.make_jaxpr(update)(grads, state, parts, arrays)
+    inputs = [PART if np.ndim(leaf) else None for leaf in jax.tree.leaves((grads, state, parts))]
+    for name, value in arrays.items():  # of which nobody knows whether all devices have the same
+        inputs += [f"the argument {name!r}"] * len(jax.tree.leaves(value))
+    culprit = mixing_culprit(program, inputs, axis)
+    if culprit is not None:
         raise ValueError(
             "`zero1`: inside `jax.shard_map` a rule sees a part of each array, but this one has a result that depends "
-            f"on whole arrays (through {mixing.primitive.name!r}), such as a norm for clipping. Call `update` under "
-            "`jax.jit`, outside of `jax.shard_map`, with the gradients of `mpx.data_parallel(..., scatter=True)`. "
-            "(`loss_scaling` works here if it has `axis_name`.)"
+            f"on more than that (through {culprit!r}), such as a norm for clipping, or random numbers. Call `update` "
+            "under `jax.jit`, outside of `jax.shard_map`, with the gradients of `mpx.data_parallel(..., "
+            "scatter=True)`. (`loss_scaling` works here if it has `axis_name`.)"
         )
 
 
-def _require_parts(inner: Any, state: Any, params: Any, specs: Any, mesh: Mesh, axis: str) -> None:
+def _require_own_gradients(grads: Any, axis: str) -> None:
+    """Raises for gradients that JAX has added up, as under `check_vma` those of what all devices have."""
+    varies = lambda x: axis in jax.typeof(x).manual_axis_type.varying
+    if not varies(lax.axis_index(axis)):  # types say nothing without `check_vma`
+        return
+    for path, g in _trees.leaves_by_path(grads).items():
+        if not varies(g):
+            raise ValueError(
+                f"`zero1`: the gradient of {_trees.path_string(path)!r} is the same on all devices: JAX has added it "
+                "up already, in the dtype of the parameter, and whether it is a sum or a mean cannot be seen. "
+                f"Differentiate with respect to `jax.lax.pcast(params, {axis!r}, to='varying')`, or give "
+                "`jax.shard_map` `check_vma=False`: then each device has its own, and they are averaged in float32."
+            )
+
+
+def _require_same_types(old: Any, new: Any) -> None:
+    """Raises if an update has changed a dtype of the state: the next one would not fit."""
+    after = _trees.leaves_by_path(new)
+    for path, leaf in _trees.leaves_by_path(old).items():
+        if after[path].dtype != leaf.dtype:
+            raise ValueError(
+                f"`zero1`: the rule has changed its state at {_trees.path_string(path)!r} from {leaf.dtype} to "
+                f"{after[path].dtype}: its gradients are float32 here. Put `upcast` or `master_weights` around it."
+            )
+
+
+def _require_parts(inner: Any, state: Any, params: Any, parts: Any, specs: Any, mesh: Mesh, axis: str) -> None:
     """Raises unless a state consists of the parts of the one for whole parameters, as `zero1_shardings` cuts it."""
     shapes = lambda tree: jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), tree)
     whole = jax.eval_shape(inner.init, shapes(params))
     shardings = jax.tree.leaves(zero1_shardings(params, whole, mesh, axis, param_specs=specs))
-    got = _trees.leaves_by_path(state)
+    got, own = _trees.leaves_by_path(state), _trees.leaves_by_path(jax.eval_shape(inner.init, shapes(parts)))
     for (path, leaf), sharding in zip(_trees.leaves_by_path(whole).items(), shardings, strict=True):
-        wanted = jax.ShapeDtypeStruct(_shape_of_part(leaf.shape, sharding.spec, mesh, axis), leaf.dtype)
-        if path not in got or _trees.dtype_and_shape(got[path]) != _trees.dtype_and_shape(wanted):
+        wanted = f"{leaf.dtype}{list(_shape_of_part(leaf.shape, sharding.spec, mesh, axis))}"
+        where = f"`zero1`: inside `jax.shard_map` the state at {_trees.path_string(path)!r} should be {wanted} on each"
+        if _trees.dtype_and_shape(own.get(path)) != wanted:
             raise ValueError(
-                f"`zero1`: inside `jax.shard_map` the state at {_trees.path_string(path)!r} should be "
-                f"{_trees.dtype_and_shape(wanted)} on each device, but it is {_trees.dtype_and_shape(got.get(path))}. "
-                "Make it outside, with `init`, and give `jax.shard_map` the specs of `mpx.zero1_shardings`."
+                f"{where} device, but of a part of the parameter the rule keeps "
+                f"{_trees.dtype_and_shape(own.get(path))}. With `low_precision_state`, whose `min_size` counts the "
+                "numbers of the part, lower that; in 8 bits rows must consist of whole blocks on each device. Or call "
+                "`update` under `jax.jit`, outside of `jax.shard_map`."
+            )
+        if _trees.dtype_and_shape(got.get(path)) != wanted:
+            raise ValueError(
+                f"{where} device, but it is {_trees.dtype_and_shape(got.get(path))}. Make it outside, with `init`, and "
+                "give `jax.shard_map` the specs of `mpx.zero1_shardings`."
             )
 
 

@@ -297,12 +297,32 @@ def test_the_loss_scale_and_its_counters_are_carried_over():
     old_tx = mpx.loss_scaling(adamw(), mpx.DynamicLossScale(2.0**5))
     params, state = trained_with(old_tx, F32)
     _, state = old_tx.update(jax.tree.map(lambda p: p * jnp.nan, params), state, params)
-    new_tx = mpx.loss_scaling(mpx.master_weights(adamw()))
+    new_tx = mpx.loss_scaling(mpx.master_weights(adamw()), mpx.DynamicLossScale(2.0**5))
     _, new_state = mpx.convert_state(params, state, old_tx, new_tx, policy=BF16)
     assert int(new_state.skipped_steps) == 1
     assert float(new_state.loss_scale) == 2.0**4
     own = lambda state: [getattr(state, name) for name in state._fields if name != "inner_state"]
     assert_same_bits(own(new_state), own(state))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (mpx.NoOpLossScale(), mpx.DynamicLossScale()),
+        (mpx.DynamicLossScale(), mpx.StaticLossScale(8.0)),
+        (mpx.DynamicLossScale(), mpx.NoOpLossScale()),
+        (mpx.DynamicLossScale(), mpx.DynamicLossScale(128, max_loss_scale=256)),
+    ],
+    ids=["none to dynamic", "dynamic to static", "dynamic to none", "other bounds"],
+)
+def test_a_loss_scale_of_other_settings_starts_fresh_and_goes_on_counting_skips(old, new):
+    tx, new_tx = (mpx.loss_scaling(mpx.master_weights(optax.sgd(1.0)), scale) for scale in (old, new))
+    params = {"w": jnp.ones(8, jnp.bfloat16)}
+    bad = {"w": jnp.full(8, jnp.nan)}
+    _, state = tx.update(bad, tx.init(params), params)
+    _, moved = mpx.convert_state(params, state, tx, new_tx)
+    assert_same_bits(moved._replace(skipped_steps=jnp.int32(0)), new_tx.init(params))
+    assert int(moved.skipped_steps) == 1
 
 
 def test_a_loss_scale_that_only_the_new_recipe_has_is_fresh():

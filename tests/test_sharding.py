@@ -351,6 +351,42 @@ def test_the_mean_over_devices_is_that_over_the_batch():
         np.testing.assert_allclose(a, b, rtol=2e-2, atol=1e-3)
 
 
+def test_tensor_parallel_gradients_are_reduced_where_they_are():
+    """Each device has the gradients of its part of the layer, and gets an eighth of that; nothing else is sent."""
+    mesh = two_axes()
+    specs = {"w": P(None, "model"), "v": P("model")}
+    fun = mpx.data_parallel(mpx.value_and_grad(model_loss), mesh, scatter=True, param_specs=specs)
+    start = jax.tree.map(lambda p, spec: jax.device_put(p, NamedSharding(mesh, spec)), model_params(), specs)
+    x = jax.device_put(jnp.sin(jnp.arange(16.0 * 64)).reshape(16, 64), NamedSharding(mesh, P("data")))
+    _, grads = jax.jit(fun)(start, x)
+    assert {name: g.sharding.spec for name, g in grads.items()} == {"w": P("data", "model"), "v": P(("model", "data"))}
+    assert ("all-gather", "f32") not in transfers(jax.jit(fun).lower(start, x).compile().as_text())
+    _, expected = jax.jit(mpx.value_and_grad(model_loss))(model_params(), x)
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-2, atol=1e-3)
+
+
+def test_gradients_of_another_tree_are_refused():
+    fun = lambda w, x: (x.sum(), {"w": None})
+    with pytest.raises(ValueError, match=r"gradients, a tree like the parameters, but they differ, for example at 'w'"):
+        jax.jit(mpx.data_parallel(fun, eight_cpu_devices()))({"w": jnp.ones(8)}, jnp.ones(8))
+
+
+def test_parameters_that_nobody_has_placed_stay_whole():
+    mesh = eight_cpu_devices()
+    tx = mpx.zero1(mpx.master_weights(ADAMW), mesh)
+    now, state = {"w": jnp.ones((16, 8), jnp.bfloat16)}, tx.init({"w": jnp.ones((16, 8), jnp.bfloat16)})
+    now, _ = stepped(tx, QUICKLY)(now, state, {"w": jnp.ones((16, 8))})
+    assert now["w"].sharding.is_fully_replicated
+
+
+def test_a_skip_keeps_an_infinite_parameter():
+    tx = mpx.zero1(mpx.loss_scaling(mpx.master_weights(optax.sgd(1.0))), eight_cpu_devices())
+    start = {"w": jnp.full(8, -jnp.inf, jnp.bfloat16)}
+    now, _ = stepped(tx, QUICKLY)(start, tx.init(start), {"w": jnp.full(8, jnp.nan)})
+    assert_same_bits(now, start)
+
+
 def test_a_count_beside_the_loss_has_no_mean():
     fun = lambda w, x: ((jnp.float32(0), {"tokens": jnp.int32(3)}), w * x.sum())
     with pytest.raises(
@@ -421,19 +457,67 @@ def test_inside_shard_map_it_has_the_bits_of_jit(name, check_vma):
     assert_same_bits(now, expected)
 
 
-def test_inside_shard_map_gradients_that_jax_has_added_up_already_are_not_added_again():
-    """Under `check_vma` JAX sums the gradients of parameters that are equal everywhere."""
+def gradient_step(differentiable):
+    """An update by the gradients of each device's own loss, under `check_vma`."""
     mesh = eight_cpu_devices()
     tx = mpx.zero1(mpx.master_weights(optax.sgd(1.0)), mesh)
-    start = {"w": jnp.zeros(16)}
     specs = {"w": P()}
 
     def step(params, x):
-        grads = jax.grad(lambda p: lax.pmean(jnp.sum(p["w"] * x), "data"))(params)
+        grads = jax.grad(lambda p: jnp.sum(p["w"] * x))(differentiable(params))
         return tx.update(grads, tx.init(params), params)[0]
 
     mapped = jax.shard_map(step, mesh=mesh, in_specs=(specs, P("data")), out_specs=specs)
-    assert_same_bits(jax.jit(mapped)(start, jnp.arange(8.0)), {"w": jnp.full(16, -3.5)})
+    return jax.jit(mapped)({"w": jnp.zeros(16)}, jnp.arange(8.0))
+
+
+def test_inside_shard_map_each_device_gives_its_own_gradients():
+    updates = gradient_step(lambda params: jax.tree.map(lambda p: lax.pcast(p, "data", to="varying"), params))
+    assert_same_bits(updates, {"w": jnp.full(16, -3.5)})
+
+
+def test_inside_shard_map_gradients_that_jax_has_added_up_already_are_refused():
+    """Under `check_vma` JAX sums the gradients of parameters that are equal everywhere: eight times the mean."""
+    with pytest.raises(ValueError, match=r"the gradient of 'w' is the same on all devices: JAX has added it up"):
+        gradient_step(lambda params: params)
+
+
+@pytest.mark.parametrize(
+    ("tx", "culprit"),
+    [
+        (lambda: optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau()), "the argument 'value'"),
+        (lambda: mpx.loss_scaling(optax.sgd(1.0), axis_name="model"), "reduce_and"),
+        (lambda: optax.add_noise(0.1, 0.5, 0), "random_bits"),
+        (lambda: mpx.stochastic_rounding(jax.random.key(0)), "random_wrap"),
+        (lambda: optax.stateless(lambda g, p: jax.tree.map(lambda x: x * jnp.arange(x.shape[0]), g)), "iota"),
+    ],
+    ids=["extra argument", "another axis", "noise", "stochastic rounding", "positions"],
+)
+def test_inside_shard_map_what_is_not_the_same_for_every_part_is_refused(tx, culprit):
+    mesh = two_axes()
+    tx = mpx.zero1(tx(), mesh)
+    start = {"w": jnp.ones(16, jnp.bfloat16)}
+
+    def step(params, grads, value):
+        return tx.update(grads, tx.init(params), params, value=value)[0]
+
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    with pytest.raises(ValueError, match=rf"depends on more than that \(through .*{culprit}"):
+        mapped(start, {"w": jnp.ones(16)}, jnp.float32(1))
+
+
+def test_inside_shard_map_leaves_that_are_too_small_in_parts_are_refused_by_the_right_name():
+    mesh = eight_cpu_devices()
+    tx = mpx.zero1(mpx.low_precision_state(ADAMW, {"mu": "bf16"}, min_size=600), mesh)  # of 768, a part has 96
+    with pytest.raises(ValueError, match=r"'.*mu/first' should be bfloat16\[2, 48\] on each device, but .*`min_size`"):
+        in_shard_map(tx, mesh, False, QUICKLY)(params(), tx.init(params()), per_device(0))
+
+
+def test_inside_shard_map_a_state_that_would_change_its_dtype_is_refused():
+    mesh = eight_cpu_devices()
+    tx = mpx.zero1(optax.adam(0.1), mesh)
+    with pytest.raises(ValueError, match=r"the rule has changed its state at '.*mu/first' from bfloat16 to float32"):
+        in_shard_map(tx, mesh, False, QUICKLY)(params(), tx.init(params()), per_device(0))
 
 
 @pytest.mark.parametrize("rule", [CLIPPED, optax.lamb(1e-2), optax.adafactor(1e-2)], ids=["clip", "lamb", "adafactor"])
@@ -447,7 +531,7 @@ def test_inside_shard_map_rules_that_need_whole_arrays_are_refused(rule):
 def test_inside_shard_map_a_skip_without_agreement_is_refused():
     mesh = eight_cpu_devices()
     tx = mpx.zero1(mpx.loss_scaling(mpx.master_weights(ADAMW)), mesh)
-    with pytest.raises(ValueError, match=r"result that depends on whole arrays.*has `axis_name`"):
+    with pytest.raises(ValueError, match=r"result that depends on more than that.*has `axis_name`"):
         in_shard_map(tx, mesh, False, QUICKLY)(params(), tx.init(params()), per_device(0))
 
 
