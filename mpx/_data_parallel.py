@@ -33,7 +33,8 @@ def data_parallel(
     Args:
         fun: from parameters and batches to a value and gradients (trees like the parameters), such as
             `value_and_grad(loss_fn)` or a mean of that over microbatches. It sees a part of each batch; what it closes
-            over is the same everywhere.
+            over is the same everywhere. (On a mesh of explicit axes JAX lets it close over no array: pass the loss
+            scale with a spec of its own, `batch_specs=(PartitionSpec(), PartitionSpec(axis))`.)
         mesh: of the devices.
         axis: its axis among whose devices batches are divided. All others stay with `jax.jit`: tensor parallelism
             works as without.
@@ -41,7 +42,7 @@ def data_parallel(
             their first axis.
         scatter: whether gradients are to be divided among the devices, as `zero1` wants them: by a reduce-scatter,
             which sends half as much. If not, each device gets all of them.
-        param_specs: as given to `zero1`; it says along which axis a gradient is not to be cut.
+        param_specs: as given to `zero1`: how parameters, and so their gradients, are sharded over the other axes.
 
     Returns:
         A function of the same arguments. Its value is the mean over devices (of floating arrays; loss and auxiliary
