@@ -94,7 +94,7 @@ def convert_state(
     policy = _checked_policy(policy)
     params, opt_state = _as_arrays(params), _as_arrays(opt_state)
     _require_state_of(tx, params, opt_state)
-    wanted = _shapes(params) if policy is None else policy.cast_to_param(_shapes(params))
+    wanted = _trees.shapes_of(params) if policy is None else policy.cast_to_param(_trees.shapes_of(params))
     template = jax.eval_shape(new_tx.init, wanted)
     old, new = parts_of(opt_state), parts_of(template)
     _require_same_rule(old, new)
@@ -102,7 +102,7 @@ def convert_state(
     filled = {part.path: weights[part.below].kept for part in new if part.keeper in KEEPERS}
     for before, after in zip(of_the_rule(old), of_the_rule(new), strict=True):
         filled |= _moved(before, after)
-    begins = [_first_loss_scale(*recipe) for recipe in ((tx, _shapes(params), old), (new_tx, wanted, new))]
+    begins = [_first_loss_scale(*recipe) for recipe in ((tx, _trees.shapes_of(params), old), (new_tx, wanted, new))]
     filled |= _carried(old, new, is_scaled_alike=begins[0] == begins[1])
     new_params = jax.tree.map_with_path(lambda path, p: weights[path].p if path in weights else p, params)
     filled |= _fresh(new_tx, wanted, [part.path for part in new if part.path not in filled])
@@ -308,12 +308,6 @@ def _checked_policy(policy: Any) -> Policy | None:
             f"`convert_state`: `policy` must be a Policy, the string of one or None, but got {type(policy).__name__}."
         )
     return policy
-
-
-def _shapes(params: T) -> T:
-    """The parameters with shapes for floating arrays."""
-    shape = lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype) if _trees.is_floating(p) else p
-    return jax.tree.map(shape, params)
 
 
 def _as_arrays(tree: T) -> T:

@@ -109,7 +109,7 @@ def in_auto(function: Callable[..., Any], mesh: Mesh, out_shardings: Any) -> Cal
     return jax.sharding.auto_axes(function, axes=tuple(explicit), out_sharding=out_shardings)
 
 
-def parameter_specs(params: Any, given: Any, mesh: Mesh, axis: str, caller: str) -> Any:
+def parameter_specs(params: Any, given: Any, mesh: Mesh | AbstractMesh, axis: str, caller: str) -> Any:
     """A tree like the parameters of the specs of their own sharding."""
     if given is None:
         return jax.tree.map(_spec_of_type, params)

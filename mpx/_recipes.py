@@ -145,8 +145,7 @@ def _checked_at_init(
     narrow = lambda tree: any(_trees.is_narrower(leaf, np.dtype(np.float32)) for leaf in jax.tree.leaves(tree))
 
     def init_fn(params):
-        shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype) if _trees.is_floating(p) else p, params)
-        if narrow(policy.cast_to_param(shapes)) and not narrow(params):
+        if narrow(policy.cast_to_param(_trees.shapes_of(params))) and not narrow(params):
             raise ValueError(
                 f"`mixed_precision`: the policy {str(policy)!r} stores parameters below float32, but all of those "
                 "given are float32 or wider. Cast them first: `params = policy.cast_to_param(params)`."

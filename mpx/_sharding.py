@@ -13,7 +13,7 @@ import optax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from mpx import _checks, _trees
 from mpx._elementwise import PART, mixing_culprit
@@ -33,7 +33,7 @@ from mpx._placement import (
     require_axis,
     shardings_of,
 )
-from mpx._transforms.low_precision_state import LowPrecisionState
+from mpx._transforms.low_precision_state import LowPrecisionState, coded_leaves
 from mpx._writeback import MARK, SENT, landed, landing_update
 
 T = TypeVar("T")
@@ -141,7 +141,9 @@ def zero1(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def zero1_shardings(params: Any, opt_state: T, mesh: Mesh, axis: str = "data", *, param_specs: Any = None) -> T:
+def zero1_shardings(
+    params: Any, opt_state: T, mesh: Mesh | AbstractMesh, axis: str = "data", *, param_specs: Any = None
+) -> T:
     """Where `zero1` keeps each array of an optimizer state: to restore one, or as the `out_shardings` of a step.
 
     An array of the state that belongs to a parameter, by its path and shape, is cut as the parameter would be, and so
@@ -151,7 +153,7 @@ def zero1_shardings(params: Any, opt_state: T, mesh: Mesh, axis: str = "data", *
     Args:
         params: the parameters, or their shapes.
         opt_state: the state, or its shapes (`jax.eval_shape(tx.init, params)`).
-        mesh: as given to `zero1`.
+        mesh: as given to `zero1`, or one without devices, such as `jax.sharding.AbstractMesh`, to plan with.
         axis: likewise.
         param_specs: likewise.
 
@@ -191,12 +193,10 @@ def _with_scales_beside_codes(opt_state: Any, shardings: T) -> T:
     def beside(state, placed):
         if not isinstance(state, LowPrecisionState):
             return placed
-        codes, of_codes = jax.tree.leaves(state.inner_state), jax.tree.leaves(placed.inner_state)
         of_scales = dict(placed.block_scales)
-        for name, scale in state.block_scales.items():
-            i = int(name.partition(".")[0])
-            if np.shape(scale)[:-1] == np.shape(codes[i])[:-1] and _divides(of_codes[i], np.shape(scale)):
-                of_scales[name] = of_codes[i]
+        for (name, _, codes, scale), (_, _, of_codes, _) in zip(coded_leaves(state), coded_leaves(placed), strict=True):
+            if np.shape(scale)[:-1] == np.shape(codes)[:-1] and _divides(of_codes, np.shape(scale)):
+                of_scales[name] = of_codes
         return placed._replace(block_scales=of_scales)
 
     return jax.tree.map(beside, opt_state, shardings, is_leaf=lambda x: isinstance(x, LowPrecisionState))
@@ -317,10 +317,9 @@ def _require_same_types(old: Any, new: Any) -> None:
 
 def _require_parts(inner: Any, state: Any, params: Any, parts: Any, specs: Any, mesh: Mesh, axis: str) -> None:
     """Raises unless a state consists of the parts of the one for whole parameters, as `zero1_shardings` cuts it."""
-    shapes = lambda tree: jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), tree)
-    whole = jax.eval_shape(inner.init, shapes(params))
+    whole = jax.eval_shape(inner.init, _trees.shapes_of(params))
     shardings = jax.tree.leaves(zero1_shardings(params, whole, mesh, axis, param_specs=specs))
-    got, own = _trees.leaves_by_path(state), _trees.leaves_by_path(jax.eval_shape(inner.init, shapes(parts)))
+    got, own = _trees.leaves_by_path(state), _trees.leaves_by_path(jax.eval_shape(inner.init, _trees.shapes_of(parts)))
     for (path, leaf), sharding in zip(_trees.leaves_by_path(whole).items(), shardings, strict=True):
         wanted = f"{leaf.dtype}{list(_shape_of_part(leaf.shape, sharding.spec, mesh, axis))}"
         where = f"`zero1`: inside `jax.shard_map` the state at {_trees.path_string(path)!r} should be {wanted} on each"
@@ -347,12 +346,10 @@ def _shape_of_part(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh, axis
 def _require_whole_blocks(state: Any) -> None:
     """Raises if 8-bit blocks may reach beyond a device's part, so that parts have other codes than the whole has."""
     for stored in _trees.find_states(state, LowPrecisionState):
-        codes = jax.tree.leaves(stored.inner_state)
-        for name, scale in stored.block_scales.items():
-            code = codes[int(name.partition(".")[0])]
-            if code.ndim < 2 or scale.ndim != code.ndim:
+        for _, _, codes, scale in coded_leaves(stored):
+            if codes.ndim < 2 or scale.ndim != codes.ndim:
                 raise ValueError(
                     "`zero1`: inside `jax.shard_map` states in 8 bits need rows that consist of whole blocks, but one "
-                    f"of shape {list(code.shape)} has {list(scale.shape)} blocks. Choose a `block_size` that divides "
+                    f"of shape {list(codes.shape)} has {list(scale.shape)} blocks. Choose a `block_size` that divides "
                     "the last axis, a larger `min_size`, or call `update` under `jax.jit`, outside of `jax.shard_map`."
                 )

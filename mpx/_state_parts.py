@@ -11,7 +11,7 @@ from mpx import _trees
 from mpx._blockwise import scale_shape
 from mpx._transforms.kahan_summation import KahanSummationState
 from mpx._transforms.loss_scaling import LossScalingState
-from mpx._transforms.low_precision_state import LowPrecisionState
+from mpx._transforms.low_precision_state import LowPrecisionState, coded_leaves
 from mpx._transforms.master_weights import MasterWeightsState
 from mpx._transforms.stochastic_rounding import StochasticRoundingState
 from mpx._transforms.upcast import UpcastState
@@ -85,15 +85,11 @@ def _name(key: _trees.Path) -> str:
 def _codes(state: LowPrecisionState, path: _trees.Path) -> dict[_trees.Path, Code]:
     """How the coded leaves of a state are coded, by their paths; the names of their scales and all shapes tell."""
     attribute = jax.tree_util.GetAttrKey
-    inner: Any = state.inner_state
-    leaves = list(_trees.leaves_by_path(inner.inner_state).items())
     found = {}
-    for name, scale in state.block_scales.items():
-        position, _, sign = name.partition(".")
-        below, leaf = leaves[int(position)]
-        block_size = _block_size(np.shape(leaf), np.shape(scale))
+    for name, below, codes, scale in coded_leaves(state):
+        block_size = _block_size(np.shape(codes), np.shape(scale))
         scale_path = (*path, attribute("block_scales"), jax.tree_util.DictKey(name))
-        code = Code(scale_path, scale, block_size, sign == "signed")
+        code = Code(scale_path, scale, block_size, signed=name.endswith(".signed"))
         found[*path, attribute("inner_state"), attribute("inner_state"), *below] = code
     return found
 

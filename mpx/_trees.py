@@ -101,6 +101,11 @@ def find_states(tree: Any, kind: type[T]) -> list[T]:
     return found
 
 
+def shapes_of(tree: T) -> T:
+    """The tree with shapes for its floating arrays."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if is_floating(x) else x, tree)
+
+
 def dtype_and_shape(leaf: Any) -> str:
     """How messages show an array: `bfloat16[768, 3072]`."""
     if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):

@@ -144,6 +144,13 @@ def low_precision_state(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
+def coded_leaves(state: LowPrecisionState) -> list[tuple[str, _trees.Path, Any, Any]]:
+    """What is kept in 8 bits: the name of its scales, its path in the rule's state, codes and scales."""
+    inner: Any = state.inner_state
+    leaves = list(_trees.leaves_by_path(inner.inner_state).items())
+    return [(name, *leaves[int(name.partition(".")[0])], scale) for name, scale in state.block_scales.items()]
+
+
 def _load(state: Any, scales: Mapping[str, jax.Array], plan: Plan) -> Any:
     """The rule's state in float32."""
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from examples.gpt import shards
 from examples.gpt.run_log import Record, RunLog, read_records
-from examples.gpt.shards import Index, Shard, ShardError, Source
+from examples.gpt.shards import ShardError
+from tests.examples.shard_files import write_folder
 
 TOKENS = np.arange(50, dtype=np.uint16) % 30
 READERS = {"open": shards.open_shard, "header": shards.read_header, "verify": shards.verify_shard}
@@ -32,10 +33,7 @@ def scratch(tmp_path_factory):
 
 
 def make_folder(folder):
-    for name in NAMES:
-        shards.write_shard(folder / name, TOKENS, vocabulary=30)
-    training, validation = ((Shard(name, len(TOKENS)),) for name in NAMES)
-    shards.write_index(folder, Index("bytes", 30, 0, training, validation, Source(("a text",), 3, 5000, "abc")))
+    write_folder(folder, NAMES, TOKENS, vocabulary=30)
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from examples.gpt import shards
-from examples.gpt.shards import Index, Shard, ShardError, Source
+from examples.gpt.shards import Index, ShardError
+from tests.examples.shard_files import write_folder
 
 TOKENS = np.arange(1000, dtype=np.uint16) % 300
 NAMES = ("training-00000.tokens", "training-00001.tokens", "validation-00000.tokens")
@@ -33,13 +34,7 @@ def scratch(tmp_path_factory):
 
 
 def make_folder(folder):
-    for name in NAMES:
-        shards.write_shard(folder / name, TOKENS, vocabulary=300)
-    described = [Shard(name, len(TOKENS)) for name in NAMES]
-    source = Source(("a text",), documents=3, bytes=5000, sha256="abc")
-    index = Index("bytes", 300, 0, training=tuple(described[:2]), validation=tuple(described[2:]), text=source)
-    shards.write_index(folder, index)
-    return index
+    return write_folder(folder, NAMES, TOKENS, vocabulary=300)
 
 
 @pytest.fixture
