@@ -26,8 +26,11 @@ def assert_same_bits(actual, expected):
 
 
 def types_of(tree):
-    """Structure, shapes, dtypes and weak types of a tree, to compare with `==`."""
-    return jax.tree.structure(tree), [jax.typeof(leaf) for leaf in jax.tree.leaves(tree)]
+    """Structure, shapes, dtypes, weak types and explicit shardings of a tree, to compare with `==`.
+
+    As text: JAX 0.10 compares its types by identity, and in a long process two equal types can be two objects.
+    """
+    return jax.tree.structure(tree), [str(jax.typeof(leaf)) for leaf in jax.tree.leaves(tree)]
 
 
 def unfused(batched_products=False):

@@ -23,7 +23,7 @@ from jax.extend import core as jex_core
 import mpx
 from mpx._autocast.jaxprs import scan_counts
 from tests.autocast.helpers import BF16, CONTRACTIONS, F16, F32, all_eqns, eqns_of
-from tests.helpers import assert_same_bits
+from tests.helpers import assert_same_bits, types_of
 
 HALVES = {"bf16": BF16, "f16": F16}
 # XLA drops a rounding from float32 to 16 bits whose result is widened at once, on a CPU too: that flatters both sides.
@@ -345,7 +345,7 @@ def test_outputs_and_gradients_are_as_close_to_float32_as_those_of_a_model_cast_
     model = MODELS[name]()
     results = run(mpx.autocast(loss_of(model.forward(None)), half), model)
     for actual, expected, by_hand in zip(results, in_f32(name), errors_by_hand(name, half), strict=True):
-        assert jax.tree.map(jax.typeof, actual) == jax.tree.map(jax.typeof, expected)
+        assert types_of(actual) == types_of(expected)
         assert not exceeds(distances(actual, expected), by_hand, model.slack)
 
 
@@ -626,7 +626,7 @@ def test_a_module_split_and_merged_inside_returns_its_new_state(copy):
     expected_out, expected = jax.jit(with_new_state, static_argnums=0)(graphdef, state, TOKENS)
     assert int(new["dropout"]["rngs"]["count"][...]) == 1
     assert_same_bits(jax.tree.map(jnp.isnan, state), jax.tree.map(jnp.isnan, before))
-    assert jax.tree.map(jax.typeof, new) == jax.tree.map(jax.typeof, expected)
+    assert types_of(new) == types_of(expected)
     np.testing.assert_allclose(new["norm"]["var"][...], expected["norm"]["var"][...], rtol=2**-7)
     np.testing.assert_array_equal(out == 0, expected_out == 0)  # the same elements are dropped
     assert np.any(np.asarray(new["norm"]["var"][...]) != cast(new["norm"]["var"][...], BF16).astype(F32))
@@ -652,7 +652,7 @@ def test_a_module_whose_new_state_is_returned_may_change():
 
     _, state = mpx.autocast(with_statistics, "bf16")(nnx.BatchNorm(16, rngs=nnx.Rngs(0)), TOKENS)
     _, expected = with_statistics(nnx.BatchNorm(16, rngs=nnx.Rngs(0)), TOKENS)
-    assert jax.tree.map(jax.typeof, state) == jax.tree.map(jax.typeof, expected)
+    assert types_of(state) == types_of(expected)
     np.testing.assert_allclose(state["mean"][...], expected["mean"][...], rtol=1e-5, atol=1e-6)
 
 
@@ -809,7 +809,7 @@ def test_the_jit_of_each_library_takes_value_and_grad(make):
     value_and_grad = mpx.value_and_grad(mpx.autocast(loss, "bf16"), transform=transform, **options)
     value, grads = value_and_grad(narrow, TOKENS)
     jitted_value, jitted_grads = jit(value_and_grad)(narrow, TOKENS)
-    assert jax.tree.map(jax.typeof, (jitted_value, jitted_grads)) == jax.tree.map(jax.typeof, (value, grads))
+    assert types_of((jitted_value, jitted_grads)) == types_of((value, grads))
     np.testing.assert_allclose(jitted_value, value, rtol=2**-7)
     norms = distances(grads, jax.tree.map(jnp.zeros_like, grads))
     assert np.linalg.norm(distances(jitted_grads, grads)) <= 2**-6 * np.linalg.norm(norms)
@@ -821,7 +821,7 @@ def test_gradients_have_the_structure_that_the_transformation_gives_without_mpx(
     _, plain = transform(loss, **options)(wide, TOKENS)
     _, grads = mpx.value_and_grad(mpx.autocast(loss, "bf16"), transform=transform, **options)(narrow, TOKENS)
     assert jax.tree.structure(grads) == jax.tree.structure(plain)
-    assert jax.tree.map(jax.typeof, grads) == jax.tree.map(jax.typeof, plain)
+    assert types_of(grads) == types_of(plain)
 
 
 def test_a_weight_that_is_tied_in_a_graph_gets_all_of_its_gradient():

@@ -645,7 +645,7 @@ def test_16_bit_arguments_are_viewed_as_float32_and_others_are_as_they_are(dtype
     seen = []
 
     def fun(*args):
-        seen.extend(jax.typeof(x) for x in args)
+        seen.extend(types_of(x) for x in args)
         return args
 
     args = [
@@ -663,8 +663,8 @@ def test_16_bit_arguments_are_viewed_as_float32_and_others_are_as_they_are(dtype
     ]
     results = mpx.autocast(fun, dtype)(*args)
     plain = [jnp.asarray(x) for x in args]
-    assert seen[0] == jax.typeof(plain[1])
-    assert seen[1:] == [jax.typeof(x) for x in plain[1:]]
+    assert seen[0] == types_of(plain[1])
+    assert seen[1:] == [types_of(x) for x in plain[1:]]
     assert_same_bits(list(results[1:]), plain[1:])
     assert_same_bits(results[0], jnp.ones(2, F32))
 

@@ -2,12 +2,10 @@
 
 import gc
 import os
-import resource
 import shutil
 import subprocess
 import sys
 import warnings
-from contextlib import contextmanager
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +16,7 @@ from jax.sharding import AxisType
 from examples.gpt.checkpoints import KEPT, CheckpointError, Checkpoints, SaveError
 from examples.gpt.devices import AXIS, state_shardings
 from tests.examples import nano
+from tests.examples.disks import full_disk
 from tests.helpers import assert_same_bits
 
 DESCRIPTION = {"step": 3, "identity": {"recipe": "bf16-split", "seed": 0}, "position": {"epoch": 1}}
@@ -166,17 +165,6 @@ def collected():
     """Warnings of unused objects come in the test that they belong to."""
     yield
     gc.collect()
-
-
-@contextmanager
-def full_disk(size=1000):
-    """No file can become longer than so many bytes; what is written fails as it does on a disk without room."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def noise(seed=0):

@@ -9,8 +9,8 @@ import gc
 import json
 import math
 import re
-import resource
 import signal
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import jax
@@ -26,6 +26,7 @@ from examples.gpt.model import PRESETS, Config
 from examples.gpt.recipes import get_recipe
 from examples.gpt.run_log import Record, read_records
 from examples.gpt.training import Hyperparameters, Metrics
+from tests.examples.disks import full_disk
 from tests.helpers import assert_same_bits
 
 # Optax adds arrays of two dtypes, and Flax's norms arrays of two ranks.
@@ -272,21 +273,17 @@ def test_sigterm_ends_a_run_as_ctrl_c_does_with_its_own_code(tokens, tmp_path, m
 def test_a_full_disk_ends_a_run_with_one_line_and_what_follows_has_the_same_bits(whole, tokens, tmp_path, monkeypatch):
     """From the checkpoint of step 6 on no file can become longer than 8,000 bytes."""
     out, save = tmp_path / "run", train.save
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with monkeypatch.context() as patch, ExitStack() as until_the_end:
 
-    def fill_and_save(checkpoints, of_run, params, opt_state, step, position):
-        if step == 6:
-            checkpoints.wait()
-            resource.setrlimit(resource.RLIMIT_FSIZE, (8000, hard))
-        save(checkpoints, of_run, params, opt_state, step, position)
+        def fill_and_save(checkpoints, of_run, params, opt_state, step, position):
+            if step == 6:
+                checkpoints.wait()
+                until_the_end.enter_context(full_disk(8000))
+            save(checkpoints, of_run, params, opt_state, step, position)
 
-    with monkeypatch.context() as patch:
         patch.setattr(train, "save", fill_and_save)
-        try:
-            result = run(out, tokens)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-            gc.collect()
+        result = run(out, tokens)
+    gc.collect()
     assert result.exit_code == 1
     (error,) = [line for line in result.output.splitlines() if "Error" in line]
     assert error.startswith("Error: the checkpoint of step 6 could not be saved in")
