@@ -4,6 +4,13 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
+
+# Where a save fails, TensorStore still calls an event loop of Orbax's that is closed, and coroutines are left over.
+leaves_garbage = pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning", "ignore:coroutine .* was never awaited:RuntimeWarning"
+)
+
 
 @contextmanager
 def full_disk(size: int = 1000) -> Iterator[None]:

@@ -1,6 +1,5 @@
 """Checkpoints: the same bits on any number of devices, and nothing else than what was asked for."""
 
-import gc
 import os
 import shutil
 import subprocess
@@ -16,7 +15,7 @@ from jax.sharding import AxisType
 from examples.gpt.checkpoints import KEPT, CheckpointError, Checkpoints, SaveError
 from examples.gpt.devices import AXIS, state_shardings
 from tests.examples import nano
-from tests.examples.disks import full_disk
+from tests.examples.disks import full_disk, leaves_garbage
 from tests.helpers import assert_same_bits
 
 DESCRIPTION = {"step": 3, "identity": {"recipe": "bf16-split", "seed": 0}, "position": {"epoch": 1}}
@@ -154,19 +153,6 @@ def test_the_newest_checkpoints_are_kept(tmp_path):
 
 
 # --- Disks that are full, folders that are read-only, files that are damaged. ---
-# Where TensorStore fails, it still calls an event loop of Orbax's that is closed.
-after_errors = pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnraisableExceptionWarning", "ignore:coroutine .* was never awaited:RuntimeWarning"
-)
-
-
-@pytest.fixture
-def collected():
-    """Warnings of unused objects come in the test that they belong to."""
-    yield
-    gc.collect()
-
-
 def noise(seed=0):
     """Arrays that no compression makes small."""
     return {"w": jax.random.normal(jax.random.key(seed), (64, 64)), "n": jnp.int32(seed)}
@@ -180,7 +166,7 @@ def restored_noise(checkpoints):
 FULL = "the checkpoint of step 2 could not be saved in .*: File too large. The checkpoints before it are whole"
 
 
-@after_errors
+@leaves_garbage
 @pytest.mark.usefixtures("collected")
 def test_a_full_disk_is_told_when_the_next_checkpoint_is_due(tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
@@ -192,7 +178,7 @@ def test_a_full_disk_is_told_when_the_next_checkpoint_is_due(tmp_path):
                 checkpoints.save(3, noise(3), {})
 
 
-@after_errors
+@leaves_garbage
 @pytest.mark.usefixtures("collected")
 def test_a_full_disk_is_told_at_the_end_of_a_run_at_the_latest(tmp_path, caplog):
     with full_disk(), pytest.raises(SaveError, match=FULL), Checkpoints(tmp_path) as checkpoints:
@@ -200,7 +186,7 @@ def test_a_full_disk_is_told_at_the_end_of_a_run_at_the_latest(tmp_path, caplog)
     assert caplog.text == ""  # Orbax would log pages
 
 
-@after_errors
+@leaves_garbage
 @pytest.mark.usefixtures("collected")
 def test_after_a_full_disk_the_checkpoint_before_is_whole_and_what_is_left_of_the_other_goes(tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
@@ -271,7 +257,7 @@ def two_checkpoints(tmp_path_factory):
     return folder
 
 
-@after_errors
+@leaves_garbage
 @pytest.mark.usefixtures("collected")
 def test_whichever_file_of_a_checkpoint_is_cut_off_nothing_wrong_is_restored(two_checkpoints, tmp_path):
     """Without some files Orbax can do; the others are named with the step and the folder, and what to do."""

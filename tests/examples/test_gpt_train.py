@@ -5,7 +5,6 @@ A training step takes seconds to compile, so all tests share a few programs, and
 
 import dataclasses
 import functools
-import gc
 import json
 import math
 import re
@@ -26,7 +25,7 @@ from examples.gpt.model import PRESETS, Config
 from examples.gpt.recipes import get_recipe
 from examples.gpt.run_log import Record, read_records
 from examples.gpt.training import Hyperparameters, Metrics
-from tests.examples.disks import full_disk
+from tests.examples.disks import full_disk, leaves_garbage
 from tests.helpers import assert_same_bits
 
 # Optax adds arrays of two dtypes, and Flax's norms arrays of two ranks.
@@ -269,7 +268,8 @@ def test_sigterm_ends_a_run_as_ctrl_c_does_with_its_own_code(tokens, tmp_path, m
     assert saved(tmp_path)[0] == 1
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of TensorStore's last words
+@leaves_garbage
+@pytest.mark.usefixtures("collected")
 def test_a_full_disk_ends_a_run_with_one_line_and_what_follows_has_the_same_bits(whole, tokens, tmp_path, monkeypatch):
     """From the checkpoint of step 6 on no file can become longer than 8,000 bytes."""
     out, save = tmp_path / "run", train.save
@@ -283,7 +283,6 @@ def test_a_full_disk_ends_a_run_with_one_line_and_what_follows_has_the_same_bits
 
         patch.setattr(train, "save", fill_and_save)
         result = run(out, tokens)
-    gc.collect()
     assert result.exit_code == 1
     (error,) = [line for line in result.output.splitlines() if "Error" in line]
     assert error.startswith("Error: the checkpoint of step 6 could not be saved in")
