@@ -318,7 +318,7 @@ def test_the_loss_scale_and_its_counters_are_carried_over():
 def test_a_loss_scale_of_other_settings_starts_fresh_and_goes_on_counting_skips(old, new):
     tx, new_tx = (mpx.loss_scaling(mpx.master_weights(optax.sgd(1.0)), scale) for scale in (old, new))
     params = {"w": jnp.ones(8, jnp.bfloat16)}
-    bad = {"w": jnp.full(8, jnp.nan)}
+    bad = {"w": jnp.full(8, jnp.nan, jnp.float32)}
     _, state = tx.update(bad, tx.init(params), params)
     _, moved = mpx.convert_state(params, state, tx, new_tx)
     assert_same_bits(moved._replace(skipped_steps=jnp.int32(0)), new_tx.init(params))
@@ -371,7 +371,10 @@ def test_wrappers_of_optax_may_stand_around_them(nesting):
 @pytest.mark.parametrize("name", ["adafactor", "lbfgs", "lion", "sgd", "contrib.muon", "contrib.schedule_free"])
 def test_the_state_of_any_rule_comes_back_to_the_bit(name):
     tx, new_tx = RULES[name].make(), mpx.master_weights(RULES[name].make())
-    params = {"kernel": jnp.linspace(-1, 2, 128).reshape(8, 16), "bias": jnp.linspace(1, 2, 16)}
+    params = {
+        "kernel": jnp.linspace(-1, 2, 128, dtype=jnp.float32).reshape(8, 16),
+        "bias": jnp.linspace(1, 2, 16, dtype=jnp.float32),
+    }
     state = noisy(tx.init(params))
     there = mpx.convert_state(params, state, tx, new_tx, policy=BF16)
     assert types_of(there[1]) == types_of(new_tx.init(there[0]))
@@ -393,12 +396,15 @@ def test_an_average_of_the_weights_is_carried_over():
 def test_no_rounding_is_left_to_the_compiler():
     for keeper, kept_dtype in ((None, None), (mpx.KahanSummationState, jnp.dtype("bfloat16"))):
         stored = lambda x, how=(keeper, kept_dtype): _stored(x, jnp.dtype("bfloat16"), *how)
-        assert not float32_round_trips(stored, jnp.ones(2))
+        assert not float32_round_trips(stored, jnp.ones(2, jnp.float32))
 
 
 def test_integers_and_nested_containers_pass_through():
     floating = lambda tree: jax.tree.map(lambda p: bool(jnp.issubdtype(p.dtype, jnp.floating)), tree)
-    params = {"layers": [(jnp.ones(3) / 3, None), (jnp.ones(2) / 7, jnp.arange(4))], "step": jnp.int32(7)}
+    params = {
+        "layers": [(jnp.ones(3, jnp.float32) / 3, None), (jnp.ones(2, jnp.float32) / 7, jnp.arange(4))],
+        "step": jnp.int32(7),
+    }
     old_tx, new_tx = (optax.masked(tx, floating) for tx in (adamw(), mpx.master_weights(adamw())))
     new_params, state = mpx.convert_state(params, old_tx.init(params), old_tx, new_tx, policy=BF16)
     assert new_params["step"] is params["step"]
@@ -416,7 +422,7 @@ def test_numpy_arrays_of_a_checkpoint_are_taken():
 def test_parameters_and_state_can_be_donated_after_it():
     """The state of `schedule_free` holds the parameters themselves."""
     tx = optax.contrib.schedule_free_sgd(0.1)
-    params = {"w": jnp.ones(3) / 3}
+    params = {"w": jnp.ones(3, jnp.float32) / 3}
     params, state = mpx.convert_state(params, tx.init(params), tx, mpx.upcast(tx))
     update = lambda params, state: mpx.upcast(tx).update(params, state, params)
     assert jax.jit(update, donate_argnums=(0, 1), compiler_options=QUICKLY)(params, state)
@@ -426,7 +432,10 @@ def test_parameters_and_state_can_be_donated_after_it():
 def test_sharded_arrays_stay_where_they_are(new):
     mesh = eight_cpu_devices()
     along = lambda x: NamedSharding(mesh, PartitionSpec("data") if x.shape and x.shape[0] == 8 else PartitionSpec())
-    params = {"kernel": jnp.linspace(-1, 2, 8 * 64).reshape(8, 64), "bias": jnp.linspace(1, 2, 5)}
+    params = {
+        "kernel": jnp.linspace(-1, 2, 8 * 64, dtype=jnp.float32).reshape(8, 64),
+        "bias": jnp.linspace(1, 2, 5, dtype=jnp.float32),
+    }
     state = recipe("f32").init(params)
     params, state = jax.tree.map(lambda x: jax.device_put(x, along(x)), (params, state))
     new_params, new_state = mpx.convert_state(params, state, recipe("f32"), recipe(new), policy=BF16)
@@ -509,7 +518,7 @@ def test_a_tree_of_other_types_is_refused():
 
 
 def test_masters_of_parameters_under_other_names_are_refused():
-    params = {"w": jnp.ones((2, 2))}
+    params = {"w": jnp.ones((2, 2), jnp.float32)}
     tx, new_tx = optax.sgd(1.0), optax.flatten(mpx.master_weights(optax.sgd(1.0)))
     with pytest.raises(ValueError, match=re.escape("keeps float32[4] for '', and no parameter has this path")):
         mpx.convert_state(params, tx.init(params), tx, new_tx, policy=BF16)
