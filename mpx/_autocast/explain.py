@@ -76,18 +76,8 @@ class Explanation:
     def __rich__(self) -> Any:
         """The tables as Rich shows them; only Rich calls this, so it is there."""
         from rich.console import Group
-        from rich.table import Table
-        from rich.text import Text
 
-        tables = []
-        for title, (header, *lines) in self._tables():
-            table = Table(title=title, title_justify="left")
-            for column, name in enumerate(header):
-                table.add_column(name, justify="right" if column >= len(header) - 2 else "left", overflow="fold")
-            for line in lines:
-                table.add_row(*map(Text, line))  # not markup: brackets are style tags there
-            tables.append(table)
-        return Group(*tables)
+        return Group(*[_tables.rich_table(title, lines, right=(-1, -2)) for title, lines in self._tables()])
 
     def _tables(self) -> Iterator[tuple[str, list[tuple[str, ...]]]]:
         share = f"{self.lowered_share:.1%} of their FLOPs lowered" if self.contractions else "none"
@@ -159,8 +149,7 @@ def explain(
         others: dict[tuple[str, str], list[Any]] = defaultdict(lambda: [[], 0, 0])
         for step, times, outer in _walk(record.trace(args, kwargs).plan):
             eqn = step.eqn
-            where = next((w for w in map(_users_line, (eqn, *outer)) if w), None)
-            where = where or source_info_util.summarize(eqn.source_info)
+            where = line_of(eqn, outer)
             if eqn.primitive.name in contraction.CONTRACTIONS:
                 shapes = " ".join(_shape(v) for v in eqn.invars[:2])
                 found = contractions[where, eqn.primitive.name, shapes, _runs_in(step), step.reason or ""]
@@ -228,6 +217,12 @@ def _runs_in(step: Step) -> str:
 def _shape(v: Any) -> str:
     dtype = str(np.dtype(v.aval.dtype)) if hasattr(v.aval, "dtype") else "?"
     return f"{_SHORT.get(dtype, dtype)}[{','.join(map(str, v.aval.shape))}]"
+
+
+def line_of(eqn: jex_core.JaxprEqn, outer: tuple[jex_core.JaxprEqn, ...]) -> str:
+    """Where an operation stands in the user's code: its own line, else that of an operation around it."""
+    lines = (line for line in map(_users_line, (eqn, *outer)) if line)
+    return next(lines, None) or source_info_util.summarize(eqn.source_info)
 
 
 def _users_line(eqn: jex_core.JaxprEqn) -> str | None:
