@@ -1,0 +1,1 @@
+"""What a training holds, counted before anything is allocated."""
