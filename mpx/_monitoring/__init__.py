@@ -1,0 +1,1 @@
+"""What `mpx.monitor` exports."""

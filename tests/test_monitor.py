@@ -1,0 +1,482 @@
+"""Measures against NumPy, and that to measure changes no bit of what is measured."""
+
+import re
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.extend import core as jex_core
+
+import mpx
+from mpx import monitor
+from tests.helpers import assert_same_bits, types_of, unfused
+
+pytestmark = pytest.mark.optax_promotion
+
+SHARES = {"underflow": monitor.underflow, "becomes_subnormal": monitor.becomes_subnormal, "overflow": monitor.overflow}
+MEASURES = {
+    "underflow": lambda **groups: monitor.underflow("f16", **groups),
+    "histogram": lambda **groups: monitor.exponent_histogram(**groups),
+    "lost": lambda **groups: monitor.lost_updates(**groups),
+    "lost in bf16": lambda **groups: monitor.lost_updates("bf16", **groups),
+    "ratio": lambda **groups: monitor.update_to_weight_ratio(**groups),
+}
+UNDERFLOW = jax.jit(monitor.underflow("f16"))
+FORMATS = {"f16": np.float16, "bf16": ml_dtypes.bfloat16, "float8_e5m2": ml_dtypes.float8_e5m2}
+
+
+def measured(measure, updates, params=None):
+    """What `monitor` keeps of a measure."""
+    tx = monitor.monitor({"it": measure})
+    params = updates if params is None else params
+    _, state = jax.jit(tx.update)(updates, tx.init(params), params)
+    return state.measurements["it"]
+
+
+def all_16_bit_numbers():
+    bits = np.arange(2**16, dtype=np.uint16)
+    return {"f16": jnp.asarray(bits.view(np.float16)), "bf16": jnp.asarray(bits.view(ml_dtypes.bfloat16))}
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_shares_of_all_16_bit_numbers_are_those_of_casts_on_the_host(dtype):
+    tree = all_16_bit_numbers()
+    with np.errstate(all="ignore"):
+        wide = np.concatenate([np.asarray(x).astype(np.float32) for x in tree.values()])
+        cast = np.abs(wide.astype(FORMATS[dtype]).astype(np.float64))
+    counted = np.isfinite(wide) & (wide != 0)
+    normal = float(ml_dtypes.finfo(FORMATS[dtype]).smallest_normal)
+    expected = {
+        "underflow": (cast == 0) & counted,
+        "becomes_subnormal": (cast > 0) & (cast < normal),
+        "overflow": ~np.isfinite(cast) & counted,
+    }
+    for name, make in SHARES.items():
+        share = jax.jit(make(dtype))(tree)
+        assert share.dtype == np.float32
+        np.testing.assert_allclose(share, expected[name].sum() / counted.sum(), rtol=1e-6)
+
+
+@settings(max_examples=30)
+@given(st.lists(st.floats(width=32), min_size=5, max_size=5))
+def test_the_underflow_of_any_float32_numbers_is_that_of_a_cast(numbers):
+    x = np.float32(numbers)
+    with np.errstate(all="ignore"):
+        vanished = (x.astype(np.float16) == 0) & (x != 0)
+    counted = np.isfinite(x) & (x != 0)
+    assert float(UNDERFLOW(x)) == np.float32(vanished.sum()) / np.float32(max(1, counted.sum()))
+
+
+@pytest.mark.parametrize("tree", [{}, None, {"w": jnp.zeros(3)}, {"w": jnp.zeros((0, 2))}, {"ids": jnp.arange(3)}])
+def test_a_share_of_nothing_is_zero(tree):
+    assert float(monitor.underflow("f16")(tree)) == 0
+
+
+def test_what_is_not_floating_is_left_out():
+    tree = {"w": jnp.float32([1e-10, 1.0]), "ids": jnp.arange(3), "none": None, "masked": optax.MaskedNode()}
+    assert float(monitor.underflow("f16")(tree)) == 0.5
+    assert list(monitor.underflow("f16", groups="leaf")(tree)) == ["w"]
+
+
+def test_the_histogram_is_that_of_frexp():
+    x = np.random.default_rng(0).normal(size=(50, 30)).astype(np.float32) ** 9
+    x[0, :4] = 0.0, -0.0, np.inf, np.nan
+    used = np.isfinite(x) & (x != 0)
+    histogram = jax.jit(monitor.exponent_histogram())({"a": x[:10], "b": x[10:]})
+    expected = np.bincount(np.frexp(x[used].astype(np.float64))[1] - 1 - monitor.EXPONENTS[0], minlength=277)
+    np.testing.assert_array_equal(histogram.counts, expected)
+    assert (float(histogram.zeros), float(histogram.nonfinite)) == (2, 2)
+
+
+GRADS = {"layers": [{"w": jnp.float32([1e-10, 1.0])}, {"w": jnp.float32([1e-10] * 2)}], "norm": jnp.ones(2)}
+
+
+def test_groups_are_leaves_by_path_or_patterns_of_which_the_first_match_wins():
+    by_leaf = monitor.underflow("f16", groups="leaf")(GRADS)
+    assert {path: float(share) for path, share in by_leaf.items()} == {"layers/0/w": 0.5, "layers/1/w": 1, "norm": 0}
+    by_name = monitor.underflow("f16", groups={"first": "/0/", "all layers": "^layers"})(GRADS)
+    assert {name: float(share) for name, share in by_name.items()} == {"first": 0.5, "all layers": 1}
+
+
+@pytest.mark.parametrize("name", MEASURES)
+def test_every_measure_refuses_a_group_without_a_leaf_where_the_optimizer_is_initialized(name):
+    tx = monitor.monitor({"it": MEASURES[name](groups={"rest": "", "embed": "embed|layers"})})
+    message = r"no leaf is in the group 'embed': 'embed|layers'. .* has the leaf: layers/0/w, layers/1/w, norm"
+    with pytest.raises(ValueError, match=message.replace("|", r"\|")):
+        tx.init(GRADS)
+
+
+@pytest.mark.parametrize("name", MEASURES)
+@pytest.mark.parametrize("groups", ["layers", ["w"], {"a": 1}, {"a": "("}])
+def test_every_measure_refuses_groups_of_another_form(name, groups):
+    with pytest.raises(ValueError, match=r"must be None, 'leaf' or a dictionary|is not a regular expression"):
+        MEASURES[name](groups=groups)
+
+
+@pytest.mark.parametrize("make", [*SHARES.values(), monitor.lost_updates])
+def test_an_unknown_format_is_refused(make):
+    with pytest.raises(ValueError, match=r"`\w+`: `dtype` must be .*, but got"):
+        make("int8")
+
+
+@pytest.mark.parametrize("name", ["lost", "ratio"])
+def test_a_measure_of_weights_asks_for_them(name):
+    with pytest.raises(ValueError, match="needs the parameters: call `update"):
+        MEASURES[name]().update(GRADS, optax.EmptyState())
+
+
+def stored_as(x, dtype):
+    return np.asarray(x, np.float32).astype(dtype).astype(np.float32)
+
+
+@pytest.mark.parametrize("update_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16, np.float32])
+def test_lost_updates_are_those_that_apply_updates_does_not_show(dtype, update_dtype):
+    rng = np.random.default_rng(0)
+    params = jnp.asarray(rng.normal(size=2000), dtype)
+    updates = jnp.asarray(rng.normal(size=2000) * np.exp2(rng.integers(-30, 0, 2000)), update_dtype).at[:100].set(0)
+    moved = np.asarray(optax.apply_updates(params, updates) != params)
+    nonzero = np.asarray(updates != 0)
+    expected = np.float32((nonzero & ~moved).sum()) / np.float32(nonzero.sum())
+    assert 0.1 < expected < 0.9
+    assert float(measured(monitor.lost_updates(), updates, params)) == expected
+
+
+def test_lost_updates_of_another_format_are_those_of_weights_stored_in_it():
+    """Not of the rounding of a float32 sum: 1 + 0.6 ulp is stored as 1 ulp more, from where 0.1 ulp is lost."""
+    ulp = 2.0**-7
+    params = jnp.float32([1.0, 1 + 0.45 * ulp, 1.0])
+    updates = jnp.float32([0.1 * ulp, 0.1 * ulp, 0.6 * ulp])
+    naive = stored_as(params + updates, jnp.bfloat16) == stored_as(params, jnp.bfloat16)
+    assert naive.sum() == 1  # the negative control: it takes the second for one that moves
+    assert float(measured(monitor.lost_updates("bf16"), updates, params)) == np.float32(2) / 3
+    assert float(measured(monitor.lost_updates(), updates, params)) == 0
+
+
+def test_a_zero_that_changes_its_sign_has_not_moved():
+    params, updates = jnp.zeros(1, jnp.float16), jnp.float32([-1e-10])
+    assert float(measured(monitor.lost_updates(), updates, params)) == 1
+
+
+def test_behind_masters_nothing_is_lost_and_inside_one_sees_what_they_save():
+    params = {"w": jnp.linspace(1, 2, 100, dtype=jnp.bfloat16)}
+    lost = lambda dtype: monitor.monitor({"lost": monitor.lost_updates(dtype)})
+    rule = optax.sgd(1e-4)
+    tx = optax.chain(mpx.master_weights(optax.chain(rule, lost("bf16"))), lost(None))
+    plain = optax.chain(rule, lost(None))
+    grads = {"w": jnp.ones(100)}
+    _, state = tx.update(grads, tx.init(params), params)
+    assert float(state[0].inner_state.inner_state[-1].measurements["lost"]) == 1
+    assert float(state[1].measurements["lost"]) == 0
+    _, state = plain.update(grads, plain.init(params), params)
+    assert float(state[-1].measurements["lost"]) == 1
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30])
+def test_the_ratio_of_norms_is_that_in_float64_whatever_their_size(scale):
+    rng = np.random.default_rng(0)
+    params = {"a": np.float32(rng.normal(size=300) * scale), "b": np.float32(rng.normal(size=20) * scale)}
+    updates = jax.tree.map(lambda p: np.float32(p * 1e-3 + 1e-4 * scale), params)
+    norm = lambda tree: np.sqrt(sum(np.sum(x.astype(np.float64) ** 2) for x in jax.tree.leaves(tree)))
+    ratio = measured(monitor.update_to_weight_ratio(), updates, params)
+    np.testing.assert_allclose(ratio, norm(updates) / norm(params), rtol=1e-5)
+    naive = optax.tree.norm(updates) / optax.tree.norm(params)
+    assert np.isclose(naive, norm(updates) / norm(params)) == (scale == 1)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, jnp.bfloat16])
+def test_the_ratio_of_16_bit_numbers_neither_overflows_nor_stops(dtype):
+    """In float16 the sum of these squares is infinite; in bfloat16 a sum of ones stops at 256."""
+    params = jnp.full(4000, 256, dtype)
+    assert float(measured(monitor.update_to_weight_ratio(), jnp.full(4000, 1, dtype), params)) == 2.0**-8
+
+
+@pytest.mark.parametrize(("update", "weight", "ratio"), [(0, 0, 0), (0, 1, 0), (1, 0, np.inf), (1e38, 1e-37, np.inf)])
+def test_the_ratio_of_zeros_is_defined(update, weight, ratio):
+    assert float(
+        measured(monitor.update_to_weight_ratio(), jnp.full(3, update, float), jnp.full(3, weight, float))
+    ) == (ratio)
+
+
+def all_on(place):
+    measures = {f"{name} {place}": make() for name, make in MEASURES.items()}
+    return monitor.monitor(measures | {f"norm {place}": optax.tree.norm})
+
+
+RULES = {
+    "adamw": lambda: optax.adamw(1e-2, weight_decay=0.1),
+    "momentum": lambda: optax.sgd(1e-2, momentum=0.9),
+    "lion": lambda: optax.lion(1e-3, weight_decay=0.1),
+}
+RECIPES = {
+    "f32": (jnp.float32, lambda rule: rule),
+    "masters": (jnp.bfloat16, mpx.master_weights),
+    "split": (jnp.bfloat16, lambda rule: mpx.master_weights(rule, storage="split")),
+    "kahan": (jnp.bfloat16, lambda rule: optax.chain(mpx.upcast(rule), mpx.kahan_summation())),
+    "scaled": (jnp.float16, lambda rule: monitor.scale_history(mpx.loss_scaling(mpx.master_weights(rule)), 8)),
+}
+UNMONITORED = {**RECIPES, "scaled": (jnp.float16, lambda rule: mpx.loss_scaling(mpx.master_weights(rule)))}
+
+
+def network(dtype, outputs=2):
+    rng = np.random.default_rng(0)
+    shapes = {"a": (6, 17), "bias": (17,), "b": (17, outputs)}
+    params = {name: jnp.asarray(rng.normal(size=shape) / 4, dtype) for name, shape in shapes.items()}
+    x = jnp.asarray(rng.normal(size=(32, 6)), jnp.float32)
+    return params, x, jnp.sin(x[:, :outputs])
+
+
+def loss_fn(params, x, y):
+    params = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+    return jnp.mean((jnp.tanh(x @ params["a"] + params["bias"][None]) @ params["b"] - y) ** 2)
+
+
+def train_step(tx, x, y):
+    def step(params, state):
+        loss, grads = mpx.value_and_grad(loss_fn, mpx.get_loss_scale(state))(params, x, y)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    return step
+
+
+def trained(tx, dtype, steps=20, options=None, outputs=2):
+    params, x, y = network(dtype, outputs)
+    state, step = tx.init(params), jax.jit(train_step(tx, x, y), compiler_options=options)
+    for _ in range(steps):
+        params, state, loss = step(params, state)
+    return params, state, loss
+
+
+def without_measurements(state):
+    """The leaves of a state, in order, but for those of monitors and histories."""
+
+    def inner(x):
+        if isinstance(x, monitor.ScaleHistoryState):
+            return without_measurements(x.inner_state)
+        return [] if isinstance(x, optax.MonitorState) else [x]
+
+    ours = (monitor.ScaleHistoryState, optax.MonitorState)
+    return [leaf for part in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, ours)) for leaf in inner(part)]
+
+
+def assert_unchanged_by_measures(rule, recipe, **options):
+    dtype, wrap = RECIPES[recipe]
+    monitored = optax.chain(all_on("first"), wrap(optax.chain(RULES[rule](), all_on("inside"))), all_on("last"))
+    plain = trained(UNMONITORED[recipe][1](RULES[rule]()), dtype, **options)
+    params, state, loss = trained(monitored, dtype, **options)
+    assert_same_bits((params, without_measurements(state), loss), (plain[0], jax.tree.leaves(plain[1]), plain[2]))
+    return state
+
+
+@pytest.mark.parametrize(
+    ("rule", "recipe"),
+    [("adamw", "kahan"), ("momentum", "split"), ("lion", "scaled")],
+)
+def test_measures_change_no_bit_of_a_training(rule, recipe):
+    """20 steps, compiled as any step is, with every measure first, inside and last."""
+    state = assert_unchanged_by_measures(rule, recipe)
+    assert float(optax.tree.get(state, "ratio last")) > 0
+    assert float(optax.tree.get(state, "histogram first").counts.sum()) > 0
+
+
+def test_measures_change_no_bit_of_gradients_of_one_column():
+    """Of such a gradient that is read twice XLA moves the reshaping, and LLVM fuses another product: if it sees it."""
+    assert_unchanged_by_measures("adamw", "f32", outputs=1)
+
+
+def test_measures_change_no_bit_where_nothing_is_fused():
+    assert_unchanged_by_measures("lion", "f32", outputs=1, options=unfused(batched_products=True))
+
+
+def test_measures_read_bits_from_behind_a_barrier_and_updates_pass_through():
+    """Whatever a compiler does: the training's numbers meet no arithmetic of a measure."""
+    tx = all_on("first")
+    params = {"w": jnp.ones((3, 1), jnp.float32), "b": jnp.ones(2, jnp.bfloat16)}
+    state = tx.init(params)
+    program = jax.make_jaxpr(lambda grads, params: tx.update(grads, state, params))(params, params).jaxpr
+    given = set(program.invars)
+    assert program.outvars[: len(params)] == program.invars[: len(params)]  # the very gradients
+    readers = [eqn for eqn in program.eqns if given.intersection(v for v in eqn.invars if isinstance(v, jex_core.Var))]
+    assert {eqn.primitive.name for eqn in readers} == {"bitcast_convert_type"}
+    bits = {v for eqn in readers for v in eqn.outvars}
+    users = [eqn for eqn in program.eqns if bits.intersection(v for v in eqn.invars if isinstance(v, jex_core.Var))]
+    assert {eqn.primitive.name for eqn in users} == {"optimization_barrier"}
+
+
+def test_measures_change_no_bit_without_jit():
+    """The rule alone: that needs no model."""
+    params, grads = jnp.linspace(1, 2, 6, dtype=jnp.float32), jnp.linspace(-1, 1, 6, dtype=jnp.float32)
+    plain = RULES["momentum"]()
+    tx = optax.chain(all_on("first"), RULES["momentum"](), all_on("last"))
+    with jax.disable_jit():
+        updates, state = tx.update(grads, tx.init(params), params)
+        assert_same_bits((updates, state[1]), plain.update(grads, plain.init(params), params))
+
+
+def test_a_monitored_step_talks_to_no_host_and_waits_for_none():
+    dtype, wrap = RECIPES["scaled"]
+    tx = optax.chain(all_on("first"), wrap(optax.chain(RULES["momentum"](), all_on("inside"))), all_on("last"))
+    params, x, y = network(dtype)
+    state = tx.init(params)
+    step = jax.jit(train_step(tx, x, y))
+    text = step.lower(params, state).as_text()
+    assert not re.search("callback|custom_call|infeed|outfeed|send|recv", text)
+    step(params, state)
+    with jax.transfer_guard("disallow"):
+        params, state, _ = step(params, state)
+    assert step._cache_size() == 1
+
+
+def test_a_callback_would_be_found():
+    """The negative control."""
+    noisy = jax.jit(lambda x: jax.debug.callback(print, x))
+    assert re.search("callback|custom_call", noisy.lower(jnp.ones(2)).as_text())
+
+
+def every_measure_of_a_scan():
+    return optax.chain(
+        all_on("first"), mpx.loss_scaling(mpx.master_weights(optax.chain(RULES["adamw"](), all_on("x"))))
+    )
+
+
+def test_the_state_is_a_fixed_point_and_a_scan_carry():
+    tx = every_measure_of_a_scan()
+    params, x, y = network(jnp.bfloat16)
+    state = tx.init(params)
+    step = train_step(tx, x, y)
+    (_, after), _ = jax.lax.scan(lambda carry, _: (step(*carry)[:2], None), (params, state), length=3)
+    assert types_of(after) == types_of(state)
+    assert float(optax.tree.get(state, "underflow first")) == 0
+    restored = flax.serialization.from_bytes(state, flax.serialization.to_bytes(after))
+    assert_same_bits(restored, after)
+
+
+def test_the_state_of_optax_monitor_is_no_scan_carry():
+    """The negative control: what `monitor` is for."""
+    tx = optax.monitor({"norm": optax.tree.norm})
+    grads = jnp.ones(3)
+    state = tx.init(grads)
+    assert types_of(tx.update(grads, state)[1]) != types_of(state)
+    ours = monitor.monitor({"norm": optax.tree.norm})
+    assert types_of(ours.update(grads, ours.init(grads))[1]) == types_of(ours.init(grads))
+
+
+def test_measurements_are_those_of_optax_monitor_averages_too():
+    measures = {
+        "norm": optax.tree.norm,
+        "average": optax.measure_with_ema(monitor.underflow("f16"), decay=0.5),
+    }
+    ours, theirs = monitor.monitor(measures), optax.monitor(measures)
+    state, other = ours.init(GRADS), theirs.init(GRADS)
+    for factor in (1.0, 1e-9, 1.0):
+        grads = optax.tree.scale(np.float32(factor), GRADS)
+        _, state = ours.update(grads, state)
+        _, other = theirs.update(grads, other)
+    assert_same_bits(state, other)
+
+
+def test_a_measure_of_bfloat16_parameters_keeps_the_float32_of_their_updates():
+    measurement = measured(optax.tree.norm, jnp.full(4, 1.001, jnp.float32), jnp.ones(4, jnp.bfloat16))
+    assert measurement.dtype == np.float32
+    np.testing.assert_allclose(measurement, 2.002, rtol=1e-6)
+
+
+def test_measures_stand_in_a_snapshot_and_in_a_chain_that_is_checked():
+    tx = mpx.loss_scaling(
+        optax.chain(
+            optax.snapshot("exponents", monitor.exponent_histogram()),
+            mpx.master_weights(RULES["adamw"]()),
+            all_on("last"),
+        )
+    )
+    mpx.check_chain(tx)
+    mpx.check_chain(monitor.scale_history(tx))
+    _, state, _ = trained(tx, jnp.bfloat16, steps=1)
+    assert float(optax.tree.get(state, "exponents").counts.sum()) == 6 * 17 + 17 + 17 * 2
+
+
+def test_in_front_of_loss_scaling_gradients_are_scaled_and_inside_they_are_not():
+    watch = lambda: monitor.monitor({"underflow": monitor.underflow("f16")})
+    tx = optax.chain(watch(), mpx.loss_scaling(optax.chain(watch(), optax.sgd(1.0)), mpx.StaticLossScale(2.0**10)))
+    params = jnp.ones(4)
+    _, state = tx.update(jnp.full(4, 2.0**-20), tx.init(params), params)
+    assert float(state[0].measurements["underflow"]) == 0
+    assert float(state[1].inner_state[0].measurements["underflow"]) == 1
+
+
+@pytest.mark.parametrize("measures", [None, {"a": 1}, [monitor.underflow("f16")], monitor.underflow("f16")])
+def test_monitor_refuses_what_is_no_dictionary_of_measures(measures):
+    with pytest.raises(TypeError, match="`monitor` needs a dictionary from names to measures"):
+        monitor.monitor(measures)
+
+
+def scaled_steps(tx, steps):
+    """A scan over steps whose gradients are infinite where a flag says so."""
+    params = jnp.ones(2, jnp.bfloat16)
+
+    def step(carry, bad):
+        params, state = carry
+        updates, state = tx.update(jnp.where(bad, jnp.full(2, jnp.inf), 1.0), state, params)
+        return (optax.apply_updates(params, updates), state), mpx.get_loss_scale(state).loss_scale
+
+    run = jax.jit(lambda carry: jax.lax.scan(step, carry, steps), donate_argnums=0)
+    return run((params, tx.init(params)))
+
+
+@pytest.mark.parametrize("length", [1, 4, 5, 9, 20])
+def test_the_history_has_the_last_scales_in_order(length):
+    bad = np.array([1, 0, 1, 1, 0, 0, 0, 1, 0], bool)
+    inner = lambda: mpx.loss_scaling(mpx.master_weights(optax.sgd(0.1)), mpx.DynamicLossScale(2.0**15, period=2))
+    (params, state), after = scaled_steps(monitor.scale_history(inner(), length), bad)
+    (plain, plain_state), _ = scaled_steps(inner(), bad)
+    history = monitor.read_scale_history(state)
+    scales = np.append(np.float32(2**15), np.asarray(after))[:-1]
+    np.testing.assert_array_equal(history.steps, np.arange(9)[-length:])
+    np.testing.assert_array_equal(history.scales, scales[-length:])
+    np.testing.assert_array_equal(history.skipped, bad[-length:])
+    assert_same_bits((params, state.inner_state), (plain, plain_state))
+
+
+def test_a_history_hides_nothing_from_those_who_look_into_the_state():
+    tx = monitor.scale_history(mpx.loss_scaling(mpx.master_weights(optax.sgd(0.1)), mpx.DynamicLossScale(1.0)), 3)
+    (params, state), _ = scaled_steps(tx, np.array([0, 1, 1], bool))
+    assert float(mpx.get_loss_scale(state).loss_scale) == 1
+    assert float(optax.tree.get(state, "loss_scale")) == 1
+    assert int(mpx.skipped_steps(state)) == 2
+    assert mpx.is_synced(params, state)
+    np.testing.assert_allclose(mpx.master_params(params, state), 0.9)
+    mpx.check_health(state)
+    with pytest.raises(mpx.DivergedError, match="2 steps in a row"):
+        mpx.check_health(state, max_stuck_steps=2)
+
+
+def test_a_history_that_has_recorded_nothing_is_empty():
+    state = monitor.scale_history(mpx.loss_scaling(optax.sgd(1.0)), 3).init(jnp.ones(2))
+    assert [len(column) for column in monitor.read_scale_history(state)] == [0, 0, 0]
+
+
+def test_a_history_of_no_scale_and_of_a_wrong_length_are_refused():
+    with pytest.raises(ValueError, match="nothing in this optimizer scales losses"):
+        monitor.scale_history(optax.sgd(1.0)).init(jnp.ones(2))
+    for length in (0, 1.5, True):
+        with pytest.raises(ValueError, match="`length` must be an integer above 0"):
+            monitor.scale_history(mpx.loss_scaling(optax.sgd(1.0)), length)
+    with pytest.raises(TypeError, match="`scale_history` needs an Optax gradient transformation"):
+        monitor.scale_history(1)
+
+
+def test_no_history_two_histories_and_a_traced_one_cannot_be_read():
+    with pytest.raises(ValueError, match="holds 0 histories"):
+        monitor.read_scale_history(optax.EmptyState())
+    state = monitor.scale_history(mpx.loss_scaling(optax.sgd(1.0)), 3).init(jnp.ones(2))
+    with pytest.raises(ValueError, match="holds 2 histories"):
+        monitor.read_scale_history((state, state))
+    with pytest.raises(TypeError, match=r"call it outside of `jax\.jit`"):
+        jax.jit(monitor.read_scale_history)(state)
