@@ -8,6 +8,11 @@ from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
 from importlib.metadata import version as _version
 
 from mpx import formats as formats
+from mpx import monitor as monitor
+from mpx._advice.advise import Advice as Advice
+from mpx._advice.advise import AdviceRow as AdviceRow
+from mpx._advice.advise import advise as advise
+from mpx._advice.study import Errors as Errors
 from mpx._autocast.explain import Explanation as Explanation
 from mpx._autocast.explain import explain as explain
 from mpx._autocast.rules import DEFAULT_RULES as DEFAULT_RULES
@@ -34,6 +39,16 @@ from mpx._loss_scale import NoOpLossScale as NoOpLossScale
 from mpx._loss_scale import StaticLossScale as StaticLossScale
 from mpx._loss_scale import all_finite as all_finite
 from mpx._loss_scale import select_tree as select_tree
+from mpx._planning.capacity import largest_that_fits as largest_that_fits
+from mpx._planning.comparison import STANDARD_RECIPES as STANDARD_RECIPES
+from mpx._planning.comparison import PlanComparison as PlanComparison
+from mpx._planning.comparison import Recipe as Recipe
+from mpx._planning.comparison import compare_plans as compare_plans
+from mpx._planning.compiled import StepMemory as StepMemory
+from mpx._planning.compiled import step_memory as step_memory
+from mpx._planning.plan import MemoryPlan as MemoryPlan
+from mpx._planning.plan import memory_plan as memory_plan
+from mpx._planning.rows import PlanRow as PlanRow
 from mpx._policy import Policy as Policy
 from mpx._policy import cast as cast
 from mpx._policy import cast_to_full as cast_to_full
@@ -58,6 +73,10 @@ from mpx._transforms.stochastic_rounding import StochasticRoundingState as Stoch
 from mpx._transforms.stochastic_rounding import stochastic_rounding as stochastic_rounding
 from mpx._transforms.upcast import UpcastState as UpcastState
 from mpx._transforms.upcast import upcast as upcast
+from mpx._underflow import LeafUnderflow as LeafUnderflow
+from mpx._underflow import ScaledShares as ScaledShares
+from mpx._underflow import UnderflowReport as UnderflowReport
+from mpx._underflow import underflow_report as underflow_report
 
 try:
     __version__ = _version("mpx-jax")

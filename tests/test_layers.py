@@ -9,8 +9,17 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 # Which modules stand on which layer. A module may import from lower layers only.
 LAYERS = [
-    {"mpx._elementwise", "mpx._tables", "mpx._trees"},
-    {"mpx.formats"},
+    {
+        "mpx._advice",
+        "mpx._doctor",
+        "mpx._elementwise",
+        "mpx._monitoring",
+        "mpx._planning",
+        "mpx._planning.capacity",
+        "mpx._tables",
+        "mpx._trees",
+    },
+    {"mpx._exponents", "mpx.formats"},
     {
         "mpx._blockwise",
         "mpx._checks",
@@ -44,7 +53,26 @@ LAYERS = [
         "mpx._sharding",
         "mpx._state_parts",
     },
-    {"mpx._conversion"},
+    {
+        "mpx._advice.contractions",
+        "mpx._conversion",
+        "mpx._planning.compiled",
+        "mpx._planning.rows",
+        "mpx._underflow",
+        "mpx._monitoring.barrier",
+    },
+    {
+        "mpx._advice.study",
+        "mpx._monitoring.measures",
+        "mpx._monitoring.monitored",
+        "mpx._monitoring.scale_history",
+        "mpx._doctor.measuring",
+        "mpx._doctor.surroundings",
+        "mpx._planning.plan",
+    },
+    {"mpx._advice.candidates", "mpx.monitor", "mpx._doctor.arithmetic", "mpx._planning.comparison"},
+    {"mpx._advice.advise", "mpx._doctor.recommendation"},
+    {"mpx.doctor"},
     {"mpx"},
 ]
 CORE_PACKAGES = {"jax", "optax", "numpy", "ml_dtypes"}
@@ -57,11 +85,11 @@ def layer_of(module):
 def imported_modules(source):
     """The modules that a file imports: `from mpx import _trees` imports `mpx._trees`.
 
-    Not those of a `__rich__` method: only Rich calls it.
+    Not those of a `__rich__` method, which only Rich calls, nor of what builds its tables.
     """
     found, tree = set(), ast.parse(source)
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef) and node.name == "__rich__":
+        if isinstance(node, ast.FunctionDef) and node.name in ("__rich__", "rich_table"):
             node.body = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
