@@ -8,13 +8,12 @@ Nothing is run: the numbers are counted from the shapes of the example's own par
 
 import dataclasses
 import functools
-import math
 import re
 from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from rich.console import Console
 from rich.table import Table
 
@@ -66,21 +65,17 @@ class Costs(NamedTuple):
 def costs(recipe: str) -> Costs:
     """Counts the bytes of a recipe."""
     mesh = AbstractMesh((DATA, MODEL), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    chosen = get_recipe(recipe)
-    params = mpx.get_policy(chosen.policy).cast_to_param(_float32_params())
-    opt_state = jax.eval_shape(make_optimizer(chosen, CONFIG, Hyperparameters(1, 1e-3)).init, params)
+    chosen, params = get_recipe(recipe), _float32_params()
+    tx = make_optimizer(chosen, CONFIG, Hyperparameters(1, 1e-3))
     specs = jax.tree.map_with_path(_layer_spec, params)
-    of_params = jax.tree.map(lambda _, spec: NamedSharding(mesh, spec), params, specs)
-    divided = mpx.zero1_shardings(params, opt_state, mesh, param_specs=specs)
-    # As if the axis of the data had one device.
-    of_model = AbstractMesh((1, MODEL), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    whole = mpx.zero1_shardings(params, opt_state, of_model, param_specs=specs)
-    parameters, in_float32 = _bytes(params, of_params), _bytes(mpx.cast(params, "f32"), of_params)
+    plan_of = functools.partial(mpx.memory_plan, params, tx, chosen.policy, mesh=mesh, param_specs=specs)
+    plan = plan_of(axis="data")
+    parameters, in_float32 = plan.bytes_of("parameters"), plan.bytes_of("gradients")
     passed_on = (DATA - 1) / DATA  # in a ring, of what there is
     return Costs(
         parameters=parameters,
-        optimizer=_bytes(opt_state, divided),
-        undivided=_bytes(opt_state, whole),
+        optimizer=plan.state_bytes_a_device,
+        undivided=plan_of(axis=None).state_bytes_a_device,
         gradients=in_float32,
         reduced=round(in_float32 * passed_on),
         gathered=round(parameters * passed_on),
@@ -102,12 +97,6 @@ def _layer_spec(path: Any, leaf: Any) -> PartitionSpec:
     name = jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
     del leaf
     return next((spec for pattern, spec in LAYERS if re.search(pattern, name)), PartitionSpec())
-
-
-def _bytes(tree: Any, shardings: Any) -> int:
-    """What one device has of a tree."""
-    leaves = zip(jax.tree.leaves(tree), jax.tree.leaves(shardings), strict=True)
-    return sum(math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf, sharding in leaves)
 
 
 def rows() -> list[list[str]]:

@@ -69,6 +69,14 @@ class Explanation:
         lowered = sum(row.flops for row in self.contractions if row.runs_in not in _WIDE)
         return lowered / total if total else math.nan
 
+    def as_dict(self) -> dict[str, Any]:
+        """All of it in dictionaries, lists, strings and numbers, for JSON; None for the share of no contractions."""
+        return {
+            "lowered_share": self.lowered_share if self.contractions else None,
+            "contractions": [dataclasses.asdict(row) for row in self.contractions],
+            "others": [dataclasses.asdict(row) for row in self.others],
+        }
+
     def __str__(self) -> str:
         """The tables as text."""
         return "\n\n".join(f"{title}\n{_tables.text_table(lines, right=(-1, -2))}" for title, lines in self._tables())
