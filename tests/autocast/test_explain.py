@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import io
+import json
 import math
 import pathlib
 import re
@@ -19,6 +20,7 @@ from jax.experimental import pallas as pl
 from rich.console import Console
 
 import mpx
+from mpx._autocast.explain import Row
 from tests.autocast.helpers import conv
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -665,3 +667,18 @@ def test_what_is_no_function_is_an_error():
 def test_options_are_checked_as_those_of_autocast(options, text):
     with pytest.raises(ValueError, match=re.escape(text)):
         mpx.explain(product, **options)
+
+
+# --- JSON -------------------------------------------------------------------------------------------------------------
+
+
+def test_an_explanation_goes_into_json_with_all_of_its_rows():
+    explanation = mpx.explain(lambda a, b: jnp.tanh(a @ b), "bf16")(shape(3, 5), shape(5, 7))
+    content = json.loads(json.dumps(explanation.as_dict(), allow_nan=False))
+    assert [Row(**row) for row in content["contractions"]] == list(explanation.contractions)
+    assert [Row(**row) for row in content["others"]] == list(explanation.others)
+    assert content["lowered_share"] == 1
+
+
+def test_the_share_of_no_contractions_is_none_in_json():
+    assert mpx.explain(jnp.tanh, "bf16")(shape(3)).as_dict()["lowered_share"] is None
