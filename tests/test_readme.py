@@ -5,6 +5,8 @@ import re
 
 import pytest
 
+from tests import markdown
+
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
@@ -12,11 +14,8 @@ pytestmark = pytest.mark.optax_promotion
 
 
 def test_the_code_of_the_readme_runs_from_top_to_bottom():
-    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    names = {}
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), names)
-    assert len(blocks) >= 3
+    names = markdown.run_blocks(README, "README.md")
+    assert len(markdown.python_blocks(README)) >= 3
     assert names["params"]["params"]["layers_0"]["kernel"].dtype == "bfloat16"
     assert names["mpx"].is_synced(names["params"], names["opt_state"])
 
