@@ -44,11 +44,13 @@ def landing_update(parameter: jax.Array, new: jax.Array, author: str) -> jax.Arr
     # The parameter is widened plainly: if the compiler keeps excess precision in it here, it does so in the
     # addition too, and the sum still lands on `new`.
     wide = parameter.astype(new.dtype)
-    difference = jnp.where(jnp.isinf(new) & (wide == new), np.array(0, new.dtype), wide - new)  # inf - inf is NaN
-    # Its sign is changed on the bits: a compiler may turn `-(p - new)` into `new - p`, whose zero is +0.0.
     unsigned = np.dtype(f"u{new.dtype.itemsize}")
+    bits = lambda x: lax.bitcast_convert_type(x, unsigned)
+    # Where nothing changes, nothing is subtracted: inf - inf is NaN.
+    difference = jnp.where(bits(wide) == bits(new), np.array(0, new.dtype), wide - new)
+    # Its sign is changed on the bits: a compiler may turn `-(p - new)` into `new - p`, whose zero is +0.0.
     sign = unsigned.type(1 << (8 * new.dtype.itemsize - 1))
-    update = lax.bitcast_convert_type(lax.bitcast_convert_type(difference, unsigned) ^ sign, new.dtype)
+    update = lax.bitcast_convert_type(bits(difference) ^ sign, new.dtype)
     return checkpoint_name(update, MARK + author)
 
 
