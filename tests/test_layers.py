@@ -14,12 +14,14 @@ LAYERS = [
         "mpx._doctor",
         "mpx._elementwise",
         "mpx._monitoring",
+        "mpx._plots",
+        "mpx._plots.themes",
         "mpx._planning",
         "mpx._planning.capacity",
         "mpx._tables",
         "mpx._trees",
     },
-    {"mpx._exponents", "mpx.formats"},
+    {"mpx._exponents", "mpx._plots.canvas", "mpx.formats"},
     {
         "mpx._blockwise",
         "mpx._checks",
@@ -72,7 +74,15 @@ LAYERS = [
     },
     {"mpx._advice.candidates", "mpx.monitor", "mpx._doctor.arithmetic", "mpx._planning.comparison"},
     {"mpx._advice.advise", "mpx._doctor.recommendation"},
-    {"mpx.doctor"},
+    {
+        "mpx._plots.advice",
+        "mpx._plots.curves",
+        "mpx._plots.exponents",
+        "mpx._plots.loss_scale",
+        "mpx._plots.memory",
+        "mpx.doctor",
+    },
+    {"mpx.plot"},
     {"mpx"},
     {"mpx._commands", "mpx._commands.errors", "mpx._commands.output"},
     {"mpx._commands.arrays", "mpx._commands.given", "mpx._commands.run_log"},
@@ -82,8 +92,8 @@ LAYERS = [
     {"mpx.__main__"},
 ]
 CORE_PACKAGES = {"jax", "optax", "numpy", "ml_dtypes"}
-# What stands above the index may ask for more: its extras say so.
-MORE_PACKAGES = {"mpx._commands": {"typer", "rich", "orbax"}}
+# What is imported by its own name may ask for more: the extras of the distribution say so.
+MORE_PACKAGES = {"mpx._commands": {"typer", "rich", "orbax"}, "mpx._plots": {"matplotlib"}}
 
 
 def layer_of(module):

@@ -1,0 +1,19 @@
+"""Pictures of what mpx measures and plans, drawn by Matplotlib: `pip install 'mpx-jax[plot]'`.
+
+Each function draws on the axes that it is given, or on those of a new figure, and returns them, so that anything can be
+changed or added: `mpx.plot.losses(curves).figure.savefig("losses.svg")`. Legends stand to the right of the axes;
+figures with `layout="constrained"`, as new ones are, make room for them. No setting of Matplotlib is changed.
+
+Curves differ in colour and in line style, bars in colour and in hatch: they can be told apart in grey too. Figures are
+transparent, and lines and text can be read both on paper and on a dark page; see `style`.
+
+`mpx.plot` is imported by its name: `import mpx` alone does not need Matplotlib.
+"""
+
+from mpx._plots.advice import advice as advice
+from mpx._plots.curves import losses as losses
+from mpx._plots.curves import lost_updates as lost_updates
+from mpx._plots.exponents import exponents as exponents
+from mpx._plots.loss_scale import loss_scale as loss_scale
+from mpx._plots.memory import memory as memory
+from mpx._plots.themes import style as style
