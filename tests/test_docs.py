@@ -1,0 +1,116 @@
+"""The documentation: its code runs and prints what it says, its names and links lead somewhere, nothing is left out."""
+
+import ast
+import pathlib
+import pkgutil
+import re
+import traceback
+
+import pytest
+import yaml
+
+from tests import markdown
+
+ROOT = pathlib.Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+WITH_CODE = [page for page in PAGES if markdown.python_blocks(page.read_text())]
+TEST_LINK = re.compile(r"\[`(test_\w+)`\]\((?:\.\./)+(tests/[\w/]+\.py)\)")
+
+
+def name_of(page):
+    return page.relative_to(DOCS).as_posix()
+
+
+def in_navigation():
+    """The paths in the navigation of `mkdocs.yml`, in their order."""
+
+    def paths(entry):
+        if isinstance(entry, str):
+            return [entry]
+        children = entry.values() if isinstance(entry, dict) else entry
+        return [path for child in children for path in paths(child)]
+
+    return paths(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+
+
+def public_names(module):
+    """What a module defines, and what it imports in the form `from x import y as y`, but for modules."""
+    path = ROOT.joinpath(*module.split("."))
+    body = ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()).body
+    aliases = [(node.module, alias) for node in body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    names = [alias.name for source, alias in aliases if alias.asname == alias.name and source != "mpx"]
+    names += [node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    return [f"{module}.{name}" for name in names if not name.startswith("_")]
+
+
+def in_reference():
+    """Each name with an entry in the reference, as often as it has one."""
+    texts = [page.read_text() for page in PAGES]
+    return [name for text in texts for name in re.findall(r"^::: (\S+)$", text, re.MULTILINE)]
+
+
+@pytest.mark.optax_promotion
+@pytest.mark.parametrize("page", WITH_CODE, ids=name_of)
+def test_the_code_of_a_page_runs_from_top_to_bottom_and_prints_what_the_page_says(page):
+    markdown.run_blocks(page.read_text(), name_of(page))
+
+
+def test_a_block_that_prints_something_else_is_seen():
+    page = '```python\nprint(1 + 1)\n```\n\n```text title="Prints"\n{}\n```\n'
+    markdown.run_blocks(page.format(2), "page.md")
+    with pytest.raises(AssertionError, match=re.escape("page.md says '3\\n', but the code prints '2\\n'")):
+        markdown.run_blocks(page.format(3), "page.md")
+
+
+def test_an_error_in_a_page_names_its_line():
+    with pytest.raises(ZeroDivisionError) as raised:
+        markdown.run_blocks("# Title\n\n```python\n1 / 0\n```\n", "page.md")
+    frame = traceback.extract_tb(raised.tb)[-1]
+    assert (frame.filename, frame.lineno) == ("page.md", 4)
+
+
+def test_every_page_of_the_navigation_exists():
+    for name in in_navigation():
+        assert ((ROOT if name.startswith("notebooks/") else DOCS) / name).is_file(), name
+
+
+def test_every_page_and_every_notebook_stands_in_the_navigation_once():
+    notebooks = [f"notebooks/{path.name}" for path in (ROOT / "notebooks").glob("*.ipynb")]
+    assert sorted(in_navigation()) == sorted([*map(name_of, PAGES), *notebooks])
+
+
+@pytest.mark.parametrize("module", ["mpx", "mpx.formats", "mpx.monitor", "mpx.doctor", "mpx.plot"])
+def test_every_public_name_has_one_entry_in_the_reference(module):
+    entries = in_reference()
+    assert {name: entries.count(name) for name in public_names(module)} == dict.fromkeys(public_names(module), 1)
+
+
+def test_every_entry_of_the_reference_is_the_name_of_something():
+    for name in in_reference():
+        pkgutil.resolve_name(name)
+
+
+def test_every_invariant_names_tests_that_exist():
+    text = (DOCS / "invariants.md").read_text()
+    invariants = re.findall(r"^## (\d+)\. (.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    assert [int(number) for number, _ in invariants] == list(range(1, 11))
+    for number, section in invariants:
+        tests = TEST_LINK.findall(section)
+        assert len(tests) == section.count("test_") - section.count("/test_") >= 3, number
+        for test, file in tests:
+            nodes = ast.walk(ast.parse((ROOT / file).read_text()))
+            assert test in {node.name for node in nodes if isinstance(node, ast.FunctionDef)}, (file, test)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_link_of_a_page_leads_somewhere(page):
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)#\s]+)[^)\s]*\)", text):
+        if "://" not in target:
+            file = (page.parent / target).resolve()
+            of_the_repository = ROOT / file.relative_to(DOCS if file.is_relative_to(DOCS) else ROOT)
+            assert file.is_file() or of_the_repository.is_file(), target
+    entries = in_reference()
+    for name in re.findall(r"\]\[(mpx[\w.]*)\]", text):
+        assert name in entries, name
