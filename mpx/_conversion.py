@@ -22,7 +22,7 @@ from mpx import _checks, _trees, formats
 from mpx._blockwise import BlockwiseArray, decode, encode
 from mpx._inspection import master_params
 from mpx._policy import Policy, get_policy
-from mpx._state_parts import KEEPERS, Part, of_the_rule, parts_of
+from mpx._state_parts import KEEPERS, MEASURES, Part, of_the_rule, parts_of
 from mpx._transforms.kahan_summation import KahanSummationState
 from mpx._transforms.loss_scaling import LossScalingState
 from mpx._transforms.low_precision_state import LowPrecisionState
@@ -45,7 +45,7 @@ def convert_state(
 
     Both transformations must contain the same rule. What mpx puts around it may differ: `upcast`, `master_weights`
     (full or split), `loss_scaling`, `low_precision_state`, `kahan_summation`, `stochastic_rounding`, in any nesting and
-    inside of Optax's wrappers too.
+    inside of Optax's wrappers too. So may what measures (`mpx.monitor`, `optax.snapshot`): it begins anew.
 
     - The weights that are moved are those of `master_params`. float32 parameters, full and split masters hold them
       exactly; a parameter with a bfloat16 Kahan compensation does to about 2**-17 of the weight. If the new recipe
@@ -257,7 +257,7 @@ def _carried(old: list[Part], new: list[Part], is_scaled_alike: bool) -> dict[_t
     """
     others: dict[tuple[str, ...], list[Any]] = defaultdict(list)
     for part in old:
-        if part.keeper is not None and part.keeper not in KEEPERS:
+        if part.keeper is not None and part.keeper not in (*KEEPERS, *MEASURES):
             others[part.place].append(part.leaf)
     carried = {}
     for part in new:

@@ -1,4 +1,4 @@
-"""The leaves of an optimizer state, each with whose it is: the rule's, or that of a wrapper of mpx around it."""
+"""The leaves of an optimizer state, each with whose it is: the rule's, that of a wrapper of mpx, or a measure's."""
 
 import functools
 from collections.abc import Iterator
@@ -6,9 +6,11 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import optax
 
 from mpx import _trees
 from mpx._blockwise import scale_shape
+from mpx._monitoring.scale_history import ScaleHistoryState
 from mpx._transforms.kahan_summation import KahanSummationState
 from mpx._transforms.loss_scaling import LossScalingState
 from mpx._transforms.low_precision_state import LowPrecisionState, coded_leaves
@@ -16,9 +18,11 @@ from mpx._transforms.master_weights import MasterWeightsState
 from mpx._transforms.stochastic_rounding import StochasticRoundingState
 from mpx._transforms.upcast import UpcastState
 
-# Of these states all fields but `inner_state` are mpx's own; those of the first two are made from the weights.
+# Of these states all fields but `inner_state` are not the rule's. Those of the first two are made from the weights, and
+# those of the next three are what was measured, which changes no training.
 KEEPERS = (MasterWeightsState, KahanSummationState)
-_WRAPPERS = (*KEEPERS, UpcastState, LossScalingState, LowPrecisionState, StochasticRoundingState)
+MEASURES = (optax.MonitorState, optax.SnapshotState, ScaleHistoryState)
+_WRAPPERS = (*KEEPERS, *MEASURES, UpcastState, LossScalingState, LowPrecisionState, StochasticRoundingState)
 _BLOCK_SIZES = [2**i for i in range(4, 17)]  # those of `Blockwise8bit`
 
 
