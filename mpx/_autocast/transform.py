@@ -168,7 +168,8 @@ def autocast(
         checkpoint: which values the backward pass finds in memory, instead of computing them again: `"dots"` (results
             of contractions, which are in the compute dtype), `"dots_with_no_batch_dims"`, `"nothing"`,
             `"everything"`, any other name of `jax.checkpoint_policies` that is a policy itself, or a policy. None
-            leaves it to the function.
+            leaves it to the function. Around a whole loss this lowers what is kept between the passes, but not the
+            peak, since all is computed again at once; around each layer it lowers both.
         gradient_dtype: float32 for gradients of weights that are sums in float32 which nothing rounds, so that data
             parallel training adds them up in float32 too; their operands are in the compute dtype as without. This is
             for weights that reach their contraction as they are, reshaped or moved; not for `w + lora`. Such a
