@@ -202,7 +202,7 @@ def read_settings(variables: Mapping[str, str]) -> tuple[Setting, ...]:
     """The environment variables that bear on mixed precision, of those that are set.
 
     Example:
-        >>> read_settings({"NVIDIA_TF32_OVERRIDE": "0", "HOME": "/root"})[0].name
+        >>> read_settings({"NVIDIA_TF32_OVERRIDE": "0", "HOME": "/home/me"})[0].name
         'NVIDIA_TF32_OVERRIDE'
     """
     return tuple(
