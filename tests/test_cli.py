@@ -508,9 +508,10 @@ def test_bfloat16_arrays_that_numpy_has_forgotten_are_told(suffix):
 def test_numbers_below_the_range_of_float32_are_no_zeros():
     """Without 64-bit types jax would make 1e-50 zero, and nothing would seem to be lost."""
     np.savez("wide.npz", x=np.array([1e-50, 1.0]))
+    mode = jax.config.read("jax_enable_x64")
     report = as_json("report", "wide.npz")["report"]
     assert (report["zeros"], report["smallest"]) == (0, 1e-50)
-    assert not jax.config.read("jax_enable_x64")
+    assert jax.config.read("jax_enable_x64") == mode
 
 
 def test_safetensors_are_read(folder):

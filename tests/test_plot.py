@@ -80,9 +80,12 @@ def history(steps=12):
 
 @pytest.fixture(scope="module")
 def found_advice():
-    params = {"first": jnp.full((4, 8), 0.3), "second": jnp.full((8, 2), 0.25), "third": jnp.full((2, 2), 0.7)}
+    values = {"first": np.full((4, 8), 0.3), "second": np.full((8, 2), 0.25), "third": np.full((2, 2), 0.7)}
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), values)
     loss_fn = lambda params, x: jnp.mean((x @ params["first"] @ params["second"] @ params["third"]) ** 2)
-    return mpx.advise(loss_fn, params, jnp.ones((2, 4)), mpx.get_policy("params=bf16,compute=f32"), bound=1e-5)
+    return mpx.advise(
+        loss_fn, params, jnp.ones((2, 4), jnp.float32), mpx.get_policy("params=bf16,compute=f32"), bound=1e-5
+    )
 
 
 @pytest.fixture(scope="module")
