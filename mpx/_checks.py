@@ -1,6 +1,6 @@
 """What every wrapper checks of what it is given, and the errors that say what was wrong."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -10,6 +10,16 @@ import optax
 from jax.typing import DTypeLike
 
 from mpx import _trees
+
+
+def is_integer(x: Any) -> bool:
+    """Python's or NumPy's integers, of which booleans are none."""
+    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """The first names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def as_transformation(inner: Any, caller: str) -> optax.GradientTransformationExtraArgs:

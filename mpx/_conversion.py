@@ -21,7 +21,7 @@ from jax.core import Tracer
 from mpx import _checks, _trees, formats
 from mpx._blockwise import BlockwiseArray, decode, encode
 from mpx._inspection import master_params
-from mpx._policy import Policy, get_policy
+from mpx._policy import Policy, policy_or_none
 from mpx._state_parts import KEEPERS, MEASURES, Part, of_the_rule, parts_of
 from mpx._transforms.kahan_summation import KahanSummationState
 from mpx._transforms.loss_scaling import LossScalingState
@@ -91,7 +91,7 @@ def convert_state(
     """
     tx = _checks.as_transformation(tx, "convert_state")
     new_tx = _checks.as_transformation(new_tx, "convert_state")
-    policy = _checked_policy(policy)
+    policy = policy_or_none(policy, "convert_state")
     params, opt_state = _as_arrays(params), _as_arrays(opt_state)
     _require_state_of(tx, params, opt_state)
     wanted = _trees.shapes_of(params) if policy is None else policy.cast_to_param(_trees.shapes_of(params))
@@ -299,15 +299,6 @@ def _placed_like(x: jax.Array, old: Any) -> jax.Array:
 
 
 # Checks.
-
-
-def _checked_policy(policy: Any) -> Policy | None:
-    policy = get_policy(policy) if isinstance(policy, str) else policy
-    if policy is not None and not isinstance(policy, Policy):
-        raise TypeError(
-            f"`convert_state`: `policy` must be a Policy, the string of one or None, but got {type(policy).__name__}."
-        )
-    return policy
 
 
 def _as_arrays(tree: T) -> T:

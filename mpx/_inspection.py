@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from mpx import _trees, formats
+from mpx import _checks, _trees, formats
 from mpx._loss_scale import LossScale, NoOpLossScale, StaticLossScale
 from mpx._transforms.kahan_summation import KahanSummationState
 from mpx._transforms.loss_scaling import LossScalingState
@@ -105,7 +105,7 @@ def check_health(opt_state: optax.OptState, *, max_stuck_steps: int = 10) -> Non
         `check_health`: 2 steps in a row were skipped at a loss scale of 1, which does not shrink any further \
 (3 skipped in all). In the last one, 1 of 2 gradients were infinite or NaN:
     """
-    if isinstance(max_stuck_steps, bool) or not isinstance(max_stuck_steps, (int, np.integer)) or max_stuck_steps < 1:
+    if not _checks.is_integer(max_stuck_steps) or max_stuck_steps < 1:
         raise ValueError(f"`check_health`: `max_stuck_steps` must be an integer above 0, but got {max_stuck_steps!r}.")
     state = _only_loss_scaling_state(opt_state, "check_health")
     if state is None:

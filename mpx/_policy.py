@@ -240,6 +240,16 @@ def half_dtype() -> DTypeLike:
     return jnp.bfloat16 if jax.local_devices()[0].platform == "tpu" else jnp.float16
 
 
+def policy_or_none(given: Any, caller: str) -> Policy | None:
+    """The policy that is given, or that of the string; raises for what is neither, nor None."""
+    policy = get_policy(given) if isinstance(given, str) else given
+    if policy is not None and not isinstance(policy, Policy):
+        raise TypeError(
+            f"`{caller}`: `policy` must be a Policy, the string of one or None, but got {type(given).__name__}."
+        )
+    return policy
+
+
 def named_dtype(dtype: Any) -> Any:
     """What a user gave for a dtype, with the short names (`bf16`) replaced by what they stand for."""
     return DTYPE_NAMES.get(dtype, dtype) if isinstance(dtype, str) else dtype

@@ -23,7 +23,7 @@ _SECOND_MOMENTS_OF = {
     "ScaleBySimplifiedAdEMAMixState": {"n"},
     "SophiaState": set(),
 }
-_FIRST_MOMENTS = {"mu", "m", "trace", "momentum", "exp_avg", "ema"}
+FIRST_MOMENTS = {"mu", "m", "trace", "momentum", "exp_avg", "ema"}
 # What is kept so that nothing is lost: masters, compensations, and the weights themselves.
 _EXACT_OF = {
     "COCOBState": {"init_particles"},
@@ -52,7 +52,7 @@ def kind_of(state: Any, path: _trees.Path) -> Kind:
             node = node[key.idx]
         elif isinstance(key, jax.tree_util.DictKey) and isinstance(node, dict):
             node, name = node[key.key], str(key.key)
-            if not below_states and name in _SECOND_MOMENTS | _FIRST_MOMENTS:  # a state that is a dictionary
+            if not below_states and name in _SECOND_MOMENTS | FIRST_MOMENTS:  # a state that is a dictionary
                 return _kind("", name)
             below_states = False
         elif isinstance(key, jax.tree_util.GetAttrKey) and hasattr(node, key.name):
@@ -70,4 +70,4 @@ def _kind(owner: str, field: str, is_of_optax: bool = False) -> Kind:
         return "exact"
     if field in _SECOND_MOMENTS_OF.get(owner, _SECOND_MOMENTS):
         return "second moment"
-    return "signed" if is_of_optax or field in _FIRST_MOMENTS else "unknown"
+    return "signed" if is_of_optax or field in FIRST_MOMENTS else "unknown"

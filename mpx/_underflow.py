@@ -12,7 +12,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
-from mpx import _exponents, _tables, _trees
+from mpx import _checks, _exponents, _tables, _trees
 from mpx._loss_scale import LossScale, is_power_of_two
 from mpx._policy import named_dtype
 
@@ -107,7 +107,7 @@ class UnderflowReport:
         bad = [repr(leaf.path) for leaf in self.leaves if leaf.nonfinite]
         if not bad:
             return self._advice()
-        named = ", ".join(bad[:_LISTED]) + (f" and {len(bad) - _LISTED} more" if len(bad) > _LISTED else "")
+        named = _checks.listed(bad, _LISTED)
         return f"{self._advice()} Infinite or NaN already, and left out: {self.nonfinite:,}, in {named}."
 
     def _advice(self) -> str:
@@ -248,7 +248,7 @@ def underflow_report(
         largest gradient, such that their product is finite in float16.
     """
     span = _exponents.range_of(named_dtype(dtype), "underflow_report")
-    if isinstance(headroom, bool) or not isinstance(headroom, (int, np.integer)) or headroom < 0:
+    if not _checks.is_integer(headroom) or headroom < 0:
         raise ValueError(f"`underflow_report`: `headroom` must be an integer of 0 or more, but got {headroom!r}.")
     paths, arrays = zip(*_concrete_leaves(grads), strict=True)
     carried = _carried_scale(loss_scale)

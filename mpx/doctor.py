@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import jax
 
-from mpx import _tables
+from mpx import _json, _tables
 from mpx._doctor import arithmetic, measuring, surroundings
 from mpx._doctor.arithmetic import Check, Product, RoundTrip, SubnormalNumbers
 from mpx._doctor.measuring import CopyRate, MatmulRate
@@ -104,7 +104,7 @@ class Diagnosis:
         found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         names = ("drops_roundings", "is_exact", "problems", "recommendation", "exit_code")
         rest = {name: getattr(self, name) for name in names}
-        return {name: _plain(value) for name, value in (found | rest).items()}
+        return {name: _json.plain(value) for name, value in (found | rest).items()}
 
     def as_json(self) -> str:
         """`as_dict` as JSON."""
@@ -419,14 +419,3 @@ def _recipe(purpose: str, recommended: Recommendation) -> str:
     reasons = [f"- {reason}" for reason in recommended.reasons]
     code = [f"    {line}" for line in recommended.code.splitlines()]
     return "\n".join([f"{purpose}: {recommended.recipe}", *reasons, "", *code])
-
-
-def _plain(value: Any) -> Any:
-    """Something that JSON can hold."""
-    if dataclasses.is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -10,9 +10,9 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
-from mpx import _tables, _trees
+from mpx import _checks, _tables, _trees
 from mpx._advice.candidates import Groups, candidates_of, fewest, lines_of, with_overrides
-from mpx._advice.study import Candidate, Errors, Study, listed
+from mpx._advice.study import Candidate, Errors, Study
 from mpx._autocast import compute
 from mpx._autocast.rules import DEFAULT_RULES
 from mpx._autocast.transform import Autocast, autocast_of, make_autocast
@@ -273,14 +273,15 @@ def _check_params(params: Any) -> None:
     abstract = [path for path, x in floating if isinstance(x, (Tracer, jax.ShapeDtypeStruct))]
     if abstract:
         raise TypeError(
-            f"`advise` measures, so it needs concrete parameters, but there are no values for {listed(abstract)}. "
-            "Call it outside of `jax.jit`."
+            "`advise` measures, so it needs concrete parameters, but there are no values for "
+            f"{_checks.listed(abstract, 3)}. Call it outside of `jax.jit`."
         )
     others = [f"{path}: {_trees.dtype_and_shape(x)}" for path, x in floating if x.dtype != _F32]
     if others:
         raise ValueError(
-            f"`advise` needs float32 parameters, whose values are the reference, but got {listed(others)}. Give the "
-            "float32 ones, such as `mpx.master_params(params, opt_state)`: those of 16 bits have been rounded already."
+            "`advise` needs float32 parameters, whose values are the reference, but got "
+            f"{_checks.listed(others, 3)}. Give the float32 ones, such as `mpx.master_params(params, opt_state)`: those of "
+            "16 bits have been rounded already."
         )
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mpx import _policy, _trees
+from mpx import _checks, _policy, _trees
 from mpx._advice.contractions import Contraction, asking, contractions_of
 from mpx._autocast import compute
 from mpx._autocast.jaxprs import open_jaxpr
@@ -169,7 +169,7 @@ class Study:
             if bad or not math.isfinite(loss):
                 raise ValueError(
                     f"`advise`: in float32 the loss of batch {number} is {loss:g}"
-                    + (f", and the gradient of {listed(bad)} is not finite" if bad else "")
+                    + (f", and the gradient of {_checks.listed(bad, 3)} is not finite" if bad else "")
                     + ". There is nothing to compare with: mend that first."
                 )
 
@@ -213,7 +213,3 @@ def _require_scalar(record: Autocast, params: Any, batch: Any) -> None:
         f"`advise` needs a function that returns a real floating scalar, the loss, but it returned {found}. Leave out "
         "what else it returns: `lambda params, batch: loss_fn(params, batch)[0]`."
     )
-
-
-def listed(items: list[str]) -> str:
-    return ", ".join(items[:3]) + (f" and {len(items) - 3} more" if len(items) > 3 else "")

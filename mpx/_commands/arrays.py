@@ -11,6 +11,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
+from mpx import _checks
 from mpx._commands.errors import CommandError, message_of
 
 _SAFETENSORS: dict[str, Any] = {
@@ -48,7 +49,7 @@ def read(path: pathlib.Path) -> tuple[Any, list[str]]:
         raise CommandError(f"{path} cannot be read as {path.suffix}: {message_of(error)}") from error
     tree = {name: _named_bfloat16(array) for name, array in found.items()}
     renamed = [name for name, array in found.items() if array.dtype != tree[name].dtype]
-    notes = [f"NumPy has lost the type of {_listed(renamed)}: taken for bfloat16."] if renamed else []
+    notes = [f"NumPy has lost the type of {_checks.listed(renamed, 5)}: taken for bfloat16."] if renamed else []
     return tree, notes
 
 
@@ -65,7 +66,7 @@ def _read_npz(path: pathlib.Path) -> dict[str, np.ndarray]:
         found = {name: file[name] for name in file.files}
     others = [name for name, content in found.items() if not isinstance(content, np.ndarray)]
     if others:
-        raise ValueError(f"it holds files that are no arrays: {_listed(others)}.")
+        raise ValueError(f"it holds files that are no arrays: {_checks.listed(others, 5)}.")
     return found
 
 
@@ -111,7 +112,9 @@ def _read_orbax(path: pathlib.Path) -> Any:
     if not found:
         raise CommandError(f"the folder {path} holds no Orbax checkpoint.")
     if len(found) > 1:
-        raise CommandError(f"the folder {path} holds several checkpoints; give one: {_listed(list(map(str, found)))}.")
+        raise CommandError(
+            f"the folder {path} holds several checkpoints; give one: {_checks.listed(list(map(str, found)), 5)}."
+        )
     try:
         with ocp.PyTreeCheckpointer() as checkpointer:
             shapes = checkpointer.metadata(found[0].absolute()).item_metadata.tree
@@ -120,7 +123,3 @@ def _read_orbax(path: pathlib.Path) -> Any:
     except Exception as error:  # of Orbax, of TensorStore, or of the system, for the same damaged file
         raise CommandError(f"the checkpoint {found[0]} cannot be read: {message_of(error)}") from error
     return jax.tree.map(lambda leaf: leaf if isinstance(leaf, np.ndarray) else None, tree)
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

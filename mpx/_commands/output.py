@@ -1,14 +1,14 @@
 """What commands write to standard output: tables for people, or JSON."""
 
 import json
-import math
 import os
 import sys
-from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+
+from mpx import _json
 
 AsJson = Annotated[bool, typer.Option("--json", help="Write JSON to standard output, and nothing else there.")]
 
@@ -27,7 +27,7 @@ def show(*results: Any) -> None:
 
 def show_json(content: Any) -> None:
     """Prints JSON, which has no NaN and no infinity: null stands for them."""
-    typer.echo(json.dumps(_plain(content), indent=2, allow_nan=False))
+    typer.echo(json.dumps(_json.plain(content), indent=2, allow_nan=False))
 
 
 def note(text: str) -> None:
@@ -38,11 +38,3 @@ def note(text: str) -> None:
 def progress_console() -> Console:
     """For what is shown while a command works."""
     return Console(stderr=True)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -7,8 +7,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from mpx import _trees
-from mpx._exponents import EXPONENTS as EXPONENTS
-from mpx._exponents import ExponentHistogram as ExponentHistogram
 
 T = TypeVar("T")
 

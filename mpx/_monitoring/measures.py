@@ -14,8 +14,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from mpx import _exponents, _trees, formats
-from mpx._exponents import EXPONENTS as EXPONENTS
-from mpx._exponents import ExponentHistogram as ExponentHistogram
+from mpx._exponents import EXPONENTS, ExponentHistogram
 from mpx._monitoring.barrier import behind_barrier
 from mpx._policy import named_dtype
 

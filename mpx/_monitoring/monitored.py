@@ -9,8 +9,6 @@ import numpy as np
 import optax
 
 from mpx import _checks
-from mpx._exponents import EXPONENTS as EXPONENTS
-from mpx._exponents import ExponentHistogram as ExponentHistogram
 from mpx._monitoring.barrier import behind_barrier
 from mpx._transforms.upcast import settled, widen, with_types_of
 

@@ -9,8 +9,6 @@ import optax
 from jax.core import Tracer
 
 from mpx import _checks, _trees
-from mpx._exponents import EXPONENTS as EXPONENTS
-from mpx._exponents import ExponentHistogram as ExponentHistogram
 from mpx._inspection import get_loss_scale, skipped_steps
 from mpx._loss_scale import NoOpLossScale, saturating_increment
 
@@ -73,7 +71,7 @@ def scale_history(inner: optax.GradientTransformation, length: int = 1000) -> op
         [1 2 3] [32768. 16384.  8192.] [ True  True False]
     """
     inner = _checks.as_transformation(inner, "scale_history")
-    if isinstance(length, bool) or not isinstance(length, (int, np.integer)) or length < 1:
+    if not _checks.is_integer(length) or length < 1:
         raise ValueError(f"`scale_history`: `length` must be an integer above 0, but got {length!r}.")
 
     def init_fn(params):

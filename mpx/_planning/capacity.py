@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from mpx import _checks
+
 _LARGEST_SIZE = 2**62
 
 
@@ -33,7 +35,7 @@ def largest_that_fits(bytes_of: Callable[[int], int], memory_bytes: float, *, st
         298
     """
     memory_bytes = checked_memory(memory_bytes, "largest_that_fits")
-    if not is_integer(start) or start < 1:
+    if not _checks.is_integer(start) or start < 1:
         raise ValueError(f"`largest_that_fits`: `start` must be an integer above 0, but got {start!r}.")
     fits, too_large, stride = start, None, 1
     while fits > 0 and bytes_of(fits) > memory_bytes:
@@ -50,10 +52,6 @@ def largest_that_fits(bytes_of: Callable[[int], int], memory_bytes: float, *, st
         else:
             fits, stride = size, 2 * stride
     return fits
-
-
-def is_integer(x: Any) -> bool:
-    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
 
 
 def checked_memory(given: Any, caller: str) -> int:

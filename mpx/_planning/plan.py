@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from mpx import _checks, _tables, _trees
 from mpx._blockwise import Blockwise8bit
 from mpx._placement import is_spec, parameter_specs, require_axis
-from mpx._planning.capacity import checked_memory, is_integer, largest_that_fits
+from mpx._planning.capacity import checked_memory, largest_that_fits
 from mpx._planning.rows import (
     KEY,
     OUTSIDE_STATE,
@@ -32,7 +32,7 @@ from mpx._planning.rows import (
     rows_of,
     state_entries,
 )
-from mpx._policy import Policy, get_policy, named_dtype
+from mpx._policy import Policy, named_dtype, policy_or_none
 from mpx._sharding import zero1_shardings
 
 _UNDIVIDED = "undivided"  # the axis, of one device, along which a state is cut that shall not be cut
@@ -207,7 +207,7 @@ def memory_plan(
         parameters, and 4 + 16/d for `gradient_dtype=None, gradient_copy="float32"`.
     """
     tx = _checks.as_transformation(tx, "memory_plan")
-    policy = _checked_policy(policy)
+    policy = policy_or_none(policy, "memory_plan")
     on, along, specs = _checked_layout(mesh, axis, param_specs)
     arrays = _arrays_of(model, 1 if mesh is None else _BLOCK * on.size)
     specs = parameter_specs(arrays, specs, on, along, "memory_plan")
@@ -241,19 +241,10 @@ def memory_plan(
             param_specs=param_specs,
         )
 
-    return MemoryPlan(rows, count, on.size, plan_of if is_integer(model) else None)
+    return MemoryPlan(rows, count, on.size, plan_of if _checks.is_integer(model) else None)
 
 
 # What is given.
-
-
-def _checked_policy(given: Any) -> Policy | None:
-    policy = get_policy(given) if isinstance(given, str) else given
-    if policy is not None and not isinstance(policy, Policy):
-        raise TypeError(
-            f"`memory_plan`: `policy` must be a Policy, the string of one, or None, but got {type(given).__name__}."
-        )
-    return policy
 
 
 def _checked_layout(
@@ -293,7 +284,7 @@ def _arrays_of(model: Any, multiple: int) -> Any:
 
 
 def _rounded_up(count: Any, multiple: int) -> int:
-    if not is_integer(count):
+    if not _checks.is_integer(count):
         raise TypeError(f"`memory_plan`: a number of parameters must be an integer, but got {count!r}.")
     if count < 1:
         raise ValueError(f"`memory_plan`: a number of parameters must be above 0, but got {count}.")

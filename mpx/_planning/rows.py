@@ -12,7 +12,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from mpx import _trees
-from mpx._state_fields import kind_of
+from mpx._state_fields import FIRST_MOMENTS, kind_of
 from mpx._transforms.kahan_summation import KahanSummationState
 from mpx._transforms.low_precision_state import LowPrecisionState
 from mpx._transforms.master_weights import MasterWeightsState
@@ -27,7 +27,6 @@ SCALARS, KEY = "counts and scalars", "key"  # the names of rows that do not grow
 
 Entry = tuple[Kind, str, Any, NamedSharding]  # what an array is, its name, the array, and how it is divided
 
-_FIRST_MOMENTS = {"mu", "m", "trace", "momentum", "exp_avg", "ema"}
 _KINDS_OF_FIELDS: dict[tuple[type, str], Kind] = {
     (MasterWeightsState, "master"): "masters",
     (KahanSummationState, "compensation"): "compensation",
@@ -104,7 +103,7 @@ def _kind_and_name(state: Any, path: _trees.Path, leaf: Any) -> tuple[Kind, str]
         return "low bits", "low bits"
     if kind is None and kind_of(state, path) == "second moment":
         kind = "second moment"
-    elif kind is None and kind_of(state, path) == "signed" and field in _FIRST_MOMENTS:
+    elif kind is None and kind_of(state, path) == "signed" and field in FIRST_MOMENTS:
         kind = "first moment"
     if kind is not None:
         return kind, field

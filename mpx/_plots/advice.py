@@ -3,10 +3,10 @@
 import math
 from typing import Any
 
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullFormatter
 
+from mpx import _checks
 from mpx._advice.advise import Advice, AdviceRow
 from mpx._plots.canvas import add_legend, axes_for, name_axes, plain
 from mpx._plots.themes import BLUE, GREEN, VERMILLION, bar_style, theme
@@ -48,7 +48,7 @@ def advice(advice: Advice, *, most_rows: int = 20, axes: Axes | None = None) -> 
     """
     if not isinstance(advice, Advice):
         raise TypeError(f"`advice` needs what `mpx.advise` returns, but got {type(advice).__name__}.")
-    if isinstance(most_rows, bool) or not isinstance(most_rows, (int, np.integer)) or most_rows < 1:
+    if not _checks.is_integer(most_rows) or most_rows < 1:
         raise ValueError(f"`advice`: `most_rows` must be an integer above 0, but got {most_rows!r}.")
     if not advice.rows:
         raise ValueError("`advice`: the advice has no rows, so there is nothing to draw.")
