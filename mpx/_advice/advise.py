@@ -280,8 +280,8 @@ def _check_params(params: Any) -> None:
     if others:
         raise ValueError(
             "`advise` needs float32 parameters, whose values are the reference, but got "
-            f"{_checks.listed(others, 3)}. Give the float32 ones, such as `mpx.master_params(params, opt_state)`: those of "
-            "16 bits have been rounded already."
+            f"{_checks.listed(others, 3)}. Give the float32 ones, such as `mpx.master_params(params, opt_state)`: "
+            "those of 16 bits have been rounded already."
         )
 
 
