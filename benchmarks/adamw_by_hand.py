@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mpx import _blockwise
+from mpx._stored import blockwise
 
 LEARNING_RATE, B1, B2, EPS, WEIGHT_DECAY = 1e-3, 0.9, 0.999, 1e-8, 1e-4  # as in `optax.adamw`
 BLOCK_SIZE = 256  # as in `Blockwise8bit`
@@ -41,15 +41,15 @@ def adamw(g: jax.Array, weight: jax.Array, mu: Any, nu: Any, corrections: tuple)
 
 def loaded(moment: Any, signed: bool) -> jax.Array:
     """A moment in float32."""
-    if isinstance(moment, _blockwise.BlockwiseArray):
-        return _blockwise.decode(moment, BLOCK_SIZE, signed)
+    if isinstance(moment, blockwise.BlockwiseArray):
+        return blockwise.decode(moment, BLOCK_SIZE, signed)
     return moment.astype(jnp.float32)
 
 
 def stored(moment: jax.Array, old: Any, signed: bool) -> Any:
     """A moment in the format of the old one."""
-    if isinstance(old, _blockwise.BlockwiseArray):
-        return _blockwise.encode(moment, BLOCK_SIZE, signed)
+    if isinstance(old, blockwise.BlockwiseArray):
+        return blockwise.encode(moment, BLOCK_SIZE, signed)
     return moment.astype(old.dtype)
 
 

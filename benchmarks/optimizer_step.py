@@ -69,7 +69,7 @@ from benchmarks.adamw_by_hand import (
 from benchmarks.adamw_in_torch import run_torch
 from benchmarks.overhead import gpt2_shapes
 from benchmarks.timing import conditions, estimate, own, paired_times, ratio_with_spread
-from mpx import _blockwise
+from mpx._stored import blockwise
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -102,8 +102,8 @@ def coded_zeros(p: jax.Array) -> Any:
     """The same in 8 bits; small tensors stay float32."""
     if p.size < MIN_SIZE:
         return jnp.zeros_like(p, jnp.float32)
-    scale = jnp.zeros(_blockwise.scale_shape(p.shape, BLOCK_SIZE), jnp.float32)
-    return _blockwise.BlockwiseArray(jnp.zeros_like(p, jnp.uint8), scale)
+    scale = jnp.zeros(blockwise.scale_shape(p.shape, BLOCK_SIZE), jnp.float32)
+    return blockwise.BlockwiseArray(jnp.zeros_like(p, jnp.uint8), scale)
 
 
 def split_8bit() -> optax.GradientTransformation:
@@ -209,7 +209,7 @@ def codec(kernel: bool) -> Iterator[None]:
         yield
         return
     jax.clear_caches()  # of what has been traced with the kernel
-    with unittest.mock.patch.object(_blockwise, "_has_kernel", return_value=False):
+    with unittest.mock.patch.object(blockwise, "_has_kernel", return_value=False):
         yield
     jax.clear_caches()
 
@@ -254,7 +254,7 @@ def parts_with_mpx(state: WithMpx) -> dict[str, list[jax.Array]]:
 
 def parts_of_moments(moments: Any) -> dict[str, list[jax.Array]]:
     """Moments, and where they are kept in 8 bits, the codes; the scales of blocks count as moments."""
-    coded = lambda x: isinstance(x, _blockwise.BlockwiseArray)
+    coded = lambda x: isinstance(x, blockwise.BlockwiseArray)
     arrays = jax.tree.leaves(moments, is_leaf=coded)
     scales = [x.scale for x in arrays if coded(x)]  # mpx has them behind all moments
     leaves = [x.codes if coded(x) else x for x in arrays] + scales
@@ -381,7 +381,7 @@ def on_gpu() -> bool:
 
 def has_kernel() -> bool:
     """Whether mpx codes in 8 bits with its own kernel here."""
-    return all(_blockwise._has_kernel(BLOCK_SIZE, signed) for signed in (True, False))
+    return all(blockwise._has_kernel(BLOCK_SIZE, signed) for signed in (True, False))
 
 
 def make_shapes(tensors: str, scale: int) -> Shapes:

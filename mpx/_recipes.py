@@ -8,10 +8,10 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
-from mpx import _checks, _trees
-from mpx._blockwise import Blockwise8bit
+from mpx import _errors, _trees
 from mpx._loss_scale import LossScale
 from mpx._policy import Policy, get_policy
+from mpx._stored.blockwise import Blockwise8bit
 from mpx._transforms.kahan_summation import kahan_summation
 from mpx._transforms.loss_scaling import loss_scaling
 from mpx._transforms.low_precision_state import Rounding, low_precision_state
@@ -61,7 +61,7 @@ def mixed_precision(
         raise TypeError(
             f"`mixed_precision`: `policy` must be a Policy or the string of one, but got {type(policy).__name__}."
         )
-    tx = _checks.as_transformation(inner, "mixed_precision")
+    tx = _errors.as_transformation(inner, "mixed_precision")
     stored = [policy.param_dtype, *(dtype for _, dtype in policy.overrides)]
     needs_masters = any(np.dtype(dtype).itemsize < 4 for dtype in stored)
     needs_scaling = any(np.dtype(dtype) == np.float16 for dtype in (policy.compute_dtype, *stored))

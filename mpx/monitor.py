@@ -27,16 +27,16 @@ pass had them: there the underflow of float16 is what it is. Inside they are tru
     )
 """
 
-from mpx._exponents import EXPONENTS as EXPONENTS
-from mpx._exponents import ExponentHistogram as ExponentHistogram
-from mpx._monitoring.measures import becomes_subnormal as becomes_subnormal
-from mpx._monitoring.measures import exponent_histogram as exponent_histogram
-from mpx._monitoring.measures import lost_updates as lost_updates
-from mpx._monitoring.measures import overflow as overflow
-from mpx._monitoring.measures import underflow as underflow
-from mpx._monitoring.measures import update_to_weight_ratio as update_to_weight_ratio
-from mpx._monitoring.monitored import monitor as monitor
-from mpx._monitoring.scale_history import ScaleHistory as ScaleHistory
-from mpx._monitoring.scale_history import ScaleHistoryState as ScaleHistoryState
-from mpx._monitoring.scale_history import read_scale_history as read_scale_history
-from mpx._monitoring.scale_history import scale_history as scale_history
+from mpx.tools.monitor.exponents import EXPONENTS as EXPONENTS
+from mpx.tools.monitor.exponents import ExponentHistogram as ExponentHistogram
+from mpx.tools.monitor.measures import becomes_subnormal as becomes_subnormal
+from mpx.tools.monitor.measures import exponent_histogram as exponent_histogram
+from mpx.tools.monitor.measures import lost_updates as lost_updates
+from mpx.tools.monitor.measures import overflow as overflow
+from mpx.tools.monitor.measures import underflow as underflow
+from mpx.tools.monitor.measures import update_to_weight_ratio as update_to_weight_ratio
+from mpx.tools.monitor.monitored import monitor as monitor
+from mpx.tools.monitor.scale_history import ScaleHistory as ScaleHistory
+from mpx.tools.monitor.scale_history import ScaleHistoryState as ScaleHistoryState
+from mpx.tools.monitor.scale_history import read_scale_history as read_scale_history
+from mpx.tools.monitor.scale_history import scale_history as scale_history

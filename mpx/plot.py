@@ -10,10 +10,10 @@ transparent, and lines and text can be read both on paper and on a dark page; se
 `mpx.plot` is imported by its name: `import mpx` alone does not need Matplotlib.
 """
 
-from mpx._plots.advice import advice as advice
-from mpx._plots.curves import losses as losses
-from mpx._plots.curves import lost_updates as lost_updates
-from mpx._plots.exponents import exponents as exponents
-from mpx._plots.loss_scale import loss_scale as loss_scale
-from mpx._plots.memory import memory as memory
-from mpx._plots.themes import style as style
+from mpx.tools.plot.advice import advice as advice
+from mpx.tools.plot.curves import losses as losses
+from mpx.tools.plot.curves import lost_updates as lost_updates
+from mpx.tools.plot.exponents import exponents as exponents
+from mpx.tools.plot.loss_scale import loss_scale as loss_scale
+from mpx.tools.plot.memory import memory as memory
+from mpx.tools.plot.themes import style as style

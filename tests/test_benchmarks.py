@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from benchmarks import adamw_by_hand, autocast, optimizer_step
 from benchmarks.overhead import gpt2_shapes
-from mpx import _blockwise
+from mpx._stored import blockwise
 from tests.autocast.helpers import contractions
 from tests.helpers import unfused
 
@@ -85,7 +85,7 @@ def test_the_bytes_of_a_step_are_those_of_its_parameters_state_and_gradients(nam
 
 def test_the_step_without_the_kernel_is_traced_anew_and_only_it(monkeypatch):
     """Programs that JAX has traced with the kernel must not be taken for those without, nor the other way round."""
-    monkeypatch.setattr(_blockwise, "_has_kernel", lambda block_size, signed: True)  # on a CPU it is not run
+    monkeypatch.setattr(blockwise, "_has_kernel", lambda block_size, signed: True)  # on a CPU it is not run
     jax.clear_caches()  # of what other tests have traced
     recipe = optimizer_step.RECIPES["split + 8-bit"]
     params, grads = jax.tree.map(lambda x: x.astype(jnp.bfloat16), optimizer_step.make_data({"one": (2**12,)}))

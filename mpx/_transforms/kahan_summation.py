@@ -9,8 +9,8 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
-from mpx import _checks, _trees
-from mpx._writeback import landing_update, on_grid
+from mpx import _errors, _trees
+from mpx._transforms.writeback import landing_update, on_grid
 
 
 class KahanSummationState(NamedTuple):
@@ -76,11 +76,11 @@ def kahan_summation(dtype: DTypeLike | None = None) -> optax.GradientTransformat
 
     def update_fn(updates, state, params=None, **extra_args):
         del extra_args
-        _checks.require_params(params, "kahan_summation")
-        _checks.require_state(state, KahanSummationState, "kahan_summation")
-        _checks.require_differentiable(updates, "kahan_summation")
-        _checks.require_same_shapes(updates, params, "kahan_summation")
-        _checks.require_same_leaves(state.compensation, params, _fits, "kahan_summation")
+        _errors.require_params(params, "kahan_summation")
+        _errors.require_state(state, KahanSummationState, "kahan_summation")
+        _errors.require_differentiable(updates, "kahan_summation")
+        _errors.require_same_shapes(updates, params, "kahan_summation")
+        _errors.require_same_leaves(state.compensation, params, _fits, "kahan_summation")
         updates, compensation = _trees.map_unzip(_step, params, state.compensation, updates)
         return updates, KahanSummationState(compensation)
 

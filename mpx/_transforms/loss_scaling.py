@@ -11,7 +11,7 @@ import optax
 from jax import lax
 from jax.core import Tracer
 
-from mpx import _checks, _trees
+from mpx import _errors, _trees
 from mpx._loss_scale import (
     DynamicLossScale,
     LossScale,
@@ -93,7 +93,7 @@ def loss_scaling(
     References:
         Micikevicius et al. 2018, Mixed Precision Training (arXiv 1710.03740); `torch.amp.GradScaler`.
     """
-    inner = _checks.as_transformation(inner, "loss_scaling")
+    inner = _errors.as_transformation(inner, "loss_scaling")
     settings = DynamicLossScale() if loss_scale is None else loss_scale
     _check_settings(settings)
 
@@ -110,8 +110,8 @@ def loss_scaling(
         )
 
     def update_fn(updates, state, params=None, **extra_args):
-        _checks.require_state(state, LossScalingState, "loss_scaling")
-        _checks.require_differentiable(updates, "loss_scaling")
+        _errors.require_state(state, LossScalingState, "loss_scaling")
+        _errors.require_differentiable(updates, "loss_scaling")
         finite, nonfinite = _watched(updates, axis_name)
         grads = StaticLossScale(state.loss_scale).unscale(updates)
         updates, inner_state = inner.update(grads, state.inner_state, params, **extra_args)

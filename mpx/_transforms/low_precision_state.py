@@ -11,9 +11,8 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
-from mpx import _checks, _trees, formats
-from mpx._blockwise import Blockwise8bit, BlockwiseArray, decode, encode
-from mpx._state_plan import (
+from mpx import _errors, _trees, formats
+from mpx._stored.assignment import (
     Format,
     Plan,
     checked_patterns,
@@ -22,6 +21,7 @@ from mpx._state_plan import (
     require_sound_formats,
     require_stored_as_planned,
 )
+from mpx._stored.blockwise import Blockwise8bit, BlockwiseArray, decode, encode
 from mpx._transforms.upcast import UpcastState, upcast
 
 Rounding = Literal["nearest", "stochastic"]
@@ -108,7 +108,7 @@ def low_precision_state(
         Dettmers et al. 2021, "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861); for stochastic rounding
         of a bfloat16 state, Zamirai et al. 2020 (arXiv 2010.06192).
     """
-    inner = upcast(_checks.as_transformation(inner, "low_precision_state"))
+    inner = upcast(_errors.as_transformation(inner, "low_precision_state"))
     patterns = checked_patterns(formats)
     if isinstance(min_size, bool) or not isinstance(min_size, int) or min_size < 0:
         raise ValueError(f"`low_precision_state`: `min_size` must be a number of elements, but got {min_size!r}.")
@@ -127,7 +127,7 @@ def low_precision_state(
         return LowPrecisionState(UpcastState(stored), scales, first_key)
 
     def update_fn(updates, state, params=None, **extra_args):
-        _checks.require_state(state, LowPrecisionState, "low_precision_state")
+        _errors.require_state(state, LowPrecisionState, "low_precision_state")
         stored = state.inner_state.inner_state
         plan = make_plan(stored, state.block_scales, patterns, min_size)
         as_made = lambda: stored if params is None else jax.eval_shape(inner.init, params)
@@ -216,7 +216,7 @@ def _checked_key(rounding: Any, key: Any, patterns: Mapping[str, Format]) -> tup
         )
     if all(chosen == np.float32 for chosen in patterns.values()):
         raise ValueError("`low_precision_state`: every format is float32, so stochastic rounding would do nothing.")
-    typed, implementation = _checks.one_key(key, "low_precision_state")
+    typed, implementation = _errors.one_key(key, "low_precision_state")
     return jax.random.key_data(typed), implementation
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
-from mpx import _checks, _trees, formats
+from mpx import _errors, _trees, formats
 from mpx._transforms.upcast import upcast, widen
-from mpx._writeback import landing_update, on_grid
+from mpx._transforms.writeback import landing_update, on_grid
 
 Storage = Literal["full", "split"]
 
@@ -80,10 +80,10 @@ def master_weights(
     """
     if storage not in get_args(Storage):
         raise ValueError(f"`master_weights`: `storage` must be one of {get_args(Storage)}, but got {storage!r}.")
-    dtype = _checks.wide_dtype(dtype, "master_weights")
+    dtype = _errors.wide_dtype(dtype, "master_weights")
     if storage == "split" and dtype != np.float32:
         raise ValueError(f"`master_weights`: split masters are float32, but got `dtype` {dtype}.")
-    inner = upcast(_checks.as_transformation(inner, "master_weights"), dtype)
+    inner = upcast(_errors.as_transformation(inner, "master_weights"), dtype)
 
     def init_fn(params):
         _require_single_rounding(params, dtype)
@@ -92,12 +92,12 @@ def master_weights(
         return MasterWeightsState(stored, inner.init(masters))
 
     def update_fn(updates, state, params=None, **extra_args):
-        _checks.require_params(params, "master_weights")
-        _checks.require_state(state, MasterWeightsState, "master_weights")
-        _checks.require_same_leaves(state.master, params, lambda s, p: _fits(s, p, dtype, storage), "master_weights")
+        _errors.require_params(params, "master_weights")
+        _errors.require_state(state, MasterWeightsState, "master_weights")
+        _errors.require_same_leaves(state.master, params, lambda s, p: _fits(s, p, dtype, storage), "master_weights")
         masters = load_masters(params, state.master)
         updates, inner_state = inner.update(updates, state.inner_state, masters, **extra_args)
-        _checks.require_same_shapes(updates, params, "master_weights")
+        _errors.require_same_shapes(updates, params, "master_weights")
         new_masters = optax.apply_updates(masters, updates)
         updates, stored = _trees.map_unzip(_step, params, state.master, updates, new_masters)
         return updates, MasterWeightsState(stored, inner_state)

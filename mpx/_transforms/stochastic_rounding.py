@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from mpx import _checks, _trees, formats
-from mpx._writeback import landing_update
+from mpx import _errors, _trees, formats
+from mpx._transforms.writeback import landing_update
 
 
 class StochasticRoundingState(NamedTuple):
@@ -54,7 +54,7 @@ def stochastic_rounding(key: jax.Array) -> optax.GradientTransformationExtraArgs
         Gupta et al. 2015, "Deep Learning with Limited Numerical Precision"; for bfloat16 weights, Zamirai et al.
         2020 (arXiv 2010.06192).
     """
-    key, implementation = _checks.one_key(key, "stochastic_rounding")
+    key, implementation = _errors.one_key(key, "stochastic_rounding")
 
     def init_fn(params):
         del params
@@ -62,10 +62,10 @@ def stochastic_rounding(key: jax.Array) -> optax.GradientTransformationExtraArgs
 
     def update_fn(updates, state, params=None, **extra_args):
         del extra_args
-        _checks.require_params(params, "stochastic_rounding")
-        _checks.require_state(state, StochasticRoundingState, "stochastic_rounding")
-        _checks.require_same_shapes(updates, params, "stochastic_rounding")
-        _checks.require_differentiable(updates, "stochastic_rounding")
+        _errors.require_params(params, "stochastic_rounding")
+        _errors.require_state(state, StochasticRoundingState, "stochastic_rounding")
+        _errors.require_same_shapes(updates, params, "stochastic_rounding")
+        _errors.require_differentiable(updates, "stochastic_rounding")
         this_step, next_step = jax.random.split(jax.random.wrap_key_data(state.key, impl=implementation))
         leaves, treedef = jax.tree.flatten(params)
         keys = jax.random.split(this_step, max(len(leaves), 1))

@@ -10,7 +10,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
-from mpx import _checks, _trees
+from mpx import _errors, _trees
 
 T = TypeVar("T")
 
@@ -60,16 +60,16 @@ def upcast(
         >>> tx.update({"w": jnp.ones(4, jnp.bfloat16)}, state, params)[0]["w"].dtype
         dtype('float32')
     """
-    inner = _checks.as_transformation(inner, "upcast")
-    dtype = _checks.wide_dtype(dtype, "upcast")
+    inner = _errors.as_transformation(inner, "upcast")
+    dtype = _errors.wide_dtype(dtype, "upcast")
 
     def init_fn(params):
         params = widen(params, dtype)
         return UpcastState(settled(inner.init(params), params))
 
     def update_fn(updates, state, params=None, **extra_args):
-        _checks.require_state(state, UpcastState, "upcast")
-        _checks.require_differentiable(updates, "upcast")
+        _errors.require_state(state, UpcastState, "upcast")
+        _errors.require_differentiable(updates, "upcast")
         updates, params, extra_args = widen((updates, params, extra_args), dtype)
         updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
         return widen(updates, dtype), UpcastState(with_types_of(state.inner_state, inner_state))

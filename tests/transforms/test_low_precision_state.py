@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpx
-from mpx._blockwise import BlockwiseArray, decode
+from mpx._stored.blockwise import BlockwiseArray, decode
 from tests.helpers import assert_same_bits, eight_cpu_devices, float32_round_trips, types_of, unfused
 
 pytestmark = pytest.mark.optax_promotion

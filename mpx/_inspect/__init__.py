@@ -1,0 +1,1 @@
+"""Functions that look into an optimizer state or a chain."""

@@ -1,0 +1,133 @@
+"""`data_parallel`: each device's part of a batch, and one reduction of gradients, in float32."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from mpx import _trees
+from mpx._parallel.placement import (
+    WHOLE,
+    cut_shardings,
+    cuts_of,
+    mean_part,
+    parameter_specs,
+    require_axis,
+    shardings_of,
+)
+
+
+def data_parallel(
+    fun: Callable[..., tuple[Any, Any]],
+    mesh: Mesh,
+    axis: str = "data",
+    *,
+    batch_specs: Any = None,
+    scatter: bool = False,
+    param_specs: Any = None,
+) -> Callable[..., tuple[Any, Any]]:
+    """Computes losses and gradients on each device's part of a batch, and averages them once, in float32.
+
+    Left to `jax.jit`, the gradients of all devices are added up where they are computed: in bfloat16 if a product
+    comes out in it, and once for every microbatch and every use of a weight. Sums over thousands of devices lose bits
+    in bfloat16, and overflow in float16. Here each device computes alone, and what it has is added up at the end, in
+    float32 whatever its dtype: one reduction for each leaf, after all microbatches.
+
+    Args:
+        fun: from parameters and batches to a value and gradients (trees like the parameters), such as
+            `value_and_grad(loss_fn)` or a mean of that over microbatches. It sees a part of each batch; what it closes
+            over is the same everywhere. (On a mesh of explicit axes JAX lets it close over no array: pass the loss
+            scale with a spec of its own, `batch_specs=(PartitionSpec(), PartitionSpec(axis))`.)
+        mesh: of the devices.
+        axis: its axis among whose devices batches are divided. All others stay with `jax.jit`: tensor parallelism
+            works as without.
+        batch_specs: of all arguments after the parameters, as in `jax.shard_map`; `PartitionSpec(axis)` if None: along
+            their first axis.
+        scatter: whether gradients are to be divided among the devices, as `zero1` wants them: by a reduce-scatter,
+            which sends half as much. If not, each device gets all of them.
+        param_specs: as given to `zero1`: how parameters, and so their gradients, are sharded over the other axes.
+
+    Returns:
+        A function of the same arguments. Its value is the mean over devices (of floating arrays; loss and auxiliary
+        ones), in float32 or wider, and so are its gradients. It is to be called under `jax.jit`.
+
+    Raises:
+        TypeError: at the call, if the value has an array that is not floating, of which there is no mean.
+        ValueError: if the mesh has no such axis, or a spec uses it.
+
+    Example:
+        >>> mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        >>> loss_and_grads = value_and_grad(lambda w, x: jnp.mean(x * w))
+        >>> x = jnp.arange(8.0)
+        >>> jax.jit(data_parallel(loss_and_grads, mesh))(jnp.float32(2), x)
+        (Array(7., dtype=float32), Array(3.5, dtype=float32))
+    """
+    require_axis(mesh, axis, "data_parallel")
+    batch_specs = PartitionSpec(axis) if batch_specs is None else batch_specs
+
+    @functools.wraps(fun)
+    def spread(params, *batches):
+        specs = parameter_specs(params, param_specs, mesh, axis, "data_parallel")
+        cuts = cuts_of(params, specs, mesh, axis) if scatter else jax.tree.map(lambda _: WHOLE, params)
+        of_grads = cut_shardings(params, specs, mesh, axis) if scatter else shardings_of(params, specs, mesh)
+
+        def on_one_device(params, *batches):
+            value, grads = fun(params, *batches)
+            _require_gradients(grads, params)
+            value = jax.tree.map_with_path(lambda path, x: _mean_value(path, x, axis), value)
+            return value, jax.tree.map(lambda g: g[None], grads)  # side by side with those of the others
+
+        everywhere = jax.shard_map(
+            on_one_device,
+            mesh=mesh,
+            in_specs=(PartitionSpec(), *_for_each(batch_specs, batches)),
+            out_specs=(PartitionSpec(), PartitionSpec(axis)),
+            axis_names={axis},
+            check_vma=False,  # with it, JAX itself would add up gradients, in their own dtype and at each use
+        )
+        # Over all axes of the mesh, or gradients that another one divides would be gathered along that.
+        reduced = jax.shard_map(
+            lambda grads: jax.tree.map(lambda g, cut: mean_part(g[0], cut, axis), grads, cuts),
+            mesh=mesh,
+            in_specs=(jax.tree.map(lambda _, spec: PartitionSpec(axis, *spec), params, specs),),
+            out_specs=jax.tree.map(lambda _, sharding: sharding.spec, params, of_grads),
+            check_vma=False,
+        )
+        value, grads = everywhere(params, *batches)
+        return value, reduced(grads)
+
+    return spread
+
+
+def _for_each(batch_specs: Any, batches: tuple[Any, ...]) -> tuple[Any, ...]:
+    return batch_specs if isinstance(batch_specs, tuple) else (batch_specs,) * len(batches)
+
+
+def _require_gradients(grads: Any, params: Any) -> None:
+    """Raises unless there is one gradient for each parameter, of its shape."""
+    shapes, wanted = (
+        {path: np.shape(x) for path, x in _trees.leaves_by_path(tree).items()} for tree in (grads, params)
+    )
+    wrong = [path for path in {**shapes, **wanted} if shapes.get(path) != wanted.get(path)]
+    if wrong or jax.tree.structure(grads) != jax.tree.structure(params):
+        where = f", for example at {_trees.path_string(wrong[0])!r}" if wrong else ""
+        raise ValueError(
+            "`data_parallel` needs a function that returns a value and gradients, a tree like the parameters, but they "
+            f"differ{where}. Pass only what is differentiated as the parameters, such as `equinox.filter(model, "
+            "equinox.is_inexact_array)`, and close over the rest."
+        )
+
+
+def _mean_value(path: _trees.Path, x: Any, axis: str) -> jax.Array:
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        raise TypeError(
+            f"`data_parallel`: the value at {_trees.path_string(path)!r} is {_trees.dtype_and_shape(x)}, of which "
+            "there is no mean over devices. Return it as float32, or leave it out."
+        )
+    return lax.pmean(x.astype(_trees.promoted(x.dtype, np.float32)), axis)

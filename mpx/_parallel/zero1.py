@@ -1,0 +1,355 @@
+"""ZeRO-1: the optimizer state is divided among the devices that hold the same parameters.
+
+Shapes are those of a state that is not divided, for any number of devices: what was saved on eight is restored on
+three.
+"""
+
+import math
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+import optax
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from mpx import _errors, _trees
+from mpx._jaxprs import PART, mixing_culprit
+from mpx._parallel.placement import (
+    WHOLE,
+    cut_shardings,
+    cut_spec,
+    cuts_of,
+    in_auto,
+    is_manual,
+    is_spec,
+    mean_part,
+    names_at,
+    parameter_specs,
+    part_of,
+    place,
+    require_axis,
+    shardings_of,
+)
+from mpx._transforms.low_precision_state import LowPrecisionState, coded_leaves
+from mpx._transforms.writeback import MARK, SENT, landed, landing_update
+
+T = TypeVar("T")
+
+_F32 = np.dtype(np.float32)
+
+
+def zero1(
+    inner: optax.GradientTransformation, mesh: Mesh, axis: str = "data", *, param_specs: Any = None
+) -> optax.GradientTransformationExtraArgs:
+    """Divides the state of any rule, and the work of its update, among the devices of a data-parallel axis.
+
+    Parameters stay as they are: every device along the axis has them all. Of masters, low bits, moments, codes and
+    compensations each device keeps a part, updates that part with its part of the gradients, and what is sent to the
+    others are the new parameters: 2 bytes for each bfloat16 one, not the 4 of a float32 update. The state is that of
+    `inner`, in the same shapes, so that checkpoints fit with and without `zero1` and on any number of devices; only
+    where it lies differs.
+
+    An array is cut along its first axis that the number of devices divides (what there is of it on each device, if
+    `param_specs` divides it already). One without such an axis, and every scalar, is whole on every device.
+
+    Under `jax.jit` (and eagerly) any rule works, those that clip by a global norm or divide by the norm of a layer too:
+    XLA sees whole arrays. Gradients may come in any sharding; those of `data_parallel(..., scatter=True)` arrive
+    divided already, by one reduce-scatter in float32.
+
+    Inside `jax.shard_map` over the axis each device gives its own gradients, for its part of the batch. They are
+    averaged over the axis in float32, by a reduce-scatter. (Under `check_vma` differentiate with respect to
+    `jax.lax.pcast(params, axis, to="varying")`: JAX adds up gradients of parameters that are equal everywhere by
+    itself, in their dtype.) Rules inside must then treat each number by itself, as Adam, momentum and decay do, since
+    they see a part of each array: others are refused, those that draw random numbers too. `loss_scaling` inside needs
+    `axis_name=axis`; states in `Blockwise8bit` need rows of whole blocks. Specs for the state are those of
+    `zero1_shardings`.
+
+    Args:
+        inner: any Optax transformation or chain, with the wrappers of mpx in it: this is the outermost.
+        mesh: of the devices.
+        axis: its axis along which parameters are equal and batches differ.
+        param_specs: how the parameters themselves are sharded over the other axes (tensor parallelism): a
+            `jax.sharding.PartitionSpec` for all, or a tree of them, of which a prefix is enough. None: as their types
+            say on a mesh of explicit axes, else not at all.
+
+    Returns:
+        A transformation with the state of `inner`.
+
+    Raises:
+        TypeError: if `inner` is not a transformation.
+        ValueError: if the mesh has no such axis or a spec uses it; at `init`, if a parameter is sharded otherwise than
+            `param_specs` says; inside `jax.shard_map`, if the rule mixes numbers of an array, or the state is not
+            divided as `zero1_shardings` says.
+
+    Example:
+        >>> mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        >>> tx = zero1(master_weights(optax.adam(1e-3), storage="split"), mesh)
+        >>> params = {"w": jnp.ones((48, 16), jnp.bfloat16)}
+        >>> state = tx.init(params)
+        >>> print(*state.master["w"].sharding.spec)
+        data
+
+    References:
+        Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (arXiv
+        1910.02054), stage 1; Xu et al. 2020, "Automatic Cross-Replica Sharding of Weight Update in Data-Parallel
+        Training" (arXiv 2004.13336).
+    """
+    inner = _errors.as_transformation(inner, "zero1")
+    require_axis(mesh, axis, "zero1")
+
+    def init_fn(params):
+        specs = parameter_specs(params, param_specs, mesh, axis, "zero1")
+        if is_manual(axis):
+            cuts = cuts_of(params, specs, mesh, axis)
+            return inner.init(jax.tree.map(lambda p, cut: part_of(p, cut, axis), params, cuts))
+        _require_placed_as_said(params, specs)
+        divided = zero1_shardings(params, jax.eval_shape(inner.init, params), mesh, axis, param_specs=specs)
+        of_parts = cut_shardings(params, specs, mesh, axis)
+        # In one program, so that no device ever holds all of a state.
+        start = in_auto(lambda params: place(inner.init(place(params, of_parts)), divided), mesh, divided)
+        if not any(isinstance(p, Tracer) for p in jax.tree.leaves(params)):
+            params = jax.device_put(params, shardings_of(params, specs, mesh))
+        return jax.jit(start, keep_unused=True)(params)  # unused ones too tell on which devices it runs
+
+    def update_fn(updates, state, params=None, **extra_args):
+        _errors.require_params(params, "zero1")
+        _errors.require_same_shapes(updates, params, "zero1")
+        specs = parameter_specs(params, param_specs, mesh, axis, "zero1")
+        if is_manual(axis):
+            cuts = cuts_of(params, specs, mesh, axis)
+            parts = jax.tree.map(lambda p, cut: part_of(p, cut, axis), params, cuts)
+            _require_parts(inner, state, params, parts, specs, mesh, axis)
+            _require_whole_blocks(state)
+            return _update_of_parts(inner, updates, state, params, parts, extra_args, cuts, axis)
+        divided = zero1_shardings(params, state, mesh, axis, param_specs=specs)
+        of_parts = cut_shardings(params, specs, mesh, axis)
+        of_params = shardings_of(params, specs, mesh)
+
+        def update(updates, state, params, extra_args):
+            params = place(params, of_params)  # else XLA may divide what goes in, to be gathered for the next step
+            parts, grads = place(params, of_parts), place(updates, of_parts)
+            updates, state = inner.update(grads, place(state, divided), parts, **extra_args)
+            # Placed twice: else XLA would be free to send what they are computed from.
+            sent = place(place(jax.tree.map(_to_send, parts, updates), of_parts), of_params)
+            return jax.tree.map(_from_sent, params, sent), place(state, divided)
+
+        return in_auto(update, mesh, (of_params, divided))(updates, state, params, extra_args)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def zero1_shardings(
+    params: Any, opt_state: T, mesh: Mesh | AbstractMesh, axis: str = "data", *, param_specs: Any = None
+) -> T:
+    """Where `zero1` keeps each array of an optimizer state: to restore one, or as the `out_shardings` of a step.
+
+    An array of the state that belongs to a parameter, by its path and shape, is cut as the parameter would be, and so
+    are the scales of its 8-bit blocks if each device has whole ones. Other floating arrays, such as the rows and
+    columns of Adafactor, are cut along their own first axis that the number of devices divides.
+
+    Args:
+        params: the parameters, or their shapes.
+        opt_state: the state, or its shapes (`jax.eval_shape(tx.init, params)`).
+        mesh: as given to `zero1`, or one without devices, such as `jax.sharding.AbstractMesh`, to plan with.
+        axis: likewise.
+        param_specs: likewise.
+
+    Returns:
+        A tree like `opt_state` of `jax.sharding.NamedSharding`s.
+
+    Raises:
+        ValueError: if the mesh has no such axis, or a spec uses it.
+
+    Example:
+        >>> mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        >>> params = {"w": jax.ShapeDtypeStruct((48, 16), jnp.bfloat16)}
+        >>> state = jax.eval_shape(optax.adam(1e-3).init, params)
+        >>> shardings = zero1_shardings(params, state, mesh)
+        >>> print(*optax.tree.get(shardings, "mu")["w"].spec)
+        data
+    """
+    require_axis(mesh, axis, "zero1_shardings")
+    specs = parameter_specs(params, param_specs, mesh, axis, "zero1_shardings")
+    own = _trees.leaves_by_path(jax.tree.map(lambda p, spec: (np.shape(p), spec), params, specs), _is_shape_and_spec)
+
+    def sharding_of(path, leaf):
+        shape = np.shape(leaf)
+        candidates = (own.get(path[start:], (None, None)) for start in range(len(path) + 1))
+        spec = next((spec for p_shape, spec in candidates if p_shape == shape), None)
+        if spec is None and not _trees.is_floating(leaf):  # a key, a count
+            return NamedSharding(mesh, PartitionSpec())
+        spec = PartitionSpec() if spec is None else spec
+        return NamedSharding(mesh, cut_spec(shape, spec, mesh, axis))
+
+    return _with_scales_beside_codes(opt_state, jax.tree.map_with_path(sharding_of, opt_state))
+
+
+def _with_scales_beside_codes(opt_state: Any, shardings: T) -> T:
+    """The shardings of a state, with the scales of rows of whole 8-bit blocks divided as the rows are."""
+
+    def beside(state, placed):
+        if not isinstance(state, LowPrecisionState):
+            return placed
+        of_scales = dict(placed.block_scales)
+        for (name, _, codes, scale), (_, _, of_codes, _) in zip(coded_leaves(state), coded_leaves(placed), strict=True):
+            if np.shape(scale)[:-1] == np.shape(codes)[:-1] and _divides(of_codes, np.shape(scale)):
+                of_scales[name] = of_codes
+        return placed._replace(block_scales=of_scales)
+
+    return jax.tree.map(beside, opt_state, shardings, is_leaf=lambda x: isinstance(x, LowPrecisionState))
+
+
+def _divides(sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
+    """Whether all devices have as much of an array of some shape."""
+    parts = (math.prod(sharding.mesh.shape[name] for name in names_at(sharding.spec, i)) for i in range(len(shape)))
+    return all(size % count == 0 for size, count in zip(shape, parts, strict=True))
+
+
+def _is_shape_and_spec(x: Any) -> bool:
+    return isinstance(x, tuple) and len(x) == 2 and is_spec(x[1])
+
+
+def _require_placed_as_said(params: Any, specs: Any) -> None:
+    """Raises for concrete parameters of another sharding than the one that updates will be told of."""
+    for (path, p), spec in zip(
+        _trees.leaves_by_path(params).items(), jax.tree.leaves(specs, is_leaf=is_spec), strict=True
+    ):
+        if isinstance(p, Tracer) or not isinstance(p, jax.Array) or not isinstance(p.sharding, NamedSharding):
+            continue
+        if not NamedSharding(p.sharding.mesh, spec).is_equivalent_to(p.sharding, p.ndim):
+            raise ValueError(
+                f"`zero1`: the parameter {_trees.path_string(path)!r} is sharded as {p.sharding.spec}, but "
+                f"`param_specs` says {spec}. Give its own, as in `jax.tree.map(lambda p: p.sharding.spec, params)`."
+            )
+
+
+# What is sent.
+
+
+def _to_send(p: jax.Array, update: jax.Array) -> jax.Array:
+    """Of a parameter and its update, what the other devices need: the bits of a new 16-bit parameter, or the update.
+
+    As integers, because XLA would otherwise move the conversion to float32 before the transfer.
+    """
+    if not _trees.is_narrower(p, _F32):
+        return update
+    update = checkpoint_name(update, MARK + SENT)
+    return lax.bitcast_convert_type(landed(p, update.astype(np.float32)).astype(p.dtype), np.uint16)
+
+
+def _from_sent(p: jax.Array, sent: jax.Array) -> jax.Array:
+    """The update that makes a parameter what was sent."""
+    if not _trees.is_narrower(p, _F32):
+        return sent
+    return landing_update(p, lax.bitcast_convert_type(sent, p.dtype).astype(np.float32), "zero1")
+
+
+# Inside `jax.shard_map`.
+
+
+def _update_of_parts(
+    inner: optax.GradientTransformationExtraArgs,
+    updates: Any,
+    state: Any,
+    params: Any,
+    parts: Any,
+    extra_args: dict[str, Any],
+    cuts: Any,
+    axis: str,
+) -> tuple[Any, Any]:
+    _require_own_gradients(updates, axis)
+    grads = jax.tree.map(lambda g, cut: mean_part(g, cut, axis), updates, cuts)
+    _require_elementwise(inner, grads, state, parts, extra_args, axis)
+    updates, new_state = inner.update(grads, state, parts, **extra_args)
+    _require_same_types(state, new_state)
+    gather = lambda x, cut: x if cut == WHOLE else lax.all_gather(x, axis, axis=cut, tiled=True, to="invarying")
+    sent = jax.tree.map(_to_send, parts, updates)
+    return jax.tree.map(_from_sent, params, jax.tree.map(gather, sent, cuts)), new_state
+
+
+def _require_elementwise(inner: Any, grads: Any, state: Any, parts: Any, extra_args: dict[str, Any], axis: str) -> None:
+    """Raises if the rule has a result that depends on more of an array than one number."""
+    arrays = {name: value for name, value in extra_args.items() if all(map(_trees.is_array, jax.tree.leaves(value)))}
+    others = {name: value for name, value in extra_args.items() if name not in arrays}
+    update = lambda grads, state, parts, arrays: inner.update(grads, state, parts, **arrays, **others)
+    program = jax.make_jaxpr(update)(grads, state, parts, arrays)
+    inputs = [PART if np.ndim(leaf) else None for leaf in jax.tree.leaves((grads, state, parts))]
+    for name, value in arrays.items():  # of which nobody knows whether all devices have the same
+        inputs += [f"the argument {name!r}"] * len(jax.tree.leaves(value))
+    culprit = mixing_culprit(program, inputs, axis)
+    if culprit is not None:
+        raise ValueError(
+            "`zero1`: inside `jax.shard_map` a rule sees a part of each array, but this one has a result that depends "
+            f"on more than that (through {culprit!r}), such as a norm for clipping, or random numbers. Call `update` "
+            "under `jax.jit`, outside of `jax.shard_map`, with the gradients of `mpx.data_parallel(..., "
+            "scatter=True)`. (`loss_scaling` works here if it has `axis_name`.)"
+        )
+
+
+def _require_own_gradients(grads: Any, axis: str) -> None:
+    """Raises for gradients that JAX has added up, as under `check_vma` those of what all devices have."""
+    varies = lambda x: axis in jax.typeof(x).manual_axis_type.varying
+    if not varies(lax.axis_index(axis)):  # types say nothing without `check_vma`
+        return
+    for path, g in _trees.leaves_by_path(grads).items():
+        if not varies(g):
+            raise ValueError(
+                f"`zero1`: the gradient of {_trees.path_string(path)!r} is the same on all devices: JAX has added it "
+                "up already, in the dtype of the parameter, and whether it is a sum or a mean cannot be seen. "
+                f"Differentiate with respect to `jax.lax.pcast(params, {axis!r}, to='varying')`, or give "
+                "`jax.shard_map` `check_vma=False`: then each device has its own, and they are averaged in float32."
+            )
+
+
+def _require_same_types(old: Any, new: Any) -> None:
+    """Raises if an update has changed a dtype of the state: the next one would not fit."""
+    after = _trees.leaves_by_path(new)
+    for path, leaf in _trees.leaves_by_path(old).items():
+        if after[path].dtype != leaf.dtype:
+            raise ValueError(
+                f"`zero1`: the rule has changed its state at {_trees.path_string(path)!r} from {leaf.dtype} to "
+                f"{after[path].dtype}: its gradients are float32 here. Put `upcast` or `master_weights` around it."
+            )
+
+
+def _require_parts(inner: Any, state: Any, params: Any, parts: Any, specs: Any, mesh: Mesh, axis: str) -> None:
+    """Raises unless a state consists of the parts of the one for whole parameters, as `zero1_shardings` cuts it."""
+    whole = jax.eval_shape(inner.init, _trees.shapes_of(params))
+    shardings = jax.tree.leaves(zero1_shardings(params, whole, mesh, axis, param_specs=specs))
+    got, own = _trees.leaves_by_path(state), _trees.leaves_by_path(jax.eval_shape(inner.init, _trees.shapes_of(parts)))
+    for (path, leaf), sharding in zip(_trees.leaves_by_path(whole).items(), shardings, strict=True):
+        wanted = f"{leaf.dtype}{list(_shape_of_part(leaf.shape, sharding.spec, mesh, axis))}"
+        where = f"`zero1`: inside `jax.shard_map` the state at {_trees.path_string(path)!r} should be {wanted} on each"
+        if _trees.dtype_and_shape(own.get(path)) != wanted:
+            raise ValueError(
+                f"{where} device, but of a part of the parameter the rule keeps "
+                f"{_trees.dtype_and_shape(own.get(path))}. With `low_precision_state`, whose `min_size` counts the "
+                "numbers of the part, lower that; in 8 bits rows must consist of whole blocks on each device. Or call "
+                "`update` under `jax.jit`, outside of `jax.shard_map`."
+            )
+        if _trees.dtype_and_shape(got.get(path)) != wanted:
+            raise ValueError(
+                f"{where} device, but it is {_trees.dtype_and_shape(got.get(path))}. Make it outside, with `init`, and "
+                "give `jax.shard_map` the specs of `mpx.zero1_shardings`."
+            )
+
+
+def _shape_of_part(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh, axis: str) -> tuple[int, ...]:
+    """Of an array of which the other axes of the mesh have been divided already."""
+    parts = [mesh.shape[axis] if axis in names_at(spec, i) else 1 for i in range(len(shape))]
+    return tuple([size // count for size, count in zip(shape, parts, strict=True)])
+
+
+def _require_whole_blocks(state: Any) -> None:
+    """Raises if 8-bit blocks may reach beyond a device's part, so that parts have other codes than the whole has."""
+    for stored in _trees.find_states(state, LowPrecisionState):
+        for _, _, codes, scale in coded_leaves(stored):
+            if codes.ndim < 2 or scale.ndim != codes.ndim:
+                raise ValueError(
+                    "`zero1`: inside `jax.shard_map` states in 8 bits need rows that consist of whole blocks, but one "
+                    f"of shape {list(codes.shape)} has {list(scale.shape)} blocks. Choose a `block_size` that divides "
+                    "the last axis, a larger `min_size`, or call `update` under `jax.jit`, outside of `jax.shard_map`."
+                )

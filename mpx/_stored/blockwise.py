@@ -1,0 +1,376 @@
+"""Eight bits a number, scaled by block: the codec behind `low_precision_state`.
+
+A block of 256 numbers is divided by its member of largest magnitude, and each quotient becomes the nearest member of
+the dynamic map of Dettmers et al. 2021, "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861). The map has
+seven decades, from 1e-7 to 1. Decade `i` is cut into `w` equal intervals, of which it holds the middles:
+
+    value(i, j) = 10**(i - 6) * (0.1 + 0.9 * (j + 1/2) / w),    w = 2**i (signed) or 2**(i + 1) (unsigned),  0 <= j < w
+
+together with 0 and 1. With `q = w + j` both directions have a closed form: the exponent of `q` as a float is the
+decade, its mantissa the place in the decade. Codes are 8 bits: `q` up to 128, which stands for 1, and 128 more than `q`
+for the negative of a number (signed); or `q - 1` up to 255, which stands for 1 (unsigned).
+
+Three choices are ours:
+
+- The scale has the sign of the member of largest magnitude, which is therefore always exact. (With a positive scale a
+  signed map has no code for -1: -1 would become -0.993, and smaller with every further coding.) Coding what has been
+  decoded changes nothing, as long as all of it is finite and normal.
+- Unsigned, a positive number never becomes zero, but the smallest member of the map: it is a second moment, and the
+  next step divides by its root.
+- What cannot be held is visible. A NaN makes its block NaN. An infinity stays infinite and makes the finite members of
+  its block NaN. A negative number under the unsigned map makes its block NaN.
+
+No two operations on the way to a code can be contracted, so that equal numbers get equal codes in every program.
+"""
+
+import dataclasses
+import functools
+import math
+import warnings
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from mpx._jaxprs import BLOCKS
+
+_DECADES = 7
+_GAP = 9 * 1024  # what a distance to the next member is divided into for stochastic rounding
+_SMALLEST_NORMAL = np.float32(2.0**-126)
+_LARGE, _SHRINK = np.float32(2.0**64), np.float32(2.0**-64)  # the reciprocal of a large scale would be subnormal
+
+
+class BlockwiseArray(NamedTuple):
+    """A float32 array in 8 bits a number: `n + 4 * ceil(n / block_size)` bytes.
+
+    Attributes:
+        codes: uint8, in the shape of the array.
+        scale: float32, the member of largest magnitude of each block. `[..., columns / block_size]` if rows consist of
+            whole blocks, so that an array and its scales can be split over devices in the same way; else `[blocks]`.
+    """
+
+    codes: jax.Array
+    scale: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Blockwise8bit:
+    """The format of a state in 8 bits: the dynamic map of Dettmers et al. 2021, scaled by block.
+
+    Seven decades below the largest magnitude of a block are held. Signed, half of the codes are for negative numbers;
+    the relative error of a number is at most 7% in the highest decade and about doubles with every decade below.
+    Unsigned, for second moments, it is half as much, and no positive number becomes zero.
+
+    A block with a NaN becomes NaN. An infinity stays infinite, and the finite numbers of its block become NaN. So does
+    a block with a negative number under the unsigned map. Blocks whose largest magnitude is below 1.2e-38 are zero.
+
+    Rounded to nearest, only the largest member of a block moves in small steps. The others stand still while their
+    ratio to it changes by less than half the distance to the next member of the map, by 2 to 4% and more: a second
+    moment with a decay of 0.999, which changes by a thousandth in a step, follows the largest one of its block up and
+    down, and its own gradient in leaps only. Trainings bear that (Dettmers et al. 2021).
+    `rounding="stochastic"` follows each member in the mean.
+
+    Arrays that are split over devices are coded where they are as long as each device holds rows of whole blocks.
+    Otherwise all of the array is gathered on every device: choose a `block_size` that divides the columns of a shard.
+
+    Args:
+        block_size: numbers that share a scale, a power of two from 16 to 65,536. A leaf is cut into blocks in the order
+            of its elements in memory; the last block may be shorter.
+        signed: whether numbers may be negative. None: known by the field of the optimizer's state, for those of Optax
+            and for the usual names in others (`mu`, `nu`, `exp_avg`, `exp_avg_sq`...).
+
+    Raises:
+        TypeError: if `signed` is none of True, False and None.
+        ValueError: if `block_size` is not such a power of two.
+
+    Example:
+        >>> tx = low_precision_state(optax.adam(1e-3), {"mu": Blockwise8bit(), "nu": Blockwise8bit()})
+        >>> state = tx.init({"w": jnp.ones((64, 100))})
+        >>> codes = optax.tree.get(state, "mu")["w"]
+        >>> codes.dtype, codes.shape, [scale.shape for scale in state.block_scales.values()]
+        (dtype('uint8'), (64, 100), [(25,), (25,)])
+
+    References:
+        Dettmers et al. 2021, "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861).
+    """
+
+    block_size: int = 256
+    signed: bool | None = None
+
+    def __post_init__(self) -> None:
+        size = self.block_size
+        if isinstance(size, bool) or not isinstance(size, int) or not 16 <= size <= 2**16 or size & (size - 1):
+            raise ValueError(
+                f"`Blockwise8bit`: `block_size` must be a power of two from 16 to 65,536, but got {size!r}."
+            )
+        if self.signed is not None and not isinstance(self.signed, bool):
+            raise TypeError(f"`Blockwise8bit`: `signed` must be True, False or None, but got {self.signed!r}.")
+
+
+@jax.named_scope(BLOCKS)
+def encode(x: jax.Array, block_size: int, signed: bool, key: jax.Array | None = None) -> BlockwiseArray:
+    """Codes a float32 array in 8 bits a number.
+
+    XLA makes two passes over `x`, or over what `x` is computed from: one for the scales, one for the codes. On a GPU
+    the nearest codes come from a kernel that makes one, wherever that gives the same bits.
+
+    Args:
+        x: float32, of any shape.
+        block_size: numbers that share a scale.
+        signed: whether they may be negative.
+        key: a PRNG key, to choose between the two neighbours of a number at random such that the mean is the number,
+            instead of the nearest.
+    """
+    x = lax.stop_gradient(x)  # as of every rounding, the derivative is zero
+    blocks = _in_blocks(x, block_size)
+    if key is not None:
+        scale = _scale(blocks, signed)
+        codes = _codes(blocks, scale, signed, _in_blocks(jax.random.bits(key, x.shape, np.uint32), block_size))
+    elif _can_take_kernel(x, block_size) and _has_kernel(block_size, signed):
+        one_pass = functools.partial(_encode_in_one_pass, signed=signed)
+        two_passes = functools.partial(_encode_in_two_passes, signed=signed)
+        codes, scale = lax.platform_dependent(blocks, cuda=one_pass, default=two_passes)
+    else:
+        codes, scale = _encode_in_two_passes(blocks, signed)
+    return BlockwiseArray(_out_of_blocks(codes, x.shape), scale[..., 0])
+
+
+@jax.named_scope(BLOCKS)
+def decode(array: BlockwiseArray, block_size: int, signed: bool) -> jax.Array:
+    """The float32 array that `encode` has coded, of the same shape."""
+    values = _values(_in_blocks(array.codes, block_size), signed) * array.scale[..., None]
+    return _out_of_blocks(values, array.codes.shape)
+
+
+def scale_shape(shape: tuple[int, ...], block_size: int) -> tuple[int, ...]:
+    """The shape of the scales of an array."""
+    return jax.eval_shape(lambda: _in_blocks(jnp.zeros(shape, np.uint8), block_size)).shape[:-1]
+
+
+def _in_blocks(x: jax.Array, block_size: int) -> jax.Array:
+    """`[..., blocks, block_size]` if rows are whole blocks; else `[blocks, block_size]`, padded with zeros."""
+    if x.ndim and x.shape[-1] % block_size == 0:
+        return x.reshape(*x.shape[:-1], -1, block_size) if x.size else x.reshape(0, block_size)
+    blocks = -(-x.size // block_size)
+    missing = blocks * block_size - x.size
+    flat = x.reshape(-1)
+    return (jnp.pad(flat, (0, missing)) if missing else flat).reshape(blocks, block_size)
+
+
+def _out_of_blocks(blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The inverse of `_in_blocks`."""
+    size = math.prod(shape)
+    return blocks.reshape(shape) if blocks.size == size else blocks.reshape(-1)[:size].reshape(shape)
+
+
+def _scale(x: jax.Array, signed: bool) -> jax.Array:
+    """float32 `[..., blocks, 1]`: of each block the member of largest magnitude; 0 if it is subnormal."""
+    largest, smallest = jnp.max(x, axis=-1, keepdims=True), jnp.min(x, axis=-1, keepdims=True)  # NaN if a member is
+    if signed:
+        scale = jnp.where(largest >= -smallest, largest, smallest)
+    else:
+        scale = jnp.where(smallest <= -_SMALLEST_NORMAL, np.float32(np.nan), largest)
+    return jnp.where(jnp.abs(scale) < _SMALLEST_NORMAL, np.float32(0), scale)
+
+
+def _codes(x: jax.Array, scale: jax.Array, signed: bool, noise: jax.Array | None) -> jax.Array:
+    """uint8 codes of blocks and their scales, `[..., blocks, block_size]` and `[..., blocks, 1]`."""
+    # |x / scale|, without a subnormal reciprocal. Beside an infinite scale finite numbers become nothing.
+    magnitude, largest = jnp.abs(x), jnp.abs(scale)
+    shrink = jnp.where(largest >= _LARGE, _SHRINK, np.float32(1))
+    ordinary = (largest > 0) & (largest < np.inf)
+    reciprocal = jnp.where(ordinary, 1 / jnp.where(ordinary, largest * shrink, np.float32(1)), _SMALLEST_NORMAL)
+    v = (magnitude * shrink) * reciprocal
+    v = jnp.where(v <= 1, v, np.float32(1))  # an infinity, or a NaN, whose code does not count
+    q = _nearest(v, signed) if noise is None else _one_of_two(v, signed, noise)
+    if not signed:
+        least = jnp.where(largest < np.inf, np.int32(2), np.int32(1))  # beside an infinity, zero times it: NaN
+        return jnp.where(x >= _SMALLEST_NORMAL, jnp.maximum(q, least) - 1, 0).astype(np.uint8)
+    negative = (x < 0) != (scale < 0)
+    return jnp.where(negative & (q > 0), 128 + jnp.minimum(q, 127), q).astype(np.uint8)
+
+
+def _values(codes: jax.Array, signed: bool) -> jax.Array:
+    """float32 members of the map, from -1 to 1 or from 0 to 1, of uint8 codes."""
+    code = codes.astype(np.int32)
+    if signed:
+        q, top = jnp.where(code > 128, code - 128, code), 128
+    else:
+        q, top = code + 1, 256
+    exact = q.astype(np.float32)
+    bits = lax.bitcast_convert_type(exact, np.int32)
+    w = lax.bitcast_convert_type(bits & np.int32(0x7F80_0000), np.float32)
+    decade = (bits >> 23) - (127 if signed else 128)
+    # 10**(i - 6) * (0.1 + 0.9 * (j + 1/2) / w), in integers that float32 holds up to the last product.
+    twentieths = (18 * exact + 9) - 16 * w
+    fifth_power = jnp.minimum(decade, 5)  # the sixth would be too large
+    fives = jnp.full_like(exact, 1)
+    for bit, factor in ((1, 5), (2, 25), (4, 625)):
+        fives = jnp.where(fifth_power & bit == bit, fives * np.float32(factor), fives)
+    unit = 5e-8 if signed else 2.5e-8
+    value = (twentieths * fives) * jnp.where(decade == 6, np.float32(5 * unit), np.float32(unit))
+    value = jnp.where(code == 0, np.float32(0), jnp.where(q == top, np.float32(1), value))
+    return jnp.where(code > 128, -value, value) if signed else value
+
+
+def _nearest(v: jax.Array, signed: bool) -> jax.Array:
+    """int32 `q` of the member of the map nearest to `v` in [0, 1]; 0 for zero under both maps."""
+    w, per_unit = _decade_of(v, _map(signed).turns, signed)
+    place = (v * per_unit).astype(np.int32) - w  # nine for an interval
+    q = jnp.minimum(w + ((place * 7282) >> 16), 2 * w - 1)  # a division by 9, exact up to 32,767
+    q = jnp.where(v >= _map(signed).last_turn, np.int32(_map(signed).top), q)
+    return jnp.where(v >= _map(signed).first_turn, q, np.int32(0))
+
+
+def _one_of_two(v: jax.Array, signed: bool, noise: jax.Array) -> jax.Array:
+    """int32 `q` of the member of the map below or above `v`, with the odds that keep the mean.
+
+    Odds are multiples of 1 / 9,216, the nearest: coarse enough that a member of the map, which comes back from the
+    division by its scale with an error in the last place, is found to be one.
+    """
+    map_ = _map(signed)
+    w, per_unit = _decade_of(v, map_.firsts[1:], signed)
+    place = jnp.round(v * (per_unit * np.float32(1024))).astype(np.int32) - (w << 10) - _GAP // 2
+    below = jnp.clip(place // _GAP, 0, w - 1)
+    chance = place - below * _GAP
+    # Between the last member of a decade and the first of the next one the map has another slope.
+    last, per_gap = jnp.full_like(v, map_.lasts[0]), jnp.full_like(v, _GAP / map_.gaps[0])
+    for i in range(1, _DECADES):
+        above = v >= map_.firsts[i]
+        last, per_gap = jnp.where(above, map_.lasts[i], last), jnp.where(above, _GAP / map_.gaps[i], per_gap)
+    chance = jnp.where(below == w - 1, jnp.round((v - last) * per_gap).astype(np.int32), chance)
+    below_all = v < map_.firsts[0]
+    chance = jnp.where(below_all, jnp.round(v * (_GAP / map_.firsts[0])).astype(np.int32), chance)
+    up = (noise >> 8).astype(np.float32) * np.float32(2.0**-24 * _GAP) < chance.astype(np.float32)
+    first = np.int32(map_.widths[0])
+    return jnp.where(
+        below_all, jnp.where(up, first, np.int32(0)), jnp.minimum(w + below + up.astype(np.int32), map_.top)
+    )
+
+
+def _decade_of(v: jax.Array, begins: np.ndarray, signed: bool) -> tuple[jax.Array, jax.Array]:
+    """The number of intervals of the decade of `v`, and what a distance in it is multiplied by for nine an interval."""
+    map_ = _map(signed)
+    w = jnp.full_like(v, map_.widths[0], np.int32)
+    per_unit = jnp.full_like(v, map_.per_unit[0])
+    for i, begin in enumerate(begins, start=1):
+        above = v >= begin
+        w, per_unit = jnp.where(above, map_.widths[i], w), jnp.where(above, map_.per_unit[i], per_unit)
+    return w, per_unit
+
+
+class _Map(NamedTuple):
+    """The constants of one of the two maps, for the decades 0 to 6."""
+
+    widths: np.ndarray  # int32, intervals of a decade
+    per_unit: np.ndarray  # float32, ten intervals are the whole of 0 to the decade's end: exact
+    firsts: np.ndarray  # float32, smallest member of a decade
+    lasts: np.ndarray  # float32, largest member of a decade
+    gaps: np.ndarray  # float32, from there to the next member
+    turns: np.ndarray  # float32, half-way from a decade's last member to the first of the next
+    first_turn: np.float32  # half of the smallest member
+    last_turn: np.float32  # half-way from the last member to 1
+    top: int  # `q` of 1
+
+
+@functools.cache
+def _map(signed: bool) -> _Map:
+    decades = np.arange(_DECADES, dtype=np.float64)
+    widths = 2.0 ** (decades + (0 if signed else 1))
+    firsts = 10.0 ** (decades - 6) * (0.1 + 0.45 / widths)
+    lasts = 10.0 ** (decades - 6) * (1 - 0.45 / widths)
+    nexts = np.append(firsts[1:], 1.0)
+    turns = ((lasts + nexts) / 2).astype(np.float32)
+    return _Map(
+        widths=widths.astype(np.int32),
+        per_unit=(widths * 10.0 ** (7 - decades)).astype(np.float32),
+        firsts=firsts.astype(np.float32),
+        lasts=lasts.astype(np.float32),
+        gaps=(nexts - lasts).astype(np.float32),
+        turns=turns[:-1],
+        first_turn=np.float32(firsts[0] / 2),
+        last_turn=turns[-1],
+        top=128 if signed else 256,
+    )
+
+
+# The kernel.
+
+
+def _encode_in_two_passes(x: jax.Array, signed: bool) -> tuple[jax.Array, jax.Array]:
+    """Codes and scales of blocks, by XLA."""
+    scale = _scale(x, signed)
+    return _codes(x, scale, signed, None), scale
+
+
+def _encode_in_one_pass(x: jax.Array, signed: bool, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
+    """The same by a Pallas kernel, whose programs hold a few blocks each from the maximum to the codes.
+
+    Through Triton, which runs on GPUs from Ampere on; Pallas' other compiler for GPUs needs Hopper. JAX 0.11 says that
+    it will drop Triton: then, as on every machine where the kernel does not compile, XLA does the work.
+    """
+    from jax.experimental import pallas as pl  # here, because importing it takes longer than the rest of mpx
+    from jax.experimental.pallas import triton
+
+    block_size = x.shape[-1]
+    blocks = x.size // block_size
+    rows = math.gcd(blocks, max(1, 4096 // block_size))  # a power of two that leaves no program half empty
+
+    def kernel(x_ref, codes_ref, scale_ref):
+        codes_ref[...], scale_ref[...] = _encode_in_two_passes(x_ref[...], signed)
+
+    wide, narrow = (pl.BlockSpec((rows, width), lambda i: (i, 0)) for width in (block_size, 1))
+    flat = (blocks, block_size)
+    codes, scale = pl.pallas_call(
+        kernel,
+        out_shape=(jax.ShapeDtypeStruct(flat, np.uint8), jax.ShapeDtypeStruct((blocks, 1), np.float32)),
+        grid=(blocks // rows,),
+        in_specs=[wide],
+        out_specs=(wide, narrow),
+        interpret=interpret,
+        compiler_params=triton.CompilerParams(num_warps=4),
+    )(x.reshape(flat))
+    return codes.reshape(x.shape), scale.reshape(*x.shape[:-1], 1)
+
+
+def _can_take_kernel(x: jax.Array, block_size: int) -> bool:
+    """Whether an array consists of whole blocks, and is not a device's part of one inside `jax.shard_map`."""
+    return x.size > 0 and x.size % block_size == 0 and not jax.sharding.get_abstract_mesh().manual_axes
+
+
+@functools.cache
+def _has_kernel(block_size: int, signed: bool) -> bool:
+    """Whether this process has one GPU, and the kernel runs there and gives the bits of the XLA version.
+
+    Tried once, since what Pallas can compile differs between GPUs and releases of JAX. With several devices XLA must be
+    free to split arrays among them, which it cannot do with a kernel.
+    """
+    if jax.default_backend() != "gpu" or jax.device_count() > 1:
+        return False
+    x = _probe(block_size, signed)
+    run = lambda f: jax.jit(f, static_argnums=1).lower(x, signed).compile()(x)
+    expected = run(_encode_in_two_passes)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            actual = run(_encode_in_one_pass)
+    except Exception as error:  # Pallas raises many types, and none of them is a reason to stop a training
+        warnings.warn(
+            f"mpx: the Pallas kernel for 8-bit states does not run on this GPU; XLA does its work, in two passes. "
+            f"{type(error).__name__}: {error}",
+            stacklevel=2,
+        )
+        return False
+    bits = lambda x: np.asarray(x).view(f"u{x.dtype.itemsize}")
+    return all(np.array_equal(bits(a), bits(e)) for a, e in zip(actual, expected, strict=True))
+
+
+def _probe(block_size: int, signed: bool) -> np.ndarray:
+    """float32 `[64, block_size]`: numbers of all magnitudes, and blocks of zeros, infinities and NaN."""
+    rng = np.random.default_rng(0)
+    x = 10.0 ** rng.uniform(-9, 0, (64, block_size)) * 10.0 ** rng.uniform(-30, 30, (64, 1))
+    x = (x * rng.choice([-1, 1], x.shape) if signed else x).astype(np.float32)
+    x[0], x[1, 1], x[2, 2], x[3, 3] = 0, np.inf, -np.inf, np.nan
+    return x

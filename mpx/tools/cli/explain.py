@@ -1,0 +1,58 @@
+"""`mpx explain`: which part of a function runs in which precision."""
+
+from typing import Annotated, Any
+
+import jax
+import typer
+
+import mpx
+from mpx.tools.cli import given, output
+from mpx.tools.cli.errors import CommandError, users_code
+
+EXAMPLE = 'mpx explain train.py:loss "f32[16,4]" "f32[8,16]" --policy bf16 --grad'
+
+
+def explain(
+    function: Annotated[str, typer.Argument(help="file.py:function or module:function.")],
+    shapes: Annotated[
+        list[str] | None, typer.Argument(help="Those of its arguments, one each: f32[8,16], bf16[4], i32[].")
+    ] = None,
+    arguments: Annotated[
+        str | None,
+        typer.Option(
+            help="Instead of shapes: file.py:function, which returns a tuple of the arguments or their shapes."
+        ),
+    ] = None,
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            help="bf16, f16, tf32, bf16x3, or the string of a policy (params=f32,compute=bf16). To be left out for a "
+            "function that mpx.autocast returned."
+        ),
+    ] = None,
+    grad: Annotated[
+        bool, typer.Option("--grad", help="Explain the gradient with respect to the first argument.")
+    ] = False,
+    as_json: output.AsJson = False,
+) -> None:
+    """Say line by line what mpx.autocast lowers in a function, what it keeps and why; nothing runs."""
+    if bool(shapes) == (arguments is not None):
+        raise CommandError("give either the shapes of the arguments, or --arguments.")
+    if grad and policy is None:
+        raise CommandError("--grad needs --policy, and a function that is no autocast function.")
+    fun: Any = given.function(function)
+    args = [given.shape(text) for text in shapes or []] if arguments is None else _made_by(arguments)
+    with users_code():
+        lowered = mpx.get_policy(policy) if policy is not None and "=" in policy else policy
+        explanation = mpx.explain(jax.grad(fun) if grad else fun, lowered)(*args)
+    if as_json:
+        output.show_json(explanation.as_dict())
+    else:
+        output.show(explanation)
+
+
+def _made_by(reference: str) -> list[Any]:
+    function = given.function(reference)
+    with users_code():
+        made = function()
+    return list(made) if type(made) in (tuple, list) else [made]  # a NamedTuple is one argument

@@ -1,0 +1,135 @@
+"""`scale_history`: the loss scales of the last steps."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.core import Tracer
+
+from mpx import _errors, _trees
+from mpx._inspect.masters import get_loss_scale, skipped_steps
+from mpx._loss_scale import NoOpLossScale, saturating_increment
+
+
+class ScaleHistoryState(NamedTuple):
+    """State of `scale_history`.
+
+    Attributes:
+        scales: float32 vector, the loss scales of the last steps: that of step `i` at `i % length`.
+        skips: boolean vector, whether those steps were skipped.
+        recorded_steps: int32 scalar, how many steps there have been.
+        inner_state: state of the wrapped transformation.
+    """
+
+    scales: jax.Array
+    skips: jax.Array
+    recorded_steps: jax.Array
+    inner_state: optax.OptState
+
+
+class ScaleHistory(NamedTuple):
+    """What `read_scale_history` returns, the oldest step first.
+
+    Attributes:
+        steps: int64 vector, the number of each step, from 0.
+        scales: float32 vector, the scale by which its loss was multiplied.
+        skipped: boolean vector, whether its gradients were infinite or NaN.
+    """
+
+    steps: np.ndarray
+    scales: np.ndarray
+    skipped: np.ndarray
+
+
+def scale_history(inner: optax.GradientTransformation, length: int = 1000) -> optax.GradientTransformationExtraArgs:
+    """Remembers the loss scales of the last steps, and which of them were skipped.
+
+    Both stay on the device, 5 bytes a step; `read_scale_history` reads them. Updates and the inner state are those of
+    `inner`.
+
+    Args:
+        inner: a transformation with one `mpx.loss_scaling` in it.
+        length: how many steps.
+
+    Returns:
+        A transformation with state `ScaleHistoryState`.
+
+    Raises:
+        TypeError: if `inner` is not a transformation.
+        ValueError: if `length` is not an integer above 0; at `init`, if nothing in `inner` scales losses,
+            or several do.
+
+    Example:
+        >>> tx = scale_history(mpx.loss_scaling(optax.sgd(0.1)), length=3)
+        >>> state = tx.init(jnp.ones(2))
+        >>> for gradient in (1.0, jnp.inf, jnp.inf, 1.0):
+        ...     _, state = tx.update(jnp.full(2, gradient), state)
+        >>> history = read_scale_history(state)
+        >>> print(history.steps, history.scales, history.skipped)
+        [1 2 3] [32768. 16384.  8192.] [ True  True False]
+    """
+    inner = _errors.as_transformation(inner, "scale_history")
+    if not _errors.is_integer(length) or length < 1:
+        raise ValueError(f"`scale_history`: `length` must be an integer above 0, but got {length!r}.")
+
+    def init_fn(params):
+        inner_state = inner.init(params)
+        if isinstance(get_loss_scale(inner_state), NoOpLossScale):
+            raise ValueError(
+                "`scale_history`: nothing in this optimizer scales losses, so there is no scale to remember. Wrap a "
+                "transformation with `mpx.loss_scaling` in it."
+            )
+        return ScaleHistoryState(
+            scales=jnp.zeros(length, np.float32),
+            skips=jnp.zeros(length, bool),
+            recorded_steps=jnp.zeros((), np.int32),
+            inner_state=inner_state,
+        )
+
+    def update_fn(updates, state, params=None, **extra_args):
+        _errors.require_state(state, ScaleHistoryState, "scale_history")
+        updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
+        scale = jnp.asarray(get_loss_scale(state.inner_state).loss_scale)
+        skipped = skipped_steps(inner_state) != skipped_steps(state.inner_state)
+        position = state.recorded_steps % length
+        return updates, ScaleHistoryState(
+            scales=state.scales.at[position].set(scale),
+            skips=state.skips.at[position].set(skipped),
+            recorded_steps=saturating_increment(state.recorded_steps),
+            inner_state=inner_state,
+        )
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def read_scale_history(opt_state: optax.OptState) -> ScaleHistory:
+    """The loss scales of the last steps, as NumPy arrays; it waits for the device.
+
+    Args:
+        opt_state: the state of any transformation with a `scale_history` in it.
+
+    Raises:
+        TypeError: inside `jax.jit`.
+        ValueError: if the state holds no history, or several.
+
+    Example:
+        >>> tx = scale_history(mpx.loss_scaling(optax.sgd(0.1)))
+        >>> _, state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
+        >>> read_scale_history(state).scales
+        array([32768.], dtype=float32)
+    """
+    states = _trees.find_states(opt_state, ScaleHistoryState)
+    if len(states) != 1:
+        raise ValueError(
+            f"`read_scale_history`: the optimizer state holds {len(states)} histories, but one is to be read. Put a "
+            "single `scale_history` around the transformation with `mpx.loss_scaling` in it."
+        )
+    # (`flax.nnx.Optimizer` puts each array into a variable.)
+    arrays = jax.tree.leaves((states[0].scales, states[0].skips, states[0].recorded_steps))
+    if any(isinstance(x, Tracer) for x in arrays):
+        raise TypeError("`read_scale_history` reads numbers: call it outside of `jax.jit`, on the returned state.")
+    scales, skips, recorded = jax.device_get(arrays)
+    steps = np.arange(max(0, int(recorded) - len(scales)), int(recorded))
+    return ScaleHistory(steps, scales[steps % len(scales)], skips[steps % len(scales)])

@@ -1,0 +1,62 @@
+"""The largest size that fits into a memory."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mpx import _errors
+
+_LARGEST_SIZE = 2**62
+
+
+def largest_that_fits(bytes_of: Callable[[int], int], memory_bytes: float, *, start: int = 1) -> int:
+    """The largest size whose bytes fit into a memory, by bisection.
+
+    Bytes must not fall as the size grows. XLA's temporaries may do so by a little between two sizes (it chooses other
+    programs): then the answer still fits, and a larger size may fit as well.
+
+    Args:
+        bytes_of: the bytes for a size of 1 or more: parameters, layers, examples in a batch. Called some two dozen
+            times.
+        memory_bytes: of one device.
+        start: where to look first; close to the answer fewer sizes are tried.
+
+    Returns:
+        The size; 0 if not even 1 fits.
+
+    Raises:
+        ValueError: if `memory_bytes` is not a number above 0, `start` is below 1, or all sizes up to 2**62 fit.
+
+    Example:
+        >>> layers = lambda n: {"w": jax.ShapeDtypeStruct((n, 4096, 4096), jnp.float32)}
+        >>> largest_that_fits(lambda n: memory_plan(layers(n), optax.adam(1e-3)).total_bytes, 80e9)
+        298
+    """
+    memory_bytes = checked_memory(memory_bytes, "largest_that_fits")
+    if not _errors.is_integer(start) or start < 1:
+        raise ValueError(f"`largest_that_fits`: `start` must be an integer above 0, but got {start!r}.")
+    fits, too_large, stride = start, None, 1
+    while fits > 0 and bytes_of(fits) > memory_bytes:
+        fits, too_large, stride = max(0, fits - stride), fits, 2 * stride
+    while too_large is None or too_large - fits > 1:
+        size = fits + stride if too_large is None else (fits + too_large) // 2
+        if size > _LARGEST_SIZE:
+            raise ValueError(
+                f"`largest_that_fits`: even a size of {fits:,} fits into {memory_bytes:,} bytes. Does `bytes_of` "
+                "depend on its argument?"
+            )
+        if bytes_of(size) > memory_bytes:
+            too_large = size
+        else:
+            fits, stride = size, 2 * stride
+    return fits
+
+
+def checked_memory(given: Any, caller: str) -> int:
+    """Check a number of bytes."""
+    is_number = isinstance(given, (int, float, np.number)) and not isinstance(given, bool)
+    if not is_number or not 0 < given < math.inf:
+        raise ValueError(f"`{caller}`: `memory_bytes` must be a number above 0, such as 80e9, but got {given!r}.")
+    return int(given)

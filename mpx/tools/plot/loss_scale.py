@@ -1,0 +1,68 @@
+"""The loss scale over time."""
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import LogFormatterMathtext, LogLocator, NullLocator
+
+from mpx.monitor import ScaleHistory
+from mpx.tools.plot.canvas import add_legend, axes_for, name_axes, round_ticks
+from mpx.tools.plot.themes import BLUE, VERMILLION
+
+
+def loss_scale(history: ScaleHistory, *, axes: Axes | None = None) -> Axes:
+    """The loss scale of each step, and which steps were skipped.
+
+    Args:
+        history: `mpx.monitor.read_scale_history(opt_state)`.
+        axes: to draw on; those of a new figure if None.
+
+    Returns:
+        The axes; that of the scale is logarithmic, of base 2.
+
+    Raises:
+        TypeError: if `history` is no `ScaleHistory`, or `axes` no axes.
+        ValueError: if nothing has been recorded, its vectors are not of one length, or a scale is not a finite number
+            above 0.
+
+    Example:
+        >>> tx = mpx.monitor.scale_history(loss_scaling(optax.sgd(0.1)))
+        >>> state = tx.init(jnp.ones(2))
+        >>> for gradient in (1.0, jnp.inf, 1.0):
+        ...     _, state = tx.update(jnp.full(2, gradient), state)
+        >>> scales, skipped = loss_scale(mpx.monitor.read_scale_history(state)).get_lines()
+        >>> scales.get_ydata(), skipped.get_xdata()
+        (array([32768., 32768., 16384.], dtype=float32), array([1]))
+    """
+    steps, scales, skipped = _checked(history)
+    axes = axes_for(axes, "loss_scale", (8.0, 3.5))
+    marker = "o" if len(steps) == 1 else ""  # a line needs two points
+    axes.plot(steps, scales, color=BLUE, linewidth=1.6, drawstyle="steps-post", marker=marker, label="loss scale")
+    if skipped.any():
+        label = f"skipped: {skipped.sum():,} of {len(steps):,} steps"
+        crosses = {"linestyle": "none", "marker": "x", "markersize": 6.0, "markeredgewidth": 1.6}
+        axes.plot(steps[skipped], scales[skipped], color=VERMILLION, label=label, **crosses)
+    axes.set_yscale("log", base=2)
+    axes.set_ylim(scales.min() / 2, scales.max() * 2)
+    axes.yaxis.set_major_locator(LogLocator(base=2, numticks=9))
+    axes.yaxis.set_major_formatter(LogFormatterMathtext(base=2))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_locator(round_ticks(integers=True))
+    name_axes(axes, x="step", y="loss scale")
+    add_legend(axes)
+    return axes
+
+
+def _checked(history: ScaleHistory) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    if not isinstance(history, ScaleHistory):
+        raise TypeError(
+            f"`loss_scale` needs `mpx.monitor.read_scale_history(opt_state)`, but got {type(history).__name__}."
+        )
+    steps, scales, skipped = (np.asarray(column) for column in history)
+    shapes = [column.shape for column in (steps, scales, skipped)]
+    if steps.ndim != 1 or len(set(shapes)) != 1:
+        raise ValueError(f"`loss_scale`: `history` must hold three vectors of one length, but got the shapes {shapes}.")
+    if not steps.size:
+        raise ValueError("`loss_scale`: `history` has no steps in it: nothing has been recorded yet.")
+    if not np.all(np.isfinite(scales) & (scales > 0)):
+        raise ValueError("`loss_scale`: every scale in `history` must be a finite number above 0.")
+    return steps, scales, skipped.astype(bool)

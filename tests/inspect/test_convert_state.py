@@ -1,0 +1,571 @@
+import functools
+import math
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+import mpx
+from mpx._inspect.convert_state import _stored
+from mpx._stored.blockwise import decode, encode, scale_shape
+from tests.helpers import QUICKLY, assert_same_bits, eight_cpu_devices, float32_round_trips, types_of
+from tests.rules import RULES
+
+pytestmark = pytest.mark.optax_promotion
+
+F32, F16 = "params=f32,compute=f32,output=f32", "params=f16,compute=f16,output=f32"
+BF16 = "params=bf16,compute=bf16,output=f32"
+
+
+def adamw():
+    return optax.chain(optax.clip_by_global_norm(10.0), optax.adamw(optax.linear_schedule(1e-2, 1e-3, 100)))
+
+
+def in_8_bits(block_size=64, **options):
+    blockwise = mpx.Blockwise8bit(block_size)
+    return mpx.low_precision_state(adamw(), {"mu": blockwise, "nu": blockwise}, min_size=64, **options)
+
+
+RECIPES = {
+    "f32": (F32, adamw),
+    "full": (BF16, lambda: mpx.master_weights(adamw())),
+    "split": (BF16, lambda: mpx.master_weights(adamw(), storage="split")),
+    "8 bits": (BF16, lambda: mpx.master_weights(in_8_bits(), storage="split")),
+    "16 bits": (
+        BF16,
+        lambda: mpx.master_weights(mpx.low_precision_state(adamw(), {"mu": "bf16", "nu": "bf16"}, min_size=64)),
+    ),
+    "kahan": (BF16, lambda: optax.chain(mpx.upcast(adamw()), mpx.kahan_summation())),
+    "stochastic": (BF16, lambda: optax.chain(mpx.upcast(adamw()), mpx.stochastic_rounding(jax.random.key(0)))),
+    "f16": (F16, lambda: mpx.loss_scaling(mpx.master_weights(adamw()), mpx.StaticLossScale(2.0**3))),
+}
+
+
+def initial():
+    rng = np.random.default_rng(0)
+    return {
+        "kernel": jnp.asarray(rng.normal(size=(4, 64)), jnp.float32),
+        "bias": jnp.asarray(rng.normal(size=5), jnp.float32),
+        "none": None,
+    }
+
+
+def gradients(params, i):
+    return jax.tree.map(lambda p: jnp.cos(jnp.arange(p.size, dtype=jnp.float32) * (i + 1)).reshape(p.shape), params)
+
+
+def step(tx, params, state, i):
+    scaled = mpx.get_loss_scale(state).scale(gradients(params, i))
+    updates, state = tx.update(scaled, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+def trained_with(tx, policy, steps=3):
+    params = mpx.get_policy(policy).cast_to_param(initial())
+    state = tx.init(params)
+    for i in range(steps):
+        params, state = step(tx, params, state, i)
+    return params, state
+
+
+@functools.cache
+def recipe(name):
+    return RECIPES[name][1]()
+
+
+@functools.cache
+def trained(name):
+    return trained_with(recipe(name), RECIPES[name][0])
+
+
+def convert(old, new):
+    return mpx.convert_state(*trained(old), recipe(old), recipe(new), policy=RECIPES[new][0])
+
+
+def noisy(state):
+    """A state as it might be, without the time to train."""
+    third = lambda x: 1 / 3 if jnp.issubdtype(x.dtype, jnp.floating) else 3
+    return jax.tree.map(lambda x: x if x.dtype == bool else x + jnp.asarray(third(x), x.dtype), state)
+
+
+def moments(state):
+    """Moments and all counts, without what mpx puts around them."""
+    count = [count for _, count in optax.tree.get_all_with_path(state, "count")]
+    return optax.tree.get(state, "mu"), optax.tree.get(state, "nu"), count
+
+
+# Every recipe into every other one.
+
+
+@pytest.mark.parametrize("new", RECIPES)
+@pytest.mark.parametrize("old", RECIPES)
+@pytest.mark.filterwarnings("ignore:`convert_state`")
+def test_every_recipe_becomes_every_other_one_and_trains_on(old, new):
+    params, state = convert(old, new)
+    tx = recipe(new)
+    assert types_of(params) == types_of(mpx.get_policy(RECIPES[new][0]).cast_to_param(initial()))
+    assert types_of(state) == types_of(tx.init(params))
+    assert mpx.is_synced(params, state)
+    after, after_state = step(tx, params, state, 3)
+    assert types_of((after, after_state)) == types_of((params, state))
+    assert all((a != b).any() for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(params), strict=True))
+
+
+@pytest.mark.parametrize("new", ["f32", "full", "split", "8 bits", "16 bits"])
+@pytest.mark.parametrize("old", ["f32", "full", "split", "8 bits"])
+def test_weights_in_float32_and_masters_are_moved_to_the_bit(old, new):
+    assert_same_bits(mpx.master_params(*convert(old, new)), mpx.master_params(*trained(old)))
+
+
+@pytest.mark.parametrize("new", ["f32", "full", "split", "kahan", "f16"])
+@pytest.mark.parametrize("old", ["f32", "full", "split", "kahan", "f16"])
+def test_moments_and_counts_in_float32_are_moved_to_the_bit(old, new):
+    assert_same_bits(moments(convert(old, new)[1]), moments(trained(old)[1]))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_into_itself_changes_no_bit(name):
+    assert_same_bits(convert(name, name), trained(name))
+
+
+@pytest.mark.parametrize(("old", "new"), [("full", "split"), ("split", "full"), ("f32", "split"), ("f32", "full")])
+def test_there_and_back_is_the_same_to_the_bit(old, new):
+    there = convert(old, new)
+    back = mpx.convert_state(*there, recipe(new), recipe(old), policy=RECIPES[old][0])
+    assert_same_bits(mpx.master_params(*back), mpx.master_params(*trained(old)))
+    assert_same_bits(back[1], trained(old)[1])
+
+
+@pytest.mark.parametrize(("old", "new"), [("full", "split"), ("split", "full"), ("f32", "split"), ("split", "f32")])
+def test_after_it_the_masters_go_on_as_they_would_have(old, new):
+    here, there = trained(old), convert(old, new)
+    for i in range(3, 8):
+        here, there = step(recipe(old), *here, i), step(recipe(new), *there, i)
+        assert_same_bits(mpx.master_params(*there), mpx.master_params(*here))
+
+
+def test_new_moments_would_go_elsewhere():
+    """The negative control."""
+    params, _ = convert("f32", "full")
+    fresh = step(recipe("full"), params, recipe("full").init(params), 3)
+    moved = step(recipe("full"), *convert("f32", "full"), 3)
+    assert (fresh[1].master["kernel"] != moved[1].master["kernel"]).any()
+
+
+# The weights.
+
+
+def test_full_masters_round_to_even_and_split_ones_away_from_zero():
+    tie = jnp.full(1, 1 + 2.0**-8, jnp.float32)  # half-way between 1 and its neighbour in bfloat16
+    tx = optax.sgd(1.0)
+    for storage, p in (("full", 1.0), ("split", 1 + 2.0**-7)):
+        new_tx = mpx.master_weights(tx, storage=storage)
+        params, state = mpx.convert_state(tie, tx.init(tie), tx, new_tx, policy=BF16)
+        assert float(params[0]) == p
+        assert_same_bits(mpx.master_params(params, state), tie)
+
+
+@pytest.mark.parametrize("storage", ["full", "split"])
+def test_weights_beyond_the_range_of_the_parameters_become_the_largest(storage):
+    tx, weights = optax.sgd(1.0), jnp.array([3.4e38, -3.4e38, jnp.inf, -jnp.inf], jnp.float32)
+    new_tx = mpx.master_weights(tx, storage=storage)
+    params, _ = mpx.convert_state(weights, tx.init(weights), tx, new_tx, policy=BF16)
+    largest = jnp.finfo(jnp.bfloat16).max
+    np.testing.assert_array_equal(params, [largest, -largest, jnp.inf, -jnp.inf])
+
+
+@pytest.mark.parametrize("old", ["f32", "full", "split"])
+def test_kahan_compensations_hold_the_masters_to_17_bits(old):
+    params, state = convert(old, "kahan")
+    before, after = mpx.master_params(*trained(old)), mpx.master_params(params, state)
+    for best, p, now in zip(*map(jax.tree.leaves, (before, params, after)), strict=True):
+        assert (abs(now - best) <= 2.0**-16 * abs(best)).all()
+        assert (abs(p.astype(np.float32) - best) > 2.0**-12 * abs(best)).any()  # negative control
+
+
+def test_infinite_weights_have_no_compensation():
+    tx, weights = optax.sgd(1.0), jnp.array([jnp.inf, -jnp.inf, 1.001], jnp.float32)
+    new_tx = optax.chain(mpx.upcast(tx), mpx.kahan_summation())
+    _, state = mpx.convert_state(weights, tx.init(weights), tx, new_tx, policy=BF16)
+    assert_same_bits(state[1].compensation[:2], jnp.zeros(2, jnp.bfloat16))
+
+
+def test_without_a_policy_parameters_keep_their_dtypes():
+    params, state = trained("full")
+    new_params, _ = mpx.convert_state(params, state, recipe("full"), recipe("split"))
+    assert types_of(new_params) == types_of(params)
+
+
+def test_a_policy_may_leave_some_parameters_in_float32():
+    policy = mpx.Policy("bfloat16", "bfloat16", "float32", overrides=(("bias", "float32"),))
+    params, state = mpx.convert_state(*trained("f32"), recipe("f32"), recipe("split"), policy=policy)
+    assert isinstance(state.master["bias"], optax.MaskedNode)
+    assert_same_bits(params["bias"], trained("f32")[0]["bias"])
+    assert_same_bits(mpx.master_params(params, state), trained("f32")[0])
+
+
+@pytest.mark.parametrize("new_tx", [adamw(), recipe("stochastic")], ids=["naive", "stochastic"])
+def test_weights_that_are_lost_are_told(new_tx):
+    best = mpx.master_params(*trained("full"))
+    lost = {name: abs(np.float64(best[name].astype(jnp.bfloat16)) / best[name] - 1) for name in ("kernel", "bias")}
+    count, worst = sum((x > 0).sum() for x in lost.values()), max(lost, key=lambda name: lost[name].max())
+    told = f"{count} of 261 weights changed, by up to {100 * lost[worst].max():.3g}% in '{worst}' (float32 to bfloat16)"
+    with pytest.warns(UserWarning, match=re.escape(told)):
+        mpx.convert_state(*trained("full"), recipe("full"), new_tx)
+
+
+@pytest.mark.parametrize("old", ["stochastic", "f32", "kahan", "f16"])
+def test_nothing_is_said_where_nothing_is_lost(old):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        convert(old, "split")
+
+
+def test_a_bare_rule_may_have_changed_its_dtypes():
+    """Optax adds float32 gradients to bfloat16 moments; the sum is float32."""
+    params, state = trained_with(adamw(), BF16)
+    assert types_of(state) != types_of(adamw().init(params))
+    moved = moments(mpx.convert_state(params, state, adamw(), recipe("full"))[1])
+    assert_same_bits(moved, mpx.cast(moments(state), jnp.float32))
+
+
+def test_masters_equal_to_their_parameters_are_dropped_in_silence():
+    tx = mpx.master_weights(optax.sgd(1.0))
+    params = mpx.cast(initial(), jnp.bfloat16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        new_params, _ = mpx.convert_state(params, tx.init(params), tx, optax.sgd(1.0))
+    assert_same_bits(new_params, params)
+
+
+# The rest of the state.
+
+
+def test_codes_of_the_same_blocks_keep_their_bits():
+    params, state = trained("8 bits")
+    new_tx = mpx.low_precision_state(adamw(), {"[mn]u": mpx.Blockwise8bit(64)}, min_size=64)
+    _, new_state = mpx.convert_state(params, state, recipe("8 bits"), new_tx, policy=F32)
+    assert_same_bits(new_state.block_scales, state.inner_state.inner_state.block_scales)
+    for name in ("mu", "nu"):
+        assert optax.tree.get(state, name)["kernel"].dtype == np.uint8
+        assert_same_bits(optax.tree.get(new_state, name), optax.tree.get(state, name))
+
+
+@pytest.mark.parametrize(("block_size", "scales"), [(16, (4, 4)), (128, (2,)), (4096, (1,))])
+def test_codes_of_other_blocks_are_made_from_the_numbers(block_size, scales):
+    codes = lambda state: optax.tree.get(state, "mu")["kernel"]
+    params, state = trained("8 bits")
+    _, new_state = mpx.convert_state(params, state, recipe("8 bits"), in_8_bits(block_size), policy=F32)
+    wide = mpx.convert_state(params, state, recipe("8 bits"), recipe("full"))[1]
+    code = lambda x: encode(x, block_size, signed=True)
+    expected = jax.jit(code, compiler_options=QUICKLY)(codes(wide))
+    assert expected.scale.shape == scales
+    assert_same_bits(codes(new_state), expected.codes)
+    (scale,) = [scale for name, scale in new_state.block_scales.items() if name.endswith(".signed")]
+    assert_same_bits(scale, expected.scale)
+
+
+@pytest.mark.parametrize("shape", [(0,), (40,), (2, 2, 48), (1, 64)])
+def test_block_sizes_that_give_the_same_scales_give_the_same_codes(shape):
+    """So that the block size of a stored state need not be known."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32) - 1
+    same = {}
+    for block_size in (2**i for i in range(4, 17)):
+        same.setdefault(scale_shape(shape, block_size), []).append(block_size)
+    first, *_, last = next(sizes for sizes in same.values() if len(sizes) > 1)
+    run = jax.jit(lambda x, size: (encode(x, size, True), decode(encode(x, first, True), size, True)), static_argnums=1)
+    run_quickly = lambda size: run.lower(x, size).compile(QUICKLY)(x)
+    assert_same_bits(run_quickly(last), run_quickly(first))
+    assert all(math.prod(scales) <= 1 or len(sizes) == 1 for scales, sizes in same.items())
+
+
+def test_moments_are_rounded_to_nearest():
+    wide, narrow = trained("full")[1], convert("full", "16 bits")[1]
+    for name in ("mu", "nu"):
+        stored, numbers = optax.tree.get(narrow, name), optax.tree.get(wide, name)
+        assert_same_bits(stored["kernel"], numbers["kernel"].astype(jnp.bfloat16))
+        assert_same_bits(stored["bias"], numbers["bias"])  # too small for 16 bits
+
+
+def test_the_loss_scale_and_its_counters_are_carried_over():
+    old_tx = mpx.loss_scaling(adamw(), mpx.DynamicLossScale(2.0**5))
+    params, state = trained_with(old_tx, F32)
+    _, state = old_tx.update(jax.tree.map(lambda p: p * jnp.nan, params), state, params)
+    new_tx = mpx.loss_scaling(mpx.master_weights(adamw()), mpx.DynamicLossScale(2.0**5))
+    _, new_state = mpx.convert_state(params, state, old_tx, new_tx, policy=BF16)
+    assert int(new_state.skipped_steps) == 1
+    assert float(new_state.loss_scale) == 2.0**4
+    own = lambda state: [getattr(state, name) for name in state._fields if name != "inner_state"]
+    assert_same_bits(own(new_state), own(state))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (mpx.NoOpLossScale(), mpx.DynamicLossScale()),
+        (mpx.DynamicLossScale(), mpx.StaticLossScale(8.0)),
+        (mpx.DynamicLossScale(), mpx.NoOpLossScale()),
+        (mpx.DynamicLossScale(), mpx.DynamicLossScale(128, max_loss_scale=256)),
+    ],
+    ids=["none to dynamic", "dynamic to static", "dynamic to none", "other bounds"],
+)
+def test_a_loss_scale_of_other_settings_starts_fresh_and_goes_on_counting_skips(old, new):
+    tx, new_tx = (mpx.loss_scaling(mpx.master_weights(optax.sgd(1.0)), scale) for scale in (old, new))
+    params = {"w": jnp.ones(8, jnp.bfloat16)}
+    bad = {"w": jnp.full(8, jnp.nan, jnp.float32)}
+    _, state = tx.update(bad, tx.init(params), params)
+    _, moved = mpx.convert_state(params, state, tx, new_tx)
+    assert_same_bits(moved._replace(skipped_steps=jnp.int32(0)), new_tx.init(params))
+    assert int(moved.skipped_steps) == 1
+
+
+def test_a_loss_scale_that_only_the_new_recipe_has_is_fresh():
+    new_tx = mpx.loss_scaling(mpx.master_weights(adamw()), mpx.StaticLossScale(2.0**7))
+    _, state = mpx.convert_state(*trained("split"), recipe("split"), new_tx)
+    assert float(state.loss_scale) == 2.0**7
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [recipe("stochastic"), mpx.master_weights(in_8_bits(rounding="stochastic", key=jax.random.key(1)))],
+    ids=["parameters", "8 bits"],
+)
+def test_keys_are_carried_over_to_the_same_kind_and_else_fresh(tx):
+    params = mpx.cast(initial(), jnp.bfloat16)
+    fresh, other = tx.init(params), jnp.array([1, 2], jnp.uint32)
+    key = lambda old_tx, state: optax.tree.get(mpx.convert_state(params, state, old_tx, tx)[1], "key")
+    assert_same_bits(key(tx, optax.tree.set(fresh, key=other)), other)
+    assert_same_bits(key(recipe("split"), recipe("split").init(params)), optax.tree.get(fresh, "key"))
+
+
+NESTINGS = {
+    "multi steps": lambda tx: optax.MultiSteps(tx, 2),
+    "masked": lambda tx: optax.masked(tx, {"kernel": True, "bias": False, "none": None}),
+    "inject": lambda tx: optax.inject_hyperparams(lambda rate: optax.chain(optax.scale(rate), tx))(rate=0.5),
+    "partition": lambda tx: optax.partition({"a": tx, "b": optax.sgd(1.0)}, {"kernel": "a", "bias": "b", "none": "b"}),
+    "apply if finite": lambda tx: optax.apply_if_finite(tx, 3),
+    "chain": lambda tx: optax.chain(optax.chain(optax.identity(), tx)),
+}
+
+
+def test_measures_are_added_and_taken_away_and_begin_anew():
+    """A training that goes wrong is watched from its checkpoint on; nothing else of it changes."""
+    measures = {"lost": mpx.monitor.lost_updates("bf16"), "exponents": mpx.monitor.exponent_histogram()}
+    inside = optax.chain(optax.adamw(1e-2), mpx.monitor.monitor(measures), optax.snapshot("norm", optax.tree.norm))
+    watched = mpx.monitor.scale_history(mpx.loss_scaling(mpx.master_weights(inside)), length=5)
+    plain = mpx.loss_scaling(mpx.master_weights(optax.adamw(1e-2)))
+    params, state = trained_with(plain, BF16)
+    same_params, new_state = mpx.convert_state(params, state, plain, watched)
+    assert types_of(new_state) == types_of(watched.init(params))
+    assert len(mpx.monitor.read_scale_history(new_state).steps) == 0
+    assert float(optax.tree.get(new_state, "lost")) == 0
+    same_params, new_state = step(watched, same_params, new_state, 3)
+    assert float(optax.tree.get(new_state, "norm")) > 0
+    back = mpx.convert_state(same_params, new_state, watched, plain)
+    assert_same_bits(back, step(plain, params, state, 3))
+
+
+@pytest.mark.parametrize("nesting", NESTINGS)
+def test_wrappers_of_optax_may_stand_around_them(nesting):
+    old_tx, new_tx = (NESTINGS[nesting](tx) for tx in (adamw(), mpx.master_weights(adamw(), storage="split")))
+    params = initial()
+    state = noisy(old_tx.init(params))
+    policy = mpx.Policy("bfloat16", "bfloat16", "float32", overrides=(("bias", "float32"),))
+    new_params, new_state = mpx.convert_state(params, state, old_tx, new_tx, policy=policy)
+    assert_same_bits(mpx.master_params(new_params, new_state), params)
+    assert_same_bits(moments(new_state), moments(state))
+    assert new_params["kernel"].dtype == jnp.bfloat16
+    back = mpx.convert_state(new_params, new_state, new_tx, old_tx, policy=F32)
+    assert_same_bits(back, (params, state))
+
+
+@pytest.mark.parametrize("name", ["adafactor", "lbfgs", "lion", "sgd", "contrib.muon", "contrib.schedule_free"])
+def test_the_state_of_any_rule_comes_back_to_the_bit(name):
+    tx, new_tx = RULES[name].make(), mpx.master_weights(RULES[name].make())
+    params = {
+        "kernel": jnp.linspace(-1, 2, 128, dtype=jnp.float32).reshape(8, 16),
+        "bias": jnp.linspace(1, 2, 16, dtype=jnp.float32),
+    }
+    state = noisy(tx.init(params))
+    there = mpx.convert_state(params, state, tx, new_tx, policy=BF16)
+    assert types_of(there[1]) == types_of(new_tx.init(there[0]))
+    back, back_state = mpx.convert_state(*there, new_tx, tx, policy=F32)
+    assert_same_bits((back, back_state), (params, state))
+
+
+def test_an_average_of_the_weights_is_carried_over():
+    averaged = lambda: optax.chain(optax.sgd(1e-2), mpx.params_ema(0.9))
+    params, state = trained_with(averaged(), F32)
+    new_tx = mpx.master_weights(averaged())
+    _, new_state = mpx.convert_state(params, state, averaged(), new_tx, policy=BF16)
+    assert_same_bits(mpx.ema_params(new_state), mpx.ema_params(state))
+
+
+# Trees and devices.
+
+
+def test_no_rounding_is_left_to_the_compiler():
+    for keeper, kept_dtype in ((None, None), (mpx.KahanSummationState, jnp.dtype("bfloat16"))):
+        stored = lambda x, how=(keeper, kept_dtype): _stored(x, jnp.dtype("bfloat16"), *how)
+        assert not float32_round_trips(stored, jnp.ones(2, jnp.float32))
+
+
+def test_integers_and_nested_containers_pass_through():
+    floating = lambda tree: jax.tree.map(lambda p: bool(jnp.issubdtype(p.dtype, jnp.floating)), tree)
+    params = {
+        "layers": [(jnp.ones(3, jnp.float32) / 3, None), (jnp.ones(2, jnp.float32) / 7, jnp.arange(4))],
+        "step": jnp.int32(7),
+    }
+    old_tx, new_tx = (optax.masked(tx, floating) for tx in (adamw(), mpx.master_weights(adamw())))
+    new_params, state = mpx.convert_state(params, old_tx.init(params), old_tx, new_tx, policy=BF16)
+    assert new_params["step"] is params["step"]
+    assert new_params["layers"][1][1] is params["layers"][1][1]
+    assert_same_bits(mpx.master_params(new_params, state), params)
+    assert types_of(state) == types_of(new_tx.init(new_params))
+
+
+def test_numpy_arrays_of_a_checkpoint_are_taken():
+    as_numpy = jax.tree.map(np.asarray, trained("f32"))
+    actual = mpx.convert_state(*as_numpy, recipe("f32"), recipe("split"), policy=BF16)
+    assert_same_bits(actual, convert("f32", "split"))
+
+
+def test_parameters_and_state_can_be_donated_after_it():
+    """The state of `schedule_free` holds the parameters themselves."""
+    tx = optax.contrib.schedule_free_sgd(0.1)
+    params = {"w": jnp.ones(3, jnp.float32) / 3}
+    params, state = mpx.convert_state(params, tx.init(params), tx, mpx.upcast(tx))
+    update = lambda params, state: mpx.upcast(tx).update(params, state, params)
+    assert jax.jit(update, donate_argnums=(0, 1), compiler_options=QUICKLY)(params, state)
+
+
+@pytest.mark.parametrize("new", ["full", "8 bits", "kahan"])
+def test_sharded_arrays_stay_where_they_are(new):
+    mesh = eight_cpu_devices()
+    along = lambda x: NamedSharding(mesh, PartitionSpec("data") if x.shape and x.shape[0] == 8 else PartitionSpec())
+    params = {
+        "kernel": jnp.linspace(-1, 2, 8 * 64, dtype=jnp.float32).reshape(8, 64),
+        "bias": jnp.linspace(1, 2, 5, dtype=jnp.float32),
+    }
+    state = recipe("f32").init(params)
+    params, state = jax.tree.map(lambda x: jax.device_put(x, along(x)), (params, state))
+    new_params, new_state = mpx.convert_state(params, state, recipe("f32"), recipe(new), policy=BF16)
+    for leaf in jax.tree.leaves((new_params, new_state)):
+        if leaf.shape == (8, 64):
+            assert leaf.sharding == along(leaf)
+
+
+def test_an_nnx_model_and_its_optimizer_are_converted():
+    model = nnx.Linear(4, 64, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, adamw(), wrt=nnx.Param)
+    optimizer.update(model, nnx.state(model, nnx.Param))
+    before = nnx.as_pure(nnx.state(model, nnx.Param))
+    mu = moments(nnx.as_pure(optimizer.opt_state))
+    params, state = mpx.convert_state(before, nnx.as_pure(optimizer.opt_state), adamw(), recipe("split"), policy=BF16)
+    nnx.update(model, params)
+    converted = nnx.Optimizer(model, recipe("split"), wrt=nnx.Param)
+    nnx.update(converted.opt_state, nnx.state(state))
+    assert model.kernel.get_value().dtype == jnp.bfloat16
+    actual = nnx.as_pure((nnx.state(model, nnx.Param), converted.opt_state))
+    assert_same_bits(mpx.master_params(*actual), before)
+    assert_same_bits(moments(actual[1]), mu)
+    converted.update(model, nnx.state(model, nnx.Param))
+
+
+def test_the_state_of_an_nnx_model_is_a_tree_like_any_other():
+    params = nnx.state(nnx.Linear(4, 64, rngs=nnx.Rngs(0)), nnx.Param)
+    new_params, state = mpx.convert_state(params, adamw().init(params), adamw(), recipe("split"), policy=BF16)
+    assert_same_bits(mpx.master_params(new_params, state), params)
+
+
+# What is refused.
+
+
+def test_another_rule_is_refused_by_name():
+    message = "Where the state of `tx` has\n  'ScaleByAdamState.count': int32[]\nthat of `new_tx` has\n  'ScaleByLion"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        mpx.convert_state(*trained("full"), recipe("full"), mpx.master_weights(optax.lion(1e-3)))
+
+
+def test_a_rule_with_less_state_is_refused():
+    with pytest.raises(ValueError, match=r"'ScaleByAdamState.count': int32\[\]\nthat of `new_tx` has\n  nothing more"):
+        mpx.convert_state(*trained("full"), recipe("full"), optax.sgd(1e-3))
+
+
+def test_a_rule_with_other_options_is_refused():
+    message = r"'ScaleByScheduleState.count': int32\[\]\nthat of `new_tx` has\n  nothing more"
+    with pytest.raises(ValueError, match=message):
+        mpx.convert_state(*trained("f32"), recipe("f32"), optax.adamw(1e-3))
+
+
+def test_the_state_of_another_transformation_is_refused_with_the_path():
+    message = (
+        "`convert_state`: `opt_state` is not a state of `tx` for these parameters:\n"
+        "  'master/bias': float32[5], not uint16[5]\n  'master/kernel': float32[4, 64], not uint16[4, 64]"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        mpx.convert_state(*trained("full"), recipe("split"), recipe("full"))
+
+
+def test_the_state_of_other_parameters_is_refused_with_the_path():
+    params, state = trained("full")
+    with pytest.raises(ValueError, match=re.escape("'master/bias': float32[5], not float32[6]")):
+        mpx.convert_state(params | {"bias": jnp.ones(6, jnp.bfloat16)}, state, recipe("full"), recipe("split"))
+    with pytest.raises(ValueError, match=re.escape("'master/bias' is in the state only")):
+        mpx.convert_state({"kernel": params["kernel"]}, state, recipe("full"), recipe("split"))
+
+
+def test_moments_of_another_dtype_inside_a_wrapper_are_refused():
+    params, state = trained("full")
+    narrow = optax.tree.set(state, mu=mpx.cast(optax.tree.get(state, "mu"), jnp.bfloat16))
+    with pytest.raises(ValueError, match=re.escape("mu/bias': bfloat16[5], not float32[5]")):
+        mpx.convert_state(params, narrow, recipe("full"), recipe("split"))
+
+
+def test_a_tree_of_other_types_is_refused():
+    params, state = trained("f32")
+    with pytest.raises(ValueError, match=r"(?s)its tree is\nPyTreeDef.*restored from a checkpoint without its types"):
+        mpx.convert_state(params, (*state, optax.EmptyState()), recipe("f32"), recipe("split"))
+
+
+def test_masters_of_parameters_under_other_names_are_refused():
+    params = {"w": jnp.ones((2, 2), jnp.float32)}
+    tx, new_tx = optax.sgd(1.0), optax.flatten(mpx.master_weights(optax.sgd(1.0)))
+    with pytest.raises(ValueError, match=re.escape("keeps float32[4] for '', and no parameter has this path")):
+        mpx.convert_state(params, tx.init(params), tx, new_tx, policy=BF16)
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"tx": optax.adam}, TypeError, r"`convert_state` needs an Optax gradient transformation, .*Call it with"),
+        ({"new_tx": None}, TypeError, "`convert_state` needs an Optax gradient transformation, but got NoneType"),
+        ({"policy": 16}, TypeError, "`policy` must be a Policy, the string of one or None, but got int"),
+        ({"policy": "params=f8"}, ValueError, "f8"),
+        ({"opt_state": optax.sgd(1.0)}, TypeError, "needs an optimizer state, but got a transformation"),
+    ],
+)
+def test_wrong_arguments_are_refused(changed, error, message):
+    params, state = trained("f32")
+    arguments = {"params": params, "opt_state": state, "tx": recipe("f32"), "new_tx": recipe("full")} | changed
+    with pytest.raises(error, match=message):
+        mpx.convert_state(**arguments)
+
+
+def test_inside_jit_it_is_refused():
+    move = lambda params, state: mpx.convert_state(params, state, recipe("f32"), recipe("full"), policy=BF16)
+    with pytest.raises(TypeError, match=r"needs arrays, but got \w*Tracer\. Call it outside of `jax.jit`"):
+        jax.jit(move)(*trained("f32"))
+
+
+def test_a_policy_that_the_new_recipe_has_no_use_for_is_refused():
+    """The check is that of `mixed_precision`."""
+    new_tx = mpx.mixed_precision(adamw(), BF16)
+    with pytest.raises(ValueError, match=r"all of those given are float32 or wider"):
+        mpx.convert_state(*trained("f32"), recipe("f32"), new_tx)

@@ -1,0 +1,607 @@
+"""The codec of eight bits a number: all 256 codes, the turns between them, scales, blocks, what cannot be held.
+
+The oracle is the dynamic map of Dettmers et al. 2021 (arXiv 2110.02861), built here from its definition in fractions;
+nearest members and neighbours are looked up in it in float64.
+"""
+
+import functools
+import re
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from mpx._stored import blockwise
+from mpx._stored.blockwise import Blockwise8bit, BlockwiseArray, decode, encode, scale_shape
+from tests.helpers import assert_same_bits, eight_cpu_devices
+
+SMALLEST_NORMAL = np.float32(2.0**-126)
+LARGEST = np.finfo(np.float32).max
+BELOW_2_64 = np.nextafter(np.float32(2.0**64), np.float32(0))
+INF = np.inf
+SIGMAS = 6
+
+both_maps = pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigned"])
+noises = pytest.mark.parametrize(  # up under any odds above 0, down under any odds below 1
+    "noise", [np.uint32(0), np.uint32(2**32 - 1)], ids=["up", "down"]
+)
+eager_and_jit = pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+
+jit_encode = jax.jit(encode, static_argnums=(1, 2))
+jit_decode = jax.jit(decode, static_argnums=(1, 2))
+two_passes = jax.jit(blockwise._encode_in_two_passes, static_argnums=1)
+interpreted = functools.partial(blockwise._encode_in_one_pass, interpret=True)
+
+
+@functools.cache
+def members(signed):
+    """The map by definition, float64, ascending: 254 middles of intervals (signed, half of them negative), 0 and 1."""
+    positive = []
+    for i in range(7):
+        w = 2**i if signed else 2 ** (i + 1)
+        positive += [Fraction(10) ** (i - 6) * (Fraction(1, 10) + Fraction(9 * (2 * j + 1), 20 * w)) for j in range(w)]
+    return np.array(sorted([-m for m in positive if signed] + [Fraction(0), *positive, Fraction(1)]), np.float64)
+
+
+@functools.cache
+def by_code(signed):
+    """The members in the order of their codes: zero, upward to 1, then (signed) the negatives, downward."""
+    m = members(signed)
+    return np.concatenate([m[m >= 0], m[m < 0][::-1]])
+
+
+def nearest(v, signed):
+    """Index of the member nearest to `v` (float64), which for a positive number under the unsigned map is not 0."""
+    m = members(signed)
+    index = np.searchsorted((m[1:] + m[:-1]) / 2, v)
+    return index if signed else np.where(v > 0, np.maximum(index, 1), index)
+
+
+def assert_nearest(codes, v, signed):
+    """Either neighbour within a millionth of the point between them, the nearest one elsewhere."""
+    chosen, best = by_code(signed)[codes], members(signed)[nearest(v, signed)]
+    off = chosen != best
+    assert (np.abs(v[off] - (chosen + best)[off] / 2) <= 1e-6 * np.abs(v[off])).all(), (v[off], chosen[off], best[off])
+
+
+def quotients(x, scale, block_size):
+    """`x / scale` in float64, flat; 0 in a block of scale 0."""
+    per_number = np.repeat(np.asarray(scale, np.float64), block_size)[: x.size]
+    return np.divide(x.reshape(-1).astype(np.float64), per_number, out=np.zeros(x.size), where=per_number != 0)
+
+
+def numbers(seed, blocks, block_size, signed):
+    """float32, flat: nine decades within a block, forty between blocks."""
+    rng = np.random.default_rng(seed)
+    x = 10 ** rng.uniform(-9, 0, (blocks, block_size)) * 10 ** rng.uniform(-20, 20, (blocks, 1))
+    x = x * rng.choice([-1, 1], x.shape) if signed else x
+    return x.reshape(-1).astype(np.float32)
+
+
+def decoded_map(signed, scale=1):
+    """What the codes 0 to 255 decode to."""
+    return jit_decode(BlockwiseArray(jnp.arange(256, dtype=jnp.uint8), jnp.float32([scale])), 256, signed)
+
+
+def round_trip(x, block_size, signed, seed=None):
+    key = None if seed is None else jax.random.key(seed)
+    return np.asarray(jit_decode(jit_encode(jnp.asarray(x, jnp.float32), block_size, signed, key), block_size, signed))
+
+
+def with_one_in_front(v, block_size=16):
+    """Numbers from -1 to 1 as blocks whose scale is exactly 1."""
+    per_block = block_size - 1
+    padded = np.pad(np.asarray(v, np.float32), (0, -len(v) % per_block)).reshape(-1, per_block)
+    return np.pad(padded, ((0, 0), (1, 0)), constant_values=1).reshape(-1)
+
+
+@st.composite
+def blocks_of_16(draw, signed):
+    """float32 `[3, 16]`, far enough above 2**-126 that every member of the map times the scale is normal, or 0."""
+    elements = st.floats(-1.0 if signed else 0.0, 1.0, width=32, allow_subnormal=False)
+    exponents = draw(hnp.arrays(np.int32, (3, 1), elements=st.integers(-90, 127)))
+    x = np.ldexp(draw(hnp.arrays(np.float32, (3, 16), elements=elements)), exponents)
+    return np.where(np.abs(x) < 2.0**-100, np.float32(0), x).astype(np.float32)
+
+
+# --- the map --------------------------------------------------------------------------------------------------------
+
+
+@both_maps
+def test_the_map_has_256_distinct_members(signed):
+    assert len(set(members(signed))) == len(set(np.asarray(decoded_map(signed)).tolist())) == 256
+
+
+@both_maps
+def test_all_256_codes_decode_to_the_members_of_dettmers_map_within_an_ulp(signed):
+    values, expected = np.asarray(decoded_map(signed)), by_code(signed)
+    assert values.dtype == np.float32
+    ulp = np.spacing(np.abs(expected).astype(np.float32)).astype(np.float64)
+    assert (np.abs(values.astype(np.float64) - expected) <= ulp).all()
+
+
+@pytest.mark.parametrize(("code", "signed", "exact"), [(0, True, 0), (128, True, 1), (0, False, 0), (255, False, 1)])
+def test_zero_and_one_are_exact(code, signed, exact):
+    assert_same_bits(decoded_map(signed)[code], jnp.float32(exact))
+
+
+@pytest.mark.parametrize(("code", "signed", "end"), [(1, True, 5.5e-7), (255, True, -0.9929688), (1, False, 3.25e-7)])
+def test_the_ends_of_the_map_are_those_published(code, signed, end):
+    np.testing.assert_allclose(decoded_map(signed)[code], np.float32(end), rtol=1e-7)
+
+
+# --- the nearest code -----------------------------------------------------------------------------------------------
+
+
+@both_maps
+@pytest.mark.parametrize("block_size", [16, 256, 4096, 65536])
+def test_encode_gives_the_nearest_member_over_nine_decades(signed, block_size):
+    x = numbers(block_size, 2**17 // block_size, block_size, signed)
+    codes, scale = jax.tree.map(np.asarray, jit_encode(x, block_size, signed))
+    v = quotients(x, scale, block_size)
+    assert_nearest(codes, v, signed)
+    assert (by_code(signed)[codes] > v).mean() > 0.3  # negative control: rounding down would miss these
+
+
+@both_maps
+def test_encode_turns_to_the_next_member_half_way_between_every_two(signed):
+    """A few millionths beside each of the 255 midpoints; the unsigned turn between 0 and the first is at 0."""
+    m = members(signed)
+    low, high = m[:-1], m[1:]
+    halfway = (low + high) / 2
+    toward = np.sign(halfway) * 3e-6
+    for v, expected in [(halfway * (1 - toward), low), (halfway * (1 + toward), high)]:
+        x = with_one_in_front(v)
+        codes = np.asarray(jit_encode(x, 16, signed).codes)
+        inner = codes.reshape(-1, 16)[:, 1:].reshape(-1)[: len(v)]
+        expected = expected if signed else np.maximum(expected, m[1])
+        np.testing.assert_array_equal(by_code(signed)[inner], expected)
+
+
+@both_maps
+def test_the_bits_are_the_same_eagerly_under_jit_in_scan_and_under_vmap(signed):
+    x = jnp.asarray(numbers(1, 16, 256, signed)).reshape(4, 1024)[:, :1000]
+
+    def both_ways(x):
+        coded = encode(x, 256, signed)
+        return coded, decode(jax.lax.optimization_barrier(coded), 256, signed)
+
+    rows = [both_ways(row) for row in x]
+    expected = jax.tree.map(lambda *rows: jnp.stack(rows), *rows)
+    assert_same_bits([jax.jit(both_ways)(row) for row in x], rows)
+    assert_same_bits(jax.jit(lambda x: jax.lax.scan(lambda c, row: (c, both_ways(row)), None, x)[1])(x), expected)
+    assert_same_bits(jax.jit(jax.vmap(both_ways))(x), expected)
+
+
+@pytest.mark.parametrize(("signed", "bound"), [(True, 0.0704), (False, 0.0352)], ids=["signed", "unsigned"])
+def test_the_relative_error_in_the_highest_decade_is_within_7_and_3_and_a_half_percent(signed, bound):
+    """Half an interval over 0.1: `0.45 / 64 / 0.1` and `0.45 / 128 / 0.1`."""
+    v = np.linspace(0.1, 1, 150_000).astype(np.float32)
+    v = np.concatenate([v, -v]) if signed else v
+    x = with_one_in_front(v, 256)
+    error = np.abs(round_trip(x, 256, signed) - x)[x != 0] / np.abs(x[x != 0])
+    assert 0.85 * bound < error.max() <= bound
+
+
+def test_an_unsigned_positive_number_never_becomes_zero_and_a_signed_one_does():
+    x = np.float32([1, 1e-3, 1e-7, 1e-20, 2.0**-126, *[0] * 11])
+    assert (round_trip(x, 16, False) > 0).tolist() == (x > 0).tolist()
+    np.testing.assert_allclose(round_trip(x, 16, False)[3:5], 3.25e-7, rtol=1e-6)
+    assert (round_trip(x, 16, True) > 0).tolist() == [True, True, False, False, False, *[False] * 11]  # control
+
+
+# --- storage --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(1,), (255,), (256,), (257,), (1000,), (7, 50), (0,)])
+def test_an_array_takes_a_byte_a_number_and_four_a_block(shape):
+    x = jnp.ones(shape, jnp.float32)
+    coded = jit_encode(x, 256, True)
+    assert coded.codes.shape == shape
+    assert (coded.codes.dtype, coded.scale.dtype) == (np.uint8, np.float32)
+    assert coded.codes.nbytes + coded.scale.nbytes == x.size + 4 * -(-x.size // 256)
+    assert_same_bits(jit_decode(coded, 256, True), x)
+
+
+@both_maps
+@pytest.mark.parametrize("size", [1, 255, 257, 1000])
+def test_a_ragged_last_block_is_coded_as_if_it_stood_alone(signed, size):
+    x = numbers(3, 5, 256, signed)
+    x = -x if signed else x
+    ragged = jit_encode(x[:size], 256, signed)
+    last = jit_encode(x[size // 256 * 256 : size], 256, signed)
+    whole = jit_encode(np.pad(x[:size], (0, -size % 256)), 256, signed)
+    assert_same_bits(ragged, BlockwiseArray(whole.codes[:size], whole.scale))
+    assert_same_bits(last.codes, ragged.codes[size // 256 * 256 :])
+    assert_same_bits(last.scale, ragged.scale[-1:])
+    assert float(last.scale[0]) == max(x[size // 256 * 256 : size], key=abs)
+
+
+def test_the_blocks_follow_the_order_of_the_elements():
+    x = numbers(4, 2, 256, True)[:350]
+    flat, square = jit_encode(x, 64, True), jit_encode(x.reshape(7, 50), 64, True)
+    assert_same_bits(square, BlockwiseArray(flat.codes.reshape(7, 50), flat.scale))
+
+
+# --- scales ---------------------------------------------------------------------------------------------------------
+
+
+@both_maps
+@given(data=st.data())
+def test_the_scale_is_the_signed_member_of_largest_magnitude_which_is_exact(signed, data):
+    x = data.draw(blocks_of_16(signed))
+    coded = jit_encode(x, 16, signed)
+    decoded = np.asarray(jit_decode(coded, 16, signed))
+    for row, back, scale in zip(x, decoded, np.ravel(coded.scale), strict=True):
+        assert abs(scale) == np.abs(row).max()
+        assert scale in row
+        np.testing.assert_array_equal(back[row == scale], scale)
+
+
+def test_the_negative_of_the_scale_saturates_at_the_most_negative_member():
+    """Of two members of equal magnitude the positive one is the scale. Further codings change nothing."""
+    for x in np.float32([[2, -2], [-2, 2]]):
+        once = round_trip(x, 16, True)
+        np.testing.assert_allclose(once, np.where(x > 0, x, np.float32(-2 * 0.99296875)), rtol=1.2e-7)
+        assert_same_bits(round_trip(once, 16, True), once)
+
+
+@both_maps
+@given(data=st.data())
+def test_coding_what_has_been_decoded_changes_nothing(signed, data):
+    x = data.draw(blocks_of_16(signed))
+    coded = jit_encode(x, 16, signed)
+    assert_same_bits(jit_encode(jit_decode(coded, 16, signed), 16, signed), coded)
+
+
+@both_maps
+@given(data=st.data(), exponent=st.integers(-20, 20))
+def test_a_power_of_two_goes_through_to_what_is_decoded_and_leaves_the_codes(signed, data, exponent):
+    x = data.draw(blocks_of_16(signed))
+    x = np.where(np.abs(x) < 2.0**-70, np.float32(0), x * np.float32(2.0**-20))
+    factor = np.float32(2.0**exponent)
+    coded, scaled = jit_encode(x, 16, signed), jit_encode(x * factor, 16, signed)
+    assert_same_bits(scaled.codes, coded.codes)
+    assert_same_bits(jit_decode(scaled, 16, signed), jit_decode(coded, 16, signed) * factor)
+
+
+@given(data=st.data())
+def test_the_negative_of_a_block_decodes_to_the_negative(data):
+    """Unless two members of equal, largest magnitude have different signs, of which the negative one is not exact."""
+    x = data.draw(blocks_of_16(True))
+    tie = (x.max(axis=1, keepdims=True) == -x.min(axis=1, keepdims=True)) & (x != 0).any(axis=1, keepdims=True)
+    x = np.where(tie, np.abs(x), x)
+    np.testing.assert_array_equal(round_trip(-x, 16, True), -round_trip(x, 16, True))
+
+
+@both_maps
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+def test_a_block_of_zeros_decodes_to_zeros(signed, zero):
+    x = np.full(32, zero, np.float32)
+    x[16:] = 1
+    np.testing.assert_array_equal(round_trip(x, 16, signed), x)
+
+
+@both_maps
+@pytest.mark.parametrize("largest", [2.0**-149, 2.0**-127, np.nextafter(SMALLEST_NORMAL, np.float32(0))])
+def test_a_block_whose_largest_magnitude_is_subnormal_becomes_zero(signed, largest):
+    magnitudes = np.float32([largest, 0, largest / 2, *[0] * 13])
+    for x in [magnitudes, -magnitudes] if signed else [magnitudes]:
+        coded = jit_encode(x, 16, signed)
+        assert not np.asarray(coded.codes).any()
+        assert not np.asarray(coded.scale).any()
+
+
+@both_maps
+@pytest.mark.parametrize("scale", [LARGEST, 2.0**127, 2.0**126, 2.0**64, BELOW_2_64, 2.0**-110, 2.0**-125, 2.0**-126])
+def test_scales_at_both_ends_of_float32_give_the_nearest_codes(signed, scale):
+    """The reciprocal of the largest scales is subnormal, which is flushed to zero on many machines."""
+    v = np.geomspace(1e-9, 1, 4095) * (np.where(np.arange(4095) % 2, 1, -1) if signed else 1)
+    x = np.append(v * 0.999, 1).astype(np.float32) * np.float32(scale)
+    x[(np.abs(x) < 2 * SMALLEST_NORMAL) & (x != np.float32(scale))] = 0  # subnormal numbers may count as zero
+    coded = jit_encode(x, 4096, signed)
+    assert_same_bits(coded.scale, jnp.float32([scale]))
+    assert_nearest(np.asarray(coded.codes), quotients(x, coded.scale, 4096), signed)
+    decoded = np.asarray(jit_decode(coded, 4096, signed))
+    assert decoded[-1] == np.float32(scale)
+    assert np.isfinite(decoded).all()
+
+
+# --- what cannot be held --------------------------------------------------------------------------------------------
+
+
+keys = pytest.mark.parametrize("seed", [None, 0], ids=["nearest", "stochastic"])
+
+
+def decoded_middle(x, signed, seed):
+    """What the second of three blocks of 16 becomes. The two others become what they do beside a block of ones."""
+    beside_ones = np.concatenate([x[:16], np.ones(16, np.float32), x[32:]])
+    decoded, expected = (round_trip(y, 16, signed, seed).reshape(3, 16) for y in (x, beside_ones))
+    assert np.isfinite(decoded[::2]).all()
+    assert_same_bits(decoded[::2], expected[::2])
+    return decoded[1]
+
+
+@both_maps
+@keys
+@pytest.mark.parametrize("beside", [1.0, np.inf])
+def test_a_nan_makes_its_block_nan_and_no_other(signed, seed, beside):
+    x = numbers(5, 3, 16, signed)
+    x[20], x[25], x[30] = np.nan, beside, 0
+    assert np.isnan(decoded_middle(x, signed, seed)).all()
+
+
+@keys
+@pytest.mark.parametrize(
+    ("signed", "infinities"),
+    [(True, [INF]), (True, [-INF]), (True, [INF, -INF]), (True, [-INF, INF, -INF]), (False, [INF, INF])],
+)
+def test_infinities_stay_and_the_finite_numbers_of_their_block_become_nan(signed, infinities, seed):
+    x = numbers(6, 3, 16, signed)
+    x[17], x[18], x[19 : 19 + len(infinities)] = LARGEST, 0, infinities
+    expected = np.where(np.isinf(x), x, np.float32(np.nan))[16:32]
+    np.testing.assert_array_equal(decoded_middle(x, signed, seed), expected)
+
+
+@keys
+@pytest.mark.parametrize("negative", [-1.0, -1e-30, -(2.0**-126), -np.inf])
+def test_a_negative_number_makes_its_block_nan_under_the_unsigned_map(negative, seed):
+    x = numbers(7, 3, 16, False)
+    x[20] = negative
+    assert np.isnan(decoded_middle(x, False, seed)).all()
+
+
+def test_negative_zero_is_a_zero_under_the_unsigned_map():
+    x = np.float32([1, -0.0, 0.5, *[-0.0] * 13])
+    np.testing.assert_array_equal(round_trip(x, 16, False) == 0, x == 0)
+    assert np.isfinite(round_trip(x, 16, False)).all()
+
+
+# --- at random ------------------------------------------------------------------------------------------------------
+
+
+def at_noise(noise, x, block_size, signed):
+    """What `encode` gives when all random bits are these."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax.random, "bits", lambda key, shape, dtype: jnp.full(shape, noise, dtype))
+        return encode(jnp.asarray(x), block_size, signed, jax.random.key(0))
+
+
+jit_at_noise = jax.jit(at_noise, static_argnums=(2, 3))
+
+
+@both_maps
+def test_at_random_the_mean_over_many_keys_is_the_number(signed):
+    """A number with the odds p goes up in `n` codings `n p ± sqrt(n p (1 - p))` times."""
+    n, v = 3000, np.random.default_rng(8).uniform(-7 if signed else -6, -0.01, 240)
+    x = with_one_in_front(10**v * np.where(np.arange(240) % 2, -1, 1) if signed else 10**v).astype(np.float32)
+    keys = jax.random.split(jax.random.key(9), n)
+    decoded = jax.jit(lambda x: jax.lax.map(lambda k: decode(encode(x, 16, signed, k), 16, signed), keys))(x)
+    mean, m = np.asarray(decoded, np.float64).mean(0), members(signed)
+
+    inner = np.abs(x) < m[-2]
+    x, mean = x[inner].astype(np.float64), mean[inner]
+    high = np.searchsorted(m, x)
+    odds = (x - m[high - 1]) / (m[high] - m[high - 1])
+    x, mean, high, odds = (a[(odds > 0.02) & (odds < 0.98)] for a in (x, mean, high, odds))
+    assert len(x) > 200
+    deviation = np.sqrt(odds * (1 - odds) / n) * (m[high] - m[high - 1])
+    z = (mean - x) / deviation
+    assert np.abs(z).max() < SIGMAS
+    assert 0.5 < np.mean(z**2) < 1.5
+    control = (m[nearest(x, signed)] - x) / deviation  # negative control: the nearest member
+    assert np.mean(control**2) > 100
+
+
+@both_maps
+@pytest.mark.parametrize("seed", range(3))
+def test_at_random_every_number_becomes_one_of_its_two_neighbours(signed, seed):
+    """The neighbours of `v (1 ± 1e-6)`, for roundings. Both are chosen; beyond the most negative member it is that."""
+    x = numbers(10 + seed, 256, 256, signed)
+    codes, scale = jit_encode(x, 256, signed, jax.random.key(seed))
+    v, m = quotients(x, scale, 256), members(signed)
+    chosen = np.searchsorted(m, by_code(signed)[np.asarray(codes)])
+    low = np.searchsorted(m, v - 1e-6 * np.abs(v), side="right") - 1
+    high = np.searchsorted(m, v + 1e-6 * np.abs(v), side="left")
+    low = np.maximum(low, 0 if signed else (v > 0).astype(int))
+    high = np.minimum(np.maximum(high, low), 255)
+    assert ((low <= chosen) & (chosen <= high)).all()
+    moved = chosen != nearest(v, signed)
+    assert 0.05 < moved.mean() < 0.5
+
+
+@both_maps
+@noises
+def test_at_random_no_member_of_the_map_moves_at_any_noise(signed, noise):
+    np.testing.assert_array_equal(jit_at_noise(noise, decoded_map(signed, scale=4), 256, signed).codes, np.arange(256))
+
+
+@both_maps
+@noises
+def test_at_random_the_member_of_largest_magnitude_is_exact_at_any_noise(signed, noise):
+    x = np.zeros((1000, 16), np.float32)
+    x[:, 3] = np.random.default_rng(11).uniform(1, 2, 1000) * (np.where(np.arange(1000) % 2, 1, -1) if signed else 1)
+    np.testing.assert_array_equal(jit_decode(jit_at_noise(noise, x, 16, signed), 16, signed), x)
+
+
+@both_maps
+@noises
+def test_at_random_the_codes_are_the_same_eagerly_and_under_jit(signed, noise):
+    """At members, whose odds are 0 or 1 but for a rounding, and at numbers of all magnitudes."""
+    x = jnp.concatenate([decoded_map(signed), jnp.asarray(numbers(12, 3, 256, signed))])
+    assert_same_bits(jit_at_noise(noise, x, 256, signed), at_noise(noise, x, 256, signed))
+
+
+@both_maps
+def test_at_random_equal_keys_give_equal_codes_and_other_keys_others(signed):
+    x = numbers(13, 4, 256, signed)[:1000]
+    first, again, other = (jit_encode(x, 256, signed, jax.random.key(k)) for k in (0, 0, 1))
+    assert_same_bits(first, again)
+    assert_same_bits(other.scale, first.scale)
+    assert (np.asarray(other.codes) != np.asarray(first.codes)).mean() > 0.1
+
+
+@noises
+def test_at_random_numbers_beyond_the_most_negative_member_become_that_one(noise):
+    """There is no code for -1 times the scale, so their mean is not kept."""
+    x = np.float32([1, -1, -0.999, -0.9930])
+    np.testing.assert_array_equal(jit_at_noise(noise, x, 16, True).codes[1:], 255)
+
+
+@noises
+def test_at_random_an_unsigned_positive_number_never_becomes_zero(noise):
+    x = np.float32([1, 3e-7, 1e-7, 1e-20, 2.0**-126, 0])
+    np.testing.assert_array_equal(jit_at_noise(noise, x, 16, False).codes[1:], [1, 1, 1, 1, 0])
+    signed = np.asarray(jit_at_noise(noise, x, 16, True).codes)[1:]
+    assert (signed > 0).any() == (noise == 0)  # negative control: the signed map turns them to zero
+
+
+# --- the kernel -----------------------------------------------------------------------------------------------------
+
+
+@both_maps
+@pytest.mark.parametrize(("blocks", "block_size"), [(64, 64), (3, 256), (1, 4096)])
+def test_the_kernel_gives_the_bits_of_the_two_passes(signed, blocks, block_size):
+    random = numbers(14, blocks, block_size, signed).reshape(blocks, block_size)
+    kernel = jax.jit(interpreted, static_argnums=1)
+    for x in [blockwise._probe(block_size, signed)[:blocks], random]:
+        assert_same_bits(kernel(x, signed), two_passes(x, signed))
+
+
+@both_maps
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend")
+@pytest.mark.parametrize(("blocks", "block_size"), [(64, 256), (3, 16)])
+def test_the_kernel_lowers_for_cuda_on_a_machine_without_a_gpu(signed, blocks, block_size):
+    kernel, x = jax.jit(blockwise._encode_in_one_pass, static_argnums=1), jnp.ones((blocks, block_size), jnp.float32)
+    lowered = kernel.trace(x, signed).lower(lowering_platforms=("cuda",))
+    assert re.findall(r"custom_call @(\S*triton)\(", lowered.as_text())
+    assert not re.search("triton", two_passes.lower(x, signed).as_text())  # control
+
+
+def on_one_gpu(monkeypatch, kernel):
+    """Makes the process look like one with a GPU. Returns the look-up without its cache."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    monkeypatch.setattr(blockwise, "_encode_in_one_pass", kernel)
+    return blockwise._has_kernel.__wrapped__
+
+
+def test_there_is_no_kernel_on_a_cpu_nor_with_several_gpus(monkeypatch):
+    assert not blockwise._has_kernel(256, True)
+    has_kernel = on_one_gpu(monkeypatch, interpreted)
+    monkeypatch.setattr(jax, "device_count", lambda: 2)
+    assert not has_kernel(64, True)
+
+
+@both_maps
+@eager_and_jit
+def test_a_kernel_that_gives_the_bits_of_xla_is_taken(monkeypatch, signed, wrap):
+    """Whether the look-up is made eagerly or while a function is traced."""
+    has_kernel, found = on_one_gpu(monkeypatch, interpreted), []
+    wrap(lambda x: found.append(has_kernel(64, signed)) or x)(jnp.ones(3))
+    assert found == [True]
+
+
+@pytest.mark.parametrize("wrong", ["codes", "scale"])
+def test_a_kernel_that_gives_other_bits_is_not_taken(monkeypatch, wrong):
+    """One code of one number, or the last bit of one scale."""
+
+    def kernel(x, signed):
+        codes, scale = interpreted(x, signed)
+        if wrong == "codes":
+            return codes.at[5, 5].set(codes[5, 5] ^ np.uint8(1)), scale
+        return codes, scale.at[5, 0].set(jnp.nextafter(scale[5, 0], np.float32(0)))
+
+    assert not on_one_gpu(monkeypatch, kernel)(64, True)
+
+
+def test_a_kernel_that_raises_is_not_taken_and_a_warning_says_why(monkeypatch):
+    def kernel(x, signed):
+        raise NotImplementedError("no such operation")
+
+    has_kernel = on_one_gpu(monkeypatch, kernel)
+    with pytest.warns(UserWarning, match="mpx: the Pallas kernel .* NotImplementedError: no such operation"):
+        assert not has_kernel(64, True)
+
+
+@both_maps
+@pytest.mark.parametrize("size", [1024, 1000])
+def test_encode_works_on_a_cpu_in_a_process_whose_gpu_has_the_kernel(monkeypatch, signed, size):
+    x = jnp.asarray(numbers(15, 4, 256, signed)[:size])
+    expected = jit_encode(x, 256, signed)
+    monkeypatch.setattr(blockwise, "_has_kernel", lambda block_size, signed: True)
+    assert_same_bits(encode(x, 256, signed), expected)
+    assert_same_bits(jax.jit(lambda x: encode(x, 256, signed))(x), expected)
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend")
+@pytest.mark.parametrize(("size", "key", "kernels"), [(1024, None, 1), (1000, None, 0), (0, None, 0), (1024, 0, 0)])
+def test_encode_takes_the_kernel_for_whole_blocks_to_the_nearest_code(monkeypatch, size, key, kernels):
+    monkeypatch.setattr(blockwise, "_has_kernel", lambda block_size, signed: True)
+    key = key if key is None else jax.random.key(key)
+    traced = jax.jit(lambda x: encode(x, 256, True, key)).trace(jnp.ones(size, jnp.float32))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert len(re.findall(r"custom_call @\S*triton\(", text)) == kernels
+
+
+# --- the format -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [0, 8, 100, 2**17, -256, True, 256.0, "256", None])
+def test_blockwise8bit_refuses_other_block_sizes(size):
+    message = f"`Blockwise8bit`: `block_size` must be a power of two from 16 to 65,536, but got {size!r}."
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        Blockwise8bit(block_size=size)
+
+
+def test_blockwise8bit_takes_powers_of_two_from_16_to_65536():
+    assert [Blockwise8bit(2**i).block_size for i in range(4, 17)] == [2**i for i in range(4, 17)]
+
+
+def test_blockwise8bit_is_frozen_and_equal_and_hashed_by_value():
+    assert Blockwise8bit() == Blockwise8bit(256, None)
+    assert hash(Blockwise8bit(64, True)) == hash(Blockwise8bit(block_size=64, signed=True))
+    assert len({Blockwise8bit(), Blockwise8bit(64), Blockwise8bit(signed=False), Blockwise8bit(256)}) == 3
+    with pytest.raises(AttributeError, match="cannot assign to field 'block_size'"):
+        Blockwise8bit().block_size = 64
+
+
+@pytest.mark.parametrize(
+    ("shape", "scales"),
+    [
+        ((3, 512), (3, 2)),
+        ((2, 3, 256), (2, 3, 1)),
+        ((512,), (2,)),
+        ((3, 100), (2,)),
+        ((256, 3), (3,)),
+        ((0, 256), (0,)),
+    ],
+)
+def test_scales_lie_beside_their_blocks_where_rows_are_whole_blocks(shape, scales):
+    """In the same order either way: blocks of the flattened array."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
+    coded, flat = jit_encode(x, 256, True), jit_encode(x.reshape(-1), 256, True)
+    assert coded.scale.shape == scales == scale_shape(shape, 256)
+    assert_same_bits(coded.scale.reshape(-1), flat.scale)
+    assert_same_bits(coded.codes.reshape(-1), flat.codes)
+
+
+def test_a_kernel_is_not_taken_inside_shard_map(monkeypatch):
+    """Its result would have to say over which axes it varies."""
+    monkeypatch.setattr(blockwise, "_has_kernel", lambda *_: True)
+    mesh = eight_cpu_devices()
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 256)), jnp.float32)
+    spec = jax.sharding.PartitionSpec("data")
+    split = jax.shard_map(lambda x: tuple(blockwise.encode(x, 256, True)), mesh=mesh, in_specs=spec, out_specs=spec)
+    assert_same_bits(tuple(jax.jit(split)(x)), tuple(jit_encode(x, 256, True)))
+
+
+@pytest.mark.parametrize("signed", [0, 1, "yes"])
+def test_a_sign_that_is_no_boolean_is_refused(signed):
+    with pytest.raises(TypeError, match="`signed` must be True, False or None"):
+        Blockwise8bit(signed=signed)

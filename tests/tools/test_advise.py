@@ -1,0 +1,571 @@
+"""`advise`: what it measures is what lowering does, and what it advises brings the error under the bound."""
+
+import functools
+import inspect
+import io
+import json
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import rich.console
+from flax import linen as nn
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import mpx
+from mpx.tools.advise.advise import advise
+from mpx.tools.advise.candidates import grouped
+from tests.autocast.helpers import narrow_dot, normal, rounded
+
+BF16 = mpx.get_policy("params=bf16,compute=bf16,output=f32")
+COMPUTE_ONLY = mpx.get_policy("params=f32,compute=bf16,output=f32")
+STORED_ONLY = mpx.get_policy("params=bf16,compute=f32,output=f32")
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def in_the_root_of_the_repository(monkeypatch):
+    """Paths are shown relative to the working directory."""
+    monkeypatch.chdir(ROOT)
+
+
+full = functools.partial(jnp.full, dtype=np.float32)
+ones = functools.partial(jnp.ones, dtype=np.float32)
+numbers = functools.partial(jnp.asarray, dtype=np.float32)
+
+
+def relative(x, reference):
+    """The relative error of a tree of arrays, with the Euclidean norm, in float64."""
+    flat = lambda tree: np.concatenate([np.ravel(np.asarray(leaf, np.float64)) for leaf in jax.tree.leaves(tree)])
+    return np.linalg.norm(flat(x) - flat(reference)) / np.linalg.norm(flat(reference))
+
+
+def errors_of_training(loss_fn, params, batch, policy):
+    """The errors of loss and gradient that a training with a policy has, by the public functions that it uses."""
+    reference = jax.jit(jax.value_and_grad(loss_fn))(params, batch)
+    lowered = jax.jit(mpx.value_and_grad(mpx.autocast(loss_fn, policy)))(policy.cast_to_param(params), batch)
+    return tuple(relative(x, true) for x, true in zip(lowered, reference, strict=True))
+
+
+def rows_by_name(advice):
+    return {row.name: row for row in advice.rows}
+
+
+# ---- a network with one layer that cannot stand rounding
+
+
+def centred_loss(params, x):
+    """The second layer's weights are 100 and a little; the 100 cancels against inputs that add up to 0."""
+    hidden = jnp.tanh(x @ params["first"])
+    hidden = hidden - hidden.mean(axis=1, keepdims=True)
+    return jnp.mean((jnp.tanh(hidden @ params["second"]) @ params["third"] + params["bias"]) ** 2)
+
+
+def centred_params():
+    first, second, third = normal(0, 4, 8), 100 + 0.3 * normal(1, 8, 8), normal(2, 8, 3)
+    return {"first": 0.5 * first, "second": second, "third": 0.5 * third, "bias": ones((1, 3))}
+
+
+@functools.cache
+def centred_advice():
+    return advise(centred_loss, centred_params(), normal(3, 6, 4), BF16, bound=2e-2)
+
+
+@functools.cache
+def centred_errors(policy):
+    return errors_of_training(centred_loss, centred_params(), normal(3, 6, 4), policy)
+
+
+@functools.cache
+def centred_reference():
+    return jax.jit(jax.value_and_grad(centred_loss))(centred_params(), normal(3, 6, 4))
+
+
+def test_the_layer_that_cannot_stand_rounding_is_ranked_first_and_kept():
+    advice = centred_advice()
+    assert advice.rows[0].name == "second"
+    assert advice.rows[0].share > 0.95
+    assert advice.overrides == (("^second$", np.dtype(np.float32)),)
+    assert [row.is_kept for row in advice.rows] == [True, False, False, False]
+    assert advice.lines == ()
+
+
+def test_the_override_brings_the_error_under_the_bound_and_another_one_does_not():
+    advice = centred_advice()
+    assert max(centred_errors(BF16)) > advice.bound
+    assert max(centred_errors(advice.policy)) <= advice.bound
+    assert advice.met
+    other = mpx.get_policy(str(BF16), overrides=(("^first$", jnp.float32), ("^third$", jnp.float32)))
+    assert max(centred_errors(other)) > 10 * advice.bound
+
+
+def test_the_errors_before_and_after_are_those_of_a_training():
+    advice = centred_advice()
+    for policy, errors in ((BF16, advice.before), (advice.policy, advice.after)):
+        np.testing.assert_allclose((errors.loss, errors.gradient), centred_errors(policy), rtol=1e-3)
+
+
+def test_the_override_keeps_both_the_stored_leaf_and_its_contraction():
+    advice, params = centred_advice(), centred_params()
+    stored = advice.policy.cast_to_param(params)
+    assert {name: str(leaf.dtype) for name, leaf in stored.items()} == {
+        "first": "bfloat16",
+        "second": "float32",
+        "third": "bfloat16",
+        "bias": "bfloat16",
+    }
+    rows = mpx.explain(mpx.autocast(centred_loss, advice.policy))(stored, normal(3, 6, 4)).contractions
+    assert [row.runs_in for row in rows] == ["bf16", "f32", "bf16"]
+    assert rows[1].reason == "an override of the policy asks for f32"
+
+
+@pytest.mark.parametrize("name", ["first", "third", "bias"])
+def test_the_error_of_a_row_is_that_of_its_leaf_rounded_and_its_product_lowered(name):
+    """By hand: the one product in bfloat16, the others in float32."""
+    params, x = centred_params(), normal(3, 6, 4)
+
+    def by_hand(params, x):
+        dots = {key: narrow_dot(jnp.bfloat16) if key == name else jnp.matmul for key in params}
+        hidden = jnp.tanh(dots["first"](x, params["first"]))
+        hidden = hidden - hidden.mean(axis=1, keepdims=True)
+        hidden = jnp.tanh(dots["second"](hidden, params["second"]))
+        return jnp.mean((dots["third"](hidden, params["third"]) + params["bias"]) ** 2)
+
+    alone = params | {name: jnp.asarray(rounded(params[name], jnp.bfloat16))}
+    value, grads = jax.jit(jax.value_and_grad(by_hand))(alone, x)
+    reference = centred_reference()
+    row = rows_by_name(centred_advice())[name]
+    assert row.gradient_error == pytest.approx(relative(grads, reference[1]), rel=1e-2, abs=1e-7)
+    assert row.loss_error == pytest.approx(relative(value, reference[0]), rel=1e-2, abs=1e-7)
+
+
+def test_a_row_says_what_keeping_it_costs():
+    """Two bytes a number more; two FLOPs for each of 6 x 4 x 8 products, and none for a bias."""
+    rows = rows_by_name(centred_advice())
+    assert (rows["first"].bytes, rows["first"].flops) == (2 * 32, 2 * 6 * 4 * 8)
+    assert (rows["bias"].bytes, rows["bias"].flops) == (2 * 3, 0)
+
+
+def test_shares_add_up_and_ranks_fall():
+    rows = centred_advice().rows
+    assert sum(row.share for row in rows) == pytest.approx(1)
+    assert [row.error for row in rows] == sorted((row.error for row in rows), reverse=True)
+
+
+def test_errors_of_each_leafs_gradient_are_there():
+    advice = centred_advice()
+    assert [path for path, _ in advice.before.leaves] == ["bias", "first", "second", "third"]
+    assert dict(advice.after.leaves)["first"] < dict(advice.before.leaves)["first"]
+
+
+def test_no_more_is_kept_than_the_bound_takes():
+    """A sum of leaves with errors that fall by 4: the first three of five are needed, and two do not do."""
+    params = {name: full(2, 1 + 2.0**-k) for name, k in zip("abcde", range(9, 19, 2), strict=True)}
+    loss_fn = lambda params, x: sum(jnp.sum(x * leaf) for leaf in jax.tree.leaves(params))
+    error = lambda *ks: sum(2.0**-k for k in ks) / sum(1 + 2.0**-k for k in range(9, 19, 2))
+    bound = error(15, 17) * 1.1
+    assert bound < error(13, 15, 17)
+    advice = advise(loss_fn, params, ones(2), STORED_ONLY, bound=bound)
+    assert [(row.name, row.is_kept) for row in advice.rows] == [(name, name in "abc") for name in "abcde"]
+    assert advice.met
+    assert advice.before.loss == pytest.approx(error(9, 11, 13, 15, 17), rel=1e-2)
+    assert advice.after.loss == pytest.approx(error(15, 17), rel=1e-2)
+
+
+def test_nothing_is_kept_where_the_policy_meets_the_bound():
+    advice = advise(lambda params, x: jnp.sum(params * x), full(2, 1.001), ones(2), STORED_ONLY, bound=0.1)
+    assert (advice.overrides, advice.policy, advice.met) == ((), STORED_ONLY, True)
+    assert advice.after == advice.before
+    assert advice.before.worst > 0
+
+
+# ---- contractions that no leaf reaches
+
+
+def attention_loss(params, x):
+    queries, keys = jnp.tanh(x @ params["query"]), jnp.tanh(x @ params["key"])
+    scores = jnp.einsum("qd,kd->qk", 8.0 * queries, 8.0 * keys)
+    weights = jax.nn.softmax(scores)
+    return jnp.mean((weights @ x) ** 2)
+
+
+def line_of(fun, text):
+    """`file:line (function)` of the line of a function that holds a text."""
+    lines, first = inspect.getsourcelines(fun)
+    number = first + next(i for i, line in enumerate(lines) if text in line)
+    return f"tests/tools/test_advise.py:{number} ({fun.__name__})"
+
+
+@functools.cache
+def attention_advice():
+    params = {"query": normal(0, 8, 16), "key": normal(1, 8, 16)}
+    return advise(attention_loss, params, 2 * normal(2, 6, 8), COMPUTE_ONLY, bound=5e-3)
+
+
+def test_attention_logits_are_ranked_by_their_source_line():
+    rows = rows_by_name(attention_advice())
+    scores = rows[line_of(attention_loss, "einsum")]
+    weighted = rows[line_of(attention_loss, "weights @ x")]
+    assert (scores.kind, scores.pattern, scores.bytes, scores.flops) == ("contraction", "", 0, 2 * 6 * 6 * 16)
+    assert scores.error > 10 * weighted.error
+
+
+def test_where_overrides_do_not_suffice_the_lines_to_wrap_are_named():
+    advice = attention_advice()
+    assert not advice.met
+    assert line_of(attention_loss, "einsum") in advice.lines
+    assert advice.after.worst > advice.bound >= advice.after_lines.worst
+
+
+def test_full_precision_around_the_named_lines_does_what_was_measured():
+    advice = attention_advice()
+    assert advice.lines == (line_of(attention_loss, "einsum"),)
+
+    def wrapped_loss(params, x):
+        queries, keys = jnp.tanh(x @ params["query"]), jnp.tanh(x @ params["key"])
+        scores = mpx.full_precision(jnp.einsum)("qd,kd->qk", 8.0 * queries, 8.0 * keys)
+        return jnp.mean((jax.nn.softmax(scores) @ x) ** 2)
+
+    params, x = {"query": normal(0, 8, 16), "key": normal(1, 8, 16)}, 2 * normal(2, 6, 8)
+    expected = errors_of_training(wrapped_loss, params, x, advice.policy)
+    np.testing.assert_allclose((advice.after_lines.loss, advice.after_lines.gradient), expected, rtol=1e-3)
+    assert "full_precision around the contractions of tests/tools/test_advise.py" in str(advice)
+
+
+def in_a_loop(product):
+    """A `while` without a gradient: the loop's result is multiplied by 0."""
+
+    def run(h):
+        looped = lax.while_loop(lambda c: c[0] < 1, lambda c: (c[0] + 1, product(c[1])), (0, lax.stop_gradient(h)))
+        return product(h) + 0 * looped[1]
+
+    return run
+
+
+def on_devices(product):
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices("cpu")[:1])
+    return jax.shard_map(product, mesh=mesh, in_specs=P(), out_specs=P())
+
+
+def in_a_scan(product):
+    return lambda h: lax.scan(jax.checkpoint(lambda c, _: (product(c), None)), h, None, length=1)[0]
+
+
+FORMS = {
+    "scan of checkpoint": in_a_scan,
+    "cond": lambda product: lambda h: lax.cond(h[0, 0] > -9, product, lambda h: 2 * product(h), h),
+    "while": in_a_loop,
+    "shard_map": on_devices,
+}
+
+
+@functools.cache
+def gram_row(form):
+    """The one row of a loss whose only product is of two activations."""
+    gram = lambda h: jnp.tanh(h @ h.T) @ h
+    product = gram if form is None else FORMS[form](gram)
+    loss_fn = lambda params, x: jnp.sum(product(params["w"] * x) ** 2)
+    advice = advise(loss_fn, {"w": 0.1 * normal(0, 5, 7)}, normal(1, 5, 7), COMPUTE_ONLY, bound=1.0)
+    (row,) = advice.rows
+    return row
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_contractions_inside_of_programs_are_lowered_and_kept_like_others(form):
+    row, plain = gram_row(form), gram_row(None)
+    assert plain.error > 1e-4
+    assert (row.loss_error, row.gradient_error) == pytest.approx((plain.loss_error, plain.gradient_error), rel=0.2)
+    assert row.name == plain.name
+
+
+def test_the_flops_of_a_scan_count_all_iterations():
+    def loss_fn(params, x):
+        return jnp.sum(lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params["layers"])[0])
+
+    advice = advise(loss_fn, {"layers": normal(0, 3, 4, 4)}, normal(1, 2, 4), COMPUTE_ONLY, bound=1.0)
+    assert advice.rows[0].flops == 3 * 2 * 2 * 4 * 4
+
+
+# ---- float16
+
+
+@pytest.mark.parametrize("head", [jnp.log, jax.nn.log_softmax], ids=["infinite", "nan"])
+def test_an_overflow_is_an_infinite_error_ranked_first(head):
+    """300 x 300 x 2 is beyond the range of float16, and the difference of two infinities is NaN."""
+
+    def loss_fn(params, x):
+        return jnp.mean(head(x @ params["large"])) + jnp.mean(x @ params["small"])
+
+    params = {"large": full((2, 2), 300.0), "small": normal(0, 2, 2)}
+    policy = mpx.get_policy("params=f16,compute=f16,output=f32")
+    advice = advise(loss_fn, params, full((3, 2), 300.0), policy, bound=1e-2)
+    assert [row.name for row in advice.rows] == ["large", "small"]
+    assert (advice.rows[0].error, advice.rows[0].share, advice.rows[1].share) == (np.inf, 1.0, 0.0)
+    assert np.isfinite(advice.rows[1].error)
+    assert advice.before.worst == np.inf
+    assert advice.met
+    assert advice.overrides == (("^large$", np.dtype(np.float32)),)
+
+
+def test_a_loss_scale_keeps_float16_gradients_from_underflow():
+    """Cotangents of 2^-30 are 0 in float16; 2^20 times as large they are not."""
+    loss_fn = lambda params, x: jnp.sum(x @ params) * 2.0**-30
+    policy = mpx.get_policy("params=f32,compute=f16,output=f32")
+    run = functools.partial(advise, loss_fn, normal(0, 4, 2), normal(1, 3, 4), policy, bound=1e-2)
+    assert run().before.gradient == pytest.approx(1)
+    scaled = run(loss_scale=mpx.StaticLossScale(2.0**20))
+    assert scaled.before.gradient < 1e-3
+    assert scaled.rows[0].gradient_error < 1e-3
+
+
+# ---- groups and patterns
+
+
+def linear_loss(params, x):
+    return sum(jnp.sum((x * leaf) ** 2) for leaf in jax.tree.leaves(params))
+
+
+def test_patterns_match_just_the_leaves_that_they_are_for():
+    """Names with characters of regular expressions, and names that begin others."""
+    names = ["w", "w2", "w.2", "a+b", "(c", "w/x", "net[0]", "^w$", "back\\slash", "w2a"]
+    params = {name: full((3,), 1 + (i + 1) / 1000) for i, name in enumerate(names)}
+    advice = advise(linear_loss, params, ones(3), STORED_ONLY, bound=1e-7)
+    assert len(advice.overrides) == len(names)
+    for row in advice.rows:
+        assert [name for name in names if re.search(row.pattern, name)] == [row.name]
+
+
+def test_layers_are_grouped_by_paths_with_equal_words():
+    layer = {"kernel": full(3, 1.001), "bias": ones(3)}
+    params = {"layers": [layer, layer, layer], "layers_x": full(3, 1.003)}
+    advice = advise(linear_loss, params, ones(3), STORED_ONLY, groups="patterns", bound=1e-7)
+    rows = rows_by_name(advice)
+    assert set(rows) == {"layers/*/bias", "layers/*/kernel", "layers_x"}
+    assert rows["layers/*/kernel"].pattern == "^layers/[0-9]+/kernel$"
+    stored = advice.policy.cast_to_param(params)
+    assert [layer["kernel"].dtype for layer in stored["layers"]] == [np.float32] * 3
+    assert [layer["bias"].dtype for layer in stored["layers"]] == [jnp.bfloat16] * 3  # ones are exact
+
+
+def test_many_leaves_are_grouped_by_themselves():
+    params = {f"layer_{i}": full(2, 1.001) for i in range(25)}
+    assert [row.name for row in advise(linear_loss, params, ones(2), STORED_ONLY).rows] == ["layer_*"]
+    few = {f"layer_{i}": full(2, 1.001) for i in range(3)}
+    assert len(advise(linear_loss, few, ones(2), STORED_ONLY).rows) == 3
+
+
+def test_a_function_names_the_groups():
+    params = {"a": full(2, 1.001), "a.b": full(2, 1.001), "b": full(2, 1.001), "ab": full(2, 1.001)}
+    group = lambda path: "some" if path in ("a", "b") else "others"
+    advice = advise(linear_loss, params, ones(2), STORED_ONLY, groups=group)
+    patterns = {row.name: row.pattern for row in advice.rows}
+    assert [path for path in params if re.search(patterns["some"], path)] == ["a", "b"]
+    assert [path for path in params if re.search(patterns["others"], path)] == ["a.b", "ab"]
+
+
+@settings(max_examples=60)
+@given(st.lists(st.text(st.sampled_from("ab01.*+[](|)$^\\/- é"), max_size=5), min_size=1, max_size=8, unique=True))
+@pytest.mark.parametrize("groups", ["leaves", "patterns"])
+def test_a_groups_pattern_finds_its_own_paths_and_no_others(groups, paths):
+    for pattern, positions in grouped(paths, groups).values():
+        assert [i for i, path in enumerate(paths) if re.search(pattern, path)] == list(positions)
+
+
+# ---- models and batches
+
+
+class LinenModel(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(2)(nn.tanh(nn.Dense(3)(x)))
+
+
+class NnxModel(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(4, 3, rngs=rngs), nnx.Linear(3, 2, rngs=rngs)])
+
+    def __call__(self, x):
+        return self.layers[1](nnx.tanh(self.layers[0](x)))
+
+
+def linen_case():
+    model = LinenModel()
+    loss_fn = lambda params, x: jnp.mean(model.apply(params, x) ** 2)
+    return loss_fn, model.init(jax.random.key(0), ones((2, 4))), "^params/Dense_{}/kernel$"
+
+
+def nnx_case():
+    graph, params = nnx.split(NnxModel(nnx.Rngs(0)))
+    return lambda params, x: jnp.mean(nnx.merge(graph, params)(x) ** 2), params, "^layers/{}/kernel$"
+
+
+@pytest.mark.parametrize("case", [linen_case, nnx_case], ids=["linen", "nnx"])
+def test_models_of_flax_are_advised_by_their_paths(case):
+    loss_fn, params, pattern = case()
+    advice = advise(loss_fn, params, normal(0, 2, 4), STORED_ONLY, bound=1e-6)
+    patterns = [pattern for pattern, _ in advice.overrides]
+    assert sorted(patterns) == [pattern.format(0), pattern.format(1)]  # biases are zeros
+    stored = jax.tree.leaves(advice.policy.cast_to_param(params))
+    assert sorted(str(leaf.dtype) for leaf in stored) == ["bfloat16"] * 2 + ["float32"] * 2
+    for overrides, dtype in (((), "bf16"), (advice.overrides, "f32")):
+        policy = mpx.get_policy(str(BF16), overrides=overrides)
+        rows = mpx.explain(mpx.autocast(loss_fn, policy))(params, normal(0, 2, 4)).contractions
+        assert [row.runs_in for row in rows] == [dtype] * 2
+
+
+def test_errors_are_means_over_a_list_of_batches():
+    loss_fn = lambda params, batch: jnp.sum(params * batch)
+    params = numbers([1.001, 1.003, 1.0])
+    batches = [numbers([1.0, 0.0, 1.0]), numbers([0.0, 2.0, 1.0])]
+    run = functools.partial(advise, loss_fn, params, policy=STORED_ONLY, bound=1.0)
+    single = [run(batch=batch).before.loss for batch in batches]
+    assert single[0] != single[1]
+    assert run(batch=batches).before.loss == pytest.approx(np.mean(single))
+    exact = [abs(rounded(p, jnp.bfloat16) - np.float32(p)) for p in (1.001, 1.003)]
+    np.testing.assert_allclose(single, [exact[0] / 2.001, 2 * exact[1] / 3.006], rtol=1e-3)
+
+
+def test_a_tuple_is_one_batch_and_integers_pass():
+    def loss_fn(params, batch):
+        ids, scale = batch
+        return scale * jnp.sum((params["embedding"][ids] @ params["head"]) ** 2)
+
+    params = {"embedding": normal(0, 5, 4), "head": normal(1, 4, 2), "step": 3, "name": "model", "ids": jnp.arange(2)}
+    batches = [(jnp.array([0, 3]), 2), (jnp.array([1, 1]), 5)]
+    advice = advise(loss_fn, params, batches, STORED_ONLY, bound=1.0)
+    assert {row.name for row in advice.rows} == {"embedding", "head"}
+    singles = [advise(loss_fn, params, batch, STORED_ONLY, bound=1.0).before.gradient for batch in batches]
+    assert advice.before.gradient == pytest.approx(np.mean(singles))
+
+
+def test_overrides_of_the_policy_stay_behind_the_advised_ones():
+    params = {"kept": full(2, 1.001), "stored": full(2, 1.001)}
+    policy = mpx.get_policy("params=bf16,compute=f32", overrides=(("kept", jnp.float32),))
+    advice = advise(linear_loss, params, ones(2), policy, bound=1e-7)
+    assert [row.name for row in advice.rows] == ["stored"]
+    assert advice.policy.overrides == (*advice.overrides, *policy.overrides)
+
+
+def test_an_override_of_the_policy_that_lowers_is_taken_back():
+    policy = mpx.get_policy("f32", overrides=(("w", jnp.bfloat16),))
+    loss_fn = lambda params, x: jnp.sum(x @ params["w"] + x @ params["v"])
+    advice = advise(loss_fn, {"w": normal(0, 3, 2), "v": normal(1, 3, 2)}, normal(2, 4, 3), policy, bound=1e-6)
+    assert [(row.name, row.bytes, row.is_kept) for row in advice.rows] == [("w", 12, True)]
+    assert advice.met
+
+
+def test_of_an_autocast_function_the_rules_count_and_the_policy_does_not():
+    loss_fn = lambda params, x: jnp.sum(lax.conv(x, params["kernel"], (1,), "SAME") ** 2) + jnp.sum(params["w"] @ x[0])
+    params, x = {"kernel": normal(0, 2, 2, 3), "w": normal(1, 3, 2)}, normal(2, 1, 2, 5)
+    rules = mpx.DEFAULT_RULES | {"conv_general_dilated": "keep"}
+    function = mpx.autocast(loss_fn, "f16", rules=rules, checkpoint="dots", gradient_dtype=jnp.float32)
+    assert {row.name for row in advise(function, params, x, COMPUTE_ONLY, bound=1.0).rows} == {"w"}
+    lowered = mpx.explain(loss_fn, COMPUTE_ONLY)(params, x).contractions
+    assert [row.runs_in for row in lowered] == ["bf16", "bf16"]  # without that table
+
+
+def test_leaves_without_contractions_share_the_program_of_the_reference():
+    """The reference and the policy are traced for their gradients: once more, a plan for each of three leaves."""
+    traces = []
+
+    def loss_fn(params, x):
+        traces.append(1)
+        return linear_loss(params, x)
+
+    params = {name: full(2, 1.001) for name in "abc"}
+    advise(loss_fn, params, ones(2), STORED_ONLY, bound=1.0)
+    plans = 2 + 3 + 1  # a check of the result, what the policy lowers, without each leaf, without all
+    assert len(traces) == plans + 2
+
+
+# ---- what it shows
+
+
+def test_advice_is_a_table_of_text():
+    text = str(centred_advice())
+    assert re.search(r"^what +loss +gradient +share +bytes +FLOPs +keep by$", text, re.M)
+    assert re.search(r"^second +\S+ +\S+ +\d+\.\d%  #+ +128 +768  override$", text, re.M)
+    assert "override ('^second$', 'f32')" in text
+    assert "The bound 0.02 is met." in text
+
+
+def test_advice_is_a_table_for_rich():
+    console = rich.console.Console(file=io.StringIO(), width=110)
+    console.print(centred_advice())
+    shown = console.file.getvalue()
+    assert re.search(r"second .* █+ .* override", shown)
+    assert "The bound 0.02 is met." in shown
+
+
+@pytest.mark.parametrize("advice", [centred_advice, attention_advice])
+def test_advice_is_a_dictionary_for_json(advice):
+    advice = advice()
+    read = json.loads(json.dumps(advice.as_dict()))
+    assert [row["name"] for row in read["rows"]] == [row.name for row in advice.rows]
+    assert read["overrides"] == [[pattern, "float32"] for pattern, _ in advice.overrides]
+    assert (read["met"], read["bound"], read["lines"]) == (advice.met, advice.bound, list(advice.lines))
+    assert read["before"]["leaves"] == dict(advice.before.leaves)
+
+
+def test_a_bound_that_nothing_meets_is_said_so():
+    """Sums that a user's table lowers are no contractions: no override reaches them."""
+    rules = mpx.DEFAULT_RULES | {"add": "lower"}
+    loss_fn = mpx.autocast(lambda params, x: jnp.sum((jnp.sin(x) + jnp.cos(x)) * params), "bf16", rules=rules)
+    params = full((3,), 1.001)
+    advice = advise(loss_fn, params, numbers([0.3, 0.4, 0.7]), BF16, bound=1e-6)
+    assert not advice.met
+    assert advice.rows[0].is_kept
+    assert "The bound 1e-06 is not met, even with all of this in float32" in str(advice)
+
+
+# ---- errors
+
+
+SCALAR = lambda params, x: jnp.sum(params["w"] * x)
+W = {"w": np.full(2, 1.001, np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"loss_fn": 3}, TypeError, "needs a function of parameters and a batch, but got int"),
+        ({"loss_fn": lambda params, x: params["w"] * x}, TypeError, r"real floating scalar.*returned float32\[2\]"),
+        ({"loss_fn": lambda params, x: (jnp.sum(params["w"]), x)}, TypeError, r"returned float32\[\], float32\[2\]"),
+        ({"loss_fn": lambda params, x: jnp.argmax(params["w"])}, TypeError, r"returned int(32|64)\[\]"),
+        ({"loss_fn": lambda params, x: None}, TypeError, "returned no array"),
+        ({"policy": "bf16"}, TypeError, "needs a policy, but got 'bf16'"),
+        ({"policy": mpx.Policy("f32", "f64", "f32")}, ValueError, "computes in bfloat16, float16 or float32"),
+        ({"bound": 0.0}, ValueError, "`bound` must be a relative error above 0, such as 1e-2, but got 0.0"),
+        ({"bound": float("nan")}, ValueError, "but got nan"),
+        ({"bound": True}, ValueError, "but got True"),
+        ({"groups": "layers"}, ValueError, "`groups` must be 'leaves', 'patterns', .* but got 'layers'"),
+        ({"groups": lambda path: 3}, TypeError, "`groups` must return .* but gave 3 for 'w'"),
+        ({"loss_scale": 1024.0}, TypeError, "`advise`: `loss_scale` must be a NoOpLossScale, .* but got float"),
+        ({"loss_scale": mpx.StaticLossScale(1000.0)}, ValueError, "powers? of two"),
+        ({"batch": []}, ValueError, "got an empty list"),
+        ({"batch": [ones(2), ones(3)]}, ValueError, "batch 1 differs from batch 0"),
+        ({"params": {"w": jnp.arange(2)}}, ValueError, "no floating leaves"),
+        ({"params": mpx.cast_to_half(W)}, ValueError, r"needs float32 parameters.*w: float16\[2\].*master_params"),
+        ({"params": {"w": jax.ShapeDtypeStruct((2,), np.float32)}}, TypeError, "no values for w"),
+        ({"policy": mpx.get_policy("f32")}, ValueError, "nothing is lowered by the policy 'p=f.*,c=f.*,o=f.*'"),
+        ({"policy": mpx.get_policy("c=bf16")}, ValueError, "nothing is lowered .* all 0 contractions"),
+        ({"params": {"w": numbers([1.0, np.inf])}}, ValueError, "loss of batch 0 is inf"),
+        ({"loss_fn": lambda params, x: jnp.sum(jnp.sqrt(params["w"] * 0))}, ValueError, "gradient of w is not finite"),
+    ],
+)
+def test_wrong_arguments_are_refused(change, error, match):
+    arguments = {"loss_fn": SCALAR, "params": W, "batch": ones(2), "policy": BF16} | change
+    with pytest.raises(error, match=match):
+        advise(**arguments)
+
+
+def test_it_is_refused_inside_of_jit():
+    with pytest.raises(TypeError, match=r"Call it outside of `jax\.jit`"):
+        jax.jit(lambda params: advise(SCALAR, params, ones(2), BF16).before.loss)(W)

@@ -1,0 +1,50 @@
+"""The largest size that fits, against all sizes tried one by one."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpx.tools.plan.capacity import largest_that_fits
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=40), st.integers(1, 150), st.integers(1, 60))
+def test_it_is_the_largest_of_all_sizes_wherever_one_starts(steps, memory, start):
+    """Bytes that rise by chance, then steeply."""
+
+    def bytes_of(size):
+        assert size >= 1
+        return sum(steps[:size]) + 200 * max(0, size - len(steps))
+
+    expected = max((size for size in range(1, len(steps) + 2) if bytes_of(size) <= memory), default=0)
+    assert largest_that_fits(bytes_of, memory, start=start) == expected
+
+
+def test_near_the_answer_few_sizes_are_tried():
+    tried = []
+
+    def bytes_of(size):
+        tried.append(size)
+        return 18 * size
+
+    assert largest_that_fits(bytes_of, 18e12, start=10**12 - 2) == 10**12
+    assert len(tried) <= 6
+    tried.clear()
+    assert largest_that_fits(bytes_of, 18e12) == 10**12
+    assert len(tried) <= 82  # 41 to pass it, 40 to bisect
+
+
+@pytest.mark.parametrize("memory", [0, -1, float("nan"), float("inf"), None, "1e9"])
+def test_a_memory_is_a_number_above_zero(memory):
+    with pytest.raises(ValueError, match=r"`largest_that_fits`: `memory_bytes` must be a number above 0, such as 80e9"):
+        largest_that_fits(lambda n: n, memory)
+
+
+@pytest.mark.parametrize("start", [0, -3, 1.5, True])
+def test_a_start_is_an_integer_above_zero(start):
+    with pytest.raises(ValueError, match=r"`largest_that_fits`: `start` must be an integer above 0"):
+        largest_that_fits(lambda n: n, 10, start=start)
+
+
+def test_bytes_that_never_grow_are_refused():
+    with pytest.raises(ValueError, match="Does `bytes_of` depend on its argument"):
+        largest_that_fits(lambda n: 1, 10)

@@ -1,0 +1,115 @@
+"""What XLA says of a compiled step, against what can be counted."""
+
+import json
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import mpx
+from mpx.tools.plan.capacity import largest_that_fits
+from mpx.tools.plan.memory_plan import memory_plan
+from mpx.tools.plan.step_memory import StepMemory, step_memory
+from tests.helpers import eight_cpu_devices
+
+pytestmark = pytest.mark.optax_promotion
+
+SHAPE = jax.ShapeDtypeStruct
+TX = mpx.master_weights(optax.sgd(0.1, momentum=0.9))
+PARAMS = {"a": SHAPE((256, 256), jnp.bfloat16), "b": SHAPE((256, 256), jnp.bfloat16)}
+STATE = jax.eval_shape(TX.init, PARAMS)
+
+
+def step(params, state, x):
+    loss = lambda p, x: jnp.mean((jnp.tanh(x @ p["a"].astype(x.dtype)) @ p["b"].astype(x.dtype)) ** 2)
+    grads = jax.grad(loss)(params, x)
+    updates, state = TX.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+def batch(n):
+    return SHAPE((n, 256), np.float32)
+
+
+def test_the_arguments_are_what_was_planned_and_the_batch():
+    before = len(jax.live_arrays())
+    memory = step_memory(step, PARAMS, STATE, batch(64))
+    plan = memory_plan(PARAMS, TX)
+    held = plan.bytes_of("parameters") + plan.state_bytes
+    assert memory.arguments == held + 64 * 256 * 4
+    assert memory.outputs >= held  # and the table of the tuple
+    assert memory.aliased == 0
+    assert len(jax.live_arrays()) == before
+
+
+def test_donated_arguments_are_held_once():
+    donating = jax.jit(step, donate_argnums=(0, 1))
+    kept, given = step_memory(step, PARAMS, STATE, batch(64)), step_memory(donating, PARAMS, STATE, batch(64))
+    plan = memory_plan(PARAMS, TX)
+    assert given.aliased == plan.bytes_of("parameters") + plan.state_bytes
+    assert given.peak < kept.peak
+
+
+def test_the_peak_counts_everything_once():
+    memory = StepMemory(arguments=1000, outputs=500, aliased=400, temporaries=70, code=9)
+    assert memory.peak == 1000 + 100 + 70 + 9
+    assert json.loads(json.dumps(memory.as_dict())) == {
+        "arguments": 1000, "outputs": 500, "aliased": 400, "temporaries": 70, "code": 9, "peak": 1179,
+    }  # fmt: skip
+    assert str(memory).splitlines()[-1].split() == ["peak", "1,179"]
+
+
+def test_rich_shows_the_same_table():
+    from rich.console import Console
+
+    memory = StepMemory(1, 2, 3, 4, 5)
+    console = Console(width=100)
+    with console.capture() as capture:
+        console.print(memory)
+    assert capture.get().strip() == str(memory)
+
+
+def test_temporaries_grow_with_the_batch_and_the_largest_batch_fits():
+    donating = jax.jit(step, donate_argnums=(0, 1))
+    peak = lambda n: step_memory(donating, PARAMS, STATE, batch(64 * n)).peak
+    memory = 5e6
+    largest = largest_that_fits(peak, memory)
+    assert largest >= 2
+    assert peak(largest) <= memory < peak(largest + 1)
+
+
+def test_shapes_with_shardings_give_the_bytes_of_one_device():
+    mesh = eight_cpu_devices()
+    placed = lambda s, spec: SHAPE(s.shape, s.dtype, sharding=NamedSharding(mesh, spec))
+    double = lambda w, x: x @ w
+    one = step_memory(double, batch(256), batch(64))
+    eight = step_memory(double, placed(batch(256), P()), placed(batch(64), P("data")))
+    assert one.arguments == 4 * (256 * 256 + 64 * 256)
+    assert eight.arguments == 4 * (256 * 256 + 8 * 256)
+    assert eight.outputs == one.outputs // 8
+
+
+def test_keyword_arguments_are_arguments():
+    assert step_memory(lambda *, x: x + 1, x=batch(8)).arguments == 8 * 256 * 4
+
+
+def test_what_is_no_function_is_refused():
+    with pytest.raises(TypeError, match=r"`step_memory` needs a function, but got dict"):
+        step_memory({})
+
+
+def test_a_backend_without_an_analysis_is_named():
+    class Step:
+        def __call__(self, x):
+            return x
+
+        def lower(self, x):
+            return types.SimpleNamespace(compile=lambda: types.SimpleNamespace(memory_analysis=lambda: None))
+
+    with pytest.raises(RuntimeError, match=r"`step_memory`: the backend '\w+' gives no memory analysis"):
+        step_memory(Step(), batch(8))

@@ -1,0 +1,431 @@
+"""Plans against the bytes of real arrays, and against the formulas of the literature."""
+
+import json
+import re
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import mpx
+from mpx.tools.plan.compare_plans import STANDARD_RECIPES
+from mpx.tools.plan.memory_plan import memory_plan
+from tests.helpers import eight_cpu_devices
+
+pytestmark = pytest.mark.optax_promotion
+
+ADAMW = optax.adamw(optax.linear_schedule(1e-2, 0.0, 100))
+BF16 = "params=bf16,compute=bf16,output=f32"
+BLOCKS = mpx.Blockwise8bit(16)
+
+
+def model():
+    """Leaves of odd shapes, large enough for 8 bits and not; and leaves that nobody trains."""
+    return {
+        "kernel": jnp.ones((65, 67)),
+        "first": jnp.ones((16, 48), jnp.float32),
+        "second": jnp.ones((5, 128)),
+        "bias": jnp.ones((24,)),
+        "scalar": jnp.ones(()),
+        "empty": jnp.ones((0, 3)),
+        "steps": jnp.arange(7, dtype=jnp.int32),
+        "key": jax.random.key(0),
+        "none": None,
+    }
+
+
+def labelled(leaf_rule, other_rule):
+    labels = lambda params: jax.tree.map_with_path(lambda path, _: "a" if path[0].key < "g" else "b", params)
+    return optax.partition({"a": leaf_rule, "b": other_rule}, labels)
+
+
+def with_dimensions(params):
+    return jax.tree.map(lambda p: p.ndim > 0, params)
+
+
+def in_8_bits(rule, **options):
+    return mpx.low_precision_state(rule, {"mu": BLOCKS, "nu": BLOCKS}, min_size=64, **options)
+
+
+TRANSFORMATIONS = {
+    "plain": ADAMW,
+    "momentum": optax.sgd(0.1, momentum=0.9),
+    "average": mpx.master_weights(optax.chain(ADAMW, mpx.params_ema(0.9))),
+    "multi steps": optax.MultiSteps(mpx.master_weights(ADAMW), 4),
+    "bf16 moments": mpx.low_precision_state(ADAMW, {"mu": "bf16", "nu": "bf16"}),
+    "8 bits": mpx.master_weights(in_8_bits(ADAMW), storage="split"),
+    "8 bits stochastic": in_8_bits(ADAMW, rounding="stochastic", key=jax.random.key(1)),
+    "partition": labelled(mpx.master_weights(ADAMW), optax.sgd(0.1, momentum=0.9)),
+    "masked": optax.masked(mpx.master_weights(ADAMW), with_dimensions),
+    "scaled": mpx.loss_scaling(mpx.master_weights(ADAMW)),
+    # (Optax looks for the narrowest dtype there, and cannot compare that of a key.)
+    "injected": optax.masked(optax.inject_hyperparams(optax.adam)(learning_rate=0.1), with_dimensions),
+    "adafactor": mpx.upcast(optax.adafactor(1e-2, min_dim_size_to_factor=4)),
+}
+RECIPES = {name: (recipe.wrap(ADAMW), recipe.policy) for name, recipe in STANDARD_RECIPES.items()}
+CASES = RECIPES | {name: (tx, BF16) for name, tx in TRANSFORMATIONS.items()}
+every_case = pytest.mark.parametrize("name", CASES)
+
+
+def nbytes(tree):
+    return sum(x.nbytes for x in jax.tree.leaves(tree))
+
+
+def real_state(tx, params):
+    tx = tx.gradient_transformation() if isinstance(tx, optax.MultiSteps) else tx
+    return tx.init(params)
+
+
+def abstract(*axes):
+    names = tuple(name for name, _ in axes)
+    return AbstractMesh(tuple(size for _, size in axes), names, axis_types=(AxisType.Auto,) * len(axes))
+
+
+# --- To the byte. ---
+@every_case
+def test_the_state_has_the_bytes_of_the_real_arrays(name):
+    tx, policy = CASES[name]
+    plan = memory_plan(model, tx, policy)
+    params = mpx.get_policy(policy).cast_to_param(model())
+    assert plan.state_bytes == nbytes(real_state(tx, params))
+    assert plan.bytes_of("parameters") + plan.bytes_of("not trained") == nbytes(params)
+
+
+def trained_model():
+    """As in a real data-parallel training, without what cannot be divided or differentiated."""
+    return {name: leaf for name, leaf in model().items() if name not in ("steps", "key")}
+
+
+@pytest.mark.parametrize("name", [*RECIPES, "average", "8 bits", "partition", "adafactor"])
+def test_a_device_has_the_bytes_of_its_part_of_the_real_arrays(name):
+    mesh = eight_cpu_devices()
+    tx, policy = CASES[name]
+    plan = memory_plan(trained_model, tx, policy, mesh=mesh)
+    params = mpx.get_policy(policy).cast_to_param(trained_model())
+    state = mpx.zero1(tx, mesh).init(jax.device_put(params, NamedSharding(mesh, P())))
+    assert plan.state_bytes_a_device == sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))
+    assert plan.state_bytes == nbytes(state)
+    assert plan.state_bytes_a_device < plan.state_bytes  # what is counted is not the whole
+
+
+def test_a_transformation_that_is_divided_already_is_planned_as_the_one_inside():
+    mesh = eight_cpu_devices()
+    tx = mpx.master_weights(ADAMW)
+    plan = memory_plan(trained_model, mpx.zero1(tx, mesh), BF16, mesh=mesh)
+    assert plan == memory_plan(trained_model, tx, BF16, mesh=mesh)
+
+
+def test_parameters_and_gradients_are_divided_as_their_specs_say():
+    """Of 16 x 48 numbers a device has 16 x 12, of the moments a half of that."""
+    mesh = abstract(("data", 2), ("model", 4))
+    plan = memory_plan({"w": jnp.ones((16, 48), jnp.float32)}, optax.adam(0.1), mesh=mesh, param_specs=P(None, "model"))
+    assert plan.bytes_of("parameters") == plan.bytes_of("gradients") == 4 * 16 * 12
+    assert plan.bytes_of("first moment") == plan.bytes_of("second moment") == 4 * 16 * 12 / 2
+    assert plan.devices == 8
+
+
+def test_without_an_axis_the_state_lies_as_the_parameters_do():
+    mesh = abstract(("data", 2), ("model", 4))
+    plan = memory_plan(
+        {"w": jnp.ones((16, 48), jnp.float32)}, optax.adam(0.1), mesh=mesh, axis=None, param_specs=P("data", "model")
+    )
+    assert plan.bytes_of("parameters") == plan.bytes_of("first moment") == 4 * 8 * 12
+    assert plan.devices == 8
+
+
+def test_parameters_on_a_mesh_of_explicit_axes_say_themselves_how_they_lie():
+    mesh = jax.make_mesh((8,), ("model",), axis_types=(AxisType.Explicit,), devices=jax.devices("cpu"))
+    w = jax.device_put(jnp.ones((16, 48), jnp.float32), NamedSharding(mesh, P(None, "model")))
+    plan = memory_plan({"w": w}, optax.adam(0.1), mesh=mesh, axis=None)
+    assert plan.bytes_of("parameters") == 4 * 16 * 6
+
+
+# --- The formulas. ---
+def without_scalars(plan):
+    """The bytes that grow with the model."""
+    return sum(row.bytes_a_device for row in plan.rows if row.name not in ("counts and scalars", "key"))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "gradient_dtype", "expected"),
+    [
+        ("f32", None, 16),
+        ("f32, bf16 autocast", "f32", 16),
+        ("bf16, f32 masters", "f32", 18),
+        ("f16, f32 masters, loss scaling", "f32", 18),
+        ("bf16, f32 masters", None, 16),
+        ("bf16, split masters", None, 14),
+        ("bf16, split masters, 8-bit moments", None, 8 + 2 * 4 / 256),
+        ("bf16, Kahan", None, 14),
+        ("bf16, Kahan, bf16 moments", None, 10),
+        ("bf16, stochastic rounding", None, 12),
+    ],
+)
+def test_a_recipe_takes_the_bytes_a_parameter_of_its_formula(recipe, gradient_dtype, expected):
+    tx, policy = RECIPES[recipe]
+    plan = memory_plan(256 * 1000, tx, policy, gradient_dtype=gradient_dtype)
+    assert without_scalars(plan) == expected * 256 * 1000
+
+
+@pytest.mark.parametrize("d", [1, 2, 8, 1024])
+@pytest.mark.parametrize(
+    ("recipe", "options", "whole", "divided"),
+    [
+        ("f16, f32 masters, loss scaling", {"gradient_dtype": None, "gradient_copy": "f32"}, 4, 16),
+        ("bf16, f32 masters", {}, 6, 12),
+        ("f32", {}, 8, 8),
+    ],
+)
+def test_zero_takes_the_bytes_of_megatrons_table(recipe, options, whole, divided, d):
+    tx, policy = RECIPES[recipe]
+    n = 256 * 1024 * 3
+    plan = memory_plan(n, tx, policy, mesh=abstract(("data", d)), **options)
+    assert plan.parameters == n
+    assert without_scalars(plan) == whole * n + divided * n // d
+
+
+@given(st.integers(1, 10**12), st.integers(1, 64))
+def test_a_number_is_rounded_up_to_blocks_on_each_device(n, d):
+    plan = memory_plan(n, optax.sgd(0.1, momentum=0.9), mesh=abstract(("data", d)))
+    assert n <= plan.parameters < n + 256 * d
+    assert plan.bytes_of("first moment") * d == 4 * plan.parameters
+    assert memory_plan(n, optax.sgd(0.1)).parameters == n
+
+
+def test_blocks_of_a_number_are_divided_too():
+    """Scales that do not divide would be whole on every device."""
+    tx = mpx.low_precision_state(optax.adam(0.1), {"mu|nu": mpx.Blockwise8bit()})
+    plan = memory_plan(7_000_001, tx, mesh=abstract(("data", 7)))
+    (scales,) = [row for row in plan.rows if row.kind == "scales of blocks"]
+    assert scales.bytes_a_device * 7 == scales.bytes == 2 * 4 * plan.parameters // 256
+
+
+# --- What the parts are called. ---
+def parts(plan):
+    return {row.name: (row.kind, " ".join(row.dtypes)) for row in plan.rows}
+
+
+def test_the_parts_of_a_state_are_named_as_its_fields():
+    tx = mpx.loss_scaling(mpx.master_weights(optax.chain(in_8_bits(ADAMW), mpx.params_ema(0.9)), storage="split"))
+    assert parts(memory_plan(model, tx, BF16, gradient_dtype=None)) == {
+        "parameters": ("parameters", "bfloat16"),
+        "not trained": ("not trained", "key<fry> int32"),
+        "gradients": ("gradients", "bfloat16"),
+        "low bits": ("low bits", "uint16"),
+        "mu": ("first moment", "float32 uint8 key<fry> int32"),
+        "nu": ("second moment", "float32 uint8 key<fry> int32"),
+        "block_scales": ("scales of blocks", "float32"),
+        "ema": ("average", "float32"),
+        "counts and scalars": ("other state", "float32 int32 bool"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("tx", "name", "part"),
+    [
+        (optax.MultiSteps(optax.sgd(0.1), 2), "acc_grads", ("sum of gradients", "float32")),
+        (optax.sgd(0.1, momentum=0.9), "trace", ("first moment", "bfloat16")),
+        (mpx.master_weights(optax.sgd(0.1)), "master", ("masters", "float32")),
+        (mpx.kahan_summation(), "compensation", ("compensation", "bfloat16")),
+        (mpx.stochastic_rounding(jax.random.key(0)), "key", ("other state", "uint32")),
+        (optax.sm3(0.1), "mu", ("second moment", "bfloat16")),
+        (optax.contrib.schedule_free_sgd(0.1), "z", ("other state", "bfloat16")),
+        (
+            optax.GradientTransformation(lambda params: {"speed": params}, lambda g, s, p=None: (g, s)),
+            "speed",
+            ("other state", "bfloat16"),
+        ),
+    ],
+)
+def test_a_part_is_known_by_the_state_it_stands_in(tx, name, part):
+    assert parts(memory_plan({"mu": jnp.ones((4, 4))}, tx, BF16))[name] == part
+
+
+def test_a_parameter_may_be_called_as_a_field_is():
+    """A dictionary inside of a state's field is the user's."""
+    named = parts(memory_plan({"nu": jnp.ones((4, 4)), "master": jnp.ones(3)}, optax.sgd(0.1, momentum=0.9)))
+    assert set(named) == {"parameters", "gradients", "trace"}
+
+
+def test_gradients_of_float64_stay_so():
+    params = {"w": jax.ShapeDtypeStruct((8,), np.float32), "ids": jax.ShapeDtypeStruct((8,), np.int32)}
+    assert memory_plan(params, optax.sgd(0.1)).bytes_of("gradients") == 8 * 4
+    with jax.enable_x64(True):
+        params["w"] = jax.ShapeDtypeStruct((8,), np.float64)
+        assert memory_plan(params, optax.sgd(0.1)).bytes_of("gradients") == 8 * 8
+
+
+# --- What a model may be. ---
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(3)(x)
+
+
+@pytest.mark.parametrize(
+    "given_model",
+    [
+        lambda: nnx.state(nnx.Linear(5, 3, rngs=nnx.Rngs(0)), nnx.Param),
+        nnx.state(nnx.Linear(5, 3, rngs=nnx.Rngs(0)), nnx.Param),
+        lambda: Net().init(jax.random.key(0), jnp.ones((1, 5))),
+        lambda: eqx.nn.MLP(5, 3, 0, 0, key=jax.random.key(0)),
+        eqx.nn.MLP(5, 3, 0, 0, key=jax.random.key(0)),
+        {"w": np.ones((5, 3), np.float32), "b": jax.ShapeDtypeStruct((3,), np.float32), "activation": jnp.tanh},
+        18,
+    ],
+    ids=["nnx function", "nnx", "linen function", "equinox function", "equinox", "tree", "number"],
+)
+def test_a_model_may_come_from_any_library(given_model):
+    plan = memory_plan(given_model, mpx.master_weights(optax.sgd(0.1)), "bf16")
+    assert plan.parameters == 18
+    assert plan.state_bytes == 18 * 4
+
+
+def test_nothing_is_run_and_nothing_allocated():
+    ran = []
+
+    def init():
+        ran.append(1)
+        jax.debug.callback(lambda: ran.append("at run time"))
+        return {"w": jnp.ones((81920, 854492))}  # 70 billion numbers
+
+    before = len(jax.live_arrays())
+    plan = memory_plan(init, in_8_bits(ADAMW), BF16, mesh=abstract(("data", 1024)))
+    assert ran == [1]  # traced
+    assert len(jax.live_arrays()) == before
+    assert plan.parameters == 81920 * 854492
+    assert memory_plan(70_000_000_001, in_8_bits(ADAMW)).parameters == 70_000_000_001
+
+
+# --- The largest model. ---
+@pytest.mark.parametrize("memory", [1e3, 80e9, 123_456_789])
+@pytest.mark.parametrize("d", [None, 8])
+@pytest.mark.parametrize("recipe", ["bf16, f32 masters", "bf16, split masters, 8-bit moments"])
+def test_the_largest_model_fits_and_one_parameter_more_does_not(recipe, d, memory):
+    tx, policy = RECIPES[recipe]
+    options = {} if d is None else {"mesh": abstract(("data", d))}
+    largest = memory_plan(1_000_000, tx, policy, **options).largest_model(memory)
+    total = lambda n: memory_plan(n, tx, policy, **options).total_bytes_a_device
+    assert largest == 0 or total(largest) <= memory
+    assert total(largest + 1) > memory
+
+
+def test_a_model_grows_in_proportion():
+    """20 bytes a parameter, of 10 parameters, and a count of 4 bytes."""
+    plan = memory_plan({"w": jnp.ones((2, 5), jnp.float32)}, optax.adam(0.1))
+    assert plan.total_bytes == 164
+    assert plan.largest_model(164) == 10
+    assert plan.largest_model(163) == 9
+    assert plan.largest_model(3) == 0
+
+
+@pytest.mark.parametrize("memory", [0, -1.0, float("inf"), float("nan"), "80GB", True])
+def test_a_memory_is_a_number_above_zero(memory):
+    with pytest.raises(ValueError, match=r"`MemoryPlan.largest_model`: `memory_bytes` must be a number above 0"):
+        memory_plan(10, optax.sgd(0.1)).largest_model(memory)
+
+
+# --- How it prints. ---
+def test_the_table_shows_every_part_and_the_total():
+    lines = str(memory_plan(256_000, mpx.master_weights(optax.adam(0.1)), "bf16")).splitlines()
+    assert lines[0] == "256,000 parameters"
+    assert re.split(r"\s{2,}", lines[1]) == ["part", "kind", "dtype", "numbers", "bytes", "a parameter"]
+    assert re.split(r"\s{2,}", lines[4]) == ["master", "masters", "float32", "256,000", "1,024,000", "4"]
+    assert re.split(r"\s{2,}", lines[-1]) == ["total", "4,608,004", "18"]
+
+
+def test_on_a_mesh_the_table_has_the_bytes_of_a_device():
+    lines = str(memory_plan(2048, optax.adam(0.1), mesh=abstract(("data", 8)))).splitlines()
+    assert lines[0] == "2,048 parameters on 8 devices"
+    assert re.split(r"\s{2,}", lines[-2])[-3:] == ["4", "4", "0.001953"]
+    assert re.split(r"\s{2,}", lines[4]) == ["mu", "first moment", "float32", "2,048", "8,192", "1,024", "0.5"]
+
+
+def test_rich_shows_the_same_cells():
+    from rich.console import Console
+
+    plan = memory_plan({"w": jnp.ones((4, 4)), "k": jax.random.key(0)}, optax.adam(0.1))
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(plan)
+    shown = capture.get()
+    assert all(cell in shown for line in str(plan).splitlines() for cell in re.split(r"\s{2,}", line))
+
+
+def test_it_goes_through_json():
+    plan = memory_plan(model, mpx.master_weights(ADAMW), BF16, mesh=abstract(("data", 8)))
+    read = json.loads(json.dumps(plan.as_dict()))
+    assert read == plan.as_dict()
+    assert sum(row["bytes"] for row in read["rows"]) == read["total_bytes"] == plan.total_bytes
+    assert sum(row["bytes_a_device"] for row in read["rows"]) == read["total_bytes_a_device"]
+    assert read["state_bytes"] == plan.state_bytes
+    assert read["devices"] == 8
+
+
+# --- What is refused. ---
+TREE = {"w": jnp.ones((6, 4), jnp.float32)}
+
+
+@pytest.mark.parametrize(
+    ("given_model", "error", "message"),
+    [
+        (0, ValueError, "a number of parameters must be above 0, but got 0"),
+        (-5, ValueError, "must be above 0, but got -5"),
+        (7e9, TypeError, "a number of parameters must be an integer, but got 7000000000.0"),
+        (True, TypeError, "must be an integer, but got True"),
+        (lambda: {"ids": jnp.arange(3)}, ValueError, "there are no floating-point numbers in the model"),
+        (lambda: None, ValueError, "there are no floating-point numbers"),
+        ({}, ValueError, "there are no floating-point numbers"),
+        ("gpt2", ValueError, "there are no floating-point numbers"),
+        ({"w": jnp.ones((0, 3))}, ValueError, "there are no floating-point numbers"),
+    ],
+    ids=["zero", "negative", "a float", "a boolean", "integers", "nothing", "an empty tree", "a name", "no numbers"],
+)
+def test_what_is_no_model_is_refused(given_model, error, message):
+    with pytest.raises(error, match=f"`memory_plan`: .*{re.escape(message)}"):
+        memory_plan(given_model, optax.sgd(0.1))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"policy": 16}, TypeError, "`policy` must be a Policy, the string of one or None, but got int"),
+        ({"policy": "params=bf15"}, ValueError, "Unknown dtype 'bf15'"),
+        ({"gradient_dtype": "int32"}, ValueError, "`gradient_dtype` must be a floating-point dtype or None"),
+        ({"gradient_dtype": "half a byte"}, ValueError, "but got 'half a byte'"),
+        ({"gradient_copy": "int8"}, ValueError, "`gradient_copy` must be a floating-point dtype or None"),
+        ({"gradient_copy": "f32"}, ValueError, "all gradients are as wide already"),
+        ({"mesh": "data"}, TypeError, "`mesh` must be a jax.sharding.Mesh, but got str"),
+        ({"mesh": "data", "axis": None}, TypeError, "`mesh` must be a jax.sharding.Mesh, but got str"),
+        ({"mesh": abstract(("data", 2)), "axis": "batch"}, ValueError, "none is called 'batch'"),
+        ({"param_specs": P("data")}, ValueError, "`param_specs` was given without a `mesh`"),
+        ({"mesh": abstract(("data", 2)), "param_specs": P("data")}, ValueError, "may name axes of the mesh"),
+        (
+            {"mesh": abstract(("data", 2), ("model", 4)), "param_specs": P("model")},
+            ValueError,
+            "these parameters cannot be divided as `param_specs` says:\n  'w': float32[6, 4] as ",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(options, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        memory_plan(TREE, optax.sgd(0.1), **options)
+
+
+def test_a_rule_without_its_settings_is_refused():
+    with pytest.raises(TypeError, match=r"`memory_plan` needs an Optax gradient transformation"):
+        memory_plan(TREE, optax.adamw)
+
+
+def test_a_kind_that_there_is_not_is_refused():
+    with pytest.raises(ValueError, match=r"`kind` must be one of \('parameters', .*but got 'momenta'"):
+        memory_plan(TREE, optax.sgd(0.1)).bytes_of("momenta")

@@ -1,0 +1,617 @@
+"""The pictures: what is drawn is what was given, nothing overlaps or is cut off, and it can be read on both pages."""
+
+import dataclasses
+import io
+import itertools
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+import jax
+import jax.numpy as jnp
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+import optax
+import pytest
+from matplotlib.colors import to_rgb, to_rgba
+from matplotlib.text import Text
+
+import mpx
+import mpx.plot
+from mpx.tools.plan.rows import Kind
+from mpx.tools.plot import themes
+from mpx.tools.plot.memory import _LOOKS, _OTHER_HATCH
+
+ROOT = Path(__file__).parents[2]
+WHITE, DARK = "#FFFFFF", "#121212"
+
+
+@pytest.fixture(autouse=True)
+def close_figures():
+    yield
+    plt.close("all")
+
+
+def contrast(a, b):
+    """WCAG 2.1: the ratio of the relative luminances of two sRGB colours, each with 0.05 added."""
+
+    def luminance(color):
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(color)]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted([luminance(a), luminance(b)])
+    return (high + 0.05) / (low + 0.05)
+
+
+# What is drawn: results of mpx, small ones.
+
+
+def loss_curves():
+    falling = np.exp(-np.arange(20) / 5)
+    curves = {
+        "bf16, f32 masters": falling,
+        "bf16, Kahan": falling + 0.01,
+        "f16": np.where(falling < 0.2, np.nan, falling),
+    }
+    return {"curves": curves, "reference": falling + np.array([[-0.1], [0.0], [0.1]])}
+
+
+def gradients():
+    rng = np.random.default_rng(0)
+    numbers = rng.normal(size=3000) * np.exp2(3 * rng.normal(size=3000) - 18)
+    return {"w": jnp.asarray(np.append(np.float32(numbers), np.float32([0, 0, np.inf])))}
+
+
+def history(steps=12):
+    tx = mpx.monitor.scale_history(mpx.loss_scaling(optax.sgd(0.1), mpx.DynamicLossScale(2.0**10, period=4)))
+
+    def step(state, gradient):
+        return tx.update(jnp.full(2, gradient), state)[1], None
+
+    bad = np.where(np.arange(steps) % 5 == 2, np.inf, 1.0).astype(np.float32)
+    state, _ = jax.jit(lambda state: jax.lax.scan(step, state, bad))(tx.init(jnp.ones(2)))
+    return mpx.monitor.read_scale_history(state)
+
+
+@pytest.fixture(scope="module")
+def found_advice():
+    values = {"first": np.full((4, 8), 0.3), "second": np.full((8, 2), 0.25), "third": np.full((2, 2), 0.7)}
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), values)
+    loss_fn = lambda params, x: jnp.mean((x @ params["first"] @ params["second"] @ params["third"]) ** 2)
+    return mpx.advise(
+        loss_fn, params, jnp.ones((2, 4), jnp.float32), mpx.get_policy("params=bf16,compute=f32"), bound=1e-5
+    )
+
+
+@pytest.fixture(scope="module")
+def comparison():
+    return mpx.compare_plans(2**20)
+
+
+@pytest.fixture(scope="module")
+def pictures(found_advice, comparison):
+    """By name a function that draws on given axes or new ones."""
+    report = mpx.underflow_report(gradients())
+    histogram = mpx.monitor.exponent_histogram()(gradients())
+    scales = history()
+    plan = mpx.memory_plan(2**20, mpx.mixed_precision(optax.adamw(1e-3), "bf16"), "bf16")
+    shares = {"bf16": np.linspace(0, 0.9, 10), "f32": np.zeros(10)}
+    formats = ["float8_e4m3fn", "float8_e5m2", "f16", "bf16", "f32"]
+    return {
+        "losses": lambda **kwargs: mpx.plot.losses(**loss_curves(), **kwargs),
+        "memory of recipes": lambda **kwargs: mpx.plot.memory(comparison, **kwargs),
+        "memory of a plan": lambda **kwargs: mpx.plot.memory(plan, unit="GB", **kwargs),
+        "exponents of a report": lambda **kwargs: mpx.plot.exponents(report, **kwargs),
+        "exponents measured": lambda **kwargs: mpx.plot.exponents(histogram, formats=formats, scale=2**4, **kwargs),
+        "loss scale": lambda **kwargs: mpx.plot.loss_scale(scales, **kwargs),
+        "lost updates": lambda **kwargs: mpx.plot.lost_updates(shares, **kwargs),
+        "advice": lambda **kwargs: mpx.plot.advice(found_advice, **kwargs),
+    }
+
+
+NAMES = (
+    "losses", "memory of recipes", "memory of a plan", "exponents of a report", "exponents measured", "loss scale",
+    "lost updates", "advice",
+)  # fmt: skip
+
+
+def drawn_texts(figure):
+    """The texts that are seen: not those of ticks outside of the axis."""
+    figure.canvas.draw()
+    hidden = set()
+    for axes in figure.findobj(matplotlib.axes.Axes):
+        for axis in (axes.xaxis, axes.yaxis):
+            low, high = sorted(axis.get_view_interval())
+            for tick in [*axis.get_major_ticks(), *axis.get_minor_ticks()]:
+                slack = 1e-9 * (high - low)
+                if not low - slack <= tick.get_loc() <= high + slack or not axis.get_visible():
+                    hidden |= {tick.label1, tick.label2}
+                hidden |= {label for label in (tick.label1, tick.label2) if not label.get_visible()}
+    return [text for text in figure.findobj(Text) if text.get_visible() and text.get_text() and text not in hidden]
+
+
+def legend_of(axes):
+    return [text.get_text() for text in axes.get_legend().get_texts()]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_picture_is_saved_as_pixels_and_as_vectors_and_is_transparent(name, pictures, tmp_path):
+    figure = pictures[name]().figure
+    figure.savefig(tmp_path / "picture.png")
+    figure.savefig(tmp_path / "picture.svg")
+    pixels = plt.imread(tmp_path / "picture.png")
+    assert pixels[0, -1, 3] == 0
+    assert 0.02 < np.mean(pixels[..., 3] > 0) < 0.9
+    assert "</svg>" in (tmp_path / "picture.svg").read_text()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_text_is_cut_off_and_none_lies_on_another(name, pictures):
+    figure = pictures[name]().figure
+    boxes = {text: text.get_window_extent() for text in drawn_texts(figure)}
+    assert len(boxes) > 5
+    for text, box in boxes.items():
+        assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1, text  # noqa: PT018
+    for (a, box_a), (b, box_b) in itertools.combinations(boxes.items(), 2):
+        assert not box_a.overlaps(box_b), (a, b)
+
+
+def test_text_that_lies_on_another_or_is_cut_off_would_be_found():
+    figure, axes = plt.subplots()
+    first, second = axes.text(0.5, 0.5, "first"), axes.text(0.52, 0.5, "second")
+    outside = axes.text(1.3, 0.5, "outside of the figure")
+    assert {first, second, outside} <= set(drawn_texts(figure))
+    assert first.get_window_extent().overlaps(second.get_window_extent())
+    assert outside.get_window_extent().x1 > figure.bbox.x1
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("style", "pages", "least"), [(None, (WHITE, DARK), 4.1), ("light", (WHITE,), 15), ("dark", (DARK,), 15)]
+)
+def test_all_text_can_be_read_on_its_pages(name, pictures, style, pages, least):
+    if style is None:
+        figure = pictures[name]().figure
+        assert to_rgba(figure.get_facecolor())[3] == 0
+    else:
+        with mpx.plot.style(style):
+            figure = pictures[name]().figure
+        assert to_rgb(figure.get_facecolor()) == to_rgb(pages[0])
+    on_blue = [text for text in drawn_texts(figure) if to_rgb(text.get_color()) == to_rgb(themes.ON_COLOR)]
+    assert all(text.get_text().startswith("normal") for text in on_blue)
+    assert contrast(themes.ON_COLOR, themes.BLUE) >= 4.5
+    for text, page in itertools.product(set(drawn_texts(figure)) - set(on_blue), pages):
+        assert contrast(text.get_color(), page) >= least, text
+
+
+def test_the_grey_of_text_has_the_contrast_of_wcag_on_paper_and_no_grey_has_it_on_both_pages():
+    assert contrast(themes.theme().text, WHITE) >= 4.5
+    greys = [(grey / 255,) * 3 for grey in range(256)]
+    assert max(min(contrast(grey, WHITE), contrast(grey, DARK)) for grey in greys) < 4.5
+
+
+def test_the_colours_of_data_stand_out_from_both_pages():
+    for color in (themes.BLUE, themes.VERMILLION, themes.GREEN, themes.PURPLE):
+        assert min(contrast(color, WHITE), contrast(color, DARK)) >= 3
+    assert contrast("#F0E442", WHITE) < 3  # the yellow of the same palette, which is left out
+
+
+def test_all_curves_differ_and_neighbours_in_colour_and_in_line_style():
+    looks = [(style["color"], str(style["linestyle"])) for style in map(themes.curve_style, range(themes.MOST_CURVES))]
+    assert len(set(looks)) == 20
+    assert all(a[0] != b[0] and a[1] != b[1] for a, b in itertools.pairwise(looks))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_setting_of_matplotlib_changes_and_one_figure_is_made(name, pictures):
+    settings = dict(matplotlib.rcParams)
+    axes = pictures[name]()
+    with mpx.plot.style("dark"):
+        pictures[name](axes=plt.figure().add_subplot())
+    assert dict(matplotlib.rcParams) == settings
+    assert plt.get_fignums() == [axes.figure.number, axes.figure.number + 1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_draws_on_given_axes_and_makes_no_figure(name, pictures):
+    figure, (left, right) = plt.subplots(1, 2, layout="constrained")
+    before = plt.get_fignums()
+    assert pictures[name](axes=right) is right
+    assert plt.get_fignums() == before
+    assert not left.has_data()
+    assert right.has_data()
+    assert to_rgb(figure.get_facecolor()) == (1, 1, 1)  # its page stays
+    with pytest.raises(TypeError, match="`axes` must be a Matplotlib Axes or None, but got Figure"):
+        pictures[name](axes=figure)
+
+
+def test_a_style_ends_with_its_block_even_by_an_error():
+    with pytest.raises(KeyError), mpx.plot.style("dark"):  # noqa: PT012
+        with mpx.plot.style("light"):
+            assert themes.theme().page == WHITE
+        assert themes.theme().page == DARK
+        raise KeyError
+    assert themes.theme().page is None
+    with pytest.raises(ValueError, match="`style`: `page` must be 'light' or 'dark', but got 'black'"):
+        mpx.plot.style("black").__enter__()
+
+
+def test_the_same_picture_has_the_same_pixels():
+    def pixels():
+        file = io.BytesIO()
+        mpx.plot.losses(**loss_curves()).figure.savefig(file)
+        return file.getvalue()
+
+    assert pixels() == pixels()
+
+
+# Losses.
+
+
+def test_losses_are_drawn_as_they_are_with_the_mean_and_the_deviation_of_the_seeds():
+    curves = {"a": jnp.array([3.0, 2.0, 1.0], jnp.bfloat16), "b": [4, 3, 2]}
+    seeds = np.array([[1.0, 2.0, 3.0], [3.0, 2.0, 1.0], [2.0, 2.0, 5.0]])
+    axes = mpx.plot.losses(curves, steps=[10, 20, 40], reference=seeds, reference_name="float32")
+    mean, a, b = axes.get_lines()
+    for line, expected in zip((mean, a, b), ([2, 2, 3], [3, 2, 1], [4, 3, 2]), strict=True):
+        np.testing.assert_array_equal(line.get_xdata(), [10, 20, 40])
+        np.testing.assert_array_equal(line.get_ydata(), expected)
+    (band,) = axes.collections
+    corners = {tuple(corner) for corner in band.get_paths()[0].vertices.round(12)}
+    deviations = [math.sqrt(((seeds[:, i] - seeds[:, i].mean()) ** 2).sum() / 2) for i in range(3)]
+    expected = {
+        (x, round(m + sign * d, 12))
+        for x, m, d in zip((10, 20, 40), (2, 2, 3), deviations, strict=True)
+        for sign in (1, -1)
+    }
+    assert corners == expected
+    assert legend_of(axes) == ["float32, ± standard deviation", "float32, mean of 3 seeds", "a", "b"]
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("step", "loss")
+
+
+def test_a_loss_that_is_not_finite_leaves_a_gap_and_a_cross_before_it():
+    values = [3.0, 2.0, np.nan, 1.0, np.inf]
+    axes = mpx.plot.losses({"a": values, "b": [1.0, 1.0], "c": [np.nan, np.nan]})
+    a, b, c, crosses = axes.get_lines()
+    np.testing.assert_array_equal(a.get_ydata(), [3, 2, np.nan, 1, np.nan])
+    np.testing.assert_array_equal(b.get_xdata(), [0, 1])  # lengths may differ
+    assert np.isnan(c.get_ydata()).all()
+    np.testing.assert_array_equal(crosses.get_xydata(), [[1, 2], [3, 1]])
+    assert crosses.get_color() == a.get_color()
+    assert legend_of(axes) == ["a", "b", "c (no finite number)", "infinite or NaN from here"]
+
+
+def test_several_diverged_curves_have_one_line_in_the_legend():
+    axes = mpx.plot.losses({"a": [1.0, np.nan], "b": [2.0, np.nan]})
+    assert legend_of(axes) == ["a", "b", "infinite or NaN from here"]
+    assert axes.get_lines()[0].get_marker() == "o"  # a single point is no line
+
+
+def test_a_seed_that_diverged_leaves_a_gap_in_the_band():
+    axes = mpx.plot.losses({"a": [1.0, 1.0]}, reference=[[1.0, np.inf], [3.0, 1.0]])
+    np.testing.assert_array_equal(axes.get_lines()[0].get_ydata(), [2, np.nan])
+
+
+def test_names_are_shown_as_they_are():
+    axes = mpx.plot.losses({"_hidden": [1.0, 2.0], "costs $1 or $2": [1.0, 2.0]})
+    axes.figure.canvas.draw()
+    assert legend_of(axes) == ["\u200b_hidden", r"costs \$1 or \$2"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({"curves": [1.0]}, TypeError, "`losses`: `curves` must map names to arrays, but got list"),
+        ({"curves": {}}, ValueError, "`curves` must hold 1 to 20 curves, .* but got 0"),
+        ({"curves": {str(i): [1.0] for i in range(21)}}, ValueError, "but got 21"),
+        ({"curves": {"a": [], "b": [[1.0]], "c": [1.0]}}, ValueError, r"\{'a': \(0,\), 'b': \(1, 1\)\}"),
+        ({"curves": {"a": [1.0], "b": [1.0, 2.0]}, "steps": [1, 2]}, ValueError, r"others: \{'a': 1\}"),
+        ({"curves": {"a": [1.0]}, "steps": [np.nan]}, ValueError, "`steps` must be a vector of finite numbers"),
+        ({"curves": {"a": [1.0]}, "reference": [1.0]}, ValueError, r"two seeds, .* the shape \(1,\)"),
+        ({"curves": {"a": [1.0]}, "reference": [[1.0]]}, ValueError, r"two seeds, .* the shape \(1, 1\)"),
+        ({"curves": {"a": [1.0]}, "steps": [1], "reference": np.ones((2, 3))}, ValueError, "`reference` has 3 steps"),
+    ],
+)
+def test_wrong_losses_are_refused_before_a_figure_is_made(arguments, error, match):
+    with pytest.raises(error, match=match):
+        mpx.plot.losses(**arguments)
+    assert plt.get_fignums() == []
+
+
+# Lost updates.
+
+
+def test_lost_updates_are_drawn_as_they_are_in_percent():
+    axes = mpx.plot.lost_updates({"bf16": [0.0, 0.5, np.nan], "f32": [0.0, 0.0, 0.0]}, steps=[0, 5, 10])
+    bf16, f32 = axes.get_lines()
+    np.testing.assert_array_equal(bf16.get_ydata(), [0, 0.5, np.nan])
+    np.testing.assert_array_equal(f32.get_xdata(), [0, 5, 10])
+    assert legend_of(axes) == ["bf16", "f32"]
+    assert "50%" in {text.get_text() for text in drawn_texts(axes.figure)}
+
+
+def test_a_single_curve_of_lost_updates_needs_no_name():
+    axes = mpx.plot.lost_updates(jnp.zeros(3))
+    assert axes.get_legend() is None
+    low, high = axes.get_ylim()
+    assert low < 0 < 1 < high  # a curve of zeros is seen
+
+
+def test_wrong_shares_are_refused():
+    with pytest.raises(ValueError, match=r"shares must be from 0 to 1 \(or NaN\), but those of \['a'\]"):
+        mpx.plot.lost_updates({"a": [1.5], "b": [0.5]})
+    with pytest.raises(ValueError, match=r"each of `shares` must be a vector of numbers, .* \{'shares': \(\)\}"):
+        mpx.plot.lost_updates(0.5)
+    assert plt.get_fignums() == []
+
+
+# The loss scale.
+
+
+def test_the_loss_scale_is_drawn_on_an_axis_of_base_two_with_crosses_where_steps_were_skipped():
+    given = history()
+    axes = mpx.plot.loss_scale(given)
+    line, crosses = axes.get_lines()
+    np.testing.assert_array_equal(line.get_xydata(), np.stack([given.steps, given.scales], axis=1))
+    np.testing.assert_array_equal(crosses.get_xdata(), [2, 7])
+    np.testing.assert_array_equal(crosses.get_ydata(), given.scales[[2, 7]])
+    assert (axes.get_yscale(), line.get_drawstyle()) == ("log", "steps-post")
+    assert legend_of(axes) == ["loss scale", "skipped: 2 of 12 steps"]
+    assert any("2^{10}" in text.get_text() for text in drawn_texts(axes.figure))
+
+
+@pytest.mark.parametrize("scales", [[1024.0], [1024.0, 1024.0], [1.0, 2.0**24]])
+def test_every_range_of_scales_has_powers_of_two_on_its_axis(scales):
+    steps = np.arange(len(scales))
+    axes = mpx.plot.loss_scale(mpx.monitor.ScaleHistory(steps, np.float32(scales), np.zeros(len(scales), bool)))
+    low, high = axes.get_ylim()
+    assert low < min(scales) <= max(scales) < high
+    assert len([text for text in drawn_texts(axes.figure) if "2^{" in text.get_text()]) >= 2
+    assert legend_of(axes) == ["loss scale"]
+
+
+def test_wrong_histories_are_refused():
+    some = mpx.monitor.ScaleHistory(np.arange(2), np.float32([1, 2]), np.zeros(2, bool))
+    nothing = mpx.monitor.ScaleHistory(*[column[:0] for column in some])
+    with pytest.raises(
+        TypeError, match=r"`loss_scale` needs `mpx.monitor.read_scale_history\(opt_state\)`, but got list"
+    ):
+        mpx.plot.loss_scale([1.0])
+    with pytest.raises(ValueError, match="nothing has been recorded yet"):
+        mpx.plot.loss_scale(nothing)
+    with pytest.raises(ValueError, match=r"three vectors of one length, but got the shapes \[\(1,\), \(2,\), \(2,\)\]"):
+        mpx.plot.loss_scale(some._replace(steps=np.arange(1)))
+    for scale in (0.0, np.nan, np.inf):
+        with pytest.raises(ValueError, match="must be a finite number above 0"):
+            mpx.plot.loss_scale(some._replace(scales=np.float32([1, scale])))
+    assert plt.get_fignums() == []
+
+
+# Memory.
+
+
+def test_the_bars_are_the_bytes_a_parameter_part_by_part(comparison):
+    """2 + 4 + 2 + 8: bfloat16 parameters, float32 gradients, 16 low bits, two float32 moments."""
+    axes = mpx.plot.memory(comparison)
+    row = list(comparison.plans).index("bf16, split masters")
+    widths = {bars.get_label(): bars[row].get_width() for bars in axes.containers if bars[row].get_width() > 1e-3}
+    assert widths == {"parameters": 2, "gradients": 4, "low bits": 2, "first moment": 4, "second moment": 4}
+    ends = [bars[row].get_x() + bars[row].get_width() for bars in axes.containers]
+    assert ends == sorted(ends)
+    assert ends[-1] == pytest.approx(16, abs=1e-4)
+    assert [text.get_text() for text in axes.texts][row] == "16"
+    assert [label.get_text() for label in axes.get_yticklabels()] == list(comparison.plans)
+    assert axes.get_xlabel() == "bytes a parameter"
+    assert axes.get_title("left") == "A training of 1,048,576 parameters"
+    assert axes.get_ylim()[0] > axes.get_ylim()[1]  # the first one on top
+
+
+def test_parts_that_cannot_be_seen_are_not_in_the_legend_but_in_the_sum(comparison):
+    axes = mpx.plot.memory(comparison)
+    assert "other state" not in legend_of(axes)
+    assert len(axes.containers) > len(legend_of(axes))
+    for i, plan in enumerate(comparison.plans.values()):
+        total = sum(bars[i].get_width() for bars in axes.containers)
+        assert total == pytest.approx(plan.total_bytes_a_device / plan.parameters)
+
+
+def test_gigabytes_are_those_of_a_device():
+    mesh = jax.sharding.AbstractMesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    plan = mpx.memory_plan(10**9, mpx.mixed_precision(optax.sgd(0.1), "bf16"), "bf16", mesh=mesh)
+    axes = mpx.plot.memory({"mine": plan}, unit="GB")
+    widths = {bars.get_label(): bars[0].get_width() for bars in axes.containers}
+    assert {name: round(width, 4) for name, width in widths.items()} == {"parameters": 2, "gradients": 4, "masters": 1}
+    assert [text.get_text() for text in axes.texts] == ["7 GB"]
+    assert axes.get_xlabel() == "GB, on each device"
+    assert axes.get_title("left").endswith("on 4 devices")
+
+
+def test_every_kind_has_a_hatch_of_its_own_so_that_grey_tells_them_apart():
+    assert set(get_args(Kind)) == set(_LOOKS) | {"other state"}
+    hatches = [hatch for _, hatch in _LOOKS.values()] + [_OTHER_HATCH]
+    assert len(set(hatches)) == len(hatches)
+
+
+def test_wrong_plans_are_refused(comparison):
+    with pytest.raises(
+        TypeError, match=r"`memory` needs what `mpx.memory_plan` or `mpx.compare_plans` returns, .* got 5"
+    ):
+        mpx.plot.memory(5)
+    with pytest.raises(ValueError, match="at least one plan"):
+        mpx.plot.memory({})
+    with pytest.raises(ValueError, match=r"`unit` must be one of .*, but got 'MB'"):
+        mpx.plot.memory(comparison, unit="MB")
+    assert plt.get_fignums() == []
+
+
+# Exponents.
+
+
+def test_the_histogram_is_that_of_frexp():
+    tree = gradients()
+    axes = mpx.plot.exponents(mpx.underflow_report(tree))
+    numbers = np.asarray(tree["w"], np.float64)
+    exponents, counts = np.unique(np.frexp(numbers[np.isfinite(numbers) & (numbers != 0)])[1] - 1, return_counts=True)
+    bars = axes.containers[0]
+    assert [(bar.get_x(), bar.get_height()) for bar in bars] == list(zip(exponents, counts, strict=True))
+    assert {bar.get_width() for bar in bars} == {1}
+    assert axes.get_yscale() == "log"
+    assert axes.get_title("left") == "3,000 numbers; besides 2 zero, 1 infinite or NaN"
+
+
+def test_a_scale_moves_the_outline_to_the_right():
+    report = mpx.underflow_report(jnp.array([2.0**-30, 2.0**-28, 2.0**-28]))
+    axes = mpx.plot.exponents(report, scale=2**10)
+    (outline,) = axes.patches[-1:]
+    values, edges, _ = outline.get_data()
+    assert list(zip(edges[:-1], values, strict=True)) == [(-21, 0), (-20, 1), (-19, 0), (-18, 2), (-17, 0)]
+    assert legend_of(axes)[:2] == ["numbers", "numbers times $2^{10}$"]
+
+
+def test_a_report_is_drawn_at_the_scale_that_it_recommends_and_a_histogram_at_none():
+    grads = jnp.array([2.0**-20])
+    report = mpx.underflow_report(grads)
+    exponent = round(math.log2(report.recommended_scale))
+    assert f"numbers times $2^{{{exponent}}}$" in legend_of(mpx.plot.exponents(report))
+    for axes in (
+        mpx.plot.exponents(report, scale=1),
+        mpx.plot.exponents(mpx.monitor.exponent_histogram()(grads)),
+        mpx.plot.exponents(mpx.underflow_report(grads, "bf16")),
+    ):
+        assert legend_of(axes) == ["numbers", "normal", "subnormal: fewer bits"]
+
+
+def test_the_ranges_are_those_of_the_formats():
+    """float16: half of its smallest subnormal, 2**-25, to 2**16; normal from 2**-14 (all but half a subnormal)."""
+    axes = mpx.plot.exponents(mpx.underflow_report(jnp.ones(3)), formats=["f16", "bf16"])
+    (strip,) = axes.child_axes
+    ends = [(bar.get_x(), bar.get_x() + bar.get_width()) for bar in strip.patches]
+    expected = [(-25, -14), (-14, 16), (-134, -126), (-126, 128)]
+    np.testing.assert_allclose(ends, expected, atol=0.01)
+    assert [label.get_text() for label in strip.get_yticklabels()] == ["float16", "bfloat16"]
+    limits = [line.get_xdata()[0] for line in axes.get_lines()]
+    np.testing.assert_allclose(limits, [-25, 16], atol=0.01)
+    low, high = axes.get_xlim()
+    assert low <= -25 and 16 <= high  # float16 as a whole; bfloat16 runs off  # noqa: PT018
+    assert low > -126
+    assert strip.get_xlim() == axes.get_xlim()
+    assert [text.get_text() for text in strip.texts] == [
+        "normal: $2^{-14}$ to $2^{16}$",
+        "subnormal",
+        "normal: $2^{-126}$ to $2^{128}$",
+    ]
+
+
+def test_the_format_of_the_report_comes_first():
+    axes = mpx.plot.exponents(mpx.underflow_report(jnp.ones(3), "float8_e5m2"))
+    names = [label.get_text() for label in axes.child_axes[0].get_yticklabels()]
+    assert names == ["float8_e5m2", "float16", "bfloat16", "float32"]
+
+
+@pytest.mark.parametrize("count", [1, 30, 10**6])
+def test_every_range_of_counts_has_powers_of_ten_on_its_axis(count):
+    counts = np.zeros(len(mpx.monitor.EXPONENTS))
+    counts[100] = count
+    axes = mpx.plot.exponents(mpx.monitor.ExponentHistogram(counts, 0.0, 0.0))
+    ticks = [tick for tick in axes.get_yticks() if axes.get_ylim()[0] <= tick <= axes.get_ylim()[1]]
+    assert len(ticks) >= 2
+    assert axes.get_ylim()[0] < count < max(ticks)
+
+
+def test_wrong_histograms_are_refused():
+    report = mpx.underflow_report(jnp.ones(3))
+    empty = mpx.underflow_report(jnp.zeros(3))
+    short = mpx.monitor.ExponentHistogram(np.ones(3), 0, 0)
+    cases = [
+        (lambda: mpx.plot.exponents({}), TypeError, "but got dict. Of a histogram by groups"),
+        (lambda: mpx.plot.exponents(empty), ValueError, "no nonzero finite numbers"),
+        (lambda: mpx.plot.exponents(short), ValueError, r"277 counts, but got the shape \(3,\)"),
+        (lambda: mpx.plot.exponents(report, formats=[]), ValueError, r"`formats` must be a list of dtypes, .* \[\]"),
+        (lambda: mpx.plot.exponents(report, formats="f16"), ValueError, "`formats` must be a list of dtypes, .* 'f16'"),
+        (lambda: mpx.plot.exponents(report, formats=["int8"]), ValueError, "`exponents`: `dtype` must be one of f16"),
+        (
+            lambda: mpx.plot.exponents(report, scale=3),
+            ValueError,
+            "`scale` must be a number .* power of two, but got 3",
+        ),
+        (lambda: mpx.plot.exponents(report, scale=[2, 4]), ValueError, r"but got \[2, 4\]"),
+    ]
+    for call, error, match in cases:
+        with pytest.raises(error, match=match):
+            call()
+    assert plt.get_fignums() == []
+
+
+# Advice.
+
+
+def test_advice_is_drawn_by_rank_with_its_bound(found_advice):
+    axes = mpx.plot.advice(found_advice)
+    assert [label.get_text() for label in axes.get_yticklabels()] == [row.name for row in found_advice.rows]
+    drawn = {round(bar.get_y() + bar.get_height() / 2): bar.get_width() for bars in axes.containers for bar in bars}
+    assert drawn == {i: row.error for i, row in enumerate(found_advice.rows)}
+    kept = [bars for bars in axes.containers if bars.get_label() == "keep by an override"]
+    assert len(kept[0]) == sum(row.is_kept for row in found_advice.rows) > 0
+    lines = {line.get_label().split(":")[0]: line.get_xdata()[0] for line in axes.get_lines()}
+    assert lines["bound"] == found_advice.bound
+    assert lines["given policy"] == found_advice.before.worst
+    assert axes.get_xscale() == "log"
+
+
+def changed(advice, **fields):
+    return dataclasses.replace(advice, **fields)
+
+
+def test_errors_of_zero_and_infinite_ones_are_in_words_and_long_names_lose_their_middle(found_advice):
+    row = found_advice.rows[0]
+    long = "a" * 40 + "/" + "b" * 40
+    rows = (
+        changed(row, loss_error=math.inf, name=long),
+        changed(row, kind="contraction", is_kept=True),
+        changed(row, is_kept=False, loss_error=0.0, gradient_error=0.0),
+    )
+    axes = mpx.plot.advice(changed(found_advice, rows=rows))
+    drawn_texts(axes.figure)
+    assert [text.get_text() for text in axes.texts] == ["infinite", "0"]
+    assert axes.get_yticklabels()[0].get_text() == "a" * 21 + "…" + "b" * 21
+    assert {bars.get_label() for bars in axes.containers} == {
+        "keep by an override", "keep by full_precision", "lower"
+    }  # fmt: skip
+    word = axes.texts[0].get_window_extent()
+    bars = [bar for bars in axes.containers for bar in bars]
+    assert not any(word.overlaps(bar.get_window_extent()) for bar in bars)
+    assert word.x1 <= axes.bbox.x1
+    first = next(bar for bar in bars if bar.get_y() < 0)
+    assert all(bar is first or bar.get_width() < first.get_width() for bar in bars)
+
+
+def test_only_the_largest_errors_are_drawn_and_the_title_says_how_many_are_not(found_advice):
+    axes = mpx.plot.advice(changed(found_advice, rows=found_advice.rows * 20), most_rows=4)
+    assert len(axes.get_yticklabels()) == 4
+    assert axes.get_title("left").endswith(f"{20 * len(found_advice.rows) - 4} with smaller errors are not shown")
+
+
+def test_wrong_advice_is_refused(found_advice):
+    with pytest.raises(TypeError, match=r"`advice` needs what `mpx.advise` returns, but got str"):
+        mpx.plot.advice("good")
+    with pytest.raises(ValueError, match="no rows"):
+        mpx.plot.advice(changed(found_advice, rows=()))
+    for most_rows in (0, 1.5, True):
+        with pytest.raises(ValueError, match=f"`most_rows` must be an integer above 0, but got {most_rows}"):
+            mpx.plot.advice(found_advice, most_rows=most_rows)
+    assert plt.get_fignums() == []
+
+
+def test_without_matplotlib_the_import_says_what_to_install_and_mpx_imports_all_the_same():
+    code = (
+        "import sys; sys.modules['matplotlib'] = None\n"
+        "import mpx\n"
+        "try:\n    import mpx.plot\nexcept ImportError as error:\n    print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.strip() == "`mpx.plot` needs Matplotlib: pip install 'mpx-jax[plot]'."
