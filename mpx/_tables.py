@@ -1,11 +1,117 @@
-"""Tables as text, and as Rich shows them."""
+"""Results of tools: printed as text, shown by Rich, written as JSON."""
 
-from collections.abc import Collection, Sequence
-from typing import Any, ClassVar
+import dataclasses
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
 
 
-def text_table(lines: Sequence[Sequence[str]], right: Sequence[int] = (-1,)) -> str:
-    """Lines of cells in columns; those numbered in `right` are aligned to the right."""
+class Table(NamedTuple):
+    """A table of text; the first of its lines is the header.
+
+    Attributes:
+        title: the line above the table; none if empty.
+        lines: lines of cells.
+        right: the columns that are aligned to the right.
+        folded: the columns whose cells Rich may fold where the terminal is too narrow; all if None.
+    """
+
+    title: str
+    lines: Sequence[Sequence[str]]
+    right: Collection[int] = (-1,)
+    folded: Collection[int] | None = None
+
+    def __str__(self) -> str:
+        """Return the title and the table as text."""
+        return (self.title and f"{self.title}\n") + text_table(self.lines, self.right)
+
+    def __rich__(self) -> Any:
+        """Return Rich's own table. Only Rich calls this, so it is installed."""
+        return rich_table(*self)
+
+
+class Result:
+    """Base of the dataclasses that tools return: they print as text, with Rich, and go into JSON.
+
+    A subclass defines `_parts`. JSON holds its fields and its properties, but for names that begin with `_`; where it
+    must hold something else, extend `as_dict`.
+
+    Example:
+        >>> @dataclasses.dataclass(frozen=True)
+        ... class Sizes(Result):
+        ...     sizes: tuple[int, ...]
+        ...
+        ...     @property
+        ...     def total(self):
+        ...         return sum(self.sizes)
+        ...
+        ...     def _parts(self):
+        ...         yield Table("Sizes", [("number", "bytes"), *((str(i), str(x)) for i, x in enumerate(self.sizes))])
+        ...         yield f"In all: {self.total} bytes."
+        >>> print(Sizes((100, 20)))
+        Sizes
+        number  bytes
+        0         100
+        1          20
+        <BLANKLINE>
+        In all: 120 bytes.
+        >>> Sizes((100, 20)).as_dict()
+        {'sizes': [100, 20], 'total': 120}
+    """
+
+    def _parts(self) -> Iterable[Table | str]:
+        """Return the tables and paragraphs that are printed, in order."""
+        raise NotImplementedError
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as dictionaries, lists, strings and finite numbers, for JSON."""
+        return _members(self)
+
+    def __str__(self) -> str:
+        """Return the parts as text, with an empty line between two of them."""
+        return "\n\n".join(map(str, self._parts()))
+
+    def __rich__(self) -> Any:
+        """Return the parts for Rich. Only Rich calls this, so it is installed."""
+        from rich.console import Group
+        from rich.text import Text
+
+        # Text, not a string: Rich reads brackets in strings as style tags.
+        return Group(*[part if isinstance(part, Table) else Text(part) for part in self._parts()])
+
+
+def json_values(value: Any) -> Any:
+    """Return a value as JSON can hold it: dictionaries, lists, strings and numbers.
+
+    A number that is not finite becomes None, a dataclass its fields and properties, and anything that JSON lacks, such
+    as a dtype, its string.
+    """
+    if isinstance(value, Result):
+        return value.as_dict()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _members(value)
+    if isinstance(value, Mapping):
+        return {str(name): json_values(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_values(item) for item in value]
+    if isinstance(value, (np.ndarray, np.generic)):
+        return json_values(value.tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, (bool, int, str)) else str(value)
+
+
+def _members(value: Any) -> dict[str, Any]:
+    """Return the public fields of a dataclass, then its public properties, as JSON values."""
+    names = [field.name for field in dataclasses.fields(value)]
+    names += [name for kind in type(value).__mro__ for name, x in vars(kind).items() if isinstance(x, property)]
+    return {name: json_values(getattr(value, name)) for name in names if not name.startswith("_")}
+
+
+def text_table(lines: Sequence[Sequence[str]], right: Collection[int] = (-1,)) -> str:
+    """Return lines of cells in columns, those numbered in `right` aligned to the right."""
     count = len(lines[0])
     rights = {column % count for column in right}
     widths = [max(len(line[column]) for line in lines) for column in range(count)]
@@ -19,43 +125,32 @@ def text_table(lines: Sequence[Sequence[str]], right: Sequence[int] = (-1,)) -> 
 
 
 def rich_table(
-    title: str,
-    lines: Sequence[Sequence[str]],
-    right: Collection[int] = (-1,),
-    folded: Collection[int] | None = None,
+    title: str, lines: Sequence[Sequence[str]], right: Collection[int] = (-1,), folded: Collection[int] | None = None
 ) -> Any:
-    """The same for Rich; for `__rich__`, which only Rich calls.
-
-    Where the terminal is too narrow, Rich folds the cells of the columns in `folded`, of all if it is None.
-    """
-    from rich.table import Table
+    """Return the same for Rich. Only a `__rich__` method calls this, so Rich is installed."""
+    from rich.table import Table as RichTable
     from rich.text import Text
 
     header, *rest = lines
     rights = {column % len(header) for column in right}
-    table = Table(title=title, title_justify="left")
+    table = RichTable(title=title or None, title_justify="left")
     for column, name in enumerate(header):
         stiff = folded is not None and column not in folded
         table.add_column(name, justify="right" if column in rights else "left", overflow="fold", no_wrap=stiff)
     for line in rest:
-        table.add_row(*map(Text, line))  # not markup: brackets are style tags there
+        table.add_row(*map(Text, line))
     return table
 
 
-class Table:
-    """What prints as a table, with `rich.print` too."""
-
-    _texts: ClassVar[int]  # how many columns, from the left, are no numbers
-
-    def _title_and_lines(self) -> tuple[str, list[tuple[str, ...]]]:
-        raise NotImplementedError
+class OldTable:
+    """Goes with its last user."""
 
     def __str__(self) -> str:
-        """The table as text."""
-        title, lines = self._title_and_lines()
-        return f"{title}\n{text_table(lines, right=range(self._texts, len(lines[0])))}"
+        """Return the table as text."""
+        title, lines = self._title_and_lines()  # type: ignore[attr-defined]
+        return f"{title}\n{text_table(lines, right=range(self._texts, len(lines[0])))}"  # type: ignore[attr-defined]
 
     def __rich__(self) -> Any:
-        """The table as Rich shows it; only Rich calls this, so it is there."""
-        title, lines = self._title_and_lines()
-        return rich_table(title, lines, right=range(self._texts, len(lines[0])))
+        """Return the table for Rich."""
+        title, lines = self._title_and_lines()  # type: ignore[attr-defined]
+        return rich_table(title, lines, right=range(self._texts, len(lines[0])))  # type: ignore[attr-defined]

@@ -15,7 +15,7 @@ EXAMPLE = "mpx plan 7B --mesh 8 --memory 80GB"
 
 
 @dataclasses.dataclass(frozen=True)
-class _Largest(_tables.Table):
+class _Largest(_tables.OldTable):
     """The largest model of each recipe that a memory holds."""
 
     memory_bytes: int
@@ -29,7 +29,7 @@ class _Largest(_tables.Table):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Steps(_tables.Table):
+class _Steps(_tables.OldTable):
     """What compiled steps hold while they run."""
 
     by_batch: dict[int, mpx.StepMemory]

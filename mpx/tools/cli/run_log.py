@@ -27,7 +27,7 @@ class Line:
 
 
 @dataclasses.dataclass(frozen=True)
-class Summary(_tables.Table):
+class Summary(_tables.OldTable):
     """How a run went; prints as tables.
 
     Attributes:

@@ -74,7 +74,7 @@ STANDARD_RECIPES: Mapping[str, Recipe] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class PlanComparison(_tables.Table):
+class PlanComparison(_tables.OldTable):
     """The plans of several recipes; prints as a table of bytes a device, with `rich.print` too.
 
     Attributes:

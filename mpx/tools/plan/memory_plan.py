@@ -40,7 +40,7 @@ _BLOCK = Blockwise8bit().block_size
 
 
 @dataclasses.dataclass(frozen=True)
-class MemoryPlan(_tables.Table):
+class MemoryPlan(_tables.OldTable):
     """What a training holds between two steps and its gradients; prints as a table, with `rich.print` too.
 
     Attributes:
