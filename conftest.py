@@ -1,9 +1,15 @@
-"""Settings of the whole suite: eight CPU devices, no network of caches, names that doctests may use."""
+"""Set up the whole suite: eight CPU devices, a cache of compiled programs, names that doctests may use."""
 
 import gc
 import os
+import pathlib
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+# Tests share compiled programs with each other, with the processes that they start, and with the next run. The folder
+# is where pytest keeps what plugins cache, so that `--cache-clear` empties it.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(__file__).parent / ".pytest_cache" / "d" / "jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
 
 import hypothesis
 import jax
@@ -14,15 +20,17 @@ import pytest
 
 import mpx
 
-hypothesis.settings.register_profile("mpx", deadline=None, derandomize=True, print_blob=True)
-hypothesis.settings.load_profile("mpx")
+# How many examples Hypothesis tries: few by default, all in CI. `tests.helpers.examples` scales a test's own number.
+hypothesis.settings.register_profile("full", deadline=None, derandomize=True, print_blob=True, max_examples=100)
+hypothesis.settings.register_profile("quick", hypothesis.settings.get_profile("full"), max_examples=20)
+hypothesis.settings.load_profile("full" if "MPX_FULL" in os.environ else "quick")
 
 gc.set_threshold(100_000, 50, 100)  # tracing makes many objects and little garbage; a search takes 7% of the time
 
 
 @pytest.fixture(autouse=True)
 def names_for_doctests(doctest_namespace):
-    """Examples in docstrings begin where a user's file has its imports behind it."""
+    """Give examples in docstrings the names that a user's file has after its imports."""
     public = {name: getattr(mpx, name) for name in dir(mpx) if not name.startswith("_")}
     formats = {name: getattr(mpx.formats, name) for name in dir(mpx.formats) if not name.startswith("_")}
     doctest_namespace.update(formats | public | {"mpx": mpx, "jax": jax, "jnp": jnp, "np": np, "optax": optax})

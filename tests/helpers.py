@@ -1,11 +1,17 @@
 """What several test files need: comparison of bits, and the rules that Optax exports."""
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 # Compiler options for tests that do not judge what LLVM makes of a program: it then takes less time to compile.
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+def examples(count):
+    """Return Hypothesis settings for `count` examples in CI, and for their share of the profile elsewhere."""
+    return hypothesis.settings(max_examples=-(-count * hypothesis.settings.default.max_examples // 100))
 
 
 def bits(x):
