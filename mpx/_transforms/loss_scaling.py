@@ -9,12 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
 from mpx import _errors, _trees
 from mpx._loss_scale import (
     DynamicLossScale,
     LossScale,
+    NoOpLossScale,
     StaticLossScale,
     is_finite,
     require_powers_of_two,
@@ -22,6 +24,10 @@ from mpx._loss_scale import (
     select_tree,
 )
 from mpx._transforms.upcast import settled, with_types_of
+
+# Names that incoming gradients have in a traced program, for `check_chain` to find: of a loss that is scaled, or not.
+SCALED = "mpx.scaled_gradients"
+UNSCALED = "mpx.unscaled_gradients"
 
 
 class LossScalingState(NamedTuple):
@@ -96,6 +102,7 @@ def loss_scaling(
     inner = _errors.as_transformation(inner, "loss_scaling")
     settings = DynamicLossScale() if loss_scale is None else loss_scale
     _check_settings(settings)
+    name = UNSCALED if isinstance(settings, NoOpLossScale) else SCALED
 
     def init_fn(params):
         # Copies, a buffer each: donation deletes them, and refuses one that is given twice.
@@ -112,6 +119,7 @@ def loss_scaling(
     def update_fn(updates, state, params=None, **extra_args):
         _errors.require_state(state, LossScalingState, "loss_scaling")
         _errors.require_differentiable(updates, "loss_scaling")
+        updates = jax.tree.map(lambda g: checkpoint_name(g, name), updates)
         finite, nonfinite = _watched(updates, axis_name)
         grads = StaticLossScale(state.loss_scale).unscale(updates)
         updates, inner_state = inner.update(grads, state.inner_state, params, **extra_args)

@@ -32,6 +32,7 @@ _BYTES = {"": 1, "b": 1} | {
 }
 _SHAPE = re.compile(r"([A-Za-z]\w*)(?:\[([\d,\s]*)\])?")
 _INTEGER = re.compile(r"([isu])(8|16|32|64)")
+_SHORT_FLOAT = re.compile(r"f\d+")
 
 
 def parameters(text: str) -> int:
@@ -78,7 +79,7 @@ def shape(text: str) -> jax.ShapeDtypeStruct:
     except ValueError:  # "8 8"
         dtype = None
     if dtype is None:
-        raise CommandError(f"{text!r} is not a shape such as bf16[768,3072], i32[8] or f32[].")
+        raise CommandError(f"{text!r} is not a shape such as bf16[768,3072], i32[8], float8_e4m3fn[8] or f32[].")
     return jax.ShapeDtypeStruct(dims, dtype)
 
 
@@ -86,6 +87,8 @@ def _dtype(name: str) -> np.dtype | None:
     integer = _INTEGER.fullmatch(name)
     if integer is not None:
         name = f"{'uint' if integer[1] == 'u' else 'int'}{integer[2]}"
+    elif _SHORT_FLOAT.fullmatch(name) and name not in _policy.DTYPE_NAMES:
+        return None  # NumPy counts bytes, so that its `f8` is float64; and there are several 8-bit floats
     dtype = _trees.dtype_or_none(_policy.named_dtype(name))
     is_number = dtype is not None and (jnp.issubdtype(dtype, jnp.number) or dtype == np.bool_)
     return dtype if is_number else None
