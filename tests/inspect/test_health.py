@@ -1,11 +1,20 @@
+import functools
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
+from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import mpx
-from tests.helpers import assert_same_bits
+from tests.helpers import QUICKLY, assert_same_bits, eight_cpu_devices, examples
 from tests.inspect.test_masters import KEEPERS, NESTINGS, trained
+from tests.test_faults import Model, device_rule, sharded_params
 
 pytestmark = pytest.mark.optax_promotion
 
@@ -47,3 +56,188 @@ def test_skipped_steps_counts_them():
     for bad in (True, False, True):
         _, state = tx.update(jnp.full(2, jnp.nan if bad else 1.0), state)
     assert int(mpx.skipped_steps(state)) == 2
+
+
+# --- `check_health`. ---
+
+
+@functools.cache
+def jitted(tx):
+    return jax.jit(tx.update, compiler_options=QUICKLY)
+
+
+def after(tx, pattern, params=None, bad_leaves=("head",)):
+    """The state after good (True) and bad steps, in which the named leaves are NaN."""
+    params = {"embed": jnp.ones(2), "head": jnp.ones(2)} if params is None else params
+    state = tx.init(params)
+    for finite in pattern:
+        grads = {name: jnp.full(2, 1.0 if finite or name not in bad_leaves else jnp.nan) for name in params}
+        _, state = jitted(tx)(grads, state)
+    return state
+
+
+SEARCHING = mpx.loss_scaling(optax.sgd(0.1), mpx.DynamicLossScale(2.0**3, period=2))
+FIXED = mpx.loss_scaling(optax.sgd(0.1), mpx.StaticLossScale(2.0**7))
+
+
+def test_a_scale_that_is_still_searching_is_healthy():
+    """Three steps from 8 down to 1, and nine more at 1: one less than ten."""
+    mpx.check_health(after(SEARCHING, [False] * 12))
+
+
+def test_ten_steps_skipped_in_a_row_at_the_smallest_scale_are_a_divergence():
+    with pytest.raises(
+        mpx.DivergedError, match=r"10 steps in a row were skipped at a loss scale of 1, .* \(13 skipped"
+    ):
+        mpx.check_health(after(SEARCHING, [False] * 13))
+
+
+def test_a_good_step_ends_the_row():
+    mpx.check_health(after(SEARCHING, [False] * 13 + [True]))
+    mpx.check_health(after(FIXED, ([False] * 9 + [True]) * 3))
+
+
+def test_one_bad_batch_under_a_scale_that_does_not_adapt_is_healthy():
+    mpx.check_health(after(FIXED, [True, False, True, False]))
+
+
+def test_a_bad_step_that_hysteresis_forgives_above_the_minimum_is_no_stuck_one():
+    tx = mpx.loss_scaling(optax.sgd(0.1), mpx.DynamicLossScale(2.0, hysteresis=3))
+    assert [int(after(tx, [False] * n).stuck_steps) for n in range(6)] == [0, 0, 0, 0, 1, 2]
+
+
+def test_stuck_steps_saturate():
+    most = np.int32(np.iinfo(np.int32).max)
+    state = after(FIXED, [])._replace(stuck_steps=jnp.asarray(most))
+    _, state = FIXED.update({"embed": jnp.full(2, jnp.nan), "head": jnp.ones(2)}, state)
+    assert state.stuck_steps == most
+
+
+@given(pattern=st.lists(st.booleans(), max_size=20), most=st.integers(1, 6))
+@examples(40)
+def test_it_raises_exactly_when_the_model_is_stuck(pattern, most):
+    model = Model(8.0)
+    for finite in pattern:
+        model = model.step(finite, 2, 2.0, 1.0, 2.0**24, 1)
+    state = after(SEARCHING, pattern)
+    if model.stuck >= most:
+        with pytest.raises(mpx.DivergedError, match=f"{model.stuck} steps in a row"):
+            mpx.check_health(state, max_stuck_steps=most)
+    else:
+        mpx.check_health(state, max_stuck_steps=most)
+
+
+def message(state, **options):
+    with pytest.raises(mpx.DivergedError) as error:
+        mpx.check_health(state, **options)
+    return str(error.value)
+
+
+def test_a_few_bad_gradients_are_named_and_their_layers_suspected():
+    text = message(after(SEARCHING, [False] * 13))
+    assert "1 of 2 gradients were infinite or NaN:\n  'head'\n" in text
+    assert "look at these layers" in text
+    assert "go back to the last checkpoint and lower the learning rate" in text
+    assert "allow the scale" not in text
+
+
+def test_if_all_gradients_are_bad_the_loss_and_the_batch_are_suspected():
+    text = message(after(FIXED, [False] * 10, bad_leaves=("embed", "head")))
+    assert "2 of 2 gradients were infinite or NaN:\n  'embed'\n  'head'\nAll of them were" in text
+    assert "the batch, the loss" in text
+    assert "allow the scale to go below 128" in text  # no scale has been tried but this one
+
+
+def test_ten_gradients_are_named_and_the_others_counted():
+    params = {f"layer_{i:02d}": jnp.ones(2) for i in range(15)}
+    text = message(after(FIXED, [False] * 10, params, bad_leaves=list(params)[:13]))
+    assert "13 of 15 gradients" in text
+    assert "  'layer_09'\n  and 3 more\n" in text
+    assert "layer_10" not in text
+
+
+def test_it_looks_into_the_state_of_an_nnx_optimizer_and_names_its_parameters():
+    model = nnx.Sequential(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.Linear(2, 1, rngs=nnx.Rngs(1)))
+    optimizer = nnx.Optimizer(model, mpx.loss_scaling(optax.adam(1e-2), mpx.NoOpLossScale()), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, factor):
+        loss = lambda model: (model(jnp.ones((1, 2))) ** 2).sum() + factor * model.layers[1].bias.get_value().sum()
+        optimizer.update(model, nnx.grad(loss)(model))
+
+    mpx.check_health(optimizer.opt_state)
+    for factor in (1.0, np.inf, np.inf):
+        step(model, optimizer, jnp.float32(factor))
+    assert "1 of 4 gradients were infinite or NaN:\n  'layers/1/bias'\n" in message(
+        optimizer.opt_state, max_stuck_steps=2
+    )
+
+
+def test_it_finds_the_state_inside_other_states():
+    tx = optax.chain(optax.identity(), optax.inject_hyperparams(lambda rate: FIXED)(rate=1.0))
+    assert "'head'" in message(after(tx, [False] * 10))
+
+
+class TestWhatTheFlagsAreLike:
+    """The notes about gradients fit whatever a tree of parameters can be."""
+
+    def test_a_parameter_without_a_gradient_is_never_noted(self):
+        tx = mpx.loss_scaling(optax.sgd(0.1))
+        params = {"a": jnp.ones(2), "ids": jnp.arange(3)}
+        _, state = tx.update({"a": jnp.full(2, jnp.inf), "ids": None}, tx.init(params))
+        assert jax.device_get(state.nonfinite) == {"a": True, "ids": False}
+
+    def test_of_fast_and_slow_weights_the_fast_ones_have_gradients(self):
+        tx = mpx.loss_scaling(optax.lookahead(optax.sgd(0.1), 2, 0.5))
+        params = optax.LookaheadParams.init_synced({"w": jnp.ones(3)})
+        _, state = tx.update({"w": jnp.full(3, jnp.inf)}, tx.init(params), params)
+        assert jax.device_get(state.nonfinite) == {"w": True}
+
+    def test_they_take_no_sharding_from_a_tree_of_them_for_the_parameters(self):
+        """A scalar cannot be sharded by the axes of a matrix, which `tree_map_params` would give it."""
+        tx, mesh = device_rule(), eight_cpu_devices()
+        specs = {"kernel": NamedSharding(mesh, P("data")), "bias": NamedSharding(mesh, P())}
+        everywhere = NamedSharding(mesh, P())
+        state = tx.init(sharded_params())
+        shardings = optax.tree_map_params(
+            tx, lambda _, spec: spec, state, specs, transform_non_params=lambda _: everywhere
+        )
+        placed = jax.jit(lambda state: state, out_shardings=shardings)(state)
+        assert placed.inner_state.master["kernel"].sharding == specs["kernel"]
+
+    def test_they_take_no_sharding_from_the_boxes_of_flax(self):
+        import flax.linen as nn
+
+        tx = mpx.loss_scaling(optax.adam(1e-3))
+        params = {"kernel": nn.Partitioned(jnp.ones((8, 2)), names=("data", None))}
+        state = tx.init(params)
+        specs = nn.get_partition_spec(state)
+        assert specs.nonfinite == {"kernel": P()}
+        assert optax.tree.get(specs, "mu") == {"kernel": P("data", None)}
+        _, state = tx.update(jax.tree.map(lambda p: jnp.full(p.shape, jnp.nan), params), state, params)
+        assert jax.device_get(state.nonfinite) == {"kernel": True}
+
+
+class TestErrors:
+    def test_a_state_that_watches_nothing_is_refused(self):
+        with pytest.raises(ValueError, match=r"nothing in this .* `loss_scaling\(inner, NoOpLossScale\(\)\)` does it"):
+            mpx.check_health(optax.adam(1e-3).init(jnp.ones(2)))
+
+    def test_several_loss_scales_are_refused(self):
+        state = mpx.loss_scaling(mpx.loss_scaling(optax.sgd(1.0))).init(jnp.ones(2))
+        with pytest.raises(ValueError, match="`check_health`: the optimizer state holds 2 loss scales"):
+            mpx.check_health(state)
+
+    @pytest.mark.parametrize("number", [0, -1, 1.5, True, "10", None])
+    def test_a_limit_that_is_no_positive_integer_is_refused(self, number):
+        with pytest.raises(ValueError, match="`max_stuck_steps` must be an integer above 0, but got"):
+            mpx.check_health(after(FIXED, []), max_stuck_steps=number)
+
+    def test_inside_jit_it_is_refused(self):
+        with pytest.raises(TypeError, match=r"call it outside of `jax.jit`"):
+            jax.jit(mpx.check_health)(after(FIXED, []))
+
+    def test_the_states_of_several_trainings_at_once_are_refused(self):
+        states = jax.vmap(FIXED.init)({"head": jnp.ones((3, 2))})
+        with pytest.raises(ValueError, match=r"`stuck_steps` has shape \(3,\)"):
+            mpx.check_health(states)
