@@ -15,6 +15,7 @@ from mpx._autocast.rules import DEFAULT_RULES as DEFAULT_RULES
 from mpx._autocast.rules import FAST_RULES as FAST_RULES
 from mpx._autocast.transform import autocast as autocast
 from mpx._autocast.transform import full_precision as full_precision
+from mpx._dtypes import half_dtype as half_dtype
 from mpx._gradients import grad as grad
 from mpx._gradients import value_and_grad as value_and_grad
 from mpx._inspect.check_chain import check_chain as check_chain
@@ -41,7 +42,6 @@ from mpx._policy import cast as cast
 from mpx._policy import cast_to_full as cast_to_full
 from mpx._policy import cast_to_half as cast_to_half
 from mpx._policy import get_policy as get_policy
-from mpx._policy import half_dtype as half_dtype
 from mpx._recipes import any_precision_adamw as any_precision_adamw
 from mpx._recipes import mixed_precision as mixed_precision
 from mpx._stored.blockwise import Blockwise8bit as Blockwise8bit

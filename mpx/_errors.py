@@ -10,6 +10,7 @@ import optax
 from jax.typing import DTypeLike
 
 from mpx import _trees
+from mpx._dtypes import dtype_or_none
 
 
 def is_integer(x: Any) -> bool:
@@ -34,7 +35,7 @@ def as_transformation(inner: Any, caller: str) -> optax.GradientTransformationEx
 
 def wide_dtype(dtype: DTypeLike, caller: str) -> np.dtype:
     """float32 or float64 as a NumPy dtype; raises for anything else."""
-    wide = _trees.dtype_or_none(dtype)
+    wide = dtype_or_none(dtype)
     if wide is None or wide not in (np.float32, np.float64):
         raise ValueError(f"`{caller}`: `dtype` must be float32 or float64, but got {wide or repr(dtype)}.")
     if jax.dtypes.canonicalize_dtype(wide) != wide:

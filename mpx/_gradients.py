@@ -12,8 +12,8 @@ from jax.typing import DTypeLike
 
 from mpx import _trees
 from mpx._autocast.transform import Autocast, autocast_of
+from mpx._dtypes import dtype_or_none
 from mpx._loss_scale import LossScale, NoOpLossScale, require_powers_of_two
-from mpx._policy import named_dtype
 
 # A cotangent above 65504 has no float16 value: a float16 loss is differentiated with at most this seed.
 _LARGEST_F16_SEED = np.float32(2.0**15)
@@ -68,7 +68,7 @@ def value_and_grad(
     """
     loss_scale = NoOpLossScale() if loss_scale is None else loss_scale
     require_powers_of_two(loss_scale, "value_and_grad")
-    given, grad_dtype = grad_dtype, _trees.dtype_or_none(named_dtype(grad_dtype))
+    given, grad_dtype = grad_dtype, dtype_or_none(grad_dtype)
     if given is not None and (grad_dtype is None or not jnp.issubdtype(grad_dtype, jnp.floating)):
         raise ValueError(f"`value_and_grad`: `grad_dtype` must be a floating-point dtype or None, but got {given!r}.")
 

@@ -5,25 +5,14 @@ import re
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
 from mpx import _tables, _trees
+from mpx._dtypes import DTYPE_NAMES, dtype_or_none, half_dtype
 
 T = TypeVar("T")
 
-DTYPE_NAMES = {
-    "bf16": np.dtype(jnp.bfloat16),
-    "bfloat16": np.dtype(jnp.bfloat16),
-    "f16": np.dtype(np.float16),
-    "float16": np.dtype(np.float16),
-    "full": np.dtype(np.float32),
-    "f32": np.dtype(np.float32),
-    "float32": np.dtype(np.float32),
-    "f64": np.dtype(np.float64),
-    "float64": np.dtype(np.float64),
-}
 _FIELDS = {
     "p": "param_dtype",
     "params": "param_dtype",
@@ -230,38 +219,25 @@ def cast_to_half(tree: T) -> T:
     return _trees.cast_tree(tree, half_dtype())
 
 
-def half_dtype() -> DTypeLike:
-    """The 16-bit dtype that jmp chooses for this machine: bfloat16 on TPU, float16 elsewhere.
+def as_policy(given: Any, caller: str) -> Policy:
+    """Return the policy that is given, or that of the string.
 
-    Example:
-        >>> np.dtype(half_dtype()).itemsize
-        2
+    Raises:
+        TypeError: if it is neither.
+        ValueError: if the string cannot be read.
     """
-    return jnp.bfloat16 if jax.local_devices()[0].platform == "tpu" else jnp.float16
-
-
-def policy_or_none(given: Any, caller: str) -> Policy | None:
-    """The policy that is given, or that of the string; raises for what is neither, nor None."""
     policy = get_policy(given) if isinstance(given, str) else given
-    if policy is not None and not isinstance(policy, Policy):
-        raise TypeError(
-            f"`{caller}`: `policy` must be a Policy, the string of one or None, but got {type(given).__name__}."
-        )
+    if not isinstance(policy, Policy):
+        raise TypeError(f"`{caller}`: `policy` must be a Policy or the string of one, but got {type(given).__name__}.")
     return policy
 
 
-def named_dtype(dtype: Any) -> Any:
-    """What a user gave for a dtype, with the short names (`bf16`) replaced by what they stand for."""
-    return DTYPE_NAMES.get(dtype, dtype) if isinstance(dtype, str) else dtype
-
-
 def _parse_dtype(name: str, text: str) -> np.dtype:
-    if name == "half":
-        return np.dtype(half_dtype())
-    if name not in DTYPE_NAMES:
+    dtype = dtype_or_none(name)
+    if dtype is None or dtype not in DTYPE_NAMES.values():
         allowed = ", ".join(["half", *DTYPE_NAMES])
         raise ValueError(f"Unknown dtype {name!r} in policy {text!r}; use one of {allowed}.")
-    return DTYPE_NAMES[name]
+    return dtype
 
 
 def _short_name(dtype: np.dtype) -> str:
@@ -270,7 +246,7 @@ def _short_name(dtype: np.dtype) -> str:
 
 def _floating_dtype(dtype: DTypeLike, argument: str) -> np.dtype:
     allowed = "a floating-point dtype of 16 to 64 bits (bfloat16, float16, float32, float64)"
-    found = _trees.dtype_or_none(named_dtype(dtype))
+    found = dtype_or_none(dtype)
     if found is None and dtype is not None:
         raise TypeError(f"`{argument}`: data type {dtype!r} not understood; it must be {allowed}.")
     if found is None or found not in DTYPE_NAMES.values():

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from mpx import _errors, _trees
 from mpx._loss_scale import LossScale
-from mpx._policy import Policy, get_policy
+from mpx._policy import Policy, as_policy
 from mpx._stored.blockwise import Blockwise8bit
 from mpx._transforms.kahan_summation import kahan_summation
 from mpx._transforms.loss_scaling import loss_scaling
@@ -56,11 +56,7 @@ def mixed_precision(
         >>> type(tx.init({"w": jnp.ones(2)})).__name__
         'LossScalingState'
     """
-    policy = get_policy(policy) if isinstance(policy, str) else policy
-    if not isinstance(policy, Policy):
-        raise TypeError(
-            f"`mixed_precision`: `policy` must be a Policy or the string of one, but got {type(policy).__name__}."
-        )
+    policy = as_policy(policy, "mixed_precision")
     tx = _errors.as_transformation(inner, "mixed_precision")
     stored = [policy.param_dtype, *(dtype for _, dtype in policy.overrides)]
     needs_masters = any(np.dtype(dtype).itemsize < 4 for dtype in stored)

@@ -59,14 +59,6 @@ def promoted(dtype: DTypeLike, other: DTypeLike) -> np.dtype:
         return jnp.promote_types(dtype, other)
 
 
-def dtype_or_none(given: Any) -> np.dtype | None:
-    """The dtype that an argument stands for; None if it is no dtype, and for None, which NumPy reads as float64."""
-    try:
-        return None if given is None else np.dtype(given)
-    except Exception:  # TypeError, ValueError, and SyntaxError for ","
-        return None
-
-
 def is_masked(leaf: Any) -> bool:
     """True for Optax's placeholder of a leaf that a transformation leaves alone."""
     return isinstance(leaf, optax.MaskedNode)

@@ -18,6 +18,8 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
+from mpx._dtypes import dtype_or_none
+
 _BFLOAT16 = np.dtype(jnp.bfloat16)
 _FLOAT16 = np.dtype(np.float16)
 _FLOAT32 = np.dtype(np.float32)
@@ -230,10 +232,10 @@ def _require_overflow(overflow: str, caller: str) -> None:
 
 
 def _storage_dtype(dtype: DTypeLike, caller: str) -> np.dtype:
-    dtype = np.dtype(dtype)
-    if dtype not in (_BFLOAT16, _FLOAT16, _FLOAT32):
-        raise ValueError(f"`{caller}` knows the dtypes bfloat16, float16 and float32, but got {dtype}.")
-    return dtype
+    found = dtype_or_none(dtype)
+    if found is None or found not in (_BFLOAT16, _FLOAT16, _FLOAT32):
+        raise ValueError(f"`{caller}` knows the dtypes bfloat16, float16 and float32, but got {found or repr(dtype)}.")
+    return found
 
 
 def _bits(x: jax.Array) -> jax.Array:

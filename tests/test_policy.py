@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import optax
 import pytest
 
 import mpx
@@ -130,7 +131,7 @@ def test_all_spellings_of_a_dtype_give_one_policy(spelling):
 
 def test_policies_differ_by_every_field():
     policies = {mpx.get_policy(text) for text in ("f32", "p=bf16,c=f32", "c=bf16,o=f32", "o=bf16", "f32")}
-    policies.add(mpx.get_policy("f32", overrides=(("norm", "f4"),)))
+    policies.add(mpx.get_policy("f32", overrides=(("norm", "f32"),)))
     assert len(policies) == 5
 
 
@@ -332,3 +333,53 @@ def test_describe_refuses_overrides_that_match_nothing_and_names_the_paths():
         policy.describe({"norm": {"scale": jnp.ones(2)}, "step": jnp.zeros((), jnp.int32)})
     with pytest.raises(ValueError, match=re.escape("searched in one of these: (none).")):
         policy.describe({})
+
+
+@pytest.mark.parametrize(
+    "made_with",
+    [
+        lambda dtype: mpx.upcast(optax.sgd(1.0), dtype),
+        lambda dtype: mpx.master_weights(optax.sgd(1.0), dtype),
+        mpx.kahan_summation,
+        lambda dtype: mpx.low_precision_state(optax.sgd(1.0), {"mu": dtype}),
+        lambda dtype: mpx.any_precision_adamw(
+            momentum_dtype=dtype, variance_dtype=dtype, compensation_buffer_dtype=dtype
+        ),
+        lambda dtype: mpx.grad(jnp.sum, grad_dtype=dtype),
+        lambda dtype: mpx.autocast(jnp.sum, dtype),
+        lambda dtype: mpx.autocast(jnp.sum, "bf16", gradient_dtype=dtype),
+        lambda dtype: mpx.cast(jnp.ones(2), dtype),
+        lambda dtype: mpx.formats.round_to(jnp.ones(2), dtype),
+        mpx.monitor.underflow,
+    ],
+)
+def test_every_function_reads_a_short_dtype_name(made_with):
+    made_with("f32")
+    with pytest.raises((ValueError, TypeError)):
+        made_with("f23")
+
+
+@pytest.mark.parametrize("code", ["f2", "f4", "f8", "<f4"])
+def test_codes_of_numpy_which_count_bytes_are_refused(code):
+    """NumPy reads `f8` as float64 and `f16` as a float of 128 bits; here `f16` has 16 bits."""
+    with pytest.raises(TypeError, match=f"data type '{code}' not understood"):
+        mpx.cast(jnp.ones(2), code)
+
+
+def test_every_function_of_a_policy_takes_its_string():
+    text, params, x = "params=bf16,compute=bf16,output=f32", {"w": jnp.full((4, 4), 0.3)}, jnp.ones((2, 4))
+    policy = mpx.get_policy(text)
+    loss = lambda params, x: (x @ params["w"]).sum()
+    assert jax.make_jaxpr(mpx.autocast(loss, text))(params, x).jaxpr.pretty_print() == (
+        jax.make_jaxpr(mpx.autocast(loss, policy))(params, x).jaxpr.pretty_print()
+    )
+    assert str(mpx.explain(loss, text)(params, x)) == str(mpx.explain(loss, policy)(params, x))
+    assert mpx.advise(loss, params, x, text).before == mpx.advise(loss, params, x, policy).before
+    assert mpx.mixed_precision(optax.sgd(1.0), text).init(policy.cast_to_param(params)).master is not None
+
+
+def test_what_is_neither_a_policy_nor_its_string_is_refused():
+    with pytest.raises(TypeError, match="`mixed_precision`: `policy` must be a Policy or the string of one, but got i"):
+        mpx.mixed_precision(optax.sgd(1.0), 16)
+    with pytest.raises(TypeError, match="`advise`: `policy` must be a Policy or the string of one, but got int"):
+        mpx.advise(jnp.sum, jnp.ones(2), jnp.ones(2), 16)

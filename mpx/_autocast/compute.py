@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 
 from mpx import _policy
+from mpx._dtypes import dtype_or_none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,16 +57,11 @@ def get_compute(policy_or_dtype: Any) -> Compute:
         return compute_of_dtype(np.dtype(policy_or_dtype.compute_dtype))
     if isinstance(policy_or_dtype, str) and policy_or_dtype in ALGORITHMS:
         return _on_this_backend(ALGORITHMS[policy_or_dtype])
-    if isinstance(policy_or_dtype, str) and policy_or_dtype == "half":
-        return compute_of_dtype(np.dtype(_policy.half_dtype()))
-    try:
-        dtype = np.dtype(_policy.named_dtype(policy_or_dtype))
-    except (TypeError, ValueError, SyntaxError):  # NumPy reads strings as formats of records
-        dtype = None
-    if policy_or_dtype is None or dtype is None:
+    dtype = dtype_or_none(policy_or_dtype)
+    if dtype is None:
         raise ValueError(
-            "`autocast` needs a policy, a dtype (bfloat16, float16, float32), or the name of one of 'bf16', 'f16', "
-            f"'f32', 'tf32', 'bf16x3', but got {policy_or_dtype!r}. A policy's string goes through `get_policy`."
+            "`autocast` needs a policy or its string ('compute=bf16'), a dtype (bfloat16, float16, float32), or one of "
+            f"'bf16', 'f16', 'f32', 'tf32', 'bf16x3', but got {policy_or_dtype!r}."
         )
     return compute_of_dtype(dtype)
 

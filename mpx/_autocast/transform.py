@@ -18,7 +18,8 @@ from mpx._autocast import in_place, interpreter
 from mpx._autocast.control_flow import HANDLERS
 from mpx._autocast.plan import MARK, Plan, Planner, Settings, Tag
 from mpx._autocast.rules import DEFAULT_RULES, FAST_RULES, LOWERABLE, Rule
-from mpx._policy import Policy, named_dtype
+from mpx._dtypes import dtype_or_none
+from mpx._policy import Policy, get_policy
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -158,11 +159,11 @@ def autocast(
 
     Args:
         fun: any function of pytrees. What it closes over keeps its dtype: pass parameters as arguments.
-        policy_or_dtype: a policy, of which `compute_dtype` counts, its overrides for the contractions with the
-            arguments that they name, and `output_dtype` for all floating results (of a policy's string too: left out
-            there, it follows `compute`); or a dtype or its name (`"bf16"`,
-            `"f16"`), or a way to multiply float32 numbers: `"tf32"` (a CPU, which has none, does it in float32) or
-            `"bf16x3"`. Those two are for matrix products; convolutions stay float32.
+        policy_or_dtype: a policy or its string (`"compute=bf16"`), of which `compute_dtype` counts, its overrides for
+            the contractions with the arguments that they name, and `output_dtype` for all floating results (left out
+            in a string, it follows `compute`); or a dtype or its name (`"bf16"`, `"f16"`), or a way to multiply float32
+            numbers: `"tf32"` (a CPU, which has none, does it in float32) or `"bf16x3"`. Those two are for matrix
+            products; convolutions stay float32.
         rules: a table like `DEFAULT_RULES`, from the names of primitives (or primitives) to `"lower"`, `"follow"`,
             `"keep"`, `"lower_on_grid"` or `"enter"`. `FAST_RULES` also runs activations in the compute dtype.
         checkpoint: which values the backward pass finds in memory, instead of computing them again: `"dots"` (results
@@ -218,6 +219,8 @@ def make_autocast(
     """Checks the arguments of `autocast`."""
     if not callable(fun):
         raise TypeError(f"`autocast` needs a function, but got {type(fun).__name__}.")
+    if isinstance(policy_or_dtype, str) and "=" in policy_or_dtype:
+        policy_or_dtype = get_policy(policy_or_dtype)
     compute = computes.get_compute(policy_or_dtype)
     settings = Settings(compute, _checked_rules(rules), _checked_gradient_dtype(gradient_dtype, compute))
     policy = policy_or_dtype if isinstance(policy_or_dtype, Policy) else None
@@ -310,7 +313,7 @@ def _checked_rules(rules: Mapping[Any, Rule]) -> Mapping[str, Rule]:
 def _checked_gradient_dtype(gradient_dtype: DTypeLike | None, compute: computes.Compute) -> np.dtype | None:
     if gradient_dtype is None:
         return None
-    if _trees.dtype_or_none(named_dtype(gradient_dtype)) != np.float32:
+    if dtype_or_none(gradient_dtype) != np.float32:
         raise ValueError(f"`autocast`: `gradient_dtype` must be float32 or None, but got {gradient_dtype!r}.")
     return np.dtype(np.float32) if compute.is_narrow else None
 

@@ -21,7 +21,7 @@ from jax.core import Tracer
 from mpx import _errors, _trees, formats
 from mpx._inspect.masters import master_params
 from mpx._inspect.parts import KEEPERS, MEASURES, Part, of_the_rule, parts_of
-from mpx._policy import Policy, policy_or_none
+from mpx._policy import Policy, as_policy
 from mpx._stored.blockwise import BlockwiseArray, decode, encode
 from mpx._transforms.kahan_summation import KahanSummationState
 from mpx._transforms.loss_scaling import LossScalingState
@@ -91,7 +91,7 @@ def convert_state(
     """
     tx = _errors.as_transformation(tx, "convert_state")
     new_tx = _errors.as_transformation(new_tx, "convert_state")
-    policy = policy_or_none(policy, "convert_state")
+    policy = None if policy is None else as_policy(policy, "convert_state")
     params, opt_state = _as_arrays(params), _as_arrays(opt_state)
     _require_state_of(tx, params, opt_state)
     wanted = _trees.shapes_of(params) if policy is None else policy.cast_to_param(_trees.shapes_of(params))

@@ -32,7 +32,7 @@ def get_loss_scale(opt_state: optax.OptState) -> LossScale:
         >>> get_loss_scale(tx.init(jnp.ones(2)))
         StaticLossScale(loss_scale=Array(32768., dtype=float32))
     """
-    state = _only_loss_scaling_state(opt_state, "get_loss_scale")
+    state = loss_scaling_state(opt_state, "get_loss_scale")
     return NoOpLossScale() if state is None else StaticLossScale(_array(state.loss_scale))
 
 
@@ -46,7 +46,7 @@ def skipped_steps(opt_state: optax.OptState) -> jax.Array:
         >>> print(skipped_steps(loss_scaling(optax.sgd(0.1)).init(jnp.ones(2))))
         0
     """
-    state = _only_loss_scaling_state(opt_state, "skipped_steps")
+    state = loss_scaling_state(opt_state, "skipped_steps")
     return jnp.zeros((), np.int32) if state is None else _array(state.skipped_steps)
 
 
@@ -100,7 +100,7 @@ def check_health(opt_state: optax.OptState, *, max_stuck_steps: int = 10) -> Non
     """
     if not _errors.is_integer(max_stuck_steps) or max_stuck_steps < 1:
         raise ValueError(f"`check_health`: `max_stuck_steps` must be an integer above 0, but got {max_stuck_steps!r}.")
-    state = _only_loss_scaling_state(opt_state, "check_health")
+    state = loss_scaling_state(opt_state, "check_health")
     if state is None:
         raise ValueError(
             "`check_health`: nothing in this optimizer state watches gradients. Put `loss_scaling` around the rule; "
@@ -148,7 +148,7 @@ def _diagnosis(stuck: int, skipped: int, scale: float, nonfinite: Any) -> str:
     return "\n".join(lines)
 
 
-def _only_loss_scaling_state(opt_state: Any, caller: str) -> LossScalingState | None:
+def loss_scaling_state(opt_state: Any, caller: str) -> LossScalingState | None:
     require_types(opt_state, caller)
     states = _trees.find_states(opt_state, LossScalingState)
     if len(states) > 1:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpx import _trees
-from mpx._policy import DTYPE_NAMES
+from mpx._dtypes import dtype_or_none
 from mpx._stored.blockwise import Blockwise8bit, scale_shape
 from mpx._stored.roles import kind_of
 
@@ -82,7 +82,7 @@ def checked_patterns(given: Any) -> dict[str, Format]:
 def _checked_format(pattern: str, chosen: Any) -> Format:
     if isinstance(chosen, Blockwise8bit):
         return chosen
-    dtype = DTYPE_NAMES.get(chosen) if isinstance(chosen, str) else _trees.dtype_or_none(chosen)
+    dtype = dtype_or_none(chosen)
     if dtype is None or dtype not in _DTYPES:
         hint = " Make one: `Blockwise8bit()`." if chosen is Blockwise8bit else ""
         raise ValueError(

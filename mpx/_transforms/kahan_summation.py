@@ -10,6 +10,7 @@ import optax
 from jax.typing import DTypeLike
 
 from mpx import _errors, _trees
+from mpx._dtypes import dtype_or_none
 from mpx._transforms.writeback import landing_update, on_grid
 
 
@@ -62,7 +63,7 @@ def kahan_summation(dtype: DTypeLike | None = None) -> optax.GradientTransformat
         Kahan 1965, "Further remarks on reducing truncation errors"; for training, Zamirai et al. 2020, "Revisiting
         BFloat16 Training" (arXiv 2010.06192).
     """
-    compensation_dtype = _trees.dtype_or_none(jnp.bfloat16 if dtype is None else dtype)
+    compensation_dtype = dtype_or_none(jnp.bfloat16 if dtype is None else dtype)
     if compensation_dtype is None or compensation_dtype not in (jnp.bfloat16, np.float16, np.float32):
         got = compensation_dtype or repr(dtype)
         raise ValueError(f"`kahan_summation`: `dtype` must be bfloat16, float16 or float32, but got {got}.")

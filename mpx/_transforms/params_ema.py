@@ -10,7 +10,6 @@ import numpy as np
 import optax
 
 from mpx import _errors, _trees
-from mpx._loss_scale import saturating_increment
 from mpx._transforms.upcast import settled, widen
 from mpx._transforms.writeback import landed
 
@@ -87,7 +86,7 @@ def params_ema(decay: float, *, debias: bool = True) -> optax.GradientTransforma
         _errors.require_params(params, "params_ema")
         _errors.require_state(state, ParamsEmaState, "params_ema")
         _errors.require_same_shapes(updates, params, "params_ema")
-        steps = saturating_increment(state.averaged_steps)
+        steps = optax.safe_increment(state.averaged_steps)
         # From logarithms: in float32, 0.9999 has an error of a hundredth of a percent of its distance to 1.
         weight = -jnp.expm1(steps.astype(np.float32) * np.float32(log_decay)) if debias else jnp.ones((), np.float32)
         step = jnp.where(debias & (steps == 1), np.float32(1), np.float32(1 - decay) / weight)

@@ -53,7 +53,7 @@ def test_a_policy_a_dtype_or_a_name_says_in_what_products_run(given, dtype):
     assert dot_dtypes(mpx.autocast(product, given), X, W) == [(dtype,) * 3]
 
 
-@pytest.mark.parametrize("given", ["params=bf16", "int32", jnp.int8, np.float64, None, 16, "bf15", jnp.float8_e4m3fn])
+@pytest.mark.parametrize("given", ["int32", jnp.int8, np.float64, None, 16, "bf15", jnp.float8_e4m3fn])
 def test_what_names_no_precision_is_refused(given):
     with pytest.raises(ValueError, match="`autocast`"):
         mpx.autocast(product, given)

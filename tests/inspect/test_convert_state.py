@@ -546,7 +546,7 @@ def test_masters_of_parameters_under_other_names_are_refused():
     [
         ({"tx": optax.adam}, TypeError, r"`convert_state` needs an Optax gradient transformation, .*Call it with"),
         ({"new_tx": None}, TypeError, "`convert_state` needs an Optax gradient transformation, but got NoneType"),
-        ({"policy": 16}, TypeError, "`policy` must be a Policy, the string of one or None, but got int"),
+        ({"policy": 16}, TypeError, "`policy` must be a Policy or the string of one, but got int"),
         ({"policy": "params=f8"}, ValueError, "f8"),
         ({"opt_state": optax.sgd(1.0)}, TypeError, "needs an optimizer state, but got a transformation"),
     ],

@@ -540,7 +540,7 @@ W = {"w": np.full(2, 1.001, np.float32)}
         ({"loss_fn": lambda params, x: (jnp.sum(params["w"]), x)}, TypeError, r"returned float32\[\], float32\[2\]"),
         ({"loss_fn": lambda params, x: jnp.argmax(params["w"])}, TypeError, r"returned int(32|64)\[\]"),
         ({"loss_fn": lambda params, x: None}, TypeError, "returned no array"),
-        ({"policy": "bf16"}, TypeError, "needs a policy, but got 'bf16'"),
+        ({"policy": 16}, TypeError, "`policy` must be a Policy or the string of one, but got int"),
         ({"policy": mpx.Policy("f32", "f64", "f32")}, ValueError, "computes in bfloat16, float16 or float32"),
         ({"bound": 0.0}, ValueError, "`bound` must be a relative error above 0, such as 1e-2, but got 0.0"),
         ({"bound": float("nan")}, ValueError, "but got nan"),

@@ -398,7 +398,7 @@ def test_what_is_no_model_is_refused(given_model, error, message):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"policy": 16}, TypeError, "`policy` must be a Policy, the string of one or None, but got int"),
+        ({"policy": 16}, TypeError, "`policy` must be a Policy or the string of one, but got int"),
         ({"policy": "params=bf15"}, ValueError, "Unknown dtype 'bf15'"),
         ({"gradient_dtype": "int32"}, ValueError, "`gradient_dtype` must be a floating-point dtype or None"),
         ({"gradient_dtype": "half a byte"}, ValueError, "but got 'half a byte'"),

@@ -15,7 +15,7 @@ from mpx._autocast import compute
 from mpx._autocast.rules import DEFAULT_RULES
 from mpx._autocast.transform import Autocast, autocast_of, make_autocast
 from mpx._loss_scale import LossScale, NoOpLossScale, require_powers_of_two
-from mpx._policy import Policy
+from mpx._policy import Policy, as_policy
 from mpx.tools.advise.candidates import Groups, candidates_of, fewest, lines_of, with_overrides
 from mpx.tools.advise.study import Candidate, Errors, Study
 
@@ -158,7 +158,7 @@ def advise(
     loss_fn: Callable[[Any, Any], Any],
     params: Any,
     batch: Any,
-    policy: Policy,
+    policy: Policy | str,
     *,
     bound: float = 1e-2,
     groups: Groups | None = None,
@@ -192,7 +192,7 @@ def advise(
             of initial ones say little.
         batch: what `loss_fn` takes: a pytree of arrays and numbers. A `list` is several of those, of the same shapes,
             over which errors are averaged; anything else, a tuple too, is one.
-        policy: whose `param_dtype`, `compute_dtype` and `overrides` are looked into.
+        policy: a policy or its string, whose `param_dtype`, `compute_dtype` and `overrides` are looked into.
         bound: on the relative errors of the loss and of the gradient, both.
         groups: which leaves are ranked, and kept, together: `"leaves"`, each by itself; `"patterns"`, those with equal
             paths but for numbers (`layers/0/kernel` and `layers/1/kernel`); or a function from a path to the name of
@@ -224,6 +224,7 @@ def advise(
     """
     batches = _checked_batches(batch)
     loss_scale = NoOpLossScale() if loss_scale is None else loss_scale
+    policy = as_policy(policy, "advise")
     _check_settings(policy, bound, groups)
     require_powers_of_two(loss_scale, "advise")
     _check_params(params)
@@ -252,8 +253,6 @@ def _checked_batches(batch: Any) -> list[Any]:
 
 
 def _check_settings(policy: Any, bound: Any, groups: Any) -> None:
-    if not isinstance(policy, Policy):
-        raise TypeError(f"`advise` needs a policy, but got {policy!r}. A policy's string goes through `get_policy`.")
     compute.get_compute(policy)  # raises for float64
     if isinstance(bound, bool) or not isinstance(bound, (int, float, np.number)) or not 0 < bound < math.inf:
         raise ValueError(f"`advise`: `bound` must be a relative error above 0, such as 1e-2, but got {bound!r}.")

@@ -43,8 +43,7 @@ def explain(
     fun: Any = given.function(function)
     args = [given.shape(text) for text in shapes or []] if arguments is None else _made_by(arguments)
     with users_code():
-        lowered = mpx.get_policy(policy) if policy is not None and "=" in policy else policy
-        explanation = mpx.explain(jax.grad(fun) if grad else fun, lowered)(*args)
+        explanation = mpx.explain(jax.grad(fun) if grad else fun, policy)(*args)
     if as_json:
         output.show_json(explanation.as_dict())
     else:

@@ -19,7 +19,7 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, AxisType
 
-from mpx import _policy, _trees
+from mpx._dtypes import dtype_or_none
 from mpx.tools.cli.errors import CommandError, users_code
 
 _NUMBER = re.compile(r"(\d[\d_,]*(?:\.\d+)?(?:[eE]\+?\d{1,2})?)\s*([A-Za-z]*)")
@@ -32,7 +32,6 @@ _BYTES = {"": 1, "b": 1} | {
 }
 _SHAPE = re.compile(r"([A-Za-z]\w*)(?:\[([\d,\s]*)\])?")
 _INTEGER = re.compile(r"([isu])(8|16|32|64)")
-_SHORT_FLOAT = re.compile(r"f\d+")
 
 
 def parameters(text: str) -> int:
@@ -87,9 +86,7 @@ def _dtype(name: str) -> np.dtype | None:
     integer = _INTEGER.fullmatch(name)
     if integer is not None:
         name = f"{'uint' if integer[1] == 'u' else 'int'}{integer[2]}"
-    elif _SHORT_FLOAT.fullmatch(name) and name not in _policy.DTYPE_NAMES:
-        return None  # NumPy counts bytes, so that its `f8` is float64; and there are several 8-bit floats
-    dtype = _trees.dtype_or_none(_policy.named_dtype(name))
+    dtype = dtype_or_none(name)
     is_number = dtype is not None and (jnp.issubdtype(dtype, jnp.number) or dtype == np.bool_)
     return dtype if is_number else None
 

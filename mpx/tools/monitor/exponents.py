@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 from jax import lax
 
-from mpx import _trees
+from mpx._dtypes import dtype_or_none
 
 # floor(log2(|x|)) of float32 numbers: from the smallest subnormal to the largest number.
 EXPONENTS = range(-149, 128)
@@ -82,7 +82,7 @@ class Range:
 
 def range_of(dtype: Any, caller: str) -> Range:
     """The range of float16, bfloat16, float32, float8_e4m3fn or float8_e5m2; raises for anything else."""
-    found = _trees.dtype_or_none(dtype)
+    found = dtype_or_none(dtype)
     if found is None or found not in _FORMATS:
         names = ", ".join(str(known) for known in _FORMATS)
         raise ValueError(f"`{caller}`: `dtype` must be one of f16, bf16, f32, {names}, but got {found or repr(dtype)}.")

@@ -14,7 +14,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from mpx import _trees, formats
-from mpx._policy import named_dtype
+from mpx._dtypes import dtype_or_none
 from mpx.tools.monitor import exponents
 from mpx.tools.monitor.barrier import behind_barrier
 from mpx.tools.monitor.exponents import EXPONENTS, ExponentHistogram
@@ -62,7 +62,7 @@ def underflow(dtype: DTypeLike, *, groups: Groups = None) -> Measure:
     References:
         Micikevicius et al. 2018, Mixed Precision Training (arXiv 1710.03740), section 3.2.
     """
-    range_ = exponents.range_of(named_dtype(dtype), "underflow")
+    range_ = exponents.range_of(dtype, "underflow")
     return _share_of(range_.underflows, groups, "underflow")
 
 
@@ -85,7 +85,7 @@ def becomes_subnormal(dtype: DTypeLike, *, groups: Groups = None) -> Measure:
         >>> float(becomes_subnormal("f16")(jnp.array([2.0**-26, 2.0**-24, 2.0**-15, 2.0**-14])))
         0.5
     """
-    range_ = exponents.range_of(named_dtype(dtype), "becomes_subnormal")
+    range_ = exponents.range_of(dtype, "becomes_subnormal")
     return _share_of(range_.becomes_subnormal, groups, "becomes_subnormal")
 
 
@@ -109,7 +109,7 @@ def overflow(dtype: DTypeLike, *, groups: Groups = None) -> Measure:
         >>> float(overflow("f16")(jnp.array([1.0, 65519.0, 65520.0, 1e9])))
         0.5
     """
-    range_ = exponents.range_of(named_dtype(dtype), "overflow")
+    range_ = exponents.range_of(dtype, "overflow")
     return _share_of(range_.overflows, groups, "overflow")
 
 
@@ -176,7 +176,7 @@ def lost_updates(dtype: DTypeLike | None = None, *, groups: Groups = None) -> op
         0.333 1
     """
     _check_groups(groups, "lost_updates")
-    given = None if dtype is None else _trees.dtype_or_none(named_dtype(dtype))
+    given = dtype_or_none(dtype)
     if dtype is not None and (given is None or given not in _STORED):
         raise ValueError(f"`lost_updates`: `dtype` must be bf16, f16, f32 or None, but got {dtype!r}.")
 

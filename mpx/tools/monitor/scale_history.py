@@ -9,8 +9,7 @@ import optax
 from jax.core import Tracer
 
 from mpx import _errors, _trees
-from mpx._inspect.health import get_loss_scale, skipped_steps
-from mpx._loss_scale import NoOpLossScale, saturating_increment
+from mpx._inspect.health import get_loss_scale, loss_scaling_state, skipped_steps
 
 
 class ScaleHistoryState(NamedTuple):
@@ -76,7 +75,7 @@ def scale_history(inner: optax.GradientTransformation, length: int = 1000) -> op
 
     def init_fn(params):
         inner_state = inner.init(params)
-        if isinstance(get_loss_scale(inner_state), NoOpLossScale):
+        if loss_scaling_state(inner_state, "scale_history") is None:
             raise ValueError(
                 "`scale_history`: nothing in this optimizer scales losses, so there is no scale to remember. Wrap a "
                 "transformation with `mpx.loss_scaling` in it."
@@ -97,7 +96,7 @@ def scale_history(inner: optax.GradientTransformation, length: int = 1000) -> op
         return updates, ScaleHistoryState(
             scales=state.scales.at[position].set(scale),
             skips=state.skips.at[position].set(skipped),
-            recorded_steps=saturating_increment(state.recorded_steps),
+            recorded_steps=optax.safe_increment(state.recorded_steps),
             inner_state=inner_state,
         )
 

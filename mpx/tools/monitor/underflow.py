@@ -14,7 +14,6 @@ from jax.typing import ArrayLike, DTypeLike
 
 from mpx import _errors, _tables, _trees
 from mpx._loss_scale import LossScale, is_power_of_two
-from mpx._policy import named_dtype
 from mpx.tools.monitor import exponents
 
 _MAX_SCALE = 2.0**24  # that of `DynamicLossScale`
@@ -248,7 +247,7 @@ def underflow_report(
         Micikevicius et al. 2018, Mixed Precision Training (arXiv 1710.03740), section 3.2: the scale is chosen from the
         largest gradient, such that their product is finite in float16.
     """
-    span = exponents.range_of(named_dtype(dtype), "underflow_report")
+    span = exponents.range_of(dtype, "underflow_report")
     if not _errors.is_integer(headroom) or headroom < 0:
         raise ValueError(f"`underflow_report`: `headroom` must be an integer of 0 or more, but got {headroom!r}.")
     paths, arrays = zip(*_concrete_leaves(grads), strict=True)

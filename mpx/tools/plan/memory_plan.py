@@ -18,9 +18,10 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jax.typing import DTypeLike
 
 from mpx import _errors, _tables, _trees
+from mpx._dtypes import dtype_or_none
 from mpx._parallel.placement import is_spec, parameter_specs, require_axis
 from mpx._parallel.zero1 import zero1_shardings
-from mpx._policy import Policy, named_dtype, policy_or_none
+from mpx._policy import Policy, as_policy
 from mpx._stored.blockwise import Blockwise8bit
 from mpx.tools.plan.capacity import checked_memory, largest_that_fits
 from mpx.tools.plan.rows import (
@@ -207,7 +208,7 @@ def memory_plan(
         parameters, and 4 + 16/d for `gradient_dtype=None, gradient_copy="float32"`.
     """
     tx = _errors.as_transformation(tx, "memory_plan")
-    policy = policy_or_none(policy, "memory_plan")
+    policy = None if policy is None else as_policy(policy, "memory_plan")
     on, along, specs = _checked_layout(mesh, axis, param_specs)
     arrays = _arrays_of(model, 1 if mesh is None else _BLOCK * on.size)
     specs = parameter_specs(arrays, specs, on, along, "memory_plan")
@@ -263,7 +264,7 @@ def _checked_layout(
 
 
 def _checked_dtype(given: Any, argument: str) -> np.dtype:
-    dtype = _trees.dtype_or_none(named_dtype(given))
+    dtype = dtype_or_none(given)
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"`memory_plan`: `{argument}` must be a floating-point dtype or None, but got {given!r}.")
     return dtype

@@ -11,7 +11,6 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from mpx._loss_scale import is_power_of_two
-from mpx._policy import named_dtype
 from mpx.tools.monitor.exponents import EXPONENTS, ExponentHistogram, Range, range_of
 from mpx.tools.monitor.underflow import UnderflowReport
 from mpx.tools.plot.canvas import add_legend, axes_for, name_axes, power_of_two
@@ -108,7 +107,7 @@ def _checked_ranges(formats: Any, histogram: Any) -> list[Range]:
         formats = (*own, *_USUAL_FORMATS)
     elif isinstance(formats, str) or not isinstance(formats, Sequence) or not formats:
         raise ValueError(f"`exponents`: `formats` must be a list of dtypes, such as ['f16'], but got {formats!r}.")
-    return list(dict.fromkeys(range_of(named_dtype(dtype), "exponents") for dtype in formats))
+    return list(dict.fromkeys(range_of(dtype, "exponents") for dtype in formats))
 
 
 def _checked_shift(scale: Any, histogram: Any) -> int:

@@ -1,0 +1,45 @@
+"""Dtypes as users write them: a dtype, its name, or a short name such as `bf16`."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+DTYPE_NAMES = {
+    "bf16": np.dtype(jnp.bfloat16),
+    "bfloat16": np.dtype(jnp.bfloat16),
+    "f16": np.dtype(np.float16),
+    "float16": np.dtype(np.float16),
+    "full": np.dtype(np.float32),
+    "f32": np.dtype(np.float32),
+    "float32": np.dtype(np.float32),
+    "f64": np.dtype(np.float64),
+    "float64": np.dtype(np.float64),
+}
+
+
+def half_dtype() -> DTypeLike:
+    """Return the 16-bit dtype that jmp chooses for this machine: bfloat16 on TPU, float16 elsewhere.
+
+    Example:
+        >>> np.dtype(half_dtype()).itemsize
+        2
+    """
+    return jnp.bfloat16 if jax.local_devices()[0].platform == "tpu" else jnp.float16
+
+
+def dtype_or_none(given: Any) -> np.dtype | None:
+    """Return the dtype that an argument stands for, or None if it stands for none.
+
+    A string is a short name (`bf16`), `half`, or the full name of a dtype (`float8_e4m3fn`). NumPy's codes count
+    bytes: its `f8` is float64, and its `f16` is not float16. They are refused. So is None, NumPy's float64.
+    """
+    if isinstance(given, str) and (given == "half" or given in DTYPE_NAMES):
+        return np.dtype(half_dtype()) if given == "half" else DTYPE_NAMES[given]
+    try:
+        dtype = None if given is None else np.dtype(given)
+    except Exception:  # TypeError, ValueError, and SyntaxError for ","
+        return None
+    return None if isinstance(given, str) and dtype is not None and dtype.name != given else dtype
