@@ -404,7 +404,9 @@ def test_shapes_are_in_the_notation_that_mpx_prints(text, shape, dtype):
     assert (found.shape, found.dtype) == (shape, np.dtype(dtype))
 
 
-@pytest.mark.parametrize("text", ["", "f17[3]", "f8[3]", "f32[a]", "f32[8", "[8]", "f32[8 8]", "f32[-1]", "object[3]", "S3[3]"])
+@pytest.mark.parametrize(
+    "text", ["", "f17[3]", "f8[3]", "f32[a]", "f32[8", "[8]", "f32[8 8]", "f32[-1]", "object[3]", "S3[3]"]
+)
 def test_what_is_no_shape_is_refused(text):
     with pytest.raises(CommandError, match="is not a shape such as"):
         given.shape(text)
