@@ -1,6 +1,11 @@
-"""Invariants 1, 3 and 6 around every optimizer that Optax and `optax.contrib` export."""
+"""Check invariants 1, 3 and 6 around every optimizer that Optax and `optax.contrib` export.
+
+By default one rule of each kind is trained; CI trains them all.
+"""
 
 import functools
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,17 +14,34 @@ import optax
 import pytest
 
 import mpx
-from tests.helpers import assert_same_bits, types_of, unfused
+from tests import sweep
+from tests.helpers import QUICKLY, assert_same_bits, types_of, unfused
 from tests.rules import EXCLUDED, PARTS, RULES, bfloat16_params, exported_transformations, gradients
 
 pytestmark = pytest.mark.optax_promotion
 
 STEPS = 20
-every_rule = pytest.mark.parametrize("name", RULES, scope="module")  # rule by rule, for the programs they share
+# Moments, momentum, factored and matrix-shaped state, signs, a key, an average of the weights; a rule that wants the
+# loss, the gradients of each example, or the initial weights.
+FAMILIES = {
+    "adafactor", "adamw", "lion", "noisy_sgd", "polyak_sgd", "sgd", "contrib.cocob", "contrib.dpsgd", "contrib.muon",
+    "contrib.schedule_free",
+}  # fmt: skip
+AVERAGING = [name for name in RULES if sweep.moment_fields(name)]
+LOW = [state for state in sweep.STATES if state != "f32"]
+
+
+def cases(rules, quick=FAMILIES):
+    """Return the parameters of a test over rules, of which all but the quick ones are slow."""
+    return [pytest.param(rule, marks=[] if rule in quick else pytest.mark.slow, id=str(rule)) for rule in rules]
+
+
+every_rule = pytest.mark.parametrize("name", cases(RULES), scope="module")  # in turn, for the programs they share
 
 
 def test_the_table_of_rules_is_complete():
     assert exported_transformations() - PARTS - set(EXCLUDED) == set(RULES)
+    assert FAMILIES <= RULES.keys()
 
 
 def reference_step(rule, tx, state, params, grads):
@@ -34,7 +56,7 @@ def wrapped_step(rule, tx, params, state, grads):
 
 
 def both(rule, wrap):
-    """A float32 training and a wrapped bfloat16 one from the same weights, stepped by one function."""
+    """Return a function that steps a float32 and a wrapped bfloat16 training run, and where both begin."""
     params = bfloat16_params()
     exact = jax.tree.map(lambda p: p.astype(jnp.float32), params)
     reference, wrapped = rule.make(), wrap(rule.make())
@@ -49,7 +71,7 @@ def both(rule, wrap):
 
 
 def strongly_typed(x):
-    """The array, whose type a scan then keeps."""
+    """Return the array with a type that a scan keeps."""
     x = jnp.asarray(x)
     return jax.lax.convert_element_type(x, x.dtype) if x.aval.weak_type else x
 
@@ -61,7 +83,7 @@ def scanned(step, carry, rule, **jit_options):
 
 @functools.cache
 def trained_with_full_masters(name):
-    """Beside the float32 training, in one program."""
+    """Return the float32 training run and the one beside it, both of one program."""
     rule = RULES[name]
     return scanned(*both(rule, mpx.master_weights), rule)
 
@@ -76,7 +98,7 @@ def test_masters_follow_the_float32_trajectory_to_the_bit_in_one_program(name):
 
 @every_rule
 def test_split_masters_follow_the_float32_trajectory_to_the_bit(name):
-    """Without fusion: fused with the join of the halves, a rule's own products and sums may contract differently."""
+    """Compile without fusion: fused with the join of the halves, a rule's products and sums may contract otherwise."""
     rule = RULES[name]
     step, carry = both(rule, lambda tx: mpx.master_weights(tx, storage="split"))
     options = unfused(batched_products="muon" in name)
@@ -87,7 +109,7 @@ def test_split_masters_follow_the_float32_trajectory_to_the_bit(name):
 
 @every_rule
 def test_fused_split_masters_stay_within_rounding_of_the_float32_trajectory(name):
-    """Sums over a whole leaf and contracted products may round differently: a few units in the last place."""
+    """Allow a few units in the last place: sums over a leaf and contracted products may round differently."""
     rule, (exact, _, _, _) = RULES[name], trained_with_full_masters(name)
     tx = mpx.master_weights(rule.make(), storage="split")
     step = lambda carry, grads: (wrapped_step(rule, tx, *carry, grads), None)
@@ -98,7 +120,7 @@ def test_fused_split_masters_stay_within_rounding_of_the_float32_trajectory(name
 
 
 def test_the_same_rule_on_bfloat16_parameters_does_not_follow_it():
-    """The negative control: without mpx, most of the weights end elsewhere."""
+    """Train without mpx, the negative control: most of the weights end elsewhere."""
     rule, params = RULES["adamw"], bfloat16_params()
     exact, _, _, _ = trained_with_full_masters("adamw")
     tx = rule.make()
@@ -112,7 +134,7 @@ def test_the_same_rule_on_bfloat16_parameters_does_not_follow_it():
     assert (params["kernel"] != as_bfloat16["kernel"]).mean() > 0.5
 
 
-@every_rule
+@pytest.mark.parametrize("name", cases(RULES, quick={"adamw", "lion", "sgd", "contrib.schedule_free"}))
 def test_masters_follow_the_float32_trajectory_to_the_bit_eagerly(name):
     rule = RULES[name]
     step, carry = both(rule, mpx.master_weights)
@@ -125,45 +147,89 @@ def test_masters_follow_the_float32_trajectory_to_the_bit_eagerly(name):
 
 WRAPPERS = {
     "upcast": mpx.upcast,
-    "full": mpx.master_weights,
-    "split": lambda tx: mpx.master_weights(tx, storage="split"),
     "scaled": lambda tx: mpx.loss_scaling(mpx.master_weights(tx)),
-    "kahan": lambda tx: optax.chain(mpx.upcast(tx), mpx.kahan_summation()),
-    "stochastic": lambda tx: optax.chain(mpx.upcast(tx), mpx.stochastic_rounding(jax.random.key(0))),
+    **{name: wrap for name, wrap in sweep.WRITE_BACKS.items()},
 }
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
+def wrapped_in_every_way(name):
+    """Yield a rule in each wrapper, and with each way to store its averages under each way to keep parameters."""
+    for wrapper, wrap in WRAPPERS.items():
+        yield wrapper, wrap(RULES[name].make())
+    for write_back in sweep.WRITE_BACKS if name in AVERAGING else ():
+        for state in LOW:
+            yield f"{write_back}, {state}", sweep.Case(name, write_back, state).transformation()
+
+
 @every_rule
-def test_an_update_changes_no_type_of_the_state(name, wrapper):
-    """Structure, shapes, dtypes and weak types: the state can be a scan carry and compiles once."""
-    rule, tx = RULES[name], WRAPPERS[wrapper](RULES[name].make())
-    params = bfloat16_params()
-    state = tx.init(params)
-    grads = jax.tree.map(lambda g: g[0], gradients(rule, 1))
+def test_an_update_changes_no_type_of_the_state(name):
+    """Compare structure, shapes, dtypes and weak types: the state can be a scan carry and compiles once."""
+    rule = RULES[name]
+    params = jax.tree.map(lambda p: jnp.asarray(p, jnp.bfloat16), sweep.initial_params(0))
+    batch = jax.tree.map(lambda a: jnp.asarray(a[0]), sweep.examples())
+    grads = jax.eval_shape(lambda: sweep.gradients(rule, params, batch))
+    for way, tx in wrapped_in_every_way(name):
+        start = jax.eval_shape(tx.init, params)
 
-    def step(params, state):
-        return tx.update(grads, state, params, **rule.extra_args(params, grads))
+        def step(state, grads, tx=tx):
+            loss = lambda p: sweep.loss_fn(p, batch)
+            return tx.update(grads, state, params, **rule.extra_args(params, grads, loss))
 
-    updates, new_state = jax.eval_shape(step, params, state)
-    assert types_of(new_state) == types_of(jax.eval_shape(lambda: state))
-    assert {u.dtype for u in jax.tree.leaves(updates)} == {np.dtype(np.float32)}
+        updates, state = jax.eval_shape(step, start, grads)
+        assert types_of(state) == types_of(start), way
+        assert {u.dtype for u in jax.tree.leaves(updates)} == {np.dtype(np.float32)}, way
 
 
-@pytest.mark.parametrize("wrapper", ["upcast", "full", "split", "scaled", "kahan"])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def buffers_stand_once(params, state):
+    buffers = [id(leaf) for leaf in jax.tree.leaves((params, state))]
+    return len(set(buffers)) == len(buffers)
+
+
 @every_rule
-def test_no_buffer_stands_twice_in_parameters_and_state(name, dtype, wrapper):
+def test_no_buffer_stands_twice_in_parameters_and_state(name):
     """Several rules keep the parameters themselves in their state; donating both would then fail."""
-    params = jax.tree.map(lambda p: p.astype(dtype), bfloat16_params())
-    state = WRAPPERS[wrapper](RULES[name].make()).init(params)
-    buffers = [id(leaf) for leaf in jax.tree.leaves((params, state))]
-    assert len(set(buffers)) == len(buffers)
+    for dtype in (jnp.bfloat16, jnp.float32):
+        params = jax.tree.map(lambda p, dtype=dtype: p.astype(dtype), bfloat16_params())
+        for wrapper, wrap in WRAPPERS.items():
+            assert buffers_stand_once(params, wrap(RULES[name].make()).init(params)), (wrapper, dtype)
 
 
-def test_donating_what_a_bare_rule_keeps_of_the_parameters_fails():
-    """The negative control: `cocob` keeps the initial weights."""
+def test_a_bare_rule_that_keeps_the_initial_weights_shares_their_buffers():
+    """Look at `cocob`, the negative control."""
     params = bfloat16_params()
-    state = RULES["contrib.cocob"].make().init(params)
-    buffers = [id(leaf) for leaf in jax.tree.leaves((params, state))]
-    assert len(set(buffers)) < len(buffers)
+    assert not buffers_stand_once(params, RULES["contrib.cocob"].make().init(params))
+
+
+IN_TURN = [(name, LOW[i % len(LOW)]) for i, name in enumerate(AVERAGING)]
+FEW_BITS = dict.fromkeys([*IN_TURN, *[("adamw", state) for state in LOW]])
+
+
+@pytest.mark.parametrize(("name", "state"), [
+    pytest.param(*case, marks=[] if case[0] in ("adamw", "adafactor", "lion") else pytest.mark.slow)
+    for case in FEW_BITS
+])  # fmt: skip
+def test_a_rule_trains_with_its_averages_in_few_bits(name, state):
+    """Train with a low format and a way to keep parameters in turn; `benchmarks/state_formats.py` trains them all."""
+    write_backs = list(sweep.WRITE_BACKS)
+    turn = (AVERAGING.index(name) + LOW.index(state)) % len(write_backs)
+    tx = sweep.Case(name, write_backs[turn], state).transformation()
+    before, after, final_state = sweep.train(name, tx, jnp.bfloat16, compiler_options=QUICKLY)
+    assert after < before
+    leaves = [x for x in jax.tree.leaves(final_state) if jnp.issubdtype(x.dtype, jnp.floating)]
+    assert all(bool(jnp.isfinite(x.astype(jnp.float32)).all()) for x in leaves)
+    narrow = np.dtype(np.uint8) if state == "8-bit" else np.dtype(jnp.bfloat16)
+    stored = final_state[0] if "Kahan" in write_backs[turn] else final_state
+    assert narrow in {x.dtype for x in jax.tree.leaves(stored)}
+
+
+def test_the_table_in_the_docs_has_every_rule_and_combination():
+    table = Path(__file__).parents[1] / "benchmarks" / "STATE_FORMATS.md"
+    sections = re.split(r"^## ", table.read_text(), flags=re.MULTILINE)[1:]
+    assert [section.splitlines()[0] for section in sections] == list(sweep.STATES)
+    for state, section in zip(sweep.STATES, sections, strict=True):
+        lines = [[cell.strip() for cell in line.split("|")] for line in section.splitlines() if line.startswith("| ")]
+        rows = {line[1]: line[5:9] for line in lines}
+        assert rows.pop("rule") == list(sweep.WRITE_BACKS)
+        assert list(rows) == (list(RULES) if state == "f32" else AVERAGING)
+        cells = [cell.strip("*") for row in rows.values() for cell in row]
+        assert all(re.fullmatch(r"[+-]\d+\.\d\d|nan|inf", cell) for cell in cells)
