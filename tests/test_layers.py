@@ -1,4 +1,4 @@
-"""The structure: a file imports only from lower layers; the core imports four packages."""
+"""Check the source files: imports come from lower rooms and from four packages, and nothing that is read is run."""
 
 import ast
 import pathlib
@@ -25,65 +25,51 @@ ROOMS = [
     {"mpx.tools.cli", "mpx.tools"},
     {"mpx.__main__"},
 ]
+FLOOR = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}
 CORE_PACKAGES = {"jax", "optax", "numpy", "ml_dtypes"}
-# What is imported by its own name may ask for more: the extras of the distribution say so.
+# What is imported by its own name may ask for more: the extras of the distribution say so. Tables import Rich when
+# Rich asks for them.
 MORE_PACKAGES = {"mpx.tools.cli": {"typer", "rich", "orbax"}, "mpx.tools.plot": {"matplotlib"}}
 
 
-def floor_of(module):
-    """The floor of the room that a module is in; rooms inside of others are named in full."""
-    parts = module.split(".")
-    names = [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
-    named = (floor for name in names for floor, rooms in enumerate(ROOMS) if name in rooms)
-    return next(named) if module != "mpx" else next(f for f, rooms in enumerate(ROOMS) if "mpx" in rooms)
+def module_of(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+SOURCES = {module_of(path): path.read_text() for path in sorted((ROOT / "mpx").rglob("*.py"))}
 
 
 def room_of(module):
-    """The innermost room that a module is in."""
-    rooms = set().union(*ROOMS)
-    parts = module.split(".")
-    return next(name for n in range(len(parts), 0, -1) if (name := ".".join(parts[:n])) in rooms)
+    """Return the innermost room that a module is in."""
+    return max((room for room in FLOOR if f"{module}.".startswith(f"{room}.")), key=len)
 
 
-def imported_modules(source):
-    """The modules that a file imports: `from mpx import _trees` imports `mpx._trees`.
-
-    Not those of a `__rich__` method, which only Rich calls, nor of what builds its tables.
-    """
-    found, tree = set(), ast.parse(source)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef) and node.name in ("__rich__", "rich_table"):
-            node.body = []
-    known = {module for module, _ in sources()}
-    for node in ast.walk(tree):
+def imported_modules(nodes):
+    """Return the modules that syntax nodes import: `from mpx import _trees` imports `mpx._trees`."""
+    found = set()
+    for node in nodes:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            deeper = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= (deeper & known) or {node.module}
+            found |= ({f"{node.module}.{alias.name}" for alias in node.names} & SOURCES.keys()) or {node.module}
     return found
 
 
 def violations(module, source):
-    """What a module imports from a higher room, or from another one on its own floor."""
-    ours = {name for name in imported_modules(source) if name.split(".")[0] == "mpx"}
-    own_room, floor = room_of(module), floor_of(module)
-    return {name for name in ours if room_of(name) != own_room and floor_of(name) >= floor}
-
-
-def sources():
-    for path in sorted((ROOT / "mpx").rglob("*.py")):
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path.read_text()
+    """Return what a module imports from a higher room, or from another one on its own floor."""
+    imported, own = imported_modules(ast.walk(ast.parse(source))), room_of(module)
+    ours = {name for name in imported if name.split(".")[0] == "mpx"}
+    return {name for name in ours if room_of(name) != own and FLOOR[room_of(name)] >= FLOOR[own]}
 
 
 def test_every_room_has_a_file():
-    assert {room_of(module) for module, _ in sources()} == set().union(*ROOMS)
+    assert {room_of(module) for module in SOURCES} == FLOOR.keys()
 
 
-@pytest.mark.parametrize(("module", "source"), [pytest.param(*item, id=item[0]) for item in sources()])
-def test_a_file_imports_from_its_room_and_from_lower_ones_only(module, source):
-    assert violations(module, source) == set()
+def test_a_file_imports_from_its_room_and_from_lower_ones_only():
+    found = {module: violations(module, source) for module, source in SOURCES.items()}
+    assert {module: names for module, names in found.items() if names} == {}
 
 
 @pytest.mark.parametrize("source", ["from mpx import _recipes", "from mpx._policy import cast", "import mpx"])
@@ -91,9 +77,80 @@ def test_an_import_from_the_same_or_a_higher_floor_is_found(source):
     assert violations("mpx._loss_scale", source)
 
 
-@pytest.mark.parametrize(("module", "source"), [pytest.param(*item, id=item[0]) for item in sources()])
-def test_the_core_imports_four_packages_and_no_private_module_of_jax(module, source):
-    packages = {name.split(".")[0] for name in imported_modules(source)} - {"mpx"} - sys.stdlib_module_names
+def foreign(module, source):
+    """Return the packages that a module imports and must not, and what it imports of JAX's private modules."""
     more = next((names for folder, names in MORE_PACKAGES.items() if module.startswith(folder)), set())
-    assert packages <= CORE_PACKAGES | more
-    assert not any("._src" in name for name in imported_modules(source))
+    tree = ast.parse(source)
+    imported = imported_modules(ast.walk(tree))
+    packages = {name.split(".")[0] for name in imported} - {"mpx"} - sys.stdlib_module_names - CORE_PACKAGES - more
+    in_functions_only = {"rich"} - {name.split(".")[0] for name in imported_modules(tree.body)}
+    return (packages - in_functions_only) | {name for name in imported if "._src" in name}
+
+
+def test_the_core_imports_four_packages_and_no_private_module_of_jax():
+    found = {module: foreign(module, source) for module, source in SOURCES.items()}
+    assert {module: names for module, names in found.items() if names} == {}
+
+
+@pytest.mark.parametrize("source", ["import flax", "from rich import text", "from jax._src import core"])
+def test_an_import_of_another_package_is_found(source):
+    assert foreign("mpx._loss_scale", source)
+
+
+# --- No file runs code that it reads. ---
+UNSAFE_MODULES = {
+    "pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "jsonpickle", "runpy",
+}  # fmt: skip
+UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
+SAFE_OPTIONS = {"allow_pickle": "False", "weights_only": "True"}
+
+
+def ways_to_run_code_from_a_file(source):
+    """Return what in a program may run what it reads, each as `line: what`."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
+            found += [f"{node.lineno}: {name}" for name in names if UNSAFE_MODULES & set(name.split("."))]
+        elif isinstance(node, ast.Attribute) and node.attr in UNSAFE_MODULES:
+            found.append(f"{node.lineno}: {ast.unparse(node)}")
+        elif isinstance(node, ast.Call):
+            called = ast.unparse(node.func).removeprefix("builtins.")
+            options = {option.arg: ast.unparse(option.value) for option in node.keywords}
+            unsafe = any(options.get(name, safe) != safe for name, safe in SAFE_OPTIONS.items())
+            if called in UNSAFE_CALLS or unsafe or (called == "torch.load" and "weights_only" not in options):
+                found.append(f"{node.lineno}: {called}")
+    return found
+
+
+def test_no_source_file_can_run_code_that_it_reads():
+    files = [path for folder in ("mpx", "examples", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    assert {ROOT / "mpx" / "_policy.py", ROOT / "examples" / "gpt" / "shards.py"} <= set(files)
+    found = {str(path): ways_to_run_code_from_a_file(path.read_text(encoding="utf-8")) for path in files}
+    assert {path: ways for path, ways in found.items() if ways} == {}
+
+
+UNSAFE = """\
+import pickle
+import numpy, cloudpickle as c
+from joblib.externals import cloudpickle
+def f(): from dill import loads
+np.load(path, allow_pickle=True)
+np.load(path, allow_pickle=wanted)
+pandas.compat.pickle.load(file)
+eval(path.read_text())
+exec(compile(text, path, 'exec'))
+torch.load(path)
+torch.load(path, weights_only=False)
+__import__(name)"""
+SAFE = "np.load(path); np.load(path, allow_pickle=False); json.loads(text); model.eval(); re.compile(text)"
+
+
+@pytest.mark.parametrize("source", UNSAFE.splitlines())
+def test_a_source_file_that_can_run_code_that_it_reads_is_seen(source):
+    """Check the check: a negative control."""
+    assert ways_to_run_code_from_a_file(source)
+
+
+def test_a_source_file_that_only_reads_data_is_not_accused():
+    assert ways_to_run_code_from_a_file(SAFE) == []
