@@ -133,7 +133,7 @@ def rich_table(
 
     header, *rest = lines
     rights = {column % len(header) for column in right}
-    table = RichTable(title=title or None, title_justify="left")
+    table = RichTable(title=Text(title) if title else None, title_justify="left")
     for column, name in enumerate(header):
         stiff = folded is not None and column not in folded
         table.add_column(name, justify="right" if column in rights else "left", overflow="fold", no_wrap=stiff)

@@ -29,7 +29,7 @@ FLOOR = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}
 CORE_PACKAGES = {"jax", "optax", "numpy", "ml_dtypes"}
 # What is imported by its own name may ask for more: the extras of the distribution say so. Tables import Rich when
 # Rich asks for them.
-MORE_PACKAGES = {"mpx.tools.cli": {"typer", "rich", "orbax"}, "mpx.tools.plot": {"matplotlib"}}
+MORE_PACKAGES = {"mpx.tools.cli": {"typer", "rich", "orbax", "safetensors"}, "mpx.tools.plot": {"matplotlib"}}
 
 
 def module_of(path):

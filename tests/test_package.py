@@ -13,8 +13,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 PUBLIC = {
     "Advice", "AdviceRow", "Blockwise8bit", "DEFAULT_RULES", "DivergedError", "DynamicLossScale", "Errors",
     "Explanation", "FAST_RULES", "KahanSummationState", "LeafUnderflow", "LossScale", "LossScalingState",
-    "LowPrecisionState", "MasterWeightsState", "MemoryPlan", "NoOpLossScale", "ParamsEmaState", "PlanComparison",
-    "PlanRow", "Policy", "Recipe", "STANDARD_RECIPES", "ScaledShares", "StaticLossScale", "StepMemory",
+    "LowPrecisionState", "MasterWeightsState", "NoOpLossScale", "ParamsEmaState",
+    "Policy", "ScaledShares", "StaticLossScale",
     "StochasticRoundingState", "UnderflowReport", "UpcastState", "advise", "all_finite", "any_precision_adamw",
     "autocast", "cast", "cast_to_full", "cast_to_half", "check_chain", "check_health", "compare_plans",
     "convert_state", "data_parallel", "ema_params", "explain", "formats", "full_precision", "get_loss_scale",
@@ -27,7 +27,7 @@ PUBLIC = {
 # Tables, modules, and what is returned: the function that returns it has the example.
 WITHOUT_EXAMPLE = {
     "Advice", "AdviceRow", "DEFAULT_RULES", "Errors", "Explanation", "FAST_RULES", "LeafUnderflow", "LossScale",
-    "PlanRow", "STANDARD_RECIPES", "ScaledShares", "UnderflowReport", "formats", "monitor",
+    "ScaledShares", "UnderflowReport", "formats", "monitor",
 }  # fmt: skip
 
 

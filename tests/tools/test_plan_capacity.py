@@ -8,8 +8,8 @@ from mpx.tools.plan.capacity import largest_that_fits
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=40), st.integers(1, 150), st.integers(1, 60))
-def test_it_is_the_largest_of_all_sizes_wherever_one_starts(steps, memory, start):
-    """Bytes that rise by chance, then steeply."""
+def test_it_is_the_largest_of_all_sizes_from_any_start(steps, memory, start):
+    """Use bytes that rise at random, then steeply."""
 
     def bytes_of(size):
         assert size >= 1
@@ -19,21 +19,15 @@ def test_it_is_the_largest_of_all_sizes_wherever_one_starts(steps, memory, start
     assert largest_that_fits(bytes_of, memory, start=start) == expected
 
 
-def test_near_the_answer_few_sizes_are_tried():
+@pytest.mark.parametrize(("start", "most"), [(10**12 - 2, 6), (1, 82)], ids=["near", "far"])
+def test_few_sizes_are_tried(start, most):
+    """From far away 41 doublings pass the answer, and 40 bisections find it."""
     tried = []
-
-    def bytes_of(size):
-        tried.append(size)
-        return 18 * size
-
-    assert largest_that_fits(bytes_of, 18e12, start=10**12 - 2) == 10**12
-    assert len(tried) <= 6
-    tried.clear()
-    assert largest_that_fits(bytes_of, 18e12) == 10**12
-    assert len(tried) <= 82  # 41 to pass it, 40 to bisect
+    assert largest_that_fits(lambda size: tried.append(size) or 18 * size, 18e12, start=start) == 10**12
+    assert len(tried) <= most
 
 
-@pytest.mark.parametrize("memory", [0, -1, float("nan"), float("inf"), None, "1e9"])
+@pytest.mark.parametrize("memory", [0, -1, float("nan"), float("inf"), None, "1e9", True])
 def test_a_memory_is_a_number_above_zero(memory):
     with pytest.raises(ValueError, match=r"`largest_that_fits`: `memory_bytes` must be a number above 0, such as 80e9"):
         largest_that_fits(lambda n: n, memory)

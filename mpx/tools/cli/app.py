@@ -1,4 +1,4 @@
-"""The application: what `mpx` itself understands, and its commands."""
+"""The application: the options of `mpx` itself, and its commands."""
 
 from typing import Annotated
 
@@ -28,16 +28,13 @@ def _options(
         bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Mixed-precision training for JAX: look at a machine, plan memory, explain a function, read gradients.
+    """Mixed-precision training for JAX: examine a machine, plan memory, explain a function, report on gradients.
 
     Every command takes --json. An error is one line and exit code 1; set MPX_DEBUG=1 to see its traceback.
     """
 
 
-for _name, _command, _example in (
-    ("doctor", doctor.doctor, doctor.EXAMPLE),
-    ("plan", plan.plan, plan.EXAMPLE),
-    ("explain", explain.explain, explain.EXAMPLE),
-    ("report", report.report, report.EXAMPLE),
-):
-    app.command(_name, epilog=f"Example: {_example}")(errors.with_one_line_errors(_command))
+for _module in (doctor, plan, explain, report):
+    _name = _module.__name__.rpartition(".")[2]
+    _command = errors.with_one_line_errors(getattr(_module, _name))
+    app.command(_name, epilog=f"Example: {_module.EXAMPLE}")(_command)

@@ -1,4 +1,4 @@
-"""`mpx doctor`: what this machine can do, what stands in the way, and the recipe for it."""
+"""`mpx doctor`: examine this machine."""
 
 from typing import Annotated
 
@@ -14,7 +14,7 @@ def doctor(
     quick: Annotated[bool, typer.Option("--quick", help="Leave out what is timed.")] = False,
     as_json: output.AsJson = False,
 ) -> None:
-    """Look at this machine: what it is, what works, how fast, whether mpx is exact on it, and the recipe for it.
+    """Examine this machine: its devices, what works, how fast, whether mpx is exact on it, and the recipe for it.
 
     Exit code: 0 if all is well, 1 with an error, 3 with a warning.
     """

@@ -1,4 +1,4 @@
-"""`mpx explain`: which part of a function runs in which precision."""
+"""`mpx explain`: the precision in which each part of a function runs."""
 
 from typing import Annotated, Any
 
@@ -15,18 +15,16 @@ EXAMPLE = 'mpx explain train.py:loss "f32[16,4]" "f32[8,16]" --policy bf16 --gra
 def explain(
     function: Annotated[str, typer.Argument(help="file.py:function or module:function.")],
     shapes: Annotated[
-        list[str] | None, typer.Argument(help="Those of its arguments, one each: f32[8,16], bf16[4], i32[].")
+        list[str] | None, typer.Argument(help="A shape for each argument: f32[8,16], bf16[4], i32[].")
     ] = None,
     arguments: Annotated[
         str | None,
-        typer.Option(
-            help="Instead of shapes: file.py:function, which returns a tuple of the arguments or their shapes."
-        ),
+        typer.Option(help="Instead of shapes: file.py:function, which returns a tuple of arguments or their shapes."),
     ] = None,
     policy: Annotated[
         str | None,
         typer.Option(
-            help="bf16, f16, tf32, bf16x3, or the string of a policy (params=f32,compute=bf16). To be left out for a "
+            help="bf16, f16, tf32, bf16x3, or the string of a policy (params=f32,compute=bf16). Leave it out for a "
             "function that mpx.autocast returned."
         ),
     ] = None,
@@ -35,11 +33,11 @@ def explain(
     ] = False,
     as_json: output.AsJson = False,
 ) -> None:
-    """Say line by line what mpx.autocast lowers in a function, what it keeps and why; nothing runs."""
+    """Show line by line what mpx.autocast lowers in a function, what it keeps and why; nothing runs."""
     if bool(shapes) == (arguments is not None):
         raise CommandError("give either the shapes of the arguments, or --arguments.")
     if grad and policy is None:
-        raise CommandError("--grad needs --policy, and a function that is no autocast function.")
+        raise CommandError("--grad needs --policy, and a function that mpx.autocast has not returned.")
     fun: Any = given.function(function)
     args = [given.shape(text) for text in shapes or []] if arguments is None else _made_by(arguments)
     with users_code():

@@ -1,23 +1,18 @@
-"""The command line: `mpx doctor | plan | explain | report`."""
+"""Entry point of the command line, which says how to get Typer and Rich where they are not installed."""
 
 import sys
 
 
 def main() -> None:
-    """Runs the command line; this is what the installed `mpx` calls.
-
-    It needs Typer and Rich, which the library itself does without, so both are imported here: without them it says in
-    one line how to get them.
+    """Run `mpx doctor | plan | explain | report`; the installed `mpx` calls this.
 
     Raises:
-        SystemExit: always, with the command's exit code: 0, 1 after an error, 2 for wrong usage, and for `mpx doctor`
-            3 after a warning.
+        SystemExit: always, with the exit code: 0, 1 after an error, 2 for wrong usage, 3 after a warning of the doctor.
     """
     try:
         from mpx.tools.cli.app import app
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("typer", "rich"):
             raise
-        sys.stderr.write("Error: the command line needs Typer and Rich: pip install 'mpx-jax[cli]'\n")
-        sys.exit(1)
+        sys.exit("Error: the command line needs Typer and Rich: pip install 'mpx-jax[cli]'")
     app(prog_name="mpx")

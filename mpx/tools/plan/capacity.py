@@ -1,5 +1,6 @@
 """The largest size that fits into a memory."""
 
+import bisect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,16 +13,15 @@ _LARGEST_SIZE = 2**62
 
 
 def largest_that_fits(bytes_of: Callable[[int], int], memory_bytes: float, *, start: int = 1) -> int:
-    """The largest size whose bytes fit into a memory, by bisection.
+    """Return the largest size whose bytes fit into a memory, by bisection.
 
-    Bytes must not fall as the size grows. XLA's temporaries may do so by a little between two sizes (it chooses other
-    programs): then the answer still fits, and a larger size may fit as well.
+    Bytes must not fall as the size grows. XLA's temporaries may fall a little between two sizes, for which it chooses
+    other programs. Then the answer still fits, and a larger size may fit as well.
 
     Args:
-        bytes_of: the bytes for a size of 1 or more: parameters, layers, examples in a batch. Called some two dozen
-            times.
-        memory_bytes: of one device.
-        start: where to look first; close to the answer fewer sizes are tried.
+        bytes_of: the bytes for a size of 1 or more: parameters, layers, examples in a batch.
+        memory_bytes: the memory of one device.
+        start: the size to try first; fewer sizes are tried if it is close to the answer.
 
     Returns:
         The size; 0 if not even 1 fits.
@@ -40,8 +40,8 @@ def largest_that_fits(bytes_of: Callable[[int], int], memory_bytes: float, *, st
     fits, too_large, stride = start, None, 1
     while fits > 0 and bytes_of(fits) > memory_bytes:
         fits, too_large, stride = max(0, fits - stride), fits, 2 * stride
-    while too_large is None or too_large - fits > 1:
-        size = fits + stride if too_large is None else (fits + too_large) // 2
+    while too_large is None:
+        size = fits + stride
         if size > _LARGEST_SIZE:
             raise ValueError(
                 f"`largest_that_fits`: even a size of {fits:,} fits into {memory_bytes:,} bytes. Does `bytes_of` "
@@ -51,11 +51,11 @@ def largest_that_fits(bytes_of: Callable[[int], int], memory_bytes: float, *, st
             too_large = size
         else:
             fits, stride = size, 2 * stride
-    return fits
+    return bisect.bisect_right(range(too_large), memory_bytes, lo=fits + 1, key=bytes_of) - 1
 
 
 def checked_memory(given: Any, caller: str) -> int:
-    """Check a number of bytes."""
+    """Return a number of bytes as an integer, or raise."""
     is_number = isinstance(given, (int, float, np.number)) and not isinstance(given, bool)
     if not is_number or not 0 < given < math.inf:
         raise ValueError(f"`{caller}`: `memory_bytes` must be a number above 0, such as 80e9, but got {given!r}.")

@@ -1,5 +1,6 @@
 """What each array of a training is: a parameter, a gradient, or which part of an optimizer's state."""
 
+import collections
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -39,15 +40,16 @@ _KINDS_OF_FIELDS: dict[tuple[type, str], Kind] = {
 
 @dataclasses.dataclass(frozen=True)
 class PlanRow:
-    """A part of what a training holds.
+    """One part of what a training run holds.
 
     Attributes:
         name: `parameters`, `gradients`, or the field of the optimizer's state: `mu`, `nu`, `master`, `low bits`...
-        kind: what it is, whatever the rule calls it.
-        dtypes: in which it is stored.
-        elements: how many numbers there are in all.
-        bytes: of all of them.
-        bytes_a_device: of those that one device holds; all without a mesh.
+        kind: the role of the part, whatever the rule calls it.
+        dtypes: the dtypes in which it is stored.
+        elements: the number of its elements.
+        bytes: the bytes of all elements.
+        bytes_a_device: the bytes of the elements on one device; all of them without a mesh.
+        bytes_a_parameter: those of one device, divided by the number of parameters of the whole model.
     """
 
     name: str
@@ -56,43 +58,35 @@ class PlanRow:
     elements: int
     bytes: int
     bytes_a_device: int
+    bytes_a_parameter: float
 
 
-def param_entries(params: Any, shardings: Any) -> Iterator[Entry]:
-    """Of parameters, and of other arrays among them."""
-    for p, sharding in zip(jax.tree.leaves(params), jax.tree.leaves(shardings), strict=True):
-        kind = "parameters" if jnp.issubdtype(p.dtype, jnp.inexact) else "not trained"
-        yield kind, kind, p, sharding
-
-
-def gradient_entries(kind: Kind, gradients: Any, shardings: Any) -> Iterator[Entry]:
-    """Of gradients, which some parameters may not have, and those of all parameters' shardings that are theirs."""
+def entries_of(kind: Kind, tree: Any, shardings: Any) -> Iterator[Entry]:
+    """Yield the leaves of a tree as parts of one kind; the shardings may be those of a larger tree."""
     by_path = _trees.leaves_by_path(shardings)
-    for path, g in _trees.leaves_by_path(gradients).items():
-        yield kind, kind, g, by_path[path]
+    for path, leaf in _trees.leaves_by_path(tree).items():
+        yield kind, kind, leaf, by_path[path]
 
 
 def state_entries(state: Any, shardings: Any) -> Iterator[Entry]:
-    """Of an optimizer's state: its fields by their names."""
+    """Yield the leaves of an optimizer's state, named by their fields."""
     for (path, leaf), sharding in zip(_trees.leaves_by_path(state).items(), jax.tree.leaves(shardings), strict=True):
         yield *_kind_and_name(state, path, leaf), leaf, sharding
 
 
-def rows_of(entries: Iterable[Entry]) -> tuple[PlanRow, ...]:
-    """The sums over all arrays of one kind and name, in the order of the kinds."""
-    found: dict[tuple[Kind, str], PlanRow] = {}
+def rows_of(entries: Iterable[Entry], parameters: int) -> tuple[PlanRow, ...]:
+    """Return one row for all arrays of one kind and name, in the order of the kinds."""
+    found = collections.defaultdict(list)
     for kind, name, leaf, sharding in entries:
-        row = found.get((kind, name)) or PlanRow(name, kind, (), 0, 0, 0)
-        elements, on_a_device = math.prod(leaf.shape), math.prod(sharding.shard_shape(leaf.shape))
-        found[kind, name] = PlanRow(
-            name,
-            kind,
-            tuple(dict.fromkeys((*row.dtypes, str(leaf.dtype)))),
-            row.elements + elements,
-            row.bytes + elements * leaf.dtype.itemsize,
-            row.bytes_a_device + on_a_device * leaf.dtype.itemsize,
-        )
-    return tuple(sorted(found.values(), key=lambda row: get_args(Kind).index(row.kind)))
+        found[kind, name].append((leaf, math.prod(sharding.shard_shape(leaf.shape))))
+    rows = []
+    for (kind, name), arrays in found.items():
+        dtypes = tuple(dict.fromkeys(str(leaf.dtype) for leaf, _ in arrays))
+        elements = sum(math.prod(leaf.shape) for leaf, _ in arrays)
+        whole = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf, _ in arrays)
+        on_a_device = sum(count * leaf.dtype.itemsize for leaf, count in arrays)
+        rows.append(PlanRow(name, kind, dtypes, elements, whole, on_a_device, on_a_device / parameters))
+    return tuple(sorted(rows, key=lambda row: get_args(Kind).index(row.kind)))
 
 
 def _kind_and_name(state: Any, path: _trees.Path, leaf: Any) -> tuple[Kind, str]:

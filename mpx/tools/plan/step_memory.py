@@ -1,7 +1,7 @@
-"""What a compiled step holds while it runs, from XLA's own analysis."""
+"""Memory of a compiled step while it runs, from XLA's own analysis."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -10,20 +10,15 @@ from mpx import _tables
 
 
 @dataclasses.dataclass(frozen=True)
-class StepMemory:
+class StepMemory(_tables.Result):
     """Bytes of a compiled program on one device; prints as a table, with `rich.print` too.
 
     Attributes:
-        arguments: what goes in: parameters, optimizer state, batch.
-        outputs: what comes out.
-        aliased: of the outputs, what takes the place of donated arguments.
-        temporaries: what is neither: activations, gradients, buffers for communication.
+        arguments: parameters, optimizer state and batch.
+        outputs: everything that the step returns.
+        aliased: the outputs that are written over donated arguments.
+        temporaries: activations, gradients and buffers for communication.
         code: the program itself.
-
-    Example:
-        >>> memory = step_memory(lambda x: x + 1, jax.ShapeDtypeStruct((1024,), jnp.float32))
-        >>> memory.arguments, memory.outputs, memory.aliased
-        (4096, 4096, 0)
     """
 
     arguments: int
@@ -34,46 +29,34 @@ class StepMemory:
 
     @property
     def peak(self) -> int:
-        """What must be free for one run: arguments, outputs that take nobody's place, temporaries and code.
+        """Memory that one run needs: arguments, outputs that are not aliased, temporaries and code.
 
-        Nothing else must live on the device: a second batch that waits, or the last step's results, come on top.
+        Anything else that lives on the device comes on top: a second batch that waits, or the last step's results.
         """
         return self.arguments + self.outputs - self.aliased + self.temporaries + self.code
 
-    def as_dict(self) -> dict[str, int]:
-        """All numbers, for JSON."""
-        return dataclasses.asdict(self) | {"peak": self.peak}
-
-    def __str__(self) -> str:
-        """The numbers as a table."""
-        return _tables.text_table(
-            [("of the compiled step", "bytes"), *((k, f"{v:,}") for k, v in self.as_dict().items())]
-        )
-
-    def __rich__(self) -> Any:
-        """The table as Rich shows it; only Rich calls this, so it is there."""
-        from rich.text import Text
-
-        return Text(str(self))  # not markup
+    def _parts(self) -> Iterator[_tables.Table]:
+        rows = [(name, f"{value:,}") for name, value in self.as_dict().items()]
+        yield _tables.Table("", [("of the compiled step", "bytes"), *rows])
 
 
 def step_memory(step: Callable[..., Any], *args: Any, **kwargs: Any) -> StepMemory:
-    """Compiles a step, without running it, and says how many bytes XLA will need for it on each device.
+    """Compile a step without running it, and return how many bytes XLA needs for it on each device.
 
-    To find the largest batch that fits, ask for one batch after another: see `largest_that_fits`.
+    To find the largest batch that fits, pass a function of the batch size to `largest_that_fits`.
 
     Args:
-        step: a function, or one that `jax.jit` returned. Give the latter, with `donate_argnums`, if the training has
-            it: without donation old and new parameters and states are held at the same time.
+        step: a function, or one that `jax.jit` returned. Pass the latter, with `donate_argnums`, if the training run
+            donates: without donation old and new parameters and states are held at the same time.
         args: the arguments of the step or their shapes (`jax.ShapeDtypeStruct`). Shapes with shardings give the bytes
             of one of the devices.
-        kwargs: likewise.
+        kwargs: the keyword arguments, likewise.
 
     Returns:
-        A `StepMemory`. The numbers are those of the backend that compiles: a GPU has other temporaries than a CPU.
+        A `StepMemory` of the backend that compiles: a GPU has other temporaries than a CPU.
 
     Raises:
-        TypeError: if `step` is no function.
+        TypeError: if `step` is not a function.
         RuntimeError: if the backend has no such analysis.
 
     Example:
@@ -82,9 +65,6 @@ def step_memory(step: Callable[..., Any], *args: Any, **kwargs: Any) -> StepMemo
         >>> memory = step_memory(step, w, jax.ShapeDtypeStruct((64, 256), jnp.float32))
         >>> memory.arguments, memory.outputs, memory.aliased
         (327680, 262144, 262144)
-        >>> of_batch = lambda n: step_memory(step, w, jax.ShapeDtypeStruct((n, 256), jnp.float32)).peak
-        >>> largest_that_fits(of_batch, 2e6) > 64
-        True
     """
     if not callable(step):
         raise TypeError(f"`step_memory` needs a function, but got {type(step).__name__}.")
