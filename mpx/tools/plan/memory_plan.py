@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 
 from mpx import _errors, _tables, _trees
 from mpx._dtypes import dtype_or_none
-from mpx._parallel.placement import is_spec, parameter_specs, require_axis, shardings_of
+from mpx._parallel.placement import is_spec, parameter_specs, require_axis
 from mpx._parallel.zero1 import zero1_shardings
 from mpx._policy import Policy, as_policy
 from mpx._stored.blockwise import Blockwise8bit
@@ -189,7 +189,7 @@ def memory_plan(
     gradients = _gradients_of(trained, gradient_dtype)
     copies = _copies_of(gradients, gradient_copy)
     state = jax.eval_shape(tx.init, params)
-    whole = shardings_of(params, specs, on)
+    whole = jax.tree.map(lambda _, spec: NamedSharding(on, spec), params, specs)
     divided = lambda tree: zero1_shardings(params, tree, on, along, param_specs=specs)
     entries = [
         *entries_of("parameters", trained, whole),
