@@ -20,8 +20,5 @@ def doctor(
     """
     with output.progress_console().status("Examining ...") as status:
         diagnosis = examine(quick=quick, progress=lambda name: status.update(f"Examining {name} ..."))
-    if as_json:
-        output.show_json(diagnosis.as_dict())
-    else:
-        output.show(diagnosis)
+    output.write(diagnosis.as_dict(), [diagnosis], as_json)
     raise typer.Exit(diagnosis.exit_code)

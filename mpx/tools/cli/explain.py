@@ -42,10 +42,7 @@ def explain(
     args = [given.shape(text) for text in shapes or []] if arguments is None else _made_by(arguments)
     with users_code():
         explanation = mpx.explain(jax.grad(fun) if grad else fun, policy)(*args)
-    if as_json:
-        output.show_json(explanation.as_dict())
-    else:
-        output.show(explanation)
+    output.write(explanation.as_dict(), [explanation], as_json)
 
 
 def _made_by(reference: str) -> list[Any]:

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -13,18 +14,16 @@ from mpx import _tables
 AsJson = Annotated[bool, typer.Option("--json", help="Write JSON to standard output, and nothing else there.")]
 
 
-def show(*results: Any) -> None:
-    """Print results for people, with an empty line between two of them."""
+def write(content: Any, tables: Sequence[Any], as_json: bool) -> None:
+    """Write the content as JSON, in which null stands for a number that is not finite; or the tables, for people."""
+    if as_json:
+        typer.echo(json.dumps(_tables.json_values(content), indent=2, allow_nan=False))
+        return
     is_piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
     # Into a pipe Rich would write 80 columns, and fold the numbers of a large model.
     console = Console(width=160 if is_piped else None, highlight=False, markup=False)
-    for index, result in enumerate(results):
-        console.print(*[""] * min(index, 1), result, sep="\n")
-
-
-def show_json(content: Any) -> None:
-    """Print JSON, in which null stands for a number that is not finite."""
-    typer.echo(json.dumps(_tables.json_values(content), indent=2, allow_nan=False))
+    for index, table in enumerate(tables):
+        console.print(*[""] * min(index, 1), table, sep="\n")
 
 
 def progress_console() -> Console:

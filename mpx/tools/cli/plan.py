@@ -1,8 +1,6 @@
 """`mpx plan`: the memory of a training run, before anything is allocated."""
 
-import dataclasses
 import functools
-from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
@@ -14,32 +12,6 @@ from mpx.tools.cli.errors import CommandError, users_code
 from mpx.tools.plan import STANDARD_RECIPES, PrecisionRecipe, StepMemory
 
 EXAMPLE = "mpx plan 7B --mesh 8 --memory 80GB"
-
-
-@dataclasses.dataclass(frozen=True)
-class _LargestModels(_tables.Result):
-    """Parameters of the largest model that a memory holds, by recipe."""
-
-    memory_bytes: int
-    models: dict[str, int]
-
-    def _parts(self) -> Iterator[_tables.Table]:
-        title = f"Largest model in {self.memory_bytes:,} bytes a device, without activations"
-        yield _tables.Table(title, [("recipe", "parameters"), *((name, f"{n:,}") for name, n in self.models.items())])
-
-
-@dataclasses.dataclass(frozen=True)
-class _Steps(_tables.Result):
-    """Memory of the compiled step by batch size."""
-
-    by_batch: dict[int, StepMemory]
-    largest_batch: int | None
-
-    def _parts(self) -> Iterator[_tables.Table]:
-        rows = [{"batch": batch} | memory.as_dict() for batch, memory in self.by_batch.items()]
-        largest = "" if self.largest_batch is None else f"; the largest batch that fits is {self.largest_batch:,}"
-        lines = [tuple(rows[0]), *(tuple(f"{number:,}" for number in row.values()) for row in rows)]
-        yield _tables.Table(f"Bytes of the compiled step on a device{largest}", lines, right=range(7))
 
 
 def plan(
@@ -98,17 +70,19 @@ def plan(
             axis="data" if devices is None else devices.axis_names[0],
         )
     plans = comparison.plans
-    models = None if limit is None else {name: plan.largest_model(limit) for name, plan in plans.items()}
-    steps = None if hlo is None else _steps(hlo, batch or [1], limit)
-    if as_json:
-        by_batch = {} if steps is None else steps.by_batch
-        content = {"model": model, "rule": rule, "plans": plans, "memory_bytes": limit, "largest_models": models}
-        content |= {"steps": [{"batch": size} | memory.as_dict() for size, memory in by_batch.items()]}
-        output.show_json(content | {"largest_batch": None if steps is None else steps.largest_batch})
-    else:
-        shown: list[Any] = [comparison if len(plans) > 1 else next(iter(plans.values()))]
-        shown += [] if limit is None or models is None else [_LargestModels(limit, models)]
-        output.show(*shown, *([] if steps is None else [steps]))
+    models = {} if limit is None else {name: plan.largest_model(limit) for name, plan in plans.items()}
+    steps, largest_batch = ({}, None) if hlo is None else _steps(hlo, batch or [1], limit)
+    content = {"model": model, "rule": rule, "plans": plans, "memory_bytes": limit, "largest_models": models or None}
+    rows = [{"batch": size} | memory.as_dict() for size, memory in steps.items()]
+    tables: list[Any] = [comparison if len(plans) > 1 else next(iter(plans.values()))]
+    if models:
+        lines = [("recipe", "parameters"), *((name, f"{number:,}") for name, number in models.items())]
+        tables.append(_tables.Table(f"Largest model in {limit:,} bytes a device, without activations", lines))
+    if rows:
+        largest = "" if largest_batch is None else f"; the largest batch that fits is {largest_batch:,}"
+        lines = [tuple(rows[0]), *(tuple(f"{number:,}" for number in row.values()) for row in rows)]
+        tables.append(_tables.Table(f"Bytes of the compiled step on a device{largest}", lines, right=range(7)))
+    output.write(content | {"steps": rows, "largest_batch": largest_batch}, tables, as_json)
 
 
 def _recipes(names: list[str]) -> dict[str, PrecisionRecipe] | None:
@@ -119,8 +93,8 @@ def _recipes(names: list[str]) -> dict[str, PrecisionRecipe] | None:
     return dict(by_name[name.lower()] for name in names) or None
 
 
-def _steps(reference: str, batches: list[int], limit: int | None) -> _Steps:
-    """Compile the step for each batch size, and for those that the search for the largest batch tries."""
+def _steps(reference: str, batches: list[int], limit: int | None) -> tuple[dict[int, StepMemory], int | None]:
+    """Compile the step for each batch size, and return its memory by size and the largest size that fits."""
     step_of = given.function(reference)
 
     with output.progress_console().status("Compiling ...") as status:
@@ -137,7 +111,6 @@ def _steps(reference: str, batches: list[int], limit: int | None) -> _Steps:
                 return mpx.step_memory(made[0], *made[1])
 
         by_batch = {batch: memory_of(batch) for batch in sorted(set(batches))}
-        largest = None
-        if limit is not None:
-            largest = mpx.largest_that_fits(lambda n: memory_of(n).peak, limit, start=max(batches))
-    return _Steps(by_batch, largest)
+        peak = lambda batch: memory_of(batch).peak
+        largest = None if limit is None else mpx.largest_that_fits(peak, limit, start=max(batches))
+    return by_batch, largest

@@ -33,7 +33,4 @@ def report(
         found = mpx.underflow_report(tree, dtype, loss_scale=loss_scale)
     for note in notes:
         typer.echo(f"Note: {note}", err=True)
-    if as_json:
-        output.show_json({"file": str(file), "notes": notes, "report": found.as_dict()})
-    else:
-        output.show(found)
+    output.write({"file": str(file), "notes": notes, "report": found.as_dict()}, [found], as_json)

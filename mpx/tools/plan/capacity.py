@@ -9,7 +9,7 @@ import numpy as np
 
 from mpx import _errors
 
-_LARGEST_SIZE = 2**62
+_LARGEST_SIZE = 2**60
 
 
 def largest_that_fits(bytes_of: Callable[[int], int], memory_bytes: float, *, start: int = 1) -> int:
@@ -27,7 +27,7 @@ def largest_that_fits(bytes_of: Callable[[int], int], memory_bytes: float, *, st
         The size; 0 if not even 1 fits.
 
     Raises:
-        ValueError: if `memory_bytes` is not a number above 0, `start` is below 1, or all sizes up to 2**62 fit.
+        ValueError: if `memory_bytes` is not a number above 0, `start` is below 1, or all sizes up to 2**60 fit.
 
     Example:
         >>> layers = lambda n: {"w": jax.ShapeDtypeStruct((n, 4096, 4096), jnp.float32)}
@@ -40,17 +40,16 @@ def largest_that_fits(bytes_of: Callable[[int], int], memory_bytes: float, *, st
     fits, too_large, stride = start, None, 1
     while fits > 0 and bytes_of(fits) > memory_bytes:
         fits, too_large, stride = max(0, fits - stride), fits, 2 * stride
-    while too_large is None:
-        size = fits + stride
-        if size > _LARGEST_SIZE:
-            raise ValueError(
-                f"`largest_that_fits`: even a size of {fits:,} fits into {memory_bytes:,} bytes. Does `bytes_of` "
-                "depend on its argument?"
-            )
-        if bytes_of(size) > memory_bytes:
-            too_large = size
+    while too_large is None and fits <= _LARGEST_SIZE:
+        if bytes_of(fits + stride) > memory_bytes:
+            too_large = fits + stride
         else:
-            fits, stride = size, 2 * stride
+            fits, stride = fits + stride, 2 * stride
+    if too_large is None:
+        raise ValueError(
+            f"`largest_that_fits`: even a size of {fits:,} fits into {memory_bytes:,} bytes. Does `bytes_of` depend on "
+            "its argument?"
+        )
     return bisect.bisect_right(range(too_large), memory_bytes, lo=fits + 1, key=bytes_of) - 1
 
 

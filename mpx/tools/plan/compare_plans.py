@@ -16,11 +16,8 @@ from mpx._transforms.stochastic_rounding import stochastic_rounding
 from mpx._transforms.upcast import upcast
 from mpx.tools.plan.memory_plan import MemoryPlan, evaluate, memory_plan
 
-_F32 = "params=f32,compute=f32,output=f32"
-_AUTOCAST = "params=f32,compute=bf16,output=f32"
-_BF16 = "params=bf16,compute=bf16,output=f32"
-_F16 = "params=f16,compute=f16,output=f32"
-_MOMENTS = ("mu", "nu", "trace", "momentum", "exp_avg", "exp_avg_sq", "sum_of_squares")
+_F32, _BF16, _F16 = (f"params={dtype},compute={dtype},output=f32" for dtype in ("f32", "bf16", "f16"))
+_MOMENTS = "mu|nu|trace|momentum|exp_avg|exp_avg_sq|sum_of_squares"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +30,8 @@ class PrecisionRecipe:
         formats_moments: True if it stores the rule's moments in fewer bits, and so needs a rule that has moments.
 
     Example:
-        >>> bf16 = "params=bf16,compute=bf16,output=f32"
-        >>> recipe = PrecisionRecipe(bf16, lambda rule: optax.chain(rule, kahan_summation()))
+        >>> policy = "params=bf16,compute=bf16,output=f32"
+        >>> recipe = PrecisionRecipe(policy, lambda rule: optax.chain(rule, kahan_summation()))
         >>> memory_plan(1000, recipe.wrap(optax.sgd(0.1)), recipe.policy).bytes_a_parameter
         8.0
     """
@@ -44,29 +41,23 @@ class PrecisionRecipe:
     formats_moments: bool = False
 
 
-def _moments_in(rule: optax.GradientTransformation, chosen: Any, **options: Any) -> optax.GradientTransformation:
-    return low_precision_state(rule, {"|".join(_MOMENTS): chosen}, **options)
-
+_split = lambda rule: mixed_precision(rule, _BF16, storage="split")
+_kahan = lambda rule: optax.chain(upcast(rule), kahan_summation())
+_stochastic = lambda rule: optax.chain(upcast(rule), stochastic_rounding(jax.random.key(0)))
+_8_bits = lambda rule: low_precision_state(rule, {_MOMENTS: Blockwise8bit()})
+_16_bits = lambda rule: low_precision_state(rule, {_MOMENTS: "bf16"}, min_size=0)
 
 STANDARD_RECIPES: Mapping[str, PrecisionRecipe] = {
     "f32": PrecisionRecipe(_F32, lambda rule: rule),
-    "f32, bf16 autocast": PrecisionRecipe(_AUTOCAST, lambda rule: rule),
+    "f32, bf16 autocast": PrecisionRecipe("params=f32,compute=bf16,output=f32", lambda rule: rule),
     "bf16, f32 masters": PrecisionRecipe(_BF16, lambda rule: mixed_precision(rule, _BF16, storage="full")),
-    "bf16, split masters": PrecisionRecipe(_BF16, lambda rule: mixed_precision(rule, _BF16, storage="split")),
+    "bf16, split masters": PrecisionRecipe(_BF16, _split),
     "bf16, split masters, 8-bit moments": PrecisionRecipe(
-        _BF16,
-        lambda rule: mixed_precision(_moments_in(rule, Blockwise8bit()), _BF16, storage="split"),
-        formats_moments=True,
+        _BF16, lambda rule: _split(_8_bits(rule)), formats_moments=True
     ),
-    "bf16, Kahan": PrecisionRecipe(_BF16, lambda rule: optax.chain(upcast(rule), kahan_summation())),
-    "bf16, Kahan, bf16 moments": PrecisionRecipe(
-        _BF16,
-        lambda rule: optax.chain(_moments_in(rule, "bf16", min_size=0), kahan_summation()),
-        formats_moments=True,
-    ),
-    "bf16, stochastic rounding": PrecisionRecipe(
-        _BF16, lambda rule: optax.chain(upcast(rule), stochastic_rounding(jax.random.key(0)))
-    ),
+    "bf16, Kahan": PrecisionRecipe(_BF16, _kahan),
+    "bf16, Kahan, bf16 moments": PrecisionRecipe(_BF16, lambda rule: _kahan(_16_bits(rule)), formats_moments=True),
+    "bf16, stochastic rounding": PrecisionRecipe(_BF16, _stochastic),
     "f16, f32 masters, loss scaling": PrecisionRecipe(_F16, lambda rule: mixed_precision(rule, _F16)),
 }
 
@@ -138,21 +129,16 @@ def compare_plans(
     rule = optax.adamw(1e-3) if rule is None else _errors.as_transformation(rule, "compare_plans")
     model = evaluate(model)
     chosen = _recipes_for(rule, model) if recipes is None else recipes
-    _require_recipes(chosen)
-    return PlanComparison(
-        {name: memory_plan(model, recipe.wrap(rule), recipe.policy, **options) for name, recipe in chosen.items()}
-    )
+    if not isinstance(chosen, Mapping) or not all(isinstance(x, PrecisionRecipe) for x in chosen.values()):
+        raise TypeError(f"`compare_plans`: `recipes` must map names to `PrecisionRecipe`s, but got {recipes!r}.")
+    if not chosen:
+        raise ValueError("`compare_plans`: `recipes` is empty, so nothing would be compared.")
+    plans = {name: memory_plan(model, x.wrap(rule), x.policy, **options) for name, x in chosen.items()}
+    return PlanComparison(plans)
 
 
 def _recipes_for(rule: optax.GradientTransformation, model: Any) -> dict[str, PrecisionRecipe]:
-    """Return the standard recipes that change something for a rule."""
-    plan = memory_plan(model, rule)
-    has_moments = any(row.name in _MOMENTS and row.kind.endswith("moment") for row in plan.rows)
+    """Return the standard recipes, without those that format moments if the rule has none."""
+    rows = memory_plan(model, rule).rows
+    has_moments = any(row.name in _MOMENTS.split("|") and row.kind.endswith("moment") for row in rows)
     return {name: recipe for name, recipe in STANDARD_RECIPES.items() if has_moments or not recipe.formats_moments}
-
-
-def _require_recipes(recipes: Any) -> None:
-    if not isinstance(recipes, Mapping) or not all(isinstance(r, PrecisionRecipe) for r in recipes.values()):
-        raise TypeError(f"`compare_plans`: `recipes` must map names to `PrecisionRecipe`s, but got {recipes!r}.")
-    if not recipes:
-        raise ValueError("`compare_plans`: `recipes` is empty, so nothing would be compared.")

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 
 from mpx import _errors, _tables, _trees
 from mpx._dtypes import dtype_or_none
-from mpx._parallel.placement import is_spec, parameter_specs, require_axis
+from mpx._parallel.placement import parameter_specs, require_axis
 from mpx._parallel.zero1 import zero1_shardings
 from mpx._policy import Policy, as_policy
 from mpx._stored.blockwise import Blockwise8bit
@@ -77,19 +77,11 @@ class MemoryPlan(_tables.Result):
         return sum(row.bytes_a_device for row in self.rows if row.kind == kind)
 
     def largest_model(self, memory_bytes: float) -> int:
-        """Return how many parameters can be trained in this way in the memory of a device, without activations.
+        """Return how many parameters can be trained in this way in the memory of one device, without activations.
 
         If the plan is that of a number of parameters, other numbers are planned too: the answer fits, and one more
-        does not. If it is that of a model, all parts are taken to grow in proportion, but for counts and keys.
-
-        Args:
-            memory_bytes: the memory of one device, such as `80e9`.
-
-        Returns:
-            The number; 0 if not even one fits.
-
-        Raises:
-            ValueError: if `memory_bytes` is not a number above 0.
+        does not. If it is that of a model, all parts are taken to grow in proportion, but for counts and keys. The
+        answer is 0 if not even one parameter fits. A `memory_bytes` that is not above 0 raises a `ValueError`.
         """
         memory_bytes = checked_memory(memory_bytes, "MemoryPlan.largest_model")
         fixed = sum(row.bytes_a_device for row in self.rows if row.name in (SCALARS, KEY))
@@ -131,19 +123,18 @@ def memory_plan(
 
     Args:
         model: a function without arguments that makes the parameters, which is traced and not run; or a tree of them,
-            or of their shapes (`jax.ShapeDtypeStruct`), whose other leaves do not count; or their number. A number
-            stands for one float32 vector. On a mesh it is rounded up to a multiple of 256 times the number of devices,
-            so that 8-bit blocks are divided too.
-        tx: any Optax transformation or chain, with the wrappers of mpx in it. `zero1` is not needed: see `mesh`.
+            or of their shapes (`jax.ShapeDtypeStruct`), whose other leaves do not count; or their number, which stands
+            for one float32 vector. On a mesh a number is rounded up to 256 for each device, so that 8-bit blocks are
+            divided too.
+        tx: any Optax transformation or chain, with the wrappers of mpx in it but without `zero1`: see `axis`.
         policy: the policy by which parameters are stored, or its string. None: they are stored as they are.
-        gradient_dtype: the dtype of gradients, float64 ones excepted: float32, as `mpx.value_and_grad` returns them.
+        gradient_dtype: the dtype of gradients that are not float64: float32, as `mpx.value_and_grad` returns them.
             None: each has the dtype of its parameter, as in the backward pass.
-        gradient_copy: the dtype of a second copy of gradients that are narrower, divided as the optimizer state is.
-            None: no copy.
+        gradient_copy: the dtype of a second copy of narrower gradients, divided as the optimizer state. None: no copy.
         mesh: the devices, which need not exist (`jax.sharding.AbstractMesh`); None for a single device.
         axis: the axis of the mesh along which `zero1` divides the optimizer state. None: the state is divided only as
-            the parameters are, which then may be divided along any axis.
-        param_specs: how the parameters are divided, as in `zero1`. Gradients are divided as they are.
+            the parameters are, and these may be divided along any axis.
+        param_specs: how parameters and their gradients are divided, as in `zero1`.
 
     Returns:
         A `MemoryPlan`.
@@ -171,25 +162,29 @@ def memory_plan(
 
     References:
         Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (arXiv
-        1910.02054), whose 16 bytes a parameter are float32 masters with `gradient_dtype=None`. With d devices along
-        the axis, the table of Megatron-LM's distributed optimizer is 6 + 12/d for float32 gradients of bfloat16
-        parameters, and 4 + 16/d for `gradient_dtype=None, gradient_copy="float32"`.
+        1910.02054), whose 16 bytes a parameter are float32 masters with `gradient_dtype=None`. On d devices the table
+        of Megatron-LM's distributed optimizer is 6 + 12/d for float32 gradients of bfloat16 parameters, and 4 + 16/d
+        for `gradient_dtype=None, gradient_copy="float32"`.
     """
     tx = _errors.as_transformation(tx, "memory_plan")
-    policy = None if policy is None else as_policy(policy, "memory_plan")
     on, along, specs = _layout(mesh, axis, param_specs)
     arrays = _arrays_of(model, 1 if mesh is None else _BLOCK * on.size)
     specs = parameter_specs(arrays, specs, on, along, "memory_plan")
-    params = _shapes_of(arrays) if policy is None else policy.cast_to_param(_shapes_of(arrays))
+    params = _shapes_of(arrays)
+    if policy is not None:
+        params = as_policy(policy, "memory_plan").cast_to_param(params)
     trained, others = _trees.map_unzip(
         lambda p: (p, None) if jnp.issubdtype(p.dtype, jnp.inexact) else (None, p), params
     )
     count = _count(trained)
-    _require_divisible(params, specs, on)
-    gradients = _gradients_of(trained, gradient_dtype)
+    whole = jax.tree.map(lambda _, spec: NamedSharding(on, spec), params, specs)
+    _require_divisible(params, whole, on)
+    gradients = trained
+    if gradient_dtype is not None:
+        dtype = _floating_dtype(gradient_dtype, "gradient_dtype")
+        gradients = _trees.cast_tree(trained, dtype, which=lambda p: p.dtype.itemsize <= 4)
     copies = _copies_of(gradients, gradient_copy)
     state = jax.eval_shape(tx.init, params)
-    whole = jax.tree.map(lambda _, spec: NamedSharding(on, spec), params, specs)
     divided = lambda tree: zero1_shardings(params, tree, on, along, param_specs=specs)
     entries = [
         *entries_of("parameters", trained, whole),
@@ -214,9 +209,6 @@ def _layout(mesh: Any, axis: str | None, param_specs: Any) -> tuple[Mesh | Abstr
         return mesh, str(axis), param_specs
     names = (*mesh.axis_names, _UNDIVIDED)
     return AbstractMesh((*mesh.axis_sizes, 1), names, axis_types=(AxisType.Auto,) * len(names)), _UNDIVIDED, param_specs
-
-
-# The model.
 
 
 def evaluate(model: Any) -> Any:
@@ -259,32 +251,20 @@ def _count(trained: Any) -> int:
     return count
 
 
-def _require_divisible(params: Any, specs: Any, mesh: Mesh | AbstractMesh) -> None:
-    """Raise, naming every such parameter, if a spec does not divide its shape."""
+def _require_divisible(params: Any, shardings: Any, mesh: Mesh | AbstractMesh) -> None:
+    """Raise, naming every such parameter, if a sharding does not divide its shape."""
     wrong = []
-    for (path, p), spec in zip(
-        _trees.leaves_by_path(params).items(), jax.tree.leaves(specs, is_leaf=is_spec), strict=True
-    ):
+    for (path, p), sharding in zip(_trees.leaves_by_path(params).items(), jax.tree.leaves(shardings), strict=True):
         try:
-            NamedSharding(mesh, spec).shard_shape(p.shape)
+            sharding.shard_shape(p.shape)
         except ValueError:
-            wrong.append(f"  {_trees.path_string(path)!r}: {_trees.dtype_and_shape(p)} as {spec}")
+            wrong.append(f"  {_trees.path_string(path)!r}: {_trees.dtype_and_shape(p)} as {sharding.spec}")
     if wrong:
         listed = "\n".join(wrong)
         raise ValueError(
             f"`memory_plan`: on the mesh {dict(mesh.shape)} these parameters cannot be divided as `param_specs` says:\n"
             f"{listed}\nAn axis of a parameter must be a multiple of the number of devices along it."
         )
-
-
-# Gradients.
-
-
-def _gradients_of(trained: Any, dtype: Any) -> Any:
-    """Return the shapes of gradients as `mpx.value_and_grad` returns them."""
-    if dtype is None:
-        return trained
-    return _trees.cast_tree(trained, _floating_dtype(dtype, "gradient_dtype"), which=lambda p: p.dtype.itemsize <= 4)
 
 
 def _copies_of(gradients: Any, dtype: Any) -> Any:

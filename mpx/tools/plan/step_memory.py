@@ -43,13 +43,10 @@ class StepMemory(_tables.Result):
 def step_memory(step: Callable[..., Any], *args: Any, **kwargs: Any) -> StepMemory:
     """Compile a step without running it, and return how many bytes XLA needs for it on each device.
 
-    To find the largest batch that fits, pass a function of the batch size to `largest_that_fits`.
-
     Args:
         step: a function, or one that `jax.jit` returned. Pass the latter, with `donate_argnums`, if the training run
             donates: without donation old and new parameters and states are held at the same time.
-        args: the arguments of the step or their shapes (`jax.ShapeDtypeStruct`). Shapes with shardings give the bytes
-            of one of the devices.
+        args: the arguments of the step or their shapes (`jax.ShapeDtypeStruct`), which may have shardings.
         kwargs: the keyword arguments, likewise.
 
     Returns:
@@ -61,10 +58,10 @@ def step_memory(step: Callable[..., Any], *args: Any, **kwargs: Any) -> StepMemo
 
     Example:
         >>> step = jax.jit(lambda w, x: w - 0.1 * jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w), donate_argnums=0)
-        >>> w = jax.ShapeDtypeStruct((256, 256), jnp.float32)
-        >>> memory = step_memory(step, w, jax.ShapeDtypeStruct((64, 256), jnp.float32))
+        >>> shape = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+        >>> memory = step_memory(step, shape, shape)
         >>> memory.arguments, memory.outputs, memory.aliased
-        (327680, 262144, 262144)
+        (524288, 262144, 262144)
     """
     if not callable(step):
         raise TypeError(f"`step_memory` needs a function, but got {type(step).__name__}.")
