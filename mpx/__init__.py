@@ -63,9 +63,6 @@ from mpx.tools.advise.advise import Advice as Advice
 from mpx.tools.advise.advise import AdviceRow as AdviceRow
 from mpx.tools.advise.advise import advise as advise
 from mpx.tools.advise.study import Errors as Errors
-from mpx.tools.monitor.underflow import LeafUnderflow as LeafUnderflow
-from mpx.tools.monitor.underflow import ScaledShares as ScaledShares
-from mpx.tools.monitor.underflow import UnderflowReport as UnderflowReport
 from mpx.tools.monitor.underflow import underflow_report as underflow_report
 from mpx.tools.plan.capacity import largest_that_fits as largest_that_fits
 from mpx.tools.plan.compare_plans import compare_plans as compare_plans

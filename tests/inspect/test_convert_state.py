@@ -357,7 +357,7 @@ NESTINGS = {
 def test_measures_are_added_and_taken_away_and_begin_anew():
     """A training that goes wrong is watched from its checkpoint on; nothing else of it changes."""
     measures = {"lost": mpx.monitor.lost_updates("bf16"), "exponents": mpx.monitor.exponent_histogram()}
-    inside = optax.chain(optax.adamw(1e-2), mpx.monitor.monitor(measures), optax.snapshot("norm", optax.tree.norm))
+    inside = optax.chain(optax.adamw(1e-2), mpx.monitor.watch(measures), optax.snapshot("norm", optax.tree.norm))
     watched = mpx.monitor.scale_history(mpx.loss_scaling(mpx.master_weights(inside)), length=5)
     plain = mpx.loss_scaling(mpx.master_weights(optax.adamw(1e-2)))
     params, state = trained_with(plain, BF16)

@@ -33,7 +33,7 @@ FORMATS = {"f16": np.float16, "bf16": ml_dtypes.bfloat16, "float8_e5m2": ml_dtyp
 
 def measured(measure, updates, params=None):
     """What `monitor` keeps of a measure."""
-    tx = monitor.monitor({"it": measure})
+    tx = monitor.watch({"it": measure})
     params = updates if params is None else params
     _, state = jax.jit(tx.update)(updates, tx.init(params), params)
     return state.measurements["it"]
@@ -106,7 +106,7 @@ def test_groups_are_leaves_by_path_or_patterns_of_which_the_first_match_wins():
 
 @pytest.mark.parametrize("name", MEASURES)
 def test_every_measure_refuses_a_group_without_a_leaf_where_the_optimizer_is_initialized(name):
-    tx = monitor.monitor({"it": MEASURES[name](groups={"rest": "", "embed": "embed|layers"})})
+    tx = monitor.watch({"it": MEASURES[name](groups={"rest": "", "embed": "embed|layers"})})
     message = r"no leaf is in the group 'embed': 'embed|layers'. .* has the leaf: layers/0/w, layers/1/w, norm"
     with pytest.raises(ValueError, match=message.replace("|", r"\|")):
         tx.init(GRADS)
@@ -166,7 +166,7 @@ def test_a_zero_that_changes_its_sign_has_not_moved():
 
 def test_behind_masters_nothing_is_lost_and_inside_one_sees_what_they_save():
     params = {"w": jnp.linspace(1, 2, 100, dtype=jnp.bfloat16)}
-    lost = lambda dtype: monitor.monitor({"lost": monitor.lost_updates(dtype)})
+    lost = lambda dtype: monitor.watch({"lost": monitor.lost_updates(dtype)})
     rule = optax.sgd(1e-4)
     tx = optax.chain(mpx.master_weights(optax.chain(rule, lost("bf16"))), lost(None))
     plain = optax.chain(rule, lost(None))
@@ -206,7 +206,7 @@ def test_the_ratio_of_zeros_is_defined(update, weight, ratio):
 
 def all_on(place):
     measures = {f"{name} {place}": make() for name, make in MEASURES.items()}
-    return monitor.monitor(measures | {f"norm {place}": optax.tree.norm})
+    return monitor.watch(measures | {f"norm {place}": optax.tree.norm})
 
 
 RULES = {
@@ -364,7 +364,7 @@ def test_the_state_of_optax_monitor_is_no_scan_carry():
     grads = jnp.ones(3)
     state = tx.init(grads)
     assert types_of(tx.update(grads, state)[1]) != types_of(state)
-    ours = monitor.monitor({"norm": optax.tree.norm})
+    ours = monitor.watch({"norm": optax.tree.norm})
     assert types_of(ours.update(grads, ours.init(grads))[1]) == types_of(ours.init(grads))
 
 
@@ -373,7 +373,7 @@ def test_measurements_are_those_of_optax_monitor_averages_too():
         "norm": optax.tree.norm,
         "average": optax.measure_with_ema(monitor.underflow("f16"), decay=0.5),
     }
-    ours, theirs = monitor.monitor(measures), optax.monitor(measures)
+    ours, theirs = monitor.watch(measures), optax.monitor(measures)
     state, other = ours.init(GRADS), theirs.init(GRADS)
     for factor in (1.0, 1e-9, 1.0):
         grads = optax.tree.scale(np.float32(factor), GRADS)
@@ -403,7 +403,7 @@ def test_measures_stand_in_a_snapshot_and_in_a_chain_that_is_checked():
 
 
 def test_in_front_of_loss_scaling_gradients_are_scaled_and_inside_they_are_not():
-    watch = lambda: monitor.monitor({"underflow": monitor.underflow("f16")})
+    watch = lambda: monitor.watch({"underflow": monitor.underflow("f16")})
     tx = optax.chain(watch(), mpx.loss_scaling(optax.chain(watch(), optax.sgd(1.0)), mpx.StaticLossScale(2.0**10)))
     params = jnp.ones(4)
     _, state = tx.update(jnp.full(4, 2.0**-20), tx.init(params), params)
@@ -413,8 +413,8 @@ def test_in_front_of_loss_scaling_gradients_are_scaled_and_inside_they_are_not()
 
 @pytest.mark.parametrize("measures", [None, {"a": 1}, [monitor.underflow("f16")], monitor.underflow("f16")])
 def test_monitor_refuses_what_is_no_dictionary_of_measures(measures):
-    with pytest.raises(TypeError, match="`monitor` needs a dictionary from names to measures"):
-        monitor.monitor(measures)
+    with pytest.raises(TypeError, match="`watch` needs a dictionary from names to measures"):
+        monitor.watch(measures)
 
 
 def scaled_steps(tx, steps):

@@ -1,7 +1,5 @@
-"""The pictures: what is drawn is what was given, nothing overlaps or is cut off, and it can be read on both pages."""
+"""Plots show what they were given, nothing overlaps or is cut off, and they can be read on white and on dark pages."""
 
-import dataclasses
-import io
 import itertools
 import math
 import subprocess
@@ -24,8 +22,8 @@ from matplotlib.text import Text
 import mpx
 import mpx.plot
 from mpx.tools.plan.rows import Kind
-from mpx.tools.plot import themes
-from mpx.tools.plot.memory import _LOOKS, _OTHER_HATCH
+from mpx.tools.plot import sheet
+from mpx.tools.plot.memory import _LOOKS, _OTHER
 
 ROOT = Path(__file__).parents[2]
 WHITE, DARK = "#FFFFFF", "#121212"
@@ -38,7 +36,7 @@ def close_figures():
 
 
 def contrast(a, b):
-    """WCAG 2.1: the ratio of the relative luminances of two sRGB colours, each with 0.05 added."""
+    """Return WCAG 2.1's ratio of the relative luminances of two sRGB colors, each with 0.05 added."""
 
     def luminance(color):
         linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(color)]
@@ -48,16 +46,9 @@ def contrast(a, b):
     return (high + 0.05) / (low + 0.05)
 
 
-# What is drawn: results of mpx, small ones.
-
-
 def loss_curves():
     falling = np.exp(-np.arange(20) / 5)
-    curves = {
-        "bf16, f32 masters": falling,
-        "bf16, Kahan": falling + 0.01,
-        "f16": np.where(falling < 0.2, np.nan, falling),
-    }
+    curves = {"bf16, masters": falling, "bf16, Kahan": falling + 0.01, "f16": np.where(falling < 0.2, np.nan, falling)}
     return {"curves": curves, "reference": falling + np.array([[-0.1], [0.0], [0.1]])}
 
 
@@ -68,24 +59,8 @@ def gradients():
 
 
 def history(steps=12):
-    tx = mpx.monitor.scale_history(mpx.loss_scaling(optax.sgd(0.1), mpx.DynamicLossScale(2.0**10, period=4)))
-
-    def step(state, gradient):
-        return tx.update(jnp.full(2, gradient), state)[1], None
-
-    bad = np.where(np.arange(steps) % 5 == 2, np.inf, 1.0).astype(np.float32)
-    state, _ = jax.jit(lambda state: jax.lax.scan(step, state, bad))(tx.init(jnp.ones(2)))
-    return mpx.monitor.read_scale_history(state)
-
-
-@pytest.fixture(scope="module")
-def found_advice():
-    values = {"first": np.full((4, 8), 0.3), "second": np.full((8, 2), 0.25), "third": np.full((2, 2), 0.7)}
-    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), values)
-    loss_fn = lambda params, x: jnp.mean((x @ params["first"] @ params["second"] @ params["third"]) ** 2)
-    return mpx.advise(
-        loss_fn, params, jnp.ones((2, 4), jnp.float32), mpx.get_policy("params=bf16,compute=f32"), bound=1e-5
-    )
+    scales = np.float32([2**10, 2**10, 2**10, 2**9, 2**9, 2**9, 2**9, 2**10, 2**9, 2**9, 2**9, 2**9])
+    return mpx.monitor.ScaleHistory(np.arange(steps), scales, np.arange(steps) % 5 == 2)
 
 
 @pytest.fixture(scope="module")
@@ -94,11 +69,10 @@ def comparison():
 
 
 @pytest.fixture(scope="module")
-def pictures(found_advice, comparison):
-    """By name a function that draws on given axes or new ones."""
+def pictures(comparison):
+    """Return, by name, functions that draw on given axes or new ones."""
     report = mpx.underflow_report(gradients())
     histogram = mpx.monitor.exponent_histogram()(gradients())
-    scales = history()
     plan = mpx.memory_plan(2**20, mpx.mixed_precision(optax.adamw(1e-3), "bf16"), "bf16")
     shares = {"bf16": np.linspace(0, 0.9, 10), "f32": np.zeros(10)}
     formats = ["float8_e4m3fn", "float8_e5m2", "f16", "bf16", "f32"]
@@ -108,20 +82,19 @@ def pictures(found_advice, comparison):
         "memory of a plan": lambda **kwargs: mpx.plot.memory(plan, unit="GB", **kwargs),
         "exponents of a report": lambda **kwargs: mpx.plot.exponents(report, **kwargs),
         "exponents measured": lambda **kwargs: mpx.plot.exponents(histogram, formats=formats, scale=2**4, **kwargs),
-        "loss scale": lambda **kwargs: mpx.plot.loss_scale(scales, **kwargs),
+        "loss scale": lambda **kwargs: mpx.plot.loss_scale(history(), **kwargs),
         "lost updates": lambda **kwargs: mpx.plot.lost_updates(shares, **kwargs),
-        "advice": lambda **kwargs: mpx.plot.advice(found_advice, **kwargs),
     }
 
 
 NAMES = (
     "losses", "memory of recipes", "memory of a plan", "exponents of a report", "exponents measured", "loss scale",
-    "lost updates", "advice",
+    "lost updates",
 )  # fmt: skip
 
 
 def drawn_texts(figure):
-    """The texts that are seen: not those of ticks outside of the axis."""
+    """Return the visible texts: not those of ticks outside of the axis."""
     figure.canvas.draw()
     hidden = set()
     for axes in figure.findobj(matplotlib.axes.Axes):
@@ -140,14 +113,22 @@ def legend_of(axes):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_picture_is_saved_as_pixels_and_as_vectors_and_is_transparent(name, pictures, tmp_path):
+def test_a_picture_is_transparent_and_all_its_text_can_be_read_on_both_pages(name, pictures, tmp_path):
+    settings = dict(matplotlib.rcParams)
     figure = pictures[name]().figure
+    assert dict(matplotlib.rcParams) == settings
+    assert plt.get_fignums() == [figure.number]
     figure.savefig(tmp_path / "picture.png")
     figure.savefig(tmp_path / "picture.svg")
     pixels = plt.imread(tmp_path / "picture.png")
     assert pixels[0, -1, 3] == 0
     assert 0.02 < np.mean(pixels[..., 3] > 0) < 0.9
     assert "</svg>" in (tmp_path / "picture.svg").read_text()
+    texts = drawn_texts(figure)
+    on_blue = [text for text in texts if to_rgb(text.get_color()) == to_rgb(sheet.ON_COLOR)]
+    assert all(text.get_text().startswith("normal") for text in on_blue)
+    for text, page in itertools.product(set(texts) - set(on_blue), (WHITE, DARK)):
+        assert contrast(text.get_color(), page) >= 4.1, text
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -162,6 +143,7 @@ def test_no_text_is_cut_off_and_none_lies_on_another(name, pictures):
 
 
 def test_text_that_lies_on_another_or_is_cut_off_would_be_found():
+    """The negative control."""
     figure, axes = plt.subplots()
     first, second = axes.text(0.5, 0.5, "first"), axes.text(0.52, 0.5, "second")
     outside = axes.text(1.3, 0.5, "outside of the figure")
@@ -170,51 +152,14 @@ def test_text_that_lies_on_another_or_is_cut_off_would_be_found():
     assert outside.get_window_extent().x1 > figure.bbox.x1
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    ("style", "pages", "least"), [(None, (WHITE, DARK), 4.1), ("light", (WHITE,), 15), ("dark", (DARK,), 15)]
-)
-def test_all_text_can_be_read_on_its_pages(name, pictures, style, pages, least):
-    if style is None:
-        figure = pictures[name]().figure
-        assert to_rgba(figure.get_facecolor())[3] == 0
-    else:
-        with mpx.plot.style(style):
-            figure = pictures[name]().figure
-        assert to_rgb(figure.get_facecolor()) == to_rgb(pages[0])
-    on_blue = [text for text in drawn_texts(figure) if to_rgb(text.get_color()) == to_rgb(themes.ON_COLOR)]
-    assert all(text.get_text().startswith("normal") for text in on_blue)
-    assert contrast(themes.ON_COLOR, themes.BLUE) >= 4.5
-    for text, page in itertools.product(set(drawn_texts(figure)) - set(on_blue), pages):
-        assert contrast(text.get_color(), page) >= least, text
-
-
-def test_the_grey_of_text_has_the_contrast_of_wcag_on_paper_and_no_grey_has_it_on_both_pages():
-    assert contrast(themes.theme().text, WHITE) >= 4.5
+def test_colors_have_the_contrast_of_wcag_and_no_grey_has_it_on_both_pages():
+    assert contrast(sheet.GREY, WHITE) >= 4.5
+    assert contrast(sheet.ON_COLOR, sheet.BLUE) >= 4.5
     greys = [(grey / 255,) * 3 for grey in range(256)]
     assert max(min(contrast(grey, WHITE), contrast(grey, DARK)) for grey in greys) < 4.5
-
-
-def test_the_colours_of_data_stand_out_from_both_pages():
-    for color in (themes.BLUE, themes.VERMILLION, themes.GREEN, themes.PURPLE):
+    for color in (sheet.BLUE, sheet.VERMILLION, sheet.GREEN, sheet.PURPLE):
         assert min(contrast(color, WHITE), contrast(color, DARK)) >= 3
     assert contrast("#F0E442", WHITE) < 3  # the yellow of the same palette, which is left out
-
-
-def test_all_curves_differ_and_neighbours_in_colour_and_in_line_style():
-    looks = [(style["color"], str(style["linestyle"])) for style in map(themes.curve_style, range(themes.MOST_CURVES))]
-    assert len(set(looks)) == 20
-    assert all(a[0] != b[0] and a[1] != b[1] for a, b in itertools.pairwise(looks))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_no_setting_of_matplotlib_changes_and_one_figure_is_made(name, pictures):
-    settings = dict(matplotlib.rcParams)
-    axes = pictures[name]()
-    with mpx.plot.style("dark"):
-        pictures[name](axes=plt.figure().add_subplot())
-    assert dict(matplotlib.rcParams) == settings
-    assert plt.get_fignums() == [axes.figure.number, axes.figure.number + 1]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -225,32 +170,28 @@ def test_it_draws_on_given_axes_and_makes_no_figure(name, pictures):
     assert plt.get_fignums() == before
     assert not left.has_data()
     assert right.has_data()
-    assert to_rgb(figure.get_facecolor()) == (1, 1, 1)  # its page stays
+    assert to_rgba(figure.get_facecolor()) == (1, 1, 1, 1)  # its page stays
     with pytest.raises(TypeError, match="`axes` must be a Matplotlib Axes or None, but got Figure"):
         pictures[name](axes=figure)
 
 
-def test_a_style_ends_with_its_block_even_by_an_error():
-    with pytest.raises(KeyError), mpx.plot.style("dark"):  # noqa: PT012
-        with mpx.plot.style("light"):
-            assert themes.theme().page == WHITE
-        assert themes.theme().page == DARK
+def test_the_style_of_own_figures_ends_with_its_block_even_by_an_error():
+    settings = dict(matplotlib.rcParams)
+    with pytest.raises(KeyError), mpx.plot.style():  # noqa: PT012
+        assert to_rgba(plt.figure().get_facecolor())[3] == 0
         raise KeyError
-    assert themes.theme().page is None
-    with pytest.raises(ValueError, match="`style`: `page` must be 'light' or 'dark', but got 'black'"):
-        mpx.plot.style("black").__enter__()
-
-
-def test_the_same_picture_has_the_same_pixels():
-    def pixels():
-        file = io.BytesIO()
-        mpx.plot.losses(**loss_curves()).figure.savefig(file)
-        return file.getvalue()
-
-    assert pixels() == pixels()
+    assert dict(matplotlib.rcParams) == settings
 
 
 # Losses.
+
+
+def test_twenty_curves_differ_and_neighbors_in_color_and_in_line_style():
+    axes = mpx.plot.losses({str(i): [i, 1.0] for i in range(20)}, axes=plt.figure().add_subplot())
+    looks = [(look["color"], str(look["linestyle"])) for look in sheet.CURVES]
+    assert [line.get_color() for line in axes.get_lines()] == [color for color, _ in looks]
+    assert len(set(looks)) == 20
+    assert all(a[0] != b[0] and a[1] != b[1] for a, b in itertools.pairwise(looks))
 
 
 def test_losses_are_drawn_as_they_are_with_the_mean_and_the_deviation_of_the_seeds():
@@ -314,7 +255,11 @@ def test_names_are_shown_as_they_are():
         ({"curves": {"a": [1.0]}, "steps": [np.nan]}, ValueError, "`steps` must be a vector of finite numbers"),
         ({"curves": {"a": [1.0]}, "reference": [1.0]}, ValueError, r"two seeds, .* the shape \(1,\)"),
         ({"curves": {"a": [1.0]}, "reference": [[1.0]]}, ValueError, r"two seeds, .* the shape \(1, 1\)"),
-        ({"curves": {"a": [1.0]}, "steps": [1], "reference": np.ones((2, 3))}, ValueError, "`reference` has 3 steps"),
+        (
+            {"curves": {"a": [1.0]}, "steps": [1], "reference": np.ones((2, 3))},
+            ValueError,
+            r"others: \{'reference': 3\}",
+        ),
     ],
 )
 def test_wrong_losses_are_refused_before_a_figure_is_made(arguments, error, match):
@@ -407,7 +352,7 @@ def test_the_bars_are_the_bytes_a_parameter_part_by_part(comparison):
     assert [text.get_text() for text in axes.texts][row] == "16"
     assert [label.get_text() for label in axes.get_yticklabels()] == list(comparison.plans)
     assert axes.get_xlabel() == "bytes a parameter"
-    assert axes.get_title("left") == "A training of 1,048,576 parameters"
+    assert axes.get_title("left") == "A training run of 1,048,576 parameters"
     assert axes.get_ylim()[0] > axes.get_ylim()[1]  # the first one on top
 
 
@@ -433,7 +378,7 @@ def test_gigabytes_are_those_of_a_device():
 
 def test_every_kind_has_a_hatch_of_its_own_so_that_grey_tells_them_apart():
     assert set(get_args(Kind)) == set(_LOOKS) | {"other state"}
-    hatches = [hatch for _, hatch in _LOOKS.values()] + [_OTHER_HATCH]
+    hatches = [hatch for _, hatch in [*_LOOKS.values(), _OTHER]]
     assert len(set(hatches)) == len(hatches)
 
 
@@ -544,66 +489,6 @@ def test_wrong_histograms_are_refused():
     for call, error, match in cases:
         with pytest.raises(error, match=match):
             call()
-    assert plt.get_fignums() == []
-
-
-# Advice.
-
-
-def test_advice_is_drawn_by_rank_with_its_bound(found_advice):
-    axes = mpx.plot.advice(found_advice)
-    assert [label.get_text() for label in axes.get_yticklabels()] == [row.name for row in found_advice.rows]
-    drawn = {round(bar.get_y() + bar.get_height() / 2): bar.get_width() for bars in axes.containers for bar in bars}
-    assert drawn == {i: row.error for i, row in enumerate(found_advice.rows)}
-    kept = [bars for bars in axes.containers if bars.get_label() == "keep by an override"]
-    assert len(kept[0]) == sum(row.is_kept for row in found_advice.rows) > 0
-    lines = {line.get_label().split(":")[0]: line.get_xdata()[0] for line in axes.get_lines()}
-    assert lines["bound"] == found_advice.bound
-    assert lines["given policy"] == found_advice.before.worst
-    assert axes.get_xscale() == "log"
-
-
-def changed(advice, **fields):
-    return dataclasses.replace(advice, **fields)
-
-
-def test_errors_of_zero_and_infinite_ones_are_in_words_and_long_names_lose_their_middle(found_advice):
-    row = found_advice.rows[0]
-    long = "a" * 40 + "/" + "b" * 40
-    rows = (
-        changed(row, loss_error=math.inf, name=long),
-        changed(row, kind="contraction", is_kept=True),
-        changed(row, is_kept=False, loss_error=0.0, gradient_error=0.0),
-    )
-    axes = mpx.plot.advice(changed(found_advice, rows=rows))
-    drawn_texts(axes.figure)
-    assert [text.get_text() for text in axes.texts] == ["infinite", "0"]
-    assert axes.get_yticklabels()[0].get_text() == "a" * 21 + "…" + "b" * 21
-    assert {bars.get_label() for bars in axes.containers} == {
-        "keep by an override", "keep by full_precision", "lower"
-    }  # fmt: skip
-    word = axes.texts[0].get_window_extent()
-    bars = [bar for bars in axes.containers for bar in bars]
-    assert not any(word.overlaps(bar.get_window_extent()) for bar in bars)
-    assert word.x1 <= axes.bbox.x1
-    first = next(bar for bar in bars if bar.get_y() < 0)
-    assert all(bar is first or bar.get_width() < first.get_width() for bar in bars)
-
-
-def test_only_the_largest_errors_are_drawn_and_the_title_says_how_many_are_not(found_advice):
-    axes = mpx.plot.advice(changed(found_advice, rows=found_advice.rows * 20), most_rows=4)
-    assert len(axes.get_yticklabels()) == 4
-    assert axes.get_title("left").endswith(f"{20 * len(found_advice.rows) - 4} with smaller errors are not shown")
-
-
-def test_wrong_advice_is_refused(found_advice):
-    with pytest.raises(TypeError, match=r"`advice` needs what `mpx.advise` returns, but got str"):
-        mpx.plot.advice("good")
-    with pytest.raises(ValueError, match="no rows"):
-        mpx.plot.advice(changed(found_advice, rows=()))
-    for most_rows in (0, 1.5, True):
-        with pytest.raises(ValueError, match=f"`most_rows` must be an integer above 0, but got {most_rows}"):
-            mpx.plot.advice(found_advice, most_rows=most_rows)
     assert plt.get_fignums() == []
 
 

@@ -1,4 +1,4 @@
-"""What is read without a trace in the program that it is read from."""
+"""Read numbers without a trace in the program that computes them."""
 
 from typing import TypeVar
 
@@ -12,11 +12,11 @@ T = TypeVar("T")
 
 
 def behind_barrier(tree: T) -> T:
-    """The same numbers, of which the compiler does not see that the training reads them too.
+    """Return the same numbers, in such a way that the compiler does not see that the training run reads them too.
 
-    It neither fuses the arithmetic of the two, nor rounds that of the training otherwise because there are two
-    readers. It is the bits that pass through the barrier: one of floating-point numbers has XLA on CPU place the
-    reshaping of a gradient of one column elsewhere, and LLVM fuse another product of the rule with the sum.
+    It then fuses no arithmetic of a measure with that of the step, and rounds nothing in the step otherwise because a
+    value has two readers. Bits pass through the barrier rather than floating-point numbers: with those XLA on CPU
+    places the reshaping of a gradient of one column elsewhere, and LLVM contracts another product of the rule.
     """
     leaves, treedef = jax.tree.flatten(tree)
     floats = {i: jnp.asarray(x) for i, x in enumerate(leaves) if _trees.is_floating(x)}

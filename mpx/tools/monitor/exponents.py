@@ -1,12 +1,13 @@
-"""Magnitudes as integers: the exponents of numbers, and where the range of a format ends.
+"""Count numbers by power of two, and by what becomes of them in a format.
 
-All of it compares integer bits. CPU arithmetic and comparisons take float32 subnormals for zero, and subnormals are
-what a gradient passes through before it vanishes.
+All comparisons are of integer bits. Arithmetic and comparisons on a CPU take float32 subnormals for zero, and a
+gradient is subnormal before it vanishes.
 """
 
 import dataclasses
 import functools
 import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,19 +25,18 @@ _FORMATS = tuple(
     np.dtype(kind)
     for kind in (np.float16, ml_dtypes.bfloat16, np.float32, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
 )
-_COUNTED = 2**32  # a uint32 counts fewer
-_PLACES = len(EXPONENTS) + 2  # of a histogram: zeros come first, infinities and NaN last
+_COUNTED = 2**32  # the smallest number that a uint32 cannot count to
 
 
 class ExponentHistogram(NamedTuple):
-    """How many numbers there are of each power of two.
+    """Counts of numbers by power of two.
 
     Attributes:
-        counts: `counts[i]` numbers have a magnitude of at least `2**e` and below `2**(e + 1)`, with
-            `e = i - 149`: from float32's smallest subnormal (-149) to its largest numbers (127). float64 numbers
-            beyond are counted in the outermost of these.
-        zeros: how many are zero.
-        nonfinite: how many are infinite or NaN.
+        counts: vector of 277 counts; `counts[i]` numbers have a magnitude of at least `2**(i - 149)` and below twice
+            that: from float32's smallest subnormal to its largest numbers. float64 numbers outside of this range are
+            counted at its ends.
+        zeros: count of zeros.
+        nonfinite: count of infinities and NaN.
     """
 
     counts: Any
@@ -46,42 +46,28 @@ class ExponentHistogram(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """Which magnitudes a format keeps when they are rounded to nearest, ties to even.
+    """The magnitudes that a format holds when numbers are rounded to nearest, ties to even.
 
     Attributes:
         dtype: the format.
-        zero_up_to: magnitudes up to this one become zero.
-        normal_from: magnitudes from this one on become normal numbers.
-        infinite_from: magnitudes from this one on have no finite number: they become infinite, or NaN in a format
-            without infinities.
+        nonzero_from: the smallest magnitude that does not become zero.
+        normal_from: the smallest magnitude that becomes a normal number.
+        infinite_from: the smallest magnitude that overflows: to infinity, or to NaN in a format without infinities.
     """
 
     dtype: np.dtype
-    zero_up_to: float
+    nonzero_from: float
     normal_from: float
     infinite_from: float
 
     def scaled(self, scale: float) -> "Range":
-        """The range for numbers that are multiplied by a power of two before they are rounded."""
-        thresholds = (self.zero_up_to, self.normal_from, self.infinite_from)
+        """Return the range for numbers that are multiplied by a power of two before they are rounded."""
+        thresholds = (self.nonzero_from, self.normal_from, self.infinite_from)
         return Range(self.dtype, *[threshold / scale for threshold in thresholds])
-
-    def underflows(self, magnitudes: jax.Array) -> jax.Array:
-        """Which of the nonzero ones become zero; magnitudes are those of `magnitudes_of`."""
-        return is_nonzero(magnitudes) & (magnitudes <= _bits(self.zero_up_to, magnitudes.dtype, "down"))
-
-    def becomes_subnormal(self, magnitudes: jax.Array) -> jax.Array:
-        """Which become subnormal numbers of the format, with less than its precision."""
-        above = magnitudes > _bits(self.zero_up_to, magnitudes.dtype, "down")
-        return above & (magnitudes < _bits(self.normal_from, magnitudes.dtype, "up"))
-
-    def overflows(self, magnitudes: jax.Array) -> jax.Array:
-        """Which of the finite ones have no finite number in the format."""
-        return is_finite(magnitudes) & (magnitudes >= _bits(self.infinite_from, magnitudes.dtype, "up"))
 
 
 def range_of(dtype: Any, caller: str) -> Range:
-    """The range of float16, bfloat16, float32, float8_e4m3fn or float8_e5m2; raises for anything else."""
+    """Return the range of float16, bfloat16, float32, float8_e4m3fn or float8_e5m2; raise for anything else."""
     found = dtype_or_none(dtype)
     if found is None or found not in _FORMATS:
         names = ", ".join(str(known) for known in _FORMATS)
@@ -94,90 +80,87 @@ def _range_of(dtype: np.dtype) -> Range:
     info = ml_dtypes.finfo(dtype)
     largest, smallest = float(info.max), float(info.smallest_subnormal)
     step = math.ldexp(1.0, math.frexp(largest)[1] - 1 - info.nmant)
-    # A tie goes to the even neighbour: beyond the largest number if that is odd, as it is where infinity follows it.
-    beyond = largest + step / 2 if int(largest / step) % 2 else math.nextafter(largest + step / 2, math.inf)
-    # Between the subnormals and the smallest normal number the even neighbour is the normal one.
-    return Range(dtype, smallest / 2, float(info.smallest_normal) - smallest / 2, beyond)
+    above = lambda number: math.nextafter(number, math.inf)
+    # Midpoints are ties, which go to the even neighbor: to zero rather than to the smallest subnormal, to the smallest
+    # normal number rather than to the largest subnormal, and beyond the largest number only if that one is odd.
+    is_odd = int(largest / step) % 2 == 1
+    overflow = largest + step / 2 if is_odd else above(largest + step / 2)
+    return Range(dtype, above(smallest / 2), float(info.smallest_normal) - smallest / 2, overflow)
 
 
 def magnitudes_of(x: Any) -> jax.Array:
-    """The bits of |x| as float32, uint32 (of float64 numbers as float64, uint64): in the order of the magnitudes."""
+    """Return the bits of |x| in float32 as uint32 (those of float64 numbers as uint64), in the order of |x|."""
     x = jnp.asarray(x)
     if x.dtype == np.float64:
         return lax.bitcast_convert_type(x, np.uint64) & np.uint64(0x7FFF_FFFF_FFFF_FFFF)
-    if x.dtype == ml_dtypes.bfloat16:  # a conversion may flush its subnormals
+    if x.dtype == ml_dtypes.bfloat16:  # shifted, since a conversion may flush its subnormals
         bits = lax.bitcast_convert_type(x, np.uint16).astype(np.uint32) << 16
     else:
         bits = lax.bitcast_convert_type(x.astype(np.float32), np.uint32)
     return bits & np.uint32(0x7FFF_FFFF)
 
 
-def is_nonzero(magnitudes: jax.Array) -> jax.Array:
-    """Which numbers are not zero."""
-    return magnitudes > magnitudes.dtype.type(0)
+def is_number(magnitudes: jax.Array) -> jax.Array:
+    """Return a mask of the numbers that are neither zero nor infinite nor NaN."""
+    return (magnitudes >= magnitudes.dtype.type(1)) & (magnitudes < _bits_from(math.inf, magnitudes.dtype))
 
 
-def is_finite(magnitudes: jax.Array) -> jax.Array:
-    """Which numbers are neither infinite nor NaN."""
-    return magnitudes < _bits(math.inf, magnitudes.dtype, "down")
+def count_true(*masks: jax.Array) -> jax.Array:
+    """Count the true elements of masks of one shape: uint32[..., masks], for each part of `_by_parts`."""
+    return jnp.stack([_by_parts(lambda part: jnp.sum(part, dtype=np.uint32), mask) for mask in masks], axis=-1)
 
 
-def exponents_of(magnitudes: jax.Array) -> jax.Array:
-    """floor(log2(|x|)) of nonzero finite numbers, int32, within `EXPONENTS`; of others no number of use."""
-    if magnitudes.dtype == np.uint64:
-        exponents = (magnitudes >> np.uint64(52)).astype(np.int32) - 1023
-        return jnp.clip(exponents, EXPONENTS[0], EXPONENTS[-1])
-    normal = (magnitudes >> 23).astype(np.int32) - 127
-    subnormal = EXPONENTS[0] + 31 - lax.clz(magnitudes).astype(np.int32)
-    return jnp.where(magnitudes < np.uint32(1 << 23), subnormal, normal)
+def count_fates(magnitudes: jax.Array, span: Range) -> jax.Array:
+    """Count the nonzero finite numbers that become zero, subnormal, normal and infinite: uint32[..., 4]."""
+    edges = _edges((span.nonzero_from, span.normal_from, span.infinite_from), magnitudes.dtype)
+    reached = count_true(*[magnitudes >= edge for edge in edges])
+    return reached[..., :-1] - reached[..., 1:]
 
 
-def partial_counts(mask: jax.Array) -> jax.Array:
-    """How many are true, uint32: of the whole array or, where that could be too many to count, of each row or block."""
-    kept = _axes_to_keep(mask.shape)
-    return jnp.sum(mask, axis=tuple(range(kept, mask.ndim)), dtype=np.uint32)
+def count_exponents(magnitudes: jax.Array) -> jax.Array:
+    """Count the zeros, the numbers of each of `EXPONENTS`, and the infinities and NaN: uint32[..., 279]."""
+    # Without the barrier XLA looks up the first comparison of every number at compile time.
+    edges = lax.optimization_barrier(_edges([2.0**e for e in EXPONENTS[1:]], magnitudes.dtype))
+
+    def histogram(part):
+        places = jnp.searchsorted(edges, part, side="right", method="scan_unrolled")
+        # A scatter of integers: their sums are the same in any order.
+        return jnp.zeros(len(EXPONENTS) + 2, np.uint32).at[places].add(np.uint32(1))
+
+    return _by_parts(histogram, magnitudes)
 
 
-def count(mask: jax.Array) -> jax.Array:
-    """How many are true, a float32 scalar: exact up to 2**24, then rounded, and never too many to count."""
-    return jnp.sum(partial_counts(mask).astype(np.float32))
+def histogram_of(totals: Any) -> ExponentHistogram:
+    """Return the sums of what `count_exponents` counted as a histogram."""
+    return ExponentHistogram(totals[1:-1], totals[0], totals[-1])
 
 
-def partial_histograms(magnitudes: jax.Array) -> jax.Array:
-    """How many zeros, numbers of each exponent, and others there are, uint32 along the last axis; see `partial_counts`.
-
-    By a scatter of integers, whose sums are the same in any order.
-    """
-
-    def histogram(magnitudes):
-        places = exponents_of(magnitudes) - EXPONENTS.start + 1
-        places = jnp.where(is_finite(magnitudes), places, _PLACES - 1)
-        places = jnp.where(is_nonzero(magnitudes), places, 0)
-        return jnp.zeros(_PLACES, np.uint32).at[places].add(np.uint32(1))
-
-    for _ in range(_axes_to_keep(magnitudes.shape)):
-        histogram = jax.vmap(histogram)
-    return histogram(magnitudes)
+def sum_float32(counts: jax.Array) -> jax.Array:
+    """Sum the counts of all parts, float32: exact up to 2**24, then rounded; they neither wrap around nor stop."""
+    return jnp.sum(counts.astype(np.float32).reshape(-1, counts.shape[-1]), axis=0)
 
 
-def histogram_of(magnitudes: jax.Array) -> ExponentHistogram:
-    """The numbers of each power of two, as float32; see `count`."""
-    counts = jnp.sum(partial_histograms(magnitudes).astype(np.float32).reshape(-1, _PLACES), axis=0)
-    return ExponentHistogram(counts[1:-1], counts[0], counts[-1])
+def sum_int64(counts: jax.Array) -> np.ndarray:
+    """Sum the counts of all parts exactly, on the host."""
+    return jax.device_get(counts).reshape(-1, counts.shape[-1]).sum(axis=0, dtype=np.int64)
 
 
-def _axes_to_keep(shape: tuple[int, ...]) -> int:
-    """Over how many leading axes not to count, so that no count is too large for a uint32."""
-    return next(kept for kept in range(len(shape) + 1) if math.prod(shape[kept:]) < _COUNTED)
+def _edges(thresholds: Sequence[float], dtype: Any) -> jax.Array:
+    """Return the bits of the smallest nonzero number, of the first numbers from thresholds on, and of infinity."""
+    return jnp.asarray([dtype.type(1), *[_bits_from(x, dtype) for x in (*thresholds, math.inf)]], dtype)
 
 
-def _bits(threshold: float, dtype: Any, towards: str) -> Any:
-    """The bits of a magnitude, rounded up or down to one that there is among those bits."""
+def _bits_from(threshold: float, dtype: Any) -> Any:
+    """Return the bits of the smallest number that is not below a threshold, float32 in uint32 or float64 in uint64."""
     floats = np.float64 if dtype == np.uint64 else np.float32
     with np.errstate(over="ignore", under="ignore"):
         nearest = floats(threshold)
-    if towards == "down" and float(nearest) > threshold:
-        nearest = np.nextafter(nearest, floats(0))
-    if towards == "up" and float(nearest) < threshold:
-        nearest = np.nextafter(nearest, floats(np.inf))
-    return nearest.view(dtype)
+    return (np.nextafter(nearest, floats(np.inf)) if float(nearest) < threshold else nearest).view(dtype)
+
+
+def _by_parts(count: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """Count over the whole array; where a count may not fit in a uint32, over each of its rows or blocks."""
+    kept = next(kept for kept in range(x.ndim + 1) if math.prod(x.shape[kept:]) < _COUNTED)
+    for _ in range(kept):
+        count = jax.vmap(count)
+    return count(x)

@@ -1,47 +1,40 @@
 """Measures of gradients and updates."""
 
 import functools
-import operator
-import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 from jax.typing import DTypeLike
 
-from mpx import _trees, formats
+from mpx import formats
 from mpx._dtypes import dtype_or_none
 from mpx.tools.monitor import exponents
-from mpx.tools.monitor.barrier import behind_barrier
-from mpx.tools.monitor.exponents import EXPONENTS, ExponentHistogram
-
-Groups = Literal["leaf"] | Mapping[str, str] | None
-Measure = Callable[[Any], Any]
+from mpx.tools.monitor.groups import Groups, Measure, with_weights
 
 _STORED = tuple(np.dtype(kind) for kind in (jnp.bfloat16, np.float16, np.float32))
+_ZERO, _SUBNORMAL, _INFINITE = 0, 1, 3  # places of what `count_fates` counts
 
 
-def underflow(dtype: DTypeLike, *, groups: Groups = None) -> Measure:
-    """The share of the gradients that become zero when they are rounded to a format.
+def underflow(dtype: DTypeLike, *, groups: Groups = None) -> Callable[[Any], Any]:
+    """Measure the share of the gradients that become zero when they are rounded to a format.
 
-    Of all numbers that are neither zero nor infinite nor NaN, how many become zero, from 0 to 1; 0 if there are none.
-    Numbers are rounded to nearest, ties to even: up to half of the smallest subnormal they are zero. Whether
-    subnormals are lost before that, because a device flushes them, is another matter: see `becomes_subnormal`.
-    What arrives in a format has been rounded to it: gradients that a float16 backward pass has made zero are
-    zeros here. Measure those of a float32, bfloat16 or scaled one.
+    The share is of all numbers that are neither zero nor infinite nor NaN, from 0 to 1; it is 0 if there are none.
+    Numbers are rounded to nearest, ties to even. Subnormal numbers of the format count as kept, although some devices
+    flush them to zero: see `becomes_subnormal`. Measure gradients of a float32, bfloat16 or scaled backward pass:
+    those that float16 has already made zero are zeros here.
 
     Args:
         dtype: the format: f16, bf16, f32, float8_e4m3fn or float8_e5m2.
         groups: None for one number; `"leaf"` for one of each floating leaf, by its "/"-joined path; or a dictionary
             from names to patterns (regular expressions searched in the path, the first match wins) for one of each
-            name. Leaves without a group are not measured, nor those that are not floating.
+            name. Leaves that are not floating, or in no group, are not measured.
 
     Returns:
-        A measure for `optax.snapshot` and `monitor`: a function of a tree that returns a float32 scalar, or a
+        A measure for `optax.snapshot` and `watch`: a function of a tree that returns a float32 scalar, or a
         dictionary of them.
 
     Raises:
@@ -62,59 +55,37 @@ def underflow(dtype: DTypeLike, *, groups: Groups = None) -> Measure:
     References:
         Micikevicius et al. 2018, Mixed Precision Training (arXiv 1710.03740), section 3.2.
     """
-    range_ = exponents.range_of(dtype, "underflow")
-    return _share_of(range_.underflows, groups, "underflow")
+    return _share_of(_ZERO, dtype, groups, "underflow")
 
 
-def becomes_subnormal(dtype: DTypeLike, *, groups: Groups = None) -> Measure:
-    """The share of the gradients that become subnormal numbers of a format, and keep fewer bits than others.
+def becomes_subnormal(dtype: DTypeLike, *, groups: Groups = None) -> Callable[[Any], Any]:
+    """Measure the share of the gradients that become subnormal in a format, and keep fewer bits than others.
 
-    Otherwise as `underflow`, which does not count these: on a device that flushes subnormals to zero add the two.
-
-    Args:
-        dtype: as for `underflow`.
-        groups: as for `underflow`.
-
-    Returns:
-        A measure.
-
-    Raises:
-        ValueError: as for `underflow`.
+    Arguments, result and errors are those of `underflow`, which does not count these numbers: on a device that flushes
+    subnormals to zero, add the two shares.
 
     Example:
         >>> float(becomes_subnormal("f16")(jnp.array([2.0**-26, 2.0**-24, 2.0**-15, 2.0**-14])))
         0.5
     """
-    range_ = exponents.range_of(dtype, "becomes_subnormal")
-    return _share_of(range_.becomes_subnormal, groups, "becomes_subnormal")
+    return _share_of(_SUBNORMAL, dtype, groups, "becomes_subnormal")
 
 
-def overflow(dtype: DTypeLike, *, groups: Groups = None) -> Measure:
-    """The share of the gradients that become infinite when they are rounded to a format.
+def overflow(dtype: DTypeLike, *, groups: Groups = None) -> Callable[[Any], Any]:
+    """Measure the share of the gradients that overflow when they are rounded to a format.
 
-    Of all numbers that are neither zero nor infinite nor NaN, as for `underflow`. In float8_e4m3fn, which has no
-    infinity, those that become NaN.
-
-    Args:
-        dtype: as for `underflow`.
-        groups: as for `underflow`.
-
-    Returns:
-        A measure.
-
-    Raises:
-        ValueError: as for `underflow`.
+    Arguments, result and errors are those of `underflow`. An overflow is infinite, or NaN in float8_e4m3fn, which has
+    no infinity.
 
     Example:
         >>> float(overflow("f16")(jnp.array([1.0, 65519.0, 65520.0, 1e9])))
         0.5
     """
-    range_ = exponents.range_of(dtype, "overflow")
-    return _share_of(range_.overflows, groups, "overflow")
+    return _share_of(_INFINITE, dtype, groups, "overflow")
 
 
-def exponent_histogram(*, groups: Groups = None) -> Measure:
-    """How many of the gradients there are of each power of two: where their exponents lie in the range of a format.
+def exponent_histogram(*, groups: Groups = None) -> Callable[[Any], Any]:
+    """Count the gradients by power of two: where their exponents lie in the range of a format.
 
     Counts are float32, so that they can be averaged: exact up to 2**24, then rounded; they neither wrap around nor
     stop. This takes more time than the other measures, and 8 bytes of memory for each number of the largest leaf.
@@ -123,14 +94,15 @@ def exponent_histogram(*, groups: Groups = None) -> Measure:
         groups: as for `underflow`.
 
     Returns:
-        A measure that returns an `ExponentHistogram`, or a dictionary of them. `EXPONENTS` are those of its `counts`.
+        A measure that returns an `ExponentHistogram`, or a dictionary of them. `EXPONENTS` has the exponents of its
+        `counts`.
 
     Raises:
         ValueError: if `groups` is not of that form; when it measures, if a group has no leaf.
 
     Example:
         >>> histogram = exponent_histogram()(jnp.array([0.0, 1.0, 1.5, 2.0**-20, jnp.inf]))
-        >>> {e: int(count) for e, count in zip(EXPONENTS, histogram.counts, strict=True) if count}
+        >>> {e: int(count) for e, count in zip(mpx.monitor.EXPONENTS, histogram.counts, strict=True) if count}
         {-20: 1, 0: 2}
         >>> print(histogram.zeros, histogram.nonfinite)
         1.0 1.0
@@ -138,202 +110,117 @@ def exponent_histogram(*, groups: Groups = None) -> Measure:
     References:
         Micikevicius et al. 2018, Mixed Precision Training (arXiv 1710.03740), figure 3.
     """
-    _check_groups(groups, "exponent_histogram")
-
-    def measure(leaves):
-        histograms = [exponents.histogram_of(exponents.magnitudes_of(x)) for (x,) in leaves]
-        empty = ExponentHistogram(jnp.zeros(len(EXPONENTS), np.float32), *jnp.zeros((2,), np.float32))
-        return functools.reduce(lambda a, b: jax.tree.map(operator.add, a, b), histograms, empty)
-
-    return lambda updates: _measured(measure, groups, "exponent_histogram", updates)
+    count = lambda x: exponents.count_exponents(exponents.magnitudes_of(x))
+    of_leaves = lambda leaves: exponents.histogram_of(_total(count, leaves, len(exponents.EXPONENTS) + 2))
+    return Measure("exponent_histogram", of_leaves, groups)
 
 
 def lost_updates(dtype: DTypeLike | None = None, *, groups: Groups = None) -> optax.GradientTransformationExtraArgs:
-    """The share of the updates that should have moved a weight, and that the rounding of the weight swallows.
+    """Measure the share of the updates that should have moved a weight, and that the rounding of the weight swallows.
 
-    Of all nonzero updates of finite weights, how many leave `round(round(weight) + update)` where the weight was,
-    rounded to the weight's own dtype; 0 if there are none. The update must be what `optax.apply_updates` is given, so
-    this stands at the end of a chain. Behind `mpx.master_weights` nothing is lost: it emits updates that land on
-    another number, or zeros. Inside, `lost_updates("bf16")` says what would be lost without it.
+    An update of a finite weight is lost if it is not zero and `round(round(weight) + update)` is `round(weight)`, both
+    rounded to the weight's dtype. The share is 0 if there are none. The update must be what `optax.apply_updates` is
+    given: put this at the end of a chain. After `mpx.master_weights` nothing is lost, since its updates land on
+    another number or are zero. Inside of it, `lost_updates("bf16")` tells what would be lost without it.
 
     Args:
-        dtype: bf16, f16 or f32: as if the weights were stored in it. None: what they are stored in.
+        dtype: bf16, f16 or f32: as if the weights were stored in it. None: the dtype that they are stored in.
         groups: as for `underflow`.
 
     Returns:
-        A measure for `monitor` (it needs the parameters, which `optax.snapshot` has not).
+        A measure for `watch` (it needs the parameters, which `optax.snapshot` does not have).
 
     Raises:
         ValueError: if `dtype` is none of these, or `groups` is not of that form; at `update`, without parameters, or
             if a group has no leaf.
 
     Example:
-        >>> tx = optax.chain(optax.sgd(1e-3), mpx.monitor.monitor({"lost": lost_updates()}))
+        >>> tx = optax.chain(optax.sgd(1e-3), mpx.monitor.watch({"lost": lost_updates()}))
         >>> params = {"w": jnp.array([1.0, 0.125, 0.0], jnp.bfloat16)}
         >>> grads = {"w": jnp.ones(3, jnp.bfloat16)}
         >>> updates, state = tx.update(grads, tx.init(params), params)
         >>> print(optax.tree.get(state, "lost").round(3), optax.apply_updates(params, updates)["w"][0])
         0.333 1
     """
-    _check_groups(groups, "lost_updates")
     given = dtype_or_none(dtype)
     if dtype is not None and (given is None or given not in _STORED):
         raise ValueError(f"`lost_updates`: `dtype` must be bf16, f16, f32 or None, but got {dtype!r}.")
 
-    def measure(leaves):
-        lost, moving = [], []
-        for u, p in leaves:
-            is_lost, is_moving = _lost_and_moving(u, p, given or p.dtype)
-            lost.append(exponents.count(is_lost))
-            moving.append(exponents.count(is_moving))
-        return _ratio_of_counts(lost, moving)
+    def of_leaves(leaves):
+        lost, moving = _total(lambda u, p: _count_lost(u, p, given or p.dtype), leaves, 2)
+        return lost / jnp.maximum(moving, 1)
 
-    return _with_params(measure, groups, "lost_updates")
+    return with_weights(Measure("lost_updates", of_leaves, groups))
 
 
 def update_to_weight_ratio(*, groups: Groups = None) -> optax.GradientTransformationExtraArgs:
-    """The norm of the updates, divided by that of the weights: how far a step goes.
+    """Measure the norm of the updates divided by that of the weights: how far a step goes.
 
-    Both are computed in float32 from numbers that are first brought near 1 by a power of two, so that no square
-    overflows or vanishes, whatever the dtypes. 0 if nothing moves; infinite if the weights are zero and something
-    does.
+    Both norms are computed in float32 from numbers that are first divided by the largest of them, so that no square
+    overflows or vanishes, whatever the dtypes. The ratio is 0 if nothing moves, and infinite if the weights are zero
+    and something does.
 
     Args:
         groups: as for `underflow`.
 
     Returns:
-        A measure for `monitor` (it needs the parameters, which `optax.snapshot` has not).
+        A measure for `watch` (it needs the parameters, which `optax.snapshot` does not have).
 
     Raises:
         ValueError: if `groups` is not of that form; at `update`, without parameters, or if a group has no leaf.
 
     Example:
-        >>> tx = optax.chain(optax.sgd(1e-2), mpx.monitor.monitor({"ratio": update_to_weight_ratio(groups="leaf")}))
+        >>> tx = optax.chain(optax.sgd(1e-2), mpx.monitor.watch({"ratio": update_to_weight_ratio(groups="leaf")}))
         >>> params = {"a": jnp.full(9, 2.0), "b": jnp.full(4, 1e30)}
         >>> _, state = tx.update(params, tx.init(params), params)
         >>> optax.tree.get(state, "ratio")
         {'a': Array(0.01, dtype=float32), 'b': Array(0.01, dtype=float32)}
     """
-    _check_groups(groups, "update_to_weight_ratio")
 
-    def measure(leaves):
-        update_norm, update_exponent = _scaled_norm([u for u, _ in leaves])
-        weight_norm, weight_exponent = _scaled_norm([p for _, p in leaves])
-        ratio = jnp.where(update_norm == 0, 0.0, update_norm / weight_norm)
-        exponent = update_exponent - weight_exponent
-        half = exponent // 2  # 2**exponent alone may be beyond float32 when the ratio is not
-        return ratio * _power_of_two(half) * _power_of_two(exponent - half)
+    def of_leaves(leaves):
+        updates, weights = (_norm([pair[i] for pair in leaves]) for i in (0, 1))
+        ratios = [update / weight for update, weight in zip(updates, weights, strict=True)]
+        return jnp.where(updates[1] == 0, 0.0, ratios[0] * ratios[1])
 
-    return _with_params(measure, groups, "update_to_weight_ratio")
+    return with_weights(Measure("update_to_weight_ratio", of_leaves, groups))
 
 
-def _share_of(is_counted: Callable[[jax.Array], jax.Array], groups: Groups, caller: str) -> Measure:
-    """A measure: the share of nonzero finite numbers whose magnitudes a function picks."""
-    _check_groups(groups, caller)
+def _share_of(fate: int, dtype: DTypeLike, groups: Groups, caller: str) -> Measure:
+    """Return a measure of the share of nonzero finite numbers that have one of the four fates."""
+    span = exponents.range_of(dtype, caller)
 
-    def measure(leaves):
-        magnitudes = [exponents.magnitudes_of(x) for (x,) in leaves]
-        numbers = [exponents.is_nonzero(m) & exponents.is_finite(m) for m in magnitudes]
-        counted = [exponents.count(is_counted(m)) for m in magnitudes]
-        return _ratio_of_counts(counted, map(exponents.count, numbers))
+    def of_leaves(leaves):
+        counts = _total(lambda x: exponents.count_fates(exponents.magnitudes_of(x), span), leaves, 4)
+        return counts[fate] / jnp.maximum(counts.sum(), 1)
 
-    return lambda updates: _measured(measure, groups, caller, updates)
+    return Measure(caller, of_leaves, groups)
 
 
-def _with_params(
-    measure: Callable[[Sequence[Any]], Any], groups: Groups, caller: str
-) -> optax.GradientTransformationExtraArgs:
-    """A measure of updates and parameters, in the form that `optax.monitor` calls."""
-
-    def update_fn(updates, state, params=None, **extra_args):
-        del extra_args
-        if params is None:
-            raise ValueError(f"`{caller}` needs the parameters: call `update(grads, state, params)`.")
-        return _measured(measure, groups, caller, updates, params), state
-
-    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update_fn)
+def _total(count: Callable[..., jax.Array], leaves: Sequence[Any], kinds: int) -> jax.Array:
+    """Return what a function counts in all leaves, a float32 vector."""
+    return sum((exponents.sum_float32(count(*leaf)) for leaf in leaves), jnp.zeros(kinds, np.float32))
 
 
-def _measured(measure: Callable[[Sequence[Any]], Any], groups: Groups, caller: str, *trees: Any) -> Any:
-    """Measures the floating leaves that all trees have, in their groups."""
-    leaves, *rest = [_trees.leaves_by_path(tree) for tree in trees]
-    columns = {path: (x, *[other.get(path) for other in rest]) for path, x in leaves.items()}
-    columns = {path: column for path, column in columns.items() if all(map(_trees.is_floating, column))}
-    columns = dict(zip(columns, behind_barrier(list(columns.values())), strict=True))
-    if groups is None:
-        return measure(list(columns.values()))
-    grouped: dict[str, list[Any]] = {} if groups == "leaf" else {name: [] for name in groups}
-    for path, column in columns.items():
-        name = _group_of(_trees.path_string(path), groups)
-        if name is not None:
-            grouped.setdefault(name, []).append(column)
-    empty = [name for name, members in grouped.items() if not members]
-    if empty and not isinstance(groups, str):
-        patterns = ", ".join(f"{name!r}: {groups[name]!r}" for name in empty)
-        paths = ", ".join(map(_trees.path_string, columns)) or "(none)"
-        raise ValueError(
-            f"`{caller}`: no leaf is in the group {patterns}. A pattern is a regular expression searched in the "
-            f"paths of the floating leaves, and the first group that matches has the leaf: {paths}."
-        )
-    return {name: measure(members) for name, members in grouped.items()}
-
-
-def _group_of(path: str, groups: Mapping[str, str] | Literal["leaf"]) -> str | None:
-    if isinstance(groups, str):
-        return path
-    return next((name for name, pattern in groups.items() if re.search(pattern, path)), None)
-
-
-def _check_groups(groups: Any, caller: str) -> None:
-    if groups is None or groups == "leaf":
-        return
-    if not isinstance(groups, Mapping) or not all(isinstance(x, str) for pair in groups.items() for x in pair):
-        raise ValueError(
-            f"`{caller}`: `groups` must be None, 'leaf' or a dictionary from names to patterns, but got {groups!r}."
-        )
-    for name, pattern in groups.items():
-        try:
-            re.compile(pattern)
-        except (re.error, OverflowError, RecursionError) as error:
-            raise ValueError(
-                f"`{caller}`: the pattern of the group {name!r}, {pattern!r}, is not a regular expression: {error}."
-            ) from error
-
-
-def _ratio_of_counts(counts: Any, totals: Any) -> jax.Array:
-    """The sum of the first divided by that of the second; 0 if there is nothing, since NaN would stay in an average."""
-    zero = jnp.zeros((), np.float32)
-    return functools.reduce(operator.add, counts, zero) / jnp.maximum(functools.reduce(operator.add, totals, zero), 1)
-
-
-def _lost_and_moving(u: jax.Array, p: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
-    """Which updates a weight of a dtype does not see, and which it should."""
+def _count_lost(u: jax.Array, p: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Count the updates that a weight of a dtype does not see, and those that it should see."""
     wide = np.dtype(np.float64) if dtype == np.float64 else np.dtype(np.float32)
     stored = (lambda x: x) if dtype == np.float64 else (lambda x: formats.round_to(x, dtype))
     before = stored(p.astype(wide))
     after = stored(before + u.astype(wide))
-    update, weight = exponents.magnitudes_of(u), exponents.magnitudes_of(p)
-    is_moving = exponents.is_nonzero(update) & exponents.is_finite(update) & exponents.is_finite(weight)
-    return is_moving & _is_same_number(before, after), is_moving
+    is_moving = exponents.is_number(exponents.magnitudes_of(u)) & jnp.isfinite(p)
+    return exponents.count_true(is_moving & _is_same_number(before, after), is_moving)
 
 
 def _is_same_number(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Equal bits, or zeros of two signs; subnormals that differ are different numbers, on a CPU too."""
-    magnitude_a, magnitude_b = exponents.magnitudes_of(a), exponents.magnitudes_of(b)
+    """Return a mask of numbers with equal bits, or zeros of two signs; as numbers all subnormals are equal on a CPU."""
+    magnitude = exponents.magnitudes_of(a)
     is_same_sign = jnp.signbit(a) == jnp.signbit(b)
-    return (magnitude_a == magnitude_b) & (is_same_sign | ~exponents.is_nonzero(magnitude_a))
+    return (magnitude == exponents.magnitudes_of(b)) & (is_same_sign | (magnitude == magnitude.dtype.type(0)))
 
 
-def _scaled_norm(arrays: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """The norm of some arrays together: a float32 number, and the power of two by which it is to be multiplied."""
+def _norm(arrays: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Return the largest magnitude in some arrays, and their common norm divided by it, both float32."""
     wide = [x.astype(np.float32) for x in arrays]
-    largest = [jnp.max(exponents.magnitudes_of(x), initial=np.uint32(0)) for x in wide]
-    largest = functools.reduce(jnp.maximum, largest, jnp.zeros((), np.uint32))
-    exponent = jnp.clip(exponents.exponents_of(largest), -126, 126)
-    squares = [jnp.sum(jnp.square(x * _power_of_two(-exponent))) for x in wide]
-    return jnp.sqrt(functools.reduce(operator.add, squares, jnp.zeros((), np.float32))), exponent
-
-
-def _power_of_two(exponent: jax.Array) -> jax.Array:
-    """2**exponent in float32, for exponents of normal numbers."""
-    return lax.bitcast_convert_type((exponent + 127) << 23, np.float32)
+    largest = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(x), initial=0.0) for x in wide], np.float32(0))
+    largest = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1.0)
+    return largest, jnp.sqrt(sum((jnp.sum(jnp.square(x / largest)) for x in wide), jnp.zeros((), np.float32)))

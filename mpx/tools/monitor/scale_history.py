@@ -9,7 +9,8 @@ import optax
 from jax.core import Tracer
 
 from mpx import _errors, _trees
-from mpx._inspect.health import get_loss_scale, loss_scaling_state, skipped_steps
+from mpx._inspect.health import get_loss_scale, skipped_steps
+from mpx._loss_scale import NoOpLossScale
 
 
 class ScaleHistoryState(NamedTuple):
@@ -17,8 +18,8 @@ class ScaleHistoryState(NamedTuple):
 
     Attributes:
         scales: float32 vector, the loss scales of the last steps: that of step `i` at `i % length`.
-        skips: boolean vector, whether those steps were skipped.
-        recorded_steps: int32 scalar, how many steps there have been.
+        skips: boolean vector, True for the steps that were skipped.
+        recorded_steps: int32 scalar, the number of steps so far.
         inner_state: state of the wrapped transformation.
     """
 
@@ -29,12 +30,12 @@ class ScaleHistoryState(NamedTuple):
 
 
 class ScaleHistory(NamedTuple):
-    """What `read_scale_history` returns, the oldest step first.
+    """Loss scales as `read_scale_history` returns them, the oldest step first.
 
     Attributes:
         steps: int64 vector, the number of each step, from 0.
-        scales: float32 vector, the scale by which its loss was multiplied.
-        skipped: boolean vector, whether its gradients were infinite or NaN.
+        scales: float32 vector, the scale that its loss was multiplied by.
+        skipped: boolean vector, True if its gradients were infinite or NaN.
     """
 
     steps: np.ndarray
@@ -43,14 +44,14 @@ class ScaleHistory(NamedTuple):
 
 
 def scale_history(inner: optax.GradientTransformation, length: int = 1000) -> optax.GradientTransformationExtraArgs:
-    """Remembers the loss scales of the last steps, and which of them were skipped.
+    """Remember the loss scales of the last steps, and which of them were skipped.
 
     Both stay on the device, 5 bytes a step; `read_scale_history` reads them. Updates and the inner state are those of
     `inner`.
 
     Args:
         inner: a transformation with one `mpx.loss_scaling` in it.
-        length: how many steps.
+        length: how many steps to remember.
 
     Returns:
         A transformation with state `ScaleHistoryState`.
@@ -75,28 +76,24 @@ def scale_history(inner: optax.GradientTransformation, length: int = 1000) -> op
 
     def init_fn(params):
         inner_state = inner.init(params)
-        if loss_scaling_state(inner_state, "scale_history") is None:
+        if isinstance(get_loss_scale(inner_state), NoOpLossScale):
             raise ValueError(
                 "`scale_history`: nothing in this optimizer scales losses, so there is no scale to remember. Wrap a "
                 "transformation with `mpx.loss_scaling` in it."
             )
         return ScaleHistoryState(
-            scales=jnp.zeros(length, np.float32),
-            skips=jnp.zeros(length, bool),
-            recorded_steps=jnp.zeros((), np.int32),
-            inner_state=inner_state,
+            jnp.zeros(length, np.float32), jnp.zeros(length, bool), jnp.zeros((), np.int32), inner_state
         )
 
     def update_fn(updates, state, params=None, **extra_args):
         _errors.require_state(state, ScaleHistoryState, "scale_history")
         updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
-        scale = jnp.asarray(get_loss_scale(state.inner_state).loss_scale)
-        skipped = skipped_steps(inner_state) != skipped_steps(state.inner_state)
         position = state.recorded_steps % length
+        skipped = skipped_steps(inner_state) != skipped_steps(state.inner_state)
         return updates, ScaleHistoryState(
-            scales=state.scales.at[position].set(scale),
+            scales=state.scales.at[position].set(jnp.asarray(get_loss_scale(state.inner_state).loss_scale)),
             skips=state.skips.at[position].set(skipped),
-            recorded_steps=optax.safe_increment(state.recorded_steps),
+            recorded_steps=jnp.asarray(optax.safe_increment(state.recorded_steps)),
             inner_state=inner_state,
         )
 
@@ -104,7 +101,7 @@ def scale_history(inner: optax.GradientTransformation, length: int = 1000) -> op
 
 
 def read_scale_history(opt_state: optax.OptState) -> ScaleHistory:
-    """The loss scales of the last steps, as NumPy arrays; it waits for the device.
+    """Return the loss scales of the last steps as NumPy arrays; wait for the device.
 
     Args:
         opt_state: the state of any transformation with a `scale_history` in it.
@@ -125,7 +122,7 @@ def read_scale_history(opt_state: optax.OptState) -> ScaleHistory:
             f"`read_scale_history`: the optimizer state holds {len(states)} histories, but one is to be read. Put a "
             "single `scale_history` around the transformation with `mpx.loss_scaling` in it."
         )
-    # (`flax.nnx.Optimizer` puts each array into a variable.)
+    # Leaves, since `flax.nnx.Optimizer` puts each array into a variable.
     arrays = jax.tree.leaves((states[0].scales, states[0].skips, states[0].recorded_steps))
     if any(isinstance(x, Tracer) for x in arrays):
         raise TypeError("`read_scale_history` reads numbers: call it outside of `jax.jit`, on the returned state.")

@@ -1,10 +1,10 @@
-"""`underflow_report`: where the exponents of gradients lie in the range of a format, and which loss scale they need."""
+"""`underflow_report`: how much of some gradients a format loses, and which loss scale they need."""
 
 import dataclasses
 import functools
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +12,11 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
-from mpx import _errors, _tables, _trees
+from mpx import _errors, _trees
 from mpx._loss_scale import LossScale, is_power_of_two
+from mpx._tables import Result, Table
 from mpx.tools.monitor import exponents
+from mpx.tools.monitor.exponents import EXPONENTS, ExponentHistogram, Range
 
 _MAX_SCALE = 2.0**24  # that of `DynamicLossScale`
 _TOLERABLE = 0.01  # a share of the gradients that may become zero before another format is the better advice
@@ -25,7 +27,7 @@ _WIDTH = 40  # characters of its longest bar
 
 @dataclasses.dataclass(frozen=True)
 class ScaledShares:
-    """What becomes of the gradients of a loss that is multiplied by a scale, as shares of all nonzero finite ones.
+    """Shares of the nonzero finite gradients that a format loses at a loss scale.
 
     Attributes:
         scale: the loss scale.
@@ -42,15 +44,15 @@ class ScaledShares:
 
 @dataclasses.dataclass(frozen=True)
 class LeafUnderflow:
-    """What becomes of the gradients of one parameter.
+    """Losses among the gradients of one parameter.
 
     Attributes:
-        path: of the parameter, "/"-joined.
-        numbers: how many of its gradients are nonzero and finite.
+        path: the "/"-joined path of the parameter.
+        numbers: count of its nonzero finite gradients.
         largest: the largest of their magnitudes, without a loss scale; 0 if there are none.
         zero: the share of them that becomes zero without a loss scale.
-        zero_if_scaled: that with the recommended one.
-        nonfinite: how many gradients are infinite or NaN.
+        zero_if_scaled: the share that becomes zero with the recommended loss scale.
+        nonfinite: count of its infinite or NaN gradients.
     """
 
     path: str
@@ -62,29 +64,25 @@ class LeafUnderflow:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class UnderflowReport:
-    """What `underflow_report` found; prints as tables with a histogram, with `rich.print` too.
+class UnderflowReport(Result):
+    """Result of `underflow_report`; `print` and `rich.print` show it as tables, and `as_dict()` goes into JSON.
 
-    All numbers are of true gradients: those of the loss without a scale.
+    All numbers are those of gradients of the loss without a scale.
 
     Attributes:
         dtype: the format.
         headroom: how many doublings of the largest gradient the recommended scale leaves room for.
-        histogram: int64 vector; `histogram[i]` gradients have a magnitude from `2**(i - 149)` to below twice that.
-        zeros: how many are zero.
-        nonfinite: how many are infinite or NaN.
+        histogram: `ExponentHistogram` of all gradients, int64 counts.
         smallest: the smallest magnitude of those that are nonzero and finite; 0 if there are none.
-        largest: the largest.
+        largest: the largest of these magnitudes.
         recommended_scale: the loss scale, a power of two; 1 if none is needed.
-        shares: what becomes of the gradients without a scale, with the present one and with the recommended one.
-        leaves: the same for each parameter, the one that loses most comes first.
+        shares: losses without a scale, with the present one and with the recommended one.
+        leaves: losses of each parameter, the worst first.
     """
 
     dtype: np.dtype
     headroom: int
-    histogram: np.ndarray
-    zeros: int
-    nonfinite: int
+    histogram: ExponentHistogram
     smallest: float
     largest: float
     recommended_scale: float
@@ -92,12 +90,12 @@ class UnderflowReport:
     leaves: tuple[LeafUnderflow, ...]
 
     def shares_at(self, scale: float) -> ScaledShares:
-        """What becomes of the gradients at one of the scales of `shares`."""
+        """Return the losses at one of the scales of `shares`."""
         return next(shares for shares in self.shares if shares.scale == scale)
 
     @property
     def is_enough(self) -> bool:
-        """Whether at the recommended scale nothing overflows, and at most 1% of the gradients become zero."""
+        """True if at the recommended scale nothing overflows and at most 1% of the gradients become zero."""
         best = self.shares_at(self.recommended_scale)
         return best.infinite == 0 and best.zero <= _TOLERABLE
 
@@ -105,123 +103,84 @@ class UnderflowReport:
     def verdict(self) -> str:
         """What to do, in a sentence or two."""
         bad = [repr(leaf.path) for leaf in self.leaves if leaf.nonfinite]
-        if not bad:
-            return self._advice()
         named = _errors.listed(bad, _LISTED)
-        return f"{self._advice()} Infinite or NaN already, and left out: {self.nonfinite:,}, in {named}."
+        warning = f" Infinite or NaN already, and left out: {self.histogram.nonfinite:,}, in {named}." if bad else ""
+        return self._advice() + warning
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything for JSON; the histogram as a dictionary from the exponents that occur to their counts."""
+        counts, zeros, nonfinite = self.histogram
+        occurring = {str(e): int(count) for e, count in zip(EXPONENTS, counts, strict=True) if count}
+        return super().as_dict() | {"histogram": occurring, "zeros": int(zeros), "nonfinite": int(nonfinite)}
 
     def _advice(self) -> str:
-        scale, best = self.recommended_scale, self.shares_at(self.recommended_scale)
-        if not self.histogram.any():
+        scale, best = _scale_name(self.recommended_scale), self.shares_at(self.recommended_scale)
+        if not self.histogram.counts.any():
             return "There is no nonzero finite gradient, so nothing can be said."
         if _has_range_of_float32(self.dtype):
             return f"No loss scale is needed: {self.dtype} has the exponents of float32."
         if not self.is_enough:
             return (
-                f"No loss scale is enough: at {_scale_name(scale)}, {_percent(best.zero)} of the gradients become "
-                f"zero. Their range is wider than that of {self.dtype}: use bfloat16."
+                f"No loss scale is enough: at {scale}, {_percent(best.zero)} of the gradients become zero. Their range "
+                f"is wider than that of {self.dtype}: use bfloat16."
             )
-        if scale == 1 and not best.subnormal:
+        if self.recommended_scale == 1 and not best.subnormal:
             return f"No loss scale is needed: {self.dtype} holds all of these gradients as normal numbers."
         return (
-            f"A loss scale of {_scale_name(scale)} is recommended; {_percent(best.zero)} of the gradients become zero "
-            f"at it, {_percent(self.shares_at(1.0).zero)} without."
+            f"A loss scale of {scale} is recommended; {_percent(best.zero)} of the gradients become zero at it, "
+            f"{_percent(self.shares_at(1.0).zero)} without."
         )
 
-    def as_dict(self) -> dict[str, Any]:
-        """All of it as dictionaries, lists, strings and numbers, for JSON; the histogram by exponents that occur."""
-        found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        rows = zip(exponents.EXPONENTS, self.histogram.tolist(), strict=True)
-        return found | {
-            "dtype": str(self.dtype),
-            "histogram": {str(exponent): count for exponent, count in rows if count},
-            "shares": [dataclasses.asdict(shares) for shares in self.shares],
-            "leaves": [dataclasses.asdict(leaf) for leaf in self.leaves],
-            "is_enough": self.is_enough,
-            "verdict": self.verdict,
-        }
-
-    def __str__(self) -> str:
-        """The tables as text."""
-        parts = [f"{title}\n{_tables.text_table(lines, right)}" for title, lines, right in self._tables()]
-        return "\n\n".join([*parts, self.verdict])
-
-    def __rich__(self) -> Any:
-        """The tables as Rich shows them; only Rich calls this, so it is there."""
-        from rich.console import Group
-        from rich.text import Text
-
-        tables = [_tables.rich_table(title, lines, right) for title, lines, right in self._tables()]
-        return Group(*tables, Text(self.verdict))
-
-    def _tables(self) -> Iterator[tuple[str, list[tuple[str, ...]], tuple[int, ...]]]:
-        numbers = int(self.histogram.sum())
-        found = f"{numbers:,} nonzero, {self.zeros:,} zero, {self.nonfinite:,} infinite or NaN"
-        yield f"Gradients in {self.dtype}: {found}", self._histogram_lines(), (1,)
-        rows = [
-            (_scale_name(s.scale), *[_percent(share) for share in (s.zero, s.subnormal, s.infinite)])
-            for s in self.shares
-        ]
-        yield "By loss scale", [("scale", "become zero", "subnormal", "infinite"), *rows], (1, 2, 3)
+    def _parts(self) -> Iterator[Table | str]:
+        counts, zeros, nonfinite = self.histogram
+        found = f"{counts.sum():,} nonzero, {zeros:,} zero, {nonfinite:,} infinite or NaN"
+        yield Table(f"Gradients in {self.dtype}: {found}", self._histogram_lines(), (1,))
+        header = ("scale", "become zero", "subnormal", "infinite")
+        rows = [(_scale_name(s.scale), *map(_percent, (s.zero, s.subnormal, s.infinite))) for s in self.shares]
+        yield Table("By loss scale", [header, *rows], (1, 2, 3))
         header = ("parameter", "largest", "become zero", f"at {_scale_name(self.recommended_scale)}", "infinite or NaN")
         rows = [
-            (
-                leaf.path,
-                f"{leaf.largest:.3g}",
-                _percent(leaf.zero),
-                _percent(leaf.zero_if_scaled),
-                f"{leaf.nonfinite:,}",
-            )
-            for leaf in self.leaves[:_LISTED]
+            (x.path, f"{x.largest:.3g}", _percent(x.zero), _percent(x.zero_if_scaled), f"{x.nonfinite:,}")
+            for x in self.leaves[:_LISTED]
         ]
-        shown = f"{len(rows)} of {len(self.leaves)} parameters, the worst first"
-        yield shown, [header, *rows], (1, 2, 3, 4)
+        title = f"{len(rows)} of {len(self.leaves)} parameters, the worst first"
+        yield Table(title, [header, *rows], (1, 2, 3, 4))
+        yield self.verdict
 
     def _histogram_lines(self) -> list[tuple[str, ...]]:
-        """A bar for each power of two, or for a few together; none before the first or after the last there is."""
+        """Return a bar for each power of two, or for a few together, from the first to the last that occurs."""
         header = ("magnitude", "share", f"in {self.dtype}", "")
-        (occupied,) = np.nonzero(self.histogram)
+        (occupied,) = np.nonzero(self.histogram.counts)
         if not occupied.size:
             return [header]
-        together = math.ceil((occupied[-1] + 1 - occupied[0]) / _BARS)
-        starts = range(occupied[0], occupied[-1] + 1, together)
-        counts = np.add.reduceat(self.histogram[: occupied[-1] + 1], list(starts))
-        lines: list[tuple[str, ...]] = [header]
-        for start, count in zip(starts, counts.tolist(), strict=True):
-            exponent = exponents.EXPONENTS[start]
-            bar = "#" * math.ceil(_WIDTH * count / counts.max())
-            lines.append((f"2^{exponent}", _percent(count / counts.sum()), self._place(exponent), bar))
-        return lines
-
-    def _place(self, exponent: int) -> str:
-        """What becomes of most numbers from 2**exponent to twice that."""
-        middle = math.ldexp(1.5, exponent)
+        end = occupied[-1] + 1
+        starts = range(occupied[0], end, math.ceil((end - occupied[0]) / _BARS))
+        counts = np.add.reduceat(self.histogram.counts[:end], list(starts))
+        bars = ["#" * math.ceil(_WIDTH * count / counts.max()) for count in counts.tolist()]
+        shares = [_percent(count / counts.sum()) for count in counts.tolist()]
+        powers = [EXPONENTS[start] for start in starts]
         span = exponents.range_of(self.dtype, "underflow_report")
-        if middle <= span.zero_up_to:
-            return "zero"
-        if middle < span.normal_from:
-            return "subnormal"
-        return "infinite" if middle >= span.infinite_from else ""
+        return [header, *[(f"2^{e}", s, _fate(e, span), bar) for e, s, bar in zip(powers, shares, bars, strict=True)]]
 
 
 def underflow_report(
     grads: Any, dtype: DTypeLike = "f16", *, loss_scale: LossScale | ArrayLike = 1.0, headroom: int = 4
 ) -> UnderflowReport:
-    """Says how much of some gradients a format would lose, and recommends a loss scale.
+    """Count how much of some gradients a format would lose, and recommend a loss scale.
 
     The recommended scale is the largest power of two (up to 2**24, the largest of `DynamicLossScale`) at which the
     largest gradient stays finite, with room for `headroom` more doublings: `largest * scale * 2**headroom` still
-    rounds to a finite number. It is 1 if the format holds all of them so without a scale, as normal numbers, or has
-    the exponents of float32. Where even at that scale more than 1% of the gradients become zero, their range is wider
-    than the format's, and the report says so.
+    rounds to a finite number. It is 1 if the format has the exponents of float32, or holds all gradients as normal
+    numbers with that room. If more than 1% of the gradients become zero even at that scale, their range is wider than
+    the format's, and the report says so.
 
-    Gradients that a float16 backward pass has made zero look like zeros: give those of a float32 or bfloat16 backward
-    pass, or of a scaled loss. Several batches say more than one: a list of their gradients is a tree too.
+    Give it gradients of a float32 or bfloat16 backward pass, or of a scaled loss: those that a float16 backward pass
+    has made zero look like zeros. Several batches say more than one: a list of their gradients is a tree too.
 
     Args:
         grads: a tree of gradients, concrete arrays; leaves that are not floating are left out.
         dtype: the format: f16, bf16, f32, float8_e4m3fn or float8_e5m2.
-        loss_scale: by which the loss of these gradients was multiplied, as `mpx.value_and_grad` does: a loss scale
+        loss_scale: what the loss of these gradients was multiplied by, as `mpx.value_and_grad` does: a loss scale
             (`mpx.get_loss_scale(opt_state)`) or a number, a power of two.
         headroom: how many doublings of the largest gradient the scale leaves room for.
 
@@ -230,8 +189,8 @@ def underflow_report(
 
     Raises:
         TypeError: inside `jax.jit`.
-        ValueError: if `dtype` is none of these, `loss_scale` no power of two or no number, `headroom` not an integer
-            of 0 or more, or the tree has no floating leaf.
+        ValueError: if `dtype` is none of these, `loss_scale` is not a power of two, `headroom` is not an integer of 0
+            or more, or the tree has no floating leaf.
 
     Example:
         >>> grads = {"embed": jnp.array([2.0**-30, 2.0**-20]), "head": jnp.array([2.0**-8, 2.0**-10])}
@@ -250,97 +209,73 @@ def underflow_report(
     span = exponents.range_of(dtype, "underflow_report")
     if not _errors.is_integer(headroom) or headroom < 0:
         raise ValueError(f"`underflow_report`: `headroom` must be an integer of 0 or more, but got {headroom!r}.")
-    paths, arrays = zip(*_concrete_leaves(grads), strict=True)
+    arrays = _concrete_leaves(grads)
     carried = _carried_scale(loss_scale)
-    summaries = [_summary(x) for x in arrays]
-    numbers = np.array([summary.counts.sum() for summary in summaries])
-    smallest = min((summary.smallest for summary in summaries if summary.largest), default=0.0) / carried
-    largest = max(summary.largest for summary in summaries) / carried
-    recommended = _recommended_scale(span, smallest, largest, int(headroom))
+    histograms, smallest, largest = zip(*[_summary(x, carried) for x in arrays.values()], strict=True)
+    total = ExponentHistogram(*map(sum, zip(*histograms, strict=True)))
+    bounds = min(filter(None, smallest), default=0.0), max(largest)
+    recommended = _recommended_scale(span, *bounds, int(headroom))
     scales = tuple(sorted({1.0, carried, recommended}))
     spans = tuple([span.scaled(scale / carried) for scale in scales])
-    # By leaf, by scale, and by what becomes of the numbers.
-    losses = np.array(
-        [jax.tree.map(lambda parts: int(parts.sum(dtype=np.int64)), jax.device_get(_losses(x, spans))) for x in arrays]
-    )
-    by_scale = losses.sum(axis=0) / max(1, numbers.sum())
-    zero = losses[:, :, 0] / np.maximum(1, numbers)[:, None]
+    fates = np.array([[exponents.sum_int64(counts) for counts in _fates(x, spans)] for x in arrays.values()])
+    # By leaf, by scale, and by fate: zero, subnormal, normal, infinite.
+    shares = fates / np.maximum(1, fates.sum(axis=-1, keepdims=True))
+    whole = fates.sum(axis=0) / max(1, total.counts.sum())
     leaves = [
         LeafUnderflow(
-            path=_trees.path_string(path),
-            numbers=int(numbers[i]),
-            largest=summary.largest / carried,
-            zero=float(zero[i, scales.index(1.0)]),
-            zero_if_scaled=float(zero[i, scales.index(recommended)]),
-            nonfinite=summary.nonfinite,
+            path=path,
+            numbers=int(histograms[i].counts.sum()),
+            largest=largest[i],
+            zero=float(shares[i, scales.index(1.0), 0]),
+            zero_if_scaled=float(shares[i, scales.index(recommended), 0]),
+            nonfinite=int(histograms[i].nonfinite),
         )
-        for i, (path, summary) in enumerate(zip(paths, summaries, strict=True))
+        for i, path in enumerate(map(_trees.path_string, arrays))
     ]
     return UnderflowReport(
         dtype=span.dtype,
         headroom=int(headroom),
-        histogram=_shifted(np.sum([summary.counts for summary in summaries], axis=0), carried),
-        zeros=sum(summary.zeros for summary in summaries),
-        nonfinite=sum(summary.nonfinite for summary in summaries),
-        smallest=smallest,
-        largest=largest,
+        histogram=total,
+        smallest=bounds[0],
+        largest=bounds[1],
         recommended_scale=recommended,
-        shares=tuple(ScaledShares(s, *map(float, row)) for s, row in zip(scales, by_scale, strict=True)),
+        shares=tuple([ScaledShares(s, *map(float, row[[0, 1, 3]])) for s, row in zip(scales, whole, strict=True)]),
         leaves=tuple(sorted(leaves, key=lambda leaf: (leaf.nonfinite == 0, -leaf.zero, -leaf.zero_if_scaled))),
     )
 
 
-class _Summary(NamedTuple):
-    """Of one leaf as it came.
-
-    Attributes:
-        counts: int64 vector, how many numbers there are of each power of two.
-        zeros: how many are zero.
-        nonfinite: how many are infinite or NaN.
-        smallest: the smallest magnitude of those that are neither; 0 if there are none.
-        largest: the largest.
-    """
-
-    counts: np.ndarray
-    zeros: int
-    nonfinite: int
-    smallest: float
-    largest: float
-
-
-def _summary(x: jax.Array) -> _Summary:
-    histograms, smallest, largest = jax.device_get(_summarize(x))
-    zeros, *counts, nonfinite = histograms.reshape(-1, histograms.shape[-1]).sum(axis=0, dtype=np.int64)
-    counts = np.array(counts)
-    if not counts.any():
-        smallest = largest = np.zeros_like(largest)
-    floats = np.float64 if largest.dtype == np.uint64 else np.float32
-    return _Summary(counts, int(zeros), int(nonfinite), float(smallest.view(floats)), float(largest.view(floats)))
+def _summary(x: jax.Array, scale: float) -> tuple[ExponentHistogram, float, float]:
+    """Return the histogram of numbers divided by a power of two, and the smallest and largest nonzero finite ones."""
+    counted, *ends = _counts_and_ends(x)
+    counts, zeros, nonfinite = exponents.histogram_of(exponents.sum_int64(counted))
+    shifted = np.zeros_like(counts)
+    places = np.arange(len(counts)) - (math.frexp(scale)[1] - 1)
+    np.add.at(shifted, np.clip(places, 0, len(counts) - 1), counts)
+    floats = np.float64 if ends[0].dtype == np.uint64 else np.float32
+    smallest, largest = [float(np.asarray(end).view(floats)) / scale if counts.any() else 0.0 for end in ends]
+    return ExponentHistogram(shifted, zeros, nonfinite), smallest, largest
 
 
 @jax.jit
-def _summarize(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Partial histograms, and the bits of the smallest and the largest magnitude that is nonzero and finite."""
+def _counts_and_ends(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return counts of the exponents, and the bits of the smallest and the largest nonzero finite magnitude."""
     magnitudes = exponents.magnitudes_of(x)
-    counted = exponents.is_nonzero(magnitudes) & exponents.is_finite(magnitudes)
+    counted = exponents.is_number(magnitudes)
     none, most = (magnitudes.dtype.type(number) for number in (0, np.iinfo(magnitudes.dtype).max))
     smallest = jnp.min(jnp.where(counted, magnitudes, most), initial=most)
     largest = jnp.max(jnp.where(counted, magnitudes, none), initial=none)
-    return exponents.partial_histograms(magnitudes), smallest, largest
+    return exponents.count_exponents(magnitudes), smallest, largest
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _losses(x: jax.Array, spans: tuple[exponents.Range, ...]) -> list[list[jax.Array]]:
-    """How many numbers become zero, subnormal and infinite in each range."""
-    magnitudes = exponents.magnitudes_of(x)
-    kinds = lambda span: (span.underflows, span.becomes_subnormal, span.overflows)
-    return [[exponents.partial_counts(which(magnitudes)) for which in kinds(span)] for span in spans]
+def _fates(x: jax.Array, spans: tuple[Range, ...]) -> list[jax.Array]:
+    return [exponents.count_fates(exponents.magnitudes_of(x), span) for span in spans]
 
 
-def _concrete_leaves(grads: Any) -> list[tuple[_trees.Path, jax.Array]]:
-    """The floating leaves with their paths."""
-    leaves = [(path, leaf) for path, leaf in _trees.leaves_by_path(grads).items() if _trees.is_floating(leaf)]
-    if any(isinstance(leaf, (Tracer, jax.ShapeDtypeStruct)) for _, leaf in leaves):
+def _concrete_leaves(grads: Any) -> dict[_trees.Path, jax.Array]:
+    """Return the floating leaves by path; raise if one is traced or there is none."""
+    leaves = {path: leaf for path, leaf in _trees.leaves_by_path(grads).items() if _trees.is_floating(leaf)}
+    if any(isinstance(leaf, (Tracer, jax.ShapeDtypeStruct)) for leaf in leaves.values()):
         raise TypeError(
             "`underflow_report` reads numbers, which a traced program does not have yet: call it outside of `jax.jit`, "
             "on gradients that a step has returned. Inside, `mpx.monitor` measures them."
@@ -351,7 +286,7 @@ def _concrete_leaves(grads: Any) -> list[tuple[_trees.Path, jax.Array]]:
 
 
 def _carried_scale(loss_scale: Any) -> float:
-    """The scale that gradients were multiplied by, as a number."""
+    """Return the scale that gradients were multiplied by as a number."""
     number = loss_scale.loss_scale if isinstance(loss_scale, LossScale) else loss_scale
     is_scalar = not isinstance(number, Tracer) and np.ndim(number) == 0
     is_number = is_scalar and jnp.issubdtype(np.asarray(number).dtype, np.number)
@@ -364,8 +299,8 @@ def _carried_scale(loss_scale: Any) -> float:
     return scale
 
 
-def _recommended_scale(span: exponents.Range, smallest: float, largest: float, headroom: int) -> float:
-    """1 if no scale is needed, else the largest power of two that leaves the head-room."""
+def _recommended_scale(span: Range, smallest: float, largest: float, headroom: int) -> float:
+    """Return 1 if no scale is needed, else the largest power of two that leaves the head-room."""
     fits = lambda scale: math.ldexp(largest, headroom) * scale < span.infinite_from
     if not largest or _has_range_of_float32(span.dtype) or (fits(1.0) and smallest >= span.normal_from):
         return 1.0
@@ -379,12 +314,14 @@ def _has_range_of_float32(dtype: np.dtype) -> bool:
     return jnp.finfo(dtype).maxexp == np.finfo(np.float32).maxexp
 
 
-def _shifted(histogram: np.ndarray, scale: float) -> np.ndarray:
-    """The histogram of numbers divided by a power of two; beyond the outermost exponents they are counted there."""
-    shifted = np.zeros_like(histogram)
-    places = np.arange(len(histogram)) - (math.frexp(scale)[1] - 1)
-    np.add.at(shifted, np.clip(places, 0, len(histogram) - 1), histogram)
-    return shifted
+def _fate(exponent: int, span: Range) -> str:
+    """Name what becomes of most numbers from 2**exponent to twice that."""
+    middle = math.ldexp(1.5, exponent)
+    if middle < span.nonzero_from:
+        return "zero"
+    if middle < span.normal_from:
+        return "subnormal"
+    return "infinite" if middle >= span.infinite_from else ""
 
 
 def _scale_name(scale: float) -> str:
@@ -392,5 +329,5 @@ def _scale_name(scale: float) -> str:
 
 
 def _percent(share: float) -> str:
-    """Such that what is not nothing does not look so."""
+    """Return a percentage of three digits; only 0 itself is shown as 0."""
     return "0" if share == 0 else f"{100 * share:.3g}%"

@@ -1,4 +1,4 @@
-"""The functions of `mpx.plot`, a file each, and what they share: themes, axes, curves over steps."""
+"""The functions of `mpx.plot`, and the style sheet that they share."""
 
 try:
     import matplotlib as matplotlib

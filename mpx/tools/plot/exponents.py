@@ -13,8 +13,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 from mpx._loss_scale import is_power_of_two
 from mpx.tools.monitor.exponents import EXPONENTS, ExponentHistogram, Range, range_of
 from mpx.tools.monitor.underflow import UnderflowReport
-from mpx.tools.plot.canvas import add_legend, axes_for, name_axes, power_of_two
-from mpx.tools.plot.themes import BLUE, GREEN, ON_COLOR, VERMILLION, theme
+from mpx.tools.plot.sheet import BLUE, GREEN, GREY, ON_COLOR, VERMILLION, add_legend, canvas
 
 _USUAL_FORMATS = ("f16", "bf16", "f32")
 _NARROW = 64  # doublings from the smallest to the largest number: a format of fewer is shown as a whole
@@ -29,25 +28,25 @@ def exponents(
     scale: ArrayLike | None = None,
     axes: Axes | None = None,
 ) -> Axes:
-    """How many numbers there are of each power of two, and which of them the formats hold.
+    """Draw how many numbers there are of each power of two, and which of them the formats hold.
 
     A bar from 2**e to 2**(e + 1) counts the magnitudes between them, on a logarithmic axis. Above stand the ranges of
-    the formats: to the left of a range numbers become zero, to the right infinite; dotted lines show where the first
+    the formats: numbers to the left of a range become zero, to the right infinite; dotted lines show where the first
     format ends. A loss scale moves all numbers to the right.
 
     Args:
         histogram: what `mpx.underflow_report(grads)` returns or `mpx.monitor.exponent_histogram()` measures.
-        formats: f16, bf16, f32, float8_e4m3fn or float8_e5m2, one or several. None: f16, bf16 and f32, and in front
-            of them that of the report.
+        formats: f16, bf16, f32, float8_e4m3fn or float8_e5m2, one or several. None: f16, bf16 and f32, and before
+            them that of the report.
         scale: a power of two, at which the numbers are drawn too, in outline. None: that which the report recommends;
             1 draws none.
-        axes: to draw on; those of a new figure if None.
+        axes: the axes to draw on; those of a new figure if None.
 
     Returns:
         The axes of the histogram; those of the ranges are `axes.child_axes[0]`.
 
     Raises:
-        TypeError: if `histogram` is neither, or `axes` no axes.
+        TypeError: if `histogram` is neither, or `axes` not axes.
         ValueError: if no number is nonzero and finite, a format is none of these or there is none, or `scale` is not a
             power of two.
 
@@ -59,41 +58,40 @@ def exponents(
     References:
         Micikevicius et al. 2018, Mixed Precision Training (arXiv 1710.03740), figure 3.
     """
-    counts, zeros, nonfinite = _checked_counts(histogram)
-    ranges = _checked_ranges(formats, histogram)
-    shift = _checked_shift(scale, histogram)
-    axes = axes_for(axes, "exponents", (9.0, 3.3 + 0.3 * len(ranges)))
+    report = histogram if isinstance(histogram, UnderflowReport) else None
+    counts, zeros, nonfinite = _checked(histogram if report is None else report.histogram)
+    ranges = _checked_ranges(formats, () if report is None else (report.dtype,))
+    if scale is None:
+        scale = 1.0 if report is None else report.recommended_scale
+    shift = _checked_shift(scale)
     strip_height = 0.08 * len(ranges)
     height = 0.95 - strip_height  # of the histogram, with a gap below the strip
-    handles = _draw_histogram(axes, counts, shift)
-    _set_counts_axis(axes, counts, height)
-    axes.set_xlim(_limits(counts, shift, ranges))
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 4, 8, 10], integer=True))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda exponent, _: power_of_two(exponent)))
-    for limit in (ranges[0].zero_up_to, ranges[0].infinite_from):
-        style = {"color": theme().text, "linewidth": 1.6, "linestyle": (0, (1, 1.5)), "zorder": 0.9}
-        axes.axvline(math.log2(limit), ymax=height, **style)
-    _draw_ranges(axes.inset_axes((0.0, 1 - strip_height, 1.0, strip_height), sharex=axes), ranges)
-    found = f"{counts.sum():,.12g} numbers; besides {zeros:,.12g} zero, {nonfinite:,.12g} infinite or NaN"
-    name_axes(axes, x="magnitude", y="how many", title=found)
-    axes.yaxis.label.set_y(height / 2)  # beside the counts, not beside the names of the formats
-    normal = Patch(facecolor=BLUE, edgecolor=BLUE, label="normal")
-    subnormal = Patch(facecolor="none", edgecolor=BLUE, label="subnormal: fewer bits")
-    add_legend(axes, [*handles, normal, subnormal])
+    with canvas(axes, "exponents", (9.0, 3.3 + 0.3 * len(ranges))) as axes:
+        handles = _draw_histogram(axes, counts, shift)
+        _set_counts_axis(axes, counts, height)
+        axes.set_xlim(_limits(counts, shift, ranges))
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 4, 8, 10], integer=True))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda exponent, _: _power_of_two(exponent)))
+        for limit in (ranges[0].nonzero_from, ranges[0].infinite_from):
+            axes.axvline(math.log2(limit), ymax=height, color=GREY, linestyle=(0, (1, 1.5)), zorder=0.9)
+        _draw_ranges(axes.inset_axes((0.0, 1 - strip_height, 1.0, strip_height), sharex=axes), ranges)
+        axes.set_title(f"{counts.sum():,.12g} numbers; besides {zeros:,.12g} zero, {nonfinite:,.12g} infinite or NaN")
+        axes.set_xlabel("magnitude")
+        axes.set_ylabel("how many", y=height / 2)  # beside the counts, not beside the names of the formats
+        normal = Patch(facecolor=BLUE, edgecolor=BLUE, label="normal")
+        subnormal = Patch(facecolor="none", edgecolor=BLUE, label="subnormal: fewer bits")
+        add_legend(axes, [*handles, normal, subnormal])
     return axes
 
 
-def _checked_counts(histogram: Any) -> tuple[np.ndarray, float, float]:
-    if isinstance(histogram, UnderflowReport):
-        counts = histogram.histogram
-    elif isinstance(histogram, ExponentHistogram):
-        counts = histogram.counts
-    else:
+def _checked(histogram: Any) -> tuple[np.ndarray, float, float]:
+    """Return counts by exponent, zeros, and infinities and NaN."""
+    if not isinstance(histogram, ExponentHistogram):
         raise TypeError(
             "`exponents` needs an `UnderflowReport` or an `ExponentHistogram`, but got "
             f"{type(histogram).__name__}. Of a histogram by groups, draw one group at a time."
         )
-    counts = np.asarray(counts).astype(np.float64)
+    counts = np.asarray(histogram.counts).astype(np.float64)
     if counts.shape != (len(EXPONENTS),):
         raise ValueError(f"`exponents`: a histogram has {len(EXPONENTS)} counts, but got the shape {counts.shape}.")
     if not np.all(np.isfinite(counts)) or not np.any(counts > 0):
@@ -101,44 +99,36 @@ def _checked_counts(histogram: Any) -> tuple[np.ndarray, float, float]:
     return counts, float(histogram.zeros), float(histogram.nonfinite)
 
 
-def _checked_ranges(formats: Any, histogram: Any) -> list[Range]:
+def _checked_ranges(formats: Any, first: tuple[np.dtype, ...]) -> list[Range]:
     if formats is None:
-        own = (histogram.dtype,) if isinstance(histogram, UnderflowReport) else ()
-        formats = (*own, *_USUAL_FORMATS)
+        formats = (*first, *_USUAL_FORMATS)
     elif isinstance(formats, str) or not isinstance(formats, Sequence) or not formats:
         raise ValueError(f"`exponents`: `formats` must be a list of dtypes, such as ['f16'], but got {formats!r}.")
     return list(dict.fromkeys(range_of(dtype, "exponents") for dtype in formats))
 
 
-def _checked_shift(scale: Any, histogram: Any) -> int:
-    """By how many powers of two a scale moves numbers."""
-    if scale is None:
-        scale = histogram.recommended_scale if isinstance(histogram, UnderflowReport) else 1.0
+def _checked_shift(scale: Any) -> int:
+    """Return how many powers of two a scale moves numbers by."""
     number = float(np.asarray(scale)) if np.ndim(scale) == 0 else math.nan
     if not is_power_of_two(number):
         raise ValueError(f"`exponents`: `scale` must be a number that is a power of two, but got {scale!r}.")
     return math.frexp(number)[1] - 1
 
 
-def _occupied(counts: np.ndarray) -> np.ndarray:
-    """The exponents of which there are numbers."""
-    return np.array(EXPONENTS)[counts > 0]
-
-
 def _draw_histogram(axes: Axes, counts: np.ndarray, shift: int) -> list[Any]:
-    """The numbers as they are, filled, and as a scale moves them, in outline; returns both for the legend."""
-    exponents, heights = _occupied(counts), counts[counts > 0]
-    handles: list[Any] = [axes.bar(exponents, heights, width=1.0, align="edge", color=GREEN, label="numbers")]
-    if shift:
-        padded = np.pad(counts, 1)[exponents[0] - EXPONENTS[0] : exponents[-1] - EXPONENTS[0] + 3]
-        edges = np.arange(exponents[0] - 1, exponents[-1] + 3) + shift
-        label = f"numbers times {power_of_two(shift)}"
-        handles.append(axes.stairs(padded, edges, baseline=None, color=VERMILLION, linewidth=1.6, label=label))
-    return handles
+    """Draw the numbers, filled, and as a scale moves them, in outline; return both for the legend."""
+    (places,) = np.nonzero(counts)
+    bars = axes.bar(places + EXPONENTS[0], counts[places], width=1.0, align="edge", color=GREEN, label="numbers")
+    if not shift:
+        return [bars]
+    padded = np.pad(counts, 1)[places[0] : places[-1] + 3]
+    edges = np.arange(places[0] - 1, places[-1] + 3) + EXPONENTS[0] + shift
+    label = f"numbers times {_power_of_two(shift)}"
+    return [bars, axes.stairs(padded, edges, baseline=None, color=VERMILLION, linewidth=1.6, label=label)]
 
 
 def _set_counts_axis(axes: Axes, counts: np.ndarray, height: float) -> None:
-    """A logarithmic axis from a power of ten to another, which takes this part of the height; the rest is empty."""
+    """Set a logarithmic axis from a power of ten to another over this part of the height; leave the rest empty."""
     heights = counts[counts > 0]
     bottom, top = math.floor(math.log10(heights.min() / 1.5)), math.ceil(math.log10(heights.max() * 1.5))
     axes.set_yscale("log")
@@ -150,38 +140,42 @@ def _set_counts_axis(axes: Axes, counts: np.ndarray, height: float) -> None:
 
 
 def _limits(counts: np.ndarray, shift: int, ranges: list[Range]) -> tuple[float, float]:
-    """All numbers, moved or not, and all of those formats that are narrow enough; wider ones run off both ends."""
-    exponents = _occupied(counts)
-    spans = [(math.log2(span.zero_up_to), math.log2(span.infinite_from)) for span in ranges]
+    """Return limits with all numbers, moved or not, and all narrow formats; wider ones run off both ends."""
+    exponents = np.array(EXPONENTS)[counts > 0]
+    spans = [(math.log2(span.nonzero_from), math.log2(span.infinite_from)) for span in ranges]
     shown = [(low, high) for low, high in spans if high - low <= _NARROW]
     shown += [(exponents[0] + move, exponents[-1] + 1 + move) for move in (0, shift)]
     return min(low for low, _ in shown) - 2, max(high for _, high in shown) + 2
 
 
 def _draw_ranges(strip: Axes, ranges: list[Range]) -> None:
-    """Above the histogram, on the same axis of magnitudes, a bar for each format."""
+    """Draw a bar for each format, above the histogram and on the same axis of magnitudes."""
     strip.set_facecolor("none")
+    strip.grid(visible=False)
     strip.spines[:].set_visible(False)
     strip.tick_params(axis="x", which="both", bottom=False, labelbottom=False)
-    strip.tick_params(axis="y", length=0, labelcolor=theme().text)
+    strip.tick_params(axis="y", length=0)
     strip.set_yticks(range(len(ranges)), [str(span.dtype) for span in ranges])
     strip.set_ylim(len(ranges) - 0.5, -0.5)
     for y, span in enumerate(ranges):
-        low, normal, high = (math.log2(x) for x in (span.zero_up_to, span.normal_from, span.infinite_from))
+        low, normal, high = (math.log2(x) for x in (span.nonzero_from, span.normal_from, span.infinite_from))
         bar = {"height": 0.7, "edgecolor": BLUE, "linewidth": 1.2}
         strip.barh(y, normal - low, left=low, facecolor="none", **bar)
         strip.barh(y, high - normal, left=normal, facecolor=BLUE, **bar)
-        ends = f"{power_of_two(round(normal))} to {power_of_two(round(high))}"
+        ends = f"{_power_of_two(round(normal))} to {_power_of_two(round(high))}"
         _write_inside(strip, y, normal, high, ("normal: " + ends, "normal"), ON_COLOR)
-        _write_inside(strip, y, low, normal, ("subnormal", "subnormal"), theme().text)
+        _write_inside(strip, y, low, normal, ("subnormal", "subnormal"), GREY)
 
 
 def _write_inside(strip: Axes, y: float, low: float, high: float, texts: tuple[str, str], color: str) -> None:
-    """The long or the short text in the middle of what is seen of a bar, or nothing where there is no room."""
+    """Write the long or the short text in the middle of the visible part of a bar, or nothing without room."""
     left, right = strip.get_xlim()
     low, high = max(low, left), min(high, right)
     room = (high - low) / (right - left)
-    if room < _ROOM_FOR_NAME:
-        return
-    text = texts[0] if room >= _ROOM_FOR_RANGE else texts[1]
-    strip.text((low + high) / 2, y, text, ha="center", va="center_baseline", fontsize="small", color=color)
+    if room >= _ROOM_FOR_NAME:
+        text = texts[0] if room >= _ROOM_FOR_RANGE else texts[1]
+        strip.text((low + high) / 2, y, text, ha="center", va="center_baseline", fontsize="small", color=color)
+
+
+def _power_of_two(exponent: float) -> str:
+    return f"$2^{{{exponent:g}}}$"

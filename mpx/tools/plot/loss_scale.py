@@ -5,22 +5,21 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import LogFormatterMathtext, LogLocator, NullLocator
 
 from mpx.monitor import ScaleHistory
-from mpx.tools.plot.canvas import add_legend, axes_for, name_axes, round_ticks
-from mpx.tools.plot.themes import BLUE, VERMILLION
+from mpx.tools.plot.sheet import BLUE, VERMILLION, add_legend, canvas, round_ticks
 
 
 def loss_scale(history: ScaleHistory, *, axes: Axes | None = None) -> Axes:
-    """The loss scale of each step, and which steps were skipped.
+    """Draw the loss scale of each step, with crosses where a step was skipped.
 
     Args:
         history: `mpx.monitor.read_scale_history(opt_state)`.
-        axes: to draw on; those of a new figure if None.
+        axes: the axes to draw on; those of a new figure if None.
 
     Returns:
         The axes; that of the scale is logarithmic, of base 2.
 
     Raises:
-        TypeError: if `history` is no `ScaleHistory`, or `axes` no axes.
+        TypeError: if `history` is not a `ScaleHistory`, or `axes` not axes.
         ValueError: if nothing has been recorded, its vectors are not of one length, or a scale is not a finite number
             above 0.
 
@@ -34,21 +33,21 @@ def loss_scale(history: ScaleHistory, *, axes: Axes | None = None) -> Axes:
         (array([32768., 32768., 16384.], dtype=float32), array([1]))
     """
     steps, scales, skipped = _checked(history)
-    axes = axes_for(axes, "loss_scale", (8.0, 3.5))
-    marker = "o" if len(steps) == 1 else ""  # a line needs two points
-    axes.plot(steps, scales, color=BLUE, linewidth=1.6, drawstyle="steps-post", marker=marker, label="loss scale")
-    if skipped.any():
-        label = f"skipped: {skipped.sum():,} of {len(steps):,} steps"
-        crosses = {"linestyle": "none", "marker": "x", "markersize": 6.0, "markeredgewidth": 1.6}
-        axes.plot(steps[skipped], scales[skipped], color=VERMILLION, label=label, **crosses)
-    axes.set_yscale("log", base=2)
-    axes.set_ylim(scales.min() / 2, scales.max() * 2)
-    axes.yaxis.set_major_locator(LogLocator(base=2, numticks=9))
-    axes.yaxis.set_major_formatter(LogFormatterMathtext(base=2))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_locator(round_ticks(integers=True))
-    name_axes(axes, x="step", y="loss scale")
-    add_legend(axes)
+    with canvas(axes, "loss_scale", (8.0, 3.5)) as axes:
+        marker = "o" if len(steps) == 1 else ""  # a line needs two points
+        axes.plot(steps, scales, color=BLUE, linestyle="-", drawstyle="steps-post", marker=marker, label="loss scale")
+        if skipped.any():
+            label = f"skipped: {skipped.sum():,} of {len(steps):,} steps"
+            crosses = {"linestyle": "none", "marker": "x", "markeredgewidth": 1.6}
+            axes.plot(steps[skipped], scales[skipped], color=VERMILLION, label=label, **crosses)
+        axes.set_yscale("log", base=2)
+        axes.set_ylim(scales.min() / 2, scales.max() * 2)
+        axes.yaxis.set_major_locator(LogLocator(base=2, numticks=9))
+        axes.yaxis.set_major_formatter(LogFormatterMathtext(base=2))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_locator(round_ticks(integers=True))
+        axes.set(xlabel="step", ylabel="loss scale")
+        add_legend(axes)
     return axes
 
 
@@ -57,7 +56,7 @@ def _checked(history: ScaleHistory) -> tuple[np.ndarray, np.ndarray, np.ndarray]
         raise TypeError(
             f"`loss_scale` needs `mpx.monitor.read_scale_history(opt_state)`, but got {type(history).__name__}."
         )
-    steps, scales, skipped = (np.asarray(column) for column in history)
+    steps, scales, skipped = map(np.asarray, history)
     shapes = [column.shape for column in (steps, scales, skipped)]
     if steps.ndim != 1 or len(set(shapes)) != 1:
         raise ValueError(f"`loss_scale`: `history` must hold three vectors of one length, but got the shapes {shapes}.")

@@ -1,4 +1,4 @@
-"""`monitor`: measures in a state whose types no update changes."""
+"""`watch`: measures in a state whose types no update changes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,20 +11,21 @@ import optax
 from mpx import _errors
 from mpx._transforms.upcast import settled, widen, with_types_of
 from mpx.tools.monitor.barrier import behind_barrier
+from mpx.tools.monitor.groups import Measure, WeightMeasure
 
 
-def monitor(measures: Mapping[str, Any]) -> optax.GradientTransformationExtraArgs:
-    """`optax.monitor` with a state whose types no update changes.
+def watch(measures: Mapping[str, Any]) -> optax.GradientTransformationExtraArgs:
+    """Keep measurements of the updates in the optimizer state; the updates pass through.
 
-    The state of `optax.monitor` holds no measurements before its first update and has another structure after it: so
-    it cannot be the carry of a `jax.lax.scan`, the step compiles twice, and `mpx.loss_scaling`, which chooses
-    between the old state and the new one, refuses it. This one begins with zeros. Updates pass through.
+    This is `optax.monitor` with a state whose types no update changes. The state of `optax.monitor` holds no
+    measurements before its first update: so it cannot be the carry of a `jax.lax.scan`, the step compiles twice, and
+    `mpx.loss_scaling`, which chooses between the old state and the new one, refuses it. This one begins with zeros.
 
     Args:
         measures: by name, functions of the updates, or transformations whose `update` returns a measurement in place
-            of the updates: the measures here, `optax.measure_with_ema`, or your own. They are first traced with
-            gradients that are shaped like the parameters, in float32 where those are narrower, and without extra
-            arguments. Each keeps the dtypes that it had then.
+            of the updates: the measures of `mpx.monitor`, `optax.measure_with_ema`, or your own. They are first traced
+            with gradients of the shapes of the parameters, in float32 where those are narrower, and without extra
+            arguments. Each measurement keeps the dtypes that it had then.
 
     Returns:
         A transformation with an `optax.MonitorState`; `optax.tree.get(opt_state, name)` reads a measurement.
@@ -34,7 +35,7 @@ def monitor(measures: Mapping[str, Any]) -> optax.GradientTransformationExtraArg
 
     Example:
         >>> measures = {"underflow": mpx.monitor.underflow("f16"), "norm": optax.tree.norm}
-        >>> tx = optax.chain(mpx.monitor.monitor(measures), optax.sgd(0.1))
+        >>> tx = optax.chain(mpx.monitor.watch(measures), optax.sgd(0.1))
         >>> params = jnp.ones(4)
         >>> state = tx.init(params)
         >>> _, state = jax.jit(tx.update)(jnp.full(4, 2.0**-30), state, params)
@@ -43,10 +44,10 @@ def monitor(measures: Mapping[str, Any]) -> optax.GradientTransformationExtraArg
     """
     if not isinstance(measures, Mapping) or not all(callable(m) or _is_transformation(m) for m in measures.values()):
         raise TypeError(
-            "`monitor` needs a dictionary from names to measures, such as "
-            f"`{{'underflow': underflow('f16')}}`, but got {measures!r}."
+            "`watch` needs a dictionary from names to measures, such as `{'underflow': underflow('f16')}`, but got "
+            f"{measures!r}."
         )
-    inner = optax.with_extra_args_support(optax.monitor({name: _apart(m) for name, m in measures.items()}))
+    inner = optax.monitor({name: _apart(measure) for name, measure in measures.items()})
 
     def init_fn(params):
         # Updates are float32 where parameters are narrower: so will the measurements be.
@@ -56,7 +57,7 @@ def monitor(measures: Mapping[str, Any]) -> optax.GradientTransformationExtraArg
         return state._replace(measurements=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes.measurements))
 
     def update_fn(updates, state, params=None, **extra_args):
-        _errors.require_state(state, optax.MonitorState, "monitor")
+        _errors.require_state(state, optax.MonitorState, "watch")
         _, new = inner.update(updates, state, params, **extra_args)
         return updates, with_types_of(state, new)
 
@@ -67,15 +68,16 @@ def _is_transformation(measure: Any) -> bool:
     return callable(getattr(measure, "init", None)) and callable(getattr(measure, "update", None))
 
 
-def _apart(measure: Any) -> optax.GradientTransformationExtraArgs:
-    """A measure whose arithmetic is not fused with that of the training."""
+def _apart(measure: Any) -> Any:
+    """Return a measure that reads updates and parameters from behind a barrier, as those of mpx do."""
+    if isinstance(measure, (Measure, WeightMeasure)):
+        return measure
     if not _is_transformation(measure):
-        function = measure
-        measure = optax.stateless(lambda updates, params: function(updates))
-    measure = optax.with_extra_args_support(measure)
+        return lambda updates: measure(behind_barrier(updates))
+    inner = optax.with_extra_args_support(measure)
 
     def update_fn(updates, state, params=None, **extra_args):
         updates, params = behind_barrier((updates, params))
-        return measure.update(updates, state, params, **extra_args)
+        return inner.update(updates, state, params, **extra_args)
 
-    return optax.GradientTransformationExtraArgs(measure.init, update_fn)
+    return optax.GradientTransformationExtraArgs(inner.init, update_fn)
