@@ -25,11 +25,33 @@ class Table(NamedTuple):
 
     def __str__(self) -> str:
         """Return the title and the table as text."""
-        return (self.title and f"{self.title}\n") + text_table(self.lines, self.right)
+        widths = [max(map(len, column)) for column in zip(*self.lines, strict=True)]
+        lines = [
+            "  ".join(
+                cell.rjust(width) if right else cell.ljust(width)
+                for cell, width, right in zip(line, widths, self._are_right(), strict=True)
+            ).rstrip()
+            for line in self.lines
+        ]
+        return "\n".join([self.title, *lines] if self.title else lines)
 
     def __rich__(self) -> Any:
         """Return Rich's own table. Only Rich calls this, so it is installed."""
-        return rich_table(*self)
+        from rich.table import Table as RichTable
+        from rich.text import Text
+
+        # Text, not strings: Rich reads brackets in strings as style tags.
+        table = RichTable(title=Text(self.title) if self.title else None, title_justify="left")
+        for column, (name, right) in enumerate(zip(self.lines[0], self._are_right(), strict=True)):
+            stiff = self.folded is not None and column not in self.folded
+            table.add_column(Text(name), justify="right" if right else "left", overflow="fold", no_wrap=stiff)
+        for line in self.lines[1:]:
+            table.add_row(*map(Text, line))
+        return table
+
+    def _are_right(self) -> list[bool]:
+        count = len(self.lines[0])
+        return [column in self.right or column - count in self.right for column in range(count)]
 
 
 class Result:
@@ -78,7 +100,6 @@ class Result:
         from rich.console import Group
         from rich.text import Text
 
-        # Text, not a string: Rich reads brackets in strings as style tags.
         return Group(*[part if isinstance(part, Table) else Text(part) for part in self._parts()])
 
 
@@ -110,47 +131,14 @@ def _members(value: Any) -> dict[str, Any]:
     return {name: json_values(getattr(value, name)) for name in names if not name.startswith("_")}
 
 
+# Until every result is a `Result`.
+
+
 def text_table(lines: Sequence[Sequence[str]], right: Collection[int] = (-1,)) -> str:
-    """Return lines of cells in columns, those numbered in `right` aligned to the right."""
-    count = len(lines[0])
-    rights = {column % count for column in right}
-    widths = [max(len(line[column]) for line in lines) for column in range(count)]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if column in rights else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
+    """Return lines of cells as text."""
+    return str(Table("", lines, right))
 
 
-def rich_table(
-    title: str, lines: Sequence[Sequence[str]], right: Collection[int] = (-1,), folded: Collection[int] | None = None
-) -> Any:
-    """Return the same for Rich. Only a `__rich__` method calls this, so Rich is installed."""
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
-    header, *rest = lines
-    rights = {column % len(header) for column in right}
-    table = RichTable(title=Text(title) if title else None, title_justify="left")
-    for column, name in enumerate(header):
-        stiff = folded is not None and column not in folded
-        table.add_column(name, justify="right" if column in rights else "left", overflow="fold", no_wrap=stiff)
-    for line in rest:
-        table.add_row(*map(Text, line))
-    return table
-
-
-class OldTable:
-    """Goes with its last user."""
-
-    def __str__(self) -> str:
-        """Return the table as text."""
-        title, lines = self._title_and_lines()  # type: ignore[attr-defined]
-        return f"{title}\n{text_table(lines, right=range(self._texts, len(lines[0])))}"  # type: ignore[attr-defined]
-
-    def __rich__(self) -> Any:
-        """Return the table for Rich."""
-        title, lines = self._title_and_lines()  # type: ignore[attr-defined]
-        return rich_table(title, lines, right=range(self._texts, len(lines[0])))  # type: ignore[attr-defined]
+def rich_table(*args: Any, **kwargs: Any) -> Any:
+    """Return a table for Rich."""
+    return Table(*args, **kwargs)
