@@ -35,6 +35,8 @@ import numpy as np
 from jax import lax
 
 from mpx._jaxprs import BLOCKS
+from mpx._stored.format import StateFormat
+from mpx._stored.roles import Role
 
 _DECADES = 7
 _GAP = 9 * 1024  # what a distance to the next member is divided into for stochastic rounding
@@ -56,8 +58,8 @@ class BlockwiseArray(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Blockwise8bit:
-    """The format of a state in 8 bits: the dynamic map of Dettmers et al. 2021, scaled by block.
+class Blockwise8bit(StateFormat):
+    """Keeps a state in 8 bits an element: the dynamic map of Dettmers et al. 2021, scaled by block.
 
     Seven decades below the largest magnitude of a block are held. Signed, half of the codes are for negative numbers;
     the relative error of a number is at most 7% in the highest decade and about doubles with every decade below.
@@ -107,6 +109,28 @@ class Blockwise8bit:
             )
         if self.signed is not None and not isinstance(self.signed, bool):
             raise TypeError(f"`Blockwise8bit`: `signed` must be True, False or None, but got {self.signed!r}.")
+
+    def encode(self, x: jax.Array, key: jax.Array | None = None) -> BlockwiseArray:
+        """Return uint8 codes in the shape of a float32 array, and the float32 scales of its blocks."""
+        return encode(x.astype(np.float32), self.block_size, self.signed is not False, key)
+
+    def decode(self, codes: jax.Array, scales: jax.Array) -> jax.Array:
+        """Return the float32 array that was encoded."""
+        return decode(BlockwiseArray(codes, scales), self.block_size, self.signed is not False)
+
+    def for_role(self, role: Role) -> "Blockwise8bit":
+        """Return the format with its sign decided: only second moments are unsigned."""
+        signed = role != "second moment" if self.signed is None else self.signed
+        return Blockwise8bit(self.block_size, signed)
+
+    def refuses(self, role: Role) -> str | None:
+        """Refuse fields that may or may not be negative, for which one code or the other is wrong."""
+        if self.signed is not None or role != "unknown":
+            return None
+        return (
+            "are in fields of which it is not known whether they can be negative, which decides about their code. Say "
+            "so: `Blockwise8bit(signed=False)` for second moments, `Blockwise8bit(signed=True)` for others."
+        )
 
 
 @jax.named_scope(BLOCKS)

@@ -1,16 +1,121 @@
-"""What the fields of optimizer states hold: first or second moments, or what must stay exact.
+"""What each field of an optimizer state is: said once, next to the state's type, and read by everything else.
 
 A state's leaf is known by the type that it stands in and its field there. Names alone would mislead: `nu` is a second
 moment in Adam, a momentum in SM3, and an estimate of the Hessian in Sophia, which may be negative.
 """
 
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Literal, NamedTuple, TypeVar, get_args
 
-import jax
+import optax
 
-from mpx import _trees
+T = TypeVar("T", bound=type)
 
-Kind = Literal["second moment", "signed", "exact", "unknown"]
+Role = Literal[
+    "inner",  # the state of the wrapped rule
+    "master",  # of each parameter its master, or the low bits that complete it (uint16)
+    "compensation",  # of each parameter what its updates should have added and did not
+    "average",  # an average of the weights
+    "weights",  # a copy of the weights
+    "first moment",
+    "second moment",  # never negative
+    "signed",  # may be negative
+    "sum of gradients",
+    "scales",  # of the leaves of the inner state that are kept in a `StateFormat`
+    "loss scale",  # a number that belongs to the settings of a loss scale
+    "key",  # a PRNG key
+    "count",
+    "measure",  # what was measured, which changes no training run
+    "unknown",
+]
+# Of each parameter, what must be known beside it to know its weight.
+KEPT_OF_WEIGHTS: tuple[Role, ...] = ("master", "compensation")
+# Leaves that must not be rounded: what they are for is to be exact.
+EXACT: tuple[Role, ...] = ("master", "compensation", "average", "weights")
+
+
+class Fields(NamedTuple):
+    """What is known of a state's type: the role of each field, and who writes parameters back."""
+
+    roles: dict[str, Role]
+    writes_back: str | None
+
+
+_REGISTERED: dict[type, Fields] = {}
+
+
+def register_state(*, writes_back: str | None = None, **roles: Role) -> Callable[[T], T]:
+    """Declare what each field of the state of a gradient transformation is.
+
+    With it `master_params`, `is_synced`, `resync`, `convert_state`, `memory_plan`, `check_chain` and `zero1` know the
+    state of a wrapper that mpx has never seen. A state that is not declared belongs to a rule: its leaves are carried
+    over as they are.
+
+    Args:
+        writes_back: the name of the transformation, if it chooses the values that 16-bit parameters get, so that
+            nothing may change its updates afterwards.
+        **roles: for each field of the NamedTuple its role: `"inner"` (the state of the wrapped rule), `"master"`,
+            `"compensation"`, `"average"`, `"weights"`, `"first moment"`, `"second moment"`, `"signed"`,
+            `"sum of gradients"`, `"scales"`, `"loss scale"`, `"key"`, `"count"`, `"measure"` or `"unknown"`. A tree of
+            masters or compensations has the structure of the parameters, with `optax.MaskedNode` where nothing is kept.
+
+    Returns:
+        A decorator for the NamedTuple class.
+
+    Raises:
+        TypeError: if the class is no NamedTuple, or the fields named are not its fields.
+        ValueError: if a role is unknown.
+
+    Example:
+        >>> import typing
+        >>> @register_state(copy="master", inner_state="inner")
+        ... class CopyState(typing.NamedTuple):
+        ...     copy: typing.Any
+        ...     inner_state: typing.Any
+        >>> print(master_params({"w": jnp.bfloat16(1)}, CopyState({"w": jnp.float32(1.001)}, ())))
+        {'w': Array(1.001, dtype=float32)}
+    """
+    wrong = {field: role for field, role in roles.items() if role not in get_args(Role)}
+    if wrong:
+        raise ValueError(f"`register_state`: unknown roles {wrong}; the roles are {get_args(Role)}.")
+
+    def declare(kind: T) -> T:
+        fields = getattr(kind, "_fields", None)
+        if fields is None or set(fields) != set(roles):
+            raise TypeError(
+                f"`register_state` needs a NamedTuple and a role for each of its fields, but {kind.__name__} has the "
+                f"fields {fields}, and roles were given for {tuple(roles)}."
+            )
+        _REGISTERED[kind] = Fields(roles, writes_back)
+        return kind
+
+    return declare
+
+
+def fields_of(kind: type) -> Fields | None:
+    """Return what a state's type has declared; None if it has not."""
+    return _REGISTERED.get(kind)
+
+
+def registered_types() -> tuple[type, ...]:
+    """Return all types of states that have declared their fields."""
+    return tuple(_REGISTERED)
+
+
+def role_of_field(kind: type, field: str) -> Role:
+    """Return the role of a field of a state's type, declared or known by its name."""
+    declared = _REGISTERED.get(kind)
+    if declared is not None and field in declared.roles:
+        return declared.roles[field]
+    if field.endswith(("state", "states")):
+        return "inner"
+    return _by_name(kind.__name__, field, is_of_optax=kind.__module__.partition(".")[0] == "optax")
+
+
+def role_of_key(key: str) -> Role:
+    """Return the role of an entry of a state that is a dictionary."""
+    return "inner" if key not in _SECOND_MOMENTS | _FIRST_MOMENTS else _by_name("", key, is_of_optax=False)
+
 
 # In states of Optax these fields hold sums or means of squares, but for those types that are listed; all others may be
 # negative. In other states names tell as much as they can.
@@ -23,51 +128,31 @@ _SECOND_MOMENTS_OF = {
     "ScaleBySimplifiedAdEMAMixState": {"n"},
     "SophiaState": set(),
 }
-FIRST_MOMENTS = {"mu", "m", "trace", "momentum", "exp_avg", "ema"}
-# What is kept so that nothing is lost: masters, compensations, and the weights themselves.
-_EXACT_OF = {
+_FIRST_MOMENTS = {"mu", "m", "trace", "momentum", "exp_avg", "ema"}
+_WEIGHTS_OF = {
     "COCOBState": {"init_particles"},
     "DoGState": {"init_params"},
     "DoWGState": {"init_params"},
-    "KahanSummationState": {"compensation"},
     "MadgradState": {"x0"},
-    "MasterWeightsState": {"master"},
     "MechanicState": {"x0"},
-    "ParamsEmaState": {"ema"},
     "ProdigyState": {"params0"},
     "SAMState": {"cache"},
     "ScheduleFreeState": {"z"},
 }
+_SUMS_OF = {"MultiStepsState": {"acc_grads"}, "ApplyEvery": {"grad_acc"}}
 
 
-def kind_of(state: Any, path: _trees.Path) -> Kind:
-    """What the leaf at a key path of an optimizer state holds.
-
-    Decided by the first field on the way that is none of those which hold other states (`inner_state`,
-    `base_optimizer_state`, ...): what lies below it are parameters, whose names say nothing.
-    """
-    node, below_states = state, False
-    for key in path:
-        if isinstance(key, jax.tree_util.SequenceKey) and isinstance(node, (tuple, list)):
-            node = node[key.idx]
-        elif isinstance(key, jax.tree_util.DictKey) and isinstance(node, dict):
-            node, name = node[key.key], str(key.key)
-            if not below_states and name in _SECOND_MOMENTS | FIRST_MOMENTS:  # a state that is a dictionary
-                return _kind("", name)
-            below_states = False
-        elif isinstance(key, jax.tree_util.GetAttrKey) and hasattr(node, key.name):
-            owner, node = type(node), getattr(node, key.name)
-            below_states = key.name.endswith(("state", "states"))  # by whose labels nothing is decided
-            if not below_states:
-                return _kind(owner.__name__, key.name, owner.__module__.partition(".")[0] == "optax")
-        else:
-            break
-    return "unknown"
-
-
-def _kind(owner: str, field: str, is_of_optax: bool = False) -> Kind:
-    if field in _EXACT_OF.get(owner, ()):
-        return "exact"
+def _by_name(owner: str, field: str, is_of_optax: bool) -> Role:
+    if field in _WEIGHTS_OF.get(owner, ()):
+        return "weights"
+    if field in _SUMS_OF.get(owner, ()):
+        return "sum of gradients"
     if field in _SECOND_MOMENTS_OF.get(owner, _SECOND_MOMENTS):
         return "second moment"
-    return "signed" if is_of_optax or field in FIRST_MOMENTS else "unknown"
+    if field in _FIRST_MOMENTS:
+        return "first moment"
+    return "signed" if is_of_optax else "unknown"
+
+
+register_state(measurements="measure", measure_states="measure")(optax.MonitorState)
+register_state(measurement="measure")(optax.SnapshotState)

@@ -1,0 +1,149 @@
+"""How an array of an optimizer's state is kept between steps: the protocol, and the plain 16-bit casts.
+
+A format is one class. From outside of mpx it is written so:
+
+    @dataclasses.dataclass(frozen=True)
+    class Shared(mpx.StateFormat):
+        bits: int = 16
+
+        def encode(self, x, key=None): ...       # float32 -> (codes in the shape of x, scales)
+        def decode(self, codes, scales): ...     # -> float32
+
+and works in `low_precision_state`, `zero1`, `convert_state`, `memory_plan`, `jax.jit` and Orbax as those of mpx do.
+"""
+
+import abc
+import ast
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpx import _trees, formats
+from mpx._stored.roles import Role
+
+
+class StateFormat(abc.ABC):
+    """A way to keep a float32 array of an optimizer's state in fewer bytes between two steps.
+
+    Subclass it as a frozen dataclass whose fields are Python numbers, strings, booleans or None. The state of
+    `low_precision_state` names the format by its class and these fields, so that `convert_state` can read a state
+    without the transformation that made it. Give the class a name that no other format has.
+
+    Example:
+        >>> @dataclasses.dataclass(frozen=True)
+        ... class Sixteenths(StateFormat):
+        ...     def encode(self, x, key=None):
+        ...         return jnp.round(16 * x).astype(jnp.int8), jnp.zeros((), jnp.float32)
+        ...     def decode(self, codes, scales):
+        ...         return codes.astype(jnp.float32) / 16
+        >>> tx = low_precision_state(optax.trace(0.9), {"trace": Sixteenths()}, min_size=0)
+        >>> tx.init({"w": jnp.ones(4)}).inner_state.trace["w"].dtype
+        dtype('int8')
+    """
+
+    _classes: ClassVar[dict[str, type["StateFormat"]]] = {}
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Make the format known by its name, under which states refer to it."""
+        super().__init_subclass__(**options)
+        StateFormat._classes[cls.__name__] = cls
+
+    @abc.abstractmethod
+    def encode(self, x: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, Any]:
+        """Return the codes of a float32 array, in its shape, and one array of scales, or None if there are none.
+
+        An array of which any block can be encoded alone may be sharded by `zero1`: its scales then have as many axes
+        as the codes, and equal sizes along all but the last.
+
+        Args:
+            x: float32, of any shape.
+            key: a PRNG key if the rounding is to be stochastic, else None.
+        """
+
+    @abc.abstractmethod
+    def decode(self, codes: jax.Array, scales: Any) -> jax.Array:
+        """Return the float32 array that was encoded."""
+
+    def for_role(self, role: Role) -> "StateFormat":
+        """Return the format for a leaf of this role: itself, or one whose open settings the role decides."""
+        del role
+        return self
+
+    def refuses(self, role: Role) -> str | None:
+        """Return why a leaf of this role cannot be kept so, as the end of the sentence "these leaves ...", or None."""
+        del role
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Cast(StateFormat):
+    """Keeps an array in bfloat16, float16 or float32, rounded once; it needs no scales."""
+
+    dtype: str
+
+    def encode(self, x: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, None]:
+        """Round to nearest, or with a key at random; float32 is kept as it is."""
+        dtype = np.dtype(jnp.dtype(self.dtype))
+        if dtype == np.float32:
+            return x, None
+        if key is None:
+            return formats.round_to(x.astype(np.float32), dtype).astype(dtype), None
+        return formats.stochastic_round(key, x.astype(np.float32), dtype), None
+
+    def decode(self, codes: jax.Array, scales: None) -> jax.Array:
+        """Widen to float32."""
+        del scales
+        return codes if self.dtype == "float32" else codes.astype(np.float32)
+
+    def refuses(self, role: Role) -> str | None:
+        """Refuse second moments in float16."""
+        if self.dtype != "float16" or role != "second moment":
+            return None
+        return (
+            "are second moments, which float16 cannot hold: squares of gradients below 2.4e-4 become less than 6e-8, "
+            "its smallest number, and updates are divided by their root. Use 'bf16' or `Blockwise8bit()`."
+        )
+
+    def __str__(self) -> str:
+        return self.dtype
+
+
+FLOAT32 = Cast("float32")
+_CASTS = {name: Cast(name) for name in ("bfloat16", "float16", "float32")}
+
+
+def as_format(given: Any) -> StateFormat | None:
+    """Return the format that a dtype, the name of one or a format stands for; None if it stands for none."""
+    if isinstance(given, StateFormat):
+        return given
+    dtype = _trees.dtype_or_none(given)
+    return None if dtype is None else _CASTS.get(dtype.name)
+
+
+def scales_name(index: int, chosen: StateFormat) -> str:
+    """Return the name under which a state keeps the scales of a leaf: its position and its format."""
+    return f"{index}.{chosen!r}"
+
+
+def position_of(name: str) -> int:
+    """Return the position of the leaf that the scales of this name belong to."""
+    return int(name.partition(".")[0])
+
+
+def format_of(name: str) -> StateFormat:
+    """Return the format that `scales_name` wrote down.
+
+    Raises:
+        ValueError: if no format of this name has been defined.
+    """
+    call: Any = ast.parse(name.partition(".")[2], mode="eval").body
+    kind = StateFormat._classes.get(call.func.id)
+    if kind is None:
+        raise ValueError(
+            f"The optimizer state keeps a leaf in the format {call.func.id!r}, which is not defined here. Import the "
+            "module that has its class."
+        )
+    return kind(**{argument.arg: ast.literal_eval(argument.value) for argument in call.keywords})

@@ -1,0 +1,117 @@
+"""The leaves of an optimizer state, each with its role: one walk for all that looks into states."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+from mpx import _trees
+from mpx._stored.format import StateFormat, format_of, position_of
+from mpx._stored.roles import Role, fields_of, role_of_field, role_of_key
+
+
+class Coded(NamedTuple):
+    """How a leaf is kept in a `StateFormat` that has scales."""
+
+    format: StateFormat
+    scales: Any
+    scales_path: _trees.Path
+
+
+class StateLeaf(NamedTuple):
+    """A leaf of a state (or a node, on the way to its leaves), and what it is.
+
+    Attributes:
+        leaf: the array.
+        path: where it stands in the state.
+        role: what it is.
+        owner: the type of the state that it stands in, by the first field on the way that holds no other state.
+        field: that field.
+        below: the path from that field on: that of a parameter, if the field is a tree like the parameters.
+        place: the path without declared wrappers and the positions in chains, the same for equal rules.
+        declared: whether `owner` is a state that `register_state` knows.
+        wrapped: whether it stands somewhere in such a state.
+        coded: how it is kept in few bits; None if it is kept as it is.
+    """
+
+    leaf: Any
+    path: _trees.Path = ()
+    role: Role = "unknown"
+    owner: type | None = None
+    field: str = ""
+    below: _trees.Path = ()
+    place: tuple[str, ...] = ()
+    declared: bool = False
+    wrapped: bool = False
+    coded: Coded | None = None
+
+
+def leaves_of(state: Any) -> list[StateLeaf]:
+    """Return all leaves of a state, in their order."""
+    return list(_walk(StateLeaf(state), {}))
+
+
+def weights_kept(state: Any) -> dict[_trees.Path, StateLeaf]:
+    """Return what a state keeps of the parameters (masters, low bits, compensations), by their paths."""
+    return {leaf.below: leaf for leaf in leaves_of(state) if leaf.role in ("master", "compensation")}
+
+
+def coded_leaves(state: Any) -> list[StateLeaf]:
+    """Return the leaves that are kept in a format with scales."""
+    return [leaf for leaf in leaves_of(state) if leaf.coded]
+
+
+def _walk(here: StateLeaf, coded: dict[_trees.Path, Coded]) -> Iterator[StateLeaf]:
+    node = here.leaf
+    coded = coded | _coded(node, here.path)
+    for key, child in jax.tree.leaves_with_path(node, is_leaf=lambda x: x is not node):
+        if key:
+            yield from _walk(_child(here, key, child), coded)
+        else:
+            yield here._replace(coded=coded.get(here.path))
+
+
+def _child(here: StateLeaf, key: _trees.Path, child: Any) -> StateLeaf:
+    """Return what is known of a child of a node."""
+    node, path, name = here.leaf, here.path + key, jax.tree_util.keystr(key, simple=True)
+    if here.owner is not None:  # below a field that was decided about
+        place = here.place if type(node) is tuple else (*here.place, _named(node, name))
+        return here._replace(leaf=child, path=path, below=here.below + key, place=place)
+    declared = fields_of(type(node)) is not None
+    wrapped = here.wrapped or declared
+    if isinstance(key[0], jax.tree_util.GetAttrKey):
+        role = role_of_field(type(node), name)
+    elif isinstance(node, Mapping) and not _is_field(here.path):
+        role = role_of_key(name)
+    else:
+        role = "inner"
+    if role == "inner":
+        place = here.place if declared or type(node) is tuple else (*here.place, _named(node, name))
+        return here._replace(leaf=child, path=path, place=place, wrapped=wrapped)
+    place = (_named(node, name),) if declared else (*here.place, _named(node, name))
+    owner = type(node)
+    return StateLeaf(child, path, role, owner, name, place=place, declared=declared, wrapped=wrapped)
+
+
+def _is_field(path: _trees.Path) -> bool:
+    """Return whether a node is a field of a state; the keys of such a dictionary are labels, as of `optax.partition`."""
+    return bool(path) and isinstance(path[-1], jax.tree_util.GetAttrKey)
+
+
+def _named(node: Any, name: str) -> str:
+    return f"{type(node).__name__}.{name}" if hasattr(node, "_fields") else name
+
+
+def _coded(node: Any, path: _trees.Path) -> dict[_trees.Path, Coded]:
+    """Return the leaves of a state's inner state that are kept in formats, by their paths, as its scales name them."""
+    fields = fields_of(type(node))
+    if fields is None or "scales" not in fields.roles.values():
+        return {}
+    attribute, by_role = jax.tree_util.GetAttrKey, {role: field for field, role in fields.roles.items()}
+    leaves = list(_trees.leaves_by_path(getattr(node, by_role["inner"])))
+    return {
+        (*path, attribute(by_role["inner"]), *leaves[position_of(name)]): Coded(
+            format_of(name), scales, (*path, attribute(by_role["scales"]), jax.tree_util.DictKey(name))
+        )
+        for name, scales in getattr(node, by_role["scales"]).items()
+    }
