@@ -278,8 +278,6 @@ def test_the_keys_of_the_json_do_not_depend_on_the_options():
         (("7B", "--rule", "cosine_decay_schedule"), "`optax.cosine_decay_schedule` needs init_value, decay_steps"),
         (("7B", "--rule", "train.py:number"), "needs an Optax gradient transformation, but got int"),
         (("7B", "--mesh", "8,2"), "'8,2' is not a mesh such as data=8,model=2"),
-        (("7B", "--mesh", "data=0"), "'data=0' is not a mesh"),
-        (("7B", "--gradient-dtype", "f17"), "`gradient_dtype` must be a floating-point dtype"),
         (("7B", "--batch", "8"), "--batch would do nothing without --hlo"),
         (("7B", "--hlo", "train.py:no_step"), "must return a pair of a step and a tuple of its arguments"),
         (("nofile.py:init",), "there is no file nofile.py"),
@@ -418,11 +416,9 @@ def test_the_share_of_no_contractions_is_null():
     [
         (("train.py:loss", "--policy", "bf16"), "give either the shapes of the arguments, or --arguments"),
         (("train.py:loss", "f32[3]", "--arguments", "train.py:init"), "give either the shapes"),
-        (("train.py:loss", "f33[3]", "--policy", "bf16"), "'f33[3]' is not a shape such as"),
         (("train.py:loss", *SHAPES), "`explain` needs a policy"),
         (("train.py:lowered", *SHAPES, "--policy", "bf16"), "`explain` needs a policy"),
         (("train.py:lowered", *SHAPES, "--grad"), "--grad needs --policy"),
-        (("train.py:loss", *SHAPES, "--policy", "bf15"), "bf15"),
         (("train.py:loss", *SHAPES, "--policy", "params=bf15"), "Unknown dtype 'bf15' in policy"),
         (("train.py:loss", "f32[16,4]", "--policy", "bf16"), "missing 1 required positional argument: 'x'"),
         (("train.py:loss", "f32[16,4]", "f32[8,15]", "--policy", "bf16"), "(loss): `def loss(w, x)"),
@@ -522,11 +518,9 @@ PAIR = {"x": ("F32", bytes(8), [2])}
         ("x.npy", b"no array", "x.npy cannot be read as .npy: the magic string is not correct"),
         ("x.npy", b"\x93NUMPY\x01\x00\x10\x00{", "x.npy cannot be read as .npy"),
         ("x.safetensors", b"123", "x.safetensors cannot be read as .safetensors: SafetensorError: "),
-        ("x.safetensors", b"\xff" * 20, "x.safetensors cannot be read"),
         ("x.safetensors", b"\x02" + bytes(7) + b"[]", "x.safetensors cannot be read"),
         ("x.safetensors", safetensors_of(PAIR, dtype="F3"), "unknown variant `F3`"),
         ("x.safetensors", safetensors_of(PAIR, shape=[3]), "x.safetensors cannot be read"),
-        ("x.safetensors", safetensors_of(PAIR, data_offsets=[0, 80]), "x.safetensors cannot be read"),
         ("x.bin", b"", "x.bin is not a .npz, .npy or .safetensors file"),
     ],
 )
@@ -553,7 +547,6 @@ def test_a_file_of_other_arrays_is_refused_and_objects_are_not_run(folder, array
     [
         (("nothing.npz",), "there is no file nothing.npz"),
         ((".",), "the folder . holds no Orbax checkpoint"),
-        (("gradients.npz", "--dtype", "f17"), "`dtype` must be one of f16, bf16"),
         (("gradients.npz", "--loss-scale", "3"), "`loss_scale` must be a loss scale or a number"),
     ],
 )

@@ -1,1 +1,1 @@
-"""The commands of `mpx` on the command line, one a file, and what they share."""
+"""Commands of the command line, one a file, and what they have in common."""

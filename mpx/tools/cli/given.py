@@ -97,6 +97,8 @@ def attribute(reference: str) -> Any:
         with users_code():
             return pkgutil.resolve_name(f"{module}:{name}")
     except AttributeError as error:
+        if module not in sys.modules:  # its import failed
+            raise
         own = [n for n, value in vars(sys.modules[module]).items() if not n.startswith("_") and callable(value)]
         raise CommandError(f"{place} has no {name!r}. It has {_errors.listed(own, 10)}.") from error
     except ValueError as error:
