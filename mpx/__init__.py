@@ -45,6 +45,8 @@ from mpx._policy import get_policy as get_policy
 from mpx._recipes import any_precision_adamw as any_precision_adamw
 from mpx._recipes import mixed_precision as mixed_precision
 from mpx._stored.blockwise import Blockwise8bit as Blockwise8bit
+from mpx._stored.format import StateFormat as StateFormat
+from mpx._stored.roles import register_state as register_state
 from mpx._transforms.kahan_summation import KahanSummationState as KahanSummationState
 from mpx._transforms.kahan_summation import kahan_summation as kahan_summation
 from mpx._transforms.loss_scaling import LossScalingState as LossScalingState
@@ -57,7 +59,6 @@ from mpx._transforms.params_ema import ParamsEmaState as ParamsEmaState
 from mpx._transforms.params_ema import params_ema as params_ema
 from mpx._transforms.stochastic_rounding import StochasticRoundingState as StochasticRoundingState
 from mpx._transforms.stochastic_rounding import stochastic_rounding as stochastic_rounding
-from mpx._transforms.upcast import UpcastState as UpcastState
 from mpx._transforms.upcast import upcast as upcast
 from mpx.tools.advise.advise import Advice as Advice
 from mpx.tools.advise.advise import AdviceRow as AdviceRow

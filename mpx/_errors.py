@@ -1,6 +1,6 @@
-"""What every wrapper checks of what it is given, and the errors that say what was wrong."""
+"""The errors of mpx: what every wrapper checks of what it is given, and how offending leaves are listed."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,18 +13,35 @@ from mpx import _trees
 from mpx._dtypes import dtype_or_none
 
 
-def is_integer(x: Any) -> bool:
-    """Python's or NumPy's integers, of which booleans are none."""
-    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
-
-
 def listed(names: Sequence[str], most: int) -> str:
-    """The first names, and how many more there are."""
+    """Return the first names, and how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
+def leaves_error(
+    kind: type[Exception], what: str, leaves: Mapping[_trees.Path, str], remedy: str, prefix: str = ""
+) -> Exception:
+    """Return an error that lists every offending leaf by its path, and says what to do.
+
+    Args:
+        kind: of the error.
+        what: is wrong, without the colon.
+        leaves: what is wrong with each leaf, by its path.
+        remedy: what to do.
+        prefix: the name of the tree, such as `grads`.
+    """
+    name = lambda path: f"{prefix}[{_trees.path_string(path)!r}]" if prefix else repr(_trees.path_string(path))
+    lines = [f"  {name(path)}: {text}" for path, text in leaves.items()]
+    return kind("\n".join([f"{what}:", *lines, remedy]))
+
+
+def is_integer(x: Any) -> bool:
+    """Return whether this is an integer of Python or NumPy; booleans are none."""
+    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
+
+
 def as_transformation(inner: Any, caller: str) -> optax.GradientTransformationExtraArgs:
-    """The rule that a wrapper wraps, accepting extra arguments; raises for anything else."""
+    """Return the rule that a wrapper wraps, accepting extra arguments; raise for anything else."""
     if isinstance(inner, optax.MultiSteps):
         inner = inner.gradient_transformation()
     if not (callable(getattr(inner, "init", None)) and callable(getattr(inner, "update", None))):
@@ -34,7 +51,7 @@ def as_transformation(inner: Any, caller: str) -> optax.GradientTransformationEx
 
 
 def wide_dtype(dtype: DTypeLike, caller: str) -> np.dtype:
-    """float32 or float64 as a NumPy dtype; raises for anything else."""
+    """Return float32 or float64 as a NumPy dtype; raise for anything else."""
     wide = dtype_or_none(dtype)
     if wide is None or wide not in (np.float32, np.float64):
         raise ValueError(f"`{caller}`: `dtype` must be float32 or float64, but got {wide or repr(dtype)}.")
@@ -44,7 +61,7 @@ def wide_dtype(dtype: DTypeLike, caller: str) -> np.dtype:
 
 
 def one_key(key: Any, caller: str) -> tuple[jax.Array, Any]:
-    """A typed PRNG key and its implementation, from a typed or a raw key; raises for anything else."""
+    """Return a typed PRNG key and its implementation, from a typed or a raw key; raise for anything else."""
     if not isinstance(key, (jax.Array, np.ndarray)):
         raise TypeError(f"`{caller}` needs a PRNG key such as `jax.random.key(0)`, but got {key!r}.")
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
@@ -59,7 +76,7 @@ def one_key(key: Any, caller: str) -> tuple[jax.Array, Any]:
 
 
 def require_state(state: Any, kind: type, caller: str) -> None:
-    """Raises if `update` was called with a state that is not this transformation's."""
+    """Raise if `update` was called with a state that is not this transformation's."""
     if not isinstance(state, kind):
         raise TypeError(
             f"`{caller}` needs the `{kind.__name__}` that its `init` made, but got {type(state).__name__}. Is it the "
@@ -69,24 +86,20 @@ def require_state(state: Any, kind: type, caller: str) -> None:
 
 
 def require_same_shapes(updates: Any, params: Any, caller: str) -> None:
-    """Raises, naming every such leaf, if an update has not the shape of its parameter: the sum would grow."""
+    """Raise if an update does not have the shape of its parameter: their sum would be larger."""
     old, new = _trees.leaves_by_path(params), _trees.leaves_by_path(updates)
-    wrong = [
-        f"  {_trees.path_string(path)!r}: update {_trees.dtype_and_shape(new[path])}, parameter "
-        f"{_trees.dtype_and_shape(old[path])}"
+    wrong = {
+        path: f"update {_trees.dtype_and_shape(new[path])}, parameter {_trees.dtype_and_shape(old[path])}"
         for path in old
         if path in new and np.shape(new[path]) != np.shape(old[path])
-    ]
+    }
     if wrong:
-        listed = "\n".join(wrong)
-        raise ValueError(
-            f"`{caller}`: gradients or updates do not have the shapes of their parameters:\n{listed}\n"
-            "Is a mean over examples missing?"
-        )
+        what = f"`{caller}`: gradients or updates do not have the shapes of their parameters"
+        raise leaves_error(ValueError, what, wrong, "Is a mean over examples missing?")
 
 
 def require_params(params: Any, caller: str) -> None:
-    """Raises if `update` was called without parameters."""
+    """Raise if `update` was called without parameters."""
     if params is None:
         raise ValueError(
             f"`{caller}` needs the parameters: call `update(grads, state, params)`. It keeps what their dtype "
@@ -95,53 +108,52 @@ def require_params(params: Any, caller: str) -> None:
 
 
 def require_differentiable(grads: Any, caller: str) -> None:
-    """Raises, naming every such leaf, if gradients are integers, booleans or float0."""
+    """Raise if gradients are integers, booleans or float0."""
     leaves = _trees.leaves_by_path(grads)
-    wrong = [
-        f"  grads[{_trees.path_string(path)!r}]: {_trees.dtype_and_shape(leaf)}"
+    wrong = {
+        path: _trees.dtype_and_shape(leaf)
         for path, leaf in leaves.items()
         if hasattr(leaf, "dtype") and not jnp.issubdtype(leaf.dtype, jnp.inexact)
-    ]
+    }
     if wrong:
-        listed = "\n".join(wrong)
-        raise TypeError(
-            f"`{caller}` needs floating-point gradients, but {len(wrong)} of {len(leaves)} leaves are not:\n{listed}\n"
+        what = f"`{caller}` needs floating-point gradients, but {len(wrong)} of {len(leaves)} leaves are not"
+        remedy = (
             "Differentiate the floating leaves only (as `equinox.filter_grad` does), or wrap the optimizer in "
             "`optax.masked`."
         )
+        raise leaves_error(TypeError, what, wrong, remedy, prefix="grads")
 
 
 def require_same_leaves(stored: Any, params: Any, fits: Callable[[Any, Any], bool], caller: str) -> None:
-    """Raises, naming every such leaf, if parameters are not those that a wrapper's state was made for.
+    """Raise if parameters are not those that a wrapper's state was made for.
 
     Args:
         stored: what the state keeps for each parameter, `optax.MaskedNode` where that is nothing.
         params: the parameters given to `update`.
-        fits: whether what is stored for a leaf belongs to a parameter.
+        fits: says whether what is stored for a leaf belongs to a parameter.
         caller: the wrapper's name.
     """
     old = _trees.leaves_by_path(stored, _trees.is_masked)
     new = _trees.leaves_by_path(params, _trees.is_masked)
-    name = lambda path: repr(_trees.path_string(path))
-    wrong = [f"  {name(path)} is in the state only" for path in old if path not in new]
-    wrong += [f"  {name(path)} is in the parameters only" for path in new if path not in old]
-    wrong += [
-        f"  {name(path)}: {_trees.dtype_and_shape(new[path])}, but the state keeps {_kept(old[path])}"
+    wrong = {path: "in the state only" for path in old if path not in new}
+    wrong |= {path: "in the parameters only" for path in new if path not in old}
+    wrong |= {
+        path: f"{_trees.dtype_and_shape(new[path])}, but the state keeps {_kept(old[path])}"
         for path in old
         if path in new and not fits(old[path], new[path])
-    ]
+    }
     if wrong:
-        listed = "\n".join(wrong)
-        raise ValueError(
-            f"`{caller}`: the parameters are not those that its state was made for:\n{listed}\n"
+        what = f"`{caller}`: the parameters are not those that its state was made for"
+        remedy = (
             "Call `init` with the new parameters, or pass those that belong to this state. If a dtype changed: "
             "`optax.apply_updates` keeps dtypes (`equinox.apply_updates` does not), and `Policy.cast_to_param` "
             "restores them."
         )
+        raise leaves_error(ValueError, what, wrong, remedy)
 
 
 def _kept(stored: Any) -> str:
-    """What a state keeps of a parameter, for a message."""
+    """Return what a state keeps of a parameter, for a message."""
     if _trees.is_masked(stored):
         return "nothing, as for a parameter of float32 or wider"
     kind = "the low bits" if stored.dtype == np.uint16 else "what is missing"

@@ -84,7 +84,7 @@ def map_unzip(function: Callable[..., tuple[Any, Any]], tree: Any, *rest: Any) -
     return treedef.unflatten([first for first, _ in pairs]), treedef.unflatten([second for _, second in pairs])
 
 
-def find_states(tree: Any, kind: type[T]) -> list[T]:
+def find_states(tree: Any, kind: type[T] | tuple[type[T], ...]) -> list[T]:
     """All parts of a pytree that are of a NamedTuple type, each before the ones nested inside it."""
     found = []
     for part in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind)):
@@ -96,6 +96,13 @@ def find_states(tree: Any, kind: type[T]) -> list[T]:
 def shapes_of(tree: T) -> T:
     """The tree with shapes for its floating arrays."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if is_floating(x) else x, tree)
+
+
+def placed_like(x: jax.Array, old: Any) -> jax.Array:
+    """Return an array with the sharding of an old one of its shape, if the user has placed that."""
+    if isinstance(x, Tracer) or isinstance(old, Tracer) or x is old or x.shape != old.shape or not old.committed:
+        return x
+    return x if x.sharding.is_equivalent_to(old.sharding, x.ndim) else jax.device_put(x, old.sharding)
 
 
 def dtype_and_shape(leaf: Any) -> str:

@@ -16,20 +16,11 @@ import numpy as np
 import optax
 
 from mpx import _errors, _trees
-from mpx._transforms.kahan_summation import KahanSummationState
-from mpx._transforms.low_precision_state import LowPrecisionState
-from mpx._transforms.master_weights import MasterWeightsState
+from mpx._stored.leaves import leaves_of
+from mpx._stored.roles import fields_of
 from mpx._transforms.params_ema import ParamsEmaState
-from mpx._transforms.stochastic_rounding import StochasticRoundingState
-from mpx._transforms.upcast import UpcastState
 from mpx._transforms.writeback import MARK, SENT
 
-_ROUNDERS = {
-    MasterWeightsState: "master_weights",
-    KahanSummationState: "kahan_summation",
-    StochasticRoundingState: "stochastic_rounding",
-}
-_SNAPSHOTS = (optax.SnapshotState, optax.MonitorState)
 # Primitives that move numbers about and change none.
 _MOVES = frozenset({
     "broadcast_in_dim", "concatenate", "copy", "copy_p", "device_put", "dynamic_slice", "expand_dims", "gather", "name",
@@ -58,7 +49,8 @@ def check_chain(tx: optax.GradientTransformation, params: Any = None, **extra_ar
     Raises:
         TypeError: if `tx` is not a transformation.
         ValueError: if an element of a chain changes the updates after one of the three; if one of them follows
-            another, or stands inside `upcast` or `master_weights`, where it does nothing; if `master_weights` stands
+            another, or stands inside `upcast` or `master_weights`, where it does nothing (these say so themselves); if
+            `master_weights` stands
             in a chain beside a rule that keeps its state in 16 bits, which it should wrap; or if `params_ema` is not
             the last element of its chain, or stands outside of `master_weights` and averages rounded parameters.
 
@@ -95,7 +87,6 @@ element of the chain.
             f"it, but `{history.changed_by}` changes it after that ({len(changed)} of {len(_marked(histories))} such "
             f"leaves). {_advice(history.author)}"
         )
-    _require_something_to_do(state)
     _require_wide_state_before_masters(state)
     _require_averages_of_masters(state)
     _require_averages_at_the_end(state)
@@ -228,28 +219,15 @@ def _advice(author: str) -> str:
     return f"Nothing may change updates after `{author}`: make it the last element of the chain."
 
 
-def _require_something_to_do(state: Any) -> None:
-    """Raises if a rounding stands inside a wrapper that gives it float32 parameters, of which nothing is lost."""
-    for kind, name in _ROUNDERS.items():
-        if any(_trees.find_states(tuple(wide), kind) for wide in _trees.find_states(state, UpcastState)):
-            raise ValueError(
-                f"`check_chain`: `{name}` stands inside `upcast` or `master_weights`, sees float32 parameters there "
-                f"and does nothing. Put it behind or around: `optax.chain(upcast(rule), kahan_summation())`, "
-                "`master_weights(rule)`."
-            )
-
-
 def _require_wide_state_before_masters(state: Any) -> None:
-    """Raises if a rule keeps 16-bit state outside `master_weights`, which gives its own rule float32."""
-    if not _trees.find_states(state, MasterWeightsState):
+    """Raise if a rule keeps 16-bit state outside of masters, which give their own rule float32."""
+    leaves = leaves_of(state)
+    if not any(leaf.role == "master" for leaf in leaves):
         return
-    # (A snapshot is no rule: nothing is computed from it.)
-    ours = (MasterWeightsState, LowPrecisionState, UpcastState, KahanSummationState, *_SNAPSHOTS)
-    is_ours = lambda x: isinstance(x, ours)
     narrow = [
-        f"{_trees.path_string(path)!r} ({_trees.dtype_and_shape(leaf)})"
-        for path, leaf in _trees.leaves_by_path(state, is_ours).items()
-        if not is_ours(leaf) and _trees.is_narrower(leaf, np.dtype(np.float32)) and leaf.shape
+        f"{_trees.path_string(leaf.path)!r} ({_trees.dtype_and_shape(leaf.leaf)})"
+        for leaf in leaves
+        if not leaf.wrapped and _trees.is_narrower(leaf.leaf, np.dtype(np.float32)) and leaf.leaf.shape
     ]
     if narrow:
         raise ValueError(
@@ -259,10 +237,11 @@ def _require_wide_state_before_masters(state: Any) -> None:
 
 
 def _require_averages_of_masters(state: Any) -> None:
-    """Raises if an average is taken of parameters whose masters it could have."""
-    masters = _trees.find_states(state, MasterWeightsState)
-    inside = {id(average) for part in masters for average in _trees.find_states(tuple(part), ParamsEmaState)}
-    with_masters = {path for part in masters for path in _trees.leaves_by_path(part.master)}
+    """Raise if an average is taken of parameters whose masters it could have."""
+    has_masters = lambda x: (fields := fields_of(type(x))) is not None and "master" in fields.roles.values()
+    parts = [part for part in jax.tree.leaves(state, is_leaf=has_masters) if has_masters(part)]
+    inside = {id(average) for part in parts for average in _trees.find_states(tuple(part), ParamsEmaState)}
+    with_masters = {leaf.below for leaf in leaves_of(state) if leaf.role == "master"}
     for average in _trees.find_states(state, ParamsEmaState):
         rounded = [path for path in _trees.leaves_by_path(average.ema) if path in with_masters]
         if rounded and id(average) not in inside:
@@ -280,8 +259,14 @@ def _require_averages_at_the_end(state: Any) -> None:
         if not is_chain(chain):
             continue
         first = next(i for i, part in enumerate(chain) if isinstance(part, ParamsEmaState))
-        if not all(isinstance(part, (ParamsEmaState, *_SNAPSHOTS)) for part in chain[first:]):
+        if not all(isinstance(part, ParamsEmaState) or _is_measure(part) for part in chain[first:]):
             raise ValueError(
                 "`check_chain`: `params_ema` averages the parameters that its updates lead to, but another element "
                 "comes after it and may change them. Make it the last element of the chain."
             )
+
+
+def _is_measure(state: Any) -> bool:
+    """Return whether a state only measures, as a snapshot does: nothing is computed from it."""
+    fields = fields_of(type(state))
+    return fields is not None and set(fields.roles.values()) == {"measure"}

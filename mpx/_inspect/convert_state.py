@@ -1,9 +1,10 @@
-"""`convert_state`: a training goes on under another recipe.
+"""`convert_state`: continue a training run under another recipe.
 
 Three kinds of leaves stand in an optimizer state. What mpx keeps of the weights (masters, low bits, compensations) is
 made anew from their best float32 values. What mpx keeps besides (the loss scale and its counters, PRNG keys) is taken
 from the old state if that has the like. All others belong to the rule. They are paired in their order: without mpx's
-wrappers and the nesting of chains both states must have the same leaves, in states of the same types.
+wrappers and the nesting of chains both states must have the same leaves, in states of the same types. Which leaf is of
+which kind is said by its role.
 """
 
 import functools
@@ -18,17 +19,14 @@ import optax
 from jax import lax
 from jax.core import Tracer
 
-from mpx import _errors, _trees, formats
+from mpx import _errors, _trees
 from mpx._inspect.masters import master_params
-from mpx._inspect.parts import KEEPERS, MEASURES, Part, of_the_rule, parts_of
 from mpx._policy import Policy, as_policy
-from mpx._stored.blockwise import BlockwiseArray, decode, encode
-from mpx._transforms.kahan_summation import KahanSummationState
-from mpx._transforms.loss_scaling import LossScalingState
-from mpx._transforms.low_precision_state import LowPrecisionState
-from mpx._transforms.master_weights import MasterWeightsState
-from mpx._transforms.upcast import settled
-from mpx._transforms.writeback import on_grid
+from mpx._stored.format import StateFormat
+from mpx._stored.leaves import StateLeaf, leaves_of
+from mpx._stored.roles import KEPT_OF_WEIGHTS, Role
+from mpx._stored.weights import cast_nearest, store_weight
+from mpx._transforms.float32_world import stable_state
 
 T = TypeVar("T")
 
@@ -41,11 +39,12 @@ def convert_state(
     *,
     policy: Policy | str | None = None,
 ) -> tuple[T, optax.OptState]:
-    """Moves a training to another recipe: the same weights and moments, stored in another way.
+    """Move a training run to another recipe: the same weights and moments, stored in another way.
 
     Both transformations must contain the same rule. What mpx puts around it may differ: `upcast`, `master_weights`
     (full or split), `loss_scaling`, `low_precision_state`, `kahan_summation`, `stochastic_rounding`, in any nesting and
-    inside of Optax's wrappers too. So may what measures (`mpx.monitor`, `optax.snapshot`): it begins anew.
+    inside of Optax's wrappers too. So may what measures (`mpx.monitor`, `optax.snapshot`): it begins anew. Wrappers and
+    formats of your own are known by `register_state` and `StateFormat`.
 
     - The weights that are moved are those of `master_params`. float32 parameters, full and split masters hold them
       exactly; a parameter with a bfloat16 Kahan compensation does to about 2**-17 of the weight. If the new recipe
@@ -96,19 +95,31 @@ def convert_state(
     _require_state_of(tx, params, opt_state)
     wanted = _trees.shapes_of(params) if policy is None else policy.cast_to_param(_trees.shapes_of(params))
     template = jax.eval_shape(new_tx.init, wanted)
-    old, new = parts_of(opt_state), parts_of(template)
+    old, new = leaves_of(opt_state), leaves_of(template)
     _require_same_rule(old, new)
     weights = _moved_weights(params, opt_state, wanted, old, new)
-    filled = {part.path: weights[part.below].kept for part in new if part.keeper in KEEPERS}
-    for before, after in zip(of_the_rule(old), of_the_rule(new), strict=True):
+    filled = {leaf.path: weights[leaf.below].kept for leaf in new if leaf.role in KEPT_OF_WEIGHTS}
+    for before, after in zip(_of_the_rule(old), _of_the_rule(new), strict=True):
         filled |= _moved(before, after)
     begins = [_first_loss_scale(*recipe) for recipe in ((tx, _trees.shapes_of(params), old), (new_tx, wanted, new))]
     filled |= _carried(old, new, is_scaled_alike=begins[0] == begins[1])
     new_params = jax.tree.map_with_path(lambda path, p: weights[path].p if path in weights else p, params)
-    filled |= _fresh(new_tx, wanted, [part.path for part in new if part.path not in filled])
+    filled |= _fresh(new_tx, wanted, [leaf.path for leaf in new if leaf.path not in filled])
     new_state = jax.tree.map_with_path(lambda path, _: filled[path], template)
     _warn_of_losses(weights)
-    return new_params, settled(new_state, new_params)
+    return new_params, stable_state(new_state, new_params)
+
+
+# What declared wrappers keep for themselves; all else belongs to the rule.
+_OF_WRAPPERS: tuple[Role, ...] = (*KEPT_OF_WEIGHTS, "scales", "loss scale", "key", "count", "measure")
+
+
+def _is_of_the_rule(leaf: StateLeaf) -> bool:
+    return not (leaf.declared and leaf.role in _OF_WRAPPERS)
+
+
+def _of_the_rule(leaves: list[StateLeaf]) -> list[StateLeaf]:
+    return [leaf for leaf in leaves if _is_of_the_rule(leaf)]
 
 
 # The weights.
@@ -124,11 +135,11 @@ class _Weight(NamedTuple):
 
 
 def _moved_weights(
-    params: Any, opt_state: Any, wanted: Any, old: list[Part], new: list[Part]
+    params: Any, opt_state: Any, wanted: Any, old: list[StateLeaf], new: list[StateLeaf]
 ) -> dict[_trees.Path, _Weight]:
-    """The floating parameters as the new recipe has them."""
+    """Return the floating parameters as the new recipe has them."""
     best, wanted = _trees.leaves_by_path(master_params(params, opt_state)), _trees.leaves_by_path(wanted)
-    before, after = ({part.below: part for part in parts if part.keeper in KEEPERS} for parts in (old, new))
+    before, after = ({leaf.below: leaf for leaf in leaves if leaf.role in KEPT_OF_WEIGHTS} for leaves in (old, new))
     _require_fit(best, after)
     return {
         path: _moved_weight(p, best[path], wanted[path].dtype, before.get(path), after.get(path))
@@ -137,8 +148,10 @@ def _moved_weights(
     }
 
 
-def _moved_weight(p: jax.Array, best: jax.Array, dtype: np.dtype, old: Part | None, new: Part | None) -> _Weight:
-    """A parameter as the new recipe has it.
+def _moved_weight(
+    p: jax.Array, best: jax.Array, dtype: np.dtype, old: StateLeaf | None, new: StateLeaf | None
+) -> _Weight:
+    """Return a parameter as the new recipe has it.
 
     Args:
         p: the parameter.
@@ -147,52 +160,24 @@ def _moved_weight(p: jax.Array, best: jax.Array, dtype: np.dtype, old: Part | No
         old: what the old state keeps of it.
         new: the shape of what the new state keeps of it.
     """
-    had, has = ((None, None) if part is None else (part.keeper, part.leaf.dtype) for part in (old, new))
+    had, has = ((None, None) if leaf is None else (leaf.role, leaf.leaf.dtype) for leaf in (old, new))
     old_kept = None if old is None else old.leaf
     if had == has and p.dtype == dtype:
         return _Weight(p, old_kept, "", None)
     new_p, kept = _stored(best, dtype, *has)
     loss = _loss(best, new_p) if new is None and _trees.is_narrower(new_p, best.dtype) else None
     if kept is not None:
-        kept = _placed_like(kept, p if old_kept is None else old_kept)
-    return _Weight(_placed_like(new_p, p), kept, f"{best.dtype} to {dtype}", loss)
+        kept = _trees.placed_like(kept, p if old_kept is None else old_kept)
+    return _Weight(_trees.placed_like(new_p, p), kept, f"{best.dtype} to {dtype}", loss)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _stored(best: jax.Array, dtype: np.dtype, keeper: type | None, kept_dtype: Any) -> tuple[jax.Array, Any]:
-    """A weight as a parameter and what is kept of it."""
-    if keeper is KahanSummationState or kept_dtype == np.uint16:
-        best = _cast(best, np.dtype(np.float32))
-    if kept_dtype == np.uint16:
-        return formats.split_f32(best, overflow="largest")
-    if keeper is MasterWeightsState:
-        master = _cast(best, kept_dtype)
-        return _cast(master, dtype), master
-    nearest = _nearest(best, dtype)
-    if keeper is None:
-        return nearest.astype(dtype), None
-    rest = jnp.where(jnp.isfinite(best), best - nearest, jnp.zeros_like(best))
-    return nearest.astype(dtype), _cast(rest, kept_dtype)
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _cast(x: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Widens exactly, or rounds to nearest; no finite number becomes infinite."""
-    return _nearest(x.astype(_trees.promoted(x.dtype, np.float32)), dtype).astype(dtype)
-
-
-def _nearest(x: jax.Array, dtype: np.dtype) -> jax.Array:
-    """The nearest numbers that `dtype` holds, in the dtype of `x`, float32 or float64."""
-    if dtype.itemsize >= x.dtype.itemsize:
-        return x
-    if x.dtype == np.float64 and dtype.itemsize == 2:
-        return on_grid(on_grid(x, np.dtype(np.float32)).astype(np.float32), dtype).astype(np.float64)
-    return on_grid(x, dtype)
+_stored = jax.jit(store_weight, static_argnums=(1, 2, 3))
+_cast = jax.jit(cast_nearest, static_argnums=1)
 
 
 @jax.jit
 def _loss(best: jax.Array, p: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """How many weights changed, and the largest change in units of the weight."""
+    """Return how many weights changed, and the largest change in units of the weight."""
     now, bits = p.astype(best.dtype), f"u{best.dtype.itemsize}"
     same = lax.bitcast_convert_type(now, bits) == lax.bitcast_convert_type(best, bits)
     changed = ~(same | (jnp.isnan(best) & jnp.isnan(now)))
@@ -219,66 +204,58 @@ def _warn_of_losses(weights: dict[_trees.Path, _Weight]) -> None:
 # The rest of the state.
 
 
-def _moved(old: Part, new: Part) -> dict[_trees.Path, Any]:
-    """A leaf of the rule as the new state stores it, and its scales if it is coded."""
-    if old.code and new.code and old.code[2:] == new.code[2:]:
-        return {new.path: old.leaf, new.code.scale_path: old.code.scale}
-    wide = _decoded(old.leaf, old.code.scale, *old.code[2:]) if old.code else old.leaf
-    if new.code:
-        codes, scale = _encoded(wide, *new.code[2:])
-        return {new.path: _placed_like(codes, old.leaf), new.code.scale_path: scale}
+def _moved(old: StateLeaf, new: StateLeaf) -> dict[_trees.Path, Any]:
+    """Return a leaf of the rule as the new state stores it, and its scales if it is in a format with scales."""
+    if old.coded and new.coded and old.coded.format == new.coded.format:
+        return {new.path: old.leaf, new.coded.scales_path: old.coded.scales}
+    wide = _decoded(old.leaf, old.coded.scales, old.coded.format) if old.coded else old.leaf
+    if new.coded:
+        codes, scales = _encoded(wide, new.coded.format)
+        return {new.path: _trees.placed_like(codes, old.leaf), new.coded.scales_path: scales}
     if wide.dtype == new.leaf.dtype:
-        return {new.path: _placed_like(wide, old.leaf)}
+        return {new.path: _trees.placed_like(wide, old.leaf)}
     cast = _cast(wide, new.leaf.dtype) if _trees.is_floating(wide) else lax.convert_element_type(wide, new.leaf.dtype)
-    return {new.path: _placed_like(cast, old.leaf)}
+    return {new.path: _trees.placed_like(cast, old.leaf)}
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def _decoded(codes: jax.Array, scale: jax.Array, block_size: int, signed: bool) -> jax.Array:
-    return decode(BlockwiseArray(codes, scale), block_size, signed)
+@functools.partial(jax.jit, static_argnums=2)
+def _decoded(codes: jax.Array, scales: Any, format: StateFormat) -> jax.Array:
+    return format.decode(codes, scales)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _encoded(x: jax.Array, block_size: int, signed: bool) -> BlockwiseArray:
-    return encode(_cast(x, np.dtype(np.float32)), block_size, signed)
+@functools.partial(jax.jit, static_argnums=1)
+def _encoded(x: jax.Array, format: StateFormat) -> tuple[jax.Array, Any]:
+    return format.encode(cast_nearest(x, np.dtype(np.float32)))
 
 
-def _first_loss_scale(tx: optax.GradientTransformation, params: Any, parts: list[Part]) -> list[float]:
-    """With what loss scale a recipe begins, which is all that tells of its settings."""
-    paths = [part.path for part in parts if part.place == (f"{LossScalingState.__name__}.loss_scale",)]
+def _first_loss_scale(tx: optax.GradientTransformation, params: Any, leaves: list[StateLeaf]) -> list[float]:
+    """Return with what loss scale a recipe begins, which is all that tells of its settings."""
+    paths = [leaf.path for leaf in leaves if leaf.role == "loss scale" and leaf.field == "loss_scale"]
     return [float(scale) for scale in _fresh(tx, params, paths).values()]
 
 
-def _carried(old: list[Part], new: list[Part], is_scaled_alike: bool) -> dict[_trees.Path, Any]:
-    """Loss scales with their counters, and keys: what both states have, in its order.
+def _carried(old: list[StateLeaf], new: list[StateLeaf], is_scaled_alike: bool) -> dict[_trees.Path, Any]:
+    """Return loss scales with their counters, and keys: what both states have, in its order.
 
-    Of a loss scale of other settings only the count of skipped steps: a static one would never leave a scale that it
-    was given, and a dynamic one would take long to come back from that of no scaling.
+    Of a loss scale of other settings only the count of skipped steps is carried over: a static one would never leave a
+    scale that it was given, and a dynamic one would take long to come back from that of no scaling.
     """
+    carries: tuple[Role, ...] = ("key", "count", "loss scale") if is_scaled_alike else ("key", "count")
     others: dict[tuple[str, ...], list[Any]] = defaultdict(list)
-    for part in old:
-        if part.keeper is not None and part.keeper not in (*KEEPERS, *MEASURES):
-            others[part.place].append(part.leaf)
+    for leaf in old:
+        if leaf.declared and leaf.role in carries:
+            others[leaf.place].append(leaf.leaf)
     carried = {}
-    for part in new:
-        if part.keeper is None or part.keeper in KEEPERS or not others[part.place]:
-            continue
-        leaf = others[part.place].pop(0)
-        is_setting = part.keeper is LossScalingState and part.place[0].rpartition(".")[2] != "skipped_steps"
-        if is_setting and not is_scaled_alike:
-            continue
-        if (leaf.shape, leaf.dtype) == (part.leaf.shape, part.leaf.dtype) and not _is_of_blocks(part):
-            carried[part.path] = leaf
+    for leaf in new:
+        if leaf.declared and leaf.role in carries and others[leaf.place]:
+            before = others[leaf.place].pop(0)
+            if (before.shape, before.dtype) == (leaf.leaf.shape, leaf.leaf.dtype):
+                carried[leaf.path] = before
     return carried
 
 
-def _is_of_blocks(part: Part) -> bool:
-    """Whether it is the scales of a coded leaf, which come with that."""
-    return part.place[0] == f"{LowPrecisionState.__name__}.block_scales"
-
-
 def _fresh(new_tx: optax.GradientTransformation, wanted: Any, paths: list[_trees.Path]) -> dict[_trees.Path, Any]:
-    """Leaves of a new state that nothing in the old one corresponds to, none of which depends on the weights."""
+    """Return leaves of a new state to which none of the old one corresponds; none depends on the weights."""
     if not paths:
         return {}
 
@@ -291,18 +268,11 @@ def _fresh(new_tx: optax.GradientTransformation, wanted: Any, paths: list[_trees
     return dict(zip(paths, init(), strict=True))
 
 
-def _placed_like(x: jax.Array, old: Any) -> jax.Array:
-    """The array where the old one of its shape is, if the user has placed that."""
-    if x is old or x.shape != old.shape or not old.committed or x.sharding.is_equivalent_to(old.sharding, x.ndim):
-        return x
-    return jax.device_put(x, old.sharding)
-
-
 # Checks.
 
 
 def _as_arrays(tree: T) -> T:
-    """The tree with arrays of JAX for NumPy's and for Python's numbers; raises for what is no array yet."""
+    """Return the tree with arrays of JAX for NumPy's and for Python's numbers; raise for what is no array yet."""
 
     def as_array(leaf):
         if isinstance(leaf, (Tracer, jax.ShapeDtypeStruct)):
@@ -317,49 +287,53 @@ def _as_arrays(tree: T) -> T:
 
 
 def _require_state_of(tx: optax.GradientTransformation, params: Any, opt_state: Any) -> None:
-    """Raises, naming every such leaf, if a state is not one of this transformation for these parameters."""
+    """Raise if a state is not one of this transformation for these parameters."""
     if callable(getattr(opt_state, "init", None)):
         raise TypeError(
             "`convert_state` needs an optimizer state, but got a transformation; `init` makes its state. The order is "
             "`convert_state(params, opt_state, tx, new_tx)`."
         )
     made = jax.eval_shape(tx.init, params)
-    expected, leaves = {part.path: part for part in parts_of(made)}, _trees.leaves_by_path(opt_state)
-    name = lambda path: repr(_trees.path_string(path))
-    wrong = [f"  {name(path)} is in the state only" for path in leaves if path not in expected]
-    wrong += [f"  {name(path)} is missing" for path in expected if path not in leaves]
-    wrong += [
-        f"  {name(path)}: {_trees.dtype_and_shape(leaves[path])}, not {_trees.dtype_and_shape(part.leaf)}"
-        for path, part in expected.items()
-        if path in leaves and not _is_made_as(part, leaves[path])
-    ]
-    if not wrong and jax.tree.structure(opt_state) != jax.tree.structure(made):
-        wrong = [f"  its tree is\n{jax.tree.structure(opt_state)}\n  not\n{jax.tree.structure(made)}"]
-    if wrong:
-        listed = "\n".join(wrong)
-        raise ValueError(
-            f"`convert_state`: `opt_state` is not a state of `tx` for these parameters:\n{listed}\n"
-            "Pass the transformation that made it, and the parameters that it trains. If it was restored from a "
+    expected, leaves = {leaf.path: leaf for leaf in leaves_of(made)}, _trees.leaves_by_path(opt_state)
+    wrong = {path: "in the state only" for path in leaves if path not in expected}
+    wrong |= {path: "missing" for path in expected if path not in leaves}
+    wrong |= {
+        path: f"{_trees.dtype_and_shape(leaves[path])}, not {_trees.dtype_and_shape(leaf.leaf)}"
+        for path, leaf in expected.items()
+        if path in leaves and not _is_made_as(leaf, leaves[path])
+    }
+    trees = "" if jax.tree.structure(opt_state) == jax.tree.structure(made) else _differing_trees(opt_state, made)
+    if wrong or trees:
+        raise _errors.leaves_error(
+            ValueError,
+            "`convert_state`: `opt_state` is not a state of `tx` for these parameters",
+            wrong,
+            ("" if wrong else trees)
+            + "Pass the transformation that made it, and the parameters that it trains. If it was restored from a "
             "checkpoint without its types, restore it into `jax.eval_shape(tx.init, params)`; if it is that of a "
-            "`flax.nnx.Optimizer`, pass `nnx.as_pure` of it and of the parameters."
+            "`flax.nnx.Optimizer`, pass `nnx.as_pure` of it and of the parameters.",
         )
 
 
-def _is_made_as(part: Part, leaf: Any) -> bool:
-    """Whether a leaf is as `init` makes it. A bare rule may change its floating dtypes with its first update."""
-    if not isinstance(leaf, jax.Array) or leaf.shape != part.leaf.shape:
+def _differing_trees(state: Any, made: Any) -> str:
+    return f"  its tree is\n{jax.tree.structure(state)}\n  not\n{jax.tree.structure(made)}\n"
+
+
+def _is_made_as(made: StateLeaf, leaf: Any) -> bool:
+    """Return whether a leaf is as `init` makes it. A bare rule may change its floating dtypes with its first update."""
+    if not isinstance(leaf, jax.Array) or leaf.shape != made.leaf.shape:
         return False
-    both_floating = _trees.is_floating(leaf) and _trees.is_floating(part.leaf)
-    return leaf.dtype == part.leaf.dtype or (both_floating and not part.wrapped)
+    both_floating = _trees.is_floating(leaf) and _trees.is_floating(made.leaf)
+    return leaf.dtype == made.leaf.dtype or (both_floating and not made.wrapped)
 
 
-def _require_same_rule(old: list[Part], new: list[Part]) -> None:
-    """Raises, naming the first difference, if two states are not of the same rule."""
-    pairs = [[(part.place, part.leaf.shape, _kind(part)) for part in of_the_rule(parts)] for parts in (old, new)]
+def _require_same_rule(old: list[StateLeaf], new: list[StateLeaf]) -> None:
+    """Raise if two states are not of the same rule; name the first difference."""
+    pairs = [[(leaf.place, leaf.leaf.shape, _kind(leaf)) for leaf in _of_the_rule(leaves)] for leaves in (old, new)]
     if pairs[0] == pairs[1]:
         return
     same = next((i for i, (a, b) in enumerate(zip(*pairs, strict=False)) if a != b), min(map(len, pairs)))
-    was, becomes = (_described(of_the_rule(parts)[same:]) for parts in (old, new))
+    was, becomes = (_described(_of_the_rule(leaves)[same:]) for leaves in (old, new))
     raise ValueError(
         f"`convert_state`: the rule in `new_tx` is not that in `tx`. Where the state of `tx` has\n  {was}\nthat of "
         f"`new_tx` has\n  {becomes}\nThe rules must be the same, with the same options; only what mpx puts around them "
@@ -368,26 +342,26 @@ def _require_same_rule(old: list[Part], new: list[Part]) -> None:
     )
 
 
-def _kind(part: Part) -> str:
-    """What can be converted into each other."""
-    if part.code or _trees.is_floating(part.leaf):
+def _kind(leaf: StateLeaf) -> str:
+    """Return a name that is equal for what can be converted into each other."""
+    if leaf.coded or _trees.is_floating(leaf.leaf):
         return "floating"
-    return "integer" if jnp.issubdtype(part.leaf.dtype, jnp.integer) else str(part.leaf.dtype)
+    return "integer" if jnp.issubdtype(leaf.leaf.dtype, jnp.integer) else str(leaf.leaf.dtype)
 
 
-def _described(rest: list[Part]) -> str:
+def _described(rest: list[StateLeaf]) -> str:
     if not rest:
         return "nothing more"
-    shown = "8 bits of " if rest[0].code else ""
+    shown = f"{rest[0].coded.format} of " if rest[0].coded else ""
     return f"{'/'.join(rest[0].place)!r}: {shown}{_trees.dtype_and_shape(rest[0].leaf)}"
 
 
-def _require_fit(weights: dict[_trees.Path, Any], kept: dict[_trees.Path, Part]) -> None:
-    """Raises if a new state keeps something of what is no parameter by its path and shape."""
-    for path, part in kept.items():
-        if path not in weights or weights[path].shape != part.leaf.shape:
+def _require_fit(weights: dict[_trees.Path, Any], kept: dict[_trees.Path, StateLeaf]) -> None:
+    """Raise if a new state keeps something of what is no parameter by its path and shape."""
+    for path, leaf in kept.items():
+        if path not in weights or weights[path].shape != leaf.leaf.shape:
             raise ValueError(
-                f"`convert_state`: the state of `new_tx` keeps {_trees.dtype_and_shape(part.leaf)} for "
+                f"`convert_state`: the state of `new_tx` keeps {_trees.dtype_and_shape(leaf.leaf)} for "
                 f"{_trees.path_string(path)!r}, and no parameter has this path and shape. Masters and compensations "
                 "cannot stand inside what gives its rule other parameters (`optax.flatten`): put them around it."
             )

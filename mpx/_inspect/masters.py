@@ -1,36 +1,36 @@
-"""Looking into optimizer states: the masters, the averages, whether parameters follow them."""
+"""Look into optimizer states: the masters, the averages, and whether parameters belong to them."""
 
 import functools
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from mpx import _trees, formats
-from mpx._transforms.kahan_summation import KahanSummationState
-from mpx._transforms.loss_scaling import LossScalingState
-from mpx._transforms.master_weights import MasterWeightsState
+from mpx import _trees
+from mpx._stored.leaves import StateLeaf, weights_kept
+from mpx._stored.roles import fields_of, registered_types
+from mpx._stored.weights import belongs, kept_of_parameter, restore_weight
 from mpx._transforms.params_ema import ParamsEmaState
-from mpx._transforms.writeback import on_grid
 
 T = TypeVar("T")
 
+# A state with one of these roles that has lost its type is no state any more to the functions here.
+_TYPED_ROLES = {"master", "compensation", "average", "loss scale"}
+
 
 def master_params(params: T, opt_state: optax.OptState) -> T:
-    """The best float32 values of the parameters: for evaluation, export, or a change of recipe.
+    """Return the best float32 values of the parameters: for evaluation, export, or a change of recipe.
 
-    Of each leaf the master, or parameter and low bits joined, or parameter plus Kahan compensation, or, where the
-    state keeps nothing of it, the parameter itself in float32. Leaves that are wider or not floating are returned
-    as they are.
+    A leaf becomes its master, or parameter and low bits joined, or parameter plus Kahan compensation. Where the state
+    keeps nothing, it becomes the parameter in float32. Leaves that are wider or not floating are returned as they are.
 
     Args:
         params: the parameters.
         opt_state: the state of the transformation that trains them, of any nesting.
 
     Raises:
+        TypeError: if this is no state but a transformation, or a state restored without its types.
         ValueError: if what the state keeps does not fit the parameters.
 
     Example:
@@ -40,24 +40,19 @@ def master_params(params: T, opt_state: optax.OptState) -> T:
         >>> print(optax.apply_updates(params, updates), master_params(params, state))
         1 0.999
     """
-    stored = _stored_by_path(params, opt_state, "master_params")
+    stored = _kept_by_path(params, opt_state, "master_params")
 
-    def reconstruct(path, p):
+    def restore(path, p):
         if not _trees.is_floating(p):
             return p
-        kind, _, kept = stored.get(path, (None, p, None))
-        wide = p.astype(_trees.promoted(p.dtype, np.float32))
-        if kept is None:
-            return wide
-        if kind is KahanSummationState:
-            return wide + kept.astype(wide.dtype)
-        return formats.join_f32(p, kept) if kept.dtype == np.uint16 else kept
+        kept = stored.get(path)
+        return restore_weight(p, kept and kept.role, kept and kept.leaf)
 
-    return jax.tree.map_with_path(reconstruct, params, is_leaf=_trees.is_masked)
+    return jax.tree.map_with_path(restore, params, is_leaf=_trees.is_masked)
 
 
 def ema_params(opt_state: optax.OptState) -> Any:
-    """The average of the weights that `params_ema` keeps: a tree like the parameters, float32 or wider.
+    """Return the average of the weights that `params_ema` keeps: a tree like the parameters, float32 or wider.
 
     Before the first step it is the initial parameters. Parameters that are not floating, or that `optax.masked` or
     `optax.partition` hide from every average, are an `optax.MaskedNode`. Cast it to evaluate the model in its own
@@ -85,12 +80,11 @@ def ema_params(opt_state: optax.OptState) -> Any:
             "`ema_params`: nothing in this optimizer state averages weights. Put `params_ema(decay)` at the end of the "
             "chain inside `master_weights`."
         )
-
     return functools.reduce(_joined_averages, averages)
 
 
 def _joined_averages(a: Any, b: Any) -> Any:
-    """Two averages of different parameters as one; a whole subtree of one may be a single placeholder of the other."""
+    """Join two averages of different parameters; a whole subtree of one may be a single placeholder of the other."""
     if _trees.is_masked(a) or _trees.is_masked(b):
         return b if _trees.is_masked(a) else a
     children, treedef = jax.tree.flatten(a, is_leaf=lambda x: x is not a)
@@ -104,19 +98,20 @@ def _joined_averages(a: Any, b: Any) -> Any:
 
 
 def is_synced(params: Any, opt_state: optax.OptState) -> jax.Array:
-    """Whether the parameters are those that the optimizer state speaks of: a boolean scalar.
+    """Return whether the parameters are those that the optimizer state was made for: a boolean scalar.
 
-    False after parameters were changed from outside (fine-tuning, pruning, a checkpoint of the weights alone): the
-    next update would bring the old weights back. Then `resync`. A float32 master must round to its parameter; a
-    Kahan compensation must be smaller than the spacing of its parameter. Low bits (`storage="split"`) belong to any
-    parameter, so they are always in sync. (A weight that has just fallen almost to zero may be out of sync until the
-    next step, see `master_weights`.)
+    It is False after parameters were changed from outside (fine-tuning, pruning, a checkpoint of the weights alone):
+    the next update would bring the old weights back. Then call `resync`. A float32 master must round to its parameter;
+    a Kahan compensation must be smaller than the spacing of its parameter. Low bits (`storage="split"`) fit any
+    parameter, so this cannot see a change there. (A weight that has just fallen almost to zero may be out of sync until
+    the next step, see `master_weights`.)
 
     Args:
         params: the parameters.
         opt_state: the state of the transformation that trains them, of any nesting.
 
     Raises:
+        TypeError: if this is no state but a transformation, or a state restored without its types.
         ValueError: if what the state keeps does not fit the parameters.
 
     Example:
@@ -126,27 +121,28 @@ def is_synced(params: Any, opt_state: optax.OptState) -> jax.Array:
         >>> print(is_synced(params, state), is_synced(params.at[0].set(0), state))
         True False
     """
-    synced = jnp.asarray(True)
-    for kind, p, kept in _stored_by_path(params, opt_state, "is_synced").values():
-        synced &= jnp.all(_in_sync(kind, p, kept))
-    return synced
+    leaves = _trees.leaves_by_path(params)
+    kept = _kept_by_path(params, opt_state, "is_synced")
+    synced = [jnp.all(belongs(leaves[path], found.role, found.leaf)) for path, found in kept.items()]
+    return functools.reduce(jnp.logical_and, synced, jnp.asarray(True))
 
 
 def resync(params: Any, opt_state: T) -> T:
-    """Makes the optimizer state follow parameters that were changed from outside.
+    """Make parameters that were changed from outside the masters of the optimizer state.
 
-    Where a master does not round to its parameter, the parameter becomes the master; where a Kahan compensation is
-    too large for its parameter, it becomes zero. All other numbers keep their bits, so `resync` is harmless when
-    nothing was changed. Moments and counts stay.
+    Masters become exactly the parameters; low bits and Kahan compensations become zero, for every storage alike.
+    Moments and counts stay. Call it only after such a change: what the state held of the weights beyond the precision
+    of their parameters is gone, of those that were not changed too.
 
     Args:
         params: the parameters.
         opt_state: the state of the transformation that trains them, of any nesting.
 
     Returns:
-        The state, such that `is_synced(params, state)`.
+        The state, with which `master_params(params, state)` are the parameters and `is_synced(params, state)` is True.
 
     Raises:
+        TypeError: if this is no state but a transformation, or a state restored without its types.
         ValueError: if what the state keeps does not fit the parameters.
 
     Example:
@@ -155,48 +151,35 @@ def resync(params: Any, opt_state: T) -> T:
         >>> print(resync(jnp.zeros(2, jnp.bfloat16), state).master)
         [0. 0.]
     """
-    stored = _stored_by_path(params, opt_state, "resync")
-
-    def mend(path, kept):
-        if _trees.is_masked(kept) or kept.dtype == np.uint16:
-            return kept
-        kind, p, _ = stored[path]
-        fresh = p.astype(kept.dtype) if kind is MasterWeightsState else jnp.zeros_like(kept)
-        return jnp.where(_in_sync(kind, p, kept), kept, fresh)
-
-    def mend_state(state):
-        for kind, field in _FIELDS.items():
-            if isinstance(state, kind):
-                mended = jax.tree.map_with_path(mend, getattr(state, field), is_leaf=_trees.is_masked)
-                rest = {name: _map_states(mend_state, getattr(state, name)) for name in state._fields if name != field}
-                return state._replace(**{field: mended}, **rest)
-        return state
-
-    return _map_states(mend_state, opt_state)
-
-
-# Which states keep something of each parameter, and in which field.
-_FIELDS: dict[type, str] = {MasterWeightsState: "master", KahanSummationState: "compensation"}
-
-
-def _stored_by_path(params: Any, opt_state: Any, caller: str) -> dict[_trees.Path, tuple[type, Any, Any]]:
-    """For each parameter of which a state keeps something: the state's type, the parameter, what is kept."""
-    require_types(opt_state, caller)
     leaves = _trees.leaves_by_path(params)
-    stored: dict[_trees.Path, tuple[type, Any, Any]] = {}
-    for kind, field in _FIELDS.items():
-        for state in _trees.find_states(opt_state, kind):
-            for path, kept in _trees.leaves_by_path(getattr(state, field)).items():
-                _require_fit(path, leaves.get(path), kept, caller)
-                stored[path] = kind, leaves[path], kept
-    return stored
+    fresh = {
+        kept.path: kept_of_parameter(leaves[path], kept.role, kept.leaf)
+        for path, kept in _kept_by_path(params, opt_state, "resync").items()
+    }
+    return jax.tree.map_with_path(lambda path, leaf: fresh.get(path, leaf), opt_state)
+
+
+def _kept_by_path(params: Any, opt_state: Any, caller: str) -> dict[_trees.Path, StateLeaf]:
+    """Return what a state keeps of each parameter; raise if it does not fit them."""
+    require_types(opt_state, caller)
+    leaves, kept = _trees.leaves_by_path(params), weights_kept(opt_state)
+    for path, found in kept.items():
+        p = leaves.get(path)
+        if p is None or p.shape != found.leaf.shape:
+            there = "no such leaf" if p is None else _trees.dtype_and_shape(p)
+            raise ValueError(
+                f"`{caller}`: the optimizer state keeps {_trees.dtype_and_shape(found.leaf)} for the parameter "
+                f"{_trees.path_string(path)!r}, but the parameters have {there}. Pass the parameters that this state "
+                "belongs to."
+            )
+    return kept
 
 
 def require_types(opt_state: Any, caller: str) -> None:
-    """Raises for what is no state, and for a state whose NamedTuples a checkpoint gave back as dictionaries."""
+    """Raise for what is no state, and for a state whose NamedTuples a checkpoint gave back as dictionaries."""
     if callable(getattr(opt_state, "init", None)):
         raise TypeError(f"`{caller}` needs an optimizer state, but got a transformation; `init` makes its state.")
-    kinds = (*_FIELDS, LossScalingState, ParamsEmaState)
+    kinds = [kind for kind in registered_types() if _TYPED_ROLES & set(fields_of(kind).roles.values())]  # type: ignore
     is_untyped = lambda x: isinstance(x, dict) and any(set(x) == set(kind._fields) for kind in kinds)
     # In a state that has its types, dictionaries are the user's, who may call a parameter as a field is called.
     is_known = lambda x: is_untyped(x) or hasattr(x, "_fields")
@@ -205,30 +188,3 @@ def require_types(opt_state: Any, caller: str) -> None:
             f"`{caller}`: the optimizer state was restored without its types: what was a NamedTuple is a dictionary. "
             "Restore it into `jax.eval_shape(tx.init, params)`."
         )
-
-
-def _in_sync(kind: type, p: jax.Array, kept: jax.Array) -> Any:
-    """Elementwise: does what is kept belong to this parameter?"""
-    if kept.dtype == np.uint16:
-        return True
-    if kind is KahanSummationState:
-        # Half a compensation never reaches the next number, unless it is that of another parameter.
-        wide = p.astype(np.float32)
-        return (on_grid(wide + 0.5 * kept.astype(np.float32), p.dtype) == wide) | ~jnp.isfinite(wide)
-    wide = p.astype(kept.dtype)
-    return (on_grid(kept, p.dtype) == wide) | (jnp.isnan(kept) & jnp.isnan(wide))
-
-
-def _require_fit(path: _trees.Path, p: Any, kept: Any, caller: str) -> None:
-    if p is None or p.shape != kept.shape:
-        there = "no such leaf" if p is None else _trees.dtype_and_shape(p)
-        raise ValueError(
-            f"`{caller}`: the optimizer state keeps {_trees.dtype_and_shape(kept)} for the parameter "
-            f"{_trees.path_string(path)!r}, but the parameters have {there}. Pass the parameters that this state "
-            "belongs to."
-        )
-
-
-def _map_states(function: Callable[[Any], Any], tree: T) -> T:
-    """Applies a function to the outermost states that keep something of the parameters."""
-    return jax.tree.map(function, tree, is_leaf=lambda x: isinstance(x, tuple(_FIELDS)))

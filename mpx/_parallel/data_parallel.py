@@ -1,4 +1,4 @@
-"""`data_parallel`: each device's part of a batch, and one reduction of gradients, in float32."""
+"""`data_parallel`: compute on each device's shard of a batch, and reduce gradients once, in float32."""
 
 import functools
 from collections.abc import Callable
@@ -12,12 +12,12 @@ from jax.sharding import Mesh, PartitionSpec
 
 from mpx import _trees
 from mpx._parallel.placement import (
-    WHOLE,
-    cut_shardings,
-    cuts_of,
-    mean_part,
+    REPLICATED,
     parameter_specs,
+    reduce_scatter_mean,
     require_axis,
+    shard_axes,
+    shardings_along,
     shardings_of,
 )
 
@@ -31,24 +31,24 @@ def data_parallel(
     scatter: bool = False,
     param_specs: Any = None,
 ) -> Callable[..., tuple[Any, Any]]:
-    """Computes losses and gradients on each device's part of a batch, and averages them once, in float32.
+    """Compute losses and gradients on each device's shard of a batch, and average them once, in float32.
 
     Left to `jax.jit`, the gradients of all devices are added up where they are computed: in bfloat16 if a product
     comes out in it, and once for every microbatch and every use of a weight. Sums over thousands of devices lose bits
-    in bfloat16, and overflow in float16. Here each device computes alone, and what it has is added up at the end, in
-    float32 whatever its dtype: one reduction for each leaf, after all microbatches.
+    in bfloat16, and overflow in float16. Here each device computes alone. Its gradients are added up at the end, in
+    float32 whatever their dtype: one reduction for each leaf, after all microbatches.
 
     Args:
         fun: from parameters and batches to a value and gradients (trees like the parameters), such as
-            `value_and_grad(loss_fn)` or a mean of that over microbatches. It sees a part of each batch; what it closes
-            over is the same everywhere. (On a mesh of explicit axes JAX lets it close over no array: pass the loss
+            `value_and_grad(loss_fn)` or a mean of that over microbatches. It sees a shard of each batch; what it closes
+            over is replicated. (On a mesh of explicit axes JAX lets it close over no array: pass the loss
             scale with a spec of its own, `batch_specs=(PartitionSpec(), PartitionSpec(axis))`.)
         mesh: of the devices.
         axis: its axis among whose devices batches are divided. All others stay with `jax.jit`: tensor parallelism
             works as without.
         batch_specs: of all arguments after the parameters, as in `jax.shard_map`; `PartitionSpec(axis)` if None: along
             their first axis.
-        scatter: whether gradients are to be divided among the devices, as `zero1` wants them: by a reduce-scatter,
+        scatter: whether gradients are to be sharded over the devices, as `zero1` wants them: by a reduce-scatter,
             which sends half as much. If not, each device gets all of them.
         param_specs: as given to `zero1`: how parameters, and so their gradients, are sharded over the other axes.
 
@@ -73,8 +73,8 @@ def data_parallel(
     @functools.wraps(fun)
     def spread(params, *batches):
         specs = parameter_specs(params, param_specs, mesh, axis, "data_parallel")
-        cuts = cuts_of(params, specs, mesh, axis) if scatter else jax.tree.map(lambda _: WHOLE, params)
-        of_grads = cut_shardings(params, specs, mesh, axis) if scatter else shardings_of(params, specs, mesh)
+        axes = shard_axes(params, specs, mesh, axis) if scatter else jax.tree.map(lambda _: REPLICATED, params)
+        of_grads = shardings_along(params, specs, mesh, axis) if scatter else shardings_of(params, specs, mesh)
 
         def on_one_device(params, *batches):
             value, grads = fun(params, *batches)
@@ -92,7 +92,7 @@ def data_parallel(
         )
         # Over all axes of the mesh, or gradients that another one divides would be gathered along that.
         reduced = jax.shard_map(
-            lambda grads: jax.tree.map(lambda g, cut: mean_part(g[0], cut, axis), grads, cuts),
+            lambda grads: jax.tree.map(lambda g, along: reduce_scatter_mean(g[0], along, axis), grads, axes),
             mesh=mesh,
             in_specs=(jax.tree.map(lambda _, spec: PartitionSpec(axis, *spec), params, specs),),
             out_specs=jax.tree.map(lambda _, sharding: sharding.spec, params, of_grads),
@@ -109,7 +109,7 @@ def _for_each(batch_specs: Any, batches: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _require_gradients(grads: Any, params: Any) -> None:
-    """Raises unless there is one gradient for each parameter, of its shape."""
+    """Raise unless there is one gradient for each parameter, of its shape."""
     shapes, wanted = (
         {path: np.shape(x) for path, x in _trees.leaves_by_path(tree).items()} for tree in (grads, params)
     )

@@ -1,7 +1,7 @@
-"""Where arrays lie on a mesh: how a data-parallel axis cuts them, and their parts inside `jax.shard_map`.
+"""Where arrays lie on a mesh: how a data-parallel axis shards them, and their shards inside `jax.shard_map`.
 
-An array is cut along the first of its axes whose part on each device the number of devices divides. One without such an
-axis stays whole; so do scalars.
+An array is sharded along the first of its axes whose size on each device the number of devices divides. One without
+such an axis is replicated, and so are scalars.
 """
 
 import math
@@ -17,11 +17,11 @@ from mpx import _trees
 
 T = TypeVar("T")
 
-WHOLE = -1  # instead of the axis along which an array is cut
+REPLICATED = -1  # instead of the axis along which an array is sharded
 
 
 def require_axis(mesh: Any, axis: str, caller: str) -> None:
-    """Raises if this is no mesh, or has no such axis."""
+    """Raise if this is no mesh, or has no such axis."""
     if not isinstance(mesh, (Mesh, AbstractMesh)):
         raise TypeError(f"`{caller}`: `mesh` must be a jax.sharding.Mesh, but got {type(mesh).__name__}.")
     if axis not in mesh.axis_names:
@@ -29,70 +29,70 @@ def require_axis(mesh: Any, axis: str, caller: str) -> None:
 
 
 def is_manual(axis: str) -> bool:
-    """Whether this is inside a `jax.shard_map` over an axis."""
+    """Return whether this is inside a `jax.shard_map` over an axis."""
     return axis in jax.sharding.get_abstract_mesh().manual_axes
 
 
-def _cut_of(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh | AbstractMesh, axis: str) -> int:
-    """The axis along which an array of a sharding of its own is cut, or `WHOLE`."""
+def _shard_axis(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh | AbstractMesh, axis: str) -> int:
+    """Return the axis along which an array that has a sharding of its own is sharded, or `REPLICATED`."""
     for i, size in enumerate(shape):
         parts = math.prod(mesh.shape[name] for name in names_at(spec, i))
         if size and size % (parts * mesh.shape[axis]) == 0:
             return i
-    return WHOLE
+    return REPLICATED
 
 
-def cut_spec(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh | AbstractMesh, axis: str) -> PartitionSpec:
-    """The sharding of an array after the cut; what it was divided among before comes first."""
-    cut = _cut_of(shape, spec, mesh, axis)
-    if cut == WHOLE:
+def sharded_spec(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh | AbstractMesh, axis: str) -> PartitionSpec:
+    """Return the spec of an array that is sharded along the mesh axis too; axes that it had before come first."""
+    shard_axis = _shard_axis(shape, spec, mesh, axis)
+    if shard_axis == REPLICATED:
         return spec
-    entries = list(spec) + [None] * (cut + 1 - len(spec))
-    names = (*names_at(spec, cut), axis)
-    entries[cut] = names if len(names) > 1 else axis
+    entries = list(spec) + [None] * (shard_axis + 1 - len(spec))
+    names = (*names_at(spec, shard_axis), axis)
+    entries[shard_axis] = names if len(names) > 1 else axis
     return PartitionSpec(*entries)
 
 
 def names_at(spec: PartitionSpec, i: int) -> tuple[str, ...]:
-    """The axes of the mesh among which an axis of an array is divided."""
+    """Return the axes of the mesh over which an axis of an array is sharded."""
     entry = spec[i] if i < len(spec) else None
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
-def cuts_of(params: Any, specs: Any, mesh: Mesh, axis: str) -> Any:
-    """The axis along which each parameter is cut, or `WHOLE`."""
-    return jax.tree.map(lambda p, spec: _cut_of(np.shape(p), spec, mesh, axis), params, specs)
+def shard_axes(params: Any, specs: Any, mesh: Mesh, axis: str) -> Any:
+    """Return the axis along which each parameter is sharded, or `REPLICATED`."""
+    return jax.tree.map(lambda p, spec: _shard_axis(np.shape(p), spec, mesh, axis), params, specs)
 
 
-def cut_shardings(params: Any, specs: Any, mesh: Mesh, axis: str) -> Any:
-    """The shardings of parameters after the cut."""
-    return jax.tree.map(lambda p, spec: NamedSharding(mesh, cut_spec(np.shape(p), spec, mesh, axis)), params, specs)
+def shardings_along(params: Any, specs: Any, mesh: Mesh, axis: str) -> Any:
+    """Return the shardings of parameters that are sharded along the mesh axis too."""
+    return jax.tree.map(lambda p, spec: NamedSharding(mesh, sharded_spec(np.shape(p), spec, mesh, axis)), params, specs)
 
 
 def shardings_of(params: Any, specs: Any, mesh: Mesh) -> Any:
-    """The shardings of parameters before the cut."""
+    """Return the shardings of parameters as their specs say."""
     return jax.tree.map(lambda _, spec: NamedSharding(mesh, spec), params, specs)
 
 
-def part_of(x: jax.Array, cut: int, axis: str) -> jax.Array:
-    """This device's part of an array that it has whole."""
-    if cut == WHOLE:
+def local_shard(x: jax.Array, shard_axis: int, axis: str) -> jax.Array:
+    """Return this device's shard of an array that every device has."""
+    if shard_axis == REPLICATED:
         return x
-    size = x.shape[cut] // lax.axis_size(axis)
-    return lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * size, size, cut)
+    size = x.shape[shard_axis] // lax.axis_size(axis)
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * size, size, shard_axis)
 
 
-def mean_part(g: jax.Array, cut: int, axis: str) -> jax.Array:
-    """This device's part of the mean of what each device has, summed in float32."""
+def reduce_scatter_mean(g: jax.Array, shard_axis: int, axis: str) -> jax.Array:
+    """Return this device's shard of the mean of what each device has, summed in float32."""
     wide = g.astype(_trees.promoted(g.dtype, np.float32))
-    if cut == WHOLE:
+    if shard_axis == REPLICATED:
         return lax.pmean(wide, axis)
-    total = lax.psum_scatter(wide, axis, scatter_dimension=cut, tiled=True)
+    total = lax.psum_scatter(wide, axis, scatter_dimension=shard_axis, tiled=True)
     return total / total.dtype.type(lax.axis_size(axis))
 
 
 def place(tree: T, shardings: Any) -> T:
-    """Has arrays lie as shardings say, eagerly or in the program that is traced."""
+    """Constrain arrays to shardings, eagerly or in the program that is traced."""
     now = jax.sharding.get_abstract_mesh()
 
     def constrain(x, sharding):
@@ -102,7 +102,7 @@ def place(tree: T, shardings: Any) -> T:
 
 
 def in_auto(function: Callable[..., Any], mesh: Mesh, out_shardings: Any) -> Callable[..., Any]:
-    """The function with XLA in charge of the placement in it, on a mesh of explicit axes too."""
+    """Return the function with XLA in charge of the placement in it, on a mesh of explicit axes too."""
     explicit = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
     if not explicit:
         return function
@@ -110,7 +110,7 @@ def in_auto(function: Callable[..., Any], mesh: Mesh, out_shardings: Any) -> Cal
 
 
 def parameter_specs(params: Any, given: Any, mesh: Mesh | AbstractMesh, axis: str, caller: str) -> Any:
-    """A tree like the parameters of the specs of their own sharding."""
+    """Return a tree like the parameters with the specs of their own sharding."""
     if given is None:
         return jax.tree.map(_spec_of_type, params)
     specs = jax.tree.map(lambda spec, subtree: jax.tree.map(lambda _: spec, subtree), given, params, is_leaf=is_spec)
@@ -132,7 +132,7 @@ def _without(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
 
 
 def _spec_of_type(p: Any) -> PartitionSpec:
-    """How a parameter is sharded over the explicit axes of its mesh, which its type knows."""
+    """Return how a parameter is sharded over the explicit axes of its mesh, which its type knows."""
     sharding = jax.typeof(p).sharding if _trees.is_array(p) and not isinstance(p, jax.ShapeDtypeStruct) else None
     entries = () if sharding is None else tuple(sharding.spec)
     while entries and entries[-1] is None:  # (a sharding of the same meaning but another name compiles a step again)
@@ -141,5 +141,5 @@ def _spec_of_type(p: Any) -> PartitionSpec:
 
 
 def is_spec(x: Any) -> bool:
-    """True for a spec, which stands as a leaf."""
+    """Return whether this is a spec, which stands as a leaf."""
     return isinstance(x, PartitionSpec)

@@ -1,6 +1,6 @@
-"""ZeRO-1: the optimizer state is divided among the devices that hold the same parameters.
+"""`zero1`: shard the optimizer state over the devices that hold the same parameters.
 
-Shapes are those of a state that is not divided, for any number of devices: what was saved on eight is restored on
+Shapes are those of a state that is not sharded, for any number of devices: a checkpoint of eight devices is restored on
 three.
 """
 
@@ -18,23 +18,23 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from mpx import _errors, _trees
 from mpx._jaxprs import PART, mixing_culprit
 from mpx._parallel.placement import (
-    WHOLE,
-    cut_shardings,
-    cut_spec,
-    cuts_of,
+    REPLICATED,
     in_auto,
     is_manual,
     is_spec,
-    mean_part,
+    local_shard,
     names_at,
     parameter_specs,
-    part_of,
     place,
+    reduce_scatter_mean,
     require_axis,
+    shard_axes,
+    sharded_spec,
+    shardings_along,
     shardings_of,
 )
-from mpx._transforms.low_precision_state import LowPrecisionState, coded_leaves
-from mpx._transforms.writeback import MARK, SENT, landed, landing_update
+from mpx._stored.leaves import coded_leaves
+from mpx._transforms.writeback import MARK, SENT, applied_value, landing_update
 
 T = TypeVar("T")
 
@@ -44,26 +44,25 @@ _F32 = np.dtype(np.float32)
 def zero1(
     inner: optax.GradientTransformation, mesh: Mesh, axis: str = "data", *, param_specs: Any = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Divides the state of any rule, and the work of its update, among the devices of a data-parallel axis.
+    """Shard the state of any rule, and the work of its update, over the devices of a data-parallel axis.
 
-    Parameters stay as they are: every device along the axis has them all. Of masters, low bits, moments, codes and
-    compensations each device keeps a part, updates that part with its part of the gradients, and what is sent to the
-    others are the new parameters: 2 bytes for each bfloat16 one, not the 4 of a float32 update. The state is that of
-    `inner`, in the same shapes, so that checkpoints fit with and without `zero1` and on any number of devices; only
-    where it lies differs.
+    Parameters stay as they are: replicated along the axis. Masters, low bits, moments, codes and compensations are
+    sharded. Each device updates its shard with its shard of the gradients and sends the new parameters to the others: 2
+    bytes for each bfloat16 one, not the 4 of a float32 update. The state is that of `inner`, in the same shapes, so
+    that checkpoints fit with and without `zero1` and on any number of devices; only its sharding differs.
 
-    An array is cut along its first axis that the number of devices divides (what there is of it on each device, if
-    `param_specs` divides it already). One without such an axis, and every scalar, is whole on every device.
+    An array is sharded along its first axis whose size the number of devices divides (its size on each device, if
+    `param_specs` shards it already). One without such an axis is replicated, and so is every scalar.
 
-    Under `jax.jit` (and eagerly) any rule works, those that clip by a global norm or divide by the norm of a layer too:
-    XLA sees whole arrays. Gradients may come in any sharding; those of `data_parallel(..., scatter=True)` arrive
-    divided already, by one reduce-scatter in float32.
+    Under `jax.jit` (and eagerly) any rule works, also one that clips by a global norm or divides by the norm of a
+    layer: XLA sees whole arrays. Gradients may have any sharding; those of `data_parallel(..., scatter=True)` are
+    sharded already, by one reduce-scatter in float32.
 
     Inside `jax.shard_map` over the axis each device gives its own gradients, for its part of the batch. They are
     averaged over the axis in float32, by a reduce-scatter. (Under `check_vma` differentiate with respect to
     `jax.lax.pcast(params, axis, to="varying")`: JAX adds up gradients of parameters that are equal everywhere by
-    itself, in their dtype.) Rules inside must then treat each number by itself, as Adam, momentum and decay do, since
-    they see a part of each array: others are refused, those that draw random numbers too. `loss_scaling` inside needs
+    itself, in their dtype.) Rules inside must then treat each element by itself, as Adam, momentum and decay do, since
+    they see a shard of each array: others are refused, those that draw random numbers too. `loss_scaling` inside needs
     `axis_name=axis`; states in `Blockwise8bit` need rows of whole blocks. Specs for the state are those of
     `zero1_shardings`.
 
@@ -103,11 +102,11 @@ def zero1(
     def init_fn(params):
         specs = parameter_specs(params, param_specs, mesh, axis, "zero1")
         if is_manual(axis):
-            cuts = cuts_of(params, specs, mesh, axis)
-            return inner.init(jax.tree.map(lambda p, cut: part_of(p, cut, axis), params, cuts))
+            axes = shard_axes(params, specs, mesh, axis)
+            return inner.init(jax.tree.map(lambda p, along: local_shard(p, along, axis), params, axes))
         _require_placed_as_said(params, specs)
         divided = zero1_shardings(params, jax.eval_shape(inner.init, params), mesh, axis, param_specs=specs)
-        of_parts = cut_shardings(params, specs, mesh, axis)
+        of_parts = shardings_along(params, specs, mesh, axis)
         # In one program, so that no device ever holds all of a state.
         start = in_auto(lambda params: place(inner.init(place(params, of_parts)), divided), mesh, divided)
         if not any(isinstance(p, Tracer) for p in jax.tree.leaves(params)):
@@ -119,13 +118,13 @@ def zero1(
         _errors.require_same_shapes(updates, params, "zero1")
         specs = parameter_specs(params, param_specs, mesh, axis, "zero1")
         if is_manual(axis):
-            cuts = cuts_of(params, specs, mesh, axis)
-            parts = jax.tree.map(lambda p, cut: part_of(p, cut, axis), params, cuts)
+            axes = shard_axes(params, specs, mesh, axis)
+            parts = jax.tree.map(lambda p, along: local_shard(p, along, axis), params, axes)
             _require_parts(inner, state, params, parts, specs, mesh, axis)
             _require_whole_blocks(state)
-            return _update_of_parts(inner, updates, state, params, parts, extra_args, cuts, axis)
+            return _update_of_parts(inner, updates, state, params, parts, extra_args, axes, axis)
         divided = zero1_shardings(params, state, mesh, axis, param_specs=specs)
-        of_parts = cut_shardings(params, specs, mesh, axis)
+        of_parts = shardings_along(params, specs, mesh, axis)
         of_params = shardings_of(params, specs, mesh)
 
         def update(updates, state, params, extra_args):
@@ -144,11 +143,11 @@ def zero1(
 def zero1_shardings(
     params: Any, opt_state: T, mesh: Mesh | AbstractMesh, axis: str = "data", *, param_specs: Any = None
 ) -> T:
-    """Where `zero1` keeps each array of an optimizer state: to restore one, or as the `out_shardings` of a step.
+    """Return the sharding of each array of a `zero1` state: to restore one, or as the `out_shardings` of a step.
 
-    An array of the state that belongs to a parameter, by its path and shape, is cut as the parameter would be, and so
-    are the scales of its 8-bit blocks if each device has whole ones. Other floating arrays, such as the rows and
-    columns of Adafactor, are cut along their own first axis that the number of devices divides.
+    An array of the state that belongs to a parameter, by its path and shape, is sharded as the parameter would be, and
+    so are the scales of its 8-bit blocks if each device has whole ones. Other floating arrays, such as the rows and
+    columns of Adafactor, are sharded along their own first axis whose size the number of devices divides.
 
     Args:
         params: the parameters, or their shapes.
@@ -182,28 +181,23 @@ def zero1_shardings(
         if spec is None and not _trees.is_floating(leaf):  # a key, a count
             return NamedSharding(mesh, PartitionSpec())
         spec = PartitionSpec() if spec is None else spec
-        return NamedSharding(mesh, cut_spec(shape, spec, mesh, axis))
+        return NamedSharding(mesh, sharded_spec(shape, spec, mesh, axis))
 
     return _with_scales_beside_codes(opt_state, jax.tree.map_with_path(sharding_of, opt_state))
 
 
 def _with_scales_beside_codes(opt_state: Any, shardings: T) -> T:
-    """The shardings of a state, with the scales of rows of whole 8-bit blocks divided as the rows are."""
-
-    def beside(state, placed):
-        if not isinstance(state, LowPrecisionState):
-            return placed
-        of_scales = dict(placed.block_scales)
-        for (name, _, codes, scale), (_, _, of_codes, _) in zip(coded_leaves(state), coded_leaves(placed), strict=True):
-            if np.shape(scale)[:-1] == np.shape(codes)[:-1] and _divides(of_codes, np.shape(scale)):
-                of_scales[name] = of_codes
-        return placed._replace(block_scales=of_scales)
-
-    return jax.tree.map(beside, opt_state, shardings, is_leaf=lambda x: isinstance(x, LowPrecisionState))
+    """Shard the scales of leaves in few bits as their codes are, where rows consist of whole blocks."""
+    by_path = _trees.leaves_by_path(shardings)
+    for leaf in coded_leaves(opt_state):
+        scales, of_codes = np.shape(leaf.coded.scales), by_path[leaf.path]  # type: ignore[union-attr]
+        if scales[:-1] == np.shape(leaf.leaf)[:-1] and _divides(of_codes, scales):
+            by_path[leaf.coded.scales_path] = of_codes  # type: ignore[union-attr]
+    return jax.tree.map_with_path(lambda path, _: by_path[path], shardings)
 
 
 def _divides(sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
-    """Whether all devices have as much of an array of some shape."""
+    """Return whether a sharding gives all devices equal shards of an array of some shape."""
     parts = (math.prod(sharding.mesh.shape[name] for name in names_at(sharding.spec, i)) for i in range(len(shape)))
     return all(size % count == 0 for size, count in zip(shape, parts, strict=True))
 
@@ -213,7 +207,7 @@ def _is_shape_and_spec(x: Any) -> bool:
 
 
 def _require_placed_as_said(params: Any, specs: Any) -> None:
-    """Raises for concrete parameters of another sharding than the one that updates will be told of."""
+    """Raise for concrete parameters of another sharding than the one that updates will be told of."""
     for (path, p), spec in zip(
         _trees.leaves_by_path(params).items(), jax.tree.leaves(specs, is_leaf=is_spec), strict=True
     ):
@@ -230,18 +224,18 @@ def _require_placed_as_said(params: Any, specs: Any) -> None:
 
 
 def _to_send(p: jax.Array, update: jax.Array) -> jax.Array:
-    """Of a parameter and its update, what the other devices need: the bits of a new 16-bit parameter, or the update.
+    """Return what the other devices need: the bits of a new 16-bit parameter, or else the update.
 
-    As integers, because XLA would otherwise move the conversion to float32 before the transfer.
+    Bits are sent as integers: XLA would otherwise move the conversion to float32 before the transfer.
     """
     if not _trees.is_narrower(p, _F32):
         return update
     update = checkpoint_name(update, MARK + SENT)
-    return lax.bitcast_convert_type(landed(p, update.astype(np.float32)).astype(p.dtype), np.uint16)
+    return lax.bitcast_convert_type(applied_value(p, update.astype(np.float32)).astype(p.dtype), np.uint16)
 
 
 def _from_sent(p: jax.Array, sent: jax.Array) -> jax.Array:
-    """The update that makes a parameter what was sent."""
+    """Return the update that makes a parameter what was sent."""
     if not _trees.is_narrower(p, _F32):
         return sent
     return landing_update(p, lax.bitcast_convert_type(sent, p.dtype).astype(np.float32), "zero1")
@@ -257,21 +251,24 @@ def _update_of_parts(
     params: Any,
     parts: Any,
     extra_args: dict[str, Any],
-    cuts: Any,
+    axes: Any,
     axis: str,
 ) -> tuple[Any, Any]:
     _require_own_gradients(updates, axis)
-    grads = jax.tree.map(lambda g, cut: mean_part(g, cut, axis), updates, cuts)
+    grads = jax.tree.map(lambda g, along: reduce_scatter_mean(g, along, axis), updates, axes)
     _require_elementwise(inner, grads, state, parts, extra_args, axis)
     updates, new_state = inner.update(grads, state, parts, **extra_args)
     _require_same_types(state, new_state)
-    gather = lambda x, cut: x if cut == WHOLE else lax.all_gather(x, axis, axis=cut, tiled=True, to="invarying")
+
+    def gather(x, along):
+        return x if along == REPLICATED else lax.all_gather(x, axis, axis=along, tiled=True, to="invarying")
+
     sent = jax.tree.map(_to_send, parts, updates)
-    return jax.tree.map(_from_sent, params, jax.tree.map(gather, sent, cuts)), new_state
+    return jax.tree.map(_from_sent, params, jax.tree.map(gather, sent, axes)), new_state
 
 
 def _require_elementwise(inner: Any, grads: Any, state: Any, parts: Any, extra_args: dict[str, Any], axis: str) -> None:
-    """Raises if the rule has a result that depends on more of an array than one number."""
+    """Raise if the rule has a result that depends on more than one element of an array."""
     arrays = {name: value for name, value in extra_args.items() if all(map(_trees.is_array, jax.tree.leaves(value)))}
     others = {name: value for name, value in extra_args.items() if name not in arrays}
     update = lambda grads, state, parts, arrays: inner.update(grads, state, parts, **arrays, **others)
@@ -290,7 +287,7 @@ def _require_elementwise(inner: Any, grads: Any, state: Any, parts: Any, extra_a
 
 
 def _require_own_gradients(grads: Any, axis: str) -> None:
-    """Raises for gradients that JAX has added up, as under `check_vma` those of what all devices have."""
+    """Raise for gradients that JAX has added up, as it does under `check_vma` for replicated parameters."""
     varies = lambda x: axis in jax.typeof(x).manual_axis_type.varying
     if not varies(lax.axis_index(axis)):  # types say nothing without `check_vma`
         return
@@ -305,7 +302,7 @@ def _require_own_gradients(grads: Any, axis: str) -> None:
 
 
 def _require_same_types(old: Any, new: Any) -> None:
-    """Raises if an update has changed a dtype of the state: the next one would not fit."""
+    """Raise if an update has changed a dtype of the state: the next one would not fit."""
     after = _trees.leaves_by_path(new)
     for path, leaf in _trees.leaves_by_path(old).items():
         if after[path].dtype != leaf.dtype:
@@ -316,7 +313,7 @@ def _require_same_types(old: Any, new: Any) -> None:
 
 
 def _require_parts(inner: Any, state: Any, params: Any, parts: Any, specs: Any, mesh: Mesh, axis: str) -> None:
-    """Raises unless a state consists of the parts of the one for whole parameters, as `zero1_shardings` cuts it."""
+    """Raise unless a state consists of shards of the one for whole parameters, as `zero1_shardings` says."""
     whole = jax.eval_shape(inner.init, _trees.shapes_of(params))
     shardings = jax.tree.leaves(zero1_shardings(params, whole, mesh, axis, param_specs=specs))
     got, own = _trees.leaves_by_path(state), _trees.leaves_by_path(jax.eval_shape(inner.init, _trees.shapes_of(parts)))
@@ -338,18 +335,18 @@ def _require_parts(inner: Any, state: Any, params: Any, parts: Any, specs: Any, 
 
 
 def _shape_of_part(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh, axis: str) -> tuple[int, ...]:
-    """Of an array of which the other axes of the mesh have been divided already."""
+    """Return the shape of a shard of an array that is sharded over the other axes of the mesh already."""
     parts = [mesh.shape[axis] if axis in names_at(spec, i) else 1 for i in range(len(shape))]
     return tuple([size // count for size, count in zip(shape, parts, strict=True)])
 
 
 def _require_whole_blocks(state: Any) -> None:
-    """Raises if 8-bit blocks may reach beyond a device's part, so that parts have other codes than the whole has."""
-    for stored in _trees.find_states(state, LowPrecisionState):
-        for _, _, codes, scale in coded_leaves(stored):
-            if codes.ndim < 2 or scale.ndim != codes.ndim:
-                raise ValueError(
-                    "`zero1`: inside `jax.shard_map` states in 8 bits need rows that consist of whole blocks, but one "
-                    f"of shape {list(codes.shape)} has {list(scale.shape)} blocks. Choose a `block_size` that divides "
-                    "the last axis, a larger `min_size`, or call `update` under `jax.jit`, outside of `jax.shard_map`."
-                )
+    """Raise if blocks that share a scale may reach beyond a device's shard, whose codes would then be others."""
+    for leaf in coded_leaves(state):
+        codes, scales = leaf.leaf, leaf.coded.scales  # type: ignore[union-attr]
+        if codes.ndim < 2 or scales.ndim != codes.ndim:
+            raise ValueError(
+                "`zero1`: inside `jax.shard_map` states in 8 bits need rows that consist of whole blocks, but one "
+                f"of shape {list(codes.shape)} has {list(scales.shape)} blocks. Choose a `block_size` that divides "
+                "the last axis, a larger `min_size`, or call `update` under `jax.jit`, outside of `jax.shard_map`."
+            )

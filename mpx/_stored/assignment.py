@@ -1,53 +1,58 @@
-"""Which leaf of an optimizer's state is stored in which format: patterns, the plan that follows, what is refused."""
+"""Which leaf of an optimizer's state is kept in which format: patterns, the choice that follows, what is refused."""
 
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from mpx import _trees
-from mpx._dtypes import dtype_or_none
-from mpx._stored.blockwise import Blockwise8bit, scale_shape
-from mpx._stored.roles import kind_of
+from mpx import _errors, _trees
+from mpx._stored.format import FLOAT32, StateFormat, as_format, position_of, scales_name
+from mpx._stored.leaves import leaves_of
+from mpx._stored.roles import EXACT
 
-Format = np.dtype | Blockwise8bit
-
-_DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.float32))
 _LISTED_PATHS = 20
 
 
 class Stored(NamedTuple):
-    """How a leaf is stored."""
+    """How a leaf is kept.
 
-    format: Format
-    signed: bool
-    pattern: str  # that says so
-    scales: str  # the name of its scales in `block_scales`, if it is coded
+    Attributes:
+        format: in which it is kept.
+        pattern: that says so.
+        scales: the name of its scales, if the format has any.
+    """
+
+    format: StateFormat
+    pattern: str
+    scales: str
 
 
-Plan = dict[_trees.Path, Stored]
+Assignment = dict[_trees.Path, Stored]
 
 
-def make_plan(state: Any, scales: Mapping[str, Any], patterns: Mapping[str, Format], min_size: int) -> Plan:
-    """How the leaves of a rule's state are stored that a pattern matches, from the state, stored or wide."""
-    plan: Plan = {}
-    coded = {name.partition(".")[0] for name in scales}
-    for i, (path, leaf) in enumerate(_trees.leaves_by_path(state).items()):
-        if not np.shape(leaf) or not (str(i) in coded or _trees.is_floating(leaf)):
+def assign(state: Any, scales: Mapping[str, Any], patterns: Mapping[str, StateFormat], min_size: int) -> Assignment:
+    """Return how the leaves of a rule's state are kept that a pattern matches.
+
+    Args:
+        state: of the rule, in float32 or as it is kept.
+        scales: of the leaves that are kept in few bits; empty for a state in float32.
+        patterns: the format for each pattern.
+        min_size: leaves of fewer elements are kept in float32.
+    """
+    chosen: Assignment = {}
+    coded = {position_of(name) for name in scales}
+    for i, found in enumerate(leaves_of(state)):
+        leaf = found.leaf
+        if not np.shape(leaf) or not (i in coded or _trees.is_floating(leaf)):
             continue
-        text = _trees.path_string(path)
+        text = _trees.path_string(found.path)
         pattern = next((pattern for pattern in patterns if _matches(pattern, text)), None)
-        if pattern is None:
-            continue
-        chosen = patterns[pattern] if np.size(leaf) >= min_size else np.dtype(np.float32)
-        signed = chosen.signed if isinstance(chosen, Blockwise8bit) else None
-        if signed is None:
-            signed = kind_of(state, path) != "second moment"
-        plan[path] = Stored(chosen, signed, pattern, f"{i}.{'signed' if signed else 'unsigned'}")
-    return plan
+        if pattern is not None:
+            format = patterns[pattern].for_role(found.role) if np.size(leaf) >= min_size else FLOAT32
+            chosen[found.path] = Stored(format, pattern, scales_name(i, format))
+    return chosen
 
 
 def _matches(pattern: str, path: str) -> bool:
@@ -55,48 +60,49 @@ def _matches(pattern: str, path: str) -> bool:
 
 
 def _whole(pattern: str) -> str:
-    """The pattern that matches whole components of a path."""
+    """Return the expression that matches whole components of a path."""
     return rf"(?:^|/)(?:{pattern})(?:/|$)"
 
 
-def checked_patterns(given: Any) -> dict[str, Format]:
-    """The argument `formats`, with dtypes for names."""
+def checked_patterns(given: Any) -> dict[str, StateFormat]:
+    """Return the argument `formats`, with formats for dtypes and names."""
     if not isinstance(given, Mapping):
         raise TypeError(
             f"`low_precision_state`: `formats` must map patterns to formats, as in {{'mu': 'bf16'}}, but got {given!r}."
         )
     if not given:
         raise ValueError("`low_precision_state`: `formats` is empty, so nothing would be done. Use `upcast`.")
-    patterns = {}
-    for pattern, chosen in given.items():
-        try:
-            re.compile(_whole(pattern) if isinstance(pattern, str) else pattern)
-        except (re.error, TypeError, OverflowError, RecursionError) as error:
-            raise ValueError(
-                f"`low_precision_state`: the pattern {pattern!r} is not a regular expression: {error}."
-            ) from error
-        patterns[pattern] = _checked_format(pattern, chosen)
-    return patterns
+    return {_checked_pattern(pattern): _checked_format(pattern, chosen) for pattern, chosen in given.items()}
 
 
-def _checked_format(pattern: str, chosen: Any) -> Format:
-    if isinstance(chosen, Blockwise8bit):
-        return chosen
-    dtype = dtype_or_none(chosen)
-    if dtype is None or dtype not in _DTYPES:
-        hint = " Make one: `Blockwise8bit()`." if chosen is Blockwise8bit else ""
+def _checked_pattern(pattern: Any) -> str:
+    try:
+        re.compile(_whole(pattern) if isinstance(pattern, str) else pattern)
+    except (re.error, TypeError, OverflowError, RecursionError) as error:
         raise ValueError(
-            f"`low_precision_state`: `formats[{pattern!r}]` must be bfloat16, float16, float32 or a `Blockwise8bit`, "
-            f"but got {chosen!r}.{hint}"
+            f"`low_precision_state`: the pattern {pattern!r} is not a regular expression: {error}."
+        ) from error
+    return pattern
+
+
+def _checked_format(pattern: str, chosen: Any) -> StateFormat:
+    found = as_format(chosen)
+    if found is None:
+        hint = ""
+        if isinstance(chosen, type) and issubclass(chosen, StateFormat):
+            hint = f" Make one: `{chosen.__name__}()`."
+        raise ValueError(
+            f"`low_precision_state`: `formats[{pattern!r}]` must be bfloat16, float16, float32 or a `StateFormat` such "
+            f"as `Blockwise8bit()`, but got {chosen!r}.{hint}"
         )
-    return dtype
+    return found
 
 
-def require_every_pattern_used(state: Any, patterns: Mapping[str, Format], plan: Plan) -> None:
-    """Raises if a pattern decides about no leaf of a state."""
+def require_every_pattern_used(state: Any, patterns: Mapping[str, StateFormat], assignment: Assignment) -> None:
+    """Raise if a pattern decides about no leaf of a state."""
     leaves = _trees.leaves_by_path(state)
     paths = [_trees.path_string(path) for path, leaf in leaves.items() if _trees.is_floating(leaf) and np.shape(leaf)]
-    used = {stored.pattern for stored in plan.values()}
+    used = {stored.pattern for stored in assignment.values()}
     unused = [pattern for pattern in patterns if pattern not in used]
     if not unused:
         return
@@ -115,80 +121,82 @@ def require_every_pattern_used(state: Any, patterns: Mapping[str, Format], plan:
     )
 
 
-def require_sound_formats(state: Any, patterns: Mapping[str, Format], plan: Plan) -> None:
-    """Raises if a leaf would be stored in a format that it must not have, whatever its size."""
-    wrong: dict[str, list[str]] = {what: [] for what in _UNSOUND}
-    for path, leaf in _trees.leaves_by_path(state).items():
-        stored = plan.get(path)
+def require_sound_formats(state: Any, patterns: Mapping[str, StateFormat], assignment: Assignment) -> None:
+    """Raise if a leaf would be kept in a format that it must not have, whatever its size."""
+    wrong: dict[str, dict[_trees.Path, str]] = {}
+    for found in leaves_of(state):
+        stored = assignment.get(found.path)
         if stored is None:
             continue
-        chosen, kind = patterns[stored.pattern], kind_of(state, path)
-        unsound = {
-            "doubled": chosen == np.float32 and leaf.dtype.itemsize < 4,
-            "float64": chosen != np.float32 and leaf.dtype.itemsize > 4,
-            "exact": chosen != np.float32 and kind == "exact",
-            "second moment": chosen == np.float16 and kind == "second moment",
-            "unknown": isinstance(chosen, Blockwise8bit) and chosen.signed is None and kind == "unknown",
-        }
-        for what, is_so in unsound.items():
-            if is_so:
-                shape = _trees.dtype_and_shape(leaf)
-                wrong[what].append(f"  {_trees.path_string(path)!r}: {shape}, by the pattern {stored.pattern!r}")
-    for what, leaves in wrong.items():
-        if leaves:
-            listed = "\n".join(leaves)
-            raise ValueError(f"`low_precision_state`: these leaves\n{listed}\n{_UNSOUND[what]}")
+        reason = _unsound(found.leaf, found.role, patterns[stored.pattern])
+        if reason is not None:
+            text = f"{_trees.dtype_and_shape(found.leaf)}, by the pattern {stored.pattern!r}"
+            wrong.setdefault(reason, {})[found.path] = text
+    for reason, leaves in wrong.items():
+        raise _errors.leaves_error(ValueError, "`low_precision_state`: these leaves", leaves, reason)
 
 
-_UNSOUND = {
-    "doubled": "are stored in 16 bits by the rule itself, so that the format 'f32' would do nothing. Leave out the "
-    "rule's own setting, such as `mu_dtype`.",
-    "float64": "are float64, as the parameters are: whoever trains in float64 has no use for 16 or 8 bits. Cast the "
-    "parameters, or give these leaves 'f32' in front of the other patterns.",
-    "exact": "are masters, compensations, averages or copies of weights, kept so that nothing is lost. Put "
+def _unsound(leaf: Any, role: Any, chosen: StateFormat) -> str | None:
+    """Return why a leaf cannot be kept in a format; None if it can."""
+    if chosen == FLOAT32:
+        return _DOUBLED if leaf.dtype.itemsize < 4 else None
+    if leaf.dtype.itemsize > 4:
+        return _FLOAT64
+    return _EXACT if role in EXACT else chosen.refuses(role)
+
+
+_DOUBLED = (
+    "are stored in 16 bits by the rule itself, so that the format 'f32' would do nothing. Leave out the rule's own "
+    "setting, such as `mu_dtype`."
+)
+_FLOAT64 = (
+    "are float64, as the parameters are: a training run in float64 has no use for 16 or 8 bits. Cast the parameters, "
+    "or give these leaves 'f32' in front of the other patterns."
+)
+_EXACT = (
+    "are masters, compensations, averages or copies of weights, kept so that nothing is lost. Put "
     "`low_precision_state` inside `master_weights` and in front of `kahan_summation`, or give these leaves 'f32' in "
-    "front of the other patterns.",
-    "second moment": "are second moments, which float16 cannot hold: squares of gradients below 2.4e-4 become less "
-    "than 6e-8, its smallest number, and updates are divided by their root. Use 'bf16' or `Blockwise8bit()`.",
-    "unknown": "are in fields of which it is not known whether they can be negative, which decides about their code. "
-    "Say so: `Blockwise8bit(signed=False)` for second moments, `Blockwise8bit(signed=True)` for others.",
-}
+    "front of the other patterns."
+)
 
 
-def require_stored_as_planned(
-    state: Any, scales: Mapping[str, jax.Array], plan: Plan, as_made: Callable[[], Any]
+def require_stored_as_assigned(
+    state: Any, scales: Mapping[str, Any], assignment: Assignment, as_made: Callable[[], Any]
 ) -> None:
-    """Raises if a state was stored in other formats than those of this transformation.
+    """Raise if a state is kept in other formats than those of this transformation.
 
     Args:
-        state: of the rule.
-        scales: of its blocks.
-        plan: how its leaves are stored.
-        as_made: gives the shapes of the rule's own `UpcastState`, to tell its own 16-bit leaves.
+        state: of the rule, as it is kept.
+        scales: of its leaves that are kept in few bits.
+        assignment: how its leaves should be kept.
+        as_made: returns the shapes of the rule's own state, to tell its own 16-bit leaves.
     """
-    wrong = []
-    expected = {stored.scales for stored in plan.values() if isinstance(stored.format, Blockwise8bit)}
+    wrong = {}
+    kept = {position_of(name): name for name in scales}
+    expected = set()
     for i, (path, leaf) in enumerate(_trees.leaves_by_path(state).items()):
-        stored = plan.get(path)
-        wanted: Any = "the rule's own" if stored is None else stored.format
-        coded = [name for name in scales if name.partition(".")[0] == str(i)]
-        if stored is not None and isinstance(wanted, Blockwise8bit):
-            shape = scale_shape(leaf.shape, wanted.block_size)
-            fits = coded == [stored.scales] and leaf.dtype == np.uint8 and scales[coded[0]].shape == shape
-        elif coded:
-            fits = False
-        elif stored is not None and wanted != np.float32:
-            fits = leaf.dtype == wanted
-        elif _trees.is_narrower(leaf, np.dtype(np.float32)):
-            fits = leaf.dtype == jax.tree.leaves(as_made())[i].dtype
+        stored, name = assignment.get(path), kept.get(i)
+        if stored is None or stored.format == FLOAT32:
+            is_narrow = _trees.is_narrower(leaf, np.dtype(np.float32))
+            fits = name is None and (not is_narrow or leaf.dtype == jax.tree.leaves(as_made())[i].dtype)
+            wanted: Any = "the rule's own" if stored is None else stored.format
         else:
-            fits = True
+            wanted, fits = stored.format, _is_encoded_in(stored, leaf, name, scales)
+            expected |= {stored.scales} if stored.format.has_scales else set()
         if not fits:
-            got = f"8 bits ({coded[0].partition('.')[2]})" if coded else leaf.dtype
-            wrong.append(f"  {_trees.path_string(path)!r}: stored as {got}, but the format is {wanted}")
+            got = leaf.dtype if name is None else name.partition(".")[2]
+            wrong[path] = f"stored as {got}, but the format is {wanted}"
     if wrong or set(scales) != expected:
-        listed = "\n".join(wrong)
-        raise ValueError(
-            f"`low_precision_state`: the state was made with other `formats` or another `min_size`:\n{listed}\n"
-            "Use those, or call `init` and start with new moments."
-        )
+        what = "`low_precision_state`: the state was made with other `formats` or another `min_size`"
+        remedy = "Use those, or call `init` and start with new moments."
+        raise _errors.leaves_error(ValueError, what, wrong, remedy)
+
+
+def _is_encoded_in(stored: Stored, leaf: Any, name: str | None, scales: Mapping[str, Any]) -> bool:
+    """Return whether a leaf, and its scales of this name, are what a format makes of an array of this shape."""
+    codes, of_codes = jax.eval_shape(stored.format.encode, jax.ShapeDtypeStruct(leaf.shape, np.float32))
+    if leaf.dtype != codes.dtype:
+        return False
+    if of_codes is None or name is None:
+        return of_codes is None and name is None
+    return name == stored.scales and scales[name].shape == of_codes.shape

@@ -34,7 +34,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mpx._jaxprs import BLOCKS
 from mpx._stored.format import StateFormat
 from mpx._stored.roles import Role
 
@@ -133,7 +132,6 @@ class Blockwise8bit(StateFormat):
         )
 
 
-@jax.named_scope(BLOCKS)
 def encode(x: jax.Array, block_size: int, signed: bool, key: jax.Array | None = None) -> BlockwiseArray:
     """Codes a float32 array in 8 bits a number.
 
@@ -161,7 +159,6 @@ def encode(x: jax.Array, block_size: int, signed: bool, key: jax.Array | None = 
     return BlockwiseArray(_out_of_blocks(codes, x.shape), scale[..., 0])
 
 
-@jax.named_scope(BLOCKS)
 def decode(array: BlockwiseArray, block_size: int, signed: bool) -> jax.Array:
     """The float32 array that `encode` has coded, of the same shape."""
     values = _values(_in_blocks(array.codes, block_size), signed) * array.scale[..., None]

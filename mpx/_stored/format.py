@@ -21,18 +21,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpx import _trees, formats
+from mpx import formats
+from mpx._dtypes import dtype_or_none
 from mpx._stored.roles import Role
 
 
 class StateFormat(abc.ABC):
     """A way to keep a float32 array of an optimizer's state in fewer bytes between two steps.
 
-    Subclass it as a frozen dataclass whose fields are Python numbers, strings, booleans or None. The state of
-    `low_precision_state` names the format by its class and these fields, so that `convert_state` can read a state
-    without the transformation that made it. Give the class a name that no other format has.
+    Subclass it as a frozen dataclass with `encode` and `decode`, whose fields are Python numbers, strings, booleans or
+    None. The state of `low_precision_state` names the format by its class and these fields, so that `convert_state` can
+    read a state without the transformation that made it. Give the class a name that no other format has.
 
     Example:
+        >>> import dataclasses
         >>> @dataclasses.dataclass(frozen=True)
         ... class Sixteenths(StateFormat):
         ...     def encode(self, x, key=None):
@@ -44,6 +46,7 @@ class StateFormat(abc.ABC):
         dtype('int8')
     """
 
+    has_scales: ClassVar[bool] = True  # whether `encode` returns any, each of which belongs to a block of elements
     _classes: ClassVar[dict[str, type["StateFormat"]]] = {}
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -82,6 +85,7 @@ class StateFormat(abc.ABC):
 class Cast(StateFormat):
     """Keeps an array in bfloat16, float16 or float32, rounded once; it needs no scales."""
 
+    has_scales: ClassVar[bool] = False
     dtype: str
 
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, None]:
@@ -119,7 +123,7 @@ def as_format(given: Any) -> StateFormat | None:
     """Return the format that a dtype, the name of one or a format stands for; None if it stands for none."""
     if isinstance(given, StateFormat):
         return given
-    dtype = _trees.dtype_or_none(given)
+    dtype = dtype_or_none(given)
     return None if dtype is None else _CASTS.get(dtype.name)
 
 

@@ -94,7 +94,7 @@ def _child(here: StateLeaf, key: _trees.Path, child: Any) -> StateLeaf:
 
 
 def _is_field(path: _trees.Path) -> bool:
-    """Return whether a node is a field of a state; the keys of such a dictionary are labels, as of `optax.partition`."""
+    """Return whether a node is a field of a state; a dictionary there has labels for keys (`optax.partition`)."""
     return bool(path) and isinstance(path[-1], jax.tree_util.GetAttrKey)
 
 

@@ -1,4 +1,4 @@
-"""`kahan_summation`: what a low-precision parameter could not take of its updates is added next time."""
+"""`kahan_summation`: add to a 16-bit parameter next time what its rounding cut off."""
 
 import functools
 from typing import Any, NamedTuple
@@ -11,9 +11,11 @@ from jax.typing import DTypeLike
 
 from mpx import _errors, _trees
 from mpx._dtypes import dtype_or_none
-from mpx._transforms.writeback import landing_update, on_grid
+from mpx._stored.roles import register_state
+from mpx._transforms.writeback import landing_update, round_saturating
 
 
+@register_state(writes_back="kahan_summation", compensation="compensation")
 class KahanSummationState(NamedTuple):
     """State of `kahan_summation`.
 
@@ -26,16 +28,16 @@ class KahanSummationState(NamedTuple):
 
 
 def kahan_summation(dtype: DTypeLike | None = None) -> optax.GradientTransformationExtraArgs:
-    """Applies updates to 16-bit parameters without losing the part that their rounding cuts off.
+    """Apply updates to 16-bit parameters without losing the part that their rounding cuts off.
 
-    The last element of a chain. With `p` the parameter, `c` the compensation and `u` the update, in float32:
+    Put it last in a chain. With `p` the parameter, `c` the compensation and `u` the update, in float32:
 
         y = u + c
         p_new = round(p + y)
         c_new = y - (p_new - p)
 
-    so that `p + c` follows the sum of all updates to about the precision of both formats together. It costs the
-    bytes of `c`, 2 a parameter, where float32 masters cost 4.
+    `p + c` follows the sum of all updates to about the precision of both formats together. `c` takes 2 bytes a
+    parameter, where float32 masters take 4.
 
     Args:
         dtype: of the compensation. None: bfloat16, for float16 parameters too, since a float16 compensation loses
@@ -90,13 +92,13 @@ def kahan_summation(dtype: DTypeLike | None = None) -> optax.GradientTransformat
 
 @functools.partial(jax.jit, inline=True)
 def _step(p: jax.Array, compensation: Any, update: jax.Array) -> tuple[jax.Array, Any]:
-    """One parameter's emitted update, and its new compensation."""
+    """Return the update of one parameter, and its new compensation."""
     if _trees.is_masked(compensation):
         return update, compensation
     wide = p.astype(np.float32)
     y = update.astype(np.float32) + compensation.astype(np.float32)
-    new = on_grid(wide + y, p.dtype)
-    rest = on_grid(y - (new - wide), compensation.dtype)
+    new = round_saturating(wide + y, p.dtype)
+    rest = round_saturating(y - (new - wide), compensation.dtype)
     return landing_update(p, new, "kahan_summation"), rest.astype(compensation.dtype)
 
 

@@ -23,13 +23,23 @@ from mpx._loss_scale import (
     saturating_increment,
     select_tree,
 )
-from mpx._transforms.upcast import settled, with_types_of
+from mpx._stored.roles import register_state
+from mpx._transforms.float32_world import keep_types, stable_state
 
 # Names that incoming gradients have in a traced program, for `check_chain` to find: of a loss that is scaled, or not.
 SCALED = "mpx.scaled_gradients"
 UNSCALED = "mpx.unscaled_gradients"
 
 
+@register_state(
+    loss_scale="loss scale",
+    good_steps="loss scale",
+    bad_steps="loss scale",
+    skipped_steps="count",
+    stuck_steps="loss scale",
+    nonfinite="loss scale",
+    inner_state="inner",
+)
 class LossScalingState(NamedTuple):
     """State of `loss_scaling`.
 
@@ -113,7 +123,7 @@ def loss_scaling(
             skipped_steps=jnp.zeros((), np.int32),
             stuck_steps=jnp.zeros((), np.int32),
             nonfinite=_no_flags(params),
-            inner_state=settled(inner.init(params), params),
+            inner_state=stable_state(inner.init(params), params),
         )
 
     def update_fn(updates, state, params=None, **extra_args):
@@ -123,7 +133,7 @@ def loss_scaling(
         finite, nonfinite = _watched(updates, axis_name)
         grads = StaticLossScale(state.loss_scale).unscale(updates)
         updates, inner_state = inner.update(grads, state.inner_state, params, **extra_args)
-        inner_state = with_types_of(state.inner_state, inner_state)
+        inner_state = keep_types(state.inner_state, inner_state)
         unchanged = jax.tree.map(_minus_zero, updates)
         return select_tree(finite, updates, unchanged), LossScalingState(
             *_adapted(settings, state, finite),

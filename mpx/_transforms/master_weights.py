@@ -1,4 +1,4 @@
-"""`master_weights`: float32 parameters in the state, or the 16 bits that bfloat16 ones lack."""
+"""`master_weights`: keep float32 parameters in the state, or the 16 bits that bfloat16 ones lack."""
 
 import functools
 from typing import Any, Literal, NamedTuple, get_args
@@ -10,12 +10,14 @@ import optax
 from jax.typing import DTypeLike
 
 from mpx import _errors, _trees, formats
-from mpx._transforms.upcast import upcast, widen
-from mpx._transforms.writeback import landing_update, on_grid
+from mpx._stored.roles import register_state
+from mpx._transforms.float32_world import in_world, require_no_rounding_inside, upcast_tree
+from mpx._transforms.writeback import landing_update, round_saturating
 
 Storage = Literal["full", "split"]
 
 
+@register_state(writes_back="master_weights", master="master", inner_state="inner")
 class MasterWeightsState(NamedTuple):
     """State of `master_weights`.
 
@@ -33,13 +35,13 @@ class MasterWeightsState(NamedTuple):
 def master_weights(
     inner: optax.GradientTransformation, dtype: DTypeLike = jnp.float32, *, storage: Storage = "full"
 ) -> optax.GradientTransformationExtraArgs:
-    """Trains float32 master weights with any rule, and emits the updates that keep the model's copy in step.
+    """Train float32 master weights with any rule, and emit the updates that keep the model's copy in step.
 
-    The rule sees float32 parameters, gradients and state, and its trajectory is exactly that of a float32
-    training. The update that comes out is `float32(cast(new_master)) - float32(parameter)`: after
-    `optax.apply_updates` the parameters are the masters, cast. (If a weight falls within about 2**-16 of zero in
-    one step it can miss that by 2**-24 of its old value; the next step repairs it. A zero may keep its old sign.)
-    Nothing may change the updates after this wrapper: clipping, schedules and weight decay belong inside.
+    The rule sees float32 parameters, gradients and state, and its trajectory is exactly that of a float32 training run.
+    The update that comes out is `float32(cast(new_master)) - float32(parameter)`: after `optax.apply_updates` the
+    parameters are the masters, cast. (If a weight falls within about 2**-16 of zero in one step it can miss that by
+    2**-24 of its old value; the next step repairs it. A zero may keep its old sign.) Nothing may change the updates
+    after this wrapper: clipping, schedules and weight decay belong inside.
 
     Args:
         inner: any Optax transformation or chain.
@@ -49,9 +51,8 @@ def master_weights(
             the 16 low bits of its master, 2 bytes a parameter: parameter and low bits together are the master.
             It has the same masters as `"full"`, but for a weight that falls almost to zero, see above: it is its
             parameter then. Parameters are rounded with ties away from zero, those of `"full"` with ties to even.
-            A parameter changed from outside is taken as it is. Masters whose bfloat16 rounding would be infinite
-            saturate.
-            float16 leaves keep full masters under both.
+            A parameter changed from outside is taken with the low bits that it had; `resync` makes those zero. Masters
+            whose bfloat16 rounding would be infinite saturate. float16 leaves keep full masters under both.
 
     Returns:
         A transformation with state `MasterWeightsState`. A finite master beyond the range of its parameter is
@@ -61,8 +62,9 @@ def master_weights(
         TypeError: if `inner` is not a transformation; at `update`, if a gradient is not floating, or the state not one
             of `master_weights`.
         ValueError: if `storage` or `dtype` is unknown or do not go together; at `init`, if a 16-bit leaf would get
-            a float64 master; at `update`, without parameters, with parameters of another tree, shape or dtype than at
-            `init`, or with updates of other shapes.
+            a float64 master, or if `kahan_summation`, `stochastic_rounding` or another `master_weights` stands inside;
+            at `update`, without parameters, with parameters of another tree, shape or dtype than at `init`, or with
+            updates of other shapes.
 
     Example:
         >>> params = {"w": jnp.ones(3, jnp.bfloat16)}
@@ -83,13 +85,15 @@ def master_weights(
     dtype = _errors.wide_dtype(dtype, "master_weights")
     if storage == "split" and dtype != np.float32:
         raise ValueError(f"`master_weights`: split masters are float32, but got `dtype` {dtype}.")
-    inner = upcast(_errors.as_transformation(inner, "master_weights"), dtype)
+    inner = in_world(inner, dtype, "master_weights")
 
     def init_fn(params):
         _require_single_rounding(params, dtype)
-        masters = widen(params, dtype)
+        masters = upcast_tree(params, dtype)
         stored = jax.tree.map(lambda p, m: _initial(p, m, dtype, storage), params, masters)
-        return MasterWeightsState(stored, inner.init(masters))
+        inner_state = inner.init(masters)
+        require_no_rounding_inside(inner_state, params, dtype, "master_weights")
+        return MasterWeightsState(stored, inner_state)
 
     def update_fn(updates, state, params=None, **extra_args):
         _errors.require_params(params, "master_weights")
@@ -106,18 +110,18 @@ def master_weights(
 
 
 def load_masters(params: Any, stored: Any) -> Any:
-    """The masters of a tree of parameters, from what the state keeps of them."""
+    """Return the masters of a tree of parameters, from what the state keeps of them."""
 
     def load(p, s):
         if _trees.is_masked(s):
-            return widen(p, np.dtype(np.float32))
+            return upcast_tree(p, np.dtype(np.float32))
         return formats.join_f32(p, s) if s.dtype == np.uint16 else s
 
     return jax.tree.map(load, params, stored)
 
 
 def _initial(p: jax.Array, master: jax.Array, dtype: np.dtype, storage: Storage) -> Any:
-    """What is stored for a parameter of which no more is known than its own bits."""
+    """Return what is stored at first for a parameter, whose own bits are all that is known of its master."""
     if not _trees.is_narrower(p, dtype):
         return optax.MaskedNode()
     return jnp.zeros_like(p, np.uint16) if _is_split(p, storage) else master
@@ -125,11 +129,11 @@ def _initial(p: jax.Array, master: jax.Array, dtype: np.dtype, storage: Storage)
 
 @functools.partial(jax.jit, inline=True)
 def _step(p: jax.Array, stored: Any, update: jax.Array, new_master: jax.Array) -> tuple[jax.Array, Any]:
-    """One parameter's emitted update, and what is stored for it; traced once for all parameters of a shape."""
+    """Return the update of one parameter, and what is stored for it; traced once for all parameters of a shape."""
     if _trees.is_masked(stored):
         return update, stored
     if stored.dtype != np.uint16:
-        new = on_grid(new_master, p.dtype)
+        new = round_saturating(new_master, p.dtype)
         return landing_update(p, new, "master_weights"), new_master
     new, low_bits = formats.split_f32(new_master, overflow="largest")
     new = new.astype(np.float32)
@@ -145,7 +149,7 @@ def _is_split(p: Any, storage: Storage) -> bool:
 
 
 def _fits(stored: Any, p: Any, dtype: np.dtype, storage: Storage) -> bool:
-    """Whether a leaf of the state was made for a parameter of this shape and dtype."""
+    """Return whether a leaf of the state was made for a parameter of this shape and dtype."""
     if _trees.is_masked(stored) or _trees.is_masked(p):
         return not _trees.is_narrower(p, dtype)
     wanted = np.dtype(np.uint16) if _is_split(p, storage) else dtype
@@ -155,14 +159,12 @@ def _fits(stored: Any, p: Any, dtype: np.dtype, storage: Storage) -> bool:
 def _require_single_rounding(params: Any, dtype: np.dtype) -> None:
     if dtype != np.float64:
         return
-    wrong = [
-        f"  {_trees.path_string(path)!r}: {_trees.dtype_and_shape(leaf)}"
+    wrong = {
+        path: _trees.dtype_and_shape(leaf)
         for path, leaf in _trees.leaves_by_path(params).items()
         if _trees.is_narrower(leaf, np.dtype(np.float32))
-    ]
+    }
     if wrong:
-        listed = "\n".join(wrong)
-        raise ValueError(
-            f"`master_weights`: float64 masters of 16-bit parameters would be rounded twice:\n{listed}\n"
-            "Use `dtype=jnp.float32`, or store these parameters in float32."
-        )
+        what = "`master_weights`: float64 masters of 16-bit parameters would be rounded twice"
+        remedy = "Use `dtype=jnp.float32`, or store these parameters in float32."
+        raise _errors.leaves_error(ValueError, what, wrong, remedy)

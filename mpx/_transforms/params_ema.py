@@ -1,4 +1,4 @@
-"""`params_ema`: an average of the weights in float32, for evaluation."""
+"""`params_ema`: average the weights in float32, for evaluation."""
 
 import math
 import numbers
@@ -10,10 +10,12 @@ import numpy as np
 import optax
 
 from mpx import _errors, _trees
-from mpx._transforms.upcast import settled, widen
-from mpx._transforms.writeback import landed
+from mpx._stored.roles import register_state
+from mpx._transforms.float32_world import stable_state, upcast_tree
+from mpx._transforms.writeback import applied_value
 
 
+@register_state(averaged_steps="unknown", ema="average")
 class ParamsEmaState(NamedTuple):
     """State of `params_ema`.
 
@@ -28,9 +30,9 @@ class ParamsEmaState(NamedTuple):
 
 
 def params_ema(decay: float, *, debias: bool = True) -> optax.GradientTransformationExtraArgs:
-    """Keeps an exponential moving average of the parameters in float32, and changes no update.
+    """Keep an exponential moving average of the parameters in float32, and change no update.
 
-    The last element *inside* `master_weights`, where parameters are the float32 masters:
+    Put it last in the chain *inside* `master_weights`, where parameters are the float32 masters:
 
         master_weights(optax.chain(optax.adamw(1e-3), params_ema(0.999)))
 
@@ -39,8 +41,8 @@ def params_ema(decay: float, *, debias: bool = True) -> optax.GradientTransforma
         ema = ema + (1 - d) / weight * (p - ema)
 
     where `weight` is `1 - d**t` (debiased: the first average is the first parameters, as in Adam) or 1 (the average
-    starts with the initial parameters). `ema_params` returns the average. A step that is skipped outside of this does
-    not change it.
+    starts with the initial parameters). `ema_params` returns the average. A step that `loss_scaling` around this skips
+    does not change it.
 
     A bfloat16 average stands still where `(1 - d) * (p - ema)` is less than half the distance to its next number: with
     a decay of 0.999 on its way from 0 to 1 it stops at 0.5. In float32 what is lost like that is less than
@@ -78,7 +80,7 @@ def params_ema(decay: float, *, debias: bool = True) -> optax.GradientTransforma
 
     def init_fn(params):
         kept = jax.tree.map(lambda p: p if _trees.is_floating(p) else optax.MaskedNode(), params)
-        ema = settled(widen(kept, np.dtype(np.float32)), params)
+        ema = stable_state(upcast_tree(kept, np.dtype(np.float32)), params)
         return ParamsEmaState(jnp.zeros((), np.int32), ema)
 
     def update_fn(updates, state, params=None, **extra_args):
@@ -86,7 +88,7 @@ def params_ema(decay: float, *, debias: bool = True) -> optax.GradientTransforma
         _errors.require_params(params, "params_ema")
         _errors.require_state(state, ParamsEmaState, "params_ema")
         _errors.require_same_shapes(updates, params, "params_ema")
-        steps = optax.safe_increment(state.averaged_steps)
+        steps = jnp.asarray(optax.safe_increment(state.averaged_steps))
         # From logarithms: in float32, 0.9999 has an error of a hundredth of a percent of its distance to 1.
         weight = -jnp.expm1(steps.astype(np.float32) * np.float32(log_decay)) if debias else jnp.ones((), np.float32)
         step = jnp.where(debias & (steps == 1), np.float32(1), np.float32(1 - decay) / weight)
@@ -97,7 +99,7 @@ def params_ema(decay: float, *, debias: bool = True) -> optax.GradientTransforma
 
 
 def _averaged(p: jax.Array, ema: jax.Array, update: jax.Array, step: jax.Array) -> jax.Array:
-    """The average after `optax.apply_updates`."""
+    """Return the average after `optax.apply_updates`."""
     narrow = _trees.is_narrower(p, np.dtype(np.float32))
-    new = landed(p, update.astype(np.float32)) if narrow else (p + update.astype(p.dtype)).astype(ema.dtype)
+    new = applied_value(p, update.astype(np.float32)) if narrow else (p + update.astype(p.dtype)).astype(ema.dtype)
     return jnp.where(step == 1, new, ema + step.astype(ema.dtype) * (new - ema))

@@ -1,4 +1,4 @@
-"""`stochastic_rounding`: low-precision parameters that take every update in the mean."""
+"""`stochastic_rounding`: round 16-bit parameters at random, so that the mean of what is added is the update."""
 
 import functools
 from typing import NamedTuple
@@ -9,9 +9,11 @@ import numpy as np
 import optax
 
 from mpx import _errors, _trees, formats
+from mpx._stored.roles import register_state
 from mpx._transforms.writeback import landing_update
 
 
+@register_state(writes_back="stochastic_rounding", key="key")
 class StochasticRoundingState(NamedTuple):
     """State of `stochastic_rounding`.
 
@@ -23,15 +25,15 @@ class StochasticRoundingState(NamedTuple):
 
 
 def stochastic_rounding(key: jax.Array) -> optax.GradientTransformationExtraArgs:
-    """Rounds 16-bit parameters up or down at random, so that the mean of what is added is the update.
+    """Round 16-bit parameters up or down at random, so that the mean of what is added is the update.
 
-    The last element of a chain. An update of a hundredth of the distance to the next number moves one weight in a
-    hundred all the way, instead of none. It stores nothing but a key, and adds noise where masters and Kahan
-    summation add none. Inside `jax.shard_map` over sharded parameters every device draws the same noise for its part.
+    Put it last in a chain. An update of a hundredth of the distance to the next number moves one weight in a hundred
+    all the way, instead of none. It stores nothing but a key, and adds noise where masters and Kahan summation add
+    none. Inside `jax.shard_map` over sharded parameters every device draws the same noise for its part.
 
     Args:
         key: a PRNG key, typed (`jax.random.key`) or raw (`jax.random.PRNGKey`). It is copied, so that donating
-            the state does not delete it. Equal keys give equal trainings.
+            the state does not delete it. Equal keys give equal training runs.
 
     Returns:
         A transformation with state `StochasticRoundingState`. Its updates are float32 for 16-bit parameters; those

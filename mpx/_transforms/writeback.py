@@ -1,9 +1,9 @@
-"""How a parameter of few bits gets its new value, when all that can be done to it is an addition.
+"""How a 16-bit parameter gets its new value, when all that can be done to it is an addition.
 
-Optax's `apply_updates` computes `(p + u).astype(p.dtype)`. A wrapper that has chosen the new value `p'` must emit
-a `u` that lands on it. `float32(p') - float32(p)` does: both have at most 11 significant bits, so the difference
-is exact unless they are many binades apart, and `p + u` is then exactly `p'`. `master' - p` does not land there
-(the sum rounds once more than the cast), and a difference rounded to 16 bits does so still less often.
+Optax's `apply_updates` computes `(p + u).astype(p.dtype)`. A wrapper that has chosen the new value `p'` must emit an
+update `u` with which this sum is `p'`. `float32(p') - float32(p)` is one: both have at most 11 significant bits, so the
+difference is exact unless they are many binades apart, and `p + u` is then exactly `p'`. `master' - p` is none: the sum
+rounds once more than the cast. A difference rounded to 16 bits misses more often still.
 """
 
 import jax
@@ -15,11 +15,11 @@ from jax.ad_checkpoint import checkpoint_name
 from mpx import formats
 
 MARK = "mpx:"  # the prefix of the names that `landing_update` leaves in a program, for `check_chain` to find
-SENT = "sent"  # the name of an update that goes to other devices as the number where it lands
+SENT = "sent"  # the name of an update that other devices receive as the new value itself
 
 
-def on_grid(x: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Rounds to nearest in `dtype` and keeps the dtype of `x`; a finite number never becomes infinite.
+def round_saturating(x: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Round to nearest in `dtype` and keep the dtype of `x`; a finite number never becomes infinite.
 
     An infinite parameter could not be repaired by an addition, however finite its master.
     """
@@ -31,29 +31,29 @@ def on_grid(x: jax.Array, dtype: np.dtype) -> jax.Array:
 
 
 def landing_update(parameter: jax.Array, new: jax.Array, author: str) -> jax.Array:
-    """The number that `optax.apply_updates` must add to a parameter to make it `new`.
+    """Return the number that `optax.apply_updates` must add to a parameter to make it `new`.
 
     Args:
         parameter: of any floating dtype.
-        new: the value wanted, on the grid of the parameter's dtype, in a wider dtype.
+        new: the value wanted, representable in the parameter's dtype, in a wider dtype.
         author: the transformation that emits the update and relies on nobody changing it.
 
     Returns:
         An array of the dtype of `new`; -0.0 where nothing changes, since adding +0.0 would turn -0.0 into +0.0.
     """
-    # The parameter is widened plainly: if the compiler keeps excess precision in it here, it does so in the
-    # addition too, and the sum still lands on `new`.
+    # Widen the parameter with a plain cast: if the compiler keeps excess precision in it here, it does so in the
+    # addition too, and the sum is still `new`.
     wide = parameter.astype(new.dtype)
     unsigned = np.dtype(f"u{new.dtype.itemsize}")
     bits = lambda x: lax.bitcast_convert_type(x, unsigned)
-    # Where nothing changes, nothing is subtracted: inf - inf is NaN.
+    # Subtract nothing where nothing changes: inf - inf is NaN.
     difference = jnp.where(bits(wide) == bits(new), np.array(0, new.dtype), wide - new)
-    # Its sign is changed on the bits: a compiler may turn `-(p - new)` into `new - p`, whose zero is +0.0.
+    # Change the sign on the bits: a compiler may turn `-(p - new)` into `new - p`, whose zero is +0.0.
     sign = unsigned.type(1 << (8 * new.dtype.itemsize - 1))
     update = lax.bitcast_convert_type(bits(difference) ^ sign, new.dtype)
     return checkpoint_name(update, MARK + author)
 
 
-def landed(parameter: jax.Array, update: jax.Array) -> jax.Array:
-    """Where `optax.apply_updates` will put a bfloat16 or float16 parameter, as float32."""
+def applied_value(parameter: jax.Array, update: jax.Array) -> jax.Array:
+    """Return what `optax.apply_updates` will make of a bfloat16 or float16 parameter, as float32."""
     return formats.round_to(parameter.astype(np.float32) + update, parameter.dtype)

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from mpx import _errors
-from mpx._transforms.upcast import settled, widen, with_types_of
+from mpx._transforms.float32_world import keep_types, stable_state, upcast_tree
 from mpx.tools.monitor.barrier import behind_barrier
 from mpx.tools.monitor.groups import Measure, WeightMeasure
 
@@ -51,15 +51,15 @@ def watch(measures: Mapping[str, Any]) -> optax.GradientTransformationExtraArgs:
 
     def init_fn(params):
         # Updates are float32 where parameters are narrower: so will the measurements be.
-        wide = widen(params, np.dtype(np.float32))
-        state: Any = settled(inner.init(wide), params)
+        wide = upcast_tree(params, np.dtype(np.float32))
+        state: Any = stable_state(inner.init(wide), params)
         _, shapes = jax.eval_shape(inner.update, wide, state, params)
         return state._replace(measurements=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes.measurements))
 
     def update_fn(updates, state, params=None, **extra_args):
         _errors.require_state(state, optax.MonitorState, "watch")
         _, new = inner.update(updates, state, params, **extra_args)
-        return updates, with_types_of(state, new)
+        return updates, keep_types(state, new)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

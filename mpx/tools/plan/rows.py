@@ -3,21 +3,17 @@
 import collections
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import NamedSharding
 
 from mpx import _trees
-from mpx._stored.roles import FIRST_MOMENTS, kind_of
-from mpx._transforms.kahan_summation import KahanSummationState
-from mpx._transforms.low_precision_state import LowPrecisionState
-from mpx._transforms.master_weights import MasterWeightsState
-from mpx._transforms.params_ema import ParamsEmaState
+from mpx._stored.leaves import StateLeaf, leaves_of
+from mpx._stored.roles import Role
 
 Kind = Literal[
     "parameters", "not trained", "gradients", "copy of gradients", "masters", "low bits", "first moment",
@@ -28,13 +24,14 @@ SCALARS, KEY = "counts and scalars", "key"  # the names of rows that do not grow
 
 Entry = tuple[Kind, str, Any, NamedSharding]  # what an array is, its name, the array, and how it is divided
 
-_KINDS_OF_FIELDS: dict[tuple[type, str], Kind] = {
-    (MasterWeightsState, "master"): "masters",
-    (KahanSummationState, "compensation"): "compensation",
-    (ParamsEmaState, "ema"): "average",
-    (LowPrecisionState, "block_scales"): "scales of blocks",
-    (optax.MultiStepsState, "acc_grads"): "sum of gradients",
-    (optax.ApplyEvery, "grad_acc"): "sum of gradients",
+_KINDS_OF_ROLES: dict[Role, Kind] = {
+    "master": "masters",
+    "compensation": "compensation",
+    "average": "average",
+    "scales": "scales of blocks",
+    "sum of gradients": "sum of gradients",
+    "first moment": "first moment",
+    "second moment": "second moment",
 }
 
 
@@ -69,9 +66,9 @@ def entries_of(kind: Kind, tree: Any, shardings: Any) -> Iterator[Entry]:
 
 
 def state_entries(state: Any, shardings: Any) -> Iterator[Entry]:
-    """Yield the leaves of an optimizer's state, named by their fields."""
-    for (path, leaf), sharding in zip(_trees.leaves_by_path(state).items(), jax.tree.leaves(shardings), strict=True):
-        yield *_kind_and_name(state, path, leaf), leaf, sharding
+    """Yield the leaves of an optimizer's state, which go by the names of its fields."""
+    for leaf, sharding in zip(leaves_of(state), jax.tree.leaves(shardings), strict=True):
+        yield *_kind_and_name(leaf), leaf.leaf, sharding
 
 
 def rows_of(entries: Iterable[Entry], parameters: int) -> tuple[PlanRow, ...]:
@@ -89,38 +86,14 @@ def rows_of(entries: Iterable[Entry], parameters: int) -> tuple[PlanRow, ...]:
     return tuple(sorted(rows, key=lambda row: get_args(Kind).index(row.kind)))
 
 
-def _kind_and_name(state: Any, path: _trees.Path, leaf: Any) -> tuple[Kind, str]:
-    """What a leaf of a state is, and what its field is called."""
-    owner, field = _field_of(state, path)
-    kind = _KINDS_OF_FIELDS.get((owner, field))
-    if kind == "masters" and leaf.dtype == np.uint16:
+def _kind_and_name(leaf: StateLeaf) -> tuple[Kind, str]:
+    """Return what a leaf of a state is, and what its field is called."""
+    kind = _KINDS_OF_ROLES.get(leaf.role)
+    if kind == "masters" and leaf.leaf.dtype == np.uint16:
         return "low bits", "low bits"
-    if kind is None and kind_of(state, path) == "second moment":
-        kind = "second moment"
-    elif kind is None and kind_of(state, path) == "signed" and field in FIRST_MOMENTS:
-        kind = "first moment"
+    field = leaf.field or (leaf.place[0] if leaf.place else "state")
     if kind is not None:
         return kind, field
-    if field == KEY or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if leaf.role == "key" or field == KEY or jnp.issubdtype(leaf.leaf.dtype, jax.dtypes.prng_key):
         return "other state", KEY
-    return "other state", field if leaf.shape else SCALARS
-
-
-def _field_of(state: Any, path: _trees.Path) -> tuple[type, str]:
-    """The type in a state that a leaf stands in, and its field there: the first one that holds no other states.
-
-    In states that are no NamedTuples it is the first key of a dictionary.
-    """
-    node, first_key = state, ""
-    for key in path:
-        if isinstance(key, jax.tree_util.GetAttrKey) and hasattr(node, key.name):
-            owner, node = type(node), getattr(node, key.name)
-            if not key.name.endswith(("state", "states")):
-                return owner, key.name
-        elif isinstance(key, jax.tree_util.SequenceKey) and isinstance(node, (tuple, list)):
-            node = node[key.idx]
-        elif isinstance(key, jax.tree_util.DictKey) and isinstance(node, Mapping):
-            node, first_key = node[key.key], first_key or str(key.key)
-        else:
-            break
-    return type(state), first_key or "state"
+    return "other state", field if leaf.leaf.shape else SCALARS

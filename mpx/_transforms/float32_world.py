@@ -1,0 +1,127 @@
+"""What every wrapper gives the rule inside: float32 parameters, gradients and state, and a state of fixed types."""
+
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.core import Tracer
+
+from mpx import _errors, _trees
+from mpx._stored.roles import fields_of, registered_types
+
+T = TypeVar("T")
+
+_KINDS = (jnp.floating, jnp.complexfloating, jnp.integer, jnp.bool_)
+_MARK = "_mpx_world"  # an attribute of `init` functions that give their rule such a world already
+
+
+def in_world(inner: Any, dtype: np.dtype, caller: str) -> optax.GradientTransformationExtraArgs:
+    """Return a rule that sees parameters, gradients and extra arguments in `dtype` at least, and returns such updates.
+
+    A rule that has such a world already is returned as it is, so that nested wrappers cast and check once.
+
+    Args:
+        inner: any Optax transformation or chain.
+        dtype: float32 or float64.
+        caller: the wrapper's name, for messages.
+    """
+    inner = _errors.as_transformation(inner, caller)
+    if getattr(inner.init, _MARK, None) == dtype:
+        return inner
+
+    def init_fn(params):
+        wide = upcast_tree(params, dtype)
+        state = inner.init(wide)
+        require_no_rounding_inside(state, params, dtype, caller)
+        return stable_state(state, wide)
+
+    def update_fn(updates, state, params=None, **extra_args):
+        _errors.require_differentiable(updates, caller)
+        updates, params, extra_args = upcast_tree((updates, params, extra_args), dtype)
+        updates, new_state = inner.update(updates, state, params, **extra_args)
+        return upcast_tree(updates, dtype), keep_types(state, new_state)
+
+    setattr(init_fn, _MARK, dtype)
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def gives_world(init_fn: T, dtype: np.dtype) -> T:
+    """Mark the `init` of a wrapper that runs its rule by `in_world` and whose own state types never change."""
+    setattr(init_fn, _MARK, dtype)
+    return init_fn
+
+
+def require_no_rounding_inside(state: Any, params: Any, dtype: np.dtype, caller: str) -> None:
+    """Raise if what rounds for 16-bit parameters stands inside a wrapper that hides them, where it does nothing.
+
+    Args:
+        state: of the rule inside.
+        params: as they were given to the wrapper.
+        dtype: in which the rule inside sees them.
+        caller: the wrapper's name.
+    """
+    if not any(_trees.is_narrower(p, dtype) for p in jax.tree.leaves(params)):
+        return
+    rounders = [kind for kind in registered_types() if fields_of(kind).writes_back]  # type: ignore[union-attr]
+    for found in _trees.find_states(state, tuple(rounders)):
+        name = fields_of(type(found)).writes_back  # type: ignore[union-attr]
+        raise ValueError(
+            f"`{caller}`: `{name}` stands inside `{caller}`, sees parameters in {dtype} there and does nothing. Put it "
+            "after or around: `optax.chain(upcast(rule), kahan_summation())`, `master_weights(rule)`."
+        )
+
+
+def upcast_tree(tree: T, dtype: np.dtype) -> T:
+    """Cast narrower floating leaves up to `dtype`, and give weakly typed leaves and Python floats a strong type."""
+
+    def strong(leaf):
+        if isinstance(leaf, float):
+            return jnp.asarray(leaf, dtype)
+        if _trees.is_floating(leaf) and getattr(leaf, "weak_type", False):
+            return lax.convert_element_type(leaf, _trees.promoted(leaf.dtype, dtype))
+        return leaf
+
+    return jax.tree.map(strong, _trees.cast_tree(tree, dtype, which=lambda leaf: leaf.dtype.itemsize < dtype.itemsize))
+
+
+def stable_state(state: T, params: Any) -> T:
+    """Return a new state with strong dtypes, as updates will return it, and with buffers of its own.
+
+    Rules that keep a copy of the parameters keep the very array, and so does a count that stands in a state twice.
+    Donating parameters and state would give such a buffer away twice, which the runtime refuses.
+    """
+    taken = {id(leaf) for leaf in jax.tree.leaves(params)}
+
+    def stable(leaf):
+        if isinstance(leaf, (bool, int, float)) or getattr(leaf, "weak_type", False):
+            return lax.convert_element_type(leaf, jnp.asarray(leaf).dtype)
+        if id(leaf) in taken and isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer):
+            return jnp.array(leaf, copy=True)
+        taken.add(id(leaf))
+        return leaf
+
+    return jax.tree.map(stable, state)
+
+
+def keep_types(old: T, new: T) -> T:
+    """Give a new state the dtypes of the old one, so that it can be the carry of a scan.
+
+    Raises:
+        TypeError: if a leaf changed to a dtype of another kind, such as a count that became a float.
+    """
+
+    def same_type(path, before, after):
+        wanted, got = jax.typeof(before), jax.typeof(after)
+        if got.dtype == wanted.dtype and not got.weak_type:
+            return after
+        if not any(jnp.issubdtype(wanted.dtype, kind) and jnp.issubdtype(got.dtype, kind) for kind in _KINDS):
+            raise TypeError(
+                f"The wrapped rule changed the dtype of its state at {_trees.path_string(path)!r} from "
+                f"{wanted.dtype} to {got.dtype}."
+            )
+        return lax.convert_element_type(after, wanted.dtype)
+
+    return jax.tree.map_with_path(same_type, old, new)
