@@ -12,10 +12,10 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 PUBLIC = {
     "Advice", "AdviceRow", "Blockwise8bit", "DEFAULT_RULES", "DivergedError", "DynamicLossScale", "Errors",
-    "Explanation", "FAST_RULES", "KahanSummationState", "LossScale", "LossScalingState",
+    "Explanation", "FAST_RULES", "KahanSummationState", "LeafUnderflow", "LossScale", "LossScalingState",
     "LowPrecisionState", "MasterWeightsState", "NoOpLossScale", "ParamsEmaState",
-    "Policy", "StaticLossScale",
-    "StochasticRoundingState", "UpcastState", "advise", "all_finite", "any_precision_adamw",
+    "Policy", "ScaledShares", "StaticLossScale",
+    "StochasticRoundingState", "UnderflowReport", "advise", "all_finite", "any_precision_adamw",
     "autocast", "cast", "cast_to_full", "cast_to_half", "check_chain", "check_health", "compare_plans",
     "convert_state", "data_parallel", "ema_params", "explain", "formats", "full_precision", "get_loss_scale",
     "get_policy", "grad", "half_dtype", "is_synced", "kahan_summation", "largest_that_fits", "loss_scaling",
@@ -26,8 +26,8 @@ PUBLIC = {
 
 # Tables, modules, and what is returned: the function that returns it has the example.
 WITHOUT_EXAMPLE = {
-    "Advice", "AdviceRow", "DEFAULT_RULES", "Errors", "Explanation", "FAST_RULES", "LossScale",
-    "formats", "monitor",
+    "Advice", "AdviceRow", "DEFAULT_RULES", "Errors", "Explanation", "FAST_RULES", "LeafUnderflow", "LossScale",
+    "ScaledShares", "UnderflowReport", "formats", "monitor",
 }  # fmt: skip
 
 

@@ -27,11 +27,11 @@ def state_types(policy, params_dtype, **options):
     [
         ("f32", jnp.float32, []),
         ("params=f32,compute=bf16,output=f32", jnp.float32, []),
-        ("params=bf16,compute=bf16,output=f32", jnp.bfloat16, ["MasterWeightsState", "UpcastState"]),
+        ("params=bf16,compute=bf16,output=f32", jnp.bfloat16, ["MasterWeightsState"]),
         ("params=f32,compute=f16,output=f32", jnp.float32, ["LossScalingState"]),
-        ("f16", jnp.float16, ["LossScalingState", "MasterWeightsState", "UpcastState"]),
-        ("params=bf16,compute=f16", jnp.bfloat16, ["LossScalingState", "MasterWeightsState", "UpcastState"]),
-        ("params=f16,compute=f32,output=f32", jnp.float16, ["LossScalingState", "MasterWeightsState", "UpcastState"]),
+        ("f16", jnp.float16, ["LossScalingState", "MasterWeightsState"]),
+        ("params=bf16,compute=f16", jnp.bfloat16, ["LossScalingState", "MasterWeightsState"]),
+        ("params=f16,compute=f32,output=f32", jnp.float16, ["LossScalingState", "MasterWeightsState"]),
     ],
 )
 def test_masters_and_loss_scaling_are_added_where_they_are_needed_only(policy, params_dtype, expected):
@@ -40,7 +40,7 @@ def test_masters_and_loss_scaling_are_added_where_they_are_needed_only(policy, p
 
 def test_an_override_below_float32_needs_masters_too():
     policy = mpx.get_policy("f32", overrides=(("embed", jnp.bfloat16),))
-    assert state_types(policy, jnp.float32) == ["MasterWeightsState", "UpcastState"]
+    assert state_types(policy, jnp.float32) == ["MasterWeightsState"]
 
 
 def test_gradients_of_float16_parameters_underflow_without_the_scale_that_they_get():
@@ -223,7 +223,7 @@ def test_any_precision_adamw_refuses_dtypes_that_cannot_be():
 def test_any_precision_adamw_knows_its_moments_whatever_parameters_are_called():
     start = {"mu": jnp.ones(8, jnp.bfloat16), "nu": jnp.ones(8, jnp.bfloat16)}
     state = mpx.any_precision_adamw(momentum_dtype="float16").init(start)
-    adam = state.inner_state.inner_state[0]
+    adam = state.inner_state[0]
     assert {x.dtype for x in adam.mu.values()} == {np.dtype(np.float16)}
     assert {x.dtype for x in adam.nu.values()} == {np.dtype(jnp.bfloat16)}
 

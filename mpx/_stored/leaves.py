@@ -81,7 +81,7 @@ def _child(here: StateLeaf, key: _trees.Path, child: Any) -> StateLeaf:
     wrapped = here.wrapped or declared
     if isinstance(key[0], jax.tree_util.GetAttrKey):
         role = role_of_field(type(node), name)
-    elif isinstance(node, Mapping) and not _is_field(here.path):
+    elif isinstance(node, Mapping) and _is_state(here.path):
         role = role_of_key(name)
     else:
         role = "inner"
@@ -93,9 +93,20 @@ def _child(here: StateLeaf, key: _trees.Path, child: Any) -> StateLeaf:
     return StateLeaf(child, path, role, owner, name, place=place, declared=declared, wrapped=wrapped)
 
 
-def _is_field(path: _trees.Path) -> bool:
-    """Return whether a node is a field of a state; a dictionary there has labels for keys (`optax.partition`)."""
-    return bool(path) and isinstance(path[-1], jax.tree_util.GetAttrKey)
+def _is_state(path: _trees.Path) -> bool:
+    """Return whether a dictionary here can be a state: it holds neither labels (`optax.partition`) nor parameters.
+
+    The keys of a dictionary that is a field of a state are labels.
+    """
+    previous = (None, *path)
+    is_dict_key = lambda key: isinstance(key, jax.tree_util.DictKey)
+    is_field = bool(path) and isinstance(path[-1], jax.tree_util.GetAttrKey)
+    labels_only = all(
+        isinstance(before, jax.tree_util.GetAttrKey)
+        for before, key in zip(previous, path, strict=False)
+        if is_dict_key(key)
+    )
+    return not is_field and labels_only
 
 
 def _named(node: Any, name: str) -> str:

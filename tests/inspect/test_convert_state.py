@@ -251,7 +251,7 @@ def test_codes_of_the_same_blocks_keep_their_bits():
     params, state = trained("8 bits")
     new_tx = mpx.low_precision_state(adamw(), {"[mn]u": mpx.Blockwise8bit(64)}, min_size=64)
     _, new_state = mpx.convert_state(params, state, recipe("8 bits"), new_tx, policy=F32)
-    assert_same_bits(new_state.block_scales, state.inner_state.inner_state.block_scales)
+    assert_same_bits(new_state.block_scales, state.inner_state.block_scales)
     for name in ("mu", "nu"):
         assert optax.tree.get(state, name)["kernel"].dtype == np.uint8
         assert_same_bits(optax.tree.get(new_state, name), optax.tree.get(state, name))
@@ -267,7 +267,7 @@ def test_codes_of_other_blocks_are_made_from_the_numbers(block_size, scales):
     expected = jax.jit(code, compiler_options=QUICKLY)(codes(wide))
     assert expected.scale.shape == scales
     assert_same_bits(codes(new_state), expected.codes)
-    (scale,) = [scale for name, scale in new_state.block_scales.items() if name.endswith(".signed")]
+    (scale,) = [scale for name, scale in new_state.block_scales.items() if "signed=True" in name]
     assert_same_bits(scale, expected.scale)
 
 
@@ -517,7 +517,7 @@ def test_the_state_of_other_parameters_is_refused_with_the_path():
     params, state = trained("full")
     with pytest.raises(ValueError, match=re.escape("'master/bias': float32[5], not float32[6]")):
         mpx.convert_state(params | {"bias": jnp.ones(6, jnp.bfloat16)}, state, recipe("full"), recipe("split"))
-    with pytest.raises(ValueError, match=re.escape("'master/bias' is in the state only")):
+    with pytest.raises(ValueError, match=re.escape("'master/bias': in the state only")):
         mpx.convert_state({"kernel": params["kernel"]}, state, recipe("full"), recipe("split"))
 
 

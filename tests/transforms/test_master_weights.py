@@ -213,7 +213,6 @@ class TestErrors:
     @pytest.mark.parametrize(
         "tx",
         [
-            mpx.upcast(optax.sgd(0.1)),
             mpx.master_weights(optax.sgd(0.1)),
             mpx.loss_scaling(optax.sgd(0.1)),
             mpx.kahan_summation(),

@@ -9,7 +9,7 @@ import optax
 from jax.core import Tracer
 
 from mpx import _errors, _trees
-from mpx._inspect.health import get_loss_scale, loss_scaling_state, skipped_steps
+from mpx._inspect.health import get_loss_scale, skipped_steps
 from mpx._loss_scale import NoOpLossScale
 from mpx._stored.roles import register_state
 
