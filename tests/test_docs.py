@@ -1,6 +1,8 @@
-"""The documentation: its code runs and prints what it says, its names and links lead somewhere, nothing is left out."""
+"""Check the README and the documentation: code runs and prints what they say, names and links lead somewhere."""
 
 import ast
+import contextlib
+import io
 import pathlib
 import pkgutil
 import re
@@ -9,13 +11,33 @@ import traceback
 import pytest
 import yaml
 
-from tests import markdown
-
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+README = ROOT / "README.md"
 PAGES = sorted(DOCS.rglob("*.md"))
-WITH_CODE = [page for page in PAGES if markdown.python_blocks(page.read_text())]
 TEST_LINK = re.compile(r"\[`(test_\w+)`\]\((?:\.\./)+(tests/[\w/]+\.py)\)")
+# A block of Python, perhaps followed by what it prints.
+BLOCK = re.compile(
+    r"^```python[^\n]*\n(?P<code>.*?)^```$(?:\s+^```text title=\"Prints\"\n(?P<prints>.*?)^```$)?",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+def run_blocks(text, filename):
+    """Run the Python of a Markdown text from top to bottom in one namespace, and return that.
+
+    Each block is compiled behind as many empty lines as there are lines before it, so that errors name those of the
+    file.
+    """
+    names = {}
+    for block in BLOCK.finditer(text):
+        code = "\n" * text.count("\n", 0, block.start("code")) + block["code"]
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            exec(compile(code, filename, "exec"), names)
+        printed = output.getvalue()
+        says = block["prints"]
+        assert says in (None, printed), f"{filename} says {says!r}, but the code prints {printed!r}"
+    return names
 
 
 def name_of(page):
@@ -23,7 +45,7 @@ def name_of(page):
 
 
 def in_navigation():
-    """The paths in the navigation of `mkdocs.yml`, in their order."""
+    """Return the paths in the navigation of `mkdocs.yml`, in their order."""
 
     def paths(entry):
         if isinstance(entry, str):
@@ -35,7 +57,7 @@ def in_navigation():
 
 
 def public_names(module):
-    """What a module defines, and what it imports in the form `from x import y as y`, but for modules."""
+    """Return what a module defines, and what it imports as `from x import y as y`, but for modules."""
     path = ROOT.joinpath(*module.split("."))
     body = ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()).body
     aliases = [(node.module, alias) for node in body if isinstance(node, ast.ImportFrom) for alias in node.names]
@@ -45,29 +67,49 @@ def public_names(module):
 
 
 def in_reference():
-    """Each name with an entry in the reference, as often as it has one."""
+    """Return each name with an entry in the reference, as often as it has one."""
     texts = [page.read_text() for page in PAGES]
     return [name for text in texts for name in re.findall(r"^::: (\S+)$", text, re.MULTILINE)]
 
 
 @pytest.mark.optax_promotion
-@pytest.mark.parametrize("page", WITH_CODE, ids=name_of)
+def test_the_code_of_the_readme_runs_from_top_to_bottom():
+    text = README.read_text()
+    names = run_blocks(text, "README.md")
+    assert len(BLOCK.findall(text)) >= 3
+    assert names["params"]["params"]["layers_0"]["kernel"].dtype == "bfloat16"
+    assert names["mpx"].is_synced(names["params"], names["opt_state"])
+
+
+@pytest.mark.optax_promotion
+@pytest.mark.parametrize("page", [page for page in PAGES if BLOCK.search(page.read_text())], ids=name_of)
 def test_the_code_of_a_page_runs_from_top_to_bottom_and_prints_what_the_page_says(page):
-    markdown.run_blocks(page.read_text(), name_of(page))
+    run_blocks(page.read_text(), name_of(page))
 
 
 def test_a_block_that_prints_something_else_is_seen():
     page = '```python\nprint(1 + 1)\n```\n\n```text title="Prints"\n{}\n```\n'
-    markdown.run_blocks(page.format(2), "page.md")
+    run_blocks(page.format(2), "page.md")
     with pytest.raises(AssertionError, match=re.escape("page.md says '3\\n', but the code prints '2\\n'")):
-        markdown.run_blocks(page.format(3), "page.md")
+        run_blocks(page.format(3), "page.md")
 
 
 def test_an_error_in_a_page_names_its_line():
     with pytest.raises(ZeroDivisionError) as raised:
-        markdown.run_blocks("# Title\n\n```python\n1 / 0\n```\n", "page.md")
+        run_blocks("# Title\n\n```python\n1 / 0\n```\n", "page.md")
     frame = traceback.extract_tb(raised.tb)[-1]
     assert (frame.filename, frame.lineno) == ("page.md", 4)
+
+
+def test_ci_runs_the_test_command_of_the_readme_first():
+    command = re.search(r"^python3 -m venv .*pytest.*$", README.read_text(), re.MULTILINE)[0]
+    commands = [line for line in (ROOT / ".ci" / "run").read_text().splitlines() if "pytest" in line]
+    assert next(line for line in commands if not line.startswith("#")) == command
+
+
+def test_the_main_job_has_a_command_that_sets_itself_up():
+    command = r"^python3 -m venv .* && .*pip install .* && .*-m examples\.gpt\.compare$"
+    assert re.search(command, README.read_text(), re.MULTILINE)
 
 
 def test_every_page_of_the_navigation_exists():
