@@ -1,7 +1,9 @@
 """Plans against the bytes of real arrays, and against the formulas of the literature."""
 
+import dataclasses
 import json
 import re
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import flax.linen as nn
@@ -316,6 +318,36 @@ def test_the_parts_of_a_state_are_named_as_its_fields():
 )
 def test_a_part_is_known_by_the_state_it_stands_in(tx, name, part):
     assert parts(memory_plan({"mu": jnp.ones((4, 4))}, tx, BF16))[name] == part
+
+
+@mpx.register_state(copies="master", inner_state="inner")
+class Copied(NamedTuple):
+    """The state of a wrapper that mpx has never seen."""
+
+    copies: Any
+    inner_state: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Bytes(mpx.StateFormat):
+    """A format that mpx has never seen: a byte an element, and one float32 scale a leaf."""
+
+    def encode(self, x, key=None):
+        return x.astype(jnp.int8), jnp.ones((), jnp.float32)
+
+    def decode(self, codes, scales):
+        return codes.astype(jnp.float32) * scales
+
+
+def test_a_wrapper_and_a_format_from_outside_are_planned_as_those_of_mpx():
+    rule = mpx.low_precision_state(optax.sgd(0.1, momentum=0.9), {"trace": Bytes()}, min_size=0)
+    widened = lambda params: jax.tree.map(lambda p: p.astype(jnp.float32), params)
+    tx = optax.GradientTransformation(lambda params: Copied(widened(params), rule.init(params)), rule.update)
+    plan = memory_plan({"w": jnp.ones((8, 8))}, tx, BF16)
+    assert {row.kind: (row.name, row.bytes) for row in plan.rows[2:]} == {
+        "masters": ("copies", 4 * 64), "first moment": ("trace", 64), "scales of blocks": ("block_scales", 4),
+    }  # fmt: skip
+    assert plan.state_bytes == nbytes(tx.init({"w": jnp.ones((8, 8), jnp.bfloat16)}))
 
 
 def test_a_parameter_may_be_called_as_a_field_is():

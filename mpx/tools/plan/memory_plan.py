@@ -253,18 +253,16 @@ def _count(trained: Any) -> int:
 
 def _require_divisible(params: Any, shardings: Any, mesh: Mesh | AbstractMesh) -> None:
     """Raise, naming every such parameter, if a sharding does not divide its shape."""
-    wrong = []
+    wrong = {}
     for (path, p), sharding in zip(_trees.leaves_by_path(params).items(), jax.tree.leaves(shardings), strict=True):
         try:
             sharding.shard_shape(p.shape)
         except ValueError:
-            wrong.append(f"  {_trees.path_string(path)!r}: {_trees.dtype_and_shape(p)} as {sharding.spec}")
+            wrong[path] = f"{_trees.dtype_and_shape(p)} as {sharding.spec}"
     if wrong:
-        listed = "\n".join(wrong)
-        raise ValueError(
-            f"`memory_plan`: on the mesh {dict(mesh.shape)} these parameters cannot be divided as `param_specs` says:\n"
-            f"{listed}\nAn axis of a parameter must be a multiple of the number of devices along it."
-        )
+        what = f"`memory_plan`: on the mesh {dict(mesh.shape)} these parameters cannot be divided as `param_specs` says"
+        remedy = "An axis of a parameter must be a multiple of the number of devices along it."
+        raise _errors.leaves_error(ValueError, what, wrong, remedy)
 
 
 def _copies_of(gradients: Any, dtype: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What each array of a training is: a parameter, a gradient, or which part of an optimizer's state."""
+"""The parts of a plan: parameters, gradients, and the fields of an optimizer's state by their roles."""
 
 import collections
 import dataclasses
@@ -21,8 +21,7 @@ Kind = Literal[
 ]  # fmt: skip
 OUTSIDE_STATE: tuple[Kind, ...] = ("parameters", "not trained", "gradients", "copy of gradients")
 SCALARS, KEY = "counts and scalars", "key"  # the names of rows that do not grow with the model
-
-Entry = tuple[Kind, str, Any, NamedSharding]  # what an array is, its name, the array, and how it is divided
+Entry = tuple[Kind, str, Any, NamedSharding]  # the kind of an array, its name, the array, and how it is divided
 
 _KINDS_OF_ROLES: dict[Role, Kind] = {
     "master": "masters",
@@ -75,23 +74,23 @@ def rows_of(entries: Iterable[Entry], parameters: int) -> tuple[PlanRow, ...]:
     """Return one row for all arrays of one kind and name, in the order of the kinds."""
     found = collections.defaultdict(list)
     for kind, name, leaf, sharding in entries:
-        found[kind, name].append((leaf, math.prod(sharding.shard_shape(leaf.shape))))
+        found[kind, name].append((leaf.dtype, math.prod(leaf.shape), math.prod(sharding.shard_shape(leaf.shape))))
     rows = []
     for (kind, name), arrays in found.items():
-        dtypes = tuple(dict.fromkeys(str(leaf.dtype) for leaf, _ in arrays))
-        elements = sum(math.prod(leaf.shape) for leaf, _ in arrays)
-        whole = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf, _ in arrays)
-        on_a_device = sum(count * leaf.dtype.itemsize for leaf, count in arrays)
-        rows.append(PlanRow(name, kind, dtypes, elements, whole, on_a_device, on_a_device / parameters))
+        dtypes = tuple(dict.fromkeys(str(dtype) for dtype, _, _ in arrays))
+        elements = sum(count for _, count, _ in arrays)
+        whole = sum(dtype.itemsize * count for dtype, count, _ in arrays)
+        held = sum(dtype.itemsize * on_a_device for dtype, _, on_a_device in arrays)
+        rows.append(PlanRow(name, kind, dtypes, elements, whole, held, held / parameters))
     return tuple(sorted(rows, key=lambda row: get_args(Kind).index(row.kind)))
 
 
 def _kind_and_name(leaf: StateLeaf) -> tuple[Kind, str]:
-    """Return what a leaf of a state is, and what its field is called."""
+    """Return the kind of a leaf of a state, and the name of its field."""
     kind = _KINDS_OF_ROLES.get(leaf.role)
+    field = leaf.field or (leaf.place[0] if leaf.place else "state")
     if kind == "masters" and leaf.leaf.dtype == np.uint16:
         return "low bits", "low bits"
-    field = leaf.field or (leaf.place[0] if leaf.place else "state")
     if kind is not None:
         return kind, field
     if leaf.role == "key" or field == KEY or jnp.issubdtype(leaf.leaf.dtype, jax.dtypes.prng_key):
