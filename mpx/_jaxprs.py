@@ -1,74 +1,199 @@
-"""Whether a traced function treats each number by itself, so that it may be given a part of an array for the whole."""
+"""Programs of jax as data: facts about primitives, and one way to follow values through a program.
 
-from collections.abc import Sequence
-from typing import Any
+All of it by public names, in all versions of jax that mpx supports. `check_chain`, the check that a rule works element
+by element, the plan of `autocast` and its check of arguments that change in place each follow values of their own
+kind through a program: they differ in the rule that they give to `propagate`.
+"""
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
-BLOCKS = "mpx:blocks"  # the named scope of what works on blocks of numbers that are not cut
+import numpy as np
+from jax.extend import core as jex_core
+from jax.extend.core import JaxprEqn
 
-_ELEMENTWISE = frozenset(
-    "abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp conj "
-    "convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag "
-    "integer_pow is_finite le lgamma log log1p logistic lt max min mul name ne neg nextafter not optimization_barrier "
-    "or pow pvary real reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical "
-    "sign sin sinh sqrt square stop_gradient sub tan tanh xor".split()
+T = TypeVar("T")
+
+BLOCKS = "mpx:blocks"  # the named scope of code that works on whole blocks of elements, which sharding never divides
+
+
+# ---- facts about primitives, by their names -------------------------------------------------------------------------
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Sums of products. Nearly all floating-point operations of a model are theirs.
+CONTRACTIONS = _names("conv_general_dilated dot_general ragged_dot_general")
+
+# Each result is an operand, every element at its place.
+IDENTITIES = _names(
+    "copy copy_p device_put layout_constraint name optimization_barrier pvary reshard sharding_constraint stop_gradient"
 )
-# What runs another program once, as it is.
-_CALLS = frozenset({"jit", "pjit", "closed_call", "checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call"})
-# What makes equal on all devices what each had of its part. (Not sums: arrays that are not cut would count often.)
-_AGREEMENTS = frozenset({"pmin", "pmax"})
-# What gives every part the same numbers, where the parts of a whole would differ; and the other way round.
-_POSITIONS = frozenset({"iota", "axis_index", "random_bits", "threefry2x32"})
+# The results are elements of the operands at other places. Only indices decide which.
+REARRANGEMENTS = _names(
+    "broadcast_in_dim broadcast_to concatenate dynamic_slice gather reshape rev roll slice split squeeze stack tile "
+    "transpose unstack"
+)
+MOVES = IDENTITIES | REARRANGEMENTS
+# Of these, the ones that may repeat an element: the cotangents of its copies are still to be added up.
+REPEATS = _names("broadcast_in_dim broadcast_to gather tile")
+# The one result has the elements of the one operand, each of them once. So have their cotangents.
+PERMUTATIONS = _names("copy name reshape rev sharding_constraint squeeze transpose")
+# The results are elements of the operands. Values, or which operand is written over which, decide which elements.
+SELECTIONS = _names(
+    "clamp cummax cummin dynamic_update_slice max min pad reduce_max reduce_min reduce_window_max reduce_window_min "
+    "scatter select_n sort top_k"
+)
+# The results are elements that other devices have.
+EXCHANGES = _names(
+    "all_gather all_gather_invariant all_gather_reduced all_to_all pbroadcast ppermute ragged_all_to_all"
+)
+# The results are equal on all devices of an axis, and are elements of one of them.
+AGREEMENTS = _names("pmax pmin")
+# Linear sums, over axes of an array or over devices.
+SUMS = _names("add_any psum psum_invariant reduce_scatter reduce_sum")
 
-_WHOLE, PART = None, "part"  # what a value depends on: whole arrays only, parts number by number, or a culprit
+# An element of a result depends only on the elements of the operands that stand at its place.
+ELEMENTWISE = IDENTITIES | _names(
+    "abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp conj "
+    "convert_element_type cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow "
+    "is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or polynomial pow real "
+    "reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh "
+    "sqrt square sub tan tanh xor"
+)
+# The results depend on where an element stands in the array, or on which device this is.
+POSITIONAL = _names("axis_index iota random_bits threefry2x32")
+
+# Run one other program, once, on all operands.
+CALLS = _names("call closed_call eval_jaxpr jit remat2")
+# The same, with a derivative that its author wrote.
+CUSTOM_CALLS = _names("custom_jvp_call custom_vjp_call")
+LOOPS = _names("scan while")
 
 
-def mixing_culprit(program: ClosedJaxpr, inputs: Sequence[str | None], axis: str) -> str | None:
-    """What mixes numbers of a partial array, or depends on the part, such that a result does; None if nothing does.
+# ---- what an equation holds -----------------------------------------------------------------------------------------
+
+
+def is_literal(v: Any) -> bool:
+    """Return whether an operand is a constant of the program text."""
+    return isinstance(v, jex_core.Literal)
+
+
+def dtype_of(v: Any) -> Any:
+    """Return the dtype of an operand; `void` if it is no array, such as a token."""
+    return getattr(v.aval, "dtype", np.dtype(np.void))
+
+
+def open_jaxpr(jaxpr: Any) -> jex_core.Jaxpr:
+    """Return the jaxpr of an open or closed one (jax 0.11 has one class for both)."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def constants_of(jaxpr: Any) -> list[Any]:
+    """Return the values of the constant inputs of an open or closed jaxpr."""
+    return list(getattr(jaxpr, "consts", ()))
+
+
+def closed_jaxpr(jaxpr: Any) -> jex_core.ClosedJaxpr:
+    """Return an open or closed jaxpr with the values of its constants."""
+    return jex_core.ClosedJaxpr(open_jaxpr(jaxpr), constants_of(jaxpr))
+
+
+def called_jaxpr(eqn: JaxprEqn) -> Any:
+    """Return the program that a call runs, open or closed as the equation holds it."""
+    return eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+
+
+def holds_programs_run_once(eqn: JaxprEqn) -> bool:
+    """Return whether an equation is a call, or a conditional: it runs one of its programs once, on its operands."""
+    return eqn.primitive.name in CALLS | CUSTOM_CALLS | {"cond", "shard_map"}
+
+
+def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
+    """Return how many constants a scan closes over, and how many values it carries."""
+    if "ft_in" in eqn.params:  # jax 0.11
+        consts, carry, _ = eqn.params["ft_in"].unpack()
+        return len(consts), len(carry)
+    return eqn.params["num_consts"], eqn.params["num_carry"]
+
+
+# ---- following values through a program -----------------------------------------------------------------------------
+
+
+def propagate(
+    jaxpr: Any,
+    inputs: Sequence[T],
+    rule: Callable[[JaxprEqn, list[T]], Sequence[T]],
+    constant: Callable[[Any], T],
+) -> list[T]:
+    """Follow what is known of values through a program, equation by equation.
+
+    Args:
+        jaxpr: the program, open or closed.
+        inputs: what is known of each input.
+        rule: from an equation, and what is known of its operands, to what is known of its results. It enters programs
+            inside of the equation by calling `propagate` again.
+        constant: what is known of a literal, or of a constant input.
+
+    Returns:
+        What is known of each result of the program.
+    """
+    program = open_jaxpr(jaxpr)
+    known = dict(zip(program.invars, inputs, strict=True))
+    look_up = lambda v: constant(v) if is_literal(v) or v not in known else known[v]
+    for eqn in program.eqns:
+        found = rule(eqn, [look_up(v) for v in eqn.invars])
+        known.update(zip(eqn.outvars, found, strict=True))
+    return [look_up(v) for v in program.outvars]
+
+
+def propagate_inside(
+    eqn: JaxprEqn, operands: list[T], rule: Callable[[JaxprEqn, list[T]], Sequence[T]], constant: Callable[[Any], T]
+) -> list[tuple[T, ...]]:
+    """Return, for each result of a call or a conditional, what is known of it in each of the programs inside."""
+    if eqn.primitive.name == "cond":  # its first operand is the index of the branch
+        columns = [propagate(branch, operands[1:], rule, constant) for branch in eqn.params["branches"]]
+    else:
+        columns = [propagate(called_jaxpr(eqn), operands, rule, constant)]
+    return list(zip(*columns, strict=True))
+
+
+_WHOLE, PART = None, "part"  # what a value depends on: whole arrays, or one element of an array each; or a culprit
+
+
+def mixing_culprit(program: jex_core.ClosedJaxpr, inputs: Sequence[str | None], axis: str) -> str | None:
+    """Return what makes a result depend on more of a sharded array than one element; None if nothing does.
 
     Args:
         program: a traced function.
-        inputs: of each input, None if it is whole, `PART` if it is a part of an array; or a name for what no result
-            may depend on.
-        axis: of the mesh, along which devices have parts.
+        inputs: for each input, None if every device has the whole array, `PART` if it has a part of it, or a name for
+            an input that no result may depend on.
+        axis: the axis of the mesh along which devices have parts.
+
+    Returns:
+        The name of the first such primitive, or of such an input.
     """
-    results = _Follower(axis).results(program.jaxpr, inputs)
-    return next((found for found in results if found not in (_WHOLE, PART)), None)
+    is_culprit = lambda found: found not in (_WHOLE, PART)
 
-
-class _Follower:
-    """Follows through a program what each value depends on."""
-
-    def __init__(self, axis: str) -> None:
-        self.axis = axis
-
-    def results(self, jaxpr: Jaxpr, inputs: Sequence[str | None]) -> list[str | None]:
-        """What each output of a program depends on."""
-        known: dict[Any, str | None] = dict(zip(jaxpr.invars, inputs, strict=True))
-        look_up = lambda atom: _WHOLE if isinstance(atom, Literal) else known.get(atom, _WHOLE)
-        for equation in jaxpr.eqns:
-            found = self.of_equation(equation, [look_up(atom) for atom in equation.invars])
-            known |= dict(zip(equation.outvars, found, strict=True))
-        return [look_up(atom) for atom in jaxpr.outvars]
-
-    def of_equation(self, equation: JaxprEqn, inputs: list[str | None]) -> Sequence[str | None]:
-        """What the results of one equation depend on."""
-        name, count = equation.primitive.name, len(equation.outvars)
-        culprit = next((found for found in inputs if found not in (_WHOLE, PART)), None)
-        if name in _AGREEMENTS and self.axis in equation.params["axes"]:
+    def rule(eqn: JaxprEqn, found: list[str | None]) -> Sequence[str | None]:
+        name, count = eqn.primitive.name, len(eqn.outvars)
+        if name in AGREEMENTS and axis in eqn.params["axes"]:
             return [_WHOLE] * count
+        culprit = next(filter(is_culprit, found), None)
         if culprit is not None:
             return [culprit] * count
-        if name in _CALLS:
-            inner: Any = equation.params.get("jaxpr") or equation.params.get("call_jaxpr")
-            return self.results(getattr(inner, "jaxpr", inner), inputs)
-        if BLOCKS in str(equation.source_info.name_stack):
-            return [PART if PART in inputs else _WHOLE] * count
-        if name in _POSITIONS and (
-            name == "axis_index" or any(getattr(var.aval, "shape", ()) for var in equation.outvars)
-        ):
+        if name in CALLS | CUSTOM_CALLS:
+            return propagate(called_jaxpr(eqn), found, rule, lambda v: _WHOLE)
+        if BLOCKS in str(eqn.source_info.name_stack):
+            return [PART if PART in found else _WHOLE] * count
+        is_array = any(getattr(v.aval, "shape", ()) for v in eqn.outvars)
+        if name in POSITIONAL and (is_array or name == "axis_index"):
             return [name] * count
-        if all(found is _WHOLE for found in inputs):
+        if PART not in found:
             return [_WHOLE] * count
-        return [PART if name in _ELEMENTWISE else name] * count
+        return [PART if name in ELEMENTWISE else name] * count
+
+    results = propagate(program, inputs, rule, lambda v: _WHOLE)
+    return next(filter(is_culprit, results), None)

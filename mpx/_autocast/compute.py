@@ -1,4 +1,4 @@
-"""In what a contraction runs: a 16-bit dtype, or an algorithm for float32 operands."""
+"""Ways to run a contraction: in a 16-bit dtype, or by an algorithm for float32 operands."""
 
 import dataclasses
 from typing import Any
@@ -18,7 +18,7 @@ class Compute:
 
     Attributes:
         name: as users write it: `bf16`, `f16`, `f32`, `tf32`, `bf16x3`.
-        dtype: of operands and results.
+        dtype: the dtype of operands and results.
         algorithm: how hardware multiplies float32 operands; None for its ordinary way.
     """
 
@@ -28,12 +28,12 @@ class Compute:
 
     @property
     def is_narrow(self) -> bool:
-        """Whether operands are rounded to a 16-bit format."""
+        """Return whether operands are rounded to a 16-bit format."""
         return self.dtype.itemsize == 2
 
     @property
     def changes(self) -> bool:
-        """Whether contractions run in another way than in a plain float32 program."""
+        """Return whether contractions run in another way than in a plain float32 program."""
         return self.is_narrow or self.algorithm is not None
 
 
@@ -48,7 +48,7 @@ _BY_DTYPE = {compute.dtype: compute for compute in (BF16, F16, F32)}
 
 
 def get_compute(policy_or_dtype: Any) -> Compute:
-    """Reads what a user gives to `autocast`: a policy, a dtype or its name, `"tf32"` or `"bf16x3"`.
+    """Read what a user gives to `autocast`: a policy, a dtype or its name, `"tf32"` or `"bf16x3"`.
 
     Raises:
         ValueError: if it is none of these; if it is `"tf32"` on a TPU, which has no such numbers.
@@ -67,19 +67,19 @@ def get_compute(policy_or_dtype: Any) -> Compute:
 
 
 def compute_of_dtype(dtype: np.dtype) -> Compute:
-    """The way to compute in a dtype."""
+    """Return the way to compute in a dtype."""
     if dtype not in _BY_DTYPE:
         raise ValueError(f"`autocast` computes in bfloat16, float16 or float32, but got {dtype}.")
     return _BY_DTYPE[dtype]
 
 
 def widest(computes: list[Compute]) -> Compute:
-    """Of several ways, one that loses nothing that another one keeps."""
+    """Return one of several ways that loses nothing which another one keeps."""
     return computes[0] if all(compute == computes[0] for compute in computes) else F32
 
 
 def _on_this_backend(compute: Compute) -> Compute:
-    """TF32 exists on NVIDIA GPUs. A CPU multiplies float32 numbers as they are, which is more exact."""
+    """Take TF32 where it exists: on NVIDIA GPUs. A CPU multiplies float32 numbers as they are, which is more exact."""
     backend = jax.default_backend()
     if compute.name != "tf32" or backend not in ("cpu", "tpu"):
         return compute

@@ -1,4 +1,4 @@
-"""Contractions: which of them can be lowered, how one runs in a lower precision, and how many FLOPs it takes."""
+"""Contractions: which of them can be narrowed, how one runs in the compute dtype, and how many FLOPs it takes."""
 
 import math
 from collections.abc import Callable
@@ -7,16 +7,16 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.extend import core as jex_core
+from jax.extend.core import JaxprEqn
 
 from mpx._autocast.compute import Compute
+from mpx._jaxprs import CONTRACTIONS, is_literal
 
-CONTRACTIONS = ("conv_general_dilated", "dot_general", "ragged_dot_general")
 _PRECISE = (lax.Precision.HIGH, lax.Precision.HIGHEST)
 
 
-def contracted_size(eqn: jex_core.JaxprEqn) -> int:
-    """How many products are added up in one element of the result."""
+def contracted_size(eqn: JaxprEqn) -> int:
+    """Return how many products are added up in one element of the result."""
     if eqn.primitive.name == "conv_general_dilated":
         kernel, dimensions = _aval(eqn.invars[1]), eqn.params["dimension_numbers"]
         return kernel.size // max(kernel.shape[dimensions.rhs_spec[0]], 1)
@@ -28,22 +28,22 @@ def contracted_size(eqn: jex_core.JaxprEqn) -> int:
     return math.prod(_aval(eqn.invars[0]).shape[axis] for axis in lhs_contracting)
 
 
-def flops(eqn: jex_core.JaxprEqn) -> int:
-    """Floating-point operations of a contraction: a product and a sum for each product that is added up."""
+def flops(eqn: JaxprEqn) -> int:
+    """Return the floating-point operations: a product and a sum for each product that is added up."""
     if eqn.primitive.name == "conv_general_dilated":
         return 2 * _products_of_convolution(eqn)
+    count = 2 * _aval(eqn.outvars[0]).size * contracted_size(eqn)
     if eqn.primitive.name == "ragged_dot_general":
         # Each row belongs to one group: as many products as without groups.
-        sizes = _aval(eqn.invars[2]).shape[-1]
         numbers = eqn.params["ragged_dot_dimension_numbers"]
         (contracting, _), _ = numbers.dot_dimension_numbers
         if set(numbers.lhs_ragged_dimensions) & set(contracting):
-            return 2 * _aval(eqn.outvars[0]).size * contracted_size(eqn) // max(sizes, 1)
-    return 2 * _aval(eqn.outvars[0]).size * contracted_size(eqn)
+            return count // max(_aval(eqn.invars[2]).shape[-1], 1)
+    return count
 
 
-def _products_of_convolution(eqn: jex_core.JaxprEqn) -> int:
-    """Products of a pixel and a tap: none with padding, nor with the zeros between dilated pixels."""
+def _products_of_convolution(eqn: JaxprEqn) -> int:
+    """Count products of a pixel and a tap: none with padding, nor with the zeros between dilated pixels."""
     params, numbers = eqn.params, eqn.params["dimension_numbers"]
     lhs, rhs, out = (_aval(v).shape for v in (*eqn.invars, *eqn.outvars))
     pairs = 1
@@ -59,21 +59,17 @@ def _products_of_convolution(eqn: jex_core.JaxprEqn) -> int:
     return pairs * out[numbers.out_spec[0]] * out[numbers.out_spec[1]] * rhs[numbers.rhs_spec[1]]
 
 
-def why_kept(eqn: jex_core.JaxprEqn, compute: Compute) -> str | None:
-    """Why a contraction cannot be lowered, or None."""
+def why_kept(eqn: JaxprEqn, compute: Compute) -> str | None:
+    """Return why a contraction cannot be narrowed, or None."""
     operands = [_aval(v).dtype for v in eqn.invars[:2]]
-    precision = eqn.params.get("precision")
-    is_algorithm = isinstance(precision, (lax.DotAlgorithm, lax.DotAlgorithmPreset))
-    asked = precision if isinstance(precision, tuple) and not is_algorithm else (precision,)
-    floats = all(dtype == np.float32 or _is_half(dtype) for dtype in operands)
-    if not floats or not any(dtype == np.float32 for dtype in operands):
+    if np.float32 not in operands or not all(dtype == np.float32 or _is_half(dtype) for dtype in operands):
         return f"operands are {' and '.join(sorted({str(dtype) for dtype in operands}))}"
     result = _aval(eqn.outvars[0]).dtype
     if result not in (np.float32, compute.dtype):  # it would be rounded twice
         return f"its result is to be {result}"
-    precise = [p for p in asked if is_algorithm or p in _PRECISE]
-    if precise:
-        return f"precision {precise[0]} is asked for"
+    precision = _asked_precision(eqn)
+    if precision is not None:
+        return f"precision {precision} is asked for"
     size = contracted_size(eqn)
     if isinstance(size, int) and size <= 1:  # a symbolic size (`jax.export`) is as large as can be
         return "nothing is summed: an outer product"
@@ -82,15 +78,24 @@ def why_kept(eqn: jex_core.JaxprEqn, compute: Compute) -> str | None:
     return None
 
 
-def run(eqn: jex_core.JaxprEqn, operands: list[Any], compute: Compute, wide_gradients: tuple[bool, bool]) -> jax.Array:
-    """Binds a contraction in another precision.
+def _asked_precision(eqn: JaxprEqn) -> Any:
+    """Return the algorithm or the high precision that the program asks for, or None."""
+    precision = eqn.params.get("precision")
+    if isinstance(precision, (lax.DotAlgorithm, lax.DotAlgorithmPreset)):
+        return precision
+    of_operands = precision if isinstance(precision, tuple) else (precision,)
+    return next((p for p in of_operands if p in _PRECISE), None)
+
+
+def run(eqn: JaxprEqn, operands: list[Any], compute: Compute, wide_gradients: tuple[bool, bool]) -> jax.Array:
+    """Bind a contraction in another precision.
 
     Args:
         eqn: the equation, with float32 operands.
         operands: its values.
         compute: how to run it.
         wide_gradients: for which of the first two operands the gradient is to be returned in float32. Its operands
-            are in the compute dtype, as without.
+            are in the compute dtype all the same.
 
     Returns:
         The result, in the compute dtype.
@@ -111,7 +116,7 @@ def run(eqn: jex_core.JaxprEqn, operands: list[Any], compute: Compute, wide_grad
 def _with_wide_gradients(
     contract: Callable[..., jax.Array], dtype: np.dtype, wide: tuple[bool, bool]
 ) -> Callable[..., jax.Array]:
-    """`contract` of narrowed operands, whose gradients are sums in float32 that nothing rounds.
+    """Return `contract` of narrowed operands, with gradients that are sums in float32 which nothing rounds.
 
     A narrow result asks for narrow cotangents, and jax gives a gradient the dtype of its operand. So the operands
     are narrowed inside of a custom derivative.
@@ -139,12 +144,12 @@ def _with_wide_gradients(
 
 
 def _summed_in_f32(pullback: Callable[..., Any], cotangent: jax.Array) -> jax.Array:
-    """The transpose of a contraction with the contraction in it returning float32."""
+    """Run the transpose of a contraction with a float32 result of the contraction in it."""
     program = jax.make_jaxpr(lambda cotangent: pullback(cotangent)[0])(cotangent)
     values = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
     values[program.jaxpr.invars[0]] = cotangent
     for eqn in program.jaxpr.eqns:
-        operands = [v.val if isinstance(v, jex_core.Literal) else values[v] for v in eqn.invars]
+        operands = [v.val if is_literal(v) else values[v] for v in eqn.invars]
         if eqn.primitive.name in CONTRACTIONS:
             results = _bound_in_f32(eqn, operands)
         else:
@@ -153,15 +158,15 @@ def _summed_in_f32(pullback: Callable[..., Any], cotangent: jax.Array) -> jax.Ar
     return values[program.jaxpr.outvars[0]]
 
 
-def _bound_in_f32(eqn: jex_core.JaxprEqn, operands: list[Any]) -> jax.Array:
-    """A contraction of 16-bit operands with a float32 result."""
+def _bound_in_f32(eqn: JaxprEqn, operands: list[Any]) -> jax.Array:
+    """Bind a contraction of 16-bit operands with a float32 result."""
     result = eqn.primitive.bind(*operands, **(eqn.params | {"preferred_element_type": np.dtype(np.float32)}))
     # XLA on CPU (jax 0.10, 0.11) fuses the transposition that may follow into a product which it then cannot run.
     return lax.optimization_barrier(result) if jax.default_backend() == "cpu" else result
 
 
 def _aval(v: Any) -> Any:
-    """The type of an operand, of which the annotations of jax say less than it has."""
+    """Return the type of an operand, of which the annotations of jax say less than it has."""
     return v.aval
 
 

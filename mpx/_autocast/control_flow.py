@@ -1,55 +1,37 @@
-"""How `autocast` enters operations that hold programs: loops, branches, checkpoints, calls and shard maps.
+"""Enter operations that hold programs under `autocast`: loops, branches, checkpoints, calls and shard maps.
 
-For each primitive an `Entry`, by which it is planned, and a function that runs it. Values on a 16-bit grid travel in 16
-bits where that costs no precision (`plan.travels_narrow`). What a loop carries, and what it closes over, stays float32:
-its cotangents are added up over all iterations.
+Each primitive has a `Handler`, by which it is planned and run. Values that are representable in 16
+bits travel in them where that costs no precision (`plan.travels_narrow`). The values that a loop carries, or closes
+over, stay float32: their cotangents are added up over all iterations.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from jax import lax
 from jax.extend import core as jex_core
+from jax.extend.core import JaxprEqn
 
-from mpx._autocast.jaxprs import open_jaxpr, scan_counts
-from mpx._autocast.plan import Entry, Plan, Planner, Settings, Step, Tag, travels_narrow
-
-Run = Callable[[Plan, Sequence[Any]], list[Any]]
-
-
-class Handler(NamedTuple):
-    """What `autocast` knows of a higher-order primitive.
-
-    Attributes:
-        entry: how it is planned.
-        run: from the step, the operands, the function that runs a plan on values, and the settings to the results.
-    """
-
-    entry: Entry
-    run: Callable[[Step, list[Any], Run, Settings], Sequence[Any]]
-
+from mpx._autocast.plan import CastPlan, Handler, Planner, Run, Settings, Step, Tag, travels_narrow
+from mpx._jaxprs import CALLS, called_jaxpr, open_jaxpr, scan_counts
 
 # ---- calls
 
 
-def _inner_jaxpr(eqn: jex_core.JaxprEqn) -> Any:
-    return eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-
-
-def _plan_call(eqn: jex_core.JaxprEqn, tags: tuple[Tag, ...], planner: Planner) -> tuple[Any, Any]:
-    plan = planner.plan(_inner_jaxpr(eqn), tags)
+def _plan_call(eqn: JaxprEqn, tags: tuple[Tag, ...], planner: Planner) -> tuple[Any, Any]:
+    plan = planner.plan(called_jaxpr(eqn), tags)
     return (plan,), plan.out_tags
 
 
-def _call_rounded_to(eqn: jex_core.JaxprEqn, plans: tuple[Plan, ...]) -> list[np.dtype | None]:
+def _call_rounded_to(eqn: JaxprEqn, plans: tuple[CastPlan, ...]) -> list[np.dtype | None]:
     del eqn
     return list(plans[0].rounded_to)
 
 
 def _run_jit(step: Step, operands: list[Any], run: Run, settings: Settings) -> Sequence[Any]:
-    """In line, so that nothing is compiled for itself; a jit that places its arrays stays one."""
+    """Run in line, so that nothing is compiled for itself; a jit that places its arrays stays one."""
     del settings
     params, call = step.eqn.params, lambda *operands: tuple(run(step.plans[0], operands))
     shardings = [
@@ -63,23 +45,21 @@ def _run_jit(step: Step, operands: list[Any], run: Run, settings: Settings) -> S
 
 
 def _run_checkpoint(step: Step, operands: list[Any], run: Run, settings: Settings) -> Sequence[Any]:
-    """The primitive itself, since `jax.checkpoint` cannot say that its program is a backward pass already."""
+    """Bind the primitive itself, since `jax.checkpoint` cannot say that its program is a backward pass already."""
     plan = step.plans[0]
-    narrow = [
-        travels_narrow(tag, rounded_to, settings) for tag, rounded_to in zip(plan.in_tags, plan.rounded_to, strict=True)
-    ]
+    narrow = _travel_narrow(plan.in_tags, plan.rounded_to, settings)
     operands = _narrowed(operands, plan.in_tags, narrow)
     program, consts = _retraced(lambda *operands: run(plan, _widened(operands, narrow)), operands)
     return step.eqn.primitive.bind(*consts, *operands, **(step.eqn.params | {"jaxpr": program}))
 
 
-def _none_rounded(eqn: jex_core.JaxprEqn, plans: tuple[Plan, ...]) -> list[np.dtype | None]:
+def _none_rounded(eqn: JaxprEqn, plans: tuple[CastPlan, ...]) -> list[np.dtype | None]:
     del plans
     return [None] * len(eqn.invars)
 
 
 def _run_shard_map(step: Step, operands: list[Any], run: Run, settings: Settings) -> Sequence[Any]:
-    """Operands stay float32: the cotangent of one that all devices hold is summed over them."""
+    """Leave operands in float32: the cotangent of one that all devices hold is summed over them."""
     del settings
     params = step.eqn.params
     axes = params.get("newly_manual_axes", params.get("manual_axes"))
@@ -97,12 +77,12 @@ def _run_shard_map(step: Step, operands: list[Any], run: Run, settings: Settings
 # ---- branches
 
 
-def _plan_cond(eqn: jex_core.JaxprEqn, tags: tuple[Tag, ...], planner: Planner) -> tuple[Any, Any]:
+def _plan_cond(eqn: JaxprEqn, tags: tuple[Tag, ...], planner: Planner) -> tuple[Any, Any]:
     plans = tuple(planner.plan(branch, tags[1:]) for branch in eqn.params["branches"])
     return plans, tuple(_common(*column) for column in zip(*[plan.out_tags for plan in plans], strict=True))
 
 
-def _cond_rounded_to(eqn: jex_core.JaxprEqn, plans: tuple[Plan, ...]) -> list[np.dtype | None]:
+def _cond_rounded_to(eqn: JaxprEqn, plans: tuple[CastPlan, ...]) -> list[np.dtype | None]:
     del eqn
     columns = zip(*[plan.rounded_to for plan in plans], strict=True)
     return [None, *[column[0] if len(set(column)) == 1 else None for column in columns]]
@@ -111,8 +91,7 @@ def _cond_rounded_to(eqn: jex_core.JaxprEqn, plans: tuple[Plan, ...]) -> list[np
 def _run_cond(step: Step, operands: list[Any], run: Run, settings: Settings) -> Sequence[Any]:
     index, operands = operands[0], operands[1:]
     tags = step.in_tags[1:]
-    rounded_to = _cond_rounded_to(step.eqn, step.plans)[1:]
-    narrow = [travels_narrow(tag, dtype, settings) for tag, dtype in zip(tags, rounded_to, strict=True)]
+    narrow = _travel_narrow(tags, _cond_rounded_to(step.eqn, step.plans)[1:], settings)
     branches = [lambda *operands, plan=plan: tuple(run(plan, _widened(operands, narrow))) for plan in step.plans]
     operands = _narrowed(operands, tags, narrow)
     platforms = step.eqn.params.get("branches_platforms")
@@ -129,13 +108,13 @@ def _run_cond(step: Step, operands: list[Any], run: Run, settings: Settings) -> 
 # ---- loops
 
 
-def _plan_scan(eqn: jex_core.JaxprEqn, tags: tuple[Tag, ...], planner: Planner) -> tuple[Any, Any]:
+def _plan_scan(eqn: JaxprEqn, tags: tuple[Tag, ...], planner: Planner) -> tuple[Any, Any]:
     (consts, carry, xs), jaxpr = _scan_parts(eqn, tags), eqn.params["jaxpr"]
     plan, carry = _loop_plan(jaxpr, consts, carry, xs, planner)
     return (plan,), (*carry, *plan.out_tags[len(carry) :])
 
 
-def _scan_rounded_to(eqn: jex_core.JaxprEqn, plans: tuple[Plan, ...]) -> list[np.dtype | None]:
+def _scan_rounded_to(eqn: JaxprEqn, plans: tuple[CastPlan, ...]) -> list[np.dtype | None]:
     consts, carry, xs = _scan_parts(eqn, plans[0].rounded_to)
     return [*[None] * (len(consts) + len(carry)), *xs]
 
@@ -145,8 +124,8 @@ def _run_scan(step: Step, operands: list[Any], run: Run, settings: Settings) -> 
     consts, carry, xs = _scan_parts(step.eqn, operands)
     x_tags, x_rounded_to = _scan_parts(step.eqn, plan.in_tags)[2], _scan_parts(step.eqn, plan.rounded_to)[2]
     y_tags = plan.out_tags[len(carry) :]
-    narrow_xs = [travels_narrow(tag, dtype, settings) for tag, dtype in zip(x_tags, x_rounded_to, strict=True)]
-    narrow_ys = [travels_narrow(tag, None, settings) for tag in y_tags]
+    narrow_xs = _travel_narrow(x_tags, x_rounded_to, settings)
+    narrow_ys = _travel_narrow(y_tags, [None] * len(y_tags), settings)
 
     def body(carry, xs):
         results = run(plan, [*consts, *carry, *_widened(xs, narrow_xs)])
@@ -157,20 +136,20 @@ def _run_scan(step: Step, operands: list[Any], run: Run, settings: Settings) -> 
     return [*carry, *_widened(ys, narrow_ys)]
 
 
-def _scan_parts(eqn: jex_core.JaxprEqn, columns: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-    """What the body closes over, what it carries, and what it takes a slice of in each iteration."""
+def _scan_parts(eqn: JaxprEqn, columns: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """Split what belongs to operands: closed over by the body, carried, and sliced in each iteration."""
     consts, carry = scan_counts(eqn)
     return list(columns[:consts]), list(columns[consts : consts + carry]), list(columns[consts + carry :])
 
 
-def _plan_while(eqn: jex_core.JaxprEqn, tags: tuple[Tag, ...], planner: Planner) -> tuple[Any, Any]:
+def _plan_while(eqn: JaxprEqn, tags: tuple[Tag, ...], planner: Planner) -> tuple[Any, Any]:
     cond_consts, body_consts, carry = _while_parts(eqn, tags)
     body, carry = _loop_plan(eqn.params["body_jaxpr"], body_consts, carry, [], planner)
     return (planner.plan(eqn.params["cond_jaxpr"], (*cond_consts, *carry)), body), tuple(carry)
 
 
 def _run_while(step: Step, operands: list[Any], run: Run, settings: Settings) -> Sequence[Any]:
-    """The primitive itself: `lax.while_loop` refuses the condition of a loop under `vmap`, one for each member."""
+    """Bind the primitive itself: under `vmap` a loop has a condition a member, which `lax.while_loop` refuses."""
     del settings
     cond_consts, body_consts, carry = _while_parts(step.eqn, operands)
     cond, new_cond_consts = _retraced(lambda *operands: run(step.plans[0], operands), [*cond_consts, *carry])
@@ -185,7 +164,7 @@ def _run_while(step: Step, operands: list[Any], run: Run, settings: Settings) ->
     return step.eqn.primitive.bind(*cond_consts, *body_consts, *carry, **(step.eqn.params | params))
 
 
-def _while_parts(eqn: jex_core.JaxprEqn, columns: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+def _while_parts(eqn: JaxprEqn, columns: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
     first = eqn.params["cond_nconsts"]
     second = first + eqn.params["body_nconsts"]
     return list(columns[:first]), list(columns[first:second]), list(columns[second:])
@@ -193,17 +172,19 @@ def _while_parts(eqn: jex_core.JaxprEqn, columns: Sequence[Any]) -> tuple[list[A
 
 def _loop_plan(
     jaxpr: Any, consts: list[Tag], carry: list[Tag], xs: list[Tag], planner: Planner
-) -> tuple[Plan, list[Tag]]:
-    """The plan of a loop's body, with tags of the carry that hold before and after each iteration.
+) -> tuple[CastPlan, list[Tag]]:
+    """Return the plan of a loop's body, with tags of the carry that hold before and after each iteration.
 
-    What an iteration makes anew lies on no grid, even if it does after each one: a table that lowers sums of values on
-    a grid must not do so to one that grows from iteration to iteration, where 256 + 1 is 256.
+    A value that an iteration makes anew counts as representable in nothing, even if it is after each one: a table that
+    narrows sums of representable values must not do so to a sum that grows from iteration to iteration, where 256 + 1
+    is 256.
     """
     program = open_jaxpr(jaxpr)
     inputs = program.invars[len(consts) : len(consts) + len(carry)]
     made = [before is not after for before, after in zip(inputs, program.outvars[: len(carry)], strict=True)]
     carry = [
-        tag._replace(grid=None, is_copied=False) if is_made else tag for tag, is_made in zip(carry, made, strict=True)
+        tag._replace(representable_in=None, is_copied=False) if is_made else tag
+        for tag, is_made in zip(carry, made, strict=True)
     ]
     while True:
         plan = planner.plan(jaxpr, (*consts, *carry, *xs))
@@ -220,27 +201,32 @@ def _loop_plan(
 
 
 def _retraced(function: Callable[..., Any], operands: Sequence[Any]) -> tuple[jex_core.Jaxpr, list[Any]]:
-    """The program of a function of these operands, and the constants that it takes in front of them."""
+    """Return the program of a function of these operands, and the constants that it takes in front of them."""
     program = jax.make_jaxpr(function)(*operands)
     invars = [*program.jaxpr.constvars, *program.jaxpr.invars]
     return program.jaxpr.replace(constvars=[], invars=invars), list(program.consts)
 
 
 def _common(*tags: Tag) -> Tag:
-    """What is known of a value that is one of several."""
+    """Return what is known of a value that is one of several."""
     first = tags[0]
     return Tag(
-        grid=first.grid if all(tag.grid == first.grid for tag in tags) else None,
-        compute=first.compute if all(tag.compute == first.compute for tag in tags) else None,
+        first.representable_in if len({tag.representable_in for tag in tags}) == 1 else None,
+        first.compute if len({tag.compute for tag in tags}) == 1 else None,
         is_argument=any(tag.is_argument for tag in tags),
         is_copied=any(tag.is_copied for tag in tags),
     )
 
 
+def _travel_narrow(tags: Sequence[Tag], rounded_to: Sequence[np.dtype | None], settings: Settings) -> list[bool]:
+    return [travels_narrow(tag, dtype, settings) for tag, dtype in zip(tags, rounded_to, strict=True)]
+
+
 def _narrowed(values: Sequence[Any], tags: Sequence[Tag], narrow: Sequence[bool]) -> list[Any]:
+    dtypes = [tag.representable_in if is_narrow else None for tag, is_narrow in zip(tags, narrow, strict=True)]
     return [
-        lax.convert_element_type(value, tag.grid) if is_narrow and tag.grid is not None else value
-        for value, tag, is_narrow in zip(values, tags, narrow, strict=True)
+        value if dtype is None else lax.convert_element_type(value, dtype)
+        for value, dtype in zip(values, dtypes, strict=True)
     ]
 
 
@@ -251,12 +237,11 @@ def _widened(values: Sequence[Any], narrow: Sequence[bool]) -> list[Any]:
     ]
 
 
-_CALL = Entry(_plan_call, _call_rounded_to)
 HANDLERS: dict[str, Handler] = {
-    **dict.fromkeys(("call", "closed_call", "eval_jaxpr", "jit"), Handler(_CALL, _run_jit)),
-    "remat2": Handler(_CALL, _run_checkpoint),
-    "shard_map": Handler(Entry(_plan_call, _none_rounded), _run_shard_map),
-    "cond": Handler(Entry(_plan_cond, _cond_rounded_to), _run_cond),
-    "scan": Handler(Entry(_plan_scan, _scan_rounded_to), _run_scan),
-    "while": Handler(Entry(_plan_while, _none_rounded), _run_while),
+    **dict.fromkeys(CALLS - {"remat2"}, Handler(_plan_call, _call_rounded_to, _run_jit)),
+    "remat2": Handler(_plan_call, _call_rounded_to, _run_checkpoint),
+    "shard_map": Handler(_plan_call, _none_rounded, _run_shard_map),
+    "cond": Handler(_plan_cond, _cond_rounded_to, _run_cond),
+    "scan": Handler(_plan_scan, _scan_rounded_to, _run_scan),
+    "while": Handler(_plan_while, _none_rounded, _run_while),
 }

@@ -5,21 +5,23 @@ import math
 import os
 import pathlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, cast
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
+from jax.extend.core import JaxprEqn
 from jax.typing import DTypeLike
 
-from mpx import _tables
+from mpx import _tables, _trees
 from mpx._autocast import contraction
-from mpx._autocast.jaxprs import dtype_of, open_jaxpr
-from mpx._autocast.plan import UNKNOWN, Plan, Step
+from mpx._autocast.plan import Step
 from mpx._autocast.rules import DEFAULT_RULES, REASONS, Rule
 from mpx._autocast.transform import autocast_of, make_autocast
+from mpx._jaxprs import CONTRACTIONS, dtype_of, open_jaxpr
 from mpx._policy import Policy
 
 _WIDE = {"f32", "f64", "-", "complex64", "complex128"}
@@ -33,12 +35,12 @@ class Row:
     Attributes:
         where: the line of the user's code, `file:line (function)`.
         operations: names of the primitives.
-        shapes: of the operands of a contraction; empty for other operations.
+        shapes: those of the operands of a contraction; empty for other operations.
         runs_in: the dtype or algorithm.
         reason: why it is not the compute dtype; empty where it is.
         count: how often they run in a call of the function. A `while` loop counts as one iteration, and all branches of
             a `cond` count.
-        flops: floating-point operations, all runs together; of other operations than contractions one per element.
+        flops: floating-point operations of all runs together. Operations other than contractions take one an element.
     """
 
     where: str
@@ -51,62 +53,37 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
-class Explanation:
-    """What `explain` found; prints as two tables, with `rich.print` too.
+class Explanation(_tables.Result):
+    """The tables that `explain` returns; they print, with `rich.print` too.
 
     Attributes:
-        contractions: the matrix products and convolutions, lowered or not, in the order of the program.
-        others: the other floating-point operations that the table lowers or keeps, by source line.
+        contractions: the matrix products and convolutions, narrowed or not, in the order of the program.
+        others: the other floating-point operations that the table narrows or keeps, by source line.
     """
 
     contractions: tuple[Row, ...]
     others: tuple[Row, ...]
 
     @property
-    def lowered_share(self) -> float:
-        """The share of the contractions' FLOPs that run lowered, from 0 to 1; NaN if there are none."""
+    def narrowed_share(self) -> float:
+        """The share of the contractions' FLOPs that run narrowed, from 0 to 1; NaN if there are none."""
         total = sum(row.flops for row in self.contractions)
-        lowered = sum(row.flops for row in self.contractions if row.runs_in not in _WIDE)
-        return lowered / total if total else math.nan
+        narrowed = sum(row.flops for row in self.contractions if row.runs_in not in _WIDE)
+        return narrowed / total if total else math.nan
 
-    def as_dict(self) -> dict[str, Any]:
-        """All of it in dictionaries, lists, strings and numbers, for JSON; None for the share of no contractions."""
-        return {
-            "lowered_share": self.lowered_share if self.contractions else None,
-            "contractions": [dataclasses.asdict(row) for row in self.contractions],
-            "others": [dataclasses.asdict(row) for row in self.others],
-        }
-
-    def __str__(self) -> str:
-        """The tables as text."""
-        return "\n\n".join(f"{title}\n{_tables.text_table(lines, right=(-1, -2))}" for title, lines in self._tables())
-
-    def __rich__(self) -> Any:
-        """The tables as Rich shows them; only Rich calls this, so it is there."""
-        from rich.console import Group
-
-        return Group(*[_tables.rich_table(title, lines, right=(-1, -2)) for title, lines in self._tables()])
-
-    def _tables(self) -> Iterator[tuple[str, list[tuple[str, ...]]]]:
-        share = f"{self.lowered_share:.1%} of their FLOPs lowered" if self.contractions else "none"
+    def _parts(self) -> Iterator[_tables.Table]:
+        share = "of no FLOPs" if self.contractions else "none"
+        if not math.isnan(self.narrowed_share):
+            share = f"{self.narrowed_share:.1%} of their FLOPs narrowed"
+        contractions = [
+            (r.where, r.operations, r.shapes, r.runs_in, r.reason, f"{r.count:,}", f"{r.flops:,}")
+            for r in self.contractions
+        ]
+        others = [(r.where, r.operations, r.runs_in, f"{r.count:,}", f"{r.flops:,}") for r in self.others]
         header = ("where", "operation", "operands", "runs in", "why", "count", "FLOPs")
-        yield (
-            f"Contractions: {share}",
-            [
-                header,
-                *[
-                    (r.where, r.operations, r.shapes, r.runs_in, r.reason, f"{r.count:,}", f"{r.flops:,}")
-                    for r in self.contractions
-                ],
-            ],
-        )
-        yield (
-            "Other operations, by line",
-            [
-                ("where", "operations", "run in", "count", "FLOPs"),
-                *[(r.where, r.operations, r.runs_in, f"{r.count:,}", f"{r.flops:,}") for r in self.others],
-            ],
-        )
+        yield _tables.Table(f"Contractions: {share}", [header, *contractions], right=(-1, -2))
+        header = ("where", "operations", "run in", "count", "FLOPs")
+        yield _tables.Table("Other operations, by line", [header, *others], right=(-1, -2))
 
 
 def explain(
@@ -115,7 +92,7 @@ def explain(
     *,
     rules: Mapping[Any, Rule] | None = None,
 ) -> Callable[..., Explanation]:
-    """Says what `autocast` does to a function: which contractions it lowers, which it keeps and why, line by line.
+    """Explain what `autocast` does to a function: which contractions it narrows, which it keeps and why, line by line.
 
     Nothing runs. Explain a gradient (`explain(jax.grad(loss), policy)`) to see the backward pass too.
 
@@ -129,14 +106,15 @@ def explain(
         `Explanation`: rows of source lines with FLOPs, which `print` and `rich.print` show as tables.
 
     Raises:
-        ValueError: if `policy_or_dtype` is missing, or given for a function that has its own.
+        ValueError: if `policy_or_dtype` is missing, or given for a function that has its own; at the call, if a shape
+            has a dtype of 64 bits and such types are off.
 
     Example:
         >>> loss = lambda w, x: jax.nn.log_softmax(x @ w).sum()
         >>> explanation = explain(loss, "bf16")(jnp.ones((64, 8)), jnp.ones((4, 64)))
         >>> [(row.operations, row.shapes, row.runs_in, row.flops) for row in explanation.contractions]
         [('dot_general', 'f32[4,64] f32[64,8]', 'bf16', 4096)]
-        >>> explanation.lowered_share
+        >>> explanation.narrowed_share
         1.0
     """
     record = autocast_of(fun)
@@ -153,62 +131,77 @@ def explain(
         record = make_autocast(fun, cast(Any, policy_or_dtype), rules, checkpoint=None, gradient_dtype=None)
 
     def explained(*args: Any, **kwargs: Any) -> Explanation:
-        contractions: dict[tuple[str, str, str, str, str], list[int]] = defaultdict(lambda: [0, 0])
-        others: dict[tuple[str, str], list[Any]] = defaultdict(lambda: [[], 0, 0])
-        for step, times, outer in _walk(record.trace(args, kwargs).plan):
-            eqn = step.eqn
-            where = line_of(eqn, outer)
-            if eqn.primitive.name in contraction.CONTRACTIONS:
-                shapes = " ".join(_shape(v) for v in eqn.invars[:2])
-                found = contractions[where, eqn.primitive.name, shapes, _runs_in(step), step.reason or ""]
-                found[0] += times
-                found[1] += times * contraction.flops(eqn)
-            elif _is_counted(step):
-                names, *_ = found = others[where, _runs_in(step)]
-                names.append(eqn.primitive.name)
-                found[1] += times
-                found[2] += times * max(v.aval.size for v in [*eqn.invars, *eqn.outvars])
-        return Explanation(
-            tuple(Row(*key, count, flops) for key, (count, flops) in contractions.items()),
-            tuple(
-                Row(where, ", ".join(dict.fromkeys(names)), "", runs_in, "", count, flops)
-                for (where, runs_in), (names, count, flops) in others.items()
-            ),
-        )
+        _require_dtypes_that_are_on((args, kwargs))
+        return _summed(_walk(record.trace(args, kwargs).plan.steps))
 
     return explained
 
 
-def _walk(plan: Plan, times: int = 1, outer: tuple[Any, ...] = ()) -> Iterator[tuple[Step, int, tuple[Any, ...]]]:
-    """All steps of a plan and of those inside, with how often each one runs."""
-    for step in plan.steps:
-        inner_times = times * (step.eqn.params["length"] if step.eqn.primitive.name == "scan" else 1)
-        inside = list(jex_core.jaxprs_in_params(step.eqn.params))
-        if step.plans:
-            for inner in step.plans:
-                yield from _walk(inner, inner_times, (step.eqn, *outer))
-        elif inside and step.eqn.primitive.name != "pallas_call":
-            for jaxpr in inside:
-                reason = step.reason or REASONS.get(step.eqn.primitive.name, "kept")
-                yield from _walk_kept(jaxpr, inner_times, reason, (step.eqn, *outer))
-        else:
+def _require_dtypes_that_are_on(arguments: Any) -> None:
+    """Raise for shapes of 64-bit numbers for which JAX would take 32-bit ones.
+
+    It does so with NumPy's arrays too, but there users expect it: float64 is only NumPy's default.
+    """
+    off = [
+        f"{_trees.path_string(path[1:])} ({_trees.dtype_and_shape(leaf)})"
+        for path, leaf in jax.tree.leaves_with_path(arguments)
+        if isinstance(leaf, jax.ShapeDtypeStruct) and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype
+    ]
+    if off:
+        raise ValueError(
+            f"`explain`: 64-bit types are off, so that the function would see 32-bit ones for {', '.join(off)}. Set "
+            "JAX_ENABLE_X64=1 (`jax.config.update('jax_enable_x64', True)`), or give shapes of 32 bits."
+        )
+
+
+def _summed(steps: Iterable["_Placed"]) -> Explanation:
+    """Add up the steps of a line that run in one way."""
+    contractions: dict[tuple[str, str, str, str, str], list[int]] = defaultdict(lambda: [0, 0])
+    others: dict[tuple[str, str], list[Any]] = defaultdict(lambda: [[], 0, 0])
+    for step, times, outer in steps:
+        eqn, where, runs_in = step.eqn, line_of(step.eqn, outer), _runs_in(step)
+        if eqn.primitive.name in CONTRACTIONS:
+            shapes = " ".join(map(_shape, eqn.invars[:2]))
+            found = contractions[where, eqn.primitive.name, shapes, runs_in, step.reason or ""]
+            found[0] += times
+            found[1] += times * contraction.flops(eqn)
+        elif _is_counted(step):
+            names, *_ = found = others[where, runs_in]
+            names.append(eqn.primitive.name)
+            found[1] += times
+            found[2] += times * max(v.aval.size for v in [*eqn.invars, *eqn.outvars])
+    return Explanation(
+        tuple(Row(*key, count, flops) for key, (count, flops) in contractions.items()),
+        tuple(
+            Row(where, ", ".join(dict.fromkeys(names)), "", runs_in, "", count, flops)
+            for (where, runs_in), (names, count, flops) in others.items()
+        ),
+    )
+
+
+_Placed = tuple[Step, int, tuple[JaxprEqn, ...]]  # a step, how often it runs, and the equations around it
+
+
+def _walk(steps: Iterable[Step], times: int = 1, outer: tuple[JaxprEqn, ...] = ()) -> Iterator[_Placed]:
+    """Yield all steps of a plan and of those inside, also of programs that are kept whole."""
+    for step in steps:
+        eqn, name = step.eqn, step.eqn.primitive.name
+        reason = step.reason or REASONS.get(name, "kept")
+        inside = [plan.steps for plan in step.plans]
+        if not inside and name != "pallas_call":
+            inside = [_kept_steps(jaxpr, reason) for jaxpr in jex_core.jaxprs_in_params(eqn.params)]
+        for steps_inside in inside:
+            yield from _walk(steps_inside, times * eqn.params.get("length", 1), (eqn, *outer))
+        if not inside:
             yield step, times, outer
 
 
-def _walk_kept(
-    jaxpr: Any, times: int, reason: str, outer: tuple[Any, ...]
-) -> Iterator[tuple[Step, int, tuple[Any, ...]]]:
-    """The equations of a program that is kept whole."""
-    for eqn in open_jaxpr(jaxpr).eqns:
-        inside = list(jex_core.jaxprs_in_params(eqn.params))
-        for inner in inside:
-            yield from _walk_kept(inner, times * eqn.params.get("length", 1), reason, (eqn, *outer))
-        if not inside:
-            yield Step(eqn, "keep", None, (UNKNOWN,) * len(eqn.invars), (), (), reason), times, outer
+def _kept_steps(jaxpr: Any, reason: str) -> tuple[Step, ...]:
+    return tuple(Step(eqn, "keep", None, (), (), reason=reason) for eqn in open_jaxpr(jaxpr).eqns)
 
 
 def _is_counted(step: Step) -> bool:
-    """Whether a step is arithmetic on floating-point numbers."""
+    """Return whether a step is arithmetic on floating-point numbers."""
     rule = DEFAULT_RULES.get(step.eqn.primitive.name, "keep")
     operands = [*step.eqn.invars, *step.eqn.outvars]
     floats = [v for v in operands if jnp.issubdtype(dtype_of(v), jnp.floating)]
@@ -227,14 +220,14 @@ def _shape(v: Any) -> str:
     return f"{_SHORT.get(dtype, dtype)}[{','.join(map(str, v.aval.shape))}]"
 
 
-def line_of(eqn: jex_core.JaxprEqn, outer: tuple[jex_core.JaxprEqn, ...]) -> str:
-    """Where an operation stands in the user's code: its own line, else that of an operation around it."""
+def line_of(eqn: JaxprEqn, outer: tuple[JaxprEqn, ...]) -> str:
+    """Return where an operation stands in the user's code: its own line, else that of an operation around it."""
     lines = (line for line in map(_users_line, (eqn, *outer)) if line)
     return next(lines, None) or source_info_util.summarize(eqn.source_info)
 
 
-def _users_line(eqn: jex_core.JaxprEqn) -> str | None:
-    """The line of the user's own code: the innermost one that is in no installed package, if there is one."""
+def _users_line(eqn: JaxprEqn) -> str | None:
+    """Return the line of the user's own code: the innermost one that is in no installed package, if any."""
     frames = getattr(eqn.source_info.traceback, "frames", ())
     for frame in frames:
         path = pathlib.Path(frame.file_name)

@@ -1,4 +1,4 @@
-"""Arguments that a function changes in place: under `autocast` it changes copies, and what it wrote would be lost."""
+"""Find arguments that a function changes in place: under `autocast` it changes copies, and the change would be lost."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.extend import core as jex_core
+from jax.extend.core import JaxprEqn
 
 from mpx import _trees
-from mpx._autocast.jaxprs import dtype_of, open_jaxpr, scan_counts
+from mpx._jaxprs import CALLS, called_jaxpr, dtype_of, open_jaxpr, propagate, scan_counts
 
 
 class Object(NamedTuple):
@@ -37,7 +38,7 @@ class Change(NamedTuple):
 
 
 def objects_of(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Object]:
-    """The objects among the arguments. Dictionaries and lists are copies as under `jax.jit`, which users expect."""
+    """Return the objects among the arguments, but for dictionaries and lists: users expect copies, as of `jax.jit`."""
     is_object = lambda x: not isinstance(x, (dict, list, tuple, type(None)))
     return [
         Object(f"the {type(node).__name__} at {_trees.path_string(path[1:])}", node, *jax.tree.flatten(node))
@@ -47,7 +48,7 @@ def objects_of(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Object
 
 
 def changes_of(objects: list[Object], results: list[Any]) -> list[Change]:
-    """Which arrays of the objects are others now, but for those that the function returns.
+    """Return which arrays of the objects are others now, but for those that the function returns.
 
     Raises:
         ValueError: if an object has another structure now, or a leaf that is no array has changed.
@@ -67,7 +68,7 @@ def changes_of(objects: list[Object], results: list[Any]) -> list[Change]:
 
 
 def check_unchanged(program: jex_core.Jaxpr, changes: Sequence[Change]) -> None:
-    """Raises if what a function left in an object is not what it got.
+    """Raise if an array that a function left in an object is not the one that it got.
 
     A `jit` or `remat` of Flax NNX gives a module all its arrays anew; most are those that went into it.
 
@@ -78,12 +79,14 @@ def check_unchanged(program: jex_core.Jaxpr, changes: Sequence[Change]) -> None:
     Raises:
         ValueError: if there are any; it names all of them, and the remedy.
     """
-    pairs = iter(program.outvars[len(program.outvars) - 2 * len(changes) :])
-    _refuse([change for change in changes if _source(program, next(pairs)) != _source(program, next(pairs))])
+    if changes:
+        sources = _sources(program)[-2 * len(changes) :]
+        pairs = zip(changes, sources[::2], sources[1::2], strict=True)
+        _refuse([change for change, before, after in pairs if before is not after])
 
 
 def require_unchanged(objects: list[Object], result: Any) -> None:
-    """Raises if a function has left other arrays in objects than it got, but for those that it returns."""
+    """Raise if a function has left other arrays in objects than it got, but for those that it returns."""
     _refuse(changes_of(objects, jax.tree.leaves(result)))
 
 
@@ -97,35 +100,49 @@ def _refuse(changes: Sequence[Change]) -> None:
 
 def _lost(changes: dict[str, list[str]]) -> ValueError:
     which = "; ".join(f"{', '.join(paths)} of {name}" for name, paths in changes.items())
+    if any(name.startswith("the State at ") for name in changes):
+        remedy = (
+            "A Flax NNX model that is merged from it shares its variables. Merge a copy, `model = nnx.merge(graphdef, "
+            "state, copy=True)`, and return what shall be kept, such as `nnx.state(model, nnx.Not(nnx.Param))`."
+        )
+    else:
+        remedy = (
+            "Return the new values. With Flax NNX: `graphdef, params, rest = nnx.split(model, nnx.Param, ...)` "
+            "outside, and inside `model = nnx.merge(graphdef, params, rest)`, with `nnx.state(model, "
+            "nnx.Not(nnx.Param))` among the results."
+        )
     return ValueError(
-        f"`autocast`: the function changes an argument in place, which would be lost, as under `jax.jit`: {which}. "
-        "Return the new values. With Flax NNX: `graphdef, params, rest = nnx.split(model, nnx.Param, ...)` outside, "
-        "and inside `model = nnx.merge(graphdef, params, rest)`, with `nnx.state(model, nnx.Not(nnx.Param))` among "
-        "the results."
+        "`autocast`: the function changes an argument in place, which would be lost, as under `jax.jit`: "
+        f"{which}. {remedy}"
     )
 
 
-def _source(program: jex_core.Jaxpr, v: Any) -> Any:
-    """The value that operations inside of a program hand on under another name."""
-    for eqn in program.eqns:
-        if v not in eqn.outvars:
-            continue
-        name, out = eqn.primitive.name, eqn.outvars.index(v)
-        is_view = name == "convert_element_type" and dtype_of(eqn.invars[0]).itemsize < dtype_of(v).itemsize
-        if is_view:
-            return _source(program, eqn.invars[0])
-        if name in ("jit", "remat2", "scan"):
-            inner = open_jaxpr(eqn.params["jaxpr"])
-            source = _source(inner, inner.outvars[out])
-            if source in inner.invars and _is_handed_on(eqn, inner.invars.index(source), out):
-                return _source(program, eqn.invars[inner.invars.index(source)])
-    return v
+def _sources(program: jex_core.Jaxpr) -> list[Any]:
+    """Return for each result of a program the variable that it is, perhaps under other names on the way."""
+    return propagate(program, program.invars, _handed_on, lambda v: v)
 
 
-def _is_handed_on(eqn: jex_core.JaxprEqn, operand: int, result: int) -> bool:
-    """Whether an operand of the program inside, which is its result, makes a result of the whole."""
+def _handed_on(eqn: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
+    """Return for each result the variable that the equation hands on, or the result itself if it is a new value."""
+    name = eqn.primitive.name
+    if name == "convert_element_type" and dtype_of(eqn.invars[0]).itemsize < dtype_of(eqn.outvars[0]).itemsize:
+        return operands  # a view
+    if name not in CALLS | {"scan"}:
+        return eqn.outvars
+    inner = open_jaxpr(called_jaxpr(eqn))
+    positions = {id(v): position for position, v in enumerate(inner.invars)}
+    results = list(eqn.outvars)
+    for result, source in enumerate(_sources(inner)):
+        operand = positions.get(id(source))
+        if operand is not None and _stays(eqn, operand, result):
+            results[result] = operands[operand]
+    return results
+
+
+def _stays(eqn: JaxprEqn, operand: int, result: int) -> bool:
+    """Return whether an operand of the program inside, which is its result, makes a result of the whole."""
     if eqn.primitive.name != "scan":
         return True
     consts, carry = scan_counts(eqn)
-    # What is carried has to stay where it is; slices of a stack make a stack.
+    # A carried value has to stay where it is; slices of a stack make a stack.
     return operand == consts + result if result < carry else operand >= consts + carry

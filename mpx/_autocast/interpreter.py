@@ -1,4 +1,4 @@
-"""Runs a plan: each equation as it was traced, or in the compute dtype, in the place where the user wrote it."""
+"""Run a plan: each equation as it was traced, or in the compute dtype, in the place where the user wrote it."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -9,100 +9,94 @@ import numpy as np
 from jax import lax
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
+from jax.extend.core import JaxprEqn
 from jax.extend.core.primitives import convert_element_type_p
 
 from mpx._autocast import contraction
 from mpx._autocast.control_flow import HANDLERS
-from mpx._autocast.jaxprs import constants_of, dtype_of, is_literal, open_jaxpr
-from mpx._autocast.plan import BROADCASTING, Plan, Settings, Step
+from mpx._autocast.plan import CastPlan, Settings, Step
+from mpx._jaxprs import CONTRACTIONS, ELEMENTWISE, closed_jaxpr, constants_of, dtype_of, is_literal, open_jaxpr
 
 
-def run(plan: Plan, operands: Sequence[Any], settings: Settings) -> list[Any]:
-    """The results of a plan's program for these operands, each in the dtype that it was traced with."""
+def run(plan: CastPlan, operands: Sequence[Any], settings: Settings) -> list[Any]:
+    """Return the results of a plan's program for these operands, each in the dtype that it was traced with."""
     program = open_jaxpr(plan.jaxpr)
     if not plan.changes:
-        return jex_core.jaxpr_as_fun(closed(plan.jaxpr))(*operands)
+        return jex_core.jaxpr_as_fun(closed_jaxpr(plan.jaxpr))(*operands)
     values = dict(zip(program.constvars, constants_of(plan.jaxpr), strict=True))
     values.update(zip(program.invars, operands, strict=True))
     read = lambda v: v.val if is_literal(v) else values[v]
-    kept: list[Step] = []
+    kept: list[JaxprEqn] = []
     for step in plan.steps:
         if step.action == "keep":
-            kept.append(step)
+            kept.append(step.eqn)
             continue
         _run_kept(program, kept, values)
         kept = []
-        with _in_place(step.eqn):
+        with _at_the_place_of(step.eqn):
             results = _run_step(step, [read(v) for v in step.eqn.invars], settings)
         values.update(zip(step.eqn.outvars, results, strict=True))
     _run_kept(program, kept, values)
     return [read(v) for v in program.outvars]
 
 
-def closed(jaxpr: Any) -> jex_core.ClosedJaxpr:
-    """A jaxpr with the values of its constants."""
-    return jex_core.ClosedJaxpr(open_jaxpr(jaxpr), constants_of(jaxpr))
-
-
 def _run_step(step: Step, operands: list[Any], settings: Settings) -> Sequence[Any]:
+    eqn, compute = step.eqn, step.compute
     if step.action == "enter":
         inner_run = lambda plan, operands: run(plan, operands, settings)
-        return HANDLERS[step.eqn.primitive.name].run(step, operands, inner_run, settings)
-    compute = step.compute
-    assert compute is not None, "a lowered step says in what it runs"
-    if step.eqn.primitive.name in contraction.CONTRACTIONS:
+        return HANDLERS[eqn.primitive.name].run(step, operands, inner_run, settings)
+    assert compute is not None, "a narrowed step says in what it runs"
+    if eqn.primitive.name in CONTRACTIONS:
         wants_wide = settings.gradient_dtype is not None and compute.is_narrow
-        wide = [
+        lhs, rhs = (
             wants_wide and tag.is_argument and dtype_of(v) == np.float32
-            for v, tag in zip(step.eqn.invars[:2], step.in_tags[:2], strict=True)
-        ]
-        results = [contraction.run(step.eqn, operands, compute, (wide[0], wide[1]))]
+            for v, tag in zip(eqn.invars[:2], step.in_tags[:2], strict=True)
+        )
+        results = [contraction.run(eqn, operands, compute, (lhs, rhs))]
     else:
-        narrow = [_narrowed(x, v, step) for x, v in zip(operands, step.eqn.invars, strict=True)]
-        results = step.eqn.primitive.bind(*narrow, **step.eqn.params)
-        results = results if step.eqn.primitive.multiple_results else [results]
-    return [_as_traced(x, v) for x, v in zip(results, step.eqn.outvars, strict=True)]
+        narrow = [_narrowed(x, v, eqn, compute.dtype) for x, v in zip(operands, eqn.invars, strict=True)]
+        results = eqn.primitive.bind(*narrow, **eqn.params)
+        results = results if eqn.primitive.multiple_results else [results]
+    return [_as_traced(x, v) for x, v in zip(results, eqn.outvars, strict=True)]
 
 
-def _narrowed(x: Any, v: Any, step: Step) -> Any:
-    """An operand of an elementwise operation in the compute dtype."""
-    assert step.compute is not None, "a lowered step says in what it runs"
+def _narrowed(x: Any, v: Any, eqn: JaxprEqn, dtype: np.dtype) -> Any:
+    """Return an operand of an elementwise operation in the compute dtype."""
     if dtype_of(v) != np.float32:
         return x
-    result: Any = step.eqn.outvars[0].aval
-    if step.eqn.primitive.name in BROADCASTING and np.ndim(x) and x.shape != result.shape:
+    result: Any = eqn.outvars[0].aval
+    if eqn.primitive.name in ELEMENTWISE and np.ndim(x) and x.shape != result.shape:
         # Broadcast before it is rounded: the gradient of a bias is added up in float32.
         x = jnp.broadcast_to(x, result.shape)
-    return lax.convert_element_type(x, step.compute.dtype)
+    return lax.convert_element_type(x, dtype)
 
 
 def _as_traced(x: Any, v: Any) -> Any:
-    """A result in the dtype, weak or not, that it was traced with."""
+    """Return a result in the dtype, weak or not, that it was traced with."""
     if not v.aval.weak_type:
         return lax.convert_element_type(x, dtype_of(v))
     return convert_element_type_p.bind(x, new_dtype=dtype_of(v), weak_type=True, sharding=None)
 
 
-def _run_kept(program: jex_core.Jaxpr, steps: list[Step], values: dict[Any, Any]) -> None:
-    """Runs equations as they were traced, and adds their results to the values.
+def _run_kept(program: jex_core.Jaxpr, eqns: list[JaxprEqn], values: dict[Any, Any]) -> None:
+    """Run equations as they were traced, and add their results to the values.
 
     As a jaxpr of their own: that keeps custom derivatives, effects, names and source lines, with public functions only.
     """
-    if not steps:
+    if not eqns:
         return
-    eqns = [step.eqn for step in steps]
     inside = dict.fromkeys(v for eqn in eqns for v in eqn.outvars if not isinstance(v, jex_core.DropVar))
     invars = list(dict.fromkeys(v for eqn in eqns for v in eqn.invars if not is_literal(v) and v not in inside))
     outvars = list(inside)
     effects = set().union(*[eqn.effects for eqn in eqns])
     part = program.replace(constvars=[], invars=invars, outvars=outvars, eqns=eqns, effects=effects)
-    results = jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(part, ()))(*[values[v] for v in invars])
+    results = jex_core.jaxpr_as_fun(closed_jaxpr(part))(*[values[v] for v in invars])
     values.update(zip(outvars, results, strict=True))
 
 
 @contextlib.contextmanager
-def _in_place(eqn: jex_core.JaxprEqn) -> Iterator[None]:
-    """Gives what is bound inside the source line, the name stack and the context of an equation."""
+def _at_the_place_of(eqn: JaxprEqn) -> Iterator[None]:
+    """Give operations that are bound inside the source line, the name stack and the context of an equation."""
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
         yield

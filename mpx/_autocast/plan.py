@@ -1,56 +1,56 @@
-"""What `autocast` does to each equation of a program, decided before anything runs.
+"""Decide what `autocast` does to each equation of a program, before anything runs.
 
-A tag goes with every value: on which 16-bit grid it is known to lie, and what is asked of contractions with it. A plan
-is the list of decisions for one jaxpr with given tags; plans of nested jaxprs hang below it.
+A tag goes with every value: which 16-bit dtype represents it, and what is asked of contractions with it. A plan is the
+list of decisions about one jaxpr with given tags; the plans of programs inside hang below it.
 """
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
+from jax.extend.core import JaxprEqn
 
 from mpx._autocast import compute as computes
 from mpx._autocast import contraction
 from mpx._autocast.compute import Compute
-from mpx._autocast.jaxprs import dtype_of, is_literal, open_jaxpr
 from mpx._autocast.rules import DEFAULT_RULES, REASONS, Rule
+from mpx._jaxprs import CONTRACTIONS, ELEMENTWISE, PERMUTATIONS, REPEATS, dtype_of, is_literal, open_jaxpr, propagate
 
-MARK = "mpx:autocast"  # in the name stack of what an autocast or `full_precision` inside has settled already
+MARK = "mpx:autocast"  # in the name stack of operations about which an autocast or `full_precision` inside decides
 
 
 class Tag(NamedTuple):
     """What is known of a value.
 
     Attributes:
-        grid: a 16-bit dtype of which it is a value, though its own dtype is float32; None if that is not known.
-        compute: in what contractions with it shall run, by an override of the policy; None for the default.
-        is_argument: whether arguments of the function are among its values: weights, whose gradients a user gets.
-        is_copied: whether it may hold a value several times: after a broadcast, cotangents are still to be added up.
+        representable_in: a 16-bit dtype that has this float32 value, so that rounding to it is exact; None if that is
+            not known.
+        compute: how an override of the policy wants contractions with it to run; None for the default.
+        is_argument: whether arguments of the function are among its elements: weights, whose gradients a user gets.
+        is_copied: whether it may hold an element several times, so that cotangents are still to be added up.
     """
 
-    grid: np.dtype | None = None
+    representable_in: np.dtype | None = None
     compute: Compute | None = None
     is_argument: bool = False
     is_copied: bool = False
 
 
 UNKNOWN = Tag()
-_COPYING = ("broadcast_in_dim", "broadcast_to", "gather", "tile")
-BROADCASTING = ("add", "atan2", "clamp", "div", "max", "min", "mul", "pow", "rem", "select_n", "sub")
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What the user has chosen.
+    """The choices of the user.
 
     Attributes:
         compute: how contractions run.
         rules: the table.
-        gradient_dtype: of the gradients of weights in contractions; None for the compute dtype.
+        gradient_dtype: the dtype of the gradients of weights in contractions; None for the compute dtype.
     """
 
     compute: Compute
@@ -63,34 +63,34 @@ class Step(NamedTuple):
 
     Attributes:
         eqn: the equation.
-        action: `lower`, `enter` or `keep`.
-        compute: in what it runs, if lowered.
-        in_tags: of its operands.
-        out_tags: of its results.
-        plans: those of the jaxprs inside, if entered.
-        reason: why it is kept, if it might have been lowered; or None.
+        action: `narrow`, `enter` or `keep`.
+        compute: in what it runs, if it is narrowed.
+        in_tags: the tags of its operands.
+        out_tags: the tags of its results.
+        plans: those of the programs inside, if they are entered.
+        reason: why it is kept, if it might have been narrowed; or None.
     """
 
-    eqn: jex_core.JaxprEqn
+    eqn: JaxprEqn
     action: Rule
     compute: Compute | None
     in_tags: tuple[Tag, ...]
     out_tags: tuple[Tag, ...]
-    plans: tuple["Plan", ...] = ()
+    plans: tuple["CastPlan", ...] = ()
     reason: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Plan:
+class CastPlan:
     """The decisions about a jaxpr.
 
     Attributes:
         jaxpr: the program, open or closed.
         steps: one for each equation.
-        in_tags: of its inputs, for which this plan was made.
-        out_tags: of its results.
+        in_tags: the tags of its inputs, for which this plan was made.
+        out_tags: the tags of its results.
         rounded_to: for each input the 16-bit dtype to which its cotangent is rounded in any case, because a single
-            lowered contraction uses it; None where that is not so.
+            narrowed contraction uses it; None where that is not so.
         changes: whether any step, here or below, does anything but run as traced.
     """
 
@@ -102,153 +102,138 @@ class Plan:
     changes: bool
 
 
-class Entry(NamedTuple):
-    """How a higher-order operation is planned.
+class Handler(NamedTuple):
+    """How an operation that holds programs is planned and run.
 
     Attributes:
         plan: from the equation, its operands' tags and the planner to the plans inside and the results' tags.
-        rounded_to: from the equation and the plans inside to what `Plan.rounded_to` says, for each operand.
+        rounded_to: from the equation and the plans inside to the `CastPlan.rounded_to` of each operand.
+        run: from the step, the operands, the function that runs a plan on values, and the settings to the results.
     """
 
-    plan: Callable[[jex_core.JaxprEqn, tuple[Tag, ...], "Planner"], tuple[tuple[Plan, ...], tuple[Tag, ...]]]
-    rounded_to: Callable[[jex_core.JaxprEqn, tuple[Plan, ...]], list[np.dtype | None]]
+    plan: Callable[[JaxprEqn, tuple[Tag, ...], "Planner"], tuple[tuple[CastPlan, ...], tuple[Tag, ...]]]
+    rounded_to: Callable[[JaxprEqn, tuple[CastPlan, ...]], list[np.dtype | None]]
+    run: Callable[[Step, list[Any], "Run", Settings], Sequence[Any]]
+
+
+Run = Callable[[CastPlan, Sequence[Any]], list[Any]]
 
 
 class Planner:
-    """Plans jaxprs, each one once for the same tags."""
+    """Makes the plans of jaxprs, each one once for the same tags."""
 
-    def __init__(self, settings: Settings, entries: Mapping[str, Entry]) -> None:
+    def __init__(self, settings: Settings, handlers: Mapping[str, Handler]) -> None:
         self.settings = settings
-        self._entries = entries
-        self._plans: dict[tuple[int, tuple[Tag, ...]], Plan] = {}
+        self._handlers = handlers
+        self._plans: dict[tuple[int, tuple[Tag, ...]], CastPlan] = {}
 
-    def plan(self, jaxpr: Any, in_tags: tuple[Tag, ...]) -> Plan:
-        """The plan of an open or closed jaxpr whose inputs have these tags."""
+    def plan(self, jaxpr: Any, in_tags: tuple[Tag, ...]) -> CastPlan:
+        """Return the plan of an open or closed jaxpr whose inputs have these tags."""
         key = id(jaxpr), in_tags
         if key not in self._plans:
             self._plans[key] = self._make_plan(jaxpr, in_tags)
         return self._plans[key]
 
-    def _make_plan(self, jaxpr: Any, in_tags: tuple[Tag, ...]) -> Plan:
-        program = open_jaxpr(jaxpr)
-        tags: dict[Any, Tag] = dict(zip(program.invars, in_tags, strict=True))
-        steps = []
-        for eqn in program.eqns:
-            operands = tuple(UNKNOWN if is_literal(v) else tags.get(v, UNKNOWN) for v in eqn.invars)
-            step = self._step(eqn, operands)
-            steps.append(step)
-            tags.update(zip(eqn.outvars, step.out_tags, strict=True))
-        out_tags = tuple(UNKNOWN if is_literal(v) else tags.get(v, UNKNOWN) for v in program.outvars)
-        return Plan(
-            jaxpr,
-            tuple(steps),
-            in_tags,
-            out_tags,
-            self._rounded_to(program, steps),
-            any(step.action != "keep" for step in steps),
-        )
+    def _make_plan(self, jaxpr: Any, in_tags: tuple[Tag, ...]) -> CastPlan:
+        steps: list[Step] = []
 
-    def _step(self, eqn: jex_core.JaxprEqn, tags: tuple[Tag, ...]) -> Step:
+        def decide(eqn: JaxprEqn, tags: list[Tag]) -> tuple[Tag, ...]:
+            steps.append(self._step(eqn, tuple(tags)))
+            return steps[-1].out_tags
+
+        out_tags = propagate(jaxpr, in_tags, decide, lambda v: UNKNOWN)
+        rounded_to = self._rounded_to(open_jaxpr(jaxpr), steps)
+        changes = any(step.action != "keep" for step in steps)
+        return CastPlan(jaxpr, tuple(steps), in_tags, tuple(out_tags), rounded_to, changes)
+
+    def _step(self, eqn: JaxprEqn, tags: tuple[Tag, ...]) -> Step:
         name = eqn.primitive.name
         rule = self.settings.rules.get(name, "keep")
-        kept = REASONS.get(name, "unknown to the table")
-        if DEFAULT_RULES.get(name, "keep") not in ("keep", rule):
-            kept = f"the rule for {name} is {rule}"
-        unknown = (UNKNOWN,) * len(eqn.outvars)
-        is_settled = MARK in str(eqn.source_info.name_stack)
+        is_decided = MARK in str(eqn.source_info.name_stack)
         if rule == "follow":
             followed = self._followed(eqn, tags)
-            if name == "name" and followed[0].grid is not None and not is_settled:
-                # What a policy of `jax.checkpoint` keeps by its name is kept in 16 bits.
-                if travels_narrow(tags[0], None, self.settings):
-                    return Step(eqn, "lower", computes.compute_of_dtype(followed[0].grid), tags, followed)
+            dtype = followed[0].representable_in
+            # A value that a policy of `jax.checkpoint` keeps by its name is kept in 16 bits.
+            if name == "name" and dtype is not None and travels_narrow(tags[0], None, self.settings) and not is_decided:
+                return Step(eqn, "narrow", computes.compute_of_dtype(dtype), tags, followed)
             return Step(eqn, "keep", None, tags, followed)
-        if is_settled:
-            return Step(eqn, "keep", None, tags, unknown, reason="settled by an autocast or full_precision inside")
+        if is_decided:
+            return _kept(eqn, tags, "decided by an autocast or full_precision inside")
         if rule == "enter":
-            tags = tuple(
-                self._common_tag(eqn, [(v, tag)], v) if is_literal(v) else tag
-                for v, tag in zip(eqn.invars, tags, strict=True)
-            )
-            plans, out_tags = self._entries[name].plan(eqn, tags, self)
-            action = "enter" if any(plan.changes for plan in plans) else "keep"
-            return Step(eqn, action, None, tags, out_tags, plans)
-        if rule == "lower" or (rule == "lower_on_grid" and self._is_on_grid(eqn, tags)):
-            return self._lowered(eqn, tags)
-        return Step(eqn, "keep", None, tags, unknown, reason=kept)
+            return self._entered(eqn, tags)
+        if rule == "narrow" or (rule == "narrow_if_representable" and self._is_representable(eqn, tags)):
+            return self._narrowed(eqn, tags)
+        changed_rule = DEFAULT_RULES.get(name, "keep") not in ("keep", rule)
+        return _kept(eqn, tags, f"the rule for {name} is {rule}" if changed_rule else _reason(name))
 
-    def _lowered(self, eqn: jex_core.JaxprEqn, tags: tuple[Tag, ...]) -> Step:
+    def _entered(self, eqn: JaxprEqn, tags: tuple[Tag, ...]) -> Step:
+        """Plan an operation that holds programs; a literal that it is given may be representable."""
+        tags = tuple(
+            self._common_tag(eqn, [(v, tag)], v) if is_literal(v) else tag
+            for v, tag in zip(eqn.invars, tags, strict=True)
+        )
+        plans, out_tags = self._handlers[eqn.primitive.name].plan(eqn, tags, self)
+        action = "enter" if any(plan.changes for plan in plans) else "keep"
+        return Step(eqn, action, None, tags, out_tags, plans)
+
+    def _narrowed(self, eqn: JaxprEqn, tags: tuple[Tag, ...]) -> Step:
         asked = [tag.compute for tag in tags if tag.compute is not None]
         compute = computes.widest(asked) if asked else self.settings.compute
-        unknown = (UNKNOWN,) * len(eqn.outvars)
         if not compute.changes:
             reason = "an override of the policy asks for f32" if asked else f"{compute.name} is asked for"
-            if compute.name == "tf32":
-                reason = "this device has no TF32"
-            return Step(eqn, "keep", None, tags, unknown, reason=reason)
-        is_contraction = eqn.primitive.name in contraction.CONTRACTIONS
+            return _kept(eqn, tags, "this device has no TF32" if compute.name == "tf32" else reason)
+        is_contraction = eqn.primitive.name in CONTRACTIONS
         reason = contraction.why_kept(eqn, compute) if is_contraction else _why_elementwise_kept(eqn, compute)
         if reason is not None:
-            return Step(eqn, "keep", None, tags, unknown, reason=reason)
-        grid = Tag(compute.dtype) if compute.is_narrow else UNKNOWN
-        return Step(eqn, "lower", compute, tags, tuple(grid if _is_f32(v) else UNKNOWN for v in eqn.outvars))
+            return _kept(eqn, tags, reason)
+        narrow = Tag(compute.dtype) if compute.is_narrow else UNKNOWN
+        return Step(eqn, "narrow", compute, tags, tuple(narrow if _is_f32(v) else UNKNOWN for v in eqn.outvars))
 
-    def _is_on_grid(self, eqn: jex_core.JaxprEqn, tags: tuple[Tag, ...]) -> bool:
-        """Whether operands are values of the compute dtype; constants of the source code and biases are rounded."""
+    def _is_representable(self, eqn: JaxprEqn, tags: tuple[Tag, ...]) -> bool:
+        """Return whether the compute dtype has all operands, but for literals and biases, which are rounded."""
         if not self.settings.compute.is_narrow or not all(_is_f32(v) for v in [*eqn.invars, *eqn.outvars]):
             return False
         # A square is what norms and variances add up: there its rounding errors count.
         if eqn.primitive.name == "integer_pow" and eqn.params["y"] == 2:
             return False
-        arrays = [tag for v, tag in zip(eqn.invars, tags, strict=True) if not is_literal(v)]
-        on_grid = [tag.grid == self.settings.compute.dtype for tag in arrays]
-        is_bias = [
-            tag.is_argument and (tag.is_copied or _is_smaller(v, eqn.outvars[0]))
-            for v, tag in zip(eqn.invars, tags, strict=True)
-            if not is_literal(v)
-        ]
-        return any(on_grid) and all(lies or is_weight for lies, is_weight in zip(on_grid, is_bias, strict=True))
+        arrays = [(v, tag) for v, tag in zip(eqn.invars, tags, strict=True) if not is_literal(v)]
+        exact = [tag.representable_in == self.settings.compute.dtype for _, tag in arrays]
+        is_bias = [tag.is_argument and (tag.is_copied or _is_smaller(v, eqn.outvars[0])) for v, tag in arrays]
+        return any(exact) and all(is_exact or rounds for is_exact, rounds in zip(exact, is_bias, strict=True))
 
-    def _followed(self, eqn: jex_core.JaxprEqn, tags: tuple[Tag, ...]) -> tuple[Tag, ...]:
-        """The tags of results that are values of the operands."""
+    def _followed(self, eqn: JaxprEqn, tags: tuple[Tag, ...]) -> tuple[Tag, ...]:
+        """Return the tags of results that are elements of the operands."""
         if any(jex_core.jaxprs_in_params(eqn.params)):  # a scatter that applies a function
             return (UNKNOWN,) * len(eqn.outvars)
-        if len(eqn.invars) == len(eqn.outvars) > 1:  # several arrays at once: each result has its operand
-            return tuple(
-                self._common_tag(eqn, [pair], v) for *pair, v in zip(eqn.invars, tags, eqn.outvars, strict=True)
-            )
         pairs = list(zip(eqn.invars, tags, strict=True))
+        if len(eqn.invars) == len(eqn.outvars) > 1:  # several arrays at once: each result has its operand
+            return tuple(self._common_tag(eqn, [pair], v) for pair, v in zip(pairs, eqn.outvars, strict=True))
         return tuple(self._common_tag(eqn, pairs, v) for v in eqn.outvars)
 
-    def _common_tag(self, eqn: jex_core.JaxprEqn, pairs: list[Any], result: Any) -> Tag:
+    def _common_tag(self, eqn: JaxprEqn, pairs: Sequence[tuple[Any, Tag]], result: Any) -> Tag:
         floats = [(v, tag) for v, tag in pairs if jnp.issubdtype(dtype_of(v), jnp.floating)]
-        arrays = [_with_own_grid(v, tag) for v, tag in floats if not is_literal(v)]
+        arrays = [(v, tag) for v, tag in floats if not is_literal(v)]
+        asked = [tag.compute for _, tag in arrays if tag.compute is not None]
+        is_broadcast = eqn.primitive.name in ELEMENTWISE and any(_is_smaller(v, result) for v, _ in arrays)
+        return Tag(
+            self._common_dtype(eqn, floats, result),
+            computes.widest(asked) if asked else None,
+            is_argument=any(tag.is_argument for _, tag in arrays),
+            is_copied=is_broadcast or eqn.primitive.name in REPEATS or any(tag.is_copied for _, tag in arrays),
+        )
+
+    def _common_dtype(self, eqn: JaxprEqn, floats: list[tuple[Any, Tag]], result: Any) -> np.dtype | None:
+        """Return the 16-bit dtype that has all elements of a result, which are those of these operands."""
+        dtypes = {_dtype_that_has(v, tag) for v, tag in floats if not is_literal(v)}
         constants = [v.val for v, _ in floats if is_literal(v)]
         if eqn.params.get("fill_value") is not None:
             constants.append(eqn.params["fill_value"])
         if eqn.primitive.name == "convert_element_type" and dtype_of(eqn.invars[0]) == np.bool_:
             constants = [0.0, 1.0]
-        if not _is_f32(result) or not (arrays or constants):
-            grid = None
-        elif arrays:
-            grids = {tag.grid for tag in arrays}
-            grid = grids.pop() if len(grids) == 1 else None
-        else:
-            grid = self.settings.compute.dtype if self.settings.compute.is_narrow else None
-        if grid is not None and not all(_lies_on(value, grid) for value in constants):
-            grid = None
-        asked = [tag.compute for tag in arrays if tag.compute is not None]
-        return Tag(
-            grid,
-            computes.widest(asked) if asked else None,
-            is_argument=any(tag.is_argument for tag in arrays),
-            is_copied=any(tag.is_copied for tag in arrays)
-            or eqn.primitive.name in _COPYING
-            or (
-                eqn.primitive.name in BROADCASTING
-                and any(_is_smaller(v, result) for v, _ in floats if not is_literal(v))
-            ),
-        )
+        if not dtypes and constants and self.settings.compute.is_narrow:
+            dtypes = {self.settings.compute.dtype}
+        dtype = dtypes.pop() if len(dtypes) == 1 and _is_f32(result) else None
+        return None if dtype is None or not all(_has(dtype, value) for value in constants) else dtype
 
     def _rounded_to(self, program: jex_core.Jaxpr, steps: list[Step]) -> tuple[np.dtype | None, ...]:
         used = [v for eqn in program.eqns for v in eqn.invars] + list(program.outvars)
@@ -261,36 +246,40 @@ class Planner:
         return tuple(rounded.get(v) for v in program.invars)
 
     def _operands_rounded_to(self, step: Step, rounded: dict[Any, np.dtype | None]) -> list[np.dtype | None]:
-        eqn = step.eqn
-        if step.action == "lower" and step.compute is not None and step.compute.is_narrow:
-            if eqn.primitive.name in contraction.CONTRACTIONS:
-                return [step.compute.dtype] * len(eqn.invars)
+        eqn, name = step.eqn, step.eqn.primitive.name
+        if step.action == "narrow" and step.compute is not None and step.compute.is_narrow:
+            dtype = step.compute.dtype
+            if name in CONTRACTIONS:
+                return [dtype] * len(eqn.invars)
             # The cotangents of a bias are rounded before they are added up, and not after.
-            return [None if _is_smaller(v, eqn.outvars[0]) else step.compute.dtype for v in eqn.invars]
+            return [None if _is_smaller(v, eqn.outvars[0]) else dtype for v in eqn.invars]
         if step.action == "enter":
-            return self._entries[eqn.primitive.name].rounded_to(eqn, step.plans)
-        # Where results are the operand's values, one for one, so are the cotangents. A broadcast adds them up.
-        if eqn.primitive.name in ("reshape", "transpose", "squeeze", "rev", "copy", "name", "sharding_constraint"):
-            return [rounded.get(eqn.outvars[0])] * len(eqn.invars)
-        return [None] * len(eqn.invars)
+            return self._handlers[name].rounded_to(eqn, step.plans)
+        return [rounded.get(eqn.outvars[0]) if name in PERMUTATIONS else None] * len(eqn.invars)
 
 
 def travels_narrow(tag: Tag, rounded_to: np.dtype | None, settings: Settings) -> bool:
-    """Whether a value on a grid crosses the border of a nested program in 16 bits.
+    """Return whether a representable value crosses the border of a program inside in 16 bits.
 
     Nothing is lost on the way in. On the way back its cotangent, a sum in float32 of those of all uses inside, is
-    rounded once. For a weight, and for copies of one value, only if it has been rounded already: the gradients that a
-    user gets lose nothing, and cotangents are rounded after they are added up.
+    rounded once. For a weight, and for copies of one value, that is allowed only if it has been rounded already: the
+    gradients that a user gets lose nothing, and cotangents are rounded after they are added up.
     """
-    if tag.grid is None:
+    if tag.representable_in is None or (tag.is_argument and settings.gradient_dtype is not None):
         return False
-    if tag.is_argument and settings.gradient_dtype is not None:
-        return False
-    return rounded_to == tag.grid or not (tag.is_argument or tag.is_copied)
+    return rounded_to == tag.representable_in or not (tag.is_argument or tag.is_copied)
 
 
-def _why_elementwise_kept(eqn: jex_core.JaxprEqn, compute: Compute) -> str | None:
-    """Why an operation that is no contraction cannot be lowered, as a user's table asks."""
+def _kept(eqn: JaxprEqn, tags: tuple[Tag, ...], reason: str) -> Step:
+    return Step(eqn, "keep", None, tags, (UNKNOWN,) * len(eqn.outvars), reason=reason)
+
+
+def _reason(name: str) -> str:
+    return REASONS.get(name, "unknown to the table")
+
+
+def _why_elementwise_kept(eqn: JaxprEqn, compute: Compute) -> str | None:
+    """Return why an operation that is no contraction cannot be narrowed, as a user's table asks; or None."""
     if not compute.is_narrow:
         return f"{compute.name} is for contractions"
     if not any(_is_f32(v) for v in eqn.invars) or not all(_is_f32(v) for v in eqn.outvars):
@@ -299,7 +288,7 @@ def _why_elementwise_kept(eqn: jex_core.JaxprEqn, compute: Compute) -> str | Non
 
 
 def _is_smaller(v: Any, result: Any) -> bool:
-    """Whether an operand has fewer axes, or shorter ones, than a result."""
+    """Return whether an operand has fewer axes, or shorter ones, than a result."""
     return v.aval.shape != result.aval.shape
 
 
@@ -307,12 +296,13 @@ def _is_f32(v: Any) -> bool:
     return dtype_of(v) == np.float32
 
 
-def _with_own_grid(v: Any, tag: Tag) -> Tag:
-    """A value of a 16-bit dtype lies on its grid."""
-    return tag._replace(grid=np.dtype(v.aval.dtype)) if v.aval.dtype.itemsize == 2 else tag
+def _dtype_that_has(v: Any, tag: Tag) -> np.dtype | None:
+    """Return the 16-bit dtype of an operand, or the one that represents its float32 values."""
+    return np.dtype(dtype_of(v)) if dtype_of(v).itemsize == 2 else tag.representable_in
 
 
-def _lies_on(value: Any, grid: np.dtype) -> bool:
+def _has(dtype: np.dtype, value: Any) -> bool:
+    """Return whether a 16-bit dtype has a value; all of them have NaN."""
     value = np.float32(value)
     with np.errstate(over="ignore"):
-        return bool(np.isnan(value)) or bool(np.float32(value.astype(grid)) == value)
+        return bool(np.isnan(value)) or bool(np.float32(value.astype(dtype)) == value)

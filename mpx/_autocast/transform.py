@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +16,13 @@ from mpx import _trees
 from mpx._autocast import compute as computes
 from mpx._autocast import in_place, interpreter
 from mpx._autocast.control_flow import HANDLERS
-from mpx._autocast.plan import MARK, Plan, Planner, Settings, Tag
-from mpx._autocast.rules import DEFAULT_RULES, FAST_RULES, LOWERABLE, Rule
+from mpx._autocast.plan import MARK, CastPlan, Planner, Settings, Tag
+from mpx._autocast.rules import CAN_NARROW, DEFAULT_RULES, FAST_RULES, Rule
 from mpx._dtypes import dtype_or_none
 from mpx._policy import Policy, get_policy
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_RULES = ("lower", "lower_on_grid", "follow", "enter", "keep")
 _CHECKPOINTS = {
     "dots": "dots_saveable",
     "dots_with_no_batch_dims": "dots_with_no_batch_dims_saveable",
@@ -35,12 +34,12 @@ _RECORD = "__mpx_autocast__"
 
 @dataclasses.dataclass(frozen=True)
 class Autocast:
-    """What an autocast function is made of; other parts of mpx read it off the function.
+    """The parts of an autocast function, which other parts of mpx read off it.
 
     Attributes:
         fun: the user's function.
         settings: how contractions run.
-        policy: what the user gave, if it was a policy.
+        policy: the policy that the user gave, if it was one.
         checkpoint: a policy of `jax.checkpoint`, or None.
     """
 
@@ -49,21 +48,21 @@ class Autocast:
     policy: Policy | None
     checkpoint: Callable[..., Any] | None
 
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], grids: list[np.dtype | None] | None = None) -> Any:
-        """Calls the function; `grids` says of which 16-bit dtype the float32 leaves of the arguments are values."""
-        traced = self.trace(args, kwargs, grids)
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], dtypes: list[np.dtype | None] | None = None) -> Any:
+        """Call the function; `dtypes` tells which 16-bit dtypes represent the float32 leaves of the arguments."""
+        traced = self.trace(args, kwargs, dtypes)
         evaluate = lambda arrays: interpreter.run(traced.plan, arrays, self.settings)
         if self.checkpoint is not None:
             evaluate = jax.checkpoint(evaluate, policy=self.checkpoint)
-        # The mark tells an autocast around this one that the precision of what runs here is settled.
+        # The mark tells an autocast around this one that the precision of what runs here is decided.
         with jax.named_scope(MARK):
             result = traced.rebuild(evaluate(traced.arrays))
         return result if self.policy is None else self.policy.cast_to_output(result)
 
     def trace(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], grids: list[np.dtype | None] | None = None
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], dtypes: list[np.dtype | None] | None = None
     ) -> "Traced":
-        """Traces the function on a float32 view of its arguments, and plans what to do with each operation."""
+        """Trace the function on a float32 view of its arguments, and plan what to do with each operation."""
         flat, treedef = jax.tree.flatten_with_path((args, kwargs))
         leaves = [leaf for _, leaf in flat]
         positions = [i for i, leaf in enumerate(leaves) if _trees.is_array(leaf)]
@@ -87,16 +86,14 @@ class Autocast:
         # values that the function closed over then.
         jaxpr = jax.make_jaxpr(program)(*arrays)
         tags = [
-            Tag(None if grids is None else grids[i], self._override(flat[i][0], flat[i][1]), is_argument=True)
-            for i in positions
+            Tag(None if dtypes is None else dtypes[i], self._override(*flat[i]), is_argument=True) for i in positions
         ]
         *rest, changes = result
         in_place.check_unchanged(jaxpr.jaxpr, changes)
-        planner = Planner(self.settings, {name: handler.entry for name, handler in HANDLERS.items()})
-        return Traced(planner.plan(jaxpr, tuple(tags)), arrays, *rest)
+        return Traced(Planner(self.settings, HANDLERS).plan(jaxpr, tuple(tags)), arrays, *rest)
 
     def _override(self, path: _trees.Path, leaf: Any) -> computes.Compute | None:
-        """In what contractions with a leaf shall run, if an override of the policy speaks of it."""
+        """Return how contractions with a leaf shall run, if an override of the policy names it."""
         if self.policy is None or not _trees.is_floating(leaf):
             return None
         dtype = self.policy.override_at(_trees.path_string(path[2:]))
@@ -105,28 +102,28 @@ class Autocast:
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """A traced function and what is to be done with it.
+    """A traced function, and the decisions about it.
 
     Attributes:
         plan: the decisions.
         arrays: the arguments that are arrays.
-        treedef: of the result.
+        treedef: the structure of the result.
         static: the leaves of the result that are no arrays, and None for those that are.
     """
 
-    plan: Plan
+    plan: CastPlan
     arrays: list[Any]
     treedef: Any
     static: list[Any]
 
     def rebuild(self, arrays: list[Any]) -> Any:
-        """The function's result, from its arrays."""
+        """Return the function's result, from its arrays."""
         rest = iter(arrays)
         return jax.tree.unflatten(self.treedef, [next(rest) if leaf is None else leaf for leaf in self.static])
 
 
 def autocast_of(fun: Any) -> Autocast | None:
-    """What `autocast` made a function of; None if it did not."""
+    """Return the parts of a function that `autocast` made; None for any other function."""
     function, record = getattr(fun, _RECORD, (None, None))
     # `functools.wraps` copies the attribute to functions around this one, which are others.
     return record if function is fun else None
@@ -140,11 +137,11 @@ def autocast(
     checkpoint: str | Callable[..., Any] | None = None,
     gradient_dtype: DTypeLike | None = None,
 ) -> F:
-    """Runs a function in float32 and its contractions in a lower precision: what `torch.autocast` does, for JAX.
+    """Run a function in float32 and its contractions in a lower precision: what `torch.autocast` does, for JAX.
 
     The model is written once, without dtypes. Its matrix products and convolutions run in bfloat16, float16, TF32 or
-    three bfloat16 products, and all else in float32: softmax, norms, exponentials, losses, and every sum. So do the
-    sums of the backward pass: casting a model's parameters to bfloat16 instead adds up the gradients of all uses of a
+    three bfloat16 products, and everything else in float32: softmax, norms, exponentials, losses, and every sum. So do
+    the sums of the backward pass: a model whose parameters are cast to bfloat16 adds up the gradients of all uses of a
     weight in bfloat16, where 1 added 1,000 times is 256.
 
     Arguments are viewed as float32: a bfloat16 parameter is not copied for that. A contraction of float32 values
@@ -158,22 +155,21 @@ def autocast(
     `cond`, `checkpoint`, custom derivatives and `shard_map`, on either side; of two autocasts the inner one wins.
 
     Args:
-        fun: any function of pytrees. What it closes over keeps its dtype: pass parameters as arguments.
-        policy_or_dtype: a policy or its string (`"compute=bf16"`), of which `compute_dtype` counts, its overrides for
-            the contractions with the arguments that they name, and `output_dtype` for all floating results (left out
-            in a string, it follows `compute`); or a dtype or its name (`"bf16"`, `"f16"`), or a way to multiply float32
-            numbers: `"tf32"` (a CPU, which has none, does it in float32) or `"bf16x3"`. Those two are for matrix
-            products; convolutions stay float32.
-        rules: a table like `DEFAULT_RULES`, from the names of primitives (or primitives) to `"lower"`, `"follow"`,
-            `"keep"`, `"lower_on_grid"` or `"enter"`. `FAST_RULES` also runs activations in the compute dtype.
-        checkpoint: which values the backward pass finds in memory, instead of computing them again: `"dots"` (results
-            of contractions, which are in the compute dtype), `"dots_with_no_batch_dims"`, `"nothing"`,
+        fun: any function of pytrees. Arrays that it closes over keep their dtype: pass parameters as arguments.
+        policy_or_dtype: a dtype or its name (`"bf16"`, `"f16"`); or a way to multiply float32 numbers, `"tf32"` (a CPU,
+            which has none, does it in float32) or `"bf16x3"`, for matrix products only; or a policy or its string
+            (`"compute=bf16"`). Of a policy count `compute_dtype`, the overrides, for contractions with the arguments
+            that they name, and `output_dtype`, for all floating results (left out in a string, it follows `compute`).
+        rules: a table like `DEFAULT_RULES`, from the names of primitives (or primitives) to `"narrow"`, `"follow"`,
+            `"keep"`, `"narrow_if_representable"` or `"enter"`. `FAST_RULES` also runs activations in the compute dtype.
+        checkpoint: the values that the backward pass finds in memory, instead of computing them again: `"dots"`
+            (results of contractions, which are in the compute dtype), `"dots_with_no_batch_dims"`, `"nothing"`,
             `"everything"`, any other name of `jax.checkpoint_policies` that is a policy itself, or a policy. None
             leaves it to the function. Around a whole loss this lowers what is kept between the passes, but not the
             peak, since all is computed again at once; around each layer it lowers both.
         gradient_dtype: float32 for gradients of weights that are sums in float32 which nothing rounds, so that data
-            parallel training adds them up in float32 too; their operands are in the compute dtype as without. This is
-            for weights that reach their contraction as they are, reshaped or moved; not for `w + lora`. Such a
+            parallel training adds them up in float32 too; their operands are in the compute dtype as before. This
+            reaches weights that go into their contraction as they are, reshaped or moved; not `w + lora`. Such a
             function has no forward mode, and mapped by `vmap` from outside it makes a gradient for each example before
             they are added up: map inside. None for gradients in the compute dtype.
 
@@ -200,7 +196,7 @@ def autocast(
     """
     record = make_autocast(fun, policy_or_dtype, rules, checkpoint, gradient_dtype)
 
-    # Of a model that is called, attributes are weights: the function is not to keep them alive.
+    # The attributes of a model are its weights: the wrapped function must not keep them alive.
     @functools.wraps(fun, updated=("__dict__",) if inspect.isroutine(fun) else ())
     def wrapped(*args, **kwargs):
         return record.call(args, kwargs)
@@ -216,7 +212,7 @@ def make_autocast(
     checkpoint: str | Callable[..., Any] | None,
     gradient_dtype: DTypeLike | None,
 ) -> Autocast:
-    """Checks the arguments of `autocast`."""
+    """Check the arguments of `autocast`, and return the parts of the function that it makes."""
     if not callable(fun):
         raise TypeError(f"`autocast` needs a function, but got {type(fun).__name__}.")
     if isinstance(policy_or_dtype, str) and "=" in policy_or_dtype:
@@ -228,9 +224,9 @@ def make_autocast(
 
 
 def full_precision(fun: F) -> F:
-    """An island of float32: inside `autocast` nothing in the function is lowered, but for what it casts itself.
+    """Make a function an island of float32: inside `autocast` nothing in it is narrowed, but for its own casts.
 
-    By itself, a decorator: 16-bit floating arguments are widened to float32, the function runs in float32, and its
+    Outside of `autocast` 16-bit floating arguments are widened to float32, the function runs in float32, and its
     float32 results are cast back to the dtype to which jax promotes its floating arguments (bfloat16, if all of them
     are). Inside `autocast`, where arguments are float32, so are the results. Matrix products of float32 numbers run at
     the highest precision, not in TF32.
@@ -275,7 +271,7 @@ def full_precision(fun: F) -> F:
 
 
 def _checked_rules(rules: Mapping[Any, Rule]) -> Mapping[str, Rule]:
-    """The table by names of primitives; a name that no primitive has would do nothing."""
+    """Return the table by names of primitives. A name that no primitive has would do nothing, and is refused."""
     if rules is DEFAULT_RULES or rules is FAST_RULES:
         return rules  # type: ignore[return-value]
     if not isinstance(rules, Mapping):
@@ -283,31 +279,38 @@ def _checked_rules(rules: Mapping[Any, Rule]) -> Mapping[str, Rule]:
     checked = {}
     for key, rule in rules.items():
         name = key.name if isinstance(key, jex_core.Primitive) else key
-        if rule not in _RULES:
-            raise ValueError(f"`autocast`: the rule of {name!r} is {rule!r}; use one of {', '.join(_RULES)}.")
-        if isinstance(key, str) and key not in DEFAULT_RULES:
-            raise ValueError(
-                f"`autocast`: `rules` speaks of {key!r}, but no primitive of jax is called that; names are those of "
-                "`mpx.DEFAULT_RULES`. For a primitive of your own, give the primitive itself."
-            )
-        if rule in ("lower", "lower_on_grid") and isinstance(key, str) and name not in LOWERABLE:
-            raise ValueError(
-                f"`autocast`: {name!r} cannot have the rule {rule!r}, which is for contractions and arithmetic: "
-                f"{', '.join(sorted(LOWERABLE))}."
-            )
-        if (rule == "enter") != (name in HANDLERS) and (rule == "enter" or rule != "keep"):
-            raise ValueError(
-                f"`autocast`: {name!r} cannot have the rule {rule!r}; "
-                + ("'enter' or 'keep'." if name in HANDLERS else f"{', '.join(HANDLERS)} can be entered.")
-            )
+        why_not = _why_no_rule(key, name, rule)
+        if why_not:
+            raise ValueError(f"`autocast`: {why_not}")
         checked[name] = rule
     missing = sorted(DEFAULT_RULES.keys() - checked.keys())
     if missing:
         raise ValueError(
-            f"`autocast`: `rules` lacks {', '.join(missing[:3])} and others. What is to stay as it is comes from the "
-            "default table: `rules=mpx.DEFAULT_RULES | {...}`."
+            f"`autocast`: `rules` lacks {', '.join(missing[:3])} and others. Take the rules of other primitives from "
+            "the default table: `rules=mpx.DEFAULT_RULES | {...}`."
         )
     return checked
+
+
+def _why_no_rule(key: Any, name: str, rule: Any) -> str | None:
+    """Return why a primitive, given itself or by its name, cannot have a rule; None if it can."""
+    is_named, can_enter = isinstance(key, str), name in HANDLERS
+    if rule not in get_args(Rule):
+        return f"the rule of {name!r} is {rule!r}; use one of {', '.join(get_args(Rule))}."
+    if is_named and name not in DEFAULT_RULES:
+        return (
+            f"`rules` has {name!r}, but no primitive of jax is called that; names are those of `mpx.DEFAULT_RULES`. "
+            "For a primitive of your own, give the primitive itself."
+        )
+    if rule in ("narrow", "narrow_if_representable") and is_named and name not in CAN_NARROW:
+        return (
+            f"{name!r} cannot have the rule {rule!r}, which is for contractions and arithmetic: "
+            f"{', '.join(sorted(CAN_NARROW))}."
+        )
+    if rule != "keep" and (rule == "enter") != can_enter:
+        others = "'enter' or 'keep'" if can_enter else f"{', '.join(HANDLERS)} can be entered"
+        return f"{name!r} cannot have the rule {rule!r}; {others}."
+    return None
 
 
 def _checked_gradient_dtype(gradient_dtype: DTypeLike | None, compute: computes.Compute) -> np.dtype | None:

@@ -1,58 +1,65 @@
-"""`check_chain`: is anything changed after a wrapper has chosen what parameters shall be?
+"""`check_chain`: does anything in a chain change numbers that must reach their place as they are?
 
-The transformations that round for a 16-bit parameter leave their name on the update in the traced program
-(`_writeback.landing_update`). Here the program of one update is traced, not run, and each name is followed to the
-result: on the way it may be selected against another value (a skipped step), multiplied by a boolean (`MultiSteps`)
-or moved about, and nothing else.
+The program of one update is traced, not run. Two kinds of values bear names in it, and are followed by `propagate`:
+
+- Updates that land on a number which a transformation has chosen (`writeback.landing_update`). On their way to the
+  result they may be selected against zero (a skipped step), multiplied by a boolean (`MultiSteps`) or moved about.
+- The gradients that `loss_scaling` receives. In front of it, whatever is not linear sees scaled gradients.
 """
 
-import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.extend.core import JaxprEqn
 
 from mpx import _errors, _trees
+from mpx._jaxprs import (
+    EXCHANGES,
+    MOVES,
+    SUMS,
+    dtype_of,
+    holds_programs_run_once,
+    is_literal,
+    propagate,
+    propagate_inside,
+)
 from mpx._stored.leaves import leaves_of
 from mpx._stored.roles import fields_of
+from mpx._transforms.loss_scaling import SCALED, UNSCALED
 from mpx._transforms.params_ema import ParamsEmaState
 from mpx._transforms.writeback import MARK, SENT
 
-# Primitives that move numbers about and change none.
-_MOVES = frozenset({
-    "broadcast_in_dim", "concatenate", "copy", "copy_p", "device_put", "dynamic_slice", "expand_dims", "gather", "name",
-    "optimization_barrier", "pcast", "pvary", "reshape", "sharding_constraint", "slice", "split", "squeeze",
-    "stop_gradient", "transpose",
-})  # fmt: skip
-_CONVERSIONS = _MOVES | {"convert_element_type"}
-
 
 def check_chain(tx: optax.GradientTransformation, params: Any = None, **extra_args: Any) -> None:
-    """Raises if a chain changes updates after the point where nothing may change them any more.
+    """Raise if a chain changes updates or scaled gradients where nothing may change them.
 
     `master_weights`, `kahan_summation` and `stochastic_rounding` emit updates that land on a number which they have
-    chosen, and remember what that number lacks. Clipping or scaling such an update puts parameters out of step with
-    what is remembered, and no error follows. Call this once, where the optimizer is made; it only traces.
+    chosen, and remember what that number lacks. If such an update is clipped or scaled, parameters get out of step with
+    what is remembered, and no error follows. `loss_scaling` takes the gradients of a scaled loss: clipping in front of
+    it clips scaled gradients, and an average over steps (`optax.MultiSteps`) never loses a NaN again, so that every
+    later step is skipped. Call this once, where the optimizer is made; it only traces.
 
-    What it does not see: clipping in front of `loss_scaling`, which clips scaled gradients; and a bare Optax rule in
-    front of `kahan_summation`, which keeps moments of 16-bit parameters in 16 bits, because one may want that.
+    It does not see a bare Optax rule in front of `kahan_summation`, which keeps moments of 16-bit parameters in 16
+    bits, because one may want that.
 
     Args:
         tx: the whole transformation.
         params: parameters, or their shapes, if `tx` takes only certain trees (`optax.partition` with labels). A small
             bfloat16 tree if None.
-        extra_args: what `tx.update` needs besides, such as `value`; arrays or shapes.
+        extra_args: other arguments that `tx.update` needs, such as `value`; arrays or shapes.
 
     Raises:
         TypeError: if `tx` is not a transformation.
         ValueError: if an element of a chain changes the updates after one of the three; if one of them follows
-            another, or stands inside `upcast` or `master_weights`, where it does nothing (these say so themselves); if
-            `master_weights` stands
-            in a chain beside a rule that keeps its state in 16 bits, which it should wrap; or if `params_ema` is not
-            the last element of its chain, or stands outside of `master_weights` and averages rounded parameters.
+            another (those inside `upcast` or `master_weights` do nothing, and are refused at `init`); if something in
+            front of `loss_scaling` is not linear in the gradients, unless the scale is always 1, or adds them up over
+            steps; if `master_weights` stands in a chain beside a rule that keeps its state in 16 bits, which it should
+            wrap; or if `params_ema` is not the last element of its chain, or stands outside of `master_weights` and
+            averages rounded parameters.
 
     Example:
         >>> check_chain(optax.chain(optax.clip(1.0), master_weights(optax.adam(1e-3))))
@@ -72,151 +79,201 @@ element of the chain.
     trained = params.fast if isinstance(params, optax.LookaheadParams) else params
     grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, np.float32) if _trees.is_floating(p) else p, trained)
     state = jax.eval_shape(tx.init, params)
-    traced, shapes = jax.make_jaxpr(
+    program, (updates, _) = jax.make_jaxpr(
         lambda grads, state, params, extra: tx.update(grads, state, params, **extra), return_shape=True
     )(grads, state, params, extra_args)
-    updates = _trees.leaves_by_path(shapes[0])
-    histories = _Follower().outputs(traced.jaxpr, [None] * len(traced.jaxpr.invars))[: len(updates)]
-    changed = {
-        path: history for path, history in zip(updates, histories, strict=True) if history and history.changed_by
-    }
-    if changed:
-        path, history = next(iter(changed.items()))
-        raise ValueError(
-            f"`check_chain`: the update of {_trees.path_string(path)!r} was final when `{history.author}` had rounded "
-            f"it, but `{history.changed_by}` changes it after that ({len(changed)} of {len(_marked(histories))} such "
-            f"leaves). {_advice(history.author)}"
-        )
+    _require_linear_gradients(program, len(jax.tree.leaves(grads)), jax.tree.leaves(state))
+    _require_final_updates(program, updates)
     _require_wide_state_before_masters(state)
     _require_averages_of_masters(state)
     _require_averages_at_the_end(state)
 
 
-@dataclasses.dataclass(frozen=True)
-class _History:
-    """What has happened to an update since a transformation made it final."""
-
-    author: str
-    changed_by: str | None = None
-    is_sent: bool = False  # as the number where it lands, not as an update, until it arrives: see `mpx.zero1`
+# ---- updates that are final -----------------------------------------------------------------------------------------
 
 
-_ZERO = _History("nobody")  # of a value that is zero everywhere
+class _Update(NamedTuple):
+    """What has happened to a value since a transformation made it final.
+
+    Attributes:
+        author: the transformation; empty for a value that nobody made final.
+        changed_by: the first primitive, or transformation, that changed it after that; or empty.
+        is_sent: whether it travels as the number where it lands, not as an update, until it arrives: see `mpx.zero1`.
+        is_zero: whether it is zero everywhere.
+        is_mask: whether it is a boolean in a numeric dtype.
+    """
+
+    author: str = ""
+    changed_by: str = ""
+    is_sent: bool = False
+    is_zero: bool = False
+    is_mask: bool = False
 
 
-def _marked(histories: Sequence[_History | None]) -> list[_History]:
-    """The histories of values that somebody made final."""
-    return [history for history in histories if history and history is not _ZERO]
-
-
-class _Follower:
-    """Follows the histories of values through a jaxpr, and which values are zero or booleans in disguise."""
-
-    def __init__(self) -> None:
-        self.known: dict[Any, _History] = {}
-        self.masks: set[Any] = set()
-
-    def outputs(self, jaxpr: Any, inputs: Sequence[_History | None]) -> list[_History | None]:
-        """The histories of a jaxpr's results, from those of its arguments."""
-        for var, history in zip(jaxpr.invars, inputs, strict=True):
-            self.note(var, history, is_mask=False)
-        for eqn in jaxpr.eqns:
-            is_mask = eqn.primitive.name in _CONVERSIONS and self.is_mask(eqn.invars[0])
-            for var, history in zip(eqn.outvars, self.of_equation(eqn), strict=True):
-                self.note(var, history, is_mask)
-        return [self.of(var) for var in jaxpr.outvars]
-
-    def note(self, var: Any, history: _History | None, is_mask: bool) -> None:
-        """Remembers what is known of a value; of an earlier run of the same program nothing may be left."""
-        self.known.pop(var, None)
-        self.masks.discard(var)
-        if history:
-            self.known[var] = history
-        if is_mask:
-            self.masks.add(var)
-
-    def of(self, var: Any) -> _History | None:
-        if hasattr(var, "val"):  # a literal
-            return _ZERO if np.ndim(var.val) == 0 and var.val == 0 else None
-        return self.known.get(var)
-
-    def is_mask(self, var: Any) -> bool:
-        return var.aval.dtype == np.bool_ or (not hasattr(var, "val") and var in self.masks)
-
-    def of_equation(self, eqn: Any) -> list[_History | None]:
-        name = eqn.primitive.name
-        inputs = [self.of(var) for var in eqn.invars]
-        if name == "name" and eqn.params["name"].startswith(MARK):
-            return [_named(eqn.params["name"].removeprefix(MARK), _marked(inputs))]
-        programs = _sub_programs(eqn.params)
-        if programs:
-            arguments = inputs[len(inputs) - len(programs[0].invars) :]  # a conditional's first input is its index
-            return [
-                _one_of(results, name) for results in zip(*(self.outputs(p, arguments) for p in programs), strict=True)
-            ]
-        if name == "select_n":
-            return [_one_of(inputs[1:], name)]
-        if name in _MOVES or (name == "convert_element_type" and not _narrows(eqn)):
-            return [_together(inputs)] * len(eqn.outvars)
-        if name == "mul" and any(self.is_mask(var) for var in eqn.invars):
-            return [_together(inputs)]
-        changed = [_changed(history, name) for history in _marked(inputs)]
-        return [changed[0] if changed else None] * len(eqn.outvars)
-
-
-def _named(author: str, earlier: Sequence[_History]) -> _History:
-    """The history of an update on which a transformation leaves its name."""
-    if author == SENT:
-        return dataclasses.replace(earlier[0], is_sent=True) if earlier else _History(author, is_sent=True)
-    if not earlier:
-        return _History(author)
-    if earlier[0].is_sent:
-        return _History(author if earlier[0].author == SENT else earlier[0].author, earlier[0].changed_by)
-    return _History(earlier[0].author, author)
-
-
-def _changed(history: _History, by: str) -> _History:
-    return history if history.is_sent else _History(history.author, history.changed_by or by)
-
-
-def _sub_programs(params: Mapping[str, Any]) -> list[Any]:
-    """The programs that a call or a conditional runs once; none for loops, whose results depend on all inputs."""
-    if "length" in params or "body_jaxpr" in params or "cond_jaxpr" in params:
-        return []
-    programs = params.get("branches") or [params[key] for key in ("jaxpr", "call_jaxpr") if key in params]
-    return [getattr(program, "jaxpr", program) for program in programs]
-
-
-def _one_of(histories: Sequence[_History | None], chooser: str) -> _History | None:
-    """The history of a value that is one of several. A final update may give way to zero, and to nothing else."""
-    marked = _marked(histories)
-    if not marked:
-        return _ZERO if all(history is _ZERO for history in histories) else None
-    if marked[0].is_sent:
-        return marked[0]
-    changed_by = next((history.changed_by for history in marked if history.changed_by), None)
-    return _History(marked[0].author, changed_by or (chooser if None in histories else None))
-
-
-def _together(histories: Sequence[_History | None]) -> _History | None:
-    """The history of values put side by side, or of one that is masked: a changed one if there is one."""
-    marked = _marked(histories)
-    if not marked:
-        return _ZERO if _ZERO in histories else None
-    return next((history for history in marked if history.changed_by), marked[0])
-
-
-def _narrows(eqn: Any) -> bool:
-    return eqn.params["new_dtype"].itemsize < eqn.invars[0].aval.dtype.itemsize
-
-
-def _advice(author: str) -> str:
-    if author == "master_weights":
-        return (
-            "Nothing may change updates after `master_weights`: put it around the whole chain, "
-            "`master_weights(optax.chain(...))`, or move what clips or scales gradients in front of it."
+def _require_final_updates(program: Any, updates: Any) -> None:
+    """Raise if an update is changed after a transformation has chosen where it lands."""
+    paths = list(_trees.leaves_by_path(updates))
+    found = propagate(program, [_Update()] * len(program.jaxpr.invars), _update_rule, _constant)[: len(paths)]
+    changed = [(path, update) for path, update in zip(paths, found, strict=True) if update.changed_by]
+    if not changed:
+        return
+    path, update = changed[0]
+    advice = "make it the last element of the chain."
+    if update.author == "master_weights":
+        advice = (
+            "put it around the whole chain, `master_weights(optax.chain(...))`, or move what clips or scales gradients "
+            "in front of it."
         )
-    return f"Nothing may change updates after `{author}`: make it the last element of the chain."
+    raise ValueError(
+        f"`check_chain`: the update of {_trees.path_string(path)!r} was final when `{update.author}` had rounded it, "
+        f"but `{update.changed_by}` changes it after that ({len(changed)} of {len(_final(found))} such leaves). "
+        f"Nothing may change updates after `{update.author}`: {advice}"
+    )
+
+
+def _constant(v: Any) -> _Update:
+    return _Update(is_zero=_is_zero(v))
+
+
+def _final(values: Sequence[_Update]) -> list[_Update]:
+    return [value for value in values if value.author]
+
+
+def _update_rule(eqn: JaxprEqn, operands: list[_Update]) -> Sequence[_Update]:
+    """Return what has happened to the results of an equation, from what has happened to its operands."""
+    name, count = eqn.primitive.name, len(eqn.outvars)
+    is_mask = [value.is_mask or dtype_of(v) == np.bool_ for v, value in zip(eqn.invars, operands, strict=True)]
+    if name == "name" and eqn.params["name"].startswith(MARK):
+        return [_named(eqn.params["name"].removeprefix(MARK), _final(operands))]
+    if holds_programs_run_once(eqn):
+        return [_one_of(values, name) for values in propagate_inside(eqn, operands, _update_rule, _constant)]
+    if name == "select_n":
+        return [_one_of(operands[1:], name)]
+    if name in MOVES or (name == "convert_element_type" and not _narrows(eqn)):
+        return [_together(operands)._replace(is_mask=is_mask[0])] * count
+    if name == "mul" and any(is_mask):
+        return [_together(operands)]
+    final = _final(operands)
+    return [_Update() if not final else final[0] if final[0].is_sent else _changed(final[0], name)] * count
+
+
+def _changed(value: _Update, by: str) -> _Update:
+    return _Update(value.author, value.changed_by or by)
+
+
+def _named(author: str, earlier: Sequence[_Update]) -> _Update:
+    """Return what has happened to an update on which a transformation leaves its name."""
+    if not earlier:
+        return _Update(author, is_sent=author == SENT)
+    if author == SENT:
+        return earlier[0]._replace(is_sent=True)
+    if earlier[0].is_sent:
+        return _Update(author if earlier[0].author == SENT else earlier[0].author, earlier[0].changed_by)
+    return _Update(earlier[0].author, author)
+
+
+def _one_of(values: Sequence[_Update], chooser: str) -> _Update:
+    """Return what has happened to a value that is one of several: zero may take its place, and nothing else."""
+    final = _final(values)
+    if len(values) == 1 or (final and final[0].is_sent):
+        return (final or values)[0]
+    if not final:
+        return _Update(is_zero=all(value.is_zero for value in values))
+    others = any(not (value.author or value.is_zero) for value in values)
+    return _changed(_together(values), chooser) if others else _together(values)
+
+
+def _together(values: Sequence[_Update]) -> _Update:
+    """Return what has happened to values put side by side, or to one that is masked: the change if there is one."""
+    final = _final(values)
+    if not final:
+        return _Update(is_zero=any(value.is_zero for value in values))
+    return next((value for value in final if value.changed_by), final[0])
+
+
+def _narrows(eqn: JaxprEqn) -> bool:
+    return eqn.params["new_dtype"].itemsize < dtype_of(eqn.invars[0]).itemsize
+
+
+def _is_zero(v: Any) -> bool:
+    return is_literal(v) and np.ndim(v.val) == 0 and v.val == 0
+
+
+# ---- gradients that are scaled --------------------------------------------------------------------------------------
+
+# How a value depends on the gradients: not at all, linearly, or through something that is not linear in them.
+_OTHER, _ZERO, _STATE, _GRADIENT = "other", "zero", "state", "gradient"
+_LINEAR = MOVES | SUMS | EXCHANGES | {"convert_element_type", "neg"}
+
+
+class _NotLinear(NamedTuple):
+    """The first primitive that is not linear in the gradients, and whether it adds them to a part of the state."""
+
+    primitive: str
+    is_average: bool
+
+
+def _require_linear_gradients(program: Any, gradients: int, state: Sequence[Any]) -> None:
+    """Raise if something in front of `loss_scaling` is not linear in the gradients, or adds them up over steps."""
+    inputs = [_GRADIENT] * gradients
+    inputs += [_STATE if _trees.is_floating(leaf) and leaf.ndim else _OTHER for leaf in state]
+    inputs += [_OTHER] * (len(program.jaxpr.invars) - len(inputs))
+    received: list[tuple[str, Any]] = []
+
+    def rule(eqn: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
+        name = eqn.primitive.name
+        if name == "name" and eqn.params["name"] in (SCALED, UNSCALED):
+            received.append((eqn.params["name"], operands[0]))
+            return [_OTHER]
+        if holds_programs_run_once(eqn):
+            columns = propagate_inside(eqn, operands, rule, constant)
+            return [_gradient_of("select_n", [_OTHER, *values]) for values in columns]
+        return [_gradient_of(name, operands)] * len(eqn.outvars)
+
+    constant = lambda v: _ZERO if _is_zero(v) else _OTHER
+    propagate(program, inputs, rule, constant)
+    for name, value in received:
+        if isinstance(value, _NotLinear) and value.is_average:
+            raise ValueError(
+                f"`check_chain`: an average or a sum over steps (`{value.primitive}`) stands in front of "
+                "`loss_scaling`. It never loses an infinity or NaN, so that every later step is skipped. Put it "
+                "inside: `loss_scaling(optax.MultiSteps(...))`."
+            )
+        if isinstance(value, _NotLinear) and name == SCALED:
+            raise ValueError(
+                f"`check_chain`: gradients reach `loss_scaling` scaled, but `{value.primitive}` in front of it is not "
+                "linear in them, as in clipping, and sees scaled gradients. Put it inside: "
+                "`loss_scaling(optax.chain(...))`."
+            )
+
+
+def _gradient_of(name: str, operands: Sequence[Any]) -> Any:
+    """Return how the results of a primitive depend on the gradients, from how its operands do."""
+    not_linear = next((value for value in operands if isinstance(value, _NotLinear)), None)
+    if not_linear is not None:
+        return not_linear
+    if _GRADIENT in operands:
+        is_average = name in ("add", "sub") and _STATE in operands
+        return _GRADIENT if _is_linear(name, operands) else _NotLinear(name, is_average)
+    if _STATE in operands:
+        return _STATE
+    return _ZERO if name in MOVES and set(operands) == {_ZERO} else _OTHER
+
+
+def _is_linear(name: str, operands: Sequence[Any]) -> bool:
+    """Return whether a primitive, of gradients and other values, is linear in the gradients."""
+    if name in ("mul", "dot_general"):
+        return operands.count(_GRADIENT) == 1
+    if name == "div":
+        return operands[1] != _GRADIENT
+    if name in ("add", "sub"):
+        return set(operands) == {_GRADIENT}
+    if name == "select_n":
+        return operands[0] != _GRADIENT and set(operands[1:]) <= {_GRADIENT, _ZERO}
+    return name in _LINEAR
+
+
+# ---- states ---------------------------------------------------------------------------------------------------------
 
 
 def _require_wide_state_before_masters(state: Any) -> None:
@@ -253,7 +310,7 @@ def _require_averages_of_masters(state: Any) -> None:
 
 
 def _require_averages_at_the_end(state: Any) -> None:
-    """Raises if something may change updates after `params_ema`, which averages what they lead to."""
+    """Raise if something may change updates after `params_ema`, which averages what they lead to."""
     is_chain = lambda x: type(x) is tuple and any(isinstance(part, ParamsEmaState) for part in x)
     for chain in jax.tree.leaves(state, is_leaf=is_chain):
         if not is_chain(chain):

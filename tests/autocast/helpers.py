@@ -11,7 +11,7 @@ from jax import lax
 from jax.extend import core as jex_core
 
 import mpx
-from mpx._autocast.jaxprs import scan_counts
+from mpx._jaxprs import scan_counts
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 F16 = np.dtype(np.float16)
@@ -96,11 +96,11 @@ def all_in(dtype):
     return Contraction(*[np.dtype(dtype)] * 3)
 
 
-def plan_of(fun, *args, grids=None):
+def plan_of(fun, *args, dtypes=None):
     """The decisions of autocast about an autocast function."""
     function, record = fun.__mpx_autocast__
     assert function is fun
-    return record.trace(args, {}, grids).plan
+    return record.trace(args, {}, dtypes).plan
 
 
 # ---- a second interpreter of plans, one equation at a time
@@ -126,7 +126,7 @@ def evaluate(plan, operands, dtype, seen):
         inputs = [read(v) for v in step.eqn.invars]
         if step.plans:
             results = _ENTERED[step.eqn.primitive.name](step, inputs, dtype, seen)
-        elif step.action == "lower":
+        elif step.action == "narrow":
             assert step.eqn.primitive.name == "dot_general"
             lhs, rhs = (jnp.asarray(x, dtype) for x in inputs)
             narrow = step.eqn.primitive.bind(lhs, rhs, **(step.eqn.params | {"preferred_element_type": dtype}))
@@ -135,7 +135,8 @@ def evaluate(plan, operands, dtype, seen):
             results = _as_traced(step.eqn, inputs)
         values.update(zip(step.eqn.outvars, results, strict=True))
         seen.extend(
-            (step.eqn.primitive.name, tag.grid, value) for tag, value in zip(step.out_tags, results, strict=True)
+            (step.eqn.primitive.name, tag.representable_in, value)
+            for tag, value in zip(step.out_tags, results, strict=True)
         )
     return [read(v) for v in program.outvars]
 

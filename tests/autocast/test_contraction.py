@@ -505,7 +505,7 @@ def test_the_reason_is_given_for_what_is_kept_and_only_for_that(case):
     args = [normal(i, *shape) for i, shape in enumerate(shapes)]
     steps = [*_steps(plan_of(mpx.autocast(fun, BF16), *args))]
     (step,) = [step for step in steps if step.eqn.primitive.name in CONTRACTIONS]
-    assert (step.action, step.reason is None) == (("lower", True) if case in LOWERED else ("keep", False))
+    assert (step.action, step.reason is None) == (("narrow", True) if case in LOWERED else ("keep", False))
 
 
 def _steps(plan):

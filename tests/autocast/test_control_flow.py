@@ -1,4 +1,4 @@
-"""Loops, branches, checkpoints, calls and shard maps under autocast: values, what travels in 16 bits, sums of uses.
+"""Loops, branches, checkpoints, calls and shard maps under autocast: values, dtypes that travel, sums of uses.
 
 Oracle of values: the same function with each matrix product's casts written by hand (`narrow_dot`). Programs take the
 product as an argument, so that the one text makes both.
@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import NamedSharding, PartitionSpec
 
 import mpx
-from mpx._autocast.jaxprs import scan_counts
+from mpx._jaxprs import scan_counts
 from tests.autocast.helpers import (
     BF16,
     F16,
@@ -29,7 +29,6 @@ from tests.autocast.helpers import (
     is_on_grid,
     narrow_dot,
     normal,
-    rounded,
 )
 from tests.helpers import assert_same_bits, eight_cpu_devices
 
@@ -59,23 +58,6 @@ def reversed_scan(dot):
     return fun
 
 
-def nested_scan(dot):
-    def fun(w, ws, x):
-        inner = lambda c, w2: (jnp.sin(dot(c, w2)), dot(c, w))
-        outer = lambda c, _: lax.scan(inner, c, ws)
-        return lax.scan(outer, x, length=2)
-
-    return fun
-
-
-def loop_of_fixed_length(dot):
-    return lambda w, ws, x: lax.fori_loop(0, 3, lambda i, c: jnp.sin(dot(c, ws[i])), x)
-
-
-def mapped(dot):
-    return lambda w, ws, x: lax.map(lambda row: dot(row, w), x, batch_size=4)
-
-
 def branch(dot):
     def fun(w, ws, x):
         return lax.cond(x[0, 0] > 0, lambda w: jnp.sin(dot(x, w)), lambda w: dot(jnp.cos(x), 2 * w), w)
@@ -102,11 +84,6 @@ def checkpoint(dot):
     return lambda w, ws, x: jax.checkpoint(lambda w, x: jnp.sin(dot(jnp.sin(dot(x, w)), w)))(w, x)
 
 
-def checkpoint_dots(dot):
-    fun = lambda w, x: jnp.sin(dot(jnp.sin(dot(x, w)), w))
-    return lambda w, ws, x: jax.checkpoint(fun, policy=jax.checkpoint_policies.dots_saveable)(w, x)
-
-
 def checkpoint_names(dot):
     policy = jax.checkpoint_policies.save_only_these_names("hidden")
 
@@ -121,30 +98,13 @@ def checkpoint_in_scan(dot):
     return lambda w, ws, x: lax.scan(body, x, ws)[0]
 
 
-def scan_in_checkpoint(dot):
-    return lambda w, ws, x: jax.checkpoint(stacked_scan(dot))(w, ws, x)
-
-
-def call(dot):
-    return lambda w, ws, x: jax.jit(lambda w, x: jnp.sin(jax.jit(dot)(x, w)))(w, x)
-
-
 def call_in_scan(dot):
     step = jax.jit(lambda c, w: jnp.sin(dot(c, w)))
     return lambda w, ws, x: lax.scan(lambda c, w: (step(c, w), step(c, 2 * w)), x, ws)
 
 
-def vectorized(dot):
-    return lambda w, ws, x: jax.vmap(lambda w: jax.vmap(lambda row: jnp.sin(dot(row, w)))(x))(ws)
-
-
 def vectorized_scan(dot):
     return lambda w, ws, x: jax.vmap(lambda row: lax.scan(lambda c, w: (jnp.sin(dot(c, w)), None), row, ws)[0])(x)
-
-
-def custom_jvp(dot):
-    """`relu` is one; its neighbours are lowered."""
-    return lambda w, ws, x: dot(jax.nn.relu(dot(x, w)), w)
 
 
 def shard_map(dot):
@@ -166,10 +126,9 @@ def shard_map_that_sums(dot):
 PROGRAMS = {
     fun.__name__.replace("_", " "): fun
     for fun in (
-        *(carry_scan, stacked_scan, reversed_scan, nested_scan, loop_of_fixed_length, mapped),
-        *(branch, switch, branch_in_scan),
-        *(checkpoint, checkpoint_dots, checkpoint_names, checkpoint_in_scan, scan_in_checkpoint),
-        *(call, call_in_scan, vectorized, vectorized_scan, custom_jvp, shard_map, shard_map_that_sums),
+        *(carry_scan, stacked_scan, reversed_scan, branch, switch, branch_in_scan),
+        *(checkpoint, checkpoint_names, checkpoint_in_scan, call_in_scan, vectorized_scan),
+        *(shard_map, shard_map_that_sums),
     )
 }
 
@@ -185,6 +144,7 @@ def total(fun):
 @pytest.mark.eager
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_values_and_gradients_are_those_of_casts_written_by_hand(name):
+    """Every bit; negative control: the float32 program has other values."""
     args, program = arguments(), PROGRAMS[name]
     plain = program(jnp.matmul)
     both = lambda fun: lambda *args: (fun(*args), jax.grad(total(fun), argnums=(0, 1))(*args))
@@ -192,13 +152,8 @@ def test_values_and_gradients_are_those_of_casts_written_by_hand(name):
     assert_same_bits(actual, exact_jit(both(program(narrow_dot(BF16))))(*args))
     types = lambda tree: [(x.shape, x.dtype, x.weak_type) for x in jax.tree.leaves(tree)]
     assert types(actual) == types(jax.eval_shape(both(plain), *args))
-
-
-@pytest.mark.parametrize("name", ["carry scan", "checkpoint", "branch"])
-def test_values_of_casts_written_by_hand_are_not_those_of_float32(name):
-    """Negative control of the test above."""
-    by_hand, plain = (exact_jit(PROGRAMS[name](dot))(*arguments()) for dot in (narrow_dot(BF16), jnp.matmul))
-    assert (by_hand != plain).any()
+    if name in ("carry scan", "checkpoint", "branch"):
+        assert (actual[0] != exact_jit(plain)(*args)).any()
 
 
 def assert_close(actual, expected):
@@ -208,14 +163,14 @@ def assert_close(actual, expected):
         np.testing.assert_allclose(a, e, rtol=2.0**-20, atol=2.0**-20 * max(np.abs(e).max(), 1))
 
 
-@half_dtypes
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_every_contraction_is_lowered_forward_and_backward(name, dtype):
+def test_every_contraction_is_narrowed_forward_and_backward(name):
     args, program = arguments(), PROGRAMS[name](jnp.matmul)
-    autocast = mpx.autocast(program, dtype)
-    assert set(contractions(autocast, *args)) == {all_in(dtype)}
-    assert set(contractions(jax.grad(total(autocast), argnums=(0, 1, 2)), *args)) == {all_in(dtype)}
-    assert len(contractions(autocast, *args)) == len(contractions(program, *args))
+    for dtype in (BF16, F16):
+        autocast = mpx.autocast(program, dtype)
+        assert set(contractions(autocast, *args)) == {all_in(dtype)}
+        assert set(contractions(jax.grad(total(autocast), argnums=(0, 1, 2)), *args)) == {all_in(dtype)}
+        assert len(contractions(autocast, *args)) == len(contractions(program, *args))
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["fixed length", "until a condition"])
@@ -280,15 +235,6 @@ def test_a_branch_is_chosen_as_in_the_plain_program():
         assert_same_bits(mpx.autocast(fun, BF16)(w), fun(w))
 
 
-def test_a_loop_of_no_iterations_returns_what_it_was_given():
-    w, x = normal(0, 4, 4), normal(1, 8, 4)
-    step = lambda c, _: (c @ w, c @ w)
-    carry, ys = mpx.autocast(lambda x: lax.scan(step, x, length=0), BF16)(x)
-    assert_same_bits(carry, x)
-    assert_same_bits(ys, jnp.zeros((0, 8, 4), F32))
-    assert_same_bits(mpx.autocast(lambda n, x: lax.fori_loop(0, n, lambda i, c: c @ w, x), BF16)(jnp.int32(0), x), x)
-
-
 @pytest.mark.parametrize("side", ["in_shardings", "out_shardings"])
 def test_a_jit_inside_that_places_its_arrays_does_so(side):
     sharding = NamedSharding(eight_cpu_devices(), SPLIT)
@@ -309,19 +255,11 @@ def test_a_shard_map_over_some_axes_of_a_mesh_leaves_the_others_to_the_compiler(
     assert_same_bits(np.asarray(jax.jit(mpx.autocast(fun, BF16))(w, x)), np.asarray(jax.jit(fun)(w, x)))
 
 
-def test_a_function_is_autocast_inside_of_a_shard_map():
-    """Every device has its rows; gradients of the weight that all of them hold are added up in float32."""
-    w, x = jnp.zeros((2, 1), F32), jnp.ones((8, 2), F32).at[0].set(250.0)
-    loss = autocast_loss(lambda w, x: x @ w, BF16)
-    gradient = jax.shard_map(jax.grad(loss), mesh=eight_cpu_devices(), in_specs=(WHOLE, SPLIT), out_specs=WHOLE)
-    assert_same_bits(np.asarray(jax.jit(gradient)(w, x)), np.full((2, 1), 257, F32))
-
-
 # ---- what travels in 16 bits ----------------------------------------------------------------------------------------
 
 
 def operand_dtypes(fun, *args, primitive="scan"):
-    """Of the first equation of a primitive: dtypes of its operands, split for a scan, and of its results."""
+    """Return dtypes of the first equation of a primitive: of its operands, split for a scan, and of its results."""
     eqn = eqns_of(fun, *args, primitive=primitive)[0]
     dtypes = [v.aval.dtype for v in eqn.invars]
     results = [v.aval.dtype for v in eqn.outvars]
@@ -338,7 +276,7 @@ def layers(ws, x):
 
 @half_dtypes
 def test_stacked_weights_of_the_compute_dtype_are_not_copied_in_float32(dtype):
-    """As layers of a model: forward, and in the loops of the backward pass."""
+    """Like the layers of a model: forward, and in the loops of the backward pass."""
     ws, x = normal(0, 3, 4, 4, dtype=dtype), normal(1, 8, 4)
     _, carry, xs, _ = operand_dtypes(mpx.autocast(layers, dtype), ws, x)
     assert (carry, xs) == ([F32], [dtype])
@@ -352,58 +290,46 @@ def test_stacked_weights_of_the_compute_dtype_are_not_copied_in_float32(dtype):
     assert {aval.dtype for aval in stacks} == {dtype}
 
 
-def test_stacked_weights_of_another_dtype_travel_as_they_are():
+def test_stacked_weights_of_another_dtype_travel_in_float32():
     x = normal(1, 8, 4)
     for weights, compute in ((F32, BF16), (F16, BF16), (BF16, F16)):
         ws = normal(0, 3, 4, 4, dtype=weights)
         assert operand_dtypes(mpx.autocast(layers, compute), ws, x)[2] == [F32]
+    wide = mpx.autocast(layers, BF16, gradient_dtype=F32)  # float32 gradients are asked for
+    assert operand_dtypes(wide, normal(0, 3, 4, 4, dtype=BF16), x)[2] == [F32]
 
 
-def test_a_weight_that_is_used_twice_in_the_body_travels_in_float32():
-    """Its gradients of both uses are added up in float32, and must not be rounded then."""
-    twice = lambda ws, x: lax.scan(lambda c, w: (jnp.sin(c @ w) @ w, None), x, ws)[0]
-    assert operand_dtypes(mpx.autocast(twice, BF16), normal(0, 3, 4, 4, dtype=BF16), normal(1, 8, 4))[2] == [F32]
-
-
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda c, w: c * w[0] + c @ jnp.ones((4, 4), F32),
-        lambda c, w: (c[:, None] * w[None]).sum(1) + c @ c.T @ c,
-        lambda c, w: c @ jnp.broadcast_to(w[:1], (4, 4)),
-        lambda c, w: lax.while_loop(lambda s: s[0] < 1, lambda s: (s[0] + 1, s[1] @ w), (0, c))[1],
-        lambda c, w: lax.scan(lambda c, _: (c @ w, None), c, length=2)[0],
-        lambda c, w: jnp.matmul(c, w, precision="highest") + c @ c.T @ c,
-    ],
-    ids=["not in a contraction", "nor here", "in a broadcast", "in a while loop", "in a loop", "precisely"],
-)
-def test_a_weight_whose_gradient_is_not_rounded_anyway_travels_in_float32(use):
+def travels_in(use):
+    """Return the dtype in which a bfloat16 weight of a stack enters the loop that uses it."""
     fun = lambda ws, x: lax.scan(lambda c, w: (use(c, w), None), x, ws)[0]
     with jax.numpy_rank_promotion("allow"):
-        assert operand_dtypes(mpx.autocast(fun, BF16), normal(0, 3, 4, 4, dtype=BF16), normal(1, 4, 4))[2] == [F32]
+        (dtype,) = operand_dtypes(mpx.autocast(fun, BF16), normal(0, 3, 4, 4, dtype=BF16), normal(1, 4, 4))[2]
+    return dtype
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda c, w: c @ w.T,
-        lambda c, w: c @ w.reshape(2, 8).reshape(4, 4),
-        lambda c, w: jax.jit(jnp.matmul)(c, w),
-        lambda c, w: jax.checkpoint(jnp.matmul)(c, w),
-        lambda c, w: lax.cond(c[0, 0] > 0, lambda w: c @ w, lambda w: c @ (w.T), w),
-        lambda c, w: checkpoint_name(w, "weight").T @ c,
-    ],
-    ids=["transposed", "reshaped", "in a jit", "in a checkpoint", "in both branches", "named"],
-)
-def test_a_weight_whose_gradient_is_rounded_anyway_travels_in_16_bits(use):
-    fun = lambda ws, x: lax.scan(lambda c, w: (use(c, w), None), x, ws)[0]
-    assert operand_dtypes(mpx.autocast(fun, BF16), normal(0, 3, 4, 4, dtype=BF16), normal(1, 4, 4))[2] == [BF16]
+NOT_ROUNDED = {
+    "not in a contraction": lambda c, w: c * w[0] + c @ jnp.ones((4, 4), F32),
+    "in a broadcast": lambda c, w: c @ jnp.broadcast_to(w[:1], (4, 4)),
+    "in a while loop": lambda c, w: lax.while_loop(lambda s: s[0] < 1, lambda s: (s[0] + 1, s[1] @ w), (0, c))[1],
+    "in a loop": lambda c, w: lax.scan(lambda c, _: (c @ w, None), c, length=2)[0],
+    "precisely": lambda c, w: jnp.matmul(c, w, precision="highest") + c @ c.T @ c,
+    "twice": lambda c, w: jnp.sin(c @ w) @ w,
+}
+ROUNDED = {
+    "transposed": lambda c, w: c @ w.T,
+    "reshaped": lambda c, w: c @ w.reshape(2, 8).reshape(4, 4),
+    "in a jit": lambda c, w: jax.jit(jnp.matmul)(c, w),
+    "in a checkpoint": lambda c, w: jax.checkpoint(jnp.matmul)(c, w),
+    "in both branches": lambda c, w: lax.cond(c[0, 0] > 0, lambda w: c @ w, lambda w: c @ (w.T), w),
+    "named": lambda c, w: checkpoint_name(w, "weight").T @ c,
+}
 
 
-def test_stacked_weights_travel_in_float32_if_their_gradients_shall_be_float32():
-    ws, x = normal(0, 3, 4, 4, dtype=BF16), normal(1, 8, 4)
-    autocast = mpx.autocast(layers, BF16, gradient_dtype=F32)
-    assert operand_dtypes(autocast, ws, x)[2] == [F32]
+def test_a_weight_travels_in_16_bits_only_if_its_gradient_is_rounded_anyway():
+    """The gradients of two uses are added up in float32, and must not be rounded after that."""
+    assert {travels_in(use) for use in ROUNDED.values()} == {BF16}
+    for name, use in NOT_ROUNDED.items():
+        assert travels_in(use) == F32, name
 
 
 @half_dtypes
@@ -427,22 +353,21 @@ def test_activations_that_are_results_of_contractions_travel_in_16_bits(dtype):
     assert (carry, xs, ys) == ([F32], [dtype], [dtype, dtype, dtype, F32, np.int32])
 
 
-@pytest.mark.parametrize(
-    "copies",
-    [
+def test_copies_of_a_result_travel_in_float32():
+    """Their cotangents are still to be added up, and are rounded after that only."""
+    for copies in (
         lambda y: jnp.broadcast_to(y[:1], (8, 4)),
         lambda y: y[jnp.zeros(8, jnp.int32)],
         lambda y: jnp.tile(y[:1], (8, 1)),
-    ],
-    ids=["broadcast", "gathered", "tiled"],
-)
-def test_copies_of_a_result_travel_in_float32(copies):
-    """Their cotangents are still to be added up, and are rounded after that only."""
-    fun = lambda w, x: lax.scan(lambda c, row: (c + (row @ w).sum() + row.sum(), None), 0.0, copies(x @ w))[0]
-    assert operand_dtypes(mpx.autocast(fun, BF16), normal(0, 4, 4), normal(1, 8, 4))[2] == [F32]
+    ):
+        rows = lambda w, x, copies=copies: copies(x @ w)
+        fun = lambda w, x, rows=rows: lax.scan(lambda c, row: (c + (row @ w).sum() + row.sum(), None), 0.0, rows(w, x))[
+            0
+        ]
+        assert operand_dtypes(mpx.autocast(fun, BF16), normal(0, 4, 4), normal(1, 8, 4))[2] == [F32]
 
 
-def test_carries_and_constants_of_a_loop_are_float32_though_on_the_grid():
+def test_carries_and_constants_of_a_loop_are_float32_though_representable_in_16_bits():
     """Their cotangents are added up over all iterations."""
     fun = lambda w, x: lax.scan(lambda c, _: (c @ w, None), x @ w, length=3)[0]
     consts, carry, _, _ = operand_dtypes(mpx.autocast(fun, BF16), normal(0, 4, 4, dtype=BF16), normal(1, 8, 4))
@@ -452,14 +377,6 @@ def test_carries_and_constants_of_a_loop_are_float32_though_on_the_grid():
         first, carried = scan_counts(eqn)
         carry = [v.aval.dtype for v in eqn.invars[first : first + carried]]
         assert BF16 not in carry
-
-
-def test_a_checkpoint_takes_weights_of_the_compute_dtype_in_16_bits():
-    ws, x = normal(0, 3, 4, 4, dtype=BF16), normal(1, 8, 4)
-    body = jax.checkpoint(lambda c, w: (jnp.sin(c @ w), None))
-    fun = mpx.autocast(lambda ws, x: lax.scan(body, x, ws)[0], BF16)
-    assert operand_dtypes(fun, ws, x)[2] == [BF16]
-    assert sorted(map(str, operand_dtypes(fun, ws, x, primitive="remat2")[0])) == ["bfloat16", "float32"]
 
 
 @half_dtypes
@@ -473,23 +390,20 @@ def test_what_a_checkpoint_of_contractions_keeps_is_in_16_bits(dtype):
     assert sorted(str(leaf.dtype) for leaf in saved) == sorted([str(dtype)] * 2 + ["float32"])  # and the carry
 
 
-@pytest.mark.parametrize(
-    ("branches", "dtype"),
-    [
-        ((lambda w, x: x @ w, lambda w, x: jnp.sin(x @ w.T)), BF16),
-        ((lambda w, x: x @ w, lambda w, x: x), F32),
-        ((lambda w, x: x @ w, lambda w, x: x @ w @ w), F32),
-    ],
-    ids=["used once in each", "unused in one", "used twice in one"],
-)
-def test_a_weight_enters_a_branch_in_16_bits_if_every_branch_rounds_its_gradient(branches, dtype):
+def test_a_weight_enters_a_branch_in_16_bits_if_every_branch_rounds_its_gradient():
     w, x = normal(0, 4, 4, dtype=BF16), normal(1, 8, 4)
-    fun = mpx.autocast(lambda w, x: lax.cond(x[0, 0] > 0, *branches, w, x), BF16)
-    assert operand_dtypes(fun, w, x, primitive="cond")[0] == [np.int32, dtype, F32]
+    once = lambda w, x: x @ w
+    for other, dtype in (
+        (lambda w, x: jnp.sin(x @ w.T), BF16),
+        (lambda w, x: x, F32),  # unused
+        (lambda w, x: x @ w @ w, F32),  # used twice
+    ):
+        fun = mpx.autocast(lambda w, x, other=other: lax.cond(x[0, 0] > 0, once, other, w, x), BF16)
+        assert operand_dtypes(fun, w, x, primitive="cond")[0] == [np.int32, dtype, F32]
 
 
-def test_values_that_are_not_on_the_grid_do_not_travel_in_16_bits():
-    """What a loop stacks and takes in is what the plain program would, to the bit: no contraction is before them."""
+def test_values_that_are_not_representable_in_16_bits_do_not_travel_in_them():
+    """Values that a loop stacks and takes in have the bits of the plain program: no contraction is before them."""
 
     def fun(w, x):
         y = jnp.sin(x)
@@ -593,17 +507,8 @@ def uses_in_scan(use, w, n):
     return lax.scan(lambda c, _: (c + use(w), None), jnp.float32(0), length=n + 1)[0]
 
 
-def uses_in_nested_scan(use, w, n):
-    inner = lambda c: lax.scan(lambda c, _: (c + use(w), None), c, length=n // 8)[0]
-    return lax.scan(lambda c, _: (inner(c), None), jnp.float32(0), length=8)[0] + use(w)
-
-
 def uses_in_checkpoints(use, w, n):
     return n * jax.checkpoint(use)(w) + jax.checkpoint(use)(w)
-
-
-def uses_inside_of_a_checkpoint(use, w, n):
-    return jax.checkpoint(lambda w: n * use(w) + use(w))(w)
 
 
 def uses_in_checkpoint_in_scan(use, w, n):
@@ -611,17 +516,9 @@ def uses_in_checkpoint_in_scan(use, w, n):
     return lax.scan(body, jnp.float32(0), length=n + 1)[0]
 
 
-def uses_in_branches(use, w, n):
-    return lax.cond(w.sum() >= 0, lambda w: n * use(w) + use(w), use, w)
-
-
 def uses_in_branch_in_scan(use, w, n):
     body = lambda c, i: (lax.cond(i >= 0, lambda w: c + use(w), lambda w: c, w), None)
     return lax.scan(body, jnp.float32(0), jnp.arange(n + 1))[0]
-
-
-def uses_in_jit(use, w, n):
-    return jax.jit(lambda w: n * use(w) + use(w))(w)
 
 
 def uses_in_a_stack(use, w, n):
@@ -643,9 +540,8 @@ def uses_on_several_devices(use, w, n):
 
 
 COUNTS = [
-    *(uses_in_scan, uses_in_nested_scan, uses_in_checkpoints, uses_inside_of_a_checkpoint, uses_in_checkpoint_in_scan),
-    *(uses_in_branches, uses_in_branch_in_scan, uses_in_jit, uses_in_a_stack, uses_in_a_checkpoint_of_a_stack),
-    uses_on_several_devices,
+    *(uses_in_scan, uses_in_checkpoints, uses_in_checkpoint_in_scan, uses_in_branch_in_scan, uses_in_a_stack),
+    *(uses_in_a_checkpoint_of_a_stack, uses_on_several_devices),
 ]
 
 
@@ -661,11 +557,6 @@ def test_the_gradient_of_a_weight_is_the_number_of_its_uses(uses, dtype, n):
     gradient = exact_jit(mpx.grad(loss))(jnp.zeros((2, 1), dtype))
     assert_same_bits(np.asarray(gradient), np.full((2, 1), n + 1, F32))
     assert np.asarray(n + 1).astype(dtype) == n  # negative control: the sum is no number of the dtype
-
-
-def test_the_gradient_of_a_float32_weight_is_the_same_with_jaxs_own_grad():
-    loss = mpx.autocast(lambda w: uses_in_scan(ones_times, w, 256), BF16)
-    assert_same_bits(jax.grad(loss)(jnp.zeros((2, 1), F32)), jnp.full((2, 1), 257.0, F32))
 
 
 def test_the_gradient_of_a_bfloat16_weight_is_rounded_once_by_jax_itself():
@@ -747,10 +638,3 @@ def test_a_mean_of_microbatches_is_taken_in_float32():
     step = lambda total, x: (total + gradient(jnp.zeros((2, 1), BF16), x), None)
     total, _ = lax.scan(step, jnp.zeros((2, 1), F32), jnp.ones((257, 1, 2), F32))
     assert_same_bits(total, jnp.full((2, 1), 257.0, F32))
-
-
-def test_rounding_by_numpy_is_what_contractions_do():
-    """Of the oracle `rounded`, against jax's own cast."""
-    x = normal(0, 64)
-    for dtype in (BF16, F16):
-        np.testing.assert_array_equal(rounded(x, dtype), x.astype(dtype).astype(F32))

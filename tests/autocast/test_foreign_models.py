@@ -21,7 +21,7 @@ from flax import nnx
 from jax.extend import core as jex_core
 
 import mpx
-from mpx._autocast.jaxprs import scan_counts
+from mpx._jaxprs import scan_counts
 from tests.autocast.helpers import BF16, CONTRACTIONS, F16, F32, all_eqns, eqns_of
 from tests.helpers import assert_same_bits, types_of
 
@@ -354,7 +354,7 @@ def test_the_comparison_with_a_model_cast_by_hand_notices_a_table_that_lowers_to
     """Negative control: sums, products and exponentials in bfloat16 too, which these libraries keep in float32."""
     model = MODELS[name]()
     names = ("add", "sub", "mul", "div", "reduce_sum", "exp", "rsqrt", "square", "logistic", "tanh", "add_any")
-    rules = mpx.DEFAULT_RULES | dict.fromkeys(names, "lower")
+    rules = mpx.DEFAULT_RULES | dict.fromkeys(names, "narrow")
     results = run(mpx.autocast(loss_of(model.forward(None)), "bf16", rules=rules), model)
     assert any(
         exceeds(distances(actual, expected), by_hand, model.slack)
@@ -426,7 +426,7 @@ def test_only_contractions_change_their_result_type_forward_and_backward(name):
 def test_the_comparison_of_programs_notices_one_lowered_operation(name, primitive):
     """Negative control: the exponential of a softmax, the root of a norm."""
     gradient = jax.grad(scalar_loss(MODELS[name]()))
-    lowered = mpx.autocast(gradient, "bf16", rules=mpx.DEFAULT_RULES | {primitive: "lower"})
+    lowered = mpx.autocast(gradient, "bf16", rules=mpx.DEFAULT_RULES | {primitive: "narrow"})
     _, expected = split_by_contraction(operations_of(gradient, MODELS[name]()))
     _, others = split_by_contraction(operations_of(lowered, MODELS[name]()))
     changed = [new for new, old in zip(others, expected, strict=True) if new != old]

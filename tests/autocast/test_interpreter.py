@@ -32,7 +32,7 @@ from tests.autocast.helpers import (
     normal,
     rounded,
 )
-from tests.helpers import assert_same_bits, eight_cpu_devices, types_of
+from tests.helpers import assert_same_bits, types_of
 
 # ---- a model: two layers, a norm, and a loss ------------------------------------------------------------------------
 
@@ -71,7 +71,6 @@ def while_outside(fun):
 TRANSFORMS = {
     "jit": lambda f: f,
     "grad": lambda f: jax.grad(loss_of(f), argnums=(0, 1)),
-    "value_and_grad": lambda f: jax.value_and_grad(loss_of(f)),
     "vmap": lambda f: jax.vmap(lambda params, row: f(params, row[None]), in_axes=(None, 0)),
     "vmap of grad": lambda f: jax.vmap(lambda p, row: jax.grad(loss_of(f))(p, row[None]), in_axes=(None, 0)),
     "grad of vmap": lambda f: jax.grad(
@@ -85,19 +84,16 @@ TRANSFORMS = {
     "linearize": lambda f: lambda params, x: jax.linearize(f, params, x)[1](params, x),
     "vjp": lambda f: lambda params, x: jax.vjp(f, params, x)[1](jnp.cos(f(params, x))),
     "checkpoint": lambda f: jax.grad(loss_of(jax.checkpoint(f))),
-    "scan": scan_outside,
     "grad of scan": lambda f: jax.grad(lambda p, x: scan_outside(f)(p, x)[0]),
     "while": while_outside,
     "cond": lambda f: lambda p, x: lax.cond(x[0, 0] > 9, lambda p: f(p, 2 * x), lambda p: f(p, x), p),
-    "jit inside": lambda f: jax.jit(jax.jit(f)),
     "grad of jit": lambda f: jax.grad(jax.jit(loss_of(f))),
 }
+# The others are much like these, and slow to compile.
+COMPILED = ("jit", "grad", "vmap of grad", "jvp", "hessian", "checkpoint", "grad of scan", "while", "cond")
 
 
-REPEATED = ("jit inside", "grad of jit", "vjp", "jacrev", "value_and_grad")  # much like others, and slow to compile
-
-
-@pytest.mark.parametrize("name", [name for name in TRANSFORMS if name not in REPEATED])
+@pytest.mark.parametrize("name", COMPILED)
 def test_under_a_transformation_it_is_the_transformed_function_with_casts_by_hand(name):
     """Every bit of it; negative control: the float32 function differs."""
     transform, args = TRANSFORMS[name], model_args()
@@ -108,24 +104,22 @@ def test_under_a_transformation_it_is_the_transformed_function_with_casts_by_han
     assert [leaf.dtype for leaf in jax.tree.leaves(actual)] == [leaf.dtype for leaf in jax.tree.leaves(plain)]
 
 
-def test_the_model_of_these_tests_is_changed_by_lowering():
+def test_the_model_of_these_tests_is_changed_by_narrowing():
     """Negative control of the tests above and below."""
     params, x = model_args()
     assert (model(jnp.matmul)(params, x) != model(narrow_dot(BF16))(params, x)).any()
 
 
-@half_dtypes
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_under_a_transformation_all_contractions_are_in_the_compute_dtype(name, dtype):
-    args = model_args()
-    found = contractions(TRANSFORMS[name](mpx.autocast(model(jnp.matmul), dtype)), *args)
-    assert found
-    assert set(found) == {all_in(dtype)}
+def test_under_a_transformation_all_contractions_are_in_the_compute_dtype(name):
+    for dtype in (BF16, F16):
+        found = contractions(TRANSFORMS[name](mpx.autocast(model(jnp.matmul), dtype)), *model_args())
+        assert set(found) == {all_in(dtype)}
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_a_transformation_inside_of_the_function_is_lowered_too(name):
-    """Those of a batch of one row sum nothing in the gradient of a weight; that one is kept."""
+def test_a_transformation_inside_of_the_function_is_narrowed_too(name):
+    """In a batch of one row the gradient of a weight sums nothing; that contraction is kept."""
     args = model_args()
     inside = contractions(mpx.autocast(TRANSFORMS[name](model(jnp.matmul)), BF16), *args)
     plain = contractions(TRANSFORMS[name](model(jnp.matmul)), *args)
@@ -135,7 +129,7 @@ def test_a_transformation_inside_of_the_function_is_lowered_too(name):
     assert (kept > 0) == (name in ("vmap of grad", "grad of scan")), kept
 
 
-@pytest.mark.parametrize("name", ["grad", "vmap", "scan"])
+@pytest.mark.parametrize("name", ["grad", "vmap"])
 def test_a_transformation_inside_gives_the_values_of_casts_by_hand(name):
     """To float32 rounding; in forward mode jax adds tangents up, inside of the function in float32."""
     args = model_args()
@@ -143,11 +137,6 @@ def test_a_transformation_inside_gives_the_values_of_casts_by_hand(name):
     expected = exact_jit(TRANSFORMS[name](model(narrow_dot(BF16))))(*args)
     for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, e, rtol=2.0**-18, atol=2.0**-18)
-
-
-def test_eagerly_it_gives_the_values_of_casts_by_hand():
-    args = model_args()
-    assert_same_bits(mpx.autocast(model(jnp.matmul), F16)(*args), model(narrow_dot(F16))(*args))
 
 
 MODES = {
@@ -254,46 +243,45 @@ ISLANDS = {
 }
 
 
-@pytest.mark.parametrize("outer", ["f32", "bf16", "f16"])
-@pytest.mark.parametrize("island", ISLANDS)
 @pytest.mark.parametrize("around", AROUND)
-def test_of_two_autocasts_the_inner_one_wins(around, island, outer):
-    """Also where a transformation stands between the two; what is outside of the island is the outer one's."""
-    inside, dtype = ISLANDS[island]
-    program = AROUND[around](inside(only_dot))
-    fun = mpx.autocast(lambda w, x: jax.tree.map(lambda y: y @ y.T, program(w, x)), outer)
-    found = contractions(fun, normal(0, 4, 4), normal(1, 4, 4))
-    after = 2 if around == "grad" else 1
-    assert set(found[:-after]) == {all_in(dtype)}
-    assert set(found[-after:]) == {all_in(ISLANDS[outer][1])}
+def test_of_two_autocasts_the_inner_one_wins(around):
+    """Also where a transformation stands between the two; the operations outside of the island are the outer one's.
+
+    Each pair of a transformation, an island and an outer dtype occurs.
+    """
+    w, x, after = normal(0, 4, 4), normal(1, 4, 4), 2 if around == "grad" else 1
+    for i, (inside, dtype) in enumerate(ISLANDS.values()):
+        outer = ("f32", "bf16", "f16")[(i + list(AROUND).index(around)) % 3]
+        program = AROUND[around](inside(only_dot))
+        fun = mpx.autocast(lambda w, x, program=program: jax.tree.map(lambda y: y @ y.T, program(w, x)), outer)
+        found = contractions(fun, w, x)
+        assert set(found[:-after]) == {all_in(dtype)}
+        assert set(found[-after:]) == {all_in(ISLANDS[outer][1])}
 
 
-@pytest.mark.parametrize("island", ["f32", "full_precision", "f16"])
 @pytest.mark.parametrize("around", AROUND)
-def test_a_transformation_inside_of_an_island_belongs_to_it(around, island):
-    inside, dtype = ISLANDS[island]
-    fun = mpx.autocast(inside(AROUND[around](only_dot)), BF16)
-    assert set(contractions(fun, normal(0, 4, 4), normal(1, 4, 4))) == {all_in(dtype)}
+def test_a_transformation_inside_of_an_island_belongs_to_it(around):
+    for island in ("full_precision", "f16"):
+        inside, dtype = ISLANDS[island]
+        fun = mpx.autocast(inside(AROUND[around](only_dot)), BF16)
+        assert set(contractions(fun, normal(0, 4, 4), normal(1, 4, 4))) == {all_in(dtype)}
 
 
-@pytest.mark.parametrize("where", ["inside", "outside"])
 @pytest.mark.parametrize("around", ["a call", "jit", "scan", "checkpoint", "cond", "vmap"])
-def test_the_backward_pass_of_an_island_belongs_to_it(around, where):
+def test_the_backward_pass_of_an_island_belongs_to_it(around):
     island = mpx.full_precision(AROUND[around](only_dot))
     w, x = normal(0, 4, 4), normal(1, 4, 4)
     loss = lambda w, x: (island(w, x) @ w).sum()
-    if where == "inside":
-        fun = mpx.autocast(jax.grad(loss, argnums=(0, 1)), BF16)
-    else:
-        fun = jax.grad(mpx.autocast(loss, BF16), argnums=(0, 1))
-    found, plain = contractions(fun, w, x), contractions(lambda w, x: jax.grad(loss, argnums=(0, 1))(w, x), w, x)
-    assert len(found) == len(plain)
-    assert found.count(all_in(BF16)) == 3
-    assert found.count(all_in(F32)) == len(found) - 3
+    gradient = lambda fun: jax.grad(fun, argnums=(0, 1))
+    for fun in (mpx.autocast(gradient(loss), BF16), gradient(mpx.autocast(loss, BF16))):
+        found = contractions(fun, w, x)
+        assert len(found) == len(contractions(gradient(loss), w, x))
+        assert found.count(all_in(BF16)) == 3
+        assert found.count(all_in(F32)) == len(found) - 3
 
 
 def test_the_value_of_an_island_is_that_of_float32():
-    """To the bit, in the midst of lowered products."""
+    """To the bit, between narrowed products."""
     w, x = normal(0, 4, 4), normal(1, 3, 4)
     dot = narrow_dot(BF16)
     island = mpx.full_precision(only_dot)
@@ -301,29 +289,14 @@ def test_the_value_of_an_island_is_that_of_float32():
     assert_same_bits(actual, dot(jnp.matmul(dot(x, w), w, precision="highest"), w))
 
 
-def test_three_autocasts_deep_the_innermost_wins():
-    innermost = mpx.autocast(only_dot, "f16")
-    middle = mpx.autocast(lambda w, x: innermost(w, x) @ w, "f32")
-    outer = mpx.autocast(lambda w, x: middle(w, x) @ w, "bf16")
-    found = contractions(outer, normal(0, 4, 4), normal(1, 4, 4))
-    assert found == [all_in(F16), all_in(F32), all_in(BF16)]
-
-
 def test_an_inner_function_compiled_before_is_the_same_inside_and_outside_of_autocast():
-    """Its trace is remembered by jax: lowered inside of an autocast, plain outside, in any order."""
+    """Jax remembers its trace: narrowed inside of an autocast, plain outside, in any order."""
     inner = jax.jit(only_dot)
     w, x = normal(0, 4, 4), normal(1, 4, 4)
     programs = [inner, mpx.autocast(inner, BF16), mpx.autocast(inner, F16), inner, mpx.full_precision(inner)]
     expected = [all_in(dtype) for dtype in (F32, BF16, F16, F32, F32)]
     for _ in range(2):
         assert [contractions(fun, w, x)[0] for fun in programs] == expected
-
-
-def test_bfloat16_results_of_an_inner_policy_are_seen_as_such():
-    policy = mpx.get_policy("params=f32,compute=bf16,output=bf16")
-    inner = mpx.autocast(only_dot, policy)
-    outer = mpx.autocast(lambda w, x: inner(w, x), "f32")
-    assert outer(normal(0, 4, 4), normal(1, 4, 4)).dtype == BF16
 
 
 # ---- what is kept whole ---------------------------------------------------------------------------------------------
@@ -355,12 +328,6 @@ def test_a_linear_solve_and_its_derivatives_are_kept():
     assert_same_bits(gradients(mpx.autocast(loss, BF16)), gradients(loss))
 
 
-def test_linear_algebra_is_float32():
-    a = normal(0, 4, 4)
-    fun = lambda a: (jnp.linalg.inv(a), jnp.linalg.svd(a, compute_uv=False))
-    assert_same_bits(mpx.autocast(fun, BF16)(a), fun(a))
-
-
 @pytest.mark.parametrize("kind", ["custom_jvp", "custom_vjp"])
 def test_a_custom_derivative_is_the_one_that_was_written_and_stays_float32(kind):
     """A wrong one on purpose: the derivative of `x @ w` is said to be three times its own."""
@@ -378,28 +345,15 @@ def test_a_custom_derivative_is_the_one_that_was_written_and_stays_float32(kind)
     assert set(found) == {all_in(F32), all_in(BF16)}
 
 
-def test_a_custom_derivative_with_arguments_that_are_no_arrays_is_kept():
-    @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-    def apply(function, x):
-        return function(x)
-
-    apply.defvjp(lambda f, x: (f(x), x), lambda f, x, g: (2.0 * g,))
-    fun = lambda x: apply(jnp.sin, x @ x).sum()
-    x = integers(0, 4, 4)
-    dot = narrow_dot(BF16)
-    by_hand = lambda x: apply(jnp.sin, dot(x, x)).sum()
-    assert_same_bits(jax.grad(mpx.autocast(fun, BF16))(x), jax.grad(by_hand)(x))
-
-
 # ---- effects --------------------------------------------------------------------------------------------------------
 
 
-def effectful(log, w, x, ordered=True):
-    """Notes what happens, in order, also in a loop, a branch, a jit and a checkpoint-free tail."""
+def effectful(log, w, x):
+    """Note what happens, in order, also in a loop, a branch and a jit."""
     note = lambda name, value: log.append((name, float(value)))
 
     def tell(name, value):
-        io_callback(functools.partial(note, name), None, value, ordered=ordered)
+        io_callback(functools.partial(note, name), None, value, ordered=True)
 
     tell("start", x.sum())
     y = x @ w
@@ -416,25 +370,19 @@ def effectful(log, w, x, ordered=True):
     return y
 
 
-@pytest.mark.parametrize(
-    "transform", [lambda f: f, jax.jit, lambda f: jax.jit(jax.jit(f))], ids=["eager", "jit", "jit twice"]
-)
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_ordered_effects_happen_once_and_in_order(transform):
+    """And none while the function is traced."""
     w, x = jnp.eye(4), jnp.ones((2, 4))
-    expected, log = [], []
-    jax.block_until_ready(effectful(expected, w, x))
-    jax.effects_barrier()
-    result = transform(mpx.autocast(lambda w, x: effectful(log, w, x), BF16))(w, x)
-    jax.block_until_ready(result)
-    jax.effects_barrier()
-    assert log == expected
-    assert [name for name, _ in log] == ["start", *["step"] * 3, "branch", "call", "loop", "loop", "end"]
-
-
-def test_nothing_happens_while_it_is_traced():
     log = []
-    jax.make_jaxpr(mpx.autocast(lambda w, x: effectful(log, w, x), BF16))(jnp.eye(4), jnp.ones((2, 4)))
+    fun = transform(mpx.autocast(lambda w, x: effectful(log, w, x), BF16))
+    jax.make_jaxpr(fun)(w, x)
     assert log == []
+    jax.block_until_ready(fun(w, x))
+    jax.effects_barrier()
+    numbers = [8.0, 0.0, 1.0, 2.0, 1.0, 3.0, 0.0, 1.0, 0.0]
+    names = ["start", *["step"] * 3, "branch", "call", "loop", "loop", "end"]
+    assert log == list(zip(names, numbers, strict=True))
 
 
 def test_debug_prints_and_callbacks_run(capfd):
@@ -444,18 +392,12 @@ def test_debug_prints_and_callbacks_run(capfd):
         y = x @ w
         jax.debug.print("sum {s}", s=y.sum(), ordered=True)
         jax.debug.callback(lambda v: seen.append(v.dtype), y)
+        return y
 
-        def body(c, i):
-            jax.debug.print("step {i}", i=i, ordered=True)
-            return c @ w, None
-
-        return lax.scan(body, y, jnp.arange(2))[0]
-
-    for transform in (lambda f: f, jax.jit):
-        jax.block_until_ready(transform(mpx.autocast(fun, BF16))(jnp.eye(2, dtype=F32), jnp.ones((1, 2), F32)))
-        jax.effects_barrier()
-        assert capfd.readouterr().out.split("\n") == ["sum 2.0", "step 0", "step 1", ""]
-    assert seen == [F32, F32]
+    jax.block_until_ready(jax.jit(mpx.autocast(fun, BF16))(jnp.eye(2, dtype=F32), jnp.ones((1, 2), F32)))
+    jax.effects_barrier()
+    assert capfd.readouterr().out == "sum 2.0\n"
+    assert seen == [F32]
 
 
 def test_a_pure_callback_sees_float32():
@@ -473,14 +415,6 @@ def test_a_pure_callback_sees_float32():
     assert set(seen) == {F32}
 
 
-def test_effects_happen_under_grad():
-    log = []
-    fun = mpx.autocast(lambda x: (jax.debug.callback(lambda v: log.append(float(v)), x.sum()), (x @ x).sum())[1], BF16)
-    jax.block_until_ready(jax.grad(fun)(jnp.eye(2)))
-    jax.effects_barrier()
-    assert log == [2.0]
-
-
 def test_references_made_inside_are_read_and_written():
     def fun(w, x):
         ref = jax.new_ref(x)
@@ -490,8 +424,7 @@ def test_references_made_inside_are_read_and_written():
 
     w, x = integers(0, 4, 4), integers(1, 3, 4)
     expected = (x @ w).at[0, 0].add(1.0) @ w
-    for transform in (lambda f: f, jax.jit):
-        assert_same_bits(transform(mpx.autocast(fun, BF16))(w, x), expected.astype(BF16).astype(F32))
+    assert_same_bits(jax.jit(mpx.autocast(fun, BF16))(w, x), expected.astype(BF16).astype(F32))
 
 
 # ---- names and source lines -----------------------------------------------------------------------------------------
@@ -555,18 +488,16 @@ def test_backward_contractions_keep_scope_and_line_of_the_forward_one():
         assert (frame.file_name, frame.line_num) == (__file__, loss.__code__.co_firstlineno + 2)
 
 
-@pytest.mark.parametrize(
-    "transform", [lambda f: f, jax.jit, lambda f: jax.grad(lambda x: f(x).sum())], ids=["", "jit", "grad"]
-)
-def test_an_error_while_tracing_points_at_the_users_line(transform):
+def test_an_error_while_tracing_points_at_the_users_line():
     def fun(x):
         y = x @ x
         return lax.scan(lambda c, _: (c @ jnp.ones((3, 3)), None), y, length=2)[0]
 
-    with pytest.raises(TypeError, match="dot_general") as caught:
-        transform(mpx.autocast(fun, BF16))(jnp.eye(2))
-    lines = [f.lineno for f in traceback.extract_tb(caught.tb) if f.filename == __file__]
-    assert fun.__code__.co_firstlineno + 2 in lines
+    for transform in (lambda f: f, jax.jit, lambda f: jax.grad(lambda x: f(x).sum())):
+        with pytest.raises(TypeError, match="dot_general") as caught:
+            transform(mpx.autocast(fun, BF16))(jnp.eye(2))
+        lines = [f.lineno for f in traceback.extract_tb(caught.tb) if f.filename == __file__]
+        assert fun.__code__.co_firstlineno + 2 in lines
 
 
 def test_the_function_keeps_its_name_and_docstring():
@@ -612,13 +543,6 @@ def test_shardings_in_types_are_kept():
         assert types_of(gradient(autocast)) == types_of(gradient(fun))
 
 
-def test_a_sharding_constraint_inside_is_kept():
-    sharding = NamedSharding(eight_cpu_devices(), PartitionSpec("data"))
-    fun = lambda x: lax.with_sharding_constraint(x @ x, sharding)
-    result = jax.jit(mpx.autocast(fun, BF16))(integers(0, 8, 8))
-    assert result.sharding.is_equivalent_to(sharding, 2)
-
-
 def test_inputs_can_be_donated():
     step = jax.jit(mpx.autocast(lambda w, x: (w - 0.5 * (x.T @ (x @ w)), x.sum()), BF16), donate_argnums=0)
     w, x = integers(0, 4, 4), integers(1, 3, 4)
@@ -628,13 +552,6 @@ def test_inputs_can_be_donated():
     assert not x.is_deleted()
     dot = narrow_dot(BF16)
     assert_same_bits(result, jnp.asarray(kept) - 0.5 * dot(x.T, dot(x, jnp.asarray(kept))))
-
-
-def test_donation_inside_of_the_function_deletes_nothing_of_the_callers():
-    inner = jax.jit(lambda w, x: w + x @ w, donate_argnums=0)
-    w, x = integers(0, 4, 4), integers(1, 4, 4)
-    assert_same_bits(jax.jit(mpx.autocast(inner, BF16))(w, x), w + narrow_dot(BF16)(x, w))
-    assert not w.is_deleted()
 
 
 # ---- kinds of arguments and results ---------------------------------------------------------------------------------
@@ -669,12 +586,6 @@ def test_16_bit_arguments_are_viewed_as_float32_and_others_are_as_they_are(dtype
     assert_same_bits(results[0], jnp.ones(2, F32))
 
 
-def test_typed_keys_are_passed_on_and_random_numbers_are_those_of_the_plain_function():
-    fun = lambda key, x: (jax.random.uniform(key, (4, 4)), jax.random.split(key), x @ x)
-    key, x = jax.random.key(7), integers(0, 4, 4)
-    assert_same_bits(jax.jit(mpx.autocast(fun, BF16))(key, x), jax.jit(fun)(key, x))
-
-
 def test_dropout_in_a_loop_over_keys_drops_what_the_plain_function_drops():
     def fun(key, w, x):
         def body(c, key):
@@ -688,66 +599,40 @@ def test_dropout_in_a_loop_over_keys_drops_what_the_plain_function_drops():
     assert_same_bits(exact_jit(mpx.autocast(fun, BF16))(key, w, x), exact_jit(fun)(key, w, x))
 
 
-def test_arguments_that_are_no_arrays_reach_the_function_as_they_are():
+def test_arguments_and_results_that_are_no_arrays_are_passed_on_as_they_are():
     given = ("text", None, 3, 2.5, True, jnp.sin, {"mode": "train", "none": None}, (1, "two"))
     seen = []
 
     def fun(x, *args, flag, activation):
         seen.append((*args, flag, activation))
-        return activation(x @ x) if flag else x
+        return {"y": activation(x @ x) if flag else x, "name": "layer", "count": 3, "none": None, "nested": (1.5, [x])}
 
     x = integers(0, 4, 4)
-    result = mpx.autocast(fun, BF16)(x, *given, flag=True, activation=jnp.abs)
+    result = mpx.autocast(fun, BF16)(np.asarray(x), *given, flag=True, activation=jnp.abs)
     assert seen[0] == (*given, True, jnp.abs)
-    assert type(seen[0][2]) is int
-    assert type(seen[0][3]) is float
-    assert seen[0][4] is True
-    assert_same_bits(result, jnp.abs(x @ x))
-
-
-def test_under_jit_static_arguments_are_jits():
-    fun = jax.jit(mpx.autocast(lambda x, name, f: f(x @ x) if name == "square" else x, BF16), static_argnums=(1, 2))
-    x = integers(0, 4, 4)
-    assert_same_bits(fun(x, "square", jnp.abs), jnp.abs(x @ x))
-    assert_same_bits(fun(x, "other", jnp.abs), x)
-
-
-def test_results_that_are_no_arrays_come_back_as_they_are():
-    fun = lambda x: {"y": x @ x, "name": "layer", "count": 3, "none": None, "nested": (1.5, [x])}
-    x = integers(0, 4, 4)
-    result = mpx.autocast(fun, BF16)(x)
+    assert [type(value) for value in seen[0][2:5]] == [int, float, bool]
     assert (result["name"], result["count"], result["none"], result["nested"][0]) == ("layer", 3, None, 1.5)
-    assert_same_bits((result["y"], result["nested"][1]), (x @ x, [x]))
-
-
-def test_a_function_without_arrays_runs():
-    assert_same_bits(mpx.autocast(lambda n: jnp.ones((n, n)) @ jnp.ones((n, n)), BF16)(3), jnp.full((3, 3), 3.0))
+    assert_same_bits((result["y"], result["nested"][1]), (jnp.abs(x @ x), [x]))
     assert mpx.autocast(lambda: "text", BF16)() == "text"
 
 
-def test_numpy_arrays_are_arguments_like_any():
-    x = np.asarray(integers(0, 4, 4))
-    assert_same_bits(mpx.autocast(lambda x: x @ x, BF16)(x), narrow_dot(BF16)(jnp.asarray(x), jnp.asarray(x)))
+WEAK = {
+    "arithmetic": lambda a, x: (a * 2.0, a + 1, x * a, (x @ x) * a),
+    "scan": lambda a, x: lax.scan(lambda c, r: (c * 2.0, (r @ x).sum()), a, x),
+    "while": lambda a, x: lax.while_loop(lambda c: c[0] < 3.0, lambda c: (c[0] + 1.0, c[1] @ x), (0.0, x)),
+    "cond": lambda a, x: lax.cond(x[0, 0] > 0, lambda y: ((y @ x).sum(), 1.0), lambda y: (y.sum(), 2.0), x),
+    "checkpoint": lambda a, x: jax.checkpoint(lambda a, x: (a * 1.0, x @ x * a))(a, x),
+    "jit": lambda a, x: jax.jit(lambda a, x: (a * 1.0, x @ x * a))(a, x),
+    "dot of weak types": lambda a, x: lax.dot(lax.broadcast(a, (4,)), lax.broadcast(a, (4,))),
+}
 
 
-@pytest.mark.parametrize(
-    "fun",
-    [
-        lambda a, x: (a * 2.0, a + 1, x * a, (x @ x) * a),
-        lambda a, x: lax.scan(lambda c, r: (c * 2.0, (r @ x).sum()), a, x),
-        lambda a, x: lax.while_loop(lambda c: c[0] < 3.0, lambda c: (c[0] + 1.0, c[1] @ x), (0.0, x)),
-        lambda a, x: lax.cond(x[0, 0] > 0, lambda y: ((y @ x).sum(), 1.0), lambda y: (y.sum(), 2.0), x),
-        lambda a, x: jax.checkpoint(lambda a, x: (a * 1.0, x @ x * a))(a, x),
-        lambda a, x: jax.jit(lambda a, x: (a * 1.0, x @ x * a))(a, x),
-        lambda a, x: lax.dot(lax.broadcast(a, (4,)), lax.broadcast(a, (4,))),
-        lambda a, x: jnp.broadcast_to(a, (4,)) @ jnp.broadcast_to(a, (4,)),
-    ],
-    ids=["arithmetic", "scan", "while", "cond", "checkpoint", "jit", "dot of weak types", "matmul of weak types"],
-)
-def test_weak_types_are_those_of_the_plain_function(fun):
+def test_weak_types_are_those_of_the_plain_function():
     a, x = jnp.asarray(1.0), integers(0, 4, 4)
     assert a.weak_type
-    assert types_of(jax.eval_shape(mpx.autocast(fun, BF16), a, x)) == types_of(jax.eval_shape(fun, a, x))
+    for name, fun in WEAK.items():
+        plain = types_of(jax.eval_shape(fun, a, x))
+        assert types_of(jax.eval_shape(mpx.autocast(fun, BF16), a, x)) == plain, name
 
 
 def test_in_64_bit_mode_float64_is_untouched_and_loops_keep_their_types():
@@ -776,35 +661,7 @@ def test_gradients_have_the_dtypes_of_the_arguments():
     assert_same_bits(jax.tree.map(lambda g: g.astype(BF16), wide), own)
 
 
-def test_integers_have_float0_gradients_as_without():
-    fun = lambda i, x: (x @ x)[i].sum()
-    for f in (fun, mpx.autocast(fun, BF16)):
-        gradients = jax.grad(f, argnums=(0, 1), allow_int=True)(jnp.arange(2), jnp.eye(4))
-        assert gradients[0].dtype == jax.dtypes.float0
-
-
 # ---- nothing is remembered ------------------------------------------------------------------------------------------
-
-
-class Layer:
-    """A model that holds its weight, as users write them in notebooks."""
-
-    def __init__(self, w):
-        self.w = w
-
-    def __call__(self, x):
-        return x @ self.w
-
-
-def test_a_model_that_is_closed_over_may_be_changed_between_calls():
-    layer = Layer(jnp.eye(4, dtype=F32))
-    fun = mpx.autocast(lambda x: layer(x), BF16)
-    method = mpx.autocast(layer, BF16) if hasattr(layer, "__name__") else mpx.autocast(layer.__call__, BF16)
-    x = integers(0, 3, 4)
-    for factor in (1.0, 2.0, 3.0):
-        layer.w = factor * jnp.eye(4, dtype=F32)
-        assert_same_bits((fun(x), method(x)), (factor * x, factor * x))
-        assert_same_bits(jax.grad(lambda x: fun(x).sum())(x), jnp.full((3, 4), factor, F32))
 
 
 @pytest.mark.parametrize("inside", ["", "scan", "jit", "checkpoint", "cond"])
@@ -821,26 +678,16 @@ def test_a_list_of_weights_that_is_closed_over_may_be_changed_between_calls(insi
     x = integers(0, 3, 4)
     assert_same_bits(fun(x), x)
     weights[0] = 2 * jnp.eye(4, dtype=F32)
-    assert_same_bits(fun(x), 2 * x)
-    weights.append(2 * jnp.eye(4, dtype=F32))
-    assert_same_bits(fun(x), 4 * x)
+    assert_same_bits((fun(x), jax.grad(lambda x: fun(x).sum())(x)), (2 * x, jnp.full((3, 4), 2.0)))
     weights.clear()
     assert_same_bits(fun(x), x)
-
-
-def test_a_function_that_counts_its_calls_is_called_each_time():
-    calls = []
-    fun = mpx.autocast(lambda x: (calls.append(1), x @ x * len(calls))[1], BF16)
-    x = integers(0, 4, 4)
-    for n in (1.0, 2.0, 3.0):
-        assert_same_bits(fun(x), n * (x @ x))
 
 
 def test_weights_that_are_closed_over_are_not_viewed_in_float32():
     """A limit that the documentation names: in strict promotion it is an error, as in the plain function."""
     w = jnp.eye(4, dtype=BF16)
     fun = mpx.autocast(lambda x: x @ w, BF16)
-    with pytest.raises(jax.errors.TypePromotionError if hasattr(jax.errors, "TypePromotionError") else Exception):
+    with pytest.raises(Exception, match="no available implicit dtype promotion path"):
         fun(jnp.ones((3, 4), F32))
     with jax.numpy_dtype_promotion("standard"):
         assert contractions(fun, jnp.ones((3, 4), F32)) == [Contraction(BF16, BF16, BF16)]

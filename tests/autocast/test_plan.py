@@ -276,11 +276,11 @@ def operands():
     return normal(0, 4, 4), normal(1, 8, 4), normal(2, 8, 4)
 
 
-def claims_and_values(fun, dtype, *args, grids=None):
+def claims_and_values(fun, dtype, *args, dtypes=None):
     """What the plan says of each result, and the result."""
     autocast = mpx.autocast(fun, dtype)
-    plan = plan_of(autocast, *args, grids=grids)
-    return [tag.grid for tag in plan.out_tags], jax.tree.leaves(autocast(*args))
+    plan = plan_of(autocast, *args, dtypes=dtypes)
+    return [tag.representable_in for tag in plan.out_tags], jax.tree.leaves(autocast(*args))
 
 
 def test_every_primitive_that_follows_has_cases():
@@ -366,10 +366,10 @@ def test_values_of_collectives_that_a_cpu_has_not_are_tagged(primitive, collecti
     fun = lambda w, x, u: (on_devices(collective)(x @ w), on_devices(collective)(u))
     assert primitive in {eqn.primitive.name for eqn in all_eqns(jax.make_jaxpr(fun)(*operands()))}
     plan = plan_of(mpx.autocast(fun, BF16), *operands())
-    assert [tag.grid for tag in plan.out_tags] == [BF16, None]
+    assert [tag.representable_in for tag in plan.out_tags] == [BF16, None]
 
 
-# ---- where grids come from -------------------------------------------------------------------------------------------
+# ---- where tags come from --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("own", [BF16, F16], ids=str)
@@ -422,7 +422,7 @@ def test_only_float32_results_are_tagged_as_float32_on_a_grid():
     for fun in (asked, lambda w, x: (x @ w).astype(BF16)):
         for dtype in (BF16, F16):
             plan = plan_of(mpx.autocast(fun, dtype), *operands()[:2])
-            assert [tag.grid for tag in plan.out_tags] == [None]
+            assert [tag.representable_in for tag in plan.out_tags] == [None]
 
 
 def test_float64_values_are_not_tagged():
@@ -441,8 +441,8 @@ def test_without_a_narrow_compute_dtype_only_16_bit_values_are_tagged():
 
 def test_the_grids_of_arguments_that_a_caller_knows_are_believed():
     w, x, _ = operands()
-    plan = plan_of(mpx.autocast(lambda w, x: (w, x), BF16), w, x, grids=[BF16, None])
-    assert [tag.grid for tag in plan.out_tags] == [BF16, None]
+    plan = plan_of(mpx.autocast(lambda w, x: (w, x), BF16), w, x, dtypes=[BF16, None])
+    assert [tag.representable_in for tag in plan.out_tags] == [BF16, None]
 
 
 # ---- through programs inside of the program --------------------------------------------------------------------------
@@ -594,6 +594,6 @@ def test_in_any_program_every_claim_is_true_and_types_are_those_of_the_plain_pro
         if grid is not None and jnp.asarray(value).dtype == F32:
             assert is_on_grid(value, grid), (primitive, grid)
     for tag, value in zip(plan.out_tags, results, strict=True):
-        assert tag.grid is None or is_on_grid(value, tag.grid)
+        assert tag.representable_in is None or is_on_grid(value, tag.representable_in)
     with jax.disable_jit():
         assert_same_bits(autocast(*args), results)

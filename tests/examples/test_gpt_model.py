@@ -160,7 +160,7 @@ def test_every_matrix_product_of_the_model_is_lowered(layers, tokens):
     config = dataclasses.replace(CONFIG, layers=layers)
     graphdef, params = make(config)
     loss_fn = loss_of(config, graphdef)
-    assert mpx.explain(jax.grad(loss_fn), "bf16")(params, tokens).lowered_share == 1.0
+    assert mpx.explain(jax.grad(loss_fn), "bf16")(params, tokens).narrowed_share == 1.0
     forward = mpx.explain(loss_fn, "bf16")(mpx.cast(params, "bf16"), tokens)
     assert sum(row.count for row in forward.contractions) == BLOCK_PRODUCTS * config.depth + 1
 

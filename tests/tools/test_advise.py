@@ -516,7 +516,7 @@ def test_advice_is_a_dictionary_for_json(advice):
 
 def test_a_bound_that_nothing_meets_is_said_so():
     """Sums that a user's table lowers are no contractions: no override reaches them."""
-    rules = mpx.DEFAULT_RULES | {"add": "lower"}
+    rules = mpx.DEFAULT_RULES | {"add": "narrow"}
     loss_fn = mpx.autocast(lambda params, x: jnp.sum((jnp.sin(x) + jnp.cos(x)) * params), "bf16", rules=rules)
     params = full((3,), 1.001)
     advice = advise(loss_fn, params, numbers([0.3, 0.4, 0.7]), BF16, bound=1e-6)

@@ -383,13 +383,13 @@ def test_a_function_is_explained_by_its_lines(policy):
     (row,) = as_json(*LOSS, policy)["contractions"]
     assert re.fullmatch(r"train\.py:\d+ \(loss\)", row["where"])
     assert (row["shapes"], row["runs_in"], row["flops"]) == ("f32[8,16] f32[16,4]", "bf16", 2 * 8 * 16 * 4)
-    assert "100.0% of their FLOPs lowered" in succeeded(*LOSS, policy).stdout
+    assert "100.0% of their FLOPs narrowed" in succeeded(*LOSS, policy).stdout
 
 
 def test_a_gradient_has_products_of_its_own():
     explained = as_json("explain", "train.py:square", "f32[16,4]", "--policy", "f16", "--grad")
     assert sum(row["count"] for row in explained["contractions"]) > 1
-    assert explained["lowered_share"] == 1
+    assert explained["narrowed_share"] == 1
 
 
 @pytest.mark.parametrize(
@@ -404,11 +404,11 @@ def test_a_gradient_has_products_of_its_own():
 def test_arguments_may_come_from_a_function_and_the_policy_from_autocast(arguments):
     function, *rest = arguments
     explained = as_json("explain", f"train.py:{function}", *rest)
-    assert (len(explained["contractions"]), explained["lowered_share"]) == (1, 1)
+    assert (len(explained["contractions"]), explained["narrowed_share"]) == (1, 1)
 
 
 def test_the_share_of_no_contractions_is_null():
-    assert as_json("explain", "train:jnp.sum", "f32[4]", "--policy", "bf16")["lowered_share"] is None
+    assert as_json("explain", "train:jnp.sum", "f32[4]", "--policy", "bf16")["narrowed_share"] is None
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,9 @@ from jax.extend import core as jex_core
 
 from mpx._autocast import contraction
 from mpx._autocast.explain import line_of
-from mpx._autocast.interpreter import closed
-from mpx._autocast.jaxprs import constants_of, open_jaxpr
-from mpx._autocast.plan import Plan
+from mpx._autocast.plan import CastPlan
 from mpx._autocast.transform import Autocast
+from mpx._jaxprs import CONTRACTIONS, closed_jaxpr, open_jaxpr
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,18 +23,18 @@ class Contraction:
     where: str
 
 
-def contractions_of(plan: Plan, times: int = 1, outer: tuple[Any, ...] = ()) -> Iterator[Contraction]:
+def contractions_of(plan: CastPlan, times: int = 1, outer: tuple[Any, ...] = ()) -> Iterator[Contraction]:
     """Those of a plan and of the plans inside, in the order of `_with_precisions`."""
     for step in plan.steps:
         eqn = step.eqn
         inner_times = times * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
         for inner in step.plans:
             yield from contractions_of(inner, inner_times, (eqn, *outer))
-        if eqn.primitive.name in contraction.CONTRACTIONS:
-            yield Contraction(step.action == "lower", times * contraction.flops(eqn), line_of(eqn, outer))
+        if eqn.primitive.name in CONTRACTIONS:
+            yield Contraction(step.action == "narrow", times * contraction.flops(eqn), line_of(eqn, outer))
 
 
-def _with_precisions(plan: Plan, precisions: Iterator[lax.Precision | None]) -> Any:
+def _with_precisions(plan: CastPlan, precisions: Iterator[lax.Precision | None]) -> Any:
     """The program of a plan whose contractions ask for these precisions, in order; None leaves one as it is."""
     eqns = []
     for step in plan.steps:
@@ -43,13 +42,13 @@ def _with_precisions(plan: Plan, precisions: Iterator[lax.Precision | None]) -> 
         if step.plans:
             inside = [(inner.jaxpr, _with_precisions(inner, precisions)) for inner in step.plans]
             eqn = eqn.replace(params={key: _exchanged(value, inside) for key, value in eqn.params.items()})
-        elif eqn.primitive.name in contraction.CONTRACTIONS:
+        elif eqn.primitive.name in CONTRACTIONS:
             precision = next(precisions)
             if precision is not None:
                 eqn = eqn.replace(params=eqn.params | {"precision": (precision, precision)})
         eqns.append(eqn)
     program = open_jaxpr(plan.jaxpr).replace(eqns=eqns)
-    return jex_core.ClosedJaxpr(program, constants_of(plan.jaxpr)) if hasattr(plan.jaxpr, "consts") else program
+    return jex_core.ClosedJaxpr(program, plan.jaxpr.consts) if hasattr(plan.jaxpr, "consts") else program
 
 
 def _exchanged(value: Any, pairs: list[tuple[Any, Any]]) -> Any:
@@ -65,7 +64,7 @@ def asking(record: Autocast, precisions: Sequence[lax.Precision | None]) -> Auto
 
     def fun(params, batch):
         traced = plain.trace((params, batch), {})
-        program = closed(_with_precisions(traced.plan, iter(precisions)))
+        program = closed_jaxpr(_with_precisions(traced.plan, iter(precisions)))
         return traced.rebuild(jex_core.jaxpr_as_fun(program)(*traced.arrays))
 
     return dataclasses.replace(record, fun=fun)

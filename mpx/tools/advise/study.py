@@ -13,8 +13,8 @@ from jax import lax
 
 from mpx import _errors, _policy, _trees
 from mpx._autocast import compute
-from mpx._autocast.jaxprs import open_jaxpr
 from mpx._autocast.transform import Autocast
+from mpx._jaxprs import open_jaxpr
 from mpx._loss_scale import LossScale
 from mpx._policy import Policy
 from mpx.tools.advise.contractions import Contraction, asking, contractions_of

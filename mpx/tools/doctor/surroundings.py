@@ -264,7 +264,7 @@ def changed_files(files: Iterable[importlib.metadata.PackagePath]) -> tuple[str,
 
 def _autocast_lowers() -> bool:
     matrix = jax.ShapeDtypeStruct((8, 8), jnp.float32)
-    return explain(jnp.matmul, "bf16")(matrix, matrix).lowered_share == 1
+    return explain(jnp.matmul, "bf16")(matrix, matrix).narrowed_share == 1
 
 
 def _is_on(value: str) -> bool:
