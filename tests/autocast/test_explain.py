@@ -345,7 +345,7 @@ def test_shapes_of_64_bit_numbers_are_an_error_where_these_are_off():
     """The function would see float32, and all of it would count as narrowed."""
     args = {"w": shape(4, 4, dtype=np.float64)}, shape(4, 4)
     with jax.enable_x64(False):
-        with pytest.raises(ValueError, match=r"64-bit types are off.*0/w \(float64\[4,4\]\).*JAX_ENABLE_X64=1"):
+        with pytest.raises(ValueError, match=r"64-bit types are off.*0/w \(float64\[4, 4\]\).*JAX_ENABLE_X64=1"):
             mpx.explain(lambda params, x: x @ params["w"], "bf16")(*args)
         assert mpx.explain(product, "bf16")(np.ones((4, 4)), shape(4, 4)).narrowed_share == 1  # as `jax.jit` takes it
 
