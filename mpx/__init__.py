@@ -20,7 +20,7 @@ from mpx._gradients import grad as grad
 from mpx._gradients import value_and_grad as value_and_grad
 from mpx._inspect.check_chain import check_chain as check_chain
 from mpx._inspect.convert_state import convert_state as convert_state
-from mpx._inspect.health import DivergedError as DivergedError
+from mpx._inspect.health import StuckError as StuckError
 from mpx._inspect.health import check_health as check_health
 from mpx._inspect.health import get_loss_scale as get_loss_scale
 from mpx._inspect.health import skipped_steps as skipped_steps

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from mpx import _trees
 from mpx._autocast.transform import Autocast, autocast_of
 from mpx._dtypes import dtype_or_none
-from mpx._loss_scale import LossScale, NoOpLossScale, require_powers_of_two
+from mpx._loss_scale import LossScale, NoOpLossScale, at_least_float32, require_powers_of_two
 
 # A cotangent above 65504 has no float16 value: a float16 loss is differentiated with at most this seed.
 _LARGEST_F16_SEED = np.float32(2.0**15)
@@ -28,7 +28,7 @@ def value_and_grad(
     grad_dtype: DTypeLike | None = jnp.float32,
     transform: Callable[..., Callable[..., Any]] = jax.value_and_grad,
 ) -> Callable[..., tuple[Any, Any]]:
-    """Like `jax.value_and_grad`, with the loss scaled before differentiation.
+    """Differentiate as `jax.value_and_grad` does, with the loss scaled before differentiation.
 
     The value that comes back is the loss as `fun` returned it. The gradients are those of the *scaled* loss:
     `loss_scaling`, which knows the same scale, looks for infinities in them and unscales them.
@@ -56,7 +56,8 @@ def value_and_grad(
     Raises:
         ValueError: if the scale, or a dynamic scale's factor or bounds, are not powers of two, by which gradients
             would be rounded.
-        TypeError: if `loss_scale` is no loss scale; at the call, if `fun` does not return a real floating scalar.
+        TypeError: if `fun` is no function or `loss_scale` no loss scale; at the call, if `fun` does not return a real
+            floating scalar.
 
     Example:
         >>> loss, grads = value_and_grad(lambda w: (w**2).sum(), StaticLossScale(2.0**10))(jnp.float16([1, 2]))
@@ -66,6 +67,8 @@ def value_and_grad(
     References:
         Micikevicius et al. 2018, Mixed Precision Training (arXiv 1710.03740).
     """
+    if not callable(fun):
+        raise TypeError(f"`value_and_grad` needs a function that returns a loss, but got {type(fun).__name__}.")
     loss_scale = NoOpLossScale() if loss_scale is None else loss_scale
     require_powers_of_two(loss_scale, "value_and_grad")
     given, grad_dtype = grad_dtype, dtype_or_none(grad_dtype)
@@ -74,13 +77,8 @@ def value_and_grad(
 
     def scaled_loss(call, *args, **kwargs):
         loss, aux = _loss_and_aux(call(*args, **kwargs), has_aux)
-        if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
-            raise TypeError(
-                "`value_and_grad` needs a function that returns a real floating scalar"
-                f"{' and aux' if has_aux else ''}, but it returned {_trees.dtype_and_shape(loss)} as its loss."
-            )
         seed, _ = _seed_and_rest(loss_scale, loss.dtype)
-        return _in_wide_dtype(loss) * seed, (loss, aux)
+        return at_least_float32(loss) * seed, (loss, aux)
 
     # Not all transforms take `argnums` (Equinox's do not), and none needs to be told the default.
     options = {"has_aux": True} if argnums == 0 and isinstance(argnums, int) else {"argnums": argnums, "has_aux": True}
@@ -96,9 +94,7 @@ def value_and_grad(
         _, rest = _seed_and_rest(loss_scale, loss.dtype)
         if rest is not None:
             grads = jax.tree.map(lambda g: _multiplied(g, rest, keep_dtype=grad_dtype is None), grads)
-        if grad_dtype is not None:
-            grads = _trees.cast_tree(grads, grad_dtype, which=lambda g: g.dtype.itemsize <= 4)
-        return ((loss, aux) if has_aux else loss), grads
+        return ((loss, aux) if has_aux else loss), _in_dtype(grads, grad_dtype)
 
     return wrapped
 
@@ -112,7 +108,7 @@ def grad(
     grad_dtype: DTypeLike | None = jnp.float32,
     transform: Callable[..., Callable[..., Any]] = jax.value_and_grad,
 ) -> Callable[..., Any]:
-    """Like `jax.grad`, with the loss scaled before differentiation; see `value_and_grad`, whose arguments these are.
+    """Differentiate as `jax.grad` does, with the loss scaled before differentiation; see `value_and_grad`.
 
     Returns:
         A function of the arguments of `fun` that returns `grads`, or `(grads, aux)` if `has_aux`.
@@ -133,56 +129,8 @@ def grad(
     return wrapped
 
 
-def _on_f32_view(
-    record: Autocast,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    argnums: Any,
-) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """An autocast function of arguments whose differentiated ones are float32, and those arguments.
-
-    The function is told of which 16-bit dtype their values are: it can round them to that one without a loss.
-    """
-    viewed = list(args)
-    for position in argnums if isinstance(argnums, Sequence) else (argnums,):
-        index = getattr(position, "argnum", position)  # of `flax.nnx.DiffState`
-        if -len(args) <= index < len(args):  # if not, the transform says so
-            viewed[index] = _f32_view(args[index])
-    before, after = jax.tree.leaves((args, kwargs)), jax.tree.leaves((tuple(viewed), kwargs))
-    grids = [old.dtype if old is not new else None for old, new in zip(before, after, strict=True)]
-    return lambda *args, **kwargs: record.call(args, kwargs, grids), tuple(viewed)
-
-
-def _f32_view(tree: Any) -> Any:
-    """A pytree with its 16-bit floating leaves in float32, in which an object that stands twice is still one.
-
-    Such as the Variable of a weight that two modules of Flax NNX share: its gradient is one.
-    """
-    nodes: list[Any] = []
-    leaves = jax.tree.leaves(tree, is_leaf=lambda node: bool(nodes.append(node)))
-    wide = _trees.cast_tree(leaves, jnp.float32, which=lambda leaf: leaf.dtype.itemsize == 2)
-    views = {id(leaf): view for leaf, view in zip(leaves, wide, strict=True)}
-    counts = Counter(id(node) for node in nodes)
-
-    def view(node):
-        if id(node) not in views:
-            views[id(node)] = jax.tree.map(lambda leaf: views[id(leaf)], node)
-        return views[id(node)]
-
-    return jax.tree.map(view, tree, is_leaf=lambda node: counts[id(node)] > 1)
-
-
-def _seed_and_rest(loss_scale: LossScale, loss_dtype: np.dtype) -> tuple[Any, Any]:
-    """The factor inside differentiation, and the one to multiply gradients with afterwards (None for 1)."""
-    scale = jnp.asarray(loss_scale.loss_scale, _trees.promoted(loss_dtype, np.float32))
-    if isinstance(loss_scale, NoOpLossScale) or loss_dtype != np.float16:
-        return scale, None
-    seed = jnp.minimum(scale, _LARGEST_F16_SEED)
-    return seed, scale / seed
-
-
 def _loss_and_aux(result: Any, has_aux: bool) -> tuple[jax.Array, Any]:
-    """The loss, and what came with it (None if nothing was to come)."""
+    """Return the loss, and what came with it (None if nothing was to come); raise for a result of another form."""
     if has_aux and not (isinstance(result, tuple) and len(result) == 2):
         raise TypeError(
             "`value_and_grad` with `has_aux=True` needs a function that returns a pair (loss, aux), but it returned "
@@ -199,16 +147,76 @@ def _loss_and_aux(result: Any, has_aux: bool) -> tuple[jax.Array, Any]:
             "`value_and_grad` with `has_aux=True` needs a function that returns a pair (loss, aux), but the first of "
             f"the pair is a {type(loss).__name__}. Is it (aux, loss)?"
         )
-    return jnp.asarray(loss), aux
+    loss = jnp.asarray(loss)
+    if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise TypeError(
+            "`value_and_grad` needs a function that returns a real floating scalar"
+            f"{' and aux' if has_aux else ''}, but it returned {_trees.dtype_and_shape(loss)} as its loss."
+        )
+    return loss, aux
+
+
+def _seed_and_rest(loss_scale: LossScale, loss_dtype: np.dtype) -> tuple[jax.Array, jax.Array | None]:
+    """Return the factor inside differentiation, and the one to multiply gradients with afterwards (None for 1)."""
+    number = loss_scale.loss_scale
+    scale = jnp.asarray(number, _trees.promoted(loss_dtype, np.float32))
+    if loss_dtype != np.float16 or (isinstance(number, (int, float)) and number <= _LARGEST_F16_SEED):
+        return scale, None
+    seed = jnp.minimum(scale, _LARGEST_F16_SEED)
+    return seed, scale / seed
 
 
 def _multiplied(g: Any, factor: jax.Array, keep_dtype: bool) -> Any:
     if not (hasattr(g, "dtype") and jnp.issubdtype(g.dtype, jnp.inexact)):
         return g
-    wide = _in_wide_dtype(g)
+    wide = at_least_float32(g)
     product = wide * factor.astype(wide.dtype)
     return product.astype(g.dtype) if keep_dtype else product
 
 
-def _in_wide_dtype(x: jax.Array) -> jax.Array:
-    return x.astype(_trees.promoted(x.dtype, np.float32))
+def _in_dtype(grads: Any, dtype: np.dtype | None) -> Any:
+    """Cast real gradients of at most 32 bits, 8-bit floats included; a cast of a tree leaves those alone."""
+    if dtype is None:
+        return grads
+    is_float8 = lambda g: hasattr(g, "dtype") and jnp.issubdtype(g.dtype, jnp.floating) and g.dtype.itemsize == 1
+    grads = jax.tree.map(lambda g: at_least_float32(g) if is_float8(g) else g, grads)
+    return _trees.cast_tree(grads, dtype, which=lambda g: g.dtype.itemsize <= 4)
+
+
+def _on_f32_view(
+    record: Autocast,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    argnums: Any,
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return an autocast function of arguments whose differentiated ones are float32, and those arguments.
+
+    The function is told of which 16-bit dtype their values are: it can round them to that one without a loss.
+    """
+    viewed = list(args)
+    for position in argnums if isinstance(argnums, Sequence) else (argnums,):
+        index = getattr(position, "argnum", position)  # of `flax.nnx.DiffState`
+        if -len(args) <= index < len(args):  # if not, the transform says so
+            viewed[index] = _f32_view(args[index])
+    before, after = jax.tree.leaves((args, kwargs)), jax.tree.leaves((tuple(viewed), kwargs))
+    grids = [old.dtype if old is not new else None for old, new in zip(before, after, strict=True)]
+    return lambda *args, **kwargs: record.call(args, kwargs, grids), tuple(viewed)
+
+
+def _f32_view(tree: Any) -> Any:
+    """Return a pytree with its 16-bit floating leaves in float32; an object that stands in it twice stays one.
+
+    The Variable of a weight that two modules of Flax NNX share is such an object: its gradient is one.
+    """
+    nodes: list[Any] = []
+    leaves = jax.tree.leaves(tree, is_leaf=lambda node: bool(nodes.append(node)))
+    wide = _trees.cast_tree(leaves, jnp.float32, which=lambda leaf: leaf.dtype.itemsize == 2)
+    views = {id(leaf): view for leaf, view in zip(leaves, wide, strict=True)}
+    counts = Counter(id(node) for node in nodes)
+
+    def view(node):
+        if id(node) not in views:
+            views[id(node)] = jax.tree.map(lambda leaf: views[id(leaf)], node)
+        return views[id(node)]
+
+    return jax.tree.map(view, tree, is_leaf=lambda node: counts[id(node)] > 1)

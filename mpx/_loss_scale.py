@@ -4,11 +4,13 @@ import dataclasses
 import functools
 import math
 import warnings
-from typing import Any, TypeVar
+from collections.abc import Hashable
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
 from jax.core import Tracer
 from jax.typing import ArrayLike
@@ -17,46 +19,172 @@ from mpx import _trees
 
 T = TypeVar("T")
 
-_COUNTER_MAX = np.int32(np.iinfo(np.int32).max)
+_LARGEST_COUNT = int(np.iinfo(np.int32).max)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=(), meta_fields=())
+class LossScale:
+    """Base class of loss scales: a number to multiply a loss by, and a rule for the next one.
+
+    A loss scale is a frozen dataclass with a field `loss_scale`, and a pytree: fields that hold Python numbers belong
+    to its structure, and all others are leaves. Its defaults are those of a scale that does not adapt. Such a class
+    defines `state`; one that adapts also defines `adjust`, `resume` and `can_shrink`. Nothing else in mpx has to know
+    about it.
+
+    `loss_scaling` keeps the scale in its own state, and beside it what `state` returns: a NamedTuple of arrays, of
+    counters and settings, whose method `at(loss_scale)` returns the value again.
+
+    Attributes:
+        loss_scale: scalar.
+        powers_of_two: names of the fields that must be powers of two where gradients are to be unscaled exactly.
+        is_always_one: whether the loss is never multiplied.
+
+    Example:
+        >>> class HalvingState(NamedTuple):
+        ...     def at(self, loss_scale):
+        ...         return Halving(loss_scale)
+        >>> @dataclasses.dataclass(frozen=True)
+        ... class Halving(LossScale):  # halves at a bad step, and never grows
+        ...     loss_scale: ArrayLike
+        ...     can_shrink = True
+        ...     def adjust(self, grads_finite):
+        ...         return Halving(jnp.where(grads_finite, self.loss_scale, self.loss_scale / 2))
+        ...     def state(self):
+        ...         return HalvingState()
+        >>> tx = loss_scaling(optax.sgd(1.0), Halving(8.0))
+        >>> _, state = tx.update(jnp.array([jnp.nan]), tx.init(jnp.ones(1)))
+        >>> get_loss_scale(state)
+        Halving(loss_scale=Array(4., dtype=float32))
+    """
+
+    loss_scale: ArrayLike
+    powers_of_two: ClassVar[tuple[str, ...]] = ("loss_scale",)
+    is_always_one: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Registers the class as a pytree."""
+        super().__init_subclass__(**options)
+        unflatten = functools.partial(_unflatten, cls)
+        jax.tree_util.register_pytree_with_keys(cls, _flatten_with_keys, unflatten)
+
+    def scale(self, tree: T) -> T:
+        """Multiply the leaves, in float32 if they are narrower."""
+        return _multiply(tree, self.loss_scale)
+
+    def unscale(self, tree: T) -> T:
+        """Divide the leaves, in float32 if they are narrower."""
+        return _multiply(tree, self.loss_scale, inverse=True)
+
+    def adjust(self, grads_finite: ArrayLike) -> "LossScale":
+        """Return the value for the next step.
+
+        Args:
+            grads_finite: boolean scalar, whether all gradients of this step were finite.
+        """
+        del grads_finite
+        return self
+
+    @property
+    def can_shrink(self) -> ArrayLike:
+        """Return whether a bad step may make the scale smaller, now or after more bad steps: a boolean scalar."""
+        return False
+
+    def init(self) -> Any:
+        """Return `state()` for the first step of a training run.
+
+        Raises:
+            ValueError: if a training run cannot start with this value.
+        """
+        return self.state()
+
+    def state(self) -> Any:
+        """Return what an optimizer's state keeps of this value beside the scale: a NamedTuple of arrays."""
+        raise NotImplementedError(f"{type(self).__name__} must define `state`; see `LossScale`.")
+
+    def resume(self, loss_scale: ArrayLike, state: Any) -> "LossScale":
+        """Return a value with the settings of this one, with a scale and with the counters of a state.
+
+        A training run that goes on from a checkpoint so has the settings that its program gives.
+        """
+        del state
+        return dataclasses.replace(self, loss_scale=loss_scale)  # type: ignore[type-var]
+
+
+def _flatten_with_keys(value: Any) -> tuple[list[tuple[Any, Any]], Hashable]:
+    leaves, structure = [], []
+    for field in dataclasses.fields(value):
+        content = getattr(value, field.name)
+        if isinstance(content, (int, float)):
+            structure.append((field.name, content))
+        else:
+            leaves.append((jax.tree_util.GetAttrKey(field.name), content))
+    return leaves, (tuple(key.name for key, _ in leaves), tuple(structure))
+
+
+def _unflatten(kind: type, structure: Any, leaves: Any) -> Any:
+    # Without the constructor and its checks: JAX puts tracers, shapes and placeholders into trees.
+    names, numbers = structure
+    value = object.__new__(kind)
+    for name, content in (*zip(names, leaves, strict=True), *numbers):
+        object.__setattr__(value, name, content)
+    return value
+
+
+class NoOpLossScaleState(NamedTuple):
+    """State of a `NoOpLossScale`: nothing but its type."""
+
+    def at(self, loss_scale: ArrayLike) -> "NoOpLossScale":
+        """Return the value."""
+        del loss_scale
+        return NoOpLossScale()
+
+
 @dataclasses.dataclass(frozen=True)
-class NoOpLossScale:
-    """No loss scaling: for bfloat16 and float32, whose range needs none.
+class NoOpLossScale(LossScale):
+    """No loss scaling: for bfloat16 and float32, whose range needs none. Its `loss_scale` is 1.
 
     Example:
         >>> NoOpLossScale().scale(3.0)
         3.0
     """
 
-    @property
-    def loss_scale(self) -> int:
-        """Always 1."""
-        return 1
+    loss_scale = 1
+    is_always_one = True
 
     def scale(self, tree: T) -> T:
-        """Returns `tree`."""
+        """Return `tree`."""
         return tree
 
     def unscale(self, tree: T) -> T:
-        """Returns `tree`."""
+        """Return `tree`."""
         return tree
 
-    def adjust(self, grads_finite: ArrayLike) -> "NoOpLossScale":
-        """Returns the value itself."""
-        del grads_finite
+    def state(self) -> NoOpLossScaleState:
+        """Return the state that `loss_scaling` keeps."""
+        return NoOpLossScaleState()
+
+    def resume(self, loss_scale: ArrayLike, state: Any) -> "NoOpLossScale":
+        """Return the value itself."""
+        del loss_scale, state
         return self
 
 
-@dataclasses.dataclass(frozen=True)
-class StaticLossScale:
-    """A fixed loss scale.
+class StaticLossScaleState(NamedTuple):
+    """State of a `StaticLossScale`: nothing but its type."""
 
-    A pytree: an array (or tracer) in it is a leaf, a Python number belongs to the structure.
+    def at(self, loss_scale: ArrayLike) -> "StaticLossScale":
+        """Return the value."""
+        return StaticLossScale(loss_scale)
+
+
+@dataclasses.dataclass(frozen=True)
+class StaticLossScale(LossScale):
+    """A fixed loss scale.
 
     Attributes:
         loss_scale: scalar; a power of two where exactness matters.
+
+    Raises:
+        TypeError: if it is no number.
 
     Example:
         >>> StaticLossScale(2.0**15).unscale({"w": jnp.float16(32768)})
@@ -65,40 +193,43 @@ class StaticLossScale:
 
     loss_scale: ArrayLike
 
-    def scale(self, tree: T) -> T:
-        """Multiplies the leaves, in float32 if they are narrower."""
-        return _multiply(tree, self.loss_scale)
+    def __post_init__(self) -> None:
+        """Checks the scale."""
+        _number_of(self, "loss_scale")
 
-    def unscale(self, tree: T) -> T:
-        """Divides the leaves, in float32 if they are narrower."""
-        return _multiply(tree, self.loss_scale, inverse=True)
-
-    def adjust(self, grads_finite: ArrayLike) -> "StaticLossScale":
-        """Returns the value itself."""
-        del grads_finite
-        return self
+    def state(self) -> StaticLossScaleState:
+        """Return the state that `loss_scaling` keeps."""
+        return StaticLossScaleState()
 
 
-def _flatten_static(value: StaticLossScale) -> tuple[tuple[Any, ...], Any]:
-    if isinstance(value.loss_scale, (int, float)):
-        return (), value.loss_scale
-    return (value.loss_scale,), None
+class DynamicLossScaleState(NamedTuple):
+    """State of a `DynamicLossScale`: its fields but the scale, as arrays.
+
+    Attributes:
+        counter: int32 scalar.
+        bad_steps: int32 scalar.
+        period: int32 scalar.
+        factor: float32 scalar.
+        min_loss_scale: float32 scalar.
+        max_loss_scale: float32 scalar.
+        hysteresis: int32 scalar.
+    """
+
+    counter: jax.Array
+    bad_steps: jax.Array
+    period: jax.Array
+    factor: jax.Array
+    min_loss_scale: jax.Array
+    max_loss_scale: jax.Array
+    hysteresis: jax.Array
+
+    def at(self, loss_scale: ArrayLike) -> "DynamicLossScale":
+        """Return the value."""
+        return DynamicLossScale(loss_scale, **self._asdict())
 
 
-jax.tree_util.register_pytree_node(
-    StaticLossScale,
-    _flatten_static,
-    lambda number, leaves: StaticLossScale(*leaves) if leaves else StaticLossScale(number),
-)
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("loss_scale", "counter", "bad_steps"),
-    meta_fields=("period", "factor", "min_loss_scale", "max_loss_scale", "hysteresis"),
-)
 @dataclasses.dataclass(frozen=True)
-class DynamicLossScale:
+class DynamicLossScale(LossScale):
     """A loss scale that looks for the largest value at which gradients stay finite.
 
         if grads_finite:
@@ -112,27 +243,24 @@ class DynamicLossScale:
             if bad_steps >= hysteresis:
                 loss_scale = max(loss_scale / factor, min_loss_scale)
 
-    With the default hysteresis this is the rule of `torch.amp.GradScaler`, between bounds; with a larger one,
-    Megatron-LM's: the first `hysteresis - 1` bad steps since the last growth are forgiven.
-
-    A pytree: `loss_scale`, `counter` and (with a hysteresis above 1) `bad_steps` are leaves, the settings belong
-    to the structure, so that all of them survive `jax.jit`, `jax.lax.scan` and flattening.
+    With the default hysteresis this is the rule of `torch.amp.GradScaler`, between bounds. With a larger one it is
+    Megatron-LM's: the first `hysteresis - 1` bad steps since the last growth do not shrink the scale.
 
     Attributes:
-        loss_scale: float32 scalar.
-        counter: int32 scalar, good steps since the scale last grew or a step was bad.
+        loss_scale: scalar; a Python number becomes a float32 array.
+        counter: scalar, good steps since the scale last grew or a step was bad; a Python number becomes an int32 array.
         period: after how many good steps in a row the scale grows.
         factor: by how much it grows and shrinks.
         min_loss_scale: it never shrinks below this.
         max_loss_scale: it never grows above this. Without a bound, a model whose gradients are zero for long
             (frozen, or finished) takes the scale to infinity, from where it does not come back.
         hysteresis: how many bad steps, since the last growth, it takes to shrink.
-        bad_steps: int32 scalar, bad steps since the last growth; None if `hysteresis` is 1.
+        bad_steps: scalar, bad steps since the last growth; an int32 array if `hysteresis` is above 1, else not counted.
 
     Raises:
-        TypeError: if a setting is a traced value.
-        ValueError: if `period` or `hysteresis` is below 1, `factor` is not above 1, or the minimum is above the
-            maximum.
+        TypeError: if one of them is no number.
+        ValueError: if `period` or `hysteresis` is not an integer above 0, `factor` is not above 1, or the minimum is
+            above the maximum.
 
     Example:
         >>> scale = DynamicLossScale(period=2)
@@ -150,46 +278,49 @@ class DynamicLossScale:
 
     loss_scale: ArrayLike = 2.0**15
     counter: ArrayLike = 0
-    period: int = 2000
-    factor: float = 2
-    min_loss_scale: float = 1.0
-    max_loss_scale: float = 2.0**24
-    hysteresis: int = 1
-    bad_steps: ArrayLike | None = None
+    period: ArrayLike = 2000
+    factor: ArrayLike = 2
+    min_loss_scale: ArrayLike = 1.0
+    max_loss_scale: ArrayLike = 2.0**24
+    hysteresis: ArrayLike = 1
+    bad_steps: ArrayLike = 0
+    powers_of_two = ("loss_scale", "factor", "min_loss_scale", "max_loss_scale")
 
     def __post_init__(self) -> None:
-        """Gives Python numbers a dtype, so that a jitted step does not compile again for the second call."""
+        """Checks the fields, and makes arrays of the Python numbers that `adjust` changes.
+
+        A jitted step would compile again for its second call, if its first one had Python numbers.
+        """
+        self._check()
         _warn_unless_floating(self.loss_scale, "loss_scale")
         _warn_unless_floating(self.min_loss_scale, "min_loss_scale")
-        settings: dict[str, Any] = {name: _python_number(getattr(self, name), name) for name in _SETTINGS}
-        if settings["period"] < 1 or settings["hysteresis"] < 1:
-            raise ValueError(f"`period` and `hysteresis` must be at least 1, but got {settings}.")
-        if not settings["factor"] > 1:
-            raise ValueError(f"`factor` must be above 1, but got {self.factor}.")
-        if settings["min_loss_scale"] > settings["max_loss_scale"]:
-            raise ValueError(f"`min_loss_scale` must not be above `max_loss_scale`, but got {settings}.")
-        if isinstance(self.loss_scale, (int, float)):
-            settings["loss_scale"] = np.asarray(self.loss_scale, np.float32)
-        if isinstance(self.counter, int):
-            settings["counter"] = np.asarray(self.counter, np.int32)
-        if settings["hysteresis"] > 1 and (self.bad_steps is None or isinstance(self.bad_steps, int)):
-            settings["bad_steps"] = np.asarray(self.bad_steps or 0, np.int32)
-        for name, value in settings.items():
-            object.__setattr__(self, name, value)
+        dtypes = {"loss_scale": np.float32, "counter": np.int32}
+        if not isinstance(self.hysteresis, (int, float)) or self.hysteresis > 1:
+            dtypes["bad_steps"] = np.int32
+        for name, dtype in dtypes.items():
+            if isinstance(getattr(self, name), (int, float)):
+                object.__setattr__(self, name, np.asarray(getattr(self, name), dtype))
 
-    def scale(self, tree: T) -> T:
-        """Multiplies the leaves, in float32 if they are narrower."""
-        return _multiply(tree, self.loss_scale)
-
-    def unscale(self, tree: T) -> T:
-        """Divides the leaves, in float32 if they are narrower."""
-        return _multiply(tree, self.loss_scale, inverse=True)
+    def _check(self) -> None:
+        known = {field.name: _number_of(self, field.name) for field in dataclasses.fields(self)}
+        known = {name: number for name, number in known.items() if number is not None}
+        for name in ("period", "hysteresis"):
+            number = known.get(name, 1)
+            if not (float(number).is_integer() and 1 <= number <= _LARGEST_COUNT):
+                raise ValueError(f"`DynamicLossScale`: `{name}` must be an integer from 1 to 2**31 - 1, not {number}.")
+        if not known.get("factor", 2) > 1:
+            raise ValueError(f"`DynamicLossScale`: `factor` must be above 1, but got {known['factor']}.")
+        low, high = known.get("min_loss_scale", 0), known.get("max_loss_scale", math.inf)
+        if not low <= high:
+            raise ValueError(
+                f"`DynamicLossScale`: `min_loss_scale` must not be above `max_loss_scale`, but got {low} and {high}."
+            )
 
     def adjust(self, grads_finite: ArrayLike) -> "DynamicLossScale":
-        """The value for the next step.
+        """Return the value for the next step.
 
         Args:
-            grads_finite: boolean scalar: were all gradients of this step finite?
+            grads_finite: boolean scalar, whether all gradients of this step were finite.
 
         Raises:
             ValueError: if it is not a scalar.
@@ -197,33 +328,62 @@ class DynamicLossScale:
         finite = jnp.asarray(grads_finite, bool)
         if finite.ndim:
             raise ValueError(f"`adjust` needs a boolean scalar, but got shape {finite.shape}; see `all_finite`.")
-        scale = jnp.asarray(self.loss_scale)
-        counter = jnp.asarray(self.counter)
-        grows = finite & (counter >= self.period - 1)
-        grown = jnp.minimum(scale * self.factor, jnp.maximum(scale, self.max_loss_scale))
+        scale, counter = jnp.asarray(self.loss_scale), jnp.asarray(self.counter)
+        factor, low, high = (
+            jnp.asarray(number, scale.dtype) for number in (self.factor, self.min_loss_scale, self.max_loss_scale)
+        )
+        grows = finite & (counter >= jnp.asarray(self.period, counter.dtype) - 1)
+        grown = jnp.minimum(scale * factor, jnp.maximum(scale, high))
         grown = jnp.where(jnp.isfinite(grown), grown, scale)  # a float16 scale, or no maximum
-        shrunk = jnp.maximum(scale / self.factor, self.min_loss_scale)
-        bad_steps = None
-        if self.bad_steps is not None:
-            bad_steps = jnp.asarray(self.bad_steps)
-            bad_steps = jnp.where(finite, bad_steps, saturating_increment(bad_steps))
-            shrunk = jnp.where(bad_steps >= self.hysteresis, shrunk, scale)
+        shrunk = jnp.maximum(scale / factor, low)
+        bad_steps = self.bad_steps
+        if not isinstance(bad_steps, (int, float)):  # else the hysteresis is 1
+            bad_steps = jnp.asarray(bad_steps)
+            bad_steps = jnp.where(finite, bad_steps, optax.safe_increment(bad_steps))
+            shrunk = jnp.where(bad_steps >= jnp.asarray(self.hysteresis, bad_steps.dtype), shrunk, scale)
             bad_steps = jnp.where(grows, 0, bad_steps)
         return dataclasses.replace(
             self,
             loss_scale=jnp.where(finite, jnp.where(grows, grown, scale), shrunk),
-            counter=jnp.where(finite & ~grows, counter + 1, 0).astype(counter.dtype),
+            counter=jnp.where(finite & ~grows, counter + 1, 0),
             bad_steps=bad_steps,
         )
 
+    @property
+    def can_shrink(self) -> jax.Array:
+        """Return whether the scale is above its minimum."""
+        return jnp.asarray(self.loss_scale) > self.min_loss_scale
 
-LossScale = NoOpLossScale | StaticLossScale | DynamicLossScale
+    def init(self) -> DynamicLossScaleState:
+        """Return `state()` for the first step of a training run.
 
-_SETTINGS = ("period", "factor", "min_loss_scale", "max_loss_scale", "hysteresis")
+        Raises:
+            ValueError: if the scale is not within its bounds.
+        """
+        low, scale, high = (_number_of(self, name) for name in ("min_loss_scale", "loss_scale", "max_loss_scale"))
+        if not (low is None or scale is None or high is None or low <= scale <= high):
+            raise ValueError(
+                "`loss_scaling`: the scale must lie between `min_loss_scale` and `max_loss_scale`, but got "
+                f"{scale} and [{low}, {high}]."
+            )
+        return self.state()
+
+    def state(self) -> DynamicLossScaleState:
+        """Return the state that `loss_scaling` keeps."""
+        counters = {name: jnp.asarray(getattr(self, name), np.int32) for name in _INTEGERS}
+        settings = {name: jnp.asarray(getattr(self, name), np.float32) for name in self.powers_of_two[1:]}
+        return DynamicLossScaleState(**counters, **settings)
+
+    def resume(self, loss_scale: ArrayLike, state: DynamicLossScaleState) -> "DynamicLossScale":
+        """Return a value with the settings of this one, with a scale and with the counters of a state."""
+        return dataclasses.replace(self, loss_scale=loss_scale, counter=state.counter, bad_steps=state.bad_steps)
+
+
+_INTEGERS = ("counter", "bad_steps", "period", "hysteresis")
 
 
 def all_finite(tree: Any) -> jax.Array:
-    """Whether no floating or complex number in a tree is infinite or NaN.
+    """Return whether no floating or complex number in a tree is infinite or NaN.
 
     Args:
         tree: any pytree of arrays.
@@ -235,19 +395,29 @@ def all_finite(tree: Any) -> jax.Array:
         >>> print(all_finite({"a": jnp.ones(3), "b": jnp.array([1.0, jnp.inf])}))
         False
     """
-    return functools.reduce(jnp.logical_and, map(is_finite, jax.tree.leaves(tree)), jnp.asarray(True))
+    return finite_flags(tree).all()
 
 
-def is_finite(leaf: Any) -> jax.Array:
-    """Whether no number in an array is infinite or NaN, a boolean scalar; always True of integers and PRNG keys."""
-    if _is_prng_key(leaf):
+def finite_flags(tree: Any) -> jax.Array:
+    """Return a boolean vector: of each leaf of a tree, whether no number in it is infinite or NaN."""
+    flags = [_is_finite(leaf) for leaf in jax.tree.leaves(tree)]
+    places = {frozenset(flag.devices()) for flag in flags if not isinstance(flag, Tracer) and flag.committed}
+    if len(places) > 1:
+        # Layers that the user has placed on several devices. No operation takes arrays of two devices; from the host
+        # the flags may go to any.
+        flags = jax.device_get(flags)
+    return jnp.stack(flags) if flags else jnp.ones(0, bool)
+
+
+def _is_finite(leaf: Any) -> jax.Array:
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jnp.asarray(True)
     leaf = jnp.asarray(leaf)
     return jnp.isfinite(leaf).all() if jnp.issubdtype(leaf.dtype, jnp.inexact) else jnp.asarray(True)
 
 
 def select_tree(pred: ArrayLike, a: T, b: T) -> T:
-    """Takes all leaves from `a` if `pred` is true, else from `b`: bits, signs of zeros and NaN payloads included.
+    """Take all leaves from `a` if `pred` is true, else from `b`: bits, signs of zeros and NaN payloads included.
 
     (But for the payloads of bfloat16 on CPU, which copies bfloat16 through float32 and makes them quiet.)
 
@@ -272,8 +442,12 @@ def select_tree(pred: ArrayLike, a: T, b: T) -> T:
     return jax.tree.map(lambda x, y: lax.select(pred, x, y), a, b)
 
 
+class _NotABooleanScalarError(TypeError, AssertionError):
+    """The error of `select_tree`: a TypeError, and what users of jmp catch."""
+
+
 def is_power_of_two(x: float) -> bool:
-    """True for positive finite powers of two, by which a multiplication is exact.
+    """Return True for positive finite powers of two, by which a multiplication is exact.
 
     Example:
         >>> is_power_of_two(0.25), is_power_of_two(3.0)
@@ -282,73 +456,66 @@ def is_power_of_two(x: float) -> bool:
     return math.isfinite(x) and x > 0 and math.frexp(x)[0] == 0.5
 
 
-def require_powers_of_two(loss_scale: LossScale, caller: str) -> None:
-    """Raises unless this is a loss scale whose scale, factor and bounds are powers of two.
+def require_powers_of_two(loss_scale: Any, caller: str) -> None:
+    """Raise unless this is a loss scale, and its `powers_of_two` are.
 
-    A traced scale has no value yet; it is taken as it is.
+    A traced number has no value yet and passes.
     """
     if not isinstance(loss_scale, LossScale):
+        got = type(loss_scale).__name__
+        if isinstance(loss_scale, type):
+            got = f"the class {loss_scale.__name__}: call it, as in `DynamicLossScale()`"
         raise TypeError(
-            f"`{caller}`: `loss_scale` must be a NoOpLossScale, StaticLossScale or DynamicLossScale, but got "
-            f"{_what_came(loss_scale)}; a number goes into `StaticLossScale(number)`, and of an optimizer state take "
-            "`get_loss_scale(opt_state)`."
+            f"`{caller}`: `loss_scale` must be a loss scale such as `DynamicLossScale()`, but got {got}; a number goes "
+            "into `StaticLossScale(number)`, and of an optimizer state take `get_loss_scale(opt_state)`."
         )
-    numbers = {"loss_scale": loss_scale.loss_scale}
-    if isinstance(loss_scale, DynamicLossScale):
-        numbers |= {name: getattr(loss_scale, name) for name in ("factor", "min_loss_scale", "max_loss_scale")}
-    wrong = {
-        name: number
-        for name, number in numbers.items()
-        if not isinstance(number, Tracer) and not _divides_exactly(np.asarray(number).item())
-    }
+    numbers = {name: _number_of(loss_scale, name) for name in loss_scale.powers_of_two}
+    wrong = [f"{name}={x}" for name, x in numbers.items() if x is not None and not _divides_exactly(x)]
     if wrong:
-        listed = ", ".join(f"{name}={number}" for name, number in wrong.items())
         raise ValueError(
             f"`{caller}` unscales gradients exactly, so scale, factor and bounds must be powers of two, but got "
-            f"{listed}. Use the nearest power of two, such as 2.0**15."
+            f"{', '.join(wrong)}. Use the nearest power of two, such as 2.0**15."
         )
-
-
-def _what_came(value: Any) -> str:
-    return f"the class {value.__name__}, which wants to be called" if isinstance(value, type) else type(value).__name__
-
-
-def saturating_increment(count: jax.Array) -> jax.Array:
-    """`count + 1`, which stays at the largest int32 instead of wrapping around."""
-    return jnp.where(count < _COUNTER_MAX, count + 1, count)
 
 
 def _divides_exactly(number: float) -> bool:
-    """A power of two whose reciprocal is a normal float32 number."""
+    """Return True for a power of two whose reciprocal is a normal float32 number."""
     return is_power_of_two(number) and 2.0**-126 <= number <= 2.0**126
 
 
-class _NotABooleanScalarError(TypeError, AssertionError):
-    """What `select_tree` raises: a TypeError, and what users of jmp catch."""
+def at_least_float32(x: jax.Array) -> jax.Array:
+    """Cast an array to float32 if it is narrower."""
+    return x.astype(_trees.promoted(x.dtype, np.float32))
 
 
 def _multiply(tree: T, factor: ArrayLike, *, inverse: bool = False) -> T:
-    """Or by `1 / factor`, which has the accuracy of each leaf: 1/3 in float32 is too coarse for float64 leaves."""
+    """Multiply the leaves by a number, or divide them by it."""
+    # 1 / factor in the dtype of each leaf: 1/3 in float32 is too coarse for float64 leaves.
     if inverse and isinstance(factor, (int, float)):
         factor, inverse = 1 / factor, False
 
     def multiply(x):
-        x = jnp.asarray(x)
-        wide = _trees.promoted(x.dtype, np.float32)
-        by = jnp.asarray(factor, wide)
-        return x.astype(wide) * (1 / by if inverse else by)
+        wide = at_least_float32(jnp.asarray(x))
+        by = jnp.asarray(factor, wide.dtype)
+        return wide * (1 / by if inverse else by)
 
     return jax.tree.map(multiply, tree)
 
 
-def _is_prng_key(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+def _number_of(value: Any, name: str) -> float | None:
+    """Return a field as a Python number, or None if it is not known: traced, a shape, or one of several values.
 
-
-def _python_number(value: Any, name: str) -> int | float:
-    if isinstance(value, Tracer):
-        raise TypeError(f"`DynamicLossScale`: `{name}` is a setting and cannot be a traced value; got {value}.")
-    return value if isinstance(value, (int, float)) else np.asarray(value).item()
+    Raises:
+        TypeError: if it is no real number.
+    """
+    number: Any = getattr(value, name)
+    if type(number) in (int, float):
+        return number
+    kinds = (jnp.floating, jnp.integer)
+    if not (_trees.is_array(number) and any(jnp.issubdtype(number.dtype, kind) for kind in kinds)):
+        raise TypeError(f"`{type(value).__name__}`: `{name}` must be a real number, or a scalar array, not {number!r}.")
+    is_known = not isinstance(number, (Tracer, jax.ShapeDtypeStruct)) and not number.shape
+    return np.asarray(number).item() if is_known else None
 
 
 def _warn_unless_floating(value: Any, name: str) -> None:

@@ -55,6 +55,8 @@ def is_narrower(leaf: Any, dtype: np.dtype) -> bool:
 
 def promoted(dtype: DTypeLike, other: DTypeLike) -> np.dtype:
     """`jnp.promote_types`, which refuses two dtypes under strict promotion, for a widening that is meant."""
+    if jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize == 1:
+        dtype = jnp.bfloat16  # JAX promotes no 8-bit float; this one holds the values of all of them
     with jax.numpy_dtype_promotion("standard"):
         return jnp.promote_types(dtype, other)
 

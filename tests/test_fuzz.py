@@ -33,7 +33,7 @@ class Box(NamedTuple):
 
 SHAPES = [(), (3,), (2, 9), (0, 2, 1)]
 # Names of parameters: some are fields of states, some make paths that are equal as strings.
-NAMES = ["w", "mu", "nu", "a", "a/b", "b", "", "0", "value", "ema", "inner_state", "master", "nonfinite"]
+NAMES = ["w", "mu", "nu", "a", "a/b", "b", "", "0", "value", "ema", "inner_state", "master", "counter"]
 TINY = [2.0**-149, 2.0**-133, 2.0**-126, 2.0**-100, 6e-8, 6e-5]
 USUAL = [1e-3, 0.1, 1.0, 1.5, 1.00390625, 3.0, 100.0, 0.78539816, 1.2345678, 27.182818, 0.0123456]
 HUGE = [65504.0, 70000.0, 1e19, 3.3e38]
@@ -260,7 +260,7 @@ def require_step(before, state, grads, after, new_state):
         assert int(new_state.skipped_steps) == int(state.skipped_steps) + any(is_bad)
         if any(is_bad):
             assert same_bits(flushed(after), flushed(before))
-            assert jax.tree.leaves(new_state.nonfinite) == is_bad
+            assert int(new_state.first_nonfinite) == is_bad.index(True)
     assert not out_of_step(before, after, new_state, is_finite=not any(is_bad))
     masters = mpx.master_params(after, new_state)
     assert jax.tree.structure(masters) == jax.tree.structure(after)

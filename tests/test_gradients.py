@@ -523,15 +523,20 @@ def test_the_message_speaks_of_aux_if_there_should_be_one():
         mpx.grad(lambda w: (jnp.stack([w, w]), None), has_aux=True)(jnp.float32(1))
 
 
-@pytest.mark.eager
-@pytest.mark.parametrize("scale", [2.0**15, "dynamic", optax.sgd(0.1)], ids=["number", "string", "optimizer"])
-def test_what_is_no_loss_scale_is_refused(scale):
-    message = (
-        "`value_and_grad`: `loss_scale` must be a NoOpLossScale, StaticLossScale or DynamicLossScale, but got "
-        f"{type(scale).__name__}"
-    )
-    with pytest.raises(TypeError, match=re.escape(message)):
-        mpx.value_and_grad(lambda w: w, scale)
+@pytest.mark.parametrize("fun", ["f", None, jnp.ones(2)], ids=["string", "None", "array"])
+def test_what_is_no_function_is_refused_at_once(fun):
+    for transform in (mpx.value_and_grad, mpx.grad):
+        with pytest.raises(TypeError, match=f"needs a function that returns a loss, but got {type(fun).__name__}"):
+            transform(fun)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_gradients_of_8_bit_parameters_are_float32_too(dtype):
+    """4 under a scale of 2 is 8, of which every 8-bit float holds the value."""
+    loss = lambda w: (4 * w.astype(F32)).sum()
+    w = jnp.ones(3, dtype)
+    assert_same_bits(mpx.grad(loss, mpx.StaticLossScale(2.0))(w), jnp.full(3, 8, F32))
+    assert mpx.grad(loss, grad_dtype=None)(w).dtype == dtype
 
 
 @pytest.mark.eager

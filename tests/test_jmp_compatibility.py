@@ -77,7 +77,7 @@ def test_jmps_own_test_suite_passes(topic):
 @pytest.mark.parametrize(
     ("topic", "name", "broken"),
     [
-        ("policy", "get_policy", lambda text: mpx.Policy("f4", "f4", "f4")),
+        ("policy", "get_policy", lambda text: mpx.Policy("f32", "f32", "f32")),
         ("loss_scale", "all_finite", lambda tree: jnp.asarray(True)),
     ],
 )
@@ -96,7 +96,8 @@ def test_jmp_is_itself_again_after_its_suite_ran():
 @pytest.mark.parametrize("name", jmp.__all__)
 def test_every_public_name_of_jmp_is_one_of_mpx(name):
     assert hasattr(mpx, name)
-    assert isinstance(getattr(mpx, name), type) == isinstance(getattr(jmp, name), type)
+    is_class = isinstance(getattr(jmp, name), type) or name == "LossScale"  # a base class here, there a union
+    assert isinstance(getattr(mpx, name), type) == is_class
 
 
 # --- the same results -------------------------------------------------------------------------------------------------

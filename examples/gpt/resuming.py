@@ -54,10 +54,10 @@ def save(checkpoints: Checkpoints, run: Run, params: Any, opt_state: Any, step: 
     """Saves all that the rest of the run depends on.
 
     Raises:
-        mpx.DivergedError: if it is not worth to be gone on from.
+        mpx.StuckError: if it is not worth to be gone on from.
         SaveError: if it cannot be saved.
     """
-    check_health(opt_state)
+    check_health(opt_state, params)
     description = {"step": step, "position": position.as_dict(), "identity": run.identity}
     description |= {"data": str(run.folder.absolute()), "is_synced": is_synced(params, opt_state)}
     checkpoints.save(step, (params, opt_state), description)
@@ -68,11 +68,11 @@ def is_synced(params: Any, opt_state: optax.OptState) -> bool:
     return bool(jax.jit(mpx.is_synced)(params, opt_state))
 
 
-def check_health(opt_state: optax.OptState) -> None:
+def check_health(opt_state: optax.OptState, params: Any = None) -> None:
     """Waits for the device; refuses to go on where a loss is scaled and every step is skipped.
 
     Raises:
-        mpx.DivergedError: then.
+        mpx.StuckError: then.
     """
     if not isinstance(mpx.get_loss_scale(opt_state), mpx.NoOpLossScale):
-        mpx.check_health(opt_state)
+        mpx.check_health(opt_state, params=params)

@@ -239,7 +239,7 @@ def carry_out(settings: Settings, console: Console) -> int:
         processes.fail(str(error))
     except (CheckpointError, ShardError, MultipleChoiceError) as error:
         raise typer.BadParameter(str(error)) from error
-    except (mpx.DivergedError, OSError) as error:
+    except (mpx.StuckError, OSError) as error:
         processes.fail(str(error))
     if code:
         console.print("Stopped; the checkpoint is saved. Go on with --resume.")

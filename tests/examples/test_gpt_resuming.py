@@ -157,7 +157,7 @@ def test_a_run_that_skips_every_step_is_not_saved(tmp_path):
     run = run_of(tmp_path, jax.eval_shape(lambda: stuck(0)))
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:
         resuming.save(checkpoints, run, *stuck(1), 1, Position())
-        with pytest.raises(mpx.DivergedError, match="'w'"):
+        with pytest.raises(mpx.StuckError, match="'w'"):
             resuming.save(checkpoints, run, *stuck(10), 10, Position())
         assert checkpoints.newest == 1
 

@@ -299,7 +299,7 @@ def test_a_full_disk_ends_a_run_with_one_line_and_what_follows_has_the_same_bits
 
 def test_a_run_that_diverged_ends_with_what_is_wrong_and_leaves_its_checkpoint(tokens, tmp_path, monkeypatch):
     def diverged(opt_state):
-        raise mpx.DivergedError("`check_health`: 10 steps in a row were skipped")
+        raise mpx.StuckError("`check_health`: 10 steps in a row were skipped")
 
     report = train.report
 

@@ -547,7 +547,7 @@ W = {"w": np.full(2, 1.001, np.float32)}
         ({"bound": True}, ValueError, "but got True"),
         ({"groups": "layers"}, ValueError, "`groups` must be 'leaves', 'patterns', .* but got 'layers'"),
         ({"groups": lambda path: 3}, TypeError, "`groups` must return .* but gave 3 for 'w'"),
-        ({"loss_scale": 1024.0}, TypeError, "`advise`: `loss_scale` must be a NoOpLossScale, .* but got float"),
+        ({"loss_scale": 1024.0}, TypeError, "`advise`: `loss_scale` must be a loss scale such as .* but got float"),
         ({"loss_scale": mpx.StaticLossScale(1000.0)}, ValueError, "powers? of two"),
         ({"batch": []}, ValueError, "got an empty list"),
         ({"batch": [ones(2), ones(3)]}, ValueError, "batch 1 differs from batch 0"),

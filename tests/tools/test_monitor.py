@@ -453,7 +453,7 @@ def test_a_history_hides_nothing_from_those_who_look_into_the_state():
     assert mpx.is_synced(params, state)
     np.testing.assert_allclose(mpx.master_params(params, state), 0.9)
     mpx.check_health(state)
-    with pytest.raises(mpx.DivergedError, match="2 steps in a row"):
+    with pytest.raises(mpx.StuckError, match="2 steps in a row"):
         mpx.check_health(state, max_stuck_steps=2)
 
 
