@@ -121,7 +121,7 @@ class Policy:
             total += size
             rows.append((path, str(tuple(array.shape)), str(stored), str(compute), f"{size:,}"))
         header, footer = ("leaf", "shape", "stored", "compute", "bytes"), ("total", "", "", "", f"{total:,}")
-        return _tables.text_table([header, *rows, footer])
+        return str(_tables.Table("", [header, *rows, footer]))
 
     def __str__(self) -> str:
         """The form that `get_policy` reads: `p=bf16,c=bf16,o=full`."""
