@@ -57,28 +57,17 @@ class Table(NamedTuple):
 class Result:
     """Base of the dataclasses that tools return: they print as text, with Rich, and go into JSON.
 
-    A subclass defines `_parts`. JSON holds its fields and its properties, but for names that begin with `_`; where it
-    must hold something else, extend `as_dict`.
+    A subclass defines `_parts`. JSON holds its fields and properties, but for names that begin with `_`.
 
     Example:
         >>> @dataclasses.dataclass(frozen=True)
         ... class Sizes(Result):
         ...     sizes: tuple[int, ...]
-        ...
-        ...     @property
-        ...     def total(self):
-        ...         return sum(self.sizes)
+        ...     total = property(lambda self: sum(self.sizes))
         ...
         ...     def _parts(self):
-        ...         yield Table("Sizes", [("number", "bytes"), *((str(i), str(x)) for i, x in enumerate(self.sizes))])
+        ...         yield Table("Sizes", [("index", "bytes"), *((str(i), str(x)) for i, x in enumerate(self.sizes))])
         ...         yield f"In all: {self.total} bytes."
-        >>> print(Sizes((100, 20)))
-        Sizes
-        number  bytes
-        0         100
-        1          20
-        <BLANKLINE>
-        In all: 120 bytes.
         >>> Sizes((100, 20)).as_dict()
         {'sizes': [100, 20], 'total': 120}
     """
@@ -104,10 +93,9 @@ class Result:
 
 
 def json_values(value: Any) -> Any:
-    """Return a value as JSON can hold it: dictionaries, lists, strings and numbers.
+    """Return a value as JSON can hold it: None for a number that is not finite, a string for anything that JSON lacks.
 
-    A number that is not finite becomes None, a dataclass its fields and properties, and anything that JSON lacks, such
-    as a dtype, its string.
+    Dataclasses become dictionaries of their fields and properties; a `Result` decides by its `as_dict`.
     """
     if isinstance(value, Result):
         return value.as_dict()
