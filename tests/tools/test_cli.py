@@ -46,8 +46,8 @@ def step(batch):
     step = jax.jit(lambda w, x: w - jax.grad(loss)(w, x), donate_argnums=0)
     return step, (jax.ShapeDtypeStruct((16, 4), jnp.float32), jax.ShapeDtypeStruct((batch, 16), jnp.float32))
 
-def arguments(): return jnp.ones((16, 4)), jnp.ones((8, 16))
-def one_argument(): return jnp.ones((16, 4))
+def arguments(): return jnp.ones((16, 4), jnp.float32), jnp.ones((8, 16), jnp.float32)
+def one_argument(): return jnp.ones((16, 4), jnp.float32)
 def square(w): return jnp.sum(w.T @ w)
 def huge(): return jnp.zeros((10**6, 10**6))
 def broken(): return {"w": jnp.zeros(3) + jnp.zeros(4)}
