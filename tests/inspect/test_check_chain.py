@@ -1,3 +1,5 @@
+"""`check_chain`: what it refuses, and what it lets pass, by whole chains; it only traces."""
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -51,23 +53,24 @@ def test_what_changes_no_update_may_stand_around(final, around):
     mpx.check_chain(HARMLESS_AROUND[around](FINAL[final]()))
 
 
-@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("final", FINAL)
-def test_what_changes_updates_afterwards_is_caught(final, change):
-    with pytest.raises(ValueError, match=f"was final when `{final}` had rounded it, but `.*` changes it after that"):
-        mpx.check_chain(optax.chain(FINAL[final](), CHANGES[change]))
+def test_what_changes_updates_afterwards_is_caught(final):
+    match = f"was final when `{final}` had rounded it, but `.*` changes it after that"
+    for change in CHANGES.values():
+        with pytest.raises(ValueError, match=match):
+            mpx.check_chain(optax.chain(FINAL[final](), change))
 
 
-@pytest.mark.parametrize("around", ["loss scaling", "multi steps", "apply if finite", "masked", "partition"])
-def test_it_is_caught_inside_wrappers_too(around):
+def test_it_is_caught_inside_wrappers_too():
     bad = optax.chain(FINAL["kahan_summation"](), optax.scale(0.5))
-    with pytest.raises(ValueError, match="was final when `kahan_summation`"):
-        mpx.check_chain(HARMLESS_AROUND[around](bad))
+    for around in ("loss scaling", "apply if finite", "multi steps", "masked", "partition"):
+        with pytest.raises(ValueError, match="was final when `kahan_summation`"):
+            mpx.check_chain(HARMLESS_AROUND[around](bad))
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_the_same_change_inside_the_wrapper_is_right(change):
-    mpx.check_chain(mpx.master_weights(optax.chain(optax.adam(1e-3), CHANGES[change])))
+def test_the_same_change_inside_the_wrapper_is_right():
+    for change in CHANGES.values():
+        mpx.check_chain(mpx.master_weights(optax.chain(optax.adam(1e-3), change)))
 
 
 @pytest.mark.parametrize("wrapper", [mpx.upcast, mpx.master_weights])
@@ -174,3 +177,65 @@ def test_an_average_in_front_of_what_changes_updates_is_refused():
         with pytest.raises(ValueError, match="`params_ema` averages the parameters that its updates lead to"):
             mpx.check_chain(tx)
     mpx.check_chain(mpx.master_weights(optax.chain(rule, average, mpx.params_ema(0.99))))
+
+
+# ---- in front of loss scaling ---------------------------------------------------------------------------------------
+
+RULE = mpx.master_weights(optax.adam(1e-3))
+LINEAR_IN_FRONT = {
+    "a factor": optax.scale(0.5),
+    "a schedule": optax.scale_by_schedule(optax.cosine_decay_schedule(1.0, 10)),
+    "a factor in the state": optax.inject_hyperparams(optax.scale)(step_size=0.5),
+    "centred gradients": optax.centralize(),
+    "a mask": optax.freeze({"bias": False, "kernel": True}),
+    "a norm that is noted": optax.snapshot("norm", optax.tree.norm),
+}
+NOT_LINEAR_IN_FRONT = {
+    "clip": optax.clip(1.0),
+    "global norm": optax.clip_by_global_norm(1.0),
+    "a norm in the state": optax.inject_hyperparams(optax.clip_by_global_norm)(max_norm=1.0),
+    "decay": optax.add_decayed_weights(1e-4),
+    "hidden NaNs": optax.zero_nans(),
+}
+
+
+@pytest.mark.parametrize("change", LINEAR_IN_FRONT)
+def test_what_is_linear_may_stand_in_front_of_a_scale(change):
+    mpx.check_chain(optax.chain(LINEAR_IN_FRONT[change], mpx.loss_scaling(RULE)))
+
+
+@pytest.mark.parametrize("change", NOT_LINEAR_IN_FRONT)
+@pytest.mark.parametrize("loss_scale", [None, mpx.StaticLossScale(8.0)], ids=["dynamic", "static"])
+def test_what_is_not_linear_in_front_of_a_scale_is_caught(change, loss_scale):
+    with pytest.raises(
+        ValueError, match=r"gradients reach `loss_scaling` scaled, but `\w+` in front of it is not linear"
+    ):
+        mpx.check_chain(optax.chain(NOT_LINEAR_IN_FRONT[change], mpx.loss_scaling(RULE, loss_scale)))
+
+
+@pytest.mark.parametrize("change", NOT_LINEAR_IN_FRONT)
+def test_it_may_stand_in_front_of_a_scale_that_is_always_1_and_inside_of_any(change):
+    mpx.check_chain(optax.chain(NOT_LINEAR_IN_FRONT[change], mpx.loss_scaling(RULE, mpx.NoOpLossScale())))
+    mpx.check_chain(mpx.loss_scaling(mpx.master_weights(optax.chain(NOT_LINEAR_IN_FRONT[change], optax.adam(1e-3)))))
+
+
+@pytest.mark.parametrize("loss_scale", [mpx.DynamicLossScale(), mpx.NoOpLossScale()], ids=["dynamic", "none"])
+@pytest.mark.parametrize("use_grad_mean", [True, False], ids=["mean", "sum"])
+def test_multi_steps_around_loss_scaling_are_caught(use_grad_mean, loss_scale):
+    """One NaN stays in their mean, whatever the scale; inside of `loss_scaling` they do not see it."""
+    with pytest.raises(ValueError, match=r"an average or a sum over steps .* every later step is skipped"):
+        mpx.check_chain(optax.MultiSteps(mpx.loss_scaling(RULE, loss_scale), 4, use_grad_mean))
+    mpx.check_chain(mpx.loss_scaling(optax.MultiSteps(RULE, 4, use_grad_mean), loss_scale))
+
+
+def test_multi_steps_around_loss_scaling_do_skip_every_later_step():
+    """Why it is refused: all three. Inside, only the step with the NaN is skipped."""
+    grads = [jnp.full(2, jnp.nan), *[jnp.ones(2)] * 5]
+    for tx, skipped in (
+        (optax.MultiSteps(mpx.loss_scaling(optax.sgd(1.0), mpx.NoOpLossScale()), 2), 3),
+        (mpx.loss_scaling(optax.MultiSteps(optax.sgd(1.0), 2), mpx.NoOpLossScale()), 1),
+    ):
+        state = tx.init(jnp.zeros(2))
+        for grad in grads:
+            _, state = tx.update(grad, state, jnp.zeros(2))
+        assert mpx.skipped_steps(state) == skipped
