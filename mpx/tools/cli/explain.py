@@ -33,7 +33,7 @@ def explain(
     ] = False,
     as_json: output.AsJson = False,
 ) -> None:
-    """Show line by line what mpx.autocast lowers in a function, what it keeps and why; nothing runs."""
+    """Show line by line what mpx.autocast narrows in a function, what it keeps and why; nothing runs."""
     if bool(shapes) == (arguments is not None):
         raise CommandError("give either the shapes of the arguments, or --arguments.")
     if grad and policy is None:
