@@ -1,1 +1,1 @@
-"""What `mpx.doctor` looks at: the packages and devices here, what they compute, and how fast."""
+"""Examine a machine: the packages and devices there, which dtypes are worth using, and whether mpx is exact."""
