@@ -60,10 +60,7 @@ from mpx._transforms.params_ema import params_ema as params_ema
 from mpx._transforms.stochastic_rounding import StochasticRoundingState as StochasticRoundingState
 from mpx._transforms.stochastic_rounding import stochastic_rounding as stochastic_rounding
 from mpx._transforms.upcast import upcast as upcast
-from mpx.tools.advise.advise import Advice as Advice
-from mpx.tools.advise.advise import AdviceRow as AdviceRow
 from mpx.tools.advise.advise import advise as advise
-from mpx.tools.advise.study import Errors as Errors
 from mpx.tools.monitor.underflow import underflow_report as underflow_report
 from mpx.tools.plan.capacity import largest_that_fits as largest_that_fits
 from mpx.tools.plan.compare_plans import compare_plans as compare_plans

@@ -1,8 +1,8 @@
-"""The contractions of a loss, and programs in which some of them ask for a higher precision."""
+"""List the contractions of a loss, and make some of them ask for a higher precision."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax import lax
 from jax.extend import core as jex_core
@@ -14,17 +14,16 @@ from mpx._autocast.transform import Autocast
 from mpx._jaxprs import CONTRACTIONS, closed_jaxpr, open_jaxpr
 
 
-@dataclasses.dataclass(frozen=True)
-class Contraction:
-    """A contraction of the loss's program: whether autocast lowers it, its FLOPs in a call, and its source line."""
+class Contraction(NamedTuple):
+    """A contraction of the loss: whether autocast narrows it, its FLOPs in a call, and its source line."""
 
-    is_lowered: bool
+    is_narrowed: bool
     flops: int
     where: str
 
 
 def contractions_of(plan: CastPlan, times: int = 1, outer: tuple[Any, ...] = ()) -> Iterator[Contraction]:
-    """Those of a plan and of the plans inside, in the order of `_with_precisions`."""
+    """Yield the contractions of a plan and of the plans inside, in the order of `_with_precisions`."""
     for step in plan.steps:
         eqn = step.eqn
         inner_times = times * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
@@ -34,8 +33,23 @@ def contractions_of(plan: CastPlan, times: int = 1, outer: tuple[Any, ...] = ())
             yield Contraction(step.action == "narrow", times * contraction.flops(eqn), line_of(eqn, outer))
 
 
+def asking(record: Autocast, precisions: Sequence[lax.Precision | None]) -> Autocast:
+    """Return an autocast of the same function whose contractions ask for these precisions.
+
+    Autocast never narrows a contraction that asks for the highest precision. None leaves one as it is.
+    """
+    plain = dataclasses.replace(record, policy=None)
+
+    def fun(params, batch):
+        traced = plain.trace((params, batch), {})
+        program = closed_jaxpr(_with_precisions(traced.plan, iter(precisions)))
+        return traced.rebuild(jex_core.jaxpr_as_fun(program)(*traced.arrays))
+
+    return dataclasses.replace(record, fun=fun)
+
+
 def _with_precisions(plan: CastPlan, precisions: Iterator[lax.Precision | None]) -> Any:
-    """The program of a plan whose contractions ask for these precisions, in order; None leaves one as it is."""
+    """Return the program of a plan with the precisions of its contractions exchanged."""
     eqns = []
     for step in plan.steps:
         eqn = step.eqn
@@ -52,19 +66,7 @@ def _with_precisions(plan: CastPlan, precisions: Iterator[lax.Precision | None])
 
 
 def _exchanged(value: Any, pairs: list[tuple[Any, Any]]) -> Any:
-    """A parameter of an equation with some programs, known by their identity, exchanged."""
+    """Return a parameter of an equation with its programs exchanged, which are known by their identity."""
     if type(value) is tuple:  # the branches of a `cond`
         return tuple(_exchanged(item, pairs) for item in value)
     return next((new for old, new in pairs if old is value), value)
-
-
-def asking(record: Autocast, precisions: Sequence[lax.Precision | None]) -> Autocast:
-    """An autocast of the same function whose contractions ask for these precisions: the highest is never lowered."""
-    plain = dataclasses.replace(record, policy=None)
-
-    def fun(params, batch):
-        traced = plain.trace((params, batch), {})
-        program = closed_jaxpr(_with_precisions(traced.plan, iter(precisions)))
-        return traced.rebuild(jex_core.jaxpr_as_fun(program)(*traced.arrays))
-
-    return dataclasses.replace(record, fun=fun)

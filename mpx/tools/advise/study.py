@@ -1,9 +1,10 @@
-"""Losses and gradients in several precisions, and their errors against float32."""
+"""Measure losses and gradients in several precisions, and their errors against float32."""
 
+import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -13,154 +14,112 @@ from jax import lax
 
 from mpx import _errors, _policy, _trees
 from mpx._autocast import compute
-from mpx._autocast.transform import Autocast
+from mpx._autocast.transform import Autocast, Traced
 from mpx._jaxprs import open_jaxpr
 from mpx._loss_scale import LossScale
 from mpx._policy import Policy
+from mpx.tools.advise.advice import PrecisionErrors
 from mpx.tools.advise.contractions import Contraction, asking, contractions_of
 
 _F32 = np.dtype(np.float32)
 
 
-@dataclasses.dataclass(frozen=True)
-class Errors:
-    """How far a loss and its gradient are from float32, means over the batches.
-
-    A relative error is |x - reference| / |reference|, of a gradient with the Euclidean norm. It is infinite where `x`
-    is infinite or NaN, and where only the reference is 0.
-
-    Attributes:
-        loss: of the loss.
-        gradient: of the gradient, all leaves as one vector.
-        leaves: of the gradient of each leaf: pairs of a path and an error.
-    """
-
-    loss: float
-    gradient: float
-    leaves: tuple[tuple[str, float], ...]
-
-    @property
-    def worst(self) -> float:
-        """The larger one of the errors of the loss and of the whole gradient: what a bound is for."""
-        return max(self.loss, self.gradient)
-
-
-@dataclasses.dataclass(frozen=True)
-class Candidate:
-    """What can be kept in float32: the fields are those of a row.
-
-    Attributes:
-        name: of the row.
-        pattern: of the override, None for a contraction.
-        positions: of its leaves among the floating ones.
-        contractions: those that it lowers, by their numbers.
-        flops: of these.
-        bytes: that its leaves take more.
-    """
-
-    name: str
-    pattern: str | None
-    positions: tuple[int, ...]
-    contractions: frozenset[int]
-    flops: int
-    bytes: int
-
-
 class Study:
-    """Losses and gradients of the same parameters and batches in several precisions, against those in float32."""
+    """Losses and gradients of the same parameters and batches in several precisions, compared with float32.
 
-    def __init__(self, record: Autocast, params: Any, batches: list[Any], loss_scale: LossScale) -> None:
-        self._record, self.params, self._batches = record, params, batches
-        self._scale = float(np.asarray(loss_scale.loss_scale))
+    Args:
+        record: the loss under autocast.
+        policy: the policy that is studied.
+        params: the float32 parameters.
+        batches: one batch or more, of the same shapes.
+        loss_scale: multiplies the loss where it is narrowed.
+    """
+
+    def __init__(
+        self, record: Autocast, policy: Policy, params: Any, batches: list[Any], loss_scale: LossScale
+    ) -> None:
+        self._record, self.policy, self.params, self._batches = record, policy, params, batches
+        self._scale = float(loss_scale.scale(jnp.ones((), _F32)))
         leaves = jax.tree.leaves_with_path(params)
         self.floating = [i for i, (_, leaf) in enumerate(leaves) if _trees.is_floating(leaf)]
         self.paths = [_trees.path_string(leaves[i][0]) for i in self.floating]
-        _require_scalar(record, params, batches[0])
-        self.contractions = self.contractions_with(self._policy.overrides)
-        # Remembered by what is lowered: leaves that no contraction uses share a program.
-        self._program = functools.cache(self._program_lowering)
+        traced = self._trace(policy)
+        _require_scalar(traced)
+        self.contractions = list(contractions_of(traced.plan))
+        # Leaves that no contraction uses share a program.
+        self._program = functools.cache(self._program_narrowing)
         self.errors_with = functools.cache(self._errors_with)
-        # Not weakly typed, as no stored one is: else programs would be compiled for each kind.
+        # Not weakly typed, as no stored array is: else programs would be compiled for each kind.
         self.wide = [jnp.asarray(leaves[i][1], _F32) for i in self.floating]
-        self._stored = self._floats(self._policy)
-        self._reference = self._run(self._program(frozenset()), self.wide, highest=True, scale=1.0)
+        self._stored = self._stored_by(policy)
+        self._reference = self._run(self._program(frozenset()), self.wide, is_narrow=False, scale=1.0)
         self._require_finite_reference()
 
-    @property
-    def _policy(self) -> Policy:
-        assert self._record.policy is not None, "made by `_record_of`"
-        return self._record.policy
+    def contractions_with(self, overrides: Iterable[tuple[str, Any]]) -> list[Contraction]:
+        """Return the contractions of the loss under the policy with these overrides in front of its own."""
+        policy = dataclasses.replace(self.policy, overrides=(*overrides, *self.policy.overrides))
+        return list(contractions_of(self._trace(policy).plan))
 
-    def contractions_with(self, overrides: tuple[tuple[str, Any], ...]) -> list[Contraction]:
-        """The contractions of the loss under the policy with these overrides in place of its own."""
-        record = self._with_policy(dataclasses.replace(self._policy, overrides=overrides))
-        return list(contractions_of(record.trace((self.params, self._batches[0]), {}).plan))
+    def errors_of_narrowing(self, positions: tuple[int, ...], contractions: frozenset[int]) -> PrecisionErrors:
+        """Return the errors if some leaves and contractions are narrowed, and everything else is float32."""
+        floats = [self._stored[i] if i in positions else x for i, x in enumerate(self.wide)]
+        scale = self._scale if contractions else 1.0
+        return self._errors(self._run(self._program(contractions), floats, is_narrow=False, scale=scale))
 
-    def errors_of_lowering(self, candidate: Candidate) -> Errors:
-        """The errors if one thing is lowered and all else is float32."""
-        floats = [self._stored[i] if i in candidate.positions else x for i, x in enumerate(self.wide)]
-        scale = self._scale if candidate.contractions else 1.0
-        return self._errors(self._run(self._program(candidate.contractions), floats, highest=True, scale=scale))
-
-    def _errors_with(self, policy: Policy, lines: tuple[str, ...]) -> Errors:
-        """The errors of a policy, as a training with it has them, with lines in `full_precision`."""
-        record = self._with_policy(policy.with_output_dtype(_F32))
+    def _errors_with(self, policy: Policy, lines: tuple[str, ...]) -> PrecisionErrors:
+        """Return the errors that a training run with a policy has, with some lines in `full_precision`."""
+        record = self._under(policy)
         if lines:
-            wide = [lax.Precision.HIGHEST if c.where in lines else None for c in self.contractions]
-            record = asking(record, wide)
-        leaves = [leaf for _, leaf in jax.tree.leaves_with_path(policy.cast_to_param(self.params))]
-        grids = [leaf.dtype if _trees.is_narrower(leaf, _F32) else None for leaf in leaves]
-        grids += [None] * len(jax.tree.leaves(self._batches[0]))
-        program = self._gradient(record, grids)
-        return self._errors(self._run(program, self._floats(policy), highest=False, scale=self._scale))
+            record = asking(record, [lax.Precision.HIGHEST if c.where in lines else None for c in self.contractions])
+        leaves = jax.tree.leaves(policy.cast_to_param(self.params))
+        dtypes = [leaf.dtype if _trees.is_narrower(leaf, _F32) else None for leaf in leaves]
+        program = self._gradient(record, [*dtypes, *[None] * len(jax.tree.leaves(self._batches[0]))])
+        return self._errors(self._run(program, self._stored_by(policy), is_narrow=True, scale=self._scale))
 
-    def _with_policy(self, policy: Policy) -> Autocast:
-        return dataclasses.replace(self._record, policy=policy)
+    def _under(self, policy: Policy) -> Autocast:
+        """Return the loss under a policy, but in float32: an output dtype would round nothing but the loss."""
+        return dataclasses.replace(self._record, policy=policy.with_output_dtype(_F32))
 
-    def _floats(self, policy: Policy) -> list[Any]:
-        """The floating leaves as a policy stores them, in float32 again: two programs, so that none drops that."""
+    def _trace(self, policy: Policy) -> Traced:
+        return self._under(policy).trace((self.params, self._batches[0]), {})
+
+    def _stored_by(self, policy: Policy) -> list[Any]:
+        """Return the floating leaves as a policy stores them, in float32 again: two programs, or XLA drops that."""
         leaves = jax.tree.leaves(_policy.cast_to_full(policy.cast_to_param(self.params)))
         return [jnp.asarray(leaves[i], _F32) for i in self.floating]
 
-    def _program_lowering(self, lowered: frozenset[int]) -> Callable[..., Any]:
-        """Loss and gradient with some contractions lowered, and no other one."""
-        asked = [
-            lax.Precision.DEFAULT if i in lowered else lax.Precision.HIGHEST if c.is_lowered else None
+    def _program_narrowing(self, narrowed: frozenset[int]) -> Callable[..., Any]:
+        """Return the loss and gradient with some contractions narrowed, and no others."""
+        precisions = [
+            lax.Precision.DEFAULT if i in narrowed else lax.Precision.HIGHEST if c.is_narrowed else None
             for i, c in enumerate(self.contractions)
         ]
-        record = asking(self._record, asked)
-        if not lowered:  # nothing else either: a user's rules may lower sums
+        record = asking(self._under(self.policy), precisions)
+        if not narrowed:  # a user's rules may narrow other operations, but not those of the reference
             settings = dataclasses.replace(record.settings, compute=compute.F32, gradient_dtype=None)
             record = dataclasses.replace(record, settings=settings)
         return self._gradient(record, None)
 
-    def _gradient(self, record: Autocast, grids: list[np.dtype | None] | None) -> Callable[..., Any]:
-        """A compiled function of floating leaves, a batch and a scale: the loss, and the scaled gradients."""
+    def _gradient(self, record: Autocast, dtypes: list[np.dtype | None] | None) -> Callable[..., Any]:
+        """Compile a function from floating leaves, a batch and a scale to the loss and the scaled gradients."""
         leaves, treedef = jax.tree.flatten(self.params)
 
         def scaled_loss(floats, batch, scale):
             merged = list(leaves)
             for i, x in zip(self.floating, floats, strict=True):
                 merged[i] = x
-            loss = record.call((treedef.unflatten(merged), batch), {}, grids)
+            loss = record.call((treedef.unflatten(merged), batch), {}, dtypes)
             return loss * scale.astype(loss.dtype), loss
 
-        def gradient(floats, batch, scale):
-            grads, loss = jax.grad(scaled_loss, has_aux=True)(floats, batch, scale)
-            return loss, grads
+        return jax.jit(jax.grad(scaled_loss, has_aux=True))
 
-        return jax.jit(gradient)
-
-    def _run(self, program: Callable[..., Any], floats: list[Any], *, highest: bool, scale: float) -> list[Any]:
-        """Loss and gradients for each batch, on the host."""
+    def _run(self, program: Callable[..., Any], floats: list[Any], *, is_narrow: bool, scale: float) -> list[Any]:
+        """Return the loss and the unscaled gradients of each batch, on the host."""
         results = []
-        for batch in self._batches:
-            if highest:
-                with jax.default_matmul_precision("highest"):
-                    loss, grads = program(floats, batch, np.float32(scale))
-            else:
-                loss, grads = program(floats, batch, np.float32(scale))
-            results.append((float(loss), [_unscaled(np.asarray(g), scale) for g in grads]))
+        with contextlib.nullcontext() if is_narrow else jax.default_matmul_precision("highest"):
+            for batch in self._batches:
+                grads, loss = program(floats, batch, np.float32(scale))
+                results.append((float(loss), [np.asarray(g, np.float64) / scale for g in grads]))
         return results
 
     def _require_finite_reference(self) -> None:
@@ -173,37 +132,25 @@ class Study:
                     + ". There is nothing to compare with: mend that first."
                 )
 
-    def _errors(self, results: list[Any]) -> Errors:
-        columns = []
-        for (loss, grads), (true_loss, true_grads) in zip(results, self._reference, strict=True):
-            squares = [_squares(g, true) for g, true in zip(grads, true_grads, strict=True)]
-            total = [math.fsum(column) for column in zip(*squares, strict=True)]
-            pairs = [_squares(loss, true_loss), total, *squares]
-            columns.append([_ratio(*pair) for pair in pairs])
-        loss, gradient, *leaves = (math.fsum(column) / len(column) for column in zip(*columns, strict=True))
-        return Errors(loss, gradient, tuple(zip(self.paths, leaves, strict=True)))
+    def _errors(self, results: list[Any]) -> PrecisionErrors:
+        pairs = list(zip(results, self._reference, strict=True))
+        losses = [_error([loss], [true_loss]) for (loss, _), (true_loss, _) in pairs]
+        gradients = [_error(grads, true_grads) for (_, grads), (_, true_grads) in pairs]
+        return PrecisionErrors(math.fsum(losses) / len(losses), math.fsum(gradients) / len(gradients))
 
 
-def _unscaled(gradient: np.ndarray, scale: float) -> np.ndarray:
-    return gradient if scale == 1 else gradient.astype(np.float64) / scale
+def _error(arrays: list[Any], references: list[Any]) -> float:
+    """Return the relative error of arrays, all as one vector, in float64."""
+    flat = lambda arrays: np.concatenate([np.ravel(np.asarray(x, np.float64)) for x in arrays])
+    x, reference = flat(arrays), flat(references)
+    if not np.isfinite(x).all():
+        return math.inf
+    error, norm = float(np.linalg.norm(x - reference)), float(np.linalg.norm(reference))
+    return error / norm if norm else math.inf if error else 0.0
 
 
-def _squares(x: Any, reference: Any) -> tuple[float, float]:
-    """The squares of the norms of a difference (infinite for infinities and NaN) and of the reference, in float64."""
-    x, reference = np.asarray(x, np.float64), np.asarray(reference, np.float64)
-    difference = float(np.sum((x - reference) ** 2)) if np.isfinite(x).all() else math.inf
-    return difference, float(np.sum(reference**2))
-
-
-def _ratio(difference: float, reference: float) -> float:
-    if difference == 0:
-        return 0.0
-    return math.sqrt(difference / reference) if reference else math.inf
-
-
-def _require_scalar(record: Autocast, params: Any, batch: Any) -> None:
-    """Raises unless the function returns one real floating number."""
-    traced = record.trace((params, batch), {})
+def _require_scalar(traced: Traced) -> None:
+    """Raise unless the function returns one real floating number."""
     out: list[Any] = [v.aval for v in open_jaxpr(traced.plan.jaxpr).outvars]
     if jax.tree_util.treedef_is_leaf(traced.treedef) and len(out) == 1:
         if out[0].shape == () and jnp.issubdtype(out[0].dtype, jnp.floating):
