@@ -408,7 +408,7 @@ def test_in_front_of_loss_scaling_gradients_are_scaled_and_inside_they_are_not()
     params = jnp.ones(4)
     _, state = tx.update(jnp.full(4, 2.0**-20), tx.init(params), params)
     assert float(state[0].measurements["underflow"]) == 0
-    assert float(state[1][0].measurements["underflow"]) == 1
+    assert float(state[1].inner_state[0].measurements["underflow"]) == 1
 
 
 @pytest.mark.parametrize("measures", [None, {"a": 1}, [monitor.underflow("f16")], monitor.underflow("f16")])
