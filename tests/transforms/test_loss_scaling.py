@@ -1,5 +1,9 @@
+import dataclasses
 import functools
+import itertools
+from typing import Any, NamedTuple
 
+import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import mpx
-from tests.helpers import assert_same_bits, bits, eight_cpu_devices
+from tests.helpers import assert_same_bits, bits, eight_cpu_devices, types_of
 
 pytestmark = [pytest.mark.optax_promotion, pytest.mark.eager]
 
@@ -37,28 +41,9 @@ def good_grads(scale):
     return jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), jnp.float32) * scale, params())
 
 
-@pytest.mark.parametrize("poison", [np.inf, -np.inf, np.nan])
-@pytest.mark.parametrize("leaf", ["kernel", "bias", "scale"])
 @pytest.mark.parametrize("wrapped", WRAPPED)
-def test_a_skip_is_total(wrapped, leaf, poison):
+def test_a_skip_is_total(wrapped):
     """One bad number: parameters, masters, moments, counts, keys and low bits keep their bits; -0.0 stays -0.0."""
-    tx = mpx.loss_scaling(WRAPPED[wrapped])
-    before, state = params(), tx.init(params())
-    step = compiled_step(wrapped)
-    for _ in range(2):
-        before, state = step(before, state, good_grads(state.loss_scale))
-    bad = good_grads(state.loss_scale)
-    bad[leaf] = bad[leaf].at[0].set(poison)
-    after, new_state = step(before, state, bad)
-    assert_same_bits(after, before)
-    assert_same_bits(new_state.inner_state, state.inner_state)
-    assert int(new_state.skipped_steps) == int(state.skipped_steps) + 1 == 1
-    assert float(new_state.loss_scale) == float(state.loss_scale) / 2
-    assert int(new_state.scale_state.counter) == 0
-
-
-@functools.cache
-def compiled_step(wrapped):
     tx = mpx.loss_scaling(WRAPPED[wrapped])
 
     @jax.jit
@@ -66,7 +51,20 @@ def compiled_step(wrapped):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    return step
+    before, state = params(), tx.init(params())
+    for _ in range(2):
+        before, state = step(before, state, good_grads(state.loss_scale))
+    for leaf, poison in itertools.product(before, [np.inf, -np.inf, np.nan]):
+        bad = good_grads(state.loss_scale)
+        bad[leaf] = bad[leaf].at[0].set(poison)
+        after, new_state = step(before, state, bad)
+        assert_same_bits(after, before)
+        assert_same_bits(new_state.inner_state, state.inner_state)
+        assert types_of(new_state) == types_of(state)
+        assert int(new_state.skipped_steps) == int(state.skipped_steps) + 1 == 1
+        assert float(new_state.loss_scale) == float(state.loss_scale) / 2
+        assert int(new_state.scale_state.counter) == 0
+        assert int(new_state.first_nonfinite) == sorted(before).index(leaf)
 
 
 def test_without_it_one_bad_number_destroys_the_training():
@@ -82,37 +80,35 @@ def test_a_good_step_counts_and_changes_no_scale():
     tx = mpx.loss_scaling(optax.sgd(1.0))
     state = tx.init(jnp.ones(2))
     _, new_state = tx.update(jnp.ones(2), state)
-    assert (int(new_state.scale_state.counter), int(new_state.skipped_steps)) == (1, 0)
+    assert_same_bits(new_state.scale_state, state.scale_state._replace(counter=jnp.int32(1)))
+    assert_same_bits(new_state[2:], state[2:])
     assert_same_bits(new_state.loss_scale, state.loss_scale)
 
 
-def test_a_skipped_update_is_minus_zero():
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.complex64])
+def test_a_skipped_update_is_minus_zero(dtype):
     """Adding +0.0 would turn a weight of -0.0 into +0.0."""
     tx = mpx.loss_scaling(optax.sgd(1.0))
-    updates, _ = tx.update(jnp.asarray([1.0, jnp.nan], jnp.float32), tx.init(jnp.ones(2, jnp.float32)))
-    assert (bits(updates) == 0x8000_0000).all()
-
-
-def test_a_skipped_update_of_a_complex_leaf_is_minus_zero_in_both_parts():
-    tx = mpx.loss_scaling(optax.sgd(1.0))
-    params = jnp.asarray([complex(-0.0, -0.0)], jnp.complex64)
-    updates, _ = tx.update(jnp.asarray([complex(1.0, jnp.nan)], jnp.complex64), tx.init(params))
+    zero = np.asarray(-0.0 if dtype == jnp.float32 else complex(-0.0, -0.0), dtype)
+    params = jnp.asarray([zero, zero])
+    updates, _ = tx.update(jnp.asarray([1.0, jnp.nan], dtype), tx.init(params))
+    assert_same_bits(updates, params)
     assert_same_bits(optax.apply_updates(params, updates), params)
 
 
-def three_updates(tx, scale):
-    """The last updates and the state."""
-    step, state, start = jax.jit(tx.update), tx.init(params()), params()
-    for _ in range(3):
-        updates, state = step(good_grads(scale), state, start)
-    return updates, state
-
-
 def test_the_training_is_the_same_under_any_power_of_two_scale():
-    expected, plain_state = three_updates(mpx.master_weights(RULE), 1.0)
+    def three_updates(tx, exponent=0):
+        step, state = jax.jit(tx.update), tx.init(params())
+        if exponent:
+            state = state._replace(loss_scale=jnp.float32(2.0**exponent))
+        for _ in range(3):
+            updates, state = step(good_grads(2.0**exponent), state, params())
+        return updates, state
+
+    expected, plain_state = three_updates(mpx.master_weights(RULE))
+    tx = mpx.loss_scaling(mpx.master_weights(RULE), mpx.StaticLossScale(1.0))
     for exponent in (0, 1, 15, 24):
-        scale = mpx.StaticLossScale(2.0**exponent)
-        updates, state = three_updates(mpx.loss_scaling(mpx.master_weights(RULE), scale), scale.loss_scale)
+        updates, state = three_updates(tx, exponent)
         assert_same_bits(updates, expected)
         assert_same_bits(state.inner_state, plain_state)
 
@@ -123,36 +119,38 @@ def test_clipping_inside_sees_true_gradients():
     assert updates.tolist() == [0.5, 0.0]
 
 
-def test_float16_gradients_are_unscaled_in_float32():
-    """2**-20 / 2**15 has no float16 value."""
-    tx = mpx.loss_scaling(optax.identity())
-    updates, _ = tx.update(jnp.full(2, 2.0**-20, jnp.float16), tx.init(jnp.ones(2)))
-    assert_same_bits(updates, jnp.full(2, 2.0**-35, jnp.float32))
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e5m2"])
+@pytest.mark.parametrize("scale", [mpx.DynamicLossScale(), mpx.StaticLossScale(2.0**15), mpx.NoOpLossScale()])
+def test_narrow_gradients_are_unscaled_in_float32(scale, dtype):
+    """2**-14 / 2**15 has no float16 value; JAX promotes no 8-bit float by itself."""
+    tx = mpx.loss_scaling(optax.identity(), scale)
+    updates, state = tx.update(jnp.full(2, 2.0**-14, dtype), tx.init(jnp.ones(2)))
+    assert_same_bits(updates, jnp.full(2, 2.0**-14 / float(scale.loss_scale), jnp.float32))
+    _, state = tx.update(jnp.full(2, jnp.inf, dtype), state)
+    assert int(state.skipped_steps) == 1
 
 
 @pytest.mark.parametrize("loss_scale", [mpx.NoOpLossScale(), mpx.StaticLossScale(8.0)])
 def test_a_scale_that_does_not_adapt_still_skips(loss_scale):
     tx = mpx.loss_scaling(optax.sgd(1.0), loss_scale)
-    state = tx.init(jnp.ones(2))
-    _, new_state = tx.update(jnp.asarray([1.0, jnp.inf]), state)
-    assert int(new_state.skipped_steps) == 1
-    assert float(new_state.loss_scale) == float(loss_scale.loss_scale)
+    _, state = tx.update(jnp.asarray([1.0, jnp.inf]), tx.init(jnp.ones(2)))
+    assert int(state.skipped_steps) == 1
+    assert float(state.loss_scale) == float(loss_scale.loss_scale)
 
 
 def test_no_step_waits_for_the_host():
     tx = mpx.loss_scaling(mpx.master_weights(RULE))
     program = jax.jit(tx.update).lower(good_grads(1.0), tx.init(params()), params()).as_text()
-    assert "callback" not in program
-    assert "stablehlo.case" not in program
-    assert "stablehlo.if" not in program
+    for word in ("callback", "stablehlo.case", "stablehlo.if"):
+        assert word not in program
 
 
-def test_skipped_steps_saturate():
-    tx = mpx.loss_scaling(optax.sgd(1.0))
+def test_counters_saturate():
+    tx = mpx.loss_scaling(optax.sgd(1.0), mpx.StaticLossScale(1.0))
     most = np.int32(np.iinfo(np.int32).max)
-    state = optax.tree.set(tx.init(jnp.ones(2)), skipped_steps=jnp.asarray(most), bad_steps=jnp.asarray(most))
+    state = tx.init(jnp.ones(2))._replace(skipped_steps=jnp.asarray(most), stuck_steps=jnp.asarray(most))
     _, state = tx.update(jnp.full(2, jnp.nan), state)
-    assert (state.skipped_steps, state.scale_state.bad_steps) == (most, most)
+    assert (state.skipped_steps, state.stuck_steps) == (most, most)
 
 
 def test_hysteresis_survives_the_optimizer_state():
@@ -164,8 +162,37 @@ def test_hysteresis_survives_the_optimizer_state():
     assert scales == [2.0**10, 2.0**10, 2.0**9, 2.0**9, 2.0**10, 2.0**10, 2.0**9]
 
 
+def test_a_run_goes_on_with_the_settings_of_its_program_and_the_counters_of_its_checkpoint():
+    """A minimum of 4 in the checkpoint, of 1/4 in the program."""
+    make = lambda low: mpx.loss_scaling(optax.sgd(1.0), mpx.DynamicLossScale(4.0, 0, 10, 2, low, hysteresis=2))
+    old, new = make(4.0), make(0.25)
+    bad, state = jnp.full(1, jnp.nan), old.init(jnp.ones(1))
+    for tx, expected in [(old, 4.0), (old, 4.0), (new, 2.0), (new, 1.0), (new, 0.5), (new, 0.25), (new, 0.25)]:
+        _, state = tx.update(bad, state)
+        assert float(state.loss_scale) == expected
+    assert float(mpx.get_loss_scale(state).min_loss_scale) == 0.25
+
+
+# --- several devices --------------------------------------------------------------------------------------------------
+
+
+def test_leaves_may_lie_on_different_devices_outside_of_jit():
+    """Each device has a layer: no operation may take arrays of both."""
+    tx = mpx.loss_scaling(optax.sgd(0.5, momentum=0.5))
+    placed = lambda values: [jax.device_put(jnp.full(2, x), d) for x, d in zip(values, jax.devices()[:2], strict=True)]
+    params = placed([1.0, 1.0])
+    state = tx.init(params)
+    for values in ([1.0, jnp.nan], [2.0**14, 2.0**14], [2.0**13, 2.0**13]):
+        updates, state = tx.update(placed(values), state, params)
+        params = optax.apply_updates(params, updates)
+    assert int(state.skipped_steps) == int(state.first_nonfinite) == 1
+    for p, device in zip(params, jax.devices()[:2], strict=True):
+        assert p.devices() == {device}
+        assert p.tolist() == [0.0, 0.0]  # gradients of 1 and 1/2, momenta of 1 and 1
+
+
 def poisoned_on_one_device():
-    """Gradients for eight devices, the last of which has a NaN."""
+    """Return gradients for eight devices, the last of which has a NaN."""
     return jnp.ones((8, 2), jnp.float32).at[7, 1].set(jnp.nan)
 
 
@@ -196,39 +223,125 @@ def test_inside_pmap_all_devices_agree_that_a_step_is_bad():
         updates, state = tx.update(grads, tx.init(params), params)
         return updates, state.skipped_steps
 
-    updates, skipped = jax.pmap(step, axis_name="data", in_axes=(0, None), devices=jax.devices("cpu"))(
-        poisoned_on_one_device(), jnp.ones(2)
-    )
+    devices = jax.devices("cpu")
+    step = jax.pmap(step, axis_name="data", in_axes=(0, None), devices=devices)
+    updates, skipped = step(poisoned_on_one_device(), jnp.ones(2))
     assert skipped.tolist() == [1] * 8
     assert (bits(updates) == 0x8000_0000).all()
 
 
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
 class TestErrors:
-    def test_a_number_as_loss_scale_is_refused(self):
-        with pytest.raises(TypeError, match=r"but got float; a number goes into `StaticLossScale\(number\)`"):
-            mpx.loss_scaling(optax.sgd(1.0), 1024.0)
-
-    @pytest.mark.parametrize(
-        ("loss_scale", "wrong"),
-        [
-            (mpx.StaticLossScale(1000), "loss_scale=1000"),
-            (mpx.StaticLossScale(0), "loss_scale=0"),
-            (mpx.StaticLossScale(2.0**127), "loss_scale=1.7"),  # its reciprocal is subnormal
-            (mpx.DynamicLossScale(jnp.float32(3)), "loss_scale=3.0"),
-            (mpx.DynamicLossScale(factor=1.5), "factor=1.5"),
-            (mpx.DynamicLossScale(min_loss_scale=0.3), "min_loss_scale=0.3"),
-            (mpx.DynamicLossScale(max_loss_scale=65504.0), "max_loss_scale=65504.0"),
-        ],
-    )
-    def test_a_scale_that_is_not_a_power_of_two_is_refused(self, loss_scale, wrong):
-        with pytest.raises(ValueError, match=f"must be powers of two, but got {wrong}"):
-            mpx.loss_scaling(optax.sgd(1.0), loss_scale)
-
-    def test_a_scale_outside_its_bounds_is_refused(self):
-        with pytest.raises(ValueError, match=r"between `min_loss_scale` and `max_loss_scale`, but got 33554432.0"):
-            mpx.loss_scaling(optax.sgd(1.0), mpx.DynamicLossScale(2.0**25))
+    @pytest.mark.parametrize("start", [0.5, 2.0**25])
+    def test_a_scale_outside_its_bounds_is_refused(self, start):
+        message = rf"between `min_loss_scale` and `max_loss_scale`, but got {start} and \[1.0, 16777216.0\]"
+        with pytest.raises(ValueError, match=message):
+            mpx.loss_scaling(optax.sgd(1.0), mpx.DynamicLossScale(start))
 
     def test_integer_gradients_are_refused(self):
         tx = mpx.loss_scaling(optax.sgd(1.0))
         with pytest.raises(TypeError, match="`loss_scaling` needs floating-point gradients"):
             tx.update(jnp.ones(2, jnp.int32), tx.init(jnp.ones(2)))
+
+    def test_gradients_of_wrong_shapes_are_named(self):
+        """With parameters by theirs, without them by the state of the rule."""
+        tx = mpx.loss_scaling(optax.adam(1.0))
+        params = {"a": jnp.ones(2), "w": jnp.ones((3, 2))}
+        grads = {"a": jnp.ones(2), "w": jnp.ones((5, 3, 2))}
+        shapes = r"'w': update float32\[5, 3, 2\], parameter float32\[3, 2\]\nIs a mean over examples missing"
+        with pytest.raises(ValueError, match=f"`loss_scaling`: gradients .*\n  {shapes}"):
+            tx.update(grads, tx.init(params), params)
+        message = r"`loss_scaling`: .*\n  '0/mu/w': from float32\[3, 2\] to float32\[5, 3, 2\]\n"
+        with jax.numpy_rank_promotion("allow"), pytest.raises(ValueError, match=message):
+            tx.update(grads, tx.init(params))
+
+    def test_the_state_of_another_loss_scale_is_refused(self):
+        state = mpx.loss_scaling(optax.sgd(1.0), mpx.StaticLossScale(1.0)).init(jnp.ones(2))
+        with pytest.raises(TypeError, match=r"`loss_scaling` needs the `DynamicLossScaleState` .* but got Static"):
+            mpx.loss_scaling(optax.sgd(1.0)).update(jnp.ones(2), state)
+
+
+# --- a loss scale from outside of mpx ---------------------------------------------------------------------------------
+
+
+class LinearState(NamedTuple):
+    good_steps: jax.Array
+    step: jax.Array
+
+    def at(self, loss_scale):
+        return Linear(loss_scale, **self._asdict())
+
+
+@dataclasses.dataclass(frozen=True)
+class Linear(mpx.LossScale):
+    """A loss scale that grows by `step` at every second good step in a row, and backs off by 4 to 1 at least."""
+
+    loss_scale: Any = 64.0
+    good_steps: Any = 0
+    step: Any = 16.0
+    powers_of_two = ()
+
+    def adjust(self, grads_finite):
+        good_steps = jnp.where(grads_finite, self.good_steps + 1, 0)
+        grown = jnp.where(good_steps % 2 == 0, self.loss_scale + self.step, self.loss_scale)
+        scale = jnp.where(grads_finite, grown, jnp.maximum(self.loss_scale / 4, 1.0))
+        return dataclasses.replace(self, loss_scale=scale, good_steps=good_steps)
+
+    @property
+    def can_shrink(self):
+        return self.loss_scale > 1
+
+    def state(self):
+        return LinearState(jnp.asarray(self.good_steps, jnp.int32), jnp.asarray(self.step, jnp.float32))
+
+    def resume(self, loss_scale, state):
+        return dataclasses.replace(self, loss_scale=loss_scale, good_steps=state.good_steps)
+
+
+def test_a_loss_scale_from_outside_trains_is_found_and_checked_and_goes_on_from_a_checkpoint():
+    tx = optax.chain(optax.identity(), mpx.loss_scaling(mpx.master_weights(optax.sgd(0.125)), Linear(step=32.0)))
+    pattern = np.array([1, 1, 1, 1, 0, 1, 0, 0, 1, 1, 0, 0, 0, 0, 0], bool)
+    params = {"a": jnp.ones(2, jnp.bfloat16), "w": jnp.ones(2, jnp.bfloat16)}
+
+    @jax.jit
+    def step(carry, finite):
+        params, state = carry
+        loss = lambda params: (params["w"].astype(jnp.float32) * jnp.where(finite, 1.0, jnp.nan)).sum()
+        grads = mpx.grad(loss, mpx.get_loss_scale(state))(params)
+        updates, state = tx.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), mpx.get_loss_scale(state).loss_scale
+
+    whole, scales = jax.lax.scan(step, (params, tx.init(params)), pattern)
+    expected, scale, good = [], 64.0, 0
+    for finite in pattern:
+        good = good + 1 if finite else 0
+        scale = max(scale / 4, 1.0) if not finite else scale + 32.0 * (good % 2 == 0)
+        expected.append(scale)
+    assert scales.tolist() == expected
+    assert {64.0, 128.0, 1.0} <= set(expected)  # it has grown and reached its minimum
+    assert float(whole[0]["w"][0]) == 1 - 0.125 * pattern.sum()
+
+    half, _ = jax.lax.scan(step, (params, tx.init(params)), pattern[:9])
+    saved = flax.serialization.to_bytes(half)
+    restored = flax.serialization.from_bytes(jax.eval_shape(lambda: (params, tx.init(params))), saved)
+    assert_same_bits(jax.lax.scan(step, jax.tree.map(jnp.asarray, restored), pattern[9:])[0], whole)
+
+    found = mpx.get_loss_scale(whole[1])
+    assert isinstance(found, Linear)
+    assert (float(found.loss_scale), int(found.good_steps), float(found.step)) == (1.0, 0, 32.0)
+    assert isinstance(jax.jit(mpx.get_loss_scale)(whole[1]), Linear)
+    with pytest.raises(mpx.StuckError, match=r"2 steps in a row .* loss scale of 1,.*\n?.* NaN was 'w'"):
+        mpx.check_health(whole[1], params=params, max_stuck_steps=2)
+    mpx.check_health(whole[1], max_stuck_steps=3)
+
+
+def test_a_class_without_a_state_is_told_what_it_lacks():
+    @dataclasses.dataclass(frozen=True)
+    class Mine(mpx.LossScale):
+        loss_scale: float = 2.0
+
+    assert mpx.value_and_grad(lambda w: 3 * w, Mine())(jnp.float32(1)) == (3, 6)
+    with pytest.raises(NotImplementedError, match="Mine must define `state`; see `LossScale`"):
+        mpx.loss_scaling(optax.sgd(1.0), Mine())
