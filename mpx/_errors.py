@@ -19,7 +19,7 @@ def listed(names: Sequence[str], most: int) -> str:
 
 
 def leaves_error(
-    kind: type[Exception], what: str, leaves: Mapping[_trees.Path, str], remedy: str, prefix: str = ""
+    kind: type[Exception], what: str, leaves: Mapping[_trees.Path, str], remedy: str, tree: Any = None, prefix: str = ""
 ) -> Exception:
     """Return an error that lists every offending leaf by its path, and says what to do.
 
@@ -28,10 +28,13 @@ def leaves_error(
         what: is wrong, without the colon.
         leaves: what is wrong with each leaf, by its path.
         remedy: what to do.
+        tree: in which the leaves stand, to name them as `path_string` does.
         prefix: the name of the tree, such as `grads`.
     """
-    name = lambda path: f"{prefix}[{_trees.path_string(path)!r}]" if prefix else repr(_trees.path_string(path))
-    lines = [f"  {name(path)}: {text}" for path, text in leaves.items()]
+    name = lambda path: repr(_trees.path_string(path, tree))
+    lines = [
+        f"  {prefix}[{name(path)}]: {text}" if prefix else f"  {name(path)}: {text}" for path, text in leaves.items()
+    ]
     return kind("\n".join([f"{what}:", *lines, remedy]))
 
 
@@ -95,7 +98,7 @@ def require_same_shapes(updates: Any, params: Any, caller: str) -> None:
     }
     if wrong:
         what = f"`{caller}`: gradients or updates do not have the shapes of their parameters"
-        raise leaves_error(ValueError, what, wrong, "Is a mean over examples missing?")
+        raise leaves_error(ValueError, what, wrong, "Is a mean over examples missing?", params)
 
 
 def require_params(params: Any, caller: str) -> None:
@@ -121,7 +124,7 @@ def require_differentiable(grads: Any, caller: str) -> None:
             "Differentiate the floating leaves only (as `equinox.filter_grad` does), or wrap the optimizer in "
             "`optax.masked`."
         )
-        raise leaves_error(TypeError, what, wrong, remedy, prefix="grads")
+        raise leaves_error(TypeError, what, wrong, remedy, grads, prefix="grads")
 
 
 def require_same_leaves(stored: Any, params: Any, fits: Callable[[Any, Any], bool], caller: str) -> None:
@@ -149,7 +152,7 @@ def require_same_leaves(stored: Any, params: Any, fits: Callable[[Any, Any], boo
             "`optax.apply_updates` keeps dtypes (`equinox.apply_updates` does not), and `Policy.cast_to_param` "
             "restores them."
         )
-        raise leaves_error(ValueError, what, wrong, remedy)
+        raise leaves_error(ValueError, what, wrong, remedy, params)
 
 
 def _kept(stored: Any) -> str:

@@ -107,7 +107,8 @@ class Policy:
             w     (2, 3)  bfloat16  bfloat16     12
             total                                16
         """
-        leaves = [(_trees.path_string(path), leaf) for path, leaf in jax.tree.leaves_with_path(tree)]
+        names = _trees.path_names(tree)
+        leaves = [(names[path], leaf) for path, leaf in jax.tree.leaves_with_path(tree)]
         self._check_overrides_match([path for path, leaf in leaves if _trees.is_floating(leaf)])
         rows, counted, total = [], set(), 0
         for path, leaf in leaves:
@@ -131,7 +132,7 @@ class Policy:
     def _cast(self, tree: T, default: np.dtype) -> T:
         if not self.overrides:
             return _trees.cast_tree(tree, default)
-        return _trees.cast_by_path(tree, lambda path: self._dtype_at(_trees.path_string(path), default))
+        return _trees.cast_by_path(tree, lambda path: self._dtype_at(path, default))
 
     def override_at(self, path: str) -> np.dtype | None:
         """The dtype that an override asks for a leaf with this "/"-joined path, or None if none speaks of it."""

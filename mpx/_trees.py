@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 T = TypeVar("T")
 Path = tuple[Any, ...]
 
-_NNX_VALUE = jax.tree_util.GetAttrKey("value")
+_VALUE = jax.tree_util.GetAttrKey("value")
 
 
 def is_floating(leaf: Any) -> bool:
@@ -66,11 +66,33 @@ def is_masked(leaf: Any) -> bool:
     return isinstance(leaf, optax.MaskedNode)
 
 
-def path_string(path: Path) -> str:
-    """A key path in the form `layers/0/kernel`; the `value` of a Flax NNX variable goes by the variable's name."""
-    if len(path) > 1 and path[-1] == _NNX_VALUE:
-        path = path[:-1]
-    return jax.tree_util.keystr(path, simple=True, separator="/")
+def path_string(path: Path, tree: Any = None) -> str:
+    """Return a key path in the form `layers/0/kernel`.
+
+    Args:
+        path: of a leaf.
+        tree: in which it stands. With it, the array of a Flax variable goes by the variable's name: its `.value` is
+            dropped. A field that a user has called `value` never is.
+    """
+    names = {} if tree is None or not path or path[-1] != _VALUE else path_names(tree)
+    return names.get(path) or jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def path_names(tree: Any) -> dict[Path, str]:
+    """Return the names of all leaves of a tree by their key paths, as `path_string` gives them."""
+    names = {}
+    for path, node in jax.tree.leaves_with_path(tree, is_leaf=_is_variable):
+        inside = jax.tree.leaves_with_path(node) if _is_variable(node) else [((), node)]
+        for rest, _ in inside:
+            named = path if path and rest == (_VALUE,) else path + rest
+            names[path + rest] = jax.tree_util.keystr(named, simple=True, separator="/")
+    return names
+
+
+def _is_variable(node: Any) -> bool:
+    """Return whether this is a box in which Flax keeps one array: a variable of NNX, or a box of Linen."""
+    kinds = ((kind.__module__, kind.__name__) for kind in type(node).__mro__)
+    return any(module.startswith("flax.") and name in ("Variable", "AxisMetadata") for module, name in kinds)
 
 
 def leaves_by_path(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[Path, Any]:
@@ -122,8 +144,8 @@ def cast_tree(tree: T, dtype: DTypeLike, which: Callable[[Any], bool] = lambda l
     return treedef.unflatten(_cast_leaves(leaves, dtypes))
 
 
-def cast_by_path(tree: T, dtype_at: Callable[[Path], np.dtype]) -> T:
-    """Casts each floating leaf of a tree to the dtype that a function gives for its key path.
+def cast_by_path(tree: T, dtype_at: Callable[[str], np.dtype]) -> T:
+    """Cast each floating leaf of a tree to the dtype that a function returns for its path as a string.
 
     A leaf of the right dtype is returned as the same object; entries that are one array stay one array; each
     array keeps its sharding. All concrete arrays of one set of devices are cast in one compiled call: a call
@@ -131,10 +153,11 @@ def cast_by_path(tree: T, dtype_at: Callable[[Path], np.dtype]) -> T:
 
     Args:
         tree: any pytree of arrays, tracers, NumPy arrays, `jax.ShapeDtypeStruct`s and anything else.
-        dtype_at: called with the key path of each floating leaf.
+        dtype_at: called with the path of each floating leaf, as `path_string` gives it.
     """
     leaves, treedef = jax.tree.flatten_with_path(tree)
-    dtypes = [dtype_at(path) if is_floating(leaf) else None for path, leaf in leaves]
+    names = path_names(tree)
+    dtypes = [dtype_at(names[path]) if is_floating(leaf) else None for path, leaf in leaves]
     return treedef.unflatten(_cast_leaves([leaf for _, leaf in leaves], dtypes))
 
 

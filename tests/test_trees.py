@@ -108,10 +108,29 @@ def test_paths_are_joined_by_slashes_whatever_the_containers_are():
 
 def test_the_value_of_an_nnx_variable_goes_by_the_name_of_the_variable():
     state = nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
-    assert set(strings(_trees.leaves_by_path(state))) == {"bias", "kernel"}
+    assert set(_trees.path_names(state).values()) == {"bias", "kernel"}
+    assert {_trees.path_string(path, state) for path in _trees.leaves_by_path(state)} == {"bias", "kernel"}
     policy = mpx.get_policy("bf16", overrides=(("bias$", jnp.float32),))
     cast = policy.cast_to_param(state)
     assert (cast["bias"].get_value().dtype, cast["kernel"].get_value().dtype) == (np.float32, BF16)
+
+
+class Attention(eqx.Module):
+    query: jax.Array
+    value: jax.Array
+
+
+def test_a_field_called_value_keeps_its_name():
+    """It is the natural name in attention; only the variable of Flax is dropped."""
+    model = {"attention": Attention(jnp.ones(2), jnp.ones(2))}
+    assert set(_trees.path_names(model).values()) == {"attention/query", "attention/value"}
+    policy = mpx.get_policy("params=bf16,compute=bf16,output=f32", overrides=(("value$", jnp.float32),))
+    cast = policy.cast_to_param(model)["attention"]
+    assert (cast.query.dtype, cast.value.dtype) == (BF16, np.float32)
+    assert "attention/value" in policy.describe(model)
+    inexact = jnp.full(2, 1.001)
+    product = mpx.autocast(lambda m, x: (x @ m["attention"].query, x @ m["attention"].value), policy)(model, inexact)
+    assert product[0] != product[1]  # the first one in bfloat16, the second one in float32
 
 
 def test_the_path_of_a_tree_that_is_one_leaf_is_empty():
@@ -260,7 +279,8 @@ def test_an_nnx_module_and_its_state_are_cast_but_for_their_keys_and_counters():
     for tree in (model, nnx.state(model)):
         cast = mpx.cast(tree, BF16)
         assert type(cast) is type(tree)
-        dtypes = {path: str(leaf.dtype) for path, leaf in strings(_trees.leaves_by_path(cast)).items()}
+        names = _trees.path_names(cast)
+        dtypes = {names[path]: str(leaf.dtype) for path, leaf in _trees.leaves_by_path(cast).items()}
         assert dtypes == {
             "layers/0/bias": "bfloat16",
             "layers/0/kernel": "bfloat16",

@@ -62,8 +62,8 @@ def changes_of(objects: list[Object], results: list[Any]) -> list[Change]:
             if leaf is before or id(leaf) in returned:
                 continue
             if not _trees.is_array(leaf):
-                raise _lost({name: [_trees.path_string(path)]})
-            changes.append(Change(name, _trees.path_string(path), before, leaf))
+                raise _lost({name: [_trees.path_string(path, node)]})
+            changes.append(Change(name, _trees.path_string(path, node), before, leaf))
     return changes
 
 

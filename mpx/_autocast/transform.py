@@ -65,6 +65,7 @@ class Autocast:
         """Trace the function on a float32 view of its arguments, and plan what to do with each operation."""
         flat, treedef = jax.tree.flatten_with_path((args, kwargs))
         leaves = [leaf for _, leaf in flat]
+        names = _trees.path_names((args, kwargs))
         positions = [i for i, leaf in enumerate(leaves) if _trees.is_array(leaf)]
         result: list[Any] = []
 
@@ -86,17 +87,18 @@ class Autocast:
         # values that the function closed over then.
         jaxpr = jax.make_jaxpr(program)(*arrays)
         tags = [
-            Tag(None if dtypes is None else dtypes[i], self._override(*flat[i]), is_argument=True) for i in positions
+            Tag(None if dtypes is None else dtypes[i], self._override(names[flat[i][0]], leaves[i]), is_argument=True)
+            for i in positions
         ]
         *rest, changes = result
         in_place.check_unchanged(jaxpr.jaxpr, changes)
         return Traced(Planner(self.settings, HANDLERS).plan(jaxpr, tuple(tags)), arrays, *rest)
 
-    def _override(self, path: _trees.Path, leaf: Any) -> computes.Compute | None:
+    def _override(self, name: str, leaf: Any) -> computes.Compute | None:
         """Return how contractions with a leaf shall run, if an override of the policy names it."""
         if self.policy is None or not _trees.is_floating(leaf):
             return None
-        dtype = self.policy.override_at(_trees.path_string(path[2:]))
+        dtype = self.policy.override_at("/".join(name.split("/")[2:]))  # without the argument that it stands in
         return None if dtype is None else computes.compute_of_dtype(dtype)
 
 

@@ -169,8 +169,8 @@ def _kept_by_path(params: Any, opt_state: Any, caller: str) -> dict[_trees.Path,
             there = "no such leaf" if p is None else _trees.dtype_and_shape(p)
             raise ValueError(
                 f"`{caller}`: the optimizer state keeps {_trees.dtype_and_shape(found.leaf)} for the parameter "
-                f"{_trees.path_string(path)!r}, but the parameters have {there}. Pass the parameters that this state "
-                "belongs to."
+                f"{_trees.path_string(path, params)!r}, but the parameters have {there}. Pass the parameters that this "
+                "state belongs to."
             )
     return kept
 

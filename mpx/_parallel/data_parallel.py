@@ -115,7 +115,7 @@ def _require_gradients(grads: Any, params: Any) -> None:
     )
     wrong = [path for path in {**shapes, **wanted} if shapes.get(path) != wanted.get(path)]
     if wrong or jax.tree.structure(grads) != jax.tree.structure(params):
-        where = f", for example at {_trees.path_string(wrong[0])!r}" if wrong else ""
+        where = f", for example at {_trees.path_string(wrong[0], params)!r}" if wrong else ""
         raise ValueError(
             "`data_parallel` needs a function that returns a value and gradients, a tree like the parameters, but they "
             f"differ{where}. Pass only what is differentiated as the parameters, such as `equinox.filter(model, "

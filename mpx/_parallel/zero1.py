@@ -215,7 +215,7 @@ def _require_placed_as_said(params: Any, specs: Any) -> None:
             continue
         if not NamedSharding(p.sharding.mesh, spec).is_equivalent_to(p.sharding, p.ndim):
             raise ValueError(
-                f"`zero1`: the parameter {_trees.path_string(path)!r} is sharded as {p.sharding.spec}, but "
+                f"`zero1`: the parameter {_trees.path_string(path, params)!r} is sharded as {p.sharding.spec}, but "
                 f"`param_specs` says {spec}. Give its own, as in `jax.tree.map(lambda p: p.sharding.spec, params)`."
             )
 
@@ -294,8 +294,8 @@ def _require_own_gradients(grads: Any, axis: str) -> None:
     for path, g in _trees.leaves_by_path(grads).items():
         if not varies(g):
             raise ValueError(
-                f"`zero1`: the gradient of {_trees.path_string(path)!r} is the same on all devices: JAX has added it "
-                "up already, in the dtype of the parameter, and whether it is a sum or a mean cannot be seen. "
+                f"`zero1`: the gradient of {_trees.path_string(path, grads)!r} is the same on all devices: JAX has "
+                "added it up already, in the dtype of the parameter, and whether it is a sum or a mean cannot be seen. "
                 f"Differentiate with respect to `jax.lax.pcast(params, {axis!r}, to='varying')`, or give "
                 "`jax.shard_map` `check_vma=False`: then each device has its own, and they are averaged in float32."
             )

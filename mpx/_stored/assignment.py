@@ -43,11 +43,12 @@ def assign(state: Any, scales: Mapping[str, Any], patterns: Mapping[str, StateFo
     """
     chosen: Assignment = {}
     coded = {position_of(name) for name in scales}
+    names = _trees.path_names(state)
     for i, found in enumerate(leaves_of(state)):
         leaf = found.leaf
         if not np.shape(leaf) or not (i in coded or _trees.is_floating(leaf)):
             continue
-        text = _trees.path_string(found.path)
+        text = names[found.path]
         pattern = next((pattern for pattern in patterns if _matches(pattern, text)), None)
         if pattern is not None:
             format = patterns[pattern].for_role(found.role) if np.size(leaf) >= min_size else FLOAT32
@@ -100,8 +101,8 @@ def _checked_format(pattern: str, chosen: Any) -> StateFormat:
 
 def require_every_pattern_used(state: Any, patterns: Mapping[str, StateFormat], assignment: Assignment) -> None:
     """Raise if a pattern decides about no leaf of a state."""
-    leaves = _trees.leaves_by_path(state)
-    paths = [_trees.path_string(path) for path, leaf in leaves.items() if _trees.is_floating(leaf) and np.shape(leaf)]
+    leaves, names = _trees.leaves_by_path(state), _trees.path_names(state)
+    paths = [names[path] for path, leaf in leaves.items() if _trees.is_floating(leaf) and np.shape(leaf)]
     used = {stored.pattern for stored in assignment.values()}
     unused = [pattern for pattern in patterns if pattern not in used]
     if not unused:

@@ -127,7 +127,8 @@ def _check_settings(bound: Any, groups: Any) -> None:
 
 
 def _check_params(params: Any) -> None:
-    floating = [(_trees.path_string(p), x) for p, x in jax.tree.leaves_with_path(params) if _trees.is_floating(x)]
+    names = _trees.path_names(params)
+    floating = [(names[p], x) for p, x in jax.tree.leaves_with_path(params) if _trees.is_floating(x)]
     if not floating:
         raise ValueError(
             "`advise`: `params` have no floating leaves, so no gradient. Parameters are `advise`'s second argument."

@@ -42,7 +42,8 @@ class Study:
         self._scale = float(loss_scale.scale(jnp.ones((), _F32)))
         leaves = jax.tree.leaves_with_path(params)
         self.floating = [i for i, (_, leaf) in enumerate(leaves) if _trees.is_floating(leaf)]
-        self.paths = [_trees.path_string(leaves[i][0]) for i in self.floating]
+        names = _trees.path_names(params)
+        self.paths = [names[leaves[i][0]] for i in self.floating]
         traced = self._trace(policy)
         _require_scalar(traced)
         self.contractions = list(contractions_of(traced.plan))

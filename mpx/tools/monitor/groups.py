@@ -39,7 +39,8 @@ class Measure:
         hidden = behind_barrier(list(columns.values()))
         if self.groups is None:
             return self.of_leaves(hidden)
-        members = self._grouped([(_trees.path_string(path), x) for path, x in zip(columns, hidden, strict=True)])
+        names = _trees.path_names(trees[0])
+        members = self._grouped([(names[path], x) for path, x in zip(columns, hidden, strict=True)])
         return {name: self.of_leaves(leaves) for name, leaves in members.items()}
 
     def _grouped(self, columns: list[tuple[str, Any]]) -> dict[str, list[Any]]:

@@ -209,7 +209,7 @@ def underflow_report(
     span = exponents.range_of(dtype, "underflow_report")
     if not _errors.is_integer(headroom) or headroom < 0:
         raise ValueError(f"`underflow_report`: `headroom` must be an integer of 0 or more, but got {headroom!r}.")
-    arrays = _concrete_leaves(grads)
+    arrays, names = _concrete_leaves(grads), _trees.path_names(grads)
     carried = _carried_scale(loss_scale)
     histograms, smallest, largest = zip(*[_summary(x, carried) for x in arrays.values()], strict=True)
     total = ExponentHistogram(*map(sum, zip(*histograms, strict=True)))
@@ -230,7 +230,7 @@ def underflow_report(
             zero_if_scaled=float(shares[i, scales.index(recommended), 0]),
             nonfinite=int(histograms[i].nonfinite),
         )
-        for i, path in enumerate(map(_trees.path_string, arrays))
+        for i, path in enumerate(names[path] for path in arrays)
     ]
     return UnderflowReport(
         dtype=span.dtype,
