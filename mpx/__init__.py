@@ -16,6 +16,8 @@ from mpx._autocast.rules import FAST_RULES as FAST_RULES
 from mpx._autocast.transform import autocast as autocast
 from mpx._autocast.transform import full_precision as full_precision
 from mpx._dtypes import half_dtype as half_dtype
+from mpx._finite import all_finite as all_finite
+from mpx._finite import select_tree as select_tree
 from mpx._gradients import grad as grad
 from mpx._gradients import value_and_grad as value_and_grad
 from mpx._inspect.check_chain import check_chain as check_chain
@@ -32,8 +34,6 @@ from mpx._loss_scale import DynamicLossScale as DynamicLossScale
 from mpx._loss_scale import LossScale as LossScale
 from mpx._loss_scale import NoOpLossScale as NoOpLossScale
 from mpx._loss_scale import StaticLossScale as StaticLossScale
-from mpx._loss_scale import all_finite as all_finite
-from mpx._loss_scale import select_tree as select_tree
 from mpx._parallel.data_parallel import data_parallel as data_parallel
 from mpx._parallel.zero1 import zero1 as zero1
 from mpx._parallel.zero1 import zero1_shardings as zero1_shardings

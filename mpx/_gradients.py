@@ -184,10 +184,7 @@ def _in_dtype(grads: Any, dtype: np.dtype | None) -> Any:
 
 
 def _on_f32_view(
-    record: Autocast,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    argnums: Any,
+    record: Autocast, args: tuple[Any, ...], kwargs: dict[str, Any], argnums: Any
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Return an autocast function of arguments whose differentiated ones are float32, and those arguments.
 

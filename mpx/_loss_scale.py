@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
@@ -26,12 +25,10 @@ class LossScale:
     """Base class of loss scales: a number to multiply a loss by, and a rule for the next one.
 
     A loss scale is a frozen dataclass with a field `loss_scale`, and a pytree: fields that hold Python numbers belong
-    to its structure, and all others are leaves. Its defaults are those of a scale that does not adapt. Such a class
-    defines `state`; one that adapts also defines `adjust`, `resume` and `can_shrink`. Nothing else in mpx has to know
-    about it.
-
-    `loss_scaling` keeps the scale in its own state, and beside it what `state` returns: a NamedTuple of arrays, of
-    counters and settings, whose method `at(loss_scale)` returns the value again.
+    to its structure, and all others are leaves. `loss_scaling` keeps the scale in its state, and beside it what
+    `state` returns: a NamedTuple of arrays (counters and settings) whose method `at(loss_scale)` returns the value
+    again. A class of your own defines `state`, and `adjust`, `resume` and `can_shrink` if it adapts. Nothing else in
+    mpx has to know about it.
 
     Attributes:
         loss_scale: scalar.
@@ -61,7 +58,7 @@ class LossScale:
     is_always_one: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Registers the class as a pytree."""
+        """Register the class as a pytree."""
         super().__init_subclass__(**options)
         unflatten = functools.partial(_unflatten, cls)
         jax.tree_util.register_pytree_with_keys(cls, _flatten_with_keys, unflatten)
@@ -80,7 +77,6 @@ class LossScale:
         Args:
             grads_finite: boolean scalar, whether all gradients of this step were finite.
         """
-        del grads_finite
         return self
 
     @property
@@ -105,7 +101,6 @@ class LossScale:
 
         A training run that goes on from a checkpoint so has the settings that its program gives.
         """
-        del state
         return dataclasses.replace(self, loss_scale=loss_scale)  # type: ignore[type-var]
 
 
@@ -130,11 +125,10 @@ def _unflatten(kind: type, structure: Any, leaves: Any) -> Any:
 
 
 class NoOpLossScaleState(NamedTuple):
-    """State of a `NoOpLossScale`: nothing but its type."""
+    """State of a `NoOpLossScale`, which has no other fields."""
 
     def at(self, loss_scale: ArrayLike) -> "NoOpLossScale":
         """Return the value."""
-        del loss_scale
         return NoOpLossScale()
 
 
@@ -164,12 +158,11 @@ class NoOpLossScale(LossScale):
 
     def resume(self, loss_scale: ArrayLike, state: Any) -> "NoOpLossScale":
         """Return the value itself."""
-        del loss_scale, state
         return self
 
 
 class StaticLossScaleState(NamedTuple):
-    """State of a `StaticLossScale`: nothing but its type."""
+    """State of a `StaticLossScale`, which has no other fields."""
 
     def at(self, loss_scale: ArrayLike) -> "StaticLossScale":
         """Return the value."""
@@ -194,7 +187,7 @@ class StaticLossScale(LossScale):
     loss_scale: ArrayLike
 
     def __post_init__(self) -> None:
-        """Checks the scale."""
+        """Check the scale."""
         _number_of(self, "loss_scale")
 
     def state(self) -> StaticLossScaleState:
@@ -205,14 +198,7 @@ class StaticLossScale(LossScale):
 class DynamicLossScaleState(NamedTuple):
     """State of a `DynamicLossScale`: its fields but the scale, as arrays.
 
-    Attributes:
-        counter: int32 scalar.
-        bad_steps: int32 scalar.
-        period: int32 scalar.
-        factor: float32 scalar.
-        min_loss_scale: float32 scalar.
-        max_loss_scale: float32 scalar.
-        hysteresis: int32 scalar.
+    Integers are int32 scalars, and all others float32 scalars.
     """
 
     counter: jax.Array
@@ -287,7 +273,7 @@ class DynamicLossScale(LossScale):
     powers_of_two = ("loss_scale", "factor", "min_loss_scale", "max_loss_scale")
 
     def __post_init__(self) -> None:
-        """Checks the fields, and makes arrays of the Python numbers that `adjust` changes.
+        """Check the fields, and make arrays of the Python numbers that `adjust` changes.
 
         A jitted step would compile again for its second call, if its first one had Python numbers.
         """
@@ -370,80 +356,13 @@ class DynamicLossScale(LossScale):
 
     def state(self) -> DynamicLossScaleState:
         """Return the state that `loss_scaling` keeps."""
-        counters = {name: jnp.asarray(getattr(self, name), np.int32) for name in _INTEGERS}
-        settings = {name: jnp.asarray(getattr(self, name), np.float32) for name in self.powers_of_two[1:]}
-        return DynamicLossScaleState(**counters, **settings)
+        integers = ("counter", "bad_steps", "period", "hysteresis")
+        dtypes = {name: np.int32 if name in integers else np.float32 for name in DynamicLossScaleState._fields}
+        return DynamicLossScaleState(**{name: jnp.asarray(getattr(self, name), dtypes[name]) for name in dtypes})
 
     def resume(self, loss_scale: ArrayLike, state: DynamicLossScaleState) -> "DynamicLossScale":
         """Return a value with the settings of this one, with a scale and with the counters of a state."""
         return dataclasses.replace(self, loss_scale=loss_scale, counter=state.counter, bad_steps=state.bad_steps)
-
-
-_INTEGERS = ("counter", "bad_steps", "period", "hysteresis")
-
-
-def all_finite(tree: Any) -> jax.Array:
-    """Return whether no floating or complex number in a tree is infinite or NaN.
-
-    Args:
-        tree: any pytree of arrays.
-
-    Returns:
-        Boolean scalar; True for a tree without arrays.
-
-    Example:
-        >>> print(all_finite({"a": jnp.ones(3), "b": jnp.array([1.0, jnp.inf])}))
-        False
-    """
-    return finite_flags(tree).all()
-
-
-def finite_flags(tree: Any) -> jax.Array:
-    """Return a boolean vector: of each leaf of a tree, whether no number in it is infinite or NaN."""
-    flags = [_is_finite(leaf) for leaf in jax.tree.leaves(tree)]
-    places = {frozenset(flag.devices()) for flag in flags if not isinstance(flag, Tracer) and flag.committed}
-    if len(places) > 1:
-        # Layers that the user has placed on several devices. No operation takes arrays of two devices; from the host
-        # the flags may go to any.
-        flags = jax.device_get(flags)
-    return jnp.stack(flags) if flags else jnp.ones(0, bool)
-
-
-def _is_finite(leaf: Any) -> jax.Array:
-    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return jnp.asarray(True)
-    leaf = jnp.asarray(leaf)
-    return jnp.isfinite(leaf).all() if jnp.issubdtype(leaf.dtype, jnp.inexact) else jnp.asarray(True)
-
-
-def select_tree(pred: ArrayLike, a: T, b: T) -> T:
-    """Take all leaves from `a` if `pred` is true, else from `b`: bits, signs of zeros and NaN payloads included.
-
-    (But for the payloads of bfloat16 on CPU, which copies bfloat16 through float32 and makes them quiet.)
-
-    Args:
-        pred: boolean scalar.
-        a: any pytree of arrays; PRNG keys too.
-        b: a tree of the same structure, shapes and dtypes.
-
-    Raises:
-        TypeError: if `pred` is not a boolean scalar. (Also an `AssertionError`, as in jmp.)
-        ValueError: if the trees differ in structure.
-
-    Example:
-        >>> select_tree(jnp.bool_(False), {"w": jnp.float32(1)}, {"w": jnp.float32(2)})
-        {'w': Array(2., dtype=float32)}
-    """
-    pred = jnp.asarray(pred)
-    if pred.ndim != 0 or pred.dtype != np.bool_:
-        raise _NotABooleanScalarError(
-            f"`select_tree`: expected boolean scalar `pred`, but got {pred.dtype}{list(pred.shape)}."
-        )
-    return jax.tree.map(lambda x, y: lax.select(pred, x, y), a, b)
-
-
-class _NotABooleanScalarError(TypeError, AssertionError):
-    """The error of `select_tree`: a TypeError, and what users of jmp catch."""
 
 
 def is_power_of_two(x: float) -> bool:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import jax
@@ -37,9 +38,9 @@ class Policy:
         param_dtype: in which parameters are stored between steps.
         compute_dtype: in which the model computes.
         output_dtype: in which the model's results leave it.
-        overrides: pairs `(pattern, dtype)`. A parameter whose "/"-joined path a pattern (a regular expression)
-            is found in is stored and computed in that dtype instead. The first match wins. The path is that in the
-            tree which is cast: cast parameters and inputs one by one, not as a pair.
+        overrides: pairs `(pattern, dtype)`. A pattern is a regular expression. A parameter in whose "/"-joined path it
+            is found is stored and computed in that dtype instead. The first match wins. Paths are those in the tree
+            that is cast, so cast parameters and inputs one by one, not as a pair.
 
     Raises:
         TypeError: if one of the dtypes is no dtype, or an override is not a pair.
@@ -64,38 +65,35 @@ class Policy:
     def __post_init__(self) -> None:
         for field in ("param_dtype", "compute_dtype", "output_dtype"):
             object.__setattr__(self, field, _floating_dtype(getattr(self, field), field))
-        try:
-            entries = tuple(self.overrides)
-        except TypeError:
-            got = repr(self.overrides)
-            raise TypeError(f"`overrides` must be a tuple of pairs (pattern, dtype), but got {got}.") from None
-        object.__setattr__(self, "overrides", tuple(_checked_override(entry) for entry in entries))
+        if not isinstance(self.overrides, Iterable):
+            raise TypeError(f"`overrides` must be a tuple of pairs (pattern, dtype), but got {self.overrides!r}.")
+        object.__setattr__(self, "overrides", tuple(_checked_override(entry) for entry in self.overrides))
 
     def cast_to_param(self, tree: T) -> T:
-        """Casts a tree of parameters to the dtypes in which they are stored."""
+        """Cast a tree of parameters to the dtypes in which they are stored."""
         return self._cast(tree, np.dtype(self.param_dtype))
 
     def cast_to_compute(self, tree: T) -> T:
-        """Casts a tree of parameters or inputs to the dtypes in which the model computes."""
+        """Cast a tree of parameters or inputs to the dtypes in which the model computes."""
         return self._cast(tree, np.dtype(self.compute_dtype))
 
     def cast_to_output(self, tree: T) -> T:
-        """Casts a tree of results to the output dtype; overrides speak of parameters and do not count here."""
+        """Cast a tree of results to the output dtype. Overrides are for parameters and do not count here."""
         return _trees.cast_tree(tree, self.output_dtype)
 
     def with_output_dtype(self, output_dtype: DTypeLike) -> "Policy":
-        """The same policy with another output dtype."""
+        """Return the same policy with another output dtype."""
         return dataclasses.replace(self, output_dtype=output_dtype)
 
     def describe(self, tree: Any) -> str:
-        """A table of what the policy does to a tree of parameters.
+        """Describe in a table what the policy does to a tree of parameters.
 
         Args:
             tree: parameters, or their shapes as `jax.eval_shape` gives them.
 
         Returns:
-            A line a leaf: path, shape, the dtype in which it is stored and that of computation under this
-            policy, and the bytes stored; then the totals. An array that stands in the tree twice counts once.
+            A line for each leaf (path, shape, the dtypes of storage and of computation, the bytes stored), and one for
+            the total. An array that stands in the tree twice counts once.
 
         Raises:
             ValueError: if an override matches no floating leaf of the tree.
@@ -115,8 +113,10 @@ class Policy:
             array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
             if array.dtype == object:  # a function, say
                 continue
-            stored = self._dtype_at(path, np.dtype(self.param_dtype)) if _trees.is_floating(array) else array.dtype
-            compute = self._dtype_at(path, np.dtype(self.compute_dtype)) if _trees.is_floating(array) else array.dtype
+            stored = compute = array.dtype
+            if _trees.is_floating(array):
+                stored = self._dtype_at(path, np.dtype(self.param_dtype))
+                compute = self._dtype_at(path, np.dtype(self.compute_dtype))
             size = 0 if id(leaf) in counted else array.size * stored.itemsize
             counted.add(id(leaf))
             total += size
@@ -125,7 +125,7 @@ class Policy:
         return str(_tables.Table("", [header, *rows, footer]))
 
     def __str__(self) -> str:
-        """The form that `get_policy` reads: `p=bf16,c=bf16,o=full`."""
+        """Return the form that `get_policy` reads: `p=bf16,c=bf16,o=full`."""
         dtypes = self.param_dtype, self.compute_dtype, self.output_dtype
         return ",".join(f"{key}={_short_name(np.dtype(dtype))}" for key, dtype in zip("pco", dtypes, strict=True))
 
@@ -135,7 +135,7 @@ class Policy:
         return _trees.cast_by_path(tree, lambda path: self._dtype_at(path, default))
 
     def override_at(self, path: str) -> np.dtype | None:
-        """The dtype that an override asks for a leaf with this "/"-joined path, or None if none speaks of it."""
+        """Return the dtype of the first override whose pattern is found in a "/"-joined path, or None."""
         return next((np.dtype(dtype) for pattern, dtype in self.overrides if re.search(pattern, path)), None)
 
     def _dtype_at(self, path: str, default: np.dtype) -> np.dtype:
@@ -151,11 +151,11 @@ class Policy:
 
 
 def get_policy(text: str, *, overrides: tuple[tuple[str, DTypeLike], ...] = ()) -> Policy:
-    """Reads a policy from a string, in jmp's grammar.
+    """Read a policy from a string, in jmp's grammar.
 
-    Either one dtype for everything (`"bf16"`), or any of `params` (`p`), `compute` (`c`) and `output` (`o`):
-    `"params=bf16,compute=bf16,output=f32"`. What is left out: parameters are float32, compute follows
-    parameters, output follows compute. Dtypes: `f16`, `float16`, `bf16`, `bfloat16`, `full`, `f32`, `float32`,
+    A string is either one dtype for everything (`"bf16"`), or any of `params` (`p`), `compute` (`c`) and `output`
+    (`o`): `"params=bf16,compute=bf16,output=f32"`. Parameters that are left out are float32, compute follows
+    parameters, output follows compute. Dtypes are `f16`, `float16`, `bf16`, `bfloat16`, `full`, `f32`, `float32`,
     `f64`, `float64`, and `half`, which is `half_dtype()`.
 
     Args:
@@ -163,7 +163,8 @@ def get_policy(text: str, *, overrides: tuple[tuple[str, DTypeLike], ...] = ()) 
         overrides: as in `Policy`.
 
     Raises:
-        ValueError: if the string is not of that form; the message names the part.
+        TypeError: if it is no string.
+        ValueError: if it is not of that form; the message names the part.
 
     Example:
         >>> get_policy("c=f16").param_dtype, get_policy("c=f16").output_dtype
@@ -196,9 +197,9 @@ full, f32, float32, f64, float64.
 
 
 def cast(tree: T, dtype: DTypeLike) -> T:
-    """Casts the floating leaves of a tree to a dtype, all in one compiled call.
+    """Cast the floating leaves of a tree to a dtype, all in one compiled call.
 
-    Which leaves change, and what is kept, is as for `Policy`.
+    The same leaves change, and the same is kept, as under a `Policy`.
 
     Raises:
         ValueError: if `dtype` is not a floating-point dtype of 16 bits or more.
@@ -211,12 +212,12 @@ def cast(tree: T, dtype: DTypeLike) -> T:
 
 
 def cast_to_full(tree: T) -> T:
-    """Casts the floating leaves of a tree to float32."""
+    """Cast the floating leaves of a tree to float32."""
     return _trees.cast_tree(tree, np.float32)
 
 
 def cast_to_half(tree: T) -> T:
-    """Casts the floating leaves of a tree to `half_dtype()`."""
+    """Cast the floating leaves of a tree to `half_dtype()`."""
     return _trees.cast_tree(tree, half_dtype())
 
 

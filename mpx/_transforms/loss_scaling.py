@@ -11,13 +11,12 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from mpx import _errors, _trees
+from mpx._finite import finite_flags, select_tree
 from mpx._loss_scale import (
     DynamicLossScale,
     LossScale,
     at_least_float32,
-    finite_flags,
     require_powers_of_two,
-    select_tree,
 )
 from mpx._stored.roles import register_state
 from mpx._transforms.float32_world import keep_types, stable_state

@@ -9,8 +9,7 @@ import optax
 from jax.core import Tracer
 
 from mpx import _errors, _trees
-from mpx._inspect.health import get_loss_scale, skipped_steps
-from mpx._loss_scale import NoOpLossScale
+from mpx._inspect.health import get_loss_scale, loss_scaling_state, skipped_steps
 from mpx._stored.roles import register_state
 
 
@@ -78,7 +77,7 @@ def scale_history(inner: optax.GradientTransformation, length: int = 1000) -> op
 
     def init_fn(params):
         inner_state = inner.init(params)
-        if isinstance(get_loss_scale(inner_state), NoOpLossScale):
+        if loss_scaling_state(inner_state, "scale_history") is None:
             raise ValueError(
                 "`scale_history`: nothing in this optimizer scales losses, so there is no scale to remember. Wrap a "
                 "transformation with `mpx.loss_scaling` in it."

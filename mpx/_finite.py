@@ -1,0 +1,76 @@
+"""Whether numbers are finite, and the choice between two trees that follows from it."""
+
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+from jax.typing import ArrayLike
+
+T = TypeVar("T")
+
+
+def all_finite(tree: Any) -> jax.Array:
+    """Return whether no floating or complex number in a tree is infinite or NaN.
+
+    Args:
+        tree: any pytree of arrays.
+
+    Returns:
+        Boolean scalar; True for a tree without arrays.
+
+    Example:
+        >>> print(all_finite({"a": jnp.ones(3), "b": jnp.array([1.0, jnp.inf])}))
+        False
+    """
+    return finite_flags(tree).all()
+
+
+def finite_flags(tree: Any) -> jax.Array:
+    """Return a boolean vector: of each leaf of a tree, whether no number in it is infinite or NaN."""
+    flags = [_is_finite(leaf) for leaf in jax.tree.leaves(tree)]
+    places = {frozenset(flag.devices()) for flag in flags if not isinstance(flag, Tracer) and flag.committed}
+    if len(places) > 1:
+        # Layers that the user has placed on several devices. No operation takes arrays of two devices; from the host
+        # the flags may go to any.
+        flags = jax.device_get(flags)
+    return jnp.stack(flags) if flags else jnp.ones(0, bool)
+
+
+def _is_finite(leaf: Any) -> jax.Array:
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jnp.asarray(True)
+    leaf = jnp.asarray(leaf)
+    return jnp.isfinite(leaf).all() if jnp.issubdtype(leaf.dtype, jnp.inexact) else jnp.asarray(True)
+
+
+def select_tree(pred: ArrayLike, a: T, b: T) -> T:
+    """Take all leaves from `a` if `pred` is true, else from `b`: bits, signs of zeros and NaN payloads included.
+
+    (But for the payloads of bfloat16 on CPU, which copies bfloat16 through float32 and makes them quiet.)
+
+    Args:
+        pred: boolean scalar.
+        a: any pytree of arrays; PRNG keys too.
+        b: a tree of the same structure, shapes and dtypes.
+
+    Raises:
+        TypeError: if `pred` is not a boolean scalar. (Also an `AssertionError`, as in jmp.)
+        ValueError: if the trees differ in structure.
+
+    Example:
+        >>> select_tree(jnp.bool_(False), {"w": jnp.float32(1)}, {"w": jnp.float32(2)})
+        {'w': Array(2., dtype=float32)}
+    """
+    pred = jnp.asarray(pred)
+    if pred.ndim != 0 or pred.dtype != np.bool_:
+        raise _NotABooleanScalarError(
+            f"`select_tree`: expected boolean scalar `pred`, but got {pred.dtype}{list(pred.shape)}."
+        )
+    return jax.tree.map(lambda x, y: lax.select(pred, x, y), a, b)
+
+
+class _NotABooleanScalarError(TypeError, AssertionError):
+    """The error of `select_tree`: a TypeError, and what users of jmp catch."""
