@@ -1,4 +1,4 @@
-"""Measures against NumPy, and that to measure changes no bit of what is measured."""
+"""Measures against NumPy; and measuring changes no bit of what is measured."""
 
 import re
 
@@ -9,8 +9,6 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax.extend import core as jex_core
 
 import mpx
@@ -27,58 +25,39 @@ MEASURES = {
     "lost in bf16": lambda **groups: monitor.lost_updates("bf16", **groups),
     "ratio": lambda **groups: monitor.update_to_weight_ratio(**groups),
 }
-UNDERFLOW = jax.jit(monitor.underflow("f16"))
-FORMATS = {"f16": np.float16, "bf16": ml_dtypes.bfloat16, "float8_e5m2": ml_dtypes.float8_e5m2}
+GRADS = {"layers": [{"w": jnp.float32([1e-10, 1.0])}, {"w": jnp.float32([1e-10] * 2)}], "norm": jnp.ones(2)}
 
 
 def measured(measure, updates, params=None):
-    """What `monitor` keeps of a measure."""
+    """Return what `watch` keeps of a measure."""
     tx = monitor.watch({"it": measure})
     params = updates if params is None else params
     _, state = jax.jit(tx.update)(updates, tx.init(params), params)
     return state.measurements["it"]
 
 
-def all_16_bit_numbers():
+def test_shares_of_all_16_bit_numbers_are_those_of_casts_on_the_host():
     bits = np.arange(2**16, dtype=np.uint16)
-    return {"f16": jnp.asarray(bits.view(np.float16)), "bf16": jnp.asarray(bits.view(ml_dtypes.bfloat16))}
+    tree = {"f16": jnp.asarray(bits.view(np.float16)), "bf16": jnp.asarray(bits.view(ml_dtypes.bfloat16))}
+    for dtype in (np.float16, ml_dtypes.float8_e5m2):
+        with np.errstate(all="ignore"):
+            wide = np.concatenate([np.asarray(x).astype(np.float32) for x in tree.values()])
+            cast = np.abs(wide.astype(dtype).astype(np.float64))
+        counted = np.isfinite(wide) & (wide != 0)
+        expected = {
+            "underflow": (cast == 0) & counted,
+            "becomes_subnormal": (cast > 0) & (cast < float(ml_dtypes.finfo(dtype).smallest_normal)),
+            "overflow": ~np.isfinite(cast) & counted,
+        }
+        for name, make in SHARES.items():
+            share = jax.jit(make(dtype))(tree)
+            assert share.dtype == np.float32
+            np.testing.assert_allclose(share, expected[name].sum() / counted.sum(), rtol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", FORMATS)
-def test_shares_of_all_16_bit_numbers_are_those_of_casts_on_the_host(dtype):
-    tree = all_16_bit_numbers()
-    with np.errstate(all="ignore"):
-        wide = np.concatenate([np.asarray(x).astype(np.float32) for x in tree.values()])
-        cast = np.abs(wide.astype(FORMATS[dtype]).astype(np.float64))
-    counted = np.isfinite(wide) & (wide != 0)
-    normal = float(ml_dtypes.finfo(FORMATS[dtype]).smallest_normal)
-    expected = {
-        "underflow": (cast == 0) & counted,
-        "becomes_subnormal": (cast > 0) & (cast < normal),
-        "overflow": ~np.isfinite(cast) & counted,
-    }
-    for name, make in SHARES.items():
-        share = jax.jit(make(dtype))(tree)
-        assert share.dtype == np.float32
-        np.testing.assert_allclose(share, expected[name].sum() / counted.sum(), rtol=1e-6)
-
-
-@settings(max_examples=30)
-@given(st.lists(st.floats(width=32), min_size=5, max_size=5))
-def test_the_underflow_of_any_float32_numbers_is_that_of_a_cast(numbers):
-    x = np.float32(numbers)
-    with np.errstate(all="ignore"):
-        vanished = (x.astype(np.float16) == 0) & (x != 0)
-    counted = np.isfinite(x) & (x != 0)
-    assert float(UNDERFLOW(x)) == np.float32(vanished.sum()) / np.float32(max(1, counted.sum()))
-
-
-@pytest.mark.parametrize("tree", [{}, None, {"w": jnp.zeros(3)}, {"w": jnp.zeros((0, 2))}, {"ids": jnp.arange(3)}])
-def test_a_share_of_nothing_is_zero(tree):
-    assert float(monitor.underflow("f16")(tree)) == 0
-
-
-def test_what_is_not_floating_is_left_out():
+def test_a_share_of_nothing_is_zero_and_leaves_that_are_not_floating_are_left_out():
+    for tree in ({}, None, {"w": jnp.zeros(3)}, {"w": jnp.zeros((0, 2))}, {"ids": jnp.arange(3)}):
+        assert float(monitor.underflow("f16")(tree)) == 0
     tree = {"w": jnp.float32([1e-10, 1.0]), "ids": jnp.arange(3), "none": None, "masked": optax.MaskedNode()}
     assert float(monitor.underflow("f16")(tree)) == 0.5
     assert list(monitor.underflow("f16", groups="leaf")(tree)) == ["w"]
@@ -94,9 +73,6 @@ def test_the_histogram_is_that_of_frexp():
     assert (float(histogram.zeros), float(histogram.nonfinite)) == (2, 2)
 
 
-GRADS = {"layers": [{"w": jnp.float32([1e-10, 1.0])}, {"w": jnp.float32([1e-10] * 2)}], "norm": jnp.ones(2)}
-
-
 def test_groups_are_leaves_by_path_or_patterns_of_which_the_first_match_wins():
     by_leaf = monitor.underflow("f16", groups="leaf")(GRADS)
     assert {path: float(share) for path, share in by_leaf.items()} == {"layers/0/w": 0.5, "layers/1/w": 1, "norm": 0}
@@ -104,35 +80,29 @@ def test_groups_are_leaves_by_path_or_patterns_of_which_the_first_match_wins():
     assert {name: float(share) for name, share in by_name.items()} == {"first": 0.5, "all layers": 1}
 
 
-@pytest.mark.parametrize("name", MEASURES)
-def test_every_measure_refuses_a_group_without_a_leaf_where_the_optimizer_is_initialized(name):
-    tx = monitor.watch({"it": MEASURES[name](groups={"rest": "", "embed": "embed|layers"})})
-    message = r"no leaf is in the group 'embed': 'embed|layers'. .* has the leaf: layers/0/w, layers/1/w, norm"
-    with pytest.raises(ValueError, match=message.replace("|", r"\|")):
-        tx.init(GRADS)
+def test_two_leaves_whose_paths_are_one_string_are_measured_together():
+    tree = {"a/b": jnp.float32([1e-10]), "a": {"b": jnp.ones(3)}}
+    assert monitor.underflow("f16", groups="leaf")(tree) == {"a/b": 0.25}
 
 
-@pytest.mark.parametrize("name", MEASURES)
-@pytest.mark.parametrize("groups", ["layers", ["w"], {"a": 1}, {"a": "("}])
-def test_every_measure_refuses_groups_of_another_form(name, groups):
-    with pytest.raises(ValueError, match=r"must be None, 'leaf' or a dictionary|is not a regular expression"):
-        MEASURES[name](groups=groups)
+def test_every_measure_refuses_wrong_groups():
+    message = r"no leaf is in the group 'embed': 'embed\|layers'. .* has the leaf: layers/0/w, layers/1/w, norm"
+    for make in MEASURES.values():
+        tx = monitor.watch({"it": make(groups={"rest": "", "embed": "embed|layers"})})
+        with pytest.raises(ValueError, match=message):
+            tx.init(GRADS)
+        for groups in ("layers", ["w"], {"a": 1}, {"a": "("}):
+            with pytest.raises(ValueError, match=r"must be None, 'leaf' or a dictionary|is not a regular expression"):
+                make(groups=groups)
 
 
-@pytest.mark.parametrize("make", [*SHARES.values(), monitor.lost_updates])
-def test_an_unknown_format_is_refused(make):
-    with pytest.raises(ValueError, match=r"`\w+`: `dtype` must be .*, but got"):
-        make("int8")
-
-
-@pytest.mark.parametrize("name", ["lost", "ratio"])
-def test_a_measure_of_weights_asks_for_them(name):
-    with pytest.raises(ValueError, match="needs the parameters: call `update"):
-        MEASURES[name]().update(GRADS, optax.EmptyState())
-
-
-def stored_as(x, dtype):
-    return np.asarray(x, np.float32).astype(dtype).astype(np.float32)
+def test_unknown_formats_and_missing_parameters_are_refused():
+    for make in (*SHARES.values(), monitor.lost_updates):
+        with pytest.raises(ValueError, match=r"`\w+`: `dtype` must be .*, but got"):
+            make("int8")
+    for name in ("lost", "ratio"):
+        with pytest.raises(ValueError, match="needs the parameters: call `update"):
+            MEASURES[name]().update(GRADS, optax.EmptyState())
 
 
 @pytest.mark.parametrize("update_dtype", ["float32", "bfloat16"])
@@ -149,11 +119,12 @@ def test_lost_updates_are_those_that_apply_updates_does_not_show(dtype, update_d
 
 
 def test_lost_updates_of_another_format_are_those_of_weights_stored_in_it():
-    """Not of the rounding of a float32 sum: 1 + 0.6 ulp is stored as 1 ulp more, from where 0.1 ulp is lost."""
+    """A weight of 1 + 0.45 ulp is stored as 1, which an update of 0.1 ulp does not move."""
     ulp = 2.0**-7
     params = jnp.float32([1.0, 1 + 0.45 * ulp, 1.0])
     updates = jnp.float32([0.1 * ulp, 0.1 * ulp, 0.6 * ulp])
-    naive = stored_as(params + updates, jnp.bfloat16) == stored_as(params, jnp.bfloat16)
+    stored = lambda x: np.asarray(x, np.float32).astype(jnp.bfloat16)
+    naive = stored(params + updates) == stored(params)
     assert naive.sum() == 1  # the negative control: it takes the second for one that moves
     assert float(measured(monitor.lost_updates("bf16"), updates, params)) == np.float32(2) / 3
     assert float(measured(monitor.lost_updates(), updates, params)) == 0
@@ -193,15 +164,18 @@ def test_the_ratio_of_norms_is_that_in_float64_whatever_their_size(scale):
 @pytest.mark.parametrize("dtype", [np.float16, jnp.bfloat16])
 def test_the_ratio_of_16_bit_numbers_neither_overflows_nor_stops(dtype):
     """In float16 the sum of these squares is infinite; in bfloat16 a sum of ones stops at 256."""
-    params = jnp.full(4000, 256, dtype)
-    assert float(measured(monitor.update_to_weight_ratio(), jnp.full(4000, 1, dtype), params)) == 2.0**-8
+    updates, params = jnp.full(4000, 1, dtype), jnp.full(4000, 256, dtype)
+    ratio = measured(monitor.update_to_weight_ratio(), updates, params)
+    np.testing.assert_allclose(ratio, 2.0**-8, rtol=1e-6)
+    with np.errstate(over="ignore"):
+        squares = [np.sum(np.square(np.asarray(x)), dtype=dtype) for x in (updates, params)]
+    assert [float(x) for x in squares] != [4000, 4000 * 2.0**16]  # the negative control
 
 
-@pytest.mark.parametrize(("update", "weight", "ratio"), [(0, 0, 0), (0, 1, 0), (1, 0, np.inf), (1e38, 1e-37, np.inf)])
-def test_the_ratio_of_zeros_is_defined(update, weight, ratio):
-    assert float(
-        measured(monitor.update_to_weight_ratio(), jnp.full(3, update, float), jnp.full(3, weight, float))
-    ) == (ratio)
+def test_the_ratio_of_zeros_is_defined():
+    for update, weight, ratio in [(0, 0, 0), (0, 1, 0), (1, 0, np.inf), (1e38, 1e-37, np.inf)]:
+        numbers = jnp.full(3, update, float), jnp.full(3, weight, float)
+        assert float(measured(monitor.update_to_weight_ratio(), *numbers)) == ratio
 
 
 def all_on(place):
@@ -216,12 +190,11 @@ RULES = {
 }
 RECIPES = {
     "f32": (jnp.float32, lambda rule: rule),
-    "masters": (jnp.bfloat16, mpx.master_weights),
     "split": (jnp.bfloat16, lambda rule: mpx.master_weights(rule, storage="split")),
     "kahan": (jnp.bfloat16, lambda rule: optax.chain(mpx.upcast(rule), mpx.kahan_summation())),
     "scaled": (jnp.float16, lambda rule: monitor.scale_history(mpx.loss_scaling(mpx.master_weights(rule)), 8)),
 }
-UNMONITORED = {**RECIPES, "scaled": (jnp.float16, lambda rule: mpx.loss_scaling(mpx.master_weights(rule)))}
+PLAIN = {**RECIPES, "scaled": (jnp.float16, lambda rule: mpx.loss_scaling(mpx.master_weights(rule)))}
 
 
 def network(dtype, outputs=2):
@@ -255,7 +228,7 @@ def trained(tx, dtype, steps=20, options=None, outputs=2):
 
 
 def without_measurements(state):
-    """The leaves of a state, in order, but for those of monitors and histories."""
+    """Return the leaves of a state, in order, but for those of measures and histories."""
 
     def inner(x):
         if isinstance(x, monitor.ScaleHistoryState):
@@ -269,17 +242,14 @@ def without_measurements(state):
 def assert_unchanged_by_measures(rule, recipe, **options):
     dtype, wrap = RECIPES[recipe]
     monitored = optax.chain(all_on("first"), wrap(optax.chain(RULES[rule](), all_on("inside"))), all_on("last"))
-    plain = trained(UNMONITORED[recipe][1](RULES[rule]()), dtype, **options)
+    plain = trained(PLAIN[recipe][1](RULES[rule]()), dtype, **options)
     params, state, loss = trained(monitored, dtype, **options)
     assert_same_bits((params, without_measurements(state), loss), (plain[0], jax.tree.leaves(plain[1]), plain[2]))
     return state
 
 
-@pytest.mark.parametrize(
-    ("rule", "recipe"),
-    [("adamw", "kahan"), ("momentum", "split"), ("lion", "scaled")],
-)
-def test_measures_change_no_bit_of_a_training(rule, recipe):
+@pytest.mark.parametrize(("rule", "recipe"), [("adamw", "kahan"), ("momentum", "split"), ("lion", "scaled")])
+def test_measures_change_no_bit_of_a_training_run(rule, recipe):
     """20 steps, compiled as any step is, with every measure first, inside and last."""
     state = assert_unchanged_by_measures(rule, recipe)
     assert float(optax.tree.get(state, "ratio last")) > 0
@@ -287,7 +257,7 @@ def test_measures_change_no_bit_of_a_training(rule, recipe):
 
 
 def test_measures_change_no_bit_of_gradients_of_one_column():
-    """Of such a gradient that is read twice XLA moves the reshaping, and LLVM fuses another product: if it sees it."""
+    """If XLA saw a second reader of such a gradient, it would reshape elsewhere, and LLVM contract another product."""
     assert_unchanged_by_measures("adamw", "f32", outputs=1)
 
 
@@ -295,8 +265,8 @@ def test_measures_change_no_bit_where_nothing_is_fused():
     assert_unchanged_by_measures("lion", "f32", outputs=1, options=unfused(batched_products=True))
 
 
-def test_measures_read_bits_from_behind_a_barrier_and_updates_pass_through():
-    """Whatever a compiler does: the training's numbers meet no arithmetic of a measure."""
+def test_measures_read_bits_from_behind_one_barrier_and_updates_pass_through():
+    """Whatever a compiler does, no arithmetic of a measure reads the numbers of the training run."""
     tx = all_on("first")
     params = {"w": jnp.ones((3, 1), jnp.float32), "b": jnp.ones(2, jnp.bfloat16)}
     state = tx.init(params)
@@ -308,10 +278,13 @@ def test_measures_read_bits_from_behind_a_barrier_and_updates_pass_through():
     bits = {v for eqn in readers for v in eqn.outvars}
     users = [eqn for eqn in program.eqns if bits.intersection(v for v in eqn.invars if isinstance(v, jex_core.Var))]
     assert {eqn.primitive.name for eqn in users} == {"optimization_barrier"}
+    assert len(users) == len(MEASURES) + 1  # the norm has one too
+    others = [eqn for eqn in program.eqns if eqn.primitive.name == "optimization_barrier" and eqn not in users]
+    assert {eqn.outvars[0].aval.shape for eqn in others} == {(278,)}  # the table of exponents
 
 
 def test_measures_change_no_bit_without_jit():
-    """The rule alone: that needs no model."""
+    """The rule alone, which needs no model."""
     params, grads = jnp.linspace(1, 2, 6, dtype=jnp.float32), jnp.linspace(-1, 1, 6, dtype=jnp.float32)
     plain = RULES["momentum"]()
     tx = optax.chain(all_on("first"), RULES["momentum"](), all_on("last"))
@@ -320,7 +293,7 @@ def test_measures_change_no_bit_without_jit():
         assert_same_bits((updates, state[1]), plain.update(grads, plain.init(params), params))
 
 
-def test_a_monitored_step_talks_to_no_host_and_waits_for_none():
+def test_a_watched_step_talks_to_no_host_and_waits_for_none():
     dtype, wrap = RECIPES["scaled"]
     tx = optax.chain(all_on("first"), wrap(optax.chain(RULES["momentum"](), all_on("inside"))), all_on("last"))
     params, x, y = network(dtype)
@@ -332,22 +305,13 @@ def test_a_monitored_step_talks_to_no_host_and_waits_for_none():
     with jax.transfer_guard("disallow"):
         params, state, _ = step(params, state)
     assert step._cache_size() == 1
-
-
-def test_a_callback_would_be_found():
-    """The negative control."""
-    noisy = jax.jit(lambda x: jax.debug.callback(print, x))
+    noisy = jax.jit(lambda x: jax.debug.callback(print, x))  # the negative control
     assert re.search("callback|custom_call", noisy.lower(jnp.ones(2)).as_text())
 
 
-def every_measure_of_a_scan():
-    return optax.chain(
-        all_on("first"), mpx.loss_scaling(mpx.master_weights(optax.chain(RULES["adamw"](), all_on("x"))))
-    )
-
-
 def test_the_state_is_a_fixed_point_and_a_scan_carry():
-    tx = every_measure_of_a_scan()
+    inside = optax.chain(RULES["adamw"](), all_on("inside"))
+    tx = optax.chain(all_on("first"), mpx.loss_scaling(mpx.master_weights(inside)))
     params, x, y = network(jnp.bfloat16)
     state = tx.init(params)
     step = train_step(tx, x, y)
@@ -359,7 +323,7 @@ def test_the_state_is_a_fixed_point_and_a_scan_carry():
 
 
 def test_the_state_of_optax_monitor_is_no_scan_carry():
-    """The negative control: what `monitor` is for."""
+    """The negative control, and the reason for `watch`."""
     tx = optax.monitor({"norm": optax.tree.norm})
     grads = jnp.ones(3)
     state = tx.init(grads)
@@ -402,7 +366,7 @@ def test_measures_stand_in_a_snapshot_and_in_a_chain_that_is_checked():
     assert float(optax.tree.get(state, "exponents").counts.sum()) == 6 * 17 + 17 + 17 * 2
 
 
-def test_in_front_of_loss_scaling_gradients_are_scaled_and_inside_they_are_not():
+def test_before_loss_scaling_gradients_are_scaled_and_inside_they_are_not():
     watch = lambda: monitor.watch({"underflow": monitor.underflow("f16")})
     tx = optax.chain(watch(), mpx.loss_scaling(optax.chain(watch(), optax.sgd(1.0)), mpx.StaticLossScale(2.0**10)))
     params = jnp.ones(4)
@@ -411,14 +375,14 @@ def test_in_front_of_loss_scaling_gradients_are_scaled_and_inside_they_are_not()
     assert float(state[1].inner_state[0].measurements["underflow"]) == 1
 
 
-@pytest.mark.parametrize("measures", [None, {"a": 1}, [monitor.underflow("f16")], monitor.underflow("f16")])
-def test_monitor_refuses_what_is_no_dictionary_of_measures(measures):
-    with pytest.raises(TypeError, match="`watch` needs a dictionary from names to measures"):
-        monitor.watch(measures)
+def test_watch_refuses_measures_without_names_and_things_that_measure_nothing():
+    for measures in (None, {"a": 1}, [monitor.underflow("f16")], monitor.underflow("f16")):
+        with pytest.raises(TypeError, match="`watch` needs a dictionary from names to measures"):
+            monitor.watch(measures)
 
 
 def scaled_steps(tx, steps):
-    """A scan over steps whose gradients are infinite where a flag says so."""
+    """Run steps in a scan; gradients are infinite where a flag says so."""
     params = jnp.ones(2, jnp.bfloat16)
 
     def step(carry, bad):
@@ -430,7 +394,7 @@ def scaled_steps(tx, steps):
     return run((params, tx.init(params)))
 
 
-@pytest.mark.parametrize("length", [1, 4, 5, 9, 20])
+@pytest.mark.parametrize("length", [1, 4, 9, 20])
 def test_the_history_has_the_last_scales_in_order(length):
     bad = np.array([1, 0, 1, 1, 0, 0, 0, 1, 0], bool)
     inner = lambda: mpx.loss_scaling(mpx.master_weights(optax.sgd(0.1)), mpx.DynamicLossScale(2.0**15, period=2))
@@ -457,11 +421,6 @@ def test_a_history_hides_nothing_from_those_who_look_into_the_state():
         mpx.check_health(state, max_stuck_steps=2)
 
 
-def test_a_history_that_has_recorded_nothing_is_empty():
-    state = monitor.scale_history(mpx.loss_scaling(optax.sgd(1.0)), 3).init(jnp.ones(2))
-    assert [len(column) for column in monitor.read_scale_history(state)] == [0, 0, 0]
-
-
 def test_a_history_of_no_scale_and_of_a_wrong_length_are_refused():
     with pytest.raises(ValueError, match="nothing in this optimizer scales losses"):
         monitor.scale_history(optax.sgd(1.0)).init(jnp.ones(2))
@@ -476,6 +435,7 @@ def test_no_history_two_histories_and_a_traced_one_cannot_be_read():
     with pytest.raises(ValueError, match="holds 0 histories"):
         monitor.read_scale_history(optax.EmptyState())
     state = monitor.scale_history(mpx.loss_scaling(optax.sgd(1.0)), 3).init(jnp.ones(2))
+    assert [len(column) for column in monitor.read_scale_history(state)] == [0, 0, 0]  # nothing is recorded yet
     with pytest.raises(ValueError, match="holds 2 histories"):
         monitor.read_scale_history((state, state))
     with pytest.raises(TypeError, match=r"call it outside of `jax\.jit`"):

@@ -114,30 +114,22 @@ def legend_of(axes):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_picture_is_transparent_and_all_its_text_can_be_read_on_both_pages(name, pictures, tmp_path):
+    """No text is cut off, none lies on another, and no setting of Matplotlib changes."""
     settings = dict(matplotlib.rcParams)
     figure = pictures[name]().figure
     assert dict(matplotlib.rcParams) == settings
     assert plt.get_fignums() == [figure.number]
-    figure.savefig(tmp_path / "picture.png")
-    figure.savefig(tmp_path / "picture.svg")
+    for kind in ("png", "svg"):
+        figure.savefig(tmp_path / f"picture.{kind}")
     pixels = plt.imread(tmp_path / "picture.png")
     assert pixels[0, -1, 3] == 0
     assert 0.02 < np.mean(pixels[..., 3] > 0) < 0.9
     assert "</svg>" in (tmp_path / "picture.svg").read_text()
-    texts = drawn_texts(figure)
-    on_blue = [text for text in texts if to_rgb(text.get_color()) == to_rgb(sheet.ON_COLOR)]
-    assert all(text.get_text().startswith("normal") for text in on_blue)
-    for text, page in itertools.product(set(texts) - set(on_blue), (WHITE, DARK)):
-        assert contrast(text.get_color(), page) >= 4.1, text
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_no_text_is_cut_off_and_none_lies_on_another(name, pictures):
-    figure = pictures[name]().figure
     boxes = {text: text.get_window_extent() for text in drawn_texts(figure)}
     assert len(boxes) > 5
     for text, box in boxes.items():
         assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1, text  # noqa: PT018
+        assert min(contrast(text.get_color(), page) for page in (WHITE, DARK)) >= 4.1, text
     for (a, box_a), (b, box_b) in itertools.combinations(boxes.items(), 2):
         assert not box_a.overlaps(box_b), (a, b)
 
@@ -154,7 +146,6 @@ def test_text_that_lies_on_another_or_is_cut_off_would_be_found():
 
 def test_colors_have_the_contrast_of_wcag_and_no_grey_has_it_on_both_pages():
     assert contrast(sheet.GREY, WHITE) >= 4.5
-    assert contrast(sheet.ON_COLOR, sheet.BLUE) >= 4.5
     greys = [(grey / 255,) * 3 for grey in range(256)]
     assert max(min(contrast(grey, WHITE), contrast(grey, DARK)) for grey in greys) < 4.5
     for color in (sheet.BLUE, sheet.VERMILLION, sheet.GREEN, sheet.PURPLE):
@@ -183,7 +174,47 @@ def test_the_style_of_own_figures_ends_with_its_block_even_by_an_error():
     assert dict(matplotlib.rcParams) == settings
 
 
-# Losses.
+def test_wrong_arguments_are_refused_before_a_figure_is_made(comparison):
+    ones, report = {"a": [1.0]}, mpx.underflow_report(jnp.ones(3))
+    some = mpx.monitor.ScaleHistory(np.arange(2), np.float32([1, 2]), np.zeros(2, bool))
+    nothing = mpx.monitor.ScaleHistory(*[column[:0] for column in some])
+    short, empty = mpx.monitor.ExponentHistogram(np.ones(3), 0, 0), mpx.underflow_report(jnp.zeros(3))
+    losses, lost, exponents, memory, scale = (
+        mpx.plot.losses, mpx.plot.lost_updates, mpx.plot.exponents, mpx.plot.memory, mpx.plot.loss_scale,
+    )  # fmt: skip
+    cases = [
+        (lambda: losses([1.0]), TypeError, "`losses`: `curves` must map names to arrays, but got list"),
+        (lambda: losses({}), ValueError, "`curves` must hold 1 to 20 curves, .* but got 0"),
+        (lambda: losses({str(i): [1.0] for i in range(21)}), ValueError, "but got 21"),
+        (lambda: losses({"a": [], "b": [[1.0]], "c": [1.0]}), ValueError, r"\{'a': \(0,\), 'b': \(1, 1\)\}"),
+        (lambda: losses({"a": [1.0], "b": [1.0, 2.0]}, steps=[1, 2]), ValueError, r"others: \{'a': 1\}"),
+        (lambda: losses(ones, steps=[np.nan]), ValueError, "`steps` must be a vector of finite numbers"),
+        (lambda: losses(ones, reference=[1.0]), ValueError, r"two seeds, .* the shape \(1,\)"),
+        (lambda: losses(ones, reference=[[1.0]]), ValueError, r"two seeds, .* the shape \(1, 1\)"),
+        (lambda: losses(ones, steps=[1], reference=np.ones((2, 3))), ValueError, r"others: \{'reference': 3\}"),
+        (lambda: lost({"a": [1.5], "b": [0.5]}), ValueError, r"shares must be from 0 to 1 .* those of \['a'\]"),
+        (lambda: lost(0.5), ValueError, r"each of `shares` must be a vector of numbers, .* \{'shares': \(\)\}"),
+        (lambda: scale([1.0]), TypeError, r"needs `mpx.monitor.read_scale_history\(opt_state\)`, but got list"),
+        (lambda: scale(nothing), ValueError, "nothing has been recorded yet"),
+        (lambda: scale(some._replace(steps=np.arange(1))), ValueError, r"the shapes \[\(1,\), \(2,\), \(2,\)\]"),
+        (lambda: scale(some._replace(scales=np.float32([1, 0]))), ValueError, "must be a finite number above 0"),
+        (lambda: scale(some._replace(scales=np.float32([1, np.nan]))), ValueError, "must be a finite number above 0"),
+        (lambda: memory(5), TypeError, "needs what `mpx.memory_plan` or `mpx.compare_plans` returns, .* got 5"),
+        (lambda: memory({}), ValueError, "at least one plan"),
+        (lambda: memory(comparison, unit="MB"), ValueError, r"`unit` must be one of .*, but got 'MB'"),
+        (lambda: exponents({}), TypeError, "but got dict. Of a histogram by groups"),
+        (lambda: exponents(empty), ValueError, "no nonzero finite numbers"),
+        (lambda: exponents(short), ValueError, r"277 counts, but got the shape \(3,\)"),
+        (lambda: exponents(report, formats=[]), ValueError, r"`formats` must be a list of dtypes, .* \[\]"),
+        (lambda: exponents(report, formats="f16"), ValueError, "`formats` must be a list of dtypes, .* 'f16'"),
+        (lambda: exponents(report, formats=["int8"]), ValueError, "`exponents`: `dtype` must be one of f16"),
+        (lambda: exponents(report, scale=3), ValueError, "`scale` must be a number .* power of two, but got 3"),
+        (lambda: exponents(report, scale=[2, 4]), ValueError, r"but got \[2, 4\]"),
+    ]
+    for call, error, match in cases:
+        with pytest.raises(error, match=match):
+            call()
+    assert plt.get_fignums() == []
 
 
 def test_twenty_curves_differ_and_neighbors_in_color_and_in_line_style():
@@ -205,35 +236,23 @@ def test_losses_are_drawn_as_they_are_with_the_mean_and_the_deviation_of_the_see
     (band,) = axes.collections
     corners = {tuple(corner) for corner in band.get_paths()[0].vertices.round(12)}
     deviations = [math.sqrt(((seeds[:, i] - seeds[:, i].mean()) ** 2).sum() / 2) for i in range(3)]
-    expected = {
-        (x, round(m + sign * d, 12))
-        for x, m, d in zip((10, 20, 40), (2, 2, 3), deviations, strict=True)
-        for sign in (1, -1)
-    }
-    assert corners == expected
+    columns = list(zip((10, 20, 40), (2, 2, 3), deviations, strict=True))
+    assert corners == {(x, round(m + sign * d, 12)) for x, m, d in columns for sign in (1, -1)}
     assert legend_of(axes) == ["float32, ± standard deviation", "float32, mean of 3 seeds", "a", "b"]
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("step", "loss")
 
 
 def test_a_loss_that_is_not_finite_leaves_a_gap_and_a_cross_before_it():
     values = [3.0, 2.0, np.nan, 1.0, np.inf]
-    axes = mpx.plot.losses({"a": values, "b": [1.0, 1.0], "c": [np.nan, np.nan]})
-    a, b, c, crosses = axes.get_lines()
+    axes = mpx.plot.losses({"a": values, "b": [1.0, np.nan], "c": [np.nan, np.nan]})
+    a, b, c, crosses, crosses_of_b = axes.get_lines()
     np.testing.assert_array_equal(a.get_ydata(), [3, 2, np.nan, 1, np.nan])
     np.testing.assert_array_equal(b.get_xdata(), [0, 1])  # lengths may differ
+    assert b.get_marker() == "o"  # a single point is no line
     assert np.isnan(c.get_ydata()).all()
     np.testing.assert_array_equal(crosses.get_xydata(), [[1, 2], [3, 1]])
-    assert crosses.get_color() == a.get_color()
+    assert (crosses.get_color(), crosses_of_b.get_color()) == (a.get_color(), b.get_color())
     assert legend_of(axes) == ["a", "b", "c (no finite number)", "infinite or NaN from here"]
-
-
-def test_several_diverged_curves_have_one_line_in_the_legend():
-    axes = mpx.plot.losses({"a": [1.0, np.nan], "b": [2.0, np.nan]})
-    assert legend_of(axes) == ["a", "b", "infinite or NaN from here"]
-    assert axes.get_lines()[0].get_marker() == "o"  # a single point is no line
-
-
-def test_a_seed_that_diverged_leaves_a_gap_in_the_band():
     axes = mpx.plot.losses({"a": [1.0, 1.0]}, reference=[[1.0, np.inf], [3.0, 1.0]])
     np.testing.assert_array_equal(axes.get_lines()[0].get_ydata(), [2, np.nan])
 
@@ -242,33 +261,6 @@ def test_names_are_shown_as_they_are():
     axes = mpx.plot.losses({"_hidden": [1.0, 2.0], "costs $1 or $2": [1.0, 2.0]})
     axes.figure.canvas.draw()
     assert legend_of(axes) == ["\u200b_hidden", r"costs \$1 or \$2"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "match"),
-    [
-        ({"curves": [1.0]}, TypeError, "`losses`: `curves` must map names to arrays, but got list"),
-        ({"curves": {}}, ValueError, "`curves` must hold 1 to 20 curves, .* but got 0"),
-        ({"curves": {str(i): [1.0] for i in range(21)}}, ValueError, "but got 21"),
-        ({"curves": {"a": [], "b": [[1.0]], "c": [1.0]}}, ValueError, r"\{'a': \(0,\), 'b': \(1, 1\)\}"),
-        ({"curves": {"a": [1.0], "b": [1.0, 2.0]}, "steps": [1, 2]}, ValueError, r"others: \{'a': 1\}"),
-        ({"curves": {"a": [1.0]}, "steps": [np.nan]}, ValueError, "`steps` must be a vector of finite numbers"),
-        ({"curves": {"a": [1.0]}, "reference": [1.0]}, ValueError, r"two seeds, .* the shape \(1,\)"),
-        ({"curves": {"a": [1.0]}, "reference": [[1.0]]}, ValueError, r"two seeds, .* the shape \(1, 1\)"),
-        (
-            {"curves": {"a": [1.0]}, "steps": [1], "reference": np.ones((2, 3))},
-            ValueError,
-            r"others: \{'reference': 3\}",
-        ),
-    ],
-)
-def test_wrong_losses_are_refused_before_a_figure_is_made(arguments, error, match):
-    with pytest.raises(error, match=match):
-        mpx.plot.losses(**arguments)
-    assert plt.get_fignums() == []
-
-
-# Lost updates.
 
 
 def test_lost_updates_are_drawn_as_they_are_in_percent():
@@ -287,24 +279,12 @@ def test_a_single_curve_of_lost_updates_needs_no_name():
     assert low < 0 < 1 < high  # a curve of zeros is seen
 
 
-def test_wrong_shares_are_refused():
-    with pytest.raises(ValueError, match=r"shares must be from 0 to 1 \(or NaN\), but those of \['a'\]"):
-        mpx.plot.lost_updates({"a": [1.5], "b": [0.5]})
-    with pytest.raises(ValueError, match=r"each of `shares` must be a vector of numbers, .* \{'shares': \(\)\}"):
-        mpx.plot.lost_updates(0.5)
-    assert plt.get_fignums() == []
-
-
-# The loss scale.
-
-
 def test_the_loss_scale_is_drawn_on_an_axis_of_base_two_with_crosses_where_steps_were_skipped():
     given = history()
     axes = mpx.plot.loss_scale(given)
     line, crosses = axes.get_lines()
     np.testing.assert_array_equal(line.get_xydata(), np.stack([given.steps, given.scales], axis=1))
-    np.testing.assert_array_equal(crosses.get_xdata(), [2, 7])
-    np.testing.assert_array_equal(crosses.get_ydata(), given.scales[[2, 7]])
+    np.testing.assert_array_equal(crosses.get_xydata(), [[2, 2**10], [7, 2**10]])
     assert (axes.get_yscale(), line.get_drawstyle()) == ("log", "steps-post")
     assert legend_of(axes) == ["loss scale", "skipped: 2 of 12 steps"]
     assert any("2^{10}" in text.get_text() for text in drawn_texts(axes.figure))
@@ -320,26 +300,6 @@ def test_every_range_of_scales_has_powers_of_two_on_its_axis(scales):
     assert legend_of(axes) == ["loss scale"]
 
 
-def test_wrong_histories_are_refused():
-    some = mpx.monitor.ScaleHistory(np.arange(2), np.float32([1, 2]), np.zeros(2, bool))
-    nothing = mpx.monitor.ScaleHistory(*[column[:0] for column in some])
-    with pytest.raises(
-        TypeError, match=r"`loss_scale` needs `mpx.monitor.read_scale_history\(opt_state\)`, but got list"
-    ):
-        mpx.plot.loss_scale([1.0])
-    with pytest.raises(ValueError, match="nothing has been recorded yet"):
-        mpx.plot.loss_scale(nothing)
-    with pytest.raises(ValueError, match=r"three vectors of one length, but got the shapes \[\(1,\), \(2,\), \(2,\)\]"):
-        mpx.plot.loss_scale(some._replace(steps=np.arange(1)))
-    for scale in (0.0, np.nan, np.inf):
-        with pytest.raises(ValueError, match="must be a finite number above 0"):
-            mpx.plot.loss_scale(some._replace(scales=np.float32([1, scale])))
-    assert plt.get_fignums() == []
-
-
-# Memory.
-
-
 def test_the_bars_are_the_bytes_a_parameter_part_by_part(comparison):
     """2 + 4 + 2 + 8: bfloat16 parameters, float32 gradients, 16 low bits, two float32 moments."""
     axes = mpx.plot.memory(comparison)
@@ -349,15 +309,14 @@ def test_the_bars_are_the_bytes_a_parameter_part_by_part(comparison):
     ends = [bars[row].get_x() + bars[row].get_width() for bars in axes.containers]
     assert ends == sorted(ends)
     assert ends[-1] == pytest.approx(16, abs=1e-4)
-    assert [text.get_text() for text in axes.texts][row] == "16"
+    assert axes.texts[row].get_text() == "16"
     assert [label.get_text() for label in axes.get_yticklabels()] == list(comparison.plans)
-    assert axes.get_xlabel() == "bytes a parameter"
-    assert axes.get_title("left") == "A training run of 1,048,576 parameters"
+    assert (axes.get_xlabel(), axes.get_title("left")) == (
+        "bytes a parameter",
+        "A training run of 1,048,576 parameters",
+    )
     assert axes.get_ylim()[0] > axes.get_ylim()[1]  # the first one on top
-
-
-def test_parts_that_cannot_be_seen_are_not_in_the_legend_but_in_the_sum(comparison):
-    axes = mpx.plot.memory(comparison)
+    # Parts that are too small to be seen are not in the legend, but in the sum.
     assert "other state" not in legend_of(axes)
     assert len(axes.containers) > len(legend_of(axes))
     for i, plan in enumerate(comparison.plans.values()):
@@ -382,22 +341,7 @@ def test_every_kind_has_a_hatch_of_its_own_so_that_grey_tells_them_apart():
     assert len(set(hatches)) == len(hatches)
 
 
-def test_wrong_plans_are_refused(comparison):
-    with pytest.raises(
-        TypeError, match=r"`memory` needs what `mpx.memory_plan` or `mpx.compare_plans` returns, .* got 5"
-    ):
-        mpx.plot.memory(5)
-    with pytest.raises(ValueError, match="at least one plan"):
-        mpx.plot.memory({})
-    with pytest.raises(ValueError, match=r"`unit` must be one of .*, but got 'MB'"):
-        mpx.plot.memory(comparison, unit="MB")
-    assert plt.get_fignums() == []
-
-
-# Exponents.
-
-
-def test_the_histogram_is_that_of_frexp():
+def test_the_bars_of_a_histogram_are_the_counts_of_frexp():
     tree = gradients()
     axes = mpx.plot.exponents(mpx.underflow_report(tree))
     numbers = np.asarray(tree["w"], np.float64)
@@ -410,24 +354,17 @@ def test_the_histogram_is_that_of_frexp():
 
 
 def test_a_scale_moves_the_outline_to_the_right():
+    """A report is drawn at the scale that it recommends, a histogram and a report without need of one at none."""
     report = mpx.underflow_report(jnp.array([2.0**-30, 2.0**-28, 2.0**-28]))
     axes = mpx.plot.exponents(report, scale=2**10)
     (outline,) = axes.patches[-1:]
     values, edges, _ = outline.get_data()
     assert list(zip(edges[:-1], values, strict=True)) == [(-21, 0), (-20, 1), (-19, 0), (-18, 2), (-17, 0)]
     assert legend_of(axes)[:2] == ["numbers", "numbers times $2^{10}$"]
-
-
-def test_a_report_is_drawn_at_the_scale_that_it_recommends_and_a_histogram_at_none():
-    grads = jnp.array([2.0**-20])
-    report = mpx.underflow_report(grads)
     exponent = round(math.log2(report.recommended_scale))
     assert f"numbers times $2^{{{exponent}}}$" in legend_of(mpx.plot.exponents(report))
-    for axes in (
-        mpx.plot.exponents(report, scale=1),
-        mpx.plot.exponents(mpx.monitor.exponent_histogram()(grads)),
-        mpx.plot.exponents(mpx.underflow_report(grads, "bf16")),
-    ):
+    bfloat16 = mpx.underflow_report(jnp.ones(3), "bf16")
+    for axes in map(mpx.plot.exponents, (report.histogram, bfloat16)):
         assert legend_of(axes) == ["numbers", "normal", "subnormal: fewer bits"]
 
 
@@ -436,26 +373,16 @@ def test_the_ranges_are_those_of_the_formats():
     axes = mpx.plot.exponents(mpx.underflow_report(jnp.ones(3)), formats=["f16", "bf16"])
     (strip,) = axes.child_axes
     ends = [(bar.get_x(), bar.get_x() + bar.get_width()) for bar in strip.patches]
-    expected = [(-25, -14), (-14, 16), (-134, -126), (-126, 128)]
-    np.testing.assert_allclose(ends, expected, atol=0.01)
+    np.testing.assert_allclose(ends, [(-25, -14), (-14, 16), (-134, -126), (-126, 128)], atol=0.01)
     assert [label.get_text() for label in strip.get_yticklabels()] == ["float16", "bfloat16"]
     limits = [line.get_xdata()[0] for line in axes.get_lines()]
     np.testing.assert_allclose(limits, [-25, 16], atol=0.01)
     low, high = axes.get_xlim()
-    assert low <= -25 and 16 <= high  # float16 as a whole; bfloat16 runs off  # noqa: PT018
-    assert low > -126
+    assert -126 < low <= -25 < 16 <= high  # float16 as a whole; bfloat16 runs off
     assert strip.get_xlim() == axes.get_xlim()
-    assert [text.get_text() for text in strip.texts] == [
-        "normal: $2^{-14}$ to $2^{16}$",
-        "subnormal",
-        "normal: $2^{-126}$ to $2^{128}$",
-    ]
-
-
-def test_the_format_of_the_report_comes_first():
     axes = mpx.plot.exponents(mpx.underflow_report(jnp.ones(3), "float8_e5m2"))
     names = [label.get_text() for label in axes.child_axes[0].get_yticklabels()]
-    assert names == ["float8_e5m2", "float16", "bfloat16", "float32"]
+    assert names == ["float8_e5m2", "float16", "bfloat16", "float32"]  # that of the report comes first
 
 
 @pytest.mark.parametrize("count", [1, 30, 10**6])
@@ -466,30 +393,6 @@ def test_every_range_of_counts_has_powers_of_ten_on_its_axis(count):
     ticks = [tick for tick in axes.get_yticks() if axes.get_ylim()[0] <= tick <= axes.get_ylim()[1]]
     assert len(ticks) >= 2
     assert axes.get_ylim()[0] < count < max(ticks)
-
-
-def test_wrong_histograms_are_refused():
-    report = mpx.underflow_report(jnp.ones(3))
-    empty = mpx.underflow_report(jnp.zeros(3))
-    short = mpx.monitor.ExponentHistogram(np.ones(3), 0, 0)
-    cases = [
-        (lambda: mpx.plot.exponents({}), TypeError, "but got dict. Of a histogram by groups"),
-        (lambda: mpx.plot.exponents(empty), ValueError, "no nonzero finite numbers"),
-        (lambda: mpx.plot.exponents(short), ValueError, r"277 counts, but got the shape \(3,\)"),
-        (lambda: mpx.plot.exponents(report, formats=[]), ValueError, r"`formats` must be a list of dtypes, .* \[\]"),
-        (lambda: mpx.plot.exponents(report, formats="f16"), ValueError, "`formats` must be a list of dtypes, .* 'f16'"),
-        (lambda: mpx.plot.exponents(report, formats=["int8"]), ValueError, "`exponents`: `dtype` must be one of f16"),
-        (
-            lambda: mpx.plot.exponents(report, scale=3),
-            ValueError,
-            "`scale` must be a number .* power of two, but got 3",
-        ),
-        (lambda: mpx.plot.exponents(report, scale=[2, 4]), ValueError, r"but got \[2, 4\]"),
-    ]
-    for call, error, match in cases:
-        with pytest.raises(error, match=match):
-            call()
-    assert plt.get_fignums() == []
 
 
 def test_without_matplotlib_the_import_says_what_to_install_and_mpx_imports_all_the_same():

@@ -8,17 +8,16 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.transforms import ScaledTranslation, blended_transform_factory
 
 from mpx._loss_scale import is_power_of_two
 from mpx.tools.monitor.exponents import EXPONENTS, ExponentHistogram, Range, range_of
 from mpx.tools.monitor.underflow import UnderflowReport
-from mpx.tools.plot.sheet import BLUE, GREEN, GREY, ON_COLOR, VERMILLION, add_legend, canvas
+from mpx.tools.plot.sheet import BLUE, GREEN, GREY, VERMILLION, add_legend, canvas
 
 _USUAL_FORMATS = ("f16", "bf16", "f32")
 _NARROW = 64  # doublings from the smallest to the largest number: a format of fewer is shown as a whole
-_MOST_TICKS = 7
-_ROOM_FOR_RANGE, _ROOM_FOR_NAME = 0.32, 0.15  # parts of the width that the words on a bar need
 
 
 def exponents(
@@ -64,20 +63,18 @@ def exponents(
     if scale is None:
         scale = 1.0 if report is None else report.recommended_scale
     shift = _checked_shift(scale)
-    strip_height = 0.08 * len(ranges)
-    height = 0.95 - strip_height  # of the histogram, with a gap below the strip
     with canvas(axes, "exponents", (9.0, 3.3 + 0.3 * len(ranges))) as axes:
         handles = _draw_histogram(axes, counts, shift)
-        _set_counts_axis(axes, counts, height)
         axes.set_xlim(_limits(counts, shift, ranges))
         axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 4, 8, 10], integer=True))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda exponent, _: _power_of_two(exponent)))
         for limit in (ranges[0].nonzero_from, ranges[0].infinite_from):
-            axes.axvline(math.log2(limit), ymax=height, color=GREY, linestyle=(0, (1, 1.5)), zorder=0.9)
-        _draw_ranges(axes.inset_axes((0.0, 1 - strip_height, 1.0, strip_height), sharex=axes), ranges)
+            axes.axvline(math.log2(limit), color=GREY, linestyle=(0, (1, 1.5)), zorder=0.9)
+        inches_above = axes.figure.dpi_scale_trans + ScaledTranslation(0, 1, axes.transAxes)
+        place = blended_transform_factory(axes.transAxes, inches_above)
+        _draw_ranges(axes.inset_axes((0.0, 0.1, 1.0, 0.25 * len(ranges)), transform=place, sharex=axes), ranges)
         axes.set_title(f"{counts.sum():,.12g} numbers; besides {zeros:,.12g} zero, {nonfinite:,.12g} infinite or NaN")
-        axes.set_xlabel("magnitude")
-        axes.set_ylabel("how many", y=height / 2)  # beside the counts, not beside the names of the formats
+        axes.set(xlabel="magnitude", ylabel="how many")
         normal = Patch(facecolor=BLUE, edgecolor=BLUE, label="normal")
         subnormal = Patch(facecolor="none", edgecolor=BLUE, label="subnormal: fewer bits")
         add_legend(axes, [*handles, normal, subnormal])
@@ -118,25 +115,23 @@ def _checked_shift(scale: Any) -> int:
 def _draw_histogram(axes: Axes, counts: np.ndarray, shift: int) -> list[Any]:
     """Draw the numbers, filled, and as a scale moves them, in outline; return both for the legend."""
     (places,) = np.nonzero(counts)
-    bars = axes.bar(places + EXPONENTS[0], counts[places], width=1.0, align="edge", color=GREEN, label="numbers")
-    if not shift:
-        return [bars]
-    padded = np.pad(counts, 1)[places[0] : places[-1] + 3]
-    edges = np.arange(places[0] - 1, places[-1] + 3) + EXPONENTS[0] + shift
-    label = f"numbers times {_power_of_two(shift)}"
-    return [bars, axes.stairs(padded, edges, baseline=None, color=VERMILLION, linewidth=1.6, label=label)]
-
-
-def _set_counts_axis(axes: Axes, counts: np.ndarray, height: float) -> None:
-    """Set a logarithmic axis from a power of ten to another over this part of the height; leave the rest empty."""
-    heights = counts[counts > 0]
-    bottom, top = math.floor(math.log10(heights.min() / 1.5)), math.ceil(math.log10(heights.max() * 1.5))
+    heights = counts[places]
+    handles: list[Any] = [
+        axes.bar(places + EXPONENTS[0], heights, width=1.0, align="edge", color=GREEN, label="numbers")
+    ]
+    if shift:
+        padded = np.pad(counts, 1)[places[0] : places[-1] + 3]
+        edges = np.arange(places[0] - 1, places[-1] + 3) + EXPONENTS[0] + shift
+        look = {"baseline": None, "color": VERMILLION, "linewidth": 1.6}
+        handles.append(axes.stairs(padded, edges, label=f"numbers times {_power_of_two(shift)}", **look))
     axes.set_yscale("log")
-    axes.set_ylim(10.0**bottom, 10.0 ** (bottom + (top - bottom) / height))
-    axes.spines["left"].set_bounds(10.0**bottom, 10.0**top)
-    apart = math.ceil((top - bottom) / _MOST_TICKS)
-    axes.yaxis.set_major_locator(FixedLocator([10.0**decade for decade in range(bottom, top + 1, apart)]))
+    # From a power of ten to another, so that there are at least two numbers on the axis.
+    axes.set_ylim(
+        10.0 ** math.floor(math.log10(heights.min() / 1.5)), 10.0 ** math.ceil(math.log10(heights.max() * 1.5))
+    )
+    axes.yaxis.set_major_locator(LogLocator(numticks=8))
     axes.yaxis.set_minor_locator(NullLocator())
+    return handles
 
 
 def _limits(counts: np.ndarray, shift: int, ranges: list[Range]) -> tuple[float, float]:
@@ -162,19 +157,6 @@ def _draw_ranges(strip: Axes, ranges: list[Range]) -> None:
         bar = {"height": 0.7, "edgecolor": BLUE, "linewidth": 1.2}
         strip.barh(y, normal - low, left=low, facecolor="none", **bar)
         strip.barh(y, high - normal, left=normal, facecolor=BLUE, **bar)
-        ends = f"{_power_of_two(round(normal))} to {_power_of_two(round(high))}"
-        _write_inside(strip, y, normal, high, ("normal: " + ends, "normal"), ON_COLOR)
-        _write_inside(strip, y, low, normal, ("subnormal", "subnormal"), GREY)
-
-
-def _write_inside(strip: Axes, y: float, low: float, high: float, texts: tuple[str, str], color: str) -> None:
-    """Write the long or the short text in the middle of the visible part of a bar, or nothing without room."""
-    left, right = strip.get_xlim()
-    low, high = max(low, left), min(high, right)
-    room = (high - low) / (right - left)
-    if room >= _ROOM_FOR_NAME:
-        text = texts[0] if room >= _ROOM_FOR_RANGE else texts[1]
-        strip.text((low + high) / 2, y, text, ha="center", va="center_baseline", fontsize="small", color=color)
 
 
 def _power_of_two(exponent: float) -> str:
