@@ -45,7 +45,10 @@ GPU = doctor.Diagnosis(
 
 
 def changed(**changes):
-    return dataclasses.replace(GPU, **changes)
+    """Return the healthy GPU with changes of its diagnosis, or of its surroundings."""
+    around = {name: value for name, value in changes.items() if hasattr(GPU.surroundings, name)}
+    others = {name: value for name, value in changes.items() if name not in around}
+    return dataclasses.replace(GPU, **{"surroundings": dataclasses.replace(GPU.surroundings, **around)} | others)
 
 
 def problem_in(found, severity):
@@ -258,7 +261,7 @@ def test_a_healthy_gpu_has_notes_only():
     ],
 )
 def test_what_spoils_a_training_run_is_an_error(changes, what, remedy):
-    found = with_changes(changes)
+    found = changed(**changes)
     problem = problem_in(found, "error")
     assert what in problem.what
     assert remedy in problem.remedy
@@ -277,16 +280,9 @@ def test_what_spoils_a_training_run_is_an_error(changes, what, remedy):
     ],
 )
 def test_what_may_surprise_is_a_warning(changes, what):
-    found = with_changes(changes)
+    found = changed(**changes)
     assert what in problem_in(found, "warning").what
     assert found.exit_code == 3
-
-
-def with_changes(changes):
-    """Return the healthy GPU with changes of its diagnosis, or of its surroundings."""
-    of_imports = {name: value for name, value in changes.items() if hasattr(GPU.surroundings, name)}
-    others = {name: value for name, value in changes.items() if name not in of_imports}
-    return changed(surroundings=dataclasses.replace(GPU.surroundings, **of_imports), **others)
 
 
 def test_few_bits_of_float32_products_are_a_note():

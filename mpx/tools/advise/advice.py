@@ -54,8 +54,8 @@ class AdviceRow:
     pattern: str
     bytes: int
     flops: int
-    loss_error: float = 0.0
-    gradient_error: float = 0.0
+    loss_error: float
+    gradient_error: float
     share: float = 0.0
     is_kept: bool = False
 
@@ -63,10 +63,6 @@ class AdviceRow:
     def error(self) -> float:
         """The larger one of the two errors, by which rows are ranked."""
         return max(self.loss_error, self.gradient_error)
-
-    def with_errors(self, errors: PrecisionErrors) -> "AdviceRow":
-        """Return the row with the errors that were measured."""
-        return dataclasses.replace(self, loss_error=errors.loss, gradient_error=errors.gradient)
 
 
 @dataclasses.dataclass(frozen=True)

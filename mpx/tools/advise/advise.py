@@ -16,7 +16,7 @@ from mpx._autocast.transform import Autocast, autocast_of, make_autocast
 from mpx._loss_scale import LossScale, NoOpLossScale, require_powers_of_two
 from mpx._policy import Policy, as_policy
 from mpx.tools.advise.advice import Advice, AdviceRow
-from mpx.tools.advise.candidates import Groups, candidates_of, fewest, lines_of, with_overrides
+from mpx.tools.advise.candidates import Groups, fewest, lines_of, rows_of, with_overrides
 from mpx.tools.advise.study import Study
 
 _F32 = np.dtype(np.float32)
@@ -36,25 +36,22 @@ def advise(
 
     The loss and its gradient are computed in float32 (matrix products at the highest precision), as the policy says,
     and with one thing narrowed at a time: the leaves of a group, stored in the policy's dtype, and their contractions,
-    which `autocast` runs in its compute dtype; or the contractions of a source line that no leaf reaches. These are
-    ranked. If the policy's error is above the bound, the leaves with the largest errors are kept in float32 by
-    overrides. Bisection finds how few of them suffice, and each of its steps is measured. Where overrides of all leaves
-    do not suffice, the ranking with the contractions is bisected, and `Advice.lines` names the lines around which to
-    put `full_precision`.
+    which `autocast` runs in its compute dtype; or the contractions of a source line that no leaf reaches. Where the
+    policy's error is above the bound, the leaves with the largest errors are kept in float32 by overrides. Bisection
+    finds how few of them suffice, and each of its steps is measured. Where no overrides suffice, contractions are kept
+    too, and `Advice.lines` names the lines around which to put `full_precision`.
 
     An override acts on `policy.cast_to_param` and on the contractions that `autocast(loss_fn, policy)` runs with the
-    leaf. It matches paths, so it also keeps an array of the batch that has the path of a leaf. The loss is taken in
-    float32, whatever the output dtype. Elementwise operations that the rules of an autocast function narrow are
-    narrowed in each row with a contraction; no advice keeps those.
+    leaf, and on an array of the batch with the same path. The loss is taken in float32, whatever the output dtype.
+    Operations that the rules of an autocast function narrow are narrowed in each row with a contraction.
 
-    It compiles a gradient for each row (rows without contractions, such as biases, share one), and at most
-    `6 + log2(rows)` more. Each is evaluated once for each batch.
+    It compiles a gradient for each row with contractions, and at most `6 + log2(rows)` more.
 
     Args:
         loss_fn: the float32 function from parameters and a batch to a scalar loss. Of an autocast function its rules,
             `checkpoint` and `gradient_dtype` are used, and `policy` in place of its own.
-        params: float32 parameters. Leaves that are no floating arrays are left alone. Take those of a training run:
-            errors of initial parameters say little.
+        params: float32 parameters; other leaves are left alone. Take those of a training run: errors of initial
+            parameters say little.
         batch: a pytree of arrays and numbers. A `list` is several batches of the same shapes, over which errors are
             averaged; anything else, a tuple too, is one batch.
         policy: a policy or its string, whose `param_dtype`, `compute_dtype` and `overrides` are studied.
@@ -94,11 +91,7 @@ def advise(
     _check_settings(bound, groups)
     _check_params(params)
     study = Study(_record_of(loss_fn, policy), policy, params, batches, loss_scale)
-    measured = [
-        row.with_errors(study.errors_of_narrowing(positions, contractions))
-        for row, positions, contractions in candidates_of(study, groups)
-    ]
-    ranked = sorted(measured, key=lambda row: -row.error)
+    ranked = sorted(rows_of(study, groups), key=lambda row: -row.error)
     return _advice(study, ranked, fewest(study, ranked, bound), float(bound))
 
 

@@ -4,8 +4,8 @@ import bisect
 import dataclasses
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Literal
 
 import jax
 import numpy as np
@@ -21,39 +21,36 @@ _DIGITS = "[0-9]+"
 Groups = Literal["leaves", "patterns"] | Callable[[str], str]
 
 
-class Candidate(NamedTuple):
-    """Something that can be kept in float32: its row, the positions of its leaves, and its contractions' numbers."""
-
-    row: AdviceRow
-    positions: tuple[int, ...]
-    contractions: frozenset[int]
-
-
-def candidates_of(study: Study, groups: Groups | None) -> list[Candidate]:
-    """Return what the policy narrows, each with the step that keeps it in float32."""
-    flops = lambda numbers: sum(study.contractions[i].flops for i in numbers)
-    found: list[Candidate] = []
+def rows_of(study: Study, groups: Groups | None) -> Iterator[AdviceRow]:
+    """Yield what the policy narrows: groups of leaves with their contractions, then lines that no leaf reaches."""
+    overrides, by_line = [], defaultdict(set)
     for name, (pattern, positions) in grouped(study.paths, groups).items():
         kept = study.contractions_with([(pattern, _F32)])
         pairs = enumerate(zip(study.contractions, kept, strict=True))
         used = frozenset(i for i, (given, alone) in pairs if given.is_narrowed and not alone.is_narrowed)
         size = _extra_bytes(study, positions)
         if used or size:
-            row = AdviceRow(name or "(the array)", "leaf", pattern, size, flops(used))
-            found.append(Candidate(row, positions, used))
-    unreached = enumerate(study.contractions_with([(candidate.row.pattern, _F32) for candidate in found]))
-    by_line = defaultdict(set)
-    for i, where in ((i, c.where) for i, c in unreached if c.is_narrowed):
-        by_line[where].add(i)
+            overrides.append((pattern, _F32))
+            yield _row(study, name or "(the array)", pattern, size, positions, used)
+    for i, contraction in enumerate(study.contractions_with(overrides)):
+        if contraction.is_narrowed:
+            by_line[contraction.where].add(i)
     for where, numbers in by_line.items():
-        found.append(Candidate(AdviceRow(where, "contraction", "", 0, flops(numbers)), (), frozenset(numbers)))
-    if not found:
+        yield _row(study, where, None, 0, (), frozenset(numbers))
+    if not overrides and not by_line:
         raise ValueError(
             f"`advise`: the policy {str(study.policy)!r} narrows nothing: parameters stay float32, and so do all "
             f"{len(study.contractions)} contractions of the loss. `explain` says why; a policy such as "
             "'params=bf16,compute=bf16' narrows both."
         )
-    return found
+
+
+def _row(
+    study: Study, name: str, pattern: str | None, size: int, positions: tuple[int, ...], numbers: frozenset[int]
+) -> AdviceRow:
+    errors, flops = study.errors_of_narrowing(positions, numbers), sum(study.contractions[i].flops for i in numbers)
+    kind = "contraction" if pattern is None else "leaf"
+    return AdviceRow(name, kind, pattern or "", size, flops, errors.loss, errors.gradient)
 
 
 def grouped(paths: list[str], groups: Groups | None) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -65,12 +62,12 @@ def grouped(paths: list[str], groups: Groups | None) -> dict[str, tuple[str, tup
         members[_group_of(path, groups)].append(i)
     # Between numbers stand no digits, so the numbers of a path are told apart.
     split = (lambda path: re.split(_DIGITS, path)) if groups == "patterns" else (lambda path: [path])
-    result = {}
+    pattern_of = lambda path: _DIGITS.join(map(re.escape, split(path)))
+    found = {}
     for name, positions in members.items():
-        own = dict.fromkeys(_DIGITS.join(map(re.escape, split(paths[i]))) for i in positions)
-        alternatives = "|".join(own)
-        result[name] = f"^(?:{alternatives})$" if len(own) > 1 else f"^{alternatives}$", tuple(positions)
-    return result
+        own = "|".join(dict.fromkeys(pattern_of(paths[i]) for i in positions))
+        found[name] = f"^(?:{own})$" if "|" in own else f"^{own}$", tuple(positions)
+    return found
 
 
 def _group_of(path: str, groups: Groups) -> str:
@@ -111,7 +108,6 @@ def fewest(study: Study, ranked: Sequence[AdviceRow], bound: float) -> Sequence[
         return []
     for order in ([row for row in ranked if row.kind == "leaf"], ranked):
         if is_enough(order):
-            return order[
-                : bisect.bisect_left(range(len(order)), True, lo=1, key=lambda count: is_enough(order[:count]))
-            ]
+            count = bisect.bisect_left(range(len(order)), True, lo=1, key=lambda n: is_enough(order[:n]))
+            return order[:count]
     return ranked
