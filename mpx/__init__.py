@@ -9,7 +9,7 @@ from importlib.metadata import version as _version
 
 from mpx import formats as formats
 from mpx import monitor as monitor
-from mpx._autocast.explain import Explanation as Explanation
+from mpx import states as states
 from mpx._autocast.explain import explain as explain
 from mpx._autocast.rules import DEFAULT_RULES as DEFAULT_RULES
 from mpx._autocast.rules import FAST_RULES as FAST_RULES
@@ -47,17 +47,11 @@ from mpx._recipes import mixed_precision as mixed_precision
 from mpx._stored.blockwise import Blockwise8bit as Blockwise8bit
 from mpx._stored.format import StateFormat as StateFormat
 from mpx._stored.roles import register_state as register_state
-from mpx._transforms.kahan_summation import KahanSummationState as KahanSummationState
 from mpx._transforms.kahan_summation import kahan_summation as kahan_summation
-from mpx._transforms.loss_scaling import LossScalingState as LossScalingState
 from mpx._transforms.loss_scaling import loss_scaling as loss_scaling
-from mpx._transforms.low_precision_state import LowPrecisionState as LowPrecisionState
 from mpx._transforms.low_precision_state import low_precision_state as low_precision_state
-from mpx._transforms.master_weights import MasterWeightsState as MasterWeightsState
 from mpx._transforms.master_weights import master_weights as master_weights
-from mpx._transforms.params_ema import ParamsEmaState as ParamsEmaState
 from mpx._transforms.params_ema import params_ema as params_ema
-from mpx._transforms.stochastic_rounding import StochasticRoundingState as StochasticRoundingState
 from mpx._transforms.stochastic_rounding import stochastic_rounding as stochastic_rounding
 from mpx._transforms.upcast import upcast as upcast
 from mpx.tools.advise.advise import advise as advise

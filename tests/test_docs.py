@@ -122,7 +122,7 @@ def test_every_page_and_every_notebook_stands_in_the_navigation_once():
     assert sorted(in_navigation()) == sorted([*map(name_of, PAGES), *notebooks])
 
 
-@pytest.mark.parametrize("module", ["mpx", "mpx.formats", "mpx.monitor", "mpx.doctor", "mpx.plot"])
+@pytest.mark.parametrize("module", ["mpx", "mpx.formats", "mpx.monitor", "mpx.doctor", "mpx.plot", "mpx.states"])
 def test_every_public_name_has_one_entry_in_the_reference(module):
     entries = in_reference()
     assert {name: entries.count(name) for name in public_names(module)} == dict.fromkeys(public_names(module), 1)

@@ -172,7 +172,7 @@ def build(chain):
 
 # --- What is promised. ---
 NAMES_OF_MPX = {name for name in dir(mpx) if not name.startswith("_")}
-STATES = tuple(getattr(mpx, name) for name in NAMES_OF_MPX if name.endswith("State"))
+STATES = tuple(value for name, value in vars(mpx.states).items() if name.endswith("State"))
 
 
 def is_clear(error):
@@ -227,7 +227,7 @@ def out_of_step(before, after, state, is_finite=True):
     """Return the parameters that are not their masters, rounded, where the documentation does not allow it."""
     found = []
     old, new = _trees.leaves_by_path(before), _trees.leaves_by_path(after)
-    for part in _trees.find_states(state, mpx.MasterWeightsState):
+    for part in _trees.find_states(state, mpx.states.MasterWeightsState):
         for path, master in _trees.leaves_by_path(part.master).items():
             if master.dtype == np.uint16:
                 continue
@@ -252,11 +252,11 @@ def require_step(before, state, grads, after, new_state):
     assert same_bits(kept(after), kept(before))
     for old, new in zip(our_states(state), our_states(new_state), strict=True):
         assert types_of(new) == types_of(old)
-    for old, new in zip(*(_trees.find_states(s, mpx.LossScalingState) for s in (state, new_state)), strict=True):
+    for old, new in zip(*(_trees.find_states(s, mpx.states.LossScalingState) for s in (state, new_state)), strict=True):
         if new.skipped_steps > old.skipped_steps:
             assert same_bits(new.inner_state, old.inner_state)
     is_bad = [not np.isfinite(np.asarray(g, np.float32)).all() for g in jax.tree.leaves(grads)]
-    if isinstance(state, mpx.LossScalingState):
+    if isinstance(state, mpx.states.LossScalingState):
         assert int(new_state.skipped_steps) == int(state.skipped_steps) + any(is_bad)
         if any(is_bad):
             assert same_bits(flushed(after), flushed(before))

@@ -411,7 +411,7 @@ def test_an_average_of_the_weights_is_carried_over():
 
 
 def test_no_rounding_is_left_to_the_compiler():
-    for keeper, kept_dtype in ((None, None), (mpx.KahanSummationState, jnp.dtype("bfloat16"))):
+    for keeper, kept_dtype in ((None, None), (mpx.states.KahanSummationState, jnp.dtype("bfloat16"))):
         stored = lambda x, how=(keeper, kept_dtype): _stored(x, jnp.dtype("bfloat16"), *how)
         assert not float32_round_trips(stored, jnp.ones(2, jnp.float32))
 

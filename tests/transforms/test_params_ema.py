@@ -137,7 +137,7 @@ def test_the_debiased_step_is_right_to_the_precision_of_float32_after_many_steps
     A weight that is summed up in float32 ends 4e-4 off for 0.9999 and 4e-3 off for 0.99999.
     """
     tx = mpx.params_ema(decay)
-    state = mpx.ParamsEmaState(jnp.int32(1_000_000), jnp.zeros(()))
+    state = mpx.states.ParamsEmaState(jnp.int32(1_000_000), jnp.zeros(()))
     _, state = tx.update(jnp.ones(()), state, jnp.zeros(()))
     np.testing.assert_allclose(mpx.ema_params(state), (1 - decay) / (1 - decay**1_000_001), rtol=3e-7)
 

@@ -1,0 +1,11 @@
+"""The types of the optimizer states that mpx makes, for annotations and `isinstance`.
+
+All are `NamedTuple`s of arrays: `optax.tree.get`, Orbax and `flax.serialization` take them as they are.
+"""
+
+from mpx._transforms.kahan_summation import KahanSummationState as KahanSummationState
+from mpx._transforms.loss_scaling import LossScalingState as LossScalingState
+from mpx._transforms.low_precision_state import LowPrecisionState as LowPrecisionState
+from mpx._transforms.master_weights import MasterWeightsState as MasterWeightsState
+from mpx._transforms.params_ema import ParamsEmaState as ParamsEmaState
+from mpx._transforms.stochastic_rounding import StochasticRoundingState as StochasticRoundingState
