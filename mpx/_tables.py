@@ -15,24 +15,19 @@ class Table(NamedTuple):
         title: the line above the table; none if empty.
         lines: lines of cells.
         right: the columns that are aligned to the right.
-        folded: the columns whose cells Rich may fold where the terminal is too narrow; all if None.
     """
 
     title: str
     lines: Sequence[Sequence[str]]
     right: Collection[int] = (-1,)
-    folded: Collection[int] | None = None
 
     def __str__(self) -> str:
         """Return the title and the table as text."""
-        widths = [max(map(len, column)) for column in zip(*self.lines, strict=True)]
-        lines = [
-            "  ".join(
-                cell.rjust(width) if right else cell.ljust(width)
-                for cell, width, right in zip(line, widths, self._are_right(), strict=True)
-            ).rstrip()
-            for line in self.lines
-        ]
+        columns = []
+        for column, is_right in zip(zip(*self.lines, strict=True), self._are_right(), strict=True):
+            width = max(map(len, column))
+            columns.append([cell.rjust(width) if is_right else cell.ljust(width) for cell in column])
+        lines = ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
         return "\n".join([self.title, *lines] if self.title else lines)
 
     def __rich__(self) -> Any:
@@ -42,9 +37,8 @@ class Table(NamedTuple):
 
         # Text, not strings: Rich reads brackets in strings as style tags.
         table = RichTable(title=Text(self.title) if self.title else None, title_justify="left")
-        for column, (name, right) in enumerate(zip(self.lines[0], self._are_right(), strict=True)):
-            stiff = self.folded is not None and column not in self.folded
-            table.add_column(Text(name), justify="right" if right else "left", overflow="fold", no_wrap=stiff)
+        for name, is_right in zip(self.lines[0], self._are_right(), strict=True):
+            table.add_column(Text(name), justify="right" if is_right else "left", overflow="fold")
         for line in self.lines[1:]:
             table.add_row(*map(Text, line))
         return table
@@ -117,16 +111,3 @@ def _members(value: Any) -> dict[str, Any]:
     names = [field.name for field in dataclasses.fields(value)]
     names += [name for kind in type(value).__mro__ for name, x in vars(kind).items() if isinstance(x, property)]
     return {name: json_values(getattr(value, name)) for name in names if not name.startswith("_")}
-
-
-# Until every result is a `Result`.
-
-
-def text_table(lines: Sequence[Sequence[str]], right: Collection[int] = (-1,)) -> str:
-    """Return lines of cells as text."""
-    return str(Table("", lines, right))
-
-
-def rich_table(*args: Any, **kwargs: Any) -> Any:
-    """Return a table for Rich."""
-    return Table(*args, **kwargs)

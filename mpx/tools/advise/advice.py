@@ -106,7 +106,7 @@ class Advice(Result):
         errors = [f"with {name}: loss {e.loss:.2e}, gradient {e.gradient:.2e}" for name, e in measured.items()]
         yield "\n".join(f"Relative errors {line}" for line in errors)
         header = ("what", "loss", "gradient", "share", "bytes", "FLOPs", "keep by")
-        yield Table("Errors if one alone is narrowed", [header, *map(_line, self.rows)], range(1, 6), folded=(0,))
+        yield Table("Errors if one alone is narrowed", [header, *map(_line, self.rows)], range(1, 6))
         steps = [f"override ({pattern!r}, 'f32')" for pattern, _ in self.overrides]
         steps += [f"mpx.full_precision around the contractions of {line}" for line in self.lines]
         best = self.after_lines or self.after
