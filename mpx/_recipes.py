@@ -26,7 +26,7 @@ def mixed_precision(
     loss_scale: LossScale | None = None,
     axis_name: Hashable | tuple[Hashable, ...] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Makes any rule train a model under a policy: masters where they are needed, loss scaling where it is.
+    """Make any rule train a model under a policy: masters where they are needed, loss scaling where it is.
 
     - Parameters stored in less than float32 (by the policy or an override) get `master_weights`.
     - Where gradients are float16, because the model computes in it or stores parameters in it, they get

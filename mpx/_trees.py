@@ -1,4 +1,4 @@
-"""Pytrees: which leaves are floating, paths as strings, and casts of whole trees."""
+"""What is done with pytrees: find floating leaves, name paths, cast whole trees."""
 
 import functools
 from collections import defaultdict
@@ -19,10 +19,10 @@ _VALUE = jax.tree_util.GetAttrKey("value")
 
 
 def is_floating(leaf: Any) -> bool:
-    """True for an array (or shape) of real floating numbers of 16 bits or more.
+    """Return whether a leaf is an array (or shape) of real floating numbers of 16 bits or more.
 
-    Not for integers, booleans, PRNG keys, complex numbers, 8-bit and smaller floats, and Python or NumPy
-    scalars: nobody stores parameters in those, so a change of dtype would be a surprise.
+    Integers, booleans, PRNG keys, complex numbers, 8-bit and smaller floats, and Python or NumPy scalars are not:
+    nobody stores parameters in those, so a change of dtype would be a surprise.
     """
     if not _is_concrete(type(leaf)) and not isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
         return False
@@ -42,14 +42,14 @@ def _is_floating_dtype(dtype: Any) -> bool:
 
 
 def is_array(leaf: Any) -> bool:
-    """True for arrays, NumPy's of numbers and its scalars too, and for shapes that stand for arrays."""
+    """Return whether a leaf is an array, of NumPy too, or a shape that stands for one."""
     if isinstance(leaf, (np.ndarray, np.generic)):
         return leaf.dtype.kind not in "OSUMm"  # objects, strings and dates are not for jax
     return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
 
 
 def is_narrower(leaf: Any, dtype: np.dtype) -> bool:
-    """True for a floating array (or shape) of fewer bits than `dtype`."""
+    """Return whether a leaf is a floating array (or shape) of fewer bits than `dtype`."""
     return is_floating(leaf) and leaf.dtype.itemsize < dtype.itemsize
 
 
@@ -62,7 +62,7 @@ def promoted(dtype: DTypeLike, other: DTypeLike) -> np.dtype:
 
 
 def is_masked(leaf: Any) -> bool:
-    """True for Optax's placeholder of a leaf that a transformation leaves alone."""
+    """Return whether this is Optax's placeholder of a leaf that a transformation leaves alone."""
     return isinstance(leaf, optax.MaskedNode)
 
 
@@ -96,12 +96,12 @@ def _is_variable(node: Any) -> bool:
 
 
 def leaves_by_path(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[Path, Any]:
-    """The leaves of a tree by their key paths; as strings, those of `{"a/b": x, "a": {"b": y}}` would be equal."""
+    """Return the leaves of a tree by their key paths; as strings, those of `{"a/b": x, "a": {"b": y}}` would be equal."""
     return dict(jax.tree.leaves_with_path(tree, is_leaf))
 
 
 def map_unzip(function: Callable[..., tuple[Any, Any]], tree: Any, *rest: Any) -> tuple[Any, Any]:
-    """Like `jax.tree.map`, for a function that returns a pair: two trees like the first one."""
+    """Map a function that returns a pair over trees, and return two trees like the first one."""
     leaves, treedef = jax.tree.flatten(tree)
     columns = [treedef.flatten_up_to(other) for other in rest]
     pairs = [function(*column) for column in zip(leaves, *columns, strict=True)]
@@ -109,7 +109,7 @@ def map_unzip(function: Callable[..., tuple[Any, Any]], tree: Any, *rest: Any) -
 
 
 def find_states(tree: Any, kind: type[T] | tuple[type[T], ...]) -> list[T]:
-    """All parts of a pytree that are of a NamedTuple type, each before the ones nested inside it."""
+    """Return all parts of a pytree that are of a NamedTuple type, each before the ones nested inside it."""
     found = []
     for part in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind)):
         if isinstance(part, kind):
@@ -118,7 +118,7 @@ def find_states(tree: Any, kind: type[T] | tuple[type[T], ...]) -> list[T]:
 
 
 def shapes_of(tree: T) -> T:
-    """The tree with shapes for its floating arrays."""
+    """Return the tree with shapes for its floating arrays."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if is_floating(x) else x, tree)
 
 
@@ -130,14 +130,14 @@ def placed_like(x: jax.Array, old: Any) -> jax.Array:
 
 
 def dtype_and_shape(leaf: Any) -> str:
-    """How messages show an array: `bfloat16[768, 3072]`."""
+    """Return how messages show an array: `bfloat16[768, 3072]`."""
     if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
         return f"{leaf.dtype}{list(leaf.shape)}"
     return type(leaf).__name__
 
 
 def cast_tree(tree: T, dtype: DTypeLike, which: Callable[[Any], bool] = lambda leaf: True) -> T:
-    """Casts the floating leaves of a tree, or those that a function picks, to one dtype; see `cast_by_path`."""
+    """Cast the floating leaves of a tree, or those that a function picks, to one dtype; see `cast_by_path`."""
     dtype = np.dtype(dtype)
     leaves, treedef = jax.tree.flatten(tree)
     dtypes = [dtype if is_floating(leaf) and which(leaf) else None for leaf in leaves]
@@ -162,7 +162,7 @@ def cast_by_path(tree: T, dtype_at: Callable[[str], np.dtype]) -> T:
 
 
 def _cast_leaves(leaves: list[Any], dtypes: list[np.dtype | None]) -> list[Any]:
-    """The leaves, each in its dtype; those whose dtype is None as they are."""
+    """Return the leaves, each in its dtype; those whose dtype is None as they are."""
     cast = list(leaves)
     firsts: dict[np.dtype, dict[int, int]] = defaultdict(dict)  # where an array stands first, by its identity
     repeated: list[tuple[int, int]] = []
@@ -192,7 +192,7 @@ def _cast_leaves(leaves: list[Any], dtypes: list[np.dtype | None]) -> list[Any]:
 
 
 def _residence(sharding: jax.sharding.Sharding) -> Any:
-    """Equal for shardings that one program can take together: the same devices in the same order."""
+    """Return a key that is equal for shardings on the same devices in the same order: one program can take them."""
     devices = sharding.mesh if isinstance(sharding, jax.sharding.NamedSharding) else sharding
     return devices, sharding.memory_kind
 

@@ -251,14 +251,14 @@ def _is_nan(bits: jax.Array) -> jax.Array:
 
 
 def _f16_subnormal_parts(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The 24-bit significand, and how many of its bits lie below 2**-24, float16's smallest step."""
+    """Return the 24-bit significand, and how many of its bits lie below 2**-24, float16's smallest step."""
     exponent = magnitude >> 23
     significand = (magnitude & 0x7F_FFFF) | 0x80_0000
     return significand, 126 - jnp.minimum(exponent, np.uint32(112))
 
 
 def _round_to_f16_subnormal(magnitude: jax.Array) -> jax.Array:
-    """float32 bits of a magnitude below 2**-14, rounded to a multiple of 2**-24."""
+    """Return the float32 bits of a magnitude below 2**-14, rounded to a multiple of 2**-24."""
     significand, dropped = _f16_subnormal_parts(magnitude)
     dropped = jnp.minimum(dropped, np.uint32(25))  # 24 bits dropped leave at most a half; 25 leave nothing
     steps = significand >> dropped

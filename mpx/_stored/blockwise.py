@@ -1,4 +1,4 @@
-"""Eight bits a number, scaled by block: the codec behind `low_precision_state`.
+"""`Blockwise8bit`: keep a state in eight bits an element, scaled by block.
 
 A block of 256 numbers is divided by its member of largest magnitude, and each quotient becomes the nearest member of
 the dynamic map of Dettmers et al. 2021, "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861). The map has
@@ -70,7 +70,7 @@ class Blockwise8bit(StateFormat):
     Rounded to nearest, only the largest member of a block moves in small steps. The others stand still while their
     ratio to it changes by less than half the distance to the next member of the map, by 2 to 4% and more: a second
     moment with a decay of 0.999, which changes by a thousandth in a step, follows the largest one of its block up and
-    down, and its own gradient in leaps only. Trainings bear that (Dettmers et al. 2021).
+    down, and its own gradient in leaps only. Training works nevertheless (Dettmers et al. 2021).
     `rounding="stochastic"` follows each member in the mean.
 
     Arrays that are split over devices are coded where they are as long as each device holds rows of whole blocks.
@@ -133,10 +133,10 @@ class Blockwise8bit(StateFormat):
 
 
 def encode(x: jax.Array, block_size: int, signed: bool, key: jax.Array | None = None) -> BlockwiseArray:
-    """Codes a float32 array in 8 bits a number.
+    """Encode a float32 array in 8 bits an element.
 
-    XLA makes two passes over `x`, or over what `x` is computed from: one for the scales, one for the codes. On a GPU
-    the nearest codes come from a kernel that makes one, wherever that gives the same bits.
+    XLA makes two passes over `x`, or over what `x` is computed from: one for the scales, one for the codes. On a GPU a
+    kernel computes the nearest codes in one, where it gives the same bits.
 
     Args:
         x: float32, of any shape.
@@ -160,13 +160,13 @@ def encode(x: jax.Array, block_size: int, signed: bool, key: jax.Array | None = 
 
 
 def decode(array: BlockwiseArray, block_size: int, signed: bool) -> jax.Array:
-    """The float32 array that `encode` has coded, of the same shape."""
+    """Return the float32 array that `encode` has coded, in its shape."""
     values = _values(_in_blocks(array.codes, block_size), signed) * array.scale[..., None]
     return _out_of_blocks(values, array.codes.shape)
 
 
 def scale_shape(shape: tuple[int, ...], block_size: int) -> tuple[int, ...]:
-    """The shape of the scales of an array."""
+    """Return the shape of the scales of an array."""
     return jax.eval_shape(lambda: _in_blocks(jnp.zeros(shape, np.uint8), block_size)).shape[:-1]
 
 
@@ -181,13 +181,13 @@ def _in_blocks(x: jax.Array, block_size: int) -> jax.Array:
 
 
 def _out_of_blocks(blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The inverse of `_in_blocks`."""
+    """Undo `_in_blocks`."""
     size = math.prod(shape)
     return blocks.reshape(shape) if blocks.size == size else blocks.reshape(-1)[:size].reshape(shape)
 
 
 def _scale(x: jax.Array, signed: bool) -> jax.Array:
-    """float32 `[..., blocks, 1]`: of each block the member of largest magnitude; 0 if it is subnormal."""
+    """Return the member of largest magnitude of each block, 0 if it is subnormal: float32 `[..., blocks, 1]`."""
     largest, smallest = jnp.max(x, axis=-1, keepdims=True), jnp.min(x, axis=-1, keepdims=True)  # NaN if a member is
     if signed:
         scale = jnp.where(largest >= -smallest, largest, smallest)
@@ -197,7 +197,7 @@ def _scale(x: jax.Array, signed: bool) -> jax.Array:
 
 
 def _codes(x: jax.Array, scale: jax.Array, signed: bool, noise: jax.Array | None) -> jax.Array:
-    """uint8 codes of blocks and their scales, `[..., blocks, block_size]` and `[..., blocks, 1]`."""
+    """Return the uint8 codes of blocks, from them and their scales."""
     # |x / scale|, without a subnormal reciprocal. Beside an infinite scale finite numbers become nothing.
     magnitude, largest = jnp.abs(x), jnp.abs(scale)
     shrink = jnp.where(largest >= _LARGE, _SHRINK, np.float32(1))
@@ -214,7 +214,7 @@ def _codes(x: jax.Array, scale: jax.Array, signed: bool, noise: jax.Array | None
 
 
 def _values(codes: jax.Array, signed: bool) -> jax.Array:
-    """float32 members of the map, from -1 to 1 or from 0 to 1, of uint8 codes."""
+    """Return the members of the map that uint8 codes stand for: float32, from -1 to 1 or from 0 to 1."""
     code = codes.astype(np.int32)
     if signed:
         q, top = jnp.where(code > 128, code - 128, code), 128
@@ -237,7 +237,7 @@ def _values(codes: jax.Array, signed: bool) -> jax.Array:
 
 
 def _nearest(v: jax.Array, signed: bool) -> jax.Array:
-    """int32 `q` of the member of the map nearest to `v` in [0, 1]; 0 for zero under both maps."""
+    """Return `q` (int32) of the member of the map nearest to `v` in [0, 1]; 0 for zero under both maps."""
     w, per_unit = _decade_of(v, _map(signed).turns, signed)
     place = (v * per_unit).astype(np.int32) - w  # nine for an interval
     q = jnp.minimum(w + ((place * 7282) >> 16), 2 * w - 1)  # a division by 9, exact up to 32,767
@@ -246,7 +246,7 @@ def _nearest(v: jax.Array, signed: bool) -> jax.Array:
 
 
 def _one_of_two(v: jax.Array, signed: bool, noise: jax.Array) -> jax.Array:
-    """int32 `q` of the member of the map below or above `v`, with the odds that keep the mean.
+    """Return `q` (int32) of the member of the map below or above `v`, at random, such that the mean is `v`.
 
     Odds are multiples of 1 / 9,216, the nearest: coarse enough that a member of the map, which comes back from the
     division by its scale with an error in the last place, is found to be one.
@@ -272,7 +272,7 @@ def _one_of_two(v: jax.Array, signed: bool, noise: jax.Array) -> jax.Array:
 
 
 def _decade_of(v: jax.Array, begins: np.ndarray, signed: bool) -> tuple[jax.Array, jax.Array]:
-    """The number of intervals of the decade of `v`, and what a distance in it is multiplied by for nine an interval."""
+    """Return how many intervals the decade of `v` has, and the factor that makes nine of each interval."""
     map_ = _map(signed)
     w = jnp.full_like(v, map_.widths[0], np.int32)
     per_unit = jnp.full_like(v, map_.per_unit[0])
@@ -327,7 +327,7 @@ def _encode_in_two_passes(x: jax.Array, signed: bool) -> tuple[jax.Array, jax.Ar
 
 
 def _encode_in_one_pass(x: jax.Array, signed: bool, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
-    """The same by a Pallas kernel, whose programs hold a few blocks each from the maximum to the codes.
+    """Encode by a Pallas kernel, whose programs hold a few blocks each from the maximum to the codes.
 
     Through Triton, which runs on GPUs from Ampere on; Pallas' other compiler for GPUs needs Hopper. JAX 0.11 says that
     it will drop Triton: then, as on every machine where the kernel does not compile, XLA does the work.
@@ -357,13 +357,13 @@ def _encode_in_one_pass(x: jax.Array, signed: bool, interpret: bool = False) -> 
 
 
 def _can_take_kernel(x: jax.Array, block_size: int) -> bool:
-    """Whether an array consists of whole blocks, and is not a device's part of one inside `jax.shard_map`."""
+    """Return whether an array consists of whole blocks, and is no shard inside `jax.shard_map`."""
     return x.size > 0 and x.size % block_size == 0 and not jax.sharding.get_abstract_mesh().manual_axes
 
 
 @functools.cache
 def _has_kernel(block_size: int, signed: bool) -> bool:
-    """Whether this process has one GPU, and the kernel runs there and gives the bits of the XLA version.
+    """Return whether this process has one GPU, and the kernel runs there and gives the bits of the XLA version.
 
     Tried once, since what Pallas can compile differs between GPUs and releases of JAX. With several devices XLA must be
     free to split arrays among them, which it cannot do with a kernel.
@@ -389,7 +389,7 @@ def _has_kernel(block_size: int, signed: bool) -> bool:
 
 
 def _probe(block_size: int, signed: bool) -> np.ndarray:
-    """float32 `[64, block_size]`: numbers of all magnitudes, and blocks of zeros, infinities and NaN."""
+    """Return numbers of all magnitudes, and blocks of zeros, infinities and NaN: float32 `[64, block_size]`."""
     rng = np.random.default_rng(0)
     x = 10.0 ** rng.uniform(-9, 0, (64, block_size)) * 10.0 ** rng.uniform(-30, 30, (64, 1))
     x = (x * rng.choice([-1, 1], x.shape) if signed else x).astype(np.float32)
