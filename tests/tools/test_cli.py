@@ -283,7 +283,7 @@ def test_the_keys_of_the_json_do_not_depend_on_the_options():
         (("nofile.py:init",), "there is no file nofile.py"),
         (("nomodule.inside:init",), "No module named 'nomodule'"),
         (("..train:init",), "neither file.py:function nor module:function"),
-        (("train.py:",), "neither file.py:function nor module:function"),
+        (("train.py:",), "'train.py:' is not a function, but module"),
         (("train.py:int",), "train.py has no 'int'. It has Half, init"),
         (("train.py:number",), "'train.py:number' is not a function, but int"),
         (("gradients.npz:init",), "No module named 'gradients'"),

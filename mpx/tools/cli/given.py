@@ -88,8 +88,6 @@ def function(reference: str) -> Callable[..., Any]:
 def attribute(reference: str) -> Any:
     """Return what `file.py:name` or `module:name` names; the file is run, as an import runs it."""
     place, _, name = reference.rpartition(":")
-    if not place or not name:
-        raise CommandError(f"{reference!r} is neither file.py:function nor module:function.")
     module = _imported(pathlib.Path(place).resolve()) if place.endswith(".py") or os.sep in place else place
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does

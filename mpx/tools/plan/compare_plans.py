@@ -28,12 +28,6 @@ class PrecisionRecipe:
         policy: the string of a `Policy`.
         wrap: a function that puts wrappers around a rule.
         formats_moments: True if it stores the rule's moments in fewer bits, and so needs a rule that has moments.
-
-    Example:
-        >>> policy = "params=bf16,compute=bf16,output=f32"
-        >>> recipe = PrecisionRecipe(policy, lambda rule: optax.chain(rule, kahan_summation()))
-        >>> memory_plan(1000, recipe.wrap(optax.sgd(0.1)), recipe.policy).bytes_a_parameter
-        8.0
     """
 
     policy: str
@@ -113,8 +107,12 @@ def compare_plans(
         ValueError: if there are no recipes; and as `memory_plan`.
 
     Example:
-        >>> comparison = compare_plans(2**20, gradient_dtype=None)
-        >>> for name, plan in comparison.plans.items():
+        >>> kahan = PrecisionRecipe("bf16", lambda rule: optax.chain(rule, kahan_summation()))
+        >>> print(compare_plans(1000, optax.sgd(0.1), {"Kahan": kahan}))
+        Bytes to train 1,000 parameters
+        recipe  parameters  gradients  optimizer    all  a parameter
+        Kahan        2,000      4,000      2,000  8,000            8
+        >>> for name, plan in compare_plans(2**20, gradient_dtype=None).plans.items():
         ...     print(f"{plan.bytes_a_parameter:6.3f} {name}")
         16.000 f32
         16.000 f32, bf16 autocast
