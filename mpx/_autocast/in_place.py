@@ -57,12 +57,12 @@ def changes_of(objects: list[Object], results: list[Any]) -> list[Change]:
     for name, node, leaves, treedef in objects:
         after, treedef_after = jax.tree.flatten_with_path(node)
         if treedef != treedef_after:
-            raise _lost({name: ["the structure"]})
+            _refuse([Change(name, "the structure", node, node)])
         for before, (path, leaf) in zip(leaves, after, strict=True):
             if leaf is before or id(leaf) in returned:
                 continue
             if not _trees.is_array(leaf):
-                raise _lost({name: [_trees.path_string(path, node)]})
+                _refuse([Change(name, _trees.path_string(path, node), before, leaf)])
             changes.append(Change(name, _trees.path_string(path, node), before, leaf))
     return changes
 
@@ -75,9 +75,6 @@ def check_unchanged(program: jex_core.Jaxpr, changes: Sequence[Change]) -> None:
     Args:
         program: the traced function; its last results are the arrays of each change, before and after.
         changes: those that `changes_of` found.
-
-    Raises:
-        ValueError: if there are any; it names all of them, and the remedy.
     """
     if changes:
         sources = _sources(program)[-2 * len(changes) :]
@@ -91,27 +88,24 @@ def require_unchanged(objects: list[Object], result: Any) -> None:
 
 
 def _refuse(changes: Sequence[Change]) -> None:
+    """Raise if there are any changes; name all of them, and the remedy."""
     lost = defaultdict(list)
     for change in changes:
         lost[change.name].append(change.path)
-    if lost:
-        raise _lost(lost)
-
-
-def _lost(changes: dict[str, list[str]]) -> ValueError:
-    which = "; ".join(f"{', '.join(paths)} of {name}" for name, paths in changes.items())
-    if any(name.startswith("the State at ") for name in changes):
+    if not lost:
+        return
+    remedy = (
+        "Return the new values. With Flax NNX: `graphdef, params, rest = nnx.split(model, nnx.Param, ...)` outside, "
+        "and inside `model = nnx.merge(graphdef, params, rest)`, with `nnx.state(model, nnx.Not(nnx.Param))` among "
+        "the results."
+    )
+    if any(name.startswith("the State at ") for name in lost):
         remedy = (
             "A Flax NNX model that is merged from it shares its variables. Merge a copy, `model = nnx.merge(graphdef, "
             "state, copy=True)`, and return what shall be kept, such as `nnx.state(model, nnx.Not(nnx.Param))`."
         )
-    else:
-        remedy = (
-            "Return the new values. With Flax NNX: `graphdef, params, rest = nnx.split(model, nnx.Param, ...)` "
-            "outside, and inside `model = nnx.merge(graphdef, params, rest)`, with `nnx.state(model, "
-            "nnx.Not(nnx.Param))` among the results."
-        )
-    return ValueError(
+    which = "; ".join(f"{', '.join(paths)} of {name}" for name, paths in lost.items())
+    raise ValueError(
         "`autocast`: the function changes an argument in place, which would be lost, as under `jax.jit`: "
         f"{which}. {remedy}"
     )

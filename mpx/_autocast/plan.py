@@ -163,8 +163,9 @@ class Planner:
             return self._entered(eqn, tags)
         if rule == "narrow" or (rule == "narrow_if_representable" and self._is_representable(eqn, tags)):
             return self._narrowed(eqn, tags)
-        changed_rule = DEFAULT_RULES.get(name, "keep") not in ("keep", rule)
-        return _kept(eqn, tags, f"the rule for {name} is {rule}" if changed_rule else _reason(name))
+        if DEFAULT_RULES.get(name, "keep") not in ("keep", rule):
+            return _kept(eqn, tags, f"the rule for {name} is {rule}")
+        return _kept(eqn, tags, REASONS.get(name, "unknown to the table"))
 
     def _entered(self, eqn: JaxprEqn, tags: tuple[Tag, ...]) -> Step:
         """Plan an operation that holds programs; a literal that it is given may be representable."""
@@ -272,10 +273,6 @@ def travels_narrow(tag: Tag, rounded_to: np.dtype | None, settings: Settings) ->
 
 def _kept(eqn: JaxprEqn, tags: tuple[Tag, ...], reason: str) -> Step:
     return Step(eqn, "keep", None, tags, (UNKNOWN,) * len(eqn.outvars), reason=reason)
-
-
-def _reason(name: str) -> str:
-    return REASONS.get(name, "unknown to the table")
 
 
 def _why_elementwise_kept(eqn: JaxprEqn, compute: Compute) -> str | None:

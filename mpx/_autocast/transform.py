@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -142,15 +142,15 @@ def autocast(
     """Run a function in float32 and its contractions in a lower precision: what `torch.autocast` does, for JAX.
 
     The model is written once, without dtypes. Its matrix products and convolutions run in bfloat16, float16, TF32 or
-    three bfloat16 products, and everything else in float32: softmax, norms, exponentials, losses, and every sum. So do
-    the sums of the backward pass: a model whose parameters are cast to bfloat16 adds up the gradients of all uses of a
-    weight in bfloat16, where 1 added 1,000 times is 256.
+    three bfloat16 products, and everything else in float32: softmax, norms, exponentials, losses, and every sum, those
+    of the backward pass too. (A model whose parameters are cast to bfloat16 adds up the gradients of all uses of a
+    weight in bfloat16, where 1 added 1,000 times is 256.)
 
     Arguments are viewed as float32: a bfloat16 parameter is not copied for that. A contraction of float32 values
     rounds its operands to the compute dtype and has a result in it, which is viewed as float32 again; so do those of
-    its gradients. Hardware adds up in float32. Kept in float32: products of which nothing is summed (rotary angles),
-    those that ask for `precision="high"` or `"highest"` (by `jax.default_matmul_precision` too), integers, float64 and
-    complex numbers, and the bodies of custom derivatives and of kernels. `explain` shows what happens to a function.
+    its gradients. Kept in float32: products of which nothing is summed (rotary angles), those that ask for
+    `precision="high"` or `"highest"` (by `jax.default_matmul_precision` too), integers, float64 and complex numbers,
+    and the bodies of custom derivatives and of kernels. `explain` shows what happens to a function.
 
     Like `jax.jit` it traces the function: on each call, so put `jax.jit` around it. Arguments that are no arrays
     (flags, strings, functions) reach the function as they are. It composes with `jit`, `grad`, `vmap`, `scan`, `while`,
@@ -165,15 +165,13 @@ def autocast(
         rules: a table like `DEFAULT_RULES`, from the names of primitives (or primitives) to `"narrow"`, `"follow"`,
             `"keep"`, `"narrow_if_representable"` or `"enter"`. `FAST_RULES` also runs activations in the compute dtype.
         checkpoint: the values that the backward pass finds in memory, instead of computing them again: `"dots"`
-            (results of contractions, which are in the compute dtype), `"dots_with_no_batch_dims"`, `"nothing"`,
-            `"everything"`, any other name of `jax.checkpoint_policies` that is a policy itself, or a policy. None
-            leaves it to the function. Around a whole loss this lowers what is kept between the passes, but not the
-            peak, since all is computed again at once; around each layer it lowers both.
+            (results of contractions, in the compute dtype), `"dots_with_no_batch_dims"`, `"nothing"`, `"everything"`,
+            another name of `jax.checkpoint_policies` that is a policy itself, or a policy; None leaves it to the
+            function. Around a whole loss it shrinks what is kept between the passes, around each layer the peak too.
         gradient_dtype: float32 for gradients of weights that are sums in float32 which nothing rounds, so that data
-            parallel training adds them up in float32 too; their operands are in the compute dtype as before. This
-            reaches weights that go into their contraction as they are, reshaped or moved; not `w + lora`. Such a
-            function has no forward mode, and mapped by `vmap` from outside it makes a gradient for each example before
-            they are added up: map inside. None for gradients in the compute dtype.
+            parallel training adds them up in float32 too; None for the compute dtype. It reaches weights that go into
+            their contraction as they are, reshaped or moved; not `w + lora`. Such a function has no forward mode, and
+            mapped by `vmap` from outside it makes a gradient for each example before they are added up: map inside.
 
     Returns:
         A function with the arguments of `fun`. Its results are those of `fun` for float32 arguments. Gradients have
@@ -281,9 +279,14 @@ def _checked_rules(rules: Mapping[Any, Rule]) -> Mapping[str, Rule]:
     checked = {}
     for key, rule in rules.items():
         name = key.name if isinstance(key, jex_core.Primitive) else key
-        why_not = _why_no_rule(key, name, rule)
-        if why_not:
-            raise ValueError(f"`autocast`: {why_not}")
+        if isinstance(key, str) and name not in DEFAULT_RULES:
+            raise ValueError(
+                f"`autocast`: `rules` has {name!r}, but no primitive of jax is called that; names are those of "
+                "`mpx.DEFAULT_RULES`. For a primitive of your own, give the primitive itself."
+            )
+        possible = _possible_rules(name, is_own=not isinstance(key, str))
+        if rule not in possible:
+            raise ValueError(f"`autocast`: the rule of {name!r} is {rule!r}; it can be {' or '.join(possible)}.")
         checked[name] = rule
     missing = sorted(DEFAULT_RULES.keys() - checked.keys())
     if missing:
@@ -294,25 +297,11 @@ def _checked_rules(rules: Mapping[Any, Rule]) -> Mapping[str, Rule]:
     return checked
 
 
-def _why_no_rule(key: Any, name: str, rule: Any) -> str | None:
-    """Return why a primitive, given itself or by its name, cannot have a rule; None if it can."""
-    is_named, can_enter = isinstance(key, str), name in HANDLERS
-    if rule not in get_args(Rule):
-        return f"the rule of {name!r} is {rule!r}; use one of {', '.join(get_args(Rule))}."
-    if is_named and name not in DEFAULT_RULES:
-        return (
-            f"`rules` has {name!r}, but no primitive of jax is called that; names are those of `mpx.DEFAULT_RULES`. "
-            "For a primitive of your own, give the primitive itself."
-        )
-    if rule in ("narrow", "narrow_if_representable") and is_named and name not in CAN_NARROW:
-        return (
-            f"{name!r} cannot have the rule {rule!r}, which is for contractions and arithmetic: "
-            f"{', '.join(sorted(CAN_NARROW))}."
-        )
-    if rule != "keep" and (rule == "enter") != can_enter:
-        others = "'enter' or 'keep'" if can_enter else f"{', '.join(HANDLERS)} can be entered"
-        return f"{name!r} cannot have the rule {rule!r}; {others}."
-    return None
+def _possible_rules(name: str, *, is_own: bool) -> tuple[Rule, ...]:
+    if name in HANDLERS:
+        return ("enter", "keep")
+    can_narrow = is_own or name in CAN_NARROW
+    return ("narrow", "narrow_if_representable", "follow", "keep") if can_narrow else ("follow", "keep")
 
 
 def _checked_gradient_dtype(gradient_dtype: DTypeLike | None, compute: computes.Compute) -> np.dtype | None:
