@@ -14,7 +14,7 @@ from mpx._dtypes import dtype_or_none
 
 @dataclasses.dataclass(frozen=True)
 class Compute:
-    """How contractions run.
+    """A way to run contractions.
 
     Attributes:
         name: as users write it: `bf16`, `f16`, `f32`, `tf32`, `bf16x3`.

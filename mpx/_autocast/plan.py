@@ -24,7 +24,7 @@ MARK = "mpx:autocast"  # in the name stack of operations about which an autocast
 
 
 class Tag(NamedTuple):
-    """What is known of a value.
+    """The facts that are known of a value.
 
     Attributes:
         representable_in: a 16-bit dtype that has this float32 value, so that rounding to it is exact; None if that is
@@ -103,7 +103,7 @@ class CastPlan:
 
 
 class Handler(NamedTuple):
-    """How an operation that holds programs is planned and run.
+    """The functions that plan and run an operation which holds programs.
 
     Attributes:
         plan: from the equation, its operands' tags and the planner to the plans inside and the results' tags.

@@ -93,7 +93,7 @@ element of the chain.
 
 
 class _Update(NamedTuple):
-    """What has happened to a value since a transformation made it final.
+    """The history of a value since a transformation made it final.
 
     Attributes:
         author: the transformation; empty for a value that nobody made final.

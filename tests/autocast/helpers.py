@@ -1,4 +1,4 @@
-"""What the tests of `autocast` share: programs read as data, and autocast done by hand."""
+"""Helpers of the tests of `autocast`: programs read as data, and autocast done by hand."""
 
 from typing import Any, NamedTuple
 
@@ -25,38 +25,38 @@ half_dtypes = pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 
 
 def narrow_dot(dtype):
-    """A matrix product as autocast runs it: every cast is written out."""
+    """Return a matrix product as autocast runs it: every cast is written out."""
     return lambda a, b: (a.astype(dtype) @ b.astype(dtype)).astype(F32)
 
 
 def exact_jit(fun):
-    """`jax.jit` without the liberty to leave out roundings to 16 bits, of which CPUs make use around products too.
+    """Compile without the liberty to leave out roundings to 16 bits, which CPUs use around products too.
 
-    And without optimizations that only take time here.
+    Optimizations that only take time here are off.
     """
     return jax.jit(fun, compiler_options={"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0})
 
 
 def rounded(x, dtype):
-    """Float32 values on a 16-bit grid, in NumPy."""
+    """Round float32 values to a 16-bit dtype, in NumPy."""
     with np.errstate(all="ignore"):
         return np.asarray(x, F32).astype(dtype).astype(F32)
 
 
-def is_on_grid(x, dtype):
-    """Whether all values of a float32 array are values of a 16-bit dtype; NaN is."""
+def is_representable(x, dtype):
+    """Return whether a 16-bit dtype has all values of a float32 array; it has NaN."""
     x = np.asarray(x)
     assert x.dtype == F32
     return bool(((rounded(x, dtype) == x) | np.isnan(x)).all())
 
 
 def normal(seed, *shape, dtype=F32):
-    """Seeded normal numbers."""
+    """Return seeded normal numbers."""
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
 def integers(seed, *shape, dtype=F32, low=-4, high=5):
-    """Seeded small integers, whose sums and products are exact."""
+    """Return seeded small integers, whose sums and products are exact."""
     return jnp.asarray(np.random.default_rng(seed).integers(low, high, shape), dtype)
 
 
@@ -64,7 +64,7 @@ def integers(seed, *shape, dtype=F32, low=-4, high=5):
 
 
 def all_eqns(jaxpr):
-    """All equations of a jaxpr and of those inside, in order."""
+    """Yield all equations of a jaxpr and of those inside, in order."""
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         yield eqn
         for inner in jex_core.jaxprs_in_params(eqn.params):
@@ -72,7 +72,7 @@ def all_eqns(jaxpr):
 
 
 def eqns_of(fun, *args, primitive=None):
-    """All equations of a function's program, of one primitive if it is given."""
+    """Return all equations of a function's program, of one primitive if it is given."""
     found = all_eqns(jax.make_jaxpr(fun)(*args))
     return [eqn for eqn in found if primitive is None or eqn.primitive.name == primitive]
 
@@ -86,18 +86,18 @@ class Contraction(NamedTuple):
 
 
 def contractions(fun, *args):
-    """The dtypes of all contractions of a function's program, nested ones too, in order."""
+    """Return the dtypes of all contractions of a function's program, nested ones too, in order."""
     eqns = [eqn for eqn in eqns_of(fun, *args) if eqn.primitive.name in CONTRACTIONS]
     return [Contraction(*[v.aval.dtype for v in (*eqn.invars[:2], eqn.outvars[0])]) for eqn in eqns]
 
 
 def all_in(dtype):
-    """The `Contraction` of one dtype."""
+    """Return the `Contraction` of one dtype."""
     return Contraction(*[np.dtype(dtype)] * 3)
 
 
 def plan_of(fun, *args, dtypes=None):
-    """The decisions of autocast about an autocast function."""
+    """Return the decisions about an autocast function."""
     function, record = fun.__mpx_autocast__
     assert function is fun
     return record.trace(args, {}, dtypes).plan
@@ -107,13 +107,13 @@ def plan_of(fun, *args, dtypes=None):
 
 
 def evaluate(plan, operands, dtype, seen):
-    """Evaluates a plan in the simplest way, and notes each result with the grid that the plan claims for it.
+    """Evaluate a plan in the simplest way, and note each result with the dtype that the plan claims for it.
 
     Args:
         plan: of a program without `while` and `shard_map`, whose contractions are matrix products.
         operands: its inputs.
         dtype: the compute dtype.
-        seen: a list to which `(name of the primitive, claimed grid or None, value)` are appended.
+        seen: a list to which `(name of the primitive, claimed dtype or None, value)` are appended.
 
     Returns:
         The results.
@@ -177,7 +177,7 @@ _ENTERED: dict[str, Any] = {"jit": _call, "remat2": _call, "cond": _cond, "scan"
 
 
 def conv(x, kernel, *, stride=1, groups=1, padding="SAME", **options):
-    """A convolution of images `(batch, height, width, channels)`."""
+    """Convolve images `(batch, height, width, channels)`."""
     return lax.conv_general_dilated(
         x,
         kernel,
@@ -190,5 +190,5 @@ def conv(x, kernel, *, stride=1, groups=1, padding="SAME", **options):
 
 
 def autocast_loss(fun, dtype, **options):
-    """The sum of an autocast function's result: cotangents are 1."""
+    """Return the sum of an autocast function's result: cotangents are 1."""
     return lambda *args: mpx.autocast(fun, dtype, **options)(*args).sum()

@@ -26,7 +26,7 @@ from tests.autocast.helpers import (
     exact_jit,
     half_dtypes,
     integers,
-    is_on_grid,
+    is_representable,
     narrow_dot,
     normal,
 )
@@ -415,7 +415,7 @@ def test_values_that_are_not_representable_in_16_bits_do_not_travel_in_them():
     w, x = normal(0, 4, 4), normal(1, 8, 4)
     with jax.numpy_rank_promotion("allow"):
         assert_same_bits(exact_jit(mpx.autocast(fun, BF16))(w, x), exact_jit(fun)(w, x))
-    assert not is_on_grid(jnp.sin(x), BF16)
+    assert not is_representable(jnp.sin(x), BF16)
 
 
 @pytest.mark.parametrize("asked", [BF16, F16], ids=str)
@@ -570,13 +570,13 @@ def used_257_times_in_a_checkpoint(w):
 
 
 def joined_with_a_product(w):
-    """Such as the embedding of a first token before those of a sequence, which a loop goes through."""
+    """Join a weight and a product, like the embedding of a first token with those of a sequence."""
     rows = jnp.concatenate([w[None], (jnp.ones((2, 2), F32) @ jnp.ones((2, 1), F32))[None]])
     return lax.scan(lambda c, row: (c + used_257_times_in_a_checkpoint(row), None), jnp.float32(0), rows)[0]
 
 
 def carried_by_a_loop(w):
-    """As the chunks that devices pass around in a ring."""
+    """Carry a weight, like the chunks that devices pass around in a ring."""
     step = lambda i, state: (state[0][::-1], state[1] + used_257_times_in_a_checkpoint(state[0]))
     return lax.fori_loop(0, 1, step, (w, jnp.float32(0)))[1]
 
@@ -629,7 +629,7 @@ def test_gradients_of_a_weight_in_one_contraction_are_rounded_once(dtype):
     by_hand = lambda ws, x: lax.scan(lambda c, w: (jnp.sin(narrow_dot(dtype)(c, w)), None), x, ws)[0].sum()
     actual = exact_jit(mpx.grad(autocast_loss(layers, dtype)))(w, x)
     assert_same_bits(actual, exact_jit(jax.grad(by_hand))(w.astype(F32), x))
-    assert is_on_grid(actual, dtype)
+    assert is_representable(actual, dtype)
 
 
 def test_a_mean_of_microbatches_is_taken_in_float32():

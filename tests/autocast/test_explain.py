@@ -46,7 +46,7 @@ def total(fun):
 
 
 def line(fun, offset=1):
-    """Where a line of a function is, counted from the one of its `def`, its first decorator or its `lambda`."""
+    """Return where a line of a function is, counted from its `def`, its first decorator or its `lambda`."""
     fun = inspect.unwrap(fun)
     return f"{THIS_FILE}:{fun.__code__.co_firstlineno + offset} ({fun.__qualname__.rsplit('.<locals>.')[-1]})"
 

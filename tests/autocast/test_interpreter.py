@@ -565,25 +565,13 @@ def test_16_bit_arguments_are_viewed_as_float32_and_others_are_as_they_are(dtype
         seen.extend(types_of(x) for x in args)
         return args
 
-    args = [
-        jnp.ones(2, dtype),
-        jnp.ones(2, F32),
-        jnp.arange(2),
-        jnp.arange(2, dtype=jnp.uint8),
-        jnp.ones(2, bool),
-        jnp.ones(2, jnp.complex64),
-        jax.random.key(0),
-        jax.random.PRNGKey(0),
-        jnp.asarray(1.0),
-        np.ones(2, np.float32),
-        np.float32(2),
-    ]
-    results = mpx.autocast(fun, dtype)(*args)
-    plain = [jnp.asarray(x) for x in args]
-    assert seen[0] == types_of(plain[1])
-    assert seen[1:] == [types_of(x) for x in plain[1:]]
-    assert_same_bits(list(results[1:]), plain[1:])
-    assert_same_bits(results[0], jnp.ones(2, F32))
+    keys = jax.random.key(0), jax.random.PRNGKey(0)
+    others = [jnp.ones(2, other) for other in (F32, jnp.int32, jnp.uint8, bool, jnp.complex64)]
+    others += [*keys, jnp.asarray(1.0), np.ones(2, np.float32), np.float32(2)]
+    results = mpx.autocast(fun, dtype)(jnp.ones(2, dtype), *others)
+    plain = [jnp.asarray(x) for x in (jnp.ones(2, F32), *others)]
+    assert seen == [types_of(x) for x in plain]
+    assert_same_bits(list(results), plain)
 
 
 def test_dropout_in_a_loop_over_keys_drops_what_the_plain_function_drops():
