@@ -151,11 +151,11 @@ def _named(position: int, params: Any) -> str:
     number = f"number {position} (from 0, in the order of `jax.tree.leaves`)"
     if params is None:
         return f"{number}; `check_health(opt_state, params=params)` tells its name"
-    leaves = _trees.leaves_by_path(params).items()
-    paths = [path for path, x in leaves if _trees.is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)]
-    if position >= len(paths):
-        return f"{number}, but `params` has {len(paths)} floating leaves: give a tree like the gradients"
-    return repr(_trees.path_string(paths[position]))
+    leaves = zip(_trees.path_names(params).values(), jax.tree.leaves(params), strict=True)
+    names = [name for name, x in leaves if _trees.is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)]
+    if position >= len(names):
+        return f"{number}, but `params` has {len(names)} floating leaves: give a tree like the gradients"
+    return repr(names[position])
 
 
 def loss_scaling_state(opt_state: Any, caller: str) -> LossScalingState | None:
