@@ -1,4 +1,4 @@
-"""The benchmarks compute what they say: both sides the same. No time is judged here."""
+"""Check that the benchmarks compute what they say, the same on both sides. No time is judged here."""
 
 import dataclasses
 import json
@@ -25,7 +25,7 @@ SHAPES = {"kernel": (64, 96), "embedding": (33, 160), "bias": (96,), "gain": (96
 
 
 def compared(name):
-    """What differs after three steps, in programs in which no two operations become one that rounds once."""
+    """Return what differs after three steps, in programs in which no two operations become one that rounds once."""
     recipe = optimizer_step.RECIPES[name]
     params, grads = jax.tree.map(lambda x: x.astype(recipe.dtype), optimizer_step.make_data(SHAPES))
     states = optimizer_step.make_starts(recipe, params)
@@ -33,26 +33,29 @@ def compared(name):
     return optimizer_step.compare_results(steps, jax.tree.map(jnp.copy, states), grads)
 
 
+PARTS = {
+    "f32": {"parameters", "moments"},
+    "full": {"parameters", "masters", "moments"},
+    "split": {"parameters", "masters", "moments"},
+    "split + 8-bit": {"parameters", "masters", "moments", "codes"},
+    "Kahan + bf16 moments": {"parameters", "compensation", "moments"},
+}
+
+
 @pytest.mark.parametrize(
-    ("name", "parts"),
-    {
-        "f32": {"parameters", "moments"},
-        "full": {"parameters", "masters", "moments"},
-        "split": {"parameters", "masters", "moments"},
-        "split + 8-bit": {"parameters", "masters", "moments", "codes"},
-        "Kahan + bf16 moments": {"parameters", "compensation", "moments"},
-    }.items(),
+    "name", [pytest.param(name, marks=[] if name == "split" else pytest.mark.slow) for name in PARTS]
 )
-def test_the_step_by_hand_and_that_of_mpx_give_the_same_bits(name, parts):
+def test_the_step_by_hand_and_that_of_mpx_give_the_same_bits(name):
     found = compared(name)
-    assert found.keys() == parts
+    assert found.keys() == PARTS[name]
     assert found["parameters"]["of"] == sum(map(math.prod, SHAPES.values()))
-    assert {part: numbers["differ"] for part, numbers in found.items()} == dict.fromkeys(parts, 0)
+    assert {part: numbers["differ"] for part, numbers in found.items()} == dict.fromkeys(PARTS[name], 0)
 
 
 def test_the_comparison_sees_a_step_with_another_epsilon(monkeypatch):
-    """An epsilon of 1e-7 beside roots of 1e-3 changes updates of 1e-3 by a ten-thousandth of themselves, which masters
-    of 0.02 can just hold, and few of their bfloat16 roundings.
+    """Change updates of 1e-3 by a ten-thousandth: an epsilon of 1e-7 beside roots of 1e-3.
+
+    Masters of 0.02 can just hold that; few of their bfloat16 roundings do.
     """
     monkeypatch.setattr(adamw_by_hand, "EPS", 1e-7)
     found = compared("split")
@@ -162,6 +165,7 @@ def test_each_form_is_held_against_the_one_by_hand_with_the_same_checkpoint(dtyp
     assert rows["autocast, dots"]["ratio"] == rows["autocast, dots"]["bytes"] / rows["by hand, dots"]["bytes"]
 
 
+@pytest.mark.slow
 def test_tracing_is_timed_from_nothing(monkeypatch):
     """The model is called in each trace: the warm-up and a second one, of each form and what is beside it."""
     make_loss, calls = autocast.make_loss, []
@@ -192,6 +196,7 @@ def test_an_error_is_that_of_the_whole_gradient():
     assert autocast.relative_errors(found, exact) == (0.25, pytest.approx(1 / 13))
 
 
+@pytest.mark.slow
 def test_accuracy_is_measured_against_float64():
     """Half an ulp is 2**-24 in float32 and 2**-8 in bfloat16: there is room between the errors."""
     rows = autocast.measure_accuracy(SIZE, seeds=2, trained_steps=0, dtypes=[("f32", "bf16")])
@@ -201,6 +206,7 @@ def test_accuracy_is_measured_against_float64():
         assert low < row["gradient mean"] <= row["gradient max"] < high
 
 
+@pytest.mark.slow
 def test_a_step_of_autocast_is_timed_beside_that_by_hand():
     names = ["autocast, dots"]
     rows = autocast.measure_steps(SIZE, jnp.bfloat16, update=True, starts=1, turns=1, names=names)
@@ -208,6 +214,7 @@ def test_a_step_of_autocast_is_timed_beside_that_by_hand():
     assert all(row["ratio"] == row["ms"] / row["beside ms"] and row["met"] == (row["ratio"] <= 1.03) for row in rows)
 
 
+@pytest.mark.slow
 def test_a_step_that_a_backend_cannot_run_is_left_out_and_the_others_are_not(monkeypatch):
     paired_times, failed = autocast.paired_times, []
 
@@ -222,6 +229,7 @@ def test_a_step_that_a_backend_cannot_run_is_left_out_and_the_others_are_not(mon
     assert [row.get("left out") for row in rows] == ["UNIMPLEMENTED: no such product", None]
 
 
+@pytest.mark.slow
 def test_the_numbers_are_printed_and_written(tmp_path, monkeypatch):
     monkeypatch.setitem(autocast.SIZES, "tiny", SIZE)
     monkeypatch.setattr(autocast, "RESIDUAL_LAYERS", 1)

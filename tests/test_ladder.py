@@ -1,4 +1,7 @@
-"""The ladder measures what it says, and a rung that fails does not cost the others. No time is judged here."""
+"""Check that the ladder measures what it says, and that a rung that fails does not cost the others.
+
+No time is judged here.
+"""
 
 import ast
 import dataclasses
@@ -35,7 +38,7 @@ STEP = {
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_compiler():
-    """Nothing here depends on how good XLA's programs are."""
+    """Compile quickly: nothing here depends on how good XLA's programs are."""
     before = jax.config.values["jax_disable_most_optimizations"]
     jax.config.update("jax_disable_most_optimizations", True)
     yield
@@ -44,7 +47,7 @@ def quick_compiler():
 
 @pytest.fixture
 def smallest(monkeypatch):
-    """A model that is compiled in seconds; its vocabulary is padded."""
+    """Return the setting of a model that is compiled in seconds; its vocabulary is padded."""
     monkeypatch.setitem(PRESETS, "smallest", SMALLEST)
     return choose_setting("cpu", preset="smallest", batch_size=2, steps=1, rounds=1, token_budget=64)
 
@@ -163,7 +166,7 @@ def test_fixed_batch_targets_compare_updates_with_gradients():
 
 
 def answers(module, job, **options):
-    """What a worker would say; TF32 fails."""
+    """Answer as a worker would; TF32 fails."""
     if job["kind"] == "device":
         return CPU | {"conditions": {}}
     if job["recipe"] == "tf32":
@@ -314,6 +317,7 @@ def in_process(module, job, **options):
     return json.loads(json.dumps(gpt2_in_jax.answer(job)))
 
 
+@pytest.mark.slow
 def test_a_step_with_accumulation_is_measured(smallest):
     """64 tokens are two microbatches of two sequences of 16. A weight takes 2 bytes, 2 of its master, 8 of moments."""
     bench = ladder.Bench(smallest, CPU, Clock(None), in_process)
@@ -326,6 +330,7 @@ def test_a_step_with_accumulation_is_measured(smallest):
     assert row["memory is"] == "the compiler's figure"
 
 
+@pytest.mark.slow
 def test_the_parts_of_a_step_are_measured(smallest):
     bench = ladder.Bench(smallest, CPU, Clock(None), in_process)
     passes = bench.in_jax(fixed_batch.with_recipe("f16-scaled"), "passes")
