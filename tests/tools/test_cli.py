@@ -265,36 +265,6 @@ def test_the_keys_of_the_json_do_not_depend_on_the_options():
     assert set(as_json("plan", "1M")) == keys
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("7Q",), "'7Q' is not a number of parameters"),
-        (("7B", "--memory", "80XB"), "'80XB' is not a memory such as 80GB"),
-        (("7B", "--recipe", "fp8"), "there is no recipe 'fp8'. The standard recipes are: f32; f32, bf16 autocast;"),
-        (("7B", "--rule", "adamwq"), "Optax has no rule 'adamwq'. Did you mean adamw"),
-        (("7B", "--rule", "ema_of_nothing"), "Optax has no rule 'ema_of_nothing'."),
-        (("7B", "--rule", "GradientTransformation"), "Optax has no rule 'GradientTransformation'"),
-        (("7B", "--rule", "chain"), "`optax.chain` needs args"),
-        (("7B", "--rule", "cosine_decay_schedule"), "`optax.cosine_decay_schedule` needs init_value, decay_steps"),
-        (("7B", "--rule", "train.py:number"), "needs an Optax gradient transformation, but got int"),
-        (("7B", "--mesh", "8,2"), "'8,2' is not a mesh such as data=8,model=2"),
-        (("7B", "--batch", "8"), "--batch would do nothing without --hlo"),
-        (("7B", "--hlo", "train.py:no_step"), "must return a pair of a step and a tuple of its arguments"),
-        (("nofile.py:init",), "there is no file nofile.py"),
-        (("nomodule.inside:init",), "No module named 'nomodule'"),
-        (("..train:init",), "neither file.py:function nor module:function"),
-        (("train.py:",), "'train.py:' is not a function, but module"),
-        (("train.py:int",), "train.py has no 'int'. It has Half, init"),
-        (("train.py:number",), "'train.py:number' is not a function, but int"),
-        (("gradients.npz:init",), "No module named 'gradients'"),
-        (("train.py:leaves",), "raised SystemExit: no GPU"),
-    ],
-    ids=" ".join,
-)
-def test_a_mistake_in_a_plan_is_one_line(arguments, message):
-    assert message in error_of("plan", *arguments)
-
-
 # The user's own code.
 
 
@@ -411,24 +381,6 @@ def test_the_share_of_no_contractions_is_null():
     assert as_json("explain", "train:jnp.sum", "f32[4]", "--policy", "bf16")["narrowed_share"] is None
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("train.py:loss", "--policy", "bf16"), "give either the shapes of the arguments, or --arguments"),
-        (("train.py:loss", "f32[3]", "--arguments", "train.py:init"), "give either the shapes"),
-        (("train.py:loss", *SHAPES), "`explain` needs a policy"),
-        (("train.py:lowered", *SHAPES, "--policy", "bf16"), "`explain` needs a policy"),
-        (("train.py:lowered", *SHAPES, "--grad"), "--grad needs --policy"),
-        (("train.py:loss", *SHAPES, "--policy", "params=bf15"), "Unknown dtype 'bf15' in policy"),
-        (("train.py:loss", "f32[16,4]", "--policy", "bf16"), "missing 1 required positional argument: 'x'"),
-        (("train.py:loss", "f32[16,4]", "f32[8,15]", "--policy", "bf16"), "(loss): `def loss(w, x)"),
-    ],
-    ids=" ".join,
-)
-def test_a_mistake_in_an_explanation_is_one_line(arguments, message):
-    assert message in error_of("explain", *arguments)
-
-
 # Report.
 
 
@@ -542,13 +494,44 @@ def test_a_file_of_other_arrays_is_refused_and_objects_are_not_run(folder, array
     assert message in error_of("report", "x.npz")
 
 
+# Mistakes.
+
+
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("command", "message"),
     [
-        (("nothing.npz",), "there is no file nothing.npz"),
-        ((".",), "the folder . holds no Orbax checkpoint"),
-        (("gradients.npz", "--loss-scale", "3"), "`loss_scale` must be a loss scale or a number"),
+        ("plan 7Q", "'7Q' is not a number of parameters"),
+        ("plan 7B --memory 80XB", "'80XB' is not a memory such as 80GB"),
+        ("plan 7B --recipe fp8", "there is no recipe 'fp8'. The standard recipes are: f32; f32, bf16 autocast;"),
+        ("plan 7B --rule adamwq", "Optax has no rule 'adamwq'. Did you mean adamw"),
+        ("plan 7B --rule ema_of_nothing", "Optax has no rule 'ema_of_nothing'."),
+        ("plan 7B --rule GradientTransformation", "Optax has no rule 'GradientTransformation'"),
+        ("plan 7B --rule chain", "`optax.chain` needs args"),
+        ("plan 7B --rule cosine_decay_schedule", "`optax.cosine_decay_schedule` needs init_value, decay_steps"),
+        ("plan 7B --rule train.py:number", "needs an Optax gradient transformation, but got int"),
+        ("plan 7B --mesh 8,2", "'8,2' is not a mesh such as data=8,model=2"),
+        ("plan 7B --batch 8", "--batch would do nothing without --hlo"),
+        ("plan 7B --hlo train.py:no_step", "must return a pair of a step and a tuple of its arguments"),
+        ("plan nofile.py:init", "there is no file nofile.py"),
+        ("plan nomodule.inside:init", "No module named 'nomodule'"),
+        ("plan ..train:init", "neither file.py:function nor module:function"),
+        ("plan train.py:", "'train.py:' is not a function, but module"),
+        ("plan train.py:int", "train.py has no 'int'. It has Half, init"),
+        ("plan train.py:number", "'train.py:number' is not a function, but int"),
+        ("plan gradients.npz:init", "No module named 'gradients'"),
+        ("plan train.py:leaves", "raised SystemExit: no GPU"),
+        ("explain train.py:loss --policy bf16", "give either the shapes of the arguments, or --arguments"),
+        ("explain train.py:loss f32[3] --arguments train.py:init", "give either the shapes"),
+        ("explain train.py:loss f32[16,4] f32[8,16]", "`explain` needs a policy"),
+        ("explain train.py:lowered f32[16,4] f32[8,16] --policy bf16", "`explain` needs a policy"),
+        ("explain train.py:lowered f32[16,4] f32[8,16] --grad", "--grad needs --policy"),
+        ("explain train.py:loss f32[16,4] f32[8,16] --policy params=bf15", "Unknown dtype 'bf15' in policy"),
+        ("explain train.py:loss f32[16,4] --policy bf16", "missing 1 required positional argument: 'x'"),
+        ("explain train.py:loss f32[16,4] f32[8,15] --policy bf16", "(loss): `def loss(w, x)"),
+        ("report nothing.npz", "there is no file nothing.npz"),
+        ("report .", "the folder . holds no Orbax checkpoint"),
+        ("report gradients.npz --loss-scale 3", "`loss_scale` must be a loss scale or a number"),
     ],
 )
-def test_a_mistake_in_a_report_is_one_line(arguments, message):
-    assert message in error_of("report", *arguments)
+def test_a_mistake_ends_in_one_line(command, message):
+    assert message in error_of(*command.split())
