@@ -4,7 +4,8 @@ import gc
 import os
 import pathlib
 
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+if "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):  # beside flags such as --xla_cpu_max_isa=AVX2
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
 # Tests share compiled programs with each other, with the processes that they start, and with the next run. The folder
 # is where pytest keeps what plugins cache, so that `--cache-clear` empties it.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(__file__).parent / ".pytest_cache" / "d" / "jax"))

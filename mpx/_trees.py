@@ -96,7 +96,7 @@ def _is_variable(node: Any) -> bool:
 
 
 def leaves_by_path(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[Path, Any]:
-    """Return the leaves of a tree by their key paths; as strings, those of `{"a/b": x, "a": {"b": y}}` would be equal."""
+    """Return the leaves of a tree by their key paths; strings of `{"a/b": x, "a": {"b": y}}` would be equal."""
     return dict(jax.tree.leaves_with_path(tree, is_leaf))
 
 
