@@ -66,9 +66,6 @@ def examined():
         return doctor.examine(seconds=1e-4, progress=parts.append), parts
 
 
-# An examination of this machine.
-
-
 def test_each_way_to_multiply_works_with_the_bits_of_its_format_or_says_why_not(examined):
     """Compare with the significant bits of float32 (24), float16 (11), bfloat16 (8) and the 8-bit formats (4 and 3)."""
     bits = {product.name: product.bits for product in examined[0].products if product.works}
@@ -139,9 +136,6 @@ def test_without_a_backend_the_failure_is_the_finding(monkeypatch, error):
     assert "Recommended" not in str(found)
 
 
-# Products.
-
-
 def test_a_wrong_product_and_one_that_raises_do_not_work():
     coarse = doctor_products.try_product("coarse", Way(BFLOAT16, jax.lax.dot, 2.0**-18))
     assert not coarse.works
@@ -159,9 +153,6 @@ def test_a_wrong_product_and_one_that_raises_do_not_work():
 def test_an_error_is_told_on_one_short_line():
     assert doctor_products.first_line(ValueError()) == "ValueError"
     assert len(doctor_products.first_line(ValueError("x" * 1000))) == 160
-
-
-# Exactness.
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16])
@@ -217,9 +208,6 @@ def test_the_claims_hold_in_64_bit_mode():
         assert all(check.exact for check in exactness.try_claims())
 
 
-# Other packages called mpx.
-
-
 def test_this_package_is_found_in_its_folder_and_its_own_distribution_is_no_other_one():
     assert surroundings.look_around().package == PACKAGE
     providers = {"mpx": ["mpx-jax", "mpx_jax", "mixed-precision-for-JAX", "mixed-precision-for-JAX"]}
@@ -237,9 +225,6 @@ def test_a_package_in_the_working_directory_is_found(tmp_path, monkeypatch, file
         (tmp_path / "mpx" / file).touch()
     found = dataclasses.replace(surroundings.look_around(), installed=None)
     assert f"imports {tmp_path / 'mpx/__init__.py'}" in problem_in(changed(surroundings=found), severity).what
-
-
-# Problems.
 
 
 def test_a_healthy_gpu_has_notes_only():
@@ -297,9 +282,6 @@ def test_autocast_that_narrows_nothing_is_noticed(nothing_is_tried):
         assert not doctor.examine(quick=True).autocast_narrows
 
 
-# Recommendations.
-
-
 BF16, F16, F32 = (f"params={p},compute={c},output=f32" for p, c in (("bf16", "bf16"), ("f32", "f16"), ("f32", "f32")))
 
 
@@ -309,6 +291,7 @@ BF16, F16, F32 = (f"params={p},compute={c},output=f32" for p, c in (("bf16", "bf
         ("H200", GPU.products, BF16),
         ("T4", products_of(default=1, bf16=0.5, f16=6), F16),
         ("V100", products_of(default=1, bf16=0.9, f16=6.4), F16),
+        ("a GPU whose float16 is far faster", products_of(default=1, bf16=2, f16=6), F16),
         ("CPU", products_of(default=1, bf16=0.8, f16=0.8), F32),
         ("CPU with AMX", products_of(default=1, bf16=4, f16=1), BF16),
         ("TPU, which rounds float32 to bfloat16 anyway", products_of(bits=8, default=1, bf16=1.05), BF16),

@@ -26,7 +26,7 @@ class PrecisionErrors:
 
     @property
     def worst(self) -> float:
-        """The larger one, which a bound limits."""
+        """Return the larger one, which a bound limits."""
         return max(self.loss, self.gradient)
 
 
@@ -61,7 +61,7 @@ class AdviceRow:
 
     @property
     def error(self) -> float:
-        """The larger one of the two errors, by which rows are ranked."""
+        """Return the larger one of the two errors, by which rows are ranked."""
         return max(self.loss_error, self.gradient_error)
 
 
@@ -92,7 +92,7 @@ class Advice(Result):
 
     @property
     def met(self) -> bool:
-        """Whether `policy`, by itself, keeps the errors of the loss and the gradient at or under the bound."""
+        """Return whether `policy` alone keeps the errors of the loss and the gradient at or under the bound."""
         return self.after.worst <= self.bound
 
     def as_dict(self) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from mpx.tools.doctor.surroundings import Surroundings
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis(Result):
-    """What `examine` found; prints as tables, with `rich.print` too.
+    """The result of `examine`; prints as tables, with `rich.print` too.
 
     Attributes:
         surroundings: versions, and other packages called mpx.
@@ -47,7 +47,7 @@ class Diagnosis(Result):
 
     @property
     def problems(self) -> tuple[Problem, ...]:
-        """What is wrong or worth knowing, errors first."""
+        """Return what is wrong or worth knowing, errors first."""
         found = [
             *problems.in_surroundings(self.surroundings),
             *problems.in_backend(
@@ -59,17 +59,17 @@ class Diagnosis(Result):
 
     @property
     def recommendation(self) -> Recommendation | None:
-        """The recipe for this machine; None without a device."""
+        """Return the recipe for this machine; None without a device."""
         return None if self.failure else recommend(self.products)
 
     @property
     def is_exact(self) -> bool:
-        """Whether all that mpx claims to be exact is exact here."""
+        """Return whether everything that mpx claims to be exact is exact here."""
         return all(check.exact for check in self.checks)
 
     @property
     def exit_code(self) -> int:
-        """What a command returns: 1 with an error, 3 with a warning, else 0; 2 is for wrong usage."""
+        """Return the exit code of a command: 1 with an error, 3 with a warning, else 0; 2 is for wrong usage."""
         severities = {problem.severity for problem in self.problems}
         return 1 if "error" in severities else 3 if "warning" in severities else 0
 
@@ -125,7 +125,7 @@ def examine(*, quick: bool = False, seconds: float = 0.6, progress: Callable[[st
     except Exception as error:  # jax raises assertions too, if JAX_PLATFORMS names what is not installed
         failure = f"{first_line(error)} (JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')})"
         return dataclasses.replace(found, failure=failure, seconds=time.perf_counter() - start)
-    with jax.disable_jit(False):  # what compiled programs do is the question, whatever the mode
+    with jax.disable_jit(False):  # compiled programs are examined, whatever the mode
         matrix = jax.ShapeDtypeStruct((8, 8), jnp.float32)
         narrows = explain(jnp.matmul, "bf16")(matrix, matrix).narrowed_share == 1
         announce("products")

@@ -25,7 +25,7 @@ class Recommendation:
 
     @property
     def code(self) -> str:
-        """What to write, with a loss `loss_fn(params, batch)`."""
+        """Return the code to write, with a loss `loss_fn(params, batch)`."""
         storage = ', storage="split"' if self.policy == _BF16 else ""
         return f"""\
 policy = mpx.get_policy("{self.policy}")
