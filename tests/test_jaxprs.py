@@ -1,0 +1,104 @@
+"""Facts about primitives hold, and values are followed through programs of every form."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import mpx
+from mpx import _jaxprs
+from mpx._jaxprs import ELEMENTWISE, PART, mixing_culprit, propagate
+
+FACTS = {name: fact for name, fact in vars(_jaxprs).items() if isinstance(fact, frozenset)}
+X = {
+    "floats": np.linspace(0.1, 0.9, 8, dtype=np.float32),
+    "integers": np.arange(8, dtype=np.int32),
+    "truth": np.arange(8) % 3 == 0,
+    "complex": np.linspace(0.1, 0.9, 8, dtype=np.complex64),
+}
+
+
+def applied(name):
+    """Yield the function of `jax.lax` of this name, with operands of the first kind of numbers that it takes."""
+    function = getattr(lax, name.removesuffix("_p"), None)
+    count = {"clamp": 3, "select_n": 3}.get(name, 1)
+    for x in X.values():
+        for operands in ([x] * count, [x] * 2, [X["truth"], x, x]):
+            try:
+                program = jax.make_jaxpr(function)(*operands)
+            except (TypeError, ValueError):
+                continue
+            if name in {eqn.primitive.name for eqn in program.eqns}:
+                return function, operands
+    return None
+
+
+def test_every_name_is_that_of_a_primitive_that_the_rules_know():
+    assert {name for fact in FACTS.values() for name in fact} - mpx.DEFAULT_RULES.keys() == set()
+
+
+def test_an_elementwise_function_of_a_part_is_the_part_of_the_function():
+    """Negative control: those of other facts are not."""
+    checked = {name: found for name in ELEMENTWISE if (found := applied(name))}
+    assert len(checked) >= 60
+    for name, (function, operands) in checked.items():
+        whole, part = function(*operands), function(*[x[2:5] for x in operands])
+        np.testing.assert_array_equal(jax.tree.leaves(whole)[0][2:5], jax.tree.leaves(part)[0], err_msg=name)
+    for function in (lax.cumsum, lambda x: lax.rev(x, (0,))):
+        assert (function(X["floats"])[2:5] != function(X["floats"][2:5])).any()
+
+
+def test_an_element_is_moved_unchanged():
+    """Distinct integers in, the same integers out."""
+    functions = (lambda x: x.reshape(2, 4), lambda x: x[::-1], lambda x: x[jnp.array([3, 3])], lambda x: jnp.tile(x, 2))
+    for function in functions:
+        names = {eqn.primitive.name for eqn in jax.make_jaxpr(function)(jnp.arange(8)).eqns}
+        assert names & _jaxprs.MOVES
+        assert set(np.ravel(function(jnp.arange(8))).tolist()) <= set(range(8))
+
+
+def inputs_behind(fun, *args):
+    """Return for each result of a function the names of the inputs that it depends on."""
+
+    def rule(eqn, found):
+        if _jaxprs.holds_programs_run_once(eqn):
+            columns = _jaxprs.propagate_inside(eqn, found, rule, lambda v: "")
+            return ["".join(sorted(set("".join(column)))) for column in columns]
+        return ["".join(sorted(set("".join(found))))] * len(eqn.outvars)
+
+    program = jax.make_jaxpr(fun)(*args)
+    return propagate(program, "abc"[: len(args)], rule, lambda v: "")
+
+
+@pytest.mark.parametrize(
+    ("fun", "expected"),
+    [
+        (lambda a, b, c: (a + 1.0, b * a, 3.0), ["a", "ab", ""]),
+        (lambda a, b, c: jax.jit(lambda x, y: (y, x + y))(a, b), ["b", "ab"]),
+        (lambda a, b, c: lax.cond(c > 0, lambda x, y: (x, y), lambda x, y: (x, x + y), a, b), ["a", "ab"]),
+        (lambda a, b, c: jax.checkpoint(lambda x: jax.nn.relu(x) + b)(a), ["ab"]),
+        (lambda a, b, c: a + jnp.asarray(np.float32(2)), ["a"]),
+    ],
+    ids=["operations", "a call", "branches", "a checkpoint and a custom derivative", "a constant"],
+)
+def test_values_are_followed_through_programs(fun, expected):
+    assert inputs_behind(fun, *[jnp.float32(1)] * 3) == expected
+
+
+@pytest.mark.parametrize(
+    ("fun", "culprit"),
+    [
+        (lambda x, w: jnp.sin(x) * w, None),
+        (lambda x, w: x * w.sum(), None),
+        (lambda x, w: jax.jit(lambda x: jnp.where(x > 0, x, 0.0))(x), None),
+        (lambda x, w: x / x.sum(), "reduce_sum"),
+        (lambda x, w: x[::-1], "rev"),
+        (lambda x, w: x + jnp.arange(4.0), "iota"),
+        (lambda x, w: lax.scan(lambda c, row: (c + row, c + row), 0.0, x)[1], "scan"),
+    ],
+    ids=["elementwise", "of a whole array", "in a call", "a sum", "reversed", "positions", "a loop"],
+)
+def test_what_mixes_the_elements_of_a_part_is_named(fun, culprit):
+    program = jax.make_jaxpr(fun)(jnp.ones(4), jnp.ones(4))
+    assert mixing_culprit(program, [PART, None], "data") == culprit
