@@ -1,7 +1,9 @@
 """Counts of numbers by fate and by exponent, against casts and `frexp` on the host."""
 
+import functools
 import math
 from fractions import Fraction
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -33,10 +35,10 @@ def histogram(x):
     return exponents.count_exponents(exponents.magnitudes_of(x))
 
 
+@functools.partial(jax.jit, static_argnums=1)
 def fates(x, span):
     """Return masks of the numbers that become zero, subnormal, normal and infinite."""
-    one_by_one = jax.vmap(lambda magnitude: exponents.count_fates(magnitude, span))
-    return np.asarray(jax.jit(one_by_one)(exponents.magnitudes_of(x))).T.astype(bool)
+    return [exponents.has_fate(exponents.magnitudes_of(x), span, fate) for fate in get_args(exponents.Fate)]
 
 
 def test_the_fate_of_a_number_is_what_a_cast_on_the_host_makes_of_it():

@@ -279,8 +279,7 @@ def test_measures_read_bits_from_behind_one_barrier_and_updates_pass_through():
     users = [eqn for eqn in program.eqns if bits.intersection(v for v in eqn.invars if isinstance(v, jex_core.Var))]
     assert {eqn.primitive.name for eqn in users} == {"optimization_barrier"}
     assert len(users) == len(MEASURES) + 1  # the norm has one too
-    others = [eqn for eqn in program.eqns if eqn.primitive.name == "optimization_barrier" and eqn not in users]
-    assert {eqn.outvars[0].aval.shape for eqn in others} == {(278,)}  # the table of exponents
+    assert sum(eqn.primitive.name == "optimization_barrier" for eqn in program.eqns) == len(users)
 
 
 def test_measures_change_no_bit_without_jit():

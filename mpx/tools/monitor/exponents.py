@@ -7,8 +7,8 @@ gradient is subnormal before it vanishes.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ _FORMATS = tuple(
     np.dtype(kind)
     for kind in (np.float16, ml_dtypes.bfloat16, np.float32, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
 )
+Fate = Literal["zero", "subnormal", "normal", "infinite"]
 _COUNTED = 2**32  # the smallest number that a uint32 cannot count to
 
 
@@ -110,20 +111,20 @@ def count_true(*masks: jax.Array) -> jax.Array:
     return jnp.stack([_by_parts(lambda part: jnp.sum(part, dtype=np.uint32), mask) for mask in masks], axis=-1)
 
 
-def count_fates(magnitudes: jax.Array, span: Range) -> jax.Array:
-    """Count the nonzero finite numbers that become zero, subnormal, normal and infinite: uint32[..., 4]."""
-    edges = _edges((span.nonzero_from, span.normal_from, span.infinite_from), magnitudes.dtype)
-    reached = count_true(*[magnitudes >= edge for edge in edges])
-    return reached[..., :-1] - reached[..., 1:]
+def has_fate(magnitudes: jax.Array, span: Range, fate: Fate) -> jax.Array:
+    """Return a mask of the nonzero finite numbers that become zero, subnormal, normal or infinite."""
+    thresholds = (0.0, span.nonzero_from, span.normal_from, span.infinite_from, math.inf)
+    place = get_args(Fate).index(fate)
+    first, end = (_bits_from(threshold, magnitudes.dtype) for threshold in thresholds[place : place + 2])
+    return (magnitudes >= max(first, magnitudes.dtype.type(1))) & (magnitudes < end)
 
 
 def count_exponents(magnitudes: jax.Array) -> jax.Array:
     """Count the zeros, the numbers of each of `EXPONENTS`, and the infinities and NaN: uint32[..., 279]."""
-    # Without the barrier XLA looks up the first comparison of every number at compile time.
-    edges = lax.optimization_barrier(_edges([2.0**e for e in EXPONENTS[1:]], magnitudes.dtype))
 
     def histogram(part):
-        places = jnp.searchsorted(edges, part, side="right", method="scan_unrolled")
+        inside = jnp.where(is_number(part), _exponents(part) - EXPONENTS.start + 1, len(EXPONENTS) + 1)
+        places = jnp.where(part == part.dtype.type(0), 0, inside)
         # A scatter of integers: their sums are the same in any order.
         return jnp.zeros(len(EXPONENTS) + 2, np.uint32).at[places].add(np.uint32(1))
 
@@ -145,9 +146,14 @@ def sum_int64(counts: jax.Array) -> np.ndarray:
     return jax.device_get(counts).reshape(-1, counts.shape[-1]).sum(axis=0, dtype=np.int64)
 
 
-def _edges(thresholds: Sequence[float], dtype: Any) -> jax.Array:
-    """Return the bits of the smallest nonzero number, of the first numbers from thresholds on, and of infinity."""
-    return jnp.asarray([dtype.type(1), *[_bits_from(x, dtype) for x in (*thresholds, math.inf)]], dtype)
+def _exponents(magnitudes: jax.Array) -> jax.Array:
+    """Return floor(log2(|x|)) of nonzero finite numbers, int32, within `EXPONENTS`."""
+    if magnitudes.dtype == np.uint64:
+        exponents = (magnitudes >> np.uint64(52)).astype(np.int32) - 1023
+        return jnp.clip(exponents, EXPONENTS[0], EXPONENTS[-1])
+    normal = (magnitudes >> 23).astype(np.int32) - 127
+    subnormal = EXPONENTS[0] + 31 - lax.clz(magnitudes).astype(np.int32)
+    return jnp.where(magnitudes < np.uint32(1 << 23), subnormal, normal)
 
 
 def _bits_from(threshold: float, dtype: Any) -> Any:

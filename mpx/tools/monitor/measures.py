@@ -16,7 +16,6 @@ from mpx.tools.monitor import exponents
 from mpx.tools.monitor.groups import Groups, Measure, with_weights
 
 _STORED = tuple(np.dtype(kind) for kind in (jnp.bfloat16, np.float16, np.float32))
-_ZERO, _SUBNORMAL, _INFINITE = 0, 1, 3  # places of what `count_fates` counts
 
 
 def underflow(dtype: DTypeLike, *, groups: Groups = None) -> Callable[[Any], Any]:
@@ -55,7 +54,7 @@ def underflow(dtype: DTypeLike, *, groups: Groups = None) -> Callable[[Any], Any
     References:
         Micikevicius et al. 2018, Mixed Precision Training (arXiv 1710.03740), section 3.2.
     """
-    return _share_of(_ZERO, dtype, groups, "underflow")
+    return _share_of("zero", dtype, groups, "underflow")
 
 
 def becomes_subnormal(dtype: DTypeLike, *, groups: Groups = None) -> Callable[[Any], Any]:
@@ -68,7 +67,7 @@ def becomes_subnormal(dtype: DTypeLike, *, groups: Groups = None) -> Callable[[A
         >>> float(becomes_subnormal("f16")(jnp.array([2.0**-26, 2.0**-24, 2.0**-15, 2.0**-14])))
         0.5
     """
-    return _share_of(_SUBNORMAL, dtype, groups, "becomes_subnormal")
+    return _share_of("subnormal", dtype, groups, "becomes_subnormal")
 
 
 def overflow(dtype: DTypeLike, *, groups: Groups = None) -> Callable[[Any], Any]:
@@ -81,7 +80,7 @@ def overflow(dtype: DTypeLike, *, groups: Groups = None) -> Callable[[Any], Any]
         >>> float(overflow("f16")(jnp.array([1.0, 65519.0, 65520.0, 1e9])))
         0.5
     """
-    return _share_of(_INFINITE, dtype, groups, "overflow")
+    return _share_of("infinite", dtype, groups, "overflow")
 
 
 def exponent_histogram(*, groups: Groups = None) -> Callable[[Any], Any]:
@@ -95,10 +94,7 @@ def exponent_histogram(*, groups: Groups = None) -> Callable[[Any], Any]:
 
     Returns:
         A measure that returns an `ExponentHistogram`, or a dictionary of them. `EXPONENTS` has the exponents of its
-        `counts`.
-
-    Raises:
-        ValueError: if `groups` is not of that form; when it measures, if a group has no leaf.
+        `counts`. It raises as `underflow` does.
 
     Example:
         >>> histogram = exponent_histogram()(jnp.array([0.0, 1.0, 1.5, 2.0**-20, jnp.inf]))
@@ -146,11 +142,8 @@ def lost_updates(dtype: DTypeLike | None = None, *, groups: Groups = None) -> op
     if dtype is not None and (given is None or given not in _STORED):
         raise ValueError(f"`lost_updates`: `dtype` must be bf16, f16, f32 or None, but got {dtype!r}.")
 
-    def of_leaves(leaves):
-        lost, moving = _total(lambda u, p: _count_lost(u, p, given or p.dtype), leaves, 2)
-        return lost / jnp.maximum(moving, 1)
-
-    return with_weights(Measure("lost_updates", of_leaves, groups))
+    count = lambda u, p: _count_lost(u, p, given or p.dtype)
+    return with_weights(Measure("lost_updates", lambda leaves: _share(count, leaves), groups))
 
 
 def update_to_weight_ratio(*, groups: Groups = None) -> optax.GradientTransformationExtraArgs:
@@ -185,15 +178,21 @@ def update_to_weight_ratio(*, groups: Groups = None) -> optax.GradientTransforma
     return with_weights(Measure("update_to_weight_ratio", of_leaves, groups))
 
 
-def _share_of(fate: int, dtype: DTypeLike, groups: Groups, caller: str) -> Measure:
-    """Return a measure of the share of nonzero finite numbers that have one of the four fates."""
+def _share_of(fate: exponents.Fate, dtype: DTypeLike, groups: Groups, caller: str) -> Measure:
+    """Return a measure of the share of nonzero finite numbers that have a fate."""
     span = exponents.range_of(dtype, caller)
 
-    def of_leaves(leaves):
-        counts = _total(lambda x: exponents.count_fates(exponents.magnitudes_of(x), span), leaves, 4)
-        return counts[fate] / jnp.maximum(counts.sum(), 1)
+    def count(x):
+        magnitudes = exponents.magnitudes_of(x)
+        return exponents.count_true(exponents.has_fate(magnitudes, span, fate), exponents.is_number(magnitudes))
 
-    return Measure(caller, of_leaves, groups)
+    return Measure(caller, lambda leaves: _share(count, leaves), groups)
+
+
+def _share(count: Callable[..., jax.Array], leaves: Sequence[Any]) -> jax.Array:
+    """Return the share of the second of two counts that the first is, in all leaves; 0 if there is nothing."""
+    part, whole = _total(count, leaves, 2)
+    return part / jnp.maximum(whole, 1)
 
 
 def _total(count: Callable[..., jax.Array], leaves: Sequence[Any], kinds: int) -> jax.Array:

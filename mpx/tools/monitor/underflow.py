@@ -20,6 +20,7 @@ from mpx.tools.monitor.exponents import EXPONENTS, ExponentHistogram, Range
 
 _MAX_SCALE = 2.0**24  # that of `DynamicLossScale`
 _TOLERABLE = 0.01  # a share of the gradients that may become zero before another format is the better advice
+_LOSSES: tuple[exponents.Fate, ...] = ("zero", "subnormal", "infinite")
 _LISTED = 10  # leaves in a printed report
 _BARS = 32  # lines of the printed histogram, at most
 _WIDTH = 40  # characters of its longest bar
@@ -217,14 +218,15 @@ def underflow_report(
     recommended = _recommended_scale(span, *bounds, int(headroom))
     scales = tuple(sorted({1.0, carried, recommended}))
     spans = tuple([span.scaled(scale / carried) for scale in scales])
-    fates = np.array([[exponents.sum_int64(counts) for counts in _fates(x, spans)] for x in arrays.values()])
-    # By leaf, by scale, and by fate: zero, subnormal, normal, infinite.
-    shares = fates / np.maximum(1, fates.sum(axis=-1, keepdims=True))
-    whole = fates.sum(axis=0) / max(1, total.counts.sum())
+    # By leaf, by scale, and by fate.
+    losses = np.array([[exponents.sum_int64(counts) for counts in _losses(x, spans)] for x in arrays.values()])
+    numbers = np.array([histogram.counts.sum() for histogram in histograms])
+    shares = losses / np.maximum(1, numbers)[:, None, None]
+    whole = losses.sum(axis=0) / max(1, numbers.sum())
     leaves = [
         LeafUnderflow(
             path=path,
-            numbers=int(histograms[i].counts.sum()),
+            numbers=int(numbers[i]),
             largest=largest[i],
             zero=float(shares[i, scales.index(1.0), 0]),
             zero_if_scaled=float(shares[i, scales.index(recommended), 0]),
@@ -239,7 +241,7 @@ def underflow_report(
         smallest=bounds[0],
         largest=bounds[1],
         recommended_scale=recommended,
-        shares=tuple([ScaledShares(s, *map(float, row[[0, 1, 3]])) for s, row in zip(scales, whole, strict=True)]),
+        shares=tuple([ScaledShares(s, *map(float, row)) for s, row in zip(scales, whole, strict=True)]),
         leaves=tuple(sorted(leaves, key=lambda leaf: (leaf.nonfinite == 0, -leaf.zero, -leaf.zero_if_scaled))),
     )
 
@@ -261,15 +263,16 @@ def _counts_and_ends(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return counts of the exponents, and the bits of the smallest and the largest nonzero finite magnitude."""
     magnitudes = exponents.magnitudes_of(x)
     counted = exponents.is_number(magnitudes)
-    none, most = (magnitudes.dtype.type(number) for number in (0, np.iinfo(magnitudes.dtype).max))
-    smallest = jnp.min(jnp.where(counted, magnitudes, most), initial=most)
-    largest = jnp.max(jnp.where(counted, magnitudes, none), initial=none)
-    return exponents.count_exponents(magnitudes), smallest, largest
+    most = magnitudes.dtype.type(np.iinfo(magnitudes.dtype).max)
+    smallest = jnp.min(magnitudes, where=counted, initial=most)
+    return exponents.count_exponents(magnitudes), smallest, jnp.max(magnitudes, where=counted, initial=0)
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _fates(x: jax.Array, spans: tuple[Range, ...]) -> list[jax.Array]:
-    return [exponents.count_fates(exponents.magnitudes_of(x), span) for span in spans]
+def _losses(x: jax.Array, spans: tuple[Range, ...]) -> list[jax.Array]:
+    """Count the numbers that become zero, subnormal and infinite in each range."""
+    has_fate = functools.partial(exponents.has_fate, exponents.magnitudes_of(x))
+    return [exponents.count_true(*[has_fate(span, fate) for fate in _LOSSES]) for span in spans]
 
 
 def _concrete_leaves(grads: Any) -> dict[_trees.Path, jax.Array]:

@@ -70,8 +70,9 @@ def exponents(
         axes.xaxis.set_major_formatter(FuncFormatter(lambda exponent, _: _power_of_two(exponent)))
         for limit in (ranges[0].nonzero_from, ranges[0].infinite_from):
             axes.axvline(math.log2(limit), color=GREY, linestyle=(0, (1, 1.5)), zorder=0.9)
-        inches_above = axes.figure.dpi_scale_trans + ScaledTranslation(0, 1, axes.transAxes)
-        place = blended_transform_factory(axes.transAxes, inches_above)
+        parts_of_axes: Any = axes.transAxes
+        inches_above = axes.figure.dpi_scale_trans + ScaledTranslation(0, 1, parts_of_axes)
+        place = blended_transform_factory(parts_of_axes, inches_above)
         _draw_ranges(axes.inset_axes((0.0, 0.1, 1.0, 0.25 * len(ranges)), transform=place, sharex=axes), ranges)
         axes.set_title(f"{counts.sum():,.12g} numbers; besides {zeros:,.12g} zero, {nonfinite:,.12g} infinite or NaN")
         axes.set(xlabel="magnitude", ylabel="how many")
