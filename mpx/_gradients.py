@@ -131,28 +131,20 @@ def grad(
 
 def _loss_and_aux(result: Any, has_aux: bool) -> tuple[jax.Array, Any]:
     """Return the loss, and what came with it (None if nothing was to come); raise for a result of another form."""
-    if has_aux and not (isinstance(result, tuple) and len(result) == 2):
-        raise TypeError(
-            "`value_and_grad` with `has_aux=True` needs a function that returns a pair (loss, aux), but it returned "
-            f"{_trees.dtype_and_shape(result)}."
-        )
-    if not has_aux and (result is None or isinstance(result, (tuple, list, dict))):
-        raise TypeError(
-            f"`value_and_grad` needs a function that returns a real floating scalar, but it returned a "
-            f"{type(result).__name__}. For a pair (loss, aux) give `has_aux=True`."
-        )
+    wanted = "`value_and_grad` needs a function that returns a real floating scalar, but "
+    if has_aux:
+        wanted = "`value_and_grad` with `has_aux=True` needs a function that returns a pair (loss, aux), but "
+        if not (isinstance(result, tuple) and len(result) == 2):
+            raise TypeError(f"{wanted}it returned {_trees.dtype_and_shape(result)}.")
     loss, aux = result if has_aux else (result, None)
-    if has_aux and (loss is None or isinstance(loss, (tuple, list, dict))):
-        raise TypeError(
-            "`value_and_grad` with `has_aux=True` needs a function that returns a pair (loss, aux), but the first of "
-            f"the pair is a {type(loss).__name__}. Is it (aux, loss)?"
-        )
+    if loss is None or isinstance(loss, (tuple, list, dict)):
+        got = type(loss).__name__
+        if has_aux:
+            raise TypeError(f"{wanted}the first of the pair is a {got}. Is it (aux, loss)?")
+        raise TypeError(f"{wanted}it returned a {got}. For a pair (loss, aux) give `has_aux=True`.")
     loss = jnp.asarray(loss)
     if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
-        raise TypeError(
-            "`value_and_grad` needs a function that returns a real floating scalar"
-            f"{' and aux' if has_aux else ''}, but it returned {_trees.dtype_and_shape(loss)} as its loss."
-        )
+        raise TypeError(f"{wanted}its loss is {_trees.dtype_and_shape(loss)}, no real floating scalar.")
     return loss, aux
 
 

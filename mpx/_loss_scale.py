@@ -188,7 +188,7 @@ class StaticLossScale(LossScale):
 
     def __post_init__(self) -> None:
         """Check the scale."""
-        _number_of(self, "loss_scale")
+        _require_number(self, "loss_scale")
 
     def state(self) -> StaticLossScaleState:
         """Return the state that `loss_scaling` keeps."""
@@ -278,8 +278,10 @@ class DynamicLossScale(LossScale):
         A jitted step would compile again for its second call, if its first one had Python numbers.
         """
         self._check()
-        _warn_unless_floating(self.loss_scale, "loss_scale")
-        _warn_unless_floating(self.min_loss_scale, "min_loss_scale")
+        for name in ("loss_scale", "min_loss_scale"):
+            dtype = getattr(getattr(self, name), "dtype", np.dtype(np.float32))
+            if not jnp.issubdtype(dtype, jnp.floating):  # as jmp does
+                warnings.warn(f"Expected floating type for {name}, got {dtype}", stacklevel=3)
         dtypes = {"loss_scale": np.float32, "counter": np.int32}
         if not isinstance(self.hysteresis, (int, float)) or self.hysteresis > 1:
             dtypes["bad_steps"] = np.int32
@@ -288,16 +290,16 @@ class DynamicLossScale(LossScale):
                 object.__setattr__(self, name, np.asarray(getattr(self, name), dtype))
 
     def _check(self) -> None:
-        known = {field.name: _number_of(self, field.name) for field in dataclasses.fields(self)}
-        known = {name: number for name, number in known.items() if number is not None}
+        for name in ("loss_scale", "counter", "bad_steps"):
+            _require_number(self, name)  # and no value is read: that would wait for the device at every step
         for name in ("period", "hysteresis"):
-            number = known.get(name, 1)
-            if not (float(number).is_integer() and 1 <= number <= _LARGEST_COUNT):
+            number = _number_of(self, name)
+            if number is not None and not (float(number).is_integer() and 1 <= number <= _LARGEST_COUNT):
                 raise ValueError(f"`DynamicLossScale`: `{name}` must be an integer from 1 to 2**31 - 1, not {number}.")
-        if not known.get("factor", 2) > 1:
-            raise ValueError(f"`DynamicLossScale`: `factor` must be above 1, but got {known['factor']}.")
-        low, high = known.get("min_loss_scale", 0), known.get("max_loss_scale", math.inf)
-        if not low <= high:
+        factor, low, high = (_number_of(self, name) for name in ("factor", "min_loss_scale", "max_loss_scale"))
+        if factor is not None and not factor > 1:
+            raise ValueError(f"`DynamicLossScale`: `factor` must be above 1, but got {factor}.")
+        if low is not None and high is not None and not low <= high:
             raise ValueError(
                 f"`DynamicLossScale`: `min_loss_scale` must not be above `max_loss_scale`, but got {low} and {high}."
             )
@@ -421,23 +423,20 @@ def _multiply(tree: T, factor: ArrayLike, *, inverse: bool = False) -> T:
     return jax.tree.map(multiply, tree)
 
 
-def _number_of(value: Any, name: str) -> float | None:
-    """Return a field as a Python number, or None if it is not known: traced, a shape, or one of several values.
-
-    Raises:
-        TypeError: if it is no real number.
-    """
+def _require_number(value: Any, name: str) -> Any:
+    """Return a field; raise if it is no real number."""
     number: Any = getattr(value, name)
-    if type(number) in (int, float):
-        return number
     kinds = (jnp.floating, jnp.integer)
-    if not (_trees.is_array(number) and any(jnp.issubdtype(number.dtype, kind) for kind in kinds)):
+    is_array = _trees.is_array(number) and any(jnp.issubdtype(number.dtype, kind) for kind in kinds)
+    if not is_array and type(number) not in (int, float):
         raise TypeError(f"`{type(value).__name__}`: `{name}` must be a real number, or a scalar array, not {number!r}.")
+    return number
+
+
+def _number_of(value: Any, name: str) -> float | None:
+    """Return a field as a Python number, or None if it is not known: traced, a shape, or one of several values."""
+    number = _require_number(value, name)
+    if isinstance(number, (int, float)):
+        return number
     is_known = not isinstance(number, (Tracer, jax.ShapeDtypeStruct)) and not number.shape
     return np.asarray(number).item() if is_known else None
-
-
-def _warn_unless_floating(value: Any, name: str) -> None:
-    dtype = getattr(value, "dtype", None)
-    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
-        warnings.warn(f"Expected floating type for {name}, got {dtype}", stacklevel=4)
