@@ -28,11 +28,11 @@ _FIELDS = {
 class Policy:
     """The dtypes of a mixed-precision program.
 
-    Frozen and hashable, so that it can be a static argument of `jax.jit`. The casts change real floating
-    arrays of 16 bits and more, and nothing else: integers, booleans, PRNG keys, complex numbers, 8-bit floats,
-    None and Python scalars pass through. A leaf of the right dtype is returned as the same object, tied
-    weights stay tied, `jax.ShapeDtypeStruct` leaves are cast too, and shardings are kept. A whole tree of
-    concrete arrays is cast in one compiled call.
+    Frozen and hashable, so that it can be a static argument of `jax.jit`. The casts change real floating arrays of 16
+    bits and more, and nothing else: integers, booleans, PRNG keys, complex numbers, 8-bit floats, None and Python
+    scalars pass through. A leaf of the right dtype is returned as the same object, tied weights stay tied,
+    `jax.ShapeDtypeStruct` leaves are cast too, and shardings are kept. A tree of concrete arrays is cast in one
+    compiled call.
 
     Attributes:
         param_dtype: in which parameters are stored between steps.
@@ -107,7 +107,7 @@ class Policy:
         """
         names = _trees.path_names(tree)
         leaves = [(names[path], leaf) for path, leaf in jax.tree.leaves_with_path(tree)]
-        self._check_overrides_match([path for path, leaf in leaves if _trees.is_floating(leaf)])
+        self._require_overrides_match([path for path, leaf in leaves if _trees.is_floating(leaf)])
         rows, counted, total = [], set(), 0
         for path, leaf in leaves:
             array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
@@ -126,8 +126,9 @@ class Policy:
 
     def __str__(self) -> str:
         """Return the form that `get_policy` reads: `p=bf16,c=bf16,o=full`."""
-        dtypes = self.param_dtype, self.compute_dtype, self.output_dtype
-        return ",".join(f"{key}={_short_name(np.dtype(dtype))}" for key, dtype in zip("pco", dtypes, strict=True))
+        dtypes = {"p": self.param_dtype, "c": self.compute_dtype, "o": self.output_dtype}
+        names = {dtype: name for name, dtype in reversed(DTYPE_NAMES.items())}
+        return ",".join(f"{key}={names[np.dtype(dtype)]}" for key, dtype in dtypes.items())
 
     def _cast(self, tree: T, default: np.dtype) -> T:
         if not self.overrides:
@@ -141,7 +142,7 @@ class Policy:
     def _dtype_at(self, path: str, default: np.dtype) -> np.dtype:
         return self.override_at(path) or default
 
-    def _check_overrides_match(self, paths: list[str]) -> None:
+    def _require_overrides_match(self, paths: list[str]) -> None:
         useless = [pattern for pattern, _ in self.overrides if not any(re.search(pattern, path) for path in paths)]
         if useless:
             raise ValueError(
@@ -235,15 +236,11 @@ def as_policy(given: Any, caller: str) -> Policy:
 
 
 def _parse_dtype(name: str, text: str) -> np.dtype:
+    names = ["half", *DTYPE_NAMES]
     dtype = dtype_or_none(name)
-    if dtype is None or dtype not in DTYPE_NAMES.values():
-        allowed = ", ".join(["half", *DTYPE_NAMES])
-        raise ValueError(f"Unknown dtype {name!r} in policy {text!r}; use one of {allowed}.")
+    if dtype is None or name not in names:
+        raise ValueError(f"Unknown dtype {name!r} in policy {text!r}; use one of {', '.join(names)}.")
     return dtype
-
-
-def _short_name(dtype: np.dtype) -> str:
-    return next(name for name, named in DTYPE_NAMES.items() if named == dtype)
 
 
 def _floating_dtype(dtype: DTypeLike, argument: str) -> np.dtype:
