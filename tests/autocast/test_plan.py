@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
@@ -32,7 +32,7 @@ from tests.autocast.helpers import (
     normal,
     plan_of,
 )
-from tests.helpers import assert_same_bits, eight_cpu_devices, types_of
+from tests.helpers import assert_same_bits, eight_cpu_devices, examples, types_of
 
 SPLIT = PartitionSpec("data")
 WHOLE = PartitionSpec()
@@ -496,7 +496,7 @@ lines = st.tuples(st.sampled_from(sorted(AROUND)), st.sampled_from(sorted(OPERAT
 
 
 @given(program=st.lists(lines, min_size=1, max_size=6), dtype=st.sampled_from([BF16, F16]), seed=st.integers(0, 3))
-@settings(max_examples=15)
+@examples(30)
 def test_in_any_program_every_claim_is_true_and_types_are_those_of_the_plain_program(program, dtype, seed):
     """Each value that the plan tags, at any depth, as a second interpreter computes it; and that one's results."""
 
