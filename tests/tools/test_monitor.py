@@ -250,7 +250,7 @@ def assert_unchanged_by_measures(rule, recipe, **options):
 
 @pytest.mark.parametrize(("rule", "recipe"), [("adamw", "kahan"), ("momentum", "split"), ("lion", "scaled")])
 def test_measures_change_no_bit_of_a_training_run(rule, recipe):
-    """20 steps, compiled as any step is, with every measure first, inside and last."""
+    """Train 20 steps, compiled as any step is, with every measure first, inside and last."""
     state = assert_unchanged_by_measures(rule, recipe)
     assert float(optax.tree.get(state, "ratio last")) > 0
     assert float(optax.tree.get(state, "histogram first").counts.sum()) > 0
@@ -283,7 +283,7 @@ def test_measures_read_bits_from_behind_one_barrier_and_updates_pass_through():
 
 
 def test_measures_change_no_bit_without_jit():
-    """The rule alone, which needs no model."""
+    """Run the rule alone, which needs no model."""
     params, grads = jnp.linspace(1, 2, 6, dtype=jnp.float32), jnp.linspace(-1, 1, 6, dtype=jnp.float32)
     plain = RULES["momentum"]()
     tx = optax.chain(all_on("first"), RULES["momentum"](), all_on("last"))

@@ -179,7 +179,7 @@ def update_to_weight_ratio(*, groups: Groups = None) -> optax.GradientTransforma
 
 
 def _share_of(fate: exponents.Fate, dtype: DTypeLike, groups: Groups, caller: str) -> Measure:
-    """Return a measure of the share of nonzero finite numbers that have a fate."""
+    """Return a measure of the share of the nonzero finite numbers that meet one fate."""
     span = exponents.range_of(dtype, caller)
 
     def count(x):
@@ -190,7 +190,7 @@ def _share_of(fate: exponents.Fate, dtype: DTypeLike, groups: Groups, caller: st
 
 
 def _share(count: Callable[..., jax.Array], leaves: Sequence[Any]) -> jax.Array:
-    """Return the share of the second of two counts that the first is, in all leaves; 0 if there is nothing."""
+    """Return the first of two counts divided by the second, each summed over all leaves; 0 if there is nothing."""
     part, whole = _total(count, leaves, 2)
     return part / jnp.maximum(whole, 1)
 

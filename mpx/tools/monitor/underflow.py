@@ -96,13 +96,13 @@ class UnderflowReport(Result):
 
     @property
     def is_enough(self) -> bool:
-        """True if at the recommended scale nothing overflows and at most 1% of the gradients become zero."""
+        """Return True if at the recommended scale nothing overflows and at most 1% of the gradients become zero."""
         best = self.shares_at(self.recommended_scale)
         return best.infinite == 0 and best.zero <= _TOLERABLE
 
     @property
     def verdict(self) -> str:
-        """What to do, in a sentence or two."""
+        """Say what to do, in a sentence or two."""
         bad = [repr(leaf.path) for leaf in self.leaves if leaf.nonfinite]
         named = _errors.listed(bad, _LISTED)
         warning = f" Infinite or NaN already, and left out: {self.histogram.nonfinite:,}, in {named}." if bad else ""

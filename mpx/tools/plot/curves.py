@@ -118,7 +118,7 @@ def _checked_curves(curves: Any, steps: Any, caller: str, argument: str) -> Curv
 
 
 def _checked_steps(steps: Any, counts: Mapping[str, int], caller: str) -> np.ndarray | None:
-    """Return the numbers of the steps; raise if something has another count of them."""
+    """Return the numbers of the steps; raise if anything drawn over them has another length."""
     if steps is None:
         return None
     steps = np.asarray(steps).astype(np.float64)
