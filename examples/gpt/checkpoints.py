@@ -1,7 +1,8 @@
-"""Checkpoints of a run, by Orbax: parameters, optimizer state, and a description in JSON with the loader's position.
+"""Save a training run to checkpoints by Orbax, and resume it from the newest one to the same bits.
 
-A checkpoint gets its name only when all of it is written, so the newest one is whole whatever happens. What was half
-written stays under a name of its own, until the run goes on.
+A checkpoint has the parameters, the optimizer state, and a description in JSON: steps done, the loader's position, and
+the settings that a resumed run must share. It gets its name when all of it is written, so the newest one is complete
+even if the process is killed. A half-written one keeps a temporary name until the run is resumed.
 """
 
 import logging
@@ -13,10 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import optax
 import orbax.checkpoint as ocp
+from rich.console import Console
+
+import mpx
 
 KEPT = 2  # the newest ones
-NAMED = 5  # in a message, of the arrays that differ
+NAMED = 5  # arrays in a message about differences
 REASON_CHARACTERS = 200
 
 
@@ -25,19 +30,15 @@ class CheckpointError(ValueError):
 
 
 class SaveError(CheckpointError):
-    """A checkpoint could not be written; those before it are whole."""
+    """A checkpoint could not be written; those before it are complete."""
 
 
 class Checkpoints:
-    """The checkpoints in a folder. Saving goes on in the background, and the end of the context waits for it.
+    """The checkpoints in a folder. Saving continues in the background; the end of the context waits for it.
 
     Args:
         folder: made if it does not exist.
-        cleans: removes what a run that was killed left half written. Only for the one process, or the processes of one
-            run, that save there.
-
-    Raises:
-        CheckpointError: if the folder cannot be made or read.
+        cleans: removes half-written checkpoints. Only for the run that saves there.
     """
 
     def __init__(self, folder: Path, *, cleans: bool = False) -> None:
@@ -58,33 +59,29 @@ class Checkpoints:
             if error is None:
                 self.wait()
                 self._manager.close()
-            elif jax.process_count() == 1:  # of several, others may not come to where they save together
-                with suppress(Exception):  # the error that is on its way came first
+            elif jax.process_count() == 1:  # other processes may never reach the point where all save together
+                with suppress(Exception):  # the error that ended the context came first
                     self._manager.wait_until_finished()
                     self._manager.close()
         finally:
             logging.getLogger("absl").removeFilter(_is_no_error_of_orbax)
 
     def wait(self) -> None:
-        """Waits until all is on the disk.
-
-        Raises:
-            SaveError: if that failed.
-        """
-        with self._told():
+        """Wait until all is on the disk, and raise a `SaveError` if that failed."""
+        with self._saving():
             self._manager.wait_until_finished()
             self._pending = None
 
     @property
     def newest(self) -> int | None:
-        """The step of the newest checkpoint, None if there is none."""
+        """Return the step of the newest checkpoint, None if there is none."""
         return self._manager.latest_step()
 
     def save(self, step: int, state: Any, description: Mapping[str, Any]) -> None:
-        """Saves a tree of arrays and what can be written as JSON; arrays may be donated as soon as this returns.
+        """Save a tree of arrays and a description for JSON; the arrays may be donated as soon as this returns.
 
         Raises:
-            SaveError: if it cannot be saved, or the one before it, which was written in the background, was not.
+            SaveError: if it cannot be saved, or the one before it could not be, which was written in the background.
         """
         if step == self.newest:
             return
@@ -92,45 +89,44 @@ class Checkpoints:
         self._pending = step
         content = {"run": description, "arrays": _types(state)}
         saved = ocp.args.Composite(state=ocp.args.StandardSave(state), description=ocp.args.JsonSave(content))
-        with self._told():
+        with self._saving():
             self._manager.save(step, args=saved)
 
     def description(self) -> dict[str, Any]:
-        """That of the newest checkpoint.
-
-        Raises:
-            CheckpointError: if there is no checkpoint.
-        """
-        return self._content(self._existing())["run"]
+        """Return the description of the newest checkpoint, or raise a `CheckpointError` if there is none."""
+        return self._content()["run"]
 
     def restore(self, shapes: Any, shardings: Any) -> Any:
-        """The arrays of the newest checkpoint, to the bit, on the devices of this run.
+        """Return the arrays of the newest checkpoint, to the bit, on the devices of this run.
 
         Args:
             shapes: the tree, with a shape and dtype for each array.
-            shardings: where each is to lie; the checkpoint may come from another number of devices.
+            shardings: the sharding of each; the checkpoint may come from another number of devices.
 
         Raises:
-            CheckpointError: if there is no checkpoint, or it holds other arrays.
+            CheckpointError: if there is no checkpoint, or it has other arrays.
         """
-        step = self._existing()
-        # Orbax would convert another dtype without a word, and name no array of another shape.
-        differences = _differences(_types(shapes), self._content(step)["arrays"])
+        # Orbax would convert another dtype silently, and not name an array of another shape.
+        differences = _differences(_types(shapes), self._content()["arrays"])
         if differences:
             raise CheckpointError(
-                f"the checkpoint of step {step} in {self.folder} does not hold the arrays of this run: {differences}. "
-                "Go on with the recipe and sizes of then; `mpx.convert_state` makes the state of another recipe of one "
-                "that was restored so."
+                f"the checkpoint of step {self.newest} in {self.folder} does not hold the arrays of this run: "
+                f"{differences}. Resume with the recipe and sizes of then; `mpx.convert_state` converts a restored "
+                "state to another recipe."
             )
         wanted = jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, shardings
         )
-        with self._readable(step):
-            return self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(wanted))).state
+        return self._read("state", ocp.args.StandardRestore(wanted))
+
+    def _content(self) -> dict[str, Any]:
+        """Return the JSON of the newest checkpoint: the description of the run, and the types of its arrays."""
+        if self.newest is None:
+            raise CheckpointError(f"there is no checkpoint in {self.folder}; start without --resume.")
+        return self._read("description", ocp.args.JsonRestore())
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
-        """Makes one line of what goes wrong while a checkpoint is saved."""
+    def _saving(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # of TensorStore, of Orbax, or of the system, for the same full disk
@@ -139,38 +135,25 @@ class Checkpoints:
                 "checkpoints before it are whole: when the cause is mended, go on with --resume."
             ) from error
 
-    @contextmanager
-    def _readable(self, step: int) -> Iterator[None]:
-        """Makes one line of what is wrong with a checkpoint."""
+    def _read(self, name: str, how: Any) -> Any:
         try:
-            yield
-        except Exception as error:  # a damaged file is a ValueError, a KeyError, a TypeError or another to Orbax
+            content = self._manager.restore(self.newest, args=ocp.args.Composite(**{name: how}))[name]
+            return content if name == "state" else {key: content[key] for key in ("run", "arrays")}
+        except Exception as error:  # Orbax raises many types for a damaged file
             raise CheckpointError(
-                f"the checkpoint of step {step} in {self.folder} cannot be read: {_reason(error)}. Move its folder, "
-                f"{self.folder / str(step)}, away to go on from the one before."
+                f"the checkpoint of step {self.newest} in {self.folder} cannot be read: {_reason(error)}. Move its "
+                f"folder, {self.folder / str(self.newest)}, away to go on from the one before."
             ) from error
-
-    def _existing(self) -> int:
-        """The step of the newest checkpoint, which must be there."""
-        if self.newest is None:
-            raise CheckpointError(f"there is no checkpoint in {self.folder}; start without --resume.")
-        return self.newest
-
-    def _content(self, step: int) -> dict[str, Any]:
-        """What was saved as JSON: the description of the run, and the types of its arrays."""
-        with self._readable(step):
-            content = self._manager.restore(step, args=ocp.args.Composite(description=ocp.args.JsonRestore()))
-            return {name: content.description[name] for name in ("run", "arrays")}
 
 
 def _types(tree: Any) -> dict[str, str]:
-    """Dtype and shape of each array by its path."""
+    """Return dtype and shape of each array by its path."""
     leaves = jax.tree.leaves_with_path(tree)
     return {jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
 
 
 def _differences(wanted: Mapping[str, str], there: Mapping[str, str]) -> str:
-    """What to say of the arrays that are not the same; nothing if all are."""
+    """Describe the arrays that are not the same; empty if all are."""
     paths = [path for path in {**wanted, **there} if wanted.get(path) != there.get(path)]
     named = [
         f"{path} is {there.get(path, 'missing')}, but should be {wanted.get(path, 'absent')}" for path in paths[:NAMED]
@@ -179,7 +162,7 @@ def _differences(wanted: Mapping[str, str], there: Mapping[str, str]) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """What the system said of a file, or else the beginning of what TensorStore said, which goes on for pages."""
+    """Return what the system said of a file, or else the beginning of TensorStore's message, which has pages."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     number = re.search(r"\[os_error_code='(\d+)'\]", str(error))
@@ -187,5 +170,64 @@ def _reason(error: Exception) -> str:
 
 
 def _is_no_error_of_orbax(record: logging.LogRecord) -> bool:
-    """False for pages of tracebacks in the log of an error that is raised as well."""
+    """Suppress pages of tracebacks in the log of an error that is raised as well."""
     return record.levelno < logging.ERROR or "orbax" not in record.pathname
+
+
+# --- A training run. ---
+def save(
+    checkpoints: Checkpoints, params: Any, opt_state: optax.OptState, *, step: int, position: int, **description: Any
+) -> None:
+    """Save everything on which the rest of a training run depends, unless every step is skipped."""
+    check_health(opt_state, params)
+    described = {"step": step, "position": position, "is_synced": is_synced(params, opt_state)} | description
+    checkpoints.save(step, (params, opt_state), described)
+
+
+def resume(
+    checkpoints: Checkpoints, shapes: Any, shardings: Any, identity: Mapping[str, Any], console: Console
+) -> tuple[Any, optax.OptState, int, int]:
+    """Return parameters, optimizer state, steps done and the loader's position from the newest checkpoint.
+
+    Args:
+        checkpoints: those of the run.
+        shapes: shapes of parameters and optimizer state.
+        shardings: their shardings.
+        identity: settings that the checkpoint must share.
+        console: prints a note if the parameters were changed from outside; their masters then follow them.
+
+    Raises:
+        CheckpointError: if there is no checkpoint, or it is that of another run.
+    """
+    saved = checkpoints.description()
+    differences = [
+        f"{name} is {value!r}, but was {saved['identity'].get(name)!r}"
+        for name, value in identity.items()
+        if saved["identity"].get(name) != value
+    ]
+    if differences:
+        raise CheckpointError(
+            f"this is not the run of the checkpoint in {checkpoints.folder}: {'; '.join(differences)}. Give the same "
+            "options as then, or begin anew in another --out."
+        )
+    params, opt_state = checkpoints.restore(shapes, shardings)
+    # A weight close to zero can be out of sync without an edit; then it was so when it was saved.
+    if saved["is_synced"] and not is_synced(params, opt_state):
+        console.print(
+            "The parameters of the checkpoint do not match its optimizer state: they were changed from outside. Going "
+            "on from them, as they are.",
+            soft_wrap=True,
+        )
+        opt_state = jax.jit(mpx.resync, out_shardings=shardings[1])(params, opt_state)
+    return params, opt_state, saved["step"], saved["position"]
+
+
+def is_synced(params: Any, opt_state: optax.OptState) -> bool:
+    """Return whether the parameters are the rounded masters of the optimizer state."""
+    return bool(jax.jit(mpx.is_synced)(params, opt_state))
+
+
+def check_health(opt_state: optax.OptState, params: Any = None) -> None:
+    """Wait for the device, and raise a `mpx.StuckError` if every step of a run with loss scaling is skipped."""
+    if not isinstance(mpx.get_loss_scale(opt_state), mpx.NoOpLossScale):
+        mpx.check_health(opt_state, params=params)

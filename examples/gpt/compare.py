@@ -1,4 +1,4 @@
-"""Trains one small byte-level GPT under a dozen precision recipes, and compares what comes out.
+"""Train one small byte-level GPT under a dozen precision recipes, and compare the results.
 
 Everything but the recipe is equal: text, batches, initial weights, rule, schedule, number of steps. Run it from the
 root of the repository:
@@ -6,30 +6,13 @@ root of the repository:
     python -m examples.gpt.compare
     python -m examples.gpt.compare --text my_folder --recipes f32,bf16-split --steps 1000 --out results
 
-The defaults take less than 8 minutes on two cores of an Intel Xeon with AVX-512 that do other work too, and end like
-this, with jax 0.10.2, flax 0.12.8, optax 0.2.8 and the standard library of Python 3.11.7:
-
-                                                    ms/ tokens                         gap/
-    recipe                        param state grad step     /s  train  valid     gap spread skips
-    f32                             4.0   8.0  4.0 67.5  7,586 2.4042 2.3829       -      -     0
-    f32 + bf16 autocast             4.0   8.0  2.1 51.7  9,908 2.4043 2.3830 +0.0001  +0.03     0
-    bf16, no care                   2.0   4.0  2.0 78.8  6,499 2.4728 2.4559 +0.0731 +19.44     0
-    bf16 + f32 masters, cast once   2.0  12.0  2.0 84.2  6,079 2.4045 2.3831 +0.0002  +0.05     0
-    bf16 + f32 masters              2.0  12.0  2.1 53.0  9,663 2.4044 2.3830 +0.0001  +0.02     0
-    bf16 + split masters            2.0  10.0  2.1 66.5  7,694 2.4044 2.3829 -0.0000  -0.01     0
-    bf16 + split + 8-bit moments    2.0   4.1  2.1 70.2  7,294 2.4037 2.3822 -0.0007  -0.18     0
-    bf16 + Kahan                    2.0  10.0  2.1 66.2  7,732 2.4045 2.3830 +0.0001  +0.04     0
-    bf16 + stochastic rounding      2.0   8.0  2.1 49.3 10,376 2.4037 2.3826 -0.0003  -0.08     0
-    bf16 + AnyPrecision AdamW       2.0   6.0  2.1 43.4 11,787 2.4044 2.3830 +0.0001  +0.04     0
-    f16 + dynamic loss scaling      4.0   8.0  2.1 44.8 11,429 2.4046 2.3828 -0.0001  -0.03     4
-
-The gap is taken at seed 0 and divided by the standard deviation of the validation loss over three f32 seeds, 0.0038.
-Without care an update of less than half the distance to the next bfloat16 is lost, and so are the finer parts of the
-optimizer's moments; every recipe of mpx ends where f32 ends. Times are no guide to a GPU.
+The defaults take less than 8 minutes on two cores of an Intel Xeon with AVX-512; the README has the table. A gap is
+taken at seed 0 and divided by the standard deviation of the validation loss over three f32 seeds. Without mpx an update
+smaller than half the distance to the next bfloat16 is lost, and so are the finer parts of the moments; every recipe of
+mpx ends where f32 ends. Times on a CPU are no guide to a GPU.
 """
 
 import dataclasses
-import itertools
 import math
 import statistics
 import time
@@ -42,7 +25,7 @@ import numpy as np
 import optax
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 import mpx
 from examples.gpt import output, report
@@ -52,15 +35,14 @@ from examples.gpt.model import PRESETS
 from examples.gpt.recipes import RECIPES, Recipe, get_recipe
 from examples.gpt.training import Hyperparameters, Program, make_program
 
-# --- Settings: what the command line offers has its defaults in `main`, what AdamW takes in `Hyperparameters`. ---
 HEAD_SIZE = PRESETS["tiny"].width // PRESETS["tiny"].heads
 CONTEXT = PRESETS["tiny"].context  # bytes; long enough to learn words and indentation
 BATCH_SIZE = 8  # 512 bytes a step: on two cores more of them would mean fewer steps
 VALIDATION_BATCHES = 16  # 8,192 bytes, the same for every run
 EVALUATIONS = 20  # points of the curves
-STEPS_PER_REPORT = 10  # the loop waits for the device this often, to show a loss and take a time
-# By default XLA may leave out a rounding to 16 bits where the next operation widens the number again, and does so
-# after bfloat16 products on a CPU. The recipes shall be compared as they are written.
+STEPS_PER_REPORT = 10  # the loop waits for the device this often, to show a loss and measure the time
+# By default XLA may leave out a rounding to 16 bits where the next operation widens the number again, and does so after
+# bfloat16 products on a CPU. The comparison is of recipes as they are written.
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
 ALL_NAMES = [recipe.name for recipe in RECIPES]
 FIXED_SETTINGS = {
@@ -69,11 +51,12 @@ FIXED_SETTINGS = {
     "validation_batches": VALIDATION_BATCHES,
     "compiler_options": COMPILER_OPTIONS,
 }
+Report = Callable[[int, str], None]  # steps done, and what to show
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What all runs of a comparison have in common."""
+    """The options that all runs of a comparison share."""
 
     steps: int
     seeds: int
@@ -83,9 +66,9 @@ class Settings:
     learning_rate: float
 
 
-# --- One recipe, made ready to run. ---
+# --- One run. ---
 def make_compiled(recipe: Recipe, settings: Settings) -> Program:
-    """Model, optimizer and training step; each function is compiled when it is first called, and serves every seed."""
+    """Return model, optimizer and training step; a function compiles at its first call, and serves every seed."""
     config = dataclasses.replace(
         PRESETS["tiny"], width=settings.width, depth=settings.depth, heads=settings.width // HEAD_SIZE
     )
@@ -98,63 +81,53 @@ def make_compiled(recipe: Recipe, settings: Settings) -> Program:
 
 
 def bytes_per_parameter(program: Program, params: Any, opt_state: optax.OptState) -> dict[str, float]:
-    """What is held between and during steps, counted from the arrays.
+    """Return the bytes held between and during steps, counted from the arrays.
 
-    Gradients count in the dtype in which the backward pass delivers them: that of the parameters, and under autocast
-    that of the contractions, but float32 for embeddings and norms. `mpx.value_and_grad` hands them on as float32;
-    inside one compiled step that is an operation on the way to the optimizer, which the compiler may fuse with the
-    reading, and no array that the step returns.
+    Gradients count in the dtype in which the backward pass computes them: that of the parameters, or under autocast
+    that of the contractions, but float32 for embeddings and norms. `mpx.value_and_grad` casts them to float32; inside
+    one compiled step that is an operation on the way to the optimizer, which the compiler may fuse, and no array.
     """
     batch = jax.ShapeDtypeStruct((BATCH_SIZE, CONTEXT + 1), np.uint8)
     backward = jax.make_jaxpr(lambda *given: program.gradients(*given)[1])(params, opt_state, batch).jaxpr
     source = {eqn.outvars[0]: eqn.invars[0] for eqn in backward.eqns if eqn.primitive.name == "convert_element_type"}
-    delivered = [source.get(gradient, gradient).aval for gradient in backward.outvars]
+    computed = [source.get(gradient, gradient).aval for gradient in backward.outvars]
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     return {
         "parameters": sum(leaf.nbytes for leaf in jax.tree.leaves(params)) / count,
         "optimizer state": sum(leaf.nbytes for leaf in jax.tree.leaves(opt_state)) / count,
-        "gradients": sum(gradient.size * gradient.dtype.itemsize for gradient in delivered) / count,
+        "gradients": sum(gradient.size * gradient.dtype.itemsize for gradient in computed) / count,
     }
 
 
-# --- One run. ---
 def train(
-    program: Program,
-    seed: int,
-    settings: Settings,
-    training_text: np.ndarray,
-    validation: jax.Array,
-    on_report: Callable[[int, float, float | None], None],
+    program: Program, seed: int, settings: Settings, training_text: np.ndarray, validation: jax.Array, on_report: Report
 ) -> report.Run:
-    """Trains from one seed; `on_report` hears of steps done, the loss, and tokens a second (None at first)."""
+    """Train from one seed."""
     params, opt_state = program.init(seed)
     size = bytes_per_parameter(program, params, opt_state)
-    count = sum(leaf.size for leaf in jax.tree.leaves(params))
     batches = text_of.random_batches(
         training_text, seed=seed, count=settings.steps, batch_size=BATCH_SIZE, context=CONTEXT
     )
     evaluation_steps = {math.ceil(settings.steps * (point + 1) / EVALUATIONS) for point in range(EVALUATIONS)}
-    losses, validation_losses, seconds, compile_seconds = [], {}, [], 0.0
+    losses, validation_losses, seconds = [], {}, []
     start, timed_from = time.perf_counter(), 0
     for step, batch in enumerate(prefetch(batches), start=1):
         params, opt_state, metrics = program.train_step(params, opt_state, batch[None])
-        losses.append(metrics.loss)  # stays on the device until somebody asks
+        losses.append(metrics.loss)  # stays on the device until it is read
         if step > 1 and step % STEPS_PER_REPORT and step not in evaluation_steps:
             continue
         loss = float(metrics.loss)  # waits for the device
-        if step == 1:
-            compile_seconds = time.perf_counter() - start
-        else:
-            seconds.append((time.perf_counter() - start) / (step - timed_from))
-        on_report(step, loss, BATCH_SIZE * CONTEXT / seconds[-1] if seconds else None)
+        seconds.append((time.perf_counter() - start) / (step - timed_from))
+        on_report(step, f"loss {loss:.3f}, {BATCH_SIZE * CONTEXT / seconds[-1]:,.0f} tokens/s")
         if step in evaluation_steps:
             validation_losses[step] = float(program.evaluate(params, validation))
         start, timed_from = time.perf_counter(), step
-    seconds_per_step = statistics.median(seconds) if seconds else None
+    compile_seconds, *others = seconds
+    seconds_per_step = statistics.median(others) if others else None
     return report.Run(
         recipe=program.recipe.name,
         seed=seed,
-        parameters=count,
+        parameters=sum(leaf.size for leaf in jax.tree.leaves(params)),
         bytes_per_parameter=size,
         compile_seconds=compile_seconds,
         seconds_per_step=seconds_per_step,
@@ -171,62 +144,53 @@ def train(
 def train_all(
     recipes: list[Recipe], settings: Settings, training_text: np.ndarray, held_out: np.ndarray, progress: Progress
 ) -> Iterator[report.Run]:
-    """Yields the finished runs one by one: f32 from every seed, for the spread, and the others from the first ones."""
+    """Yield the finished runs: those of f32 from every seed, for the spread, the others from the first seeds."""
     seeds_of = lambda recipe: settings.seeds if recipe.name == report.REFERENCE else settings.recipe_seeds
     plan = [(recipe, seeds_of(recipe)) for recipe in recipes]
     fixed = text_of.fixed_batches(held_out, count=VALIDATION_BATCHES, batch_size=BATCH_SIZE, context=CONTEXT)
-    validation = jax.device_put(fixed)
-    total = sum(seeds for _, seeds in plan) * settings.steps
-    everything = progress.add_task("all runs", total=total, loss="", speed="")
+    validation, done = jax.device_put(fixed), 0
+    task = progress.add_task("", total=sum(seeds for _, seeds in plan) * settings.steps)
     for recipe, seeds in plan:
         program = make_compiled(recipe, settings)
         for seed in range(seeds):
-            name = f"{recipe.label}, seed {seed}" if seeds > 1 else recipe.label
-            task = progress.add_task(name, total=settings.steps, loss="compiling" if seed == 0 else "", speed="")
-            on_report = _Reporter(progress, task, everything)
+            name = f"{recipe.label}, seed {seed}"
+            on_report = lambda step, text, name=name, done=done: progress.update(
+                task, completed=done + step, description=f"{name}: {text}"
+            )
+            on_report(0, "compiling")
             yield train(program, seed, settings, training_text, validation, on_report)
-
-
-@dataclasses.dataclass
-class _Reporter:
-    """Moves the bar of one run and that of all."""
-
-    progress: Progress
-    task: TaskID
-    everything: TaskID
-    done: int = 0
-
-    def __call__(self, step: int, loss: float, tokens_per_second: float | None) -> None:
-        speed = "" if tokens_per_second is None else f"{tokens_per_second:,.0f} tokens/s"
-        self.progress.update(self.task, completed=step, loss=f"loss {loss:.3f}", speed=speed)
-        self.progress.advance(self.everything, step - self.done)
-        self.done = step
+            done += settings.steps
 
 
 # --- The command line. ---
 def chosen_recipes(names: list[str]) -> list[Recipe]:
-    """The recipes of a repeated or comma-separated option, in the order of the table."""
-    wanted = [name.strip() for name in itertools.chain.from_iterable(item.split(",") for item in names)]
-    wanted = [name for name in wanted if name]
+    """Return the recipes of a repeated or comma-separated option, in the order of the table."""
+    wanted = [name.strip() for item in names for name in item.split(",") if name.strip()]
+    if not wanted:
+        raise ValueError(f"--recipes: no recipe is named; there are {', '.join(ALL_NAMES)}.")
     try:
-        if not wanted:
-            raise ValueError(f"no recipe is named; there are {', '.join(ALL_NAMES)}.")
         chosen = [get_recipe(name) for name in wanted]
     except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--recipes") from error
+        raise ValueError(f"--recipes: {error}") from error
     return [recipe for recipe in RECIPES if recipe in chosen]
 
 
 def default_names() -> list[str]:
-    """All recipes, but `tf32` where there is no such format: it would be `f32` a second time."""
+    """Return all recipes, without `tf32` where there is no such format: it would be `f32` again."""
     return [name for name in ALL_NAMES if name != "tf32" or jax.default_backend() != "cpu"]
 
 
-def _require_folder(out: Path) -> None:
-    try:
-        output.require_folder(out)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--out") from error
+def check(settings: Settings) -> None:
+    """Raise if the options do not fit each other."""
+    if settings.width % HEAD_SIZE:
+        raise ValueError(f"--width must be a multiple of {HEAD_SIZE}, but is {settings.width}.")
+    if not (math.isfinite(settings.learning_rate) and settings.learning_rate > 0):
+        raise ValueError(f"--learning-rate must be positive, but is {settings.learning_rate}.")
+    if settings.recipe_seeds > settings.seeds:
+        raise ValueError(
+            f"--recipe-seeds must be at most `--seeds`, {settings.seeds}, but is {settings.recipe_seeds}: a gap is to "
+            "f32 of the same seed."
+        )
 
 
 def main(
@@ -239,50 +203,36 @@ def main(
     recipes: Annotated[
         list[str] | None, typer.Option(help=f"Of {', '.join(ALL_NAMES)}; separated by commas or in several options.")
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps a run.")] = 400,
-    seeds: Annotated[int, typer.Option(min=1, help="Seeds of the f32 run; their spread is the yardstick.")] = 3,
-    recipe_seeds: Annotated[int, typer.Option(min=1, help="Seeds of every other recipe, of those of f32.")] = 1,
-    width: Annotated[int, typer.Option(min=1, help=f"Of the model; a multiple of {HEAD_SIZE}.")] = 128,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of a run.")] = 400,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds of f32, whose spread is the yardstick.")] = 3,
+    recipe_seeds: Annotated[int, typer.Option(min=1, help="Seeds of every other recipe.")] = 1,
+    width: Annotated[int, typer.Option(min=1, help=f"Width of the model; a multiple of {HEAD_SIZE}.")] = 128,
     depth: Annotated[int, typer.Option(min=1, help="Blocks of the model.")] = 4,
     learning_rate: Annotated[float, typer.Option(help="Peak of the schedule.")] = 3e-4,
     out: Annotated[Path, typer.Option(help="Folder for precision.png and precision.json.")] = Path(),
 ) -> None:
-    """Trains a small GPT under each recipe with the same data and initial weights, and compares the results."""
+    """Train a small GPT under each recipe with the same data and initial weights, and compare the results."""
     console = Console()
     if not console.is_terminal:
         console.width = max(console.width, 120)  # a file has room for the whole table
-    chosen = chosen_recipes(recipes or default_names())
-    if width % HEAD_SIZE:
-        raise typer.BadParameter(f"must be a multiple of {HEAD_SIZE}, but is {width}.", param_hint="--width")
-    if not (math.isfinite(learning_rate) and learning_rate > 0):
-        raise typer.BadParameter(f"must be positive, but is {learning_rate}.", param_hint="--learning-rate")
-    if recipe_seeds > seeds:
-        raise typer.BadParameter(
-            f"must be at most `--seeds`, {seeds}, but is {recipe_seeds}: a gap is to f32 of the same seed.",
-            param_hint="--recipe-seeds",
-        )
+    settings = Settings(steps, seeds, recipe_seeds, width, depth, learning_rate)
     try:
+        check(settings)
+        chosen = chosen_recipes(recipes or default_names())
+        output.require_folder(out)
         read = text_of.read_text(text)
         training_text, held_out = text_of.split(np.frombuffer(read.content, np.uint8), CONTEXT)
-    except text_of.TextError as error:
-        raise typer.BadParameter(str(error), param_hint="--text") from error
-    _require_folder(out)
-    settings = Settings(steps, seeds, recipe_seeds, width, depth, learning_rate)
+    except ValueError as error:
+        hint = {"param_hint": "--text"} if isinstance(error, text_of.TextError) else {}
+        raise typer.BadParameter(str(error), **hint) from error
     console.print(
         f"{read.name}: {len(training_text):,} bytes to train on, {len(held_out):,} held out. "
         f"{steps} steps of {BATCH_SIZE} x {CONTEXT} bytes on {jax.devices()[0].device_kind}.",
         markup=False,
     )
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[loss]}"),
-        TextColumn("{task.fields[speed]}"),
-        TimeRemainingColumn(),
-    )
     runs, interrupted = [], False
     try:
+        columns = (BarColumn(bar_width=20), TimeRemainingColumn(), TextColumn("{task.description}"))
         with Progress(*columns, console=console, refresh_per_second=4) as progress:
             for run in train_all(chosen, settings, training_text, held_out, progress):
                 runs.append(run)
@@ -291,8 +241,6 @@ def main(
     if not runs:
         console.print("Stopped before a run had finished: nothing is written.")
         raise typer.Exit(130)
-    comparison = report.Comparison(runs)
-    console.print(report.table(comparison))
     described = (
         dataclasses.asdict(settings)
         | dataclasses.asdict(Hyperparameters(steps, learning_rate))
@@ -300,6 +248,8 @@ def main(
         | FIXED_SETTINGS
     )
     source = {"name": read.name, "bytes": len(read.content), "sha256": read.sha256, "held_out_bytes": len(held_out)}
+    comparison = report.Comparison(runs)
+    console.print(report.table(comparison))
     report.write_json(out / "precision.json", comparison, described, source, interrupted=interrupted)
     report.write_plot(out / "precision.png", comparison)
     console.print(f"Written: {out / 'precision.json'}, {out / 'precision.png'}", soft_wrap=True, markup=False)

@@ -1,4 +1,4 @@
-"""Turns text files into shards of tokens, of which a part is held out for validation, and writes an index of them.
+"""Turn text files into shards of tokens, with a part held out for validation, and write an index of them.
 
 Run it from the root of the repository:
 
@@ -7,42 +7,33 @@ Run it from the root of the repository:
     python -m examples.gpt.data --check --out tokens
 
 Without a text it reads the source code of Python's standard library. Of 100 documents or more every tenth is held out
-whole (`--validation 0.1`; a file above 1 MB is several documents); fewer are joined and cut into 100 blocks, of which
-every tenth is. Both parts so come from all over the text, and the same text always gives the same shards.
+as a whole (`--validation 0.1`; a file above 1 MB is several documents). Fewer are joined and cut into 100 blocks, of
+which every tenth is held out. The same text always gives the same shards.
 """
 
-import hashlib
 import itertools
-import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from examples.gpt import shards, text
-from examples.gpt.shards import Index, Part, Shard, ShardError, Source
+from examples.gpt.shards import Index, Part, Shard, ShardError
 from examples.gpt.text import TextError
-from examples.gpt.tokenizers import NAMES, ByteTokenizer, Tokenizer, TokenizerError, get_tokenizer
+from examples.gpt.tokenizers import NAMES, ByteTokenizer, Tokenizer, get_tokenizer
 
 SHARD_TOKENS = 100_000_000  # 200 MB: few files even of a large text, and one fits into memory while it is written
 VALIDATION = 0.1
-CONTEXT = 1024  # of GPT-2; a longer sequence than both parts must hold is of no use
-# Of fewer documents every tenth would be too few to say much about the others.
-MANY_DOCUMENTS = 100
-SUFFIX = ".tokens"
+CONTEXT = 1024  # that of GPT-2
+MANY_DOCUMENTS = 100  # every tenth of fewer documents would not represent the others
+SUFFIX = ".npy"
 _OWN_NAME = re.compile(rf"(training|validation)-\d+{re.escape(SUFFIX)}(\.\d+\.partial)?")
-COLUMNS = (
-    TextColumn("{task.description}"),
-    BarColumn(bar_width=20),
-    DownloadColumn(),
-    TransferSpeedColumn(),
-    TimeRemainingColumn(),
-)
+_MORE = "Use more text, a shorter context, or a larger part for validation."
 
 
 # --- Making shards. ---
@@ -55,75 +46,59 @@ def prepare(
     validation: float = VALIDATION,
     context: int = CONTEXT,
     overwrite: bool = False,
-    on_read: Callable[[int], None] | None = None,
+    on_read: Callable[[int], None] = lambda count: None,
 ) -> Index:
-    """Makes the shards and the index of a folder; without an argument, of the bytes of Python's standard library.
+    """Make the shards and the index of a folder.
 
-    The index is written last, and an old one goes first: after an interruption there is none, and the next run
-    writes over what is there.
+    The index is written last, and an old one is removed first: after an interruption there is none, and the next call
+    replaces what is there.
 
     Args:
         folder: where to write; made if it does not exist.
-        texts: files and folders, or nothing for the standard library.
-        tokenizer: bytes if None.
-        shard_tokens: a new shard begins after so many tokens.
-        validation: the part of documents or blocks that is held out: 1/2, 1/3, 1/4 and so on.
+        texts: files and folders, or nothing for Python's standard library.
+        tokenizer: None for bytes.
+        shard_tokens: a new shard begins after so many tokens, more than `context`.
+        validation: the part of documents or blocks that is held out, rounded to 1/2, 1/3, 1/4 and so on.
         context: the longest sequence that will be asked for; each part must hold one.
-        overwrite: whether shards that are there may be replaced.
-        on_read: hears of every number of bytes that is done with.
+        overwrite: whether existing shards may be replaced.
+        on_read: called with every number of bytes that has been read.
 
     Raises:
         TextError: if a text cannot be read, or is too short to be split.
         ShardError: if the folder has an index and may not be overwritten, or cannot be written.
-        ValueError: if a number is out of its range.
     """
-    if not 0 < validation <= 0.5:
-        raise ValueError(f"`validation` must be above 0 and at most 0.5, but is {validation}.")
     if shard_tokens <= context:
         raise ValueError(
             f"`shard_tokens` {shard_tokens:,} must be larger than `context` {context:,}: a sequence has one token more."
         )
-    held_out_every = round(1 / validation)
-    if not math.isclose(held_out_every * validation, 1.0, rel_tol=0.02):
-        raise ValueError(
-            f"`validation` must be one part of a whole number, such as 0.1, 0.05 or {1 / held_out_every:.3g}, but is "
-            f"{validation}."
-        )
     tokenizer = tokenizer or ByteTokenizer()
     paths = list(texts) or [None]
     for path in paths:
-        text.files(path)  # what is not there shall be said before anything is removed
-    _require_folder(folder, overwrite)
-    counted = _Counted(itertools.chain.from_iterable(text.documents(path, on_read) for path in paths))
+        text.files(path)  # a missing text is told before anything is removed
+    documents = itertools.chain.from_iterable(text.documents(path, on_read) for path in paths)
     training = _Writer(folder, "training", tokenizer, shard_tokens, context)
     held_out = _Writer(folder, "validation", tokenizer, shard_tokens, context)
     try:
-        _fill(training, held_out, counted, held_out_every)
-        index = Index(
-            tokenizer=tokenizer.name,
-            vocabulary=tokenizer.vocabulary,
-            separator=tokenizer.separator,
-            training=training.finished(),
-            validation=held_out.finished(),
-            text=counted.source(paths),
-        )
+        _require_folder(folder, overwrite)
+        _fill(training, held_out, documents, round(1 / validation))
+        names = tuple(map(text.name_of, paths))
+        parts = training.finished(), held_out.finished()
+        index = Index(names, tokenizer.name, tokenizer.vocabulary, tokenizer.separator, *parts)
         shards.write_index(folder, index)
-        _remove_others(folder, index)
+        for path in folder.iterdir():  # what earlier calls left
+            if _OWN_NAME.fullmatch(path.name) and path.name not in {shard.name for shard in parts[0] + parts[1]}:
+                path.unlink()
     except OSError as error:
         raise ShardError(f"cannot write into the folder {folder}: {error.strerror or error}.") from error
     return index
 
 
-def check(folder: Path, on_read: Callable[[int], None] | None = None) -> Index:
-    """Reads every shard of a folder and compares it with its checksum.
-
-    Raises:
-        ShardError: with all the shards that are damaged.
-    """
+def check(folder: Path) -> Index:
+    """Read every shard of a folder, and raise a `ShardError` that names all that are damaged."""
     index, wrong = shards.read_index(folder), []
     for shard in index.training + index.validation:
         try:
-            shards.verify_shard(folder / shard.name, on_read)
+            shards.verify_shard(folder / shard.name, shard, index.vocabulary)
         except ShardError as error:
             wrong.append(str(error))
     if wrong:
@@ -131,25 +106,8 @@ def check(folder: Path, on_read: Callable[[int], None] | None = None) -> Index:
     return index
 
 
-class _Counted:
-    """Documents on their way, and what the index says of them."""
-
-    def __init__(self, documents: Iterable[bytes]) -> None:
-        self.documents, self.bytes, self.sha256, self._documents = 0, 0, hashlib.sha256(), documents
-
-    def __iter__(self) -> Iterator[bytes]:
-        for document in self._documents:
-            self.documents += 1
-            self.bytes += len(document)
-            self.sha256.update(document)
-            yield document
-
-    def source(self, paths: Iterable[Path | None]) -> Source:
-        return Source(tuple(map(text.name_of, paths)), self.documents, self.bytes, self.sha256.hexdigest())
-
-
 class _Writer:
-    """Cuts the tokens of one part into shards."""
+    """A cutter of one part's tokens into shards."""
 
     def __init__(self, folder: Path, part: Part, tokenizer: Tokenizer, shard_tokens: int, context: int) -> None:
         self.folder, self.part, self.tokenizer = folder, part, tokenizer
@@ -161,14 +119,13 @@ class _Writer:
     def add(self, tokens: np.ndarray) -> None:
         self._waiting.append(tokens)
         self._count += len(tokens)
-        # What would be too short for a sequence at the end stays with the shard before it.
-        if self._count <= self.shard_tokens + self.context:
-            return
-        rest = np.concatenate(self._waiting)
-        while len(rest) > self.shard_tokens + self.context:
-            self._write(rest[: self.shard_tokens])
-            rest = rest[self.shard_tokens :]
-        self._waiting, self._count = [rest.copy()], len(rest)
+        # A rest that would be too short for a sequence stays with the shard before it.
+        if self._count > self.shard_tokens + self.context:
+            rest = np.concatenate(self._waiting)
+            while len(rest) > self.shard_tokens + self.context:
+                self._write(rest[: self.shard_tokens])
+                rest = rest[self.shard_tokens :]
+            self._waiting, self._count = [rest.copy()], len(rest)
 
     def finished(self) -> tuple[Shard, ...]:
         if self._count <= self.context:
@@ -180,12 +137,8 @@ class _Writer:
         return tuple(self._shards)
 
     def _write(self, tokens: np.ndarray) -> None:
-        name = f"{self.part}-{len(self._shards):05d}{SUFFIX}"
-        shards.write_shard(self.folder / name, tokens, vocabulary=self.tokenizer.vocabulary)
-        self._shards.append(Shard(name, len(tokens)))
-
-
-_MORE = "Use more text, a shorter context, or a larger part for validation."
+        path = self.folder / f"{self.part}-{len(self._shards):05d}{SUFFIX}"
+        self._shards.append(shards.write_shard(path, tokens, vocabulary=self.tokenizer.vocabulary))
 
 
 def _fill(training: _Writer, held_out: _Writer, documents: Iterable[bytes], held_out_every: int) -> None:
@@ -198,31 +151,19 @@ def _fill(training: _Writer, held_out: _Writer, documents: Iterable[bytes], held
             parts = text.split(np.concatenate(first), training.context, held_out_every=held_out_every, unit="tokens")
         except TextError as error:
             raise TextError(f"{error} {_MORE}") from error
-        for writer, tokens in zip((training, held_out), parts, strict=True):
-            writer.add(tokens)
+        training.add(parts[0])
+        held_out.add(parts[1])
         return
     for number, tokens in enumerate(itertools.chain(first, in_tokens)):
-        writer = held_out if number % held_out_every == held_out_every - 1 else training
-        writer.add(tokens)
+        (held_out if number % held_out_every == held_out_every - 1 else training).add(tokens)
 
 
 def _require_folder(folder: Path, overwrite: bool) -> None:
-    """Makes the folder, or takes the index away from the one that is there."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if (folder / shards.INDEX_NAME).exists() and not overwrite:
-            raise ShardError(f"the folder {folder} has shards already; choose another one, or pass `--overwrite`.")
-        (folder / shards.INDEX_NAME).unlink(missing_ok=True)
-    except OSError as error:
-        raise ShardError(f"cannot make the folder {folder}: {error.strerror or error}.") from error
-
-
-def _remove_others(folder: Path, index: Index) -> None:
-    """Removes shards of an earlier run that this one has not written over, and what an interrupted one left."""
-    names = {shard.name for shard in index.training + index.validation}
-    for path in folder.iterdir():
-        if _OWN_NAME.fullmatch(path.name) and path.name not in names:
-            path.unlink()
+    """Make the folder, or remove the index of the one that is there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / shards.INDEX_NAME).exists() and not overwrite:
+        raise ShardError(f"the folder {folder} has shards already; choose another one, or pass `--overwrite`.")
+    (folder / shards.INDEX_NAME).unlink(missing_ok=True)
 
 
 # --- The command line. ---
@@ -237,61 +178,44 @@ def main(
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for the shards and their index.")] = Path("tokens"),
     shard_tokens: Annotated[int, typer.Option(min=2, help="Tokens of a shard.")] = SHARD_TOKENS,
-    validation: Annotated[float, typer.Option(help="Part of the text that is held out, at most 0.5.")] = VALIDATION,
+    validation: Annotated[
+        float, typer.Option(min=1e-6, max=0.5, help="Part of the text that is held out: 1/2, 1/3 and so on.")
+    ] = VALIDATION,
     context: Annotated[int, typer.Option(min=1, help="Longest sequence that each part must hold.")] = CONTEXT,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the shards of the folder.")] = False,
     only_check: Annotated[bool, typer.Option("--check", help="Only compare the folder with its checksums.")] = False,
 ) -> None:
-    """Turns text files into shards of tokens, or checks shards that are there."""
+    """Turn text files into shards of tokens, or check existing shards."""
     console = Console()
-    if only_check:
-        _require_nothing_else(text=text_paths, vocabulary_files=vocabulary_files, overwrite=overwrite)
+    if only_check and (text_paths or vocabulary_files or overwrite):
+        raise typer.BadParameter("--check takes no other option than --out.")
     try:
-        with Progress(*COLUMNS, console=console) as progress:
-            if only_check:
-                index = _check_with_progress(out, progress)
-            else:
-                options = {"shard_tokens": shard_tokens, "validation": validation, "context": context}
-                made_by = get_tokenizer(tokenizer, vocabulary_files)
-                index = _prepare_with_progress(
-                    out, text_paths or [], progress, tokenizer=made_by, overwrite=overwrite, **options
-                )
+        if only_check:
+            index = check(out)
+        else:
+            made_by, paths = get_tokenizer(tokenizer, vocabulary_files), text_paths or []
+            columns = TextColumn("reading"), BarColumn(bar_width=20), DownloadColumn(), TimeRemainingColumn()
+            with Progress(*columns, console=console) as progress:
+                found = itertools.chain.from_iterable(map(text.files, paths or [None]))
+                task = progress.add_task("", total=sum(file.stat().st_size for file in found))
+                index = prepare(
+                    out, paths, tokenizer=made_by, shard_tokens=shard_tokens, validation=validation, context=context,
+                    overwrite=overwrite, on_read=lambda count: progress.advance(task, count),
+                )  # fmt: skip
     except KeyboardInterrupt:
         unfinished = "" if (out / shards.INDEX_NAME).exists() else f" {out} has no index; the next run starts again."
         console.print(f"Stopped before the end.{unfinished}", markup=False)
         raise typer.Exit(130) from None
-    except ValueError as error:
-        hints = {TextError: "--text", ShardError: "--out", TokenizerError: "--tokenizer"}
+    except (ValueError, OSError) as error:
+        hints = {TextError: "--text", ShardError: "--out"}
         raise typer.BadParameter(str(error), param_hint=hints.get(type(error))) from error
-    console.print(f"{'Every checksum fits' if only_check else 'Written'}: {_summary(out, index)}", markup=False)
-
-
-def _require_nothing_else(**options: object) -> None:
-    for name, value in options.items():
-        if value:
-            option = f"--{name.replace('_', '-')}"
-            raise typer.BadParameter("does nothing together with --check; leave it out.", param_hint=option)
-
-
-def _prepare_with_progress(folder: Path, texts: list[Path], progress: Progress, **options: Any) -> Index:
-    task = progress.add_task("reading", total=text.total_bytes(texts or [None]))
-    return prepare(folder, texts, on_read=lambda count: progress.advance(task, count), **options)
-
-
-def _check_with_progress(folder: Path, progress: Progress) -> Index:
-    index = shards.read_index(folder)
-    tokens = sum(shard.tokens for shard in index.training + index.validation)
-    task = progress.add_task("checking", total=tokens * shards.TOKEN.itemsize)
-    return check(folder, on_read=lambda count: progress.advance(task, count))
-
-
-def _summary(folder: Path, index: Index) -> str:
-    count: Callable[[Part], str] = lambda part: (
-        f"{len(index.shards(part))} shard{'s' if len(index.shards(part)) > 1 else ''}"
+    console.print(
+        f"{'Every checksum fits' if only_check else 'Written'}: {out / shards.INDEX_NAME}, "
+        f"{index.tokens('training'):,} tokens to train on in {len(index.training)} shards, "
+        f"{index.tokens('validation'):,} held out in {len(index.validation)} ({index.tokenizer}, "
+        f"{', '.join(index.texts)}).",
+        markup=False,
     )
-    training = f"{index.tokens('training'):,} tokens to train on in {count('training')}"
-    held_out = f"{index.tokens('validation'):,} held out in {count('validation')}"
-    return f"{folder / shards.INDEX_NAME}, {training}, {held_out} ({index.tokenizer}, {', '.join(index.text.names)})."
 
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)

@@ -1,4 +1,4 @@
-"""Evaluates a trained GPT: validation loss, multiple-choice questions, and a sample.
+"""Evaluate a trained GPT: validation loss, multiple-choice questions, and a sample.
 
 Run it from the root of the repository, on the folder of a run of `examples.gpt.train`:
 
@@ -16,25 +16,34 @@ import typer
 from jax.sharding import SingleDeviceSharding
 from rich.console import Console
 
-from examples.gpt import multiple_choice, sampling, shards
+from examples.gpt import multiple_choice as questions
+from examples.gpt import sampling, shards
 from examples.gpt.checkpoints import CheckpointError, Checkpoints
 from examples.gpt.loader import validation_batches
 from examples.gpt.model import Config
-from examples.gpt.multiple_choice import Accuracy
 from examples.gpt.recipes import get_recipe
 from examples.gpt.shards import ShardError
 from examples.gpt.tokenizers import Tokenizer, get_tokenizer
 from examples.gpt.training import Hyperparameters, Program, make_program
 
-# Of the configuration, what the arrays of a checkpoint depend on; the rest is layout.
+# The fields of a configuration on which the arrays of a checkpoint depend.
 SIZES = ("width", "depth", "heads", "context", "vocabulary", "vocabulary_multiple", "layers")
+
+PromptOption = Annotated[str, typer.Option(help="Text that the sample continues.")]
+SampleOption = Annotated[int, typer.Option(min=0, help="Length of the sample in tokens; 0 for none.")]
+TemperatureOption = Annotated[
+    float, typer.Option(min=0, help="Temperature of the sample; 0 takes the most likely token.")
+]
+TopKOption = Annotated[int | None, typer.Option(min=1, help="Sample from so many most likely tokens.")]
+QuestionsOption = Annotated[Path | None, typer.Option(help="Questions in HellaSwag's JSONL form.")]
+VocabularyOption = Annotated[Path | None, typer.Option(help="Folder with GPT-2's vocab.bpe and encoder.json.")]
 
 
 def restored(folder: Path, loss_chunks: int = 1) -> tuple[Program, Any, dict[str, Any]]:
-    """The program, the parameters and the description of the newest checkpoint of a run, on one device.
+    """Return the program, the parameters and the description of the newest checkpoint of a run, on one device.
 
     Raises:
-        CheckpointError: if there is none, or it does not hold the arrays that it should.
+        CheckpointError: if there is none, or it has other arrays than it should.
     """
     if not (folder / "checkpoints").is_dir():
         raise CheckpointError(f"{folder} is no folder of a run: there is no folder of checkpoints in it.")
@@ -42,7 +51,7 @@ def restored(folder: Path, loss_chunks: int = 1) -> tuple[Program, Any, dict[str
         described = checkpoints.description()
         identity = described["identity"]
         config = Config(**{name: identity[name] for name in SIZES})
-        # The optimizer's state is of the same shape whatever the schedule is.
+        # The optimizer's state has the same shapes whatever the schedule is.
         training = Hyperparameters(steps=1, learning_rate=1.0)
         program = make_program(get_recipe(identity["recipe"]), config, training, loss_chunks=loss_chunks)
         shapes = jax.eval_shape(program.init, 0)
@@ -53,7 +62,7 @@ def restored(folder: Path, loss_chunks: int = 1) -> tuple[Program, Any, dict[str
 
 
 def shards_of(folder: Path, described: dict[str, Any]) -> Path:
-    """The shards of a run: those that it made itself, or where those lay that were named to it.
+    """Return the folder of the shards of a run, from the description of its checkpoint.
 
     Raises:
         ShardError: if they are not there any more.
@@ -64,67 +73,35 @@ def shards_of(folder: Path, described: dict[str, Any]) -> Path:
     raise ShardError(f"the shards of {folder} are not in {described['data']} any more; name their folder with --data.")
 
 
-def score(program: Program, params: Any, tokenizer: Tokenizer, path: Path) -> Accuracy:
-    """The accuracy on the questions of a file; see `multiple_choice`."""
-    return multiple_choice.accuracy(
-        lambda tokens: program.token_losses(params, tokens),
-        multiple_choice.read_items(path),
-        tokenizer.encode,
-        context=program.config.context,
-    )
-
-
 def show(
     program: Program,
     params: Any,
     tokenizer: Tokenizer,
     console: Console,
     *,
-    questions: Path | None,
+    multiple_choice: Path | None,
     prompt: str,
-    count: int,
-    seed: int,
+    sample_tokens: int,
     temperature: float,
     top_k: int | None,
+    seed: int,
 ) -> None:
-    """Prints the accuracy, if there is a file of questions, and a sample of `count` tokens, if that is not 0."""
-    if questions:
-        found = score(program, params, tokenizer, questions)
+    """Print the accuracy, if there is a file of questions, and a sample, if its length is not 0."""
+    context = program.config.context
+    if multiple_choice:
+        losses_of = lambda tokens: program.token_losses(params, tokens)
+        items = questions.read_items(multiple_choice)
+        found = questions.accuracy(losses_of, items, tokenizer.encode, context=context)
         console.print(f"{found.items} questions: acc {found.acc:.4f}, acc_norm {found.acc_norm:.4f}")
-    if count:
-        options = {"count": count, "seed": seed, "temperature": temperature, "top_k": top_k}
-        text = sample(program, params, tokenizer, prompt, **options)
+    if sample_tokens:
+        tokens = tokenizer.encode(prompt) if prompt else np.array([tokenizer.separator])  # which begins a document
+        continued = sampling.generate(
+            program.logits, params, tokens, count=sample_tokens, context=context, key=jax.random.key(seed),
+            temperature=temperature, top_k=top_k,
+        )  # fmt: skip
+        text = prompt + tokenizer.decode(continued)
+        text = "".join(x if x.isprintable() or x in "\n\t" else "\ufffd" for x in text)  # a terminal obeys the others
         console.print(f"A sample:\n{text}", soft_wrap=True, markup=False, highlight=False)
-
-
-def sample(
-    program: Program,
-    params: Any,
-    tokenizer: Tokenizer,
-    prompt: str,
-    *,
-    count: int,
-    seed: int = 0,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-) -> str:
-    """A prompt and `count` tokens after it, control characters replaced; an empty prompt begins a document."""
-    tokens = tokenizer.encode(prompt) if prompt else np.array([tokenizer.separator])
-    continued = sampling.generate(
-        program.logits, params, tokens, count=count, context=program.config.context, key=jax.random.key(seed),
-        temperature=temperature, top_k=top_k,
-    )  # fmt: skip
-    text = prompt + tokenizer.decode(continued)
-    return "".join(x if x.isprintable() or x in "\n\t" else "\ufffd" for x in text)  # a terminal obeys the others
-
-
-# --- The command line. ---
-PromptOption = Annotated[str, typer.Option(help="What the sample continues.")]
-SampleOption = Annotated[int, typer.Option(min=0, help="Length of the sample in tokens; 0 for none.")]
-TemperatureOption = Annotated[float, typer.Option(min=0, help="Of the sample; 0 takes the most likely token.")]
-TopKOption = Annotated[int | None, typer.Option(min=1, help="Sample from so many most likely tokens.")]
-QuestionsOption = Annotated[Path | None, typer.Option(help="Questions in HellaSwag's JSONL form.")]
-VocabularyOption = Annotated[Path | None, typer.Option(help="Folder with GPT-2's vocab.bpe and encoder.json.")]
 
 
 def main(
@@ -139,9 +116,9 @@ def main(
     sample_tokens: SampleOption = 200,
     temperature: TemperatureOption = 0.8,
     top_k: TopKOption = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the sample.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Decides the sample.")] = 0,
 ) -> None:
-    """Prints the validation loss of a run, its accuracy if there are questions, and a sample."""
+    """Print the validation loss of a run, its accuracy if there are questions, and a sample."""
     console = Console()
     try:
         program, params, described = restored(run, loss_chunks)
@@ -153,7 +130,7 @@ def main(
                 f"the shards in {folder} have a vocabulary of {index.vocabulary:,} tokens, but the model has "
                 f"{program.config.vocabulary:,}; name those that it was trained on with --data."
             )
-        if shards.fingerprint(folder) != described["identity"]["tokens"]:
+        if shards.fingerprint(index) != described["identity"]["tokens"]:
             console.print(f"Note: the run was trained on other shards than those in {folder}.", markup=False)
         tokens = validation_batches(folder, count=batches, batch_size=batch_size, context=program.config.context)
         loss = float(program.evaluate(params, tokens))
@@ -161,8 +138,8 @@ def main(
             f"step {described['step']}: validation loss {loss:.4f} nats a token, of {tokens[..., 1:].size:,} tokens"
         )
         show(
-            program, params, tokenizer, console, questions=multiple_choice, prompt=prompt, count=sample_tokens,
-            seed=seed, temperature=temperature, top_k=top_k,
+            program, params, tokenizer, console, multiple_choice=multiple_choice, prompt=prompt,
+            sample_tokens=sample_tokens, temperature=temperature, top_k=top_k, seed=seed,
         )  # fmt: skip
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error

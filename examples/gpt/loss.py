@@ -1,17 +1,17 @@
-"""The cross-entropy of the next token, without the logits of a whole batch.
+"""Compute the cross-entropy of the next token without the logits of a whole batch.
 
-For GPT-2 and 16 sequences of 1,024 tokens the float32 logits alone take 3.3 GB, and their gradient as much again. So
-the positions are cut into chunks, one after another: only the logits of one chunk exist at a time.
+The float32 logits of 16 sequences of 1,024 GPT-2 tokens take 3.3 GB, and their gradient the same again. The positions
+are therefore cut into chunks, and the logits of only one chunk exist at a time. A chunk's gradient is computed with its
+loss, while its logits exist. With L the sum of a chunk's losses,
 
-A chunk's gradient is computed beside its loss, while its logits are there: with L the sum of its losses,
+    loss = sum of L / tokens,   d loss / d features = dL/d features / tokens,   d loss / d embedding likewise, summed
 
-    loss = sum of L / tokens,    d loss / d features = dL/d features / tokens,    d loss / d embedding likewise, summed
+so that no logit is computed twice, as it would be with `jax.checkpoint`. The arrays kept for the backward pass are as
+large as the features and the embedding (the idea of Liger-Kernel's fused linear cross-entropy, Hsu et al., 2024).
 
-so that, unlike with `jax.checkpoint`, no logit is computed twice. What is kept for the backward pass is as large as the
-features and the embedding (the idea is that of Liger-Kernel's fused linear cross-entropy, Hsu et al., 2024). The sums
-are those of losses and not of means: the softmax's error reaches the products as a number near 1, which float16 can
-hold, and is divided by the number of tokens in float32. The embedding's gradient, a sum over the tokens of a chunk,
-must stay below 65,504 in float16: no loss scale acts on it, but more chunks do.
+L is a sum and not a mean, so that the softmax's error enters the products as a number near 1, which float16 can hold;
+the division by the number of tokens is in float32. In float16 the embedding's gradient of a chunk, a sum over its
+tokens, must stay below 65,504: no loss scale acts on it, but more chunks make it smaller.
 """
 
 import jax
@@ -24,20 +24,10 @@ from examples.gpt.model import masked_logits
 def token_losses(
     features: jax.Array, embedding: jax.Array, targets: jax.Array, *, vocabulary: int, chunks: int = 1
 ) -> jax.Array:
-    """Cross-entropy in nats of each token; for evaluation, since a derivative of it would keep all logits.
+    """Return the cross-entropy of each token in nats, for evaluation: a derivative of it would keep all logits.
 
-    Args:
-        features: (B, T, C), of any floating dtype.
-        embedding: (V, C), rows that only pad it included.
-        targets: (B, T), integers below `vocabulary`.
-        vocabulary: tokens that exist.
-        chunks: into how many parts to cut the T positions.
-
-    Returns:
-        float32, of shape (B, T).
-
-    Raises:
-        ValueError: if T is not a multiple of `chunks`.
+    From features (B, T, C) of any floating dtype, the embedding (V, C) with its padding rows, and targets (B, T) below
+    `vocabulary`, to float32 losses (B, T). The T positions are cut into `chunks` equal parts.
     """
     if chunks == 1:
         return _losses(features, embedding, targets, vocabulary)
@@ -48,13 +38,13 @@ def token_losses(
 def mean_loss(
     features: jax.Array, embedding: jax.Array, targets: jax.Array, *, vocabulary: int, chunks: int = 1
 ) -> jax.Array:
-    """The mean of `token_losses`, a float32 scalar, for training: derivatives keep no logits if `chunks` is above 1.
+    """Return the mean of `token_losses`, a float32 scalar, for training: with chunks its derivative keeps no logits.
 
-    Arguments and errors are those of `token_losses`. The gradient of the embedding is added up in float32.
+    Arguments and errors are those of `token_losses`. The gradient of the embedding is summed in float32.
     """
     if chunks == 1:
         return _losses(features, embedding, targets, vocabulary).mean()
-    # What follows computes gradients and is not to be differentiated itself.
+    # The scan below computes the gradients, so it must not be differentiated itself.
     fixed_features, fixed_embedding = jax.lax.stop_gradient((features, embedding))
 
     def add_chunk(sums: tuple[jax.Array, jax.Array], part: tuple[jax.Array, jax.Array]):
@@ -76,7 +66,7 @@ def _losses(features: jax.Array, embedding: jax.Array, targets: jax.Array, vocab
 
 
 def _cut(x: jax.Array, chunks: int) -> jax.Array:
-    """(B, T, ...) to (chunks, B, T / chunks, ...): every chunk has some of every sequence, and so of every device."""
+    """Return (B, T, ...) as (chunks, B, T / chunks, ...): a chunk has a part of each sequence, so of each device."""
     batch, length = x.shape[:2]
     if length % chunks:
         raise ValueError(f"next-token loss: {length} positions cannot be cut into `chunks` = {chunks} equal parts.")
@@ -84,14 +74,14 @@ def _cut(x: jax.Array, chunks: int) -> jax.Array:
 
 
 def _join(x: jax.Array) -> jax.Array:
-    """The inverse of `_cut`."""
+    """Invert `_cut`."""
     x = jnp.moveaxis(x, 0, 1)
     return x.reshape(x.shape[0], -1, *x.shape[3:])
 
 
 @jax.custom_vjp
 def _with_gradients(value: jax.Array, arguments: tuple, gradients: tuple) -> jax.Array:
-    """`value` (float32, scalar), whose derivatives with respect to `arguments` are known already."""
+    """Return `value`, a float32 scalar, whose derivatives with respect to `arguments` are `gradients`."""
     del arguments, gradients
     return value
 

@@ -1,4 +1,4 @@
-"""How fast matrix products can be on this device, and how much of its memory is in use: measured, not looked up."""
+"""Measure the time of steps, the rate of matrix products on this device, and its memory in use."""
 
 import statistics
 import time
@@ -13,13 +13,10 @@ ROUNDS, PRODUCTS = 5, 4
 
 
 def matmul_rate(dtype: str) -> float:
-    """Operations a second of one device in square matrix products of a dtype, two for a multiplication and addition.
+    """Return the operations a second of one device in square matrix products; a multiply-add counts as two.
 
-    Float32 products run in what JAX takes by default, TF32 where there is such a thing. Numbers are random: products of
-    zeros draw less power and can be faster.
-
-    Args:
-        dtype: of both matrices and of the result.
+    Both matrices and the result have the dtype. Float32 products run in JAX's default precision, which is TF32 where
+    there is TF32. Numbers are random, because products of zeros draw less power and can be faster.
     """
     size = SIZES.get(jax.default_backend(), SIZE_ON_ACCELERATORS)
     keys = jax.random.split(jax.random.key(0))
@@ -39,9 +36,29 @@ def matmul_rate(dtype: str) -> float:
 
 
 def device_memory() -> tuple[int | None, int | None]:
-    """Bytes in use on the first device of this process, and the most there ever were; None where nothing counts them.
+    """Return the bytes in use on the first device of this process, and their peak; None where nothing counts them.
 
-    XLA counts on GPUs and not on CPUs. The peak is that of the process: it cannot be set back.
+    XLA counts them on GPUs and not on CPUs. The peak is that of the whole process.
     """
     counts = jax.local_devices()[0].memory_stats() or {}
     return counts.get("bytes_in_use"), counts.get("peak_bytes_in_use")
+
+
+class Stopwatch:
+    """The time of steps between two moments at which the device is idle."""
+
+    def __init__(self) -> None:
+        self._step, self._since = 0, None
+
+    @property
+    def is_running(self) -> bool:
+        """Return False until the first step, which compiles, is done."""
+        return self._since is not None
+
+    def start(self, step: int) -> None:
+        """Start timing after so many steps."""
+        self._step, self._since = step, time.perf_counter()
+
+    def seconds_per_step(self, step: int) -> float | None:
+        """Return the mean since `start`; None if it was never called."""
+        return None if self._since is None else (time.perf_counter() - self._since) / (step - self._step)

@@ -1,11 +1,10 @@
-"""GPT-2 in Flax NNX, written once and without dtypes.
+"""Define GPT-2 in Flax NNX, once for all precisions and without dtypes.
 
-It is a plain float32 program. In which precision it is stored and run is not the model's business: `mpx.autocast`
-lowers its matrix products and nothing else, `policy.cast_to_param` stores its weights. The one exception is cuDNN's
-attention, a kernel for 16-bit numbers: what goes into it is cast where it is called.
+The model is a float32 program. `mpx.autocast` casts the inputs of its matrix products, and `policy.cast_to_param` casts
+its weights. The one exception is cuDNN's attention, a kernel for 16-bit numbers: its inputs are cast in this file.
 
 Sizes, initial weights and the order of operations are those of GPT-2 (Radford et al., 2019): learned positions, a norm
-in front of each part of a block and at the end, biases, GELU by its tanh formula, one table for embedding and head.
+before each part of a block and at the end, biases, the tanh formula of GELU, one table for embedding and head.
 
 Shapes: B sequences, T tokens each, C = width, H heads of size D = C / H, V = rows of the embedding, padding included.
 """
@@ -22,35 +21,21 @@ from jax.ad_checkpoint import checkpoint_name
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A size of the model, and how its program is laid out; the layout changes no result but in the last bits.
+    """The sizes of a model and the layout of its program. The layout changes results in the last bits only."""
 
-    Attributes:
-        width: of the residual stream, C.
-        depth: blocks.
-        heads: of attention; `width` is a multiple of it.
-        context: positions, the longest sequence.
-        vocabulary: tokens that exist.
-        vocabulary_multiple: the embedding has rows up to a multiple of this, since matrix units work on whole tiles.
-            No row beyond `vocabulary` is ever looked up, and as a logit it is minus infinity.
-        attention: `"xla"`, or `"cudnn"` for flash attention on a GPU.
-        attention_dtype: what cuDNN is given, `"bfloat16"` or `"float16"`.
-        layers: `"scanned"` compiles one block and runs it `depth` times, on weights that are stacked.
-        checkpoint: what the backward pass finds of each block: everything (`"none"`), the results of its linear layers
-            and of attention (`"dots"`), or its input alone (`"full"`). The rest is computed again.
-
-    Raises:
-        ValueError: if a size is not positive, `width` cannot be divided among the heads, or a choice is none of those.
-    """
-
-    width: int
-    depth: int
-    heads: int
-    context: int
-    vocabulary: int
+    width: int  # C, of the residual stream
+    depth: int  # blocks
+    heads: int  # of attention; `width` is a multiple of it
+    context: int  # positions, the longest sequence
+    vocabulary: int  # tokens
+    # The embedding is padded to a multiple of so many rows, because matrix units work on whole tiles. A padding row is
+    # never looked up, and its logit is minus infinity.
     vocabulary_multiple: int = 128
-    attention: Literal["xla", "cudnn"] = "xla"
-    attention_dtype: Literal["bfloat16", "float16"] = "bfloat16"
-    layers: Literal["unrolled", "scanned"] = "unrolled"
+    attention: Literal["xla", "cudnn"] = "xla"  # "cudnn" is flash attention on a GPU
+    attention_dtype: Literal["bfloat16", "float16"] = "bfloat16"  # of the inputs of cuDNN's attention
+    layers: Literal["unrolled", "scanned"] = "unrolled"  # "scanned" compiles one block, and runs it on stacked weights
+    # What the backward pass keeps of each block: all activations, the results of its linear layers and of attention
+    # ("dots"), or its input alone ("full"). The others are computed again.
     checkpoint: Literal["none", "dots", "full"] = "none"
 
     def __post_init__(self) -> None:
@@ -67,16 +52,16 @@ class Config:
 
     @property
     def padded_vocabulary(self) -> int:
-        """Rows of the embedding."""
+        """Return the number of rows of the embedding."""
         return -(-self.vocabulary // self.vocabulary_multiple) * self.vocabulary_multiple
 
     @property
     def flops_per_token(self) -> int:
-        """Operations of a training step for a token, two for each multiplication and addition.
+        """Return the floating-point operations of a training step for one token; a multiply-add counts as two.
 
-        Six for each weight of a matrix product, once forward and twice backward, and 12 C T a layer for attention to T
-        positions (Chowdhery et al., 2022, appendix B), of which a causal model needs half: it is counted in full, as
-        there and in the field. Neither padding nor what is computed again counts.
+        A weight of a matrix product takes six, and attention to T positions 12 C T a layer (Chowdhery et al., 2022,
+        appendix B). A causal model needs half of the latter; the convention is to count all. Padding and recomputed
+        activations do not count.
         """
         weights = 12 * self.depth * self.width**2 + self.vocabulary * self.width
         return 6 * weights + 12 * self.depth * self.width * self.context
@@ -101,7 +86,7 @@ class Attention(nnx.Module):
         self.out = _linear(config.width, config.width, rngs, 1 / (2 * config.depth) ** 0.5)
 
     def __call__(self, x: jax.Array) -> jax.Array:  # (B, T, C)
-        """Mixes each position with those before it."""
+        """Return, for each position, a mean of the positions up to it."""
         batch, length, width = x.shape
         joined = self.query_key_value(x).reshape(batch, length, 3, self.config.heads, -1)
         query, key, value = joined[:, :, 0], joined[:, :, 1], joined[:, :, 2]  # (B, T, H, D)
@@ -115,7 +100,7 @@ class Attention(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Attention and a two-layer perceptron, each after a norm and added to the residual stream."""
+    """Attention and a two-layer perceptron; each reads a norm of the residual stream and is added to it."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
         width = config.width
@@ -126,14 +111,14 @@ class Block(nnx.Module):
         self.contract = _linear(4 * width, width, rngs, 1 / (2 * config.depth) ** 0.5)
 
     def __call__(self, x: jax.Array) -> jax.Array:  # (B, T, C)
-        """The residual stream after this block."""
+        """Return the residual stream after this block."""
         x = x + self.attention(self.attention_norm(x))
         hidden = nnx.gelu(self.expand(self.mlp_norm(x)), approximate=True)  # (B, T, 4C)
         return x + self.contract(hidden)
 
 
 class GPT(nnx.Module):
-    """Logits of the next token, for each token of each sequence."""
+    """A GPT-2: from tokens to the logits of each next token."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -145,7 +130,7 @@ class GPT(nnx.Module):
         self.norm = _norm(config.width, rngs)
 
     def features(self, tokens: jax.Array) -> jax.Array:  # (B, T) integers
-        """What the head, the transposed token embedding, makes logits of; (B, T, C)."""
+        """Return the inputs (B, T, C) of the head, which is the transposed token embedding."""
         x = self.token_embedding[...][tokens]  # (B, T, C)
         x = x + self.position_embedding[...][None, : tokens.shape[1]]
         if self.config.layers == "scanned":
@@ -159,12 +144,12 @@ class GPT(nnx.Module):
         return self.norm(x)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:  # (B, T) integers
-        """The logits of each following token; (B, T, V)."""
+        """Return the logits (B, T, V) of each next token."""
         return masked_logits(self.features(tokens), self.token_embedding[...], self.config.vocabulary)
 
 
 def masked_logits(features: jax.Array, embedding: jax.Array, vocabulary: int) -> jax.Array:
-    """Logits of shape (..., V), minus infinity for the rows of the embedding (V, C) that only pad it."""
+    """Return logits (..., V); those of the padding rows of the embedding (V, C) are minus infinity."""
     logits = features @ embedding.T
     if vocabulary == len(embedding):
         return logits
@@ -180,22 +165,22 @@ def _norm(width: int, rngs: nnx.Rngs) -> nnx.LayerNorm:
 
 
 def _stack(blocks: list[Block]) -> Block:
-    """One block, each of whose weights is those of all blocks behind one another."""
+    """Return one block whose weights are those of all blocks, stacked along a new first axis."""
     weights = jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(nnx.state, blocks))
     return nnx.merge(nnx.graphdef(blocks[0]), weights)
 
 
 def _checkpointed(graphdef: nnx.GraphDef, config: Config) -> Callable[[Any, jax.Array], jax.Array]:
-    """Runs a block on its weights, and keeps of it for the backward pass what the configuration says."""
+    """Return a function that runs a block on its weights and keeps activations as `config.checkpoint` says."""
     run = lambda weights, x: nnx.merge(graphdef, weights)(x)
     if config.checkpoint == "none":
         return run
     policies = jax.checkpoint_policies
     policy = None
     if config.checkpoint == "dots":
-        # Not the logits of attention, (B, H, T, T): they are the largest numbers there are, and cheap to make again.
+        # The logits of attention (B, H, T, T) are not kept: they are the largest arrays, and cheap to compute again.
         policy = policies.save_from_both_policies(
             policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(ATTENTION_RESULT)
         )
-    # Inside of a scan XLA cannot undo a checkpoint, so nothing need stand in its way.
+    # XLA cannot merge the two computations of a scanned block, so no barrier against it is needed.
     return jax.checkpoint(run, policy=policy, prevent_cse=config.layers == "unrolled")

@@ -1,32 +1,35 @@
-"""Several processes as one run, by `jax.distributed`: how they find each other, and how one of them leaves."""
+"""Join other processes in a run, stop at Ctrl-C and SIGTERM after a saved step, and end after an error.
+
+One process handles both signals itself. Several must agree on the step, for which JAX has a protocol: it tells a
+SIGTERM to any of them to all, and `reached_preemption_sync_point` names a step that none has taken yet. A process that
+gets a Ctrl-C therefore sends itself a SIGTERM. That takes about a second.
+"""
 
 import os
+import signal
 import sys
 import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 import typer
+from jax.experimental import multihost_utils
+from rich.console import Console
 
 SECONDS_TO_LEAVE = 5.0  # for the other processes, if they fail too
 
 
 def join(coordinator_address: str | None, num_processes: int | None, process_id: int | None) -> None:
-    """Joins the processes of a run; nothing may have touched a device yet.
+    """Join the processes of a run, by `jax.distributed.initialize`; no device may be in use yet.
 
-    Without any argument JAX looks for a cluster (Slurm, Open MPI, Kubernetes, Cloud TPU), and asks for an address where
-    it finds none: then this process is alone.
-
-    Args:
-        coordinator_address: host and port of process 0.
-        num_processes: of the whole run.
-        process_id: of this one, from 0.
+    Without arguments JAX looks for a cluster (Slurm, Open MPI, Kubernetes, Cloud TPU). If it finds none, this process
+    is alone.
 
     Raises:
-        ValueError: if only some are given and JAX finds no cluster that has the others, or they do not fit.
+        ValueError: if only some arguments are given and JAX finds no cluster that has the others.
     """
     arguments = (coordinator_address, num_processes, process_id)
     is_asked = any(argument is not None for argument in arguments) or "JAX_COORDINATOR_ADDRESS" in os.environ
@@ -40,53 +43,74 @@ def join(coordinator_address: str | None, num_processes: int | None, process_id:
             ) from error
 
 
-def is_joined() -> bool:
-    """Whether this is one of several processes, or could be."""
-    return jax.distributed.is_initialized()
-
-
-def fail(message: str, code: int = 1) -> NoReturn:
-    """Ends the program with an error, by default one that is no fault of its options."""
-    name = f"process {jax.process_index()}: " if is_joined() else ""
-    typer.echo(f"Error: {name}{message}", err=True)
-    leave(code)
+def prefix() -> str:
+    """Return what stands before an error message: the number of this process, if there are several."""
+    return f"process {jax.process_index()}: " if jax.distributed.is_initialized() else ""
 
 
 def run(app: typer.Typer) -> None:
-    """Runs a command. After an error nothing is waited for: a save that failed leaves threads of Orbax, which wait."""
+    """Run a command, and after an error end this process without waiting for other processes or threads."""
     try:
         app()
+        return
     except SystemExit as end:
-        if isinstance(end.code, int) and end.code and not is_joined():
-            _end(end.code)
-        raise
+        code = end.code
+        if not isinstance(code, int) or code == 0:
+            raise
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    if jax.distributed.is_initialized():
+        # At its end Python would wait minutes for processes that do not come, and JAX abort with a code of its own.
+        shutdown = threading.Thread(target=jax.distributed.shutdown, daemon=True)
+        shutdown.start()
+        shutdown.join(SECONDS_TO_LEAVE)
+    _end(code)  # a failed save leaves threads of Orbax, for which Python would wait
+
+
+class Interruption:
+    """The state of a request to stop; `console` prints what happens."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._received: int | None = None
+
+    def is_due(self, step: int) -> bool:
+        """Return whether this step is the last; all processes must ask once after each step."""
+        if jax.process_count() > 1:
+            return multihost_utils.reached_preemption_sync_point(step)
+        return self._received is not None
+
+    @property
+    def exit_code(self) -> int:
+        """Return the exit code that a shell expects after the signal: 130 for Ctrl-C, 143 for SIGTERM."""
+        return 128 + (self._received or signal.SIGTERM)
+
+    def receive(self, number: int, frame: Any = None) -> None:
+        """Handle a signal; the second one stops at once."""
+        del frame
+        if self._received:
+            # An exception would end the interpreter while threads still copy and write, which can end in a crash.
+            self._console.show_cursor()
+            _end(128 + number)
+        self._received = number
+        self._console.print("Finishing the step at work, then saving. Another Ctrl-C stops at once and saves nothing.")
+        if jax.process_count() > 1:
+            os.kill(os.getpid(), signal.SIGTERM)  # which JAX handles
 
 
 @contextmanager
-def together() -> Iterator[None]:
-    """Ends this process at once after an error, so that the others, which wait for it, can be stopped."""
+def interruptions(console: Console) -> Iterator[Interruption]:
+    """Handle both signals while the context is open, if this is the main thread: Python handles them only there."""
+    interruption, before = Interruption(console), {}
+    numbers = (signal.SIGINT,) if jax.process_count() > 1 else (signal.SIGINT, signal.SIGTERM)
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.signal(number, interruption.receive) for number in numbers}
     try:
-        yield
-    except typer.Exit:
-        raise
-    except BaseException as error:
-        if not is_joined():
-            raise
-        if isinstance(error, typer.BadParameter):
-            fail(error.format_message(), error.exit_code)
-        traceback.print_exc()
-        leave(1)
-
-
-def leave(code: int) -> NoReturn:
-    """Ends this process. Of several it does not wait long for the others, which may wait for it without end."""
-    if not is_joined():
-        raise typer.Exit(code)
-    # At its end Python would wait minutes for processes that fail to come, and JAX abort with a code of its own.
-    shutdown = threading.Thread(target=jax.distributed.shutdown, daemon=True)
-    shutdown.start()
-    shutdown.join(SECONDS_TO_LEAVE)
-    _end(code)
+        yield interruption
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _end(code: int) -> NoReturn:

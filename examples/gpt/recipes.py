@@ -1,16 +1,15 @@
-"""The recipes under comparison: the same rule, and what each puts around it.
+"""List the recipes: each is a policy and a line of mpx around the same Optax rule.
 
-A recipe is a policy, which says how parameters are stored and in what the model computes, a way to make the model
-compute in it, and a line of mpx around an ordinary Optax rule, here `optax.chain(optax.clip_by_global_norm(...),
-optax.adamw(...))`. One brings its own AdamW. The model is the same for all.
+A policy names the dtypes of parameters and of computation. The rule is `optax.chain(optax.clip_by_global_norm(...),
+optax.adamw(...))`; one recipe brings its own AdamW. The model is the same for all.
 
-On a GPU that has TF32, whose numbers have 10 bits behind the point, JAX multiplies float32 matrices in it, unless one
-asks for more: the recipe `f32` does, `tf32` does not. On a CPU they are the same.
+JAX multiplies float32 matrices in TF32 on GPUs that have it, which keeps 10 bits of the mantissa. The recipe `f32` asks
+for full precision and `tf32` does not. On a CPU they are the same.
 """
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import optax
@@ -19,113 +18,86 @@ import mpx
 
 F32 = "params=f32,compute=f32,output=f32"
 BF16 = "params=bf16,compute=bf16,output=f32"
-# Parameters stay in float32 here, as under `torch.amp`: what float16 lacks is range, and gradients are what leaves it.
-# `params=f16` works as well: `mixed_precision` then adds float32 masters.
+# Parameters stay in float32, as under `torch.amp`. `params=f16` works too: `mixed_precision` then adds float32 masters.
 F16 = "params=f32,compute=f16,output=f32"
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How to train in some precision.
+    """A way to train in mixed precision."""
 
-    Attributes:
-        name: on the command line.
-        label: in the table.
-        policy: of `mpx.get_policy`.
-        optimizer: what to put around a rule.
-        adamw: the rule, made from a schedule and the options of `optax.adamw`; clipping goes in front of it.
-        compute: how the model computes in the policy's dtype: by `mpx.autocast`, or because its parameters are `cast`
-            to that dtype once, and all the rest follows. Gradients come from `jax.value_and_grad` if it is `plain`,
-            and from `mpx.value_and_grad` if not.
-        matmul_precision: of the products of float32 numbers, as in `jax.default_matmul_precision`. Autocast leaves a
-            product alone for which more than the default is asked.
-    """
-
-    name: str
-    label: str
-    policy: str
-    optimizer: Callable[[optax.GradientTransformation], optax.GradientTransformation]
+    name: str  # on the command line
+    label: str  # in the table
+    policy: str  # for `mpx.get_policy`
+    optimizer: Callable[[optax.GradientTransformation], optax.GradientTransformation]  # wraps the rule
+    # Makes the rule from a schedule and the options of `optax.adamw`; clipping stands before it.
     adamw: Callable[..., optax.GradientTransformation] = optax.adamw
+    # "autocast" runs the model under `mpx.autocast`; "cast" casts its parameters to the compute dtype, which all other
+    # operations follow; "plain" does so with `jax.value_and_grad`, without mpx.
     compute: Literal["autocast", "cast", "plain"] = "autocast"
+    # For `jax.default_matmul_precision`. Autocast does not cast a product for which more than the default is asked.
     matmul_precision: Literal["float32"] | None = None
 
     @property
     def compute_dtype(self) -> str:
-        """What the model computes in."""
+        """Return the dtype in which the model computes."""
         return mpx.get_policy(self.policy).compute_dtype.name
 
     @property
     def attention_dtype(self) -> Literal["bfloat16", "float16"]:
-        """What cuDNN's attention is given."""
+        """Return the dtype of the inputs of cuDNN's attention."""
         return "float16" if self.compute_dtype == "float16" else "bfloat16"
 
 
 def plain(rule: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The rule as it is. On bfloat16 parameters its state and its arithmetic are bfloat16 too."""
+    """Return the rule itself. With bfloat16 parameters its state and its arithmetic are bfloat16 too."""
     return rule
 
 
-def full_masters(rule: optax.GradientTransformation) -> optax.GradientTransformation:
-    """float32 masters in the optimizer state; the model's parameters are their bfloat16 copy."""
-    return mpx.mixed_precision(rule, BF16)
-
-
-def split_masters(rule: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The same masters, of which only the 16 bits are kept that the bfloat16 parameters lack."""
-    return mpx.mixed_precision(rule, BF16, storage="split")
-
-
-def split_masters_8bit_moments(rule: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Split masters, and both moments in 8 bits: 8 bytes a parameter in all, gradients of products included."""
-    moments = {"mu": mpx.Blockwise8bit(), "nu": mpx.Blockwise8bit()}
-    return mpx.mixed_precision(mpx.low_precision_state(rule, moments), BF16, storage="split")
-
-
-def kahan(rule: optax.GradientTransformation) -> optax.GradientTransformation:
-    """No masters: what rounding cuts off an update is kept, and added to the next one."""
-    return optax.chain(mpx.upcast(rule), mpx.kahan_summation())
-
-
-def stochastic(rule: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Nothing is kept: parameters are rounded up or down at random, so that the mean is right."""
-    return optax.chain(mpx.upcast(rule), mpx.stochastic_rounding(jax.random.key(0)))
-
-
-def any_precision_adamw(schedule: optax.Schedule, **options: Any) -> optax.GradientTransformation:
-    """Pure bfloat16: moments in it, and Kahan summation instead of masters."""
-    return mpx.any_precision_adamw(
-        schedule, use_kahan_summation=True, momentum_dtype="bfloat16", variance_dtype="bfloat16", **options
-    )
-
-
-def loss_scaling(rule: optax.GradientTransformation) -> optax.GradientTransformation:
-    """float16 gradients of a scaled loss; a step that overflows is skipped and the scale halved."""
-    # The default period of 2,000 good steps before the scale doubles is longer than this whole training.
-    return mpx.mixed_precision(rule, F16, loss_scale=mpx.DynamicLossScale(period=50))
-
+MOMENTS_IN_8_BITS = {"mu": mpx.Blockwise8bit(), "nu": mpx.Blockwise8bit()}
+ANY_PRECISION = {"use_kahan_summation": True, "momentum_dtype": "bfloat16", "variance_dtype": "bfloat16"}
 
 RECIPES = (
     Recipe("f32", "f32", F32, plain, compute="plain", matmul_precision="float32"),
     Recipe("tf32", "tf32", F32, plain, compute="plain"),
     Recipe("bf16-autocast", "f32 + bf16 autocast", "params=f32,compute=bf16,output=f32", plain),
     Recipe("bf16-naive", "bf16, no care", BF16, plain, compute="plain"),
-    Recipe("bf16-cast", "bf16 + f32 masters, cast once", BF16, full_masters, compute="cast"),
-    Recipe("bf16-masters", "bf16 + f32 masters", BF16, full_masters),
-    Recipe("bf16-split", "bf16 + split masters", BF16, split_masters),
-    Recipe("bf16-split-8bit", "bf16 + split + 8-bit moments", BF16, split_masters_8bit_moments),
-    Recipe("bf16-kahan", "bf16 + Kahan", BF16, kahan),
-    Recipe("bf16-stochastic", "bf16 + stochastic rounding", BF16, stochastic),
-    Recipe("bf16-any-precision", "bf16 + AnyPrecision AdamW", BF16, plain, any_precision_adamw),
-    Recipe("f16-scaled", "f16 + dynamic loss scaling", F16, loss_scaling),
-)
+    # float32 masters in the optimizer state; the parameters are their bfloat16 copy.
+    Recipe(
+        "bf16-cast", "bf16 + f32 masters, cast once", BF16,
+        lambda rule: mpx.mixed_precision(rule, BF16, storage="full"), compute="cast",
+    ),
+    Recipe("bf16-masters", "bf16 + f32 masters", BF16, lambda rule: mpx.mixed_precision(rule, BF16, storage="full")),
+    # Of the same masters only the 16 low bits are kept; the bfloat16 parameters are the others.
+    Recipe("bf16-split", "bf16 + split masters", BF16, lambda rule: mpx.mixed_precision(rule, BF16, storage="split")),
+    # Both moments in 8 bits as well: 8 bytes a parameter, 16-bit gradients included.
+    Recipe(
+        "bf16-split-8bit", "bf16 + split + 8-bit moments", BF16,
+        lambda rule: mpx.mixed_precision(mpx.low_precision_state(rule, MOMENTS_IN_8_BITS), BF16, storage="split"),
+    ),
+    # Instead of masters, the rounding error of each update is kept and added to the next one.
+    Recipe("bf16-kahan", "bf16 + Kahan", BF16, lambda rule: optax.chain(mpx.upcast(rule), mpx.kahan_summation())),
+    # Nothing is kept: parameters are rounded up or down at random, so that their mean is exact.
+    Recipe(
+        "bf16-stochastic", "bf16 + stochastic rounding", BF16,
+        lambda rule: optax.chain(mpx.upcast(rule), mpx.stochastic_rounding(jax.random.key(0))),
+    ),
+    # Parameters and moments in bfloat16, with Kahan summation.
+    Recipe(
+        "bf16-any-precision", "bf16 + AnyPrecision AdamW", BF16, plain,
+        adamw=lambda schedule, **options: mpx.any_precision_adamw(schedule, **ANY_PRECISION, **options),
+    ),
+    # A step that overflows is skipped and halves the scale. The default period of 2,000 good steps until the scale
+    # doubles is longer than a whole comparison.
+    Recipe(
+        "f16-scaled", "f16 + dynamic loss scaling", F16,
+        lambda rule: mpx.mixed_precision(rule, F16, loss_scale=mpx.DynamicLossScale(period=50)),
+    ),
+)  # fmt: skip
 
 
 def get_recipe(name: str) -> Recipe:
-    """The recipe of a name.
-
-    Raises:
-        ValueError: if there is none; the message lists all names.
-    """
+    """Return the recipe of a name, or raise a `ValueError` that lists all names."""
     for recipe in RECIPES:
         if recipe.name == name:
             return recipe

@@ -1,9 +1,10 @@
-"""A recipe, a model and a schedule, made into the functions that a training loop calls.
+"""Make a recipe, a model and a schedule into the functions that a training loop calls.
 
-Nothing here is compiled: the loop wraps these functions in `jax.jit`, with the shardings that it wants.
+Nothing is compiled here: the loops call `jax.jit` on these functions, with the shardings that they want.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,30 +23,19 @@ from examples.gpt.recipes import Recipe
 
 @dataclasses.dataclass(frozen=True)
 class Hyperparameters:
-    """AdamW and its schedule; the defaults are those of GPT-3 (Brown et al., 2020), as all who rebuilt GPT-2 take them.
+    """AdamW and its schedule; the defaults are those of GPT-3 (Brown et al., 2020)."""
 
-    Attributes:
-        steps: of the optimizer, after which the learning rate is at its end.
-        learning_rate: its peak.
-        warmup: the part of all steps in which it rises from 0, which is that of the first update ...
-        final_learning_rate: ... before it falls along a cosine to this part of its peak.
-        b1: decay of the first moment.
-        b2: decay of the second moment.
-        weight_decay: of tensors with two and more dimensions: not of biases and norms.
-        clip_norm: bound on the norm of all gradients.
-    """
-
-    steps: int
-    learning_rate: float
-    warmup: float = 0.1
-    final_learning_rate: float = 0.1
+    steps: int  # updates, after which the learning rate is at its end
+    learning_rate: float  # peak of the schedule
+    warmup: float = 0.1  # part of all steps in which the learning rate rises from 0, its value at the first update
+    final_learning_rate: float = 0.1  # part of the peak to which it then falls along a cosine
     b1: float = 0.9
     b2: float = 0.95
-    weight_decay: float = 0.1
-    clip_norm: float = 1.0
+    weight_decay: float = 0.1  # of tensors with two and more dimensions, so not of biases and norms
+    clip_norm: float = 1.0  # bound on the norm of all gradients
 
     def schedule(self) -> optax.Schedule:
-        """The learning rate after so many updates."""
+        """Return the learning rate as a function of the number of updates done."""
         return optax.warmup_cosine_decay_schedule(
             init_value=0.0,
             peak_value=self.learning_rate,
@@ -56,43 +46,30 @@ class Hyperparameters:
 
 
 class Metrics(NamedTuple):
-    """What a step tells of itself.
+    """Measurements of a step, float32 scalars."""
 
-    Attributes:
-        loss: before the update, the mean over all tokens of the step; float32, scalar.
-        gradient_norm: of the mean gradient, unscaled, before clipping; float32, scalar.
-    """
-
-    loss: jax.Array
-    gradient_norm: jax.Array
+    loss: jax.Array  # mean over all tokens of the step, before the update
+    gradient_norm: jax.Array  # of the mean gradient, unscaled and before clipping
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The functions of one recipe. Tokens are integers, T + 1 of them: targets are the inputs, one token later.
-
-    Attributes:
-        recipe: which.
-        config: of the model.
-        tx: the optimizer.
-        init: from a seed to parameters and optimizer state.
-        gradients: from parameters, optimizer state and tokens (B, T + 1) to the loss and the gradients, which are still
-            scaled if the recipe scales the loss.
-        train_step: from parameters, optimizer state and tokens (A, B, T + 1) to both after one update, and `Metrics`.
-            The gradient is the mean over A microbatches, one after another.
-        token_losses: from parameters and tokens (B, T + 1) to losses (B, T).
-        evaluate: from parameters and tokens (N, B, T + 1) to the mean loss.
-        logits: from parameters and tokens (B, T) to logits (B, T, V).
-    """
+    """The functions of one recipe. Sequences have T + 1 tokens: the targets are the inputs, one token later."""
 
     recipe: Recipe
     config: Config
     tx: optax.GradientTransformation
+    # From a seed to parameters and optimizer state.
     init: Callable[[int | jax.Array], tuple[Any, optax.OptState]]
+    # From both and tokens (B, T + 1) to the loss and the gradients, still scaled if the recipe scales the loss.
     gradients: Callable[[Any, optax.OptState, jax.Array], tuple[jax.Array, Any]]
+    # From both and tokens (A, B, T + 1), A microbatches computed one after another, to both after one update.
     train_step: Callable[[Any, optax.OptState, jax.Array], tuple[Any, optax.OptState, Metrics]]
+    # From parameters and tokens (B, T + 1) to losses (B, T).
     token_losses: Callable[[Any, jax.Array], jax.Array]
+    # From parameters and tokens (N, B, T + 1) to the mean loss.
     evaluate: Callable[[Any, jax.Array], jax.Array]
+    # From parameters and tokens (B, T) to logits (B, T, V).
     logits: Callable[[Any, jax.Array], jax.Array]
 
 
@@ -106,45 +83,32 @@ def make_program(
     mesh: Mesh | None = None,
     parallel: devices.Parallel = "replicated",
 ) -> Program:
-    """Builds model, optimizer and training step.
+    """Build model, optimizer and training step.
 
-    Args:
-        recipe: the precision.
-        config: the model.
-        hyperparameters: of the optimizer.
-        loss_chunks: into how many parts the loss cuts the positions.
-        rules: of `mpx.autocast`, for recipes that use it.
-        mesh: the devices that share the work of a training step; one if None.
-        parallel: whether each of them keeps all of the optimizer state.
+    The loss cuts the positions into `loss_chunks` parts. `rules` are those of `mpx.autocast`. The devices of `mesh`
+    share a training step, and with `"zero"` the optimizer state.
     """
-    policy = mpx.get_policy(recipe.policy)
-    tx = devices.divided(make_optimizer(recipe, config, hyperparameters), mesh, parallel)
-    graphdef = nnx.graphdef(nnx.eval_shape(lambda: GPT(config, nnx.Rngs(0))))
+    tx = make_optimizer(recipe, config, hyperparameters)
+    if mesh is not None and parallel == "zero":
+        tx = mpx.zero1(tx, mesh, devices.AXIS)
+
+    def new_model(seed: int | jax.Array = 0) -> GPT:
+        return GPT(config, nnx.Rngs(jax.random.key(seed)))
 
     def init(seed: int | jax.Array) -> tuple[Any, optax.OptState]:
-        # Every recipe starts from the same float32 weights, rounded to what it stores.
-        params = policy.cast_to_param(nnx.state(GPT(config, nnx.Rngs(jax.random.key(seed))), nnx.Param))
+        # Every recipe starts from the same float32 weights, rounded once to its parameters' dtype.
+        params = mpx.get_policy(recipe.policy).cast_to_param(nnx.state(new_model(seed), nnx.Param))
         return params, tx.init(params)
 
-    def computed(of_model: Callable[[GPT, jax.Array], jax.Array]) -> Callable[[Any, jax.Array], jax.Array]:
-        """A function of parameters and tokens that runs in the precision of the recipe."""
+    in_precision = functools.partial(_in_precision, recipe, nnx.graphdef(nnx.eval_shape(new_model)), rules)
 
-        def run(params: Any, tokens: jax.Array) -> jax.Array:
-            with jax.default_matmul_precision(recipe.matmul_precision):
-                return of_model(nnx.merge(graphdef, params), tokens.astype(jnp.int32))
-
-        if recipe.compute == "autocast":
-            return mpx.autocast(run, policy, rules=rules)
-        # Parameters in one dtype, and all that the model computes follows it.
-        return lambda params, tokens: run(policy.cast_to_compute(params), tokens)
-
-    def loss_of(losses: Callable[..., jax.Array]) -> Callable[[GPT, jax.Array], jax.Array]:
+    def with_targets(losses: Callable[..., jax.Array]) -> Callable[[GPT, jax.Array], jax.Array]:
         options = {"vocabulary": config.vocabulary, "chunks": loss_chunks}
         return lambda model, tokens: losses(
             model.features(tokens[:, :-1]), model.token_embedding[...], tokens[:, 1:], **options
         )
 
-    loss_fn, losses_fn = computed(loss_of(mean_loss)), computed(loss_of(token_losses))
+    loss_fn, losses_fn = in_precision(with_targets(mean_loss)), in_precision(with_targets(token_losses))
 
     def gradients(params: Any, opt_state: optax.OptState, tokens: jax.Array) -> tuple[jax.Array, Any]:
         if recipe.compute == "plain":
@@ -158,7 +122,7 @@ def make_program(
             return mean_over_microbatches(lambda tokens: gradients(params, opt_state, tokens), microbatches)
 
         loss, grads = devices.averaged(on_one_device, mesh, parallel)(params, microbatches)
-        if recipe.compute == "plain":  # whose optimizer knows no other dtype than that of the parameters
+        if recipe.compute == "plain":  # plain Optax expects gradients in the dtype of the parameters
             grads = optax.tree.cast_like(grads, params)
         norm = optax.tree.norm(mpx.get_loss_scale(opt_state).unscale(mpx.cast(grads, "f32")))
         updates, opt_state = tx.update(grads, opt_state, params)
@@ -172,16 +136,31 @@ def make_program(
         gradients=gradients,
         train_step=train_step,
         token_losses=losses_fn,
-        # The parameters as they are stored: what one would deploy, without masters or compensations.
+        # The parameters as they are stored, without masters or compensations: what would be deployed.
         evaluate=lambda params, batches: jax.lax.map(lambda batch: losses_fn(params, batch).mean(), batches).mean(),
-        logits=computed(lambda model, tokens: model(tokens)),
+        logits=in_precision(lambda model, tokens: model(tokens)),
     )
+
+
+def _in_precision(
+    recipe: Recipe, graphdef: nnx.GraphDef, rules: Any, of_model: Callable[[GPT, jax.Array], jax.Array]
+) -> Callable[[Any, jax.Array], jax.Array]:
+    """Return a function of parameters and tokens that runs in the precision of the recipe."""
+
+    def run(params: Any, tokens: jax.Array) -> jax.Array:
+        with jax.default_matmul_precision(recipe.matmul_precision):
+            return of_model(nnx.merge(graphdef, params), tokens.astype(jnp.int32))
+
+    policy = mpx.get_policy(recipe.policy)
+    if recipe.compute == "autocast":
+        return mpx.autocast(run, policy, rules=rules)
+    return lambda params, tokens: run(policy.cast_to_compute(params), tokens)
 
 
 def make_optimizer(
     recipe: Recipe, config: Config, hyperparameters: Hyperparameters
 ) -> optax.GradientTransformationExtraArgs:
-    """AdamW behind clipping, with the recipe around both, so that a gradient is clipped after it is unscaled."""
+    """Return clipping and AdamW inside the recipe's wrapper, so that gradients are unscaled before they are clipped."""
     adamw = recipe.adamw(
         hyperparameters.schedule(),
         b1=hyperparameters.b1,
@@ -195,7 +174,7 @@ def make_optimizer(
 
 
 def decayed(params: Any, config: Config) -> Any:
-    """Which weights decay: those with two dimensions or more, not counting the one along which scanned blocks stack."""
+    """Mark the weights that decay: those with two or more dimensions, without the one that stacks scanned blocks."""
 
     def is_matrix(path: tuple[Any, ...], leaf: Any) -> bool:
         is_stacked = config.layers == "scanned" and getattr(path[0], "key", None) == "blocks"
@@ -207,14 +186,9 @@ def decayed(params: Any, config: Config) -> Any:
 def mean_over_microbatches(
     gradients: Callable[[jax.Array], tuple[jax.Array, Any]], microbatches: jax.Array
 ) -> tuple[jax.Array, Any]:
-    """The mean loss and gradients over the leading axis, one microbatch after another, added up in float32.
+    """Return the mean loss and gradients over microbatches (A, ...), computed one after another, summed in float32.
 
-    Args:
-        gradients: from one microbatch to its mean loss and gradients.
-        microbatches: of shape (A, ...), each with as many tokens.
-
-    Returns:
-        Both as `gradients` returns them, in its dtypes: 16-bit gradients are rounded once more, at the end.
+    Both have the dtypes that `gradients` returns: 16-bit gradients are rounded once more, at the end.
     """
     if len(microbatches) == 1:
         return gradients(microbatches[0])

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from examples.gpt import compare, report, text
+from examples.gpt import compare, report
 from examples.gpt.recipes import RECIPES, get_recipe
 
 # Optax adds arrays of two dtypes, and Flax's norms arrays of two ranks.
@@ -45,6 +45,7 @@ def test_a_comparison_prints_its_table_writes_json_and_plot_and_compiles_each_st
     """The only test that trains: a training step takes seconds to compile."""
     names = "f32,bf16-naive,f16-scaled"
     programs = []
+    monkeypatch.setitem(compare.COMPILER_OPTIONS, "xla_backend_optimization_level", 0)  # it compiles in half the time
     make_compiled = compare.make_compiled
     monkeypatch.setattr(compare, "make_compiled", lambda *given: programs.append(make_compiled(*given)) or programs[-1])
     result = run("--text", text_file, "--out", tmp_path / "new", "--recipes", names, "--seeds", 2, *TINY)
@@ -74,7 +75,7 @@ def test_a_comparison_prints_its_table_writes_json_and_plot_and_compiles_each_st
 
 
 def finished_run(recipe, seed=0, loss=2.4):
-    """A run as `train` returns it."""
+    """Return a run as `train` does."""
     size = {"parameters": 2.0, "optimizer state": 12.0, "gradients": 2.0}
     return report.Run(recipe, seed, 862_464, size, 5.0, 0.0471, 10870.5, [loss] * 4, [2, 4], [loss, loss], 3, 1.0)
 
@@ -134,41 +135,17 @@ def test_ctrl_c_before_the_end_of_the_first_run_writes_nothing(text_file, tmp_pa
 
 @pytest.fixture
 def no_training(monkeypatch):
-    """Makes a test fail that gets as far as building a program."""
+    """Make a test fail that gets as far as building a program."""
     monkeypatch.setattr(compare, "make_compiled", lambda *arguments: pytest.fail("an error came too late"))
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda path: None, "there is no file or folder"),
-        (lambda path: path.touch(), "is empty"),
-        (lambda path: path.mkdir(), "has no text files"),
-        (lambda path: path.write_bytes(b"too little"), "too short: it has 10 bytes, and at least 6,500 are needed"),
-    ],
-    ids=["missing", "empty file", "empty folder", "too short"],
-)
 @pytest.mark.usefixtures("no_training")
-def test_a_text_that_cannot_be_used_is_refused_at_once(make, message, tmp_path):
-    make(tmp_path / "text")
+def test_a_text_that_cannot_be_used_is_refused_at_once(tmp_path):
+    (tmp_path / "text").write_bytes(b"too little")
     result = run("--text", tmp_path / "text", "--out", tmp_path)
-
     assert result.exit_code == 2
-    assert message in result.output
-    assert "--text" in result.output
+    assert "--text: the text is too short: it has 10 bytes, and at least 6,500 are needed" in result.output
     assert "Traceback" not in result.output
-
-
-@pytest.mark.usefixtures("no_training")
-def test_a_text_that_cannot_be_read_is_refused_at_once(text_file, tmp_path, monkeypatch):
-    def refuse(path, *arguments):
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(text.Path, "open", refuse)  # a test run as root can read every file
-    result = run("--text", text_file, "--out", tmp_path)
-
-    assert result.exit_code == 2
-    assert f"cannot read {text_file}: Permission denied" in result.output
 
 
 @pytest.mark.parametrize(
@@ -181,7 +158,8 @@ def test_a_text_that_cannot_be_read_is_refused_at_once(text_file, tmp_path, monk
         (["--steps", "0"], "Invalid value"),
         (["--seeds", "0"], "Invalid value"),
         (["--depth", "0"], "Invalid value"),
-        (["--out", "/dev/null"], "cannot make the folder /dev/null"),
+        (["--recipe-seeds", "4"], "must be at most `--seeds`, 3, but is 4"),
+        (["--out", "/dev/null"], "cannot write into the folder /dev/null"),
     ],
 )
 @pytest.mark.usefixtures("no_training")

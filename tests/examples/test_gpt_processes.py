@@ -1,16 +1,19 @@
-"""How a process finds the others of its run, and how it leaves."""
+"""How a process finds the others of its run, what the first signal does and what the second, and how it ends."""
 
+import os
+import signal
 import sys
 
 import pytest
-import typer
+from rich.console import Console
 
 from examples.gpt import processes
+from examples.gpt.processes import Interruption, interruptions
 
 
 @pytest.fixture
 def no_cluster(monkeypatch):
-    """JAX finds none; what it was asked."""
+    """A JAX that finds no cluster; the fixture is the list of its arguments."""
     asked = []
 
     def initialize(*arguments):
@@ -22,37 +25,76 @@ def no_cluster(monkeypatch):
     return asked
 
 
+@pytest.fixture
+def exits(monkeypatch):
+    """Raise `SystemExit` where a program would end at once."""
+
+    def leave(code):
+        raise SystemExit(code)
+
+    monkeypatch.setattr(processes.os, "_exit", leave)
+
+
 def test_without_options_and_cluster_a_process_is_alone(no_cluster):
     processes.join(None, None, None)
     assert no_cluster == [(None, None, None)]
+    assert processes.prefix() == ""
 
 
-@pytest.mark.parametrize("arguments", [("host:1", None, None), (None, 2, None), (None, None, 0)])
+@pytest.mark.parametrize("arguments", [("host:1", None, None), (None, 2, None), (None, None, 0), (None, None, None)])
 @pytest.mark.usefixtures("no_cluster")
-def test_some_of_the_options_are_refused_where_there_is_no_cluster(arguments):
+def test_some_of_the_options_are_refused_where_there_is_no_cluster(arguments, monkeypatch):
+    """An address in the environment counts as an option."""
+    if arguments == (None, None, None):
+        monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "host:1")
     with pytest.raises(ValueError, match="must all be given where JAX finds no cluster: coordinator_address should"):
         processes.join(*arguments)
 
 
-@pytest.mark.usefixtures("no_cluster")
-def test_an_address_in_the_environment_counts_as_an_option(monkeypatch):
-    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "host:1")
-    with pytest.raises(ValueError, match="must all be given"):
-        processes.join(None, None, None)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_makes_the_next_step_the_last_and_afterwards_does_what_it_did_before(number):
+    before = signal.getsignal(number)
+    with interruptions(Console(quiet=True)) as interruption:
+        assert not interruption.is_due(1)
+        signal.raise_signal(number)
+        assert interruption.is_due(2)
+        assert interruption.exit_code == 128 + number
+    assert signal.getsignal(number) == before
 
 
-def test_alone_an_error_is_told_by_no_process(capsys):
-    with pytest.raises(typer.Exit) as caught, processes.together():
-        processes.fail("the disk is full")
-    assert caught.value.exit_code == 1
-    assert capsys.readouterr().err == "Error: the disk is full\n"
+@pytest.mark.usefixtures("exits")
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_stops_at_once(second):
+    with interruptions(Console(quiet=True)):
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(SystemExit) as caught:
+            signal.raise_signal(second)
+    assert caught.value.code == 128 + second
 
 
-def test_a_command_that_failed_ends_at_once(monkeypatch):
-    ends = []
-    monkeypatch.setattr(processes.os, "_exit", ends.append)
-    with pytest.raises(SystemExit):
-        processes.run(lambda: sys.exit(3))
+def test_of_several_processes_the_one_with_ctrl_c_sends_itself_what_jax_tells_all(monkeypatch):
+    """The step is that of JAX, whatever this process has received."""
+    sent, asked = [], []
+    monkeypatch.setattr(processes.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(processes.os, "kill", lambda *arguments: sent.append(arguments))
+    reached = lambda step: asked.append(step) or step == 5
+    monkeypatch.setattr(processes.multihost_utils, "reached_preemption_sync_point", reached)
+    interruption = Interruption(Console(quiet=True))
+    interruption.receive(signal.SIGINT)
+    assert sent == [(os.getpid(), signal.SIGTERM)]
+    assert [interruption.is_due(step) for step in (4, 5)] == [False, True]
+    assert asked == [4, 5]
+    assert interruption.exit_code == 130
+
+
+@pytest.mark.usefixtures("exits")
+def test_a_command_that_failed_ends_at_once(monkeypatch, capsys):
+    ended = []
+    monkeypatch.setattr(processes.os, "_exit", ended.append)
     with pytest.raises(SystemExit):
         processes.run(lambda: sys.exit(0))
-    assert ends == [3]
+    processes.run(lambda: sys.exit(3))
+    processes.run(lambda: 1 / 0)
+    processes.run(lambda: None)
+    assert ended == [3, 1]
+    assert "ZeroDivisionError" in capsys.readouterr().err

@@ -1,19 +1,29 @@
-"""The log of a run: what is read is what was written, after a kill too."""
+"""The records of a run, in its file, on a terminal and in a plot; and what they are measured with."""
 
 import dataclasses
+import io
+import itertools
 import json
 import math
+import re
+from types import SimpleNamespace
 
+import jax
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
 
-from examples.gpt.run_log import Record, RunLog, read_records, write_plot
+from examples.gpt import meter
+from examples.gpt.run_log import Record, RunLog, progress_of, read_records, write_plot
+from tests.helpers import examples
 
-FIELDS = [field.name for field in dataclasses.fields(Record)]
+USUAL = Record(1, 5.5, 1e-3, 2.0, 1.0, 0, 0.02, 6400.0, 0.4, 10**9, 2 * 10**9, None)
+LINE = json.dumps(dataclasses.asdict(USUAL)).encode() + b"\n"
 
 
 def record(step, **changes):
-    usual = Record(step, 5.5, 1e-3, 2.0, 1.0, 0, 0.02, 6400.0, 0.4, 10**9, 2 * 10**9, None)
-    return dataclasses.replace(usual, **changes)
+    return dataclasses.replace(USUAL, step=step, **changes)
 
 
 @pytest.fixture
@@ -24,25 +34,19 @@ def path(tmp_path):
     return log.path
 
 
-def test_a_line_has_every_field(path):
-    first = json.loads(path.read_text().splitlines()[0])
-    assert list(first) == FIELDS
-    assert first == dataclasses.asdict(record(1))
-
-
-def test_a_log_is_read_as_it_was_written(path):
+# --- The file. ---
+def test_a_log_is_read_as_it_was_written_with_every_field_on_each_line(path):
     assert read_records(path) == [record(step) for step in range(1, 5)]
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        dataclasses.asdict(record(step)) for step in range(1, 5)
+    ]
+    assert read_records(path.with_name("none")) == []
 
 
-def test_without_a_file_there_are_no_records(tmp_path):
-    assert read_records(tmp_path / "log.jsonl") == []
-
-
-def test_losses_that_are_no_numbers_become_null_and_are_read_as_such(tmp_path):
-    """JSON has neither NaN nor infinity. A number that was not taken stays None."""
+def test_losses_that_are_no_numbers_become_null_and_are_read_as_nan(tmp_path):
+    """JSON has neither NaN nor infinity. A number that was not measured stays None."""
     log = RunLog(tmp_path / "log.jsonl")
     log.write(record(1, loss=math.inf, gradient_norm=math.nan, mfu=None))
-
     content = json.loads(log.path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert content["loss"] is None
     (read,) = read_records(log.path)
@@ -51,47 +55,42 @@ def test_losses_that_are_no_numbers_become_null_and_are_read_as_such(tmp_path):
     assert read.mfu is None
 
 
-@pytest.mark.parametrize("kept", [1, 40, -2])
-def test_the_line_that_a_kill_cut_off_is_left_out(path, kept):
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(lines[:-1]) + lines[-1][:kept])
-    assert read_records(path) == [record(step) for step in range(1, 4)]
-
-
-def test_a_damaged_line_before_the_last_is_named(path):
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join([lines[0], lines[1][:40] + "\n", *lines[2:]]))
-    with pytest.raises(ValueError, match=r"log\.jsonl, line 2: this is no line of a run's log"):
+@pytest.mark.parametrize("line", ["3", "[]", "{}", '{"step": 1}', LINE.decode()[:40], "[" * 100_000])
+def test_a_line_that_is_no_record_is_named_but_for_the_last(path, line):
+    content = path.read_text()
+    path.write_text(content + line)
+    assert len(read_records(path)) == 4
+    path.write_text(line + "\n" + content)
+    with pytest.raises(ValueError, match=r"log\.jsonl, line 1: this is no line of a run's log"):
         read_records(path)
 
 
-@pytest.mark.parametrize("line", ["3", "[]", "{}", '{"step": 1}'])
-def test_json_that_is_no_record_is_named(path, line):
-    path.write_text(line + "\n" + path.read_text())
-    with pytest.raises(ValueError, match="line 1: this is no line of a run's log"):
-        read_records(path)
+@given(st.integers(0, 2 * len(LINE)), st.binary(max_size=20))
+@examples(100)
+def test_a_log_cut_off_anywhere_keeps_its_whole_lines_and_goes_on(tmp_path_factory, kept, garbage):
+    path = tmp_path_factory.getbasetemp() / "log.jsonl"
+    path.write_bytes((LINE + LINE)[:kept])
+    whole = [USUAL] * sum(kept + 1 >= count * len(LINE) for count in (1, 2))  # the end of the line is not missed
+    assert read_records(path) == whole
+    RunLog(path, resumed_from=3).write(USUAL)
+    assert read_records(path) == [*whole, USUAL]
+    path.write_bytes(LINE + garbage)
+    message, read = r"log\.jsonl, line", []
+    try:
+        read = read_records(path)
+    except ValueError as error:
+        message = str(error)
+    assert "log" in message
+    assert "line" in message
+    assert read[:1] in ([], [USUAL])
 
 
-def test_a_run_that_goes_on_drops_the_lines_of_steps_that_it_does_again(path):
+def test_a_run_that_goes_on_drops_the_lines_of_steps_that_it_repeats(path):
     path.write_text(path.read_text()[:-30])  # of the fourth line
-    log = RunLog(path, resumed_from=2)
-    log.write(record(3, loss=4.0))
+    RunLog(path, resumed_from=2).write(record(3, loss=4.0))
     assert read_records(path) == [record(1), record(2), record(3, loss=4.0)]
-
-
-def test_a_new_run_begins_a_new_log(path):
     RunLog(path)
-    assert path.read_text() == ""
-
-
-@pytest.mark.parametrize(
-    "records",
-    [[], [record(1)], [record(1, loss=math.nan, gradient_norm=math.nan), record(2, validation_loss=5.0)]],
-    ids=["none", "one", "not a number"],
-)
-def test_every_log_has_a_plot(records, tmp_path):
-    write_plot(tmp_path / "loss.png", records, "title")
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert path.read_text() == ""  # a new run
 
 
 def test_a_run_that_is_killed_as_it_goes_on_still_has_its_log(path, monkeypatch):
@@ -103,4 +102,74 @@ def test_a_run_that_is_killed_as_it_goes_on_still_has_its_log(path, monkeypatch)
     monkeypatch.setattr(type(path), "replace", kill)
     with pytest.raises(RuntimeError, match="killed"):
         RunLog(path, resumed_from=2)
-    assert read_records(path) == [record(step) for step in range(1, 5)]
+    assert len(read_records(path)) == 4
+
+
+@pytest.mark.parametrize("losses", [[], [5.0], [math.nan, 4.0]], ids=["none", "one", "not a number"])
+def test_every_log_has_a_plot(losses, tmp_path):
+    records = [record(step, loss=loss, validation_loss=step and loss) for step, loss in enumerate(losses)]
+    write_plot(tmp_path / "loss.png", records, "title")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+# --- The terminal. ---
+FIRST = Record(7, 5.5, 1e-3, 2.0, 1.0, 0, None, None, None, None, None)
+
+
+def test_a_line_has_what_is_known_and_no_more():
+    known = dataclasses.replace(
+        FIRST, validation_loss=5.25, loss_scale=2.0**14, skipped_steps=1, seconds_per_step=0.02,
+        tokens_per_second=12_800.0, mfu=0.415, memory_bytes=10**9, peak_memory_bytes=25 * 10**8,
+    )  # fmt: skip
+    assert str(FIRST) == "loss 5.5000, lr 1.00e-03, norm 2.00"
+    assert str(known) == (
+        "loss 5.5000, validation 5.2500, lr 1.00e-03, norm 2.00, scale 16384, 1 skipped, 20.0 ms, 12,800 tokens/s, "
+        "MFU 41.5%, memory 1.00 GB, peak 2.50 GB"
+    )
+
+
+@pytest.mark.parametrize(("is_terminal", "lines"), [(False, ["step 7", "step 8"]), (True, ["step 8"])])
+def test_a_terminal_keeps_lines_with_a_validation_loss_and_a_file_all(is_terminal, lines):
+    """On the terminal the others are shown beside the progress bar."""
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=is_terminal, width=200, color_system=None)
+    with progress_of(console, steps=10, done=6) as show:
+        show(FIRST)
+        show(dataclasses.replace(FIRST, step=8, validation_loss=5.25))
+    shown = file.getvalue()
+    assert re.findall(r"step \d: loss", shown) == [f"{line}: loss" for line in lines]
+    assert ("8/10" in shown) == is_terminal
+
+
+# --- The measurements. ---
+def test_the_rate_is_two_operations_for_each_multiplication_whatever_a_slow_round_takes(monkeypatch):
+    """A clock that advances by a second at every look: a round of products takes one; or in one case 898."""
+    monkeypatch.setitem(meter.SIZES, jax.default_backend(), 32)
+    for seconds in (itertools.count(), iter([0, 1, 1, 2, 2, 900, 900, 901, 901, 902])):
+        monkeypatch.setattr(meter, "time", SimpleNamespace(perf_counter=lambda seconds=seconds: next(seconds)))
+        assert meter.matmul_rate("bfloat16") == 2 * 32**3 * meter.PRODUCTS
+
+
+def test_memory_is_counted_where_something_counts_it():
+    in_use, peak = meter.device_memory()
+    if jax.devices()[0].memory_stats() is None:
+        assert (in_use, peak) == (None, None)
+    else:
+        assert 0 < in_use <= peak
+
+
+def test_the_time_of_a_step_is_that_since_the_start(monkeypatch):
+    clock = SimpleNamespace(now=100.0, perf_counter=lambda: clock.now)
+    monkeypatch.setattr(meter, "time", clock)
+    stopwatch = meter.Stopwatch()
+    clock.now += 60  # compiles
+    assert not stopwatch.is_running
+    assert stopwatch.seconds_per_step(1) is None
+    stopwatch.start(1)
+    clock.now += 3
+    assert stopwatch.is_running
+    assert stopwatch.seconds_per_step(7) == 0.5
+    clock.now += 60  # saves a checkpoint
+    stopwatch.start(7)
+    clock.now += 1
+    assert stopwatch.seconds_per_step(8) == 1

@@ -14,31 +14,23 @@ DRAWS = 8_000
 
 
 def cycle(scale, tokens):
-    """After each token its successor, modulo 5."""
+    """Return logits under which each token is followed by its successor, modulo 5."""
     return scale * jax.nn.one_hot((tokens + 1) % 5, 5, dtype=jnp.float32)
 
 
 def fixed(logits, tokens):
-    """The same logits at every position, whatever the tokens are."""
+    """Return the same logits at every position, whatever the tokens are."""
     return jnp.broadcast_to(logits[None, None], (*tokens.shape, len(logits)))
 
 
 def weighted_sum(params, tokens):
-    """Rows of a table, added up over all tokens so far with a weight for each position: it sees any wrong shift."""
+    """Return rows of a table, summed over all tokens so far with a weight for each position: a wrong shift shows."""
     table, weights = params
     return jnp.cumsum(weights[None, :, None] * table[tokens], axis=1)
 
 
-@pytest.fixture(scope="module")
-def table_and_weights():
-    """A token makes itself less likely, or the most likely continuation would soon be one token for ever."""
-    generator = np.random.default_rng(0)
-    table = generator.normal(size=(11, 11)) - 3 * np.eye(11)
-    return table.astype(np.float32), generator.uniform(0.5, 1.5, size=7).astype(np.float32)
-
-
 def most_likely_continuation(params, prompt, count):
-    """Of `weighted_sum`, one token at a time, in float64 and without padding."""
+    """Continue by `weighted_sum`, one token at a time, in float64 and without padding."""
     table, weights = (array.astype(np.float64) for array in params)
     tokens = list(prompt)
     for _ in range(count):
@@ -47,9 +39,9 @@ def most_likely_continuation(params, prompt, count):
     return tokens[len(prompt) :]
 
 
-def log_probabilities(dtype=np.float32):
+def log_probabilities():
     with np.errstate(divide="ignore"):
-        return jnp.asarray(np.log(PROBABILITIES), dtype)
+        return jnp.asarray(np.log(PROBABILITIES), np.float32)
 
 
 def frequencies(logits, **options):
@@ -63,110 +55,80 @@ def assert_drawn_from(expected, measured):
     assert (np.abs(measured - expected) <= 4 * np.sqrt(expected * (1 - expected) / DRAWS)).all(), measured
 
 
-def test_temperature_zero_follows_a_cycle_and_returns_the_new_tokens_only():
-    tokens = generate(cycle, 1.0, np.array([2, 3]), count=7, context=4, key=KEY, temperature=0.0)
-
+@pytest.mark.parametrize("dtype", [np.uint8, np.int64])
+def test_temperature_zero_follows_a_cycle_and_returns_the_new_tokens_only(dtype):
+    """Only the last four tokens of the prompt are read: 99 is none of the model's."""
+    tokens = generate(cycle, 1.0, np.array([99, 0, 1, 2, 3], dtype), count=7, context=4, key=KEY, temperature=0.0)
     assert tokens.dtype == np.int32
     np.testing.assert_array_equal(tokens, [4, 0, 1, 2, 3, 4, 0])
+    none = generate(cycle, 1.0, np.array([0]), count=0, context=4, key=KEY)
+    assert (none.shape, none.dtype) == ((0,), np.int32)
 
 
-@pytest.mark.parametrize("length", [1, 5, 6, 7, 8, 20])
-def test_a_full_window_moves_on_as_in_a_loop_over_growing_lists(length, table_and_weights):
-    """The window has 7 tokens: it is filled at once, on the way, or by the end of a longer prompt."""
-    prompt = np.random.default_rng(length).integers(0, 11, length)
-    expected = most_likely_continuation(table_and_weights, prompt, 30)
-    tokens = generate(weighted_sum, table_and_weights, prompt, count=30, context=7, key=KEY, temperature=0.0)
+def test_a_full_window_moves_on_as_in_a_loop_over_growing_lists():
+    """The window has 7 tokens: it is filled at once, on the way, or by the end of a longer prompt.
 
-    np.testing.assert_array_equal(tokens, expected)
-    assert len(set(expected)) > 3  # a loop that repeats one token would hide a wrong shift
+    A token makes itself less likely, or the most likely continuation would soon be one token for ever.
+    """
+    generator = np.random.default_rng(0)
+    table = (generator.normal(size=(11, 11)) - 3 * np.eye(11)).astype(np.float32)
+    params = table, generator.uniform(0.5, 1.5, size=7).astype(np.float32)
+    for length in (1, 6, 7, 8, 20):
+        prompt = np.random.default_rng(length).integers(0, 11, length)
+        expected = most_likely_continuation(params, prompt, 30)
+        tokens = generate(weighted_sum, params, prompt, count=30, context=7, key=KEY, temperature=0.0)
+        np.testing.assert_array_equal(tokens, expected)
+        assert len(set(expected)) > 3  # a loop that repeats one token would hide a wrong shift
 
 
-def test_of_equally_likely_tokens_temperature_zero_takes_the_lowest():
-    logits = jnp.array([0.0, 2.0, 1.0, 2.0, 0.0, -jnp.inf])
-
-    assert frequencies(logits, temperature=0.0)[1] == 1
-
-
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_draws_follow_the_probabilities_at_each_temperature(temperature):
+def test_draws_follow_the_probabilities_at_each_temperature():
     """Logits divided by a temperature are probabilities to the power of its inverse."""
-    measured = frequencies(log_probabilities(), temperature=temperature)
-
-    assert_drawn_from(PROBABILITIES ** (1 / temperature), measured)
-    with pytest.raises(AssertionError):
-        assert_drawn_from(PROBABILITIES ** (1 / (1.25 * temperature)), measured)
+    for temperature in (0.5, 1.0, 2.0):
+        measured = frequencies(log_probabilities(), temperature=temperature)
+        assert_drawn_from(PROBABILITIES ** (1 / temperature), measured)
+        with pytest.raises(AssertionError):
+            assert_drawn_from(PROBABILITIES ** (1 / (1.25 * temperature)), measured)
 
 
 def test_top_k_draws_from_the_most_likely_tokens_in_their_proportions():
+    """Tokens 1 and 4 share the fourth place, which the lowest of them takes."""
     assert_drawn_from([0.4, 0, 0.3, 0.2, 0, 0], frequencies(log_probabilities(), top_k=3))
-
-
-def test_top_k_takes_the_lowest_of_equally_likely_tokens():
-    """Tokens 1 and 4 share the fourth place."""
     assert_drawn_from([0.4, 0.05, 0.3, 0.2, 0, 0], frequencies(log_probabilities(), top_k=4))
-
-
-def test_top_k_and_temperature_act_together():
     assert_drawn_from([0.16, 0, 0.09, 0, 0, 0], frequencies(log_probabilities(), top_k=2, temperature=0.5))
-
-
-def test_top_1_takes_the_most_likely_token_at_any_temperature():
     assert frequencies(log_probabilities(), top_k=1, temperature=100.0)[0] == 1
 
 
 @pytest.mark.parametrize("top_k", [None, 6])
-@pytest.mark.parametrize("temperature", [1.0, 3.0e38, 1e300])
-def test_padding_of_the_vocabulary_is_never_drawn(top_k, temperature):
+def test_padding_of_the_vocabulary_is_never_drawn(top_k):
     """A temperature without end makes all other tokens equally likely."""
-    measured = frequencies(log_probabilities(), top_k=top_k, temperature=temperature)
+    for temperature in (1.0, 3.0e38, 1e300):
+        measured = frequencies(log_probabilities(), top_k=top_k, temperature=temperature)
+        assert measured[5] == 0
+        assert_drawn_from(PROBABILITIES if temperature == 1 else [1, 1, 1, 1, 1, 0], measured)
 
-    assert measured[5] == 0
-    assert_drawn_from(PROBABILITIES if temperature == 1 else [1, 1, 1, 1, 1, 0], measured)
 
-
-@pytest.mark.parametrize("temperature", [1e-30, 2e-38, 1e-45, 1e-300])
-def test_a_temperature_close_to_zero_takes_the_most_likely_token(temperature):
+def test_a_temperature_close_to_zero_takes_the_most_likely_token_and_zero_the_lowest_of_equal_ones():
     """Divided by 2e-38 as they are, the logits of the first two tokens would both overflow."""
     logits = jnp.array([99.0, 100.0, 0.0, -100.0, 0.0, -jnp.inf])
-
-    assert frequencies(logits, temperature=temperature)[1] == 1
+    for temperature in (1e-30, 2e-38, 1e-45, 1e-300):
+        assert frequencies(logits, temperature=temperature)[1] == 1
+    assert frequencies(jnp.array([0.0, 2.0, 1.0, 2.0, 0.0, -jnp.inf]), temperature=0.0)[1] == 1
 
 
 def test_logits_of_16_bits_are_drawn_from_in_float32():
     """The same numbers in both dtypes, divided by a temperature that bfloat16 would round."""
     logits = jnp.array([8.0, 0.01, 4.0, 6.0, -2.0, -jnp.inf], jnp.bfloat16)
     draw = lambda logits: generate(fixed, logits, np.array([0]), count=500, context=2, key=KEY, temperature=3.3)
-
     np.testing.assert_array_equal(draw(logits), draw(logits.astype(jnp.float32)))
     rounded = np.asarray(logits / jnp.bfloat16(3.3), np.float32) * np.float32(3.3)
     assert not np.array_equal(draw(logits), draw(rounded))
 
 
-def test_the_key_decides_the_tokens():
-    draw = lambda seed: generate(cycle, 1.0, np.array([0]), count=40, context=4, key=jax.random.key(seed))
-
+def test_the_key_decides_the_tokens_and_a_longer_continuation_begins_with_the_shorter_one():
+    draw = lambda seed, count=40: generate(cycle, 1.0, np.array([0]), count=count, context=4, key=jax.random.key(seed))
     np.testing.assert_array_equal(draw(1), draw(1))
     assert not np.array_equal(draw(1), draw(2))
-
-
-def test_a_longer_continuation_begins_with_the_shorter_one():
-    draw = lambda count: generate(cycle, 1.0, np.array([0]), count=count, context=4, key=KEY)
-
-    np.testing.assert_array_equal(draw(40)[:7], draw(7))
-
-
-def test_no_tokens_are_an_empty_array():
-    tokens = generate(cycle, 1.0, np.array([0]), count=0, context=4, key=KEY)
-
-    assert tokens.shape == (0,)
-    assert tokens.dtype == np.int32
-
-
-@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int64])
-def test_a_prompt_may_have_any_integer_dtype(dtype):
-    tokens = generate(cycle, 1.0, np.array([3], dtype), count=7, context=4, key=KEY, temperature=0.0)
-
-    np.testing.assert_array_equal(tokens, [4, 0, 1, 2, 3, 4, 0])
+    np.testing.assert_array_equal(draw(1)[:7], draw(1, 7))
 
 
 def test_one_program_serves_all_prompts_parameters_keys_and_temperatures():
@@ -176,14 +138,12 @@ def test_one_program_serves_all_prompts_parameters_keys_and_temperatures():
         traces.append(tokens.shape)
         return cycle(scale, tokens)
 
-    generate(counted, jnp.float32(1), np.array([0]), count=5, context=4, key=KEY)
+    options = {"count": 5, "context": 4}
+    generate(counted, jnp.float32(1), np.array([0]), key=KEY, **options)
     first = len(traces)
     for length in range(1, 8):
-        prompt = np.arange(length) % 5
-        generate(
-            counted, jnp.float32(length), prompt, count=5, context=4, key=jax.random.key(length), temperature=length - 1
-        )
-
+        key = jax.random.key(length)
+        generate(counted, jnp.float32(length), np.arange(length) % 5, key=key, temperature=length - 1, **options)
     assert 1 <= first <= 3  # once for the shapes, and in the loop
     assert len(traces) == first
     assert set(traces) == {(1, 4)}
@@ -192,40 +152,21 @@ def test_one_program_serves_all_prompts_parameters_keys_and_temperatures():
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"prompt": []}, "`prompt` is empty; the model needs at least one token"),
-        ({"prompt": [[1]]}, r"`prompt` must have one dimension, but has the shape \(1, 1\)"),
-        ({"prompt": [1.0]}, "`prompt` must hold integers, but is float64"),
-        ({"prompt": [1, -3]}, "tokens count from 0, but `prompt` has the token -3"),
-        ({"prompt": [1, 5]}, "`prompt` has the token 5, but the model has 5 tokens"),
-        ({"count": -1}, "`count` must be 0 or more, but is -1"),
-        ({"context": 0}, "`context` must be 1 or more, but is 0"),
+        ({"prompt": []}, r"`prompt` must be one row of integer tokens, but is float64 of shape \(0,\)"),
+        ({"prompt": [[1]]}, r"one row of integer tokens, but is int64 of shape \(1, 1\)"),
+        ({"prompt": [1.0]}, "but is float64 of shape"),
+        ({"prompt": [1, -3]}, "`prompt` has tokens from -3 to 1, but the model has 5, from 0"),
+        ({"prompt": [1, 5]}, "`prompt` has tokens from 1 to 5, but the model has 5"),
         ({"temperature": -0.5}, "`temperature` must be finite and 0 or more, but is -0.5"),
         ({"temperature": float("nan")}, "`temperature` must be finite and 0 or more, but is nan"),
-        ({"temperature": float("inf")}, "`temperature` must be finite and 0 or more, but is inf"),
-        ({"top_k": 0}, "`top_k` must be 1 or more, but is 0"),
-        ({"top_k": 6}, "`top_k` is 6, but the model has only 5 tokens"),
-        ({"params": np.nan}, "the largest of the logits is NaN or infinite"),
+        ({"top_k": 0}, "`top_k` must be from 1 to 5, the tokens of the model, but is 0"),
+        ({"top_k": 6}, "`top_k` must be from 1 to 5, the tokens of the model, but is 6"),
+        ({"params": np.nan}, "the largest of the logits is NaN or infinite, so there is nothing to draw from"),
         ({"params": np.inf}, "the largest of the logits is NaN or infinite"),
-        (
-            {"logits_of": lambda scale, tokens: cycle(scale, tokens)[:, -1]},
-            r"must return logits of shape \(1, 4, vocabulary\) for tokens of shape \(1, 4\), but returned \(1, 5\)",
-        ),
+        ({"logits_of": fixed, "params": jnp.full(5, -jnp.inf)}, "so there is nothing to draw from"),
     ],
 )
 def test_a_wrong_argument_is_refused(changed, message):
     arguments = {"logits_of": cycle, "params": 1.0, "prompt": [1], "count": 7, "context": 4, "key": KEY} | changed
-
     with pytest.raises(ValueError, match=message):
         generate(**arguments)
-
-
-def test_a_model_that_finds_no_token_possible_is_refused():
-    with pytest.raises(ValueError, match="so there is nothing to draw from"):
-        generate(fixed, jnp.full(5, -jnp.inf), np.array([0]), count=1, context=2, key=KEY)
-
-
-def test_a_wrong_token_outside_the_window_does_not_matter():
-    """Only the last four tokens of the prompt are seen."""
-    tokens = generate(cycle, 1.0, np.array([99, 1, 2, 3, 4]), count=7, context=4, key=KEY, temperature=0.0)
-
-    assert tokens[0] == 0
