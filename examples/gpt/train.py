@@ -108,7 +108,7 @@ def batches_from(run: Run, position: int) -> Iterator[tuple[jax.Array, int]]:
 
 def report(run: Run, step: int, metrics: Any, opt_state: Any, stopwatch: meter.Stopwatch) -> Record:
     """Wait for the device, stop a run that diverged, and return the record of the last step."""
-    check_health(opt_state)
+    check_health(opt_state, run.shapes[0])
     loss, norm = float(metrics.loss), float(metrics.gradient_norm)
     seconds = stopwatch.seconds_per_step(step)  # the device is idle now
     skipped = int(mpx.skipped_steps(opt_state))

@@ -1,11 +1,12 @@
-"""The command `examples.gpt.train` with a model that is smaller than any preset, for tests that start it by itself.
+"""The command `examples.gpt.train` with a model that is smaller than any preset, for tests that start processes.
 
     python -m tests.examples.nano --preset nano --data tokens --out run
 
-It makes a file that has the name of its process in the folder `NANO_PROCESSES`, if there is such a variable.
+It makes a file with the number of its process in the folder `NANO_PROCESSES`, if there is such a variable.
 """
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,25 +15,26 @@ from examples.gpt.model import PRESETS, Config
 
 ROOT = Path(__file__).resolve().parents[2]
 NANO = Config(width=32, depth=1, heads=2, context=16, vocabulary=256)
-COMMAND = (sys.executable, "-m", "tests.examples.nano", "--preset", "nano")
+COMMAND = ("-m", "tests.examples.nano")
 
 
-def environment_of(cache: Path, devices: int = 1) -> dict[str, str]:
-    """The variables of such a process: on the CPU, and what one has compiled serves the next."""
-    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
-    return os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": flags,
-        "JAX_COMPILATION_CACHE_DIR": str(cache),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        "PYTHONPATH": str(ROOT),
-        "COLUMNS": "400",
-    }
+def start(cache, options, *flags, command=COMMAND, devices=1, **variables):
+    """Start the command on the CPU; compiled programs are shared by all processes with the same cache."""
+    xla_flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+    environment = os.environ | variables | {
+        "JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags, "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        "PYTHONPATH": str(ROOT), "COLUMNS": "400",
+    }  # fmt: skip
+    arguments = [str(part) for name, value in ({"preset": "nano"} | options).items() for part in (f"--{name}", value)]
+    return subprocess.Popen(
+        [sys.executable, *command, *arguments, *flags], env=environment, cwd=ROOT, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )  # fmt: skip
 
 
 def make_shards(folder: Path) -> Path:
-    """Shards of a short text."""
+    """Make shards of a short text."""
     folder.mkdir(parents=True)
     (folder / "text.txt").write_text("".join(f"line of a text {number}\n" for number in range(600)))
     data.prepare(folder / "tokens", [folder / "text.txt"], context=NANO.context, shard_tokens=2000)

@@ -189,7 +189,7 @@ def test_bytes_are_those_of_the_arrays(name, expected):
     program = compare.make_compiled(get_recipe(name), SETTINGS)
     params, opt_state = program.init(0)
 
-    assert tuple(compare.bytes_per_parameter(program, params, opt_state).values()) == pytest.approx(expected, abs=2e-3)
+    assert tuple(compare.bytes_per_parameter(program, params, opt_state).values()) == pytest.approx(expected, abs=3e-3)
 
 
 def test_a_loss_that_is_not_a_number_is_null_in_the_json(tmp_path):
