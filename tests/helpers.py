@@ -1,12 +1,19 @@
-"""What several test files need: comparison of bits, and the rules that Optax exports."""
+"""Give test files what several of them need: comparison of bits and types, slow cases, counts of examples."""
 
+import chex
 import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 # Compiler options for tests that do not judge what LLVM makes of a program: it then takes less time to compile.
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+def cases(names, quick):
+    """Return the parameters of a test over names, of which all but the quick ones are slow."""
+    return [pytest.param(name, marks=[] if name in quick else pytest.mark.slow) for name in names]
 
 
 def examples(count):
@@ -15,32 +22,30 @@ def examples(count):
 
 
 def bits(x):
-    """The bits of an array as unsigned integers, so that NaN equals NaN and +0 differs from -0."""
+    """Return the bits of an array as unsigned integers, so that NaN equals NaN and +0 differs from -0."""
     x = np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
     return x.view(f"u{x.dtype.itemsize}") if x.dtype != np.bool_ else x
 
 
 def assert_same_bits(actual, expected):
-    """Same tree, shapes, dtypes and bits."""
+    """Raise unless two trees have the same structure, shapes, dtypes and bits."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    actual, expected = jax.tree.map(jnp.asarray, (actual, expected))
+    chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
     for (path, a), e in zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True):
-        a, e = jnp.asarray(a), jnp.asarray(e)
-        where = jax.tree_util.keystr(path)
-        assert a.dtype == e.dtype, where
-        assert a.shape == e.shape, where
-        np.testing.assert_array_equal(bits(a), bits(e), err_msg=where)
+        np.testing.assert_array_equal(bits(a), bits(e), err_msg=jax.tree_util.keystr(path))
 
 
 def types_of(tree):
-    """Structure, shapes, dtypes, weak types and explicit shardings of a tree, to compare with `==`.
+    """Return structure, shapes, dtypes, weak types and explicit shardings of a tree, to compare with `==`.
 
-    As text: JAX 0.10 compares its types by identity, and in a long process two equal types can be two objects.
+    Types are text: JAX 0.10 compares its types by identity, and in a long process two equal types can be two objects.
     """
     return jax.tree.structure(tree), [str(jax.typeof(leaf)) for leaf in jax.tree.leaves(tree)]
 
 
 def unfused(batched_products=False):
-    """Compiler options for programs in which no two operations become one that rounds once.
+    """Return compiler options for programs in which no two operations become one that rounds once.
 
     Equal arithmetic then has equal bits whatever stands around it. On a CPU each operation is a kernel by itself, of
     which LLVM can make little more: without its optimizations, and without a wrapper around each operation, a program
@@ -53,12 +58,12 @@ def unfused(batched_products=False):
 
 
 def eight_cpu_devices():
-    """A mesh of the eight devices that `conftest.py` asks for; there on a machine with a GPU too."""
+    """Return a mesh of the eight devices that `conftest.py` asks for, on a machine with a GPU too."""
     return jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices("cpu"))
 
 
 def float32_round_trips(fun, *args):
-    """The conversions `f32 -> 16 bits -> f32` in the traced program of a function, which a GPU may drop."""
+    """Return the conversions `f32 -> 16 bits -> f32` in the traced program of a function, which a GPU may drop."""
     found = []
 
     def visit(jaxpr):

@@ -14,7 +14,7 @@ from benchmarks import adamw_by_hand, autocast, optimizer_step
 from benchmarks.overhead import gpt2_shapes
 from mpx._stored import blockwise
 from tests.autocast.helpers import contractions
-from tests.helpers import unfused
+from tests.helpers import cases, unfused
 
 pytestmark = pytest.mark.optax_promotion
 
@@ -42,9 +42,7 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "split" else pytest.mark.slow) for name in PARTS]
-)
+@pytest.mark.parametrize("name", cases(PARTS, {"split"}))
 def test_the_step_by_hand_and_that_of_mpx_give_the_same_bits(name):
     found = compared(name)
     assert found.keys() == PARTS[name]

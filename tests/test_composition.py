@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import mpx
-from tests.helpers import QUICKLY, assert_same_bits, unfused
+from tests.helpers import QUICKLY, assert_same_bits, cases, unfused
 
 pytestmark = pytest.mark.optax_promotion
 
@@ -43,11 +43,6 @@ def exact(tx, steps=6):
     return train(tx, jax.tree.map(lambda p: p.astype(jnp.float32), params()), steps)[0]
 
 
-def cases(names, *quick):
-    """Return the parameters of a test over names, of which all but the quick ones are slow."""
-    return [pytest.param(name, marks=[] if name in quick else pytest.mark.slow) for name in names]
-
-
 RULE = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 MASKS = {"a": True, "b": False}
 LABELS = {"a": "fast", "b": "slow"}
@@ -66,7 +61,7 @@ INSIDE = {
 }
 
 
-@pytest.mark.parametrize("inside", cases(INSIDE, "partition", "MultiSteps", "schedule_free", "clipping after"))
+@pytest.mark.parametrize("inside", cases(INSIDE, {"partition", "MultiSteps", "schedule_free", "clipping after"}))
 def test_anything_may_stand_inside_the_masters(inside):
     now, state = train(mpx.master_weights(INSIDE[inside]), params())
     assert_same_bits(mpx.master_params(now, state), exact(INSIDE[inside]))
@@ -87,7 +82,7 @@ AROUND = {
 
 
 @pytest.mark.parametrize("storage", ["full", "split"])
-@pytest.mark.parametrize("around", cases(AROUND, "partition", "MultiSteps", "masked and frozen"))
+@pytest.mark.parametrize("around", cases(AROUND, {"partition", "MultiSteps", "masked and frozen"}))
 def test_what_changes_gradients_may_stand_around_the_masters(around, storage):
     now, state = train(AROUND[around](mpx.master_weights(RULE, storage=storage)), params())
     expected = exact(AROUND[around](RULE))
@@ -176,7 +171,7 @@ WRAPS = {
 }
 
 
-@pytest.mark.parametrize("wrap", cases(WRAPS, "chain", "partition", "MultiSteps"))
+@pytest.mark.parametrize("wrap", cases(WRAPS, {"chain", "partition", "MultiSteps"}))
 def test_a_state_of_few_bits_is_the_same_inside_and_around(wrap):
     """Tell the rule alone or the rule with its wrapper to store less: the moments are the same, to the bit."""
     store = lambda tx, formats: mpx.low_precision_state(tx, formats, min_size=1)

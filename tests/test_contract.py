@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpx
-from tests.helpers import QUICKLY, assert_same_bits, eight_cpu_devices, float32_round_trips, types_of, unfused
+from tests.helpers import QUICKLY, assert_same_bits, cases, eight_cpu_devices, float32_round_trips, types_of, unfused
 
 pytestmark = pytest.mark.optax_promotion
 
@@ -57,12 +57,8 @@ KINDS = {
 LIGHT = KINDS - {"low_precision_state stochastic"} | {"low_precision_state bf16"}
 
 
-def cases(names, quick=KINDS):
-    """Return the parameters of a test over transformations, of which all but the quick ones are slow."""
-    return [pytest.param(name, marks=[] if name in quick else pytest.mark.slow) for name in names]
-
-
-every_transform = pytest.mark.parametrize("name", cases(TRANSFORMS), scope="module")  # in turn, for what they share
+# One after the other, for the program that the tests of one share.
+every_transform = pytest.mark.parametrize("name", cases(TRANSFORMS, KINDS), scope="module")
 
 
 def params():
@@ -141,7 +137,7 @@ def test_an_empty_tree_is_trained(name):
 
 
 @pytest.mark.eager
-@pytest.mark.parametrize("name", cases(TRANSFORMS, quick=LIGHT))
+@pytest.mark.parametrize("name", cases(TRANSFORMS, LIGHT))
 def test_the_state_can_be_a_scan_carry_and_steps_in_it_have_the_bits_of_single_ones(name):
     """Compare without fusion what is decoded in one program with the rule: it may contract with the rule's sums."""
     options = unfused() if "low_precision" in name or "any_precision" in name else {}
@@ -292,7 +288,7 @@ def test_it_is_traced_with_leak_checks(name):
 
 
 @pytest.mark.eager
-@pytest.mark.parametrize("name", cases(TRANSFORMS, quick={"master_weights split", "kahan_summation"}))
+@pytest.mark.parametrize("name", cases(TRANSFORMS, {"master_weights split", "kahan_summation"}))
 def test_it_runs_without_jit_and_gives_the_same_types(name):
     tx, start = TRANSFORMS[name](), one_leaf()
     run = lambda p: tx.update(grads(p), tx.init(p), p)
@@ -320,7 +316,7 @@ def test_it_runs_in_64_bit_mode_with_the_same_types(name):
 WITH_ANY_RULE = sorted(TRANSFORMS.keys() - {"any_precision_adamw"})
 
 
-@pytest.mark.parametrize("name", cases(WITH_ANY_RULE, quick={"kahan_summation", "low_precision_state bf16"}))
+@pytest.mark.parametrize("name", cases(WITH_ANY_RULE, {"kahan_summation", "low_precision_state bf16"}))
 def test_steps_have_the_same_bits_in_64_bit_mode(name, monkeypatch):
     """Use a rule that does not compute with its count of steps: Optax does that in float64 then, and rounds."""
     rule = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_stddev(), optax.scale(-1e-2))

@@ -15,7 +15,7 @@ import pytest
 
 import mpx
 from tests import sweep
-from tests.helpers import QUICKLY, assert_same_bits, types_of, unfused
+from tests.helpers import QUICKLY, assert_same_bits, cases, types_of, unfused
 from tests.rules import EXCLUDED, PARTS, RULES, bfloat16_params, exported_transformations, gradients
 
 pytestmark = pytest.mark.optax_promotion
@@ -31,12 +31,8 @@ AVERAGING = [name for name in RULES if sweep.moment_fields(name)]
 LOW = [state for state in sweep.STATES if state != "f32"]
 
 
-def cases(rules, quick=FAMILIES):
-    """Return the parameters of a test over rules, of which all but the quick ones are slow."""
-    return [pytest.param(rule, marks=[] if rule in quick else pytest.mark.slow, id=str(rule)) for rule in rules]
-
-
-every_rule = pytest.mark.parametrize("name", cases(RULES), scope="module")  # in turn, for the programs they share
+# Rule by rule, for the programs that the tests of one share.
+every_rule = pytest.mark.parametrize("name", cases(RULES, FAMILIES), scope="module")
 
 
 def test_the_table_of_rules_is_complete():
@@ -134,7 +130,7 @@ def test_the_same_rule_on_bfloat16_parameters_does_not_follow_it():
     assert (params["kernel"] != as_bfloat16["kernel"]).mean() > 0.5
 
 
-@pytest.mark.parametrize("name", cases(RULES, quick={"adamw", "lion", "sgd", "contrib.schedule_free"}))
+@pytest.mark.parametrize("name", cases(RULES, {"adamw", "lion", "sgd", "contrib.schedule_free"}))
 def test_masters_follow_the_float32_trajectory_to_the_bit_eagerly(name):
     rule = RULES[name]
     step, carry = both(rule, mpx.master_weights)
@@ -148,7 +144,7 @@ def test_masters_follow_the_float32_trajectory_to_the_bit_eagerly(name):
 WRAPPERS = {
     "upcast": mpx.upcast,
     "scaled": lambda tx: mpx.loss_scaling(mpx.master_weights(tx)),
-    **{name: wrap for name, wrap in sweep.WRITE_BACKS.items()},
+    **sweep.WRITE_BACKS,
 }
 
 

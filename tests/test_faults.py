@@ -1,4 +1,4 @@
-"""Infinities and NaN, injected wherever they can arise, on the real path from loss to parameters (invariant 4)."""
+"""Inject infinities and NaN wherever they can arise on the real path from loss to parameters (invariant 4)."""
 
 import functools
 import itertools
@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpx
-from tests.helpers import QUICKLY, assert_same_bits, eight_cpu_devices
+from tests.helpers import QUICKLY, assert_same_bits, cases, eight_cpu_devices
 
 pytestmark = pytest.mark.optax_promotion
 
@@ -23,7 +23,7 @@ RULE = optax.chain(optax.clip_by_global_norm(1.0), optax.add_noise(1e-3, 0.5, ke
 
 
 def few_bits():
-    """8-bit moments, rounded stochastically, and an average of the masters."""
+    """Return an optimizer with 8-bit moments, rounded stochastically, and an average of the masters."""
     formats = {"mu|nu": mpx.Blockwise8bit(16)}
     key = jax.random.key(1)
     stored = mpx.low_precision_state(optax.adamw(SCHEDULE), formats, min_size=1, rounding="stochastic", key=key)
@@ -41,11 +41,11 @@ OPTIMIZERS = {
 }
 
 
-# --- A training of four steps of two microbatches each, one of which may be bad. ---
+# --- A training run of four steps of two microbatches each, one of which may be bad. ---
 
 
 class Fault(NamedTuple):
-    """What is wrong in a step. An input of the compiled program, so that one program serves all faults."""
+    """A fault of a step. It is an input of the compiled program, so that one program serves all faults."""
 
     leaf: Any  # the number of a gradient, or one of the two below
     element: Any = 0
@@ -69,7 +69,7 @@ def params():
 
 
 def batches():
-    """For each step and each microbatch of it eight examples."""
+    """Return eight examples for each microbatch of each step."""
     rng = np.random.default_rng(1)
     normal = lambda width: jnp.asarray(rng.normal(size=(STEPS, MICROBATCHES, 8, width)), jnp.float16)
     return normal(3), normal(2)
@@ -82,7 +82,7 @@ def loss_of(params, batch, factor):
 
 
 def poisoned(grads, fault):
-    """Gradients with the fault in them, if it is one of a gradient."""
+    """Return the gradients with the fault in them, if it is one of a gradient."""
     leaves, treedef = jax.tree.flatten(grads)
     for i, g in enumerate(leaves):
         here = (fault.leaf == i) & (np.arange(g.size).reshape(g.shape) == fault.element)
@@ -91,7 +91,7 @@ def poisoned(grads, fault):
 
 
 def training_step(tx, carry, batch, fault):
-    """One step on the mean of two microbatches; the fault is in one of them."""
+    """Take one step on the mean of two microbatches; the fault is in one of them."""
     params, state = carry
     loss_and_grads = mpx.value_and_grad(mpx.autocast(loss_of, "f16"), mpx.get_loss_scale(state))
 
@@ -107,10 +107,10 @@ def training_step(tx, carry, batch, fault):
 
 @functools.cache
 def trained(optimizer):
-    """The faults of all trainings, and parameters and states before and after each step.
+    """Return the faults of all training runs, and parameters and states before and after each step.
 
-    Each training has one fault, at its first, third or last step, and three good steps on the same three batches. In
-    the one at the end of the list the last step has no fault. They run side by side in one program.
+    Each run has one fault, at its first, third or last step, and three good steps on the same three batches. In the
+    run at the end of the list the last step has no fault. They go side by side in one program.
     """
     tx, start = OPTIMIZERS[optimizer](), params()
     sizes = [leaf.size for leaf in jax.tree.leaves(start)]
@@ -139,7 +139,8 @@ def trained(optimizer):
     return faults, jax.device_get(run(which_batch, stacked))
 
 
-every_optimizer = pytest.mark.parametrize("optimizer", OPTIMIZERS, scope="module")  # in turn, for what they share
+# In turn, for the program that the tests of one share.
+every_optimizer = pytest.mark.parametrize("optimizer", cases(OPTIMIZERS, {"recipe", "few bits"}), scope="module")
 
 
 def at_step(history, training, step):
@@ -147,7 +148,7 @@ def at_step(history, training, step):
 
 
 def before_and_after_the_faults(optimizer):
-    """Parameters and states before and after each bad step, with a leading axis for the fault."""
+    """Return parameters and states before and after each bad step, with a leading axis for the fault."""
     faults, history = trained(optimizer)
     number, at = np.arange(len(faults) - 1), np.array([at for at, _ in faults[:-1]])
     return tuple(jax.tree.map(lambda x, step=step: x[number, step], history) for step in (at, at + 1))
@@ -155,7 +156,7 @@ def before_and_after_the_faults(optimizer):
 
 @every_optimizer
 def test_a_step_with_a_fault_in_any_place_changes_nothing_but_the_scale_and_the_notes(optimizer):
-    """Every element of every gradient, and the loss, of each microbatch, infinite or NaN, at three of four steps."""
+    """Try each element of each gradient, and the loss, of each microbatch, infinite or NaN, at three of four steps."""
     (before, old), (after, new) = before_and_after_the_faults(optimizer)
     assert_same_bits(after, before)
     assert_same_bits(new.inner_state, old.inner_state)
@@ -167,7 +168,7 @@ def test_a_step_with_a_fault_in_any_place_changes_nothing_but_the_scale_and_the_
 
 @every_optimizer
 def test_the_good_steps_are_those_of_a_training_without_the_bad_one(optimizer):
-    """Three good steps with a bad one before, among or after them: the same bits, under another scale."""
+    """Compare three good steps with a bad one before, among or after them: the same bits, under another scale."""
     faults, history = trained(optimizer)
     params, state = at_step(history, -1, STEPS - 1)
     skipped = slice(0, len(faults) - 1)
@@ -214,7 +215,7 @@ def device_rule(**options):
 
 
 def test_a_fault_in_one_shard_of_a_global_array_is_skipped_on_all_devices():
-    """Each of the 64 numbers of a gradient that is spread over eight devices, infinite or NaN."""
+    """Try each of the 64 numbers of a gradient that is spread over eight devices, infinite or NaN."""
     tx, mesh = device_rule(), eight_cpu_devices()
     start = sharded_params()
     shardings = {"kernel": NamedSharding(mesh, P("data")), "bias": NamedSharding(mesh, P())}
@@ -238,7 +239,7 @@ def test_a_fault_in_one_shard_of_a_global_array_is_skipped_on_all_devices():
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_fault_on_one_device_inside_shard_map_is_skipped_and_noted_on_all_of_them(check_vma):
-    """At the first, a middle or the last step of a scan on every device, in either gradient."""
+    """Try the first, a middle and the last step of a scan on every device, in either gradient."""
     tx, mesh = device_rule(axis_name="data"), eight_cpu_devices()
     start = sharded_params()
 
@@ -273,7 +274,7 @@ def test_a_fault_on_one_device_inside_shard_map_is_skipped_and_noted_on_all_of_t
 
 
 def test_without_an_axis_name_the_other_devices_step_on():
-    """The negative control."""
+    """Leave the name out, the negative control."""
     tx, mesh = device_rule(), eight_cpu_devices()
 
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
@@ -315,7 +316,7 @@ def numbers_of(state):
 
 
 def random_settings(seed):
-    """A loss scale, and the settings of its model."""
+    """Return a loss scale, and the settings of its model."""
     rng = np.random.default_rng(seed)
     if seed % 8 == 0:
         return mpx.NoOpLossScale(), (None, 2.0, 1.0, 1.0, 1)
@@ -332,9 +333,9 @@ def random_settings(seed):
 PATTERNS, LENGTH = 625, 50
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", cases(range(16), range(5)))
 def test_random_patterns_of_faults_give_the_numbers_of_the_model(seed):
-    """16 settings, 625 patterns each, of 1% to 99% bad steps: the scale, four counters and the note at every step."""
+    """Try 16 settings, 625 patterns each, of 1% to 99% bad steps: the scale, counters and the note at every step."""
     loss_scale, options = random_settings(seed)
     rng = np.random.default_rng(100 + seed)
     finite = rng.random((PATTERNS, LENGTH, 2)) > np.linspace(0.005, 0.9, PATTERNS)[:, None, None]
