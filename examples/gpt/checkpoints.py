@@ -80,8 +80,7 @@ class Checkpoints:
     def save(self, step: int, state: Any, description: Mapping[str, Any]) -> None:
         """Save a tree of arrays and a description for JSON; the arrays may be donated as soon as this returns.
 
-        Raises:
-            SaveError: if it cannot be saved, or the one before it could not be, which was written in the background.
+        A failure raises a `SaveError` here or, if it happens in the background, at the next call.
         """
         if step == self.newest:
             return
@@ -97,14 +96,10 @@ class Checkpoints:
         return self._content()["run"]
 
     def restore(self, shapes: Any, shardings: Any) -> Any:
-        """Return the arrays of the newest checkpoint, to the bit, on the devices of this run.
-
-        Args:
-            shapes: the tree, with a shape and dtype for each array.
-            shardings: the sharding of each; the checkpoint may come from another number of devices.
+        """Return the arrays of the newest checkpoint, to the bit, with the shardings of this run.
 
         Raises:
-            CheckpointError: if there is no checkpoint, or it has other arrays.
+            CheckpointError: if there is no checkpoint, or it has arrays of other shapes or dtypes.
         """
         # Orbax would convert another dtype silently, and not name an array of another shape.
         differences = _differences(_types(shapes), self._content()["arrays"])
@@ -189,15 +184,7 @@ def resume(
 ) -> tuple[Any, optax.OptState, int, int]:
     """Return parameters, optimizer state, steps done and the loader's position from the newest checkpoint.
 
-    Args:
-        checkpoints: those of the run.
-        shapes: shapes of parameters and optimizer state.
-        shardings: their shardings.
-        identity: settings that the checkpoint must share.
-        console: prints a note if the parameters were changed from outside; their masters then follow them.
-
-    Raises:
-        CheckpointError: if there is no checkpoint, or it is that of another run.
+    The checkpoint must have the same `identity`. If its parameters were changed from outside, the masters follow them.
     """
     saved = checkpoints.description()
     differences = [

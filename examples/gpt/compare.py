@@ -164,7 +164,11 @@ def train_all(
 
 # --- The command line. ---
 def chosen_recipes(names: list[str]) -> list[Recipe]:
-    """Return the recipes of a repeated or comma-separated option, in the order of the table."""
+    """Return the recipes of a repeated or comma-separated option, in the order of the table.
+
+    The default leaves out `tf32` where there is no such format: it would be `f32` again.
+    """
+    names = names or [name for name in ALL_NAMES if name != "tf32" or jax.default_backend() != "cpu"]
     wanted = [name.strip() for item in names for name in item.split(",") if name.strip()]
     if not wanted:
         raise ValueError(f"--recipes: no recipe is named; there are {', '.join(ALL_NAMES)}.")
@@ -173,11 +177,6 @@ def chosen_recipes(names: list[str]) -> list[Recipe]:
     except ValueError as error:
         raise ValueError(f"--recipes: {error}") from error
     return [recipe for recipe in RECIPES if recipe in chosen]
-
-
-def default_names() -> list[str]:
-    """Return all recipes, without `tf32` where there is no such format: it would be `f32` again."""
-    return [name for name in ALL_NAMES if name != "tf32" or jax.default_backend() != "cpu"]
 
 
 def check(settings: Settings) -> None:
@@ -218,7 +217,7 @@ def main(
     settings = Settings(steps, seeds, recipe_seeds, width, depth, learning_rate)
     try:
         check(settings)
-        chosen = chosen_recipes(recipes or default_names())
+        chosen = chosen_recipes(recipes or [])
         output.require_folder(out)
         read = text_of.read_text(text)
         training_text, held_out = text_of.split(np.frombuffer(read.content, np.uint8), CONTEXT)

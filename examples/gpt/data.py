@@ -48,24 +48,11 @@ def prepare(
     overwrite: bool = False,
     on_read: Callable[[int], None] = lambda count: None,
 ) -> Index:
-    """Make the shards and the index of a folder.
+    """Make the shards and the index of a folder, by default of the bytes of Python's standard library.
 
     The index is written last, and an old one is removed first: after an interruption there is none, and the next call
-    replaces what is there.
-
-    Args:
-        folder: where to write; made if it does not exist.
-        texts: files and folders, or nothing for Python's standard library.
-        tokenizer: None for bytes.
-        shard_tokens: a new shard begins after so many tokens, more than `context`.
-        validation: the part of documents or blocks that is held out, rounded to 1/2, 1/3, 1/4 and so on.
-        context: the longest sequence that will be asked for; each part must hold one.
-        overwrite: whether existing shards may be replaced.
-        on_read: called with every number of bytes that has been read.
-
-    Raises:
-        TextError: if a text cannot be read, or is too short to be split.
-        ShardError: if the folder has an index and may not be overwritten, or cannot be written.
+    replaces what is there. A new shard begins after `shard_tokens` tokens. The part that is held out is rounded to 1/2,
+    1/3, 1/4 and so on. Each part must hold a sequence of `context` tokens.
     """
     if shard_tokens <= context:
         raise ValueError(

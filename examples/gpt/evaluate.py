@@ -40,11 +40,7 @@ VocabularyOption = Annotated[Path | None, typer.Option(help="Folder with GPT-2's
 
 
 def restored(folder: Path, loss_chunks: int = 1) -> tuple[Program, Any, dict[str, Any]]:
-    """Return the program, the parameters and the description of the newest checkpoint of a run, on one device.
-
-    Raises:
-        CheckpointError: if there is none, or it has other arrays than it should.
-    """
+    """Return the program, the parameters and the description of the newest checkpoint of a run, on one device."""
     if not (folder / "checkpoints").is_dir():
         raise CheckpointError(f"{folder} is no folder of a run: there is no folder of checkpoints in it.")
     with Checkpoints(folder / "checkpoints") as checkpoints:
@@ -62,11 +58,7 @@ def restored(folder: Path, loss_chunks: int = 1) -> tuple[Program, Any, dict[str
 
 
 def shards_of(folder: Path, described: dict[str, Any]) -> Path:
-    """Return the folder of the shards of a run, from the description of its checkpoint.
-
-    Raises:
-        ShardError: if they are not there any more.
-    """
+    """Return the folder of the shards of a run, from the description of its checkpoint."""
     for found in (Path(described["data"]), folder / "tokens"):
         if (found / shards.INDEX_NAME).exists():
             return found

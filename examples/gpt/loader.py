@@ -60,20 +60,10 @@ class Rows:
 
 
 class Loader:
-    """Yields one process's part of every batch, without end, and the position after the batch.
+    """An iterator over one process's part of every batch, without end, with the position after the batch.
 
-    A batch takes its last rows from the next epoch where one ends.
-
-    Args:
-        rows: the rows to train on.
-        batch_size: rows of a whole batch, over all processes.
-        seed: decides the order.
-        position: rows read before, from an earlier loader with the same rows and seed.
-        process_index: number of this process ...
-        process_count: ... of so many.
-
-    Raises:
-        ValueError: if a number is out of its range, or the processes cannot share a batch evenly.
+    A batch has `batch_size` rows over all processes, and takes its last rows from the next epoch where one ends. The
+    `position` comes from an earlier loader with the same rows and seed.
     """
 
     def __init__(

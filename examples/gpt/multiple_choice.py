@@ -34,26 +34,16 @@ class Item:
 
 @dataclasses.dataclass(frozen=True)
 class Accuracy:
-    """The share of questions answered right.
+    """The share of questions answered right."""
 
-    Attributes:
-        acc: by the lowest total loss of the ending.
-        acc_norm: by the lowest mean loss a token of the ending.
-        items: number of questions.
-    """
-
-    acc: float
-    acc_norm: float
+    acc: float  # by the lowest total loss of the ending
+    acc_norm: float  # by the lowest mean loss a token of the ending
     items: int
 
 
 # --- The file. ---
 def read_items(path: Path) -> list[Item]:
-    """Read a JSONL file: "ctx", "endings" and "label", and any other keys, on each line that is not empty.
-
-    Raises:
-        MultipleChoiceError: if the file cannot be read, has no questions, or a line is not of this form.
-    """
+    """Read a JSONL file: "ctx", "endings" and "label", and any other keys, on each line that is not empty."""
     items = []
     try:
         # Not `splitlines`, which also cuts at characters that may stand unescaped in a string of JSON.
@@ -122,9 +112,6 @@ def accuracy(
 
     `losses_of` goes from int32 tokens (batch_size, context + 1) to the loss of each prediction (batch_size, context).
     Every call has the same shape, so that it compiles once. A context that is too long loses its start.
-
-    Raises:
-        MultipleChoiceError: if an ending does not fit into the window, or a loss that counts is not finite.
     """
     # All rows are made before the first loss, so that a wrong item is found before the model runs for minutes.
     rows = [row for index, item in enumerate(items) for row in _rows(index, item, encode, context)]

@@ -15,11 +15,7 @@ from matplotlib.figure import Figure
 
 
 def require_folder(folder: Path) -> None:
-    """Make the folder for the results before time is spent on them.
-
-    Raises:
-        ValueError: if it cannot be made or written to.
-    """
+    """Make the folder for the results, and raise if it cannot be written to, before time is spent on them."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):  # permissions alone do not tell

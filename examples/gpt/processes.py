@@ -27,9 +27,6 @@ def join(coordinator_address: str | None, num_processes: int | None, process_id:
 
     Without arguments JAX looks for a cluster (Slurm, Open MPI, Kubernetes, Cloud TPU). If it finds none, this process
     is alone.
-
-    Raises:
-        ValueError: if only some arguments are given and JAX finds no cluster that has the others.
     """
     arguments = (coordinator_address, num_processes, process_id)
     is_asked = any(argument is not None for argument in arguments) or "JAX_COORDINATOR_ADDRESS" in os.environ

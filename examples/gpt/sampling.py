@@ -36,10 +36,6 @@ def generate(
     `top_k` most likely ones. At temperature 0 the most likely token is taken, of equal ones the lowest. A token whose
     logit is -inf, as padding of the vocabulary has it, is never drawn. When the window is full, the oldest token leaves
     it. Draw n depends on `key` and n alone, so a longer continuation begins with the shorter one.
-
-    Raises:
-        ValueError: if the prompt has no tokens or wrong ones, the temperature or `top_k` is out of its range, or the
-            largest logit is not finite.
     """
     prompt = np.asarray(prompt)
     if prompt.ndim != 1 or prompt.size == 0 or not np.issubdtype(prompt.dtype, np.integer):

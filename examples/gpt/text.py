@@ -50,16 +50,10 @@ def read_text(path: Path | None) -> Text:
 
 
 def documents(path: Path | None, on_read: Callable[[int], None] = lambda count: None) -> Iterator[bytes]:
-    """Yield text files one by one, in the order of their sorted paths; a long file becomes several documents.
+    """Yield the text files of a path one by one, in sorted order; a long file becomes several documents.
 
-    Files with a zero byte are not text and are left out.
-
-    Args:
-        path: a file, a folder, or None for the source code of Python's standard library.
-        on_read: called with every number of bytes that has been read, also of files that are left out.
-
-    Raises:
-        TextError: if the path does not exist, cannot be read, or holds no text.
+    None stands for the source code of Python's standard library. Files with a zero byte are not text and are left out.
+    `on_read` is called with every number of bytes that has been read.
     """
     found = False
     try:
@@ -118,11 +112,7 @@ def _without_text(path: Path | None) -> TextError:
 def split(
     tokens: np.ndarray, context: int, *, held_out_every: int = HELD_OUT_EVERY, unit: str = "bytes"
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Split a text into training and validation: one of `held_out_every` blocks is held out, `HELD_OUT_BLOCKS` in all.
-
-    Raises:
-        TextError: if a block would be shorter than a sequence of `context` tokens and its last target.
-    """
+    """Split a text in two: of every `held_out_every` blocks one is held out, and of these `HELD_OUT_BLOCKS` exist."""
     count = HELD_OUT_BLOCKS * held_out_every
     minimum = count * (context + 1)
     if len(tokens) < minimum:

@@ -87,15 +87,9 @@ Tokenizer = ByteTokenizer | BytePairTokenizer
 
 
 def get_tokenizer(name: str, vocabulary_files: Path | None = None) -> Tokenizer:
-    """Return the tokenizer of a name.
+    """Return the tokenizer "bytes", or "gpt2", which needs tiktoken and a folder with `vocab.bpe` and `encoder.json`.
 
-    Args:
-        name: "bytes", or "gpt2", which needs the package tiktoken.
-        vocabulary_files: folder with GPT-2's `vocab.bpe` and `encoder.json`. Without it tiktoken looks into its own
-            cache and then asks the network.
-
-    Raises:
-        ValueError: if the name is unknown, tiktoken is missing, or the vocabulary is missing or not GPT-2's.
+    Without the folder tiktoken looks into its own cache and then asks the network.
     """
     if name not in NAMES:
         raise ValueError(f"no tokenizer is called {name!r}; there are {', '.join(NAMES)}.")

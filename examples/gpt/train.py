@@ -77,11 +77,7 @@ def train(run: Run, console: Console) -> int:
 
 
 def start(run: Run, checkpoints: Checkpoints, console: Console) -> tuple[Any, Any, int, int]:
-    """Return parameters, optimizer state, steps done and the loader's position: new ones, or those of a checkpoint.
-
-    Raises:
-        CheckpointError: if there is a checkpoint and the run does not resume it, or it is that of another run.
-    """
+    """Return parameters, optimizer state, steps done and the loader's position: new ones, or those of a checkpoint."""
     if run.settings.resume:
         return resume(checkpoints, run.shapes, run.shardings, run.identity, console)
     if checkpoints.newest is not None:
