@@ -27,13 +27,15 @@ UNROLLED = dataclasses.replace(CONFIG, depth=2, layers="unrolled")
 # Three steps have no warm-up: the first one has the peak of the learning rate.
 HYPERPARAMETERS = Hyperparameters(steps=3, learning_rate=1e-3)
 QUICK = {"xla_backend_optimization_level": 0}  # such a program compiles in half the time
-NAMES = [recipe.name for recipe in RECIPES]
+# One recipe of each kind by default, since each takes seconds to compile; all of them with `-m "slow or not slow"`.
+FAMILIES = ("f32", "bf16-naive", "bf16-cast", "bf16-split-8bit", "f16-scaled")
+NAMES = [pytest.param(r.name, marks=() if r.name in FAMILIES else pytest.mark.slow) for r in RECIPES]
 POISON = 19  # a token whose loss is infinite, where a test says so
 
 
 @functools.cache
 def compiled(name, config=CONFIG, loss_chunks=2):
-    """The program of a recipe, compiled for each shape once in this file."""
+    """Return the program of a recipe, compiled for each shape once in this file."""
     program = make_program(get_recipe(name), config, HYPERPARAMETERS, loss_chunks=loss_chunks)
     parts = ("init", "train_step", "token_losses", "evaluate", "logits")
     return dataclasses.replace(
@@ -47,14 +49,14 @@ def started(name, config=CONFIG):
 
 
 def batch(seed=0, *, microbatches=1):
-    """The same eight sequences, in so many microbatches; none of them has the last token."""
+    """Return the same eight sequences, in so many microbatches; none of them has the last token."""
     tokens = np.random.default_rng(seed).integers(0, POISON, (8, CONFIG.context + 1)).astype(np.uint16)
     return tokens.reshape(microbatches, -1, CONFIG.context + 1)
 
 
 @functools.cache
 def trained(name):
-    """Three steps: of each the types of what it returns, its metrics, and how many programs there are behind it."""
+    """Take three steps; return for each the types of its results, its metrics, and the number of compiled programs."""
     program, state = compiled(name), started(name)
     types, metrics, programs = [types_of(state)], [], []
     for seed in range(3):
@@ -66,7 +68,7 @@ def trained(name):
 
 
 def distance(actual, expected):
-    """Of two arrays, as a part of the size of the second one."""
+    """Return the distance of two arrays as a part of the size of the second one."""
     return np.linalg.norm(np.float64(actual) - np.float64(expected)) / np.linalg.norm(np.float64(expected))
 
 
@@ -75,7 +77,7 @@ def by_path(tree):
 
 
 def is_key_bias(path):
-    """Its gradient is zero but for rounding: a number added to all keys changes no weight of attention."""
+    """Return True for a bias whose gradient is zero but for rounding: added to all keys, it changes no attention."""
     return "query_key_value" in path and "bias" in path
 
 
@@ -253,7 +255,7 @@ def test_every_recipe_starts_from_the_same_weights(name):
 
 
 def products(recipe):
-    """Dtypes and precisions of all matrix products of a training step."""
+    """Return dtypes and precisions of all matrix products of a training step."""
     program = make_program(recipe, CONFIG, HYPERPARAMETERS, loss_chunks=2)
     jaxpr = jax.make_jaxpr(program.train_step)(*jax.eval_shape(program.init, 0), batch(microbatches=2)).jaxpr
     return set(dots_in(jaxpr))
