@@ -1,5 +1,7 @@
 """Give test files what several of them need: comparison of bits and types, slow cases, counts of examples."""
 
+import contextlib
+
 import chex
 import hypothesis
 import jax
@@ -55,6 +57,17 @@ def unfused(batched_products=False):
         return {"xla_disable_hlo_passes": "fusion"}
     passes = "fusion" if batched_products else "fusion,fusion-wrapper"
     return {"xla_disable_hlo_passes": passes, "xla_backend_optimization_level": 0}
+
+
+def on_an_absent_gpu():
+    """Return a context in which kernels are lowered for a GPU that is not here.
+
+    Pallas of JAX 0.12 must know which GPU; that of JAX 0.10 does not ask, and has no words to say it.
+    """
+    if not hasattr(jax.sharding, "AbstractDevice"):
+        return contextlib.nullcontext()
+    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
 
 
 def eight_cpu_devices():

@@ -18,7 +18,7 @@ from hypothesis.extra import numpy as hnp
 
 from mpx._stored import blockwise
 from mpx._stored.blockwise import Blockwise8bit, BlockwiseArray, decode, encode, scale_shape
-from tests.helpers import assert_same_bits, eight_cpu_devices
+from tests.helpers import assert_same_bits, eight_cpu_devices, on_an_absent_gpu
 
 SMALLEST_NORMAL = np.float32(2.0**-126)
 LARGEST = np.finfo(np.float32).max
@@ -478,7 +478,8 @@ def test_the_kernel_gives_the_bits_of_the_two_passes(signed, blocks, block_size)
 @pytest.mark.parametrize(("blocks", "block_size"), [(64, 256), (3, 16)])
 def test_the_kernel_lowers_for_cuda_on_a_machine_without_a_gpu(signed, blocks, block_size):
     kernel, x = jax.jit(blockwise._encode_in_one_pass, static_argnums=1), jnp.ones((blocks, block_size), jnp.float32)
-    lowered = kernel.trace(x, signed).lower(lowering_platforms=("cuda",))
+    with on_an_absent_gpu():
+        lowered = kernel.trace(x, signed).lower(lowering_platforms=("cuda",))
     assert re.findall(r"custom_call @(\S*triton)\(", lowered.as_text())
     assert not re.search("triton", two_passes.lower(x, signed).as_text())  # control
 
@@ -544,8 +545,9 @@ def test_encode_works_on_a_cpu_in_a_process_whose_gpu_has_the_kernel(monkeypatch
 def test_encode_takes_the_kernel_for_whole_blocks_to_the_nearest_code(monkeypatch, size, key, kernels):
     monkeypatch.setattr(blockwise, "_has_kernel", lambda block_size, signed: True)
     key = key if key is None else jax.random.key(key)
-    traced = jax.jit(lambda x: encode(x, 256, True, key)).trace(jnp.ones(size, jnp.float32))
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    with on_an_absent_gpu():
+        traced = jax.jit(lambda x: encode(x, 256, True, key)).trace(jnp.ones(size, jnp.float32))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert len(re.findall(r"custom_call @\S*triton\(", text)) == kernels
 
 
