@@ -1,4 +1,4 @@
-"""The codec of eight bits a number: all 256 codes, the turns between them, scales, blocks, what cannot be held.
+"""Check `Blockwise8bit`: all 256 codes, the turns between them, scales, blocks, what cannot be held, the kernel.
 
 The oracle is the dynamic map of Dettmers et al. 2021 (arXiv 2110.02861), built here from its definition in fractions;
 nearest members and neighbours are looked up in it in float64.
@@ -40,7 +40,7 @@ interpreted = functools.partial(blockwise._encode_in_one_pass, interpret=True)
 
 @functools.cache
 def members(signed):
-    """The map by definition, float64, ascending: 254 middles of intervals (signed, half of them negative), 0 and 1."""
+    """Return the map by definition, ascending: 254 middles of intervals (signed, half of them negative), 0 and 1."""
     positive = []
     for i in range(7):
         w = 2**i if signed else 2 ** (i + 1)
@@ -50,33 +50,33 @@ def members(signed):
 
 @functools.cache
 def by_code(signed):
-    """The members in the order of their codes: zero, upward to 1, then (signed) the negatives, downward."""
+    """Return the members in the order of their codes: zero, upward to 1, then (signed) the negatives, downward."""
     m = members(signed)
     return np.concatenate([m[m >= 0], m[m < 0][::-1]])
 
 
 def nearest(v, signed):
-    """Index of the member nearest to `v` (float64), which for a positive number under the unsigned map is not 0."""
+    """Return the index of the member nearest to `v` (float64); unsigned, that of a positive number is not 0."""
     m = members(signed)
     index = np.searchsorted((m[1:] + m[:-1]) / 2, v)
     return index if signed else np.where(v > 0, np.maximum(index, 1), index)
 
 
 def assert_nearest(codes, v, signed):
-    """Either neighbour within a millionth of the point between them, the nearest one elsewhere."""
+    """Accept either neighbour within a millionth of the point between them, and only the nearest one elsewhere."""
     chosen, best = by_code(signed)[codes], members(signed)[nearest(v, signed)]
     off = chosen != best
     assert (np.abs(v[off] - (chosen + best)[off] / 2) <= 1e-6 * np.abs(v[off])).all(), (v[off], chosen[off], best[off])
 
 
 def quotients(x, scale, block_size):
-    """`x / scale` in float64, flat; 0 in a block of scale 0."""
+    """Return `x / scale` in float64, flat; 0 in a block of scale 0."""
     per_number = np.repeat(np.asarray(scale, np.float64), block_size)[: x.size]
     return np.divide(x.reshape(-1).astype(np.float64), per_number, out=np.zeros(x.size), where=per_number != 0)
 
 
 def numbers(seed, blocks, block_size, signed):
-    """float32, flat: nine decades within a block, forty between blocks."""
+    """Return float32 numbers, flat: nine decades within a block, forty between blocks."""
     rng = np.random.default_rng(seed)
     x = 10 ** rng.uniform(-9, 0, (blocks, block_size)) * 10 ** rng.uniform(-20, 20, (blocks, 1))
     x = x * rng.choice([-1, 1], x.shape) if signed else x
@@ -84,7 +84,7 @@ def numbers(seed, blocks, block_size, signed):
 
 
 def decoded_map(signed, scale=1):
-    """What the codes 0 to 255 decode to."""
+    """Return what the codes 0 to 255 decode to."""
     return jit_decode(BlockwiseArray(jnp.arange(256, dtype=jnp.uint8), jnp.float32([scale])), 256, signed)
 
 
@@ -94,7 +94,7 @@ def round_trip(x, block_size, signed, seed=None):
 
 
 def with_one_in_front(v, block_size=16):
-    """Numbers from -1 to 1 as blocks whose scale is exactly 1."""
+    """Return numbers from -1 to 1 as blocks whose scale is exactly 1."""
     per_block = block_size - 1
     padded = np.pad(np.asarray(v, np.float32), (0, -len(v) % per_block)).reshape(-1, per_block)
     return np.pad(padded, ((0, 0), (1, 0)), constant_values=1).reshape(-1)
@@ -102,7 +102,7 @@ def with_one_in_front(v, block_size=16):
 
 @st.composite
 def blocks_of_16(draw, signed):
-    """float32 `[3, 16]`, far enough above 2**-126 that every member of the map times the scale is normal, or 0."""
+    """Draw float32 `[3, 16]`, far enough above 2**-126 that every member of the map times the scale is normal, or 0."""
     elements = st.floats(-1.0 if signed else 0.0, 1.0, width=32, allow_subnormal=False)
     exponents = draw(hnp.arrays(np.int32, (3, 1), elements=st.integers(-90, 127)))
     x = np.ldexp(draw(hnp.arrays(np.float32, (3, 16), elements=elements)), exponents)
@@ -125,21 +125,18 @@ def test_all_256_codes_decode_to_the_members_of_dettmers_map_within_an_ulp(signe
     assert (np.abs(values.astype(np.float64) - expected) <= ulp).all()
 
 
-@pytest.mark.parametrize(("code", "signed", "exact"), [(0, True, 0), (128, True, 1), (0, False, 0), (255, False, 1)])
-def test_zero_and_one_are_exact(code, signed, exact):
-    assert_same_bits(decoded_map(signed)[code], jnp.float32(exact))
-
-
-@pytest.mark.parametrize(("code", "signed", "end"), [(1, True, 5.5e-7), (255, True, -0.9929688), (1, False, 3.25e-7)])
-def test_the_ends_of_the_map_are_those_published(code, signed, end):
-    np.testing.assert_allclose(decoded_map(signed)[code], np.float32(end), rtol=1e-7)
+def test_zero_and_one_are_exact_and_the_ends_of_the_map_are_those_published():
+    for code, signed, exact in [(0, True, 0), (128, True, 1), (0, False, 0), (255, False, 1)]:
+        assert_same_bits(decoded_map(signed)[code], jnp.float32(exact))
+    for code, signed, end in [(1, True, 5.5e-7), (255, True, -0.9929688), (1, False, 3.25e-7)]:
+        np.testing.assert_allclose(decoded_map(signed)[code], np.float32(end), rtol=1e-7)
 
 
 # --- the nearest code -----------------------------------------------------------------------------------------------
 
 
 @both_maps
-@pytest.mark.parametrize("block_size", [16, 256, 4096, 65536])
+@pytest.mark.parametrize("block_size", [16, 256, 65536])
 def test_encode_gives_the_nearest_member_over_nine_decades(signed, block_size):
     x = numbers(block_size, 2**17 // block_size, block_size, signed)
     codes, scale = jax.tree.map(np.asarray, jit_encode(x, block_size, signed))
@@ -150,7 +147,7 @@ def test_encode_gives_the_nearest_member_over_nine_decades(signed, block_size):
 
 @both_maps
 def test_encode_turns_to_the_next_member_half_way_between_every_two(signed):
-    """A few millionths beside each of the 255 midpoints; the unsigned turn between 0 and the first is at 0."""
+    """Look a few millionths beside each of the 255 midpoints; the unsigned turn between 0 and the first is at 0."""
     m = members(signed)
     low, high = m[:-1], m[1:]
     halfway = (low + high) / 2
@@ -198,18 +195,18 @@ def test_an_unsigned_positive_number_never_becomes_zero_and_a_signed_one_does():
 # --- storage --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(1,), (255,), (256,), (257,), (1000,), (7, 50), (0,)])
-def test_an_array_takes_a_byte_a_number_and_four_a_block(shape):
-    x = jnp.ones(shape, jnp.float32)
-    coded = jit_encode(x, 256, True)
-    assert coded.codes.shape == shape
-    assert (coded.codes.dtype, coded.scale.dtype) == (np.uint8, np.float32)
-    assert coded.codes.nbytes + coded.scale.nbytes == x.size + 4 * -(-x.size // 256)
-    assert_same_bits(jit_decode(coded, 256, True), x)
+def test_an_array_takes_a_byte_a_number_and_four_a_block():
+    for shape in [(1,), (256,), (257,), (7, 50), (0,)]:
+        x = jnp.ones(shape, jnp.float32)
+        coded = jit_encode(x, 256, True)
+        assert coded.codes.shape == shape
+        assert (coded.codes.dtype, coded.scale.dtype) == (np.uint8, np.float32)
+        assert coded.codes.nbytes + coded.scale.nbytes == x.size + 4 * -(-x.size // 256)
+        assert_same_bits(jit_decode(coded, 256, True), x)
 
 
 @both_maps
-@pytest.mark.parametrize("size", [1, 255, 257, 1000])
+@pytest.mark.parametrize("size", [255, 257, 1000])
 def test_a_ragged_last_block_is_coded_as_if_it_stood_alone(signed, size):
     x = numbers(3, 5, 256, signed)
     x = -x if signed else x
@@ -220,12 +217,6 @@ def test_a_ragged_last_block_is_coded_as_if_it_stood_alone(signed, size):
     assert_same_bits(last.codes, ragged.codes[size // 256 * 256 :])
     assert_same_bits(last.scale, ragged.scale[-1:])
     assert float(last.scale[0]) == max(x[size // 256 * 256 : size], key=abs)
-
-
-def test_the_blocks_follow_the_order_of_the_elements():
-    x = numbers(4, 2, 256, True)[:350]
-    flat, square = jit_encode(x, 64, True), jit_encode(x.reshape(7, 50), 64, True)
-    assert_same_bits(square, BlockwiseArray(flat.codes.reshape(7, 50), flat.scale))
 
 
 # --- scales ---------------------------------------------------------------------------------------------------------
@@ -280,17 +271,17 @@ def test_the_negative_of_a_block_decodes_to_the_negative(data):
 
 
 @both_maps
-@pytest.mark.parametrize("zero", [0.0, -0.0])
-def test_a_block_of_zeros_decodes_to_zeros(signed, zero):
-    x = np.full(32, zero, np.float32)
-    x[16:] = 1
+def test_a_block_of_zeros_decodes_to_zeros(signed):
+    x = np.ones(48, np.float32)
+    x[:16], x[16:32] = 0.0, -0.0
     np.testing.assert_array_equal(round_trip(x, 16, signed), x)
 
 
 @both_maps
-@pytest.mark.parametrize("largest", [2.0**-149, 2.0**-127, np.nextafter(SMALLEST_NORMAL, np.float32(0))])
-def test_a_block_whose_largest_magnitude_is_subnormal_becomes_zero(signed, largest):
-    magnitudes = np.float32([largest, 0, largest / 2, *[0] * 13])
+def test_a_block_whose_largest_magnitude_is_subnormal_becomes_zero(signed):
+    largest = np.float32([2.0**-149, 2.0**-127, np.nextafter(SMALLEST_NORMAL, np.float32(0))])
+    magnitudes = np.zeros((3, 16), np.float32)
+    magnitudes[:, 0], magnitudes[:, 2] = largest, largest / 2
     for x in [magnitudes, -magnitudes] if signed else [magnitudes]:
         coded = jit_encode(x, 16, signed)
         assert not np.asarray(coded.codes).any()
@@ -319,7 +310,7 @@ keys = pytest.mark.parametrize("seed", [None, 0], ids=["nearest", "stochastic"])
 
 
 def decoded_middle(x, signed, seed):
-    """What the second of three blocks of 16 becomes. The two others become what they do beside a block of ones."""
+    """Return what the second of three blocks becomes; check that the others become what they do beside ones."""
     beside_ones = np.concatenate([x[:16], np.ones(16, np.float32), x[32:]])
     decoded, expected = (round_trip(y, 16, signed, seed).reshape(3, 16) for y in (x, beside_ones))
     assert np.isfinite(decoded[::2]).all()
@@ -337,23 +328,22 @@ def test_a_nan_makes_its_block_nan_and_no_other(signed, seed, beside):
 
 
 @keys
-@pytest.mark.parametrize(
-    ("signed", "infinities"),
-    [(True, [INF]), (True, [-INF]), (True, [INF, -INF]), (True, [-INF, INF, -INF]), (False, [INF, INF])],
-)
-def test_infinities_stay_and_the_finite_numbers_of_their_block_become_nan(signed, infinities, seed):
-    x = numbers(6, 3, 16, signed)
-    x[17], x[18], x[19 : 19 + len(infinities)] = LARGEST, 0, infinities
-    expected = np.where(np.isinf(x), x, np.float32(np.nan))[16:32]
-    np.testing.assert_array_equal(decoded_middle(x, signed, seed), expected)
+def test_infinities_stay_and_the_finite_numbers_of_their_block_become_nan(seed):
+    for signed, infinities in [
+        (True, [INF]), (True, [-INF]), (True, [INF, -INF]), (True, [-INF, INF, -INF]), (False, [INF, INF]),
+    ]:  # fmt: skip
+        x = numbers(6, 3, 16, signed)
+        x[17], x[18], x[19 : 19 + len(infinities)] = LARGEST, 0, infinities
+        expected = np.where(np.isinf(x), x, np.float32(np.nan))[16:32]
+        np.testing.assert_array_equal(decoded_middle(x, signed, seed), expected)
 
 
 @keys
-@pytest.mark.parametrize("negative", [-1.0, -1e-30, -(2.0**-126), -np.inf])
-def test_a_negative_number_makes_its_block_nan_under_the_unsigned_map(negative, seed):
-    x = numbers(7, 3, 16, False)
-    x[20] = negative
-    assert np.isnan(decoded_middle(x, False, seed)).all()
+def test_a_negative_number_makes_its_block_nan_under_the_unsigned_map(seed):
+    for negative in [-1.0, -1e-30, -(2.0**-126), -np.inf]:
+        x = numbers(7, 3, 16, False)
+        x[20] = negative
+        assert np.isnan(decoded_middle(x, False, seed)).all()
 
 
 def test_negative_zero_is_a_zero_under_the_unsigned_map():
@@ -366,7 +356,7 @@ def test_negative_zero_is_a_zero_under_the_unsigned_map():
 
 
 def at_noise(noise, x, block_size, signed):
-    """What `encode` gives when all random bits are these."""
+    """Return what `encode` gives when all random bits are these."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax.random, "bits", lambda key, shape, dtype: jnp.full(shape, noise, dtype))
         return encode(jnp.asarray(x), block_size, signed, jax.random.key(0))
@@ -381,7 +371,7 @@ def test_at_random_the_mean_over_many_keys_is_the_number(signed):
     n, v = 3000, np.random.default_rng(8).uniform(-7 if signed else -6, -0.01, 240)
     x = with_one_in_front(10**v * np.where(np.arange(240) % 2, -1, 1) if signed else 10**v).astype(np.float32)
     keys = jax.random.split(jax.random.key(9), n)
-    decoded = jax.jit(lambda x: jax.lax.map(lambda k: decode(encode(x, 16, signed, k), 16, signed), keys))(x)
+    decoded = jax.jit(jax.vmap(lambda k: decode(encode(x, 16, signed, k), 16, signed)))(keys)
     mean, m = np.asarray(decoded, np.float64).mean(0), members(signed)
 
     inner = np.abs(x) < m[-2]
@@ -401,7 +391,7 @@ def test_at_random_the_mean_over_many_keys_is_the_number(signed):
 @both_maps
 @pytest.mark.parametrize("seed", range(3))
 def test_at_random_every_number_becomes_one_of_its_two_neighbours(signed, seed):
-    """The neighbours of `v (1 ± 1e-6)`, for roundings. Both are chosen; beyond the most negative member it is that."""
+    """Look for neighbours of `v (1 ± 1e-6)`, for roundings. Both are chosen; beyond the most negative member, that."""
     x = numbers(10 + seed, 256, 256, signed)
     codes, scale = jit_encode(x, 256, signed, jax.random.key(seed))
     v, m = quotients(x, scale, 256), members(signed)
@@ -464,19 +454,24 @@ def test_at_random_an_unsigned_positive_number_never_becomes_zero(noise):
 # --- the kernel -----------------------------------------------------------------------------------------------------
 
 
-@both_maps
-@pytest.mark.parametrize(("blocks", "block_size"), [(64, 64), (3, 256), (1, 4096)])
-def test_the_kernel_gives_the_bits_of_the_two_passes(signed, blocks, block_size):
+@pytest.mark.parametrize(
+    ("blocks", "block_size", "signed"),
+    [
+        (64, 64, True),
+        (3, 256, False),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(64, 64, False), (3, 256, True), (1, 4096, True)]),
+    ],
+)
+def test_the_kernel_gives_the_bits_of_the_two_passes(blocks, block_size, signed):
     random = numbers(14, blocks, block_size, signed).reshape(blocks, block_size)
     kernel = jax.jit(interpreted, static_argnums=1)
     for x in [blockwise._probe(block_size, signed)[:blocks], random]:
         assert_same_bits(kernel(x, signed), two_passes(x, signed))
 
 
-@both_maps
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend")
-@pytest.mark.parametrize(("blocks", "block_size"), [(64, 256), (3, 16)])
-def test_the_kernel_lowers_for_cuda_on_a_machine_without_a_gpu(signed, blocks, block_size):
+@pytest.mark.parametrize(("blocks", "block_size", "signed"), [(64, 256, True), (3, 16, False)])
+def test_the_kernel_lowers_for_cuda_on_a_machine_without_a_gpu(blocks, block_size, signed):
     kernel, x = jax.jit(blockwise._encode_in_one_pass, static_argnums=1), jnp.ones((blocks, block_size), jnp.float32)
     with on_an_absent_gpu():
         lowered = kernel.trace(x, signed).lower(lowering_platforms=("cuda",))
@@ -485,7 +480,7 @@ def test_the_kernel_lowers_for_cuda_on_a_machine_without_a_gpu(signed, blocks, b
 
 
 def on_one_gpu(monkeypatch, kernel):
-    """Makes the process look like one with a GPU. Returns the look-up without its cache."""
+    """Make the process look like one with a GPU, and return the look-up without its cache."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     monkeypatch.setattr(blockwise, "_encode_in_one_pass", kernel)
@@ -502,7 +497,7 @@ def test_there_is_no_kernel_on_a_cpu_nor_with_several_gpus(monkeypatch):
 @both_maps
 @eager_and_jit
 def test_a_kernel_that_gives_the_bits_of_xla_is_taken(monkeypatch, signed, wrap):
-    """Whether the look-up is made eagerly or while a function is traced."""
+    """Make the look-up eagerly, and while a function is traced."""
     has_kernel, found = on_one_gpu(monkeypatch, interpreted), []
     wrap(lambda x: found.append(has_kernel(64, signed)) or x)(jnp.ones(3))
     assert found == [True]
@@ -510,7 +505,7 @@ def test_a_kernel_that_gives_the_bits_of_xla_is_taken(monkeypatch, signed, wrap)
 
 @pytest.mark.parametrize("wrong", ["codes", "scale"])
 def test_a_kernel_that_gives_other_bits_is_not_taken(monkeypatch, wrong):
-    """One code of one number, or the last bit of one scale."""
+    """Change one code of one number, or the last bit of one scale."""
 
     def kernel(x, signed):
         codes, scale = interpreted(x, signed)
@@ -530,9 +525,8 @@ def test_a_kernel_that_raises_is_not_taken_and_a_warning_says_why(monkeypatch):
         assert not has_kernel(64, True)
 
 
-@both_maps
-@pytest.mark.parametrize("size", [1024, 1000])
-def test_encode_works_on_a_cpu_in_a_process_whose_gpu_has_the_kernel(monkeypatch, signed, size):
+@pytest.mark.parametrize(("size", "signed"), [(1024, True), (1024, False), (1000, True)])
+def test_encode_works_on_a_cpu_in_a_process_whose_gpu_has_the_kernel(monkeypatch, size, signed):
     x = jnp.asarray(numbers(15, 4, 256, signed)[:size])
     expected = jit_encode(x, 256, signed)
     monkeypatch.setattr(blockwise, "_has_kernel", lambda block_size, signed: True)
@@ -554,15 +548,12 @@ def test_encode_takes_the_kernel_for_whole_blocks_to_the_nearest_code(monkeypatc
 # --- the format -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [0, 8, 100, 2**17, -256, True, 256.0, "256", None])
-def test_blockwise8bit_refuses_other_block_sizes(size):
-    message = f"`Blockwise8bit`: `block_size` must be a power of two from 16 to 65,536, but got {size!r}."
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        Blockwise8bit(block_size=size)
-
-
-def test_blockwise8bit_takes_powers_of_two_from_16_to_65536():
+def test_blockwise8bit_takes_powers_of_two_from_16_to_65536_and_refuses_other_block_sizes():
     assert [Blockwise8bit(2**i).block_size for i in range(4, 17)] == [2**i for i in range(4, 17)]
+    for size in [0, 8, 100, 2**17, -256, True, 256.0, "256", None]:
+        message = f"`Blockwise8bit`: `block_size` must be a power of two from 16 to 65,536, but got {size!r}."
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            Blockwise8bit(block_size=size)
 
 
 def test_blockwise8bit_is_frozen_and_equal_and_hashed_by_value():
@@ -573,22 +564,19 @@ def test_blockwise8bit_is_frozen_and_equal_and_hashed_by_value():
         Blockwise8bit().block_size = 64
 
 
-@pytest.mark.parametrize(
-    ("shape", "scales"),
-    [
-        ((3, 512), (3, 2)),
-        ((2, 3, 256), (2, 3, 1)),
-        ((512,), (2,)),
-        ((3, 100), (2,)),
-        ((256, 3), (3,)),
-        ((0, 256), (0,)),
-    ],
-)
-def test_scales_lie_beside_their_blocks_where_rows_are_whole_blocks(shape, scales):
-    """In the same order either way: blocks of the flattened array."""
-    x = jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
-    coded, flat = jit_encode(x, 256, True), jit_encode(x.reshape(-1), 256, True)
-    assert coded.scale.shape == scales == scale_shape(shape, 256)
+SCALES = {(3, 512): (3, 2), (2, 3, 256): (2, 3, 1), (512,): (2,), (3, 100): (2,), (256, 3): (3,), (0, 256): (0,)}
+
+
+def test_scales_lie_beside_their_blocks_where_rows_are_whole_blocks():
+    for shape, scales in SCALES.items():
+        coded = jax.eval_shape(lambda x: encode(x, 256, True), jax.ShapeDtypeStruct(shape, jnp.float32))
+        assert coded.scale.shape == scales == scale_shape(shape, 256)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 256), (3, 100)])
+def test_blocks_follow_the_order_of_the_elements_whatever_the_shape(shape):
+    x = numbers(4, 6, 256, True)[: np.prod(shape)]
+    flat, coded = jit_encode(x, 256, True), jit_encode(x.reshape(shape), 256, True)
     assert_same_bits(coded.scale.reshape(-1), flat.scale)
     assert_same_bits(coded.codes.reshape(-1), flat.codes)
 
@@ -603,7 +591,7 @@ def test_a_kernel_is_not_taken_inside_shard_map(monkeypatch):
     assert_same_bits(tuple(jax.jit(split)(x)), tuple(jit_encode(x, 256, True)))
 
 
-@pytest.mark.parametrize("signed", [0, 1, "yes"])
-def test_a_sign_that_is_no_boolean_is_refused(signed):
-    with pytest.raises(TypeError, match="`signed` must be True, False or None"):
-        Blockwise8bit(signed=signed)
+def test_a_sign_that_is_no_boolean_is_refused():
+    for signed in (0, 1, "yes"):
+        with pytest.raises(TypeError, match="`signed` must be True, False or None"):
+            Blockwise8bit(signed=signed)
