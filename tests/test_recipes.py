@@ -1,3 +1,5 @@
+"""Check `mixed_precision` and `any_precision_adamw` against the wrappers and the published algorithm."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -5,7 +7,7 @@ import optax
 import pytest
 
 import mpx
-from tests.helpers import assert_same_bits
+from tests.helpers import assert_same_bits, unfused
 
 pytestmark = pytest.mark.optax_promotion
 
@@ -13,7 +15,7 @@ RULE = optax.adamw(1e-2)
 
 
 def state_types(policy, params_dtype, **options):
-    """The names of the wrappers' states, outermost first."""
+    """Return the names of the wrappers' states, outermost first."""
     state = mpx.mixed_precision(RULE, policy, **options).init({"w": jnp.ones(3, params_dtype)})
     names = []
     while hasattr(state, "inner_state"):
@@ -56,9 +58,8 @@ def test_gradients_of_float16_parameters_underflow_without_the_scale_that_they_g
 
 def test_parameters_that_nobody_has_cast_are_refused():
     tx = mpx.mixed_precision(RULE, "params=bf16,compute=bf16,output=f32")
-    with pytest.raises(
-        ValueError, match=r"all of those given are float32 or wider\. Cast them first: `params = policy"
-    ):
+    message = r"all of those given are float32 or wider\. Cast them first: `params = policy"
+    with pytest.raises(ValueError, match=message):
         tx.init({"w": jnp.ones(3)})
     tx.init({})
     keeps_all = mpx.get_policy("bf16", overrides=(("w", jnp.float32),))
@@ -82,32 +83,19 @@ def test_the_storage_of_masters_can_be_chosen():
 @pytest.mark.parametrize(
     ("policy", "options", "message"),
     [
-        (
-            "f32",
-            {"storage": "split"},
-            "`storage` was given, but the policy 'p=full,c=full,o=full' stores no parameters",
-        ),
+        ("f32", {"storage": "split"}, "`storage` was given, .* 'p=full,c=full,o=full' stores no parameters"),
         ("bf16", {"loss_scale": mpx.StaticLossScale(2.0)}, "`loss_scale` was given, .* has no float16 in it"),
         ("bf16", {"axis_name": "data"}, "`axis_name` was given, .* has no float16 in it"),
+        ("params=bf61", {}, "Unknown dtype 'bf61'"),
     ],
 )
-def test_an_option_that_would_do_nothing_is_refused(policy, options, message):
+def test_an_option_that_would_do_nothing_and_an_unknown_policy_are_refused(policy, options, message):
     with pytest.raises(ValueError, match=message):
         mpx.mixed_precision(RULE, policy, **options)
 
 
-def test_a_policy_that_cannot_be_read_is_refused():
-    with pytest.raises(ValueError, match="Unknown dtype 'bf61'"):
-        mpx.mixed_precision(RULE, "params=bf61")
-
-
-def test_what_is_no_policy_is_refused():
-    with pytest.raises(TypeError, match="`policy` must be a Policy or the string of one, but got int"):
-        mpx.mixed_precision(RULE, 16)
-
-
 def kahan_adamw_in_numpy(grads, p, steps, rate=1e-2, b1=0.9, b2=0.999, eps=1e-8, decay=0.1):
-    """The published algorithm: bfloat16 parameters, moments and compensation, everything between them in float64.
+    """Follow the published algorithm: bfloat16 parameters, moments and compensation, everything between in float64.
 
     The decay is subtracted with the update, where torchdistx multiplies the bfloat16 parameter by `1 - rate * decay`.
     """
@@ -128,15 +116,14 @@ def kahan_adamw_in_numpy(grads, p, steps, rate=1e-2, b1=0.9, b2=0.999, eps=1e-8,
 
 def any_precision_training(grads, p, **options):
     tx = mpx.any_precision_adamw(1e-2, weight_decay=0.1, **options)
-    state = tx.init(p)
+    state, update = tx.init(p), jax.jit(tx.update, compiler_options=unfused())
     for g in grads:
-        updates, state = tx.update(g, state, p)
+        updates, state = update(g, state, p)
         p = optax.apply_updates(p, updates)
     return p, state
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("rate", [1e-2, optax.linear_schedule(1e-2, 0.0, 10)])
+@pytest.mark.parametrize(("rate", "dtype"), [(1e-2, jnp.float32), (optax.linear_schedule(1e-2, 0.0, 10), jnp.bfloat16)])
 def test_any_precision_adamw_with_float32_everywhere_is_adamw_to_the_bit(rate, dtype):
     ours = mpx.any_precision_adamw(rate, 0.8, 0.99, 1e-6, 0.1, variance_dtype=jnp.float32)
     theirs = mpx.upcast(optax.adamw(rate, 0.8, 0.99, 1e-6, weight_decay=0.1))
@@ -146,7 +133,7 @@ def test_any_precision_adamw_with_float32_everywhere_is_adamw_to_the_bit(rate, d
     for tx in (ours, theirs):
         p = jnp.linspace(-1, 1, 100, dtype=jnp.float32).astype(dtype)
         state = tx.init(p)
-        for i in range(5):
+        for i in range(3):
             updates, state = tx.update(jnp.sin(jnp.arange(100.0, dtype=jnp.float32) + i), state, p)
             p = optax.apply_updates(p, updates)
         trained.append((updates, p))
@@ -229,18 +216,18 @@ def test_any_precision_adamw_knows_its_moments_whatever_parameters_are_called():
 
 
 def test_any_precision_adamw_can_round_its_moments_stochastically():
-    """0.999**2000 = 0.135: the variance falls, which rounded to nearest it never does."""
-    ones = jnp.ones(8192, jnp.float32)
+    """0.999**700 = 0.496: the variance falls, which rounded to nearest it never does."""
+    ones = jnp.ones(4096, jnp.float32)
 
     def left(**options):
         tx = mpx.any_precision_adamw(**options)
         _, state = tx.update(ones, tx.init(ones), ones)
-        step = lambda _, state: tx.update(jnp.zeros(8192, jnp.float32), state, ones)[1]
-        state = jax.jit(lambda s: jax.lax.fori_loop(0, 2000, step, s))(state)
+        step = lambda _, state: tx.update(jnp.zeros(4096, jnp.float32), state, ones)[1]
+        state = jax.jit(lambda s: jax.lax.fori_loop(0, 700, step, s))(state)
         return float(optax.tree.get(state, "nu").astype(jnp.float32).mean() / 1e-3)
 
     np.testing.assert_allclose(left(), 1, rtol=4e-3)
-    np.testing.assert_allclose(left(rounding="stochastic", key=jax.random.key(0)), 0.999**2000, rtol=0.01)
+    np.testing.assert_allclose(left(rounding="stochastic", key=jax.random.key(0)), 0.999**700, rtol=0.01)
 
 
 def test_hyperparameters_of_any_precision_adamw_can_be_injected():

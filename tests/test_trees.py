@@ -1,4 +1,4 @@
-"""Which leaves are floating, paths, and casts of whole trees: what changes, what is kept, in how many programs."""
+"""Check which leaves are floating, paths, and casts of whole trees: what changes, what stays, how often XLA runs."""
 
 import collections
 from typing import NamedTuple
@@ -56,14 +56,9 @@ NOT_FLOATING = {
 }
 
 
-@pytest.mark.parametrize("name", FLOATING)
-def test_real_floating_arrays_of_16_bits_and_more_are_floating(name):
-    assert _trees.is_floating(FLOATING[name])
-
-
-@pytest.mark.parametrize("name", NOT_FLOATING)
-def test_nothing_else_is_floating(name):
-    assert not _trees.is_floating(NOT_FLOATING[name])
+def test_real_floating_arrays_of_16_bits_and_more_are_floating_and_nothing_else_is():
+    for name, leaf in (FLOATING | NOT_FLOATING).items():
+        assert _trees.is_floating(leaf) == (name in FLOATING), name
 
 
 def test_tracers_are_floating_by_their_dtype():
@@ -163,21 +158,19 @@ def test_arrays_are_shown_by_dtype_and_shape_and_other_leaves_by_type():
 # --- what a cast changes and what it keeps --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
-@pytest.mark.parametrize("source", [BF16, F16, F32], ids=str)
-def test_a_cast_is_the_arrays_own_conversion_and_keeps_the_shape(source, dtype):
+def test_a_cast_is_the_arrays_own_conversion_and_keeps_the_shape():
     """Rounded to nearest even as ml_dtypes and NumPy do; infinities and signs of zeros stay."""
-    values = np.array([[1.0, -0.0, np.inf, 1 / 3], [-2.5, 6e-8, 65504.0, 1 + 2.0**-9]], np.float32).astype(source)
-    cast = mpx.cast({"w": jnp.asarray(values)}, dtype)
-    assert_same_bits(cast, {"w": jnp.asarray(values.astype(dtype))})
+    numbers = np.array([[1.0, -0.0, np.inf, 1 / 3], [-2.5, 6e-8, 65504.0, 1 + 2.0**-9]], np.float32)
+    tree = {str(source): numbers.astype(source) for source in (BF16, F16, F32)}
+    for dtype in (BF16, F16, F32):
+        cast = mpx.cast(jax.tree.map(jnp.asarray, tree), dtype)
+        assert_same_bits(cast, {name: jnp.asarray(values.astype(dtype)) for name, values in tree.items()})
 
 
-@pytest.mark.parametrize("name", NOT_FLOATING)
-def test_leaves_that_are_not_floating_come_back_as_the_same_object(name):
-    leaf = NOT_FLOATING[name]
-    cast = mpx.cast({"leaf": leaf, "w": jnp.ones(2)}, BF16)
-    assert cast["leaf"] is leaf
-    assert cast["w"].dtype == BF16
+def test_leaves_that_are_not_floating_come_back_as_the_same_object():
+    cast = mpx.cast(NOT_FLOATING | {"w": jnp.ones(2)}, BF16)
+    assert cast.pop("w").dtype == BF16
+    assert all(cast[name] is leaf for name, leaf in NOT_FLOATING.items())
 
 
 def test_none_and_empty_containers_keep_their_places():
@@ -185,25 +178,17 @@ def test_none_and_empty_containers_keep_their_places():
     cast = mpx.cast(tree, BF16)
     assert jax.tree.structure(cast) == jax.tree.structure(tree)
     assert cast["a"] is None
+    for bare in (None, (), {}, [], 3):
+        assert mpx.cast(bare, BF16) == bare
 
 
-@pytest.mark.parametrize("tree", [None, (), {}, [], 3], ids=repr)
-def test_a_tree_without_arrays_is_returned_equal(tree):
-    assert mpx.cast(tree, BF16) == tree
-
-
-@pytest.mark.parametrize("name", FLOATING)
-def test_a_leaf_of_the_right_dtype_comes_back_as_the_same_object(name):
-    leaf = FLOATING[name]
-    assert mpx.cast([leaf, np.ones(3, F16), np.ones(3, F32)], leaf.dtype)[0] is leaf
-
-
-def test_a_bare_array_is_a_tree():
-    assert_same_bits(mpx.cast(jnp.ones(2), BF16), jnp.ones(2, BF16))
+def test_a_leaf_of_the_right_dtype_comes_back_as_the_same_object():
+    for name, leaf in FLOATING.items():
+        assert mpx.cast([leaf, np.ones(3, F16), np.ones(3, F32)], leaf.dtype)[0] is leaf, name
 
 
 def test_entries_that_are_one_array_stay_one_array():
-    """Tied embeddings, and the same for NumPy arrays, shapes and tracers."""
+    """Tie embeddings: arrays, NumPy arrays, shapes and tracers. Equal arrays that are two objects stay two."""
     for leaf in (jnp.ones((2, 2)), np.ones((2, 2), np.float32), jax.ShapeDtypeStruct((2, 2), F32)):
         cast = mpx.cast({"embed": leaf, "other": jnp.ones(1), "head": leaf}, BF16)
         assert cast["embed"] is cast["head"]
@@ -212,11 +197,7 @@ def test_entries_that_are_one_array_stay_one_array():
     tied = []
     jax.jit(lambda x: tied.append(len({id(leaf) for leaf in mpx.cast([x, x], BF16)})))(jnp.ones(2))
     assert tied == [1]
-
-
-def test_equal_arrays_that_are_two_objects_stay_two():
-    cast = mpx.cast([jnp.ones(2), jnp.ones(2)], BF16)
-    assert cast[0] is not cast[1]
+    assert len({id(leaf) for leaf in mpx.cast([jnp.ones(2), jnp.ones(2)], BF16)}) == 2
 
 
 def test_one_array_that_two_overrides_send_to_two_dtypes_becomes_two():
@@ -290,22 +271,16 @@ def test_an_nnx_module_and_its_state_are_cast_but_for_their_keys_and_counters():
     assert model.layers[0].kernel.dtype == F32  # the module itself is left alone
 
 
-def test_linen_parameters_are_cast():
+def test_trees_of_linen_equinox_and_optax_are_cast():
     variables = nn.Dense(3).init(jax.random.key(0), jnp.ones((1, 2), F32))
-    cast = mpx.cast(variables, BF16)
-    assert jax.tree.map(lambda x: x.dtype, cast) == {"params": {"kernel": BF16, "bias": BF16}}
-    assert_same_bits(cast, jax.tree.map(lambda x: x.astype(BF16), variables))
+    assert_same_bits(mpx.cast(variables, BF16), jax.tree.map(lambda x: x.astype(BF16), variables))
 
-
-def test_an_equinox_module_is_cast_and_keeps_its_functions():
     model = eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0))
     cast = mpx.cast(model, BF16)
     assert isinstance(cast, eqx.nn.MLP)
     assert cast.activation is model.activation
     assert {leaf.dtype for leaf in jax.tree.leaves(eqx.filter(cast, eqx.is_array))} == {BF16}
 
-
-def test_an_optimizer_state_is_cast_but_for_its_counts():
     state = optax.adam(1e-3).init({"w": jnp.ones(2)})
     cast = mpx.cast(state, BF16)
     assert jax.tree.structure(cast) == jax.tree.structure(state)
@@ -318,7 +293,7 @@ def test_an_optimizer_state_is_cast_but_for_its_counts():
 
 @pytest.fixture
 def compiled_calls(monkeypatch):
-    """How many arrays each compiled call casts, in order."""
+    """Return a list that gets the number of arrays of each compiled call."""
     calls, original = [], _trees._converter
 
     def counting(*arguments):
@@ -335,33 +310,26 @@ def compiled_calls(monkeypatch):
 
 
 def test_a_concrete_tree_is_cast_in_one_compiled_call(compiled_calls):
-    tree = {f"layer{i}": {"w": jnp.ones((i + 1, 2)), "h": jnp.ones(2, F16), "n": jnp.arange(3)} for i in range(20)}
-    mpx.cast(tree, BF16)
-    assert compiled_calls == [40]
-
-
-def test_one_compiled_call_serves_several_target_dtypes(compiled_calls):
-    policy = mpx.get_policy("bf16", overrides=(("norm", "float16"),))
-    policy.cast_to_param({"norm": jnp.ones(3), "dense": jnp.ones((3, 3))})
-    assert compiled_calls == [2]
-
-
-def test_a_tied_array_is_cast_once(compiled_calls):
+    """A call with its number of arrays: also to several dtypes, and a tied array once; none where nothing changes."""
     w = jnp.ones(4)
-    mpx.cast({"embed": w, "head": w}, BF16)
-    assert compiled_calls == [1]
-
-
-def test_nothing_is_compiled_when_nothing_changes(compiled_calls):
-    mpx.cast({"w": jnp.ones(2, BF16), "n": jnp.arange(2)}, BF16)
-    mpx.cast({"w": np.ones(2, np.float32)}, BF16)
-    mpx.cast(jax.ShapeDtypeStruct((2,), F32), BF16)
-    assert compiled_calls == []
+    policy = mpx.get_policy("bf16", overrides=(("norm", "float16"),))
+    layers = {f"layer{i}": {"w": jnp.ones((i + 1, 2)), "h": jnp.ones(2, F16), "n": jnp.arange(3)} for i in range(5)}
+    for tree, expected in [
+        (layers, [10]),
+        ({"norm": jnp.ones(3), "dense": jnp.ones((3, 3))}, [2]),
+        ({"embed": w, "head": w}, [1]),
+        ({"w": jnp.ones(2, BF16), "n": jnp.arange(2)}, []),
+        ({"w": np.ones(2, np.float32)}, []),
+        (jax.ShapeDtypeStruct((2,), F32), []),
+    ]:
+        compiled_calls.clear()
+        policy.cast_to_param(tree)
+        assert compiled_calls == expected
 
 
 @pytest.fixture
 def compilations():
-    """One entry for each program that XLA compiles."""
+    """Return a list that gets an entry for each program that XLA compiles."""
     compiled = []
 
     def listen(event, *_, **__):
@@ -453,7 +421,7 @@ def test_arrays_keep_their_kind_of_memory():
     assert {leaf.dtype for leaf in cast.values()} == {BF16}
 
 
-def test_a_cast_does_not_donate_its_input():
+def test_a_cast_of_a_bare_array_does_not_donate_it():
     w = jnp.ones(4)
-    mpx.cast(w, BF16)
+    assert_same_bits(mpx.cast(w, BF16), jnp.ones(4, BF16))
     assert_same_bits(w, jnp.ones(4))
