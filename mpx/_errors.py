@@ -1,4 +1,4 @@
-"""The errors of mpx: what every wrapper checks of what it is given, and how offending leaves are listed."""
+"""Check what every wrapper is given, and list offending leaves in errors."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,11 +24,11 @@ def leaves_error(
     """Return an error that lists every offending leaf by its path, and says what to do.
 
     Args:
-        kind: of the error.
-        what: is wrong, without the colon.
+        kind: the type of the error.
+        what: what is wrong, without the colon.
         leaves: what is wrong with each leaf, by its path.
         remedy: what to do.
-        tree: in which the leaves stand, to name them as `path_string` does.
+        tree: the tree in which the leaves stand, to name them as `path_string` does.
         prefix: the name of the tree, such as `grads`.
     """
     name = lambda path: repr(_trees.path_string(path, tree))

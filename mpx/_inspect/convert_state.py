@@ -23,7 +23,7 @@ from mpx import _errors, _trees
 from mpx._inspect.masters import master_params
 from mpx._policy import Policy, as_policy
 from mpx._stored.format import StateFormat
-from mpx._stored.leaves import StateLeaf, leaves_of
+from mpx._stored.leaves import StateLeaf, leaves_of, weights_kept
 from mpx._stored.roles import KEPT_OF_WEIGHTS, Role
 from mpx._stored.weights import cast_nearest, store_weight
 from mpx._transforms.float32_world import stable_state
@@ -58,7 +58,7 @@ def convert_state(
     new lies where its parameter does (under `zero1`: `jax.device_put(new_opt_state, zero1_shardings(...))`). Arrays
     that need no change are those that were given, so donate the old ones or the new ones, not both.
 
-    (Of `flax.nnx`: pass `nnx.as_pure(nnx.state(model, nnx.Param))` and `nnx.as_pure(optimizer.opt_state)`.)
+    From `flax.nnx` pass `nnx.as_pure(nnx.state(model, nnx.Param))` and `nnx.as_pure(optimizer.opt_state)`.
 
     Args:
         params: the parameters, any pytree.
@@ -114,12 +114,8 @@ def convert_state(
 _OF_WRAPPERS: tuple[Role, ...] = (*KEPT_OF_WEIGHTS, "scales", "loss scale", "key", "count", "measure")
 
 
-def _is_of_the_rule(leaf: StateLeaf) -> bool:
-    return not (leaf.declared and leaf.role in _OF_WRAPPERS)
-
-
 def _of_the_rule(leaves: list[StateLeaf]) -> list[StateLeaf]:
-    return [leaf for leaf in leaves if _is_of_the_rule(leaf)]
+    return [leaf for leaf in leaves if not (leaf.declared and leaf.role in _OF_WRAPPERS)]
 
 
 # The weights.
@@ -139,7 +135,7 @@ def _moved_weights(
 ) -> dict[_trees.Path, _Weight]:
     """Return the floating parameters as the new recipe has them."""
     best, wanted = _trees.leaves_by_path(master_params(params, opt_state)), _trees.leaves_by_path(wanted)
-    before, after = ({leaf.below: leaf for leaf in leaves if leaf.role in KEPT_OF_WEIGHTS} for leaves in (old, new))
+    before, after = weights_kept(old), weights_kept(new)
     _require_fit(best, after)
     return {
         path: _moved_weight(p, best[path], wanted[path].dtype, before.get(path), after.get(path))
@@ -235,10 +231,10 @@ def _first_loss_scale(tx: optax.GradientTransformation, params: Any, leaves: lis
 
 
 def _carried(old: list[StateLeaf], new: list[StateLeaf], is_scaled_alike: bool) -> dict[_trees.Path, Any]:
-    """Return loss scales with their counters, and keys: what both states have, in its order.
+    """Return the loss scales with their counters, and the keys, that both states have, in their order.
 
-    Of a loss scale of other settings only the count of skipped steps is carried over: a static one would never leave a
-    scale that it was given, and a dynamic one would take long to come back from that of no scaling.
+    A loss scale of other settings gives only its count of skipped steps: a static one would never leave a scale that it
+    was given, and a dynamic one would take long to come back from that of no scaling.
     """
     carries: tuple[Role, ...] = ("key", "count", "loss scale") if is_scaled_alike else ("key", "count")
     others: dict[tuple[str, ...], list[Any]] = defaultdict(list)
@@ -302,21 +298,18 @@ def _require_state_of(tx: optax.GradientTransformation, params: Any, opt_state: 
         for path, leaf in expected.items()
         if path in leaves and not _is_made_as(leaf, leaves[path])
     }
-    trees = "" if jax.tree.structure(opt_state) == jax.tree.structure(made) else _differing_trees(opt_state, made)
-    if wrong or trees:
+    tree, tree_made = jax.tree.structure(opt_state), jax.tree.structure(made)
+    if wrong or tree != tree_made:
+        trees = "" if wrong else f"  its tree is\n{tree}\n  not\n{tree_made}\n"
         raise _errors.leaves_error(
             ValueError,
             "`convert_state`: `opt_state` is not a state of `tx` for these parameters",
             wrong,
-            ("" if wrong else trees)
+            trees
             + "Pass the transformation that made it, and the parameters that it trains. If it was restored from a "
             "checkpoint without its types, restore it into `jax.eval_shape(tx.init, params)`; if it is that of a "
             "`flax.nnx.Optimizer`, pass `nnx.as_pure` of it and of the parameters.",
         )
-
-
-def _differing_trees(state: Any, made: Any) -> str:
-    return f"  its tree is\n{jax.tree.structure(state)}\n  not\n{jax.tree.structure(made)}\n"
 
 
 def _is_made_as(made: StateLeaf, leaf: Any) -> bool:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from mpx import _trees
-from mpx._stored.leaves import StateLeaf, weights_kept
+from mpx._stored.leaves import StateLeaf, leaves_of, weights_kept
 from mpx._stored.roles import fields_of, registered_types
 from mpx._stored.weights import belongs, kept_of_parameter, restore_weight
 from mpx._transforms.params_ema import ParamsEmaState
@@ -162,7 +162,7 @@ def resync(params: Any, opt_state: T) -> T:
 def _kept_by_path(params: Any, opt_state: Any, caller: str) -> dict[_trees.Path, StateLeaf]:
     """Return what a state keeps of each parameter; raise if it does not fit them."""
     require_types(opt_state, caller)
-    leaves, kept = _trees.leaves_by_path(params), weights_kept(opt_state)
+    leaves, kept = _trees.leaves_by_path(params), weights_kept(leaves_of(opt_state))
     for path, found in kept.items():
         p = leaves.get(path)
         if p is None or p.shape != found.leaf.shape:

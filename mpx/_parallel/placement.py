@@ -1,4 +1,4 @@
-"""Where arrays lie on a mesh: how a data-parallel axis shards them, and their shards inside `jax.shard_map`.
+"""Place arrays on a mesh: how a data-parallel axis shards them, and their shards inside `jax.shard_map`.
 
 An array is sharded along the first of its axes whose size on each device the number of devices divides. One without
 such an axis is replicated, and so are scalars.
@@ -121,7 +121,7 @@ def parameter_specs(params: Any, given: Any, mesh: Mesh | AbstractMesh, axis: st
                 f"`{caller}`: `param_specs` has {spec} for the parameter {_trees.path_string(path)!r}, but it may name "
                 f"axes of the mesh {mesh.axis_names} other than {axis!r}, over which parameters are equal."
             )
-    manual = jax.sharding.get_abstract_mesh().manual_axes  # shapes are those of parts along them
+    manual = jax.sharding.get_abstract_mesh().manual_axes  # shapes are those of shards along them
     return jax.tree.map(lambda spec: _without(spec, manual), specs, is_leaf=is_spec) if manual else specs
 
 

@@ -5,6 +5,7 @@ three.
 """
 
 import math
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import jax
@@ -58,7 +59,7 @@ def zero1(
     layer: XLA sees whole arrays. Gradients may have any sharding; those of `data_parallel(..., scatter=True)` are
     sharded already, by one reduce-scatter in float32.
 
-    Inside `jax.shard_map` over the axis each device gives its own gradients, for its part of the batch. They are
+    Inside `jax.shard_map` over the axis each device gives its own gradients, for its shard of the batch. They are
     averaged over the axis in float32, by a reduce-scatter. (Under `check_vma` differentiate with respect to
     `jax.lax.pcast(params, axis, to="varying")`: JAX adds up gradients of parameters that are equal everywhere by
     itself, in their dtype.) Rules inside must then treat each element by itself, as Adam, momentum and decay do, since
@@ -68,8 +69,8 @@ def zero1(
 
     Args:
         inner: any Optax transformation or chain, with the wrappers of mpx in it: this is the outermost.
-        mesh: of the devices.
-        axis: its axis along which parameters are equal and batches differ.
+        mesh: the devices.
+        axis: the axis of the mesh along which parameters are equal and batches differ.
         param_specs: how the parameters themselves are sharded over the other axes (tensor parallelism): a
             `jax.sharding.PartitionSpec` for all, or a tree of them, of which a prefix is enough. None: as their types
             say on a mesh of explicit axes, else not at all.
@@ -106,9 +107,9 @@ def zero1(
             return inner.init(jax.tree.map(lambda p, along: local_shard(p, along, axis), params, axes))
         _require_placed_as_said(params, specs)
         divided = zero1_shardings(params, jax.eval_shape(inner.init, params), mesh, axis, param_specs=specs)
-        of_parts = shardings_along(params, specs, mesh, axis)
+        sharded = shardings_along(params, specs, mesh, axis)
         # In one program, so that no device ever holds all of a state.
-        start = in_auto(lambda params: place(inner.init(place(params, of_parts)), divided), mesh, divided)
+        start = in_auto(lambda params: place(inner.init(place(params, sharded)), divided), mesh, divided)
         if not any(isinstance(p, Tracer) for p in jax.tree.leaves(params)):
             params = jax.device_put(params, shardings_of(params, specs, mesh))
         return jax.jit(start, keep_unused=True)(params)  # unused ones too tell on which devices it runs
@@ -119,20 +120,20 @@ def zero1(
         specs = parameter_specs(params, param_specs, mesh, axis, "zero1")
         if is_manual(axis):
             axes = shard_axes(params, specs, mesh, axis)
-            parts = jax.tree.map(lambda p, along: local_shard(p, along, axis), params, axes)
-            _require_parts(inner, state, params, parts, specs, mesh, axis)
+            shards = jax.tree.map(lambda p, along: local_shard(p, along, axis), params, axes)
+            _require_shards(inner, state, params, shards, specs, mesh, axis)
             _require_whole_blocks(state)
-            return _update_of_parts(inner, updates, state, params, parts, extra_args, axes, axis)
+            return _update_of_shards(inner, updates, state, params, shards, extra_args, axes, axis)
         divided = zero1_shardings(params, state, mesh, axis, param_specs=specs)
-        of_parts = shardings_along(params, specs, mesh, axis)
+        sharded = shardings_along(params, specs, mesh, axis)
         of_params = shardings_of(params, specs, mesh)
 
         def update(updates, state, params, extra_args):
             params = place(params, of_params)  # else XLA may divide what goes in, to be gathered for the next step
-            parts, grads = place(params, of_parts), place(updates, of_parts)
-            updates, state = inner.update(grads, place(state, divided), parts, **extra_args)
+            shards, grads = place(params, sharded), place(updates, sharded)
+            updates, state = inner.update(grads, place(state, divided), shards, **extra_args)
             # Placed twice: else XLA would be free to send what they are computed from.
-            sent = place(place(jax.tree.map(_to_send, parts, updates), of_parts), of_params)
+            sent = place(place(jax.tree.map(_to_send, shards, updates), sharded), of_params)
             return jax.tree.map(_from_sent, params, sent), place(state, divided)
 
         return in_auto(update, mesh, (of_params, divided))(updates, state, params, extra_args)
@@ -172,7 +173,7 @@ def zero1_shardings(
     """
     require_axis(mesh, axis, "zero1_shardings")
     specs = parameter_specs(params, param_specs, mesh, axis, "zero1_shardings")
-    own = _trees.leaves_by_path(jax.tree.map(lambda p, spec: (np.shape(p), spec), params, specs), _is_shape_and_spec)
+    own = {path: (np.shape(p), spec) for path, p, spec in _with_specs(params, specs)}
 
     def sharding_of(path, leaf):
         shape = np.shape(leaf)
@@ -189,28 +190,28 @@ def zero1_shardings(
 def _with_scales_beside_codes(opt_state: Any, shardings: T) -> T:
     """Shard the scales of leaves in few bits as their codes are, where rows consist of whole blocks."""
     by_path = _trees.leaves_by_path(shardings)
-    for leaf in coded_leaves(opt_state):
-        scales, of_codes = np.shape(leaf.coded.scales), by_path[leaf.path]  # type: ignore[union-attr]
+    for leaf, coded in coded_leaves(opt_state):
+        scales, of_codes = np.shape(coded.scales), by_path[leaf.path]
         if scales[:-1] == np.shape(leaf.leaf)[:-1] and _divides(of_codes, scales):
-            by_path[leaf.coded.scales_path] = of_codes  # type: ignore[union-attr]
+            by_path[coded.scales_path] = of_codes
     return jax.tree.map_with_path(lambda path, _: by_path[path], shardings)
 
 
 def _divides(sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
     """Return whether a sharding gives all devices equal shards of an array of some shape."""
-    parts = (math.prod(sharding.mesh.shape[name] for name in names_at(sharding.spec, i)) for i in range(len(shape)))
-    return all(size % count == 0 for size, count in zip(shape, parts, strict=True))
+    counts = (math.prod(sharding.mesh.shape[name] for name in names_at(sharding.spec, i)) for i in range(len(shape)))
+    return all(size % count == 0 for size, count in zip(shape, counts, strict=True))
 
 
-def _is_shape_and_spec(x: Any) -> bool:
-    return isinstance(x, tuple) and len(x) == 2 and is_spec(x[1])
+def _with_specs(params: Any, specs: Any) -> Iterator[tuple[_trees.Path, Any, PartitionSpec]]:
+    """Return the path, the parameter and its spec of each leaf."""
+    leaves = _trees.leaves_by_path(params)
+    return zip(leaves, leaves.values(), jax.tree.leaves(specs, is_leaf=is_spec), strict=True)
 
 
 def _require_placed_as_said(params: Any, specs: Any) -> None:
-    """Raise for concrete parameters of another sharding than the one that updates will be told of."""
-    for (path, p), spec in zip(
-        _trees.leaves_by_path(params).items(), jax.tree.leaves(specs, is_leaf=is_spec), strict=True
-    ):
+    """Raise if concrete parameters are sharded otherwise than their specs say."""
+    for path, p, spec in _with_specs(params, specs):
         if isinstance(p, Tracer) or not isinstance(p, jax.Array) or not isinstance(p.sharding, NamedSharding):
             continue
         if not NamedSharding(p.sharding.mesh, spec).is_equivalent_to(p.sharding, p.ndim):
@@ -244,37 +245,39 @@ def _from_sent(p: jax.Array, sent: jax.Array) -> jax.Array:
 # Inside `jax.shard_map`.
 
 
-def _update_of_parts(
+def _update_of_shards(
     inner: optax.GradientTransformationExtraArgs,
     updates: Any,
     state: Any,
     params: Any,
-    parts: Any,
+    shards: Any,
     extra_args: dict[str, Any],
     axes: Any,
     axis: str,
 ) -> tuple[Any, Any]:
     _require_own_gradients(updates, axis)
     grads = jax.tree.map(lambda g, along: reduce_scatter_mean(g, along, axis), updates, axes)
-    _require_elementwise(inner, grads, state, parts, extra_args, axis)
-    updates, new_state = inner.update(grads, state, parts, **extra_args)
+    _require_elementwise(inner, grads, state, shards, extra_args, axis)
+    updates, new_state = inner.update(grads, state, shards, **extra_args)
     _require_same_types(state, new_state)
 
     def gather(x, along):
         return x if along == REPLICATED else lax.all_gather(x, axis, axis=along, tiled=True, to="invarying")
 
-    sent = jax.tree.map(_to_send, parts, updates)
+    sent = jax.tree.map(_to_send, shards, updates)
     return jax.tree.map(_from_sent, params, jax.tree.map(gather, sent, axes)), new_state
 
 
-def _require_elementwise(inner: Any, grads: Any, state: Any, parts: Any, extra_args: dict[str, Any], axis: str) -> None:
+def _require_elementwise(
+    inner: Any, grads: Any, state: Any, shards: Any, extra_args: dict[str, Any], axis: str
+) -> None:
     """Raise if the rule has a result that depends on more than one element of an array."""
     arrays = {name: value for name, value in extra_args.items() if all(map(_trees.is_array, jax.tree.leaves(value)))}
     others = {name: value for name, value in extra_args.items() if name not in arrays}
-    update = lambda grads, state, parts, arrays: inner.update(grads, state, parts, **arrays, **others)
-    program = jax.make_jaxpr(update)(grads, state, parts, arrays)
-    inputs = [PART if np.ndim(leaf) else None for leaf in jax.tree.leaves((grads, state, parts))]
-    for name, value in arrays.items():  # of which nobody knows whether all devices have the same
+    update = lambda grads, state, shards, arrays: inner.update(grads, state, shards, **arrays, **others)
+    program = jax.make_jaxpr(update)(grads, state, shards, arrays)
+    inputs = [PART if np.ndim(leaf) else None for leaf in jax.tree.leaves((grads, state, shards))]
+    for name, value in arrays.items():  # nobody knows whether they are the same on all devices
         inputs += [f"the argument {name!r}"] * len(jax.tree.leaves(value))
     culprit = mixing_culprit(program, inputs, axis)
     if culprit is not None:
@@ -312,13 +315,13 @@ def _require_same_types(old: Any, new: Any) -> None:
             )
 
 
-def _require_parts(inner: Any, state: Any, params: Any, parts: Any, specs: Any, mesh: Mesh, axis: str) -> None:
+def _require_shards(inner: Any, state: Any, params: Any, shards: Any, specs: Any, mesh: Mesh, axis: str) -> None:
     """Raise unless a state consists of shards of the one for whole parameters, as `zero1_shardings` says."""
     whole = jax.eval_shape(inner.init, _trees.shapes_of(params))
     shardings = jax.tree.leaves(zero1_shardings(params, whole, mesh, axis, param_specs=specs))
-    got, own = _trees.leaves_by_path(state), _trees.leaves_by_path(jax.eval_shape(inner.init, _trees.shapes_of(parts)))
+    got, own = _trees.leaves_by_path(state), _trees.leaves_by_path(jax.eval_shape(inner.init, _trees.shapes_of(shards)))
     for (path, leaf), sharding in zip(_trees.leaves_by_path(whole).items(), shardings, strict=True):
-        wanted = f"{leaf.dtype}{list(_shape_of_part(leaf.shape, sharding.spec, mesh, axis))}"
+        wanted = f"{leaf.dtype}{list(_shape_of_shard(leaf.shape, sharding.spec, mesh, axis))}"
         where = f"`zero1`: inside `jax.shard_map` the state at {_trees.path_string(path)!r} should be {wanted} on each"
         if _trees.dtype_and_shape(own.get(path)) != wanted:
             raise ValueError(
@@ -334,16 +337,16 @@ def _require_parts(inner: Any, state: Any, params: Any, parts: Any, specs: Any, 
             )
 
 
-def _shape_of_part(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh, axis: str) -> tuple[int, ...]:
+def _shape_of_shard(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh, axis: str) -> tuple[int, ...]:
     """Return the shape of a shard of an array that is sharded over the other axes of the mesh already."""
-    parts = [mesh.shape[axis] if axis in names_at(spec, i) else 1 for i in range(len(shape))]
-    return tuple([size // count for size, count in zip(shape, parts, strict=True)])
+    counts = [mesh.shape[axis] if axis in names_at(spec, i) else 1 for i in range(len(shape))]
+    return tuple([size // count for size, count in zip(shape, counts, strict=True)])
 
 
 def _require_whole_blocks(state: Any) -> None:
     """Raise if blocks that share a scale may reach beyond a device's shard, whose codes would then be others."""
-    for leaf in coded_leaves(state):
-        codes, scales = leaf.leaf, leaf.coded.scales  # type: ignore[union-attr]
+    for leaf, coded in coded_leaves(state):
+        codes, scales = leaf.leaf, coded.scales
         if codes.ndim < 2 or scales.ndim != codes.ndim:
             raise ValueError(
                 "`zero1`: inside `jax.shard_map` states in 8 bits need rows that consist of whole blocks, but one "

@@ -1,4 +1,4 @@
-"""Which leaf of an optimizer's state is kept in which format: patterns, the choice that follows, what is refused."""
+"""Choose the format in which each leaf of an optimizer's state is kept: by patterns, and with what is refused."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -19,8 +19,8 @@ class Stored(NamedTuple):
     """How a leaf is kept.
 
     Attributes:
-        format: in which it is kept.
-        pattern: that says so.
+        format: the format in which it is kept.
+        pattern: the pattern that says so.
         scales: the name of its scales, if the format has any.
     """
 
@@ -36,8 +36,8 @@ def assign(state: Any, scales: Mapping[str, Any], patterns: Mapping[str, StateFo
     """Return how the leaves of a rule's state are kept that a pattern matches.
 
     Args:
-        state: of the rule, in float32 or as it is kept.
-        scales: of the leaves that are kept in few bits; empty for a state in float32.
+        state: the state of the rule, in float32 or as it is kept.
+        scales: the scales of the leaves that are kept in few bits; empty for a state in float32.
         patterns: the format for each pattern.
         min_size: leaves of fewer elements are kept in float32.
     """
@@ -167,8 +167,8 @@ def require_stored_as_assigned(
     """Raise if a state is kept in other formats than those of this transformation.
 
     Args:
-        state: of the rule, as it is kept.
-        scales: of its leaves that are kept in few bits.
+        state: the state of the rule, as it is kept.
+        scales: the scales of its leaves that are kept in few bits.
         assignment: how its leaves should be kept.
         as_made: returns the shapes of the rule's own state, to tell its own 16-bit leaves.
     """

@@ -142,7 +142,7 @@ def encode(x: jax.Array, block_size: int, signed: bool, key: jax.Array | None = 
         x: float32, of any shape.
         block_size: numbers that share a scale.
         signed: whether they may be negative.
-        key: a PRNG key, to choose between the two neighbours of a number at random such that the mean is the number,
+        key: a PRNG key, to choose between the two neighbours of a number at random, so that the mean is the number,
             instead of the nearest.
     """
     x = lax.stop_gradient(x)  # as of every rounding, the derivative is zero
@@ -171,7 +171,7 @@ def scale_shape(shape: tuple[int, ...], block_size: int) -> tuple[int, ...]:
 
 
 def _in_blocks(x: jax.Array, block_size: int) -> jax.Array:
-    """`[..., blocks, block_size]` if rows are whole blocks; else `[blocks, block_size]`, padded with zeros."""
+    """Return `[..., blocks, block_size]` if rows are whole blocks; else `[blocks, block_size]`, padded with zeros."""
     if x.ndim and x.shape[-1] % block_size == 0:
         return x.reshape(*x.shape[:-1], -1, block_size) if x.size else x.reshape(0, block_size)
     blocks = -(-x.size // block_size)
@@ -246,7 +246,7 @@ def _nearest(v: jax.Array, signed: bool) -> jax.Array:
 
 
 def _one_of_two(v: jax.Array, signed: bool, noise: jax.Array) -> jax.Array:
-    """Return `q` (int32) of the member of the map below or above `v`, at random, such that the mean is `v`.
+    """Return `q` (int32) of the member of the map below or above `v`, at random, so that the mean is `v`.
 
     Odds are multiples of 1 / 9,216, the nearest: coarse enough that a member of the map, which comes back from the
     division by its scale with an error in the last place, is found to be one.
@@ -321,7 +321,7 @@ def _map(signed: bool) -> _Map:
 
 
 def _encode_in_two_passes(x: jax.Array, signed: bool) -> tuple[jax.Array, jax.Array]:
-    """Codes and scales of blocks, by XLA."""
+    """Return codes and scales of blocks, by XLA."""
     scale = _scale(x, signed)
     return _codes(x, scale, signed, None), scale
 
@@ -377,7 +377,7 @@ def _has_kernel(block_size: int, signed: bool) -> bool:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             actual = run(_encode_in_one_pass)
-    except Exception as error:  # Pallas raises many types, and none of them is a reason to stop a training
+    except Exception as error:  # Pallas raises many types, and none of them is a reason to stop a training run
         warnings.warn(
             f"mpx: the Pallas kernel for 8-bit states does not run on this GPU; XLA does its work, in two passes. "
             f"{type(error).__name__}: {error}",

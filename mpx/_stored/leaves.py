@@ -1,13 +1,13 @@
-"""The leaves of an optimizer state, each with its role: one walk for all that looks into states."""
+"""Walk over an optimizer state: its leaves, each with its role, for all that looks into states."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
 
 from mpx import _trees
 from mpx._stored.format import StateFormat, format_of, position_of
-from mpx._stored.roles import Role, fields_of, role_of_field, role_of_key
+from mpx._stored.roles import KEPT_OF_WEIGHTS, Role, fields_of, role_of_field, role_of_key
 
 
 class Coded(NamedTuple):
@@ -51,14 +51,14 @@ def leaves_of(state: Any) -> list[StateLeaf]:
     return list(_walk(StateLeaf(state), {}))
 
 
-def weights_kept(state: Any) -> dict[_trees.Path, StateLeaf]:
+def weights_kept(leaves: Iterable[StateLeaf]) -> dict[_trees.Path, StateLeaf]:
     """Return what a state keeps of the parameters (masters, low bits, compensations), by their paths."""
-    return {leaf.below: leaf for leaf in leaves_of(state) if leaf.role in ("master", "compensation")}
+    return {leaf.below: leaf for leaf in leaves if leaf.role in KEPT_OF_WEIGHTS}
 
 
-def coded_leaves(state: Any) -> list[StateLeaf]:
-    """Return the leaves that are kept in a format with scales."""
-    return [leaf for leaf in leaves_of(state) if leaf.coded]
+def coded_leaves(state: Any) -> list[tuple[StateLeaf, Coded]]:
+    """Return the leaves that are kept in a format with scales, and how."""
+    return [(leaf, leaf.coded) for leaf in leaves_of(state) if leaf.coded]
 
 
 def _walk(here: StateLeaf, coded: dict[_trees.Path, Coded]) -> Iterator[StateLeaf]:
