@@ -45,8 +45,8 @@ from mpx._policy import get_policy as get_policy
 from mpx._recipes import any_precision_adamw as any_precision_adamw
 from mpx._recipes import mixed_precision as mixed_precision
 from mpx._stored.blockwise import Blockwise8bit as Blockwise8bit
-from mpx._stored.format import StateFormat as StateFormat
 from mpx._stored.roles import register_state as register_state
+from mpx._stored.state_format import StateFormat as StateFormat
 from mpx._transforms.kahan_summation import kahan_summation as kahan_summation
 from mpx._transforms.loss_scaling import loss_scaling as loss_scaling
 from mpx._transforms.low_precision_state import low_precision_state as low_precision_state

@@ -12,7 +12,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 ROOMS = [
     {"mpx._trees", "mpx._dtypes", "mpx._finite"},
     {"mpx._errors", "mpx._tables", "mpx._jaxprs", "mpx.formats"},
-    {"mpx._policy", "mpx._loss_scale", "mpx._transforms.writeback"},
+    {"mpx._policy", "mpx._loss_scale", "mpx._writeback"},
     {"mpx._stored"},
     {"mpx._autocast", "mpx._transforms"},
     {"mpx._gradients", "mpx._recipes", "mpx._parallel", "mpx._inspect"},

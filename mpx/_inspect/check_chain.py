@@ -31,7 +31,7 @@ from mpx._stored.leaves import leaves_of
 from mpx._stored.roles import fields_of
 from mpx._transforms.loss_scaling import SCALED, UNSCALED
 from mpx._transforms.params_ema import ParamsEmaState
-from mpx._transforms.writeback import MARK, SENT
+from mpx._writeback import MARK, SENT
 
 
 def check_chain(tx: optax.GradientTransformation, params: Any = None, **extra_args: Any) -> None:

@@ -22,9 +22,9 @@ from jax.core import Tracer
 from mpx import _errors, _trees
 from mpx._inspect.masters import master_params
 from mpx._policy import Policy, as_policy
-from mpx._stored.format import StateFormat
 from mpx._stored.leaves import StateLeaf, leaves_of, weights_kept
 from mpx._stored.roles import KEPT_OF_WEIGHTS, Role
+from mpx._stored.state_format import StateFormat
 from mpx._stored.weights import cast_nearest, store_weight
 from mpx._transforms.float32_world import stable_state
 

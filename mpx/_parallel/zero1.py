@@ -35,7 +35,7 @@ from mpx._parallel.placement import (
     shardings_of,
 )
 from mpx._stored.leaves import coded_leaves
-from mpx._transforms.writeback import MARK, SENT, applied_value, landing_update
+from mpx._writeback import MARK, SENT, applied_value, landing_update
 
 T = TypeVar("T")
 

@@ -8,9 +8,9 @@ import jax
 import numpy as np
 
 from mpx import _errors, _trees
-from mpx._stored.format import FLOAT32, StateFormat, as_format, position_of, scales_name
 from mpx._stored.leaves import leaves_of
 from mpx._stored.roles import EXACT
+from mpx._stored.state_format import FLOAT32, StateFormat, as_format, position_of, scales_name
 
 _LISTED_PATHS = 20
 

@@ -34,8 +34,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mpx._stored.format import StateFormat
 from mpx._stored.roles import Role
+from mpx._stored.state_format import StateFormat
 
 _DECADES = 7
 _GAP = 9 * 1024  # what a distance to the next member is divided into for stochastic rounding

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import jax
 
 from mpx import _trees
-from mpx._stored.format import StateFormat, format_of, position_of
 from mpx._stored.roles import KEPT_OF_WEIGHTS, Role, fields_of, role_of_field, role_of_key
+from mpx._stored.state_format import StateFormat, format_of, position_of
 
 
 class Coded(NamedTuple):

@@ -11,7 +11,7 @@ import numpy as np
 
 from mpx import _trees, formats
 from mpx._stored.roles import Role
-from mpx._transforms.writeback import round_saturating
+from mpx._writeback import round_saturating
 
 _F32 = np.dtype(np.float32)
 

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from mpx import _errors, _trees
 from mpx._dtypes import dtype_or_none
 from mpx._stored.roles import register_state
-from mpx._transforms.writeback import landing_update, round_saturating
+from mpx._writeback import landing_update, round_saturating
 
 
 @register_state(writes_back="kahan_summation", compensation="compensation")

@@ -21,8 +21,8 @@ from mpx._stored.assignment import (
     require_sound_formats,
     require_stored_as_assigned,
 )
-from mpx._stored.format import FLOAT32, StateFormat
 from mpx._stored.roles import register_state
+from mpx._stored.state_format import FLOAT32, StateFormat
 from mpx._transforms.float32_world import gives_world, in_world
 
 Rounding = Literal["nearest", "stochastic"]

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from mpx import _errors, _trees, formats
 from mpx._stored.roles import register_state
 from mpx._transforms.float32_world import in_world, require_no_rounding_inside, upcast_tree
-from mpx._transforms.writeback import landing_update, round_saturating
+from mpx._writeback import landing_update, round_saturating
 
 Storage = Literal["full", "split"]
 

@@ -12,7 +12,7 @@ import optax
 from mpx import _errors, _trees
 from mpx._stored.roles import register_state
 from mpx._transforms.float32_world import stable_state, upcast_tree
-from mpx._transforms.writeback import applied_value
+from mpx._writeback import applied_value
 
 
 @register_state(averaged_steps="unknown", ema="average")

@@ -10,7 +10,7 @@ import optax
 
 from mpx import _errors, _trees, formats
 from mpx._stored.roles import register_state
-from mpx._transforms.writeback import landing_update
+from mpx._writeback import landing_update
 
 
 @register_state(writes_back="stochastic_rounding", key="key")

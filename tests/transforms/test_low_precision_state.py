@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import mpx
 from mpx._stored.blockwise import BlockwiseArray, decode
-from mpx._stored.format import format_of, scales_name
+from mpx._stored.state_format import format_of, scales_name
 from tests.helpers import QUICKLY, assert_same_bits, eight_cpu_devices, types_of, unfused
 
 pytestmark = pytest.mark.optax_promotion
