@@ -23,7 +23,7 @@ BF16 = mpx.get_policy("params=bf16,compute=bf16,output=f32")
 
 
 @dataclasses.dataclass(frozen=True)
-class SharedExponent(mpx.StateFormat):
+class RowExponent(mpx.StateFormat):
     steps: int = 2**15
 
     def encode(self, x, key=None):
@@ -44,7 +44,7 @@ def start():
 
 
 def recipe(**options):
-    moments = mpx.low_precision_state(optax.adam(1e-2), {"mu": SharedExponent()}, min_size=64, **options)
+    moments = mpx.low_precision_state(optax.adam(1e-2), {"mu": RowExponent()}, min_size=64, **options)
     return mpx.master_weights(moments, storage="split")
 
 
@@ -69,7 +69,7 @@ def test_it_is_trained_in_a_scan_and_comes_near_the_float32_state():
     plain_params, plain = trained(mpx.master_weights(optax.adam(1e-2), storage="split"))
     (codes, scales), expected = _mu(state), optax.tree.get(plain, "mu")["w"]
     assert (codes.dtype, codes.shape, scales.dtype, scales.shape) == (np.int16, (16, 8), np.int8, (16, 1))
-    decoded = SharedExponent().decode(codes, scales)
+    decoded = RowExponent().decode(codes, scales)
     np.testing.assert_allclose(decoded, expected, atol=4 * 2**-15 * float(jnp.abs(expected).max()))
     assert (np.asarray(decoded) != np.asarray(expected)).any()
     masters = [mpx.master_params(*training)["w"] for training in ((params, state), (plain_params, plain))]
@@ -83,7 +83,7 @@ def _mu(state):
 
 def test_leaves_that_it_refuses_are_refused_with_its_reason():
     with pytest.raises(ValueError, match=r"'0/nu/w': float32\[16, 8\](.|\n)*second moments, too small for steps"):
-        mpx.low_precision_state(optax.adam(1e-2), {"nu": SharedExponent()}, min_size=64).init(start())
+        mpx.low_precision_state(optax.adam(1e-2), {"nu": RowExponent()}, min_size=64).init(start())
 
 
 @pytest.mark.parametrize("target", ["bf16", mpx.Blockwise8bit(16), None], ids=str)
@@ -136,6 +136,6 @@ def test_orbax_saves_and_restores_it(tmp_path):
 def test_a_state_in_a_format_that_is_not_defined_says_so():
     _, state = trained(recipe())
     ((name, scales),) = state.inner_state.block_scales.items()
-    inner = state.inner_state._replace(block_scales={name.replace("SharedExponent", "Unknown"): scales})
+    inner = state.inner_state._replace(block_scales={name.replace("RowExponent", "Unknown"): scales})
     with pytest.raises(ValueError, match=r"format 'Unknown', which is not defined here\. Import the module"):
         mpx.master_params(start(), state._replace(inner_state=inner))
