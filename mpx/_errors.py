@@ -148,9 +148,9 @@ def require_same_leaves(stored: Any, params: Any, fits: Callable[[Any, Any], boo
     if wrong:
         what = f"`{caller}`: the parameters are not those that its state was made for"
         remedy = (
-            "Call `init` with the new parameters, or pass those that belong to this state. If a dtype changed: "
-            "`optax.apply_updates` keeps dtypes (`equinox.apply_updates` does not), and `Policy.cast_to_param` "
-            "restores them."
+            "Call `init` with the new parameters, or pass those that belong to this state. If `storage` or `dtype` of "
+            "the wrapper changed, use `convert_state`. If a dtype of the parameters changed: `optax.apply_updates` "
+            "keeps dtypes (`equinox.apply_updates` does not), and `Policy.cast_to_param` restores them."
         )
         raise leaves_error(ValueError, what, wrong, remedy, params)
 
@@ -159,5 +159,5 @@ def _kept(stored: Any) -> str:
     """Return what a state keeps of a parameter, for a message."""
     if _trees.is_masked(stored):
         return "nothing, as for a parameter of float32 or wider"
-    kind = "the low bits" if stored.dtype == np.uint16 else "what is missing"
-    return f"{kind} of a 16-bit one ({_trees.dtype_and_shape(stored)})"
+    kind = "low bits" if stored.dtype == np.uint16 else "a master or compensation"
+    return f"{kind}, {_trees.dtype_and_shape(stored)}"

@@ -210,8 +210,9 @@ class DynamicLossScaleState(NamedTuple):
     hysteresis: jax.Array
 
     def at(self, loss_scale: ArrayLike) -> "DynamicLossScale":
-        """Return the value."""
-        return DynamicLossScale(loss_scale, **self._asdict())
+        """Return the value, without reading a number: that would wait for the device at every step."""
+        fields = {"loss_scale": loss_scale} | self._asdict()
+        return _unflatten(DynamicLossScale, (tuple(fields), ()), fields.values())
 
 
 @dataclasses.dataclass(frozen=True)

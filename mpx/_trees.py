@@ -1,4 +1,4 @@
-"""What is done with pytrees: find floating leaves, name paths, cast whole trees."""
+"""Find, name and cast the leaves of pytrees."""
 
 import functools
 from collections import defaultdict

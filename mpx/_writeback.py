@@ -2,8 +2,8 @@
 
 Optax's `apply_updates` computes `(p + u).astype(p.dtype)`. A wrapper that has chosen the new value `p'` must emit an
 update `u` with which this sum is `p'`. `float32(p') - float32(p)` is one: both have at most 11 significant bits, so the
-difference is exact unless they are many binades apart, and `p + u` is then exactly `p'`. `master' - p` is none: the sum
-rounds once more than the cast. A difference rounded to 16 bits misses more often still.
+difference is exact unless they are many binades apart, and `p + u` is then exactly `p'`. `master' - p` is not such an
+update: the sum rounds once more than the cast. A difference rounded to 16 bits misses more often still.
 """
 
 import jax
@@ -40,6 +40,11 @@ def landing_update(parameter: jax.Array, new: jax.Array, author: str) -> jax.Arr
 
     Returns:
         An array of the dtype of `new`; -0.0 where nothing changes, since adding +0.0 would turn -0.0 into +0.0.
+
+    Example:
+        >>> p, new = jnp.bfloat16(256), jnp.float32(2.0**-10)
+        >>> float(optax.apply_updates(p, states.landing_update(p, new, "my_wrapper"))) == 2.0**-10
+        True
     """
     # Widen the parameter with a plain cast: if the compiler keeps excess precision in it here, it does so in the
     # addition too, and the sum is still `new`.

@@ -44,7 +44,7 @@ Overflow = Literal["infinite", "largest"]
 
 
 def round_to(x: ArrayLike, dtype: DTypeLike, *, overflow: Overflow = "infinite") -> jax.Array:
-    """Rounds float32 numbers to the nearest number that `dtype` can hold; the result is float32.
+    """Round float32 numbers to the nearest number that `dtype` can hold; the result is float32.
 
     Rounds to nearest, ties to even, exactly as IEEE 754 asks: subnormals of `dtype` are kept, numbers too
     large for it become infinite, infinities and the signs of zeros stay, NaN stays NaN. Unlike
@@ -95,7 +95,7 @@ def round_to(x: ArrayLike, dtype: DTypeLike, *, overflow: Overflow = "infinite")
 
 
 def stochastic_round(key: jax.Array, x: ArrayLike, dtype: DTypeLike) -> jax.Array:
-    """Rounds float32 numbers up or down to `dtype` at random, so that the mean is the number itself.
+    """Round float32 numbers up or down to `dtype` at random, so that the mean is the number itself.
 
     A number between two neighbours of `dtype` becomes the upper one with the probability of its distance
     from the lower one (Croci et al. 2022, "Stochastic rounding: implementation, error analysis and

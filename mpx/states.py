@@ -1,6 +1,7 @@
-"""The types of the optimizer states that mpx makes, for annotations and `isinstance`.
+"""Types of the optimizer states that mpx makes, for annotations and `isinstance`, and what a wrapper of your own needs.
 
-All are `NamedTuple`s of arrays: `optax.tree.get`, Orbax and `flax.serialization` take them as they are.
+States are `NamedTuple`s of arrays: `optax.tree.get`, Orbax and `flax.serialization` take them as they are. A wrapper
+that chooses the values of 16-bit parameters emits its updates by `landing_update`.
 """
 
 from mpx._transforms.kahan_summation import KahanSummationState as KahanSummationState
@@ -9,3 +10,4 @@ from mpx._transforms.low_precision_state import LowPrecisionState as LowPrecisio
 from mpx._transforms.master_weights import MasterWeightsState as MasterWeightsState
 from mpx._transforms.params_ema import ParamsEmaState as ParamsEmaState
 from mpx._transforms.stochastic_rounding import StochasticRoundingState as StochasticRoundingState
+from mpx._writeback import landing_update as landing_update

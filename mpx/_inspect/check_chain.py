@@ -311,12 +311,14 @@ def _require_averages_of_masters(state: Any) -> None:
 
 def _require_averages_at_the_end(state: Any) -> None:
     """Raise if something may change updates after `params_ema`, which averages what they lead to."""
-    is_chain = lambda x: type(x) is tuple and any(isinstance(part, ParamsEmaState) for part in x)
+    parts_of = lambda x: list(x.values()) if isinstance(x, dict) else list(x)
+    is_chain = lambda x: type(x) in (tuple, dict) and any(isinstance(part, ParamsEmaState) for part in parts_of(x))
     for chain in jax.tree.leaves(state, is_leaf=is_chain):
         if not is_chain(chain):
             continue
-        first = next(i for i, part in enumerate(chain) if isinstance(part, ParamsEmaState))
-        if not all(isinstance(part, ParamsEmaState) or _is_measure(part) for part in chain[first:]):
+        parts = parts_of(chain)
+        first = next(i for i, part in enumerate(parts) if isinstance(part, ParamsEmaState))
+        if not all(isinstance(part, ParamsEmaState) or _is_measure(part) for part in parts[first:]):
             raise ValueError(
                 "`check_chain`: `params_ema` averages the parameters that its updates lead to, but another element "
                 "comes after it and may change them. Make it the last element of the chain."

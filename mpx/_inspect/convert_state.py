@@ -2,9 +2,9 @@
 
 Three kinds of leaves stand in an optimizer state. What mpx keeps of the weights (masters, low bits, compensations) is
 made anew from their best float32 values. What mpx keeps besides (the loss scale and its counters, PRNG keys) is taken
-from the old state if that has the like. All others belong to the rule. They are paired in their order: without mpx's
-wrappers and the nesting of chains both states must have the same leaves, in states of the same types. Which leaf is of
-which kind is said by its role.
+from the old state if it has one of the same kind. All others belong to the rule. They are paired in their order:
+without mpx's wrappers and the nesting of chains both states must have the same leaves, in states of the same types. The
+role of a leaf says of which kind it is.
 """
 
 import functools
@@ -52,7 +52,7 @@ def convert_state(
     - The state of the rule is carried over leaf by leaf, in float32 between, and rounded to nearest where the new
       recipe stores it in fewer bits. What is stored in the same way on both sides keeps its bits.
     - PRNG keys are carried over if both recipes have them, and so is the loss scale with its counters if both recipes
-      begin with the same scale; else they start fresh, and only the count of skipped steps goes on.
+      have the same one, with the same settings; else they start fresh, and only the count of skipped steps goes on.
 
     Call it between two steps, outside of `jax.jit`. Every leaf keeps the sharding of the old one of its shape; what is
     new lies where its parameter does (under `zero1`: `jax.device_put(new_opt_state, zero1_shardings(...))`). Arrays
@@ -110,7 +110,7 @@ def convert_state(
     return new_params, stable_state(new_state, new_params)
 
 
-# What declared wrappers keep for themselves; all else belongs to the rule.
+# Roles of leaves that belong to a wrapper; every other leaf belongs to the rule.
 _OF_WRAPPERS: tuple[Role, ...] = (*KEPT_OF_WEIGHTS, "scales", "loss scale", "key", "count", "measure")
 
 
@@ -216,7 +216,7 @@ def _moved(old: StateLeaf, new: StateLeaf) -> dict[_trees.Path, Any]:
 
 @functools.partial(jax.jit, static_argnums=2)
 def _decoded(codes: jax.Array, scales: Any, format: StateFormat) -> jax.Array:
-    return format.decode(codes, scales)
+    return format.decode(codes, scales).astype(np.float32)
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -224,10 +224,10 @@ def _encoded(x: jax.Array, format: StateFormat) -> tuple[jax.Array, Any]:
     return format.encode(cast_nearest(x, np.dtype(np.float32)))
 
 
-def _first_loss_scale(tx: optax.GradientTransformation, params: Any, leaves: list[StateLeaf]) -> list[float]:
-    """Return with what loss scale a recipe begins, which is all that tells of its settings."""
-    paths = [leaf.path for leaf in leaves if leaf.role == "loss scale" and leaf.field == "loss_scale"]
-    return [float(scale) for scale in _fresh(tx, params, paths).values()]
+def _first_loss_scale(tx: optax.GradientTransformation, params: Any, leaves: list[StateLeaf]) -> dict[Any, float]:
+    """Return with what loss scale, settings and counters a recipe begins, by their places."""
+    places = {leaf.path: leaf.place for leaf in leaves if leaf.role == "loss scale"}
+    return {places[path]: float(number) for path, number in _fresh(tx, params, list(places)).items()}
 
 
 def _carried(old: list[StateLeaf], new: list[StateLeaf], is_scaled_alike: bool) -> dict[_trees.Path, Any]:

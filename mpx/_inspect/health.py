@@ -1,4 +1,4 @@
-"""Looking at the health of a training run: its loss scale, its skipped steps, whether it still trains."""
+"""Check the health of a training run: its loss scale, its skipped steps, whether it still trains."""
 
 from typing import Any
 

@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from mpx import _trees
@@ -165,7 +166,7 @@ def _kept_by_path(params: Any, opt_state: Any, caller: str) -> dict[_trees.Path,
     leaves, kept = _trees.leaves_by_path(params), weights_kept(leaves_of(opt_state))
     for path, found in kept.items():
         p = leaves.get(path)
-        if p is None or p.shape != found.leaf.shape:
+        if p is None or np.shape(p) != found.leaf.shape:
             there = "no such leaf" if p is None else _trees.dtype_and_shape(p)
             raise ValueError(
                 f"`{caller}`: the optimizer state keeps {_trees.dtype_and_shape(found.leaf)} for the parameter "

@@ -318,7 +318,16 @@ def _require_same_types(old: Any, new: Any) -> None:
 def _require_shards(inner: Any, state: Any, params: Any, shards: Any, specs: Any, mesh: Mesh, axis: str) -> None:
     """Raise unless a state consists of shards of the one for whole parameters, as `zero1_shardings` says."""
     whole = jax.eval_shape(inner.init, _trees.shapes_of(params))
-    shardings = jax.tree.leaves(zero1_shardings(params, whole, mesh, axis, param_specs=specs))
+    by_path = _trees.leaves_by_path(zero1_shardings(params, whole, mesh, axis, param_specs=specs))
+    for leaf, coded in coded_leaves(whole):
+        if by_path[leaf.path].spec != by_path[coded.scales_path].spec:
+            raise ValueError(
+                f"`zero1`: inside `jax.shard_map` the state at {_trees.path_string(leaf.path)!r} is sharded as "
+                f"{by_path[leaf.path].spec}, but its scales as {by_path[coded.scales_path].spec}: blocks would reach "
+                "over several devices. Call `update` under `jax.jit`, outside of `jax.shard_map`, or keep the leaf in "
+                "another format."
+            )
+    shardings = list(by_path.values())
     got, own = _trees.leaves_by_path(state), _trees.leaves_by_path(jax.eval_shape(inner.init, _trees.shapes_of(shards)))
     for (path, leaf), sharding in zip(_trees.leaves_by_path(whole).items(), shardings, strict=True):
         wanted = f"{leaf.dtype}{list(_shape_of_shard(leaf.shape, sharding.spec, mesh, axis))}"

@@ -10,7 +10,7 @@ import numpy as np
 from mpx import _errors, _trees
 from mpx._stored.leaves import leaves_of
 from mpx._stored.roles import EXACT
-from mpx._stored.state_format import FLOAT32, StateFormat, as_format, position_of, scales_name
+from mpx._stored.state_format import FLOAT32, StateFormat, as_format, position_of, require_nameable, scales_name
 
 _LISTED_PATHS = 20
 
@@ -96,6 +96,7 @@ def _checked_format(pattern: str, chosen: Any) -> StateFormat:
             f"`low_precision_state`: `formats[{pattern!r}]` must be bfloat16, float16, float32 or a `StateFormat` such "
             f"as `Blockwise8bit()`, but got {chosen!r}.{hint}"
         )
+    require_nameable(found, "low_precision_state")
     return found
 
 

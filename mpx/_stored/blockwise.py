@@ -17,8 +17,8 @@ Three choices are ours:
   decoded changes nothing, as long as all of it is finite and normal.
 - Unsigned, a positive number never becomes zero, but the smallest member of the map: it is a second moment, and the
   next step divides by its root.
-- What cannot be held is visible. A NaN makes its block NaN. An infinity stays infinite and makes the finite members of
-  its block NaN. A negative number under the unsigned map makes its block NaN.
+- Values that cannot be represented stay visible. A NaN makes its block NaN. An infinity stays infinite and makes the
+  finite members of its block NaN. A negative number under the unsigned map makes its block NaN.
 
 No two operations on the way to a code can be contracted, so that equal numbers get equal codes in every program.
 """
@@ -111,7 +111,7 @@ class Blockwise8bit(StateFormat):
 
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> BlockwiseArray:
         """Return uint8 codes in the shape of a float32 array, and the float32 scales of its blocks."""
-        return encode(x.astype(np.float32), self.block_size, self.signed is not False, key)
+        return encode(x, self.block_size, self.signed is not False, key)
 
     def decode(self, codes: jax.Array, scales: jax.Array) -> jax.Array:
         """Return the float32 array that was encoded."""

@@ -25,8 +25,8 @@ class StateLeaf(NamedTuple):
         leaf: the array.
         path: where it stands in the state.
         role: what it is.
-        owner: the type of the state that it stands in, by the first field on the way that holds no other state.
-        field: that field.
+        owner: the type of the innermost state that contains the leaf.
+        field: its field in that state.
         below: the path from that field on: that of a parameter, if the field is a tree like the parameters.
         place: the path without declared wrappers and the positions in chains, the same for equal rules.
         declared: whether `owner` is a state that `register_state` knows.
@@ -63,7 +63,8 @@ def coded_leaves(state: Any) -> list[tuple[StateLeaf, Coded]]:
 
 def _walk(here: StateLeaf, coded: dict[_trees.Path, Coded]) -> Iterator[StateLeaf]:
     node = here.leaf
-    coded = coded | _coded(node, here.path)
+    found = _coded(node, here.path)
+    coded = coded | found if found else coded
     for key, child in jax.tree.leaves_with_path(node, is_leaf=lambda x: x is not node):
         if key:
             yield from _walk(_child(here, key, child), coded)
@@ -81,7 +82,7 @@ def _child(here: StateLeaf, key: _trees.Path, child: Any) -> StateLeaf:
     wrapped = here.wrapped or declared
     if isinstance(key[0], jax.tree_util.GetAttrKey):
         role = role_of_field(type(node), name)
-    elif isinstance(node, Mapping) and _is_state(here.path):
+    elif isinstance(node, Mapping) and _is_state(here.path) and not _holds_states(child):
         role = role_of_key(name)
     else:
         role = "inner"
@@ -107,6 +108,12 @@ def _is_state(path: _trees.Path) -> bool:
         if is_dict_key(key)
     )
     return not is_field and labels_only
+
+
+def _holds_states(node: Any) -> bool:
+    """Return whether a node has states in it, as an element of `optax.named_chain` has; its key is a label then."""
+    is_state = lambda x: hasattr(x, "_fields") and not _trees.is_masked(x)
+    return any(is_state(x) for x in jax.tree.leaves(node, is_leaf=is_state))
 
 
 def _named(node: Any, name: str) -> str:

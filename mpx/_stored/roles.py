@@ -1,4 +1,4 @@
-"""What each field of an optimizer state is: said once, next to the state's type, and read by everything else.
+"""Declare what each field of an optimizer state is: once, next to the state's type, and read by everything else.
 
 A state's leaf is known by the type that it stands in and its field there. Names alone would mislead: `nu` is a second
 moment in Adam, a momentum in SM3, and an estimate of the Hessian in Sophia, which may be negative.
@@ -13,8 +13,8 @@ T = TypeVar("T", bound=type)
 
 Role = Literal[
     "inner",  # the state of the wrapped rule
-    "master",  # of each parameter its master, or the low bits that complete it (uint16)
-    "compensation",  # of each parameter what its updates should have added and did not
+    "master",  # the master of each parameter, or its low bits (uint16)
+    "compensation",  # the part of each parameter's updates that rounding cut off
     "average",  # an average of the weights
     "weights",  # a copy of the weights
     "first moment",
@@ -24,13 +24,13 @@ Role = Literal[
     "scales",  # of the leaves of the inner state that are kept in a `StateFormat`
     "loss scale",  # a number that belongs to the settings of a loss scale
     "key",  # a PRNG key
-    "count",
+    "count",  # one that a wrapper keeps for itself; those of a rule are "unknown"
     "measure",  # what was measured, which changes no training run
     "unknown",
 ]
-# Of each parameter, what must be known beside it to know its weight.
+# Roles of leaves that, with the parameter, give the exact weight.
 KEPT_OF_WEIGHTS: tuple[Role, ...] = ("master", "compensation")
-# Leaves that must not be rounded: what they are for is to be exact.
+# Roles of leaves that must stay exact and are never rounded.
 EXACT: tuple[Role, ...] = ("master", "compensation", "average", "weights")
 
 
@@ -53,7 +53,8 @@ def register_state(*, writes_back: str | None = None, **roles: Role) -> Callable
 
     Args:
         writes_back: the name of the transformation, if it chooses the values that 16-bit parameters get, so that
-            nothing may change its updates afterwards.
+            nothing may change its updates afterwards. For `check_chain` to see that, emit them by
+            `mpx.states.landing_update(parameter, new_value, name)`.
         **roles: for each field of the NamedTuple its role: `"inner"` (the state of the wrapped rule), `"master"`,
             `"compensation"`, `"average"`, `"weights"`, `"first moment"`, `"second moment"`, `"signed"`,
             `"sum of gradients"`, `"scales"`, `"loss scale"`, `"key"`, `"count"`, `"measure"` or `"unknown"`. A tree of

@@ -50,16 +50,26 @@ class StateFormat(abc.ABC):
     _classes: ClassVar[dict[str, type["StateFormat"]]] = {}
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Make the format known by its name, under which states refer to it."""
+        """Make the format known by its name, under which states refer to it.
+
+        Raises:
+            TypeError: if another format has this name.
+        """
         super().__init_subclass__(**options)
-        StateFormat._classes[cls.__name__] = cls
+        known = StateFormat._classes.setdefault(cls.__name__, cls)
+        if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise TypeError(
+                f"A `StateFormat` called {cls.__name__!r} is defined in {known.__module__}, and states name their "
+                "formats: give this one another name."
+            )
+        StateFormat._classes[cls.__name__] = cls  # a notebook may run its cell again
 
     @abc.abstractmethod
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, Any]:
-        """Return the codes of a float32 array, in its shape, and one array of scales, or None if there are none.
+        """Return the codes of a float32 array, in its shape, and one array of scales.
 
-        An array of which any block can be encoded alone may be sharded by `zero1`: its scales then have as many axes
-        as the codes, and equal sizes along all but the last.
+        Inside `jax.shard_map`, `zero1` shards codes and scales alike: the scales then have as many axes as the codes,
+        and equal sizes along all but the last, along which they are those of whole blocks.
 
         Args:
             x: float32, of any shape.
@@ -71,7 +81,7 @@ class StateFormat(abc.ABC):
         """Return the float32 array that was encoded."""
 
     def for_role(self, role: Role) -> "StateFormat":
-        """Return the format for a leaf of this role: itself, or one whose open settings the role decides."""
+        """Return the format for a leaf of this role: itself, or a copy whose unset options the role decides."""
         del role
         return self
 
@@ -93,14 +103,13 @@ class Cast(StateFormat):
         dtype = np.dtype(jnp.dtype(self.dtype))
         if dtype == np.float32:
             return x, None
-        if key is None:
-            return formats.round_to(x.astype(np.float32), dtype).astype(dtype), None
-        return formats.stochastic_round(key, x.astype(np.float32), dtype), None
+        rounded = formats.round_to(x, dtype) if key is None else formats.stochastic_round(key, x, dtype)
+        return rounded.astype(dtype), None
 
     def decode(self, codes: jax.Array, scales: None) -> jax.Array:
-        """Widen to float32."""
+        """Return the codes, which are floating numbers."""
         del scales
-        return codes if self.dtype == "float32" else codes.astype(np.float32)
+        return codes
 
     def refuses(self, role: Role) -> str | None:
         """Refuse second moments in float16."""
@@ -129,7 +138,22 @@ def as_format(given: Any) -> StateFormat | None:
 
 def scales_name(index: int, chosen: StateFormat) -> str:
     """Return the name under which a state keeps the scales of a leaf: its position and its format."""
-    return f"{index}.{chosen!r}"
+    fields = dataclasses.fields(chosen) if dataclasses.is_dataclass(chosen) else ()
+    settings = ", ".join(f"{field.name}={getattr(chosen, field.name)!r}" for field in fields)
+    return f"{index}.{type(chosen).__name__}({settings})"
+
+
+def require_nameable(chosen: StateFormat, caller: str) -> None:
+    """Raise unless a format can be read again from its name, and be compared."""
+    try:
+        same = format_of(scales_name(0, chosen)) == chosen and hash(chosen) is not None
+    except (TypeError, ValueError, SyntaxError, AttributeError):
+        same = False
+    if not same:
+        raise TypeError(
+            f"`{caller}`: the format {chosen!r} must be a frozen dataclass whose fields are Python numbers, strings, "
+            "booleans or None, so that a state can name it."
+        )
 
 
 def position_of(name: str) -> int:

@@ -1,4 +1,4 @@
-"""What a weight is, from its parameter and from what a state keeps of it; and the way back.
+"""Restore a weight from its parameter and its stored leaf, and store it again.
 
 A state keeps of a parameter, by its role, a master (or the low bits of one, uint16), a compensation, or nothing.
 """

@@ -1,4 +1,4 @@
-"""What every wrapper gives the rule inside: float32 parameters, gradients and state, and a state of fixed types."""
+"""Give the rule inside a wrapper float32 parameters, gradients and state, and keep the types of its state."""
 
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ from mpx._stored.roles import fields_of, registered_types
 T = TypeVar("T")
 
 _KINDS = (jnp.floating, jnp.complexfloating, jnp.integer, jnp.bool_)
-_MARK = "_mpx_world"  # an attribute of `init` functions that give their rule such a world already
+_MARK = "_mpx_world"  # an attribute of the two functions of a transformation that gives its rule such a world
 
 
 def in_world(inner: Any, dtype: np.dtype, caller: str) -> optax.GradientTransformationExtraArgs:
@@ -29,7 +29,7 @@ def in_world(inner: Any, dtype: np.dtype, caller: str) -> optax.GradientTransfor
         caller: the wrapper's name, for messages.
     """
     inner = _errors.as_transformation(inner, caller)
-    if getattr(inner.init, _MARK, None) == dtype:
+    if getattr(inner.init, _MARK, None) == getattr(inner.update, _MARK, None) == dtype:
         return inner
 
     def init_fn(params):
@@ -44,14 +44,14 @@ def in_world(inner: Any, dtype: np.dtype, caller: str) -> optax.GradientTransfor
         updates, new_state = inner.update(updates, state, params, **extra_args)
         return upcast_tree(updates, dtype), keep_types(state, new_state)
 
-    setattr(init_fn, _MARK, dtype)
+    return world(init_fn, update_fn, dtype)
+
+
+def world(init_fn: Any, update_fn: Any, dtype: np.dtype) -> optax.GradientTransformationExtraArgs:
+    """Return a transformation that `in_world` takes as it is: it casts by itself, and its state keeps its types."""
+    for function in (init_fn, update_fn):
+        setattr(function, _MARK, dtype)
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def gives_world(init_fn: T, dtype: np.dtype) -> T:
-    """Mark the `init` of a wrapper that runs its rule by `in_world` and whose own state types never change."""
-    setattr(init_fn, _MARK, dtype)
-    return init_fn
 
 
 def require_no_rounding_inside(state: Any, params: Any, dtype: np.dtype, caller: str) -> None:

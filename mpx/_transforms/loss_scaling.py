@@ -79,7 +79,8 @@ def loss_scaling(
     Args:
         inner: any Optax transformation or chain.
         loss_scale: `DynamicLossScale()` if None; or a `StaticLossScale`, a `NoOpLossScale` to skip bad steps only, or
-            a `LossScale` of your own. Its settings count, also for a state that was saved under other ones.
+            a `LossScale` of your own. Its settings count, also for a state that was saved under other ones; the scale
+            itself goes on from the state. (To change a static scale, use `convert_state`.)
         axis_name: inside `jax.shard_map` or `jax.pmap` whose gradients are not yet reduced (or whose states differ
             from device to device), the mapped axes over which all devices must agree that a step is good.
 
@@ -112,7 +113,7 @@ def loss_scaling(
         # Copies, a buffer each: donation deletes them, and refuses one that is given twice.
         return LossScalingState(
             loss_scale=jnp.array(start.loss_scale, np.float32, copy=True),
-            scale_state=jax.tree.map(lambda x: jnp.array(x, copy=True), start.init()),
+            scale_state=stable_state(jax.tree.map(lambda x: jnp.array(x, copy=True), start.init()), params),
             skipped_steps=jnp.zeros((), np.int32),
             stuck_steps=jnp.zeros((), np.int32),
             first_nonfinite=jnp.full((), -1, np.int32),
@@ -169,16 +170,14 @@ def _first_nonfinite(grads: Any, axis_name: Any) -> jax.Array:
 
 
 def _require_shapes_of(old: Any, new: Any) -> None:
-    """Raise, naming every such leaf, if the rule's state has changed its shapes."""
+    """Raise if the rule's state has changed its shapes."""
     before, after = _trees.leaves_by_path(old), _trees.leaves_by_path(new)
-    wrong = [
-        f"  {_trees.path_string(path)!r}: from {_trees.dtype_and_shape(leaf)} to {_trees.dtype_and_shape(after[path])}"
+    wrong = {
+        path: f"from {_trees.dtype_and_shape(leaf)} to {_trees.dtype_and_shape(after[path])}"
         for path, leaf in before.items()
         if path in after and np.shape(leaf) != np.shape(after[path])
-    ]
+    }
     if wrong:
-        listed = "\n".join(wrong)
-        raise ValueError(
-            f"`loss_scaling`: the rule inside has changed shapes in its state:\n{listed}\n"
-            "Gradients must have the shapes of their parameters. Is a mean over examples missing?"
-        )
+        what = "`loss_scaling`: the rule inside has changed shapes in its state"
+        remedy = "Gradients must have the shapes of their parameters. Is a mean over examples missing?"
+        raise _errors.leaves_error(ValueError, what, wrong, remedy)

@@ -23,7 +23,7 @@ from mpx._stored.assignment import (
 )
 from mpx._stored.roles import register_state
 from mpx._stored.state_format import FLOAT32, StateFormat
-from mpx._transforms.float32_world import gives_world, in_world
+from mpx._transforms.float32_world import in_world, world
 
 Rounding = Literal["nearest", "stochastic"]
 _F32 = np.dtype(np.float32)
@@ -66,7 +66,8 @@ def low_precision_state(
     The rule sees float32 parameters, gradients and state, as in `upcast`; its new state is rounded once, when it is
     stored. Rounding to nearest can make a slow average stand still: a bfloat16 second moment with a decay of 0.999
     never falls, because a step of a thousandth is less than half the distance to the next number. In 8 bits the largest
-    member of each block moves freely, and the others with it, but hardly beside it (see `Blockwise8bit`). Stochastic
+    element of a block can change by any amount. The others scale with it; their ratio to it changes only in jumps (see
+    `Blockwise8bit`). Stochastic
     rounding follows all of them in the mean.
 
     Wrap the rule with this, and this with `master_weights` or `loss_scaling`, or put it in front of `kahan_summation`.
@@ -142,7 +143,7 @@ def low_precision_state(
         stored, scales = _store(wide, assignment, this_step)
         return updates, LowPrecisionState(stored, scales, next_key)
 
-    return optax.GradientTransformationExtraArgs(gives_world(init_fn, _F32), update_fn)
+    return world(init_fn, update_fn, _F32)
 
 
 def _load(state: Any, scales: Mapping[str, jax.Array], assignment: Assignment) -> Any:
@@ -177,13 +178,21 @@ def _store(state: Any, assignment: Assignment, key: jax.Array | None) -> tuple[A
 @functools.partial(jax.jit, inline=True, static_argnums=2)
 def _decoded(codes: jax.Array, scales: Any, format: StateFormat) -> jax.Array:
     with jax.named_scope(_scope(format)):
-        return format.decode(codes, scales)
+        decoded = format.decode(codes, scales)
+    return decoded if format == FLOAT32 else decoded.astype(_F32)
 
 
 @functools.partial(jax.jit, inline=True, static_argnums=2)
 def _encoded(x: jax.Array, key: jax.Array | None, format: StateFormat) -> tuple[jax.Array, Any]:
     with jax.named_scope(_scope(format)):
-        return format.encode(x, key)
+        codes, scales = format.encode(x if format == FLOAT32 else x.astype(_F32), key)
+    if (scales is None) == format.has_scales or codes.shape != x.shape:
+        raise TypeError(
+            f"`low_precision_state`: `{type(format).__name__}.encode` must return codes in the shape of its argument "
+            f"and one array of scales, but for {_trees.dtype_and_shape(x)} it returned "
+            f"{_trees.dtype_and_shape(codes)} and {'no scales' if scales is None else 'scales'}."
+        )
+    return codes, scales
 
 
 def _scope(format: StateFormat) -> str:

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from mpx import _errors, _trees, formats
 from mpx._stored.roles import register_state
-from mpx._transforms.float32_world import in_world, require_no_rounding_inside, upcast_tree
+from mpx._transforms.float32_world import in_world, require_no_rounding_inside, stable_state, upcast_tree
 from mpx._writeback import landing_update, round_saturating
 
 Storage = Literal["full", "split"]
@@ -93,7 +93,7 @@ def master_weights(
         stored = jax.tree.map(lambda p, m: _initial(p, m, dtype, storage), params, masters)
         inner_state = inner.init(masters)
         require_no_rounding_inside(inner_state, params, dtype, "master_weights")
-        return MasterWeightsState(stored, inner_state)
+        return MasterWeightsState(stable_state(stored, params), inner_state)
 
     def update_fn(updates, state, params=None, **extra_args):
         _errors.require_params(params, "master_weights")

@@ -70,6 +70,16 @@ def test_master_params_finds_the_float32_weights_in_any_nesting(keeper, nesting)
     assert_same_bits(masters["bias"], params["bias"])  # float32 leaves are their own masters
 
 
+@pytest.mark.parametrize("label", ["mu", "nu", "momentum", "ema", "trace"])
+def test_the_label_of_a_chain_is_not_taken_for_a_field(label):
+    tx = optax.named_chain((label, mpx.master_weights(optax.sgd(1e-3))))
+    params = jnp.ones((), jnp.bfloat16)
+    updates, state = tx.update(jnp.ones(()), tx.init(params), params)
+    params = optax.apply_updates(params, updates)
+    assert_same_bits(mpx.master_params(params, state), jnp.float32(0.999))
+    assert not mpx.is_synced(jnp.zeros((), jnp.bfloat16), state)
+
+
 def test_master_params_without_masters_are_the_parameters_in_float32():
     params, state = trained(mpx.upcast(optax.sgd(1.0)))
     assert_same_bits(mpx.master_params(params, state), jax.tree.map(lambda p: p.astype(jnp.float32), params))

@@ -207,7 +207,7 @@ def test_parameters_that_are_not_those_of_the_state_are_all_named(tx):
     lines = str(error.value).splitlines()
     assert [re.match(r"  '(.)'", line)[1] for line in lines[1:-1]] == ["c", "d", "a", "b"]
     assert "'a': bfloat16[3], but the state keeps" in str(error.value)
-    assert "'b': float32[2], but the state keeps what is missing of a 16-bit one" in str(error.value)
+    assert "'b': float32[2], but the state keeps a master or compensation" in str(error.value)
     assert "`equinox.apply_updates`" in str(error.value)  # it adds without casting back
 
 
@@ -250,3 +250,24 @@ def test_low_bits_are_kept_exactly_where_the_addition_lands_on_the_new_parameter
     hit = bits(landed) == bits(high)
     assert 0.2 < hit.mean() < 0.9
     assert_same_bits(stored, np.where(hit, low, np.uint16(0)))
+
+
+def test_tied_parameters_can_be_donated_with_their_masters():
+    tx = mpx.master_weights(optax.sgd(0.1))
+    shared = jnp.ones(3, jnp.bfloat16)
+    state = tx.init({"a": shared, "b": shared})
+    jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)(state)
+
+
+def test_a_transformation_made_from_parts_of_another_gets_float32_too():
+    seen = []
+    rule = mpx.upcast(optax.sgd(0.1))
+
+    def update(grads, state, params=None):
+        seen.append(jax.tree.leaves(grads)[0].dtype)
+        return rule.update(grads, state, params)
+
+    params = jnp.ones(3, jnp.bfloat16)
+    tx = mpx.master_weights(optax.GradientTransformation(rule.init, update))
+    tx.update(params, tx.init(params), params)
+    assert seen == [np.float32]

@@ -115,6 +115,64 @@ def test_its_rows_are_sharded_by_zero1():
     assert_same_bits(jax.device_get((params, _mu(state))), jax.device_get((alone[0], _mu(alone[1]))))
 
 
+def test_rows_that_reach_over_devices_are_refused_inside_shard_map():
+    """Each device would have another exponent for the same row."""
+    mesh, params = eight_cpu_devices(), {"w": jnp.ones((3, 64), jnp.bfloat16)}
+    tx = mpx.zero1(recipe(), mesh)
+    state = tx.init(params)
+    specs = jax.tree.map(lambda s: s.spec, mpx.zero1_shardings(params, state, mesh))
+    update = jax.shard_map(
+        lambda g, s, p: tx.update(g, s, p), mesh=mesh, in_specs=(PartitionSpec(), specs, PartitionSpec()),
+        out_specs=(PartitionSpec(), specs), check_vma=False,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"its scales as .*: blocks would reach over several devices"):
+        update({"w": jnp.ones((3, 64))}, state, params)
+
+
+def test_a_rule_computes_in_float32_whatever_decode_returns():
+    @dataclasses.dataclass(frozen=True)
+    class Narrow(SharedExponent):
+        def decode(self, codes, scales):
+            return super().decode(codes, scales).astype(jnp.bfloat16)
+
+    tx = mpx.low_precision_state(optax.trace(0.9), {"trace": Narrow()}, min_size=64)
+    _, state = tx.update(start(), tx.init(start()), start())
+    assert tx.update(start(), state, start())[0]["w"].dtype == np.float32
+    mpx.memory_plan(start(), tx, BF16)  # the name of a class inside of a function can be read
+
+
+@pytest.mark.parametrize("scales", [None, 0])
+def test_what_encode_returns_is_checked(scales):
+    @dataclasses.dataclass(frozen=True)
+    class Broken(SharedExponent):
+        scales: int | None = None
+
+        def encode(self, x, key=None):
+            codes, exponents = super().encode(x, key)
+            return (codes, None) if self.scales is None else (codes[:1], exponents)
+
+    with pytest.raises(
+        TypeError, match=r"`Broken.encode` must return codes in the shape of its argument and one array"
+    ):
+        mpx.low_precision_state(optax.trace(0.9), {"trace": Broken(scales=scales)}, min_size=64).init(start())
+
+
+def test_a_format_that_a_state_could_not_name_is_refused():
+    class Nameless(SharedExponent):
+        def __init__(self, function):
+            self.function = function
+
+        __hash__ = None
+
+    with pytest.raises(TypeError, match="must be a frozen dataclass whose fields are Python numbers"):
+        mpx.low_precision_state(optax.trace(0.9), {"trace": Nameless(print)})
+
+
+def test_a_second_format_of_the_same_name_is_refused():
+    with pytest.raises(TypeError, match="A `StateFormat` called 'Blockwise8bit' is defined in mpx"):
+        type("Blockwise8bit", (mpx.StateFormat,), {})
+
+
 def test_its_bytes_are_in_the_memory_plan():
     plan = mpx.memory_plan(start(), recipe(), BF16)
     state = recipe().init(start())

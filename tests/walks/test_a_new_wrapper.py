@@ -35,7 +35,8 @@ def own_masters(inner):
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
         updates, rule = inner.update(grads, state.rule, state.copies)
         copies = optax.apply_updates(state.copies, updates)
-        updates = jax.tree.map(lambda p, c: c.astype(p.dtype).astype(c.dtype) - p.astype(c.dtype), params, copies)
+        land = lambda p, copy: mpx.states.landing_update(p, mpx.formats.round_to(copy, p.dtype), "own_masters")
+        updates = jax.tree.map(land, params, copies)
         return updates, OwnMastersState(copies, jnp.maximum(state.largest, optax.tree.norm(grads)), rule)
 
     return optax.GradientTransformation(init, update)
@@ -87,6 +88,12 @@ def test_its_bytes_are_planned_as_masters():
 def test_nothing_may_hide_16_bit_parameters_from_it():
     with pytest.raises(ValueError, match="`own_masters` stands inside `upcast`, sees parameters in float32"):
         mpx.upcast(own_masters(RULE)).init({"w": jnp.ones(2, jnp.bfloat16)})
+
+
+def test_check_chain_sees_what_changes_its_updates():
+    mpx.check_chain(optax.chain(optax.clip(1.0), own_masters(RULE)))
+    with pytest.raises(ValueError, match=r"final when `own_masters` had rounded it, but `\w+` changes it after that"):
+        mpx.check_chain(optax.chain(own_masters(RULE), optax.clip(1.0)))
 
 
 def test_a_rule_beside_it_that_keeps_16_bits_is_found_by_check_chain():
