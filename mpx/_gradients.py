@@ -180,7 +180,7 @@ def _on_f32_view(
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Return an autocast function of arguments whose differentiated ones are float32, and those arguments.
 
-    The function is told of which 16-bit dtype their values are: it can round them to that one without a loss.
+    It also passes the 16-bit dtype of each value: it can round them to that one without a loss.
     """
     viewed = list(args)
     for position in argnums if isinstance(argnums, Sequence) else (argnums,):
@@ -197,6 +197,7 @@ def _f32_view(tree: Any) -> Any:
 
     The Variable of a weight that two modules of Flax NNX share is such an object: its gradient is one.
     """
+    # `is_leaf` is called on every node: collect them all, and stop at none (`append` returns None).
     nodes: list[Any] = []
     leaves = jax.tree.leaves(tree, is_leaf=lambda node: bool(nodes.append(node)))
     wide = _trees.cast_tree(leaves, jnp.float32, which=lambda leaf: leaf.dtype.itemsize == 2)

@@ -46,7 +46,7 @@ Overflow = Literal["infinite", "largest"]
 def round_to(x: ArrayLike, dtype: DTypeLike, *, overflow: Overflow = "infinite") -> jax.Array:
     """Round float32 numbers to the nearest number that `dtype` can hold; the result is float32.
 
-    Rounds to nearest, ties to even, exactly as IEEE 754 asks: subnormals of `dtype` are kept, numbers too
+    Round to nearest, ties to even, exactly as IEEE 754 asks: subnormals of `dtype` are kept, numbers too
     large for it become infinite, infinities and the signs of zeros stay, NaN stays NaN. Unlike
     `x.astype(dtype).astype(jnp.float32)` it is never removed by the compiler. Its derivative is zero.
 
@@ -148,7 +148,7 @@ def stochastic_round(key: jax.Array, x: ArrayLike, dtype: DTypeLike) -> jax.Arra
 
 
 def split_f32(x: ArrayLike, *, overflow: Overflow = "infinite") -> tuple[jax.Array, jax.Array]:
-    """Splits float32 numbers into bfloat16 weights and the 16 bits that those lack.
+    """Split float32 numbers into bfloat16 weights and the 16 bits that those lack.
 
     The weight is `x` rounded to nearest, *ties away from zero*: `(bits + 0x8000) >> 16`. With ties to even
     the 16 low bits would be ambiguous: a remainder of 0x8000 beside an even weight fits two numbers. This is
@@ -187,7 +187,7 @@ def split_f32(x: ArrayLike, *, overflow: Overflow = "infinite") -> tuple[jax.Arr
 
 
 def join_f32(hi: ArrayLike, lo: ArrayLike) -> jax.Array:
-    """Joins bfloat16 weights and their 16 low bits to float32; the inverse of `split_f32`.
+    """Join bfloat16 weights and their 16 low bits to float32; the inverse of `split_f32`.
 
     A weight changed from outside is respected: for `hi` of ±0 no borrow is taken, so that a pruned weight
     reads as (almost) zero and not as NaN; an infinite `hi` that did not come from a large finite number reads

@@ -74,7 +74,7 @@ def compute_of_dtype(dtype: np.dtype) -> Compute:
 
 
 def widest(computes: list[Compute]) -> Compute:
-    """Return one of several ways that loses nothing which another one keeps."""
+    """Return the common way, or float32 if they differ."""
     return computes[0] if all(compute == computes[0] for compute in computes) else F32
 
 

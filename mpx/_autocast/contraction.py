@@ -166,7 +166,7 @@ def _bound_in_f32(eqn: JaxprEqn, operands: list[Any]) -> jax.Array:
 
 
 def _aval(v: Any) -> Any:
-    """Return the type of an operand, of which the annotations of jax say less than it has."""
+    """Return the type of an operand, whose type annotation in jax is too general."""
     return v.aval
 
 

@@ -239,7 +239,7 @@ def full_precision(fun: F) -> F:
 
     Raises:
         TypeError: if `fun` is no function.
-        ValueError: at the call, if `fun` changes an argument in place of which 16-bit arrays were widened.
+        ValueError: at the call, if `fun` changes in place an argument whose 16-bit arrays were widened.
 
     Example:
         >>> logits = full_precision(lambda x, w: x @ w)

@@ -80,9 +80,9 @@ def low_precision_state(
             components only: `mu` does not match `accumulator`. The first that matches wins, so exceptions come first.
             If a layer is called `mu`, say `^0/mu`, or `mu` matches `0/nu/mu/kernel` too.
         min_size: leaves with fewer elements stay float32: they cost little, and biases and gains need their precision.
-        rounding: `"nearest"`, or `"stochastic"`: up or down at random such that the mean is right. (In 8 bits two kinds
-            of numbers are always rounded to one side: second moments below the smallest member of the map, up to it;
-            and signed ones between 0.993 and 1 of their block's scale, of the other sign, down.)
+        rounding: `"nearest"`, or `"stochastic"`: up or down at random such that the mean is right. (In 8 bits two cases
+            are not random: a second moment below the smallest code is rounded up to it; a signed number between 0.993
+            and 1 of its scale, with the opposite sign, is rounded down.)
         key: a PRNG key, for stochastic rounding. It is kept in the state and changes with every update. A step that
             `loss_scaling`, `optax.apply_if_finite` or `optax.MultiSteps` *around* this skips does not change it; one
             that they skip inside does.

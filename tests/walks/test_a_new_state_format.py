@@ -131,7 +131,7 @@ def test_rows_that_reach_over_devices_are_refused_inside_shard_map():
 
 def test_a_rule_computes_in_float32_whatever_decode_returns():
     @dataclasses.dataclass(frozen=True)
-    class Narrow(SharedExponent):
+    class Narrow(RowExponent):
         def decode(self, codes, scales):
             return super().decode(codes, scales).astype(jnp.bfloat16)
 
@@ -144,7 +144,7 @@ def test_a_rule_computes_in_float32_whatever_decode_returns():
 @pytest.mark.parametrize("scales", [None, 0])
 def test_what_encode_returns_is_checked(scales):
     @dataclasses.dataclass(frozen=True)
-    class Broken(SharedExponent):
+    class Broken(RowExponent):
         scales: int | None = None
 
         def encode(self, x, key=None):
@@ -158,7 +158,7 @@ def test_what_encode_returns_is_checked(scales):
 
 
 def test_a_format_that_a_state_could_not_name_is_refused():
-    class Nameless(SharedExponent):
+    class Nameless(RowExponent):
         def __init__(self, function):
             self.function = function
 

@@ -60,7 +60,7 @@ def grouped(paths: list[str], groups: Groups | None) -> dict[str, tuple[str, tup
     members = defaultdict(list)
     for i, path in enumerate(paths):
         members[_group_of(path, groups)].append(i)
-    # Between numbers stand no digits, so the numbers of a path are told apart.
+    # The text between two numbers has no digits, so the numbers of a path are told apart.
     split = (lambda path: re.split(_DIGITS, path)) if groups == "patterns" else (lambda path: [path])
     pattern_of = lambda path: _DIGITS.join(map(re.escape, split(path)))
     found = {}
