@@ -165,7 +165,7 @@ def test_second_moments_of_8_bits_are_never_zero_where_there_was_a_gradient():
 def test_a_number_that_is_not_finite_stays_visible():
     """Look at the first three blocks of 256, each with another number that is not finite."""
     bad = np.array([5, 300, 600])
-    g = {"w": jnp.ones(4096, jnp.float32).at[bad].set(jnp.array([np.nan, np.inf, -np.inf]))}
+    g = {"w": jnp.ones(4096, jnp.float32).at[bad].set(jnp.array([np.nan, np.inf, -np.inf], jnp.float32))}
     for chosen in ("bf16", EIGHT_BITS):
         tx = mpx.low_precision_state(optax.sgd(1.0, momentum=0.9), {"trace": chosen})
         _, state = tx.update(g, tx.init(g), g)
