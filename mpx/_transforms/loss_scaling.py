@@ -21,8 +21,8 @@ from mpx._loss_scale import (
 from mpx._stored.roles import register_state
 from mpx._transforms.float32_world import keep_types, stable_state
 
-# Names that incoming gradients have in a traced program, for `check_chain` to find: one if the loss is scaled, one if the
-# scale is always 1.
+# Names that incoming gradients have in a traced program, for `check_chain` to find: one name if the loss is scaled, the
+# other if the scale is always 1.
 SCALED = "mpx.scaled_gradients"
 UNSCALED = "mpx.unscaled_gradients"
 
