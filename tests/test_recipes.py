@@ -40,9 +40,12 @@ def test_masters_and_loss_scaling_are_added_where_they_are_needed_only(policy, p
     assert state_types(policy, params_dtype) == expected
 
 
-def test_an_override_below_float32_needs_masters_too():
+def test_an_override_below_float32_needs_masters_too_whose_storage_can_be_chosen():
     policy = mpx.get_policy("f32", overrides=(("embed", jnp.bfloat16),))
     assert state_types(policy, jnp.float32) == ["MasterWeightsState"]
+    for storage, dtype in {"split": np.uint16, "full": np.float32}.items():
+        state = mpx.mixed_precision(RULE, "bf16", storage=storage).init({"w": jnp.ones(3, jnp.bfloat16)})
+        assert state.master["w"].dtype == dtype
 
 
 def test_gradients_of_float16_parameters_underflow_without_the_scale_that_they_get():
@@ -73,11 +76,6 @@ def test_it_is_the_same_as_the_wrappers_by_hand():
     assert_same_bits(
         recipe.update(grads, recipe.init(params), params), by_hand.update(grads, by_hand.init(params), params)
     )
-
-
-def test_the_storage_of_masters_can_be_chosen():
-    state = mpx.mixed_precision(RULE, "bf16", storage="split").init({"w": jnp.ones(3, jnp.bfloat16)})
-    assert state.master["w"].dtype == np.uint16
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ class Pair(NamedTuple):
 
 
 def strings(leaves):
-    """`leaves_by_path` with readable paths."""
+    """Return `leaves_by_path` with readable paths."""
     return {_trees.path_string(path): leaf for path, leaf in leaves.items()}
 
 
@@ -99,6 +99,7 @@ def test_paths_are_joined_by_slashes_whatever_the_containers_are():
         "layers/0/right/kernel": 2,
         "ordered/b": 3,
     }
+    assert strings(_trees.leaves_by_path(5)) == {"": 5}
 
 
 def test_the_value_of_an_nnx_variable_goes_by_the_name_of_the_variable():
@@ -128,17 +129,10 @@ def test_a_field_called_value_keeps_its_name():
     assert product[0] != product[1]  # the first one in bfloat16, the second one in float32
 
 
-def test_the_path_of_a_tree_that_is_one_leaf_is_empty():
-    assert strings(_trees.leaves_by_path(5)) == {"": 5}
-
-
-def test_leaves_by_path_can_stop_at_masked_nodes():
+def test_leaves_by_path_can_stop_at_masked_nodes_and_keeps_leaves_whose_paths_read_the_same():
     masked = optax.MaskedNode()
     assert strings(_trees.leaves_by_path({"a": masked, "b": 1})) == {"b": 1}
     assert strings(_trees.leaves_by_path({"a": masked, "b": 1}, _trees.is_masked)) == {"a": masked, "b": 1}
-
-
-def test_leaves_whose_paths_read_the_same_are_both_kept():
     assert len(_trees.leaves_by_path({"a/b": 1, "a": {"b": 2}})) == 2
 
 
@@ -233,15 +227,10 @@ def test_a_weak_type_is_lost_only_where_the_dtype_changes():
     assert not mpx.cast(weak, BF16).weak_type
 
 
-@pytest.mark.parametrize(
-    "wrap", [jax.jit, lambda f: lambda x: jax.vmap(f)(x), jax.checkpoint], ids=["jit", "vmap", "remat"]
-)
-def test_casts_work_inside_transformations(wrap):
+def test_casts_work_inside_transformations_and_are_differentiable():
     tree = {"w": jnp.full((2, 2), 1 / 3), "n": jnp.arange(2)}
-    assert_same_bits(wrap(lambda t: mpx.cast(t, BF16))(tree), mpx.cast(tree, BF16))
-
-
-def test_casts_are_differentiable():
+    for wrap in (jax.jit, jax.vmap, jax.checkpoint):
+        assert_same_bits(wrap(lambda t: mpx.cast(t, BF16))(tree), mpx.cast(tree, BF16))
     grad = jax.grad(lambda w: mpx.cast({"w": w}, BF16)["w"].astype(F32).sum())(jnp.ones(3))
     assert_same_bits(grad, jnp.ones(3))
 

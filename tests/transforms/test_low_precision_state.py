@@ -418,9 +418,14 @@ def test_arguments_that_mean_nothing_are_refused(options, error, message):
         adam({"mu": "bf16"}, **options)
 
 
-def test_stochastic_rounding_to_float32_alone_is_refused():
+def test_settings_that_would_do_nothing_are_refused():
     with pytest.raises(ValueError, match="every format is float32"):
         adam({"mu": "f32"}, rounding="stochastic", key=jax.random.key(0))
+    state = adam({"mu": "bf16"}).init(params())
+    with pytest.raises(ValueError, match="another `min_size`"):
+        adam({"mu": "bf16"}, min_size=10**6).update(grads(), state, params())
+    with pytest.raises(ValueError, match=r"stored in 16 bits by the rule itself(.|\n)*`mu_dtype`"):
+        mpx.low_precision_state(optax.adam(1e-3, mu_dtype=jnp.bfloat16), {"mu": "f32", "nu": "bf16"}).init(params())
 
 
 @pytest.mark.parametrize(
@@ -440,17 +445,6 @@ def test_a_state_of_other_formats_is_refused(before, after, message):
     with pytest.raises(ValueError, match=f"'0/{message}") as raised:
         adam(after).update(grads(), adam(before).init(params()), params())
     assert re.search("Use those, or call `init`", str(raised.value))
-
-
-def test_a_state_of_another_min_size_is_refused():
-    state = adam({"mu": "bf16"}).init(params())
-    with pytest.raises(ValueError, match="another `min_size`"):
-        adam({"mu": "bf16"}, min_size=10**6).update(grads(), state, params())
-
-
-def test_a_format_that_a_rule_undoes_itself_is_refused():
-    with pytest.raises(ValueError, match=r"stored in 16 bits by the rule itself(.|\n)*`mu_dtype`"):
-        mpx.low_precision_state(optax.adam(1e-3, mu_dtype=jnp.bfloat16), {"mu": "f32", "nu": "bf16"}).init(params())
 
 
 # Whose state it is.
@@ -497,9 +491,8 @@ def test_fields_of_a_state_that_is_not_of_optax_are_known_by_the_usual_names_or_
 
 
 def test_a_state_that_is_a_dictionary_is_known_by_its_keys():
-    start = jnp.ones(4096, jnp.float32)
     rule = optax.GradientTransformation(lambda p: {"mu": p, "nu": p}, lambda u, s, p=None: (u, s))
-    state = mpx.low_precision_state(rule, {"mu|nu": EIGHT_BITS}).init(start)
+    state = mpx.low_precision_state(rule, {"mu|nu": EIGHT_BITS}).init(jnp.ones(4096, jnp.float32))
     assert sorted(state.block_scales) == [scales_name(0, SIGNED), scales_name(1, UNSIGNED)]
 
 
@@ -528,18 +521,13 @@ def test_an_8_bit_moment_that_falls_beside_others_stands_still_under_nearest_rou
     np.testing.assert_allclose(left(rounding="stochastic", key=jax.random.key(0)), 0.999**STEPS, rtol=0.03)
 
 
-def test_another_state_or_no_transformation_is_refused():
-    tx = adam({"mu": "bf16"})
+def test_another_state_and_one_inside_another_are_refused():
     with pytest.raises(TypeError, match="`low_precision_state` needs the `LowPrecisionState`"):
-        tx.update(grads(), optax.adam(1e-3).init(params()), params())
+        adam({"mu": "bf16"}).update(grads(), optax.adam(1e-3).init(params()), params())
     with pytest.raises(TypeError, match=r"needs an Optax gradient transformation.*Call it with its settings"):
         mpx.low_precision_state(optax.adam, {"mu": "bf16"})
-
-
-def test_one_inside_another_is_refused():
-    inside = adam({"nu": EIGHT_BITS})
     with pytest.raises(ValueError, match="stores its state in few bits already"):
-        mpx.low_precision_state(optax.chain(inside), {"mu": "bf16"}).init(params())
+        mpx.low_precision_state(optax.chain(adam({"nu": EIGHT_BITS})), {"mu": "bf16"}).init(params())
 
 
 @pytest.mark.parametrize(("spec", "columns"), [(P("data"), 512), (P(None, "data"), 8192)])
