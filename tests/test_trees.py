@@ -399,7 +399,7 @@ def test_a_committed_array_stays_on_its_device_and_an_uncommitted_one_free():
 
 
 def test_arrays_keep_their_kind_of_memory():
-    """Left to itself, a program on CPU moves its results from unpinned host memory to the default one."""
+    """XLA on a CPU by itself moves results from unpinned host memory to the default one."""
     device = jax.devices()[0]
     kinds = [memory.kind for memory in device.addressable_memories()]
     if len(kinds) == 1:

@@ -324,7 +324,7 @@ def test_devices_add_up_gradients_of_16_bits_in_float32(dtype, numbers, mean):
 
 
 def test_microbatches_cost_one_reduction():
-    """Left to XLA, each microbatch ends with one."""
+    """Leave it to XLA, and each microbatch ends with one."""
     mesh = eight_cpu_devices()
 
     def mean_gradient(w, xs):

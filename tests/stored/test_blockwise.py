@@ -235,7 +235,7 @@ def test_the_scale_is_the_signed_member_of_largest_magnitude_which_is_exact(sign
 
 
 def test_the_negative_of_the_scale_saturates_at_the_most_negative_member():
-    """Of two members of equal magnitude the positive one is the scale. Further codings change nothing."""
+    """Take the positive one of two members of equal magnitude as the scale. Further codings change nothing."""
     for x in np.float32([[2, -2], [-2, 2]]):
         once = round_trip(x, 16, True)
         np.testing.assert_allclose(once, np.where(x > 0, x, np.float32(-2 * 0.99296875)), rtol=1.2e-7)
@@ -263,7 +263,7 @@ def test_a_power_of_two_goes_through_to_what_is_decoded_and_leaves_the_codes(sig
 
 @given(data=st.data())
 def test_the_negative_of_a_block_decodes_to_the_negative(data):
-    """Unless two members of equal, largest magnitude have different signs, of which the negative one is not exact."""
+    """Leave out blocks whose largest members have equal magnitudes and two signs: the negative one is not exact."""
     x = data.draw(blocks_of_16(True))
     tie = (x.max(axis=1, keepdims=True) == -x.min(axis=1, keepdims=True)) & (x != 0).any(axis=1, keepdims=True)
     x = np.where(tie, np.abs(x), x)
@@ -422,7 +422,7 @@ def test_at_random_the_member_of_largest_magnitude_is_exact_at_any_noise(signed,
 @both_maps
 @noises
 def test_at_random_the_codes_are_the_same_eagerly_and_under_jit(signed, noise):
-    """At members, whose odds are 0 or 1 but for a rounding, and at numbers of all magnitudes."""
+    """Look at members, whose odds are 0 or 1 but for a rounding, and at numbers of all magnitudes."""
     x = jnp.concatenate([decoded_map(signed), jnp.asarray(numbers(12, 3, 256, signed))])
     assert_same_bits(jit_at_noise(noise, x, 256, signed), at_noise(noise, x, 256, signed))
 
@@ -582,7 +582,7 @@ def test_blocks_follow_the_order_of_the_elements_whatever_the_shape(shape):
 
 
 def test_a_kernel_is_not_taken_inside_shard_map(monkeypatch):
-    """Its result would have to say over which axes it varies."""
+    """JAX would have to be told over which axes its result varies."""
     monkeypatch.setattr(blockwise, "_has_kernel", lambda *_: True)
     mesh = eight_cpu_devices()
     x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 256)), jnp.float32)

@@ -59,7 +59,7 @@ def test_parameter_plus_compensation_is_the_exact_sum_to_the_precision_of_both(d
 
 
 def test_a_compensation_of_float16_loses_what_bfloat16_keeps():
-    """Why the default is bfloat16 for float16 parameters too: 2**-26 has no float16 value."""
+    """Show why the default is bfloat16 for float16 parameters too: 2**-26 has no float16 value."""
     start, update = jnp.full((), 2.0**-10, jnp.float16), jnp.float32(2.0**-26)
     default, _ = add_repeatedly(mpx.kahan_summation(), start, update, 256)
     narrow, _ = add_repeatedly(mpx.kahan_summation(jnp.float16), start, update, 256)

@@ -63,7 +63,7 @@ def test_chosen_leaves_are_stored_in_their_format_and_all_others_as_they_are():
 
 
 def test_the_first_moment_is_that_of_float32_rounded_once():
-    """After one step from zero the moment is 0.1 * g, computed in float32."""
+    """Take one step from zero: the moment is 0.1 * g, computed in float32."""
     _, exact = trained(optax.adam(1e-3), steps=1)
     wide = np.asarray(optax.tree.get(exact, "mu")["kernel"])
     for dtype in (jnp.bfloat16, np.float16):
@@ -441,7 +441,7 @@ def test_settings_that_would_do_nothing_are_refused():
     ],
 )
 def test_a_state_of_other_formats_is_refused(before, after, message):
-    """As after a change of recipe between two training runs: decoded in the wrong format it would be noise."""
+    """Change the recipe between two training runs: decoded in the wrong format it would be noise."""
     with pytest.raises(ValueError, match=f"'0/{message}") as raised:
         adam(after).update(grads(), adam(before).init(params()), params())
     assert re.search("Use those, or call `init`", str(raised.value))
@@ -504,7 +504,7 @@ def test_second_moments_of_partitions_are_found_whatever_the_labels():
 
 
 def test_an_8_bit_moment_that_falls_beside_others_stands_still_under_nearest_rounding_only():
-    """One member of each block keeps a gradient of 1, the others have none any more: 0.999**700 = 0.496 is left."""
+    """Give one member of each block a gradient of 1 and the others none any more: 0.999**700 = 0.496 is left."""
     ones = jnp.ones(4096, jnp.float32)
     keeps = jnp.zeros(4096, jnp.float32).at[::256].set(1.0)
 

@@ -65,7 +65,7 @@ def test_updates_chosen_naively_miss_the_cast_masters(dtype):
 
 @pytest.mark.parametrize("storage", ["full", "split"])
 def test_a_weight_that_falls_almost_to_zero_is_off_by_little_and_mended_by_the_next_step(storage):
-    """From 1 to 2**-20 (1 + 2**-7): the sum has no bits for it; the error is at most 2**-24 of the old weight."""
+    """Go from 1 to 2**-20 (1 + 2**-7): the sum has no bits for it; the error is at most 2**-24 of the old weight."""
     target = np.float32(2.0**-20 * (1 + 2.0**-7))
     start = jnp.ones(1, jnp.bfloat16)
     tx = mpx.master_weights(optax.sgd(1.0), storage=storage)

@@ -126,7 +126,7 @@ def test_parameters_are_needed():
 
 
 def test_the_debiased_step_is_right_to_the_precision_of_float32_after_many_steps():
-    """From 0 to 1 in one step after a million: 1 - decay, over a weight of 1 - decay**1000001.
+    """Go from 0 to 1 in one step after a million: 1 - decay, over a weight of 1 - decay**1000001.
 
     A weight that is summed up in float32 ends 4e-4 off for 0.9999 and 4e-3 off for 0.99999.
     """
