@@ -66,8 +66,8 @@ def round_to(x: ArrayLike, dtype: DTypeLike, *, overflow: Overflow = "infinite")
     Example:
         >>> float(round_to(jnp.float32(1.001), "bfloat16"))
         1.0
-        >>> float(round_to(jnp.float32(70_000), "float16")), float(round_to(jnp.float32(7e4), "f2", overflow="largest"))
-        (inf, 65504.0)
+        >>> [float(round_to(jnp.float32(70_000), "f16", overflow=way)) for way in ("infinite", "largest")]
+        [inf, 65504.0]
         >>> float(round_to(jnp.float32(2.0**-20), "float16")) == 2.0**-20  # subnormal in float16
         True
     """

@@ -125,14 +125,17 @@ def loss_scaling(
         _errors.require_state(state, LossScalingState, "loss_scaling")
         _errors.require_state(state.scale_state, state_type, "loss_scaling")
         _errors.require_differentiable(updates, "loss_scaling")
-        if params is not None:
-            _errors.require_same_shapes(updates, params, "loss_scaling")
         updates = jax.tree.map(lambda g: checkpoint_name(g, name), updates)
         first_nonfinite = _first_nonfinite(updates, axis_name)
         finite = first_nonfinite < 0
         now = start.resume(state.loss_scale, state.scale_state)
         grads = now.unscale(jax.tree.map(at_least_float32, updates))
-        updates, inner_state = inner.update(grads, state.inner_state, params, **extra_args)
+        try:
+            updates, inner_state = inner.update(grads, state.inner_state, params, **extra_args)
+        except (TypeError, ValueError):
+            _require_shapes(grads, params)  # perhaps they are the reason; some rules take gradients of other shapes
+            raise
+        _require_shapes(updates, params)
         _require_shapes_of(state.inner_state, inner_state)
         then = now.adjust(finite)
         new_state = LossScalingState(
@@ -168,6 +171,11 @@ def _first_nonfinite(grads: Any, axis_name: Any) -> jax.Array:
     if axis_name is not None:
         first = lax.pmin(first, axis_name)
     return jnp.where(first == nowhere, np.int32(-1), first)
+
+
+def _require_shapes(updates: Any, params: Any) -> None:
+    if params is not None:
+        _errors.require_same_shapes(updates, params, "loss_scaling")
 
 
 def _require_shapes_of(old: Any, new: Any) -> None:
