@@ -16,7 +16,7 @@ from mpx._stored import blockwise
 from tests.autocast.helpers import contractions
 from tests.helpers import cases, unfused
 
-pytestmark = pytest.mark.optax_promotion
+pytestmark = [pytest.mark.optax_promotion, pytest.mark.slow]
 
 # ---- the optimizer step ---------------------------------------------------------------------------------------------
 

@@ -74,6 +74,7 @@ def in_reference():
 
 
 @pytest.mark.optax_promotion
+@pytest.mark.slow
 def test_the_code_of_the_readme_runs_from_top_to_bottom():
     text = README.read_text()
     names = run_blocks(text, "README.md")
@@ -83,6 +84,7 @@ def test_the_code_of_the_readme_runs_from_top_to_bottom():
 
 
 @pytest.mark.optax_promotion
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if BLOCK.search(page.read_text())], ids=name_of)
 def test_the_code_of_a_page_runs_from_top_to_bottom_and_prints_what_the_page_says(page):
     run_blocks(page.read_text(), name_of(page))

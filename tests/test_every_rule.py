@@ -201,7 +201,7 @@ FEW_BITS = dict.fromkeys([*IN_TURN, *[("adamw", state) for state in LOW]])
 
 
 @pytest.mark.parametrize(("name", "state"), [
-    pytest.param(*case, marks=[] if case[0] in ("adamw", "adafactor", "lion") else pytest.mark.slow)
+    pytest.param(*case, marks=[] if case[0] == "adamw" else pytest.mark.slow)
     for case in FEW_BITS
 ])  # fmt: skip
 def test_a_rule_trains_with_its_averages_in_few_bits(name, state):

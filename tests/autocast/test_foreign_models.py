@@ -25,6 +25,8 @@ from mpx._jaxprs import scan_counts
 from tests.autocast.helpers import BF16, CONTRACTIONS, F16, F32, all_eqns, eqns_of
 from tests.helpers import assert_same_bits, types_of
 
+pytestmark = pytest.mark.slow  # models of Flax and Equinox take long to trace and to compile
+
 HALVES = {"bf16": BF16, "f16": F16}
 # XLA drops a rounding from float32 to 16 bits whose result is widened at once, on a CPU too: that flatters both sides.
 # The other two compile faster.

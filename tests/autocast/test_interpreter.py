@@ -171,6 +171,7 @@ def test_it_runs_in_jaxs_modes(mode):
     assert_same_bits(actual, expected)
 
 
+@pytest.mark.slow
 def test_it_leaks_no_tracer():
     """Only traced: jax remembers nothing in this mode, and would compile everything anew."""
     w, x, _ = everything_plainly()

@@ -7,7 +7,7 @@ import pytest
 
 from examples import digits_linen
 
-pytestmark = pytest.mark.optax_promotion
+pytestmark = [pytest.mark.optax_promotion, pytest.mark.slow]  # real models are trained
 
 CHANCE = 10.0  # per cent: ten digits
 

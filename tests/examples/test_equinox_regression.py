@@ -4,7 +4,7 @@ import pytest
 
 from examples import equinox_regression
 
-pytestmark = pytest.mark.optax_promotion
+pytestmark = [pytest.mark.optax_promotion, pytest.mark.slow]  # real models are trained
 
 
 def test_plain_bfloat16_stalls_where_kahan_summation_and_split_masters_follow_float32():

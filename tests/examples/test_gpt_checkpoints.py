@@ -29,7 +29,7 @@ from tests.examples.disks import full_disk, leaves_garbage
 from tests.helpers import QUICKLY, assert_same_bits
 
 # Optax adds arrays of two dtypes, and Flax's norms arrays of two ranks.
-pytestmark = pytest.mark.optax_promotion
+pytestmark = [pytest.mark.optax_promotion, pytest.mark.slow]  # real models are trained
 
 DESCRIPTION = {"step": 3, "identity": {"recipe": "bf16-split", "seed": 0}, "position": 7}
 SHAPE = jax.ShapeDtypeStruct

@@ -12,7 +12,7 @@ from examples.gpt.recipes import get_recipe
 from examples.gpt.training import Hyperparameters, make_program
 from tests.helpers import QUICKLY
 
-pytestmark = pytest.mark.optax_promotion
+pytestmark = [pytest.mark.optax_promotion, pytest.mark.slow]  # real models are trained
 
 CONFIG = Config(context=8, vocabulary=64, depth=1, heads=2, width=16)
 

@@ -14,7 +14,7 @@ from examples.gpt.model import GPT, PRESETS, Config
 from tests.helpers import QUICKLY
 
 # Optax adds arrays of two dtypes, and Flax's norms arrays of two ranks.
-pytestmark = pytest.mark.optax_promotion
+pytestmark = [pytest.mark.optax_promotion, pytest.mark.slow]  # real models are trained
 
 TOKEN = 7
 CONFIG = Config(width=32, depth=2, heads=2, context=8, vocabulary=20, vocabulary_multiple=16)

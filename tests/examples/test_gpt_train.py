@@ -29,7 +29,7 @@ from tests.examples.disks import full_disk, leaves_garbage
 from tests.helpers import assert_same_bits
 
 # Optax adds arrays of two dtypes, and Flax's norms arrays of two ranks.
-pytestmark = pytest.mark.optax_promotion
+pytestmark = [pytest.mark.optax_promotion, pytest.mark.slow]  # real models are trained
 
 NANO = Config(width=32, depth=1, heads=2, context=16, vocabulary=256)
 RATE = 1e12

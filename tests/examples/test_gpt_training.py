@@ -19,7 +19,7 @@ from examples.gpt.training import Hyperparameters, decayed, make_program, mean_o
 from tests.helpers import assert_same_bits, types_of
 
 # Optax adds arrays of two dtypes, and Flax's norms arrays of two ranks.
-pytestmark = pytest.mark.optax_promotion
+pytestmark = [pytest.mark.optax_promotion, pytest.mark.slow]  # real models are trained
 
 CONFIG = Config(width=32, depth=1, heads=2, context=8, vocabulary=20, vocabulary_multiple=16)
 SCANNED = dataclasses.replace(CONFIG, depth=2, layers="scanned")
