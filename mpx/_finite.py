@@ -1,4 +1,4 @@
-"""Whether numbers are finite, and the choice between two trees that follows from it."""
+"""Tell whether numbers are finite, and choose between two trees by that."""
 
 from typing import Any, TypeVar
 

@@ -505,3 +505,19 @@ def test_select_tree_refuses_all_but_a_boolean_scalar_with_an_error_that_users_o
 def test_select_tree_refuses_trees_of_different_structure():
     with pytest.raises(ValueError, match="key"):
         mpx.select_tree(GOOD, {"a": jnp.ones(1)}, {"b": jnp.ones(1)})
+
+
+def test_float64_leaves_are_unscaled_by_a_float64_reciprocal():
+    with jax.enable_x64(True):
+        assert float(mpx.StaticLossScale(3.0).unscale(jnp.asarray(1.0, jnp.float64))) == 1 / 3
+
+
+@pytest.mark.parametrize(("exponent", "fits"), [(-127, False), (-126, True), (126, True), (127, False)])
+def test_a_scale_whose_reciprocal_is_subnormal_is_refused(exponent, fits):
+    """A device that flushes subnormals would unscale all gradients to zero."""
+    scale = mpx.StaticLossScale(2.0**exponent)
+    if fits:
+        mpx.loss_scaling(optax.sgd(0.1), scale)
+        return
+    with pytest.raises(ValueError, match=re.escape(f"must be powers of two, but got loss_scale={2.0**exponent}")):
+        mpx.loss_scaling(optax.sgd(0.1), scale)

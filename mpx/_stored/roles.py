@@ -35,7 +35,7 @@ EXACT: tuple[Role, ...] = ("master", "compensation", "average", "weights")
 
 
 class Fields(NamedTuple):
-    """What is known of a state's type: the role of each field, and who writes parameters back."""
+    """Facts about a type of state: the role of each field, and who writes parameters back."""
 
     roles: dict[str, Role]
     writes_back: str | None

@@ -448,3 +448,13 @@ def test_float32_gradients_of_activations_with_a_batch_run_compiled(equation):
     gradient = jax.jit(jax.grad(loss))(w, x)
     expected = jax.grad(lambda w, x: (jnp.einsum(equation, x, w) ** 2).sum())(w, x)
     assert np.linalg.norm(gradient - expected) < 0.02 * np.linalg.norm(expected)
+
+
+def test_with_a_float32_gradient_dtype_a_gradient_beyond_the_compute_dtype_is_right():
+    """257 has no bfloat16 value; a sum of 257 ones is 257 in float32. Only one operand is an argument."""
+    x, w = jnp.ones((257, 2), jnp.float32), jnp.zeros((2, 1), jnp.float32)
+    loss = lambda d: (
+        lambda w: mpx.autocast(lambda w: x @ w, jnp.bfloat16, gradient_dtype=d)(w).astype(jnp.float32).sum()
+    )
+    gradients = [jax.grad(loss(d))(w) for d in (None, jnp.float32)]
+    assert_same_bits(gradients, [jnp.full((2, 1), 256.0), jnp.full((2, 1), 257.0)])

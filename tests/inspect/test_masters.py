@@ -224,3 +224,14 @@ def test_averages_of_partitions_by_labels_of_whole_subtrees_are_joined():
     assert_same_bits(mpx.ema_params(state), jax.tree.map(lambda p: p - 1, params))
     tx = optax.partition({"x": average, "y": optax.sgd(1.0)}, {"encoder": "x", "decoder": "y"})
     assert mpx.ema_params(tx.init(params))["decoder"] == optax.MaskedNode()
+
+
+def test_a_compensation_that_was_rounded_up_to_half_a_step_is_in_sync():
+    """1 + 2**-7 is odd, and lacks a little less than 2**-8, which bfloat16 rounds to the tie."""
+    tx = mpx.kahan_summation()
+    params = jnp.full(1, 1 + 2.0**-7, jnp.bfloat16)
+    updates, state = tx.update(jnp.full(1, 2.0**-8 * (1 - 2.0**-12)), tx.init(params), params)
+    params = optax.apply_updates(params, updates)
+    assert params.tolist() == [1 + 2.0**-7]
+    assert state.compensation.tolist() == [2.0**-8]
+    assert bool(mpx.is_synced(params, state))

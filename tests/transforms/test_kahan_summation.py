@@ -120,3 +120,11 @@ def test_narrow_updates_are_widened_before_they_are_added():
 def test_a_dtype_of_another_kind_is_refused():
     with pytest.raises(ValueError, match="`dtype` must be bfloat16, float16 or float32, but got int8"):
         mpx.kahan_summation(jnp.int8)
+
+
+def test_the_new_parameter_is_the_sum_rounded_once():
+    """Just above a tie: rounded to bfloat16 before it is added, the update would tie to even."""
+    tx = mpx.kahan_summation()
+    params = jnp.ones(1, jnp.bfloat16)
+    updates, _ = tx.update(jnp.asarray([2.0**-8 * (1 + 2.0**-12)]), tx.init(params), params)
+    assert optax.apply_updates(params, updates).tolist() == [1 + 2.0**-7]

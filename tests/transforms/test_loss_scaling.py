@@ -345,3 +345,47 @@ def test_a_class_without_a_state_is_told_what_it_lacks():
     assert mpx.value_and_grad(lambda w: 3 * w, Mine())(jnp.float32(1)) == (3, 6)
     with pytest.raises(NotImplementedError, match="Mine must define `state`; see `LossScale`"):
         mpx.loss_scaling(optax.sgd(1.0), Mine())
+
+
+def test_gradients_are_unscaled_by_the_scale_of_their_own_step_when_it_grows():
+    tx = mpx.loss_scaling(optax.identity(), mpx.DynamicLossScale(2.0**10, period=1))
+    updates, state = tx.update(jnp.full(2, 2.0**10), tx.init(jnp.ones(2)))
+    assert updates.tolist() == [1.0, 1.0]
+    assert float(state.loss_scale) == 2.0**11
+
+
+@pytest.mark.parametrize("kind", [mpx.StaticLossScale, mpx.DynamicLossScale])
+def test_donating_the_state_does_not_delete_the_scale_that_was_given(kind):
+    scale = jnp.float32(2.0**10)
+    state = mpx.loss_scaling(optax.sgd(1.0), kind(scale)).init(jnp.ones(2))
+    jax.block_until_ready(jax.jit(lambda s: jax.tree.map(lambda x: x, s), donate_argnums=0)(state))
+    assert not scale.is_deleted()
+
+
+def test_training_begins_with_the_counters_of_the_scale_that_was_given():
+    scale = mpx.DynamicLossScale(2.0**10, counter=5, period=6, hysteresis=2, bad_steps=1)
+    tx = mpx.loss_scaling(optax.sgd(0.1), scale)
+    state = tx.init(jnp.ones(2))
+    _, grown = tx.update(jnp.ones(2), state)
+    _, shrunk = tx.update(jnp.full(2, jnp.nan), state)
+    assert (float(grown.loss_scale), float(shrunk.loss_scale)) == (2.0**11, 2.0**9)
+
+
+def test_the_state_of_a_bare_rule_has_strong_types_and_buffers_of_its_own():
+    keeps = optax.GradientTransformation(
+        lambda params: {"start": params, "count": jnp.asarray(0)}, lambda u, s, params=None: (u, s)
+    )
+    params = jnp.ones(3, jnp.float32)
+    state = mpx.loss_scaling(keeps).init(params)
+    assert state.inner_state["start"] is not params
+    weak = optax.GradientTransformation(lambda params: 0.5, lambda u, s, params=None: (u, s))
+    assert not mpx.loss_scaling(weak).init(params).inner_state.weak_type
+
+
+def test_the_state_of_a_bare_rule_keeps_its_types():
+    drifts = optax.GradientTransformation(
+        lambda params: jnp.zeros((), jnp.bfloat16), lambda u, s, params=None: (u, jnp.float32(1.0))
+    )
+    tx = mpx.loss_scaling(drifts)
+    _, state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
+    assert state.inner_state.dtype == jnp.bfloat16

@@ -546,3 +546,34 @@ def test_arrays_split_over_devices_into_whole_blocks_are_coded_where_they_are(sp
     assert_same_bits(jax.device_get((updates, new)), jax.device_get((expected_updates, expected)))
     for leaf in jax.tree.leaves(new):
         assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, spec if leaf.ndim == 2 else P()), leaf.ndim)
+
+
+def test_donating_the_state_of_low_precision_does_not_delete_the_callers_key():
+    key = jax.random.PRNGKey(0)
+    tx = mpx.low_precision_state(optax.adam(1e-3), {"mu": "bf16"}, min_size=1, rounding="stochastic", key=key)
+    params = jnp.ones(4)
+    state = tx.init(params)
+    jax.jit(tx.update, donate_argnums=1)(jnp.ones(4), state, params)
+    assert state.key.is_deleted()
+    assert not key.is_deleted()
+    tx.init(params)
+
+
+def test_numbers_are_on_the_grid_before_they_are_cast():
+    from jax.extend import core as jex_core
+
+    tx = mpx.low_precision_state(optax.adam(1e-3), {"mu": "bf16", "nu": "bf16"}, min_size=1)
+    params = jnp.ones(64, jnp.float32)
+    state, grads = tx.init(params), jnp.linspace(0.1, 0.9, 64)
+    program = jax.make_jaxpr(lambda s, g: tx.update(g, s, params)[1])(state, grads)
+    values = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
+    values |= dict(zip(program.jaxpr.invars, jax.tree.leaves((state, grads)), strict=True))
+    casts = 0
+    for eqn in program.jaxpr.eqns:
+        operands = [v.val if isinstance(v, jex_core.Literal) else values[v] for v in eqn.invars]
+        if eqn.primitive.name == "convert_element_type" and eqn.params["new_dtype"] == jnp.bfloat16:
+            casts += 1
+            assert_same_bits(operands[0], operands[0].astype(jnp.bfloat16).astype(jnp.float32))
+        results = eqn.primitive.bind(*operands, **eqn.params)
+        values.update(zip(eqn.outvars, results if eqn.primitive.multiple_results else [results], strict=True))
+    assert casts == 2

@@ -271,3 +271,13 @@ def test_a_transformation_made_from_parts_of_another_gets_float32_too():
     tx = mpx.master_weights(optax.GradientTransformation(rule.init, update))
     tx.update(params, tx.init(params), params)
     assert seen == [np.float32]
+
+
+def test_a_float32_rule_inside_float64_masters_sees_float64():
+    with jax.enable_x64(True):
+        seen = []
+        rule = optax.stateless(lambda u, params: (seen.extend(x.dtype for x in jax.tree.leaves(u)), u)[1])
+        tx = mpx.master_weights(mpx.upcast(rule), jnp.float64)
+        params = jnp.ones(2, jnp.float32)
+        tx.update(jnp.ones(2, jnp.float32), tx.init(params), params)
+        assert seen == [np.float64]

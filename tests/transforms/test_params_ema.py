@@ -135,3 +135,18 @@ def test_the_debiased_step_is_right_to_the_precision_of_float32_after_many_steps
         state = mpx.states.ParamsEmaState(jnp.int32(1_000_000), jnp.zeros(()))
         _, state = tx.update(jnp.ones(()), state, jnp.zeros(()))
         np.testing.assert_allclose(mpx.ema_params(state), (1 - decay) / (1 - decay**1_000_001), rtol=3e-7)
+
+
+def test_the_first_debiased_average_is_the_first_parameters_to_the_bit_however_far_they_moved():
+    tx = mpx.params_ema(0.9)
+    params = jnp.full(4, 300.0, jnp.float32)
+    updates = jnp.asarray([-299.9, -300.001, 1e-3, 7e5], jnp.float32)
+    _, state = tx.update(updates, tx.init(params), params)
+    assert_same_bits(mpx.ema_params(state), optax.apply_updates(params, updates))
+
+
+def test_averaged_steps_saturate():
+    state = mpx.states.ParamsEmaState(jnp.int32(2**31 - 1), jnp.zeros(()))
+    _, state = mpx.params_ema(0.999).update(jnp.ones(()), state, jnp.zeros(()))
+    assert int(state.averaged_steps) == 2**31 - 1
+    assert abs(float(mpx.ema_params(state)) - 1e-3) < 1e-8

@@ -122,3 +122,41 @@ def test_float64_parameters_stay_float64():
         updates, _ = tx.update(params, tx.init(params), params)
         assert updates["wide"].dtype == np.float64
         assert updates["narrow"].dtype == np.float32
+
+
+def test_a_state_that_becomes_weakly_typed_is_made_strong_again():
+    weakens = optax.GradientTransformation(
+        lambda params: jnp.zeros((), jnp.float32), lambda u, s, params=None: (u, jnp.asarray(1.0))
+    )
+    tx = mpx.upcast(weakens)
+    params = jnp.ones(2, jnp.bfloat16)
+    state = tx.init(params)
+    _, state = jax.jit(tx.update)(jnp.ones(2), state, params)
+    leaf = jax.tree.leaves(jax.eval_shape(tx.update, jnp.ones(2), state, params)[1])[0]
+    assert not leaf.weak_type
+
+
+def test_updates_that_a_rule_narrows_come_out_as_float32():
+    tx = mpx.upcast(optax.stateless(lambda u, params: jax.tree.map(lambda x: x.astype(jnp.bfloat16), u)))
+    params = jnp.ones(2, jnp.bfloat16)
+    assert tx.update(jnp.ones(2), tx.init(params), params)[0].dtype == jnp.float32
+
+
+def test_the_state_of_a_rule_that_keeps_its_parameters_can_be_donated_with_them():
+    keeps = optax.GradientTransformation(lambda p: {"a": p, "b": p, "c": 0.5}, lambda u, s, p=None: (u, s))
+    params = jnp.ones(3, jnp.float32)
+    state = mpx.upcast(keeps).init(params)
+    jax.jit(lambda p, s: (p + 1, jax.tree.map(lambda x: x + 1, s)), donate_argnums=(0, 1))(params, state)
+    assert not any(jax.typeof(x).weak_type for x in jax.tree.leaves(state))
+
+
+def test_an_array_that_stands_twice_in_a_state_can_be_donated():
+    count = jnp.zeros((), jnp.int32)
+    twice = optax.GradientTransformation(lambda p: (count, count), lambda u, s, p=None: (u, s))
+    state = mpx.upcast(twice).init(jnp.ones(3))
+    jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)(state)
+
+
+def test_a_weakly_typed_state_is_strong_from_the_start():
+    weak = optax.GradientTransformation(lambda p: jnp.asarray(0.5), lambda u, s, p=None: (u, s))
+    assert not any(jax.typeof(x).weak_type for x in jax.tree.leaves(mpx.upcast(weak).init(jnp.ones(3))))
