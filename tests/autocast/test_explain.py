@@ -566,3 +566,10 @@ def test_an_explanation_goes_into_json_with_all_of_its_rows():
     assert [Row(**row) for row in content["contractions"]] == list(explanation.contractions)
     assert [Row(**row) for row in content["others"]] == list(explanation.others)
     assert content["narrowed_share"] == 1
+
+
+def test_flops_of_a_convolution_count_the_padding_on_its_own_side():
+    """Taps on numbers: one, three and three; padded on the other side there would be eight."""
+    padded = lambda x, k: lax.conv_general_dilated(x, k, (2,), [(2, 0)], dimension_numbers=("NWC", "WIO", "NWC"))
+    explanation = mpx.explain(padded, "bf16")(jnp.ones((1, 6, 1), jnp.float32), jnp.ones((3, 1, 1), jnp.float32))
+    assert sum(row.flops for row in explanation.contractions) == 2 * 7
