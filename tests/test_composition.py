@@ -246,6 +246,7 @@ def test_what_does_not_train_has_neither_masters_nor_moments_nor_an_average():
     assert mpx.ema_params(state)["frozen"] == optax.MaskedNode()
 
 
+@pytest.mark.slow
 def test_flax_linen_and_nnx_and_equinox_trees_are_trained_with_scaled_losses_and_a_state_of_few_bits():
     import equinox as eqx
     import flax.linen as nn

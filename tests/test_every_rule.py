@@ -200,10 +200,8 @@ IN_TURN = [(name, LOW[i % len(LOW)]) for i, name in enumerate(AVERAGING)]
 FEW_BITS = dict.fromkeys([*IN_TURN, *[("adamw", state) for state in LOW]])
 
 
-@pytest.mark.parametrize(("name", "state"), [
-    pytest.param(*case, marks=[] if case[0] == "adamw" else pytest.mark.slow)
-    for case in FEW_BITS
-])  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "state"), FEW_BITS)
 def test_a_rule_trains_with_its_averages_in_few_bits(name, state):
     """Train with a low format and a way to keep parameters in turn; `benchmarks/state_formats.py` trains them all."""
     write_backs = list(sweep.WRITE_BACKS)

@@ -39,6 +39,7 @@ def written(folder):
     return json.loads((folder / "precision.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_comparison_prints_its_table_writes_json_and_plot_and_compiles_each_step_once(
     text_file, tmp_path, monkeypatch
 ):

@@ -13,6 +13,8 @@ import mpx
 from examples.gpt.loss import mean_loss, token_losses
 from tests.helpers import eight_cpu_devices
 
+pytestmark = pytest.mark.slow
+
 BATCH, LENGTH, WIDTH, ROWS, VOCABULARY = 4, 16, 8, 128, 100
 LOGITS = BATCH * LENGTH * ROWS  # of the whole batch: more than any other array of the program has
 

@@ -164,6 +164,7 @@ def test_a_step_compiles_once_and_keeps_every_sharding(name):
     assert step._cache_size() == 1
 
 
+@pytest.mark.slow
 def test_it_runs_eagerly():
     mesh = eight_cpu_devices()
     pick = lambda tree: {name: tree[name] for name in ("first", "whole")}

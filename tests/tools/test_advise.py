@@ -179,6 +179,7 @@ def attention_advice():
     return advise(attention_loss, params, 2 * normal(2, 6, 8), COMPUTE_ONLY, bound=5e-3)
 
 
+@pytest.mark.slow
 def test_attention_logits_are_ranked_by_their_source_line():
     rows = rows_by_name(attention_advice())
     scores = rows[line_of(attention_loss, "einsum")]

@@ -249,6 +249,7 @@ def assert_unchanged_by_measures(rule, recipe, **options):
 
 
 @pytest.mark.parametrize(("rule", "recipe"), [("adamw", "kahan"), ("momentum", "split"), ("lion", "scaled")])
+@pytest.mark.slow
 def test_measures_change_no_bit_of_a_training_run(rule, recipe):
     """Train 20 steps, compiled as any step is, with every measure first, inside and last."""
     state = assert_unchanged_by_measures(rule, recipe)
@@ -256,6 +257,7 @@ def test_measures_change_no_bit_of_a_training_run(rule, recipe):
     assert float(optax.tree.get(state, "histogram first").counts.sum()) > 0
 
 
+@pytest.mark.slow
 def test_measures_change_no_bit_of_gradients_of_one_column():
     """If XLA saw a second reader of such a gradient, it would reshape elsewhere, and LLVM contract another product."""
     assert_unchanged_by_measures("adamw", "f32", outputs=1)
@@ -282,6 +284,7 @@ def test_measures_read_bits_from_behind_one_barrier_and_updates_pass_through():
     assert sum(eqn.primitive.name == "optimization_barrier" for eqn in program.eqns) == len(users)
 
 
+@pytest.mark.slow
 def test_measures_change_no_bit_without_jit():
     """Run the rule alone, which needs no model."""
     params, grads = jnp.linspace(1, 2, 6, dtype=jnp.float32), jnp.linspace(-1, 1, 6, dtype=jnp.float32)
@@ -292,6 +295,7 @@ def test_measures_change_no_bit_without_jit():
         assert_same_bits((updates, state[1]), plain.update(grads, plain.init(params), params))
 
 
+@pytest.mark.slow
 def test_a_watched_step_talks_to_no_host_and_waits_for_none():
     dtype, wrap = RECIPES["scaled"]
     tx = optax.chain(all_on("first"), wrap(optax.chain(RULES["momentum"](), all_on("inside"))), all_on("last"))
@@ -351,6 +355,7 @@ def test_a_measure_of_bfloat16_parameters_keeps_the_float32_of_their_updates():
     np.testing.assert_allclose(measurement, 2.002, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_measures_stand_in_a_snapshot_and_in_a_chain_that_is_checked():
     tx = mpx.loss_scaling(
         optax.chain(
