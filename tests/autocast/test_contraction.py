@@ -457,4 +457,4 @@ def test_with_a_float32_gradient_dtype_a_gradient_beyond_the_compute_dtype_is_ri
         lambda w: mpx.autocast(lambda w: x @ w, jnp.bfloat16, gradient_dtype=d)(w).astype(jnp.float32).sum()
     )
     gradients = [jax.grad(loss(d))(w) for d in (None, jnp.float32)]
-    assert_same_bits(gradients, [jnp.full((2, 1), 256.0), jnp.full((2, 1), 257.0)])
+    assert_same_bits(gradients, [jnp.full((2, 1), number, jnp.float32) for number in (256, 257)])

@@ -551,9 +551,9 @@ def test_arrays_split_over_devices_into_whole_blocks_are_coded_where_they_are(sp
 def test_donating_the_state_of_low_precision_does_not_delete_the_callers_key():
     key = jax.random.PRNGKey(0)
     tx = mpx.low_precision_state(optax.adam(1e-3), {"mu": "bf16"}, min_size=1, rounding="stochastic", key=key)
-    params = jnp.ones(4)
+    params = jnp.ones(4, jnp.float32)
     state = tx.init(params)
-    jax.jit(tx.update, donate_argnums=1)(jnp.ones(4), state, params)
+    jax.jit(tx.update, donate_argnums=1)(jnp.ones(4, jnp.float32), state, params)
     assert state.key.is_deleted()
     assert not key.is_deleted()
     tx.init(params)
