@@ -325,7 +325,7 @@ TAKE_A_DTYPE = {
     "autocast": lambda dtype: mpx.autocast(jnp.sum, dtype),
     "gradient_dtype": lambda dtype: mpx.autocast(jnp.sum, "bf16", gradient_dtype=dtype),
     "cast": lambda dtype: mpx.cast(jnp.ones(2), dtype),
-    "formats": lambda dtype: mpx.formats.round_to(jnp.ones(2), dtype),
+    "formats": lambda dtype: mpx.formats.round_to(jnp.ones(2, F32), dtype),
     "monitor": mpx.monitor.underflow,
 }
 
@@ -345,7 +345,7 @@ def test_codes_of_numpy_which_count_bytes_are_refused(code):
 
 
 def test_every_function_of_a_policy_takes_its_string():
-    text, params, x = "params=bf16,compute=bf16,output=f32", {"w": jnp.full((4, 4), 0.3)}, jnp.ones((2, 4))
+    text, params, x = "params=bf16,compute=bf16,output=f32", {"w": jnp.full((4, 4), 0.3, F32)}, jnp.ones((2, 4), F32)
     policy = mpx.get_policy(text)
     loss = lambda params, x: (x @ params["w"]).sum()
     assert jax.make_jaxpr(mpx.autocast(loss, text))(params, x).jaxpr.pretty_print() == (
