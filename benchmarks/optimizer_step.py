@@ -102,7 +102,8 @@ def coded_zeros(p: jax.Array) -> Any:
     """The same in 8 bits; small tensors stay float32."""
     if p.size < MIN_SIZE:
         return jnp.zeros_like(p, jnp.float32)
-    scale = jnp.zeros(blockwise.scale_shape(p.shape, BLOCK_SIZE), jnp.float32)
+    shapes = jax.eval_shape(blockwise.Blockwise8bit(BLOCK_SIZE).encode, jax.ShapeDtypeStruct(p.shape, jnp.float32))
+    scale = jnp.zeros_like(shapes.scale)
     return blockwise.BlockwiseArray(jnp.zeros_like(p, jnp.uint8), scale)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from mpx import _errors, _trees
 from mpx._stored.leaves import leaves_of
-from mpx._stored.roles import EXACT
+from mpx._stored.roles import EXACT, Role
 from mpx._stored.state_format import FLOAT32, StateFormat, as_format, position_of, require_nameable, scales_name
 
 _LISTED_PATHS = 20
@@ -138,7 +138,7 @@ def require_sound_formats(state: Any, patterns: Mapping[str, StateFormat], assig
         raise _errors.leaves_error(ValueError, "`low_precision_state`: these leaves", leaves, reason)
 
 
-def _unsound(leaf: Any, role: Any, chosen: StateFormat) -> str | None:
+def _unsound(leaf: Any, role: Role, chosen: StateFormat) -> str | None:
     """Return why a leaf cannot be kept in a format; None if it can."""
     if chosen == FLOAT32:
         return _DOUBLED if leaf.dtype.itemsize < 4 else None

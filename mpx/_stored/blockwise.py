@@ -165,11 +165,6 @@ def decode(array: BlockwiseArray, block_size: int, signed: bool) -> jax.Array:
     return _out_of_blocks(values, array.codes.shape)
 
 
-def scale_shape(shape: tuple[int, ...], block_size: int) -> tuple[int, ...]:
-    """Return the shape of the scales of an array."""
-    return jax.eval_shape(lambda: _in_blocks(jnp.zeros(shape, np.uint8), block_size)).shape[:-1]
-
-
 def _in_blocks(x: jax.Array, block_size: int) -> jax.Array:
     """Return `[..., blocks, block_size]` if rows are whole blocks; else `[blocks, block_size]`, padded with zeros."""
     if x.ndim and x.shape[-1] % block_size == 0:
