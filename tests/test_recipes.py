@@ -43,9 +43,21 @@ def test_masters_and_loss_scaling_are_added_where_they_are_needed_only(policy, p
 def test_an_override_below_float32_needs_masters_too_whose_storage_can_be_chosen():
     policy = mpx.get_policy("f32", overrides=(("embed", jnp.bfloat16),))
     assert state_types(policy, jnp.float32) == ["MasterWeightsState"]
-    for storage, dtype in {"split": np.uint16, "full": np.float32}.items():
-        state = mpx.mixed_precision(RULE, "bf16", storage=storage).init({"w": jnp.ones(3, jnp.bfloat16)})
-        assert state.master["w"].dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "stored"),
+    [
+        ("bf16", {}, np.uint16),
+        ("bf16", {"storage": "full"}, np.float32),
+        ("f16", {}, np.float32),  # the bits that float16 lacks do not fit into 16
+    ],
+)
+def test_masters_of_bfloat16_parameters_are_split_unless_full_ones_are_asked_for(dtype, options, stored):
+    params = {"w": jnp.ones(3, mpx.get_policy(dtype).param_dtype)}
+    state = mpx.mixed_precision(RULE, f"params={dtype},compute=bf16,output=f32", **options)
+    master = optax.tree.get(state.init(params), "master")
+    assert master["w"].dtype == stored
 
 
 def test_gradients_of_float16_parameters_underflow_without_the_scale_that_they_get():
@@ -81,7 +93,7 @@ def test_it_is_the_same_as_the_wrappers_by_hand():
 @pytest.mark.parametrize(
     ("policy", "options", "message"),
     [
-        ("f32", {"storage": "split"}, "`storage` was given, .* 'p=full,c=full,o=full' stores no parameters"),
+        ("f32", {"storage": "full"}, "`storage` was given, .* 'p=full,c=full,o=full' stores no parameters"),
         ("bf16", {"loss_scale": mpx.StaticLossScale(2.0)}, "`loss_scale` was given, .* has no float16 in it"),
         ("bf16", {"axis_name": "data"}, "`axis_name` was given, .* has no float16 in it"),
         ("params=bf61", {}, "Unknown dtype 'bf61'"),
