@@ -1,5 +1,6 @@
 """Check what every wrapper is given, and list offending leaves in errors."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -78,6 +79,31 @@ def one_key(key: Any, caller: str) -> tuple[jax.Array, Any]:
     return jnp.asarray(key), jax.random.key_impl(key)
 
 
+def require_pattern(pattern: str, named: str) -> None:
+    """Raise unless a string is a regular expression.
+
+    Args:
+        pattern: the string.
+        named: how the message begins, such as "The override pattern '('".
+    """
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(f"{named} is not a regular expression: {error}.") from error
+
+
+def require_step(caller: str, kind: type, state: Any, params: Any, updates: Any = None) -> None:
+    """Raise unless `update` got parameters, the state of its transformation and, if given, updates of their shapes."""
+    if params is None:
+        raise ValueError(
+            f"`{caller}` needs the parameters: call `update(grads, state, params)`. It keeps what their dtype "
+            "cannot hold, so it must know what they hold."
+        )
+    require_state(state, kind, caller)
+    if updates is not None:
+        require_same_shapes(updates, params, caller)
+
+
 def require_state(state: Any, kind: type, caller: str) -> None:
     """Raise if `update` was called with a state that is not this transformation's."""
     if not isinstance(state, kind):
@@ -99,15 +125,6 @@ def require_same_shapes(updates: Any, params: Any, caller: str) -> None:
     if wrong:
         what = f"`{caller}`: gradients or updates do not have the shapes of their parameters"
         raise leaves_error(ValueError, what, wrong, "Is a mean over examples missing?", params)
-
-
-def require_params(params: Any, caller: str) -> None:
-    """Raise if `update` was called without parameters."""
-    if params is None:
-        raise ValueError(
-            f"`{caller}` needs the parameters: call `update(grads, state, params)`. It keeps what their dtype "
-            "cannot hold, so it must know what they hold."
-        )
 
 
 def require_differentiable(grads: Any, caller: str) -> None:

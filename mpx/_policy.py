@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from mpx import _tables, _trees
+from mpx import _errors, _tables, _trees
 from mpx._dtypes import DTYPE_NAMES, dtype_or_none, half_dtype
 
 T = TypeVar("T")
@@ -257,8 +257,5 @@ def _checked_override(entry: Any) -> tuple[str, np.dtype]:
     if not isinstance(entry, (tuple, list)) or len(entry) != 2 or not isinstance(entry[0], str):
         raise TypeError(f"An override must be a pair (pattern, dtype), but got {entry!r}.")
     pattern, dtype = entry
-    try:
-        re.compile(pattern)
-    except (re.error, OverflowError, RecursionError) as error:
-        raise ValueError(f"The override pattern {pattern!r} is not a regular expression: {error}.") from error
+    _errors.require_pattern(pattern, f"The override pattern {pattern!r}")
     return pattern, _floating_dtype(dtype, f"overrides[{pattern!r}]")

@@ -115,8 +115,7 @@ def zero1(
         return jax.jit(start, keep_unused=True)(params)  # unused ones too tell on which devices it runs
 
     def update_fn(updates, state, params=None, **extra_args):
-        _errors.require_params(params, "zero1")
-        _errors.require_same_shapes(updates, params, "zero1")
+        _errors.require_step("zero1", object, state, params, updates)  # the state is any rule's
         specs = parameter_specs(params, param_specs, mesh, axis, "zero1")
         if is_manual(axis):
             axes = shard_axes(params, specs, mesh, axis)

@@ -77,12 +77,9 @@ def checked_patterns(given: Any) -> dict[str, StateFormat]:
 
 
 def _checked_pattern(pattern: Any) -> str:
-    try:
-        re.compile(_whole(pattern) if isinstance(pattern, str) else pattern)
-    except (re.error, TypeError, OverflowError, RecursionError) as error:
-        raise ValueError(
-            f"`low_precision_state`: the pattern {pattern!r} is not a regular expression: {error}."
-        ) from error
+    if not isinstance(pattern, str):
+        raise ValueError(f"`low_precision_state`: the pattern {pattern!r} is not a regular expression.")
+    _errors.require_pattern(_whole(pattern), f"`low_precision_state`: the pattern {pattern!r}")
     return pattern
 
 

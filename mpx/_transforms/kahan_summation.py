@@ -79,10 +79,8 @@ def kahan_summation(dtype: DTypeLike | None = None) -> optax.GradientTransformat
 
     def update_fn(updates, state, params=None, **extra_args):
         del extra_args
-        _errors.require_params(params, "kahan_summation")
-        _errors.require_state(state, KahanSummationState, "kahan_summation")
+        _errors.require_step("kahan_summation", KahanSummationState, state, params, updates)
         _errors.require_differentiable(updates, "kahan_summation")
-        _errors.require_same_shapes(updates, params, "kahan_summation")
         _errors.require_same_leaves(state.compensation, params, _fits, "kahan_summation")
         updates, compensation = _trees.map_unzip(_step, params, state.compensation, updates)
         return updates, KahanSummationState(compensation)

@@ -96,8 +96,7 @@ def master_weights(
         return MasterWeightsState(stable_state(stored, params), inner_state)
 
     def update_fn(updates, state, params=None, **extra_args):
-        _errors.require_params(params, "master_weights")
-        _errors.require_state(state, MasterWeightsState, "master_weights")
+        _errors.require_step("master_weights", MasterWeightsState, state, params)
         _errors.require_same_leaves(state.master, params, lambda s, p: _fits(s, p, dtype, storage), "master_weights")
         masters = load_masters(params, state.master)
         updates, inner_state = inner.update(updates, state.inner_state, masters, **extra_args)

@@ -85,9 +85,7 @@ def params_ema(decay: float, *, debias: bool = True) -> optax.GradientTransforma
 
     def update_fn(updates, state, params=None, **extra_args):
         del extra_args
-        _errors.require_params(params, "params_ema")
-        _errors.require_state(state, ParamsEmaState, "params_ema")
-        _errors.require_same_shapes(updates, params, "params_ema")
+        _errors.require_step("params_ema", ParamsEmaState, state, params, updates)
         steps = jnp.asarray(optax.safe_increment(state.averaged_steps))
         # From logarithms: in float32, 0.9999 has an error of a hundredth of a percent of its distance to 1.
         weight = -jnp.expm1(steps.astype(np.float32) * np.float32(log_decay)) if debias else jnp.ones((), np.float32)

@@ -64,9 +64,7 @@ def stochastic_rounding(key: jax.Array) -> optax.GradientTransformationExtraArgs
 
     def update_fn(updates, state, params=None, **extra_args):
         del extra_args
-        _errors.require_params(params, "stochastic_rounding")
-        _errors.require_state(state, StochasticRoundingState, "stochastic_rounding")
-        _errors.require_same_shapes(updates, params, "stochastic_rounding")
+        _errors.require_step("stochastic_rounding", StochasticRoundingState, state, params, updates)
         _errors.require_differentiable(updates, "stochastic_rounding")
         this_step, next_step = jax.random.split(jax.random.wrap_key_data(state.key, impl=implementation))
         leaves, treedef = jax.tree.flatten(params)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import optax
 
-from mpx import _trees
+from mpx import _errors, _trees
 from mpx.tools.monitor.barrier import behind_barrier
 
 Groups = Literal["leaf"] | Mapping[str, str] | None
@@ -86,9 +86,4 @@ def _check_groups(groups: Any, caller: str) -> None:
             f"`{caller}`: `groups` must be None, 'leaf' or a dictionary from names to patterns, but got {groups!r}."
         )
     for name, pattern in groups.items():
-        try:
-            re.compile(pattern)
-        except (re.error, OverflowError, RecursionError) as error:
-            raise ValueError(
-                f"`{caller}`: the pattern of the group {name!r}, {pattern!r}, is not a regular expression: {error}."
-            ) from error
+        _errors.require_pattern(pattern, f"`{caller}`: the pattern of the group {name!r}, {pattern!r},")
