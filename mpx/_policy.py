@@ -1,12 +1,14 @@
 """Policies: in which dtypes parameters are stored, computation runs and results come out."""
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
+import optax
 from jax.typing import DTypeLike
 
 from mpx import _errors, _tables, _trees
@@ -14,6 +16,7 @@ from mpx._dtypes import DTYPE_NAMES, dtype_or_none, half_dtype
 
 T = TypeVar("T")
 
+_MARK = "_mpx_policy"  # an attribute of the `init` of a transformation
 _FIELDS = {
     "p": "param_dtype",
     "params": "param_dtype",
@@ -233,6 +236,20 @@ def as_policy(given: Any, caller: str) -> Policy:
     if not isinstance(policy, Policy):
         raise TypeError(f"`{caller}`: `policy` must be a Policy or the string of one, but got {type(given).__name__}.")
     return policy
+
+
+def with_policy(
+    tx: optax.GradientTransformationExtraArgs, policy: Policy | None
+) -> optax.GradientTransformationExtraArgs:
+    """Return a transformation of which `policy_of` tells the policy."""
+    init_fn = functools.wraps(tx.init)(lambda params: tx.init(params))
+    setattr(init_fn, _MARK, policy)
+    return optax.GradientTransformationExtraArgs(init_fn, tx.update)
+
+
+def policy_of(tx: optax.GradientTransformation) -> Policy | None:
+    """Return the policy by which a transformation was made, or None if it was made without one."""
+    return getattr(tx.init, _MARK, None)
 
 
 def _parse_dtype(name: str, text: str) -> np.dtype:

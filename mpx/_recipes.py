@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from mpx import _errors, _trees
 from mpx._loss_scale import LossScale
-from mpx._policy import Policy, as_policy
+from mpx._policy import Policy, as_policy, with_policy
 from mpx._stored.blockwise import Blockwise8bit
 from mpx._transforms.kahan_summation import kahan_summation
 from mpx._transforms.loss_scaling import loss_scaling
@@ -69,7 +69,7 @@ def mixed_precision(
         tx = _checked_at_init(master_weights(tx, storage=storage), policy)
     if needs_scaling:
         tx = loss_scaling(tx, loss_scale, axis_name=axis_name)
-    return tx
+    return with_policy(tx, policy)
 
 
 def any_precision_adamw(

@@ -95,6 +95,11 @@ def _is_variable(node: Any) -> bool:
     return any(module.startswith("flax.") and name in ("Variable", "AxisMetadata") for module, name in kinds)
 
 
+def unboxed(tree: Any) -> Any:
+    """Return a tree with a list in place of each leaf and of each box of Flax, so that boxes make no difference."""
+    return jax.tree.map(jax.tree.leaves, tree, is_leaf=_is_variable)
+
+
 def leaves_by_path(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[Path, Any]:
     """Return the leaves of a tree by their key paths; strings of `{"a/b": x, "a": {"b": y}}` would be equal."""
     return dict(jax.tree.leaves_with_path(tree, is_leaf))

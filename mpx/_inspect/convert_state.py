@@ -21,7 +21,7 @@ from jax.core import Tracer
 
 from mpx import _errors, _trees
 from mpx._inspect.masters import master_params
-from mpx._policy import Policy, as_policy
+from mpx._policy import Policy, as_policy, policy_of
 from mpx._stored.leaves import StateLeaf, leaves_of, weights_kept
 from mpx._stored.roles import KEPT_OF_WEIGHTS, Role
 from mpx._stored.state_format import StateFormat
@@ -58,14 +58,16 @@ def convert_state(
     new lies where its parameter does (under `zero1`: `jax.device_put(new_opt_state, zero1_shardings(...))`). Arrays
     that need no change are those that were given, so donate the old ones or the new ones, not both.
 
-    From `flax.nnx` pass `nnx.as_pure(nnx.state(model, nnx.Param))` and `nnx.as_pure(optimizer.opt_state)`.
+    Of Flax NNX pass `nnx.state(model, nnx.Param)` and `optimizer.opt_state`, and write the result back as in the second
+    example. Batch statistics and the random streams of dropout stay in the model.
 
     Args:
         params: the parameters, any pytree.
         opt_state: the state of `tx` for them.
         tx: what has trained the parameters.
         new_tx: what shall train them from here on.
-        policy: how the new parameters are stored, a `Policy` or the string of one. None: each keeps its dtype.
+        policy: how the new parameters are stored, a `Policy` or the string of one. None: as the policy of `new_tx`
+            says, if `mixed_precision` made it (perhaps inside `zero1`); else each keeps its dtype.
 
     Returns:
         `(new_params, new_opt_state)`, whose trees, shapes and dtypes are those of `policy.cast_to_param(params)` and
@@ -82,17 +84,28 @@ def convert_state(
     Example:
         >>> tx = optax.adam(1e-3)
         >>> params = {"w": jnp.full(2, 1.001)}
-        >>> policy = get_policy("params=bf16,compute=bf16,output=f32")
-        >>> new_tx = mixed_precision(tx, policy, storage="split")
-        >>> new_params, new_state = convert_state(params, tx.init(params), tx, new_tx, policy=policy)
+        >>> new_tx = mixed_precision(tx, "params=bf16,compute=bf16,output=f32", storage="split")
+        >>> new_params, new_state = convert_state(params, tx.init(params), tx, new_tx)
         >>> new_params["w"], new_state.master["w"].dtype, master_params(new_params, new_state)["w"]
         (Array([1, 1], dtype=bfloat16), dtype('uint16'), Array([1.001, 1.001], dtype=float32))
+
+        A model of Flax NNX with its optimizer:
+
+        >>> from flax import nnx
+        >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+        >>> optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        >>> params, opt_state = convert_state(nnx.state(model, nnx.Param), optimizer.opt_state, tx, new_tx)
+        >>> nnx.update(model, params)
+        >>> optimizer = nnx.Optimizer(model, new_tx, wrt=nnx.Param)
+        >>> nnx.update(optimizer.opt_state, nnx.state(opt_state))
+        >>> model.kernel.dtype, optimizer.opt_state.master["kernel"].dtype
+        (dtype(bfloat16), dtype('uint16'))
     """
     tx = _errors.as_transformation(tx, "convert_state")
     new_tx = _errors.as_transformation(new_tx, "convert_state")
-    policy = None if policy is None else as_policy(policy, "convert_state")
-    params, opt_state = _as_arrays(params), _as_arrays(opt_state)
-    _require_state_of(tx, params, opt_state)
+    policy = policy_of(new_tx) if policy is None else as_policy(policy, "convert_state")
+    params = _as_arrays(params)
+    opt_state = _state_of(tx, params, _as_arrays(opt_state))
     wanted = _trees.shapes_of(params) if policy is None else policy.cast_to_param(_trees.shapes_of(params))
     template = jax.eval_shape(new_tx.init, wanted)
     old, new = leaves_of(opt_state), leaves_of(template)
@@ -282,14 +295,17 @@ def _as_arrays(tree: T) -> T:
     return jax.tree.map(as_array, tree)
 
 
-def _require_state_of(tx: optax.GradientTransformation, params: Any, opt_state: Any) -> None:
-    """Raise if a state is not one of this transformation for these parameters."""
+def _state_of(tx: optax.GradientTransformation, params: Any, opt_state: Any) -> Any:
+    """Return a state as `init` makes it; raise if it is not one of this transformation for these parameters."""
     if callable(getattr(opt_state, "init", None)):
         raise TypeError(
             "`convert_state` needs an optimizer state, but got a transformation; `init` makes its state. The order is "
             "`convert_state(params, opt_state, tx, new_tx)`."
         )
     made = jax.eval_shape(tx.init, params)
+    if jax.tree.structure(_trees.unboxed(opt_state)) == jax.tree.structure(_trees.unboxed(made)):
+        # A `flax.nnx.Optimizer` puts each array into a variable of its own, `init` only those that the parameters have.
+        opt_state = jax.tree.unflatten(jax.tree.structure(made), jax.tree.leaves(opt_state))
     expected, leaves = {leaf.path: leaf for leaf in leaves_of(made)}, _trees.leaves_by_path(opt_state)
     wrong = {path: "in the state only" for path in leaves if path not in expected}
     wrong |= {path: "missing" for path in expected if path not in leaves}
@@ -307,9 +323,10 @@ def _require_state_of(tx: optax.GradientTransformation, params: Any, opt_state: 
             wrong,
             trees
             + "Pass the transformation that made it, and the parameters that it trains. If it was restored from a "
-            "checkpoint without its types, restore it into `jax.eval_shape(tx.init, params)`; if it is that of a "
-            "`flax.nnx.Optimizer`, pass `nnx.as_pure` of it and of the parameters.",
+            "checkpoint without its types, restore it into `jax.eval_shape(tx.init, params)`. Of Flax NNX pass "
+            "`nnx.state(model, nnx.Param)` and `optimizer.opt_state`.",
         )
+    return opt_state
 
 
 def _is_made_as(made: StateLeaf, leaf: Any) -> bool:

@@ -34,6 +34,7 @@ from mpx._parallel.placement import (
     shardings_along,
     shardings_of,
 )
+from mpx._policy import policy_of, with_policy
 from mpx._stored.leaves import coded_leaves
 from mpx._writeback import MARK, SENT, applied_value, landing_update
 
@@ -137,7 +138,7 @@ def zero1(
 
         return in_auto(update, mesh, (of_params, divided))(updates, state, params, extra_args)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return with_policy(optax.GradientTransformationExtraArgs(init_fn, update_fn), policy_of(inner))
 
 
 def zero1_shardings(

@@ -200,10 +200,22 @@ def test_infinite_weights_have_no_compensation():
     assert_same_bits(state[1].compensation[:2], jnp.zeros(2, jnp.bfloat16))
 
 
-def test_without_a_policy_parameters_keep_their_dtypes():
-    params, state = trained("full")
-    new_params, _ = mpx.convert_state(params, state, recipe("full"), recipe("split"))
-    assert types_of(new_params) == types_of(params)
+@pytest.mark.parametrize(
+    ("make", "policy", "dtype"),
+    [
+        (mpx.master_weights, None, "bfloat16"),
+        (lambda tx: mpx.mixed_precision(tx, F16), None, "float16"),
+        (lambda tx: mpx.mixed_precision(tx, F32), None, "float32"),
+        (lambda tx: mpx.zero1(mpx.mixed_precision(tx, F16), eight_cpu_devices()), None, "float16"),
+        (lambda tx: mpx.mixed_precision(tx, F16), BF16, "bfloat16"),
+    ],
+    ids=["none", "of the recipe", "of a recipe that adds nothing", "inside zero1", "given"],
+)
+def test_parameters_get_the_dtype_of_the_new_policy_and_keep_theirs_without_one(make, policy, dtype):
+    new_tx = make(adamw())
+    params, state = mpx.convert_state(*trained("full"), recipe("full"), new_tx, policy=policy)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {dtype}
+    assert types_of(state) == types_of(new_tx.init(params))
 
 
 def test_a_policy_may_leave_some_parameters_in_float32():
@@ -451,26 +463,67 @@ def test_sharded_arrays_stay_where_they_are(new):
             assert leaf.sharding == along(leaf)
 
 
-def test_an_nnx_model_and_its_optimizer_are_converted():
-    model = nnx.Linear(4, 64, rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, adamw(), wrt=nnx.Param)
-    optimizer.update(model, nnx.state(model, nnx.Param))
-    before = nnx.as_pure(nnx.state(model, nnx.Param))
-    mu = moments(nnx.as_pure(optimizer.opt_state))
-    params, state = mpx.convert_state(before, nnx.as_pure(optimizer.opt_state), adamw(), recipe("split"), policy=BF16)
+class ConvNet(nnx.Module):
+    """Three layers with batch statistics and dropout."""
+
+    def __init__(self, rngs):
+        self.conv = nnx.Conv(1, 4, (3, 3), rngs=rngs)
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.head = nnx.Linear(16, 2, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.dropout(nnx.relu(self.norm(self.conv(x))))
+        return self.head(x.reshape(len(x), -1)).astype(jnp.float32)
+
+
+@nnx.jit
+def nnx_step(model, optimizer):
+    x = jnp.linspace(-1, 1, 3 * 4).reshape(3, 2, 2, 1)
+    scale = mpx.get_loss_scale(optimizer.opt_state)
+    grads = mpx.grad(lambda model: (model(x) ** 2).mean(), scale, transform=nnx.value_and_grad)(model)
+    optimizer.update(model, grads)
+
+
+def test_an_nnx_model_with_batch_statistics_and_dropout_goes_on_in_float16():
+    tx = mpx.mixed_precision(adamw(), BF16)
+    new_tx = mpx.mixed_precision(adamw(), F16, loss_scale=mpx.StaticLossScale(8.0))
+    model = ConvNet(nnx.Rngs(0))
+    nnx.update(model, mpx.get_policy(BF16).cast_to_param(nnx.state(model, nnx.Param)))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    nnx_step(model, optimizer)
+    before = nnx.as_pure((nnx.state(model, nnx.Param), optimizer.opt_state))
+    others = nnx.as_pure(nnx.state(model, nnx.Not(nnx.Param)))
+
+    params, state = mpx.convert_state(nnx.state(model, nnx.Param), optimizer.opt_state, tx, new_tx)
     nnx.update(model, params)
-    converted = nnx.Optimizer(model, recipe("split"), wrt=nnx.Param)
-    nnx.update(converted.opt_state, nnx.state(state))
-    assert model.kernel.get_value().dtype == jnp.bfloat16
-    actual = nnx.as_pure((nnx.state(model, nnx.Param), converted.opt_state))
-    assert_same_bits(mpx.master_params(*actual), before)
-    assert_same_bits(moments(actual[1]), mu)
-    converted.update(model, nnx.state(model, nnx.Param))
+    optimizer = nnx.Optimizer(model, new_tx, wrt=nnx.Param)
+    nnx.update(optimizer.opt_state, nnx.state(state))
+
+    now = nnx.as_pure((nnx.state(model, nnx.Param), optimizer.opt_state))
+    assert {leaf.dtype for leaf in jax.tree.leaves(now[0])} == {jnp.dtype("float16")}
+    assert_same_bits(mpx.master_params(*now), mpx.master_params(*before))
+    assert_same_bits(moments(now[1]), moments(before[1]))
+    assert_same_bits(nnx.as_pure(nnx.state(model, nnx.Not(nnx.Param))), others)
+    assert_same_bits(mpx.convert_state(*before, tx, new_tx), now)  # without variables the same
+    types = types_of(nnx.state((model, optimizer)))
+    nnx_step(model, optimizer)
+    assert types_of(nnx.state((model, optimizer))) == types
+    assert int(mpx.skipped_steps(optimizer.opt_state)) == 0
+    assert (model.head.kernel.get_value() != now[0]["head"]["kernel"]).any()
+
+
+def test_a_state_of_nnx_without_its_types_is_refused_with_what_to_pass():
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(1.0, momentum=0.9), wrt=nnx.Param)
+    with pytest.raises(ValueError, match=r"Of Flax NNX pass `nnx.state\(model, nnx.Param\)` and `optimizer.opt_state`"):
+        mpx.convert_state(nnx.state(model), nnx.state(optimizer.opt_state), optimizer.tx, optimizer.tx)
 
 
 def test_the_state_of_an_nnx_model_is_a_tree_like_any_other():
     params = nnx.state(nnx.Linear(4, 64, rngs=nnx.Rngs(0)), nnx.Param)
     new_params, state = mpx.convert_state(params, adamw().init(params), adamw(), recipe("split"), policy=BF16)
+    assert types_of(new_params) == types_of(mpx.cast(params, jnp.bfloat16))
     assert_same_bits(mpx.master_params(new_params, state), params)
 
 
@@ -556,4 +609,4 @@ def test_a_policy_that_the_new_recipe_has_no_use_for_is_refused():
     """The check is that of `mixed_precision`."""
     new_tx = mpx.mixed_precision(adamw(), BF16)
     with pytest.raises(ValueError, match=r"all of those given are float32 or wider"):
-        mpx.convert_state(*trained("f32"), recipe("f32"), new_tx)
+        mpx.convert_state(*trained("f32"), recipe("f32"), new_tx, policy=F32)
