@@ -24,8 +24,6 @@ from mpx._inspect.check_chain import check_chain as check_chain
 from mpx._inspect.convert_state import convert_state as convert_state
 from mpx._inspect.health import StuckError as StuckError
 from mpx._inspect.health import check_health as check_health
-from mpx._inspect.health import get_loss_scale as get_loss_scale
-from mpx._inspect.health import skipped_steps as skipped_steps
 from mpx._inspect.masters import ema_params as ema_params
 from mpx._inspect.masters import is_synced as is_synced
 from mpx._inspect.masters import master_params as master_params
@@ -48,7 +46,9 @@ from mpx._stored.blockwise import Blockwise8bit as Blockwise8bit
 from mpx._stored.roles import register_state as register_state
 from mpx._stored.state_format import StateFormat as StateFormat
 from mpx._transforms.kahan_summation import kahan_summation as kahan_summation
+from mpx._transforms.loss_scaling import get_loss_scale as get_loss_scale
 from mpx._transforms.loss_scaling import loss_scaling as loss_scaling
+from mpx._transforms.loss_scaling import skipped_steps as skipped_steps
 from mpx._transforms.low_precision_state import low_precision_state as low_precision_state
 from mpx._transforms.master_weights import master_weights as master_weights
 from mpx._transforms.params_ema import params_ema as params_ema

@@ -1,4 +1,4 @@
-"""Check the health of a training run: its loss scale, its skipped steps, whether it still trains."""
+"""Check whether a training run still trains."""
 
 from typing import Any
 
@@ -9,50 +9,7 @@ import optax
 from jax.core import Tracer
 
 from mpx import _errors, _trees
-from mpx._inspect.masters import require_types
-from mpx._loss_scale import LossScale, NoOpLossScale
-from mpx._transforms.loss_scaling import LossScalingState
-
-
-def get_loss_scale(opt_state: optax.OptState) -> LossScale:
-    """Return the scale for the next loss, wherever in an optimizer state it is.
-
-    Args:
-        opt_state: the state of any transformation.
-
-    Returns:
-        The loss scale that `loss_scaling` was given, with the state's scale, counters and settings, which are arrays;
-        for `value_and_grad`. `NoOpLossScale()` if nothing in the state scales losses.
-
-    Raises:
-        TypeError: if this is no state but a transformation, or a state restored without its types.
-        ValueError: if the state holds several loss scales.
-
-    Example:
-        >>> tx = optax.chain(optax.identity(), loss_scaling(optax.sgd(0.1), DynamicLossScale(period=100)))
-        >>> scale = get_loss_scale(tx.init(jnp.ones(2)))
-        >>> type(scale).__name__, scale.loss_scale, scale.period
-        ('DynamicLossScale', Array(32768., dtype=float32), Array(100, dtype=int32))
-    """
-    state = loss_scaling_state(opt_state, "get_loss_scale")
-    if state is None:
-        return NoOpLossScale()
-    scale_state = type(state.scale_state)(*map(_array, state.scale_state))
-    return scale_state.at(_array(state.loss_scale))
-
-
-def skipped_steps(opt_state: optax.OptState) -> jax.Array:
-    """Return how many steps were skipped because of infinite or NaN gradients: an int32 scalar, 0 without loss scaling.
-
-    Raises:
-        ValueError: if the state holds several loss scales.
-
-    Example:
-        >>> print(skipped_steps(loss_scaling(optax.sgd(0.1)).init(jnp.ones(2))))
-        0
-    """
-    state = loss_scaling_state(opt_state, "skipped_steps")
-    return jnp.zeros((), np.int32) if state is None else _array(state.skipped_steps)
+from mpx._transforms.loss_scaling import loss_scaling_state
 
 
 class StuckError(RuntimeError):
@@ -114,8 +71,7 @@ def check_health(opt_state: optax.OptState, *, params: Any = None, max_stuck_ste
             "`check_health`: nothing in this optimizer state watches gradients. Put `loss_scaling` around the rule; "
             "`loss_scaling(inner, NoOpLossScale())` does it without scaling."
         )
-    fields = (state.stuck_steps, state.skipped_steps, state.loss_scale, state.first_nonfinite)
-    numbers = [_array(number) for number in fields]
+    numbers = (state.stuck_steps, state.skipped_steps, state.loss_scale, state.first_nonfinite)
     if any(isinstance(number, Tracer) for number in numbers):
         raise TypeError(
             "`check_health` reads numbers and may raise, which a traced program cannot: call it outside of `jax.jit`, "
@@ -156,21 +112,3 @@ def _named(position: int, params: Any) -> str:
     if position >= len(names):
         return f"{number}, but `params` has {len(names)} floating leaves: give a tree like the gradients"
     return repr(names[position])
-
-
-def loss_scaling_state(opt_state: Any, caller: str) -> LossScalingState | None:
-    """Return the one state of `loss_scaling` in an optimizer state, or None if there is none."""
-    require_types(opt_state, caller)
-    states = _trees.find_states(opt_state, LossScalingState)
-    if len(states) > 1:
-        raise ValueError(
-            f"`{caller}`: the optimizer state holds {len(states)} loss scales, but one loss has one scale. Put a "
-            "single `loss_scaling` around everything else, `optax.partition` included."
-        )
-    return states[0] if states else None
-
-
-def _array(leaf: Any) -> jax.Array:
-    """Return the array in a leaf of a state: `flax.nnx.Optimizer` puts each into a variable."""
-    (array,) = jax.tree.leaves(leaf)
-    return array

@@ -9,15 +9,11 @@ import numpy as np
 import optax
 
 from mpx import _trees
-from mpx._stored.leaves import StateLeaf, leaves_of, weights_kept
-from mpx._stored.roles import fields_of, registered_types
+from mpx._stored.leaves import StateLeaf, leaves_of, require_types, weights_kept
 from mpx._stored.weights import belongs, kept_of_parameter, restore_weight
 from mpx._transforms.params_ema import ParamsEmaState
 
 T = TypeVar("T")
-
-# A state with one of these roles that has lost its type is no state any more to the functions here.
-_TYPED_ROLES = {"master", "compensation", "average", "loss scale"}
 
 
 def master_params(params: T, opt_state: optax.OptState) -> T:
@@ -174,18 +170,3 @@ def _kept_by_path(params: Any, opt_state: Any, caller: str) -> dict[_trees.Path,
                 "state belongs to."
             )
     return kept
-
-
-def require_types(opt_state: Any, caller: str) -> None:
-    """Raise for what is no state, and for a state whose NamedTuples a checkpoint gave back as dictionaries."""
-    if callable(getattr(opt_state, "init", None)):
-        raise TypeError(f"`{caller}` needs an optimizer state, but got a transformation; `init` makes its state.")
-    kinds = [kind for kind in registered_types() if _TYPED_ROLES & set(fields_of(kind).roles.values())]  # type: ignore
-    is_untyped = lambda x: isinstance(x, dict) and any(set(x) == set(kind._fields) for kind in kinds)
-    # In a state that has its types, dictionaries are the user's, who may call a parameter as a field is called.
-    is_known = lambda x: is_untyped(x) or hasattr(x, "_fields")
-    if any(is_untyped(part) for part in jax.tree.leaves(opt_state, is_leaf=is_known)):
-        raise TypeError(
-            f"`{caller}`: the optimizer state was restored without its types: what was a NamedTuple is a dictionary. "
-            "Restore it into `jax.eval_shape(tx.init, params)`."
-        )

@@ -6,8 +6,11 @@ from typing import Any, NamedTuple
 import jax
 
 from mpx import _trees
-from mpx._stored.roles import KEPT_OF_WEIGHTS, Role, fields_of, role_of_field, role_of_key
+from mpx._stored.roles import KEPT_OF_WEIGHTS, Role, fields_of, registered_types, role_of_field, role_of_key
 from mpx._stored.state_format import StateFormat, format_of, position_of
+
+# A state with one of these roles that has lost its type is no state any more to what looks into it.
+_TYPED_ROLES = {"master", "compensation", "average", "loss scale"}
 
 
 class Coded(NamedTuple):
@@ -59,6 +62,21 @@ def weights_kept(leaves: Iterable[StateLeaf]) -> dict[_trees.Path, StateLeaf]:
 def coded_leaves(state: Any) -> list[tuple[StateLeaf, Coded]]:
     """Return the leaves that are kept in a format with scales, and how."""
     return [(leaf, leaf.coded) for leaf in leaves_of(state) if leaf.coded]
+
+
+def require_types(opt_state: Any, caller: str) -> None:
+    """Raise for what is no state, and for a state whose NamedTuples a checkpoint gave back as dictionaries."""
+    if callable(getattr(opt_state, "init", None)):
+        raise TypeError(f"`{caller}` needs an optimizer state, but got a transformation; `init` makes its state.")
+    kinds = [kind for kind in registered_types() if _TYPED_ROLES & set(fields_of(kind).roles.values())]  # type: ignore
+    is_untyped = lambda x: isinstance(x, dict) and any(set(x) == set(kind._fields) for kind in kinds)
+    # In a state that has its types, dictionaries are the user's, who may call a parameter as a field is called.
+    is_known = lambda x: is_untyped(x) or hasattr(x, "_fields")
+    if any(is_untyped(part) for part in jax.tree.leaves(opt_state, is_leaf=is_known)):
+        raise TypeError(
+            f"`{caller}`: the optimizer state was restored without its types: what was a NamedTuple is a dictionary. "
+            "Restore it into `jax.eval_shape(tx.init, params)`."
+        )
 
 
 def _walk(here: StateLeaf, coded: dict[_trees.Path, Coded]) -> Iterator[StateLeaf]:

@@ -12,12 +12,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mpx import _errors, _trees
 from mpx._finite import finite_flags, select_tree
-from mpx._loss_scale import (
-    DynamicLossScale,
-    LossScale,
-    at_least_float32,
-    require_powers_of_two,
-)
+from mpx._loss_scale import DynamicLossScale, LossScale, NoOpLossScale, at_least_float32, require_powers_of_two
+from mpx._stored.leaves import require_types
 from mpx._stored.roles import register_state
 from mpx._transforms.float32_world import keep_types, stable_state
 
@@ -152,6 +148,63 @@ def loss_scaling(
         return select_tree(finite, updates, unchanged), new_state._replace(inner_state=inner_state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def get_loss_scale(opt_state: optax.OptState) -> LossScale:
+    """Return the scale for the next loss, wherever in an optimizer state it is.
+
+    Args:
+        opt_state: the state of any transformation.
+
+    Returns:
+        The loss scale that `loss_scaling` was given, with the state's scale, counters and settings, which are arrays;
+        for `value_and_grad`. `NoOpLossScale()` if nothing in the state scales losses.
+
+    Raises:
+        TypeError: if this is no state but a transformation, or a state restored without its types.
+        ValueError: if the state holds several loss scales.
+
+    Example:
+        >>> tx = optax.chain(optax.identity(), loss_scaling(optax.sgd(0.1), DynamicLossScale(period=100)))
+        >>> scale = get_loss_scale(tx.init(jnp.ones(2)))
+        >>> type(scale).__name__, scale.loss_scale, scale.period
+        ('DynamicLossScale', Array(32768., dtype=float32), Array(100, dtype=int32))
+    """
+    state = loss_scaling_state(opt_state, "get_loss_scale")
+    if state is None:
+        return NoOpLossScale()
+    return state.scale_state.at(state.loss_scale)
+
+
+def skipped_steps(opt_state: optax.OptState) -> jax.Array:
+    """Return how many steps were skipped because of infinite or NaN gradients: an int32 scalar, 0 without loss scaling.
+
+    Raises:
+        ValueError: if the state holds several loss scales.
+
+    Example:
+        >>> print(skipped_steps(loss_scaling(optax.sgd(0.1)).init(jnp.ones(2))))
+        0
+    """
+    state = loss_scaling_state(opt_state, "skipped_steps")
+    return jnp.zeros((), np.int32) if state is None else state.skipped_steps
+
+
+def loss_scaling_state(opt_state: Any, caller: str) -> LossScalingState | None:
+    """Return the one state of `loss_scaling` in an optimizer state, or None if there is none."""
+    require_types(opt_state, caller)
+    states = _trees.find_states(opt_state, LossScalingState)
+    if len(states) > 1:
+        raise ValueError(
+            f"`{caller}`: the optimizer state holds {len(states)} loss scales, but one loss has one scale. Put a "
+            "single `loss_scaling` around everything else, `optax.partition` included."
+        )
+    if not states:
+        return None
+    own = states[0]._replace(inner_state=())
+    # `flax.nnx.Optimizer` puts each array into a variable.
+    arrays = jax.tree.map(lambda box: jax.tree.leaves(box)[0], own, is_leaf=lambda x: not isinstance(x, tuple))
+    return arrays._replace(inner_state=states[0].inner_state)
 
 
 def _minus_zero(update: jax.Array) -> jax.Array:

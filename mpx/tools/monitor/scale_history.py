@@ -9,8 +9,8 @@ import optax
 from jax.core import Tracer
 
 from mpx import _errors, _trees
-from mpx._inspect.health import get_loss_scale, loss_scaling_state, skipped_steps
 from mpx._stored.roles import register_state
+from mpx._transforms.loss_scaling import get_loss_scale, loss_scaling_state, skipped_steps
 
 
 @register_state(scales="measure", skips="measure", recorded_steps="measure", inner_state="inner")
