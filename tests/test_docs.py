@@ -7,6 +7,7 @@ import pathlib
 import pkgutil
 import re
 import subprocess
+import textwrap
 import traceback
 
 import pytest
@@ -17,9 +18,10 @@ DOCS = ROOT / "docs"
 README = ROOT / "README.md"
 PAGES = sorted(DOCS.rglob("*.md"))
 TEST_LINK = re.compile(r"\[`(test_\w+)`\]\((?:\.\./)+(tests/[\w/]+\.py)\)")
-# A block of Python, perhaps followed by what it prints.
+# A block of Python, perhaps in a tab, which is indented, and perhaps followed by what it prints; or a diff of Python.
 BLOCK = re.compile(
-    r"^```python[^\n]*\n(?P<code>.*?)^```$(?:\s+^```text title=\"Prints\"\n(?P<prints>.*?)^```$)?",
+    r"^(?P<indent> *)```(?P<language>python|diff)[^\n]*\n(?P<code>.*?)^(?P=indent)```$"
+    r"(?:\s+^(?P=indent)```text title=\"Prints\"\n(?P<prints>.*?)^(?P=indent)```$)?",
     re.MULTILINE | re.DOTALL,
 )
 
@@ -27,18 +29,30 @@ BLOCK = re.compile(
 def run_blocks(text, filename):
     """Run the Python of a Markdown text from top to bottom in one namespace, and return that.
 
-    Each block is compiled behind as many empty lines as there are lines before it, so that errors name those of the
-    file.
+    The side of a diff that is taken away runs first, in a namespace of its own. Each block is compiled behind as many
+    empty lines as there are lines before it, so that errors name those of the file.
     """
     names = {}
     for block in BLOCK.finditer(text):
-        code = "\n" * text.count("\n", 0, block.start("code")) + block["code"]
+        code = "\n" * text.count("\n", 0, block.start("code")) + textwrap.dedent(block["code"])
+        if block["language"] == "diff":
+            before, code = sides(code)
+            exec(compile(before, filename, "exec"), dict(names))
         with contextlib.redirect_stdout(io.StringIO()) as output:
             exec(compile(code, filename, "exec"), names)
         printed = output.getvalue()
-        says = block["prints"]
+        says = block["prints"] and textwrap.dedent(block["prints"])
         assert says in (None, printed), f"{filename} says {says!r}, but the code prints {printed!r}"
     return names
+
+
+def sides(diff):
+    """Return the code before and after a diff, with an empty line in place of each line that is not in it."""
+    lines = diff.split("\n")
+    assert {line[:1] for line in lines} <= {"", " ", "-", "+"}, "each line of a diff begins with ' ', '-' or '+'"
+    before, after = (["" if line[:1] == other else line[1:] for line in lines] for other in "+-")
+    assert before != after
+    return "\n".join(before), "\n".join(after)
 
 
 def name_of(page):
@@ -78,8 +92,8 @@ def in_reference():
 def test_the_code_of_the_readme_runs_from_top_to_bottom():
     text = README.read_text()
     names = run_blocks(text, "README.md")
-    assert len(BLOCK.findall(text)) >= 3
-    assert names["params"]["params"]["layers_0"]["kernel"].dtype == "bfloat16"
+    assert len(BLOCK.findall(text)) >= 2
+    assert "bfloat16" in {str(leaf.dtype) for leaf in names["jax"].tree.leaves(names["params"])}
     assert names["mpx"].is_synced(names["params"], names["opt_state"])
 
 
@@ -97,11 +111,42 @@ def test_a_block_that_prints_something_else_is_seen():
         run_blocks(page.format(3), "page.md")
 
 
-def test_an_error_in_a_page_names_its_line():
+def test_a_block_in_a_tab_runs():
+    page = '=== "Tab"\n\n    ```python\n    if True:\n        x = 1\n    print(x)\n    ```\n'
+    says = '\n    ```text title="Prints"\n    {}\n    ```\n'
+    assert run_blocks(page + says.format(1), "page.md")["x"] == 1
+    with pytest.raises(AssertionError, match=r"page\.md says"):
+        run_blocks(page + says.format(2), "page.md")
+
+
+DIFF = "```python\nx = 0\n```\n\n```diff\n def f():\n-    return x\n+    return x + 1\n\n x = f()\n```\n"
+
+
+def test_both_sides_of_a_diff_run_and_what_follows_has_the_names_of_its_later_side():
+    page = DIFF + '\n```python\nprint(x)\n```\n\n```text title="Prints"\n1\n```\n'
+    assert run_blocks(page, "page.md")["x"] == 1
+
+
+@pytest.mark.parametrize("line", ["-    return x", "+    return x + 1"])
+def test_an_error_in_either_side_of_a_diff_names_its_line(line):
     with pytest.raises(ZeroDivisionError) as raised:
-        run_blocks("# Title\n\n```python\n1 / 0\n```\n", "page.md")
+        run_blocks(DIFF.replace(line, f"{line} / 0"), "page.md")
     frame = traceback.extract_tb(raised.tb)[-1]
-    assert (frame.filename, frame.lineno) == ("page.md", 4)
+    assert frame.lineno == DIFF.split("\n").index(line) + 1
+
+
+def test_a_line_of_a_diff_without_a_sign_is_seen():
+    with pytest.raises(AssertionError, match="each line of a diff"):
+        run_blocks(DIFF.replace(" def f", "def f"), "page.md")
+
+
+@pytest.mark.parametrize("page", ["```python\n1 / 0\n```\n", '=== "Tab"\n    ```python\n    1 / 0\n    ```\n'])
+def test_an_error_in_a_page_names_its_line(page):
+    text = f"# Title\n{page}"
+    with pytest.raises(ZeroDivisionError) as raised:
+        run_blocks(text, "page.md")
+    frame = traceback.extract_tb(raised.tb)[-1]
+    assert (frame.filename, frame.lineno) == ("page.md", text[: text.index("1 / 0")].count("\n") + 1)
 
 
 def test_ci_runs_the_test_command_of_the_readme_first():
