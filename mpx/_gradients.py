@@ -1,7 +1,6 @@
 """Losses and gradients under a loss scale."""
 
 import functools
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,12 +10,14 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from mpx import _trees
+from mpx._autocast import in_place
 from mpx._autocast.transform import Autocast, autocast_of
 from mpx._dtypes import dtype_or_none
 from mpx._loss_scale import LossScale, NoOpLossScale, at_least_float32, require_powers_of_two
 
 # A cotangent above 65504 has no float16 value: a float16 loss is differentiated with at most this seed.
 _LARGEST_F16_SEED = np.float32(2.0**15)
+_TRANSFORM = "For a Flax NNX model: `mpx.value_and_grad(..., transform=nnx.value_and_grad)`, under `nnx.jit`."
 
 
 def value_and_grad(
@@ -47,15 +48,16 @@ def value_and_grad(
         has_aux: whether `fun` returns a pair.
         grad_dtype: of the gradients, or None for the dtypes of the arguments; float64 gradients stay float64. The
             gradient of a bfloat16 parameter has been rounded once, at the parameter, but for autocast functions.
-        transform: `jax.value_and_grad`, or a function like it, such as `flax.nnx.value_and_grad` or
-            `equinox.filter_value_and_grad`. It gets `argnums` only if that is not 0.
+        transform: `jax.value_and_grad`, or a function like it, such as `flax.nnx.value_and_grad` (for models that
+            change themselves, too) or `equinox.filter_value_and_grad`. It gets `argnums` only if that is not 0.
 
     Returns:
         A function of the arguments of `fun` that returns `(loss, grads)`, or `((loss, aux), grads)`.
 
     Raises:
         ValueError: if the scale, or a dynamic scale's factor or bounds, are not powers of two, by which gradients
-            would be rounded.
+            would be rounded; at the call, if an autocast function changes an argument and `jax.value_and_grad` would
+            lose that.
         TypeError: if `fun` is no function or `loss_scale` no loss scale; at the call, if `fun` does not return a real
             floating scalar.
 
@@ -86,11 +88,11 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def wrapped(*args, **kwargs):
-        call = fun
-        if record is not None:
-            call, args = _on_f32_view(record, args, kwargs, argnums)
+        call, viewed = (fun, args) if record is None else _on_f32_view(record, args, kwargs, argnums, transform)
+        objects = [] if record is None else in_place.objects_of((viewed, kwargs))
         differentiated = transform(lambda *args, **kwargs: scaled_loss(call, *args, **kwargs), **options)
-        (_, (loss, aux)), grads = differentiated(*args, **kwargs)
+        (_, (loss, aux)), grads = differentiated(*viewed, **kwargs)
+        in_place.hand_back((args, kwargs), in_place.changes_of(objects))
         _, rest = _seed_and_rest(loss_scale, loss.dtype)
         if rest is not None:
             grads = jax.tree.map(lambda g: _multiplied(g, rest, keep_dtype=grad_dtype is None), grads)
@@ -176,7 +178,7 @@ def _in_dtype(grads: Any, dtype: np.dtype | None) -> Any:
 
 
 def _on_f32_view(
-    record: Autocast, args: tuple[Any, ...], kwargs: dict[str, Any], argnums: Any
+    record: Autocast, args: tuple[Any, ...], kwargs: dict[str, Any], argnums: Any, transform: Any
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Return an autocast function of arguments whose differentiated ones are float32, and those arguments.
 
@@ -186,27 +188,17 @@ def _on_f32_view(
     for position in argnums if isinstance(argnums, Sequence) else (argnums,):
         index = getattr(position, "argnum", position)  # of `flax.nnx.DiffState`
         if -len(args) <= index < len(args):  # if not, the transform says so
-            viewed[index] = _f32_view(args[index])
+            leaves = jax.tree.leaves(args[index])
+            wide = _trees.cast_tree(leaves, jnp.float32, which=lambda leaf: leaf.dtype.itemsize == 2)
+            viewed[index] = in_place.copy_with(args[index], wide)
     before, after = jax.tree.leaves((args, kwargs)), jax.tree.leaves((tuple(viewed), kwargs))
     grids = [old.dtype if old is not new else None for old, new in zip(before, after, strict=True)]
-    return lambda *args, **kwargs: record.call(args, kwargs, grids), tuple(viewed)
 
+    def call(*args, **kwargs):
+        objects = in_place.objects_of((args, kwargs))
+        result = record.call(args, kwargs, grids)
+        if transform is jax.value_and_grad:  # it hands no change of an argument back
+            in_place.require_unchanged(objects, result, _TRANSFORM)
+        return result
 
-def _f32_view(tree: Any) -> Any:
-    """Return a pytree with its 16-bit floating leaves in float32; an object that stands in it twice stays one.
-
-    The Variable of a weight that two modules of Flax NNX share is such an object: its gradient is one.
-    """
-    # `is_leaf` is called on every node: collect them all, and stop at none (`append` returns None).
-    nodes: list[Any] = []
-    leaves = jax.tree.leaves(tree, is_leaf=lambda node: bool(nodes.append(node)))
-    wide = _trees.cast_tree(leaves, jnp.float32, which=lambda leaf: leaf.dtype.itemsize == 2)
-    views = {id(leaf): view for leaf, view in zip(leaves, wide, strict=True)}
-    counts = Counter(id(node) for node in nodes)
-
-    def view(node):
-        if id(node) not in views:
-            views[id(node)] = jax.tree.map(lambda leaf: views[id(leaf)], node)
-        return views[id(node)]
-
-    return jax.tree.map(view, tree, is_leaf=lambda node: counts[id(node)] > 1)
+    return call, tuple(viewed)

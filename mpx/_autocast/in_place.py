@@ -1,22 +1,36 @@
-"""Find arguments that a function changes in place: under `autocast` it changes copies, and the change would be lost."""
+"""Arguments that a function changes in place, such as a Flax NNX model with batch statistics.
 
-from collections import defaultdict
-from collections.abc import Sequence
+Autocast runs a function on copies of its arguments, whose 16-bit arrays are float32. It hands back to the originals
+what the function changes in the copies.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.extend import core as jex_core
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Var
+from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
 from mpx import _trees
 from mpx._jaxprs import CALLS, called_jaxpr, dtype_of, open_jaxpr, propagate, scan_counts
 
 
 class Object(NamedTuple):
-    """A pytree node of a user's own type, which can be changed in place, as the function got it."""
+    """A pytree node of a user's own type, which can be changed in place.
+
+    Attributes:
+        name: what it is called in errors.
+        node: the object.
+        position: the index of its first leaf among all leaves of the arguments.
+        leaves: its leaves before the function runs.
+        treedef: its structure before the function runs.
+    """
 
     name: str
     node: Any
+    position: int
     leaves: list[Any]
     treedef: Any
 
@@ -25,89 +39,156 @@ class Change(NamedTuple):
     """A leaf of an object that is another array after the function than before.
 
     Attributes:
-        name: of the object.
-        path: of the leaf in it.
-        before: the array that the function got.
-        after: the one that it left.
+        name: where the leaf stands, for errors.
+        position: the index of the leaf among all leaves of the arguments.
+        after: the array that the function left.
+        is_returned: whether it is also a result of the function.
     """
 
     name: str
-    path: str
-    before: Any
+    position: int
     after: Any
+    is_returned: bool = False
 
 
-def objects_of(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Object]:
-    """Return the objects among the arguments, but for dictionaries and lists: users expect copies, as of `jax.jit`."""
-    is_object = lambda x: not isinstance(x, (dict, list, tuple, type(None)))
-    return [
-        Object(f"the {type(node).__name__} at {_trees.path_string(path[1:])}", node, *jax.tree.flatten(node))
-        for path, node in jax.tree.leaves_with_path(arguments, is_leaf=is_object)
-        if not _trees.is_array(node)
-    ]
+# Of these nobody expects that changes come back: `jax.jit` copies them too.
+_PLAIN = (dict, list, tuple, type(None))
 
 
-def changes_of(objects: list[Object], results: list[Any]) -> list[Change]:
-    """Return which arrays of the objects are others now, but for those that the function returns.
+def copy_with(tree: Any, leaves: Iterable[Any]) -> Any:
+    """Return a copy of a pytree with other leaves, in which an object that stands twice stays one object.
+
+    Two modules of Flax NNX can share a variable, or a stream of random keys. Of such an object the first leaves count.
+    """
+    # `is_leaf` is called on every node: collect them all, and stop at none (`append` returns None).
+    nodes: list[Any] = []
+    jax.tree.leaves(tree, is_leaf=lambda node: bool(nodes.append(node)))
+    counts = Counter(id(node) for node in nodes if not jax.tree_util.all_leaves([node]))
+    copies: dict[int, Any] = {}
+    rest = iter(leaves)
+
+    def copy_of(node):
+        if id(node) not in counts:
+            return next(rest)
+        if id(node) in copies:
+            for _ in jax.tree.leaves(node):
+                next(rest)
+        else:
+            copies[id(node)] = jax.tree.map(copy_of, node, is_leaf=lambda x: x is not node and counts[id(x)] > 1)
+        return copies[id(node)]
+
+    return copy_of(tree) if counts[id(tree)] else next(rest)
+
+
+def objects_of(arguments: Any) -> list[Object]:
+    """Return the objects among the arguments, without dictionaries, lists and tuples."""
+    objects, position = [], 0
+    for path, node in jax.tree.leaves_with_path(arguments, is_leaf=lambda x: not isinstance(x, _PLAIN)):
+        leaves, treedef = jax.tree.flatten(node)
+        if not _trees.is_array(node):
+            name = f"the {type(node).__name__} at {_trees.path_string(path[1:])}"
+            objects.append(Object(name, node, position, leaves, treedef))
+        position += len(leaves)
+    return objects
+
+
+def changes_of(objects: list[Object]) -> list[Change]:
+    """Return which arrays of the objects are others now.
 
     Raises:
         ValueError: if an object has another structure now, or a leaf that is no array has changed.
     """
-    returned, changes = {id(leaf) for leaf in results}, []
-    for name, node, leaves, treedef in objects:
+    changes = []
+    for name, node, position, leaves, treedef in objects:
         after, treedef_after = jax.tree.flatten_with_path(node)
         if treedef != treedef_after:
-            _refuse([Change(name, "the structure", node, node)])
-        for before, (path, leaf) in zip(leaves, after, strict=True):
-            if leaf is before or id(leaf) in returned:
-                continue
-            if not _trees.is_array(leaf):
-                _refuse([Change(name, _trees.path_string(path, node), before, leaf)])
-            changes.append(Change(name, _trees.path_string(path, node), before, leaf))
+            raise _error([f"the structure of {name}"])
+        for i, (before, (path, leaf)) in enumerate(zip(leaves, after, strict=True)):
+            where = f"{_trees.path_string(path, node)} of {name}"
+            if leaf is not before and not _trees.is_array(leaf):
+                raise _error([where])
+            if leaf is not before:
+                changes.append(Change(where, position + i, leaf))
     return changes
 
 
-def check_unchanged(program: jex_core.Jaxpr, changes: Sequence[Change]) -> None:
-    """Raise if an array that a function left in an object is not the one that it got.
+def real_changes(
+    program: jex_core.Jaxpr, inputs: Mapping[int, Var], changes: Sequence[tuple[Change, int]]
+) -> list[tuple[Change, int]]:
+    """Return those changes after which a leaf is another value than the one that the function got.
 
-    A `jit` or `remat` of Flax NNX gives a module all its arrays anew; most are those that went into it.
+    A `jit` or `remat` of Flax NNX gives a module all its arrays anew. Most of them are those that went into it.
 
     Args:
-        program: the traced function; its last results are the arrays of each change, before and after.
-        changes: those that `changes_of` found.
+        program: the traced function.
+        inputs: the input of the program by the position of a leaf.
+        changes: each with the index of its array among the results of the program.
     """
-    if changes:
-        sources = _sources(program)[-2 * len(changes) :]
-        pairs = zip(changes, sources[::2], sources[1::2], strict=True)
-        _refuse([change for change, before, after in pairs if before is not after])
+    sources = _sources(program) if changes else []
+    return [(change, result) for change, result in changes if sources[result] is not inputs.get(change.position)]
 
 
-def require_unchanged(objects: list[Object], result: Any) -> None:
+def hand_back(arguments: Any, changes: Iterable[Change]) -> None:
+    """Write changes into the objects that the caller gave, each in the dtype that its array has there.
+
+    Args:
+        arguments: the tree of the arguments.
+        changes: what a function has changed in a copy of them.
+
+    Raises:
+        ValueError: if an array that the function does not return cannot be written into its object.
+    """
+    flat = None
+    for name, position, after, is_returned in changes:
+        flat = flat or jax.tree.leaves_with_path(arguments)
+        path, before = flat[position]
+        if _trees.is_narrower(before, after.dtype) and _trees.is_floating(after):
+            after = after.astype(before.dtype)
+        try:
+            _set(arguments, path, after)
+        except Exception as error:  # Flax has its own for a variable of an outer trace
+            if not is_returned:
+                raise _error([name]) from error
+
+
+def _set(tree: Any, path: Sequence[Any], value: Any) -> None:
+    *parents, last = path
+    for key in parents:
+        tree = tree[_index(key)] if isinstance(key, (DictKey, SequenceKey)) else _attribute(tree, key)
+    if hasattr(tree, "set_raw_value"):  # a Variable of Flax NNX, which refuses values of another trace
+        tree.set_raw_value(value)
+    elif isinstance(last, GetAttrKey):
+        setattr(tree, last.name, value)
+    else:
+        tree[_index(last)] = value
+
+
+def _index(key: Any) -> Any:
+    return key.idx if isinstance(key, SequenceKey) else key.key
+
+
+def _attribute(node: Any, key: Any) -> Any:
+    return node.get_raw_value() if hasattr(node, "get_raw_value") else getattr(node, key.name)
+
+
+def require_unchanged(objects: list[Object], results: Any, remedy: str) -> None:
     """Raise if a function has left other arrays in objects than it got, but for those that it returns."""
-    _refuse(changes_of(objects, jax.tree.leaves(result)))
+    returned = {id(leaf) for leaf in jax.tree.leaves(results)}
+    names = [change.name for change in changes_of(objects) if id(change.after) not in returned]
+    if names:
+        raise _error(names, remedy)
 
 
-def _refuse(changes: Sequence[Change]) -> None:
-    """Raise if there are any changes; name all of them, and the remedy."""
-    lost = defaultdict(list)
-    for change in changes:
-        lost[change.name].append(change.path)
-    if not lost:
-        return
-    remedy = (
-        "Return the new values. With Flax NNX: `graphdef, params, rest = nnx.split(model, nnx.Param, ...)` outside, "
-        "and inside `model = nnx.merge(graphdef, params, rest)`, with `nnx.state(model, nnx.Not(nnx.Param))` among "
-        "the results."
-    )
-    if any(name.startswith("the State at ") for name in lost):
-        remedy = (
-            "A Flax NNX model that is merged from it shares its variables. Merge a copy, `model = nnx.merge(graphdef, "
-            "state, copy=True)`, and return what shall be kept, such as `nnx.state(model, nnx.Not(nnx.Param))`."
-        )
-    which = "; ".join(f"{', '.join(paths)} of {name}" for name, paths in lost.items())
-    raise ValueError(
-        "`autocast`: the function changes an argument in place, which would be lost, as under `jax.jit`: "
-        f"{which}. {remedy}"
+_MERGE = (
+    "Return the new values. With Flax NNX: `graphdef, params, rest = nnx.split(model, nnx.Param, ...)` outside, and "
+    "inside `model = nnx.merge(graphdef, params, rest, copy=True)`, with `nnx.state(model, nnx.Not(nnx.Param))` among "
+    "the results."
+)
+
+
+def _error(names: Sequence[str], remedy: str = _MERGE) -> ValueError:
+    return ValueError(
+        f"`autocast`: the function changes an argument in place, which would be lost: {', '.join(names)}. {remedy}"
     )
 
 

@@ -56,14 +56,16 @@ class Autocast:
             evaluate = jax.checkpoint(evaluate, policy=self.checkpoint)
         # The mark tells an autocast around this one that the precision of what runs here is decided.
         with jax.named_scope(MARK):
-            result = traced.rebuild(evaluate(traced.arrays))
+            values = evaluate(traced.arrays)
+        in_place.hand_back((args, kwargs), [c._replace(after=values[result]) for c, result in traced.changes])
+        result = traced.rebuild(values)
         return result if self.policy is None else self.policy.cast_to_output(result)
 
     def trace(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], dtypes: list[np.dtype | None] | None = None
     ) -> "Traced":
         """Trace the function on a float32 view of its arguments, and plan what to do with each operation."""
-        flat, treedef = jax.tree.flatten_with_path((args, kwargs))
+        flat = jax.tree.leaves_with_path((args, kwargs))
         leaves = [leaf for _, leaf in flat]
         names = _trees.path_names((args, kwargs))
         positions = [i for i, leaf in enumerate(leaves) if _trees.is_array(leaf)]
@@ -73,13 +75,21 @@ class Autocast:
             viewed = list(leaves)
             for i, array in zip(positions, arrays, strict=True):
                 viewed[i] = array.astype(jnp.float32) if _trees.is_narrower(array, np.dtype(np.float32)) else array
-            args, kwargs = jax.tree.unflatten(treedef, viewed)
-            objects = in_place.objects_of((args, kwargs))
-            out, out_treedef = jax.tree.flatten(self.fun(*args, **kwargs))
-            changes = in_place.changes_of(objects, out)
+            copied_args, copied_kwargs = in_place.copy_with((args, kwargs), viewed)
+            objects = in_place.objects_of((copied_args, copied_kwargs))
+            out, out_treedef = jax.tree.flatten(self.fun(*copied_args, **copied_kwargs))
+            results = [leaf for leaf in out if _trees.is_array(leaf)]
+            # What the function changes and returns too is one result.
+            at = {id(leaf): i for i, leaf in enumerate(results)}
+            changes = []
+            for change in in_place.changes_of(objects):
+                is_returned = id(change.after) in at
+                changes.append(
+                    (change._replace(is_returned=is_returned), at.setdefault(id(change.after), len(results)))
+                )
+                results += [] if is_returned else [change.after]
             result[:] = [out_treedef, [None if _trees.is_array(leaf) else leaf for leaf in out], changes]
-            pairs = [[change.before, change.after] for change in changes]
-            return [leaf for leaf in out if _trees.is_array(leaf)], pairs
+            return results
 
         arrays = [leaves[i] for i in positions]
         arrays = [jnp.asarray(x) if isinstance(x, (np.ndarray, np.generic)) else x for x in arrays]
@@ -90,9 +100,9 @@ class Autocast:
             Tag(None if dtypes is None else dtypes[i], self._override(names[flat[i][0]], leaves[i]), is_argument=True)
             for i in positions
         ]
-        *rest, changes = result
-        in_place.check_unchanged(jaxpr.jaxpr, changes)
-        return Traced(Planner(self.settings, HANDLERS).plan(jaxpr, tuple(tags)), arrays, *rest)
+        treedef, static, changes = result
+        changes = in_place.real_changes(jaxpr.jaxpr, dict(zip(positions, jaxpr.jaxpr.invars, strict=True)), changes)
+        return Traced(Planner(self.settings, HANDLERS).plan(jaxpr, tuple(tags)), arrays, treedef, static, changes)
 
     def _override(self, name: str, leaf: Any) -> computes.Compute | None:
         """Return how contractions with a leaf shall run, if an override of the policy names it."""
@@ -111,12 +121,14 @@ class Traced:
         arrays: the arguments that are arrays.
         treedef: the structure of the result.
         static: the leaves of the result that are no arrays, and None for those that are.
+        changes: what the function changes in its arguments, each with the index of the new value among the results.
     """
 
     plan: CastPlan
     arrays: list[Any]
     treedef: Any
     static: list[Any]
+    changes: list[tuple[in_place.Change, int]]
 
     def rebuild(self, arrays: list[Any]) -> Any:
         """Return the function's result, from its arrays."""
@@ -153,8 +165,10 @@ def autocast(
     and the bodies of custom derivatives and of kernels. `explain` shows what happens to a function.
 
     Like `jax.jit` it traces the function: on each call, so put `jax.jit` around it. Arguments that are no arrays
-    (flags, strings, functions) reach the function as they are. It composes with `jit`, `grad`, `vmap`, `scan`, `while`,
-    `cond`, `checkpoint`, custom derivatives and `shard_map`, on either side; of two autocasts the inner one wins.
+    (flags, strings, functions) reach the function as they are. What the function changes in an object among its
+    arguments, such as the batch statistics of a Flax NNX model, is changed in that object. It composes with `jit`,
+    `grad`, `vmap`, `scan`, `while`, `cond`, `checkpoint`, custom derivatives and `shard_map`, on either side; of two
+    autocasts the inner one wins.
 
     Args:
         fun: any function of pytrees. Arrays that it closes over keep their dtype: pass parameters as arguments.
@@ -180,8 +194,8 @@ def autocast(
 
     Raises:
         TypeError: if `fun` is no function.
-        ValueError: if an option is none of the above; at the call, if `fun` changes an argument in place, such as a
-            Flax NNX model's batch statistics: that would be lost.
+        ValueError: if an option is none of the above; at the call, if `fun` gives an argument another structure, such
+            as a Flax NNX model a new variable.
 
     Example:
         >>> layer = lambda w, x: jax.nn.softmax(x @ w)
@@ -239,7 +253,7 @@ def full_precision(fun: F) -> F:
 
     Raises:
         TypeError: if `fun` is no function.
-        ValueError: at the call, if `fun` changes in place an argument whose 16-bit arrays were widened.
+        ValueError: at the call, if `fun` gives another structure to an argument whose 16-bit arrays were widened.
 
     Example:
         >>> logits = full_precision(lambda x, w: x @ w)
@@ -260,10 +274,11 @@ def full_precision(fun: F) -> F:
             if not halves:  # the very arguments: the function may change them
                 return fun(*args, **kwargs)
             narrow = lambda leaf: leaf.dtype.itemsize == 2
-            args, kwargs = _trees.cast_tree((args, kwargs), jnp.float32, which=narrow)
-            objects = in_place.objects_of((args, kwargs))
-            result = fun(*args, **kwargs)
-            in_place.require_unchanged(objects, result)
+            leaves = _trees.cast_tree(jax.tree.leaves((args, kwargs)), jnp.float32, which=narrow)
+            wide = in_place.copy_with((args, kwargs), leaves)
+            objects = in_place.objects_of(wide)
+            result = fun(*wide[0], **wide[1])
+            in_place.hand_back((args, kwargs), in_place.changes_of(objects))
             is_f32 = lambda leaf: leaf.dtype == jnp.float32
             return _trees.cast_tree(result, dtypes.pop(), which=is_f32) if len(dtypes) == 1 else result
 
