@@ -13,6 +13,7 @@ from mpx import _trees
 from mpx._autocast import in_place
 from mpx._autocast.transform import Autocast, autocast_of
 from mpx._dtypes import dtype_or_none
+from mpx._finite import all_finite, select_tree
 from mpx._loss_scale import LossScale, NoOpLossScale, at_least_float32, require_powers_of_two
 
 # A cotangent above 65504 has no float16 value: a float16 loss is differentiated with at most this seed.
@@ -39,7 +40,9 @@ def value_and_grad(
     in float32.
 
     A function that `autocast` returned is differentiated with respect to a float32 view of its parameters: no gradient
-    is rounded to their dtype, and no bfloat16 parameter is copied for it.
+    is rounded to their dtype, and no bfloat16 parameter is copied for it. What it changes in a Flax NNX model (batch
+    statistics, counters of dropout) stays as it was in a step with an infinite or NaN gradient, if there is a loss
+    scale: `loss_scaling` skips that step.
 
     Args:
         fun: a function of arrays that returns a scalar loss, or `(loss, aux)` if `has_aux`.
@@ -92,7 +95,12 @@ def value_and_grad(
         objects = [] if record is None else in_place.objects_of((viewed, kwargs))
         differentiated = transform(lambda *args, **kwargs: scaled_loss(call, *args, **kwargs), **options)
         (_, (loss, aux)), grads = differentiated(*viewed, **kwargs)
-        in_place.hand_back((args, kwargs), in_place.changes_of(objects))
+        changes = in_place.changes_of(objects)
+        if changes and not isinstance(loss_scale, NoOpLossScale):
+            # A step that `loss_scaling` skips changes nothing, batch statistics included.
+            finite = all_finite(grads)
+            changes = [c._replace(after=select_tree(finite, c.after, c.before)) for c in changes]
+        in_place.hand_back((args, kwargs), changes)
         _, rest = _seed_and_rest(loss_scale, loss.dtype)
         if rest is not None:
             grads = jax.tree.map(lambda g: _multiplied(g, rest, keep_dtype=grad_dtype is None), grads)

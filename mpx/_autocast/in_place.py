@@ -41,12 +41,14 @@ class Change(NamedTuple):
     Attributes:
         name: where the leaf stands, for errors.
         position: the index of the leaf among all leaves of the arguments.
+        before: the array that the function got.
         after: the array that the function left.
         is_returned: whether it is also a result of the function.
     """
 
     name: str
     position: int
+    before: Any
     after: Any
     is_returned: bool = False
 
@@ -108,7 +110,7 @@ def changes_of(objects: list[Object]) -> list[Change]:
             if leaf is not before and not _trees.is_array(leaf):
                 raise _error([where])
             if leaf is not before:
-                changes.append(Change(where, position + i, leaf))
+                changes.append(Change(where, position + i, before, leaf))
     return changes
 
 
@@ -139,11 +141,11 @@ def hand_back(arguments: Any, changes: Iterable[Change]) -> None:
         ValueError: if an array that the function does not return cannot be written into its object.
     """
     flat = None
-    for name, position, after, is_returned in changes:
+    for name, position, _, after, is_returned in changes:
         flat = flat or jax.tree.leaves_with_path(arguments)
-        path, before = flat[position]
-        if _trees.is_narrower(before, after.dtype) and _trees.is_floating(after):
-            after = after.astype(before.dtype)
+        path, stored = flat[position]
+        if _trees.is_narrower(stored, after.dtype) and _trees.is_floating(after):
+            after = after.astype(stored.dtype)
         try:
             _set(arguments, path, after)
         except Exception as error:  # Flax has its own for a variable of an outer trace

@@ -91,6 +91,28 @@ def test_value_and_grad_changes_the_module_as_flax_does_and_keeps_the_dtypes_of_
     assert_same_changes(model, expected, fresh)
 
 
+@pytest.mark.parametrize("make", [CHANGING["nested"], CHANGING["shared"]], ids=["nested", "shared"])
+@pytest.mark.parametrize("is_finite", [True, False])
+def test_a_step_that_is_skipped_keeps_the_bits_of_batch_statistics_and_counters(make, is_finite):
+    model = make()
+    before = jax.tree.leaves(nnx.clone(model))
+    tokens = TOKENS if is_finite else TOKENS.at[0, 0, 0].set(jax.numpy.inf)
+    loss = mpx.autocast(lambda model, x: (model(x) ** 2).mean(), "f16")
+    step = nnx.jit(mpx.value_and_grad(loss, mpx.StaticLossScale(8.0), transform=nnx.value_and_grad))
+    _, grads = step(model, tokens)
+    assert bool(mpx.all_finite(grads)) == is_finite
+    same = [bool((a == b).all()) for a, b in zip(jax.tree.leaves(model), before, strict=True)]
+    assert all(same) != is_finite
+
+
+def test_without_a_loss_scale_nothing_is_skipped():
+    """Negative control: the statistics of a batch with an infinity."""
+    model = nnx.BatchNorm(16, rngs=nnx.Rngs(0))
+    loss = mpx.autocast(lambda model, x: (model(x) ** 2).mean(), "f16")
+    mpx.value_and_grad(loss, transform=nnx.value_and_grad)(model, TOKENS.at[0, 0, 0].set(jax.numpy.inf))
+    assert not jax.numpy.isfinite(model.mean[...]).all()
+
+
 def test_a_changed_variable_keeps_the_dtype_in_which_it_is_stored():
     norm = nnx.BatchNorm(16, rngs=nnx.Rngs(0))
     nnx.update(norm, mpx.cast(nnx.state(norm), BF16))
