@@ -1,7 +1,7 @@
 """Plots of what mpx measures and plans, drawn by Matplotlib: `pip install 'mpx-jax[plot]'`.
 
 Each function draws on the axes that it is given, or on those of a new figure, and returns them, so that anything can be
-changed or added: `mpx.plot.losses(curves).figure.savefig("losses.svg")`. Legends stand to the right of the axes;
+changed or added: `mpx.plot.losses(curves).figure.savefig("losses.svg")`. Legends stand below the axes;
 figures with `layout="constrained"`, as new ones are, make room for them. No setting of Matplotlib is changed.
 
 Curves differ in color and in line style, bars in color and in hatch: they can be told apart in grey too. New figures

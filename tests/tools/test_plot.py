@@ -27,6 +27,9 @@ from mpx.tools.plot.memory import _LOOKS, _OTHER
 
 ROOT = Path(__file__).parents[2]
 WHITE, DARK = "#FFFFFF", "#121212"
+FORMATS = ["float8_e4m3fn", "float8_e5m2", "f16", "bf16", "f32"]
+SCALES = np.float32([2**10, 2**10, 2**10, 2**9, 2**9, 2**9, 2**9, 2**10, 2**9, 2**9, 2**9, 2**9])
+HISTORY = mpx.monitor.ScaleHistory(np.arange(12), SCALES, np.arange(12) % 5 == 2)
 
 
 @pytest.fixture(autouse=True)
@@ -46,21 +49,10 @@ def contrast(a, b):
     return (high + 0.05) / (low + 0.05)
 
 
-def loss_curves():
-    falling = np.exp(-np.arange(20) / 5)
-    curves = {"bf16, masters": falling, "bf16, Kahan": falling + 0.01, "f16": np.where(falling < 0.2, np.nan, falling)}
-    return {"curves": curves, "reference": falling + np.array([[-0.1], [0.0], [0.1]])}
-
-
 def gradients():
     rng = np.random.default_rng(0)
     numbers = rng.normal(size=3000) * np.exp2(3 * rng.normal(size=3000) - 18)
     return {"w": jnp.asarray(np.append(np.float32(numbers), np.float32([0, 0, np.inf])))}
-
-
-def history(steps=12):
-    scales = np.float32([2**10, 2**10, 2**10, 2**9, 2**9, 2**9, 2**9, 2**10, 2**9, 2**9, 2**9, 2**9])
-    return mpx.monitor.ScaleHistory(np.arange(steps), scales, np.arange(steps) % 5 == 2)
 
 
 @pytest.fixture(scope="module")
@@ -72,23 +64,24 @@ def comparison():
 def pictures(comparison):
     """Return, by name, functions that draw on given axes or new ones."""
     report = mpx.underflow_report(gradients())
-    histogram = mpx.monitor.exponent_histogram()(gradients())
     plan = mpx.memory_plan(2**20, mpx.mixed_precision(optax.adamw(1e-3), "bf16"), "bf16")
+    falling = np.exp(-np.arange(20) / 5)
+    curves = {"bf16, masters": falling, "bf16, Kahan": falling + 0.01, "f16": np.where(falling < 0.2, np.nan, falling)}
+    seeds = falling + np.array([[-0.1], [0.0], [0.1]])
     shares = {"bf16": np.linspace(0, 0.9, 10), "f32": np.zeros(10)}
-    formats = ["float8_e4m3fn", "float8_e5m2", "f16", "bf16", "f32"]
     return {
-        "losses": lambda **kwargs: mpx.plot.losses(**loss_curves(), **kwargs),
+        "losses": lambda **kwargs: mpx.plot.losses(curves, reference=seeds, **kwargs),
         "memory of recipes": lambda **kwargs: mpx.plot.memory(comparison, **kwargs),
         "memory of a plan": lambda **kwargs: mpx.plot.memory(plan, unit="GB", **kwargs),
         "exponents of a report": lambda **kwargs: mpx.plot.exponents(report, **kwargs),
-        "exponents measured": lambda **kwargs: mpx.plot.exponents(histogram, formats=formats, scale=2**4, **kwargs),
-        "loss scale": lambda **kwargs: mpx.plot.loss_scale(history(), **kwargs),
+        "exponents": lambda **kwargs: mpx.plot.exponents(report.histogram, formats=FORMATS, scale=2**4, **kwargs),
+        "loss scale": lambda **kwargs: mpx.plot.loss_scale(HISTORY, **kwargs),
         "lost updates": lambda **kwargs: mpx.plot.lost_updates(shares, **kwargs),
     }
 
 
 NAMES = (
-    "losses", "memory of recipes", "memory of a plan", "exponents of a report", "exponents measured", "loss scale",
+    "losses", "memory of recipes", "memory of a plan", "exponents of a report", "exponents", "loss scale",
     "lost updates",
 )  # fmt: skip
 
@@ -113,23 +106,22 @@ def legend_of(axes):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_picture_is_transparent_and_all_its_text_can_be_read_on_both_pages(name, pictures, tmp_path):
+def test_a_picture_is_transparent_and_all_its_text_can_be_read_on_both_pages_and_on_a_phone(name, pictures, tmp_path):
     """No text is cut off, none lies on another, and no setting of Matplotlib changes."""
     settings = dict(matplotlib.rcParams)
     figure = pictures[name]().figure
     assert dict(matplotlib.rcParams) == settings
     assert plt.get_fignums() == [figure.number]
-    for kind in ("png", "svg"):
-        figure.savefig(tmp_path / f"picture.{kind}")
+    figure.savefig(tmp_path / "picture.png")
     pixels = plt.imread(tmp_path / "picture.png")
     assert pixels[0, -1, 3] == 0
     assert 0.02 < np.mean(pixels[..., 3] > 0) < 0.9
-    assert "</svg>" in (tmp_path / "picture.svg").read_text()
     boxes = {text: text.get_window_extent() for text in drawn_texts(figure)}
     assert len(boxes) > 5
     for text, box in boxes.items():
         assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1, text  # noqa: PT018
         assert min(contrast(text.get_color(), page) for page in (WHITE, DARK)) >= 4.1, text
+        assert text.get_fontsize() / 72 * 390 / figure.get_figwidth() > 9.5, text  # pixels, 390 of which are the width
     for (a, box_a), (b, box_b) in itertools.combinations(boxes.items(), 2):
         assert not box_a.overlaps(box_b), (a, b)
 
@@ -155,12 +147,11 @@ def test_colors_have_the_contrast_of_wcag_and_no_grey_has_it_on_both_pages():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_it_draws_on_given_axes_and_makes_no_figure(name, pictures):
-    figure, (left, right) = plt.subplots(1, 2, layout="constrained")
+    figure, (left, right) = plt.subplots(1, 2)
     before = plt.get_fignums()
     assert pictures[name](axes=right) is right
     assert plt.get_fignums() == before
-    assert not left.has_data()
-    assert right.has_data()
+    assert (left.has_data(), right.has_data()) == (False, True)
     assert to_rgba(figure.get_facecolor()) == (1, 1, 1, 1)  # its page stays
     with pytest.raises(TypeError, match="`axes` must be a Matplotlib Axes or None, but got Figure"):
         pictures[name](axes=figure)
@@ -187,24 +178,24 @@ def test_wrong_arguments_are_refused_before_a_figure_is_made(comparison):
         (lambda: losses({}), ValueError, "`curves` must hold 1 to 20 curves, .* but got 0"),
         (lambda: losses({str(i): [1.0] for i in range(21)}), ValueError, "but got 21"),
         (lambda: losses({"a": [], "b": [[1.0]], "c": [1.0]}), ValueError, r"\{'a': \(0,\), 'b': \(1, 1\)\}"),
-        (lambda: losses({"a": [1.0], "b": [1.0, 2.0]}, steps=[1, 2]), ValueError, r"others: \{'a': 1\}"),
-        (lambda: losses(ones, steps=[np.nan]), ValueError, "`steps` must be a vector of finite numbers"),
+        (lambda: losses({"a": [1.0], "b": [1.0, 2.0]}, steps=[1, 2]), ValueError, "1 finite numbers, as long as 'a'"),
+        (lambda: losses(ones, steps=[np.nan]), ValueError, "`steps` must be a vector of 1 finite numbers"),
         (lambda: losses(ones, reference=[1.0]), ValueError, r"two seeds, .* the shape \(1,\)"),
         (lambda: losses(ones, reference=[[1.0]]), ValueError, r"two seeds, .* the shape \(1, 1\)"),
-        (lambda: losses(ones, steps=[1], reference=np.ones((2, 3))), ValueError, r"others: \{'reference': 3\}"),
+        (lambda: losses(ones, steps=[1], reference=np.ones((2, 3))), ValueError, "as long as 'reference'"),
         (lambda: lost({"a": [1.5], "b": [0.5]}), ValueError, r"shares must be from 0 to 1 .* those of \['a'\]"),
         (lambda: lost(0.5), ValueError, r"each of `shares` must be a vector of numbers, .* \{'shares': \(\)\}"),
         (lambda: scale([1.0]), TypeError, r"needs `mpx.monitor.read_scale_history\(opt_state\)`, but got list"),
         (lambda: scale(nothing), ValueError, "nothing has been recorded yet"),
-        (lambda: scale(some._replace(steps=np.arange(1))), ValueError, r"the shapes \[\(1,\), \(2,\), \(2,\)\]"),
-        (lambda: scale(some._replace(scales=np.float32([1, 0]))), ValueError, "must be a finite number above 0"),
-        (lambda: scale(some._replace(scales=np.float32([1, np.nan]))), ValueError, "must be a finite number above 0"),
+        (lambda: scale(some._replace(steps=np.arange(1))), ValueError, "three vectors of one length"),
+        (lambda: scale(some._replace(scales=np.float32([1, 0]))), ValueError, "with finite scales above 0"),
+        (lambda: scale(some._replace(scales=np.float32([1, np.nan]))), ValueError, "with finite scales above 0"),
         (lambda: memory(5), TypeError, "needs what `mpx.memory_plan` or `mpx.compare_plans` returns, .* got 5"),
         (lambda: memory({}), ValueError, "at least one plan"),
         (lambda: memory(comparison, unit="MB"), ValueError, r"`unit` must be one of .*, but got 'MB'"),
         (lambda: exponents({}), TypeError, "but got dict. Of a histogram by groups"),
         (lambda: exponents(empty), ValueError, "no nonzero finite numbers"),
-        (lambda: exponents(short), ValueError, r"277 counts, but got the shape \(3,\)"),
+        (lambda: exponents(short), ValueError, "or not 277 counts of them"),
         (lambda: exponents(report, formats=[]), ValueError, r"`formats` must be a list of dtypes, .* \[\]"),
         (lambda: exponents(report, formats="f16"), ValueError, "`formats` must be a list of dtypes, .* 'f16'"),
         (lambda: exponents(report, formats=["int8"]), ValueError, "`exponents`: `dtype` must be one of f16"),
@@ -229,10 +220,8 @@ def test_losses_are_drawn_as_they_are_with_the_mean_and_the_deviation_of_the_see
     curves = {"a": jnp.array([3.0, 2.0, 1.0], jnp.bfloat16), "b": [4, 3, 2]}
     seeds = np.array([[1.0, 2.0, 3.0], [3.0, 2.0, 1.0], [2.0, 2.0, 5.0]])
     axes = mpx.plot.losses(curves, steps=[10, 20, 40], reference=seeds, reference_name="float32")
-    mean, a, b = axes.get_lines()
-    for line, expected in zip((mean, a, b), ([2, 2, 3], [3, 2, 1], [4, 3, 2]), strict=True):
-        np.testing.assert_array_equal(line.get_xdata(), [10, 20, 40])
-        np.testing.assert_array_equal(line.get_ydata(), expected)
+    for line, expected in zip(axes.get_lines(), ([2, 2, 3], [3, 2, 1], [4, 3, 2]), strict=True):
+        np.testing.assert_array_equal(line.get_xydata().T, [[10, 20, 40], expected])
     (band,) = axes.collections
     corners = {tuple(corner) for corner in band.get_paths()[0].vertices.round(12)}
     deviations = [math.sqrt(((seeds[:, i] - seeds[:, i].mean()) ** 2).sum() / 2) for i in range(3)]
@@ -263,16 +252,12 @@ def test_names_are_shown_as_they_are():
     assert legend_of(axes) == ["\u200b_hidden", r"costs \$1 or \$2"]
 
 
-def test_lost_updates_are_drawn_as_they_are_in_percent():
+def test_lost_updates_are_drawn_as_they_are_in_percent_and_a_single_curve_needs_no_name():
     axes = mpx.plot.lost_updates({"bf16": [0.0, 0.5, np.nan], "f32": [0.0, 0.0, 0.0]}, steps=[0, 5, 10])
-    bf16, f32 = axes.get_lines()
-    np.testing.assert_array_equal(bf16.get_ydata(), [0, 0.5, np.nan])
-    np.testing.assert_array_equal(f32.get_xdata(), [0, 5, 10])
+    for line, expected in zip(axes.get_lines(), ([0, 0.5, np.nan], [0, 0, 0]), strict=True):
+        np.testing.assert_array_equal(line.get_xydata().T, [[0, 5, 10], expected])
     assert legend_of(axes) == ["bf16", "f32"]
     assert "50%" in {text.get_text() for text in drawn_texts(axes.figure)}
-
-
-def test_a_single_curve_of_lost_updates_needs_no_name():
     axes = mpx.plot.lost_updates(jnp.zeros(3))
     assert axes.get_legend() is None
     low, high = axes.get_ylim()
@@ -280,48 +265,38 @@ def test_a_single_curve_of_lost_updates_needs_no_name():
 
 
 def test_the_loss_scale_is_drawn_on_an_axis_of_base_two_with_crosses_where_steps_were_skipped():
-    given = history()
-    axes = mpx.plot.loss_scale(given)
+    axes = mpx.plot.loss_scale(HISTORY)
     line, crosses = axes.get_lines()
-    np.testing.assert_array_equal(line.get_xydata(), np.stack([given.steps, given.scales], axis=1))
+    np.testing.assert_array_equal(line.get_xydata(), np.stack([HISTORY.steps, HISTORY.scales], axis=1))
     np.testing.assert_array_equal(crosses.get_xydata(), [[2, 2**10], [7, 2**10]])
     assert (axes.get_yscale(), line.get_drawstyle()) == ("log", "steps-post")
     assert legend_of(axes) == ["loss scale", "skipped: 2 of 12 steps"]
-    assert any("2^{10}" in text.get_text() for text in drawn_texts(axes.figure))
-
-
-@pytest.mark.parametrize("scales", [[1024.0], [1024.0, 1024.0], [1.0, 2.0**24]])
-def test_every_range_of_scales_has_powers_of_two_on_its_axis(scales):
-    steps = np.arange(len(scales))
-    axes = mpx.plot.loss_scale(mpx.monitor.ScaleHistory(steps, np.float32(scales), np.zeros(len(scales), bool)))
-    low, high = axes.get_ylim()
-    assert low < min(scales) <= max(scales) < high
-    assert len([text for text in drawn_texts(axes.figure) if "2^{" in text.get_text()]) >= 2
-    assert legend_of(axes) == ["loss scale"]
+    for scales in ([1024.0], [1024.0, 1024.0], [1.0, 2.0**24]):
+        steps = np.arange(len(scales))
+        axes = mpx.plot.loss_scale(mpx.monitor.ScaleHistory(steps, np.float32(scales), np.zeros(len(scales), bool)))
+        low, high = axes.get_ylim()
+        assert low < min(scales) <= max(scales) < high
+        assert len([text for text in drawn_texts(axes.figure) if "2^{" in text.get_text()]) >= 2
+        assert legend_of(axes) == ["loss scale"]
 
 
 def test_the_bars_are_the_bytes_a_parameter_part_by_part(comparison):
-    """2 + 4 + 2 + 8: bfloat16 parameters, float32 gradients, 16 low bits, two float32 moments."""
+    """Every kind is a bar, with the length that the plan says; parts too small to be seen are not in the legend."""
     axes = mpx.plot.memory(comparison)
-    row = list(comparison.plans).index("bf16, split masters")
-    widths = {bars.get_label(): bars[row].get_width() for bars in axes.containers if bars[row].get_width() > 1e-3}
-    assert widths == {"parameters": 2, "gradients": 4, "low bits": 2, "first moment": 4, "second moment": 4}
-    ends = [bars[row].get_x() + bars[row].get_width() for bars in axes.containers]
-    assert ends == sorted(ends)
-    assert ends[-1] == pytest.approx(16, abs=1e-4)
-    assert axes.texts[row].get_text() == "16"
+    for row, plan in enumerate(comparison.plans.values()):
+        widths = {bars.get_label(): bars[row].get_width() for bars in axes.containers if bars[row].get_width() > 1e-3}
+        kinds = {kind: plan.bytes_of(kind) / plan.parameters for kind in get_args(Kind)}
+        assert widths == {kind: width for kind, width in kinds.items() if width > 1e-3}
+        ends = [bars[row].get_x() + bars[row].get_width() for bars in axes.containers]
+        assert ends == sorted(ends)
+        assert ends[-1] == pytest.approx(plan.total_bytes_a_device / plan.parameters)
+        assert axes.texts[row].get_text() == f"{ends[-1]:.4g}"
     assert [label.get_text() for label in axes.get_yticklabels()] == list(comparison.plans)
-    assert (axes.get_xlabel(), axes.get_title("left")) == (
-        "bytes a parameter",
-        "A training run of 1,048,576 parameters",
-    )
+    assert axes.get_xlabel() == "bytes a parameter"
+    assert axes.get_title("right") == "A training run of 1,048,576 parameters"
     assert axes.get_ylim()[0] > axes.get_ylim()[1]  # the first one on top
-    # Parts that are too small to be seen are not in the legend, but in the sum.
     assert "other state" not in legend_of(axes)
     assert len(axes.containers) > len(legend_of(axes))
-    for i, plan in enumerate(comparison.plans.values()):
-        total = sum(bars[i].get_width() for bars in axes.containers)
-        assert total == pytest.approx(plan.total_bytes_a_device / plan.parameters)
 
 
 def test_gigabytes_are_those_of_a_device():
@@ -329,10 +304,10 @@ def test_gigabytes_are_those_of_a_device():
     plan = mpx.memory_plan(10**9, mpx.mixed_precision(optax.sgd(0.1), "bf16"), "bf16", mesh=mesh)
     axes = mpx.plot.memory({"mine": plan}, unit="GB")
     widths = {bars.get_label(): bars[0].get_width() for bars in axes.containers}
-    assert {name: round(width, 4) for name, width in widths.items()} == {"parameters": 2, "gradients": 4, "masters": 1}
-    assert [text.get_text() for text in axes.texts] == ["7 GB"]
+    assert widths["low bits"] == pytest.approx(0.5)  # 2 bytes a parameter, on 4 devices
+    assert [text.get_text() for text in axes.texts] == [f"{plan.total_bytes_a_device / 1e9:.4g} GB"]
     assert axes.get_xlabel() == "GB, on each device"
-    assert axes.get_title("left").endswith("on 4 devices")
+    assert axes.get_title("right").endswith("on 4 devices")
 
 
 def test_every_kind_has_a_hatch_of_its_own_so_that_grey_tells_them_apart():
@@ -350,7 +325,7 @@ def test_the_bars_of_a_histogram_are_the_counts_of_frexp():
     assert [(bar.get_x(), bar.get_height()) for bar in bars] == list(zip(exponents, counts, strict=True))
     assert {bar.get_width() for bar in bars} == {1}
     assert axes.get_yscale() == "log"
-    assert axes.get_title("left") == "3,000 numbers; besides 2 zero, 1 infinite or NaN"
+    assert axes.get_title("left") == "3,000 numbers\nbesides 2 zero, 1 infinite or NaN"
 
 
 def test_a_scale_moves_the_outline_to_the_right():
@@ -385,14 +360,14 @@ def test_the_ranges_are_those_of_the_formats():
     assert names == ["float8_e5m2", "float16", "bfloat16", "float32"]  # that of the report comes first
 
 
-@pytest.mark.parametrize("count", [1, 30, 10**6])
-def test_every_range_of_counts_has_powers_of_ten_on_its_axis(count):
-    counts = np.zeros(len(mpx.monitor.EXPONENTS))
-    counts[100] = count
-    axes = mpx.plot.exponents(mpx.monitor.ExponentHistogram(counts, 0.0, 0.0))
-    ticks = [tick for tick in axes.get_yticks() if axes.get_ylim()[0] <= tick <= axes.get_ylim()[1]]
-    assert len(ticks) >= 2
-    assert axes.get_ylim()[0] < count < max(ticks)
+def test_every_range_of_counts_has_powers_of_ten_on_its_axis():
+    for count in (1, 30, 10**6):
+        counts = np.zeros(len(mpx.monitor.EXPONENTS))
+        counts[100] = count
+        axes = mpx.plot.exponents(mpx.monitor.ExponentHistogram(counts, 0.0, 0.0))
+        ticks = [tick for tick in axes.get_yticks() if axes.get_ylim()[0] <= tick <= axes.get_ylim()[1]]
+        assert len(ticks) >= 2
+        assert axes.get_ylim()[0] < count < max(ticks)
 
 
 def test_without_matplotlib_the_import_says_what_to_install_and_mpx_imports_all_the_same():

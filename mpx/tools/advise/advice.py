@@ -96,25 +96,25 @@ class Advice(Result):
         return self.after.worst <= self.bound
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything as dictionaries, lists, strings and finite numbers, for JSON; the policy as its string."""
+        """Return everything for JSON; the policy as its string."""
         return super().as_dict() | {"policy": str(self.policy)}
 
     def _parts(self) -> Iterator[Table | str]:
         measured = {"the given policy": self.before, "the overrides": self.after}
         if self.after_lines is not None:
             measured["overrides and full_precision"] = self.after_lines
-        errors = [f"with {name}: loss {e.loss:.2e}, gradient {e.gradient:.2e}" for name, e in measured.items()]
-        yield "\n".join(f"Relative errors {line}" for line in errors)
+        yield "\n".join(
+            f"Relative errors with {name}: loss {e.loss:.2e}, gradient {e.gradient:.2e}" for name, e in measured.items()
+        )
         header = ("what", "loss", "gradient", "share", "bytes", "FLOPs", "keep by")
         yield Table("Errors if one alone is narrowed", [header, *map(_line, self.rows)], range(1, 6))
         steps = [f"override ({pattern!r}, 'f32')" for pattern, _ in self.overrides]
         steps += [f"mpx.full_precision around the contractions of {line}" for line in self.lines]
-        best = self.after_lines or self.after
-        if best.worst > self.bound:
-            verdict = f"The bound {self.bound:g} is not met, even with all of this in float32: {best.worst:.2e}."
-        else:
-            by = "" if self.met else " with these lines in full_precision, not by overrides alone"
-            verdict = f"The bound {self.bound:g} is met{by}."
+        best = (self.after_lines or self.after).worst
+        by = "" if self.met else " with these lines in full_precision, not by overrides alone"
+        verdict = f"The bound {self.bound:g} is met{by}."
+        if best > self.bound:
+            verdict = f"The bound {self.bound:g} is not met, even with all of this in float32: {best:.2e}."
         yield "\n".join([*steps, verdict])
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,8 +15,8 @@ from mpx._autocast.rules import DEFAULT_RULES
 from mpx._autocast.transform import Autocast, autocast_of, make_autocast
 from mpx._loss_scale import LossScale, NoOpLossScale, require_powers_of_two
 from mpx._policy import Policy, as_policy
-from mpx.tools.advise.advice import Advice, AdviceRow
-from mpx.tools.advise.candidates import Groups, fewest, lines_of, rows_of, with_overrides
+from mpx.tools.advise.advice import Advice
+from mpx.tools.advise.candidates import Groups, fewest, rows_of
 from mpx.tools.advise.study import Study
 
 _F32 = np.dtype(np.float32)
@@ -88,11 +88,30 @@ def advise(
     policy = as_policy(policy, "advise")
     loss_scale = NoOpLossScale() if loss_scale is None else loss_scale
     require_powers_of_two(loss_scale, "advise")
-    _check_settings(bound, groups)
+    if isinstance(bound, bool) or not isinstance(bound, (int, float, np.number)) or not 0 < bound < math.inf:
+        raise ValueError(f"`advise`: `bound` must be a relative error above 0, such as 1e-2, but got {bound!r}.")
+    if groups not in (None, "leaves", "patterns") and not callable(groups):
+        raise ValueError(
+            "`advise`: `groups` must be 'leaves', 'patterns', a function from a path to a name, or None, but got "
+            f"{groups!r}."
+        )
     _check_params(params)
     study = Study(_record_of(loss_fn, policy), policy, params, batches, loss_scale)
     ranked = sorted(rows_of(study, groups), key=lambda row: -row.error)
-    return _advice(study, ranked, fewest(study, ranked, bound), float(bound))
+    kept = fewest(study, ranked, bound)
+    lines = tuple(row.name for row in kept if row.kind == "contraction")
+    shares = _shares([row.error for row in ranked])
+    chosen = study.keeping(row.pattern for row in kept if row.kind == "leaf")
+    return Advice(
+        rows=tuple([dataclasses.replace(r, share=x, is_kept=r in kept) for r, x in zip(ranked, shares, strict=True)]),
+        overrides=chosen.overrides[: len(kept) - len(lines)],
+        lines=lines,
+        policy=chosen,
+        bound=float(bound),
+        before=study.errors_keeping([]),
+        after=study.errors_keeping(kept, with_lines=False),
+        after_lines=study.errors_keeping(kept) if lines else None,
+    )
 
 
 def _checked_batches(batch: Any) -> list[Any]:
@@ -107,16 +126,6 @@ def _checked_batches(batch: Any) -> list[Any]:
             "batch 0. A list is several batches: give one that is a list as a tuple, and cut or pad to one shape."
         )
     return batches
-
-
-def _check_settings(bound: Any, groups: Any) -> None:
-    if isinstance(bound, bool) or not isinstance(bound, (int, float, np.number)) or not 0 < bound < math.inf:
-        raise ValueError(f"`advise`: `bound` must be a relative error above 0, such as 1e-2, but got {bound!r}.")
-    if groups not in (None, "leaves", "patterns") and not callable(groups):
-        raise ValueError(
-            "`advise`: `groups` must be 'leaves', 'patterns', a function from a path to a name, or None, but got "
-            f"{groups!r}."
-        )
 
 
 def _check_params(params: Any) -> None:
@@ -148,22 +157,6 @@ def _record_of(loss_fn: Any, policy: Policy) -> Autocast:
     given = autocast_of(loss_fn) or make_autocast(loss_fn, policy, DEFAULT_RULES, checkpoint=None, gradient_dtype=None)
     settings = dataclasses.replace(given.settings, compute=compute.get_compute(policy))
     return Autocast(given.fun, settings, policy, given.checkpoint)
-
-
-def _advice(study: Study, ranked: list[AdviceRow], kept: Sequence[AdviceRow], bound: float) -> Advice:
-    shares = _shares([row.error for row in ranked])
-    rows = [dataclasses.replace(row, share=x, is_kept=row in kept) for row, x in zip(ranked, shares, strict=True)]
-    policy, lines = with_overrides(study.policy, kept), lines_of(kept)
-    return Advice(
-        rows=tuple(rows),
-        overrides=policy.overrides[: len(policy.overrides) - len(study.policy.overrides)],
-        lines=lines,
-        policy=policy,
-        bound=bound,
-        before=study.errors_with(study.policy, ()),
-        after=study.errors_with(policy, ()),
-        after_lines=study.errors_with(policy, lines) if lines else None,
-    )
 
 
 def _shares(errors: list[float]) -> list[float]:

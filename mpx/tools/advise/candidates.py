@@ -1,20 +1,17 @@
 """Find what can be kept in float32, in groups, and as few of them as meet a bound."""
 
 import bisect
-import dataclasses
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import jax
 import numpy as np
 
-from mpx._policy import Policy
 from mpx.tools.advise.advice import AdviceRow
 from mpx.tools.advise.study import Study
 
-_F32 = np.dtype(np.float32)
 _FEW_LEAVES = 24
 _DIGITS = "[0-9]+"
 
@@ -23,21 +20,20 @@ Groups = Literal["leaves", "patterns"] | Callable[[str], str]
 
 def rows_of(study: Study, groups: Groups | None) -> Iterator[AdviceRow]:
     """Yield what the policy narrows: groups of leaves with their contractions, then lines that no leaf reaches."""
-    overrides, by_line = [], defaultdict(set)
+    patterns, by_line = [], defaultdict(set)
     for name, (pattern, positions) in grouped(study.paths, groups).items():
-        kept = study.contractions_with([(pattern, _F32)])
-        pairs = enumerate(zip(study.contractions, kept, strict=True))
+        pairs = enumerate(zip(study.contractions, study.contractions_keeping([pattern]), strict=True))
         used = frozenset(i for i, (given, alone) in pairs if given.is_narrowed and not alone.is_narrowed)
         size = _extra_bytes(study, positions)
         if used or size:
-            overrides.append((pattern, _F32))
+            patterns.append(pattern)
             yield _row(study, name or "(the array)", pattern, size, positions, used)
-    for i, contraction in enumerate(study.contractions_with(overrides)):
+    for i, contraction in enumerate(study.contractions_keeping(patterns)):
         if contraction.is_narrowed:
             by_line[contraction.where].add(i)
     for where, numbers in by_line.items():
-        yield _row(study, where, None, 0, (), frozenset(numbers))
-    if not overrides and not by_line:
+        yield _row(study, where, "", 0, (), frozenset(numbers))
+    if not patterns and not by_line:
         raise ValueError(
             f"`advise`: the policy {str(study.policy)!r} narrows nothing: parameters stay float32, and so do all "
             f"{len(study.contractions)} contractions of the loss. `explain` says why; a policy such as "
@@ -46,11 +42,10 @@ def rows_of(study: Study, groups: Groups | None) -> Iterator[AdviceRow]:
 
 
 def _row(
-    study: Study, name: str, pattern: str | None, size: int, positions: tuple[int, ...], numbers: frozenset[int]
+    study: Study, name: str, pattern: str, size: int, positions: tuple[int, ...], numbers: frozenset[int]
 ) -> AdviceRow:
     errors, flops = study.errors_of_narrowing(positions, numbers), sum(study.contractions[i].flops for i in numbers)
-    kind = "contraction" if pattern is None else "leaf"
-    return AdviceRow(name, kind, pattern or "", size, flops, errors.loss, errors.gradient)
+    return AdviceRow(name, "leaf" if pattern else "contraction", pattern, size, flops, errors.loss, errors.gradient)
 
 
 def grouped(paths: list[str], groups: Groups | None) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -86,24 +81,13 @@ def _extra_bytes(study: Study, positions: tuple[int, ...]) -> int:
     sizes, leaves = {}, jax.tree.leaves(study.params)
     for i in positions:
         stored = np.dtype(study.policy.override_at(study.paths[i]) or study.policy.param_dtype)
-        sizes[id(leaves[study.floating[i]])] = study.wide[i].size * max(_F32.itemsize - stored.itemsize, 0)
+        sizes[id(leaves[study.floating[i]])] = study.wide[i].size * max(4 - stored.itemsize, 0)
     return sum(sizes.values())
-
-
-def with_overrides(policy: Policy, kept: Iterable[AdviceRow]) -> Policy:
-    """Put overrides for the kept rows in front of those of a policy."""
-    own = [(row.pattern, _F32) for row in kept if row.kind == "leaf"]
-    return dataclasses.replace(policy, overrides=(*own, *policy.overrides))
-
-
-def lines_of(kept: Iterable[AdviceRow]) -> tuple[str, ...]:
-    """Return the source lines of the kept rows."""
-    return tuple(row.name for row in kept if row.kind == "contraction")
 
 
 def fewest(study: Study, ranked: Sequence[AdviceRow], bound: float) -> Sequence[AdviceRow]:
     """Return as few of the first rows as meet the bound: leaves if those suffice, else any; all if nothing does."""
-    is_enough = lambda rows: study.errors_with(with_overrides(study.policy, rows), lines_of(rows)).worst <= bound
+    is_enough = lambda rows: study.errors_keeping(rows).worst <= bound
     if is_enough([]):
         return []
     for order in ([row for row in ranked if row.kind == "leaf"], ranked):

@@ -18,7 +18,7 @@ from mpx._autocast.transform import Autocast, Traced
 from mpx._jaxprs import open_jaxpr
 from mpx._loss_scale import LossScale
 from mpx._policy import Policy
-from mpx.tools.advise.advice import PrecisionErrors
+from mpx.tools.advise.advice import AdviceRow, PrecisionErrors
 from mpx.tools.advise.contractions import Contraction, asking, contractions_of
 
 _F32 = np.dtype(np.float32)
@@ -32,26 +32,34 @@ class Study:
     ) -> None:
         self._record, self.policy, self.params, self._batches = record, policy, params, batches
         self._scale = float(loss_scale.scale(jnp.ones((), _F32)))
-        leaves = jax.tree.leaves_with_path(params)
+        leaves, names = jax.tree.leaves_with_path(params), _trees.path_names(params)
         self.floating = [i for i, (_, leaf) in enumerate(leaves) if _trees.is_floating(leaf)]
-        names = _trees.path_names(params)
         self.paths = [names[leaves[i][0]] for i in self.floating]
         traced = self._trace(policy)
         _require_scalar(traced)
         self.contractions = list(contractions_of(traced.plan))
         # Leaves that no contraction uses share a program.
         self._program = functools.cache(self._program_narrowing)
-        self.errors_with = functools.cache(self._errors_with)
+        self._errors_with = functools.cache(self._measured)
         # Not weakly typed, as no stored array is: else programs would be compiled for each kind.
         self.wide = [jnp.asarray(leaves[i][1], _F32) for i in self.floating]
         self._stored = self._stored_by(policy)
         self._reference = self._run(self._program(frozenset()), self.wide, is_narrow=False, scale=1.0)
         self._require_finite_reference()
 
-    def contractions_with(self, overrides: Iterable[tuple[str, Any]]) -> list[Contraction]:
-        """Return the contractions of the loss under the policy with these overrides in front of its own."""
-        policy = dataclasses.replace(self.policy, overrides=(*overrides, *self.policy.overrides))
-        return list(contractions_of(self._trace(policy).plan))
+    def keeping(self, patterns: Iterable[str]) -> Policy:
+        """Return the policy with overrides that keep leaves in float32 in front of its own."""
+        own = [(pattern, _F32) for pattern in patterns]
+        return dataclasses.replace(self.policy, overrides=(*own, *self.policy.overrides))
+
+    def contractions_keeping(self, patterns: Iterable[str]) -> list[Contraction]:
+        """Return the contractions of the loss under the policy with these overrides."""
+        return list(contractions_of(self._trace(self.keeping(patterns)).plan))
+
+    def errors_keeping(self, rows: Iterable[AdviceRow], *, with_lines: bool = True) -> PrecisionErrors:
+        """Return the errors that a training run has if it keeps rows in float32, those of source lines or not."""
+        lines = [row.name for row in rows if with_lines and row.kind == "contraction"]
+        return self._errors_with(self.keeping(row.pattern for row in rows if row.kind == "leaf"), tuple(lines))
 
     def errors_of_narrowing(self, positions: tuple[int, ...], contractions: frozenset[int]) -> PrecisionErrors:
         """Return the errors if some leaves and contractions are narrowed, and everything else is float32."""
@@ -59,7 +67,7 @@ class Study:
         scale = self._scale if contractions else 1.0
         return self._errors(self._run(self._program(contractions), floats, is_narrow=False, scale=scale))
 
-    def _errors_with(self, policy: Policy, lines: tuple[str, ...]) -> PrecisionErrors:
+    def _measured(self, policy: Policy, lines: tuple[str, ...]) -> PrecisionErrors:
         """Return the errors that a training run with a policy has, with some lines in `full_precision`."""
         record = self._under(policy)
         if lines:
@@ -147,9 +155,9 @@ def _error(arrays: list[Any], references: list[Any]) -> float:
 def _require_scalar(traced: Traced) -> None:
     """Raise unless the function returns one real floating number."""
     out: list[Any] = [v.aval for v in open_jaxpr(traced.plan.jaxpr).outvars]
-    if jax.tree_util.treedef_is_leaf(traced.treedef) and len(out) == 1:
-        if out[0].shape == () and jnp.issubdtype(out[0].dtype, jnp.floating):
-            return
+    is_one = jax.tree_util.treedef_is_leaf(traced.treedef) and len(out) == 1
+    if is_one and out[0].shape == () and jnp.issubdtype(out[0].dtype, jnp.floating):
+        return
     found = ", ".join(_trees.dtype_and_shape(aval) for aval in out) or "no array"
     raise TypeError(
         f"`advise` needs a function that returns a real floating scalar, the loss, but it returned {found}. Leave out "

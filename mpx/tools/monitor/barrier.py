@@ -16,7 +16,7 @@ def behind_barrier(tree: T) -> T:
 
     It then fuses no arithmetic of a measure with that of the step, and rounds nothing in the step otherwise because a
     value has two readers. Bits pass through the barrier rather than floating-point numbers: with those XLA on CPU
-    places the reshaping of a gradient of one column elsewhere, and LLVM contracts another product of the rule.
+    places the reshaping of a gradient of one column elsewhere, and LLVM contracts another product of the optimizer.
     """
     leaves, treedef = jax.tree.flatten(tree)
     floats = {i: jnp.asarray(x) for i, x in enumerate(leaves) if _trees.is_floating(x)}

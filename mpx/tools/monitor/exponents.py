@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ _FORMATS = tuple(
     np.dtype(kind)
     for kind in (np.float16, ml_dtypes.bfloat16, np.float32, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
 )
-Fate = Literal["zero", "subnormal", "normal", "infinite"]
+FATES = ("zero", "subnormal", "normal", "infinite")
 _COUNTED = 2**32  # the smallest number that a uint32 cannot count to
 
 
@@ -61,10 +61,17 @@ class Range:
     normal_from: float
     infinite_from: float
 
-    def scaled(self, scale: float) -> "Range":
-        """Return the range for numbers that are multiplied by a power of two before they are rounded."""
-        thresholds = (self.nonzero_from, self.normal_from, self.infinite_from)
-        return Range(self.dtype, *[threshold / scale for threshold in thresholds])
+    def edges(self, dtype: Any, scale: float = 1.0) -> np.ndarray:
+        """Return where the four `FATES` begin and the last one ends, as bits of float32 (float64: uint64).
+
+        They are those of numbers that are multiplied by a scale, a power of two, before they are rounded.
+        """
+        inside = np.array([self.nonzero_from, self.normal_from, self.infinite_from]) / scale
+        thresholds = np.array([math.ulp(0.0), *inside, math.inf])
+        with np.errstate(over="ignore", under="ignore"):
+            nearest = thresholds.astype(np.float64 if dtype == np.float64 else np.float32)
+        above = np.nextafter(nearest, nearest[-1])
+        return np.where(nearest.astype(np.float64) < thresholds, above, nearest).view(f"u{nearest.itemsize}")
 
 
 def range_of(dtype: Any, caller: str) -> Range:
@@ -103,7 +110,8 @@ def magnitudes_of(x: Any) -> jax.Array:
 
 def is_number(magnitudes: jax.Array) -> jax.Array:
     """Return a mask of the numbers that are neither zero nor infinite nor NaN."""
-    return (magnitudes >= magnitudes.dtype.type(1)) & (magnitudes < _bits_from(math.inf, magnitudes.dtype))
+    infinity = np.float64 if magnitudes.dtype == np.uint64 else np.float32
+    return (magnitudes > magnitudes.dtype.type(0)) & (magnitudes < infinity(np.inf).view(magnitudes.dtype))
 
 
 def count_true(*masks: jax.Array) -> jax.Array:
@@ -111,15 +119,13 @@ def count_true(*masks: jax.Array) -> jax.Array:
     return jnp.stack([_by_parts(lambda part: jnp.sum(part, dtype=np.uint32), mask) for mask in masks], axis=-1)
 
 
-def has_fate(magnitudes: jax.Array, span: Range, fate: Fate) -> jax.Array:
-    """Return a mask of the nonzero finite numbers that become zero, subnormal, normal or infinite."""
-    thresholds = (0.0, span.nonzero_from, span.normal_from, span.infinite_from, math.inf)
-    place = get_args(Fate).index(fate)
-    first, end = (_bits_from(threshold, magnitudes.dtype) for threshold in thresholds[place : place + 2])
-    return (magnitudes >= max(first, magnitudes.dtype.type(1))) & (magnitudes < end)
+def count_fates(x: Any, edges: Any) -> jax.Array:
+    """Count the nonzero finite numbers that meet each of `FATES`, by the `edges` of a range: uint32[..., 4]."""
+    at_least = count_true(*[magnitudes_of(x) >= edge for edge in edges])
+    return at_least[..., :-1] - at_least[..., 1:]
 
 
-def count_exponents(magnitudes: jax.Array) -> jax.Array:
+def count_exponents(x: Any) -> jax.Array:
     """Count the zeros, the numbers of each of `EXPONENTS`, and the infinities and NaN: uint32[..., 279]."""
 
     def histogram(part):
@@ -128,7 +134,7 @@ def count_exponents(magnitudes: jax.Array) -> jax.Array:
         # A scatter of integers: their sums are the same in any order.
         return jnp.zeros(len(EXPONENTS) + 2, np.uint32).at[places].add(np.uint32(1))
 
-    return _by_parts(histogram, magnitudes)
+    return _by_parts(histogram, magnitudes_of(x))
 
 
 def histogram_of(totals: Any) -> ExponentHistogram:
@@ -154,14 +160,6 @@ def _exponents(magnitudes: jax.Array) -> jax.Array:
     normal = (magnitudes >> 23).astype(np.int32) - 127
     subnormal = EXPONENTS[0] + 31 - lax.clz(magnitudes).astype(np.int32)
     return jnp.where(magnitudes < np.uint32(1 << 23), subnormal, normal)
-
-
-def _bits_from(threshold: float, dtype: Any) -> Any:
-    """Return the bits of the smallest number that is not below a threshold, float32 in uint32 or float64 in uint64."""
-    floats = np.float64 if dtype == np.uint64 else np.float32
-    with np.errstate(over="ignore", under="ignore"):
-        nearest = floats(threshold)
-    return (np.nextafter(nearest, floats(np.inf)) if float(nearest) < threshold else nearest).view(dtype)
 
 
 def _by_parts(count: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:

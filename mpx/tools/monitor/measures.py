@@ -1,6 +1,5 @@
 """Measures of gradients and updates."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from jax.typing import DTypeLike
 from mpx import formats
 from mpx._dtypes import dtype_or_none
 from mpx.tools.monitor import exponents
-from mpx.tools.monitor.groups import Groups, Measure, with_weights
+from mpx.tools.monitor.groups import Groups, measure, with_weights
 
 _STORED = tuple(np.dtype(kind) for kind in (jnp.bfloat16, np.float16, np.float32))
 
@@ -106,9 +105,9 @@ def exponent_histogram(*, groups: Groups = None) -> Callable[[Any], Any]:
     References:
         Micikevicius et al. 2018, Mixed Precision Training (arXiv 1710.03740), figure 3.
     """
-    count = lambda x: exponents.count_exponents(exponents.magnitudes_of(x))
-    of_leaves = lambda leaves: exponents.histogram_of(_total(count, leaves, len(exponents.EXPONENTS) + 2))
-    return Measure("exponent_histogram", of_leaves, groups)
+    kinds = len(exponents.EXPONENTS) + 2
+    of_leaves = lambda leaves: exponents.histogram_of(_total(exponents.count_exponents, leaves, kinds))
+    return measure("exponent_histogram", of_leaves, groups)
 
 
 def lost_updates(dtype: DTypeLike | None = None, *, groups: Groups = None) -> optax.GradientTransformationExtraArgs:
@@ -127,8 +126,7 @@ def lost_updates(dtype: DTypeLike | None = None, *, groups: Groups = None) -> op
         A measure for `watch` (it needs the parameters, which `optax.snapshot` does not have).
 
     Raises:
-        ValueError: if `dtype` is none of these, or `groups` is not of that form; at `update`, without parameters, or
-            if a group has no leaf.
+        ValueError: if `dtype` is none of these, and as `underflow` does; at `update`, without parameters.
 
     Example:
         >>> tx = optax.chain(optax.sgd(1e-3), mpx.monitor.watch({"lost": lost_updates()}))
@@ -142,8 +140,11 @@ def lost_updates(dtype: DTypeLike | None = None, *, groups: Groups = None) -> op
     if dtype is not None and (given is None or given not in _STORED):
         raise ValueError(f"`lost_updates`: `dtype` must be bf16, f16, f32 or None, but got {dtype!r}.")
 
-    count = lambda u, p: _count_lost(u, p, given or p.dtype)
-    return with_weights(Measure("lost_updates", lambda leaves: _share(count, leaves), groups))
+    def share(leaves):
+        lost, moving = _total(lambda u, p: _count_lost(u, p, given or p.dtype), leaves, 2)
+        return lost / jnp.maximum(moving, 1)
+
+    return with_weights("lost_updates", measure("lost_updates", share, groups))
 
 
 def update_to_weight_ratio(*, groups: Groups = None) -> optax.GradientTransformationExtraArgs:
@@ -160,7 +161,7 @@ def update_to_weight_ratio(*, groups: Groups = None) -> optax.GradientTransforma
         A measure for `watch` (it needs the parameters, which `optax.snapshot` does not have).
 
     Raises:
-        ValueError: if `groups` is not of that form; at `update`, without parameters, or if a group has no leaf.
+        ValueError: as `underflow` does; at `update`, without parameters.
 
     Example:
         >>> tx = optax.chain(optax.sgd(1e-2), mpx.monitor.watch({"ratio": update_to_weight_ratio(groups="leaf")}))
@@ -170,29 +171,22 @@ def update_to_weight_ratio(*, groups: Groups = None) -> optax.GradientTransforma
         {'a': Array(0.01, dtype=float32), 'b': Array(0.01, dtype=float32)}
     """
 
-    def of_leaves(leaves):
-        updates, weights = (_norm([pair[i] for pair in leaves]) for i in (0, 1))
-        ratios = [update / weight for update, weight in zip(updates, weights, strict=True)]
-        return jnp.where(updates[1] == 0, 0.0, ratios[0] * ratios[1])
+    def ratio(leaves):
+        (scale, update), (scale_of_weight, weight) = (_norm([pair[i] for pair in leaves]) for i in (0, 1))
+        return jnp.where(update == 0, 0.0, scale / scale_of_weight * (update / weight))
 
-    return with_weights(Measure("update_to_weight_ratio", of_leaves, groups))
-
-
-def _share_of(fate: exponents.Fate, dtype: DTypeLike, groups: Groups, caller: str) -> Measure:
-    """Return a measure of the share of the nonzero finite numbers that meet one fate."""
-    span = exponents.range_of(dtype, caller)
-
-    def count(x):
-        magnitudes = exponents.magnitudes_of(x)
-        return exponents.count_true(exponents.has_fate(magnitudes, span, fate), exponents.is_number(magnitudes))
-
-    return Measure(caller, lambda leaves: _share(count, leaves), groups)
+    return with_weights("update_to_weight_ratio", measure("update_to_weight_ratio", ratio, groups))
 
 
-def _share(count: Callable[..., jax.Array], leaves: Sequence[Any]) -> jax.Array:
-    """Return the first of two counts divided by the second, each summed over all leaves; 0 if there is nothing."""
-    part, whole = _total(count, leaves, 2)
-    return part / jnp.maximum(whole, 1)
+def _share_of(fate: str, dtype: DTypeLike, groups: Groups, caller: str) -> Callable[[Any], Any]:
+    """Return a measure of the share of the nonzero finite numbers that meet one fate; 0 if there are none."""
+    span, place = exponents.range_of(dtype, caller), exponents.FATES.index(fate)
+
+    def share(leaves):
+        fates = _total(lambda x: exponents.count_fates(x, span.edges(x.dtype)), leaves, len(exponents.FATES))
+        return fates[place] / jnp.maximum(jnp.sum(fates), 1)
+
+    return measure(caller, share, groups)
 
 
 def _total(count: Callable[..., jax.Array], leaves: Sequence[Any], kinds: int) -> jax.Array:
@@ -220,6 +214,6 @@ def _is_same_number(a: jax.Array, b: jax.Array) -> jax.Array:
 def _norm(arrays: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Return the largest magnitude in some arrays, and their common norm divided by it, both float32."""
     wide = [x.astype(np.float32) for x in arrays]
-    largest = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(x), initial=0.0) for x in wide], np.float32(0))
+    largest = jnp.max(jnp.stack([jnp.zeros((), np.float32), *[jnp.max(jnp.abs(x), initial=0.0) for x in wide]]))
     largest = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1.0)
     return largest, jnp.sqrt(sum((jnp.sum(jnp.square(x / largest)) for x in wide), jnp.zeros((), np.float32)))

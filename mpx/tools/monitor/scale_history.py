@@ -59,8 +59,7 @@ def scale_history(inner: optax.GradientTransformation, length: int = 1000) -> op
 
     Raises:
         TypeError: if `inner` is not a transformation.
-        ValueError: if `length` is not an integer above 0; at `init`, if nothing in `inner` scales losses,
-            or several do.
+        ValueError: if `length` is not an integer above 0; at `init`, if not exactly one thing in `inner` scales losses.
 
     Example:
         >>> tx = scale_history(mpx.loss_scaling(optax.sgd(0.1)), length=3)
@@ -102,10 +101,7 @@ def scale_history(inner: optax.GradientTransformation, length: int = 1000) -> op
 
 
 def read_scale_history(opt_state: optax.OptState) -> ScaleHistory:
-    """Return the loss scales of the last steps as NumPy arrays; wait for the device.
-
-    Args:
-        opt_state: the state of any transformation with a `scale_history` in it.
+    """Return the loss scales of the last steps as NumPy arrays, from the state of an optimizer with `scale_history`.
 
     Raises:
         TypeError: inside `jax.jit`.

@@ -1,7 +1,7 @@
 """`underflow_report`: how much of some gradients a format loses, and which loss scale they need."""
 
+import bisect
 import dataclasses
-import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +20,6 @@ from mpx.tools.monitor.exponents import EXPONENTS, ExponentHistogram, Range
 
 _MAX_SCALE = 2.0**24  # that of `DynamicLossScale`
 _TOLERABLE = 0.01  # a share of the gradients that may become zero before another format is the better advice
-_LOSSES: tuple[exponents.Fate, ...] = ("zero", "subnormal", "infinite")
 _LISTED = 10  # leaves in a printed report
 _BARS = 32  # lines of the printed histogram, at most
 _WIDTH = 40  # characters of its longest bar
@@ -66,9 +65,7 @@ class LeafUnderflow:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class UnderflowReport(Result):
-    """Result of `underflow_report`; `print` and `rich.print` show it as tables, and `as_dict()` goes into JSON.
-
-    All numbers are those of gradients of the loss without a scale.
+    """Result of `underflow_report`, which prints as tables. All numbers are those of the loss without a scale.
 
     Attributes:
         dtype: the format.
@@ -108,12 +105,6 @@ class UnderflowReport(Result):
         warning = f" Infinite or NaN already, and left out: {self.histogram.nonfinite:,}, in {named}." if bad else ""
         return self._advice() + warning
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return everything for JSON; the histogram as a dictionary from the exponents that occur to their counts."""
-        counts, zeros, nonfinite = self.histogram
-        occurring = {str(e): int(count) for e, count in zip(EXPONENTS, counts, strict=True) if count}
-        return super().as_dict() | {"histogram": occurring, "zeros": int(zeros), "nonfinite": int(nonfinite)}
-
     def _advice(self) -> str:
         scale, best = _scale_name(self.recommended_scale), self.shares_at(self.recommended_scale)
         if not self.histogram.counts.any():
@@ -132,10 +123,16 @@ class UnderflowReport(Result):
             f"{_percent(self.shares_at(1.0).zero)} without."
         )
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything for JSON; the histogram as a dictionary from the exponents that occur to their counts."""
+        counts, zeros, nonfinite = self.histogram
+        occurring = {str(e): int(count) for e, count in zip(EXPONENTS, counts, strict=True) if count}
+        return super().as_dict() | {"histogram": occurring, "zeros": int(zeros), "nonfinite": int(nonfinite)}
+
     def _parts(self) -> Iterator[Table | str]:
         counts, zeros, nonfinite = self.histogram
         found = f"{counts.sum():,} nonzero, {zeros:,} zero, {nonfinite:,} infinite or NaN"
-        yield Table(f"Gradients in {self.dtype}: {found}", self._histogram_lines(), (1,))
+        yield Table(f"Gradients in {self.dtype}: {found}", list(self._histogram_lines()), (1,))
         header = ("scale", "become zero", "subnormal", "infinite")
         rows = [(_scale_name(s.scale), *map(_percent, (s.zero, s.subnormal, s.infinite))) for s in self.shares]
         yield Table("By loss scale", [header, *rows], (1, 2, 3))
@@ -148,20 +145,18 @@ class UnderflowReport(Result):
         yield Table(title, [header, *rows], (1, 2, 3, 4))
         yield self.verdict
 
-    def _histogram_lines(self) -> list[tuple[str, ...]]:
-        """Return a bar for each power of two, or for a few together, from the first to the last that occurs."""
-        header = ("magnitude", "share", f"in {self.dtype}", "")
+    def _histogram_lines(self) -> Iterator[tuple[str, ...]]:
+        """Yield a bar for each power of two, or for a few together, from the first to the last that occurs."""
+        yield "magnitude", "share", f"in {self.dtype}", ""
         (occupied,) = np.nonzero(self.histogram.counts)
         if not occupied.size:
-            return [header]
-        end = occupied[-1] + 1
+            return
+        end, span = occupied[-1] + 1, exponents.range_of(self.dtype, "underflow_report")
         starts = range(occupied[0], end, math.ceil((end - occupied[0]) / _BARS))
         counts = np.add.reduceat(self.histogram.counts[:end], list(starts))
-        bars = ["#" * math.ceil(_WIDTH * count / counts.max()) for count in counts.tolist()]
-        shares = [_percent(count / counts.sum()) for count in counts.tolist()]
-        powers = [EXPONENTS[start] for start in starts]
-        span = exponents.range_of(self.dtype, "underflow_report")
-        return [header, *[(f"2^{e}", s, _fate(e, span), bar) for e, s, bar in zip(powers, shares, bars, strict=True)]]
+        for start, count in zip(starts, counts.tolist(), strict=True):
+            exponent, bar = EXPONENTS[start], "#" * math.ceil(_WIDTH * count / counts.max())
+            yield f"2^{exponent}", _percent(count / counts.sum()), _fate(exponent, span), bar
 
 
 def underflow_report(
@@ -210,38 +205,33 @@ def underflow_report(
     span = exponents.range_of(dtype, "underflow_report")
     if not _errors.is_integer(headroom) or headroom < 0:
         raise ValueError(f"`underflow_report`: `headroom` must be an integer of 0 or more, but got {headroom!r}.")
-    arrays, names = _concrete_leaves(grads), _trees.path_names(grads)
-    carried = _carried_scale(loss_scale)
-    histograms, smallest, largest = zip(*[_summary(x, carried) for x in arrays.values()], strict=True)
-    total = ExponentHistogram(*map(sum, zip(*histograms, strict=True)))
+    arrays, carried = _concrete_leaves(grads), _carried_scale(loss_scale)
+    histograms, smallest, largest = zip(*[_summary(x, carried) for _, x in arrays], strict=True)
     bounds = min(filter(None, smallest), default=0.0), max(largest)
     recommended = _recommended_scale(span, *bounds, int(headroom))
-    scales = tuple(sorted({1.0, carried, recommended}))
-    spans = tuple([span.scaled(scale / carried) for scale in scales])
-    # By leaf, by scale, and by fate.
-    losses = np.array([[exponents.sum_int64(counts) for counts in _losses(x, spans)] for x in arrays.values()])
-    numbers = np.array([histogram.counts.sum() for histogram in histograms])
-    shares = losses / np.maximum(1, numbers)[:, None, None]
-    whole = losses.sum(axis=0) / max(1, numbers.sum())
+    scales = sorted({1.0, carried, recommended})
+    # By leaf and scale: how many become zero, subnormal, normal and infinite.
+    fates = np.array([[_fates(x, span.edges(x.dtype, scale / carried)) for scale in scales] for _, x in arrays])
+    whole = _shares(fates.sum(axis=0))
     leaves = [
         LeafUnderflow(
             path=path,
-            numbers=int(numbers[i]),
-            largest=largest[i],
-            zero=float(shares[i, scales.index(1.0), 0]),
-            zero_if_scaled=float(shares[i, scales.index(recommended), 0]),
-            nonfinite=int(histograms[i].nonfinite),
+            numbers=int(histogram.counts.sum()),
+            largest=most,
+            zero=float(shares[scales.index(1.0), 0]),
+            zero_if_scaled=float(shares[scales.index(recommended), 0]),
+            nonfinite=int(histogram.nonfinite),
         )
-        for i, path in enumerate(names[path] for path in arrays)
+        for (path, _), histogram, most, shares in zip(arrays, histograms, largest, _shares(fates), strict=True)
     ]
     return UnderflowReport(
         dtype=span.dtype,
         headroom=int(headroom),
-        histogram=total,
+        histogram=ExponentHistogram(*map(sum, zip(*histograms, strict=True))),
         smallest=bounds[0],
         largest=bounds[1],
         recommended_scale=recommended,
-        shares=tuple([ScaledShares(s, *map(float, row)) for s, row in zip(scales, whole, strict=True)]),
+        shares=tuple([ScaledShares(s, *map(float, row[[0, 1, 3]])) for s, row in zip(scales, whole, strict=True)]),
         leaves=tuple(sorted(leaves, key=lambda leaf: (leaf.nonfinite == 0, -leaf.zero, -leaf.zero_if_scaled))),
     )
 
@@ -265,20 +255,27 @@ def _counts_and_ends(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     counted = exponents.is_number(magnitudes)
     most = magnitudes.dtype.type(np.iinfo(magnitudes.dtype).max)
     smallest = jnp.min(magnitudes, where=counted, initial=most)
-    return exponents.count_exponents(magnitudes), smallest, jnp.max(magnitudes, where=counted, initial=0)
+    return exponents.count_exponents(x), smallest, jnp.max(magnitudes, where=counted, initial=0)
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _losses(x: jax.Array, spans: tuple[Range, ...]) -> list[jax.Array]:
-    """Count the numbers that become zero, subnormal and infinite in each range."""
-    has_fate = functools.partial(exponents.has_fate, exponents.magnitudes_of(x))
-    return [exponents.count_true(*[has_fate(span, fate) for fate in _LOSSES]) for span in spans]
+def _fates(x: jax.Array, edges: np.ndarray) -> np.ndarray:
+    """Count the numbers that meet each of `FATES`. The edges are an argument: one program serves all scales."""
+    return exponents.sum_int64(_count_fates(x, edges))
 
 
-def _concrete_leaves(grads: Any) -> dict[_trees.Path, jax.Array]:
-    """Return the floating leaves by path; raise if one is traced or there is none."""
-    leaves = {path: leaf for path, leaf in _trees.leaves_by_path(grads).items() if _trees.is_floating(leaf)}
-    if any(isinstance(leaf, (Tracer, jax.ShapeDtypeStruct)) for leaf in leaves.values()):
+_count_fates = jax.jit(exponents.count_fates)
+
+
+def _shares(counts: np.ndarray) -> np.ndarray:
+    """Return counts divided by their sum over the last axis; 0 where there are none."""
+    return counts / np.maximum(1, counts.sum(axis=-1, keepdims=True))
+
+
+def _concrete_leaves(grads: Any) -> list[tuple[str, jax.Array]]:
+    """Return the floating leaves and their paths; raise if one is traced or there is none."""
+    names = _trees.path_names(grads)
+    leaves = [(names[path], leaf) for path, leaf in jax.tree.leaves_with_path(grads) if _trees.is_floating(leaf)]
+    if any(isinstance(leaf, (Tracer, jax.ShapeDtypeStruct)) for _, leaf in leaves):
         raise TypeError(
             "`underflow_report` reads numbers, which a traced program does not have yet: call it outside of `jax.jit`, "
             "on gradients that a step has returned. Inside, `mpx.monitor` measures them."
@@ -291,9 +288,8 @@ def _concrete_leaves(grads: Any) -> dict[_trees.Path, jax.Array]:
 def _carried_scale(loss_scale: Any) -> float:
     """Return the scale that gradients were multiplied by as a number."""
     number = loss_scale.loss_scale if isinstance(loss_scale, LossScale) else loss_scale
-    is_scalar = not isinstance(number, Tracer) and np.ndim(number) == 0
-    is_number = is_scalar and jnp.issubdtype(np.asarray(number).dtype, np.number)
-    scale = float(np.asarray(number)) if is_number else math.nan
+    is_scalar = not isinstance(number, (Tracer, str)) and np.shape(number) == ()
+    scale = float(np.asarray(number, dtype=float)) if is_scalar else math.nan
     if not is_power_of_two(scale):
         raise ValueError(
             "`underflow_report`: `loss_scale` must be a loss scale or a number, concrete and a power of two, but got "
@@ -318,13 +314,10 @@ def _has_range_of_float32(dtype: np.dtype) -> bool:
 
 
 def _fate(exponent: int, span: Range) -> str:
-    """Name what becomes of most numbers from 2**exponent to twice that."""
-    middle = math.ldexp(1.5, exponent)
-    if middle < span.nonzero_from:
-        return "zero"
-    if middle < span.normal_from:
-        return "subnormal"
-    return "infinite" if middle >= span.infinite_from else ""
+    """Name what becomes of most numbers from 2**exponent to twice that; normal numbers are nothing to mention."""
+    thresholds = (span.nonzero_from, span.normal_from, span.infinite_from)
+    fate = exponents.FATES[bisect.bisect_right(thresholds, math.ldexp(1.5, exponent))]
+    return "" if fate == "normal" else fate
 
 
 def _scale_name(scale: float) -> str:

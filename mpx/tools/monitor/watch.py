@@ -11,7 +11,6 @@ import optax
 from mpx import _errors
 from mpx._transforms.float32_world import keep_types, stable_state, upcast_tree
 from mpx.tools.monitor.barrier import behind_barrier
-from mpx.tools.monitor.groups import Measure, WeightMeasure
 
 
 def watch(measures: Mapping[str, Any]) -> optax.GradientTransformationExtraArgs:
@@ -42,12 +41,13 @@ def watch(measures: Mapping[str, Any]) -> optax.GradientTransformationExtraArgs:
         >>> print(optax.tree.get(state, "underflow"), optax.tree.get(state, "norm") == 2.0**-29)
         1.0 True
     """
-    if not isinstance(measures, Mapping) or not all(callable(m) or _is_transformation(m) for m in measures.values()):
+    is_measure = lambda x: callable(x) or all(callable(getattr(x, name, None)) for name in ("init", "update"))
+    if not isinstance(measures, Mapping) or not all(map(is_measure, measures.values())):
         raise TypeError(
             "`watch` needs a dictionary from names to measures, such as `{'underflow': underflow('f16')}`, but got "
             f"{measures!r}."
         )
-    inner = optax.monitor({name: _apart(measure) for name, measure in measures.items()})
+    inner = optax.monitor(dict(measures))
 
     def init_fn(params):
         # Updates are float32 where parameters are narrower: so will the measurements be.
@@ -58,26 +58,8 @@ def watch(measures: Mapping[str, Any]) -> optax.GradientTransformationExtraArgs:
 
     def update_fn(updates, state, params=None, **extra_args):
         _errors.require_state(state, optax.MonitorState, "watch")
-        _, new = inner.update(updates, state, params, **extra_args)
+        hidden, hidden_params = behind_barrier((updates, params))
+        _, new = inner.update(hidden, state, hidden_params, **extra_args)
         return updates, keep_types(state, new)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def _is_transformation(measure: Any) -> bool:
-    return callable(getattr(measure, "init", None)) and callable(getattr(measure, "update", None))
-
-
-def _apart(measure: Any) -> Any:
-    """Return a measure that reads updates and parameters from behind a barrier, as those of mpx do."""
-    if isinstance(measure, (Measure, WeightMeasure)):
-        return measure
-    if not _is_transformation(measure):
-        return lambda updates: measure(behind_barrier(updates))
-    inner = optax.with_extra_args_support(measure)
-
-    def update_fn(updates, state, params=None, **extra_args):
-        updates, params = behind_barrier((updates, params))
-        return inner.update(updates, state, params, **extra_args)
-
-    return optax.GradientTransformationExtraArgs(inner.init, update_fn)

@@ -10,7 +10,7 @@ from matplotlib.ticker import PercentFormatter
 
 from mpx.tools.plot.sheet import CURVES, GREY, add_legend, canvas, plain, round_ticks
 
-_SIZE = (8.0, 4.0)
+_LINE = 0.2  # inches of height for a line of the legend
 
 Curves = dict[str, tuple[np.ndarray, np.ndarray]]  # by name the steps and the numbers
 
@@ -41,8 +41,8 @@ def losses(
 
     Raises:
         TypeError: if `curves` is not a dictionary, or `axes` not axes.
-        ValueError: if there are no curves or too many, one of them is empty or not a vector, lengths differ, steps are
-            not finite, or `reference` does not have two seeds.
+        ValueError: if there are no curves or too many, one of them is empty or not a vector, `steps` are not as many
+            finite numbers, or `reference` does not have two seeds.
 
     Example:
         >>> seeds = np.array([[2.0, 1.5, 1.25], [2.5, 1.5, 1.0]])
@@ -52,10 +52,10 @@ def losses(
         (array([2.25 , 1.5  , 1.125]), array([2.25, 1.5 , 1.5 ]))
     """
     found = _checked_curves(curves, steps, "losses", "curves")
-    spread = None if reference is None else _checked_reference(reference, steps)
-    with canvas(axes, "losses", _SIZE) as axes:
-        if spread is not None:
-            _draw_spread(axes, *spread, plain(reference_name))
+    seeds = None if reference is None else _checked_seeds(reference, steps)
+    with canvas(axes, "losses", 3.2 + _LINE * len(curves)) as axes:
+        if seeds is not None:
+            _draw_seeds(axes, *seeds, plain(reference_name))
         _draw_curves(axes, found)
         _mark_gaps(axes, found)
         axes.set(xlabel="step", ylabel="loss")
@@ -91,7 +91,7 @@ def lost_updates(
     if wrong:
         raise ValueError(f"`lost_updates`: shares must be from 0 to 1 (or NaN), but those of {wrong} are not.")
     highest = max(np.nanmax(values, initial=0.0) for _, values in found.values()) or 1.0
-    with canvas(axes, "lost_updates", _SIZE) as axes:
+    with canvas(axes, "lost_updates", 2.6 + _LINE * len(found)) as axes:
         _draw_curves(axes, found)
         axes.set_ylim(-0.05 * highest, 1.05 * highest)  # a curve at 0 is seen above the axis
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
@@ -113,24 +113,20 @@ def _checked_curves(curves: Any, steps: Any, caller: str, argument: str) -> Curv
     wrong = {name: values.shape for name, values in arrays.items() if values.ndim != 1 or not values.size}
     if wrong:
         raise ValueError(f"`{caller}`: each of `{argument}` must be a vector of numbers, but got the shapes {wrong}.")
-    steps = _checked_steps(steps, {name: len(values) for name, values in arrays.items()}, caller)
-    return {name: (np.arange(len(x)) if steps is None else steps, x) for name, x in arrays.items()}
+    return {name: (_checked_steps(steps, name, len(x), caller), x) for name, x in arrays.items()}
 
 
-def _checked_steps(steps: Any, counts: Mapping[str, int], caller: str) -> np.ndarray | None:
-    """Return the numbers of the steps; raise if anything drawn over them has another length."""
-    if steps is None:
-        return None
-    steps = np.asarray(steps).astype(np.float64)
-    if steps.ndim != 1 or not np.all(np.isfinite(steps)):
-        raise ValueError(f"`{caller}`: `steps` must be a vector of finite numbers, but got {steps}.")
-    others = {name: count for name, count in counts.items() if count != len(steps)}
-    if others:
-        raise ValueError(f"`{caller}`: `steps` has {len(steps)} numbers, but these have others: {others}.")
+def _checked_steps(steps: Any, name: str, count: int, caller: str) -> np.ndarray:
+    """Return the numbers of the steps of a curve: 0, 1, 2, ... if none are given."""
+    steps = np.arange(count) if steps is None else np.asarray(steps).astype(np.float64)
+    if steps.shape != (count,) or not np.all(np.isfinite(steps)):
+        raise ValueError(
+            f"`{caller}`: `steps` must be a vector of {count} finite numbers, as long as {name!r}, but got {steps}."
+        )
     return steps
 
 
-def _checked_reference(reference: Any, steps: Any) -> tuple[np.ndarray, np.ndarray]:
+def _checked_seeds(reference: Any, steps: Any) -> tuple[np.ndarray, np.ndarray]:
     """Return the steps and the losses of all seeds."""
     values = np.asarray(reference).astype(np.float64)
     if values.ndim != 2 or values.shape[0] < 2 or not values.shape[1]:
@@ -138,11 +134,10 @@ def _checked_reference(reference: Any, steps: Any) -> tuple[np.ndarray, np.ndarr
             "`losses`: `reference` must have the shape (seeds, steps) with at least two seeds, which a standard "
             f"deviation needs, but got the shape {values.shape}. A single float32 training run is one of `curves`."
         )
-    steps = _checked_steps(steps, {"reference": values.shape[1]}, "losses")
-    return np.arange(values.shape[1]) if steps is None else steps, values
+    return _checked_steps(steps, "reference", values.shape[1], "losses"), values
 
 
-def _draw_spread(axes: Axes, steps: np.ndarray, values: np.ndarray, name: str) -> None:
+def _draw_seeds(axes: Axes, steps: np.ndarray, values: np.ndarray, name: str) -> None:
     """Draw mean and band of the seeds, with a gap where one of them has diverged."""
     values = np.where(np.isfinite(values), values, np.nan)
     mean, deviation = values.mean(axis=0), values.std(axis=0, ddof=1)

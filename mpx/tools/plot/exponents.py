@@ -57,16 +57,18 @@ def exponents(
     References:
         Micikevicius et al. 2018, Mixed Precision Training (arXiv 1710.03740), figure 3.
     """
-    report = histogram if isinstance(histogram, UnderflowReport) else None
-    counts, zeros, nonfinite = _checked(histogram if report is None else report.histogram)
-    ranges = _checked_ranges(formats, () if report is None else (report.dtype,))
+    is_report = isinstance(histogram, UnderflowReport)
+    counts, zeros, nonfinite = _checked(histogram.histogram if is_report else histogram)
+    if formats is None:
+        formats = [*([histogram.dtype] if is_report else []), *_USUAL_FORMATS]
+    ranges = _checked_ranges(formats)
     if scale is None:
-        scale = 1.0 if report is None else report.recommended_scale
+        scale = histogram.recommended_scale if is_report else 1.0
     shift = _checked_shift(scale)
-    with canvas(axes, "exponents", (9.0, 3.3 + 0.3 * len(ranges))) as axes:
+    with canvas(axes, "exponents", 3.9 + 0.3 * len(ranges)) as axes:
         handles = _draw_histogram(axes, counts, shift)
         axes.set_xlim(_limits(counts, shift, ranges))
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 4, 8, 10], integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 4, 8, 10], integer=True))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda exponent, _: _power_of_two(exponent)))
         for limit in (ranges[0].nonzero_from, ranges[0].infinite_from):
             axes.axvline(math.log2(limit), color=GREY, linestyle=(0, (1, 1.5)), zorder=0.9)
@@ -74,11 +76,11 @@ def exponents(
         inches_above = axes.figure.dpi_scale_trans + ScaledTranslation(0, 1, parts_of_axes)
         place = blended_transform_factory(parts_of_axes, inches_above)
         _draw_ranges(axes.inset_axes((0.0, 0.1, 1.0, 0.25 * len(ranges)), transform=place, sharex=axes), ranges)
-        axes.set_title(f"{counts.sum():,.12g} numbers; besides {zeros:,.12g} zero, {nonfinite:,.12g} infinite or NaN")
+        axes.set_title(f"{counts.sum():,.12g} numbers\nbesides {zeros:,.12g} zero, {nonfinite:,.12g} infinite or NaN")
         axes.set(xlabel="magnitude", ylabel="how many")
         normal = Patch(facecolor=BLUE, edgecolor=BLUE, label="normal")
         subnormal = Patch(facecolor="none", edgecolor=BLUE, label="subnormal: fewer bits")
-        add_legend(axes, [*handles, normal, subnormal])
+        add_legend(axes, [*handles, normal, subnormal], columns=2)
     return axes
 
 
@@ -90,17 +92,16 @@ def _checked(histogram: Any) -> tuple[np.ndarray, float, float]:
             f"{type(histogram).__name__}. Of a histogram by groups, draw one group at a time."
         )
     counts = np.asarray(histogram.counts).astype(np.float64)
-    if counts.shape != (len(EXPONENTS),):
-        raise ValueError(f"`exponents`: a histogram has {len(EXPONENTS)} counts, but got the shape {counts.shape}.")
-    if not np.all(np.isfinite(counts)) or not np.any(counts > 0):
-        raise ValueError("`exponents`: the histogram holds no nonzero finite numbers, so there is nothing to draw.")
+    if counts.shape != (len(EXPONENTS),) or not np.all(np.isfinite(counts)) or not np.any(counts > 0):
+        raise ValueError(
+            f"`exponents`: the histogram holds no nonzero finite numbers, or not {len(EXPONENTS)} counts of them, so "
+            "there is nothing to draw."
+        )
     return counts, float(histogram.zeros), float(histogram.nonfinite)
 
 
-def _checked_ranges(formats: Any, first: tuple[np.dtype, ...]) -> list[Range]:
-    if formats is None:
-        formats = (*first, *_USUAL_FORMATS)
-    elif isinstance(formats, str) or not isinstance(formats, Sequence) or not formats:
+def _checked_ranges(formats: Any) -> list[Range]:
+    if isinstance(formats, str) or not isinstance(formats, Sequence) or not formats:
         raise ValueError(f"`exponents`: `formats` must be a list of dtypes, such as ['f16'], but got {formats!r}.")
     return list(dict.fromkeys(range_of(dtype, "exponents") for dtype in formats))
 
@@ -117,19 +118,16 @@ def _draw_histogram(axes: Axes, counts: np.ndarray, shift: int) -> list[Any]:
     """Draw the numbers, filled, and as a scale moves them, in outline; return both for the legend."""
     (places,) = np.nonzero(counts)
     heights = counts[places]
-    handles: list[Any] = [
-        axes.bar(places + EXPONENTS[0], heights, width=1.0, align="edge", color=GREEN, label="numbers")
-    ]
+    handles: list[Any] = [axes.bar(places + EXPONENTS[0], heights, 1.0, align="edge", color=GREEN, label="numbers")]
     if shift:
         padded = np.pad(counts, 1)[places[0] : places[-1] + 3]
         edges = np.arange(places[0] - 1, places[-1] + 3) + EXPONENTS[0] + shift
-        look = {"baseline": None, "color": VERMILLION, "linewidth": 1.6}
-        handles.append(axes.stairs(padded, edges, label=f"numbers times {_power_of_two(shift)}", **look))
+        label = f"numbers times {_power_of_two(shift)}"
+        handles.append(axes.stairs(padded, edges, baseline=None, color=VERMILLION, linewidth=1.6, label=label))
     axes.set_yscale("log")
     # From a power of ten to another, so that there are at least two numbers on the axis.
-    axes.set_ylim(
-        10.0 ** math.floor(math.log10(heights.min() / 1.5)), 10.0 ** math.ceil(math.log10(heights.max() * 1.5))
-    )
+    low, high = np.log10([heights.min() / 1.5, heights.max() * 1.5])
+    axes.set_ylim(10.0 ** np.floor(low), 10.0 ** np.ceil(high))
     axes.yaxis.set_major_locator(LogLocator(numticks=8))
     axes.yaxis.set_minor_locator(NullLocator())
     return handles
@@ -146,11 +144,9 @@ def _limits(counts: np.ndarray, shift: int, ranges: list[Range]) -> tuple[float,
 
 def _draw_ranges(strip: Axes, ranges: list[Range]) -> None:
     """Draw a bar for each format, above the histogram and on the same axis of magnitudes."""
-    strip.set_facecolor("none")
     strip.grid(visible=False)
     strip.spines[:].set_visible(False)
-    strip.tick_params(axis="x", which="both", bottom=False, labelbottom=False)
-    strip.tick_params(axis="y", length=0)
+    strip.tick_params(axis="both", which="both", length=0, labelbottom=False)
     strip.set_yticks(range(len(ranges)), [str(span.dtype) for span in ranges])
     strip.set_ylim(len(ranges) - 0.5, -0.5)
     for y, span in enumerate(ranges):

@@ -2,7 +2,7 @@
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import LogFormatterMathtext, LogLocator, NullLocator
+from matplotlib.ticker import LogLocator, NullLocator
 
 from mpx.monitor import ScaleHistory
 from mpx.tools.plot.sheet import BLUE, VERMILLION, add_legend, canvas, round_ticks
@@ -20,8 +20,7 @@ def loss_scale(history: ScaleHistory, *, axes: Axes | None = None) -> Axes:
 
     Raises:
         TypeError: if `history` is not a `ScaleHistory`, or `axes` not axes.
-        ValueError: if nothing has been recorded, its vectors are not of one length, or a scale is not a finite number
-            above 0.
+        ValueError: if nothing has been recorded, or its scales cannot be drawn.
 
     Example:
         >>> tx = mpx.monitor.scale_history(loss_scaling(optax.sgd(0.1)))
@@ -32,8 +31,16 @@ def loss_scale(history: ScaleHistory, *, axes: Axes | None = None) -> Axes:
         >>> scales.get_ydata(), skipped.get_xdata()
         (array([32768., 32768., 16384.], dtype=float32), array([1]))
     """
-    steps, scales, skipped = _checked(history)
-    with canvas(axes, "loss_scale", (8.0, 3.5)) as axes:
+    if not isinstance(history, ScaleHistory):
+        raise TypeError(
+            f"`loss_scale` needs `mpx.monitor.read_scale_history(opt_state)`, but got {type(history).__name__}."
+        )
+    steps, scales, skipped = map(np.asarray, history)
+    if not steps.size:
+        raise ValueError("`loss_scale`: `history` has no steps in it: nothing has been recorded yet.")
+    if steps.shape != scales.shape or steps.shape != skipped.shape or not np.all(np.isfinite(scales) & (scales > 0)):
+        raise ValueError("`loss_scale`: `history` must hold three vectors of one length, with finite scales above 0.")
+    with canvas(axes, "loss_scale", 2.9) as axes:
         marker = "o" if len(steps) == 1 else ""  # a line needs two points
         axes.plot(steps, scales, color=BLUE, linestyle="-", drawstyle="steps-post", marker=marker, label="loss scale")
         if skipped.any():
@@ -43,25 +50,8 @@ def loss_scale(history: ScaleHistory, *, axes: Axes | None = None) -> Axes:
         axes.set_yscale("log", base=2)
         axes.set_ylim(scales.min() / 2, scales.max() * 2)
         axes.yaxis.set_major_locator(LogLocator(base=2, numticks=9))
-        axes.yaxis.set_major_formatter(LogFormatterMathtext(base=2))
         axes.yaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_locator(round_ticks(integers=True))
         axes.set(xlabel="step", ylabel="loss scale")
         add_legend(axes)
     return axes
-
-
-def _checked(history: ScaleHistory) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    if not isinstance(history, ScaleHistory):
-        raise TypeError(
-            f"`loss_scale` needs `mpx.monitor.read_scale_history(opt_state)`, but got {type(history).__name__}."
-        )
-    steps, scales, skipped = map(np.asarray, history)
-    shapes = [column.shape for column in (steps, scales, skipped)]
-    if steps.ndim != 1 or len(set(shapes)) != 1:
-        raise ValueError(f"`loss_scale`: `history` must hold three vectors of one length, but got the shapes {shapes}.")
-    if not steps.size:
-        raise ValueError("`loss_scale`: `history` has no steps in it: nothing has been recorded yet.")
-    if not np.all(np.isfinite(scales) & (scales > 0)):
-        raise ValueError("`loss_scale`: every scale in `history` must be a finite number above 0.")
-    return steps, scales, skipped.astype(bool)

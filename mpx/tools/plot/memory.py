@@ -64,19 +64,17 @@ def memory(
         raise ValueError(f"`memory`: `unit` must be one of {get_args(Unit)}, but got {unit!r}.")
     widths = {kind: _widths(plans, kind, unit) for kind in get_args(Kind)}
     widths = {kind: row for kind, row in widths.items() if row.any()}
-    height = 1.0 + max(0.4 * len(plans), 0.24 * len(widths))  # the bars, or the legend beside them
-    with canvas(axes, "memory", (9.0, height)) as axes:
+    with canvas(axes, "memory", 1.4 + 0.3 * len(plans) + 0.12 * len(widths)) as axes:
         _draw_bars(axes, widths, suffix=" GB" if unit == "GB" else "")
         axes.set_yticks(range(len(plans)), map(plain, plans))
         axes.tick_params(axis="y", length=0)
         axes.grid(visible=False, axis="y")
-        margin = 0.5 + max(0.0, 0.5 * len(widths) - len(plans)) / 2
-        axes.set_ylim(len(plans) - 1 + margin, -margin)
+        axes.set_ylim(len(plans) - 0.5, -0.5)
         axes.xaxis.set_major_locator(round_ticks(integers=False))
         is_whole = max(plan.devices for plan in plans.values()) == 1
         axes.set(xlabel=unit if is_whole else f"{unit}, on each device")
-        axes.set_title(_title(plans))
-        add_legend(axes)
+        axes.set_title(_title(plans), loc="right")  # the names of recipes leave little room to the left
+        add_legend(axes, columns=2, side="right")
     return axes
 
 
@@ -109,7 +107,7 @@ def _draw_bars(axes: Axes, widths: Mapping[Kind, np.ndarray], suffix: str) -> No
         bars = axes.barh(range(len(row)), row, left=left, label=label, **look)
         left = left + row
     axes.bar_label(bars, [f"{total:.4g}{suffix}" for total in totals], padding=4)
-    axes.set_xlim(0, (1.2 if suffix else 1.12) * totals.max())
+    axes.set_xlim(0, (1.35 if suffix else 1.2) * totals.max())
 
 
 def _title(plans: Mapping[str, MemoryPlan]) -> str:

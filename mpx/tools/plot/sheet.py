@@ -2,12 +2,13 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.rcsetup import cycler
 from matplotlib.ticker import MaxNLocator
+from matplotlib.transforms import ScaledTranslation
 
 # Four of the eight colors of Okabe and Ito: those that stand out from white and from black by 3 to 1.
 BLUE, VERMILLION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
@@ -23,6 +24,7 @@ _GREY_PARTS = ("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecol
 _SHEET: dict[str, Any] = {
     **dict.fromkeys([*_GREY_PARTS, "grid.color"], GREY),
     "figure.facecolor": "none",
+    "figure.dpi": 150,
     "figure.constrained_layout.use": True,
     "axes.facecolor": "none",
     "axes.prop_cycle": CURVES,
@@ -35,7 +37,6 @@ _SHEET: dict[str, Any] = {
     "grid.alpha": 0.25,
     "lines.linewidth": 1.6,
     "legend.frameon": False,
-    "legend.loc": "upper left",
     "legend.borderaxespad": 0.0,
     "legend.handlelength": 3.2,  # long enough for every line style
 }
@@ -66,22 +67,30 @@ def style() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def canvas(axes: Any, caller: str, size: tuple[float, float]) -> Iterator[Axes]:
-    """Give the axes to draw on, in a block with the style sheet: those given, or those of a new figure of this size."""
+def canvas(axes: Any, caller: str, height: float) -> Iterator[Axes]:
+    """Give the axes to draw on, in a block with the style sheet: those given, or those of a new figure of this height.
+
+    New figures are 5.6 inches wide: on the 390 pixels of a phone, letters of 10 points then have 10 pixels.
+    """
     if axes is not None and not isinstance(axes, Axes):
         raise TypeError(
             f"`{caller}`: `axes` must be a Matplotlib Axes or None, but got {type(axes).__name__}. "
             "`plt.subplots(layout='constrained')` returns a figure and its axes."
         )
     with style():
-        axes = plt.subplots(figsize=size)[1] if axes is None else axes
+        axes = plt.subplots(figsize=(5.6, height))[1] if axes is None else axes
         axes.set_prop_cycle(CURVES)
         yield axes
 
 
-def add_legend(axes: Axes, handles: Sequence[Any] | None = None) -> None:
-    """Add a legend to the right of the axes, where it hides nothing."""
-    axes.legend(handles=axes.get_legend_handles_labels()[0] if handles is None else handles, bbox_to_anchor=(1.01, 1.0))
+def add_legend(
+    axes: Axes, handles: Sequence[Any] | None = None, *, columns: int = 1, side: Literal["left", "right"] = "left"
+) -> None:
+    """Add a legend below the axes and the name of the x axis, where it hides nothing, from their left or right end."""
+    handles = axes.get_legend_handles_labels()[0] if handles is None else handles
+    below: Any = axes.transAxes + ScaledTranslation(0, -36 / 72, axes.figure.dpi_scale_trans)
+    loc, x = ("upper left", 0.0) if side == "left" else ("upper right", 1.0)
+    axes.legend(handles=handles, loc=loc, bbox_to_anchor=(x, 0.0), bbox_transform=below, ncols=columns)
 
 
 def round_ticks(*, integers: bool) -> MaxNLocator:
