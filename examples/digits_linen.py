@@ -19,6 +19,7 @@ import optax
 from flax.training.train_state import TrainState
 from rich.live import Live
 from rich.table import Table
+from sklearn.datasets import load_digits
 
 import mpx
 
@@ -36,20 +37,12 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {  # name: (policy, options of 
 Data = tuple[np.ndarray, np.ndarray]  # images (n, 64) in [0, 1], labels (n,)
 
 
-def load_data() -> tuple[str, Data, Data]:
-    """Return the name of the data, 1,400 images for training and the rest for testing."""
-    try:
-        from sklearn.datasets import load_digits
-
-        images, labels = load_digits(return_X_y=True)
-        name, images = "scikit-learn's digits", images / 16
-    except ImportError:
-        name, rng = "made-up data (scikit-learn is not installed)", np.random.default_rng(0)
-        labels = rng.integers(10, size=1797)
-        images = rng.uniform(size=(10, 64))[labels] + rng.normal(scale=0.5, size=(1797, 64))
+def load_data() -> tuple[Data, Data]:
+    """Return 1,400 images for training and the rest for testing."""
+    images, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(1).permutation(len(labels))
-    images, labels = images.astype(np.float32)[order], labels.astype(np.int32)[order]
-    return name, (images[:1400], labels[:1400]), (images[1400:], labels[1400:])
+    images, labels = (images / 16).astype(np.float32)[order], labels.astype(np.int32)[order]
+    return (images[:1400], labels[:1400]), (images[1400:], labels[1400:])
 
 
 class Classifier(nn.Module):
@@ -93,8 +86,8 @@ def predict(policy: mpx.Policy, state: TrainState, images: jax.Array) -> jax.Arr
 
 def main(epochs: int = EPOCHS) -> dict[str, float]:
     """Train every recipe, print the accuracies, and return the last ones."""
-    name, (images, labels), (test_images, test_labels) = load_data()
-    table = Table("epoch", *RECIPES, title=f"test accuracy in %\n{name}", caption="last rows: end of training")
+    (images, labels), (test_images, test_labels) = load_data()
+    table = Table("epoch", *RECIPES, title="test accuracy in %", caption="last rows: end of training")
     step = jax.jit(train_step, static_argnums=0, donate_argnums=1)
     guess = jax.jit(predict, static_argnums=0)
     runs = {recipe: make_state(recipe) for recipe in RECIPES}

@@ -1,15 +1,16 @@
-"""Train one small byte-level GPT under a dozen precision recipes, and compare the results.
+"""Train one small byte-level GPT under several precision recipes, and compare the results.
 
-Everything but the recipe is equal: text, batches, initial weights, rule, schedule, number of steps. Run it from the
-root of the repository:
+Everything but the recipe is equal: text, batches, initial weights, optimizer, schedule, number of steps. Run it from
+the root of the repository:
 
     python -m examples.gpt.compare
+    python -m examples.gpt.compare --recipes all
     python -m examples.gpt.compare --text my_folder --recipes f32,bf16-split --steps 1000 --out results
 
-The defaults take less than 8 minutes on two cores of an Intel Xeon with AVX-512; the README has the table. A gap is
-taken at seed 0 and divided by the standard deviation of the validation loss over three f32 seeds. Without mpx an update
-smaller than half the distance to the next bfloat16 is lost, and so are the finer parts of the moments; every recipe of
-mpx ends where f32 ends. Times on a CPU are no guide to a GPU.
+The first takes at most five minutes on two cores, the second seven or eight. A gap is taken at seed 0 and compared with
+the standard deviation of the validation loss over three f32 seeds. Without mpx an update smaller than half the distance
+to the next bfloat16 is lost, and so are the finer parts of the moments; every recipe of mpx ends where f32 ends. Times
+are in `precision.json` only: on a CPU they are no guide to a GPU.
 """
 
 import dataclasses
@@ -28,7 +29,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 import mpx
-from examples.gpt import output, report
+from examples.gpt import output, pictures, report
 from examples.gpt import text as text_of
 from examples.gpt.loader import prefetch
 from examples.gpt.model import PRESETS
@@ -45,6 +46,15 @@ STEPS_PER_REPORT = 10  # the loop waits for the device this often, to show a los
 # bfloat16 products on a CPU. The comparison is of recipes as they are written.
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
 ALL_NAMES = [recipe.name for recipe in RECIPES]
+DEFAULT_NAMES = [
+    "f32",
+    "bf16-naive",
+    "bf16-masters",
+    "bf16-split",
+    "bf16-split-8bit",
+    "bf16-any-precision",
+    "f16-scaled",
+]
 FIXED_SETTINGS = {
     "context": CONTEXT,
     "batch_size": BATCH_SIZE,
@@ -80,23 +90,16 @@ def make_compiled(recipe: Recipe, settings: Settings) -> Program:
     )
 
 
-def bytes_per_parameter(program: Program, params: Any, opt_state: optax.OptState) -> dict[str, float]:
-    """Return the bytes held between and during steps, counted from the arrays.
+def bytes_per_parameter(recipe: Recipe, params: Any, opt_state: optax.OptState) -> dict[str, float]:
+    """Return the bytes held inside a jitted step, counted from the arrays.
 
-    Gradients count in the dtype in which the backward pass computes them: that of the parameters, or under autocast
-    that of the contractions, but float32 for embeddings and norms. `mpx.value_and_grad` casts them to float32; inside
-    one compiled step that is an operation on the way to the optimizer, which the compiler may fuse, and no array.
+    The gradient of a parameter has the narrower of the parameter's dtype and the compute dtype there; only gradients
+    that leave a compiled program through `mpx.value_and_grad` are float32 arrays.
     """
-    batch = jax.ShapeDtypeStruct((BATCH_SIZE, CONTEXT + 1), np.uint8)
-    backward = jax.make_jaxpr(lambda *given: program.gradients(*given)[1])(params, opt_state, batch).jaxpr
-    source = {eqn.outvars[0]: eqn.invars[0] for eqn in backward.eqns if eqn.primitive.name == "convert_element_type"}
-    computed = [source.get(gradient, gradient).aval for gradient in backward.outvars]
-    count = sum(leaf.size for leaf in jax.tree.leaves(params))
-    return {
-        "parameters": sum(leaf.nbytes for leaf in jax.tree.leaves(params)) / count,
-        "optimizer state": sum(leaf.nbytes for leaf in jax.tree.leaves(opt_state)) / count,
-        "gradients": sum(gradient.size * gradient.dtype.itemsize for gradient in computed) / count,
-    }
+    policy, count = mpx.get_policy(recipe.policy), sum(leaf.size for leaf in jax.tree.leaves(params))
+    size = lambda tree: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)) / count
+    gradients = float(min(policy.param_dtype.itemsize, policy.compute_dtype.itemsize))
+    return {"parameters": size(params), "gradients": gradients, "optimizer state": size(opt_state)}
 
 
 def train(
@@ -104,7 +107,7 @@ def train(
 ) -> report.Run:
     """Train from one seed."""
     params, opt_state = program.init(seed)
-    size = bytes_per_parameter(program, params, opt_state)
+    size = bytes_per_parameter(program.recipe, params, opt_state)
     batches = text_of.random_batches(
         training_text, seed=seed, count=settings.steps, batch_size=BATCH_SIZE, context=CONTEXT
     )
@@ -123,15 +126,13 @@ def train(
             validation_losses[step] = float(program.evaluate(params, validation))
         start, timed_from = time.perf_counter(), step
     compile_seconds, *others = seconds
-    seconds_per_step = statistics.median(others) if others else None
     return report.Run(
         recipe=program.recipe.name,
         seed=seed,
         parameters=sum(leaf.size for leaf in jax.tree.leaves(params)),
         bytes_per_parameter=size,
         compile_seconds=compile_seconds,
-        seconds_per_step=seconds_per_step,
-        tokens_per_second=BATCH_SIZE * CONTEXT / seconds_per_step if seconds_per_step else None,
+        seconds_per_step=statistics.median(others) if others else None,
         training_losses=[float(loss) for loss in losses],
         validation_steps=list(validation_losses),
         validation_losses=list(validation_losses.values()),
@@ -144,7 +145,7 @@ def train(
 def train_all(
     recipes: list[Recipe], settings: Settings, training_text: np.ndarray, held_out: np.ndarray, progress: Progress
 ) -> Iterator[report.Run]:
-    """Yield the finished runs: those of f32 from every seed, for the spread, the others from the first seeds."""
+    """Yield the finished runs: those of f32 from every seed, for the deviation, the others from the first seeds."""
     seeds_of = lambda recipe: settings.seeds if recipe.name == report.REFERENCE else settings.recipe_seeds
     plan = [(recipe, seeds_of(recipe)) for recipe in recipes]
     fixed = text_of.fixed_batches(held_out, count=VALIDATION_BATCHES, batch_size=BATCH_SIZE, context=CONTEXT)
@@ -163,19 +164,19 @@ def train_all(
 
 
 # --- The command line. ---
-def chosen_recipes(names: list[str]) -> list[Recipe]:
-    """Return the recipes of a repeated or comma-separated option, in the order of the table.
+def chosen_recipes(names: str) -> list[Recipe]:
+    """Return the recipes of the option, in the order of the table.
 
-    The default leaves out `tf32` where there is no such format: it would be `f32` again.
+    "all" leaves out `tf32` where there is no such format: it would be `f32` again.
     """
-    names = names or [name for name in ALL_NAMES if name != "tf32" or jax.default_backend() != "cpu"]
-    wanted = [name.strip() for item in names for name in item.split(",") if name.strip()]
-    if not wanted:
-        raise ValueError(f"--recipes: no recipe is named; there are {', '.join(ALL_NAMES)}.")
+    if names == "all":
+        return [recipe for recipe in RECIPES if recipe.name != "tf32" or jax.default_backend() != "cpu"]
     try:
-        chosen = [get_recipe(name) for name in wanted]
+        chosen = [get_recipe(name.strip()) for name in names.split(",") if name.strip()]
     except ValueError as error:
         raise ValueError(f"--recipes: {error}") from error
+    if not chosen:
+        raise ValueError(f"--recipes: no recipe is named; there are {', '.join(ALL_NAMES)}.")
     return [recipe for recipe in RECIPES if recipe in chosen]
 
 
@@ -200,15 +201,16 @@ def main(
         ),
     ] = None,
     recipes: Annotated[
-        list[str] | None, typer.Option(help=f"Of {', '.join(ALL_NAMES)}; separated by commas or in several options.")
-    ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps of a run.")] = 400,
-    seeds: Annotated[int, typer.Option(min=1, help="Seeds of f32, whose spread is the yardstick.")] = 3,
+        list[str],
+        typer.Option(help=f"all, or of {', '.join(ALL_NAMES)}; separated by commas or in several options."),
+    ] = DEFAULT_NAMES,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of a run.")] = 300,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds of f32, whose standard deviation is the yardstick.")] = 3,
     recipe_seeds: Annotated[int, typer.Option(min=1, help="Seeds of every other recipe.")] = 1,
     width: Annotated[int, typer.Option(min=1, help=f"Width of the model; a multiple of {HEAD_SIZE}.")] = 128,
     depth: Annotated[int, typer.Option(min=1, help="Blocks of the model.")] = 4,
     learning_rate: Annotated[float, typer.Option(help="Peak of the schedule.")] = 3e-4,
-    out: Annotated[Path, typer.Option(help="Folder for precision.png and precision.json.")] = Path(),
+    out: Annotated[Path, typer.Option(help="Folder for precision.png, curves.png and precision.json.")] = Path(),
 ) -> None:
     """Train a small GPT under each recipe with the same data and initial weights, and compare the results."""
     console = Console()
@@ -217,7 +219,7 @@ def main(
     settings = Settings(steps, seeds, recipe_seeds, width, depth, learning_rate)
     try:
         check(settings)
-        chosen = chosen_recipes(recipes or [])
+        chosen = chosen_recipes(",".join(recipes))
         output.require_folder(out)
         read = text_of.read_text(text)
         training_text, held_out = text_of.split(np.frombuffer(read.content, np.uint8), CONTEXT)
@@ -250,8 +252,8 @@ def main(
     comparison = report.Comparison(runs)
     console.print(report.table(comparison))
     report.write_json(out / "precision.json", comparison, described, source, interrupted=interrupted)
-    report.write_plot(out / "precision.png", comparison)
-    console.print(f"Written: {out / 'precision.json'}, {out / 'precision.png'}", soft_wrap=True, markup=False)
+    written = [out / "precision.json", *pictures.write_pictures(out, comparison)]
+    console.print(f"Written: {', '.join(map(str, written))}", soft_wrap=True, markup=False)
     if interrupted:
         finished = ", ".join(f"{run.recipe} (seed {run.seed})" for run in runs)
         console.print(f"Stopped before the end. Finished and kept: {finished}.")

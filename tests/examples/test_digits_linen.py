@@ -1,7 +1,5 @@
 """The digits example runs, and its recipes learn as float32 does."""
 
-import sys
-
 import numpy as np
 import pytest
 
@@ -23,20 +21,8 @@ def test_every_recipe_learns_the_digits_about_as_well_as_float32():
 
 def test_without_training_no_recipe_is_better_than_chance():
     """The negative control: what the example prints comes from its steps."""
-    _, _, (images, labels) = digits_linen.load_data()
+    _, (images, labels) = digits_linen.load_data()
     for recipe in digits_linen.RECIPES:
         policy, state = digits_linen.make_state(recipe)
         predicted = digits_linen.predict(policy, state, images)
         assert 100 * np.mean(predicted == labels) < 3 * CHANCE
-
-
-def test_without_scikit_learn_it_makes_its_own_data_and_says_so(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)  # an import of it raises ImportError
-
-    name, (images, labels), (test_images, test_labels) = digits_linen.load_data()
-
-    assert "made-up" in name
-    assert images.shape == (1400, 64)
-    assert images.dtype == np.float32
-    assert len(test_images) == len(test_labels) == 397
-    assert set(labels.tolist()) == set(range(10))
