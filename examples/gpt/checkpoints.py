@@ -184,18 +184,22 @@ def resume(
 ) -> tuple[Any, optax.OptState, int, int]:
     """Return parameters, optimizer state, steps done and the loader's position from the newest checkpoint.
 
-    The checkpoint must have the same `identity`. If its parameters were changed from outside, the masters follow them.
+    The checkpoint must have the same `identity`, but a finished run may go on to more steps. If its parameters were
+    changed from outside, the masters follow them.
     """
     saved = checkpoints.description()
+    before = saved["identity"]
+    if saved["step"] == before["steps"] < identity["steps"]:
+        before = before | {"steps": identity["steps"]}
     differences = [
-        f"{name} is {value!r}, but was {saved['identity'].get(name)!r}"
+        f"{name} is {value!r}, but was {before.get(name)!r}"
         for name, value in identity.items()
-        if saved["identity"].get(name) != value
+        if before.get(name) != value
     ]
     if differences:
         raise CheckpointError(
             f"this is not the run of the checkpoint in {checkpoints.folder}: {'; '.join(differences)}. Give the same "
-            "options as then, or begin anew in another --out."
+            "options as then (more --steps after the last one only), or begin anew in another --out."
         )
     params, opt_state = checkpoints.restore(shapes, shardings)
     # A weight close to zero can be out of sync without an edit; then it was so when it was saved.

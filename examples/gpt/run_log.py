@@ -15,6 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from examples.gpt import output
 from examples.gpt.output import plt
 
+NEIGHBORS = 2  # on each side of a report, in the plot
+
 
 @dataclasses.dataclass(frozen=True)
 class Record:
@@ -117,7 +119,11 @@ def write_plot(path: Path, records: Sequence[Record], title: str) -> None:
         3, 1, figsize=(8, 8), sharex=True, layout="constrained", height_ratios=(3, 1, 1)
     )
     steps = [record.step for record in records]
-    losses.plot(steps, [record.loss for record in records], color="#56B4E9", linewidth=1.0, label="training")
+    training = np.array([record.loss for record in records])
+    # The loss of a single batch is noisy, so the line is a mean of neighbors.
+    means = [training[max(0, i - NEIGHBORS) : i + NEIGHBORS + 1].mean() for i in range(len(training))]
+    losses.plot(steps, training, color="#56B4E9", linewidth=1.0, alpha=0.4)
+    losses.plot(steps, means, color="#56B4E9", linewidth=1.5, label=f"training, mean of {2 * NEIGHBORS + 1} reports")
     evaluated = [(record.step, record.validation_loss) for record in records if record.validation_loss is not None]
     losses.plot(*np.array(evaluated).reshape(-1, 2).T, color="#D55E00", marker=".", label="validation")
     norms.plot(steps, [record.gradient_norm for record in records], color="#0072B2", linewidth=1.0)

@@ -11,7 +11,8 @@ The first trains the tiny model on Python's standard library. The second, on one
 
 The folder of the run (`--out`) gets `log.jsonl`, `loss.png`, `checkpoints`, and `tokens` if the run makes its own.
 Ctrl-C and SIGTERM finish the current step, save a checkpoint and stop; the same command with `--resume` goes on from
-the newest one.
+the newest one. A finished run goes on with `--resume` and more `--steps` than before: the schedule is then that of the
+new number of steps, so the learning rate jumps up to where a longer run would be, and falls again.
 
 Of several processes (`--coordinator-address`, `--num-processes`, `--process-id`, or a cluster that JAX knows) each
 reads its own part of every batch; the first one prints and writes. `examples.gpt.launch` starts some on one machine.
@@ -55,7 +56,7 @@ def train(run: Run, console: Console) -> int:
                 # Asked once a step: a later Ctrl-C makes the next step the last one, which is saved as well.
                 is_last = interruption.is_due(step) or step == settings.steps
                 is_evaluated = step % settings.evaluate_every == 0 or is_last
-                if step % settings.report_every == 0 or is_evaluated or not stopwatch.is_running:
+                if step == 1 or step % settings.report_every == 0 or is_evaluated:
                     record = report(run, step, metrics, opt_state, stopwatch)
                     if is_evaluated:
                         loss = float(program.evaluate(params, run.validation))
@@ -63,6 +64,9 @@ def train(run: Run, console: Console) -> int:
                     if log:
                         log.write(record)
                     show(record)
+                    stopwatch.start(step)
+                elif not stopwatch.is_running:  # a resumed run has compiled; its log has the steps of any other run
+                    jax.block_until_ready(metrics)
                     stopwatch.start(step)
                 if step % settings.save_every == 0 or is_last:
                     described = {"identity": run.identity, "data": str(run.folder.absolute())}
@@ -79,7 +83,9 @@ def train(run: Run, console: Console) -> int:
 def start(run: Run, checkpoints: Checkpoints, console: Console) -> tuple[Any, Any, int, int]:
     """Return parameters, optimizer state, steps done and the loader's position: new ones, or those of a checkpoint."""
     if run.settings.resume:
-        return resume(checkpoints, run.shapes, run.shardings, run.identity, console)
+        resumed = resume(checkpoints, run.shapes, run.shardings, run.identity, console)
+        describe_extension(run, checkpoints.description()["identity"]["steps"], resumed[1], console)
+        return resumed
     if checkpoints.newest is not None:
         raise CheckpointError(
             f"{run.settings.out} has a checkpoint of step {checkpoints.newest}; go on with --resume, or choose "
@@ -140,6 +146,22 @@ def describe(run: Run, step: int, console: Console) -> None:
         f"{run.peak_rate / 1e12:,.2f} TFLOP/s, measured in {recipe.compute_dtype} matrix products.",
         soft_wrap=True,
         markup=False,
+    )
+
+
+def describe_extension(run: Run, steps_before: int, opt_state: Any, console: Console) -> None:
+    """Print what more steps mean for the learning rate, if the run was finished after fewer."""
+    steps = run.settings.steps
+    if steps == steps_before:
+        return
+    updates = steps_before - int(mpx.skipped_steps(opt_state))
+    rate = lambda total, update: float(dataclasses.replace(run.hyperparameters, steps=total).schedule()(update))
+    console.print(
+        f"The run was finished after {steps_before} steps, at a learning rate of {rate(steps_before, updates):.2e}. It "
+        f"goes on along the schedule of {steps} steps, which is at {rate(steps, updates):.2e} here and ends at "
+        f"{rate(steps, steps):.2e}. A run with --steps {steps} from the start would have had other learning rates "
+        "until now.",
+        soft_wrap=True,
     )
 
 

@@ -307,6 +307,33 @@ def test_a_finished_run_that_goes_on_only_shows_its_end(whole, tokens):
     assert (folder / "log.jsonl").read_text() == log
 
 
+def test_a_finished_run_goes_on_to_more_steps_and_says_what_learning_rate_that_means(tokens, tmp_path):
+    assert run(tmp_path, tokens, steps=2).exit_code == 0
+    result = run(tmp_path, tokens, "--resume", steps=4)
+
+    assert result.exit_code == 0, result.output
+    assert saved(tmp_path)[0] == 4
+    rates = [record.learning_rate for record in read_records(tmp_path / "log.jsonl")]
+    short, long = (Hyperparameters(steps, 1e-3).schedule() for steps in (2, 4))
+    assert rates == [float(rate) for rate in (short(0), short(1), long(2), long(3))]
+    assert (
+        f"The run was finished after 2 steps, at a learning rate of {short(2):.2e}. It goes on along the schedule of 4 "
+        f"steps, which is at {long(2):.2e} here and ends at {long(4):.2e}."
+    ) in result.output
+    assert "finished after" not in run(tmp_path, tokens, "--resume", steps=4).output
+
+
+def test_a_run_that_goes_on_reports_the_same_steps_as_one_that_was_never_stopped(tokens, tmp_path, monkeypatch):
+    """A report of step 5, the first after a checkpoint, would be a dip or a peak that only this plot has."""
+    options = {"report_every": 6, "evaluate_every": 100, "save_every": 2}
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "report", killed_at(6))
+        run(tmp_path, tokens, **options)
+    assert saved(tmp_path)[0] == 4
+    assert run(tmp_path, tokens, "--resume", **options).exit_code == 0
+    assert [record.step for record in read_records(tmp_path / "log.jsonl")] == [1, 6]
+
+
 # --- What is refused. ---
 @pytest.fixture
 def no_training(monkeypatch):
@@ -356,6 +383,7 @@ def test_options_that_cannot_work_are_refused_at_once(changes, message, tokens, 
         (["--resume"], {"seed": 1}, "seed is 1, but was 0."),
         (["--resume"], {"layers": "scanned"}, "layers is 'scanned', but was 'unrolled'."),
         (["--resume"], {"steps": 5}, "steps is 5, but was 6."),
+        (["--resume"], {"steps": 7, "seed": 1}, "seed is 1, but was 0."),
         (["--resume"], {"learning_rate": 0.5}, "learning_rate is 0.5, but was 0.001."),
         (["--resume"], {"token_budget": 128}, "token_budget is 128, but was 256."),
     ],
