@@ -1,8 +1,7 @@
 """Programs of jax as data: facts about primitives, and one way to follow values through a program.
 
-All of it by public names, in all versions of jax that mpx supports. `check_chain`, the check that a rule works element
-by element, the plan of `autocast` and its check of arguments that change in place each follow values of their own
-kind through a program: they differ in the rule that they give to `propagate`.
+`check_chain`, the check that an optimizer works element by element, the plan of `autocast` and its check of arguments
+that change in place each follow values of their own kind: they differ in the rule that they give to `propagate`.
 """
 
 from collections.abc import Callable, Sequence
@@ -128,17 +127,10 @@ def propagate(
     rule: Callable[[JaxprEqn, list[T]], Sequence[T]],
     constant: Callable[[Any], T],
 ) -> list[T]:
-    """Follow what is known of values through a program, equation by equation.
+    """Return what is known of each result of a program, open or closed, from what is known of its inputs.
 
-    Args:
-        jaxpr: the program, open or closed.
-        inputs: what is known of each input.
-        rule: from an equation, and what is known of its operands, to what is known of its results. It enters programs
-            inside of the equation by calling `propagate` again.
-        constant: what is known of a literal, or of a constant input.
-
-    Returns:
-        What is known of each result of the program.
+    `rule` goes from an equation, and what is known of its operands, to what is known of its results. It enters programs
+    inside of the equation by calling `propagate` again. `constant` says what is known of a literal or a constant input.
     """
     program = open_jaxpr(jaxpr)
     known = dict(zip(program.invars, inputs, strict=True))
@@ -153,27 +145,20 @@ def propagate_inside(
     eqn: JaxprEqn, operands: list[T], rule: Callable[[JaxprEqn, list[T]], Sequence[T]], constant: Callable[[Any], T]
 ) -> list[tuple[T, ...]]:
     """Return, for each result of a call or a conditional, what is known of it in each of the programs inside."""
-    if eqn.primitive.name == "cond":  # its first operand is the index of the branch
-        columns = [propagate(branch, operands[1:], rule, constant) for branch in eqn.params["branches"]]
-    else:
-        columns = [propagate(called_jaxpr(eqn), operands, rule, constant)]
-    return list(zip(*columns, strict=True))
+    is_cond = eqn.primitive.name == "cond"
+    programs = eqn.params["branches"] if is_cond else [called_jaxpr(eqn)]
+    operands = operands[1:] if is_cond else operands  # the first one is the index of the branch
+    return list(zip(*[propagate(program, operands, rule, constant) for program in programs], strict=True))
 
 
 _WHOLE, PART = None, "part"  # what a value depends on: whole arrays, or one element of an array each; or a culprit
 
 
 def mixing_culprit(program: jex_core.ClosedJaxpr, inputs: Sequence[str | None], axis: str) -> str | None:
-    """Return what makes a result depend on more of a sharded array than one element; None if nothing does.
+    """Return the first primitive that makes a result depend on more of a sharded array than one element, or None.
 
-    Args:
-        program: a traced function.
-        inputs: for each input, None if every device has the whole array, `PART` if it has a part of it, or a name for
-            an input that no result may depend on.
-        axis: the axis of the mesh along which devices have parts.
-
-    Returns:
-        The name of the first such primitive, or of such an input.
+    `inputs` has for each input None if every device has the whole array, `PART` if it has a part of it along `axis` of
+    the mesh, or a name for an input on which no result may depend: that name is returned if one does.
     """
     is_culprit = lambda found: found not in (_WHOLE, PART)
 

@@ -14,17 +14,11 @@ from mpx._dtypes import dtype_or_none
 
 @dataclasses.dataclass(frozen=True)
 class Compute:
-    """A way to run contractions.
+    """A way to run contractions."""
 
-    Attributes:
-        name: as users write it: `bf16`, `f16`, `f32`, `tf32`, `bf16x3`.
-        dtype: the dtype of operands and results.
-        algorithm: how hardware multiplies float32 operands; None for its ordinary way.
-    """
-
-    name: str
-    dtype: np.dtype
-    algorithm: lax.DotAlgorithmPreset | None = None
+    name: str  # as users write it: `bf16`, `f16`, `f32`, `tf32`, `bf16x3`
+    dtype: np.dtype  # of operands and results
+    algorithm: lax.DotAlgorithmPreset | None = None  # how hardware multiplies float32 operands, if not as usual
 
     @property
     def is_narrow(self) -> bool:
@@ -81,8 +75,7 @@ def widest(computes: list[Compute]) -> Compute:
 def _on_this_backend(compute: Compute) -> Compute:
     """Take TF32 where it exists: on NVIDIA GPUs. A CPU multiplies float32 numbers as they are, which is more exact."""
     backend = jax.default_backend()
-    if compute.name != "tf32" or backend not in ("cpu", "tpu"):
-        return compute
-    if backend == "tpu":
+    if compute.name == "tf32" and backend == "tpu":
         raise ValueError("`autocast`: a TPU has no TF32; use 'bf16x3', whose error is as small, or 'bf16'.")
-    return dataclasses.replace(compute, algorithm=None)
+    is_absent = compute.name == "tf32" and backend == "cpu"
+    return dataclasses.replace(compute, algorithm=None) if is_absent else compute

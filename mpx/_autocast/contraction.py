@@ -10,7 +10,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from mpx._autocast.compute import Compute
-from mpx._jaxprs import CONTRACTIONS, is_literal
+from mpx._jaxprs import CONTRACTIONS, is_literal, propagate
 
 _PRECISE = (lax.Precision.HIGH, lax.Precision.HIGHEST)
 
@@ -88,17 +88,10 @@ def _asked_precision(eqn: JaxprEqn) -> Any:
 
 
 def run(eqn: JaxprEqn, operands: list[Any], compute: Compute, wide_gradients: tuple[bool, bool]) -> jax.Array:
-    """Bind a contraction in another precision.
+    """Return the result of a contraction of float32 operands in the compute dtype.
 
-    Args:
-        eqn: the equation, with float32 operands.
-        operands: its values.
-        compute: how to run it.
-        wide_gradients: for which of the first two operands the gradient is to be returned in float32. Its operands
-            are in the compute dtype all the same.
-
-    Returns:
-        The result, in the compute dtype.
+    `wide_gradients` says for which of the first two operands the gradient is to be float32. The operands of that
+    gradient are in the compute dtype all the same.
     """
     if compute.algorithm is not None:
         return eqn.primitive.bind(*operands, **(eqn.params | {"precision": compute.algorithm}))
@@ -146,16 +139,15 @@ def _with_wide_gradients(
 def _summed_in_f32(pullback: Callable[..., Any], cotangent: jax.Array) -> jax.Array:
     """Run the transpose of a contraction with a float32 result of the contraction in it."""
     program = jax.make_jaxpr(lambda cotangent: pullback(cotangent)[0])(cotangent)
-    values = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
-    values[program.jaxpr.invars[0]] = cotangent
-    for eqn in program.jaxpr.eqns:
-        operands = [v.val if is_literal(v) else values[v] for v in eqn.invars]
+    constants = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
+
+    def bind(eqn: JaxprEqn, operands: list[Any]) -> Any:
         if eqn.primitive.name in CONTRACTIONS:
-            results = _bound_in_f32(eqn, operands)
-        else:
-            results = eqn.primitive.bind(*operands, **eqn.params)
-        values.update(zip(eqn.outvars, results if eqn.primitive.multiple_results else [results], strict=True))
-    return values[program.jaxpr.outvars[0]]
+            return [_bound_in_f32(eqn, operands)]
+        results = eqn.primitive.bind(*operands, **eqn.params)
+        return results if eqn.primitive.multiple_results else [results]
+
+    return propagate(program, [cotangent], bind, lambda v: v.val if is_literal(v) else constants[v])[0]
 
 
 def _bound_in_f32(eqn: JaxprEqn, operands: list[Any]) -> jax.Array:

@@ -1,8 +1,8 @@
 """Enter operations that hold programs under `autocast`: loops, branches, checkpoints, calls and shard maps.
 
-Each primitive has a `Handler`, by which it is planned and run. Values that are representable in 16
-bits travel in them where that costs no precision (`plan.travels_narrow`). The values that a loop carries, or closes
-over, stay float32: their cotangents are added up over all iterations.
+Each primitive has a `Handler`, by which it is planned and run. Values that are representable in 16 bits travel in them
+where that costs no precision (`plan.travels_in`). The values that a loop carries, or closes over, stay float32: their
+cotangents are added up over all iterations.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from jax import lax
 from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn
 
-from mpx._autocast.plan import CastPlan, Handler, Planner, Run, Settings, Step, Tag, travels_narrow
+from mpx._autocast.plan import CastPlan, Handler, Planner, Run, Settings, Step, Tag, travels_in
 from mpx._jaxprs import CALLS, called_jaxpr, open_jaxpr, scan_counts
 
 # ---- calls
@@ -26,13 +26,11 @@ def _plan_call(eqn: JaxprEqn, tags: tuple[Tag, ...], planner: Planner) -> tuple[
 
 
 def _call_rounded_to(eqn: JaxprEqn, plans: tuple[CastPlan, ...]) -> list[np.dtype | None]:
-    del eqn
     return list(plans[0].rounded_to)
 
 
 def _run_jit(step: Step, operands: list[Any], run: Run, settings: Settings) -> Sequence[Any]:
     """Run in line, so that nothing is compiled for itself; a jit that places its arrays stays one."""
-    del settings
     params, call = step.eqn.params, lambda *operands: tuple(run(step.plans[0], operands))
     shardings = [
         tuple(s if isinstance(s, jax.sharding.Sharding) else None for s in params.get(key, ()))
@@ -47,20 +45,14 @@ def _run_jit(step: Step, operands: list[Any], run: Run, settings: Settings) -> S
 def _run_checkpoint(step: Step, operands: list[Any], run: Run, settings: Settings) -> Sequence[Any]:
     """Bind the primitive itself, since `jax.checkpoint` cannot say that its program is a backward pass already."""
     plan = step.plans[0]
-    narrow = _travel_narrow(plan.in_tags, plan.rounded_to, settings)
-    operands = _narrowed(operands, plan.in_tags, narrow)
-    program, consts = _retraced(lambda *operands: run(plan, _widened(operands, narrow)), operands)
+    dtypes = _travel_in(plan.in_tags, plan.rounded_to, settings)
+    operands = _narrowed(operands, dtypes)
+    program, consts = _retraced(lambda *operands: run(plan, _widened(operands, dtypes)), operands)
     return step.eqn.primitive.bind(*consts, *operands, **(step.eqn.params | {"jaxpr": program}))
-
-
-def _none_rounded(eqn: JaxprEqn, plans: tuple[CastPlan, ...]) -> list[np.dtype | None]:
-    del plans
-    return [None] * len(eqn.invars)
 
 
 def _run_shard_map(step: Step, operands: list[Any], run: Run, settings: Settings) -> Sequence[Any]:
     """Leave operands in float32: the cotangent of one that all devices hold is summed over them."""
-    del settings
     params = step.eqn.params
     axes = params.get("newly_manual_axes", params.get("manual_axes"))
     options = {} if axes is None else {"axis_names": axes}
@@ -83,17 +75,15 @@ def _plan_cond(eqn: JaxprEqn, tags: tuple[Tag, ...], planner: Planner) -> tuple[
 
 
 def _cond_rounded_to(eqn: JaxprEqn, plans: tuple[CastPlan, ...]) -> list[np.dtype | None]:
-    del eqn
     columns = zip(*[plan.rounded_to for plan in plans], strict=True)
     return [None, *[column[0] if len(set(column)) == 1 else None for column in columns]]
 
 
 def _run_cond(step: Step, operands: list[Any], run: Run, settings: Settings) -> Sequence[Any]:
     index, operands = operands[0], operands[1:]
-    tags = step.in_tags[1:]
-    narrow = _travel_narrow(tags, _cond_rounded_to(step.eqn, step.plans)[1:], settings)
-    branches = [lambda *operands, plan=plan: tuple(run(plan, _widened(operands, narrow))) for plan in step.plans]
-    operands = _narrowed(operands, tags, narrow)
+    dtypes = _travel_in(step.in_tags[1:], _cond_rounded_to(step.eqn, step.plans)[1:], settings)
+    branches = [lambda *operands, plan=plan: tuple(run(plan, _widened(operands, dtypes))) for plan in step.plans]
+    operands = _narrowed(operands, dtypes)
     platforms = step.eqn.params.get("branches_platforms")
     if platforms is not None:
         by_name = {
@@ -122,18 +112,17 @@ def _scan_rounded_to(eqn: JaxprEqn, plans: tuple[CastPlan, ...]) -> list[np.dtyp
 def _run_scan(step: Step, operands: list[Any], run: Run, settings: Settings) -> Sequence[Any]:
     params, plan = step.eqn.params, step.plans[0]
     consts, carry, xs = _scan_parts(step.eqn, operands)
-    x_tags, x_rounded_to = _scan_parts(step.eqn, plan.in_tags)[2], _scan_parts(step.eqn, plan.rounded_to)[2]
-    y_tags = plan.out_tags[len(carry) :]
-    narrow_xs = _travel_narrow(x_tags, x_rounded_to, settings)
-    narrow_ys = _travel_narrow(y_tags, [None] * len(y_tags), settings)
+    x_tags, x_rounded_to = (_scan_parts(step.eqn, column)[2] for column in (plan.in_tags, plan.rounded_to))
+    x_dtypes = _travel_in(x_tags, x_rounded_to, settings)
+    y_dtypes = [travels_in(tag, None, settings) for tag in plan.out_tags[len(carry) :]]
 
     def body(carry, xs):
-        results = run(plan, [*consts, *carry, *_widened(xs, narrow_xs)])
-        return results[: len(carry)], _narrowed(results[len(carry) :], y_tags, narrow_ys)
+        results = run(plan, [*consts, *carry, *_widened(xs, x_dtypes)])
+        return results[: len(carry)], _narrowed(results[len(carry) :], y_dtypes)
 
     options = {key: params[key] for key in ("reverse", "unroll", "_split_transpose") if key in params}
-    carry, ys = lax.scan(body, carry, _narrowed(xs, x_tags, narrow_xs), length=params["length"], **options)
-    return [*carry, *_widened(ys, narrow_ys)]
+    carry, ys = lax.scan(body, carry, _narrowed(xs, x_dtypes), length=params["length"], **options)
+    return [*carry, *_widened(ys, y_dtypes)]
 
 
 def _scan_parts(eqn: JaxprEqn, columns: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
@@ -150,11 +139,11 @@ def _plan_while(eqn: JaxprEqn, tags: tuple[Tag, ...], planner: Planner) -> tuple
 
 def _run_while(step: Step, operands: list[Any], run: Run, settings: Settings) -> Sequence[Any]:
     """Bind the primitive itself: under `vmap` a loop has a condition a member, which `lax.while_loop` refuses."""
-    del settings
     cond_consts, body_consts, carry = _while_parts(step.eqn, operands)
-    cond, new_cond_consts = _retraced(lambda *operands: run(step.plans[0], operands), [*cond_consts, *carry])
-    body, new_body_consts = _retraced(lambda *operands: run(step.plans[1], operands), [*body_consts, *carry])
-    cond_consts, body_consts = [*new_cond_consts, *cond_consts], [*new_body_consts, *body_consts]
+    cond, new_consts = _retraced(lambda *operands: run(step.plans[0], operands), [*cond_consts, *carry])
+    cond_consts = [*new_consts, *cond_consts]
+    body, new_consts = _retraced(lambda *operands: run(step.plans[1], operands), [*body_consts, *carry])
+    body_consts = [*new_consts, *body_consts]
     params = {
         "cond_nconsts": len(cond_consts),
         "body_nconsts": len(body_consts),
@@ -218,30 +207,25 @@ def _common(*tags: Tag) -> Tag:
     )
 
 
-def _travel_narrow(tags: Sequence[Tag], rounded_to: Sequence[np.dtype | None], settings: Settings) -> list[bool]:
-    return [travels_narrow(tag, dtype, settings) for tag, dtype in zip(tags, rounded_to, strict=True)]
+def _travel_in(tags: Sequence[Tag], rounded_to: Sequence[np.dtype | None], settings: Settings) -> list[np.dtype | None]:
+    return [travels_in(tag, dtype, settings) for tag, dtype in zip(tags, rounded_to, strict=True)]
 
 
-def _narrowed(values: Sequence[Any], tags: Sequence[Tag], narrow: Sequence[bool]) -> list[Any]:
-    dtypes = [tag.representable_in if is_narrow else None for tag, is_narrow in zip(tags, narrow, strict=True)]
-    return [
-        value if dtype is None else lax.convert_element_type(value, dtype)
-        for value, dtype in zip(values, dtypes, strict=True)
-    ]
+def _narrowed(values: Sequence[Any], dtypes: Sequence[np.dtype | None]) -> list[Any]:
+    """Return values in the dtypes in which they travel; None for one that travels as it is."""
+    pairs = zip(values, dtypes, strict=True)
+    return [value if dtype is None else lax.convert_element_type(value, dtype) for value, dtype in pairs]
 
 
-def _widened(values: Sequence[Any], narrow: Sequence[bool]) -> list[Any]:
-    return [
-        lax.convert_element_type(value, np.float32) if is_narrow else value
-        for value, is_narrow in zip(values, narrow, strict=True)
-    ]
+def _widened(values: Sequence[Any], dtypes: Sequence[np.dtype | None]) -> list[Any]:
+    return _narrowed(values, [None if dtype is None else np.dtype(np.float32) for dtype in dtypes])
 
 
 HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(CALLS - {"remat2"}, Handler(_plan_call, _call_rounded_to, _run_jit)),
     "remat2": Handler(_plan_call, _call_rounded_to, _run_checkpoint),
-    "shard_map": Handler(_plan_call, _none_rounded, _run_shard_map),
+    "shard_map": Handler(_plan_call, None, _run_shard_map),
     "cond": Handler(_plan_cond, _cond_rounded_to, _run_cond),
     "scan": Handler(_plan_scan, _scan_rounded_to, _run_scan),
-    "while": Handler(_plan_while, _none_rounded, _run_while),
+    "while": Handler(_plan_while, None, _run_while),
 }

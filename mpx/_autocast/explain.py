@@ -6,7 +6,7 @@ import os
 import pathlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from mpx import _tables, _trees
 from mpx._autocast import contraction
 from mpx._autocast.plan import Step
-from mpx._autocast.rules import DEFAULT_RULES, REASONS, Rule
+from mpx._autocast.rules import DEFAULT_RULES, Rule
 from mpx._autocast.transform import autocast_of, make_autocast
 from mpx._jaxprs import CONTRACTIONS, dtype_of, open_jaxpr
 from mpx._policy import Policy
@@ -75,15 +75,16 @@ class Explanation(_tables.Result):
         share = "of no FLOPs" if self.contractions else "none"
         if not math.isnan(self.narrowed_share):
             share = f"{self.narrowed_share:.1%} of their FLOPs narrowed"
-        contractions = [
-            (r.where, r.operations, r.shapes, r.runs_in, r.reason, f"{r.count:,}", f"{r.flops:,}")
-            for r in self.contractions
-        ]
-        others = [(r.where, r.operations, r.runs_in, f"{r.count:,}", f"{r.flops:,}") for r in self.others]
-        header = ("where", "operation", "operands", "runs in", "why", "count", "FLOPs")
-        yield _tables.Table(f"Contractions: {share}", [header, *contractions], right=(-1, -2))
-        header = ("where", "operations", "run in", "count", "FLOPs")
-        yield _tables.Table("Other operations, by line", [header, *others], right=(-1, -2))
+        lines = [("where", "operation", "operands", "runs in", "why", "count", "FLOPs")]
+        for r in self.contractions:
+            why = r.reason or "narrowed"
+            lines.append((r.where, r.operations, r.shapes, r.runs_in, why, f"{r.count:,}", f"{r.flops:,}"))
+        if not any(row.reason for row in self.contractions):
+            lines = [(*line[:4], *line[5:]) for line in lines]  # all are narrowed, as the title says
+        yield _tables.Table(f"Contractions: {share}", lines, right=(-1, -2))
+        lines = [("where", "operations", "run in", "count", "FLOPs")]
+        lines += [(r.where, r.operations, r.runs_in, f"{r.count:,}", f"{r.flops:,}") for r in self.others]
+        yield _tables.Table("Other operations, by line", lines, right=(-1, -2))
 
 
 def explain(
@@ -106,8 +107,8 @@ def explain(
         `Explanation`: rows of source lines with FLOPs, which `print` and `rich.print` show as tables.
 
     Raises:
-        ValueError: if `policy_or_dtype` is missing, or given for a function that has its own; at the call, if a shape
-            has a dtype of 64 bits and such types are off.
+        ValueError: if a policy is missing, or given for a function that has its own; at the call, if a shape has a
+            dtype of 64 bits and such types are off.
 
     Example:
         >>> loss = lambda w, x: jax.nn.log_softmax(x @ w).sum()
@@ -118,17 +119,16 @@ def explain(
         1.0
     """
     record = autocast_of(fun)
-    if (record is None) == (policy_or_dtype is None):
-        raise ValueError(
-            "`explain` needs a policy or dtype for a function that is not an autocast function, and none for one that "
-            f"is, but got {policy_or_dtype!r}."
-        )
-    if record is not None and rules is not None:
-        raise ValueError("`explain`: `rules` would do nothing for an autocast function, which has its own.")
-    rules = DEFAULT_RULES if rules is None else rules
+    if record is not None and (policy_or_dtype is not None or rules is not None):
+        raise ValueError("`explain` needs a policy or rules only for a function without `autocast`: this one has both.")
     if record is None:
-        # The check above leaves no None here.
-        record = make_autocast(fun, cast(Any, policy_or_dtype), rules, checkpoint=None, gradient_dtype=None)
+        if policy_or_dtype is None:
+            raise ValueError(
+                "`explain` needs a policy or a dtype, unless the function is one that `autocast` returned. Add one, "
+                "such as 'bf16': `mpx.explain(fun, 'bf16')`, on the command line `--policy bf16`."
+            )
+        rules = DEFAULT_RULES if rules is None else rules
+        record = make_autocast(fun, policy_or_dtype, rules, checkpoint=None, gradient_dtype=None)
 
     def explained(*args: Any, **kwargs: Any) -> Explanation:
         _require_dtypes_that_are_on((args, kwargs))
@@ -138,10 +138,7 @@ def explain(
 
 
 def _require_dtypes_that_are_on(arguments: Any) -> None:
-    """Raise for shapes of 64-bit numbers for which JAX would take 32-bit ones.
-
-    It does so with NumPy's arrays too, but there users expect it: float64 is only NumPy's default.
-    """
+    """Raise for shapes of 64 bits for which JAX would take 32. With NumPy's arrays users expect that of it."""
     off = [
         f"{_trees.path_string(path[1:])} ({_trees.dtype_and_shape(leaf)})"
         for path, leaf in jax.tree.leaves_with_path(arguments)
@@ -154,7 +151,25 @@ def _require_dtypes_that_are_on(arguments: Any) -> None:
         )
 
 
-def _summed(steps: Iterable["_Placed"]) -> Explanation:
+_Placed = tuple[Step, int, tuple[JaxprEqn, ...]]  # a step, how often it runs, and the equations around it
+
+
+def _walk(steps: Iterable[Step], times: int = 1, outer: tuple[JaxprEqn, ...] = ()) -> Iterator[_Placed]:
+    """Yield all steps of a plan and of those inside, also of programs that are kept whole."""
+    for step in steps:
+        eqn = step.eqn
+        inside = [plan.steps for plan in step.plans]
+        if not inside and eqn.primitive.name != "pallas_call":
+            kept = Step(eqn, "keep", None, (), (), reason=step.reason)
+            jaxprs = jex_core.jaxprs_in_params(eqn.params)
+            inside = [[kept._replace(eqn=inner) for inner in open_jaxpr(jaxpr).eqns] for jaxpr in jaxprs]
+        for steps_inside in inside:
+            yield from _walk(steps_inside, times * eqn.params.get("length", 1), (eqn, *outer))
+        if not inside:
+            yield step, times, outer
+
+
+def _summed(steps: Iterable[_Placed]) -> Explanation:
     """Add up the steps of a line that run in one way."""
     contractions: dict[tuple[str, str, str, str, str], list[int]] = defaultdict(lambda: [0, 0])
     others: dict[tuple[str, str], list[Any]] = defaultdict(lambda: [[], 0, 0])
@@ -165,13 +180,13 @@ def _summed(steps: Iterable["_Placed"]) -> Explanation:
             found = contractions[where, eqn.primitive.name, shapes, runs_in, step.reason or ""]
             found[0] += times
             found[1] += times * contraction.flops(eqn)
-        elif _is_counted(step):
-            names, *_ = found = others[where, runs_in]
-            names.append(eqn.primitive.name)
+        elif _is_arithmetic(eqn):
+            found = others[where, runs_in]
+            found[0].append(eqn.primitive.name)
             found[1] += times
             found[2] += times * max(v.aval.size for v in [*eqn.invars, *eqn.outvars])
     return Explanation(
-        tuple(Row(*key, count, flops) for key, (count, flops) in contractions.items()),
+        tuple(Row(*key, *numbers) for key, numbers in contractions.items()),
         tuple(
             Row(where, ", ".join(dict.fromkeys(names)), "", runs_in, "", count, flops)
             for (where, runs_in), (names, count, flops) in others.items()
@@ -179,33 +194,11 @@ def _summed(steps: Iterable["_Placed"]) -> Explanation:
     )
 
 
-_Placed = tuple[Step, int, tuple[JaxprEqn, ...]]  # a step, how often it runs, and the equations around it
-
-
-def _walk(steps: Iterable[Step], times: int = 1, outer: tuple[JaxprEqn, ...] = ()) -> Iterator[_Placed]:
-    """Yield all steps of a plan and of those inside, also of programs that are kept whole."""
-    for step in steps:
-        eqn, name = step.eqn, step.eqn.primitive.name
-        reason = step.reason or REASONS.get(name, "kept")
-        inside = [plan.steps for plan in step.plans]
-        if not inside and name != "pallas_call":
-            inside = [_kept_steps(jaxpr, reason) for jaxpr in jex_core.jaxprs_in_params(eqn.params)]
-        for steps_inside in inside:
-            yield from _walk(steps_inside, times * eqn.params.get("length", 1), (eqn, *outer))
-        if not inside:
-            yield step, times, outer
-
-
-def _kept_steps(jaxpr: Any, reason: str) -> tuple[Step, ...]:
-    return tuple(Step(eqn, "keep", None, (), (), reason=reason) for eqn in open_jaxpr(jaxpr).eqns)
-
-
-def _is_counted(step: Step) -> bool:
-    """Return whether a step is arithmetic on floating-point numbers."""
-    rule = DEFAULT_RULES.get(step.eqn.primitive.name, "keep")
-    operands = [*step.eqn.invars, *step.eqn.outvars]
-    floats = [v for v in operands if jnp.issubdtype(dtype_of(v), jnp.floating)]
-    return rule != "follow" and bool(floats) and all(hasattr(v.aval, "size") for v in operands)
+def _is_arithmetic(eqn: JaxprEqn) -> bool:
+    operands = [*eqn.invars, *eqn.outvars]
+    has_floats = any(jnp.issubdtype(dtype_of(v), jnp.floating) for v in operands)
+    is_moved = DEFAULT_RULES.get(eqn.primitive.name) == "follow"
+    return has_floats and not is_moved and all(hasattr(v.aval, "size") for v in operands)
 
 
 def _runs_in(step: Step) -> str:
@@ -222,8 +215,7 @@ def _shape(v: Any) -> str:
 
 def line_of(eqn: JaxprEqn, outer: tuple[JaxprEqn, ...]) -> str:
     """Return where an operation stands in the user's code: its own line, else that of an operation around it."""
-    lines = (line for line in map(_users_line, (eqn, *outer)) if line)
-    return next(lines, None) or source_info_util.summarize(eqn.source_info)
+    return next(filter(None, map(_users_line, (eqn, *outer))), None) or source_info_util.summarize(eqn.source_info)
 
 
 def _users_line(eqn: JaxprEqn) -> str | None:

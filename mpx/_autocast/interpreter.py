@@ -20,9 +20,9 @@ from mpx._jaxprs import CONTRACTIONS, ELEMENTWISE, closed_jaxpr, constants_of, d
 
 def run(plan: CastPlan, operands: Sequence[Any], settings: Settings) -> list[Any]:
     """Return the results of a plan's program for these operands, each in the dtype that it was traced with."""
-    program = open_jaxpr(plan.jaxpr)
     if not plan.changes:
         return jex_core.jaxpr_as_fun(closed_jaxpr(plan.jaxpr))(*operands)
+    program = open_jaxpr(plan.jaxpr)
     values = dict(zip(program.constvars, constants_of(plan.jaxpr), strict=True))
     values.update(zip(program.invars, operands, strict=True))
     read = lambda v: v.val if is_literal(v) else values[v]

@@ -24,20 +24,12 @@ MARK = "mpx:autocast"  # in the name stack of operations about which an autocast
 
 
 class Tag(NamedTuple):
-    """The facts that are known of a value.
+    """The facts that are known of a value."""
 
-    Attributes:
-        representable_in: a 16-bit dtype that has this float32 value, so that rounding to it is exact; None if that is
-            not known.
-        compute: how an override of the policy wants contractions with it to run; None for the default.
-        is_argument: whether arguments of the function are among its elements: weights, whose gradients a user gets.
-        is_copied: whether it may hold an element several times, so that cotangents are still to be added up.
-    """
-
-    representable_in: np.dtype | None = None
-    compute: Compute | None = None
-    is_argument: bool = False
-    is_copied: bool = False
+    representable_in: np.dtype | None = None  # a 16-bit dtype that is known to have this float32 value
+    compute: Compute | None = None  # how an override of the policy wants contractions with it to run
+    is_argument: bool = False  # whether it has elements of the function's arguments, whose gradients a user gets
+    is_copied: bool = False  # whether it may have an element twice, so that cotangents are still to be added up
 
 
 UNKNOWN = Tag()
@@ -45,74 +37,51 @@ UNKNOWN = Tag()
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The choices of the user.
-
-    Attributes:
-        compute: how contractions run.
-        rules: the table.
-        gradient_dtype: the dtype of the gradients of weights in contractions; None for the compute dtype.
-    """
+    """The choices of the user."""
 
     compute: Compute
     rules: Mapping[str, Rule]
-    gradient_dtype: np.dtype | None = None
+    gradient_dtype: np.dtype | None = None  # of gradients of weights in contractions; None for the compute dtype
 
 
 class Step(NamedTuple):
-    """The decision about an equation.
-
-    Attributes:
-        eqn: the equation.
-        action: `narrow`, `enter` or `keep`.
-        compute: in what it runs, if it is narrowed.
-        in_tags: the tags of its operands.
-        out_tags: the tags of its results.
-        plans: those of the programs inside, if they are entered.
-        reason: why it is kept, if it might have been narrowed; or None.
-    """
+    """The decision about an equation."""
 
     eqn: JaxprEqn
-    action: Rule
-    compute: Compute | None
+    action: Rule  # `narrow`, `enter` or `keep`
+    compute: Compute | None  # in what it runs, if it is narrowed
     in_tags: tuple[Tag, ...]
     out_tags: tuple[Tag, ...]
-    plans: tuple["CastPlan", ...] = ()
-    reason: str | None = None
+    plans: tuple["CastPlan", ...] = ()  # those of the programs inside, if it holds any that may be entered
+    reason: str | None = None  # why it is kept, if it might have been narrowed
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CastPlan:
-    """The decisions about a jaxpr.
+    """The decisions about a jaxpr whose inputs have given tags."""
 
-    Attributes:
-        jaxpr: the program, open or closed.
-        steps: one for each equation.
-        in_tags: the tags of its inputs, for which this plan was made.
-        out_tags: the tags of its results.
-        rounded_to: for each input the 16-bit dtype to which its cotangent is rounded in any case, because a single
-            narrowed contraction uses it; None where that is not so.
-        changes: whether any step, here or below, does anything but run as traced.
-    """
-
-    jaxpr: Any
+    jaxpr: Any  # open or closed
     steps: tuple[Step, ...]
     in_tags: tuple[Tag, ...]
     out_tags: tuple[Tag, ...]
+    # The 16-bit dtype to which the cotangent of each input is rounded in any case, since a single narrowed contraction
+    # uses it; None where that is not so.
     rounded_to: tuple[np.dtype | None, ...]
-    changes: bool
+
+    @property
+    def changes(self) -> bool:
+        """Return whether any step, here or below, does anything but run as traced."""
+        return any(step.action != "keep" for step in self.steps)
 
 
 class Handler(NamedTuple):
-    """The functions that plan and run an operation which holds programs.
+    """The functions that plan and run an operation which holds programs."""
 
-    Attributes:
-        plan: from the equation, its operands' tags and the planner to the plans inside and the results' tags.
-        rounded_to: from the equation and the plans inside to the `CastPlan.rounded_to` of each operand.
-        run: from the step, the operands, the function that runs a plan on values, and the settings to the results.
-    """
-
+    # From the equation and its operands' tags to the plans of the programs inside and the results' tags.
     plan: Callable[[JaxprEqn, tuple[Tag, ...], "Planner"], tuple[tuple[CastPlan, ...], tuple[Tag, ...]]]
-    rounded_to: Callable[[JaxprEqn, tuple[CastPlan, ...]], list[np.dtype | None]]
+    # From the equation and the plans inside to the `CastPlan.rounded_to` of each operand. None if these are all None.
+    rounded_to: Callable[[JaxprEqn, tuple[CastPlan, ...]], list[np.dtype | None]] | None
+    # From the step, its operands, the function that runs a plan on values, and the settings to the results.
     run: Callable[[Step, list[Any], "Run", Settings], Sequence[Any]]
 
 
@@ -142,9 +111,7 @@ class Planner:
             return steps[-1].out_tags
 
         out_tags = propagate(jaxpr, in_tags, decide, lambda v: UNKNOWN)
-        rounded_to = self._rounded_to(open_jaxpr(jaxpr), steps)
-        changes = any(step.action != "keep" for step in steps)
-        return CastPlan(jaxpr, tuple(steps), in_tags, tuple(out_tags), rounded_to, changes)
+        return CastPlan(jaxpr, tuple(steps), in_tags, tuple(out_tags), self._rounded_to(open_jaxpr(jaxpr), steps))
 
     def _step(self, eqn: JaxprEqn, tags: tuple[Tag, ...]) -> Step:
         name = eqn.primitive.name
@@ -152,9 +119,9 @@ class Planner:
         is_decided = MARK in str(eqn.source_info.name_stack)
         if rule == "follow":
             followed = self._followed(eqn, tags)
-            dtype = followed[0].representable_in
             # A value that a policy of `jax.checkpoint` keeps by its name is kept in 16 bits.
-            if name == "name" and dtype is not None and travels_narrow(tags[0], None, self.settings) and not is_decided:
+            dtype = travels_in(followed[0], None, self.settings) if name == "name" and not is_decided else None
+            if dtype is not None:
                 return Step(eqn, "narrow", computes.compute_of_dtype(dtype), tags, followed)
             return Step(eqn, "keep", None, tags, followed)
         if is_decided:
@@ -183,8 +150,8 @@ class Planner:
         if not compute.changes:
             reason = "an override of the policy asks for f32" if asked else f"{compute.name} is asked for"
             return _kept(eqn, tags, "this device has no TF32" if compute.name == "tf32" else reason)
-        is_contraction = eqn.primitive.name in CONTRACTIONS
-        reason = contraction.why_kept(eqn, compute) if is_contraction else _why_elementwise_kept(eqn, compute)
+        why_kept = contraction.why_kept if eqn.primitive.name in CONTRACTIONS else _why_elementwise_kept
+        reason = why_kept(eqn, compute)
         if reason is not None:
             return _kept(eqn, tags, reason)
         narrow = Tag(compute.dtype) if compute.is_narrow else UNKNOWN
@@ -254,21 +221,23 @@ class Planner:
                 return [dtype] * len(eqn.invars)
             # The cotangents of a bias are rounded before they are added up, and not after.
             return [None if _is_smaller(v, eqn.outvars[0]) else dtype for v in eqn.invars]
-        if step.action == "enter":
-            return self._handlers[name].rounded_to(eqn, step.plans)
+        of_handler = self._handlers[name].rounded_to if step.action == "enter" else None
+        if of_handler is not None:
+            return of_handler(eqn, step.plans)
         return [rounded.get(eqn.outvars[0]) if name in PERMUTATIONS else None] * len(eqn.invars)
 
 
-def travels_narrow(tag: Tag, rounded_to: np.dtype | None, settings: Settings) -> bool:
-    """Return whether a representable value crosses the border of a program inside in 16 bits.
+def travels_in(tag: Tag, rounded_to: np.dtype | None, settings: Settings) -> np.dtype | None:
+    """Return the 16-bit dtype in which a value crosses the border of a program inside; None if in its own.
 
     Nothing is lost on the way in. On the way back its cotangent, a sum in float32 of those of all uses inside, is
     rounded once. For a weight, and for copies of one value, that is allowed only if it has been rounded already: the
     gradients that a user gets lose nothing, and cotangents are rounded after they are added up.
     """
-    if tag.representable_in is None or (tag.is_argument and settings.gradient_dtype is not None):
-        return False
-    return rounded_to == tag.representable_in or not (tag.is_argument or tag.is_copied)
+    if tag.is_argument and settings.gradient_dtype is not None:
+        return None
+    is_allowed = rounded_to == tag.representable_in or not (tag.is_argument or tag.is_copied)
+    return tag.representable_in if is_allowed else None
 
 
 def _kept(eqn: JaxprEqn, tags: tuple[Tag, ...], reason: str) -> Step:

@@ -20,19 +20,12 @@ Rule = Literal["narrow", "narrow_if_representable", "follow", "enter", "keep"]
 
 
 class Group(NamedTuple):
-    """Primitives that have a rule for one reason.
-
-    Attributes:
-        rule: what happens to them.
-        reason: why, as `explain` shows it.
-        primitives: their names, those of `jax.extend.core.Primitive.name`.
-        can_narrow: whether a user's table may narrow them: arithmetic on floating-point arrays and nothing else.
-    """
+    """Primitives that have a rule for one reason."""
 
     rule: Rule
-    reason: str
-    primitives: Collection[str]
-    can_narrow: bool = False
+    reason: str  # as `explain` shows it
+    primitives: Collection[str]  # names, those of `jax.extend.core.Primitive.name`
+    can_narrow: bool = False  # whether a user's table may narrow them: arithmetic on floating-point arrays only
 
 
 # A primitive that moves or selects values is added to a set in `_jaxprs`; every other one here.
@@ -158,11 +151,10 @@ FAST_RULES: dict[str, Rule] = {**DEFAULT_RULES, **dict.fromkeys(_ACTIVATIONS, "n
 
 Sums, products, `tanh`, `logistic` and `erf` run in the compute dtype if it represents their operands anyway, as it does
 most results of contractions; biases and constants of the source code are rounded for that. What the backward pass keeps
-is then as small as that of a model cast by hand, also without `checkpoint`. Squares stay float32 (norms add them up),
-and so do softmax, norms, losses and the carries of loops. Gradients of weights and biases are added up in float32 as
-ever. The price: each activation has a rounding error of its own, a residual stream that is written out layer by layer
-is rounded at each layer, a sum of 300 ones that is written out is 256, and in float16 a product of two activations can
-overflow.
+is then as small as that of a model cast by hand, also without `checkpoint`. Squares (norms add them up), softmax,
+norms, losses, carries of loops, and sums that make gradients of weights and biases stay float32. The price: each
+activation has a rounding error of its own, a residual stream that is written out layer by layer is rounded at each
+layer, a sum of 300 ones that is written out is 256, and in float16 a product of two activations can overflow.
 
 Measured against float64 (`benchmarks/autocast.py`, a transformer of 4 layers after 50 steps, 5 seeds, on a CPU):
 the relative error of the gradient in bfloat16 is 8.5e-3, with the default table 8.2e-3, cast by hand 1.1e-2.

@@ -34,19 +34,12 @@ _RECORD = "__mpx_autocast__"
 
 @dataclasses.dataclass(frozen=True)
 class Autocast:
-    """The parts of an autocast function, which other parts of mpx read off it.
-
-    Attributes:
-        fun: the user's function.
-        settings: how contractions run.
-        policy: the policy that the user gave, if it was one.
-        checkpoint: a policy of `jax.checkpoint`, or None.
-    """
+    """The parts of an autocast function, which other parts of mpx read off it."""
 
     fun: Callable[..., Any]
     settings: Settings
-    policy: Policy | None
-    checkpoint: Callable[..., Any] | None
+    policy: Policy | None  # if the user gave one, and not a dtype
+    checkpoint: Callable[..., Any] | None  # a policy of `jax.checkpoint`
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], dtypes: list[np.dtype | None] | None = None) -> Any:
         """Call the function; `dtypes` tells which 16-bit dtypes represent the float32 leaves of the arguments."""
@@ -114,20 +107,13 @@ class Autocast:
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """A traced function, and the decisions about it.
-
-    Attributes:
-        plan: the decisions.
-        arrays: the arguments that are arrays.
-        treedef: the structure of the result.
-        static: the leaves of the result that are no arrays, and None for those that are.
-        changes: what the function changes in its arguments, each with the index of the new value among the results.
-    """
+    """A traced function, and the decisions about it."""
 
     plan: CastPlan
-    arrays: list[Any]
-    treedef: Any
-    static: list[Any]
+    arrays: list[Any]  # the arguments that are arrays
+    treedef: Any  # of the result
+    static: list[Any]  # the leaves of the result that are no arrays, and None for those that are
+    # What the function changes in its arguments, each with the index of the new value among the results.
     changes: list[tuple[in_place.Change, int]]
 
     def rebuild(self, arrays: list[Any]) -> Any:
@@ -164,14 +150,14 @@ def autocast(
     `precision="high"` or `"highest"` (by `jax.default_matmul_precision` too), integers, float64 and complex numbers,
     and the bodies of custom derivatives and of kernels. `explain` shows what happens to a function.
 
-    Like `jax.jit` it traces the function: on each call, so put `jax.jit` around it. Arguments that are no arrays
-    (flags, strings, functions) reach the function as they are. What the function changes in an object among its
-    arguments, such as the batch statistics of a Flax NNX model, is changed in that object. It composes with `jit`,
-    `grad`, `vmap`, `scan`, `while`, `cond`, `checkpoint`, custom derivatives and `shard_map`, on either side; of two
-    autocasts the inner one wins.
+    Like `jax.jit` it traces the function: on each call, so put `jax.jit` around it. What the function changes in an
+    object among its arguments, such as the batch statistics of a Flax NNX model, is changed in that object. It composes
+    with `jit`, `grad`, `vmap`, `scan`, `while`, `cond`, `checkpoint`, custom derivatives and `shard_map`, on either
+    side; of two autocasts the inner one wins.
 
     Args:
-        fun: any function of pytrees. Arrays that it closes over keep their dtype: pass parameters as arguments.
+        fun: any function of pytrees. Arguments that are no arrays (flags, strings, functions) reach it as they are.
+            Arrays that it closes over keep their dtype: pass parameters as arguments.
         policy_or_dtype: a dtype or its name (`"bf16"`, `"f16"`); or a way to multiply float32 numbers, `"tf32"` (a CPU,
             which has none, does it in float32) or `"bf16x3"`, for matrix products only; or a policy or its string
             (`"compute=bf16"`). Of a policy count `compute_dtype`, the overrides, for contractions with the arguments
@@ -188,9 +174,9 @@ def autocast(
             mapped by `vmap` from outside it makes a gradient for each example before they are added up: map inside.
 
     Returns:
-        A function with the arguments of `fun`. Its results are those of `fun` for float32 arguments. Gradients have
-        the dtypes of the arguments; `mpx.value_and_grad` and `mpx.grad` of this very function (not of a function
-        around it; `jax.jit` comes last) give them in float32, without any rounding.
+        A function with the arguments and the results of `fun` for float32 arguments. Gradients have the dtypes of the
+        arguments; `mpx.value_and_grad` and `mpx.grad` of this very function (not of a function around it; `jax.jit`
+        comes last) give them in float32, without any rounding.
 
     Raises:
         TypeError: if `fun` is no function.
@@ -238,18 +224,12 @@ def make_autocast(
 
 
 def full_precision(fun: F) -> F:
-    """Make a function an island of float32: inside `autocast` nothing in it is narrowed, but for its own casts.
+    """Make a function of pytrees an island of float32, in which `autocast` narrows nothing.
 
     Outside of `autocast` 16-bit floating arguments are widened to float32, the function runs in float32, and its
-    float32 results are cast back to the dtype to which jax promotes its floating arguments (bfloat16, if all of them
-    are). Inside `autocast`, where arguments are float32, so are the results. Matrix products of float32 numbers run at
-    the highest precision, not in TF32.
-
-    Args:
-        fun: any function of pytrees.
-
-    Returns:
-        A function with the same arguments.
+    float32 results are cast back to the dtype of its floating arguments, if these have one dtype. Inside `autocast`,
+    where arguments are float32, so are the results. Matrix products of float32 numbers run at the highest precision,
+    not in TF32.
 
     Raises:
         TypeError: if `fun` is no function.

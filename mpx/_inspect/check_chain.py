@@ -1,10 +1,10 @@
 """`check_chain`: does anything in a chain change numbers that must reach their place as they are?
 
-The program of one update is traced, not run. Two kinds of values bear names in it, and are followed by `propagate`:
+The program of one update is traced, not run, and two kinds of values are followed through it by `propagate`:
 
 - Updates that land on a number which a transformation has chosen (`writeback.landing_update`). On their way to the
   result they may be selected against zero (a skipped step), multiplied by a boolean (`MultiSteps`) or moved about.
-- The gradients that `loss_scaling` receives. In front of it, whatever is not linear sees scaled gradients.
+- Gradients, until `loss_scaling` receives them. In front of it, whatever is not linear sees scaled gradients.
 """
 
 from collections.abc import Sequence
@@ -43,8 +43,7 @@ def check_chain(tx: optax.GradientTransformation, params: Any = None, **extra_ar
     it clips scaled gradients, and an average over steps (`optax.MultiSteps`) never loses a NaN again, so that every
     later step is skipped. Call this once, where the optimizer is made; it only traces.
 
-    It does not see a bare Optax rule in front of `kahan_summation`, which keeps moments of 16-bit parameters in 16
-    bits, because one may want that.
+    A bare Optax optimizer in front of `kahan_summation`, which keeps moments of 16-bit parameters in 16 bits, passes.
 
     Args:
         tx: the whole transformation.
@@ -57,9 +56,9 @@ def check_chain(tx: optax.GradientTransformation, params: Any = None, **extra_ar
         ValueError: if an element of a chain changes the updates after one of the three; if one of them follows
             another (those inside `upcast` or `master_weights` do nothing, and are refused at `init`); if something in
             front of `loss_scaling` is not linear in the gradients, unless the scale is always 1, or adds them up over
-            steps; if `master_weights` stands in a chain beside a rule that keeps its state in 16 bits, which it should
-            wrap; or if `params_ema` is not the last element of its chain, or stands outside of `master_weights` and
-            averages rounded parameters.
+            steps; if `master_weights` stands in a chain beside an optimizer that keeps its state in 16 bits, which it
+            should wrap; or if `params_ema` is not the last element of its chain, or stands outside of `master_weights`
+            and averages rounded parameters.
 
     Example:
         >>> check_chain(optax.chain(optax.clip(1.0), master_weights(optax.adam(1e-3))))
@@ -82,195 +81,178 @@ element of the chain.
     program, (updates, _) = jax.make_jaxpr(
         lambda grads, state, params, extra: tx.update(grads, state, params, **extra), return_shape=True
     )(grads, state, params, extra_args)
-    _require_linear_gradients(program, len(jax.tree.leaves(grads)), jax.tree.leaves(state))
-    _require_final_updates(program, updates)
+    results, received = _followed(program, len(jax.tree.leaves(grads)), jax.tree.leaves(state))
+    _require_linear_gradients(received)
+    paths = list(_trees.leaves_by_path(updates))
+    _require_final_updates(paths, results[: len(paths)])
     _require_wide_state_before_masters(state)
     _require_averages_of_masters(state)
     _require_averages_at_the_end(state)
 
 
-# ---- updates that are final -----------------------------------------------------------------------------------------
+# ---- values on their way --------------------------------------------------------------------------------------------
+
+_GRADIENT = "gradient"
+_LINEAR = SUMS | EXCHANGES | {"neg"}
 
 
-class _Update(NamedTuple):
-    """The history of a value since a transformation made it final.
+class _Value(NamedTuple):
+    """The history of a value.
 
     Attributes:
-        author: the transformation; empty for a value that nobody made final.
-        changed_by: the first primitive, or transformation, that changed it after that; or empty.
-        is_sent: whether it travels as the number where it lands, not as an update, until it arrives: see `mpx.zero1`.
+        origin: `gradient`, or the transformation that made it a final update; empty for other values.
+        changed_by: the first primitive, or transformation, that did to it what nothing may do; or empty.
+        is_average: whether that added a gradient to a part of the state.
+        is_sent: whether an update travels as the number where it lands until it arrives: see `mpx.zero1`.
+        is_state: whether it is computed from arrays of the state.
         is_zero: whether it is zero everywhere.
-        is_mask: whether it is a boolean in a numeric dtype.
+        is_mask: whether it is a boolean, perhaps in a numeric dtype.
     """
 
-    author: str = ""
+    origin: str = ""
     changed_by: str = ""
+    is_average: bool = False
     is_sent: bool = False
+    is_state: bool = False
     is_zero: bool = False
     is_mask: bool = False
 
 
-def _require_final_updates(program: Any, updates: Any) -> None:
-    """Raise if an update is changed after a transformation has chosen where it lands."""
-    paths = list(_trees.leaves_by_path(updates))
-    found = propagate(program, [_Update()] * len(program.jaxpr.invars), _update_rule, _constant)[: len(paths)]
-    changed = [(path, update) for path, update in zip(paths, found, strict=True) if update.changed_by]
-    if not changed:
-        return
-    path, update = changed[0]
-    advice = "make it the last element of the chain."
-    if update.author == "master_weights":
-        advice = (
-            "put it around the whole chain, `master_weights(optax.chain(...))`, or move what clips or scales gradients "
-            "in front of it."
-        )
-    raise ValueError(
-        f"`check_chain`: the update of {_trees.path_string(path)!r} was final when `{update.author}` had rounded it, "
-        f"but `{update.changed_by}` changes it after that ({len(changed)} of {len(_final(found))} such leaves). "
-        f"Nothing may change updates after `{update.author}`: {advice}"
-    )
+_OTHER = _Value()
 
 
-def _constant(v: Any) -> _Update:
-    return _Update(is_zero=_is_zero(v))
+def _followed(program: Any, gradients: int, state: Sequence[Any]) -> tuple[list[_Value], list[tuple[str, _Value]]]:
+    """Return the histories of the program's results, and those of the gradients that `loss_scaling` receives."""
+    inputs = [_Value(_GRADIENT)] * gradients
+    inputs += [_Value(is_state=_trees.is_floating(leaf) and leaf.ndim > 0) for leaf in state]
+    inputs += [_OTHER] * (len(program.jaxpr.invars) - len(inputs))
+    received: list[tuple[str, _Value]] = []
+
+    def rule(eqn: JaxprEqn, operands: list[_Value]) -> Sequence[_Value]:
+        mark = eqn.params["name"] if eqn.primitive.name == "name" else ""
+        if mark in (SCALED, UNSCALED):
+            received.append((mark, operands[0]))
+            return [_OTHER if operands[0].origin == _GRADIENT else operands[0]]
+        if mark.startswith(MARK):
+            return [_named(mark.removeprefix(MARK), operands[0])]
+        if holds_programs_run_once(eqn):
+            columns = propagate_inside(eqn, operands, rule, constant)
+            return [_one_of(column, eqn.primitive.name) for column in columns]
+        return [_result(eqn, operands)] * len(eqn.outvars)
+
+    constant = lambda v: _Value(is_zero=is_literal(v) and np.ndim(v.val) == 0 and v.val == 0)
+    return propagate(program, inputs, rule, constant), received
 
 
-def _final(values: Sequence[_Update]) -> list[_Update]:
-    return [value for value in values if value.author]
+def _tracked(values: Sequence[_Value]) -> list[_Value]:
+    """Return the final updates among values, or else the gradients; one that is changed comes first."""
+    found = [value for value in values if value.origin]
+    final = [value for value in found if value.origin != _GRADIENT]
+    return sorted(final or found, key=lambda value: not value.changed_by)
 
 
-def _update_rule(eqn: JaxprEqn, operands: list[_Update]) -> Sequence[_Update]:
-    """Return what has happened to the results of an equation, from what has happened to its operands."""
-    name, count = eqn.primitive.name, len(eqn.outvars)
-    is_mask = [value.is_mask or dtype_of(v) == np.bool_ for v, value in zip(eqn.invars, operands, strict=True)]
-    if name == "name" and eqn.params["name"].startswith(MARK):
-        return [_named(eqn.params["name"].removeprefix(MARK), _final(operands))]
-    if holds_programs_run_once(eqn):
-        return [_one_of(values, name) for values in propagate_inside(eqn, operands, _update_rule, _constant)]
-    if name == "select_n":
-        return [_one_of(operands[1:], name)]
-    if name in MOVES or (name == "convert_element_type" and not _narrows(eqn)):
-        return [_together(operands)._replace(is_mask=is_mask[0])] * count
-    if name == "mul" and any(is_mask):
-        return [_together(operands)]
-    final = _final(operands)
-    return [_Update() if not final else final[0] if final[0].is_sent else _changed(final[0], name)] * count
-
-
-def _changed(value: _Update, by: str) -> _Update:
-    return _Update(value.author, value.changed_by or by)
-
-
-def _named(author: str, earlier: Sequence[_Update]) -> _Update:
-    """Return what has happened to an update on which a transformation leaves its name."""
-    if not earlier:
-        return _Update(author, is_sent=author == SENT)
+def _named(author: str, earlier: _Value) -> _Value:
+    """Return the history of an update on which a transformation leaves its name."""
+    if earlier.origin in ("", _GRADIENT):
+        return _Value(author, is_sent=author == SENT)
     if author == SENT:
-        return earlier[0]._replace(is_sent=True)
-    if earlier[0].is_sent:
-        return _Update(author if earlier[0].author == SENT else earlier[0].author, earlier[0].changed_by)
-    return _Update(earlier[0].author, author)
+        return earlier._replace(is_sent=True)
+    if earlier.is_sent:
+        return _Value(author if earlier.origin == SENT else earlier.origin, earlier.changed_by)
+    return _Value(earlier.origin, author)
 
 
-def _one_of(values: Sequence[_Update], chooser: str) -> _Update:
-    """Return what has happened to a value that is one of several: zero may take its place, and nothing else."""
-    final = _final(values)
-    if len(values) == 1 or (final and final[0].is_sent):
-        return (final or values)[0]
-    if not final:
-        return _Update(is_zero=all(value.is_zero for value in values))
-    others = any(not (value.author or value.is_zero) for value in values)
-    return _changed(_together(values), chooser) if others else _together(values)
+def _result(eqn: JaxprEqn, operands: list[_Value]) -> _Value:
+    """Return the history of the results of an equation, from those of its operands."""
+    name = eqn.primitive.name
+    if name == "select_n":
+        return _one_of(operands[1:], name, operands[0])
+    moves = name in MOVES or name == "convert_element_type"
+    is_mask = [value.is_mask or dtype_of(v) == np.bool_ for v, value in zip(eqn.invars, operands, strict=True)]
+    is_state = any(value.is_state for value in operands)
+    tracked = _tracked(operands)
+    if not tracked:
+        is_zero = (moves or name == "mul") and any(value.is_zero for value in operands)
+        return _Value(is_state=is_state, is_zero=is_zero, is_mask=moves and is_mask[0])
+    if tracked[0].origin == _GRADIENT:
+        is_allowed = moves or _is_linear(name, operands)
+    else:
+        is_allowed = (moves and not _narrows(eqn)) or (name == "mul" and any(is_mask))
+    result = tracked[0] if is_allowed else _changed(tracked[0], name, is_state and name in ("add", "sub"))
+    return result._replace(is_mask=moves and is_mask[0])
 
 
-def _together(values: Sequence[_Update]) -> _Update:
-    """Return what has happened to values put side by side, or to one that is masked: the change if there is one."""
-    final = _final(values)
-    if not final:
-        return _Update(is_zero=any(value.is_zero for value in values))
-    return next((value for value in final if value.changed_by), final[0])
+def _one_of(values: Sequence[_Value], chooser: str, index: _Value = _OTHER) -> _Value:
+    """Return the history of a value that is one of several: zero may take the place of a tracked one."""
+    tracked = _tracked(values)
+    if index.origin == _GRADIENT and (not tracked or tracked[0].origin == _GRADIENT):
+        return _changed(index, chooser)
+    if not tracked:
+        is_state, is_zero = any(value.is_state for value in values), all(value.is_zero for value in values)
+        return values[0] if len(values) == 1 else _Value(is_state=is_state, is_zero=is_zero)
+    is_allowed = all(value in tracked or value.is_zero for value in values)
+    return tracked[0] if is_allowed else _changed(tracked[0], chooser)
+
+
+def _changed(value: _Value, by: str, is_average: bool = False) -> _Value:
+    """Return the history of a value with which something is done that nothing may do; the first counts."""
+    is_first = not (value.changed_by or value.is_sent)
+    return value._replace(changed_by=by, is_average=is_average) if is_first else value
+
+
+def _is_linear(name: str, operands: Sequence[_Value]) -> bool:
+    """Return whether a primitive, of gradients and other values, is linear in the gradients."""
+    is_gradient = [value.origin == _GRADIENT for value in operands]
+    if name in ("mul", "dot_general"):
+        return sum(is_gradient) == 1
+    if name == "div":
+        return not is_gradient[1]
+    return all(is_gradient) if name in ("add", "sub") else name in _LINEAR
 
 
 def _narrows(eqn: JaxprEqn) -> bool:
-    return eqn.params["new_dtype"].itemsize < dtype_of(eqn.invars[0]).itemsize
+    to = eqn.params.get("new_dtype")
+    return to is not None and to.itemsize < dtype_of(eqn.invars[0]).itemsize
 
 
-def _is_zero(v: Any) -> bool:
-    return is_literal(v) and np.ndim(v.val) == 0 and v.val == 0
+# ---- what nothing may do --------------------------------------------------------------------------------------------
 
 
-# ---- gradients that are scaled --------------------------------------------------------------------------------------
-
-# How a value depends on the gradients: not at all, linearly, or through something that is not linear in them.
-_OTHER, _ZERO, _STATE, _GRADIENT = "other", "zero", "state", "gradient"
-_LINEAR = MOVES | SUMS | EXCHANGES | {"convert_element_type", "neg"}
-
-
-class _NotLinear(NamedTuple):
-    """The first primitive that is not linear in the gradients, and whether it adds them to a part of the state."""
-
-    primitive: str
-    is_average: bool
-
-
-def _require_linear_gradients(program: Any, gradients: int, state: Sequence[Any]) -> None:
+def _require_linear_gradients(received: Sequence[tuple[str, _Value]]) -> None:
     """Raise if something in front of `loss_scaling` is not linear in the gradients, or adds them up over steps."""
-    inputs = [_GRADIENT] * gradients
-    inputs += [_STATE if _trees.is_floating(leaf) and leaf.ndim else _OTHER for leaf in state]
-    inputs += [_OTHER] * (len(program.jaxpr.invars) - len(inputs))
-    received: list[tuple[str, Any]] = []
-
-    def rule(eqn: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
-        name = eqn.primitive.name
-        if name == "name" and eqn.params["name"] in (SCALED, UNSCALED):
-            received.append((eqn.params["name"], operands[0]))
-            return [_OTHER]
-        if holds_programs_run_once(eqn):
-            columns = propagate_inside(eqn, operands, rule, constant)
-            return [_gradient_of("select_n", [_OTHER, *values]) for values in columns]
-        return [_gradient_of(name, operands)] * len(eqn.outvars)
-
-    constant = lambda v: _ZERO if _is_zero(v) else _OTHER
-    propagate(program, inputs, rule, constant)
-    for name, value in received:
-        if isinstance(value, _NotLinear) and value.is_average:
+    for mark, value in received:
+        if value.origin == _GRADIENT and value.is_average:
             raise ValueError(
-                f"`check_chain`: an average or a sum over steps (`{value.primitive}`) stands in front of "
+                f"`check_chain`: an average or a sum over steps (`{value.changed_by}`) stands in front of "
                 "`loss_scaling`. It never loses an infinity or NaN, so that every later step is skipped. Put it "
                 "inside: `loss_scaling(optax.MultiSteps(...))`."
             )
-        if isinstance(value, _NotLinear) and name == SCALED:
+        if value.origin == _GRADIENT and value.changed_by and mark == SCALED:
             raise ValueError(
-                f"`check_chain`: gradients reach `loss_scaling` scaled, but `{value.primitive}` in front of it is not "
+                f"`check_chain`: gradients reach `loss_scaling` scaled, but `{value.changed_by}` in front of it is not "
                 "linear in them, as in clipping, and sees scaled gradients. Put it inside: "
                 "`loss_scaling(optax.chain(...))`."
             )
 
 
-def _gradient_of(name: str, operands: Sequence[Any]) -> Any:
-    """Return how the results of a primitive depend on the gradients, from how its operands do."""
-    not_linear = next((value for value in operands if isinstance(value, _NotLinear)), None)
-    if not_linear is not None:
-        return not_linear
-    if _GRADIENT in operands:
-        is_average = name in ("add", "sub") and _STATE in operands
-        return _GRADIENT if _is_linear(name, operands) else _NotLinear(name, is_average)
-    if _STATE in operands:
-        return _STATE
-    return _ZERO if name in MOVES and set(operands) == {_ZERO} else _OTHER
-
-
-def _is_linear(name: str, operands: Sequence[Any]) -> bool:
-    """Return whether a primitive, of gradients and other values, is linear in the gradients."""
-    if name in ("mul", "dot_general"):
-        return operands.count(_GRADIENT) == 1
-    if name == "div":
-        return operands[1] != _GRADIENT
-    if name in ("add", "sub"):
-        return set(operands) == {_GRADIENT}
-    if name == "select_n":
-        return operands[0] != _GRADIENT and set(operands[1:]) <= {_GRADIENT, _ZERO}
-    return name in _LINEAR
+def _require_final_updates(paths: Sequence[_trees.Path], updates: Sequence[_Value]) -> None:
+    """Raise if an update is changed after a transformation has chosen where it lands."""
+    final = {path: value for path, value in zip(paths, updates, strict=True) if value.origin not in ("", _GRADIENT)}
+    changed = [path for path, value in final.items() if value.changed_by]
+    if not changed:
+        return
+    author, by = final[changed[0]].origin, final[changed[0]].changed_by
+    advice = "make it the last element of the chain."
+    if author == "master_weights":
+        advice = (
+            "put it around the whole chain, `master_weights(optax.chain(...))`, or move what clips or scales gradients "
+            "in front of it."
+        )
+    raise ValueError(
+        f"`check_chain`: the update of {_trees.path_string(changed[0])!r} was final when `{author}` had rounded it, "
+        f"but `{by}` changes it after that ({len(changed)} of {len(final)} such leaves). "
+        f"Nothing may change updates after `{author}`: {advice}"
+    )
 
 
 # ---- states ---------------------------------------------------------------------------------------------------------

@@ -60,6 +60,21 @@ def integers(seed, *shape, dtype=F32, low=-4, high=5):
     return jnp.asarray(np.random.default_rng(seed).integers(low, high, shape), dtype)
 
 
+# ---- programs around a function of a weight and of rows
+
+AROUND = {
+    "a call": lambda f: f,
+    "jit": lambda f: jax.jit(lambda w, x: f(w, x)),
+    "scan": lambda f: lambda w, x: lax.scan(lambda c, _: (f(w, c), None), x, length=2)[0],
+    "while": lambda f: lambda w, x: lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, f(w, c[1])), (0, x))[1],
+    "cond": lambda f: lambda w, x: lax.cond(x.sum() > -1e9, lambda w, x: f(w, x), lambda w, x: f(w, -x), w, x),
+    "checkpoint": lambda f: jax.checkpoint(lambda w, x: f(w, x)),
+    "vmap": lambda f: lambda w, x: jax.vmap(lambda row: f(w, row[None])[0])(x),
+    "jit of a scan of a checkpoint": lambda f: jax.jit(
+        lambda w, x: lax.scan(lambda c, _: (jax.checkpoint(f)(w, c), None), x, length=2)[0]
+    ),
+}
+
 # ---- programs as data
 
 

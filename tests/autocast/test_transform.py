@@ -68,21 +68,15 @@ def test_results_have_the_output_dtype_of_a_policy_and_keep_their_own_without_on
 
 
 def test_an_override_says_in_what_the_products_of_a_weight_run():
+    """Also if it is moved on its way, or is a stack that a scan slices."""
     policy = mpx.Policy(jnp.bfloat16, jnp.bfloat16, jnp.float32, overrides=(("head", jnp.float32), ("mid", "f16")))
     params = {"body": W, "mid": jnp.ones((5, 5), jnp.float32), "head": jnp.ones((5, 2), jnp.float32)}
     fun = lambda p, x: x @ p["body"] @ p["mid"].T @ p["head"].reshape(5, 2)
     expected = [all_in(BF16), all_in(F16), all_in(F32)]
     assert contractions(mpx.autocast(fun, policy), policy.cast_to_param(params), X) == expected
-
-
-def test_an_override_follows_a_stack_of_weights_into_a_scan():
-    policy = mpx.Policy(jnp.float32, jnp.bfloat16, jnp.float32, overrides=(("first", jnp.float32),))
-    params = {"first": jnp.ones((6, 4, 4), jnp.float32), "second": jnp.ones((6, 4, 4), jnp.float32)}
-
-    def fun(params, x):
-        return jax.lax.scan(lambda x, p: (x @ p["first"] @ p["second"], None), x, params)[0]
-
-    assert contractions(mpx.autocast(fun, policy), params, X) == [all_in(F32), all_in(BF16)]
+    stacks = {"head": jnp.ones((6, 4, 4), jnp.float32), "body": jnp.ones((6, 4, 4), jnp.float32)}
+    scan = lambda stacks, x: jax.lax.scan(lambda x, p: (x @ p["head"] @ p["body"], None), x, stacks)[0]
+    assert contractions(mpx.autocast(scan, policy), stacks, X) == [all_in(F32), all_in(BF16)]
 
 
 def test_a_function_around_an_autocast_function_is_not_one_itself():
@@ -128,16 +122,25 @@ def test_checkpoint_changes_no_gradient():
         assert_same_bits(gradient(checkpoint=checkpoint), plain)
 
 
-@pytest.mark.parametrize("checkpoint", ["dot", "save_only_these_names", 3, True])
-def test_a_checkpoint_policy_that_does_not_exist_is_refused(checkpoint):
-    with pytest.raises(ValueError, match="`checkpoint` must be one of 'dots'"):
-        mpx.autocast(layers, "bf16", checkpoint=checkpoint)
+def test_gradient_dtype_may_be_a_short_name():
+    text = str(jax.make_jaxpr(jax.grad(mpx.autocast(layers, "bf16", gradient_dtype="f32")))(STACK, INPUT))
+    assert "preferred_element_type=float32" in text
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, "float16", np.float64, int])
-def test_gradients_are_summed_in_float32_or_in_the_compute_dtype(dtype):
-    with pytest.raises(ValueError, match="`gradient_dtype` must be float32 or None"):
-        mpx.autocast(layers, "bf16", gradient_dtype=dtype)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *[
+            ({"gradient_dtype": x}, "`gradient_dtype` must be float32 or None")
+            for x in (BF16, "float16", np.float64, int)
+        ],
+        *[({"checkpoint": x}, "`checkpoint` must be one of 'dots'") for x in ("dot", "save_only_these_names", 3, True)],
+    ],
+    ids=str,
+)
+def test_an_option_that_does_not_exist_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        mpx.autocast(layers, "bf16", **options)
 
 
 def test_full_precision_casts_back_to_what_the_arguments_promote_to():
@@ -150,23 +153,13 @@ def test_full_precision_casts_back_to_what_the_arguments_promote_to():
     assert island(jnp.ones(3, jnp.float16))["sum"].dtype == jnp.float16
 
 
-def test_full_precision_computes_in_float32():
-    """2,048 + 1 has no bfloat16 value, and 300 ones summed in it one by one are 256."""
-    island = mpx.full_precision(lambda x: jax.lax.fori_loop(0, 300, lambda _, s: s + x, jnp.zeros_like(x)))
+def test_full_precision_computes_in_float32_with_the_highest_precision_of_products():
+    """300 ones summed one by one in bfloat16 are 256."""
     plain = lambda x: jax.lax.fori_loop(0, 300, lambda _, s: s + x, jnp.zeros_like(x))
     one = jnp.ones((), jnp.bfloat16)
-    assert island(one) == 300
-    assert plain(one) == 256
-
-
-def test_full_precision_asks_for_the_highest_precision_of_products():
+    assert (mpx.full_precision(plain)(one), plain(one)) == (300, 256)
     text = str(jax.make_jaxpr(mpx.full_precision(product))(X, W))
     assert "precision=(Precision.HIGHEST, Precision.HIGHEST)" in text
-
-
-def test_a_table_that_is_not_whole_is_refused():
-    with pytest.raises(ValueError, match=r"`rules=mpx.DEFAULT_RULES \| \{\.\.\.\}`"):
-        mpx.autocast(product, "bf16", rules={"exp": "keep"})
 
 
 def test_full_precision_changes_a_module_whatever_the_dtype_of_the_arguments():
@@ -175,8 +168,3 @@ def test_full_precision_changes_a_module_whatever_the_dtype_of_the_arguments():
     island(module, jnp.ones(6))
     island(module, jnp.ones(6, jnp.bfloat16))
     assert module.rngs.count[...] == 2
-
-
-def test_gradient_dtype_may_be_a_short_name():
-    text = str(jax.make_jaxpr(jax.grad(mpx.autocast(lambda w, x: (x @ w).sum(), "bf16", gradient_dtype="f32")))(W, X))
-    assert "preferred_element_type=float32" in text
