@@ -1,6 +1,6 @@
 """`python -m mpx`: the command line."""
 
-from mpx.tools.cli.main import main
+from mpx_cli import main
 
 if __name__ == "__main__":
     main()

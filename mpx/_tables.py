@@ -32,16 +32,17 @@ class Table(NamedTuple):
 
     def __rich__(self) -> Any:
         """Return Rich's own table. Only Rich calls this, so it is installed."""
+        from rich.console import Group
         from rich.table import Table as RichTable
         from rich.text import Text
 
-        # Text, not strings: Rich reads brackets in strings as style tags.
-        table = RichTable(title=Text(self.title) if self.title else None, title_justify="left")
+        # No lines between columns: they take a third of a terminal's 80 columns. And no number is folded.
+        table = RichTable(box=None, padding=(0, 2, 0, 0), pad_edge=False)
         for name, is_right in zip(self.lines[0], self._are_right(), strict=True):
-            table.add_column(Text(name), justify="right" if is_right else "left", overflow="fold")
+            table.add_column(Text(name), justify="right" if is_right else "left", overflow="fold", no_wrap=is_right)
         for line in self.lines[1:]:
-            table.add_row(*map(Text, line))
-        return table
+            table.add_row(*map(Text, line))  # text, not strings: Rich reads brackets in strings as style tags
+        return Group(Text(self.title, style="bold"), table) if self.title else table
 
     def _are_right(self) -> list[bool]:
         count = len(self.lines[0])
@@ -83,7 +84,8 @@ class Result:
         from rich.console import Group
         from rich.text import Text
 
-        return Group(*[part if isinstance(part, Table) else Text(part) for part in self._parts()])
+        parts = [part if isinstance(part, Table) else Text(part) for part in self._parts()]
+        return Group(parts[0], *[line for part in parts[1:] for line in ("", part)])
 
 
 def json_values(value: Any) -> Any:

@@ -23,13 +23,19 @@ ROOMS = [
     {"mpx.plot", "mpx.doctor"},
     {"mpx"},
     {"mpx.tools.cli", "mpx.tools"},
+    {"mpx_cli"},
     {"mpx.__main__"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}
 CORE_PACKAGES = {"jax", "optax", "numpy", "ml_dtypes"}
 # What is imported by its own name may ask for more: the extras of the distribution say so. Tables import Rich when
 # Rich asks for them.
-MORE_PACKAGES = {"mpx.tools.cli": {"typer", "rich", "orbax", "safetensors"}, "mpx.tools.plot": {"matplotlib"}}
+MORE_PACKAGES = {
+    "mpx.tools.cli": {"typer", "rich", "orbax", "safetensors"},
+    "mpx.tools.plot": {"matplotlib"},
+    "mpx_cli": {"typer", "rich"},
+}
+OURS = {"mpx", "mpx_cli"}
 
 
 def module_of(path):
@@ -37,7 +43,7 @@ def module_of(path):
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-SOURCES = {module_of(path): path.read_text() for path in sorted((ROOT / "mpx").rglob("*.py"))}
+SOURCES = {module_of(path): path.read_text() for path in [ROOT / "mpx_cli.py", *sorted((ROOT / "mpx").rglob("*.py"))]}
 
 
 def room_of(module):
@@ -59,7 +65,7 @@ def imported_modules(nodes):
 def violations(module, source):
     """Return what a module imports from a higher room, or from another one on its own floor."""
     imported, own = imported_modules(ast.walk(ast.parse(source))), room_of(module)
-    ours = {name for name in imported if name.split(".")[0] == "mpx"}
+    ours = {name for name in imported if name.split(".")[0] in OURS}
     return {name for name in ours if room_of(name) != own and FLOOR[room_of(name)] >= FLOOR[own]}
 
 
@@ -82,7 +88,7 @@ def foreign(module, source):
     more = next((names for folder, names in MORE_PACKAGES.items() if module.startswith(folder)), set())
     tree = ast.parse(source)
     imported = imported_modules(ast.walk(tree))
-    packages = {name.split(".")[0] for name in imported} - {"mpx"} - sys.stdlib_module_names - CORE_PACKAGES - more
+    packages = {name.split(".")[0] for name in imported} - OURS - sys.stdlib_module_names - CORE_PACKAGES - more
     in_functions_only = {"rich"} - {name.split(".")[0] for name in imported_modules(tree.body)}
     return (packages - in_functions_only) | {name for name in imported if "._src" in name}
 

@@ -18,12 +18,12 @@ import pytest
 from typer.testing import CliRunner
 
 import mpx
+import mpx.tools.cli.doctor as doctor_command
 from mpx.doctor import Diagnosis
-from mpx.tools.cli import doctor as doctor_command
 from mpx.tools.cli import given
-from mpx.tools.cli.app import app
 from mpx.tools.cli.errors import CommandError
 from mpx.tools.plan import STANDARD_RECIPES
+from mpx_cli import app
 
 ROOT = pathlib.Path(__file__).parents[2]
 COMMANDS = ("doctor", "plan", "explain", "report")
@@ -113,7 +113,9 @@ def error_of(*arguments):
 @pytest.mark.parametrize("command", [(), *[(name,) for name in COMMANDS]], ids=" ".join)
 def test_the_example_of_each_help_text_runs_and_every_command_has_json(command):
     text = " ".join(succeeded(*command, "--help").stdout.split())
+    assert text == " ".join(succeeded(*command, "-h").stdout.split())
     assert "--json" in text
+    assert "bool" not in text
     example = re.search(r"Example: mpx (.+)$", text)
     assert example is not None
     result = run(*shlex.split(example[1]))
@@ -137,10 +139,20 @@ def process(*command):
 
 @pytest.mark.parametrize("package", ["typer", "rich"])
 def test_without_typer_or_rich_it_says_in_one_line_how_to_get_them(package):
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); sys.modules[{package!r}] = None"
-    done = process("-c", f"{code}; from mpx.tools.cli import main as c; print('imported'); c.main()")
-    assert (done.returncode, done.stdout) == (1, "imported\n")
+    done = process(
+        "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); sys.modules[{package!r}] = None; import mpx_cli"
+    )
+    assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "Error: the command line needs Typer and Rich: pip install 'mpx-jax[cli]'\n"
+
+
+def test_help_is_shown_without_jax():
+    """An import of JAX takes most of a second."""
+    code = "import sys; sys.modules['jax'] = None; import mpx_cli; sys.argv[1:] = {}; mpx_cli.main()"
+    for arguments in (["--help"], ["plan", "-h"]):
+        done = process("-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); {code.format(arguments)}")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "Usage: mpx" in done.stdout
 
 
 def test_the_module_runs_and_writes_no_colours_into_a_pipe():
@@ -154,19 +166,27 @@ def test_the_module_runs_and_writes_no_colours_into_a_pipe():
 
 
 @pytest.mark.parametrize("exit_code", [0, 1, 3])
-def test_the_doctor_returns_the_exit_code_of_its_diagnosis(monkeypatch, exit_code):
+def test_the_doctor_says_its_verdict_or_all_of_it_and_exits_with_its_code(monkeypatch, exit_code):
     given_flags = []
+
+    class Diagnosed:
+        verdict = "the verdict"
+        as_dict = lambda self: {"rate": math.inf}
+        __str__ = lambda self: "all of it"
 
     def examine(*, quick, progress):
         progress("something")
         given_flags.append(quick)
-        return type("Diagnosed", (), {"exit_code": exit_code, "as_dict": lambda self: {"rate": math.inf}})()
+        return Diagnosed()
 
+    Diagnosed.exit_code = exit_code
     monkeypatch.setattr(doctor_command, "examine", examine)
-    for flags in ((), ("--quick",)):
-        result = run("doctor", *flags, "--json")
-        assert (result.exit_code, json.loads(result.stdout)) == (exit_code, {"rate": None})
-    assert given_flags == [False, True]
+    shown = {(): "the verdict", ("--quick",): "the verdict", ("--full",): "all of it", ("--json",): '"rate": null'}
+    for flags, text in shown.items():
+        result = run("doctor", *flags)
+        assert result.exit_code == exit_code
+        assert text in result.stdout
+    assert given_flags == [False, True, False, False]
 
 
 def test_the_json_of_the_doctor_has_what_a_diagnosis_has(monkeypatch):
@@ -182,7 +202,7 @@ def test_the_json_of_the_doctor_has_what_a_diagnosis_has(monkeypatch):
 
 def test_numbers_of_parameters_and_memories_have_units():
     counts = {"124M": 124 * 10**6, "7B": 7 * 10**9, "70e9": 70 * 10**9, "1.3b": 1_300_000_000, "1_000": 1000}
-    sizes = {"80GB": 80 * 10**9, "80GiB": 80 * 2**30, "80e9": 80 * 10**9, "1.5 MB": 1_500_000, "512KiB": 2**19}
+    sizes = {"80GB": 80 * 10**9, "80GiB": 80 * 2**30, "80e9B": 80 * 10**9, "1.5 MB": 1_500_000, "512KiB": 2**19}
     assert {text: given.parameters(text) for text in counts} == counts
     assert {text: given.memory_bytes(text) for text in sizes} == sizes
 
@@ -193,15 +213,35 @@ def test_anything_else_is_refused_as_a_number_of_parameters(text):
         given.parameters(text)
 
 
-def test_all_standard_recipes_stand_side_by_side():
-    plans = as_json("plan", "7B")["plans"]
-    assert plans == {name: plan.as_dict() for name, plan in mpx.compare_plans(7_000_000_000).plans.items()}
-    assert all(recipe in succeeded("plan", "7B").stdout for recipe in STANDARD_RECIPES)
+def test_the_plans_are_those_of_the_library():
+    found = as_json("plan", "7B")["plans"]
+    assert found == {name: plan.as_dict() for name, plan in mpx.compare_plans(7_000_000_000).plans.items()}
 
 
-def test_one_recipe_is_shown_in_full_and_several_are_compared():
-    text = succeeded("plan", "1M", "--recipe", "BF16, split masters").stdout
-    assert all(part in text for part in ("low bits", "first moment", "second moment", "16,000,004"))
+@pytest.mark.parametrize("options", ["", "--memory 80GB", "--bytes", "--bytes --memory 80GB", "--mesh 8 --memory 1TB"])
+def test_no_line_of_a_plan_is_folded_at_80_columns(monkeypatch, options):
+    monkeypatch.setenv("COLUMNS", "80")
+    title, header, *lines = succeeded("plan", "70B", *options.split()).stdout.splitlines()
+    assert title.startswith(
+        "Memory to train 70,000,000,000 parameters, in " + ("bytes" if "bytes" in options else "GB")
+    )
+    for name, line in zip(STANDARD_RECIPES, lines, strict=False):
+        assert line.startswith(f"{name}  ")
+        assert len(line.rstrip()) == len(header.rstrip()) <= 80
+    text = succeeded("plan", "70B", "--recipe", "bf16, split masters, 8-bit moments", *options.split()).stdout
+    assert "second moment" in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(("options", "total"), [((), "1.736"), (("--bytes",), "1,736,000,004")])
+def test_a_recipe_is_shown_in_its_parts_in_gigabytes_or_bytes(options, total):
+    """Split masters take 2 + 2 + 2 + 8 bytes a parameter, and 4 for a count."""
+    text = succeeded("plan", "124M", "--recipe", "BF16, split masters", *options).stdout
+    assert all(part in text for part in ("low bits", "first moment", "second moment"))
+    assert ["total", total, "14.00"] in [line.split() for line in text.splitlines()]
+
+
+def test_several_recipes_may_be_chosen():
     assert set(as_json("plan", "1M", "--recipe", "f32", "--recipe", "bf16, Kahan")["plans"]) == {"f32", "bf16, Kahan"}
 
 
@@ -210,7 +250,7 @@ def test_one_recipe_is_shown_in_full_and_several_are_compared():
     [("train.py:init", 68), ("train.py:Half.make", 64), ("train:init", 68), ("train.py:huge", 10**12)],
 )
 def test_a_model_may_be_a_function_in_a_file_or_a_module_which_is_not_run(model, parameters):
-    """In the f32 recipe a parameter takes 4 bytes and its gradient 4, whatever the dtype that the function makes."""
+    """In the f32 recipe a parameter takes 4 bytes and its gradient 4, in whatever dtype the function makes it."""
     plan = plan_of("f32", model, "--rule", "sgd")
     assert (plan["parameters"], plan["bytes_a_parameter"]) == (parameters, 8)
 
@@ -234,19 +274,26 @@ def test_a_mesh_divides_the_optimizer_state_along_its_first_axis():
     assert {mesh: plan["state_bytes_a_device"] - 4 for mesh, plan in plans.items()} == expected
 
 
-@pytest.mark.parametrize(("dtype", "size"), [("f32", 4), ("bf16", 2), ("params", 2)])
-def test_gradients_have_the_dtype_asked_for(dtype, size):
-    rows = plan_of("bf16, Kahan", "1000", "--gradient-dtype", dtype)["rows"]
-    assert [row["bytes"] for row in rows if row["name"] == "gradients"] == [1000 * size]
+def test_gradients_are_those_inside_of_a_step_unless_others_are_asked_for():
+    gradients = lambda *options: [
+        row["bytes"] for row in plan_of("bf16, Kahan", "1000", *options)["rows"] if row["name"] == "gradients"
+    ]
+    assert (gradients(), gradients("--gradient-dtype", "f32")) == ([2000], [4000])
+    assert "Gradients are those inside one jitted step" in succeeded("plan", "1000").stdout
+    assert "inside" not in succeeded("plan", "1000", "--gradient-dtype", "f32").stdout
 
 
-def test_a_memory_asks_for_the_largest_model_of_each_recipe():
-    """AdamW in float32 takes 16 bytes a parameter and a count of 4; so do split masters with float32 gradients."""
+def test_a_memory_asks_what_fits_and_for_the_largest_model_of_each_recipe():
+    """AdamW in float32 takes 16 bytes a parameter and a count of 4; split masters with 8-bit moments 8 and 1/32."""
     found = as_json("plan", "7B", "--memory", "80GB")
     assert found["memory_bytes"] == 80_000_000_000
     assert found["largest_models"]["f32"] == (80_000_000_000 - 4) // 16
-    assert set(found["largest_models"]) == set(STANDARD_RECIPES)
-    assert "4,999,999,999" in succeeded("plan", "7B", "--memory", "80GB").stdout
+    fitting = {"bf16, split masters, 8-bit moments", "bf16, Kahan, bf16 moments"}
+    assert found["fits"] == {name: name in fitting for name in STANDARD_RECIPES}
+    _, header, f32, *lines = (line.split() for line in succeeded("plan", "7B", "--memory", "80GB").stdout.splitlines())
+    assert header == ["recipe", "total", "a", "param", "fits", "largest", "model"]
+    assert f32 == ["f32", "112.0", "16.00", "no", "5.000B"]
+    assert ["bf16,", "Kahan,", "bf16", "moments", "70.00", "10.00", "yes", "8.000B"] in lines
 
 
 def test_the_memory_of_a_step_is_that_of_xla_and_the_largest_batch_fits():
@@ -261,7 +308,7 @@ def test_the_memory_of_a_step_is_that_of_xla_and_the_largest_batch_fits():
 
 
 def test_the_keys_of_the_json_do_not_depend_on_the_options():
-    keys = {"model", "rule", "plans", "memory_bytes", "largest_models", "steps", "largest_batch"}
+    keys = {"model", "rule", "plans", "memory_bytes", "fits", "largest_models", "steps", "largest_batch"}
     assert set(as_json("plan", "1M")) == keys
 
 
@@ -501,7 +548,9 @@ def test_a_file_of_other_arrays_is_refused_and_objects_are_not_run(folder, array
     ("command", "message"),
     [
         ("plan 7Q", "'7Q' is not a number of parameters"),
-        ("plan 7B --memory 80XB", "'80XB' is not a memory such as 80GB"),
+        ("plan 7B --memory 80XB", "'80XB' is not a memory with its unit, such as 80GB"),
+        ("plan 7B --memory 80", "'80' is not a memory with its unit, such as 80GB"),
+        ("plan 7B --mesh 9999999999", "the mesh '9999999999' has more than 1,048,576 devices"),
         ("plan 7B --recipe fp8", "there is no recipe 'fp8'. The standard recipes are: f32; f32, bf16 autocast;"),
         ("plan 7B --rule adamwq", "Optax has no rule 'adamwq'. Did you mean adamw"),
         ("plan 7B --rule ema_of_nothing", "Optax has no rule 'ema_of_nothing'."),
@@ -522,9 +571,9 @@ def test_a_file_of_other_arrays_is_refused_and_objects_are_not_run(folder, array
         ("plan train.py:leaves", "raised SystemExit: no GPU"),
         ("explain train.py:loss --policy bf16", "give either the shapes of the arguments, or --arguments"),
         ("explain train.py:loss f32[3] --arguments train.py:init", "give either the shapes"),
-        ("explain train.py:loss f32[16,4] f32[8,16]", "`explain` needs a policy"),
-        ("explain train.py:lowered f32[16,4] f32[8,16] --policy bf16", "`explain` needs a policy"),
-        ("explain train.py:lowered f32[16,4] f32[8,16] --grad", "--grad needs --policy"),
+        ("explain train.py:loss f32[16,4] f32[8,16]", "add --policy bf16 (or f16, tf32, ...): train.py:loss"),
+        ("explain train.py:lowered f32[16,4] f32[8,16] --policy bf16", "leave out --policy: train.py:lowered"),
+        ("explain train.py:lowered f32[16,4] f32[8,16] --grad", "leave out --grad: train.py:lowered"),
         ("explain train.py:loss f32[16,4] f32[8,16] --policy params=bf15", "Unknown dtype 'bf15' in policy"),
         ("explain train.py:loss f32[16,4] --policy bf16", "missing 1 required positional argument: 'x'"),
         ("explain train.py:loss f32[16,4] f32[8,15] --policy bf16", "(loss): `def loss(w, x)"),

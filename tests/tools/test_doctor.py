@@ -21,6 +21,7 @@ from mpx.tools.doctor.recommendation import recommend
 from mpx.tools.doctor.surroundings import Surroundings
 
 BFLOAT16, FLOAT16 = np.dtype(jnp.bfloat16), np.dtype(np.float16)
+BF16, F16, F32 = (f"params={p},compute={c},output=f32" for p, c in (("bf16", "bf16"), ("f32", "f16"), ("f32", "f32")))
 PACKAGE = str(pathlib.Path(mpx.__file__).parent)
 
 
@@ -270,6 +271,34 @@ def test_what_may_surprise_is_a_warning(changes, what):
     assert found.exit_code == 3
 
 
+def test_the_verdict_is_five_lines():
+    assert GPU.verdict.splitlines() == [
+        f"Recipe for 8 x NVIDIA H200: {BF16}",
+        "Why: bfloat16 runs at 1.9 times the rate of float32, float16 at 1.9 times.",
+        "Exact to the bit: yes, all 2 checks.",
+        "Not supported here: nothing.",
+        "No errors, no warnings; notes: 1. All of it: mpx doctor --full",
+    ]
+    assert str(GPU).startswith(GPU.verdict)
+
+
+def test_the_verdict_names_what_is_not_supported_what_is_wrong_and_what_to_do():
+    checks = (Check("a claim", False, "3 of 64 numbers are wrong"), *GPU.checks)
+    found = changed(checks=checks, backend="cpu", products=products_of(broken=("f16",), default=1.0, f16=0.5))
+    lines = found.verdict.splitlines()
+    assert lines[2:4] == ["Exact to the bit: NO, 1 of 3 checks fail.", "Not supported here: f16."]
+    assert [line.partition(":")[0] for line in lines[4:]] == ["Error", "Error", "Warning"]
+    assert "not exact: a claim" in lines[4]
+    assert "pip install" in lines[-1]
+
+
+def test_without_rates_the_verdict_is_to_measure_first():
+    """A quick examination must not recommend the opposite of what a full one does."""
+    found = changed(products=products_of(default=None, bf16=None, f16=None))
+    assert found.recommendation is None
+    assert found.verdict.splitlines()[0] == "Recipe for 8 x NVIDIA H200: measure first, without --quick"
+
+
 def test_few_bits_of_float32_products_are_a_note():
     found = changed(checks=(), products=products_of(bits=11, default=1.0))
     assert "use 11 of their 24 bits" in problem_in(found, "note").what
@@ -280,9 +309,6 @@ def test_autocast_that_narrows_nothing_is_noticed(nothing_is_tried):
     assert doctor.examine(quick=True).autocast_narrows
     with jax.default_matmul_precision("highest"):
         assert not doctor.examine(quick=True).autocast_narrows
-
-
-BF16, F16, F32 = (f"params={p},compute={c},output=f32" for p, c in (("bf16", "bf16"), ("f32", "f16"), ("f32", "f32")))
 
 
 @pytest.mark.parametrize(
@@ -297,8 +323,7 @@ BF16, F16, F32 = (f"params={p},compute={c},output=f32" for p, c in (("bf16", "bf
         ("TPU, which rounds float32 to bfloat16 anyway", products_of(bits=8, default=1, bf16=1.05), BF16),
         ("a GPU of the same rates that does not", products_of(default=1, bf16=1.05), F32),
         ("a GPU whose bfloat16 is wrong", products_of(broken=("bf16",), default=1, bf16=2, f16=2), F16),
-        ("a machine that was not timed", products_of(default=None, bf16=None), BF16),
-        ("a machine that was not timed and has no bfloat16", products_of(default=None, f16=None), F32),
+        ("a TPU that was not timed", products_of(bits=8, default=None, bf16=None), BF16),
     ],
 )
 def test_each_class_of_device_has_its_recipe(machine, products, policy):
@@ -306,8 +331,8 @@ def test_each_class_of_device_has_its_recipe(machine, products, policy):
 
 
 def test_reasons_have_the_measured_ratios():
-    assert "bfloat16 products run at 1.9, float16 ones at 1.9 times" in recommend(GPU.products).reasons[0]
-    assert "was not measured" in recommend(products_of(bf16=None)).reasons[0]
+    reason = "bfloat16 runs at 1.9 times the rate of float32, float16 at 1.9 times"
+    assert recommend(GPU.products).reasons[0] == reason
     assert BF16 in recommend(products_of(default=1, bf16=0.7, f16=0.5)).reasons[-1]  # for memory
     assert len(recommend(products_of(default=1, f16=0.5)).reasons) == 1
 

@@ -57,17 +57,33 @@ def test_a_function_is_traced_once():
     assert traces == [1]
 
 
-def test_the_table_adds_up():
-    comparison = compare_plans(2**16, recipes={"masters": STANDARD_RECIPES["bf16, f32 masters"]}, gradient_dtype=None)
-    title, header, line = str(comparison).splitlines()
-    assert title == "Bytes to train 65,536 parameters"
-    assert re.split(r"\s{2,}", header) == ["recipe", "parameters", "gradients", "optimizer", "all", "a parameter"]
-    assert re.split(r"\s{2,}", line) == ["masters", "131,072", "131,072", "786,436", "1,048,580", "16"]
+@pytest.mark.parametrize(
+    ("options", "unit", "header", "cells"),
+    [
+        ({}, "MB", ["params", "grads", "optimizer", "total", "a param"], ["2.000", "2.000", "12.00", "16.00", "16.00"]),
+        ({"exact": True}, "bytes", ["total", "a param"], ["16,000,004", "16.00"]),
+        (
+            {"memory_bytes": 16_000_004},
+            "MB",
+            ["total", "a param", "fits", "largest model"],
+            ["16.00", "16.00", "yes", "0.001B"],
+        ),
+        ({"memory_bytes": 16_000_003, "exact": True}, "bytes", ["total", "fits", "largest model"],
+         ["16,000,004", "no", "999,999"]),
+    ],
+)  # fmt: skip
+def test_the_table_adds_up_and_says_what_fits(options, unit, header, cells):
+    comparison = compare_plans(10**6, recipes={"masters": STANDARD_RECIPES["bf16, f32 masters"]})
+    title, *lines = str(comparison.table(**options)).splitlines()
+    assert title == f"Memory to train 1,000,000 parameters, in {unit}"
+    assert [re.split(r"\s{2,}", line) for line in lines] == [["recipe", *header], ["masters", *cells]]
 
 
-def test_on_a_mesh_the_title_says_how_many_devices():
-    title = "Bytes to train 2,048 parameters, on each of 8 devices"
-    assert str(compare_plans(2048, mesh=MESH)).splitlines()[0] == title
+def test_the_table_of_a_large_model_is_in_gigabytes_of_a_device():
+    """On 8 devices float32 takes 4 + 4 + 8 / 8 bytes a parameter."""
+    title, _, f32, *_ = str(compare_plans(700 * 10**9, mesh=MESH)).splitlines()
+    assert title == "Memory to train 700,000,000,000 parameters, in GB on each of 8 devices"
+    assert f32.split() == ["f32", "2,800", "2,800", "700.0", "6,300", "9.000"]
 
 
 def test_json_has_each_plan_by_its_name():

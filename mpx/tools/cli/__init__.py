@@ -1,1 +1,1 @@
-"""Commands of the command line, one a file, and what they have in common."""
+"""What the commands of the command line do, one a file, and what they have in common."""

@@ -1,15 +1,13 @@
 """Errors of commands in one line; an error in the user's code names the line where it arose."""
 
 import contextlib
-import functools
 import os
 import pathlib
 import sys
 import sysconfig
 import textwrap
 import traceback
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import typer
 
@@ -21,22 +19,18 @@ class CommandError(Exception):
     """Raised for what the user can mend; the message says all of it."""
 
 
-def with_one_line_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """Return the command with errors as one line on standard error and exit code 1."""
-
-    @functools.wraps(command)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return command(*args, **kwargs)
-        except (typer.Exit, typer.Abort, BrokenPipeError):
+@contextlib.contextmanager
+def in_one_line() -> Iterator[None]:
+    """Run a command, and show an error as one line on standard error and exit code 1."""
+    try:
+        yield
+    except (typer.Exit, typer.Abort, BrokenPipeError):
+        raise
+    except Exception as error:
+        if _is_debugging():
             raise
-        except Exception as error:
-            if _is_debugging():
-                raise
-            typer.echo(f"Error: {message_of(error)}", err=True)
-            raise typer.Exit(1) from None
-
-    return wrapped
+        typer.echo(f"Error: {message_of(error)}", err=True)
+        raise typer.Exit(1) from None
 
 
 def message_of(error: BaseException) -> str:

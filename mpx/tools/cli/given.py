@@ -4,6 +4,7 @@ import difflib
 import functools
 import importlib.util
 import inspect
+import math
 import os
 import pathlib
 import pkgutil
@@ -25,8 +26,9 @@ from mpx.tools.cli.errors import CommandError, users_code
 
 _NUMBER = re.compile(r"(\d[\d_,]*(?:\.\d+)?(?:[eE]\+?\d{1,2})?)\s*([A-Za-z]*)")
 _LARGEST = 10**18
+_MOST_DEVICES = 2**20
 _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
-_BYTES = {"": 1, "b": 1} | {
+_BYTES = {"b": 1} | {
     f"{prefix}{ending}": base**power
     for power, prefix in enumerate("kmgt", start=1)
     for ending, base in (("b", 1000), ("ib", 1024))
@@ -41,7 +43,7 @@ def parameters(text: str) -> int:
 
 def memory_bytes(text: str) -> int:
     """Return a memory in bytes: 80000000000 for `80GB`, 1073741824 for `1 GiB`."""
-    return _number(text, _BYTES, "a memory such as 80GB (80e9 bytes) or 80GiB (80 * 2**30)")
+    return _number(text, _BYTES, "a memory with its unit, such as 80GB (80e9 bytes) or 80GiB (80 * 2**30)")
 
 
 def _number(text: str, units: dict[str, int], wanted: str) -> int:
@@ -74,6 +76,8 @@ def mesh(text: str) -> AbstractMesh:
         if not size.isdecimal() or int(size) < 1 or name in axes or (not equals and "," in text):
             raise CommandError(f"{text!r} is not a mesh such as data=8,model=2 or a number of devices.")
         axes[name] = int(size)
+    if math.prod(axes.values()) > _MOST_DEVICES:
+        raise CommandError(f"the mesh {text!r} has more than {_MOST_DEVICES:,} devices.")
     return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 

@@ -1,29 +1,27 @@
-"""Output of commands: tables for people, or JSON."""
+"""Write what commands found: text for people, or JSON."""
 
 import json
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
 
 from mpx import _tables
 
-AsJson = Annotated[bool, typer.Option("--json", help="Write JSON to standard output, and nothing else there.")]
 
-
-def write(content: Any, tables: Sequence[Any], as_json: bool) -> None:
-    """Write the content as JSON, in which null stands for a number that is not finite; or the tables, for people."""
+def write(content: Any, parts: Sequence[Any], as_json: bool) -> None:
+    """Write the content as JSON, in which null stands for a number that is not finite; or the parts, for people."""
     if as_json:
         typer.echo(json.dumps(_tables.json_values(content), indent=2, allow_nan=False))
         return
     is_piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
-    # Into a pipe Rich would write 80 columns, and fold the numbers of a large model.
+    # Into a pipe Rich would write 80 columns, and fold the lines of an explanation.
     console = Console(width=160 if is_piped else None, highlight=False, markup=False)
-    for index, table in enumerate(tables):
-        console.print(*[""] * min(index, 1), table, sep="\n")
+    for index, part in enumerate(parts):
+        console.print(*[""] * min(index, 1), part, sep="\n")
 
 
 def progress_console() -> Console:

@@ -1,88 +1,58 @@
 """`mpx plan`: the memory of a training run, before anything is allocated."""
 
 import functools
-from typing import Annotated, Any
-
-import typer
+from collections.abc import Mapping
+from typing import Any
 
 import mpx
-from mpx import _tables
+from mpx._tables import Table
 from mpx.tools.cli import given, output
 from mpx.tools.cli.errors import CommandError, users_code
 from mpx.tools.plan import STANDARD_RECIPES, PrecisionRecipe, StepMemory
+from mpx.tools.plan.units import shown, unit_for
 
-EXAMPLE = "mpx plan 7B --mesh 8 --memory 80GB"
+_CONVENTION = (
+    "Without activations. Gradients are those inside one jitted step; --gradient-dtype f32 counts those that leave it."
+)
 
 
-def plan(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="How many parameters (124M, 7B, 70e9), or file.py:function or module:function, a function without "
-            "arguments that makes them and is only traced."
-        ),
-    ],
-    recipe: Annotated[
-        list[str] | None, typer.Option(help="A standard recipe, in full; may be repeated. All if left out.")
-    ] = None,
-    rule: Annotated[
-        str, typer.Option(help="A rule of Optax by name, or file.py:name, a rule or a function that makes one.")
-    ] = "adamw",
-    mesh: Annotated[
-        str | None,
-        typer.Option(
-            help="Devices: 8, or data=8,model=2. The optimizer state is divided along the first axis (ZeRO-1), the "
-            "parameters are not."
-        ),
-    ] = None,
-    gradient_dtype: Annotated[
-        str, typer.Option(help="The dtype of gradients; `params`: that of each parameter, as in the backward pass.")
-    ] = "f32",
-    memory: Annotated[
-        str | None,
-        typer.Option(help="The memory of a device, 80GB or 80GiB: show the largest model, and batch (--hlo), in it."),
-    ] = None,
-    hlo: Annotated[
-        str | None,
-        typer.Option(
-            help="file.py:function, a function of a batch size that returns (step, arguments): the training step, best "
-            "as jax.jit with donate_argnums returns it, and a tuple of its arguments or their shapes. The step is "
-            "compiled, not run, and the memory that XLA needs for it is shown."
-        ),
-    ] = None,
-    batch: Annotated[list[int] | None, typer.Option(min=1, help="A batch size for --hlo; may be repeated.")] = None,
-    as_json: output.AsJson = False,
+def run(
+    model: str,
+    recipe: list[str] | None,
+    rule: str,
+    mesh: str | None,
+    gradient_dtype: str | None,
+    memory: str | None,
+    exact: bool,
+    hlo: str | None,
+    batch: list[int] | None,
+    as_json: bool,
 ) -> None:
-    """Count the bytes that a training run holds under each precision recipe, before anything is allocated."""
+    """Plan each recipe, and write which fit and how large a model or a batch may be."""
     recipes = _recipes(recipe or [])
     if batch and hlo is None:
         raise CommandError("--batch would do nothing without --hlo.")
     devices = None if mesh is None else given.mesh(mesh)
     limit = None if memory is None else given.memory_bytes(memory)
     planned = given.function(model) if ":" in model else given.parameters(model)
+    axis = "data" if devices is None else devices.axis_names[0]
     with users_code():
         comparison = mpx.compare_plans(
-            planned,
-            given.rule(rule),
-            recipes,
-            gradient_dtype=None if gradient_dtype == "params" else gradient_dtype,
-            mesh=devices,
-            axis="data" if devices is None else devices.axis_names[0],
+            planned, given.rule(rule), recipes, gradient_dtype=gradient_dtype, mesh=devices, axis=axis
         )
     plans = comparison.plans
-    models = {} if limit is None else {name: plan.largest_model(limit) for name, plan in plans.items()}
+    largest = {} if limit is None else {name: plan.largest_model(limit) for name, plan in plans.items()}
+    fits = {} if limit is None else {name: plan.total_bytes_a_device <= limit for name, plan in plans.items()}
     steps, largest_batch = ({}, None) if hlo is None else _steps(hlo, batch or [1], limit)
-    content = {"model": model, "rule": rule, "plans": plans, "memory_bytes": limit, "largest_models": models or None}
-    rows = [{"batch": size} | memory.as_dict() for size, memory in steps.items()]
-    tables: list[Any] = [comparison if len(plans) > 1 else next(iter(plans.values()))]
-    if models:
-        lines = [("recipe", "parameters"), *((name, f"{number:,}") for name, number in models.items())]
-        tables.append(_tables.Table(f"Largest model in {limit:,} bytes a device, without activations", lines))
-    if rows:
-        largest = "" if largest_batch is None else f"; the largest batch that fits is {largest_batch:,}"
-        lines = [tuple(rows[0]), *(tuple(f"{number:,}" for number in row.values()) for row in rows)]
-        tables.append(_tables.Table(f"Bytes of the compiled step on a device{largest}", lines, right=range(7)))
-    output.write(content | {"steps": rows, "largest_batch": largest_batch}, tables, as_json)
+    parts: list[Any] = [comparison.table(exact=exact, memory_bytes=limit)] if len(plans) > 1 or limit else []
+    parts += [plan.table(exact=exact) for plan in plans.values() if len(plans) == 1]
+    parts += [_step_table(steps, largest_batch, exact)] if steps else []
+    if gradient_dtype is None:
+        parts.append(_CONVENTION)
+    content = {"model": model, "rule": rule, "plans": plans, "memory_bytes": limit, "fits": fits or None}
+    content |= {"largest_models": largest or None, "largest_batch": largest_batch}
+    content["steps"] = [{"batch": size} | found.as_dict() for size, found in steps.items()]
+    output.write(content, parts, as_json)
 
 
 def _recipes(names: list[str]) -> dict[str, PrecisionRecipe] | None:
@@ -91,6 +61,15 @@ def _recipes(names: list[str]) -> dict[str, PrecisionRecipe] | None:
         if name.lower() not in by_name:
             raise CommandError(f"there is no recipe {name!r}. The standard recipes are: {'; '.join(STANDARD_RECIPES)}.")
     return dict(by_name[name.lower()] for name in names) or None
+
+
+def _step_table(steps: Mapping[int, StepMemory], largest_batch: int | None, exact: bool) -> Table:
+    largest = "" if largest_batch is None else f"; the largest batch that fits is {largest_batch:,}"
+    rows = {size: found.as_dict() for size, found in steps.items()}
+    unit = unit_for([step.peak for step in steps.values()], exact)
+    lines = [(f"{size:,}", *(shown(number, unit) for number in row.values())) for size, row in rows.items()]
+    title = f"Memory of the compiled step, in {unit[0]}{largest}"
+    return Table(title, [("batch", *next(iter(rows.values()))), *lines], range(7))
 
 
 def _steps(reference: str, batches: list[int], limit: int | None) -> tuple[dict[int, StepMemory], int | None]:

@@ -2,7 +2,6 @@
 
 import contextlib
 import pathlib
-from typing import Annotated
 
 import jax
 import numpy as np
@@ -12,18 +11,9 @@ import mpx
 from mpx.tools.cli import arrays, output
 from mpx.tools.cli.errors import CommandError
 
-EXAMPLE = "mpx report gradients.npz --dtype f16"
 
-
-def report(
-    file: Annotated[
-        pathlib.Path, typer.Argument(help="Arrays: .npz, .npy, .safetensors, or the folder of an Orbax checkpoint.")
-    ],
-    dtype: Annotated[str, typer.Option(help="The format asked about.")] = "f16",
-    loss_scale: Annotated[float, typer.Option(help="The loss scale by which these gradients were multiplied.")] = 1.0,
-    as_json: output.AsJson = False,
-) -> None:
-    """Read arrays, and show how many become zero in a format and which loss scale they need."""
+def run(file: pathlib.Path, dtype: str, loss_scale: float, as_json: bool) -> None:
+    """Read arrays and write a report on them."""
     if not file.exists():
         raise CommandError(f"there is no file {file}.")
     tree, notes = arrays.read(file)

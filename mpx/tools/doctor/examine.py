@@ -23,7 +23,7 @@ from mpx.tools.doctor.surroundings import Surroundings
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis(Result):
-    """The result of `examine`; prints as tables, with `rich.print` too.
+    """Hold the result of `examine`; prints as a verdict and tables, with `rich.print` too.
 
     Attributes:
         surroundings: versions, and other packages called mpx.
@@ -59,7 +59,7 @@ class Diagnosis(Result):
 
     @property
     def recommendation(self) -> Recommendation | None:
-        """Return the recipe for this machine; None without a device."""
+        """Return the recipe for this machine; None without a device, or where it would have to be measured."""
         return None if self.failure else recommend(self.products)
 
     @property
@@ -73,9 +73,34 @@ class Diagnosis(Result):
         severities = {problem.severity for problem in self.problems}
         return 1 if "error" in severities else 3 if "warning" in severities else 0
 
+    @property
+    def verdict(self) -> str:
+        """Return five lines: the recipe and why, what is exact, what is not supported, and that nothing is wrong.
+
+        Errors and warnings stand in place of the last line, each with its remedy.
+        """
+        grave = [f"{p.severity.capitalize()}: {p.what}; {p.remedy}." for p in self.problems if p.severity != "note"]
+        if self.failure:
+            return "\n".join(grave)
+        recipe, count = self.recommendation, len(self.checks)
+        wrong = sum(not check.exact for check in self.checks)
+        refused = [product.name for product in self.products if not product.works]
+        lines = [
+            f"Recipe for {self._devices()}: {recipe.policy if recipe else 'measure first, without --quick'}",
+            f"Why: {recipe.reasons[0] if recipe else 'it was not measured whether 16-bit products are faster here'}.",
+            f"Exact to the bit: {f'NO, {wrong} of {count} checks fail' if wrong else f'yes, all {count} checks'}.",
+            f"Not supported here: {', '.join(refused) or 'nothing'}.",
+        ]
+        nothing = f"No errors, no warnings; notes: {len(self.problems)}. All of it: mpx doctor --full"
+        return "\n".join([*lines, *(grave or [nothing])])
+
+    def _devices(self) -> str:
+        return ", ".join(f"{count} x {kind}" for kind, count in self.devices.items())
+
     def _parts(self) -> Iterator[Table | str]:
-        devices = ", ".join(f"{count} x {kind}" for kind, count in self.devices.items())
-        here = {"mpx imported from": self.surroundings.package, "backend": self.backend or "none", "devices": devices}
+        yield self.verdict
+        here = {"mpx imported from": self.surroundings.package, "backend": self.backend or "none"}
+        here["devices"] = self._devices()
         yield Table("System", [("what", "is"), *(self.surroundings.versions | here).items()], ())
         if self.products:
             header = ("product", "error", "bits", "TFLOP/s", "to f32", "works")

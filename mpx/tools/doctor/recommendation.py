@@ -26,18 +26,18 @@ class Recommendation:
     @property
     def code(self) -> str:
         """Return the code to write, with a loss `loss_fn(params, batch)`."""
-        storage = ', storage="split"' if self.policy == _BF16 else ""
         return f"""\
 policy = mpx.get_policy("{self.policy}")
 loss_fn = mpx.autocast(loss_fn, policy)
 params = policy.cast_to_param(params)
-tx = mpx.mixed_precision(optax.adamw(3e-4), policy{storage})
+tx = mpx.mixed_precision(optax.adamw(3e-4), policy)
 opt_state = tx.init(params)
-loss, grads = mpx.value_and_grad(loss_fn, mpx.get_loss_scale(opt_state))(params, batch)  # in the step"""
+grad_fn = mpx.value_and_grad(loss_fn, mpx.get_loss_scale(opt_state))  # in each step
+loss, grads = grad_fn(params, batch)"""
 
 
-def recommend(products: Sequence[Product]) -> Recommendation:
-    """Return the recipe for a machine.
+def recommend(products: Sequence[Product]) -> Recommendation | None:
+    """Return the recipe for a machine; None if it is not known, since nothing was timed.
 
     It is bfloat16 where its products are faster than those of a float32 program and about as fast as those of float16,
     or where a float32 program rounds to bfloat16 anyway; float16 where only its products are faster; else float32.
@@ -47,13 +47,12 @@ def recommend(products: Sequence[Product]) -> Recommendation:
     bf16, f16 = speed.get("bf16", 0.0), speed.get("f16", 0.0)
     memory = f'"{_BF16}" takes 14 bytes a parameter with AdamW, where float32 takes 16'
     range_ = "bfloat16 has the range of float32, so no loss scaling is needed"
-    reason = f"bfloat16 products run at {bf16:.2g}, float16 ones at {f16:.2g} times the rate of a float32 program's"
-    if "bf16" in working and not any(speed.values()):
-        reason = "it was not measured whether products of 16-bit numbers are faster here"
-        return Recommendation(_BF16, (reason, memory, range_))
-    if bf16 and "f32 by default" in working and working["f32 by default"].bits == 8:
+    reason = f"bfloat16 runs at {bf16:.2g} times the rate of float32, float16 at {f16:.2g} times"
+    if "bf16" in working and "f32 by default" in working and working["f32 by default"].bits == 8:
         reason = "a float32 program rounds the operands of its products to bfloat16 here anyway"
         return Recommendation(_BF16, (reason, memory, range_))
+    if not any(speed.values()):
+        return None
     if bf16 >= _FASTER and bf16 >= 0.8 * f16:
         return Recommendation(_BF16, (reason, memory, range_))
     if f16 >= _FASTER:

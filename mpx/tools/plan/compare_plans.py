@@ -1,4 +1,4 @@
-"""Memory of precision recipes side by side, for one model and one rule."""
+"""Compare the memory of precision recipes, for one model and one optimizer."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +15,7 @@ from mpx._transforms.low_precision_state import low_precision_state
 from mpx._transforms.stochastic_rounding import stochastic_rounding
 from mpx._transforms.upcast import upcast
 from mpx.tools.plan.memory_plan import MemoryPlan, evaluate, memory_plan
+from mpx.tools.plan.units import digits, shown, unit_for
 
 _F32, _BF16, _F16 = (f"params={dtype},compute={dtype},output=f32" for dtype in ("f32", "bf16", "f16"))
 _MOMENTS = "mu|nu|trace|momentum|exp_avg|exp_avg_sq|sum_of_squares"
@@ -58,7 +59,7 @@ STANDARD_RECIPES: Mapping[str, PrecisionRecipe] = {
 
 @dataclasses.dataclass(frozen=True)
 class PlanComparison(_tables.Result):
-    """Plans of several recipes; prints as a table of bytes a device, with `rich.print` too.
+    """Hold the plans of several recipes; prints as a table of what one device holds, with `rich.print` too.
 
     Attributes:
         plans: the plans by the names of their recipes.
@@ -70,18 +71,33 @@ class PlanComparison(_tables.Result):
         """Return the numbers of each plan by the name of its recipe, for JSON."""
         return _tables.json_values(self.plans)
 
+    def table(self, *, exact: bool = False, memory_bytes: int | None = None) -> _tables.Table:
+        """Return a line for each recipe: its parts and the bytes a parameter.
+
+        Numbers are in GB, or less if they are small; in bytes if `exact`. Given the memory of a device, a line says
+        whether the recipe fits and how large a model would. Parts are left out where they do not fit into 80 columns:
+        of exact numbers, and beside a memory.
+        """
+        plans = self.plans.values()
+        unit = unit_for([plan.total_bytes_a_device for plan in plans], exact)
+        in_unit = lambda numbers: [shown(number, unit) for number in numbers]
+        columns = {"recipe": list(self.plans)}
+        if not exact and memory_bytes is None:
+            columns["params"] = in_unit(p.bytes_of("parameters") + p.bytes_of("not trained") for p in plans)
+            columns["grads"] = in_unit(p.bytes_of("gradients") + p.bytes_of("copy of gradients") for p in plans)
+            columns["optimizer"] = in_unit(p.state_bytes_a_device for p in plans)
+        columns["total"] = in_unit(p.total_bytes_a_device for p in plans)
+        if not exact or memory_bytes is None:
+            columns["a param"] = [digits(p.bytes_a_parameter) for p in plans]
+        if memory_bytes is not None:
+            largest = [p.largest_model(memory_bytes) for p in plans]
+            columns["fits"] = ["yes" if p.total_bytes_a_device <= memory_bytes else "no" for p in plans]
+            columns["largest model"] = [f"{n:,}" if exact else f"{digits(n / 1e9)}B" for n in largest]
+        lines = zip(*columns.values(), strict=True)
+        return _tables.Table(next(iter(plans)).title(unit), [tuple(columns), *lines], range(1, len(columns)))
+
     def _parts(self) -> Iterator[_tables.Table]:
-        first = next(iter(self.plans.values()))
-        rows = []
-        for name, plan in self.plans.items():
-            weights = plan.bytes_of("parameters") + plan.bytes_of("not trained")
-            gradients = plan.bytes_of("gradients") + plan.bytes_of("copy of gradients")
-            numbers = (weights, gradients, plan.state_bytes_a_device, plan.total_bytes_a_device)
-            rows.append((name, *(f"{number:,}" for number in numbers), f"{plan.bytes_a_parameter:.4g}"))
-        where = f", on each of {first.devices:,} devices" if first.devices > 1 else ""
-        title = f"Bytes to train {first.parameters:,} parameters{where}"
-        header = ("recipe", "parameters", "gradients", "optimizer", "all", "a parameter")
-        yield _tables.Table(title, [header, *rows], right=range(1, 6))
+        yield self.table()
 
 
 def compare_plans(
@@ -109,13 +125,13 @@ def compare_plans(
     Example:
         >>> kahan = PrecisionRecipe("bf16", lambda rule: optax.chain(rule, kahan_summation()))
         >>> print(compare_plans(1000, optax.sgd(0.1), {"Kahan": kahan}))
-        Bytes to train 1,000 parameters
-        recipe  parameters  gradients  optimizer    all  a parameter
-        Kahan        2,000      4,000      2,000  8,000            8
-        >>> for name, plan in compare_plans(2**20, gradient_dtype=None).plans.items():
+        Memory to train 1,000 parameters, in bytes
+        recipe  params  grads  optimizer  total  a param
+        Kahan    2,000  2,000      2,000  6,000    6.000
+        >>> for name, plan in compare_plans(2**20).plans.items():
         ...     print(f"{plan.bytes_a_parameter:6.3f} {name}")
         16.000 f32
-        16.000 f32, bf16 autocast
+        14.000 f32, bf16 autocast
         16.000 bf16, f32 masters
         14.000 bf16, split masters
          8.031 bf16, split masters, 8-bit moments

@@ -1,11 +1,12 @@
-"""Bytes of a training run before anything is allocated: parameters, gradients and each part of the optimizer state.
+"""Count the bytes of a training run before anything is allocated.
 
 Nothing runs. `jax.eval_shape` gives the shapes of the parameters, and those of the state that the transformation's own
 `init` makes; `zero1_shardings` gives the part of each array that one device holds. So the bytes of a state are those of
-the real one, for any rule and any wrapper.
+the real one, for any optimizer and any wrapper.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, get_args
@@ -25,6 +26,7 @@ from mpx._policy import Policy, as_policy
 from mpx._stored.blockwise import Blockwise8bit
 from mpx.tools.plan.capacity import checked_memory, largest_that_fits
 from mpx.tools.plan.rows import KEY, OUTSIDE_STATE, SCALARS, Kind, PlanRow, entries_of, rows_of, state_entries
+from mpx.tools.plan.units import Unit, digits, shown, unit_for
 
 _UNDIVIDED = "undivided"  # an axis of one device, which divides a state into one part
 _BLOCK = Blockwise8bit().block_size
@@ -32,7 +34,7 @@ _BLOCK = Blockwise8bit().block_size
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan(_tables.Result):
-    """Bytes that a training run holds between two steps, and its gradients; prints as a table, with `rich.print` too.
+    """Hold the bytes of a training run and of its gradients; prints as a table, with `rich.print` too.
 
     Attributes:
         rows: the parts. Each field of the optimizer state is one; all counts, flags and other scalars are one together.
@@ -80,8 +82,9 @@ class MemoryPlan(_tables.Result):
         """Return how many parameters can be trained in this way in the memory of one device, without activations.
 
         If the plan is that of a number of parameters, other numbers are planned too: the answer fits, and one more
-        does not. If it is that of a model, all parts are taken to grow in proportion, but for counts and keys. The
-        answer is 0 if not even one parameter fits. A `memory_bytes` that is not above 0 raises a `ValueError`.
+        does not. If it is that of a model, or was pickled, all parts are taken to grow in proportion, but for counts
+        and keys. The answer is 0 if not even one parameter fits. A `memory_bytes` that is not above 0 raises a
+        `ValueError`.
         """
         memory_bytes = checked_memory(memory_bytes, "MemoryPlan.largest_model")
         fixed = sum(row.bytes_a_device for row in self.rows if row.name in (SCALARS, KEY))
@@ -91,18 +94,27 @@ class MemoryPlan(_tables.Result):
             return count
         return largest_that_fits(lambda n: plan_of(n).total_bytes_a_device, memory_bytes, start=max(1, count))
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the function that plans other numbers: it holds a transformation, which cannot be pickled."""
+        return vars(self) | {"_plan_of": None}
+
+    def table(self, *, exact: bool = False) -> _tables.Table:
+        """Return a table of the parts on one device: in GB, MB or bytes by their size, or in bytes if `exact`."""
+        unit = unit_for([self.total_bytes_a_device], exact)
+        lines = [
+            (row.name, row.kind, " ".join(row.dtypes), shown(row.bytes_a_device, unit), digits(row.bytes_a_parameter))
+            for row in self.rows
+        ]
+        lines.append(("total", "", "", shown(self.total_bytes_a_device, unit), digits(self.bytes_a_parameter)))
+        return _tables.Table(self.title(unit), [("part", "kind", "dtype", unit[0], "a param"), *lines], (3, 4))
+
+    def title(self, unit: Unit) -> str:
+        """Return the title of a table of bytes in some unit."""
+        where = f" on each of {self.devices:,} devices" if self.devices > 1 else ""
+        return f"Memory to train {self.parameters:,} parameters, in {unit[0]}{where}"
+
     def _parts(self) -> Iterator[_tables.Table]:
-        cells = lambda whole, one, share: (f"{whole:,}", f"{one:,}", f"{share:.4g}")
-        lines: list[tuple[str, ...]] = [("part", "kind", "dtype", "elements", "bytes", "bytes a device", "a parameter")]
-        for r in self.rows:
-            numbers = cells(r.bytes, r.bytes_a_device, r.bytes_a_parameter)
-            lines.append((r.name, r.kind, " ".join(r.dtypes), f"{r.elements:,}", *numbers))
-        numbers = cells(self.total_bytes, self.total_bytes_a_device, self.bytes_a_parameter)
-        lines.append(("total", "", "", "", *numbers))
-        title = f"{self.parameters:,} parameters" + (f" on {self.devices:,} devices" if self.devices > 1 else "")
-        if self.devices == 1:
-            lines = [(*line[:5], line[6]) for line in lines]  # one device has all bytes
-        yield _tables.Table(title, lines, right=range(3, len(lines[0])))
+        yield self.table()
 
 
 def memory_plan(
@@ -110,7 +122,7 @@ def memory_plan(
     tx: optax.GradientTransformation,
     policy: Policy | str | None = None,
     *,
-    gradient_dtype: DTypeLike | None = "float32",
+    gradient_dtype: DTypeLike | None = None,
     gradient_copy: DTypeLike | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     axis: str | None = "data",
@@ -118,18 +130,19 @@ def memory_plan(
 ) -> MemoryPlan:
     """Count the bytes that a training run holds, from shapes alone: nothing is allocated, however large the model is.
 
-    Parameters, gradients and optimizer state are counted, to the byte. Activations and other temporaries of a step are
-    not: see `step_memory`. An array that stands in the tree twice counts twice, since `jax.jit` returns two.
+    Parameters, gradients and optimizer state are counted, to the byte, as one jitted step holds them. There a gradient
+    has the narrower of its parameter's dtype and the policy's compute dtype. Activations and other temporaries are not
+    counted: see `step_memory`. An array that stands in the tree twice counts twice, since `jax.jit` returns two.
 
     Args:
         model: a function without arguments that makes the parameters, which is traced and not run; or a tree of them,
             or of their shapes (`jax.ShapeDtypeStruct`), whose other leaves do not count; or their number, which stands
-            for one float32 vector. On a mesh a number is rounded up to 256 for each device, so that 8-bit blocks are
-            divided too.
+            for one float32 vector. On a mesh its elements are rounded up to 256 for each device, so that 8-bit blocks
+            are divided too.
         tx: any Optax transformation or chain, with the wrappers of mpx in it but without `zero1`: see `axis`.
-        policy: the policy by which parameters are stored, or its string. None: they are stored as they are.
-        gradient_dtype: the dtype of gradients that are not float64: float32, as `mpx.value_and_grad` returns them.
-            None: each has the dtype of its parameter, as in the backward pass.
+        policy: the policy by which parameters are stored and computed with, or its string. None: as they are.
+        gradient_dtype: `"float32"` for gradients that leave the program, as `mpx.value_and_grad` returns them under
+            `jax.jit`; or the dtype of all gradients that are not float64. None: the gradients inside a step, as above.
         gradient_copy: the dtype of a second copy of narrower gradients, divided as the optimizer state. None: no copy.
         mesh: the devices, which need not exist (`jax.sharding.AbstractMesh`); None for a single device.
         axis: the axis of the mesh along which `zero1` divides the optimizer state. None: the state is divided only as
@@ -146,43 +159,41 @@ def memory_plan(
 
     Example:
         >>> tx = mixed_precision(optax.adamw(1e-3), "bf16", storage="split")
-        >>> plan = memory_plan(lambda: {"w": jnp.zeros((1024, 1024))}, tx, "bf16", gradient_dtype=None)
+        >>> plan = memory_plan(lambda: {"w": jnp.zeros((1024, 1024))}, tx, "bf16")
         >>> print(plan)
-        1,048,576 parameters
-        part                kind           dtype      elements       bytes  a parameter
-        parameters          parameters     bfloat16  1,048,576   2,097,152            2
-        gradients           gradients      bfloat16  1,048,576   2,097,152            2
-        low bits            low bits       uint16    1,048,576   2,097,152            2
-        mu                  first moment   float32   1,048,576   4,194,304            4
-        nu                  second moment  float32   1,048,576   4,194,304            4
-        counts and scalars  other state    int32             1           4    3.815e-06
-        total                                                   14,680,068           14
+        Memory to train 1,048,576 parameters, in MB
+        part                kind           dtype        MB  a param
+        parameters          parameters     bfloat16  2.097    2.000
+        gradients           gradients      bfloat16  2.097    2.000
+        low bits            low bits       uint16    2.097    2.000
+        mu                  first moment   float32   4.194    4.000
+        nu                  second moment  float32   4.194    4.000
+        counts and scalars  other state    int32     0.000    0.000
+        total                                        14.68    14.00
         >>> memory_plan(7_000_000_000, tx, "bf16").largest_model(80e9)
+        5714285714
+        >>> memory_plan(7_000_000_000, tx, "bf16", gradient_dtype="float32").largest_model(80e9)
         4999999999
 
     References:
         Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (arXiv
-        1910.02054), whose 16 bytes a parameter are float32 masters with `gradient_dtype=None`. On d devices the table
-        of Megatron-LM's distributed optimizer is 6 + 12/d for float32 gradients of bfloat16 parameters, and 4 + 16/d
-        for `gradient_dtype=None, gradient_copy="float32"`.
+        1910.02054), whose 16 bytes a parameter are float32 masters. On d devices the table of Megatron-LM's distributed
+        optimizer is 6 + 12/d for `gradient_dtype="float32"`, and 4 + 16/d for `gradient_copy="float32"`.
     """
     tx = _errors.as_transformation(tx, "memory_plan")
     on, along, specs = _layout(mesh, axis, param_specs)
     arrays = _arrays_of(model, 1 if mesh is None else _BLOCK * on.size)
     specs = parameter_specs(arrays, specs, on, along, "memory_plan")
     params = _shapes_of(arrays)
-    if policy is not None:
-        params = as_policy(policy, "memory_plan").cast_to_param(params)
+    policy = None if policy is None else as_policy(policy, "memory_plan")
+    params = params if policy is None else policy.cast_to_param(params)
     trained, others = _trees.map_unzip(
         lambda p: (p, None) if jnp.issubdtype(p.dtype, jnp.inexact) else (None, p), params
     )
-    count = _count(trained)
+    count = _count(model, trained)
     whole = jax.tree.map(lambda _, spec: NamedSharding(on, spec), params, specs)
     _require_divisible(params, whole, on)
-    gradients = trained
-    if gradient_dtype is not None:
-        dtype = _floating_dtype(gradient_dtype, "gradient_dtype")
-        gradients = _trees.cast_tree(trained, dtype, which=lambda p: p.dtype.itemsize <= 4)
+    gradients = _gradients_of(trained, policy, gradient_dtype)
     copies = _copies_of(gradients, gradient_copy)
     state = jax.eval_shape(tx.init, params)
     divided = lambda tree: zero1_shardings(params, tree, on, along, param_specs=specs)
@@ -194,7 +205,7 @@ def memory_plan(
         *state_entries(state, divided(state)),
     ]
     options = {"gradient_dtype": gradient_dtype, "gradient_copy": gradient_copy, "mesh": mesh, "axis": axis}
-    plan_of = lambda number: memory_plan(number, tx, policy, param_specs=param_specs, **options)
+    plan_of = functools.partial(memory_plan, tx=tx, policy=policy, param_specs=param_specs, **options)
     return MemoryPlan(rows_of(entries, count), count, on.size, plan_of if _errors.is_integer(model) else None)
 
 
@@ -240,8 +251,10 @@ def _shapes_of(arrays: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
 
 
-def _count(trained: Any) -> int:
+def _count(model: Any, trained: Any) -> int:
     """Return the number of trained elements, or raise if there are none."""
+    if _errors.is_integer(model):  # the elements were rounded up
+        return int(model)
     count = sum(math.prod(p.shape) for p in jax.tree.leaves(trained))
     if not count:
         raise ValueError(
@@ -265,6 +278,15 @@ def _require_divisible(params: Any, shardings: Any, mesh: Mesh | AbstractMesh) -
         raise _errors.leaves_error(ValueError, what, wrong, remedy)
 
 
+def _gradients_of(trained: Any, policy: Policy | None, dtype: Any) -> Any:
+    """Return the shapes of the gradients: in a dtype, or those inside one jitted step."""
+    if dtype is not None:
+        wide = _floating_dtype(dtype, "gradient_dtype")
+        return _trees.cast_tree(trained, wide, which=lambda p: p.dtype.itemsize <= 4)
+    computed = trained if policy is None else policy.cast_to_compute(trained)
+    return jax.tree.map(lambda p, c: c if _trees.is_narrower(c, p.dtype) else p, trained, computed)
+
+
 def _copies_of(gradients: Any, dtype: Any) -> Any:
     """Return the shapes of copies of the gradients that are narrower than a dtype, with None for all others."""
     if dtype is None:
@@ -274,7 +296,7 @@ def _copies_of(gradients: Any, dtype: Any) -> Any:
     if not jax.tree.leaves(copies):
         raise ValueError(
             f"`memory_plan`: `gradient_copy` is {wide}, but all gradients are as wide already, so there would be no "
-            "copy. Leave it out, or give `gradient_dtype=None` for gradients in the parameters' dtypes."
+            "copy. Leave it out, or leave out `gradient_dtype` for gradients in the dtypes of a step."
         )
     return copies
 
