@@ -7,17 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-DTYPE_NAMES = {
-    "bf16": np.dtype(jnp.bfloat16),
-    "bfloat16": np.dtype(jnp.bfloat16),
-    "f16": np.dtype(np.float16),
-    "float16": np.dtype(np.float16),
-    "full": np.dtype(np.float32),
-    "f32": np.dtype(np.float32),
-    "float32": np.dtype(np.float32),
-    "f64": np.dtype(np.float64),
-    "float64": np.dtype(np.float64),
-}
+_NAMES = "bf16 bfloat16", "f16 float16", "full f32 float32", "f64 float64"
+DTYPE_NAMES = {name: jnp.dtype(names.split()[-1]) for names in _NAMES for name in names.split()}
 
 
 def half_dtype() -> DTypeLike:

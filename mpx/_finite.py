@@ -13,13 +13,7 @@ T = TypeVar("T")
 
 
 def all_finite(tree: Any) -> jax.Array:
-    """Return whether no floating or complex number in a tree is infinite or NaN.
-
-    Args:
-        tree: any pytree of arrays.
-
-    Returns:
-        Boolean scalar; True for a tree without arrays.
+    """Return whether no floating or complex number in a pytree of arrays is infinite or NaN: a boolean scalar.
 
     Example:
         >>> print(all_finite({"a": jnp.ones(3), "b": jnp.array([1.0, jnp.inf])}))
@@ -53,7 +47,7 @@ def select_tree(pred: ArrayLike, a: T, b: T) -> T:
 
     Args:
         pred: boolean scalar.
-        a: any pytree of arrays; PRNG keys too.
+        a: any pytree of arrays and PRNG keys.
         b: a tree of the same structure, shapes and dtypes.
 
     Raises:

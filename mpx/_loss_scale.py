@@ -25,10 +25,8 @@ class LossScale:
     """Base class of loss scales: a number to multiply a loss by, and a rule for the next one.
 
     A loss scale is a frozen dataclass with a field `loss_scale`, and a pytree: fields that hold Python numbers belong
-    to its structure, and all others are leaves. `loss_scaling` keeps the scale in its state, and beside it what
-    `state` returns: a NamedTuple of arrays (counters and settings) whose method `at(loss_scale)` returns the value
-    again. A class of your own defines `state`, and `adjust`, `resume` and `can_shrink` if it adapts. Nothing else in
-    mpx has to know about it.
+    to its structure, and all others are leaves. A class of your own defines `state`, and `adjust`, `resume` and
+    `can_shrink` if it adapts. Nothing else in mpx has to know about it.
 
     Attributes:
         loss_scale: scalar.
@@ -57,11 +55,9 @@ class LossScale:
     powers_of_two: ClassVar[tuple[str, ...]] = ("loss_scale",)
     is_always_one: ClassVar[bool] = False
 
-    def __init_subclass__(cls, **options: Any) -> None:
+    def __init_subclass__(cls) -> None:
         """Register the class as a pytree."""
-        super().__init_subclass__(**options)
-        unflatten = functools.partial(_unflatten, cls)
-        jax.tree_util.register_pytree_with_keys(cls, _flatten_with_keys, unflatten)
+        jax.tree_util.register_pytree_with_keys(cls, _flatten_with_keys, functools.partial(_unflatten, cls))
 
     def scale(self, tree: T) -> T:
         """Multiply the leaves, in float32 if they are narrower."""
@@ -93,7 +89,10 @@ class LossScale:
         return self.state()
 
     def state(self) -> Any:
-        """Return what an optimizer's state keeps of this value beside the scale: a NamedTuple of arrays."""
+        """Return what an optimizer's state keeps of this value beside the scale.
+
+        It is a NamedTuple of arrays (counters and settings), whose method `at(loss_scale)` returns the value again.
+        """
         raise NotImplementedError(f"{type(self).__name__} must define `state`; see `LossScale`.")
 
     def resume(self, loss_scale: ArrayLike, state: Any) -> "LossScale":
@@ -125,10 +124,9 @@ def _unflatten(kind: type, structure: Any, leaves: Any) -> Any:
 
 
 class NoOpLossScaleState(NamedTuple):
-    """State of a `NoOpLossScale`, which has no other fields."""
+    """State of a `NoOpLossScale`."""
 
     def at(self, loss_scale: ArrayLike) -> "NoOpLossScale":
-        """Return the value."""
         return NoOpLossScale()
 
 
@@ -153,19 +151,16 @@ class NoOpLossScale(LossScale):
         return tree
 
     def state(self) -> NoOpLossScaleState:
-        """Return the state that `loss_scaling` keeps."""
         return NoOpLossScaleState()
 
     def resume(self, loss_scale: ArrayLike, state: Any) -> "NoOpLossScale":
-        """Return the value itself."""
         return self
 
 
 class StaticLossScaleState(NamedTuple):
-    """State of a `StaticLossScale`, which has no other fields."""
+    """State of a `StaticLossScale`."""
 
     def at(self, loss_scale: ArrayLike) -> "StaticLossScale":
-        """Return the value."""
         return StaticLossScale(loss_scale)
 
 
@@ -187,31 +182,26 @@ class StaticLossScale(LossScale):
     loss_scale: ArrayLike
 
     def __post_init__(self) -> None:
-        """Check the scale."""
         _require_number(self, "loss_scale")
 
     def state(self) -> StaticLossScaleState:
-        """Return the state that `loss_scaling` keeps."""
         return StaticLossScaleState()
 
 
 class DynamicLossScaleState(NamedTuple):
-    """State of a `DynamicLossScale`: its fields but the scale, as arrays.
+    """State of a `DynamicLossScale`: its other fields, as int32 and float32 scalars."""
 
-    Integers are int32 scalars, and all others float32 scalars.
-    """
-
-    counter: jax.Array
-    bad_steps: jax.Array
-    period: jax.Array
-    factor: jax.Array
-    min_loss_scale: jax.Array
-    max_loss_scale: jax.Array
-    hysteresis: jax.Array
+    counter: jax.Array  # int32
+    bad_steps: jax.Array  # int32
+    period: jax.Array  # int32
+    factor: jax.Array  # float32
+    min_loss_scale: jax.Array  # float32
+    max_loss_scale: jax.Array  # float32
+    hysteresis: jax.Array  # int32
 
     def at(self, loss_scale: ArrayLike) -> "DynamicLossScale":
-        """Return the value, without reading a number: that would wait for the device at every step."""
         fields = {"loss_scale": loss_scale} | self._asdict()
+        # Without the constructor, which reads numbers: that would wait for the device at every step.
         return _unflatten(DynamicLossScale, (tuple(fields), ()), fields.values())
 
 
@@ -274,15 +264,12 @@ class DynamicLossScale(LossScale):
     powers_of_two = ("loss_scale", "factor", "min_loss_scale", "max_loss_scale")
 
     def __post_init__(self) -> None:
-        """Check the fields, and make arrays of the Python numbers that `adjust` changes.
-
-        A jitted step would compile again for its second call, if its first one had Python numbers.
-        """
         self._check()
         for name in ("loss_scale", "min_loss_scale"):
             dtype = getattr(getattr(self, name), "dtype", np.dtype(np.float32))
             if not jnp.issubdtype(dtype, jnp.floating):  # as jmp does
                 warnings.warn(f"Expected floating type for {name}, got {dtype}", stacklevel=3)
+        # Arrays of the numbers that `adjust` changes, or a jitted step would compile again for its second call.
         dtypes = {"loss_scale": np.float32, "counter": np.int32}
         if not isinstance(self.hysteresis, (int, float)) or self.hysteresis > 1:
             dtypes["bad_steps"] = np.int32
@@ -306,14 +293,7 @@ class DynamicLossScale(LossScale):
             )
 
     def adjust(self, grads_finite: ArrayLike) -> "DynamicLossScale":
-        """Return the value for the next step.
-
-        Args:
-            grads_finite: boolean scalar, whether all gradients of this step were finite.
-
-        Raises:
-            ValueError: if it is not a scalar.
-        """
+        """Return the value for the next step; raise a ValueError if `grads_finite` is not a scalar."""
         finite = jnp.asarray(grads_finite, bool)
         if finite.ndim:
             raise ValueError(f"`adjust` needs a boolean scalar, but got shape {finite.shape}; see `all_finite`.")
@@ -340,15 +320,9 @@ class DynamicLossScale(LossScale):
 
     @property
     def can_shrink(self) -> jax.Array:
-        """Return whether the scale is above its minimum."""
         return jnp.asarray(self.loss_scale) > self.min_loss_scale
 
     def init(self) -> DynamicLossScaleState:
-        """Return `state()` for the first step of a training run.
-
-        Raises:
-            ValueError: if the scale is not within its bounds.
-        """
         low, scale, high = (_number_of(self, name) for name in ("min_loss_scale", "loss_scale", "max_loss_scale"))
         if not (low is None or scale is None or high is None or low <= scale <= high):
             raise ValueError(
@@ -358,51 +332,37 @@ class DynamicLossScale(LossScale):
         return self.state()
 
     def state(self) -> DynamicLossScaleState:
-        """Return the state that `loss_scaling` keeps."""
         integers = ("counter", "bad_steps", "period", "hysteresis")
         dtypes = {name: np.int32 if name in integers else np.float32 for name in DynamicLossScaleState._fields}
         return DynamicLossScaleState(**{name: jnp.asarray(getattr(self, name), dtypes[name]) for name in dtypes})
 
     def resume(self, loss_scale: ArrayLike, state: DynamicLossScaleState) -> "DynamicLossScale":
-        """Return a value with the settings of this one, with a scale and with the counters of a state."""
         return dataclasses.replace(self, loss_scale=loss_scale, counter=state.counter, bad_steps=state.bad_steps)
 
 
 def is_power_of_two(x: float) -> bool:
-    """Return True for positive finite powers of two, by which a multiplication is exact.
-
-    Example:
-        >>> is_power_of_two(0.25), is_power_of_two(3.0)
-        (True, False)
-    """
+    """Return whether a number is a positive finite power of two, by which a multiplication is exact."""
     return math.isfinite(x) and x > 0 and math.frexp(x)[0] == 0.5
 
 
 def require_powers_of_two(loss_scale: Any, caller: str) -> None:
-    """Raise unless this is a loss scale, and its `powers_of_two` are.
-
-    A traced number has no value yet and passes.
-    """
+    """Raise unless this is a loss scale and its `powers_of_two` are; a traced number has no value yet and passes."""
     if not isinstance(loss_scale, LossScale):
-        got = type(loss_scale).__name__
-        if isinstance(loss_scale, type):
-            got = f"the class {loss_scale.__name__}: call it, as in `DynamicLossScale()`"
+        is_class = isinstance(loss_scale, type)
+        got = f"the class {loss_scale.__name__}: call it" if is_class else type(loss_scale).__name__
         raise TypeError(
             f"`{caller}`: `loss_scale` must be a loss scale such as `DynamicLossScale()`, but got {got}; a number goes "
             "into `StaticLossScale(number)`, and of an optimizer state take `get_loss_scale(opt_state)`."
         )
     numbers = {name: _number_of(loss_scale, name) for name in loss_scale.powers_of_two}
-    wrong = [f"{name}={x}" for name, x in numbers.items() if x is not None and not _divides_exactly(x)]
+    # The reciprocal too must be a normal float32 number.
+    divides_exactly = lambda x: is_power_of_two(x) and 2.0**-126 <= x <= 2.0**126
+    wrong = [f"{name}={x}" for name, x in numbers.items() if x is not None and not divides_exactly(x)]
     if wrong:
         raise ValueError(
             f"`{caller}` unscales gradients exactly, so scale, factor and bounds must be powers of two, but got "
             f"{', '.join(wrong)}. Use the nearest power of two, such as 2.0**15."
         )
-
-
-def _divides_exactly(number: float) -> bool:
-    """Return True for a power of two whose reciprocal is a normal float32 number."""
-    return is_power_of_two(number) and 2.0**-126 <= number <= 2.0**126
 
 
 def at_least_float32(x: jax.Array) -> jax.Array:

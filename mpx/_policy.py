@@ -31,11 +31,10 @@ _FIELDS = {
 class Policy:
     """The dtypes of a mixed-precision program.
 
-    Frozen and hashable, so that it can be a static argument of `jax.jit`. The casts change real floating arrays of 16
-    bits and more, and nothing else: integers, booleans, PRNG keys, complex numbers, 8-bit floats, None and Python
-    scalars pass through. A leaf of the right dtype is returned as the same object, tied weights stay tied,
-    `jax.ShapeDtypeStruct` leaves are cast too, and shardings are kept. A tree of concrete arrays is cast in one
-    compiled call.
+    Frozen and hashable, so that it can be a static argument of `jax.jit`. The casts change real floating arrays (and
+    shapes) of 16 bits and more. Integers, booleans, PRNG keys, complex numbers, 8-bit floats, None and Python scalars
+    pass through. A leaf of the right dtype is returned as the same object, tied weights stay tied, shardings are kept,
+    and all concrete arrays are cast in one compiled call.
 
     Attributes:
         param_dtype: in which parameters are stored between steps.
@@ -118,8 +117,8 @@ class Policy:
                 continue
             stored = compute = array.dtype
             if _trees.is_floating(array):
-                stored = self._dtype_at(path, np.dtype(self.param_dtype))
-                compute = self._dtype_at(path, np.dtype(self.compute_dtype))
+                override = self.override_at(path)
+                stored, compute = override or np.dtype(self.param_dtype), override or np.dtype(self.compute_dtype)
             size = 0 if id(leaf) in counted else array.size * stored.itemsize
             counted.add(id(leaf))
             total += size
@@ -136,14 +135,11 @@ class Policy:
     def _cast(self, tree: T, default: np.dtype) -> T:
         if not self.overrides:
             return _trees.cast_tree(tree, default)
-        return _trees.cast_by_path(tree, lambda path: self._dtype_at(path, default))
+        return _trees.cast_by_path(tree, lambda path: self.override_at(path) or default)
 
     def override_at(self, path: str) -> np.dtype | None:
         """Return the dtype of the first override whose pattern is found in a "/"-joined path, or None."""
         return next((np.dtype(dtype) for pattern, dtype in self.overrides if re.search(pattern, path)), None)
-
-    def _dtype_at(self, path: str, default: np.dtype) -> np.dtype:
-        return self.override_at(path) or default
 
     def _require_overrides_match(self, paths: list[str]) -> None:
         useless = [pattern for pattern, _ in self.overrides if not any(re.search(pattern, path) for path in paths)]
@@ -159,8 +155,8 @@ def get_policy(text: str, *, overrides: tuple[tuple[str, DTypeLike], ...] = ()) 
 
     A string is either one dtype for everything (`"bf16"`), or any of `params` (`p`), `compute` (`c`) and `output`
     (`o`): `"params=bf16,compute=bf16,output=f32"`. Parameters that are left out are float32, compute follows
-    parameters, output follows compute. Dtypes are `f16`, `float16`, `bf16`, `bfloat16`, `full`, `f32`, `float32`,
-    `f64`, `float64`, and `half`, which is `half_dtype()`.
+    parameters, output follows compute. Dtypes are `bf16`, `f16`, `f32` (`full`), `f64`, their long names, and `half`,
+    which is `half_dtype()`.
 
     Args:
         text: the string.
@@ -203,10 +199,8 @@ full, f32, float32, f64, float64.
 def cast(tree: T, dtype: DTypeLike) -> T:
     """Cast the floating leaves of a tree to a dtype, all in one compiled call.
 
-    The same leaves change, and the same is kept, as under a `Policy`.
-
-    Raises:
-        ValueError: if `dtype` is not a floating-point dtype of 16 bits or more.
+    The same leaves change, and the same is kept, as under a `Policy`. Raises a ValueError if `dtype` is not a
+    floating-point dtype of 16 bits or more.
 
     Example:
         >>> cast({"w": jnp.ones(2), "ids": jnp.arange(2)}, "bfloat16")
@@ -226,12 +220,7 @@ def cast_to_half(tree: T) -> T:
 
 
 def as_policy(given: Any, caller: str) -> Policy:
-    """Return the policy that is given, or that of the string.
-
-    Raises:
-        TypeError: if it is neither.
-        ValueError: if the string cannot be read.
-    """
+    """Return the policy that is given, or that of the string; raise for anything else."""
     policy = get_policy(given) if isinstance(given, str) else given
     if not isinstance(policy, Policy):
         raise TypeError(f"`{caller}`: `policy` must be a Policy or the string of one, but got {type(given).__name__}.")
@@ -254,10 +243,9 @@ def policy_of(tx: optax.GradientTransformation) -> Policy | None:
 
 def _parse_dtype(name: str, text: str) -> np.dtype:
     names = ["half", *DTYPE_NAMES]
-    dtype = dtype_or_none(name)
-    if dtype is None or name not in names:
+    if name not in names:
         raise ValueError(f"Unknown dtype {name!r} in policy {text!r}; use one of {', '.join(names)}.")
-    return dtype
+    return np.dtype(half_dtype()) if name == "half" else DTYPE_NAMES[name]
 
 
 def _floating_dtype(dtype: DTypeLike, argument: str) -> np.dtype:

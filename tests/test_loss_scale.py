@@ -399,7 +399,7 @@ def test_powers_of_two_and_traced_scales_are_accepted():
         (2.0**15, "float; a number goes into `StaticLossScale(number)`"),
         ("dynamic", "str;"),
         (optax.sgd(0.1), "GradientTransformationExtraArgs;"),
-        (mpx.DynamicLossScale, "the class DynamicLossScale: call it, as in `DynamicLossScale()`;"),
+        (mpx.DynamicLossScale, "the class DynamicLossScale: call it;"),
     ],
 )
 def test_what_is_no_loss_scale_is_refused(wrong, shown):

@@ -126,17 +126,16 @@ def parameter_specs(params: Any, given: Any, mesh: Mesh | AbstractMesh, axis: st
 
 
 def _without(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
-    return PartitionSpec(
-        *(tuple(name for name in names_at(spec, i) if name not in axes) or None for i in range(len(spec)))
-    )
+    entries = (tuple(name for name in names_at(spec, i) if name not in axes) for i in range(len(spec)))
+    return PartitionSpec(*(entry or None for entry in entries))
 
 
 def _spec_of_type(p: Any) -> PartitionSpec:
     """Return how a parameter is sharded over the explicit axes of its mesh, which its type knows."""
-    sharding = jax.typeof(p).sharding if _trees.is_array(p) and not isinstance(p, jax.ShapeDtypeStruct) else None
-    entries = () if sharding is None else tuple(sharding.spec)
+    is_typed = _trees.is_array(p) and not isinstance(p, jax.ShapeDtypeStruct)
+    entries = list(jax.typeof(p).sharding.spec) if is_typed else []
     while entries and entries[-1] is None:  # (a sharding of the same meaning but another name compiles a step again)
-        entries = entries[:-1]
+        entries.pop()
     return PartitionSpec(*entries)
 
 
