@@ -22,7 +22,7 @@ def listed(names: Sequence[str], most: int) -> str:
 def leaves_error(
     kind: type[Exception], what: str, leaves: Mapping[_trees.Path, str], remedy: str, tree: Any = None, prefix: str = ""
 ) -> Exception:
-    """Return an error that lists every offending leaf by its path, and says what to do.
+    """Return an error that says what is wrong, with which leaf, and what to do.
 
     Args:
         kind: the type of the error.
@@ -32,10 +32,8 @@ def leaves_error(
         tree: the tree in which the leaves stand, to name them as `path_string` does.
         prefix: the name of the tree, such as `grads`.
     """
-    name = lambda path: repr(_trees.path_string(path, tree))
-    lines = [
-        f"  {prefix}[{name(path)}]: {text}" if prefix else f"  {name(path)}: {text}" for path, text in leaves.items()
-    ]
+    shown = f"  {prefix}[{{!r}}]: {{}}" if prefix else "  {!r}: {}"
+    lines = [shown.format(_trees.path_string(path, tree), text) for path, text in leaves.items()]
     return kind("\n".join([f"{what}:", *lines, remedy]))
 
 
@@ -66,26 +64,19 @@ def wide_dtype(dtype: DTypeLike, caller: str) -> np.dtype:
 
 def one_key(key: Any, caller: str) -> tuple[jax.Array, Any]:
     """Return a typed PRNG key and its implementation, from a typed or a raw key; raise for anything else."""
-    if not isinstance(key, (jax.Array, np.ndarray)):
-        raise TypeError(f"`{caller}` needs a PRNG key such as `jax.random.key(0)`, but got {key!r}.")
-    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        if key.dtype != np.uint32:
-            raise TypeError(
-                f"`{caller}` needs a PRNG key such as `jax.random.key(0)`, but got an array of {key.dtype}."
-            )
-        key = jax.random.wrap_key_data(jnp.asarray(key))
+    is_array = isinstance(key, (jax.Array, np.ndarray))
+    is_typed = is_array and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if not is_typed and not (is_array and key.dtype == np.uint32):
+        got = f"an array of {key.dtype}" if is_array else repr(key)
+        raise TypeError(f"`{caller}` needs a PRNG key such as `jax.random.key(0)`, but got {got}.")
+    key = key if is_typed else jax.random.wrap_key_data(jnp.asarray(key))
     if key.shape != ():
         raise ValueError(f"`{caller}` needs one key, but got {key.shape}; take `keys[0]`.")
     return jnp.asarray(key), jax.random.key_impl(key)
 
 
 def require_pattern(pattern: str, named: str) -> None:
-    """Raise unless a string is a regular expression.
-
-    Args:
-        pattern: the string.
-        named: how the message begins, such as "The override pattern '('".
-    """
+    """Raise unless a string is a regular expression; `named` is how the message begins."""
     try:
         re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
@@ -145,14 +136,7 @@ def require_differentiable(grads: Any, caller: str) -> None:
 
 
 def require_same_leaves(stored: Any, params: Any, fits: Callable[[Any, Any], bool], caller: str) -> None:
-    """Raise if parameters are not those that a wrapper's state was made for.
-
-    Args:
-        stored: what the state keeps for each parameter, `optax.MaskedNode` where that is nothing.
-        params: the parameters given to `update`.
-        fits: says whether what is stored for a leaf belongs to a parameter.
-        caller: the wrapper's name.
-    """
+    """Raise if parameters are not those for which a wrapper's state was made, and by which it keeps what `fits`."""
     old = _trees.leaves_by_path(stored, _trees.is_masked)
     new = _trees.leaves_by_path(params, _trees.is_masked)
     wrong = {path: "in the state only" for path in old if path not in new}

@@ -35,14 +35,11 @@ def value_and_grad(
     The value that comes back is the loss as `fun` returned it. The gradients are those of the *scaled* loss:
     `loss_scaling`, which knows the same scale, looks for infinities in them and unscales them.
 
-    The loss is scaled in float32 whatever its dtype, so that a float16 loss times 65,536 is not infinite. Where `fun`
-    returns float16, differentiation starts from at most 2**15 and the rest of the scale is multiplied in afterwards,
-    in float32.
-
-    A function that `autocast` returned is differentiated with respect to a float32 view of its parameters: no gradient
-    is rounded to their dtype, and no bfloat16 parameter is copied for it. What it changes in a Flax NNX model (batch
-    statistics, counters of dropout) stays as it was in a step with an infinite or NaN gradient, if there is a loss
-    scale: `loss_scaling` skips that step.
+    The loss is scaled in float32 whatever its dtype. Where `fun` returns float16, differentiation starts from at most
+    2**15, and the rest of the scale is multiplied in afterwards. A function that `autocast` returned is differentiated
+    with respect to a float32 view of its parameters: no gradient is rounded to their dtype, and no parameter is copied.
+    What it changes in a Flax NNX model (batch statistics, counters of dropout) stays as it was in a step with an
+    infinite or NaN gradient, if there is a loss scale: `loss_scaling` skips that step.
 
     Args:
         fun: a function of arrays that returns a scalar loss, or `(loss, aux)` if `has_aux`.

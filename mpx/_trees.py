@@ -2,7 +2,7 @@
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -21,8 +21,7 @@ _VALUE = jax.tree_util.GetAttrKey("value")
 def is_floating(leaf: Any) -> bool:
     """Return whether a leaf is an array (or shape) of real floating numbers of 16 bits or more.
 
-    Integers, booleans, PRNG keys, complex numbers, 8-bit and smaller floats, and Python or NumPy scalars are not:
-    nobody stores parameters in those, so a change of dtype would be a surprise.
+    Nobody stores parameters in others, or in Python or NumPy scalars: a change of their dtype would be a surprise.
     """
     if not _is_concrete(type(leaf)) and not isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
         return False
@@ -67,12 +66,10 @@ def is_masked(leaf: Any) -> bool:
 
 
 def path_string(path: Path, tree: Any = None) -> str:
-    """Return a key path in the form `layers/0/kernel`.
+    """Return the key path of a leaf in the form `layers/0/kernel`.
 
-    Args:
-        path: of a leaf.
-        tree: in which it stands. With it, the array of a Flax variable goes by the variable's name: its `.value` is
-            dropped. A field that a user has called `value` never is.
+    Given the tree too, the array of a Flax variable goes by the variable's name: its `.value` is dropped. A field that
+    a user has called `value` never is.
     """
     names = {} if tree is None or not path or path[-1] != _VALUE else path_names(tree)
     return names.get(path) or jax.tree_util.keystr(path, simple=True, separator="/")
@@ -150,15 +147,11 @@ def cast_tree(tree: T, dtype: DTypeLike, which: Callable[[Any], bool] = lambda l
 
 
 def cast_by_path(tree: T, dtype_at: Callable[[str], np.dtype]) -> T:
-    """Cast each floating leaf of a tree to the dtype that a function returns for its path as a string.
+    """Cast each floating leaf of a tree to the dtype that a function returns for its path, as `path_string` gives it.
 
     A leaf of the right dtype is returned as the same object; entries that are one array stay one array; each
     array keeps its sharding. All concrete arrays of one set of devices are cast in one compiled call: a call
     a leaf costs a dispatch a leaf.
-
-    Args:
-        tree: any pytree of arrays, tracers, NumPy arrays, `jax.ShapeDtypeStruct`s and anything else.
-        dtype_at: called with the path of each floating leaf, as `path_string` gives it.
     """
     leaves, treedef = jax.tree.flatten_with_path(tree)
     names = path_names(tree)
@@ -203,9 +196,7 @@ def _residence(sharding: jax.sharding.Sharding) -> Any:
 
 
 @functools.lru_cache(maxsize=256)
-def _converter(
-    dtypes: tuple[np.dtype | None, ...], shardings: tuple[Any, ...] | None
-) -> Callable[[Iterable[Any]], list]:
+def _converter(dtypes: tuple[np.dtype | None, ...], shardings: tuple[Any, ...] | None) -> Any:
     def convert(arrays):
         return [x.astype(dtype) for x, dtype in zip(arrays, dtypes, strict=True)]
 

@@ -1,16 +1,14 @@
 """`convert_state`: continue a training run under another recipe.
 
-Three kinds of leaves stand in an optimizer state. What mpx keeps of the weights (masters, low bits, compensations) is
-made anew from their best float32 values. What mpx keeps besides (the loss scale and its counters, PRNG keys) is taken
-from the old state if it has one of the same kind. All others belong to the rule. They are paired in their order:
-without mpx's wrappers and the nesting of chains both states must have the same leaves, in states of the same types. The
-role of a leaf says of which kind it is.
+What mpx keeps of the weights (masters, low bits, compensations) is made anew from their best float32 values. What it
+keeps besides (the loss scale and its counters, PRNG keys) is taken from the old state if that has one of the same kind.
+All other leaves belong to the rule. They are paired in their order: without mpx's wrappers and the nesting of chains
+both states must have the same leaves, in states of the same types. The role of a leaf says of which kind it is.
 """
 
-import functools
 import warnings
 from collections import defaultdict
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +22,6 @@ from mpx._inspect.masters import master_params
 from mpx._policy import Policy, as_policy, policy_of
 from mpx._stored.leaves import StateLeaf, leaves_of, weights_kept
 from mpx._stored.roles import KEPT_OF_WEIGHTS, Role
-from mpx._stored.state_format import StateFormat
 from mpx._stored.weights import cast_nearest, store_weight
 from mpx._transforms.float32_world import stable_state
 
@@ -41,16 +38,15 @@ def convert_state(
 ) -> tuple[T, optax.OptState]:
     """Move a training run to another recipe: the same weights and moments, stored in another way.
 
-    Both transformations must contain the same rule. What mpx puts around it may differ: `upcast`, `master_weights`
-    (full or split), `loss_scaling`, `low_precision_state`, `kahan_summation`, `stochastic_rounding`, in any nesting and
-    inside of Optax's wrappers too. So may what measures (`mpx.monitor`, `optax.snapshot`): it begins anew. Wrappers and
-    formats of your own are known by `register_state` and `StateFormat`.
+    Both transformations must contain the same rule (the same optimizer, with the same options). What mpx puts around it
+    may differ, in any nesting and inside of Optax's wrappers too. So may what measures (`mpx.monitor`,
+    `optax.snapshot`): it begins anew. Wrappers and formats of your own are known by `register_state` and `StateFormat`.
 
     - The weights that are moved are those of `master_params`. float32 parameters, full and split masters hold them
       exactly; a parameter with a bfloat16 Kahan compensation does to about 2**-17 of the weight. If the new recipe
       keeps nothing of what its parameters cannot hold, that is lost, and a warning says how much.
-    - The state of the rule is carried over leaf by leaf, in float32 between, and rounded to nearest where the new
-      recipe stores it in fewer bits. What is stored in the same way on both sides keeps its bits.
+    - The state of the rule is carried over leaf by leaf and rounded to nearest where the new recipe stores it in fewer
+      bits. What is stored in the same way on both sides keeps its bits.
     - PRNG keys are carried over if both recipes have them, and so is the loss scale with its counters if both recipes
       have the same one, with the same settings; else they start fresh, and only the count of skipped steps goes on.
 
@@ -101,25 +97,26 @@ def convert_state(
         >>> model.kernel.dtype, optimizer.opt_state.master["kernel"].dtype
         (dtype(bfloat16), dtype('uint16'))
     """
-    tx = _errors.as_transformation(tx, "convert_state")
-    new_tx = _errors.as_transformation(new_tx, "convert_state")
+    tx, new_tx = (_errors.as_transformation(given, "convert_state") for given in (tx, new_tx))
     policy = policy_of(new_tx) if policy is None else as_policy(policy, "convert_state")
     params = _as_arrays(params)
     opt_state = _state_of(tx, params, _as_arrays(opt_state))
-    wanted = _trees.shapes_of(params) if policy is None else policy.cast_to_param(_trees.shapes_of(params))
+    shapes = _trees.shapes_of(params)
+    wanted = shapes if policy is None else policy.cast_to_param(shapes)
     template = jax.eval_shape(new_tx.init, wanted)
     old, new = leaves_of(opt_state), leaves_of(template)
     _require_same_rule(old, new)
-    weights = _moved_weights(params, opt_state, wanted, old, new)
-    filled = {leaf.path: weights[leaf.below].kept for leaf in new if leaf.role in KEPT_OF_WEIGHTS}
+    best = _trees.leaves_by_path(master_params(params, opt_state))
+    weights = _moved_weights(params, best, wanted, weights_kept(old), weights_kept(new))
+    filled = {leaf.path: weights[leaf.below][1] for leaf in new if leaf.role in KEPT_OF_WEIGHTS}
     for before, after in zip(_of_the_rule(old), _of_the_rule(new), strict=True):
         filled |= _moved(before, after)
-    begins = [_first_loss_scale(*recipe) for recipe in ((tx, _trees.shapes_of(params), old), (new_tx, wanted, new))]
+    begins = [_first_loss_scale(*recipe) for recipe in ((tx, shapes, old), (new_tx, wanted, new))]
     filled |= _carried(old, new, is_scaled_alike=begins[0] == begins[1])
-    new_params = jax.tree.map_with_path(lambda path, p: weights[path].p if path in weights else p, params)
     filled |= _fresh(new_tx, wanted, [leaf.path for leaf in new if leaf.path not in filled])
+    _warn_of_losses(best, weights)
+    new_params = jax.tree.map_with_path(lambda path, p: weights[path][0] if path in weights else p, params)
     new_state = jax.tree.map_with_path(lambda path, _: filled[path], template)
-    _warn_of_losses(weights)
     return new_params, stable_state(new_state, new_params)
 
 
@@ -131,57 +128,32 @@ def _of_the_rule(leaves: list[StateLeaf]) -> list[StateLeaf]:
     return [leaf for leaf in leaves if not (leaf.declared and leaf.role in _OF_WRAPPERS)]
 
 
+_stored = jax.jit(store_weight, static_argnums=(1, 2, 3))
+_cast = jax.jit(cast_nearest, static_argnums=1)
+_decoded = jax.jit(lambda codes, scales, format: format.decode(codes, scales).astype(np.float32), static_argnums=2)
+_encoded = jax.jit(lambda x, format: format.encode(cast_nearest(x, np.dtype(np.float32))), static_argnums=1)
+
+
 # The weights.
 
 
-class _Weight(NamedTuple):
-    """A parameter, and what the state keeps of it."""
-
-    p: jax.Array
-    kept: Any
-    dtypes: str  # before and after
-    loss: tuple[jax.Array, jax.Array] | None  # how many elements changed, and by how much at most
-
-
 def _moved_weights(
-    params: Any, opt_state: Any, wanted: Any, old: list[StateLeaf], new: list[StateLeaf]
-) -> dict[_trees.Path, _Weight]:
-    """Return the floating parameters as the new recipe has them."""
-    best, wanted = _trees.leaves_by_path(master_params(params, opt_state)), _trees.leaves_by_path(wanted)
-    before, after = weights_kept(old), weights_kept(new)
-    _require_fit(best, after)
-    return {
-        path: _moved_weight(p, best[path], wanted[path].dtype, before.get(path), after.get(path))
-        for path, p in _trees.leaves_by_path(params).items()
-        if _trees.is_floating(p)
-    }
-
-
-def _moved_weight(
-    p: jax.Array, best: jax.Array, dtype: np.dtype, old: StateLeaf | None, new: StateLeaf | None
-) -> _Weight:
-    """Return a parameter as the new recipe has it.
-
-    Args:
-        p: the parameter.
-        best: its float32 value.
-        dtype: of the new parameter.
-        old: what the old state keeps of it.
-        new: the shape of what the new state keeps of it.
-    """
-    had, has = ((None, None) if leaf is None else (leaf.role, leaf.leaf.dtype) for leaf in (old, new))
-    old_kept = None if old is None else old.leaf
-    if had == has and p.dtype == dtype:
-        return _Weight(p, old_kept, "", None)
-    new_p, kept = _stored(best, dtype, *has)
-    loss = _loss(best, new_p) if new is None and _trees.is_narrower(new_p, best.dtype) else None
-    if kept is not None:
-        kept = _trees.placed_like(kept, p if old_kept is None else old_kept)
-    return _Weight(_trees.placed_like(new_p, p), kept, f"{best.dtype} to {dtype}", loss)
-
-
-_stored = jax.jit(store_weight, static_argnums=(1, 2, 3))
-_cast = jax.jit(cast_nearest, static_argnums=1)
+    params: Any, best: dict[_trees.Path, Any], wanted: Any, old: dict[Any, StateLeaf], new: dict[Any, StateLeaf]
+) -> dict[_trees.Path, tuple[jax.Array, Any]]:
+    """Return the floating parameters as the new recipe has them, each with what its state keeps of it."""
+    _require_fit(best, new)
+    wanted, moved = _trees.leaves_by_path(wanted), {}
+    for path, p in _trees.leaves_by_path(params).items():
+        if not _trees.is_floating(p):
+            continue
+        had, has = ((x[path].role, x[path].leaf.dtype) if path in x else (None, None) for x in (old, new))
+        new_p, kept = p, old[path].leaf if path in old else None
+        if had != has or p.dtype != wanted[path].dtype:
+            near = p if kept is None else kept
+            new_p, kept = _stored(best[path], wanted[path].dtype, *has)
+            new_p, kept = _trees.placed_like(new_p, p), kept if kept is None else _trees.placed_like(kept, near)
+        moved[path] = new_p, kept
+    return moved
 
 
 @jax.jit
@@ -195,17 +167,19 @@ def _loss(best: jax.Array, p: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.sum(changed, dtype=np.int32), jnp.max(jnp.where(changed, change, jnp.zeros_like(change)), initial=0)
 
 
-def _warn_of_losses(weights: dict[_trees.Path, _Weight]) -> None:
-    paths = [path for path, weight in weights.items() if weight.loss is not None]
-    losses = dict(zip(paths, jax.device_get([weights[path].loss for path in paths]), strict=True))
+def _warn_of_losses(best: dict[_trees.Path, Any], weights: dict[_trees.Path, tuple[jax.Array, Any]]) -> None:
+    narrow = {path: p for path, (p, kept) in weights.items() if kept is None and p.dtype != best[path].dtype}
+    losses = jax.device_get([_loss(best[path], p) for path, p in narrow.items()])
+    losses = dict(zip(narrow, losses, strict=True))
     changed = sum(int(count) for count, _ in losses.values())
     if changed:
         worst = max(losses, key=lambda path: losses[path][1])
-        total = sum(weight.p.size for weight in weights.values())
+        total = sum(p.size for p, _ in weights.values())
         warnings.warn(
             f"`convert_state`: {changed:,} of {total:,} weights changed, by up to {100 * losses[worst][1]:.3g}% in "
-            f"{_trees.path_string(worst)!r} ({weights[worst].dtypes}), because `new_tx` keeps nothing of what their "
-            "dtype cannot hold. To keep that, add `master_weights` or `kahan_summation`, or store them in float32.",
+            f"{_trees.path_string(worst)!r} ({best[worst].dtype} to {narrow[worst].dtype}), because `new_tx` keeps "
+            "nothing of what their dtype cannot hold. To keep that, add `master_weights` or `kahan_summation`, or "
+            "store them in float32.",
             stacklevel=3,
         )
 
@@ -221,20 +195,9 @@ def _moved(old: StateLeaf, new: StateLeaf) -> dict[_trees.Path, Any]:
     if new.coded:
         codes, scales = _encoded(wide, new.coded.format)
         return {new.path: _trees.placed_like(codes, old.leaf), new.coded.scales_path: scales}
-    if wide.dtype == new.leaf.dtype:
-        return {new.path: _trees.placed_like(wide, old.leaf)}
-    cast = _cast(wide, new.leaf.dtype) if _trees.is_floating(wide) else lax.convert_element_type(wide, new.leaf.dtype)
-    return {new.path: _trees.placed_like(cast, old.leaf)}
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def _decoded(codes: jax.Array, scales: Any, format: StateFormat) -> jax.Array:
-    return format.decode(codes, scales).astype(np.float32)
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _encoded(x: jax.Array, format: StateFormat) -> tuple[jax.Array, Any]:
-    return format.encode(cast_nearest(x, np.dtype(np.float32)))
+    if wide.dtype != new.leaf.dtype:
+        wide = _cast(wide, new.leaf.dtype) if _trees.is_floating(wide) else wide.astype(new.leaf.dtype)
+    return {new.path: _trees.placed_like(wide, old.leaf)}
 
 
 def _first_loss_scale(tx: optax.GradientTransformation, params: Any, leaves: list[StateLeaf]) -> dict[Any, float]:
@@ -244,29 +207,22 @@ def _first_loss_scale(tx: optax.GradientTransformation, params: Any, leaves: lis
 
 
 def _carried(old: list[StateLeaf], new: list[StateLeaf], is_scaled_alike: bool) -> dict[_trees.Path, Any]:
-    """Return the loss scales with their counters, and the keys, that both states have, in their order.
-
-    A loss scale of other settings gives only its count of skipped steps: a static one would never leave a scale that it
-    was given, and a dynamic one would take long to come back from that of no scaling.
-    """
+    """Return the loss scales with their counters, and the keys, that both states have, in their order."""
+    # A loss scale of other settings gives only its count of skipped steps: a static one would never leave a scale that
+    # it was given, and a dynamic one would take long to come back from that of no scaling.
     carries: tuple[Role, ...] = ("key", "count", "loss scale") if is_scaled_alike else ("key", "count")
-    others: dict[tuple[str, ...], list[Any]] = defaultdict(list)
-    for leaf in old:
-        if leaf.declared and leaf.role in carries:
-            others[leaf.place].append(leaf.leaf)
-    carried = {}
-    for leaf in new:
-        if leaf.declared and leaf.role in carries and others[leaf.place]:
-            before = others[leaf.place].pop(0)
-            if (before.shape, before.dtype) == (leaf.leaf.shape, leaf.leaf.dtype):
-                carried[leaf.path] = before
-    return carried
+    by_place: tuple[Any, Any] = defaultdict(list), defaultdict(list)
+    for leaves, places in zip((old, new), by_place, strict=True):
+        for leaf in leaves:
+            if leaf.declared and leaf.role in carries:
+                places[leaf.place].append(leaf)
+    pairs = [pair for place, after in by_place[1].items() for pair in zip(by_place[0][place], after, strict=False)]
+    type_of = lambda found: (found.leaf.shape, found.leaf.dtype)
+    return {after.path: before.leaf for before, after in pairs if type_of(before) == type_of(after)}
 
 
 def _fresh(new_tx: optax.GradientTransformation, wanted: Any, paths: list[_trees.Path]) -> dict[_trees.Path, Any]:
     """Return leaves of a new state to which none of the old one corresponds; none depends on the weights."""
-    if not paths:
-        return {}
 
     @jax.jit
     def init():  # all other leaves are never computed
@@ -274,7 +230,7 @@ def _fresh(new_tx: optax.GradientTransformation, wanted: Any, paths: list[_trees
         leaves = _trees.leaves_by_path(new_tx.init(jax.tree.map(zeros, wanted)))
         return [leaves[path] for path in paths]
 
-    return dict(zip(paths, init(), strict=True))
+    return dict(zip(paths, init(), strict=True)) if paths else {}
 
 
 # Checks.

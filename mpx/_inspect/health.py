@@ -13,28 +13,16 @@ from mpx._transforms.loss_scaling import loss_scaling_state
 
 
 class StuckError(RuntimeError):
-    """A training run does nothing but skip steps; `check_health` raises this and says where to look.
-
-    Example:
-        >>> tx = loss_scaling(optax.sgd(0.1), NoOpLossScale())
-        >>> state = tx.init({"w": jnp.ones(2)})
-        >>> _, state = tx.update({"w": jnp.array([0.0, jnp.nan])}, state)
-        >>> try:
-        ...     check_health(state, max_stuck_steps=1)
-        ... except StuckError:
-        ...     print("back to the last checkpoint")
-        back to the last checkpoint
-    """
+    """A training run does nothing but skip steps; `check_health` raises this and says where to look."""
 
 
 def check_health(opt_state: optax.OptState, *, params: Any = None, max_stuck_steps: int = 10) -> None:
     """Raise once a training run skips step after step at the smallest loss scale, and name the gradient at fault.
 
     Skipped steps are no fault as long as the scale can shrink: that is how it finds its range. But when gradients stay
-    infinite or NaN at its minimum (or under a scale that does not adapt), no scale helps, and the run would go through
-    its data without a change and without a word. Call this where the loop waits for the device anyway, such as where it
-    prints the loss, outside of `jax.jit`: it reads four numbers from the device. The counter stays until a step is
-    good, so a check now and then misses nothing.
+    infinite or NaN at its minimum (or under a scale that does not adapt), no scale helps. Call this outside of
+    `jax.jit`, where the loop waits for the device anyway, such as where it prints the loss. The counter stays until a
+    step is good, so a check now and then misses nothing.
 
     Args:
         opt_state: the state of any transformation with a `loss_scaling` in it.
@@ -89,17 +77,14 @@ def check_health(opt_state: optax.OptState, *, params: Any = None, max_stuck_ste
 
 def _diagnosis(stuck: int, skipped: int, scale: float, gradient: str) -> str:
     """Say what has happened, in which gradient, and what to do."""
-    lines = [
+    smaller = f"\nA smaller loss scale may be enough too: allow the scale to go below {scale:g}." if scale > 1 else ""
+    return (
         f"`check_health`: {stuck} steps in a row were skipped at a loss scale of {scale:g}, which does not shrink any "
         f"further ({skipped} skipped in all). In the last one, the first gradient that was infinite or NaN was "
-        f"{gradient}.",
-        "Look for infinities and NaN in the batch, in the parameters and in that layer. (If the loss is infinite or "
-        "NaN, so are all gradients, and the first one says nothing about its layer.) If there are none, go back to the "
-        "last checkpoint and lower the learning rate.",
-    ]
-    if scale > 1:
-        lines.append(f"A smaller loss scale may be enough too: allow the scale to go below {scale:g}.")
-    return "\n".join(lines)
+        f"{gradient}.\nLook for infinities and NaN in the batch, in the parameters and in that layer. (If the loss is "
+        "infinite or NaN, so are all gradients, and the first one says nothing about its layer.) If there are none, go "
+        f"back to the last checkpoint and lower the learning rate.{smaller}"
+    )
 
 
 def _named(position: int, params: Any) -> str:

@@ -51,16 +51,15 @@ def master_params(params: T, opt_state: optax.OptState) -> T:
 def ema_params(opt_state: optax.OptState) -> Any:
     """Return the average of the weights that `params_ema` keeps: a tree like the parameters, float32 or wider.
 
-    Before the first step it is the initial parameters. Parameters that are not floating, or that `optax.masked` or
-    `optax.partition` hide from every average, are an `optax.MaskedNode`. Cast it to evaluate the model in its own
-    precision: `policy.cast_to_param(ema_params(opt_state))`.
+    Parameters that are not floating, or that `optax.masked` or `optax.partition` hide from every average, are an
+    `optax.MaskedNode`. Cast it to evaluate the model in its own precision: `policy.cast_to_param(ema_params(state))`.
 
     Args:
         opt_state: the state of any transformation with a `params_ema` somewhere in it, or several for different
             parameters (`optax.partition`).
 
     Raises:
-        TypeError: if this is no state but a transformation, or a state restored without its types.
+        TypeError: as `master_params` does.
         ValueError: if nothing in the state averages weights, or there are two averages of the same ones.
 
     Example:
@@ -101,15 +100,7 @@ def is_synced(params: Any, opt_state: optax.OptState) -> jax.Array:
     the next update would bring the old weights back. Then call `resync`. A float32 master must round to its parameter;
     a Kahan compensation must be smaller than the spacing of its parameter. Low bits (`storage="split"`) fit any
     parameter, so this cannot see a change there. (A weight that has just fallen almost to zero may be out of sync until
-    the next step, see `master_weights`.)
-
-    Args:
-        params: the parameters.
-        opt_state: the state of the transformation that trains them, of any nesting.
-
-    Raises:
-        TypeError: if this is no state but a transformation, or a state restored without its types.
-        ValueError: if what the state keeps does not fit the parameters.
+    the next step, see `master_weights`.) Arguments and errors are those of `master_params`.
 
     Example:
         >>> tx = master_weights(optax.sgd(1e-3))
@@ -127,20 +118,9 @@ def is_synced(params: Any, opt_state: optax.OptState) -> jax.Array:
 def resync(params: Any, opt_state: T) -> T:
     """Make parameters that were changed from outside the masters of the optimizer state.
 
-    Masters become exactly the parameters; low bits and Kahan compensations become zero, for every storage alike.
-    Moments and counts stay. Call it only after such a change: what the state held of the weights beyond the precision
-    of their parameters is gone, of those that were not changed too.
-
-    Args:
-        params: the parameters.
-        opt_state: the state of the transformation that trains them, of any nesting.
-
-    Returns:
-        The state, with which `master_params(params, state)` are the parameters and `is_synced(params, state)` is True.
-
-    Raises:
-        TypeError: if this is no state but a transformation, or a state restored without its types.
-        ValueError: if what the state keeps does not fit the parameters.
+    In the state that it returns masters are exactly the parameters; low bits and Kahan compensations are zero. Moments
+    and counts stay. Call it only after such a change: what the state held of the weights beyond the precision of their
+    parameters is gone, of those that were not changed too. Arguments and errors are those of `master_params`.
 
     Example:
         >>> tx = master_weights(optax.sgd(1e-3))

@@ -33,21 +33,18 @@ def data_parallel(
 ) -> Callable[..., tuple[Any, Any]]:
     """Compute losses and gradients on each device's shard of a batch, and average them once, in float32.
 
-    Left to `jax.jit`, the gradients of all devices are added up where they are computed: in bfloat16 if a product
-    comes out in it, and once for every microbatch and every use of a weight. Sums over thousands of devices lose bits
-    in bfloat16, and overflow in float16. Here each device computes alone. Its gradients are added up at the end, in
-    float32 whatever their dtype: one reduction for each leaf, after all microbatches.
+    Left to `jax.jit`, gradients are added up where they are computed: in bfloat16, where sums over many devices lose
+    bits, or float16, where they overflow, if a product comes out in it; and once for every microbatch and every use of
+    a weight. Here each device computes alone, and one float32 reduction of each leaf follows after all microbatches.
 
     Args:
-        fun: from parameters and batches to a value and gradients (trees like the parameters), such as
-            `value_and_grad(loss_fn)` or a mean of that over microbatches. It sees a shard of each batch; what it closes
-            over is replicated. (On a mesh of explicit axes JAX lets it close over no array: pass the loss
-            scale with a spec of its own, `batch_specs=(PartitionSpec(), PartitionSpec(axis))`.)
+        fun: from parameters and batches to a value and gradients, such as `value_and_grad(loss_fn)` or a mean of that
+            over microbatches. It sees a shard of each batch; what it closes over is replicated. (On a mesh of explicit
+            axes JAX lets it close over no array: pass the loss scale as an argument with a spec of its own,
+            `batch_specs=(PartitionSpec(), PartitionSpec(axis))`.)
         mesh: of the devices.
-        axis: its axis among whose devices batches are divided. All others stay with `jax.jit`: tensor parallelism
-            works as without.
-        batch_specs: of all arguments after the parameters, as in `jax.shard_map`; `PartitionSpec(axis)` if None: along
-            their first axis.
+        axis: its axis among whose devices batches are divided. All others stay with `jax.jit`.
+        batch_specs: of all arguments after the parameters, as in `jax.shard_map`. None: all along their first axis.
         scatter: whether gradients are to be sharded over the devices, as `zero1` wants them: by a reduce-scatter,
             which sends half as much. If not, each device gets all of them.
         param_specs: as given to `zero1`: how parameters, and so their gradients, are sharded over the other axes.
@@ -69,6 +66,7 @@ def data_parallel(
     """
     require_axis(mesh, axis, "data_parallel")
     batch_specs = PartitionSpec(axis) if batch_specs is None else batch_specs
+    is_tuple = isinstance(batch_specs, tuple)
 
     @functools.wraps(fun)
     def spread(params, *batches):
@@ -85,7 +83,7 @@ def data_parallel(
         everywhere = jax.shard_map(
             on_one_device,
             mesh=mesh,
-            in_specs=(PartitionSpec(), *_for_each(batch_specs, batches)),
+            in_specs=(PartitionSpec(), *(batch_specs if is_tuple else [batch_specs] * len(batches))),
             out_specs=(PartitionSpec(), PartitionSpec(axis)),
             axis_names={axis},
             check_vma=False,  # with it, JAX itself would add up gradients, in their own dtype and at each use
@@ -104,16 +102,10 @@ def data_parallel(
     return spread
 
 
-def _for_each(batch_specs: Any, batches: tuple[Any, ...]) -> tuple[Any, ...]:
-    return batch_specs if isinstance(batch_specs, tuple) else (batch_specs,) * len(batches)
-
-
 def _require_gradients(grads: Any, params: Any) -> None:
     """Raise unless there is one gradient for each parameter, of its shape."""
-    shapes, wanted = (
-        {path: np.shape(x) for path, x in _trees.leaves_by_path(tree).items()} for tree in (grads, params)
-    )
-    wrong = [path for path in {**shapes, **wanted} if shapes.get(path) != wanted.get(path)]
+    shapes = [{path: np.shape(x) for path, x in jax.tree.leaves_with_path(tree)} for tree in (grads, params)]
+    wrong = [path for path in shapes[0] | shapes[1] if shapes[0].get(path) != shapes[1].get(path)]
     if wrong or jax.tree.structure(grads) != jax.tree.structure(params):
         where = f", for example at {_trees.path_string(wrong[0], params)!r}" if wrong else ""
         raise ValueError(

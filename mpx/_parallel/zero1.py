@@ -53,20 +53,18 @@ def zero1(
     bytes for each bfloat16 one, not the 4 of a float32 update. The state is that of `inner`, in the same shapes, so
     that checkpoints fit with and without `zero1` and on any number of devices; only its sharding differs.
 
-    An array is sharded along its first axis whose size the number of devices divides (its size on each device, if
-    `param_specs` shards it already). One without such an axis is replicated, and so is every scalar.
+    An array is sharded along its first axis whose size (on each device, if `param_specs` shards it already) the number
+    of devices divides. One without such an axis is replicated, and so is every scalar.
 
-    Under `jax.jit` (and eagerly) any rule works, also one that clips by a global norm or divides by the norm of a
-    layer: XLA sees whole arrays. Gradients may have any sharding; those of `data_parallel(..., scatter=True)` are
-    sharded already, by one reduce-scatter in float32.
+    Under `jax.jit` (and eagerly) any rule works, also one that clips by a global norm: XLA sees whole arrays. Gradients
+    may have any sharding; those of `data_parallel(..., scatter=True)` are sharded already.
 
     Inside `jax.shard_map` over the axis each device gives its own gradients, for its shard of the batch. They are
-    averaged over the axis in float32, by a reduce-scatter. (Under `check_vma` differentiate with respect to
-    `jax.lax.pcast(params, axis, to="varying")`: JAX adds up gradients of parameters that are equal everywhere by
-    itself, in their dtype.) Rules inside must then treat each element by itself, as Adam, momentum and decay do, since
-    they see a shard of each array: others are refused, those that draw random numbers too. `loss_scaling` inside needs
-    `axis_name=axis`; states in `Blockwise8bit` need rows of whole blocks. Specs for the state are those of
-    `zero1_shardings`.
+    averaged in float32, by a reduce-scatter. (Under `check_vma` differentiate with respect to `jax.lax.pcast(params,
+    axis, to="varying")`: JAX adds up gradients of parameters that are equal everywhere by itself, in their dtype.) The
+    rule sees a shard of each array, so it must treat each element by itself, as Adam, momentum and decay do, and draw
+    no random numbers. `loss_scaling` inside needs `axis_name=axis`; states in `Blockwise8bit` need rows of whole
+    blocks. Specs for the state are those of `zero1_shardings`.
 
     Args:
         inner: any Optax transformation or chain, with the wrappers of mpx in it: this is the outermost.
@@ -119,11 +117,7 @@ def zero1(
         _errors.require_step("zero1", object, state, params, updates)  # the state is any rule's
         specs = parameter_specs(params, param_specs, mesh, axis, "zero1")
         if is_manual(axis):
-            axes = shard_axes(params, specs, mesh, axis)
-            shards = jax.tree.map(lambda p, along: local_shard(p, along, axis), params, axes)
-            _require_shards(inner, state, params, shards, specs, mesh, axis)
-            _require_whole_blocks(state)
-            return _update_of_shards(inner, updates, state, params, shards, extra_args, axes, axis)
+            return _update_of_shards(inner, updates, state, params, extra_args, specs, mesh, axis)
         divided = zero1_shardings(params, state, mesh, axis, param_specs=specs)
         sharded = shardings_along(params, specs, mesh, axis)
         of_params = shardings_of(params, specs, mesh)
@@ -153,9 +147,9 @@ def zero1_shardings(
     Args:
         params: the parameters, or their shapes.
         opt_state: the state, or its shapes (`jax.eval_shape(tx.init, params)`).
-        mesh: as given to `zero1`, or one without devices, such as `jax.sharding.AbstractMesh`, to plan with.
-        axis: likewise.
-        param_specs: likewise.
+        mesh: as given to `zero1`, as are `axis` and `param_specs`; or a `jax.sharding.AbstractMesh`, to plan with.
+        axis: of the mesh.
+        param_specs: of the parameters.
 
     Returns:
         A tree like `opt_state` of `jax.sharding.NamedSharding`s.
@@ -199,8 +193,8 @@ def _with_scales_beside_codes(opt_state: Any, shardings: T) -> T:
 
 def _divides(sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
     """Return whether a sharding gives all devices equal shards of an array of some shape."""
-    counts = (math.prod(sharding.mesh.shape[name] for name in names_at(sharding.spec, i)) for i in range(len(shape)))
-    return all(size % count == 0 for size, count in zip(shape, counts, strict=True))
+    parts = (math.prod(sharding.mesh.shape[name] for name in names_at(sharding.spec, i)) for i in range(len(shape)))
+    return not any(size % count for size, count in zip(shape, parts, strict=True))
 
 
 def _with_specs(params: Any, specs: Any) -> Iterator[tuple[_trees.Path, Any, PartitionSpec]]:
@@ -246,15 +240,11 @@ def _from_sent(p: jax.Array, sent: jax.Array) -> jax.Array:
 
 
 def _update_of_shards(
-    inner: optax.GradientTransformationExtraArgs,
-    updates: Any,
-    state: Any,
-    params: Any,
-    shards: Any,
-    extra_args: dict[str, Any],
-    axes: Any,
-    axis: str,
+    inner: Any, updates: Any, state: Any, params: Any, extra_args: dict[str, Any], specs: Any, mesh: Mesh, axis: str
 ) -> tuple[Any, Any]:
+    axes = shard_axes(params, specs, mesh, axis)
+    shards = jax.tree.map(lambda p, along: local_shard(p, along, axis), params, axes)
+    _require_shards(inner, state, params, shards, specs, mesh, axis)
     _require_own_gradients(updates, axis)
     grads = jax.tree.map(lambda g, along: reduce_scatter_mean(g, along, axis), updates, axes)
     _require_elementwise(inner, grads, state, shards, extra_args, axis)
@@ -268,9 +258,7 @@ def _update_of_shards(
     return jax.tree.map(_from_sent, params, jax.tree.map(gather, sent, axes)), new_state
 
 
-def _require_elementwise(
-    inner: Any, grads: Any, state: Any, shards: Any, extra_args: dict[str, Any], axis: str
-) -> None:
+def _require_elementwise(inner: Any, grads: Any, state: Any, shards: Any, extra_args: Any, axis: str) -> None:
     """Raise if the rule has a result that depends on more than one element of an array."""
     arrays = {name: value for name, value in extra_args.items() if all(map(_trees.is_array, jax.tree.leaves(value)))}
     others = {name: value for name, value in extra_args.items() if name not in arrays}
@@ -320,45 +308,36 @@ def _require_shards(inner: Any, state: Any, params: Any, shards: Any, specs: Any
     whole = jax.eval_shape(inner.init, _trees.shapes_of(params))
     by_path = _trees.leaves_by_path(zero1_shardings(params, whole, mesh, axis, param_specs=specs))
     for leaf, coded in coded_leaves(whole):
-        if by_path[leaf.path].spec != by_path[coded.scales_path].spec:
+        codes, spec = np.shape(leaf.leaf), by_path[leaf.path].spec
+        scales, scales_spec = np.shape(coded.scales), by_path[coded.scales_path].spec
+        if spec != scales_spec or len(codes) < 2 or len(scales) != len(codes):
             raise ValueError(
-                f"`zero1`: inside `jax.shard_map` the state at {_trees.path_string(leaf.path)!r} is sharded as "
-                f"{by_path[leaf.path].spec}, but its scales as {by_path[coded.scales_path].spec}: blocks would reach "
-                "over several devices. Call `update` under `jax.jit`, outside of `jax.shard_map`, or keep the leaf in "
-                "another format."
+                f"`zero1`: inside `jax.shard_map` the state at {_trees.path_string(leaf.path)!r} is sharded as {spec}, "
+                f"and its scales as {scales_spec}: blocks would reach over several devices. The shapes are "
+                f"{list(codes)} and {list(scales)}. Choose a `block_size` that divides what a device has of the last "
+                "axis, or a larger `min_size`; or call `update` under `jax.jit`, outside of `jax.shard_map`."
             )
-    shardings = list(by_path.values())
-    got, own = _trees.leaves_by_path(state), _trees.leaves_by_path(jax.eval_shape(inner.init, _trees.shapes_of(shards)))
-    for (path, leaf), sharding in zip(_trees.leaves_by_path(whole).items(), shardings, strict=True):
-        wanted = f"{leaf.dtype}{list(_shape_of_shard(leaf.shape, sharding.spec, mesh, axis))}"
-        where = f"`zero1`: inside `jax.shard_map` the state at {_trees.path_string(path)!r} should be {wanted} on each"
-        if _trees.dtype_and_shape(own.get(path)) != wanted:
-            raise ValueError(
-                f"{where} device, but of a part of the parameter the rule keeps "
-                f"{_trees.dtype_and_shape(own.get(path))}. With `low_precision_state`, whose `min_size` counts the "
-                "numbers of the part, lower that; in 8 bits rows must consist of whole blocks on each device. Or call "
-                "`update` under `jax.jit`, outside of `jax.shard_map`."
+    parts = jax.eval_shape(inner.init, _trees.shapes_of(shards))
+    leaves, got, own = (_trees.leaves_by_path(tree) for tree in (whole, state, parts))
+    for path, leaf in leaves.items():
+        wanted = f"{leaf.dtype}{list(_shape_of_shard(leaf.shape, by_path[path].spec, mesh, axis))}"
+        has, keeps = (_trees.dtype_and_shape(tree.get(path)) for tree in (got, own))
+        if has == keeps == wanted:
+            continue
+        reason = f"it is {has}. Make it outside, with `init`, and give `jax.shard_map` the specs of `zero1_shardings`."
+        if keeps != wanted:
+            reason = (
+                f"of a part of the parameter the rule keeps {keeps}. With `low_precision_state`, whose `min_size` "
+                "counts the numbers of the part, lower that. Or call `update` under `jax.jit`, outside of "
+                "`jax.shard_map`."
             )
-        if _trees.dtype_and_shape(got.get(path)) != wanted:
-            raise ValueError(
-                f"{where} device, but it is {_trees.dtype_and_shape(got.get(path))}. Make it outside, with `init`, and "
-                "give `jax.shard_map` the specs of `mpx.zero1_shardings`."
-            )
+        raise ValueError(
+            f"`zero1`: inside `jax.shard_map` the state at {_trees.path_string(path)!r} should be {wanted} on each "
+            f"device, but {reason}"
+        )
 
 
 def _shape_of_shard(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh, axis: str) -> tuple[int, ...]:
     """Return the shape of a shard of an array that is sharded over the other axes of the mesh already."""
     counts = [mesh.shape[axis] if axis in names_at(spec, i) else 1 for i in range(len(shape))]
     return tuple([size // count for size, count in zip(shape, counts, strict=True)])
-
-
-def _require_whole_blocks(state: Any) -> None:
-    """Raise if blocks that share a scale may reach beyond a device's shard, whose codes would then be others."""
-    for leaf, coded in coded_leaves(state):
-        codes, scales = leaf.leaf, coded.scales
-        if codes.ndim < 2 or scales.ndim != codes.ndim:
-            raise ValueError(
-                "`zero1`: inside `jax.shard_map` states in 8 bits need rows that consist of whole blocks, but one "
-                f"of shape {list(codes.shape)} has {list(scales.shape)} blocks. Choose a `block_size` that divides "
-                "the last axis, a larger `min_size`, or call `update` under `jax.jit`, outside of `jax.shard_map`."
-            )

@@ -530,7 +530,7 @@ def test_inside_shard_map_what_is_not_the_same_for_every_shard_is_refused(tx, cu
         ),
         (
             lambda: mpx.low_precision_state(ADAMW, {"mu": mpx.Blockwise8bit(32)}, min_size=1),
-            r"the state at '.*/mu/bias' is sharded as .*, but its scales as .*: blocks would reach over several",
+            r"the state at '.*/mu/bias' is sharded as .*, and its scales as .*: blocks would reach over several",
         ),
     ],
     ids=[
