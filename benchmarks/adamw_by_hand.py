@@ -42,14 +42,14 @@ def adamw(g: jax.Array, weight: jax.Array, mu: Any, nu: Any, corrections: tuple)
 def loaded(moment: Any, signed: bool) -> jax.Array:
     """A moment in float32."""
     if isinstance(moment, blockwise.BlockwiseArray):
-        return blockwise.decode(moment, BLOCK_SIZE, signed)
+        return blockwise.Blockwise8bit(BLOCK_SIZE, signed).decode(*moment)
     return moment.astype(jnp.float32)
 
 
 def stored(moment: jax.Array, old: Any, signed: bool) -> Any:
     """A moment in the format of the old one."""
     if isinstance(old, blockwise.BlockwiseArray):
-        return blockwise.encode(moment, BLOCK_SIZE, signed)
+        return blockwise.Blockwise8bit(BLOCK_SIZE, signed).encode(moment)
     return moment.astype(old.dtype)
 
 

@@ -135,17 +135,17 @@ def require_differentiable(grads: Any, caller: str) -> None:
         raise leaves_error(TypeError, what, wrong, remedy, grads, prefix="grads")
 
 
-def require_same_leaves(stored: Any, params: Any, fits: Callable[[Any, Any], bool], caller: str) -> None:
-    """Raise if parameters are not those for which a wrapper's state was made, and by which it keeps what `fits`."""
+def require_same_leaves(stored: Any, params: Any, kept_dtype: Callable[[Any], np.dtype | None], caller: str) -> None:
+    """Raise if parameters are not those of a wrapper's state, of each of which it keeps an array of `kept_dtype`."""
     old = _trees.leaves_by_path(stored, _trees.is_masked)
     new = _trees.leaves_by_path(params, _trees.is_masked)
     wrong = {path: "in the state only" for path in old if path not in new}
     wrong |= {path: "in the parameters only" for path in new if path not in old}
-    wrong |= {
-        path: f"{_trees.dtype_and_shape(new[path])}, but the state keeps {_kept(old[path])}"
-        for path in old
-        if path in new and not fits(old[path], new[path])
-    }
+    for path, kept, p in [(path, kept, new[path]) for path, kept in old.items() if path in new]:
+        found = None if _trees.is_masked(kept) else (kept.dtype, kept.shape)
+        wanted = None if kept_dtype(p) is None else (kept_dtype(p), p.shape)
+        if found != wanted:
+            wrong[path] = f"{_trees.dtype_and_shape(p)}, but the state keeps {_kept(kept)}"
     if wrong:
         what = f"`{caller}`: the parameters are not those that its state was made for"
         remedy = (

@@ -1,4 +1,4 @@
-"""Whole recipes, put together from the transformations."""
+"""Put whole recipes together from the transformations."""
 
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -40,9 +40,6 @@ def mixed_precision(
             lacks: AdamW takes 14 bytes a parameter, where float32 takes 16. Masters of float16 parameters are full.
         loss_scale: of `loss_scaling`; `DynamicLossScale()` if None.
         axis_name: of `loss_scaling`.
-
-    Returns:
-        A transformation.
 
     Raises:
         TypeError: if `inner` is not a transformation.
@@ -89,12 +86,11 @@ def any_precision_adamw(
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW for pure 16-bit training: each moment in a dtype of its own, and Kahan summation of the parameters.
 
-    torchdistx's AnyPrecisionAdamW with its options and defaults, but computed in float32 and rounded once where
+    It has the options and defaults of torchdistx's AnyPrecisionAdamW, but computes in float32 and rounds once where
     something is stored; and weight decay is part of the update. (torchdistx multiplies bfloat16 weights by
     `1 - learning_rate * weight_decay`, which rounds to 1.) Without Kahan summation a 16-bit parameter loses what its
-    rounding cuts off, of the decay as of every update: it is for float32 parameters, or to be followed by
-    `stochastic_rounding`. With bfloat16 moments and Kahan summation a training takes 10 bytes a parameter, gradients
-    included.
+    rounding cuts off: use it for float32 parameters then, or put `stochastic_rounding` after it. With bfloat16 moments
+    and Kahan summation a training run takes 10 bytes a parameter, gradients included.
 
     Args:
         learning_rate: a number or a schedule.
@@ -102,7 +98,7 @@ def any_precision_adamw(
         b2: decay of the variance.
         eps: added to the root of the variance.
         weight_decay: decoupled, multiplied by the learning rate.
-        use_kahan_summation: whether what 16-bit parameters cannot take of their updates is kept for the next one.
+        use_kahan_summation: whether `kahan_summation` follows.
         momentum_dtype: of the stored momentum: bfloat16, float16 or float32, or a `Blockwise8bit`.
         variance_dtype: of the stored variance: bfloat16, float32, or a `Blockwise8bit`.
         compensation_buffer_dtype: of what Kahan summation keeps: bfloat16, float16 or float32.
@@ -138,7 +134,7 @@ def any_precision_adamw(
 def _checked_at_init(
     tx: optax.GradientTransformationExtraArgs, policy: Policy
 ) -> optax.GradientTransformationExtraArgs:
-    """Refuses parameters that nobody has cast, on which masters would do nothing."""
+    """Refuse parameters that nobody has cast, on which masters would do nothing."""
     narrow = lambda tree: any(_trees.is_narrower(leaf, np.dtype(np.float32)) for leaf in jax.tree.leaves(tree))
 
     def init_fn(params):

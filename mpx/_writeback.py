@@ -1,4 +1,4 @@
-"""How a 16-bit parameter gets its new value, when all that can be done to it is an addition.
+"""Choose the update with which an addition gives a 16-bit parameter the value wanted.
 
 Optax's `apply_updates` computes `(p + u).astype(p.dtype)`. A wrapper that has chosen the new value `p'` must emit an
 update `u` with which this sum is `p'`. `float32(p') - float32(p)` is one: both have at most 11 significant bits, so the

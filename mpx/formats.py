@@ -1,13 +1,13 @@
-"""Exact roundings between float32 and the 16-bit formats.
+"""Round exactly between float32 and the 16-bit formats.
 
-Everything in mpx whose correctness depends on a rounding goes through this file, and everything here
-works on the integer bits of the numbers. There are two reasons:
+Everything in mpx whose correctness depends on a rounding goes through this file, and everything here works on the
+integer bits of the numbers. There are two reasons:
 
-- A compiler may widen what a program narrows. XLA on GPU and TPU turns `f32 -> bf16 -> f32` inside one
-  program into nothing (`xla_allow_excess_precision`, on by default), which silently makes a Kahan
-  compensation zero. It cannot do that to integer operations.
-- CPU arithmetic flushes float32 subnormals to zero, and `jax.lax.reduce_precision` does so with those of
-  float16. Integer operations see every bit.
+- A compiler may widen what a program narrows. XLA on GPU and TPU turns `f32 -> bf16 -> f32` inside one program into
+  nothing (`xla_allow_excess_precision`, on by default), which silently makes a Kahan compensation zero. It cannot do
+  that to integer operations.
+- CPU arithmetic flushes float32 subnormals to zero, and `jax.lax.reduce_precision` does so with those of float16.
+  Integer operations see every bit.
 """
 
 from typing import Literal, get_args
@@ -33,12 +33,12 @@ _BF16_MAX_F32 = np.uint32(0x7F7F_0000)
 _LARGEST_SPLIT = np.uint32(0x7F7F_7FFF)  # the largest whose rounding to bfloat16, ties away from zero, is finite
 _F16_MAX = np.uint32(0x477F_E000)  # 65504
 _F16_SMALLEST_NORMAL = np.uint32(0x3880_0000)  # 2**-14
+_HALF = np.uint32(0x3F00_0000)  # 0.5
 _F16_BIAS = np.uint32(0x3800_0000)  # (127 - 15) << 23: the two exponents' biases
 
 # 16-bit patterns.
 _BF16_INFINITY = np.uint16(0x7F80)
 _BF16_MAX = np.uint32(0x7F7F)
-
 
 Overflow = Literal["infinite", "largest"]
 
@@ -46,9 +46,8 @@ Overflow = Literal["infinite", "largest"]
 def round_to(x: ArrayLike, dtype: DTypeLike, *, overflow: Overflow = "infinite") -> jax.Array:
     """Round float32 numbers to the nearest number that `dtype` can hold; the result is float32.
 
-    Round to nearest, ties to even, exactly as IEEE 754 asks: subnormals of `dtype` are kept, numbers too
-    large for it become infinite, infinities and the signs of zeros stay, NaN stays NaN. Unlike
-    `x.astype(dtype).astype(jnp.float32)` it is never removed by the compiler. Its derivative is zero.
+    Ties go to even, as IEEE 754 asks. Subnormals of `dtype`, infinities and the signs of zeros stay, and NaN stays NaN.
+    Unlike `x.astype(dtype).astype(jnp.float32)` it is never removed by the compiler. Its derivative is zero.
 
     Args:
         x: float32 array of any shape.
@@ -89,7 +88,9 @@ def round_to(x: ArrayLike, dtype: DTypeLike, *, overflow: Overflow = "infinite")
     if overflow == "largest":
         beyond = jnp.where(magnitude == _INFINITY, _INFINITY, _F16_MAX)
     nearest = jnp.where(nearest > _F16_MAX, beyond, nearest)
-    nearest = jnp.where(magnitude < _F16_SMALLEST_NORMAL, _round_to_f16_subnormal(magnitude), nearest)
+    # An addition does the rounding: from 0.5 to 1 float32 numbers lie 2**-24 apart, as those of float16 below 2**-14.
+    steps = (_bits(_floats(magnitude) + np.float32(0.5)) - _HALF).astype(np.float32)  # at most 1024
+    nearest = jnp.where(magnitude < _F16_SMALLEST_NORMAL, _bits(steps * np.float32(2.0**-24)), nearest)
     nearest = jnp.where(_is_nan(bits), (magnitude | _QUIET) & np.uint32(0xFFFF_E000), nearest)
     return _floats(nearest | (bits & _SIGN))
 
@@ -97,13 +98,11 @@ def round_to(x: ArrayLike, dtype: DTypeLike, *, overflow: Overflow = "infinite")
 def stochastic_round(key: jax.Array, x: ArrayLike, dtype: DTypeLike) -> jax.Array:
     """Round float32 numbers up or down to `dtype` at random, so that the mean is the number itself.
 
-    A number between two neighbours of `dtype` becomes the upper one with the probability of its distance
-    from the lower one (Croci et al. 2022, "Stochastic rounding: implementation, error analysis and
-    applications"). Numbers that `dtype` holds, zeros of both signs, infinities and NaN stay as they are. A
-    finite number beyond the largest one of `dtype` becomes that largest one, never infinite.
-
-    Probabilities are exact for bfloat16 and for normal numbers of float16; below 2**-14 in float16 they are
-    rounded down to a multiple of 2**-32.
+    A number between two neighbours of `dtype` becomes the upper one with the probability of its distance from the lower
+    one (Croci et al. 2022, "Stochastic rounding: implementation, error analysis and applications"). Numbers of `dtype`,
+    zeros of both signs, infinities and NaN stay as they are. A finite number beyond the largest one of `dtype`
+    becomes that largest one, never infinite. Probabilities are exact for bfloat16 and for normal numbers of float16;
+    below 2**-14 in float16 they are rounded down to a multiple of 2**-32.
 
     Args:
         key: a JAX PRNG key; equal keys give equal roundings.
@@ -150,9 +149,9 @@ def stochastic_round(key: jax.Array, x: ArrayLike, dtype: DTypeLike) -> jax.Arra
 def split_f32(x: ArrayLike, *, overflow: Overflow = "infinite") -> tuple[jax.Array, jax.Array]:
     """Split float32 numbers into bfloat16 weights and the 16 bits that those lack.
 
-    The weight is `x` rounded to nearest, *ties away from zero*: `(bits + 0x8000) >> 16`. With ties to even
-    the 16 low bits would be ambiguous: a remainder of 0x8000 beside an even weight fits two numbers. This is
-    the layout that Transformer Engine's `store_param_remainders` uses.
+    The weight is `x` rounded to nearest, *ties away from zero*: `(bits + 0x8000) >> 16`. With ties to even the 16 low
+    bits would be ambiguous: a remainder of 0x8000 beside an even weight fits two numbers. Transformer Engine's
+    `store_param_remainders` uses the same layout.
 
     Args:
         x: float32 array of any shape.
@@ -160,8 +159,8 @@ def split_f32(x: ArrayLike, *, overflow: Overflow = "infinite") -> tuple[jax.Arr
             tells them apart; or they are first cut off to the `"largest"` number whose `hi` is finite, 0x7F7F7FFF.
 
     Returns:
-        `(hi, lo)`, bfloat16 and uint16 arrays of the shape of `x`, from which `join_f32` gives back every
-        float32 bit pattern that is not NaN (and was not cut off). NaN becomes a NaN `hi` and a zero `lo`.
+        `(hi, lo)`, bfloat16 and uint16 arrays of the shape of `x`, from which `join_f32` gives back every float32 bit
+        pattern that is not NaN (and was not cut off). NaN becomes a NaN `hi` and a zero `lo`.
 
     Raises:
         TypeError: if `x` is not float32.
@@ -189,9 +188,9 @@ def split_f32(x: ArrayLike, *, overflow: Overflow = "infinite") -> tuple[jax.Arr
 def join_f32(hi: ArrayLike, lo: ArrayLike) -> jax.Array:
     """Join bfloat16 weights and their 16 low bits to float32; the inverse of `split_f32`.
 
-    A weight changed from outside is respected: for `hi` of ±0 no borrow is taken, so that a pruned weight
-    reads as (almost) zero and not as NaN; an infinite `hi` that did not come from a large finite number reads
-    as infinite; a NaN reads as NaN.
+    A weight changed from outside is respected: for `hi` of ±0 no borrow is taken, so that a pruned weight reads as
+    (almost) zero and not as NaN; an infinite `hi` that did not come from a large finite number reads as infinite; a NaN
+    reads as NaN.
 
     Args:
         hi: bfloat16 array.
@@ -250,28 +249,10 @@ def _is_nan(bits: jax.Array) -> jax.Array:
     return (bits & _MAGNITUDE) > _INFINITY
 
 
-def _f16_subnormal_parts(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the 24-bit significand, and how many of its bits lie below 2**-24, float16's smallest step."""
-    exponent = magnitude >> 23
-    significand = (magnitude & 0x7F_FFFF) | 0x80_0000
-    return significand, 126 - jnp.minimum(exponent, np.uint32(112))
-
-
-def _round_to_f16_subnormal(magnitude: jax.Array) -> jax.Array:
-    """Return the float32 bits of a magnitude below 2**-14, rounded to a multiple of 2**-24."""
-    significand, dropped = _f16_subnormal_parts(magnitude)
-    dropped = jnp.minimum(dropped, np.uint32(25))  # 24 bits dropped leave at most a half; 25 leave nothing
-    steps = significand >> dropped
-    rest = significand & ((np.uint32(1) << dropped) - 1)
-    half = np.uint32(1) << (dropped - 1)
-    up = (rest > half) | ((rest == half) & ((steps & 1) == 1))
-    steps = steps + up.astype(np.uint32)
-    return _bits(steps.astype(np.float32) * np.float32(2.0**-24))  # exact: at most 1024 steps
-
-
 def _stochastic_f16_subnormal(magnitude: jax.Array, noise: jax.Array) -> jax.Array:
-    """float16 bits of a magnitude below 2**-14: its multiple of 2**-24, plus one with the right odds."""
-    significand, dropped = _f16_subnormal_parts(magnitude)
+    """Return the float16 bits of a magnitude below 2**-14: its multiple of 2**-24, plus one with the right odds."""
+    significand = (magnitude & 0x7F_FFFF) | 0x80_0000
+    dropped = 126 - jnp.minimum(magnitude >> 23, np.uint32(112))  # bits of it below 2**-24
     whole = significand >> jnp.minimum(dropped, np.uint32(31))
     # The dropped bits as a fraction of 2**32.
     fraction = jnp.where(
@@ -284,6 +265,6 @@ def _stochastic_f16_subnormal(magnitude: jax.Array, noise: jax.Array) -> jax.Arr
 
 
 def _stochastic_f16_normal(magnitude: jax.Array, noise: jax.Array) -> jax.Array:
-    """float16 bits of a magnitude from 2**-14 on, saturated at 65504."""
+    """Return the float16 bits of a magnitude from 2**-14 on, saturated at 65504."""
     rounded = (magnitude + (noise >> 19)) & np.uint32(0xFFFF_E000)
     return (jnp.minimum(rounded, _F16_MAX) - _F16_BIAS) >> 13

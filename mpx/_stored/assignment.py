@@ -16,13 +16,7 @@ _LISTED_PATHS = 20
 
 
 class Stored(NamedTuple):
-    """How a leaf is kept.
-
-    Attributes:
-        format: the format in which it is kept.
-        pattern: the pattern that says so.
-        scales: the name of its scales, if the format has any.
-    """
+    """How a leaf is kept: its format, the pattern that says so, and the name of its scales if the format has any."""
 
     format: StateFormat
     pattern: str
@@ -33,14 +27,7 @@ Assignment = dict[_trees.Path, Stored]
 
 
 def assign(state: Any, scales: Mapping[str, Any], patterns: Mapping[str, StateFormat], min_size: int) -> Assignment:
-    """Return how the leaves of a rule's state are kept that a pattern matches.
-
-    Args:
-        state: the state of the rule, in float32 or as it is kept.
-        scales: the scales of the leaves that are kept in few bits; empty for a state in float32.
-        patterns: the format for each pattern.
-        min_size: leaves of fewer elements are kept in float32.
-    """
+    """Return how the leaves are kept that a pattern matches, of a rule's state in float32 or as it is kept."""
     chosen: Assignment = {}
     coded = {position_of(name) for name in scales}
     names = _trees.path_names(state)
@@ -48,8 +35,7 @@ def assign(state: Any, scales: Mapping[str, Any], patterns: Mapping[str, StateFo
         leaf = found.leaf
         if not np.shape(leaf) or not (i in coded or _trees.is_floating(leaf)):
             continue
-        text = names[found.path]
-        pattern = next((pattern for pattern in patterns if _matches(pattern, text)), None)
+        pattern = next((pattern for pattern in patterns if _matches(pattern, names[found.path])), None)
         if pattern is not None:
             format = patterns[pattern].for_role(found.role) if np.size(leaf) >= min_size else FLOAT32
             chosen[found.path] = Stored(format, pattern, scales_name(i, format))
@@ -73,22 +59,18 @@ def checked_patterns(given: Any) -> dict[str, StateFormat]:
         )
     if not given:
         raise ValueError("`low_precision_state`: `formats` is empty, so nothing would be done. Use `upcast`.")
-    return {_checked_pattern(pattern): _checked_format(pattern, chosen) for pattern, chosen in given.items()}
-
-
-def _checked_pattern(pattern: Any) -> str:
-    if not isinstance(pattern, str):
-        raise ValueError(f"`low_precision_state`: the pattern {pattern!r} is not a regular expression.")
-    _errors.require_pattern(_whole(pattern), f"`low_precision_state`: the pattern {pattern!r}")
-    return pattern
+    for pattern in given:
+        if not isinstance(pattern, str):
+            raise ValueError(f"`low_precision_state`: the pattern {pattern!r} is not a regular expression.")
+        _errors.require_pattern(_whole(pattern), f"`low_precision_state`: the pattern {pattern!r}")
+    return {pattern: _checked_format(pattern, chosen) for pattern, chosen in given.items()}
 
 
 def _checked_format(pattern: str, chosen: Any) -> StateFormat:
     found = as_format(chosen)
     if found is None:
-        hint = ""
-        if isinstance(chosen, type) and issubclass(chosen, StateFormat):
-            hint = f" Make one: `{chosen.__name__}()`."
+        is_class = isinstance(chosen, type) and issubclass(chosen, StateFormat)
+        hint = f" Make one: `{chosen.__name__}()`." if is_class else ""
         raise ValueError(
             f"`low_precision_state`: `formats[{pattern!r}]` must be bfloat16, float16, float32 or a `StateFormat` such "
             f"as `Blockwise8bit()`, but got {chosen!r}.{hint}"
@@ -99,24 +81,22 @@ def _checked_format(pattern: str, chosen: Any) -> StateFormat:
 
 def require_every_pattern_used(state: Any, patterns: Mapping[str, StateFormat], assignment: Assignment) -> None:
     """Raise if a pattern decides about no leaf of a state."""
-    leaves, names = _trees.leaves_by_path(state), _trees.path_names(state)
-    paths = [names[path] for path, leaf in leaves.items() if _trees.is_floating(leaf) and np.shape(leaf)]
     used = {stored.pattern for stored in assignment.values()}
     unused = [pattern for pattern in patterns if pattern not in used]
     if not unused:
         return
-    shadowed = [pattern for pattern in unused if any(_matches(pattern, path) for path in paths)]
-    if shadowed:
+    leaves, names = _trees.leaves_by_path(state), _trees.path_names(state)
+    paths = [names[path] for path, leaf in leaves.items() if _trees.is_floating(leaf) and np.shape(leaf)]
+    shadowed = next((pattern for pattern in unused if any(_matches(pattern, path) for path in paths)), None)
+    if shadowed is not None:
         raise ValueError(
-            f"`low_precision_state`: the pattern {shadowed[0]!r} decides about no leaf, because others before it match "
+            f"`low_precision_state`: the pattern {shadowed!r} decides about no leaf, because others before it match "
             "all of its leaves, and the first one wins. Put exceptions in front."
         )
-    listed = "\n".join(f"  {path}" for path in paths[:_LISTED_PATHS])
-    more = f"\n  and {len(paths) - _LISTED_PATHS} more" if len(paths) > _LISTED_PATHS else ""
+    listed = _errors.listed(paths, _LISTED_PATHS) or "(none)"
     raise ValueError(
-        f"`low_precision_state`: the pattern {unused[0]!r} matches no floating-point array in the state of this rule. "
-        + (f"There are:\n{listed}{more}" if paths else "There is none.")
-        + "\nA pattern matches whole components of a path."
+        f"`low_precision_state`: the pattern {unused[0]!r} matches no floating-point array in the state of this rule, "
+        f"whose paths are: {listed}. A pattern matches whole components of a path."
     )
 
 
@@ -124,12 +104,10 @@ def require_sound_formats(state: Any, patterns: Mapping[str, StateFormat], assig
     """Raise if a leaf would be kept in a format that it must not have, whatever its size."""
     wrong: dict[str, dict[_trees.Path, str]] = {}
     for found in leaves_of(state):
-        stored = assignment.get(found.path)
-        if stored is None:
-            continue
-        reason = _unsound(found.leaf, found.role, patterns[stored.pattern])
-        if reason is not None:
-            text = f"{_trees.dtype_and_shape(found.leaf)}, by the pattern {stored.pattern!r}"
+        pattern = assignment[found.path].pattern if found.path in assignment else None
+        reason = pattern and _unsound(found.leaf, found.role, patterns[pattern])
+        if reason:
+            text = f"{_trees.dtype_and_shape(found.leaf)}, by the pattern {pattern!r}"
             wrong.setdefault(reason, {})[found.path] = text
     for reason, leaves in wrong.items():
         raise _errors.leaves_error(ValueError, "`low_precision_state`: these leaves", leaves, reason)
@@ -162,40 +140,25 @@ _EXACT = (
 def require_stored_as_assigned(
     state: Any, scales: Mapping[str, Any], assignment: Assignment, as_made: Callable[[], Any]
 ) -> None:
-    """Raise if a state is kept in other formats than those of this transformation.
+    """Raise if a state is kept in other formats than it should be.
 
-    Args:
-        state: the state of the rule, as it is kept.
-        scales: the scales of its leaves that are kept in few bits.
-        assignment: how its leaves should be kept.
-        as_made: returns the shapes of the rule's own state, to tell its own 16-bit leaves.
+    `as_made` returns the shapes of the rule's own state, to tell which of its leaves have 16 bits by themselves.
     """
-    wrong = {}
-    kept = {position_of(name): name for name in scales}
-    expected = set()
+    wrong, kept = {}, {position_of(name): name for name in scales}
     for i, (path, leaf) in enumerate(_trees.leaves_by_path(state).items()):
-        stored, name = assignment.get(path), kept.get(i)
+        stored, name = assignment.get(path), kept.pop(i, None)
         if stored is None or stored.format == FLOAT32:
             is_narrow = _trees.is_narrower(leaf, np.dtype(np.float32))
             fits = name is None and (not is_narrow or leaf.dtype == jax.tree.leaves(as_made())[i].dtype)
-            wanted: Any = "the rule's own" if stored is None else stored.format
         else:
-            wanted, fits = stored.format, _is_encoded_in(stored, leaf, name, scales)
-            expected |= {stored.scales} if stored.format.has_scales else set()
+            codes, of_codes = jax.eval_shape(stored.format.encode, jax.ShapeDtypeStruct(leaf.shape, np.float32))
+            expected = (codes.dtype, None) if of_codes is None else (codes.dtype, stored.scales, of_codes.shape)
+            fits = expected == ((leaf.dtype, None) if name is None else (leaf.dtype, name, scales[name].shape))
         if not fits:
             got = leaf.dtype if name is None else name.partition(".")[2]
+            wanted = "the rule's own" if stored is None else stored.format
             wrong[path] = f"stored as {got}, but the format is {wanted}"
-    if wrong or set(scales) != expected:
+    if wrong or kept:
         what = "`low_precision_state`: the state was made with other `formats` or another `min_size`"
         remedy = "Use those, or call `init` and start with new moments."
         raise _errors.leaves_error(ValueError, what, wrong, remedy)
-
-
-def _is_encoded_in(stored: Stored, leaf: Any, name: str | None, scales: Mapping[str, Any]) -> bool:
-    """Return whether a leaf, and its scales of this name, are what a format makes of an array of this shape."""
-    codes, of_codes = jax.eval_shape(stored.format.encode, jax.ShapeDtypeStruct(leaf.shape, np.float32))
-    if leaf.dtype != codes.dtype:
-        return False
-    if of_codes is None or name is None:
-        return of_codes is None and name is None
-    return name == stored.scales and scales[name].shape == of_codes.shape

@@ -1,8 +1,8 @@
 """`Blockwise8bit`: keep a state in eight bits an element, scaled by block.
 
-A block of 256 numbers is divided by its member of largest magnitude, and each quotient becomes the nearest member of
-the dynamic map of Dettmers et al. 2021, "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861). The map has
-seven decades, from 1e-7 to 1. Decade `i` is cut into `w` equal intervals, of which it holds the middles:
+A block of numbers is divided by its member of largest magnitude, and each quotient becomes the nearest member of the
+dynamic map of Dettmers et al. 2021. The map has seven decades, from 1e-7 to 1. Decade `i` is cut into `w` equal
+intervals, of which it holds the middles:
 
     value(i, j) = 10**(i - 6) * (0.1 + 0.9 * (j + 1/2) / w),    w = 2**i (signed) or 2**(i + 1) (unsigned),  0 <= j < w
 
@@ -17,8 +17,7 @@ Three choices are ours:
   decoded changes nothing, as long as all of it is finite and normal.
 - Unsigned, a positive number never becomes zero, but the smallest member of the map: it is a second moment, and the
   next step divides by its root.
-- Values that cannot be represented stay visible. A NaN makes its block NaN. An infinity stays infinite and makes the
-  finite members of its block NaN. A negative number under the unsigned map makes its block NaN.
+- Values that cannot be represented stay visible, as `Blockwise8bit` says.
 
 No two operations on the way to a code can be contracted, so that equal numbers get equal codes in every program.
 """
@@ -44,15 +43,11 @@ _LARGE, _SHRINK = np.float32(2.0**64), np.float32(2.0**-64)  # the reciprocal of
 
 
 class BlockwiseArray(NamedTuple):
-    """A float32 array in 8 bits a number: `n + 4 * ceil(n / block_size)` bytes.
+    """A float32 array in 8 bits a number: `n + 4 * ceil(n / block_size)` bytes."""
 
-    Attributes:
-        codes: uint8, in the shape of the array.
-        scale: float32, the member of largest magnitude of each block. `[..., columns / block_size]` if rows consist of
-            whole blocks, so that an array and its scales can be split over devices in the same way; else `[blocks]`.
-    """
-
-    codes: jax.Array
+    codes: jax.Array  # uint8, in the shape of the array
+    # float32, of each block: `[..., columns / block_size]` if rows consist of whole blocks, so that an array and its
+    # scales can be sharded alike; else `[blocks]`.
     scale: jax.Array
 
 
@@ -68,10 +63,9 @@ class Blockwise8bit(StateFormat):
     a block with a negative number under the unsigned map. Blocks whose largest magnitude is below 1.2e-38 are zero.
 
     Rounded to nearest, only the largest member of a block moves in small steps. The others stand still while their
-    ratio to it changes by less than half the distance to the next member of the map, by 2 to 4% and more: a second
-    moment with a decay of 0.999, which changes by a thousandth in a step, follows the largest one of its block up and
-    down, and its own gradient in leaps only. Training works nevertheless (Dettmers et al. 2021).
-    `rounding="stochastic"` follows each member in the mean.
+    ratio to it changes by less than half the distance to the next member of the map, 2 to 4% and more. A second moment
+    with a decay of 0.999 changes by a thousandth in a step: it follows the largest one of its block, and its own
+    gradient in leaps only. Training works nevertheless. `rounding="stochastic"` follows each member in the mean.
 
     Arrays that are split over devices are coded where they are as long as each device holds rows of whole blocks.
     Otherwise all of the array is gathered on every device: choose a `block_size` that divides the columns of a shard.
@@ -102,7 +96,7 @@ class Blockwise8bit(StateFormat):
 
     def __post_init__(self) -> None:
         size = self.block_size
-        if isinstance(size, bool) or not isinstance(size, int) or not 16 <= size <= 2**16 or size & (size - 1):
+        if type(size) is not int or not 16 <= size <= 2**16 or size & (size - 1):
             raise ValueError(
                 f"`Blockwise8bit`: `block_size` must be a power of two from 16 to 65,536, but got {size!r}."
             )
@@ -110,12 +104,29 @@ class Blockwise8bit(StateFormat):
             raise TypeError(f"`Blockwise8bit`: `signed` must be True, False or None, but got {self.signed!r}.")
 
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> BlockwiseArray:
-        """Return uint8 codes in the shape of a float32 array, and the float32 scales of its blocks."""
-        return encode(x, self.block_size, self.signed is not False, key)
+        """Return uint8 codes in the shape of a float32 array, and the float32 scales of its blocks.
+
+        XLA makes two passes over `x`, or over what `x` is computed from: one for the scales, one for the codes. On a
+        GPU a kernel computes the nearest codes in one, where it gives the same bits.
+        """
+        x = lax.stop_gradient(x)  # as of every rounding, the derivative is zero
+        signed = self.signed is not False
+        blocks = _in_blocks(x, self.block_size)
+        if key is not None:
+            noise = _in_blocks(jax.random.bits(key, x.shape, np.uint32), self.block_size)
+            codes, scale = _encode_in_two_passes(blocks, signed, noise)
+        elif _can_take_kernel(x, self.block_size) and _has_kernel(self.block_size, signed):
+            one_pass = functools.partial(_encode_in_one_pass, signed=signed)
+            two_passes = functools.partial(_encode_in_two_passes, signed=signed)
+            codes, scale = lax.platform_dependent(blocks, cuda=one_pass, default=two_passes)
+        else:
+            codes, scale = _encode_in_two_passes(blocks, signed)
+        return BlockwiseArray(_out_of_blocks(codes, x.shape), scale[..., 0])
 
     def decode(self, codes: jax.Array, scales: jax.Array) -> jax.Array:
         """Return the float32 array that was encoded."""
-        return decode(BlockwiseArray(codes, scales), self.block_size, self.signed is not False)
+        values = _values(_in_blocks(codes, self.block_size), self.signed is not False) * scales[..., None]
+        return _out_of_blocks(values, codes.shape)
 
     def for_role(self, role: Role) -> "Blockwise8bit":
         """Return the format with its sign decided: only second moments are unsigned."""
@@ -130,39 +141,6 @@ class Blockwise8bit(StateFormat):
             "are in fields of which it is not known whether they can be negative, which decides about their code. Say "
             "so: `Blockwise8bit(signed=False)` for second moments, `Blockwise8bit(signed=True)` for others."
         )
-
-
-def encode(x: jax.Array, block_size: int, signed: bool, key: jax.Array | None = None) -> BlockwiseArray:
-    """Encode a float32 array in 8 bits an element.
-
-    XLA makes two passes over `x`, or over what `x` is computed from: one for the scales, one for the codes. On a GPU a
-    kernel computes the nearest codes in one, where it gives the same bits.
-
-    Args:
-        x: float32, of any shape.
-        block_size: numbers that share a scale.
-        signed: whether they may be negative.
-        key: a PRNG key, to choose between the two neighbours of a number at random, so that the mean is the number,
-            instead of the nearest.
-    """
-    x = lax.stop_gradient(x)  # as of every rounding, the derivative is zero
-    blocks = _in_blocks(x, block_size)
-    if key is not None:
-        scale = _scale(blocks, signed)
-        codes = _codes(blocks, scale, signed, _in_blocks(jax.random.bits(key, x.shape, np.uint32), block_size))
-    elif _can_take_kernel(x, block_size) and _has_kernel(block_size, signed):
-        one_pass = functools.partial(_encode_in_one_pass, signed=signed)
-        two_passes = functools.partial(_encode_in_two_passes, signed=signed)
-        codes, scale = lax.platform_dependent(blocks, cuda=one_pass, default=two_passes)
-    else:
-        codes, scale = _encode_in_two_passes(blocks, signed)
-    return BlockwiseArray(_out_of_blocks(codes, x.shape), scale[..., 0])
-
-
-def decode(array: BlockwiseArray, block_size: int, signed: bool) -> jax.Array:
-    """Return the float32 array that `encode` has coded, in its shape."""
-    values = _values(_in_blocks(array.codes, block_size), signed) * array.scale[..., None]
-    return _out_of_blocks(values, array.codes.shape)
 
 
 def _in_blocks(x: jax.Array, block_size: int) -> jax.Array:
@@ -233,29 +211,27 @@ def _values(codes: jax.Array, signed: bool) -> jax.Array:
 
 def _nearest(v: jax.Array, signed: bool) -> jax.Array:
     """Return `q` (int32) of the member of the map nearest to `v` in [0, 1]; 0 for zero under both maps."""
-    w, per_unit = _decade_of(v, _map(signed).turns, signed)
+    map_ = _map(signed)
+    w, per_unit = _of_decade(v, map_.turns, map_.widths, map_.per_unit)
     place = (v * per_unit).astype(np.int32) - w  # nine for an interval
     q = jnp.minimum(w + ((place * 7282) >> 16), 2 * w - 1)  # a division by 9, exact up to 32,767
-    q = jnp.where(v >= _map(signed).last_turn, np.int32(_map(signed).top), q)
-    return jnp.where(v >= _map(signed).first_turn, q, np.int32(0))
+    q = jnp.where(v >= map_.last_turn, np.int32(map_.top), q)
+    return jnp.where(v >= map_.first_turn, q, np.int32(0))
 
 
 def _one_of_two(v: jax.Array, signed: bool, noise: jax.Array) -> jax.Array:
     """Return `q` (int32) of the member of the map below or above `v`, at random, so that the mean is `v`.
 
-    Odds are multiples of 1 / 9,216, the nearest: coarse enough that a member of the map, which comes back from the
-    division by its scale with an error in the last place, is found to be one.
+    Odds are the nearest multiples of 1 / 9,216: coarse enough that a member of the map is found to be one, although
+    the division by its scale leaves an error in its last place.
     """
     map_ = _map(signed)
-    w, per_unit = _decade_of(v, map_.firsts[1:], signed)
+    w, per_unit = _of_decade(v, map_.firsts[1:], map_.widths, map_.per_unit)
     place = jnp.round(v * (per_unit * np.float32(1024))).astype(np.int32) - (w << 10) - _GAP // 2
     below = jnp.clip(place // _GAP, 0, w - 1)
     chance = place - below * _GAP
     # Between the last member of a decade and the first of the next one the map has another slope.
-    last, per_gap = jnp.full_like(v, map_.lasts[0]), jnp.full_like(v, _GAP / map_.gaps[0])
-    for i in range(1, _DECADES):
-        above = v >= map_.firsts[i]
-        last, per_gap = jnp.where(above, map_.lasts[i], last), jnp.where(above, _GAP / map_.gaps[i], per_gap)
+    last, per_gap = _of_decade(v, map_.firsts[1:], map_.lasts, _GAP / map_.gaps)
     chance = jnp.where(below == w - 1, jnp.round((v - last) * per_gap).astype(np.int32), chance)
     below_all = v < map_.firsts[0]
     chance = jnp.where(below_all, jnp.round(v * (_GAP / map_.firsts[0])).astype(np.int32), chance)
@@ -266,22 +242,20 @@ def _one_of_two(v: jax.Array, signed: bool, noise: jax.Array) -> jax.Array:
     )
 
 
-def _decade_of(v: jax.Array, begins: np.ndarray, signed: bool) -> tuple[jax.Array, jax.Array]:
-    """Return how many intervals the decade of `v` has, and the factor that makes nine of each interval."""
-    map_ = _map(signed)
-    w = jnp.full_like(v, map_.widths[0], np.int32)
-    per_unit = jnp.full_like(v, map_.per_unit[0])
+def _of_decade(v: jax.Array, begins: np.ndarray, *constants: np.ndarray) -> list[jax.Array]:
+    """Return the constants of the decade in which each `v` lies; all but the first one begin at these numbers."""
+    found = [jnp.full_like(v, each[0], each.dtype) for each in constants]
     for i, begin in enumerate(begins, start=1):
         above = v >= begin
-        w, per_unit = jnp.where(above, map_.widths[i], w), jnp.where(above, map_.per_unit[i], per_unit)
-    return w, per_unit
+        found = [jnp.where(above, each[i], now) for each, now in zip(constants, found, strict=True)]
+    return found
 
 
 class _Map(NamedTuple):
     """The constants of one of the two maps, for the decades 0 to 6."""
 
     widths: np.ndarray  # int32, intervals of a decade
-    per_unit: np.ndarray  # float32, ten intervals are the whole of 0 to the decade's end: exact
+    per_unit: np.ndarray  # float32, exact: makes nine of each interval
     firsts: np.ndarray  # float32, smallest member of a decade
     lasts: np.ndarray  # float32, largest member of a decade
     gaps: np.ndarray  # float32, from there to the next member
@@ -315,17 +289,16 @@ def _map(signed: bool) -> _Map:
 # The kernel.
 
 
-def _encode_in_two_passes(x: jax.Array, signed: bool) -> tuple[jax.Array, jax.Array]:
+def _encode_in_two_passes(x: jax.Array, signed: bool, noise: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
     """Return codes and scales of blocks, by XLA."""
     scale = _scale(x, signed)
-    return _codes(x, scale, signed, None), scale
+    return _codes(x, scale, signed, noise), scale
 
 
 def _encode_in_one_pass(x: jax.Array, signed: bool, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
-    """Encode by a Pallas kernel, whose programs hold a few blocks each from the maximum to the codes.
+    """Encode by a Pallas kernel, each of whose programs holds a few blocks from the maximum to the codes.
 
-    Through Triton, which runs on GPUs from Ampere on; Pallas' other compiler for GPUs needs Hopper. JAX 0.11 says that
-    it will drop Triton: then, as on every machine where the kernel does not compile, XLA does the work.
+    It is compiled by Triton, which runs on GPUs from Ampere on. Where it does not compile, XLA does the work.
     """
     from jax.experimental import pallas as pl  # here, because importing it takes longer than the rest of mpx
     from jax.experimental.pallas import triton
@@ -360,8 +333,8 @@ def _can_take_kernel(x: jax.Array, block_size: int) -> bool:
 def _has_kernel(block_size: int, signed: bool) -> bool:
     """Return whether this process has one GPU, and the kernel runs there and gives the bits of the XLA version.
 
-    Tried once, since what Pallas can compile differs between GPUs and releases of JAX. With several devices XLA must be
-    free to split arrays among them, which it cannot do with a kernel.
+    It is tried once: Pallas compiles other things on other GPUs and in other releases of JAX. With several devices XLA
+    must be free to split arrays among them, which it cannot do with a kernel.
     """
     if jax.default_backend() != "gpu" or jax.device_count() > 1:
         return False

@@ -22,31 +22,17 @@ class Coded(NamedTuple):
 
 
 class StateLeaf(NamedTuple):
-    """A leaf of a state (or a node, on the way to its leaves), and what it is.
-
-    Attributes:
-        leaf: the array.
-        path: where it stands in the state.
-        role: what it is.
-        owner: the type of the innermost state that contains the leaf.
-        field: its field in that state.
-        below: the path from that field on: that of a parameter, if the field is a tree like the parameters.
-        place: the path without declared wrappers and the positions in chains, the same for equal rules.
-        declared: whether `owner` is a state that `register_state` knows.
-        wrapped: whether it stands somewhere in such a state.
-        coded: how it is kept in few bits; None if it is kept as it is.
-    """
+    """A leaf of a state (or a node, on the way to its leaves), and what it is."""
 
     leaf: Any
-    path: _trees.Path = ()
+    path: _trees.Path = ()  # in the state
     role: Role = "unknown"
-    owner: type | None = None
-    field: str = ""
-    below: _trees.Path = ()
-    place: tuple[str, ...] = ()
-    declared: bool = False
-    wrapped: bool = False
-    coded: Coded | None = None
+    field: str = ""  # of the innermost state that contains the leaf
+    below: _trees.Path = ()  # the path from that field on: that of a parameter, if the field is a tree like those
+    place: tuple[str, ...] = ()  # the path without declared wrappers and positions in chains, the same for equal rules
+    declared: bool = False  # whether that innermost state is one that `register_state` knows
+    wrapped: bool = False  # whether it stands somewhere in such a state
+    coded: Coded | None = None  # how it is kept in few bits; None if it is kept as it is
 
 
 def leaves_of(state: Any) -> list[StateLeaf]:
@@ -93,7 +79,7 @@ def _walk(here: StateLeaf, coded: dict[_trees.Path, Coded]) -> Iterator[StateLea
 def _child(here: StateLeaf, key: _trees.Path, child: Any) -> StateLeaf:
     """Return what is known of a child of a node."""
     node, path, name = here.leaf, here.path + key, jax.tree_util.keystr(key, simple=True)
-    if here.owner is not None:  # below a field that was decided about
+    if here.field:  # this is below a field that was decided about
         place = here.place if type(node) is tuple else (*here.place, _named(node, name))
         return here._replace(leaf=child, path=path, below=here.below + key, place=place)
     declared = fields_of(type(node)) is not None
@@ -108,24 +94,17 @@ def _child(here: StateLeaf, key: _trees.Path, child: Any) -> StateLeaf:
         place = here.place if declared or type(node) is tuple else (*here.place, _named(node, name))
         return here._replace(leaf=child, path=path, place=place, wrapped=wrapped)
     place = (_named(node, name),) if declared else (*here.place, _named(node, name))
-    owner = type(node)
-    return StateLeaf(child, path, role, owner, name, place=place, declared=declared, wrapped=wrapped)
+    return StateLeaf(child, path, role, name, place=place, declared=declared, wrapped=wrapped)
 
 
 def _is_state(path: _trees.Path) -> bool:
     """Return whether a dictionary here can be a state: it holds neither labels (`optax.partition`) nor parameters.
 
-    The keys of a dictionary that is a field of a state are labels.
+    The keys of a dictionary that is a field of a state are labels. Below other keys there are no states.
     """
-    previous = (None, *path)
-    is_dict_key = lambda key: isinstance(key, jax.tree_util.DictKey)
-    is_field = bool(path) and isinstance(path[-1], jax.tree_util.GetAttrKey)
-    labels_only = all(
-        isinstance(before, jax.tree_util.GetAttrKey)
-        for before, key in zip(previous, path, strict=False)
-        if is_dict_key(key)
-    )
-    return not is_field and labels_only
+    is_field = [isinstance(key, jax.tree_util.GetAttrKey) for key in (None, *path)]
+    is_key = [isinstance(key, jax.tree_util.DictKey) for key in path]
+    return not is_field[-1] and all(labels for labels, below in zip(is_field[:-1], is_key, strict=True) if below)
 
 
 def _holds_states(node: Any) -> bool:

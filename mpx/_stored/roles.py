@@ -35,7 +35,7 @@ EXACT: tuple[Role, ...] = ("master", "compensation", "average", "weights")
 
 
 class Fields(NamedTuple):
-    """Facts about a type of state: the role of each field, and who writes parameters back."""
+    """What a type of state has declared."""
 
     roles: dict[str, Role]
     writes_back: str | None
@@ -59,9 +59,6 @@ def register_state(*, writes_back: str | None = None, **roles: Role) -> Callable
             `"compensation"`, `"average"`, `"weights"`, `"first moment"`, `"second moment"`, `"signed"`,
             `"sum of gradients"`, `"scales"`, `"loss scale"`, `"key"`, `"count"`, `"measure"` or `"unknown"`. A tree of
             masters or compensations has the structure of the parameters, with `optax.MaskedNode` where nothing is kept.
-
-    Returns:
-        A decorator for the NamedTuple class.
 
     Raises:
         TypeError: if the class is no NamedTuple, or the fields named are not its fields.
@@ -105,17 +102,16 @@ def registered_types() -> tuple[type, ...]:
 
 def role_of_field(kind: type, field: str) -> Role:
     """Return the role of a field of a state's type, declared or known by its name."""
-    declared = _REGISTERED.get(kind)
-    if declared is not None and field in declared.roles:
-        return declared.roles[field]
+    if kind in _REGISTERED:
+        return _REGISTERED[kind].roles[field]
     if field.endswith(("state", "states")):
         return "inner"
-    return _by_name(kind.__name__, field, is_of_optax=kind.__module__.partition(".")[0] == "optax")
+    return _by_name(kind.__name__, field, "signed" if kind.__module__.partition(".")[0] == "optax" else "unknown")
 
 
 def role_of_key(key: str) -> Role:
     """Return the role of an entry of a state that is a dictionary."""
-    return "inner" if key not in _SECOND_MOMENTS | _FIRST_MOMENTS else _by_name("", key, is_of_optax=False)
+    return _by_name("", key, "inner")
 
 
 # In states of Optax these fields hold sums or means of squares, but for those types that are listed; all others may be
@@ -143,7 +139,7 @@ _WEIGHTS_OF = {
 _SUMS_OF = {"MultiStepsState": {"acc_grads"}, "ApplyEvery": {"grad_acc"}}
 
 
-def _by_name(owner: str, field: str, is_of_optax: bool) -> Role:
+def _by_name(owner: str, field: str, otherwise: Role) -> Role:
     if field in _WEIGHTS_OF.get(owner, ()):
         return "weights"
     if field in _SUMS_OF.get(owner, ()):
@@ -152,7 +148,7 @@ def _by_name(owner: str, field: str, is_of_optax: bool) -> Role:
         return "second moment"
     if field in _FIRST_MOMENTS:
         return "first moment"
-    return "signed" if is_of_optax else "unknown"
+    return otherwise
 
 
 register_state(measurements="measure", measure_states="measure")(optax.MonitorState)

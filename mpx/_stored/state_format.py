@@ -1,16 +1,4 @@
-"""How an array of an optimizer's state is kept between steps: the protocol, and the plain 16-bit casts.
-
-A format is one class. From outside of mpx it is written so:
-
-    @dataclasses.dataclass(frozen=True)
-    class Shared(mpx.StateFormat):
-        bits: int = 16
-
-        def encode(self, x, key=None): ...       # float32 -> (codes in the shape of x, scales)
-        def decode(self, codes, scales): ...     # -> float32
-
-and works in `low_precision_state`, `zero1`, `convert_state`, `memory_plan`, `jax.jit` and Orbax as those of mpx do.
-"""
+"""Define how an array of an optimizer's state is kept between steps: the protocol, and the plain 16-bit casts."""
 
 import abc
 import ast
@@ -30,8 +18,9 @@ class StateFormat(abc.ABC):
     """A way to keep a float32 array of an optimizer's state in fewer bytes between two steps.
 
     Subclass it as a frozen dataclass with `encode` and `decode`, whose fields are Python numbers, strings, booleans or
-    None. The state of `low_precision_state` names the format by its class and these fields, so that `convert_state` can
-    read a state without the transformation that made it. Give the class a name that no other format has.
+    None. It then works in `low_precision_state`, `zero1`, `convert_state`, `memory_plan` and Orbax as those of mpx do.
+    A state names the format by its class and these fields, so that it can be read without the transformation that made
+    it: give the class a name that no other format has.
 
     Example:
         >>> import dataclasses
@@ -50,11 +39,7 @@ class StateFormat(abc.ABC):
     _classes: ClassVar[dict[str, type["StateFormat"]]] = {}
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Make the format known by its name, under which states refer to it.
-
-        Raises:
-            TypeError: if another format has this name.
-        """
+        """Make the format known by its name, under which states refer to it."""
         super().__init_subclass__(**options)
         known = StateFormat._classes.setdefault(cls.__name__, cls)
         if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
@@ -82,12 +67,10 @@ class StateFormat(abc.ABC):
 
     def for_role(self, role: Role) -> "StateFormat":
         """Return the format for a leaf of this role: itself, or a copy whose unset options the role decides."""
-        del role
         return self
 
     def refuses(self, role: Role) -> str | None:
         """Return why a leaf of this role cannot be kept so, as the end of the sentence "these leaves ...", or None."""
-        del role
         return None
 
 
@@ -101,14 +84,11 @@ class Cast(StateFormat):
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, None]:
         """Round to nearest, or with a key at random; float32 is kept as it is."""
         dtype = np.dtype(jnp.dtype(self.dtype))
-        if dtype == np.float32:
-            return x, None
         rounded = formats.round_to(x, dtype) if key is None else formats.stochastic_round(key, x, dtype)
         return rounded.astype(dtype), None
 
     def decode(self, codes: jax.Array, scales: None) -> jax.Array:
         """Return the codes, which are floating numbers."""
-        del scales
         return codes
 
     def refuses(self, role: Role) -> str | None:
@@ -125,7 +105,6 @@ class Cast(StateFormat):
 
 
 FLOAT32 = Cast("float32")
-_CASTS = {name: Cast(name) for name in ("bfloat16", "float16", "float32")}
 
 
 def as_format(given: Any) -> StateFormat | None:
@@ -133,7 +112,9 @@ def as_format(given: Any) -> StateFormat | None:
     if isinstance(given, StateFormat):
         return given
     dtype = dtype_or_none(given)
-    return None if dtype is None else _CASTS.get(dtype.name)
+    if dtype is None or dtype not in (jnp.bfloat16, np.float16, np.float32):
+        return None
+    return Cast(dtype.name)
 
 
 def scales_name(index: int, chosen: StateFormat) -> str:
@@ -162,11 +143,7 @@ def position_of(name: str) -> int:
 
 
 def format_of(name: str) -> StateFormat:
-    """Return the format that `scales_name` wrote down.
-
-    Raises:
-        ValueError: if no format of this name has been defined.
-    """
+    """Return the format that `scales_name` wrote down."""
     call: Any = ast.parse(name.partition(".")[2], mode="eval").body
     kind = StateFormat._classes.get(call.func.id)
     if kind is None:

@@ -17,13 +17,7 @@ _F32 = np.dtype(np.float32)
 
 
 def restore_weight(p: jax.Array, role: Role | None, kept: Any) -> jax.Array:
-    """Return the best value of a weight, in float32 or wider.
-
-    Args:
-        p: the parameter.
-        role: of what is kept, `"master"` or `"compensation"`; None if nothing is.
-        kept: what is kept.
-    """
+    """Return the best value of a weight, in float32 or wider; the role is None if nothing is kept of it."""
     wide = p.astype(_trees.promoted(p.dtype, np.float32))
     if role is None:
         return wide
@@ -35,14 +29,7 @@ def restore_weight(p: jax.Array, role: Role | None, kept: Any) -> jax.Array:
 def store_weight(
     weight: jax.Array, dtype: np.dtype, role: Role | None, kept_dtype: np.dtype | None
 ) -> tuple[jax.Array, Any]:
-    """Return a weight as a parameter, and what is kept of it.
-
-    Args:
-        weight: float32 or float64.
-        dtype: of the parameter.
-        role: of what is kept; None if nothing is.
-        kept_dtype: of what is kept.
-    """
+    """Return a float32 or float64 weight as a parameter of a dtype, and what is kept of it."""
     if role == "compensation" or kept_dtype == np.uint16:
         weight = cast_nearest(weight, _F32)
     if kept_dtype == np.uint16:

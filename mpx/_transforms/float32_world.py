@@ -22,11 +22,6 @@ def in_world(inner: Any, dtype: np.dtype, caller: str) -> optax.GradientTransfor
     """Return a rule that sees parameters, gradients and extra arguments in `dtype` at least, and returns such updates.
 
     A rule that has such a world already is returned as it is, so that nested wrappers cast and check once.
-
-    Args:
-        inner: any Optax transformation or chain.
-        dtype: float32 or float64.
-        caller: the wrapper's name, for messages.
     """
     inner = _errors.as_transformation(inner, caller)
     if getattr(inner.init, _MARK, None) == getattr(inner.update, _MARK, None) == dtype:
@@ -55,22 +50,14 @@ def world(init_fn: Any, update_fn: Any, dtype: np.dtype) -> optax.GradientTransf
 
 
 def require_no_rounding_inside(state: Any, params: Any, dtype: np.dtype, caller: str) -> None:
-    """Raise if what rounds for 16-bit parameters stands inside a wrapper that hides them, where it does nothing.
-
-    Args:
-        state: of the rule inside.
-        params: as they were given to the wrapper.
-        dtype: in which the rule inside sees them.
-        caller: the wrapper's name.
-    """
+    """Raise if what rounds for 16-bit parameters stands inside a wrapper that hides them, where it does nothing."""
     if not any(_trees.is_narrower(p, dtype) for p in jax.tree.leaves(params)):
         return
-    rounders = [kind for kind in registered_types() if fields_of(kind).writes_back]  # type: ignore[union-attr]
-    for found in _trees.find_states(state, tuple(rounders)):
-        name = fields_of(type(found)).writes_back  # type: ignore[union-attr]
+    names = {kind: fields_of(kind).writes_back for kind in registered_types()}  # type: ignore[union-attr]
+    for found in _trees.find_states(state, tuple(kind for kind, name in names.items() if name)):
         raise ValueError(
-            f"`{caller}`: `{name}` stands inside `{caller}`, sees parameters in {dtype} there and does nothing. Put it "
-            "after or around: `optax.chain(upcast(rule), kahan_summation())`, `master_weights(rule)`."
+            f"`{caller}`: `{names[type(found)]}` stands inside `{caller}`, sees parameters in {dtype} there and does "
+            "nothing. Put it after or around: `optax.chain(upcast(rule), kahan_summation())`, `master_weights(rule)`."
         )
 
 
@@ -90,8 +77,8 @@ def upcast_tree(tree: T, dtype: np.dtype) -> T:
 def stable_state(state: T, params: Any) -> T:
     """Return a new state with strong dtypes, as updates will return it, and with buffers of its own.
 
-    Rules that keep a copy of the parameters keep the very array, and so does a count that stands in a state twice.
-    Donating parameters and state would give such a buffer away twice, which the runtime refuses.
+    Some rules keep the very array of a parameter, or one count in two places. Donating parameters and state would give
+    such a buffer away twice, which the runtime refuses.
     """
     taken = {id(leaf) for leaf in jax.tree.leaves(params)}
 
@@ -107,21 +94,18 @@ def stable_state(state: T, params: Any) -> T:
 
 
 def keep_types(old: T, new: T) -> T:
-    """Give a new state the dtypes of the old one, so that it can be the carry of a scan.
-
-    Raises:
-        TypeError: if a leaf changed to a dtype of another kind, such as a count that became a float.
-    """
+    """Give a new state the dtypes of the old one, so that it can be the carry of a scan."""
 
     def same_type(path, before, after):
         wanted, got = jax.typeof(before), jax.typeof(after)
-        if got.dtype == wanted.dtype and not got.weak_type:
-            return after
-        if not any(jnp.issubdtype(wanted.dtype, kind) and jnp.issubdtype(got.dtype, kind) for kind in _KINDS):
+        is_of_kind = any(jnp.issubdtype(wanted.dtype, kind) and jnp.issubdtype(got.dtype, kind) for kind in _KINDS)
+        if got.shape != wanted.shape or not (got.dtype == wanted.dtype or is_of_kind):
+            hint = " Is a mean of gradients over examples missing?" if got.shape != wanted.shape else ""
             raise TypeError(
-                f"The wrapped rule changed the dtype of its state at {_trees.path_string(path)!r} from "
-                f"{wanted.dtype} to {got.dtype}."
+                f"The wrapped rule changed its state at {_trees.path_string(path)!r} from "
+                f"{_trees.dtype_and_shape(wanted)} to {_trees.dtype_and_shape(got)}.{hint}"
             )
-        return lax.convert_element_type(after, wanted.dtype)
+        is_same = got.dtype == wanted.dtype and not got.weak_type
+        return after if is_same else lax.convert_element_type(after, wanted.dtype)
 
     return jax.tree.map_with_path(same_type, old, new)

@@ -70,18 +70,17 @@ def kahan_summation(dtype: DTypeLike | None = None) -> optax.GradientTransformat
         got = compensation_dtype or repr(dtype)
         raise ValueError(f"`kahan_summation`: `dtype` must be bfloat16, float16 or float32, but got {got}.")
 
+    kept_dtype = lambda p: compensation_dtype if _trees.is_narrower(p, np.dtype(np.float32)) else None
+
     def init_fn(params):
-        return KahanSummationState(
-            jax.tree.map(
-                lambda p: jnp.zeros_like(p, compensation_dtype) if _is_16_bit(p) else optax.MaskedNode(), params
-            )
-        )
+        zeros = lambda p: optax.MaskedNode() if kept_dtype(p) is None else jnp.zeros_like(p, kept_dtype(p))
+        return KahanSummationState(jax.tree.map(zeros, params))
 
     def update_fn(updates, state, params=None, **extra_args):
         del extra_args
         _errors.require_step("kahan_summation", KahanSummationState, state, params, updates)
         _errors.require_differentiable(updates, "kahan_summation")
-        _errors.require_same_leaves(state.compensation, params, _fits, "kahan_summation")
+        _errors.require_same_leaves(state.compensation, params, kept_dtype, "kahan_summation")
         updates, compensation = _trees.map_unzip(_step, params, state.compensation, updates)
         return updates, KahanSummationState(compensation)
 
@@ -98,13 +97,3 @@ def _step(p: jax.Array, compensation: Any, update: jax.Array) -> tuple[jax.Array
     new = round_saturating(wide + y, p.dtype)
     rest = round_saturating(y - (new - wide), compensation.dtype)
     return landing_update(p, new, "kahan_summation"), rest.astype(compensation.dtype)
-
-
-def _is_16_bit(p: Any) -> bool:
-    return _trees.is_narrower(p, np.dtype(np.float32))
-
-
-def _fits(compensation: Any, p: Any) -> bool:
-    if _trees.is_masked(compensation) or _trees.is_masked(p):
-        return not _is_16_bit(p)
-    return _is_16_bit(p) and compensation.shape == p.shape

@@ -65,21 +65,20 @@ def loss_scaling(
     divided by it in float32, exactly, since it is a power of two; clipping and every other rule inside see true
     gradients. If any number in them is infinite or NaN, the step changes nothing but the scale, the counters and the
     note of which gradient it was: parameters, inner state, schedules, step counts and keys keep their bits, and the
-    update is -0.0. Everything runs on the device: no callback, no wait. A training run that only skips goes on in
-    silence; `check_health` raises for it.
+    update is -0.0. Everything runs on the device. A training run that only skips goes on in silence; `check_health`
+    raises for it.
 
     Clipping and whatever else is not linear belongs inside: in front of this it would see scaled gradients. So does
-    `optax.MultiSteps`: around this, its mean never loses a NaN, and every later step is skipped. `inner` sees the
-    parameters as they are. Around a bare Optax rule for 16-bit parameters put `upcast` or `master_weights` between the
-    two, or the rule keeps its moments in 16 bits.
+    `optax.MultiSteps`: around this, its mean never loses a NaN. `inner` sees the parameters as they are: put `upcast`
+    or `master_weights` between this and an Optax rule, or the rule keeps the moments of 16-bit parameters in 16 bits.
 
     Args:
         inner: any Optax transformation or chain.
         loss_scale: `DynamicLossScale()` if None; or a `StaticLossScale`, a `NoOpLossScale` to skip bad steps only, or
             a `LossScale` of your own. Its settings count, also for a state that was saved under other ones; the scale
             itself goes on from the state. (To change a static scale, use `convert_state`.)
-        axis_name: inside `jax.shard_map` or `jax.pmap` whose gradients are not yet reduced (or whose states differ
-            from device to device), the mapped axes over which all devices must agree that a step is good.
+        axis_name: inside `jax.shard_map` or `jax.pmap`, where gradients or states differ from device to device: the
+            mapped axes over which all devices must agree that a step is good.
 
     Returns:
         A transformation with state `LossScalingState`. Its updates are float32 or wider.
@@ -132,7 +131,6 @@ def loss_scaling(
             _require_shapes(grads, params)  # perhaps they are the reason; some rules take gradients of other shapes
             raise
         _require_shapes(updates, params)
-        _require_shapes_of(state.inner_state, inner_state)
         then = now.adjust(finite)
         new_state = LossScalingState(
             loss_scale=jnp.asarray(then.loss_scale, np.float32),
@@ -144,8 +142,8 @@ def loss_scaling(
         )
         new_state = keep_types(state, new_state)
         inner_state = select_tree(finite, new_state.inner_state, state.inner_state)
-        unchanged = jax.tree.map(_minus_zero, updates)
-        return select_tree(finite, updates, unchanged), new_state._replace(inner_state=inner_state)
+        updates = select_tree(finite, updates, jax.tree.map(_minus_zero, updates))
+        return updates, new_state._replace(inner_state=inner_state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -229,17 +227,3 @@ def _first_nonfinite(grads: Any, axis_name: Any) -> jax.Array:
 def _require_shapes(updates: Any, params: Any) -> None:
     if params is not None:
         _errors.require_same_shapes(updates, params, "loss_scaling")
-
-
-def _require_shapes_of(old: Any, new: Any) -> None:
-    """Raise if the rule's state has changed its shapes."""
-    before, after = _trees.leaves_by_path(old), _trees.leaves_by_path(new)
-    wrong = {
-        path: f"from {_trees.dtype_and_shape(leaf)} to {_trees.dtype_and_shape(after[path])}"
-        for path, leaf in before.items()
-        if path in after and np.shape(leaf) != np.shape(after[path])
-    }
-    if wrong:
-        what = "`loss_scaling`: the rule inside has changed shapes in its state"
-        remedy = "Gradients must have the shapes of their parameters. Is a mean over examples missing?"
-        raise _errors.leaves_error(ValueError, what, wrong, remedy)

@@ -65,10 +65,8 @@ def low_precision_state(
 
     The rule sees float32 parameters, gradients and state, as in `upcast`; its new state is rounded once, when it is
     stored. Rounding to nearest can make a slow average stand still: a bfloat16 second moment with a decay of 0.999
-    never falls, because a step of a thousandth is less than half the distance to the next number. In 8 bits the largest
-    element of a block can change by any amount. The others scale with it; their ratio to it changes only in jumps (see
-    `Blockwise8bit`). Stochastic
-    rounding follows all of them in the mean.
+    never falls, because a step of a thousandth is less than half the distance to the next number. (For 8 bits see
+    `Blockwise8bit`.) Stochastic rounding follows it in the mean.
 
     Wrap the rule with this, and this with `master_weights` or `loss_scaling`, or put it in front of `kahan_summation`.
 
@@ -83,9 +81,8 @@ def low_precision_state(
         rounding: `"nearest"`, or `"stochastic"`: up or down at random such that the mean is right. (In 8 bits two cases
             are not random: a second moment below the smallest code is rounded up to it; a signed number between 0.993
             and 1 of its scale, with the opposite sign, is rounded down.)
-        key: a PRNG key, for stochastic rounding. It is kept in the state and changes with every update. A step that
-            `loss_scaling`, `optax.apply_if_finite` or `optax.MultiSteps` *around* this skips does not change it; one
-            that they skip inside does.
+        key: a PRNG key, for stochastic rounding. It is kept in the state and changes with every update, but for a step
+            that `loss_scaling`, `optax.apply_if_finite` or `optax.MultiSteps` *around* this skips.
 
     Returns:
         A transformation with state `LowPrecisionState`. Its updates are float32. Integers, booleans and scalars in the
@@ -94,9 +91,9 @@ def low_precision_state(
     Raises:
         TypeError: if `inner` is not a transformation, `formats` no mapping, or `key` not a PRNG key.
         ValueError: if a pattern is not a regular expression, a format unknown, or an argument would do nothing; at
-            `init`, if a pattern decides about no leaf, or one about float64 leaves, masters, compensations or averages
-            of weights, if a second moment would be float16, which holds nothing below 6e-8, or if one
-            `low_precision_state` stands in another; at `update`, if the state was stored in other formats.
+            `init`, if a pattern decides about no leaf, or about one that must not be rounded so (float64 leaves,
+            masters, compensations, averages of weights, second moments in float16), or if one `low_precision_state`
+            stands in another; at `update`, if the state was stored in other formats.
 
     Example:
         >>> tx = low_precision_state(optax.adam(1e-3), {"mu": "bf16", "nu": Blockwise8bit()})
@@ -116,18 +113,23 @@ def low_precision_state(
     patterns = checked_patterns(formats)
     if not _errors.is_integer(min_size) or min_size < 0:
         raise ValueError(f"`low_precision_state`: `min_size` must be a number of elements, but got {min_size!r}.")
-    stored_key, implementation = _checked_key(rounding, key, patterns)
+    _require_sound_rounding(rounding, key, patterns)
+    if key is not None:
+        key, implementation = _errors.one_key(key, "low_precision_state")
 
     def init_fn(params):
         state = inner.init(params)
-        _require_not_nested(state)
+        if _trees.find_states(state, LowPrecisionState):
+            raise ValueError(
+                "`low_precision_state`: the rule inside stores its state in few bits already. Give all formats to one "
+                "of the two."
+            )
         assignment = assign(state, {}, patterns, min_size)
         if any(_trees.is_floating(p) and np.shape(p) for p in jax.tree.leaves(params)):  # else there is no state at all
             require_every_pattern_used(state, patterns, assignment)
         require_sound_formats(state, patterns, assignment)
-        stored, scales = _store(state, assignment, None)
-        first_key = optax.MaskedNode() if stored_key is None else jnp.array(stored_key, copy=True)
-        return LowPrecisionState(stored, scales, first_key)
+        first_key = optax.MaskedNode() if key is None else jnp.array(jax.random.key_data(key), copy=True)
+        return LowPrecisionState(*_store(state, assignment, None), first_key)
 
     def update_fn(updates, state, params=None, **extra_args):
         _errors.require_state(state, LowPrecisionState, "low_precision_state")
@@ -137,11 +139,10 @@ def low_precision_state(
         wide = _load(state.inner_state, state.block_scales, assignment)
         updates, wide = inner.update(updates, wide, params, **extra_args)
         this_step, next_key = None, state.key
-        if stored_key is not None:
+        if key is not None:
             this_step, next_step = jax.random.split(jax.random.wrap_key_data(state.key, impl=implementation))
             next_key = jax.random.key_data(next_step)
-        stored, scales = _store(wide, assignment, this_step)
-        return updates, LowPrecisionState(stored, scales, next_key)
+        return updates, LowPrecisionState(*_store(wide, assignment, this_step), next_key)
 
     return world(init_fn, update_fn, _F32)
 
@@ -151,21 +152,21 @@ def _load(state: Any, scales: Mapping[str, jax.Array], assignment: Assignment) -
 
     def load(path, leaf):
         stored = assignment.get(path)
-        return leaf if stored is None else _decoded(leaf, scales.get(stored.scales), stored.format)
+        if stored is None or stored.format == FLOAT32:
+            return leaf
+        return _decoded(leaf, scales.get(stored.scales), stored.format)
 
     return jax.tree.map_with_path(load, state)
 
 
 def _store(state: Any, assignment: Assignment, key: jax.Array | None) -> tuple[Any, dict[str, jax.Array]]:
     """Return the rule's state as it is kept between steps, and the scales; with a key, rounded at random."""
-    keys: Any = itertools.repeat(None)
-    if key is not None and assignment:
-        keys = iter(jax.random.split(key, len(assignment)))
+    keys = itertools.repeat(None) if key is None else iter(jax.random.split(key, max(len(assignment), 1)))
     scales = {}
 
     def store(path, leaf):
         stored = assignment.get(path)
-        if stored is None:
+        if stored is None or stored.format == FLOAT32:
             return leaf
         codes, of_codes = _encoded(leaf, next(keys), stored.format)
         if of_codes is not None:
@@ -178,14 +179,13 @@ def _store(state: Any, assignment: Assignment, key: jax.Array | None) -> tuple[A
 @functools.partial(jax.jit, inline=True, static_argnums=2)
 def _decoded(codes: jax.Array, scales: Any, format: StateFormat) -> jax.Array:
     with jax.named_scope(_scope(format)):
-        decoded = format.decode(codes, scales)
-    return decoded if format == FLOAT32 else decoded.astype(_F32)
+        return format.decode(codes, scales).astype(_F32)
 
 
 @functools.partial(jax.jit, inline=True, static_argnums=2)
 def _encoded(x: jax.Array, key: jax.Array | None, format: StateFormat) -> tuple[jax.Array, Any]:
     with jax.named_scope(_scope(format)):
-        codes, scales = format.encode(x if format == FLOAT32 else x.astype(_F32), key)
+        codes, scales = format.encode(x.astype(_F32), key)
     if (scales is None) == format.has_scales or codes.shape != x.shape:
         raise TypeError(
             f"`low_precision_state`: `{type(format).__name__}.encode` must return codes in the shape of its argument "
@@ -200,32 +200,20 @@ def _scope(format: StateFormat) -> str:
     return BLOCKS if format.has_scales else "mpx:cast"
 
 
-def _checked_key(rounding: Any, key: Any, patterns: Mapping[str, StateFormat]) -> tuple[jax.Array | None, Any]:
-    """Return the raw data of the key and its implementation; None for both if rounding is to nearest."""
+def _require_sound_rounding(rounding: Any, key: Any, patterns: Mapping[str, StateFormat]) -> None:
+    """Raise unless rounding is known and has the key that it needs, and only that."""
     if rounding not in get_args(Rounding):
         raise ValueError(
             f"`low_precision_state`: `rounding` must be one of {get_args(Rounding)}, but got {rounding!r}."
         )
-    if rounding == "nearest":
-        if key is not None:
-            raise ValueError(
-                "`low_precision_state`: a `key` was given, but rounding to nearest has no use for it. Add "
-                '`rounding="stochastic"`, or leave the key out.'
-            )
-        return None, None
-    if key is None:
+    if rounding == "nearest" and key is not None:
+        raise ValueError(
+            "`low_precision_state`: a `key` was given, but rounding to nearest has no use for it. Add "
+            '`rounding="stochastic"`, or leave the key out.'
+        )
+    if rounding == "stochastic" and key is None:
         raise ValueError(
             '`low_precision_state`: `rounding="stochastic"` needs a PRNG key; add `key=jax.random.key(0)`.'
         )
-    if all(chosen == FLOAT32 for chosen in patterns.values()):
+    if rounding == "stochastic" and all(chosen == FLOAT32 for chosen in patterns.values()):
         raise ValueError("`low_precision_state`: every format is float32, so stochastic rounding would do nothing.")
-    typed, implementation = _errors.one_key(key, "low_precision_state")
-    return jax.random.key_data(typed), implementation
-
-
-def _require_not_nested(state: Any) -> None:
-    if _trees.find_states(state, LowPrecisionState):
-        raise ValueError(
-            "`low_precision_state`: the rule inside stores its state in few bits already. Give all formats to one of "
-            "the two."
-        )

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from mpx import _errors, _trees, formats
 from mpx._stored.roles import register_state
+from mpx._stored.weights import restore_weight
 from mpx._transforms.float32_world import in_world, require_no_rounding_inside, stable_state, upcast_tree
 from mpx._writeback import landing_update, round_saturating
 
@@ -87,18 +88,23 @@ def master_weights(
         raise ValueError(f"`master_weights`: split masters are float32, but got `dtype` {dtype}.")
     inner = in_world(inner, dtype, "master_weights")
 
+    def kept_dtype(p):
+        if not _trees.is_narrower(p, dtype):
+            return None
+        return np.dtype(np.uint16) if storage == "split" and p.dtype == jnp.bfloat16 else dtype
+
     def init_fn(params):
         _require_single_rounding(params, dtype)
         masters = upcast_tree(params, dtype)
-        stored = jax.tree.map(lambda p, m: _initial(p, m, dtype, storage), params, masters)
+        stored = jax.tree.map(lambda p, master: _initial(master, kept_dtype(p)), params, masters)
         inner_state = inner.init(masters)
         require_no_rounding_inside(inner_state, params, dtype, "master_weights")
         return MasterWeightsState(stable_state(stored, params), inner_state)
 
     def update_fn(updates, state, params=None, **extra_args):
         _errors.require_step("master_weights", MasterWeightsState, state, params)
-        _errors.require_same_leaves(state.master, params, lambda s, p: _fits(s, p, dtype, storage), "master_weights")
-        masters = load_masters(params, state.master)
+        _errors.require_same_leaves(state.master, params, kept_dtype, "master_weights")
+        masters = _masters(params, state.master)
         updates, inner_state = inner.update(updates, state.inner_state, masters, **extra_args)
         _errors.require_same_shapes(updates, params, "master_weights")
         new_masters = optax.apply_updates(masters, updates)
@@ -108,22 +114,18 @@ def master_weights(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def load_masters(params: Any, stored: Any) -> Any:
+def _masters(params: Any, stored: Any) -> Any:
     """Return the masters of a tree of parameters, from what the state keeps of them."""
-
-    def load(p, s):
-        if _trees.is_masked(s):
-            return upcast_tree(p, np.dtype(np.float32))
-        return formats.join_f32(p, s) if s.dtype == np.uint16 else s
-
+    as_it_is = lambda p: upcast_tree(p, np.dtype(np.float32))
+    load = lambda p, kept: as_it_is(p) if _trees.is_masked(kept) else restore_weight(p, "master", kept)
     return jax.tree.map(load, params, stored)
 
 
-def _initial(p: jax.Array, master: jax.Array, dtype: np.dtype, storage: Storage) -> Any:
-    """Return what is stored at first for a parameter, whose own bits are all that is known of its master."""
-    if not _trees.is_narrower(p, dtype):
+def _initial(master: jax.Array, dtype: np.dtype | None) -> Any:
+    """Return what is stored at first of a master that a parameter holds: all, its low bits in uint16, or nothing."""
+    if dtype is None:
         return optax.MaskedNode()
-    return jnp.zeros_like(p, np.uint16) if _is_split(p, storage) else master
+    return jnp.zeros_like(master, dtype) if dtype == np.uint16 else master
 
 
 @functools.partial(jax.jit, inline=True)
@@ -143,27 +145,11 @@ def _step(p: jax.Array, stored: Any, update: jax.Array, new_master: jax.Array) -
     return update, jnp.where(beside + 1 <= 2, low_bits, np.uint16(0))
 
 
-def _is_split(p: Any, storage: Storage) -> bool:
-    return storage == "split" and p.dtype == jnp.bfloat16
-
-
-def _fits(stored: Any, p: Any, dtype: np.dtype, storage: Storage) -> bool:
-    """Return whether a leaf of the state was made for a parameter of this shape and dtype."""
-    if _trees.is_masked(stored) or _trees.is_masked(p):
-        return not _trees.is_narrower(p, dtype)
-    wanted = np.dtype(np.uint16) if _is_split(p, storage) else dtype
-    return _trees.is_narrower(p, dtype) and stored.shape == p.shape and stored.dtype == wanted
-
-
 def _require_single_rounding(params: Any, dtype: np.dtype) -> None:
-    if dtype != np.float64:
-        return
-    wrong = {
-        path: _trees.dtype_and_shape(leaf)
-        for path, leaf in _trees.leaves_by_path(params).items()
-        if _trees.is_narrower(leaf, np.dtype(np.float32))
-    }
-    if wrong:
+    leaves = _trees.leaves_by_path(params)
+    narrow = {path: leaf for path, leaf in leaves.items() if _trees.is_narrower(leaf, np.dtype(np.float32))}
+    if narrow and dtype == np.float64:
+        wrong = {path: _trees.dtype_and_shape(leaf) for path, leaf in narrow.items()}
         what = "`master_weights`: float64 masters of 16-bit parameters would be rounded twice"
         remedy = "Use `dtype=jnp.float32`, or store these parameters in float32."
         raise _errors.leaves_error(ValueError, what, wrong, remedy)

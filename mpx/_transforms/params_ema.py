@@ -44,10 +44,9 @@ def params_ema(decay: float, *, debias: bool = True) -> optax.GradientTransforma
     starts with the initial parameters). `ema_params` returns the average. A step that `loss_scaling` around this skips
     does not change it.
 
-    A bfloat16 average stands still where `(1 - d) * (p - ema)` is less than half the distance to its next number: with
-    a decay of 0.999 on its way from 0 to 1 it stops at 0.5. In float32 what is lost like that is less than
-    `6e-8 / (1 - d)` of the weight. Outside of masters, the last element of the chain, it averages 16-bit parameters as
-    they are stored.
+    A bfloat16 average would stand still where `(1 - d) * (p - ema)` is less than half the distance to its next number:
+    with a decay of 0.999 on its way from 0 to 1 at 0.5. Float32 loses less than `6e-8 / (1 - d)` of the weight so. As
+    the last element of a chain without masters, this averages 16-bit parameters as they are stored.
 
     Args:
         decay: at least 0 and below 1. The average reaches back about `1 / (1 - decay)` steps.
@@ -74,7 +73,6 @@ def params_ema(decay: float, *, debias: bool = True) -> optax.GradientTransforma
     """
     if isinstance(decay, bool) or not isinstance(decay, numbers.Real) or not 0 <= decay < 1:
         raise ValueError(f"`params_ema`: `decay` must be a number from 0 to below 1, but got {decay!r}.")
-
     decay = float(decay)
     log_decay = math.log(decay) if decay else -math.inf
 

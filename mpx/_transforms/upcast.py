@@ -16,8 +16,7 @@ def upcast(
     A rule on bfloat16 parameters keeps bfloat16 moments, rounds its hyper-parameters to bfloat16 (0.999 becomes
     1) and divides by an epsilon that float16 does not have. Inside `upcast` it does what it does in float32,
     to the bit. The parameters themselves stay as they are: to keep what their dtype cannot hold of an update,
-    use `master_weights`, or `kahan_summation` or `stochastic_rounding` *after* this, in a chain. Inside, they would
-    see float32 parameters, of which nothing is lost, and do nothing: that is an error.
+    use `master_weights`, or `kahan_summation` or `stochastic_rounding` *after* this, in a chain.
 
     Args:
         inner: any Optax transformation or chain.
@@ -28,8 +27,7 @@ def upcast(
         A transformation with the state of `inner` for float32 parameters, whose structure and dtypes no update changes.
 
     Raises:
-        TypeError: if `inner` is not a transformation; at `update`, if a gradient is not of a floating or complex
-            dtype.
+        TypeError: if `inner` is not a transformation; at `update`, if a gradient is not floating or complex.
         ValueError: if `dtype` is neither float32 nor float64; at `init`, if `master_weights`, `kahan_summation` or
             `stochastic_rounding` stands inside.
 

@@ -14,7 +14,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import mpx
 from mpx._inspect.convert_state import _stored
-from mpx._stored.blockwise import encode
 from tests.helpers import QUICKLY, assert_same_bits, eight_cpu_devices, float32_round_trips, types_of
 from tests.rules import RULES
 
@@ -275,7 +274,7 @@ def test_codes_of_other_blocks_are_made_from_the_numbers(block_size, scales):
     params, state = trained("8 bits")
     _, new_state = mpx.convert_state(params, state, recipe("8 bits"), in_8_bits(block_size), policy=F32)
     wide = mpx.convert_state(params, state, recipe("8 bits"), recipe("full"))[1]
-    code = lambda x: encode(x, block_size, signed=True)
+    code = mpx.Blockwise8bit(block_size, signed=True).encode
     expected = jax.jit(code, compiler_options=QUICKLY)(codes(wide))
     assert expected.scale.shape == scales
     assert_same_bits(codes(new_state), expected.codes)

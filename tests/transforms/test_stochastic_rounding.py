@@ -1,4 +1,4 @@
-"""Check `stochastic_rounding`: its mean, its keys, and that no compiler can remove it."""
+"""Check `stochastic_rounding`: its mean and its keys."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import mpx
-from tests.helpers import assert_same_bits, float32_round_trips
+from tests.helpers import assert_same_bits
 
 pytestmark = [pytest.mark.optax_promotion, pytest.mark.eager]
 
@@ -15,20 +15,20 @@ pytestmark = [pytest.mark.optax_promotion, pytest.mark.eager]
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_the_mean_of_the_parameters_takes_every_update(dtype):
     """Add -1e-4 a hundred times to 100,000 weights of 1. The mean's standard error is about 1e-5."""
-    tx = optax.chain(mpx.upcast(optax.sgd(1e-4)), mpx.stochastic_rounding(jax.random.key(0)))
     naive = mpx.upcast(optax.sgd(1e-4))
 
-    def run(tx):
+    def mean(tx):
         def step(_, carry):
             params, state = carry
             updates, state = tx.update(jnp.ones(100_000), state, params)
             return optax.apply_updates(params, updates), state
 
         params = jnp.ones(100_000, dtype)
-        return jax.jit(lambda p: jax.lax.fori_loop(0, 100, step, (p, tx.init(p))))(params)[0]
+        params, _ = jax.jit(lambda p: jax.lax.fori_loop(0, 100, step, (p, tx.init(p))))(params)
+        return params.astype(jnp.float32).mean()
 
-    assert run(naive).astype(jnp.float32).mean() == 1  # negative control
-    assert abs(run(tx).astype(jnp.float32).mean() - 0.99) < 1e-4
+    assert mean(naive) == 1  # negative control
+    assert abs(mean(optax.chain(naive, mpx.stochastic_rounding(jax.random.key(0)))) - 0.99) < 1e-4
 
 
 def test_equal_keys_give_equal_runs_and_each_step_and_each_leaf_draws_anew():
@@ -70,12 +70,6 @@ def test_float32_leaves_pass_through():
     params = jnp.ones(3)
     updates, _ = tx.update(jnp.full(3, 0.1), tx.init(params), params)
     assert_same_bits(updates, jnp.full(3, 0.1))
-
-
-def test_no_compiler_can_remove_its_rounding():
-    tx = mpx.stochastic_rounding(jax.random.key(0))
-    params = jnp.ones(8, jnp.bfloat16)
-    assert not float32_round_trips(tx.update, jnp.ones(8), tx.init(params), params)
 
 
 def test_what_is_not_one_key_is_refused():
