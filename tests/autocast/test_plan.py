@@ -25,7 +25,7 @@ from tests.autocast.helpers import (
     BF16,
     F16,
     F32,
-    all_eqns,
+    eqns_of,
     evaluate,
     half_dtypes,
     is_representable,
@@ -82,6 +82,7 @@ UNARY = {
     "transpose": lambda x: x.T,
     "unstack": lambda x: jnp.unstack(x, axis=1),
     "all_gather": on_devices(lambda x: lax.all_gather(x, "data")),
+    "all_gather_invariant": on_devices(lambda x: lax.all_gather(x, "data", tiled=True, to="invarying"), out=WHOLE),
     "ppermute": on_devices(lambda x: lax.ppermute(x, "data", [(0, 1)])),
     "pmax": on_devices(lambda x: lax.pmax(x, "data"), out=WHOLE),
     "pmin": on_devices(lambda x: lax.pmin(x, "data"), out=WHOLE),
@@ -202,7 +203,6 @@ NOT_HERE = {
     "copy_p": "no primitive of this jax",
     "roll": "stands in kernels only",
     "broadcast_to": "stands in kernels only",
-    "all_gather_invariant": "has a test of its own",
     "all_gather_reduced": "has a test of its own",
     "pbroadcast": "has a test of its own",
     "ragged_all_to_all": "has a test of its own",
@@ -228,6 +228,10 @@ def claims_and_values(fun, dtype, *args, dtypes=None):
     return [tag.representable_in for tag in plan.out_tags], jax.tree.leaves(autocast(*args))
 
 
+def primitives_of(fun, *args):
+    return {eqn.primitive.name for eqn in eqns_of(fun, *args)}
+
+
 def test_every_primitive_that_follows_has_cases():
     follow = {name for name, rule in mpx.DEFAULT_RULES.items() if rule == "follow"}
     covered = {*UNARY, *BINARY, *OTHERS}
@@ -244,7 +248,7 @@ def test_those_that_are_said_to_be_none_are_no_primitives():
 @pytest.mark.parametrize(("primitive", "fun", "lies"), FLAT)
 def test_a_value_is_tagged_if_and_only_if_it_is_representable(primitive, fun, lies):
     args = operands()
-    assert primitive in {eqn.primitive.name for eqn in all_eqns(jax.make_jaxpr(products(fun))(*args))}
+    assert primitive in primitives_of(products(fun), *args)
     for dtype in (BF16, F16):
         claims, values = claims_and_values(products(fun), dtype, *args)
         expected = lies if isinstance(lies, tuple) else (lies,) * len(values)
@@ -256,60 +260,34 @@ def test_a_value_is_tagged_if_and_only_if_it_is_representable(primitive, fun, li
 # ---- primitives that need a test of their own ------------------------------------------------------------------------
 
 
-@half_dtypes
-def test_resharded_values_are_tagged(dtype):
+@pytest.mark.parametrize("primitive", ["reshard", "all_gather_reduced"])
+def test_values_with_shardings_in_their_types_are_tagged(primitive):
     mesh = jax.make_mesh((8,), ("data",), (AxisType.Explicit,), devices=jax.devices("cpu"))
+    gather = lambda y: lax.all_gather(y, "data", tiled=True, to="reduced")
     with jax.set_mesh(mesh):
-        w, x, u = operands()
-        x = jax.device_put(x, NamedSharding(mesh, SPLIT))
-        fun = lambda w, x, u: (jax.sharding.reshard(x @ w, WHOLE), jax.sharding.reshard(u, SPLIT))
-        assert "reshard" in {eqn.primitive.name for eqn in all_eqns(jax.make_jaxpr(fun)(w, x, u))}
-        claims, values = claims_and_values(fun, dtype, w, x, u)
-        assert claims == [dtype, None]
-        assert is_representable(values[0], dtype)
+        gathered = jax.shard_map(gather, in_specs=SPLIT, out_specs=PartitionSpec(reduced={"data"}))
+        move = gathered if primitive == "all_gather_reduced" else lambda y: jax.sharding.reshard(y, WHOLE)
+        fun = lambda w, x, u: (move(x @ w), move(u))
+        w, *rows = operands()
+        args = w, *[jax.device_put(a, NamedSharding(mesh, SPLIT)) for a in rows]
+        assert primitive in primitives_of(fun, *args)
+        for dtype in (BF16, F16):
+            claims, values = claims_and_values(fun, dtype, *args)
+            assert claims == [dtype, None]
+            assert is_representable(np.asarray(values[0].addressable_shards[0].data), dtype)
 
 
-@half_dtypes
-def test_values_gathered_for_all_devices_alike_are_tagged(dtype):
-    gather = on_devices(lambda y: lax.all_gather(y, "data", tiled=True, to="invarying"), out=WHOLE)
-    fun = lambda w, x, u: (gather(x @ w), gather(u))
-    assert "all_gather_invariant" in {eqn.primitive.name for eqn in all_eqns(jax.make_jaxpr(fun)(*operands()))}
-    claims, values = claims_and_values(fun, dtype, *operands())
-    assert claims == [dtype, None]
-    assert is_representable(values[0], dtype)
-
-
-def test_values_gathered_as_reduced_are_tagged():
-    mesh = jax.make_mesh((8,), ("data",), (AxisType.Explicit,), devices=jax.devices("cpu"))
-    step = lambda y: lax.all_gather(y, "data", tiled=True, to="reduced")
-    with jax.set_mesh(mesh):
-        gather = jax.shard_map(step, in_specs=SPLIT, out_specs=PartitionSpec(reduced={"data"}))
-        fun = lambda w, x, u: (gather(x @ w), gather(u))
-        w, x, u = operands()
-        x, u = (jax.device_put(a, NamedSharding(mesh, SPLIT)) for a in (x, u))
-        assert "all_gather_reduced" in {eqn.primitive.name for eqn in all_eqns(jax.make_jaxpr(fun)(w, x, u))}
-        claims, values = claims_and_values(fun, BF16, w, x, u)
-    assert claims == [BF16, None]
-    assert is_representable(np.asarray(values[0].addressable_shards[0].data), BF16)
-
-
-@pytest.mark.parametrize(
-    ("primitive", "collective"),
-    [
-        ("pbroadcast", lambda y: lax.pbroadcast(y, ("data",), 0)),
-        (
-            "ragged_all_to_all",
-            lambda y: lax.ragged_all_to_all(y[0], -y[0], *[jnp.zeros(8, jnp.int32)] * 4, axis_name="data")[None],
-        ),
-    ],
-    ids=["pbroadcast", "ragged_all_to_all"],
-)
-def test_values_of_collectives_that_a_cpu_has_not_are_tagged(primitive, collective):
+def test_values_of_collectives_that_a_cpu_has_not_are_tagged():
     """Only planned: jax cannot compile them for a CPU. They move values, or fill with zeros."""
-    fun = lambda w, x, u: (on_devices(collective)(x @ w), on_devices(collective)(u))
-    assert primitive in {eqn.primitive.name for eqn in all_eqns(jax.make_jaxpr(fun)(*operands()))}
-    plan = plan_of(mpx.autocast(fun, BF16), *operands())
-    assert [tag.representable_in for tag in plan.out_tags] == [BF16, None]
+    indices = [jnp.zeros(8, jnp.int32)] * 4
+    for primitive, collective in {
+        "pbroadcast": lambda y: lax.pbroadcast(y, ("data",), 0),
+        "ragged_all_to_all": lambda y: lax.ragged_all_to_all(y[0], -y[0], *indices, axis_name="data")[None],
+    }.items():
+        fun = lambda w, x, u, collective=collective: (on_devices(collective)(x @ w), on_devices(collective)(u))
+        assert primitive in primitives_of(fun, *operands())
+        plan = plan_of(mpx.autocast(fun, BF16), *operands())
+        assert [tag.representable_in for tag in plan.out_tags] == [BF16, None]
 
 
 # ---- where tags come from --------------------------------------------------------------------------------------------
@@ -388,6 +366,11 @@ def while_twice(change):
     return lambda y, u: lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, change(c[1])), (0, y))[1]
 
 
+turned = jax.jit(lambda a: a.T)
+copied = lambda source, target: target.__setitem__(..., source[...])
+shape_of = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
 INSIDE = {
     "slices of a scan": (lambda y, u: lax.scan(lambda c, r: (c, (r, r * 2.1)), u, y), (OFF, ON, OFF)),
     "carry of a scan": (lambda y, u: lax.scan(lambda c, r: (r, c), y[0], y), (NOT_SAID, NOT_SAID)),
@@ -405,6 +388,9 @@ INSIDE = {
     "jit": (lambda y, u: jax.jit(lambda a: (a.T, a * 1.1))(y), (ON, OFF)),
     "checkpoint": (lambda y, u: jax.checkpoint(lambda a: (a.T, a * 1.1))(y), (ON, OFF)),
     "shard_map": (lambda y, u: on_devices(lambda a: (-a, a * 1.1), out=(SPLIT, SPLIT))(y), (ON, OFF)),
+    # A program inside is planned for each kind of operands; a kernel is not looked into.
+    "one jit for several operands": (lambda y, u: [turned(a) for a in (y, u, -y)], (ON, OFF, ON)),
+    "kernel": (lambda y, u: pl.pallas_call(copied, out_shape=shape_of(y), interpret=True)(y), (NOT_SAID,)),
 }
 
 
@@ -416,21 +402,6 @@ def test_tags_go_through_programs_inside(fun, lies, dtype):
     for claim, value, where in zip(claims, values, lies, strict=True):
         assert claim == (dtype if where == ON else None)
         assert where == NOT_SAID or is_representable(value, dtype) == (where == ON)
-
-
-def test_a_program_inside_is_planned_for_each_kind_of_operands():
-    """A jit called with a product and with an argument has two plans, of the right claims."""
-    inner = jax.jit(lambda a: a.T)
-    claims, _ = claims_and_values(lambda w, x, u: (inner(x @ w), inner(u), inner(-(x @ w))), BF16, *operands())
-    assert claims == [BF16, None, BF16]
-
-
-def test_kernels_are_not_looked_into():
-    call = pl.pallas_call(
-        lambda a, b: b.__setitem__(..., a[...]), out_shape=jax.ShapeDtypeStruct((8, 4), F32), interpret=True
-    )
-    claims, _ = claims_and_values(lambda w, x: call(x @ w), BF16, *operands()[:2])
-    assert claims == [None]
 
 
 # ---- programs that nobody wrote --------------------------------------------------------------------------------------
@@ -471,10 +442,6 @@ OPERATIONS = {
     "barrier": lambda a, b: lax.optimization_barrier((a, b))[1],
     "outer": lambda a, b: jnp.sin(a[:, :1] @ b[:1]),
 }
-
-
-def pair(a, b):
-    return jnp.concatenate([a[None], b[None]])
 
 
 AROUND = {
