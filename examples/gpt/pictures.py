@@ -126,16 +126,18 @@ def _draw_card(figure: Figure) -> None:
 def draw_curves(comparison: Comparison) -> Figure:
     """Draw loss curves, with the seeds of f32 as a band, and below them the gaps to f32 of the same seed."""
     first, references = comparison.first_runs(), comparison.reference_runs()
-    figure, (losses, gaps) = plt.subplots(2, 1, figsize=(10, 9), layout="constrained")
+    figure, (losses, gaps) = plt.subplots(2, 1, figsize=(6.4, 8), layout="constrained")
     steps = first[0].validation_steps
     seeds = [run.validation_losses for run in references] if len(references) > 1 else None
     curves = {LABELS[run.recipe]: run.validation_losses for run in first if not (seeds and run in references)}
     mpx.plot.losses(curves or {"f32, seed 0": seeds[0]}, steps=steps, reference=seeds, axes=losses)
     losses.set_title("Validation loss of the parameters as stored (nats per byte)", loc="left")
+    figure.legend(*losses.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
+    losses.get_legend().remove()
     others = {LABELS[run.recipe]: comparison.gaps(run) for run in first if run not in references}
     if references and others:
         deviation = comparison.deviation() or 0.0
-        mpx.plot.losses(others, steps=steps, axes=gaps)
+        mpx.plot.losses(others, steps=steps, axes=gaps).get_legend().remove()  # in the colors of the other axes
         gaps.set_ylabel("gap")
         # Logarithmic beyond a standard deviation, or all gaps but the largest would be one line.
         gaps.set_yscale("symlog", linthresh=deviation or 0.01, linscale=1.5)
