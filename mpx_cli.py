@@ -1,13 +1,12 @@
-"""The command line `mpx`: its commands, their options and help texts; `mpx.tools.cli` has what they do.
+"""The command line `mpx`: the commands, their options and help texts.
 
-This file stands outside of `mpx`, whose import takes JAX's second: help is shown without it.
+It stands outside of the package `mpx`, and a command imports what it needs when it runs: help is shown without JAX,
+whose import takes most of a second.
 """
 
 import functools
-import importlib
 import pathlib
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
 try:
@@ -21,23 +20,17 @@ except ModuleNotFoundError as error:
 
 
 class _PlainFlags:
-    """A mixin for commands: the help shows `--json`, not `--json <bool>`."""
+    """Show `--json` in the help of a command, not `--json <bool>`."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         params = super().get_params(ctx)  # pyright: ignore[reportAttributeAccessIssue]  # of the class beside this one
         for param in params:
-            if getattr(param, "is_flag", False):
-                param.metavar = ""
+            param.metavar = "" if getattr(param, "is_flag", False) else param.metavar
         return params
 
 
-class _Command(_PlainFlags, TyperCommand):
-    pass
-
-
-class _Group(_PlainFlags, TyperGroup):
-    pass
-
+_Command = type("_Command", (_PlainFlags, TyperCommand), {})
+_Group = type("_Group", (_PlainFlags, TyperGroup), {})
 
 app = typer.Typer(
     cls=_Group,
@@ -60,10 +53,9 @@ def main() -> None:
 
 def _say_version(asked: bool) -> None:
     if asked:
-        try:
-            typer.echo(f"mpx {version('mpx-jax')}")
-        except PackageNotFoundError:  # run from a checkout
-            typer.echo("mpx 0+unknown")
+        import mpx
+
+        typer.echo(f"mpx {mpx.__version__}")
         raise typer.Exit
 
 
@@ -80,15 +72,15 @@ def _options(
 
 
 def _command(example: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that makes a command of a function: its options and help, and the `run` of its namesake."""
+    """Return a decorator that makes a command of a function, whose errors are one line."""
 
-    def register(interface: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(interface)
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
         def command(**options: Any) -> None:
             from mpx.tools.cli import errors
 
             with errors.in_one_line():
-                importlib.import_module(f"mpx.tools.cli.{interface.__name__}").run(**options)
+                function(**options)
 
         return app.command(cls=_Command, epilog=f"Example: {example}")(command)
 
@@ -108,6 +100,13 @@ def doctor(
 
     Exit code: 0 if all is well, 1 with an error, 3 with a warning.
     """
+    from mpx.doctor import examine
+    from mpx.tools.cli import output
+
+    with output.progress_console().status("Examining ...") as status:
+        diagnosis = examine(quick=quick, progress=lambda name: status.update(f"Examining {name} ..."))
+    output.write(diagnosis.as_dict(), [diagnosis if full else diagnosis.verdict], as_json)
+    raise typer.Exit(diagnosis.exit_code)
 
 
 @_command("mpx plan 7B --mesh 8 --memory 80GB")
@@ -165,6 +164,19 @@ def plan(
     as_json: _AsJson = False,
 ) -> None:
     """Count the bytes that a training run holds under each precision recipe, before anything is allocated."""
+    from mpx.tools.cli import given, output, plans
+
+    if batch and hlo is None:
+        raise given.CommandError("--batch would do nothing without --hlo.")
+    limit = None if memory is None else given.memory_bytes(memory)
+    planned = given.function(model) if ":" in model else given.parameters(model)
+    comparison = plans.compare(planned, rule, recipe or [], mesh, gradient_dtype)
+    steps, largest_batch = ({}, None) if hlo is None else plans.steps(hlo, batch or [1], limit)
+    content = {"model": model, "rule": rule, "plans": comparison.plans, "largest_batch": largest_batch}
+    content |= plans.what_fits(comparison, limit)
+    content["steps"] = [{"batch": size} | found.as_dict() for size, found in steps.items()]
+    parts = plans.tables(comparison, limit, exact) + plans.table_of_steps(steps, largest_batch, exact)
+    output.write(content, parts if gradient_dtype else [*parts, plans.CONVENTION], as_json)
 
 
 @_command('mpx explain train.py:loss "f32[16,4]" "f32[8,16]" --policy bf16 --grad')
@@ -193,6 +205,27 @@ def explain(
     as_json: _AsJson = False,
 ) -> None:
     """Show line by line what mpx.autocast narrows in a function, what it keeps and why; nothing runs."""
+    import jax
+
+    import mpx
+    from mpx._autocast.transform import autocast_of
+    from mpx.tools.cli import given, output
+
+    if bool(shapes) == (arguments is not None):
+        raise given.CommandError("give either the shapes of the arguments, or --arguments.")
+    fun = given.function(function)
+    is_autocast = autocast_of(fun) is not None
+    if is_autocast and (grad or policy is not None):
+        option = "--grad" if grad else "--policy"
+        raise given.CommandError(f"leave out {option}: {function} is a function that mpx.autocast returned.")
+    if not is_autocast and policy is None:
+        raise given.CommandError(
+            f"add --policy bf16 (or f16, tf32, ...): {function} is not a function of mpx.autocast."
+        )
+    args = [given.shape(text) for text in shapes or []] if arguments is None else given.made_by(arguments)
+    with given.users_code():
+        explanation = mpx.explain(jax.grad(fun) if grad else fun, policy)(*args)
+    output.write(explanation.as_dict(), [explanation], as_json)
 
 
 @_command("mpx report gradients.npz --dtype f16")
@@ -207,3 +240,10 @@ def report(
     as_json: _AsJson = False,
 ) -> None:
     """Read arrays, and show how many become zero in a format and which loss scale they need."""
+    from mpx.tools.cli import arrays, output
+
+    tree, notes = arrays.read(file)
+    found = arrays.report(tree, dtype, loss_scale)
+    for note in notes:
+        typer.echo(f"Note: {note}", err=True)
+    output.write({"file": str(file), "notes": notes, "report": found.as_dict()}, [found], as_json)

@@ -18,7 +18,6 @@ import pytest
 from typer.testing import CliRunner
 
 import mpx
-import mpx.tools.cli.doctor as doctor_command
 from mpx.doctor import Diagnosis
 from mpx.tools.cli import given
 from mpx.tools.cli.errors import CommandError
@@ -180,7 +179,7 @@ def test_the_doctor_says_its_verdict_or_all_of_it_and_exits_with_its_code(monkey
         return Diagnosed()
 
     Diagnosed.exit_code = exit_code
-    monkeypatch.setattr(doctor_command, "examine", examine)
+    monkeypatch.setattr("mpx.doctor.examine", examine)
     shown = {(): "the verdict", ("--quick",): "the verdict", ("--full",): "all of it", ("--json",): '"rate": null'}
     for flags, text in shown.items():
         result = run("doctor", *flags)

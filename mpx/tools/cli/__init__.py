@@ -1,1 +1,1 @@
-"""What the commands of the command line do, one a file, and what they have in common."""
+"""Parts of the commands of the command line, which stand in `mpx_cli`."""

@@ -1,5 +1,6 @@
 """Files of arrays: NumPy's, safetensors, Orbax checkpoints."""
 
+import contextlib
 import pathlib
 from typing import Any
 
@@ -7,8 +8,10 @@ import jax
 import ml_dtypes
 import numpy as np
 
+import mpx
 from mpx import _errors
 from mpx.tools.cli.errors import CommandError, message_of
+from mpx.tools.monitor.underflow import UnderflowReport
 
 
 def read(path: pathlib.Path) -> tuple[Any, list[str]]:
@@ -17,6 +20,8 @@ def read(path: pathlib.Path) -> tuple[Any, list[str]]:
     Raises:
         CommandError: if the file is of another kind, or damaged.
     """
+    if not path.exists():
+        raise CommandError(f"there is no file {path}.")
     readers = {".npz": _read_npz, ".npy": _read_npy, ".safetensors": _read_safetensors}
     if path.is_dir():
         return _read_orbax(path), []
@@ -30,6 +35,13 @@ def read(path: pathlib.Path) -> tuple[Any, list[str]]:
     unnamed = [name for name, array in found.items() if array.dtype == np.dtype("V2")]
     tree = found | {name: found[name].view(ml_dtypes.bfloat16) for name in unnamed}
     return tree, [f"NumPy has lost the dtype of {_errors.listed(unnamed, 5)}: read as bfloat16."] if unnamed else []
+
+
+def report(tree: Any, dtype: str, loss_scale: float) -> UnderflowReport:
+    """Report on arrays, with 64-bit types if one is float64: without them jax would round its smallest to zero."""
+    is_wide = any(array.dtype == np.float64 for array in jax.tree.leaves(tree))
+    with jax.enable_x64(True) if is_wide else contextlib.nullcontext():
+        return mpx.underflow_report(tree, dtype, loss_scale=loss_scale)
 
 
 # `np.load` takes a file of any other kind for a pickle, and its error says how to run it.

@@ -28,11 +28,9 @@ _NUMBER = re.compile(r"(\d[\d_,]*(?:\.\d+)?(?:[eE]\+?\d{1,2})?)\s*([A-Za-z]*)")
 _LARGEST = 10**18
 _MOST_DEVICES = 2**20
 _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
-_BYTES = {"b": 1} | {
-    f"{prefix}{ending}": base**power
-    for power, prefix in enumerate("kmgt", start=1)
-    for ending, base in (("b", 1000), ("ib", 1024))
-}
+_PREFIXES = {"k": 1, "m": 2, "g": 3, "t": 4}
+_BYTES = {"b": 1} | {f"{name}b": 1000**power for name, power in _PREFIXES.items()}
+_BYTES |= {f"{name}ib": 1024**power for name, power in _PREFIXES.items()}
 _SHAPE = re.compile(r"(\w+?)(?:\[\s*((?:\d+\s*,\s*)*\d+)?\s*\])?")
 
 
@@ -87,6 +85,14 @@ def function(reference: str) -> Callable[..., Any]:
     if not callable(found):
         raise CommandError(f"{reference!r} is not a function, but {type(found).__name__}.")
     return found
+
+
+def made_by(reference: str) -> list[Any]:
+    """Return the arguments that the function of a reference makes."""
+    made_of = function(reference)
+    with users_code():
+        made = made_of()
+    return list(made) if type(made) in (tuple, list) else [made]  # a NamedTuple is one argument
 
 
 def attribute(reference: str) -> Any:

@@ -48,13 +48,8 @@ class Diagnosis(Result):
     @property
     def problems(self) -> tuple[Problem, ...]:
         """Return what is wrong or worth knowing, errors first."""
-        found = [
-            *problems.in_surroundings(self.surroundings),
-            *problems.in_backend(
-                self.failure, self.backend, self.surroundings.has_nvidia_driver, self.autocast_narrows
-            ),
-            *problems.in_arithmetic(self.products, self.checks),
-        ]
+        in_software = problems.in_surroundings(self.surroundings)
+        found = [*in_software, *problems.in_backend(self), *problems.in_arithmetic(self)]
         return tuple(sorted(found, key=lambda problem: ("error", "warning", "note").index(problem.severity)))
 
     @property

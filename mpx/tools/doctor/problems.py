@@ -2,12 +2,13 @@
 
 import dataclasses
 import os
-from collections.abc import Iterable, Iterator
-from typing import Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
 
-from mpx.tools.doctor.exactness import Check
-from mpx.tools.doctor.products import Product
 from mpx.tools.doctor.surroundings import Surroundings
+
+if TYPE_CHECKING:  # which asks for the problems
+    from mpx.tools.doctor.examine import Diagnosis
 
 _REPORT = "report it, with this page: on this machine, mpx is not what it claims to be"
 
@@ -45,32 +46,32 @@ def in_surroundings(found: Surroundings) -> Iterator[Problem]:
         yield Problem("warning", what, "uninstall the one that you do not want; PYTHONPATH comes first")
 
 
-def in_arithmetic(products: Iterable[Product], checks: Iterable[Check]) -> Iterator[Problem]:
+def in_arithmetic(found: "Diagnosis") -> Iterator[Problem]:
     """Yield what computes wrongly, and what a program without mpx would lose."""
-    for check in checks:
+    for check in found.checks:
         if not check.exact:
             yield Problem("error", f"not exact: {check.name}. {check.detail}", _REPORT)
-    for product in products:
+    for product in found.products:
         if not product.works and product.error is not None:
             severity = "error" if product.name in ("f32", "f32 by default", "bf16", "f16") else "warning"
             yield Problem(severity, f"products in {product.name}: {product.refusal}", "do not compute in it here")
         if product.name == "f32 by default" and product.bits is not None and product.bits < 24:
             what = f"products of float32 numbers use {product.bits} of their 24 bits, if nothing else is asked for"
             yield Problem("note", what, 'ask for more where it matters: `jax.default_matmul_precision("float32")`')
-    lost = [check.name for check in checks if check.plain not in ("kept", None)]
+    lost = [check.name for check in found.checks if check.plain not in ("kept", None)]
     if lost:
         what = f"in a compiled program JAX's own operations lose what mpx keeps: {', '.join(lost)}"
         yield Problem("note", what, "nothing for mpx; in code of your own, round with `mpx.formats.round_to`")
 
 
-def in_backend(failure: str, backend: str, has_nvidia_driver: bool, autocast_narrows: bool) -> Iterator[Problem]:
+def in_backend(found: "Diagnosis") -> Iterator[Problem]:
     """Yield a missing device, a GPU that is not used, and a setting that turns autocast off."""
-    if failure:
+    if found.failure:
         remedy = "install the jax that fits the hardware (`pip install 'jax[cuda13]'`), or set JAX_PLATFORMS=cpu"
-        yield Problem("error", f"JAX finds no device: {failure}", remedy)
-    if backend == "cpu" and has_nvidia_driver:
+        yield Problem("error", f"JAX finds no device: {found.failure}", remedy)
+    if found.backend == "cpu" and found.surroundings.has_nvidia_driver:
         remedy = "`pip install 'jax[cuda13]'` (or cuda12), and look whether JAX_PLATFORMS says cpu"
         yield Problem("warning", "there is an NVIDIA driver, but JAX computes on the CPU", remedy)
-    if not autocast_narrows:
+    if not found.autocast_narrows:
         remedy = "unset JAX_DEFAULT_MATMUL_PRECISION, or `jax.default_matmul_precision`"
         yield Problem("warning", "autocast narrows no product: all ask for a higher precision", remedy)

@@ -184,7 +184,9 @@ def memory_plan(
     on, along, specs = _layout(mesh, axis, param_specs)
     arrays = _arrays_of(model, 1 if mesh is None else _BLOCK * on.size)
     specs = parameter_specs(arrays, specs, on, along, "memory_plan")
-    params = _shapes_of(arrays)
+    # Shapes without their shardings, since the plan has a mesh of its own.
+    shapes = jax.eval_shape(lambda tree: tree, arrays)
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
     policy = None if policy is None else as_policy(policy, "memory_plan")
     params = params if policy is None else policy.cast_to_param(params)
     trained, others = _trees.map_unzip(
@@ -243,12 +245,6 @@ def _arrays_of(model: Any, multiple: int) -> Any:
 
 def _array_or_none(leaf: Any) -> Any:
     return leaf if _trees.is_array(leaf) or isinstance(leaf, (bool, int, float, complex)) else None
-
-
-def _shapes_of(arrays: Any) -> Any:
-    """Return the shapes of arrays without their shardings, since the plan has a mesh of its own."""
-    shapes = jax.eval_shape(lambda tree: tree, arrays)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
 
 
 def _count(model: Any, trained: Any) -> int:
