@@ -18,39 +18,24 @@ from mpx._jaxprs import CALLS, called_jaxpr, dtype_of, open_jaxpr, propagate, sc
 
 
 class Object(NamedTuple):
-    """A pytree node of a user's own type, which can be changed in place.
+    """A pytree node of a user's own type, which can be changed in place, before the function runs."""
 
-    Attributes:
-        name: what it is called in errors.
-        node: the object.
-        position: the index of its first leaf among all leaves of the arguments.
-        leaves: its leaves before the function runs.
-        treedef: its structure before the function runs.
-    """
-
-    name: str
+    name: str  # in errors
     node: Any
-    position: int
+    position: int  # the index of its first leaf among all leaves of the arguments
     leaves: list[Any]
     treedef: Any
 
 
 class Change(NamedTuple):
-    """A leaf of an object that is another array after the function than before.
+    """A leaf of an object that is another array after the function than before."""
 
-    Attributes:
-        name: where the leaf stands, for errors.
-        position: the index of the leaf among all leaves of the arguments.
-        before: the array that the function got.
-        after: the array that the function left.
-        is_returned: whether it is also a result of the function.
-    """
-
-    name: str
-    position: int
-    before: Any
-    after: Any
-    is_returned: bool = False
+    name: str  # where it stands, in errors
+    position: int  # its index among all leaves of the arguments
+    before: Any  # the array that the function got
+    after: Any  # the array that the function left
+    is_returned: bool = False  # whether that one is also a result of the function
+    result: int = -1  # the index of that one among the results of the traced function
 
 
 # Of these nobody expects that changes come back: `jax.jit` copies them too.
@@ -114,43 +99,43 @@ def changes_of(objects: list[Object]) -> list[Change]:
     return changes
 
 
-def real_changes(
-    program: jex_core.Jaxpr, inputs: Mapping[int, Var], changes: Sequence[tuple[Change, int]]
-) -> list[tuple[Change, int]]:
+def among_results(changes: Iterable[Change], results: list[Any]) -> list[Change]:
+    """Return changes with the indices of their new arrays among the results, to which those not there are added."""
+    returned = {id(leaf): i for i, leaf in enumerate(results)}
+    found = []
+    for change in changes:
+        is_returned = id(change.after) in returned
+        found.append(change._replace(is_returned=is_returned, result=returned.get(id(change.after), len(results))))
+        results += [] if is_returned else [change.after]
+    return found
+
+
+def real_changes(program: jex_core.Jaxpr, inputs: Mapping[int, Var], changes: Sequence[Change]) -> list[Change]:
     """Return those changes after which a leaf is another value than the one that the function got.
 
     A `jit` or `remat` of Flax NNX gives a module all its arrays anew. Most of them are those that went into it.
-
-    Args:
-        program: the traced function.
-        inputs: the input of the program by the position of a leaf.
-        changes: each with the index of its array among the results of the program.
+    `inputs` has the input of the traced program for the position of a leaf.
     """
     sources = _sources(program) if changes else []
-    return [(change, result) for change, result in changes if sources[result] is not inputs.get(change.position)]
+    return [change for change in changes if sources[change.result] is not inputs.get(change.position)]
 
 
-def hand_back(arguments: Any, changes: Iterable[Change]) -> None:
-    """Write changes into the objects that the caller gave, each in the dtype that its array has there.
-
-    Args:
-        arguments: the tree of the arguments.
-        changes: what a function has changed in a copy of them.
+def hand_back(arguments: Any, changes: Sequence[Change]) -> None:
+    """Write what a function has changed in a copy of the arguments into them, in the dtypes of their arrays.
 
     Raises:
         ValueError: if an array that the function does not return cannot be written into its object.
     """
-    flat = None
-    for name, position, _, after, is_returned in changes:
-        flat = flat or jax.tree.leaves_with_path(arguments)
-        path, stored = flat[position]
+    leaves = jax.tree.leaves_with_path(arguments) if changes else []
+    for change in changes:
+        (path, stored), after = leaves[change.position], change.after
         if _trees.is_narrower(stored, after.dtype) and _trees.is_floating(after):
             after = after.astype(stored.dtype)
         try:
             _set(arguments, path, after)
         except Exception as error:  # Flax has its own for a variable of an outer trace
-            if not is_returned:
-                raise _error([name]) from error
+            if not change.is_returned:
+                raise _error([change.name]) from error
 
 
 def _set(tree: Any, path: Sequence[Any], value: Any) -> None:

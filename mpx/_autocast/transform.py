@@ -50,7 +50,7 @@ class Autocast:
         # The mark tells an autocast around this one that the precision of what runs here is decided.
         with jax.named_scope(MARK):
             values = evaluate(traced.arrays)
-        in_place.hand_back((args, kwargs), [c._replace(after=values[result]) for c, result in traced.changes])
+        in_place.hand_back((args, kwargs), [c._replace(after=values[c.result]) for c in traced.changes])
         result = traced.rebuild(values)
         return result if self.policy is None else self.policy.cast_to_output(result)
 
@@ -72,15 +72,7 @@ class Autocast:
             objects = in_place.objects_of((copied_args, copied_kwargs))
             out, out_treedef = jax.tree.flatten(self.fun(*copied_args, **copied_kwargs))
             results = [leaf for leaf in out if _trees.is_array(leaf)]
-            # What the function changes and returns too is one result.
-            at = {id(leaf): i for i, leaf in enumerate(results)}
-            changes = []
-            for change in in_place.changes_of(objects):
-                is_returned = id(change.after) in at
-                changes.append(
-                    (change._replace(is_returned=is_returned), at.setdefault(id(change.after), len(results)))
-                )
-                results += [] if is_returned else [change.after]
+            changes = in_place.among_results(in_place.changes_of(objects), results)
             result[:] = [out_treedef, [None if _trees.is_array(leaf) else leaf for leaf in out], changes]
             return results
 
@@ -113,8 +105,7 @@ class Traced:
     arrays: list[Any]  # the arguments that are arrays
     treedef: Any  # of the result
     static: list[Any]  # the leaves of the result that are no arrays, and None for those that are
-    # What the function changes in its arguments, each with the index of the new value among the results.
-    changes: list[tuple[in_place.Change, int]]
+    changes: list[in_place.Change]  # what the function changes in its arguments
 
     def rebuild(self, arrays: list[Any]) -> Any:
         """Return the function's result, from its arrays."""

@@ -7,6 +7,7 @@ The program of one update is traced, not run, and two kinds of values are follow
 - Gradients, until `loss_scaling` receives them. In front of it, whatever is not linear sees scaled gradients.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -97,25 +98,15 @@ _LINEAR = SUMS | EXCHANGES | {"neg"}
 
 
 class _Value(NamedTuple):
-    """The history of a value.
+    """The history of a value."""
 
-    Attributes:
-        origin: `gradient`, or the transformation that made it a final update; empty for other values.
-        changed_by: the first primitive, or transformation, that did to it what nothing may do; or empty.
-        is_average: whether that added a gradient to a part of the state.
-        is_sent: whether an update travels as the number where it lands until it arrives: see `mpx.zero1`.
-        is_state: whether it is computed from arrays of the state.
-        is_zero: whether it is zero everywhere.
-        is_mask: whether it is a boolean, perhaps in a numeric dtype.
-    """
-
-    origin: str = ""
-    changed_by: str = ""
-    is_average: bool = False
-    is_sent: bool = False
-    is_state: bool = False
-    is_zero: bool = False
-    is_mask: bool = False
+    origin: str = ""  # `gradient`, or the transformation that made it a final update; empty for other values
+    changed_by: str = ""  # the first primitive, or transformation, that did to it what nothing may do
+    is_average: bool = False  # whether that added a gradient to a part of the state
+    is_sent: bool = False  # whether an update travels as the number where it lands until it arrives: see `mpx.zero1`
+    is_state: bool = False  # whether it is computed from arrays of the state
+    is_zero: bool = False  # whether it is zero everywhere
+    is_mask: bool = False  # whether it is a boolean, perhaps in a numeric dtype
 
 
 _OTHER = _Value()
@@ -293,14 +284,11 @@ def _require_averages_of_masters(state: Any) -> None:
 
 def _require_averages_at_the_end(state: Any) -> None:
     """Raise if something may change updates after `params_ema`, which averages what they lead to."""
-    parts_of = lambda x: list(x.values()) if isinstance(x, dict) else list(x)
+    parts_of = lambda x: list(x.values() if isinstance(x, dict) else x)
     is_chain = lambda x: type(x) in (tuple, dict) and any(isinstance(part, ParamsEmaState) for part in parts_of(x))
-    for chain in jax.tree.leaves(state, is_leaf=is_chain):
-        if not is_chain(chain):
-            continue
-        parts = parts_of(chain)
-        first = next(i for i, part in enumerate(parts) if isinstance(part, ParamsEmaState))
-        if not all(isinstance(part, ParamsEmaState) or _is_measure(part) for part in parts[first:]):
+    for chain in filter(is_chain, jax.tree.leaves(state, is_leaf=is_chain)):
+        after = itertools.dropwhile(lambda part: not isinstance(part, ParamsEmaState), parts_of(chain))
+        if not all(isinstance(part, ParamsEmaState) or _is_measure(part) for part in after):
             raise ValueError(
                 "`check_chain`: `params_ema` averages the parameters that its updates lead to, but another element "
                 "comes after it and may change them. Make it the last element of the chain."
