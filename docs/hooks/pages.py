@@ -3,6 +3,7 @@
 - The notebooks of `notebooks/` are pages under `notebooks/`.
 - `<!-- include: FILE -->` in a page is replaced by that file without its title, and `<!-- include: FILE # HEADING -->`
   by one section of it.
+- A picture of an included file, or one that a page names by its path from the root, comes with it.
 - A link from a page to a test, such as `[test_x](../tests/test_y.py)`, leads to a page with that file, at that test.
 """
 
@@ -20,7 +21,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 _INCLUDE = re.compile(r"^<!-- include: (?P<file>\S+)(?: # (?P<heading>.+?))? -->$", re.MULTILINE)
 _TEST_LINK = re.compile(r"\[`(?P<test>\w+)`\]\((?:\.\./)+(?P<file>tests/[\w/]+\.py)\)")
 _LINE_LINK = re.compile(r'<a data-line="(?P<line>\d+)" href="(?P<href>[^"#]+)"')
-_PICTURE = re.compile(r"(!\[[^\]]*\])\((?P<file>[\w/]+\.png)\)")
+_PICTURE = re.compile(r"(!\[[^\]]*\])\((?:\.\./)*(?P<file>examples/[\w/]+\.png)\)")
 _FORMULAS = re.compile(r"<script[^>]*\bsrc=\"https?://[^>]*></script>|<script type=\"module\">.*?</script>", re.DOTALL)
 _OTHER_HOST = re.compile(
     r"<(?:script|img|iframe|source)\b[^>]*\bsrc=\"(?:https?:)?//[^>]*>|<link\b[^>]*stylesheet[^>]*//[^>]*>"
@@ -32,7 +33,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the notebooks, the pictures of included files, and a page for each file of tests that a page links to."""
     pages = [pathlib.Path(file.abs_src_path).read_text() for file in files.documentation_pages() if file.abs_src_path]
     included = [(ROOT / match["file"]).read_text() for text in pages for match in _INCLUDE.finditer(text)]
-    pictures = sorted({match["file"] for text in included for match in _PICTURE.finditer(text)})
+    pictures = sorted({match["file"] for text in pages + included for match in _PICTURE.finditer(text)})
     notebooks = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "notebooks").glob("*.ipynb"))
     for name in [*notebooks, *pictures]:
         files.append(File(name, str(ROOT), config.site_dir, config.use_directory_urls))
@@ -74,6 +75,7 @@ def _included(match: re.Match[str], up: str) -> str:
         if section is None:
             raise PluginError(f"`{match['file']}` has no section {match['heading']!r}, which a page includes.")
         text = section[1]
+    text = text.replace("](docs/", f"]({up}")
     return _PICTURE.sub(lambda picture: f"{picture[1]}({up}{picture['file']})", text)
 
 
