@@ -55,8 +55,8 @@ def unfused(batched_products=False):
     """
     if jax.default_backend() != "cpu":
         return {"xla_disable_hlo_passes": "fusion"}
-    passes = "fusion" if batched_products else "fusion,fusion-wrapper"
-    return {"xla_disable_hlo_passes": passes, "xla_backend_optimization_level": 0}
+    passes = {"xla_disable_hlo_passes": "fusion" if batched_products else "fusion,fusion-wrapper"}
+    return passes | {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": batched_products}
 
 
 def on_an_absent_gpu():

@@ -55,6 +55,7 @@ KINDS = {
 
 # What XLA compiles in a second: not 8-bit blocks.
 LIGHT = KINDS - {"low_precision_state stochastic"} | {"low_precision_state bf16"}
+WITH_ANY_RULE = sorted(TRANSFORMS.keys() - {"any_precision_adamw"})
 
 
 # One after the other, for the program that the tests of one share.
@@ -153,26 +154,17 @@ def test_the_state_can_be_a_scan_carry_and_steps_in_it_have_the_bits_of_single_o
     assert_same_bits(scanned, carry)
 
 
-WRAPPERS = {
-    "upcast": mpx.upcast,
-    "full": mpx.master_weights,
-    "split": lambda tx: mpx.master_weights(tx, storage="split"),
-    "scaled": mpx.loss_scaling,
-    "few bits": lambda tx: mpx.low_precision_state(tx, {"mu": "bf16"}, min_size=1),
-}
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_extra_arguments_reach_the_rule_inside(wrapper):
+@pytest.mark.parametrize("name", cases(WITH_ANY_RULE, KINDS))
+def test_extra_arguments_reach_the_rule_inside(name, monkeypatch):
     seen = []
 
     def update(updates, state, params=None, **extra_args):
         seen.append(extra_args)
-        return updates, state
+        return optax.scale_by_adam().update(updates, state, params)
 
-    init = lambda params: optax.ScaleByLionState(jnp.zeros([], jnp.int32), jax.tree.map(jnp.zeros_like, params))
-    tx = WRAPPERS[wrapper](optax.GradientTransformationExtraArgs(init, update))
-    start = one_leaf()
+    rule = optax.GradientTransformationExtraArgs(optax.scale_by_adam().init, update)
+    monkeypatch.setattr(sys.modules[__name__], "RULE", rule)
+    tx, start = TRANSFORMS[name](), one_leaf()
     tx.update(grads(start), tx.init(start), start, value=jnp.float32(2))
     assert float(seen[0]["value"]) == 2
 
@@ -231,12 +223,6 @@ def test_no_rounding_is_left_to_a_compiler_that_may_drop_it(name):
     assert not float32_round_trips(tx.update, grads(start), tx.init(start), start)
 
 
-@pytest.fixture
-def strict():
-    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        yield
-
-
 OF_TWO_DTYPES = {  # what Optax adds or multiplies in two dtypes, as the README says
     "adam": lambda: mpx.upcast(optax.adam(1e-3)),
     "adamw": lambda: mpx.upcast(optax.adamw(1e-3)),
@@ -264,11 +250,12 @@ STRICT_WRAPPERS = [
 
 
 @pytest.mark.parametrize("make", OF_ONE_DTYPE.values(), ids=OF_ONE_DTYPE)
-def test_rules_that_add_no_two_dtypes_run_under_strict_promotion(make, strict):
+def test_rules_that_add_no_two_dtypes_run_under_strict_promotion(make):
     start = params()
     for wrap in STRICT_WRAPPERS:
         tx = wrap(make())
-        jax.eval_shape(lambda tx=tx: tx.update(grads(start), tx.init(start), start))
+        with jax.numpy_dtype_promotion("strict"):
+            jax.eval_shape(lambda tx=tx: tx.update(grads(start), tx.init(start), start))
 
 
 @pytest.mark.parametrize("make", OF_TWO_DTYPES.values(), ids=OF_TWO_DTYPES)
@@ -311,9 +298,6 @@ def test_it_runs_in_64_bit_mode_with_the_same_types(name):
         expected = types()
     with jax.enable_x64(True):
         assert types() == expected
-
-
-WITH_ANY_RULE = sorted(TRANSFORMS.keys() - {"any_precision_adamw"})
 
 
 @pytest.mark.parametrize("name", cases(WITH_ANY_RULE, {"kahan_summation", "low_precision_state bf16"}))
