@@ -1,17 +1,15 @@
 """The time of AdamW in Torch, bitsandbytes and torchao, for `benchmarks.optimizer_step`, in a process of its own.
 
-The process is over before JAX takes the GPU's memory. It reads shapes and settings as JSON and prints times as JSON.
+The process is over before JAX takes the GPU's memory.
 """
 
 import importlib.util
-import json
-import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
+
+from benchmarks.workers import run_worker, serve
 
 
 def run_torch(shapes: list[tuple[int, ...]], options: dict[str, float], turns: int, calls: int) -> list[dict[str, Any]]:
@@ -25,12 +23,9 @@ def run_torch(shapes: list[tuple[int, ...]], options: dict[str, float], turns: i
     """
     if importlib.util.find_spec("torch") is None:
         return []
-    work = json.dumps({"shapes": shapes, "options": options, "turns": turns, "calls": calls})
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.adamw_in_torch"],
-        env=os.environ | {"JAX_PLATFORMS": "cpu"}, input=work, stdout=subprocess.PIPE, text=True, check=True,
-    )  # fmt: skip
-    return json.loads(done.stdout.splitlines()[-1])
+    work = {"shapes": shapes, "options": options, "turns": turns, "calls": calls}
+    answer = run_worker("benchmarks.adamw_in_torch", work, environment={"JAX_PLATFORMS": "cpu"})
+    return [{"what": "torch", "left out": answer["failed"]}] if "failed" in answer else answer["rows"]
 
 
 def torch_optimizers(options: dict[str, float]) -> dict[str, tuple[str, Callable[[Any], Any]]]:
@@ -103,4 +98,4 @@ def torch_time(work: dict[str, Any], dtype: Any, make: Callable[[Any], Any]) -> 
 
 
 if __name__ == "__main__":
-    print(json.dumps(torch_times(json.load(sys.stdin))))
+    serve(lambda work: {"rows": torch_times(work)})

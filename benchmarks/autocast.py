@@ -34,7 +34,6 @@ import dataclasses
 import enum
 import functools
 import gc
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -47,11 +46,11 @@ import numpy as np
 import optax
 import typer
 from flax import nnx
-from rich.console import Console
 from rich.table import Table
 
 import mpx
-from benchmarks.timing import conditions, estimate, own, paired_times, ratio_with_spread
+from benchmarks.report import make_console, spread_cell, verdict, write_json
+from benchmarks.timing import conditions, estimate, own, ratio_with_spread, timed_ratio
 
 Loss = Callable[[Any, jax.Array], jax.Array]  # of the parameters and of tokens
 
@@ -291,20 +290,13 @@ def measure_steps(
         row: dict[str, Any] = {"form": name, "beside": form.beside}
         try:
             steps = compiled(form.beside), compiled(name)
-            hand, ours = paired_times(steps, lambda: (own(start), own(start)), tokens, starts, turns, calls)
+            row |= timed_ratio(steps, lambda: (own(start), own(start)), tokens, starts, turns, calls)
         except jax.errors.JaxRuntimeError as error:
             rows.append(row | {"left out": str(error).splitlines()[0]})  # what a backend cannot do is a result too
             continue
-        low, ratio, high = ratio_with_spread(ours, hand, turns)
-        row |= {
-            "ms": 1e3 * statistics.median(ours),
-            "beside ms": 1e3 * statistics.median(hand),
-            "ratio": ratio,
-            "ratio 95%": [low, high],
-            "compiler's estimate": estimate(steps[1]),
-            "compiler's estimate beside": estimate(steps[0]),
-        }
-        rows.append(row | ({"target": STEP_TARGET, "met": ratio <= STEP_TARGET} if form.has_step_target else {}))
+        row |= {"compiler's estimate mpx": estimate(steps[1]), "compiler's estimate by hand": estimate(steps[0])}
+        row |= {"target": STEP_TARGET, "met": row["ratio"] <= STEP_TARGET} if form.has_step_target else {}
+        rows.append(row)
     return rows
 
 
@@ -486,16 +478,9 @@ def summary(errors: list[tuple[float, float]]) -> dict[str, float]:
 # Printing.
 
 
-def verdict(row: dict[str, Any]) -> str:
+def target_cell(row: dict[str, Any]) -> str:
     """A target and whether it is met, for the tables; empty where there is none."""
-    if "target" not in row:
-        return ""
-    return f"at most {row['target']}: {'[green]met[/]' if row['met'] else '[red]missed[/]'}"
-
-
-def spread(row: dict[str, Any]) -> str:
-    """The interval of a ratio."""
-    return "{:.3f} to {:.3f}".format(*row["ratio 95%"])
+    return f"at most {row['target']}: {verdict(row['met'])}" if "target" in row else ""
 
 
 def steps_table(title: str, rows: list[dict[str, Any]]) -> Table:
@@ -506,9 +491,9 @@ def steps_table(title: str, rows: list[dict[str, Any]]) -> Table:
         if "left out" in row:
             table.add_row(row["form"], row["beside"], *[""] * 4, f"left out: {row['left out']}")
             continue
-        times = f"{row['ms']:.2f}", f"{row['beside ms']:.2f}", f"{row['ratio']:.3f}"
-        costs = (row[f"compiler's estimate{side}"]["temporary bytes"] / 1e6 for side in ("", " beside"))
-        table.add_row(row["form"], row["beside"], *times, spread(row), verdict(row), *(f"{mb:.1f}" for mb in costs))
+        cells = f"{row['mpx ms']:.2f}", f"{row['by hand ms']:.2f}", f"{row['ratio']:.3f}", spread_cell(row["ratio 95%"])
+        costs = (row[f"compiler's estimate {side}"]["temporary bytes"] / 1e6 for side in ("mpx", "by hand"))
+        table.add_row(row["form"], row["beside"], *cells, target_cell(row), *(f"{mb:.1f}" for mb in costs))
     return table
 
 
@@ -518,7 +503,7 @@ def residuals_table(title: str, rows: list[dict[str, Any]]) -> Table:
     for row in rows:
         sizes = (f"{row[key] / 1e6:.2f}" for key in ("bytes", "bytes handed on"))
         ratio = f"{row['ratio']:.3f}" if "ratio" in row else ""
-        table.add_row(row["form"], row["params"], *sizes, row.get("beside", ""), ratio, verdict(row))
+        table.add_row(row["form"], row["params"], *sizes, row.get("beside", ""), ratio, target_cell(row))
     return table
 
 
@@ -528,8 +513,13 @@ def tracing_table(title: str, rows: list[dict[str, Any]]) -> Table:
     for row in rows:
         for what in ("trace", "lower", "both"):
             part = row[what]
-            numbers = f"{part['s']:.3f}", f"{part['beside s']:.3f}", f"{part['ratio']:.2f}", spread(part)
-            table.add_row(row["form"], row["beside"], what, *numbers, verdict(row) if what == "both" else "")
+            numbers = (
+                f"{part['s']:.3f}",
+                f"{part['beside s']:.3f}",
+                f"{part['ratio']:.2f}",
+                spread_cell(part["ratio 95%"]),
+            )
+            table.add_row(row["form"], row["beside"], what, *numbers, target_cell(row) if what == "both" else "")
     return table
 
 
@@ -556,9 +546,7 @@ def main(
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the numbers to this file.")] = None,
 ) -> None:
     """Runs the parts, prints the tables and, if asked, writes the numbers."""
-    console = Console()
-    if not console.is_terminal:
-        console.width = 160  # a file has room for the whole table
+    console = make_console()
     size_name = size or ("gpt2" if jax.default_backend() == "gpu" else "tiny")
     chosen, dtype = SIZES[size_name], DTYPES[params]
     about = f"{size_name}, parameters {params}"
@@ -587,8 +575,7 @@ def main(
         measure, table = measures[name]
         found[str(name)] = measure()
         console.print(table(found[str(name)]))
-        if json_path is not None:
-            json_path.write_text(json.dumps(found, indent=1), encoding="utf-8")  # after each: the next may not end
+        write_json(json_path, found)
 
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)

@@ -81,17 +81,28 @@ def estimated_bytes(compiled: Any) -> int:
     return sum(sizes) - memory.alias_size_in_bytes
 
 
-def shape_of(batch: jax.Array) -> jax.ShapeDtypeStruct:
-    """To compile for a batch."""
-    return jax.ShapeDtypeStruct(batch.shape, batch.dtype)
-
-
 # --- The device. ---
 def measure_device(job: dict[str, Any]) -> Result:
     """Where this runs, and its rate in large products of bfloat16 matrices."""
     del job
     rate = meter.matmul_rate("bfloat16")
     return {"backend": jax.default_backend(), "conditions": conditions(PACKAGES), "matmul FLOP/s": rate}
+
+
+def time_calls(
+    call: Callable, state: Any, inputs: list[Any], job: dict[str, Any], before: int = 0
+) -> tuple[Result, Any]:
+    """Times of `state = call(state, input)`, with the inputs in turn, and the last state."""
+    in_turn = itertools.cycle(inputs)
+
+    def run(steps: int) -> None:
+        nonlocal state
+        for _ in range(steps):
+            state = call(state, next(in_turn))
+        jax.block_until_ready(state)
+
+    run(before)
+    return time_rounds(run, steps=job["steps"], rounds=job["rounds"]), state
 
 
 # --- A training step. ---
@@ -102,17 +113,11 @@ def measure_step(job: dict[str, Any]) -> Result:
     tokens = jax.ShapeDtypeStruct((job["microbatches"], job["batch_size"], config.context + 1), jnp.int32)
     step, seconds = compile_ahead(program.train_step, *shapes, tokens, donate=(0, 1))
     compiling = meter.device_memory()[1]
-    in_turn = itertools.cycle(batches_of(job, config, DISTINCT_BATCHES, job["microbatches"]))
-    state, metrics = jax.jit(program.init)(0), None
-
-    def run(steps: int) -> None:
-        nonlocal state, metrics
-        for _ in range(steps):
-            *state, metrics = step(*state, next(in_turn))
-        jax.block_until_ready((state, metrics))
-
-    run(1)  # as PyTorch, which compiles there: so both end after as many steps
-    row = time_rounds(run, steps=job["steps"], rounds=job["rounds"])
+    batches = batches_of(job, config, DISTINCT_BATCHES, job["microbatches"])
+    # One step before, as in PyTorch, which compiles there: so both end after as many.
+    row, (_, _, metrics) = time_calls(
+        lambda state, tokens: step(*state[:2], tokens), (*jax.jit(program.init)(0), None), batches, job, before=1
+    )
     row |= {"tokens": math.prod((job["microbatches"], job["batch_size"], config.context)), "loss": float(metrics.loss)}
     row |= {"flops per token": config.flops_per_token, "compile s": seconds}
     row |= {
@@ -131,20 +136,8 @@ def measure_passes(job: dict[str, Any]) -> Result:
     params, opt_state = jax.jit(program.init)(0)
     forward, _ = compile_ahead(lambda params, tokens: program.token_losses(params, tokens).mean(), params, batches[0])
     gradient, _ = compile_ahead(program.gradients, params, opt_state, batches[0])
-    calls = {"forward": lambda tokens: forward(params, tokens), "gradient": lambda t: gradient(params, opt_state, t)}
-    return {name: _timed_calls(call, batches, job) for name, call in calls.items()}
-
-
-def _timed_calls(call: Callable, batches: list[jax.Array], job: dict[str, Any]) -> Result:
-    in_turn = itertools.cycle(batches)
-
-    def run(steps: int) -> None:
-        result = None
-        for _ in range(steps):
-            result = call(next(in_turn))
-        jax.block_until_ready(result)
-
-    return time_rounds(run, steps=job["steps"], rounds=job["rounds"])
+    calls = {"forward": lambda _, t: forward(params, t), "gradient": lambda _, t: gradient(params, opt_state, t)}
+    return {name: time_calls(call, None, batches, job)[0] for name, call in calls.items()}
 
 
 def measure_update(job: dict[str, Any]) -> Result:
@@ -160,15 +153,8 @@ def measure_update(job: dict[str, Any]) -> Result:
         return optax.apply_updates(params, updates), opt_state
 
     compiled, _ = compile_ahead(update, params, opt_state, grads, donate=(0, 1))
-    state = params, opt_state
-
-    def run(steps: int) -> None:
-        nonlocal state
-        for _ in range(steps):
-            state = compiled(*state, grads)
-        jax.block_until_ready(state)
-
-    return {"update": time_rounds(run, steps=job["steps"], rounds=job["rounds"])}
+    row, _ = time_calls(lambda state, grads: compiled(*state, grads), (params, opt_state), [grads], job)
+    return {"update": row}
 
 
 def _random_like(shapes: Any) -> Any:
@@ -198,7 +184,7 @@ def measure_curve(job: dict[str, Any]) -> Result:
     state = jax.jit(program.init)(0)
     if job.get("weights"):
         np.savez(job["weights"], **weights_for_torch(state[0]))
-    step, _ = compile_ahead(program.train_step, *state, shape_of(batches[0]), donate=(0, 1))
+    step, _ = compile_ahead(program.train_step, *state, jax.eval_shape(jnp.asarray, batches[0]), donate=(0, 1))
     losses = []
     for batch in batches:
         *state, metrics = step(*state, jax.device_put(batch))

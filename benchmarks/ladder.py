@@ -26,7 +26,7 @@ On a GPU the model is GPT-2 124M, elsewhere a tiny one, so that the command can 
 
 import dataclasses
 import enum
-import json
+import functools
 import math
 import os
 from collections.abc import Callable
@@ -34,13 +34,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from benchmarks import fixed_batch
+from benchmarks.report import make_console, spread_cell, targets_table, write_json
 from benchmarks.rungs import EXTRAS, LADDER, RUNGS, Rung, Setting, choose_rungs, choose_setting
-from benchmarks.targets import targets_table
 from benchmarks.workers import Clock, Result, Run, run_worker
 from examples.gpt.model import PRESETS
 
@@ -156,8 +155,14 @@ def ladder_table(rows: list[Result], bench: Bench) -> Table:
             table.add_row(row["rung"], row["label"], *[""] * 8, f"[red]{escape(row['failed'])}[/]")
             continue
         speed = f"{row['tokens/s']:,.0f}", f"{row['FLOP/s'] / 1e12:.3g}", f"{row['MFU']:.1%}"
-        spread = "{:.2f} to {:.2f}".format(*row["ms spread"])
-        cells = f"{row['ms']:.2f}", spread, *speed, memory_cell(row), gain_cell(row), f"{row['loss']:.3f}"
+        cells = (
+            f"{row['ms']:.2f}",
+            spread_cell(row["ms spread"], 2),
+            *speed,
+            memory_cell(row),
+            gain_cell(row),
+            f"{row['loss']:.3f}",
+        )
         table.add_row(row["rung"], row["label"], *cells, row.get("note", ""))
     kinds = sorted({row["memory is"] for row in rows if "failed" not in row})
     table.caption = f"memory: {', '.join(kinds)}" if kinds else ""
@@ -165,32 +170,18 @@ def ladder_table(rows: list[Result], bench: Bench) -> Table:
 
 
 def memory_cell(row: Result) -> str:
-    """A peak in GB, with a mark if it is only known not to be larger."""
+    """Return a peak in GB, with a mark if it is only known not to be larger."""
     return ("at most " if "compiling" in row["memory is"] else "") + f"{row['memory'] / 1e9:.3g}"
 
 
 def gain_cell(row: Result) -> str:
-    """A gain, and over what if not over the rung before."""
+    """Return a gain, and over what if not over the rung before."""
     if "gain" not in row:
         return ""
     return f"{row['gain']:.2f}" + ("" if row["gain over"] == row["after"] else f" over {row['gain over']}")
 
 
 # --- The command. ---
-def write_json(path: Path | None, found: dict[str, Any]) -> None:
-    """Writes what there is: the next process may not end, nor this one."""
-    if path is not None:
-        path.write_text(json.dumps(found, indent=1), encoding="utf-8")
-
-
-def make_console() -> Console:
-    """A console; a file has room for the whole table."""
-    console = Console()
-    if not console.is_terminal:
-        console.width = 180
-    return console
-
-
 def chosen_rungs(names: list[str] | None) -> list[Rung]:
     """The rungs of `--rungs`."""
     try:
@@ -241,12 +232,12 @@ def main(
         write_json(json_path, found)
 
     for name in map(str, part or list(Part)):
+        keep_rows = functools.partial(keep, name)
         if name == "ladder":
-            rows = measure_ladder(chosen, bench, lambda rows: keep("ladder", rows))
-            console.print(ladder_table(rows, bench))
+            console.print(ladder_table(measure_ladder(chosen, bench, keep_rows), bench))
         else:
-            fixed_batch.PARTS[name].measure(bench, lambda rows, name=name: keep(name, rows))
-            console.print(fixed_batch.PARTS[name].table(found[name], bench.on_gpu))
+            chosen_part = fixed_batch.PARTS[name]
+            console.print(fixed_batch.table(chosen_part, fixed_batch.measure(chosen_part, bench, keep_rows)))
     if bench.on_gpu and (judged := fixed_batch.targets(found)):
         found["targets"] = judged
         console.print(targets_table(judged))

@@ -37,12 +37,13 @@ needs a little more of them, it can lose much time that says nothing about a GPU
 
 import argparse
 import contextlib
-import json
+import functools
 import math
 import statistics
 import time
 import unittest.mock
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -68,7 +69,8 @@ from benchmarks.adamw_by_hand import (
 )
 from benchmarks.adamw_in_torch import run_torch
 from benchmarks.overhead import gpt2_shapes
-from benchmarks.timing import conditions, estimate, own, paired_times, ratio_with_spread
+from benchmarks.report import make_console, spread_cell, verdict, write_json
+from benchmarks.timing import conditions, estimate, own, timed_ratio
 from mpx._stored import blockwise
 
 Shapes = dict[str, tuple[int, ...]]
@@ -82,24 +84,15 @@ COPY_BYTES, COPY_CALLS, COPY_ROUNDS = 2**30, 10, 10
 
 STEP_TARGET, COPY_TARGET, SPEED_TARGET = 1.03, 1.15, 1.5
 PACKAGES = ("jax", "jaxlib", "optax", "numpy")
+SIDES = ("by hand", "mpx")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The recipes.
 
 
-def float32_zeros(p: jax.Array) -> jax.Array:
-    """A moment to start with."""
-    return jnp.zeros_like(p, jnp.float32)
-
-
-def bfloat16_zeros(p: jax.Array) -> jax.Array:
-    """The same in bfloat16."""
-    return jnp.zeros_like(p, jnp.bfloat16)
-
-
 def coded_zeros(p: jax.Array) -> Any:
-    """The same in 8 bits; small tensors stay float32."""
+    """A moment to start with, in 8 bits; small tensors stay float32."""
     if p.size < MIN_SIZE:
         return jnp.zeros_like(p, jnp.float32)
     shapes = jax.eval_shape(blockwise.Blockwise8bit(BLOCK_SIZE).encode, jax.ShapeDtypeStruct(p.shape, jnp.float32))
@@ -136,7 +129,7 @@ class Recipe(NamedTuple):
     make: Callable[[], optax.GradientTransformation]
     by_hand: Callable
     beside: Callable[[jax.Array], jax.Array | None]
-    moment: Callable[[jax.Array], Any] = float32_zeros
+    moment: Callable[[jax.Array], Any] = functools.partial(jnp.zeros_like, dtype=jnp.float32)
     kernel: bool = True
 
 
@@ -151,7 +144,7 @@ RECIPES = {
         jnp.bfloat16, lambda: mpx.master_weights(optax.adamw(LEARNING_RATE), storage="split"), split_step, low_bits
     ),
     "split + 8-bit": Recipe(jnp.bfloat16, split_8bit, split_step, low_bits, coded_zeros),
-    "Kahan + bf16 moments": Recipe(jnp.bfloat16, kahan, kahan_step, jnp.zeros_like, bfloat16_zeros),
+    "Kahan + bf16 moments": Recipe(jnp.bfloat16, kahan, kahan_step, jnp.zeros_like, jnp.zeros_like),
 }
 YARDSTICK, FASTEST = "f32", "split + 8-bit"
 WITHOUT_KERNEL = {"split + 8-bit, XLA codec": RECIPES[FASTEST]._replace(kernel=False)}
@@ -300,30 +293,21 @@ def measure(name: str, recipe: Recipe, data: tuple[Any, Any]) -> dict[str, Any]:
     steps = compile_steps(recipe, states, grads)
     results = compare_results(steps, starts(), grads)
     calls = CALLS.get(jax.default_backend(), CALLS["gpu"])
-    hand, ours = paired_times(steps, starts, grads, STARTS, TURNS, calls)
-    low, ratio, high = ratio_with_spread(ours, hand, TURNS)
-    row = {
-        "recipe": name,
-        "results": results,
-        "by hand ms": 1e3 * statistics.median(hand),
-        "mpx ms": 1e3 * statistics.median(ours),
-        "ratio": ratio,
-        "ratio 95%": [low, high],
-        "steps in a turn": calls,
-        "bytes": bytes_moved(states[1], grads),
-        "compiler's estimate by hand": estimate(steps[0]) | passes(steps[0]),
-        "compiler's estimate mpx": estimate(steps[1]) | passes(steps[1]),
+    row = {"recipe": name, "results": results} | timed_ratio(steps, starts, grads, STARTS, TURNS, calls)
+    row |= {"steps in a turn": calls, "bytes": bytes_moved(states[1], grads)}
+    row |= {
+        f"compiler's estimate {side}": estimate(step) | passes(step) for side, step in zip(SIDES, steps, strict=True)
     }
     if name != YARDSTICK:
-        row |= {"target": STEP_TARGET, "met": ratio <= STEP_TARGET}
+        row |= {"target": STEP_TARGET, "met": row["ratio"] <= STEP_TARGET}
     return row | (measure_single(steps, starts, grads) if on_gpu() else {})
 
 
 def measure_single(steps: Sequence[Callable], starts: Callable, grads: Any) -> dict[str, float]:
     """Milliseconds of a step that is waited for, and of the host's part in it."""
-    hand, ours = paired_times(steps, starts, grads, STARTS, TURNS)
-    row = {"single by hand ms": 1e3 * statistics.median(hand), "single mpx ms": 1e3 * statistics.median(ours)}
-    for side, step, state in zip(("by hand", "mpx"), steps, starts(), strict=True):
+    times = timed_ratio(steps, starts, grads, STARTS, TURNS)
+    row = {f"single {side} ms": times[f"{side} ms"] for side in SIDES}
+    for side, step, state in zip(SIDES, steps, starts(), strict=True):
         seconds = []
         for _ in range(2 + TURNS):
             start = time.perf_counter()
@@ -366,7 +350,7 @@ def judge(rows: list[dict[str, Any]], bandwidth: float) -> None:
     yardstick = next((row["mpx ms"] for row in rows if row["recipe"] == YARDSTICK), math.nan)
     for row in rows:
         copied = row["bytes"] / bandwidth / 1e6
-        for side in ("by hand", "mpx"):
+        for side in SIDES:
             row[f"{side} GB/s"] = row["bytes"] / row[f"{side} ms"] / 1e6
             row[f"{side} / copy"] = row[f"{side} ms"] / copied
         row |= {"copy target": COPY_TARGET, "copy target met": row["mpx / copy"] <= COPY_TARGET}
@@ -399,11 +383,6 @@ def make_shapes(tensors: str, scale: int) -> Shapes:
 # Printing.
 
 
-def verdict(met: bool) -> str:
-    """A word for the tables."""
-    return "[green]met[/]" if met else "[red]missed[/]"
-
-
 def show(console: Console, what: str, part: dict[str, Any]) -> None:
     """All tables of one set of tensors."""
     n, rows = part["parameters"], part["steps"]
@@ -428,7 +407,7 @@ def times_table(title: str, rows: list[dict[str, Any]]) -> Table:
     for row in rows:
         times = f"{row['by hand ms']:.3f}", f"{row['mpx ms']:.3f}", f"{row['ratio']:.3f}"
         target = f"at most {row['target']}: {verdict(row['met'])}" if "met" in row else "a yardstick: Optax's own step"
-        table.add_row(row["recipe"], *times, "{:.3f} to {:.3f}".format(*row["ratio 95%"]), target)
+        table.add_row(row["recipe"], *times, spread_cell(row["ratio 95%"]), target)
     return table
 
 
@@ -437,8 +416,8 @@ def memory_table(title: str, rows: list[dict[str, Any]], n: int) -> Table:
     sides = "GB/s by hand", "mpx", "/ copy by hand", "mpx", "target"
     table = Table("recipe", "bytes a parameter", *sides, "times as fast as f32", "target", title=title)
     for row in rows:
-        speeds = (f"{row[f'{side} GB/s']:.0f}" for side in ("by hand", "mpx"))
-        ratios = (f"{row[f'{side} / copy']:.2f}" for side in ("by hand", "mpx"))
+        speeds = (f"{row[f'{side} GB/s']:.0f}" for side in SIDES)
+        ratios = (f"{row[f'{side} / copy']:.2f}" for side in SIDES)
         copy = f"at most {COPY_TARGET}: {verdict(row['copy target met'])}"
         speed = f"at least {SPEED_TARGET}: {verdict(row['speed target met'])}" if "speed target" in row else ""
         faster = f"{row['times as fast as f32']:.2f}"
@@ -450,7 +429,7 @@ def singles_table(title: str, rows: list[dict[str, Any]]) -> Table:
     """Times of steps that are waited for one by one, and of the host's part in them."""
     table = Table("recipe", "by hand, ms", "mpx, ms", "enqueue by hand, ms", "enqueue mpx, ms", title=title)
     for row in rows:
-        times = [row[f"{what} {side} ms"] for what in ("single", "enqueue") for side in ("by hand", "mpx")]
+        times = [row[f"{what} {side} ms"] for what in ("single", "enqueue") for side in SIDES]
         table.add_row(row["recipe"], *(f"{ms:.3f}" for ms in times))
     return table
 
@@ -473,7 +452,7 @@ def estimates_table(title: str, rows: list[dict[str, Any]], n: int) -> Table:
     counted = "instructions", "fusions", "copies", "calls"
     table = Table("recipe", "", "bytes a parameter", "temporary bytes a parameter", *counted, title=title)
     for row in rows:
-        for side in ("by hand", "mpx"):
+        for side in SIDES:
             costs = row[f"compiler's estimate {side}"]
             numbers = (f"{costs[key] / n:.2f}" for key in ("bytes accessed", "temporary bytes"))
             table.add_row(row["recipe"], side, *numbers, *(f"{costs[key]:,}" for key in counted))
@@ -495,13 +474,13 @@ def run(tensors: str, scale: int, bandwidth: float | None) -> dict[str, Any]:
 def main() -> None:
     """Runs all parts, prints the tables and, if asked, writes the numbers."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", metavar="PATH", help="write the numbers, with versions and device, to this file")
+    parser.add_argument(
+        "--json", type=Path, metavar="PATH", help="write the numbers, with versions and device, to this file"
+    )
     parser.add_argument("--tensors", choices=("gpt2", "one"), help="of GPT-2's shapes, or one; both if left out")
     parser.add_argument("--scale", type=int, help="what sizes are divided by; 1 on a GPU, 16 elsewhere")
     arguments = parser.parse_args()
-    console = Console()
-    if not console.is_terminal:
-        console.width = 160  # a file has room for the whole table
+    console = make_console()
     sets = [arguments.tensors] if arguments.tensors else ["gpt2", "one"]
     options, turns = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}, STARTS * TURNS
     torch = {  # before JAX takes the memory
@@ -517,9 +496,7 @@ def main() -> None:
         scale = arguments.scale or (1 if on_gpu() else 16)
         found[tensors] = run(tensors, scale, bandwidth) | {"torch": torch[tensors]}
         show(console, tensors, found[tensors])
-        if arguments.json:
-            with open(arguments.json, "w") as file:  # after each set: the second may not come to its end
-                json.dump(found, file, indent=1)
+        write_json(arguments.json, found)
 
 
 if __name__ == "__main__":

@@ -17,12 +17,12 @@ chosen by device, so that a step takes several milliseconds.
 import argparse
 import functools
 import importlib.util
-import json
 import os
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -33,7 +33,8 @@ from rich.console import Console
 from rich.table import Table
 
 import mpx
-from benchmarks.timing import conditions, estimate, own, paired_times, ratio_with_spread, timed
+from benchmarks.report import make_console, spread_cell, verdict, write_json
+from benchmarks.timing import conditions, estimate, own, ratio_with_spread, timed, timed_ratio
 
 # Width, layers and batch of the model. A GPU gets a larger one: its small steps measure nothing but launches.
 SIZES = {"cpu": (384, 4, 64), "gpu": (2048, 12, 4096)}
@@ -44,6 +45,7 @@ FIRST_CALLS = 9  # processes for each library
 LEARNING_RATE = 1e-3
 LOSS_SCALE, GROWTH_PERIOD = 2.0**15, 2000
 
+SIDES = ("by hand", "mpx")
 BITS = ("masters and moments that differ", "parameters that differ by more than 2**-24 of themselves")
 STEP_TARGET, CAST_TARGET, FIRST_CALL_TARGET = 1.03, 5.0, 1.0
 
@@ -176,20 +178,10 @@ def compare(name: str, by_hand: Callable, with_mpx: Callable, starts: Callable, 
         for step, state in zip((by_hand, with_mpx), starts(), strict=True)
     ]
     bits = compare_bits(steps, list(starts()), data)
-    hand, ours = paired_times(steps, starts, data, STARTS, TURNS)
-    low, ratio, high = ratio_with_spread(ours, hand, TURNS)
-    return {
-        "what": name,
-        **bits,
-        "by hand ms": 1e3 * statistics.median(hand),
-        "mpx ms": 1e3 * statistics.median(ours),
-        "ratio": ratio,
-        "ratio 95%": [low, high],
-        "target": STEP_TARGET,
-        "met": ratio <= STEP_TARGET,
-        "compiler's estimate by hand": estimate(steps[0]),
-        "compiler's estimate mpx": estimate(steps[1]),
-    }
+    times = timed_ratio(steps, starts, data, STARTS, TURNS)
+    judged = {"target": STEP_TARGET, "met": times["ratio"] <= STEP_TARGET}
+    estimates = {f"compiler's estimate {side}": estimate(step) for side, step in zip(SIDES, steps, strict=True)}
+    return {"what": name} | bits | times | judged | estimates
 
 
 def compare_bits(steps: list[Callable], states: list[Any], data: Any) -> dict[str, int]:
@@ -276,9 +268,7 @@ def measure_many_leaves() -> dict[str, Any]:
     for turn in range(CAST_ROUNDS):
         for side in (0, 1) if turn % 2 else (1, 0):
             times[side].append(timed(casts[side], tree)[0])
-    ours, theirs = times
-    low, ratio, high = ratio_with_spread(theirs, ours)
-    return cast_result("cast of 2,000 arrays of 1,000", ours, theirs, (low, ratio, high), CAST_TARGET)
+    return cast_result("cast of 2,000 arrays of 1,000", *times, CAST_TARGET)
 
 
 def first_call_seconds(library: str) -> float:
@@ -296,16 +286,12 @@ def measure_first_calls() -> dict[str, Any]:
             command = [sys.executable, "-m", "benchmarks.overhead", "--first-call", library]
             done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
             times[library].append(float(done.stdout.split()[-1]))
-    ours, theirs = times.values()
-    spread = ratio_with_spread(theirs, ours)
-    return cast_result("first cast of GPT-2's 148 tensors", ours, theirs, spread, FIRST_CALL_TARGET)
+    return cast_result("first cast of GPT-2's 148 tensors", *times.values(), FIRST_CALL_TARGET)
 
 
-def cast_result(
-    what: str, ours: list[float], theirs: list[float], spread: tuple[float, float, float], target: float
-) -> dict[str, Any]:
+def cast_result(what: str, ours: list[float], theirs: list[float], target: float) -> dict[str, Any]:
     """One row: times, how many times as fast mpx is, and whether that is enough."""
-    low, ratio, high = spread
+    low, ratio, high = ratio_with_spread(theirs, ours)
     return {
         "what": what,
         "rival": RIVAL,
@@ -324,28 +310,26 @@ def cast_result(
 
 def show(console: Console, steps: list[dict[str, Any]], casts: list[dict[str, Any]]) -> None:
     """Both tables, and the compiler's estimates."""
-    verdict = lambda row: "[green]met[/]" if row["met"] else "[red]missed[/]"
     table = Table(
         "step", "by hand, ms", "mpx, ms", "ratio", "95%", "target", "masters, moments: differ", "parameters: far"
     )
     for row in steps:
-        spread = "{:.3f} to {:.3f}".format(*row["ratio 95%"])
-        target = f"at most {row['target']}: {verdict(row)}"
+        target = f"at most {row['target']}: {verdict(row['met'])}"
         times = f"{row['by hand ms']:.2f}", f"{row['mpx ms']:.2f}", f"{row['ratio']:.3f}"
-        table.add_row(row["what"], *times, spread, target, *(str(row[key]) for key in BITS))
+        table.add_row(row["what"], *times, spread_cell(row["ratio 95%"]), target, *(str(row[key]) for key in BITS))
     console.print(table)
     table = Table("step", "", "flops, million", "bytes, million", "instructions", title="the compiler's estimate")
     for row in steps:
-        for side in ("by hand", "mpx"):
+        for side in SIDES:
             costs = row[f"compiler's estimate {side}"]
             numbers = f"{costs['flops'] / 1e6:.1f}", f"{costs['bytes accessed'] / 1e6:.1f}", str(costs["instructions"])
             table.add_row(row["what"], side, *numbers)
     console.print(table)
     table = Table("cast", f"{RIVAL}, ms", "mpx, ms", "times as fast", "95%", "target")
     for row in casts:
-        spread = "{:.2f} to {:.2f}".format(*row["times as fast 95%"])
+        spread = spread_cell(row["times as fast 95%"], 2)
         times = f"{row['rival ms']:.1f}", f"{row['mpx ms']:.1f}", f"{row['times as fast']:.2f}"
-        table.add_row(row["what"], *times, spread, f"at least {row['target']}: {verdict(row)}")
+        table.add_row(row["what"], *times, spread, f"at least {row['target']}: {verdict(row['met'])}")
     console.print(table)
     if RIVAL != "jmp":
         console.print("jmp is not installed: the casts are compared with one `astype` a leaf.")
@@ -354,23 +338,21 @@ def show(console: Console, steps: list[dict[str, Any]], casts: list[dict[str, An
 def main() -> None:
     """Runs all parts, prints the tables and, if asked, writes the numbers."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", metavar="PATH", help="write the numbers, with versions and device, to this file")
+    parser.add_argument(
+        "--json", type=Path, metavar="PATH", help="write the numbers, with versions and device, to this file"
+    )
     parser.add_argument("--first-call", choices=("mpx", "jmp", "astype"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.first_call:
         print(first_call_seconds(arguments.first_call))
         return
-    console = Console()
-    if not console.is_terminal:
-        console.width = 160  # a file has room for the whole table
+    console = make_console()
     first_calls = measure_first_calls()  # before this process takes a GPU's memory
     casts = [measure_many_leaves(), first_calls]
     steps = [row for dtype in ("bfloat16", "float16") for row in measure_steps(dtype)]
     console.print(conditions(PACKAGES))
     show(console, steps, casts)
-    if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump({"conditions": conditions(PACKAGES), "steps": steps, "casts": casts}, file, indent=1)
+    write_json(arguments.json, {"conditions": conditions(PACKAGES), "steps": steps, "casts": casts})
 
 
 if __name__ == "__main__":

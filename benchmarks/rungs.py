@@ -1,40 +1,28 @@
 """The ladder as data: what each rung adds to the one before it, for JAX and for PyTorch, and what all of them share."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 
 @dataclasses.dataclass(frozen=True)
-class Rung:
-    """One way to train GPT-2 in JAX. All fields but the first three are settings, and a rung changes one of them.
+class AnyRung:
+    """One way to train GPT-2. All fields but the first three are settings, and a rung changes one of them.
 
     Attributes:
         name: on the command line.
         label: in the table: what it adds.
         after: the rung that it is compared with.
-        recipe: of the example.
         vocabulary_multiple: the embedding has rows up to a multiple of it.
-        attention: `"cudnn"` for flash attention.
-        loss_chunks: into how many parts the loss cuts the positions.
         accumulate: whether a step has as many microbatches as its budget of tokens allows, or one.
-        rules: of `mpx.autocast`.
-        layers: of the model.
-        checkpoint: of the model.
     """
 
     name: str
     label: str
-    after: str | None
-    recipe: str
+    after: str | None = None
     vocabulary_multiple: int = 1
-    attention: Literal["xla", "cudnn"] = "xla"
-    loss_chunks: int = 1
     accumulate: bool = False
-    rules: Literal["default", "fast"] = "default"
-    layers: Literal["unrolled", "scanned"] = "unrolled"
-    checkpoint: Literal["none", "dots", "full"] = "none"
 
-    def then(self, name: str, label: str, **change: Any) -> "Rung":
+    def then(self, name: str, label: str, **change: Any) -> Self:
         """The next rung."""
         return dataclasses.replace(self, name=name, label=label, after=self.name, **change)
 
@@ -43,7 +31,28 @@ class Rung:
         return {k: v for k, v in dataclasses.asdict(self).items() if k not in ("name", "label", "after")}
 
 
-F32 = Rung("f32", "float32", None, recipe="f32")
+@dataclasses.dataclass(frozen=True)
+class Rung(AnyRung):
+    """A rung in JAX.
+
+    Attributes:
+        recipe: of the example.
+        attention: `"cudnn"` for flash attention.
+        loss_chunks: into how many parts the loss cuts the positions.
+        rules: of `mpx.autocast`.
+        layers: of the model.
+        checkpoint: of the model.
+    """
+
+    recipe: str = "f32"
+    attention: Literal["xla", "cudnn"] = "xla"
+    loss_chunks: int = 1
+    rules: Literal["default", "fast"] = "default"
+    layers: Literal["unrolled", "scanned"] = "unrolled"
+    checkpoint: Literal["none", "dots", "full"] = "none"
+
+
+F32 = Rung("f32", "float32")
 TF32 = F32.then("tf32", "TF32", recipe="tf32")
 BF16 = TF32.then("bf16", "bf16 autocast", recipe="bf16-autocast")
 FLASH = BF16.then("flash", "flash attention", attention="cudnn")
@@ -71,36 +80,20 @@ FIXED = dataclasses.replace(F32, vocabulary_multiple=128)
 
 
 @dataclasses.dataclass(frozen=True)
-class TorchRung:
-    """The same in PyTorch. Parameters, moments and gradients are float32, as `torch.amp` has them.
+class TorchRung(AnyRung):
+    """A rung in PyTorch. Parameters, moments and gradients are float32, as `torch.amp` has them.
 
     Attributes:
-        name: as that of the JAX rung.
-        label: what it adds, in the table.
         matmul_precision: of `torch.set_float32_matmul_precision`.
         autocast: whether products run in bfloat16.
         flash: whether attention is `scaled_dot_product_attention`, or written as in GPT-2.
-        vocabulary_multiple: as for JAX.
         fused: whether AdamW is one kernel.
-        accumulate: as for JAX.
     """
 
-    name: str
-    label: str
     matmul_precision: Literal["highest", "high"] = "highest"
     autocast: bool = False
     flash: bool = False
-    vocabulary_multiple: int = 1
     fused: bool = False
-    accumulate: bool = False
-
-    def then(self, name: str, label: str, **change: Any) -> "TorchRung":
-        """The next rung."""
-        return dataclasses.replace(self, name=name, label=label, **change)
-
-    def settings(self) -> dict[str, Any]:
-        """What a worker must know."""
-        return {k: v for k, v in dataclasses.asdict(self).items() if k not in ("name", "label")}
 
 
 TORCH_F32 = TorchRung("f32", "float32")
@@ -142,7 +135,7 @@ class Setting:
     timeout: float
     xla_flags: str = ""
 
-    def microbatches(self, rung: Rung | TorchRung, context: int) -> int:
+    def microbatches(self, rung: AnyRung, context: int) -> int:
         """How many microbatches a step has."""
         return max(1, self.token_budget // (self.batch_size * context)) if rung.accumulate else 1
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from rich.console import Console
 
 from tests.rules import RULES
-from tests.sweep import NO_MOMENTS, STATES, STEPS, WRITE_BACKS, Case, moment_fields, train
+from tests.sweep import NO_MOMENTS, STATES, STEPS, WRITE_BACKS, moment_fields, train, transformation
 
 SEEDS = 5
 OUT = Path(__file__).with_name("STATE_FORMATS.md")
@@ -41,7 +41,7 @@ def measure(name: str) -> tuple[list[float], dict[tuple[str, str], float]]:
         losses = {}
         for state in STATES:
             for write_back in WRITE_BACKS:
-                tx = Case(name, write_back, state).transformation()
+                tx = transformation(name, write_back, state)
                 if tx is not None:
                     losses[state, write_back] = train(name, tx, jnp.bfloat16)[1]
     return reference, losses

@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import platform
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -57,6 +58,16 @@ def paired_times(
                 if turn >= 0:
                     times[side].append(seconds)
     return times
+
+
+def timed_ratio(
+    steps: Sequence[Callable], make_states: Callable, data: Any, starts: int, turns: int, calls: int = 1
+) -> dict[str, Any]:
+    """The median milliseconds of two steps, by hand and with mpx, and their ratio; arguments as above."""
+    hand, ours = paired_times(steps, make_states, data, starts, turns, calls)
+    low, ratio, high = ratio_with_spread(ours, hand, turns)
+    times = {"by hand ms": 1e3 * statistics.median(hand), "mpx ms": 1e3 * statistics.median(ours)}
+    return times | {"ratio": ratio, "ratio 95%": [low, high]}
 
 
 def ratio_with_spread(numerator: list[float], denominator: list[float], block: int = 1) -> tuple[float, float, float]:

@@ -36,6 +36,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from benchmarks import ladder
+from benchmarks.report import judge, make_console, spread_cell, targets_table, write_json
 from benchmarks.rungs import (
     COUNTERPARTS,
     EIGHT_BIT,
@@ -48,7 +49,6 @@ from benchmarks.rungs import (
     Setting,
     TorchRung,
 )
-from benchmarks.targets import judge, targets_table
 from benchmarks.workers import Clock, Result, run_worker
 from examples.gpt.model import PRESETS
 
@@ -249,7 +249,7 @@ def torch_table(rows: list[Result]) -> Table:
             continue
         on_gpu = "peak bytes" in row
         memory = f"{row['peak bytes' if on_gpu else 'process bytes'] / 1e9:.3g}"
-        times = f"{row['ms']:.2f}", "{:.2f} to {:.2f}".format(*row["ms spread"]), f"{row['tokens/s']:,.0f}"
+        times = f"{row['ms']:.2f}", spread_cell(row["ms spread"], 2), f"{row['tokens/s']:,.0f}"
         table.add_row(*what, *times, memory, f"{row['loss']:.3f}", "" if on_gpu else "memory: the whole process")
     return table
 
@@ -288,7 +288,7 @@ def main(
     json_path: ladder.JsonOption = None,
 ) -> None:
     """Measures both, prints the tables and, if asked, writes the numbers."""
-    console, chosen = ladder.make_console(), ladder.chosen_rungs(rungs)
+    console, chosen = make_console(), ladder.chosen_rungs(rungs)
     if importlib.util.find_spec("torch") is None:
         console.print('PyTorch is not installed, so its rows stay empty: `pip install -e ".[bench]"`.', markup=False)
     given = {"preset": preset and str(preset), "batch_size": batch_size, "steps": steps, "rounds": rounds}
@@ -302,12 +302,12 @@ def main(
     def keep(name: str, value: Any) -> None:
         found[name] = value
         console.print(f"{name}: {len(value['jax'] if name == 'speed' else value)} done")
-        ladder.write_json(json_path, found)
+        write_json(json_path, found)
 
     if part in ("speed", "all"):
         show_speed(console, measure_speed(chosen, bench, options, lambda value: keep("speed", value)), bench)
         found["targets"] = targets(found["speed"]) if bench.on_gpu else []
-        ladder.write_json(json_path, found)
+        write_json(json_path, found)
     if part in ("curves", "all"):
         count = curve_steps or CURVE_STEPS["gpu" if bench.on_gpu else "cpu"]
         rows = measure_curves(bench, options, count, lambda value: keep("curves", value))

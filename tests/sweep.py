@@ -4,7 +4,6 @@ The problem: a network of 16 inputs, 64 hidden units and 4 outputs learns anothe
 a step, for 120 steps. It computes in float32 from the parameters as they are stored.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -79,24 +78,16 @@ def moment_fields(name):
     return "|".join(sorted(fields)) or None
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A rule, how parameters are kept, how its state is."""
-
-    rule: str
-    write_back: str
-    state: str
-
-    def transformation(self):
-        """None if the rule has no state to be kept in another way."""
-        rule, options = RULES[self.rule].make(), STATES[self.state]
-        if options is not None:
-            fields = moment_fields(self.rule)
-            if fields is None:
-                return None
-            options = dict(options)
-            rule = mpx.low_precision_state(rule, {fields: options.pop("format")}, min_size=MIN_SIZE, **options)
-        return WRITE_BACKS[self.write_back](rule)
+def transformation(rule, write_back, state):
+    """Return a rule, by names, whose state is kept in a way under a way to keep parameters; None if it has none."""
+    tx, options = RULES[rule].make(), STATES[state]
+    if options is not None:
+        fields = moment_fields(rule)
+        if fields is None:
+            return None
+        options = dict(options)
+        tx = mpx.low_precision_state(tx, {fields: options.pop("format")}, min_size=MIN_SIZE, **options)
+    return WRITE_BACKS[write_back](tx)
 
 
 def gradients(rule, params, batch):

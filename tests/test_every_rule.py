@@ -40,12 +40,8 @@ def test_the_table_of_rules_is_complete():
     assert FAMILIES <= RULES.keys()
 
 
-def reference_step(rule, tx, state, params, grads):
-    updates, state = tx.update(grads, state, params, **rule.extra_args(params, grads))
-    return optax.apply_updates(params, updates), state
-
-
-def wrapped_step(rule, tx, params, state, grads):
+def one_step(rule, tx, params, state, grads):
+    """Take a step; a rule that wants the loss gets that of the masters, if there are any."""
     masters = mpx.master_params(params, state)
     updates, state = tx.update(grads, state, params, **rule.extra_args(masters, grads))
     return optax.apply_updates(params, updates), state
@@ -59,8 +55,8 @@ def both(rule, wrap):
 
     def step(carry, grads):
         exact, exact_state, params, state = carry
-        exact, exact_state = reference_step(rule, reference, exact_state, exact, grads)
-        params, state = wrapped_step(rule, wrapped, params, state, grads)
+        exact, exact_state = one_step(rule, reference, exact, exact_state, grads)
+        params, state = one_step(rule, wrapped, params, state, grads)
         return (exact, exact_state, params, state), None
 
     return step, (exact, jax.tree.map(strongly_typed, reference.init(exact)), params, wrapped.init(params))
@@ -108,7 +104,7 @@ def test_fused_split_masters_stay_within_rounding_of_the_float32_trajectory(name
     """Allow a few units in the last place: sums over a leaf and contracted products may round differently."""
     rule, (exact, _, _, _) = RULES[name], trained_with_full_masters(name)
     tx = mpx.master_weights(rule.make(), storage="split")
-    step = lambda carry, grads: (wrapped_step(rule, tx, *carry, grads), None)
+    step = lambda carry, grads: (one_step(rule, tx, *carry, grads), None)
     start = bfloat16_params()
     params, state = scanned(step, (start, tx.init(start)), rule)
     for ours, theirs in zip(jax.tree.leaves(mpx.master_params(params, state)), jax.tree.leaves(exact), strict=True):
@@ -120,12 +116,9 @@ def test_the_same_rule_on_bfloat16_parameters_does_not_follow_it():
     rule, params = RULES["adamw"], bfloat16_params()
     exact, _, _, _ = trained_with_full_masters("adamw")
     tx = rule.make()
-
-    def step(carry, grads):
-        params, state = carry
-        return reference_step(rule, tx, state, params, jax.tree.map(lambda g: g.astype(jnp.bfloat16), grads)), None
-
-    (params, _), _ = jax.lax.scan(step, (params, tx.init(params)), gradients(rule, STEPS))
+    narrow = lambda grads: jax.tree.map(lambda g: g.astype(jnp.bfloat16), grads)
+    step = lambda carry, grads: (one_step(rule, tx, *carry, narrow(grads)), None)
+    params, _ = scanned(step, (params, tx.init(params)), rule)
     as_bfloat16 = jax.tree.map(lambda x: x.astype(jnp.bfloat16), exact)
     assert (params["kernel"] != as_bfloat16["kernel"]).mean() > 0.5
 
@@ -154,7 +147,7 @@ def wrapped_in_every_way(name):
         yield wrapper, wrap(RULES[name].make())
     for write_back in sweep.WRITE_BACKS if name in AVERAGING else ():
         for state in LOW:
-            yield f"{write_back}, {state}", sweep.Case(name, write_back, state).transformation()
+            yield f"{write_back}, {state}", sweep.transformation(name, write_back, state)
 
 
 @every_rule
@@ -206,7 +199,7 @@ def test_a_rule_trains_with_its_averages_in_few_bits(name, state):
     """Train with a low format and a way to keep parameters in turn; `benchmarks/state_formats.py` trains them all."""
     write_backs = list(sweep.WRITE_BACKS)
     turn = (AVERAGING.index(name) + LOW.index(state)) % len(write_backs)
-    tx = sweep.Case(name, write_backs[turn], state).transformation()
+    tx = sweep.transformation(name, write_backs[turn], state)
     before, after, final_state = sweep.train(name, tx, jnp.bfloat16, compiler_options=QUICKLY)
     assert after < before
     leaves = [x for x in jax.tree.leaves(final_state) if jnp.issubdtype(x.dtype, jnp.floating)]

@@ -11,16 +11,15 @@ import math
 import time
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from benchmarks import fixed_batch, gpt2_in_jax, ladder, rungs, targets
-from benchmarks.rungs import EXTRAS, FIXED, LADDER, RUNGS, TORCH_LADDER, choose_rungs, choose_setting
+from benchmarks import fixed_batch, gpt2_in_jax, ladder, report, rungs
+from benchmarks.rungs import EXTRAS, FIXED, LADDER, RUNGS, TORCH_LADDER, TORCH_RUNGS, choose_rungs, choose_setting
 from benchmarks.token_batches import text_tokens, token_batches
-from benchmarks.workers import Clock, reason, run_worker, time_rounds
+from benchmarks.workers import Clock, run_worker, time_rounds
 from examples.gpt import text
 from examples.gpt.model import PRESETS, Config
 from examples.gpt.recipes import get_recipe
@@ -34,15 +33,6 @@ STEP = {
     "ms": 2.0, "ms spread": [1.9, 2.1], "tokens": 1000, "loss": 3.0, "flops per token": 10**6,
     "peak bytes": None, "peak bytes before": None, "estimated bytes": 10**9,
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compiler():
-    """Compile quickly: nothing here depends on how good XLA's programs are."""
-    before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture
@@ -83,17 +73,14 @@ def test_a_rung_is_the_one_before_it_and_the_change_that_it_names(name, changed)
     assert changes(RUNGS[RUNGS[name].after], RUNGS[name]) == {changed}
 
 
-def test_the_ladder_has_no_gaps_and_every_recipe_exists():
-    assert [rung.after for rung in LADDER] == [None, *(rung.name for rung in LADDER[:-1])]
+def test_the_ladders_have_no_gaps_and_every_recipe_exists():
+    for steps in (LADDER, TORCH_LADDER):
+        assert [rung.after for rung in steps] == [None, *(rung.name for rung in steps[:-1])]
     assert len(RUNGS) == len(LADDER) + len(EXTRAS)
-    recipes = [*(rung.recipe for rung in RUNGS.values()), *fixed_batch.STEPS, *fixed_batch.PASSES, *fixed_batch.UPDATES]
+    assert {len(changes(TORCH_RUNGS[rung.after], rung)) for rung in TORCH_LADDER[1:]} == {1}
+    of_parts = {recipe for part in fixed_batch.PARTS.values() for recipe in part.recipes} - {fixed_batch.CAST}
+    recipes = sorted({rung.recipe for rung in RUNGS.values()} | of_parts)
     assert [get_recipe(name).name for name in recipes] == recipes
-
-
-@pytest.mark.parametrize("before", TORCH_LADDER[:-1], ids=lambda rung: rung.name)
-def test_a_rung_of_pytorch_changes_one_thing_too(before):
-    after = TORCH_LADDER[TORCH_LADDER.index(before) + 1]
-    assert len(changes(before, after)) == 1
 
 
 def test_rungs_are_chosen_by_name_and_stay_in_order():
@@ -101,6 +88,8 @@ def test_rungs_are_chosen_by_name_and_stay_in_order():
     assert choose_rungs(None) == list(LADDER)
     with pytest.raises(ValueError, match=r"no rung is called f16; there are f32, tf32, bf16,"):
         choose_rungs(["f32,f16"])
+    result = CliRunner().invoke(ladder.app, ["--rungs", "f33"])
+    assert (result.exit_code, "f33" in result.output) == (2, True)
 
 
 def test_accumulation_fills_the_budget_of_tokens_and_takes_fewer_steps():
@@ -117,24 +106,19 @@ def test_accumulation_fills_the_budget_of_tokens_and_takes_fewer_steps():
 def test_mfu_is_the_share_of_the_measured_rate():
     """1,000 tokens in 2 ms are 500,000 a second; at a million operations each, half of 10**12."""
     found = ladder.rates(STEP, 1e12)
-    assert found["tokens/s"] == pytest.approx(5e5)
-    assert found["FLOP/s"] == pytest.approx(5e11)
-    assert found["MFU"] == pytest.approx(0.5)
+    assert [found[key] for key in ("tokens/s", "FLOP/s", "MFU")] == pytest.approx([5e5, 5e11, 0.5])
     assert "failed" not in found
+    assert ladder.rates(STEP | {"loss": math.nan}, 1e12)["failed"] == "the loss is nan"
 
 
 def test_memory_is_measured_where_the_device_counts_and_says_so():
     kinds = lambda **more: [ladder.rates(STEP | more, 1e12)[key] for key in ("memory", "memory is")]
     assert kinds() == [10**9, "the compiler's figure"]
     assert kinds(**{"peak bytes": 5, "peak bytes before": 3}) == [5, "measured"]
-    memory, what = kinds(**{"peak bytes": 5, "peak bytes before": 5})
-    assert memory == 5
-    assert "compiling" in what
-
-
-@pytest.mark.parametrize("loss", [math.nan, math.inf])
-def test_a_loss_that_is_no_number_is_a_failure(loss):
-    assert ladder.rates(STEP | {"loss": loss}, 1e12)["failed"] == f"the loss is {loss}"
+    assert kinds(**{"peak bytes": 5, "peak bytes before": 5}) == [
+        5,
+        "that of compiling, which was more than a step needs",
+    ]
 
 
 def test_a_gain_is_over_the_nearest_rung_before_that_ran():
@@ -147,7 +131,7 @@ def test_a_gain_is_over_the_nearest_rung_before_that_ran():
 
 @pytest.mark.parametrize(("value", "least", "most"), [(1.2, True, False), (1.1, True, True), (math.nan, False, False)])
 def test_a_target_is_met_at_its_bound(value, least, most):
-    verdicts = [targets.judge("x", value, 1.1, least=which) for which in (True, False)]
+    verdicts = [report.judge("x", value, 1.1, least=which) for which in (True, False)]
     assert [row["met"] for row in verdicts] == [least, most]
     assert [row["bound"] for row in verdicts] == ["at least 1.1", "at most 1.1"]
 
@@ -209,16 +193,10 @@ def test_the_command_prints_all_tables_and_writes_all_numbers(monkeypatch, tmp_p
     assert result.exit_code == 0, result.output
     found = json.loads(path.read_text())
     assert [row["rung"] for row in found["ladder"]] == ["f32", "tf32", "8bit"]
-    assert [row["recipe"] for row in found["updates"]] == [*fixed_batch.UPDATES, fixed_batch.CAST]
+    assert [row["recipe"] for row in found["updates"]] == list(fixed_batch.UPDATES)
     assert "targets" not in found
     for what in ("full steps", "passes", "updates and cast", "1.9", "1.8", "37", "152"):
         assert what in result.output
-
-
-def test_the_command_refuses_an_unknown_rung():
-    result = CliRunner().invoke(ladder.app, ["--rungs", "f33"])
-    assert result.exit_code == 2
-    assert "f33" in result.output
 
 
 def test_a_device_that_cannot_be_used_is_said_at_once():
@@ -244,10 +222,10 @@ def test_a_worker_answers_with_its_last_line(tmp_path, monkeypatch):
     ("code", "said"),
     [
         ("raise MemoryError('no [bytes] left\\nand more')", "MemoryError: no [bytes] left"),
+        ("raise MemoryError(900 * 'E')", "MemoryError: " + 184 * "E" + "..."),
         ("sys.exit('bye')", "bye"),
         ("import os; os._exit(7)", "the process ended with status 7"),
         ("print('nonsense')", "it printed no result"),
-        ("pass", "it printed no result"),
     ],
 )
 def test_a_worker_that_fails_gives_the_reason(tmp_path, monkeypatch, code, said):
@@ -267,11 +245,6 @@ def test_nothing_begins_when_no_time_is_left():
     assert run_worker("no_such_module", {}, timeout=Clock(-1.0).cut(300.0)) == {"failed": "left out: no time is left"}
     assert Clock(None).cut(300.0) == 300.0
     assert Clock(10.0).cut(300.0) <= 10.0
-
-
-def test_a_long_reason_is_cut():
-    log = "Traceback (most recent call last):\n  File\n    code\n" + "E" * 900 + "\n"
-    assert reason(log, 1) == "E" * 197 + "..."
 
 
 def test_times_are_those_of_the_rounds_after_the_first():
@@ -333,10 +306,9 @@ def test_a_step_with_accumulation_is_measured(smallest):
 @pytest.mark.slow
 def test_the_parts_of_a_step_are_measured(smallest):
     bench = ladder.Bench(smallest, CPU, Clock(None), in_process)
-    passes = bench.in_jax(fixed_batch.with_recipe("f16-scaled"), "passes")
-    assert {name for name in ("forward", "gradient") if passes[name]["ms"] > 0} == {"forward", "gradient"}
-    assert bench.in_jax(FIXED, "update")["update"]["ms"] > 0
-    assert bench.in_jax(FIXED, "cast")["cast"]["ms"] > 0
+    passes = bench.in_jax(dataclasses.replace(FIXED, recipe="f16-scaled"), "passes")
+    found = passes | bench.in_jax(FIXED, "update") | bench.in_jax(FIXED, "cast")
+    assert all(found[name]["ms"] > 0 for part in fixed_batch.PARTS.values() for name in part.times if name != "step")
 
 
 def test_float16_is_what_flash_attention_gets_of_a_float16_recipe(smallest):
@@ -356,10 +328,3 @@ def test_torch_belongs_to_the_workers_that_run_it():
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             importing |= {path.name for name in names if name.split(".")[0] == "torch"}
     assert importing == {"gpt2_in_torch.py", "adamw_in_torch.py"}
-
-
-def test_shapes_of_gpt2_are_those_of_the_published_model():
-    """124,439,808 weights, without padding; counted by shapes alone."""
-    job = {"preset": "gpt2-124m"} | RUNGS["f32"].settings()
-    params, _ = jax.eval_shape(gpt2_in_jax.program_of(job).init, 0)
-    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == 124_439_808

@@ -1,7 +1,8 @@
-"""Check the source files: imports come from lower rooms and from four packages, and nothing that is read is run."""
+"""Check the source files: imports come from lower rooms and from four packages."""
 
 import ast
 import pathlib
+import re
 import sys
 
 import pytest
@@ -103,60 +104,8 @@ def test_an_import_of_another_package_is_found(source):
     assert foreign("mpx._loss_scale", source)
 
 
-# --- No file runs code that it reads. ---
-UNSAFE_MODULES = {
-    "pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "jsonpickle", "runpy",
-}  # fmt: skip
-UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
-SAFE_OPTIONS = {"allow_pickle": "False", "weights_only": "True"}
-
-
-def ways_to_run_code_from_a_file(source):
-    """Return what in a program may run what it reads, each as `line: what`."""
-    found = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            names = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
-            found += [f"{node.lineno}: {name}" for name in names if UNSAFE_MODULES & set(name.split("."))]
-        elif isinstance(node, ast.Attribute) and node.attr in UNSAFE_MODULES:
-            found.append(f"{node.lineno}: {ast.unparse(node)}")
-        elif isinstance(node, ast.Call):
-            called = ast.unparse(node.func).removeprefix("builtins.")
-            options = {option.arg: ast.unparse(option.value) for option in node.keywords}
-            unsafe = any(options.get(name, safe) != safe for name, safe in SAFE_OPTIONS.items())
-            if called in UNSAFE_CALLS or unsafe or (called == "torch.load" and "weights_only" not in options):
-                found.append(f"{node.lineno}: {called}")
-    return found
-
-
-def test_no_source_file_can_run_code_that_it_reads():
+def test_no_source_file_asks_numpy_to_run_code_that_it_reads():
+    """Ruff refuses modules and functions that do so (`pyproject.toml` lists them), but sees no options."""
     files = [path for folder in ("mpx", "examples", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
     assert {ROOT / "mpx" / "_policy.py", ROOT / "examples" / "gpt" / "shards.py"} <= set(files)
-    found = {str(path): ways_to_run_code_from_a_file(path.read_text(encoding="utf-8")) for path in files}
-    assert {path: ways for path, ways in found.items() if ways} == {}
-
-
-UNSAFE = """\
-import pickle
-import numpy, cloudpickle as c
-from joblib.externals import cloudpickle
-def f(): from dill import loads
-np.load(path, allow_pickle=True)
-np.load(path, allow_pickle=wanted)
-pandas.compat.pickle.load(file)
-eval(path.read_text())
-exec(compile(text, path, 'exec'))
-torch.load(path)
-torch.load(path, weights_only=False)
-__import__(name)"""
-SAFE = "np.load(path); np.load(path, allow_pickle=False); json.loads(text); model.eval(); re.compile(text)"
-
-
-@pytest.mark.parametrize("source", UNSAFE.splitlines())
-def test_a_source_file_that_can_run_code_that_it_reads_is_seen(source):
-    """Check the check: a negative control."""
-    assert ways_to_run_code_from_a_file(source)
-
-
-def test_a_source_file_that_only_reads_data_is_not_accused():
-    assert ways_to_run_code_from_a_file(SAFE) == []
+    assert [path for path in files if re.search(r"allow_pickle(?!=False)|__import__", path.read_text("utf-8"))] == []

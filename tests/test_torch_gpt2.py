@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 import json
 
 import jax
@@ -14,14 +15,12 @@ from benchmarks import gpt2_in_jax, ladder, torch_gpt2
 from benchmarks.rungs import COUNTERPARTS, FIXED, RUNGS, TORCH_F32, TORCH_FUSED, TORCH_RUNGS, choose_setting
 from benchmarks.token_batches import token_batches
 from benchmarks.workers import Clock
-from examples.gpt.model import PRESETS, Config
+from examples.gpt.model import PRESETS
 from examples.gpt.training import Hyperparameters
-from tests.test_ladder import CPU, GPU, STEP, answers, shown
-from tests.test_ladder import quick_compiler as quick_compiler  # a fixture for this module too
+from tests.test_ladder import CPU, GPU, SMALLEST, STEP, answers, shown
 
 pytestmark = pytest.mark.optax_promotion
 
-SMALLEST = Config(width=32, depth=1, heads=2, context=16, vocabulary=100)
 EAGER = torch_gpt2.TorchOptions(compile=False)
 COMPILED = torch_gpt2.TorchOptions(compile=True)
 TRAINING = {"steps": 10, "learning_rate": 3e-3}
@@ -42,9 +41,7 @@ def torch():
 
 @pytest.fixture
 def in_torch(torch):
-    from benchmarks import gpt2_in_torch
-
-    return gpt2_in_torch
+    return importlib.import_module("benchmarks.gpt2_in_torch")
 
 
 # ---- the model ------------------------------------------------------------------------------------------------------
@@ -132,9 +129,8 @@ def test_both_models_of_gpt2_have_as_many_weights(torch, in_torch):
     with torch.device("meta"):
         model = in_torch.GPT(**config, rows=config["vocabulary"], flash=False)
     assert sum(p.numel() for p in model.parameters()) == 124_439_808
-    job = {"preset": "gpt2-124m"} | RUNGS["f32"].settings()
-    params = jax.eval_shape(lambda: gpt2_in_jax.program_of(job).init(0)[0])
-    ours = jax.tree.leaves(params)
+    job = {"preset": "gpt2-124m"} | FIXED.settings() | {"vocabulary_multiple": 1}
+    ours = jax.tree.leaves(jax.eval_shape(gpt2_in_jax.program_of(job).init, 0)[0])
     assert sum(leaf.size for leaf in ours) == 124_439_808
     assert len(ours) == len(list(model.parameters())) == 148
 
@@ -181,36 +177,33 @@ def slow_answers(module, job, **options):
     return {key: value for key, value in row.items() if "peak" not in key} | {"process bytes": 10**9}
 
 
-def gpu_bench(run=speeds):
-    return ladder.Bench(choose_setting("gpu"), GPU, Clock(None), run)
+def measured(*names, options=EAGER, run=speeds):
+    bench = ladder.Bench(choose_setting("gpu"), GPU, Clock(None), run)
+    return torch_gpt2.measure_speed([RUNGS[name] for name in names], bench, options, lambda value: None)
 
 
 def test_every_rung_has_a_counterpart():
     assert COUNTERPARTS.keys() == RUNGS.keys()
-    assert set(COUNTERPARTS.values()) <= TORCH_RUNGS.keys()
-    accumulates = [(RUNGS[ours].accumulate, TORCH_RUNGS[theirs].accumulate) for ours, theirs in COUNTERPARTS.items()]
-    assert all(ours == theirs for ours, theirs in accumulates)
+    assert all(RUNGS[ours].accumulate == TORCH_RUNGS[theirs].accumulate for ours, theirs in COUNTERPARTS.items())
 
 
 def test_both_take_turns_and_ratios_are_those_of_counterparts():
     order = []
     run = lambda module, job, **options: order.append(module) or speeds(module, job)
-    found = torch_gpt2.measure_speed([RUNGS["8bit"], RUNGS["accumulate"]], gpu_bench(run), COMPILED, lambda value: None)
+    found = measured("8bit", "accumulate", options=COMPILED, run=run)
     assert order == [ladder.WORKER, torch_gpt2.WORKER] * 2 + [torch_gpt2.WORKER]  # at last one without compilation
     assert [(pair["rung"], pair["torch rung"]) for pair in found["pairs"]] == [
         ("8bit", "fused"), ("accumulate", "accumulate"),
     ]  # fmt: skip
     for pair in found["pairs"]:
-        assert pair["tokens/s ratio"] == pytest.approx(1.2)
-        assert pair["memory ratio"] == pytest.approx(0.7)
+        assert [pair["tokens/s ratio"], pair["memory ratio"]] == pytest.approx([1.2, 0.7])
         assert pair["compiled"]
 
 
 def test_where_pytorch_cannot_compile_it_is_run_without_and_the_row_says_so():
-    found = torch_gpt2.measure_speed([RUNGS["tf32"], RUNGS["bf16"]], gpu_bench(), COMPILED, lambda value: None)
+    found = measured("tf32", "bf16", options=COMPILED)
     assert [pair["compiled"] for pair in found["pairs"]] == [False, True]
-    printed = shown(torch_gpt2.pairs_table(found))
-    assert "tf32 (not compiled)" in printed
+    assert "tf32 (not compiled)" in shown(torch_gpt2.pairs_table(found))
     assert "no compiler" in shown(torch_gpt2.torch_table(found["torch"]))
 
 
@@ -219,25 +212,20 @@ def test_a_failure_of_either_side_leaves_the_other_rungs():
         jax_fails = module == ladder.WORKER and job["recipe"] == "tf32"
         return {"failed": "out of memory"} if jax_fails else speeds(module, job)
 
-    found = torch_gpt2.measure_speed([RUNGS["tf32"], RUNGS["8bit"]], gpu_bench(run), EAGER, lambda value: None)
+    found = measured("tf32", "8bit", run=run)
     assert ["tokens/s ratio" in pair for pair in found["pairs"]] == [False, True]
     assert "JAX: out of memory" in shown(torch_gpt2.pairs_table(found))
 
 
 def test_targets_are_judged_at_the_top_rung():
     """20 ms in float32 against 2 at the top: ten times; half a TFLOP/s of one: an MFU of 50%."""
-    chosen = [RUNGS["f32"], RUNGS["accumulate"]]
-    found = torch_gpt2.measure_speed(chosen, gpu_bench(), EAGER, lambda value: None)
+    found = measured("f32", "accumulate")
     judged = torch_gpt2.targets(found)
     assert [round(row["value"], 3) for row in judged] == [1.2, 0.7, 0.5, 10.0]
     assert all(row["met"] for row in judged)
     found["jax"][1]["MFU"] = 0.44
     assert [row["met"] for row in torch_gpt2.targets(found)] == [True, True, False, True]
-
-
-def test_targets_that_were_not_measured_are_left_out():
-    found = torch_gpt2.measure_speed([RUNGS["8bit"]], gpu_bench(), EAGER, lambda value: None)
-    assert torch_gpt2.targets(found) == []
+    assert torch_gpt2.targets(measured("8bit")) == []  # neither was measured
 
 
 def test_curves_are_compared_and_drawn(tmp_path):
