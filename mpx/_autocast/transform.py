@@ -215,12 +215,18 @@ def make_autocast(
 
 
 def full_precision(fun: F) -> F:
-    """Make a function of pytrees an island of float32, in which `autocast` narrows nothing.
+    """Make a function an island of float32, in which `autocast` narrows nothing.
 
     Outside of `autocast` 16-bit floating arguments are widened to float32, the function runs in float32, and its
     float32 results are cast back to the dtype of its floating arguments, if these have one dtype. Inside `autocast`,
     where arguments are float32, so are the results. Matrix products of float32 numbers run at the highest precision,
     not in TF32.
+
+    Args:
+        fun: any function of pytrees.
+
+    Returns:
+        A function with the same arguments.
 
     Raises:
         TypeError: if `fun` is no function.

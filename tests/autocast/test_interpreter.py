@@ -586,15 +586,6 @@ def test_in_64_bit_mode_float64_is_untouched_and_loops_keep_their_types():
         assert sorted(map(str, {c.result for c in found})) == ["bfloat16", "float64"]
 
 
-def test_gradients_have_the_dtypes_of_the_arguments():
-    params, x = model_args(BF16)
-    loss = mpx.autocast(loss_of(model(jnp.matmul)), BF16)
-    own, wide = (exact_jit(gradient(loss))(params, x) for gradient in (jax.grad, mpx.grad))
-    assert {g.dtype for g in jax.tree.leaves(own)} == {BF16}
-    assert {g.dtype for g in jax.tree.leaves(wide)} == {F32}
-    assert_same_bits(jax.tree.map(lambda g: g.astype(BF16), wide), own)
-
-
 # ---- nothing is remembered ------------------------------------------------------------------------------------------
 
 
