@@ -134,7 +134,7 @@ def test_a_default_precision_that_is_high_turns_narrowing_off_in_its_context():
 
 
 def test_contractions_of_other_numbers_are_kept_and_their_float32_neighbours_narrowed():
-    """Operands of other kinds, or a float64 result that is asked for."""
+    """Operands of other kinds, one float64 operand, or a float64 result that is asked for."""
     with jax.enable_x64(True):
         for dtype in (np.int32, np.int8, np.uint8, np.complex64, np.float64):
             x, y = jnp.arange(12).astype(dtype).reshape(3, 4), normal(1, 4, 4)
@@ -143,6 +143,8 @@ def test_contractions_of_other_numbers_are_kept_and_their_float32_neighbours_nar
             assert contractions(autocast, x, y) == [all_in(dtype), all_in(BF16), (F32, F32, np.float64)]
             kept, _, summed = autocast(x, y)
             assert_same_bits((kept, summed), (x @ x.T, dot(y, y, preferred_element_type=np.float64)))
+        mixed = mpx.autocast(lambda y: dot(y, y.astype(np.float64), preferred_element_type=F32), BF16)
+        assert contractions(mixed, y) == [(F32, np.float64, F32)]
 
 
 @half_dtypes
