@@ -294,6 +294,14 @@ def test_a_float32_gradient_dtype_composes(transform):
             assert_same_bits(gradient, jnp.full((2, 1), count))
 
 
+def test_a_float32_gradient_dtype_reaches_an_argument_on_either_side_of_a_product():
+    """The other operand is no argument. 257 ones again."""
+    x, w = jnp.ones((257, 2)), jnp.zeros((2, 1))
+    for fun in (lambda w: x @ w, lambda w: w.T @ x.T):
+        gradient = jax.grad(autocast_loss(fun, BF16, gradient_dtype=F32))(w)
+        assert_same_bits(gradient, jnp.full((2, 1), 257.0))
+
+
 def test_a_float32_gradient_dtype_has_no_forward_mode():
     x, w = normal(0, 3, 4), normal(1, 4, 2)
     with pytest.raises(TypeError, match=r"can't apply forward-mode autodiff \(jvp\) to a custom_vjp function"):
