@@ -9,8 +9,8 @@ behind an `optimization_barrier`. A compiler may still treat two programs differ
 runs by AdamW, momentum and Lion the same bits with all measures as without, in float32 and with every recipe.
 
 The place of a measure decides what it sees. Before `mpx.loss_scaling` gradients are scaled, as in the backward pass:
-measure the underflow of float16 there. Inside it they are true gradients, and after a rule they are updates. At the end
-of the chain inside `mpx.master_weights`, `lost_updates("bf16")` sees what the masters save.
+measure the underflow of float16 there. Inside it they are true gradients, and after an optimizer they are updates. At
+the end of the chain inside `mpx.master_weights`, `lost_updates("bf16")` sees what the masters save.
 """
 
 from mpx.tools.monitor.exponents import EXPONENTS as EXPONENTS

@@ -1,10 +1,13 @@
 """Check the notebooks: CI runs each from a clean kernel, and they are committed with their outputs."""
 
 import ast
+import base64
+import io
 import pathlib
 import pkgutil
 import re
 
+import matplotlib.image
 import nbformat
 import pytest
 from nbclient import NotebookClient
@@ -17,18 +20,30 @@ def test_there_are_notebooks():
     assert NOTEBOOKS
 
 
+def code_cells(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def pictures_of(cell):
+    """Return the pictures below a cell and what is said about them, for viewers."""
+    shown = [output for output in cell.outputs if "image/png" in output.get("data", {})]
+    return [(output.data["image/png"], output.metadata) for output in shown]
+
+
 @pytest.mark.slow
 @every_notebook
 @pytest.mark.filterwarnings("default")  # what Jupyter's own packages warn of
-def test_a_notebook_runs_from_a_clean_kernel(path):
+def test_a_notebook_runs_from_a_clean_kernel_and_shows_as_many_pictures_as_are_saved(path):
     notebook = nbformat.read(path, as_version=4)
+    saved = [len(pictures_of(cell)) for cell in code_cells(notebook)]
     where = {"metadata": {"path": path.parent}}
     NotebookClient(notebook, timeout=180, kernel_name="python3", resources=where).execute()
+    assert [len(pictures_of(cell)) for cell in code_cells(notebook)] == saved
 
 
 @every_notebook
 def test_a_notebook_is_saved_with_its_outputs_and_names_what_exists(path):
-    cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    cells = code_cells(nbformat.read(path, as_version=4))
     assert any(cell.outputs for cell in cells)
     assert all(cell.execution_count for cell in cells)
     code = "\n".join(cell.source for cell in cells)
@@ -37,3 +52,18 @@ def test_a_notebook_is_saved_with_its_outputs_and_names_what_exists(path):
     assert names
     for name in names:
         pkgutil.resolve_name(name)
+
+
+@every_notebook
+def test_code_that_draws_is_hidden_and_pictures_can_be_seen_on_white_and_on_dark_pages(path):
+    """They are transparent, and nothing asks a viewer to put a white page behind them: Jupyter does, by default."""
+    drawing = [cell for cell in code_cells(nbformat.read(path, as_version=4)) if pictures_of(cell)]
+    assert drawing
+    for cell in drawing:
+        assert "hide-input" in cell.metadata.tags
+        assert cell.metadata.jupyter.source_hidden
+        for data, metadata in pictures_of(cell):
+            assert not metadata
+            pixels = matplotlib.image.imread(io.BytesIO(base64.b64decode(data)), format="png")
+            assert pixels[0, 0, 3] == pixels[-1, -1, 3] == 0
+            assert 780 <= pixels.shape[1] <= 1000  # two pixels for each of the 390 of a phone

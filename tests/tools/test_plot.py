@@ -178,8 +178,8 @@ def test_wrong_arguments_are_refused_before_a_figure_is_made(comparison):
         (lambda: losses({"a": [], "b": [[1.0]], "c": [1.0]}), ValueError, r"\{'a': \(0,\), 'b': \(1, 1\)\}"),
         (lambda: losses({"a": [1.0], "b": [1.0, 2.0]}, steps=[1, 2]), ValueError, "1 finite numbers, as long as 'a'"),
         (lambda: losses(ones, steps=[np.nan]), ValueError, "`steps` must be a vector of 1 finite numbers"),
-        (lambda: losses(ones, reference=[1.0]), ValueError, r"two seeds, .* the shape \(1,\)"),
-        (lambda: losses(ones, reference=[[1.0]]), ValueError, r"two seeds, .* the shape \(1, 1\)"),
+        (lambda: losses(ones, reference=[]), ValueError, r"the shape \(seeds, steps\), but got \(0,\)"),
+        (lambda: losses(ones, reference=[[[1.0]]]), ValueError, r"the shape \(seeds, steps\), but got \(1, 1, 1\)"),
         (lambda: losses(ones, steps=[1], reference=np.ones((2, 3))), ValueError, "as long as 'reference'"),
         (lambda: lost({"a": [1.5], "b": [0.5]}), ValueError, r"shares must be from 0 to 1 .* those of \['a'\]"),
         (lambda: lost(0.5), ValueError, r"each of `shares` must be a vector of numbers, .* \{'shares': \(\)\}"),
@@ -242,6 +242,13 @@ def test_a_loss_that_is_not_finite_leaves_a_gap_and_a_cross_before_it():
     assert legend_of(axes) == ["a", "b", "c (no finite number)", "infinite or NaN from here"]
     axes = mpx.plot.losses({"a": [1.0, 1.0]}, reference=[[1.0, np.inf], [3.0, 1.0]])
     np.testing.assert_array_equal(axes.get_lines()[0].get_ydata(), [2, np.nan])
+
+
+def test_a_single_training_run_is_a_reference_without_a_band():
+    axes = mpx.plot.losses({"a": [1.0, 0.5]}, reference=[2.0, 1.0])
+    np.testing.assert_array_equal(axes.get_lines()[0].get_ydata(), [2, 1])
+    assert not axes.collections
+    assert legend_of(axes) == ["f32", "a"]
 
 
 def test_names_are_shown_as_they_are():

@@ -88,22 +88,18 @@ def test_gradients_of_a_scaled_loss_are_reported_as_if_they_were_not_scaled():
     assert scaled.shares_at(1.0) == plain.shares_at(1.0)
     expected = shares_of_casts(np.concatenate([x["w"], x["b"]]), np.float16, 2.0**10)
     np.testing.assert_allclose(scaled.shares[1].zero, expected[0], rtol=1e-12)
-
-
-def test_the_state_of_an_optimizer_says_which_scale_gradients_carry():
-    state = mpx.loss_scaling(optax.sgd(1.0)).init(jnp.ones(2))
-    report = underflow_report(jnp.full(3, 2.0**-5), loss_scale=mpx.get_loss_scale(state))
-    assert report.largest == 2.0**-20
+    state = mpx.loss_scaling(optax.sgd(1.0)).init(jnp.ones(2))  # of a scale of 2**15
+    assert underflow_report(jnp.full(3, 2.0**-5), loss_scale=mpx.get_loss_scale(state)).largest == 2.0**-20
     assert underflow_report(jnp.ones(3), loss_scale=mpx.NoOpLossScale()).largest == 1
 
 
-@pytest.mark.parametrize("dtype", [np.float16, jnp.bfloat16, np.float32])
-def test_the_histogram_is_that_of_frexp_for_every_dtype_of_gradients(dtype):
-    x = np.asarray(jnp.asarray(gradients(5, -10), dtype)).astype(np.float64)
-    histogram = underflow_report({"w": jnp.asarray(x, dtype)}).histogram
-    np.testing.assert_array_equal(histogram.counts, np.bincount(np.frexp(x[x != 0])[1] - 1 + 149, minlength=277))
-    assert histogram.counts.dtype == np.int64
-    assert (histogram.zeros, histogram.nonfinite) == ((x == 0).sum(), 0)
+def test_the_histogram_is_that_of_frexp_for_every_dtype_of_gradients():
+    for dtype in (np.float16, jnp.bfloat16, np.float32):
+        x = np.asarray(jnp.asarray(gradients(5, -10), dtype)).astype(np.float64)
+        histogram = underflow_report({"w": jnp.asarray(x, dtype)}).histogram
+        np.testing.assert_array_equal(histogram.counts, np.bincount(np.frexp(x[x != 0])[1] - 1 + 149, minlength=277))
+        assert histogram.counts.dtype == np.int64
+        assert (histogram.zeros, histogram.nonfinite) == ((x == 0).sum(), 0)
 
 
 def test_leaves_come_by_path_the_worst_first_and_a_list_of_batches_is_a_tree():
@@ -142,11 +138,8 @@ def test_the_verdict_says_what_to_do():
         report = underflow_report(jnp.float32(numbers), dtype)
         assert report.verdict.startswith(verdict)
         assert report.is_enough == is_enough
-
-
-def test_bfloat16_needs_no_scale_and_sees_what_even_it_loses():
     report = underflow_report(np.float32([2.0**-140, 1.0]), "bf16")
-    assert (report.recommended_scale, report.shares_at(1.0).zero) == (1, 0.5)
+    assert (report.recommended_scale, report.shares_at(1.0).zero) == (1, 0.5)  # what even bfloat16 loses
 
 
 def test_a_report_goes_into_json_whole():

@@ -32,7 +32,7 @@ def losses(
         curves: by name the losses of a training run, one a step; at most 20 curves.
         steps: the numbers of those steps, of all curves. None: 0, 1, 2, ... for each, so that lengths may differ.
         reference: losses of several seeds, of shape (seeds, steps), drawn as their mean and a band of one standard
-            deviation (of a sample: divided by seeds - 1) above and below.
+            deviation (of a sample: divided by seeds - 1) above and below; or those of one training run, without a band.
         reference_name: the name of these training runs.
         axes: the axes to draw on; those of a new figure if None.
 
@@ -41,8 +41,8 @@ def losses(
 
     Raises:
         TypeError: if `curves` is not a dictionary, or `axes` not axes.
-        ValueError: if there are no curves or too many, one of them is empty or not a vector, `steps` are not as many
-            finite numbers, or `reference` does not have two seeds.
+        ValueError: if there are no curves or too many, one of them is empty or not a vector, `reference` is neither
+            a vector nor a matrix, or `steps` are not as many finite numbers.
 
     Example:
         >>> seeds = np.array([[2.0, 1.5, 1.25], [2.5, 1.5, 1.0]])
@@ -128,22 +128,22 @@ def _checked_steps(steps: Any, name: str, count: int, caller: str) -> np.ndarray
 
 def _checked_seeds(reference: Any, steps: Any) -> tuple[np.ndarray, np.ndarray]:
     """Return the steps and the losses of all seeds."""
-    values = np.asarray(reference).astype(np.float64)
-    if values.ndim != 2 or values.shape[0] < 2 or not values.shape[1]:
-        raise ValueError(
-            "`losses`: `reference` must have the shape (seeds, steps) with at least two seeds, which a standard "
-            f"deviation needs, but got the shape {values.shape}. A single float32 training run is one of `curves`."
-        )
+    values = np.atleast_2d(np.asarray(reference).astype(np.float64))
+    if values.ndim != 2 or not values.size:
+        raise ValueError(f"`losses`: `reference` must have the shape (seeds, steps), but got {np.shape(reference)}.")
     return _checked_steps(steps, "reference", values.shape[1], "losses"), values
 
 
 def _draw_seeds(axes: Axes, steps: np.ndarray, values: np.ndarray, name: str) -> None:
     """Draw mean and band of the seeds, with a gap where one of them has diverged."""
     values = np.where(np.isfinite(values), values, np.nan)
-    mean, deviation = values.mean(axis=0), values.std(axis=0, ddof=1)
-    band = f"{name}, ± standard deviation"
-    axes.fill_between(steps, mean - deviation, mean + deviation, color=GREY, alpha=0.3, linewidth=0, label=band)
-    axes.plot(steps, mean, color=GREY, linestyle="-", linewidth=3.0, label=f"{name}, mean of {len(values)} seeds")
+    mean = values.mean(axis=0)
+    if len(values) > 1:
+        low, high = mean - values.std(axis=0, ddof=1), mean + values.std(axis=0, ddof=1)
+        label = f"{name}, ± standard deviation"
+        axes.fill_between(steps, low, high, color=GREY, alpha=0.3, linewidth=0, label=label)
+        name = f"{name}, mean of {len(values)} seeds"
+    axes.plot(steps, mean, color=GREY, linestyle="-", linewidth=3.0, label=name)
 
 
 def _draw_curves(axes: Axes, curves: Curves) -> None:

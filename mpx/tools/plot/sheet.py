@@ -62,6 +62,7 @@ def style() -> Iterator[None]:
         Okabe and Ito 2008, Color Universal Design (jfly.uni-koeln.de/color): the colors.
         W3C 2018, Web Content Accessibility Guidelines 2.1, 1.4.3 and 1.4.11: the contrasts of text and of graphics.
     """
+    plt.draw_if_interactive()  # load the backend: inside of the block the settings that it makes would be taken back
     with plt.style.context(_SHEET):
         yield
 
