@@ -23,12 +23,7 @@ from mpx._policy import Policy, get_policy
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_CHECKPOINTS = {
-    "dots": "dots_saveable",
-    "dots_with_no_batch_dims": "dots_with_no_batch_dims_saveable",
-    "everything": "everything_saveable",
-    "nothing": "nothing_saveable",
-}
+_CHECKPOINTS = ("dots", "dots_with_no_batch_dims", "everything", "nothing")  # short names of those of jax
 _RECORD = "__mpx_autocast__"
 
 
@@ -308,7 +303,7 @@ def _checkpoint_policy(checkpoint: str | Callable[..., Any] | None) -> Callable[
     if checkpoint is None or callable(checkpoint):
         return checkpoint
     policies = {name for name in dir(jax.checkpoint_policies) if name.endswith("_saveable") or "checkpoint_" in name}
-    name = _CHECKPOINTS.get(checkpoint, checkpoint) if isinstance(checkpoint, str) else None
+    name = f"{checkpoint}_saveable" if checkpoint in _CHECKPOINTS else str(checkpoint)
     if name not in policies:
         raise ValueError(
             f"`autocast`: `checkpoint` must be one of {', '.join(map(repr, _CHECKPOINTS))}, a name of "

@@ -346,18 +346,6 @@ def test_other_operations_that_the_rules_narrow_are_rows_of_their_own():
 # --- what is explained, and of what arguments -------------------------------------------------------------------------
 
 
-def test_nothing_runs():
-    calls = []
-
-    def called(x):
-        jax.debug.callback(lambda: calls.append(1))
-        return x @ x
-
-    mpx.explain(called, "bf16")(jnp.ones((4, 4)))
-    jax.effects_barrier()
-    assert calls == []
-
-
 def test_trees_keywords_and_arguments_that_are_no_arrays_reach_the_function():
     """Shapes explain as arrays do."""
 

@@ -518,21 +518,6 @@ def test_the_jit_of_each_library_takes_value_and_grad(make):
     assert np.linalg.norm(distances(jitted_grads, grads)) <= 2**-6 * np.linalg.norm(norms)
 
 
-def test_a_weight_that_is_tied_in_a_graph_gets_all_of_its_gradient():
-    """256 rows and one: 257, which bfloat16 rounds to 256."""
-
-    class TwoUses(nnx.Module):
-        def __init__(self):
-            self.one = nnx.Param(jnp.ones((2, 2), BF16))
-            self.two = self.one
-
-    def loss(model):
-        return (jnp.ones((256, 2), F32) @ model.one[...]).sum() + (jnp.ones((1, 2), F32) @ model.two[...]).sum()
-
-    _, grads = mpx.value_and_grad(mpx.autocast(loss, "bf16"), transform=nnx.value_and_grad)(TwoUses())
-    np.testing.assert_array_equal(jax.tree.leaves(grads)[0], 257)
-
-
 TWO_WEIGHTS = (uniform(4, 8).astype(BF16), uniform(8, 8, seed=1).astype(BF16), uniform(8, 2, seed=2).astype(BF16))
 
 
