@@ -22,12 +22,12 @@ def test_each_plan_is_that_of_its_recipe():
     for name, plan in comparison.plans.items():
         recipe = STANDARD_RECIPES[name]
         assert plan == memory_plan(2**16, recipe.wrap(optax.lion(1e-3)), recipe.policy, mesh=MESH)
+    assert comparison.as_dict() == {name: plan.as_dict() for name, plan in comparison.plans.items()}
 
 
 def test_kahan_with_bf16_moments_holds_what_any_precision_adamw_does():
     given = mpx.any_precision_adamw(use_kahan_summation=True, momentum_dtype="bf16", variance_dtype="bf16")
-    plan = compare_plans({"w": jnp.ones((65, 67))}).plans["bf16, Kahan, bf16 moments"]
-    assert plan == memory_plan({"w": jnp.ones((65, 67))}, given, "bf16")
+    assert compare_plans(999).plans["bf16, Kahan, bf16 moments"] == memory_plan(999, given, "bf16")
 
 
 @pytest.mark.parametrize("name", STANDARD_RECIPES)
@@ -84,11 +84,6 @@ def test_the_table_of_a_large_model_is_in_gigabytes_of_a_device():
     title, _, f32, *_ = str(compare_plans(700 * 10**9, mesh=MESH)).splitlines()
     assert title == "Memory to train 700,000,000,000 parameters, in GB on each of 8 devices"
     assert f32.split() == ["f32", "2,800", "2,800", "700.0", "6,300", "9.000"]
-
-
-def test_json_has_each_plan_by_its_name():
-    comparison = compare_plans(1000)
-    assert comparison.as_dict() == {name: plan.as_dict() for name, plan in comparison.plans.items()}
 
 
 @pytest.mark.parametrize(
