@@ -173,7 +173,7 @@ def plan(
     comparison = plans.compare(planned, rule, recipe or [], mesh, gradient_dtype)
     steps, largest_batch = ({}, None) if hlo is None else plans.steps(hlo, batch or [1], limit)
     content = {"model": model, "rule": rule, "plans": comparison.plans, "largest_batch": largest_batch}
-    content |= plans.what_fits(comparison, limit)
+    content |= plans.what_fits(comparison, limit) if as_json else {}
     content["steps"] = [{"batch": size} | found.as_dict() for size, found in steps.items()]
     parts = plans.tables(comparison, limit, exact) + plans.table_of_steps(steps, largest_batch, exact)
     output.write(content, parts if gradient_dtype else [*parts, plans.CONVENTION], as_json)

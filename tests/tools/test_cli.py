@@ -1,6 +1,5 @@
 """The command line: the tables and JSON of each command, and how each mistake ends in one line."""
 
-import dataclasses
 import json
 import math
 import pathlib
@@ -21,6 +20,7 @@ import mpx
 from mpx.doctor import Diagnosis
 from mpx.tools.cli import given
 from mpx.tools.cli.errors import CommandError
+from mpx.tools.doctor.surroundings import Surroundings
 from mpx.tools.plan import STANDARD_RECIPES
 from mpx_cli import app
 
@@ -123,39 +123,35 @@ def test_the_example_of_each_help_text_runs_and_every_command_has_json(command):
     assert "\x1b" not in result.stdout
 
 
-def test_the_version_is_that_of_the_package():
+def test_the_version_and_wrong_usage_have_codes_of_their_own():
     assert succeeded("--version").stdout == f"mpx {mpx.__version__}\n"
+    for arguments in (["nothing"], ["plan"], ["plan", "7B", "--batch", "0", "--hlo", "x.py:f"]):
+        assert run(*arguments).exit_code == 2
 
 
-@pytest.mark.parametrize("arguments", [("nothing",), ("plan",), ("plan", "7B", "--batch", "0", "--hlo", "x.py:f")])
-def test_wrong_usage_has_its_own_exit_code(arguments):
-    assert run(*arguments).exit_code == 2
-
-
-def process(*command):
-    return subprocess.run([sys.executable, *command], capture_output=True, text=True)
+def process(code, *arguments):
+    """Run a program that imports the command line of this checkout, in a new process."""
+    command = f"import sys; sys.path.insert(0, {str(ROOT)!r}); {code}"
+    return subprocess.run([sys.executable, "-c", command, *arguments], capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("package", ["typer", "rich"])
 def test_without_typer_or_rich_it_says_in_one_line_how_to_get_them(package):
-    done = process(
-        "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); sys.modules[{package!r}] = None; import mpx_cli"
-    )
+    done = process(f"sys.modules[{package!r}] = None; import mpx_cli")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "Error: the command line needs Typer and Rich: pip install 'mpx-jax[cli]'\n"
 
 
-def test_help_is_shown_without_jax():
+@pytest.mark.parametrize("arguments", [["--help"], ["plan", "-h"]], ids=" ".join)
+def test_help_is_shown_without_jax(arguments):
     """An import of JAX takes most of a second."""
-    code = "import sys; sys.modules['jax'] = None; import mpx_cli; sys.argv[1:] = {}; mpx_cli.main()"
-    for arguments in (["--help"], ["plan", "-h"]):
-        done = process("-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); {code.format(arguments)}")
-        assert (done.returncode, done.stderr) == (0, "")
-        assert "Usage: mpx" in done.stdout
+    done = process("sys.modules['jax'] = None; import mpx_cli; mpx_cli.main()", *arguments)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Usage: mpx" in done.stdout
 
 
 def test_the_module_runs_and_writes_no_colours_into_a_pipe():
-    done = process("-m", "mpx", "plan", "7B", "--recipe", "f32")
+    done = process("import runpy; runpy.run_module('mpx', run_name='__main__')", "plan", "7B", "--recipe", "f32")
     assert (done.returncode, done.stderr) == (0, "")
     assert "7,000,000,000 parameters" in done.stdout
     assert "\x1b" not in done.stdout
@@ -164,36 +160,26 @@ def test_the_module_runs_and_writes_no_colours_into_a_pipe():
 # Doctor.
 
 
-@pytest.mark.parametrize("exit_code", [0, 1, 3])
-def test_the_doctor_says_its_verdict_or_all_of_it_and_exits_with_its_code(monkeypatch, exit_code):
+@pytest.mark.parametrize(
+    ("changes", "exit_code"), [({}, 0), ({"failure": "no GPU"}, 1), ({"autocast_narrows": False}, 3)]
+)
+def test_the_doctor_says_its_verdict_or_all_of_it_and_exits_with_its_code(monkeypatch, changes, exit_code):
     given_flags = []
-
-    class Diagnosed:
-        verdict = "the verdict"
-        as_dict = lambda self: {"rate": math.inf}
-        __str__ = lambda self: "all of it"
+    diagnosis = Diagnosis(Surroundings({"jax": "1"}, False, "mpx"), devices={"GPU": 1}, seconds=math.inf, **changes)
 
     def examine(*, quick, progress):
         progress("something")
         given_flags.append(quick)
-        return Diagnosed()
+        return diagnosis
 
-    Diagnosed.exit_code = exit_code
     monkeypatch.setattr("mpx.doctor.examine", examine)
-    shown = {(): "the verdict", ("--quick",): "the verdict", ("--full",): "all of it", ("--json",): '"rate": null'}
-    for flags, text in shown.items():
+    for flags, text in {(): diagnosis.verdict, ("--quick",): diagnosis.verdict, ("--full",): "System"}.items():
         result = run("doctor", *flags)
         assert result.exit_code == exit_code
-        assert text in result.stdout
+        assert text.splitlines()[0] in result.stdout
+        assert ("System" in result.stdout) == (flags == ("--full",))
+    assert json.loads(run("doctor", "--json").stdout) == diagnosis.as_dict() | {"seconds": None}
     assert given_flags == [False, True, False, False]
-
-
-def test_the_json_of_the_doctor_has_what_a_diagnosis_has(monkeypatch):
-    """Use a diagnosis of a machine without a device, which takes no time."""
-    monkeypatch.setattr("jax.devices", lambda: 1 / 0)
-    result = run("doctor", "--json")
-    assert result.exit_code == 1
-    assert {field.name for field in dataclasses.fields(Diagnosis)} <= set(json.loads(result.stdout))
 
 
 # Plan.
@@ -204,26 +190,29 @@ def test_numbers_of_parameters_and_memories_have_units():
     sizes = {"80GB": 80 * 10**9, "80GiB": 80 * 2**30, "80e9B": 80 * 10**9, "1.5 MB": 1_500_000, "512KiB": 2**19}
     assert {text: given.parameters(text) for text in counts} == counts
     assert {text: given.memory_bytes(text) for text in sizes} == sizes
-
-
-@pytest.mark.parametrize("text", ["", "B", "7Q", "1.5", "0", "-7B", "1e99", "9" * 40, "nan", "7 7"])
-def test_anything_else_is_refused_as_a_number_of_parameters(text):
-    with pytest.raises(CommandError, match="is not a number of parameters such as 124M, 7B or 70e9"):
-        given.parameters(text)
+    for text in ("", "B", "7Q", "1.5", "0", "-7B", "1e99", "9" * 40, "nan", "7 7"):
+        with pytest.raises(CommandError, match="is not a number of parameters such as 124M, 7B or 70e9"):
+            given.parameters(text)
 
 
 def test_the_plans_are_those_of_the_library():
-    found = as_json("plan", "7B")["plans"]
-    assert found == {name: plan.as_dict() for name, plan in mpx.compare_plans(7_000_000_000).plans.items()}
+    expected = {name: plan.as_dict() for name, plan in mpx.compare_plans(7_000_000_000).plans.items()}
+    found = as_json("plan", "7B")
+    assert found["plans"] == expected
+    keys = {"model", "rule", "plans", "memory_bytes", "fits", "largest_models", "steps", "largest_batch"}
+    assert set(found) == keys  # whatever the options are
+    chosen = ("f32", "bf16, Kahan")
+    assert as_json("plan", "7B", "--recipe", "F32", "--recipe", "bf16, kahan")["plans"] == {
+        name: expected[name] for name in chosen
+    }
 
 
 @pytest.mark.parametrize("options", ["", "--memory 80GB", "--bytes", "--bytes --memory 80GB", "--mesh 8 --memory 1TB"])
 def test_no_line_of_a_plan_is_folded_at_80_columns(monkeypatch, options):
     monkeypatch.setenv("COLUMNS", "80")
     title, header, *lines = succeeded("plan", "70B", *options.split()).stdout.splitlines()
-    assert title.startswith(
-        "Memory to train 70,000,000,000 parameters, in " + ("bytes" if "bytes" in options else "GB")
-    )
+    unit = "bytes" if "bytes" in options else "GB"
+    assert title.startswith(f"Memory to train 70,000,000,000 parameters, in {unit}")
     for name, line in zip(STANDARD_RECIPES, lines, strict=False):
         assert line.startswith(f"{name}  ")
         assert len(line.rstrip()) == len(header.rstrip()) <= 80
@@ -238,10 +227,6 @@ def test_a_recipe_is_shown_in_its_parts_in_gigabytes_or_bytes(options, total):
     text = succeeded("plan", "124M", "--recipe", "BF16, split masters", *options).stdout
     assert all(part in text for part in ("low bits", "first moment", "second moment"))
     assert ["total", total, "14.00"] in [line.split() for line in text.splitlines()]
-
-
-def test_several_recipes_may_be_chosen():
-    assert set(as_json("plan", "1M", "--recipe", "f32", "--recipe", "bf16, Kahan")["plans"]) == {"f32", "bf16, Kahan"}
 
 
 @pytest.mark.parametrize(
@@ -262,15 +247,10 @@ def test_a_rule_may_be_any_of_optax_or_one_of_the_users(rule, state):
     assert plan_of("f32", "1M", "--rule", rule)["state_bytes"] == pytest.approx(state * 1e6, abs=4)
 
 
-def test_a_mesh_divides_the_optimizer_state_along_its_first_axis():
-    """There are two float32 moments a parameter, and a count of 4 bytes on each device."""
-    expected = {
-        "2": 1024 * 8 // 2,
-        "data=4": 1024 * 8 // 4,
-        "replica=8,model=2": 4096 * 8 // 8,  # a number is rounded up to 256 for each of 16 devices
-    }
-    plans = {mesh: plan_of("f32", "1024", "--mesh", mesh) for mesh in expected}
-    assert {mesh: plan["state_bytes_a_device"] - 4 for mesh, plan in plans.items()} == expected
+@pytest.mark.parametrize(("mesh", "devices", "elements"), [("2", 2, 1024), ("data=4", 4, 1024), ("a=8,b=2", 8, 4096)])
+def test_a_mesh_divides_the_optimizer_state_along_its_first_axis(mesh, devices, elements):
+    """Two float32 moments a parameter, rounded up to 256 for each of all devices; and a count of 4 bytes."""
+    assert plan_of("f32", "1024", "--mesh", mesh)["state_bytes_a_device"] == elements * 8 // devices + 4
 
 
 def test_gradients_are_those_inside_of_a_step_unless_others_are_asked_for():
@@ -306,11 +286,6 @@ def test_the_memory_of_a_step_is_that_of_xla_and_the_largest_batch_fits():
     assert "temporaries" in succeeded(*command).stdout
 
 
-def test_the_keys_of_the_json_do_not_depend_on_the_options():
-    keys = {"model", "rule", "plans", "memory_bytes", "fits", "largest_models", "steps", "largest_batch"}
-    assert set(as_json("plan", "1M")) == keys
-
-
 # The user's own code.
 
 
@@ -331,15 +306,12 @@ def test_an_error_in_the_users_file_names_its_line(folder, text, message):
     assert message in error_of("plan", "given.py:init")
 
 
-def test_a_traceback_is_there_for_those_who_ask(monkeypatch):
-    monkeypatch.setenv("MPX_DEBUG", "1")
-    assert isinstance(run("plan", "train.py:broken").exception, TypeError)
-
-
-def test_prints_of_the_users_code_are_not_on_standard_output():
+def test_a_traceback_is_there_for_those_who_ask_and_prints_are_not_on_standard_output(monkeypatch):
     result = succeeded("plan", "train.py:init", "--json")
     assert "noise" not in result.stdout
     assert "noise while it is traced" in result.stderr
+    monkeypatch.setenv("MPX_DEBUG", "1")
+    assert isinstance(run("plan", "train.py:broken").exception, TypeError)
 
 
 def test_files_beside_the_users_file_can_be_imported(folder):
@@ -357,45 +329,39 @@ SHAPES = ("f32[16,4]", "f32[8,16]")
 LOSS = ("explain", "train.py:loss", *SHAPES, "--policy")
 
 
-def test_shapes_are_in_the_notation_that_mpx_prints():
+def test_shapes_are_in_the_notation_that_mpx_prints_and_not_in_that_of_numpy():
+    """NumPy reads `f8` as float64 and `f4` as float32."""
     expected = {
-        "bf16[768,3072]": ((768, 3072), ml_dtypes.bfloat16),
-        "float32[3, 5]": ((3, 5), np.float32),
-        "i32[8]": ((8,), np.int32),
-        "u8[8]": ((8,), np.uint8),
-        "bool[1]": ((1,), np.bool_),
-        "f16[]": ((), np.float16),
-        "f16": ((), np.float16),
-        "float8_e4m3fn[2]": ((2,), ml_dtypes.float8_e4m3fn),
+        "bf16[768,3072]": ((768, 3072), "bfloat16"),
+        "float32[3, 5]": ((3, 5), "float32"),
+        "i32[8]": ((8,), "int32"),
+        "u8[8]": ((8,), "uint8"),
+        "bool[1]": ((1,), "bool"),
+        "f16[]": ((), "float16"),
+        "f16": ((), "float16"),
+        "float8_e4m3fn[2]": ((2,), "float8_e4m3fn"),
     }
     found = {text: given.shape(text) for text in expected}
-    assert {text: (x.shape, x.dtype) for text, x in found.items()} == {
-        text: (shape, np.dtype(dtype)) for text, (shape, dtype) in expected.items()
-    }
-
-
-@pytest.mark.parametrize(
-    "text", ["", "f17[3]", "f8[3]", "f4[3]", "f32[a]", "f32[8", "[8]", "f32[8 8]", "f32[-1]", "object[3]", "S3[3]"]
-)
-def test_anything_else_is_refused_as_a_shape(text):
-    """NumPy reads `f8` as float64 and `f4` as float32."""
-    with pytest.raises(CommandError, match="is not a shape such as"):
-        given.shape(text)
+    assert {text: (x.shape, x.dtype.name) for text, x in found.items()} == expected
+    for text in "|f17[3]|f8[3]|f4[3]|f32[a]|f32[8|[8]|f32[8 8]|f32[-1]|object[3]|S3[3]".split("|"):
+        with pytest.raises(CommandError, match="is not a shape such as"):
+            given.shape(text)
 
 
 def test_shapes_of_64_bits_need_64_bit_types():
     """Without them jax would trace float32, and the explanation would be of another program."""
-    with jax.enable_x64(False):
-        assert "'f64[16,4]' needs 64-bit types; set the environment variable JAX_ENABLE_X64=1" in error_of(
-            "explain", "train.py:square", "f64[16,4]", "--policy", "bf16"
-        )
+    with (
+        jax.enable_x64(False),
+        pytest.raises(CommandError, match=r"'f64\[2\]' needs 64-bit types; set the env.* JAX_EN"),
+    ):
+        given.shape("f64[2]")
     with jax.enable_x64(True):
         assert given.shape("f64[16,4]").dtype == np.float64
 
 
 @pytest.mark.parametrize("policy", ["bf16", "params=f32,compute=bf16"])
 def test_a_function_is_explained_by_its_lines(policy):
-    """The product takes 2 x 8 x 16 x 4 operations."""
+    """A product takes 2 x 8 x 16 x 4 operations."""
     (row,) = as_json(*LOSS, policy)["contractions"]
     assert re.fullmatch(r"train\.py:\d+ \(loss\)", row["where"])
     assert (row["shapes"], row["runs_in"], row["flops"]) == ("f32[8,16] f32[16,4]", "bf16", 2 * 8 * 16 * 4)
@@ -430,17 +396,6 @@ def test_the_share_of_no_contractions_is_null():
 # Report.
 
 
-def safetensors_of(tensors, **changes):
-    """Return the bytes of (type, content, shape) by name, as the page of the format describes them."""
-    header, body = {"__metadata__": {"format": "pt"}}, b""
-    for name, (kind, content, shape) in tensors.items():
-        offsets = [len(body), len(body) + len(content)]
-        header[name] = {"dtype": kind, "shape": shape, "data_offsets": offsets} | changes
-        body += content
-    text = json.dumps(header).encode()
-    return len(text).to_bytes(8, "little") + text + body
-
-
 def test_arrays_are_reported_as_the_library_reports_them():
     expected = mpx.underflow_report(GRADIENTS, "f16", loss_scale=4.0).as_dict()
     found = as_json("report", "gradients.npz", "--loss-scale", "4", "--dtype", "f16")
@@ -471,22 +426,29 @@ def test_numbers_below_the_range_of_float32_are_not_zeros():
     assert jax.config.read("jax_enable_x64") == mode
 
 
+def safetensors_of(**tensors):
+    """Return the bytes of a type, a shape and a content by name, as the page of the format describes them."""
+    header, body = {}, b""
+    for name, (kind, shape, content) in tensors.items():
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [len(body), len(body) + len(content)]}
+        body += content
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + body
+
+
 def test_safetensors_are_read(folder):
     """The two bytes of bfloat16 are the upper half of float32. Integers and 8-bit floats are left out."""
     numbers = np.float32([2.0**-30, 2.0**-8])
-    tensors = {
-        "wide": ("F32", numbers.tobytes(), [2, 1]),
-        "narrow": ("BF16", (numbers.view(np.uint32) >> 16).astype(np.uint16).tobytes(), [2]),
-        "ids": ("I64", np.arange(3).tobytes(), [3]),
-        "codes": ("F8_E4M3", bytes(2), [2]),
-    }
-    (folder / "x.safetensors").write_bytes(safetensors_of(tensors))
+    narrow = (numbers.view(np.uint32) >> 16).astype(np.uint16)
+    tensors = {"wide": ("F32", [2, 1], numbers.tobytes()), "narrow": ("BF16", [2], narrow.tobytes())}
+    others = {"ids": ("I64", [3], np.arange(3).tobytes()), "codes": ("F8_E4M3", [2], bytes(2))}
+    (folder / "x.safetensors").write_bytes(safetensors_of(**tensors, **others))
     leaves = as_json("report", "x.safetensors")["report"]["leaves"]
     found = {leaf["path"]: (leaf["largest"], leaf["zero"]) for leaf in leaves}
     assert found == {"wide": (2.0**-8, 0.5), "narrow": (2.0**-8, 0.5)}
 
 
-def test_a_checkpoint_of_orbax_is_read_and_one_of_several_must_be_named(folder):
+def test_a_checkpoint_of_orbax_is_read_and_one_of_several_must_be_named(folder, monkeypatch):
     tree = {"layer": {"w": jnp.asarray([2.0**-30, 1.0], jnp.bfloat16)}, "step": jnp.asarray(3)}
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder / "checkpoints" / "10" / "default", tree)
@@ -498,14 +460,11 @@ def test_a_checkpoint_of_orbax_is_read_and_one_of_several_must_be_named(folder):
     message = error_of("report", "checkpoints")
     assert "several checkpoints; give one: checkpoints/10/default, checkpoints/20" in message
     assert "the checkpoint checkpoints/20 cannot be read" in error_of("report", "checkpoints/20")
-
-
-def test_without_orbax_a_folder_is_refused(monkeypatch, folder):
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
     assert "need `pip install orbax-checkpoint`" in error_of("report", folder)
 
 
-PAIR = {"x": ("F32", bytes(8), [2])}
+PAIR = safetensors_of(x=("F32", [2], bytes(8)))
 
 
 @pytest.mark.parametrize(
@@ -517,8 +476,8 @@ PAIR = {"x": ("F32", bytes(8), [2])}
         ("x.npy", b"\x93NUMPY\x01\x00\x10\x00{", "x.npy cannot be read as .npy"),
         ("x.safetensors", b"123", "x.safetensors cannot be read as .safetensors: SafetensorError: "),
         ("x.safetensors", b"\x02" + bytes(7) + b"[]", "x.safetensors cannot be read"),
-        ("x.safetensors", safetensors_of(PAIR, dtype="F3"), "unknown variant `F3`"),
-        ("x.safetensors", safetensors_of(PAIR, shape=[3]), "x.safetensors cannot be read"),
+        ("x.safetensors", PAIR.replace(b'"F32"', b'"F3" '), "unknown variant `F3`"),
+        ("x.safetensors", PAIR.replace(b"[2]", b"[3]"), "x.safetensors cannot be read"),
         ("x.bin", b"", "x.bin is not a .npz, .npy or .safetensors file"),
     ],
 )
@@ -527,17 +486,11 @@ def test_a_damaged_file_is_one_line(folder, name, content, message):
     assert message in error_of("report", name)
 
 
-@pytest.mark.parametrize(
-    ("array", "message"),
-    [
-        (np.array([{}], object), "Object arrays cannot be loaded"),
-        (np.arange(3), "the tree has no floating array"),
-    ],
-    ids=["objects", "integers"],
-)
-def test_a_file_of_other_arrays_is_refused_and_objects_are_not_run(folder, array, message):
-    np.savez("x.npz", x=array)
-    assert message in error_of("report", "x.npz")
+def test_a_file_of_other_arrays_is_refused_and_objects_are_not_run():
+    np.savez("objects.npz", x=np.array([{}], object))
+    assert "Object arrays cannot be loaded" in error_of("report", "objects.npz")
+    np.savez("integers.npz", x=np.arange(3))
+    assert "the tree has no floating array" in error_of("report", "integers.npz")
 
 
 # Mistakes.
