@@ -273,19 +273,6 @@ def test_a_fault_on_one_device_inside_shard_map_is_skipped_and_noted_on_all_of_t
         jax.tree.map(lambda x: np.testing.assert_array_equal(x, np.broadcast_to(x[:1], x.shape)), result)
 
 
-def test_without_an_axis_name_the_other_devices_step_on():
-    """Leave the name out, the negative control."""
-    tx, mesh = device_rule(), eight_cpu_devices()
-
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
-    def step(is_bad):
-        grads = jax.tree.map(lambda p: jnp.full(p.shape, jnp.where(is_bad[0], jnp.nan, 1.0)), sharded_params())
-        _, state = tx.update(grads, tx.init(sharded_params()), sharded_params())
-        return state.skipped_steps[None]
-
-    assert jax.jit(step)(jnp.arange(8) == 5).tolist() == [0] * 5 + [1] + [0] * 2
-
-
 # --- Random patterns of faults, against a plain model. ---
 
 
