@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend import core as jex_core
 
 # Compiler options for tests that do not judge what LLVM makes of a program: it then takes less time to compile.
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -75,24 +76,22 @@ def eight_cpu_devices():
     return jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices("cpu"))
 
 
+def all_eqns(jaxpr):
+    """Yield all equations of a jaxpr and of those inside, in order."""
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        yield eqn
+        for inner in jex_core.jaxprs_in_params(eqn.params):
+            yield from all_eqns(inner)
+
+
 def float32_round_trips(fun, *args):
     """Return the conversions `f32 -> 16 bits -> f32` in the traced program of a function, which a GPU may drop."""
-    found = []
-
-    def visit(jaxpr):
-        narrowed = {}
-        for eqn in jaxpr.eqns:
-            if eqn.primitive.name == "convert_element_type":
-                source, target = eqn.invars[0], eqn.outvars[0]
-                if source.aval.dtype == np.float32 and target.aval.dtype in (jnp.bfloat16, np.float16):
-                    narrowed[target] = eqn
-                if target.aval.dtype == np.float32 and not hasattr(source, "val") and source in narrowed:
-                    found.append((narrowed[source], eqn))
-            for value in eqn.params.values():
-                for item in value if isinstance(value, (tuple, list)) else [value]:
-                    inner = getattr(item, "jaxpr", item)
-                    if hasattr(inner, "eqns"):
-                        visit(inner)
-
-    visit(jax.make_jaxpr(fun)(*args).jaxpr)
+    found, narrowed = [], {}
+    for eqn in all_eqns(jax.make_jaxpr(fun)(*args)):
+        if eqn.primitive.name == "convert_element_type":
+            source, target = eqn.invars[0], eqn.outvars[0]
+            if source.aval.dtype == np.float32 and target.aval.dtype in (jnp.bfloat16, np.float16):
+                narrowed[target] = eqn
+            if target.aval.dtype == np.float32 and not hasattr(source, "val") and source in narrowed:
+                found.append((narrowed[source], eqn))
     return found

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpx import formats
-from tests.helpers import assert_same_bits, float32_round_trips
+from tests.helpers import all_eqns, assert_same_bits, float32_round_trips
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 F16 = np.dtype(np.float16)
@@ -470,18 +470,10 @@ def converts_to_16_bits(function, x):
     return re.findall(r"stablehlo\.(?:convert|reduce_precision) .*f16.*", jax.jit(function).lower(x).as_text())
 
 
-def all_primitives(jaxpr):
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "eqns")):
-            if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
-                yield from all_primitives(getattr(inner, "jaxpr", inner))
-
-
 def narrowing_conversions(function, x):
     return [
         eqn
-        for eqn in all_primitives(jax.make_jaxpr(function)(x).jaxpr)
+        for eqn in all_eqns(jax.make_jaxpr(function)(x))
         if eqn.primitive.name == "convert_element_type" and eqn.outvars[0].aval.dtype in (BF16, F16)
     ]
 

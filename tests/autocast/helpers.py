@@ -12,6 +12,7 @@ from jax.extend import core as jex_core
 
 import mpx
 from mpx._jaxprs import scan_counts
+from tests.helpers import all_eqns
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 F16 = np.dtype(np.float16)
@@ -76,14 +77,6 @@ AROUND = {
 }
 
 # ---- programs as data
-
-
-def all_eqns(jaxpr):
-    """Yield all equations of a jaxpr and of those inside, in order."""
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        yield eqn
-        for inner in jex_core.jaxprs_in_params(eqn.params):
-            yield from all_eqns(inner)
 
 
 def eqns_of(fun, *args, primitive=None):

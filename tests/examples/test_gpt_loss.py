@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import mpx
 from examples.gpt.loss import mean_loss, token_losses
-from tests.helpers import eight_cpu_devices
+from tests.helpers import all_eqns, eight_cpu_devices
 
 pytestmark = pytest.mark.slow
 
@@ -145,14 +145,8 @@ def test_in_float16_the_mean_over_many_tokens_does_not_underflow():
 
 # --- What is kept. ---
 def sizes_in_jaxpr(jaxpr):
-    """Of every array that any equation makes, those of inner programs included."""
-    for eqn in jaxpr.eqns:
-        yield from (math.prod(variable.aval.shape) for variable in eqn.outvars)
-        for value in eqn.params.values():
-            for item in value if isinstance(value, (tuple, list)) else [value]:
-                inner = getattr(item, "jaxpr", item)
-                if hasattr(inner, "eqns"):
-                    yield from sizes_in_jaxpr(inner)
+    """Return the size of every array that any equation makes, those of inner programs included."""
+    return [math.prod(variable.aval.shape) for eqn in all_eqns(jaxpr) for variable in eqn.outvars]
 
 
 def sizes_in_compiled(text):

@@ -16,7 +16,7 @@ from examples.gpt.loss import mean_loss
 from examples.gpt.model import Config
 from examples.gpt.recipes import RECIPES, get_recipe
 from examples.gpt.training import Hyperparameters, decayed, make_program, mean_over_microbatches
-from tests.helpers import assert_same_bits, types_of
+from tests.helpers import all_eqns, assert_same_bits, types_of
 
 # Optax adds arrays of two dtypes, and Flax's norms arrays of two ranks.
 pytestmark = [pytest.mark.optax_promotion, pytest.mark.slow]  # real models are trained
@@ -262,15 +262,10 @@ def products(recipe):
 
 
 def dots_in(jaxpr):
-    for eqn in jaxpr.eqns:
+    for eqn in all_eqns(jaxpr):
         if eqn.primitive.name == "dot_general":
             is_highest = eqn.params["precision"] == (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)
             yield from ((variable.aval.dtype.name, is_highest) for variable in eqn.invars)
-        for value in eqn.params.values():
-            for item in value if isinstance(value, (tuple, list)) else [value]:
-                inner = getattr(item, "jaxpr", item)
-                if hasattr(inner, "eqns"):
-                    yield from dots_in(inner)
 
 
 @pytest.mark.parametrize("name", ["f32", "tf32", *(r.name for r in RECIPES if r.compute == "autocast")])
