@@ -196,7 +196,7 @@ def test_a_pattern_matches_whole_components_of_a_path(pattern, expected):
 
 
 def test_the_first_pattern_wins_so_that_an_exception_stands_in_front():
-    start = {"embedding": jnp.ones(4096), "w": jnp.ones(4096)}
+    start = {"embedding": jnp.ones(4096, jnp.float32), "w": jnp.ones(4096, jnp.float32)}
     mu = optax.tree.get(adam({"embedding": "f32", "mu|nu": "bf16"}).init(start), "mu")
     assert (mu["embedding"].dtype, mu["w"].dtype) == (np.float32, jnp.bfloat16)
     with pytest.raises(ValueError, match=r"'mu/embedding' decides about no leaf, because others before it match"):
@@ -249,7 +249,8 @@ def test_a_second_moment_that_falls_stands_still_under_nearest_rounding_and_not_
 
     In 8 bits a block of equal members falls with its float32 scale. Beside a member that stays the others do not.
     """
-    none, first_of_block = jnp.zeros(4096), jnp.zeros(4096).at[::256].set(1.0)
+    none = jnp.zeros(4096, jnp.float32)
+    first_of_block = none.at[::256].set(1.0)
     np.testing.assert_allclose(left("f32", none), 0.999**STEPS, rtol=1e-3)
     np.testing.assert_allclose(left(EIGHT_BITS, none), 0.999**STEPS, rtol=1e-3)
     for chosen, keeps in (("bf16", none), (EIGHT_BITS, first_of_block)):
@@ -451,7 +452,7 @@ def test_names_of_parameters_do_not_decide_what_a_moment_is():
 
 def test_a_state_that_is_a_dictionary_is_known_by_its_keys():
     rule = optax.GradientTransformation(lambda p: {"mu": p, "nu": p}, lambda u, s, p=None: (u, s))
-    state = mpx.low_precision_state(rule, {"mu|nu": EIGHT_BITS}).init(jnp.ones(4096))
+    state = mpx.low_precision_state(rule, {"mu|nu": EIGHT_BITS}).init(jnp.ones(4096, jnp.float32))
     assert sorted(state.block_scales) == [scales_name(0, SIGNED), scales_name(1, UNSIGNED)]
 
 

@@ -147,7 +147,9 @@ def test_the_state_of_a_rule_that_keeps_its_parameters_or_an_array_twice_can_be_
 
 
 def test_a_rule_that_changes_the_shape_of_its_state_is_refused():
-    grows = optax.GradientTransformation(lambda p: {"m": p}, lambda u, s, p=None: (u, {"m": jnp.ones((4, 2))}))
+    grows = optax.GradientTransformation(
+        lambda p: {"m": p}, lambda u, s, p=None: (u, {"m": jnp.ones((4, 2), np.float32)})
+    )
     tx, params = mpx.upcast(grows), jnp.ones(2, jnp.float32)
     with pytest.raises(TypeError, match=r"state at 'm' from float32\[2\] to float32\[4, 2\]\. Is a mean of gradients"):
         tx.update(params, tx.init(params), params)
