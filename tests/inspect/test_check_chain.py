@@ -183,6 +183,8 @@ NOT_LINEAR_IN_FRONT = {
     "a norm in the state": optax.inject_hyperparams(optax.clip_by_global_norm)(max_norm=1.0),
     "decay": optax.add_decayed_weights(1e-4),
     "hidden NaNs": optax.zero_nans(),
+    "squares": optax.stateless(lambda updates, params: jax.tree.map(lambda g: g * g, updates)),
+    "reciprocals": optax.stateless(lambda updates, params: jax.tree.map(lambda g: 1.0 / g, updates)),
 }
 
 
