@@ -84,7 +84,8 @@ class Explanation(_tables.Result):
         yield _tables.Table(f"Contractions: {share}", lines, right=(-1, -2))
         lines = [("where", "operations", "run in", "count", "FLOPs")]
         lines += [(r.where, r.operations, r.runs_in, f"{r.count:,}", f"{r.flops:,}") for r in self.others]
-        yield _tables.Table("Other operations, by line", lines, right=(-1, -2))
+        if self.others:
+            yield _tables.Table("Other operations, by line", lines, right=(-1, -2))
 
 
 def explain(
