@@ -22,15 +22,9 @@ def listed(names: Sequence[str], most: int) -> str:
 def leaves_error(
     kind: type[Exception], what: str, leaves: Mapping[_trees.Path, str], remedy: str, tree: Any = None, prefix: str = ""
 ) -> Exception:
-    """Return an error that says what is wrong, with which leaf, and what to do.
+    """Return an error that says what is wrong, then with each leaf of a tree, then what to do.
 
-    Args:
-        kind: the type of the error.
-        what: what is wrong, without the colon.
-        leaves: what is wrong with each leaf, by its path.
-        remedy: what to do.
-        tree: the tree in which the leaves stand, to name them as `path_string` does.
-        prefix: the name of the tree, such as `grads`.
+    Given the tree, leaves are named as `path_string` does; `prefix` is a name for it, such as `grads`.
     """
     shown = f"  {prefix}[{{!r}}]: {{}}" if prefix else "  {!r}: {}"
     lines = [shown.format(_trees.path_string(path, tree), text) for path, text in leaves.items()]

@@ -68,11 +68,7 @@ class LossScale:
         return _multiply(tree, self.loss_scale, inverse=True)
 
     def adjust(self, grads_finite: ArrayLike) -> "LossScale":
-        """Return the value for the next step.
-
-        Args:
-            grads_finite: boolean scalar, whether all gradients of this step were finite.
-        """
+        """Return the value for the next step; `grads_finite` says whether all gradients of this one were finite."""
         return self
 
     @property
@@ -81,25 +77,18 @@ class LossScale:
         return False
 
     def init(self) -> Any:
-        """Return `state()` for the first step of a training run.
-
-        Raises:
-            ValueError: if a training run cannot start with this value.
-        """
+        """Return `state()` for the first step; raise a ValueError if no training run can start with this value."""
         return self.state()
 
     def state(self) -> Any:
-        """Return what an optimizer's state keeps of this value beside the scale.
+        """Return what an optimizer's state keeps beside the scale, a NamedTuple of arrays.
 
-        It is a NamedTuple of arrays (counters and settings), whose method `at(loss_scale)` returns the value again.
+        Its method `at(loss_scale)` returns the value again.
         """
         raise NotImplementedError(f"{type(self).__name__} must define `state`; see `LossScale`.")
 
     def resume(self, loss_scale: ArrayLike, state: Any) -> "LossScale":
-        """Return a value with the settings of this one, with a scale and with the counters of a state.
-
-        A training run that goes on from a checkpoint so has the settings that its program gives.
-        """
+        """Return a value with the settings of this one, and the scale and counters of a checkpoint."""
         return dataclasses.replace(self, loss_scale=loss_scale)  # type: ignore[type-var]
 
 
@@ -132,12 +121,7 @@ class NoOpLossScaleState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class NoOpLossScale(LossScale):
-    """No loss scaling: for bfloat16 and float32, whose range needs none. Its `loss_scale` is 1.
-
-    Example:
-        >>> NoOpLossScale().scale(3.0)
-        3.0
-    """
+    """No loss scaling: for bfloat16 and float32, whose range needs none. Its `loss_scale` is 1."""
 
     loss_scale = 1
     is_always_one = True
@@ -220,8 +204,8 @@ class DynamicLossScale(LossScale):
             if bad_steps >= hysteresis:
                 loss_scale = max(loss_scale / factor, min_loss_scale)
 
-    With the default hysteresis this is the rule of `torch.amp.GradScaler`, between bounds. With a larger one it is
-    Megatron-LM's: the first `hysteresis - 1` bad steps since the last growth do not shrink the scale.
+    With the default hysteresis it adapts as `torch.amp.GradScaler`, between bounds. With a larger one it does as
+    Megatron-LM: the first `hysteresis - 1` bad steps since the last growth do not shrink the scale.
 
     Attributes:
         loss_scale: scalar; a Python number becomes a float32 array.

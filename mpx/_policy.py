@@ -90,15 +90,8 @@ class Policy:
     def describe(self, tree: Any) -> str:
         """Describe in a table what the policy does to a tree of parameters.
 
-        Args:
-            tree: parameters, or their shapes as `jax.eval_shape` gives them.
-
-        Returns:
-            A line for each leaf (path, shape, the dtypes of storage and of computation, the bytes stored), and one for
-            the total. An array that stands in the tree twice counts once.
-
-        Raises:
-            ValueError: if an override matches no floating leaf of the tree.
+        It has a line for each leaf of a tree of arrays or shapes, and one for the total. An array that stands in the
+        tree twice counts once. Raises a ValueError if an override matches no floating leaf.
 
         Example:
             >>> print(get_policy("params=bf16").describe({"w": jnp.ones((2, 3)), "step": jnp.zeros((), jnp.int32)}))
@@ -164,7 +157,7 @@ def get_policy(text: str, *, overrides: tuple[tuple[str, DTypeLike], ...] = ()) 
 
     Raises:
         TypeError: if it is no string.
-        ValueError: if it is not of that form; the message names the part.
+        ValueError: if it is not of that form.
 
     Example:
         >>> get_policy("c=f16").param_dtype, get_policy("c=f16").output_dtype

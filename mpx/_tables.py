@@ -9,17 +9,11 @@ import numpy as np
 
 
 class Table(NamedTuple):
-    """A table of text; the first of its lines is the header.
+    """A table of text."""
 
-    Attributes:
-        title: the line above the table; none if empty.
-        lines: lines of cells.
-        right: the columns that are aligned to the right.
-    """
-
-    title: str
-    lines: Sequence[Sequence[str]]
-    right: Collection[int] = (-1,)
+    title: str  # the line above the table; none if empty
+    lines: Sequence[Sequence[str]]  # of cells; the first one is the header
+    right: Collection[int] = (-1,)  # the columns that are aligned to the right
 
     def __str__(self) -> str:
         """Return the title and the table as text."""
@@ -50,29 +44,14 @@ class Table(NamedTuple):
 
 
 class Result:
-    """Base of the dataclasses that tools return: they print as text, with Rich, and go into JSON.
-
-    A subclass defines `_parts`. JSON holds its fields and properties, but for names that begin with `_`.
-
-    Example:
-        >>> @dataclasses.dataclass(frozen=True)
-        ... class Sizes(Result):
-        ...     sizes: tuple[int, ...]
-        ...     total = property(lambda self: sum(self.sizes))
-        ...
-        ...     def _parts(self):
-        ...         yield Table("Sizes", [("index", "bytes"), *((str(i), str(x)) for i, x in enumerate(self.sizes))])
-        ...         yield f"In all: {self.total} bytes."
-        >>> Sizes((100, 20)).as_dict()
-        {'sizes': [100, 20], 'total': 120}
-    """
+    """Base of the dataclasses that tools return: they print as text, with Rich, and go into JSON."""
 
     def _parts(self) -> Iterable[Table | str]:
         """Return the tables and paragraphs that are printed, in order."""
         raise NotImplementedError
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything as dictionaries, lists, strings and finite numbers, for JSON."""
+        """Return the public fields and properties, as dictionaries, lists, strings and finite numbers, for JSON."""
         return _members(self)
 
     def __str__(self) -> str:
@@ -89,10 +68,7 @@ class Result:
 
 
 def json_values(value: Any) -> Any:
-    """Return a value as JSON can hold it: None for a number that is not finite, a string for anything that JSON lacks.
-
-    Dataclasses become dictionaries of their fields and properties; a `Result` decides by its `as_dict`.
-    """
+    """Return a value as JSON can hold it: None for a number that is not finite, a string for what JSON lacks."""
     if isinstance(value, Result):
         return value.as_dict()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -28,8 +28,7 @@ def is_floating(leaf: Any) -> bool:
     return _is_floating_dtype(leaf.dtype)
 
 
-# Trees have thousands of leaves, of a few types and dtypes. Remembering the answers for those saves a microsecond a
-# leaf, a good part of what the cast of a small leaf costs.
+# Remembering the answers for a few types and dtypes saves a good part of what the cast of a small leaf costs.
 @functools.cache
 def _is_concrete(kind: type) -> bool:
     return issubclass(kind, jax.Array) and not issubclass(kind, Tracer)
@@ -162,13 +161,13 @@ def cast_by_path(tree: T, dtype_at: Callable[[str], np.dtype]) -> T:
 def _cast_leaves(leaves: list[Any], dtypes: list[np.dtype | None]) -> list[Any]:
     """Return the leaves, each in its dtype; those whose dtype is None as they are."""
     cast = list(leaves)
-    firsts: dict[np.dtype, dict[int, int]] = defaultdict(dict)  # where an array stands first, by its identity
+    firsts: dict[tuple[np.dtype, int], int] = {}  # where an array stands first, by its identity
     repeated: list[tuple[int, int]] = []
     together: dict[Any, list[int]] = defaultdict(list)  # which concrete arrays one program can take
     for i, (leaf, dtype) in enumerate(zip(leaves, dtypes, strict=True)):
         if dtype is None or leaf.dtype == dtype:
             continue
-        first = firsts[dtype].setdefault(id(leaf), i)
+        first = firsts.setdefault((dtype, id(leaf)), i)
         if first != i:
             repeated.append((i, first))
         elif _is_concrete(type(leaf)):

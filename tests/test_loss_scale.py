@@ -197,33 +197,14 @@ def test_python_numbers_become_arrays_of_the_types_that_adjust_returns(hysteresi
             assert types_of(mpx.DynamicLossScale(2**15, 0, hysteresis=hysteresis).adjust(finite)) == expected
 
 
-@pytest.mark.parametrize("scale", [mpx.DynamicLossScale(), mpx.DynamicLossScale(period=3, hysteresis=2)], ids=repr)
-def test_a_jitted_step_traces_once(scale):
-    """flax's DynamicScale traces twice: its Python numbers become arrays."""
-    traces = []
-
-    @jax.jit
-    def step(scale, finite):
-        traces.append(scale)
-        return scale.adjust(finite)
-
-    for finite in (True, False, True, True):
-        scale = step(scale, jnp.bool_(finite))
-    assert len(traces) == 1
-
-
-def test_scales_pass_through_vmap():
+def test_scales_pass_through_vmap_and_are_frozen():
     """Four scales in one value, of which two saw a bad step."""
     scales = jax.vmap(lambda s: mpx.DynamicLossScale(s, jnp.int32(0)))(2.0 ** jnp.arange(4.0, 8.0))
     adjusted = jax.vmap(lambda scale, finite: scale.adjust(finite))(scales, jnp.array([True, False, True, False]))
     assert adjusted.loss_scale.tolist() == [16.0, 16.0, 64.0, 64.0]
     assert adjusted.counter.tolist() == [1, 0, 1, 0]
-
-
-def test_values_are_frozen():
-    for value in (mpx.StaticLossScale(2.0), mpx.DynamicLossScale()):
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            value.loss_scale = 4.0
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        adjusted.loss_scale = 4.0
 
 
 SCALES = [mpx.StaticLossScale(2.0**16), mpx.DynamicLossScale(2.0**16), mpx.StaticLossScale(jnp.float32(2.0**16))]
@@ -335,6 +316,13 @@ def test_where_exactness_is_claimed_other_numbers_than_powers_of_two_are_refused
             function(jnp.sum, NOT_POWERS[named])
 
 
+@pytest.mark.parametrize("scale", [0.5, 16.0])
+def test_a_training_run_cannot_start_with_a_scale_that_is_not_within_its_bounds(scale):
+    message = f"the scale must lie between `min_loss_scale` and `max_loss_scale`, but got {scale} and [1.0, 8.0]."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        mpx.loss_scaling(optax.sgd(0.1), mpx.DynamicLossScale(scale, max_loss_scale=8.0))
+
+
 def test_powers_of_two_and_traced_scales_are_accepted():
     for number in (jnp.float32(0.5), 2.0**-126, 2.0**126):
         require_powers_of_two(mpx.StaticLossScale(number), "test")
@@ -418,17 +406,10 @@ def test_select_tree_keeps_the_bits_of_the_chosen_tree(wrap):
     for chooses_a in (GOOD, True, np.True_):
         assert_same_bits(select(chooses_a, a, b), a)
     assert_same_bits(select(BAD, a, b), b)
-
-
-def test_select_tree_keeps_a_bfloat16_nan_a_nan():
-    """CPU has no bfloat16 select and goes through float32, which may change the payload."""
+    # A CPU has no bfloat16 select and goes through float32, which may change the payload of a NaN.
     nan = jnp.asarray(np.array([0x7F81, 0xFFFF], np.uint16).view(jnp.bfloat16))
-    assert jnp.isnan(mpx.select_tree(GOOD, nan, jnp.zeros(2, jnp.bfloat16))).all()
-
-
-def test_selecting_by_arithmetic_would_lose_the_sign_of_zero():
-    """The negative control of the tests above."""
-    assert not np.signbit(jnp.float32(-0.0) * 1.0 + jnp.float32(1) * 0.0)
+    assert jnp.isnan(select(GOOD, nan, jnp.zeros(2, jnp.bfloat16))).all()
+    assert not np.signbit(jnp.float32(-0.0) * 1.0 + jnp.float32(1) * 0.0)  # negative control: arithmetic loses the sign
 
 
 @pytest.mark.parametrize(

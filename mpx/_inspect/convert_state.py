@@ -6,6 +6,7 @@ All other leaves belong to the rule. They are paired in their order: without mpx
 both states must have the same leaves, in states of the same types. The role of a leaf says of which kind it is.
 """
 
+import itertools
 import warnings
 from collections import defaultdict
 from typing import Any, TypeVar
@@ -295,11 +296,12 @@ def _is_made_as(made: StateLeaf, leaf: Any) -> bool:
 
 def _require_same_rule(old: list[StateLeaf], new: list[StateLeaf]) -> None:
     """Raise if two states are not of the same rule; name the first difference."""
-    pairs = [[(leaf.place, leaf.leaf.shape, _kind(leaf)) for leaf in _of_the_rule(leaves)] for leaves in (old, new)]
-    if pairs[0] == pairs[1]:
+    compared = lambda leaf: leaf and (leaf.place, leaf.leaf.shape, _kind(leaf))
+    pairs = itertools.zip_longest(_of_the_rule(old), _of_the_rule(new))
+    differing = next((pair for pair in pairs if compared(pair[0]) != compared(pair[1])), None)
+    if differing is None:
         return
-    same = next((i for i, (a, b) in enumerate(zip(*pairs, strict=False)) if a != b), min(map(len, pairs)))
-    was, becomes = (_described(_of_the_rule(leaves)[same:]) for leaves in (old, new))
+    was, becomes = map(_described, differing)
     raise ValueError(
         f"`convert_state`: the rule in `new_tx` is not that in `tx`. Where the state of `tx` has\n  {was}\nthat of "
         f"`new_tx` has\n  {becomes}\nThe rules must be the same, with the same options; only what mpx puts around them "
@@ -315,11 +317,11 @@ def _kind(leaf: StateLeaf) -> str:
     return "integer" if jnp.issubdtype(leaf.leaf.dtype, jnp.integer) else str(leaf.leaf.dtype)
 
 
-def _described(rest: list[StateLeaf]) -> str:
-    if not rest:
+def _described(leaf: StateLeaf | None) -> str:
+    if leaf is None:
         return "nothing more"
-    shown = f"{rest[0].coded.format} of " if rest[0].coded else ""
-    return f"{'/'.join(rest[0].place)!r}: {shown}{_trees.dtype_and_shape(rest[0].leaf)}"
+    shown = f"{leaf.coded.format} of " if leaf.coded else ""
+    return f"{'/'.join(leaf.place)!r}: {shown}{_trees.dtype_and_shape(leaf.leaf)}"
 
 
 def _require_fit(weights: dict[_trees.Path, Any], kept: dict[_trees.Path, StateLeaf]) -> None:

@@ -118,70 +118,51 @@ def test_without_resync_low_bits_of_another_weight_stay_and_masters_bring_the_ol
     assert (abs(kept["kernel"]) < 1e-2).all()
 
 
-def test_parameters_of_another_model_are_refused():
-    _, state = trained_in("alone", "full")
-    message = re.escape("float32[8] for the parameter 'kernel', but the parameters have bf")
-    for function in (mpx.master_params, mpx.is_synced, mpx.resync):
-        with pytest.raises(ValueError, match=message):
-            function({"kernel": jnp.ones(9, jnp.bfloat16)}, state)
-
-
-def test_leaves_whose_paths_read_the_same_are_told_apart():
-    params = {"a/b": jnp.ones(2, jnp.bfloat16), "a": {"b": jnp.zeros(2, jnp.bfloat16)}}
-    tx = mpx.master_weights(optax.sgd(1e-3))
-    updates, state = tx.update(jax.tree.map(lambda p: jnp.ones(p.shape), params), tx.init(params), params)
-    params = optax.apply_updates(params, updates)
-    masters = mpx.master_params(params, state)
-    np.testing.assert_allclose(masters["a/b"], 0.999)
-    np.testing.assert_allclose(masters["a"]["b"], -0.001)
-    assert mpx.is_synced(params, state)
-
-
-@pytest.mark.parametrize("policy", ["params=f16,compute=f16,output=f32", "params=bf16,compute=bf16,output=f32"])
-def test_an_nnx_optimizer_is_looked_into_inside_nnx_jit(policy):
+def test_an_nnx_optimizer_is_looked_into_inside_nnx_jit():
     """`nnx.Optimizer` keeps each array of a state in a variable."""
-    policy = mpx.get_policy(policy)
+    policy = mpx.get_policy("params=f16,compute=f16,output=f32")
     model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
     nnx.update(model, policy.cast_to_param(nnx.state(model)))
     optimizer = nnx.Optimizer(model, mpx.mixed_precision(optax.adam(1e-2), policy), wrt=nnx.Param)
-    x = jnp.ones((4, 2), policy.compute_dtype)
 
     @nnx.jit
     def step(model, optimizer):
-        loss_fn = lambda model: (model(x).astype(jnp.float32) ** 2).mean()
+        loss_fn = lambda model: (model(jnp.ones((4, 2), jnp.float16)).astype(jnp.float32) ** 2).mean()
         scale = mpx.get_loss_scale(optimizer.opt_state)
         loss, grads = mpx.value_and_grad(loss_fn, scale, transform=nnx.value_and_grad)(model)
         optimizer.update(model, grads)
-        return loss
+        return loss, mpx.is_synced(nnx.state(model, nnx.Param), optimizer.opt_state)
 
-    losses = [float(step(model, optimizer)) for _ in range(5)]
-    assert losses[-1] < losses[0]
-    skipped = mpx.skipped_steps(optimizer.opt_state)
-    assert_same_bits(skipped, jnp.int32(0))
-    assert mpx.is_synced(nnx.state(model, nnx.Param), optimizer.opt_state)
-    assert model.kernel.get_value().dtype == policy.param_dtype
+    (first, _), *_, (last, synced) = [step(model, optimizer) for _ in range(5)]
+    assert last < first
+    assert synced
+    assert_same_bits(mpx.skipped_steps(optimizer.opt_state), jnp.int32(0))
+    assert model.kernel.get_value().dtype == np.float16
 
 
-def test_a_state_restored_without_its_types_is_refused():
+def test_a_state_restored_without_its_types_and_parameters_of_another_model_are_refused():
     params, state = trained_in("loss scaling", "split")
     untyped = flax.serialization.to_state_dict(state)
+    message = re.escape("uint16[8] for the parameter 'kernel', but the parameters have bf")
     for function in (mpx.master_params, mpx.is_synced, mpx.resync):
         with pytest.raises(TypeError, match="was restored without its types: what was a NamedTuple is a dictionary"):
             function(params, untyped)
+        with pytest.raises(ValueError, match=message):
+            function({"kernel": jnp.ones(9, jnp.bfloat16)}, state)
     with pytest.raises(TypeError, match="was restored without its types"):
         mpx.get_loss_scale(untyped)
 
 
 def test_no_average_two_averages_and_an_untyped_state_are_errors():
     params = {"w": jnp.ones(2)}
-    with pytest.raises(ValueError, match=r"`ema_params`: nothing in this optimizer state averages weights"):
-        mpx.ema_params(optax.adam(1e-3).init(params))
     two = optax.chain(mpx.params_ema(0.9), mpx.params_ema(0.99)).init(params)
-    with pytest.raises(ValueError, match=r"holds two averages of the same parameters"):
-        mpx.ema_params(two)
-    untyped = {"averaged_steps": jnp.ones(()), "ema": params}
-    with pytest.raises(TypeError, match="restored without its types"):
-        mpx.ema_params(untyped)
+    for state, error, message in [
+        (optax.adam(1e-3).init(params), ValueError, "`ema_params`: nothing in this optimizer state averages weights"),
+        (two, ValueError, "holds two averages of the same parameters"),
+        ({"averaged_steps": jnp.ones(()), "ema": params}, TypeError, "restored without its types"),
+    ]:
+        with pytest.raises(error, match=message):
+            mpx.ema_params(state)
 
 
 def test_averages_of_partitions_by_labels_of_whole_subtrees_are_joined():
