@@ -67,21 +67,17 @@ def examined():
         return doctor.examine(seconds=1e-4, progress=parts.append), parts
 
 
-def test_each_way_to_multiply_works_with_the_bits_of_its_format_or_says_why_not(examined):
+def test_each_way_to_multiply_has_the_bits_of_its_format_and_a_rate_or_says_why_it_does_not_work(examined):
     """Compare with the significant bits of float32 (24), float16 (11), bfloat16 (8) and the 8-bit formats (4 and 3)."""
     products = {product.name: product for product in examined[0].products}
     assert list(products) == list(WAYS)
-    assert all(product.works != bool(product.refusal) for product in products.values())
     assert all(products[name].works for name in ("f32", "f32 by default", "bf16", "f16"))
     for name, bits in {"f32": 24, "f16": 11, "bf16": 8, "float8_e4m3fn": 4, "float8_e5m2": 3}.items():
         assert products[name].bits in (bits, None)
-
-
-def test_what_works_has_a_rate_and_its_ratio_to_that_of_float32(examined):
-    f32 = next(product.teraflops for product in examined[0].products if product.name == "f32 by default")
-    for product in examined[0].products:
-        expected = product.teraflops / f32 if product.works else None
-        assert (product.teraflops is not None, product.times_f32) == (product.works, expected)
+    for product in products.values():
+        assert product.works == (not product.refusal) == (product.teraflops is not None)
+        rate = product.teraflops / products["f32 by default"].teraflops if product.works else None
+        assert product.times_f32 == rate
 
 
 def test_mpx_is_exact_on_this_machine_and_what_is_found_is_printed_and_goes_into_json(examined):
@@ -100,23 +96,23 @@ def test_mpx_is_exact_on_this_machine_and_what_is_found_is_printed_and_goes_into
 def nothing_is_tried(monkeypatch):
     for name, value in (("WAYS", {}), ("try_claims", lambda: ()), ("roundings", lambda dtype: ())):
         monkeypatch.setattr(f"mpx.tools.doctor.examine.{name}", value)
+    monkeypatch.setattr(surroundings, "look_around", lambda: GPU.surroundings)
 
 
-def test_a_quick_examination_times_nothing(monkeypatch, nothing_is_tried):
+def test_a_quick_examination_times_nothing_and_sees_that_autocast_is_off(monkeypatch, nothing_is_tried):
     monkeypatch.setattr("mpx.tools.doctor.examine.with_rates", lambda *args, **kwargs: 1 / 0)
-    doctor.examine(quick=True)
+    assert doctor.examine(quick=True).autocast_narrows
+    with jax.default_matmul_precision("highest"):
+        assert not doctor.examine(quick=True).autocast_narrows
     with pytest.raises(ZeroDivisionError):
         doctor.examine()
-
-
-@pytest.mark.parametrize("seconds", [0, -1, math.nan, math.inf])
-def test_no_time_to_measure_in_is_refused(seconds):
-    with pytest.raises(ValueError, match=r"`examine`: `seconds` must be a finite number above 0, but got"):
-        doctor.examine(seconds=seconds)
+    for seconds in (0, -1, math.nan, math.inf):
+        with pytest.raises(ValueError, match=r"`examine`: `seconds` must be a finite number above 0, but got"):
+            doctor.examine(seconds=seconds)
 
 
 @pytest.mark.parametrize("error", [RuntimeError, AssertionError])
-def test_without_a_backend_the_failure_is_the_finding(monkeypatch, error):
+def test_without_a_backend_the_failure_is_the_finding(monkeypatch, nothing_is_tried, error):
     def fail():
         raise error("Unable to initialize backend 'cuda'\nand more")
 
@@ -199,16 +195,16 @@ def test_this_package_is_found_in_its_folder_and_its_own_distribution_is_no_othe
     assert surroundings.other_distributions({}) == ()
 
 
-@pytest.mark.parametrize(("files", "severity"), [(["__init__.py"], "error"), (["__init__.py", "doctor.py"], "warning")])
-def test_a_package_in_the_working_directory_is_found(tmp_path, monkeypatch, files, severity):
-    """Make a folder called mpx: of another package, and of a copy of this one."""
+def test_a_package_in_the_working_directory_is_found(tmp_path, monkeypatch):
+    """Make a folder called mpx, which is no package yet; then another package, and then a copy of this one."""
     (tmp_path / "mpx").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert surroundings.look_around().in_this_folder is None  # an empty folder is no package
-    for file in files:
+    monkeypatch.setattr("importlib.metadata.packages_distributions", dict)  # which takes long
+    assert surroundings.look_around().in_this_folder is None
+    for file, severity in (("__init__.py", "error"), ("doctor.py", "warning")):
         (tmp_path / "mpx" / file).touch()
-    found = dataclasses.replace(surroundings.look_around(), installed=None)
-    assert f"imports {tmp_path / 'mpx/__init__.py'}" in problem_in(changed(surroundings=found), severity).what
+        found = dataclasses.replace(surroundings.look_around(), installed=None)
+        assert f"imports {tmp_path / 'mpx/__init__.py'}" in problem_in(changed(surroundings=found), severity).what
 
 
 def test_a_healthy_gpu_has_notes_only():
@@ -223,37 +219,26 @@ def test_a_healthy_gpu_has_notes_only():
 
 
 @pytest.mark.parametrize(
-    ("changes", "what", "remedy"),
+    ("severity", "changes", "what", "remedy"),
     [
-        ({"in_this_folder": "/home/mpx.py"}, "imports /home/mpx.py", "rename"),
-        ({"checks": (Check("a claim", False, "3 of 64 numbers are wrong"),)}, "not exact: a claim. 3 of 64", "report"),
-        ({"products": (Product("bf16", False, 0.5, 1, "its error is above"),)}, "products in bf16: its", "compute in"),
-        ({"failure": "no backend"}, "JAX finds no device: no backend", "JAX_PLATFORMS=cpu"),
+        ("error", {"in_this_folder": "/home/mpx.py"}, "imports /home/mpx.py", "rename"),
+        ("error", {"checks": (Check("a claim", False, "3 of 64"),)}, "not exact: a claim. 3 of 64", "report"),
+        ("error", {"products": (Product("bf16", False, 0.5, 1, "its"),)}, "products in bf16: its", "do not compute"),
+        ("error", {"failure": "no backend"}, "JAX finds no device: no backend", "JAX_PLATFORMS=cpu"),
+        ("warning", {"other_distributions": ("other",)}, "other also brings a package called mpx", "uninstall other"),
+        ("warning", {"installed": "/elsewhere/mpx"}, "is installed in /elsewhere/mpx", "uninstall the one"),
+        ("warning", {"backend": "cpu"}, "JAX computes on the CPU", "pip install"),
+        ("warning", {"autocast_narrows": False}, "autocast narrows no product", "unset"),
+        ("warning", {"products": (Product("float8_e5m2", False, 0.5, 1),)}, "products in float8_e5m2", "do not"),
     ],
 )
-def test_what_spoils_a_training_run_is_an_error(changes, what, remedy):
+def test_what_spoils_a_training_run_is_an_error_and_what_may_surprise_a_warning(severity, changes, what, remedy):
     found = changed(**changes)
-    problem = problem_in(found, "error")
+    problem = problem_in(found, severity)
     assert what in problem.what
     assert remedy in problem.remedy
-    assert found.exit_code == 1
-    assert found.problems[0] == problem  # errors come first
-
-
-@pytest.mark.parametrize(
-    ("changes", "what"),
-    [
-        ({"other_distributions": ("mixed-precision-for-JAX",)}, "mixed-precision-for-JAX also brings a package called"),
-        ({"installed": "/elsewhere/mpx"}, "is installed in /elsewhere/mpx"),
-        ({"backend": "cpu"}, "JAX computes on the CPU"),
-        ({"autocast_narrows": False}, "autocast narrows no product"),
-        ({"products": (Product("float8_e5m2", False, 0.5, 1, "its error is above"),)}, "products in float8_e5m2"),
-    ],
-)
-def test_what_may_surprise_is_a_warning(changes, what):
-    found = changed(**changes)
-    assert what in problem_in(found, "warning").what
-    assert found.exit_code == 3
+    assert found.exit_code == {"error": 1, "warning": 3}[severity]
+    assert found.problems[0] == problem  # before notes
 
 
 def test_the_verdict_is_five_lines():
@@ -284,12 +269,6 @@ def test_without_rates_the_verdict_is_to_measure_first():
     assert found.verdict.splitlines()[0] == "Recipe for 8 x NVIDIA H200: measure first, without --quick"
 
 
-def test_autocast_that_narrows_nothing_is_noticed(nothing_is_tried):
-    assert doctor.examine(quick=True).autocast_narrows
-    with jax.default_matmul_precision("highest"):
-        assert not doctor.examine(quick=True).autocast_narrows
-
-
 @pytest.mark.parametrize(
     ("machine", "products", "policy"),
     [
@@ -309,15 +288,11 @@ def test_each_class_of_device_has_its_recipe(machine, products, policy):
     assert recommend(products).policy == policy, machine
 
 
-def test_reasons_have_the_measured_ratios_and_what_saves_memory():
-    assert BF16 in recommend(products_of(default=1, bf16=0.7, f16=0.5)).reasons[-1]
-    assert len(recommend(products_of(default=1, f16=0.5)).reasons) == 1
-
-
 @pytest.mark.optax_promotion
 @pytest.mark.parametrize("rates", [{"bf16": 9}, {"f16": 9}, {"bf16": 1}])
 def test_the_code_of_a_recipe_trains(rates):
     recommended = recommend(products_of(default=1, **rates))
+    assert (BF16 in recommended.reasons[-1]) == (rates == {"bf16": 1})  # which is for memory
     names = {
         **{"jax": jax, "mpx": mpx, "optax": optax, "params": {"w": jnp.full((4, 4), 0.5)}, "batch": jnp.ones((2, 4))},
         "loss_fn": lambda params, batch: jnp.mean((batch @ params["w"]) ** 2),
