@@ -26,6 +26,18 @@ CHANGES = {
     "ema": optax.ema(0.9),
     "bfloat16": optax.stateless(lambda updates, params: jax.tree.map(lambda u: u.astype(jnp.bfloat16), updates)),
 }
+
+
+def with_gradients(tx, combine):
+    """Return a transformation whose updates are combined with the gradients."""
+
+    def update(grads, state, params=None):
+        updates, state = tx.update(grads, state, params)
+        return jax.tree.map(combine, updates, grads), state
+
+    return optax.GradientTransformation(tx.init, update)
+
+
 HARMLESS_AROUND = {
     "nothing": lambda tx: tx,
     "clipped gradients": lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
@@ -41,6 +53,7 @@ HARMLESS_AROUND = {
     "multi steps inside loss scaling": lambda tx: mpx.loss_scaling(optax.MultiSteps(tx, 4)),
     "apply if finite": lambda tx: optax.apply_if_finite(tx, 3),
     "masked": lambda tx: optax.masked(tx, {"bias": False, "kernel": True}),
+    "a mask made of gradients": lambda tx: with_gradients(tx, lambda u, g: u * jnp.isfinite(g).astype(u.dtype)),
     "partition": lambda tx: optax.partition({"a": tx, "b": optax.set_to_zero()}, {"bias": "b", "kernel": "a"}),
 }
 
@@ -112,14 +125,16 @@ def test_a_program_that_is_called_twice_is_followed_each_time():
     mpx.check_chain(optax.chain(mpx.master_weights(optax.sgd(1.0)), logged), params)
 
 
-@pytest.mark.parametrize("around", ["schedule_free", "lookahead"])
+@pytest.mark.parametrize("around", ["schedule_free", "lookahead", "squared gradients"])
 def test_wrappers_that_compute_new_updates_from_old_ones_are_caught_around_masters(around):
     params = {"w": jnp.ones(3, jnp.bfloat16)}
     tx = mpx.master_weights(optax.sgd(1e-3))
     if around == "lookahead":
         tx, params = optax.lookahead(tx, 2, 0.5), optax.LookaheadParams(params, params)
-    else:
+    elif around == "schedule_free":
         tx = optax.contrib.schedule_free(tx, 1e-3)
+    else:
+        tx = with_gradients(tx, lambda update, grad: update + grad * grad)
     with pytest.raises(ValueError, match="was final when `master_weights`"):
         mpx.check_chain(tx, params)
 
@@ -212,6 +227,8 @@ def test_multi_steps_around_loss_scaling_are_caught(use_grad_mean, loss_scale):
     with pytest.raises(ValueError, match=r"an average or a sum over steps .* every later step is skipped"):
         mpx.check_chain(optax.MultiSteps(mpx.loss_scaling(RULE, loss_scale), 4, use_grad_mean))
     mpx.check_chain(mpx.loss_scaling(optax.MultiSteps(RULE, 4, use_grad_mean), loss_scale))
+    inside = mpx.loss_scaling(RULE, mpx.NoOpLossScale())
+    mpx.check_chain(mpx.loss_scaling(optax.MultiSteps(inside, 4, use_grad_mean), loss_scale))
 
 
 def test_multi_steps_around_loss_scaling_do_skip_every_later_step():
