@@ -98,14 +98,15 @@ def keep_types(old: T, new: T) -> T:
 
     def same_type(path, before, after):
         wanted, got = jax.typeof(before), jax.typeof(after)
+        if got.shape == wanted.shape and got.dtype == wanted.dtype and not got.weak_type:
+            return after
         is_of_kind = any(jnp.issubdtype(wanted.dtype, kind) and jnp.issubdtype(got.dtype, kind) for kind in _KINDS)
-        if got.shape != wanted.shape or not (got.dtype == wanted.dtype or is_of_kind):
+        if got.shape != wanted.shape or not is_of_kind:
             hint = " Is a mean of gradients over examples missing?" if got.shape != wanted.shape else ""
             raise TypeError(
                 f"The wrapped rule changed its state at {_trees.path_string(path)!r} from "
                 f"{_trees.dtype_and_shape(wanted)} to {_trees.dtype_and_shape(got)}.{hint}"
             )
-        is_same = got.dtype == wanted.dtype and not got.weak_type
-        return after if is_same else lax.convert_element_type(after, wanted.dtype)
+        return lax.convert_element_type(after, wanted.dtype)
 
     return jax.tree.map_with_path(same_type, old, new)

@@ -69,7 +69,6 @@ def kahan_summation(dtype: DTypeLike | None = None) -> optax.GradientTransformat
     if compensation_dtype is None or compensation_dtype not in (jnp.bfloat16, np.float16, np.float32):
         got = compensation_dtype or repr(dtype)
         raise ValueError(f"`kahan_summation`: `dtype` must be bfloat16, float16 or float32, but got {got}.")
-
     kept_dtype = lambda p: compensation_dtype if _trees.is_narrower(p, np.dtype(np.float32)) else None
 
     def init_fn(params):
