@@ -13,6 +13,13 @@ from jax.extend import core as jex_core
 # Compiler options for tests that do not judge what LLVM makes of a program: it then takes less time to compile.
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
+# Those of a user's programs, for tests that are about them: `conftest.py` asks for others.
+AS_USERS_DO = {
+    "xla_backend_optimization_level": 3,
+    "xla_llvm_disable_expensive_passes": False,
+    "xla_cpu_use_fusion_emitters": True,
+}
+
 
 def cases(names, quick):
     """Return the parameters of a test over names, of which all but the quick ones are slow."""
