@@ -17,7 +17,7 @@ BYTES = 256
 def text_tokens(vocabulary: int) -> np.ndarray:
     """The text as tokens below `vocabulary`; random ones, few of them common, where Python has no source code."""
     try:
-        content = np.frombuffer(text.read_text(None).content, np.uint8).astype(np.int32)
+        content = np.frombuffer(text.read_text(None), np.uint8).astype(np.int32)
     except text.TextError:
         rare = np.random.default_rng(0).zipf(1.2, size=text.MAXIMUM_BYTES // 2)
         return (rare % vocabulary).astype(np.int32)

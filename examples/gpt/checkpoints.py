@@ -36,9 +36,7 @@ class SaveError(CheckpointError):
 class Checkpoints:
     """The checkpoints in a folder. Saving continues in the background; the end of the context waits for it.
 
-    Args:
-        folder: made if it does not exist.
-        cleans: removes half-written checkpoints. Only for the run that saves there.
+    `cleans` removes half-written ones, and is only for the run that saves there.
     """
 
     def __init__(self, folder: Path, *, cleans: bool = False) -> None:
@@ -96,11 +94,7 @@ class Checkpoints:
         return self._content()["run"]
 
     def restore(self, shapes: Any, shardings: Any) -> Any:
-        """Return the arrays of the newest checkpoint, to the bit, with the shardings of this run.
-
-        Raises:
-            CheckpointError: if there is no checkpoint, or it has arrays of other shapes or dtypes.
-        """
+        """Return the arrays of the newest checkpoint, to the bit, with the shardings of this run."""
         # Orbax would convert another dtype silently, and not name an array of another shape.
         differences = _differences(_types(shapes), self._content()["arrays"])
         if differences:
@@ -149,11 +143,12 @@ def _types(tree: Any) -> dict[str, str]:
 
 def _differences(wanted: Mapping[str, str], there: Mapping[str, str]) -> str:
     """Describe the arrays that are not the same; empty if all are."""
-    paths = [path for path in {**wanted, **there} if wanted.get(path) != there.get(path)]
     named = [
-        f"{path} is {there.get(path, 'missing')}, but should be {wanted.get(path, 'absent')}" for path in paths[:NAMED]
+        f"{path} is {there.get(path, 'missing')}, but should be {wanted.get(path, 'absent')}"
+        for path in {**wanted, **there}
+        if wanted.get(path) != there.get(path)
     ]
-    return "; ".join(named + [f"and {len(paths) - NAMED} more"] * (len(paths) > NAMED))
+    return "; ".join(named[:NAMED] + [f"and {len(named) - NAMED} more"] * (len(named) > NAMED))
 
 
 def _reason(error: Exception) -> str:
@@ -189,7 +184,7 @@ def resume(
     """
     saved = checkpoints.description()
     before = saved["identity"]
-    if saved["step"] == before["steps"] < identity["steps"]:
+    if saved["step"] == before.get("steps") and identity["steps"] > saved["step"]:
         before = before | {"steps": identity["steps"]}
     differences = [
         f"{name} is {value!r}, but was {before.get(name)!r}"

@@ -14,6 +14,8 @@ are in `precision.json` only: on a CPU they are no guide to a GPU.
 """
 
 import dataclasses
+import hashlib
+import inspect
 import math
 import statistics
 import time
@@ -27,6 +29,7 @@ import optax
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from typer import Option
 
 import mpx
 from examples.gpt import output, pictures, report
@@ -46,7 +49,7 @@ STEPS_PER_REPORT = 10  # the loop waits for the device this often, to show a los
 # bfloat16 products on a CPU. The comparison is of recipes as they are written.
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
 ALL_NAMES = [recipe.name for recipe in RECIPES]
-DEFAULT_NAMES = [
+DEFAULT_NAMES = (
     "f32",
     "bf16-naive",
     "bf16-masters",
@@ -54,26 +57,30 @@ DEFAULT_NAMES = [
     "bf16-split-8bit",
     "bf16-any-precision",
     "f16-scaled",
-]
-FIXED_SETTINGS = {
-    "context": CONTEXT,
-    "batch_size": BATCH_SIZE,
-    "validation_batches": VALIDATION_BATCHES,
-    "compiler_options": COMPILER_OPTIONS,
-}
+)
 Report = Callable[[int, str], None]  # steps done, and what to show
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The options that all runs of a comparison share."""
+    """The options of `examples.gpt.compare`."""
 
-    steps: int
-    seeds: int
-    recipe_seeds: int
-    width: int
-    depth: int
-    learning_rate: float
+    text: Annotated[Path | None, Option(help="File or folder to train on (4 MB); without it Python's library.")] = None
+    recipes: Annotated[
+        list[str], Option(help=f"all, or of {', '.join(ALL_NAMES)}; separated by commas or in several options.")
+    ] = DEFAULT_NAMES  # pyright: ignore[reportAssignmentType] - a dataclass wants a default that cannot change
+    steps: Annotated[int, Option(min=1, help="Training steps of a run.")] = 300
+    seeds: Annotated[int, Option(min=1, help="Seeds of f32, whose standard deviation is the yardstick.")] = 3
+    recipe_seeds: Annotated[int, Option(min=1, help="Seeds of every other recipe.")] = 1
+    width: Annotated[int, Option(min=1, help=f"Width of the model; a multiple of {HEAD_SIZE}.")] = 128
+    depth: Annotated[int, Option(min=1, help="Blocks of the model.")] = 4
+    learning_rate: Annotated[float, Option(help="Peak of the schedule.")] = 3e-4
+    out: Annotated[Path, Option(help="Folder for precision.png, curves.png and precision.json.")] = Path()
+
+    @property
+    def hyperparameters(self) -> Hyperparameters:
+        """Return the schedule of all runs."""
+        return Hyperparameters(self.steps, self.learning_rate)
 
 
 # --- One run. ---
@@ -82,7 +89,7 @@ def make_compiled(recipe: Recipe, settings: Settings) -> Program:
     config = dataclasses.replace(
         PRESETS["tiny"], width=settings.width, depth=settings.depth, heads=settings.width // HEAD_SIZE
     )
-    program = make_program(recipe, config, Hyperparameters(settings.steps, settings.learning_rate))
+    program = make_program(recipe, config, settings.hyperparameters)
     return dataclasses.replace(
         program,
         train_step=jax.jit(program.train_step, donate_argnums=(0, 1), compiler_options=COMPILER_OPTIONS),
@@ -184,75 +191,53 @@ def check(settings: Settings) -> None:
     """Raise if the options do not fit each other."""
     if settings.width % HEAD_SIZE:
         raise ValueError(f"--width must be a multiple of {HEAD_SIZE}, but is {settings.width}.")
-    if not (math.isfinite(settings.learning_rate) and settings.learning_rate > 0):
-        raise ValueError(f"--learning-rate must be positive, but is {settings.learning_rate}.")
     if settings.recipe_seeds > settings.seeds:
         raise ValueError(
             f"--recipe-seeds must be at most `--seeds`, {settings.seeds}, but is {settings.recipe_seeds}: a gap is to "
             "f32 of the same seed."
         )
+    output.require_folder(settings.out)
 
 
-def main(
-    text: Annotated[
-        Path | None,
-        typer.Option(
-            help="File or folder to train on, of which the first 4 MB are used; without it Python's standard library."
-        ),
-    ] = None,
-    recipes: Annotated[
-        list[str],
-        typer.Option(help=f"all, or of {', '.join(ALL_NAMES)}; separated by commas or in several options."),
-    ] = DEFAULT_NAMES,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps of a run.")] = 300,
-    seeds: Annotated[int, typer.Option(min=1, help="Seeds of f32, whose standard deviation is the yardstick.")] = 3,
-    recipe_seeds: Annotated[int, typer.Option(min=1, help="Seeds of every other recipe.")] = 1,
-    width: Annotated[int, typer.Option(min=1, help=f"Width of the model; a multiple of {HEAD_SIZE}.")] = 128,
-    depth: Annotated[int, typer.Option(min=1, help="Blocks of the model.")] = 4,
-    learning_rate: Annotated[float, typer.Option(help="Peak of the schedule.")] = 3e-4,
-    out: Annotated[Path, typer.Option(help="Folder for precision.png, curves.png and precision.json.")] = Path(),
-) -> None:
+def main(**options: Any) -> None:
     """Train a small GPT under each recipe with the same data and initial weights, and compare the results."""
-    console = Console()
+    console, settings = Console(), Settings(**options)
     if not console.is_terminal:
         console.width = max(console.width, 120)  # a file has room for the whole table
-    settings = Settings(steps, seeds, recipe_seeds, width, depth, learning_rate)
     try:
         check(settings)
-        chosen = chosen_recipes(",".join(recipes))
-        output.require_folder(out)
-        read = text_of.read_text(text)
-        training_text, held_out = text_of.split(np.frombuffer(read.content, np.uint8), CONTEXT)
+        chosen, hyperparameters = chosen_recipes(",".join(settings.recipes)), settings.hyperparameters
+        text = text_of.read_text(settings.text)
+        parts = text_of.split(np.frombuffer(text, np.uint8), CONTEXT)
     except ValueError as error:
         hint = {"param_hint": "--text"} if isinstance(error, text_of.TextError) else {}
         raise typer.BadParameter(str(error), **hint) from error
+    source = {"name": text_of.name_of(settings.text), "bytes": len(text), "held_out_bytes": len(parts[1])}
     console.print(
-        f"{read.name}: {len(training_text):,} bytes to train on, {len(held_out):,} held out. "
-        f"{steps} steps of {BATCH_SIZE} x {CONTEXT} bytes on {jax.devices()[0].device_kind}.",
+        f"{source['name']}: {len(parts[0]):,} bytes to train on, {len(parts[1]):,} held out. "
+        f"{settings.steps} steps of {BATCH_SIZE} x {CONTEXT} bytes on {jax.devices()[0].device_kind}.",
         markup=False,
     )
     runs, interrupted = [], False
     try:
         columns = (BarColumn(bar_width=20), TimeRemainingColumn(), TextColumn("{task.description}"))
         with Progress(*columns, console=console, refresh_per_second=4) as progress:
-            for run in train_all(chosen, settings, training_text, held_out, progress):
+            for run in train_all(chosen, settings, *parts, progress):
                 runs.append(run)
     except KeyboardInterrupt:
         interrupted = True
     if not runs:
         console.print("Stopped before a run had finished: nothing is written.")
         raise typer.Exit(130)
-    described = (
-        dataclasses.asdict(settings)
-        | dataclasses.asdict(Hyperparameters(steps, learning_rate))
-        | {"recipes": [recipe.name for recipe in chosen]}
-        | FIXED_SETTINGS
-    )
-    source = {"name": read.name, "bytes": len(read.content), "sha256": read.sha256, "held_out_bytes": len(held_out)}
+    described = dataclasses.asdict(settings) | dataclasses.asdict(hyperparameters) | {
+        "recipes": [recipe.name for recipe in chosen], "context": CONTEXT, "batch_size": BATCH_SIZE,
+        "validation_batches": VALIDATION_BATCHES, "compiler_options": COMPILER_OPTIONS, "out": str(settings.out),
+        "text": source | {"sha256": hashlib.sha256(text).hexdigest()},
+    }  # fmt: skip
     comparison = report.Comparison(runs)
     console.print(report.table(comparison))
-    report.write_json(out / "precision.json", comparison, described, source, interrupted=interrupted)
-    written = [out / "precision.json", *pictures.write_pictures(out, comparison)]
+    report.write_json(settings.out / "precision.json", comparison, described, interrupted=interrupted)
+    written = [settings.out / "precision.json", *pictures.write_pictures(settings.out, comparison)]
     console.print(f"Written: {', '.join(map(str, written))}", soft_wrap=True, markup=False)
     if interrupted:
         finished = ", ".join(f"{run.recipe} (seed {run.seed})" for run in runs)
@@ -260,6 +245,9 @@ def main(
         raise typer.Exit(130)
 
 
+# Typer reads the options off the signature: they are those of `Settings`, written once.
+main.__signature__ = inspect.signature(Settings)
+main.__annotations__ = dict(Settings.__annotations__)
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 app.command()(main)
 

@@ -58,18 +58,19 @@ def prepare(
         raise ValueError(
             f"`shard_tokens` {shard_tokens:,} must be larger than `context` {context:,}: a sequence has one token more."
         )
-    tokenizer = tokenizer or ByteTokenizer()
-    paths = list(texts) or [None]
+    tokenizer, paths = tokenizer or ByteTokenizer(), list(texts) or [None]
     for path in paths:
         text.files(path)  # a missing text is told before anything is removed
     documents = itertools.chain.from_iterable(text.documents(path, on_read) for path in paths)
-    training = _Writer(folder, "training", tokenizer, shard_tokens, context)
-    held_out = _Writer(folder, "validation", tokenizer, shard_tokens, context)
+    writers = [_Writer(folder, part, tokenizer, shard_tokens, context) for part in ("training", "validation")]
     try:
-        _require_folder(folder, overwrite)
-        _fill(training, held_out, documents, round(1 / validation))
+        folder.mkdir(parents=True, exist_ok=True)
+        if (folder / shards.INDEX_NAME).exists() and not overwrite:
+            raise ShardError(f"the folder {folder} has shards already; choose another one, or pass `--overwrite`.")
+        (folder / shards.INDEX_NAME).unlink(missing_ok=True)
+        _fill(*writers, documents, round(1 / validation))
+        parts = [writer.finished() for writer in writers]
         names = tuple(map(text.name_of, paths))
-        parts = training.finished(), held_out.finished()
         index = Index(names, tokenizer.name, tokenizer.vocabulary, tokenizer.separator, *parts)
         shards.write_index(folder, index)
         for path in folder.iterdir():  # what earlier calls left
@@ -99,9 +100,7 @@ class _Writer:
     def __init__(self, folder: Path, part: Part, tokenizer: Tokenizer, shard_tokens: int, context: int) -> None:
         self.folder, self.part, self.tokenizer = folder, part, tokenizer
         self.shard_tokens, self.context = shard_tokens, context
-        self._waiting: list[np.ndarray] = []
-        self._count = 0
-        self._shards: list[Shard] = []
+        self._waiting, self._count, self._shards = [], 0, []
 
     def add(self, tokens: np.ndarray) -> None:
         self._waiting.append(tokens)
@@ -134,23 +133,12 @@ def _fill(training: _Writer, held_out: _Writer, documents: Iterable[bytes], held
     in_tokens = (np.concatenate([separator, tokenizer.encode(document)]) for document in documents)
     first = list(itertools.islice(in_tokens, MANY_DOCUMENTS))
     if len(first) < MANY_DOCUMENTS:
-        try:
-            parts = text.split(np.concatenate(first), training.context, held_out_every=held_out_every, unit="tokens")
-        except TextError as error:
-            raise TextError(f"{error} {_MORE}") from error
+        parts = text.split(np.concatenate(first), training.context, held_out_every=held_out_every, unit="tokens")
         training.add(parts[0])
         held_out.add(parts[1])
         return
     for number, tokens in enumerate(itertools.chain(first, in_tokens)):
         (held_out if number % held_out_every == held_out_every - 1 else training).add(tokens)
-
-
-def _require_folder(folder: Path, overwrite: bool) -> None:
-    """Make the folder, or remove the index of the one that is there."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if (folder / shards.INDEX_NAME).exists() and not overwrite:
-        raise ShardError(f"the folder {folder} has shards already; choose another one, or pass `--overwrite`.")
-    (folder / shards.INDEX_NAME).unlink(missing_ok=True)
 
 
 # --- The command line. ---

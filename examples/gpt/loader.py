@@ -81,8 +81,6 @@ class Loader:
                 f"`batch_size` {batch_size} cannot be divided among {process_count} processes; choose a multiple of "
                 f"{process_count}."
             )
-        if not isinstance(position, int) or position < 0:
-            raise ValueError(f"`position` must be a number of rows from 0 on, but is {position!r}.")
         size = batch_size // process_count
         self._own = slice(process_index * size, (process_index + 1) * size)
         self.rows, self.batch_size, self.position = rows, batch_size, position

@@ -4,25 +4,21 @@ import statistics
 import time
 
 import jax
-import jax.numpy as jnp
 
-# Rows of the matrices that are multiplied. On a GPU they fill it; a CPU is busy for a few milliseconds.
-SIZES = {"cpu": 1024}
-SIZE_ON_ACCELERATORS = 8192
+# Rows of the matrices that are multiplied: they fill a GPU, and a CPU is busy for a few milliseconds.
+SIZES = {"cpu": 1024, "gpu": 8192, "tpu": 8192}
 ROUNDS, PRODUCTS = 5, 4
 
 
 def matmul_rate(dtype: str) -> float:
     """Return the operations a second of one device in square matrix products; a multiply-add counts as two.
 
-    Both matrices and the result have the dtype. Float32 products run in JAX's default precision, which is TF32 where
-    there is TF32. Numbers are random, because products of zeros draw less power and can be faster.
+    Float32 products run in JAX's default precision, which is TF32 where there is TF32. Numbers are random, because
+    products of zeros draw less power and can be faster.
     """
-    size = SIZES.get(jax.default_backend(), SIZE_ON_ACCELERATORS)
-    keys = jax.random.split(jax.random.key(0))
-    # Scaled, so that products of products stay of size 1.
-    a, b = (jax.random.normal(key, (size, size)).astype(dtype) for key in keys)
-    b = (b * jnp.asarray(size**-0.5, dtype)).astype(dtype)
+    size = SIZES[jax.default_backend()]
+    a, b = jax.random.normal(jax.random.key(0), (2, size, size))
+    a, b = a.astype(dtype), (b * size**-0.5).astype(dtype)  # scaled, so that products of products stay of size 1
     multiply = jax.jit(lambda a, b: a @ b)
     a = jax.block_until_ready(multiply(a, b))
     seconds = []
@@ -50,15 +46,10 @@ class Stopwatch:
     def __init__(self) -> None:
         self._step, self._since = 0, None
 
-    @property
-    def is_running(self) -> bool:
-        """Return False until the first step, which compiles, is done."""
-        return self._since is not None
-
     def start(self, step: int) -> None:
         """Start timing after so many steps."""
         self._step, self._since = step, time.perf_counter()
 
     def seconds_per_step(self, step: int) -> float | None:
-        """Return the mean since `start`; None if it was never called."""
+        """Return the mean since `start`; None before it was called, while the first step compiles."""
         return None if self._since is None else (time.perf_counter() - self._since) / (step - self._step)

@@ -36,8 +36,8 @@ class Item:
 class Accuracy:
     """The share of questions answered right."""
 
-    acc: float  # by the lowest total loss of the ending
-    acc_norm: float  # by the lowest mean loss a token of the ending
+    acc: float
+    acc_norm: float
     items: int
 
 
@@ -60,25 +60,22 @@ def read_items(path: Path) -> list[Item]:
 
 
 def _parse(line: str, where: str) -> Item:
-    def require(condition: bool, message: str) -> None:
-        if not condition:
-            raise MultipleChoiceError(f"{where}: {message}.")
-
     is_text = lambda value: isinstance(value, str) and bool(value.strip())
     try:
         fields: Any = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise MultipleChoiceError(f"{where}: this is not JSON: {error.msg} at column {error.colno}.") from error
-    require(isinstance(fields, dict), f"this should be a JSON object, but is a {type(fields).__name__}")
-    context, endings, label = (fields.get(key) for key in ("ctx", "endings", "label"))
-    require(is_text(context), f"'ctx' must be a text, but is {context!r}")
-    is_list = isinstance(endings, list) and len(endings) > 1 and all(map(is_text, endings))
-    require(is_list, f"'endings' must be a list of two texts or more, but is {endings!r}")
-    # The label may be a number or a string of digits: copies of the data differ. The test split has none.
-    is_number = str(label).isascii() and str(label).isdecimal() and int(label) < len(endings)
-    allowed = ", ".join(map(str, range(len(endings))))
-    require(is_number, f"'label' must be one of {allowed}, but is {label!r}; HellaSwag's validation split has labels")
-    return Item(context, tuple(endings), int(label))
+        context, endings, label = fields["ctx"], fields["endings"], int(fields["label"])  # some copies have digits
+    except (ValueError, TypeError, LookupError) as error:
+        raise MultipleChoiceError(
+            f"{where}: this should be a JSON object with 'ctx', 'endings' and 'label', but: {error!r}. HellaSwag's "
+            "validation split has labels, its test split has none."
+        ) from error
+    if not is_text(context):
+        raise MultipleChoiceError(f"{where}: 'ctx' must be a text, but is {context!r}.")
+    if not (isinstance(endings, list) and len(endings) > 1 and all(map(is_text, endings))):
+        raise MultipleChoiceError(f"{where}: 'endings' must be a list of two texts or more, but is {endings!r}.")
+    if not 0 <= label < len(endings):
+        raise MultipleChoiceError(f"{where}: 'label' must be from 0 to {len(endings) - 1}, but is {label}.")
+    return Item(context, tuple(endings), label)
 
 
 # --- The score. ---
@@ -107,24 +104,21 @@ def accuracy(
         total loss = sum of l(t) over the tokens of " " + e     the lowest wins `acc`
         mean loss  = total loss / number of these tokens        the lowest wins `acc_norm`
 
-    Of equal losses the first ending wins. This `acc_norm` is the one that reproductions of GPT-2 print.
-    lm-evaluation-harness divides by the length of the ending's text instead, and edits the text before.
-
-    `losses_of` goes from int32 tokens (batch_size, context + 1) to the loss of each prediction (batch_size, context).
-    Every call has the same shape, so that it compiles once. A context that is too long loses its start.
+    Of equal losses the first ending wins. Reproductions of GPT-2 print this `acc_norm`; lm-evaluation-harness divides
+    by the length of the ending's text instead. `losses_of` goes from int32 tokens (batch_size, context + 1) to the loss
+    of each prediction (batch_size, context), always of one shape. A context that is too long loses its start.
     """
     # All rows are made before the first loss, so that a wrong item is found before the model runs for minutes.
     rows = [row for index, item in enumerate(items) for row in _rows(index, item, encode, context)]
     starts = range(0, len(rows), batch_size)
     totals = np.concatenate([_totals(losses_of, rows[i : i + batch_size], context, batch_size) for i in starts])
+    ends = np.cumsum([len(item.endings) for item in items])[:-1]
+    labels = [item.label for item in items]
+    share = lambda losses: float(
+        np.mean([x.argmin() == y for x, y in zip(np.split(losses, ends), labels, strict=True)])
+    )
     means = totals / np.array([row.ending_length for row in rows])
-    return Accuracy(acc=_share_right(items, totals), acc_norm=_share_right(items, means), items=len(items))
-
-
-def _share_right(items: Sequence[Item], losses: np.ndarray) -> float:
-    ends = np.cumsum([len(item.endings) for item in items])
-    answers = [of_item.argmin() for of_item in np.split(losses, ends[:-1])]
-    return float(np.mean([answer == item.label for answer, item in zip(answers, items, strict=True)]))
+    return Accuracy(acc=share(totals), acc_norm=share(means), items=len(items))
 
 
 def _rows(index: int, item: Item, encode: Callable[[str], np.ndarray], context: int) -> list[_Row]:

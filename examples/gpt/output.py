@@ -1,9 +1,7 @@
 """Write results: into a folder that was checked before, as JSON without NaN, as plots of one look."""
 
 import json
-import math
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +24,8 @@ def require_folder(folder: Path) -> None:
 
 def dumps(content: Any, *, indent: int | None = None) -> str:
     """Return JSON; null stands for NaN and infinities, which JSON does not have."""
-    return json.dumps(_without_nan(content), indent=indent, allow_nan=False)
-
-
-def _without_nan(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without_nan(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_without_nan(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    without_nan = json.loads(json.dumps(content), parse_constant=lambda name: None)
+    return json.dumps(without_nan, indent=indent, allow_nan=False)
 
 
 def save_plot(figure: Figure, path: Path) -> None:

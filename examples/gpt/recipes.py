@@ -98,7 +98,7 @@ RECIPES = (
 
 def get_recipe(name: str) -> Recipe:
     """Return the recipe of a name, or raise a `ValueError` that lists all names."""
-    for recipe in RECIPES:
-        if recipe.name == name:
-            return recipe
-    raise ValueError(f"no recipe is called {name!r}; there are {', '.join(recipe.name for recipe in RECIPES)}.")
+    by_name = {recipe.name: recipe for recipe in RECIPES}
+    if name not in by_name:
+        raise ValueError(f"no recipe is called {name!r}; there are {', '.join(by_name)}.")
+    return by_name[name]

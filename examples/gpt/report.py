@@ -146,14 +146,11 @@ def caption(comparison: Comparison) -> str:
     )
 
 
-def write_json(
-    path: Path, comparison: Comparison, settings: Mapping[str, Any], text: Mapping[str, Any], *, interrupted: bool
-) -> None:
+def write_json(path: Path, comparison: Comparison, settings: Mapping[str, Any], *, interrupted: bool) -> None:
     """Write the contents of the table and the pictures, and what is needed to repeat them."""
     packages = ("jax", "jaxlib", "flax", "optax", "numpy")
     content = {
         "settings": settings,
-        "text": text,
         "versions": {"python": platform.python_version(), "mpx": mpx.__version__}
         | {name: importlib.metadata.version(name) for name in packages},
         "device": {

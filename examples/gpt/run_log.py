@@ -76,21 +76,15 @@ def read_records(path: Path) -> list[Record]:
     for number, line in enumerate(lines, start=1):
         try:
             records.append(_record(json.loads(line)))
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
             if number < len(lines):
                 raise ValueError(f"{path}, line {number}: this is no line of a run's log: {error}") from error
     return records
 
 
 def _record(content: dict[str, Any]) -> Record:
-    values = []
-    for field in dataclasses.fields(Record):
-        value = content[field.name]
-        value = math.nan if value is None and field.type is float else value  # JSON has no NaN
-        if not isinstance(value, (int, field.type)) or isinstance(value, bool):
-            raise TypeError(f"{field.name} is {value!r}.")
-        values.append(value)
-    return Record(*values)
+    numbers = {f.name: math.nan for f in dataclasses.fields(Record) if f.type is float and content[f.name] is None}
+    return Record(**content | numbers)  # JSON has no NaN
 
 
 def _line(record: Record) -> str:

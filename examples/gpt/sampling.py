@@ -30,22 +30,18 @@ def generate(
 ) -> np.ndarray:
     """Continue a prompt of integer tokens (P,), and return `count` new tokens, int32, without it.
 
-    `logits_of` goes from `params` and int32 tokens (1, context) to logits (1, context, vocabulary) of any dtype.
-    It compiles once for each function object: pass the same one again, not a new lambda. Each token is drawn from the
-    softmax, in float32, of the logits at the last position divided by `temperature`: from all tokens, or from the
-    `top_k` most likely ones. At temperature 0 the most likely token is taken, of equal ones the lowest. A token whose
-    logit is -inf, as padding of the vocabulary has it, is never drawn. When the window is full, the oldest token leaves
-    it. Draw n depends on `key` and n alone, so a longer continuation begins with the shorter one.
+    `logits_of` goes from `params` and int32 tokens (1, context) to logits (1, context, vocabulary) of any dtype, and is
+    compiled once for each function object. Each token is drawn from the float32 softmax of the last position's logits
+    divided by `temperature`: from all tokens, or from the `top_k` most likely ones. At temperature 0 it is the most
+    likely one, of equal ones the lowest. A logit of -inf is never drawn. A full window loses its oldest token. Draw n
+    depends on `key` and n alone.
     """
-    prompt = np.asarray(prompt)
-    if prompt.ndim != 1 or prompt.size == 0 or not np.issubdtype(prompt.dtype, np.integer):
-        raise ValueError(f"`prompt` must be one row of integer tokens, but is {prompt.dtype} of shape {prompt.shape}.")
     if not (math.isfinite(temperature) and temperature >= 0):
         raise ValueError(f"`temperature` must be finite and 0 or more, but is {temperature}.")
     if count == 0:
         return np.zeros(0, np.int32)
     # A device takes subnormal numbers for 0, and there is no float32 beyond the largest.
-    smallest, largest = (float(limit) for limit in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
+    smallest, largest = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
     divisor = np.float32(min(temperature, largest) if temperature >= smallest else 0.0)
     seen = prompt[-context:]
     window = np.zeros(context, np.int32)  # what stands after the prompt is not read

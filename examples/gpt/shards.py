@@ -72,11 +72,10 @@ def open_shard(path: Path) -> np.ndarray:
         raise ShardError(f"cannot read the shard {path}: it is not a file.")
     try:
         tokens = np.lib.format.open_memmap(path, mode="r")
-        expected = tokens.offset + tokens.nbytes
+        if tokens.dtype != np.dtype("<u2") or tokens.ndim != 1 or tokens.offset + tokens.nbytes != path.stat().st_size:
+            raise ValueError("it is not one row of uint16")
     except Exception as error:  # NumPy raises many types for a damaged header
         raise ShardError(f"{path} is no shard of tokens, or is damaged: {error}. {_MAKE_AGAIN}") from error
-    if tokens.dtype != np.dtype("<u2") or tokens.ndim != 1 or expected != path.stat().st_size:
-        raise ShardError(f"{path} is no shard of tokens, or is damaged: it is not one row of uint16. {_MAKE_AGAIN}")
     return tokens.view(np.ndarray)  # a plain view is faster to slice
 
 
@@ -96,7 +95,7 @@ def _sha256(path: Path) -> str:
 
 @contextlib.contextmanager
 def _replaced(path: Path) -> Iterator[BinaryIO]:
-    """Open a file that gets its name when all of it is on the disk; after an error nothing of it remains."""
+    """Open a file that gets its name when all of it is on the disk, and none after an error."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("wb") as file:
@@ -127,7 +126,7 @@ def read_index(folder: Path) -> Index:
         index = _parsed(json.loads(path.read_bytes()))
     except OSError as error:
         raise ShardError(f"cannot read {path}: {error.strerror or error}.") from error
-    except (ValueError, RecursionError) as error:
+    except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
         raise ShardError(f"{path} is no index of shards: {error}") from error
     for shard in index.training + index.validation:
         there = len(open_shard(folder / shard.name))
@@ -145,33 +144,23 @@ def fingerprint(index: Index) -> str:
 
 
 def _parsed(content: Any) -> Index:
-    version = _field(content, "version", int)
-    if version != VERSION:
-        raise ValueError(f"version {version} cannot be read, only version {VERSION}. {_MAKE_AGAIN}")
-    kinds = {"texts": list, "tokenizer": str, "vocabulary": int, "separator": int, "training": list, "validation": list}
-    fields = {name: _field(content, name, kind) for name, kind in kinds.items()}
-    for part in ("training", "validation"):
-        fields[part] = tuple(map(_shard, fields[part]))
-        if not fields[part]:
-            raise ValueError(f"there is no shard in `{part}`.")
-    index = Index(**fields | {"texts": tuple(map(str, fields["texts"]))})
+    if content["version"] != VERSION:
+        raise ValueError(f"version {content['version']} cannot be read, only version {VERSION}. {_MAKE_AGAIN}")
+    shard = lambda fields: Shard(str(fields["name"]), int(fields["tokens"]), str(fields["sha256"]))
+    index = Index(
+        texts=tuple(map(str, content["texts"])),
+        tokenizer=str(content["tokenizer"]),
+        vocabulary=int(content["vocabulary"]),
+        separator=int(content["separator"]),
+        training=tuple(map(shard, content["training"])),
+        validation=tuple(map(shard, content["validation"])),
+    )
     if not 0 <= index.separator < index.vocabulary <= MAXIMUM_VOCABULARY:
         raise ValueError(f"a vocabulary of {index.vocabulary} with the separator {index.separator} cannot be.")
     names = [shard.name for shard in index.training + index.validation]
-    if len(set(names)) < len(names):
-        raise ValueError("a shard is named more than once.")
+    if not (index.training and index.validation) or len(set(names)) < len(names):
+        raise ValueError("each part needs shards, and no shard may be named twice.")
+    for name in names:
+        if not _SAFE_NAME.fullmatch(name):
+            raise ValueError(f"the name {name!r} of a shard may have letters, digits, '.', '_' and '-' only.")
     return index
-
-
-def _shard(content: Any) -> Shard:
-    shard = Shard(_field(content, "name", str), _field(content, "tokens", int), _field(content, "sha256", str))
-    if not _SAFE_NAME.fullmatch(shard.name):
-        raise ValueError(f"the name {shard.name!r} of a shard may have letters, digits, '.', '_' and '-' only.")
-    return shard
-
-
-def _field(content: Any, name: str, kind: type) -> Any:
-    """Return one field of a JSON object; True is no number here."""
-    if not isinstance(content, dict) or type(content.get(name)) is not kind:
-        raise ValueError(f"`{name}` must be there, and be {kind.__name__}.")
-    return content[name]

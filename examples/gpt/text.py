@@ -1,7 +1,5 @@
 """Read text as bytes, and split it into a part for training and a part for validation."""
 
-import dataclasses
-import hashlib
 import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,28 +23,15 @@ class TextError(ValueError):
     """A text cannot be used; the message says why and what to do."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Text:
-    """A text and its name in a report."""
-
-    name: str
-    content: bytes
-
-    @property
-    def sha256(self) -> str:
-        """Return a hash. Only runs with the same hash are comparable: the standard library depends on the version."""
-        return hashlib.sha256(self.content).hexdigest()
-
-
 # --- Reading. ---
-def read_text(path: Path | None) -> Text:
+def read_text(path: Path | None) -> bytes:
     """Read the first `MAXIMUM_BYTES` of the documents of a path; arguments and errors are those of `documents`."""
     content = bytearray()
     for document in documents(path):
         content += document[: MAXIMUM_BYTES - len(content)]
         if len(content) == MAXIMUM_BYTES:
             break
-    return Text(name_of(path), bytes(content))
+    return bytes(content)
 
 
 def documents(path: Path | None, on_read: Callable[[int], None] = lambda count: None) -> Iterator[bytes]:

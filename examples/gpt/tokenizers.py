@@ -20,12 +20,10 @@ NAMES = ("bytes", "gpt2")
 GPT2_VOCABULARY = 50_257
 GPT2_FILES = ("vocab.bpe", "encoder.json")
 SPECIAL_TOKEN = "<|endoftext|>"
-# GPT-2's rule for words, within which bytes are joined. The possessive `++` of tiktoken's own form gives the same words
-# as the published `+`, and does not backtrack over a long run of blanks.
+# GPT-2's pattern of words, in which bytes are joined, in tiktoken's form: `++` does not backtrack over many blanks.
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-# tiktoken fails on a run of a million blanks. Cutting such a run changes only the tokens within it.
+_BLANKS = re.compile(r"(\s{10000})")  # tiktoken fails on a run of a million blanks, so a long run is cut
 REASON_CHARACTERS = 200
-_BLANKS = re.compile(r"(\s{10000})")
 _WHERE_FROM = (
     f"Put the files {GPT2_FILES[0]} and {GPT2_FILES[1]} that OpenAI published with GPT-2 "
     f"(https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/) into a folder, and name it with "
@@ -37,9 +35,9 @@ _WHERE_FROM = (
 class ByteTokenizer:
     """A tokenizer whose tokens are bytes. The zero byte separates documents, since no text has one."""
 
-    name: str = dataclasses.field(default="bytes", init=False)
-    vocabulary: int = dataclasses.field(default=256, init=False)
-    separator: int = dataclasses.field(default=0, init=False)
+    name: str = "bytes"
+    vocabulary: int = 256
+    separator: int = 0
 
     def encode(self, text: bytes | str) -> np.ndarray:
         """Return the bytes of a text, or of its UTF-8, as uint16."""
@@ -128,22 +126,15 @@ def encoding_of_ranks(ranks: Mapping[bytes, int]) -> "tiktoken.Encoding":
     """Return the encoding in which each sequence of bytes has this token; lower tokens are joined first."""
     import tiktoken
 
-    if sorted(ranks.values()) != list(range(len(ranks))) or not {bytes([byte]) for byte in range(256)} <= ranks.keys():
-        raise ValueError("a vocabulary has all single bytes, and numbers its tokens 0, 1, 2, ...")
     special_tokens = {SPECIAL_TOKEN: len(ranks)}
     return tiktoken.Encoding("gpt2", pat_str=PATTERN, mergeable_ranks=dict(ranks), special_tokens=special_tokens)
 
 
 def _checked(tokens: Sequence[int] | np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
-    tokens = np.asarray(tokens)
-    if tokens.size == 0:
-        return np.zeros(0, np.int64)
-    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
-        raise ValueError(f"`tokens` must be integers in one row, but are {tokens.dtype} of shape {tokens.shape}.")
-    outside = np.flatnonzero((tokens < 0) | (tokens >= tokenizer.vocabulary))
-    if outside.size:
+    tokens = np.asarray(tokens, np.int64)
+    if tokens.size and not 0 <= tokens.min() <= tokens.max() < tokenizer.vocabulary:
         raise ValueError(
-            f"token {tokens[outside[0]]} at position {outside[0]} is not in the vocabulary of {tokenizer.name!r}, "
-            f"which has {tokenizer.vocabulary:,} tokens; leave out the padding before decoding."
+            f"tokens from {tokens.min()} to {tokens.max()} are not all in the vocabulary of {tokenizer.name!r}, which "
+            f"has {tokenizer.vocabulary:,} tokens; leave out the padding before decoding."
         )
     return tokens

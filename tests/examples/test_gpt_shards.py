@@ -2,7 +2,6 @@
 
 import json
 import os
-import tracemalloc
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from examples.gpt import data, shards
-from examples.gpt.shards import Index, Shard, ShardError
+from examples.gpt.shards import Index, ShardError
 from tests.helpers import examples
 
 TOKENS = np.arange(50, dtype=np.uint16) % 30
@@ -64,6 +63,8 @@ def test_tokens_come_back_as_they_were_written_and_cannot_be_changed(folder):
     np.testing.assert_array_equal(np.load(folder / NAMES[0], allow_pickle=False), TOKENS)
     with pytest.raises(ValueError, match="read-only"):
         tokens[0] = 1
+    np.save(folder / NAMES[0], TOKENS.astype(np.int32))
+    assert "it is not one row of uint16" in refused(shards.open_shard, folder / NAMES[0])
 
 
 def test_a_token_outside_of_the_vocabulary_is_not_written(tmp_path):
@@ -98,61 +99,24 @@ def test_a_damaged_shard_is_refused_by_name(shared, data):
     assert refused(shards.read_index, folder) is None  # negative control
 
 
-def test_shards_of_other_arrays_are_refused(tmp_path):
-    for number, array in enumerate([TOKENS.astype(np.int32), TOKENS[None], np.array([None]), np.float32(3)]):
-        path = tmp_path / f"{number}.npy"
-        np.save(path, array)
-        assert str(path) in refused(shards.open_shard, path)
+# --- The index. ---
 
 
-def test_a_shard_that_claims_to_be_huge_takes_no_memory(tmp_path):
-    """The claim is compared with the size of the file; a file that is so large is mapped and not read."""
-    path = tmp_path / "huge.npy"
-    shards.write_shard(path, TOKENS, vocabulary=30)
-    path.write_bytes(path.read_bytes().replace(b"(50,), }           ", b"(549755813888,), } "))
-    tracemalloc.start()
-    try:
-        assert str(path) in refused(shards.open_shard, path)
-        os.truncate(path, 128 + 2**40)
-        message = refused(lambda: np.testing.assert_equal(shards.open_shard(path)[-1], 0))
-        assert tracemalloc.get_traced_memory()[1] < 1 << 20
-    except OSError as error:
-        pytest.skip(f"this file system has no files of this size: {error}")
-    finally:
-        tracemalloc.stop()
-    assert message is None or str(path) in message
-
-
-NO_FILES = {
-    "missing": lambda path: None,
-    "a dangling link": lambda path: path.symlink_to(path.with_name("nowhere")),
-    "a link to itself": lambda path: path.symlink_to(path),
-    "a link to an endless device": lambda path: path.symlink_to("/dev/zero"),
-    "a pipe that nobody writes": os.mkfifo,
-    "a folder": os.mkdir,
-}
-
-
-@pytest.mark.parametrize("what", NO_FILES)
-def test_what_is_no_file_is_neither_a_shard_nor_an_index(what, folder):
-    """A pipe would be waited for, and a device read without end."""
+@pytest.mark.parametrize("make", [lambda path: None, os.mkfifo], ids=["missing", "a pipe that nobody writes"])
+def test_what_is_no_file_is_neither_a_shard_nor_an_index(make, folder):
+    """A pipe would be waited for without end."""
     for name in (NAMES[0], "index.json"):
         (folder / name).unlink()
-        NO_FILES[what](folder / name)
+        make(folder / name)
         message = refused(shards.read_index, folder)
         assert str(folder) in message
         assert name in message
 
 
-# --- The index. ---
-def test_an_index_comes_back_as_it_was_written(folder):
+def test_an_index_comes_back_as_written_and_only_the_same_tokens_have_the_same_fingerprint(folder, tmp_path):
     index = shards.read_index(folder)
     assert index == write_folder(folder)
     assert (index.tokens("training"), index.tokens("validation")) == (50, 50)
-
-
-def test_only_the_same_tokens_have_the_same_fingerprint(folder, tmp_path):
-    index = shards.read_index(folder)
     other = shards.write_shard(folder / NAMES[1], TOKENS[::-1].copy(), vocabulary=30)
     assert shards.fingerprint(index) == shards.fingerprint(write_folder(folder))
     assert shards.fingerprint(index) != shards.fingerprint(Index(("a",), "bytes", 30, 0, index.training, (other,)))
@@ -162,17 +126,15 @@ def test_only_the_same_tokens_have_the_same_fingerprint(folder, tmp_path):
     ("change", "message"),
     [
         ({"version": 1}, "version 1 cannot be read"),
-        ({"tokenizer": 3}, "`tokenizer` must be there, and be str"),
-        ({"vocabulary": True}, "`vocabulary` must be there, and be int"),
         ({"separator": 30}, "a vocabulary of 30 with the separator 30"),
         ({"vocabulary": 1 << 17}, "a vocabulary of 131072"),
-        ({"training": []}, "there is no shard in `training`"),
-        ({"training": [3]}, "`name` must be there"),
-        ({"training": [{"name": NAMES[1], "tokens": 50, "sha256": ""}]}, "a shard is named more than once"),
+        ({"training": []}, "each part needs shards"),
+        ({"training": [3]}, "is no index of shards"),
+        ({"training": [{"name": NAMES[1], "tokens": 50, "sha256": ""}]}, "no shard may be named twice"),
         ({"training": [{"name": NAMES[0], "tokens": 49, "sha256": ""}]}, "has 50 tokens, but index.json says 49"),
         *(
             ({"training": [{"name": name, "tokens": 50, "sha256": ""}]}, "may have letters, digits")
-            for name in ("../a.npy", "/a.npy", "", "..", "a/b", "a\0b")
+            for name in ("../a.npy", "/a.npy", "a/b")
         ),
     ],
 )
@@ -204,9 +166,6 @@ def test_a_check_names_all_damaged_shards(tmp_path):
     message = refused(data.check, tmp_path)
     assert message.count("does not have the checksum in index.json") == 2
     assert all(name in message for name in NAMES)
-
-
-def test_a_token_outside_of_the_vocabulary_is_seen_by_the_check(folder):
-    (shard,) = shards.read_index(folder).training
-    assert "has the token 29" in refused(shards.verify_shard, folder / NAMES[0], shard, 29)
-    assert refused(shards.verify_shard, folder / NAMES[0], Shard(shard.name, 50, shard.sha256), 30) is None
+    (shard,) = shards.read_index(tmp_path).training
+    write_folder(tmp_path)
+    assert "has the token 29" in refused(shards.verify_shard, tmp_path / NAMES[0], shard, 29)

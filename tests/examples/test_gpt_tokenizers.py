@@ -79,32 +79,11 @@ def test_the_separator_of_bytes_is_not_accepted_as_text():
         ByteTokenizer().encode(b"ab\0c")
 
 
-@pytest.mark.parametrize(
-    ("tokens", "message"),
-    [
-        ([5, 256, 3], "token 256 at position 1 is not in the vocabulary of 'bytes', which has 256 tokens; leave out"),
-        (np.array([0, -1]), "token -1 at position 1"),
-        ([[1, 2]], r"integers in one row, but are int64 of shape \(1, 2\)"),
-        ([1.0], "integers in one row, but are float64"),
-    ],
-    ids=["large", "negative", "rows", "floats"],
-)
-def test_what_is_no_token_is_refused(tokens, message):
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("tokens", [[5, 256, 3], [0, -1]], ids=["large", "negative"])
+def test_what_is_no_token_is_refused(tokens):
+    with pytest.raises(ValueError, match=r"are not all in the vocabulary of 'bytes', which has 256 tokens; leave out"):
         ByteTokenizer().decode(tokens)
     assert ByteTokenizer().decode([]) == ""
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("words",), "no tokenizer is called 'words'; there are bytes, gpt2"),
-        (("bytes", "files"), "needs no vocabulary"),
-    ],
-)
-def test_options_that_make_no_tokenizer_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        get_tokenizer(*arguments)
 
 
 # --- Pairs of bytes. ---
@@ -119,12 +98,8 @@ def test_bytes_are_joined_as_far_as_the_vocabulary_goes(pairs):
 @given(text=st.text(st.characters(codec="utf-8")))
 def test_byte_pairs_come_back_as_the_text_they_were(pairs, text):
     assert pairs.decode(pairs.encode(text)) == text
-
-
-def test_bytes_that_are_no_characters_become_replacements(pairs):
-    half, wrong = pairs.encode("é")[:1], pairs.encode(b"a\xffb")
-    assert pairs.decode(half) == "\ufffd"
-    assert pairs.decode(wrong) == "a\ufffdb"
+    assert pairs.decode(pairs.encode("é")[:1]) == "\ufffd"  # half a character
+    assert pairs.decode(pairs.encode(b"a\xffb")) == "a\ufffdb"
 
 
 def test_the_separator_is_text_where_text_is_encoded_and_its_name_where_it_is_decoded(pairs):
@@ -185,9 +160,7 @@ def test_a_vocabulary_of_another_size_is_refused_and_read_again_when_it_has_chan
     [
         ("vocab.bpe", None),
         ("vocab.bpe", b""),
-        ("vocab.bpe", b"#version\na b c\n"),
         ("vocab.bpe", b"\xff\xfe"),
-        ("encoder.json", b'{"a"'),
         ("encoder.json", b"{}"),
         ("encoder.json", b"[" * 100_000),
     ],
@@ -198,10 +171,3 @@ def test_missing_and_damaged_files_are_refused_with_their_folder(name, content, 
     (folder / name).unlink() if content is None else (folder / name).write_bytes(content)
     with pytest.raises(ValueError, match=rf"cannot read GPT-2's vocabulary in {folder} \("):
         get_tokenizer("gpt2", folder)
-
-
-@pytest.mark.parametrize("first", [0, 1], ids=["a byte is missing", "numbers from 1"])
-def test_a_vocabulary_that_cannot_be_one_is_refused(first):
-    pytest.importorskip("tiktoken")
-    with pytest.raises(ValueError, match="has all single bytes, and numbers its tokens 0, 1, 2"):
-        encoding_of_ranks({bytes([value]): value + first for value in range(255 + first)})
