@@ -68,7 +68,7 @@ class Settings:
     text: Annotated[Path | None, Option(help="File or folder to train on (4 MB); without it Python's library.")] = None
     recipes: Annotated[
         list[str], Option(help=f"all, or of {', '.join(ALL_NAMES)}; separated by commas or in several options.")
-    ] = DEFAULT_NAMES  # pyright: ignore[reportAssignmentType] - a dataclass wants a default that cannot change
+    ] = DEFAULT_NAMES  # a tuple: a dataclass wants defaults that cannot change
     steps: Annotated[int, Option(min=1, help="Training steps of a run.")] = 300
     seeds: Annotated[int, Option(min=1, help="Seeds of f32, whose standard deviation is the yardstick.")] = 3
     recipe_seeds: Annotated[int, Option(min=1, help="Seeds of every other recipe.")] = 1
