@@ -10,9 +10,9 @@ are transparent and can be read both on paper and on a dark page; `style` makes 
 `mpx.plot` is imported by its name: `import mpx` alone does not need Matplotlib.
 """
 
+from mpx.tools.plot.curves import loss_scale as loss_scale
 from mpx.tools.plot.curves import losses as losses
 from mpx.tools.plot.curves import lost_updates as lost_updates
 from mpx.tools.plot.exponents import exponents as exponents
-from mpx.tools.plot.loss_scale import loss_scale as loss_scale
 from mpx.tools.plot.memory import memory as memory
 from mpx.tools.plot.sheet import style as style

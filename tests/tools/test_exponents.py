@@ -1,6 +1,5 @@
 """Counts of numbers by fate and by exponent, against casts and `frexp` on the host."""
 
-import math
 from fractions import Fraction
 
 import jax
@@ -79,13 +78,6 @@ def test_a_scaled_range_is_that_of_scaled_numbers(scale):
         np.testing.assert_array_equal(infinite, [p >= Fraction(span.infinite_from) for p in products])
 
 
-def test_thresholds_are_where_ieee_754_has_them():
-    span = exponents.range_of("f16", "test")
-    tie = 2.0**-25  # it goes to the even neighbor, zero
-    assert (span.nonzero_from, span.normal_from, span.infinite_from) == (math.nextafter(tie, 1), 2.0**-14 - tie, 65520)
-    assert exponents.range_of("float8_e4m3fn", "test").infinite_from == math.nextafter(464.0, math.inf)
-
-
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=["float16", "bfloat16"])
 def test_the_histogram_of_every_16_bit_number_is_that_of_frexp(dtype):
     x = np.arange(2**16, dtype=np.uint16).view(dtype)
@@ -133,10 +125,10 @@ def test_a_sharded_array_is_counted_where_it_lies():
     assert "all-gather" not in counted.as_text()
 
 
-@pytest.mark.parametrize("given", ["int32", np.float64, None, "bf17"])
-def test_a_format_without_a_known_range_is_refused(given):
-    with pytest.raises(ValueError, match=r"`caller`: `dtype` must be one of f16, bf16, f32, .*float8_e5m2, but got"):
-        exponents.range_of(given, "caller")
+def test_a_format_without_a_known_range_is_refused():
+    for given in ("int32", np.float64, None, "bf17"):
+        with pytest.raises(ValueError, match=r"`caller`: `dtype` must be one of f16, bf16, .*float8_e5m2, but got"):
+            exponents.range_of(given, "caller")
 
 
 def test_float64_numbers_keep_their_own_bits():

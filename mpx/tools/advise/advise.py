@@ -37,13 +37,11 @@ def advise(
     The loss and its gradient are computed in float32 (matrix products at the highest precision), as the policy says,
     and with one thing narrowed at a time: the leaves of a group, stored in the policy's dtype, and their contractions,
     which `autocast` runs in its compute dtype; or the contractions of a source line that no leaf reaches. Where the
-    policy's error is above the bound, the leaves with the largest errors are kept in float32 by overrides. Bisection
-    finds how few of them suffice, and each of its steps is measured. Where no overrides suffice, contractions are kept
-    too, and `Advice.lines` names the lines around which to put `full_precision`.
+    policy's error is above the bound, overrides keep the leaves with the largest errors in float32, as few as bisection
+    finds to suffice. Where no overrides suffice, `Advice.lines` names the lines around which to put `full_precision`.
 
-    An override acts on `policy.cast_to_param` and on the contractions that `autocast(loss_fn, policy)` runs with the
-    leaf, and on an array of the batch with the same path. The loss is taken in float32, whatever the output dtype.
-    Operations that the rules of an autocast function narrow are narrowed in each row with a contraction.
+    The loss is taken in float32, whatever the output dtype. Operations that the rules of an autocast function narrow
+    are narrowed in each row with a contraction. An override acts on an array of the batch with the same path, too.
 
     It compiles a gradient for each row with contractions, and at most `6 + log2(rows)` more.
 
@@ -68,9 +66,9 @@ def advise(
     Raises:
         TypeError: if `loss_fn` is no function or does not return a real floating scalar, `policy` is no policy or
             `loss_scale` no loss scale; if parameters are no concrete arrays.
-        ValueError: if the parameters have no floating leaves or others than float32; if the bound is not above 0, the
-            loss scale no power of two, or `groups` none of the above; if there is no batch, or batches differ in shape;
-            if the policy narrows nothing of this loss; if the loss or gradient in float32 is infinite or NaN.
+        ValueError: if floating parameters are none or not float32; if the bound is not above 0, the loss scale no power
+            of two, or `groups` none of the above; if there is no batch, or batches differ in shape; if the policy
+            narrows nothing of this loss; if the loss or gradient in float32 is infinite or NaN.
 
     Example:
         >>> loss_fn = lambda params, x: jnp.mean((x @ params["first"] @ params["second"]) ** 2)

@@ -1,27 +1,27 @@
-"""Measure the floating leaves of trees, all together or in groups."""
+"""Measure the floating leaves of trees, all together or in groups, and leave no trace in the measured program."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
+import jax
+import jax.numpy as jnp
 import optax
+from jax import lax
 
 from mpx import _errors, _trees
-from mpx.tools.monitor.barrier import behind_barrier
 
+T = TypeVar("T")
 Groups = Literal["leaf"] | Mapping[str, str] | None
 
 
 def measure(caller: str, of_leaves: Callable[[Sequence[Any]], Any], groups: Groups) -> Callable[..., Any]:
-    """Return a measure of gradients or updates, for `optax.snapshot` and `watch`: a function of trees.
+    """Return a measure for `optax.snapshot` and `watch`: a function of gradients or updates, and perhaps of weights.
 
     Args:
         caller: the name of the public function that makes it.
         of_leaves: a function of a list with a tuple for each leaf: the update, and the weight if it needs one.
         groups: None, `"leaf"` or patterns by name.
-
-    Raises:
-        ValueError: if the groups are not of one of the three forms.
     """
     _check_groups(groups, caller)
 
@@ -37,6 +37,21 @@ def measure(caller: str, of_leaves: Callable[[Sequence[Any]], Any], groups: Grou
         return {name: of_leaves(leaves) for name, leaves in members.items()}
 
     return measured
+
+
+def behind_barrier(tree: T) -> T:
+    """Return the same numbers, in such a way that the compiler does not see that the training run reads them too.
+
+    It then fuses no arithmetic of a measure with that of the step, and rounds nothing in the step otherwise because a
+    value has two readers. Bits pass through the barrier rather than floating-point numbers: with those XLA on CPU
+    places the reshaping of a gradient of one column elsewhere, and LLVM contracts another product of the optimizer.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    floats = {i: jnp.asarray(x) for i, x in enumerate(leaves) if _trees.is_floating(x)}
+    bits = {i: lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}") for i, x in floats.items()}
+    bits = lax.optimization_barrier(bits)
+    hidden = {i: lax.bitcast_convert_type(x, floats[i].dtype) for i, x in bits.items()}
+    return treedef.unflatten([hidden.get(i, x) for i, x in enumerate(leaves)])
 
 
 def with_weights(caller: str, measured: Callable[[Any, Any], Any]) -> optax.GradientTransformationExtraArgs:

@@ -32,12 +32,10 @@ def underflow(dtype: DTypeLike, *, groups: Groups = None) -> Callable[[Any], Any
             name. Leaves that are not floating, or in no group, are not measured.
 
     Returns:
-        A measure for `optax.snapshot` and `watch`: a function of a tree that returns a float32 scalar, or a
-        dictionary of them.
+        A measure for `optax.snapshot` and `watch`: a function of a tree to a float32 scalar, or a dictionary of them.
 
     Raises:
-        ValueError: if the format is none of these, or `groups` is not of that form; when it measures, if a group has
-            no leaf.
+        ValueError: if `dtype` or `groups` is none of these; when it measures, if a group has no leaf.
 
     Example:
         >>> grads = {"embed": jnp.array([2.0**-26, 2.0**-24]), "head": jnp.ones(2)}

@@ -47,8 +47,7 @@ class ScaleHistory(NamedTuple):
 def scale_history(inner: optax.GradientTransformation, length: int = 1000) -> optax.GradientTransformationExtraArgs:
     """Remember the loss scales of the last steps, and which of them were skipped.
 
-    Both stay on the device, 5 bytes a step; `read_scale_history` reads them. Updates and the inner state are those of
-    `inner`.
+    Both stay on the device, 5 bytes a step; `read_scale_history` reads them. Updates are those of `inner`.
 
     Args:
         inner: a transformation with one `mpx.loss_scaling` in it.

@@ -211,7 +211,8 @@ def underflow_report(
     recommended = _recommended_scale(span, *bounds, int(headroom))
     scales = sorted({1.0, carried, recommended})
     # By leaf and scale: how many become zero, subnormal, normal and infinite.
-    fates = np.array([[_fates(x, span.edges(x.dtype, scale / carried)) for scale in scales] for _, x in arrays])
+    counts = [[_count_fates(x, span.edges(x.dtype, scale / carried)) for scale in scales] for _, x in arrays]
+    fates = np.array([[exponents.sum_int64(counted) for counted in row] for row in counts])
     whole = _shares(fates.sum(axis=0))
     leaves = [
         LeafUnderflow(
@@ -258,12 +259,7 @@ def _counts_and_ends(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     return exponents.count_exponents(x), smallest, jnp.max(magnitudes, where=counted, initial=0)
 
 
-def _fates(x: jax.Array, edges: np.ndarray) -> np.ndarray:
-    """Count the numbers that meet each of `FATES`. The edges are an argument: one program serves all scales."""
-    return exponents.sum_int64(_count_fates(x, edges))
-
-
-_count_fates = jax.jit(exponents.count_fates)
+_count_fates = jax.jit(exponents.count_fates)  # edges are an argument, so one program serves all scales
 
 
 def _shares(counts: np.ndarray) -> np.ndarray:

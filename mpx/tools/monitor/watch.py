@@ -10,15 +10,15 @@ import optax
 
 from mpx import _errors
 from mpx._transforms.float32_world import keep_types, stable_state, upcast_tree
-from mpx.tools.monitor.barrier import behind_barrier
+from mpx.tools.monitor.groups import behind_barrier
 
 
 def watch(measures: Mapping[str, Any]) -> optax.GradientTransformationExtraArgs:
     """Keep measurements of the updates in the optimizer state; the updates pass through.
 
-    This is `optax.monitor` with a state whose types no update changes. The state of `optax.monitor` holds no
-    measurements before its first update: so it cannot be the carry of a `jax.lax.scan`, the step compiles twice, and
-    `mpx.loss_scaling`, which chooses between the old state and the new one, refuses it. This one begins with zeros.
+    This is `optax.monitor` with measurements that begin as zeros. Those of `optax.monitor` begin with the first update:
+    so its state cannot be the carry of a `jax.lax.scan`, the step compiles twice, and `mpx.loss_scaling`, which chooses
+    between the old state and the new one, refuses it.
 
     Args:
         measures: by name, functions of the updates, or transformations whose `update` returns a measurement in place

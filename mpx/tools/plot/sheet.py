@@ -46,9 +46,8 @@ _SHEET: dict[str, Any] = {
 def style() -> Iterator[None]:
     """Make figures in a `with` block look like those of `mpx.plot`.
 
-    They are transparent, and their text is of a grey that can be read on white (4.5 to 1) and on a dark page (4.1 to 1
-    on #121212). Data have colors that stand out from both by 3 to 1. Axes that you make outside of such a block keep
-    their own look.
+    They are transparent, with text of a grey that can be read on white (4.5 to 1) and on a dark page (4.1 to 1 on
+    #121212), and colors that stand out from both by 3 to 1. Axes made outside of such a block keep their own look.
 
     Example:
         >>> import matplotlib.pyplot as plt
