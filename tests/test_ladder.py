@@ -60,24 +60,14 @@ def changes(before, after):
     return {name for name in a if a[name] != b[name]}
 
 
-@pytest.mark.parametrize(
-    ("name", "changed"),
-    {
-        "tf32": "recipe", "bf16": "recipe", "flash": "attention", "padded": "vocabulary_multiple",
-        "chunked": "loss_chunks", "split": "recipe", "8bit": "recipe", "accumulate": "accumulate",
-        "fast-rules": "rules", "dots": "checkpoint", "all-kept": "checkpoint", "scanned": "layers",
-        "whole-loss": "loss_chunks", "autocast-f32": "recipe",
-    }.items(),
-)  # fmt: skip
-def test_a_rung_is_the_one_before_it_and_the_change_that_it_names(name, changed):
-    assert changes(RUNGS[RUNGS[name].after], RUNGS[name]) == {changed}
-
-
-def test_the_ladders_have_no_gaps_and_every_recipe_exists():
-    for steps in (LADDER, TORCH_LADDER):
+def test_a_rung_is_the_one_before_it_and_one_change():
+    for steps, by_name in ((LADDER, RUNGS), (TORCH_LADDER, TORCH_RUNGS)):
         assert [rung.after for rung in steps] == [None, *(rung.name for rung in steps[:-1])]
+        assert {len(changes(by_name[rung.after], rung)) for rung in by_name.values() if rung.after} == {1}
     assert len(RUNGS) == len(LADDER) + len(EXTRAS)
-    assert {len(changes(TORCH_RUNGS[rung.after], rung)) for rung in TORCH_LADDER[1:]} == {1}
+
+
+def test_every_recipe_exists():
     of_parts = {recipe for part in fixed_batch.PARTS.values() for recipe in part.recipes} - {fixed_batch.CAST}
     recipes = sorted({rung.recipe for rung in RUNGS.values()} | of_parts)
     assert [get_recipe(name).name for name in recipes] == recipes
