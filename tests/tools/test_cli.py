@@ -230,27 +230,27 @@ def test_a_recipe_is_shown_in_its_parts_in_gigabytes_or_bytes(options, total):
 
 
 @pytest.mark.parametrize(
-    ("model", "parameters"),
-    [("train.py:init", 68), ("train.py:Half.make", 64), ("train:init", 68), ("train.py:huge", 10**12)],
+    ("arguments", "expected"),
+    [
+        # A function is not run. Parameters take 4 bytes each and so do gradients, in whatever dtype it makes them.
+        ("train.py:init --rule sgd", {"parameters": 68, "bytes_a_parameter": 8}),
+        ("train.py:Half.make --rule sgd", {"parameters": 64, "bytes_a_parameter": 8}),
+        ("train:init --rule sgd", {"parameters": 68, "bytes_a_parameter": 8}),
+        ("train.py:huge --rule sgd", {"parameters": 10**12, "bytes_a_parameter": 8}),
+        # Each moment is a float32 number a parameter, and each count 4 bytes.
+        ("1000 --rule lion", {"state_bytes": 4004}),
+        ("1000 --rule adamw", {"state_bytes": 8004}),
+        ("1000 --rule train.py:momentum", {"state_bytes": 4000}),
+        ("1000 --rule train.py:adam", {"state_bytes": 8004}),
+        # The first axis divides the state, of parameters rounded up to 256 for each of all devices.
+        ("1024 --mesh 2", {"state_bytes_a_device": 1024 * 8 // 2 + 4}),
+        ("1024 --mesh data=4", {"state_bytes_a_device": 1024 * 8 // 4 + 4}),
+        ("1024 --mesh replica=8,model=2", {"state_bytes_a_device": 4096 * 8 // 8 + 4}),
+    ],
 )
-def test_a_model_may_be_a_function_in_a_file_or_a_module_which_is_not_run(model, parameters):
-    """In the f32 recipe a parameter takes 4 bytes and its gradient 4, in whatever dtype the function makes it."""
-    plan = plan_of("f32", model, "--rule", "sgd")
-    assert (plan["parameters"], plan["bytes_a_parameter"]) == (parameters, 8)
-
-
-@pytest.mark.parametrize(
-    ("rule", "state"), [("sgd", 0), ("lion", 4), ("adamw", 8), ("train.py:momentum", 4), ("train.py:adam", 8)]
-)
-def test_a_rule_may_be_any_of_optax_or_one_of_the_users(rule, state):
-    """Each moment is a float32 number a parameter."""
-    assert plan_of("f32", "1M", "--rule", rule)["state_bytes"] == pytest.approx(state * 1e6, abs=4)
-
-
-@pytest.mark.parametrize(("mesh", "devices", "elements"), [("2", 2, 1024), ("data=4", 4, 1024), ("a=8,b=2", 8, 4096)])
-def test_a_mesh_divides_the_optimizer_state_along_its_first_axis(mesh, devices, elements):
-    """Two float32 moments a parameter, rounded up to 256 for each of all devices; and a count of 4 bytes."""
-    assert plan_of("f32", "1024", "--mesh", mesh)["state_bytes_a_device"] == elements * 8 // devices + 4
+def test_the_model_the_optimizer_and_the_mesh_are_those_that_were_named(arguments, expected):
+    plan = plan_of("f32", *arguments.split())
+    assert {name: plan[name] for name in expected} == expected
 
 
 def test_gradients_are_those_inside_of_a_step_unless_others_are_asked_for():
@@ -368,29 +368,22 @@ def test_a_function_is_explained_by_its_lines(policy):
     assert "100.0% of their FLOPs narrowed" in succeeded(*LOSS, policy).stdout
 
 
-def test_a_gradient_has_products_of_its_own():
-    explained = as_json("explain", "train.py:square", "f32[16,4]", "--policy", "f16", "--grad")
-    assert sum(row["count"] for row in explained["contractions"]) > 1
-    assert explained["narrowed_share"] == 1
-
-
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "contractions", "share"),
     [
-        ("loss", "--arguments", "train.py:arguments", "--policy", "bf16"),
-        ("square", "--arguments", "train.py:one_argument", "--policy", "bf16"),
-        ("lowered", *SHAPES),  # an autocast function has its own policy
+        (("square", "f32[16,4]", "--policy", "f16", "--grad"), range(2, 9), 1),  # a gradient has products of its own
+        (("loss", "--arguments", "train.py:arguments", "--policy", "bf16"), [1], 1),
+        (("square", "--arguments", "train.py:one_argument", "--policy", "bf16"), [1], 1),
+        (("lowered", *SHAPES), [1], 1),  # an autocast function has its own policy
+        (("jnp.sum", "f32[4]", "--policy", "bf16"), [0], None),
     ],
-    ids=["a tuple", "one argument", "an autocast function"],
+    ids=lambda given: given[0] if isinstance(given, tuple) else None,
 )
-def test_arguments_may_come_from_a_function_and_the_policy_from_autocast(arguments):
+def test_arguments_may_come_from_a_function_and_the_policy_from_autocast(arguments, contractions, share):
     function, *rest = arguments
     explained = as_json("explain", f"train.py:{function}", *rest)
-    assert (len(explained["contractions"]), explained["narrowed_share"]) == (1, 1)
-
-
-def test_the_share_of_no_contractions_is_null():
-    assert as_json("explain", "train:jnp.sum", "f32[4]", "--policy", "bf16")["narrowed_share"] is None
+    assert sum(row["count"] for row in explained["contractions"]) in contractions
+    assert explained["narrowed_share"] == share
 
 
 # Report.
