@@ -144,14 +144,12 @@ def _loss_and_aux(result: Any, has_aux: bool) -> tuple[jax.Array, Any]:
         if not (isinstance(result, tuple) and len(result) == 2):
             raise TypeError(f"{wanted}it returned {_trees.dtype_and_shape(result)}.")
     loss, aux = result if has_aux else (result, None)
-    if loss is None or isinstance(loss, (tuple, list, dict)):
-        got = type(loss).__name__
-        if has_aux:
-            raise TypeError(f"{wanted}the first of the pair is a {got}. Is it (aux, loss)?")
-        raise TypeError(f"{wanted}it returned a {got}. For a pair (loss, aux) give `has_aux=True`.")
-    loss = jnp.asarray(loss)
-    if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
-        raise TypeError(f"{wanted}its loss is {_trees.dtype_and_shape(loss)}, no real floating scalar.")
+    is_tree = not jax.tree_util.all_leaves([loss])
+    loss = loss if is_tree else jnp.asarray(loss)
+    if is_tree or loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
+        hint = "Is it (aux, loss)?" if has_aux else "For a pair (loss, aux) give `has_aux=True`."
+        shown = f"{_trees.dtype_and_shape(loss)}, no real floating scalar."
+        raise TypeError(f"{wanted}its loss is {shown} {hint}" if is_tree else f"{wanted}its loss is {shown}")
     return loss, aux
 
 
