@@ -121,7 +121,8 @@ def count_true(*masks: jax.Array) -> jax.Array:
 
 def count_fates(x: Any, edges: Any) -> jax.Array:
     """Count the nonzero finite numbers that meet each of `FATES`, by the `edges` of a range: uint32[..., 4]."""
-    at_least = count_true(*[magnitudes_of(x) >= edge for edge in edges])
+    magnitudes = magnitudes_of(x)
+    at_least = count_true(*[magnitudes >= edge for edge in edges])
     return at_least[..., :-1] - at_least[..., 1:]
 
 
