@@ -145,12 +145,12 @@ def _loss_and_aux(result: Any, has_aux: bool) -> tuple[jax.Array, Any]:
             raise TypeError(f"{wanted}it returned {_trees.dtype_and_shape(result)}.")
     loss, aux = result if has_aux else (result, None)
     is_tree = not jax.tree_util.all_leaves([loss])
-    loss = loss if is_tree else jnp.asarray(loss)
-    if is_tree or loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
+    array: Any = loss if is_tree else jnp.asarray(loss)
+    if is_tree or array.shape != () or not jnp.issubdtype(array.dtype, jnp.floating):
         hint = "Is it (aux, loss)?" if has_aux else "For a pair (loss, aux) give `has_aux=True`."
-        shown = f"{_trees.dtype_and_shape(loss)}, no real floating scalar."
+        shown = f"{_trees.dtype_and_shape(array)}, no real floating scalar."
         raise TypeError(f"{wanted}its loss is {shown} {hint}" if is_tree else f"{wanted}its loss is {shown}")
-    return loss, aux
+    return array, aux
 
 
 def _seed_and_rest(loss_scale: LossScale, loss_dtype: np.dtype) -> tuple[jax.Array, jax.Array | None]:
