@@ -7,8 +7,7 @@ Run it from the root of the repository:
     python -m examples.gpt.data --check --out tokens
 
 Without a text it reads the source code of Python's standard library. Of 100 documents or more every tenth is held out
-as a whole (`--validation 0.1`; a file above 1 MB is several documents). Fewer are joined and cut into 100 blocks, of
-which every tenth is held out. The same text always gives the same shards.
+as a whole (`--validation 0.1`; a file above 1 MB is several documents); fewer are joined and cut into 100 blocks.
 """
 
 import itertools

@@ -2,16 +2,12 @@
 
 The float32 logits of 16 sequences of 1,024 GPT-2 tokens take 3.3 GB, and their gradient the same again. The positions
 are therefore cut into chunks, and the logits of only one chunk exist at a time. A chunk's gradient is computed with its
-loss, while its logits exist. With L the sum of a chunk's losses,
+loss, so that no logit is computed twice, as it would be with `jax.checkpoint`; what is kept for the backward pass has
+the size of the features and the embedding (the idea of Liger-Kernel, Hsu et al., 2024).
 
-    loss = sum of L / tokens,   d loss / d features = dL/d features / tokens,   d loss / d embedding likewise, summed
-
-so that no logit is computed twice, as it would be with `jax.checkpoint`. The arrays kept for the backward pass are as
-large as the features and the embedding (the idea of Liger-Kernel's fused linear cross-entropy, Hsu et al., 2024).
-
-L is a sum and not a mean, so that the softmax's error enters the products as a number near 1, which float16 can hold;
-the division by the number of tokens is in float32. In float16 the embedding's gradient of a chunk, a sum over its
-tokens, must stay below 65,504: no loss scale acts on it, but more chunks make it smaller.
+A chunk's losses are summed, and divided by the number of tokens at the end, in float32: the softmax's error enters the
+products as a number near 1, which float16 can hold. In float16 the embedding's gradient of a chunk must stay below
+65,504: no loss scale acts on it, but more chunks make it smaller.
 """
 
 import jax

@@ -7,12 +7,12 @@ Run it from the root of the repository:
         cudnn --loss-chunks 8 --learning-rate 6e-4 --steps 19000
 
 The first trains the tiny model on Python's standard library. The second, on one line, is for a GPU and for shards that
-`examples.gpt.data` made.
+`examples.gpt.data` made. The folder of the run (`--out`) gets `log.jsonl`, `loss.png`, `checkpoints`, and `tokens` if
+the run makes its own.
 
-The folder of the run (`--out`) gets `log.jsonl`, `loss.png`, `checkpoints`, and `tokens` if the run makes its own.
 Ctrl-C and SIGTERM finish the current step, save a checkpoint and stop; the same command with `--resume` goes on from
-the newest one. A finished run goes on with `--resume` and more `--steps` than before: the schedule is then that of the
-new number of steps, so the learning rate jumps up to where a longer run would be, and falls again.
+the newest one. A finished run goes on with `--resume` and more `--steps`: its learning rate then jumps up to where that
+of a longer run would be, and falls again.
 
 Of several processes (`--coordinator-address`, `--num-processes`, `--process-id`, or a cluster that JAX knows) each
 reads its own part of every batch; the first one prints and writes. `examples.gpt.launch` starts some on one machine.
