@@ -436,6 +436,10 @@ class OwnState(NamedTuple):
     exp_avg_sq: Any
 
 
+class LabelledStates(NamedTuple):
+    inner_states: Any
+
+
 def test_names_of_parameters_do_not_decide_what_a_moment_is():
     """Negative gradients: a first moment under the unsigned map would be NaN."""
     start = Layer(jnp.ones(4096, jnp.float32), jnp.ones(4096, jnp.float32))
@@ -474,6 +478,9 @@ def test_second_moments_of_partitions_are_found_whatever_the_labels():
     start = {"a": jnp.ones(4096, jnp.float32), "b": jnp.ones(4096, jnp.float32)}
     state = mpx.low_precision_state(tx, {".*": EIGHT_BITS}).init(start)
     assert sorted(format_of(name).signed for name in state.block_scales) == [False, True, True]
+    labelled = optax.GradientTransformation(lambda p: LabelledStates({"nu": p["a"]}), lambda u, s, p=None: (u, s))
+    with pytest.raises(ValueError, match="not known whether they can be negative"):
+        mpx.low_precision_state(labelled, {"nu": EIGHT_BITS}).init(start)
 
 
 def test_another_state_and_one_inside_another_are_refused():
