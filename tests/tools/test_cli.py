@@ -103,6 +103,7 @@ def error_of(*arguments):
     assert result.stdout == ""
     (line,) = [line for line in result.stderr.splitlines() if not line.startswith("noise")]
     assert line.startswith("Error: ")
+    assert "mpx_cli" not in line  # a line of the command line itself is not the user's
     return line
 
 

@@ -27,7 +27,7 @@ def in_one_line() -> Iterator[None]:
     except (typer.Exit, typer.Abort, BrokenPipeError):
         raise
     except Exception as error:
-        if _is_debugging():
+        if os.environ.get("MPX_DEBUG"):
             raise
         typer.echo(f"Error: {message_of(error)}", err=True)
         raise typer.Exit(1) from None
@@ -54,7 +54,7 @@ def users_code() -> Iterator[None]:
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
         frame = next((frame for frame in reversed(frames) if _is_users(frame.filename)), None)
-        if _is_debugging() or frame is None:
+        if os.environ.get("MPX_DEBUG") or frame is None:
             raise
         where = f"{os.path.relpath(frame.filename)}:{frame.lineno} ({frame.name})"
         message = f"{where}: `{frame.line}` raised {type(error).__name__}: {error}"
@@ -64,8 +64,5 @@ def users_code() -> Iterator[None]:
 def _is_users(file: str) -> bool:
     path = pathlib.Path(file)
     is_installed = {"site-packages", "dist-packages"} & set(path.parts) or path.is_relative_to(_STANDARD_LIBRARY)
-    return not (is_installed or file.startswith("<") or path.is_relative_to(_PACKAGE))
-
-
-def _is_debugging() -> bool:
-    return bool(os.environ.get("MPX_DEBUG"))
+    is_ours = path.is_relative_to(_PACKAGE) or path == _PACKAGE.with_name("mpx_cli.py")
+    return not (is_installed or is_ours or file.startswith("<"))

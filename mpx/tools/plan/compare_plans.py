@@ -36,7 +36,7 @@ class PrecisionRecipe:
     formats_moments: bool = False
 
 
-_split = lambda rule: mixed_precision(rule, _BF16, storage="split")
+_split = lambda rule: mixed_precision(rule, _BF16)
 _kahan = lambda rule: optax.chain(upcast(rule), kahan_summation())
 _stochastic = lambda rule: optax.chain(upcast(rule), stochastic_rounding(jax.random.key(0)))
 _8_bits = lambda rule: low_precision_state(rule, {_MOMENTS: Blockwise8bit()})
