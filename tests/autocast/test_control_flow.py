@@ -317,8 +317,9 @@ def test_a_weight_travels_in_16_bits_only_if_its_gradient_is_rounded_anyway():
     once = lambda w, x: x @ w  # in the one branch; a branch is entered in 16 bits if all branches round
     w, x = normal(0, 4, 4, dtype=BF16), normal(1, 8, 4)
     for other, dtype in ((lambda w, x: jnp.sin(x @ w.T), BF16), (lambda w, x: x, F32), (lambda w, x: x @ w @ w, F32)):
-        fun = mpx.autocast(lambda w, x, other=other: lax.cond(x[0, 0] > 0, once, other, w, x), BF16)
-        assert operand_dtypes(fun, w, x, primitive="cond")[0] == [np.int32, dtype, F32]
+        for branches in ((once, other), (other, once)):
+            fun = mpx.autocast(lambda w, x, branches=branches: lax.cond(x[0, 0] > 0, *branches, w, x), BF16)
+            assert operand_dtypes(fun, w, x, primitive="cond")[0] == [np.int32, dtype, F32]
 
 
 @half_dtypes
@@ -518,7 +519,7 @@ def uses_in_a_checkpoint(use, w, n):
 
 def uses_of_a_weight_beside_a_product(use, w, n):
     """Like the embedding of a first token beside those of a sequence."""
-    rows = jnp.concatenate([w[None], (jnp.ones((2, 2), F32) @ jnp.ones((2, 1), F32))[None]])
+    rows = jnp.concatenate([w, jnp.ones((2, 2), F32) @ jnp.ones((2, 1), F32)]).reshape(2, 2, 1)
     return lax.scan(lambda c, row: (c + uses_in_a_checkpoint(use, row, n), None), jnp.float32(0), rows)[0]
 
 
