@@ -43,7 +43,7 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Run `mpx doctor | plan | explain | report`; the installed `mpx` calls this.
+    """Run `mpx doctor | plan | explain | program | report`; the installed `mpx` calls this.
 
     Raises:
         SystemExit: always, with the exit code: 0, 1 after an error, 2 for wrong usage, 3 after a warning of the doctor.
@@ -149,33 +149,24 @@ def plan(
         ),
     ] = None,
     exact: Annotated[bool, typer.Option("--bytes", help="Show exact numbers of bytes, not GB (10^9 bytes).")] = False,
-    hlo: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE:NAME",
-            help="A function of a batch size that returns (step, arguments): the training step, best as jax.jit with "
-            "donate_argnums returns it, and a tuple of its arguments or their shapes. The step is compiled, not run, "
-            "and the memory that XLA needs for it is shown; with --memory, the largest batch too.",
-        ),
-    ] = None,
-    batch: Annotated[
-        list[int] | None, typer.Option(metavar="SIZE", min=1, help="A batch size for --hlo; may be repeated.")
-    ] = None,
     as_json: _AsJson = False,
 ) -> None:
     """Count the bytes that a training run holds under each precision recipe, before anything is allocated."""
     from mpx.tools.cli import given, output, plans
 
-    if batch and hlo is None:
-        raise given.CommandError("--batch would do nothing without --hlo.")
     limit = None if memory is None else given.memory_bytes(memory)
     planned = given.function(model) if ":" in model else given.parameters(model)
     comparison = plans.compare(planned, rule, recipe or [], mesh, gradient_dtype)
+<<<<<<< HEAD
     steps, largest_batch = ({}, None) if hlo is None else plans.steps(hlo, batch or [1], limit)
     content = {"model": model, "rule": rule, "plans": comparison.plans, "largest_batch": largest_batch}
     content |= plans.what_fits(comparison, limit) if as_json else {}
     content["steps"] = [{"batch": size} | found.as_dict() for size, found in steps.items()]
     parts = plans.tables(comparison, limit, exact) + plans.table_of_steps(steps, largest_batch, exact)
+=======
+    content = {"model": model, "rule": rule, "plans": comparison.plans} | plans.what_fits(comparison, limit)
+    parts = plans.tables(comparison, limit, exact)
+>>>>>>> 148736d (step_report and mpx program: what a compiled step costs, on a GPU that is not here too; step_memory goes)
     output.write(content, parts if gradient_dtype else [*parts, plans.CONVENTION], as_json)
 
 
@@ -226,6 +217,69 @@ def explain(
     with given.users_code():
         explanation = mpx.explain(jax.grad(fun) if grad else fun, policy)(*args)
     output.write(explanation.as_dict(), [explanation], as_json)
+
+
+@_command("mpx program train.py:step_and_arguments --target h100")
+def program(
+    function: Annotated[
+        str,
+        typer.Argument(
+            help="file.py:function or module:function: a step, with a shape for each argument; or a function that "
+            "returns (step, arguments, donated): a step, a tuple of its arguments or their shapes, and the positions "
+            "of those that are donated, unless jax.jit returned the step."
+        ),
+    ],
+    shapes: Annotated[
+        list[str] | None, typer.Argument(help="A shape for each argument of a step: f32[8,16], bf16[4], i32[].")
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="a100, h100, h200, b200, v5e or v6e; it need not be here. This machine if left out."
+        ),
+    ] = None,
+    donate: Annotated[
+        list[int] | None,
+        typer.Option(metavar="POSITION", min=0, help="An argument of a step that is donated; may be repeated."),
+    ] = None,
+    batch: Annotated[
+        list[int] | None,
+        typer.Option(
+            metavar="SIZE", min=1, help="A batch size, which the function gets as its argument; may be repeated."
+        ),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="With --batch: search the largest batch that fits; the target's if left out."
+        ),
+    ] = None,
+    as_json: _AsJson = False,
+) -> None:
+    """Compile a training step, and show what it costs: memory, traffic, precision, and a bound of its time.
+
+    Nothing runs, so the device need not be there. GPUs need the extra cuda12 or cuda13.
+    """
+    if target is not None:
+        from mpx.tools.program import targets
+
+        targets.allow_targets()  # before JAX starts
+    from mpx.tools.cli import given, output, programs
+
+    if shapes and batch:
+        raise given.CommandError("give either shapes or --batch.")
+    if (donate and not shapes) or (memory and not batch):
+        raise given.CommandError("--donate does nothing without shapes, and --memory nothing without --batch.")
+    if target is not None:
+        programs.require_target(target)
+    if not batch:
+        found = programs.report(function, shapes or [], target, donate or [])
+        output.write(found.as_dict(), [found], as_json)
+        return
+    limit = None if memory is None else given.memory_bytes(memory)
+    compared, largest = programs.by_batch(function, batch, target, limit)
+    parts = [compared] if largest is None else [compared, f"The largest batch that fits: {largest:,}."]
+    output.write(compared.as_dict() | {"largest_batch": largest}, parts, as_json)
 
 
 @_command("mpx report gradients.npz --dtype f16")

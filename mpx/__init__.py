@@ -59,7 +59,7 @@ from mpx.tools.monitor.underflow import underflow_report as underflow_report
 from mpx.tools.plan.capacity import largest_that_fits as largest_that_fits
 from mpx.tools.plan.compare_plans import compare_plans as compare_plans
 from mpx.tools.plan.memory_plan import memory_plan as memory_plan
-from mpx.tools.plan.step_memory import step_memory as step_memory
+from mpx.tools.program.step_report import step_report as step_report
 
 try:
     __version__ = _version("mpx-jax")

@@ -19,7 +19,7 @@ ROOMS = [
     {"mpx._gradients", "mpx._recipes", "mpx._parallel", "mpx._inspect"},
     {"mpx.tools.plan", "mpx.tools.monitor"},
     {"mpx.monitor"},
-    {"mpx.tools.advise", "mpx.tools.doctor"},
+    {"mpx.tools.advise", "mpx.tools.doctor", "mpx.tools.program"},
     {"mpx.tools.plot"},
     {"mpx.plot", "mpx.doctor"},
     {"mpx"},

@@ -1,15 +1,11 @@
-"""Plans of recipes and of compiled steps, and their tables, for `mpx plan`."""
+"""Plans of recipes and their tables, for `mpx plan`."""
 
-import functools
-from collections.abc import Mapping
 from typing import Any
 
 import mpx
-from mpx._tables import Table
-from mpx.tools.cli import given, output
+from mpx.tools.cli import given
 from mpx.tools.cli.errors import CommandError, users_code
-from mpx.tools.plan import STANDARD_RECIPES, PlanComparison, StepMemory
-from mpx.tools.plan.units import shown, unit_for
+from mpx.tools.plan import STANDARD_RECIPES, PlanComparison
 
 CONVENTION = (
     "Without activations. Gradients are those inside one jitted step; --gradient-dtype f32 counts those that leave it."
@@ -46,38 +42,3 @@ def tables(comparison: PlanComparison, limit: int | None, exact: bool) -> list[A
     plans = list(comparison.plans.values())
     compared = [comparison.table(exact=exact, memory_bytes=limit)] if limit or len(plans) > 1 else []
     return compared if len(plans) > 1 else [*compared, plans[0].table(exact=exact)]
-
-
-def table_of_steps(steps: Mapping[int, StepMemory], largest_batch: int | None, exact: bool) -> list[Any]:
-    """Return the table of the compiled steps by batch size, if there are any."""
-    if not steps:
-        return []
-    largest = "" if largest_batch is None else f"; the largest batch that fits is {largest_batch:,}"
-    rows = {size: found.as_dict() for size, found in steps.items()}
-    unit = unit_for([step.peak for step in steps.values()], exact)
-    lines = [(f"{size:,}", *(shown(number, unit) for number in row.values())) for size, row in rows.items()]
-    title = f"Memory of the compiled step, in {unit[0]}{largest}"
-    return [Table(title, [("batch", *next(iter(rows.values()))), *lines], range(7))]
-
-
-def steps(reference: str, batches: list[int], limit: int | None) -> tuple[dict[int, StepMemory], int | None]:
-    """Compile the step for each batch size, and return its memory by size and the largest size that fits."""
-    step_of = given.function(reference)
-
-    with output.progress_console().status("Compiling ...") as status:
-
-        @functools.cache
-        def memory_of(batch: int) -> StepMemory:
-            status.update(f"Compiling the step for a batch of {batch:,} ...")
-            with users_code():
-                made = step_of(batch)
-                if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[1], (tuple, list)):
-                    raise CommandError(
-                        f"{reference} must return a pair of a step and a tuple of its arguments or their shapes."
-                    )
-                return mpx.step_memory(made[0], *made[1])
-
-        by_batch = {batch: memory_of(batch) for batch in sorted(set(batches))}
-        peak = lambda batch: memory_of(batch).peak
-        largest = None if limit is None else mpx.largest_that_fits(peak, limit, start=max(batches))
-    return by_batch, largest

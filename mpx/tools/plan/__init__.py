@@ -8,5 +8,3 @@ from mpx.tools.plan.compare_plans import compare_plans as compare_plans
 from mpx.tools.plan.memory_plan import MemoryPlan as MemoryPlan
 from mpx.tools.plan.memory_plan import memory_plan as memory_plan
 from mpx.tools.plan.rows import PlanRow as PlanRow
-from mpx.tools.plan.step_memory import StepMemory as StepMemory
-from mpx.tools.plan.step_memory import step_memory as step_memory

@@ -132,7 +132,7 @@ def memory_plan(
 
     Parameters, gradients and optimizer state are counted, to the byte, as one jitted step holds them. There a gradient
     has the narrower of its parameter's dtype and the policy's compute dtype. Activations and other temporaries are not
-    counted: see `step_memory`. An array that stands in the tree twice counts twice, since `jax.jit` returns two.
+    counted: see `step_report`. An array that stands in the tree twice counts twice, since `jax.jit` returns two.
 
     Args:
         model: a function without arguments that makes the parameters, which is traced and not run; or a tree of them,

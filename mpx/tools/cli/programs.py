@@ -1,0 +1,54 @@
+"""Reports of compiled steps, for `mpx program`."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import mpx
+from mpx.tools.cli import given, output
+from mpx.tools.cli.errors import CommandError, users_code
+from mpx.tools.program import ReportComparison, StepReport, compare_reports
+from mpx.tools.program.targets import get_target, target_devices
+
+
+def require_target(name: str) -> None:
+    """Raise if a target is not known or its compiler not installed, before any of the user's code runs."""
+    target_devices(get_target(name))
+
+
+def report(reference: str, shapes: Sequence[str], target: str | None, donate: Sequence[int]) -> StepReport:
+    """Return the report of a step with arguments of some shapes, or of what a function without arguments returns."""
+    function = given.function(reference)
+    if not shapes:
+        return _compiled(reference, function, (), target)
+    with output.progress_console().status("Compiling ..."), users_code():
+        return mpx.step_report(function, *map(given.shape, shapes), target=target, donate_argnums=tuple(donate))
+
+
+def by_batch(
+    reference: str, batches: Sequence[int], target: str | None, limit: int | None
+) -> tuple[ReportComparison, int | None]:
+    """Return reports by batch size, and the largest batch that fits into a memory, if one is given or the target's."""
+    function = given.function(reference)
+    report_of = functools.cache(lambda batch: _compiled(reference, function, (batch,), target))
+    reports = {f"batch {batch:,}": report_of(batch) for batch in sorted(set(batches))}
+    if limit is None and target is not None:
+        limit = get_target(target).memory_bytes
+    peak = lambda batch: report_of(batch).peak_bytes
+    largest = None if limit is None else mpx.largest_that_fits(peak, limit, start=max(batches))
+    return compare_reports(reports), largest
+
+
+def _compiled(reference: str, function: Any, args: tuple[int, ...], target: str | None) -> StepReport:
+    size = f" for a batch of {args[0]:,}" if args else ""
+    with output.progress_console().status(f"Compiling the step{size} ..."):
+        with users_code():
+            made = function(*args)
+        if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[1], (tuple, list)):
+            raise CommandError(
+                f"{reference} must return the step, a tuple of its arguments or their shapes, and (if it is not what "
+                "jax.jit returned) the positions of those that are donated. For a step itself give a shape for each "
+                "argument."
+            )
+        with users_code():
+            return mpx.step_report(made[0], *made[1], target=target, donate_argnums=made[2] if len(made) == 3 else ())

@@ -1,0 +1,12 @@
+"""Read the compiled program of a step, for this machine or for one that is not here."""
+
+from mpx.tools.program.kernels import Collective as Collective
+from mpx.tools.program.kernels import Kernel as Kernel
+from mpx.tools.program.kernels import Product as Product
+from mpx.tools.program.step_report import ReportComparison as ReportComparison
+from mpx.tools.program.step_report import StepReport as StepReport
+from mpx.tools.program.step_report import compare_reports as compare_reports
+from mpx.tools.program.step_report import step_report as step_report
+from mpx.tools.program.targets import TARGETS as TARGETS
+from mpx.tools.program.targets import Target as Target
+from mpx.tools.program.targets import target_devices as target_devices

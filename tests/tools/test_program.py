@@ -1,0 +1,247 @@
+"""Check what is read off compiled programs, against programs that are counted by hand.
+
+The programs in `programs/` were compiled by XLA for an H200 (jax 0.10.2) and are saved without the settings of their
+kernels, so that they are read on any machine.
+"""
+
+import dataclasses
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from mpx.tools.plan import largest_that_fits
+from mpx.tools.program import TARGETS, Target, compare_reports, step_report, target_devices
+from mpx.tools.program.kernels import Reader
+from mpx.tools.program.text import Shape, parse
+from tests.helpers import eight_cpu_devices
+
+PROGRAMS = pathlib.Path(__file__).parent / "programs"
+SHAPE = jax.ShapeDtypeStruct
+
+
+def read(name, **options):
+    return Reader(parse((PROGRAMS / f"{name}.txt").read_text()), "tf32", **options)
+
+
+def moved(kernels):
+    return [(kernel.kind, kernel.bytes, kernel.times) for kernel in kernels]
+
+
+def test_a_fused_update_moves_its_operands_and_results_once():
+    """Momentum on 2**20 float32 numbers reads three arrays and writes two."""
+    (kernel,) = read("momentum").kernels
+    assert (kernel.kind, kernel.bytes, kernel.times, kernel.products) == ("elementwise", 5 * 4 * 2**20, 1, ())
+    assert kernel.source == "user/train.py:27"
+
+
+def test_a_loop_counts_each_kernel_as_often_as_it_runs_and_a_part_of_an_array_as_that_part():
+    """Three layers of 128 x 128 weights on 256 x 128 activations, which the loop stacks."""
+    reader = read("scan")
+    assert sum(kernel.times for kernel in reader.kernels) == 3 + 5 * 3
+    weights, activations = 2 * 128 * 128, 2 * 256 * 128
+    in_loop = [kernel for kernel in reader.kernels if kernel.times == 3]
+    slices = [kernel.bytes for kernel in in_loop if kernel.kind == "conversions and copies"]
+    assert slices == [2 * weights + 4, 2 * activations + 4]  # and the index
+    (product,) = [kernel for kernel in in_loop if kernel.products]
+    assert product.bytes == activations + weights + 4 * 4 * 256 * 128  # split in four, each part in float32
+    assert product.flops == {"bf16": 2 * 256 * 128 * 128}
+    assert not reader.has_unknown_loop
+
+
+def test_a_loop_of_unknown_length_runs_once_and_is_told():
+    text = (PROGRAMS / "scan.txt").read_text().replace('"known_trip_count":{"n":"3"}', "")
+    reader = Reader(parse(text))
+    assert reader.has_unknown_loop
+    assert {kernel.times for kernel in reader.kernels} == {1}
+
+
+def test_collectives_have_their_dtype_bytes_and_axes():
+    """A sum over `data` of 16 x 32 float32 numbers, and a gathering over `model` in bfloat16, on 4 x 2 devices."""
+    reader = read("collectives", mesh_shape={"data": 4, "model": 2})
+    found = {(c.operation, c.dtype, c.bytes, c.axes) for c in reader.collectives}
+    assert found == {("all-reduce", "f32", 4 * 16 * 32, "data"), ("all-gather", "bf16", 2 * 2 * 16 * 32, "model")}
+    sizes = {kernel.bytes for kernel in reader.kernels if kernel.kind == "collectives"}
+    assert sizes == {2 * 4 * 16 * 32, 3 * 2 * 16 * 32}
+
+
+@pytest.mark.parametrize(
+    ("groups", "axes"),
+    [
+        ("replica_groups={{0,1},{2,3},{4,5},{6,7}}", "model"),
+        ("replica_groups=[4,2]<=[8]", "model"),
+        ("replica_groups=[2,4]<=[4,2]T(1,0)", "data"),
+        ("replica_groups=mesh['axis_0'=4,'axis_1'=2] {'axis_0'}", "data"),
+        ("replica_groups=[1,8]<=[8]", "data, model"),
+        ("replica_groups={{0,7},{1,2,3,4,5,6}}", ""),
+    ],
+)
+def test_groups_of_devices_are_named_by_the_axes_of_the_mesh(groups, axes):
+    text = (PROGRAMS / "collectives.txt").read_text().replace("replica_groups={{0,2,4,6},{1,3,5,7}}", groups)
+    found = Reader(parse(text), mesh_shape={"data": 4, "model": 2}).collectives
+    assert axes in [collective.axes for collective in found if collective.operation == "all-reduce"]
+
+
+def test_a_convolution_and_its_gradients_compute_the_same_number_of_flops():
+    flops = [sum(kernel.flops.values()) for kernel in read("convolution").kernels if kernel.products]
+    assert flops == [2 * (8 * 16 * 16 * 32) * (3 * 3 * 16)] * 3
+
+
+def test_float32_products_are_tf32_unless_more_is_asked_for():
+    dot = "ENTRY %main (a: f32[8,4], b: f32[4,2]) -> f32[8,2] {{\n"
+    dot += "  %a = f32[8,4]{{1,0}} parameter(0)\n  %b = f32[4,2]{{1,0}} parameter(1)\n"
+    dot += "  ROOT %d = f32[8,2]{{1,0}} dot(%a, %b), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}{}\n}}\n"
+    asked = {
+        "": "tf32",
+        ", operand_precision={highest,highest}": "f32",
+        ", algorithm=dot_bf16_bf16_f32_x3": "bf16 x 3",
+        ", algorithm=dot_f32_f32_f32": "f32",
+    }
+    for attributes, dtype in asked.items():
+        (kernel,) = Reader(parse(dot.format(attributes)), "tf32").kernels
+        assert kernel.flops == {dtype: 2 * 8 * 2 * 4}
+        assert kernel.bytes == 4 * (8 * 4 + 4 * 2 + 8 * 2)
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("pred", 3), ("s4", 2), ("bf16", 6), ("f8e4m3fn", 3), ("c64", 24)])
+def test_the_bytes_of_a_dtype_of_xla(dtype, size):
+    assert Shape(dtype, (3,)).bytes == size
+
+
+def test_a_text_that_is_no_program_is_refused():
+    with pytest.raises(ValueError, match="not a compiled program"):
+        parse("HloModule empty\n")
+
+
+def update(w, x):
+    return w - 0.1 * jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w)
+
+
+W, X = SHAPE((256, 256), jnp.float32), SHAPE((64, 256), jnp.float32)
+
+
+def test_memory_is_that_of_the_compiler_and_a_step_that_donates_holds_less():
+    compiled = jax.jit(update, donate_argnums=0).lower(W, X).compile().memory_analysis()
+    kept, donating = step_report(update, W, X), step_report(jax.jit(update, donate_argnums=0), W, X)
+    assert donating == dataclasses.replace(
+        step_report(update, W, X, donate_argnums=0), compile_seconds=donating.compile_seconds
+    )
+    assert (kept.argument_bytes, kept.output_bytes, kept.donated_bytes) == (4 * (65536 + 16384), 4 * 65536, 0)
+    assert donating.donated_bytes == 4 * 65536
+    assert donating.temporary_bytes == compiled.temp_size_in_bytes
+    assert donating.peak_bytes == donating.argument_bytes + donating.temporary_bytes + donating.code_bytes
+    assert "Nothing is donated" in str(kept)
+    assert "Nothing is donated" not in str(donating)
+
+
+def test_temporaries_grow_with_the_batch_and_the_largest_batch_fits():
+    peak = lambda batch: step_report(update, W, SHAPE((batch, 256), jnp.float32), donate_argnums=0).peak_bytes
+    largest = largest_that_fits(peak, 2e6)
+    assert largest >= 2
+    assert peak(largest) <= 2e6 < peak(largest + 1)
+
+
+def test_shapes_with_shardings_give_the_bytes_of_one_device():
+    mesh = eight_cpu_devices()
+    placed = lambda s, spec: SHAPE(s.shape, s.dtype, sharding=NamedSharding(mesh, spec))
+    one = step_report(jnp.matmul, X, W)
+    eight = step_report(jnp.matmul, placed(X, P("data")), placed(W, P()))
+    assert one.argument_bytes == 4 * (64 * 256 + 256 * 256)
+    assert eight.argument_bytes == 4 * (8 * 256 + 256 * 256)
+    assert eight.output_bytes == one.output_bytes // 8
+
+
+def test_nothing_is_allocated_for_arrays_or_shapes():
+    before = len(jax.live_arrays())
+    x = jnp.ones((4, 4))
+    report = step_report(lambda x: x @ x, x)
+    assert report.flops == {"f32": 2 * 4**3}
+    assert len(jax.live_arrays()) == before + 1
+
+
+def test_the_program_of_several_devices_names_the_axes_of_its_mesh():
+    mesh = eight_cpu_devices()
+    x = SHAPE((64, 8), jnp.float32, sharding=NamedSharding(mesh, P(mesh.axis_names[0])))
+    report = step_report(lambda x: x.sum(axis=0), x)
+    assert {(c.operation, c.axes) for c in report.collectives} == {("all-reduce", mesh.axis_names[0])}
+
+
+FIGURES = Target("a device", 10**6, 1e9, {"bf16": 1e9, "tf32": 1e8}, launch_seconds=1e-3)
+
+
+def test_the_bound_is_the_larger_of_memory_and_products_and_a_launch_for_each_kernel():
+    """Momentum: 20 MiB at 1 GB a second. A layer: 8.4 MFLOP at 1 GFLOP a second, more than its bytes take."""
+    (kernel,) = read("momentum").kernels
+    assert kernel.bound_seconds(FIGURES) == pytest.approx(5 * 4 * 2**20 / 1e9 + 1e-3)
+    product = next(kernel for kernel in read("scan").kernels if kernel.products)
+    assert product.bound_seconds(FIGURES) == pytest.approx(3 * (2 * 256 * 128 * 128 / 1e9 + 1e-3))
+
+
+def saved_report(name):
+    """Return the report of a saved program on the device of the test."""
+    empty = step_report(lambda x: x, W)
+    reader = read(name)
+    return dataclasses.replace(empty, target=FIGURES, kernels=tuple(reader.kernels), compile_seconds=1.5)
+
+
+def test_a_report_prints_what_one_asks_of_a_step():
+    text = str(saved_report("scan"))
+    for line in (
+        "It fits into the 0.001 GB of one a device.",
+        "products                1.868    41%",
+        "Kernels that move most, of 18",
+        "bf16      2.517e-05  100.0%",
+        "No time is below it.",
+        "Compiled in 1.5 s. Nothing ran.",
+    ):
+        assert line in text
+    small = dataclasses.replace(saved_report("scan"), target=dataclasses.replace(FIGURES, memory_bytes=10))
+    assert "It does NOT fit into" in str(small)
+
+
+def test_products_in_another_dtype_than_most_are_listed_with_their_line():
+    report = saved_report("scan")
+    narrow = report.kernels[-1] if report.kernels[-1].products else next(k for k in report.kernels if k.products)
+    (product,) = narrow.products
+    wide = dataclasses.replace(
+        narrow, times=1, products=(dataclasses.replace(product, dtype="f32", source="train.py:7"),)
+    )
+    text = str(dataclasses.replace(report, kernels=(*report.kernels, wide)))
+    assert "Not in bf16" in text
+    assert text[text.index("Not in bf16") :].splitlines()[2].split()[::2] == ["f32", "train.py:7"]
+
+
+def test_reports_side_by_side_have_a_line_for_what_differs_and_no_empty_ones():
+    comparison = compare_reports({"scan": saved_report("scan"), "momentum": saved_report("momentum")})
+    lines = {line.split("  ")[0].strip(): line.split() for line in str(comparison).splitlines()}
+    assert lines["kernels"][-2:] == ["18", "1"]
+    assert lines["bound, ms"][-1] == f"{1e3 * (5 * 4 * 2**20 / 1e9 + 1e-3):.4g}"
+    assert not any("library" in line for line in lines)
+    assert set(comparison.as_dict()["reports"]["scan"]) >= {"peak_bytes", "moved_bytes", "flops", "bound_seconds"}
+
+
+def test_published_figures_are_those_of_a_machine_that_can_run_it():
+    for target in TARGETS.values():
+        assert target.rates["bf16"] >= max(target.rates.get("tf32", 0), target.rates.get("f32", 0))
+        assert 1e10 < target.memory_bytes < 1e12
+
+
+def test_wrong_arguments_are_refused():
+    with pytest.raises(TypeError, match="needs a function, but got int"):
+        step_report(1)
+    with pytest.raises(ValueError, match="one of a100, h100, h200, b200, v5e, v6e or None, but got 'h300'"):
+        step_report(update, W, X, target="h300")
+    with pytest.raises(ValueError, match=r"give `donate_argnums` to `jax.jit`"):
+        step_report(jax.jit(update), W, X, donate_argnums=0)
+    with pytest.raises(ValueError, match="`count` must be 1 or more"):
+        target_devices("h100", 0)
+
+
+def test_a_missing_compiler_says_what_to_install(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for target, what in {"h100": r"mpx-jax\[cuda13\]", "v5e": r"jax\[tpu\]"}.items():
+        with pytest.raises(RuntimeError, match=what):
+            step_report(update, W, X, target=target)
