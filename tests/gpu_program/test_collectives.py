@@ -1,0 +1,56 @@
+"""Check what eight GPUs send to each other in one step, in the program that XLA compiles for them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import mpx
+
+pytestmark = pytest.mark.optax_promotion
+
+POLICY = mpx.get_policy("params=bf16,compute=bf16,output=f32")
+LOSS = mpx.autocast(lambda params, x: jnp.mean(jnp.tanh(x @ params["a"]) @ params["b"]), POLICY)
+COUNT = 512 * 2048  # elements of each of two weights
+
+
+@pytest.fixture
+def mesh(h200):
+    return Mesh(np.array(h200), ("data",), axis_types=(AxisType.Auto,))
+
+
+def report_of(tx, mesh, scatter):
+    placed = lambda shape, dtype, spec: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+    params = {name: placed(shape, jnp.bfloat16, P()) for name, shape in {"a": (512, 2048), "b": (2048, 512)}.items()}
+    state = jax.eval_shape(tx.init, params)
+    shardings = mpx.zero1_shardings(params, state, mesh) if scatter else jax.tree.map(lambda _: params["a"].sharding, state)
+    state = jax.tree.map(lambda x, sharding: x.update(sharding=sharding), state, shardings)
+
+    def step(params, state, x):
+        value_and_grad = mpx.value_and_grad(LOSS, mpx.get_loss_scale(state))
+        loss, grads = mpx.data_parallel(value_and_grad, mesh, scatter=scatter)(params, x)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    x = placed((2048, 512), jnp.float32, P("data"))
+    return mpx.step_report(step, params, state, x, target="h200", donate_argnums=(0, 1))
+
+
+def test_zero1_scatters_float32_gradients_and_gathers_16_bits_of_parameters_and_nothing_else(mesh):
+    tx = mpx.zero1(mpx.mixed_precision(optax.adamw(1e-3), POLICY), mesh)
+    sent = {(c.operation, c.dtype, c.bytes * c.times) for c in report_of(tx, mesh, scatter=True).collectives}
+    assert sent == {
+        ("reduce-scatter", "f32", 2 * 4 * COUNT // 8),
+        ("all-gather", "u16", 2 * 2 * COUNT),
+        ("all-reduce", "f32", 4),  # the loss
+    }
+
+
+def test_data_parallel_adds_up_float32_gradients_once(mesh):
+    tx = mpx.mixed_precision(optax.adamw(1e-3), POLICY)
+    sent = report_of(tx, mesh, scatter=False).collectives
+    assert {(c.operation, c.dtype, c.axes) for c in sent} == {("all-reduce", "f32", "data")}
+    assert sum(c.bytes * c.times for c in sent) == 2 * 4 * COUNT + 4
