@@ -157,16 +157,9 @@ def plan(
     limit = None if memory is None else given.memory_bytes(memory)
     planned = given.function(model) if ":" in model else given.parameters(model)
     comparison = plans.compare(planned, rule, recipe or [], mesh, gradient_dtype)
-<<<<<<< HEAD
-    steps, largest_batch = ({}, None) if hlo is None else plans.steps(hlo, batch or [1], limit)
-    content = {"model": model, "rule": rule, "plans": comparison.plans, "largest_batch": largest_batch}
+    content = {"model": model, "rule": rule, "plans": comparison.plans}
     content |= plans.what_fits(comparison, limit) if as_json else {}
-    content["steps"] = [{"batch": size} | found.as_dict() for size, found in steps.items()]
-    parts = plans.tables(comparison, limit, exact) + plans.table_of_steps(steps, largest_batch, exact)
-=======
-    content = {"model": model, "rule": rule, "plans": comparison.plans} | plans.what_fits(comparison, limit)
     parts = plans.tables(comparison, limit, exact)
->>>>>>> 148736d (step_report and mpx program: what a compiled step costs, on a GPU that is not here too; step_memory goes)
     output.write(content, parts if gradient_dtype else [*parts, plans.CONVENTION], as_json)
 
 
@@ -219,7 +212,7 @@ def explain(
     output.write(explanation.as_dict(), [explanation], as_json)
 
 
-@_command("mpx program train.py:step_and_arguments --target h100")
+@_command("mpx program train.py:step --batch 8 --batch 16")
 def program(
     function: Annotated[
         str,

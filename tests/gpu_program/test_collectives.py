@@ -26,7 +26,9 @@ def report_of(tx, mesh, scatter):
     placed = lambda shape, dtype, spec: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
     params = {name: placed(shape, jnp.bfloat16, P()) for name, shape in {"a": (512, 2048), "b": (2048, 512)}.items()}
     state = jax.eval_shape(tx.init, params)
-    shardings = mpx.zero1_shardings(params, state, mesh) if scatter else jax.tree.map(lambda _: params["a"].sharding, state)
+    shardings = (
+        mpx.zero1_shardings(params, state, mesh) if scatter else jax.tree.map(lambda _: params["a"].sharding, state)
+    )
     state = jax.tree.map(lambda x, sharding: x.update(sharding=sharding), state, shardings)
 
     def step(params, state, x):

@@ -25,7 +25,7 @@ from mpx.tools.plan import STANDARD_RECIPES
 from mpx_cli import app
 
 ROOT = pathlib.Path(__file__).parents[2]
-COMMANDS = ("doctor", "plan", "explain", "report")
+COMMANDS = ("doctor", "plan", "explain", "program", "report")
 
 TRAIN = """
 import jax, jax.numpy as jnp, optax
@@ -126,7 +126,7 @@ def test_the_example_of_each_help_text_runs_and_every_command_has_json(command):
 
 def test_the_version_and_wrong_usage_have_codes_of_their_own():
     assert succeeded("--version").stdout == f"mpx {mpx.__version__}\n"
-    for arguments in (["nothing"], ["plan"], ["plan", "7B", "--batch", "0", "--hlo", "x.py:f"]):
+    for arguments in (["nothing"], ["plan"], ["program", "x.py:f", "--batch", "0"]):
         assert run(*arguments).exit_code == 2
 
 
@@ -200,7 +200,7 @@ def test_the_plans_are_those_of_the_library():
     expected = {name: plan.as_dict() for name, plan in mpx.compare_plans(7_000_000_000).plans.items()}
     found = as_json("plan", "7B")
     assert found["plans"] == expected
-    keys = {"model", "rule", "plans", "memory_bytes", "fits", "largest_models", "steps", "largest_batch"}
+    keys = {"model", "rule", "plans", "memory_bytes", "fits", "largest_models"}
     assert set(found) == keys  # whatever the options are
     chosen = ("f32", "bf16, Kahan")
     assert as_json("plan", "7B", "--recipe", "F32", "--recipe", "bf16, kahan")["plans"] == {
@@ -276,15 +276,16 @@ def test_a_memory_asks_what_fits_and_for_the_largest_model_of_each_recipe():
     assert ["bf16,", "Kahan,", "bf16", "moments", "70.00", "10.00", "yes", "8.000B"] in lines
 
 
-def test_the_memory_of_a_step_is_that_of_xla_and_the_largest_batch_fits():
-    command = ("plan", "train.py:init", "--hlo", "train.py:step")
-    found = as_json(*command, "--memory", "4KB", "--batch", 8, "--batch", 4)
-    assert [step["batch"] for step in found["steps"]] == [4, 8]
-    assert [step["arguments"] for step in found["steps"]] == [4 * 16 * (4 + batch) for batch in (4, 8)]
+def test_a_step_is_reported_with_shapes_or_for_batch_sizes_with_the_largest_that_fits():
+    command = ("program", "train.py:step", "--memory", "4KB")
+    found = as_json(*command, "--batch", 8, "--batch", 4)
+    assert [report["argument_bytes"] for report in found["reports"].values()] == [4 * 16 * (4 + n) for n in (4, 8)]
     largest = found["largest_batch"]
-    fits, too_large = as_json(*command, "--batch", largest, "--batch", largest + 1)["steps"]
-    assert fits["peak"] <= 4000 < too_large["peak"]
-    assert "temporaries" in succeeded(*command).stdout
+    fits, too_large = as_json(*command, "--batch", largest, "--batch", largest + 1)["reports"].values()
+    assert fits["peak_bytes"] <= 4000 < too_large["peak_bytes"]
+    assert "The largest batch that fits" in succeeded(*command, "--batch", 4).stdout
+    one = as_json("program", "train.py:loss", "f32[16,4]", "f32[8,16]")
+    assert one["flops"] == {"f32": 2 * 8 * 16 * 4}
 
 
 # The user's own code.
@@ -503,8 +504,10 @@ def test_a_file_of_other_arrays_is_refused_and_objects_are_not_run():
         ("plan 7B --rule cosine_decay_schedule", "`optax.cosine_decay_schedule` needs init_value, decay_steps"),
         ("plan 7B --rule train.py:number", "needs an Optax gradient transformation, but got int"),
         ("plan 7B --mesh 8,2", "'8,2' is not a mesh such as data=8,model=2"),
-        ("plan 7B --batch 8", "--batch would do nothing without --hlo"),
-        ("plan 7B --hlo train.py:no_step", "must return a pair of a step and a tuple of its arguments"),
+        ("program train.py:no_step --batch 8", "must return the step, a tuple of its arguments"),
+        ("program train.py:loss f32[16,4] --batch 8", "give either shapes or --batch"),
+        ("program train.py:one_argument --donate 0", "--donate does nothing without shapes"),
+        ("program train.py:loss --target h300", "must be one of a100, h100, h200, b200, v5e, v6e"),
         ("plan nofile.py:init", "there is no file nofile.py"),
         ("plan nomodule.inside:init", "No module named 'nomodule'"),
         ("plan ..train:init", "neither file.py:function nor module:function"),

@@ -159,7 +159,7 @@ def test_nothing_is_allocated_for_arrays_or_shapes():
     x = jnp.ones((4, 4))
     report = step_report(lambda x: x @ x, x)
     assert report.flops == {"f32": 2 * 4**3}
-    assert len(jax.live_arrays()) == before + 1
+    assert len(jax.live_arrays()) <= before + 1
 
 
 def test_the_program_of_several_devices_names_the_axes_of_its_mesh():

@@ -68,7 +68,7 @@ class Program:
     tables: Mapping[str, Mapping[int, str]]
 
     def source_of(self, instruction: Instruction) -> str:
-        """Return `file.py:line` of an operation: of the innermost frame outside of installed packages, if there is one."""
+        """Return `file.py:line` of the innermost frame of an operation outside of installed packages, if any."""
         frame = instruction.attribute(r"stack_frame_id=(\d+)")
         if frame is None:
             file, line = (instruction.attribute(rf"source_{part}=\"?([^\"\s}}]+)") for part in ("file", "line"))
