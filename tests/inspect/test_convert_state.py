@@ -216,7 +216,8 @@ def test_nothing_is_said_where_nothing_is_lost():
     params = mpx.cast(initial(), jnp.bfloat16)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        convert.__wrapped__("stochastic", "split")
+        for old in ("stochastic", "f32", "kahan"):
+            convert.__wrapped__(old, "split")
         new_params, _ = mpx.convert_state(params, tx.init(params), tx, optax.sgd(1.0))
     assert_same_bits(new_params, params)
 
@@ -302,7 +303,9 @@ def test_keys_are_carried_over_to_the_same_kind_and_else_fresh(tx):
     fresh, other = tx.init(params), jnp.array([1, 2], jnp.uint32)
     key = lambda old_tx, state: optax.tree.get(mpx.convert_state(params, state, old_tx, tx)[1], "key")
     assert_same_bits(key(tx, optax.tree.set(fresh, key=other)), other)
-    assert_same_bits(key(recipe("split"), recipe("split").init(params)), optax.tree.get(fresh, "key"))
+    another_kind = optax.chain(mpx.upcast(adamw()), mpx.stochastic_rounding(jax.random.key(0, impl="rbg")))
+    for old_tx in (recipe("split"), another_kind):
+        assert_same_bits(key(old_tx, old_tx.init(params)), optax.tree.get(fresh, "key"))
 
 
 NESTINGS = {

@@ -465,6 +465,10 @@ def test_inside_shard_map_what_is_not_the_same_for_every_shard_is_refused(tx, cu
         jax.eval_shape(mapped, start, {"w": jnp.ones(16, jnp.float32)}, jnp.float32(1))
 
 
+def in_blocks(name, block_size):
+    return mpx.low_precision_state(ADAMW, {name: mpx.Blockwise8bit(block_size)}, min_size=1)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -480,10 +484,13 @@ def test_inside_shard_map_what_is_not_the_same_for_every_shard_is_refused(tx, cu
             lambda: mpx.loss_scaling(mpx.master_weights(ADAMW)),
             r"result that depends on more than that.*has `axis_name`",
         ),
+        # Blocks of an axis, of rows, and of a flat array of which a shard could end within a block.
         (
-            lambda: mpx.low_precision_state(ADAMW, {"mu": mpx.Blockwise8bit(32)}, min_size=1),
-            r"the state at '.*/mu/bias' is sharded as .*, and its scales as .*: blocks would reach over several",
+            lambda: in_blocks("mu/bias", 32),
+            r"the state at '.*/mu/bias' is sharded as .*: blocks would reach over several",
         ),
+        (lambda: in_blocks("mu/second", 32), r"the state at '.*/mu/second' is .*: blocks would reach over several"),
+        (lambda: in_blocks("mu/first", 32), r"the state at '.*/mu/first' is .*: blocks would reach over several"),
     ],
     ids=[
         "small shards",
@@ -493,6 +500,8 @@ def test_inside_shard_map_what_is_not_the_same_for_every_shard_is_refused(tx, cu
         "adafactor",
         "no agreement on a skip",
         "blocks beyond a shard",
+        "blocks beyond a shard of a row",
+        "blocks of a flat array",
     ],
 )
 def test_inside_shard_map_what_a_shard_alone_cannot_do_is_refused_with_the_reason(make, message):
