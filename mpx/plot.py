@@ -16,3 +16,4 @@ from mpx.tools.plot.curves import lost_updates as lost_updates
 from mpx.tools.plot.exponents import exponents as exponents
 from mpx.tools.plot.memory import memory as memory
 from mpx.tools.plot.sheet import style as style
+from mpx.tools.plot.traffic import traffic as traffic

@@ -23,6 +23,7 @@ import mpx.plot
 from mpx.tools.plan.rows import Kind
 from mpx.tools.plot import sheet
 from mpx.tools.plot.memory import _LOOKS, _OTHER
+from mpx.tools.program import compare_reports
 
 WHITE, DARK = "#FFFFFF", "#121212"
 FORMATS = ["float8_e4m3fn", "float8_e5m2", "f16", "bf16", "f32"]
@@ -67,6 +68,8 @@ def pictures(comparison):
     curves = {"bf16, masters": falling, "bf16, Kahan": falling + 0.01, "f16": np.where(falling < 0.2, np.nan, falling)}
     seeds = falling + np.array([[-0.1], [0.0], [0.1]])
     shares = {"bf16": np.linspace(0, 0.9, 10), "f32": np.zeros(10)}
+    layer, shape = lambda x: jnp.tanh(x @ x).sum(), jax.ShapeDtypeStruct((512, 512), jnp.float32)
+    reports = {"f32": mpx.step_report(layer, shape), "bf16": mpx.step_report(mpx.autocast(layer, "bf16"), shape)}
     return {
         "losses": lambda **kwargs: mpx.plot.losses(curves, reference=seeds, **kwargs),
         "memory of recipes": lambda **kwargs: mpx.plot.memory(comparison, **kwargs),
@@ -75,12 +78,13 @@ def pictures(comparison):
         "exponents": lambda **kwargs: mpx.plot.exponents(report.histogram, formats=FORMATS, scale=2**4, **kwargs),
         "loss scale": lambda **kwargs: mpx.plot.loss_scale(HISTORY, **kwargs),
         "lost updates": lambda **kwargs: mpx.plot.lost_updates(shares, **kwargs),
+        "traffic": lambda **kwargs: mpx.plot.traffic(compare_reports(reports), **kwargs),
     }
 
 
 NAMES = (
     "losses", "memory of recipes", "memory of a plan", "exponents of a report", "exponents", "loss scale",
-    "lost updates",
+    "lost updates", "traffic",
 )  # fmt: skip
 
 
@@ -191,6 +195,8 @@ def test_wrong_arguments_are_refused_before_a_figure_is_made(comparison):
         (lambda: memory(5), TypeError, "needs what `mpx.memory_plan` or `mpx.compare_plans` returns, .* got 5"),
         (lambda: memory({}), ValueError, "at least one plan"),
         (lambda: memory(comparison, unit="MB"), ValueError, r"`unit` must be one of .*, but got 'MB'"),
+        (lambda: mpx.plot.traffic(5), TypeError, "needs what `mpx.step_report` or .* returns, .* got 5"),
+        (lambda: mpx.plot.traffic({}), ValueError, "at least one report"),
         (lambda: exponents({}), TypeError, "but got dict. Of a histogram by groups"),
         (lambda: exponents(empty), ValueError, "no nonzero finite numbers"),
         (lambda: exponents(short), ValueError, "or not 277 counts of them"),
@@ -313,6 +319,14 @@ def test_gigabytes_are_those_of_a_device():
     assert [text.get_text() for text in axes.texts] == [f"{plan.total_bytes_a_device / 1e9:.4g} GB"]
     assert axes.get_xlabel() == "GB, on each device"
     assert axes.get_title("right").endswith("on 4 devices")
+
+
+def test_the_bars_of_traffic_are_the_bytes_that_kernels_move():
+    report = mpx.step_report(lambda x: jnp.tanh(x @ x), jax.ShapeDtypeStruct((512, 512), jnp.float32))
+    axes = mpx.plot.traffic({"one": report})
+    widths = {bars.get_label(): bars[0].get_width() for bars in axes.containers}
+    assert widths == {kind: moved / 1e9 for kind, moved in report.moved_by_kind.items()}
+    assert [text.get_text() for text in axes.texts] == [f"{report.moved_bytes / 1e9:.4g} GB"]
 
 
 def test_every_kind_has_a_hatch_of_its_own_so_that_grey_tells_them_apart():

@@ -65,7 +65,7 @@ def memory(
     widths = {kind: _widths(plans, kind, unit) for kind in get_args(Kind)}
     widths = {kind: row for kind, row in widths.items() if row.any()}
     with canvas(axes, "memory", 1.4 + 0.3 * len(plans) + 0.12 * len(widths)) as axes:
-        _draw_bars(axes, widths, suffix=" GB" if unit == "GB" else "")
+        draw_bars(axes, widths, _LOOKS, suffix=" GB" if unit == "GB" else "")
         axes.set_yticks(range(len(plans)), map(plain, plans))
         axes.tick_params(axis="y", length=0)
         axes.grid(visible=False, axis="y")
@@ -97,11 +97,12 @@ def _widths(plans: Mapping[str, MemoryPlan], kind: Kind, unit: Unit) -> np.ndarr
     return np.array([plan.bytes_of(kind) / (1e9 if unit == "GB" else plan.parameters) for plan in plans.values()])
 
 
-def _draw_bars(axes: Axes, widths: Mapping[Kind, np.ndarray], suffix: str) -> None:
+def draw_bars(axes: Axes, widths: Mapping[Any, np.ndarray], looks: Mapping[Any, tuple[str, str]], suffix: str) -> None:
+    """Draw bars of parts that lie one behind the other, with their sums; `looks` are colors and hatches."""
     totals = np.sum(list(widths.values()), axis=0)
     left = np.zeros_like(totals)
     for kind, row in widths.items():
-        color, hatch = _LOOKS.get(kind, _OTHER)
+        color, hatch = looks.get(kind, _OTHER)
         look = {"facecolor": color, "edgecolor": ON_COLOR, "hatch": hatch, "linewidth": 0, "height": 0.65}
         label = kind if row.max() >= _VISIBLE * totals.max() else "_"
         bars = axes.barh(range(len(row)), row, left=left, label=label, **look)
