@@ -370,6 +370,15 @@ def test_carries_and_constants_of_a_loop_are_float32_though_representable_in_16_
         assert BF16 not in carry
 
 
+def test_a_weight_that_wanders_between_carries_is_known_as_one_in_each():
+    """Its gradient is float32 if that is asked for, though the carry that is used starts with zeros."""
+    x = normal(1, 8, 4)
+    body = lambda c, _: ((c[1], c[0]), x @ c[0])
+    loss = lambda w: lax.scan(body, (jnp.zeros_like(w), w), length=2)[1].sum()
+    gradient = jax.grad(mpx.autocast(loss, BF16, gradient_dtype=F32))
+    assert (BF16, BF16, F32) in contractions(gradient, normal(0, 4, 4))
+
+
 @half_dtypes
 def test_what_a_checkpoint_of_contractions_keeps_is_in_16_bits(dtype):
     """Residuals of the size of an activation: the stacked results of all layers."""
@@ -379,6 +388,9 @@ def test_what_a_checkpoint_of_contractions_keeps_is_in_16_bits(dtype):
     fun = mpx.autocast(lambda ws, x: lax.scan(body, x, ws)[0], dtype)
     saved = [leaf for leaf in jax.tree.leaves(jax.vjp(fun, ws, x)[1]) if leaf.shape == (3, 8, 4)]
     assert sorted(str(leaf.dtype) for leaf in saved) == sorted([str(dtype)] * 2 + ["float32"])  # and the carry
+    # Without a policy it keeps what it is given.
+    fun = mpx.autocast(lambda w, x: jax.checkpoint(lambda y: jnp.sin(y @ w))(x @ w), dtype)
+    assert operand_dtypes(fun, ws[0], x, primitive="remat2")[0] == [dtype] * 2
 
 
 def test_values_that_are_not_representable_in_16_bits_do_not_travel_in_them():

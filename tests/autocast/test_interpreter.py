@@ -422,7 +422,8 @@ def source_lines(fun, *args):
 def test_operations_keep_their_names_and_source_lines():
     """In the compiled and in the lowered program, but for the mark that says that autocast has been there."""
     w, x = normal(0, 4, 4), normal(1, 3, 4)
-    plain, autocast = op_names(named_model, w, x), op_names(mpx.autocast(named_model, BF16), w, x)
+    scoped = lambda fun: op_names(jax.named_scope("outer")(fun), w, x)
+    plain, autocast = scoped(named_model), scoped(mpx.autocast(named_model, BF16))
     assert len(plain) == 10
     assert [name.replace("mpx:autocast/", "") for name in autocast] == plain
     for fun in (named_model, mpx.autocast(named_model, BF16)):

@@ -385,6 +385,7 @@ INSIDE = {
     "carry of a while that changes": (while_twice(lambda c: c * 1.1), (OFF,)),
     "branches": (lambda y, u: lax.cond(u[0, 0] > -9, lambda: y, lambda: -y), (ON,)),
     "branches of which one is not": (lambda y, u: lax.cond(u[0, 0] < -9, lambda: y, lambda: u), (OFF,)),
+    "branches of which the other is not": (lambda y, u: lax.cond(u[0, 0] > -9, lambda: u, lambda: y), (OFF,)),
     "jit": (lambda y, u: jax.jit(lambda a: (a.T, a * 1.1))(y), (ON, OFF)),
     "checkpoint": (lambda y, u: jax.checkpoint(lambda a: (a.T, a * 1.1))(y), (ON, OFF)),
     "shard_map": (lambda y, u: on_devices(lambda a: (-a, a * 1.1), out=(SPLIT, SPLIT))(y), (ON, OFF)),
