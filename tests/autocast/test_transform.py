@@ -69,7 +69,7 @@ def test_results_have_the_output_dtype_of_a_policy_and_keep_their_own_without_on
 
 def test_an_override_says_in_what_the_products_of_a_weight_run():
     """Also if it is moved on its way, or is a stack that a scan slices."""
-    policy = mpx.Policy(jnp.bfloat16, jnp.bfloat16, jnp.float32, overrides=(("head", jnp.float32), ("mid", "f16")))
+    policy = mpx.Policy(jnp.bfloat16, jnp.bfloat16, jnp.float32, overrides=(("^head", jnp.float32), ("mid", "f16")))
     params = {"body": W, "mid": jnp.ones((5, 5), jnp.float32), "head": jnp.ones((5, 2), jnp.float32)}
     fun = lambda p, x: x @ p["body"] @ p["mid"].T @ p["head"].reshape(5, 2)
     expected = [all_in(BF16), all_in(F16), all_in(F32)]
