@@ -32,9 +32,9 @@ def test_the_rule_sees_float32_parameters_gradients_and_extra_arguments(params):
 
     tx = mpx.upcast(optax.GradientTransformationExtraArgs(lambda params: params, update))
     state = tx.init(params)
-    tx.update(params, state, params, value=jnp.float16(2), hessian=params, count=jnp.int32(3))
+    tx.update(params, state, params, value=jnp.float16(2), ratio=0.5, hessian=params, count=jnp.int32(3))
     assert {x.dtype for x in jax.tree.leaves(state)} == {np.dtype(np.float32)}
-    for name in ("updates", "params", "hessian", "value"):
+    for name in ("updates", "params", "hessian", "value", "ratio"):
         assert {x.dtype for x in jax.tree.leaves(seen[name])} == {np.dtype(np.float32)}, name
     assert seen["count"].dtype == np.int32
 
