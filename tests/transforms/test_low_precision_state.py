@@ -458,6 +458,9 @@ def test_a_state_that_is_a_dictionary_is_known_by_its_keys():
     rule = optax.GradientTransformation(lambda p: {"mu": p, "nu": p}, lambda u, s, p=None: (u, s))
     state = mpx.low_precision_state(rule, {"mu|nu": EIGHT_BITS}).init(jnp.ones(4096, jnp.float32))
     assert sorted(state.block_scales) == [scales_name(0, SIGNED), scales_name(1, UNSIGNED)]
+    sums = optax.GradientTransformation(lambda p: {"sums": {"nu": p}}, lambda u, s, p=None: (u, s))
+    with pytest.raises(ValueError, match="not known whether they can be negative"):  # `nu` is a parameter here
+        mpx.low_precision_state(sums, {"nu": EIGHT_BITS}).init(jnp.ones(4096, jnp.float32))
 
 
 @pytest.mark.parametrize("wrap", [lambda s: s, lambda s: (s, optax.EmptyState()), lambda s: optax.MaskedState(s)])
