@@ -111,6 +111,19 @@ def test_the_bytes_of_a_dtype_of_xla(dtype, size):
     assert Shape(dtype, (3,)).bytes == size
 
 
+def test_what_a_tpu_keeps_on_the_chip_is_no_traffic():
+    """An array is copied to the chip while something else runs, and used from there."""
+    array, chip = "f32[8,128]{1,0:T(8,128)}", "f32[8,128]{1,0:T(8,128)S(1)}"
+    text = f"""ENTRY %main (a: f32[8,128]) -> f32[8,128] {{
+  %a = {array} parameter(0)
+  %start = ({chip}, {array}, u32[]{{:S(2)}}) copy-start(%a)
+  %done = {chip} copy-done(%start)
+  ROOT %b = {array} negate(%done)
+}}
+"""
+    assert moved(Reader(parse(text)).kernels) == [("conversions and copies", 4096, 1), ("elementwise", 4096, 1)]
+
+
 def test_a_text_that_is_no_program_is_refused():
     with pytest.raises(ValueError, match="not a compiled program"):
         parse("HloModule empty\n")

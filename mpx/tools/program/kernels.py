@@ -221,7 +221,9 @@ class Reader:
 
 
 def _received(instruction: Instruction) -> Sequence[Shape]:
-    """Return what an operation makes: of the start of an asynchronous collective, not the operands that it hands on."""
+    """Return what an operation makes: of the start of an asynchronous one, not what it hands on."""
+    if instruction.op == "copy-start":
+        return instruction.shapes[:1]
     hands_on = instruction.op.endswith("-start") and len(instruction.shapes) > len(instruction.operands)
     return instruction.shapes[len(instruction.operands) :] if hands_on else instruction.shapes
 
@@ -281,6 +283,8 @@ def _written(body: Sequence[Instruction]) -> int:
 def _kind(instruction: Instruction, ops: Sequence[str], products: Sequence[Product]) -> Kind:
     if instruction.op.removesuffix("-start") in _COLLECTIVES:
         return "collectives"
+    if instruction.op == "copy-start":
+        return "conversions and copies"
     if instruction.op == "custom-call" and not products:
         return "library calls"
     if products:

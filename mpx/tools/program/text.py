@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 _BITS = {"pred": 8, "s4": 4, "u4": 4, "s2": 2, "u2": 2, "c64": 64, "c128": 128, "token": 0, "opaque": 0}
-_SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,<=]*)\]")
-_LAYOUT = re.compile(r"(?<=\])\{[^{}]*\}|/\*.*?\*/")
+_SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,<=]*)\](\{[^{}]*\})?")
 _HEAD = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\) -> .* \{$")
 _LINE = re.compile(r"^\s*(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<rest>.*)$")
 _TABLE = re.compile(r"^(\d+) (?:\"(.*)\"|\{(.*)\})$")
@@ -19,14 +18,17 @@ _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
 
 
 class Shape(NamedTuple):
-    """The dtype, as XLA calls it, and the dimensions of an array."""
+    """The dtype, as XLA calls it, and the dimensions of an array, and whether a TPU keeps it on the chip."""
 
     dtype: str
     dims: tuple[int, ...]
+    is_on_chip: bool = False
 
     @property
     def bytes(self) -> int:
-        """Bytes of the array without padding."""
+        """Bytes of the array in the device's memory, without padding."""
+        if self.is_on_chip:
+            return 0
         return math.ceil(math.prod(self.dims) * _bits(self.dtype) / 8)
 
     def __str__(self) -> str:
@@ -130,11 +132,11 @@ def parse(text: str) -> Program:
 
 
 def _instruction(match: re.Match[str]) -> Instruction:
-    rest = _LAYOUT.sub("", match["rest"])
+    rest = match["rest"]
     end = _closing(rest) if rest.startswith("(") else rest.index(" ")
     shapes = tuple(
-        Shape(dtype, tuple(int(n.lstrip("<=")) for n in dims.split(",") if n))
-        for dtype, dims in _SHAPE.findall(rest[:end])
+        Shape(dtype, tuple(int(n.lstrip("<=")) for n in dims.split(",") if n), bool(re.search(r"S\([1-9]", layout)))
+        for dtype, dims, layout in _SHAPE.findall(rest[:end])
     )
     op, _, rest = rest[end:].strip().partition("(")
     end = _closing("(" + rest) - 1
