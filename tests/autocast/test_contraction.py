@@ -285,21 +285,21 @@ COMPOSED = {
 @pytest.mark.parametrize("transform", COMPOSED.values(), ids=COMPOSED)
 def test_a_float32_gradient_dtype_composes(transform):
     """The gradient of the sum of `x @ w` is a sum of 257 ones, of which bfloat16 has none: there it is 256."""
-    x, w = jnp.ones((1, 257, 2)), jnp.zeros((2, 1))
+    x, w = jnp.ones((1, 257, 2), F32), jnp.zeros((2, 1), F32)
     fun = lambda w, x: x @ w
     for dtype, count in ((F32, 257.0), (None, 256.0)):
         autocast = functools.partial(mpx.autocast, policy_or_dtype=BF16, gradient_dtype=dtype)
         for program in (autocast(transform(fun)), transform(autocast(fun))):
             gradient = exact_jit(jax.grad(lambda w, program=program: program(w, x).sum()))(w)
-            assert_same_bits(gradient, jnp.full((2, 1), count))
+            assert_same_bits(gradient, jnp.full((2, 1), count, F32))
 
 
 def test_a_float32_gradient_dtype_reaches_an_argument_on_either_side_of_a_product():
     """The other operand is no argument. 257 ones again."""
-    x, w = jnp.ones((257, 2)), jnp.zeros((2, 1))
+    x, w = jnp.ones((257, 2), F32), jnp.zeros((2, 1), F32)
     for fun in (lambda w: x @ w, lambda w: w.T @ x.T):
         gradient = jax.grad(autocast_loss(fun, BF16, gradient_dtype=F32))(w)
-        assert_same_bits(gradient, jnp.full((2, 1), 257.0))
+        assert_same_bits(gradient, jnp.full((2, 1), 257.0, F32))
 
 
 def test_a_float32_gradient_dtype_has_no_forward_mode():
@@ -385,7 +385,7 @@ def test_each_use_of_a_value_rounds_its_own_copy(dtype):
     w = jnp.zeros((2, 1))
     x, one = jnp.full((1, 2), 256.0), jnp.ones((1, 2))
     gradient = exact_jit(jax.grad(autocast_loss(lambda w: x @ w + one @ w, dtype)))(w)
-    assert_same_bits(gradient, jnp.full((2, 1), 257.0))
+    assert_same_bits(gradient, jnp.full((2, 1), 257.0, F32))
     shared = lambda w, d=BF16: ((x.astype(d) @ (n := w.astype(d))) + one.astype(d) @ n).astype(F32).sum()
     assert (jax.grad(shared)(w) == 256).all()  # negative control
 
