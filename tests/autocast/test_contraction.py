@@ -382,8 +382,8 @@ def test_float32_changes_nothing():
 @half_dtypes
 def test_each_use_of_a_value_rounds_its_own_copy(dtype):
     """One copy for all uses would add up their cotangents in 16 bits: 256 + 1."""
-    w = jnp.zeros((2, 1))
-    x, one = jnp.full((1, 2), 256.0), jnp.ones((1, 2))
+    w = jnp.zeros((2, 1), F32)
+    x, one = jnp.full((1, 2), 256.0, F32), jnp.ones((1, 2), F32)
     gradient = exact_jit(jax.grad(autocast_loss(lambda w: x @ w + one @ w, dtype)))(w)
     assert_same_bits(gradient, jnp.full((2, 1), 257.0, F32))
     shared = lambda w, d=BF16: ((x.astype(d) @ (n := w.astype(d))) + one.astype(d) @ n).astype(F32).sum()
