@@ -1,6 +1,7 @@
 """Give test files what several of them need: comparison of bits and types, slow cases, counts of examples."""
 
 import contextlib
+import importlib.metadata
 
 import chex
 import hypothesis
@@ -13,12 +14,11 @@ from jax.extend import core as jex_core
 # Compiler options for tests that do not judge what LLVM makes of a program: it then takes less time to compile.
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
+HAS_EMITTERS = importlib.metadata.version("jaxlib").startswith("0.10.")  # or rather the option to do without them
+
 # Those of a user's programs, for tests that are about them: `conftest.py` asks for others.
-AS_USERS_DO = {
-    "xla_backend_optimization_level": 3,
-    "xla_llvm_disable_expensive_passes": False,
-    "xla_cpu_use_fusion_emitters": True,
-}
+AS_USERS_DO = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
+AS_USERS_DO |= {"xla_cpu_use_fusion_emitters": True} if HAS_EMITTERS else {}
 
 
 def cases(names, quick):
@@ -64,7 +64,8 @@ def unfused(batched_products=False):
     if jax.default_backend() != "cpu":
         return {"xla_disable_hlo_passes": "fusion"}
     passes = {"xla_disable_hlo_passes": "fusion" if batched_products else "fusion,fusion-wrapper"}
-    return passes | {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": batched_products}
+    emitters = {"xla_cpu_use_fusion_emitters": batched_products} if HAS_EMITTERS else {}
+    return passes | emitters | {"xla_backend_optimization_level": 0}
 
 
 def on_an_absent_gpu():
