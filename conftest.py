@@ -6,10 +6,13 @@ import os
 import pathlib
 
 # Without LLVM's optimizations and XLA's newer emitters a program compiles in a third of the time. Where XLA_FLAGS is
-# set, be it empty, on a GPU, and with a later jaxlib, programs are compiled as a user's are. So `.ci/run` repeats the
-# numerical part.
-_IS_QUICK = importlib.metadata.version("jaxlib").startswith("0.10.")  # later ones know no flag for the emitters
-if _IS_QUICK and "XLA_FLAGS" not in os.environ and not importlib.metadata.entry_points(group="jax_plugins"):
+# set, be it empty, on a GPU, and with a later jaxlib (which knows no flag for the emitters), programs are compiled as a
+# user's are. So `.ci/run` repeats the numerical part.
+if (
+    "XLA_FLAGS" not in os.environ
+    and importlib.metadata.version("jaxlib").startswith("0.10.")
+    and not importlib.metadata.entry_points(group="jax_plugins")
+):
     os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
     os.environ["XLA_FLAGS"] += "--xla_cpu_use_fusion_emitters=false"
 if "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
