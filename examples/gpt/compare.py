@@ -7,10 +7,10 @@ the root of the repository:
     python -m examples.gpt.compare --recipes all
     python -m examples.gpt.compare --text my_folder --recipes f32,bf16-split --steps 1000 --out results
 
-The first takes a bit more than three minutes on two cores, the second half as long again. A gap is taken at seed 0 and
-compared with the standard deviation of the validation loss over three f32 seeds. Without mpx an update smaller than half
-the distance to the next bfloat16 is lost, and so are the finer parts of the moments; every recipe of mpx ends where f32
-ends. Times are in `precision.json` only: on a CPU they are no guide to a GPU.
+The first takes a bit more than three minutes on two cores, the second half as long again. A gap is taken at seed 0
+and compared with the standard deviation of the validation loss over three f32 seeds. Without mpx an update smaller
+than half the distance to the next bfloat16 is lost, and so are the finer parts of the moments; every recipe of mpx
+ends where f32 ends. Times are in `precision.json` only: on a CPU they are no guide to a GPU.
 """
 
 import dataclasses
