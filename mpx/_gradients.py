@@ -92,16 +92,17 @@ def value_and_grad(
         objects = [] if record is None else in_place.objects_of((viewed, kwargs))
         differentiated = transform(lambda *args, **kwargs: scaled_loss(call, *args, **kwargs), **options)
         (_, (loss, aux)), grads = differentiated(*viewed, **kwargs)
-        changes = in_place.changes_of(objects)
-        if changes and not isinstance(loss_scale, NoOpLossScale):
-            # A step that `loss_scaling` skips changes nothing, batch statistics included.
-            finite = all_finite(grads)
-            changes = [c._replace(after=select_tree(finite, c.after, c.before)) for c in changes]
-        in_place.hand_back((args, kwargs), changes)
         _, rest = _seed_and_rest(loss_scale, loss.dtype)
         if rest is not None:
             grads = jax.tree.map(lambda g: _multiplied(g, rest, keep_dtype=grad_dtype is None), grads)
-        return ((loss, aux) if has_aux else loss), _in_dtype(grads, grad_dtype)
+        grads = _in_dtype(grads, grad_dtype)
+        changes = in_place.changes_of(objects)
+        if changes and not isinstance(loss_scale, NoOpLossScale):
+            # A step that `loss_scaling` skips changes nothing, batch statistics included. It sees these gradients.
+            finite = all_finite(grads)
+            changes = [c._replace(after=select_tree(finite, c.after, c.before)) for c in changes]
+        in_place.hand_back((args, kwargs), changes)
+        return ((loss, aux) if has_aux else loss), grads
 
     return wrapped
 

@@ -105,6 +105,19 @@ def test_a_step_that_is_skipped_keeps_the_bits_of_batch_statistics_and_counters(
     assert all(same) != is_finite
 
 
+def test_a_step_whose_gradients_overflow_in_the_dtype_that_is_asked_for_keeps_them_too():
+    """In float32 they are finite, in float16 not: `loss_scaling` sees those that are returned."""
+    model = Noisy(nnx.Rngs(0))
+    before = jax.tree.leaves(nnx.clone(model))
+    loss = mpx.autocast(lambda model, x: 1e4 * (model(x) ** 2).sum(), "bf16")
+    options = {"grad_dtype": "f16", "transform": nnx.value_and_grad}
+    _, grads = mpx.value_and_grad(loss, mpx.StaticLossScale(8.0), **options)(model, TOKENS)
+    assert not mpx.all_finite(grads)
+    _, wide = mpx.value_and_grad(loss, transform=nnx.value_and_grad)(Noisy(nnx.Rngs(0)), TOKENS)
+    assert mpx.all_finite(wide)
+    assert all((a == b).all() for a, b in zip(jax.tree.leaves(model), before, strict=True))
+
+
 def test_without_a_loss_scale_nothing_is_skipped():
     """Negative control: the statistics of a batch with an infinity."""
     model = nnx.BatchNorm(16, rngs=nnx.Rngs(0))
