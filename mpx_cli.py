@@ -87,6 +87,9 @@ def _command(example: str) -> Callable[[Callable[..., None]], Callable[..., None
     return register
 
 
+_Shapes = Annotated[
+    list[str] | None, typer.Argument(help="A shape for each argument of the function: f32[8,16], bf16[4], i32[].")
+]
 _AsJson = Annotated[bool, typer.Option("--json", help="Write JSON to standard output, and nothing else there.")]
 
 
@@ -166,9 +169,7 @@ def plan(
 @_command('mpx explain train.py:loss "f32[16,4]" "f32[8,16]" --policy bf16 --grad')
 def explain(
     function: Annotated[str, typer.Argument(help="file.py:function or module:function.")],
-    shapes: Annotated[
-        list[str] | None, typer.Argument(help="A shape for each argument: f32[8,16], bf16[4], i32[].")
-    ] = None,
+    shapes: _Shapes = None,
     arguments: Annotated[
         str | None,
         typer.Option(
@@ -222,9 +223,7 @@ def program(
             "of those that are donated, unless jax.jit returned the step."
         ),
     ],
-    shapes: Annotated[
-        list[str] | None, typer.Argument(help="A shape for each argument of a step: f32[8,16], bf16[4], i32[].")
-    ] = None,
+    shapes: _Shapes = None,
     target: Annotated[
         str | None,
         typer.Option(

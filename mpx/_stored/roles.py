@@ -35,7 +35,7 @@ EXACT: tuple[Role, ...] = ("master", "compensation", "average", "weights")
 
 
 class Fields(NamedTuple):
-    """What a type of state has declared."""
+    """The declaration of a type of state."""
 
     roles: dict[str, Role]
     writes_back: str | None

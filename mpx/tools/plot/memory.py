@@ -1,6 +1,6 @@
 """Bytes of a training run as bars."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -65,16 +65,10 @@ def memory(
     widths = {kind: _widths(plans, kind, unit) for kind in get_args(Kind)}
     widths = {kind: row for kind, row in widths.items() if row.any()}
     with canvas(axes, "memory", 1.4 + 0.3 * len(plans) + 0.12 * len(widths)) as axes:
-        draw_bars(axes, widths, _LOOKS, suffix=" GB" if unit == "GB" else "")
-        axes.set_yticks(range(len(plans)), map(plain, plans))
-        axes.tick_params(axis="y", length=0)
-        axes.grid(visible=False, axis="y")
-        axes.set_ylim(len(plans) - 0.5, -0.5)
-        axes.xaxis.set_major_locator(round_ticks(integers=False))
+        draw_bars(axes, plans, widths, _LOOKS, suffix=" GB" if unit == "GB" else "")
         is_whole = max(plan.devices for plan in plans.values()) == 1
         axes.set(xlabel=unit if is_whole else f"{unit}, on each device")
         axes.set_title(_title(plans), loc="right")  # the names of recipes leave little room to the left
-        add_legend(axes, columns=2, side="right")
     return axes
 
 
@@ -97,8 +91,14 @@ def _widths(plans: Mapping[str, MemoryPlan], kind: Kind, unit: Unit) -> np.ndarr
     return np.array([plan.bytes_of(kind) / (1e9 if unit == "GB" else plan.parameters) for plan in plans.values()])
 
 
-def draw_bars(axes: Axes, widths: Mapping[Any, np.ndarray], looks: Mapping[Any, tuple[str, str]], suffix: str) -> None:
-    """Draw bars of parts that lie one behind the other, with their sums; `looks` are colors and hatches."""
+def draw_bars(
+    axes: Axes,
+    names: Iterable[str],
+    widths: Mapping[Any, np.ndarray],
+    looks: Mapping[Any, tuple[str, str]],
+    suffix: str,
+) -> None:
+    """Draw named bars of parts that lie one behind the other, with their sums; `looks` are colors and hatches."""
     totals = np.sum(list(widths.values()), axis=0)
     left = np.zeros_like(totals)
     for kind, row in widths.items():
@@ -109,6 +109,12 @@ def draw_bars(axes: Axes, widths: Mapping[Any, np.ndarray], looks: Mapping[Any, 
         left = left + row
     axes.bar_label(bars, [f"{total:.4g}{suffix}" for total in totals], padding=4)
     axes.set_xlim(0, (1.35 if suffix else 1.2) * totals.max())
+    axes.set_yticks(range(len(totals)), map(plain, names))
+    axes.tick_params(axis="y", length=0)
+    axes.grid(visible=False, axis="y")
+    axes.set_ylim(len(totals) - 0.5, -0.5)
+    axes.xaxis.set_major_locator(round_ticks(integers=False))
+    add_legend(axes, columns=2, side="right")
 
 
 def _title(plans: Mapping[str, MemoryPlan]) -> str:

@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from mpx.tools.plot.memory import draw_bars
-from mpx.tools.plot.sheet import BLUE, GREEN, GREY, PURPLE, VERMILLION, add_legend, canvas, plain, round_ticks
+from mpx.tools.plot.sheet import BLUE, GREEN, GREY, PURPLE, VERMILLION, canvas
 from mpx.tools.program.kernels import Kind
 from mpx.tools.program.step_report import ReportComparison, StepReport
 
@@ -45,14 +45,8 @@ def traffic(report: StepReport | ReportComparison | Mapping[str, StepReport], *,
     widths = {kind: gigabytes(kind) for kind in get_args(Kind)}
     widths = {kind: row for kind, row in widths.items() if row.any()}
     with canvas(axes, "traffic", 1.4 + 0.3 * len(reports) + 0.12 * len(widths)) as axes:
-        draw_bars(axes, widths, _LOOKS, suffix=" GB")
-        axes.set_yticks(range(len(reports)), map(plain, reports))
-        axes.tick_params(axis="y", length=0)
-        axes.grid(visible=False, axis="y")
-        axes.set_ylim(len(reports) - 0.5, -0.5)
-        axes.xaxis.set_major_locator(round_ticks(integers=False))
+        draw_bars(axes, reports, widths, _LOOKS, suffix=" GB")
         axes.set(xlabel="GB read and written in a step")
-        add_legend(axes, columns=2, side="right")
     return axes
 
 

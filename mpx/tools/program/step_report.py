@@ -1,4 +1,4 @@
-"""What a compiled step costs, read off its program: memory, traffic, precision, and a bound of its time."""
+"""Read off a compiled program what a step costs: memory, traffic, precision, and a bound of its time."""
 
 import dataclasses
 import time
@@ -20,7 +20,7 @@ _MOST_KERNELS = 12  # that are printed
 
 @dataclasses.dataclass(frozen=True)
 class StepReport(_tables.Result):
-    """What one run of a compiled step costs on one device; prints as tables, with `rich.print` too.
+    """The cost of one run of a compiled step on one device; prints as tables, with `rich.print` too.
 
     Attributes:
         target: the device that it was compiled for, if its figures are known.
