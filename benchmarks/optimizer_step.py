@@ -36,13 +36,11 @@ needs a little more of them, it can lose much time that says nothing about a GPU
 """
 
 import argparse
-import contextlib
 import functools
 import math
 import statistics
 import time
-import unittest.mock
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -122,7 +120,6 @@ class Recipe(NamedTuple):
         by_hand: the same step of one tensor.
         beside: what the step by hand keeps beside a parameter, to start with.
         moment: a moment of the step by hand, to start with.
-        kernel: whether a GPU may code in 8 bits with mpx's kernel.
     """
 
     dtype: Any
@@ -130,7 +127,6 @@ class Recipe(NamedTuple):
     by_hand: Callable
     beside: Callable[[jax.Array], jax.Array | None]
     moment: Callable[[jax.Array], Any] = functools.partial(jnp.zeros_like, dtype=jnp.float32)
-    kernel: bool = True
 
 
 low_bits = lambda p: jnp.zeros_like(p, jnp.uint16)
@@ -147,7 +143,6 @@ RECIPES = {
     "Kahan + bf16 moments": Recipe(jnp.bfloat16, kahan, kahan_step, jnp.zeros_like, jnp.zeros_like),
 }
 YARDSTICK, FASTEST = "f32", "split + 8-bit"
-WITHOUT_KERNEL = {"split + 8-bit, XLA codec": RECIPES[FASTEST]._replace(kernel=False)}
 
 
 class WithMpx(NamedTuple):
@@ -189,23 +184,10 @@ def compile_steps(
     recipe: Recipe, states: Sequence[Any], grads: Any, options: dict[str, Any] | None = None
 ) -> list[Callable]:
     """Both steps, compiled ahead with parameters and state donated; only such programs tell what XLA estimates."""
-    with codec(recipe.kernel):
-        return [
-            jax.jit(step, donate_argnums=0).lower(state, grads).compile(compiler_options=options)
-            for step, state in zip(make_steps(recipe), states, strict=True)
-        ]
-
-
-@contextlib.contextmanager
-def codec(kernel: bool) -> Iterator[None]:
-    """Programs that are traced inside code in 8 bits with the kernel, if there is one, or with XLA alone."""
-    if kernel:
-        yield
-        return
-    jax.clear_caches()  # of what has been traced with the kernel
-    with unittest.mock.patch.object(blockwise, "_has_kernel", return_value=False):
-        yield
-    jax.clear_caches()
+    return [
+        jax.jit(step, donate_argnums=0).lower(state, grads).compile(compiler_options=options)
+        for step, state in zip(make_steps(recipe), states, strict=True)
+    ]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -364,11 +346,6 @@ def on_gpu() -> bool:
     return jax.default_backend() == "gpu"
 
 
-def has_kernel() -> bool:
-    """Whether mpx codes in 8 bits with its own kernel here."""
-    return all(blockwise._has_kernel(BLOCK_SIZE, signed) for signed in (True, False))
-
-
 def make_shapes(tensors: str, scale: int) -> Shapes:
     """The shapes of GPT-2's tensors, with the rows of matrices divided, or one shorter vector."""
     if tensors == "one":
@@ -462,9 +439,8 @@ def estimates_table(title: str, rows: list[dict[str, Any]], n: int) -> Table:
 def run(tensors: str, scale: int, bandwidth: float | None) -> dict[str, Any]:
     """All measurements of one set of tensors."""
     shapes = make_shapes(tensors, scale)
-    recipes = RECIPES | (WITHOUT_KERNEL if on_gpu() and has_kernel() else {})
     data = make_data(shapes)
-    rows = [measure(name, recipe, data) for name, recipe in recipes.items()]
+    rows = [measure(name, recipe, data) for name, recipe in RECIPES.items()]
     if bandwidth is not None:
         judge(rows, bandwidth)
     parameters = sum(map(math.prod, shapes.values()))
@@ -489,7 +465,7 @@ def main() -> None:
     }
     found: dict[str, Any] = {"conditions": conditions(PACKAGES)}
     if on_gpu():
-        found |= {"copy bandwidth, GB/s": copy_bandwidth(), "8-bit kernel": has_kernel()}
+        found["copy bandwidth, GB/s"] = copy_bandwidth()
     console.print(found)
     bandwidth = found.get("copy bandwidth, GB/s")
     for tensors in sets:

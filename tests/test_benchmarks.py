@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 
 from benchmarks import adamw_by_hand, autocast, optimizer_step
 from benchmarks.overhead import gpt2_shapes
-from mpx._stored import blockwise
 from tests.autocast.helpers import contractions
 from tests.helpers import cases, unfused
 
@@ -82,22 +81,6 @@ def test_the_bytes_of_a_step_are_those_of_its_parameters_state_and_gradients(nam
     _, state = optimizer_step.make_starts(recipe, params)
     counter = 2 * 4
     assert optimizer_step.bytes_moved(state, grads) == bytes_a_parameter * n + counter
-
-
-def test_the_step_without_the_kernel_is_traced_anew_and_only_it(monkeypatch):
-    """Programs that JAX has traced with the kernel must not be taken for those without, nor the other way round."""
-    monkeypatch.setattr(blockwise, "_has_kernel", lambda block_size, signed: True)  # on a CPU it is not run
-    jax.clear_caches()  # of what other tests have traced
-    recipe = optimizer_step.RECIPES["split + 8-bit"]
-    params, grads = jax.tree.map(lambda x: x.astype(jnp.bfloat16), optimizer_step.make_data({"one": (2**12,)}))
-    states = optimizer_step.make_starts(recipe, params)
-
-    def has_kernel(kernel):
-        with optimizer_step.codec(kernel):
-            steps = zip(optimizer_step.make_steps(recipe), states, strict=True)
-            return ["pallas_call" in str(jax.make_jaxpr(step)(state, grads)) for step, state in steps]
-
-    assert [has_kernel(kernel) for kernel in (True, False, True)] == [[True, True], [False, False], [True, True]]
 
 
 def test_speeds_are_judged_by_bytes_and_beside_the_float32_step():

@@ -25,7 +25,6 @@ No two operations on the way to a code can be contracted, so that equal numbers 
 import dataclasses
 import functools
 import math
-import warnings
 from typing import NamedTuple
 
 import jax
@@ -104,23 +103,13 @@ class Blockwise8bit(StateFormat):
             raise TypeError(f"`Blockwise8bit`: `signed` must be True, False or None, but got {self.signed!r}.")
 
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> BlockwiseArray:
-        """Return uint8 codes in the shape of a float32 array, and the float32 scales of its blocks.
-
-        XLA makes two passes over `x`, or over what `x` is computed from: one for the scales, one for the codes. On a
-        GPU a kernel computes the nearest codes in one, where it gives the same bits.
-        """
+        """Return uint8 codes in the shape of a float32 array, and the float32 scales of its blocks."""
         x = lax.stop_gradient(x)  # as of every rounding, the derivative is zero
         signed = self.signed is not False
         blocks = _in_blocks(x, self.block_size)
-        if key is not None:
-            noise = _in_blocks(jax.random.bits(key, x.shape, np.uint32), self.block_size)
-            codes, scale = _encode_in_two_passes(blocks, signed, noise)
-        elif _can_take_kernel(x, self.block_size) and _has_kernel(self.block_size, signed):
-            one_pass = functools.partial(_encode_in_one_pass, signed=signed)
-            two_passes = functools.partial(_encode_in_two_passes, signed=signed)
-            codes, scale = lax.platform_dependent(blocks, cuda=one_pass, default=two_passes)
-        else:
-            codes, scale = _encode_in_two_passes(blocks, signed)
+        noise = None if key is None else _in_blocks(jax.random.bits(key, x.shape, np.uint32), self.block_size)
+        scale = _scale(blocks, signed)
+        codes = _codes(blocks, scale, signed, noise)
         return BlockwiseArray(_out_of_blocks(codes, x.shape), scale[..., 0])
 
     def decode(self, codes: jax.Array, scales: jax.Array) -> jax.Array:
@@ -284,82 +273,3 @@ def _map(signed: bool) -> _Map:
         last_turn=turns[-1],
         top=128 if signed else 256,
     )
-
-
-# The kernel.
-
-
-def _encode_in_two_passes(x: jax.Array, signed: bool, noise: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-    """Return codes and scales of blocks, by XLA."""
-    scale = _scale(x, signed)
-    return _codes(x, scale, signed, noise), scale
-
-
-def _encode_in_one_pass(x: jax.Array, signed: bool, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
-    """Encode by a Pallas kernel, each of whose programs holds a few blocks from the maximum to the codes.
-
-    It is compiled by Triton, which runs on GPUs from Ampere on. Where it does not compile, XLA does the work.
-    """
-    from jax.experimental import pallas as pl  # here, because importing it takes longer than the rest of mpx
-    from jax.experimental.pallas import triton
-
-    block_size = x.shape[-1]
-    blocks = x.size // block_size
-    rows = math.gcd(blocks, max(1, 4096 // block_size))  # a power of two that leaves no program half empty
-
-    def kernel(x_ref, codes_ref, scale_ref):
-        codes_ref[...], scale_ref[...] = _encode_in_two_passes(x_ref[...], signed)
-
-    wide, narrow = (pl.BlockSpec((rows, width), lambda i: (i, 0)) for width in (block_size, 1))
-    flat = (blocks, block_size)
-    codes, scale = pl.pallas_call(
-        kernel,
-        out_shape=(jax.ShapeDtypeStruct(flat, np.uint8), jax.ShapeDtypeStruct((blocks, 1), np.float32)),
-        grid=(blocks // rows,),
-        in_specs=[wide],
-        out_specs=(wide, narrow),
-        interpret=interpret,
-        compiler_params=triton.CompilerParams(num_warps=4),
-    )(x.reshape(flat))
-    return codes.reshape(x.shape), scale.reshape(*x.shape[:-1], 1)
-
-
-def _can_take_kernel(x: jax.Array, block_size: int) -> bool:
-    """Return whether an array consists of whole blocks, and is no shard inside `jax.shard_map`."""
-    return x.size > 0 and x.size % block_size == 0 and not jax.sharding.get_abstract_mesh().manual_axes
-
-
-@functools.cache
-def _has_kernel(block_size: int, signed: bool) -> bool:
-    """Return whether this process has one GPU, and the kernel runs there and gives the bits of the XLA version.
-
-    It is tried once: Pallas compiles other things on other GPUs and in other releases of JAX. With several devices XLA
-    must be free to split arrays among them, which it cannot do with a kernel.
-    """
-    if jax.default_backend() != "gpu" or jax.device_count() > 1:
-        return False
-    x = _probe(block_size, signed)
-    run = lambda f: jax.jit(f, static_argnums=1).lower(x, signed).compile()(x)
-    expected = run(_encode_in_two_passes)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            actual = run(_encode_in_one_pass)
-    except Exception as error:  # Pallas raises many types, and none of them is a reason to stop a training run
-        warnings.warn(
-            f"mpx: the Pallas kernel for 8-bit states does not run on this GPU; XLA does its work, in two passes. "
-            f"{type(error).__name__}: {error}",
-            stacklevel=2,
-        )
-        return False
-    bits = lambda x: np.asarray(x).view(f"u{x.dtype.itemsize}")
-    return all(np.array_equal(bits(a), bits(e)) for a, e in zip(actual, expected, strict=True))
-
-
-def _probe(block_size: int, signed: bool) -> np.ndarray:
-    """Return numbers of all magnitudes, and blocks of zeros, infinities and NaN: float32 `[64, block_size]`."""
-    rng = np.random.default_rng(0)
-    x = 10.0 ** rng.uniform(-9, 0, (64, block_size)) * 10.0 ** rng.uniform(-30, 30, (64, 1))
-    x = (x * rng.choice([-1, 1], x.shape) if signed else x).astype(np.float32)
-    x[0], x[1, 1], x[2, 2], x[3, 3] = 0, np.inf, -np.inf, np.nan
-    return x

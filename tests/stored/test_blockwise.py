@@ -1,4 +1,4 @@
-"""Check `Blockwise8bit`: all 256 codes, the turns between them, scales, blocks, what cannot be held, the kernel.
+"""Check `Blockwise8bit`: all 256 codes, the turns between them, scales, blocks, what cannot be held.
 
 The oracle is the dynamic map of Dettmers et al. 2021 (arXiv 2110.02861), built here from its definition in fractions;
 nearest members and neighbours are looked up in it in float64.
@@ -16,9 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from mpx._stored import blockwise
 from mpx._stored.blockwise import Blockwise8bit, BlockwiseArray
-from tests.helpers import assert_same_bits, eight_cpu_devices, on_an_absent_gpu
+from tests.helpers import assert_same_bits, eight_cpu_devices
 
 SMALLEST_NORMAL = np.float32(2.0**-126)
 LARGEST = np.finfo(np.float32).max
@@ -42,8 +41,6 @@ def decode(coded, block_size, signed):
 
 jit_encode = jax.jit(encode, static_argnums=(1, 2))
 jit_decode = jax.jit(decode, static_argnums=(1, 2))
-two_passes = jax.jit(blockwise._encode_in_two_passes, static_argnums=1)
-interpreted = functools.partial(blockwise._encode_in_one_pass, interpret=True)
 
 
 @functools.cache
@@ -421,100 +418,6 @@ def test_at_random_two_kinds_of_numbers_keep_no_mean(noise):
     assert (signed > 0).any() == (noise == 0)  # negative control: the signed map turns them to zero
 
 
-# --- the kernel -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("blocks", "block_size", "signed"),
-    [
-        (64, 64, True),
-        (3, 256, False),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(64, 64, False), (3, 256, True), (1, 4096, True)]),
-    ],
-)
-def test_the_kernel_gives_the_bits_of_the_two_passes(blocks, block_size, signed):
-    random = numbers(14, blocks, block_size, signed).reshape(blocks, block_size)
-    kernel = jax.jit(interpreted, static_argnums=1)
-    for x in [blockwise._probe(block_size, signed)[:blocks], random]:
-        assert_same_bits(kernel(x, signed), two_passes(x, signed))
-
-
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend")
-@pytest.mark.parametrize(("blocks", "block_size", "signed"), [(64, 256, True), (3, 16, False)])
-def test_the_kernel_lowers_for_cuda_on_a_machine_without_a_gpu(blocks, block_size, signed):
-    kernel, x = jax.jit(blockwise._encode_in_one_pass, static_argnums=1), jnp.ones((blocks, block_size), jnp.float32)
-    with on_an_absent_gpu():
-        lowered = kernel.trace(x, signed).lower(lowering_platforms=("cuda",))
-    assert re.findall(r"custom_call @(\S*triton)\(", lowered.as_text())
-    assert not re.search("triton", two_passes.lower(x, signed).as_text())  # control
-
-
-def on_one_gpu(monkeypatch, kernel):
-    """Make the process look like one with a GPU, and return the look-up without its cache."""
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
-    monkeypatch.setattr(blockwise, "_encode_in_one_pass", kernel)
-    return blockwise._has_kernel.__wrapped__
-
-
-def test_there_is_no_kernel_on_a_cpu_nor_with_several_gpus(monkeypatch):
-    assert not blockwise._has_kernel(256, True)
-    has_kernel = on_one_gpu(monkeypatch, interpreted)
-    monkeypatch.setattr(jax, "device_count", lambda: 2)
-    assert not has_kernel(64, True)
-
-
-@both_maps
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_a_kernel_that_gives_the_bits_of_xla_is_taken(monkeypatch, signed, wrap):
-    """Make the look-up eagerly, and while a function is traced."""
-    has_kernel, found = on_one_gpu(monkeypatch, interpreted), []
-    wrap(lambda x: found.append(has_kernel(64, signed)) or x)(jnp.ones(3))
-    assert found == [True]
-
-
-@pytest.mark.parametrize("wrong", ["codes", "scale"])
-def test_a_kernel_that_gives_other_bits_is_not_taken(monkeypatch, wrong):
-    """Change one code of one number, or the last bit of one scale."""
-
-    def kernel(x, signed):
-        codes, scale = interpreted(x, signed)
-        if wrong == "codes":
-            return codes.at[5, 5].set(codes[5, 5] ^ np.uint8(1)), scale
-        return codes, scale.at[5, 0].set(jnp.nextafter(scale[5, 0], np.float32(0)))
-
-    assert not on_one_gpu(monkeypatch, kernel)(64, True)
-
-
-def test_a_kernel_that_raises_is_not_taken_and_a_warning_says_why(monkeypatch):
-    def kernel(x, signed):
-        raise NotImplementedError("no such operation")
-
-    has_kernel = on_one_gpu(monkeypatch, kernel)
-    with pytest.warns(UserWarning, match="mpx: the Pallas kernel .* NotImplementedError: no such operation"):
-        assert not has_kernel(64, True)
-
-
-@both_maps
-def test_encode_works_on_a_cpu_in_a_process_whose_gpu_has_the_kernel(monkeypatch, signed):
-    x = jnp.asarray(numbers(15, 4, 256, signed))
-    expected = jit_encode(x, 256, signed)
-    monkeypatch.setattr(blockwise, "_has_kernel", lambda block_size, signed: True)
-    assert_same_bits(encode(x, 256, signed), expected)
-    assert_same_bits(jax.jit(lambda x: encode(x, 256, signed))(x), expected)
-
-
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend")
-@pytest.mark.parametrize(("size", "key", "kernels"), [(1024, None, 1), (1000, None, 0), (0, None, 0), (1024, 0, 0)])
-def test_encode_takes_the_kernel_for_whole_blocks_to_the_nearest_code(monkeypatch, size, key, kernels):
-    monkeypatch.setattr(blockwise, "_has_kernel", lambda block_size, signed: True)
-    key = key if key is None else jax.random.key(key)
-    with on_an_absent_gpu():
-        traced = jax.jit(lambda x: encode(x, 256, True, key)).trace(jnp.ones(size, jnp.float32))
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert len(re.findall(r"custom_call @\S*triton\(", text)) == kernels
-
-
 # --- the format -----------------------------------------------------------------------------------------------------
 
 
@@ -544,9 +447,7 @@ def test_blocks_follow_the_order_of_the_elements_whatever_the_shape(shape):
     assert_same_bits(coded.codes.reshape(-1), flat.codes)
 
 
-def test_a_kernel_is_not_taken_inside_shard_map(monkeypatch):
-    """JAX would have to be told over which axes its result varies."""
-    monkeypatch.setattr(blockwise, "_has_kernel", lambda *_: True)
+def test_inside_shard_map_each_device_codes_its_rows_of_whole_blocks():
     mesh = eight_cpu_devices()
     x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 256)), jnp.float32)
     spec = jax.sharding.PartitionSpec("data")
