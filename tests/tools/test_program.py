@@ -124,6 +124,16 @@ def test_what_a_tpu_keeps_on_the_chip_is_no_traffic():
     assert moved(Reader(parse(text)).kernels) == [("conversions and copies", 4096, 1), ("elementwise", 4096, 1)]
 
 
+def test_what_a_tpu_copies_to_the_chip_in_parts_is_read_once():
+    """Momentum on three tensors in float32: 20 bytes an element, although one is copied to the chip in four parts."""
+    kernels = read("on_chip").kernels
+    assert sum(kernel.bytes for kernel in kernels) == 20 * (2 * 768 * 3072 + 768 * 2304)
+    assert sorted({kernel.operation for kernel in kernels}) == ["copy-start", "fusion", "slice-start"]
+    parts = [kernel for kernel in kernels if kernel.operation == "slice-start"]
+    assert {(kernel.kind, kernel.bytes) for kernel in parts} == {("conversions and copies", 768 * 3072)}
+    assert len(parts) == 3 * 4
+
+
 def test_a_text_that_is_no_program_is_refused():
     with pytest.raises(ValueError, match="not a compiled program"):
         parse("HloModule empty\n")

@@ -130,8 +130,8 @@ class Reader:
         collectives: list[Collective] = []
         for instruction in body:
             op = instruction.op
-            if op in _FREE or op.endswith(("-done", "-update")):
-                continue
+            if op in _FREE or op.endswith(("-done", "-update")) or 'target="ConcatBitcast"' in instruction.attributes:
+                continue  # the last one names the parts of an array that a TPU copied one by one
             if op in ("while", "call", "conditional", "async-start"):
                 trips = instruction.attribute(r'known_trip_count":\{"n":"(\d+)"') if op == "while" else "1"
                 self.has_unknown_loop |= trips is None
@@ -188,8 +188,9 @@ class Reader:
         if instruction.op == "fusion":
             body = self._program.computations[instruction.called[0]]
             return _read(body) + _written(body)
-        if instruction.op in _PARTS:
-            return 2 * size(instruction.shapes)
+        if instruction.op.removesuffix("-start") in _PARTS:
+            part = _received(instruction)[0]
+            return part.bytes + part._replace(is_on_chip=shapes[instruction.operands[0]][0].is_on_chip).bytes
         if instruction.op == "dynamic-update-slice":
             return 2 * size(shapes[instruction.operands[1]])
         return size(_received(instruction)) + sum(size(shapes[name]) for name in dict.fromkeys(instruction.operands))
@@ -283,7 +284,7 @@ def _written(body: Sequence[Instruction]) -> int:
 def _kind(instruction: Instruction, ops: Sequence[str], products: Sequence[Product]) -> Kind:
     if instruction.op.removesuffix("-start") in _COLLECTIVES:
         return "collectives"
-    if instruction.op == "copy-start":
+    if instruction.op in ("copy-start", "slice-start"):
         return "conversions and copies"
     if instruction.op == "custom-call" and not products:
         return "library calls"
