@@ -11,40 +11,41 @@ from typing import Any
 
 from benchmarks.workers import run_worker, serve
 
+OPTIONS = {"lr": 1e-3, "weight_decay": 1e-4}  # as in `benchmarks.adamw_by_hand`
 
-def run_torch(shapes: list[tuple[int, ...]], options: dict[str, float], turns: int, calls: int) -> list[dict[str, Any]]:
+
+def run_torch(shapes: list[tuple[int, ...]], turns: int, calls: int) -> list[dict[str, Any]]:
     """Times of all optimizers that can be imported, on parameters of some shapes.
 
     Args:
         shapes: of the parameters.
-        options: of the optimizers.
         turns: how often the time is taken.
         calls: steps in a turn, enqueued one behind another.
     """
     if importlib.util.find_spec("torch") is None:
         return []
-    work = {"shapes": shapes, "options": options, "turns": turns, "calls": calls}
+    work = {"shapes": shapes, "turns": turns, "calls": calls}
     answer = run_worker("benchmarks.adamw_in_torch", work, environment={"JAX_PLATFORMS": "cpu"})
     return [{"what": "torch", "left out": answer["failed"]}] if "failed" in answer else answer["rows"]
 
 
-def torch_optimizers(options: dict[str, float]) -> dict[str, tuple[str, Callable[[Any], Any]]]:
+def torch_optimizers() -> dict[str, tuple[str, Callable[[Any], Any]]]:
     """By name, the dtype of the parameters, and what makes the optimizer from them."""
 
     def fused(params):
         import torch
 
-        return torch.optim.AdamW(params, fused=True, **options)
+        return torch.optim.AdamW(params, fused=True, **OPTIONS)
 
     def bitsandbytes(params):
         import bitsandbytes
 
-        return bitsandbytes.optim.AdamW8bit(params, **options)
+        return bitsandbytes.optim.AdamW8bit(params, **OPTIONS)
 
     def torchao(params):
         import torchao.optim
 
-        return torchao.optim.AdamW8bit(params, **options)
+        return torchao.optim.AdamW8bit(params, **OPTIONS)
 
     return {
         "torch.optim.AdamW(fused=True), f32": ("float32", fused),
@@ -62,7 +63,7 @@ def torch_times(work: dict[str, Any]) -> list[dict[str, Any]]:
     if not torch.cuda.is_available():
         return []
     rows = []
-    for name, (dtype, make) in torch_optimizers(work["options"]).items():
+    for name, (dtype, make) in torch_optimizers().items():
         try:
             rows.append({"what": name, "torch": torch.__version__, **torch_time(work, getattr(torch, dtype), make)})
         except Exception as error:  # of any type: a package that is missing, or not made for this GPU

@@ -46,11 +46,11 @@ import numpy as np
 import optax
 import typer
 from flax import nnx
-from rich.table import Table
 
 import mpx
-from benchmarks.report import make_console, spread_cell, verdict, write_json
-from benchmarks.timing import conditions, estimate, own, ratio_with_spread, timed_ratio
+from benchmarks.reading import compiled_figures
+from benchmarks.report import Sheet, make_console, ratio_cells, spread_cell, target_cell, write_json
+from benchmarks.timing import conditions, own, ratio_with_spread, timed_ratio
 
 Loss = Callable[[Any, jax.Array], jax.Array]  # of the parameters and of tokens
 
@@ -294,7 +294,7 @@ def measure_steps(
         except jax.errors.JaxRuntimeError as error:
             rows.append(row | {"left out": str(error).splitlines()[0]})  # what a backend cannot do is a result too
             continue
-        row |= {"compiler's estimate mpx": estimate(steps[1]), "compiler's estimate by hand": estimate(steps[0])}
+        row |= {"program mpx": compiled_figures(steps[1]), "program by hand": compiled_figures(steps[0])}
         row |= {"target": STEP_TARGET, "met": row["ratio"] <= STEP_TARGET} if form.has_step_target else {}
         rows.append(row)
     return rows
@@ -478,59 +478,55 @@ def summary(errors: list[tuple[float, float]]) -> dict[str, float]:
 # Printing.
 
 
-def target_cell(row: dict[str, Any]) -> str:
-    """A target and whether it is met, for the tables; empty where there is none."""
-    return f"at most {row['target']}: {verdict(row['met'])}" if "target" in row else ""
-
-
-def steps_table(title: str, rows: list[dict[str, Any]]) -> Table:
+def steps_table(title: str, rows: list[dict[str, Any]]) -> Sheet:
     """Times of steps."""
-    temporary = "temporary MB, compiler's estimate", "beside"
-    table = Table("form", "beside", "ms", "beside, ms", "ratio", "95%", "target", *temporary, title=title)
-    for row in rows:
-        if "left out" in row:
-            table.add_row(row["form"], row["beside"], *[""] * 4, f"left out: {row['left out']}")
-            continue
-        cells = f"{row['mpx ms']:.2f}", f"{row['by hand ms']:.2f}", f"{row['ratio']:.3f}", spread_cell(row["ratio 95%"])
-        costs = (row[f"compiler's estimate {side}"]["temporary bytes"] / 1e6 for side in ("mpx", "by hand"))
-        table.add_row(row["form"], row["beside"], *cells, target_cell(row), *(f"{mb:.1f}" for mb in costs))
-    return table
+    cells = lambda row: {"note": f"left out: {row['left out']}"} if "left out" in row else ratio_cells(row)
+    return Sheet(title, [{"form": row["form"], "beside": row["beside"]} | cells(row) for row in rows])
 
 
-def residuals_table(title: str, rows: list[dict[str, Any]]) -> Table:
+def residuals_table(title: str, rows: list[dict[str, Any]]) -> Sheet:
     """Bytes kept for the backward pass."""
-    table = Table("form", "parameters", "MB", "parameters handed on, MB", "beside", "ratio", "target", title=title)
-    for row in rows:
-        sizes = (f"{row[key] / 1e6:.2f}" for key in ("bytes", "bytes handed on"))
-        ratio = f"{row['ratio']:.3f}" if "ratio" in row else ""
-        table.add_row(row["form"], row["params"], *sizes, row.get("beside", ""), ratio, target_cell(row))
-    return table
+    mb = lambda row, key: f"{row[key] / 1e6:.2f}"
+    cells = [
+        {
+            "form": row["form"],
+            "parameters": row["params"],
+            "MB": mb(row, "bytes"),
+            "parameters handed on, MB": mb(row, "bytes handed on"),
+            "beside": row.get("beside", ""),
+            "ratio": f"{row['ratio']:.3f}" if "ratio" in row else "",
+            "target": target_cell(row),
+        }
+        for row in rows
+    ]
+    return Sheet(title, cells)
 
 
-def tracing_table(title: str, rows: list[dict[str, Any]]) -> Table:
+def tracing_table(title: str, rows: list[dict[str, Any]]) -> Sheet:
     """Times of tracing and lowering."""
-    table = Table("form", "beside", "", "s", "beside, s", "ratio", "95%", "target", title=title)
-    for row in rows:
-        for what in ("trace", "lower", "both"):
-            part = row[what]
-            numbers = (
-                f"{part['s']:.3f}",
-                f"{part['beside s']:.3f}",
-                f"{part['ratio']:.2f}",
-                spread_cell(part["ratio 95%"]),
-            )
-            table.add_row(row["form"], row["beside"], what, *numbers, target_cell(row) if what == "both" else "")
-    return table
+    cells = [
+        {
+            "form": row["form"],
+            "beside": row["beside"],
+            "what": what,
+            "s": f"{row[what]['s']:.3f}",
+            "beside, s": f"{row[what]['beside s']:.3f}",
+            "ratio": f"{row[what]['ratio']:.2f}",
+            "95%": spread_cell(row[what]["ratio 95%"]),
+            "target": target_cell(row) if what == "both" else "",
+        }
+        for row in rows
+        for what in ("trace", "lower", "both")
+    ]
+    return Sheet(title, cells)
 
 
-def accuracy_table(title: str, rows: list[dict[str, Any]]) -> Table:
+def accuracy_table(title: str, rows: list[dict[str, Any]]) -> Sheet:
     """Relative errors."""
+    about = {"compute": "compute", "params": "parameters", "steps": "after steps", "form": "form"}
     errors = "loss mean", "loss max", "gradient mean", "gradient max"
-    table = Table("compute", "parameters", "after steps", "form", *errors, title=title)
-    for row in rows:
-        about = row["compute"], row["params"], str(row["steps"]), row["form"]
-        table.add_row(*about, *(f"{row[key]:.1e}" for key in errors))
-    return table
+    cells = lambda row: {name: str(row[key]) for key, name in about.items()} | {e: f"{row[e]:.1e}" for e in errors}
+    return Sheet(title, list(map(cells, rows)))
 
 
 SizeName = enum.StrEnum("SizeName", {name: name for name in SIZES})

@@ -15,10 +15,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from rich.markup import escape
-from rich.table import Table
-
-from benchmarks.report import judge, spread_cell
+from benchmarks.report import Sheet, judge, spread_cell
 from benchmarks.rungs import FIXED
 from benchmarks.workers import Result
 
@@ -63,12 +60,17 @@ def measure(part: Part, bench: Any, keep: Callable[[list[Result]], None]) -> lis
     """Return the row of each recipe; `keep` gets what there is after each."""
     rows: list[Result] = []
     for recipe in part.recipes:
-        kind, rung = ("cast", FIXED) if recipe == CAST else (part.kind, dataclasses.replace(FIXED, recipe=recipe))
-        answer = bench.in_jax(rung, kind, microbatches=1)
-        whole = {"step": answer} if kind == "step" and "failed" not in answer else {}
-        rows.append({"recipe": recipe} | answer | whole)
+        rows.append(measure_recipe(part, recipe, bench))
         keep(rows)
     return rows
+
+
+def measure_recipe(part: Part, recipe: str, bench: Any) -> Result:
+    """Return the row of one recipe."""
+    kind, rung = ("cast", FIXED) if recipe == CAST else (part.kind, dataclasses.replace(FIXED, recipe=recipe))
+    answer = bench.in_jax(rung, kind, microbatches=1)
+    whole = {"step": answer} if kind == "step" and "failed" not in answer else {}
+    return {"recipe": recipe} | answer | whole
 
 
 def milliseconds(rows: list[Result], what: str) -> dict[str, float]:
@@ -76,25 +78,23 @@ def milliseconds(rows: list[Result], what: str) -> dict[str, float]:
     return {row["recipe"]: row[what]["ms"] for row in rows if what in row}
 
 
-def table(part: Part, rows: list[Result]) -> Table:
+def table(part: Part, rows: list[Result]) -> Sheet:
     """Return times of a part, and how many times as fast each is as in float32 and in TF32."""
     seen = ", ".join(f"{what} {JULIA[what]}" for what in part.times)
-    columns = [
-        f"{what}{column}" for what in part.times for column in (", ms", ", spread", ": f32 / this", "TF32 / this")
-    ]
-    found = Table("recipe", *columns, title=f"{part.title}, fixed batch; a Julia user saw: {seen}")
-    for row in rows:
-        cells = [cell for what in part.times for cell in _time_cells(rows, what, row)]
-        found.add_row(row["recipe"], *([f"[red]{escape(row['failed'])}[/]"] if "failed" in row else cells))
-    return found
+    cells = lambda row: {"note": row["failed"]} if "failed" in row else _time_cells(part, rows, row)
+    found = [{"recipe": row["recipe"]} | cells(row) for row in rows]
+    return Sheet(f"{part.title}, fixed batch; a Julia user saw: {seen}", found)
 
 
-def _time_cells(rows: list[Result], what: str, row: Result) -> list[str]:
-    if what not in row:
-        return [""] * 4
-    times = milliseconds(rows, what)
-    ratios = [f"{times[base] / row[what]['ms']:.2f}" if base in times else "" for base in YARDSTICKS]
-    return [f"{row[what]['ms']:.3f}", spread_cell(row[what]["ms spread"]), *ratios]
+def _time_cells(part: Part, rows: list[Result], row: Result) -> dict[str, str]:
+    cells = {}
+    for what in (what for what in part.times if what in row):
+        times = milliseconds(rows, what)
+        cells |= {f"{what}, ms": f"{row[what]['ms']:.3f}", f"{what}, spread": spread_cell(row[what]["ms spread"])}
+        cells |= {
+            f"{what}: {base} / this": f"{times[base] / row[what]['ms']:.2f}" for base in YARDSTICKS if base in times
+        }
+    return cells
 
 
 def targets(found: dict[str, Any]) -> list[dict[str, Any]]:

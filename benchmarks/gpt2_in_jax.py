@@ -22,6 +22,7 @@ import optax
 from flax import nnx
 
 import mpx
+from benchmarks.reading import absent_figures, compiled_figures, start_compiler
 from benchmarks.timing import conditions, timed
 from benchmarks.token_batches import token_batches
 from benchmarks.workers import Result, serve, time_rounds
@@ -74,11 +75,10 @@ def compile_ahead(fun: Callable, *arguments: Any, donate: tuple[int, ...] = ()) 
     return compiled, time.perf_counter() - start
 
 
-def estimated_bytes(compiled: Any) -> int:
-    """What the compiler says that a program needs: arguments, results that are not donated, and temporary arrays."""
-    memory = compiled.memory_analysis()
-    sizes = memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes
-    return sum(sizes) - memory.alias_size_in_bytes
+def shapes_of(job: dict[str, Any], program: Program) -> tuple[Any, Any, jax.ShapeDtypeStruct]:
+    """The shapes of what a training step gets: parameters, optimizer state and tokens."""
+    tokens = (job["microbatches"], job["batch_size"], make_config(job).context + 1)
+    return *jax.eval_shape(program.init, 0), jax.ShapeDtypeStruct(tokens, jnp.int32)
 
 
 # --- The device. ---
@@ -109,9 +109,8 @@ def time_calls(
 def measure_step(job: dict[str, Any]) -> Result:
     """Time, memory and last loss of a training step, from random weights, on text."""
     program, config = program_of(job), make_config(job)
-    shapes = jax.eval_shape(program.init, 0)
-    tokens = jax.ShapeDtypeStruct((job["microbatches"], job["batch_size"], config.context + 1), jnp.int32)
-    step, seconds = compile_ahead(program.train_step, *shapes, tokens, donate=(0, 1))
+    shapes = shapes_of(job, program)
+    step, seconds = compile_ahead(program.train_step, *shapes, donate=(0, 1))
     compiling = meter.device_memory()[1]
     batches = batches_of(job, config, DISTINCT_BATCHES, job["microbatches"])
     # One step before, as in PyTorch, which compiles there: so both end after as many.
@@ -119,13 +118,16 @@ def measure_step(job: dict[str, Any]) -> Result:
         lambda state, tokens: step(*state[:2], tokens), (*jax.jit(program.init)(0), None), batches, job, before=1
     )
     row |= {"tokens": math.prod((job["microbatches"], job["batch_size"], config.context)), "loss": float(metrics.loss)}
-    row |= {"flops per token": config.flops_per_token, "compile s": seconds}
-    row |= {
-        "peak bytes": meter.device_memory()[1],
-        "peak bytes before": compiling,
-        "estimated bytes": estimated_bytes(step),
-    }
+    row |= {"flops per token": config.flops_per_token, "program": compiled_figures(step, seconds)}
+    row |= {"peak bytes": meter.device_memory()[1], "peak bytes before": compiling}
     return row | {"parameters": sum(leaf.size for leaf in jax.tree.leaves(shapes[0]))}
+
+
+def read_step(job: dict[str, Any]) -> Result:
+    """What the program of a training step says that is compiled for a device that need not be here."""
+    compiler, program = start_compiler(job["target"]), program_of(job)
+    found = absent_figures(program.train_step, *shapes_of(job, program), target=job["target"], donate=(0, 1))
+    return {"program": found} | compiler
 
 
 # --- Parts of a step, at a fixed batch. ---
@@ -212,6 +214,7 @@ def weights_for_torch(params: Any) -> dict[str, np.ndarray]:
 JOBS: dict[str, Callable[[dict[str, Any]], Result]] = {
     "device": measure_device,
     "step": measure_step,
+    "program": read_step,
     "passes": measure_passes,
     "update": measure_update,
     "cast": measure_cast,

@@ -10,6 +10,10 @@ gradient, clipping and AdamW, with parameters and state donated. Tokens are real
 device before the clock starts. Steps are enqueued one behind another and waited for once; the time is the median of
 several rounds.
 
+`--target h200` measures nothing: each rung is compiled for that device, which need not be there, and its program read
+(see `benchmarks.reading`). Otherwise the bound of the program that ran stands beside the time, where the figures of the
+device are known.
+
 Each rung runs in a process of its own. One that fails, for want of memory or time or by a compiler's error, is a row
 that says why, and the next one goes on. Memory is the peak that the device reports, after the program was compiled. A
 CPU reports none; there it is the compiler's figure for the step: arguments, results and temporary arrays.
@@ -35,10 +39,9 @@ from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
 from benchmarks import fixed_batch
-from benchmarks.report import make_console, spread_cell, targets_table, write_json
+from benchmarks.report import Sheet, bound_cells, make_console, spread_cell, targets_table, write_json
 from benchmarks.rungs import EXTRAS, LADDER, RUNGS, Rung, Setting, choose_rungs, choose_setting
 from benchmarks.workers import Clock, Result, Run, run_worker
 from examples.gpt.model import PRESETS
@@ -94,6 +97,11 @@ def start_bench(clock: Clock, run: Run, **given: Any) -> Bench:
     return Bench(choose_setting(device["backend"], **given), device, clock, run)
 
 
+def start_reading(clock: Clock, run: Run, **given: Any) -> Bench:
+    """Looks at no device: programs are compiled for one that need not be here, at the sizes of a GPU."""
+    return Bench(choose_setting("gpu", **given), {"backend": "gpu"}, clock, run)
+
+
 # --- A rung. ---
 def measure_rung(rung: Rung, bench: Bench) -> Result:
     """The row of a rung."""
@@ -102,6 +110,13 @@ def measure_rung(rung: Rung, bench: Bench) -> Result:
     answer = bench.in_jax(rung, "step", microbatches=microbatches, steps=steps)
     row = {"rung": rung.name, "label": rung.label, "after": rung.after} | answer
     return row if "failed" in row else row | rates(row, bench.device["matmul FLOP/s"])
+
+
+def read_rung(rung: Rung, bench: Bench, target: str) -> Result:
+    """The row of a rung that is compiled for a target, and not run."""
+    microbatches = bench.setting.microbatches(rung, PRESETS[bench.setting.preset].context)
+    answer = bench.in_jax(rung, "program", microbatches=microbatches, target=target)
+    return {"rung": rung.name, "label": rung.label, "after": rung.after} | answer
 
 
 def rates(row: Result, matmul: float) -> Result:
@@ -114,7 +129,8 @@ def rates(row: Result, matmul: float) -> Result:
     speed = 1e3 * row["tokens"] / row["ms"]
     measured = row["peak bytes"] is not None
     found = {"tokens/s": speed, "FLOP/s": speed * row["flops per token"]}
-    found |= {"MFU": found["FLOP/s"] / matmul, "memory": row["peak bytes"] if measured else row["estimated bytes"]}
+    found |= {"MFU": found["FLOP/s"] / matmul}
+    found["memory"] = row["peak bytes"] if measured else row["program"]["peak bytes"]
     found["memory is"] = "measured" if measured else "the compiler's figure"
     if measured and row["peak bytes"] == row["peak bytes before"]:
         found["memory is"] = "that of compiling, which was more than a step needs"
@@ -123,7 +139,7 @@ def rates(row: Result, matmul: float) -> Result:
 
 def add_gains(rows: list[Result]) -> None:
     """How many times as fast as the rung before, or as the nearest one before that which has run."""
-    speeds = {row["rung"]: row["tokens/s"] for row in rows if "failed" not in row}
+    speeds = {row["rung"]: row["tokens/s"] for row in rows if "tokens/s" in row and "failed" not in row}
     for row in rows:
         before = row["after"]
         while before is not None and before not in speeds:
@@ -133,40 +149,56 @@ def add_gains(rows: list[Result]) -> None:
             row |= {"gain": speeds[row["rung"]] / speeds[before], "gain over": before}
 
 
-def measure_ladder(rungs: list[Rung], bench: Bench, keep: Callable[[list[Result]], None]) -> list[Result]:
+def each_rung(
+    rungs: list[Rung], row_of: Callable[[Rung], Result], keep: Callable[[list[Result]], None]
+) -> list[Result]:
     """The rows of all rungs; `keep` gets what there is after each."""
     rows = []
     for rung in rungs:
-        rows.append(measure_rung(rung, bench))
+        rows.append(row_of(rung))
         add_gains(rows)
         keep(rows)
     return rows
 
 
-def ladder_table(rows: list[Result], bench: Bench) -> Table:
-    """The ladder."""
+def ladder_table(rows: list[Result], bench: Bench) -> Sheet:
+    """The ladder as it was measured."""
     rate, setting = bench.device["matmul FLOP/s"], bench.setting
     title = f"{setting.preset}, microbatches of {setting.batch_size} sequences; "
     title += f"MFU of {rate / 1e12:.4g} TFLOP/s, the measured rate of bfloat16 products"
-    columns = "rung", "", "ms a step", "spread", "tokens/s", "TFLOP/s", "MFU", "peak GB", "gain", "loss", ""
-    table = Table(*columns, title=title)
-    for row in rows:
-        if "failed" in row:
-            table.add_row(row["rung"], row["label"], *[""] * 8, f"[red]{escape(row['failed'])}[/]")
-            continue
-        speed = f"{row['tokens/s']:,.0f}", f"{row['FLOP/s'] / 1e12:.3g}", f"{row['MFU']:.1%}"
-        cells = (
-            f"{row['ms']:.2f}",
-            spread_cell(row["ms spread"], 2),
-            *speed,
-            memory_cell(row),
-            gain_cell(row),
-            f"{row['loss']:.3f}",
-        )
-        table.add_row(row["rung"], row["label"], *cells, row.get("note", ""))
     kinds = sorted({row["memory is"] for row in rows if "failed" not in row})
-    table.caption = f"memory: {', '.join(kinds)}" if kinds else ""
-    return table
+    return Sheet(title, list(map(measured_cells, rows)), f"memory: {', '.join(kinds)}" if kinds else "")
+
+
+def measured_cells(row: Result) -> dict[str, str]:
+    """The cells of a rung that was measured."""
+    cells = {"rung": row["rung"], "adds": row["label"]}
+    if "failed" in row:
+        return cells | {"note": row["failed"]}
+    cells |= {"ms a step": f"{row['ms']:.2f}", "spread": spread_cell(row["ms spread"], 2)}
+    cells |= bound_cells(row["program"], row["ms"])
+    cells |= {"tokens/s": f"{row['tokens/s']:,.0f}", "TFLOP/s": f"{row['FLOP/s'] / 1e12:.3g}"}
+    cells |= {"MFU": f"{row['MFU']:.1%}", "peak GB": memory_cell(row), "gain": gain_cell(row)}
+    return cells | {"loss": f"{row['loss']:.3f}", "note": row.get("note", "")}
+
+
+def programs_table(rows: list[Result], setting: Setting) -> Sheet:
+    """The ladder as it was read off programs."""
+    compiled = next((f" for one {row['compiled for']}, jax {row['jax']}" for row in rows if "failed" not in row), "")
+    title = f"{setting.preset}, microbatches of {setting.batch_size} sequences, compiled{compiled}"
+    return Sheet(title, list(map(read_cells, rows)))
+
+
+def read_cells(row: Result) -> dict[str, str]:
+    """The cells of a rung that was read."""
+    cells = {"rung": row["rung"], "adds": row["label"]}
+    if "failed" in row:
+        return cells | {"note": row["failed"]}
+    program = row["program"]
+    cells |= {"bound, ms": f"{program['bound ms']:.1f}", "at what is reached, ms": f"{program['reached ms']:.1f}"}
+    cells |= {"peak, GB": f"{program['peak bytes'] / 1e9:.1f}", "moved, GB": f"{program['moved bytes'] / 1e9:.1f}"}
+    cells |= {"not in products, GB": f"{program['outside bytes'] / 1e9:.1f}", "kernels": f"{program['kernels']:,}"}
+    return cells | {"compiled in, s": f"{program['compile s']:.0f}"}
 
 
 def memory_cell(row: Result) -> str:
@@ -216,13 +248,17 @@ def main(
     xla_flags: FlagsOption = None,
     rungs: Annotated[list[str] | None, typer.Option(help=RUNGS_HELP)] = None,
     part: Annotated[list[Part] | None, typer.Option(help="What to measure, in several options; else all.")] = None,
+    target: Annotated[
+        str | None, typer.Option(help="Only read the ladder's programs for this device: h200, ...")
+    ] = None,
     json_path: JsonOption = None,
 ) -> None:
     """Measures, prints the tables and, if asked, writes the numbers."""
     console, chosen = make_console(), chosen_rungs(rungs)
     given = {"preset": preset and str(preset), "batch_size": batch_size, "steps": steps, "rounds": rounds}
     given |= {"token_budget": token_budget, "timeout": timeout, "xla_flags": xla_flags}
-    bench = start_bench(Clock(time_limit), run_worker, **given)
+    clock = Clock(time_limit)
+    bench = start_reading(clock, run_worker, **given) if target else start_bench(clock, run_worker, **given)
     found: dict[str, Any] = {"device": bench.device, "setting": dataclasses.asdict(bench.setting)}
     console.print(found)
 
@@ -231,10 +267,14 @@ def main(
         console.print(f"{name}: {progress(rows[-1])}")
         write_json(json_path, found)
 
+    if target:
+        rows = each_rung(chosen, lambda rung: read_rung(rung, bench, target), functools.partial(keep, "programs"))
+        console.print(programs_table(rows, bench.setting))
+        return
     for name in map(str, part or list(Part)):
         keep_rows = functools.partial(keep, name)
         if name == "ladder":
-            console.print(ladder_table(measure_ladder(chosen, bench, keep_rows), bench))
+            console.print(ladder_table(each_rung(chosen, lambda rung: measure_rung(rung, bench), keep_rows), bench))
         else:
             chosen_part = fixed_batch.PARTS[name]
             console.print(fixed_batch.table(chosen_part, fixed_batch.measure(chosen_part, bench, keep_rows)))

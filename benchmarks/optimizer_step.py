@@ -21,8 +21,9 @@ On a GPU calls are asynchronous: the time of a step is that of many, enqueued on
 single step, and how long the host needs to enqueue it, are given beside it; where the latter is as long as the step,
 the host is what was measured. Torch's optimizers run there too, where they can be imported, in a process of their own.
 
-Bytes are those of parameters and state, read and written once, and of gradients, read once. All figures are measured
-but those of the table that is labelled the compiler's estimate. Targets:
+Bytes are those of parameters and state, read and written once, and of gradients, read once. Beside the times stands
+what the compiled programs say: bytes moved, kernels, temporaries and, where the device's figures are known, a bound of
+the time (`benchmarks.reading`). Targets:
 
 - The time with mpx is at most 1.03 of the time by hand.
 - On a GPU it is at most 1.15 of what copying as many bytes takes; the bandwidth of a copy is measured in the same run.
@@ -40,7 +41,7 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,8 +50,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from rich.console import Console
-from rich.table import Table
 
 import mpx
 from benchmarks.adamw_by_hand import (
@@ -67,8 +66,9 @@ from benchmarks.adamw_by_hand import (
 )
 from benchmarks.adamw_in_torch import run_torch
 from benchmarks.overhead import gpt2_shapes
-from benchmarks.report import make_console, spread_cell, verdict, write_json
-from benchmarks.timing import conditions, estimate, own, timed_ratio
+from benchmarks.reading import absent_figures, compiled_figures, start_compiler
+from benchmarks.report import SIDES, Sheet, make_console, ratio_cells, verdict, write_json
+from benchmarks.timing import conditions, own, timed_ratio
 from mpx._stored import blockwise
 
 Shapes = dict[str, tuple[int, ...]]
@@ -82,7 +82,6 @@ COPY_BYTES, COPY_CALLS, COPY_ROUNDS = 2**30, 10, 10
 
 STEP_TARGET, COPY_TARGET, SPEED_TARGET = 1.03, 1.15, 1.5
 PACKAGES = ("jax", "jaxlib", "optax", "numpy")
-SIDES = ("by hand", "mpx")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -267,43 +266,55 @@ def _differences(a: list[jax.Array], b: list[jax.Array]) -> Any:
 # Measurement.
 
 
-def measure(name: str, recipe: Recipe, data: tuple[Any, Any]) -> dict[str, Any]:
-    """Results, times and estimates of one recipe, from float32 parameters and gradients."""
+def measure(
+    name: str, data: tuple[Any, Any], bandwidth: float | None, starts: int = STARTS, turns: int = TURNS
+) -> dict[str, Any]:
+    """Results and times of one recipe, and what its programs say, from float32 parameters and gradients."""
+    recipe = RECIPES[name]
     params, grads = jax.tree.map(lambda x: x.astype(recipe.dtype), data)
     states = make_starts(recipe, params)
-    starts = lambda: tuple(map(own, states))
+    make_states = lambda: tuple(map(own, states))
     steps = compile_steps(recipe, states, grads)
-    results = compare_results(steps, starts(), grads)
+    results = compare_results(steps, make_states(), grads)
     calls = CALLS.get(jax.default_backend(), CALLS["gpu"])
-    row = {"recipe": name, "results": results} | timed_ratio(steps, starts, grads, STARTS, TURNS, calls)
+    row = {"recipe": name, "results": results} | timed_ratio(steps, make_states, grads, starts, turns, calls)
     row |= {"steps in a turn": calls, "bytes": bytes_moved(states[1], grads)}
-    row |= {
-        f"compiler's estimate {side}": estimate(step) | passes(step) for side, step in zip(SIDES, steps, strict=True)
-    }
+    row |= {f"program {side}": compiled_figures(step) for side, step in zip(SIDES, steps, strict=True)}
     if name != YARDSTICK:
         row |= {"target": STEP_TARGET, "met": row["ratio"] <= STEP_TARGET}
-    return row | (measure_single(steps, starts, grads) if on_gpu() else {})
+    if bandwidth is None:
+        return row
+    return row | speeds(row, bandwidth) | measure_single(steps, make_states, grads, starts, turns)
 
 
-def measure_single(steps: Sequence[Callable], starts: Callable, grads: Any) -> dict[str, float]:
+def read(name: str, shapes: Shapes, target: str) -> dict[str, Any]:
+    """What the programs of one recipe say that are compiled for a target."""
+    recipe = RECIPES[name]
+    start_compiler(target)
+    params = {name: jax.ShapeDtypeStruct(shape, recipe.dtype) for name, shape in shapes.items()}
+    states = jax.eval_shape(functools.partial(make_starts, recipe), params)
+    sides = zip(SIDES, make_steps(recipe), states, strict=True)
+    row = {
+        f"program {side}": absent_figures(step, state, params, target=target, donate=0) for side, step, state in sides
+    }
+    return {"recipe": name, "parameters": sum(map(math.prod, shapes.values()))} | row
+
+
+def measure_single(
+    steps: Sequence[Callable], make_states: Callable, grads: Any, starts: int, turns: int
+) -> dict[str, float]:
     """Milliseconds of a step that is waited for, and of the host's part in it."""
-    times = timed_ratio(steps, starts, grads, STARTS, TURNS)
+    times = timed_ratio(steps, make_states, grads, starts, turns)
     row = {f"single {side} ms": times[f"{side} ms"] for side in SIDES}
-    for side, step, state in zip(SIDES, steps, starts(), strict=True):
+    for side, step, state in zip(SIDES, steps, make_states(), strict=True):
         seconds = []
-        for _ in range(2 + TURNS):
+        for _ in range(2 + turns):
             start = time.perf_counter()
             state = step(state, grads)
             seconds.append(time.perf_counter() - start)
             jax.block_until_ready(state)
         row[f"enqueue {side} ms"] = 1e3 * statistics.median(seconds[2:])
     return row
-
-
-def passes(compiled: Any) -> dict[str, int]:
-    """How many loops over tensors a compiled program has, copies of tensors, and calls of kernels not made by XLA."""
-    text = compiled.as_text()
-    return {"fusions": text.count(" fusion("), "copies": text.count(" copy("), "calls": text.count(" custom-call(")}
 
 
 def bytes_moved(state: WithMpx, grads: Any) -> int:
@@ -327,15 +338,17 @@ def copy_bandwidth() -> float:
     return 2 * COPY_BYTES / best / 1e9
 
 
-def judge(rows: list[dict[str, Any]], bandwidth: float) -> None:
-    """Adds to the rows of one set of tensors, on a GPU, how fast memory was and how that compares."""
+def speeds(row: dict[str, Any], bandwidth: float) -> dict[str, Any]:
+    """How fast memory was, in GB/s, and how a time compares with that of a copy of as many bytes."""
+    found = {f"{side} GB/s": row["bytes"] / row[f"{side} ms"] / 1e6 for side in SIDES}
+    found |= {f"{side} / copy": bandwidth / found[f"{side} GB/s"] for side in SIDES}
+    return found | {"copy target": COPY_TARGET, "copy target met": found["mpx / copy"] <= COPY_TARGET}
+
+
+def add_gains(rows: list[dict[str, Any]]) -> None:
+    """Adds to the rows of one set of tensors how many times as fast they are as the float32 step."""
     yardstick = next((row["mpx ms"] for row in rows if row["recipe"] == YARDSTICK), math.nan)
     for row in rows:
-        copied = row["bytes"] / bandwidth / 1e6
-        for side in SIDES:
-            row[f"{side} GB/s"] = row["bytes"] / row[f"{side} ms"] / 1e6
-            row[f"{side} / copy"] = row[f"{side} ms"] / copied
-        row |= {"copy target": COPY_TARGET, "copy target met": row["mpx / copy"] <= COPY_TARGET}
         row["times as fast as f32"] = yardstick / row["mpx ms"]
         if row["recipe"] == FASTEST:
             row |= {"speed target": SPEED_TARGET, "speed target met": row["times as fast as f32"] >= SPEED_TARGET}
@@ -360,91 +373,48 @@ def make_shapes(tensors: str, scale: int) -> Shapes:
 # Printing.
 
 
-def show(console: Console, what: str, part: dict[str, Any]) -> None:
+def sheets(title: str, rows: list[dict[str, Any]]) -> list[Sheet]:
     """All tables of one set of tensors."""
-    n, rows = part["parameters"], part["steps"]
-    title = f"{what}: {part['tensors']} tensors, {n:,} parameters"
-    console.print(times_table(title, rows))
-    if "mpx GB/s" in rows[0]:
-        console.print(memory_table(f"{title}: memory", rows, n))
-        console.print(singles_table(f"{title}: single steps", rows))
-    console.print(results_table(f"{title}, after {BITS_STEPS} steps", rows))
-    console.print(estimates_table(f"{title}: the compiler's estimate, no measurement", rows, n))
-    if part["torch"]:
-        table = Table("optimizer", "ms", "single, ms", title=f"{title}, torch")
-        for row in part["torch"]:
-            times = [f"{row[key]:.3f}" for key in ("ms", "single ms")] if "ms" in row else ["", row["left out"]]
-            table.add_row(row["what"], *times)
-        console.print(table)
+    add_gains(rows)
+    found = [Sheet(title, [{"recipe": row["recipe"]} | ratio_cells(row) for row in rows])]
+    if all("mpx GB/s" in row for row in rows):
+        found += [Sheet(f"{title}: memory and launches", list(map(memory_cells, rows)))]
+    differing = [{"recipe": row["recipe"]} | cells for row in rows for cells in differing_cells(row["results"])]
+    caption = "" if differing else f"After {BITS_STEPS} steps of all recipes no number differs."
+    return [*found, Sheet(f"{title}: what differs after {BITS_STEPS} steps", differing, caption)]
 
 
-def times_table(title: str, rows: list[dict[str, Any]]) -> Table:
-    """Times with mpx and by hand."""
-    table = Table("recipe", "by hand, ms", "mpx, ms", "mpx / by hand", "95%", "target", title=title)
-    for row in rows:
-        times = f"{row['by hand ms']:.3f}", f"{row['mpx ms']:.3f}", f"{row['ratio']:.3f}"
-        target = f"at most {row['target']}: {verdict(row['met'])}" if "met" in row else "a yardstick: Optax's own step"
-        table.add_row(row["recipe"], *times, spread_cell(row["ratio 95%"]), target)
-    return table
+def memory_cells(row: dict[str, Any]) -> dict[str, str]:
+    """Times beside that of a copy and beside the float32 step, and those of steps that are waited for one by one."""
+    cells = {"recipe": row["recipe"]} | {f"GB/s {side}": f"{row[f'{side} GB/s']:.0f}" for side in SIDES}
+    cells |= {f"{side} / copy": f"{row[f'{side} / copy']:.2f}" for side in SIDES}
+    cells["target"] = f"at most {COPY_TARGET}: {verdict(row['copy target met'])}"
+    speed = f", at least {SPEED_TARGET}: {verdict(row['speed target met'])}" if "speed target" in row else ""
+    cells["times as fast as f32"] = f"{row['times as fast as f32']:.2f}{speed}"
+    for what in ("single", "enqueue"):
+        cells[f"{what} by hand, mpx, ms"] = ", ".join(f"{row[f'{what} {side} ms']:.3f}" for side in SIDES)
+    return cells
 
 
-def memory_table(title: str, rows: list[dict[str, Any]], n: int) -> Table:
-    """Times beside that of a copy, and beside the float32 step."""
-    sides = "GB/s by hand", "mpx", "/ copy by hand", "mpx", "target"
-    table = Table("recipe", "bytes a parameter", *sides, "times as fast as f32", "target", title=title)
-    for row in rows:
-        speeds = (f"{row[f'{side} GB/s']:.0f}" for side in SIDES)
-        ratios = (f"{row[f'{side} / copy']:.2f}" for side in SIDES)
-        copy = f"at most {COPY_TARGET}: {verdict(row['copy target met'])}"
-        speed = f"at least {SPEED_TARGET}: {verdict(row['speed target met'])}" if "speed target" in row else ""
-        faster = f"{row['times as fast as f32']:.2f}"
-        table.add_row(row["recipe"], f"{row['bytes'] / n:.2f}", *speeds, *ratios, copy, faster, speed)
-    return table
-
-
-def singles_table(title: str, rows: list[dict[str, Any]]) -> Table:
-    """Times of steps that are waited for one by one, and of the host's part in them."""
-    table = Table("recipe", "by hand, ms", "mpx, ms", "enqueue by hand, ms", "enqueue mpx, ms", title=title)
-    for row in rows:
-        times = [row[f"{what} {side} ms"] for what in ("single", "enqueue") for side in SIDES]
-        table.add_row(row["recipe"], *(f"{ms:.3f}" for ms in times))
-    return table
-
-
-def results_table(title: str, rows: list[dict[str, Any]]) -> Table:
+def differing_cells(results: dict[str, dict[str, Any]]) -> Iterator[dict[str, str]]:
     """What differs between the results by hand and with mpx."""
-    largest = "largest relative difference", "largest difference"
-    table = Table("recipe", "", "differ", "of", *largest, title=title)
-    for row in rows:
-        for name, found in row["results"].items():
-            counts = f"{found['differ']:,}", f"{found['of']:,}"
-            table.add_row(
-                row["recipe"], name, *counts, *("" if found[key] is None else f"{found[key]:.1e}" for key in largest)
-            )
-    return table
+    size = lambda found, key: "" if found[key] is None else f"{found[key]:.1e}"
+    for name, found in results.items():
+        if found["differ"]:
+            cells = {"numbers": name, "differ": f"{found['differ']:,}", "of": f"{found['of']:,}"}
+            yield cells | {key: size(found, key) for key in ("largest relative difference", "largest difference")}
 
 
-def estimates_table(title: str, rows: list[dict[str, Any]], n: int) -> Table:
-    """What XLA says of its programs, and what they consist of."""
-    counted = "instructions", "fusions", "copies", "calls"
-    table = Table("recipe", "", "bytes a parameter", "temporary bytes a parameter", *counted, title=title)
-    for row in rows:
-        for side in SIDES:
-            costs = row[f"compiler's estimate {side}"]
-            numbers = (f"{costs[key] / n:.2f}" for key in ("bytes accessed", "temporary bytes"))
-            table.add_row(row["recipe"], side, *numbers, *(f"{costs[key]:,}" for key in counted))
-    return table
+def torch_sheet(title: str, rows: list[dict[str, Any]]) -> Sheet:
+    """Torch's optimizers; of one that is missing, why."""
+    times = lambda row: {"ms": f"{row['ms']:.3f}", "single, ms": f"{row['single ms']:.3f}"}
+    cells = [{"optimizer": row["what"]} | (times(row) if "ms" in row else {"note": row["left out"]}) for row in rows]
+    return Sheet(f"{title}: Torch", cells)
 
 
-def run(tensors: str, scale: int, bandwidth: float | None) -> dict[str, Any]:
-    """All measurements of one set of tensors."""
-    shapes = make_shapes(tensors, scale)
-    data = make_data(shapes)
-    rows = [measure(name, recipe, data) for name, recipe in RECIPES.items()]
-    if bandwidth is not None:
-        judge(rows, bandwidth)
-    parameters = sum(map(math.prod, shapes.values()))
-    return {"scale": scale, "tensors": len(shapes), "parameters": parameters, "steps": rows}
+def title_of(tensors: str, shapes: Shapes) -> str:
+    """What a set of tensors is called."""
+    return f"{tensors}: {len(shapes)} tensors, {sum(map(math.prod, shapes.values())):,} parameters"
 
 
 def main() -> None:
@@ -458,20 +428,20 @@ def main() -> None:
     arguments = parser.parse_args()
     console = make_console()
     sets = [arguments.tensors] if arguments.tensors else ["gpt2", "one"]
-    options, turns = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}, STARTS * TURNS
     torch = {  # before JAX takes the memory
-        tensors: run_torch(list(make_shapes(tensors, arguments.scale or 1).values()), options, turns, CALLS["gpu"])
+        tensors: run_torch(list(make_shapes(tensors, arguments.scale or 1).values()), STARTS * TURNS, CALLS["gpu"])
         for tensors in sets
     }
-    found: dict[str, Any] = {"conditions": conditions(PACKAGES)}
-    if on_gpu():
-        found["copy bandwidth, GB/s"] = copy_bandwidth()
+    bandwidth = copy_bandwidth() if on_gpu() else None
+    found: dict[str, Any] = {"conditions": conditions(PACKAGES), "copy bandwidth, GB/s": bandwidth}
     console.print(found)
-    bandwidth = found.get("copy bandwidth, GB/s")
     for tensors in sets:
-        scale = arguments.scale or (1 if on_gpu() else 16)
-        found[tensors] = run(tensors, scale, bandwidth) | {"torch": torch[tensors]}
-        show(console, tensors, found[tensors])
+        shapes = make_shapes(tensors, arguments.scale or (1 if on_gpu() else 16))
+        data = make_data(shapes)
+        rows = [measure(name, data, bandwidth) for name in RECIPES]
+        found[tensors] = {"tensors": len(shapes), "steps": rows, "torch": torch[tensors]}
+        title = title_of(tensors, shapes)
+        console.print(*sheets(title, rows), *([torch_sheet(title, torch[tensors])] if torch[tensors] else []))
         write_json(arguments.json, found)
 
 

@@ -21,7 +21,7 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,12 +29,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from rich.console import Console
-from rich.table import Table
 
 import mpx
-from benchmarks.report import make_console, spread_cell, verdict, write_json
-from benchmarks.timing import conditions, estimate, own, ratio_with_spread, timed, timed_ratio
+from benchmarks.reading import compiled_figures
+from benchmarks.report import SIDES, Sheet, make_console, ratio_cells, spread_cell, verdict, write_json
+from benchmarks.timing import conditions, own, ratio_with_spread, timed, timed_ratio
 
 # Width, layers and batch of the model. A GPU gets a larger one: its small steps measure nothing but launches.
 SIZES = {"cpu": (384, 4, 64), "gpu": (2048, 12, 4096)}
@@ -45,7 +44,6 @@ FIRST_CALLS = 9  # processes for each library
 LEARNING_RATE = 1e-3
 LOSS_SCALE, GROWTH_PERIOD = 2.0**15, 2000
 
-SIDES = ("by hand", "mpx")
 BITS = ("masters and moments that differ", "parameters that differ by more than 2**-24 of themselves")
 STEP_TARGET, CAST_TARGET, FIRST_CALL_TARGET = 1.03, 5.0, 1.0
 
@@ -151,37 +149,41 @@ def make_mpx_steps(policy: str) -> tuple[Callable, Callable, Callable]:
     return lambda params: WithMpx(params, tx.init(params)), update, train
 
 
-def measure_steps(dtype_name: str) -> list[dict[str, Any]]:
+def measure_steps(
+    dtype_name: str, size: tuple[int, int, int] | None = None, starts: int = STARTS, turns: int = TURNS
+) -> list[dict[str, Any]]:
     """Times the two kinds of step of one recipe, after a comparison of their bits."""
     dtype = np.dtype(dtype_name)
     scaled = dtype == np.float16
-    width, layers, batch_size = SIZES.get(jax.default_backend(), SIZES["gpu"])
+    width, layers, batch_size = size or SIZES.get(jax.default_backend(), SIZES["gpu"])
     rng = np.random.default_rng(1)
     params = make_params(width, layers, dtype)
     x, y = (jnp.asarray(rng.normal(size=(batch_size, width)), jnp.float32) for _ in range(2))
     grads = jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), p.dtype), params)
     init, update, train = make_mpx_steps(f"params={dtype_name},compute={dtype_name},output=f32")
     # Each side gets its own buffers: every step gives its old state back to the allocator, as in training.
-    starts = lambda: (init_by_hand(own(params), scaled), init(own(params)))
+    make_states = lambda: (init_by_hand(own(params), scaled), init(own(params)))
     recipe = f"{dtype_name}, masters" + (", dynamic loss scale" if scaled else "")
+    kinds = {
+        "training": (train_by_hand, train, (x.astype(dtype), y)),
+        "optimizer": (update_by_hand, update, grads),
+    }
     return [
-        compare(f"training step, {recipe}", train_by_hand, train, starts, (x.astype(dtype), y)),
-        compare(f"optimizer step, {recipe}", update_by_hand, update, starts, grads),
+        {"what": f"{kind} step, {recipe}"} | compare(pair, make_states, data, starts, turns)
+        for kind, (*pair, data) in kinds.items()
     ]
 
 
-def compare(name: str, by_hand: Callable, with_mpx: Callable, starts: Callable, data: Any) -> dict[str, Any]:
-    """Bits and times of two steps."""
-    # Donated, as in a training loop. Only because the programs are compiled ahead can their cost be read too.
+def compare(pair: Sequence[Callable], make_states: Callable, data: Any, starts: int, turns: int) -> dict[str, Any]:
+    """Bits and times of two steps, and what their programs say."""
+    # Donated, as in a training loop. Only because the programs are compiled ahead can they be read too.
     steps = [
         jax.jit(step, donate_argnums=0).lower(state, data).compile()
-        for step, state in zip((by_hand, with_mpx), starts(), strict=True)
+        for step, state in zip(pair, make_states(), strict=True)
     ]
-    bits = compare_bits(steps, list(starts()), data)
-    times = timed_ratio(steps, starts, data, STARTS, TURNS)
-    judged = {"target": STEP_TARGET, "met": times["ratio"] <= STEP_TARGET}
-    estimates = {f"compiler's estimate {side}": estimate(step) for side, step in zip(SIDES, steps, strict=True)}
-    return {"what": name} | bits | times | judged | estimates
+    row = compare_bits(steps, list(make_states()), data) | timed_ratio(steps, make_states, data, starts, turns)
+    row |= {f"program {side}": compiled_figures(step) for side, step in zip(SIDES, steps, strict=True)}
+    return row | {"target": STEP_TARGET, "met": row["ratio"] <= STEP_TARGET}
 
 
 def compare_bits(steps: list[Callable], states: list[Any], data: Any) -> dict[str, int]:
@@ -308,31 +310,27 @@ def cast_result(what: str, ours: list[float], theirs: list[float], target: float
 # Printing.
 
 
-def show(console: Console, steps: list[dict[str, Any]], casts: list[dict[str, Any]]) -> None:
-    """Both tables, and the compiler's estimates."""
-    table = Table(
-        "step", "by hand, ms", "mpx, ms", "ratio", "95%", "target", "masters, moments: differ", "parameters: far"
-    )
-    for row in steps:
-        target = f"at most {row['target']}: {verdict(row['met'])}"
-        times = f"{row['by hand ms']:.2f}", f"{row['mpx ms']:.2f}", f"{row['ratio']:.3f}"
-        table.add_row(row["what"], *times, spread_cell(row["ratio 95%"]), target, *(str(row[key]) for key in BITS))
-    console.print(table)
-    table = Table("step", "", "flops, million", "bytes, million", "instructions", title="the compiler's estimate")
-    for row in steps:
-        for side in SIDES:
-            costs = row[f"compiler's estimate {side}"]
-            numbers = f"{costs['flops'] / 1e6:.1f}", f"{costs['bytes accessed'] / 1e6:.1f}", str(costs["instructions"])
-            table.add_row(row["what"], side, *numbers)
-    console.print(table)
-    table = Table("cast", f"{RIVAL}, ms", "mpx, ms", "times as fast", "95%", "target")
-    for row in casts:
-        spread = spread_cell(row["times as fast 95%"], 2)
-        times = f"{row['rival ms']:.1f}", f"{row['mpx ms']:.1f}", f"{row['times as fast']:.2f}"
-        table.add_row(row["what"], *times, spread, f"at least {row['target']}: {verdict(row['met'])}")
-    console.print(table)
-    if RIVAL != "jmp":
-        console.print("jmp is not installed: the casts are compared with one `astype` a leaf.")
+def steps_sheet(rows: list[dict[str, Any]]) -> Sheet:
+    """Times of steps, and how many of their bits differ."""
+    bits = lambda row: {f"{name}": str(row[name]) for name in BITS}
+    return Sheet("a step", [{"step": row["what"]} | ratio_cells(row) | bits(row) for row in rows])
+
+
+def casts_sheet(rows: list[dict[str, Any]]) -> Sheet:
+    """Times of casts."""
+    cells = [
+        {
+            "cast": row["what"],
+            "beside": row["rival"],
+            "beside, ms": f"{row['rival ms']:.1f}",
+            "mpx, ms": f"{row['mpx ms']:.1f}",
+            "times as fast": f"{row['times as fast']:.2f}",
+            "95%": spread_cell(row["times as fast 95%"], 2),
+            "target": f"at least {row['target']}: {verdict(row['met'])}",
+        }
+        for row in rows
+    ]
+    return Sheet("casts", cells, "" if RIVAL == "jmp" else "jmp is not installed: beside mpx is one `astype` a leaf.")
 
 
 def main() -> None:
@@ -351,7 +349,7 @@ def main() -> None:
     casts = [measure_many_leaves(), first_calls]
     steps = [row for dtype in ("bfloat16", "float16") for row in measure_steps(dtype)]
     console.print(conditions(PACKAGES))
-    show(console, steps, casts)
+    console.print(steps_sheet(steps), casts_sheet(casts))
     write_json(arguments.json, {"conditions": conditions(PACKAGES), "steps": steps, "casts": casts})
 
 

@@ -4,6 +4,7 @@ import importlib.metadata
 import os
 import platform
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -79,19 +80,12 @@ def ratio_with_spread(numerator: list[float], denominator: list[float], block: i
     return float(low), float(np.median(a) / np.median(b)), float(high)
 
 
-def estimate(compiled: Any) -> dict[str, float]:
-    """XLA's own count for a program. It is an estimate of the compiler for this device, not a measurement."""
-    costs, memory = compiled.cost_analysis() or {}, compiled.memory_analysis()
-    return {key: costs.get(key, float("nan")) for key in ("flops", "bytes accessed")} | {
-        "temporary bytes": getattr(memory, "temp_size_in_bytes", float("nan")),
-        "instructions": compiled.as_text().count(" = "),
-    }
-
-
 def conditions(packages: Sequence[str]) -> dict[str, Any]:
-    """Where and with what the numbers were measured."""
+    """When, where and with what the numbers were measured."""
     return {
+        "date": time.strftime("%Y-%m-%d %H:%M"),
         "device": jax.devices()[0].device_kind,
+        "driver": driver(),
         "backend": jax.default_backend(),
         "processor": processor(),
         "cores": os.cpu_count(),
@@ -100,6 +94,15 @@ def conditions(packages: Sequence[str]) -> dict[str, Any]:
         "mpx": mpx.__version__,
         **{name: importlib.metadata.version(name) for name in packages},
     }
+
+
+def driver() -> str:
+    """The version of NVIDIA's driver; empty without one."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
 
 
 def processor() -> str:

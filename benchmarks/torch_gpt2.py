@@ -32,11 +32,9 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from benchmarks import ladder
-from benchmarks.report import judge, make_console, spread_cell, targets_table, write_json
+from benchmarks.report import Sheet, judge, make_console, spread_cell, targets_table, write_json
 from benchmarks.rungs import (
     COUNTERPARTS,
     EIGHT_BIT,
@@ -213,22 +211,24 @@ def plot_curves(rows: list[Result], path: Path) -> None:
 
 
 # --- Tables. ---
-def pairs_table(found: Result) -> Table:
+def pairs_table(found: Result) -> Sheet:
     """Rung by rung."""
-    columns = "JAX", "PyTorch", "tokens/s JAX", "PyTorch", "ratio", "peak GB JAX", "PyTorch", "ratio", ""
-    table = Table(*columns, title="JAX with mpx / PyTorch")
     jax = {row["rung"]: row for row in found["jax"]}
-    for pair in found["pairs"]:
-        ours = jax[pair["rung"]]
-        theirs = counterpart(pair, found["torch"])
-        speeds = [f"{row['tokens/s']:,.0f}" if "failed" not in row else "" for row in (ours, theirs)]
-        memory = [f"{row['peak bytes'] / 1e9:.3g}" if row.get("peak bytes") else "-" for row in (ours, theirs)]
-        ratios = [f"{pair[name]:.3f}" if name in pair else "-" for name in ("tokens/s ratio", "memory ratio")]
-        notes = [f"{side}: {row['failed']}" for side, row in (("JAX", ours), ("PyTorch", theirs)) if "failed" in row]
-        notes += [ours["note"]] if "note" in ours else []
-        label = pair["torch rung"] + ("" if theirs["compiled"] else " (not compiled)")
-        table.add_row(pair["rung"], label, *speeds, ratios[0], *memory, ratios[1], escape("; ".join(notes)))
-    return table
+    cells = [pair_cells(pair, jax[pair["rung"]], counterpart(pair, found["torch"])) for pair in found["pairs"]]
+    return Sheet("JAX with mpx / PyTorch", cells)
+
+
+def pair_cells(pair: Result, ours: Result, theirs: Result) -> dict[str, str]:
+    """Speed and memory of a rung beside its counterpart."""
+    sides = {"JAX": ours, "PyTorch": theirs}
+    speed = lambda row: f"{row['tokens/s']:,.0f}" if "failed" not in row else ""
+    memory = lambda row: f"{row['peak bytes'] / 1e9:.3g}" if row.get("peak bytes") else "-"
+    ratio = lambda name: f"{pair[name]:.3f}" if name in pair else "-"
+    cells = {"rung": pair["rung"], "in PyTorch": pair["torch rung"] + ("" if theirs["compiled"] else " (not compiled)")}
+    cells |= {f"tokens/s, {side}": speed(row) for side, row in sides.items()} | {"ratio": ratio("tokens/s ratio")}
+    cells |= {f"peak GB, {side}": memory(row) for side, row in sides.items()} | {"of memory": ratio("memory ratio")}
+    notes = [f"{side}: {row['failed']}" for side, row in sides.items() if "failed" in row]
+    return cells | {"note": "; ".join([*notes, *([ours["note"]] if "note" in ours else [])])}
 
 
 def counterpart(pair: Result, rows: list[Result]) -> Result:
@@ -238,33 +238,36 @@ def counterpart(pair: Result, rows: list[Result]) -> Result:
     return next((row for row in ran if row["compiled"]), (ran or about)[0])
 
 
-def torch_table(rows: list[Result]) -> Table:
+def torch_table(rows: list[Result]) -> Sheet:
     """All of PyTorch's rungs by themselves."""
-    columns = "rung", "adds", "compiled", "ms a step", "spread", "tokens/s", "peak GB", "loss", ""
-    table = Table(*columns, title="PyTorch")
-    for row in rows:
-        what = row["rung"], row["label"], "yes" if row["compiled"] else "no"
-        if "failed" in row:
-            table.add_row(*what, *[""] * 5, f"[red]{escape(row['failed'])}[/]")
-            continue
-        on_gpu = "peak bytes" in row
-        memory = f"{row['peak bytes' if on_gpu else 'process bytes'] / 1e9:.3g}"
-        times = f"{row['ms']:.2f}", spread_cell(row["ms spread"], 2), f"{row['tokens/s']:,.0f}"
-        table.add_row(*what, *times, memory, f"{row['loss']:.3f}", "" if on_gpu else "memory: the whole process")
-    return table
+    return Sheet("PyTorch", list(map(torch_cells, rows)))
 
 
-def curves_table(rows: list[Result]) -> Table:
+def torch_cells(row: Result) -> dict[str, str]:
+    """Time and memory of a rung in PyTorch."""
+    cells = {"rung": row["rung"], "adds": row["label"], "compiled": "yes" if row["compiled"] else "no"}
+    if "failed" in row:
+        return cells | {"note": row["failed"]}
+    on_gpu = "peak bytes" in row
+    cells |= {"ms a step": f"{row['ms']:.2f}", "spread": spread_cell(row["ms spread"], 2)}
+    cells |= {"tokens/s": f"{row['tokens/s']:,.0f}"}
+    cells |= {"peak GB": f"{row['peak bytes' if on_gpu else 'process bytes'] / 1e9:.3g}", "loss": f"{row['loss']:.3f}"}
+    return cells | {"note": "" if on_gpu else "memory: the whole process"}
+
+
+def curves_table(rows: list[Result]) -> Sheet:
     """How far curves are apart."""
-    columns = "curve", "first loss JAX", "PyTorch", f"mean of the last {LAST} JAX", "PyTorch", "largest difference"
-    table = Table(*columns, title="loss curves: same weights, same tokens")
-    for row in rows:
-        if "failed" in row:
-            table.add_row(row["curve"], f"[red]{escape(row['failed'])}[/]")
-            continue
-        numbers = *row["first"], row["last JAX"], row["last PyTorch"]
-        table.add_row(row["curve"], *(f"{loss:.4f}" for loss in numbers), f"{row['largest difference']:.1e}")
-    return table
+    return Sheet("loss curves: same weights, same tokens", list(map(curve_cells, rows)))
+
+
+def curve_cells(row: Result) -> dict[str, str]:
+    """Where two curves begin and end, and how far they are apart at their widest."""
+    if "failed" in row:
+        return {"curve": row["curve"], "note": row["failed"]}
+    names = "first loss, JAX", "PyTorch", f"mean of the last {LAST}, JAX", f"of the last {LAST}, PyTorch"
+    losses = *row["first"], row["last JAX"], row["last PyTorch"]
+    cells = {name: f"{loss:.4f}" for name, loss in zip(names, losses, strict=True)}
+    return {"curve": row["curve"]} | cells | {"largest difference": f"{row['largest difference']:.1e}"}
 
 
 # --- The command. ---

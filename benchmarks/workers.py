@@ -6,6 +6,7 @@ command that starts the processes holds no GPU, and so that neither library shar
 """
 
 import json
+import math
 import os
 import signal
 import statistics
@@ -35,7 +36,8 @@ def run_worker(
         environment: variables that the process has beside those of this one.
 
     Returns:
-        What it answered; if it failed, `{"failed": reason, "log": the end of what it wrote}`.
+        What it answered; if it failed, `{"failed": reason, "log": the end of what it wrote}`, and `"stopped"` if it
+        was ended.
     """
     if timeout <= 0:
         return {"failed": "left out: no time is left"}
@@ -77,7 +79,7 @@ def _read(file: Any) -> str:
 def _result(status: int | None, written: str, complaints: str, timeout: float) -> Result:
     log = {"log": complaints[-LOG_CHARACTERS:]}
     if status is None:
-        return {"failed": f"no result after {timeout:.0f} s"} | log
+        return {"failed": f"no result after {timeout:.0f} s", "stopped": True} | log
     if status != 0:
         return {"failed": reason(complaints, status)} | log
     try:
@@ -136,4 +138,8 @@ class Clock:
 
     def cut(self, seconds: float) -> float:
         """These seconds, or what is left if that is less."""
-        return seconds if self.end is None else min(seconds, self.end - time.monotonic())
+        return min(seconds, self.left())
+
+    def left(self) -> float:
+        """Seconds that are left."""
+        return math.inf if self.end is None else self.end - time.monotonic()

@@ -87,7 +87,8 @@ def test_speeds_are_judged_by_bytes_and_beside_the_float32_step():
     """28 bytes in 28 ns are 1 GB/s; a copy at 2 GB/s would take 14 ns."""
     row = {"bytes": 28, "by hand ms": 56e-6, "mpx ms": 28e-6}
     rows = [row | {"recipe": "f32"}, row | {"recipe": "split + 8-bit", "bytes": 14, "mpx ms": 7e-6}]
-    optimizer_step.judge(rows, bandwidth=2.0)
+    rows = [row | optimizer_step.speeds(row, bandwidth=2.0) for row in rows]
+    optimizer_step.add_gains(rows)
     assert [row["mpx GB/s"] for row in rows] == [pytest.approx(1), pytest.approx(2)]
     assert [row["by hand / copy"] for row in rows] == [pytest.approx(4), pytest.approx(8)]
     assert [row["copy target met"] for row in rows] == [False, True]

@@ -31,7 +31,7 @@ CPU = {"backend": "cpu", "matmul FLOP/s": 1e12}
 GPU = CPU | {"backend": "gpu"}
 STEP = {
     "ms": 2.0, "ms spread": [1.9, 2.1], "tokens": 1000, "loss": 3.0, "flops per token": 10**6,
-    "peak bytes": None, "peak bytes before": None, "estimated bytes": 10**9,
+    "peak bytes": None, "peak bytes before": None, "program": {"peak bytes": 10**9},
 }  # fmt: skip
 
 
@@ -153,7 +153,8 @@ def answers(module, job, **options):
 def test_a_rung_that_fails_is_a_row_and_the_others_go_on():
     kept = []
     bench = bench_of(answers)
-    rows = ladder.measure_ladder(list(LADDER[:4]), bench, lambda rows: kept.append(len(rows)))
+    measure = lambda rung: ladder.measure_rung(rung, bench)
+    rows = ladder.each_rung(list(LADDER[:4]), measure, lambda rows: kept.append(len(rows)))
     assert ["failed" in row for row in rows] == [False, True, False, False]
     assert kept == [1, 2, 3, 4]
     printed = shown(ladder.ladder_table(rows, bench))

@@ -223,13 +223,22 @@ def step_report(
     start = time.perf_counter()
     compiled = lowered.compile(compiler_options=options)
     seconds = time.perf_counter() - start
+    mesh = next((dict(leaf.sharding.mesh.shape) for leaf in jax.tree.leaves(args) if _is_on_mesh(leaf)), {})
+    return report_of(compiled, target=figures, mesh_shape=mesh, compile_seconds=seconds)
+
+
+def report_of(
+    compiled: Any, *, target: Target | None, mesh_shape: Mapping[str, int] | None = None, compile_seconds: float
+) -> StepReport:
+    """Return the report of a program that has been compiled, for a target or, with None, for an unknown device here."""
+    platform = jax.default_backend() if target is None else target.platform
     memory = compiled.memory_analysis()
     if memory is None:
         raise RuntimeError(f"`step_report`: the backend {platform!r} gives no analysis of memory.")
-    mesh = next((dict(leaf.sharding.mesh.shape) for leaf in jax.tree.leaves(args) if _is_on_mesh(leaf)), {})
-    reader = Reader(texts.parse(compiled.as_text()), {"cpu": "f32", "tpu": "bf16"}.get(platform, "tf32"), mesh)
+    float32 = {"cpu": "f32", "tpu": "bf16"}.get(platform, "tf32")
+    reader = Reader(texts.parse(compiled.as_text()), float32, mesh_shape)
     return StepReport(
-        target=figures,
+        target=target,
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
         donated_bytes=memory.alias_size_in_bytes,
@@ -238,7 +247,7 @@ def step_report(
         kernels=tuple(reader.kernels),
         collectives=tuple(reader.collectives),
         has_unknown_loop=reader.has_unknown_loop,
-        compile_seconds=seconds,
+        compile_seconds=compile_seconds,
     )
 
 

@@ -1,0 +1,66 @@
+"""Read off a compiled program what a step costs: its traffic, its memory, and a bound of its time; nothing runs."""
+
+import contextlib
+import dataclasses
+import unittest.mock
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+import mpx
+from mpx.tools.program import StepReport, Target, target_devices
+from mpx.tools.program.step_report import report_of
+from mpx.tools.program.targets import target_here
+
+# What good kernels reach of the published figures: a copy on an H200 4.0 of 4.8 TB/s, products 800 of 989 TFLOP/s.
+REACHED_BANDWIDTH, REACHED_RATE = 4.0 / 4.8, 800 / 989.4
+
+
+def figures(report: StepReport) -> dict[str, Any]:
+    """Return the figures of a report that the tables have; bounds only where those of the device are known."""
+    found = {
+        "moved bytes": report.moved_bytes,
+        "outside bytes": report.moved_bytes - report.moved_by_kind.get("products", 0),
+        "kernels": report.kernel_count,
+        "peak bytes": report.peak_bytes,
+        "temporary bytes": report.temporary_bytes,
+        "flops": report.flops,
+        "compile s": report.compile_seconds,
+    }
+    if report.target is None:
+        return found
+    reached = dataclasses.replace(report, target=reached_of(report.target))
+    return found | {"bound ms": 1e3 * (report.bound_seconds or 0), "reached ms": 1e3 * (reached.bound_seconds or 0)}
+
+
+def reached_of(target: Target) -> Target:
+    """Return a target with the figures that good kernels reach, instead of those that are published."""
+    rates = {dtype: REACHED_RATE * rate for dtype, rate in target.rates.items()}
+    return dataclasses.replace(target, bandwidth=REACHED_BANDWIDTH * target.bandwidth, rates=rates)
+
+
+def compiled_figures(compiled: Any, compile_seconds: float = 0.0) -> dict[str, Any]:
+    """Return the figures of a program that was compiled for this machine."""
+    return figures(report_of(compiled, target=target_here(), compile_seconds=compile_seconds))
+
+
+def absent_figures(step: Callable[..., Any], *shapes: Any, target: str, donate: int | tuple[int, ...]) -> Any:
+    """Return the figures of a step that is compiled for a target."""
+    with flash_attention():
+        return figures(mpx.step_report(step, *shapes, target=target, donate_argnums=donate))
+
+
+def start_compiler(target: str) -> dict[str, str]:
+    """Let JAX start the compiler for a target, before anything else starts it without; return what compiles."""
+    kind = target_devices(target)[0].device_kind
+    return {"compiled for": kind, "jax": jax.__version__}
+
+
+@contextlib.contextmanager
+def flash_attention() -> Iterator[None]:
+    """Let `jax.nn.dot_product_attention` use cuDNN's kernel although no GPU is here for JAX to ask."""
+    from jax._src.cudnn import fused_attention_stablehlo  # there is no public way to say for which GPU one lowers
+
+    with unittest.mock.patch.object(fused_attention_stablehlo, "check_compute_capability", return_value=True):
+        yield
