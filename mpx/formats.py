@@ -3,8 +3,9 @@
 Everything in mpx whose correctness depends on a rounding goes through this file, and everything here works on the
 integer bits of the numbers. There are two reasons:
 
-- A compiler may widen what a program narrows. XLA on GPU and TPU turns `f32 -> bf16 -> f32` inside one program into
-  nothing (`xla_allow_excess_precision`, on by default), which silently makes a Kahan compensation zero. It cannot do
+- A compiler may widen what a program narrows (`xla_allow_excess_precision`, on by default). XLA for an H200 turns
+  `f32 -> bf16 -> f32` inside one program into nothing, in elementwise code too (seen with jax 0.10.2 and 0.12.0), and
+  a Kahan compensation into float32's own rounding error. XLA for a TPU v5e kept it (jax 0.10.2). No compiler can do
   that to integer operations.
 - CPU arithmetic flushes float32 subnormals to zero, and `jax.lax.reduce_precision` does so with those of float16.
   Integer operations see every bit.

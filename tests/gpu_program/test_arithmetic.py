@@ -1,0 +1,245 @@
+"""Check that a compiler for GPUs or TPUs takes no rounding out of a step: its program computes the bits of mpx.
+
+The program is compiled for a device that is not here, and run on this CPU. A rule's own arithmetic may be rewritten: in
+AdamW XLA for GPUs makes `m / (a * b)` of `(m / a) / b`. So mpx around AdamW is compared with mpx around the program of
+AdamW alone, in float32; and around a rule that leaves nothing to rewrite, with mpx as it is.
+
+Seen with jax 0.10.2: XLA for an H200 leaves out casts to bfloat16 and back, XLA for a TPU v5e keeps them.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mpx
+from tests.gpu_program.on_cpu import as_written, portable, program_for
+from tests.helpers import assert_same_bits
+
+pytestmark = pytest.mark.optax_promotion
+
+BF16, F16 = (f"params={dtype},compute={dtype},output=f32" for dtype in ("bf16", "f16"))
+ADAMW_SETTINGS = {"learning_rate": 1e-2, "weight_decay": 0.1}
+ADAMW = optax.adamw(**ADAMW_SETTINGS)
+MOMENTUM = optax.sgd(2.0**-7, momentum=0.5)
+
+
+def moments(rule, formats, **settings):
+    return mpx.low_precision_state(rule, formats, min_size=0, **settings)
+
+
+def kahan(rule):
+    return optax.chain(moments(rule, {"mu|nu|trace": "bf16"}), mpx.kahan_summation())
+
+
+def split_with_8_bits(rule):
+    return mpx.mixed_precision(moments(rule, {"mu|nu|trace": mpx.Blockwise8bit()}), BF16)
+
+
+def stochastic(rule):
+    formats = {"mu": "bf16", "nu": mpx.Blockwise8bit()}
+    stored = moments(rule, formats, rounding="stochastic", key=jax.random.key(7))
+    return optax.chain(stored, mpx.stochastic_rounding(jax.random.key(8)))
+
+
+# The dtype of parameters and gradients, and what makes an optimizer of a rule.
+RECIPES = {
+    "f32": (jnp.float32, lambda rule: rule),
+    "full": (jnp.bfloat16, lambda rule: mpx.mixed_precision(rule, BF16, storage="full")),
+    "split": (jnp.bfloat16, lambda rule: mpx.mixed_precision(rule, BF16)),
+    "Kahan, bf16 moments": (jnp.bfloat16, kahan),
+    "split, 8-bit moments": (jnp.bfloat16, split_with_8_bits),
+    "stochastic": (jnp.bfloat16, stochastic),
+    "f16, loss scaling": (jnp.float16, lambda rule: mpx.mixed_precision(rule, F16)),
+}
+EXACT = ["f32", "full", "split", "Kahan, bf16 moments", "f16, loss scaling"]
+
+
+@pytest.fixture(autouse=True)
+def computed_on_the_cpu():
+    """Compute here on a machine with a GPU too."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
+def numbers(seed, dtype, lowest, highest):
+    """Return a tree of numbers of many magnitudes, among them zeros of both signs."""
+    rng = np.random.default_rng(seed)
+
+    def leaf(size):
+        x = rng.choice([-1, 1], size) * 10 ** rng.uniform(lowest, highest, size)
+        x[:2] = 0.0, -0.0
+        return jnp.asarray(x, dtype)
+
+    return {"w": leaf(2048), "b": leaf(300)}
+
+
+def stepper(tx):
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def compiled_for(device, tx, dtype):
+    params = numbers(0, dtype, -3, 1)
+    return as_written(program_for(device, stepper(tx), params, tx.init(params), params))
+
+
+def alone(rule, device):
+    """Return a rule that computes as its own program for a device does."""
+
+    def update(*args):
+        return program_for(device, rule.update, *args)(*args)
+
+    return optax.GradientTransformation(rule.init, update)
+
+
+def trained(step, tx, dtype):
+    """Yield parameters and state after each of six steps, of which float16 skips one for an infinity."""
+    params = numbers(0, dtype, -3, 1)
+    state = tx.init(params)
+    for i in range(6):
+        factor = np.float16(np.inf if i == 3 else 1024) if dtype == np.float16 else 1
+        grads = jax.tree.map(lambda g, factor=factor: g * factor, numbers(1 + i, dtype, -5, 0))
+        params, state = step(params, state, grads)
+        yield params, state
+
+
+def assert_same_training(actual_step, expected_step, tx, dtype):
+    for actual, expected in zip(trained(actual_step, tx, dtype), trained(expected_step, tx, dtype), strict=True):
+        assert_same_bits(actual, expected)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_the_program_for_an_h200_computes_the_bits_of_mpx(name, h200):
+    dtype, recipe = RECIPES[name]
+    tx = recipe(MOMENTUM)
+    assert_same_training(compiled_for(h200[0], tx, dtype), as_written(stepper(tx)), tx, dtype)
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "f32"])
+def test_the_program_for_an_h200_computes_the_bits_of_mpx_around_adamw(name, h200):
+    dtype, recipe = RECIPES[name]
+    tx = recipe(ADAMW)
+    expected = as_written(stepper(recipe(alone(ADAMW, h200[0]))))
+    assert_same_training(compiled_for(h200[0], tx, dtype), expected, tx, dtype)
+
+
+def test_the_program_of_any_precision_adamw_for_an_h200_computes_the_bits_of_its_parts(h200):
+    tx = mpx.any_precision_adamw(**ADAMW_SETTINGS, use_kahan_summation=True)
+    parts = optax.chain(moments(alone(ADAMW, h200[0]), {"nu": "bf16"}), mpx.kahan_summation())
+    assert_same_training(compiled_for(h200[0], tx, jnp.bfloat16), as_written(stepper(parts)), tx, jnp.bfloat16)
+
+
+def test_a_skipped_step_in_the_program_for_an_h200_changes_no_bit(h200):
+    tx = mpx.mixed_precision(ADAMW, F16)
+    steps = list(trained(compiled_for(h200[0], tx, np.float16), tx, np.float16))
+    (before, good), (after, skipped) = steps[2:4]
+    assert [int(mpx.skipped_steps(state)) for state in (good, skipped)] == [0, 1]
+    assert_same_bits((after, skipped.inner_state), (before, good.inner_state))
+
+
+def both_updates(device, tx):
+    """Return the updates of a first step, as the program for a device computes them and as mpx does."""
+    params, grads = numbers(0, jnp.bfloat16, -3, 1), numbers(1, jnp.bfloat16, -3, 1)
+    args = grads, tx.init(params), params
+    return as_written(program_for(device, tx.update, *args))(*args)[0], as_written(tx.update)(*args)[0]
+
+
+def test_the_update_of_full_masters_is_a_difference_of_parameters_in_the_program_for_an_h200(h200):
+    """With casts the parameter comes out right, since the sum rounds again, but the update is another number."""
+    assert_same_bits(*both_updates(h200[0], RECIPES["full"][1](MOMENTUM)))
+    actual, expected = both_updates(h200[0], with_casts(full_with_casts, to_float32)(MOMENTUM))
+    assert np.mean(actual["w"] != expected["w"]) > 0.8
+
+
+# Controls: the same recipes with casts there and back, which XLA for GPUs takes out.
+
+
+def to_float32(x):
+    return x.astype(jnp.float32)
+
+
+def kahan_with_casts(p, compensation, update):
+    y = update + to_float32(compensation)
+    new = (p + y).astype(jnp.bfloat16)
+    return new, (y - (to_float32(new) - p)).astype(jnp.bfloat16)
+
+
+def split_with_casts(p, low, update):
+    master = p + to_float32(low) + update
+    new = master.astype(jnp.bfloat16)
+    return new, (master - to_float32(new)).astype(jnp.bfloat16)
+
+
+def full_with_casts(p, master, update):
+    del p
+    return (master + update).astype(jnp.bfloat16), master + update
+
+
+def with_casts(rounded, start):
+    """Return a recipe: `start` is kept of a parameter; `rounded` makes new ones of a parameter, that, and an update."""
+
+    def init(rule, params):
+        return rule.init(jax.tree.map(to_float32, params)), jax.tree.map(start, params)
+
+    def update(rule, updates, state, params):
+        updates, wide = jax.tree.map(to_float32, (updates, params))
+        updates, inner = rule.update(updates, state[0], wide)
+        new, kept = jax.tree.transpose(
+            jax.tree.structure(params), jax.tree.structure((0, 0)), jax.tree.map(rounded, wide, state[1], updates)
+        )
+        return jax.tree.map(lambda n, p: to_float32(n) - p, new, wide), (inner, kept)
+
+    return lambda rule: optax.GradientTransformation(functools.partial(init, rule), functools.partial(update, rule))
+
+
+WITH_CASTS = {
+    "Kahan": with_casts(kahan_with_casts, jnp.zeros_like),
+    "split": with_casts(split_with_casts, jnp.zeros_like),
+}
+
+
+@pytest.mark.parametrize("name", WITH_CASTS)
+def test_the_program_for_an_h200_leaves_casts_there_and_back_out(name, h200):
+    tx = WITH_CASTS[name](MOMENTUM)
+    compiled = compiled_for(h200[0], tx, jnp.bfloat16)
+    with pytest.raises(AssertionError, match="Arrays are not equal"):
+        assert_same_training(compiled, as_written(stepper(tx)), tx, jnp.bfloat16)
+
+
+@pytest.mark.parametrize("name", WITH_CASTS)
+def test_the_program_for_a_tpu_v5e_keeps_casts_there_and_back(name, v5e):
+    tx = WITH_CASTS[name](MOMENTUM)
+    assert_same_training(compiled_for(v5e[0], tx, jnp.bfloat16), as_written(stepper(tx)), tx, jnp.bfloat16)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_the_program_for_a_tpu_v5e_computes_the_bits_of_mpx(name, v5e):
+    dtype, recipe = RECIPES[name]
+    tx = recipe(MOMENTUM)
+    assert_same_training(compiled_for(v5e[0], tx, dtype), as_written(stepper(tx)), tx, dtype)
+
+
+@pytest.mark.parametrize(
+    ("layout", "operation", "why"),
+    [
+        ("1,0", 'custom-call(%x), custom_call_target="f"', "calls what is not in it: ROOT %y = .* custom-call"),
+        ("0,1", "copy(%x)", r"array in the order \{0,1\}"),
+    ],
+)
+def test_a_program_that_means_nothing_on_a_cpu_is_refused(layout, operation, why):
+    lines = "%x = f32[2,2]{1,0} parameter(0)", f"ROOT %y = f32[2,2]{{{layout}}} {operation}"
+    with pytest.raises(ValueError, match=why):
+        portable("\n".join(["HloModule m", "ENTRY %main {", *lines, "}"]))
+
+
+def test_the_sign_of_a_zero_in_a_program_is_read(h200):
+    x = jnp.array([-0.0, 0.0, 1.0])
+    add_zero = as_written(program_for(h200[0], lambda x: x + jnp.where(x < 1, -0.0, 1.0), x))
+    assert_same_bits(add_zero(x), jnp.array([-0.0, 0.0, 2.0]))
