@@ -6,6 +6,7 @@ kernels, so that they are read on any machine.
 
 import dataclasses
 import pathlib
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +14,11 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from mpx.tools.cli.errors import CommandError, message_of
+from mpx.tools.cli.programs import require_target
 from mpx.tools.plan import largest_that_fits
-from mpx.tools.program import TARGETS, Target, compare_reports, step_report, target_devices
-from mpx.tools.program.kernels import Reader
+from mpx.tools.program import TARGETS, StepReport, Target, compare_reports, step_report, target_devices
+from mpx.tools.program.kernels import collectives, has_unknown_loop, kernels
 from mpx.tools.program.text import Shape, parse
 from tests.helpers import eight_cpu_devices
 
@@ -23,48 +26,52 @@ PROGRAMS = pathlib.Path(__file__).parent / "programs"
 SHAPE = jax.ShapeDtypeStruct
 
 
-def read(name, **options):
-    return Reader(parse((PROGRAMS / f"{name}.txt").read_text()), "tf32", **options)
+def read(name):
+    return parse((PROGRAMS / f"{name}.txt").read_text())
 
 
-def moved(kernels):
-    return [(kernel.kind, kernel.bytes, kernel.times) for kernel in kernels]
+def counted(text_or_program, float32="tf32"):
+    program = parse(text_or_program) if isinstance(text_or_program, str) else text_or_program
+    return list(kernels(program, None, float32))
+
+
+def moved(text):
+    return [(kernel.kind, kernel.bytes, kernel.times) for kernel in counted(text)]
 
 
 def test_a_fused_update_moves_its_operands_and_results_once():
     """Momentum on 2**20 float32 numbers reads three arrays and writes two."""
-    (kernel,) = read("momentum").kernels
-    assert (kernel.kind, kernel.bytes, kernel.times, kernel.products) == ("elementwise", 5 * 4 * 2**20, 1, ())
+    (kernel,) = counted(read("momentum"))
+    assert (kernel.kind, kernel.bytes, kernel.times, kernel.flops) == ("elementwise", 5 * 4 * 2**20, 1, {})
     assert kernel.source == "user/train.py:27"
 
 
 def test_a_loop_counts_each_kernel_as_often_as_it_runs_and_a_part_of_an_array_as_that_part():
     """Three layers of 128 x 128 weights on 256 x 128 activations, which the loop stacks."""
-    reader = read("scan")
-    assert sum(kernel.times for kernel in reader.kernels) == 3 + 5 * 3
+    program = read("scan")
+    assert sum(kernel.times for kernel in counted(program)) == 3 + 5 * 3
     weights, activations = 2 * 128 * 128, 2 * 256 * 128
-    in_loop = [kernel for kernel in reader.kernels if kernel.times == 3]
+    in_loop = [kernel for kernel in counted(program) if kernel.times == 3]
     slices = [kernel.bytes for kernel in in_loop if kernel.kind == "conversions and copies"]
     assert slices == [2 * weights + 4, 2 * activations + 4]  # and the index
-    (product,) = [kernel for kernel in in_loop if kernel.products]
+    (product,) = [kernel for kernel in in_loop if kernel.flops]
     assert product.bytes == activations + weights + 4 * 4 * 256 * 128  # split in four, each part in float32
     assert product.flops == {"bf16": 2 * 256 * 128 * 128}
-    assert not reader.has_unknown_loop
+    assert not has_unknown_loop(program)
 
 
 def test_a_loop_of_unknown_length_runs_once_and_is_told():
     text = (PROGRAMS / "scan.txt").read_text().replace('"known_trip_count":{"n":"3"}', "")
-    reader = Reader(parse(text))
-    assert reader.has_unknown_loop
-    assert {kernel.times for kernel in reader.kernels} == {1}
+    assert has_unknown_loop(parse(text))
+    assert {kernel.times for kernel in counted(text)} == {1}
 
 
 def test_collectives_have_their_dtype_bytes_and_axes():
     """A sum over `data` of 16 x 32 float32 numbers, and a gathering over `model` in bfloat16, on 4 x 2 devices."""
-    reader = read("collectives", mesh_shape={"data": 4, "model": 2})
-    found = {(c.operation, c.dtype, c.bytes, c.axes) for c in reader.collectives}
+    program = read("collectives")
+    found = {(c.operation, c.dtype, c.bytes, c.axes) for c in collectives(program, {"data": 4, "model": 2})}
     assert found == {("all-reduce", "f32", 4 * 16 * 32, "data"), ("all-gather", "bf16", 2 * 2 * 16 * 32, "model")}
-    sizes = {kernel.bytes for kernel in reader.kernels if kernel.kind == "collectives"}
+    sizes = {kernel.bytes for kernel in counted(program) if kernel.kind == "collectives"}
     assert sizes == {2 * 4 * 16 * 32, 3 * 2 * 16 * 32}
 
 
@@ -81,12 +88,12 @@ def test_collectives_have_their_dtype_bytes_and_axes():
 )
 def test_groups_of_devices_are_named_by_the_axes_of_the_mesh(groups, axes):
     text = (PROGRAMS / "collectives.txt").read_text().replace("replica_groups={{0,2,4,6},{1,3,5,7}}", groups)
-    found = Reader(parse(text), mesh_shape={"data": 4, "model": 2}).collectives
+    found = collectives(parse(text), {"data": 4, "model": 2})
     assert axes in [collective.axes for collective in found if collective.operation == "all-reduce"]
 
 
 def test_a_convolution_and_its_gradients_compute_the_same_number_of_flops():
-    flops = [sum(kernel.flops.values()) for kernel in read("convolution").kernels if kernel.products]
+    flops = [sum(kernel.flops.values()) for kernel in counted(read("convolution")) if kernel.flops]
     assert flops == [2 * (8 * 16 * 16 * 32) * (3 * 3 * 16)] * 3
 
 
@@ -101,7 +108,7 @@ def test_float32_products_are_tf32_unless_more_is_asked_for():
         ", algorithm=dot_f32_f32_f32": "f32",
     }
     for attributes, dtype in asked.items():
-        (kernel,) = Reader(parse(dot.format(attributes)), "tf32").kernels
+        (kernel,) = counted(dot.format(attributes))
         assert kernel.flops == {dtype: 2 * 8 * 2 * 4}
         assert kernel.bytes == 4 * (8 * 4 + 4 * 2 + 8 * 2)
 
@@ -121,17 +128,27 @@ def test_what_a_tpu_keeps_on_the_chip_is_no_traffic():
   ROOT %b = {array} negate(%done)
 }}
 """
-    assert moved(Reader(parse(text)).kernels) == [("conversions and copies", 4096, 1), ("elementwise", 4096, 1)]
+    assert moved(text) == [("conversions and copies", 4096, 1), ("elementwise", 4096, 1)]
 
 
 def test_what_a_tpu_copies_to_the_chip_in_parts_is_read_once():
     """Momentum on three tensors in float32: 20 bytes an element, although one is copied to the chip in four parts."""
-    kernels = read("on_chip").kernels
-    assert sum(kernel.bytes for kernel in kernels) == 20 * (2 * 768 * 3072 + 768 * 2304)
-    assert sorted({kernel.operation for kernel in kernels}) == ["copy-start", "fusion", "slice-start"]
-    parts = [kernel for kernel in kernels if kernel.operation == "slice-start"]
+    found = counted(read("on_chip"))
+    assert sum(kernel.bytes for kernel in found) == 20 * (2 * 768 * 3072 + 768 * 2304)
+    assert sorted({kernel.operation for kernel in found}) == ["copy", "fusion", "slice"]
+    parts = [kernel for kernel in found if kernel.operation == "slice"]
     assert {(kernel.kind, kernel.bytes) for kernel in parts} == {("conversions and copies", 768 * 3072)}
     assert len(parts) == 3 * 4
+
+
+def test_a_kernel_written_by_hand_that_works_in_place_reads_its_operand_and_writes_it_once():
+    """`w - 0.1 * g` on 2**20 float32 numbers in Pallas, `w` aliased to the result: 12 bytes a number."""
+    (kernel,) = counted(read("pallas"))
+    assert (kernel.operation, kernel.kind, kernel.bytes) == ("__gpu$xla.gpu.triton", "library calls", 12 * 2**20)
+    assert kernel.source == "user/train.py:16"
+    text = (PROGRAMS / "pallas.txt").read_text()
+    for other in ("__triton_kernel_call", "mosaic_gpu_v2", "tpu_custom_call"):
+        assert moved(text.replace("__gpu$xla.gpu.triton", other)) == [("library calls", 12 * 2**20, 1)]
 
 
 def test_a_text_that_is_no_program_is_refused():
@@ -149,9 +166,9 @@ W, X = SHAPE((256, 256), jnp.float32), SHAPE((64, 256), jnp.float32)
 def test_memory_is_that_of_the_compiler_and_a_step_that_donates_holds_less():
     compiled = jax.jit(update, donate_argnums=0).lower(W, X).compile().memory_analysis()
     kept, donating = step_report(update, W, X), step_report(jax.jit(update, donate_argnums=0), W, X)
-    assert donating == dataclasses.replace(
-        step_report(update, W, X, donate_argnums=0), compile_seconds=donating.compile_seconds
-    )
+    same = step_report(update, W, X, donate_argnums=0)
+    assert donating == dataclasses.replace(same, kernels=donating.kernels, compile_seconds=donating.compile_seconds)
+    assert (donating.moved_by_kind, donating.flops) == (same.moved_by_kind, same.flops)
     assert (kept.argument_bytes, kept.output_bytes, kept.donated_bytes) == (4 * (65536 + 16384), 4 * 65536, 0)
     assert donating.donated_bytes == 4 * 65536
     assert donating.temporary_bytes == compiled.temp_size_in_bytes
@@ -177,6 +194,17 @@ def test_shapes_with_shardings_give_the_bytes_of_one_device():
     assert eight.output_bytes == one.output_bytes // 8
 
 
+def test_what_is_no_array_in_the_arguments_stays_as_it_is():
+    """The functions and flags in an Equinox model, in the results too."""
+
+    def step(model, x):
+        return model | {"w": model["w"] - model["function"](x @ model["w"]).sum()}
+
+    report = step_report(step, {"w": W, "function": jnp.tanh, "is_deep": "yes", "none": None}, X, donate_argnums=0)
+    assert report.flops == {"f32": 2 * 64 * 256 * 256}
+    assert report.donated_bytes == report.output_bytes == 4 * 256 * 256
+
+
 def test_nothing_is_allocated_for_arrays_or_shapes():
     before = len(jax.live_arrays())
     x = jnp.ones((4, 4))
@@ -197,44 +225,51 @@ FIGURES = Target("a device", 10**6, 1e9, {"bf16": 1e9, "tf32": 1e8}, launch_seco
 
 def test_the_bound_is_the_larger_of_memory_and_products_and_a_launch_for_each_kernel():
     """Momentum: 20 MiB at 1 GB a second. A layer: 8.4 MFLOP at 1 GFLOP a second, more than its bytes take."""
-    (kernel,) = read("momentum").kernels
-    assert kernel.bound_seconds(FIGURES) == pytest.approx(5 * 4 * 2**20 / 1e9 + 1e-3)
-    product = next(kernel for kernel in read("scan").kernels if kernel.products)
-    assert product.bound_seconds(FIGURES) == pytest.approx(3 * (2 * 256 * 128 * 128 / 1e9 + 1e-3))
+    (kernel,) = kernels(read("momentum"), FIGURES)
+    assert kernel.seconds == pytest.approx(5 * 4 * 2**20 / 1e9 + 1e-3)
+    product = next(kernel for kernel in kernels(read("scan"), FIGURES) if kernel.flops)
+    assert product.seconds == pytest.approx(3 * (2 * 256 * 128 * 128 / 1e9 + 1e-3))
 
 
-def saved_report(name):
+def saved_report(name, target=FIGURES):
     """Return the report of a saved program on the device of the test."""
     empty = step_report(lambda x: x, W)
-    reader = read(name)
-    return dataclasses.replace(empty, target=FIGURES, kernels=tuple(reader.kernels), compile_seconds=1.5)
+    return dataclasses.replace(
+        empty, target=target, kernels=tuple(kernels(read(name), target, "tf32")), compile_seconds=1.5
+    )
 
 
 def test_a_report_prints_what_one_asks_of_a_step():
-    text = str(saved_report("scan"))
+    report = saved_report("scan")
     for line in (
+        "moved by kernels, MB         4.555",
+        "  products                   1.868",
+        "products in bf16, GFLOP      0.025",
+        "compiled in, s                 1.5",
         "It fits into the 0.001 GB of one a device.",
-        "products                1.868    41%",
-        "Kernels that move most, of 18",
-        "bf16      2.517e-05  100.0%",
-        "No time is below it.",
-        "Compiled in 1.5 s. Nothing ran.",
+        "Kernels that move most",
     ):
-        assert line in text
-    small = dataclasses.replace(saved_report("scan"), target=dataclasses.replace(FIGURES, memory_bytes=10))
+        assert line in str(report)
+    small = dataclasses.replace(report, target=dataclasses.replace(FIGURES, memory_bytes=10))
     assert "It does NOT fit into" in str(small)
+    assert "give a target" in str(dataclasses.replace(report, target=None))
 
 
 def test_products_in_another_dtype_than_most_are_listed_with_their_line():
     report = saved_report("scan")
-    narrow = report.kernels[-1] if report.kernels[-1].products else next(k for k in report.kernels if k.products)
-    (product,) = narrow.products
-    wide = dataclasses.replace(
-        narrow, times=1, products=(dataclasses.replace(product, dtype="f32", source="train.py:7"),)
-    )
-    text = str(dataclasses.replace(report, kernels=(*report.kernels, wide)))
-    assert "Not in bf16" in text
-    assert text[text.index("Not in bf16") :].splitlines()[2].split()[::2] == ["f32", "train.py:7"]
+    product = next(kernel for kernel in report.kernels if kernel.flops)
+    wide = dataclasses.replace(product, times=1, flops={"f32": 10**9}, source="train.py:7")
+    assert "Products that are not in" not in str(report)
+    text = str(dataclasses.replace(report, kernels=(*report.kernels, dataclasses.replace(product, times=999), wide)))
+    assert text[text.index("Products that are not in bf16") :].splitlines()[2].split() == ["f32", "1.000", "train.py:7"]
+
+
+def test_float32_products_that_may_be_rounded_are_explained():
+    report = saved_report("scan")
+    product = next(kernel for kernel in report.kernels if kernel.flops)
+    narrow = dataclasses.replace(product, flops={"tf32": 1})
+    assert "tf32: float32 operands, which a GPU may round" in str(dataclasses.replace(report, kernels=(narrow,)))
+    assert "tf32:" not in str(report)
 
 
 def test_reports_side_by_side_have_a_line_for_what_differs_and_no_empty_ones():
@@ -263,8 +298,18 @@ def test_wrong_arguments_are_refused():
         target_devices("h100", 0)
 
 
-def test_a_missing_compiler_says_what_to_install(monkeypatch):
+def test_a_step_without_arrays_has_no_device_to_be_compiled_for(monkeypatch):
+    module = sys.modules[StepReport.__module__]
+    monkeypatch.setattr(module, "target_devices", lambda target: jax.devices())
+    with pytest.raises(ValueError, match="a step without arrays among its arguments"):
+        step_report(lambda: jnp.ones(3), target="h100")
+
+
+def test_a_missing_compiler_says_what_to_install_in_one_line_of_the_command_too(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    for target, what in {"h100": r"mpx-jax\[cuda13\]", "v5e": r"jax\[tpu\]"}.items():
+    for target, what in {"h100": r"mpx-jax\[cuda12\]", "v5e": r"jax\[tpu\]"}.items():
         with pytest.raises(RuntimeError, match=what):
             step_report(update, W, X, target=target)
+        with pytest.raises(CommandError, match=what) as error:
+            require_target(target)
+        assert message_of(error.value).startswith("The compiler for the")

@@ -13,7 +13,10 @@ from mpx.tools.program.targets import get_target, target_devices
 
 def require_target(name: str) -> None:
     """Raise if a target is not known or its compiler not installed, before any of the user's code runs."""
-    target_devices(get_target(name))
+    try:
+        target_devices(name)
+    except RuntimeError as error:
+        raise CommandError(str(error)) from error
 
 
 def report(reference: str, shapes: Sequence[str], target: str | None, donate: Sequence[int]) -> StepReport:

@@ -2,7 +2,6 @@
 
 from mpx.tools.program.kernels import Collective as Collective
 from mpx.tools.program.kernels import Kernel as Kernel
-from mpx.tools.program.kernels import Product as Product
 from mpx.tools.program.step_report import ReportComparison as ReportComparison
 from mpx.tools.program.step_report import StepReport as StepReport
 from mpx.tools.program.step_report import compare_reports as compare_reports

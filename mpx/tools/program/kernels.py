@@ -1,52 +1,35 @@
 """Count what each kernel of a compiled program moves and computes."""
 
 import dataclasses
-import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal, get_args
 
 import numpy as np
 
 from mpx.tools.program.targets import Target
-from mpx.tools.program.text import Instruction, Program, Shape
+from mpx.tools.program.text import Instruction
 
-Kind = Literal["products", "elementwise", "reductions", "conversions and copies", "collectives", "library calls"]
+Kind = Literal["products", "library calls", "collectives", "reductions", "elementwise", "conversions and copies"]
+Program = Sequence[Instruction]
 
-_FREE = set(
-    "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id opt-barrier "
-    "add-dependency".split()
-)
-_COLLECTIVES = set(
-    "all-reduce all-gather reduce-scatter all-to-all collective-permute collective-broadcast ragged-all-to-all".split()
-)
-_MOVES = _FREE | set(
-    "convert copy transpose reshape broadcast slice concatenate pad reverse iota dynamic-slice dynamic-update-slice "
-    "gather select compare bitcast-convert".split()
-)
-_PARTS = {"slice", "dynamic-slice", "gather"}
-_REDUCTIONS = {"reduce", "reduce-window", "scatter", "sort", "select-and-scatter"}
+# What an operation does. One that stands in no line is a library call, or works element by element. A fusion does what
+# stands first in `Kind` of what its parts do.
+_OPERATIONS: dict[Kind | None, str] = {
+    "products": "dot convolution",
+    "collectives": "all-reduce all-gather reduce-scatter all-to-all collective-permute collective-broadcast "
+    "ragged-all-to-all",
+    "reductions": "reduce reduce-window scatter sort select-and-scatter",
+    "conversions and copies": "convert copy transpose reshape broadcast slice concatenate pad reverse iota gather "
+    "dynamic-slice dynamic-update-slice select compare bitcast-convert",
+    None: "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id opt-barrier "
+    "add-dependency ConcatBitcast AllocateBuffer",
+}
+_KINDS = {operation: kind for kind, operations in _OPERATIONS.items() for operation in operations.split()}
+_TAKE_PARTS = {"slice", "dynamic-slice", "gather"}
 _ALGORITHMS = {"tf32_tf32_f32": "tf32", "bf16_bf16_f32": "bf16", "bf16_bf16_f32_x3": "bf16 x 3", "f32_f32_f32": "f32"}
-
-
-Shapes = Mapping[str, Sequence[Shape]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Product:
-    """A matrix product or convolution.
-
-    Attributes:
-        dtype: of its operands; `tf32` where float32 operands may be rounded to it.
-        flops: multiplications and additions.
-        source: the line that asks for it.
-    """
-
-    dtype: str
-    flops: int
-    source: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +40,9 @@ class Kernel:
         operation: what it is: `fusion`, another operation of XLA, or the name of a library call.
         kind: what it does most.
         bytes: what it reads and writes each time: its operands and results, or the parts of them that it touches.
+        flops: of its matrix products and convolutions each time, by the dtype of their operands.
         times: how often it runs in a step.
-        products: the matrix products and convolutions in it.
+        seconds: what all its runs take at least; None if the target's figures are not known.
         result: the dtypes and shapes that it writes.
         source: the line that asks for it.
     """
@@ -66,24 +50,11 @@ class Kernel:
     operation: str
     kind: Kind
     bytes: int
+    flops: Mapping[str, int]
     times: int
-    products: tuple[Product, ...]
+    seconds: float | None
     result: str
     source: str
-
-    @property
-    def flops(self) -> dict[str, int]:
-        """FLOPs of its products each time, by the dtype of their operands."""
-        counts: Counter[str] = Counter()
-        for product in self.products:
-            counts[product.dtype] += product.flops
-        return dict(counts)
-
-    def bound_seconds(self, target: Target) -> float:
-        """Return the seconds of all its runs, if memory and arithmetic units did nothing else."""
-        slowest = min(target.rates.values())
-        work = sum(p.flops / target.rates.get(p.dtype.split(" ")[0], slowest) for p in self.products)
-        return self.times * (max(self.bytes / target.bandwidth, work) + target.launch_seconds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,227 +78,169 @@ class Collective:
     source: str
 
 
-class Reader:
-    """Walks a program in the order in which it runs, and collects kernels and collectives."""
+def kernels(program: Program, target: Target | None = None, float32: str = "f32") -> Iterator[Kernel]:
+    """Yield the kernels of a program in the order in which they run.
 
-    def __init__(self, program: Program, float32: str = "f32", mesh_shape: Mapping[str, int] | None = None) -> None:
-        """Read all of a program.
-
-        Args:
-            program: the program.
-            float32: how the device multiplies float32 numbers unless more is asked for, such as `tf32`.
-            mesh_shape: the axes of the mesh, to name the groups of devices in collectives.
-        """
-        self.has_unknown_loop = False
-        self._program, self._float32, self._groups = program, float32, _groups_of(mesh_shape or {})
-        self.kernels, self.collectives = self._found(program.entry, 1)
-
-    def _found(self, name: str, times: int) -> tuple[list[Kernel], list[Collective]]:
-        """Return what a computation runs, each of it that often."""
-        body = self._program.computations[name]
-        shapes = {instruction.name: instruction.shapes for instruction in body}
-        kernels: list[Kernel] = []
-        collectives: list[Collective] = []
-        for instruction in body:
-            op = instruction.op
-            if op in _FREE or op.endswith(("-done", "-update")) or 'target="ConcatBitcast"' in instruction.attributes:
-                continue  # the last one names the parts of an array that a TPU copied one by one
-            if op in ("while", "call", "conditional", "async-start"):
-                trips = instruction.attribute(r'known_trip_count":\{"n":"(\d+)"') if op == "while" else "1"
-                self.has_unknown_loop |= trips is None
-                branches = [self._found(inner, times * int(trips or 1)) for inner in instruction.called]
-                # Of the branches of a conditional one runs: count the one that moves most.
-                longest = max(branches, key=lambda found: sum(kernel.bytes * kernel.times for kernel in found[0]))
-                kernels += longest[0]
-                collectives += longest[1]
-            else:
-                kernels.append(self._kernel(instruction, shapes, times))
-                if op.removesuffix("-start") in _COLLECTIVES:
-                    collectives.append(self._collective(instruction, times))
-        return kernels, collectives
-
-    def _kernel(self, instruction: Instruction, shapes: Shapes, times: int) -> Kernel:
-        inside = list(self._inside(instruction, shapes))
-        products = tuple(product for part, beside in inside for product in self._products(part, beside))
-        return Kernel(
-            operation=instruction.attribute(r'custom_call_target="([^"]+)"') or instruction.op,
-            kind=_kind(instruction, [part.op for part, _ in inside], products),
-            bytes=self._bytes(instruction, shapes),
+    Args:
+        program: the program.
+        target: the device, for bounds of times.
+        float32: how the device multiplies float32 numbers unless more is asked for, such as `tf32`.
+    """
+    for instruction, kind, times in _runs(program):
+        products = [(part, flops) for part in instruction.parts if (flops := _flops(part))]
+        counts: Counter[str] = Counter()
+        for part, flops in products:
+            counts[_dtype(part, float32)] += flops
+        moved = _moved(instruction)
+        yield Kernel(
+            operation=instruction.operation,
+            kind="products" if products else kind,
+            bytes=moved,
+            flops=dict(counts),
             times=times,
-            products=products,
-            result=", ".join(map(str, instruction.shapes)),
-            source=next((p.source for p in products if p.source), self._program.source_of(instruction)),
+            seconds=None if target is None else times * target.bound_seconds(moved, counts),
+            result=", ".join(map(str, instruction.results)),
+            source=next((part.source for part, _ in products if part.source), instruction.source),
         )
 
-    def _collective(self, instruction: Instruction, times: int) -> Collective:
-        received = _received(instruction)
-        return Collective(
-            operation=instruction.op.removesuffix("-start"),
-            dtype=received[0].dtype,
-            bytes=sum(shape.bytes for shape in received),
-            times=times,
-            axes=self._groups.get(_devices(instruction), ""),
-            source=self._program.source_of(instruction),
-        )
 
-    def _inside(self, instruction: Instruction, shapes: Shapes) -> Iterator[tuple[Instruction, Shapes]]:
-        """Yield the operation itself, or those of a fusion, with the shapes of what stands beside them."""
-        if instruction.op != "fusion":
-            yield instruction, shapes
-            return
-        for name in instruction.called:
-            body = self._program.computations[name]
-            beside = {part.name: part.shapes for part in body}
-            for part in body:
-                if part.op not in _FREE:
-                    yield from self._inside(part, beside)
-
-    def _bytes(self, instruction: Instruction, shapes: Shapes) -> int:
-        """Return what a kernel reads and writes: of an array of which it takes or replaces a part, that part."""
-        size = lambda shapes: sum(shape.bytes for shape in shapes)
-        if instruction.op == "fusion":
-            body = self._program.computations[instruction.called[0]]
-            return _read(body) + _written(body)
-        if instruction.op.removesuffix("-start") in _PARTS:
-            part = _received(instruction)[0]
-            return part.bytes + part._replace(is_on_chip=shapes[instruction.operands[0]][0].is_on_chip).bytes
-        if instruction.op == "dynamic-update-slice":
-            return 2 * size(shapes[instruction.operands[1]])
-        return size(_received(instruction)) + sum(size(shapes[name]) for name in dict.fromkeys(instruction.operands))
-
-    def _products(self, part: Instruction, shapes: Shapes) -> Iterator[Product]:
-        """Yield the product that an operation is, if it is one."""
-        target = part.attribute(r'custom_call_target="([^"]+)"') or ""
-        is_conv = part.op == "convolution" or target.startswith("__cudnn$conv")
-        contracted = part.attribute(r"lhs_contracting_dim(?:ension)?s\"?[=:][{\[]([\d,\"]*)")
-        if len(part.operands) < 2 or not (is_conv or contracted is not None):
-            return
-        left, right = (shapes[name][0] for name in part.operands[:2])
-        if is_conv:
-            flops = _conv_flops(part, target, left, right)
-        else:
-            depth = math.prod(left.dims[int(axis)] for axis in re.findall(r"\d+", contracted or ""))
-            flops = 2 * math.prod(part.shapes[0].dims) * depth
-        yield Product(self._dtype(part, left, right), flops, self._program.source_of(part))
-
-    def _dtype(self, part: Instruction, left: Shape, right: Shape) -> str:
-        """Return in which dtype a product multiplies."""
-        algorithm = part.attribute(r"algorithm=dot_(\w+)")
-        if algorithm in _ALGORITHMS:
-            return _ALGORITHMS[algorithm]
-        if left.dtype != right.dtype:
-            return f"{left.dtype} with {right.dtype}"
-        asked = part.attribute(r"operand_precision\"?[=:][{\[]\"?(\w+)") or "default"
-        return self._float32 if left.dtype == "f32" and asked.lower() == "default" else left.dtype
+def collectives(program: Program, mesh_shape: Mapping[str, int]) -> Iterator[Collective]:
+    """Yield the exchanges between devices, with the axes of a mesh along which they run."""
+    for instruction, kind, times in _runs(program):
+        if kind == "collectives":
+            yield Collective(
+                operation=instruction.operation,
+                dtype=instruction.results[0].dtype,
+                bytes=sum(shape.bytes for shape in instruction.results),
+                times=times,
+                axes=_axes(instruction, mesh_shape),
+                source=instruction.source,
+            )
 
 
-def _received(instruction: Instruction) -> Sequence[Shape]:
-    """Return what an operation makes: of the start of an asynchronous one, not what it hands on."""
-    if instruction.op == "copy-start":
-        return instruction.shapes[:1]
-    hands_on = instruction.op.endswith("-start") and len(instruction.shapes) > len(instruction.operands)
-    return instruction.shapes[len(instruction.operands) :] if hands_on else instruction.shapes
+def has_unknown_loop(program: Program) -> bool:
+    """Return whether there is a loop of which nobody knows how often it runs."""
+    return any(operation.trips is None or any(map(has_unknown_loop, operation.called)) for operation in program)
 
 
-def _conv_flops(part: Instruction, target: str, left: Shape, right: Shape) -> int:
+def _runs(program: Program, times: int = 1) -> list[tuple[Instruction, Kind, int]]:
+    """Return the operations that are kernels in the order in which they run, what each does, and how often it runs."""
+    found: list[tuple[Instruction, Kind, int]] = []
+    for instruction in program:
+        if instruction.op in ("while", "call", "conditional", "async-start"):
+            branches = [_runs(inner, times * (instruction.trips or 1)) for inner in instruction.called]
+            # Of the branches of a conditional one runs: count the one that moves most.
+            found += max(branches, key=lambda branch: sum(_moved(kernel) * count for kernel, _, count in branch))
+        elif kind := _kind(instruction):
+            found.append((instruction, kind, times))
+    return found
+
+
+def _kind(instruction: Instruction) -> Kind | None:
+    """Return what a kernel does most; None for what is no work."""
+    if instruction.op.endswith(("-done", "-update")):
+        return None
+    other: Kind = "library calls" if instruction.op == "custom-call" else "elementwise"
+    found = {_KINDS.get(part.operation, other) for part in instruction.parts}
+    return next((kind for kind in get_args(Kind) if kind in found), None)
+
+
+def _moved(instruction: Instruction) -> int:
+    """Return the bytes that a kernel reads and writes."""
+    if instruction.op == "fusion":
+        body = instruction.called[0]
+        root = next(part for part in body if part.is_root)
+        read = [part for part in body if part.op == "parameter"]
+        written = root.operands if root.op == "tuple" else [root]
+    else:
+        body, read, written = [instruction], dict.fromkeys(instruction.operands), [instruction]
+    return sum(_read(array, body) for array in read) + sum(map(_written, written))
+
+
+def _read(array: Instruction, body: Program) -> int:
+    """Return the bytes that are read of an array: if only parts of it are taken or replaced, those that are taken."""
+    views = {array}
+    for part in body:  # a view comes after what it shows
+        if part.op == "bitcast" and part.operands[0] in views:
+            views.add(part)
+    uses = [part for part in body if part.op != "bitcast" and not views.isdisjoint(part.operands)]
+    is_partial = lambda use: use.operation in {*_TAKE_PARTS, "dynamic-update-slice"}
+    if not uses or not all(is_partial(use) and views.isdisjoint(use.operands[1:]) for use in uses):
+        return sum(shape.bytes for shape in array.shapes)
+    taken = [use.results[0] for use in uses if use.operation in _TAKE_PARTS]
+    return sum(shape._replace(is_elsewhere=array.shapes[0].is_elsewhere).bytes for shape in taken)
+
+
+def _written(part: Instruction) -> int:
+    """Return the bytes of a result; of one that replaces a part of an operand, that part."""
+    while part.op == "bitcast":
+        part = part.operands[0]
+    if part.operation == "dynamic-update-slice":
+        return part.operands[1].shapes[0]._replace(is_elsewhere=part.results[0].is_elsewhere).bytes
+    return sum(shape.bytes for shape in part.results)
+
+
+def _flops(part: Instruction) -> int:
+    """Return the FLOPs of a matrix product or convolution; 0 of anything else."""
+    if part.operation.startswith(("convolution", "__cudnn$conv")):
+        return _conv_flops(part)
+    contracted = part.attribute(r"lhs_contracting_dim(?:ension)?s\"?[=:][{\[]([\d,\"]*)")
+    if contracted is None or part.op == "fusion":
+        return 0
+    left = part.operands[0].shapes[0]
+    depth = math.prod(left.dims[int(axis)] for axis in re.findall(r"\d+", contracted))
+    return 2 * math.prod(part.shapes[0].dims) * depth
+
+
+def _conv_flops(part: Instruction) -> int:
     """Return the FLOPs of a convolution: its output times the filter, whose output features no product adds up."""
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", part.attributes)
     if labels is None:
         return 0
-    result = part.shapes[0]
+    images, filters, result = (*(operand.shapes[0].dims for operand in part.operands[:2]), part.shapes[0].dims)
     # cuDNN's gradients have the labels of the forward convolution: input, filter and output stand elsewhere.
-    output, filters = result, right
-    if "BackwardInput" in target:
-        output = left
-    elif "BackwardFilter" in target:
-        output, filters = right, result
-    features = filters.dims[labels[2].index("o")]
-    return 2 * math.prod(output.dims) * math.prod(filters.dims) // max(1, features)
+    if "BackwardInput" in part.operation:
+        images, result = result, images
+    elif "BackwardFilter" in part.operation:
+        filters, result = result, filters
+    return 2 * math.prod(result) * math.prod(filters) // max(1, filters[labels[2].index("o")])
 
 
-def _read(body: Sequence[Instruction]) -> int:
-    """Return the bytes that a fusion reads of its parameters: of one of which only parts are taken, those parts."""
-    total = 0
-    for parameter in body:
-        if parameter.op != "parameter":
-            continue
-        views = {parameter.name}
-        for part in body:  # a view comes after what it shows
-            views |= {part.name} if part.op == "bitcast" and part.operands[0] in views else set()
-        uses = [part for part in body if part.op != "bitcast" and views & set(part.operands)]
-        if uses and all(_takes_a_part(use, views) for use in uses):
-            total += sum(s.bytes for use in uses if use.op in _PARTS for s in use.shapes)
-        else:
-            total += sum(shape.bytes for shape in parameter.shapes)
-    return total
+def _dtype(product: Instruction, float32: str) -> str:
+    """Return in which dtype a product multiplies."""
+    algorithm = product.attribute(r"algorithm=dot_(\w+)")
+    if algorithm in _ALGORITHMS:
+        return _ALGORITHMS[algorithm]
+    left, right = (operand.shapes[0].dtype for operand in product.operands[:2])
+    asked = product.attribute(r"operand_precision\"?[=:][{\[]\"?(\w+)") or "default"
+    if left != right:
+        return f"{left} with {right}"
+    return float32 if left == "f32" and asked.lower() == "default" else left
 
 
-def _takes_a_part(use: Instruction, views: Set[str]) -> bool:
-    """Return whether an operation reads a part of an array, or replaces one, and uses the array for nothing else."""
-    return use.op in {*_PARTS, "dynamic-update-slice"} and not views & set(use.operands[1:])
+def _axes(collective: Instruction, mesh_shape: Mapping[str, int]) -> str:
+    """Return the axes of a mesh along which the devices of each group differ; nothing if they are other groups."""
+    sizes, group = tuple(mesh_shape.values()), _first_group(collective)
+    if not sizes or max(group, default=math.inf) >= math.prod(sizes):
+        return ""
+    places = dict(zip(mesh_shape, np.unravel_index(group, sizes), strict=True))
+    along = [name for name, place in places.items() if len(set(place)) > 1]
+    return ", ".join(along) if math.prod(mesh_shape[name] for name in along) == len(group) else ""
 
 
-def _written(body: Sequence[Instruction]) -> int:
-    """Return the bytes that a fusion writes: of a result that replaces a part of an operand, that part."""
-    parts = {part.name: part for part in body}
-    root = next(part for part in body if part.is_root)
-    total = 0
-    for name in root.operands if root.op == "tuple" else [root.name]:
-        part = parts[name]
-        while part.op == "bitcast":
-            part = parts[part.operands[0]]
-        written = parts[part.operands[1]] if part.op == "dynamic-update-slice" else part
-        total += sum(shape.bytes for shape in written.shapes)
-    return total
-
-
-def _kind(instruction: Instruction, ops: Sequence[str], products: Sequence[Product]) -> Kind:
-    if instruction.op.removesuffix("-start") in _COLLECTIVES:
-        return "collectives"
-    if instruction.op in ("copy-start", "slice-start"):
-        return "conversions and copies"
-    if instruction.op == "custom-call" and not products:
-        return "library calls"
-    if products:
-        return "products"
-    if _REDUCTIONS & set(ops):
-        return "reductions"
-    return "conversions and copies" if set(ops) <= _MOVES else "elementwise"
-
-
-Groups = frozenset[frozenset[int]]
-
-
-def _groups_of(mesh_shape: Mapping[str, int]) -> dict[Groups, str]:
-    """Return the names of axes by the groups of devices that a collective along them has."""
-    counts = range(len(mesh_shape), 0, -1)  # of axes of size 1 the shortest list stays
-    choices = itertools.chain.from_iterable(itertools.combinations(mesh_shape, count) for count in counts)
-    return {_along(mesh_shape, names): ", ".join(names) for names in choices}
-
-
-def _along(sizes: Mapping[str, int], names: Sequence[str]) -> Groups:
-    """Return the groups of devices of which each differs in some axes of a mesh only."""
-    devices = np.arange(math.prod(sizes.values())).reshape(list(sizes.values()))
-    others = [i for i, name in enumerate(sizes) if name not in names]
-    chosen = [i for i, name in enumerate(sizes) if name in names]
-    return _as_sets(devices.transpose(others + chosen).reshape(-1, math.prod(sizes[name] for name in names)))
-
-
-def _devices(instruction: Instruction) -> Groups:
-    """Return the groups of devices of a collective, in any of the three forms in which XLA writes them."""
-    listed = instruction.attribute(r"replica_groups=\{(\{[\d,{}]*\})\}")
+def _first_group(collective: Instruction) -> list[int]:
+    """Return a group of devices of a collective, in any of the three forms in which XLA writes them."""
+    numbers = lambda text: [int(number) for number in re.findall(r"\d+", text or "")]
+    listed = collective.attribute(r"replica_groups=\{\{([\d,]*)\}")
     if listed is not None:
-        return _as_sets([re.findall(r"\d+", group) for group in listed.split("},{")])
-    named = re.search(r"replica_groups=mesh\[([^\]]*)\] *\{([^}]*)\}", instruction.attributes)
+        return numbers(listed)
+    named = re.search(r"replica_groups=mesh\[([^\]]*)\] *\{([^}]*)\}", collective.attributes)
     if named is not None:
         sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
-        return _along(sizes, re.findall(r"'(\w+)'", named[2]))
-    iota = re.search(r"replica_groups=(\[[\d,]+\])<=(\[[\d,]+\])(?:T\(([\d,]+)\))?", instruction.attributes)
+        here = tuple(slice(None) if f"'{name}'" in named[2] else 0 for name in sizes)
+        return np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))[here].ravel().tolist()
+    iota = re.search(r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", collective.attributes)
     if iota is None:
-        return frozenset()
-    shape, dims, order = (list(map(int, re.findall(r"\d+", part or ""))) for part in iota.groups())
-    return _as_sets(np.arange(math.prod(dims)).reshape(dims).transpose(order or None).reshape(shape))
-
-
-def _as_sets(groups: Any) -> Groups:
-    return frozenset(frozenset(map(int, group)) for group in groups)
+        return []
+    devices = np.arange(math.prod(numbers(iota[2]))).reshape(numbers(iota[2]))
+    return devices.transpose(numbers(iota[3]) or None).ravel()[: int(iota[1])].tolist()

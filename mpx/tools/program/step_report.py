@@ -1,21 +1,32 @@
 """Read off a compiled program what a step costs: memory, traffic, precision, and a bound of its time."""
 
+import contextlib
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, get_args
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar, get_args
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mpx import _tables, _trees
 from mpx.tools.plan import units
-from mpx.tools.program import text as texts
-from mpx.tools.program.kernels import Collective, Kernel, Kind, Reader
+from mpx.tools.program import kernels as programs
+from mpx.tools.program import text
+from mpx.tools.program.kernels import Collective, Kernel, Kind
 from mpx.tools.program.targets import Target, get_target, target_devices, target_here
 
-_MOST_KERNELS = 12  # that are printed
+K = TypeVar("K", bound=Hashable)
+
+_MOST_ROWS = 12  # of kernels that are printed
+# How devices multiply float32 numbers unless more is asked for, and what is said of it.
+_FLOAT32 = {"cpu": "f32", "gpu": "tf32", "tpu": "bf16 (f32)"}
+_MORE = "unless more is asked for (jax.default_matmul_precision)."
+_NOTES = {
+    "tf32": f"tf32: float32 operands, which a GPU may round to TF32 (10 bits) {_MORE}",
+    "bf16 (f32)": f"bf16 (f32): float32 operands, which a TPU rounds to bfloat16 {_MORE}",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,15 +69,12 @@ class StepReport(_tables.Result):
     @property
     def moved_bytes(self) -> int:
         """Bytes that all kernels read and write."""
-        return sum(kernel.bytes * kernel.times for kernel in self.kernels)
+        return sum(self.moved_by_kind.values())
 
     @property
-    def moved_by_kind(self) -> dict[str, int]:
+    def moved_by_kind(self) -> dict[Kind, int]:
         """Bytes that kernels read and write, by what they do most."""
-        counts = dict.fromkeys(get_args(Kind), 0)
-        for kernel in self.kernels:
-            counts[kernel.kind] += kernel.bytes * kernel.times
-        return {kind: moved for kind, moved in counts.items() if moved}
+        return _totals((kernel.kind, kernel.bytes * kernel.times) for kernel in self.kernels)
 
     @property
     def kernel_count(self) -> int:
@@ -76,100 +84,130 @@ class StepReport(_tables.Result):
     @property
     def flops(self) -> dict[str, int]:
         """FLOPs of matrix products and convolutions, by the dtype of their operands; library calls are not counted."""
-        counts: Counter[str] = Counter()
-        for kernel in self.kernels:
-            for dtype, flops in kernel.flops.items():
-                counts[dtype] += flops * kernel.times
-        return dict(counts.most_common())
+        return _totals((dtype, n * kernel.times) for kernel in self.kernels for dtype, n in kernel.flops.items())
 
     @property
     def bound_seconds(self) -> float | None:
-        """A bound from below, no time: what the kernels need, one after another, by the target's published figures."""
-        target = self.target
-        return None if target is None else sum(kernel.bound_seconds(target) for kernel in self.kernels)
+        """What the kernels take at least, one after another, by the target's published figures: a bound, no time."""
+        return None if self.target is None else sum(kernel.seconds or 0 for kernel in self.kernels)
 
     @property
     def memory_bound_share(self) -> float | None:
         """The part of the bound in which kernels wait for memory or their launch, and not for products."""
-        target = self.target
-        if target is None or not self.bound_seconds:
+        if self.target is None or not self.bound_seconds:
             return None
-        is_free = lambda kernel: dataclasses.replace(kernel, products=())
-        waits = [k for k in self.kernels if k.bound_seconds(target) == is_free(k).bound_seconds(target)]
-        return sum(kernel.bound_seconds(target) for kernel in waits) / self.bound_seconds
+        waits = [kernel.times * self.target.bound_seconds(kernel.bytes, {}) for kernel in self.kernels]
+        return sum(wait for wait, k in zip(waits, self.kernels, strict=True) if wait == k.seconds) / self.bound_seconds
 
     def _parts(self) -> Iterator[_tables.Table | str]:
-        yield from self._memory()
-        unit = units.unit_for([self.moved_bytes], False)
-        moved = [(kind, units.shown(n, unit), f"{n / self.moved_bytes:.0%}") for kind, n in self.moved_by_kind.items()]
-        lines = [("", unit[0], "share"), *moved, ("in all", units.shown(self.moved_bytes, unit), "")]
-        yield _tables.Table("Moved by kernels, read and written", lines, right=(1, 2))
-        yield _tables.Table(f"Kernels that move most, of {self.kernel_count:,}", self._rows(unit), right=(1, 2))
-        if self.flops:
-            total = sum(self.flops.values())
-            rows = [(dtype, f"{n / 1e12:.4g}", f"{n / total:.1%}") for dtype, n in self.flops.items()]
-            yield _tables.Table("Matrix products", [("operands", "TFLOP", "share"), *rows], right=(1, 2))
-            yield from self._others()
-        if self.collectives:
-            lines = [("", "times", "dtype", unit[0], "axes", "source")]
-            lines += [
-                (c.operation, str(c.times), c.dtype, units.shown(c.bytes, unit), c.axes, c.source)
-                for c in self.collectives
-            ]
-            yield _tables.Table("Between devices", lines, right=(1, 3))
+        yield _summary({"this machine" if self.target is None else self.target.name: self})
         yield "\n".join(self._notes())
-
-    def _memory(self) -> Iterator[_tables.Table | str]:
-        rows = {
-            "arguments": self.argument_bytes,
-            "outputs": self.output_bytes,
-            "donated": -self.donated_bytes,
-            "temporaries": self.temporary_bytes,
-            "code": self.code_bytes,
-            "peak": self.peak_bytes,
-        }
-        unit = units.unit_for([self.peak_bytes], False)
-        lines = [(name, units.shown(n, unit)) for name, n in rows.items() if n]
-        yield _tables.Table("Memory of one device", [("", unit[0]), *lines], right=(1,))
-        donated = "" if self.donated_bytes else " Nothing is donated: old and new arrays are held at the same time."
-        where = "Compiled for this machine."
-        if self.target is not None:
-            fits = "fits" if self.peak_bytes <= self.target.memory_bytes else "does NOT fit"
-            where = f"It {fits} into the {self.target.memory_bytes / 1e9:.4g} GB of one {self.target.name}."
-        yield where + donated
-
-    def _rows(self, unit: units.Unit) -> list[tuple[str, ...]]:
-        """Return a line for each group of kernels that differ in nothing that is shown."""
-        groups: dict[tuple[str, ...], list[int]] = {}
-        for kernel in self.kernels:
-            group = groups.setdefault((kernel.kind, _shortened(kernel.result), kernel.source), [0, 0])
-            group[0] += kernel.times
-            group[1] += kernel.times * kernel.bytes
-        largest = sorted(groups.items(), key=lambda item: -item[1][1])[:_MOST_KERNELS]
-        header = ("kind", "times", unit[0], "writes", "source")
-        return [header, *((key[0], str(times), units.shown(moved, unit), *key[1:]) for key, (times, moved) in largest)]
-
-    def _others(self) -> Iterator[_tables.Table]:
-        """Yield the products that are not in the dtype of most FLOPs."""
-        common = next(iter(self.flops))
-        found: Counter[tuple[str, str]] = Counter()
-        for kernel in self.kernels:
-            for product in kernel.products:
-                if product.dtype != common:
-                    found[product.dtype, product.source] += product.flops * kernel.times
-        rows = [(dtype, f"{flops / 1e12:.4g}", source) for (dtype, source), flops in found.most_common(_MOST_KERNELS)]
+        unit = units.unit_for([self.moved_bytes], False)
+        alike = [((_name(kernel), _shortened(kernel.result), kernel.source), kernel) for kernel in self.kernels]
+        times = _totals((row, kernel.times) for row, kernel in alike)
+        moved = _totals((row, kernel.times * kernel.bytes) for row, kernel in alike)
+        rows = [(r[0], str(times[r]), units.shown(n, unit), *r[1:]) for r, n in [*moved.items()][:_MOST_ROWS]]
+        yield _tables.Table(
+            "Kernels that move most", [("kind", "times", unit[0], "writes", "source"), *rows], right=(1, 2)
+        )
+        common = next(iter(self.flops), "")
+        others = _totals(
+            ((dtype, k.source), n * k.times) for k in self.kernels for dtype, n in k.flops.items() if dtype != common
+        )
+        rows = [(dtype, units.digits(n / 1e9), source) for (dtype, source), n in others.items()]
         if rows:
-            yield _tables.Table(f"Not in {common}", [("operands", "TFLOP", "source"), *rows], right=(1,))
+            yield _tables.Table(
+                f"Products that are not in {common}", [("operands", "GFLOP", "source"), *rows], right=(1,)
+            )
+        sent = [(c.operation, str(c.times), c.dtype, f"{c.bytes:,}", c.axes, c.source) for c in self.collectives]
+        if sent:
+            header = ("operation", "times", "dtype", "bytes", "axes", "source")
+            yield _tables.Table("Between devices", [header, *sent], right=(1, 3))
 
     def _notes(self) -> Iterator[str]:
-        if self.bound_seconds is not None and self.target is not None:
-            share = f"{self.memory_bound_share:.0%} of it memory and launches"
-            yield f"Bound on one {self.target.name}: {1e3 * self.bound_seconds:.4g} ms, {share}. No time is below it."
-        if any(kernel.kind == "library calls" for kernel in self.kernels):
-            yield "Library calls count bytes and no FLOPs."
+        if self.target is None:
+            yield "Compiled for this machine. A CPU multiplies in float32: give a target for a GPU's dtypes and bound."
+        else:
+            fits = "fits" if self.peak_bytes <= self.target.memory_bytes else "does NOT fit"
+            yield f"It {fits} into the {self.target.memory_bytes / 1e9:.4g} GB of one {self.target.name}."
+            yield (
+                f"The bound is no time: its kernels one after another at published rates, "
+                f"{self.memory_bound_share or 0:.0%} of it memory and launches."
+            )
+        if not self.donated_bytes:
+            yield "Nothing is donated: old and new arrays are held at the same time."
         if self.has_unknown_loop:
             yield "A loop of unknown length is counted as if it ran once."
-        yield f"Compiled in {self.compile_seconds:.3g} s. Nothing ran."
+        if any(kernel.kind == "library calls" for kernel in self.kernels):
+            yield "Calls of libraries and kernels written by hand count bytes and no FLOPs."
+        yield from (note for dtype, note in _NOTES.items() if dtype in self.flops)
+
+
+def _name(kernel: Kernel) -> str:
+    return kernel.operation if kernel.kind == "library calls" else kernel.kind
+
+
+def _shortened(result: str) -> str:
+    return result if len(result) <= 40 else result[:37] + "..."
+
+
+def _totals(pairs: Iterable[tuple[K, int]]) -> dict[K, int]:
+    """Return the sum of the numbers of each name, the largest first."""
+    counts: Counter[K] = Counter()
+    for name, count in pairs:
+        counts[name] += count
+    return dict(counts.most_common())
+
+
+_BYTES: dict[str, Callable[[StepReport], int]] = {
+    "peak of memory": lambda report: report.peak_bytes,
+    "  arguments": lambda report: report.argument_bytes,
+    "  outputs": lambda report: report.output_bytes,
+    "  donated": lambda report: -report.donated_bytes,
+    "  temporaries": lambda report: report.temporary_bytes,
+    "  code": lambda report: report.code_bytes,
+    "moved by kernels": lambda report: report.moved_bytes,
+    **{f"  {kind}": lambda report, kind=kind: report.moved_by_kind.get(kind, 0) for kind in get_args(Kind)},
+}
+
+
+def _summary(reports: Mapping[str, StepReport]) -> _tables.Table:
+    """Return the figures of reports side by side, without lines of zeros."""
+    found = list(reports.values())
+    unit = units.unit_for([max(report.peak_bytes, report.moved_bytes) for report in found], False)
+    rows = [
+        (name if name.startswith(" ") else f"{name}, {unit[0]}", *(units.shown(bytes_of(r), unit) for r in found))
+        for name, bytes_of in _BYTES.items()
+        if any(map(bytes_of, found))
+    ]
+    rows.append(("kernels", *(f"{report.kernel_count:,}" for report in found)))
+    for dtype in dict.fromkeys(dtype for report in found for dtype in report.flops):
+        rows.append((f"products in {dtype}, GFLOP", *(units.digits(r.flops.get(dtype, 0) / 1e9) for r in found)))
+    if all(report.target is not None for report in found):
+        rows.append(("bound, ms", *(f"{1e3 * (report.bound_seconds or 0):.4g}" for report in found)))
+    rows.append(("compiled in, s", *(f"{report.compile_seconds:.3g}" for report in found)))
+    return _tables.Table("", [("", *reports), *rows], right=range(1, 1 + len(found)))
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportComparison(_tables.Result):
+    """Reports of several steps, side by side; prints as a table, with `rich.print` too."""
+
+    reports: Mapping[str, StepReport]
+
+    def _parts(self) -> Iterator[_tables.Table]:
+        yield _summary(self.reports)
+
+
+def compare_reports(reports: Mapping[str, StepReport]) -> ReportComparison:
+    """Put reports side by side: two recipes, two targets, before and after a change.
+
+    Example:
+        >>> report = step_report(lambda x: x @ x, jax.ShapeDtypeStruct((64, 64), jnp.float32))
+        >>> print(compare_reports({"before": report, "after": report}).reports["after"].flops)
+        {'f32': 524288}
+    """
+    return ReportComparison(dict(reports))
 
 
 def step_report(
@@ -187,15 +225,13 @@ def step_report(
     Args:
         step: a function, or one that `jax.jit` returned.
         args: the arguments of the step or their shapes (`jax.ShapeDtypeStruct`). For a target they may have shardings
-            on a mesh of `mpx.tools.program.target_devices`; without any, the step runs on one device.
+            on a mesh of `mpx.tools.program.target_devices`; without any, the step runs on one device. What is no array,
+            such as the functions in an Equinox model, stays as it is.
         target: what to compile for: None for this machine; `"a100"`, `"h100"`, `"h200"`, `"b200"` with
             `jax[cuda12]` or `jax[cuda13]` installed, `"v5e"`, `"v6e"` with `jax[tpu]`; or a `Target`. The device need
             not be there.
         donate_argnums: as for `jax.jit`, for a step that it has not returned. Donate parameters and state, as a
             training loop does: else old and new ones are held at the same time.
-
-    Returns:
-        A `StepReport`.
 
     Raises:
         TypeError: if `step` is not a function.
@@ -211,32 +247,28 @@ def step_report(
     """
     if not callable(step):
         raise TypeError(f"`step_report` needs a function, but got {type(step).__name__}.")
-    is_jitted = hasattr(step, "lower")
-    if is_jitted and donate_argnums != ():
-        raise ValueError("`step_report`: give `donate_argnums` to `jax.jit`, which returned this step.")
-    figures = target_here() if target is None else get_target(target)
-    platform = jax.default_backend() if figures is None else figures.platform
-    if target is not None and figures is not None:
-        args = _placed(args, figures)
-    options = {"xla_gpu_autotune_level": 0} if target is not None and platform == "cuda" else {}  # nothing can be timed
-    lowered: Any = (step if is_jitted else jax.jit(step, donate_argnums=donate_argnums)).lower(*args)
+    device = target_here() if target is None else get_target(target)
+    mesh, context, options = _mesh_of(args), contextlib.nullcontext(), None
+    if target is not None:
+        args, mesh = _placed(args, target_devices(target))
+        context = jax.sharding.use_abstract_mesh(mesh.abstract_mesh)  # kernels of Pallas ask it for the device
+        options = {"xla_gpu_autotune_level": "0"} if _platform(device) == "gpu" else None  # nothing can be timed
+    with context:
+        lowered: Any = _lowered(step, args, donate_argnums)
     start = time.perf_counter()
-    compiled = lowered.compile(compiler_options=options)
+    compiled = lowered.compile(options)
     seconds = time.perf_counter() - start
-    mesh = next((dict(leaf.sharding.mesh.shape) for leaf in jax.tree.leaves(args) if _is_on_mesh(leaf)), {})
-    return report_of(compiled, target=figures, mesh_shape=mesh, compile_seconds=seconds)
+    return report_of(compiled, target=device, mesh_shape=mesh and mesh.shape, compile_seconds=seconds)
 
 
 def report_of(
     compiled: Any, *, target: Target | None, mesh_shape: Mapping[str, int] | None = None, compile_seconds: float
 ) -> StepReport:
     """Return the report of a program that has been compiled, for a target or, with None, for an unknown device here."""
-    platform = jax.default_backend() if target is None else target.platform
     memory = compiled.memory_analysis()
     if memory is None:
-        raise RuntimeError(f"`step_report`: the backend {platform!r} gives no analysis of memory.")
-    float32 = {"cpu": "f32", "tpu": "bf16"}.get(platform, "tf32")
-    reader = Reader(texts.parse(compiled.as_text()), float32, mesh_shape)
+        raise RuntimeError("`step_report`: the backend gives no analysis of memory.")
+    program = text.parse(compiled.as_text())
     return StepReport(
         target=target,
         argument_bytes=memory.argument_size_in_bytes,
@@ -244,71 +276,52 @@ def report_of(
         donated_bytes=memory.alias_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
         code_bytes=memory.generated_code_size_in_bytes,
-        kernels=tuple(reader.kernels),
-        collectives=tuple(reader.collectives),
-        has_unknown_loop=reader.has_unknown_loop,
+        kernels=tuple(programs.kernels(program, target, _FLOAT32.get(_platform(target), "tf32"))),
+        collectives=tuple(programs.collectives(program, mesh_shape or {})),
+        has_unknown_loop=programs.has_unknown_loop(program),
         compile_seconds=compile_seconds,
     )
 
 
-def _placed(args: Any, target: Target) -> Any:
-    """Return the shapes of arguments on devices of a target: where they are, if any is, else on one device."""
-    devices = target_devices(target)
-    is_there = lambda leaf: (
-        _is_on_mesh(leaf) and leaf.sharding.mesh.devices.flat[0].device_kind == devices[0].device_kind
-    )
-    mesh = next((leaf.sharding.mesh for leaf in jax.tree.leaves(args) if is_there(leaf)), Mesh(devices, ("device",)))
-    replicated = NamedSharding(mesh, PartitionSpec())
+def _platform(target: Target | None) -> str:
+    return jax.default_backend() if target is None else "tpu" if target.tpu else "gpu"
+
+
+def _lowered(step: Any, args: Sequence[Any], donate_argnums: int | Sequence[int]) -> jax.stages.Lowered:
+    if isinstance(step, jax.stages.Wrapped):
+        if donate_argnums != ():
+            raise ValueError("`step_report`: give `donate_argnums` to `jax.jit`, which returned this step.")
+        return step.lower(*args)
+    is_array = lambda leaf: _trees.is_array(leaf) or isinstance(leaf, (int, float, complex))
+    arrays_of = lambda tree: jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, tree)
+
+    def of_arrays(*arrays):
+        whole = jax.tree.map(
+            lambda array, leaf: leaf if array is None else array, arrays, args, is_leaf=lambda leaf: leaf is None
+        )
+        return arrays_of(step(*whole))
+
+    return jax.jit(of_arrays, donate_argnums=donate_argnums).lower(*arrays_of(args))
+
+
+def _placed(args: Any, devices: Sequence[Any]) -> tuple[Any, Mesh]:
+    """Return shapes of arguments on devices of a target, where they are, if any is, else on one; and their mesh."""
+    leaves = [leaf for leaf in jax.tree.leaves(args) if _trees.is_array(leaf)]
+    if not leaves:
+        raise ValueError("`step_report`: a step without arrays among its arguments has no device to be compiled for.")
+    is_there = lambda mesh: mesh is not None and mesh.devices.flat[0].device_kind == devices[0].device_kind
+    mesh = next(filter(is_there, map(_mesh_of, leaves)), Mesh(devices, ("device",)))
 
     def placed(leaf):
         if not _trees.is_array(leaf):
             return leaf
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding if is_there(leaf) else replicated)
+        sharding = leaf.sharding if is_there(_mesh_of(leaf)) else NamedSharding(mesh, PartitionSpec())
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    return jax.tree.map(placed, args)
-
-
-def _is_on_mesh(leaf: Any) -> bool:
-    return isinstance(getattr(leaf, "sharding", None), NamedSharding)
+    return jax.tree.map(placed, args), mesh
 
 
-@dataclasses.dataclass(frozen=True)
-class ReportComparison(_tables.Result):
-    """Reports of several steps, side by side; prints as a table, with `rich.print` too."""
-
-    reports: Mapping[str, StepReport]
-
-    def _parts(self) -> Iterator[_tables.Table]:
-        yield _tables.Table("", [("", *self.reports), *self._lines()], right=range(1, 1 + len(self.reports)))
-
-    def _lines(self) -> Iterable[tuple[str, ...]]:
-        reports = list(self.reports.values())
-        unit = units.unit_for([max(r.peak_bytes, r.moved_bytes) for r in reports], False)
-        shown = lambda number: units.shown(number, unit)
-        yield (f"peak, {unit[0]}", *(shown(r.peak_bytes) for r in reports))
-        yield (f"temporaries, {unit[0]}", *(shown(r.temporary_bytes) for r in reports))
-        yield (f"moved, {unit[0]}", *(shown(r.moved_bytes) for r in reports))
-        for kind in get_args(Kind):
-            if any(kind in r.moved_by_kind for r in reports):
-                yield (f"  {kind}", *(shown(r.moved_by_kind.get(kind, 0)) for r in reports))
-        yield ("kernels", *(f"{r.kernel_count:,}" for r in reports))
-        for dtype in dict.fromkeys(dtype for r in reports for dtype in r.flops):
-            yield (f"TFLOP in {dtype}", *(f"{r.flops.get(dtype, 0) / 1e12:.4g}" for r in reports))
-        if all(r.target is not None for r in reports):
-            yield ("bound, ms", *(f"{1e3 * (r.bound_seconds or 0):.4g}" for r in reports))
-        yield ("compiled in, s", *(f"{r.compile_seconds:.3g}" for r in reports))
-
-
-def compare_reports(reports: Mapping[str, StepReport]) -> ReportComparison:
-    """Put reports side by side: two recipes, two targets, before and after a change.
-
-    Example:
-        >>> report = step_report(lambda x: x @ x, jax.ShapeDtypeStruct((64, 64), jnp.float32))
-        >>> print(compare_reports({"before": report, "after": report}).reports["after"].flops)
-        {'f32': 524288}
-    """
-    return ReportComparison(dict(reports))
-
-
-def _shortened(result: str) -> str:
-    return result if len(result) <= 40 else result[:37] + "..."
+def _mesh_of(args: Any) -> Any:
+    """Return the mesh of the first argument that is on one; None if none is."""
+    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args)]
+    return next((sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)), None)

@@ -5,46 +5,52 @@ import functools
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-_BITS = {"pred": 8, "s4": 4, "u4": 4, "s2": 2, "u2": 2, "c64": 64, "c128": 128, "token": 0, "opaque": 0}
+_HEAD = re.compile(r"^(?P<is_entry>ENTRY )?%(?P<name>[\w.\-]+) \(.*\{$")
+_LINE = re.compile(
+    r"^\s+(?P<root>ROOT )?%(?P<name>[\w.\-]+) = "
+    r"(?P<shapes>.*?) (?P<op>[a-z][\w\-]*)\((?P<operands>[^)]*)\)(?P<attributes>.*)$"
+)
 _SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,<=]*)\](\{[^{}]*\})?")
-_HEAD = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\) -> .* \{$")
-_LINE = re.compile(r"^\s*(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<rest>.*)$")
-_TABLE = re.compile(r"^(\d+) (?:\"(.*)\"|\{(.*)\})$")
-_MPX = os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, os.pardir)
-_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}", os.path.normpath(_MPX) + os.sep)
+_CALLED = re.compile(r"\b(?:calls|to_apply|body|\w+_computations?)=\{?(%[\w.\-]+(?:, %[\w.\-]+)*)")
+# A TPU's own memories, which only its layouts in tiles have, and the host's.
+_ELSEWHERE = re.compile(r"T\(.*S\(|\{:S\(|S\(5\)")
+_MPX = os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, os.pardir))
+_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}", _MPX + os.sep)
 
 
 class Shape(NamedTuple):
-    """The dtype, as XLA calls it, and the dimensions of an array, and whether a TPU keeps it on the chip."""
+    """The dtype of an array, as XLA calls it, its dimensions, and whether it lies outside of the device's memory.
+
+    That is on the chip of a TPU, or on the host.
+    """
 
     dtype: str
     dims: tuple[int, ...]
-    is_on_chip: bool = False
+    is_elsewhere: bool = False
 
     @property
     def bytes(self) -> int:
         """Bytes of the array in the device's memory, without padding."""
-        if self.is_on_chip:
-            return 0
-        return math.ceil(math.prod(self.dims) * _bits(self.dtype) / 8)
+        bits = re.search(r"\d+", "8" if self.dtype == "pred" else self.dtype)  # none of a token
+        return 0 if self.is_elsewhere or bits is None else math.ceil(math.prod(self.dims) * int(bits[0]) / 8)
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.dims))}]"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Instruction:
-    """One line of a program."""
+    """One operation of a program: a kernel, or a part of one."""
 
-    name: str
-    shapes: tuple[Shape, ...]  # of the results
     op: str
-    operands: tuple[str, ...]  # their names; one that stands twice stands twice
+    shapes: tuple[Shape, ...]  # of its results
+    operands: tuple["Instruction", ...]  # one that stands twice stands twice
+    called: tuple[tuple["Instruction", ...], ...]  # the computations that it runs; of a loop the body
     attributes: str  # the rest of the line
-    is_root: bool
+    source: str  # `file.py:line`; empty if it is not known
+    is_root: bool  # whether it is the result of its computation
 
     def attribute(self, pattern: str) -> str | None:
         """Return the first group of a regular expression in the attributes."""
@@ -52,103 +58,96 @@ class Instruction:
         return match and match[1]
 
     @functools.cached_property
-    def called(self) -> tuple[str, ...]:
-        """The names of the computations that it runs once each."""
-        found = re.findall(
-            r"\b(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)", self.attributes
-        )
-        branches = self.attribute(r"branch_computations=\{([^}]*)\}")
-        return (*found, *re.findall(r"%?([\w.\-]+)", branches or ""))
+    def operation(self) -> str:
+        """The name of a library call, or the operation without the word that says that others run beside it."""
+        return self.attribute(r'custom_call_target="([^"]+)"') or self.op.removesuffix("-start")
+
+    @property
+    def trips(self) -> int | None:
+        """How often it runs what it calls; None for a loop of unknown length."""
+        known = self.attribute(r'known_trip_count":\{"n":"(\d+)"') if self.op == "while" else "1"
+        return None if known is None else int(known)
+
+    @property
+    def results(self) -> tuple[Shape, ...]:
+        """What it makes: of the start of an asynchronous operation, not what that hands on."""
+        if self.op == "copy-start":
+            return self.shapes[:1]
+        hands_on = self.op.endswith("-start") and len(self.shapes) > len(self.operands)
+        return self.shapes[len(self.operands) :] if hands_on else self.shapes
+
+    @property
+    def parts(self) -> tuple["Instruction", ...]:
+        """The operations of a fusion; of another operation itself."""
+        return sum((part.parts for part in self.called[0]), ()) if self.op == "fusion" else (self,)
 
 
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """The computations of a program by their names, and the tables that say where its operations come from."""
+def parse(text: str) -> tuple[Instruction, ...]:
+    """Return the operations of a program in the order in which they run.
 
-    computations: Mapping[str, tuple[Instruction, ...]]
-    entry: str
-    tables: Mapping[str, Mapping[int, str]]
+    Raises:
+        ValueError: if there is no entry computation, as in a text that is no compiled program.
+    """
+    sources = _sources(text)
+    computations: dict[str, tuple[Instruction, ...]] = {}
+    body: dict[str, Instruction] = {}
+    head = None
+    for line in text.splitlines():
+        if found := _HEAD.match(line):
+            head, body = found, {}
+        elif head and line.startswith("}"):
+            computations[head["name"]] = tuple(body.values())  # it stands in front of those that call it
+            if head["is_entry"]:
+                return computations[head["name"]]
+        elif match := _LINE.match(line):
+            frame = re.search(r"stack_frame_id=(\d+)", match["attributes"])
+            body[match["name"]] = Instruction(
+                op=match["op"],
+                shapes=_shapes(match["shapes"]),
+                operands=tuple(body[name] for name in re.findall(r"%([\w.\-]+)", match["operands"])),
+                called=tuple(
+                    computations[name]
+                    for names in _CALLED.findall(match["attributes"])
+                    for name in re.findall(r"%([\w.\-]+)", names)
+                ),
+                attributes=match["attributes"],
+                source=sources.get(frame[1], "") if frame else "",
+                is_root=bool(match["root"]),
+            )
+    raise ValueError("This text has no entry computation: it is not a compiled program of XLA.")
 
-    def source_of(self, instruction: Instruction) -> str:
-        """Return `file.py:line` of the innermost frame of an operation outside of installed packages, if any."""
-        frame = instruction.attribute(r"stack_frame_id=(\d+)")
-        if frame is None:
-            file, line = (instruction.attribute(rf"source_{part}=\"?([^\"\s}}]+)") for part in ("file", "line"))
-            return f"{_short(file)}:{line}" if file and line else ""
-        places = list(self._frames(int(frame)))
-        own = [place for place in places if not any(part in place[0] for part in _INSTALLED)]
-        file, line = (own or places or [("", "")])[0]
-        return f"{_short(file)}:{line}" if file else ""
 
-    def _frames(self, frame: int) -> Iterator[tuple[str, str]]:
-        """Yield the file and line of a frame, then of those around it."""
-        frames, locations = self.tables.get("StackFrames", {}), self.tables.get("FileLocations", {})
+def _shapes(text: str) -> tuple[Shape, ...]:
+    return tuple(
+        Shape(dtype, tuple(int(n.lstrip("<=")) for n in dims.split(",") if n), bool(_ELSEWHERE.search(layout)))
+        for dtype, dims, layout in _SHAPE.findall(text)
+    )
+
+
+def _sources(text: str) -> dict[str, str]:
+    """Return the line of each stack frame, outside of installed packages if any of those around it is."""
+    tables: dict[str, dict[str, str]] = {}
+    table: dict[str, str] = {}
+    for line in text.splitlines():
+        if line.isalpha():
+            table = tables[line] = {}
+        elif row := re.match(r"(\d+) (.*)", line):
+            table[row[1]] = row[2]
+    files, locations = tables.get("FileNames", {}), tables.get("FileLocations", {})
+    lines: dict[str, str] = {}
+    own: dict[str, str] = {}
+    for frame, row in tables.get("StackFrames", {}).items():  # a frame stands behind those around it
+        fields = dict(re.findall(r"(\w+)=(\d+)", row))
+        place = dict(re.findall(r"(\w+)=(\d+)", locations[fields["file_location_id"]]))
+        file = files[place["file_name_id"]].strip('"')
+        lines[frame] = f"{_short(file)}:{place['line']}"
         # XLA counts parents from 1 for "none", so that the outermost frame seems to be its own.
-        while frame in frames:
-            fields = dict(re.findall(r"(\w+)=(\d+)", frames[frame]))
-            place = dict(re.findall(r"(\w+)=(\d+)", locations.get(int(fields["file_location_id"]), "")))
-            yield self.tables["FileNames"].get(int(place.get("file_name_id", 0)), "?"), place.get("line", "?")
-            frame = int(fields.get("parent_frame_id", 0)) - 1
-
-
-@functools.cache
-def _bits(dtype: str) -> int:
-    """Return the bits of a number: 8 for `f8e4m3fn`, 16 for `bf16`."""
-    return _BITS[dtype] if dtype in _BITS else int(re.sub(r"^[a-z]+(\d+).*", r"\1", dtype))
+        outer = own.get(str(int(fields.get("parent_frame_id", 0)) - 1), "")
+        own[frame] = outer if any(part in file for part in _INSTALLED) else lines[frame]
+    return {frame: own[frame] or line for frame, line in lines.items()}
 
 
 def _short(file: str) -> str:
     """Return a file relative to the working directory if it is below it, else its last two parts."""
     relative = os.path.relpath(file)
     return relative if not relative.startswith(os.pardir) else os.sep.join(file.split(os.sep)[-2:])
-
-
-def parse(text: str) -> Program:
-    """Read a program.
-
-    Raises:
-        ValueError: if there is no entry computation, as in a text that is no compiled program.
-    """
-    computations: dict[str, tuple[Instruction, ...]] = {}
-    tables: dict[str, dict[int, str]] = {}
-    entry, table, lines = "", "", None
-    name = ""
-    for line in text.splitlines():
-        if match := _HEAD.match(line):
-            name, lines = match["name"], []
-            entry = name if match["entry"] else entry
-        elif lines is not None and line.startswith("}"):
-            computations[name], lines = tuple(lines), None
-        elif lines is not None:
-            if match := _LINE.match(line):
-                lines.append(_instruction(match))
-        elif match := _TABLE.match(line):
-            tables.setdefault(table, {})[int(match[1])] = match[2] if match[2] is not None else match[3]
-        elif line and line.isalpha():
-            table = line
-    if not entry:
-        raise ValueError("This text has no entry computation: it is not a compiled program of XLA.")
-    return Program(computations, entry, tables)
-
-
-def _instruction(match: re.Match[str]) -> Instruction:
-    rest = match["rest"]
-    end = _closing(rest) if rest.startswith("(") else rest.index(" ")
-    shapes = tuple(
-        Shape(dtype, tuple(int(n.lstrip("<=")) for n in dims.split(",") if n), bool(re.search(r"S\([1-9]", layout)))
-        for dtype, dims, layout in _SHAPE.findall(rest[:end])
-    )
-    op, _, rest = rest[end:].strip().partition("(")
-    end = _closing("(" + rest) - 1
-    operands = tuple(re.findall(r"%([\w.\-]+)", rest[: end - 1]))
-    return Instruction(match["name"], shapes, op, operands, rest[end:], bool(match["root"]))
-
-
-def _closing(text: str) -> int:
-    """Return the position behind the bracket that closes the first one."""
-    depth = 0
-    for position, character in enumerate(text):
-        depth += (character == "(") - (character == ")")
-        if depth == 0:
-            return position + 1
-    raise ValueError(f"A bracket is not closed in {text[:60]!r}.")
