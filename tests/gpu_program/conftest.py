@@ -2,6 +2,7 @@
 
 import importlib.util
 
+import jax
 import pytest
 
 from mpx.tools.program.targets import allow_targets, target_devices
@@ -23,3 +24,10 @@ def v5e():
     if importlib.util.find_spec("libtpu") is None:
         pytest.skip('the compiler for TPUs is missing: pip install "jax[tpu]"')
     return target_devices("v5e", 1)
+
+
+@pytest.fixture(autouse=True)
+def computed_on_the_cpu():
+    """Compute on the CPU on a machine with a GPU too."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
