@@ -1,9 +1,17 @@
-"""Compute the cross-entropy of the next token without the logits of a whole batch.
+"""Compute the cross-entropy of the next token: in closed form, and without the logits of a whole batch.
 
-The float32 logits of 16 sequences of 1,024 GPT-2 tokens take 3.3 GB, and their gradient the same again. The positions
-are therefore cut into chunks, and the logits of only one chunk exist at a time. A chunk's gradient is computed with its
-loss, so that no logit is computed twice, as it would be with `jax.checkpoint`; what is kept for the backward pass has
-the size of the features and the embedding (the idea of Liger-Kernel, Hsu et al., 2024).
+The float32 logits of 16 sequences of 1,024 GPT-2 tokens take 3.3 GB, and what is done with them decides what a step
+moves. Two things keep it small.
+
+The form: a target is found by comparison with an iota and not by a look-up, whose gradient is a scatter into an array
+of the size of the logits. The gradient is then softmax minus one-hot, one pass over the logits, and under autocast no
+float32 logits are ever in memory.
+
+The chunks: the positions are cut into parts, and the logits of only one part exist at a time. A chunk's gradient is
+computed with its loss, so that no logit is computed twice, as it would be with `jax.checkpoint`; what is kept for the
+backward pass has the size of the features, and of the embedding once for each chunk (the idea of Liger-Kernel, Hsu et
+al., 2024). Chunks are unrolled, so that their gradients of the embedding are added up in one pass: two to four are
+enough, and more make the program longer.
 
 A chunk's losses are summed, and divided by the number of tokens at the end, in float32: the softmax's error enters the
 products as a number near 1, which float16 can hold. In float16 the embedding's gradient of a chunk must stay below
@@ -12,9 +20,16 @@ products as a number near 1, which float16 can hold. In float16 the embedding's 
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from examples.gpt.model import masked_logits
+
+
+def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """Return the cross-entropy (...) of floating logits (..., V) and targets (...), in float32 and nats."""
+    logits = logits.astype(jnp.float32)
+    shifted = logits - jax.lax.stop_gradient(logits.max(-1, keepdims=True))
+    is_target = jax.nn.one_hot(targets, logits.shape[-1], dtype=bool)  # a comparison with an iota
+    return jnp.log(jnp.exp(shifted).sum(-1)) - jnp.where(is_target, shifted, 0).sum(-1)
 
 
 def token_losses(
@@ -27,8 +42,9 @@ def token_losses(
     """
     if chunks == 1:
         return _losses(features, embedding, targets, vocabulary)
-    parts = (_cut(features, chunks), _cut(targets, chunks))
-    return _join(jax.lax.map(lambda part: _losses(part[0], embedding, part[1], vocabulary), parts))
+    parts = (jnp.stack(_cut(features, chunks)), jnp.stack(_cut(targets, chunks)))
+    losses = jax.lax.map(lambda part: _losses(part[0], embedding, part[1], vocabulary), parts)
+    return jnp.concatenate(list(losses), axis=1)
 
 
 def mean_loss(
@@ -40,39 +56,31 @@ def mean_loss(
     """
     if chunks == 1:
         return _losses(features, embedding, targets, vocabulary).mean()
-    # The scan below computes the gradients, so it must not be differentiated itself.
+    # The gradients are computed here, so nothing below is to be differentiated.
     fixed_features, fixed_embedding = jax.lax.stop_gradient((features, embedding))
-
-    def add_chunk(sums: tuple[jax.Array, jax.Array], part: tuple[jax.Array, jax.Array]):
-        loss_of = lambda features, embedding: _losses(features, embedding, part[1], vocabulary).sum()
-        loss, (features_gradient, embedding_gradient) = jax.value_and_grad(loss_of, (0, 1))(part[0], fixed_embedding)
-        return (sums[0] + loss, sums[1] + embedding_gradient.astype(jnp.float32)), features_gradient
-
-    zeros = (jnp.zeros((), jnp.float32), jnp.zeros(embedding.shape, jnp.float32))
-    (loss, embedding_gradient), features_gradient = jax.lax.scan(
-        add_chunk, zeros, (_cut(fixed_features, chunks), _cut(targets, chunks))
-    )
-    gradients = (_join(features_gradient), embedding_gradient.astype(embedding.dtype))
+    total = lambda features, embedding, targets: _losses(features, embedding, targets, vocabulary).sum()
+    loss, of_features, of_embedding = jnp.float32(0), [], jnp.zeros(embedding.shape, jnp.float32)
+    for part, labels in zip(_cut(fixed_features, chunks), _cut(targets, chunks), strict=True):
+        if of_features:  # A chunk begins when the one before it is done, or XLA would hold the logits of both.
+            part, of_features[-1] = jax.lax.optimization_barrier((part, of_features[-1]))
+        chunk_loss, gradients = jax.value_and_grad(total, (0, 1))(part, fixed_embedding, labels)
+        loss += chunk_loss
+        of_features.append(gradients[0])
+        of_embedding += gradients[1].astype(jnp.float32)
+    gradients = (jnp.concatenate(of_features, axis=1), of_embedding.astype(embedding.dtype))
     return _with_gradients(loss, (features, embedding), gradients) / targets.size
 
 
 def _losses(features: jax.Array, embedding: jax.Array, targets: jax.Array, vocabulary: int) -> jax.Array:
-    logits = masked_logits(features, embedding, vocabulary).astype(jnp.float32)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    return cross_entropy(masked_logits(features, embedding, vocabulary), targets)
 
 
-def _cut(x: jax.Array, chunks: int) -> jax.Array:
-    """Return (B, T, ...) as (chunks, B, T / chunks, ...): a chunk has a part of each sequence, so of each device."""
-    batch, length = x.shape[:2]
+def _cut(x: jax.Array, chunks: int) -> list[jax.Array]:
+    """Return (B, T, ...) as arrays (B, T / chunks, ...): a chunk has a part of each sequence, so of each device."""
+    length = x.shape[1]
     if length % chunks:
         raise ValueError(f"next-token loss: {length} positions cannot be cut into `chunks` = {chunks} equal parts.")
-    return jnp.moveaxis(x.reshape(batch, chunks, length // chunks, *x.shape[2:]), 1, 0)
-
-
-def _join(x: jax.Array) -> jax.Array:
-    """Invert `_cut`."""
-    x = jnp.moveaxis(x, 0, 1)
-    return x.reshape(x.shape[0], -1, *x.shape[3:])
+    return jnp.split(x, chunks, axis=1)
 
 
 @jax.custom_vjp

@@ -105,7 +105,7 @@ class Block(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:  # (B, T, C)
         """Return the residual stream after this block."""
         x = x + self.attention(self.attention_norm(x))
-        hidden = nnx.gelu(self.expand(self.mlp_norm(x)), approximate=True)  # (B, T, 4C)
+        hidden = gelu(self.expand(self.mlp_norm(x)))  # (B, T, 4C)
         return x + self.contract(hidden)
 
 
@@ -146,6 +146,15 @@ def masked_logits(features: jax.Array, embedding: jax.Array, vocabulary: int) ->
     if vocabulary == len(embedding):
         return logits
     return jnp.where(jnp.arange(len(embedding)) < vocabulary, logits, jnp.asarray(-jnp.inf, logits.dtype))
+
+
+def gelu(x: jax.Array) -> jax.Array:
+    """Return GELU by its tanh formula: x (1 + tanh(u)) / 2 with u = sqrt(2 / pi) (x + 0.044715 x**3).
+
+    It is written as x sigmoid(2 u), the same function. XLA for a GPU keeps the tanh in float32 between the passes, and
+    computes the sigmoid again; and far below zero 1 + tanh(u) has no digits left.
+    """
+    return x * jax.nn.sigmoid(2 * (2 / jnp.pi) ** 0.5 * (x + 0.044715 * x**3))
 
 
 def _linear(inputs: int, outputs: int, rngs: nnx.Rngs, gain: float = 1.0) -> nnx.Linear:

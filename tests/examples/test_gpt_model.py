@@ -10,7 +10,7 @@ from flax import nnx
 
 import mpx
 from examples.gpt.loss import mean_loss
-from examples.gpt.model import GPT, PRESETS, Config
+from examples.gpt.model import GPT, PRESETS, Config, gelu
 from tests.helpers import QUICKLY
 
 # Optax adds arrays of two dtypes, and Flax's norms arrays of two ranks.
@@ -160,6 +160,19 @@ def test_every_matrix_product_of_the_model_is_narrowed(layers, tokens):
     assert mpx.explain(jax.grad(loss_fn), "bf16")(params, tokens).narrowed_share == 1.0
     forward = mpx.explain(loss_fn, "bf16")(mpx.cast(params, "bf16"), tokens)
     assert sum(row.count for row in forward.contractions) == BLOCK_PRODUCTS * config.depth + 1
+
+
+def test_gelu_by_a_sigmoid_is_gelu_by_its_tanh_formula():
+    """Against float64; beside it the formula by the error function, which is another function (negative control)."""
+    x = np.linspace(-12, 12, 4001)
+    slope = (2 / np.pi) ** 0.5
+    tanh = np.tanh(slope * (x + 0.044715 * x**3))
+    value = x * (1 + tanh) / 2
+    derivative = (1 + tanh) / 2 + x * (1 - tanh**2) / 2 * slope * (1 + 3 * 0.044715 * x**2)
+    error = lambda found, expected: np.abs(np.float64(found) - expected).max()
+    assert error(gelu(np.float32(x)), value) < 1e-6
+    assert error(jax.vmap(jax.grad(gelu))(np.float32(x)), derivative) < 3e-6  # that of `jax.nn.gelu` is 1e-5 here
+    assert error(jax.nn.gelu(np.float32(x), approximate=False), value) > 1e-4
 
 
 def error_of_row(gradient, exact):
