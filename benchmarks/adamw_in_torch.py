@@ -3,30 +3,12 @@
 The process is over before JAX takes the GPU's memory.
 """
 
-import importlib.util
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.workers import run_worker, serve
-
 OPTIONS = {"lr": 1e-3, "weight_decay": 1e-4}  # as in `benchmarks.adamw_by_hand`
-
-
-def run_torch(shapes: list[tuple[int, ...]], turns: int, calls: int) -> list[dict[str, Any]]:
-    """Times of all optimizers that can be imported, on parameters of some shapes.
-
-    Args:
-        shapes: of the parameters.
-        turns: how often the time is taken.
-        calls: steps in a turn, enqueued one behind another.
-    """
-    if importlib.util.find_spec("torch") is None:
-        return []
-    work = {"shapes": shapes, "turns": turns, "calls": calls}
-    answer = run_worker("benchmarks.adamw_in_torch", work, environment={"JAX_PLATFORMS": "cpu"})
-    return [{"what": "torch", "left out": answer["failed"]}] if "failed" in answer else answer["rows"]
 
 
 def torch_optimizers() -> dict[str, tuple[str, Callable[[Any], Any]]]:
@@ -96,7 +78,3 @@ def torch_time(work: dict[str, Any], dtype: Any, make: Callable[[Any], Any]) -> 
         torch.cuda.synchronize()
         single.append(1e3 * (time.perf_counter() - start))
     return {"ms": statistics.median(many), "single ms": statistics.median(single)}
-
-
-if __name__ == "__main__":
-    serve(lambda work: {"rows": torch_times(work)})

@@ -1,7 +1,6 @@
 """What `mpx.autocast` costs beside the same model cast by hand: time, memory, tracing, and what is lost in accuracy.
 
-    PYTHONPATH=. python -m benchmarks.autocast --json autocast.json [--size tiny|small|gpt2] [--params f32|bf16]
-        [--update] [--part steps|residuals|tracing|accuracy]
+    PYTHONPATH=. python -m benchmarks.on_gpu --parts autocast --out found
 
 One transformer in Flax NNX, in the way of GPT-2: pre-norm, biases, a gelu, a head tied to the embedding, and attention
 by `jax.nn.dot_product_attention` (not cuDNN's, which takes 16-bit operands only). Written without dtypes it is what
@@ -31,30 +30,26 @@ there say little about a GPU. The size is `gpt2` on a GPU and `tiny` elsewhere.
 """
 
 import dataclasses
-import enum
 import functools
 import gc
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import typer
 from flax import nnx
 
 import mpx
 from benchmarks.reading import compiled_figures
-from benchmarks.report import Sheet, make_console, ratio_cells, spread_cell, target_cell, write_json
-from benchmarks.timing import conditions, own, ratio_with_spread, timed_ratio
+from benchmarks.report import Sheet, ratio_cells, spread_cell, target_cell
+from benchmarks.timing import own, ratio_with_spread, timed_ratio
 
 Loss = Callable[[Any, jax.Array], jax.Array]  # of the parameters and of tokens
 
-STARTS, TURNS = 6, 4  # fresh states of each step, and timed turns from each
 CALLS = {"cpu": 1, "gpu": 8}  # steps in a turn
 RESIDUAL_LAYERS = 6
 TRACED_LAYERS, TRACED_TURNS = 24, 4
@@ -63,7 +58,6 @@ LEARNING_RATE = 1e-3
 SUCCESSORS = 4  # tokens that may follow a token in the data that is learned
 
 STEP_TARGET, RESIDUAL_TARGET, TRACING_TARGET = 1.03, 1.0, 2.0
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,16 +264,26 @@ def make_start(size: Size, dtype: Any, tx: optax.GradientTransformation | None) 
 
 
 def measure_steps(
-    size: Size, dtype: Any, update: bool, starts: int = STARTS, turns: int = TURNS, names: Iterable[str] = FORMS
+    size: str, params: str, update: bool, starts: int, turns: int, names: Iterable[str] = FORMS
 ) -> list[dict[str, Any]]:
-    """Times of all forms beside those by hand."""
+    """Times of forms beside those by hand.
+
+    Args:
+        size: the name of the size of the model.
+        params: the name of the dtype of its parameters.
+        update: whether a step has an AdamW update too.
+        starts: fresh states of each step.
+        turns: timed turns from each.
+        names: of the forms.
+    """
+    chosen, dtype = SIZES[size], DTYPES[params]
     tx = make_optimizer(dtype) if update else None
-    start, tokens = make_start(size, dtype, tx), make_tokens(size)
+    start, tokens = make_start(chosen, dtype, tx), make_tokens(chosen)
     calls = CALLS.get(jax.default_backend(), CALLS["gpu"])
 
     @functools.cache
     def compiled(name: str) -> Callable:
-        step = make_step(make_form(name, size), tx)
+        step = make_step(make_form(name, chosen), tx)
         return jax.jit(step, donate_argnums=0).lower(start, tokens).compile()
 
     rows = []
@@ -287,7 +291,7 @@ def measure_steps(
         form = FORMS[name]
         if form.beside is None:
             continue
-        row: dict[str, Any] = {"form": name, "beside": form.beside}
+        row: dict[str, Any] = {"form": name, "beside": form.beside, "size": size, "params": params}
         try:
             steps = compiled(form.beside), compiled(name)
             row |= timed_ratio(steps, lambda: (own(start), own(start)), tokens, starts, turns, calls)
@@ -322,15 +326,15 @@ def residual_bytes(loss: Loss, params: Any, tokens: Any) -> tuple[int, int]:
     return found[0], found[1]
 
 
-def measure_residuals(size: Size, dtype: Any) -> list[dict[str, Any]]:
+def measure_residuals(size_name: str, params_name: str) -> list[dict[str, Any]]:
     """What all forms keep for the backward pass; nothing is run."""
-    size = dataclasses.replace(size, layers=RESIDUAL_LAYERS)
-    params = jax.eval_shape(lambda: make_params(size, dtype))
+    size = dataclasses.replace(SIZES[size_name], layers=RESIDUAL_LAYERS)
+    params = jax.eval_shape(lambda: make_params(size, DTYPES[params_name]))
     tokens = jax.ShapeDtypeStruct((size.batch, size.context + 1), jnp.int32)
     found = {name: residual_bytes(make_form(name, size), params, tokens) for name in FORMS}
     rows = []
     for name, form in FORMS.items():
-        row: dict[str, Any] = {"form": name, "params": np.dtype(dtype).name}
+        row: dict[str, Any] = {"form": name, "params": params_name}
         row |= dict(zip(("bytes", "bytes handed on"), found[name], strict=True))
         if form.beside is not None:
             row |= {"beside": form.beside, "ratio": found[name][0] / found[form.beside][0]}
@@ -357,10 +361,10 @@ def trace_seconds(name: str, size: Size, params: Any, tokens: Any) -> tuple[floa
 
 
 def measure_tracing(
-    size: Size = TRACED_SIZE, dtype: Any = jnp.float32, turns: int = TRACED_TURNS
+    params_name: str = "f32", turns: int = TRACED_TURNS, size: Size = TRACED_SIZE
 ) -> list[dict[str, Any]]:
     """Times of tracing and lowering with autocast and without, in turn."""
-    params = jax.eval_shape(lambda: make_params(size, dtype))
+    params = jax.eval_shape(lambda: make_params(size, DTYPES[params_name]))
     tokens = jax.ShapeDtypeStruct((size.batch, size.context + 1), jnp.int32)
     rows = []
     for name, beside in TRACED_FORMS.items():
@@ -527,55 +531,3 @@ def accuracy_table(title: str, rows: list[dict[str, Any]]) -> Sheet:
     errors = "loss mean", "loss max", "gradient mean", "gradient max"
     cells = lambda row: {name: str(row[key]) for key, name in about.items()} | {e: f"{row[e]:.1e}" for e in errors}
     return Sheet(title, list(map(cells, rows)))
-
-
-SizeName = enum.StrEnum("SizeName", {name: name for name in SIZES})
-ParamsName = enum.StrEnum("ParamsName", {"f32": "f32", "bf16": "bf16"})
-Part = enum.StrEnum("Part", {name: name for name in ("residuals", "tracing", "accuracy", "steps")})
-
-
-def main(
-    size: Annotated[SizeName | None, typer.Option(help="Of the model; gpt2 on a GPU, tiny elsewhere.")] = None,
-    params: Annotated[ParamsName, typer.Option(help="Dtype of the parameters in steps and tracing.")] = ParamsName.f32,
-    update: Annotated[bool, typer.Option("--update", help="A step has an AdamW update too.")] = False,
-    part: Annotated[list[Part] | None, typer.Option(help="What to measure, in several options; else all.")] = None,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write the numbers to this file.")] = None,
-) -> None:
-    """Runs the parts, prints the tables and, if asked, writes the numbers."""
-    console = make_console()
-    size_name = size or ("gpt2" if jax.default_backend() == "gpu" else "tiny")
-    chosen, dtype = SIZES[size_name], DTYPES[params]
-    about = f"{size_name}, parameters {params}"
-    found: dict[str, Any] = {
-        "conditions": conditions(PACKAGES),
-        "size": {"name": str(size_name)} | dataclasses.asdict(chosen),
-    }
-    found |= {"params": str(params), "update": update}
-    console.print(found)
-    measures: dict[str, tuple[Callable, Callable]] = {
-        "residuals": (
-            lambda: [row for dtype in (jnp.float32, jnp.bfloat16) for row in measure_residuals(chosen, dtype)],
-            functools.partial(residuals_table, f"kept for the backward pass: {size_name}, {RESIDUAL_LAYERS} layers"),
-        ),
-        "tracing": (
-            lambda: measure_tracing(dtype=dtype),
-            functools.partial(tracing_table, f"tracing and lowering: {TRACED_LAYERS} layers, parameters {params}"),
-        ),
-        "accuracy": (measure_accuracy, functools.partial(accuracy_table, f"relative errors, {SEEDS} seeds")),
-        "steps": (
-            lambda: measure_steps(chosen, dtype, update),
-            functools.partial(steps_table, f"{'training step' if update else 'loss and gradient'}: {about}"),
-        ),
-    }
-    for name in part or list(Part):
-        measure, table = measures[name]
-        found[str(name)] = measure()
-        console.print(table(found[str(name)]))
-        write_json(json_path, found)
-
-
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-app.command()(main)
-
-if __name__ == "__main__":
-    app()

@@ -12,7 +12,6 @@ cast takes less than 2 ms for GPT-2 124M, and that an update takes less time tha
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from benchmarks.report import Sheet, judge, spread_cell
@@ -54,15 +53,6 @@ PARTS = {
     "passes": Part("passes", "passes", PASSES, ("forward", "gradient")),
     "updates": Part("updates and cast", "update", UPDATES, ("update", "cast")),
 }
-
-
-def measure(part: Part, bench: Any, keep: Callable[[list[Result]], None]) -> list[Result]:
-    """Return the row of each recipe; `keep` gets what there is after each."""
-    rows: list[Result] = []
-    for recipe in part.recipes:
-        rows.append(measure_recipe(part, recipe, bench))
-        keep(rows)
-    return rows
 
 
 def measure_recipe(part: Part, recipe: str, bench: Any) -> Result:

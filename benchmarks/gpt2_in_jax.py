@@ -81,6 +81,13 @@ def shapes_of(job: dict[str, Any], program: Program) -> tuple[Any, Any, jax.Shap
     return *jax.eval_shape(program.init, 0), jax.ShapeDtypeStruct(tokens, jnp.int32)
 
 
+def tokens_of(job: dict[str, Any]) -> Result:
+    """The tokens of a step, and the operations that the model needs for each."""
+    config = make_config(job)
+    tokens = math.prod((job["microbatches"], job["batch_size"], config.context))
+    return {"tokens": tokens, "flops per token": config.flops_per_token}
+
+
 # --- The device. ---
 def measure_device(job: dict[str, Any]) -> Result:
     """Where this runs, and its rate in large products of bfloat16 matrices."""
@@ -117,8 +124,7 @@ def measure_step(job: dict[str, Any]) -> Result:
     row, (_, _, metrics) = time_calls(
         lambda state, tokens: step(*state[:2], tokens), (*jax.jit(program.init)(0), None), batches, job, before=1
     )
-    row |= {"tokens": math.prod((job["microbatches"], job["batch_size"], config.context)), "loss": float(metrics.loss)}
-    row |= {"flops per token": config.flops_per_token, "program": compiled_figures(step, seconds)}
+    row |= tokens_of(job) | {"loss": float(metrics.loss), "program": compiled_figures(step, seconds)}
     row |= {"peak bytes": meter.device_memory()[1], "peak bytes before": compiling}
     return row | {"parameters": sum(leaf.size for leaf in jax.tree.leaves(shapes[0]))}
 
@@ -127,7 +133,7 @@ def read_step(job: dict[str, Any]) -> Result:
     """What the program of a training step says that is compiled for a device that need not be here."""
     compiler, program = start_compiler(job["target"]), program_of(job)
     found = absent_figures(program.train_step, *shapes_of(job, program), target=job["target"], donate=(0, 1))
-    return {"program": found} | compiler
+    return {"program": found} | tokens_of(job) | compiler
 
 
 # --- Parts of a step, at a fixed batch. ---

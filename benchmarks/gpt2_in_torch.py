@@ -137,7 +137,7 @@ class Trainer:
         ]
         fused = {"fused": True} if job["fused"] else {}
         self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8, **fused)
-        self.loss = torch.compile(next_token_loss, mode=job["compile_mode"]) if job["compile"] else next_token_loss
+        self.loss = torch.compile(next_token_loss) if job["compile"] else next_token_loss
         self.autocast = job["autocast"]
         self.updates = 0
 

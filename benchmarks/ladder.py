@@ -30,7 +30,6 @@ On a GPU the model is GPT-2 124M, elsewhere a tiny one, so that the command can 
 
 import dataclasses
 import enum
-import functools
 import math
 import os
 from collections.abc import Callable
@@ -38,10 +37,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 
-from benchmarks import fixed_batch
-from benchmarks.report import Sheet, bound_cells, make_console, spread_cell, targets_table, write_json
+from benchmarks.report import Sheet, bound_cells, make_console, spread_cell, write_json
 from benchmarks.rungs import EXTRAS, LADDER, RUNGS, Rung, Setting, choose_rungs, choose_setting
 from benchmarks.workers import Clock, Result, Run, run_worker
 from examples.gpt.model import PRESETS
@@ -116,7 +113,14 @@ def read_rung(rung: Rung, bench: Bench, target: str) -> Result:
     """The row of a rung that is compiled for a target, and not run."""
     microbatches = bench.setting.microbatches(rung, PRESETS[bench.setting.preset].context)
     answer = bench.in_jax(rung, "program", microbatches=microbatches, target=target)
-    return {"rung": rung.name, "label": rung.label, "after": rung.after} | answer
+    row = {"rung": rung.name, "label": rung.label, "after": rung.after} | answer
+    return row if "failed" in row else row | reachable(row)
+
+
+def reachable(row: Result) -> Result:
+    """The tokens a second and the share of a GPU's rate above which its bound lets no step come."""
+    speed = 1e3 * row["tokens"] / row["program"]["reached ms"]
+    return {"tokens/s": speed, "MFU": speed * row["flops per token"] / row["program"]["reached FLOP/s"]}
 
 
 def rates(row: Result, matmul: float) -> Result:
@@ -161,10 +165,10 @@ def each_rung(
     return rows
 
 
-def ladder_table(rows: list[Result], bench: Bench) -> Sheet:
-    """The ladder as it was measured."""
-    rate, setting = bench.device["matmul FLOP/s"], bench.setting
-    title = f"{setting.preset}, microbatches of {setting.batch_size} sequences; "
+def ladder_table(rows: list[Result], rate: float) -> Sheet:
+    """The ladder as it was measured; `rate` is the measured rate of bfloat16 products."""
+    job = rows[0]["job"]
+    title = f"{job['preset']}, microbatches of {job['batch_size']} sequences; "
     title += f"MFU of {rate / 1e12:.4g} TFLOP/s, the measured rate of bfloat16 products"
     kinds = sorted({row["memory is"] for row in rows if "failed" not in row})
     return Sheet(title, list(map(measured_cells, rows)), f"memory: {', '.join(kinds)}" if kinds else "")
@@ -198,6 +202,7 @@ def read_cells(row: Result) -> dict[str, str]:
     cells |= {"bound, ms": f"{program['bound ms']:.1f}", "at what is reached, ms": f"{program['reached ms']:.1f}"}
     cells |= {"peak, GB": f"{program['peak bytes'] / 1e9:.1f}", "moved, GB": f"{program['moved bytes'] / 1e9:.1f}"}
     cells |= {"not in products, GB": f"{program['outside bytes'] / 1e9:.1f}", "kernels": f"{program['kernels']:,}"}
+    cells |= {"MFU at most": f"{row['MFU']:.0%}", "gain": gain_cell(row)}
     return cells | {"compiled in, s": f"{program['compile s']:.0f}"}
 
 
@@ -223,8 +228,7 @@ def chosen_rungs(names: list[str] | None) -> list[Rung]:
 
 
 Preset = enum.StrEnum("Preset", {name: name for name in PRESETS})
-Part = enum.StrEnum("Part", {name: name for name in ("ladder", *fixed_batch.PARTS)})
-# Options that `benchmarks.torch_gpt2` has too.
+# Options that `benchmarks.programs` has too.
 PresetOption = Annotated[Preset | None, typer.Option(help="The model; gpt2-124m on a GPU, tiny elsewhere.")]
 BatchOption = Annotated[int | None, typer.Option(min=1, help="Sequences of a microbatch; 16 on a GPU, else 4.")]
 StepsOption = Annotated[int | None, typer.Option(min=1, help="Steps in a timed round; 10 on a GPU, else 3.")]
@@ -247,7 +251,6 @@ def main(
     time_limit: LimitOption = None,
     xla_flags: FlagsOption = None,
     rungs: Annotated[list[str] | None, typer.Option(help=RUNGS_HELP)] = None,
-    part: Annotated[list[Part] | None, typer.Option(help="What to measure, in several options; else all.")] = None,
     target: Annotated[
         str | None, typer.Option(help="Only read the ladder's programs for this device: h200, ...")
     ] = None,
@@ -262,32 +265,20 @@ def main(
     found: dict[str, Any] = {"device": bench.device, "setting": dataclasses.asdict(bench.setting)}
     console.print(found)
 
-    def keep(name: str, rows: list[Result]) -> None:
-        found[name] = rows
-        console.print(f"{name}: {progress(rows[-1])}")
+    row_of = (lambda rung: read_rung(rung, bench, target)) if target else lambda rung: measure_rung(rung, bench)
+
+    def keep(rows: list[Result]) -> None:
+        found["ladder"] = rows
+        console.print(progress(rows[-1]), markup=False)
         write_json(json_path, found)
 
-    if target:
-        rows = each_rung(chosen, lambda rung: read_rung(rung, bench, target), functools.partial(keep, "programs"))
-        console.print(programs_table(rows, bench.setting))
-        return
-    for name in map(str, part or list(Part)):
-        keep_rows = functools.partial(keep, name)
-        if name == "ladder":
-            console.print(ladder_table(each_rung(chosen, lambda rung: measure_rung(rung, bench), keep_rows), bench))
-        else:
-            chosen_part = fixed_batch.PARTS[name]
-            console.print(fixed_batch.table(chosen_part, fixed_batch.measure(chosen_part, bench, keep_rows)))
-    if bench.on_gpu and (judged := fixed_batch.targets(found)):
-        found["targets"] = judged
-        console.print(targets_table(judged))
-        write_json(json_path, found)
+    rows = each_rung(chosen, row_of, keep)
+    console.print(programs_table(rows, bench.setting) if target else ladder_table(rows, bench.device["matmul FLOP/s"]))
 
 
 def progress(row: Result) -> str:
     """A line for a row that is there, so that one sees how far a long command is."""
-    what = row.get("rung") or row.get("recipe")
-    return f"{what} [red]{escape(row['failed'])}[/]" if "failed" in row else f"{what} done"
+    return f"{row['rung']}: {row.get('failed', 'done')}"
 
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)

@@ -15,10 +15,12 @@ date, and `log.txt`. Folders of different devices or versions are not mixed. `--
 
 Times are medians of several rounds after a warm-up; two programs that are compared run in turn, A B B A. Compiled
 programs are kept in a folder for temporary files, so that a unit that was stopped compiles faster the next time: the
-seconds of compiling are then too few. Elsewhere than on a GPU sizes are tiny, so that the command can be tried.
+seconds of compiling are then too few. Elsewhere than on a GPU sizes are the smallest, so that the command can be tried;
+`--size cpu` measures what means something on a CPU.
 """
 
 import dataclasses
+import enum
 import importlib.util
 import json
 import os
@@ -32,7 +34,7 @@ import typer
 
 from benchmarks import ladder
 from benchmarks.on_gpu_report import markdown
-from benchmarks.on_gpu_units import FULL, SMALL, Unit, all_units
+from benchmarks.on_gpu_units import SIZES, Unit, all_units
 from benchmarks.report import make_console
 from benchmarks.workers import Clock, Result, run_worker
 
@@ -132,12 +134,16 @@ def measure(unit: Unit, bench: ladder.Bench, budget: float, stops: int) -> Resul
     return entry | ({"status": "stopped", "stops": stops + 1} if stopped else {"status": "failed"})
 
 
+SizeName = enum.StrEnum("SizeName", {name: name for name in SIZES})
+
+
 def main(
     out: Annotated[Path, typer.Option(help="The folder for what is measured.")],
     minutes: Annotated[float, typer.Option(help="For the whole command.")] = 9.0,
     go_on: Annotated[Path | None, typer.Option("--continue", help="A folder to go on from; it is not changed.")] = None,
     again: Annotated[bool, typer.Option("--again", help="Repeat what failed.")] = False,
     parts: Annotated[str | None, typer.Option(help="Only these parts, separated by commas.")] = None,
+    size: Annotated[SizeName | None, typer.Option(help="gpu on a GPU, elsewhere smallest, to try it.")] = None,
     report: Annotated[bool, typer.Option("--report", help="Measure nothing: print the tables of the folder.")] = False,
 ) -> None:
     """Measures what is not measured yet, or prints the tables of a folder."""
@@ -151,15 +157,15 @@ def main(
     if go_on is not None:
         book.take_over(go_on)
     bench = ladder.start_bench(clock, run_worker)
-    size = FULL if bench.on_gpu else SMALL
-    bench = dataclasses.replace(bench, setting=size.setting)
+    chosen = SIZES[size or ("gpu" if bench.on_gpu else "smallest")]
+    bench = dataclasses.replace(bench, setting=chosen.setting)
     try:
         book.check(bench.device)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--continue") from error
     book.log(f"{bench.device}")
-    chosen = parts and parts.split(",")
-    units = [unit for unit in all_units(size, bench.on_gpu) if not chosen or unit.part in chosen]
+    names = parts and parts.split(",")
+    units = [unit for unit in all_units(chosen, bench.on_gpu) if not names or unit.part in names]
     waiting = measure_units(units, book, bench, again=again)
     book.log(f"{len(units) - len(waiting)} of {len(units)} units are through.")
     if waiting:

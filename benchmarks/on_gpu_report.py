@@ -1,16 +1,13 @@
 """Turn what `benchmarks.on_gpu` has measured into the tables of `benchmarks/RESULTS.md`."""
 
 import itertools
-import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from benchmarks import autocast, fixed_batch, ladder, optimizer_step, overhead, torch_gpt2
-from benchmarks.on_gpu_units import FULL, SMALL
+from benchmarks import all_tests, autocast, fixed_batch, ladder, main_job, optimizer_step, overhead, torch_gpt2
 from benchmarks.report import Sheet, targets_table
 from benchmarks.rungs import RUNGS
-from benchmarks.workers import Clock, Result, run_worker
-from examples.gpt.report import Comparison, Run
+from benchmarks.workers import Result
 
 Rows = list[Result]
 
@@ -59,54 +56,22 @@ def autocast_sheets(rows: Rows) -> Iterator[Sheet]:
         yield autocast.steps_table(f"autocast, loss and gradient: {size}, parameters {params}", list(group))
 
 
-def training_sheet(rows: Rows) -> Sheet:
-    """Return the last losses of each recipe, and its gap to float32 in spreads."""
-    found = Comparison([Run(**row) for row in rows])
-    spread = found.deviation()
-    cells = []
-    for recipe, group in itertools.groupby(found.runs, lambda run: run.recipe):
-        runs = list(group)
-        gaps = [gap for gap in map(found.gap, runs) if gap is not None]
-        mean = statistics.fmean(gaps) if gaps else None
-        row = {"recipe": recipe} | {f"seed {run.seed}": f"{run.validation_loss:.4f}" for run in runs}
-        row["mean gap to f32"] = "" if mean is None else f"{mean:+.4f}"
-        row["in spreads"] = "" if mean is None or not spread else f"{mean / spread:+.2f}"
-        seconds = [run.seconds_per_step for run in runs if run.seconds_per_step is not None]
-        cells.append(row | {"ms a step": f"{1e3 * statistics.median(seconds):.2f}" if seconds else ""})
-    return Sheet("the main job: validation loss", cells)
-
-
-def tests_sheet(rows: Rows) -> Sheet:
-    """Return how many tests passed, and the names of those that did not."""
-    names = "passed", "failed", "error", "skipped"
-    cells = [
-        {"tests": row["tests"].rpartition("/")[2]} | {name: str(row["counts"].get(name, 0)) for name in names}
-        for row in rows
-    ]
-    return Sheet("tests", cells, "\n".join(line for row in rows for line in row["failures"]))
-
-
 def of_gpt2(rows: dict[str, Rows], device: Result) -> Iterator[Sheet]:
     """Yield the ladder, PyTorch's, the pairs of both, and the parts at a fixed batch."""
-    size = FULL if device["backend"] == "gpu" else SMALL
     jax = sorted(rows.get("ladder", []), key=lambda row: list(RUNGS).index(row["rung"]))
-    speed = {"jax": jax, "torch": rows.get("PyTorch", [])}
-    targets = []
+    torch = rows.get("PyTorch", [])
     if jax:
         ladder.add_gains(jax)
-        yield ladder.ladder_table(jax, ladder.Bench(size.setting, device, Clock(None), run_worker))
-    if speed["torch"]:
-        yield torch_gpt2.torch_table(speed["torch"])
-    if jax and speed["torch"]:
-        known = {row["rung"] for row in speed["torch"]}
-        speed["pairs"] = [pair for pair in torch_gpt2.pairs(speed) if pair["torch rung"] in known]
-        yield torch_gpt2.pairs_table(speed)
-        targets = torch_gpt2.targets(speed)
+        yield ladder.ladder_table(jax, device["matmul FLOP/s"])
+    if torch:
+        yield torch_gpt2.torch_table(torch)
+    if found := torch_gpt2.pairs(jax, torch):
+        yield torch_gpt2.pairs_table(found)
     for name, part in fixed_batch.PARTS.items():
         if rows.get(name):
             yield fixed_batch.table(part, rows[name])
-    if targets := targets + fixed_batch.targets(rows):
-        yield targets_table(targets)
+    if judged := torch_gpt2.targets(jax, torch) + fixed_batch.targets(rows):
+        yield targets_table(judged)
 
 
 def not_measured(parts: dict[str, Any]) -> Iterator[Sheet]:
@@ -128,8 +93,10 @@ TABLES: dict[str, Callable[[Rows], Any]] = {
     "accuracy": lambda rows: [autocast.accuracy_table("autocast, relative errors", rows)],
     "overhead": lambda rows: [overhead.steps_sheet(rows)],
     "casts": lambda rows: [overhead.casts_sheet(rows)],
-    "training": lambda rows: [training_sheet(rows)],
+    "training": lambda rows: [main_job.sheet(rows)],
     "curves": lambda rows: [torch_gpt2.curves_table(rows)],
-    "tests": lambda rows: [tests_sheet(rows)],
+    "residuals": lambda rows: [autocast.residuals_table("kept for the backward pass", rows)],
+    "tracing": lambda rows: [autocast.tracing_table("tracing and lowering", rows)],
+    "tests": lambda rows: [all_tests.sheet(rows)],
     "doctor": lambda rows: [f"```text\n{row['text']}\n```" for row in rows],
 }

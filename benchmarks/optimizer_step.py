@@ -1,6 +1,6 @@
 """What one AdamW step costs: its time beside the same step by hand, and on a GPU beside the bytes that it must move.
 
-    PYTHONPATH=. python -m benchmarks.optimizer_step --json step.json [--tensors gpt2|one] [--scale N]
+    PYTHONPATH=. python -m benchmarks.on_gpu --parts optimizer --out found
 
 Five recipes, on the 148 tensors of GPT-2 124M and on one tensor of 2**27 numbers:
 
@@ -29,20 +29,17 @@ the time (`benchmarks.reading`). Targets:
 - On a GPU it is at most 1.15 of what copying as many bytes takes; the bandwidth of a copy is measured in the same run.
 - On a GPU split + 8-bit takes at most 1 / 1.5 of the time of the float32 step.
 
-The sizes are divided by `--scale`: the leading dimension of matrices, or the length of the one tensor. Without it, by 1
-on a GPU and by 16 elsewhere.
+The sizes are divided by `scale`: the leading dimension of matrices, or the length of the one tensor.
 
 On a CPU, XLA takes temporary arrays of 32 MiB and more anew from the system at every step, page by page: where one side
 needs a little more of them, it can lose much time that says nothing about a GPU.
 """
 
-import argparse
 import functools
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -64,11 +61,11 @@ from benchmarks.adamw_by_hand import (
     split_step,
     step_by_hand,
 )
-from benchmarks.adamw_in_torch import run_torch
+from benchmarks.adamw_in_torch import torch_times
 from benchmarks.overhead import gpt2_shapes
 from benchmarks.reading import absent_figures, compiled_figures, start_compiler
-from benchmarks.report import SIDES, Sheet, make_console, ratio_cells, verdict, write_json
-from benchmarks.timing import conditions, own, timed_ratio
+from benchmarks.report import SIDES, Sheet, ratio_cells, verdict
+from benchmarks.timing import own, timed_ratio
 from mpx._stored import blockwise
 
 Shapes = dict[str, tuple[int, ...]]
@@ -76,12 +73,10 @@ Shapes = dict[str, tuple[int, ...]]
 MIN_SIZE = 4096  # as in `low_precision_state`
 
 BITS_STEPS = 3  # steps after which results are compared
-STARTS, TURNS = 8, 6  # fresh states of each step, and timed turns from each
 CALLS = {"cpu": 1, "gpu": 16}  # steps in a turn; a GPU's queue holds a few dozen
 COPY_BYTES, COPY_CALLS, COPY_ROUNDS = 2**30, 10, 10
 
 STEP_TARGET, COPY_TARGET, SPEED_TARGET = 1.03, 1.15, 1.5
-PACKAGES = ("jax", "jaxlib", "optax", "numpy")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -266,38 +261,56 @@ def _differences(a: list[jax.Array], b: list[jax.Array]) -> Any:
 # Measurement.
 
 
-def measure(
-    name: str, data: tuple[Any, Any], bandwidth: float | None, starts: int = STARTS, turns: int = TURNS
-) -> dict[str, Any]:
-    """Results and times of one recipe, and what its programs say, from float32 parameters and gradients."""
-    recipe = RECIPES[name]
-    params, grads = jax.tree.map(lambda x: x.astype(recipe.dtype), data)
-    states = make_starts(recipe, params)
+def measure(recipe: str, tensors: str, scale: int, starts: int, turns: int) -> dict[str, Any]:
+    """Results and times of one recipe, and what its programs say.
+
+    Args:
+        recipe: its name.
+        tensors: `"gpt2"`, or `"one"`.
+        scale: what their sizes are divided by.
+        starts: fresh states of each step.
+        turns: timed turns from each.
+    """
+    chosen, shapes = RECIPES[recipe], make_shapes(tensors, scale)
+    params, grads = jax.tree.map(lambda x: x.astype(chosen.dtype), make_data(shapes))
+    states = make_starts(chosen, params)
     make_states = lambda: tuple(map(own, states))
-    steps = compile_steps(recipe, states, grads)
-    results = compare_results(steps, make_states(), grads)
+    steps = compile_steps(chosen, states, grads)
     calls = CALLS.get(jax.default_backend(), CALLS["gpu"])
-    row = {"recipe": name, "results": results} | timed_ratio(steps, make_states, grads, starts, turns, calls)
-    row |= {"steps in a turn": calls, "bytes": bytes_moved(states[1], grads)}
+    row = {"recipe": recipe, "title": title_of(tensors, shapes), "bytes": bytes_moved(states[1], grads)}
+    row |= {"results": compare_results(steps, make_states(), grads), "steps in a turn": calls}
+    row |= timed_ratio(steps, make_states, grads, starts, turns, calls)
     row |= {f"program {side}": compiled_figures(step) for side, step in zip(SIDES, steps, strict=True)}
-    if name != YARDSTICK:
+    if recipe != YARDSTICK:
         row |= {"target": STEP_TARGET, "met": row["ratio"] <= STEP_TARGET}
-    if bandwidth is None:
+    if jax.default_backend() != "gpu":
         return row
-    return row | speeds(row, bandwidth) | measure_single(steps, make_states, grads, starts, turns)
+    return row | speeds(row, copy_bandwidth()) | measure_single(steps, make_states, grads, starts, turns)
 
 
-def read(name: str, shapes: Shapes, target: str) -> dict[str, Any]:
+def title_of(tensors: str, shapes: Shapes) -> str:
+    """What a set of tensors is called."""
+    return f"{tensors}: {len(shapes)} tensors, {sum(map(math.prod, shapes.values())):,} parameters"
+
+
+def measure_torch(tensors: str, scale: int, turns: int) -> list[dict[str, Any]]:
+    """The times of Torch's optimizers on the same tensors; none without a GPU."""
+    shapes = make_shapes(tensors, scale)
+    rows = torch_times({"shapes": list(shapes.values()), "turns": turns, "calls": CALLS["gpu"]})
+    return [{"title": title_of(tensors, shapes)} | row for row in rows]
+
+
+def read(recipe: str, tensors: str, scale: int, target: str) -> dict[str, Any]:
     """What the programs of one recipe say that are compiled for a target."""
-    recipe = RECIPES[name]
+    chosen, shapes = RECIPES[recipe], make_shapes(tensors, scale)
     start_compiler(target)
-    params = {name: jax.ShapeDtypeStruct(shape, recipe.dtype) for name, shape in shapes.items()}
-    states = jax.eval_shape(functools.partial(make_starts, recipe), params)
-    sides = zip(SIDES, make_steps(recipe), states, strict=True)
+    params = {name: jax.ShapeDtypeStruct(shape, chosen.dtype) for name, shape in shapes.items()}
+    states = jax.eval_shape(functools.partial(make_starts, chosen), params)
+    sides = zip(SIDES, make_steps(chosen), states, strict=True)
     row = {
         f"program {side}": absent_figures(step, state, params, target=target, donate=0) for side, step, state in sides
     }
-    return {"recipe": name, "parameters": sum(map(math.prod, shapes.values()))} | row
+    return {"recipe": recipe, "parameters": sum(map(math.prod, shapes.values()))} | row
 
 
 def measure_single(
@@ -354,11 +367,6 @@ def add_gains(rows: list[dict[str, Any]]) -> None:
             row |= {"speed target": SPEED_TARGET, "speed target met": row["times as fast as f32"] >= SPEED_TARGET}
 
 
-def on_gpu() -> bool:
-    """Whether the default device is a GPU."""
-    return jax.default_backend() == "gpu"
-
-
 def make_shapes(tensors: str, scale: int) -> Shapes:
     """The shapes of GPT-2's tensors, with the rows of matrices divided, or one shorter vector."""
     if tensors == "one":
@@ -410,40 +418,3 @@ def torch_sheet(title: str, rows: list[dict[str, Any]]) -> Sheet:
     times = lambda row: {"ms": f"{row['ms']:.3f}", "single, ms": f"{row['single ms']:.3f}"}
     cells = [{"optimizer": row["what"]} | (times(row) if "ms" in row else {"note": row["left out"]}) for row in rows]
     return Sheet(f"{title}: Torch", cells)
-
-
-def title_of(tensors: str, shapes: Shapes) -> str:
-    """What a set of tensors is called."""
-    return f"{tensors}: {len(shapes)} tensors, {sum(map(math.prod, shapes.values())):,} parameters"
-
-
-def main() -> None:
-    """Runs all parts, prints the tables and, if asked, writes the numbers."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--json", type=Path, metavar="PATH", help="write the numbers, with versions and device, to this file"
-    )
-    parser.add_argument("--tensors", choices=("gpt2", "one"), help="of GPT-2's shapes, or one; both if left out")
-    parser.add_argument("--scale", type=int, help="what sizes are divided by; 1 on a GPU, 16 elsewhere")
-    arguments = parser.parse_args()
-    console = make_console()
-    sets = [arguments.tensors] if arguments.tensors else ["gpt2", "one"]
-    torch = {  # before JAX takes the memory
-        tensors: run_torch(list(make_shapes(tensors, arguments.scale or 1).values()), STARTS * TURNS, CALLS["gpu"])
-        for tensors in sets
-    }
-    bandwidth = copy_bandwidth() if on_gpu() else None
-    found: dict[str, Any] = {"conditions": conditions(PACKAGES), "copy bandwidth, GB/s": bandwidth}
-    console.print(found)
-    for tensors in sets:
-        shapes = make_shapes(tensors, arguments.scale or (1 if on_gpu() else 16))
-        data = make_data(shapes)
-        rows = [measure(name, data, bandwidth) for name in RECIPES]
-        found[tensors] = {"tensors": len(shapes), "steps": rows, "torch": torch[tensors]}
-        title = title_of(tensors, shapes)
-        console.print(*sheets(title, rows), *([torch_sheet(title, torch[tensors])] if torch[tensors] else []))
-        write_json(arguments.json, found)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """What mpx costs beside the same work written by hand, and what its casts cost beside jmp's.
 
-    PYTHONPATH=. python -m benchmarks.overhead --json overhead.json
+    PYTHONPATH=. python -m benchmarks.on_gpu --parts overhead --out found
 
 1. A training step, and an optimizer step alone, with mpx and by hand in plain JAX and Optax: bfloat16 with float32
    masters, and float16 with masters and dynamic loss scaling. First the bits are compared: masters and moments must
@@ -14,7 +14,6 @@ waited for. Where jmp is not installed, one `astype` a leaf, which is what jmp d
 chosen by device, so that a step takes several milliseconds.
 """
 
-import argparse
 import functools
 import importlib.util
 import os
@@ -22,7 +21,6 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -32,13 +30,12 @@ import optax
 
 import mpx
 from benchmarks.reading import compiled_figures
-from benchmarks.report import SIDES, Sheet, make_console, ratio_cells, spread_cell, verdict, write_json
-from benchmarks.timing import conditions, own, ratio_with_spread, timed, timed_ratio
+from benchmarks.report import SIDES, Sheet, ratio_cells, spread_cell, verdict
+from benchmarks.timing import own, ratio_with_spread, timed, timed_ratio
 
 # Width, layers and batch of the model. A GPU gets a larger one: its small steps measure nothing but launches.
 SIZES = {"cpu": (384, 4, 64), "gpu": (2048, 12, 4096)}
 BITS_STEPS = 5  # steps after which bits are compared
-STARTS, TURNS = 12, 8  # fresh states of each step, and timed calls from each: where a state lies in memory counts
 CAST_ROUNDS = 40
 FIRST_CALLS = 9  # processes for each library
 LEARNING_RATE = 1e-3
@@ -49,7 +46,6 @@ STEP_TARGET, CAST_TARGET, FIRST_CALL_TARGET = 1.03, 5.0, 1.0
 
 RIVAL = "jmp" if importlib.util.find_spec("jmp") else "astype"
 LIBRARIES = ("mpx", RIVAL)
-PACKAGES = ("jax", "jaxlib", "optax", "numpy", *(["jmp"] if RIVAL == "jmp" else []))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -149,9 +145,7 @@ def make_mpx_steps(policy: str) -> tuple[Callable, Callable, Callable]:
     return lambda params: WithMpx(params, tx.init(params)), update, train
 
 
-def measure_steps(
-    dtype_name: str, size: tuple[int, int, int] | None = None, starts: int = STARTS, turns: int = TURNS
-) -> list[dict[str, Any]]:
+def measure_steps(dtype_name: str, size: Sequence[int] | None, starts: int, turns: int) -> list[dict[str, Any]]:
     """Times the two kinds of step of one recipe, after a comparison of their bits."""
     dtype = np.dtype(dtype_name)
     scaled = dtype == np.float16
@@ -279,13 +273,19 @@ def first_call_seconds(library: str) -> float:
     return timed(caster(library), tree)[0]
 
 
+def measure_casts() -> list[dict[str, Any]]:
+    """Times both casts: the first ones before this process takes a GPU's memory."""
+    first = measure_first_calls()
+    return [measure_many_leaves(), first]
+
+
 def measure_first_calls() -> dict[str, Any]:
     """Times the first cast of GPT-2's tensors in fresh processes, without a cache of compiled programs on disk."""
     environment = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"}
     times: dict[str, list[float]] = {library: [] for library in LIBRARIES}
     for turn in range(FIRST_CALLS):
         for library in LIBRARIES if turn % 2 else reversed(LIBRARIES):
-            command = [sys.executable, "-m", "benchmarks.overhead", "--first-call", library]
+            command = [sys.executable, "-m", "benchmarks.overhead", library]
             done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
             times[library].append(float(done.stdout.split()[-1]))
     return cast_result("first cast of GPT-2's 148 tensors", *times.values(), FIRST_CALL_TARGET)
@@ -333,25 +333,5 @@ def casts_sheet(rows: list[dict[str, Any]]) -> Sheet:
     return Sheet("casts", cells, "" if RIVAL == "jmp" else "jmp is not installed: beside mpx is one `astype` a leaf.")
 
 
-def main() -> None:
-    """Runs all parts, prints the tables and, if asked, writes the numbers."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--json", type=Path, metavar="PATH", help="write the numbers, with versions and device, to this file"
-    )
-    parser.add_argument("--first-call", choices=("mpx", "jmp", "astype"), help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.first_call:
-        print(first_call_seconds(arguments.first_call))
-        return
-    console = make_console()
-    first_calls = measure_first_calls()  # before this process takes a GPU's memory
-    casts = [measure_many_leaves(), first_calls]
-    steps = [row for dtype in ("bfloat16", "float16") for row in measure_steps(dtype)]
-    console.print(conditions(PACKAGES))
-    console.print(steps_sheet(steps), casts_sheet(casts))
-    write_json(arguments.json, {"conditions": conditions(PACKAGES), "steps": steps, "casts": casts})
-
-
 if __name__ == "__main__":
-    main()
+    print(first_call_seconds(sys.argv[1]))

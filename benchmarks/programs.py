@@ -16,16 +16,15 @@ import typer
 
 from benchmarks import ladder
 from benchmarks.report import SIDES, Sheet, make_console, write_json
-from benchmarks.workers import Clock, Result, run_worker
+from benchmarks.workers import CALL, Clock, Result, job_of, run_worker
 
-JOBS = "benchmarks.on_gpu_jobs"
 RECIPES = "f32", "full", "split", "split + 8-bit", "Kahan + bf16 moments"
 
 
 def read_recipe(recipe: str, bench: ladder.Bench, target: str, scale: int) -> Result:
     """The row of a recipe."""
-    job = {"kind": "recipe program", "recipe": recipe, "tensors": "gpt2", "scale": scale, "target": target}
-    return {"recipe": recipe} | bench.run(JOBS, job, timeout=bench.clock.cut(bench.setting.timeout))
+    job = job_of("benchmarks.optimizer_step:read", recipe=recipe, tensors="gpt2", scale=scale, target=target)
+    return {"recipe": recipe} | bench.run(CALL, job, timeout=bench.clock.cut(bench.setting.timeout))
 
 
 def recipes_table(rows: list[Result]) -> Sheet:
@@ -69,7 +68,7 @@ def main(
     found: dict[str, Any] = {"target": target, "recipes": []}
 
     def keep(rows: list[Result]) -> None:
-        found["programs"] = rows
+        found["ladder"] = rows
         write_json(json_path, found)
 
     with console.status("Compiling ..."):
@@ -77,7 +76,7 @@ def main(
             found["recipes"].append(read_recipe(recipe, bench, target, scale))
             write_json(json_path, found)
         ladder.each_rung(chosen, lambda rung: ladder.read_rung(rung, bench, target), keep)
-    sheets = recipes_table(found["recipes"]), ladder.programs_table(found["programs"], bench.setting)
+    sheets = recipes_table(found["recipes"]), ladder.programs_table(found["ladder"], bench.setting)
     print("\n\n".join(sheet.markdown() for sheet in sheets if sheet.rows))
 
 

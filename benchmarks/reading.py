@@ -32,7 +32,8 @@ def figures(report: StepReport) -> dict[str, Any]:
         return found
     target = reached_of(report.target)
     reached = sum(kernel.times * target.bound_seconds(kernel.bytes, kernel.flops) for kernel in report.kernels)
-    return found | {"bound ms": 1e3 * (report.bound_seconds or 0), "reached ms": 1e3 * reached}
+    found |= {"bound ms": 1e3 * (report.bound_seconds or 0), "reached ms": 1e3 * reached}
+    return found | {"reached FLOP/s": target.rates["bf16"]}
 
 
 def reached_of(target: Target) -> Target:

@@ -1,17 +1,14 @@
 """The same GPT-2 in JAX with mpx and in PyTorch at its best, on the same GPU in one go: speed, memory and loss curves.
 
-    PYTHONPATH=. python -m benchmarks.torch_gpt2 --json torch.json --plot curves.png
-    PYTHONPATH=. python -m benchmarks.torch_gpt2 --rungs f32,accumulate --part speed --time-limit 550
+    PYTHONPATH=. python -m benchmarks.on_gpu --parts ladder --out found
 
 Model, batch, sequence length, tokens, optimizer and schedule are the same. PyTorch has `torch.compile`, bfloat16
-autocast, `scaled_dot_product_attention`, fused AdamW and a padded vocabulary; `--compile-mode` has PyTorch's
-own names. JAX and PyTorch take turns, rung by rung, each measurement in a process of its own, timed by the same
-function.
+autocast, `scaled_dot_product_attention`, fused AdamW and a padded vocabulary. JAX and PyTorch take turns, rung by rung,
+each measurement in a process of its own, timed by the same function.
 
-JAX is always compiled, so every rung is compared with PyTorch compiled; where `torch.compile` fails or is not wanted
-(on a CPU it is off), with PyTorch as it is, and the row says so. What has no counterpart (the loss in chunks, split
-masters, 8-bit moments) is compared with PyTorch at its best with the same number of microbatches. Some rungs of PyTorch
-without compilation stand below, for information.
+JAX is always compiled, so every rung is compared with PyTorch compiled; where `torch.compile` fails (on a CPU it is
+off), with PyTorch as it is, and the row says so. What has no counterpart (the loss in chunks, split masters, 8-bit
+moments) is compared with PyTorch at its best with the same number of microbatches.
 
 Memory is the peak of what the library's allocator has handed out: `peak_bytes_in_use`, `max_memory_allocated`. Neither
 counts the CUDA context and loaded kernels. On a CPU the two libraries can tell no figure of one kind, so there is no
@@ -23,18 +20,12 @@ sums.
 """
 
 import dataclasses
-import enum
-import importlib.util
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
-from rich.console import Console
+from typing import Any, NamedTuple
 
 from benchmarks import ladder
-from benchmarks.report import Sheet, judge, make_console, spread_cell, targets_table, write_json
+from benchmarks.report import Sheet, judge, spread_cell
 from benchmarks.rungs import (
     COUNTERPARTS,
     EIGHT_BIT,
@@ -42,16 +33,13 @@ from benchmarks.rungs import (
     PADDED,
     TORCH_F32,
     TORCH_FUSED,
-    TORCH_RUNGS,
-    Rung,
     Setting,
     TorchRung,
 )
-from benchmarks.workers import Clock, Result, run_worker
+from benchmarks.workers import Result
 from examples.gpt.model import PRESETS
 
 WORKER = "benchmarks.gpt2_in_torch"
-EAGER = ("bf16", "fused")  # PyTorch without compilation, for information
 TOP, BOTTOM = "accumulate", "f32"
 SPEED_TARGET, MEMORY_TARGET, GAIN_TARGET, MFU_TARGET = 1.1, 0.8, 10.0, 0.45
 
@@ -61,109 +49,81 @@ CURVES = {
     "top": (EIGHT_BIT, TORCH_FUSED),
 }
 LEARNING_RATES = {"tiny": 1e-3}  # all others 6e-4
-CURVE_STEPS = {"gpu": 200, "cpu": 60}
 LAST = 10  # steps, whose mean loss is compared
 
-Part = enum.StrEnum("Part", {name: name for name in ("speed", "curves", "all")})
-COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-CompileMode = enum.StrEnum("CompileMode", {name: name for name in COMPILE_MODES})
 
-
-@dataclasses.dataclass(frozen=True)
-class TorchOptions:
-    """How PyTorch runs.
-
-    Attributes:
-        compile: whether it does so by `torch.compile`.
-        mode: of that.
-    """
-
-    compile: bool
-    mode: str = "default"
-
-
-def torch_job(rung: TorchRung, setting: Setting, options: TorchOptions, kind: str, **more: Any) -> dict[str, Any]:
+def torch_job(rung: TorchRung, setting: Setting, compiled: bool, kind: str, **more: Any) -> dict[str, Any]:
     """What the worker needs to know."""
     sizes = ("width", "depth", "heads", "context", "vocabulary")
     config = {name: getattr(PRESETS[setting.preset], name) for name in sizes}
     job = {"kind": kind, "config": config, "batch_size": setting.batch_size, **rung.settings()}
     job |= {"steps": setting.steps, "rounds": setting.rounds}
-    return job | {"compile": options.compile, "compile_mode": options.mode} | more
+    return job | {"compile": compiled} | more
 
 
-def measure_torch(rung: TorchRung, bench: ladder.Bench, options: TorchOptions) -> Result:
+def measure_torch(rung: TorchRung, bench: ladder.Bench, compiled: bool) -> Result:
     """The row of a rung in PyTorch."""
     setting = bench.setting
     microbatches = setting.microbatches(rung, PRESETS[setting.preset].context)
     more = {"microbatches": microbatches, "steps": setting.steps_of(microbatches)}
-    job = torch_job(rung, setting, options, "step", **more)
+    job = torch_job(rung, setting, compiled, "step", **more)
     answer = bench.run(WORKER, job, timeout=bench.clock.cut(setting.timeout))
-    row = {"rung": rung.name, "label": rung.label, "compiled": options.compile, "job": job} | answer
+    row = {"rung": rung.name, "label": rung.label, "compiled": compiled, "job": job} | answer
     return row if "failed" in row else row | {"tokens/s": 1e3 * row["tokens"] / row["ms"]}
 
 
+def measure_either(rung: TorchRung, bench: ladder.Bench, compiled: bool) -> list[Result]:
+    """The rows of a rung: where it cannot be compiled, also one of PyTorch as it is."""
+    rows = [measure_torch(rung, bench, compiled)]
+    return [*rows, measure_torch(rung, bench, False)] if compiled and "failed" in rows[0] else rows
+
+
 # --- Speed and memory. ---
-def measure_speed(
-    rungs: list[Rung], bench: ladder.Bench, options: TorchOptions, keep: Callable[[Result], None]
-) -> Result:
-    """Rows of both libraries, which take turns; `keep` gets what there is after each rung."""
-    found: Result = {"jax": [], "torch": []}
-    for rung in rungs:
-        found["jax"].append(ladder.measure_rung(rung, bench))
-        ladder.add_gains(found["jax"])
-        name = COUNTERPARTS[rung.name]
-        if name not in [row["rung"] for row in found["torch"]]:
-            found["torch"].append(measure_torch(TORCH_RUNGS[name], bench, options))
-            if options.compile and "failed" in found["torch"][-1]:
-                found["torch"].append(measure_torch(TORCH_RUNGS[name], bench, TorchOptions(compile=False)))
-        keep(found | {"pairs": pairs(found)})
-    if options.compile:
-        have = [row["rung"] for row in found["torch"] if row["compiled"] and "failed" not in row]
-        for name in (name for name in EAGER if name in have):
-            found["torch"].append(measure_torch(TORCH_RUNGS[name], bench, TorchOptions(compile=False)))
-            keep(found | {"pairs": pairs(found)})
-    return found | {"pairs": pairs(found)}
+class Pair(NamedTuple):
+    """A rung of JAX and its counterpart."""
+
+    jax: Result
+    torch: Result
+
+    @property
+    def speed(self) -> float:
+        """How many times as many tokens a second JAX has."""
+        return self.jax["tokens/s"] / self.torch["tokens/s"]
+
+    @property
+    def memory(self) -> float | None:
+        """How many times as much memory JAX needs; None where the device counts none."""
+        ours, theirs = (row.get("peak bytes") for row in self)
+        return ours / theirs if ours and theirs else None
 
 
-def pairs(found: Result) -> list[Result]:
-    """Each rung of JAX beside its counterpart: the ratios of tokens/s and of peak memory."""
-    ran = sorted((row for row in found["torch"] if "failed" not in row), key=lambda row: row["compiled"])
-    torch = {row["rung"]: row for row in ran}  # of two, the compiled one
-    rows = []
-    for row in found["jax"]:
-        pair = {"rung": row["rung"], "torch rung": COUNTERPARTS[row["rung"]]}
-        other = torch.get(pair["torch rung"])
-        if "failed" not in row and other is not None:
-            pair |= {"compiled": other["compiled"], "tokens/s ratio": row["tokens/s"] / other["tokens/s"]}
-            if row["peak bytes"] and other.get("peak bytes"):
-                pair["memory ratio"] = row["peak bytes"] / other["peak bytes"]
-        rows.append(pair)
-    return rows
+def pairs(jax: list[Result], torch: list[Result]) -> list[Pair]:
+    """Each rung of JAX beside its counterpart, the compiled one of two; those of which both ran."""
+    ran = sorted((row for row in torch if "failed" not in row), key=lambda row: row["compiled"])
+    by_name = {row["rung"]: row for row in ran}
+    rows = [row for row in jax if "failed" not in row and COUNTERPARTS[row["rung"]] in by_name]
+    return [Pair(row, by_name[COUNTERPARTS[row["rung"]]]) for row in rows]
 
 
-def targets(found: Result) -> list[dict[str, Any]]:
+def targets(jax: list[Result], torch: list[Result]) -> list[dict[str, Any]]:
     """The targets that can be judged with what was measured."""
-    jax = {row["rung"]: row for row in found["jax"] if "failed" not in row}
-    top = next((pair for pair in found["pairs"] if pair["rung"] == TOP), {})
+    ran = {row["rung"]: row for row in jax if "failed" not in row}
     judged = []
-    if "tokens/s ratio" in top:
-        what = "tokens/s at the top rung, JAX / PyTorch"
-        what += "" if top["compiled"] else " (not compiled)"
-        judged.append(judge(what, top["tokens/s ratio"], SPEED_TARGET, least=True))
-    if "memory ratio" in top:
-        judged.append(judge("peak memory there, JAX / PyTorch", top["memory ratio"], MEMORY_TARGET, least=False))
-    if TOP in jax:
-        judged.append(judge("MFU of JAX there", jax[TOP]["MFU"], MFU_TARGET, least=True))
-    if TOP in jax and BOTTOM in jax:
-        gain = jax[TOP]["tokens/s"] / jax[BOTTOM]["tokens/s"]
+    for pair in (pair for pair in pairs(jax, torch) if pair.jax["rung"] == TOP):
+        what = "tokens/s at the top rung, JAX / PyTorch" + ("" if pair.torch["compiled"] else " (not compiled)")
+        judged.append(judge(what, pair.speed, SPEED_TARGET, least=True))
+        if pair.memory is not None:
+            judged.append(judge("peak memory there, JAX / PyTorch", pair.memory, MEMORY_TARGET, least=False))
+    if TOP in ran:
+        judged.append(judge("MFU of JAX there", ran[TOP]["MFU"], MFU_TARGET, least=True))
+    if TOP in ran and BOTTOM in ran:
+        gain = ran[TOP]["tokens/s"] / ran[BOTTOM]["tokens/s"]
         judged.append(judge("tokens/s of JAX, top / f32", gain, GAIN_TARGET, least=True))
     return judged
 
 
 # --- Loss curves. ---
-def measure_curves(
-    bench: ladder.Bench, options: TorchOptions, steps: int, keep: Callable[[list[Result]], None]
-) -> list[Result]:
+def measure_curves(bench: ladder.Bench, compiled: bool, steps: int) -> list[Result]:
     """Both libraries' losses in float32 and at the top rung, from the same weights."""
     rows: list[Result] = []
     training = {"steps": steps, "learning_rate": LEARNING_RATES.get(bench.setting.preset, 6e-4)}
@@ -172,10 +132,9 @@ def measure_curves(
         for name, (rung, torch_rung) in CURVES.items():
             write = weights if name == "f32" else None  # what PyTorch starts from is float32
             ours = bench.in_jax(rung, "curve", hyperparameters=training, weights=write)
-            job = torch_job(torch_rung, bench.setting, options, "curve", hyperparameters=training, weights=weights)
+            job = torch_job(torch_rung, bench.setting, compiled, "curve", hyperparameters=training, weights=weights)
             theirs = bench.run(WORKER, job, timeout=bench.clock.cut(bench.setting.timeout))
             rows.append({"curve": name, "rung": rung.name, "jax": ours, "torch": theirs} | compare(ours, theirs))
-            keep(rows)
     return rows
 
 
@@ -189,53 +148,23 @@ def compare(ours: Result, theirs: Result) -> Result:
     return {"largest difference": max(abs(x - y) for x, y in zip(a, b, strict=True)), "first": [a[0], b[0]]} | means
 
 
-def plot_curves(rows: list[Result], path: Path) -> None:
-    """Draws what curves there are."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # only a file is written: no display is needed
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    colors = {"f32": ("#000000", "#E69F00"), "top": ("#0072B2", "#D55E00")}
-    for row in rows:
-        for (side, style), color in zip((("jax", "-"), ("torch", "--")), colors[row["curve"]], strict=True):
-            if "losses" in row[side]:
-                label = f"{'JAX' if side == 'jax' else 'PyTorch'}, {row['curve']}"
-                axes.plot(row[side]["losses"], style, color=color, label=label)
-    axes.set(xlabel="step", ylabel="training loss, nats a token", title="Same weights, same tokens")
-    if axes.lines:
-        axes.legend()
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-
-
 # --- Tables. ---
-def pairs_table(found: Result) -> Sheet:
+def pairs_table(found: list[Pair]) -> Sheet:
     """Rung by rung."""
-    jax = {row["rung"]: row for row in found["jax"]}
-    cells = [pair_cells(pair, jax[pair["rung"]], counterpart(pair, found["torch"])) for pair in found["pairs"]]
-    return Sheet("JAX with mpx / PyTorch", cells)
+    return Sheet("JAX with mpx / PyTorch", list(map(pair_cells, found)))
 
 
-def pair_cells(pair: Result, ours: Result, theirs: Result) -> dict[str, str]:
+def pair_cells(pair: Pair) -> dict[str, str]:
     """Speed and memory of a rung beside its counterpart."""
-    sides = {"JAX": ours, "PyTorch": theirs}
-    speed = lambda row: f"{row['tokens/s']:,.0f}" if "failed" not in row else ""
-    memory = lambda row: f"{row['peak bytes'] / 1e9:.3g}" if row.get("peak bytes") else "-"
-    ratio = lambda name: f"{pair[name]:.3f}" if name in pair else "-"
-    cells = {"rung": pair["rung"], "in PyTorch": pair["torch rung"] + ("" if theirs["compiled"] else " (not compiled)")}
-    cells |= {f"tokens/s, {side}": speed(row) for side, row in sides.items()} | {"ratio": ratio("tokens/s ratio")}
-    cells |= {f"peak GB, {side}": memory(row) for side, row in sides.items()} | {"of memory": ratio("memory ratio")}
-    notes = [f"{side}: {row['failed']}" for side, row in sides.items() if "failed" in row]
-    return cells | {"note": "; ".join([*notes, *([ours["note"]] if "note" in ours else [])])}
-
-
-def counterpart(pair: Result, rows: list[Result]) -> Result:
-    """The row that a pair is about: the compiled one, unless that failed and another did not."""
-    about = [row for row in rows if row["rung"] == pair["torch rung"]]
-    ran = [row for row in about if "failed" not in row]
-    return next((row for row in ran if row["compiled"]), (ran or about)[0])
+    name = pair.torch["rung"] + ("" if pair.torch["compiled"] else " (not compiled)")
+    cells = {"rung": pair.jax["rung"], "in PyTorch": name}
+    sides = {"JAX": pair.jax, "PyTorch": pair.torch}
+    cells |= {f"tokens/s, {side}": f"{row['tokens/s']:,.0f}" for side, row in sides.items()}
+    cells["ratio"] = f"{pair.speed:.3f}"
+    if pair.memory is not None:
+        cells |= {f"peak GB, {side}": f"{row['peak bytes'] / 1e9:.3g}" for side, row in sides.items()}
+        cells["of memory"] = f"{pair.memory:.3f}"
+    return cells
 
 
 def torch_table(rows: list[Result]) -> Sheet:
@@ -268,68 +197,3 @@ def curve_cells(row: Result) -> dict[str, str]:
     losses = *row["first"], row["last JAX"], row["last PyTorch"]
     cells = {name: f"{loss:.4f}" for name, loss in zip(names, losses, strict=True)}
     return {"curve": row["curve"]} | cells | {"largest difference": f"{row['largest difference']:.1e}"}
-
-
-# --- The command. ---
-def main(
-    preset: ladder.PresetOption = None,
-    batch_size: ladder.BatchOption = None,
-    steps: ladder.StepsOption = None,
-    rounds: ladder.RoundsOption = None,
-    token_budget: ladder.BudgetOption = None,
-    timeout: ladder.TimeoutOption = None,
-    time_limit: ladder.LimitOption = None,
-    xla_flags: ladder.FlagsOption = None,
-    rungs: Annotated[list[str] | None, typer.Option(help=ladder.RUNGS_HELP)] = None,
-    part: Annotated[Part, typer.Option(help="What to measure.")] = Part.all,
-    compiled: Annotated[
-        bool | None, typer.Option("--compile/--no-compile", help="Whether PyTorch is compiled; on a GPU it is.")
-    ] = None,
-    compile_mode: Annotated[CompileMode, typer.Option(help="Of torch.compile.")] = CompileMode.default,
-    curve_steps: Annotated[int | None, typer.Option(min=1, help="Of the loss curves; 200 on a GPU, else 60.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the loss curves into this file.")] = None,
-    json_path: ladder.JsonOption = None,
-) -> None:
-    """Measures both, prints the tables and, if asked, writes the numbers."""
-    console, chosen = make_console(), ladder.chosen_rungs(rungs)
-    if importlib.util.find_spec("torch") is None:
-        console.print('PyTorch is not installed, so its rows stay empty: `pip install -e ".[bench]"`.', markup=False)
-    given = {"preset": preset and str(preset), "batch_size": batch_size, "steps": steps, "rounds": rounds}
-    given |= {"token_budget": token_budget, "timeout": timeout, "xla_flags": xla_flags}
-    bench = ladder.start_bench(Clock(time_limit), run_worker, **given)
-    options = TorchOptions(bench.on_gpu if compiled is None else compiled, str(compile_mode))
-    found: dict[str, Any] = {"device": bench.device, "setting": dataclasses.asdict(bench.setting)}
-    found["torch options"] = dataclasses.asdict(options)
-    console.print(found)
-
-    def keep(name: str, value: Any) -> None:
-        found[name] = value
-        console.print(f"{name}: {len(value['jax'] if name == 'speed' else value)} done")
-        write_json(json_path, found)
-
-    if part in ("speed", "all"):
-        show_speed(console, measure_speed(chosen, bench, options, lambda value: keep("speed", value)), bench)
-        found["targets"] = targets(found["speed"]) if bench.on_gpu else []
-        write_json(json_path, found)
-    if part in ("curves", "all"):
-        count = curve_steps or CURVE_STEPS["gpu" if bench.on_gpu else "cpu"]
-        rows = measure_curves(bench, options, count, lambda value: keep("curves", value))
-        console.print(curves_table(rows))
-        if plot is not None:
-            plot_curves(rows, plot)
-
-
-def show_speed(console: Console, found: Result, bench: ladder.Bench) -> None:
-    """All tables of speed and memory; verdicts only where they mean something."""
-    console.print(ladder.ladder_table(found["jax"], bench))
-    console.print(torch_table(found["torch"]))
-    console.print(pairs_table(found))
-    if bench.on_gpu:
-        console.print(targets_table(targets(found)))
-
-
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-app.command()(main)
-
-if __name__ == "__main__":
-    app()

@@ -1,10 +1,13 @@
 """Measurements in processes of their own: a job goes in as JSON, a result comes out as JSON.
 
+`python -m benchmarks.workers` calls any function of a module with arguments that JSON can hold.
+
 Only so is a peak of memory that of one program alone. And a job that runs out of memory or time, or whose compiler
 fails, ends its own process: the next one finds an empty GPU. Neither JAX nor Torch is imported here, so that the
 command that starts the processes holds no GPU, and so that neither library shares one with the other.
 """
 
+import importlib
 import json
 import math
 import os
@@ -17,6 +20,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+CALL = "benchmarks.workers"  # the module that answers what `job_of` makes
 LOG_CHARACTERS = 4_000  # of what a failed process wrote, kept for the JSON file
 REASON_CHARACTERS = 200
 
@@ -107,6 +111,20 @@ def serve(answer: Callable[[dict[str, Any]], Result]) -> None:
     print("\n" + json.dumps(result), flush=True)
 
 
+def job_of(function: str, **arguments: Any) -> dict[str, Any]:
+    """Return the job for this module of calling a function, named as `module:name`."""
+    return {"function": function, "arguments": arguments}
+
+
+def call(job: dict[str, Any]) -> Result:
+    """Call the function of a job. Only then its module is imported: a missing package costs no other job."""
+    module, name = job["function"].split(":")
+    found = getattr(importlib.import_module(module), name)(**job["arguments"])
+    if hasattr(found, "as_dict"):  # a result of mpx's tools
+        return {"text": str(found)} | found.as_dict()
+    return {"rows": found} if isinstance(found, list) else found
+
+
 def time_rounds(run: Callable[[int], None], *, steps: int, rounds: int) -> Result:
     """Milliseconds a step, of several that are enqueued one behind another and waited for once.
 
@@ -143,3 +161,7 @@ class Clock:
     def left(self) -> float:
         """Seconds that are left."""
         return math.inf if self.end is None else self.end - time.monotonic()
+
+
+if __name__ == "__main__":
+    serve(call)

@@ -1,14 +1,12 @@
 """Check that the benchmarks compute what they say, the same on both sides. No time is judged here."""
 
 import dataclasses
-import json
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from benchmarks import adamw_by_hand, autocast, optimizer_step
 from benchmarks.overhead import gpt2_shapes
@@ -136,24 +134,18 @@ def test_residuals_are_the_distinct_arrays_that_are_made_on_the_way():
     assert autocast.residual_bytes(lambda p, t: squared(p), params, tokens) == (0, 20)
 
 
-def test_each_form_is_held_against_the_one_by_hand_with_the_same_checkpoint(tmp_path, monkeypatch):
-    """Ask the command for the bytes; it prints them and writes them down."""
+def test_each_form_is_held_against_the_one_by_hand_with_the_same_checkpoint(monkeypatch):
     monkeypatch.setitem(autocast.SIZES, "tiny", SIZE)
     monkeypatch.setattr(autocast, "RESIDUAL_LAYERS", 1)
-    path = tmp_path / "autocast.json"
-    done = CliRunner().invoke(autocast.app, ["--size", "tiny", "--part", "residuals", "--json", str(path)])
-    assert done.exit_code == 0, done.output
-    assert "kept for the backward pass: tiny" in done.output
-    found = json.loads(path.read_text())
-    assert found["size"] == {"name": "tiny"} | dataclasses.asdict(SIZE)
-    assert {"device", "processor", "jax", "flax"} <= found["conditions"].keys()
-    for dtype in ("float32", "bfloat16"):
-        rows = {row["form"]: row for row in found["residuals"] if row["params"] == dtype}
+    for params in ("f32", "bf16"):
+        found = autocast.measure_residuals("tiny", params)
+        rows = {row["form"]: row for row in found}
         assert rows.keys() == autocast.FORMS.keys()
         assert all(("dots" in name) == ("dots" in row["beside"]) for name, row in rows.items() if "beside" in row)
         assert [name for name, row in rows.items() if "target" in row] == ["autocast, dots"]
         assert rows["by hand, dots"]["bytes"] < rows["by hand"]["bytes"] < rows["f32"]["bytes"]
         assert rows["autocast, dots"]["ratio"] == rows["autocast, dots"]["bytes"] / rows["by hand, dots"]["bytes"]
+        assert "by hand, dots" in autocast.residuals_table("", found).markdown()
 
 
 def test_tracing_is_timed_from_nothing(monkeypatch):
@@ -165,7 +157,7 @@ def test_tracing_is_timed_from_nothing(monkeypatch):
         return lambda *operands: calls.append(args) or loss(*operands)
 
     monkeypatch.setattr(autocast, "make_loss", counted)
-    rows = autocast.measure_tracing(dataclasses.replace(autocast.TRACED_SIZE, layers=1), turns=1)
+    rows = autocast.measure_tracing(turns=1, size=dataclasses.replace(autocast.TRACED_SIZE, layers=1))
     assert [(row["form"], row["beside"]) for row in rows] == list(autocast.TRACED_FORMS.items())
     assert all(row[what][side] > 0 for row in rows for what in ("trace", "lower") for side in ("s", "beside s"))
     assert len(calls) == 2 * 2 * len(rows)
@@ -206,7 +198,8 @@ def test_steps_are_timed_beside_those_by_hand_but_for_one_that_a_backend_cannot_
 
     monkeypatch.setattr(autocast, "timed_ratio", first_fails)
     names = ["f32, dots", "autocast, dots"]
-    rows = autocast.measure_steps(SIZE, jnp.bfloat16, update=True, starts=1, turns=1, names=names)
+    monkeypatch.setitem(autocast.SIZES, "tiny", SIZE)
+    rows = autocast.measure_steps("tiny", "bf16", update=True, starts=1, turns=1, names=names)
     assert [(row["form"], row["beside"]) for row in rows] == [(name, "by hand, dots") for name in names]
     assert [row.get("left out") for row in rows] == ["UNIMPLEMENTED: no such product", None]
     assert rows[1]["ratio"] == rows[1]["mpx ms"] / rows[1]["by hand ms"]

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks import ladder, on_gpu, on_gpu_jobs, programs, reading
+from benchmarks import all_tests, ladder, on_gpu, programs, reading, workers
 from benchmarks.on_gpu_report import markdown
-from benchmarks.on_gpu_units import FULL, SMALL, TESTS, Unit, all_units
+from benchmarks.on_gpu_units import SIZES, TESTS, Unit, all_units
 from benchmarks.report import Sheet
 from benchmarks.rungs import RUNGS, TORCH_RUNGS
 from benchmarks.workers import Clock, run_worker
@@ -26,6 +26,7 @@ pytestmark = pytest.mark.optax_promotion
 
 CONDITIONS = dict.fromkeys(("jaxlib", "flax", "optax", "numpy", "mpx", "python"), "1.0")
 CONDITIONS |= {"device": "NVIDIA H200", "driver": "580", "jax": "0.11.2", "date": "2026-11-22 12:00"}
+SMALLEST = SIZES["smallest"]
 DEVICE = {"backend": "gpu", "conditions": CONDITIONS, "matmul FLOP/s": 8e14}
 
 
@@ -34,7 +35,7 @@ def unit_of(name, measure, **more):
 
 
 def bench_of(seconds=math.inf, run=run_worker):
-    return ladder.Bench(SMALL.setting, DEVICE, Clock(seconds), run)
+    return ladder.Bench(SMALLEST.setting, DEVICE, Clock(seconds), run)
 
 
 def book_of(folder):
@@ -141,7 +142,7 @@ def test_the_command_measures_goes_on_and_reports(tmp_path, monkeypatch):
 
 
 def test_all_parts_come_in_the_order_of_what_matters_most():
-    units = all_units(FULL, compiled=True)
+    units = all_units(SIZES["gpu"], compiled=True)
     parts = list(dict.fromkeys(unit.part for unit in units))
     assert parts == ["optimizer", "ladder", "autocast", "overhead", "training", "tests", "doctor"]
     assert len({(unit.part, unit.name) for unit in units}) == len(units)
@@ -160,8 +161,8 @@ def test_all_parts_come_in_the_order_of_what_matters_most():
 
 def rows_of(part, *names):
     """Measure units in this process, at the small size."""
-    run = lambda module, job, **options: json.loads(json.dumps(on_gpu_jobs.answer(job)))
-    units = {unit.name: unit for unit in all_units(SMALL, compiled=False) if unit.part == part}
+    run = lambda module, job, **options: json.loads(json.dumps(workers.call(job)))
+    units = {unit.name: unit for unit in all_units(SMALLEST, compiled=False) if unit.part == part}
     with jax.numpy_rank_promotion("allow"):  # as in a process of its own
         entries = [on_gpu.measure(units[name], bench_of(run=run), 60.0, 0) for name in names]
     assert [entry.get("note") for entry in entries] == [None] * len(names)
@@ -177,7 +178,7 @@ def test_an_optimizer_step_is_measured_and_reported():
 def test_tests_are_run_and_those_that_fail_are_named(tmp_path):
     path = tmp_path / "test_it.py"
     path.write_text("def test_good():\n    pass\n\n\ndef test_bad():\n    assert 1 == 2\n")
-    row = on_gpu_jobs.run_tests(str(path))
+    row = all_tests.run(str(path))
     assert row["counts"] == {"passed": 1, "failed": 1}
     assert "test_bad" in row["failures"][0]
 
@@ -186,13 +187,13 @@ def test_tests_that_do_not_start_are_no_result(monkeypatch):
     ended = subprocess.CompletedProcess([], 4, stdout="", stderr="ImportError: no module named flax")
     monkeypatch.setattr(subprocess, "run", lambda *arguments, **options: ended)
     with pytest.raises(RuntimeError, match="pytest did not run: ImportError"):
-        on_gpu_jobs.run_tests("tests")
+        all_tests.run("tests")
 
 
 @pytest.mark.slow
 def test_the_other_parts_are_measured_and_reported():
     parts = rows_of("autocast", "f32: autocast, dots") | rows_of("overhead", "bfloat16")
-    parts |= rows_of("training", "f32", "bf16-split") | rows_of("doctor", "doctor")
+    parts |= rows_of("training", "f32") | rows_of("doctor", "doctor")
     printed = markdown(parts)
     for said in ("autocast, dots", "training step, bfloat16", "mean gap to f32", "the main job"):
         assert said in printed
@@ -205,7 +206,7 @@ def test_gpt2_is_reported_beside_its_bound_and_pytorch():
     """A step of 2 ms with a bound of 1 ms; PyTorch's 2.4 ms are 1.2 times as long."""
     program = {"peak bytes": 10**9, "bound ms": 1.0}
     jax = {"rung": "8bit", "label": "8-bit moments", "after": "split"} | STEP | {"program": program}
-    jax |= ladder.rates(jax, 1e12)
+    jax |= ladder.rates(jax, 1e12) | {"job": {"preset": "gpt2-124m", "batch_size": 16}}
     torch = {"rung": "fused", "label": "fused AdamW", "compiled": True, "peak bytes": 10**9} | STEP | {"ms": 2.4}
     torch |= {"peak bytes": 10**9, "tokens/s": 1e6 / 2.4}
     entry = lambda table, row: {"table": table, "status": "done", "seconds": 1.0, "rows": [row]}
@@ -234,20 +235,20 @@ def test_what_good_kernels_reach_of_an_h200_is_4_terabytes_and_800_teraflops_a_s
 
 PROGRAM = {
     "moved bytes": 52 * 10**9, "outside bytes": 26 * 10**9, "kernels": 150, "peak bytes": 28 * 10**9,
-    "temporary bytes": 0, "flops": {}, "compile s": 7.0, "bound ms": 10.0, "reached ms": 12.0,
+    "temporary bytes": 0, "flops": {}, "compile s": 7.0, "bound ms": 10.0, "reached ms": 12.0, "reached FLOP/s": 8e14,
 }  # fmt: skip
 
 
 def compiled(module, job, **options):
     """Answer as the compiler for an H200 would; that of 8-bit moments fails."""
-    if job.get("recipe") == "split + 8-bit" or job.get("recipe") == "bf16-split-8bit":
+    recipe = job.get("recipe") or job["arguments"]["recipe"]
+    if recipe in ("split + 8-bit", "bf16-split-8bit"):
         return {"failed": "out of registers"}
-    if job["kind"] == "recipe program":
-        return {"recipe": job["recipe"], "parameters": 10**9} | dict.fromkeys(
-            ("program by hand", "program mpx"), PROGRAM
-        )
+    if module == workers.CALL:
+        return {"recipe": recipe, "parameters": 10**9} | dict.fromkeys(("program by hand", "program mpx"), PROGRAM)
     assert job["kind"] == "program"
-    return {"program": PROGRAM, "compiled for": "NVIDIA H200", "jax": "0.10.2"}
+    found = {"program": PROGRAM, "compiled for": "NVIDIA H200", "jax": "0.10.2"}
+    return found | {"tokens": 12_000 * job["microbatches"], "flops per token": 4 * 10**8}
 
 
 @pytest.mark.parametrize("command", [programs, ladder])
@@ -256,14 +257,13 @@ def test_programs_are_read_rung_by_rung_and_one_that_fails_is_a_row(command, mon
     path = tmp_path / "found.json"
     result = CliRunner().invoke(command.app, ["--target", "h200", "--rungs", "flash,8bit", "--json", str(path)])
     assert result.exit_code == 0, result.output
-    assert [row["rung"] for row in json.loads(path.read_text())["programs"]] == ["flash", "8bit"]
+    assert [row["rung"] for row in json.loads(path.read_text())["ladder"]] == ["flash", "8bit"]
     words = result.output.replace("│", "|").split()
     assert "out of registers" in result.output
-    assert {"10.0", "12.0", "28.0", "52.0", "26.0"} <= set(words)
+    assert {"10.0", "12.0", "28.0", "52.0", "26.0", "50%"} <= set(words)  # a million tokens of 4e8 a second, of 8e14
 
 
-def test_recipes_are_read_beside_those_by_hand(monkeypatch):
-    monkeypatch.setattr(programs, "run_worker", compiled)
+def test_recipes_are_read_beside_those_by_hand():
     bench = ladder.start_reading(Clock(None), compiled)
     rows = [programs.read_recipe(recipe, bench, "h200", 1) for recipe in programs.RECIPES]
     printed = programs.recipes_table(rows).markdown()

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from benchmarks import gpt2_in_jax, ladder, torch_gpt2
 from benchmarks.rungs import COUNTERPARTS, FIXED, RUNGS, TORCH_F32, TORCH_FUSED, TORCH_RUNGS, choose_setting
@@ -17,12 +16,10 @@ from benchmarks.token_batches import token_batches
 from benchmarks.workers import Clock
 from examples.gpt.model import PRESETS
 from examples.gpt.training import Hyperparameters
-from tests.test_ladder import CPU, GPU, SMALLEST, STEP, answers, shown
+from tests.test_ladder import CPU, GPU, SMALLEST, STEP, shown
 
 pytestmark = pytest.mark.optax_promotion
 
-EAGER = torch_gpt2.TorchOptions(compile=False)
-COMPILED = torch_gpt2.TorchOptions(compile=True)
 TRAINING = {"steps": 10, "learning_rate": 3e-3}
 SETTING = dataclasses.replace(choose_setting("cpu"), preset="smallest", batch_size=2, steps=1, rounds=1)
 PADDED_F32 = dataclasses.replace(TORCH_F32, vocabulary_multiple=128)
@@ -52,7 +49,7 @@ def jax_job(**more):
 
 
 def torch_job(rung, kind="curve", **more):
-    return torch_gpt2.torch_job(rung, SETTING, EAGER, kind, **more)
+    return torch_gpt2.torch_job(rung, SETTING, False, kind, **more)
 
 
 @functools.cache
@@ -125,7 +122,7 @@ def test_the_schedule_is_that_of_the_example(in_torch):
 
 def test_both_models_of_gpt2_have_as_many_weights(torch, in_torch):
     """124,439,808 without padding; nothing is allocated."""
-    config = torch_gpt2.torch_job(TORCH_F32, choose_setting("gpu"), EAGER, "step")["config"]
+    config = torch_gpt2.torch_job(TORCH_F32, choose_setting("gpu"), False, "step")["config"]
     with torch.device("meta"):
         model = in_torch.GPT(**config, rows=config["vocabulary"], flash=False)
     assert sum(p.numel() for p in model.parameters()) == 124_439_808
@@ -159,8 +156,6 @@ def test_a_step_of_pytorch_is_measured(in_torch):
 
 def speeds(module, job, **options):
     """Both sides on a GPU: JAX has 1.2 times the speed and 0.7 of the memory; PyTorch cannot compile TF32."""
-    if job["kind"] == "device":
-        return GPU | {"conditions": {}}
     row = STEP | {"peak bytes": 7 * 10**9, "peak bytes before": 0}
     if module == torch_gpt2.WORKER:
         if job["compile"] and job["matmul_precision"] == "high" and not job["autocast"]:
@@ -169,17 +164,11 @@ def speeds(module, job, **options):
     return row | ({"ms": 20.0} if job["recipe"] == "f32" else {})
 
 
-def slow_answers(module, job, **options):
-    """The same on a CPU, where PyTorch knows the memory of its whole process only."""
-    row = answers(module, {"recipe": ""} | job)
-    if module == ladder.WORKER or job["kind"] == "device":
-        return row
-    return {key: value for key, value in row.items() if "peak" not in key} | {"process bytes": 10**9}
-
-
-def measured(*names, options=EAGER, run=speeds):
+def measured(*names, compiled=False, run=speeds):
     bench = ladder.Bench(choose_setting("gpu"), GPU, Clock(None), run)
-    return torch_gpt2.measure_speed([RUNGS[name] for name in names], bench, options, lambda value: None)
+    jax = [ladder.measure_rung(RUNGS[name], bench) for name in names]
+    others = dict.fromkeys(COUNTERPARTS[name] for name in names)
+    return jax, [row for name in others for row in torch_gpt2.measure_either(TORCH_RUNGS[name], bench, compiled)]
 
 
 def test_every_rung_has_a_counterpart():
@@ -187,24 +176,23 @@ def test_every_rung_has_a_counterpart():
     assert all(RUNGS[ours].accumulate == TORCH_RUNGS[theirs].accumulate for ours, theirs in COUNTERPARTS.items())
 
 
-def test_both_take_turns_and_ratios_are_those_of_counterparts():
-    order = []
-    run = lambda module, job, **options: order.append(module) or speeds(module, job)
-    found = measured("8bit", "accumulate", options=COMPILED, run=run)
-    assert order == [ladder.WORKER, torch_gpt2.WORKER] * 2 + [torch_gpt2.WORKER]  # at last one without compilation
-    assert [(pair["rung"], pair["torch rung"]) for pair in found["pairs"]] == [
-        ("8bit", "fused"), ("accumulate", "accumulate"),
-    ]  # fmt: skip
-    for pair in found["pairs"]:
-        assert [pair["tokens/s ratio"], pair["memory ratio"]] == pytest.approx([1.2, 0.7])
-        assert pair["compiled"]
+def test_ratios_are_those_of_counterparts():
+    found = torch_gpt2.pairs(*measured("8bit", "accumulate", compiled=True))
+    assert [(pair.jax["rung"], pair.torch["rung"]) for pair in found] == [
+        ("8bit", "fused"),
+        ("accumulate", "accumulate"),
+    ]
+    for pair in found:
+        assert [pair.speed, pair.memory] == pytest.approx([1.2, 0.7])
+        assert pair.torch["compiled"]
 
 
 def test_where_pytorch_cannot_compile_it_is_run_without_and_the_row_says_so():
-    found = measured("tf32", "bf16", options=COMPILED)
-    assert [pair["compiled"] for pair in found["pairs"]] == [False, True]
+    jax, torch = measured("tf32", "bf16", compiled=True)
+    found = torch_gpt2.pairs(jax, torch)
+    assert [pair.torch["compiled"] for pair in found] == [False, True]
     assert "tf32 (not compiled)" in shown(torch_gpt2.pairs_table(found))
-    assert "no compiler" in shown(torch_gpt2.torch_table(found["torch"]))
+    assert "no compiler" in shown(torch_gpt2.torch_table(torch))
 
 
 def test_a_failure_of_either_side_leaves_the_other_rungs():
@@ -212,46 +200,39 @@ def test_a_failure_of_either_side_leaves_the_other_rungs():
         jax_fails = module == ladder.WORKER and job["recipe"] == "tf32"
         return {"failed": "out of memory"} if jax_fails else speeds(module, job)
 
-    found = measured("tf32", "8bit", run=run)
-    assert ["tokens/s ratio" in pair for pair in found["pairs"]] == [False, True]
-    assert "JAX: out of memory" in shown(torch_gpt2.pairs_table(found))
+    jax, torch = measured("tf32", "8bit", run=run)
+    assert [pair.jax["rung"] for pair in torch_gpt2.pairs(jax, torch)] == ["8bit"]
+    assert [row["rung"] for row in torch] == ["tf32", "fused"]
+
+
+def test_without_a_count_of_memory_there_is_no_ratio_of_it():
+    process = STEP | {"process bytes": 10**9}
+    jax, torch = measured("8bit", run=lambda module, job, **options: STEP if module == ladder.WORKER else process)
+    found = torch_gpt2.pairs(jax, [{key: value for key, value in row.items() if "peak" not in key} for row in torch])
+    assert [pair.memory for pair in found] == [None]
+    assert "of memory" not in shown(torch_gpt2.pairs_table(found))
 
 
 def test_targets_are_judged_at_the_top_rung():
     """20 ms in float32 against 2 at the top: ten times; half a TFLOP/s of one: an MFU of 50%."""
-    found = measured("f32", "accumulate")
-    judged = torch_gpt2.targets(found)
+    jax, torch = measured("f32", "accumulate")
+    judged = torch_gpt2.targets(jax, torch)
     assert [round(row["value"], 3) for row in judged] == [1.2, 0.7, 0.5, 10.0]
     assert all(row["met"] for row in judged)
-    found["jax"][1]["MFU"] = 0.44
-    assert [row["met"] for row in torch_gpt2.targets(found)] == [True, True, False, True]
-    assert torch_gpt2.targets(measured("8bit")) == []  # neither was measured
+    jax[1]["MFU"] = 0.44
+    assert [row["met"] for row in torch_gpt2.targets(jax, torch)] == [True, True, False, True]
+    assert torch_gpt2.targets(*measured("8bit")) == []  # neither was measured
 
 
-def test_curves_are_compared_and_drawn(tmp_path):
+def test_curves_are_compared():
     curve = {"losses": [3.0, 2.0, 1.0]}
     run = lambda module, job, **options: curve if module == ladder.WORKER else {"losses": [3.0, 2.25, 1.0]}
-    bench = ladder.Bench(SETTING, CPU, Clock(None), run)
-    rows = torch_gpt2.measure_curves(bench, EAGER, 3, lambda rows: None)
+    rows = torch_gpt2.measure_curves(ladder.Bench(SETTING, CPU, Clock(None), run), False, 3)
     assert [row["largest difference"] for row in rows] == [0.25, 0.25]
     assert rows[0]["last JAX"] == 2.0
-    torch_gpt2.plot_curves(rows, tmp_path / "curves.png")
-    assert (tmp_path / "curves.png").stat().st_size > 1000
     assert "2.0000" in shown(torch_gpt2.curves_table(rows))
 
 
 def test_a_curve_that_fails_says_which_side():
     assert torch_gpt2.compare({"failed": "a"}, {"losses": []}) == {"failed": "JAX: a"}
     assert torch_gpt2.compare({"losses": []}, {"failed": "b"}) == {"failed": "PyTorch: b"}
-
-
-@pytest.mark.parametrize("device", ["gpu", "cpu"])
-def test_the_command_judges_on_a_gpu_alone(monkeypatch, tmp_path, device):
-    run = speeds if device == "gpu" else slow_answers
-    monkeypatch.setattr(torch_gpt2, "run_worker", run)
-    path = tmp_path / "torch.json"
-    arguments = ["--json", str(path), "--part", "speed", "--rungs", "f32,accumulate"]
-    result = CliRunner().invoke(torch_gpt2.app, arguments)
-    assert result.exit_code == 0, result.output
-    assert bool(json.loads(path.read_text())["targets"]) == (device == "gpu")
-    assert ("met" in result.output) == (device == "gpu")
