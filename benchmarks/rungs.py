@@ -57,7 +57,7 @@ TF32 = F32.then("tf32", "TF32", recipe="tf32")
 BF16 = TF32.then("bf16", "bf16 autocast", recipe="bf16-autocast")
 FLASH = BF16.then("flash", "flash attention", attention="cudnn")
 PADDED = FLASH.then("padded", "padded vocabulary", vocabulary_multiple=128)
-CHUNKED = PADDED.then("chunked", "loss in 8 chunks", loss_chunks=8)
+CHUNKED = PADDED.then("chunked", "loss in 4 chunks", loss_chunks=4)
 # Without it the backward pass is given float32 numbers wherever the forward pass had them, under autocast too.
 DOTS = CHUNKED.then("dots", "dots kept, the rest again", checkpoint="dots")
 SPLIT = DOTS.then("split", "bf16 parameters, split masters", recipe="bf16-split")
