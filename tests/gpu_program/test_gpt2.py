@@ -67,7 +67,7 @@ def of_the_size_of_logits(report, chunks=1):
 
 
 def moved_outside_products(report):
-    return sum(kernel.bytes * kernel.times for kernel in report.kernels if not kernel.products)
+    return report.moved_bytes - report.moved_by_kind["products"]
 
 
 # --- Products. ---
