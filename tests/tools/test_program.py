@@ -18,7 +18,7 @@ from mpx.tools.cli.errors import CommandError, message_of
 from mpx.tools.cli.programs import require_target
 from mpx.tools.plan import largest_that_fits
 from mpx.tools.program import TARGETS, StepReport, Target, compare_reports, step_report, target_devices
-from mpx.tools.program.kernels import collectives, has_unknown_loop, kernels
+from mpx.tools.program.kernels import has_unknown_loop, kernels
 from mpx.tools.program.text import Shape, parse
 from tests.helpers import eight_cpu_devices
 
@@ -69,10 +69,10 @@ def test_a_loop_of_unknown_length_runs_once_and_is_told():
 def test_collectives_have_their_dtype_bytes_and_axes():
     """A sum over `data` of 16 x 32 float32 numbers, and a gathering over `model` in bfloat16, on 4 x 2 devices."""
     program = read("collectives")
-    found = {(c.operation, c.dtype, c.bytes, c.axes) for c in collectives(program, {"data": 4, "model": 2})}
-    assert found == {("all-reduce", "f32", 4 * 16 * 32, "data"), ("all-gather", "bf16", 2 * 2 * 16 * 32, "model")}
-    sizes = {kernel.bytes for kernel in counted(program) if kernel.kind == "collectives"}
-    assert sizes == {2 * 4 * 16 * 32, 3 * 2 * 16 * 32}
+    sent = [k for k in kernels(program, mesh_shape={"data": 4, "model": 2}) if k.kind == "collectives"]
+    found = {(kernel.operation, kernel.dtype, kernel.bytes, kernel.axes) for kernel in sent}
+    all_reduce, all_gather = 2 * 4 * 16 * 32, (1 + 2) * 2 * 16 * 32  # read and written
+    assert found == {("all-reduce", "f32", all_reduce, "data"), ("all-gather", "bf16", all_gather, "model")}
 
 
 @pytest.mark.parametrize(
@@ -88,8 +88,8 @@ def test_collectives_have_their_dtype_bytes_and_axes():
 )
 def test_groups_of_devices_are_named_by_the_axes_of_the_mesh(groups, axes):
     text = (PROGRAMS / "collectives.txt").read_text().replace("replica_groups={{0,2,4,6},{1,3,5,7}}", groups)
-    found = collectives(parse(text), {"data": 4, "model": 2})
-    assert axes in [collective.axes for collective in found if collective.operation == "all-reduce"]
+    found = kernels(parse(text), mesh_shape={"data": 4, "model": 2})
+    assert axes in [kernel.axes for kernel in found if kernel.operation == "all-reduce"]
 
 
 def test_a_convolution_and_its_gradients_compute_the_same_number_of_flops():

@@ -1,7 +1,7 @@
 """Reports of compiled steps, for `mpx program`."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mpx
@@ -23,9 +23,9 @@ def report(reference: str, shapes: Sequence[str], target: str | None, donate: Se
     """Return the report of a step with arguments of some shapes, or of what a function without arguments returns."""
     function = given.function(reference)
     if not shapes:
-        return _compiled(reference, function, (), target)
-    with output.progress_console().status("Compiling ..."), users_code():
-        return mpx.step_report(function, *map(given.shape, shapes), target=target, donate_argnums=tuple(donate))
+        return _compiled(reference, function, target)
+    arguments = tuple(map(given.shape, shapes))
+    return _compiled(reference, lambda: (function, arguments, tuple(donate)), target)
 
 
 def by_batch(
@@ -33,7 +33,7 @@ def by_batch(
 ) -> tuple[ReportComparison, int | None]:
     """Return reports by batch size, and the largest batch that fits into a memory, if one is given or the target's."""
     function = given.function(reference)
-    report_of = functools.cache(lambda batch: _compiled(reference, function, (batch,), target))
+    report_of = functools.cache(lambda batch: _compiled(reference, function, target, batch))
     reports = {f"batch {batch:,}": report_of(batch) for batch in sorted(set(batches))}
     if limit is None and target is not None:
         limit = get_target(target).memory_bytes
@@ -42,16 +42,14 @@ def by_batch(
     return compare_reports(reports), largest
 
 
-def _compiled(reference: str, function: Any, args: tuple[int, ...], target: str | None) -> StepReport:
-    size = f" for a batch of {args[0]:,}" if args else ""
-    with output.progress_console().status(f"Compiling the step{size} ..."):
-        with users_code():
-            made = function(*args)
+def _compiled(reference: str, make: Callable[..., Any], target: str | None, *batch: int) -> StepReport:
+    size = f" for a batch of {batch[0]:,}" if batch else ""
+    with output.progress_console().status(f"Compiling the step{size} ..."), users_code():
+        made = make(*batch)
         if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[1], (tuple, list)):
             raise CommandError(
                 f"{reference} must return the step, a tuple of its arguments or their shapes, and (if it is not what "
                 "jax.jit returned) the positions of those that are donated. For a step itself give a shape for each "
                 "argument."
             )
-        with users_code():
-            return mpx.step_report(made[0], *made[1], target=target, donate_argnums=made[2] if len(made) == 3 else ())
+        return mpx.step_report(made[0], *made[1], target=target, donate_argnums=made[2] if len(made) == 3 else ())

@@ -1,6 +1,5 @@
 """Read the compiled program of a step, for this machine or for one that is not here."""
 
-from mpx.tools.program.kernels import Collective as Collective
 from mpx.tools.program.kernels import Kernel as Kernel
 from mpx.tools.program.step_report import ReportComparison as ReportComparison
 from mpx.tools.program.step_report import StepReport as StepReport

@@ -4,8 +4,8 @@ import dataclasses
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, get_args
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Literal, TypeVar, get_args
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from mpx.tools.program.text import Instruction
 
 Kind = Literal["products", "library calls", "collectives", "reductions", "elementwise", "conversions and copies"]
 Program = Sequence[Instruction]
+K = TypeVar("K", bound=Hashable)
 
 # What an operation does. One that stands in no line is a library call, or works element by element. A fusion does what
 # stands first in `Kind` of what its parts do.
@@ -44,6 +45,7 @@ class Kernel:
         times: how often it runs in a step.
         seconds: what all its runs take at least; None if the target's figures are not known.
         result: the dtypes and shapes that it writes.
+        axes: of a collective, the axes of the mesh along which it runs; empty if they are not known.
         source: the line that asks for it.
     """
 
@@ -54,68 +56,49 @@ class Kernel:
     times: int
     seconds: float | None
     result: str
-    source: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Collective:
-    """One exchange between devices.
-
-    Attributes:
-        operation: such as `reduce-scatter`.
-        dtype: of what is sent.
-        bytes: of its results on one device, each time.
-        times: how often it runs in a step.
-        axes: the axes of the mesh along which it runs; empty if they are not known.
-        source: the line that asks for it.
-    """
-
-    operation: str
-    dtype: str
-    bytes: int
-    times: int
     axes: str
     source: str
 
+    @property
+    def dtype(self) -> str:
+        """The dtype of what it writes first."""
+        return self.result.partition("[")[0]
 
-def kernels(program: Program, target: Target | None = None, float32: str = "f32") -> Iterator[Kernel]:
+
+def kernels(
+    program: Program, target: Target | None = None, float32: str = "f32", mesh_shape: Mapping[str, int] | None = None
+) -> Iterator[Kernel]:
     """Yield the kernels of a program in the order in which they run.
 
     Args:
         program: the program.
         target: the device, for bounds of times.
         float32: how the device multiplies float32 numbers unless more is asked for, such as `tf32`.
+        mesh_shape: the axes of the mesh, to name those of collectives.
     """
     for instruction, kind, times in _runs(program):
-        products = [(part, flops) for part in instruction.parts if (flops := _flops(part))]
-        counts: Counter[str] = Counter()
-        for part, flops in products:
-            counts[_dtype(part, float32)] += flops
+        products = [part for part in instruction.parts if _flops(part)]
+        flops = totals((_dtype(part, float32), _flops(part)) for part in products)
         moved = _moved(instruction)
         yield Kernel(
             operation=instruction.operation,
             kind="products" if products else kind,
             bytes=moved,
-            flops=dict(counts),
+            flops=flops,
             times=times,
-            seconds=None if target is None else times * target.bound_seconds(moved, counts),
+            seconds=None if target is None else times * target.bound_seconds(moved, flops),
             result=", ".join(map(str, instruction.results)),
-            source=next((part.source for part, _ in products if part.source), instruction.source),
+            axes=_axes(instruction, mesh_shape or {}) if kind == "collectives" else "",
+            source=next((part.source for part in products if part.source), instruction.source),
         )
 
 
-def collectives(program: Program, mesh_shape: Mapping[str, int]) -> Iterator[Collective]:
-    """Yield the exchanges between devices, with the axes of a mesh along which they run."""
-    for instruction, kind, times in _runs(program):
-        if kind == "collectives":
-            yield Collective(
-                operation=instruction.operation,
-                dtype=instruction.results[0].dtype,
-                bytes=sum(shape.bytes for shape in instruction.results),
-                times=times,
-                axes=_axes(instruction, mesh_shape),
-                source=instruction.source,
-            )
+def totals(pairs: Iterable[tuple[K, int]]) -> dict[K, int]:
+    """Return the sum of the numbers of each name, the largest first."""
+    counts: Counter[K] = Counter()
+    for name, count in pairs:
+        counts[name] += count
+    return dict(counts.most_common())
 
 
 def has_unknown_loop(program: Program) -> bool:
@@ -194,16 +177,14 @@ def _flops(part: Instruction) -> int:
 
 def _conv_flops(part: Instruction) -> int:
     """Return the FLOPs of a convolution: its output times the filter, whose output features no product adds up."""
-    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", part.attributes)
-    if labels is None:
-        return 0
     images, filters, result = (*(operand.shapes[0].dims for operand in part.operands[:2]), part.shapes[0].dims)
     # cuDNN's gradients have the labels of the forward convolution: input, filter and output stand elsewhere.
     if "BackwardInput" in part.operation:
         images, result = result, images
     elif "BackwardFilter" in part.operation:
         filters, result = result, filters
-    return 2 * math.prod(result) * math.prod(filters) // max(1, filters[labels[2].index("o")])
+    features = filters[(part.attribute(r"dim_labels=\w+_(\w+)->") or "o").index("o")]
+    return 2 * math.prod(result) * math.prod(filters) // max(1, features)
 
 
 def _dtype(product: Instruction, float32: str) -> str:

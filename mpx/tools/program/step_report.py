@@ -3,9 +3,8 @@
 import contextlib
 import dataclasses
 import time
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar, get_args
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, get_args
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -14,14 +13,10 @@ from mpx import _tables, _trees
 from mpx.tools.plan import units
 from mpx.tools.program import kernels as programs
 from mpx.tools.program import text
-from mpx.tools.program.kernels import Collective, Kernel, Kind
+from mpx.tools.program.kernels import Kernel, Kind
 from mpx.tools.program.targets import Target, get_target, target_devices, target_here
 
-K = TypeVar("K", bound=Hashable)
-
 _MOST_ROWS = 12  # of kernels that are printed
-# How devices multiply float32 numbers unless more is asked for, and what is said of it.
-_FLOAT32 = {"cpu": "f32", "gpu": "tf32", "tpu": "bf16 (f32)"}
 _MORE = "unless more is asked for (jax.default_matmul_precision)."
 _NOTES = {
     "tf32": f"tf32: float32 operands, which a GPU may round to TF32 (10 bits) {_MORE}",
@@ -41,7 +36,6 @@ class StepReport(_tables.Result):
         temporary_bytes: activations, gradients and buffers for communication.
         code_bytes: the program itself.
         kernels: what runs, in its order.
-        collectives: exchanges between devices.
         has_unknown_loop: whether a loop of unknown length is counted as if it ran once.
         compile_seconds: the time that XLA took here.
     """
@@ -53,7 +47,6 @@ class StepReport(_tables.Result):
     temporary_bytes: int
     code_bytes: int
     kernels: tuple[Kernel, ...]
-    collectives: tuple[Collective, ...]
     has_unknown_loop: bool
     compile_seconds: float
 
@@ -74,7 +67,7 @@ class StepReport(_tables.Result):
     @property
     def moved_by_kind(self) -> dict[Kind, int]:
         """Bytes that kernels read and write, by what they do most."""
-        return _totals((kernel.kind, kernel.bytes * kernel.times) for kernel in self.kernels)
+        return programs.totals((kernel.kind, kernel.bytes * kernel.times) for kernel in self.kernels)
 
     @property
     def kernel_count(self) -> int:
@@ -82,9 +75,16 @@ class StepReport(_tables.Result):
         return sum(kernel.times for kernel in self.kernels)
 
     @property
+    def collectives(self) -> tuple[Kernel, ...]:
+        """The kernels that exchange arrays between devices."""
+        return tuple(kernel for kernel in self.kernels if kernel.kind == "collectives")
+
+    @property
     def flops(self) -> dict[str, int]:
         """FLOPs of matrix products and convolutions, by the dtype of their operands; library calls are not counted."""
-        return _totals((dtype, n * kernel.times) for kernel in self.kernels for dtype, n in kernel.flops.items())
+        return programs.totals(
+            (dtype, n * kernel.times) for kernel in self.kernels for dtype, n in kernel.flops.items()
+        )
 
     @property
     def bound_seconds(self) -> float | None:
@@ -103,25 +103,24 @@ class StepReport(_tables.Result):
         yield _summary({"this machine" if self.target is None else self.target.name: self})
         yield "\n".join(self._notes())
         unit = units.unit_for([self.moved_bytes], False)
-        alike = [((_name(kernel), _shortened(kernel.result), kernel.source), kernel) for kernel in self.kernels]
-        times = _totals((row, kernel.times) for row, kernel in alike)
-        moved = _totals((row, kernel.times * kernel.bytes) for row, kernel in alike)
+        name = lambda kernel: kernel.operation if kernel.kind == "library calls" else kernel.kind
+        alike = [((name(kernel), _shortened(kernel.result), kernel.source), kernel) for kernel in self.kernels]
+        times = programs.totals((row, kernel.times) for row, kernel in alike)
+        moved = programs.totals((row, kernel.times * kernel.bytes) for row, kernel in alike)
         rows = [(r[0], str(times[r]), units.shown(n, unit), *r[1:]) for r, n in [*moved.items()][:_MOST_ROWS]]
-        yield _tables.Table(
-            "Kernels that move most", [("kind", "times", unit[0], "writes", "source"), *rows], right=(1, 2)
-        )
+        header = ("kind", "times", unit[0], "writes", "source")
+        yield _tables.Table("Kernels that move most", [header, *rows], right=(1, 2))
         common = next(iter(self.flops), "")
-        others = _totals(
+        others = programs.totals(
             ((dtype, k.source), n * k.times) for k in self.kernels for dtype, n in k.flops.items() if dtype != common
         )
         rows = [(dtype, units.digits(n / 1e9), source) for (dtype, source), n in others.items()]
         if rows:
-            yield _tables.Table(
-                f"Products that are not in {common}", [("operands", "GFLOP", "source"), *rows], right=(1,)
-            )
+            header = ("operands", "GFLOP", "source")
+            yield _tables.Table(f"Products that are not in {common}", [header, *rows], right=(1,))
         sent = [(c.operation, str(c.times), c.dtype, f"{c.bytes:,}", c.axes, c.source) for c in self.collectives]
         if sent:
-            header = ("operation", "times", "dtype", "bytes", "axes", "source")
+            header = ("operation", "times", "dtype", "bytes each", "axes", "source")
             yield _tables.Table("Between devices", [header, *sent], right=(1, 3))
 
     def _notes(self) -> Iterator[str]:
@@ -130,10 +129,8 @@ class StepReport(_tables.Result):
         else:
             fits = "fits" if self.peak_bytes <= self.target.memory_bytes else "does NOT fit"
             yield f"It {fits} into the {self.target.memory_bytes / 1e9:.4g} GB of one {self.target.name}."
-            yield (
-                f"The bound is no time: its kernels one after another at published rates, "
-                f"{self.memory_bound_share or 0:.0%} of it memory and launches."
-            )
+            share = f"{self.memory_bound_share or 0:.0%} of it memory and launches"
+            yield f"The bound is no time: its kernels one after another at published rates, {share}."
         if not self.donated_bytes:
             yield "Nothing is donated: old and new arrays are held at the same time."
         if self.has_unknown_loop:
@@ -143,20 +140,8 @@ class StepReport(_tables.Result):
         yield from (note for dtype, note in _NOTES.items() if dtype in self.flops)
 
 
-def _name(kernel: Kernel) -> str:
-    return kernel.operation if kernel.kind == "library calls" else kernel.kind
-
-
 def _shortened(result: str) -> str:
     return result if len(result) <= 40 else result[:37] + "..."
-
-
-def _totals(pairs: Iterable[tuple[K, int]]) -> dict[K, int]:
-    """Return the sum of the numbers of each name, the largest first."""
-    counts: Counter[K] = Counter()
-    for name, count in pairs:
-        counts[name] += count
-    return dict(counts.most_common())
 
 
 _BYTES: dict[str, Callable[[StepReport], int]] = {
@@ -235,7 +220,8 @@ def step_report(
 
     Raises:
         TypeError: if `step` is not a function.
-        ValueError: if the target is not known, or `donate_argnums` is given for a function of `jax.jit`.
+        ValueError: if the target is not known, no argument holds an array to compile for it, or `donate_argnums` is
+            given for a function of `jax.jit`.
         RuntimeError: if the compiler for the target is not installed, or the backend has no analysis of memory.
 
     Example:
@@ -249,10 +235,10 @@ def step_report(
         raise TypeError(f"`step_report` needs a function, but got {type(step).__name__}.")
     device = target_here() if target is None else get_target(target)
     mesh, context, options = _mesh_of(args), contextlib.nullcontext(), None
-    if target is not None:
-        args, mesh = _placed(args, target_devices(target))
+    if target is not None and device is not None:
+        args, mesh = _placed(args, target_devices(device))
         context = jax.sharding.use_abstract_mesh(mesh.abstract_mesh)  # kernels of Pallas ask it for the device
-        options = {"xla_gpu_autotune_level": "0"} if _platform(device) == "gpu" else None  # nothing can be timed
+        options = None if device.tpu else {"xla_gpu_autotune_level": "0"}  # nothing can be timed
     with context:
         lowered: Any = _lowered(step, args, donate_argnums)
     start = time.perf_counter()
@@ -269,6 +255,7 @@ def report_of(
     if memory is None:
         raise RuntimeError("`step_report`: the backend gives no analysis of memory.")
     program = text.parse(compiled.as_text())
+    float32 = target.float32 if target else "f32" if jax.default_backend() == "cpu" else "tf32"
     return StepReport(
         target=target,
         argument_bytes=memory.argument_size_in_bytes,
@@ -276,15 +263,10 @@ def report_of(
         donated_bytes=memory.alias_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
         code_bytes=memory.generated_code_size_in_bytes,
-        kernels=tuple(programs.kernels(program, target, _FLOAT32.get(_platform(target), "tf32"))),
-        collectives=tuple(programs.collectives(program, mesh_shape or {})),
+        kernels=tuple(programs.kernels(program, target, float32, mesh_shape)),
         has_unknown_loop=programs.has_unknown_loop(program),
         compile_seconds=compile_seconds,
     )
-
-
-def _platform(target: Target | None) -> str:
-    return jax.default_backend() if target is None else "tpu" if target.tpu else "gpu"
 
 
 def _lowered(step: Any, args: Sequence[Any], donate_argnums: int | Sequence[int]) -> jax.stages.Lowered:
@@ -296,10 +278,8 @@ def _lowered(step: Any, args: Sequence[Any], donate_argnums: int | Sequence[int]
     arrays_of = lambda tree: jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, tree)
 
     def of_arrays(*arrays):
-        whole = jax.tree.map(
-            lambda array, leaf: leaf if array is None else array, arrays, args, is_leaf=lambda leaf: leaf is None
-        )
-        return arrays_of(step(*whole))
+        put = lambda array, leaf: leaf if array is None else array
+        return arrays_of(step(*jax.tree.map(put, arrays, args, is_leaf=lambda leaf: leaf is None)))
 
     return jax.jit(of_arrays, donate_argnums=donate_argnums).lower(*arrays_of(args))
 

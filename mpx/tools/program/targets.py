@@ -26,6 +26,7 @@ class Target:
             `cache` and of `shared` memory a core, and its compute `capability`, such as `(9, 0)`.
         tpu: for a TPU, what JAX calls its smallest slice.
         launch_seconds: seconds that each kernel takes at least.
+        float32: how it multiplies float32 numbers unless more is asked for, as in the rows of a report.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Target:
     gpu: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     tpu: str = ""
     launch_seconds: float = 2e-6  # an estimate, not a published figure
+    float32: str = "tf32"
 
     def bound_seconds(self, moved_bytes: int, flops: Mapping[str, int]) -> float:
         """Return what a kernel takes at least: the larger of bytes over bandwidth and FLOPs over rate, and a launch."""
@@ -68,14 +70,15 @@ def _rates(f32: float, tf32: float, bf16: float, f8: float) -> dict[str, float]:
     return {"f32": f32, "tf32": tf32, "bf16": bf16, "f16": bf16, "f8e4m3fn": f8, "f8e5m2": f8}
 
 
+_TPU: dict[str, Any] = {"launch_seconds": 0, "float32": "bf16 (f32)"}
 _HOPPER_RATES = _rates(66.9e12, 494.7e12, 989.4e12, 1978.9e12)
 TARGETS = {
     "a100": Target("A100-SXM4-80GB", 80 * 2**30, 2.039e12, _rates(19.5e12, 156e12, 312e12, 312e12), _AMPERE),
     "h100": Target("H100 80GB HBM3", 80 * 2**30, 3.35e12, _HOPPER_RATES, _HOPPER),
     "h200": Target("H200", 141 * 10**9, 4.8e12, _HOPPER_RATES, _HOPPER),
     "b200": Target("B200", 180 * 10**9, 7.7e12, _rates(75e12, 1100e12, 2250e12, 4500e12), _BLACKWELL),
-    "v5e": Target("TPU v5e", 16 * 2**30, 0.819e12, {"bf16": 197e12}, tpu="v5e:2x2x1", launch_seconds=0),
-    "v6e": Target("TPU v6e", 32 * 2**30, 1.64e12, {"bf16": 918e12}, tpu="v6e:2x2x1", launch_seconds=0),
+    "v5e": Target("TPU v5e", 16 * 2**30, 0.819e12, {"bf16": 197e12}, tpu="v5e:2x2x1", **_TPU),
+    "v6e": Target("TPU v6e", 32 * 2**30, 1.64e12, {"bf16": 918e12}, tpu="v6e:2x2x1", **_TPU),
 }
 
 

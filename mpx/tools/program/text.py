@@ -104,17 +104,17 @@ def parse(text: str) -> tuple[Instruction, ...]:
             body[match["name"]] = Instruction(
                 op=match["op"],
                 shapes=_shapes(match["shapes"]),
-                operands=tuple(body[name] for name in re.findall(r"%([\w.\-]+)", match["operands"])),
-                called=tuple(
-                    computations[name]
-                    for names in _CALLED.findall(match["attributes"])
-                    for name in re.findall(r"%([\w.\-]+)", names)
-                ),
+                operands=tuple(body[name] for name in _names(match["operands"])),
+                called=tuple(computations[name] for name in _names(" ".join(_CALLED.findall(match["attributes"])))),
                 attributes=match["attributes"],
                 source=sources.get(frame[1], "") if frame else "",
                 is_root=bool(match["root"]),
             )
     raise ValueError("This text has no entry computation: it is not a compiled program of XLA.")
+
+
+def _names(text: str) -> list[str]:
+    return re.findall(r"%([\w.\-]+)", text)
 
 
 def _shapes(text: str) -> tuple[Shape, ...]:
