@@ -8,6 +8,7 @@ import dataclasses
 import pathlib
 import sys
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
@@ -296,6 +297,21 @@ def test_wrong_arguments_are_refused():
         step_report(jax.jit(update), W, X, donate_argnums=0)
     with pytest.raises(ValueError, match="`count` must be 1 or more"):
         target_devices("h100", 0)
+
+
+def test_a_step_of_equinox_is_compiled_for_shapes():
+    """`eqx.filter_jit` itself takes shapes for settings of the step, and no arrays."""
+    step = eqx.filter_jit(lambda model, x: model.weight - jax.vmap(model)(x).sum())
+    model = eqx.filter_eval_shape(eqx.nn.Linear, 256, 256, key=jax.eval_shape(lambda: jax.random.key(0)))
+    assert step_report(step, model, X).flops == {"f32": 2 * 64 * 256 * 256}
+
+
+def test_a_step_is_traced_for_the_device_of_the_target(monkeypatch):
+    """Pallas asks the abstract mesh for which device it writes a kernel."""
+    monkeypatch.setattr(sys.modules[StepReport.__module__], "target_devices", lambda target: jax.devices())
+    seen = []
+    step_report(lambda x: seen.append(jax.sharding.get_abstract_mesh().abstract_device) or x, X, target="v5e")
+    assert {device.device_kind for device in seen} == {jax.devices()[0].device_kind}
 
 
 def test_a_step_without_arrays_has_no_device_to_be_compiled_for(monkeypatch):

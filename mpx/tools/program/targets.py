@@ -66,14 +66,15 @@ runtime_version {version}
 """
 
 
-def _rates(f32: float, tf32: float, bf16: float, f8: float) -> dict[str, float]:
-    return {"f32": f32, "tf32": tf32, "bf16": bf16, "f16": bf16, "f8e4m3fn": f8, "f8e5m2": f8}
+def _rates(f32: float, tf32: float, bf16: float, *f8: float) -> dict[str, float]:
+    rates = {"f32": f32, "tf32": tf32, "bf16": bf16, "f16": bf16}
+    return rates | {dtype: rate for rate in f8 for dtype in ("f8e4m3fn", "f8e5m2")}
 
 
 _TPU: dict[str, Any] = {"launch_seconds": 0, "float32": "bf16 (f32)"}
 _HOPPER_RATES = _rates(66.9e12, 494.7e12, 989.4e12, 1978.9e12)
 TARGETS = {
-    "a100": Target("A100-SXM4-80GB", 80 * 2**30, 2.039e12, _rates(19.5e12, 156e12, 312e12, 312e12), _AMPERE),
+    "a100": Target("A100-SXM4-80GB", 80 * 2**30, 2.039e12, _rates(19.5e12, 156e12, 312e12), _AMPERE),
     "h100": Target("H100 80GB HBM3", 80 * 2**30, 3.35e12, _HOPPER_RATES, _HOPPER),
     "h200": Target("H200", 141 * 10**9, 4.8e12, _HOPPER_RATES, _HOPPER),
     "b200": Target("B200", 180 * 10**9, 7.7e12, _rates(75e12, 1100e12, 2250e12, 4500e12), _BLACKWELL),
