@@ -1,5 +1,6 @@
 """Tell whether numbers are finite, and choose between two trees by that."""
 
+import functools
 from typing import Any, TypeVar
 
 import jax
@@ -43,7 +44,7 @@ def _is_finite(leaf: Any) -> jax.Array:
 def select_tree(pred: ArrayLike, a: T, b: T) -> T:
     """Take all leaves from `a` if `pred` is true, else from `b`: bits, signs of zeros and NaN payloads included.
 
-    (But for the payloads of bfloat16 on CPU, which copies bfloat16 through float32 and makes them quiet.)
+    (But for the payloads of bfloat16, which goes through float32: a compiler may make them quiet.)
 
     Args:
         pred: boolean scalar.
@@ -63,7 +64,16 @@ def select_tree(pred: ArrayLike, a: T, b: T) -> T:
         raise _NotABooleanScalarError(
             f"`select_tree`: expected boolean scalar `pred`, but got {pred.dtype}{list(pred.shape)}."
         )
-    return jax.tree.map(lambda x, y: lax.select(pred, x, y), a, b)
+    return jax.tree.map(functools.partial(select, pred), a, b)
+
+
+def select(pred: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+    """Take `x` where `pred` is true, else `y`, two arrays of one shape and dtype; see `select_tree`."""
+    if x.dtype not in (jnp.bfloat16, np.uint16):
+        return lax.select(pred, x, y)
+    # Choose in float32, which holds both exactly. XLA for a TPU writes results of 16 and of 32 bits in one pass over
+    # memory if all of them are float32 before a last conversion; else it runs the step once for each width.
+    return lax.select(pred, x.astype(np.float32), y.astype(np.float32)).astype(x.dtype)
 
 
 class _NotABooleanScalarError(TypeError, AssertionError):

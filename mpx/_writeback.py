@@ -60,5 +60,15 @@ def landing_update(parameter: jax.Array, new: jax.Array, author: str) -> jax.Arr
 
 
 def applied_value(parameter: jax.Array, update: jax.Array) -> jax.Array:
-    """Return what `optax.apply_updates` will make of a bfloat16 or float16 parameter, as float32."""
-    return formats.round_to(parameter.astype(np.float32) + update, parameter.dtype)
+    """Return what `optax.apply_updates` will make of a bfloat16 or float16 parameter, as float32.
+
+    The cast of the sum is written as in `optax.apply_updates`, so that both are one number of the program. What is
+    stored beside a parameter should follow from this number: XLA for a TPU writes two results in one pass over memory
+    if one follows from the other, and else computes the whole step twice.
+    """
+    total = parameter.astype(np.float32) + update
+    if parameter.dtype != jnp.bfloat16:
+        return formats.round_to(total, parameter.dtype)
+    # Widen the integer bits: a compiler may drop a cast to 16 bits and back.
+    bits = lax.bitcast_convert_type(total.astype(jnp.bfloat16), np.uint16)
+    return lax.bitcast_convert_type(bits.astype(np.uint32) << 16, np.float32)

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from mpx import _errors, _trees
 from mpx._dtypes import dtype_or_none
 from mpx._stored.roles import register_state
-from mpx._writeback import landing_update, round_saturating
+from mpx._writeback import applied_value, landing_update, round_saturating
 
 
 @register_state(writes_back="kahan_summation", compensation="compensation")
@@ -94,5 +94,8 @@ def _step(p: jax.Array, compensation: Any, update: jax.Array) -> tuple[jax.Array
     wide = p.astype(np.float32)
     y = update.astype(np.float32) + compensation.astype(np.float32)
     new = round_saturating(wide + y, p.dtype)
-    rest = round_saturating(y - (new - wide), compensation.dtype)
-    return landing_update(p, new, "kahan_summation"), rest.astype(compensation.dtype)
+    update = landing_update(p, new, "kahan_summation")
+    # The same number as `new`; the compensation of bfloat16 must follow from the stored parameter, see `applied_value`.
+    landed = applied_value(p, update) if p.dtype == jnp.bfloat16 else new
+    rest = round_saturating(y - (landed - wide), compensation.dtype)
+    return update, rest.astype(compensation.dtype)

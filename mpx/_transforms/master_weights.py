@@ -10,10 +10,11 @@ import optax
 from jax.typing import DTypeLike
 
 from mpx import _errors, _trees, formats
+from mpx._finite import select
 from mpx._stored.roles import register_state
 from mpx._stored.weights import restore_weight
 from mpx._transforms.float32_world import in_world, require_no_rounding_inside, stable_state, upcast_tree
-from mpx._writeback import landing_update, round_saturating
+from mpx._writeback import applied_value, landing_update, round_saturating
 
 Storage = Literal["full", "split"]
 
@@ -139,10 +140,9 @@ def _step(p: jax.Array, stored: Any, update: jax.Array, new_master: jax.Array) -
     new, low_bits = formats.split_f32(new_master, overflow="largest")
     new = new.astype(np.float32)
     update = landing_update(p, new, "master_weights")
-    # Where the addition cannot reach `new`, these low bits would belong to another weight. Before it is rounded the sum
-    # is another bfloat16 number then; else it is `new`, or its float32 neighbour if `new` is a power of two.
-    beside = (p.astype(np.float32) + update).view(np.uint32) - new.view(np.uint32)
-    return update, jnp.where(beside + 1 <= 2, low_bits, np.uint16(0))
+    # Where the addition cannot reach `new`, these low bits would belong to another weight.
+    landed = applied_value(p, update).view(np.uint32) == new.view(np.uint32)
+    return update, select(landed, low_bits, jnp.zeros_like(low_bits))
 
 
 def _require_single_rounding(params: Any, dtype: np.dtype) -> None:
