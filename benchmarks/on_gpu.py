@@ -5,9 +5,9 @@
     PYTHONPATH=. python -m benchmarks.on_gpu --out second --report
 
 One optimizer step of one recipe, one rung of GPT-2, one file of tests is a unit: it runs in processes of its own, has a
-budget of seconds and does not begin with less time left. One that outlasts its budget is stopped, marked so, and gets
-twice the budget when the command goes on with `--continue`. One that fails, or for which a package is missing, says why
-and stops none of the others; `--again` repeats those that failed.
+budget of seconds, and begins only if half of it is left. One that outlasts it is stopped, marked so, and measured again
+when the command goes on with `--continue`; if its budget was whole, with twice as much. One that fails, or for which a
+package is missing, says why and stops none of the others; `--again` repeats those that failed.
 
 What there is stands in the folder after each unit: a JSON file a part, with the device and its driver, versions and
 date, and `log.txt`. Folders of different devices or versions are not mixed. `--report` prints the tables of
@@ -106,32 +106,38 @@ def measure_units(units: Iterable[Unit], book: Book, bench: ladder.Bench, *, aga
         if known.get("status") == "done" or (known.get("status") == "failed" and not again):
             continue
         missing = [package for package in unit.packages if importlib.util.find_spec(package) is None]
-        budget = unit.seconds * 2 ** known.get("stops", 0)
+        stops = known.get("stops", 0)
+        budget, left = unit.seconds * 2**stops, bench.clock.left() - SPARED
         if missing:
-            left_out = {"status": "left out", "note": f"not installed: {', '.join(missing)}", "seconds": 0, "rows": []}
-            book.keep(unit, left_out | {"table": unit.table}, bench.device)
-        elif bench.clock.left() < budget + SPARED:
+            note = f"not installed: {', '.join(missing)}"
+            entry = {"table": unit.table, "seconds": 0.0, "rows": [], "status": "left out", "note": note}
+        elif left < budget / 2:
             waiting.append(unit)
+            continue
         else:
-            book.keep(unit, measure(unit, bench, budget, known.get("stops", 0)), bench.device)
+            entry = measure(unit, bench, min(budget, left))
+        if entry["status"] == "stopped":
+            waiting.append(unit)
+            entry["stops"] = stops + (budget <= left)
+        book.keep(unit, entry, bench.device)
     return waiting
 
 
-def measure(unit: Unit, bench: ladder.Bench, budget: float, stops: int) -> Result:
-    """Return the entry of a unit: how it ended, how long it took, and its rows."""
+def measure(unit: Unit, bench: ladder.Bench, seconds: float) -> Result:
+    """Return the entry of a unit that may take so long: how it ended, how long it took, and its rows."""
     start = time.monotonic()
     try:
-        answer = unit.measure(dataclasses.replace(bench, setting=dataclasses.replace(bench.setting, timeout=budget)))
+        answer = unit.measure(dataclasses.replace(bench, setting=dataclasses.replace(bench.setting, timeout=seconds)))
     except Exception as error:  # of any kind: what is wrong with one unit must not cost the others
         answer = {"failed": f"{type(error).__name__}: {error}"}
     entry = {"table": unit.table, "seconds": time.monotonic() - start, "rows": answer.get("rows", [answer])}
     if not entry["rows"]:
         return entry | {"status": "left out", "note": "nothing of it can be measured on this device"}
-    if not all("failed" in row for row in entry["rows"]):
+    failures = [row["failed"] for row in entry["rows"] if "failed" in row]
+    if len(failures) < len(entry["rows"]):
         return entry | {"status": "done"}
-    entry["note"] = "; ".join(row["failed"] for row in entry["rows"])
     stopped = any("stopped" in row for row in entry["rows"])
-    return entry | ({"status": "stopped", "stops": stops + 1} if stopped else {"status": "failed"})
+    return entry | {"status": "stopped" if stopped else "failed", "note": "; ".join(failures)}
 
 
 SizeName = enum.StrEnum("SizeName", {name: name for name in SIZES})
