@@ -1,6 +1,5 @@
 """Turn what `benchmarks.on_gpu` has measured into the tables of `benchmarks/RESULTS.md`."""
 
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -38,22 +37,30 @@ def conditions_line(device: Result) -> str:
     return f"Measured on {found['date']} on {found['device']}{driver}, Python {found['python']}, {versions}; {rate}."
 
 
+def grouped(rows: Rows, *names: str) -> Iterator[tuple[Any, Rows]]:
+    """Yield the rows that agree in some values; those of a group need not have been measured one after another."""
+    groups: dict[tuple[Any, ...], Rows] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[name] for name in names), []).append(row)
+    yield from groups.items()
+
+
 def optimizer_sheets(rows: Rows) -> Iterator[Sheet]:
     """Yield the tables of each set of tensors."""
-    for title, group in itertools.groupby(rows, lambda row: row["title"]):
-        yield from optimizer_step.sheets(title, list(group))
+    for (title,), group in grouped(rows, "title"):
+        yield from optimizer_step.sheets(title, group)
 
 
 def torch_sheets(rows: Rows) -> Iterator[Sheet]:
     """Yield the table of each set of tensors."""
-    for title, group in itertools.groupby(rows, lambda row: row["title"]):
-        yield optimizer_step.torch_sheet(title, list(group))
+    for (title,), group in grouped(rows, "title"):
+        yield optimizer_step.torch_sheet(title, group)
 
 
 def autocast_sheets(rows: Rows) -> Iterator[Sheet]:
     """Yield the table of each dtype of parameters."""
-    for (size, params), group in itertools.groupby(rows, lambda row: (row["size"], row["params"])):
-        yield autocast.steps_table(f"autocast, loss and gradient: {size}, parameters {params}", list(group))
+    for (size, params), group in grouped(rows, "size", "params"):
+        yield autocast.steps_table(f"autocast, loss and gradient: {size}, parameters {params}", group)
 
 
 def of_gpt2(rows: dict[str, Rows], device: Result) -> Iterator[Sheet]:
@@ -91,7 +98,7 @@ TABLES: dict[str, Callable[[Rows], Any]] = {
     "Torch's optimizers": torch_sheets,
     "autocast": autocast_sheets,
     "accuracy": lambda rows: [autocast.accuracy_table("autocast, relative errors", rows)],
-    "overhead": lambda rows: [overhead.steps_sheet(rows)],
+    "overhead": overhead.steps_sheets,
     "casts": lambda rows: [overhead.casts_sheet(rows)],
     "training": lambda rows: [main_job.sheet(rows)],
     "curves": lambda rows: [torch_gpt2.curves_table(rows)],

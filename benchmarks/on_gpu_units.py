@@ -23,7 +23,7 @@ class Unit(NamedTuple):
         table: in which it is reported.
         name: among the results of the part.
         measure: makes the result in processes of its own.
-        seconds: after which it is stopped; it does not begin with less time.
+        seconds: after which it is stopped; it does not begin with less than half of them left.
         packages: what it needs.
     """
 

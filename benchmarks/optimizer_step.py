@@ -39,7 +39,7 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -62,7 +62,6 @@ from benchmarks.adamw_by_hand import (
     step_by_hand,
 )
 from benchmarks.adamw_in_torch import torch_times
-from benchmarks.overhead import gpt2_shapes
 from benchmarks.reading import absent_figures, compiled_figures, start_compiler
 from benchmarks.report import SIDES, Sheet, ratio_cells, verdict
 from benchmarks.timing import own, timed_ratio
@@ -355,6 +354,7 @@ def speeds(row: dict[str, Any], bandwidth: float) -> dict[str, Any]:
     """How fast memory was, in GB/s, and how a time compares with that of a copy of as many bytes."""
     found = {f"{side} GB/s": row["bytes"] / row[f"{side} ms"] / 1e6 for side in SIDES}
     found |= {f"{side} / copy": bandwidth / found[f"{side} GB/s"] for side in SIDES}
+    found["copy GB/s"] = bandwidth
     return found | {"copy target": COPY_TARGET, "copy target met": found["mpx / copy"] <= COPY_TARGET}
 
 
@@ -365,6 +365,17 @@ def add_gains(rows: list[dict[str, Any]]) -> None:
         row["times as fast as f32"] = yardstick / row["mpx ms"]
         if row["recipe"] == FASTEST:
             row |= {"speed target": SPEED_TARGET, "speed target met": row["times as fast as f32"] >= SPEED_TARGET}
+
+
+def gpt2_shapes() -> dict[str, tuple[int, ...]]:
+    """The shapes of GPT-2 124M: 148 tensors, 124 million numbers."""
+    block = {
+        "ln_1.w": (768,), "ln_1.b": (768,), "attn.c_attn.w": (768, 2304), "attn.c_attn.b": (2304,),
+        "attn.c_proj.w": (768, 768), "attn.c_proj.b": (768,), "ln_2.w": (768,), "ln_2.b": (768,),
+        "mlp.c_fc.w": (768, 3072), "mlp.c_fc.b": (3072,), "mlp.c_proj.w": (3072, 768), "mlp.c_proj.b": (768,),
+    }  # fmt: skip
+    shapes = {"wte": (50257, 768), "wpe": (1024, 768), "ln_f.w": (768,), "ln_f.b": (768,)}
+    return shapes | {f"h.{i}.{name}": shape for i in range(12) for name, shape in block.items()}
 
 
 def make_shapes(tensors: str, scale: int) -> Shapes:
@@ -387,15 +398,14 @@ def sheets(title: str, rows: list[dict[str, Any]]) -> list[Sheet]:
     found = [Sheet(title, [{"recipe": row["recipe"]} | ratio_cells(row) for row in rows])]
     if all("mpx GB/s" in row for row in rows):
         found += [Sheet(f"{title}: memory and launches", list(map(memory_cells, rows)))]
-    differing = [{"recipe": row["recipe"]} | cells for row in rows for cells in differing_cells(row["results"])]
-    caption = "" if differing else f"After {BITS_STEPS} steps of all recipes no number differs."
-    return [*found, Sheet(f"{title}: what differs after {BITS_STEPS} steps", differing, caption)]
+    return [*found, differing_sheet(f"{title}: what differs after {BITS_STEPS} steps", rows, "recipe")]
 
 
 def memory_cells(row: dict[str, Any]) -> dict[str, str]:
     """Times beside that of a copy and beside the float32 step, and those of steps that are waited for one by one."""
     cells = {"recipe": row["recipe"]} | {f"GB/s {side}": f"{row[f'{side} GB/s']:.0f}" for side in SIDES}
     cells |= {f"{side} / copy": f"{row[f'{side} / copy']:.2f}" for side in SIDES}
+    cells["copy, GB/s"] = f"{row['copy GB/s']:.0f}"
     cells["target"] = f"at most {COPY_TARGET}: {verdict(row['copy target met'])}"
     speed = f", at least {SPEED_TARGET}: {verdict(row['speed target met'])}" if "speed target" in row else ""
     cells["times as fast as f32"] = f"{row['times as fast as f32']:.2f}{speed}"
@@ -404,13 +414,22 @@ def memory_cells(row: dict[str, Any]) -> dict[str, str]:
     return cells
 
 
-def differing_cells(results: dict[str, dict[str, Any]]) -> Iterator[dict[str, str]]:
-    """What differs between the results by hand and with mpx."""
-    size = lambda found, key: "" if found[key] is None else f"{found[key]:.1e}"
-    for name, found in results.items():
-        if found["differ"]:
-            cells = {"numbers": name, "differ": f"{found['differ']:,}", "of": f"{found['of']:,}"}
-            yield cells | {key: size(found, key) for key in ("largest relative difference", "largest difference")}
+def differing_sheet(title: str, rows: list[dict[str, Any]], name: str) -> Sheet:
+    """What differs between the results by hand and with mpx; `name` is the key of what a row is called."""
+    cells = [
+        {name: row[name], "numbers": kind} | differing_cells(found)
+        for row in rows
+        for kind, found in row["results"].items()
+        if found["differ"]
+    ]
+    return Sheet(title, cells, "" if cells else "Nothing differs.")
+
+
+def differing_cells(found: dict[str, Any]) -> dict[str, str]:
+    """How much of a kind of numbers differs."""
+    size = lambda key: "" if found[key] is None else f"{found[key]:.1e}"
+    cells = {"differ": f"{found['differ']:,}", "of": f"{found['of']:,}"}
+    return cells | {key: size(key) for key in ("largest relative difference", "largest difference")}
 
 
 def torch_sheet(title: str, rows: list[dict[str, Any]]) -> Sheet:

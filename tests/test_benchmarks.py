@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from benchmarks import adamw_by_hand, autocast, optimizer_step
-from benchmarks.overhead import gpt2_shapes
 from tests.autocast.helpers import contractions
 from tests.helpers import cases, unfused
 
@@ -96,7 +95,7 @@ def test_speeds_are_judged_by_bytes_and_beside_the_float32_step():
 def test_the_tensors_are_those_of_gpt2():
     """124,439,808 is what its authors' checkpoint has; `--scale` divides the rows of matrices, but not biases."""
     shapes = optimizer_step.make_shapes("gpt2", 1)
-    assert shapes == gpt2_shapes()
+    assert shapes == optimizer_step.gpt2_shapes()
     assert len(shapes) == 148
     assert sum(map(math.prod, shapes.values())) == 124_439_808
     smaller = optimizer_step.make_shapes("gpt2", 16)

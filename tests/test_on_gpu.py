@@ -173,6 +173,7 @@ def test_an_optimizer_step_is_measured_and_reported():
     printed = markdown(rows_of("optimizer", "one: f32", "one: full"))
     assert "one: 1 tensors, 262,144 parameters" in printed
     assert "at most 1.03" in printed
+    assert "Nothing differs." in printed
 
 
 def test_tests_are_run_and_those_that_fail_are_named(tmp_path):
