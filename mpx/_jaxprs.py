@@ -4,11 +4,13 @@
 that change in place each follow values of their own kind: they differ in the rule that they give to `propagate`.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 from jax.extend import core as jex_core
+from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn
 
 T = TypeVar("T")
@@ -116,6 +118,33 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
         consts, carry, _ = eqn.params["ft_in"].unpack()
         return len(consts), len(carry)
     return eqn.params["num_consts"], eqn.params["num_carry"]
+
+
+# ---- running equations -----------------------------------------------------------------------------------------------
+
+
+def run_equations(program: jex_core.Jaxpr, eqns: list[JaxprEqn], values: dict[Any, Any]) -> None:
+    """Run equations as they were traced, and add their results to the values.
+
+    As a jaxpr of their own: that keeps custom derivatives, effects, names and source lines, with public functions only.
+    """
+    if not eqns:
+        return
+    inside = dict.fromkeys(v for eqn in eqns for v in eqn.outvars if not isinstance(v, jex_core.DropVar))
+    invars = list(dict.fromkeys(v for eqn in eqns for v in eqn.invars if not is_literal(v) and v not in inside))
+    outvars = list(inside)
+    effects = set().union(*[eqn.effects for eqn in eqns])
+    part = program.replace(constvars=[], invars=invars, outvars=outvars, eqns=eqns, effects=effects)
+    results = jex_core.jaxpr_as_fun(closed_jaxpr(part))(*[values[v] for v in invars])
+    values.update(zip(outvars, results, strict=True))
+
+
+@contextlib.contextmanager
+def at_the_place_of(eqn: JaxprEqn) -> Iterator[None]:
+    """Give operations that are bound inside the source line, the name stack and the context of an equation."""
+    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
+        yield
 
 
 # ---- following values through a program -----------------------------------------------------------------------------

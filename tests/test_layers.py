@@ -16,7 +16,7 @@ ROOMS = [
     {"mpx._policy", "mpx._loss_scale", "mpx._writeback"},
     {"mpx._stored"},
     {"mpx._autocast", "mpx._transforms"},
-    {"mpx._gradients", "mpx._recipes", "mpx._parallel", "mpx._inspect"},
+    {"mpx._gradients", "mpx._recipes", "mpx._parallel", "mpx._inspect", "mpx._fused"},
     {"mpx.tools.plan", "mpx.tools.monitor"},
     {"mpx.monitor"},
     {"mpx.tools.advise", "mpx.tools.doctor", "mpx.tools.program"},

@@ -1,21 +1,29 @@
 """Run a plan: each equation as it was traced, or in the compute dtype, in the place where the user wrote it."""
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import core as jex_core
-from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn
 from jax.extend.core.primitives import convert_element_type_p
 
 from mpx._autocast import contraction
 from mpx._autocast.control_flow import HANDLERS
 from mpx._autocast.plan import CastPlan, Settings, Step
-from mpx._jaxprs import CONTRACTIONS, ELEMENTWISE, closed_jaxpr, constants_of, dtype_of, is_literal, open_jaxpr
+from mpx._jaxprs import (
+    CONTRACTIONS,
+    ELEMENTWISE,
+    at_the_place_of,
+    closed_jaxpr,
+    constants_of,
+    dtype_of,
+    is_literal,
+    open_jaxpr,
+    run_equations,
+)
 
 
 def run(plan: CastPlan, operands: Sequence[Any], settings: Settings) -> list[Any]:
@@ -31,12 +39,12 @@ def run(plan: CastPlan, operands: Sequence[Any], settings: Settings) -> list[Any
         if step.action == "keep":
             kept.append(step.eqn)
             continue
-        _run_kept(program, kept, values)
+        run_equations(program, kept, values)
         kept = []
-        with _at_the_place_of(step.eqn):
+        with at_the_place_of(step.eqn):
             results = _run_step(step, [read(v) for v in step.eqn.invars], settings)
         values.update(zip(step.eqn.outvars, results, strict=True))
-    _run_kept(program, kept, values)
+    run_equations(program, kept, values)
     return [read(v) for v in program.outvars]
 
 
@@ -76,27 +84,3 @@ def _as_traced(x: Any, v: Any) -> Any:
     if not v.aval.weak_type:
         return lax.convert_element_type(x, dtype_of(v))
     return convert_element_type_p.bind(x, new_dtype=dtype_of(v), weak_type=True, sharding=None)
-
-
-def _run_kept(program: jex_core.Jaxpr, eqns: list[JaxprEqn], values: dict[Any, Any]) -> None:
-    """Run equations as they were traced, and add their results to the values.
-
-    As a jaxpr of their own: that keeps custom derivatives, effects, names and source lines, with public functions only.
-    """
-    if not eqns:
-        return
-    inside = dict.fromkeys(v for eqn in eqns for v in eqn.outvars if not isinstance(v, jex_core.DropVar))
-    invars = list(dict.fromkeys(v for eqn in eqns for v in eqn.invars if not is_literal(v) and v not in inside))
-    outvars = list(inside)
-    effects = set().union(*[eqn.effects for eqn in eqns])
-    part = program.replace(constvars=[], invars=invars, outvars=outvars, eqns=eqns, effects=effects)
-    results = jex_core.jaxpr_as_fun(closed_jaxpr(part))(*[values[v] for v in invars])
-    values.update(zip(outvars, results, strict=True))
-
-
-@contextlib.contextmanager
-def _at_the_place_of(eqn: JaxprEqn) -> Iterator[None]:
-    """Give operations that are bound inside the source line, the name stack and the context of an equation."""
-    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
-        yield

@@ -1,0 +1,1 @@
+"""The step of an optimizer, one kernel a leaf."""

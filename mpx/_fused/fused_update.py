@@ -1,0 +1,205 @@
+"""`fused_update`: compute the whole step of an optimizer in one kernel a leaf."""
+
+import dataclasses
+import functools
+import importlib.util
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.extend import core as jex_core
+
+from mpx import _errors, _trees
+from mpx._fused.kernels import in_one_kernel
+from mpx._fused.partition import Leaf, Partition, Var
+from mpx._fused.program import flatten
+from mpx._fused.schedule import SMALL, groups_of, run
+from mpx._jaxprs import is_literal
+from mpx._tables import Result, Table
+
+
+def fused_update(tx: optax.GradientTransformation, *, interpret: bool = False) -> "FusedUpdate":
+    """Compute `tx.update` and `optax.apply_updates` together, on a GPU in one kernel for each large leaf.
+
+    XLA computes most optimizers so by itself. It does not for moments in 8-bit blocks: the scale of a block must be
+    known before its codes, so that it writes both moments in float32 and reads them again. Here each kernel holds whole
+    blocks and does the whole step on them, whatever the optimizer is, as long as it treats each element by itself.
+    State and parameters are written in place, so donate them.
+
+    What all elements share runs outside of the kernels, before them: counts, schedules, the loss scale, norms for
+    clipping. So do random bits. A leaf that an optimizer treats otherwise (sums along an axis, a matrix product, a
+    sort) is left to XLA; `plan` says which and why. Small leaves share kernels.
+
+    Kernels are Pallas', compiled by Triton. Without a GPU, and in a program that is sharded over several devices
+    outside of `jax.shard_map`, XLA runs the same computation: two passes over what is kept in blocks, all else as
+    `tx.update` does it.
+
+    Args:
+        tx: any Optax transformation, with the wrappers of mpx in it or around it.
+        interpret: whether to run the kernels without a GPU, slowly, for tests.
+
+    Returns:
+        A function `step(grads, opt_state, params, **extra_args)` that returns the new parameters and the new state:
+        the same bits as without it. Call it inside of `jax.jit`. It is not differentiable. Its method `plan` says what
+        becomes of each leaf.
+
+    Raises:
+        TypeError: if `tx` is not a transformation. The step raises what `tx.update` raises, before any kernel runs.
+
+    Example:
+        >>> moments = {"mu": Blockwise8bit(), "nu": Blockwise8bit()}
+        >>> tx = mixed_precision(low_precision_state(optax.adamw(1e-3), moments), "params=bf16,compute=bf16")
+        >>> params = {"w": jnp.ones((64, 256), jnp.bfloat16), "b": jnp.ones(100, jnp.bfloat16)}
+        >>> grads, step = jax.tree.map(jnp.zeros_like, params), fused_update(tx)
+        >>> params, opt_state = jax.jit(step, donate_argnums=(1, 2))(grads, tx.init(params), params)
+        >>> print(step.plan(params))
+        leaf  elements  runs in  bytes an element  why
+        b          100  XLA                        its 100 elements cannot be divided into rows of 128
+        w       16,384  a kernel            14.06
+    """
+    return FusedUpdate(_errors.as_transformation(tx, "fused_update"), bool(interpret))
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedUpdate:
+    """The step of an optimizer that `fused_update` returns."""
+
+    tx: optax.GradientTransformationExtraArgs
+    interpret: bool = False
+
+    def __call__(self, grads: Any, opt_state: Any, params: Any, **extra_args: Any) -> tuple[Any, Any]:
+        """Return the new parameters and the new state."""
+        program, values, tree = _traced(self.tx, grads, opt_state, params, extra_args)
+        backend = "interpret" if self.interpret else _backend()
+        partition = Partition(program)
+        groups = groups_of([leaf.part for leaf in partition.leaves if leaf.part], backend)
+        counts = len(jax.tree.leaves(params)), len(jax.tree.leaves(opt_state))
+        in_place = _in_place(program, partition, *counts)
+        return jax.tree.unflatten(tree, run(program, values, partition, groups, in_place, backend))
+
+    def plan(self, params: Any, grads: Any = None) -> "FusedPlan":
+        """Return what becomes of each leaf.
+
+        Args:
+            params: the parameters, or their shapes.
+            grads: the gradients, or their shapes; None: like the parameters.
+        """
+        params = _trees.shapes_of(params)
+        grads = params if grads is None else _trees.shapes_of(grads)
+        opt_state = jax.eval_shape(self.tx.init, params)
+        program, _, _ = _traced(self.tx, grads, opt_state, params, {})
+        partition = Partition(program)
+        of_output = {v: leaf for leaf in partition.leaves for v in leaf.outputs}
+        names = _trees.path_names(params)
+        rows = [
+            _row(names[path], p, of_output.get(partition.resolved(v)))
+            for (path, p), v in zip(_trees.leaves_by_path(params).items(), program.outvars, strict=False)
+        ]
+        return FusedPlan(tuple(rows))
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedRow:
+    """What becomes of one leaf.
+
+    Attributes:
+        path: of the parameter.
+        size: its elements.
+        runs: `"a kernel"`, `"a kernel with others"`, or `"XLA"`.
+        moved_bytes: bytes that its kernel reads and writes; None for XLA.
+        reason: why it is left to XLA; empty if it is not.
+    """
+
+    path: str
+    size: int
+    runs: str
+    moved_bytes: int | None
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedPlan(Result):
+    """What becomes of each leaf; prints as a table."""
+
+    rows: tuple[FusedRow, ...]
+
+    def _parts(self) -> Iterable[Table | str]:
+        header = ("leaf", "elements", "runs in", "bytes an element", "why")
+        moved = lambda row: "" if row.moved_bytes is None else f"{row.moved_bytes / row.size:.2f}"
+        lines = [(row.path, f"{row.size:,}", row.runs, moved(row), row.reason) for row in self.rows]
+        return [Table("", (header, *lines), right=(1, 3))]
+
+
+def _row(path: str, p: Any, leaf: Leaf | None) -> FusedRow:
+    size = int(np.prod(p.shape))
+    if leaf is None or leaf.part is None:
+        return FusedRow(path, size, "XLA", None, leaf.reason if leaf else "its elements are not computed one by one")
+    part = leaf.part
+    moved = sum(v.aval.size * v.aval.dtype.itemsize for v in (*part.arrays, *part.outputs))
+    shared = part.size < SMALL and not part.reductions
+    return FusedRow(path, size, "a kernel with others" if shared else "a kernel", moved, "")
+
+
+def _traced(tx: Any, grads: Any, opt_state: Any, params: Any, extra_args: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """Return the step without calls, the values of its inputs and constants, and the structure of its results."""
+
+    def update(grads, opt_state, params):
+        updates, new_state = tx.update(grads, opt_state, params, **extra_args)
+        return optax.apply_updates(params, updates), new_state
+
+    given = (grads, opt_state, params)
+    jaxpr, results = jax.make_jaxpr(update, return_shape=True)(*given)
+    program, constants = flatten(jaxpr)
+    values = constants | dict(zip(program.invars, jax.tree.leaves(given), strict=True))
+    return program, values, jax.tree.structure(results)
+
+
+def _in_place(program: jex_core.Jaxpr, partition: Partition, of_params: int, of_state: int) -> dict[Var, Var]:
+    """Return what may be written over what: new parameters over old ones, and a new state over the old one."""
+    inputs = program.invars
+    old = inputs[len(inputs) - of_params :] + inputs[len(inputs) - of_params - of_state : len(inputs) - of_params]
+    pairs = zip(old, map(partition.resolved, program.outvars), strict=True)
+    type_of = lambda v: (v.aval.shape, v.aval.dtype)
+    return {v: new for v, new in pairs if not is_literal(new) and type_of(v) == type_of(new)}
+
+
+# Which backend runs the parts.
+
+
+def _backend() -> str:
+    """Return `"kernel"`, `"xla"`, or `"either"` if it turns out when the program is compiled."""
+    is_sharded = jax.device_count() > 1 and not jax.sharding.get_abstract_mesh().manual_axes
+    if is_sharded:
+        return "xla"  # it must be free to divide arrays among devices, which it cannot do with a kernel
+    if jax.default_backend() == "gpu":
+        return "kernel" if _kernels_work() else "xla"
+    has_compiler = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+    return "either" if has_compiler else "xla"
+
+
+@functools.cache
+def _kernels_work() -> bool:
+    """Return whether a small kernel compiles on this GPU and gives the right numbers; warn once if it does not."""
+
+    def scaled(x):
+        blocks = x.reshape(-1, 256)
+        return (blocks / jnp.max(blocks, axis=1, keepdims=True)).reshape(x.shape)
+
+    x = np.arange(1, 16 * 256 + 1, dtype=np.float32).reshape(16, 256)
+    part = Partition(flatten(jax.make_jaxpr(scaled)(x))[0]).leaves[0].part
+    assert part is not None
+    try:
+        (result,) = jax.jit(lambda x: in_one_kernel(part, {}, False, [x], [])).lower(x).compile()(x)
+        np.testing.assert_allclose(result, x / x.max(axis=1, keepdims=True), rtol=1e-6)
+    except Exception as error:  # of many types, none of which is a reason to stop a training run
+        warnings.warn(
+            f"mpx: kernels of Pallas do not run on this GPU, so `fused_update` leaves its work to XLA, in two passes. "
+            f"{type(error).__name__}: {error}",
+            stacklevel=2,
+        )
+        return False
+    return True

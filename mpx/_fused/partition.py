@@ -1,0 +1,246 @@
+"""Find the part of a step that belongs to each leaf and can run on one tile of the leaf at a time.
+
+A leaf is a parameter with all that is computed from its elements, each from those at its place: gradient, moments,
+masters. The scales of blocks belong to it too: one number for a run of elements. What all elements share (counts,
+schedules, norms, the loss scale) is computed outside and given to the part, and so are random bits.
+
+A sum over elements that ends in a scalar may read anything of a leaf: XLA computes for itself what it adds up.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Hashable, Iterable
+from typing import Any, NamedTuple
+
+from jax.extend import core as jex_core
+from jax.extend.core import JaxprEqn
+
+from mpx._jaxprs import ELEMENTWISE, EXCHANGES, POSITIONAL, dtype_of, is_literal
+
+Var = Any  # a variable of a program: `jax.extend.core.Var`, whose types know less than it does
+
+TILE = 2048  # elements that one program of a kernel works on
+_NARROWEST = 128  # elements of a row: a GPU reads shorter ones in crumbs
+_RESHAPES = {"reshape", "squeeze"}
+BLOCK_REDUCTIONS = {"reduce_max", "reduce_min", "reduce_and", "reduce_or"}  # the same bits in any order
+_COLLECTIVES = EXCHANGES | {"psum", "psum_invariant", "reduce_scatter"}
+# What may be computed outside for each element of a leaf.
+_SOURCES = POSITIONAL | _COLLECTIVES | {"dynamic_slice"}
+_PLACEMENTS = {"copy_p", "device_put", "layout_constraint", "reshard", "sharding_constraint"}
+_DTYPES = {"bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "bfloat16", "float16", "float32"}
+
+
+class Part(NamedTuple):
+    """The part of a step that belongs to one leaf, as a program on rows of it."""
+
+    arrays: list[Var]  # what it reads of each element or block
+    scalars: list[Var]
+    equations: list[JaxprEqn]
+    outputs: list[Var]
+    size: int  # elements of the leaf
+    width: int  # elements of a row: those of the largest block, or as many as divide the leaf
+    reductions: list[Var]  # what is known only when a whole block has been read, such as its scale
+
+
+class Leaf(NamedTuple):
+    """What a step computes of one leaf: in a part, or else for which reason as it stands."""
+
+    outputs: list[Var]
+    part: Part | None
+    reason: str
+
+
+def _shape_of(v: Any) -> tuple[int, ...]:
+    return getattr(v.aval, "shape", ())
+
+
+def size_of(v: Any) -> int:
+    """Return the number of elements of a value; 1 for what is no array."""
+    return math.prod(_shape_of(v))
+
+
+class Partition:
+    """The leaves of a program without calls."""
+
+    def __init__(self, program: jex_core.Jaxpr):
+        self._producer = {v: (i, eqn) for i, eqn in enumerate(program.eqns) for v in eqn.outvars}
+        self.same: dict[Var, Any] = {}  # what a barrier returns, and what it was given
+        self._uniform: set[Var] = set()  # arrays whose elements are equal
+        self._parent: dict[Var, Var] = {}
+        self._mixed: dict[Var, set[str]] = defaultdict(set)
+        sent = [v for eqn in program.eqns for v in self._add(eqn)]
+        wanted: dict[Var, dict[Var, None]] = defaultdict(dict)
+        for v in map(self.resolved, (*program.outvars, *sent)):
+            if not is_literal(v) and size_of(v) > 1 and self._is_inside(v):
+                wanted[self._leaf_of(v)][v] = None
+        mixed = {self._leaf_of(v): names for v, names in self._mixed.items()}
+        self.leaves = [self._as_leaf(list(outputs), mixed.get(leaf)) for leaf, outputs in wanted.items()]
+
+    def resolved(self, v: Any) -> Any:
+        """Return the value that a barrier returns as this one."""
+        while not is_literal(v) and v in self.same:
+            v = self.same[v]
+        return v
+
+    def sends(self, eqn: JaxprEqn) -> bool:
+        """Return whether an equation sends arrays to other devices: it takes them from the kernels that made them."""
+        return eqn.primitive.name in _COLLECTIVES and any(size_of(v) > 1 for v in eqn.outvars)
+
+    def _add(self, eqn: JaxprEqn) -> list[Var]:
+        """Take an equation into account; return the values in it that go to other devices."""
+        name, results = eqn.primitive.name, [v for v in eqn.outvars if size_of(v) > 1]
+        if name == "optimization_barrier":
+            self.same.update(zip(eqn.outvars, eqn.invars, strict=True))
+            return []
+        operands = [self.resolved(v) for v in eqn.invars if not is_literal(v)]
+        varied = [v for v in operands if size_of(v) > 1 and v not in self._uniform]
+        if not results:
+            return []
+        if _keeps_places(eqn):
+            if not varied:
+                self._uniform.update(results)
+            for v in (*varied, *results) if varied else ():
+                self._parent[self._leaf_of(v)] = self._leaf_of(varied[0])
+        elif self.sends(eqn):
+            return varied
+        else:
+            for v in filter(self._is_inside, varied):
+                self._mixed[v].add(name)
+        return []
+
+    def _leaf_of(self, v: Var) -> Var:
+        """Return the array that stands for all arrays of the same leaf."""
+        path = [v]
+        while (up := self._parent.get(path[-1], path[-1])) != path[-1]:
+            path.append(up)
+        self._parent.update(dict.fromkeys(path, path[-1]))
+        return path[-1]
+
+    def _is_inside(self, v: Var) -> bool:
+        """Return whether an array is computed from others of its leaf."""
+        return v in self._producer and v not in self._uniform and _keeps_places(self._producer[v][1])
+
+    def _as_leaf(self, outputs: list[Var], mixed: set[str] | None) -> Leaf:
+        part = self._part(outputs)
+        reason = self._why_not(part, mixed or set())
+        return Leaf(outputs, None if reason else part, reason)
+
+    def _part(self, outputs: list[Var]) -> Part:
+        found: dict[int, JaxprEqn] = {}
+        arrays: dict[Var, None] = {}
+        scalars: dict[Var, None] = {}
+        outputs = sorted(outputs, key=lambda v: self._producer[v][0])  # the same order for all leaves
+        waiting = list(reversed(outputs))
+        while waiting:
+            v = self.resolved(waiting.pop())
+            if is_literal(v):
+                continue
+            if size_of(v) <= 1:
+                scalars[v] = None
+            elif v in self._uniform or self._is_inside(v):
+                i, eqn = self._producer[v]
+                if i not in found:
+                    found[i] = eqn
+                    waiting += reversed(eqn.invars)
+            else:
+                arrays[v] = None
+        equations = [
+            eqn.replace(invars=[self.resolved(v) for v in eqn.invars])
+            for _, eqn in sorted(found.items(), key=lambda x: x[0])
+        ]
+        sizes = {
+            size_of(v) for v in (*arrays, *(v for eqn in equations for v in eqn.outvars)) if v not in self._uniform
+        }
+        size, smallest = max(sizes), min(sizes - {1}, default=1)
+        reductions = [eqn.outvars[0] for eqn in equations if eqn.primitive.name in BLOCK_REDUCTIONS]
+        width = size // smallest if smallest < size else math.gcd(size, TILE)
+        return Part(list(arrays), list(scalars), equations, outputs, size, width, reductions)
+
+    def _why_not(self, part: Part, mixed: Iterable[str]) -> str:
+        """Return why a part cannot run on tiles; nothing if it can."""
+        variables = {v for eqn in part.equations for v in (*eqn.invars, *eqn.outvars) if not is_literal(v)}
+        variables |= {*part.arrays}
+        blocks = {part.size / size_of(v) for v in variables if size_of(v) > 1 and v not in self._uniform}
+        sources = {self._producer[v][1].primitive.name for v in part.arrays if v in self._producer}
+        dtypes = {str(dtype_of(v)) for v in variables}
+        if mixed:
+            return f"elements are mixed by {_names(mixed)}"
+        if sources - _SOURCES:
+            return f"arrays come from {_names(sources - _SOURCES)}"
+        if dtypes - _DTYPES:
+            return f"kernels do not compute in {_names(dtypes - _DTYPES)}"
+        if any(v.aval.dtype == bool for v in (*part.arrays, *part.outputs)):
+            return "kernels do not read or write `bool`"
+        if not all(block == int(block) and _is_power_of_two(int(block)) for block in blocks):
+            return "its blocks are not powers of two"
+        if part.reductions and part.width > TILE:
+            return f"its blocks have more than {TILE} elements"
+        if part.width < _NARROWEST:
+            return f"its {part.size} elements cannot be divided into rows of {_NARROWEST}"
+        if self._waits_for_itself(part):
+            return "it needs what other devices make of its own results"
+        return ""
+
+    def _waits_for_itself(self, part: Part) -> bool:
+        """Return whether an array that a part reads is computed from what the part returns."""
+        own = {v for eqn in part.equations for v in eqn.outvars}
+        seen: set[Var] = set()
+        waiting = [v for v in part.arrays if v in self._producer]
+        while waiting:
+            v = waiting.pop()
+            if v in own:
+                return True
+            if v not in seen and v in self._producer:
+                seen.add(v)
+                waiting += [operand for operand in self._producer[v][1].invars if not is_literal(operand)]
+        return False
+
+
+def _keeps_places(eqn: JaxprEqn) -> bool:
+    """Return whether elements stay in order: at their places, or one for each block of neighbours."""
+    name, result = eqn.primitive.name, _shape_of(eqn.outvars[0])
+    shapes = [_shape_of(v) for v in eqn.invars if size_of(v) > 1]
+    if name in ELEMENTWISE - _PLACEMENTS:
+        return len(eqn.outvars) == 1 and all(_are_first(range(len(result)), shape, result) for shape in shapes)
+    if name in _RESHAPES:
+        return eqn.params.get("dimensions") is None or name == "squeeze"
+    if name == "broadcast_in_dim":
+        return not shapes or _are_first(eqn.params["broadcast_dimensions"], shapes[0], result)
+    if name in BLOCK_REDUCTIONS and shapes:
+        kept = [i for i in range(len(shapes[0])) if i not in eqn.params["axes"]]
+        return math.prod(result) > 1 and _are_first(kept, result, shapes[0])
+    return False
+
+
+def _are_first(places: Iterable[int], small: tuple[int, ...], large: tuple[int, ...]) -> bool:
+    """Return whether the axes of the smaller array are those of the larger one, at these places, before all others."""
+    kept = {place: size for place, size in zip(places, small, strict=True) if size > 1}  # axes of 1 are repeated
+    others = [i for i, size in enumerate(large) if size > 1 and i not in kept]
+    return all(large[i] == size for i, size in kept.items()) and (not kept or not others or max(kept) < min(others))
+
+
+def _is_power_of_two(n: int) -> bool:
+    return n > 0 and n & (n - 1) == 0
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(names))
+
+
+def signature(part: Part) -> Hashable:
+    """Return what is equal for parts that one kernel can run, if their sizes are equal too."""
+    names: dict[Var, int] = {}
+    name = lambda v: (str(v.val), str(v.aval.dtype)) if is_literal(v) else names.setdefault(v, len(names))
+    type_of = lambda v: (name(v), part.size // size_of(v) if size_of(v) > 1 else 0, str(v.aval.dtype))
+    inputs = [type_of(v) for v in (*part.arrays, *part.scalars)]
+    equations = [
+        (eqn.primitive.name, *map(name, eqn.invars), type_of(eqn.outvars[0]), _settings(eqn)) for eqn in part.equations
+    ]
+    return part.width, tuple(inputs), tuple(equations), tuple(map(name, part.outputs))
+
+
+def _settings(eqn: JaxprEqn) -> str:
+    """Return the parameters of an equation that do not follow from its types."""
+    if eqn.primitive.name in _RESHAPES | BLOCK_REDUCTIONS | {"broadcast_in_dim"}:
+        return ""
+    return str(sorted((name, str(value)) for name, value in eqn.params.items()))

@@ -1,0 +1,132 @@
+"""Run a step: the parts of its leaves by kernels, or in two passes of XLA; all else as it stands."""
+
+import functools
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend import core as jex_core
+from jax.extend.core import JaxprEqn
+
+from mpx._fused.kernels import in_a_kernel_together, in_one_kernel, in_two_passes, most_together
+from mpx._fused.partition import Part, Partition, Var, signature
+from mpx._fused.tile import columns
+from mpx._jaxprs import is_literal, run_equations
+
+SMALL = 2**16  # elements: what is smaller takes a GPU less time than the start of a kernel
+
+Group = Sequence[Part]  # what one kernel computes
+
+
+def run(
+    program: jex_core.Jaxpr,
+    values: Mapping[Var, Any],
+    partition: Partition,
+    groups: list[Group],
+    in_place: Mapping[Var, Var],
+    backend: str,
+) -> list[Any]:
+    """Return the results of a program without calls.
+
+    Args:
+        program: the step.
+        values: of its inputs and constants.
+        partition: of the program.
+        groups: the parts that run by themselves, those together that one kernel computes.
+        in_place: outputs of the program that may be written over inputs.
+        backend: what runs the parts, see `run_group`.
+    """
+    values = dict(values)
+    waiting = _needed(program, partition, groups)
+    compiled: dict[Hashable, Any] = {}
+    while waiting or groups:
+        ready, waiting = _split_ready(waiting, values)
+        run_equations(program, ready, values)
+        later = []
+        for group in groups:
+            if all(v in values for part in group for v in (*part.arrays, *part.scalars)):
+                values |= _run_group(group, values, in_place, backend, compiled)
+            else:
+                later.append(group)
+        groups = later
+    results: list[Any] = [v if is_literal(v) or v in values else partition.resolved(v) for v in program.outvars]
+    return [v.val if is_literal(v) else values[v] for v in results]
+
+
+def groups_of(parts: Sequence[Part], backend: str) -> list[Group]:
+    """Return the parts that do not run as they stand: each large one, and small ones together that are alike."""
+    if backend == "xla":  # which fuses by itself what has no blocks
+        return [[part] for part in parts if part.reductions]
+    alike: dict[Hashable, list[Part]] = defaultdict(list)
+    for part in parts:
+        if part.size < SMALL and not part.reductions:
+            alike[signature(part._replace(width=0)), tuple(part.scalars)].append(part)
+    groups: list[Group] = [[part] for part in parts if part.size >= SMALL or part.reductions]
+    for small in alike.values():
+        most = most_together(small[0])
+        small.sort(key=lambda part: part.size)  # groups of equal sizes share a kernel
+        groups += [small[i : i + most] for i in range(0, len(small), most)]
+    return groups
+
+
+def _needed(program: jex_core.Jaxpr, partition: Partition, groups: Sequence[Group]) -> list[JaxprEqn]:
+    """Return the equations that run as they stand, in order: they lead to inputs of parts, or to other results."""
+    given = {v for group in groups for part in group for v in part.outputs}
+    wanted = {v for group in groups for part in group for v in (*part.arrays, *part.scalars)}
+    wanted |= {v for v in program.outvars if not is_literal(v) and partition.resolved(v) not in given}
+    found = []
+    for eqn in reversed(program.eqns):
+        if any(v in wanted for v in eqn.outvars):
+            found.append(eqn)
+            sent = given if partition.sends(eqn) else ()
+            wanted.update(v for v in eqn.invars if not is_literal(v) and partition.resolved(v) not in sent)
+    return found[::-1]
+
+
+def _split_ready(eqns: Sequence[JaxprEqn], values: Mapping[Var, Any]) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
+    """Return the equations whose operands are known, or are results of others before them; and all others."""
+    ready, later, known = [], [], set(values)
+    for eqn in eqns:
+        if all(is_literal(v) or v in known for v in eqn.invars):
+            ready.append(eqn)
+            known.update(eqn.outvars)
+        else:
+            later.append(eqn)
+    return ready, later
+
+
+def _run_group(
+    group: Group, values: Mapping[Var, Any], in_place: Mapping[Var, Var], backend: str, compiled: dict[Hashable, Any]
+) -> dict[Var, Any]:
+    """Return the outputs of parts. Equal groups are traced once, and compiled once."""
+    first = group[0]
+    pairs = {
+        i: first.outputs.index(in_place[v]) for i, v in enumerate(first.arrays) if in_place.get(v) in first.outputs
+    }
+    key = tuple((signature(part), part.size) for part in group), tuple(pairs.items())
+    if key not in compiled:
+        compiled[key] = jax.jit(functools.partial(_by, backend, group, pairs))
+    arrays = [[values[v].reshape(-1, columns(v, part)) for v in part.arrays] for part in group]
+    scalars = [values[v].reshape(()) for v in first.scalars]
+    results = compiled[key](arrays, scalars)
+    return {
+        v: x.reshape(v.aval.shape)
+        for part, of_part in zip(group, results, strict=True)
+        for v, x in zip(part.outputs, of_part, strict=True)
+    }
+
+
+def _by(backend: str, group: Group, in_place: dict[int, int], arrays: Any, scalars: Any) -> list[list[jax.Array]]:
+    def by_xla(arrays, scalars):
+        return [in_two_passes(part, of_part, scalars) for part, of_part in zip(group, arrays, strict=True)]
+
+    def by_kernel(arrays, scalars):
+        if len(group) == 1:
+            return [in_one_kernel(group[0], in_place, backend == "interpret", arrays[0], scalars)]
+        return in_a_kernel_together(group, in_place, backend == "interpret", arrays, scalars)
+
+    if backend == "either":
+        return lax.platform_dependent(arrays, scalars, cuda=by_kernel, default=by_xla)
+    return by_xla(arrays, scalars) if backend == "xla" else by_kernel(arrays, scalars)

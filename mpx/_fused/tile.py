@@ -1,0 +1,91 @@
+"""Run the part of a step that belongs to one leaf, on rows of it.
+
+A row is as wide as the largest block. A value with a number for each element is `[rows, width]` here, whatever its
+shape in the program, and one with a number for each block `[rows, width / block]`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+from mpx._fused.partition import Part, Var, size_of
+from mpx._jaxprs import IDENTITIES, is_literal
+
+_RESHAPES = {"reshape", "squeeze", "broadcast_in_dim"}
+_REDUCERS = {
+    "reduce_max": lax.reduce_max,
+    "reduce_min": lax.reduce_min,
+    # Triton does not reduce booleans.
+    "reduce_and": lambda x, axes: lax.reduce_min(x.astype(np.int32), axes).astype(x.dtype),
+    "reduce_or": lambda x, axes: lax.reduce_max(x.astype(np.int32), axes).astype(x.dtype),
+}
+
+
+def run_part(part: Part, values: Mapping[Var, Any], wanted: Sequence[Var]) -> list[Any]:
+    """Return wanted values of a part on some rows, from the rows of its arrays and its scalars.
+
+    What is given already is not computed: the reductions over blocks, if they have been found before.
+    """
+    known = dict(values)
+    read = lambda v: np.asarray(v.val, v.aval.dtype) if is_literal(v) else known[v]
+    for eqn in part.equations:
+        if eqn.outvars[0] not in known:
+            known[eqn.outvars[0]] = _run(eqn, [read(v) for v in eqn.invars], part)
+    return [read(v) for v in wanted]
+
+
+def columns(v: Any, part: Part) -> int:
+    """Return how many numbers a row has of a value."""
+    return size_of(v) * part.width // part.size
+
+
+def _run(eqn: JaxprEqn, operands: list[Any], part: Part) -> Any:
+    name, result = eqn.primitive.name, eqn.outvars[0]
+    if name in _REDUCERS:
+        return _reduced(operands[0], columns(result, part), _REDUCERS[name])
+    if name in IDENTITIES:
+        return operands[0]
+    if name in _RESHAPES:
+        return _repeated(operands[0], columns(result, part)) if np.ndim(operands[0]) else operands[0]
+    if name == "round":
+        return _rounded(operands[0], eqn.params["rounding_method"])
+    rows, width = next((x.shape[0] for x in operands if np.ndim(x)), 0), columns(result, part)
+
+    def even(x, v):
+        if np.ndim(x):
+            return _repeated(x, width)
+        # What all elements share is a scalar here, and a literal may stay one beside an array.
+        return jnp.broadcast_to(x, (rows, width)) if rows and not is_literal(v) else x
+
+    return eqn.primitive.bind(*map(even, operands, eqn.invars), **eqn.params)
+
+
+def _reduced(x: jax.Array, count: int, reduce: Callable[..., jax.Array]) -> jax.Array:
+    """Reduce each row to `count` numbers."""
+    rows, width = x.shape
+    return reduce(x.reshape(rows, count, width // count), (2,))
+
+
+def _repeated(x: jax.Array, width: int) -> jax.Array:
+    """Repeat the numbers of each row until there are `width`."""
+    rows, count = x.shape
+    if count == width:
+        return x
+    return jnp.broadcast_to(x[:, :, None], (rows, count, width // count)).reshape(rows, width)
+
+
+def _rounded(x: jax.Array, method: lax.RoundingMethod) -> jax.Array:
+    """Round to integers, as `lax.round` does: Triton has only `floor`."""
+    below = lax.floor(x)
+    rest = x - below
+    is_odd = below != 2 * lax.floor(below * np.asarray(0.5, x.dtype))
+    if method == lax.RoundingMethod.AWAY_FROM_ZERO:
+        is_odd = x > 0
+    up = (rest > 0.5) | ((rest == 0.5) & is_odd)
+    rounded = below + up.astype(x.dtype)
+    return jnp.where(rounded == 0, x * 0, rounded)  # with the sign of `x`
