@@ -124,10 +124,11 @@ def measure_units(units: Iterable[Unit], book: Book, bench: ladder.Bench, *, aga
 
 
 def measure(unit: Unit, bench: ladder.Bench, seconds: float) -> Result:
-    """Return the entry of a unit that may take so long: how it ended, how long it took, and its rows."""
+    """Return the entry of a unit, of all whose processes together may take so long: how it ended, and its rows."""
     start = time.monotonic()
     try:
-        answer = unit.measure(dataclasses.replace(bench, setting=dataclasses.replace(bench.setting, timeout=seconds)))
+        setting = dataclasses.replace(bench.setting, timeout=seconds)
+        answer = unit.measure(dataclasses.replace(bench, setting=setting, clock=Clock(seconds)))
     except Exception as error:  # of any kind: what is wrong with one unit must not cost the others
         answer = {"failed": f"{type(error).__name__}: {error}"}
     entry = {"table": unit.table, "seconds": time.monotonic() - start, "rows": answer.get("rows", [answer])}

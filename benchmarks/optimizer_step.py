@@ -289,7 +289,8 @@ def measure(recipe: str, tensors: str, scale: int, starts: int, turns: int) -> d
 
 def title_of(tensors: str, shapes: Shapes) -> str:
     """What a set of tensors is called."""
-    return f"{tensors}: {len(shapes)} tensors, {sum(map(math.prod, shapes.values())):,} parameters"
+    count = "1 tensor" if len(shapes) == 1 else f"{len(shapes)} tensors"
+    return f"{tensors}: {count}, {sum(map(math.prod, shapes.values())):,} parameters"
 
 
 def measure_torch(tensors: str, scale: int, turns: int) -> list[dict[str, Any]]:

@@ -85,11 +85,11 @@ def ratio_cells(row: dict[str, Any]) -> dict[str, str]:
 
 def program_cells(row: dict[str, Any]) -> dict[str, str]:
     """Return what the programs of two steps move and need, in one cell each: by hand, and with mpx."""
-    cell = lambda key, unit: ", ".join(f"{row[f'program {side}'][key] / unit:,.4g}" for side in SIDES)
+    cell = lambda key, unit, digits: ", ".join(f"{row[f'program {side}'][key] / unit:,.{digits}f}" for side in SIDES)
     return {
-        "moved by hand, mpx, MB": cell("moved bytes", 1e6),
-        "kernels": cell("kernels", 1),
-        "temporaries, MB": cell("temporary bytes", 1e6),
+        "moved by hand, mpx, MB": cell("moved bytes", 1e6, 2),
+        "kernels": cell("kernels", 1, 0),
+        "temporaries, MB": cell("temporary bytes", 1e6, 2),
     }
 
 

@@ -6,6 +6,7 @@ No time is judged here. Sizes are tiny, and what needs a GPU is made up.
 import json
 import math
 import subprocess
+import time
 from pathlib import Path
 
 import jax
@@ -120,6 +121,19 @@ def test_a_unit_that_hangs_is_stopped_and_gets_twice_the_time_later(tmp_path, mo
     assert on_gpu.read(tmp_path / "out")["part"]["units"]["slow"]["stops"] == 2
 
 
+def test_the_processes_of_a_unit_share_its_budget(tmp_path):
+    timeouts = []
+
+    def measure(bench):
+        for _ in range(2):
+            timeouts.append(bench.clock.cut(bench.setting.timeout))
+            time.sleep(0.05)
+        return {"text": ""}
+
+    on_gpu.measure_units([unit_of("two", measure, seconds=30)], book_of(tmp_path), bench_of())
+    assert 29 < timeouts[1] <= timeouts[0] - 0.05 <= 30
+
+
 def test_results_of_another_device_are_not_mixed(tmp_path):
     on_gpu.measure_units([unit_of("a", lambda bench: {"text": ""})], book_of(tmp_path), bench_of())
     book_of(tmp_path).check(DEVICE)
@@ -171,7 +185,7 @@ def rows_of(part, *names):
 
 def test_an_optimizer_step_is_measured_and_reported():
     printed = markdown(rows_of("optimizer", "one: f32", "one: full"))
-    assert "one: 1 tensors, 262,144 parameters" in printed
+    assert "one: 1 tensor, 262,144 parameters" in printed
     assert "at most 1.03" in printed
     assert "Nothing differs." in printed
 
