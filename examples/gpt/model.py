@@ -10,6 +10,7 @@ Shapes: B sequences, T tokens each, C = width, H heads of size D = C / H, V = ro
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -66,7 +67,8 @@ PRESETS = {
     "gpt2-1.5b": Config(width=1600, depth=48, heads=25, context=1024, vocabulary=50_257),
 }
 INITIAL_SCALE = 0.02
-ATTENTION_RESULT = "attention result"
+ATTENTION = "attention"  # what a checkpoint keeps of it: its inputs or its result
+CUDNN_FORWARD = "dot_product_attention_fwd"  # in JAX's names of the kernel, whose results have no name to be kept by
 
 
 class Attention(nnx.Module):
@@ -83,11 +85,14 @@ class Attention(nnx.Module):
         joined = self.query_key_value(x).reshape(batch, length, 3, self.config.heads, -1)
         query, key, value = joined[:, :, 0], joined[:, :, 1], joined[:, :, 2]  # (B, T, H, D)
         if self.config.attention == "cudnn":
-            query, key, value = (x.astype(self.config.attention_dtype) for x in (query, key, value))
+            narrow = lambda x: checkpoint_name(x.astype(self.config.attention_dtype), ATTENTION)
+            query, key, value = narrow(query), narrow(key), narrow(value)
         mixed = jax.nn.dot_product_attention(
             query, key, value, is_causal=True, implementation=self.config.attention
         )  # (B, T, H, D)
-        mixed = checkpoint_name(mixed, ATTENTION_RESULT).astype(x.dtype)
+        if self.config.attention == "xla":
+            mixed = checkpoint_name(mixed, ATTENTION)
+        mixed = mixed.astype(x.dtype)
         return self.out(mixed.reshape(batch, length, width))  # (B, T, C)
 
 
@@ -180,8 +185,11 @@ def _checkpointed(graphdef: nnx.GraphDef, config: Config) -> Callable[[Any, jax.
     policy = None
     if config.checkpoint == "dots":
         # The logits of attention (B, H, T, T) are not kept: they are the largest arrays, and cheap to compute again.
-        policy = policies.save_from_both_policies(
-            policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(ATTENTION_RESULT)
+        kept = (
+            policies.dots_with_no_batch_dims_saveable,
+            policies.save_only_these_names(ATTENTION),
+            lambda primitive, *_, **__: CUDNN_FORWARD in primitive.name,
         )
+        policy = functools.reduce(policies.save_from_both_policies, kept)
     # XLA cannot merge the two computations of a scanned block, so no barrier against it is needed.
     return jax.checkpoint(run, policy=policy, prevent_cse=config.layers == "unrolled")

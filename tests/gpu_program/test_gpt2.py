@@ -15,14 +15,13 @@ import pytest
 
 import mpx
 from benchmarks.reading import flash_attention
-from examples.gpt import loss
-from examples.gpt.model import PRESETS
+from examples.gpt import loss, model
 from examples.gpt.recipes import get_recipe
 from examples.gpt.training import Hyperparameters, make_program
 
 pytestmark = pytest.mark.optax_promotion
 
-GPT2 = dataclasses.replace(PRESETS["gpt2-124m"], depth=2)
+GPT2 = dataclasses.replace(model.PRESETS["gpt2-124m"], depth=2)
 BATCH, LENGTH, WIDTH, ROWS = 16, GPT2.context, GPT2.width, GPT2.padded_vocabulary
 STREAM = (BATCH, LENGTH, WIDTH)  # the residual stream, float32 under every recipe
 LOGITS = BATCH * LENGTH * ROWS
@@ -120,3 +119,11 @@ def test_scanned_layers_with_a_checkpoint_stack_nothing_in_float32_but_the_strea
     _, report = report_of_step("bf16-split", attention="cudnn", layers="scanned", checkpoint=checkpoint)
     stacked = {dims[1:] for dtype, dims, _ in written(report) if dtype == "f32" and dims[:2] == (GPT2.depth, BATCH)}
     assert {dims for dims in stacked if math.prod(dims) >= math.prod(STREAM)} == stacks
+
+
+@pytest.mark.parametrize(("kept", "times"), [(model.CUDNN_FORWARD, 1), ("no such kernel", 2)])
+def test_a_checkpoint_keeps_what_cudnn_knows_of_its_softmax(kept, times, flash, h200, monkeypatch):
+    """Its statistics are 1/32 of its result. Where they are not kept (the negative control) it runs twice."""
+    monkeypatch.setattr(model, "CUDNN_FORWARD", kept)
+    _, report = report_of_step("bf16-split", attention="cudnn", checkpoint="dots", depth=1)
+    assert sum(kernel.times for kernel in report.kernels if kernel.operation == "__cudnn$fmhaSoftmax") == times
