@@ -15,10 +15,9 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks import ladder
+from benchmarks.optimizer_step import RECIPES
 from benchmarks.report import SIDES, Sheet, make_console, write_json
 from benchmarks.workers import CALL, Clock, Result, job_of, run_worker
-
-RECIPES = "f32", "full", "split", "split + 8-bit", "Kahan + bf16 moments"
 
 
 def read_recipe(recipe: str, bench: ladder.Bench, target: str, scale: int) -> Result:
@@ -53,7 +52,7 @@ def recipe_cells(row: Result) -> dict[str, str]:
 
 def main(
     target: Annotated[str, typer.Option(help="The device: a100, h100, h200, b200.")] = "h200",
-    recipes: Annotated[str, typer.Option(help="Separated by commas; none for the ladder alone.")] = ",".join(RECIPES),
+    recipes: Annotated[bool, typer.Option(help="Whether optimizer steps are read, before the ladder.")] = True,
     rungs: Annotated[list[str] | None, typer.Option(help=ladder.RUNGS_HELP)] = None,
     preset: ladder.PresetOption = None,
     batch_size: ladder.BatchOption = None,
@@ -72,7 +71,7 @@ def main(
         write_json(json_path, found)
 
     with console.status("Compiling ..."):
-        for recipe in filter(None, recipes.split(",")):
+        for recipe in RECIPES if recipes else ():
             found["recipes"].append(read_recipe(recipe, bench, target, scale))
             write_json(json_path, found)
         ladder.each_rung(chosen, lambda rung: ladder.read_rung(rung, bench, target), keep)
