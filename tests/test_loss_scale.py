@@ -412,6 +412,15 @@ def test_select_tree_keeps_the_bits_of_the_chosen_tree(wrap):
     assert not np.signbit(jnp.float32(-0.0) * 1.0 + jnp.float32(1) * 0.0)  # negative control: arithmetic loses the sign
 
 
+@pytest.mark.parametrize("dtype", [np.uint16, jnp.bfloat16])
+def test_select_tree_keeps_every_number_of_16_bits_that_it_chooses_in_float32(dtype):
+    every = np.arange(2**16, dtype=np.uint16).view(dtype)
+    numbers = every[~np.isnan(every.astype(np.float32))]
+    chosen = jax.jit(mpx.select_tree)(GOOD, numbers, jnp.zeros_like(numbers))
+    assert_same_bits(chosen, numbers)
+    assert_same_bits(jax.jit(mpx.select_tree)(~GOOD, jnp.zeros_like(numbers), numbers), numbers)
+
+
 @pytest.mark.parametrize(
     ("pred", "shown"), [(jnp.ones(1, bool), "bool[1]"), (jnp.int32(1), "int32[]"), (np.float32(1), "float32[]")]
 )

@@ -38,8 +38,8 @@ def stored(inner):
     return mpx.low_precision_state(inner, BF16_MOMENTS, min_size=0)
 
 
-# What is moved, bytes a parameter. Split masters and Kahan summation moved 39.9 as long as what they keep did not follow
-# from the stored parameter, and 43.1 under loss scaling as long as it chose between numbers of 16 bits.
+# What is moved, bytes a parameter. Split masters and Kahan summation moved 39.9 as long as what they keep did not
+# follow from the stored parameter, and 43.1 under loss scaling as long as it chose between numbers of 16 bits.
 RECIPES = {
     "f32": (jnp.float32, ADAMW, 28),
     "full": (jnp.bfloat16, mpx.master_weights(ADAMW), 30),
