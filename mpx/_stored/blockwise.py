@@ -36,6 +36,8 @@ from mpx._stored.roles import Role
 from mpx._stored.state_format import StateFormat
 
 _DECADES = 7
+_SUBLANES, _LANES = 8, 128  # of a tile in a TPU's memory
+_SIGN, _INFINITY_BITS, _SMALLEST_NORMAL_BITS = np.uint32(0x8000_0000), np.uint32(0x7F80_0000), np.uint32(0x0080_0000)
 _GAP = 9 * 1024  # what a distance to the next member is divided into for stochastic rounding
 _SMALLEST_NORMAL = np.float32(2.0**-126)
 _LARGE, _SHRINK = np.float32(2.0**64), np.float32(2.0**-64)  # the reciprocal of a large scale would be subnormal
@@ -104,23 +106,24 @@ class Blockwise8bit(StateFormat):
 
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> BlockwiseArray:
         """Return uint8 codes in the shape of a float32 array, and the float32 scales of its blocks."""
-        x = lax.stop_gradient(x)  # as of every rounding, the derivative is zero
+        return self.encode_apart(x, x, key)
+
+    def encode_apart(self, x: jax.Array, same: jax.Array, key: jax.Array | None) -> BlockwiseArray:
+        """Return the codes of `x` and the scales of `same`, which is `x` computed a second time."""
+        x, same = lax.stop_gradient((x, same))  # as of every rounding, the derivative is zero
         signed = self.signed is not False
-        blocks = _in_blocks(x, self.block_size)
-        noise = None if key is None else _in_blocks(jax.random.bits(key, x.shape, np.uint32), self.block_size)
-        scale = _scale(blocks, signed)
-        codes = _codes(blocks, scale, signed, noise)
-        return BlockwiseArray(_out_of_blocks(codes, x.shape), scale[..., 0])
+        noise = None if key is None else jax.random.bits(key, x.shape, np.uint32)
+        scales = _scales(same, self.block_size, signed)
+        return BlockwiseArray(_codes(x, _spread(scales, x.shape, self.block_size), signed, noise), scales)
 
     def decode(self, codes: jax.Array, scales: jax.Array) -> jax.Array:
         """Return the float32 array that was encoded."""
-        values = _values(_in_blocks(codes, self.block_size), self.signed is not False) * scales[..., None]
-        return _out_of_blocks(values, codes.shape)
+        return _values(codes, self.signed is not False) * _spread(scales, codes.shape, self.block_size)
 
     def for_role(self, role: Role) -> "Blockwise8bit":
         """Return the format with its sign decided: only second moments are unsigned."""
         signed = role != "second moment" if self.signed is None else self.signed
-        return Blockwise8bit(self.block_size, signed)
+        return dataclasses.replace(self, signed=signed)
 
     def refuses(self, role: Role) -> str | None:
         """Refuse fields that may or may not be negative, for which one code or the other is wrong."""
@@ -132,34 +135,68 @@ class Blockwise8bit(StateFormat):
         )
 
 
-def _in_blocks(x: jax.Array, block_size: int) -> jax.Array:
-    """Return `[..., blocks, block_size]` if rows are whole blocks; else `[blocks, block_size]`, padded with zeros."""
-    if x.ndim and x.shape[-1] % block_size == 0:
-        return x.reshape(*x.shape[:-1], -1, block_size) if x.size else x.reshape(0, block_size)
-    blocks = -(-x.size // block_size)
-    missing = blocks * block_size - x.size
-    flat = x.reshape(-1)
-    return (jnp.pad(flat, (0, missing)) if missing else flat).reshape(blocks, block_size)
+def _in_tiles(shape: tuple[int, ...], block_size: int) -> tuple[int, ...] | None:
+    """Return the shape in which an array shows its tiles of 8 rows and 128 columns, if blocks consist of their rows.
+
+    A TPU keeps arrays in such tiles, so that this view is free there, and one of blocks is a copy of the array. Its
+    elements have the order that they have in memory elsewhere.
+    """
+    if not (shape and math.prod(shape)) or block_size % _LANES:
+        return None
+    if len(shape) == 1:
+        return (-1, _SUBLANES, _LANES) if shape[0] % max(block_size, _SUBLANES * _LANES) == 0 else None
+    *leading, rows, columns = shape
+    if rows % _SUBLANES or columns % block_size:
+        return None
+    return (*leading, rows // _SUBLANES, _SUBLANES, columns // _LANES, _LANES)
 
 
-def _out_of_blocks(blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Undo `_in_blocks`."""
+def _scales_shape(shape: tuple[int, ...], block_size: int) -> tuple[int, ...]:
+    """Return `[..., columns / block_size]` if rows are whole blocks, else `[blocks]`."""
     size = math.prod(shape)
-    return blocks.reshape(shape) if blocks.size == size else blocks.reshape(-1)[:size].reshape(shape)
+    if shape and size and shape[-1] % block_size == 0:
+        return (*shape[:-1], shape[-1] // block_size)
+    return (-(-size // block_size),)
 
 
-def _scale(x: jax.Array, signed: bool) -> jax.Array:
-    """Return the member of largest magnitude of each block, 0 if it is subnormal: float32 `[..., blocks, 1]`."""
-    largest, smallest = jnp.max(x, axis=-1, keepdims=True), jnp.min(x, axis=-1, keepdims=True)  # NaN if a member is
+def _largest(keys: jax.Array, block_size: int) -> jax.Array:
+    """Return the largest key (uint32) of each block."""
+    scales_shape = _scales_shape(keys.shape, block_size)
+    if tiles := _in_tiles(keys.shape, block_size):
+        keys = jnp.max(keys.reshape(tiles), axis=-1)
+        return jnp.max(keys.reshape(*scales_shape, block_size // _LANES), axis=-1)
+    missing = math.prod(scales_shape) * block_size - keys.size
+    keys = jnp.pad(keys.reshape(-1), (0, missing)) if missing else keys
+    return jnp.max(keys.reshape(*scales_shape, block_size), axis=-1)
+
+
+def _spread(scales: jax.Array, shape: tuple[int, ...], block_size: int) -> jax.Array:
+    """Return the scale of each element of an array of this shape."""
+    repeat = lambda x, times: jnp.broadcast_to(x[..., None], (*x.shape, times))
+    if tiles := _in_tiles(shape, block_size):
+        return repeat(repeat(scales, block_size // _LANES).reshape(tiles[:-1]), _LANES).reshape(shape)
+    return repeat(scales, block_size).reshape(-1)[: math.prod(shape)].reshape(shape)
+
+
+def _scales(x: jax.Array, block_size: int, signed: bool) -> jax.Array:
+    """Return the member of largest magnitude of each block, 0 if it is subnormal.
+
+    One maximum finds it, of integers in whose order it is the last one: signed, the magnitude and below it a bit that
+    says whether the number is positive; unsigned, the number's own bits, where negative numbers come after NaN.
+    """
+    bits = lax.bitcast_convert_type(x, np.uint32)
     if signed:
-        scale = jnp.where(largest >= -smallest, largest, smallest)
+        bits = bits ^ _SIGN
+        largest = _largest((bits << 1) | (bits >> 31), block_size)
+        magnitude, largest = largest >> 1, ((largest >> 1) | (largest << 31)) ^ _SIGN
     else:
-        scale = jnp.where(smallest <= -_SMALLEST_NORMAL, np.float32(np.nan), largest)
-    return jnp.where(jnp.abs(scale) < _SMALLEST_NORMAL, np.float32(0), scale)
+        magnitude = largest = _largest(jnp.where(bits & ~_SIGN < _SMALLEST_NORMAL_BITS, np.uint32(0), bits), block_size)
+    scales = jnp.where(magnitude >= _SMALLEST_NORMAL_BITS, lax.bitcast_convert_type(largest, np.float32), np.float32(0))
+    return jnp.where(magnitude > _INFINITY_BITS, np.float32(np.nan), scales)
 
 
 def _codes(x: jax.Array, scale: jax.Array, signed: bool, noise: jax.Array | None) -> jax.Array:
-    """Return the uint8 codes of blocks, from them and their scales."""
+    """Return the uint8 codes of numbers, each with its scale."""
     # |x / scale|, without a subnormal reciprocal. Beside an infinite scale finite numbers become nothing.
     magnitude, largest = jnp.abs(x), jnp.abs(scale)
     shrink = jnp.where(largest >= _LARGE, _SHRINK, np.float32(1))

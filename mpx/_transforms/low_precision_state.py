@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -21,8 +21,10 @@ from mpx._stored.assignment import (
     require_sound_formats,
     require_stored_as_assigned,
 )
+from mpx._stored.blockwise import Blockwise8bit
 from mpx._stored.roles import register_state
 from mpx._stored.state_format import FLOAT32, StateFormat
+from mpx._transforms.computed_again import computed_again
 from mpx._transforms.float32_world import in_world, world
 
 Rounding = Literal["nearest", "stochastic"]
@@ -136,13 +138,16 @@ def low_precision_state(
         assignment = assign(state.inner_state, state.block_scales, patterns, min_size)
         as_made = lambda: state.inner_state if params is None else jax.eval_shape(inner.init, params)
         require_stored_as_assigned(state.inner_state, state.block_scales, assignment, as_made)
-        wide = _load(state.inner_state, state.block_scales, assignment)
-        updates, wide = inner.update(updates, wide, params, **extra_args)
+        computed = lambda stored: inner.update(
+            updates, _load(stored, state.block_scales, assignment), params, **extra_args
+        )
+        again = _again(lambda stored: computed(stored)[1], state.inner_state, assignment)
+        new_updates, wide = computed(state.inner_state)
         this_step, next_key = None, state.key
         if key is not None:
             this_step, next_step = jax.random.split(jax.random.wrap_key_data(state.key, impl=implementation))
             next_key = jax.random.key_data(next_step)
-        return updates, LowPrecisionState(*_store(wide, assignment, this_step), next_key)
+        return new_updates, LowPrecisionState(*_store(wide, assignment, this_step, again), next_key)
 
     return world(init_fn, update_fn, _F32)
 
@@ -159,21 +164,33 @@ def _load(state: Any, scales: Mapping[str, jax.Array], assignment: Assignment) -
     return jax.tree.map_with_path(load, state)
 
 
-def _store(state: Any, assignment: Assignment, key: jax.Array | None) -> tuple[Any, dict[str, jax.Array]]:
-    """Return the rule's state as it is kept between steps, and the scales; with a key, rounded at random."""
+def _again(new_state: Callable[[Any], Any], state: Any, assignment: Assignment) -> Any | None:
+    """Return the rule's new state, computed a second time, if there are scales that can be computed from it."""
+    coded = lambda path: path in assignment and type(assignment[path].format) is Blockwise8bit
+    where = jax.tree.map_with_path(lambda path, _: coded(path), state)
+    return computed_again(new_state, state, where) if any(jax.tree.leaves(where)) else None
+
+
+def _store(
+    state: Any, assignment: Assignment, key: jax.Array | None, again: Any | None = None
+) -> tuple[Any, dict[str, jax.Array]]:
+    """Return the rule's state as it is kept between steps, and the scales; with a key, rounded at random.
+
+    Scales are those of `again`, the state computed a second time, if it is given.
+    """
     keys = itertools.repeat(None) if key is None else iter(jax.random.split(key, max(len(assignment), 1)))
     scales = {}
 
-    def store(path, leaf):
+    def store(path, leaf, same):
         stored = assignment.get(path)
         if stored is None or stored.format == FLOAT32:
             return leaf
-        codes, of_codes = _encoded(leaf, next(keys), stored.format)
+        codes, of_codes = _encoded(leaf, same, next(keys), stored.format)
         if of_codes is not None:
             scales[stored.scales] = of_codes
         return codes
 
-    return jax.tree.map_with_path(store, state), scales
+    return jax.tree.map_with_path(store, state, state if again is None else again), scales
 
 
 @functools.partial(jax.jit, inline=True, static_argnums=2)
@@ -182,10 +199,13 @@ def _decoded(codes: jax.Array, scales: Any, format: StateFormat) -> jax.Array:
         return format.decode(codes, scales).astype(_F32)
 
 
-@functools.partial(jax.jit, inline=True, static_argnums=2)
-def _encoded(x: jax.Array, key: jax.Array | None, format: StateFormat) -> tuple[jax.Array, Any]:
+@functools.partial(jax.jit, inline=True, static_argnums=3)
+def _encoded(x: jax.Array, same: jax.Array, key: jax.Array | None, format: StateFormat) -> tuple[jax.Array, Any]:
     with jax.named_scope(_scope(format)):
-        codes, scales = format.encode(x.astype(_F32), key)
+        if type(format) is Blockwise8bit:  # a class made from it may have another `encode`
+            codes, scales = format.encode_apart(x.astype(_F32), same.astype(_F32), key)
+        else:
+            codes, scales = format.encode(x.astype(_F32), key)
     if (scales is None) == format.has_scales or codes.shape != x.shape:
         raise TypeError(
             f"`low_precision_state`: `{type(format).__name__}.encode` must return codes in the shape of its argument "

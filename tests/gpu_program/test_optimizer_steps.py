@@ -63,12 +63,12 @@ def test_a_step_moves_what_it_must_in_one_kernel_a_tensor_without_temporaries(na
     assert report.kernel_count <= (2 * per_tensor + 1) * len(jax.tree.leaves(params)) + 12
 
 
-def test_a_step_with_8_bit_moments_moves_no_more_than_it_did(h200):
-    """14.1 bytes a parameter must be moved. XLA writes both moments in float32 before it computes their codes."""
+def test_a_step_with_8_bit_moments_keeps_no_moment_in_float32(h200):
+    """14.1 bytes a parameter must be moved; gradient, codes and scales are read a second time, for the new scales."""
     moments = {"mu": mpx.Blockwise8bit(), "nu": mpx.Blockwise8bit()}
     tx = mpx.mixed_precision(mpx.low_precision_state(ADAMW, moments), BF16)
     params, report = report_of(jnp.bfloat16, tx)
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
-    assert report.moved_bytes / count == pytest.approx(38.2, abs=0.1)
-    assert report.temporary_bytes < 6.7 * count  # both moments of the largest tensor, which is most of this model
-    assert report.kernel_count <= 3 * len(jax.tree.leaves(params))
+    assert report.moved_bytes / count == pytest.approx(18.4, abs=0.1)
+    assert report.temporary_bytes < 0.1 * count
+    assert report.kernel_count <= 4 * len(jax.tree.leaves(params))

@@ -234,6 +234,20 @@ def test_the_scale_is_the_signed_member_of_largest_magnitude_and_coding_again_ch
         np.testing.assert_array_equal(back[row == scale], scale)
 
 
+@both_maps
+@given(bits=hnp.arrays(np.uint32, (4, 16)), small=st.booleans())
+def test_the_scale_of_any_32_bits_is_what_comparisons_of_numbers_say(signed, bits, small):
+    """Draw NaN, infinities, zeros of both signs and subnormal numbers, which count as zero."""
+    x = (bits & np.uint32(0x80FF_FFFF) if small else bits).view(np.float32)
+    for block, scale in zip(x, np.asarray(jit_encode(x, 16, signed).scale).reshape(-1), strict=True):
+        normal = np.where(np.abs(block) < SMALLEST_NORMAL, np.float32(0), block)
+        if np.isnan(block).any() or (not signed and (normal < 0).any()):
+            assert np.isnan(scale)
+        else:
+            largest = normal[np.abs(normal) == np.abs(normal).max()].max()  # the positive one of two
+            assert_same_bits(scale, largest + np.float32(0))
+
+
 def test_the_negative_of_the_scale_saturates_at_the_most_negative_member():
     """Take the positive one of two members of equal magnitude as the scale. Further codings change nothing."""
     for x in np.float32([[2, -2], [-2, 2]]):
@@ -439,12 +453,18 @@ def test_scales_lie_beside_their_blocks_where_rows_are_whole_blocks():
         assert coded.scale.shape == expected
 
 
-@pytest.mark.parametrize("shape", [(2, 3, 256), (3, 100)])
-def test_blocks_follow_the_order_of_the_elements_whatever_the_shape(shape):
-    x = numbers(4, 6, 256, True)[: np.prod(shape)]
-    flat, coded = jit_encode(x, 256, True), jit_encode(x.reshape(shape), 256, True)
-    assert_same_bits(coded.scale.reshape(-1), flat.scale)
-    assert_same_bits(coded.codes.reshape(-1), flat.codes)
+@pytest.mark.parametrize("block_size", [16, 128, 1024])
+@pytest.mark.parametrize("shape", [(3, 256), (3, 100), (16, 1024), (2, 8, 1024), (4096,), (1024, 8), ()], ids=str)
+def test_blocks_follow_the_order_of_the_elements_whatever_the_shape(shape, block_size):
+    """Some of these arrays are seen in the tiles of a TPU."""
+    x = numbers(4, 2**15 // block_size, block_size, True)[: int(np.prod(shape))]
+    blocks = np.pad(x, (0, -x.size % block_size)).reshape(-1, block_size, 1)
+    alone = jax.jit(jax.vmap(lambda block: encode(block, block_size, True)))(blocks)
+    coded = jit_encode(x.reshape(shape), block_size, True)
+    assert_same_bits(coded.scale.reshape(-1), alone.scale.reshape(-1))
+    assert_same_bits(coded.codes.reshape(-1), alone.codes.reshape(-1)[: x.size])
+    decoded = jax.jit(jax.vmap(lambda codes, scale: decode((codes, scale), block_size, True)))(*alone)
+    assert_same_bits(jit_decode(coded, block_size, True).reshape(-1), decoded.reshape(-1)[: x.size])
 
 
 def test_inside_shard_map_each_device_codes_its_rows_of_whole_blocks():

@@ -1,0 +1,45 @@
+"""Compute the new state of a rule a second time, on GPUs, so that nothing of it waits in memory for its scales.
+
+The codes of a block need its scale, which is known only after all of the block. XLA for GPUs writes the new moments in
+float32 in between, and reads them again: 16 bytes a parameter for two of them, and 8 of memory. Decoding and computing
+them twice takes 4 bytes. XLA would merge the two, so that a barrier stands in front of one of them.
+"""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+from jax.extend import core as jex_core
+
+from mpx._jaxprs import BLOCKS, PART, mixing_culprit
+
+T = TypeVar("T")
+
+
+def computed_again(function: Callable[[T], T], state: T, where: T) -> T | None:
+    """Return `function(state)`, computed from a copy of the leaves that `where` marks; None if that would cost more.
+
+    That is so if a result depends on more of a leaf than one element, say on a matrix product, or if the function has
+    an effect, such as printing. Outside of `jax.jit` nothing would be gained.
+    """
+    leaves, structure = jax.tree.flatten(state)
+    if not any(isinstance(leaf, Tracer) for leaf in leaves):
+        return None
+    program, shapes = jax.make_jaxpr(lambda *leaves: function(structure.unflatten(leaves)), return_shape=True)(*leaves)
+    inputs = [PART if np.shape(leaf) else None for leaf in leaves]
+    if program.effects or mixing_culprit(program, inputs, axis="") is not None:
+        return None
+    copies = [
+        _copy(leaf) if marked else leaf for leaf, marked in zip(leaves, structure.flatten_up_to(where), strict=True)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(shapes), jex_core.jaxpr_as_fun(program)(*copies))
+
+
+def _copy(x: jax.Array) -> jax.Array:
+    """Return an array that XLA for GPUs takes for another one; elsewhere, computing twice would only take longer."""
+    with jax.named_scope(BLOCKS):
+        barrier = lax.optimization_barrier
+        return lax.platform_dependent(x, cuda=barrier, rocm=barrier, default=lambda x: x)
