@@ -20,6 +20,7 @@ from mpx._fused.program import flatten
 from mpx._fused.schedule import SMALL, groups_of, run
 from mpx._jaxprs import is_literal
 from mpx._tables import Result, Table
+from mpx._transforms.computed_again import computed_once
 
 
 def fused_update(tx: optax.GradientTransformation, *, interpret: bool = False) -> "FusedUpdate":
@@ -152,7 +153,8 @@ def _traced(tx: Any, grads: Any, opt_state: Any, params: Any, extra_args: dict[s
         return optax.apply_updates(params, updates), new_state
 
     given = (grads, opt_state, params)
-    jaxpr, results = jax.make_jaxpr(update, return_shape=True)(*given)
+    with computed_once():
+        jaxpr, results = jax.make_jaxpr(update, return_shape=True)(*given)
     program, constants = flatten(jaxpr)
     values = constants | dict(zip(program.invars, jax.tree.leaves(given), strict=True))
     return program, values, jax.tree.structure(results)

@@ -5,7 +5,9 @@ float32 in between, and reads them again: 16 bytes a parameter for two of them, 
 them twice takes 4 bytes. XLA would merge the two, so that a barrier stands in front of one of them.
 """
 
-from collections.abc import Callable
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import jax
@@ -18,6 +20,18 @@ from mpx._jaxprs import BLOCKS, PART, mixing_culprit
 
 T = TypeVar("T")
 
+_ONCE = contextvars.ContextVar("once", default=False)
+
+
+@contextlib.contextmanager
+def computed_once() -> Iterator[None]:
+    """Trace without computing anything a second time: for kernels that hold whole blocks, and so have no need of it."""
+    token = _ONCE.set(True)
+    try:
+        yield
+    finally:
+        _ONCE.reset(token)
+
 
 def computed_again(function: Callable[[T], T], state: T, where: T) -> T | None:
     """Return `function(state)`, computed from a copy of the leaves that `where` marks; None if that would cost more.
@@ -26,7 +40,7 @@ def computed_again(function: Callable[[T], T], state: T, where: T) -> T | None:
     an effect, such as printing. Outside of `jax.jit` nothing would be gained.
     """
     leaves, structure = jax.tree.flatten(state)
-    if not any(isinstance(leaf, Tracer) for leaf in leaves):
+    if _ONCE.get() or not any(isinstance(leaf, Tracer) for leaf in leaves):
         return None
     program, shapes = jax.make_jaxpr(lambda *leaves: function(structure.unflatten(leaves)), return_shape=True)(*leaves)
     inputs = [PART if np.shape(leaf) else None for leaf in leaves]

@@ -87,6 +87,14 @@ def test_only_what_is_elementwise_and_prints_nothing_is_computed_twice(name):
     assert decodings(mpx.low_precision_state(rule, {"trace": mpx.Blockwise8bit()})) == times
 
 
+def test_a_step_that_is_traced_for_kernels_computes_it_once():
+    tx = mpx.low_precision_state(optax.trace(0.9), {"trace": mpx.Blockwise8bit()})
+    assert decodings(tx) == 2
+    with computed_again.computed_once():
+        assert decodings(tx) == 1
+    assert decodings(tx) == 2
+
+
 def test_a_format_with_an_encode_of_its_own_is_not_computed_twice():
     @dataclasses.dataclass(frozen=True)
     class Halved(mpx.Blockwise8bit):
