@@ -52,7 +52,7 @@ def recipe_cells(row: Result) -> dict[str, str]:
 
 def main(
     target: Annotated[str, typer.Option(help="The device: a100, h100, h200, b200.")] = "h200",
-    recipes: Annotated[bool, typer.Option(help="Whether optimizer steps are read, before the ladder.")] = True,
+    recipes: Annotated[str, typer.Option(help="Separated by commas; empty for the ladder alone.")] = ",".join(RECIPES),
     rungs: Annotated[list[str] | None, typer.Option(help=ladder.RUNGS_HELP)] = None,
     preset: ladder.PresetOption = None,
     batch_size: ladder.BatchOption = None,
@@ -71,7 +71,7 @@ def main(
         write_json(json_path, found)
 
     with console.status("Compiling ..."):
-        for recipe in RECIPES if recipes else ():
+        for recipe in filter(None, recipes.split(",")):
             found["recipes"].append(read_recipe(recipe, bench, target, scale))
             write_json(json_path, found)
         ladder.each_rung(chosen, lambda rung: ladder.read_rung(rung, bench, target), keep)

@@ -35,7 +35,7 @@ PARTS = {
     "split": {"parameters", "masters", "moments"},
     "split + 8-bit": {"parameters", "masters", "moments", "codes"},
     "Kahan + bf16 moments": {"parameters", "compensation", "moments"},
-    "split + 8-bit, fused": {"parameters", "masters", "moments", "codes"},
+    "fused split + 8-bit": {"parameters", "masters", "moments", "codes"},
 }
 
 
