@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 from jax.extend import core as jex_core
 
 from mpx import _errors, _trees
@@ -21,6 +22,8 @@ from mpx._fused.schedule import SMALL, groups_of, run
 from mpx._jaxprs import is_literal
 from mpx._tables import Result, Table
 from mpx._transforms.computed_again import computed_once
+
+_Given = tuple[Any, Any, Any]  # gradients, state and parameters
 
 
 def fused_update(tx: optax.GradientTransformation, *, interpret: bool = False) -> "FusedUpdate":
@@ -35,9 +38,8 @@ def fused_update(tx: optax.GradientTransformation, *, interpret: bool = False) -
     clipping. So do random bits. A leaf that an optimizer treats otherwise (sums along an axis, a matrix product, a
     sort) is left to XLA; `plan` says which and why. Small leaves share kernels.
 
-    Kernels are Pallas', compiled by Triton. Without a GPU, and in a program that is sharded over several devices
-    outside of `jax.shard_map`, XLA runs the same computation: two passes over what is kept in blocks, all else as
-    `tx.update` does it.
+    Kernels are Pallas', compiled by Triton. Without a GPU, and with several devices outside of `jax.shard_map`, this is
+    `tx.update` and `optax.apply_updates`.
 
     Args:
         tx: any Optax transformation, with the wrappers of mpx in it or around it.
@@ -74,13 +76,14 @@ class FusedUpdate:
 
     def __call__(self, grads: Any, opt_state: Any, params: Any, **extra_args: Any) -> tuple[Any, Any]:
         """Return the new parameters and the new state."""
-        program, values, tree = _traced(self.tx, grads, opt_state, params, extra_args)
-        backend = "interpret" if self.interpret else _backend()
-        partition = Partition(program)
-        groups = groups_of([leaf.part for leaf in partition.leaves if leaf.part], backend)
-        counts = len(jax.tree.leaves(params)), len(jax.tree.leaves(opt_state))
-        in_place = _in_place(program, partition, *counts)
-        return jax.tree.unflatten(tree, run(program, values, partition, groups, in_place, backend))
+        by_kernels = lambda *given: _by_kernels(self.tx, given, extra_args, self.interpret)
+        by_xla = lambda *given: _as_it_stands(self.tx, given, extra_args)
+        where = "cuda" if self.interpret else _where()
+        if where == "cuda":
+            return by_kernels(grads, opt_state, params)
+        if where == "unknown":
+            return lax.platform_dependent(grads, opt_state, params, cuda=by_kernels, default=by_xla)
+        return by_xla(grads, opt_state, params)
 
     def plan(self, params: Any, grads: Any = None) -> "FusedPlan":
         """Return what becomes of each leaf.
@@ -92,7 +95,7 @@ class FusedUpdate:
         params = _trees.shapes_of(params)
         grads = params if grads is None else _trees.shapes_of(grads)
         opt_state = jax.eval_shape(self.tx.init, params)
-        program, _, _ = _traced(self.tx, grads, opt_state, params, {})
+        program, _, _ = _traced(self.tx, (grads, opt_state, params), {})
         partition = Partition(program)
         of_output = {v: leaf for leaf in partition.leaves for v in leaf.outputs}
         names = _trees.path_names(params)
@@ -145,16 +148,25 @@ def _row(path: str, p: Any, leaf: Leaf | None) -> FusedRow:
     return FusedRow(path, size, "a kernel with others" if shared else "a kernel", moved, "")
 
 
-def _traced(tx: Any, grads: Any, opt_state: Any, params: Any, extra_args: dict[str, Any]) -> tuple[Any, Any, Any]:
+def _as_it_stands(tx: Any, given: _Given, extra_args: dict[str, Any]) -> tuple[Any, Any]:
+    grads, opt_state, params = given
+    updates, new_state = tx.update(grads, opt_state, params, **extra_args)
+    return optax.apply_updates(params, updates), new_state
+
+
+def _by_kernels(tx: Any, given: _Given, extra_args: dict[str, Any], interpret: bool) -> tuple[Any, Any]:
+    program, values, tree = _traced(tx, given, extra_args)
+    partition = Partition(program)
+    groups = groups_of([leaf.part for leaf in partition.leaves if leaf.part])
+    _, opt_state, params = given
+    in_place = _in_place(program, partition, len(jax.tree.leaves(params)), len(jax.tree.leaves(opt_state)))
+    return jax.tree.unflatten(tree, run(program, values, partition, groups, in_place, interpret))
+
+
+def _traced(tx: Any, given: _Given, extra_args: dict[str, Any]) -> tuple[Any, Any, Any]:
     """Return the step without calls, the values of its inputs and constants, and the structure of its results."""
-
-    def update(grads, opt_state, params):
-        updates, new_state = tx.update(grads, opt_state, params, **extra_args)
-        return optax.apply_updates(params, updates), new_state
-
-    given = (grads, opt_state, params)
     with computed_once():
-        jaxpr, results = jax.make_jaxpr(update, return_shape=True)(*given)
+        jaxpr, results = jax.make_jaxpr(lambda *given: _as_it_stands(tx, given, extra_args), return_shape=True)(*given)
     program, constants = flatten(jaxpr)
     values = constants | dict(zip(program.invars, jax.tree.leaves(given), strict=True))
     return program, values, jax.tree.structure(results)
@@ -169,18 +181,18 @@ def _in_place(program: jex_core.Jaxpr, partition: Partition, of_params: int, of_
     return {v: new for v, new in pairs if not is_literal(new) and type_of(v) == type_of(new)}
 
 
-# Which backend runs the parts.
+# Where kernels run.
 
 
-def _backend() -> str:
-    """Return `"kernel"`, `"xla"`, or `"either"` if it turns out when the program is compiled."""
+def _where() -> str:
+    """Return `"cuda"`, `"elsewhere"`, or `"unknown"` until the program is compiled."""
     is_sharded = jax.device_count() > 1 and not jax.sharding.get_abstract_mesh().manual_axes
     if is_sharded:
-        return "xla"  # it must be free to divide arrays among devices, which it cannot do with a kernel
+        return "elsewhere"  # XLA must be free to divide arrays among devices, which it cannot do with a kernel
     if jax.default_backend() == "gpu":
-        return "kernel" if _kernels_work() else "xla"
+        return "cuda" if _kernels_work() else "elsewhere"
     has_compiler = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
-    return "either" if has_compiler else "xla"
+    return "unknown" if has_compiler else "elsewhere"
 
 
 @functools.cache
@@ -199,7 +211,7 @@ def _kernels_work() -> bool:
         np.testing.assert_allclose(result, x / x.max(axis=1, keepdims=True), rtol=1e-6)
     except Exception as error:  # of many types, none of which is a reason to stop a training run
         warnings.warn(
-            f"mpx: kernels of Pallas do not run on this GPU, so `fused_update` leaves its work to XLA, in two passes. "
+            f"mpx: kernels of Pallas do not run on this GPU, so `fused_update` leaves its work to XLA. "
             f"{type(error).__name__}: {error}",
             stacklevel=2,
         )

@@ -1,4 +1,8 @@
-"""Run parts of a step: one in a kernel of its own, small ones in a kernel together, or one by XLA in two passes."""
+"""Run parts of a step as kernels of Pallas: one in its own, small ones together.
+
+Triton compiles them. Its division and square root of float32 are the approximate ones (`div.full`, `sqrt.approx`) that XLA
+takes too, as the programs for an H200 show.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -7,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from mpx._fused.partition import TILE, Part
 from mpx._fused.tile import columns, run_part
@@ -16,20 +19,6 @@ Arrays = Sequence[jax.Array]
 
 _WARPS = 4
 _MOST_ARGUMENTS = 110  # pointers of a kernel; more than 4 kB of them do not fit everywhere
-
-
-def in_two_passes(part: Part, arrays: Arrays, scalars: Arrays) -> list[jax.Array]:
-    """Run a part by XLA, on its rows: one pass for the scales of its blocks, one for all else.
-
-    The first pass starts from inputs that XLA must take for others. It would otherwise keep what both passes compute,
-    such as moments in float32, in memory between them.
-    """
-    known = dict(zip((*part.arrays, *part.scalars), (*arrays, *scalars), strict=True))
-    if part.reductions:
-        first = dict(zip(known, lax.optimization_barrier(list(known.values())), strict=True))
-        found = lax.optimization_barrier(run_part(part, first, part.reductions))
-        known |= dict(zip(part.reductions, found, strict=True))
-    return run_part(part, known, part.outputs)
 
 
 def in_one_kernel(

@@ -1,4 +1,4 @@
-"""Run a step: the parts of its leaves by kernels, or in two passes of XLA; all else as it stands."""
+"""Run a step: the parts of its leaves by kernels, all else as it stands."""
 
 import functools
 from collections import defaultdict
@@ -6,11 +6,10 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax import lax
 from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn
 
-from mpx._fused.kernels import in_a_kernel_together, in_one_kernel, in_two_passes, most_together
+from mpx._fused.kernels import Arrays, in_a_kernel_together, in_one_kernel, most_together
 from mpx._fused.partition import Part, Partition, Var, signature
 from mpx._fused.tile import columns
 from mpx._jaxprs import is_literal, run_equations
@@ -26,7 +25,7 @@ def run(
     partition: Partition,
     groups: list[Group],
     in_place: Mapping[Var, Var],
-    backend: str,
+    interpret: bool,
 ) -> list[Any]:
     """Return the results of a program without calls.
 
@@ -36,7 +35,7 @@ def run(
         partition: of the program.
         groups: the parts that run by themselves, those together that one kernel computes.
         in_place: outputs of the program that may be written over inputs.
-        backend: what runs the parts, see `run_group`.
+        interpret: whether to run kernels without a GPU.
     """
     values = dict(values)
     waiting = _needed(program, partition, groups)
@@ -47,7 +46,7 @@ def run(
         later = []
         for group in groups:
             if all(v in values for part in group for v in (*part.arrays, *part.scalars)):
-                values |= _run_group(group, values, in_place, backend, compiled)
+                values |= _run_group(group, values, in_place, interpret, compiled)
             else:
                 later.append(group)
         groups = later
@@ -55,10 +54,8 @@ def run(
     return [v.val if is_literal(v) else values[v] for v in results]
 
 
-def groups_of(parts: Sequence[Part], backend: str) -> list[Group]:
+def groups_of(parts: Sequence[Part]) -> list[Group]:
     """Return the parts that do not run as they stand: each large one, and small ones together that are alike."""
-    if backend == "xla":  # which fuses by itself what has no blocks
-        return [[part] for part in parts if part.reductions]
     alike: dict[Hashable, list[Part]] = defaultdict(list)
     for part in parts:
         if part.size < SMALL and not part.reductions:
@@ -98,7 +95,7 @@ def _split_ready(eqns: Sequence[JaxprEqn], values: Mapping[Var, Any]) -> tuple[l
 
 
 def _run_group(
-    group: Group, values: Mapping[Var, Any], in_place: Mapping[Var, Var], backend: str, compiled: dict[Hashable, Any]
+    group: Group, values: Mapping[Var, Any], in_place: Mapping[Var, Var], interpret: bool, compiled: dict[Hashable, Any]
 ) -> dict[Var, Any]:
     """Return the outputs of parts. Equal groups are traced once, and compiled once."""
     first = group[0]
@@ -107,7 +104,7 @@ def _run_group(
     }
     key = tuple((signature(part), part.size) for part in group), tuple(pairs.items())
     if key not in compiled:
-        compiled[key] = jax.jit(functools.partial(_by, backend, group, pairs))
+        compiled[key] = jax.jit(functools.partial(_by_kernel, group, pairs, interpret))
     arrays = [[values[v].reshape(-1, columns(v, part)) for v in part.arrays] for part in group]
     scalars = [values[v].reshape(()) for v in first.scalars]
     results = compiled[key](arrays, scalars)
@@ -118,15 +115,9 @@ def _run_group(
     }
 
 
-def _by(backend: str, group: Group, in_place: dict[int, int], arrays: Any, scalars: Any) -> list[list[jax.Array]]:
-    def by_xla(arrays, scalars):
-        return [in_two_passes(part, of_part, scalars) for part, of_part in zip(group, arrays, strict=True)]
-
-    def by_kernel(arrays, scalars):
-        if len(group) == 1:
-            return [in_one_kernel(group[0], in_place, backend == "interpret", arrays[0], scalars)]
-        return in_a_kernel_together(group, in_place, backend == "interpret", arrays, scalars)
-
-    if backend == "either":
-        return lax.platform_dependent(arrays, scalars, cuda=by_kernel, default=by_xla)
-    return by_xla(arrays, scalars) if backend == "xla" else by_kernel(arrays, scalars)
+def _by_kernel(
+    group: Group, in_place: dict[int, int], interpret: bool, arrays: Sequence[Arrays], scalars: Arrays
+) -> list[list[jax.Array]]:
+    if len(group) == 1:
+        return [in_one_kernel(group[0], in_place, interpret, arrays[0], scalars)]
+    return in_a_kernel_together(group, in_place, interpret, arrays, scalars)
