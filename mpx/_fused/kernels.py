@@ -1,7 +1,7 @@
 """Run parts of a step as kernels of Pallas: one in its own, small ones together.
 
-Triton compiles them. Its division and square root of float32 are the approximate ones (`div.full`, `sqrt.approx`) that XLA
-takes too, as the programs for an H200 show.
+Triton compiles them. Its division and square root of float32 are the approximate ones (`div.full`, `sqrt.approx`) that
+XLA takes too, as the programs for an H200 show.
 """
 
 import math
