@@ -85,17 +85,18 @@ class FusedUpdate:
             return lax.platform_dependent(grads, opt_state, params, cuda=by_kernels, default=by_xla)
         return by_xla(grads, opt_state, params)
 
-    def plan(self, params: Any, grads: Any = None) -> "FusedPlan":
+    def plan(self, params: Any, grads: Any = None, **extra_args: Any) -> "FusedPlan":
         """Return what becomes of each leaf.
 
         Args:
             params: the parameters, or their shapes.
             grads: the gradients, or their shapes; None: like the parameters.
+            extra_args: what `tx.update` asks for beside them.
         """
         params = _trees.shapes_of(params)
         grads = params if grads is None else _trees.shapes_of(grads)
         opt_state = jax.eval_shape(self.tx.init, params)
-        program, _, _ = _traced(self.tx, (grads, opt_state, params), {})
+        program, _, _ = _traced(self.tx, (grads, opt_state, params), extra_args)
         partition = Partition(program)
         of_output = {v: leaf for leaf in partition.leaves for v in leaf.outputs}
         names = _trees.path_names(params)

@@ -27,6 +27,9 @@ _COLLECTIVES = EXCHANGES | {"psum", "psum_invariant", "reduce_scatter"}
 # What may be computed outside for each element of a leaf.
 _SOURCES = POSITIONAL | _COLLECTIVES | {"dynamic_slice"}
 _PLACEMENTS = {"copy_p", "device_put", "layout_constraint", "reshard", "sharding_constraint"}
+# What Triton of Pallas cannot compute: at all, or in numbers of 16 bits.
+_NOT_IN_TRITON = {"digamma", "erf", "erfc", "lgamma", "reduce_precision"}
+_NOT_IN_16_BITS = {"div", "erf_inv", "integer_pow", "logistic", "nextafter"}
 _DTYPES = {"bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "bfloat16", "float16", "float32"}
 
 
@@ -169,6 +172,8 @@ class Partition:
             return f"arrays come from {_names(sources - _SOURCES)}"
         if dtypes - _DTYPES:
             return f"kernels do not compute in {_names(dtypes - _DTYPES)}"
+        if missing := {text for eqn in part.equations if (text := _missing_in_triton(eqn))}:
+            return f"Triton has no {', '.join(sorted(missing))}"
         if any(v.aval.dtype == bool for v in (*part.arrays, *part.outputs)):
             return "kernels do not read or write `bool`"
         if not all(block == int(block) and _is_power_of_two(int(block)) for block in blocks):
@@ -217,6 +222,14 @@ def _are_first(places: Iterable[int], small: tuple[int, ...], large: tuple[int, 
     kept = {place: size for place, size in zip(places, small, strict=True) if size > 1}  # axes of 1 are repeated
     others = [i for i, size in enumerate(large) if size > 1 and i not in kept]
     return all(large[i] == size for i, size in kept.items()) and (not kept or not others or max(kept) < min(others))
+
+
+def _missing_in_triton(eqn: JaxprEqn) -> str:
+    """Return what Triton lacks to compute an equation; nothing if it can."""
+    name, dtype = eqn.primitive.name, str(dtype_of(eqn.invars[0]))
+    if name in _NOT_IN_TRITON:
+        return f"`{name}`"
+    return f"`{name}` of {dtype}" if name in _NOT_IN_16_BITS and dtype in ("bfloat16", "float16") else ""
 
 
 def _is_power_of_two(n: int) -> bool:

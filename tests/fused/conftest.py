@@ -1,0 +1,12 @@
+"""Let arrays of a few tiles be large, so that kernels are interpreted quickly."""
+
+import pytest
+
+from mpx._fused import fused_update, schedule
+from tests.fused.helpers import LARGE
+
+
+@pytest.fixture(autouse=True)
+def small_is_smaller(monkeypatch):
+    for module in (fused_update, schedule):
+        monkeypatch.setattr(module, "SMALL", LARGE)

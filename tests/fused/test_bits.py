@@ -1,0 +1,125 @@
+"""Check that `fused_update` computes the bits of `tx.update` and `optax.apply_updates`, for every rule."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mpx
+from mpx._fused import tile
+from tests import sweep
+from tests.fused.helpers import STEPS, assert_same_steps, tree
+from tests.helpers import assert_same_bits, cases
+from tests.rules import RULES
+from tests.walks.test_a_new_state_format import RowExponent
+from tests.walks.test_a_new_wrapper import own_masters
+
+pytestmark = pytest.mark.optax_promotion
+
+STORAGE = {"f32": lambda tx: tx} | {name: sweep.WRITE_BACKS[name] for name in ("full", "split", "Kahan")}
+FORMATS = {"f32": None, "bf16": "bf16", "8-bit": mpx.Blockwise8bit()}
+QUICK = [
+    ("adamw", "split", "8-bit"),
+    ("lion", "Kahan", "bf16"),
+    ("adafactor", "split", "f32"),
+    ("noisy_sgd", "f32", "f32"),
+]
+MATRIX = [
+    (rule, storage, state)
+    for rule in RULES
+    for storage in STORAGE
+    for state in FORMATS
+    if state == "f32" or sweep.moment_fields(rule)
+]
+
+
+def stored(tx, fields, state, **options):
+    return mpx.low_precision_state(tx, {fields: state}, min_size=512, **options)
+
+
+def gradients(seed, dtype, per_example=False, steps=STEPS):
+    trees = [tree(seed + i, dtype, -5, 0) for i in range(steps)]
+    return [jax.tree.map(lambda g: jnp.stack([g, -g / 2, g, g]), x) for x in trees] if per_example else trees
+
+
+@pytest.mark.parametrize(
+    ("name", "storage", "state"),
+    [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow) for case in MATRIX],
+)
+def test_a_step_has_the_bits_of_the_transformation(name, storage, state):
+    rule, dtype = RULES[name], jnp.float32 if storage == "f32" else jnp.bfloat16
+    tx = rule.make()
+    if state != "f32":
+        tx = stored(tx, sweep.moment_fields(name), FORMATS[state])
+    params = tree(0, dtype)
+    assert_same_steps(STORAGE[storage](tx), params, gradients(1, dtype, rule.per_example), rule.extra_args)
+
+
+def test_a_kernel_that_scales_a_block_by_another_one_is_seen(monkeypatch):
+    """Divide by the scales of the neighbours, the negative control."""
+    reduced = tile._reduced
+    monkeypatch.setattr(tile, "_reduced", lambda x, count, reduce: jnp.roll(reduced(x, count, reduce), 1, axis=0))
+    tx = mpx.master_weights(stored(optax.adamw(1e-2), "mu|nu", mpx.Blockwise8bit()), storage="split")
+    with pytest.raises(AssertionError, match="Arrays are not equal"):
+        assert_same_steps(tx, tree(0, jnp.bfloat16), gradients(1, jnp.bfloat16))
+
+
+@pytest.mark.parametrize("state", cases(["bf16", "8-bit"], {"bf16"}))
+def test_stochastic_roundings_have_the_same_random_bits(state):
+    moments = stored(optax.adamw(1e-2), "mu|nu", FORMATS[state], rounding="stochastic", key=jax.random.key(0))
+    tx = optax.chain(mpx.upcast(moments), mpx.stochastic_rounding(jax.random.key(1)))
+    assert_same_steps(tx, tree(0, jnp.bfloat16), gradients(1, jnp.bfloat16))
+
+
+def test_a_skipped_step_keeps_every_bit_and_signs_of_zero():
+    tx = mpx.mixed_precision(stored(optax.adamw(1e-2), "mu|nu", mpx.Blockwise8bit()), "params=f16,compute=f16")
+    good, bad, _ = gradients(1, np.float16)
+    bad["large"] = bad["large"].at[3, 5].set(np.inf)
+    before, after, _ = assert_same_steps(tx, tree(0, np.float16), [good, bad, good])
+    assert [int(mpx.skipped_steps(state)) for _, state in (before, after)] == [0, 1]
+    assert_same_bits((after[0], after[1].inner_state), (before[0], before[1].inner_state))
+
+
+EIGHT_BITS = stored(optax.adamw(1e-2), "mu|nu", mpx.Blockwise8bit())
+COMPOSED = {
+    "clipping": lambda: mpx.master_weights(optax.chain(optax.clip_by_global_norm(1.0), EIGHT_BITS), storage="split"),
+    "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adamw)(learning_rate=optax.linear_schedule(1, 0, 9)),
+    "MultiSteps": lambda: optax.MultiSteps(mpx.upcast(optax.adamw(1e-2)), 2).gradient_transformation(),
+    "masked": lambda: optax.masked(
+        mpx.master_weights(EIGHT_BITS, storage="split"), lambda tree: jax.tree.map(lambda p: p.ndim > 1, tree)
+    ),
+    "partition": lambda: optax.partition(
+        {"matrix": mpx.master_weights(EIGHT_BITS), "other": mpx.upcast(optax.lion(1e-3))},
+        lambda tree: jax.tree.map(lambda p: "matrix" if p.ndim > 1 else "other", tree),
+    ),
+    "params_ema": lambda: mpx.master_weights(optax.chain(EIGHT_BITS, mpx.params_ema(0.9)), storage="split"),
+    "monitor": lambda: mpx.master_weights(
+        optax.chain(
+            optax.snapshot("underflow", mpx.monitor.underflow(jnp.bfloat16)),
+            EIGHT_BITS,
+            mpx.monitor.watch({"lost": mpx.monitor.lost_updates()}),
+        )
+    ),
+    "a schedule": lambda: mpx.upcast(optax.adamw(optax.cosine_decay_schedule(1e-2, 10))),
+    "any_precision_adamw": lambda: mpx.any_precision_adamw(1e-2, use_kahan_summation=True),
+    "a format from outside": lambda: mpx.master_weights(
+        mpx.low_precision_state(optax.adam(1e-2), {"mu": RowExponent()}, min_size=512), storage="split"
+    ),
+    "a wrapper from outside": lambda: own_masters(EIGHT_BITS),
+}
+QUICKLY_COMPOSED = {"clipping", "MultiSteps", "a format from outside"}
+
+
+@pytest.mark.parametrize("name", cases(COMPOSED, QUICKLY_COMPOSED))
+def test_a_composition_has_the_bits_of_the_transformation(name):
+    assert_same_steps(COMPOSED[name](), tree(0, jnp.bfloat16), gradients(1, jnp.bfloat16))
+
+
+def test_extra_arguments_reach_the_rule_and_may_be_functions():
+    def update(updates, state, params, *, value, value_fn):
+        return jax.tree.map(lambda g: -g * value - value_fn(params), updates), state
+
+    tx = optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+    extra = lambda params, grads: {"value": jnp.float32(0.5), "value_fn": lambda p: p["scalar"] * 2}
+    assert_same_steps(mpx.master_weights(tx), tree(0, jnp.bfloat16), gradients(1, jnp.bfloat16), extra)

@@ -1,0 +1,148 @@
+"""Check what becomes a part of a step that a kernel runs, and the reasons for what does not."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mpx
+from mpx._fused.partition import TILE
+from tests.rules import RULES
+
+pytestmark = pytest.mark.optax_promotion
+
+SHAPES = {"large": (32, 64), "small": (128,), "ragged": (3, 50), "scalar": ()}
+
+
+def shapes(dtype=jnp.bfloat16, **of_leaves):
+    return {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in (of_leaves or SHAPES).items()}
+
+
+def rows_of(tx, params=None, **extra_args):
+    return {
+        row.path: row for row in mpx.fused_update(tx).plan(shapes() if params is None else params, **extra_args).rows
+    }
+
+
+def elementwise(function):
+    return optax.stateless(lambda updates, params: jax.tree.map(function, updates))
+
+
+def less_its_largest_of_three(u):
+    blocks = u.reshape(-1, 3)
+    return (blocks - jnp.max(blocks, 1, keepdims=True)).reshape(u.shape)
+
+
+def in_blocks(size, rule=None):
+    return mpx.low_precision_state(rule or optax.adamw(1e-2), {"mu|nu": mpx.Blockwise8bit(size)}, min_size=512)
+
+
+def signs_kept():
+    init = lambda params: jax.tree.map(lambda p: jnp.zeros(p.shape, bool), params)
+    return optax.GradientTransformation(
+        init, lambda updates, state, params: (updates, jax.tree.map(jnp.signbit, updates))
+    )
+
+
+def test_large_leaves_have_a_kernel_each_and_small_ones_one_together():
+    rows = rows_of(mpx.master_weights(optax.adamw(1e-2), storage="split"))
+    assert {name: row.runs for name, row in rows.items()} == {
+        "large": "a kernel", "small": "a kernel with others", "ragged": "XLA", "scalar": "XLA"
+    }  # fmt: skip
+    assert rows["ragged"].reason == "its 150 elements cannot be divided into rows of 128"
+
+
+@pytest.mark.parametrize("rule", ["lamb", "adamw", "lion", "noisy_sgd", "contrib.prodigy"])
+def test_norms_of_a_leaf_and_random_bits_leave_it_a_kernel(rule):
+    assert rows_of(mpx.master_weights(RULES[rule].make()))["large"].runs == "a kernel"
+
+
+LEFT_TO_XLA = {
+    "a sort": (elementwise(lambda u: jnp.sort(u.ravel()).reshape(u.shape)), "arrays come from `sort`"),
+    "a sum": (elementwise(lambda u: u - u.mean(-1, keepdims=True)), r"mixed by .*`reduce_sum`|come from `\w+`"),
+    "a transposition": (elementwise(lambda u: u + u.T.reshape(u.shape)), "`transpose`"),
+    "a row beside a column": (elementwise(lambda u: u[:1] + u[:, :1]), r"`\w+`"),
+    "adafactor": (RULES["adafactor"].make(), r"`\w+`"),
+    "muon": (RULES["contrib.muon"].make(), r"`(scan|while|dot_general)`"),
+    "MultiSteps": (optax.MultiSteps(optax.adamw(1e-2), 2).gradient_transformation(), "`cond`"),
+    "bool state": (signs_kept(), "kernels do not read or write `bool`"),
+    "erf": (elementwise(jax.lax.erf), "Triton has no `erf`"),
+    "16-bit division": (elementwise(lambda u: u / (u + 1)), "Triton has no `div` of bfloat16"),
+    "large blocks": (in_blocks(2 * TILE), f"its blocks have more than {TILE} elements"),
+    "small blocks": (in_blocks(16), "its 12288 elements cannot be divided into rows of 128"),
+    "blocks of three": (elementwise(less_its_largest_of_three), "its blocks are not powers of two"),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_TO_XLA)
+def test_what_is_left_to_xla_says_why(name):
+    tx, reason = LEFT_TO_XLA[name]
+    row = rows_of(tx, shapes(w=(96, 128)))["w"]
+    assert row.runs == "XLA"
+    assert re.search(reason, row.reason), row.reason
+
+
+def test_blocks_that_end_in_the_middle_are_left_to_xla():
+    assert "`pad`" in rows_of(in_blocks(256), shapes(w=(33, 100)))["w"].reason
+
+
+def test_float64_is_left_to_xla_and_float32_beside_it_is_not():
+    with jax.enable_x64(True):
+        params = {
+            name: jax.ShapeDtypeStruct((32, 64), dtype) for name, dtype in {"f": np.float32, "d": np.float64}.items()
+        }
+        rows = rows_of(optax.adam(1e-2), params)
+    assert rows["d"].reason == "kernels do not compute in `float64`"
+    assert rows["f"].runs == "a kernel"
+
+
+def test_leaves_without_elements_and_empty_trees_are_planned():
+    assert rows_of(optax.sgd(0.1), shapes(jnp.float32, w=(0, 4)))["w"].runs == "XLA"
+    assert rows_of(optax.sgd(0.1), {}) == {}
+
+
+def test_a_plan_is_made_with_what_the_rule_asks_for():
+    assert rows_of(RULES["polyak_sgd"].make(), shapes(jnp.float32), value=jnp.float32(1))["large"].runs == "a kernel"
+
+
+# The bytes of an element that a step must read and write.
+BYTES = {
+    "f32": (jnp.float32, optax.adamw(1e-2), 7 * 4),
+    "split": (jnp.bfloat16, mpx.master_weights(optax.adamw(1e-2), storage="split"), 3 * 2 + 2 * 2 + 4 * 4),
+    "full": (jnp.bfloat16, mpx.master_weights(optax.adamw(1e-2)), 2 + 2 * 2 + 6 * 4),
+    "Kahan, bf16": (
+        jnp.bfloat16,
+        optax.chain(
+            mpx.low_precision_state(optax.adamw(1e-2), {"mu|nu": "bf16"}, min_size=0), mpx.kahan_summation()
+        ),
+        9 * 2,
+    ),
+    "split, 8-bit": (
+        jnp.bfloat16, mpx.master_weights(in_blocks(256), storage="split"), 3 * 2 + 2 * 2 + 4 + 4 * 4 / 256
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_the_bytes_of_a_plan_are_those_of_the_arrays_that_a_step_reads_and_writes(name):
+    dtype, tx, expected = BYTES[name]
+    row = rows_of(tx, shapes(dtype))["large"]
+    assert row.moved_bytes / row.size == expected
+
+
+def every_row(name, wrap):
+    rule = RULES[name]
+    params = shapes(jnp.float32, large=(32, 64), small=(128,))
+    grads = jax.tree.map(lambda p: p.update(shape=(2, *p.shape)), params) if rule.per_example else params
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), params)
+    return mpx.fused_update(wrap(rule.make())).plan(params, grads, **rule.extra_args(zeros, zeros)).rows
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_every_leaf_of_every_rule_runs_in_a_kernel_or_has_a_reason(name):
+    for row in every_row(name, mpx.upcast):
+        assert (row.runs == "XLA") == bool(row.reason)
+        assert (row.runs == "XLA") == (row.moved_bytes is None)
