@@ -18,7 +18,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 
 import mpx
@@ -157,8 +156,7 @@ def measure_update(job: dict[str, Any]) -> Result:
     grads = _random_like(shapes)
 
     def update(params: Any, opt_state: Any, grads: Any) -> tuple[Any, Any]:
-        updates, opt_state = program.tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
+        return program.update(grads, opt_state, params)
 
     compiled, _ = compile_ahead(update, params, opt_state, grads, donate=(0, 1))
     row, _ = time_calls(lambda state, grads: compiled(*state, grads), (params, opt_state), [grads], job)

@@ -61,7 +61,7 @@ CHUNKED = PADDED.then("chunked", "loss in 4 chunks", loss_chunks=4)
 # Without it the backward pass is given float32 numbers wherever the forward pass had them, under autocast too.
 DOTS = CHUNKED.then("dots", "dots kept, the rest again", checkpoint="dots")
 SPLIT = DOTS.then("split", "bf16 parameters, split masters", recipe="bf16-split")
-EIGHT_BIT = SPLIT.then("8bit", "8-bit moments", recipe="bf16-split-8bit")
+EIGHT_BIT = SPLIT.then("8bit", "8-bit moments, one kernel a leaf", recipe="bf16-split-8bit")
 ACCUMULATE = EIGHT_BIT.then("accumulate", "accumulation", accumulate=True)
 LADDER = (F32, TF32, BF16, FLASH, PADDED, CHUNKED, DOTS, SPLIT, EIGHT_BIT, ACCUMULATE)
 

@@ -35,6 +35,8 @@ class Recipe:
     # "autocast" runs the model under `mpx.autocast`; "cast" casts its parameters to the compute dtype, which all other
     # operations follow; "plain" does so with `jax.value_and_grad`, without mpx.
     compute: Literal["autocast", "cast", "plain"] = "autocast"
+    # Whether `mpx.fused_update` computes the step of the optimizer, on a GPU in one kernel for each large leaf.
+    fused: bool = False
     # For `jax.default_matmul_precision`. Autocast does not cast a product for which more than the default is asked.
     matmul_precision: Literal["float32"] | None = None
 
@@ -74,6 +76,7 @@ RECIPES = (
     Recipe(
         "bf16-split-8bit", "bf16 + split + 8-bit moments", BF16,
         lambda rule: mpx.mixed_precision(mpx.low_precision_state(rule, MOMENTS_IN_8_BITS), BF16, storage="split"),
+        fused=True,
     ),
     # Instead of masters, the rounding error of each update is kept and added to the next one.
     Recipe("bf16-kahan", "bf16 + Kahan", BF16, lambda rule: optax.chain(mpx.upcast(rule), mpx.kahan_summation())),

@@ -68,6 +68,8 @@ class Program:
     init: Callable[[int | jax.Array], tuple[Any, optax.OptState]]
     # From both and tokens (B, T + 1) to the loss and the gradients, still scaled if the recipe scales the loss.
     gradients: Callable[[Any, optax.OptState, jax.Array], tuple[jax.Array, Any]]
+    # From gradients and both to both.
+    update: Callable[[Any, optax.OptState, Any], tuple[Any, optax.OptState]]
     # From both and tokens (A, B, T + 1), A microbatches computed one after another, to both after one update.
     train_step: Callable[[Any, optax.OptState, jax.Array], tuple[Any, optax.OptState, Metrics]]
     # From parameters and tokens (B, T + 1) to losses (B, T).
@@ -96,6 +98,12 @@ def make_program(
     tx = make_optimizer(recipe, config, hyperparameters)
     if mesh is not None and parallel == "zero":
         tx = mpx.zero1(tx, mesh, devices.AXIS)
+
+    def update(grads: Any, opt_state: optax.OptState, params: Any) -> tuple[Any, optax.OptState]:
+        if recipe.fused:
+            return mpx.fused_update(tx)(grads, opt_state, params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
 
     def new_model(seed: int | jax.Array = 0) -> GPT:
         return GPT(config, nnx.Rngs(jax.random.key(seed)))
@@ -130,8 +138,8 @@ def make_program(
         if recipe.compute == "plain":  # plain Optax expects gradients in the dtype of the parameters
             grads = optax.tree.cast_like(grads, params)
         norm = optax.tree.norm(mpx.get_loss_scale(opt_state).unscale(mpx.cast(grads, "f32")))
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, Metrics(loss, norm)
+        params, opt_state = update(grads, opt_state, params)
+        return params, opt_state, Metrics(loss, norm)
 
     return Program(
         recipe=recipe,
@@ -139,6 +147,7 @@ def make_program(
         tx=tx,
         init=init,
         gradients=gradients,
+        update=update,
         train_step=train_step,
         token_losses=losses_fn,
         # The parameters as they are stored, without masters or compensations: what would be deployed.
