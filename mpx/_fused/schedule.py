@@ -69,13 +69,13 @@ def groups_of(parts: Sequence[Part]) -> list[Group]:
 
 
 def _needed(program: jex_core.Jaxpr, partition: Partition, groups: Sequence[Group]) -> list[JaxprEqn]:
-    """Return the equations that run as they stand, in order: they lead to inputs of parts, or to other results."""
+    """Return the equations that run as they stand, in order: what leads to parts or results, or prints."""
     given = {v for group in groups for part in group for v in part.outputs}
     wanted = {v for group in groups for part in group for v in (*part.arrays, *part.scalars)}
     wanted |= {v for v in program.outvars if not is_literal(v) and partition.resolved(v) not in given}
     found = []
     for eqn in reversed(program.eqns):
-        if any(v in wanted for v in eqn.outvars):
+        if eqn.effects or any(v in wanted for v in eqn.outvars):
             found.append(eqn)
             sent = given if partition.sends(eqn) else ()
             wanted.update(v for v in eqn.invars if not is_literal(v) and partition.resolved(v) not in sent)
@@ -99,9 +99,11 @@ def _run_group(
 ) -> dict[Var, Any]:
     """Return the outputs of parts. Equal groups are traced once, and compiled once."""
     first = group[0]
-    pairs = {
-        i: first.outputs.index(in_place[v]) for i, v in enumerate(first.arrays) if in_place.get(v) in first.outputs
-    }
+    over: dict[int, int] = {}  # an output takes one place, though it may be a new parameter and a new state at once
+    for i, v in enumerate(first.arrays):
+        if in_place.get(v) in first.outputs:
+            over.setdefault(first.outputs.index(in_place[v]), i)
+    pairs = {i: output for output, i in over.items()}
     key = tuple((signature(part), part.size) for part in group), tuple(pairs.items())
     if key not in compiled:
         compiled[key] = jax.jit(functools.partial(_by_kernel, group, pairs, interpret))
