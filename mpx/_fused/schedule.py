@@ -99,7 +99,7 @@ def _run_group(
 ) -> dict[Var, Any]:
     """Return the outputs of parts. Equal groups are traced once, and compiled once."""
     first = group[0]
-    over: dict[int, int] = {}  # an output takes one place, though it may be a new parameter and a new state at once
+    over: dict[int, int] = {}  # an output takes one place, though it may stand in a state twice
     for i, v in enumerate(first.arrays):
         if in_place.get(v) in first.outputs:
             over.setdefault(first.outputs.index(in_place[v]), i)

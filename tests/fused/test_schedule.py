@@ -22,12 +22,13 @@ def test_what_an_optimizer_prints_is_printed_once(capfd):
     assert capfd.readouterr().out.count("norm") == 1
 
 
-def test_a_new_parameter_that_is_also_a_new_state_takes_one_place():
-    def update(updates, state, params):
-        return updates, optax.apply_updates(params, updates)
+def test_a_result_that_stands_in_a_state_twice_takes_one_place():
+    def update(updates, state, params=None):
+        mean = jax.tree.map(lambda old, new: 0.5 * (old + new), state[0], updates)
+        return mean, (mean, mean)
 
-    copies = optax.GradientTransformation(lambda params: jax.tree.map(jnp.copy, params), update)
-    step = jax.jit(mpx.fused_update(copies, interpret=True))
-    params, state = step(PARAMS, copies.init(PARAMS), PARAMS)
-    np.testing.assert_array_equal(params["w"], 2 * PARAMS["w"])
-    np.testing.assert_array_equal(state["w"], params["w"])
+    both = lambda params: (jax.tree.map(jnp.copy, params), jax.tree.map(jnp.copy, params))
+    tx = optax.GradientTransformation(both, update)
+    params, state = jax.jit(mpx.fused_update(tx, interpret=True))(PARAMS, tx.init(PARAMS), PARAMS)
+    for result, factor in ((params, 2), (state[0], 1), (state[1], 1)):
+        np.testing.assert_array_equal(result["w"], factor * PARAMS["w"])
