@@ -38,8 +38,8 @@ def fused_update(tx: optax.GradientTransformation, *, interpret: bool = False) -
     clipping. So do random bits. A leaf that an optimizer treats otherwise (sums along an axis, a matrix product, a
     sort) is left to XLA; `plan` says which and why. Small leaves share kernels.
 
-    Kernels are Pallas', compiled by Triton. Without a GPU, and with several devices outside of `jax.shard_map`, this is
-    `tx.update` and `optax.apply_updates`.
+    Kernels are Pallas', compiled by Triton. Without a GPU this is `tx.update` and `optax.apply_updates`. Of several
+    devices each runs kernels on what it has of the arrays, however they are sharded, with and without `zero1`.
 
     Args:
         tx: any Optax transformation, with the wrappers of mpx in it or around it.
@@ -177,7 +177,7 @@ def _in_place(program: jex_core.Jaxpr, partition: Partition, of_params: int, of_
     """Return what may be written over what: new parameters over old ones, and a new state over the old one."""
     inputs = program.invars
     old = inputs[len(inputs) - of_params :] + inputs[len(inputs) - of_params - of_state : len(inputs) - of_params]
-    pairs = zip(old, map(partition.resolved, program.outvars), strict=True)
+    pairs = zip(old, map(partition.unplaced, program.outvars), strict=True)
     type_of = lambda v: (v.aval.shape, v.aval.dtype)
     return {v: new for v, new in pairs if not is_literal(new) and type_of(v) == type_of(new)}
 
@@ -187,9 +187,9 @@ def _in_place(program: jex_core.Jaxpr, partition: Partition, of_params: int, of_
 
 def _where() -> str:
     """Return `"cuda"`, `"elsewhere"`, or `"unknown"` until the program is compiled."""
-    is_sharded = jax.device_count() > 1 and not jax.sharding.get_abstract_mesh().manual_axes
-    if is_sharded:
-        return "elsewhere"  # XLA must be free to divide arrays among devices, which it cannot do with a kernel
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.manual_axes and any(mesh.shape[name] > 1 for name in {*mesh.axis_names} - {*mesh.manual_axes}):
+        return "elsewhere"  # inside of `jax.shard_map` JAX does not say how other axes divide the work of a kernel
     if jax.default_backend() == "gpu":
         return "cuda" if _kernels_work() else "elsewhere"
     has_compiler = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))

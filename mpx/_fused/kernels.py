@@ -27,7 +27,7 @@ def in_one_kernel(
     """Run a part by Pallas on its rows, a few in each program; `in_place`: which outputs are written over arrays."""
     from jax.experimental import pallas as pl  # here, because importing it takes longer than the rest of mpx
 
-    rows = part.size // part.width
+    rows = arrays[0].shape[0]  # of what a device has
     together = math.gcd(rows, max(1, TILE // part.width))
 
     def body(read: Sequence[Any], scalars: Arrays, written: Sequence[Any]) -> None:
@@ -37,7 +37,7 @@ def in_one_kernel(
 
     block = lambda v: pl.BlockSpec((together, columns(v, part)), lambda i: (i, 0))
     specs = [*map(block, part.arrays)], [*map(block, part.outputs)]
-    shapes = [jax.ShapeDtypeStruct((rows, columns(v, part)), v.aval.dtype) for v in part.outputs]
+    shapes = [_type((rows, columns(v, part)), v) for v in part.outputs]
     return _call(body, rows // together, arrays, scalars, specs, shapes, in_place, interpret)
 
 
@@ -73,7 +73,7 @@ def in_a_kernel_together(
                 triton.store(at(written, i, k), x, mask=mask(i))
 
     flat = [x.reshape(1, -1) for of_part in arrays for x in of_part]
-    shapes = [jax.ShapeDtypeStruct((1, one.size), v.aval.dtype) for one in parts for v in one.outputs]
+    shapes = [_type((1, one.size), v) for one in parts for v in one.outputs]
     whole = lambda xs: [pl.BlockSpec(memory_space=pl.ANY)] * len(xs)
     aliases = {
         i * len(part.arrays) + array: i * len(part.outputs) + output
@@ -117,6 +117,11 @@ def _call(
         name="mpx_fused_update",
     )
     return list(call(*arrays, *vectors))
+
+
+def _type(shape: tuple[int, int], v: Any) -> jax.ShapeDtypeStruct:
+    """Return the type of an output; inside of `jax.shard_map` it says among which devices the output differs."""
+    return jax.ShapeDtypeStruct(shape, v.aval.dtype, manual_axis_type=v.aval.manual_axis_type)
 
 
 def most_together(part: Part) -> int:

@@ -25,7 +25,8 @@ _RESHAPES = {"reshape", "squeeze"}
 BLOCK_REDUCTIONS = {"reduce_max", "reduce_min", "reduce_and", "reduce_or"}  # the same bits in any order
 _COLLECTIVES = EXCHANGES | {"psum", "psum_invariant", "reduce_scatter"}
 # What may be computed outside for each element of a leaf.
-_SOURCES = POSITIONAL | _COLLECTIVES | {"dynamic_slice"}
+_PLACED = {"sharding_constraint"}  # what `zero1` says outside of `jax.shard_map`: XLA sends what it must for it
+_SOURCES = POSITIONAL | _COLLECTIVES | _PLACED | {"dynamic_slice"}
 _PLACEMENTS = {"copy_p", "device_put", "layout_constraint", "reshard", "sharding_constraint"}
 # What Triton of Pallas cannot compute: at all, or in numbers of 16 bits.
 _NOT_IN_TRITON = {"digamma", "erf", "erfc", "lgamma", "reduce_precision"}
@@ -68,6 +69,7 @@ class Partition:
     def __init__(self, program: jex_core.Jaxpr):
         self._producer = {v: (i, eqn) for i, eqn in enumerate(program.eqns) for v in eqn.outvars}
         self.same: dict[Var, Any] = {}  # what a barrier returns, and what it was given
+        self._placed: dict[Var, Any] = {}  # what was placed on devices, and what it was before
         self._uniform: set[Var] = set()  # arrays whose elements are equal
         self._parent: dict[Var, Var] = {}
         self._mixed: dict[Var, set[str]] = defaultdict(set)
@@ -85,9 +87,15 @@ class Partition:
             v = self.same[v]
         return v
 
+    def unplaced(self, v: Any) -> Any:
+        """Return the value before it was placed on devices."""
+        while not is_literal(v := self.resolved(v)) and v in self._placed:
+            v = self._placed[v]
+        return v
+
     def sends(self, eqn: JaxprEqn) -> bool:
         """Return whether an equation sends arrays to other devices: it takes them from the kernels that made them."""
-        return eqn.primitive.name in _COLLECTIVES and any(size_of(v) > 1 for v in eqn.outvars)
+        return eqn.primitive.name in _COLLECTIVES | _PLACED and any(size_of(v) > 1 for v in eqn.outvars)
 
     def _add(self, eqn: JaxprEqn) -> list[Var]:
         """Take an equation into account; return the values in it that go to other devices."""
@@ -95,6 +103,8 @@ class Partition:
         if name == "optimization_barrier":
             self.same.update(zip(eqn.outvars, eqn.invars, strict=True))
             return []
+        if name in _PLACED:
+            self._placed.update(zip(eqn.outvars, eqn.invars, strict=True))
         operands = [self.resolved(v) for v in eqn.invars if not is_literal(v)]
         varied = [v for v in operands if size_of(v) > 1 and v not in self._uniform]
         if not results:
@@ -147,17 +157,22 @@ class Partition:
                     waiting += reversed(eqn.invars)
             else:
                 arrays[v] = None
+        # Of a value that is read both before and after it was placed, the latter.
+        last = {self.unplaced(v): v for v in sorted(arrays, key=self._number)}
+        read = {v: last[self.unplaced(v)] for v in arrays}
         equations = [
-            eqn.replace(invars=[self.resolved(v) for v in eqn.invars])
+            eqn.replace(invars=[v if is_literal(v) else read.get(v, v) for v in map(self.resolved, eqn.invars)])
             for _, eqn in sorted(found.items(), key=lambda x: x[0])
         ]
-        sizes = {
-            size_of(v) for v in (*arrays, *(v for eqn in equations for v in eqn.outvars)) if v not in self._uniform
-        }
+        sizes = {size_of(v) for v in (*read, *(v for eqn in equations for v in eqn.outvars)) if v not in self._uniform}
         size, smallest = max(sizes), min(sizes - {1}, default=1)
         reductions = [eqn.outvars[0] for eqn in equations if eqn.primitive.name in BLOCK_REDUCTIONS]
         width = size // smallest if smallest < size else math.gcd(size, TILE)
-        return Part(list(arrays), list(scalars), equations, outputs, size, width, reductions)
+        return Part(list(dict.fromkeys(read.values())), list(scalars), equations, outputs, size, width, reductions)
+
+    def _number(self, v: Var) -> int:
+        """Return which equation computes a value; -1 for an input."""
+        return self._producer[v][0] if v in self._producer else -1
 
     def _why_not(self, part: Part, mixed: Iterable[str]) -> str:
         """Return why a part cannot run on tiles; nothing if it can."""

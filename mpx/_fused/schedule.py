@@ -9,9 +9,10 @@ import jax
 from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn
 
+from mpx._fused.devices import divided
 from mpx._fused.kernels import Arrays, in_a_kernel_together, in_one_kernel, most_together
 from mpx._fused.partition import Part, Partition, Var, signature
-from mpx._fused.tile import columns
+from mpx._fused.tile import columns, run_part
 from mpx._jaxprs import is_literal, run_equations
 
 SMALL = 2**16  # elements: what is smaller takes a GPU less time than the start of a kernel
@@ -46,7 +47,8 @@ def run(
         later = []
         for group in groups:
             if all(v in values for part in group for v in (*part.arrays, *part.scalars)):
-                values |= _run_group(group, values, in_place, interpret, compiled)
+                over = {v: in_place.get(partition.unplaced(v)) for part in group for v in part.arrays}
+                values |= _run_group(group, values, over, interpret, compiled)
             else:
                 later.append(group)
         groups = later
@@ -95,26 +97,34 @@ def _split_ready(eqns: Sequence[JaxprEqn], values: Mapping[Var, Any]) -> tuple[l
 
 
 def _run_group(
-    group: Group, values: Mapping[Var, Any], in_place: Mapping[Var, Var], interpret: bool, compiled: dict[Hashable, Any]
+    group: Group, values: Mapping[Var, Any], in_place: Mapping[Var, Any], interpret: bool, compiled: dict[Hashable, Any]
 ) -> dict[Var, Any]:
     """Return the outputs of parts. Equal groups are traced once, and compiled once."""
     first = group[0]
     over: dict[int, int] = {}  # an output takes one place, though it may stand in a state twice
     for i, v in enumerate(first.arrays):
-        if in_place.get(v) in first.outputs:
+        if in_place[v] in first.outputs:
             over.setdefault(first.outputs.index(in_place[v]), i)
     pairs = {i: output for output, i in over.items()}
     key = tuple((signature(part), part.size) for part in group), tuple(pairs.items())
     if key not in compiled:
         compiled[key] = jax.jit(functools.partial(_by_kernel, group, pairs, interpret))
-    arrays = [[values[v].reshape(-1, columns(v, part)) for v in part.arrays] for part in group]
-    scalars = [values[v].reshape(()) for v in first.scalars]
-    results = compiled[key](arrays, scalars)
-    return {
-        v: x.reshape(v.aval.shape)
-        for part, of_part in zip(group, results, strict=True)
-        for v, x in zip(part.outputs, of_part, strict=True)
-    }
+    compute = functools.partial(_on_rows, group, compiled[key])
+    operands = [values[v] for part in group for v in part.arrays] + [values[v].reshape(()) for v in first.scalars]
+    outputs = [v for part in group for v in part.outputs]
+    if jax.sharding.get_abstract_mesh().manual_axes:  # arrays are what a device has
+        results = compute([v.aval.shape for v in outputs], *operands)
+    else:
+        results = divided(group, compute, *operands)
+    return dict(zip(outputs, results, strict=True))
+
+
+def _on_rows(group: Group, run: Any, shapes: Sequence[tuple[int, ...]], *operands: jax.Array) -> list[jax.Array]:
+    """Return the outputs of parts, in these shapes, from their arrays and then their scalars."""
+    rest = iter(operands)
+    arrays = [[next(rest).reshape(-1, columns(v, part)) for v in part.arrays] for part in group]
+    results = [x for of_part in run(arrays, list(rest)) for x in of_part]
+    return [x.reshape(shape) for x, shape in zip(results, shapes, strict=True)]
 
 
 def _by_kernel(
@@ -122,4 +132,8 @@ def _by_kernel(
 ) -> list[list[jax.Array]]:
     if len(group) == 1:
         return [in_one_kernel(group[0], in_place, interpret, arrays[0], scalars)]
+    if any(x[0].shape[0] * part.width < part.size for x, part in zip(arrays, group, strict=True)):
+        # This device has only a part of some: XLA fuses what is so small, and has no blocks, by itself.
+        known = lambda part, of_part: dict(zip((*part.arrays, *part.scalars), (*of_part, *scalars), strict=True))
+        return [run_part(part, known(part, x), part.outputs) for part, x in zip(group, arrays, strict=True)]
     return in_a_kernel_together(group, in_place, interpret, arrays, scalars)
