@@ -259,7 +259,8 @@ def signature(part: Part) -> Hashable:
     """Return what is equal for parts that one kernel can run, if their sizes are equal too."""
     names: dict[Var, int] = {}
     name = lambda v: (str(v.val), str(v.aval.dtype)) if is_literal(v) else names.setdefault(v, len(names))
-    type_of = lambda v: (name(v), part.size // size_of(v) if size_of(v) > 1 else 0, str(v.aval.dtype))
+    varying = lambda v: str(getattr(v.aval, "manual_axis_type", ""))
+    type_of = lambda v: (name(v), part.size // size_of(v) if size_of(v) > 1 else 0, str(v.aval.dtype), varying(v))
     inputs = [type_of(v) for v in (*part.arrays, *part.scalars)]
     equations = [
         (eqn.primitive.name, *map(name, eqn.invars), type_of(eqn.outvars[0]), _settings(eqn)) for eqn in part.equations

@@ -81,11 +81,11 @@ def _repeated(x: jax.Array, width: int) -> jax.Array:
 
 def _rounded(x: jax.Array, method: lax.RoundingMethod) -> jax.Array:
     """Round to integers, as `lax.round` does: Triton has only `floor`."""
-    below = lax.floor(x)
-    rest = x - below
-    is_odd = below != 2 * lax.floor(below * np.asarray(0.5, x.dtype))
+    size = lax.abs(x)  # of which the rest is exact: `-0.49999997 - floor(-0.49999997)` would round to a half
+    below = lax.floor(size)
+    rest = size - below
+    up = (rest > 0.5) | ((rest == 0.5) & (below != 2 * lax.floor(below * np.asarray(0.5, x.dtype))))
     if method == lax.RoundingMethod.AWAY_FROM_ZERO:
-        is_odd = x > 0
-    up = (rest > 0.5) | ((rest == 0.5) & is_odd)
+        up = rest >= 0.5
     rounded = below + up.astype(x.dtype)
-    return jnp.where(rounded == 0, x * 0, rounded)  # with the sign of `x`
+    return jnp.where(rounded == 0, x * 0, jnp.where(x < 0, -rounded, rounded))  # with the sign of `x`

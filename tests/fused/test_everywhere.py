@@ -1,0 +1,196 @@
+"""Check `fused_update` wherever a step is: donated, in loops, over devices, eagerly, in 64-bit mode, with bad input."""
+
+import re
+import warnings
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import mpx
+from mpx._fused import fused_update
+from tests.fused.helpers import assert_same_steps, plain_step, tree
+from tests.helpers import all_eqns, assert_same_bits, eight_cpu_devices, on_an_absent_gpu, unfused
+
+pytestmark = pytest.mark.optax_promotion
+
+MOMENTS = mpx.low_precision_state(optax.adamw(1e-2), {"mu|nu": mpx.Blockwise8bit()}, min_size=512)
+TX = mpx.master_weights(MOMENTS, storage="split")
+FUSED = mpx.fused_update(TX, interpret=True)
+PLAIN = plain_step(TX)
+SHAPES = {"large": (32, 64), "equal": [(128,), (2, 64)], "ragged": (3, 50)}
+
+
+def start():
+    params = tree(0, jnp.bfloat16, shapes=SHAPES)
+    return tree(1, jnp.bfloat16, shapes=SHAPES), TX.init(params), params
+
+
+def compiled(step):
+    return jax.jit(step, compiler_options=unfused())
+
+
+def test_a_donated_step_uses_all_that_is_donated():
+    grads, state, params = start()
+    expected = compiled(PLAIN)(grads, state, params)
+    donated = jax.jit(FUSED, donate_argnums=(1, 2), compiler_options=unfused())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_same_bits(donated(grads, state, params), expected)
+    assert all(x.is_deleted() for x in jax.tree.leaves(params))
+
+
+def test_steps_in_a_scan_are_those_one_by_one():
+    grads, state, params = start()
+    scan = lambda step: compiled(
+        lambda c: jax.lax.scan(lambda c, _: (step(grads, c[1], c[0])[:2], None), c, length=2)[0]
+    )
+    assert_same_bits(scan(FUSED)((params, state)), scan(PLAIN)((params, state)))
+
+
+def test_an_ensemble_is_trained_under_vmap():
+    given = jax.tree.map(lambda *x: jnp.stack(x), start(), jax.tree.map(lambda x: x, start()))
+    assert_same_bits(compiled(jax.vmap(FUSED))(*given), compiled(jax.vmap(PLAIN))(*given))
+
+
+@pytest.mark.eager
+def test_a_step_outside_of_jit_is_the_same():
+    """Operation by operation nothing is fused."""
+    grads, _, params = start()
+    tx = mpx.master_weights(optax.sgd(0.5, momentum=0.5), storage="split")
+    given = grads, tx.init(params), params
+    assert_same_bits(mpx.fused_update(tx, interpret=True)(*given), plain_step(tx)(*given))
+
+
+def test_without_a_gpu_a_step_is_that_of_the_transformation():
+    given = start()
+    names = lambda step: [eqn.primitive.name for eqn in all_eqns(jax.make_jaxpr(step)(*given))]
+    assert "pallas_call" not in names(mpx.fused_update(TX))
+    assert names(mpx.fused_update(TX)).count("mul") == names(PLAIN).count("mul")
+    assert_same_bits(compiled(mpx.fused_update(TX))(*given), compiled(PLAIN)(*given))
+
+
+def over_devices(step, *specs, **options):
+    return compiled(jax.shard_map(step, mesh=eight_cpu_devices(), in_specs=specs[0], out_specs=specs[1], **options))
+
+
+def test_each_device_runs_kernels_inside_shard_map():
+    fused = over_devices(FUSED, P(), P(), check_vma=False)
+    assert_same_bits(fused(*start()), compiled(PLAIN)(*start()))
+
+
+def under_zero1(step, check_vma):
+    """Return a function of gradients, one of each device, and the arguments for it."""
+    mesh = eight_cpu_devices()
+    params = tree(0, jnp.bfloat16, shapes={"large": (64, 256), "ragged": (3, 50)})
+    tx = mpx.zero1(TX, mesh)
+    state = tx.init(params)
+    specs = jax.tree.map(lambda s: s.spec, mpx.zero1_shardings(params, state, mesh))
+    grads = jax.tree.map(lambda p: jnp.stack([p * (i + 1) for i in range(8)]), params)
+    own = lambda grads, *given: step(tx)(jax.tree.map(lambda g: g[0], grads), *given)
+    return over_devices(own, (P("data"), specs, P()), (P(), specs), check_vma=check_vma), (grads, state, params)
+
+
+def test_each_device_runs_kernels_on_its_part_under_zero1():
+    fused, given = under_zero1(lambda tx: mpx.fused_update(tx, interpret=True), check_vma=False)
+    plain, _ = under_zero1(plain_step, check_vma=False)
+    assert "pallas_call" in {eqn.primitive.name for eqn in all_eqns(fused.trace(*given).jaxpr)}
+    assert_same_bits(jax.device_get(fused(*given)), jax.device_get(plain(*given)))
+
+
+def test_kernels_say_over_which_devices_their_results_vary(monkeypatch):
+    """Lower for a GPU: JAX 0.10 does not interpret kernels under `check_vma`."""
+    monkeypatch.setattr(fused_update, "_where", lambda: "cuda")
+    fused, given = under_zero1(mpx.fused_update, check_vma=True)
+    with on_an_absent_gpu():
+        text = fused.trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mpx_fused_update" in text
+
+
+def test_the_parameters_of_a_flax_model_are_trained():
+    model = nnx.Linear(16, 128, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    params = nnx.state(model, nnx.Param)
+    given = jax.tree.map(jnp.ones_like, params), TX.init(params), params
+    new_params, _ = compiled(FUSED)(*given)
+    assert_same_bits(new_params, compiled(PLAIN)(*given)[0])
+    nnx.update(model, new_params)
+    assert_same_bits(model.kernel[...], new_params["kernel"][...])
+
+
+def test_steps_in_64_bit_mode_are_those_of_the_transformation():
+    with jax.enable_x64(True):
+        shapes = {"large": (32, 64), "small": (128,)}
+        grads, params = ([tree(i, jnp.bfloat16, shapes=shapes), tree(i, np.float64, shapes=shapes)] for i in (1, 0))
+        assert_same_steps(optax.chain(optax.clip_by_global_norm(1.0), mpx.upcast(optax.adamw(1e-2))), params, [grads])
+
+
+def kernels_of(tx, shapes, dtype=jnp.bfloat16):
+    params = tree(0, dtype, shapes=shapes)
+    jaxpr = jax.make_jaxpr(mpx.fused_update(tx, interpret=True))(params, tx.init(params), params)
+    return sum(eqn.primitive.name == "pallas_call" for eqn in all_eqns(jaxpr)), jaxpr
+
+
+def programs_of(jaxpr):
+    """Return how many programs there are with a kernel in them: calls of the same one share it."""
+    calls = [eqn.params["jaxpr"] for eqn in all_eqns(jaxpr) if eqn.primitive.name == "jit"]
+    return len({id(call.jaxpr) for call in calls if any(e.primitive.name == "pallas_call" for e in call.eqns)})
+
+
+def test_leaves_of_equal_shape_share_the_program_of_a_kernel():
+    shapes = {"a": (32, 64), "b": (32, 64), "c": (64, 32), "d": (64, 64)}
+    count, jaxpr = kernels_of(TX, shapes)
+    assert count == 4
+    assert programs_of(jaxpr) == 2
+
+
+def test_leaves_that_a_rule_treats_otherwise_share_none():
+    """Scale one leaf by a literal of its own, the negative control."""
+    scales = {"a": 0.5, "b": 0.25}
+    tx = optax.stateless(lambda updates, params: {name: updates[name] * scale for name, scale in scales.items()})
+    _, jaxpr = kernels_of(tx, {"a": (32, 64), "b": (32, 64)})
+    assert programs_of(jaxpr) == 2
+
+
+def test_small_leaves_share_a_kernel_whatever_their_size():
+    count, _ = kernels_of(mpx.upcast(optax.adamw(1e-2)), {f"{i}": (128 * (1 + i % 3),) for i in range(12)})
+    assert count == 1
+
+
+def test_a_step_is_traced_once():
+    grads, state, params = start()
+    chex.clear_trace_counter()
+    step = jax.jit(chex.assert_max_traces(FUSED.__call__, n=1), compiler_options=unfused())
+    params, state = step(grads, state, params)
+    step(grads, state, params)
+
+
+def only_large(tree):
+    return {"large": tree["large"]}
+
+
+BAD = {
+    "a foreign state": lambda step, g, s, p: step(g, optax.adam(1e-3).init(p), p),
+    "other gradients": lambda step, g, s, p: step(only_large(g), s, p),
+    "other parameters": lambda step, g, s, p: step(g, s, only_large(p)),
+    "no parameters": lambda step, g, s, p: step(g, s, None),
+    "wrong shapes": lambda step, g, s, p: step(g | {"large": g["large"][:3]}, s, p),
+    "integer gradients": lambda step, g, s, p: step(jax.tree.map(lambda x: x.astype(int), g), s, p),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_refused_in_the_words_of_the_transformation(name):
+    with pytest.raises((TypeError, ValueError)) as expected:
+        BAD[name](PLAIN, *start())
+    with pytest.raises(expected.type, match=re.escape(str(expected.value).splitlines()[0])):
+        BAD[name](FUSED, *start())
+
+
+def test_what_is_no_transformation_is_refused():
+    with pytest.raises(TypeError, match="`fused_update` needs"):
+        mpx.fused_update(optax.sgd)
