@@ -10,8 +10,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpx
+from mpx._fused import fused_update
 from tests.fused.helpers import plain_step
-from tests.helpers import assert_same_bits, eight_cpu_devices, unfused
+from tests.helpers import assert_same_bits, eight_cpu_devices, on_an_absent_gpu, unfused
 
 pytestmark = pytest.mark.optax_promotion
 
@@ -116,3 +117,57 @@ def test_a_step_may_be_mapped_over_models():
         grads, state, params
     )
     assert_same_bits(actual, expected)
+
+
+# Inside of `jax.shard_map`.
+
+
+def on_shards(step, mesh, state, spec, check_vma=False, copies=None):
+    """Return a step in `jax.shard_map`, or a list of steps, with gradients of all devices side by side."""
+    specs = jax.tree.map(lambda x: x.sharding.spec, state)
+    own = lambda grads, state, params: step(jax.tree.map(lambda g: g[0], grads), state, params)
+    in_specs, out_specs = (P("data"), specs, spec), (spec, specs) if copies is None else [(spec, specs)] * copies
+    return jax.shard_map(own, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
+
+
+def shards(tx, mesh, spec):
+    params, _ = placed(parameters({"w": (16, 2048)}), mesh, spec)
+    state = tx.init(params)
+    rows = 16 // (1 if spec == P() else 8)
+    _, grads = parameters({"w": (8, rows, 2048)})
+    return grads, state, params
+
+
+@pytest.mark.parametrize("with_zero1", [False, True])
+def test_kernels_run_inside_of_shard_map(mesh, with_zero1):
+    tx, spec = with_8_bit_moments(mesh if with_zero1 else None), P() if with_zero1 else P("data")
+    grads, state, params = shards(tx, mesh, spec)
+    state = state if with_zero1 else placed(state, mesh, spec)
+    steps = plain_step(tx), mpx.fused_update(tx, interpret=True)
+    both = on_shards(lambda *args: [step(*args) for step in steps], mesh, state, spec, copies=2)
+    expected, actual = compiled(both, grads, state, params)(grads, state, params)
+    assert_same_bits(actual, expected)
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_kernels_for_a_gpu_have_types_that_shard_map_can_check(mesh, check_vma, monkeypatch):
+    """JAX itself interprets kernels in `jax.shard_map` only without this check."""
+    monkeypatch.setattr(fused_update, "_where", lambda: "cuda")
+    tx = with_8_bit_moments(mesh)
+    grads, state, params = shards(tx, mesh, P())
+    with on_an_absent_gpu():
+        traced = jax.jit(on_shards(mpx.fused_update(tx), mesh, state, P(), check_vma)).trace(grads, state, params)
+    assert "mpx_fused_update" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_a_mesh_that_is_manual_in_part_is_left_to_xla():
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices("cpu"))
+    found = []
+
+    @jax.shard_map(mesh=mesh, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
+    def step(x):
+        found.append(fused_update._where())
+        return x
+
+    jax.eval_shape(jax.jit(step), jnp.zeros(8))
+    assert found[-1] == "elsewhere"

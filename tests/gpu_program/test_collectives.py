@@ -22,7 +22,7 @@ def mesh(h200):
     return Mesh(np.array(h200), ("data",), axis_types=(AxisType.Auto,))
 
 
-def report_of(tx, mesh, scatter):
+def report_of(tx, mesh, scatter, fused=False):
     placed = lambda shape, dtype, spec: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
     params = {name: placed(shape, jnp.bfloat16, P()) for name, shape in {"a": (512, 2048), "b": (2048, 512)}.items()}
     state = jax.eval_shape(tx.init, params)
@@ -34,6 +34,8 @@ def report_of(tx, mesh, scatter):
     def step(params, state, x):
         value_and_grad = mpx.value_and_grad(LOSS, mpx.get_loss_scale(state))
         loss, grads = mpx.data_parallel(value_and_grad, mesh, scatter=scatter)(params, x)
+        if fused:
+            return *mpx.fused_update(tx)(grads, state, params), loss
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss
 
@@ -56,3 +58,33 @@ def test_data_parallel_adds_up_float32_gradients_once(mesh):
     sent = report_of(tx, mesh, scatter=False).collectives
     assert {(c.operation, c.dtype, c.axes) for c in sent} == {("all-reduce", "f32", "data")}
     assert sum(c.bytes * c.times for c in sent) == 2 * (2 * 4 * COUNT + 4)  # read and written
+
+
+def with_8_bit_moments():
+    moments = dict.fromkeys(["mu", "nu"], mpx.Blockwise8bit())
+    return mpx.mixed_precision(mpx.low_precision_state(optax.adamw(1e-3), moments), POLICY)
+
+
+def sent(report):
+    return sorted((c.operation, c.dtype, c.axes, c.bytes * c.times) for c in report.collectives)
+
+
+def kernel_bytes(report):
+    return sorted(k.bytes for k in report.kernels for _ in range(k.times) if "triton" in k.operation)
+
+
+def test_kernels_of_fused_update_run_on_each_device_with_zero1(mesh):
+    """Each device updates an eighth of two weights, and then puts whole ones in place: reads 4 bytes, and writes 2."""
+    tx = mpx.zero1(with_8_bit_moments(), mesh)
+    without, fused = (report_of(tx, mesh, scatter=True, fused=fused) for fused in (False, True))
+    assert sent(fused) == sent(without)
+    moved = kernel_bytes(fused)
+    # Gradients are float32 here: 4 bytes more are 2 more than with bfloat16 ones. (And a handful for scalars.)
+    assert moved == [pytest.approx(16.0625 * COUNT / 8, rel=1e-3)] * 2 + [6 * COUNT] * 2
+    assert fused.moved_bytes < without.moved_bytes
+
+
+def test_kernels_of_fused_update_run_on_each_device_with_equal_parameters(mesh):
+    without, fused = (report_of(with_8_bit_moments(), mesh, scatter=False, fused=fused) for fused in (False, True))
+    assert sent(fused) == sent(without)
+    assert kernel_bytes(fused) == [pytest.approx(16.0625 * COUNT, rel=1e-3)] * 2
