@@ -3,7 +3,7 @@
 XLA divides what it knows. A kernel it does not know: it would gather whole arrays for it. Nor does it divide rows of
 blocks along the last axis of a matrix. So it is told how: an axis of an array may be divided where the axes before it
 are the same in all arrays of the leaf, as for a matrix `[a, b]` and its scales `[a, b / 256]`, if each device then has
-as many elements, and whole blocks.
+as many elements, and whole blocks. What is divided otherwise is gathered.
 """
 
 import functools

@@ -25,7 +25,10 @@ _RESHAPES = {"reshape", "squeeze"}
 BLOCK_REDUCTIONS = {"reduce_max", "reduce_min", "reduce_and", "reduce_or"}  # the same bits in any order
 _COLLECTIVES = EXCHANGES | {"psum", "psum_invariant", "reduce_scatter"}
 # What may be computed outside for each element of a leaf.
-_PLACED = {"sharding_constraint"}  # what `zero1` says outside of `jax.shard_map`: XLA sends what it must for it
+_PLACED = {
+    "reshard",
+    "sharding_constraint",
+}  # what `zero1` says outside of `jax.shard_map`: XLA sends what it must for it
 _SOURCES = POSITIONAL | _COLLECTIVES | _PLACED | {"dynamic_slice"}
 _PLACEMENTS = {"copy_p", "device_put", "layout_constraint", "reshard", "sharding_constraint"}
 # What Triton of Pallas cannot compute: at all, or in numbers of 16 bits.

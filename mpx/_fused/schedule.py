@@ -13,7 +13,7 @@ from mpx._fused.devices import divided
 from mpx._fused.kernels import Arrays, in_a_kernel_together, in_one_kernel, most_together
 from mpx._fused.partition import Part, Partition, Var, signature
 from mpx._fused.tile import columns, run_part
-from mpx._jaxprs import is_literal, run_equations
+from mpx._jaxprs import at_the_place_of, is_literal, run_equations
 
 SMALL = 2**16  # elements: what is smaller takes a GPU less time than the start of a kernel
 
@@ -110,12 +110,13 @@ def _run_group(
     if key not in compiled:
         compiled[key] = jax.jit(functools.partial(_by_kernel, group, pairs, interpret))
     compute = functools.partial(_on_rows, group, compiled[key])
-    operands = [values[v] for part in group for v in part.arrays] + [values[v].reshape(()) for v in first.scalars]
     outputs = [v for part in group for v in part.outputs]
-    if jax.sharding.get_abstract_mesh().manual_axes:  # arrays are what a device has
-        results = compute([v.aval.shape for v in outputs], *operands)
-    else:
-        results = divided(group, compute, *operands)
+    with at_the_place_of(first.equations[0]):  # `zero1` makes axes of a mesh automatic
+        operands = [values[v] for part in group for v in part.arrays] + [values[v].reshape(()) for v in first.scalars]
+        if jax.sharding.get_abstract_mesh().manual_axes:  # arrays are what a device has
+            results = compute([v.aval.shape for v in outputs], *operands)
+        else:
+            results = divided(group, compute, *operands)
     return dict(zip(outputs, results, strict=True))
 
 

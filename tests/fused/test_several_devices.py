@@ -85,6 +85,16 @@ def test_with_zero1_kernels_run_between_the_placements(mesh):
     assert "u8[16,256]" in fused.as_text()
 
 
+def test_zero1_makes_the_axes_of_an_explicit_mesh_automatic_for_kernels_too():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices("cpu"))
+    with jax.set_mesh(mesh):
+        tx, (params, grads) = with_8_bit_moments(mesh), placed(parameters({"w": (16, 2048)}), mesh, P())
+        plain, fused = assert_same_steps(tx, grads, tx.init(params), params)
+    assert sent(fused) == sent(plain)
+    assert specs(fused) == specs(plain)
+    assert "u8[16,256]" in fused.as_text()
+
+
 def test_blocks_that_reach_over_devices_are_gathered_and_computed_rightly(mesh):
     """Rows of 256 elements are a block each, and a device has 32 elements of them."""
     tx, (params, grads) = with_8_bit_moments(), placed(parameters({"w": (16, 256)}), mesh, P(None, "data"))
