@@ -32,7 +32,8 @@ def fused_update(tx: optax.GradientTransformation, *, interpret: bool = False) -
     XLA computes most optimizers so by itself. It does not for moments in 8-bit blocks: the scale of a block must be
     known before its codes, so that it writes both moments in float32 and reads them again. Here each kernel holds whole
     blocks and does the whole step on them, whatever the optimizer is, as long as it treats each element by itself.
-    State and parameters are written in place, so donate them.
+    State and parameters are written in place, so donate them, to a function that returns them in the order in which it
+    takes them. (JAX gives donated memory to results of the same type in turn; in another order they are copied.)
 
     What all elements share runs outside of the kernels, before them: counts, schedules, the loss scale, norms for
     clipping. So do random bits. A leaf that an optimizer treats otherwise (sums along an axis, a matrix product, a

@@ -9,6 +9,8 @@ import optax
 import pytest
 
 import mpx
+from benchmarks.fused_rules import OUT
+from benchmarks.fused_rules import row as line_of
 from mpx._fused.partition import TILE
 from tests.rules import RULES
 
@@ -146,3 +148,11 @@ def test_every_leaf_of_every_rule_runs_in_a_kernel_or_has_a_reason(name):
     for row in every_row(name, mpx.upcast):
         assert (row.runs == "XLA") == bool(row.reason)
         assert (row.runs == "XLA") == (row.moved_bytes is None)
+
+
+def test_the_table_in_the_docs_says_which_rules_run_in_kernels():
+    """Leave out the last column: the reason is a name that a release of JAX may change."""
+    without_figure = lambda line: line.rsplit("|", 2)[0]
+    in_table = [without_figure(line) for line in OUT.read_text().splitlines() if line.startswith("| `")]
+    assert in_table == [without_figure(line_of(name)) for name in RULES]
+    assert sum(line.endswith("| a kernel ") for line in in_table) == 40

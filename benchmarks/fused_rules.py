@@ -1,0 +1,57 @@
+"""Which rules `fused_update` runs in one kernel a matrix: writes the table in `benchmarks/FUSED_RULES.md`.
+
+    PYTHONPATH=. python -m benchmarks.fused_rules
+
+Every optimizer of Optax and `optax.contrib`, with split masters and its averages in 8-bit blocks, is planned for one
+bfloat16 matrix of 512 by 512. Nothing is run, and no GPU is needed: it takes seconds.
+"""
+
+import importlib.metadata
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+import mpx
+from tests.rules import RULES
+from tests.sweep import moment_fields
+
+OUT = Path(__file__).with_name("FUSED_RULES.md")
+
+
+def row(name: str) -> str:
+    """The line of a rule: what it keeps in 8 bits, what runs it, the bytes of an element or the reason."""
+    rule, fields = RULES[name], moment_fields(name)
+    tx = rule.make() if fields is None else mpx.low_precision_state(rule.make(), {fields: mpx.Blockwise8bit()})
+    params = {"w": jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)}
+    grads = {"w": jax.ShapeDtypeStruct((2, 512, 512), jnp.bfloat16)} if rule.per_example else params
+    zeros = {"w": jnp.zeros((512, 512))}
+    with jax.numpy_dtype_promotion("standard"):  # Optax's rules add arrays of two dtypes
+        fused = mpx.fused_update(mpx.master_weights(tx, storage="split"))
+        (leaf,) = fused.plan(params, grads, **rule.extra_args(zeros, zeros)).rows
+    figure = leaf.reason if leaf.moved_bytes is None else f"{leaf.moved_bytes / leaf.size:.2f}"
+    return f"| `{name}` | {(fields or '').replace('|', ', ')} | {leaf.runs} | {figure} |"
+
+
+def main() -> None:
+    """Plan all rules and write the page."""
+    rows = [row(name) for name in RULES]
+    kernels = sum("| a kernel |" in line for line in rows)
+    versions = ", ".join(f"{package} {importlib.metadata.version(package)}" for package in ("jax", "optax"))
+    lines = [
+        "# Which rules `fused_update` runs in one kernel a matrix",
+        "",
+        "Written by `PYTHONPATH=. python -m benchmarks.fused_rules`, whose docstring says what is planned; with "
+        f"{versions}. {kernels} of {len(rows)} rules run in a kernel; XLA runs the others, for the reason in the last "
+        "column. A rule whose elements do not mix moves as many bytes as the last column says, for each element of "
+        "a matrix: gradient, parameter, low bits and state.",
+        "",
+        "| rule | in 8 bits | runs in | bytes an element, or why not |",
+        "|---|---|---|---|",
+        *rows,
+    ]
+    OUT.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
