@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from mpx._fused.partition import Part, Var
 
@@ -38,7 +38,14 @@ def divided(parts: Sequence[Part], compute: Callable[..., list[jax.Array]], *ope
         everywhere = [NamedSharding(mesh, PartitionSpec())] * len(parts[0].scalars)
         of_results = [sharding_of(v) for v in written]
         shapes = [sharding.shard_shape(v.aval.shape) for v, sharding in zip(written, of_results, strict=True)]
-        return mesh, functools.partial(compute, shapes), of_results, (*map(sharding_of, read), *everywhere)
+
+        def local(*operands):
+            # What a device has is divided no further: a mesh that is set around the compilation says nothing of it.
+            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh.update_axis_types(automatic)):
+                return compute(shapes, *operands)
+
+        automatic = {name: AxisType.Auto for name in mesh.axis_names}
+        return mesh, local, of_results, (*map(sharding_of, read), *everywhere)
 
     whole = functools.partial(compute, [v.aval.shape for v in written])
     run = custom_partitioning(whole)
