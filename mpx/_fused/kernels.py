@@ -17,7 +17,7 @@ from mpx._fused.tile import columns, run_part
 
 Arrays = Sequence[jax.Array]
 
-_WARPS = 4
+_ELEMENTS_OF_A_WARP = 256
 _MOST_ARGUMENTS = 110  # pointers of a kernel; more than 4 kB of them do not fit everywhere
 
 
@@ -38,7 +38,7 @@ def in_one_kernel(
     block = lambda v: pl.BlockSpec((together, columns(v, part)), lambda i: (i, 0))
     specs = [*map(block, part.arrays)], [*map(block, part.outputs)]
     shapes = [_type((rows, columns(v, part)), v) for v in part.outputs]
-    return _call(body, rows // together, arrays, scalars, specs, shapes, in_place, interpret)
+    return _call(body, rows // together, arrays, scalars, specs, shapes, in_place, interpret, together * part.width)
 
 
 def in_a_kernel_together(
@@ -80,7 +80,7 @@ def in_a_kernel_together(
         for i in range(len(parts))
         for array, output in in_place.items()
     }
-    results = _call(body, ends[-1], flat, scalars, (whole(flat), whole(shapes)), shapes, aliases, interpret)
+    results = _call(body, ends[-1], flat, scalars, (whole(flat), whole(shapes)), shapes, aliases, interpret, width)
     count = len(part.outputs)
     return [[x.reshape(-1, one.width) for x in results[i * count :][:count]] for i, one in enumerate(parts)]
 
@@ -94,6 +94,7 @@ def _call(
     shapes: list[jax.ShapeDtypeStruct],
     in_place: dict[int, int],
     interpret: bool,
+    tile: int,
 ) -> list[jax.Array]:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
@@ -112,7 +113,7 @@ def _call(
         in_specs=[*specs[0], *[pl.BlockSpec(memory_space=pl.ANY) for _ in vectors]],
         out_specs=specs[1],
         input_output_aliases=in_place,
-        compiler_params=triton.CompilerParams(num_warps=_WARPS),
+        compiler_params=triton.CompilerParams(num_warps=max(1, tile // _ELEMENTS_OF_A_WARP)),
         interpret=interpret,
         name="mpx_fused_update",
     )

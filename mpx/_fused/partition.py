@@ -20,6 +20,7 @@ from mpx._jaxprs import ELEMENTWISE, EXCHANGES, POSITIONAL, dtype_of, is_literal
 Var = Any  # a variable of a program: `jax.extend.core.Var`, whose types know less than it does
 
 TILE = 1024  # elements that one program of a kernel works on: 77 registers for AdamW with 8-bit moments, none spilled
+_LARGEST_BLOCK = 4096  # that a program of a kernel can hold
 _NARROWEST = 128  # elements of a row: a GPU reads shorter ones in crumbs
 _RESHAPES = {"reshape", "squeeze"}
 BLOCK_REDUCTIONS = {"reduce_max", "reduce_min", "reduce_and", "reduce_or"}  # the same bits in any order
@@ -45,7 +46,7 @@ class Part(NamedTuple):
     equations: list[JaxprEqn]
     outputs: list[Var]
     size: int  # elements of the leaf
-    width: int  # elements of a row: those of the largest block, or as many as divide the leaf
+    width: int  # elements of a row: of the largest block, or as many as divide the leaf
     reductions: list[Var]  # what is known only when a whole block has been read, such as its scale
 
 
@@ -170,7 +171,8 @@ class Partition:
         sizes = {size_of(v) for v in (*read, *(v for eqn in equations for v in eqn.outvars)) if v not in self._uniform}
         size, smallest = max(sizes), min(sizes - {1}, default=1)
         reductions = [eqn.outvars[0] for eqn in equations if eqn.primitive.name in BLOCK_REDUCTIONS]
-        width = size // smallest if smallest < size else math.gcd(size, TILE)
+        block = size // smallest
+        width = max(block, math.gcd(size, TILE if block == 1 else _NARROWEST))
         return Part(list(dict.fromkeys(read.values())), list(scalars), equations, outputs, size, width, reductions)
 
     def _number(self, v: Var) -> int:
@@ -196,8 +198,8 @@ class Partition:
             return "kernels do not read or write `bool`"
         if not all(block == int(block) and _is_power_of_two(int(block)) for block in blocks):
             return "its blocks are not powers of two"
-        if part.reductions and part.width > TILE:
-            return f"its blocks have more than {TILE} elements"
+        if part.reductions and part.width > _LARGEST_BLOCK:
+            return f"its blocks have more than {_LARGEST_BLOCK} elements"
         if part.width < _NARROWEST:
             return f"its {part.size} elements cannot be divided into rows of {_NARROWEST}"
         if self._waits_for_itself(part):

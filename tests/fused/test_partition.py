@@ -11,7 +11,6 @@ import pytest
 import mpx
 from benchmarks.fused_rules import OUT
 from benchmarks.fused_rules import row as line_of
-from mpx._fused.partition import TILE
 from tests.rules import RULES
 
 pytestmark = pytest.mark.optax_promotion
@@ -73,8 +72,7 @@ LEFT_TO_XLA = {
     "bool state": (signs_kept(), "kernels do not read or write `bool`"),
     "erf": (elementwise(jax.lax.erf), "Triton has no `erf`"),
     "16-bit division": (elementwise(lambda u: u / (u + 1)), "Triton has no `div` of bfloat16"),
-    "large blocks": (in_blocks(2 * TILE), f"its blocks have more than {TILE} elements"),
-    "small blocks": (in_blocks(16), "its 12288 elements cannot be divided into rows of 128"),
+    "large blocks": (in_blocks(8192), "its blocks have more than 4096 elements"),
     "blocks of three": (elementwise(less_its_largest_of_three), "its blocks are not powers of two"),
 }
 
@@ -82,9 +80,14 @@ LEFT_TO_XLA = {
 @pytest.mark.parametrize("name", LEFT_TO_XLA)
 def test_what_is_left_to_xla_says_why(name):
     tx, reason = LEFT_TO_XLA[name]
-    row = rows_of(tx, shapes(w=(96, 128)))["w"]
+    row = rows_of(tx, shapes(w=(128, 192)))["w"]
     assert row.runs == "XLA"
     assert re.search(reason, row.reason), row.reason
+
+
+@pytest.mark.parametrize("size", [16, 64, 4096])
+def test_blocks_are_in_a_kernel_whether_smaller_than_a_row_or_larger_than_a_tile(size):
+    assert rows_of(in_blocks(size), shapes(w=(96, 128)))["w"].runs == "a kernel"
 
 
 def test_blocks_that_end_in_the_middle_are_left_to_xla():
