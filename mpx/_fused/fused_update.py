@@ -30,9 +30,8 @@ def fused_update(tx: optax.GradientTransformation, *, interpret: bool = False) -
     """Compute `tx.update` and `optax.apply_updates` together, on a GPU in one kernel for each large leaf.
 
     XLA computes most optimizers so by itself. It does not for moments in 8-bit blocks: the scale of a block must be
-    known before its codes, so that it writes both moments in float32 and reads them again. Here each kernel holds whole
-    blocks and does the whole step on them, whatever the optimizer is, as long as it treats each element by itself.
-    State and parameters are written in place, so donate them, to a function that returns them in the order in which it
+    known before its codes, so that it reads gradients and moments twice. Here each kernel holds whole blocks and does
+    the whole step on them, whatever the optimizer is, as long as it treats each element by itself. State and parameters are written in place, so donate them, to a function that returns them in the order in which it
     takes them. (JAX gives donated memory to results of the same type in turn; in another order they are copied.)
 
     What all elements share runs outside of the kernels, before them: counts, schedules, the loss scale, norms for
@@ -47,9 +46,10 @@ def fused_update(tx: optax.GradientTransformation, *, interpret: bool = False) -
         interpret: whether to run the kernels without a GPU, slowly, for tests.
 
     Returns:
-        A function `step(grads, opt_state, params, **extra_args)` that returns the new parameters and the new state:
-        the same bits as without it. Call it inside of `jax.jit`. It is not differentiable. Its method `plan` says what
-        becomes of each leaf.
+        A function `step(grads, opt_state, params, **extra_args)` that returns the new parameters and the new state. It
+        does the same operations as without it, so that bits are the same but where XLA rewrites one of the two
+        programs, `(m / a) / b` as `m / (a * b)` for example. Call it inside of `jax.jit`. It is not differentiable. Its
+        method `plan` says what becomes of each leaf.
 
     Raises:
         TypeError: if `tx` is not a transformation. The step raises what `tx.update` raises, before any kernel runs.
@@ -58,9 +58,10 @@ def fused_update(tx: optax.GradientTransformation, *, interpret: bool = False) -
         >>> moments = {"mu": Blockwise8bit(), "nu": Blockwise8bit()}
         >>> tx = mixed_precision(low_precision_state(optax.adamw(1e-3), moments), "params=bf16,compute=bf16")
         >>> params = {"w": jnp.ones((64, 256), jnp.bfloat16), "b": jnp.ones(100, jnp.bfloat16)}
-        >>> grads, step = jax.tree.map(jnp.zeros_like, params), fused_update(tx)
-        >>> params, opt_state = jax.jit(step, donate_argnums=(1, 2))(grads, tx.init(params), params)
-        >>> print(step.plan(params))
+        >>> update = fused_update(tx)
+        >>> step = jax.jit(lambda params, opt_state, grads: update(grads, opt_state, params), donate_argnums=(0, 1))
+        >>> params, opt_state = step(params, tx.init(params), jax.tree.map(jnp.zeros_like, params))
+        >>> print(update.plan(params))
         leaf  elements  runs in  bytes an element  why
         b          100  XLA                        its 100 elements cannot be divided into rows of 128
         w       16,384  a kernel            14.06
