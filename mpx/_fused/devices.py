@@ -8,6 +8,7 @@ as many elements, and whole blocks. What is divided otherwise is gathered.
 
 import functools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -80,7 +81,14 @@ def _axes(mesh: Mesh, arrays: Sequence[tuple[list[str], Any]]) -> dict[str, tupl
             found.setdefault(name, axes if isinstance(axes, tuple) else (axes,)) if axes and name[:5] != "alone" else ()
     sizes = [(name, size) for names, x in arrays for name, size in zip(names, x.shape, strict=True)]
     count = lambda name: math.prod(mesh.shape[axis] for axis in found[name])
-    return {name: found[name] for name in found if all(size % count(name) == 0 for n, size in sizes if n == name)}
+    even = {name: found[name] for name in found if all(size % count(name) == 0 for n, size in sizes if n == name)}
+    taken: dict[str, set[str]] = defaultdict(set)  # by the factors of a leaf, each of which takes axes of its own
+    for name, axes in list(even.items()):
+        leaf = name.rpartition("_")[0]
+        if taken[leaf] & {*axes}:
+            even[name] = ()
+        taken[leaf] |= {*axes}
+    return even
 
 
 def _with_vmap(run: Callable[..., Any], whole: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,7 +18,7 @@ from mpx import _errors, _trees
 from mpx._fused.kernels import in_one_kernel
 from mpx._fused.partition import Leaf, Partition, Var
 from mpx._fused.program import flatten
-from mpx._fused.schedule import SMALL, groups_of, run
+from mpx._fused.schedule import groups_of, is_small, run
 from mpx._jaxprs import is_literal
 from mpx._tables import Result, Table
 from mpx._transforms.computed_again import computed_once
@@ -31,8 +31,9 @@ def fused_update(tx: optax.GradientTransformation, *, interpret: bool = False) -
 
     XLA computes most optimizers so by itself. It does not for moments in 8-bit blocks: the scale of a block must be
     known before its codes, so that it reads gradients and moments twice. Here each kernel holds whole blocks and does
-    the whole step on them, whatever the optimizer is, as long as it treats each element by itself. State and parameters are written in place, so donate them, to a function that returns them in the order in which it
-    takes them. (JAX gives donated memory to results of the same type in turn; in another order they are copied.)
+    the whole step on them, whatever the optimizer is, as long as it treats each element by itself. State and parameters
+    are written in place, so donate them, to a function that returns them in the order in which it takes them. (JAX
+    gives donated memory to results of the same type in turn; in another order they are copied.)
 
     What all elements share runs outside of the kernels, before them: counts, schedules, the loss scale, norms for
     clipping. So do random bits. A leaf that an optimizer treats otherwise (sums along an axis, a matrix product, a
@@ -43,7 +44,8 @@ def fused_update(tx: optax.GradientTransformation, *, interpret: bool = False) -
 
     Args:
         tx: any Optax transformation, with the wrappers of mpx in it or around it.
-        interpret: whether to run the kernels without a GPU, slowly, for tests.
+        interpret: whether to run the kernels without a GPU, slowly, for tests. (Inside of `jax.shard_map` JAX
+            interprets them with `check_vma=False` only.)
 
     Returns:
         A function `step(grads, opt_state, params, **extra_args)` that returns the new parameters and the new state. It
@@ -80,12 +82,12 @@ class FusedUpdate:
         """Return the new parameters and the new state."""
         by_kernels = lambda *given: _by_kernels(self.tx, given, extra_args, self.interpret)
         by_xla = lambda *given: _as_it_stands(self.tx, given, extra_args)
-        where = "cuda" if self.interpret else _where()
-        if where == "cuda":
+        if not _may_run_kernels(self.interpret):
+            return by_xla(grads, opt_state, params)
+        if self.interpret:
             return by_kernels(grads, opt_state, params)
-        if where == "unknown":
-            return lax.platform_dependent(grads, opt_state, params, cuda=by_kernels, default=by_xla)
-        return by_xla(grads, opt_state, params)
+        # Where the step is compiled for is not known yet: arrays of a CPU stay there on a machine with a GPU.
+        return lax.platform_dependent(grads, opt_state, params, cuda=by_kernels, default=by_xla)
 
     def plan(self, params: Any, grads: Any = None, **extra_args: Any) -> "FusedPlan":
         """Return what becomes of each leaf.
@@ -147,8 +149,7 @@ def _row(path: str, p: Any, leaf: Leaf | None) -> FusedRow:
         return FusedRow(path, size, "XLA", None, leaf.reason if leaf else "its elements are not computed one by one")
     part = leaf.part
     moved = sum(v.aval.size * v.aval.dtype.itemsize for v in (*part.arrays, *part.outputs))
-    shared = part.size < SMALL and not part.reductions
-    return FusedRow(path, size, "a kernel with others" if shared else "a kernel", moved, "")
+    return FusedRow(path, size, "a kernel with others" if is_small(part) else "a kernel", moved, "")
 
 
 def _as_it_stands(tx: Any, given: _Given, extra_args: dict[str, Any]) -> tuple[Any, Any]:
@@ -179,7 +180,7 @@ def _in_place(program: jex_core.Jaxpr, partition: Partition, of_params: int, of_
     """Return what may be written over what: new parameters over old ones, and a new state over the old one."""
     inputs = program.invars
     old = inputs[len(inputs) - of_params :] + inputs[len(inputs) - of_params - of_state : len(inputs) - of_params]
-    pairs = zip(old, map(partition.unplaced, program.outvars), strict=True)
+    pairs = zip(old, map(partition.unplaced, program.outvars), strict=False)  # a state may change its structure
     type_of = lambda v: (v.aval.shape, v.aval.dtype)
     return {v: new for v, new in pairs if not is_literal(new) and type_of(v) == type_of(new)}
 
@@ -187,15 +188,17 @@ def _in_place(program: jex_core.Jaxpr, partition: Partition, of_params: int, of_
 # Where kernels run.
 
 
-def _where() -> str:
-    """Return `"cuda"`, `"elsewhere"`, or `"unknown"` until the program is compiled."""
+def _may_run_kernels(interpret: bool) -> bool:
     mesh = jax.sharding.get_abstract_mesh()
+    if jax.sharding.AxisType.Explicit in mesh.axis_types:
+        return False  # their types would have to say how each view is sharded
     if mesh.manual_axes and any(mesh.shape[name] > 1 for name in {*mesh.axis_names} - {*mesh.manual_axes}):
-        return "elsewhere"  # inside of `jax.shard_map` JAX does not say how other axes divide the work of a kernel
+        return False  # inside of `jax.shard_map` JAX does not say how other axes divide the work of a kernel
+    if interpret:
+        return True
     if jax.default_backend() == "gpu":
-        return "cuda" if _kernels_work() else "elsewhere"
-    has_compiler = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
-    return "unknown" if has_compiler else "elsewhere"
+        return _kernels_work()
+    return any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
 
 
 @functools.cache

@@ -31,8 +31,7 @@ def in_one_kernel(
     together = math.gcd(rows, max(1, TILE // part.width))
 
     def body(read: Sequence[Any], scalars: Arrays, written: Sequence[Any]) -> None:
-        values = dict(zip((*part.arrays, *part.scalars), (*[ref[...] for ref in read], *scalars), strict=True))
-        for ref, x in zip(written, run_part(part, values, part.outputs), strict=True):
+        for ref, x in zip(written, run_part(part, [ref[...] for ref in read], scalars), strict=True):
             ref[...] = x
 
     block = lambda v: pl.BlockSpec((together, columns(v, part)), lambda i: (i, 0))
@@ -62,13 +61,13 @@ def in_a_kernel_together(
         here = [(program >= start) & (program < end) for start, end in zip(starts, ends, strict=True)]
         at = lambda refs, i, k: refs[i * len(refs) // len(parts) + k].at[pl.ds(0, 1), pl.ds(tiles[i] * width, width)]
         mask = lambda i: jnp.broadcast_to(here[i], (1, width))
-        values = dict(zip(part.scalars, scalars, strict=True))
+        chosen = []
         for k, v in enumerate(part.arrays):
             x = jnp.zeros((1, width), v.aval.dtype)
             for i in range(len(parts)):
                 x = jnp.where(mask(i), triton.load(at(read, i, k), mask=mask(i), other=jnp.zeros_like(x)), x)
-            values[v] = x
-        for k, x in enumerate(run_part(part._replace(width=width), values, part.outputs)):
+            chosen.append(x)
+        for k, x in enumerate(run_part(part._replace(width=width), chosen, scalars)):
             for i in range(len(parts)):
                 triton.store(at(written, i, k), x, mask=mask(i))
 

@@ -21,15 +21,13 @@ Var = Any  # a variable of a program: `jax.extend.core.Var`, whose types know le
 
 TILE = 1024  # elements that one program of a kernel works on: 77 registers for AdamW with 8-bit moments, none spilled
 _LARGEST_BLOCK = 4096  # that a program of a kernel can hold
-_NARROWEST = 128  # elements of a row: a GPU reads shorter ones in crumbs
+_NARROWEST = 128  # elements of a row: shorter ones take a GPU several reads
 _RESHAPES = {"reshape", "squeeze"}
 BLOCK_REDUCTIONS = {"reduce_max", "reduce_min", "reduce_and", "reduce_or"}  # the same bits in any order
 _COLLECTIVES = EXCHANGES | {"psum", "psum_invariant", "reduce_scatter"}
+# What `zero1` says outside of `jax.shard_map`: XLA sends what it must for it.
+_PLACED = {"reshard", "sharding_constraint"}
 # What may be computed outside for each element of a leaf.
-_PLACED = {
-    "reshard",
-    "sharding_constraint",
-}  # what `zero1` says outside of `jax.shard_map`: XLA sends what it must for it
 _SOURCES = POSITIONAL | _COLLECTIVES | _PLACED | {"dynamic_slice"}
 _PLACEMENTS = {"copy_p", "device_put", "layout_constraint", "reshard", "sharding_constraint"}
 # What Triton of Pallas cannot compute: at all, or in numbers of 16 bits.
@@ -47,7 +45,7 @@ class Part(NamedTuple):
     outputs: list[Var]
     size: int  # elements of the leaf
     width: int  # elements of a row: of the largest block, or as many as divide the leaf
-    reductions: list[Var]  # what is known only when a whole block has been read, such as its scale
+    block: int  # elements of the largest block; 1 if nothing is kept or found out by block
 
 
 class Leaf(NamedTuple):
@@ -72,7 +70,7 @@ class Partition:
 
     def __init__(self, program: jex_core.Jaxpr):
         self._producer = {v: (i, eqn) for i, eqn in enumerate(program.eqns) for v in eqn.outvars}
-        self.same: dict[Var, Any] = {}  # what a barrier returns, and what it was given
+        self._same: dict[Var, Any] = {}  # what a barrier returns, and what it was given
         self._placed: dict[Var, Any] = {}  # what was placed on devices, and what it was before
         self._uniform: set[Var] = set()  # arrays whose elements are equal
         self._parent: dict[Var, Var] = {}
@@ -87,8 +85,8 @@ class Partition:
 
     def resolved(self, v: Any) -> Any:
         """Return the value that a barrier returns as this one."""
-        while not is_literal(v) and v in self.same:
-            v = self.same[v]
+        while not is_literal(v) and v in self._same:
+            v = self._same[v]
         return v
 
     def unplaced(self, v: Any) -> Any:
@@ -105,7 +103,7 @@ class Partition:
         """Take an equation into account; return the values in it that go to other devices."""
         name, results = eqn.primitive.name, [v for v in eqn.outvars if size_of(v) > 1]
         if name == "optimization_barrier":
-            self.same.update(zip(eqn.outvars, eqn.invars, strict=True))
+            self._same.update(zip(eqn.outvars, eqn.invars, strict=True))
             return []
         if name in _PLACED:
             self._placed.update(zip(eqn.outvars, eqn.invars, strict=True))
@@ -170,10 +168,9 @@ class Partition:
         ]
         sizes = {size_of(v) for v in (*read, *(v for eqn in equations for v in eqn.outvars)) if v not in self._uniform}
         size, smallest = max(sizes), min(sizes - {1}, default=1)
-        reductions = [eqn.outvars[0] for eqn in equations if eqn.primitive.name in BLOCK_REDUCTIONS]
         block = size // smallest
         width = max(block, math.gcd(size, TILE if block == 1 else _NARROWEST))
-        return Part(list(dict.fromkeys(read.values())), list(scalars), equations, outputs, size, width, reductions)
+        return Part(list(dict.fromkeys(read.values())), list(scalars), equations, outputs, size, width, block)
 
     def _number(self, v: Var) -> int:
         """Return which equation computes a value; -1 for an input."""
@@ -198,12 +195,14 @@ class Partition:
             return "kernels do not read or write `bool`"
         if not all(block == int(block) and _is_power_of_two(int(block)) for block in blocks):
             return "its blocks are not powers of two"
-        if part.reductions and part.width > _LARGEST_BLOCK:
+        if part.block > _LARGEST_BLOCK:
             return f"its blocks have more than {_LARGEST_BLOCK} elements"
+        if part.size >= 2**31:
+            return "it has 2**31 elements or more, which kernels cannot count"
         if part.width < _NARROWEST:
             return f"its {part.size} elements cannot be divided into rows of {_NARROWEST}"
         if self._waits_for_itself(part):
-            return "it needs what other devices make of its own results"
+            return "other devices compute what it reads from what it returns"
         return ""
 
     def _waits_for_itself(self, part: Part) -> bool:
@@ -226,7 +225,8 @@ def _keeps_places(eqn: JaxprEqn) -> bool:
     name, result = eqn.primitive.name, _shape_of(eqn.outvars[0])
     shapes = [_shape_of(v) for v in eqn.invars if size_of(v) > 1]
     if name in ELEMENTWISE - _PLACEMENTS:
-        return len(eqn.outvars) == 1 and all(_are_first(range(len(result)), shape, result) for shape in shapes)
+        same_rank = all(len(shape) == len(result) for shape in shapes)
+        return len(eqn.outvars) == 1 and same_rank and all(_are_first(range(len(result)), x, result) for x in shapes)
     if name in _RESHAPES:
         return eqn.params.get("dimensions") is None or name == "squeeze"
     if name == "broadcast_in_dim":
@@ -249,7 +249,9 @@ def _missing_in_triton(eqn: JaxprEqn) -> str:
     name, dtype = eqn.primitive.name, str(dtype_of(eqn.invars[0]))
     if name in _NOT_IN_TRITON:
         return f"`{name}`"
-    return f"`{name}` of {dtype}" if name in _NOT_IN_16_BITS and dtype in ("bfloat16", "float16") else ""
+    is_missing = name in _NOT_IN_16_BITS and dtype in ("bfloat16", "float16")
+    is_missing |= name in ("reduce_and", "reduce_or") and dtype != "bool"
+    return f"`{name}` of {dtype}" if is_missing else ""
 
 
 def _is_power_of_two(n: int) -> bool:

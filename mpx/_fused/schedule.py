@@ -11,7 +11,7 @@ from jax.extend.core import JaxprEqn
 
 from mpx._fused.devices import divided
 from mpx._fused.kernels import Arrays, in_a_kernel_together, in_one_kernel, most_together
-from mpx._fused.partition import Part, Partition, Var, signature
+from mpx._fused.partition import Part, Partition, Var, signature, size_of
 from mpx._fused.tile import columns, run_part
 from mpx._jaxprs import at_the_place_of, is_literal, run_equations
 
@@ -38,7 +38,7 @@ def run(
         in_place: outputs of the program that may be written over inputs.
         interpret: whether to run kernels without a GPU.
     """
-    values = dict(values)
+    values, every = dict(values), groups
     waiting = _needed(program, partition, groups)
     compiled: dict[Hashable, Any] = {}
     while waiting or groups:
@@ -51,18 +51,27 @@ def run(
                 values |= _run_group(group, values, over, interpret, compiled)
             else:
                 later.append(group)
+        if len(later) == len(groups) and waiting and not ready:
+            # Parts that wait for each other, by way of other devices: XLA computes them.
+            later, done = [], [group for group in every if group[0].outputs[0] in values]
+            waiting = [eqn for eqn in _needed(program, partition, done) if any(v not in values for v in eqn.outvars)]
         groups = later
     results: list[Any] = [v if is_literal(v) or v in values else partition.resolved(v) for v in program.outvars]
     return [v.val if is_literal(v) else values[v] for v in results]
+
+
+def is_small(part: Part) -> bool:
+    """Return whether a part may share a kernel: its own would take longer to start than to run."""
+    return part.size < SMALL and part.block == 1
 
 
 def groups_of(parts: Sequence[Part]) -> list[Group]:
     """Return the parts that do not run as they stand: each large one, and small ones together that are alike."""
     alike: dict[Hashable, list[Part]] = defaultdict(list)
     for part in parts:
-        if part.size < SMALL and not part.reductions:
+        if is_small(part):
             alike[signature(part._replace(width=0)), tuple(part.scalars)].append(part)
-    groups: list[Group] = [[part] for part in parts if part.size >= SMALL or part.reductions]
+    groups: list[Group] = [[part] for part in parts if not is_small(part)]
     for small in alike.values():
         most = most_together(small[0])
         small.sort(key=lambda part: part.size)  # groups of equal sizes share a kernel
@@ -123,9 +132,26 @@ def _run_group(
 def _on_rows(group: Group, run: Any, shapes: Sequence[tuple[int, ...]], *operands: jax.Array) -> list[jax.Array]:
     """Return the outputs of parts, in these shapes, from their arrays and then their scalars."""
     rest = iter(operands)
-    arrays = [[next(rest).reshape(-1, columns(v, part)) for v in part.arrays] for part in group]
-    results = [x for of_part in run(arrays, list(rest)) for x in of_part]
-    return [x.reshape(shape) for x, shape in zip(results, shapes, strict=True)]
+    arrays = [[next(rest) for _ in part.arrays] for part in group]
+    scalars = list(rest)
+    in_rows = lambda part, of_part: [x.reshape(-1, columns(v, part)) for v, x in zip(part.arrays, of_part, strict=True)]
+    if all(map(_has_rows, group, arrays)) and (len(group) == 1 or all(map(_is_whole, group, arrays))):
+        results = run(list(map(in_rows, group, arrays)), scalars)
+    else:  # XLA fuses by itself what has no blocks
+        parts = [part._replace(width=part.block) for part in group]
+        results = [run_part(part, in_rows(part, x), scalars) for part, x in zip(parts, arrays, strict=True)]
+    flat = [x for of_part in results for x in of_part]
+    return [x.reshape(shape) for x, shape in zip(flat, shapes, strict=True)]
+
+
+def _is_whole(part: Part, arrays: Arrays) -> bool:
+    """Return whether this device has all of the arrays of a part."""
+    return all(x.size == size_of(v) for v, x in zip(part.arrays, arrays, strict=True))
+
+
+def _has_rows(part: Part, arrays: Arrays) -> bool:
+    """Return whether what this device has of the arrays are whole rows."""
+    return all(x.size % columns(v, part) == 0 for v, x in zip(part.arrays, arrays, strict=True))
 
 
 def _by_kernel(
@@ -133,8 +159,4 @@ def _by_kernel(
 ) -> list[list[jax.Array]]:
     if len(group) == 1:
         return [in_one_kernel(group[0], in_place, interpret, arrays[0], scalars)]
-    if any(x[0].shape[0] * part.width < part.size for x, part in zip(arrays, group, strict=True)):
-        # This device has only a part of some: XLA fuses what is so small, and has no blocks, by itself.
-        known = lambda part, of_part: dict(zip((*part.arrays, *part.scalars), (*of_part, *scalars), strict=True))
-        return [run_part(part, known(part, x), part.outputs) for part, x in zip(group, arrays, strict=True)]
     return in_a_kernel_together(group, in_place, interpret, arrays, scalars)

@@ -4,7 +4,7 @@ A row is as wide as the largest block. A value with a number for each element is
 shape in the program, and one with a number for each block `[rows, width / block]`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,10 +13,10 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from mpx._fused.partition import Part, Var, size_of
+from mpx._fused.partition import Part, size_of
 from mpx._jaxprs import IDENTITIES, is_literal
 
-_RESHAPES = {"reshape", "squeeze", "broadcast_in_dim"}
+_MOVES = {"reshape", "squeeze", "broadcast_in_dim"}
 _REDUCERS = {
     "reduce_max": lax.reduce_max,
     "reduce_min": lax.reduce_min,
@@ -26,17 +26,13 @@ _REDUCERS = {
 }
 
 
-def run_part(part: Part, values: Mapping[Var, Any], wanted: Sequence[Var]) -> list[Any]:
-    """Return wanted values of a part on some rows, from the rows of its arrays and its scalars.
-
-    What is given already is not computed: the reductions over blocks, if they have been found before.
-    """
-    known = dict(values)
+def run_part(part: Part, arrays: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
+    """Return the outputs of a part on some rows, from the rows of its arrays and its scalars."""
+    known = dict(zip((*part.arrays, *part.scalars), (*arrays, *scalars), strict=True))
     read = lambda v: np.asarray(v.val, v.aval.dtype) if is_literal(v) else known[v]
     for eqn in part.equations:
-        if eqn.outvars[0] not in known:
-            known[eqn.outvars[0]] = _run(eqn, [read(v) for v in eqn.invars], part)
-    return [read(v) for v in wanted]
+        known[eqn.outvars[0]] = _run(eqn, [read(v) for v in eqn.invars], part)
+    return [read(v) for v in part.outputs]
 
 
 def columns(v: Any, part: Part) -> int:
@@ -46,11 +42,13 @@ def columns(v: Any, part: Part) -> int:
 
 def _run(eqn: JaxprEqn, operands: list[Any], part: Part) -> Any:
     name, result = eqn.primitive.name, eqn.outvars[0]
+    if name in _REDUCERS and not np.ndim(operands[0]):
+        return operands[0]  # of equal elements
     if name in _REDUCERS:
         return _reduced(operands[0], columns(result, part), _REDUCERS[name])
     if name in IDENTITIES:
         return operands[0]
-    if name in _RESHAPES:
+    if name in _MOVES:
         return _repeated(operands[0], columns(result, part)) if np.ndim(operands[0]) else operands[0]
     if name == "round":
         return _rounded(operands[0], eqn.params["rounding_method"])

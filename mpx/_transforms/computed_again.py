@@ -8,7 +8,7 @@ them twice takes 4 bytes. XLA would merge the two, so that a barrier stands in f
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -16,7 +16,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.extend import core as jex_core
 
-from mpx._jaxprs import BLOCKS, PART, mixing_culprit
+from mpx._jaxprs import BLOCKS, PART, constants_of, mixing_culprit, open_jaxpr
 
 T = TypeVar("T")
 
@@ -33,23 +33,30 @@ def computed_once() -> Iterator[None]:
         _ONCE.reset(token)
 
 
-def computed_again(function: Callable[[T], T], state: T, where: T) -> T | None:
-    """Return `function(state)`, computed from a copy of the leaves that `where` marks; None if that would cost more.
+def computed_again(function: Callable[[T], tuple[Any, T]], state: T, where: T) -> tuple[Any, T, T | None]:
+    """Return what a function of a state returns (something, and a new state), and the new state computed once more.
 
-    That is so if a result depends on more of a leaf than one element, say on a matrix product, or if the function has
-    an effect, such as printing. Outside of `jax.jit` nothing would be gained.
+    The second time it starts from a copy of the leaves that `where` marks. It is None if that would cost more: if a
+    part of the new state depends on more of a leaf than one element, say on a matrix product, or if the function has an
+    effect, such as printing. Outside of `jax.jit` nothing would be gained. The function is traced once.
     """
     leaves, structure = jax.tree.flatten(state)
     if _ONCE.get() or not any(isinstance(leaf, Tracer) for leaf in leaves):
-        return None
-    program, shapes = jax.make_jaxpr(lambda *leaves: function(structure.unflatten(leaves)), return_shape=True)(*leaves)
+        return *function(state), None
+    traced, shapes = jax.make_jaxpr(lambda *leaves: function(structure.unflatten(leaves)), return_shape=True)(*leaves)
+    result, new_state = jax.tree.unflatten(jax.tree.structure(shapes), jex_core.jaxpr_as_fun(traced)(*leaves))
+    count = len(jax.tree.leaves(new_state))
+    program = open_jaxpr(traced)
+    program = program.replace(outvars=program.outvars[len(program.outvars) - count :])
+    of_state = jex_core.ClosedJaxpr(program, constants_of(traced))
     inputs = [PART if np.shape(leaf) else None for leaf in leaves]
-    if program.effects or mixing_culprit(program, inputs, axis="") is not None:
-        return None
+    if traced.effects or mixing_culprit(of_state, inputs, axis="") is not None:
+        return result, new_state, None
     copies = [
         _copy(leaf) if marked else leaf for leaf, marked in zip(leaves, structure.flatten_up_to(where), strict=True)
     ]
-    return jax.tree.unflatten(jax.tree.structure(shapes), jex_core.jaxpr_as_fun(program)(*copies))
+    again = jex_core.jaxpr_as_fun(of_state)(*copies)
+    return result, new_state, jax.tree.unflatten(jax.tree.structure(new_state), again)
 
 
 def _copy(x: jax.Array) -> jax.Array:

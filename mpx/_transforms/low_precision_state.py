@@ -141,8 +141,7 @@ def low_precision_state(
         computed = lambda stored: inner.update(
             updates, _load(stored, state.block_scales, assignment), params, **extra_args
         )
-        again = _again(lambda stored: computed(stored)[1], state.inner_state, assignment)
-        new_updates, wide = computed(state.inner_state)
+        new_updates, wide, again = _computed(computed, state.inner_state, assignment)
         this_step, next_key = None, state.key
         if key is not None:
             this_step, next_step = jax.random.split(jax.random.wrap_key_data(state.key, impl=implementation))
@@ -164,11 +163,11 @@ def _load(state: Any, scales: Mapping[str, jax.Array], assignment: Assignment) -
     return jax.tree.map_with_path(load, state)
 
 
-def _again(new_state: Callable[[Any], Any], state: Any, assignment: Assignment) -> Any | None:
-    """Return the rule's new state, computed a second time, if there are scales that can be computed from it."""
+def _computed(update: Callable[[Any], Any], state: Any, assignment: Assignment) -> tuple[Any, Any, Any | None]:
+    """Return updates and new state of the rule, and that state once more if there are scales to compute from it."""
     coded = lambda path: path in assignment and type(assignment[path].format) is Blockwise8bit
     where = jax.tree.map_with_path(lambda path, _: coded(path), state)
-    return computed_again(new_state, state, where) if any(jax.tree.leaves(where)) else None
+    return computed_again(update, state, where) if any(jax.tree.leaves(where)) else (*update(state), None)
 
 
 def _store(

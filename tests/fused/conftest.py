@@ -2,11 +2,10 @@
 
 import pytest
 
-from mpx._fused import fused_update, schedule
+from mpx._fused import schedule
 from tests.fused.helpers import LARGE
 
 
 @pytest.fixture(autouse=True)
 def small_is_smaller(monkeypatch):
-    for module in (fused_update, schedule):
-        monkeypatch.setattr(module, "SMALL", LARGE)
+    monkeypatch.setattr(schedule, "SMALL", LARGE)

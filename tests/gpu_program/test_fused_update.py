@@ -29,7 +29,7 @@ STEPS = {
 @pytest.fixture
 def on_a_gpu(monkeypatch):
     """Let `fused_update` make kernels though this machine has no GPU, and eight CPUs."""
-    monkeypatch.setattr(fused_update, "_where", lambda: "cuda")
+    monkeypatch.setattr(fused_update, "_may_run_kernels", lambda interpret: True)
 
 
 def report_of(dtype, tx, in_order=True):

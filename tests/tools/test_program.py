@@ -293,8 +293,10 @@ def test_wrong_arguments_are_refused():
         step_report(1)
     with pytest.raises(ValueError, match="one of a100, h100, h200, b200, v5e, v6e or None, but got 'h300'"):
         step_report(update, W, X, target="h300")
-    with pytest.raises(ValueError, match=r"give `donate_argnums` to `jax.jit`"):
+    with pytest.raises(ValueError, match=r"comes from `jax.jit` .* Leave `donate_argnums` out"):
         step_report(jax.jit(update), W, X, donate_argnums=0)
+    with pytest.raises(ValueError, match=r"2 arguments, so none at \[2\] can be donated"):
+        step_report(update, W, X, donate_argnums=(0, 2))
     with pytest.raises(ValueError, match="`count` must be 1 or more"):
         target_devices("h100", 0)
 
