@@ -276,10 +276,10 @@ def _lowered(step: Any, args: Sequence[Any], donate_argnums: int | Sequence[int]
                 "`step_report`: this step comes from `jax.jit` (or `nnx.jit`), which says what is donated. Leave "
                 "`donate_argnums` out here."
             )
+        return step.lower(*args)
     given = [donate_argnums] if isinstance(donate_argnums, int) else donate_argnums
     if beyond := [position for position in given if not -len(args) <= position < len(args)]:
         raise ValueError(f"`step_report`: the step has {len(args)} arguments, so none at {beyond} can be donated.")
-        return step.lower(*args)
     is_array = lambda leaf: _trees.is_array(leaf) or isinstance(leaf, (int, float, complex))
     arrays_of = lambda tree: jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, tree)
 
