@@ -73,7 +73,7 @@ def fused_update(tx: optax.GradientTransformation, *, interpret: bool = False) -
 
 @dataclasses.dataclass(frozen=True)
 class FusedUpdate:
-    """The step of an optimizer that `fused_update` returns."""
+    """Computes the step of an optimizer; `fused_update` returns it."""
 
     tx: optax.GradientTransformationExtraArgs
     interpret: bool = False
@@ -113,7 +113,7 @@ class FusedUpdate:
 
 @dataclasses.dataclass(frozen=True)
 class FusedRow:
-    """What becomes of one leaf.
+    """Says what becomes of one leaf.
 
     Attributes:
         path: of the parameter.
@@ -132,7 +132,7 @@ class FusedRow:
 
 @dataclasses.dataclass(frozen=True)
 class FusedPlan(Result):
-    """What becomes of each leaf; prints as a table."""
+    """Says what becomes of each leaf; prints as a table."""
 
     rows: tuple[FusedRow, ...]
 

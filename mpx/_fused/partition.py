@@ -22,14 +22,14 @@ Var = Any  # a variable of a program: `jax.extend.core.Var`, whose types know le
 TILE = 1024  # elements that one program of a kernel works on: 77 registers for AdamW with 8-bit moments, none spilled
 _LARGEST_BLOCK = 4096  # that a program of a kernel can hold
 _NARROWEST = 128  # elements of a row: shorter ones take a GPU several reads
-_RESHAPES = {"reshape", "squeeze"}
+VIEWS = {"broadcast_in_dim", "reshape", "squeeze"}  # on rows of a leaf nothing, or a repetition
 BLOCK_REDUCTIONS = {"reduce_max", "reduce_min", "reduce_and", "reduce_or"}  # the same bits in any order
-_COLLECTIVES = EXCHANGES | {"psum", "psum_invariant", "reduce_scatter"}
 # What `zero1` says outside of `jax.shard_map`: XLA sends what it must for it.
 _PLACED = {"reshard", "sharding_constraint"}
+_SENDING = EXCHANGES | _PLACED | {"psum", "psum_invariant", "reduce_scatter"}
 # What may be computed outside for each element of a leaf.
-_SOURCES = POSITIONAL | _COLLECTIVES | _PLACED | {"dynamic_slice"}
-_PLACEMENTS = {"copy_p", "device_put", "layout_constraint", "reshard", "sharding_constraint"}
+_SOURCES = POSITIONAL | _SENDING | {"dynamic_slice"}
+_OF_EACH_ELEMENT = ELEMENTWISE - _PLACED - {"copy_p", "device_put", "layout_constraint"}
 # What Triton of Pallas cannot compute: at all, or in numbers of 16 bits.
 _NOT_IN_TRITON = {"digamma", "erf", "erfc", "lgamma", "reduce_precision"}
 _NOT_IN_16_BITS = {"div", "erf_inv", "integer_pow", "logistic", "nextafter"}
@@ -49,7 +49,7 @@ class Part(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """What a step computes of one leaf: in a part, or else for which reason as it stands."""
+    """Holds what a step computes of one leaf: in a part, or else as it stands, for a reason."""
 
     outputs: list[Var]
     part: Part | None
@@ -73,12 +73,13 @@ class Partition:
         self._same: dict[Var, Any] = {}  # what a barrier returns, and what it was given
         self._placed: dict[Var, Any] = {}  # what was placed on devices, and what it was before
         self._uniform: set[Var] = set()  # arrays whose elements are equal
+        self._inside: set[Var] = set()  # arrays that are computed from others of their leaf
         self._parent: dict[Var, Var] = {}
         self._mixed: dict[Var, set[str]] = defaultdict(set)
         sent = [v for eqn in program.eqns for v in self._add(eqn)]
         wanted: dict[Var, dict[Var, None]] = defaultdict(dict)
         for v in map(self.resolved, (*program.outvars, *sent)):
-            if not is_literal(v) and size_of(v) > 1 and self._is_inside(v):
+            if not is_literal(v) and v in self._inside:
                 wanted[self._leaf_of(v)][v] = None
         mixed = {self._leaf_of(v): names for v, names in self._mixed.items()}
         self.leaves = [self._as_leaf(list(outputs), mixed.get(leaf)) for leaf, outputs in wanted.items()]
@@ -97,7 +98,7 @@ class Partition:
 
     def sends(self, eqn: JaxprEqn) -> bool:
         """Return whether an equation sends arrays to other devices: it takes them from the kernels that made them."""
-        return eqn.primitive.name in _COLLECTIVES | _PLACED and any(size_of(v) > 1 for v in eqn.outvars)
+        return eqn.primitive.name in _SENDING and any(size_of(v) > 1 for v in eqn.outvars)
 
     def _add(self, eqn: JaxprEqn) -> list[Var]:
         """Take an equation into account; return the values in it that go to other devices."""
@@ -112,14 +113,13 @@ class Partition:
         if not results:
             return []
         if _keeps_places(eqn):
-            if not varied:
-                self._uniform.update(results)
+            (self._inside if varied else self._uniform).update(results)
             for v in (*varied, *results) if varied else ():
                 self._parent[self._leaf_of(v)] = self._leaf_of(varied[0])
         elif self.sends(eqn):
             return varied
         else:
-            for v in filter(self._is_inside, varied):
+            for v in self._inside.intersection(varied):
                 self._mixed[v].add(name)
         return []
 
@@ -130,10 +130,6 @@ class Partition:
             path.append(up)
         self._parent.update(dict.fromkeys(path, path[-1]))
         return path[-1]
-
-    def _is_inside(self, v: Var) -> bool:
-        """Return whether an array is computed from others of its leaf."""
-        return v in self._producer and v not in self._uniform and _keeps_places(self._producer[v][1])
 
     def _as_leaf(self, outputs: list[Var], mixed: set[str] | None) -> Leaf:
         part = self._part(outputs)
@@ -152,7 +148,7 @@ class Partition:
                 continue
             if size_of(v) <= 1:
                 scalars[v] = None
-            elif v in self._uniform or self._is_inside(v):
+            elif v in self._uniform or v in self._inside:
                 i, eqn = self._producer[v]
                 if i not in found:
                     found[i] = eqn
@@ -224,13 +220,13 @@ def _keeps_places(eqn: JaxprEqn) -> bool:
     """Return whether elements stay in order: at their places, or one for each block of neighbours."""
     name, result = eqn.primitive.name, _shape_of(eqn.outvars[0])
     shapes = [_shape_of(v) for v in eqn.invars if size_of(v) > 1]
-    if name in ELEMENTWISE - _PLACEMENTS:
+    if name in _OF_EACH_ELEMENT:
         same_rank = all(len(shape) == len(result) for shape in shapes)
         return len(eqn.outvars) == 1 and same_rank and all(_are_first(range(len(result)), x, result) for x in shapes)
-    if name in _RESHAPES:
-        return eqn.params.get("dimensions") is None or name == "squeeze"
     if name == "broadcast_in_dim":
         return not shapes or _are_first(eqn.params["broadcast_dimensions"], shapes[0], result)
+    if name in VIEWS:
+        return eqn.params.get("dimensions") is None or name == "squeeze"
     if name in BLOCK_REDUCTIONS and shapes:
         kept = [i for i in range(len(shapes[0])) if i not in eqn.params["axes"]]
         return math.prod(result) > 1 and _are_first(kept, result, shapes[0])
@@ -277,6 +273,6 @@ def signature(part: Part) -> Hashable:
 
 def _settings(eqn: JaxprEqn) -> str:
     """Return the parameters of an equation that do not follow from its types."""
-    if eqn.primitive.name in _RESHAPES | BLOCK_REDUCTIONS | {"broadcast_in_dim"}:
+    if eqn.primitive.name in VIEWS or eqn.primitive.name in BLOCK_REDUCTIONS:
         return ""
     return str(sorted((name, str(value)) for name, value in eqn.params.items()))

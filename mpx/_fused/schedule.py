@@ -115,7 +115,7 @@ def _run_group(
         if in_place[v] in first.outputs:
             over.setdefault(first.outputs.index(in_place[v]), i)
     pairs = {i: output for output, i in over.items()}
-    key = tuple((signature(part), part.size) for part in group), tuple(pairs.items())
+    key = signature(first), tuple((part.size, part.width) for part in group), tuple(pairs.items())
     if key not in compiled:
         compiled[key] = jax.jit(functools.partial(_by_kernel, group, pairs, interpret))
     compute = functools.partial(_on_rows, group, compiled[key])

@@ -13,10 +13,9 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from mpx._fused.partition import Part, size_of
+from mpx._fused.partition import VIEWS, Part, size_of
 from mpx._jaxprs import IDENTITIES, is_literal
 
-_MOVES = {"reshape", "squeeze", "broadcast_in_dim"}
 _REDUCERS = {
     "reduce_max": lax.reduce_max,
     "reduce_min": lax.reduce_min,
@@ -48,7 +47,7 @@ def _run(eqn: JaxprEqn, operands: list[Any], part: Part) -> Any:
         return _reduced(operands[0], columns(result, part), _REDUCERS[name])
     if name in IDENTITIES:
         return operands[0]
-    if name in _MOVES:
+    if name in VIEWS:
         return _repeated(operands[0], columns(result, part)) if np.ndim(operands[0]) else operands[0]
     if name == "round":
         return _rounded(operands[0], eqn.params["rounding_method"])

@@ -88,7 +88,7 @@ class StepReport(_tables.Result):
 
     @property
     def bound_seconds(self) -> float | None:
-        """What the kernels take at least, one after another, by the target's published figures: a bound, no time."""
+        """Return what kernels take at least, one after another, by the target's published figures: a bound, no time."""
         return None if self.target is None else sum(kernel.seconds or 0 for kernel in self.kernels)
 
     @property

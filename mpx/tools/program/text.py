@@ -70,7 +70,7 @@ class Instruction:
 
     @property
     def results(self) -> tuple[Shape, ...]:
-        """What it makes: of the start of an asynchronous operation, not what that hands on."""
+        """Return what it makes: of the start of an asynchronous operation, not what that hands on."""
         if self.op == "copy-start":
             return self.shapes[:1]
         hands_on = self.op.endswith("-start") and len(self.shapes) > len(self.operands)
