@@ -157,6 +157,20 @@ def _bound_in_f32(eqn: JaxprEqn, operands: list[Any]) -> jax.Array:
     return lax.optimization_barrier(result) if jax.default_backend() == "cpu" else result
 
 
+def with_rounded_cotangent(x: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Return a float32 array as it is, and round its cotangent to 16 bits before anything uses it.
+
+    The barrier lets XLA write the rounded cotangent to memory, and not the float32 one.
+    """
+
+    def round_trip(tangent):
+        return lax.convert_element_type(lax.optimization_barrier(lax.convert_element_type(tangent, dtype)), x.dtype)
+
+    identity = jax.custom_jvp(lambda x: x)
+    identity.defjvp(lambda primals, tangents: (primals[0], round_trip(tangents[0])))
+    return identity(x)
+
+
 def _aval(v: Any) -> Any:
     """Return the type of an operand, whose type annotation in jax is too general."""
     return v.aval

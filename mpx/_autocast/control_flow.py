@@ -169,6 +169,7 @@ def _loop_plan(
     is 256.
     """
     program = open_jaxpr(jaxpr)
+    consts = [tag._replace(is_product=False) for tag in consts]  # their cotangents are added up before they are rounded
     inputs = program.invars[len(consts) : len(consts) + len(carry)]
     made = [before is not after for before, after in zip(inputs, program.outvars[: len(carry)], strict=True)]
     carry = [

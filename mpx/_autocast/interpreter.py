@@ -53,6 +53,9 @@ def _run_step(step: Step, operands: list[Any], settings: Settings) -> Sequence[A
     if step.action == "enter":
         inner_run = lambda plan, operands: run(plan, operands, settings)
         return HANDLERS[eqn.primitive.name].run(step, operands, inner_run, settings)
+    if step.action == "round_cotangent":
+        dtype = next(tag.representable_in for tag in step.in_tags if tag.is_product)
+        return [contraction.with_rounded_cotangent(eqn.primitive.bind(*operands, **eqn.params), dtype)]
     assert compute is not None, "a narrowed step says in what it runs"
     if eqn.primitive.name in CONTRACTIONS:
         wants_wide = settings.gradient_dtype is not None and compute.is_narrow

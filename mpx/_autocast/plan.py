@@ -7,7 +7,7 @@ list of decisions about one jaxpr with given tags; the plans of programs inside 
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -30,6 +30,7 @@ class Tag(NamedTuple):
     compute: Compute | None = None  # how an override of the policy wants contractions with it to run
     is_argument: bool = False  # whether it has elements of the function's arguments, whose gradients a user gets
     is_copied: bool = False  # whether it may have an element twice, so that cotangents are still to be added up
+    is_product: bool = False  # whether it is a narrowed contraction's result, whose cotangent that contraction rounds
 
 
 UNKNOWN = Tag()
@@ -48,7 +49,7 @@ class Step(NamedTuple):
     """The decision about an equation."""
 
     eqn: JaxprEqn
-    action: Rule  # `narrow`, `enter` or `keep`
+    action: Literal["narrow", "enter", "keep", "round_cotangent"]  # the last one runs as traced, forward
     compute: Compute | None  # in what it runs, if it is narrowed
     in_tags: tuple[Tag, ...]
     out_tags: tuple[Tag, ...]
@@ -105,13 +106,21 @@ class Planner:
 
     def _make_plan(self, jaxpr: Any, in_tags: tuple[Tag, ...]) -> CastPlan:
         steps: list[Step] = []
+        program = open_jaxpr(jaxpr)
+        used = [v for eqn in program.eqns for v in eqn.invars] + list(program.outvars)
+        uses = Counter(v for v in used if not is_literal(v))
+
+        def used_once(variables: Sequence[Any], tags: Sequence[Tag]) -> tuple[Tag, ...]:
+            """Return tags of values: the cotangents of several uses are added up before a contraction rounds them."""
+            pairs = zip(variables, tags, strict=True)
+            return tuple(tag._replace(is_product=False) if tag.is_product and uses[v] > 1 else tag for v, tag in pairs)
 
         def decide(eqn: JaxprEqn, tags: list[Tag]) -> tuple[Tag, ...]:
-            steps.append(self._step(eqn, tuple(tags)))
+            steps.append(self._step(eqn, used_once(eqn.invars, tags)))
             return steps[-1].out_tags
 
-        out_tags = propagate(jaxpr, in_tags, decide, lambda v: UNKNOWN)
-        return CastPlan(jaxpr, tuple(steps), in_tags, tuple(out_tags), self._rounded_to(open_jaxpr(jaxpr), steps))
+        out_tags = used_once(program.outvars, propagate(jaxpr, in_tags, decide, lambda v: UNKNOWN))
+        return CastPlan(jaxpr, tuple(steps), in_tags, out_tags, self._rounded_to(program, steps, uses))
 
     def _step(self, eqn: JaxprEqn, tags: tuple[Tag, ...]) -> Step:
         name = eqn.primitive.name
@@ -132,6 +141,8 @@ class Planner:
             return self._narrowed(eqn, tags)
         if DEFAULT_RULES.get(name, "keep") not in ("keep", rule):
             return _kept(eqn, tags, f"the rule for {name} is {rule}")
+        if name == "add" and _adds_a_bias(eqn, tags):
+            return Step(eqn, "round_cotangent", None, tags, (UNKNOWN,), reason=REASONS[name])
         return _kept(eqn, tags, REASONS.get(name, "unknown to the table"))
 
     def _entered(self, eqn: JaxprEqn, tags: tuple[Tag, ...]) -> Step:
@@ -154,7 +165,8 @@ class Planner:
         reason = why_kept(eqn, compute)
         if reason is not None:
             return _kept(eqn, tags, reason)
-        narrow = Tag(compute.dtype) if compute.is_narrow else UNKNOWN
+        is_product = eqn.primitive.name in CONTRACTIONS
+        narrow = Tag(compute.dtype, is_product=is_product) if compute.is_narrow else UNKNOWN
         return Step(eqn, "narrow", compute, tags, tuple(narrow if _is_f32(v) else UNKNOWN for v in eqn.outvars))
 
     def _is_representable(self, eqn: JaxprEqn, tags: tuple[Tag, ...]) -> bool:
@@ -188,6 +200,7 @@ class Planner:
             computes.widest(asked) if asked else None,
             is_argument=any(tag.is_argument for _, tag in arrays),
             is_copied=is_broadcast or eqn.primitive.name in REPEATS or any(tag.is_copied for _, tag in arrays),
+            is_product=eqn.primitive.name in PERMUTATIONS and all(tag.is_product for _, tag in arrays),
         )
 
     def _common_dtype(self, eqn: JaxprEqn, floats: list[tuple[Any, Tag]], result: Any) -> np.dtype | None:
@@ -203,9 +216,9 @@ class Planner:
         dtype = dtypes.pop() if len(dtypes) == 1 and _is_f32(result) else None
         return None if dtype is None or not all(_has(dtype, value) for value in constants) else dtype
 
-    def _rounded_to(self, program: jex_core.Jaxpr, steps: list[Step]) -> tuple[np.dtype | None, ...]:
-        used = [v for eqn in program.eqns for v in eqn.invars] + list(program.outvars)
-        uses = Counter(v for v in used if not is_literal(v))
+    def _rounded_to(
+        self, program: jex_core.Jaxpr, steps: list[Step], uses: Counter[Any]
+    ) -> tuple[np.dtype | None, ...]:
         rounded: dict[Any, np.dtype | None] = {}
         for step in reversed(steps):
             for v, dtype in zip(step.eqn.invars, self._operands_rounded_to(step, rounded), strict=True):
@@ -251,6 +264,19 @@ def _why_elementwise_kept(eqn: JaxprEqn, compute: Compute) -> str | None:
     if not any(_is_f32(v) for v in eqn.invars) or not all(_is_f32(v) for v in eqn.outvars):
         return "operands and results are not float32"
     return None
+
+
+def _adds_a_bias(eqn: JaxprEqn, tags: tuple[Tag, ...]) -> bool:
+    """Return whether an addition adds copies of a smaller array to the result of a narrowed contraction.
+
+    That contraction rounds the cotangent. XLA would write it in float32 too, for the sum that is the bias's gradient.
+    """
+    result, pairs = eqn.outvars[0], list(zip(eqn.invars, tags, strict=True))
+    is_bias = lambda v, tag: not is_literal(v) and (tag.is_copied or _is_smaller(v, result))
+    return any(
+        tag.is_product and not _is_smaller(v, result) and is_bias(*other)
+        for (v, tag), other in zip(pairs, pairs[::-1], strict=True)
+    )
 
 
 def _is_smaller(v: Any, result: Any) -> bool:

@@ -1,5 +1,6 @@
 """Helpers of the tests of `autocast`: programs read as data, and autocast done by hand."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +29,17 @@ half_dtypes = pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 def narrow_dot(dtype):
     """Return a matrix product as autocast runs it: every cast is written out."""
     return lambda a, b: (a.astype(dtype) @ b.astype(dtype)).astype(F32)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def rounding_cotangent(x, dtype):
+    """Return a sum of a product and a bias, whose tangent and cotangent are rounded, as autocast does it."""
+    return x
+
+
+@rounding_cotangent.defjvp
+def _(dtype, primals, tangents):
+    return primals[0], tangents[0].astype(dtype).astype(F32)
 
 
 def exact_jit(fun):
