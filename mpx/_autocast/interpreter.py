@@ -55,6 +55,7 @@ def _run_step(step: Step, operands: list[Any], settings: Settings) -> Sequence[A
         return HANDLERS[eqn.primitive.name].run(step, operands, inner_run, settings)
     if step.action == "round_cotangent":
         dtype = next(tag.representable_in for tag in step.in_tags if tag.is_product)
+        assert dtype is not None, "a product is in a 16-bit dtype"
         return [contraction.with_rounded_cotangent(eqn.primitive.bind(*operands, **eqn.params), dtype)]
     assert compute is not None, "a narrowed step says in what it runs"
     if eqn.primitive.name in CONTRACTIONS:
