@@ -12,10 +12,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mpx._stored import blockwise
+from mpx._stored.blockwise import Blockwise8bit
 
 LEARNING_RATE, B1, B2, EPS, WEIGHT_DECAY = 1e-3, 0.9, 0.999, 1e-8, 1e-4  # as in `optax.adamw`
 BLOCK_SIZE = 256  # as in `Blockwise8bit`
+
+
+class BlockwiseArray(NamedTuple):
+    """A moment in 8 bits: its codes, and the scale of each block."""
+
+    codes: jax.Array
+    scale: jax.Array
 
 
 class ByHand(NamedTuple):
@@ -41,15 +48,15 @@ def adamw(g: jax.Array, weight: jax.Array, mu: Any, nu: Any, corrections: tuple)
 
 def loaded(moment: Any, signed: bool) -> jax.Array:
     """A moment in float32."""
-    if isinstance(moment, blockwise.BlockwiseArray):
-        return blockwise.Blockwise8bit(BLOCK_SIZE, signed).decode(*moment)
+    if isinstance(moment, BlockwiseArray):
+        return Blockwise8bit(BLOCK_SIZE, signed).decode(*moment)
     return moment.astype(jnp.float32)
 
 
 def stored(moment: jax.Array, old: Any, signed: bool) -> Any:
     """A moment in the format of the old one."""
-    if isinstance(old, blockwise.BlockwiseArray):
-        return blockwise.Blockwise8bit(BLOCK_SIZE, signed).encode(moment)
+    if isinstance(old, BlockwiseArray):
+        return BlockwiseArray(*Blockwise8bit(BLOCK_SIZE, signed).coded(moment))
     return moment.astype(old.dtype)
 
 

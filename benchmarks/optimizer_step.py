@@ -54,6 +54,7 @@ from benchmarks.adamw_by_hand import (
     BLOCK_SIZE,
     LEARNING_RATE,
     WEIGHT_DECAY,
+    BlockwiseArray,
     ByHand,
     full_step,
     joined,
@@ -66,7 +67,7 @@ from benchmarks.adamw_in_torch import torch_times
 from benchmarks.reading import absent_figures, compiled_figures, start_compiler
 from benchmarks.report import SIDES, Sheet, ratio_cells, verdict
 from benchmarks.timing import own, timed_ratio
-from mpx._stored import blockwise
+from mpx._stored.blockwise import Blockwise8bit
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -87,9 +88,8 @@ def coded_zeros(p: jax.Array) -> Any:
     """A moment to start with, in 8 bits; small tensors stay float32."""
     if p.size < MIN_SIZE:
         return jnp.zeros_like(p, jnp.float32)
-    shapes = jax.eval_shape(blockwise.Blockwise8bit(BLOCK_SIZE).encode, jax.ShapeDtypeStruct(p.shape, jnp.float32))
-    scale = jnp.zeros_like(shapes.scale)
-    return blockwise.BlockwiseArray(jnp.zeros_like(p, jnp.uint8), scale)
+    scale = jax.eval_shape(Blockwise8bit(BLOCK_SIZE).scales_of, jax.ShapeDtypeStruct(p.shape, jnp.float32))
+    return BlockwiseArray(jnp.zeros_like(p, jnp.uint8), jnp.zeros_like(scale))
 
 
 def split_8bit() -> optax.GradientTransformation:
@@ -229,7 +229,7 @@ def parts_with_mpx(state: WithMpx) -> dict[str, list[jax.Array]]:
 
 def parts_of_moments(moments: Any) -> dict[str, list[jax.Array]]:
     """Moments, and where they are kept in 8 bits, the codes; the scales of blocks count as moments."""
-    coded = lambda x: isinstance(x, blockwise.BlockwiseArray)
+    coded = lambda x: isinstance(x, BlockwiseArray)
     arrays = jax.tree.leaves(moments, is_leaf=coded)
     scales = [x.scale for x in arrays if coded(x)]  # mpx has them behind all moments
     leaves = [x.codes if coded(x) else x for x in arrays] + scales

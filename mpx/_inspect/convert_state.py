@@ -132,7 +132,7 @@ def _of_the_rule(leaves: list[StateLeaf]) -> list[StateLeaf]:
 _stored = jax.jit(store_weight, static_argnums=(1, 2, 3))
 _cast = jax.jit(cast_nearest, static_argnums=1)
 _decoded = jax.jit(lambda codes, scales, format: format.decode(codes, scales).astype(np.float32), static_argnums=2)
-_encoded = jax.jit(lambda x, format: format.encode(cast_nearest(x, np.dtype(np.float32))), static_argnums=1)
+_encoded = jax.jit(lambda x, format: format.coded(cast_nearest(x, np.dtype(np.float32))), static_argnums=1)
 
 
 # The weights.

@@ -151,7 +151,7 @@ def require_stored_as_assigned(
             is_narrow = _trees.is_narrower(leaf, np.dtype(np.float32))
             fits = name is None and (not is_narrow or leaf.dtype == jax.tree.leaves(as_made())[i].dtype)
         else:
-            codes, of_codes = jax.eval_shape(stored.format.encode, jax.ShapeDtypeStruct(leaf.shape, np.float32))
+            codes, of_codes = jax.eval_shape(stored.format.coded, jax.ShapeDtypeStruct(leaf.shape, np.float32))
             expected = (codes.dtype, None) if of_codes is None else (codes.dtype, stored.scales, of_codes.shape)
             fits = expected == ((leaf.dtype, None) if name is None else (leaf.dtype, name, scales[name].shape))
         if not fits:

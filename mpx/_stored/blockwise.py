@@ -43,15 +43,6 @@ _SMALLEST_NORMAL = np.float32(2.0**-126)
 _LARGE, _SHRINK = np.float32(2.0**64), np.float32(2.0**-64)  # the reciprocal of a large scale would be subnormal
 
 
-class BlockwiseArray(NamedTuple):
-    """A float32 array in 8 bits a number: `n + 4 * ceil(n / block_size)` bytes."""
-
-    codes: jax.Array  # uint8, in the shape of the array
-    # float32, of each block: `[..., columns / block_size]` if rows consist of whole blocks, so that an array and its
-    # scales can be sharded alike; else `[blocks]`.
-    scale: jax.Array
-
-
 @dataclasses.dataclass(frozen=True)
 class Blockwise8bit(StateFormat):
     """Keeps a state in 8 bits an element: the dynamic map of Dettmers et al. 2021, scaled by block.
@@ -104,17 +95,18 @@ class Blockwise8bit(StateFormat):
         if self.signed is not None and not isinstance(self.signed, bool):
             raise TypeError(f"`Blockwise8bit`: `signed` must be True, False or None, but got {self.signed!r}.")
 
-    def encode(self, x: jax.Array, key: jax.Array | None = None) -> BlockwiseArray:
-        """Return uint8 codes in the shape of a float32 array, and the float32 scales of its blocks."""
-        return self.encode_apart(x, x, key)
+    def scales_of(self, x: jax.Array) -> jax.Array:
+        """Return a float32 scale for each block: `[..., columns / block_size]` if rows are whole blocks.
 
-    def encode_apart(self, x: jax.Array, same: jax.Array, key: jax.Array | None) -> BlockwiseArray:
-        """Return the codes of `x` and the scales of `same`, which is `x` computed a second time."""
-        x, same = lax.stop_gradient((x, same))  # as of every rounding, the derivative is zero
-        signed = self.signed is not False
+        So an array and its scales can be sharded alike. Otherwise they are `[blocks]`.
+        """
+        return _scales(lax.stop_gradient(x), self.block_size, self.signed is not False)
+
+    def encode(self, x: jax.Array, scales: jax.Array, key: jax.Array | None = None) -> jax.Array:
+        """Return uint8 codes in the shape of a float32 array."""
+        x, scales = lax.stop_gradient((x, scales))  # as of every rounding, the derivative is zero
         noise = None if key is None else jax.random.bits(key, x.shape, np.uint32)
-        scales = _scales(same, self.block_size, signed)
-        return BlockwiseArray(_codes(x, _spread(scales, x.shape, self.block_size), signed, noise), scales)
+        return _codes(x, _spread(scales, x.shape, self.block_size), self.signed is not False, noise)
 
     def decode(self, codes: jax.Array, scales: jax.Array) -> jax.Array:
         """Return the float32 array that was encoded."""

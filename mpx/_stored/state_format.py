@@ -17,8 +17,9 @@ from mpx._stored.roles import Role
 class StateFormat(abc.ABC):
     """A way to keep a float32 array of an optimizer's state in fewer bytes between two steps.
 
-    Subclass it as a frozen dataclass with `encode` and `decode`, whose fields are Python numbers, strings, booleans or
-    None. It then works in `low_precision_state`, `zero1`, `convert_state`, `memory_plan` and Orbax as those of mpx do.
+    Subclass it as a frozen dataclass with `scales_of`, `encode` and `decode`, whose fields are Python numbers, strings,
+    booleans or None. It then works in `low_precision_state`, `fused_update`, `zero1`, `convert_state`, `memory_plan`
+    and Orbax as those of mpx do.
     A state names the format by its class and these fields, so that it can be read without the transformation that made
     it: give the class a name that no other format has.
 
@@ -26,16 +27,17 @@ class StateFormat(abc.ABC):
         >>> import dataclasses
         >>> @dataclasses.dataclass(frozen=True)
         ... class Sixteenths(StateFormat):
-        ...     def encode(self, x, key=None):
-        ...         return jnp.round(16 * x).astype(jnp.int8), jnp.zeros((), jnp.float32)
+        ...     def scales_of(self, x):
+        ...         return jnp.max(jnp.abs(x), keepdims=True) / 16
+        ...     def encode(self, x, scales, key=None):
+        ...         return jnp.round(x / scales).astype(jnp.int8)
         ...     def decode(self, codes, scales):
-        ...         return codes.astype(jnp.float32) / 16
+        ...         return codes * scales
         >>> tx = low_precision_state(optax.trace(0.9), {"trace": Sixteenths()}, min_size=0)
         >>> tx.init({"w": jnp.ones(4)}).inner_state.trace["w"].dtype
         dtype('int8')
     """
 
-    has_scales: ClassVar[bool] = True  # whether `encode` returns any, each of which belongs to a block of elements
     _classes: ClassVar[dict[str, type["StateFormat"]]] = {}
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -49,21 +51,32 @@ class StateFormat(abc.ABC):
             )
         StateFormat._classes[cls.__name__] = cls  # a notebook may run its cell again
 
-    @abc.abstractmethod
-    def encode(self, x: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, Any]:
-        """Return the codes of a float32 array, in its shape, and one array of scales.
+    def scales_of(self, x: jax.Array) -> Any:
+        """Return one array of scales of a float32 array; None if its codes are floating numbers that need none.
 
         Inside `jax.shard_map`, `zero1` shards codes and scales alike: the scales then have as many axes as the codes,
         and equal sizes along all but the last, along which they are those of whole blocks.
+        """
+        return None
+
+    @abc.abstractmethod
+    def encode(self, x: jax.Array, scales: Any, key: jax.Array | None = None) -> jax.Array:
+        """Return the codes of a float32 array, in its shape.
 
         Args:
             x: float32, of any shape.
+            scales: what `scales_of` returned for it.
             key: a PRNG key if the rounding is to be stochastic, else None.
         """
 
     @abc.abstractmethod
     def decode(self, codes: jax.Array, scales: Any) -> jax.Array:
         """Return the float32 array that was encoded."""
+
+    def coded(self, x: jax.Array) -> tuple[jax.Array, Any]:
+        """Return the codes of a float32 array, rounded to nearest, and its scales."""
+        scales = self.scales_of(x)
+        return self.encode(x, scales), scales
 
     def for_role(self, role: Role) -> "StateFormat":
         """Return the format for a leaf of this role: itself, or a copy whose unset options the role decides."""
@@ -78,14 +91,13 @@ class StateFormat(abc.ABC):
 class Cast(StateFormat):
     """Keeps an array in bfloat16, float16 or float32, rounded once; it needs no scales."""
 
-    has_scales: ClassVar[bool] = False
     dtype: str
 
-    def encode(self, x: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, None]:
+    def encode(self, x: jax.Array, scales: None = None, key: jax.Array | None = None) -> jax.Array:
         """Round to nearest, or with a key at random; float32 is kept as it is."""
         dtype = np.dtype(jnp.dtype(self.dtype))
         rounded = formats.round_to(x, dtype) if key is None else formats.stochastic_round(key, x, dtype)
-        return rounded.astype(dtype), None
+        return rounded.astype(dtype)
 
     def decode(self, codes: jax.Array, scales: None) -> jax.Array:
         """Return the codes, which are floating numbers."""

@@ -21,7 +21,6 @@ from mpx._stored.assignment import (
     require_sound_formats,
     require_stored_as_assigned,
 )
-from mpx._stored.blockwise import Blockwise8bit
 from mpx._stored.roles import register_state
 from mpx._stored.state_format import FLOAT32, StateFormat
 from mpx._transforms.computed_again import computed_again
@@ -141,7 +140,7 @@ def low_precision_state(
         computed = lambda stored: inner.update(
             updates, _load(stored, state.block_scales, assignment), params, **extra_args
         )
-        new_updates, wide, again = _computed(computed, state.inner_state, assignment)
+        new_updates, wide, again = _computed(computed, state.inner_state, assignment, state.block_scales)
         this_step, next_key = None, state.key
         if key is not None:
             this_step, next_step = jax.random.split(jax.random.wrap_key_data(state.key, impl=implementation))
@@ -163,10 +162,12 @@ def _load(state: Any, scales: Mapping[str, jax.Array], assignment: Assignment) -
     return jax.tree.map_with_path(load, state)
 
 
-def _computed(update: Callable[[Any], Any], state: Any, assignment: Assignment) -> tuple[Any, Any, Any | None]:
+def _computed(
+    update: Callable[[Any], Any], state: Any, assignment: Assignment, scales: Mapping[str, jax.Array]
+) -> tuple[Any, Any, Any | None]:
     """Return updates and new state of the rule, and that state once more if there are scales to compute from it."""
-    coded = lambda path: path in assignment and type(assignment[path].format) is Blockwise8bit
-    where = jax.tree.map_with_path(lambda path, _: coded(path), state)
+    has_scales = lambda path: path in assignment and assignment[path].scales in scales
+    where = jax.tree.map_with_path(lambda path, _: has_scales(path), state)
     return computed_again(update, state, where) if any(jax.tree.leaves(where)) else (*update(state), None)
 
 
@@ -194,29 +195,29 @@ def _store(
 
 @functools.partial(jax.jit, inline=True, static_argnums=2)
 def _decoded(codes: jax.Array, scales: Any, format: StateFormat) -> jax.Array:
-    with jax.named_scope(_scope(format)):
+    with jax.named_scope(_scope(scales)):
         return format.decode(codes, scales).astype(_F32)
 
 
 @functools.partial(jax.jit, inline=True, static_argnums=3)
 def _encoded(x: jax.Array, same: jax.Array, key: jax.Array | None, format: StateFormat) -> tuple[jax.Array, Any]:
-    with jax.named_scope(_scope(format)):
-        if type(format) is Blockwise8bit:  # a class made from it may have another `encode`
-            codes, scales = format.encode_apart(x.astype(_F32), same.astype(_F32), key)
-        else:
-            codes, scales = format.encode(x.astype(_F32), key)
-    if (scales is None) == format.has_scales or codes.shape != x.shape:
+    with jax.named_scope(BLOCKS):
+        scales = format.scales_of(same.astype(_F32))
+    with jax.named_scope(_scope(scales)):
+        codes = format.encode(x.astype(_F32), scales, key)
+    if codes.shape != x.shape or (scales is None and not _trees.is_floating(codes)):
+        name, got = type(format).__name__, "no scales" if scales is None else "scales"
         raise TypeError(
-            f"`low_precision_state`: `{type(format).__name__}.encode` must return codes in the shape of its argument "
-            f"and one array of scales, but for {_trees.dtype_and_shape(x)} it returned "
-            f"{_trees.dtype_and_shape(codes)} and {'no scales' if scales is None else 'scales'}."
+            f"`low_precision_state`: `{name}.encode` must return codes in the shape of its argument, and "
+            f"`{name}.scales_of` one array of scales, or None for codes that are floating numbers; but for "
+            f"{_trees.dtype_and_shape(x)} they returned {_trees.dtype_and_shape(codes)} and {got}."
         )
     return codes, scales
 
 
-def _scope(format: StateFormat) -> str:
+def _scope(scales: Any) -> str:
     """Return the name of what a format does; `zero1` must know what works on whole blocks of elements."""
-    return BLOCKS if format.has_scales else "mpx:cast"
+    return "mpx:cast" if scales is None else BLOCKS
 
 
 def _require_sound_rounding(rounding: Any, key: Any, patterns: Mapping[str, StateFormat]) -> None:

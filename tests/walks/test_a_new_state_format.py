@@ -26,10 +26,12 @@ BF16 = mpx.get_policy("params=bf16,compute=bf16,output=f32")
 class RowExponent(mpx.StateFormat):
     steps: int = 2**15
 
-    def encode(self, x, key=None):
-        exponent = jnp.frexp(jnp.max(jnp.abs(x), axis=-1, keepdims=True))[1].astype(jnp.int8)
-        scaled = jnp.ldexp(x, -exponent.astype(jnp.int32)) * self.steps
-        return jnp.clip(jnp.round(scaled), -self.steps, self.steps - 1).astype(jnp.int16), exponent
+    def scales_of(self, x):
+        return jnp.frexp(jnp.max(jnp.abs(x), axis=-1, keepdims=True))[1].astype(jnp.int8)
+
+    def encode(self, x, scales, key=None):
+        scaled = jnp.ldexp(x, -scales.astype(jnp.int32)) * self.steps
+        return jnp.clip(jnp.round(scaled), -self.steps, self.steps - 1).astype(jnp.int16)
 
     def decode(self, codes, scales):
         return jnp.ldexp(codes.astype(jnp.float32) / self.steps, scales.astype(jnp.int32))
@@ -140,18 +142,18 @@ def test_a_rule_computes_in_float32_whatever_decode_returns():
 
 
 @pytest.mark.parametrize("scales", [None, 0])
-def test_what_encode_returns_is_checked(scales):
+def test_what_a_format_returns_is_checked(scales):
     @dataclasses.dataclass(frozen=True)
     class Broken(RowExponent):
         scales: int | None = None
 
-        def encode(self, x, key=None):
-            codes, exponents = super().encode(x, key)
-            return (codes, None) if self.scales is None else (codes[:1], exponents)
+        def scales_of(self, x):
+            return None if self.scales is None else super().scales_of(x)
 
-    with pytest.raises(
-        TypeError, match=r"`Broken.encode` must return codes in the shape of its argument and one array"
-    ):
+        def encode(self, x, scales, key=None):
+            return x.astype(jnp.int16) if scales is None else super().encode(x, scales, key)[:1]
+
+    with pytest.raises(TypeError, match=r"`Broken.encode` must return codes in the shape of its argument, and"):
         mpx.low_precision_state(optax.trace(0.9), {"trace": Broken(scales=scales)}, min_size=64).init(start())
 
 
