@@ -64,6 +64,10 @@ ELEMENTWISE = IDENTITIES | _names(
     "reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh "
     "sqrt square sub tan tanh xor"
 )
+_RESHAPES = _names("broadcast_in_dim broadcast_to concatenate pad reshape rev slice split squeeze transpose")
+_NOT_CHEAP = _names("and device_put digamma eq erf_inv ge gt is_finite le lgamma lt ne not or reshard xor")
+# The results cost less to compute again than to keep in float32. (What a comparison finds takes a byte, and is kept.)
+CHEAP = (ELEMENTWISE | _RESHAPES) - _NOT_CHEAP
 # The results depend on where an element stands in the array, or on which device this is.
 POSITIONAL = _names("axis_index iota random_bits threefry2x32")
 

@@ -15,7 +15,7 @@ from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn
 
 from mpx._autocast.plan import CastPlan, Handler, Planner, Run, Settings, Step, Tag, travels_in
-from mpx._jaxprs import CALLS, called_jaxpr, open_jaxpr, scan_counts
+from mpx._jaxprs import CALLS, CHEAP, called_jaxpr, open_jaxpr, scan_counts
 
 # ---- calls
 
@@ -120,9 +120,28 @@ def _run_scan(step: Step, operands: list[Any], run: Run, settings: Settings) -> 
         results = run(plan, [*consts, *carry, *_widened(xs, x_dtypes)])
         return results[: len(carry)], _narrowed(results[len(carry) :], y_dtypes)
 
+    if _leaves_open_what_is_kept(plan.jaxpr):
+        body = jax.checkpoint(body, policy=_is_kept, prevent_cse=False)
     options = {key: params[key] for key in ("reverse", "unroll", "_split_transpose") if key in params}
     carry, ys = lax.scan(body, carry, _narrowed(xs, x_dtypes), length=params["length"], **options)
     return [*carry, *_widened(ys, y_dtypes)]
+
+
+def _leaves_open_what_is_kept(jaxpr: Any) -> bool:
+    """Return whether the author of a loop's body has left it to JAX what its backward pass finds in memory."""
+    program = open_jaxpr(jaxpr)
+    inside = (inner for eqn in program.eqns for inner in jex_core.jaxprs_in_params(eqn.params))
+    is_checkpoint = any(eqn.primitive.name == "remat2" for eqn in program.eqns)
+    return not (program.effects or is_checkpoint) and all(map(_leaves_open_what_is_kept, inside))
+
+
+def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Return whether the backward pass of a loop finds a result in memory, or computes it again.
+
+    JAX keeps what derivatives need, in the dtype it was traced with: float32, although it was computed from results of
+    products in 16 bits.
+    """
+    return primitive.name not in CHEAP
 
 
 def _scan_parts(eqn: JaxprEqn, columns: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:

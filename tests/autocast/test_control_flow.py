@@ -393,6 +393,49 @@ def test_what_a_checkpoint_of_contractions_keeps_is_in_16_bits(dtype):
     assert operand_dtypes(fun, ws[0], x, primitive="remat2")[0] == [dtype] * 2
 
 
+def kept_by_a_scan(around_body=lambda body: body):
+    """Return what a loop over three layers, with a gate between two products, hands to its backward pass."""
+
+    def layer(c, w):
+        c = c + jnp.tanh(c @ w) @ w
+        return c, None
+
+    ws, x = normal(0, 3, 4, 4), normal(1, 8, 4)
+    fun = mpx.autocast(lambda ws, x: lax.scan(around_body(layer), x, ws)[0], BF16)
+    leaves = jax.tree.leaves(jax.vjp(fun, ws, x)[1])
+    return sorted(str(leaf.dtype) for leaf in leaves if leaf.shape == (3, 8, 4))
+
+
+def test_a_loop_keeps_results_of_products_in_16_bits_and_computes_elementwise_operations_again():
+    """Its carry is float32. Negative control: JAX keeps what its derivatives need, each in float32."""
+    assert kept_by_a_scan() == ["bfloat16", "float32"]
+    plain = lambda ws, x: lax.scan(lambda c, w: (c + jnp.tanh(c @ w) @ w, None), x, ws)[0]
+    leaves = jax.tree.leaves(jax.vjp(plain, normal(0, 3, 4, 4), normal(1, 8, 4))[1])
+    assert [leaf.dtype for leaf in leaves if leaf.shape == (3, 8, 4)].count(F32) == 3
+
+
+@pytest.mark.parametrize("place", [lambda f: f, lambda f: lambda c, w: jax.jit(f)(c, w)], ids=["body", "in a jit"])
+def test_a_loop_with_a_checkpoint_of_its_own_keeps_what_that_says(place):
+    policies = jax.checkpoint_policies
+    body_with = lambda policy: lambda body: place(jax.checkpoint(body, policy=policy))
+    assert kept_by_a_scan(body_with(policies.nothing_saveable)) == ["float32"]
+    assert len(kept_by_a_scan(body_with(policies.everything_saveable))) > 2
+
+
+def test_a_loop_keeps_random_bits_and_results_of_sums_and_not_their_copies():
+    """What costs time to compute again, or bits that must be the same, is kept; a broadcast of it is not."""
+
+    def layer(c, key):
+        mask = jax.random.bernoulli(key, 0.5, c.shape)
+        return jnp.where(mask, c * lax.rsqrt((c * c).mean(-1, keepdims=True)), 0.0) @ jnp.eye(4), None
+
+    fun = mpx.autocast(lambda x, keys: lax.scan(layer, x, keys)[0], BF16)
+    keys = jax.random.split(jax.random.key(0), 3)
+    leaves = jax.tree.leaves(jax.vjp(lambda x: fun(x, keys), normal(1, 8, 4))[1])
+    found = sorted((str(leaf.dtype), leaf.shape[1:]) for leaf in leaves if leaf.shape[:2] == (3, 8))
+    assert found == [("bool", (8, 4)), ("float32", (8,)), ("float32", (8, 4))]
+
+
 def test_values_that_are_not_representable_in_16_bits_do_not_travel_in_them():
     """Values that a loop stacks and takes in have the bits of the plain program: no contraction is before them."""
 
