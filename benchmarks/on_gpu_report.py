@@ -3,7 +3,17 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from benchmarks import all_tests, autocast, fixed_batch, ladder, main_job, optimizer_step, overhead, torch_gpt2
+from benchmarks import (
+    all_tests,
+    autocast,
+    autocast_accuracy,
+    fixed_batch,
+    ladder,
+    main_job,
+    optimizer_step,
+    overhead,
+    torch_gpt2,
+)
 from benchmarks.report import Sheet, targets_table
 from benchmarks.rungs import RUNGS
 from benchmarks.workers import Result
@@ -97,7 +107,7 @@ TABLES: dict[str, Callable[[Rows], Any]] = {
     "optimizer steps": optimizer_sheets,
     "Torch's optimizers": torch_sheets,
     "autocast": autocast_sheets,
-    "accuracy": lambda rows: [autocast.accuracy_table("autocast, relative errors", rows)],
+    "accuracy": lambda rows: [autocast_accuracy.accuracy_table("autocast, relative errors", rows)],
     "overhead": overhead.steps_sheets,
     "casts": lambda rows: [overhead.casts_sheet(rows)],
     "training": lambda rows: [main_job.sheet(rows)],

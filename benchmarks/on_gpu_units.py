@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks import autocast, fixed_batch, ladder, optimizer_step, torch_gpt2
+from benchmarks import autocast_accuracy, autocast_forms, fixed_batch, ladder, optimizer_step, torch_gpt2
 from benchmarks.rungs import COUNTERPARTS, EXTRAS, LADDER, TORCH_RUNGS, Rung, Setting, choose_setting
 from benchmarks.workers import CALL, Result, job_of
 from examples.gpt.recipes import RECIPES
@@ -44,7 +44,7 @@ class Size:
         scale: what the sizes of the optimizer's tensors are divided by.
         starts: fresh states of what is timed.
         turns: timed turns from each.
-        autocast: the name of the size of the model in `benchmarks.autocast`.
+        autocast: the name of the size of the model in `benchmarks.autocast_forms`.
         overhead: the size of the model in `benchmarks.overhead`; None for that of the backend.
         steps: of each training of the main job.
         curve_steps: of the loss curves.
@@ -136,15 +136,15 @@ def curves(size: Size, compiled: bool) -> Iterator[Unit]:
 
 def autocasts(size: Size) -> Iterator[Unit]:
     """Yield the forms of autocast beside those by hand, those with a target first, and errors of gradients."""
-    forms = [name for name, form in autocast.FORMS.items() if form.beside is not None]
-    forms.sort(key=lambda name: not autocast.FORMS[name].has_step_target)
+    forms = [name for name, form in autocast_forms.FORMS.items() if form.beside is not None]
+    forms.sort(key=lambda name: not autocast_forms.FORMS[name].has_step_target)
     given = {"size": size.autocast, "update": False, "starts": size.starts, "turns": size.turns}
     for params, form in itertools.product(("f32", "bf16"), forms):
         measure = call("benchmarks.autocast:measure_steps", params=params, names=[form], **given)
         yield Unit("autocast", "autocast", f"{params}: {form}", measure, 150.0, FLAX)
-    for dtypes in autocast.ACCURACY_DTYPES:
+    for dtypes in autocast_accuracy.ACCURACY_DTYPES:
         given = {"seeds": size.seeds, "trained_steps": size.trained_steps, "dtypes": [dtypes]}
-        measure = call("benchmarks.autocast:measure_accuracy", **given)
+        measure = call("benchmarks.autocast_accuracy:measure_accuracy", **given)
         yield Unit("autocast", "accuracy", f"accuracy: {', '.join(dtypes)}", measure, 150.0, FLAX)
 
 

@@ -1,6 +1,5 @@
 """Check that the benchmarks compute what they say, the same on both sides. No time is judged here."""
 
-import dataclasses
 import math
 
 import jax
@@ -8,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import adamw_by_hand, autocast, optimizer_step
+from benchmarks import adamw_by_hand, autocast, autocast_accuracy, autocast_forms, models_by_hand, optimizer_step
 from tests.autocast.helpers import contractions
 from tests.helpers import cases, unfused
 
@@ -106,17 +105,17 @@ def test_the_tensors_are_those_of_gpt2():
 
 # ---- autocast -------------------------------------------------------------------------------------------------------
 
-SIZE = autocast.Size(width=16, layers=1, heads=2, context=8, vocabulary=32, batch=2)
+SIZE = models_by_hand.Size(width=16, layers=1, heads=2, context=8, vocabulary=32, batch=2)
 
 
-@pytest.mark.parametrize("name", autocast.FORMS)
+@pytest.mark.parametrize("name", autocast_forms.FORMS)
 def test_every_form_but_those_in_float32_multiplies_16_bit_matrices(name):
     """Seven products, six of them in the block, and two for each in the backward pass.
 
     By hand, attention's logits are float32, and so are their cotangents, of which two products are made.
     """
-    params, tokens = autocast.make_params(SIZE, jnp.float32), autocast.make_tokens(SIZE)
-    found = contractions(jax.grad(autocast.make_form(name, SIZE)), params, tokens)
+    params, tokens = autocast_forms.make_params(SIZE, jnp.float32), autocast_forms.make_tokens(SIZE)
+    found = contractions(jax.grad(autocast_forms.make_form(name, SIZE)), params, tokens)
     wide = [c for c in found if jnp.float32 in (c.lhs, c.rhs)]
     assert len(found) == 21
     if name in ("f32", "f32, dots"):
@@ -135,12 +134,12 @@ def test_residuals_are_the_distinct_arrays_that_are_made_on_the_way():
 
 
 def test_each_form_is_held_against_the_one_by_hand_with_the_same_checkpoint(monkeypatch):
-    monkeypatch.setitem(autocast.SIZES, "tiny", SIZE)
+    monkeypatch.setitem(autocast_forms.SIZES, "tiny", SIZE)
     monkeypatch.setattr(autocast, "RESIDUAL_LAYERS", 1)
     for params in ("f32", "bf16"):
         found = autocast.measure_residuals("tiny", params)
         rows = {row["form"]: row for row in found}
-        assert rows.keys() == autocast.FORMS.keys()
+        assert rows.keys() == autocast_forms.FORMS.keys()
         assert all(("dots" in name) == ("dots" in row["beside"]) for name, row in rows.items() if "beside" in row)
         assert [name for name, row in rows.items() if "target" in row] == ["autocast, dots"]
         assert rows["by hand, dots"]["bytes"] < rows["by hand"]["bytes"] < rows["f32"]["bytes"]
@@ -150,14 +149,14 @@ def test_each_form_is_held_against_the_one_by_hand_with_the_same_checkpoint(monk
 
 def test_tracing_is_timed_from_nothing(monkeypatch):
     """The model is called in each trace: the warm-up and a second one, of each form and what is beside it."""
-    make_loss, calls = autocast.make_loss, []
+    make_loss, calls = autocast_forms.make_loss, []
 
     def counted(*args):
         loss = make_loss(*args)
         return lambda *operands: calls.append(args) or loss(*operands)
 
-    monkeypatch.setattr(autocast, "make_loss", counted)
-    rows = autocast.measure_tracing(turns=1, size=dataclasses.replace(autocast.TRACED_SIZE, layers=1))
+    monkeypatch.setattr(autocast_forms, "make_loss", counted)
+    rows = autocast.measure_tracing(turns=1, size=autocast.TRACED_SIZE._replace(layers=1))
     assert [(row["form"], row["beside"]) for row in rows] == list(autocast.TRACED_FORMS.items())
     assert all(row[what][side] > 0 for row in rows for what in ("trace", "lower") for side in ("s", "beside s"))
     assert len(calls) == 2 * 2 * len(rows)
@@ -175,13 +174,13 @@ def test_an_error_is_that_of_the_whole_gradient():
     """(3, 4, 12) beside (3, 4, 11): 1 of 13, by hand."""
     exact = np.float64(2), [np.array([3.0, 4.0]), np.array(12.0)]
     found = np.float64(2.5), [np.array([3.0, 4.0]), np.array(11.0)]
-    assert autocast.relative_errors(found, exact) == (0.25, pytest.approx(1 / 13))
+    assert autocast_accuracy.relative_errors(found, exact) == (0.25, pytest.approx(1 / 13))
 
 
 def test_accuracy_is_measured_against_float64():
     """Half an ulp is 2**-24 in float32 and 2**-8 in bfloat16: there is room between the errors."""
-    rows = autocast.measure_accuracy(SIZE, seeds=2, trained_steps=0, dtypes=[("f32", "bf16")])
-    assert {row["form"] for row in rows} == set(autocast.ACCURACY_FORMS)
+    rows = autocast_accuracy.measure_accuracy(SIZE, seeds=2, trained_steps=0, dtypes=[("f32", "bf16")])
+    assert {row["form"] for row in rows} == set(autocast_accuracy.ACCURACY_FORMS)
     for row in rows:
         low, high = (0, 1e-5) if row["form"] == "f32" else (1e-3, 3e-2)
         assert low < row["gradient mean"] <= row["gradient max"] < high
@@ -198,7 +197,7 @@ def test_steps_are_timed_beside_those_by_hand_but_for_one_that_a_backend_cannot_
 
     monkeypatch.setattr(autocast, "timed_ratio", first_fails)
     names = ["f32, dots", "autocast, dots"]
-    monkeypatch.setitem(autocast.SIZES, "tiny", SIZE)
+    monkeypatch.setitem(autocast_forms.SIZES, "tiny", SIZE)
     rows = autocast.measure_steps("tiny", "bf16", update=True, starts=1, turns=1, names=names)
     assert [(row["form"], row["beside"]) for row in rows] == [(name, "by hand, dots") for name in names]
     assert [row.get("left out") for row in rows] == ["UNIMPLEMENTED: no such product", None]
