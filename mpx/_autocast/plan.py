@@ -18,7 +18,20 @@ from mpx._autocast import compute as computes
 from mpx._autocast import contraction
 from mpx._autocast.compute import Compute
 from mpx._autocast.rules import DEFAULT_RULES, REASONS, Rule
-from mpx._jaxprs import CONTRACTIONS, ELEMENTWISE, PERMUTATIONS, REPEATS, dtype_of, is_literal, open_jaxpr, propagate
+from mpx._jaxprs import (
+    CALLS,
+    CONTRACTIONS,
+    CUSTOM_CALLS,
+    ELEMENTWISE,
+    PERMUTATIONS,
+    REPEATS,
+    SUMS,
+    called_jaxpr,
+    dtype_of,
+    is_literal,
+    open_jaxpr,
+    propagate,
+)
 
 MARK = "mpx:autocast"  # in the name stack of operations about which an autocast or `full_precision` inside decides
 
@@ -120,6 +133,14 @@ class Planner:
             return steps[-1].out_tags
 
         out_tags = used_once(program.outvars, propagate(jaxpr, in_tags, decide, lambda v: UNKNOWN))
+        if any(step.action == "round_cotangent" for step in steps):
+            activated = _going_into_functions(program)
+            steps = [
+                step._replace(action="keep")
+                if step.action == "round_cotangent" and step.eqn.outvars[0] not in activated
+                else step
+                for step in steps
+            ]
         return CastPlan(jaxpr, tuple(steps), in_tags, out_tags, self._rounded_to(program, steps, uses))
 
     def _step(self, eqn: JaxprEqn, tags: tuple[Tag, ...]) -> Step:
@@ -277,6 +298,24 @@ def _adds_a_bias(eqn: JaxprEqn, tags: tuple[Tag, ...]) -> bool:
         tag.is_product and not _is_smaller(v, result) and is_bias(*other)
         for (v, tag), other in zip(pairs, pairs[::-1], strict=True)
     )
+
+
+def _going_into_functions(program: jex_core.Jaxpr) -> set[Any]:
+    """Return the values that go, moved around at most, into anything but a sum or a contraction: an activation, a loss.
+
+    XLA makes the cotangents of the others in the kernels that add them up, and has no need to write them twice.
+    """
+    found: set[Any] = set()
+    for eqn in reversed(program.eqns):
+        name, results = eqn.primitive.name, found.intersection(filter(_is_f32, eqn.outvars))
+        if name in CALLS | CUSTOM_CALLS:
+            inner = open_jaxpr(called_jaxpr(eqn))
+            inside = _going_into_functions(inner)
+            found.update(v for v, w in zip(eqn.invars, inner.invars, strict=True) if w in inside and not is_literal(v))
+        moves = name in CALLS | CUSTOM_CALLS or DEFAULT_RULES.get(name) == "follow"
+        if results if moves else name not in CONTRACTIONS | SUMS | {"add"}:
+            found.update(v for v in eqn.invars if not is_literal(v))
+    return found
 
 
 def _is_smaller(v: Any, result: Any) -> bool:

@@ -311,29 +311,38 @@ def test_a_float32_gradient_dtype_has_no_forward_mode():
 
 # ---- biases ---------------------------------------------------------------------------------------------------------
 
-_layer = lambda w, b, x: x @ w + b[None]
+_layer = lambda w, b, x: jnp.sin(x @ w + b[None])
 BIASED = {
     "a product and a bias": _layer,
-    "a bias and a product": lambda w, b, x: b[None] + x @ w,
-    "a product under jit": lambda w, b, x: jax.jit(jnp.matmul)(x, w) + b[None],
-    "a reshaped product": lambda w, b, x: (x @ w).reshape(2, 4, -1) + b[None, None],
-    "a broadcast bias": lambda w, b, x: x @ w + jnp.broadcast_to(b, (len(x), len(b))),
-    "rows mapped one by one": lambda w, b, x: jax.vmap(lambda row: row @ w + b)(x),
+    "a bias and a product": lambda w, b, x: jnp.sin(b[None] + x @ w),
+    "a product under jit": lambda w, b, x: jnp.sin(jax.jit(jnp.matmul)(x, w) + b[None]),
+    "a reshaped product": lambda w, b, x: jnp.sin((x @ w).reshape(2, 4, -1) + b[None, None]),
+    "a broadcast bias": lambda w, b, x: jnp.sin(x @ w + jnp.broadcast_to(b, (len(x), len(b)))),
+    "rows mapped one by one": lambda w, b, x: jax.vmap(lambda row: jnp.sin(row @ w + b))(x),
+    "an activation of a part": lambda w, b, x: jnp.sin((x @ w + b[None])[:2].T),
+    "an activation under jit": lambda w, b, x: jax.jit(jnp.sin)(x @ w + b[None]),
+    "an activation with a derivative of its own": lambda w, b, x: jax.nn.silu(x @ w + b[None]),
+    "a loss": lambda w, b, x: jax.nn.log_softmax(x @ w + b[None]),
     "in a scan": lambda w, b, x: lax.scan(lambda c, row: (c, _layer(w, b, row[None])), 0.0, x)[1],
     "in a checkpoint": jax.checkpoint(_layer),
-    "a convolution": lambda w, b, x: conv(x[:, None, None], w[None, None]) + b[None, None, None],
+    "a convolution": lambda w, b, x: jnp.sin(conv(x[:, None, None], w[None, None]) + b[None, None, None]),
 }
 UNBIASED = {
-    "no bias": lambda w, b, x: x @ w,
-    "a residual stream": lambda w, b, x: x @ w + x @ jnp.sin(w),
-    "a bias of an argument": lambda w, b, x: x[:, :6] + b[None],
-    "a constant": lambda w, b, x: x @ w + 1.0,
-    "a product with another use": lambda w, b, x: (lambda y: (y + b[None]) * y)(x @ w),
-    "a product that is returned too": lambda w, b, x: (lambda y: (y + b[None], y))(x @ w),
-    "a product in float32": lambda w, b, x: jnp.matmul(x, w, precision="highest") + b[None],
+    "no bias": lambda w, b, x: jnp.sin(x @ w),
+    "two products": lambda w, b, x: jnp.sin(x @ w + x @ jnp.cos(w)),
+    "a bias of an argument": lambda w, b, x: jnp.sin(x[:, :6] + b[None]),
+    "a constant": lambda w, b, x: jnp.sin(x @ w + 1.0),
+    "a product with another use": lambda w, b, x: (lambda y: jnp.sin(y + b[None]) * y)(x @ w),
+    "a product that is returned too": lambda w, b, x: (lambda y: (jnp.sin(y + b[None]), y))(x @ w),
+    "a product in float32": lambda w, b, x: jnp.sin(jnp.matmul(x, w, precision="highest") + b[None]),
     "a product that a loop closes over": lambda w, b, x: (
-        lambda y: lax.scan(lambda c, _: (c, y + b[None]), 0.0, length=3)[1]
+        lambda y: lax.scan(lambda c, _: (c, jnp.sin(y + b[None])), 0.0, length=3)[1]
     )(x @ w),
+    # Nothing is computed for these cotangents.
+    "a sum that goes into a residual stream": lambda w, b, x: jnp.sin(x[:, :6] + (x @ w + b[None])),
+    "a sum that goes into a product": lambda w, b, x: (x @ w + b[None]) @ w.T,
+    "a sum that is returned": lambda w, b, x: x @ w + b[None],
+    "a sum that is cast": lambda w, b, x: jnp.sin((x @ w + b[None]).astype(BF16)),
 }
 
 
@@ -343,7 +352,7 @@ def bias_args(dtype=F32):
 
 def barriers(fun, *args):
     """Return the dtypes that are handed over behind a barrier in the gradient's program."""
-    loss = lambda *args: sum(jnp.sin(leaf).sum() for leaf in jax.tree.leaves(mpx.autocast(fun, BF16)(*args)))
+    loss = lambda *args: sum(leaf.sum() for leaf in jax.tree.leaves(mpx.autocast(fun, BF16)(*args))).astype(F32)
     found = eqns_of(jax.grad(loss, argnums=(0, 1)), *args, primitive="optimization_barrier")
     return [eqn.invars[0].aval.dtype for eqn in found]
 
@@ -364,7 +373,8 @@ def test_a_bias_gets_the_float32_sum_of_the_cotangents_that_the_product_gets(dty
     """Each of them is rounded, as the product rounds it anyway; their sum is not."""
     w, b, x = bias_args(dtype)
     cotangents = normal(3, 8, 6)
-    _, pull = jax.vjp(lambda b: mpx.autocast(_layer, dtype)(w, b, x), b.astype(F32))
+    layer = lambda w, b, x: (x @ w + b[None]) * 1.0
+    _, pull = jax.vjp(lambda b: mpx.autocast(layer, dtype)(w, b, x), b.astype(F32))
     expected = rounded(cotangents, dtype).astype(np.float64).sum(0)
     np.testing.assert_allclose(pull(cotangents)[0], expected, rtol=2.0**-20)
     assert not np.allclose(np.asarray(cotangents, np.float64).sum(0), expected, rtol=2.0**-12)
@@ -373,7 +383,8 @@ def test_a_bias_gets_the_float32_sum_of_the_cotangents_that_the_product_gets(dty
 def test_a_bias_of_1001_rows_gets_a_gradient_of_1001():
     """Negative control: cast by hand, the bias is a bfloat16 number, and its gradient 1000."""
     w, b, x = jnp.ones((4, 2)), jnp.zeros(2), jnp.ones((1001, 4))
-    np.testing.assert_array_equal(jax.grad(lambda b: mpx.autocast(_layer, BF16)(w, b, x).sum())(b), 1001)
+    loss = mpx.autocast(lambda w, b, x: ((x @ w + b[None]) * 1.0).sum(), BF16)
+    np.testing.assert_array_equal(jax.grad(loss, argnums=1)(w, b, x), 1001)
     by_hand = lambda b: (x.astype(BF16) @ w.astype(BF16) + b.astype(BF16)[None]).astype(F32)
     np.testing.assert_array_equal(jax.grad(lambda b: by_hand(b).sum())(b), 1000)
 
@@ -381,7 +392,7 @@ def test_a_bias_of_1001_rows_gets_a_gradient_of_1001():
 def test_a_product_and_a_bias_have_the_values_of_casts_by_hand():
     """Forward nothing is rounded but the product."""
     w, b, x = bias_args()
-    expected = exact_jit(lambda w, b, x: narrow_dot(BF16)(x, w) + b[None])(w, b, x)
+    expected = exact_jit(lambda w, b, x: jnp.sin(narrow_dot(BF16)(x, w) + b[None]))(w, b, x)
     assert_same_bits(exact_jit(mpx.autocast(_layer, BF16))(w, b, x), expected)
 
 
