@@ -9,7 +9,7 @@ import pytest
 import mpx
 from mpx._fused import tile
 from tests import sweep
-from tests.fused.helpers import STEPS, assert_same_steps, tree
+from tests.fused.helpers import SHAPES, STEPS, assert_same_steps, tree
 from tests.helpers import assert_same_bits, cases
 from tests.rules import RULES
 from tests.walks.test_a_new_state_format import RowExponent
@@ -19,8 +19,7 @@ pytestmark = pytest.mark.optax_promotion
 
 STORAGE = {"f32": lambda tx: tx} | {name: sweep.WRITE_BACKS[name] for name in ("full", "split", "Kahan")}
 FORMATS = {"f32": None, "bf16": "bf16", "8-bit": mpx.Blockwise8bit()}
-QUICK = [
-    ("adamw", "split", "8-bit"),
+QUICK = [  # beside AdamW with split masters and 8-bit moments, which is the composition with clipping
     ("lion", "Kahan", "bf16"),
     ("adafactor", "split", "f32"),
     ("noisy_sgd", "f32", "f32"),
@@ -40,8 +39,13 @@ def stored(tx, fields, state, **options):
     return mpx.low_precision_state(tx, {fields: state}, min_size=512, **options)
 
 
-def gradients(seed, dtype, per_example=False, steps=STEPS):
-    trees = [tree(seed + i, dtype, -5, 0) for i in range(steps)]
+def with_an_8_bit_momentum():
+    """Return a rule whose kernels compile in half the time of Adam's."""
+    return stored(optax.sgd(1e-2, momentum=0.9), "trace", mpx.Blockwise8bit())
+
+
+def gradients(seed, dtype, per_example=False, shapes=SHAPES):
+    trees = [tree(seed + i, dtype, -5, 0, shapes) for i in range(STEPS)]
     return [jax.tree.map(lambda g: jnp.stack([g, -g / 2, g, g]), x) for x in trees] if per_example else trees
 
 
@@ -55,6 +59,7 @@ def without_scalar(tree):
 )
 def test_a_step_has_the_bits_of_the_transformation(name, storage, state):
     if name == "noisy_sgd" and jax.__version_info__ >= (0, 11):
+        # To be lifted with the first release of JAX under which this test passes without these two lines.
         pytest.skip("its noise differs in last bits between two programs of jax 0.12 for CPUs")
     rule, dtype = RULES[name], jnp.float32 if storage == "f32" else jnp.bfloat16
     tx = rule.make()
@@ -70,9 +75,9 @@ def test_a_kernel_that_scales_a_block_by_another_one_is_seen(monkeypatch):
     """Divide by the scales of the neighbours, the negative control."""
     reduced = tile._reduced
     monkeypatch.setattr(tile, "_reduced", lambda x, count, reduce: jnp.roll(reduced(x, count, reduce), 1, axis=0))
-    tx = mpx.master_weights(stored(optax.adamw(1e-2), "mu|nu", mpx.Blockwise8bit()), storage="split")
+    tx, shapes = mpx.master_weights(with_an_8_bit_momentum(), storage="split"), {"large": (32, 64)}
     with pytest.raises(AssertionError, match="Arrays are not equal"):
-        assert_same_steps(tx, tree(0, jnp.bfloat16), gradients(1, jnp.bfloat16))
+        assert_same_steps(tx, tree(0, jnp.bfloat16, shapes=shapes), gradients(1, jnp.bfloat16, shapes=shapes))
 
 
 @pytest.mark.parametrize("state", cases(["bf16", "8-bit"], {"bf16"}))
@@ -83,7 +88,7 @@ def test_stochastic_roundings_have_the_same_random_bits(state):
 
 
 def test_a_skipped_step_keeps_every_bit_and_signs_of_zero():
-    tx = mpx.mixed_precision(stored(optax.adamw(1e-2), "mu|nu", mpx.Blockwise8bit()), "params=f16,compute=f16")
+    tx = mpx.mixed_precision(with_an_8_bit_momentum(), "params=f16,compute=f16")
     good, bad, _ = gradients(1, np.float16)
     bad["large"] = bad["large"].at[3, 5].set(np.inf)
     before, after, _ = assert_same_steps(tx, tree(0, np.float16), [good, bad, good])

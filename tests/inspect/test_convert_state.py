@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import mpx
 from mpx._inspect.convert_state import _stored
-from tests.helpers import QUICKLY, assert_same_bits, eight_cpu_devices, float32_round_trips, types_of
+from tests.helpers import QUICKLY, assert_same_bits, eight_cpu_devices, float32_round_trips, types_of, unfused
 from tests.rules import RULES
 
 pytestmark = pytest.mark.optax_promotion
@@ -60,6 +60,7 @@ def gradients(params, i):
     return jax.tree.map(lambda p: jnp.cos(jnp.arange(p.size, dtype=jnp.float32) * (i + 1)).reshape(p.shape), params)
 
 
+@functools.partial(jax.jit, static_argnums=0, compiler_options=unfused())
 def step(tx, params, state, i):
     scaled = mpx.get_loss_scale(state).scale(gradients(params, i))
     updates, state = tx.update(scaled, state, params)

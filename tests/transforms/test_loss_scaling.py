@@ -74,7 +74,7 @@ def test_without_it_one_bad_number_destroys_the_training():
     tx = WRAPPED["full masters"]
     bad = good_grads(1.0)
     bad["kernel"] = bad["kernel"].at[0, 0].set(np.nan)
-    updates, _ = tx.update(bad, tx.init(params()), params())
+    updates, _ = jax.jit(tx.update)(bad, tx.init(params()), params())
     assert jnp.isnan(updates["bias"]).all()
 
 
@@ -250,10 +250,10 @@ def test_gradients_of_wrong_shapes_are_named():
     grads = {"a": jnp.ones(2), "w": jnp.ones((5, 3, 2))}
     shapes = r"'w': update float..\[5, 3, 2\], parameter float..\[3, 2\]\nIs a mean over examples missing"
     with pytest.raises(ValueError, match=f"`loss_scaling`: gradients .*\n  {shapes}"):
-        tx.update(grads, tx.init(params), params)
+        jax.eval_shape(tx.update, grads, tx.init(params), params)
     message = r"changed its state at 'inner_state/0/mu/w' from float..\[3, 2\] to float..\[5, 3, 2\]"
     with jax.numpy_rank_promotion("allow"), pytest.raises(TypeError, match=message):
-        tx.update(grads, tx.init(params))
+        jax.eval_shape(tx.update, grads, tx.init(params))
 
 
 def test_the_state_of_another_loss_scale_is_refused():

@@ -48,6 +48,11 @@ def adam(formats, **options):
     return mpx.low_precision_state(optax.adam(1e-3), formats, **options)
 
 
+def momentum_in_8_bits():
+    """Return a rule with one moment, whose programs compile in half the time of Adam's."""
+    return mpx.low_precision_state(optax.sgd(1e-3, momentum=0.9), {"trace": EIGHT_BITS})
+
+
 # What is stored, and what the rule sees.
 
 
@@ -302,7 +307,7 @@ def test_8_bytes_a_parameter_with_split_masters():
 def test_split_masters_around_it_are_those_of_full_ones_to_the_bit():
     masters = []
     for storage in ("full", "split"):
-        tx = mpx.master_weights(adam({"mu|nu": EIGHT_BITS}), storage=storage)
+        tx = mpx.master_weights(momentum_in_8_bits(), storage=storage)
         now = params(jnp.bfloat16)
         state, step = tx.init(now), jax.jit(tx.update, compiler_options=unfused())
         for i in range(20):
@@ -500,14 +505,14 @@ def test_arrays_split_over_devices_into_whole_blocks_are_coded_where_they_are(sp
     """Parameters, codes and scales are split alike, no array is gathered, and the bits are those of one device."""
     mesh = eight_cpu_devices()
     p = jnp.asarray(np.random.default_rng(0).normal(size=(64, columns)), jnp.float32)
-    tx = adam({"mu|nu": EIGHT_BITS})
+    tx = momentum_in_8_bits()
     place = lambda x: jax.device_put(x, NamedSharding(mesh, spec if x.ndim == 2 else P()))
     whole = jax.tree.map(lambda x: jax.device_put(x, jax.devices("cpu")[0]), tx.init(p))
     step = jax.jit(lambda s, p: tx.update(p, s, p), compiler_options=unfused())
     split = jax.tree.map(place, whole)
     compiled = step.lower(split, place(p)).compile()
     assert "all-gather" not in compiled.as_text()
-    (updates, new), (expected_updates, expected) = step(split, place(p)), step(whole, p)
+    (updates, new), (expected_updates, expected) = compiled(split, place(p)), step(whole, p)
     assert_same_bits(jax.device_get((updates, new)), jax.device_get((expected_updates, expected)))
     for leaf in jax.tree.leaves(new):
         assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, spec if leaf.ndim == 2 else P()), leaf.ndim)
