@@ -116,7 +116,7 @@ def targets_table(targets: list[dict[str, Any]]) -> Sheet:
     """Return the table of all targets that could be judged."""
     row = lambda judged: {
         "target": judged["target"],
-        "measured": f"{judged['value']:.3g}",
+        "measured": f"{judged['value']:.4g}",
         "asked": judged["bound"],
         "verdict": verdict(judged["met"]),
     }

@@ -111,7 +111,7 @@ def test_the_command_holds_autocast_against_each_form_by_hand(monkeypatch, tmp_p
     printed = CliRunner().invoke(autocast.app, asked, catch_exceptions=False).output
     assert "compiled for one h200, jax 0.10" in printed
     assert f"| GPT-2 | {NARROW} | 9.00 | 1.111 | 9.00 | 1.111 |" in printed
-    assert f"| GPT-2: bound, autocast / {NARROW} | 1.11 | at most 1.06 | missed |" in printed
+    assert f"| GPT-2: bound, autocast / {NARROW} | 1.111 | at most 1.06 | missed |" in printed
     assert f"| ViT: bound, autocast / {STREAM} | 1 | at most 1.03 | met |" in printed
     assert f"ViT: bound, autocast / {NARROW}" not in printed
     assert printed.count("out of memory") == 2
