@@ -1,5 +1,6 @@
 """Check `fused_update` wherever a step is: donated, in loops, eagerly, in 64-bit mode, with bad input."""
 
+import contextlib
 import re
 import warnings
 
@@ -10,8 +11,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import AbstractMesh, AxisType
 
 import mpx
+from mpx._fused import fused_update
 from tests.fused.helpers import assert_same_steps, plain_step, tree
 from tests.helpers import all_eqns, assert_same_bits, unfused
 
@@ -73,6 +76,26 @@ def test_without_a_gpu_a_step_is_that_of_the_transformation():
     assert "pallas_call" not in names(mpx.fused_update(TX))
     assert names(mpx.fused_update(TX)).count("mul") == names(PLAIN).count("mul")
     assert_same_bits(compiled(mpx.fused_update(TX))(*given), compiled(PLAIN)(*given))
+
+
+AROUND = {
+    "nothing": contextlib.nullcontext,
+    "no jit": jax.disable_jit,
+    "no transfers": lambda: jax.transfer_guard("disallow"),
+    "axes manual and explicit": lambda: jax.sharding.use_abstract_mesh(
+        AbstractMesh((4, 2), ("a", "b"), axis_types=(AxisType.Manual, AxisType.Explicit))
+    ),
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_whether_kernels_work_does_not_depend_on_where_it_is_asked(around, monkeypatch):
+    """The answer holds for the process: a wrong one would leave all steps to XLA."""
+    in_one_kernel = fused_update.in_one_kernel
+    interpreted = lambda part, in_place, _, *given: in_one_kernel(part, in_place, True, *given)
+    monkeypatch.setattr(fused_update, "in_one_kernel", interpreted)
+    with AROUND[around]():
+        assert fused_update._kernels_work.__wrapped__()
 
 
 def test_the_parameters_of_a_flax_model_are_trained():
