@@ -10,12 +10,24 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from mpx._fused.partition import Part, Var
+
+
+class _Factor(NamedTuple):
+    """An axis: of all arrays of a part, which are divided along it together, or of one that is not divided there."""
+
+    part: int
+    begin: int  # product of the axes before it
+    alone: tuple[int, int] | None = None  # of one array only: which one, and which of its axes
+
+    @property
+    def name(self) -> str:
+        return "_".join(["leaf", *map(str, (self.part, self.begin, *(self.alone or ())))])
 
 
 def divided(parts: Sequence[Part], compute: Callable[..., list[jax.Array]], *operands: jax.Array) -> list[jax.Array]:
@@ -30,12 +42,12 @@ def divided(parts: Sequence[Part], compute: Callable[..., list[jax.Array]], *ope
 
     read = [v for part in parts for v in part.arrays]
     written = [v for part in parts for v in part.outputs]
-    factor = {v: name for i, part in enumerate(parts) for v, name in _factors(part, f"leaf{i}").items()}
+    factors = {v: found for i, part in enumerate(parts) for v, found in _factors(i, part).items()}
 
     def partition(mesh: Mesh, operands: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
         arrays = [*zip(read, operands, strict=False), *zip(written, results, strict=True)]
-        axes = _axes(mesh, [(factor[v], x) for v, x in arrays])
-        sharding_of = lambda v: NamedSharding(mesh, PartitionSpec(*[axes.get(name, ()) or None for name in factor[v]]))
+        axes = _axes(mesh, [(factors[v], x) for v, x in arrays])
+        sharding_of = lambda v: NamedSharding(mesh, PartitionSpec(*[axes.get(one) or None for one in factors[v]]))
         everywhere = [NamedSharding(mesh, PartitionSpec())] * len(parts[0].scalars)
         of_results = [sharding_of(v) for v in written]
         shapes = [sharding.shard_shape(v.aval.shape) for v, sharding in zip(written, of_results, strict=True)]
@@ -50,45 +62,47 @@ def divided(parts: Sequence[Part], compute: Callable[..., list[jax.Array]], *ope
 
     whole = functools.partial(compute, [v.aval.shape for v in written])
     run = custom_partitioning(whole)
-    names = lambda variables: tuple(ArrayMapping(*factor[v]) for v in variables)
-    alone = tuple(name for v in (*read, *written) for name in factor[v] if name.startswith("alone"))
+    names = lambda variables: tuple(ArrayMapping(*[one.name for one in factors[v]]) for v in variables)
+    alone = tuple(one.name for v in (*read, *written) for one in factors[v] if one.alone)
     scalars = (ArrayMapping(),) * len(parts[0].scalars)
     rule = SdyShardingRule((*names(read), *scalars), names(written), need_replication_factors=alone)
     run.def_partition(partition, sharding_rule=rule)
     return _with_vmap(run, whole)(*operands)
 
 
-def _factors(part: Part, leaf: str) -> dict[Var, list[str]]:
-    """Return a name for each axis of each array: the same for axes that are divided together."""
+def _factors(number: int, part: Part) -> dict[Var, list[_Factor]]:
+    """Return the factor of each axis of each array of a part."""
     variables = (*part.arrays, *part.outputs)
-    before = {v: [math.prod(v.aval.shape[:i]) for i in range(v.aval.ndim)] for v in variables}
-    starts = [{before[v][i] for i, size in enumerate(v.aval.shape) if size > 1} for v in variables]
-    common = set.intersection(*starts)
+    begins = {v: [math.prod(v.aval.shape[:i]) for i in range(v.aval.ndim)] for v in variables}
+    longer = [{begins[v][i] for i, size in enumerate(v.aval.shape) if size > 1} for v in variables]
+    common = set.intersection(*longer)
     return {
         v: [
-            f"{leaf}_{before[v][i]}" if size > 1 and before[v][i] in common else f"alone_{leaf}_{number}_{i}"
-            for i, size in enumerate(v.aval.shape)
+            _Factor(number, begin, None if size > 1 and begin in common else (array, i))
+            for i, (begin, size) in enumerate(zip(begins[v], v.aval.shape, strict=True))
         ]
-        for number, v in enumerate(variables)
+        for array, v in enumerate(variables)
     }
 
 
-def _axes(mesh: Mesh, arrays: Sequence[tuple[list[str], Any]]) -> dict[str, tuple[str, ...]]:
+def _axes(mesh: Mesh, arrays: Sequence[tuple[list[_Factor], Any]]) -> dict[_Factor, tuple[str, ...]]:
     """Return the axes of the mesh along which each factor is divided, from the factors and shardings of arrays."""
-    found: dict[str, tuple[str, ...]] = {}
-    for names, x in arrays:
-        for name, axes in zip(names, x.sharding.spec, strict=False):
-            found.setdefault(name, axes if isinstance(axes, tuple) else (axes,)) if axes and name[:5] != "alone" else ()
-    sizes = [(name, size) for names, x in arrays for name, size in zip(names, x.shape, strict=True)]
-    count = lambda name: math.prod(mesh.shape[axis] for axis in found[name])
-    even = {name: found[name] for name in found if all(size % count(name) == 0 for n, size in sizes if n == name)}
-    taken: dict[str, set[str]] = defaultdict(set)  # by the factors of a leaf, each of which takes axes of its own
-    for name, axes in list(even.items()):
-        leaf = name.rpartition("_")[0]
-        if taken[leaf] & {*axes}:
-            even[name] = ()
-        taken[leaf] |= {*axes}
-    return even
+    wanted: dict[_Factor, tuple[str, ...]] = {}
+    sizes: dict[_Factor, list[int]] = defaultdict(list)
+    for factors, x in arrays:
+        for factor, axes in zip(factors, x.sharding.spec, strict=False):
+            if axes and not factor.alone:
+                wanted.setdefault(factor, axes if isinstance(axes, tuple) else (axes,))
+        for factor, size in zip(factors, x.shape, strict=True):
+            sizes[factor].append(size)
+    taken: dict[int, set[str]] = defaultdict(set)  # by the factors of a part, each of which takes axes of its own
+    found = {}
+    for factor, axes in wanted.items():
+        count = math.prod(mesh.shape[axis] for axis in axes)
+        if not any(size % count for size in sizes[factor]) and not taken[factor.part] & {*axes}:
+            found[factor] = axes
+            taken[factor.part] |= {*axes}
+    return found
 
 
 def _with_vmap(run: Callable[..., Any], whole: Callable[..., Any]) -> Callable[..., Any]:
