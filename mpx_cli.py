@@ -243,7 +243,7 @@ def program(
     memory: Annotated[
         str | None,
         typer.Option(
-            metavar="SIZE", help="With --batch: search the largest batch that fits; the target's if left out."
+            metavar="SIZE", help="With --batch: search the largest batch that fits, to 3%; the target's if left out."
         ),
     ] = None,
     as_json: _AsJson = False,
@@ -270,7 +270,11 @@ def program(
         return
     limit = None if memory is None else given.memory_bytes(memory)
     compared, largest = programs.by_batch(function, batch, target, limit)
-    parts = [compared] if largest is None else [compared, f"The largest batch that fits: {largest:,}."]
+    parts = (
+        [compared]
+        if largest is None
+        else [compared, f"The largest batch that fits, to {programs.RESOLUTION:.0%}: {largest:,}."]
+    )
     output.write(compared.as_dict() | {"largest_batch": largest}, parts, as_json)
 
 

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mpx.tools.cli.programs import largest_batch
 from mpx.tools.plan.capacity import largest_that_fits
 
 
@@ -25,6 +26,28 @@ def test_few_sizes_are_tried(start, most):
     tried = []
     assert largest_that_fits(lambda size: tried.append(size) or 18 * size, 18e12, start=start) == 10**12
     assert len(tried) <= most
+
+
+@given(st.integers(1, 10**6), st.integers(1, 10**6), st.sampled_from([0.0, 0.03, 0.5]))
+def test_a_size_larger_by_the_resolution_does_not_fit(answer, start, resolution):
+    found = largest_that_fits(lambda size: size, answer, start=start, resolution=resolution)
+    assert found <= answer < found + max(1, int(found * resolution))
+
+
+@pytest.mark.parametrize("batches", [[8], [1], [64, 128], [4096], [100_000]], ids=str)
+def test_a_few_compilations_find_the_largest_batch(batches):
+    """Temporaries are padded, so that peaks are not quite a line."""
+    tried = set()
+    peak = lambda batch: tried.add(batch) or 6 * 10**9 + 44 * 10**6 * (-(-batch // 16) * 16) + 10**7 * (batch % 7)
+    found = largest_batch(peak, batches, 141 * 10**9)
+    assert peak(found) <= 141 * 10**9 < peak(int(found * 1.03) + 1)
+    assert len(tried) <= 8
+
+
+@pytest.mark.parametrize("resolution", [-0.1, 1, None, "3%"])
+def test_a_resolution_is_a_share(resolution):
+    with pytest.raises(ValueError, match=r"`largest_that_fits`: `resolution` must be from 0 to below 1"):
+        largest_that_fits(lambda n: n, 10, resolution=resolution)
 
 
 @pytest.mark.parametrize("memory", [0, -1, float("nan"), float("inf"), None, "1e9", True])

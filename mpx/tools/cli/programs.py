@@ -10,6 +10,8 @@ from mpx.tools.cli.errors import CommandError, users_code
 from mpx.tools.program import ReportComparison, StepReport, compare_reports
 from mpx.tools.program.targets import get_target, target_devices
 
+RESOLUTION = 0.03  # of the largest batch that fits: each try is a compilation
+
 
 def require_target(name: str) -> None:
     """Raise if a target is not known or its compiler not installed, before any of the user's code runs."""
@@ -38,8 +40,22 @@ def by_batch(
     if limit is None and target is not None:
         limit = get_target(target).memory_bytes
     peak = lambda batch: report_of(batch).peak_bytes
-    largest = None if limit is None else mpx.largest_that_fits(peak, limit, start=max(batches))
-    return compare_reports(reports), largest
+    return compare_reports(reports), None if limit is None else largest_batch(peak, batches, limit)
+
+
+def largest_batch(peak: Callable[[int], int], batches: Sequence[int], limit: int) -> int:
+    """Return the largest batch that fits, to `RESOLUTION`; each peak is a compilation.
+
+    Peaks are nearly a constant and so much for an example: two of them that are not far below tell where to begin.
+    """
+    an_example = lambda: (peak(large) - peak(small)) / max(1, large - small)
+    small, large = min(batches), max(batches)
+    if small == large:
+        small, large = (large, 8 * large) if peak(large) <= limit else (max(1, large // 8), large)
+    while large < 2**60 and limit - peak(large) > 7 * large * an_example():
+        small, large = large, 8 * large
+    start = small + (limit - peak(small)) / an_example() if an_example() > 0 else large
+    return mpx.largest_that_fits(peak, limit, start=max(1, int(start)), resolution=RESOLUTION)
 
 
 def _compiled(reference: str, make: Callable[..., Any], target: str | None, *batch: int) -> StepReport:
