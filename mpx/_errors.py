@@ -46,6 +46,32 @@ def as_transformation(inner: Any, caller: str) -> optax.GradientTransformationEx
     return optax.with_extra_args_support(inner)
 
 
+def checked(inner: optax.GradientTransformation, caller: str) -> optax.GradientTransformationExtraArgs:
+    """Return a rule that says which gradients, updates or states do not fit; JAX would broadcast some of them.
+
+    Gradients may have one axis more than their parameters, of examples, for a rule that adds those up.
+    """
+
+    def update_fn(updates, state, params=None, **extra_args):
+        if params is None:
+            return inner.update(updates, state, params, **extra_args)
+        # The gradients of `optax.lookahead` are those of its fast parameters.
+        trained = params.fast if isinstance(params, optax.LookaheadParams) else params
+        _require_same_paths(updates, trained, caller)
+        require_same_shapes(updates, trained, caller, of_examples=True)
+        try:
+            new_updates, new_state = inner.update(updates, state, params, **extra_args)
+        except (AttributeError, TypeError, ValueError) as error:
+            require_same_shapes(updates, trained, caller)  # perhaps they are the reason
+            if not isinstance(error, TypeError):
+                _require_state_of(inner, state, params, caller, error)
+            raise
+        require_same_shapes(new_updates, params, caller)
+        return new_updates, new_state
+
+    return optax.GradientTransformationExtraArgs(inner.init, update_fn)
+
+
 def wide_dtype(dtype: DTypeLike, caller: str) -> np.dtype:
     """Return float32 or float64 as a NumPy dtype; raise for anything else."""
     wide = dtype_or_none(dtype)
@@ -92,20 +118,63 @@ def require_step(caller: str, kind: type, state: Any, params: Any, updates: Any 
 def require_state(state: Any, kind: type, caller: str) -> None:
     """Raise if `update` was called with a state that is not this transformation's."""
     if not isinstance(state, kind):
-        raise TypeError(
-            f"`{caller}` needs the `{kind.__name__}` that its `init` made, but got {type(state).__name__}. Is it the "
-            "state of another optimizer, or was it restored from a checkpoint without its types? Restore into "
-            "`jax.eval_shape(tx.init, params)`."
-        )
+        raise TypeError(f"`{caller}` needs the `{kind.__name__}` that its `init` made, but {_foreign(state)}")
 
 
-def require_same_shapes(updates: Any, params: Any, caller: str) -> None:
-    """Raise if an update does not have the shape of its parameter: their sum would be larger."""
+def _require_state_of(inner: Any, state: Any, params: Any, caller: str, error: Exception) -> None:
+    """Raise if a rule failed because a state is not its own."""
+    own = jax.eval_shape(inner.init, params)
+    if _kinds(own) != _kinds(state):
+        what = f"`{caller}`: its rule needs {_kinds(own)}, which `init` makes, but {_foreign(state)}"
+        raise TypeError(what) from error
+
+
+def _foreign(state: Any) -> str:
+    """Return what is to be said of the state of something else."""
+    return (
+        f"got {_kinds(state)}. If it is the state of another recipe, `convert_state` makes one of this recipe. If a "
+        "checkpoint was restored without its types, restore it into `jax.eval_shape(tx.init, params)`."
+    )
+
+
+def _kinds(state: Any) -> str:
+    """Return the type of a state, and of a chain those of its elements."""
+    name = type(state).__name__
+    return f"{name} of {', '.join(map(_kinds, state))}" if type(state) is tuple and state else name
+
+
+def _unmatched(old: Mapping[Any, Any], new: Mapping[Any, Any], olds: str, news: str) -> dict[_trees.Path, str]:
+    """Return the paths that only one of two trees has, and which one it is."""
+    wrong = {path: f"in the {olds} only" for path in old if path not in new}
+    return wrong | {path: f"in the {news} only" for path in new if path not in old}
+
+
+def _require_same_paths(grads: Any, params: Any, caller: str) -> None:
+    """Raise if gradients are those of other parameters; there may be None or `optax.MaskedNode` for some."""
+    if jax.tree.structure(grads) == jax.tree.structure(params):
+        return
+    is_absent = lambda x: x is None or _trees.is_masked(x)
+    given = _trees.leaves_by_path(grads, is_absent)
+    absent = {path for path, g in given.items() if is_absent(g)}
+    wanted = _trees.leaves_by_path(params)
+    wanted = {path: p for path, p in wanted.items() if not any(path[:n] in absent for n in range(len(path) + 1))}
+    given = {path: g for path, g in given.items() if path not in absent}
+    if wrong := _unmatched(wanted, given, "parameters", "gradients"):
+        what = f"`{caller}`: the gradients are not those of the parameters"
+        raise leaves_error(ValueError, what, wrong, "Call `update(grads, state, params)` with trees of one structure.")
+
+
+def require_same_shapes(updates: Any, params: Any, caller: str, of_examples: bool = False) -> None:
+    """Raise if an update does not have the shape of its parameter, or one axis in front for examples if there may be.
+
+    JAX would broadcast one to the other.
+    """
     old, new = _trees.leaves_by_path(params), _trees.leaves_by_path(updates)
+    fits = lambda x, p: np.shape(x) == np.shape(p) or (of_examples and np.shape(x)[1:] == np.shape(p))
     wrong = {
         path: f"update {_trees.dtype_and_shape(new[path])}, parameter {_trees.dtype_and_shape(old[path])}"
         for path in old
-        if path in new and np.shape(new[path]) != np.shape(old[path])
+        if path in new and not fits(new[path], old[path])
     }
     if wrong:
         what = f"`{caller}`: gradients or updates do not have the shapes of their parameters"
@@ -133,8 +202,7 @@ def require_same_leaves(stored: Any, params: Any, kept_dtype: Callable[[Any], np
     """Raise if parameters are not those of a wrapper's state, of each of which it keeps an array of `kept_dtype`."""
     old = _trees.leaves_by_path(stored, _trees.is_masked)
     new = _trees.leaves_by_path(params, _trees.is_masked)
-    wrong = {path: "in the state only" for path in old if path not in new}
-    wrong |= {path: "in the parameters only" for path in new if path not in old}
+    wrong = _unmatched(old, new, "state", "parameters")
     for path, kept, p in [(path, kept, new[path]) for path, kept in old.items() if path in new]:
         found = None if _trees.is_masked(kept) else (kept.dtype, kept.shape)
         wanted = None if kept_dtype(p) is None else (kept_dtype(p), p.shape)

@@ -66,6 +66,8 @@ def mixed_precision(
         tx = _checked_at_init(master_weights(tx, storage=storage), policy)
     if needs_scaling:
         tx = loss_scaling(tx, loss_scale, axis_name=axis_name)
+    if not (needs_masters or needs_scaling):
+        tx = _errors.checked(tx, "mixed_precision")
     return with_policy(tx, policy)
 
 

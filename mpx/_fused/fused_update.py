@@ -69,7 +69,7 @@ def fused_update(tx: optax.GradientTransformation, *, interpret: bool = False) -
         b          100  XLA                        its 100 elements cannot be divided into rows of 128
         w       16,384  a kernel            14.06
     """
-    return FusedUpdate(_errors.as_transformation(tx, "fused_update"), bool(interpret))
+    return FusedUpdate(_errors.checked(_errors.as_transformation(tx, "fused_update"), "fused_update"), bool(interpret))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,7 +39,7 @@ def in_world(inner: Any, dtype: np.dtype, caller: str) -> optax.GradientTransfor
         updates, new_state = inner.update(updates, state, params, **extra_args)
         return upcast_tree(updates, dtype), keep_types(state, new_state)
 
-    return world(init_fn, update_fn, dtype)
+    return world(*_errors.checked(optax.GradientTransformationExtraArgs(init_fn, update_fn), caller), dtype)
 
 
 def world(init_fn: Any, update_fn: Any, dtype: np.dtype) -> optax.GradientTransformationExtraArgs:

@@ -99,7 +99,7 @@ def loss_scaling(
     References:
         Micikevicius et al. 2018, Mixed Precision Training (arXiv 1710.03740); `torch.amp.GradScaler`.
     """
-    inner = _errors.as_transformation(inner, "loss_scaling")
+    inner = _errors.checked(_errors.as_transformation(inner, "loss_scaling"), "loss_scaling")
     start = DynamicLossScale() if loss_scale is None else loss_scale
     require_powers_of_two(start, "loss_scaling")
     state_type = type(start.init())  # made here too, so that a start out of bounds is refused at once
@@ -125,12 +125,7 @@ def loss_scaling(
         finite = first_nonfinite < 0
         now = start.resume(state.loss_scale, state.scale_state)
         grads = now.unscale(jax.tree.map(at_least_float32, updates))
-        try:
-            updates, inner_state = inner.update(grads, state.inner_state, params, **extra_args)
-        except (TypeError, ValueError):
-            _require_shapes(grads, params)  # perhaps they are the reason; some rules take gradients of other shapes
-            raise
-        _require_shapes(updates, params)
+        updates, inner_state = inner.update(grads, state.inner_state, params, **extra_args)
         then = now.adjust(finite)
         new_state = LossScalingState(
             loss_scale=jnp.asarray(then.loss_scale, np.float32),
@@ -222,8 +217,3 @@ def _first_nonfinite(grads: Any, axis_name: Any) -> jax.Array:
     if axis_name is not None:
         first = lax.pmin(first, axis_name)
     return jnp.where(first == nowhere, np.int32(-1), first)
-
-
-def _require_shapes(updates: Any, params: Any) -> None:
-    if params is not None:
-        _errors.require_same_shapes(updates, params, "loss_scaling")

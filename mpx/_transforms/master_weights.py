@@ -107,7 +107,6 @@ def master_weights(
         _errors.require_same_leaves(state.master, params, kept_dtype, "master_weights")
         masters = _masters(params, state.master)
         updates, inner_state = inner.update(updates, state.inner_state, masters, **extra_args)
-        _errors.require_same_shapes(updates, params, "master_weights")
         new_masters = optax.apply_updates(masters, updates)
         updates, stored = _trees.map_unzip(_step, params, state.master, updates, new_masters)
         return updates, MasterWeightsState(stored, inner_state)

@@ -224,7 +224,7 @@ def test_parameters_that_are_not_those_of_the_state_are_all_named(tx):
 @KEEPERS
 def test_updates_of_another_shape_are_refused_instead_of_growing_the_state(tx):
     params = {"w": jnp.ones(2, jnp.bfloat16)}
-    with pytest.raises(ValueError, match=r"'w': update float32\[3, 1\], parameter bfloat16\[2\]"):
+    with pytest.raises(ValueError, match=r"'w': update float32\[3, 1\], parameter \w+\[2\]"):
         tx.update({"w": jnp.ones((3, 1), jnp.float32)}, tx.init(params), params)
 
 

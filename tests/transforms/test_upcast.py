@@ -97,8 +97,8 @@ def test_gradients_that_are_not_floating_are_all_named():
     )
     with pytest.raises(TypeError, match=expected):
         tx.update(grads, tx.init(params), params)
-    with pytest.raises(TypeError, match=re.escape("grads['flag']: bool[]")):
-        tx.update(grads | {"flag": np.zeros((), bool)}, tx.init(params), params)
+    with pytest.raises(TypeError, match=re.escape("grads['flag']: bool[2]")):
+        tx.update(grads | {"flag": np.zeros(2, bool)}, tx.init(params), params)
 
 
 def test_a_rule_that_turns_a_count_into_a_float_is_refused():
