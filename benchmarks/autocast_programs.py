@@ -25,9 +25,9 @@ FORMS = {
     WIDE: Dtypes(),
 }
 BOUND, OUTSIDE, PEAK = "reached ms", "outside bytes", "peak bytes"
-# How many times as much as a form by hand autocast may take at most: of all models, and of GPT-2 beside.
-GOALS = ((BOUND, STREAM, 1.03), (PEAK, STREAM, 1.1))
-GPT2_GOALS = ((BOUND, STREAM, 1.02), (BOUND, NARROW, 1.06), (OUTSIDE, STREAM, 1.05), (OUTSIDE, NARROW, 1.12))
+# How many times as much as a form by hand autocast may take at most: of any model, and of GPT-2.
+GOALS = {(BOUND, STREAM): 1.03, (PEAK, STREAM): 1.1}
+GPT2_GOALS = {(BOUND, STREAM): 1.02, (BOUND, NARROW): 1.06, (OUTSIDE, STREAM): 1.05, (OUTSIDE, NARROW): 1.12}
 WORDS = {BOUND: "bound", OUTSIDE: "bytes outside of products", PEAK: "peak"}
 
 
@@ -88,7 +88,8 @@ def cells(row: Result) -> dict[str, str]:
 def judged(rows: list[Result]) -> Iterator[dict[str, Any]]:
     """Yield the goals of all models with their verdicts."""
     for row in with_ratios(rows):
-        for figure, form, most in GOALS + (GPT2_GOALS if row["model"] == "GPT-2" else ()):
+        goals = GOALS | (GPT2_GOALS if row["model"] == "GPT-2" else {})
+        for (figure, form), most in goals.items():
             if form == row["form"] and "ratios" in row:
                 what = f"{row['model']}: {WORDS[figure]}, autocast / {form}"
                 yield judge(what, row["ratios"][figure], most, least=False)

@@ -11,6 +11,7 @@ from benchmarks import autocast, autocast_programs, models_by_hand
 from benchmarks.autocast_programs import AUTOCAST, FORMS, NARROW, STREAM, WIDE
 from benchmarks.models_by_hand import Dtypes, Size
 from tests.autocast.helpers import contractions
+from tests.helpers import cases
 
 pytestmark = pytest.mark.optax_promotion
 
@@ -45,16 +46,20 @@ def loss_of(name, form):
     return mpx.autocast(model.loss, "bf16") if form == AUTOCAST else model.loss
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", cases(SMALL, {"transformer", "ConvNet"}))
 def test_all_forms_of_a_model_are_the_same_function(name):
-    """A relative error of 2**-8 in each of some operations; other weights give another loss."""
+    """A relative error of 2**-8 in each of some operations; other weights give another loss.
+
+    The running means of batch norms are float32 in every form.
+    """
     params, kept, batch = start(SMALL[name](Dtypes()))
-    losses = {form: jax.jit(loss_of(name, form))(params, kept, batch)[0] for form in FORMS}
-    assert {loss.dtype for loss in losses.values()} == {jnp.dtype("float32")}
-    for form in FORMS:
-        np.testing.assert_allclose(losses[form], losses[WIDE], rtol=0.02)
+    found = {form: jax.jit(loss_of(name, form))(params, kept, batch) for form in FORMS}
+    for leaves in zip(*map(jax.tree.leaves, found.values()), strict=True):
+        assert {leaf.dtype for leaf in leaves} == {jnp.dtype("float32")}
+        for leaf in leaves:
+            np.testing.assert_allclose(leaf, leaves[-1], rtol=0.02, atol=0.01)
     other = jax.tree.map(lambda p: p + 0.5 * jax.random.normal(jax.random.key(1), p.shape), params)
-    assert abs(jax.jit(loss_of(name, WIDE))(other, kept, batch)[0] / losses[WIDE] - 1) > 0.02
+    assert abs(jax.jit(loss_of(name, WIDE))(other, kept, batch)[0] / found[WIDE][0] - 1) > 0.02
 
 
 @pytest.mark.parametrize("name", SMALL)
