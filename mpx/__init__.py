@@ -18,6 +18,7 @@ from mpx._autocast.transform import full_precision as full_precision
 from mpx._dtypes import half_dtype as half_dtype
 from mpx._finite import all_finite as all_finite
 from mpx._finite import select_tree as select_tree
+from mpx._fp8 import Fp8 as Fp8
 from mpx._fused.fused_update import fused_update as fused_update
 from mpx._gradients import grad as grad
 from mpx._gradients import value_and_grad as value_and_grad

@@ -13,9 +13,11 @@ from jax.typing import DTypeLike
 
 from mpx import _errors, _tables, _trees
 from mpx._dtypes import DTYPE_NAMES, dtype_or_none, half_dtype
+from mpx._fp8 import Fp8
 
 T = TypeVar("T")
 
+_FP8 = "fp8"
 _MARK = "_mpx_policy"  # an attribute of the `init` of a transformation
 _FIELDS = {
     "p": "param_dtype",
@@ -43,6 +45,8 @@ class Policy:
         overrides: pairs `(pattern, dtype)`. A pattern is a regular expression. A parameter in whose "/"-joined path it
             is found is stored and computed in that dtype instead. The first match wins. Paths are those in the tree
             that is cast, so cast parameters and inputs one by one, not as a pair.
+        fp8: how matrix products of 8-bit floats run under `autocast`, whose results then are in `compute_dtype`; None
+            for products in `compute_dtype`. An override keeps a parameter's products out of it.
 
     Raises:
         TypeError: if one of the dtypes is no dtype, or an override is not a pair.
@@ -63,6 +67,7 @@ class Policy:
     compute_dtype: DTypeLike
     output_dtype: DTypeLike
     overrides: tuple[tuple[str, DTypeLike], ...] = ()
+    fp8: Fp8 | None = None
 
     def __post_init__(self) -> None:
         for field in ("param_dtype", "compute_dtype", "output_dtype"):
@@ -70,6 +75,13 @@ class Policy:
         if not isinstance(self.overrides, Iterable):
             raise TypeError(f"`overrides` must be a tuple of pairs (pattern, dtype), but got {self.overrides!r}.")
         object.__setattr__(self, "overrides", tuple(_checked_override(entry) for entry in self.overrides))
+        if self.fp8 is not None and not isinstance(self.fp8, Fp8):
+            raise TypeError(f"`fp8` must be an `mpx.Fp8` or None, but got {self.fp8!r}.")
+        if self.fp8 is not None and self.compute_dtype != self.fp8.fallback:
+            raise ValueError(
+                f"`compute_dtype` must be the dtype of results of products of 8-bit floats, `fp8.fallback` "
+                f"({self.fp8.fallback}), but got {self.compute_dtype}."
+            )
 
     def cast_to_param(self, tree: T) -> T:
         """Cast a tree of parameters to the dtypes in which they are stored."""
@@ -122,8 +134,11 @@ class Policy:
     def __str__(self) -> str:
         """Return the form that `get_policy` reads: `p=bf16,c=bf16,o=full`."""
         dtypes = {"p": self.param_dtype, "c": self.compute_dtype, "o": self.output_dtype}
-        names = {dtype: name for name, dtype in reversed(DTYPE_NAMES.items())}
-        return ",".join(f"{key}={names[np.dtype(dtype)]}" for key, dtype in dtypes.items())
+        by_dtype = {dtype: name for name, dtype in reversed(DTYPE_NAMES.items())}
+        names = {key: by_dtype[np.dtype(dtype)] for key, dtype in dtypes.items()}
+        if self.fp8 is not None:
+            names["c"] = _FP8
+        return ",".join(f"{key}={name}" for key, name in names.items())
 
     def _cast(self, tree: T, default: np.dtype) -> T:
         if not self.overrides:
@@ -149,7 +164,7 @@ def get_policy(text: str, *, overrides: tuple[tuple[str, DTypeLike], ...] = ()) 
     A string is either one dtype for everything (`"bf16"`), or any of `params` (`p`), `compute` (`c`) and `output`
     (`o`): `"params=bf16,compute=bf16,output=f32"`. Parameters that are left out are float32, compute follows
     parameters, output follows compute. Dtypes are `bf16`, `f16`, `f32` (`full`), `f64`, their long names, and `half`,
-    which is `half_dtype()`.
+    which is `half_dtype()`. `compute=fp8` is bfloat16 with matrix products of 8-bit floats under `autocast` (`Fp8`).
 
     Args:
         text: the string.
@@ -174,6 +189,7 @@ full, f32, float32, f64, float64.
         dtype = _parse_dtype(text.strip(), text)
         return Policy(dtype, dtype, dtype, overrides)
     fields: dict[str, np.dtype] = {}
+    fp8 = None
     for part in text.split(","):
         key, _, value = (piece.strip() for piece in part.partition("="))
         if key not in _FIELDS:
@@ -183,10 +199,12 @@ full, f32, float32, f64, float64.
             )
         if _FIELDS[key] in fields:
             raise ValueError(f"Policy {text!r} gives {key!r} twice.")
+        if _FIELDS[key] == "compute_dtype" and value == _FP8:
+            fp8, value = Fp8(), "bf16"
         fields[_FIELDS[key]] = _parse_dtype(value, text)
     param_dtype = fields.get("param_dtype", np.dtype(np.float32))
     compute_dtype = fields.get("compute_dtype", param_dtype)
-    return Policy(param_dtype, compute_dtype, fields.get("output_dtype", compute_dtype), overrides)
+    return Policy(param_dtype, compute_dtype, fields.get("output_dtype", compute_dtype), overrides, fp8)
 
 
 def cast(tree: T, dtype: DTypeLike) -> T:
@@ -235,6 +253,11 @@ def policy_of(tx: optax.GradientTransformation) -> Policy | None:
 
 
 def _parse_dtype(name: str, text: str) -> np.dtype:
+    if name == _FP8:
+        raise ValueError(
+            f"Policy {text!r}: fp8 is a way to multiply matrices, and nothing is stored in it. It goes with compute, "
+            "such as in 'params=bf16,compute=fp8,output=f32'."
+        )
     names = ["half", *DTYPE_NAMES]
     if name not in names:
         raise ValueError(f"Unknown dtype {name!r} in policy {text!r}; use one of {', '.join(names)}.")

@@ -10,15 +10,17 @@ from jax import lax
 
 from mpx import _policy
 from mpx._dtypes import dtype_or_none
+from mpx._fp8 import Fp8
 
 
 @dataclasses.dataclass(frozen=True)
 class Compute:
     """A way to run contractions."""
 
-    name: str  # as users write it: `bf16`, `f16`, `f32`, `tf32`, `bf16x3`
+    name: str  # as users write it: `bf16`, `f16`, `f32`, `tf32`, `bf16x3`, `fp8`
     dtype: np.dtype  # of operands and results
     algorithm: lax.DotAlgorithmPreset | None = None  # how hardware multiplies float32 operands, if not as usual
+    fp8: Fp8 | None = None  # how matrix products of 8-bit floats run, if they do
 
     @property
     def is_narrow(self) -> bool:
@@ -29,6 +31,11 @@ class Compute:
     def changes(self) -> bool:
         """Return whether contractions run in another way than in a plain float32 program."""
         return self.is_narrow or self.algorithm is not None
+
+    @property
+    def fallback(self) -> "Compute":
+        """Return the way without 8-bit floats."""
+        return self if self.fp8 is None else compute_of_dtype(self.dtype)
 
 
 BF16 = Compute("bf16", np.dtype(jnp.bfloat16))
@@ -42,22 +49,32 @@ _BY_DTYPE = {compute.dtype: compute for compute in (BF16, F16, F32)}
 
 
 def get_compute(policy_or_dtype: Any) -> Compute:
-    """Read what a user gives to `autocast`: a policy, a dtype or its name, `"tf32"` or `"bf16x3"`.
+    """Read what a user gives to `autocast`: a policy, a dtype or its name, `"tf32"`, `"bf16x3"`, FP8.
 
     Raises:
         ValueError: if it is none of these; if it is `"tf32"` on a TPU, which has no such numbers.
     """
     if isinstance(policy_or_dtype, _policy.Policy):
-        return compute_of_dtype(np.dtype(policy_or_dtype.compute_dtype))
+        fp8 = policy_or_dtype.fp8
+        return compute_of_dtype(np.dtype(policy_or_dtype.compute_dtype)) if fp8 is None else compute_of_fp8(fp8)
+    if isinstance(policy_or_dtype, Fp8):
+        return compute_of_fp8(policy_or_dtype)
+    if isinstance(policy_or_dtype, str) and policy_or_dtype == "fp8":
+        return compute_of_fp8(Fp8())
     if isinstance(policy_or_dtype, str) and policy_or_dtype in ALGORITHMS:
         return _on_this_backend(ALGORITHMS[policy_or_dtype])
     dtype = dtype_or_none(policy_or_dtype)
     if dtype is None:
         raise ValueError(
             "`autocast` needs a policy or its string ('compute=bf16'), a dtype (bfloat16, float16, float32), or one of "
-            f"'bf16', 'f16', 'f32', 'tf32', 'bf16x3', but got {policy_or_dtype!r}."
+            f"'bf16', 'f16', 'f32', 'tf32', 'bf16x3', 'fp8' (or an `mpx.Fp8`), but got {policy_or_dtype!r}."
         )
     return compute_of_dtype(dtype)
+
+
+def compute_of_fp8(fp8: Fp8) -> Compute:
+    """Return the way to compute in 8-bit floats."""
+    return Compute("fp8", np.dtype(fp8.fallback), fp8=fp8)
 
 
 def compute_of_dtype(dtype: np.dtype) -> Compute:

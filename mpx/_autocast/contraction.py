@@ -1,5 +1,6 @@
 """Contractions: which of them can be narrowed, how one runs in the compute dtype, and how many FLOPs it takes."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
+from mpx._autocast import fp8
 from mpx._autocast.compute import Compute
 from mpx._jaxprs import CONTRACTIONS, is_literal, propagate
 
@@ -93,6 +95,8 @@ def run(eqn: JaxprEqn, operands: list[Any], compute: Compute, wide_gradients: tu
     `wide_gradients` says for which of the first two operands the gradient is to be float32. The operands of that
     gradient are in the compute dtype all the same.
     """
+    if compute.fp8 is not None:
+        return fp8.run(eqn, operands[0], operands[1], compute.fp8, functools.partial(_gradient, wide_gradients))
     if compute.algorithm is not None:
         return eqn.primitive.bind(*operands, **(eqn.params | {"precision": compute.algorithm}))
 
@@ -122,18 +126,23 @@ def _with_wide_gradients(
 
     def backward(residuals, cotangent):
         (lhs, rhs), rest, typed = residuals
-        pull_lhs = jax.linear_transpose(lambda x: contract(x, rhs, *rest), lhs)
-        pull_rhs = jax.linear_transpose(lambda x: contract(lhs, x, *rest), rhs)
-        gradients = [
-            _summed_in_f32(pull, cotangent) if is_wide else pull(cotangent)[0]
-            for pull, is_wide in zip((pull_lhs, pull_rhs), wide, strict=True)
-        ]
+        of_lhs = _gradient(wide, lambda x: contract(x, rhs, *rest), lhs, cotangent, 0)
+        of_rhs = _gradient(wide, lambda x: contract(lhs, x, *rest), rhs, cotangent, 1)
+        gradients = of_lhs, of_rhs
         gradients = [lax.convert_element_type(g, like.dtype) for g, like in zip(gradients, typed, strict=True)]
         return (*gradients, *[None] * len(rest))
 
     wide_contract = jax.custom_vjp(lambda *operands: forward(*operands)[0])
     wide_contract.defvjp(forward, backward)
     return wide_contract
+
+
+def _gradient(
+    wide: tuple[bool, bool], multiply: Callable[[jax.Array], jax.Array], x: jax.Array, cotangent: jax.Array, which: int
+) -> jax.Array:
+    """Return the gradient of one of the operands, in float32 if `wide` says so."""
+    pull = jax.linear_transpose(multiply, x)
+    return _summed_in_f32(pull, cotangent) if wide[which] else pull(cotangent)[0]
 
 
 def _summed_in_f32(pullback: Callable[..., Any], cotangent: jax.Array) -> jax.Array:

@@ -15,7 +15,7 @@ from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn
 
 from mpx._autocast import compute as computes
-from mpx._autocast import contraction
+from mpx._autocast import contraction, fp8
 from mpx._autocast.compute import Compute
 from mpx._autocast.rules import DEFAULT_RULES, REASONS, Rule
 from mpx._jaxprs import (
@@ -67,7 +67,7 @@ class Step(NamedTuple):
     in_tags: tuple[Tag, ...]
     out_tags: tuple[Tag, ...]
     plans: tuple["CastPlan", ...] = ()  # those of the programs inside, if it holds any that may be entered
-    reason: str | None = None  # why it is kept, if it might have been narrowed
+    reason: str | None = None  # why it is kept, or not in 8 bits, if it might have been
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -186,9 +186,13 @@ class Planner:
         reason = why_kept(eqn, compute)
         if reason is not None:
             return _kept(eqn, tags, reason)
-        is_product = eqn.primitive.name in CONTRACTIONS
+        is_product, why_16_bits = eqn.primitive.name in CONTRACTIONS, None
+        if compute.fp8 is not None:
+            why_16_bits = fp8.why_not(eqn, compute.fp8) if is_product else "FP8 is for matrix products"
+            compute = compute if why_16_bits is None else compute.fallback
         narrow = Tag(compute.dtype, is_product=is_product) if compute.is_narrow else UNKNOWN
-        return Step(eqn, "narrow", compute, tags, tuple(narrow if _is_f32(v) else UNKNOWN for v in eqn.outvars))
+        out_tags = tuple(narrow if _is_f32(v) else UNKNOWN for v in eqn.outvars)
+        return Step(eqn, "narrow", compute, tags, out_tags, reason=why_16_bits)
 
     def _is_representable(self, eqn: JaxprEqn, tags: tuple[Tag, ...]) -> bool:
         """Return whether the compute dtype has all operands, but for literals and biases, which are rounded."""

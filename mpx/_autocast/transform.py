@@ -145,9 +145,10 @@ def autocast(
         fun: any function of pytrees. Arguments that are no arrays (flags, strings, functions) reach it as they are.
             Arrays that it closes over keep their dtype: pass parameters as arguments.
         policy_or_dtype: a dtype or its name (`"bf16"`, `"f16"`); or a way to multiply float32 numbers, `"tf32"` (a CPU,
-            which has none, does it in float32) or `"bf16x3"`, for matrix products only; or a policy or its string
-            (`"compute=bf16"`). Of a policy count `compute_dtype`, the overrides, for contractions with the arguments
-            that they name, and `output_dtype`, for all floating results (left out in a string, it follows `compute`).
+            which has none, does it in float32) or `"bf16x3"`, for matrix products only; or `"fp8"` or an `Fp8`, for
+            matrix products of 8-bit floats; or a policy or its string (`"compute=bf16"`). Of a policy count
+            `compute_dtype` and `fp8`, the overrides, for contractions with the arguments that they name, and
+            `output_dtype`, for all floating results (left out in a string, it follows `compute`).
         rules: a table like `DEFAULT_RULES`, from the names of primitives (or primitives) to `"narrow"`, `"follow"`,
             `"keep"`, `"narrow_if_representable"` or `"enter"`. `FAST_RULES` also runs activations in the compute dtype.
         checkpoint: the values that the backward pass finds in memory, instead of computing them again: `"dots"`

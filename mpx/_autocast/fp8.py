@@ -1,0 +1,145 @@
+"""Matrix products of 8-bit floats: which contractions run so, and how one runs, with those of its gradients.
+
+Operands are rounded to 8 bits, and multiplied by the inverse of their scale in the 16-bit dtype of the results, which
+has these numbers exactly. XLA for GPUs takes a product of such operands for one of 8-bit floats.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+from mpx._fp8 import FORMATS, Fp8
+
+_MULTIPLE = 16  # of sizes, that cuBLAS asks for
+_MANTISSA, _BIAS = 23, 127  # of float32
+_LARGEST_EXPONENT = 126  # of a scale whose inverse is a normal number too
+
+
+def why_not(eqn: JaxprEqn, fp8: Fp8) -> str | None:
+    """Return why a contraction runs in 16 bits, or None."""
+    if eqn.primitive.name != "dot_general":
+        return "FP8 is for matrix products"
+    (lhs_contracting, _), (lhs_batch, _) = eqn.params["dimension_numbers"]
+    if lhs_batch:
+        return "a product with a batch, such as logits of attention"
+    lhs, rhs = ([*_shape(v)] for v in eqn.invars[:2])
+    if not all(isinstance(size, int) for size in (*lhs, *rhs)):
+        return "a size is not known"
+    k = math.prod(lhs[axis] for axis in lhs_contracting)
+    m, n = math.prod(lhs) // k, math.prod(rhs) // k
+    if not m * n or any(size % _MULTIPLE for size in (m, n, k)):
+        return f"{m} x {k} by {k} x {n}: not all sizes are multiples of {_MULTIPLE}"
+    if 1 / (1 / m + 1 / n + 1 / k) < fp8.min_size:
+        return f"{m} x {k} by {k} x {n}: too small to gain"
+    return None
+
+
+def _shape(v: Any) -> tuple[int, ...]:
+    return v.aval.shape
+
+
+class Codes(NamedTuple):
+    """An operand in 8 bits: its numbers are `codes * inverse_scale`."""
+
+    codes: jax.Array
+    inverse_scale: jax.Array  # float32, a scalar, or of size 1 along the axes that share a scale
+
+
+def run(eqn: JaxprEqn, lhs: jax.Array, rhs: jax.Array, fp8: Fp8, summed: "Summed") -> jax.Array:
+    """Return the product of float32 operands, in the dtype `fp8.fallback`.
+
+    `summed` runs the transpose of a product on a cotangent, for the gradient of each operand.
+    """
+    (lhs_contracting, rhs_contracting), _ = eqn.params["dimension_numbers"]
+    lhs_outer, rhs_outer = _others(lhs.ndim, lhs_contracting), _others(rhs.ndim, rhs_contracting)
+    from_lhs = range(len(lhs_outer))  # axes of the result
+    from_rhs = range(len(lhs_outer), len(lhs_outer) + len(rhs_outer))
+    forward, backward = FORMATS[fp8.forward], FORMATS[fp8.backward]
+
+    def contract(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        return eqn.primitive.bind(lhs, rhs, **(eqn.params | {"preferred_element_type": lhs.dtype}))
+
+    def forward_pass(lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, Any]:
+        left, right = _encoded(lhs, forward, fp8, lhs_contracting), _encoded(rhs, forward, fp8, rhs_contracting)
+        kept = (left, right)
+        if fp8.scaling == "row":  # the products of the gradients contract other axes, and ask for other scales
+            kept = lax.convert_element_type(lhs, fp8.fallback), lax.convert_element_type(rhs, fp8.fallback)
+        typed = [lax.full((0,), 0, x.dtype) for x in (lhs, rhs)]
+        return _product(contract, left, right, fp8), (kept, typed)
+
+    def backward_pass(residuals: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+        (left, right), typed = residuals
+        # It is written in 16 bits, in the kernel that finds its largest magnitude: without the barrier, in float32.
+        written = lax.optimization_barrier(cotangent)
+        encoded = functools.partial(_encoded, written, backward, fp8, measured=cotangent)
+        g_for_lhs = g_for_rhs = encoded(from_rhs)
+        if fp8.scaling == "row":
+            g_for_rhs = encoded(from_lhs)
+            left, right = _encoded(left, forward, fp8, lhs_outer), _encoded(right, forward, fp8, rhs_outer)
+        like_lhs, like_rhs = left.codes, right.codes
+        of_lhs = lambda g, right: summed(lambda x: contract(x, right), like_lhs.astype(g.dtype), g, 0)
+        of_rhs = lambda g, left: summed(lambda x: contract(left, x), like_rhs.astype(g.dtype), g, 1)
+        gradients = _product(of_lhs, g_for_lhs, right, fp8), _product(of_rhs, g_for_rhs, left, fp8)
+        return lax.convert_element_type(gradients[0], typed[0].dtype), lax.convert_element_type(
+            gradients[1], typed[1].dtype
+        )
+
+    product = jax.custom_vjp(lambda lhs, rhs: forward_pass(lhs, rhs)[0])
+    product.defvjp(forward_pass, backward_pass)
+    return product(lhs, rhs)
+
+
+Summed = Callable[[Callable[[jax.Array], jax.Array], jax.Array, jax.Array, int], jax.Array]
+
+
+def _product(multiply: Callable[[jax.Array, jax.Array], jax.Array], a: Codes, b: Codes, fp8: Fp8) -> jax.Array:
+    """Multiply two operands. Scales of rows, and those that are no powers of two, are factored out of the product."""
+    narrow = lambda x: lax.convert_element_type(x, fp8.fallback)
+    if fp8.scaling == "tensor" and fp8.power_of_two:
+        return multiply(*[narrow(x.codes) * narrow(x.inverse_scale) for x in (a, b)])
+    product = multiply(narrow(a.codes), narrow(b.codes))
+    inverses = a.inverse_scale, b.inverse_scale
+    scale = inverses[0] * inverses[1] if fp8.scaling == "tensor" else multiply(*inverses)
+    return lax.convert_element_type(lax.convert_element_type(product, np.float32) * scale, product.dtype)
+
+
+def _encoded(
+    x: jax.Array, dtype: np.dtype, fp8: Fp8, contracted: Sequence[int], measured: jax.Array | None = None
+) -> Codes:
+    """Round an operand of a product that contracts some of its axes to 8 bits; `measured` has the same numbers."""
+    axes = tuple(contracted) if fp8.scaling == "row" else tuple(range(x.ndim))
+    magnitude = jnp.abs(lax.stop_gradient(x if measured is None else measured)).astype(np.float32)
+    largest = jnp.max(magnitude, axis=axes, keepdims=fp8.scaling == "row")
+    over_devices = tuple(getattr(jax.typeof(largest), "vma", ()))  # inside of a shard map, where each has a part
+    largest = lax.pmax(largest, over_devices) if over_devices else largest
+    scale, inverse = _scales(largest, dtype, fp8.power_of_two)
+    return Codes(lax.convert_element_type(lax.convert_element_type(x, np.float32) * scale, dtype), inverse)
+
+
+def _scales(largest: jax.Array, dtype: np.dtype, power_of_two: bool) -> tuple[jax.Array, jax.Array]:
+    """Return the scales that bring these magnitudes near the largest number of a format, and their inverses.
+
+    That of zero is 1. Where a magnitude is infinite or NaN, so are the codes.
+    """
+    limit = np.float32(jnp.finfo(dtype).max)
+    is_zero = largest == 0
+    if not power_of_two:
+        largest = jnp.where(is_zero, limit, largest)
+        return limit / largest, largest / limit
+    # The bits of positive floats are in the order of the numbers: the difference of the exponents, rounded down.
+    bits = lax.bitcast_convert_type(largest, np.int32)
+    exponent = (limit.view(np.int32) - bits) >> _MANTISSA
+    exponent = jnp.where(is_zero, 0, jnp.clip(exponent, -_LARGEST_EXPONENT, _LARGEST_EXPONENT))
+    to_float = lambda exponent: lax.bitcast_convert_type((exponent + _BIAS) << _MANTISSA, np.float32)
+    return to_float(exponent), to_float(-exponent)
+
+
+def _others(count: int, axes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(axis for axis in range(count) if axis not in axes)

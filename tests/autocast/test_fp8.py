@@ -1,0 +1,255 @@
+"""Products of 8-bit floats under autocast: which run so, their values, and those of their gradients.
+
+Oracle of values: the same rounding and the same scales in NumPy, with sums in float64.
+"""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec
+
+import mpx
+from tests.autocast.helpers import AROUND, BF16, F32, conv, eqns_of, normal
+from tests.helpers import eight_cpu_devices
+
+E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
+SMALL = mpx.Fp8(min_size=0)  # as by default, for products of the size of tests
+ROWS = mpx.Fp8(min_size=0, scaling="row", backward="e4m3")
+WAYS = {
+    "tensor": SMALL,
+    "row": ROWS,
+    "tensor, any scale": mpx.Fp8(min_size=0, power_of_two=False),
+    "row, any scale": mpx.Fp8(min_size=0, scaling="row", power_of_two=False),
+}
+by_way = pytest.mark.parametrize("fp8", WAYS.values(), ids=WAYS)
+
+multiply = lambda x, w: x @ w
+
+
+def in_8_bits(x, dtype, fp8, axis):
+    """Return the numbers that are left of an operand of a product along an axis, in NumPy."""
+    x = np.asarray(x, np.float64)
+    largest = np.abs(x).max(axis if fp8.scaling == "row" else None, keepdims=True)
+    scale = float(ml_dtypes.finfo(dtype).max) / largest
+    scale = 2.0 ** np.floor(np.log2(scale)) if fp8.power_of_two else scale.astype(np.float32).astype(np.float64)
+    return (x * scale).astype(np.float32).astype(dtype).astype(np.float64) / scale
+
+
+def runs_in(fun, fp8, *shapes):
+    """Return in what the contractions of a function run, and why."""
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    return [(row.runs_in, row.reason) for row in mpx.explain(fun, fp8)(*args).contractions]
+
+
+def error(actual, expected):
+    """Return the size of a difference, relative to that of the expected array."""
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    return np.linalg.norm(actual - expected) / np.linalg.norm(expected)
+
+
+# ---- values ---------------------------------------------------------------------------------------------------------
+
+
+@by_way
+def test_the_product_is_that_of_operands_in_8_bits(fp8):
+    """Negative control: products of bfloat16 operands are others."""
+    x, w = normal(0, 16, 64), normal(1, 64, 32)
+    expected = in_8_bits(x, E4M3, fp8, 1) @ in_8_bits(w, E4M3, fp8, 0)
+    assert error(jax.jit(mpx.autocast(multiply, fp8))(x, w), expected) < 2.0**-8
+    assert error(jax.jit(mpx.autocast(multiply, "bf16"))(x, w), expected) > 2.0**-6
+
+
+@by_way
+def test_gradients_are_those_of_cotangents_in_8_bits(fp8):
+    x, w, g = normal(0, 16, 64), normal(1, 64, 32), normal(2, 16, 32)
+    backward = {"e4m3": E4M3, "e5m2": E5M2}[fp8.backward]
+    _, pull = jax.vjp(mpx.autocast(multiply, fp8), x, w)
+    of_x, of_w = jax.jit(pull)(g.astype(BF16).astype(F32))
+    g = g.astype(BF16)
+    kept = lambda x: x if fp8.scaling == "tensor" else x.astype(BF16)
+    narrow_w = in_8_bits(kept(w), E4M3, fp8, 1)
+    assert error(of_x, in_8_bits(g, backward, fp8, 1) @ narrow_w.T) < 2.0**-8
+    assert error(of_w, in_8_bits(kept(x), E4M3, fp8, 0).T @ in_8_bits(g, backward, fp8, 0)) < 2.0**-8
+
+
+@by_way
+def test_a_product_of_1024_normal_numbers_is_off_by_3_to_5_percent(fp8):
+    x, w = normal(0, 32, 1024), normal(1, 1024, 32)
+    exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
+    assert 0.03 < error(mpx.autocast(multiply, fp8)(x, w), exact) < 0.05
+
+
+@by_way
+def test_operands_times_powers_of_two_have_the_same_bits(fp8):
+    x, w = normal(0, 16, 64), normal(1, 64, 32)
+    fun = jax.jit(mpx.autocast(multiply, fp8))
+    np.testing.assert_array_equal(fun(x * 2.0**40, w * 2.0**-50), fun(x, w) * 2.0**-10)
+
+
+def test_without_a_scale_small_operands_are_lost():
+    """Negative control: what would become of them."""
+    x, w = normal(0, 16, 64) * 1e-6, normal(1, 64, 32)
+    np.testing.assert_array_equal(np.asarray(x).astype(E4M3).astype(np.float32), 0)
+    assert error(mpx.autocast(multiply, SMALL)(x, w), np.asarray(x, np.float64) @ np.asarray(w)) < 0.05
+
+
+def test_rows_keep_what_one_scale_loses():
+    """One row is a million times as large as the others: with one scale they are zeros."""
+    x, w = normal(0, 16, 64).at[0].multiply(1e6), normal(1, 64, 32)
+    expected = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
+    by_row, by_tensor = (np.asarray(mpx.autocast(multiply, fp8)(x, w)) for fp8 in (ROWS, SMALL))
+    assert error(by_row[1:], expected[1:]) < 0.05
+    np.testing.assert_array_equal(by_tensor[1:], 0)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@by_way
+def test_what_is_not_finite_stays_visible(fp8, value):
+    x, w = normal(0, 16, 64).at[3, 5].set(value), normal(1, 64, 32)
+    assert not np.isfinite(jax.jit(mpx.autocast(multiply, fp8))(x, w)[3]).any()
+    gradient = jax.grad(lambda w: mpx.autocast(multiply, fp8)(x, w).sum())(w)
+    assert not np.isfinite(gradient).all()
+
+
+@by_way
+def test_zeros_give_zeros(fp8):
+    x, w = jnp.zeros((16, 64)), normal(1, 64, 32)
+    value, (of_x, of_w) = jax.value_and_grad(lambda x, w: mpx.autocast(multiply, fp8)(x, w).sum(), (0, 1))(x, w)
+    assert value == 0
+    assert (np.asarray(of_w) == 0).all()
+    assert np.isfinite(of_x).all()
+
+
+@pytest.mark.parametrize("largest", [2.0**-149, 2.0**-126, 1.0, 448.0, 449.0, 3e38])
+def test_the_largest_magnitude_is_never_out_of_range(largest):
+    x = jnp.full((16, 16), largest, jnp.float32)
+    product = jax.jit(mpx.autocast(multiply, SMALL))(x, jnp.eye(16))
+    assert np.isfinite(product).all()
+    if largest >= 2.0**-126:  # below that a CPU takes numbers for zero
+        assert error(product, x) < 0.07
+
+
+# ---- programs -------------------------------------------------------------------------------------------------------
+
+
+def formats_of_products(fun, *args):
+    """Return the 8-bit dtypes to which operands are rounded, in a function's program."""
+    converted = [eqn.params["new_dtype"] for eqn in eqns_of(fun, *args, primitive="convert_element_type")]
+    return sorted(str(dtype) for dtype in converted if "float8" in str(dtype))
+
+
+def test_operands_are_rounded_once_and_cotangents_to_the_format_of_the_backward_pass():
+    x, w = normal(0, 16, 64), normal(1, 64, 32)
+    loss = lambda fp8: lambda x, w: mpx.autocast(multiply, fp8)(x, w).sum()
+    found = formats_of_products(jax.grad(loss(SMALL), argnums=(0, 1)), x, w)
+    assert found == ["float8_e4m3fn", "float8_e4m3fn", "float8_e5m2"]
+    assert set(formats_of_products(jax.grad(loss(ROWS), argnums=(0, 1)), x, w)) == {"float8_e4m3fn"}
+
+
+def test_the_backward_pass_is_handed_8_bits():
+    x, w = normal(0, 16, 64), normal(1, 64, 32)
+    _, pull = jax.vjp(mpx.autocast(multiply, SMALL), x, w)
+    kept = [leaf for leaf in jax.tree.leaves(pull) if leaf.shape in (x.shape, w.shape)]
+    assert [leaf.dtype for leaf in kept] == [E4M3, E4M3]
+
+
+@pytest.mark.parametrize("name", sorted(AROUND.keys() - {"while"}))  # which has no gradient
+def test_it_runs_around_and_inside_of_transformations(name):
+    """The gradient of a square matrix that is used once or twice is near that in bfloat16."""
+    w, x = normal(0, 16, 16) / 4, normal(1, 32, 16)
+    fun = AROUND[name](lambda w, x: jnp.sin(x @ w))
+    gradient = lambda way: jax.grad(lambda w: (mpx.autocast(fun, way)(w, x) ** 2).sum())(w)
+    assert error(gradient(SMALL), gradient("bf16")) < 0.2
+
+
+def test_an_operand_divided_over_devices_has_one_scale_in_a_shard_map():
+    """Rows without the large number are rounded as on one device. Negative control: with a scale of their own."""
+    mesh = eight_cpu_devices()
+    x, w = normal(0, 128, 64).at[0, 0].set(1e5), normal(1, 64, 32)
+    fun = mpx.autocast(multiply, SMALL)
+    split = jax.shard_map(
+        fun, mesh=mesh, in_specs=(PartitionSpec("data"), PartitionSpec()), out_specs=PartitionSpec("data")
+    )
+    assert error(jax.jit(split)(x, w)[16:], jax.jit(fun)(x, w)[16:]) < 2.0**-8
+    assert error(jax.jit(fun)(x[16:], w), jax.jit(fun)(x, w)[16:]) > 2.0**-6
+
+
+# ---- what runs in 16 bits -------------------------------------------------------------------------------------------
+
+BATCH = "a product with a batch, such as logits of attention"
+KEPT = {
+    "odd sizes": (lambda x, w: x @ w, (16, 60), (60, 32), "16 x 60 by 60 x 32: not all sizes are multiples of 16"),
+    "a batch": (
+        lambda q, k: jnp.einsum("bik,bjk->bij", q, k),
+        (2, 16, 32),
+        (2, 16, 32),
+        "a product with a batch, such as logits of attention",
+    ),
+    "a convolution": (conv, (2, 16, 16, 16), (3, 3, 16, 16), "FP8 is for matrix products"),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_has_no_8_bit_product_runs_in_16_bits_and_says_why(name):
+    fun, *shapes, why = KEPT[name]
+    assert runs_in(fun, SMALL, *shapes) == [("bf16", why)]
+
+
+def test_a_product_that_is_too_small_to_gain_runs_in_16_bits():
+    """512 x 1024 by 1024 x 1024 has 1 / (1/512 + 2/1024) = 256; 4096 rows have 455."""
+    why = "512 x 1024 by 1024 x 1024: too small to gain"
+    assert runs_in(multiply, "fp8", (512, 1024), (1024, 1024)) == [("bf16", why)]
+    assert runs_in(multiply, "fp8", (4096, 1024), (1024, 1024)) == [("fp8", "")]
+
+
+def test_an_override_of_a_policy_keeps_a_weight_out_of_8_bits():
+    policy = mpx.Policy("f32", "bf16", "f32", overrides=(("head", "bf16"),), fp8=SMALL)
+    fun = lambda params, x: (x @ params["body"]) @ params["head"]
+    params = {"body": jnp.ones((32, 32)), "head": jnp.ones((32, 32))}
+    rows = mpx.explain(fun, policy)(params, jnp.ones((16, 32))).contractions
+    assert [row.runs_in for row in rows] == ["fp8", "bf16"]
+
+
+def test_inputs_in_float8_pass_untouched():
+    x = jnp.ones((16, 16), jnp.float8_e4m3fn)
+    seen = []
+    mpx.autocast(lambda x: seen.append(x.dtype) or lax.dot_general(x, x, (((1,), (0,)), ((), ()))), SMALL)(x)
+    assert seen == [E4M3]
+
+
+def test_elementwise_operations_that_a_table_narrows_are_in_16_bits():
+    rows = mpx.explain(lambda x, w: jnp.tanh(x @ w), SMALL, rules=mpx.FAST_RULES)(
+        jnp.ones((16, 16)), jnp.ones((16, 16))
+    )
+    assert [(row.operations, row.runs_in) for row in rows.others] == [("tanh", "bf16")]
+
+
+def test_gradients_in_float32_are_sums_of_8_bit_products_that_nothing_rounds():
+    x, w = normal(0, 16, 64), normal(1, 64, 32)
+    loss = lambda options: lambda x, w: mpx.autocast(multiply, SMALL, **options)(x, w).sum()
+    gradient = lambda **options: np.asarray(jax.grad(loss(options), argnums=1)(x, w))
+    wide, narrow = gradient(gradient_dtype="f32"), gradient()
+    np.testing.assert_array_equal(wide.astype(BF16), narrow.astype(BF16))
+    assert (wide != narrow).any()
+
+
+# ---- bad input ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"forward": "bf16"}, "`forward` must be 'e4m3' or 'e5m2', but got 'bf16'"),
+        ({"backward": 8}, "`backward` must be 'e4m3' or 'e5m2'"),
+        ({"scaling": "block"}, "`scaling` must be 'tensor' or 'row', but got 'block'"),
+        ({"power_of_two": 2}, "`power_of_two` must be True or False"),
+        ({"fallback": "f32"}, "`fallback` must be 'bf16' or 'f16'"),
+        ({"min_size": -1}, "`min_size` must be an integer of at least 0"),
+    ],
+)
+def test_a_choice_that_does_not_exist_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        mpx.Fp8(**options)
