@@ -117,8 +117,8 @@ def _encoded(
     axes = tuple(contracted) if fp8.scaling == "row" else tuple(range(x.ndim))
     magnitude = jnp.abs(lax.stop_gradient(x if measured is None else measured)).astype(np.float32)
     largest = jnp.max(magnitude, axis=axes, keepdims=fp8.scaling == "row")
-    over_devices = tuple(getattr(jax.typeof(largest), "vma", ()))  # inside of a shard map, where each has a part
-    largest = lax.pmax(largest, over_devices) if over_devices else largest
+    axes = tuple(sorted(jax.typeof(largest).manual_axis_type.varying))  # of the mesh, inside of a shard map
+    largest = lax.pmax(largest, axes) if axes else largest
     scale, inverse = _scales(largest, dtype, fp8.power_of_two)
     return Codes(lax.convert_element_type(lax.convert_element_type(x, np.float32) * scale, dtype), inverse)
 
