@@ -105,10 +105,14 @@ class FusedUpdate:
         partition = Partition(program)
         of_output = {v: leaf for leaf in partition.leaves for v in leaf.outputs}
         names = _trees.path_names(params)
-        rows = [
-            _row(names[path], p, of_output.get(partition.resolved(v)))
-            for (path, p), v in zip(_trees.leaves_by_path(params).items(), program.outvars, strict=False)
-        ]
+        rows = []
+        for (path, p), v in zip(_trees.leaves_by_path(params).items(), program.outvars, strict=False):
+            rows += [
+                _row(names[path], p, of_output[sent], " on shards")
+                for sent in partition.sent_to(v)
+                if sent in of_output
+            ]
+            rows.append(_row(names[path], p, of_output.get(partition.resolved(v))))
         return FusedPlan(tuple(rows))
 
 
@@ -116,10 +120,14 @@ class FusedUpdate:
 class FusedRow:
     """Says what becomes of one leaf.
 
+    Under `zero1` a leaf has two rows: first the step, of which each device computes a shard and sends it to the others,
+    then what each computes from all shards, the new parameter.
+
     Attributes:
         path: of the parameter.
         size: its elements.
-        runs: `"a kernel"`, `"a kernel with others"`, or `"XLA"`.
+        runs: `"a kernel"`, `"a kernel with others"`, or `"XLA"`; followed by `" on shards"` if it is for each device
+            a shard of the leaf.
         moved_bytes: bytes that its kernel reads and writes; None for XLA.
         reason: why it is left to XLA; empty if it is not.
     """
@@ -144,13 +152,14 @@ class FusedPlan(Result):
         return [Table("", (header, *lines), right=(1, 3))]
 
 
-def _row(path: str, p: Any, leaf: Leaf | None) -> FusedRow:
+def _row(path: str, p: Any, leaf: Leaf | None, on: str = "") -> FusedRow:
     size = int(np.prod(p.shape))
     if leaf is None or leaf.part is None:
-        return FusedRow(path, size, "XLA", None, leaf.reason if leaf else "its elements are not computed one by one")
+        reason = leaf.reason if leaf else "its elements are not computed one by one"
+        return FusedRow(path, size, f"XLA{on}", None, reason)
     part = leaf.part
     moved = sum(v.aval.size * v.aval.dtype.itemsize for v in (*part.arrays, *part.outputs))
-    return FusedRow(path, size, "a kernel with others" if is_small(part) else "a kernel", moved, "")
+    return FusedRow(path, size, f"a kernel{' with others' if is_small(part) else ''}{on}", moved, "")
 
 
 def _as_it_stands(tx: Any, given: _Given, extra_args: dict[str, Any]) -> tuple[Any, Any]:

@@ -100,6 +100,23 @@ class Partition:
         """Return whether an equation sends arrays to other devices: it takes them from the kernels that made them."""
         return eqn.primitive.name in _SENDING and any(size_of(v) > 1 for v in eqn.outvars)
 
+    def sent_to(self, v: Any) -> list[Var]:
+        """Return the arrays from which a value is computed and that other devices sent."""
+        found: dict[Var, None] = {}
+        waiting, seen = [self.resolved(v)], set()
+        while waiting:
+            v = waiting.pop()
+            if is_literal(v) or size_of(v) <= 1 or v in seen or v not in self._producer:
+                continue
+            seen.add(v)
+            eqn = self._producer[v][1]
+            operands = map(self.resolved, eqn.invars)
+            if self.sends(eqn):
+                found |= dict.fromkeys(self.unplaced(operand) for operand in operands)
+            else:
+                waiting += operands
+        return list(found)
+
     def _add(self, eqn: JaxprEqn) -> list[Var]:
         """Take an equation into account; return the values in it that go to other devices."""
         name, results = eqn.primitive.name, [v for v in eqn.outvars if size_of(v) > 1]

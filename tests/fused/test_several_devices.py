@@ -92,6 +92,15 @@ def test_with_zero1_kernels_run_between_the_placements(mesh):
     assert "u8[16,256]" in program.as_text()
 
 
+def test_the_plan_under_zero1_has_the_step_of_the_shards_and_the_new_parameter(mesh):
+    params = {"b": jnp.ones(100, jnp.bfloat16), "w": jnp.ones((64, 2048), jnp.bfloat16)}
+    rows = {(row.path, row.runs): row for row in mpx.fused_update(with_8_bit_moments(mesh)).plan(params).rows}
+    assert [*rows] == [("b", "XLA on shards"), ("b", "XLA"), ("w", "a kernel on shards"), ("w", "a kernel")]
+    (alone,) = mpx.fused_update(with_8_bit_moments()).plan({"w": params["w"]}).rows
+    assert rows["w", "a kernel on shards"].moved_bytes == alone.moved_bytes
+    assert rows["w", "a kernel"].moved_bytes == 3 * 2 * alone.size  # the old one, what was sent, the new one
+
+
 def test_a_mesh_of_explicit_axes_is_left_to_xla():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices("cpu"))
     with jax.set_mesh(mesh):
