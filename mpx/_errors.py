@@ -57,7 +57,6 @@ def checked(inner: optax.GradientTransformation, caller: str) -> optax.GradientT
             return inner.update(updates, state, params, **extra_args)
         # The gradients of `optax.lookahead` are those of its fast parameters.
         trained = params.fast if isinstance(params, optax.LookaheadParams) else params
-        _require_same_paths(updates, trained, caller)
         require_same_shapes(updates, trained, caller, of_examples=True)
         try:
             new_updates, new_state = inner.update(updates, state, params, **extra_args)
@@ -149,36 +148,27 @@ def _unmatched(old: Mapping[Any, Any], new: Mapping[Any, Any], olds: str, news: 
     return wrong | {path: f"in the {news} only" for path in new if path not in old}
 
 
-def _require_same_paths(grads: Any, params: Any, caller: str) -> None:
-    """Raise if gradients are those of other parameters; there may be None or `optax.MaskedNode` for some."""
-    if jax.tree.structure(grads) == jax.tree.structure(params):
-        return
-    is_absent = lambda x: x is None or _trees.is_masked(x)
-    given = _trees.leaves_by_path(grads, is_absent)
-    absent = {path for path, g in given.items() if is_absent(g)}
-    wanted = _trees.leaves_by_path(params)
-    wanted = {path: p for path, p in wanted.items() if not any(path[:n] in absent for n in range(len(path) + 1))}
-    given = {path: g for path, g in given.items() if path not in absent}
-    if wrong := _unmatched(wanted, given, "parameters", "gradients"):
-        what = f"`{caller}`: the gradients are not those of the parameters"
-        raise leaves_error(ValueError, what, wrong, "Call `update(grads, state, params)` with trees of one structure.")
-
-
 def require_same_shapes(updates: Any, params: Any, caller: str, of_examples: bool = False) -> None:
-    """Raise if an update does not have the shape of its parameter, or one axis in front for examples if there may be.
+    """Raise unless each parameter has an update of its shape, which JAX would not broadcast.
 
-    JAX would broadcast one to the other.
+    There may be None or `optax.MaskedNode` for some parameters, and an axis in front if updates may be `of_examples`.
     """
-    old, new = _trees.leaves_by_path(params), _trees.leaves_by_path(updates)
+    is_absent = lambda x: x is None or _trees.is_masked(x)
+    found = _trees.leaves_by_path(updates, is_absent)
+    new = {path: x for path, x in found.items() if not is_absent(x)}
+    absent = found.keys() - new.keys()
+    leads = lambda path: (path[:i] for i in range(len(path) + 1))
+    old = {path: p for path, p in _trees.leaves_by_path(params).items() if absent.isdisjoint(leads(path))}
     fits = lambda x, p: np.shape(x) == np.shape(p) or (of_examples and np.shape(x)[1:] == np.shape(p))
-    wrong = {
-        path: f"update {_trees.dtype_and_shape(new[path])}, parameter {_trees.dtype_and_shape(old[path])}"
-        for path in old
-        if path in new and not fits(new[path], old[path])
+    wrong = _unmatched(old, new, "parameters", "gradients") | {
+        path: f"update {_trees.dtype_and_shape(new[path])}, parameter {_trees.dtype_and_shape(p)}"
+        for path, p in old.items()
+        if path in new and not fits(new[path], p)
     }
     if wrong:
-        what = f"`{caller}`: gradients or updates do not have the shapes of their parameters"
-        raise leaves_error(ValueError, what, wrong, "Is a mean over examples missing?", params)
+        what = f"`{caller}`: gradients or updates are not those of the parameters, or not of their shapes"
+        remedy = "Call `update(grads, state, params)` with trees of one structure. Is a mean over examples missing?"
+        raise leaves_error(ValueError, what, wrong, remedy, params)
 
 
 def require_differentiable(grads: Any, caller: str) -> None:

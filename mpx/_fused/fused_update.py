@@ -55,7 +55,8 @@ def fused_update(tx: optax.GradientTransformation, *, interpret: bool = False) -
         method `plan` says what becomes of each leaf.
 
     Raises:
-        TypeError: if `tx` is not a transformation. The step raises what `tx.update` raises, before any kernel runs.
+        TypeError: if `tx` is not a transformation. The step raises what `tx.update` raises, before any kernel runs; and
+            a `ValueError` if gradients are not those of the parameters, or not of their shapes.
 
     Example:
         >>> moments = {"mu": Blockwise8bit(), "nu": Blockwise8bit()}

@@ -127,13 +127,8 @@ def loss_scaling(
         grads = now.unscale(jax.tree.map(at_least_float32, updates))
         updates, inner_state = inner.update(grads, state.inner_state, params, **extra_args)
         then = now.adjust(finite)
-        new_state = LossScalingState(
-            loss_scale=jnp.asarray(then.loss_scale, np.float32),
-            scale_state=then.state(),
-            skipped_steps=jnp.where(finite, state.skipped_steps, optax.safe_increment(state.skipped_steps)),
-            stuck_steps=jnp.where(finite | now.can_shrink, 0, optax.safe_increment(state.stuck_steps)),
-            first_nonfinite=jnp.where(finite, state.first_nonfinite, first_nonfinite),
-            inner_state=inner_state,
+        new_state = _counted(state, finite, now.can_shrink, first_nonfinite)._replace(
+            loss_scale=jnp.asarray(then.loss_scale, np.float32), scale_state=then.state(), inner_state=inner_state
         )
         new_state = keep_types(state, new_state)
         inner_state = select_tree(finite, new_state.inner_state, state.inner_state)
@@ -198,6 +193,15 @@ def loss_scaling_state(opt_state: Any, caller: str) -> LossScalingState | None:
     # `flax.nnx.Optimizer` puts each array into a variable.
     arrays = jax.tree.map(lambda box: jax.tree.leaves(box)[0], own, is_leaf=lambda x: not isinstance(x, tuple))
     return arrays._replace(inner_state=states[0].inner_state)
+
+
+def _counted(state: LossScalingState, finite: Any, can_shrink: Any, first_nonfinite: jax.Array) -> LossScalingState:
+    """Return the state with the counters and the note of which gradient it was, as they are after a step."""
+    return state._replace(
+        skipped_steps=jnp.where(finite, state.skipped_steps, optax.safe_increment(state.skipped_steps)),
+        stuck_steps=jnp.where(finite | can_shrink, 0, optax.safe_increment(state.stuck_steps)),
+        first_nonfinite=jnp.where(finite, state.first_nonfinite, first_nonfinite),
+    )
 
 
 def _minus_zero(update: jax.Array) -> jax.Array:

@@ -29,7 +29,8 @@ def upcast(
     Raises:
         TypeError: if `inner` is not a transformation; at `update`, if a gradient is not floating or complex.
         ValueError: if `dtype` is neither float32 nor float64; at `init`, if `master_weights`, `kahan_summation` or
-            `stochastic_rounding` stands inside.
+            `stochastic_rounding` stands inside; at `update`, if gradients are not those of the parameters, or not of
+            their shapes.
 
     Example:
         >>> params = {"w": jnp.ones(4, jnp.bfloat16)}
