@@ -65,6 +65,37 @@ def test_the_string_of_a_policy_reads_back_as_the_policy():
         assert dtypes(mpx.get_policy(text)) == (DTYPES[param], DTYPES[compute], DTYPES[output])
 
 
+def test_fp8_is_a_way_to_compute_whose_results_are_in_bfloat16():
+    policy = mpx.get_policy("params=bf16,compute=fp8,output=f32")
+    assert dtypes(policy) == (BF16, BF16, F32)
+    assert policy.fp8 == mpx.Fp8()
+    assert str(policy) == "p=bf16,c=fp8,o=full"
+    assert mpx.get_policy(str(policy)) == policy
+    assert dtypes(mpx.get_policy("c=fp8")) == (F32, BF16, BF16)
+    assert mpx.get_policy("c=bf16").fp8 is None
+
+
+@pytest.mark.parametrize("text", ["fp8", "params=fp8", "p=fp8,c=bf16", "c=fp8,output=fp8", "o=fp8"])
+def test_nothing_is_stored_in_fp8_and_no_result_is_in_it(text):
+    message = f"Policy '{text}': fp8 is a way to multiply matrices, and nothing is stored in it. It goes with compute"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        mpx.get_policy(text)
+
+
+def test_a_policy_computes_in_the_dtype_of_results_of_its_products_of_8_bit_floats():
+    in_f16 = mpx.Fp8(fallback="f16")
+    assert mpx.Policy("f32", "f16", "f32", fp8=in_f16).fp8 is in_f16
+    for compute, fp8, fallback in [("bf16", in_f16, "float16"), ("f32", mpx.Fp8(), "bfloat16")]:
+        with pytest.raises(ValueError, match=rf"`compute_dtype` must be .* `fp8.fallback` \({fallback}\), but got"):
+            mpx.Policy("f32", compute, "f32", fp8=fp8)
+
+
+@pytest.mark.parametrize("given", ["fp8", True, jnp.float8_e4m3fn])
+def test_what_a_policy_says_about_fp8_is_an_fp8(given):
+    with pytest.raises(TypeError, match=re.escape("`fp8` must be an `mpx.Fp8` or None, but got")):
+        mpx.Policy("f32", "bf16", "f32", fp8=given)
+
+
 ALLOWED = "half, bf16, bfloat16, f16, float16, full, f32, float32, f64, float64"
 
 
@@ -113,7 +144,8 @@ def test_all_spellings_of_a_dtype_give_one_policy_which_cannot_be_changed():
 def test_policies_differ_by_every_field():
     policies = {mpx.get_policy(text) for text in ("f32", "p=bf16,c=f32", "c=bf16,o=f32", "o=bf16", "f32")}
     policies.add(mpx.get_policy("f32", overrides=(("norm", "f32"),)))
-    assert len(policies) == 5
+    policies.add(mpx.get_policy("c=fp8,o=f32"))
+    assert len(policies) == 6
 
 
 def test_a_policy_is_a_static_argument_of_jit_and_traces_once_for_equal_ones():
