@@ -59,16 +59,25 @@ def assert_same_changes(model, expected, fresh):
     assert any((a != b).any() for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(fresh), strict=True))
 
 
-@pytest.mark.parametrize("make", CHANGING.values(), ids=CHANGING)
+WAYS = {
+    "eager": (lambda fun: fun, lambda fun: fun),
+    "jit": (nnx.jit, nnx.jit),
+    "remat inside": (nnx.remat, nnx.jit),
+}
+# Each module in one way, and two of them in all; CI takes each in all ways.
+QUICK = {"nested", "shared"}
+
+
 @pytest.mark.parametrize(
-    ("inside", "outside"),
+    ("name", "way"),
     [
-        pytest.param(lambda fun: fun, lambda fun: fun, id="eager"),
-        pytest.param(nnx.jit, nnx.jit, id="jit"),
-        pytest.param(nnx.remat, nnx.jit, id="remat inside"),
+        pytest.param(name, way, marks=[] if way == "jit" or name in QUICK else pytest.mark.slow)
+        for name in CHANGING
+        for way in WAYS
     ],
 )
-def test_a_module_that_changes_itself_is_changed_as_without_autocast(make, inside, outside):
+def test_a_module_that_changes_itself_is_changed_as_without_autocast(name, way):
+    make, (inside, outside) = CHANGING[name], WAYS[way]
     model, expected = make(), make()
     result = outside(mpx.autocast(inside(called), "bf16"))(model, TOKENS)
     np.testing.assert_allclose(result, called(expected, TOKENS), atol=2**-5)
@@ -84,7 +93,7 @@ def test_value_and_grad_changes_the_module_as_flax_does_and_keeps_the_dtypes_of_
     fresh = nnx.clone(expected)
     mixed = mpx.value_and_grad(mpx.autocast(loss, "bf16"), transform=nnx.value_and_grad)
     _, grads = nnx.jit(mixed)(model, TOKENS)
-    nnx.value_and_grad(loss)(expected, TOKENS)
+    nnx.jit(nnx.value_and_grad(loss))(expected, TOKENS)
     assert {g.dtype for g in jax.tree.leaves(grads)} <= {F32}
     assert {p.dtype for p in jax.tree.leaves(nnx.state(model, nnx.Param))} <= {BF16}
     nnx.update(model, mpx.cast(nnx.state(model, nnx.Param), F32))

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from examples.gpt import data, processes, train
 from examples.gpt.model import PRESETS, Config
+from tests.helpers import HAS_EMITTERS
 
 ROOT = Path(__file__).resolve().parents[2]
 NANO = Config(width=32, depth=1, heads=2, context=16, vocabulary=256)
@@ -20,7 +21,9 @@ COMMAND = ("-m", "tests.examples.nano")
 
 def start(cache, options, *flags, command=COMMAND, devices=1, **variables):
     """Start the command on the CPU; compiled programs are shared by all processes with the same cache."""
-    xla_flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+    # As `conftest.py` has it; XLA's newer emitters take half of the time that a process lives here.
+    xla_flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0 "
+    xla_flags += "--xla_llvm_disable_expensive_passes=true " + "--xla_cpu_use_fusion_emitters=false" * HAS_EMITTERS
     environment = os.environ | variables | {
         "JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags, "JAX_COMPILATION_CACHE_DIR": str(cache),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",

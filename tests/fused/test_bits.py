@@ -19,10 +19,10 @@ pytestmark = pytest.mark.optax_promotion
 
 STORAGE = {"f32": lambda tx: tx} | {name: sweep.WRITE_BACKS[name] for name in ("full", "split", "Kahan")}
 FORMATS = {"f32": None, "bf16": "bf16", "8-bit": mpx.Blockwise8bit()}
-QUICK = [  # beside AdamW with split masters and 8-bit moments, which is the composition with clipping
+# Beside AdamW with split masters and 8-bit moments in the composition with clipping, and random bits below.
+QUICK = [
     ("lion", "Kahan", "bf16"),
     ("adafactor", "split", "f32"),
-    ("noisy_sgd", "f32", "f32"),
 ]
 # Every rule with a quarter of the combinations, another one from rule to rule; two rules with all.
 MATRIX = [
