@@ -146,7 +146,7 @@ def test_a_skip_inside_multi_steps_and_one_around_it_both_hold():
     assert int(mpx.skipped_steps(state)) == 1
 
 
-@pytest.mark.parametrize("wrap", cases(INSIDE, {"gradient clipping before", "partition", "MultiSteps"}))
+@pytest.mark.parametrize("wrap", cases(INSIDE, {"partition", "MultiSteps"}))
 def test_a_state_of_few_bits_is_the_same_inside_and_around(wrap):
     """Tell the rule alone or the rule with its wrapper to store less: the moments are the same, to the bit."""
     store = lambda tx, formats: mpx.low_precision_state(tx, formats, min_size=1)
