@@ -5,6 +5,7 @@ that change in place each follow values of their own kind: they differ in the ru
 """
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -104,6 +105,12 @@ def constants_of(jaxpr: Any) -> list[Any]:
 def closed_jaxpr(jaxpr: Any) -> jex_core.ClosedJaxpr:
     """Return an open or closed jaxpr with the values of its constants."""
     return jex_core.ClosedJaxpr(open_jaxpr(jaxpr), constants_of(jaxpr))
+
+
+def count_uses(program: jex_core.Jaxpr) -> Counter[Any]:
+    """Return how often each value is an operand or a result."""
+    used = [v for eqn in program.eqns for v in eqn.invars] + list(program.outvars)
+    return Counter(v for v in used if not is_literal(v))
 
 
 def called_jaxpr(eqn: JaxprEqn) -> Any:

@@ -15,7 +15,7 @@ from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn
 
 from mpx._autocast.plan import CastPlan, Handler, Planner, Run, Settings, Step, Tag, travels_in
-from mpx._jaxprs import CALLS, CHEAP, called_jaxpr, open_jaxpr, scan_counts
+from mpx._jaxprs import CALLS, CHEAP, called_jaxpr, count_uses, open_jaxpr, scan_counts
 
 # ---- calls
 
@@ -116,8 +116,12 @@ def _run_scan(step: Step, operands: list[Any], run: Run, settings: Settings) -> 
     x_dtypes = _travel_in(x_tags, x_rounded_to, settings)
     y_dtypes = [travels_in(tag, None, settings) for tag in plan.out_tags[len(carry) :]]
 
+    handed_on = _handed_on(plan, settings)
+    x_inputs = _scan_parts(step.eqn, open_jaxpr(plan.jaxpr).invars)[2]
+    widened_from = [None if handed_on.get(v) == dtype else dtype for v, dtype in zip(x_inputs, x_dtypes, strict=True)]
+
     def body(carry, xs):
-        results = run(plan, [*consts, *carry, *_widened(xs, x_dtypes)])
+        results = run(plan, [*consts, *carry, *_widened(xs, widened_from)])
         return results[: len(carry)], _narrowed(results[len(carry) :], y_dtypes)
 
     if _leaves_open_what_is_kept(plan.jaxpr):
@@ -125,6 +129,22 @@ def _run_scan(step: Step, operands: list[Any], run: Run, settings: Settings) -> 
     options = {key: params[key] for key in ("reverse", "unroll", "_split_transpose") if key in params}
     carry, ys = lax.scan(body, carry, _narrowed(xs, x_dtypes), length=params["length"], **options)
     return [*carry, *_widened(ys, y_dtypes)]
+
+
+def _handed_on(plan: CastPlan, settings: Settings) -> dict[Any, np.dtype | None]:
+    """Return the values whose one use is a checkpoint, which narrows them to a 16-bit dtype, and that dtype.
+
+    A slice in that dtype is handed to it as it is. Widened and narrowed it would be a new value to JAX, which the
+    checkpoint keeps beside the array that it is a slice of.
+    """
+    uses = count_uses(open_jaxpr(plan.jaxpr))
+    found = {}
+    for step in plan.steps:
+        if step.eqn.primitive.name == "remat2" and step.action == "enter":
+            inside = step.plans[0]
+            dtypes = _travel_in(inside.in_tags, inside.rounded_to, settings)
+            found |= {v: dtype for v, dtype in zip(step.eqn.invars, dtypes, strict=True) if uses.get(v) == 1}
+    return found
 
 
 def _leaves_open_what_is_kept(jaxpr: Any) -> bool:

@@ -27,6 +27,7 @@ from mpx._jaxprs import (
     REPEATS,
     SUMS,
     called_jaxpr,
+    count_uses,
     dtype_of,
     is_literal,
     open_jaxpr,
@@ -120,8 +121,7 @@ class Planner:
     def _make_plan(self, jaxpr: Any, in_tags: tuple[Tag, ...]) -> CastPlan:
         steps: list[Step] = []
         program = open_jaxpr(jaxpr)
-        used = [v for eqn in program.eqns for v in eqn.invars] + list(program.outvars)
-        uses = Counter(v for v in used if not is_literal(v))
+        uses = count_uses(program)
 
         def used_once(variables: Sequence[Any], tags: Sequence[Tag]) -> tuple[Tag, ...]:
             """Return tags of values: the cotangents of several uses are added up before a contraction rounds them."""

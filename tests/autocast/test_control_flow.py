@@ -422,6 +422,20 @@ def test_a_loop_with_a_checkpoint_of_its_own_keeps_what_that_says(place):
     assert len(kept_by_a_scan(body_with(policies.everything_saveable))) > 2
 
 
+def test_a_slice_that_a_checkpoint_takes_in_16_bits_is_not_kept_beside_its_array():
+    """The backward pass is handed the rows as they are; a copy of them would be one more stack."""
+
+    def loss(w, x):
+        rows = jnp.tanh(x) @ w
+        step = jax.checkpoint(lambda c, row: (jnp.tanh(c + row), None))
+        return lax.scan(step, jnp.zeros(4), rows)[0].sum()
+
+    fun = mpx.autocast(loss, BF16)
+    (forward, *_) = eqns_of(jax.grad(fun), normal(0, 4, 4), normal(1, 8, 4), primitive="scan")
+    stacked = [v.aval.dtype for v in forward.outvars if v.aval.shape == (8, 4)]
+    assert stacked == [F32]  # the carry
+
+
 def test_a_loop_keeps_random_bits_and_results_of_sums_and_not_their_copies():
     """What costs time to compute again, or bits that must be the same, is kept; a broadcast of it is not."""
 
