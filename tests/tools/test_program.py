@@ -61,6 +61,12 @@ def test_a_loop_counts_each_kernel_as_often_as_it_runs_and_a_part_of_an_array_as
     assert not has_unknown_loop(program)
 
 
+def test_rows_added_to_a_large_array_in_place_move_those_rows():
+    """1,024 rows of 768 float32 numbers are read, and so are those that they are added to, which are written too."""
+    (kernel,) = counted(read("scatter"))
+    assert (kernel.kind, kernel.bytes) == ("reductions", 3 * 4 * 1024 * 768 + 4 * 1024)  # and where they go
+
+
 def test_a_loop_of_unknown_length_runs_once_and_is_told():
     text = (PROGRAMS / "scan.txt").read_text().replace('"known_trip_count":{"n":"3"}', "")
     assert has_unknown_loop(parse(text))

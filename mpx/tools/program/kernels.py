@@ -10,7 +10,7 @@ from typing import Literal, TypeVar, get_args
 import numpy as np
 
 from mpx.tools.program.targets import Target
-from mpx.tools.program.text import Instruction
+from mpx.tools.program.text import Instruction, Shape
 
 Kind = Literal["products", "library calls", "collectives", "reductions", "elementwise", "conversions and copies"]
 Program = Sequence[Instruction]
@@ -30,6 +30,7 @@ _OPERATIONS: dict[Kind | None, str] = {
 }
 _KINDS = {operation: kind for kind, operations in _OPERATIONS.items() for operation in operations.split()}
 _TAKE_PARTS = {"slice", "dynamic-slice", "gather"}
+_REPLACE_PARTS = {"dynamic-update-slice": 1, "scatter": 2}  # and which operand has the new numbers
 _ALGORITHMS = {"tf32_tf32_f32": "tf32", "bf16_bf16_f32": "bf16", "bf16_bf16_f32_x3": "bf16 x 3", "f32_f32_f32": "f32"}
 
 
@@ -147,10 +148,12 @@ def _read(array: Instruction, body: Program) -> int:
         if part.op == "bitcast" and part.operands[0] in views:
             views.add(part)
     uses = [part for part in body if part.op != "bitcast" and not views.isdisjoint(part.operands)]
-    is_partial = lambda use: use.operation in {*_TAKE_PARTS, "dynamic-update-slice"}
+    is_partial = lambda use: use.operation in {*_TAKE_PARTS, *_REPLACE_PARTS}
     if not uses or not all(is_partial(use) and views.isdisjoint(use.operands[1:]) for use in uses):
         return sum(shape.bytes for shape in array.shapes)
-    taken = [use.results[0] for use in uses if use.operation in _TAKE_PARTS]
+    # A scatter adds to what it replaces, and so reads as much as it writes.
+    part_of = lambda use: use.results[0] if use.operation in _TAKE_PARTS else _replaced(use)
+    taken = [part_of(use) for use in uses if use.operation != "dynamic-update-slice"]
     return sum(shape._replace(is_elsewhere=array.shapes[0].is_elsewhere).bytes for shape in taken)
 
 
@@ -158,9 +161,15 @@ def _written(part: Instruction) -> int:
     """Return the bytes of a result; of one that replaces a part of an operand, that part."""
     while part.op == "bitcast":
         part = part.operands[0]
-    if part.operation == "dynamic-update-slice":
-        return part.operands[1].shapes[0]._replace(is_elsewhere=part.results[0].is_elsewhere).bytes
+    if part.operation in _REPLACE_PARTS and len(part.results) == 1:
+        return _replaced(part).bytes
     return sum(shape.bytes for shape in part.results)
+
+
+def _replaced(part: Instruction) -> Shape:
+    """Return the shape of what is written over parts of an operand."""
+    new = part.operands[_REPLACE_PARTS[part.operation]].shapes[0]
+    return new._replace(dtype=part.results[0].dtype, is_elsewhere=part.results[0].is_elsewhere)
 
 
 def _flops(part: Instruction) -> int:
