@@ -129,7 +129,8 @@ class Partition:
         varied = [v for v in operands if size_of(v) > 1 and v not in self._uniform]
         if not results:
             return []
-        if _keeps_places(eqn):
+        is_fill = name in _PLACED and operands and self._uniform.issuperset(operands)  # jax 0.12 places `full_like`
+        if is_fill or _keeps_places(eqn):
             (self._inside if varied else self._uniform).update(results)
             for v in (*varied, *results) if varied else ():
                 self._parent[self._leaf_of(v)] = self._leaf_of(varied[0])
