@@ -21,6 +21,7 @@ from mpx._autocast import contraction
 from mpx._autocast.plan import Step
 from mpx._autocast.rules import DEFAULT_RULES, Rule
 from mpx._autocast.transform import autocast_of, make_autocast
+from mpx._fp8 import Fp8
 from mpx._jaxprs import CONTRACTIONS, dtype_of, open_jaxpr
 from mpx._policy import Policy
 
@@ -90,7 +91,7 @@ class Explanation(_tables.Result):
 
 def explain(
     fun: Callable[..., Any],
-    policy_or_dtype: Policy | DTypeLike | None = None,
+    policy_or_dtype: Policy | Fp8 | DTypeLike | None = None,
     *,
     rules: Mapping[Any, Rule] | None = None,
 ) -> Callable[..., Explanation]:

@@ -4,6 +4,7 @@ Operands are rounded to 8 bits, and multiplied by the inverse of their scale in 
 has these numbers exactly. XLA for GPUs takes a product of such operands for one of 8-bit floats.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -45,6 +46,14 @@ def _shape(v: Any) -> tuple[int, ...]:
     return v.aval.shape
 
 
+@dataclasses.dataclass(frozen=True)
+class Observed(Fp8):
+    """Shows all operands to a function, scaled and not yet rounded."""
+
+    # From the product, the operand's name, its numbers and the format to which they are to be rounded.
+    observe: Callable[[JaxprEqn, str, jax.Array, np.dtype], None] = lambda *shown: None
+
+
 class Codes(NamedTuple):
     """An operand in 8 bits: its numbers are `codes * inverse_scale`."""
 
@@ -63,11 +72,15 @@ def run(eqn: JaxprEqn, lhs: jax.Array, rhs: jax.Array, fp8: Fp8, summed: "Summed
     from_rhs = range(len(lhs_outer), len(lhs_outer) + len(rhs_outer))
     forward, backward = FORMATS[fp8.forward], FORMATS[fp8.backward]
 
+    def encoded(name: str, *args: Any, measured: jax.Array | None = None) -> Codes:
+        show = functools.partial(fp8.observe, eqn, name) if isinstance(fp8, Observed) else None
+        return _encoded(fp8, *args, measured=measured, show=show)
+
     def contract(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         return eqn.primitive.bind(lhs, rhs, **(eqn.params | {"preferred_element_type": lhs.dtype}))
 
     def forward_pass(lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, Any]:
-        left, right = _encoded(lhs, forward, fp8, lhs_contracting), _encoded(rhs, forward, fp8, rhs_contracting)
+        left, right = encoded("left", lhs, forward, lhs_contracting), encoded("right", rhs, forward, rhs_contracting)
         kept = (left, right)
         if fp8.scaling == "row":  # the products of the gradients contract other axes, and ask for other scales
             kept = lax.convert_element_type(lhs, fp8.fallback), lax.convert_element_type(rhs, fp8.fallback)
@@ -78,11 +91,11 @@ def run(eqn: JaxprEqn, lhs: jax.Array, rhs: jax.Array, fp8: Fp8, summed: "Summed
         (left, right), typed = residuals
         # It is written in 16 bits, in the kernel that finds its largest magnitude: without the barrier, in float32.
         written = lax.optimization_barrier(cotangent)
-        encoded = functools.partial(_encoded, written, backward, fp8, measured=cotangent)
-        g_for_lhs = g_for_rhs = encoded(from_rhs)
+        of_cotangent = functools.partial(encoded, "cotangent", written, backward, measured=cotangent)
+        g_for_lhs = g_for_rhs = of_cotangent(from_rhs)
         if fp8.scaling == "row":
-            g_for_rhs = encoded(from_lhs)
-            left, right = _encoded(left, forward, fp8, lhs_outer), _encoded(right, forward, fp8, rhs_outer)
+            g_for_rhs = of_cotangent(from_lhs)
+            left, right = encoded("left", left, forward, lhs_outer), encoded("right", right, forward, rhs_outer)
         like_lhs, like_rhs = left.codes, right.codes
         of_lhs = lambda g, right: summed(lambda x: contract(x, right), like_lhs.astype(g.dtype), g, 0)
         of_rhs = lambda g, left: summed(lambda x: contract(left, x), like_rhs.astype(g.dtype), g, 1)
@@ -111,7 +124,12 @@ def _product(multiply: Callable[[jax.Array, jax.Array], jax.Array], a: Codes, b:
 
 
 def _encoded(
-    x: jax.Array, dtype: np.dtype, fp8: Fp8, contracted: Sequence[int], measured: jax.Array | None = None
+    fp8: Fp8,
+    x: jax.Array,
+    dtype: np.dtype,
+    contracted: Sequence[int],
+    measured: jax.Array | None,
+    show: Callable[[jax.Array, np.dtype], None] | None,
 ) -> Codes:
     """Round an operand of a product that contracts some of its axes to 8 bits; `measured` has the same numbers."""
     axes = tuple(contracted) if fp8.scaling == "row" else tuple(range(x.ndim))
@@ -120,7 +138,10 @@ def _encoded(
     axes = tuple(sorted(jax.typeof(largest).manual_axis_type.varying))  # of the mesh, inside of a shard map
     largest = lax.pmax(largest, axes) if axes else largest
     scale, inverse = _scales(largest, dtype, fp8.power_of_two)
-    return Codes(lax.convert_element_type(lax.convert_element_type(x, np.float32) * scale, dtype), inverse)
+    scaled = lax.convert_element_type(x, np.float32) * scale
+    if show is not None:
+        show(scaled, dtype)
+    return Codes(lax.convert_element_type(scaled, dtype), inverse)
 
 
 def _scales(largest: jax.Array, dtype: np.dtype, power_of_two: bool) -> tuple[jax.Array, jax.Array]:

@@ -19,6 +19,7 @@ from mpx._autocast.control_flow import HANDLERS
 from mpx._autocast.plan import MARK, CastPlan, Planner, Settings, Tag
 from mpx._autocast.rules import CAN_NARROW, DEFAULT_RULES, FAST_RULES, Rule
 from mpx._dtypes import dtype_or_none
+from mpx._fp8 import Fp8
 from mpx._policy import Policy, get_policy
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -117,7 +118,7 @@ def autocast_of(fun: Any) -> Autocast | None:
 
 def autocast(
     fun: F,
-    policy_or_dtype: Policy | DTypeLike,
+    policy_or_dtype: Policy | Fp8 | DTypeLike,
     *,
     rules: Mapping[Any, Rule] = DEFAULT_RULES,
     checkpoint: str | Callable[..., Any] | None = None,
@@ -194,7 +195,7 @@ def autocast(
 
 def make_autocast(
     fun: Callable[..., Any],
-    policy_or_dtype: Policy | DTypeLike,
+    policy_or_dtype: Policy | Fp8 | DTypeLike,
     rules: Mapping[Any, Rule],
     checkpoint: str | Callable[..., Any] | None,
     gradient_dtype: DTypeLike | None,

@@ -1,0 +1,142 @@
+"""Measure what products of 8-bit floats lose, by `mpx.autocast` and by Flax Linen's `Fp8DotGeneralOp`, on any device.
+
+    PYTHONPATH=. python -m benchmarks.fp8_beside_flax
+    PYTHONPATH=. python -m benchmarks.fp8_beside_flax --width 512 --seeds 3
+
+A perceptron of four layers in Flax Linen learns a teacher's results with AdamW, in float32. The table has the relative
+error of the loss and of the gradient, by the norm of the whole tree, against the same program in float64 on the same
+weights and data: at the first step, after training, and on a batch then that is 64 times as large. Flax keeps the
+largest magnitudes of the steps before and scales by those: it sees each batch of the training too.
+"""
+
+import argparse
+import functools
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax.linen import fp8_ops
+from rich.console import Console
+
+import mpx
+
+LAYERS, LEARNING_RATE, FARTHER = 4, 1e-3, 64.0
+OVERWRITTEN = fp8_ops.OVERWRITE_WITH_GRADIENT  # Flax's scales, whose new values come as their gradients
+WAYS = {
+    "autocast, bf16": "bf16",
+    "autocast, fp8": mpx.Fp8(min_size=0),
+    'autocast, fp8, scaling="row"': mpx.Fp8(min_size=0, scaling="row", backward="e4m3"),
+}
+FLAX = {"Fp8DotGeneralOp": fp8_ops.Fp8DotGeneralOp, "Fp8DirectDotGeneralOp": fp8_ops.Fp8DirectDotGeneralOp}
+
+Loss = Callable[[Any, Any], tuple[jax.Array, Any]]  # from variables and a batch to the loss and its gradient
+
+
+class Perceptron(nn.Module):
+    """Layers of one width, with a residual."""
+
+    width: int
+    op: Any = None  # a class that Flax puts in the place of `jax.lax.dot_general`
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Return the results of inputs."""
+        for _ in range(LAYERS):
+            layer = nn.Dense(self.width, dot_general_cls=self.op, dtype=self.dtype, param_dtype=self.dtype)
+            x = x + nn.gelu(layer(nn.LayerNorm(dtype=self.dtype, param_dtype=self.dtype)(x)))
+        return x
+
+
+def loss_of(model: Perceptron) -> Callable[[Any, Any], jax.Array]:
+    """Return the mean squared error of a model, a function of its variables and a batch."""
+    return lambda variables, batch: jnp.mean((model.apply(variables, batch[0]) - batch[1]) ** 2)
+
+
+def batch_of(width: int, seed: int, step: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return inputs and a fixed teacher's results."""
+    rows, teacher = np.random.default_rng((seed, step)), np.random.default_rng((seed, 2**31))
+    x = rows.normal(size=(width, width)).astype(np.float32)
+    return x, np.tanh(x @ teacher.normal(size=(width, width)).astype(np.float32) / np.float32(width**0.5))
+
+
+def points(width: int, seed: int, steps: int) -> dict[str, tuple[Any, dict[str, Any], Any]]:
+    """Return weights, Flax's scales and a batch for each row of the table."""
+    batch = functools.partial(batch_of, width, seed)
+    params = Perceptron(width).init(jax.random.key(seed), batch(0)[0])["params"]
+    models = {name: Perceptron(width, op) for name, op in FLAX.items()}
+    scales = {name: model.init(jax.random.key(0), batch(0)[0])[OVERWRITTEN] for name, model in models.items()}
+    found = {"first step": (params, scales, batch(0))}
+    tx = optax.adamw(LEARNING_RATE)
+
+    @jax.jit
+    def train(params, state, scales, batch):
+        seen = lambda name, scales: jax.grad(loss_of(models[name]))({"params": params, OVERWRITTEN: scales}, batch)
+        scales = {name: seen(name, of_op)[OVERWRITTEN] for name, of_op in scales.items()}
+        grads = jax.grad(loss_of(Perceptron(width)))({"params": params}, batch)["params"]
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, scales
+
+    state = tx.init(params)
+    for step in range(steps):
+        params, state, scales = train(params, state, scales, batch(step))
+    x, y = batch(steps)
+    found[f"after {steps} steps"] = params, scales, (x, y)
+    found[f"then, inputs times {FARTHER:.0f}"] = params, scales, (x * FARTHER, y * FARTHER)
+    return found
+
+
+def errors(width: int, params: Any, scales: dict[str, Any], batch: Any) -> dict[str, tuple[float, float]]:
+    """Return, for each way, the relative errors of the loss and of the gradient."""
+    exact = value_and_gradient(loss_of(Perceptron(width, dtype=jnp.float64)), {"params": params}, batch, wide=True)
+    found = {}
+    for name, way in {"float32": "f32", **WAYS}.items():
+        found[name] = value_and_gradient(mpx.autocast(loss_of(Perceptron(width)), way), {"params": params}, batch)
+    for name, op in FLAX.items():
+        variables = {"params": params, OVERWRITTEN: scales[name]}
+        found[f"Flax, {name}"] = value_and_gradient(loss_of(Perceptron(width, op)), variables, batch)
+    return {
+        name: tuple(float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in zip(result, exact, strict=True))
+        for name, result in found.items()
+    }
+
+
+def value_and_gradient(loss: Any, variables: Any, batch: Any, wide: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """Return a loss and the gradient of its weights, as vectors of float64."""
+    with jax.enable_x64(wide):
+        widened = lambda x: jnp.asarray(x, jnp.float64) if wide else x
+        value, grads = jax.jit(jax.value_and_grad(loss))(*jax.tree.map(widened, (variables, batch)))
+        leaves = [np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(grads["params"])]
+        return np.asarray([value], np.float64), np.concatenate(leaves)
+
+
+def table(width: int, seeds: int, steps: int) -> list[str]:
+    """Return the lines of the table in Markdown: means over the seeds."""
+    by_seed = [
+        {point: errors(width, *given) for point, given in points(width, seed, steps).items()} for seed in range(seeds)
+    ]
+    lines = ["| | " + " | ".join(f"{point}: loss | gradient" for point in by_seed[0]) + " |"]
+    lines.append("|---|" + "---|" * 2 * len(by_seed[0]))
+    for name in next(iter(by_seed[0].values())):
+        means = [[statistics.mean(run[point][name][i] for run in by_seed) for i in (0, 1)] for point in by_seed[0]]
+        lines.append(f"| {name} | " + " | ".join(f"{x:.1e}" for pair in means for x in pair) + " |")
+    return lines
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=50)
+    arguments = parser.parse_args()
+    Console(width=200).print("\n".join(table(**vars(arguments))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""`fp8_report`: what the 8-bit formats lose of each operand of the matrix products that run in them."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.extend.core import JaxprEqn
+from jax.typing import DTypeLike
+
+from mpx._autocast.explain import line_of
+from mpx._autocast.fp8 import Observed
+from mpx._autocast.rules import DEFAULT_RULES
+from mpx._autocast.transform import Autocast, autocast, autocast_of, make_autocast
+from mpx._fp8 import Fp8
+from mpx._gradients import value_and_grad
+from mpx._policy import Policy
+from mpx._tables import Result, Table
+from mpx.tools.monitor import exponents
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8Operand:
+    """What a format loses of an operand of a matrix product. Shares are of its nonzero finite numbers.
+
+    Attributes:
+        where: the line of the user's code, `file:line (function)`.
+        operand: `"left"`, `"right"` or `"cotangent"`, the gradient that flows back into the product.
+        shape: its shape.
+        dtype: the format.
+        numbers: how many of its numbers were counted: all that were rounded, in all iterations of a loop, and again
+            where the backward pass computes them again.
+        zero: the share that becomes zero.
+        subnormal: the share that becomes subnormal and loses bits.
+        infinite: the share that overflows. Scales leave none.
+        nonfinite: count of infinities and NaN, of the operand or since its largest magnitude is one.
+    """
+
+    where: str
+    operand: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    numbers: int
+    zero: float
+    subnormal: float
+    infinite: float
+    nonfinite: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8Report(Result):
+    """Result of `fp8_report`, which prints as a table.
+
+    Attributes:
+        operands: the operands of all products in 8 bits, in the order of the program, then of the backward pass.
+    """
+
+    operands: tuple[Fp8Operand, ...]
+
+    @property
+    def verdict(self) -> str:
+        """Say which operand loses most, and what keeps more."""
+        if not self.operands:
+            return "No product runs in 8 bits: `mpx.explain` says why."
+        bad = next((row for row in self.operands if row.nonfinite), None)
+        if bad is not None:
+            return f"Infinite or NaN: {bad.nonfinite:,} numbers, first seen {bad.operand} in {bad.where}."
+        worst = max(self.operands, key=lambda row: (row.zero, row.subnormal))
+        if not worst.zero + worst.subnormal:
+            return "All numbers are normal in their formats."
+        return (
+            f"Most is lost {worst.operand} in {worst.where}: {worst.zero:.2%} become zero, {worst.subnormal:.2%} "
+            "subnormal. `mpx.Fp8(scaling='row')` keeps more, and an override of the policy keeps it in 16 bits."
+        )
+
+    def _parts(self) -> Iterator[Table | str]:
+        lines = [("where", "operand", "shape", "format", "numbers", "zero", "subnormal", "infinite", "nonfinite")]
+        for row in self.operands:
+            zero, subnormal, infinite = [f"{share:.2%}" for share in (row.zero, row.subnormal, row.infinite)]
+            shape, numbers, nonfinite = "x".join(map(str, row.shape)), f"{row.numbers:,}", f"{row.nonfinite:,}"
+            lines.append((row.where, row.operand, shape, str(row.dtype), numbers, zero, subnormal, infinite, nonfinite))
+        yield Table("Operands of products in 8 bits, after their scales", lines, right=range(4, 9))
+        yield self.verdict
+
+
+def fp8_report(
+    fun: Callable[..., Any], policy_or_dtype: Policy | Fp8 | DTypeLike | None = None, *, has_aux: bool = False
+) -> Callable[..., Fp8Report]:
+    """Count what the 8-bit formats lose of each operand, in a loss function under `autocast(..., "fp8")`.
+
+    It tells which layer to keep in 16 bits when a run in FP8 learns worse. The function runs once with its gradient,
+    and each operand is counted where it is rounded, after its scale: what becomes zero or subnormal, what overflows.
+    The numbers go to the host one product at a time, so it is slow: call it where you log, not in each step.
+
+    Args:
+        fun: a function to a loss, or one that `autocast` returned.
+        policy_or_dtype: as for `autocast`; None for a function that `autocast` returned.
+        has_aux: whether `fun` returns a pair of the loss and something else.
+
+    Returns:
+        A function of the arguments of `fun` that returns an `Fp8Report`. The gradient is that of the first argument.
+
+    Raises:
+        ValueError: if nothing asks for FP8, or a policy is given for a function that has its own.
+        TypeError: at the call, inside `jax.jit`.
+
+    Example:
+        >>> loss_fn = lambda w, x: jnp.mean((x @ w) ** 2)
+        >>> x = jnp.ones((16, 16)).at[0, 0].set(2.0**20)  # beside it, a number of 1 becomes zero
+        >>> report = mpx.monitor.fp8_report(loss_fn, mpx.Fp8(min_size=0))(jnp.ones((16, 16)), x)
+        >>> [(row.operand, str(row.dtype), round(row.zero, 3)) for row in report.operands]
+        [('left', 'float8_e4m3fn', 0.996), ('right', 'float8_e4m3fn', 0.0), ('cotangent', 'float8_e5m2', 0.0)]
+    """
+    record = autocast_of(fun)
+    if record is not None and policy_or_dtype is not None:
+        raise ValueError("`fp8_report` needs a policy only for a function without `autocast`: this one has its own.")
+    if record is None:
+        if policy_or_dtype is None:
+            raise ValueError("`fp8_report` needs a policy or 'fp8' for a function without `autocast`.")
+        record = make_autocast(fun, policy_or_dtype, DEFAULT_RULES, checkpoint=None, gradient_dtype=None)
+    fp8 = record.settings.compute.fp8
+    if fp8 is None:
+        raise ValueError(f"`fp8_report` needs 'fp8' or an `mpx.Fp8`, but got {record.settings.compute.name!r}.")
+
+    def reported(*args: Any, **kwargs: Any) -> Fp8Report:
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, kwargs))):
+            raise TypeError("`fp8_report` counts concrete numbers: call it outside of `jax.jit`.")
+        counts = _Counts()
+        watched = _observed(record, Observed(**dataclasses.asdict(fp8), observe=counts.observe))
+        jax.block_until_ready(value_and_grad(watched, has_aux=has_aux)(*args, **kwargs))
+        jax.effects_barrier()
+        return Fp8Report(tuple(counts.rows()))
+
+    return reported
+
+
+def _observed(record: Autocast, observed: Observed) -> Callable[..., Any]:
+    """Return an autocast function that shows its operands."""
+    policy = observed if record.policy is None else dataclasses.replace(record.policy, fp8=observed)
+    settings = record.settings
+    return autocast(
+        record.fun,
+        policy,
+        rules=settings.rules,
+        checkpoint=record.checkpoint,
+        gradient_dtype=settings.gradient_dtype,
+    )
+
+
+class _Counts:
+    """Counts of what becomes of numbers, by operand."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, str, tuple[int, ...], np.dtype], np.ndarray] = {}
+
+    def observe(self, eqn: JaxprEqn, operand: str, x: jax.Array, dtype: np.dtype) -> None:
+        """Count the numbers of an operand whenever it is rounded."""
+        key = line_of(eqn, ()), operand, x.shape, dtype
+        self._found.setdefault(key, np.zeros(len(exponents.FATES) + 1, np.int64))
+
+        def add(fates: Any, nonfinite: Any) -> None:
+            self._found[key] += [*exponents.sum_int64(fates), *exponents.sum_int64(nonfinite)]
+
+        edges = exponents.range_of(dtype, "fp8_report").edges(np.float32)
+        is_nonfinite = exponents.magnitudes_of(x) >= np.float32(np.inf).view(np.uint32)
+        jax.debug.callback(add, exponents.count_fates(x, edges), exponents.count_true(is_nonfinite))
+
+    def rows(self) -> Iterator[Fp8Operand]:
+        """Yield the shares of each operand."""
+        for key, (*fates, nonfinite) in self._found.items():
+            total = sum(fates)
+            zero, subnormal, _, infinite = [count / max(total, 1) for count in fates]
+            yield Fp8Operand(*key, int(total), float(zero), float(subnormal), float(infinite), int(nonfinite))

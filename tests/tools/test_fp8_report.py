@@ -1,0 +1,146 @@
+"""Check `fp8_report`: what is counted of each operand, where, and in which transformations.
+
+Oracle of the shares: the same numbers rounded by ml_dtypes.
+"""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax import lax
+
+import mpx
+from mpx._autocast.fp8 import _scales
+from tests.autocast.helpers import normal
+
+SMALL = mpx.Fp8(min_size=0)
+FORMATS = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
+by_format = pytest.mark.parametrize("name", FORMATS)
+
+loss_fn = lambda w, x: jnp.sum(x @ w)
+
+
+def shares(report, operand):
+    """Return the shares of an operand, of all products together."""
+    (row,) = [row for row in report.operands if row.operand == operand]
+    return row.zero, row.subnormal, row.infinite
+
+
+def all_numbers(dtype):
+    """Return all positive finite numbers of an 8-bit format, and those a sixteenth above and below them."""
+    bits = np.arange(256, dtype=np.uint8).view(dtype).astype(np.float64)
+    found = np.unique(bits[np.isfinite(bits) & (bits > 0)])
+    return np.concatenate([found, found[:-1] * (1 + 1 / 16), found * (1 - 1 / 16), found[:3] / 4])
+
+
+@by_format
+def test_shares_are_those_of_rounding_each_number_of_the_format(name):
+    """The largest number stands in the operand, so that its scale is 1. Negative control: other shares of the other."""
+    dtype = FORMATS[name]
+    x = np.resize(all_numbers(dtype), (1 + len(all_numbers(dtype)) // 16, 16))
+    x = np.pad(x, ((0, -len(x) % 16), (0, 0))).astype(np.float32)
+    rounded, smallest = x.astype(dtype).astype(np.float64), float(ml_dtypes.finfo(dtype).smallest_normal)
+    numbers = (x != 0).sum()
+    expected = (((rounded == 0) & (x != 0)).sum() / numbers, ((rounded > 0) & (rounded < smallest)).sum() / numbers, 0)
+    way = lambda forward: mpx.Fp8(min_size=0, forward=forward)
+    of = lambda forward: shares(
+        mpx.monitor.fp8_report(loss_fn, way(forward))(jnp.ones((16, 16)), jnp.asarray(x)), "left"
+    )
+    assert of(name) == pytest.approx(expected)
+    assert min(expected[:2]) > 0
+    assert of({"e4m3": "e5m2", "e5m2": "e4m3"}[name]) != pytest.approx(expected)
+
+
+def test_cotangents_are_counted_in_the_format_of_the_backward_pass():
+    """A cotangent of 2**-40 beside one of 1 is zero in e5m2, whose numbers span 2**32."""
+    g = jnp.ones((16, 16)).at[0].set(2.0**-40)
+    report = mpx.monitor.fp8_report(lambda w, x: jnp.sum(g * (x @ w)), SMALL)(jnp.ones((16, 16)), jnp.ones((16, 16)))
+    assert [row.operand for row in report.operands] == ["left", "right", "cotangent"]
+    assert [row.dtype for row in report.operands] == [FORMATS["e4m3"], FORMATS["e4m3"], FORMATS["e5m2"]]
+    assert shares(report, "cotangent") == (1 / 16, 0, 0)
+    assert "Most is lost cotangent in" in report.verdict
+
+
+@pytest.mark.parametrize("power_of_two", [True, False])
+@pytest.mark.parametrize("largest", [2.0**-120, 1e-9, 449.0, 1e30])
+def test_nothing_overflows_after_its_scale(power_of_two, largest):
+    """Negative control: without a scale all numbers of 449 and more would be NaN in e4m3."""
+    x = normal(0, 16, 16) * largest
+    report = mpx.monitor.fp8_report(loss_fn, mpx.Fp8(min_size=0, power_of_two=power_of_two))(jnp.eye(16), x)
+    assert all(row.infinite == row.nonfinite == 0 for row in report.operands)
+    if largest == 1e30:
+        assert float(mpx.monitor.overflow("float8_e4m3fn")(x)) == 1
+
+
+def test_scales_that_are_too_large_would_show():
+    """The share of overflows is counted, not assumed: twice the scale that a tensor has."""
+    x = normal(0, 16, 16)
+    scale, _ = _scales(jnp.max(jnp.abs(x)), np.dtype(FORMATS["e4m3"]), True)
+    assert float(mpx.monitor.overflow("float8_e4m3fn")(x * scale)) == 0
+    assert float(mpx.monitor.overflow("float8_e4m3fn")(x * scale * 2)) > 0
+
+
+def test_rows_keep_what_one_scale_loses():
+    x = jnp.ones((16, 16)).at[0].set(2.0**20)
+    by_way = {way: mpx.Fp8(min_size=0, scaling=way) for way in ("tensor", "row")}
+    forward = lambda way: mpx.monitor.fp8_report(lambda w, x: loss_fn(w, lax.stop_gradient(x)), by_way[way])
+    assert shares(forward("tensor")(jnp.ones((16, 16)), x), "left")[0] == 15 / 16
+    assert shares(forward("row")(jnp.ones((16, 16)), x), "left")[0] < 15 / 16
+
+
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_what_is_not_finite_is_counted_and_named(value):
+    report = mpx.monitor.fp8_report(loss_fn, SMALL)(jnp.ones((16, 16)).at[0, 0].set(value), jnp.ones((16, 16)))
+    (row,) = [row for row in report.operands if row.operand == "right"]
+    assert row.nonfinite > 0
+    assert report.verdict.startswith(f"Infinite or NaN: {row.nonfinite} numbers, first seen right in")
+
+
+def test_products_are_counted_in_loops_calls_and_checkpoints():
+    def in_loops(w, x):
+        layer = jax.checkpoint(jax.jit(lambda x, _: (jnp.tanh(x @ w), None)))
+        x, _ = lax.scan(layer, x, length=3)
+        return jnp.sum(x)
+
+    report = mpx.monitor.fp8_report(in_loops, SMALL)(normal(0, 16, 16), normal(1, 32, 16))
+    found = {row.operand: row for row in report.operands}
+    assert found.keys() == {"left", "right", "cotangent"}
+    assert found["cotangent"].numbers == 3 * 32 * 16
+    assert all("test_fp8_report.py" in row.where for row in report.operands)
+
+
+def test_of_two_products_each_has_its_line():
+    def two(params, x):
+        hidden = jnp.tanh(x @ params["first"])
+        return jnp.sum(hidden @ params["second"])
+
+    params = {"first": normal(0, 16, 16), "second": normal(1, 16, 16)}
+    policy = mpx.Policy("f32", "bf16", "f32", overrides=(("second", "bf16"),), fp8=SMALL)
+    report = lambda way: mpx.monitor.fp8_report(mpx.autocast(two, way))(params, normal(2, 16, 16))
+    lines = lambda way: {row.where for row in report(way).operands}
+    assert len(lines(SMALL)) == 2
+    assert len(lines(policy)) == 1
+
+
+def test_a_function_with_an_auxiliary_result_and_one_without_products_in_8_bits():
+    args = jnp.ones((16, 16)), jnp.ones((16, 16))
+    assert mpx.monitor.fp8_report(lambda w, x: (loss_fn(w, x), x), SMALL, has_aux=True)(*args).operands
+    assert mpx.monitor.fp8_report(loss_fn, "fp8")(*args).verdict == "No product runs in 8 bits: `mpx.explain` says why."
+
+
+def test_the_report_prints_and_goes_into_json():
+    report = mpx.monitor.fp8_report(loss_fn, SMALL)(jnp.ones((16, 16)), jnp.ones((16, 16)))
+    assert str(report).endswith("All numbers are normal in their formats.")
+    assert report.as_dict()["operands"][0]["dtype"] == "float8_e4m3fn"
+
+
+def test_what_cannot_be_reported_is_refused():
+    with pytest.raises(ValueError, match="`fp8_report` needs a policy or 'fp8'"):
+        mpx.monitor.fp8_report(loss_fn)
+    with pytest.raises(ValueError, match="this one has its own"):
+        mpx.monitor.fp8_report(mpx.autocast(loss_fn, "fp8"), "fp8")
+    with pytest.raises(ValueError, match=r"needs .fp8. or an `mpx\.Fp8`, but got .bf16."):
+        mpx.monitor.fp8_report(loss_fn, "bf16")
+    with pytest.raises(TypeError, match=r"call it outside of `jax\.jit`"):
+        jax.jit(mpx.monitor.fp8_report(loss_fn, SMALL))(jnp.ones((16, 16)), jnp.ones((16, 16)))
