@@ -1,7 +1,7 @@
 """Measure what products of 8-bit floats lose, by `mpx.autocast` and by Flax Linen's `Fp8DotGeneralOp`, on any device.
 
     PYTHONPATH=. python -m benchmarks.fp8_beside_flax
-    PYTHONPATH=. python -m benchmarks.fp8_beside_flax --width 512 --seeds 3
+    PYTHONPATH=. python -m benchmarks.fp8_beside_flax --width 512 --seeds 5
 
 A perceptron of four layers in Flax Linen learns a teacher's results with AdamW, in float32. The table has the relative
 error of the loss and of the gradient, by the norm of the whole tree, against the same program in float64 on the same
@@ -32,7 +32,7 @@ WAYS = {
     "autocast, fp8": mpx.Fp8(min_size=0),
     'autocast, fp8, scaling="row"': mpx.Fp8(min_size=0, scaling="row", backward="e4m3"),
 }
-FLAX = {"Fp8DotGeneralOp": fp8_ops.Fp8DotGeneralOp, "Fp8DirectDotGeneralOp": fp8_ops.Fp8DirectDotGeneralOp}
+FLAX = {"Fp8DotGeneralOp": fp8_ops.Fp8DotGeneralOp}
 
 Loss = Callable[[Any, Any], tuple[jax.Array, Any]]  # from variables and a batch to the loss and its gradient
 
@@ -132,7 +132,7 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=50)
     arguments = parser.parse_args()
     Console(width=200).print("\n".join(table(**vars(arguments))))
