@@ -5,12 +5,11 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
-
-from mpx._dtypes import dtype_or_none
 
 FORMATS = {"e4m3": np.dtype(jnp.float8_e4m3fn), "e5m2": np.dtype(jnp.float8_e5m2)}
 SCALINGS = ("tensor", "row")
+# Of products. float16 has no room for their scales.
+RESULTS = np.dtype(jnp.bfloat16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +19,8 @@ class Fp8:
     Operands of the forward product are rounded to `forward`, cotangents to `backward`: e4m3 has 3 bits of mantissa and
     a largest number of 448, e5m2 has 2 bits and 57,344. Before that they are multiplied by a scale that brings their
     largest magnitude near the largest number of the format. It is computed where the operand is used, at each step, so
-    there is no state. Products are added up in float32, and results are in `fallback`.
+    there is no state. Products are added up in float32. Results are in bfloat16, and so is all else that `autocast`
+    narrows.
 
     Hopper, Ada and Blackwell GPUs have such products. Elsewhere the numbers are the same, and it is slower than
     bfloat16.
@@ -33,7 +33,6 @@ class Fp8:
             operands are kept for the backward pass, which scales them along other axes; for tensors their 8 bits are.
         power_of_two: whether scales are powers of two, so that scaling is exact; otherwise the largest magnitude
             becomes the largest number of the format.
-        fallback: the dtype of results, and in which other contractions run, `"bf16"` or `"f16"`.
         min_size: what `1 / (1/m + 1/n + 1/k)` of a product of m x k and k x n numbers must be. Its time grows with
             m n k, that of finding scales and rounding with m k + k n + m n. At 275 they are equal on an H200: it has
             989 TFLOP/s in bfloat16, twice as many in FP8, and moves 4.8 TB/s.
@@ -55,7 +54,6 @@ class Fp8:
     backward: Literal["e4m3", "e5m2"] = "e5m2"
     scaling: Literal["tensor", "row"] = "tensor"
     power_of_two: bool = True
-    fallback: DTypeLike = "bf16"
     min_size: int = 275
 
     def __post_init__(self) -> None:
@@ -64,10 +62,6 @@ class Fp8:
         _require_one_of(SCALINGS, self.scaling, "scaling")
         if not isinstance(self.power_of_two, bool):
             raise ValueError(f"`Fp8`: `power_of_two` must be True or False, but got {self.power_of_two!r}.")
-        fallback = dtype_or_none(self.fallback)
-        if fallback is None or fallback not in (jnp.bfloat16, jnp.float16):
-            raise ValueError(f"`Fp8`: `fallback` must be 'bf16' or 'f16', but got {self.fallback!r}.")
-        object.__setattr__(self, "fallback", fallback)
         if not isinstance(self.min_size, int) or self.min_size < 0:
             raise ValueError(f"`Fp8`: `min_size` must be an integer of at least 0, but got {self.min_size!r}.")
 

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from mpx import _errors, _tables, _trees
 from mpx._dtypes import DTYPE_NAMES, dtype_or_none, half_dtype
-from mpx._fp8 import Fp8
+from mpx._fp8 import RESULTS, Fp8
 
 T = TypeVar("T")
 
@@ -77,10 +77,10 @@ class Policy:
         object.__setattr__(self, "overrides", tuple(_checked_override(entry) for entry in self.overrides))
         if self.fp8 is not None and not isinstance(self.fp8, Fp8):
             raise TypeError(f"`fp8` must be an `mpx.Fp8` or None, but got {self.fp8!r}.")
-        if self.fp8 is not None and self.compute_dtype != self.fp8.fallback:
+        if self.fp8 is not None and self.compute_dtype != RESULTS:
             raise ValueError(
-                f"`compute_dtype` must be the dtype of results of products of 8-bit floats, `fp8.fallback` "
-                f"({self.fp8.fallback}), but got {self.compute_dtype}."
+                f"`compute_dtype` must be that of the results of products of 8-bit floats, {RESULTS}, but got "
+                f"{self.compute_dtype}."
             )
 
     def cast_to_param(self, tree: T) -> T:

@@ -10,7 +10,7 @@ from jax import lax
 
 from mpx import _policy
 from mpx._dtypes import dtype_or_none
-from mpx._fp8 import Fp8
+from mpx._fp8 import RESULTS, Fp8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,7 @@ def get_compute(policy_or_dtype: Any) -> Compute:
 
 def compute_of_fp8(fp8: Fp8) -> Compute:
     """Return the way to compute in 8-bit floats."""
-    return Compute("fp8", np.dtype(fp8.fallback), fp8=fp8)
+    return Compute("fp8", RESULTS, fp8=fp8)
 
 
 def compute_of_dtype(dtype: np.dtype) -> Compute:

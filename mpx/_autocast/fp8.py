@@ -1,7 +1,7 @@
 """Matrix products of 8-bit floats: which contractions run so, and how one runs, with those of its gradients.
 
-Operands are rounded to 8 bits, and multiplied by the inverse of their scale in the 16-bit dtype of the results, which
-has these numbers exactly. XLA for GPUs takes a product of such operands for one of 8-bit floats.
+Operands are rounded to 8 bits, and multiplied by the inverse of their scale in bfloat16, which has these numbers
+exactly. XLA for GPUs takes a product of such operands for one of 8-bit floats.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from mpx._fp8 import FORMATS, Fp8
+from mpx._fp8 import FORMATS, RESULTS, Fp8
 
 _MULTIPLE = 16  # of sizes, that cuBLAS asks for
 _MANTISSA, _BIAS = 23, 127  # of float32
@@ -62,7 +62,7 @@ class Codes(NamedTuple):
 
 
 def run(eqn: JaxprEqn, lhs: jax.Array, rhs: jax.Array, fp8: Fp8, summed: "Summed") -> jax.Array:
-    """Return the product of float32 operands, in the dtype `fp8.fallback`.
+    """Return the product of float32 operands, in bfloat16.
 
     `summed` runs the transpose of a product on a cotangent, for the gradient of each operand.
     """
@@ -83,7 +83,7 @@ def run(eqn: JaxprEqn, lhs: jax.Array, rhs: jax.Array, fp8: Fp8, summed: "Summed
         left, right = encoded("left", lhs, forward, lhs_contracting), encoded("right", rhs, forward, rhs_contracting)
         kept = (left, right)
         if fp8.scaling == "row":  # the products of the gradients contract other axes, and ask for other scales
-            kept = lax.convert_element_type(lhs, fp8.fallback), lax.convert_element_type(rhs, fp8.fallback)
+            kept = lax.convert_element_type(lhs, RESULTS), lax.convert_element_type(rhs, RESULTS)
         typed = [lax.full((0,), 0, x.dtype) for x in (lhs, rhs)]
         return _product(contract, left, right, fp8), (kept, typed)
 
@@ -100,9 +100,8 @@ def run(eqn: JaxprEqn, lhs: jax.Array, rhs: jax.Array, fp8: Fp8, summed: "Summed
         of_lhs = lambda g, right: summed(lambda x: contract(x, right), like_lhs.astype(g.dtype), g, 0)
         of_rhs = lambda g, left: summed(lambda x: contract(left, x), like_rhs.astype(g.dtype), g, 1)
         gradients = _product(of_lhs, g_for_lhs, right, fp8), _product(of_rhs, g_for_rhs, left, fp8)
-        return lax.convert_element_type(gradients[0], typed[0].dtype), lax.convert_element_type(
-            gradients[1], typed[1].dtype
-        )
+        for_lhs, for_rhs = (g.astype(like.dtype) for g, like in zip(gradients, typed, strict=True))
+        return for_lhs, for_rhs
 
     product = jax.custom_vjp(lambda lhs, rhs: forward_pass(lhs, rhs)[0])
     product.defvjp(forward_pass, backward_pass)
@@ -114,7 +113,7 @@ Summed = Callable[[Callable[[jax.Array], jax.Array], jax.Array, jax.Array, int],
 
 def _product(multiply: Callable[[jax.Array, jax.Array], jax.Array], a: Codes, b: Codes, fp8: Fp8) -> jax.Array:
     """Multiply two operands. Scales of rows, and those that are no powers of two, are factored out of the product."""
-    narrow = lambda x: lax.convert_element_type(x, fp8.fallback)
+    narrow = lambda x: lax.convert_element_type(x, RESULTS)
     if fp8.scaling == "tensor" and fp8.power_of_two:
         return multiply(*[narrow(x.codes) * narrow(x.inverse_scale) for x in (a, b)])
     product = multiply(narrow(a.codes), narrow(b.codes))

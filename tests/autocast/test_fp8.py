@@ -246,7 +246,6 @@ def test_gradients_in_float32_are_sums_of_8_bit_products_that_nothing_rounds():
         ({"backward": 8}, "`backward` must be 'e4m3' or 'e5m2'"),
         ({"scaling": "block"}, "`scaling` must be 'tensor' or 'row', but got 'block'"),
         ({"power_of_two": 2}, "`power_of_two` must be True or False"),
-        ({"fallback": "f32"}, "`fallback` must be 'bf16' or 'f16'"),
         ({"min_size": -1}, "`min_size` must be an integer of at least 0"),
     ],
 )
