@@ -85,7 +85,7 @@ def test_nothing_is_stored_in_fp8_and_no_result_is_in_it(text):
 def test_a_policy_computes_in_the_dtype_of_results_of_its_products_of_8_bit_floats():
     fp8 = mpx.Fp8(scaling="row")
     assert mpx.Policy("f32", "bf16", "f32", fp8=fp8).fp8 is fp8
-    with pytest.raises(ValueError, match="`compute_dtype` must be .* 8-bit floats, bfloat16, but got float32"):
+    with pytest.raises(ValueError, match=r"`compute_dtype` must be .* 8-bit floats, bfloat16, but got float32"):
         mpx.Policy("f32", "f32", "f32", fp8=fp8)
 
 
