@@ -65,8 +65,9 @@ EIGHT_BIT = SPLIT.then("8bit", "8-bit moments, one kernel a leaf", recipe="bf16-
 ACCUMULATE = EIGHT_BIT.then("accumulate", "accumulation", accumulate=True)
 LADDER = (F32, TF32, BF16, FLASH, PADDED, CHUNKED, DOTS, SPLIT, EIGHT_BIT, ACCUMULATE)
 
-# To try out, each of them one change to the last rung before accumulation.
+# To try out, each of them one change to the last rung before accumulation, or to the one that it says.
 EXTRAS = (
+    SPLIT.then("fp8", "linear layers in FP8", recipe="fp8"),
     EIGHT_BIT.then("fast-rules", "FAST_RULES", rules="fast"),
     EIGHT_BIT.then("all-kept", "all kept for the backward pass", checkpoint="none"),
     EIGHT_BIT.then("scanned", "scanned layers", layers="scanned"),

@@ -103,7 +103,7 @@ def bytes_per_parameter(recipe: Recipe, params: Any, opt_state: optax.OptState) 
     The gradient of a parameter has the narrower of the parameter's dtype and the compute dtype there; only gradients
     that leave a compiled program through `mpx.value_and_grad` are float32 arrays.
     """
-    policy, count = mpx.get_policy(recipe.policy), sum(leaf.size for leaf in jax.tree.leaves(params))
+    policy, count = recipe.policy, sum(leaf.size for leaf in jax.tree.leaves(params))
     size = lambda tree: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)) / count
     gradients = float(min(policy.param_dtype.itemsize, policy.compute_dtype.itemsize))
     return {"parameters": size(params), "gradients": gradients, "optimizer state": size(opt_state)}

@@ -12,14 +12,25 @@ from collections.abc import Callable
 from typing import Literal
 
 import jax
+import numpy as np
 import optax
 
 import mpx
 
-F32 = "params=f32,compute=f32,output=f32"
-BF16 = "params=bf16,compute=bf16,output=f32"
+F32 = mpx.get_policy("params=f32,compute=f32,output=f32")
+BF16 = mpx.get_policy("params=bf16,compute=bf16,output=f32")
 # Parameters stay in float32, as under `torch.amp`. `params=f16` works too: `mixed_precision` then adds float32 masters.
-F16 = "params=f32,compute=f16,output=f32"
+F16 = mpx.get_policy("params=f32,compute=f16,output=f32")
+
+
+def fp8_policy(fp8: mpx.Fp8) -> mpx.Policy:
+    """Return the policy of linear layers in FP8. The head, whose weight is the embedding, stays in bfloat16."""
+    return dataclasses.replace(BF16, overrides=(("token_embedding", "bf16"),), fp8=fp8)
+
+
+# Of any size, so that the tiny model shows what is lost. Those of GPT-2 are large enough anyway, from 1,024 tokens on.
+FP8 = fp8_policy(mpx.Fp8(min_size=0))
+FP8_ROW = fp8_policy(mpx.Fp8(min_size=0, scaling="row", backward="e4m3"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +39,7 @@ class Recipe:
 
     name: str  # on the command line
     label: str  # in the table
-    policy: str  # for `mpx.get_policy`
+    policy: mpx.Policy
     optimizer: Callable[[optax.GradientTransformation], optax.GradientTransformation]  # wraps the rule
     # Makes the rule from a schedule and the options of `optax.adamw`; clipping stands before it.
     adamw: Callable[..., optax.GradientTransformation] = optax.adamw
@@ -43,7 +54,7 @@ class Recipe:
     @property
     def compute_dtype(self) -> str:
         """Return the dtype in which the model computes."""
-        return mpx.get_policy(self.policy).compute_dtype.name
+        return np.dtype(self.policy.compute_dtype).name
 
     @property
     def attention_dtype(self) -> Literal["bfloat16", "float16"]:
@@ -62,7 +73,7 @@ ANY_PRECISION = {"use_kahan_summation": True, "momentum_dtype": "bfloat16", "var
 RECIPES = (
     Recipe("f32", "f32", F32, plain, compute="plain", matmul_precision="float32"),
     Recipe("tf32", "tf32", F32, plain, compute="plain"),
-    Recipe("bf16-autocast", "f32 + bf16 autocast", "params=f32,compute=bf16,output=f32", plain),
+    Recipe("bf16-autocast", "f32 + bf16 autocast", mpx.get_policy("params=f32,compute=bf16,output=f32"), plain),
     Recipe("bf16-naive", "bf16, no care", BF16, plain, compute="plain"),
     # float32 masters in the optimizer state; the parameters are their bfloat16 copy.
     Recipe(
@@ -77,6 +88,12 @@ RECIPES = (
         "bf16-split-8bit", "bf16 + split + 8-bit moments", BF16,
         lambda rule: mpx.mixed_precision(mpx.low_precision_state(rule, MOMENTS_IN_8_BITS), BF16, storage="split"),
         fused=True,
+    ),
+    # The linear layers of the blocks multiply 8-bit floats, by one scale an operand or one a row.
+    Recipe("fp8", "bf16 + split, FP8", FP8, lambda rule: mpx.mixed_precision(rule, FP8, storage="split")),
+    Recipe(
+        "fp8-row", "bf16 + split, FP8 by row", FP8_ROW,
+        lambda rule: mpx.mixed_precision(rule, FP8_ROW, storage="split"),
     ),
     # Instead of masters, the rounding error of each update is kept and added to the next one.
     Recipe("bf16-kahan", "bf16 + Kahan", BF16, lambda rule: optax.chain(mpx.upcast(rule), mpx.kahan_summation())),

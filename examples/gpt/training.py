@@ -110,18 +110,14 @@ def make_program(
 
     def init(seed: int | jax.Array) -> tuple[Any, optax.OptState]:
         # Every recipe starts from the same float32 weights, rounded once to its parameters' dtype.
-        params = mpx.get_policy(recipe.policy).cast_to_param(nnx.state(new_model(seed), nnx.Param))
+        params = recipe.policy.cast_to_param(nnx.state(new_model(seed), nnx.Param))
         return params, tx.init(params)
 
     in_precision = functools.partial(_in_precision, recipe, nnx.graphdef(nnx.eval_shape(new_model)), rules)
 
-    def with_targets(losses: Callable[..., jax.Array]) -> Callable[[GPT, jax.Array], jax.Array]:
-        options = {"vocabulary": config.vocabulary, "chunks": loss_chunks}
-        return lambda model, tokens: losses(
-            model.features(tokens[:, :-1]), model.token_embedding[...], tokens[:, 1:], **options
-        )
-
-    loss_fn, losses_fn = in_precision(with_targets(mean_loss)), in_precision(with_targets(token_losses))
+    options = {"vocabulary": config.vocabulary, "chunks": loss_chunks}
+    of_model = lambda losses: in_precision(_of_model(recipe, functools.partial(losses, **options)))
+    loss_fn, losses_fn = of_model(mean_loss), of_model(token_losses)
 
     def gradients(params: Any, opt_state: optax.OptState, tokens: jax.Array) -> tuple[jax.Array, Any]:
         if recipe.compute == "plain":
@@ -165,10 +161,16 @@ def _in_precision(
         with jax.default_matmul_precision(recipe.matmul_precision):
             return of_model(nnx.merge(graphdef, params), tokens.astype(jnp.int32))
 
-    policy = mpx.get_policy(recipe.policy)
     if recipe.compute == "autocast":
-        return mpx.autocast(run, policy, rules=rules)
-    return lambda params, tokens: run(policy.cast_to_compute(params), tokens)
+        return mpx.autocast(run, recipe.policy, rules=rules)
+    return lambda params, tokens: run(recipe.policy.cast_to_compute(params), tokens)
+
+
+def _of_model(recipe: Recipe, losses: Callable[..., jax.Array]) -> Callable[[GPT, jax.Array], jax.Array]:
+    """Return a function of the model and tokens. The head stays in 16 bits: a chunked loss differentiates it inside."""
+    if recipe.policy.fp8 is not None:
+        losses = mpx.autocast(losses, recipe.compute_dtype)
+    return lambda model, tokens: losses(model.features(tokens[:, :-1]), model.token_embedding[...], tokens[:, 1:])
 
 
 def make_optimizer(

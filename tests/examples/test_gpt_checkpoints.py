@@ -227,7 +227,7 @@ def test_after_a_restart_every_recipe_goes_on_to_the_same_bits(recipe, tmp_path)
         return optax.apply_updates(params, updates), opt_state
 
     weights = {"w": jax.random.normal(jax.random.key(0), (64, 64)), "b": jnp.ones(5)}
-    params = mpx.get_policy(recipe.policy).cast_to_param(weights)
+    params = recipe.policy.cast_to_param(weights)
     state = jax.jit(lambda params: (params, tx.init(params)), compiler_options=QUICKLY)(params)
     state = jax.device_put(state, state_shardings(mesh_of(1), *state, "replicated"))
     for number in range(3):

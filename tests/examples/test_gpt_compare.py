@@ -170,6 +170,8 @@ SIZES = {
     "bf16-masters": (2, 2, 12),
     "bf16-split": (2, 2, 10),
     "bf16-split-8bit": (2, 2, 4 + 2 / 64),
+    "fp8": (2, 2, 10),
+    "fp8-row": (2, 2, 10),
     "bf16-kahan": (2, 2, 10),
     "bf16-stochastic": (2, 2, 8),
     "bf16-any-precision": (2, 2, 6),

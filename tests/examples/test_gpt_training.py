@@ -241,11 +241,15 @@ def test_every_recipe_starts_from_the_same_weights(name):
     assert first.gradient_norm == pytest.approx(float(expected.gradient_norm), rel=2e-2)
 
 
+def step_of(recipe):
+    """Return the program of a training step as JAX traces it."""
+    program = make_program(recipe, CONFIG, HYPERPARAMETERS, loss_chunks=2)
+    return jax.make_jaxpr(program.train_step)(*jax.eval_shape(program.init, 0), batch(microbatches=2)).jaxpr
+
+
 def products(recipe):
     """Return dtypes and precisions of all matrix products of a training step."""
-    program = make_program(recipe, CONFIG, HYPERPARAMETERS, loss_chunks=2)
-    jaxpr = jax.make_jaxpr(program.train_step)(*jax.eval_shape(program.init, 0), batch(microbatches=2)).jaxpr
-    return set(dots_in(jaxpr))
+    return set(dots_in(step_of(recipe)))
 
 
 def dots_in(jaxpr):
@@ -259,8 +263,15 @@ def dots_in(jaxpr):
 def test_all_products_of_a_recipe_have_its_dtype(name):
     """Not so of bfloat16 models without autocast: there JAX's attention has float32 cotangents in two products."""
     recipe = get_recipe(name)
-    compute = mpx.get_policy(recipe.policy).compute_dtype.name
-    assert products(recipe) == {(compute, name == "f32")}
+    of_scales = {("float32", False)} if name == "fp8-row" else set()  # the scale of each element of a product
+    assert products(recipe) == {(recipe.compute_dtype, name == "f32")} | of_scales
+
+
+@pytest.mark.parametrize(("name", "count"), [("fp8", 12), ("fp8-row", 24), ("bf16-split", 0)])
+def test_in_fp8_the_four_linear_layers_of_a_block_have_operands_in_8_bits(name, count):
+    """Two operands and a cotangent for each; by row they are rounded again for the gradients. Not those of the head."""
+    converted = [eqn for eqn in all_eqns(step_of(get_recipe(name))) if eqn.primitive.name == "convert_element_type"]
+    assert sum("float8" in eqn.params["new_dtype"].name for eqn in converted) == count
 
 
 def test_products_for_which_a_precision_is_asked_are_not_lowered():
