@@ -48,8 +48,8 @@ class Rung(AnyRung):
     attention: Literal["xla", "cudnn"] = "xla"
     loss_chunks: int = 1
     rules: Literal["default", "fast"] = "default"
-    layers: Literal["unrolled", "scanned"] = "unrolled"
-    checkpoint: Literal["none", "dots", "full"] = "none"
+    layers: Literal["unrolled", "stacked", "scanned"] = "unrolled"
+    checkpoint: Literal["none", "dots", "thin", "full"] = "none"
 
 
 F32 = Rung("f32", "float32")
@@ -57,22 +57,24 @@ TF32 = F32.then("tf32", "TF32", recipe="tf32")
 BF16 = TF32.then("bf16", "bf16 autocast", recipe="bf16-autocast")
 FLASH = BF16.then("flash", "flash attention", attention="cudnn")
 PADDED = FLASH.then("padded", "padded vocabulary", vocabulary_multiple=128)
-CHUNKED = PADDED.then("chunked", "loss in 4 chunks", loss_chunks=4)
-# Without it the backward pass is given float32 numbers wherever the forward pass had them, under autocast too.
-DOTS = CHUNKED.then("dots", "dots kept, the rest again", checkpoint="dots")
-SPLIT = DOTS.then("split", "bf16 parameters, split masters", recipe="bf16-split")
+SPLIT = PADDED.then("split", "bf16 parameters, split masters", recipe="bf16-split")
 EIGHT_BIT = SPLIT.then("8bit", "8-bit moments, one kernel a leaf", recipe="bf16-split-8bit")
-ACCUMULATE = EIGHT_BIT.then("accumulate", "accumulation", accumulate=True)
-LADDER = (F32, TF32, BF16, FLASH, PADDED, CHUNKED, DOTS, SPLIT, EIGHT_BIT, ACCUMULATE)
+STACKED = EIGHT_BIT.then("stacked", "weights of all layers stacked", layers="stacked")
+# From here on each pays with time for memory.
+CHUNKED = STACKED.then("chunked", "loss in 4 chunks", loss_chunks=4)
+DOTS = CHUNKED.then("dots", "dots kept, the rest again", checkpoint="dots")
+THIN = DOTS.then("thin", "the widest again, too", checkpoint="thin")
+ACCUMULATE = STACKED.then("accumulate", "accumulation", accumulate=True)
+LADDER = (F32, TF32, BF16, FLASH, PADDED, SPLIT, EIGHT_BIT, STACKED, CHUNKED, DOTS, THIN, ACCUMULATE)
 
-# To try out, each of them one change to the last rung before accumulation, or to the one that it says.
+# To try out, each of them one change to a rung.
 EXTRAS = (
     SPLIT.then("fp8", "linear layers in FP8", recipe="fp8"),
-    EIGHT_BIT.then("fast-rules", "FAST_RULES", rules="fast"),
-    EIGHT_BIT.then("all-kept", "all kept for the backward pass", checkpoint="none"),
-    EIGHT_BIT.then("scanned", "scanned layers", layers="scanned"),
-    EIGHT_BIT.then("whole-loss", "the loss in one piece", loss_chunks=1),
-    EIGHT_BIT.then("autocast-f32", "f32 parameters and moments", recipe="bf16-autocast"),
+    STACKED.then("fast-rules", "FAST_RULES", rules="fast"),
+    STACKED.then("autocast-f32", "f32 parameters and moments", recipe="bf16-autocast"),
+    STACKED.then("scanned", "scanned layers", layers="scanned"),
+    DOTS.then("scanned-dots", "scanned layers", layers="scanned"),
+    THIN.then("input-only", "only the input of a block kept", checkpoint="full"),
 )
 RUNGS = {rung.name: rung for rung in (*LADDER, *EXTRAS)}
 
@@ -107,10 +109,10 @@ TORCH_ACCUMULATE = TORCH_FUSED.then("accumulate", "accumulation", accumulate=Tru
 TORCH_LADDER = (TORCH_F32, TORCH_TF32, TORCH_BF16, TORCH_FLASH, TORCH_PADDED, TORCH_FUSED, TORCH_ACCUMULATE)
 TORCH_RUNGS = {rung.name: rung for rung in TORCH_LADDER}
 
-# What each rung of JAX is compared with. From `chunked` on PyTorch has nothing of the kind in itself, and is at its
+# What each rung of JAX is compared with. From `split` on PyTorch has nothing of the kind in itself, and is at its
 # best: fused AdamW, and the same number of microbatches.
 COUNTERPARTS = {name: name for name in ("f32", "tf32", "bf16", "flash", "padded", "accumulate")} | dict.fromkeys(
-    ("chunked", "dots", "split", "8bit", *(rung.name for rung in EXTRAS)), "fused"
+    ("split", "8bit", "stacked", "chunked", "dots", "thin", *(rung.name for rung in EXTRAS)), "fused"
 )
 
 

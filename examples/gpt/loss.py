@@ -4,8 +4,9 @@ The float32 logits of 16 sequences of 1,024 GPT-2 tokens take 3.3 GB, and what i
 moves. Two things keep it small.
 
 The form: a target is found by comparison with an iota and not by a look-up, whose gradient is a scatter into an array
-of the size of the logits. The gradient is then softmax minus one-hot, one pass over the logits, and under autocast no
-float32 logits are ever in memory.
+of the size of the logits. The gradient is softmax minus one-hot, one pass over the logits, and under autocast no
+float32 logits are ever in memory. The largest logit and the sum of the exponentials are one reduction of pairs, so that
+the forward pass reads the logits once.
 
 The chunks: the positions are cut into parts, and the logits of only one part exist at a time. A chunk's gradient is
 computed with its loss, so that no logit is computed twice, as it would be with `jax.checkpoint`; what is kept for the
@@ -26,10 +27,38 @@ from examples.gpt.model import masked_logits
 
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     """Return the cross-entropy (...) of floating logits (..., V) and targets (...), in float32 and nats."""
-    logits = logits.astype(jnp.float32)
-    shifted = logits - jax.lax.stop_gradient(logits.max(-1, keepdims=True))
+    return _cross_entropy(logits.astype(jnp.float32), targets)
+
+
+@jax.custom_jvp
+def _cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    return _loss_and_error(logits, targets)[0]
+
+
+@_cross_entropy.defjvp
+def _cross_entropy_jvp(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+    loss, error = _loss_and_error(*primals)
+    return loss, (error * tangents[0]).sum(-1)
+
+
+def _loss_and_error(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return losses (...) and their derivatives with respect to float32 logits (..., V): softmax minus one-hot."""
+    top, total = _largest_and_sum(logits)
     is_target = jax.nn.one_hot(targets, logits.shape[-1], dtype=bool)  # a comparison with an iota
-    return jnp.log(jnp.exp(shifted).sum(-1)) - jnp.where(is_target, shifted, 0).sum(-1)
+    loss = jnp.log(total) + (top - jnp.where(is_target, logits, 0).sum(-1))
+    return loss, jnp.exp(logits - top[..., None]) / total[..., None] - is_target.astype(jnp.float32)
+
+
+def _largest_and_sum(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the largest of float32 logits (..., V), and the sum of exp(logits - largest), from one pass over them."""
+
+    def join(a: tuple, b: tuple) -> tuple:
+        top = jnp.maximum(a[0], b[0])
+        return top, a[1] * jnp.exp(a[0] - top) + b[1] * jnp.exp(b[0] - top)
+
+    # Not from minus infinity, which the logits of padding rows are: its difference from itself is not a number.
+    nothing = (jnp.finfo(jnp.float32).min, jnp.float32(0))
+    return jax.lax.reduce((logits, jnp.ones_like(logits)), nothing, join, (logits.ndim - 1,))
 
 
 def token_losses(

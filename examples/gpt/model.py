@@ -34,10 +34,12 @@ class Config:
     vocabulary_multiple: int = 128
     attention: Literal["xla", "cudnn"] = "xla"  # "cudnn" is flash attention on a GPU
     attention_dtype: Literal["bfloat16", "float16"] = "bfloat16"  # of the inputs of cuDNN's attention
-    layers: Literal["unrolled", "scanned"] = "unrolled"  # "scanned" compiles one block, and runs it on stacked weights
-    # What the backward pass keeps of each block: all activations, the results of its linear layers and of attention
-    # ("dots"), or its input alone ("full"). The others are computed again.
-    checkpoint: Literal["none", "dots", "full"] = "none"
+    # Whether each block has its own arrays, or all blocks one array for each weight: the optimizer then runs one kernel
+    # for all. "stacked" unrolls the program too; "scanned" compiles one block, and copies what it keeps into stacks.
+    layers: Literal["unrolled", "stacked", "scanned"] = "unrolled"
+    # What the backward pass keeps of each block: all activations; the results of its linear layers and of attention
+    # ("dots"); of these all but the widest ("thin"); or its input alone ("full"). The others are computed again.
+    checkpoint: Literal["none", "dots", "thin", "full"] = "none"
 
     def __post_init__(self) -> None:
         if self.width % self.heads:
@@ -123,21 +125,24 @@ class GPT(nnx.Module):
         self.token_embedding = nnx.Param(normal(rngs.params(), (config.padded_vocabulary, config.width)))
         self.position_embedding = nnx.Param(normal(rngs.params(), (config.context, config.width)))
         blocks = [Block(config, rngs) for _ in range(config.depth)]
-        self.blocks = _stack(blocks) if config.layers == "scanned" else nnx.List(blocks)
+        self.blocks = nnx.List(blocks) if config.layers == "unrolled" else _stack(blocks)
         self.norm = _norm(config.width, rngs)
 
     def features(self, tokens: jax.Array) -> jax.Array:  # (B, T) integers
         """Return the inputs (B, T, C) of the head, which is the transposed token embedding."""
         x = self.token_embedding[...][tokens]  # (B, T, C)
         x = x + self.position_embedding[...][None, : tokens.shape[1]]
+        if self.config.layers == "unrolled":
+            for graphdef, weights in map(nnx.split, self.blocks):
+                x = _checkpointed(graphdef, self.config)(weights, x)
+            return self.norm(x)
+        graphdef, weights = nnx.split(self.blocks)
+        run = _checkpointed(graphdef, self.config)
         if self.config.layers == "scanned":
-            graphdef, weights = nnx.split(self.blocks)
-            run = _checkpointed(graphdef, self.config)
             x, _ = jax.lax.scan(lambda x, weights: (run(weights, x), None), x, weights)
         else:
-            for block in self.blocks:
-                graphdef, weights = nnx.split(block)
-                x = _checkpointed(graphdef, self.config)(weights, x)
+            for layer in _unstack(weights, self.config.depth):
+                x = run(layer, x)
         return self.norm(x)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:  # (B, T) integers
@@ -176,6 +181,13 @@ def _stack(blocks: list[Block]) -> Block:
     return nnx.merge(nnx.graphdef(blocks[0]), weights)
 
 
+def _unstack(weights: Any, depth: int) -> list[Any]:
+    """Return the weights of each block. Their gradients are joined in one pass, which those of slices are not."""
+    leaves, treedef = jax.tree.flatten(weights)
+    parts = ([part[0] for part in jnp.split(leaf, depth)] for leaf in leaves)
+    return [treedef.unflatten(layer) for layer in zip(*parts, strict=True)]
+
+
 def _checkpointed(graphdef: nnx.GraphDef, config: Config) -> Callable[[Any, jax.Array], jax.Array]:
     """Return a function that runs a block on its weights and keeps activations as `config.checkpoint` says."""
     run = lambda weights, x: nnx.merge(graphdef, weights)(x)
@@ -183,13 +195,21 @@ def _checkpointed(graphdef: nnx.GraphDef, config: Config) -> Callable[[Any, jax.
         return run
     policies = jax.checkpoint_policies
     policy = None
-    if config.checkpoint == "dots":
+    if config.checkpoint != "full":
         # The logits of attention (B, H, T, T) are not kept: they are the largest arrays, and cheap to compute again.
         kept = (
-            policies.dots_with_no_batch_dims_saveable,
+            functools.partial(_is_kept_product, config),
             policies.save_only_these_names(ATTENTION),
             lambda primitive, *_, **__: CUDNN_FORWARD in primitive.name,
         )
         policy = functools.reduce(policies.save_from_both_policies, kept)
-    # XLA cannot merge the two computations of a scanned block, so no barrier against it is needed.
-    return jax.checkpoint(run, policy=policy, prevent_cse=config.layers == "unrolled")
+    # A barrier keeps XLA from merging the two computations. It stands before the input alone: before the weights it
+    # would have them copied out of their stacks. Those of a scanned block cannot be merged.
+    return jax.checkpoint(run, policy=policy, prevent_cse=(False, config.layers != "scanned"))
+
+
+def _is_kept_product(config: Config, primitive: Any, *operands: Any, **params: Any) -> bool:
+    """Return whether a checkpoint keeps the result of an operation as that of a linear layer."""
+    if not jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *operands, **params):
+        return False
+    return config.checkpoint == "dots" or operands[1].shape[-1] < 4 * config.width

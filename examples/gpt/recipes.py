@@ -67,7 +67,8 @@ def plain(rule: optax.GradientTransformation) -> optax.GradientTransformation:
     return rule
 
 
-MOMENTS_IN_8_BITS = {"mu": mpx.Blockwise8bit(), "nu": mpx.Blockwise8bit()}
+# Those of biases and norms stay float32: they are small, unless the blocks are stacked.
+MOMENTS_IN_8_BITS = {"bias|scale": "f32", "mu": mpx.Blockwise8bit(), "nu": mpx.Blockwise8bit()}
 ANY_PRECISION = {"use_kahan_summation": True, "momentum_dtype": "bfloat16", "variance_dtype": "bfloat16"}
 
 RECIPES = (

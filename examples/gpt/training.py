@@ -190,10 +190,10 @@ def make_optimizer(
 
 
 def decayed(params: Any, config: Config) -> Any:
-    """Mark the weights that decay: those with two or more dimensions, without the one that stacks scanned blocks."""
+    """Mark the weights that decay: those with two or more dimensions, without the one that stacks blocks."""
 
     def is_matrix(path: tuple[Any, ...], leaf: Any) -> bool:
-        is_stacked = config.layers == "scanned" and getattr(path[0], "key", None) == "blocks"
+        is_stacked = config.layers != "unrolled" and getattr(path[0], "key", None) == "blocks"
         return leaf.ndim - is_stacked >= 2
 
     return jax.tree.map_with_path(is_matrix, params)
