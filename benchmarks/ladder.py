@@ -3,10 +3,11 @@
     PYTHONPATH=. python -m benchmarks.ladder --json ladder.json
     PYTHONPATH=. python -m benchmarks.ladder --rungs f32,8bit,accumulate --part ladder --time-limit 550
 
-A rung is the one before it and one change: float32; TF32; bfloat16 by autocast; cuDNN's flash attention; an embedding
-with rows up to a multiple of 128; the loss in chunks; activation checkpoints; bfloat16 parameters with split masters;
-8-bit moments; several microbatches a step. More of them, to try out, are chosen by name (`--rungs`). A step is loss,
-gradient, clipping and AdamW, with parameters and state donated. Tokens are real text, eight batches in turn, on the
+A rung is one before it and one change: float32; TF32; bfloat16 by autocast; cuDNN's flash attention; an embedding with
+rows up to a multiple of 128; bfloat16 parameters with split masters; 8-bit moments; weights of all layers in one stack.
+Then those that pay with time for memory, and say how much: the loss in chunks; checkpoints that keep less and less. The
+last one has several microbatches a step, with everything kept. More of them, to try out, are chosen by name
+(`--rungs`). A step is loss, gradient, clipping and AdamW, with parameters and state donated. Tokens are real text, eight batches in turn, on the
 device before the clock starts. Steps are enqueued one behind another and waited for once; the time is the median of
 several rounds.
 
@@ -38,6 +39,7 @@ from typing import Annotated, Any
 
 import typer
 
+from benchmarks.ladder_picture import held_bytes, write_picture
 from benchmarks.report import Sheet, bound_cells, make_console, spread_cell, write_json
 from benchmarks.rungs import EXTRAS, LADDER, RUNGS, Rung, Setting, choose_rungs, choose_setting
 from benchmarks.workers import Clock, Result, Run, run_worker
@@ -143,7 +145,8 @@ def rates(row: Result, matmul: float) -> Result:
 
 def add_gains(rows: list[Result]) -> None:
     """How many times as fast as the rung before, or as the nearest one before that which has run."""
-    speeds = {row["rung"]: row["tokens/s"] for row in rows if "tokens/s" in row and "failed" not in row}
+    by_name = {row["rung"]: row for row in rows if "tokens/s" in row and "failed" not in row}
+    speeds = {name: row["tokens/s"] for name, row in by_name.items()}
     for row in rows:
         before = row["after"]
         while before is not None and before not in speeds:
@@ -151,6 +154,8 @@ def add_gains(rows: list[Result]) -> None:
         row.pop("gain", None)
         if before is not None and row["rung"] in speeds:
             row |= {"gain": speeds[row["rung"]] / speeds[before], "gain over": before}
+            if "program" in row:
+                row["saved bytes"] = held_bytes(by_name[before]) - held_bytes(row)
 
 
 def each_rung(
@@ -182,7 +187,7 @@ def measured_cells(row: Result) -> dict[str, str]:
     cells |= {"ms a step": f"{row['ms']:.2f}", "spread": spread_cell(row["ms spread"], 2)}
     cells |= bound_cells(row["program"], row["ms"])
     cells |= {"tokens/s": f"{row['tokens/s']:,.0f}", "TFLOP/s": f"{row['FLOP/s'] / 1e12:.3g}"}
-    cells |= {"MFU": f"{row['MFU']:.1%}", "peak GB": memory_cell(row), "gain": gain_cell(row)}
+    cells |= {"MFU": f"{row['MFU']:.1%}", "peak GB": memory_cell(row), "gain": gain_cell(row), "pays": trade_cell(row)}
     return cells | {"loss": f"{row['loss']:.3f}", "note": row.get("note", "")}
 
 
@@ -202,7 +207,7 @@ def read_cells(row: Result) -> dict[str, str]:
     cells |= {"bound, ms": f"{program['bound ms']:.1f}", "at what is reached, ms": f"{program['reached ms']:.1f}"}
     cells |= {"peak, GB": f"{program['peak bytes'] / 1e9:.1f}", "moved, GB": f"{program['moved bytes'] / 1e9:.1f}"}
     cells |= {"not in products, GB": f"{program['outside bytes'] / 1e9:.1f}", "kernels": f"{program['kernels']:,}"}
-    cells |= {"MFU at most": f"{row['MFU']:.0%}", "gain": gain_cell(row)}
+    cells |= {"MFU at most": f"{row['MFU']:.0%}", "gain": gain_cell(row), "pays": trade_cell(row)}
     return cells | {"compiled in, s": f"{program['compile s']:.0f}"}
 
 
@@ -216,6 +221,13 @@ def gain_cell(row: Result) -> str:
     if "gain" not in row:
         return ""
     return f"{row['gain']:.2f}" + ("" if row["gain over"] == row["after"] else f" over {row['gain over']}")
+
+
+def trade_cell(row: Result) -> str:
+    """Return what a rung pays with time for memory; nothing where it is no slower than the one before."""
+    if row.get("gain", 1) >= 1 or row.get("saved bytes", 0) <= 0:
+        return ""
+    return f"{1 / row['gain'] - 1:.1%} of time for {row['saved bytes'] / 1e9:.1f} GB"
 
 
 # --- The command. ---
@@ -255,8 +267,9 @@ def main(
         str | None, typer.Option(help="Only read the ladder's programs for this device: h200, ...")
     ] = None,
     json_path: JsonOption = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw the ladder into this file.")] = None,
 ) -> None:
-    """Measures, prints the tables and, if asked, writes the numbers."""
+    """Measures, prints the tables and, if asked, writes the numbers and a picture."""
     console, chosen = make_console(), chosen_rungs(rungs)
     given = {"preset": preset and str(preset), "batch_size": batch_size, "steps": steps, "rounds": rounds}
     given |= {"token_budget": token_budget, "timeout": timeout, "xla_flags": xla_flags}
@@ -274,6 +287,10 @@ def main(
 
     rows = each_rung(chosen, row_of, keep)
     console.print(programs_table(rows, bench.setting) if target else ladder_table(rows, bench.device["matmul FLOP/s"]))
+    if picture is not None:
+        write_picture(
+            picture, rows, f"A step of {bench.setting.preset}: {'bound of the program' if target else 'measured'}"
+        )
 
 
 def progress(row: Result) -> str:

@@ -16,8 +16,8 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from benchmarks import fixed_batch, gpt2_in_jax, ladder, report, rungs
-from benchmarks.rungs import EXTRAS, FIXED, LADDER, RUNGS, TORCH_LADDER, TORCH_RUNGS, choose_rungs, choose_setting
+from benchmarks import fixed_batch, gpt2_in_jax, ladder, ladder_picture, report, rungs
+from benchmarks.rungs import EXTRAS, F32, FIXED, LADDER, RUNGS, TORCH_LADDER, TORCH_RUNGS, choose_rungs, choose_setting
 from benchmarks.token_batches import text_tokens, token_batches
 from benchmarks.workers import Clock, run_worker, time_rounds
 from examples.gpt import text
@@ -62,7 +62,8 @@ def changes(before, after):
 
 def test_a_rung_is_the_one_before_it_and_one_change():
     for steps, by_name in ((LADDER, RUNGS), (TORCH_LADDER, TORCH_RUNGS)):
-        assert [rung.after for rung in steps] == [None, *(rung.name for rung in steps[:-1])]
+        names = [rung.name for rung in steps]
+        assert [rung.after in names[:i] for i, rung in enumerate(steps)] == [False] + [True] * (len(names) - 1)
         assert {len(changes(by_name[rung.after], rung)) for rung in by_name.values() if rung.after} == {1}
     assert len(RUNGS) == len(LADDER) + len(EXTRAS)
 
@@ -117,6 +118,24 @@ def test_a_gain_is_over_the_nearest_rung_before_that_ran():
     ladder.add_gains(rows)
     assert [row.get("gain") for row in rows] == [None, None, pytest.approx(100), pytest.approx(10)]
     assert [ladder.gain_cell(row) for row in rows] == ["", "", "100.00 over f32", "10.00"]
+
+
+def test_a_rung_that_is_slower_says_what_it_pays_for_how_much_memory():
+    """A tenth of the time for 2 of 5 GB. One that is faster says nothing, and neither does one that only costs."""
+    row = lambda rung, speed, gb: {
+        "rung": rung.name, "after": rung.after, "tokens/s": speed, "program": {"peak bytes": gb * 10**9}
+    }  # fmt: skip
+    rows = [row(F32, 10.0, 9), row(RUNGS["tf32"], 110.0, 5), row(RUNGS["bf16"], 100.0, 3), row(RUNGS["flash"], 90.0, 4)]
+    ladder.add_gains(rows)
+    assert [ladder.trade_cell(row) for row in rows] == ["", "", "10.0% of time for 2.0 GB", ""]
+
+
+def test_a_picture_of_the_ladder_has_a_bar_for_each_rung_that_ran(tmp_path):
+    row = {"label": "a rung", "tokens": 100, "tokens/s": 1e3, "program": {"peak bytes": 10**9}}
+    ladder_picture.write_picture(
+        tmp_path / "ladder.png", [row, row | {"memory": 5}, {"failed": "no memory"}], "a title"
+    )
+    assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(("value", "least", "most"), [(1.2, True, False), (1.1, True, True), (math.nan, False, False)])

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import mpx
-from examples.gpt.loss import mean_loss, token_losses
+from examples.gpt.loss import cross_entropy, mean_loss, token_losses
 from tests.helpers import all_eqns, eight_cpu_devices
 
 pytestmark = pytest.mark.slow
@@ -51,6 +51,26 @@ def distance(actual, expected):
 
 
 # --- What is computed. ---
+@pytest.mark.parametrize("scale", [1.0, 1e4])
+def test_large_logits_lose_no_digits_and_rows_of_minus_infinity_are_left_out(scale):
+    """In float64 and from the textbook. Without its maximum (the negative control) a sum of exponentials overflows."""
+    generator = np.random.default_rng(1)
+    logits = (scale * generator.normal(size=(5, 9))).astype(np.float32)
+    logits[:, 7:] = -np.inf
+    targets = logits.argmax(-1).astype(np.int32)
+    shifted = np.float64(logits) - np.float64(logits).max(-1, keepdims=True)
+    losses, gradient = jax.value_and_grad(lambda x: cross_entropy(x, targets).sum())(logits)
+    np.testing.assert_allclose(losses, np.log(np.exp(shifted).sum(-1)).sum(), rtol=1e-5, atol=1e-30)
+    softmax = np.exp(shifted) / np.exp(shifted).sum(-1, keepdims=True)
+    np.testing.assert_allclose(gradient, softmax - np.eye(9)[targets], atol=1e-6)
+    assert bool(np.isfinite(jnp.log(jnp.exp(logits).sum(-1))).all()) == (scale == 1.0)
+
+
+def test_a_logit_that_is_not_a_number_makes_the_loss_one():
+    for bad in (np.nan, np.inf):
+        assert np.isnan(cross_entropy(jnp.array([0.0, bad, 1.0]), jnp.array(0)))
+
+
 @pytest.mark.parametrize("chunks", [1, 2, 4, 16])
 def test_loss_and_gradients_are_those_of_the_formula(chunks):
     given = inputs()

@@ -13,7 +13,7 @@ import pytest
 import mpx
 from examples.gpt import training
 from examples.gpt.loss import mean_loss
-from examples.gpt.model import Config
+from examples.gpt.model import PRESETS, Config
 from examples.gpt.recipes import RECIPES, get_recipe
 from examples.gpt.training import Hyperparameters, decayed, make_program, mean_over_microbatches
 from tests.helpers import all_eqns, assert_same_bits, types_of
@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.optax_promotion, pytest.mark.slow]  # real models are 
 
 CONFIG = Config(width=32, depth=1, heads=2, context=8, vocabulary=20, vocabulary_multiple=16)
 SCANNED = dataclasses.replace(CONFIG, depth=2, layers="scanned")
+STACKED = dataclasses.replace(SCANNED, layers="stacked")
 UNROLLED = dataclasses.replace(CONFIG, depth=2, layers="unrolled")
 # Three steps have no warm-up: the first one has the peak of the learning rate.
 HYPERPARAMETERS = Hyperparameters(steps=3, learning_rate=1e-3)
@@ -167,14 +168,25 @@ def shapes_of(config):
     return jax.eval_shape(make_program(get_recipe("f32"), config, HYPERPARAMETERS).init, 0)[0]
 
 
-@pytest.mark.parametrize("config", [UNROLLED, SCANNED], ids=["unrolled", "scanned"])
+@pytest.mark.parametrize("config", [UNROLLED, STACKED, SCANNED], ids=lambda config: config.layers)
 def test_embeddings_and_kernels_decay_and_nothing_else_does(config):
-    """By their dimensions alone the biases of scanned blocks would decay: they are stacked to matrices."""
+    """By their dimensions alone the biases of stacked blocks would decay: they are stacked to matrices."""
     mask = by_path(decayed(shapes_of(config), config))
     assert {path for path, decays in mask.items() if decays} == {
         path for path in mask if "kernel" in path or "embedding" in path
     }
     assert not all(mask.values())
+
+
+def test_moments_of_biases_and_norms_stay_float32_in_stacks_too():
+    """A stack of them is larger than `low_precision_state` leaves alone. The matrices are the negative control."""
+    config = dataclasses.replace(PRESETS["tiny"], width=512, layers="stacked")
+    state = jax.eval_shape(make_program(get_recipe("bf16-split-8bit"), config, HYPERPARAMETERS).init, 0)[1]
+    moments = {path: leaf for path, leaf in by_path(state).items() if "mu" in path and leaf.ndim}
+    is_matrix = lambda path: "kernel" in path or "embedding" in path
+    assert {leaf.dtype for path, leaf in moments.items() if not is_matrix(path)} == {jnp.dtype("float32")}
+    assert max(leaf.size for path, leaf in moments.items() if not is_matrix(path)) > 4096
+    assert any(leaf.dtype == jnp.uint8 for leaf in moments.values())
 
 
 @pytest.mark.parametrize("name", ["f32", "bf16-split-8bit", "bf16-kahan", "bf16-any-precision", "f16-scaled"])
