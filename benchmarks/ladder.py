@@ -7,9 +7,9 @@ A rung is one before it and one change: float32; TF32; bfloat16 by autocast; cuD
 rows up to a multiple of 128; bfloat16 parameters with split masters; 8-bit moments; weights of all layers in one stack.
 Then those that pay with time for memory, and say how much: the loss in chunks; checkpoints that keep less and less. The
 last one has several microbatches a step, with everything kept. More of them, to try out, are chosen by name
-(`--rungs`). A step is loss, gradient, clipping and AdamW, with parameters and state donated. Tokens are real text, eight batches in turn, on the
-device before the clock starts. Steps are enqueued one behind another and waited for once; the time is the median of
-several rounds.
+(`--rungs`). A step is loss, gradient, clipping and AdamW, with parameters and state donated. Tokens are real text,
+eight batches in turn, on the device before the clock starts. Steps are enqueued one behind another and waited for once;
+the time is the median of several rounds.
 
 `--target h200` measures nothing: each rung is compiled for that device, which need not be there, and its program read
 (see `benchmarks.reading`). Otherwise the bound of the program that ran stands beside the time, where the figures of the

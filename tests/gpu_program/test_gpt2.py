@@ -97,7 +97,7 @@ def test_a_loss_that_looks_its_targets_up_writes_float32_logits(h200, monkeypatc
     monkeypatch.setattr(loss, "cross_entropy", optax.softmax_cross_entropy_with_integer_labels)
     report = report_of_loss()
     assert of_the_size_of_logits(report).count("f32") == 2
-    assert moved_outside_products(report) > 12 * 2 * LOGITS
+    assert moved_outside_products(report) > 8 * 2 * LOGITS
     assert report.temporary_bytes > 4 * LOGITS
 
 
@@ -115,7 +115,7 @@ def test_a_step_writes_few_large_float32_arrays_and_has_no_kernel_that_only_conv
 
 
 def test_stacked_weights_take_one_kernel_of_the_optimizer_for_all_layers_and_no_copies(flash, h200):
-    """Unrolled (the negative control), each of two layers has kernels of its own, for 4 large arrays and 8 small ones."""
+    """Unrolled (the negative control), each of two layers has a kernel for each of its 12 arrays."""
     of_optimizer = lambda report: sum(
         kernel.times for kernel in report.kernels if "training.py" in kernel.source and kernel.kind == "library calls"
     )
@@ -123,7 +123,7 @@ def test_stacked_weights_take_one_kernel_of_the_optimizer_for_all_layers_and_no_
         layers: report_of_step("bf16-split-8bit", attention="cudnn", layers=layers, checkpoint="dots")[1]
         for layers in ("stacked", "unrolled")
     }
-    assert of_optimizer(reports["unrolled"]) == of_optimizer(reports["stacked"]) + 4
+    assert of_optimizer(reports["unrolled"]) == of_optimizer(reports["stacked"]) + 12
     assert reports["stacked"].kernel_count < reports["unrolled"].kernel_count - 20
     stacks = ("bf16[1,768,", "bf16[1,3072,")  # a layer's weights, taken out of their stack
     assert not [kernel for kernel in reports["stacked"].kernels if kernel.result.startswith(stacks)]
