@@ -182,7 +182,8 @@ def test_moments_of_biases_and_norms_stay_float32_in_stacks_too():
     """A stack of them is larger than `low_precision_state` leaves alone. The matrices are the negative control."""
     config = dataclasses.replace(PRESETS["tiny"], width=512, layers="stacked")
     state = jax.eval_shape(make_program(get_recipe("bf16-split-8bit"), config, HYPERPARAMETERS).init, 0)[1]
-    moments = {path: leaf for path, leaf in by_path(state).items() if "mu" in path and leaf.ndim}
+    leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(state)}
+    moments = {path: leaf for path, leaf in leaves.items() if ".mu[" in path}
     is_matrix = lambda path: "kernel" in path or "embedding" in path
     assert {leaf.dtype for path, leaf in moments.items() if not is_matrix(path)} == {jnp.dtype("float32")}
     assert max(leaf.size for path, leaf in moments.items() if not is_matrix(path)) > 4096
