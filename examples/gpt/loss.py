@@ -27,26 +27,21 @@ from examples.gpt.model import masked_logits
 
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     """Return the cross-entropy (...) of floating logits (..., V) and targets (...), in float32 and nats."""
-    return _cross_entropy(logits.astype(jnp.float32), targets)
+    logits = logits.astype(jnp.float32)
+    is_target = jax.nn.one_hot(targets, logits.shape[-1], dtype=bool)  # a comparison with an iota
+    return _log_sum_exp(logits) - jnp.where(is_target, logits, 0).sum(-1)
 
 
 @jax.custom_jvp
-def _cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    return _loss_and_error(logits, targets)[0]
-
-
-@_cross_entropy.defjvp
-def _cross_entropy_jvp(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
-    loss, error = _loss_and_error(*primals)
-    return loss, (error * tangents[0]).sum(-1)
-
-
-def _loss_and_error(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return losses (...) and their derivatives with respect to float32 logits (..., V): softmax minus one-hot."""
+def _log_sum_exp(logits: jax.Array) -> jax.Array:
     top, total = _largest_and_sum(logits)
-    is_target = jax.nn.one_hot(targets, logits.shape[-1], dtype=bool)  # a comparison with an iota
-    loss = jnp.log(total) + (top - jnp.where(is_target, logits, 0).sum(-1))
-    return loss, jnp.exp(logits - top[..., None]) / total[..., None] - is_target.astype(jnp.float32)
+    return top + jnp.log(total)
+
+
+@_log_sum_exp.defjvp
+def _log_sum_exp_jvp(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+    result = _log_sum_exp(*primals)
+    return result, (jnp.exp(primals[0] - result[..., None]) * tangents[0]).sum(-1)
 
 
 def _largest_and_sum(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
