@@ -39,7 +39,6 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.ladder_picture import held_bytes, write_picture
 from benchmarks.report import Sheet, bound_cells, make_console, spread_cell, write_json
 from benchmarks.rungs import EXTRAS, LADDER, RUNGS, Rung, Setting, choose_rungs, choose_setting
 from benchmarks.workers import Clock, Result, Run, run_worker
@@ -156,6 +155,11 @@ def add_gains(rows: list[Result]) -> None:
             row |= {"gain": speeds[row["rung"]] / speeds[before], "gain over": before}
             if "program" in row:
                 row["saved bytes"] = held_bytes(by_name[before]) - held_bytes(row)
+
+
+def held_bytes(row: Result) -> int:
+    """The peak of memory of a rung: the measured one, or that of its program."""
+    return row.get("memory", row["program"]["peak bytes"])
 
 
 def each_rung(
@@ -288,6 +292,8 @@ def main(
     rows = each_rung(chosen, row_of, keep)
     console.print(programs_table(rows, bench.setting) if target else ladder_table(rows, bench.device["matmul FLOP/s"]))
     if picture is not None:
+        from benchmarks.ladder_picture import write_picture  # Matplotlib need not be where programs are compiled
+
         write_picture(
             picture, rows, f"A step of {bench.setting.preset}: {'bound of the program' if target else 'measured'}"
         )

@@ -2,7 +2,6 @@
 
 import statistics
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 
@@ -10,9 +9,9 @@ matplotlib.use("Agg")  # only files are written: no display is needed
 import matplotlib.pyplot as plt
 
 import mpx.plot
+from benchmarks.ladder import Result, held_bytes
 from mpx.tools.plot.sheet import BLUE, VERMILLION
 
-Result = dict[str, Any]
 CUT = 2.5  # the longest bar, in medians: float32 would make all others short, and has its number beside it
 
 
@@ -42,8 +41,3 @@ def write_picture(path: Path, rows: list[Result], title: str) -> None:
         figure.suptitle(title, x=0.01, ha="left", fontsize="medium")
         figure.savefig(path, dpi=150)
         plt.close(figure)
-
-
-def held_bytes(row: Result) -> int:
-    """Return the peak of memory of a rung: the measured one, or that of its program."""
-    return row.get("memory", row["program"]["peak bytes"])
