@@ -1,6 +1,5 @@
 """Contractions: which of them can be narrowed, how one runs in the compute dtype, and how many FLOPs it takes."""
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -96,7 +95,7 @@ def run(eqn: JaxprEqn, operands: list[Any], compute: Compute, wide_gradients: tu
     gradient are in the compute dtype all the same.
     """
     if compute.fp8 is not None:
-        return fp8.run(eqn, operands[0], operands[1], compute.fp8, functools.partial(_gradient, wide_gradients))
+        return fp8.run(eqn, operands[0], operands[1], compute.fp8, wide_gradients)
     if compute.algorithm is not None:
         return eqn.primitive.bind(*operands, **(eqn.params | {"precision": compute.algorithm}))
 

@@ -1,7 +1,7 @@
 """Matrix products of 8-bit floats: which contractions run so, and how one runs, with those of its gradients.
 
-Operands are rounded to 8 bits, and multiplied by the inverse of their scale in bfloat16, which has these numbers
-exactly. XLA for GPUs takes a product of such operands for one of 8-bit floats.
+Operands are rounded to 8 bits, these codes are multiplied as they are, and the result is multiplied by the inverses of
+both scales.
 """
 
 import dataclasses
@@ -61,10 +61,10 @@ class Codes(NamedTuple):
     inverse_scale: jax.Array  # float32, a scalar, or of size 1 along the axes that share a scale
 
 
-def run(eqn: JaxprEqn, lhs: jax.Array, rhs: jax.Array, fp8: Fp8, summed: "Summed") -> jax.Array:
+def run(eqn: JaxprEqn, lhs: jax.Array, rhs: jax.Array, fp8: Fp8, wide: tuple[bool, bool]) -> jax.Array:
     """Return the product of float32 operands, in bfloat16.
 
-    `summed` runs the transpose of a product on a cotangent, for the gradient of each operand.
+    `wide` says for which operand the gradient is to be float32.
     """
     (lhs_contracting, rhs_contracting), _ = eqn.params["dimension_numbers"]
     lhs_outer, rhs_outer = _others(lhs.ndim, lhs_contracting), _others(rhs.ndim, rhs_contracting)
@@ -76,16 +76,13 @@ def run(eqn: JaxprEqn, lhs: jax.Array, rhs: jax.Array, fp8: Fp8, summed: "Summed
         show = functools.partial(fp8.observe, eqn, name) if isinstance(fp8, Observed) else None
         return _encoded(fp8, *args, measured=measured, show=show)
 
-    def contract(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        return eqn.primitive.bind(lhs, rhs, **(eqn.params | {"preferred_element_type": lhs.dtype}))
-
     def forward_pass(lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, Any]:
         left, right = encoded("left", lhs, forward, lhs_contracting), encoded("right", rhs, forward, rhs_contracting)
         kept = (left, right)
         if fp8.scaling == "row":  # the products of the gradients contract other axes, and ask for other scales
             kept = lax.convert_element_type(lhs, RESULTS), lax.convert_element_type(rhs, RESULTS)
         typed = [lax.full((0,), 0, x.dtype) for x in (lhs, rhs)]
-        return _product(contract, left, right, fp8), (kept, typed)
+        return _product(left, right, (lhs_contracting, rhs_contracting)), (kept, typed)
 
     def backward_pass(residuals: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
         (left, right), typed = residuals
@@ -96,10 +93,13 @@ def run(eqn: JaxprEqn, lhs: jax.Array, rhs: jax.Array, fp8: Fp8, summed: "Summed
         if fp8.scaling == "row":
             g_for_rhs = of_cotangent(from_lhs)
             left, right = encoded("left", left, forward, lhs_outer), encoded("right", right, forward, rhs_outer)
-        like_lhs, like_rhs = left.codes, right.codes
-        of_lhs = lambda g, right: summed(lambda x: contract(x, right), like_lhs.astype(g.dtype), g, 0)
-        of_rhs = lambda g, left: summed(lambda x: contract(left, x), like_rhs.astype(g.dtype), g, 1)
-        gradients = _product(of_lhs, g_for_lhs, right, fp8), _product(of_rhs, g_for_rhs, left, fp8)
+        of_lhs = _product(g_for_lhs, right, (from_rhs, rhs_outer), _wide(wide[0]))
+        of_rhs = _product(left, g_for_rhs, (lhs_outer, from_lhs), _wide(wide[1]))
+        # Axes that were contracted come out in the order of the other operand's.
+        gradients = (
+            lax.transpose(of_lhs, _places((*lhs_outer, *_in_order_of(rhs_contracting, lhs_contracting)))),
+            lax.transpose(of_rhs, _places((*_in_order_of(lhs_contracting, rhs_contracting), *rhs_outer))),
+        )
         for_lhs, for_rhs = (g.astype(like.dtype) for g, like in zip(gradients, typed, strict=True))
         return for_lhs, for_rhs
 
@@ -108,18 +108,37 @@ def run(eqn: JaxprEqn, lhs: jax.Array, rhs: jax.Array, fp8: Fp8, summed: "Summed
     return product(lhs, rhs)
 
 
-Summed = Callable[[Callable[[jax.Array], jax.Array], jax.Array, jax.Array, int], jax.Array]
+def _product(a: Codes, b: Codes, contracted: tuple[Sequence[int], Sequence[int]], dtype: Any = RESULTS) -> jax.Array:
+    """Multiply codes, and the result by the inverses of the scales.
 
-
-def _product(multiply: Callable[[jax.Array, jax.Array], jax.Array], a: Codes, b: Codes, fp8: Fp8) -> jax.Array:
-    """Multiply two operands. Scales of rows, and those that are no powers of two, are factored out of the product."""
-    narrow = lambda x: lax.convert_element_type(x, RESULTS)
-    if fp8.scaling == "tensor" and fp8.power_of_two:
-        return multiply(*[narrow(x.codes) * narrow(x.inverse_scale) for x in (a, b)])
-    product = multiply(narrow(a.codes), narrow(b.codes))
+    In this form XLA for a GPU multiplies 8-bit floats, by Triton and by cuBLAS. Where operands are scaled before the
+    product, it does so for cuBLAS alone: for Triton, its default, it leaves the rounding out and multiplies bfloat16.
+    """
+    product = lax.dot_general(a.codes, b.codes, (contracted, ((), ())), preferred_element_type=dtype)
     inverses = a.inverse_scale, b.inverse_scale
-    scale = inverses[0] * inverses[1] if fp8.scaling == "tensor" else multiply(*inverses)
-    return lax.convert_element_type(lax.convert_element_type(product, np.float32) * scale, product.dtype)
+    if inverses[0].ndim:  # one for each row: they stand along the axes of the product
+        of_a, of_b = (lax.squeeze(x, tuple(axes)) for x, axes in zip(inverses, contracted, strict=True))
+        inverses = (
+            lax.expand_dims(of_a, range(of_a.ndim, product.ndim)),
+            lax.expand_dims(of_b, range(of_a.ndim)),
+        )
+    # The smaller one first, or what lies between might overflow.
+    scaled = lax.convert_element_type(product, np.float32) * jnp.minimum(*inverses) * jnp.maximum(*inverses)
+    return lax.convert_element_type(scaled, dtype)
+
+
+def _wide(is_wide: bool) -> Any:
+    return np.dtype(np.float32) if is_wide else RESULTS
+
+
+def _in_order_of(other: Sequence[int], axes: Sequence[int]) -> list[int]:
+    """Return axes in the order of those of the other operand with which they were contracted."""
+    return [axis for _, axis in sorted(zip(other, axes, strict=True))]
+
+
+def _places(axes: Sequence[int]) -> list[int]:
+    """Return the permutation that brings axes in this order into their own."""
+    return sorted(range(len(axes)), key=axes.__getitem__)
 
 
 def _encoded(
