@@ -8,6 +8,8 @@ import jax
 import numpy as np
 
 from mpx import _errors, _trees
+from mpx._fp8 import FORMATS
+from mpx._stored.blockwise_fp8 import BlockwiseFp8
 from mpx._stored.leaves import leaves_of
 from mpx._stored.roles import EXACT, Role
 from mpx._stored.state_format import FLOAT32, StateFormat, as_format, position_of, require_nameable, scales_name
@@ -67,13 +69,13 @@ def checked_patterns(given: Any) -> dict[str, StateFormat]:
 
 
 def _checked_format(pattern: str, chosen: Any) -> StateFormat:
-    found = as_format(chosen)
+    found = as_format(BlockwiseFp8(chosen) if type(chosen) is str and chosen in FORMATS else chosen)
     if found is None:
         is_class = isinstance(chosen, type) and issubclass(chosen, StateFormat)
         hint = f" Make one: `{chosen.__name__}()`." if is_class else ""
         raise ValueError(
-            f"`low_precision_state`: `formats[{pattern!r}]` must be bfloat16, float16, float32 or a `StateFormat` such "
-            f"as `Blockwise8bit()`, but got {chosen!r}.{hint}"
+            f"`low_precision_state`: `formats[{pattern!r}]` must be bfloat16, float16, float32, 'e4m3', 'e5m2' or a "
+            f"`StateFormat` such as `Blockwise8bit()`, but got {chosen!r}.{hint}"
         )
     require_nameable(found, "low_precision_state")
     return found

@@ -106,11 +106,11 @@ class Blockwise8bit(StateFormat):
         """Return uint8 codes in the shape of a float32 array."""
         x, scales = lax.stop_gradient((x, scales))  # as of every rounding, the derivative is zero
         noise = None if key is None else jax.random.bits(key, x.shape, np.uint32)
-        return _codes(x, _spread(scales, x.shape, self.block_size), self.signed is not False, noise)
+        return _codes(x, spread(scales, x.shape, self.block_size), self.signed is not False, noise)
 
     def decode(self, codes: jax.Array, scales: jax.Array) -> jax.Array:
         """Return the float32 array that was encoded."""
-        return _values(codes, self.signed is not False) * _spread(scales, codes.shape, self.block_size)
+        return _values(codes, self.signed is not False) * spread(scales, codes.shape, self.block_size)
 
     def for_role(self, role: Role) -> "Blockwise8bit":
         """Return the format with its sign decided: only second moments are unsigned."""
@@ -151,7 +151,7 @@ def _scales_shape(shape: tuple[int, ...], block_size: int) -> tuple[int, ...]:
     return (-(-size // block_size),)
 
 
-def _largest(keys: jax.Array, block_size: int) -> jax.Array:
+def largest_of_blocks(keys: jax.Array, block_size: int) -> jax.Array:
     """Return the largest key (uint32) of each block."""
     scales_shape = _scales_shape(keys.shape, block_size)
     if tiles := _in_tiles(keys.shape, block_size):
@@ -162,7 +162,7 @@ def _largest(keys: jax.Array, block_size: int) -> jax.Array:
     return jnp.max(keys.reshape(*scales_shape, block_size), axis=-1)
 
 
-def _spread(scales: jax.Array, shape: tuple[int, ...], block_size: int) -> jax.Array:
+def spread(scales: jax.Array, shape: tuple[int, ...], block_size: int) -> jax.Array:
     """Return the scale of each element of an array of this shape."""
     repeat = lambda x, times: jnp.broadcast_to(x[..., None], (*x.shape, times))
     if tiles := _in_tiles(shape, block_size):
@@ -179,10 +179,12 @@ def _scales(x: jax.Array, block_size: int, signed: bool) -> jax.Array:
     bits = lax.bitcast_convert_type(x, np.uint32)
     if signed:
         bits = bits ^ _SIGN
-        largest = _largest((bits << 1) | (bits >> 31), block_size)
+        largest = largest_of_blocks((bits << 1) | (bits >> 31), block_size)
         magnitude, largest = largest >> 1, ((largest >> 1) | (largest << 31)) ^ _SIGN
     else:
-        magnitude = largest = _largest(jnp.where(bits & ~_SIGN < _SMALLEST_NORMAL_BITS, np.uint32(0), bits), block_size)
+        magnitude = largest = largest_of_blocks(
+            jnp.where(bits & ~_SIGN < _SMALLEST_NORMAL_BITS, np.uint32(0), bits), block_size
+        )
     scales = jnp.where(magnitude >= _SMALLEST_NORMAL_BITS, lax.bitcast_convert_type(largest, np.float32), np.float32(0))
     return jnp.where(magnitude > _INFINITY_BITS, np.float32(np.nan), scales)
 

@@ -74,10 +74,11 @@ def low_precision_state(
     Args:
         inner: any Optax transformation or chain.
         formats: regular expressions, each with the format of the leaves it matches: bfloat16, float16, float32 (for
-            exceptions), by name or dtype, or a `StateFormat` such as `Blockwise8bit()`. An expression is searched in
-            the "/"-joined path of a leaf of the rule's state, such as `0/mu/layers/kernel`, and matches whole
-            components only: `mu` does not match `accumulator`. The first that matches wins, so exceptions come first.
-            If a layer is called `mu`, say `^0/mu`, or `mu` matches `0/nu/mu/kernel` too.
+            exceptions), by name or dtype; `"e4m3"` or `"e5m2"`, 8-bit floats with a power of two for each block of 256;
+            or a `StateFormat` such as `Blockwise8bit()`. An expression is searched in the "/"-joined path of a leaf of
+            the rule's state, such as `0/mu/layers/kernel`, and matches whole components only: `mu` does not match
+            `accumulator`. The first that matches wins, so exceptions come first. If a layer is called `mu`, say
+            `^0/mu`, or `mu` matches `0/nu/mu/kernel` too.
         min_size: leaves with fewer elements stay float32: they cost little, and biases and gains need their precision.
         rounding: `"nearest"`, or `"stochastic"`: up or down at random such that the mean is right. (In 8 bits two cases
             are not random: a second moment below the smallest code is rounded up to it; a signed number between 0.993

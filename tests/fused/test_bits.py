@@ -121,6 +121,9 @@ COMPOSED = {
     "a format from outside": lambda: mpx.master_weights(
         mpx.low_precision_state(optax.adam(1e-2), {"mu": RowExponent()}, min_size=512), storage="split"
     ),
+    "8-bit floats": lambda: mpx.master_weights(
+        mpx.low_precision_state(optax.adam(1e-2), {"mu": "e4m3", "nu": "e5m2"}, min_size=512), storage="split"
+    ),
     "a wrapper from outside": lambda: own_masters(EIGHT_BITS),
 }
 QUICKLY_COMPOSED = {"clipping", "MultiSteps", "a format from outside"}

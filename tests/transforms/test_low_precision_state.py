@@ -361,7 +361,9 @@ def test_float64_leaves_are_not_stored_in_less():
         assert_same_bits((updates, state.inner_state), (wanted, expected))
 
 
-UNKNOWN = "must be bfloat16, float16, float32 or a `StateFormat` such as `Blockwise8bit\\(\\)`, but got "
+UNKNOWN = (
+    "must be bfloat16, float16, float32, 'e4m3', 'e5m2' or a `StateFormat` such as `Blockwise8bit\\(\\)`, but got "
+)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,109 @@
+"""`BlockwiseFp8`: keep a state in 8-bit floats, with a scale for each block.
+
+Codes are the bits of the format. They are made of integers and powers of two: nothing depends on how a compiler
+converts to 8 bits, and kernels for GPUs that have no such type compute them too.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from mpx._fp8 import FORMATS
+from mpx._stored.blockwise import largest_of_blocks, spread
+from mpx._stored.roles import Role
+from mpx._stored.state_format import StateFormat
+
+_MANTISSA, _BIAS = 23, 127  # of float32
+_MAGNITUDE = np.uint32(0x7FFF_FFFF)
+_INFINITY_BITS = np.int32(0x7F80_0000)
+_NEGATIVE = 128  # the bit of the sign
+_LARGEST_EXPONENT = 126  # of a scale whose inverse is a normal number too
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockwiseFp8(StateFormat):
+    """Keeps a state in e4m3 or e5m2, with a float32 scale for each block, a power of two.
+
+    A scale brings the largest magnitude of its block between half of the largest number of the format and that number.
+    Normal numbers are off by 2**-4 at most in e4m3, 2**-3 in e5m2. Those below about 2**-18 of the largest of their
+    block (e5m2: 2**-32) become zero. A positive second moment becomes the smallest number instead, since the next step
+    divides by its root. A block with an infinity or a NaN becomes NaN, as does one of second moments with a negative
+    number. What has been decoded is coded again without a change.
+
+    Attributes:
+        format: `"e4m3"` or `"e5m2"`.
+        block_size: as of `Blockwise8bit`.
+        signed: whether numbers may be negative, and small ones become zero. None: known by the field of the state.
+    """
+
+    format: str
+    block_size: int = 256
+    signed: bool | None = None
+
+    def scales_of(self, x: jax.Array) -> jax.Array:
+        """Return what the codes of each block are to be multiplied by, in the shape of those of `Blockwise8bit`."""
+        bits = lax.bitcast_convert_type(lax.stop_gradient(x), np.uint32)
+        # In the order of unsigned integers negative numbers come after NaN.
+        bits = bits & _MAGNITUDE if self.signed is not False else jnp.where(bits == ~_MAGNITUDE, np.uint32(0), bits)
+        bits = largest_of_blocks(bits, self.block_size)
+        is_number = bits < _INFINITY_BITS.view(np.uint32)
+        bits = lax.bitcast_convert_type(bits, np.int32)
+        limit = np.float32(jnp.finfo(FORMATS[self.format]).max).view(np.int32)
+        # The difference of the exponents, rounded down, if that of the mantissas is negative.
+        exponent = jnp.where(bits == 0, 0, jnp.minimum((limit - bits) >> _MANTISSA, _LARGEST_EXPONENT))
+        return jnp.where(is_number, _power_of_two(-exponent), np.float32(np.nan))
+
+    def encode(self, x: jax.Array, scales: jax.Array, key: jax.Array | None = None) -> jax.Array:
+        """Return the bits of 8-bit floats, uint8, in the shape of a float32 array."""
+        x, scales = lax.stop_gradient((x, scales))  # as of every rounding, the derivative is zero
+        mantissa, least = self._mantissa_and_least_exponent()
+        scales = spread(scales, x.shape, self.block_size)
+        v = jnp.where(scales > 0, x * _inverse(scales), np.float32(0))  # beside NaN codes do not count
+        exponent = ((lax.bitcast_convert_type(v, np.int32) & np.int32(_MAGNITUDE)) >> _MANTISSA) - _BIAS
+        exponent = jnp.maximum(exponent, least)
+        n = jnp.abs(v) * _power_of_two(mantissa - exponent)
+        if key is None:
+            n = jnp.round(n)  # ties to even
+        else:
+            below = jnp.floor(n)
+            n = below + (jax.random.uniform(key, x.shape, np.float32) < n - below).astype(np.float32)
+        if self.signed is False:
+            n = jnp.where(v > 0, jnp.maximum(n, np.float32(1)), n)
+        # The first bit of the mantissa, which is not stored, adds one to the exponent; so does what is rounded up.
+        code = ((exponent - least) << mantissa) + n.astype(np.int32)
+        return jnp.where((v < 0) & (code > 0), code + _NEGATIVE, code).astype(np.uint8)
+
+    def decode(self, codes: jax.Array, scales: jax.Array) -> jax.Array:
+        """Return the float32 array that was encoded."""
+        mantissa, least = self._mantissa_and_least_exponent()
+        code = codes.astype(np.int32) & np.int32(_NEGATIVE - 1)
+        exponent = jnp.maximum((code >> mantissa) - 1, 0)
+        n = (code - (exponent << mantissa)).astype(np.float32)
+        value = n * _power_of_two(exponent + (least - mantissa))
+        return jnp.where(codes >= np.uint8(_NEGATIVE), -value, value) * spread(scales, codes.shape, self.block_size)
+
+    def _mantissa_and_least_exponent(self) -> tuple[int, int]:
+        """Return the bits of the format's mantissa, and the exponent of its smallest normal number."""
+        info = jnp.finfo(FORMATS[self.format])
+        return int(info.nmant), int(info.minexp)
+
+    def for_role(self, role: Role) -> "BlockwiseFp8":
+        """Return the format with its sign decided: only second moments are unsigned."""
+        signed = role != "second moment" if self.signed is None else self.signed
+        return dataclasses.replace(self, signed=signed)
+
+    def __str__(self) -> str:
+        return self.format
+
+
+def _power_of_two(exponent: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type((exponent + _BIAS) << _MANTISSA, np.float32)
+
+
+def _inverse(power: jax.Array) -> jax.Array:
+    """Return the inverse of powers of two from 2**-126 to 2**126, exactly on every device; of NaN anything."""
+    bits = lax.bitcast_convert_type(power, np.int32)
+    return lax.bitcast_convert_type(np.int32((2 * _BIAS) << _MANTISSA) - bits, np.float32)

@@ -1,0 +1,177 @@
+"""Check states in 8-bit floats: all 256 codes, what is between two of them, scales, what cannot be held, wrappers.
+
+Oracle: ml_dtypes, which rounds to nearest, ties to even.
+"""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+
+import mpx
+from mpx._stored.blockwise_fp8 import BlockwiseFp8
+from tests.helpers import assert_same_bits, eight_cpu_devices
+
+DTYPES = {"e4m3": np.dtype(ml_dtypes.float8_e4m3fn), "e5m2": np.dtype(ml_dtypes.float8_e5m2)}
+by_format = pytest.mark.parametrize("name", DTYPES)
+BLOCK = 256
+
+
+def round_trip(x, name, signed=True, key=None):
+    kept = BlockwiseFp8(name, BLOCK, signed)
+    x = jnp.asarray(x, jnp.float32)
+    scales = kept.scales_of(x)
+    return np.asarray(kept.decode(kept.encode(x, scales, key), scales))
+
+
+def all_numbers(name):
+    """Return the finite numbers of a format, ascending."""
+    numbers = np.arange(256, dtype=np.uint8).view(DTYPES[name]).astype(np.float64)
+    return np.unique(numbers[np.isfinite(numbers)])
+
+
+def with_the_largest(v, name):
+    """Return numbers in blocks whose scale is 1."""
+    per_block = BLOCK - 1
+    v = np.pad(np.asarray(v, np.float32), (0, -len(v) % per_block)).reshape(-1, per_block)
+    return np.pad(v, ((0, 0), (1, 0)), constant_values=all_numbers(name)[-1]).reshape(-1)
+
+
+def numbers(seed, decades, blocks=64):
+    rng = np.random.default_rng(seed)
+    x = 10 ** rng.uniform(-decades, 0, (blocks, BLOCK)) * 10 ** rng.uniform(-20, 20, (blocks, 1))
+    return (x * rng.choice([-1, 1], x.shape)).astype(np.float32)
+
+
+@by_format
+def test_codes_are_the_bits_of_the_format(name):
+    x = with_the_largest(all_numbers(name), name)
+    codes, scales = BlockwiseFp8(name, BLOCK, True).coded(jnp.asarray(x))
+    assert (np.asarray(scales) == 1).all()
+    np.testing.assert_array_equal(np.asarray(codes).view(DTYPES[name]).astype(np.float32), x)
+
+
+@by_format
+@pytest.mark.parametrize("power", [-100, 0, 60])
+def test_every_number_of_the_format_times_a_power_of_two_is_kept(name, power):
+    x = np.ldexp(with_the_largest(all_numbers(name), name), power)
+    assert_same_bits(np.abs(round_trip(x, name)), np.abs(x))
+
+
+@by_format
+def test_numbers_between_two_of_the_format_become_the_nearest_and_ties_the_even_one(name):
+    """Between each two: a quarter, half, and three quarters of the way, and a hair beside half of it."""
+    found = all_numbers(name)
+    between = [found[:-1] + part * np.diff(found) for part in (0.25, 0.4999, 0.5, 0.5001, 0.75)]
+    x = with_the_largest(np.concatenate(between), name)
+    np.testing.assert_array_equal(round_trip(x, name), x.astype(DTYPES[name]).astype(np.float32))
+
+
+@pytest.mark.parametrize(("name", "bound", "decades"), [("e4m3", 2.0**-4, 4), ("e5m2", 2.0**-3, 8)])
+def test_the_relative_error_of_normal_numbers_is_at_most_half_a_step(name, bound, decades):
+    """Negative control: without a scale for each block most of these numbers are zero, infinite or NaN."""
+    x = numbers(0, decades)
+    relative = lambda y: np.abs(y - x) / np.abs(x)
+    assert bound / 2 < relative(round_trip(x, name)).max() <= bound
+    with np.errstate(all="ignore"):
+        plain = x.astype(DTYPES[name]).astype(np.float32)
+    assert not (relative(plain) <= bound).mean() > 0.5
+
+
+@by_format
+def test_what_has_been_decoded_is_coded_again_without_a_change(name):
+    for signed in (True, False):
+        x = numbers(1, 12) if signed else np.abs(numbers(1, 12))
+        once = round_trip(x, name, signed)
+        assert_same_bits(round_trip(once, name, signed), once)
+
+
+@by_format
+def test_a_positive_second_moment_never_becomes_zero_and_other_small_numbers_do(name):
+    x = np.full(BLOCK, 1e-12, np.float32)
+    x[0], x[1] = 1, 0
+    assert (round_trip(x, name, signed=False) > 0).tolist() == (x > 0).tolist()
+    assert (round_trip(x, name, signed=True)[1:] == 0).all()
+
+
+@by_format
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_makes_its_block_nan_and_no_other(name, value):
+    x = numbers(2, 3)
+    x[3, 7] = value
+    for signed, given in ((True, x), (False, np.where(np.isfinite(x), np.abs(x), x))):
+        bad = np.isnan(round_trip(given, name, signed))
+        assert bad[3].all()
+        assert not np.delete(bad, 3, axis=0).any()
+
+
+@by_format
+def test_a_negative_second_moment_makes_its_block_nan(name):
+    x = np.abs(numbers(3, 3))
+    x[5, 0] *= -1
+    assert np.isnan(round_trip(x, name, signed=False)).all(axis=1).nonzero()[0].tolist() == [5]
+
+
+@by_format
+def test_zeros_and_blocks_below_all_normal_numbers_become_zeros(name):
+    for value in (0.0, -0.0, 1e-40):
+        assert (round_trip(np.full(BLOCK, value), name) == 0).all()
+
+
+@pytest.mark.parametrize("largest", [2.0**-126, 2.0**-119, 3e38])
+@by_format
+def test_scales_at_both_ends_of_float32_keep_the_largest_magnitude(name, largest):
+    x = np.full(BLOCK, largest, np.float32)
+    assert (np.abs(round_trip(x, name) / x.astype(np.float64) - 1) <= 2.0**-3).all()
+
+
+@by_format
+def test_at_random_the_mean_is_the_number_and_each_result_is_one_of_its_two_neighbours(name):
+    """Below the smallest normal number too. The bound is 6 standard deviations."""
+    count, found = 20_000, all_numbers(name)
+    for number in (1.3, 300.0, 0.3 * found[found > 0][0], 2.6 * found[found > 0][0]):
+        x = with_the_largest(np.full(count, number), name)
+        rounded = round_trip(x, name, key=jax.random.key(0))[np.isclose(x, number)]
+        step = np.ptp(rounded)
+        assert len(np.unique(rounded)) == 2
+        assert rounded.min() < number < rounded.max()
+        assert abs(rounded.mean(dtype=np.float64) - number) < 6 * step / 2 / np.sqrt(len(rounded))
+        assert len(np.unique(round_trip(x, name)[np.isclose(x, number)])) == 1  # to nearest: negative control
+
+
+@by_format
+def test_the_bits_are_the_same_eagerly_under_jit_and_in_a_scan(name):
+    x = jnp.asarray(numbers(4, 6))
+    kept = BlockwiseFp8(name, BLOCK, True)
+    eager = kept.coded(x)
+    assert_same_bits(jax.jit(kept.coded)(x), eager)
+    _, (codes, scales) = jax.lax.scan(lambda _, x: (None, kept.coded(x)), None, x)
+    assert_same_bits((codes, scales.reshape(eager[1].shape)), eager)
+
+
+@pytest.mark.optax_promotion
+def test_adam_keeps_its_moments_in_8_bit_floats_with_scales():
+    tx = mpx.low_precision_state(optax.adam(1e-3), {"mu": "e4m3", "nu": "e5m2"})
+    params = {"w": jnp.ones((64, 256))}
+    state = tx.init(params)
+    _, state = jax.jit(tx.update)(params, state, params)
+    assert [optax.tree.get(state, moment)["w"].dtype for moment in ("mu", "nu")] == [np.uint8, np.uint8]
+    assert [scales.shape for scales in state.block_scales.values()] == [(64, 1), (64, 1)]
+    assert "signed=False" in list(state.block_scales)[1]
+
+
+@by_format
+def test_inside_shard_map_each_device_codes_its_rows_of_whole_blocks(name):
+    kept = BlockwiseFp8(name, BLOCK, True)
+    x = jnp.asarray(numbers(5, 3, blocks=8))
+    spec = jax.sharding.PartitionSpec("data")
+    split = jax.shard_map(kept.coded, mesh=eight_cpu_devices(), in_specs=spec, out_specs=spec)
+    assert_same_bits(jax.jit(split)(x), kept.coded(x))
+
+
+@pytest.mark.parametrize("name", ["e3m4", "fp8", "float8_e4m3fn"])
+def test_other_formats_are_refused(name):
+    with pytest.raises(ValueError, match="must be bfloat16, float16, float32, 'e4m3', 'e5m2' or a `StateFormat`"):
+        mpx.low_precision_state(optax.adam(1e-3), {"mu": name})
