@@ -209,10 +209,10 @@ def test_what_has_no_8_bit_product_runs_in_16_bits_and_says_why(name):
 
 
 def test_a_product_that_is_too_small_to_gain_runs_in_16_bits():
-    """512 x 1024 by 1024 x 1024 has 1 / (1/512 + 2/1024) = 256; 4096 rows have 455."""
-    why = "512 x 1024 by 1024 x 1024: too small to gain"
-    assert runs_in(multiply, "fp8", (512, 1024), (1024, 1024)) == [("bf16", why)]
-    assert runs_in(multiply, "fp8", (4096, 1024), (1024, 1024)) == [("fp8", "")]
+    """512 x 2048 by 2048 x 2048 has 1 / (1/512 + 2/2048) = 341; 4096 rows have 819."""
+    why = "512 x 2048 by 2048 x 2048: too small to gain"
+    assert runs_in(multiply, "fp8", (512, 2048), (2048, 2048)) == [("bf16", why)]
+    assert runs_in(multiply, "fp8", (4096, 2048), (2048, 2048)) == [("fp8", "")]
 
 
 def test_an_override_of_a_policy_keeps_a_weight_out_of_8_bits():
