@@ -171,6 +171,25 @@ def test_inside_shard_map_each_device_codes_its_rows_of_whole_blocks(name):
     assert_same_bits(jax.jit(split)(x), kept.coded(x))
 
 
+def test_zero1_divides_codes_and_scales():
+    """Momentum of a weight whose rows are whole blocks: the same parameters as on one device."""
+    mesh = eight_cpu_devices()
+    tx = mpx.low_precision_state(optax.sgd(0.125, momentum=0.5), {"trace": "e4m3"})
+    params, grads = {"w": jnp.asarray(numbers(5, 1, blocks=64))}, {"w": jnp.asarray(numbers(6, 1, blocks=64))}
+    ends = []
+    for each in (tx, mpx.zero1(tx, mesh)):
+        at = {"w": params["w"]} if each is tx else jax.device_put(params, jax.NamedSharding(mesh, jax.P()))
+        state = each.init(at)
+        for _ in range(2):
+            updates, state = jax.jit(each.update)(grads, state, at)
+            at = optax.apply_updates(at, updates)
+        ends.append(at)
+    codes = optax.tree.get(state, "trace")["w"]
+    assert codes.dtype == np.uint8
+    assert codes.sharding.shard_shape(codes.shape) == (8, 256)
+    assert_same_bits(ends[1], ends[0])
+
+
 @pytest.mark.parametrize("name", ["e3m4", "fp8", "float8_e4m3fn"])
 def test_other_formats_are_refused(name):
     with pytest.raises(ValueError, match="must be bfloat16, float16, float32, 'e4m3', 'e5m2' or a `StateFormat`"):

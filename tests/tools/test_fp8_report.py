@@ -13,6 +13,7 @@ from jax import lax
 import mpx
 from mpx._autocast.fp8 import _scales
 from tests.autocast.helpers import normal
+from tests.helpers import eight_cpu_devices
 
 SMALL = mpx.Fp8(min_size=0)
 FORMATS = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
@@ -108,6 +109,21 @@ def test_products_are_counted_in_loops_calls_and_checkpoints():
     assert found.keys() == {"left", "right", "cotangent"}
     assert found["cotangent"].numbers == 3 * 32 * 16
     assert all("test_fp8_report.py" in row.where for row in report.operands)
+
+
+def test_devices_and_examples_count_together():
+    mesh, spec = eight_cpu_devices(), jax.sharding.PartitionSpec
+    w, x = normal(0, 16, 16), normal(1, 128, 16).at[0].set(2.0**40)
+    whole = mpx.monitor.fp8_report(loss_fn, SMALL)(w, x)
+
+    def split(w, x):
+        part = lambda w, x: lax.psum(loss_fn(w, x), "data")
+        return jax.shard_map(part, mesh=mesh, in_specs=(spec(), spec("data")), out_specs=spec())(w, x)
+
+    of_devices = mpx.monitor.fp8_report(split, SMALL)(w, x)
+    left = lambda report: next(row for row in report.operands if row.operand == "left")
+    assert left(of_devices).numbers == left(whole).numbers == 128 * 16
+    assert shares(of_devices, "left") == shares(whole, "left") == (127 / 128, 0, 0)
 
 
 def test_of_two_products_each_has_its_line():
