@@ -69,7 +69,7 @@ def checked_patterns(given: Any) -> dict[str, StateFormat]:
 
 
 def _checked_format(pattern: str, chosen: Any) -> StateFormat:
-    found = as_format(BlockwiseFp8(chosen) if type(chosen) is str and chosen in FORMATS else chosen)
+    found = as_format(_fp8_by_name(chosen))
     if found is None:
         is_class = isinstance(chosen, type) and issubclass(chosen, StateFormat)
         hint = f" Make one: `{chosen.__name__}()`." if is_class else ""
@@ -79,6 +79,10 @@ def _checked_format(pattern: str, chosen: Any) -> StateFormat:
         )
     require_nameable(found, "low_precision_state")
     return found
+
+
+def _fp8_by_name(chosen: Any) -> Any:
+    return BlockwiseFp8(chosen) if isinstance(chosen, str) and chosen in FORMATS else chosen
 
 
 def require_every_pattern_used(state: Any, patterns: Mapping[str, StateFormat], assignment: Assignment) -> None:
