@@ -180,7 +180,7 @@ def explain(
         str | None,
         typer.Option(
             metavar="POLICY",
-            help="bf16, f16, tf32, bf16x3, or the string of a policy (params=f32,compute=bf16). Leave it out for a "
+            help="bf16, f16, tf32, bf16x3, fp8, or the string of a policy (params=f32,compute=bf16). Leave it out for a "
             "function that mpx.autocast returned.",
         ),
     ] = None,

@@ -288,6 +288,14 @@ def test_each_class_of_device_has_its_recipe(machine, products, policy):
     assert recommend(products).policy == policy, machine
 
 
+@pytest.mark.parametrize(
+    ("rate", "advice"), [(18, "2 times the rate of bfloat16: `compute=fp8` is worth"), (9, "nothing")]
+)
+def test_a_recipe_says_whether_8_bit_products_are_faster(rate, advice):
+    assert advice in recommend(products_of(default=1, bf16=9, float8_e4m3fn=rate)).reasons[-1]
+    assert not any("fp8" in reason for reason in recommend(products_of(default=1, bf16=9)).reasons)
+
+
 @pytest.mark.optax_promotion
 @pytest.mark.parametrize("rates", [{"bf16": 9}, {"f16": 9}, {"bf16": 1}])
 def test_the_code_of_a_recipe_trains(rates):

@@ -54,8 +54,17 @@ def recommend(products: Sequence[Product]) -> Recommendation | None:
     if not any(speed.values()):
         return None
     if bf16 >= _FASTER and bf16 >= 0.8 * f16:
-        return Recommendation(_BF16, (reason, memory, range_))
+        return Recommendation(_BF16, (reason, memory, range_, *_of_8_bits(speed)))
     if f16 >= _FASTER:
         scaling = "float16 gradients under- and overflow, so `mpx.mixed_precision` adds loss scaling"
         return Recommendation(_F16, (reason, scaling))
     return Recommendation(_F32, (reason, f"to save memory: {memory}") if bf16 else (reason,))
+
+
+def _of_8_bits(speed: dict[str, float]) -> tuple[str, ...]:
+    """Say whether products of 8-bit floats are faster than those in bfloat16."""
+    if not speed.get("float8_e4m3fn"):
+        return ()
+    times = speed["float8_e4m3fn"] / speed["bf16"]
+    advice = "`compute=fp8` is worth a try" if times >= _FASTER else "`compute=fp8` gains nothing"
+    return (f"8-bit floats run at {times:.2g} times the rate of bfloat16: {advice}",)
