@@ -30,6 +30,8 @@ def why_not(eqn: JaxprEqn, fp8: Fp8) -> str | None:
     (lhs_contracting, _), (lhs_batch, _) = eqn.params["dimension_numbers"]
     if lhs_batch:
         return "a product with a batch, such as logits of attention"
+    if eqn.params.get("out_sharding") is not None:
+        return "its result is placed on a mesh"
     lhs, rhs = ([*_shape(v)] for v in eqn.invars[:2])
     if not all(isinstance(size, int) for size in (*lhs, *rhs)):
         return "a size is not known"

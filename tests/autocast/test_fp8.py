@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mpx
 from tests.autocast.helpers import AROUND, BF16, F32, conv, eqns_of, normal
@@ -206,6 +206,15 @@ KEPT = {
 def test_what_has_no_8_bit_product_runs_in_16_bits_and_says_why(name):
     fun, *shapes, why = KEPT[name]
     assert runs_in(fun, SMALL, *shapes) == [("bf16", why)]
+
+
+def test_a_product_that_says_where_its_result_lies_runs_in_16_bits():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    by_rows = NamedSharding(mesh, PartitionSpec("data"))
+    fun = lambda x, w: jnp.einsum("ij,jk->ik", x, w, out_sharding=by_rows)
+    with jax.set_mesh(mesh):
+        found = mpx.explain(fun, SMALL)(jax.device_put(jnp.ones((16, 32)), by_rows), jnp.ones((32, 16)))
+    assert [(row.runs_in, row.reason) for row in found.contractions] == [("bf16", "its result is placed on a mesh")]
 
 
 def test_a_product_that_is_too_small_to_gain_runs_in_16_bits():
