@@ -180,8 +180,8 @@ def explain(
         str | None,
         typer.Option(
             metavar="POLICY",
-            help="bf16, f16, tf32, bf16x3, fp8, or the string of a policy (params=f32,compute=bf16). Leave it out for a "
-            "function that mpx.autocast returned.",
+            help="bf16, f16, tf32, bf16x3, fp8, or the string of a policy (params=f32,compute=bf16). Leave it out for "
+            "a function that mpx.autocast returned.",
         ),
     ] = None,
     grad: Annotated[
