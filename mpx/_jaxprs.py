@@ -61,14 +61,15 @@ SUMS = _names("add_any psum psum_invariant reduce_scatter reduce_sum")
 ELEMENTWISE = IDENTITIES | _names(
     "abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp conj "
     "convert_element_type cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow "
-    "is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not one_minus_square or polynomial pow "
-    "real reciprocal reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical "
-    "sign sin sinh sqrt square sub tan tanh xor"
+    "is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or polynomial pow real "
+    "reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh "
+    "sqrt square sub tan tanh xor"
 )
 _RESHAPES = _names("broadcast_in_dim broadcast_to concatenate pad reshape rev slice split squeeze transpose")
+_OF_DERIVATIVES = _names("one_minus_square reciprocal")  # of tanh and of quotients, since jax 0.11
 _NOT_CHEAP = _names("and device_put digamma eq erf_inv ge gt is_finite le lgamma lt ne not or reshard xor")
 # The results cost less to compute again than to keep in float32. (What a comparison finds takes a byte, and is kept.)
-CHEAP = (ELEMENTWISE | _RESHAPES) - _NOT_CHEAP
+CHEAP = (ELEMENTWISE | _RESHAPES | _OF_DERIVATIVES) - _NOT_CHEAP
 # The results depend on where an element stands in the array, or on which device this is.
 POSITIONAL = _names("axis_index iota random_bits threefry2x32")
 
