@@ -123,7 +123,9 @@ class Policy:
             stored = compute = array.dtype
             if _trees.is_floating(array):
                 override = self.override_at(path)
-                stored, compute = override or np.dtype(self.param_dtype), override or np.dtype(self.compute_dtype)
+                stored = override or np.dtype(self.param_dtype)
+                in_fp8 = self.fp8 is not None and array.ndim > 1  # what can be a matrix of a product
+                compute = override or (_FP8 if in_fp8 else np.dtype(self.compute_dtype))
             size = 0 if id(leaf) in counted else array.size * stored.itemsize
             counted.add(id(leaf))
             total += size

@@ -273,6 +273,13 @@ def test_describe_shows_a_line_a_leaf_and_the_total_of_the_bytes_stored():
     assert mpx.get_policy("bf16").describe({}).splitlines()[-1].split() == ["total", "0"]
 
 
+def test_describe_says_what_is_multiplied_in_8_bits():
+    policy = mpx.Policy("f32", "bf16", "f32", overrides=(("head", "bf16"),), fp8=mpx.Fp8())
+    tree = {"body": jnp.ones((16, 16)), "bias": jnp.ones(16), "head": jnp.ones((16, 16))}
+    lines = [line.split() for line in policy.describe(tree).splitlines()[1:-1]]
+    assert {line[0]: line[-2] for line in lines} == {"body": "fp8", "bias": "bfloat16", "head": "bfloat16"}
+
+
 def test_the_bytes_of_describe_are_those_of_the_cast_tree_and_a_tied_array_counts_once():
     policy = mpx.get_policy("params=bf16", overrides=(("norm", "float32"),))
     stored = sum(leaf.nbytes for leaf in jax.tree.leaves(policy.cast_to_param(params())))

@@ -190,6 +190,8 @@ class Planner:
         if compute.fp8 is not None:
             why_16_bits = fp8.why_not(eqn, compute.fp8) if is_product else "FP8 is for matrix products"
             compute = compute if why_16_bits is None else compute.fallback
+        elif asked and self.settings.compute.fp8 is not None:
+            why_16_bits = f"an override of the policy asks for {compute.name}"
         narrow = Tag(compute.dtype, is_product=is_product) if compute.is_narrow else UNKNOWN
         out_tags = tuple(narrow if _is_f32(v) else UNKNOWN for v in eqn.outvars)
         return Step(eqn, "narrow", compute, tags, out_tags, reason=why_16_bits)

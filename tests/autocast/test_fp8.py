@@ -229,7 +229,8 @@ def test_an_override_of_a_policy_keeps_a_weight_out_of_8_bits():
     fun = lambda params, x: (x @ params["body"]) @ params["head"]
     params = {"body": jnp.ones((32, 32)), "head": jnp.ones((32, 32))}
     rows = mpx.explain(fun, policy)(params, jnp.ones((16, 32))).contractions
-    assert [row.runs_in for row in rows] == ["fp8", "bf16"]
+    why = "an override of the policy asks for bf16"
+    assert [(row.runs_in, row.reason) for row in rows] == [("fp8", ""), ("bf16", why)]
 
 
 def test_inputs_in_float8_pass_untouched():
