@@ -18,7 +18,8 @@ CUT = 2.5  # the longest bar, in medians: float32 would make all others short, a
 def write_picture(path: Path, rows: list[Result], title: str) -> None:
     """Write a picture of the rungs that have figures: a bar each for time and for memory.
 
-    Times are those of the tokens of one microbatch, so that rungs of several stand beside the others.
+    Times are those of the tokens of one microbatch, so that rungs of several stand beside the others. A bar that is cut
+    ends in an arrow.
     """
     rows = [row for row in rows if "failed" not in row]
     tokens = min(row["tokens"] for row in rows)
@@ -31,7 +32,10 @@ def write_picture(path: Path, rows: list[Result], title: str) -> None:
         ):
             longest = CUT * statistics.median(values)
             bars = ax.barh(range(len(rows)), [min(value, longest) for value in values], color=color, height=0.65)
-            ax.bar_label(bars, [f"{value:.3g}" for value in values], padding=3)
+            cut = [i for i, value in enumerate(values) if value > longest]
+            ax.plot([longest] * len(cut), cut, ">", color=color, markersize=11, clip_on=False)
+            labels = [f"{'  ' if value > longest else ''}{value:.3g}" for value in values]
+            ax.bar_label(bars, labels, padding=3)
             ax.set(xlabel=name, xlim=(0, 1.18 * min(max(values), longest)))
             ax.spines["left"].set_visible(False)
             ax.grid(visible=False, axis="y")
