@@ -3,7 +3,7 @@
 - The notebooks of `notebooks/` are pages under `notebooks/`.
 - `<!-- include: FILE -->` in a page is replaced by that file without its title, and `<!-- include: FILE # HEADING -->`
   by one section of it.
-- A picture of an included file, or one that a page names by its path from the root, comes with it.
+- A picture of `examples/` that a page or an included file shows comes with it.
 - A link from a page to a test, such as `[test_x](../tests/test_y.py)`, leads to a page with that file, at that test.
 """
 
@@ -48,6 +48,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Includes what is asked for, and leads links to tests to their pages."""
     up = "../" * page.file.src_uri.count("/")
     markdown = _INCLUDE.sub(lambda match: _included(match, up), markdown)
+    markdown = _PICTURE.sub(lambda picture: f"{picture[1]}({up}{picture['file']})", markdown)
     return _TEST_LINK.sub(
         lambda match: f"[`{match['test']}`]({up}{_page_of(match['file'])}){{ data-line={_line_of(match)} }}", markdown
     )
@@ -75,8 +76,7 @@ def _included(match: re.Match[str], up: str) -> str:
         if section is None:
             raise PluginError(f"`{match['file']}` has no section {match['heading']!r}, which a page includes.")
         text = section[1]
-    text = text.replace("](docs/", f"]({up}")
-    return _PICTURE.sub(lambda picture: f"{picture[1]}({up}{picture['file']})", text)
+    return text.replace("](docs/", f"]({up}")
 
 
 def _page_of(name: str) -> str:

@@ -428,7 +428,7 @@ def test_a_slice_that_a_checkpoint_takes_in_16_bits_is_not_kept_beside_its_array
     def loss(w, x):
         rows = jnp.tanh(x) @ w
         step = jax.checkpoint(lambda c, row: (jnp.tanh(c + row), None))
-        return lax.scan(step, jnp.zeros(4), rows)[0].sum()
+        return lax.scan(step, jnp.zeros(4, F32), rows)[0].sum()
 
     fun = mpx.autocast(loss, BF16)
     (forward, *_) = eqns_of(jax.grad(fun), normal(0, 4, 4), normal(1, 8, 4), primitive="scan")
@@ -441,7 +441,7 @@ def test_a_loop_keeps_random_bits_and_results_of_sums_and_not_their_copies():
 
     def layer(c, key):
         mask = jax.random.bernoulli(key, 0.5, c.shape)
-        return jnp.where(mask, c * lax.rsqrt((c * c).mean(-1, keepdims=True)), 0.0) @ jnp.eye(4), None
+        return jnp.where(mask, c * lax.rsqrt((c * c).mean(-1, keepdims=True)), 0.0) @ jnp.eye(4, dtype=F32), None
 
     fun = mpx.autocast(lambda x, keys: lax.scan(layer, x, keys)[0], BF16)
     keys = jax.random.split(jax.random.key(0), 3)

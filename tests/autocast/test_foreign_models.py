@@ -326,7 +326,8 @@ def operations_of(fun, model):
             found.append((eqn.primitive.name, [], []))
         else:
             found.append((eqn.primitive.name, types(eqn.invars), types(eqn.outvars)))
-    return [operation for operation in found if operation[0] not in ("jit", "convert_element_type")]
+    # Autocast wraps `product + bias` in an identity with a derivative of its own, and a loop's body in a checkpoint.
+    return [op for op in found if op[0] not in ("jit", "convert_element_type", "custom_jvp_call", "remat2")]
 
 
 def scalar_loss(model, dtype=None):
@@ -352,8 +353,9 @@ def in_16_bits(found):
 def test_only_contractions_change_their_type_forward_and_backward(name):
     """The program of the gradient under autocast is the float32 one, but for its contractions: all are in bfloat16.
 
-    With the gradient outside of autocast too: no sum, product or scatter is in 16 bits, and transposing an operand of a
-    contraction moves values only.
+    With the gradient outside of autocast too: no sum, product or scatter is in 16 bits. Transposing an operand of a
+    contraction moves values only. The barrier behind the cotangent of `product + bias` does nothing to them, nor does the
+    rounding to 16 bits that a checkpoint puts on what it keeps in 16 bits.
     """
     model = MODELS[name]()
     gradient = jax.grad(scalar_loss(model))
@@ -365,7 +367,7 @@ def test_only_contractions_change_their_type_forward_and_backward(name):
     contractions_inside, _ = split_by_contraction(found)
     assert len(contractions) == len(contractions_inside) == len(plain_contractions)
     assert dtypes_of(contractions) == dtypes_of(contractions_inside) == {BF16}
-    assert in_16_bits(found) <= {*CONTRACTIONS, "transpose"}
+    assert in_16_bits(found) <= {*CONTRACTIONS, "transpose", "optimization_barrier", "reduce_precision"}
 
 
 @pytest.mark.parametrize(("name", "primitive"), [("attention", "exp"), ("linen.LayerNorm", "rsqrt")])

@@ -226,7 +226,7 @@ def test_after_a_restart_every_recipe_goes_on_to_the_same_bits(recipe, tmp_path)
         updates, opt_state = tx.update(scaled, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    weights = {"w": jax.random.normal(jax.random.key(0), (64, 64)), "b": jnp.ones(5)}
+    weights = {"kernel": jax.random.normal(jax.random.key(0), (64, 64)), "bias": jnp.ones(5)}
     params = recipe.policy.cast_to_param(weights)
     state = jax.jit(lambda params: (params, tx.init(params)), compiler_options=QUICKLY)(params)
     state = jax.device_put(state, state_shardings(mesh_of(1), *state, "replicated"))

@@ -154,7 +154,7 @@ def test_the_bits_are_the_same_eagerly_under_jit_and_in_a_scan(name):
 @pytest.mark.optax_promotion
 def test_adam_keeps_its_moments_in_8_bit_floats_with_scales():
     tx = mpx.low_precision_state(optax.adam(1e-3), {"mu": "e4m3", "nu": "e5m2"})
-    params = {"w": jnp.ones((64, 256))}
+    params = {"w": jnp.ones((64, 256), jnp.float32)}
     state = tx.init(params)
     _, state = jax.jit(tx.update)(params, state, params)
     assert [optax.tree.get(state, moment)["w"].dtype for moment in ("mu", "nu")] == [np.uint8, np.uint8]
