@@ -354,8 +354,8 @@ def test_only_contractions_change_their_type_forward_and_backward(name):
     """The program of the gradient under autocast is the float32 one, but for its contractions: all are in bfloat16.
 
     With the gradient outside of autocast too: no sum, product or scatter is in 16 bits. Transposing an operand of a
-    contraction moves values only. The barrier behind the cotangent of `product + bias` does nothing to them, nor does the
-    rounding to 16 bits that a checkpoint puts on what it keeps in 16 bits.
+    contraction moves values only. The barrier behind the cotangent of `product + bias` does nothing to them, nor does
+    the rounding to 16 bits that a checkpoint puts on what it keeps in 16 bits.
     """
     model = MODELS[name]()
     gradient = jax.grad(scalar_loss(model))
