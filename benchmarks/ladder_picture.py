@@ -32,8 +32,8 @@ def write_picture(path: Path, rows: list[Result], title: str) -> None:
         ):
             longest = CUT * statistics.median(values)
             bars = ax.barh(range(len(rows)), [min(value, longest) for value in values], color=color, height=0.65)
-            cut = [i for i, value in enumerate(values) if value > longest]
-            ax.plot([longest] * len(cut), cut, ">", color=color, markersize=11, clip_on=False)
+            for i in [i for i, value in enumerate(values) if value > longest]:
+                ax.plot(longest, i, ">", color=color, markersize=11, clip_on=False)
             labels = [f"{'  ' if value > longest else ''}{value:.3g}" for value in values]
             ax.bar_label(bars, labels, padding=3)
             ax.set(xlabel=name, xlim=(0, 1.18 * min(max(values), longest)))
