@@ -1,15 +1,19 @@
-"""`Fp8`: what a user says about products of 8-bit floats."""
+"""`Fp8`: what a user says about products of 8-bit floats; and the scales of 8-bit floats, which are powers of two."""
 
 import dataclasses
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 FORMATS = {"e4m3": np.dtype(jnp.float8_e4m3fn), "e5m2": np.dtype(jnp.float8_e5m2)}
 SCALINGS = ("tensor", "row")
 # Of products. float16 has no room for their scales.
 RESULTS = np.dtype(jnp.bfloat16)
+MANTISSA, BIAS = 23, 127  # of float32
+_LARGEST_EXPONENT = 126  # of a scale whose inverse is a normal number too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +70,21 @@ class Fp8:
             raise ValueError(f"`Fp8`: `power_of_two` must be True or False, but got {self.power_of_two!r}.")
         if not isinstance(self.min_size, int) or self.min_size < 0:
             raise ValueError(f"`Fp8`: `min_size` must be an integer of at least 0, but got {self.min_size!r}.")
+
+
+def scale_exponents(largest: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Return exponents of the scales that bring magnitudes near the largest number of a format; 0 for zero.
+
+    Magnitudes are given as the bits of float32 numbers, int32: they are in the order of the numbers. So the difference
+    of the exponents is rounded down if that of the mantissas is negative.
+    """
+    limit = np.float32(jnp.finfo(dtype).max).view(np.int32)
+    return jnp.where(largest == 0, 0, jnp.minimum((limit - largest) >> MANTISSA, _LARGEST_EXPONENT))
+
+
+def power_of_two(exponent: jax.Array) -> jax.Array:
+    """Return powers of two, float32, exactly on every device; exponents are those of normal numbers."""
+    return lax.bitcast_convert_type((exponent + BIAS) << MANTISSA, np.float32)
 
 
 def _require_one_of(allowed: Any, given: Any, field: str) -> None:

@@ -125,23 +125,18 @@ def _with_wide_gradients(
 
     def backward(residuals, cotangent):
         (lhs, rhs), rest, typed = residuals
-        of_lhs = _gradient(wide, lambda x: contract(x, rhs, *rest), lhs, cotangent, 0)
-        of_rhs = _gradient(wide, lambda x: contract(lhs, x, *rest), rhs, cotangent, 1)
-        gradients = of_lhs, of_rhs
+        pull_lhs = jax.linear_transpose(lambda x: contract(x, rhs, *rest), lhs)
+        pull_rhs = jax.linear_transpose(lambda x: contract(lhs, x, *rest), rhs)
+        gradients = [
+            _summed_in_f32(pull, cotangent) if is_wide else pull(cotangent)[0]
+            for pull, is_wide in zip((pull_lhs, pull_rhs), wide, strict=True)
+        ]
         gradients = [lax.convert_element_type(g, like.dtype) for g, like in zip(gradients, typed, strict=True)]
         return (*gradients, *[None] * len(rest))
 
     wide_contract = jax.custom_vjp(lambda *operands: forward(*operands)[0])
     wide_contract.defvjp(forward, backward)
     return wide_contract
-
-
-def _gradient(
-    wide: tuple[bool, bool], multiply: Callable[[jax.Array], jax.Array], x: jax.Array, cotangent: jax.Array, which: int
-) -> jax.Array:
-    """Return the gradient of one of the operands, in float32 if `wide` says so."""
-    pull = jax.linear_transpose(multiply, x)
-    return _summed_in_f32(pull, cotangent) if wide[which] else pull(cotangent)[0]
 
 
 def _summed_in_f32(pullback: Callable[..., Any], cotangent: jax.Array) -> jax.Array:

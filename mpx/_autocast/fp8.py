@@ -16,11 +16,9 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from mpx._fp8 import FORMATS, RESULTS, Fp8
+from mpx._fp8 import FORMATS, RESULTS, Fp8, power_of_two, scale_exponents
 
 _MULTIPLE = 16  # of sizes, that cuBLAS asks for
-_MANTISSA, _BIAS = 23, 127  # of float32
-_LARGEST_EXPONENT = 126  # of a scale whose inverse is a normal number too
 
 
 def why_not(eqn: JaxprEqn, fp8: Fp8) -> str | None:
@@ -157,29 +155,24 @@ def _encoded(
     largest = jnp.max(magnitude, axis=axes, keepdims=fp8.scaling == "row")
     axes = tuple(sorted(jax.typeof(largest).manual_axis_type.varying))  # of the mesh, inside of a shard map
     largest = lax.pmax(largest, axes) if axes else largest
-    scale, inverse = _scales(largest, dtype, fp8.power_of_two)
+    scale, inverse = _scales(largest, dtype, fp8)
     scaled = lax.convert_element_type(x, np.float32) * scale
     if show is not None:
         show(scaled, dtype)
     return Codes(lax.convert_element_type(scaled, dtype), inverse)
 
 
-def _scales(largest: jax.Array, dtype: np.dtype, power_of_two: bool) -> tuple[jax.Array, jax.Array]:
+def _scales(largest: jax.Array, dtype: np.dtype, fp8: Fp8) -> tuple[jax.Array, jax.Array]:
     """Return the scales that bring these magnitudes near the largest number of a format, and their inverses.
 
     That of zero is 1. Where a magnitude is infinite or NaN, so are the codes.
     """
+    if fp8.power_of_two:
+        exponent = scale_exponents(lax.bitcast_convert_type(largest, np.int32), dtype)
+        return power_of_two(exponent), power_of_two(-exponent)
     limit = np.float32(jnp.finfo(dtype).max)
-    is_zero = largest == 0
-    if not power_of_two:
-        largest = jnp.where(is_zero, limit, largest)
-        return limit / largest, largest / limit
-    # The bits of positive floats are in the order of the numbers: the difference of the exponents, rounded down.
-    bits = lax.bitcast_convert_type(largest, np.int32)
-    exponent = (limit.view(np.int32) - bits) >> _MANTISSA
-    exponent = jnp.where(is_zero, 0, jnp.clip(exponent, -_LARGEST_EXPONENT, _LARGEST_EXPONENT))
-    to_float = lambda exponent: lax.bitcast_convert_type((exponent + _BIAS) << _MANTISSA, np.float32)
-    return to_float(exponent), to_float(-exponent)
+    largest = jnp.where(largest == 0, limit, largest)
+    return limit / largest, largest / limit
 
 
 def _others(count: int, axes: Sequence[int]) -> tuple[int, ...]:

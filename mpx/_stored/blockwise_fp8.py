@@ -11,16 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mpx._fp8 import FORMATS
+from mpx._fp8 import BIAS, FORMATS, MANTISSA, power_of_two, scale_exponents
 from mpx._stored.blockwise import largest_of_blocks, spread
 from mpx._stored.roles import Role
 from mpx._stored.state_format import StateFormat
 
-_MANTISSA, _BIAS = 23, 127  # of float32
 _MAGNITUDE = np.uint32(0x7FFF_FFFF)
 _INFINITY_BITS = np.int32(0x7F80_0000)
 _NEGATIVE = 128  # the bit of the sign
-_LARGEST_EXPONENT = 126  # of a scale whose inverse is a normal number too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,11 +48,8 @@ class BlockwiseFp8(StateFormat):
         bits = bits & _MAGNITUDE if self.signed is not False else jnp.where(bits == ~_MAGNITUDE, np.uint32(0), bits)
         bits = largest_of_blocks(bits, self.block_size)
         is_number = bits < _INFINITY_BITS.view(np.uint32)
-        bits = lax.bitcast_convert_type(bits, np.int32)
-        limit = np.float32(jnp.finfo(FORMATS[self.format]).max).view(np.int32)
-        # The difference of the exponents, rounded down, if that of the mantissas is negative.
-        exponent = jnp.where(bits == 0, 0, jnp.minimum((limit - bits) >> _MANTISSA, _LARGEST_EXPONENT))
-        return jnp.where(is_number, _power_of_two(-exponent), np.float32(np.nan))
+        exponent = scale_exponents(lax.bitcast_convert_type(bits, np.int32), FORMATS[self.format])
+        return jnp.where(is_number, power_of_two(-exponent), np.float32(np.nan))
 
     def encode(self, x: jax.Array, scales: jax.Array, key: jax.Array | None = None) -> jax.Array:
         """Return the bits of 8-bit floats, uint8, in the shape of a float32 array."""
@@ -62,9 +57,9 @@ class BlockwiseFp8(StateFormat):
         mantissa, least = self._mantissa_and_least_exponent()
         scales = spread(scales, x.shape, self.block_size)
         v = jnp.where(scales > 0, x * _inverse(scales), np.float32(0))  # beside NaN codes do not count
-        exponent = ((lax.bitcast_convert_type(v, np.int32) & np.int32(_MAGNITUDE)) >> _MANTISSA) - _BIAS
+        exponent = ((lax.bitcast_convert_type(v, np.int32) & np.int32(_MAGNITUDE)) >> MANTISSA) - BIAS
         exponent = jnp.maximum(exponent, least)
-        n = jnp.abs(v) * _power_of_two(mantissa - exponent)
+        n = jnp.abs(v) * power_of_two(mantissa - exponent)
         if key is None:
             n = jnp.round(n)  # ties to even
         else:
@@ -82,7 +77,7 @@ class BlockwiseFp8(StateFormat):
         code = codes.astype(np.int32) & np.int32(_NEGATIVE - 1)
         exponent = jnp.maximum((code >> mantissa) - 1, 0)
         n = (code - (exponent << mantissa)).astype(np.float32)
-        value = n * _power_of_two(exponent + (least - mantissa))
+        value = n * power_of_two(exponent + (least - mantissa))
         return jnp.where(codes >= np.uint8(_NEGATIVE), -value, value) * spread(scales, codes.shape, self.block_size)
 
     def _mantissa_and_least_exponent(self) -> tuple[int, int]:
@@ -99,11 +94,7 @@ class BlockwiseFp8(StateFormat):
         return self.format
 
 
-def _power_of_two(exponent: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type((exponent + _BIAS) << _MANTISSA, np.float32)
-
-
 def _inverse(power: jax.Array) -> jax.Array:
     """Return the inverse of powers of two from 2**-126 to 2**126, exactly on every device; of NaN anything."""
     bits = lax.bitcast_convert_type(power, np.int32)
-    return lax.bitcast_convert_type(np.int32((2 * _BIAS) << _MANTISSA) - bits, np.float32)
+    return lax.bitcast_convert_type(np.int32((2 * BIAS) << MANTISSA) - bits, np.float32)

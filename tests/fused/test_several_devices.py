@@ -177,7 +177,10 @@ def test_kernels_run_inside_of_shard_map(mesh, with_zero1):
     assert_same_bits(actual, expected)
 
 
-@pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="a mesh of CPUs names no GPU to lower for")
+@pytest.mark.skipif(
+    jax.__version_info__ >= (0, 11),
+    reason="a mesh of CPUs names no GPU to lower for; an abstract mesh with an `AbstractDevice` would lift it",
+)
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_kernels_for_a_gpu_have_types_that_shard_map_can_check(mesh, check_vma, monkeypatch):
     """JAX itself interprets kernels in `jax.shard_map` only without this check."""

@@ -23,7 +23,7 @@ from mpx.tools.monitor import exponents
 
 @dataclasses.dataclass(frozen=True)
 class Fp8Operand:
-    """What a format loses of an operand of a matrix product. Shares are of its nonzero finite numbers.
+    """Says what a format loses of an operand of a matrix product. Shares are of its nonzero finite numbers.
 
     Attributes:
         where: the line of the user's code, `file:line (function)`.
