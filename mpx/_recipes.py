@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from mpx import _errors, _trees
 from mpx._loss_scale import LossScale
 from mpx._policy import Policy, as_policy, with_policy
-from mpx._stored.blockwise import Blockwise8bit
+from mpx._stored.state_format import StateFormat
 from mpx._transforms.kahan_summation import kahan_summation
 from mpx._transforms.loss_scaling import loss_scaling
 from mpx._transforms.low_precision_state import Rounding, low_precision_state
@@ -79,8 +79,8 @@ def any_precision_adamw(
     weight_decay: float = 0.0,
     *,
     use_kahan_summation: bool = False,
-    momentum_dtype: DTypeLike | Blockwise8bit = "float32",
-    variance_dtype: DTypeLike | Blockwise8bit = "bfloat16",
+    momentum_dtype: DTypeLike | StateFormat = "float32",
+    variance_dtype: DTypeLike | StateFormat = "bfloat16",
     compensation_buffer_dtype: DTypeLike = "bfloat16",
     rounding: Rounding = "nearest",
     key: jax.Array | None = None,
@@ -101,8 +101,8 @@ def any_precision_adamw(
         eps: added to the root of the variance.
         weight_decay: decoupled, multiplied by the learning rate.
         use_kahan_summation: whether `kahan_summation` follows.
-        momentum_dtype: of the stored momentum: bfloat16, float16 or float32, or a `Blockwise8bit`.
-        variance_dtype: of the stored variance: bfloat16, float32, or a `Blockwise8bit`.
+        momentum_dtype: of the stored momentum: any format of `low_precision_state`, as `"bf16"` or `"e4m3"`.
+        variance_dtype: of the stored variance: any of these formats but float16.
         compensation_buffer_dtype: of what Kahan summation keeps: bfloat16, float16 or float32.
         rounding: of the moments: `"nearest"`, as in torchdistx, under which a bfloat16 variance with `b2` of 0.999
             never falls; or `"stochastic"`, under which it does.

@@ -216,6 +216,19 @@ def test_any_precision_adamw_knows_its_moments_whatever_parameters_are_called_an
     assert (state.key != new.key).any()
 
 
+def test_any_precision_adamw_keeps_its_moments_in_every_format_of_low_precision_state():
+    options = {"momentum_dtype": "e4m3", "variance_dtype": "e5m2"}
+    ours = mpx.any_precision_adamw(1e-2, **options)
+    theirs = mpx.low_precision_state(optax.adamw(1e-2, weight_decay=0), {"mu": "e4m3", "nu": "e5m2"}, min_size=0)
+    p, g = jnp.ones(300), jnp.linspace(-1, 1, 300)
+    for tx in (ours, theirs):
+        assert [optax.tree.get(tx.init(p), moment).dtype for moment in ("mu", "nu")] == [np.uint8, np.uint8]
+    assert_same_bits(*(tx.update(g, tx.init(p), p) for tx in (ours, theirs)))
+    float32 = mpx.any_precision_adamw(1e-2, variance_dtype="f32")
+    grown = [tx.update(g, tx.update(g, tx.init(p), p)[1], p)[0] for tx in (ours, float32)]
+    assert (grown[0] != grown[1]).any()  # the negative control
+
+
 def test_hyperparameters_of_any_precision_adamw_can_be_injected():
     tx = optax.inject_hyperparams(mpx.any_precision_adamw, static_args=("momentum_dtype",))(learning_rate=1e-2)
     ones = jnp.ones(4, jnp.float32)
