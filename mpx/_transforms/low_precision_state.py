@@ -66,8 +66,8 @@ def low_precision_state(
 
     The rule sees float32 parameters, gradients and state, as in `upcast`; its new state is rounded once, when it is
     stored. Rounding to nearest can make a slow average stand still: a bfloat16 second moment with a decay of 0.999
-    never falls, because a step of a thousandth is less than half the distance to the next number. In `"e4m3"` all stands
-    still that changes by less than a thirty-second in a step. (For other 8 bits see `Blockwise8bit`.) Stochastic
+    never falls, because a step of a thousandth is less than half the distance to the next number. In `"e4m3"` all
+    stands still that changes by less than a thirty-second in a step. (For other 8 bits see `Blockwise8bit`.) Stochastic
     rounding follows it in the mean.
 
     Wrap the rule with this, and this with `master_weights` or `loss_scaling`, or put it in front of `kahan_summation`.
