@@ -31,6 +31,8 @@ STATES = {
     "bf16 nearest": {"format": "bf16"},
     "bf16 stochastic": {"format": "bf16", "rounding": "stochastic", "key": jax.random.PRNGKey(2)},
     "8-bit": {"format": mpx.Blockwise8bit()},
+    "e4m3": {"format": "e4m3"},
+    "e4m3 stochastic": {"format": "e4m3", "rounding": "stochastic", "key": jax.random.PRNGKey(2)},
 }
 # Fields that hold weights, or tools of the rule, and no averages.
 NO_MOMENTS = {

@@ -205,7 +205,7 @@ def test_a_rule_trains_with_its_averages_in_few_bits(name, state):
     assert after < before
     leaves = [x for x in jax.tree.leaves(final_state) if jnp.issubdtype(x.dtype, jnp.floating)]
     assert all(bool(jnp.isfinite(x.astype(jnp.float32)).all()) for x in leaves)
-    narrow = np.dtype(np.uint8) if state == "8-bit" else np.dtype(jnp.bfloat16)
+    narrow = np.dtype(jnp.bfloat16) if state.startswith("bf16") else np.dtype(np.uint8)
     stored = final_state[0] if "Kahan" in write_backs[turn] else final_state
     assert narrow in {x.dtype for x in jax.tree.leaves(stored)}
 
