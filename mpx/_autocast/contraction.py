@@ -88,14 +88,20 @@ def _asked_precision(eqn: JaxprEqn) -> Any:
     return next((p for p in of_operands if p in _PRECISE), None)
 
 
-def run(eqn: JaxprEqn, operands: list[Any], compute: Compute, wide_gradients: tuple[bool, bool]) -> jax.Array:
+def run(
+    eqn: JaxprEqn,
+    operands: list[Any],
+    compute: Compute,
+    wide_gradients: tuple[bool, bool],
+    in_memory: tuple[np.dtype, np.dtype],
+) -> jax.Array:
     """Return the result of a contraction of float32 operands in the compute dtype.
 
     `wide_gradients` says for which of the first two operands the gradient is to be float32. The operands of that
-    gradient are in the compute dtype all the same.
+    gradient are in the compute dtype all the same. `in_memory` is for products of 8-bit floats.
     """
     if compute.fp8 is not None:
-        return fp8.run(eqn, operands[0], operands[1], compute.fp8, wide_gradients)
+        return fp8.run(eqn, operands, compute.fp8, wide_gradients, in_memory)
     if compute.algorithm is not None:
         return eqn.primitive.bind(*operands, **(eqn.params | {"precision": compute.algorithm}))
 

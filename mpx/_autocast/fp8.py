@@ -1,7 +1,8 @@
 """Matrix products of 8-bit floats: which contractions run so, and how one runs, with those of its gradients.
 
 Operands are rounded to 8 bits, these codes are multiplied as they are, and the result is multiplied by the inverses of
-both scales.
+both scales. An operand that is not in memory yet is rounded to bfloat16 first: it has to be read twice, for its largest
+magnitude and to be rounded to 8 bits.
 """
 
 import dataclasses
@@ -54,6 +55,13 @@ class Observed(Fp8):
     observe: Callable[[JaxprEqn, str, jax.Array, np.dtype], None] = lambda *shown: None
 
 
+class Operand(NamedTuple):
+    """An operand as it lies in memory."""
+
+    numbers: jax.Array
+    measured: jax.Array  # numbers with the same largest magnitude, that the kernel which writes the operand has
+
+
 class Codes(NamedTuple):
     """An operand in 8 bits: its numbers are `codes * inverse_scale`."""
 
@@ -61,40 +69,51 @@ class Codes(NamedTuple):
     inverse_scale: jax.Array  # float32, a scalar, or of size 1 along the axes that share a scale
 
 
-def run(eqn: JaxprEqn, lhs: jax.Array, rhs: jax.Array, fp8: Fp8, wide: tuple[bool, bool]) -> jax.Array:
-    """Return the product of float32 operands, in bfloat16.
+def run(
+    eqn: JaxprEqn,
+    operands: Sequence[jax.Array],
+    fp8: Fp8,
+    wide: tuple[bool, bool],
+    in_memory: tuple[np.dtype, np.dtype],
+) -> jax.Array:
+    """Return the product of two float32 operands, in bfloat16.
 
-    `wide` says for which operand the gradient is to be float32.
+    `wide` says for which operand the gradient is to be float32, and `in_memory` in which dtype each operand lies in
+    memory, or is to be written.
     """
     (lhs_contracting, rhs_contracting), _ = eqn.params["dimension_numbers"]
-    lhs_outer, rhs_outer = _others(lhs.ndim, lhs_contracting), _others(rhs.ndim, rhs_contracting)
+    lhs_outer, rhs_outer = (
+        _others(x.ndim, axes) for x, axes in zip(operands, (lhs_contracting, rhs_contracting), strict=True)
+    )
     from_lhs = range(len(lhs_outer))  # axes of the result
     from_rhs = range(len(lhs_outer), len(lhs_outer) + len(rhs_outer))
     forward, backward = FORMATS[fp8.forward], FORMATS[fp8.backward]
 
-    def encoded(name: str, *args: Any, measured: jax.Array | None = None) -> Codes:
+    def encoded(name: str, operand: Operand, dtype: np.dtype, contracted: Sequence[int]) -> Codes:
         show = functools.partial(fp8.observe, eqn, name) if isinstance(fp8, Observed) else None
-        return _encoded(fp8, *args, measured=measured, show=show)
+        return _encoded(fp8, operand, dtype, contracted, show)
 
     def forward_pass(lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, Any]:
-        left, right = encoded("left", lhs, forward, lhs_contracting), encoded("right", rhs, forward, rhs_contracting)
-        kept = (left, right)
-        if fp8.scaling == "row":  # the products of the gradients contract other axes, and ask for other scales
-            kept = lax.convert_element_type(lhs, RESULTS), lax.convert_element_type(rhs, RESULTS)
+        left, right = (_written(x, dtype) for x, dtype in zip((lhs, rhs), in_memory, strict=True))
+        codes = encoded("left", left, forward, lhs_contracting), encoded("right", right, forward, rhs_contracting)
+        # The products of the gradients contract other axes, and ask for scales of other rows.
+        kept = codes if fp8.scaling == "tensor" else (left.numbers, right.numbers)
         typed = [lax.full((0,), 0, x.dtype) for x in (lhs, rhs)]
-        return _product(left, right, (lhs_contracting, rhs_contracting)), (kept, typed)
+        return _product(fp8, *codes, (lhs_contracting, rhs_contracting)), (kept, typed)
 
     def backward_pass(residuals: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
         (left, right), typed = residuals
-        # It is written in 16 bits, in the kernel that finds its largest magnitude: without the barrier, in float32.
-        written = lax.optimization_barrier(cotangent)
-        of_cotangent = functools.partial(encoded, "cotangent", written, backward, measured=cotangent)
+        written = _written(cotangent, RESULTS)
+        if fp8.scaling == "tensor":  # in the kernel, maybe, that adds up columns: the gradient of a bias
+            written = Operand(written.numbers, lax.optimization_barrier(_largest(cotangent, range(cotangent.ndim - 1))))
+        of_cotangent = functools.partial(encoded, "cotangent", written, backward)
         g_for_lhs = g_for_rhs = of_cotangent(from_rhs)
         if fp8.scaling == "row":
             g_for_rhs = of_cotangent(from_lhs)
-            left, right = encoded("left", left, forward, lhs_outer), encoded("right", right, forward, rhs_outer)
-        of_lhs = _product(g_for_lhs, right, (from_rhs, rhs_outer), _wide(wide[0]))
-        of_rhs = _product(left, g_for_rhs, (lhs_outer, from_lhs), _wide(wide[1]))
+            left = encoded("left", Operand(left, left), forward, lhs_outer)
+            right = encoded("right", Operand(right, right), forward, rhs_outer)
+        of_lhs = _product(fp8, g_for_lhs, right, (from_rhs, rhs_outer), _wide(wide[0]))
+        of_rhs = _product(fp8, left, g_for_rhs, (lhs_outer, from_lhs), _wide(wide[1]))
         # Axes that were contracted come out in the order of the other operand's.
         gradients = (
             lax.transpose(of_lhs, _places((*lhs_outer, *_in_order_of(rhs_contracting, lhs_contracting)))),
@@ -105,10 +124,22 @@ def run(eqn: JaxprEqn, lhs: jax.Array, rhs: jax.Array, fp8: Fp8, wide: tuple[boo
 
     product = jax.custom_vjp(lambda lhs, rhs: forward_pass(lhs, rhs)[0])
     product.defvjp(forward_pass, backward_pass)
-    return product(lhs, rhs)
+    return product(*operands)
 
 
-def _product(a: Codes, b: Codes, contracted: tuple[Sequence[int], Sequence[int]], dtype: Any = RESULTS) -> jax.Array:
+def _written(x: jax.Array, dtype: np.dtype) -> Operand:
+    """Return an operand that is written to memory in a dtype, if it is not there.
+
+    Without the barrier XLA would write it in float32, between the passes that read it, and give to all else that has
+    to do with a weight the layout that the product wants.
+    """
+    narrow = lax.convert_element_type(x, dtype)
+    return Operand(lax.optimization_barrier(narrow), narrow)
+
+
+def _product(
+    fp8: Fp8, a: Codes, b: Codes, contracted: tuple[Sequence[int], Sequence[int]], dtype: Any = RESULTS
+) -> jax.Array:
     """Multiply codes, and the result by the inverses of the scales.
 
     In this form XLA for a GPU multiplies 8-bit floats, by Triton and by cuBLAS. Where operands are scaled before the
@@ -116,15 +147,18 @@ def _product(a: Codes, b: Codes, contracted: tuple[Sequence[int], Sequence[int]]
     """
     product = lax.dot_general(a.codes, b.codes, (contracted, ((), ())), preferred_element_type=dtype)
     inverses = a.inverse_scale, b.inverse_scale
-    if inverses[0].ndim:  # one for each row: they stand along the axes of the product
+    is_by_row = bool(inverses[0].ndim)
+    if is_by_row:  # they stand along the axes of the product
         of_a, of_b = (lax.squeeze(x, tuple(axes)) for x, axes in zip(inverses, contracted, strict=True))
         inverses = (
             lax.expand_dims(of_a, range(of_a.ndim, product.ndim)),
             lax.expand_dims(of_b, range(of_a.ndim)),
         )
+    # Any dtype has powers of two, and is exact: XLA multiplies by two of them in the kernel of the product.
+    between = dtype if fp8.power_of_two and not is_by_row else np.float32
     # The smaller one first, or what lies between might overflow.
-    scaled = lax.convert_element_type(product, np.float32) * jnp.minimum(*inverses) * jnp.maximum(*inverses)
-    return lax.convert_element_type(scaled, dtype)
+    small, large = (lax.convert_element_type(f(*inverses), between) for f in (jnp.minimum, jnp.maximum))
+    return lax.convert_element_type(lax.convert_element_type(product, between) * small * large, dtype)
 
 
 def _wide(is_wide: bool) -> Any:
@@ -143,23 +177,28 @@ def _places(axes: Sequence[int]) -> list[int]:
 
 def _encoded(
     fp8: Fp8,
-    x: jax.Array,
+    operand: Operand,
     dtype: np.dtype,
     contracted: Sequence[int],
-    measured: jax.Array | None,
     show: Callable[[jax.Array, np.dtype], None] | None,
 ) -> Codes:
-    """Round an operand of a product that contracts some of its axes to 8 bits; `measured` has the same numbers."""
-    axes = tuple(contracted) if fp8.scaling == "row" else tuple(range(x.ndim))
-    magnitude = jnp.abs(lax.stop_gradient(x if measured is None else measured)).astype(np.float32)
-    largest = jnp.max(magnitude, axis=axes, keepdims=fp8.scaling == "row")
+    """Round an operand of a product that contracts some of its axes to 8 bits."""
+    largest = _largest(operand.measured, contracted if fp8.scaling == "row" else None)
     axes = tuple(sorted(jax.typeof(largest).manual_axis_type.varying))  # of the mesh, inside of a shard map
     largest = lax.pmax(largest, axes) if axes else largest
     scale, inverse = _scales(largest, dtype, fp8)
-    scaled = lax.convert_element_type(x, np.float32) * scale
+    scaled = lax.convert_element_type(operand.numbers, np.float32) * scale
     if show is not None:
         show(scaled, dtype)
     return Codes(lax.convert_element_type(scaled, dtype), inverse)
+
+
+def _largest(x: jax.Array, axes: Sequence[int] | None) -> jax.Array:
+    """Return the largest magnitude, float32, along some axes, which stay with size 1; or of all numbers, a scalar."""
+    magnitude = jnp.abs(lax.stop_gradient(x)).astype(np.float32)
+    if axes is not None:
+        return jnp.max(magnitude, axis=tuple(axes), keepdims=True)
+    return jnp.max(magnitude)
 
 
 def _scales(largest: jax.Array, dtype: np.dtype, fp8: Fp8) -> tuple[jax.Array, jax.Array]:

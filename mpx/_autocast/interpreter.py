@@ -60,11 +60,11 @@ def _run_step(step: Step, operands: list[Any], settings: Settings) -> Sequence[A
     assert compute is not None, "a narrowed step says in what it runs"
     if eqn.primitive.name in CONTRACTIONS:
         wants_wide = settings.gradient_dtype is not None and compute.is_narrow
-        lhs, rhs = (
-            wants_wide and tag.is_argument and dtype_of(v) == np.float32
+        (wide_lhs, lhs), (wide_rhs, rhs) = (
+            (wants_wide and tag.is_argument and dtype_of(v) == np.float32, tag.in_memory or compute.dtype)
             for v, tag in zip(eqn.invars[:2], step.in_tags[:2], strict=True)
         )
-        results = [contraction.run(eqn, operands, compute, (lhs, rhs))]
+        results = [contraction.run(eqn, operands, compute, (wide_lhs, wide_rhs), (lhs, rhs))]
     else:
         narrow = [_narrowed(x, v, eqn, compute.dtype) for x, v in zip(operands, eqn.invars, strict=True)]
         results = eqn.primitive.bind(*narrow, **eqn.params)

@@ -46,6 +46,11 @@ class Tag(NamedTuple):
     is_copied: bool = False  # whether it may have an element twice, so that cotangents are still to be added up
     is_product: bool = False  # whether it is a narrowed contraction's result, whose cotangent that contraction rounds
 
+    @property
+    def in_memory(self) -> np.dtype | None:
+        """The dtype in which the value's numbers are in memory before anything is computed; None if they are not."""
+        return self.representable_in or (np.dtype(np.float32) if self.is_argument else None)
+
 
 UNKNOWN = Tag()
 

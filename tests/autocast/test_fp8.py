@@ -69,10 +69,19 @@ def test_gradients_are_those_of_cotangents_in_8_bits(fp8):
     _, pull = jax.vjp(mpx.autocast(multiply, fp8), x, w)
     of_x, of_w = jax.jit(pull)(g.astype(BF16).astype(F32))
     g = g.astype(BF16)
-    kept = lambda x: x if fp8.scaling == "tensor" else x.astype(BF16)
-    narrow_w = in_8_bits(kept(w), E4M3, fp8, 1)
-    assert error(of_x, in_8_bits(g, backward, fp8, 1) @ narrow_w.T) < 2.0**-8
-    assert error(of_w, in_8_bits(kept(x), E4M3, fp8, 0).T @ in_8_bits(g, backward, fp8, 0)) < 2.0**-8
+    assert error(of_x, in_8_bits(g, backward, fp8, 1) @ in_8_bits(w, E4M3, fp8, 1).T) < 2.0**-8
+    assert error(of_w, in_8_bits(x, E4M3, fp8, 0).T @ in_8_bits(g, backward, fp8, 0)) < 2.0**-8
+
+
+@by_way
+def test_an_operand_that_is_computed_is_rounded_to_bfloat16_and_then_to_8_bits(fp8):
+    """Negative control: to 8 bits at once."""
+    x = normal(0, 16, 64)
+    found = jax.jit(mpx.autocast(lambda x, w: (3 * x) @ w, fp8))(x, jnp.eye(64))
+    rounded = in_8_bits((3 * x).astype(BF16), E4M3, fp8, 1)
+    at_once = in_8_bits(3 * x, E4M3, fp8, 1)
+    assert error(found, rounded) < 2.0**-8
+    assert np.abs(at_once - rounded).max() > 2.0**-5
 
 
 @by_way
