@@ -23,7 +23,7 @@ class Fp8:
     Operands of the forward product are rounded to `forward`, cotangents to `backward`: e4m3 has 3 bits of mantissa and
     a largest number of 448, e5m2 has 2 bits and 57,344. Before that they are multiplied by a scale that brings their
     largest magnitude near the largest number of the format. It is computed where the operand is used, at each step, so
-    there is no state. Products are added up in float32. Results are in bfloat16, and so is all else that `autocast`
+    there is no state. An operand that is no argument is written in bfloat16 before that. Products are added up in float32. Results are in bfloat16, and so is all else that `autocast`
     narrows.
 
     Hopper, Ada and Blackwell GPUs have such products. Elsewhere the numbers are the same, and it is slower than
@@ -33,8 +33,8 @@ class Fp8:
         forward: the format of the operands of the forward product, `"e4m3"` or `"e5m2"`.
         backward: the format of cotangents.
         scaling: `"tensor"`, one scale an operand; or `"row"`, one scale for each row of the left operand and each
-            column of the right one, which keeps more of operands whose rows differ in size. For rows 16 bits of both
-            operands are kept for the backward pass, which scales them along other axes; for tensors their 8 bits are.
+            column of the right one, which keeps more of operands whose rows differ in size. For rows both operands are
+            kept for the backward pass, which scales them along other axes; for tensors their 8 bits are.
         power_of_two: whether scales are powers of two, so that scaling is exact; otherwise the largest magnitude
             becomes the largest number of the format.
         min_size: what `1 / (1/m + 1/n + 1/k)` of a product of m x k and k x n numbers must be at least. What FP8 saves
