@@ -23,8 +23,8 @@ class Fp8:
     Operands of the forward product are rounded to `forward`, cotangents to `backward`: e4m3 has 3 bits of mantissa and
     a largest number of 448, e5m2 has 2 bits and 57,344. Before that they are multiplied by a scale that brings their
     largest magnitude near the largest number of the format. It is computed where the operand is used, at each step, so
-    there is no state. An operand that is no argument is written in bfloat16 before that. Products are added up in float32. Results are in bfloat16, and so is all else that `autocast`
-    narrows.
+    there is no state. (An operand that is no argument is rounded to bfloat16 first.) Products are added up in float32.
+    Results are in bfloat16, and so is all else that `autocast` narrows.
 
     Hopper, Ada and Blackwell GPUs have such products. Elsewhere the numbers are the same, and it is slower than
     bfloat16.
