@@ -80,7 +80,8 @@ def compute_of_fp8(fp8: Fp8) -> Compute:
 def compute_of_dtype(dtype: np.dtype) -> Compute:
     """Return the way to compute in a dtype."""
     if dtype not in _BY_DTYPE:
-        raise ValueError(f"`autocast` computes in bfloat16, float16 or float32, but got {dtype}.")
+        hint = " Products of 8-bit floats are 'fp8'." if dtype.name.startswith("float8") else ""
+        raise ValueError(f"`autocast` computes in bfloat16, float16 or float32, but got {dtype}.{hint}")
     return _BY_DTYPE[dtype]
 
 

@@ -25,7 +25,7 @@ _MULTIPLE = 16  # of sizes, that cuBLAS asks for
 def why_not(eqn: JaxprEqn, fp8: Fp8) -> str | None:
     """Return why a contraction runs in 16 bits, or None."""
     if eqn.primitive.name != "dot_general":
-        return "FP8 is for matrix products"
+        return f"there is no {eqn.primitive.name} of 8-bit floats"
     (lhs_contracting, _), (lhs_batch, _) = eqn.params["dimension_numbers"]
     if lhs_batch:
         return "a product with a batch, such as logits of attention"
@@ -102,7 +102,7 @@ def run(
         return _product(fp8, *codes, (lhs_contracting, rhs_contracting)), (kept, typed)
 
     def backward_pass(residuals: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
-        (left, right), typed = residuals
+        ((left, right), typed), cotangent = _differentiated_once((residuals, cotangent))
         written = _written(cotangent, RESULTS)
         if fp8.scaling == "tensor":  # in the kernel, maybe, that adds up columns: the gradient of a bias
             written = Operand(written.numbers, lax.optimization_barrier(_largest(cotangent, range(cotangent.ndim - 1))))
@@ -125,6 +125,23 @@ def run(
     product = jax.custom_vjp(lambda lhs, rhs: forward_pass(lhs, rhs)[0])
     product.defvjp(forward_pass, backward_pass)
     return product(*operands)
+
+
+@jax.custom_jvp
+def _differentiated_once(values: Any) -> Any:
+    """Return values as they are, and refuse to differentiate what is computed from them.
+
+    JAX would go through the roundings, with cotangents in 8 bits that nothing has scaled.
+    """
+    return values
+
+
+@_differentiated_once.defjvp
+def _refuse(primals: Any, tangents: Any) -> Any:
+    raise TypeError(
+        "`autocast`: the gradient of a product of 8-bit floats has no derivative. For a second derivative put autocast "
+        "around the inner gradient, `mpx.autocast(jax.grad(...), 'fp8')`, or use 'bf16'."
+    )
 
 
 def _written(x: jax.Array, dtype: np.dtype) -> Operand:
@@ -154,7 +171,7 @@ def _product(
             lax.expand_dims(of_a, range(of_a.ndim, product.ndim)),
             lax.expand_dims(of_b, range(of_a.ndim)),
         )
-    # Any dtype has powers of two, and is exact: XLA multiplies by two of them in the kernel of the product.
+    # Powers of two are exact in any dtype, but for subnormal results: XLA multiplies by two in the product's kernel.
     between = dtype if fp8.power_of_two and not is_by_row else np.float32
     # The smaller one first, or what lies between might overflow.
     small, large = (lax.convert_element_type(f(*inverses), between) for f in (jnp.minimum, jnp.maximum))
@@ -194,8 +211,12 @@ def _encoded(
 
 
 def _largest(x: jax.Array, axes: Sequence[int] | None) -> jax.Array:
-    """Return the largest magnitude, float32, along some axes, which stay with size 1; or of all numbers, a scalar."""
+    """Return the largest finite magnitude, float32, along some axes, which stay with size 1; or of all, a scalar.
+
+    What is infinite or NaN stays so in 8 bits, and in the rows that it belongs to. Other rows keep their numbers.
+    """
     magnitude = jnp.abs(lax.stop_gradient(x)).astype(np.float32)
+    magnitude = jnp.where(magnitude < np.inf, magnitude, 0)
     if axes is not None:
         return jnp.max(magnitude, axis=tuple(axes), keepdims=True)
     return jnp.max(magnitude)
@@ -204,13 +225,13 @@ def _largest(x: jax.Array, axes: Sequence[int] | None) -> jax.Array:
 def _scales(largest: jax.Array, dtype: np.dtype, fp8: Fp8) -> tuple[jax.Array, jax.Array]:
     """Return the scales that bring these magnitudes near the largest number of a format, and their inverses.
 
-    That of zero is 1. Where a magnitude is infinite or NaN, so are the codes.
+    That of zero is 1. The others and their inverses are normal numbers.
     """
     if fp8.power_of_two:
         exponent = scale_exponents(lax.bitcast_convert_type(largest, np.int32), dtype)
         return power_of_two(exponent), power_of_two(-exponent)
     limit = np.float32(jnp.finfo(dtype).max)
-    largest = jnp.where(largest == 0, limit, largest)
+    largest = jnp.where(largest == 0, limit, jnp.maximum(largest, limit * np.float32(2.0**-126)))
     return limit / largest, largest / limit
 
 

@@ -416,6 +416,7 @@ def test_rich_loses_no_letter_in_a_narrow_terminal():
 def test_options_are_checked_as_those_of_autocast():
     for options, text in (
         ({"policy_or_dtype": "int8"}, "computes in bfloat16, float16 or float32, but got int8"),
+        ({"policy_or_dtype": "float8_e4m3fn"}, "Products of 8-bit floats are 'fp8'"),
         ({"policy_or_dtype": "bf16", "rules": {"matmul": "keep"}}, "no primitive of jax is called that"),
         ({}, "Add one, such as 'bf16': `mpx.explain(fun, 'bf16')`, on the command line `--policy bf16`"),
     ):

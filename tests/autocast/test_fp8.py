@@ -142,13 +142,37 @@ def test_zeros_give_zeros(fp8):
     assert np.isfinite(of_x).all()
 
 
-@pytest.mark.parametrize("largest", [2.0**-149, 2.0**-126, 1.0, 448.0, 449.0, 3e38])
-def test_the_largest_magnitude_is_never_out_of_range(largest):
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@by_way
+def test_rows_without_what_is_not_finite_keep_their_numbers(fp8, value):
+    """As in bfloat16, so that a mask over bad rows works."""
+    x, w = normal(0, 16, 64), normal(1, 64, 32)
+    fun = jax.jit(mpx.autocast(multiply, fp8))
+    good = fun(x.at[3, 5].set(0), w)
+    np.testing.assert_array_equal(np.delete(fun(x.at[3, 5].set(value), w), 3, 0), np.delete(good, 3, 0))
+    assert np.isfinite(good).all()
+
+
+@pytest.mark.parametrize("largest", [2.0**-149, 2.0**-126, 1e-35, 1.0, 448.0, 449.0, 3e38])
+@by_way
+def test_the_largest_magnitude_is_never_out_of_range(fp8, largest):
     x = jnp.full((16, 16), largest, jnp.float32)
-    product = jax.jit(mpx.autocast(multiply, SMALL))(x, jnp.eye(16))
+    product = jax.jit(mpx.autocast(multiply, fp8))(x, jnp.eye(16))
     assert np.isfinite(product).all()
     if largest >= 2.0**-126:  # below that a CPU takes numbers for zero
         assert error(product, x) < 0.07
+
+
+@by_way
+def test_a_second_derivative_is_refused_with_what_to_do(fp8):
+    """Its roundings have none. With autocast around the inner gradient it is near that of bfloat16."""
+    x, w = normal(0, 32, 64), normal(1, 64, 64) / 8
+    loss = lambda w, x: jnp.mean(jnp.sin(x @ w))
+    penalty = lambda of_x: jax.grad(lambda w: jnp.sum(of_x(w, x) ** 2))
+    with pytest.raises(TypeError, match="put autocast around the inner gradient"):
+        penalty(jax.grad(mpx.autocast(loss, fp8), 1))(w)
+    around = lambda way: penalty(mpx.autocast(jax.grad(loss, 1), way))(w)
+    assert error(around(fp8), around("bf16")) < 0.2
 
 
 # ---- programs -------------------------------------------------------------------------------------------------------
@@ -198,7 +222,6 @@ def test_an_operand_divided_over_devices_has_one_scale_in_a_shard_map():
 
 # ---- what runs in 16 bits -------------------------------------------------------------------------------------------
 
-BATCH = "a product with a batch, such as logits of attention"
 KEPT = {
     "odd sizes": (lambda x, w: x @ w, (16, 60), (60, 32), "16 x 60 by 60 x 32: not all sizes are multiples of 16"),
     "a batch": (
@@ -207,7 +230,7 @@ KEPT = {
         (2, 16, 32),
         "a product with a batch, such as logits of attention",
     ),
-    "a convolution": (conv, (2, 16, 16, 16), (3, 3, 16, 16), "FP8 is for matrix products"),
+    "a convolution": (conv, (2, 16, 16, 16), (3, 3, 16, 16), "there is no conv_general_dilated of 8-bit floats"),
 }
 
 

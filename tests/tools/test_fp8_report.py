@@ -60,7 +60,7 @@ def test_cotangents_are_counted_in_the_format_of_the_backward_pass():
     assert [row.operand for row in report.operands] == ["left", "right", "cotangent"]
     assert [row.dtype for row in report.operands] == [FORMATS["e4m3"], FORMATS["e4m3"], FORMATS["e5m2"]]
     assert shares(report, "cotangent") == (1 / 16, 0, 0)
-    assert "Most is lost cotangent in" in report.verdict
+    assert "Most is lost of the cotangent operand of" in report.verdict
 
 
 @pytest.mark.parametrize("power_of_two", [True, False])
@@ -95,7 +95,7 @@ def test_what_is_not_finite_is_counted_and_named(value):
     report = mpx.monitor.fp8_report(loss_fn, SMALL)(jnp.ones((16, 16)).at[0, 0].set(value), jnp.ones((16, 16)))
     (row,) = [row for row in report.operands if row.operand == "right"]
     assert row.nonfinite > 0
-    assert report.verdict.startswith(f"Infinite or NaN: {row.nonfinite} numbers, first seen right in")
+    assert report.verdict.startswith(f"Infinite or NaN: {row.nonfinite} numbers, first seen in the right operand of")
 
 
 def test_products_are_counted_in_loops_calls_and_checkpoints():

@@ -30,12 +30,12 @@ class Fp8Operand:
         operand: `"left"`, `"right"` or `"cotangent"`, the gradient that flows back into the product.
         shape: its shape.
         dtype: the format.
-        numbers: how many of its numbers were counted: all that were rounded, in all iterations of a loop, and again
-            where the backward pass computes them again.
+        numbers: how many of its numbers were counted: all that were rounded, in all iterations of a loop, of all
+            products of the line with this shape, and again where the backward pass computes them again.
         zero: the share that becomes zero.
         subnormal: the share that becomes subnormal and loses bits.
         infinite: the share that overflows. Scales leave none.
-        nonfinite: count of infinities and NaN, of the operand or since its largest magnitude is one.
+        nonfinite: count of its infinities and NaN.
     """
 
     where: str
@@ -47,6 +47,11 @@ class Fp8Operand:
     subnormal: float
     infinite: float
     nonfinite: int
+
+    @property
+    def place(self) -> str:
+        """Say which operand of which line it is."""
+        return f"the {self.operand} operand of {self.where}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,12 +71,12 @@ class Fp8Report(Result):
             return "No product runs in 8 bits: `mpx.explain` says why."
         bad = next((row for row in self.operands if row.nonfinite), None)
         if bad is not None:
-            return f"Infinite or NaN: {bad.nonfinite:,} numbers, first seen {bad.operand} in {bad.where}."
+            return f"Infinite or NaN: {bad.nonfinite:,} numbers, first seen in {bad.place}."
         worst = max(self.operands, key=lambda row: (row.zero, row.subnormal))
         if not worst.zero + worst.subnormal:
             return "All numbers are normal in their formats."
         return (
-            f"Most is lost {worst.operand} in {worst.where}: {worst.zero:.2%} become zero, {worst.subnormal:.2%} "
+            f"Most is lost of {worst.place}: {worst.zero:.2%} become zero, {worst.subnormal:.2%} "
             "subnormal. `mpx.Fp8(scaling='row')` keeps more, and an override of the policy keeps it in 16 bits."
         )
 
