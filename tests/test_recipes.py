@@ -220,7 +220,7 @@ def test_any_precision_adamw_keeps_its_moments_in_every_format_of_low_precision_
     options = {"momentum_dtype": "e4m3", "variance_dtype": "e5m2"}
     ours = mpx.any_precision_adamw(1e-2, **options)
     theirs = mpx.low_precision_state(optax.adamw(1e-2, weight_decay=0), {"mu": "e4m3", "nu": "e5m2"}, min_size=0)
-    p, g = jnp.ones(300), jnp.linspace(-1, 1, 300)
+    p, g = jnp.ones(300, jnp.float32), jnp.linspace(-1, 1, 300, dtype=jnp.float32)
     for tx in (ours, theirs):
         assert [optax.tree.get(tx.init(p), moment).dtype for moment in ("mu", "nu")] == [np.uint8, np.uint8]
     assert_same_bits(*(tx.update(g, tx.init(p), p) for tx in (ours, theirs)))
