@@ -55,6 +55,7 @@ DEFAULT_NAMES = (
     "bf16-masters",
     "bf16-split",
     "bf16-split-8bit",
+    "fp8",
     "bf16-any-precision",
     "f16-scaled",
 )
