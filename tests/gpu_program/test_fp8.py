@@ -14,7 +14,7 @@ import mpx
 from benchmarks.reading import flash_attention
 from examples.gpt.model import PRESETS, gelu
 from examples.gpt.recipes import fp8_policy, get_recipe
-from examples.gpt.training import Hyperparameters, make_program
+from tests.gpu_program.gpt2_step import BATCH, report_of_step
 
 pytestmark = pytest.mark.optax_promotion
 
@@ -58,18 +58,15 @@ def test_a_perceptron_moves_little_more_in_8_bits_and_takes_two_thirds_of_the_ti
 
 # ---- GPT-2 ----------------------------------------------------------------------------------------------------------
 
-TOKENS = 16 * 1024
+TOKENS = BATCH * 1024
 
 
 @functools.cache
 def report_of_gpt2(preset, recipe, depth):
     """Return the report of a training step."""
     config = dataclasses.replace(PRESETS[preset], depth=depth, attention="cudnn")
-    program = make_program(recipe, config, Hyperparameters(steps=1000, learning_rate=6e-4))
-    params, state = jax.eval_shape(program.init, 0)
-    tokens = jax.ShapeDtypeStruct((1, 16, 1025), jnp.int32)
     with flash_attention():
-        return mpx.step_report(program.train_step, params, state, tokens, target="h200", donate_argnums=(0, 1))
+        return report_of_step(recipe, config)[1]
 
 
 BF16 = get_recipe("bf16-split")

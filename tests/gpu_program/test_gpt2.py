@@ -17,13 +17,14 @@ import mpx
 from benchmarks.reading import flash_attention
 from examples.gpt import loss, model
 from examples.gpt.recipes import get_recipe
-from examples.gpt.training import Hyperparameters, make_program
 from mpx._autocast import control_flow
+from tests.gpu_program import gpt2_step
+from tests.gpu_program.gpt2_step import BATCH
 
 pytestmark = pytest.mark.optax_promotion
 
 GPT2 = dataclasses.replace(model.PRESETS["gpt2-124m"], depth=2)
-BATCH, LENGTH, WIDTH, ROWS = 16, GPT2.context, GPT2.width, GPT2.padded_vocabulary
+LENGTH, WIDTH, ROWS = GPT2.context, GPT2.width, GPT2.padded_vocabulary
 STREAM = (BATCH, LENGTH, WIDTH)  # the residual stream, float32 under every recipe
 LOGITS = BATCH * LENGTH * ROWS
 
@@ -37,12 +38,7 @@ def flash():
 
 def report_of_step(recipe, **layout):
     """Return the parameters and the report of a whole step."""
-    config = dataclasses.replace(GPT2, **layout)
-    program = make_program(get_recipe(recipe), config, Hyperparameters(steps=1000, learning_rate=6e-4))
-    params, state = jax.eval_shape(program.init, 0)
-    tokens = jax.ShapeDtypeStruct((1, BATCH, LENGTH + 1), jnp.int32)
-    report = mpx.step_report(program.train_step, params, state, tokens, target="h200", donate_argnums=(0, 1))
-    return params, report
+    return gpt2_step.report_of_step(get_recipe(recipe), dataclasses.replace(GPT2, **layout))
 
 
 def report_of_loss(chunks=1):
