@@ -17,6 +17,9 @@ if (
     os.environ["XLA_FLAGS"] += "--xla_cpu_use_fusion_emitters=false"
 if "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+# Tests compile for GPUs that are not here. JAX reads this when its first backend starts, in whatever test that is.
+os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # by several workers; nothing runs on a TPU
 # Tests share compiled programs with each other, with the processes that they start, and with the next run. The folder
 # is where pytest keeps what plugins cache, so that `--cache-clear` empties it.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(__file__).parent / ".pytest_cache" / "d" / "jax"))

@@ -6,34 +6,20 @@ whose import takes most of a second.
 
 import functools
 import pathlib
+import re
+import sys
 from collections.abc import Callable
 from typing import Annotated, Any
 
 try:
     import rich as rich
     import typer
-    from typer.core import TyperCommand, TyperGroup
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] not in ("typer", "rich"):
         raise
-    raise SystemExit("Error: the command line needs Typer and Rich: pip install 'mpx-jax[cli]'") from None
-
-
-class _PlainFlags:
-    """Show `--json` in the help of a command, not `--json <bool>`."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        params = super().get_params(ctx)  # pyright: ignore[reportAttributeAccessIssue]  # of the class beside this one
-        for param in params:
-            param.metavar = "" if getattr(param, "is_flag", False) else param.metavar
-        return params
-
-
-_Command = type("_Command", (_PlainFlags, TyperCommand), {})
-_Group = type("_Group", (_PlainFlags, TyperGroup), {})
+    raise SystemExit("Error: the command line needs Typer and Rich: pip install typer rich") from None
 
 app = typer.Typer(
-    cls=_Group,
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,  # it would hide frames of a traceback that was asked for
@@ -48,6 +34,10 @@ def main() -> None:
     Raises:
         SystemExit: always, with the exit code: 0, 1 after an error, 2 for wrong usage, 3 after a warning of the doctor.
     """
+    negative = next((argument for argument in sys.argv[1:] if re.match(r"-\d", argument)), None)
+    if negative is not None:
+        typer.echo(f"Error: {negative} looks like an option. Did you mean {negative[1:]}?", err=True)
+        raise SystemExit(2)
     app(prog_name="mpx")
 
 
@@ -62,7 +52,8 @@ def _say_version(asked: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Show the version and exit.")
+        bool,
+        typer.Option("--version", metavar="", callback=_say_version, is_eager=True, help="Show the version and exit."),
     ] = False,
 ) -> None:
     """Mixed-precision training for JAX: examine a machine, plan memory, explain a function, report on gradients.
@@ -82,21 +73,28 @@ def _command(example: str) -> Callable[[Callable[..., None]], Callable[..., None
             with errors.in_one_line():
                 function(**options)
 
-        return app.command(cls=_Command, epilog=f"Example: {example}")(command)
+        return app.command(epilog=f"Example: {example}")(command)
 
     return register
 
 
-_Shapes = Annotated[
-    list[str] | None, typer.Argument(help="A shape for each argument of the function: f32[8,16], bf16[4], i32[].")
+_Shapes = Annotated[list[str] | None, typer.Argument(help="A shape for each argument: f32[8,16], bf16[4], i32[].")]
+_AsJson = Annotated[
+    bool, typer.Option("--json", metavar="", help="Write JSON to standard output, and nothing else there.")
 ]
-_AsJson = Annotated[bool, typer.Option("--json", help="Write JSON to standard output, and nothing else there.")]
+_Memory = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="The memory of a device, 80GB or 80GiB: show what fits into it.")
+]
 
 
 @_command("mpx doctor --quick")
 def doctor(
-    quick: Annotated[bool, typer.Option("--quick", help="Leave out what is timed, and so the recommendation.")] = False,
-    full: Annotated[bool, typer.Option("--full", help="Show all of it, in tables, and the recipe's code.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", metavar="", help="Leave out what is timed, and so the recommendation.")
+    ] = False,
+    full: Annotated[
+        bool, typer.Option("--full", metavar="", help="Show all of it, in tables, and the recipe's code.")
+    ] = False,
     as_json: _AsJson = False,
 ) -> None:
     """Examine this machine: which recipe is for it, whether mpx is exact on it, and what stands in the way.
@@ -106,63 +104,47 @@ def doctor(
     from mpx.doctor import examine
     from mpx.tools.cli import output
 
-    with output.progress_console().status("Examining ...") as status:
-        diagnosis = examine(quick=quick, progress=lambda name: status.update(f"Examining {name} ..."))
+    with output.status("Examining ..."):
+        diagnosis = examine(quick=quick)
     output.write(diagnosis.as_dict(), [diagnosis if full else diagnosis.verdict], as_json)
     raise typer.Exit(diagnosis.exit_code)
 
 
-@_command("mpx plan 7B --mesh 8 --memory 80GB")
+@_command("mpx plan 70B --devices 64 --fsdp --memory 80GB")
 def plan(
     model: Annotated[
-        str,
-        typer.Argument(
-            help="How many parameters (124M, 7B, 70e9), or file.py:function or module:function, a function without "
-            "arguments that makes them and is only traced."
-        ),
+        str, typer.Argument(help="How many parameters (124M, 7B, 70e9), or file.py:function, which makes them.")
     ],
-    recipe: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="A standard recipe, in full; may be repeated. All if left out."),
-    ] = None,
-    rule: Annotated[
-        str,
-        typer.Option(metavar="NAME", help="An optimizer of Optax, or file.py:name, an optimizer or what makes one."),
-    ] = "adamw",
-    mesh: Annotated[
+    recipe: Annotated[list[str] | None, typer.Option(metavar="NAME", help="A recipe; may be repeated.")] = None,
+    rule: Annotated[str, typer.Option(metavar="NAME", help="An optimizer of Optax, or file.py:name.")] = "adamw",
+    devices: Annotated[
         str | None,
-        typer.Option(
-            metavar="DEVICES",
-            help="8, or data=8,model=2. The optimizer state is divided along the first axis (ZeRO-1), the parameters "
-            "are not.",
-        ),
+        typer.Option(metavar="MESH", help="64, or data=8,model=2. The first axis shards the optimizer state (ZeRO-1)."),
     ] = None,
+    fsdp: Annotated[
+        bool, typer.Option("--fsdp", metavar="", help="Shard parameters and gradients, too (ZeRO-3).")
+    ] = False,
     gradient_dtype: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DTYPE",
-            help="f32 for gradients that leave the program. Left out: those inside one jitted step, in the narrower "
-            "of the parameter's dtype and the policy's compute dtype.",
-        ),
+        str | None, typer.Option(metavar="DTYPE", help="f32 for gradients that leave the program.")
     ] = None,
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE", help="The memory of a device, 80GB or 80GiB: show what fits into it, and the largest model."
-        ),
+    memory: _Memory = None,
+    memory_fraction: Annotated[
+        float | None,
+        typer.Option(metavar="PART", min=0.01, max=1.0, help="The part of the memory that JAX uses; 0.75."),
     ] = None,
-    exact: Annotated[bool, typer.Option("--bytes", help="Show exact numbers of bytes, not GB (10^9 bytes).")] = False,
     as_json: _AsJson = False,
 ) -> None:
     """Count the bytes that a training run holds under each precision recipe, before anything is allocated."""
     from mpx.tools.cli import given, output, plans
 
-    limit = None if memory is None else given.memory_bytes(memory)
+    if memory is None and memory_fraction is not None:
+        raise given.CommandError("--memory-fraction does nothing without --memory.")
+    fraction = 0.75 if memory_fraction is None else memory_fraction
+    limit = None if memory is None else int(given.memory_bytes(memory) * fraction)
     planned = given.function(model) if ":" in model else given.parameters(model)
-    comparison = plans.compare(planned, rule, recipe or [], mesh, gradient_dtype)
-    content = {"model": model, "rule": rule, "plans": comparison.plans}
-    content |= plans.what_fits(comparison, limit) if as_json else {}
-    parts = plans.tables(comparison, limit, exact)
+    comparison = plans.compare(planned, rule, recipe or [], devices, fsdp, gradient_dtype)
+    content = {"model": model, "rule": rule, "plans": comparison.plans} | plans.what_fits(comparison, limit)
+    parts = plans.tables(comparison, limit, fraction, fsdp)
     output.write(content, parts if gradient_dtype else [*parts, plans.CONVENTION], as_json)
 
 
@@ -172,20 +154,16 @@ def explain(
     shapes: _Shapes = None,
     arguments: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE:NAME", help="Instead of shapes: a function that returns a tuple of arguments or their shapes."
-        ),
+        typer.Option(metavar="FILE:NAME", help="A function that returns a tuple of arguments, or of shapes."),
     ] = None,
     policy: Annotated[
         str | None,
         typer.Option(
-            metavar="POLICY",
-            help="bf16, f16, tf32, bf16x3, fp8, or the string of a policy (params=f32,compute=bf16). Leave it out for "
-            "a function that mpx.autocast returned.",
+            metavar="POLICY", help="bf16, f16, tf32, bf16x3, fp8, or params=f32,compute=bf16. Not for autocast."
         ),
     ] = None,
     grad: Annotated[
-        bool, typer.Option("--grad", help="Explain the gradient with respect to the first argument.")
+        bool, typer.Option("--grad", metavar="", help="Explain the gradient by the first argument.")
     ] = False,
     as_json: _AsJson = False,
 ) -> None:
@@ -193,20 +171,11 @@ def explain(
     import jax
 
     import mpx
-    from mpx._autocast.transform import autocast_of
     from mpx.tools.cli import given, output
 
     if bool(shapes) == (arguments is not None):
         raise given.CommandError("give either the shapes of the arguments, or --arguments.")
     fun = given.function(function)
-    is_autocast = autocast_of(fun) is not None
-    if is_autocast and (grad or policy is not None):
-        option = "--grad" if grad else "--policy"
-        raise given.CommandError(f"leave out {option}: {function} is a function that mpx.autocast returned.")
-    if not is_autocast and policy is None:
-        raise given.CommandError(
-            f"add --policy bf16 (or f16, tf32, ...): {function} is not a function of mpx.autocast."
-        )
     args = [given.shape(text) for text in shapes or []] if arguments is None else given.made_by(arguments)
     with given.users_code():
         explanation = mpx.explain(jax.grad(fun) if grad else fun, policy)(*args)
@@ -220,32 +189,20 @@ def program(
         typer.Argument(
             help="file.py:function or module:function: a step, with a shape for each argument; or a function that "
             "returns (step, arguments, donated): a step, a tuple of its arguments or their shapes, and the positions "
-            "of those that are donated, unless jax.jit returned the step."
+            "of donated ones, unless jax.jit returned the step."
         ),
     ],
     shapes: _Shapes = None,
     target: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="a100, h100, h200, b200, v5e or v6e; it need not be here. This machine if left out."
-        ),
+        str | None, typer.Option(metavar="NAME", help="a100, h100, h200, b200, v5e or v6e. Left out: this machine.")
     ] = None,
     donate: Annotated[
-        list[int] | None,
-        typer.Option(metavar="POSITION", min=0, help="An argument of a step that is donated; may be repeated."),
+        list[int] | None, typer.Option(metavar="POSITION", min=0, help="An argument that is donated; may be repeated.")
     ] = None,
     batch: Annotated[
-        list[int] | None,
-        typer.Option(
-            metavar="SIZE", min=1, help="A batch size, which the function gets as its argument; may be repeated."
-        ),
+        list[int] | None, typer.Option(metavar="SIZE", min=1, help="A batch size for the function; may be repeated.")
     ] = None,
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE", help="With --batch: search the largest batch that fits, to 3%; the target's if left out."
-        ),
-    ] = None,
+    memory: _Memory = None,
     as_json: _AsJson = False,
 ) -> None:
     """Compile a training step, and show what it costs: memory, traffic, precision, and a bound of its time.
@@ -270,12 +227,8 @@ def program(
         return
     limit = None if memory is None else given.memory_bytes(memory)
     compared, largest = programs.by_batch(function, batch, target, limit)
-    parts = (
-        [compared]
-        if largest is None
-        else [compared, f"The largest batch that fits, to {programs.RESOLUTION:.0%}: {largest:,}."]
-    )
-    output.write(compared.as_dict() | {"largest_batch": largest}, parts, as_json)
+    fits = [] if largest is None else [f"The largest batch that fits, to {programs.RESOLUTION:.0%}: {largest:,}."]
+    output.write(compared.as_dict() | {"largest_batch": largest}, [compared, *fits], as_json)
 
 
 @_command("mpx report gradients.npz --dtype f16")
@@ -284,9 +237,7 @@ def report(
         pathlib.Path, typer.Argument(help="Arrays: .npz, .npy, .safetensors, or the folder of an Orbax checkpoint.")
     ],
     dtype: Annotated[str, typer.Option(metavar="DTYPE", help="The format asked about.")] = "f16",
-    loss_scale: Annotated[
-        float, typer.Option(metavar="SCALE", help="The loss scale by which these gradients were multiplied.")
-    ] = 1.0,
+    loss_scale: Annotated[float, typer.Option(metavar="SCALE", help="What the loss was multiplied by.")] = 1.0,
     as_json: _AsJson = False,
 ) -> None:
     """Read arrays, and show how many become zero in a format and which loss scale they need."""

@@ -16,6 +16,7 @@ from mpx._stored.blockwise import Blockwise8bit
 
 LEARNING_RATE, B1, B2, EPS, WEIGHT_DECAY = 1e-3, 0.9, 0.999, 1e-8, 1e-4  # as in `optax.adamw`
 BLOCK_SIZE = 256  # as in `Blockwise8bit`
+MIN_SIZE = 4096  # as in `low_precision_state`
 
 
 class BlockwiseArray(NamedTuple):
@@ -36,7 +37,7 @@ class ByHand(NamedTuple):
 
 
 def adamw(g: jax.Array, weight: jax.Array, mu: Any, nu: Any, corrections: tuple) -> tuple[jax.Array, Any, Any]:
-    """The update of a float32 weight, and the new moments as they are stored."""
+    """Return the update of a float32 weight, and the new moments in the format of the old ones."""
     g = g.astype(jnp.float32)
     m = (1 - B1) * g + B1 * loaded(mu, signed=True)
     v = (1 - B2) * (g * g) + B2 * loaded(nu, signed=False)
@@ -46,35 +47,41 @@ def adamw(g: jax.Array, weight: jax.Array, mu: Any, nu: Any, corrections: tuple)
     return update, stored(m, mu, signed=True), stored(v, nu, signed=False)
 
 
+def coded_zeros(p: jax.Array, signed: bool) -> Any:
+    """Return a moment to start with, in 8 bits; small tensors stay float32."""
+    zeros = jnp.zeros_like(p, jnp.float32)
+    return zeros if p.size < MIN_SIZE else BlockwiseArray(*Blockwise8bit(BLOCK_SIZE, signed).encode(zeros))
+
+
 def loaded(moment: Any, signed: bool) -> jax.Array:
-    """A moment in float32."""
+    """Return a moment in float32."""
     if isinstance(moment, BlockwiseArray):
         return Blockwise8bit(BLOCK_SIZE, signed).decode(*moment)
     return moment.astype(jnp.float32)
 
 
 def stored(moment: jax.Array, old: Any, signed: bool) -> Any:
-    """A moment in the format of the old one."""
+    """Return a moment in the format of the old one."""
     if isinstance(old, BlockwiseArray):
-        return BlockwiseArray(*Blockwise8bit(BLOCK_SIZE, signed).coded(moment))
+        return BlockwiseArray(*Blockwise8bit(BLOCK_SIZE, signed).encode(moment))
     return moment.astype(old.dtype)
 
 
 def plain_step(g: jax.Array, p: jax.Array, beside: None, mu: Any, nu: Any, corrections: tuple) -> tuple:
-    """Of a float32 parameter."""
+    """Step a float32 parameter."""
     update, mu, nu = adamw(g, p, mu, nu, corrections)
     return p + update, beside, mu, nu
 
 
 def full_step(g: jax.Array, p: jax.Array, master: jax.Array, mu: Any, nu: Any, corrections: tuple) -> tuple:
-    """Of a parameter with a float32 master."""
+    """Step a parameter with a float32 master."""
     update, mu, nu = adamw(g, master, mu, nu, corrections)
     master = master + update
     return master.astype(p.dtype), master, mu, nu
 
 
 def split_step(g: jax.Array, p: jax.Array, low: jax.Array, mu: Any, nu: Any, corrections: tuple) -> tuple:
-    """Of a bfloat16 parameter with the 16 low bits of its master."""
+    """Step a bfloat16 parameter with the 16 low bits of its master."""
     master = joined(p, low)
     update, mu, nu = adamw(g, master, mu, nu, corrections)
     bits = lax.bitcast_convert_type(master + update, jnp.uint32)
@@ -83,13 +90,13 @@ def split_step(g: jax.Array, p: jax.Array, low: jax.Array, mu: Any, nu: Any, cor
 
 
 def joined(p: jax.Array, low: jax.Array) -> jax.Array:
-    """The float32 number of which a bfloat16 parameter is the rounding; where it was rounded up, one is taken back."""
+    """Return the float32 master of a bfloat16 parameter; where it was rounded up, one is taken back."""
     high = lax.bitcast_convert_type(p, jnp.uint16) - (low >> 15)
     return lax.bitcast_convert_type(high.astype(jnp.uint32) << 16 | low.astype(jnp.uint32), jnp.float32)
 
 
 def kahan_step(g: jax.Array, p: jax.Array, compensation: jax.Array, mu: Any, nu: Any, corrections: tuple) -> tuple:
-    """Of a bfloat16 parameter with a bfloat16 compensation."""
+    """Step a bfloat16 parameter with a bfloat16 compensation."""
     wide = p.astype(jnp.float32)
     update, mu, nu = adamw(g, wide, mu, nu, corrections)
     y = update + compensation.astype(jnp.float32)
@@ -98,8 +105,9 @@ def kahan_step(g: jax.Array, p: jax.Array, compensation: jax.Array, mu: Any, nu:
 
 
 def step_by_hand(tensor_step: Callable, state: ByHand, grads: dict[str, jax.Array]) -> ByHand:
-    """One step of all tensors."""
+    """Step all tensors."""
     count = state.count + 1
     corrections = (1 - B1**count, 1 - B2**count)
     new = [tensor_step(grads[name], *(tree[name] for tree in state[:4]), corrections) for name in grads]
-    return ByHand(*(dict(zip(grads, column, strict=True)) for column in zip(*new, strict=True)), count)
+    columns = [dict(zip(grads, column, strict=True)) for column in zip(*new, strict=True)]
+    return ByHand._make([*columns, count])

@@ -1,80 +1,58 @@
-"""The time of AdamW in Torch, bitsandbytes and torchao, for `benchmarks.optimizer_step`, in a process of its own.
+"""Time AdamW in Torch, bitsandbytes and torchao on a GPU, on the tensors of `benchmarks.optimizer_step`.
 
-The process is over before JAX takes the GPU's memory.
+It runs in a process of its own, which is over before JAX takes the GPU's memory.
 """
 
+import functools
+import importlib
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks.report import Row
+
 OPTIONS = {"lr": 1e-3, "weight_decay": 1e-4}  # as in `benchmarks.adamw_by_hand`
+CALLS = 16  # steps in a turn
+OPTIMIZERS = {  # the dtype of the parameters, the module, the class and its own options
+    "torch.optim.AdamW(fused=True), f32": ("float32", "torch.optim", "AdamW", {"fused": True}),
+    "bitsandbytes.optim.AdamW8bit, bf16": ("bfloat16", "bitsandbytes.optim", "AdamW8bit", {}),
+    "torchao.optim.AdamW8bit, bf16": ("bfloat16", "torchao.optim", "AdamW8bit", {}),
+}
 
 
-def torch_optimizers() -> dict[str, tuple[str, Callable[[Any], Any]]]:
-    """By name, the dtype of the parameters, and what makes the optimizer from them."""
+def measure(title: str, shapes: list[list[int]], turns: int) -> list[Row]:
+    """Return the times of Torch's optimizers; a package that is missing, or not made for this GPU, is named."""
+    import torch
 
-    def fused(params):
-        import torch
-
-        return torch.optim.AdamW(params, fused=True, **OPTIONS)
-
-    def bitsandbytes(params):
-        import bitsandbytes
-
-        return bitsandbytes.optim.AdamW8bit(params, **OPTIONS)
-
-    def torchao(params):
-        import torchao.optim
-
-        return torchao.optim.AdamW8bit(params, **OPTIONS)
-
-    return {
-        "torch.optim.AdamW(fused=True), f32": ("float32", fused),
-        "bitsandbytes.optim.AdamW8bit, bf16": ("bfloat16", bitsandbytes),
-        "torchao.optim.AdamW8bit, bf16": ("bfloat16", torchao),
-    }
-
-
-def torch_times(work: dict[str, Any]) -> list[dict[str, Any]]:
-    """Times of Torch's optimizers on the GPU; none where Torch or its GPU is missing."""
-    try:
-        import torch
-    except ImportError:
-        return []
     if not torch.cuda.is_available():
-        return []
+        return [{"failed": "PyTorch finds no GPU"}]
     rows = []
-    for name, (dtype, make) in torch_optimizers().items():
+    for name, (dtype, module, kind, options) in OPTIMIZERS.items():
+        row = {"title": title, "recipe": name, "torch": torch.__version__}
         try:
-            rows.append({"what": name, "torch": torch.__version__, **torch_time(work, getattr(torch, dtype), make)})
-        except Exception as error:  # of any type: a package that is missing, or not made for this GPU
-            rows.append({"what": name, "left out": f"{type(error).__name__}: {error}"})
+            make = functools.partial(getattr(importlib.import_module(module), kind), **OPTIONS, **options)
+            rows.append(row | {"ms": milliseconds(shapes, turns, getattr(torch, dtype), make)})
+        except Exception as error:
+            rows.append(row | {"left out": f"{type(error).__name__}: {error}"})
     return rows
 
 
-def torch_time(work: dict[str, Any], dtype: Any, make: Callable[[Any], Any]) -> dict[str, float]:
-    """Milliseconds of one optimizer's step: of many behind one another, by the GPU's clock, and of a single one."""
+def milliseconds(shapes: list[list[int]], turns: int, dtype: Any, make: Callable[[Any], Any]) -> float:
+    """Return the milliseconds of one optimizer's step, of many behind one another, by the GPU's clock."""
     import torch
 
     normal = lambda shape, size: (size * torch.randn(shape, device="cuda")).to(dtype)
-    params = [torch.nn.Parameter(normal(shape, 0.02)) for shape in work["shapes"]]
+    params = [torch.nn.Parameter(normal(shape, 0.02)) for shape in shapes]
     for p in params:
         p.grad = normal(p.shape, 1e-3)
-    optimizer = make(params)
-    for _ in range(5):
-        optimizer.step()
-    many, single = [], []
-    for _ in range(work["turns"]):
+    optimizer, times = make(params), []
+    for turn in range(-2, turns):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        for _ in range(work["calls"]):
+        for _ in range(CALLS):
             optimizer.step()
         end.record()
         torch.cuda.synchronize()
-        many.append(begin.elapsed_time(end) / work["calls"])
-        start = time.perf_counter()
-        optimizer.step()
-        torch.cuda.synchronize()
-        single.append(1e3 * (time.perf_counter() - start))
-    return {"ms": statistics.median(many), "single ms": statistics.median(single)}
+        if turn >= 0:
+            times.append(begin.elapsed_time(end) / CALLS)
+    return statistics.median(times)

@@ -8,7 +8,7 @@ may for users.
 """
 
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,9 +17,8 @@ import numpy as np
 import optax
 
 import mpx
-from benchmarks.autocast_forms import DTYPES, HAND, HAND_STREAM, make_form, make_loss, make_params
-from benchmarks.models_by_hand import Dtypes, Size
-from benchmarks.report import Sheet
+from benchmarks.autocast_forms import DTYPES, HAND, HAND_STREAM, Dtypes, Size, make_form, make_loss, make_params
+from benchmarks.report import Row
 
 ACCURACY_SIZE = Size(width=128, layers=3, heads=4, context=64, vocabulary=256, batch=8)
 ACCURACY_DTYPES = (("f32", "bf16"), ("bf16", "bf16"), ("f32", "f16"), ("f16", "f16"))  # parameters, products
@@ -77,44 +76,42 @@ def relative_errors(found: tuple[Any, list[np.ndarray]], exact: tuple[Any, list[
 
 
 def measure_accuracy(
-    size: Size = ACCURACY_SIZE,
-    seeds: int = SEEDS,
-    trained_steps: int = TRAINED_STEPS,
-    dtypes: Iterable[tuple[str, str]] = ACCURACY_DTYPES,
-) -> list[dict[str, Any]]:
-    """Return errors of the loss and the gradient, at the initial weights and at trained ones, over seeds."""
-    points = {steps: trained_params(size, seeds, steps) for steps in (0, trained_steps)}
+    params: str, compute: str, size: Size = ACCURACY_SIZE, seeds: int = SEEDS, trained_steps: int = TRAINED_STEPS
+) -> list[Row]:
+    """Return errors of the loss and the gradient, at the initial weights and at trained ones, over seeds.
+
+    Args:
+        params: the name of the dtype of the parameters.
+        compute: the name of the dtype of products.
+        size: of the model.
+        seeds: so many of them.
+        trained_steps: before the errors are measured again.
+    """
     with jax.enable_x64(True):
         wide = jax.jit(jax.value_and_grad(make_loss(size, Dtypes(jnp.float64, jnp.float64))))
     scale, rows = mpx.StaticLossScale(LOSS_SCALE), []
-    for params_dtype, half in dtypes:
-        cast = lambda tree, dtype=DTYPES[params_dtype]: jax.tree.map(lambda p: p.astype(dtype), tree)
-        names = ACCURACY_FORMS if half == "bf16" else ACCURACY_FORMS[1:]  # float32 does not depend on it
-        gradients = {name: jax.jit(mpx.value_and_grad(make_form(name, size, DTYPES[half]), scale)) for name in names}
-        for steps, starts in points.items():
-            errors: dict[str, list[tuple[float, float]]] = {name: [] for name in gradients}
-            for params, tokens in starts:
-                params = cast(params)
-                with jax.enable_x64(True):
-                    exact = flat(wide(jax.tree.map(lambda p: p.astype(jnp.float64), params), tokens))
-                for name, gradient in gradients.items():
-                    value, grads = gradient(params, tokens)
-                    errors[name].append(relative_errors(flat((value, scale.unscale(grads))), exact))
-            about = {"compute": half, "params": params_dtype, "steps": steps}
-            rows += [{"form": name} | about | summary(errors[name]) for name in errors]
+    names = ACCURACY_FORMS if compute == "bf16" else ACCURACY_FORMS[1:]  # float32 does not depend on it
+    gradients = {name: jax.jit(mpx.value_and_grad(make_form(name, size, DTYPES[compute]), scale)) for name in names}
+    for steps in dict.fromkeys((0, trained_steps)):
+        errors: dict[str, list[tuple[float, float]]] = {name: [] for name in gradients}
+        for weights, tokens in trained_params(size, seeds, steps):
+            weights = jax.tree.map(lambda p: p.astype(DTYPES[params]), weights)
+            with jax.enable_x64(True):
+                exact = flat(wide(jax.tree.map(lambda p: p.astype(jnp.float64), weights), tokens))
+            for name, gradient in gradients.items():
+                value, grads = gradient(weights, tokens)
+                errors[name].append(relative_errors(flat((value, scale.unscale(grads))), exact))
+        about = {"compute": compute, "params": params, "steps": steps}
+        rows += [{"form": name} | about | summary(errors[name]) for name in errors]
     return rows
 
 
-def summary(errors: list[tuple[float, float]]) -> dict[str, float]:
+def summary(errors: list[tuple[float, float]]) -> Row:
     """Return the mean and the largest error over seeds."""
     loss, gradient = zip(*errors, strict=True)
     of_loss = {"loss mean": statistics.mean(loss), "loss max": max(loss)}
     return of_loss | {"gradient mean": statistics.mean(gradient), "gradient max": max(gradient)}
 
 
-def accuracy_table(title: str, rows: list[dict[str, Any]]) -> Sheet:
-    """Return the table of relative errors."""
-    about = {"compute": "compute", "params": "parameters", "steps": "after steps", "form": "form"}
-    errors = "loss mean", "loss max", "gradient mean", "gradient max"
-    cells = lambda row: {name: str(row[key]) for key, name in about.items()} | {e: f"{row[e]:.1e}" for e in errors}
-    return Sheet(title, list(map(cells, rows)))
+ERRORS = {what: f"{{{what}:.1e}}" for what in ("loss mean", "loss max", "gradient mean", "gradient max")}
+COLUMNS = {"compute": "{compute}", "parameters": "{params}", "after steps": "{steps}", "form": "{form}"} | ERRORS

@@ -9,8 +9,8 @@ weights and data: at the first step, after training, and on a batch then that is
 largest magnitudes of the steps before and scales by those: it sees each batch of the training too.
 """
 
-import argparse
 import functools
+import itertools
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -20,21 +20,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import typer
 from flax.linen import fp8_ops
-from rich.console import Console
 
 import mpx
+from benchmarks.report import Row, table
 
 LAYERS, LEARNING_RATE, FARTHER = 4, 1e-3, 64.0
 OVERWRITTEN = fp8_ops.OVERWRITE_WITH_GRADIENT  # Flax's scales, whose new values come as their gradients
 WAYS = {
     "autocast, bf16": "bf16",
-    "autocast, fp8": mpx.Fp8(min_size=0),
-    'autocast, fp8, scaling="row"': mpx.Fp8(min_size=0, scaling="row", backward="e4m3"),
+    "autocast, fp8": mpx.Fp8(min_extent=0),
+    'autocast, fp8, scaling="row"': mpx.Fp8(min_extent=0, scaling="row", backward="e4m3"),
 }
-FLAX = {"Fp8DotGeneralOp": fp8_ops.Fp8DotGeneralOp}
-
-Loss = Callable[[Any, Any], tuple[jax.Array, Any]]  # from variables and a batch to the loss and its gradient
 
 
 class Perceptron(nn.Module):
@@ -65,19 +63,18 @@ def batch_of(width: int, seed: int, step: int) -> tuple[np.ndarray, np.ndarray]:
     return x, np.tanh(x @ teacher.normal(size=(width, width)).astype(np.float32) / np.float32(width**0.5))
 
 
-def points(width: int, seed: int, steps: int) -> dict[str, tuple[Any, dict[str, Any], Any]]:
-    """Return weights, Flax's scales and a batch for each row of the table."""
+def points(width: int, seed: int, steps: int) -> dict[str, tuple[Any, Any, Any]]:
+    """Return weights, Flax's scales and a batch for each part of the table."""
     batch = functools.partial(batch_of, width, seed)
     params = Perceptron(width).init(jax.random.key(seed), batch(0)[0])["params"]
-    models = {name: Perceptron(width, op) for name, op in FLAX.items()}
-    scales = {name: model.init(jax.random.key(0), batch(0)[0])[OVERWRITTEN] for name, model in models.items()}
+    in_flax = Perceptron(width, fp8_ops.Fp8DotGeneralOp)
+    scales = in_flax.init(jax.random.key(0), batch(0)[0])[OVERWRITTEN]
     found = {"first step": (params, scales, batch(0))}
     tx = optax.adamw(LEARNING_RATE)
 
     @jax.jit
     def train(params, state, scales, batch):
-        seen = lambda name, scales: jax.grad(loss_of(models[name]))({"params": params, OVERWRITTEN: scales}, batch)
-        scales = {name: seen(name, of_op)[OVERWRITTEN] for name, of_op in scales.items()}
+        scales = jax.grad(loss_of(in_flax))({"params": params, OVERWRITTEN: scales}, batch)[OVERWRITTEN]
         grads = jax.grad(loss_of(Perceptron(width)))({"params": params}, batch)["params"]
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, scales
@@ -91,15 +88,14 @@ def points(width: int, seed: int, steps: int) -> dict[str, tuple[Any, dict[str, 
     return found
 
 
-def errors(width: int, params: Any, scales: dict[str, Any], batch: Any) -> dict[str, tuple[float, float]]:
+def errors(width: int, params: Any, scales: Any, batch: Any) -> dict[str, tuple[float, ...]]:
     """Return, for each way, the relative errors of the loss and of the gradient."""
     exact = value_and_gradient(loss_of(Perceptron(width, dtype=jnp.float64)), {"params": params}, batch, wide=True)
     found = {}
     for name, way in {"float32": "f32", **WAYS}.items():
         found[name] = value_and_gradient(mpx.autocast(loss_of(Perceptron(width)), way), {"params": params}, batch)
-    for name, op in FLAX.items():
-        variables = {"params": params, OVERWRITTEN: scales[name]}
-        found[f"Flax, {name}"] = value_and_gradient(loss_of(Perceptron(width, op)), variables, batch)
+    in_flax = loss_of(Perceptron(width, fp8_ops.Fp8DotGeneralOp))
+    found["Flax, Fp8DotGeneralOp"] = value_and_gradient(in_flax, {"params": params, OVERWRITTEN: scales}, batch)
     return {
         name: tuple(float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in zip(result, exact, strict=True))
         for name, result in found.items()
@@ -115,28 +111,19 @@ def value_and_gradient(loss: Any, variables: Any, batch: Any, wide: bool = False
         return np.asarray([value], np.float64), np.concatenate(leaves)
 
 
-def table(width: int, seeds: int, steps: int) -> list[str]:
-    """Return the lines of the table in Markdown: means over the seeds."""
+def main(width: int = 256, seeds: int = 3, steps: int = 50) -> None:
+    """Print the table: means over the seeds."""
     by_seed = [
         {point: errors(width, *given) for point, given in points(width, seed, steps).items()} for seed in range(seeds)
     ]
-    lines = ["| | " + " | ".join(f"{point}: loss | gradient" for point in by_seed[0]) + " |"]
-    lines.append("|---|" + "---|" * 2 * len(by_seed[0]))
-    for name in next(iter(by_seed[0].values())):
-        means = [[statistics.mean(run[point][name][i] for run in by_seed) for i in (0, 1)] for point in by_seed[0]]
-        lines.append(f"| {name} | " + " | ".join(f"{x:.1e}" for pair in means for x in pair) + " |")
-    return lines
-
-
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=50)
-    arguments = parser.parse_args()
-    Console(width=200).print("\n".join(table(**vars(arguments))))
+    rows: list[Row] = [{"way": way} for way in next(iter(by_seed[0].values()))]
+    columns = {" ": "{way}"}
+    for point, (i, what) in itertools.product(by_seed[0], enumerate(("loss", "gradient"))):
+        columns[f"{point}: {what}"] = f"{{{point}, {what}:.1e}}"
+        for row in rows:
+            row[f"{point}, {what}"] = statistics.mean(run[point][row["way"]][i] for run in by_seed)
+    print(table(rows, columns))
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -13,14 +13,21 @@ import jax
 import jax.numpy as jnp
 
 import mpx
+from benchmarks.report import Row, table
 from tests.rules import RULES
 from tests.sweep import moment_fields
 
 OUT = Path(__file__).with_name("FUSED_RULES.md")
+COLUMNS = {
+    "rule": "`{rule}`",
+    "in 8 bits": "{fields}",
+    "runs in": "{runs}",
+    "bytes an element, or why not": "{figure}",
+}
 
 
-def row(name: str) -> str:
-    """The line of a rule: what it keeps in 8 bits, what runs it, the bytes of an element or the reason."""
+def row(name: str) -> Row:
+    """Return what a rule keeps in 8 bits, what runs it, and the bytes of an element or the reason."""
     rule, fields = RULES[name], moment_fields(name)
     tx = rule.make() if fields is None else mpx.low_precision_state(rule.make(), {fields: mpx.Blockwise8bit()})
     params = {"w": jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)}
@@ -30,27 +37,22 @@ def row(name: str) -> str:
         fused = mpx.fused_update(mpx.master_weights(tx, storage="split"))
         (leaf,) = fused.plan(params, grads, **rule.extra_args(zeros, zeros)).rows
     figure = leaf.reason if leaf.moved_bytes is None else f"{leaf.moved_bytes / leaf.size:.2f}"
-    return f"| `{name}` | {(fields or '').replace('|', ', ')} | {leaf.runs} | {figure} |"
+    return {"rule": name, "fields": (fields or "").replace("|", ", "), "runs": leaf.runs, "figure": figure}
 
 
 def main() -> None:
     """Plan all rules and write the page."""
     rows = [row(name) for name in RULES]
-    kernels = sum("| a kernel |" in line for line in rows)
+    kernels = sum(row["runs"] == "a kernel" for row in rows)
     versions = ", ".join(f"{package} {importlib.metadata.version(package)}" for package in ("jax", "optax"))
-    lines = [
-        "# Which rules `fused_update` runs in one kernel a matrix",
-        "",
+    text = (
+        "# Which rules `fused_update` runs in one kernel a matrix\n\n"
         "Written by `PYTHONPATH=. python -m benchmarks.fused_rules`, whose docstring says what is planned; with "
         f"{versions}. {kernels} of {len(rows)} rules run in a kernel; XLA runs the others, for the reason in the last "
         "column. A rule whose elements do not mix moves as many bytes as the last column says, for each element of "
-        "a matrix: gradient, parameter, low bits and state.",
-        "",
-        "| rule | in 8 bits | runs in | bytes an element, or why not |",
-        "|---|---|---|---|",
-        *rows,
-    ]
-    OUT.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        "a matrix: gradient, parameter, low bits and state.\n\n"
+    )
+    OUT.write_text(f"{text}{table(rows, COLUMNS)}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,307 +1,244 @@
 """GPT-2 trained ever faster, one change at a time: time, tokens/s, share of the GPU's rate, and memory of each rung.
 
-    PYTHONPATH=. python -m benchmarks.ladder --json ladder.json
-    PYTHONPATH=. python -m benchmarks.ladder --rungs f32,8bit,accumulate --part ladder --time-limit 550
+    PYTHONPATH=. python -m benchmarks.ladder
+    PYTHONPATH=. python -m benchmarks.ladder --target h200 --rungs f32,8bit,accumulate --picture ladder.png
 
-A rung is one before it and one change: float32; TF32; bfloat16 by autocast; cuDNN's flash attention; an embedding with
-rows up to a multiple of 128; bfloat16 parameters with split masters; 8-bit moments; weights of all layers in one stack.
-Then those that pay with time for memory, and say how much: the loss in chunks; checkpoints that keep less and less. The
-last one has several microbatches a step, with everything kept. More of them, to try out, are chosen by name
-(`--rungs`). A step is loss, gradient, clipping and AdamW, with parameters and state donated. Tokens are real text,
-eight batches in turn, on the device before the clock starts. Steps are enqueued one behind another and waited for once;
-the time is the median of several rounds.
+`benchmarks.rungs` says what a rung changes. Those up to the stacked weights only save. The later ones pay with time for
+memory, and say how much. The last one has several microbatches a step, with everything kept. A step is loss, gradient,
+clipping and AdamW, with parameters and state donated. Tokens are random, eight batches in turn, on the device before
+the clock starts. Steps are enqueued one behind another and waited for once; the time is the median of several rounds.
 
 `--target h200` measures nothing: each rung is compiled for that device, which need not be there, and its program read
 (see `benchmarks.reading`). Otherwise the bound of the program that ran stands beside the time, where the figures of the
-device are known.
+device are known. Without a GPU the model is a tiny one, so that the command can be tried.
 
 Each rung runs in a process of its own. One that fails, for want of memory or time or by a compiler's error, is a row
-that says why, and the next one goes on. Memory is the peak that the device reports, after the program was compiled. A
-CPU reports none; there it is the compiler's figure for the step: arguments, results and temporary arrays.
+that says why. Memory is the peak that the device reports, after the program was compiled. A CPU reports none: there the
+figure is the compiler's, for arguments, results and temporary arrays.
 
 MFU is the share of the rate of a large product of random bfloat16 matrices, measured at the start, for every rung, also
-those in float32. Counted are the operations that the model needs (`Config.flops_per_token`), not those of padding.
-`--xla-flags` are given to all these processes; without them, XLA's own defaults hold. With `JAX_COMPILATION_CACHE_DIR`
-set, XLA tries its kernels once for all rungs, and compiles a program that it has seen only once.
+the float32 ones. Counted are the operations that the model needs (`Config.flops_per_token`), not the ones for padding.
+`XLA_FLAGS` reach all these processes. With `JAX_COMPILATION_CACHE_DIR` set, a program is compiled only once.
 
-The other parts are at a fixed batch, with one program in several precisions: see `benchmarks.fixed_batch`.
-
-On a GPU the model is GPT-2 124M, elsewhere a tiny one, so that the command can be tried: its times say nothing.
+PyTorch (`benchmarks.gpt2_in_torch`, run by `benchmarks.on_gpu`) has the same model, batch, tokens, optimizer and
+schedule, at its best, with one microbatch a step and with several. Each rung is compared with as many. Memory is the
+peak of what a library's allocator has handed out, without the CUDA context.
 """
 
 import dataclasses
-import enum
 import math
-import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from benchmarks.report import Sheet, bound_cells, make_console, spread_cell, write_json
-from benchmarks.rungs import EXTRAS, LADDER, RUNGS, Rung, Setting, choose_rungs, choose_setting
-from benchmarks.workers import Clock, Result, Run, run_worker
-from examples.gpt.model import PRESETS
+from benchmarks.report import Row, Sheet, judged
+from benchmarks.rungs import EXTRAS, LADDER, ON_CPU, ON_GPU, RUNGS, Rung, Setting, choose_rungs
+from benchmarks.workers import run_worker
 
-WORKER = "benchmarks.gpt2_in_jax"
-NO_FLASH = "no GPU, no flash attention: as before"
+TOP, BOTTOM = "accumulate", "f32"
+SPEED_TARGET, MEMORY_TARGET, GAIN_TARGET, MFU_TARGET = 1.1, 0.8, 10.0, 0.45
+CAST_TARGET = 2.0  # ms
+TIMEOUT = 900.0  # seconds for one process
 
-
-@dataclasses.dataclass(frozen=True)
-class Bench:
-    """What is needed to measure something.
-
-    Attributes:
-        setting: of all rungs.
-        device: what the worker says of it.
-        clock: of the whole command.
-        run: runs a job in a process.
-    """
-
-    setting: Setting
-    device: Result
-    clock: Clock
-    run: Run
-
-    @property
-    def on_gpu(self) -> bool:
-        """Whether the numbers mean anything."""
-        return self.device["backend"] == "gpu"
-
-    def in_jax(self, rung: Rung, kind: str, **more: Any) -> Result:
-        """Does a job with the settings of a rung."""
-        setting = self.setting
-        job = {"kind": kind, "preset": setting.preset, "batch_size": setting.batch_size, **rung.settings()}
-        job |= {"steps": setting.steps, "rounds": setting.rounds, **more}
-        notes = {}
-        if job["attention"] == "cudnn" and not self.on_gpu:
-            job["attention"], notes = "xla", {"note": NO_FLASH}
-        flags = f"{os.environ.get('XLA_FLAGS', '')} {setting.xla_flags}".strip()
-        environment = {"XLA_FLAGS": flags} if setting.xla_flags else {}
-        answer = self.run(WORKER, job, timeout=self.clock.cut(setting.timeout), environment=environment)
-        return {"job": job} | notes | answer
-
-
-def start_bench(clock: Clock, run: Run, **given: Any) -> Bench:
-    """Looks at the device, in a process that is gone afterwards.
-
-    Raises:
-        RuntimeError: if there is none that works.
-    """
-    device = run(WORKER, {"kind": "device"}, timeout=clock.cut(300.0))
-    if "failed" in device:
-        raise RuntimeError(f"the device cannot be used: {device['failed']}\n{device.get('log', '')}")
-    return Bench(choose_setting(device["backend"], **given), device, clock, run)
+# Rungs that were only read have no times, and their MFU is a bound.
+COLUMNS = {
+    "rung": "{rung}",
+    "adds": "{label}",
+    "ms a step": "{ms:.2f}",
+    "spread": "{low:.2f} to {high:.2f}",
+    "bound, ms": "{program[bound ms]:.1f}",
+    "at what is reached, ms": "{program[reached ms]:.1f}",
+    "tokens/s": "{tokens/s:,.0f}",
+    "MFU": "{MFU:.1%}",
+    "peak, GB": "{peak GB:.3g}{peak is}",
+    "moved, GB": "{program[moved GB]:.3g}",
+    "not in products, GB": "{program[outside GB]:.3g}",
+    "kernels": "{program[kernels]:,}",
+    "MFU at most": "{MFU at most:.0%}",
+    "gain": "{gain}",
+    "pays": "{pays}",
+    "compiled in, s": "{program[compile s]:.0f}",
+    "loss": "{loss:.3f}",
+    "why not": "{failed}",
+    "note": "{note}",
+}
+PAIRS = {
+    "rung": "{rung}",
+    "tokens/s, JAX": "{tokens/s:,.0f}",
+    "PyTorch": "{torch[tokens/s]:,.0f}",
+    "ratio": "{speed:.3f}",
+    "peak GB, JAX": "{peak GB:.3g}",
+    "its, PyTorch": "{torch[peak GB]:.3g}",
+    "of memory": "{memory:.3f}",
+}
+TIMES = {f"{what}, ms": f"{{{what}[ms]:.3f}}" for what in ("gradient", "update", "cast")}
+PARTS = {"recipe": "{recipe}"} | TIMES | {"why not": "{failed}"}
 
 
-def start_reading(clock: Clock, run: Run, **given: Any) -> Bench:
-    """Looks at no device: programs are compiled for one that need not be here, at the sizes of a GPU."""
-    return Bench(choose_setting("gpu", **given), {"backend": "gpu"}, clock, run)
-
-
-# --- A rung. ---
-def measure_rung(rung: Rung, bench: Bench) -> Result:
-    """The row of a rung."""
-    microbatches = bench.setting.microbatches(rung, PRESETS[bench.setting.preset].context)
-    steps = bench.setting.steps_of(microbatches)
-    answer = bench.in_jax(rung, "step", microbatches=microbatches, steps=steps)
-    row = {"rung": rung.name, "label": rung.label, "after": rung.after} | answer
-    return row if "failed" in row else row | rates(row, bench.device["matmul FLOP/s"])
-
-
-def read_rung(rung: Rung, bench: Bench, target: str) -> Result:
-    """The row of a rung that is compiled for a target, and not run."""
-    microbatches = bench.setting.microbatches(rung, PRESETS[bench.setting.preset].context)
-    answer = bench.in_jax(rung, "program", microbatches=microbatches, target=target)
-    row = {"rung": rung.name, "label": rung.label, "after": rung.after} | answer
-    return row if "failed" in row else row | reachable(row)
-
-
-def reachable(row: Result) -> Result:
-    """The tokens a second and the share of a GPU's rate above which its bound lets no step come."""
-    speed = 1e3 * row["tokens"] / row["program"]["reached ms"]
-    return {"tokens/s": speed, "MFU": speed * row["flops per token"] / row["program"]["reached FLOP/s"]}
-
-
-def rates(row: Result, matmul: float) -> Result:
-    """What follows from the time of a step.
+# --- What follows from what was measured. ---
+def derived(rows: list[Row], rate: float | None = None) -> list[Row]:
+    """Return rows of JAX with speed, MFU, memory, and the gain over the rung before, or the nearest one that ran.
 
     Args:
-        row: with milliseconds, tokens a step, operations a token, memory and loss.
-        matmul: operations a second of a large product, the yardstick.
+        rows: with the time of a step, or with the bound of its program if it was read.
+        rate: operations a second for the MFU of measured rows; programs bring their own.
     """
-    speed = 1e3 * row["tokens"] / row["ms"]
-    measured = row["peak bytes"] is not None
-    found = {"tokens/s": speed, "FLOP/s": speed * row["flops per token"]}
-    found |= {"MFU": found["FLOP/s"] / matmul}
-    found["memory"] = row["peak bytes"] if measured else row["program"]["peak bytes"]
-    found["memory is"] = "measured" if measured else "the compiler's figure"
-    if measured and row["peak bytes"] == row["peak bytes before"]:
-        found["memory is"] = "that of compiling, which was more than a step needs"
-    return found if math.isfinite(row["loss"]) else found | {"failed": f"the loss is {row['loss']}"}
+    ran: dict[str, Row] = {}
+    return [one_derived(row, rate, ran) for row in sorted(rows, key=lambda row: list(RUNGS).index(row["rung"]))]
 
 
-def add_gains(rows: list[Result]) -> None:
-    """How many times as fast as the rung before, or as the nearest one before that which has run."""
-    by_name = {row["rung"]: row for row in rows if "tokens/s" in row and "failed" not in row}
-    speeds = {name: row["tokens/s"] for name, row in by_name.items()}
-    for row in rows:
-        before = row["after"]
-        while before is not None and before not in speeds:
-            before = RUNGS[before].after
-        row.pop("gain", None)
-        if before is not None and row["rung"] in speeds:
-            row |= {"gain": speeds[row["rung"]] / speeds[before], "gain over": before}
-            if "program" in row:
-                row["saved bytes"] = held_bytes(by_name[before]) - held_bytes(row)
-
-
-def held_bytes(row: Result) -> int:
-    """The peak of memory of a rung: the measured one, or that of its program."""
-    return row.get("memory", row["program"]["peak bytes"])
-
-
-def each_rung(
-    rungs: list[Rung], row_of: Callable[[Rung], Result], keep: Callable[[list[Result]], None]
-) -> list[Result]:
-    """The rows of all rungs; `keep` gets what there is after each."""
-    rows = []
-    for rung in rungs:
-        rows.append(row_of(rung))
-        add_gains(rows)
-        keep(rows)
-    return rows
-
-
-def ladder_table(rows: list[Result], rate: float) -> Sheet:
-    """The ladder as it was measured; `rate` is the measured rate of bfloat16 products."""
-    job = rows[0]["job"]
-    title = f"{job['preset']}, microbatches of {job['batch_size']} sequences; "
-    title += f"MFU of {rate / 1e12:.4g} TFLOP/s, the measured rate of bfloat16 products"
-    kinds = sorted({row["memory is"] for row in rows if "failed" not in row})
-    return Sheet(title, list(map(measured_cells, rows)), f"memory: {', '.join(kinds)}" if kinds else "")
-
-
-def measured_cells(row: Result) -> dict[str, str]:
-    """The cells of a rung that was measured."""
-    cells = {"rung": row["rung"], "adds": row["label"]}
+def one_derived(row: Row, rate: float | None, ran: dict[str, Row]) -> Row:
+    """Return one such row; `ran` has the rungs before it, and gets it if it ran."""
+    rung = RUNGS[row["rung"]]
+    row = row | {"label": rung.label}
+    if not math.isfinite(row.get("loss", 0)):
+        row["failed"] = f"the loss is {row['loss']}"
     if "failed" in row:
-        return cells | {"note": row["failed"]}
-    cells |= {"ms a step": f"{row['ms']:.2f}", "spread": spread_cell(row["ms spread"], 2)}
-    cells |= bound_cells(row["program"], row["ms"])
-    cells |= {"tokens/s": f"{row['tokens/s']:,.0f}", "TFLOP/s": f"{row['FLOP/s'] / 1e12:.3g}"}
-    cells |= {"MFU": f"{row['MFU']:.1%}", "peak GB": memory_cell(row), "gain": gain_cell(row), "pays": trade_cell(row)}
-    return cells | {"loss": f"{row['loss']:.3f}", "note": row.get("note", "")}
+        return row
+    program = row["program"]
+    row["speed"] = 1e3 * row["tokens"] / row.get("ms", program.get("reached ms"))
+    needed = row["speed"] * row["flops per token"]
+    if "ms" in row:
+        row |= {"tokens/s": row["speed"], "MFU": needed / (rate or math.nan)}
+    else:
+        row["MFU at most"] = needed / program["reached FLOP/s"]
+    row |= peak(row)
+    before = rung.after
+    while before is not None and before not in ran:
+        before = RUNGS[before].after
+    if before is not None:
+        row |= gain(row, ran[before], "" if before == rung.after else f" over {before}")
+    ran[row["rung"]] = row
+    return row
 
 
-def programs_table(rows: list[Result], setting: Setting) -> Sheet:
-    """The ladder as it was read off programs."""
+def peak(row: Row) -> Row:
+    """Return the peak of memory in GB: what the device counted, or the compiler's figure where it counts nothing."""
+    if row.get("peak bytes") is None:
+        return {"peak GB": row["program"]["peak GB"], "peak is": " (compiled)" if "ms" in row else ""}
+    # Where compiling took more than the step, the step's own peak is not known.
+    return {"peak GB": row["peak bytes"] / 1e9, "peak is": " at most" * (row["peak bytes"] == row["peak bytes before"])}
+
+
+def gain(row: Row, before: Row, over: str) -> Row:
+    """Return how many times as fast a row is, and if it is slower, what it pays for how much memory."""
+    times, saved = row["speed"] / before["speed"], before["peak GB"] - row["peak GB"]
+    pays = {"pays": f"{1 / times - 1:.1%} of time for {saved:.1f} GB"} if times < 1 and saved > 0 else {}
+    return {"gain": f"{times:.2f}{over}"} | pays
+
+
+def paired(jax: list[Row], torch: list[Row]) -> list[Row]:
+    """Return each row of JAX with the one of PyTorch that accumulates too, or does not either; where both ran."""
+    others = {row["accumulate"]: row for row in torch if "failed" not in row}
+    found = []
+    for row in jax:
+        other = others.get(RUNGS[row["rung"]].accumulate)
+        if "failed" not in row and other is not None:
+            pair = row | {"torch": other, "speed": row["tokens/s"] / other["tokens/s"]}
+            both = "peak GB" in other and row.get("peak bytes") is not None  # counted, on both sides
+            found.append(pair | ({"memory": row["peak GB"] / other["peak GB"]} if both else {}))
+    return found
+
+
+def targets(jax: list[Row], pairs: list[Row], parts: list[Row]) -> list[Row]:
+    """Return the targets that can be judged with what was measured."""
+    found: list[tuple[str, float, Row]] = []
+    for pair in pairs:
+        if pair["rung"] == TOP:
+            found.append(("tokens/s at the top rung, JAX / PyTorch", pair["speed"], {"least": SPEED_TARGET}))
+            if "memory" in pair:
+                found.append(("peak memory there, JAX / PyTorch", pair["memory"], {"most": MEMORY_TARGET}))
+    ran = {row["rung"]: row for row in jax if "failed" not in row}
+    if top := ran.get(TOP):
+        found.append(("MFU of JAX there", top["MFU"], {"least": MFU_TARGET}))
+        if bottom := ran.get(BOTTOM):
+            times = top["tokens/s"] / bottom["tokens/s"]
+            found.append(("tokens/s of JAX, top / f32", times, {"least": GAIN_TARGET}))
+    times = {what: [row[what]["ms"] for row in parts if what in row] for what in ("gradient", "update", "cast")}
+    if times["update"]:
+        asked = {"most": min(times["gradient"])}
+        found.append(("ms of the slowest update, against the fastest gradient", max(times["update"]), asked))
+    found += [("ms of casting all weights", ms, {"most": CAST_TARGET}) for ms in times["cast"]]
+    return [{"target": what, "value": value, "asked": judged(value, **asked)} for what, value, asked in found]
+
+
+def sheets(jax: list[Row], torch: list[Row], parts: list[Row], rate: float) -> list[Sheet]:
+    """Return the tables of all that was measured of GPT-2; `rate` is the measured rate of bfloat16 products."""
+    jax = derived(jax, rate)
+    torch = [row if "failed" in row else row | {"tokens/s": 1e3 * row["tokens"] / row["ms"]} for row in torch]
+    pairs = paired(jax, torch)
+    asked = {"target": "{target}", "measured": "{value:.4g}", "asked": "{asked}"}
+    found = [
+        Sheet(f"GPT-2 in JAX; MFU of {rate / 1e12:.4g} TFLOP/s, the measured rate of bfloat16 products", jax, COLUMNS),
+        Sheet("GPT-2 in PyTorch", torch, COLUMNS),
+        Sheet("GPT-2, JAX with mpx / PyTorch", pairs, PAIRS),
+        Sheet("GPT-2, parts of a step at a fixed batch", parts, PARTS),
+        Sheet("GPT-2, targets", targets(jax, pairs, parts), asked),
+    ]
+    return [sheet for sheet in found if sheet.rows]
+
+
+def programs_sheet(rows: list[Row], setting: Setting) -> Sheet:
+    """Return the table of rungs whose programs were read."""
     compiled = next((f" for one {row['compiled for']}, jax {row['jax']}" for row in rows if "failed" not in row), "")
     title = f"{setting.preset}, microbatches of {setting.batch_size} sequences, compiled{compiled}"
-    return Sheet(title, list(map(read_cells, rows)))
-
-
-def read_cells(row: Result) -> dict[str, str]:
-    """The cells of a rung that was read."""
-    cells = {"rung": row["rung"], "adds": row["label"]}
-    if "failed" in row:
-        return cells | {"note": row["failed"]}
-    program = row["program"]
-    cells |= {"bound, ms": f"{program['bound ms']:.1f}", "at what is reached, ms": f"{program['reached ms']:.1f}"}
-    cells |= {"peak, GB": f"{program['peak bytes'] / 1e9:.1f}", "moved, GB": f"{program['moved bytes'] / 1e9:.1f}"}
-    cells |= {"not in products, GB": f"{program['outside bytes'] / 1e9:.1f}", "kernels": f"{program['kernels']:,}"}
-    cells |= {"MFU at most": f"{row['MFU']:.0%}", "gain": gain_cell(row), "pays": trade_cell(row)}
-    return cells | {"compiled in, s": f"{program['compile s']:.0f}"}
-
-
-def memory_cell(row: Result) -> str:
-    """Return a peak in GB, with a mark if it is only known not to be larger."""
-    return ("at most " if "compiling" in row["memory is"] else "") + f"{row['memory'] / 1e9:.3g}"
-
-
-def gain_cell(row: Result) -> str:
-    """Return a gain, and over what if not over the rung before."""
-    if "gain" not in row:
-        return ""
-    return f"{row['gain']:.2f}" + ("" if row["gain over"] == row["after"] else f" over {row['gain over']}")
-
-
-def trade_cell(row: Result) -> str:
-    """Return what a rung pays with time for memory; nothing where it is no slower than the one before."""
-    if row.get("gain", 1) >= 1 or row.get("saved bytes", 0) <= 0:
-        return ""
-    return f"{1 / row['gain'] - 1:.1%} of time for {row['saved bytes'] / 1e9:.1f} GB"
+    return Sheet(title, derived(rows), COLUMNS)
 
 
 # --- The command. ---
-def chosen_rungs(names: list[str] | None) -> list[Rung]:
-    """The rungs of `--rungs`."""
+def job_of(rung: Rung, setting: Setting, **more: Any) -> Row:
+    """Return the arguments of a function of `benchmarks.gpt2_in_jax`."""
+    return {"rung": dataclasses.asdict(rung), "setting": dataclasses.asdict(setting)} | more
+
+
+def run_rungs(rungs: list[Rung], setting: Setting, target: str | None) -> list[Row]:
+    """Measure rungs, or read their programs that are compiled for a target."""
+    rows: list[Row] = []
+    for rung in rungs:
+        name, more = ("read_step", {"target": target}) if target else ("measure_step", {})
+        (row,) = run_worker(f"benchmarks.gpt2_in_jax:{name}", job_of(rung, setting, **more), timeout=TIMEOUT)
+        rows.append({"rung": rung.name} | row)
+        print(f"{rung.name}: {row.get('failed', 'done')}", flush=True)
+    return rows
+
+
+def chosen(rungs: str) -> list[Rung]:
+    """Return the rungs of `--rungs`."""
     try:
-        return choose_rungs(names)
+        return choose_rungs(rungs)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--rungs") from error
 
 
-Preset = enum.StrEnum("Preset", {name: name for name in PRESETS})
 # Options that `benchmarks.programs` has too.
-PresetOption = Annotated[Preset | None, typer.Option(help="The model; gpt2-124m on a GPU, tiny elsewhere.")]
-BatchOption = Annotated[int | None, typer.Option(min=1, help="Sequences of a microbatch; 16 on a GPU, else 4.")]
-StepsOption = Annotated[int | None, typer.Option(min=1, help="Steps in a timed round; 10 on a GPU, else 3.")]
-RoundsOption = Annotated[int | None, typer.Option(min=1, help="Timed rounds; 5 on a GPU, else 3.")]
-BudgetOption = Annotated[int | None, typer.Option(min=1, help="Tokens of a step with accumulation; 524288 or 1024.")]
-TimeoutOption = Annotated[float | None, typer.Option(help="Seconds that one process may take; 300.")]
-LimitOption = Annotated[float | None, typer.Option(help="Seconds for all; what would begin later is left out.")]
-FlagsOption = Annotated[str | None, typer.Option(help="XLA_FLAGS for all processes of JAX.")]
-JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the numbers to this file.")]
-RUNGS_HELP = f"Of {', '.join(r.name for r in LADDER)}; to try out: {', '.join(r.name for r in EXTRAS)}."
+NAMES = f"Of {', '.join(rung.name for rung in LADDER)}; to try out: {', '.join(rung.name for rung in EXTRAS)}."
+RungsOption = Annotated[str, typer.Option(help=NAMES)]
+PresetOption = Annotated[str, typer.Option(help="The model; gpt2-124m on a GPU, tiny elsewhere.")]
 
 
 def main(
-    preset: PresetOption = None,
-    batch_size: BatchOption = None,
-    steps: StepsOption = None,
-    rounds: RoundsOption = None,
-    token_budget: BudgetOption = None,
-    timeout: TimeoutOption = None,
-    time_limit: LimitOption = None,
-    xla_flags: FlagsOption = None,
-    rungs: Annotated[list[str] | None, typer.Option(help=RUNGS_HELP)] = None,
-    target: Annotated[
-        str | None, typer.Option(help="Only read the ladder's programs for this device: h200, ...")
-    ] = None,
-    json_path: JsonOption = None,
+    rungs: RungsOption = "",
+    preset: PresetOption = "",
+    target: Annotated[str | None, typer.Option(help="Only read the programs for this device: h200, ...")] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw the ladder into this file.")] = None,
 ) -> None:
-    """Measures, prints the tables and, if asked, writes the numbers and a picture."""
-    console, chosen = make_console(), chosen_rungs(rungs)
-    given = {"preset": preset and str(preset), "batch_size": batch_size, "steps": steps, "rounds": rounds}
-    given |= {"token_budget": token_budget, "timeout": timeout, "xla_flags": xla_flags}
-    clock = Clock(time_limit)
-    bench = start_reading(clock, run_worker, **given) if target else start_bench(clock, run_worker, **given)
-    found: dict[str, Any] = {"device": bench.device, "setting": dataclasses.asdict(bench.setting)}
-    console.print(found)
-
-    row_of = (lambda rung: read_rung(rung, bench, target)) if target else lambda rung: measure_rung(rung, bench)
-
-    def keep(rows: list[Result]) -> None:
-        found["ladder"] = rows
-        console.print(progress(rows[-1]), markup=False)
-        write_json(json_path, found)
-
-    rows = each_rung(chosen, row_of, keep)
-    console.print(programs_table(rows, bench.setting) if target else ladder_table(rows, bench.device["matmul FLOP/s"]))
+    """Measure the ladder or read its programs, print the table and, if asked, draw a picture."""
+    steps, rate, setting = chosen(rungs), None, ON_GPU
+    if target is None:
+        (device,) = run_worker("benchmarks.gpt2_in_jax:device", {}, timeout=TIMEOUT)
+        if "failed" in device:
+            raise typer.BadParameter(f"the device cannot be used: {device['failed']}")
+        rate, setting = device["FLOP/s"], ON_GPU if device["backend"] == "gpu" else ON_CPU
+    setting = dataclasses.replace(setting, preset=preset or setting.preset)
+    rows = run_rungs(steps, setting, target)
+    for sheet in [programs_sheet(rows, setting)] if rate is None else sheets(rows, [], [], rate):
+        print(sheet.markdown())
     if picture is not None:
         from benchmarks.ladder_picture import write_picture  # Matplotlib need not be where programs are compiled
 
-        write_picture(
-            picture, rows, f"A step of {bench.setting.preset}: {'bound of the program' if target else 'measured'}"
-        )
-
-
-def progress(row: Result) -> str:
-    """A line for a row that is there, so that one sees how far a long command is."""
-    return f"{row['rung']}: {row.get('failed', 'done')}"
+        said = "bound of the program" if target else "measured"
+        write_picture(picture, derived(rows, rate), f"A step of {setting.preset}: {said}")
 
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)

@@ -9,22 +9,22 @@ matplotlib.use("Agg")  # only files are written: no display is needed
 import matplotlib.pyplot as plt
 
 import mpx.plot
-from benchmarks.ladder import Result, held_bytes
+from benchmarks.report import Row
 from mpx.tools.plot.sheet import BLUE, VERMILLION
 
 CUT = 2.5  # the longest bar, in medians: float32 would make all others short, and has its number beside it
 
 
-def write_picture(path: Path, rows: list[Result], title: str) -> None:
+def write_picture(path: Path, rows: list[Row], title: str) -> None:
     """Write a picture of the rungs that have figures: a bar each for time and for memory.
 
-    Times are those of the tokens of one microbatch, so that rungs of several stand beside the others. A bar that is cut
+    Times are for the tokens of one microbatch, so that rungs with several stand beside the others. A bar that is cut
     ends in an arrow.
     """
     rows = [row for row in rows if "failed" not in row]
     tokens = min(row["tokens"] for row in rows)
-    times = [1e3 * tokens / row["tokens/s"] for row in rows]
-    memory = [held_bytes(row) / 1e9 for row in rows]
+    times = [1e3 * tokens / row["speed"] for row in rows]
+    memory = [row["peak GB"] for row in rows]
     with mpx.plot.style():
         figure, axes = plt.subplots(1, 2, sharey=True, figsize=(7.2, 1.0 + 0.3 * len(rows)), width_ratios=(3, 2))
         for ax, values, color, name in zip(

@@ -3,36 +3,37 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks import autocast_accuracy, autocast_forms, fixed_batch, ladder, optimizer_step, torch_gpt2
-from benchmarks.rungs import COUNTERPARTS, EXTRAS, LADDER, TORCH_RUNGS, Rung, Setting, choose_setting
-from benchmarks.workers import CALL, Result, job_of
-from examples.gpt.recipes import RECIPES
-
-FLAX = ("jax", "optax", "flax")
-TESTS = Path(__file__).resolve().parents[1] / "tests"
+from benchmarks import autocast, autocast_accuracy, autocast_forms, ladder, optimizer_step, overhead
+from benchmarks.report import Row, Sheet
+from benchmarks.rungs import EXTRAS, FIXED, FIXED_RECIPES, LADDER, ON_CPU, ON_GPU, Rung, Setting
+from examples.gpt.model import PRESETS
 
 
 class Unit(NamedTuple):
-    """One measurement.
+    """One measurement: a call of a function in a process of its own.
 
     Attributes:
-        part: the file in which its result is kept.
-        table: in which it is reported.
-        name: among the results of the part.
-        measure: makes the result in processes of its own.
+        name: the part that it belongs to, and what it is.
+        table: the table of its rows.
+        function: named as `module:name`.
+        arguments: keyword arguments that JSON can hold.
+        about: what stands in its rows beside what the function returns.
         seconds: after which it is stopped; it does not begin with less than half of them left.
-        packages: what it needs.
     """
 
-    part: str
-    table: str
     name: str
-    measure: Callable[[ladder.Bench], Result]
-    seconds: float = 120.0
-    packages: tuple[str, ...] = ("jax", "optax")
+    table: str
+    function: str
+    arguments: Row = {}
+    about: Row = {}
+    seconds: float = 150.0
+
+    @property
+    def part(self) -> str:
+        """Return the part of the command."""
+        return self.name.partition(":")[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +46,8 @@ class Size:
         starts: fresh states of what is timed.
         turns: timed turns from each.
         autocast: the name of the size of the model in `benchmarks.autocast_forms`.
-        overhead: the size of the model in `benchmarks.overhead`; None for that of the backend.
-        steps: of each training of the main job.
-        curve_steps: of the loss curves.
-        seeds: of trainings and of errors of gradients.
+        overhead: the size of the model in `benchmarks.overhead`; None leaves it to the backend.
+        seeds: of errors of gradients.
         trained_steps: before errors of gradients are measured.
     """
 
@@ -58,123 +57,111 @@ class Size:
     turns: int = 6
     autocast: str = "gpt2"
     overhead: tuple[int, int, int] | None = None
-    steps: int = 1000
-    curve_steps: int = 200
     seeds: int = 3
     trained_steps: int = 50
 
 
 SIZES = {
-    "gpu": Size(choose_setting("gpu")),
-    "cpu": Size(choose_setting("cpu"), scale=64, autocast="tiny", curve_steps=60),
-    "smallest": Size(choose_setting("cpu", steps=1, rounds=1), 512, 1, 1, "tiny", (64, 1, 8), 10, 10, 2, 5),
+    "gpu": Size(ON_GPU),
+    "cpu": Size(ON_CPU, scale=64, autocast="tiny"),
+    "smallest": Size(dataclasses.replace(ON_CPU, steps=1, rounds=1), 512, 1, 1, "tiny", (64, 1, 8), 2, 5),
 }
 
 
-def all_units(size: Size, compiled: bool) -> list[Unit]:
-    """Return all units; `compiled` says whether PyTorch compiles."""
-    first = optimizer_steps(size), rungs(compiled), autocasts(size), overheads(size), trainings(size), tests()
-    later = fixed_batches(), curves(size, compiled), extras(), shapes(size)
-    doctor = Unit("doctor", "doctor", "doctor", call("mpx.doctor:examine"), 180.0)
-    return [*itertools.chain(*first), doctor, *itertools.chain(*later)]
+def all_units(size: Size) -> list[Unit]:
+    """Return all units."""
+    return list(itertools.chain(optimizers(size), gpt2(size), autocasts(size), overheads(size), later(size)))
 
 
-def call(function: str, **arguments: Any) -> Callable[[ladder.Bench], Result]:
-    """Return what calls a function, named as `module:name`, in a process of its own."""
-    job = job_of(function, **arguments)
-    return lambda bench: bench.run(CALL, job, timeout=bench.clock.cut(bench.setting.timeout))
-
-
-def optimizer_steps(size: Size) -> Iterator[Unit]:
-    """Yield the optimizer steps, and those of Torch."""
+def optimizers(size: Size) -> Iterator[Unit]:
+    """Yield the optimizer steps, and Torch's."""
+    times = {"starts": size.starts, "turns": size.turns}
     for tensors in ("one", "gpt2"):
-        given = {"tensors": tensors, "scale": size.scale}
+        given = {"tensors": tensors, "scale": size.scale} | times
         for recipe in optimizer_step.RECIPES:
-            measure = call(
-                "benchmarks.optimizer_step:measure", recipe=recipe, starts=size.starts, turns=size.turns, **given
-            )
-            yield Unit("optimizer", "optimizer steps", f"{tensors}: {recipe}", measure, 150.0)
-        measure = call("benchmarks.optimizer_step:measure_torch", turns=size.starts * size.turns, **given)
-        yield Unit("optimizer", "Torch's optimizers", f"{tensors}: Torch", measure, 90.0, ("jax", "torch"))
+            job = {"recipe": recipe} | given
+            yield Unit(f"optimizer: {tensors}, {recipe}", "optimizer", "benchmarks.optimizer_step:measure", job)
+        shapes = optimizer_step.make_shapes(tensors, size.scale)
+        job = {"title": optimizer_step.title_of(tensors, shapes), "shapes": list(shapes.values())}
+        job["turns"] = size.starts * size.turns
+        yield Unit(f"optimizer: {tensors}, Torch", "optimizers in Torch", "benchmarks.adamw_in_torch:measure", job)
 
 
-def rungs(compiled: bool) -> Iterator[Unit]:
-    """Yield the rungs, the top and the bottom one first, each with its counterpart in PyTorch."""
-    seen = set()
-    for rung in sorted(LADDER, key=lambda rung: rung not in (LADDER[0], LADDER[-1])):
-        yield rung_unit(rung)
-        other = TORCH_RUNGS[COUNTERPARTS[rung.name]]
-        if other not in seen:
-            seen.add(other)
-            measure = lambda bench, rung=other: {"rows": torch_gpt2.measure_either(rung, bench, compiled)}
-            yield Unit("ladder", "PyTorch", f"PyTorch: {other.name}", measure, 150.0, ("torch",))
+def gpt2(size: Size) -> Iterator[Unit]:
+    """Yield the rungs, the bottom and the top one first, PyTorch at its best, and the parts of a step."""
+    rungs = sorted(LADDER, key=lambda rung: rung not in (LADDER[0], LADDER[-1]))
+    yield from (rung_unit(rung, size) for rung in rungs[:2])
+    preset = PRESETS[size.setting.preset]
+    config = {name: getattr(preset, name) for name in ("width", "depth", "heads", "context", "vocabulary")}
+    for accumulate, name in ((True, "accumulation"), (False, "one microbatch")):
+        job = {"setting": dataclasses.asdict(size.setting), "config": config, "accumulate": accumulate}
+        function, about = "benchmarks.gpt2_in_torch:measure_step", {"rung": name, "accumulate": accumulate}
+        yield Unit(f"ladder: PyTorch, {name}", "ladder in PyTorch", function, job, about)
+    yield from (rung_unit(rung, size) for rung in rungs[2:])
+    for recipe in FIXED_RECIPES:
+        job = ladder.job_of(dataclasses.replace(FIXED, recipe=recipe), size.setting)
+        function = "benchmarks.gpt2_in_jax:measure_parts"
+        yield Unit(f"ladder: parts, {recipe}", "parts", function, job, {"recipe": recipe})
 
 
-def rung_unit(rung: Rung) -> Unit:
+def rung_unit(rung: Rung, size: Size) -> Unit:
     """Return the unit of a rung of JAX."""
-    return Unit("ladder", "ladder", f"JAX: {rung.name}", lambda bench: ladder.measure_rung(rung, bench), 200.0, FLAX)
-
-
-def extras() -> Iterator[Unit]:
-    """Yield the rungs to try out."""
-    yield from map(rung_unit, EXTRAS)
-
-
-def fixed_batches() -> Iterator[Unit]:
-    """Yield the parts of a step at a fixed batch, in all precisions."""
-    for name, part in fixed_batch.PARTS.items():
-        for recipe in part.recipes:
-            measure = lambda bench, part=part, recipe=recipe: fixed_batch.measure_recipe(part, recipe, bench)
-            yield Unit("ladder", name, f"{name}: {recipe}", measure, 120.0, FLAX)
-
-
-def curves(size: Size, compiled: bool) -> Iterator[Unit]:
-    """Yield the loss curves of both libraries."""
-    measure = lambda bench: {"rows": torch_gpt2.measure_curves(bench, compiled, size.curve_steps)}
-    yield Unit("ladder", "curves", "curves", measure, 300.0, (*FLAX, "torch"))
+    job, about = ladder.job_of(rung, size.setting), {"rung": rung.name}
+    return Unit(f"ladder: JAX, {rung.name}", "ladder", "benchmarks.gpt2_in_jax:measure_step", job, about, 200.0)
 
 
 def autocasts(size: Size) -> Iterator[Unit]:
     """Yield the forms of autocast beside those by hand, those with a target first, and errors of gradients."""
     forms = [name for name, form in autocast_forms.FORMS.items() if form.beside is not None]
-    forms.sort(key=lambda name: not autocast_forms.FORMS[name].has_step_target)
-    given = {"size": size.autocast, "update": False, "starts": size.starts, "turns": size.turns}
+    forms.sort(key=lambda name: name not in autocast.STEP_TARGETS)
     for params, form in itertools.product(("f32", "bf16"), forms):
-        measure = call("benchmarks.autocast:measure_steps", params=params, names=[form], **given)
-        yield Unit("autocast", "autocast", f"{params}: {form}", measure, 150.0, FLAX)
-    for dtypes in autocast_accuracy.ACCURACY_DTYPES:
-        given = {"seeds": size.seeds, "trained_steps": size.trained_steps, "dtypes": [dtypes]}
-        measure = call("benchmarks.autocast_accuracy:measure_accuracy", **given)
-        yield Unit("autocast", "accuracy", f"accuracy: {', '.join(dtypes)}", measure, 150.0, FLAX)
-
-
-def shapes(size: Size) -> Iterator[Unit]:
-    """Yield what hardly depends on the device: residuals of autocast, and the time of tracing."""
-    for params in ("f32", "bf16"):
-        measure = call("benchmarks.autocast:measure_residuals", size_name=size.autocast, params_name=params)
-        yield Unit("autocast", "residuals", f"residuals: {params}", measure, 120.0, FLAX)
-    yield Unit("autocast", "tracing", "tracing", call("benchmarks.autocast:measure_tracing"), 200.0, FLAX)
+        job = {"form": form, "size": size.autocast, "params": params, "starts": size.starts, "turns": size.turns}
+        yield Unit(f"autocast: {params}, {form}", "autocast", "benchmarks.autocast:measure_steps", job)
+    for params, compute in autocast_accuracy.ACCURACY_DTYPES:
+        job = {"params": params, "compute": compute, "seeds": size.seeds, "trained_steps": size.trained_steps}
+        name = f"autocast: accuracy, {compute} of {params}"
+        yield Unit(name, "accuracy", "benchmarks.autocast_accuracy:measure_accuracy", job)
 
 
 def overheads(size: Size) -> Iterator[Unit]:
     """Yield whole training steps beside those by hand, and the casts."""
     for dtype in ("bfloat16", "float16"):
-        given = {"size": size.overhead, "starts": size.starts, "turns": size.turns}
-        yield Unit(
-            "overhead", "overhead", dtype, call("benchmarks.overhead:measure_steps", dtype_name=dtype, **given), 150
-        )
-    yield Unit("overhead", "casts", "casts", call("benchmarks.overhead:measure_casts"), 300.0)
+        job = {"dtype_name": dtype, "size": size.overhead, "starts": size.starts, "turns": size.turns}
+        yield Unit(f"overhead: {dtype}", "steps", "benchmarks.overhead:measure_steps", job)
+    yield Unit("overhead: casts", "casts", "benchmarks.overhead:measure_casts", seconds=300.0)
 
 
-def trainings(size: Size) -> Iterator[Unit]:
-    """Yield the main job: the same training under every recipe."""
-    for recipe in RECIPES:
-        measure = call("benchmarks.main_job:train", recipe=recipe.name, steps=size.steps, seeds=size.seeds)
-        yield Unit("training", "training", recipe.name, measure, 150.0, FLAX)
+def later(size: Size) -> Iterator[Unit]:
+    """Yield the rungs to try out, and what hardly depends on the device: residuals of autocast, the time of tracing."""
+    yield from (rung_unit(rung, size) for rung in EXTRAS)
+    for params in ("f32", "bf16"):
+        job = {"size": size.autocast, "params": params}
+        yield Unit(f"autocast: residuals, {params}", "residuals", "benchmarks.autocast:measure_residuals", job)
+    yield Unit("autocast: tracing", "tracing", "benchmarks.autocast:measure_tracing", seconds=200.0)
 
 
-def tests() -> Iterator[Unit]:
-    """Yield the tests, file by file and folder by folder."""
-    for path in sorted([*TESTS.glob("test_*.py"), *{path.parent for path in TESTS.glob("*/test_*.py")}]):
-        measure = call("benchmarks.all_tests:run", path=str(path))
-        yield Unit("tests", "tests", path.name, measure, 180.0, (*FLAX, "pytest", "hypothesis"))
+# --- Tables. ---
+def sheets_of(rows: dict[str, list[Row]], rate: float) -> list[Sheet]:
+    """Return the tables of rows, which come by table; `rate` is the measured rate of bfloat16 products."""
+    rows = {table: [row for row in found if "failed" not in row] for table, found in rows.items()}
+    sheets = [sheet for table, make in TABLES.items() if rows.get(table) for sheet in make(rows[table])]
+    of_gpt2 = rows.get("ladder", []), rows.get("ladder in PyTorch", []), rows.get("parts", [])
+    return sheets + ladder.sheets(*of_gpt2, rate)
+
+
+def one_sheet(title: str, columns: dict[str, str], caption: str = "") -> Callable[[list[Row]], list[Sheet]]:
+    """Return what makes one table of rows."""
+    return lambda rows: [Sheet(title, rows, columns, caption)]
+
+
+NO_JMP = "" if overhead.RIVAL == "jmp" else "jmp is not installed: beside mpx is one `astype` a leaf."
+TABLES: dict[str, Callable[[list[Row]], Any]] = {
+    "optimizer": optimizer_step.sheets,
+    "optimizers in Torch": optimizer_step.torch_sheets,
+    "autocast": autocast.steps_sheets,
+    "accuracy": one_sheet("autocast, relative errors", autocast_accuracy.COLUMNS),
+    "steps": overhead.steps_sheets,
+    "casts": one_sheet("casts", overhead.CASTS, NO_JMP),
+    "residuals": one_sheet("kept for the backward pass", autocast.RESIDUALS),
+    "tracing": one_sheet("tracing and lowering", autocast.TRACING),
+}

@@ -15,16 +15,12 @@ A step is `tx.update` and `optax.apply_updates`, or the same written for each te
 equations, the new parameter written directly, masters split and sums compensated by hand. Only the 8-bit codec is
 shared, since what is measured is the wrapper around it. Both are compiled ahead, parameters and state are donated, and
 they are run in turn, A B B A, from several fresh starts. Before that, the results of three steps are compared. A
-master or parameter that has just fallen almost to zero may differ by 2**-24 of what it was, which is much of what it
-is: see `mpx.master_weights`.
+master or parameter that has just fallen almost to zero may differ by 2**-24 of its old value, which is much of its new
+one: see `mpx.master_weights`.
 
-On a GPU calls are asynchronous: the time of a step is that of many, enqueued one behind another and waited for once. A
-single step, and how long the host needs to enqueue it, are given beside it; where the latter is as long as the step,
-the host is what was measured. Torch's optimizers run there too, where they can be imported, in a process of their own.
-
-Bytes are those of parameters and state, read and written once, and of gradients, read once. Beside the times stands
-what the compiled programs say: bytes moved, kernels, temporaries and, where the device's figures are known, a bound of
-the time (`benchmarks.reading`). Targets:
+Bytes count parameters and state, read and written once, and gradients, read once. Beside the times stands what the
+compiled programs say: bytes moved, kernels, temporaries and, where the device's figures are known, a bound of the time
+(`benchmarks.reading`). Targets:
 
 - The time with mpx is at most 1.03 of the time by hand.
 - On a GPU it is at most 1.15 of what copying as many bytes takes; the bandwidth of a copy is measured in the same run.
@@ -32,13 +28,12 @@ the time (`benchmarks.reading`). Targets:
 
 The sizes are divided by `scale`: the leading dimension of matrices, or the length of the one tensor.
 
-On a CPU, XLA takes temporary arrays of 32 MiB and more anew from the system at every step, page by page: where one side
+On a CPU, XLA takes temporary arrays of 32 MiB and more anew from the system at every step, page by page. Where one side
 needs a little more of them, it can lose much time that says nothing about a GPU.
 """
 
 import functools
 import math
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -50,59 +45,35 @@ import optax
 from jax import lax
 
 import mpx
-from benchmarks.adamw_by_hand import (
-    BLOCK_SIZE,
-    LEARNING_RATE,
-    WEIGHT_DECAY,
-    BlockwiseArray,
-    ByHand,
-    full_step,
-    joined,
-    kahan_step,
-    plain_step,
-    split_step,
-    step_by_hand,
-)
-from benchmarks.adamw_in_torch import torch_times
-from benchmarks.reading import absent_figures, compiled_figures, start_compiler
-from benchmarks.report import SIDES, Sheet, ratio_cells, verdict
-from benchmarks.timing import own, timed_ratio
-from mpx._stored.blockwise import Blockwise8bit
+from benchmarks import adamw_by_hand as hand
+from benchmarks.adamw_by_hand import ByHand
+from benchmarks.reading import absent_figures, start_compiler
+from benchmarks.report import Row, Sheet, judged
+from benchmarks.timing import COLUMNS, SIDES, compare, own
 
 Shapes = dict[str, tuple[int, ...]]
 
-MIN_SIZE = 4096  # as in `low_precision_state`
-
 BITS_STEPS = 3  # steps after which results are compared
-CALLS = {"cpu": 1, "gpu": 16}  # steps in a turn; a GPU's queue holds a few dozen
+GPU_CALLS = 16  # steps in a turn on a GPU, whose queue holds a few dozen
 COPY_BYTES, COPY_CALLS, COPY_ROUNDS = 2**30, 10, 10
-
-STEP_TARGET, COPY_TARGET, SPEED_TARGET = 1.03, 1.15, 1.5
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The recipes.
+COPY_TARGET, SPEED_TARGET = 1.15, 1.5
 
 
-def coded_zeros(p: jax.Array) -> Any:
-    """A moment to start with, in 8 bits; small tensors stay float32."""
-    if p.size < MIN_SIZE:
-        return jnp.zeros_like(p, jnp.float32)
-    scale = jax.eval_shape(Blockwise8bit(BLOCK_SIZE).scales_of, jax.ShapeDtypeStruct(p.shape, jnp.float32))
-    return BlockwiseArray(jnp.zeros_like(p, jnp.uint8), jnp.zeros_like(scale))
+def adamw() -> optax.GradientTransformation:
+    """Return the rule of all recipes."""
+    return optax.adamw(hand.LEARNING_RATE)
 
 
 def split_8bit() -> optax.GradientTransformation:
-    """AdamW with both moments in 8 bits, and split masters."""
+    """Return AdamW with both moments in 8 bits, and split masters."""
     moments = {"mu": mpx.Blockwise8bit(), "nu": mpx.Blockwise8bit()}
-    inner = mpx.low_precision_state(optax.adamw(LEARNING_RATE), moments)
-    return mpx.master_weights(inner, storage="split")
+    return mpx.master_weights(mpx.low_precision_state(adamw(), moments), storage="split")
 
 
 def kahan() -> optax.GradientTransformation:
-    """AdamW in 16 bits."""
+    """Return AdamW in 16 bits."""
     options = {"momentum_dtype": jnp.bfloat16, "variance_dtype": jnp.bfloat16, "use_kahan_summation": True}
-    return mpx.any_precision_adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY, **options)
+    return mpx.any_precision_adamw(hand.LEARNING_RATE, weight_decay=hand.WEIGHT_DECAY, **options)
 
 
 class Recipe(NamedTuple):
@@ -114,29 +85,32 @@ class Recipe(NamedTuple):
         by_hand: the same step of one tensor.
         beside: what the step by hand keeps beside a parameter, to start with.
         moment: a moment of the step by hand, to start with.
-        is_fused: whether the step with mpx is that of `mpx.fused_update`.
+        is_fused: whether the step with mpx is made by `mpx.fused_update`.
     """
 
     dtype: Any
     make: Callable[[], optax.GradientTransformation]
     by_hand: Callable
     beside: Callable[[jax.Array], jax.Array | None]
-    moment: Callable[[jax.Array], Any] = functools.partial(jnp.zeros_like, dtype=jnp.float32)
+    moment: Callable[[jax.Array, bool], Any] = lambda p, signed: jnp.zeros_like(p, jnp.float32)
     is_fused: bool = False
 
 
-low_bits = lambda p: jnp.zeros_like(p, jnp.uint16)
+def zeros(dtype: Any) -> Callable[[jax.Array], jax.Array]:
+    """Return what makes zeros for a parameter."""
+    return functools.partial(jnp.zeros_like, dtype=dtype)
+
 
 RECIPES = {
-    "f32": Recipe(jnp.float32, lambda: optax.adamw(LEARNING_RATE), plain_step, lambda p: None),
-    "full": Recipe(
-        jnp.bfloat16, lambda: mpx.master_weights(optax.adamw(LEARNING_RATE)), full_step, lambda p: p.astype(jnp.float32)
-    ),
+    "f32": Recipe(jnp.float32, adamw, hand.plain_step, lambda p: None),
+    "full": Recipe(jnp.bfloat16, lambda: mpx.master_weights(adamw()), hand.full_step, lambda p: p.astype(jnp.float32)),
     "split": Recipe(
-        jnp.bfloat16, lambda: mpx.master_weights(optax.adamw(LEARNING_RATE), storage="split"), split_step, low_bits
+        jnp.bfloat16, lambda: mpx.master_weights(adamw(), storage="split"), hand.split_step, zeros(jnp.uint16)
     ),
-    "split + 8-bit": Recipe(jnp.bfloat16, split_8bit, split_step, low_bits, coded_zeros),
-    "Kahan + bf16 moments": Recipe(jnp.bfloat16, kahan, kahan_step, jnp.zeros_like, jnp.zeros_like),
+    "split + 8-bit": Recipe(jnp.bfloat16, split_8bit, hand.split_step, zeros(jnp.uint16), hand.coded_zeros),
+    "Kahan + bf16 moments": Recipe(
+        jnp.bfloat16, kahan, hand.kahan_step, jnp.zeros_like, lambda p, _: jnp.zeros_like(p)
+    ),
 }
 RECIPES["fused split + 8-bit"] = RECIPES["split + 8-bit"]._replace(is_fused=True)
 YARDSTICK, FASTEST = "f32", "split + 8-bit"
@@ -145,16 +119,16 @@ YARDSTICK, FASTEST = "f32", "split + 8-bit"
 class WithMpx(NamedTuple):
     """What a training loop with mpx keeps."""
 
-    params: dict[str, jax.Array]
+    params: Any
     opt_state: Any
 
 
 def make_steps(recipe: Recipe) -> tuple[Callable, Callable]:
-    """The step by hand and that with mpx, or with Optax alone, each of `(state, grads)`."""
+    """Return the step by hand, and the step with mpx or with Optax alone, each of `(state, grads)`."""
     tx = recipe.make()
 
     def by_hand(state: ByHand, grads: Any) -> ByHand:
-        return step_by_hand(recipe.by_hand, state, grads)
+        return hand.step_by_hand(recipe.by_hand, state, grads)
 
     def with_mpx(state: WithMpx, grads: Any) -> WithMpx:
         if recipe.is_fused:
@@ -166,88 +140,90 @@ def make_steps(recipe: Recipe) -> tuple[Callable, Callable]:
 
 
 def make_starts(recipe: Recipe, params: dict[str, jax.Array]) -> tuple[ByHand, WithMpx]:
-    """The two states to start from; steps get copies, since every step gives its old state back."""
-    zeros = lambda make: {name: make(p) for name, p in params.items()}
-    by_hand = ByHand(params, zeros(recipe.beside), zeros(recipe.moment), zeros(recipe.moment), jnp.int32(0))
-    return by_hand, WithMpx(params, recipe.make().init(params))
+    """Return the two states to start from; steps get copies, since every step gives its old state back."""
+    beside = {name: recipe.beside(p) for name, p in params.items()}
+    mu, nu = ({name: recipe.moment(p, signed) for name, p in params.items()} for signed in (True, False))
+    return ByHand(params, beside, mu, nu, jnp.int32(0)), WithMpx(params, recipe.make().init(params))
 
 
 def make_data(shapes: Shapes) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """float32 parameters and gradients: random, and of a model's magnitudes."""
+    """Return float32 parameters and gradients: random, and of a model's magnitudes."""
     rng = np.random.default_rng(0)
     normal = lambda shape, size: jnp.asarray(np.float32(size) * rng.standard_normal(shape, np.float32))
-    return tuple({name: normal(shape, size) for name, shape in shapes.items()} for size in (0.02, 1e-3))
+    make = lambda size: {name: normal(shape, size) for name, shape in shapes.items()}
+    return make(0.02), make(1e-3)
 
 
 def compile_steps(
-    recipe: Recipe, states: Sequence[Any], grads: Any, options: dict[str, Any] | None = None
+    steps: Sequence[Callable], states: Sequence[Any], data: Any, options: dict[str, Any] | None = None
 ) -> list[Callable]:
-    """Both steps, compiled ahead with parameters and state donated; only such programs tell what XLA estimates."""
+    """Return steps, compiled ahead with their states donated, as in training; only such programs can be read."""
     return [
-        jax.jit(step, donate_argnums=0).lower(state, grads).compile(compiler_options=options)
-        for step, state in zip(make_steps(recipe), states, strict=True)
+        jax.jit(step, donate_argnums=0).lower(state, data).compile(compiler_options=options)
+        for step, state in zip(steps, states, strict=True)
     ]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Comparison of results.
+def gpt2_shapes() -> Shapes:
+    """Return the shapes of GPT-2 124M: 148 tensors, 124 million numbers."""
+    block = {
+        "ln_1.w": (768,), "ln_1.b": (768,), "attn.c_attn.w": (768, 2304), "attn.c_attn.b": (2304,),
+        "attn.c_proj.w": (768, 768), "attn.c_proj.b": (768,), "ln_2.w": (768,), "ln_2.b": (768,),
+        "mlp.c_fc.w": (768, 3072), "mlp.c_fc.b": (3072,), "mlp.c_proj.w": (3072, 768), "mlp.c_proj.b": (768,),
+    }  # fmt: skip
+    shapes = {"wte": (50257, 768), "wpe": (1024, 768), "ln_f.w": (768,), "ln_f.b": (768,)}
+    return shapes | {f"h.{i}.{name}": shape for i in range(12) for name, shape in block.items()}
 
 
-def compare_results(steps: Sequence[Callable], states: Sequence[Any], grads: Any) -> dict[str, dict[str, Any]]:
-    """What differs after a few steps: of each part of the results how many numbers, and by how much of themselves."""
+def make_shapes(tensors: str, scale: int) -> Shapes:
+    """Return the shapes of GPT-2's tensors, with the rows of matrices divided, or of one shorter vector."""
+    if tensors == "one":
+        return {"one": (2**27 // scale,)}
+    return {
+        name: (max(shape[0] // scale, 1), *shape[1:]) if len(shape) > 1 else shape
+        for name, shape in gpt2_shapes().items()
+    }
+
+
+def title_of(tensors: str, shapes: Shapes) -> str:
+    """Return what a set of tensors is called."""
+    count = "1 tensor" if len(shapes) == 1 else f"{len(shapes)} tensors"
+    return f"{tensors}: {count}, {sum(map(math.prod, shapes.values())):,} parameters"
+
+
+# --- Comparison of results. ---
+def compare_results(steps: Sequence[Callable], states: Sequence[Any], grads: Any) -> list[Row]:
+    """Return for each part of the results how many numbers differ after a few steps, and by how much."""
     for _ in range(BITS_STEPS):
         states = [step(state, grads) for step, state in zip(steps, states, strict=True)]
-    by_hand, ours = parts_by_hand(states[0]), parts_with_mpx(states[1])
-    assert by_hand.keys() == ours.keys()
-    return {name: differences(by_hand[name], ours[name]) for name in ours}
-
-
-def parts_by_hand(state: ByHand) -> dict[str, list[jax.Array]]:
-    """The numbers of a state by kind: parameters, masters, compensation, moments and their codes."""
-    beside = jax.tree.leaves(state.beside)
-    parts = {"parameters": jax.tree.leaves(state.params)}
-    if beside and beside[0].dtype == jnp.bfloat16:
-        parts["compensation"] = beside
-    elif beside:
-        split = beside[0].dtype == jnp.uint16
-        parts["masters"] = jax.tree.leaves(jax.tree.map(joined, state.params, state.beside)) if split else beside
-    return parts | parts_of_moments((state.mu, state.nu))
-
-
-def parts_with_mpx(state: WithMpx) -> dict[str, list[jax.Array]]:
-    """The same of a state of mpx."""
-    parts = {"parameters": jax.tree.leaves(state.params)}
-    if (compensation := optax.tree.get(state.opt_state, "compensation")) is not None:
-        parts["compensation"] = jax.tree.leaves(compensation)
-    elif optax.tree.get(state.opt_state, "master") is not None:
-        parts["masters"] = jax.tree.leaves(mpx.master_params(state.params, state.opt_state))
-    scales = optax.tree.get(state.opt_state, "block_scales") or {}
-    in_order = [scales[name] for name in sorted(scales, key=lambda name: int(name.partition(".")[0]))]
-    moments = [optax.tree.get(state.opt_state, name) for name in ("mu", "nu")]
-    return parts | parts_of_moments((*moments, in_order))
-
-
-def parts_of_moments(moments: Any) -> dict[str, list[jax.Array]]:
-    """Moments, and where they are kept in 8 bits, the codes; the scales of blocks count as moments."""
-    coded = lambda x: isinstance(x, BlockwiseArray)
-    arrays = jax.tree.leaves(moments, is_leaf=coded)
-    scales = [x.scale for x in arrays if coded(x)]  # mpx has them behind all moments
-    leaves = [x.codes if coded(x) else x for x in arrays] + scales
-    codes = [x for x in leaves if x.dtype == jnp.uint8]
-    parts = {"moments": [x for x in leaves if x.dtype != jnp.uint8]}
-    return parts | ({"codes": codes} if codes else {})
-
-
-def differences(a: list[jax.Array], b: list[jax.Array]) -> dict[str, Any]:
-    """How many numbers differ in any bit, of how many, and the largest difference; of codes only how many."""
-    counts, relative, absolute = jax.device_get(_differences(a, b))
-    coded = a[0].dtype == jnp.uint8
-    return {
-        "differ": sum(map(int, counts)),
-        "of": sum(x.size for x in a),
-        "largest relative difference": None if coded else float(max(relative)),
-        "largest difference": None if coded else float(max(absolute)),
+    by_hand, ours = states
+    moments = [optax.tree.get(ours.opt_state, name) for name in ("mu", "nu")]
+    masters = jax.tree.map(master_by_hand, by_hand.params, by_hand.beside, is_leaf=lambda x: x is None)
+    pairs = {
+        "parameters": (by_hand.params, ours.params),
+        "masters": (masters, mpx.master_params(ours.params, ours.opt_state)),
+        "moments": ((by_hand.mu, by_hand.nu), moments),
     }
+    return differing(pairs)
+
+
+def master_by_hand(p: jax.Array, beside: jax.Array | None) -> jax.Array:
+    """Return the best float32 value of a parameter."""
+    if beside is None or beside.dtype == jnp.float32:
+        return p if beside is None else beside
+    return hand.joined(p, beside) if beside.dtype == jnp.uint16 else p.astype(jnp.float32) + beside.astype(jnp.float32)
+
+
+def differing(pairs: dict[str, tuple[Any, Any]]) -> list[Row]:
+    """Return a row for each kind of numbers in two results."""
+    return [{"numbers": kind} | differences(*map(jax.tree.leaves, pair)) for kind, pair in pairs.items()]
+
+
+def differences(a: list[jax.Array], b: list[jax.Array]) -> Row:
+    """Return how many numbers differ in any bit, of how many, and the largest difference."""
+    counts, relative, absolute = jax.device_get(_differences(a, b))
+    row: Row = {"differ": sum(map(int, counts)), "of": sum(x.size for x in a)}
+    return row | {"relative": float(max(relative)), "absolute": float(max(absolute))}
 
 
 @jax.jit
@@ -262,12 +238,9 @@ def _differences(a: list[jax.Array], b: list[jax.Array]) -> Any:
     return tuple(zip(*(one(x, y) for x, y in zip(a, b, strict=True)), strict=True))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Measurement.
-
-
-def measure(recipe: str, tensors: str, scale: int, starts: int, turns: int) -> dict[str, Any]:
-    """Results and times of one recipe, and what its programs say.
+# --- Measurement. ---
+def measure(recipe: str, tensors: str, scale: int, starts: int, turns: int) -> Row:
+    """Return results and times of one recipe, and what its programs say.
 
     Args:
         recipe: its name.
@@ -280,70 +253,24 @@ def measure(recipe: str, tensors: str, scale: int, starts: int, turns: int) -> d
     params, grads = jax.tree.map(lambda x: x.astype(chosen.dtype), make_data(shapes))
     states = make_starts(chosen, params)
     make_states = lambda: tuple(map(own, states))
-    steps = compile_steps(chosen, states, grads)
-    calls = CALLS.get(jax.default_backend(), CALLS["gpu"])
-    row = {"recipe": recipe, "title": title_of(tensors, shapes), "bytes": bytes_moved(states[1], grads)}
-    row |= {"results": compare_results(steps, make_states(), grads), "steps in a turn": calls}
-    row |= timed_ratio(steps, make_states, grads, starts, turns, calls)
-    row |= {f"program {side}": compiled_figures(step) for side, step in zip(SIDES, steps, strict=True)}
-    if recipe != YARDSTICK:
-        row |= {"target": STEP_TARGET, "met": row["ratio"] <= STEP_TARGET}
-    if jax.default_backend() != "gpu":
-        return row
-    return row | speeds(row, copy_bandwidth()) | measure_single(steps, make_states, grads, starts, turns)
-
-
-def title_of(tensors: str, shapes: Shapes) -> str:
-    """What a set of tensors is called."""
-    count = "1 tensor" if len(shapes) == 1 else f"{len(shapes)} tensors"
-    return f"{tensors}: {count}, {sum(map(math.prod, shapes.values())):,} parameters"
-
-
-def measure_torch(tensors: str, scale: int, turns: int) -> list[dict[str, Any]]:
-    """The times of Torch's optimizers on the same tensors; none without a GPU."""
-    shapes = make_shapes(tensors, scale)
-    rows = torch_times({"shapes": list(shapes.values()), "turns": turns, "calls": CALLS["gpu"]})
-    return [{"title": title_of(tensors, shapes)} | row for row in rows]
-
-
-def read(recipe: str, tensors: str, scale: int, target: str) -> dict[str, Any]:
-    """What the programs of one recipe say that are compiled for a target."""
-    chosen, shapes = RECIPES[recipe], make_shapes(tensors, scale)
-    start_compiler(target)
-    params = {name: jax.ShapeDtypeStruct(shape, chosen.dtype) for name, shape in shapes.items()}
-    states = jax.eval_shape(functools.partial(make_starts, chosen), params)
-    sides = zip(SIDES, make_steps(chosen), states, strict=True)
-    row = {
-        f"program {side}": absent_figures(step, state, params, target=target, donate=0) for side, step, state in sides
-    }
-    return {"recipe": recipe, "parameters": sum(map(math.prod, shapes.values()))} | row
-
-
-def measure_single(
-    steps: Sequence[Callable], make_states: Callable, grads: Any, starts: int, turns: int
-) -> dict[str, float]:
-    """Milliseconds of a step that is waited for, and of the host's part in it."""
-    times = timed_ratio(steps, make_states, grads, starts, turns)
-    row = {f"single {side} ms": times[f"{side} ms"] for side in SIDES}
-    for side, step, state in zip(SIDES, steps, make_states(), strict=True):
-        seconds = []
-        for _ in range(2 + turns):
-            start = time.perf_counter()
-            state = step(state, grads)
-            seconds.append(time.perf_counter() - start)
-            jax.block_until_ready(state)
-        row[f"enqueue {side} ms"] = 1e3 * statistics.median(seconds[2:])
+    steps = compile_steps(make_steps(chosen), states, grads)
+    row: Row = {"recipe": recipe, "title": title_of(tensors, shapes)}
+    row["results"] = compare_results(steps, make_states(), grads)
+    judge = recipe != YARDSTICK
+    row |= compare(steps, make_states, grads, starts=starts, turns=turns, gpu_calls=GPU_CALLS, judge=judge)
+    if jax.default_backend() == "gpu":
+        row |= beside_copy(row, bytes_moved(states[1], grads), copy_bandwidth())
     return row
 
 
 def bytes_moved(state: WithMpx, grads: Any) -> int:
-    """The bytes that a step must move: parameters and state are read and written, gradients are read."""
+    """Return the bytes that a step must move: parameters and state are read and written, gradients are read."""
     count = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
     return 2 * count(state) + count(grads)
 
 
 def copy_bandwidth() -> float:
-    """GB/s that a program reads and writes that adds 1 to an array; the best of many, in place or not."""
+    """Return the GB/s that a program reads and writes that adds 1 to an array; the best of many, in place or not."""
     best = math.inf
     for donated in ((), (0,)):
         add = jax.jit(lambda x: x + 1, donate_argnums=donated)
@@ -357,90 +284,69 @@ def copy_bandwidth() -> float:
     return 2 * COPY_BYTES / best / 1e9
 
 
-def speeds(row: dict[str, Any], bandwidth: float) -> dict[str, Any]:
-    """How fast memory was, in GB/s, and how a time compares with that of a copy of as many bytes."""
-    found = {f"{side} GB/s": row["bytes"] / row[f"{side} ms"] / 1e6 for side in SIDES}
-    found |= {f"{side} / copy": bandwidth / found[f"{side} GB/s"] for side in SIDES}
-    found["copy GB/s"] = bandwidth
-    return found | {"copy target": COPY_TARGET, "copy target met": found["mpx / copy"] <= COPY_TARGET}
+def beside_copy(row: Row, moved: int, bandwidth: float) -> Row:
+    """Return how fast memory was, in GB/s, and the time of a step beside a copy of as many bytes."""
+    speed = moved / row["mpx"]["ms"] / 1e6
+    found = {"GB/s": speed, "copy GB/s": bandwidth, "mpx / copy": bandwidth / speed}
+    return found | {"copy target": judged(bandwidth / speed, most=COPY_TARGET)}
 
 
-def add_gains(rows: list[dict[str, Any]]) -> None:
-    """Adds to the rows of one set of tensors how many times as fast they are as the float32 step."""
-    yardstick = next((row["mpx ms"] for row in rows if row["recipe"] == YARDSTICK), math.nan)
-    for row in rows:
-        row["times as fast as f32"] = yardstick / row["mpx ms"]
-        if row["recipe"].endswith(FASTEST):
-            row |= {"speed target": SPEED_TARGET, "speed target met": row["times as fast as f32"] >= SPEED_TARGET}
+def read(recipe: str, tensors: str, scale: int, target: str) -> Row:
+    """Return what the programs of one recipe say that are compiled for a target; bytes are for each parameter."""
+    chosen, shapes = RECIPES[recipe], make_shapes(tensors, scale)
+    start_compiler(target)
+    params = {name: jax.ShapeDtypeStruct(shape, chosen.dtype) for name, shape in shapes.items()}
+    states = jax.eval_shape(functools.partial(make_starts, chosen), params)
+    count = sum(map(math.prod, shapes.values()))
+    row: Row = {"recipe": recipe, "parameters": count}
+    for side, step, state in zip(SIDES, make_steps(chosen), states, strict=True):
+        found = absent_figures(step, state, params, target=target, donate=0)
+        row[side] = found | {what: 1e9 * found[f"{what} GB"] / count for what in ("moved", "peak", "temporary")}
+    return row
 
 
-def gpt2_shapes() -> dict[str, tuple[int, ...]]:
-    """The shapes of GPT-2 124M: 148 tensors, 124 million numbers."""
-    block = {
-        "ln_1.w": (768,), "ln_1.b": (768,), "attn.c_attn.w": (768, 2304), "attn.c_attn.b": (2304,),
-        "attn.c_proj.w": (768, 768), "attn.c_proj.b": (768,), "ln_2.w": (768,), "ln_2.b": (768,),
-        "mlp.c_fc.w": (768, 3072), "mlp.c_fc.b": (3072,), "mlp.c_proj.w": (3072, 768), "mlp.c_proj.b": (768,),
-    }  # fmt: skip
-    shapes = {"wte": (50257, 768), "wpe": (1024, 768), "ln_f.w": (768,), "ln_f.b": (768,)}
-    return shapes | {f"h.{i}.{name}": shape for i in range(12) for name, shape in block.items()}
+# --- Tables. ---
+MEMORY = {
+    "recipe": "{recipe}",
+    "GB/s": "{GB/s:.0f}",
+    "copy, GB/s": "{copy GB/s:.0f}",
+    "mpx / copy": "{mpx / copy:.2f}",
+    "target": "{copy target}",
+    "times as fast as f32": "{times as fast:.2f}",
+    "its target": "{speed target}",
+}
+DIFFERING = {"differ": "{differ:,}", "of": "{of:,}", "by, relative": "{relative:.1e}", "by": "{absolute:.1e}"}
 
 
-def make_shapes(tensors: str, scale: int) -> Shapes:
-    """The shapes of GPT-2's tensors, with the rows of matrices divided, or one shorter vector."""
-    if tensors == "one":
-        return {"one": (2**27 // scale,)}
-    return {
-        name: (max(shape[0] // scale, 1), *shape[1:]) if len(shape) > 1 else shape
-        for name, shape in gpt2_shapes().items()
-    }
+def sheets(rows: list[Row]) -> list[Sheet]:
+    """Return all tables of each set of tensors."""
+    found = []
+    for title in dict.fromkeys(row["title"] for row in rows):
+        group = with_speeds([row for row in rows if row["title"] == title])
+        found.append(Sheet(title, group, {"recipe": "{recipe}"} | COLUMNS))
+        if any("GB/s" in row for row in group):
+            found.append(Sheet(f"{title}: memory", group, MEMORY))
+        found.append(differing_sheet(f"{title}: what differs after {BITS_STEPS} steps", group, "recipe"))
+    return found
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Printing.
+def with_speeds(rows: list[Row]) -> list[Row]:
+    """Return the rows of one set of tensors with how many times as fast they are as the float32 step."""
+    yardstick = next((row["mpx"]["ms"] for row in rows if row["recipe"] == YARDSTICK), math.nan)
+    rows = [row | {"times as fast": yardstick / row["mpx"]["ms"]} for row in rows]
+    asked = lambda row: {"speed target": judged(row["times as fast"], least=SPEED_TARGET)}
+    return [row | asked(row) if row["recipe"].endswith(FASTEST) else row for row in rows]
 
 
-def sheets(title: str, rows: list[dict[str, Any]]) -> list[Sheet]:
-    """All tables of one set of tensors."""
-    add_gains(rows)
-    found = [Sheet(title, [{"recipe": row["recipe"]} | ratio_cells(row) for row in rows])]
-    if all("mpx GB/s" in row for row in rows):
-        found += [Sheet(f"{title}: memory and launches", list(map(memory_cells, rows)))]
-    return [*found, differing_sheet(f"{title}: what differs after {BITS_STEPS} steps", rows, "recipe")]
+def differing_sheet(title: str, rows: list[Row], name: str) -> Sheet:
+    """Return what differs between the results by hand and with mpx; `name` is the key of what a row is called."""
+    cells = [{name: row[name]} | found for row in rows for found in row["results"] if found["differ"]]
+    columns = {name: f"{{{name}}}", "numbers": "{numbers}"} | DIFFERING
+    return Sheet(title, cells, columns, "" if cells else "Nothing differs.")
 
 
-def memory_cells(row: dict[str, Any]) -> dict[str, str]:
-    """Times beside that of a copy and beside the float32 step, and those of steps that are waited for one by one."""
-    cells = {"recipe": row["recipe"]} | {f"GB/s {side}": f"{row[f'{side} GB/s']:.0f}" for side in SIDES}
-    cells |= {f"{side} / copy": f"{row[f'{side} / copy']:.2f}" for side in SIDES}
-    cells["copy, GB/s"] = f"{row['copy GB/s']:.0f}"
-    cells["target"] = f"at most {COPY_TARGET}: {verdict(row['copy target met'])}"
-    speed = f", at least {SPEED_TARGET}: {verdict(row['speed target met'])}" if "speed target" in row else ""
-    cells["times as fast as f32"] = f"{row['times as fast as f32']:.2f}{speed}"
-    for what in ("single", "enqueue"):
-        cells[f"{what} by hand, mpx, ms"] = ", ".join(f"{row[f'{what} {side} ms']:.3f}" for side in SIDES)
-    return cells
-
-
-def differing_sheet(title: str, rows: list[dict[str, Any]], name: str) -> Sheet:
-    """What differs between the results by hand and with mpx; `name` is the key of what a row is called."""
-    cells = [
-        {name: row[name], "numbers": kind} | differing_cells(found)
-        for row in rows
-        for kind, found in row["results"].items()
-        if found["differ"]
-    ]
-    return Sheet(title, cells, "" if cells else "Nothing differs.")
-
-
-def differing_cells(found: dict[str, Any]) -> dict[str, str]:
-    """How much of a kind of numbers differs."""
-    size = lambda key: "" if found[key] is None else f"{found[key]:.1e}"
-    cells = {"differ": f"{found['differ']:,}", "of": f"{found['of']:,}"}
-    return cells | {key: size(key) for key in ("largest relative difference", "largest difference")}
-
-
-def torch_sheet(title: str, rows: list[dict[str, Any]]) -> Sheet:
-    """Torch's optimizers; of one that is missing, why."""
-    times = lambda row: {"ms": f"{row['ms']:.3f}", "single, ms": f"{row['single ms']:.3f}"}
-    cells = [{"optimizer": row["what"]} | (times(row) if "ms" in row else {"note": row["left out"]}) for row in rows]
-    return Sheet(f"{title}: Torch", cells)
+def torch_sheets(rows: list[Row]) -> list[Sheet]:
+    """Return the table of Torch's optimizers on each set of tensors."""
+    columns = {"optimizer": "{recipe}", "ms": "{ms:.3f}", "note": "{left out}"}
+    titles = dict.fromkeys(row["title"] for row in rows)
+    return [Sheet(f"{title}: Torch", [row for row in rows if row["title"] == title], columns) for title in titles]

@@ -29,10 +29,9 @@ import numpy as np
 import optax
 
 import mpx
-from benchmarks.optimizer_step import differences, differing_sheet, gpt2_shapes
-from benchmarks.reading import compiled_figures
-from benchmarks.report import SIDES, Sheet, ratio_cells, spread_cell, verdict
-from benchmarks.timing import own, ratio_with_spread, timed, timed_ratio
+from benchmarks.optimizer_step import WithMpx, compile_steps, differing, differing_sheet, gpt2_shapes
+from benchmarks.report import Row, Sheet, judged
+from benchmarks.timing import COLUMNS, compare, own, ratio, timed
 
 # Width, layers and batch of the model. A GPU gets a larger one: its small steps measure nothing but launches.
 SIZES = {"cpu": (384, 4, 64), "gpu": (2048, 12, 4096)}
@@ -41,19 +40,15 @@ CAST_ROUNDS = 40
 FIRST_CALLS = 9  # processes for each library
 LEARNING_RATE = 1e-3
 LOSS_SCALE, GROWTH_PERIOD = 2.0**15, 2000
-
-STEP_TARGET, CAST_TARGET, FIRST_CALL_TARGET = 1.03, 5.0, 1.0
+CAST_TARGET, FIRST_CALL_TARGET = 5.0, 1.0
 
 RIVAL = "jmp" if importlib.util.find_spec("jmp") else "astype"
 LIBRARIES = ("mpx", RIVAL)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 1. Steps. The model: a stack of residual blocks of two matrices, whose loss is summed in float32.
-
-
+# --- Steps. The model: a stack of residual blocks of two matrices, whose loss is summed in float32. ---
 def make_params(width: int, layers: int, dtype: Any) -> dict[str, Any]:
-    """Residual blocks `width -> 4 width -> width`, each with a gain and biases, as a transformer's are."""
+    """Return residual blocks `width -> 4 width -> width`, each with a gain and biases, as in a transformer."""
     rng = np.random.default_rng(0)
     normal = lambda *shape: jnp.asarray(rng.normal(size=shape) * shape[0] ** -0.5, dtype)
     return {
@@ -67,7 +62,7 @@ def make_params(width: int, layers: int, dtype: Any) -> dict[str, Any]:
 
 
 def loss_fn(params: dict[str, Any], batch: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """The float32 loss of a model that computes in the dtype of its parameters."""
+    """Return the float32 loss of a model that computes in the dtype of its parameters."""
     x, y = batch
     for block in params.values():
         hidden = jax.nn.relu((x * block["gain"]) @ block["up"]["kernel"] + block["up"]["bias"])
@@ -81,28 +76,19 @@ class ByHand(NamedTuple):
     params: Any
     masters: Any
     rule_state: Any
-    loss_scale: jax.Array | None = None
-    good_steps: jax.Array | None = None
-
-
-class WithMpx(NamedTuple):
-    """What a training loop with mpx keeps."""
-
-    params: Any
-    opt_state: Any
+    loss_scale: Any = None
+    good_steps: Any = None
 
 
 def init_by_hand(params: Any, scaled: bool) -> ByHand:
-    """Masters from the parameters, and Adam's state from the masters."""
+    """Return masters made from the parameters, and Adam's state made from the masters."""
     masters = jax.tree.map(lambda p: p.astype(jnp.float32), params)
-    rule_state = optax.adamw(LEARNING_RATE).init(masters)
-    if not scaled:
-        return ByHand(params, masters, rule_state)
-    return ByHand(params, masters, rule_state, jnp.float32(LOSS_SCALE), jnp.int32(0))
+    scale = (jnp.float32(LOSS_SCALE), jnp.int32(0)) if scaled else ()
+    return ByHand(params, masters, optax.adamw(LEARNING_RATE).init(masters), *scale)
 
 
 def update_by_hand(state: ByHand, grads: Any) -> ByHand:
-    """One AdamW step of the masters; the parameters are the masters, cast; a step that is not finite is undone."""
+    """Make one AdamW step of the masters; the parameters are the masters, cast; a step that is not finite is undone."""
     grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
     if state.loss_scale is not None:
         finite = functools.reduce(jnp.logical_and, [jnp.isfinite(g).all() for g in jax.tree.leaves(grads)])
@@ -115,23 +101,19 @@ def update_by_hand(state: ByHand, grads: Any) -> ByHand:
     keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
     grows = finite & (state.good_steps >= GROWTH_PERIOD - 1)
     grown = jnp.where(grows, jnp.minimum(state.loss_scale * 2, 2.0**24), state.loss_scale)
-    return ByHand(
-        keep(params, state.params),
-        keep(masters, state.masters),
-        keep(rule_state, state.rule_state),
-        jnp.where(finite, grown, jnp.maximum(state.loss_scale / 2, 1.0)),
-        jnp.where(finite & ~grows, state.good_steps + 1, 0),
-    )
+    loss_scale = jnp.where(finite, grown, jnp.maximum(state.loss_scale / 2, 1.0))
+    good_steps = jnp.where(finite & ~grows, state.good_steps + 1, 0)
+    return ByHand._make([*keep((params, masters, rule_state), state[:3]), loss_scale, good_steps])
 
 
 def train_by_hand(state: ByHand, batch: Any) -> ByHand:
-    """A whole training step without mpx."""
+    """Make a whole training step without mpx."""
     scale = 1.0 if state.loss_scale is None else state.loss_scale
     return update_by_hand(state, jax.grad(lambda params: loss_fn(params, batch) * scale)(state.params))
 
 
 def make_mpx_steps(policy: str) -> tuple[Callable, Callable, Callable]:
-    """The same with mpx: `init(params)`, `update(state, grads)` and `train(state, batch)`."""
+    """Return the same with mpx: `init(params)`, `update(state, grads)` and `train(state, batch)`."""
     tx = mpx.mixed_precision(optax.adamw(LEARNING_RATE), policy)
 
     def update(state: WithMpx, grads: Any) -> WithMpx:
@@ -145,8 +127,8 @@ def make_mpx_steps(policy: str) -> tuple[Callable, Callable, Callable]:
     return lambda params: WithMpx(params, tx.init(params)), update, train
 
 
-def measure_steps(dtype_name: str, size: Sequence[int] | None, starts: int, turns: int) -> list[dict[str, Any]]:
-    """Times the two kinds of step of one recipe, after a comparison of their bits."""
+def measure_steps(dtype_name: str, size: Sequence[int] | None, starts: int, turns: int) -> list[Row]:
+    """Return results and times of the two kinds of step of one recipe, and what their programs say."""
     dtype = np.dtype(dtype_name)
     scaled = dtype == np.float16
     width, layers, batch_size = size or SIZES.get(jax.default_backend(), SIZES["gpu"])
@@ -162,30 +144,19 @@ def measure_steps(dtype_name: str, size: Sequence[int] | None, starts: int, turn
         "training": (train_by_hand, train, (x.astype(dtype), y)),
         "optimizer": (update_by_hand, update, grads),
     }
-    return [
-        {"what": f"{kind} step, {recipe}"} | compare(pair, make_states, data, starts, turns)
-        for kind, (*pair, data) in kinds.items()
-    ]
+    rows = []
+    for kind, (*pair, data) in kinds.items():
+        steps = compile_steps(pair, make_states(), data)
+        row: Row = {"what": f"{kind} step, {recipe}", "results": compare_results(steps, list(make_states()), data)}
+        rows.append(row | compare(steps, make_states, data, starts=starts, turns=turns))
+    return rows
 
 
-def compare(pair: Sequence[Callable], make_states: Callable, data: Any, starts: int, turns: int) -> dict[str, Any]:
-    """Bits and times of two steps, and what their programs say."""
-    # Donated, as in a training loop. Only because the programs are compiled ahead can they be read too.
-    steps = [
-        jax.jit(step, donate_argnums=0).lower(state, data).compile()
-        for step, state in zip(pair, make_states(), strict=True)
-    ]
-    row = {"results": compare_results(steps, list(make_states()), data)}
-    row |= timed_ratio(steps, make_states, data, starts, turns)
-    row |= {f"program {side}": compiled_figures(step) for side, step in zip(SIDES, steps, strict=True)}
-    return row | {"target": STEP_TARGET, "met": row["ratio"] <= STEP_TARGET}
+def compare_results(steps: Sequence[Callable], states: list[Any], data: Any) -> list[Row]:
+    """Return what differs after a few steps.
 
-
-def compare_results(steps: list[Callable], states: list[Any], data: Any) -> dict[str, Any]:
-    """What differs after a few steps.
-
-    Masters and Adam's moments must not. A parameter may, by at most 2**-24 of what it was a step earlier: an update
-    can only be added to it, and a sum that comes out near zero cannot be hit exactly.
+    Masters and Adam's moments must not. A parameter may, by at most 2**-24 of its value a step earlier: an update can
+    only be added to it, and a sum that comes out near zero cannot be hit exactly.
     """
     for _ in range(RESULTS_STEPS):
         states = [step(state, data) for step, state in zip(steps, states, strict=True)]
@@ -196,25 +167,12 @@ def compare_results(steps: list[Callable], states: list[Any], data: Any) -> dict
         "masters": (by_hand.masters, mpx.master_params(ours.params, ours.opt_state)),
         "moments": (moments(by_hand.rule_state), moments(ours.opt_state)),
     }
-    return {name: differences(*map(jax.tree.leaves, pair)) for name, pair in pairs.items()}
+    return differing(pairs)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 2 and 3. Casts.
-
-
-def many_leaves() -> dict[str, jax.Array]:
-    """2,000 arrays of 1,000 numbers."""
-    return {f"leaf_{i}": jax.device_put(np.full(1000, i, np.float32)) for i in range(2000)}
-
-
-def gpt2_leaves() -> dict[str, jax.Array]:
-    """Arrays of those shapes."""
-    return {name: jax.device_put(np.ones(shape, np.float32)) for name, shape in gpt2_shapes().items()}
-
-
+# --- Casts. ---
 def caster(library: str) -> Callable[[Any], Any]:
-    """The function with which a library casts a tree to bfloat16."""
+    """Return a library's function that casts a tree to bfloat16."""
     if library == "mpx":
         return mpx.get_policy("params=bf16").cast_to_param
     if library == "jmp":
@@ -224,34 +182,33 @@ def caster(library: str) -> Callable[[Any], Any]:
     return lambda tree: jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree)
 
 
-def measure_many_leaves() -> dict[str, Any]:
-    """Times the casts of 2,000 arrays, after a warm-up."""
-    tree = jax.block_until_ready(many_leaves())
-    casts = [caster(library) for library in LIBRARIES]
-    for cast in casts:
-        for _ in range(3):
-            jax.block_until_ready(cast(tree))
-    times: tuple[list[float], list[float]] = ([], [])
-    for turn in range(CAST_ROUNDS):
-        for side in (0, 1) if turn % 2 else (1, 0):
-            times[side].append(timed(casts[side], tree)[0])
-    return cast_result("cast of 2,000 arrays of 1,000", *times, CAST_TARGET)
-
-
-def first_call_seconds(library: str) -> float:
-    """How long the first cast of this process takes; to be called once."""
-    tree = jax.block_until_ready(gpt2_leaves())
-    return timed(caster(library), tree)[0]
-
-
-def measure_casts() -> list[dict[str, Any]]:
-    """Times both casts: the first ones before this process takes a GPU's memory."""
+def measure_casts() -> list[Row]:
+    """Time both casts: the first ones before this process takes a GPU's memory."""
     first = measure_first_calls()
     return [measure_many_leaves(), first]
 
 
-def measure_first_calls() -> dict[str, Any]:
-    """Times the first cast of GPT-2's tensors in fresh processes, without a cache of compiled programs on disk."""
+def measure_many_leaves() -> Row:
+    """Time the casts of 2,000 arrays, after a warm-up."""
+    tree = {f"leaf_{i}": jax.device_put(np.full(1000, i, np.float32)) for i in range(2000)}
+    casts = [caster(library) for library in LIBRARIES]
+    times: tuple[list[float], list[float]] = ([], [])
+    for turn in range(-3, CAST_ROUNDS):
+        for side in (0, 1) if turn % 2 else (1, 0):
+            seconds, _ = timed(casts[side], tree)
+            if turn >= 0:
+                times[side].append(seconds)
+    return cast_result("cast of 2,000 arrays of 1,000", *times, CAST_TARGET)
+
+
+def first_call_seconds(library: str) -> float:
+    """Return how long the first cast of this process takes; to be called once."""
+    tree = {name: jax.device_put(np.ones(shape, np.float32)) for name, shape in gpt2_shapes().items()}
+    return timed(caster(library), jax.block_until_ready(tree))[0]
+
+
+def measure_first_calls() -> Row:
+    """Time the first cast of GPT-2's tensors in fresh processes, without a cache of compiled programs on disk."""
     environment = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"}
     times: dict[str, list[float]] = {library: [] for library in LIBRARIES}
     for turn in range(FIRST_CALLS):
@@ -259,49 +216,32 @@ def measure_first_calls() -> dict[str, Any]:
             command = [sys.executable, "-m", "benchmarks.overhead", library]
             done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
             times[library].append(float(done.stdout.split()[-1]))
-    return cast_result("first cast of GPT-2's 148 tensors", *times.values(), FIRST_CALL_TARGET)
+    return cast_result("first cast of GPT-2's 148 tensors", times["mpx"], times[RIVAL], FIRST_CALL_TARGET)
 
 
-def cast_result(what: str, ours: list[float], theirs: list[float], target: float) -> dict[str, Any]:
-    """One row: times, how many times as fast mpx is, and whether that is enough."""
-    low, ratio, high = ratio_with_spread(theirs, ours)
-    return {
-        "what": what,
-        "rival": RIVAL,
-        "rival ms": 1e3 * statistics.median(theirs),
-        "mpx ms": 1e3 * statistics.median(ours),
-        "times as fast": ratio,
-        "times as fast 95%": [low, high],
-        "target": target,
-        "met": ratio >= target,
-    }
+def cast_result(what: str, ours: list[float], theirs: list[float], least: float) -> Row:
+    """Return one row: times, how many times as fast mpx is, and whether that is enough."""
+    row: Row = {"what": what, "rival": RIVAL} | ratio(theirs, ours)
+    row |= {"rival ms": 1e3 * statistics.median(theirs), "mpx ms": 1e3 * statistics.median(ours)}
+    return row | {"target": judged(row["ratio"], least=least)}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Printing.
+# --- Tables. ---
+CASTS = {
+    "cast": "{what}",
+    "beside": "{rival}",
+    "beside, ms": "{rival ms:.1f}",
+    "mpx, ms": "{mpx ms:.1f}",
+    "times as fast": "{ratio:.2f}",
+    "95%": "{low:.2f} to {high:.2f}",
+    "target": "{target}",
+}
 
 
-def steps_sheets(rows: list[dict[str, Any]]) -> list[Sheet]:
-    """Times of steps, and what differs."""
-    times = [{"what": row["what"]} | ratio_cells(row) for row in rows]
-    return [Sheet("a step", times), differing_sheet(f"what differs after {RESULTS_STEPS} steps", rows, "what")]
-
-
-def casts_sheet(rows: list[dict[str, Any]]) -> Sheet:
-    """Times of casts."""
-    cells = [
-        {
-            "cast": row["what"],
-            "beside": row["rival"],
-            "beside, ms": f"{row['rival ms']:.1f}",
-            "mpx, ms": f"{row['mpx ms']:.1f}",
-            "times as fast": f"{row['times as fast']:.2f}",
-            "95%": spread_cell(row["times as fast 95%"], 2),
-            "target": f"at least {row['target']}: {verdict(row['met'])}",
-        }
-        for row in rows
-    ]
-    return Sheet("casts", cells, "" if RIVAL == "jmp" else "jmp is not installed: beside mpx is one `astype` a leaf.")
+def steps_sheets(rows: list[Row]) -> list[Sheet]:
+    """Return the tables of times of steps, and of what differs."""
+    title = f"what differs after {RESULTS_STEPS} steps"
+    return [Sheet("a step", rows, {"what": "{what}"} | COLUMNS), differing_sheet(title, rows, "what")]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Read off compiled programs what steps cost on a GPU that need not be here: the tables of `benchmarks/RESULTS.md`.
 
-    PYTHONPATH=. python -m benchmarks.programs --target h200 --json programs.json
+    PYTHONPATH=. python -m benchmarks.programs --target h200
 
 It needs the compiler (`pip install -e ".[cuda12]"` or `".[cuda13]"`) and no GPU; nothing runs. First each recipe of
 `benchmarks.optimizer_step`, by hand and with mpx, on the tensors of GPT-2 124M; then each rung of `benchmarks.ladder`.
@@ -10,73 +10,56 @@ the published figures of the target, and by what good kernels reach of them, 5/6
 autotuning, since no kernel can be tried.
 """
 
-from typing import Annotated, Any
+import dataclasses
+from typing import Annotated
 
 import typer
 
 from benchmarks import ladder
 from benchmarks.optimizer_step import RECIPES
-from benchmarks.report import SIDES, Sheet, make_console, write_json
-from benchmarks.workers import CALL, Clock, Result, job_of, run_worker
+from benchmarks.report import Row, Sheet
+from benchmarks.rungs import ON_GPU
+from benchmarks.workers import run_worker
+
+COLUMNS = {
+    "recipe": "{recipe}",
+    "bytes a parameter moved, by hand and with mpx": "{by hand[moved]:.2f}, {mpx[moved]:.2f}",
+    "held": "{by hand[peak]:.2f}, {mpx[peak]:.2f}",
+    "temporary": "{by hand[temporary]:.2f}, {mpx[temporary]:.2f}",
+    "kernels": "{by hand[kernels]:,}, {mpx[kernels]:,}",
+    "bound, ms": "{by hand[bound ms]:.3f}, {mpx[bound ms]:.3f}",
+    "at what is reached, ms": "{by hand[reached ms]:.3f}, {mpx[reached ms]:.3f}",
+    "compiled in, s": "{by hand[compile s]:.1f}, {mpx[compile s]:.1f}",
+    "why not": "{failed}",
+}
 
 
-def read_recipe(recipe: str, bench: ladder.Bench, target: str, scale: int) -> Result:
-    """The row of a recipe."""
-    job = job_of("benchmarks.optimizer_step:read", recipe=recipe, tensors="gpt2", scale=scale, target=target)
-    return {"recipe": recipe} | bench.run(CALL, job, timeout=bench.clock.cut(bench.setting.timeout))
+def read_recipe(recipe: str, target: str, scale: int) -> Row:
+    """Return the row of a recipe."""
+    job = {"recipe": recipe, "tensors": "gpt2", "scale": scale, "target": target}
+    (row,) = run_worker("benchmarks.optimizer_step:read", job, timeout=ladder.TIMEOUT)
+    print(f"{recipe}: {row.get('failed', 'done')}", flush=True)
+    return {"recipe": recipe} | row
 
 
-def recipes_table(rows: list[Result]) -> Sheet:
-    """What a step of each recipe moves and needs, a parameter."""
-    count = next((f"{row['parameters']:,} parameters" for row in rows if "failed" not in row), "")
-    return Sheet(f"one AdamW step of GPT-2's tensors, {count}", list(map(recipe_cells, rows)))
-
-
-def recipe_cells(row: Result) -> dict[str, str]:
-    """The cells of a recipe."""
-    if "failed" in row:
-        return {"recipe": row["recipe"], "note": row["failed"]}
-    programs, count = [row[f"program {side}"] for side in SIDES], row["parameters"]
-    cell = lambda name, unit, digits: ", ".join(f"{program[name] / unit:,.{digits}f}" for program in programs)
-    return {
-        "recipe": row["recipe"],
-        "bytes a parameter moved, by hand and with mpx": cell("moved bytes", count, 2),
-        "held": cell("peak bytes", count, 2),
-        "temporary": cell("temporary bytes", count, 2),
-        "kernels": cell("kernels", 1, 0),
-        "bound, ms": cell("bound ms", 1, 3),
-        "at what is reached, ms": cell("reached ms", 1, 3),
-        "compiled in, s": cell("compile s", 1, 1),
-    }
+def recipes_sheet(rows: list[Row]) -> Sheet:
+    """Return the table of what a step of each recipe moves and needs."""
+    count = next((f", {row['parameters']:,} parameters" for row in rows if "failed" not in row), "")
+    return Sheet(f"one AdamW step of GPT-2's tensors{count}", rows, COLUMNS)
 
 
 def main(
     target: Annotated[str, typer.Option(help="The device: a100, h100, h200, b200.")] = "h200",
     recipes: Annotated[str, typer.Option(help="Separated by commas; empty for the ladder alone.")] = ",".join(RECIPES),
-    rungs: Annotated[list[str] | None, typer.Option(help=ladder.RUNGS_HELP)] = None,
-    preset: ladder.PresetOption = None,
-    batch_size: ladder.BatchOption = None,
-    timeout: ladder.TimeoutOption = None,
+    rungs: ladder.RungsOption = "",
+    preset: ladder.PresetOption = ON_GPU.preset,
     scale: Annotated[int, typer.Option(min=1, help="What the rows of the optimizer's tensors are divided by.")] = 1,
-    json_path: ladder.JsonOption = None,
 ) -> None:
-    """Reads all programs, prints the tables as Markdown and, if asked, writes the numbers."""
-    console, chosen = make_console(), ladder.chosen_rungs(rungs)
-    given = {"preset": preset and str(preset), "batch_size": batch_size, "timeout": timeout}
-    bench = ladder.start_reading(Clock(None), run_worker, **given)
-    found: dict[str, Any] = {"target": target, "recipes": []}
-
-    def keep(rows: list[Result]) -> None:
-        found["ladder"] = rows
-        write_json(json_path, found)
-
-    with console.status("Compiling ..."):
-        for recipe in filter(None, recipes.split(",")):
-            found["recipes"].append(read_recipe(recipe, bench, target, scale))
-            write_json(json_path, found)
-        ladder.each_rung(chosen, lambda rung: ladder.read_rung(rung, bench, target), keep)
-    sheets = recipes_table(found["recipes"]), ladder.programs_table(found["ladder"], bench.setting)
-    print("\n\n".join(sheet.markdown() for sheet in sheets if sheet.rows))
+    """Read all programs and print the tables."""
+    steps, setting = ladder.chosen(rungs), dataclasses.replace(ON_GPU, preset=preset)
+    found = [read_recipe(recipe, target, scale) for recipe in filter(None, recipes.split(","))]
+    rows = ladder.run_rungs(steps, setting, target)
+    print("\n\n".join([recipes_sheet(found).markdown(), ladder.programs_sheet(rows, setting).markdown()]))
 
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)

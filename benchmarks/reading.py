@@ -1,4 +1,4 @@
-"""Read off a compiled program what a step costs: its traffic, its memory, and a bound of its time; nothing runs."""
+"""Read off a compiled program what a step costs: its traffic, its memory, and a bound of its time. Nothing runs."""
 
 import contextlib
 import dataclasses
@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 import mpx
+from benchmarks.report import Row
 from mpx.tools.program import StepReport, Target, target_devices
 from mpx.tools.program.step_report import report_of
 from mpx.tools.program.targets import target_here
@@ -17,14 +18,15 @@ from mpx.tools.program.targets import target_here
 REACHED_BANDWIDTH, REACHED_RATE = 4.0 / 4.8, 800 / 989.4
 
 
-def figures(report: StepReport) -> dict[str, Any]:
-    """Return the figures of a report that the tables have; bounds only where those of the device are known."""
+def figures(report: StepReport) -> Row:
+    """Return the figures that the tables have. There are bounds only for a device whose figures are known."""
+    outside = report.moved_bytes - report.moved_by_kind.get("products", 0)
     found = {
-        "moved bytes": report.moved_bytes,
-        "outside bytes": report.moved_bytes - report.moved_by_kind.get("products", 0),
+        "moved GB": report.moved_bytes / 1e9,
+        "outside GB": outside / 1e9,  # not moved by products
+        "peak GB": report.peak_bytes / 1e9,
+        "temporary GB": report.temporary_bytes / 1e9,
         "kernels": report.kernel_count,
-        "peak bytes": report.peak_bytes,
-        "temporary bytes": report.temporary_bytes,
         "flops": report.flops,
         "compile s": report.compile_seconds,
     }
@@ -37,23 +39,23 @@ def figures(report: StepReport) -> dict[str, Any]:
 
 
 def reached_of(target: Target) -> Target:
-    """Return a target with the figures that good kernels reach, instead of those that are published."""
+    """Return a target with what good kernels reach instead of the published figures."""
     rates = {dtype: REACHED_RATE * rate for dtype, rate in target.rates.items()}
     return dataclasses.replace(target, bandwidth=REACHED_BANDWIDTH * target.bandwidth, rates=rates)
 
 
-def compiled_figures(compiled: Any, compile_seconds: float = 0.0) -> dict[str, Any]:
+def compiled_figures(compiled: Any, compile_seconds: float = 0.0) -> Row:
     """Return the figures of a program that was compiled for this machine."""
     return figures(report_of(compiled, target=target_here(), compile_seconds=compile_seconds))
 
 
-def absent_figures(step: Callable[..., Any], *shapes: Any, target: str, donate: int | tuple[int, ...]) -> Any:
+def absent_figures(step: Callable[..., Any], *shapes: Any, target: str, donate: int | tuple[int, ...]) -> Row:
     """Return the figures of a step that is compiled for a target."""
     with flash_attention():
         return figures(mpx.step_report(step, *shapes, target=target, donate_argnums=donate))
 
 
-def start_compiler(target: str) -> dict[str, str]:
+def start_compiler(target: str) -> Row:
     """Let JAX start the compiler for a target, before anything else starts it without; return what compiles."""
     kind = target_devices(target)[0].device_kind
     return {"compiled for": kind, "jax": jax.__version__}

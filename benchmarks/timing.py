@@ -1,4 +1,4 @@
-"""What the benchmarks share: two programs timed in turn, the spread of their ratio, and where it was measured."""
+"""Time two programs in turn, with the spread of their ratio, and say where it was measured."""
 
 import importlib.metadata
 import os
@@ -14,101 +14,121 @@ import jax.numpy as jnp
 import numpy as np
 
 import mpx
+from benchmarks.reading import compiled_figures
+from benchmarks.report import Row, judged
+
+SIDES = ("by hand", "mpx")
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
+MOST = 1.03  # times as long as by hand
+
+# The columns of two steps that were timed in turn, and of what their programs say.
+COLUMNS = {
+    "by hand, ms": "{by hand[ms]:.3f}",
+    "mpx, ms": "{mpx[ms]:.3f}",
+    "mpx / by hand": "{ratio:.3f}",
+    "95%": "{low:.3f} to {high:.3f}",
+    "target": "{target}",
+    "moved by hand, mpx, GB": "{by hand[moved GB]:.4g}, {mpx[moved GB]:.4g}",
+    "kernels": "{by hand[kernels]:,}, {mpx[kernels]:,}",
+    "temporaries, GB": "{by hand[temporary GB]:.3g}, {mpx[temporary GB]:.3g}",
+    "bound, ms": "{mpx[bound ms]:.3f}",
+    "mpx / bound": "{mpx / bound:.2f}",
+    "note": "{left out}",
+}
 
 
 def own(tree: Any) -> Any:
-    """A copy of every array."""
+    """Return a copy of every array."""
     return jax.tree.map(lambda x: jnp.array(x, copy=True), tree)
 
 
 def timed(fun: Callable, *args: Any) -> tuple[float, Any]:
-    """Seconds until everything a call returns is there, and what it returned."""
+    """Return the seconds until everything that a call returns is there, and what it returned."""
     start = time.perf_counter()
     result = jax.block_until_ready(fun(*args))
     return time.perf_counter() - start, result
 
 
-def timed_steps(step: Callable, state: Any, data: Any, calls: int) -> tuple[float, Any]:
-    """Seconds a step, of several that are enqueued one behind another and waited for once, and the last state."""
-    start = time.perf_counter()
-    for _ in range(calls):
-        state = step(state, data)
-    jax.block_until_ready(state)
-    return (time.perf_counter() - start) / calls, state
-
-
 def paired_times(
-    steps: Sequence[Callable], make_states: Callable, data: Any, starts: int, turns: int, calls: int = 1
+    steps: Sequence[Callable], make_states: Callable, data: Any, starts: int, turns: int, calls: int
 ) -> tuple[list[float], list[float]]:
-    """Seconds a step of two steps in turn, A B B A, after two turns of warm-up from each start.
-
-    Args:
-        steps: the two, each called with its state and `data`; it may donate the state.
-        make_states: the two states to start from, in buffers of their own.
-        data: what both get.
-        starts: how often fresh states are made: where a state lies in memory counts.
-        turns: timed turns of each step from each start.
-        calls: steps in a turn, waited for once.
-    """
+    """Return milliseconds of two steps in turn, A B B A, after two turns of warm-up from each start."""
     times: tuple[list[float], list[float]] = ([], [])
     for start in range(starts):
         states = list(make_states())
         for turn in range(-2, turns):
             for side in (0, 1) if (start + turn) % 2 else (1, 0):
-                seconds, states[side] = timed_steps(steps[side], states[side], data, calls)
+                begin = time.perf_counter()
+                for _ in range(calls):
+                    states[side] = steps[side](states[side], data)
+                jax.block_until_ready(states[side])
                 if turn >= 0:
-                    times[side].append(seconds)
+                    times[side].append(1e3 * (time.perf_counter() - begin) / calls)
     return times
 
 
-def timed_ratio(
-    steps: Sequence[Callable], make_states: Callable, data: Any, starts: int, turns: int, calls: int = 1
-) -> dict[str, Any]:
-    """The median milliseconds of two steps, by hand and with mpx, and their ratio; arguments as above."""
-    hand, ours = paired_times(steps, make_states, data, starts, turns, calls)
-    low, ratio, high = ratio_with_spread(ours, hand, turns)
-    times = {"by hand ms": 1e3 * statistics.median(hand), "mpx ms": 1e3 * statistics.median(ours)}
-    return times | {"ratio": ratio, "ratio 95%": [low, high]}
+def compare(
+    steps: Sequence[Callable],
+    make_states: Callable,
+    data: Any,
+    *,
+    starts: int,
+    turns: int,
+    gpu_calls: int = 1,
+    judge: bool = True,
+) -> Row:
+    """Time two compiled steps in turn, and read their programs.
+
+    Args:
+        steps: the step by hand and the step with mpx, each called with its state and `data`; it may donate the state.
+        make_states: makes the two states to start from, in buffers of their own.
+        data: what both get.
+        starts: how often fresh states are made: where a state lies in memory counts.
+        turns: timed turns of each step from each start.
+        gpu_calls: steps in a turn on a GPU, waited for once, so that the host is not what is measured.
+        judge: whether there is a target.
+
+    Returns:
+        A row for `COLUMNS`.
+    """
+    calls = gpu_calls if jax.default_backend() == "gpu" else 1
+    times = paired_times(steps, make_states, data, starts, turns, calls)
+    sides = zip(SIDES, steps, times, strict=True)
+    row: Row = {side: {"ms": statistics.median(ms)} | compiled_figures(step) for side, step, ms in sides}
+    row |= ratio(times[1], times[0], turns)
+    if bound := row["mpx"].get("bound ms"):
+        row["mpx / bound"] = row["mpx"]["ms"] / bound
+    return row | ({"target": judged(row["ratio"], most=MOST)} if judge else {})
 
 
-def ratio_with_spread(numerator: list[float], denominator: list[float], block: int = 1) -> tuple[float, float, float]:
-    """The ratio of the medians, between the ends of its 95% interval over resampled blocks of turns."""
+def ratio(numerator: list[float], denominator: list[float], block: int = 1) -> Row:
+    """Return the ratio of the medians, and the ends of its 95% interval over resampled blocks of turns."""
     a, b = (np.reshape(times, (-1, block)) for times in (numerator, denominator))
     picks = np.random.default_rng(0).integers(len(a), size=(2000, len(a)))  # pairs stay pairs
     resampled = np.median(a[picks], axis=(1, 2)) / np.median(b[picks], axis=(1, 2))
     low, high = np.quantile(resampled, [0.025, 0.975])
-    return float(low), float(np.median(a) / np.median(b)), float(high)
+    return {"ratio": float(np.median(a) / np.median(b)), "low": float(low), "high": float(high)}
 
 
-def conditions(packages: Sequence[str]) -> dict[str, Any]:
-    """When, where and with what the numbers were measured."""
+def conditions() -> Row:
+    """Return when, where and with what the numbers were measured."""
     return {
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "device": jax.devices()[0].device_kind,
         "driver": driver(),
-        "backend": jax.default_backend(),
-        "processor": processor(),
+        "processor": platform.processor(),
         "cores": os.cpu_count(),
         "load": os.getloadavg(),
         "python": platform.python_version(),
         "mpx": mpx.__version__,
-        **{name: importlib.metadata.version(name) for name in packages},
+        **{name: importlib.metadata.version(name) for name in PACKAGES},
     }
 
 
 def driver() -> str:
-    """The version of NVIDIA's driver; empty without one."""
+    """Return the version of NVIDIA's driver; empty without one."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
         return ""
-
-
-def processor() -> str:
-    """The name of the CPU, where the system tells it."""
-    try:
-        with open("/proc/cpuinfo") as file:
-            return next(line.split(":")[1].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor()

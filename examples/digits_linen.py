@@ -30,8 +30,8 @@ WIDTH = 128
 PERIOD = 50  # good steps until the loss scale doubles; short, so that it moves in the 315 steps of a run
 RECIPES: dict[str, tuple[str, dict[str, Any]]] = {  # name: (policy, options of `mpx.mixed_precision`)
     "f32": ("params=f32,compute=f32,output=f32", {}),
-    "f16 + loss scaling": ("params=f32,compute=f16,output=f32", {"loss_scale": mpx.DynamicLossScale(period=PERIOD)}),
-    "bf16 + split masters": ("params=bf16,compute=bf16,output=f32", {"storage": "split"}),
+    "f16-scaled": ("params=f32,compute=f16,output=f32", {"loss_scale": mpx.DynamicLossScale(period=PERIOD)}),
+    "bf16-split": ("params=bf16,compute=bf16,output=f32", {"storage": "split"}),
 }
 
 Data = tuple[np.ndarray, np.ndarray]  # images (n, 64) in [0, 1], labels (n,)

@@ -5,7 +5,8 @@
 Adam's updates begin at about 0.0003 here and fall to zero. A bfloat16 weight of 0.25 has its neighbours 0.001
 and 0.002 away, so such an update is lost in rounding. Only weights are bfloat16: all recipes compute in float32.
 After 3,000 steps (10 seconds on two cores of an AMD EPYC, jax 0.10.2) the test losses are 0.0021 for float32 weights,
-0.0359 for plain bfloat16, 0.0021 for bfloat16 with Kahan summation and 0.0021 for bfloat16 with split masters.
+0.0359 for plain bfloat16, 0.0021 for bfloat16 with split masters, and 0.0023 for bfloat16 with Kahan summation, whose
+moments are bfloat16 too.
 """
 
 from typing import Any
@@ -30,11 +31,12 @@ REPORTS = 5  # how many times in a training the test loss is taken
 def recipes(steps: int) -> dict[str, tuple[DTypeLike, optax.GradientTransformation]]:
     """Return the recipes: dtypes of the weights, and optimizers, whose rule is Adam in all of them."""
     adam = optax.adam(optax.cosine_decay_schedule(LEARNING_RATE, steps))
+    in_16_bits = mpx.low_precision_state(adam, {"mu|nu": "bf16"}, min_size=0)
     return {
-        "float32": (jnp.float32, adam),
-        "bfloat16, plain": (jnp.bfloat16, adam),
-        "bfloat16, Kahan": (jnp.bfloat16, optax.chain(mpx.upcast(adam), mpx.kahan_summation())),
-        "bfloat16, split masters": (jnp.bfloat16, mpx.master_weights(adam, storage="split")),
+        "f32": (jnp.float32, adam),
+        "bf16-naive": (jnp.bfloat16, adam),
+        "bf16-kahan": (jnp.bfloat16, optax.chain(in_16_bits, mpx.kahan_summation())),
+        "bf16-split": (jnp.bfloat16, mpx.master_weights(adam, storage="split")),
     }
 
 
@@ -62,7 +64,7 @@ def train(dtype: DTypeLike, tx: optax.GradientTransformation, steps: int) -> lis
         updates, opt_state = tx.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), None
 
-    @jax.jit
+    @jax.jit(donate_argnums=(0, 1))  # or old and new weights and state are held at once
     def run(params: eqx.Module, opt_state: Any, keys: jax.Array) -> tuple[eqx.Module, Any, jax.Array]:
         (params, opt_state), _ = jax.lax.scan(step, (params, opt_state), keys)
         return params, opt_state, loss_fn(params, *sample(jax.random.key(2), 2000))

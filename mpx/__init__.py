@@ -26,7 +26,7 @@ from mpx._inspect.check_chain import check_chain as check_chain
 from mpx._inspect.convert_state import convert_state as convert_state
 from mpx._inspect.health import StuckError as StuckError
 from mpx._inspect.health import check_health as check_health
-from mpx._inspect.masters import ema_params as ema_params
+from mpx._inspect.masters import averaged_params as averaged_params
 from mpx._inspect.masters import is_synced as is_synced
 from mpx._inspect.masters import master_params as master_params
 from mpx._inspect.masters import resync as resync

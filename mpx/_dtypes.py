@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-_NAMES = "bf16 bfloat16", "f16 float16", "full f32 float32", "f64 float64"
+_NAMES = "bf16 bfloat16", "f16 fp16 float16", "full f32 fp32 float32", "f64 fp64 float64"
 DTYPE_NAMES = {name: jnp.dtype(names.split()[-1]) for names in _NAMES for name in names.split()}
 
 
@@ -21,11 +21,19 @@ def half_dtype() -> DTypeLike:
     return jnp.bfloat16 if jax.local_devices()[0].platform == "tpu" else jnp.float16
 
 
-def dtype_or_none(given: Any) -> np.dtype | None:
-    """Return the dtype that an argument stands for, or None if it stands for none.
+def bytes_of(dtype: Any, count: int) -> int:
+    """Return the bytes of an array of `count` elements; two 4-bit numbers share a byte, as they do on a device."""
+    is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    bits = 8 * dtype.itemsize if is_key else jax.dtypes.itemsize_bits(dtype)
+    return -(-count * bits // 8)
 
-    A string is a short name (`bf16`), `half`, or the full name of a dtype (`float8_e4m3fn`). NumPy's codes count
-    bytes: its `f8` is float64, and its `f16` is not float16. They are refused. So is None, NumPy's float64.
+
+def dtype_or_none(given: Any) -> np.dtype | None:
+    """Return the dtype that the user means, or None if `given` is no dtype.
+
+    A string is a short name (`bf16`), `half`, or the full name of a dtype (`float8_e4m3fn`). NumPy's codes are refused
+    because they count bytes: its `f8` is float64, and its `f16` is not float16. None, which NumPy reads as float64, is
+    refused too.
     """
     if isinstance(given, str) and (given == "half" or given in DTYPE_NAMES):
         return np.dtype(half_dtype()) if given == "half" else DTYPE_NAMES[given]

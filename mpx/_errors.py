@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,8 @@ from jax.typing import DTypeLike
 from mpx import _trees
 from mpx._dtypes import dtype_or_none
 
+T = TypeVar("T")
+
 
 def listed(names: Sequence[str], most: int) -> str:
     """Return the first names, and how many more there are."""
@@ -22,17 +24,17 @@ def listed(names: Sequence[str], most: int) -> str:
 def leaves_error(
     kind: type[Exception], what: str, leaves: Mapping[_trees.Path, str], remedy: str, tree: Any = None, prefix: str = ""
 ) -> Exception:
-    """Return an error that says what is wrong, then with each leaf of a tree, then what to do.
+    """Return an error that says what is wrong, then what to do, and lists the leaves last.
 
-    Given the tree, leaves are named as `path_string` does; `prefix` is a name for it, such as `grads`.
+    Leaves are named by `path_string`, given the tree. `prefix` names the tree, such as `grads`.
     """
     shown = f"  {prefix}[{{!r}}]: {{}}" if prefix else "  {!r}: {}"
     lines = [shown.format(_trees.path_string(path, tree), text) for path, text in leaves.items()]
-    return kind("\n".join([f"{what}:", *lines, remedy]))
+    return kind("\n".join([f"{what}. {remedy}", *lines]))
 
 
 def is_integer(x: Any) -> bool:
-    """Return whether this is an integer of Python or NumPy; booleans are none."""
+    """Return whether `x` is an integer of Python or NumPy; a boolean is not."""
     return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
 
 
@@ -47,15 +49,15 @@ def as_transformation(inner: Any, caller: str) -> optax.GradientTransformationEx
 
 
 def checked(inner: optax.GradientTransformation, caller: str) -> optax.GradientTransformationExtraArgs:
-    """Return a rule that says which gradients, updates or states do not fit; JAX would broadcast some of them.
+    """Return the rule with checks that name gradients, updates or states that do not fit; JAX would broadcast some.
 
-    Gradients may have one axis more than their parameters, of examples, for a rule that adds those up.
+    Gradients may have an axis of examples in front, for a rule that sums over it.
     """
 
     def update_fn(updates, state, params=None, **extra_args):
         if params is None:
             return inner.update(updates, state, params, **extra_args)
-        # The gradients of `optax.lookahead` are those of its fast parameters.
+        # `optax.lookahead` takes the gradients of its fast parameters.
         trained = params.fast if isinstance(params, optax.LookaheadParams) else params
         require_same_shapes(updates, trained, caller, of_examples=True)
         try:
@@ -94,6 +96,26 @@ def one_key(key: Any, caller: str) -> tuple[jax.Array, Any]:
     return jnp.asarray(key), jax.random.key_impl(key)
 
 
+def not_differentiable(tree: T, message: str) -> T:
+    """Return `tree` unchanged, but raise a TypeError with `message` when somebody differentiates through it."""
+
+    @jax.custom_jvp
+    def as_it_is(arrays):
+        return arrays
+
+    @as_it_is.defjvp
+    def refuse(primals, tangents):
+        raise TypeError(message)
+
+    leaves, treedef = jax.tree.flatten(tree)
+    positions = [
+        i for i, leaf in enumerate(leaves) if _trees.is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+    ]
+    for i, array in zip(positions, as_it_is([leaves[i] for i in positions]), strict=True):
+        leaves[i] = array
+    return treedef.unflatten(leaves)
+
+
 def require_pattern(pattern: str, named: str) -> None:
     """Raise unless a string is a regular expression; `named` is how the message begins."""
     try:
@@ -121,7 +143,7 @@ def require_state(state: Any, kind: type, caller: str) -> None:
 
 
 def _require_state_of(inner: Any, state: Any, params: Any, caller: str, error: Exception) -> None:
-    """Raise if a rule failed because a state is not its own."""
+    """Raise if a rule failed because the state belongs to another rule."""
     own = jax.eval_shape(inner.init, params)
     if _kinds(own) != _kinds(state):
         what = f"`{caller}`: its rule needs {_kinds(own)}, which `init` makes, but {_foreign(state)}"
@@ -129,7 +151,7 @@ def _require_state_of(inner: Any, state: Any, params: Any, caller: str, error: E
 
 
 def _foreign(state: Any) -> str:
-    """Return what is to be said of the state of something else."""
+    """Say what was given in place of the right state, and how to get that."""
     return (
         f"got {_kinds(state)}. If it is the state of another recipe, `convert_state` makes one of this recipe. If a "
         "checkpoint was restored without its types, restore it into `jax.eval_shape(tx.init, params)`."
@@ -137,7 +159,7 @@ def _foreign(state: Any) -> str:
 
 
 def _kinds(state: Any) -> str:
-    """Return the type of a state, and of a chain those of its elements."""
+    """Return the type of a state; for a chain, the types of its elements too."""
     name = type(state).__name__
     return f"{name} of {', '.join(map(_kinds, state))}" if type(state) is tuple and state else name
 
@@ -149,9 +171,9 @@ def _unmatched(old: Mapping[Any, Any], new: Mapping[Any, Any], olds: str, news: 
 
 
 def require_same_shapes(updates: Any, params: Any, caller: str, of_examples: bool = False) -> None:
-    """Raise unless each parameter has an update of its shape, which JAX would not broadcast.
+    """Raise unless each parameter has an update of exactly its shape; JAX would broadcast other shapes.
 
-    There may be None or `optax.MaskedNode` for some parameters, and an axis in front if updates may be `of_examples`.
+    An update may be None or `optax.MaskedNode`. With `of_examples` it may have one more axis in front.
     """
     is_absent = lambda x: x is None or _trees.is_masked(x)
     found = _trees.leaves_by_path(updates, is_absent)
@@ -166,7 +188,7 @@ def require_same_shapes(updates: Any, params: Any, caller: str, of_examples: boo
         if path in new and not fits(new[path], p)
     }
     if wrong:
-        what = f"`{caller}`: gradients or updates are not those of the parameters, or not of their shapes"
+        what = f"`{caller}`: gradients or updates do not match the parameters in structure or shape"
         remedy = "Call `update(grads, state, params)` with trees of one structure. Is a mean over examples missing?"
         raise leaves_error(ValueError, what, wrong, remedy, params)
 
@@ -189,7 +211,7 @@ def require_differentiable(grads: Any, caller: str) -> None:
 
 
 def require_same_leaves(stored: Any, params: Any, kept_dtype: Callable[[Any], np.dtype | None], caller: str) -> None:
-    """Raise if parameters are not those of a wrapper's state, of each of which it keeps an array of `kept_dtype`."""
+    """Raise if `params` do not match the arrays that the state keeps for them, in dtype `kept_dtype(parameter)`."""
     old = _trees.leaves_by_path(stored, _trees.is_masked)
     new = _trees.leaves_by_path(params, _trees.is_masked)
     wrong = _unmatched(old, new, "state", "parameters")
@@ -197,20 +219,13 @@ def require_same_leaves(stored: Any, params: Any, kept_dtype: Callable[[Any], np
         found = None if _trees.is_masked(kept) else (kept.dtype, kept.shape)
         wanted = None if kept_dtype(p) is None else (kept_dtype(p), p.shape)
         if found != wanted:
-            wrong[path] = f"{_trees.dtype_and_shape(p)}, but the state keeps {_kept(kept)}"
+            keeps = "nothing" if found is None else _trees.dtype_and_shape(kept)
+            wrong[path] = f"{_trees.dtype_and_shape(p)}, but the state keeps {keeps} for it"
     if wrong:
-        what = f"`{caller}`: the parameters are not those that its state was made for"
+        what = f"`{caller}`: the state was made for other parameters"
         remedy = (
-            "Call `init` with the new parameters, or pass those that belong to this state. If `storage` or `dtype` of "
-            "the wrapper changed, use `convert_state`. If a dtype of the parameters changed: `optax.apply_updates` "
-            "keeps dtypes (`equinox.apply_updates` does not), and `Policy.cast_to_param` restores them."
+            "Call `init` with the new parameters, or pass the parameters of this state. If `storage` or `dtype` of the "
+            "wrapper changed, use `convert_state`. If a dtype of the parameters changed: `optax.apply_updates` keeps "
+            "dtypes (`equinox.apply_updates` does not), and `Policy.cast_to_param` restores them."
         )
         raise leaves_error(ValueError, what, wrong, remedy, params)
-
-
-def _kept(stored: Any) -> str:
-    """Return what a state keeps of a parameter, for a message."""
-    if _trees.is_masked(stored):
-        return "nothing, as for a parameter of float32 or wider"
-    kind = "low bits" if stored.dtype == np.uint16 else "a master or compensation"
-    return f"{kind}, {_trees.dtype_and_shape(stored)}"

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def all_finite(tree: Any) -> jax.Array:
-    """Return whether no floating or complex number in a pytree of arrays is infinite or NaN: a boolean scalar.
+    """Return whether all floating and complex numbers in a pytree of arrays are finite: a boolean scalar.
 
     Example:
         >>> print(all_finite({"a": jnp.ones(3), "b": jnp.array([1.0, jnp.inf])}))
@@ -24,7 +24,7 @@ def all_finite(tree: Any) -> jax.Array:
 
 
 def finite_flags(tree: Any) -> jax.Array:
-    """Return a boolean vector: of each leaf of a tree, whether no number in it is infinite or NaN."""
+    """Return, for each leaf of a tree, whether all its numbers are finite: a boolean vector."""
     flags = [_is_finite(leaf) for leaf in jax.tree.leaves(tree)]
     places = {frozenset(flag.devices()) for flag in flags if not isinstance(flag, Tracer) and flag.committed}
     if len(places) > 1:
@@ -44,7 +44,7 @@ def _is_finite(leaf: Any) -> jax.Array:
 def select_tree(pred: ArrayLike, a: T, b: T) -> T:
     """Take all leaves from `a` if `pred` is true, else from `b`: bits, signs of zeros and NaN payloads included.
 
-    (But for the payloads of bfloat16, which goes through float32: a compiler may make them quiet.)
+    (Payloads of bfloat16 may change: it goes through float32, and a compiler may make a NaN quiet there.)
 
     Args:
         pred: boolean scalar.

@@ -2,23 +2,29 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from mpx import _trees
+from mpx import _errors, _trees
 from mpx._autocast import in_place
-from mpx._autocast.transform import Autocast, autocast_of
+from mpx._autocast.transform import Autocast, autocast_of, calling_on_float16, narrows_to
 from mpx._dtypes import dtype_or_none
 from mpx._finite import all_finite, select_tree
 from mpx._loss_scale import LossScale, NoOpLossScale, at_least_float32, require_powers_of_two
 
 # A cotangent above 65504 has no float16 value: a float16 loss is differentiated with at most this seed.
 _LARGEST_F16_SEED = np.float32(2.0**15)
+_LOSSLESS = "lossless"
 _TRANSFORM = "For a Flax NNX model: `mpx.value_and_grad(..., transform=nnx.value_and_grad)`, under `nnx.jit`."
+_TRANSFORMS = (
+    "For a Flax NNX model pass `transform=nnx.value_and_grad`, for an Equinox model "
+    "`transform=eqx.filter_value_and_grad`. Otherwise pass what is to be differentiated as one argument, and the rest "
+    "as another."
+)
 
 
 def value_and_grad(
@@ -27,27 +33,33 @@ def value_and_grad(
     *,
     argnums: Any = 0,
     has_aux: bool = False,
-    grad_dtype: DTypeLike | None = jnp.float32,
+    grad_dtype: DTypeLike | Literal["lossless"] | None = jnp.float32,
     transform: Callable[..., Callable[..., Any]] = jax.value_and_grad,
 ) -> Callable[..., tuple[Any, Any]]:
     """Differentiate as `jax.value_and_grad` does, with the loss scaled before differentiation.
 
-    The value that comes back is the loss as `fun` returned it. The gradients are those of the *scaled* loss:
-    `loss_scaling`, which knows the same scale, looks for infinities in them and unscales them.
+    The function returns the loss unscaled, and the gradients of the *scaled* loss. `loss_scaling` knows the same scale:
+    it looks for infinities in the gradients and unscales them.
 
     The loss is scaled in float32 whatever its dtype. Where `fun` returns float16, differentiation starts from at most
     2**15, and the rest of the scale is multiplied in afterwards. A function that `autocast` returned is differentiated
     with respect to a float32 view of its parameters: no gradient is rounded to their dtype, and no parameter is copied.
-    What it changes in a Flax NNX model (batch statistics, counters of dropout) stays as it was in a step with an
-    infinite or NaN gradient, if there is a loss scale: `loss_scaling` skips that step.
+    Such a function may change a Flax NNX model (batch statistics, counters of dropout). If a loss scale is given, these
+    changes are taken back in a step with an infinite or NaN gradient, since `loss_scaling` skips that step. A function
+    that computes in float16 needs a loss scale.
 
     Args:
         fun: a function of arrays that returns a scalar loss, or `(loss, aux)` if `has_aux`.
-        loss_scale: `NoOpLossScale()` if None. In a training loop: `get_loss_scale(opt_state)`.
+        loss_scale: in a training loop, `get_loss_scale(opt_state)`. None for no loss scale: the optimizer then skips no
+            step, and changes in a model are never taken back.
         argnums: which arguments to differentiate; one number, several, or what `transform` takes there.
         has_aux: whether `fun` returns a pair.
-        grad_dtype: of the gradients, or None for the dtypes of the arguments; float64 gradients stay float64. The
-            gradient of a bfloat16 parameter has been rounded once, at the parameter, but for autocast functions.
+        grad_dtype: the dtype of the gradients, or None for the dtypes of the arguments; float64 gradients stay float64.
+            The gradient of a bfloat16 parameter is rounded once, at the parameter; an autocast function does not round
+            it. For autocast functions there is also `"lossless"`: a gradient that one narrowed product computes stays
+            in 16 bits, which loses nothing, and all others (embeddings, norms, biases, weights with several uses) are
+            float32. These are the same numbers in fewer bytes, for `fused_update` and for gradients that leave the
+            program.
         transform: `jax.value_and_grad`, or a function like it, such as `flax.nnx.value_and_grad` (for models that
             change themselves, too) or `equinox.filter_value_and_grad`. It gets `argnums` only if that is not 0.
 
@@ -55,11 +67,12 @@ def value_and_grad(
         A function of the arguments of `fun` that returns `(loss, grads)`, or `((loss, aux), grads)`.
 
     Raises:
-        ValueError: if the scale, or a dynamic scale's factor or bounds, are not powers of two, by which gradients
-            would be rounded; at the call, if an autocast function changes an argument and `jax.value_and_grad` would
-            lose that.
-        TypeError: if `fun` is no function or `loss_scale` no loss scale; at the call, if `fun` does not return a real
-            floating scalar.
+        ValueError: if the scale, or a dynamic scale's factor or bounds, are not powers of two, because unscaling would
+            round gradients; if the function computes in float16 without a loss scale (found at the call, if only
+            float16 parameters or a float16 loss show it; pass `NoOpLossScale()` to go without one); at the call, if an
+            autocast function changes an argument and `jax.value_and_grad` would lose the change.
+        TypeError: if `fun` is not a function or `loss_scale` not a loss scale; at the call, if an argument has leaves
+            that `jax.value_and_grad` cannot differentiate, or `fun` does not return a real floating scalar.
 
     Example:
         >>> loss, grads = value_and_grad(lambda w: (w**2).sum(), StaticLossScale(2.0**10))(jnp.float16([1, 2]))
@@ -71,33 +84,46 @@ def value_and_grad(
     """
     if not callable(fun):
         raise TypeError(f"`value_and_grad` needs a function that returns a loss, but got {type(fun).__name__}.")
-    loss_scale = NoOpLossScale() if loss_scale is None else loss_scale
+    loss_scale = NoOpLossScale(skips_bad_steps=False) if loss_scale is None else loss_scale
     require_powers_of_two(loss_scale, "value_and_grad")
-    given, grad_dtype = grad_dtype, dtype_or_none(grad_dtype)
-    if given is not None and (grad_dtype is None or not jnp.issubdtype(grad_dtype, jnp.floating)):
-        raise ValueError(f"`value_and_grad`: `grad_dtype` must be a floating-point dtype or None, but got {given!r}.")
+    if narrows_to(np.dtype(np.float16), fun):
+        _require_scale(loss_scale, "the function computes in float16")
+    record = autocast_of(fun) if grad_dtype is not None else None
+    is_lossless = isinstance(grad_dtype, str) and grad_dtype == _LOSSLESS
+    grad_dtype = _dtype_of_gradients(grad_dtype, record)
 
     def scaled_loss(call, *args, **kwargs):
         loss, aux = _loss_and_aux(call(*args, **kwargs), has_aux)
+        if loss.dtype == np.float16:
+            _require_scale(loss_scale, "the loss is float16")
         seed, _ = _seed_and_rest(loss_scale, loss.dtype)
         return at_least_float32(loss) * seed, (loss, aux)
 
     # Not all transforms take `argnums` (Equinox's do not), and none needs to be told the default.
     options = {"has_aux": True} if argnums == 0 and isinstance(argnums, int) else {"argnums": argnums, "has_aux": True}
-    record = autocast_of(fun) if grad_dtype is not None else None
 
     @functools.wraps(fun)
     def wrapped(*args, **kwargs):
-        call, viewed = (fun, args) if record is None else _on_f32_view(record, args, kwargs, argnums, transform)
+        if transform is jax.value_and_grad:
+            _require_differentiable(args, argnums)
+        rounded_to: list[np.dtype | None] = []
+        call, viewed = (fun, args)
+        if record is not None:
+            call, viewed = _on_f32_view(record, args, kwargs, argnums, transform, rounded_to)
         objects = [] if record is None else in_place.objects_of((viewed, kwargs))
         differentiated = transform(lambda *args, **kwargs: scaled_loss(call, *args, **kwargs), **options)
-        (_, (loss, aux)), grads = differentiated(*viewed, **kwargs)
+        with calling_on_float16(lambda: _require_scale(loss_scale, "a function inside computes in float16")):
+            (_, (loss, aux)), grads = differentiated(*viewed, **kwargs)
+        if any(_trees.is_floating(g) and g.dtype == np.float16 for g in jax.tree.leaves(grads)):
+            _require_scale(loss_scale, "parameters are float16, and so are their gradients")
         _, rest = _seed_and_rest(loss_scale, loss.dtype)
         if rest is not None:
             grads = jax.tree.map(lambda g: _multiplied(g, rest, keep_dtype=grad_dtype is None), grads)
         grads = _in_dtype(grads, grad_dtype)
+        if is_lossless and rest is None:
+            grads = _narrowed_without_loss(grads, args, argnums, rounded_to)
         changes = in_place.changes_of(objects)
-        if changes and not isinstance(loss_scale, NoOpLossScale):
+        if changes and loss_scale.skips_bad_steps:
             # A step that `loss_scaling` skips changes nothing, batch statistics included. It sees these gradients.
             finite = all_finite(grads)
             changes = [c._replace(after=select_tree(finite, c.after, c.before)) for c in changes]
@@ -113,7 +139,7 @@ def grad(
     *,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
-    grad_dtype: DTypeLike | None = jnp.float32,
+    grad_dtype: DTypeLike | Literal["lossless"] | None = jnp.float32,
     transform: Callable[..., Callable[..., Any]] = jax.value_and_grad,
 ) -> Callable[..., Any]:
     """Differentiate as `jax.grad` does, with the loss scaled before differentiation; see `value_and_grad`.
@@ -137,8 +163,41 @@ def grad(
     return wrapped
 
 
+def _require_scale(loss_scale: LossScale, reason: str) -> None:
+    """Raise unless the user gave a loss scale; one that never scales counts."""
+    if not loss_scale.skips_bad_steps:
+        raise ValueError(
+            f"`value_and_grad`: {reason}, but there is no loss scale. Gradients below 6e-8 would become zero without a "
+            "word. Pass `mpx.get_loss_scale(opt_state)`, of an optimizer made by `mpx.mixed_precision` with a float16 "
+            "policy, or by `mpx.loss_scaling`. If you want no loss scale, pass `mpx.NoOpLossScale()`."
+        )
+
+
+def _positions(args: tuple[Any, ...], argnums: Any) -> list[int]:
+    """Return the positions of the differentiated arguments; the transform refuses a missing one."""
+    given = argnums if isinstance(argnums, Sequence) else (argnums,)
+    positions = [getattr(position, "argnum", position) for position in given]  # of `flax.nnx.DiffState`
+    return [position for position in positions if -len(args) <= position < len(args)]
+
+
+def _require_differentiable(args: tuple[Any, ...], argnums: Any) -> None:
+    """Raise if an argument has leaves without gradients, and name them; `jax.value_and_grad` would not."""
+    is_number = lambda leaf: _trees.is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+    for position in _positions(args, argnums):
+        wrong = {
+            path: _trees.dtype_and_shape(leaf)
+            for path, leaf in _trees.leaves_by_path(args[position]).items()
+            if not (is_number(leaf) or isinstance(leaf, (float, complex)))
+        }
+        if wrong:
+            what = (
+                f"`value_and_grad`: argument {position} ({type(args[position]).__name__}) has leaves without gradients"
+            )
+            raise _errors.leaves_error(TypeError, what, wrong, _TRANSFORMS, args[position])
+
+
 def _loss_and_aux(result: Any, has_aux: bool) -> tuple[jax.Array, Any]:
-    """Return the loss, and what came with it (None if nothing was to come); raise for a result of another form."""
+    """Return the loss and the auxiliary result (None without `has_aux`); raise for a result of another form."""
     wanted = "`value_and_grad` needs a function that returns a real floating scalar, but "
     if has_aux:
         wanted = "`value_and_grad` with `has_aux=True` needs a function that returns a pair (loss, aux), but "
@@ -173,7 +232,7 @@ def _multiplied(g: Any, factor: jax.Array, keep_dtype: bool) -> Any:
 
 
 def _in_dtype(grads: Any, dtype: np.dtype | None) -> Any:
-    """Cast real gradients of at most 32 bits, 8-bit floats included; a cast of a tree leaves those alone."""
+    """Cast real gradients of at most 32 bits, 8-bit floats included, which `cast_tree` leaves alone."""
     if dtype is None:
         return grads
     is_float8 = lambda g: hasattr(g, "dtype") and jnp.issubdtype(g.dtype, jnp.floating) and g.dtype.itemsize == 1
@@ -181,26 +240,65 @@ def _in_dtype(grads: Any, dtype: np.dtype | None) -> Any:
     return _trees.cast_tree(grads, dtype, which=lambda g: g.dtype.itemsize <= 4)
 
 
-def _on_f32_view(
-    record: Autocast, args: tuple[Any, ...], kwargs: dict[str, Any], argnums: Any, transform: Any
-) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return an autocast function of arguments whose differentiated ones are float32, and those arguments.
+def _dtype_of_gradients(given: Any, record: Autocast | None) -> np.dtype | None:
+    """Return the dtype of all gradients; None if each keeps its argument's. Raise for anything but a floating dtype."""
+    if given is None or (isinstance(given, str) and given == _LOSSLESS):
+        return None if record is None else np.dtype(np.float32)
+    dtype = dtype_or_none(given)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            f"`value_and_grad`: `grad_dtype` must be a floating-point dtype, {_LOSSLESS!r} or None, but got {given!r}."
+        )
+    return dtype
 
-    It also passes the 16-bit dtype of each value: it can round them to that one without a loss.
+
+def _narrowed_without_loss(grads: Any, args: tuple[Any, ...], argnums: Any, rounded_to: list[np.dtype | None]) -> Any:
+    """Cast to 16 bits the gradients that one narrowed contraction computes, since it has rounded them already."""
+    leaves_of = [jax.tree.leaves(arg) for arg in args]
+    starts = np.cumsum([0, *map(len, leaves_of)])
+
+    def narrowed(position: int, of_argument: Any) -> Any:
+        # By names: the gradients of a Flax NNX model are a state, which has other key paths than the model.
+        names = _trees.path_names(args[position]).values()
+        dtypes = dict(zip(names, rounded_to[starts[position] :], strict=False))
+        found = _trees.path_names(of_argument)
+        return jax.tree.map_with_path(
+            lambda path, g: g if dtypes.get(found[path]) is None else g.astype(dtypes[found[path]]), of_argument
+        )
+
+    if not isinstance(argnums, Sequence):
+        (position,) = _positions(args, argnums)
+        return narrowed(position % len(args), grads)
+    pairs = zip(_positions(args, argnums), grads, strict=True)
+    return type(grads)(narrowed(position % len(args), of_argument) for position, of_argument in pairs)
+
+
+def _on_f32_view(
+    record: Autocast,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    argnums: Any,
+    transform: Any,
+    rounded_to: list[np.dtype | None],
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return the autocast function and its arguments, with the differentiated ones viewed in float32.
+
+    The function tells the trace the 16-bit dtype that each viewed value had: it can be rounded to that again without
+    loss. A call fills `rounded_to` with `Traced.gradients_rounded_to`.
     """
     viewed = list(args)
-    for position in argnums if isinstance(argnums, Sequence) else (argnums,):
-        index = getattr(position, "argnum", position)  # of `flax.nnx.DiffState`
-        if -len(args) <= index < len(args):  # if not, the transform says so
-            leaves = jax.tree.leaves(args[index])
-            wide = _trees.cast_tree(leaves, jnp.float32, which=lambda leaf: leaf.dtype.itemsize == 2)
-            viewed[index] = in_place.copy_with(args[index], wide)
+    for index in _positions(args, argnums):
+        leaves = jax.tree.leaves(args[index])
+        wide = _trees.cast_tree(leaves, jnp.float32, which=lambda leaf: leaf.dtype.itemsize == 2)
+        viewed[index] = in_place.copy_with(args[index], wide)
     before, after = jax.tree.leaves((args, kwargs)), jax.tree.leaves((tuple(viewed), kwargs))
     grids = [old.dtype if old is not new else None for old, new in zip(before, after, strict=True)]
 
     def call(*args, **kwargs):
         objects = in_place.objects_of((args, kwargs))
-        result = record.call(args, kwargs, grids)
+        traced = record.trace(args, kwargs, grids)
+        rounded_to[:] = traced.gradients_rounded_to
+        result = record.run(traced, args, kwargs)
         if transform is jax.value_and_grad:  # it hands no change of an argument back
             in_place.require_unchanged(objects, result, _TRANSFORM)
         return result

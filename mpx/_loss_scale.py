@@ -32,6 +32,8 @@ class LossScale:
         loss_scale: scalar.
         powers_of_two: names of the fields that must be powers of two where gradients are to be unscaled exactly.
         is_always_one: whether the loss is never multiplied.
+        skips_bad_steps: whether the optimizer that holds this scale skips steps with infinite or NaN gradients. False
+            only for what `get_loss_scale` returns for an optimizer without a loss scale.
 
     Example:
         >>> class HalvingState(NamedTuple):
@@ -54,6 +56,7 @@ class LossScale:
     loss_scale: ArrayLike
     powers_of_two: ClassVar[tuple[str, ...]] = ("loss_scale",)
     is_always_one: ClassVar[bool] = False
+    skips_bad_steps: bool = True
 
     def __init_subclass__(cls) -> None:
         """Register the class as a pytree."""
@@ -121,8 +124,13 @@ class NoOpLossScaleState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class NoOpLossScale(LossScale):
-    """No loss scaling: for bfloat16 and float32, whose range needs none. Its `loss_scale` is 1."""
+    """No loss scaling: for bfloat16 and float32, whose range needs none. Its `loss_scale` is 1.
 
+    Attributes:
+        skips_bad_steps: as in `LossScale`.
+    """
+
+    skips_bad_steps: bool = dataclasses.field(default=True, repr=False, compare=False)
     loss_scale = 1
     is_always_one = True
 
@@ -156,7 +164,7 @@ class StaticLossScale(LossScale):
         loss_scale: scalar; a power of two where exactness matters.
 
     Raises:
-        TypeError: if it is no number.
+        TypeError: if `loss_scale` is not a number.
 
     Example:
         >>> StaticLossScale(2.0**15).unscale({"w": jnp.float16(32768)})
@@ -204,8 +212,8 @@ class DynamicLossScale(LossScale):
             if bad_steps >= hysteresis:
                 loss_scale = max(loss_scale / factor, min_loss_scale)
 
-    With the default hysteresis it adapts as `torch.amp.GradScaler`, between bounds. With a larger one it does as
-    Megatron-LM: the first `hysteresis - 1` bad steps since the last growth do not shrink the scale.
+    With the default hysteresis it adapts like `torch.amp.GradScaler`, within bounds. A larger one follows Megatron-LM:
+    the first `hysteresis - 1` bad steps since the last growth do not shrink the scale.
 
     Attributes:
         loss_scale: scalar; a Python number becomes a float32 array.
@@ -213,13 +221,13 @@ class DynamicLossScale(LossScale):
         period: after how many good steps in a row the scale grows.
         factor: by how much it grows and shrinks.
         min_loss_scale: it never shrinks below this.
-        max_loss_scale: it never grows above this. Without a bound, a model whose gradients are zero for long
-            (frozen, or finished) takes the scale to infinity, from where it does not come back.
+        max_loss_scale: it never grows above this. Without a bound, a model whose gradients are zero for long (frozen,
+            or finished) takes the scale to infinity, where it stays.
         hysteresis: how many bad steps, since the last growth, it takes to shrink.
         bad_steps: scalar, bad steps since the last growth; an int32 array if `hysteresis` is above 1, else not counted.
 
     Raises:
-        TypeError: if one of them is no number.
+        TypeError: if an attribute is not a number.
         ValueError: if `period` or `hysteresis` is not an integer above 0, `factor` is not above 1, or the minimum is
             above the maximum.
 
@@ -325,12 +333,12 @@ class DynamicLossScale(LossScale):
 
 
 def is_power_of_two(x: float) -> bool:
-    """Return whether a number is a positive finite power of two, by which a multiplication is exact."""
+    """Return whether `x` is a positive finite power of two, so that multiplying by it is exact."""
     return math.isfinite(x) and x > 0 and math.frexp(x)[0] == 0.5
 
 
 def require_powers_of_two(loss_scale: Any, caller: str) -> None:
-    """Raise unless this is a loss scale and its `powers_of_two` are; a traced number has no value yet and passes."""
+    """Raise unless this is a loss scale whose `powers_of_two` fields are powers of two; traced numbers pass."""
     if not isinstance(loss_scale, LossScale):
         is_class = isinstance(loss_scale, type)
         got = f"the class {loss_scale.__name__}: call it" if is_class else type(loss_scale).__name__
@@ -369,7 +377,7 @@ def _multiply(tree: T, factor: ArrayLike, *, inverse: bool = False) -> T:
 
 
 def _require_number(value: Any, name: str) -> Any:
-    """Return a field; raise if it is no real number."""
+    """Return a field; raise if it is not a real number."""
     number: Any = getattr(value, name)
     kinds = (jnp.floating, jnp.integer)
     is_array = _trees.is_array(number) and any(jnp.issubdtype(number.dtype, kind) for kind in kinds)

@@ -1,5 +1,6 @@
-"""Policies: in which dtypes parameters are stored, computation runs and results come out."""
+"""Policies: the dtypes of stored parameters, of computation and of results."""
 
+import ast
 import dataclasses
 import functools
 import re
@@ -12,12 +13,15 @@ import optax
 from jax.typing import DTypeLike
 
 from mpx import _errors, _tables, _trees
-from mpx._dtypes import DTYPE_NAMES, dtype_or_none, half_dtype
+from mpx._dtypes import DTYPE_NAMES, bytes_of, dtype_or_none, half_dtype
 from mpx._fp8 import RESULTS, Fp8
 
 T = TypeVar("T")
 
 _FP8 = "fp8"
+_QUOTED = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
+_AT_THE_TOP = re.compile(rf"({_QUOTED}|\([^()]*\))|,")  # a comma between parts, or a group that may hold commas
+_OVERRIDE = re.compile(rf"({_QUOTED})\s*=(.*)", re.DOTALL)
 _MARK = "_mpx_policy"  # an attribute of the `init` of a transformation
 _FIELDS = {
     "p": "param_dtype",
@@ -39,17 +43,17 @@ class Policy:
     and all concrete arrays are cast in one compiled call.
 
     Attributes:
-        param_dtype: in which parameters are stored between steps.
-        compute_dtype: in which the model computes.
-        output_dtype: in which the model's results leave it.
-        overrides: pairs `(pattern, dtype)`. A pattern is a regular expression. A parameter in whose "/"-joined path it
-            is found is stored and computed in that dtype instead. The first match wins. Paths are those in the tree
-            that is cast, so cast parameters and inputs one by one, not as a pair.
-        fp8: how matrix products of 8-bit floats run under `autocast`, whose results then are in `compute_dtype`; None
-            for products in `compute_dtype`. An override keeps a parameter's products out of it.
+        param_dtype: the dtype of parameters as stored between steps.
+        compute_dtype: the dtype that the model computes in.
+        output_dtype: the dtype of the model's results.
+        overrides: pairs `(pattern, dtype)`. A pattern is a regular expression, searched in the "/"-joined path of each
+            parameter. A parameter that matches is stored and computed in that dtype instead; the first match wins.
+            Paths begin at the root of the tree that is cast, so cast parameters and inputs one by one, not as a pair.
+        fp8: how `autocast` multiplies matrices in 8-bit floats, with results in `compute_dtype`. None: it multiplies in
+            `compute_dtype`. Products of a parameter with an override never run in 8 bits.
 
     Raises:
-        TypeError: if one of the dtypes is no dtype, or an override is not a pair.
+        TypeError: if one of the dtypes is not a dtype, or an override is not a pair.
         ValueError: if one of them is not a floating-point dtype of 16 bits or more, or a pattern is not a
             regular expression.
 
@@ -60,7 +64,7 @@ class Policy:
         (dtype(bfloat16), dtype('float32'), dtype('int32'))
 
     References:
-        The names and the string form are those of jmp (https://github.com/google-deepmind/jmp).
+        Names and string form follow jmp (https://github.com/google-deepmind/jmp).
     """
 
     param_dtype: DTypeLike
@@ -79,20 +83,24 @@ class Policy:
             raise TypeError(f"`fp8` must be an `mpx.Fp8` or None, but got {self.fp8!r}.")
         if self.fp8 is not None and self.compute_dtype != RESULTS:
             raise ValueError(
-                f"`compute_dtype` must be that of the results of products of 8-bit floats, {RESULTS}, but got "
-                f"{self.compute_dtype}."
+                f"`compute_dtype` must be {RESULTS} if `fp8` is given, since products of 8-bit floats have results in "
+                f"it, but got {self.compute_dtype}."
             )
 
     def cast_to_param(self, tree: T) -> T:
-        """Cast a tree of parameters to the dtypes in which they are stored."""
+        """Cast a tree of parameters to their storage dtypes.
+
+        Batch statistics of Flax keep their dtype, if their type (`nnx.BatchStat`) or the key `batch_stats` beside
+        `params` marks them.
+        """
         return self._cast(tree, np.dtype(self.param_dtype))
 
     def cast_to_compute(self, tree: T) -> T:
-        """Cast a tree of parameters or inputs to the dtypes in which the model computes."""
+        """Cast a tree of parameters or inputs to the dtypes that the model computes in; see `cast_to_param`."""
         return self._cast(tree, np.dtype(self.compute_dtype))
 
     def cast_to_output(self, tree: T) -> T:
-        """Cast a tree of results to the output dtype. Overrides are for parameters and do not count here."""
+        """Cast a tree of results to the output dtype. Overrides apply to parameters only."""
         return _trees.cast_tree(tree, self.output_dtype)
 
     def with_output_dtype(self, output_dtype: DTypeLike) -> "Policy":
@@ -100,10 +108,10 @@ class Policy:
         return dataclasses.replace(self, output_dtype=output_dtype)
 
     def describe(self, tree: Any) -> str:
-        """Describe in a table what the policy does to a tree of parameters.
+        """Return a table of what the policy does to a tree of parameters.
 
-        It has a line for each leaf of a tree of arrays or shapes, and one for the total. An array that stands in the
-        tree twice counts once. Raises a ValueError if an override matches no floating leaf.
+        The leaves may be arrays or shapes. Each has a line, and the last line is the total; a tied array counts once.
+        Raises a ValueError if an override matches no floating leaf.
 
         Example:
             >>> print(get_policy("params=bf16").describe({"w": jnp.ones((2, 3)), "step": jnp.zeros((), jnp.int32)}))
@@ -112,21 +120,21 @@ class Policy:
             w     (2, 3)  bfloat16  bfloat16     12
             total                                16
         """
-        names = _trees.path_names(tree)
-        leaves = [(names[path], leaf) for path, leaf in jax.tree.leaves_with_path(tree)]
-        self._require_overrides_match([path for path, leaf in leaves if _trees.is_floating(leaf)])
+        names, statistics = _trees.path_names(tree), _trees.batch_statistics(tree)
+        leaves = [(names[path], leaf, path not in statistics) for path, leaf in jax.tree.leaves_with_path(tree)]
+        self._require_overrides_match([path for path, leaf, is_cast in leaves if is_cast and _trees.is_floating(leaf)])
         rows, counted, total = [], set(), 0
-        for path, leaf in leaves:
+        for path, leaf, is_cast in leaves:
             array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
             if array.dtype == object:  # a function, say
                 continue
             stored = compute = array.dtype
-            if _trees.is_floating(array):
+            if is_cast and _trees.is_floating(array):
                 override = self.override_at(path)
                 stored = override or np.dtype(self.param_dtype)
                 in_fp8 = self.fp8 is not None and array.ndim > 1  # what can be a matrix of a product
                 compute = override or (_FP8 if in_fp8 else np.dtype(self.compute_dtype))
-            size = 0 if id(leaf) in counted else array.size * stored.itemsize
+            size = 0 if id(leaf) in counted else bytes_of(stored, array.size)
             counted.add(id(leaf))
             total += size
             rows.append((path, str(tuple(array.shape)), str(stored), str(compute), f"{size:,}"))
@@ -134,18 +142,14 @@ class Policy:
         return str(_tables.Table("", [header, *rows, footer]))
 
     def __str__(self) -> str:
-        """Return the form that `get_policy` reads: `p=bf16,c=bf16,o=full`."""
-        dtypes = {"p": self.param_dtype, "c": self.compute_dtype, "o": self.output_dtype}
-        by_dtype = {dtype: name for name, dtype in reversed(DTYPE_NAMES.items())}
-        names = {key: by_dtype[np.dtype(dtype)] for key, dtype in dtypes.items()}
-        if self.fp8 is not None:
-            names["c"] = _FP8
-        return ",".join(f"{key}={name}" for key, name in names.items())
+        """Return a string such as `p=bf16,c=bf16,o=full`, as jmp writes it; `get_policy` reads it back."""
+        return _text(self, ("p", "c", "o"), "full")
 
     def _cast(self, tree: T, default: np.dtype) -> T:
-        if not self.overrides:
+        statistics = _trees.batch_statistics(tree)
+        if not (self.overrides or statistics):
             return _trees.cast_tree(tree, default)
-        return _trees.cast_by_path(tree, lambda path: self.override_at(path) or default)
+        return _trees.cast_by_path(tree, lambda path: self.override_at(path) or default, but=statistics)
 
     def override_at(self, path: str) -> np.dtype | None:
         """Return the dtype of the first override whose pattern is found in a "/"-joined path, or None."""
@@ -166,24 +170,27 @@ def get_policy(text: str, *, overrides: tuple[tuple[str, DTypeLike], ...] = ()) 
     A string is either one dtype for everything (`"bf16"`), or any of `params` (`p`), `compute` (`c`) and `output`
     (`o`): `"params=bf16,compute=bf16,output=f32"`. Parameters that are left out are float32, compute follows
     parameters, output follows compute. Dtypes are `bf16`, `f16`, `f32` (`full`), `f64`, their long names, and `half`,
-    which is `half_dtype()`. `compute=fp8` is bfloat16 with matrix products of 8-bit floats under `autocast` (`Fp8`).
+    which is `half_dtype()`. `compute=fp8` is bfloat16 with matrix products of 8-bit floats under `autocast`;
+    `compute=fp8(scaling=row)` means `Fp8(scaling="row")`. A pattern in quotes is an override: `'norm|scale'=f32`.
 
     Args:
-        text: the string.
-        overrides: as in `Policy`.
+        text: the string. `get_policy(str(policy))` is the same policy again.
+        overrides: more overrides, as in `Policy`.
 
     Raises:
-        TypeError: if it is no string.
-        ValueError: if it is not of that form.
+        TypeError: if `text` is not a string.
+        ValueError: if `text` breaks the grammar.
 
     Example:
         >>> get_policy("c=f16").param_dtype, get_policy("c=f16").output_dtype
         (dtype('float32'), dtype('float16'))
+        >>> get_policy("params=bf16,compute=bf16,output=f32,'norm'=f32").overrides
+        (('norm', dtype('float32')),)
         >>> get_policy("params=bf15")
         Traceback (most recent call last):
         ...
-        ValueError: Unknown dtype 'bf15' in policy 'params=bf15'; use one of half, bf16, bfloat16, f16, float16, \
-full, f32, float32, f64, float64.
+        ValueError: Unknown dtype 'bf15' in policy 'params=bf15'; use one of half, bf16, bfloat16, f16, fp16, \
+float16, full, f32, fp32, float32, f64, fp64, float64.
     """
     if not isinstance(text, str):
         raise TypeError(f"`get_policy` needs a string, but got {type(text).__name__}.")
@@ -191,8 +198,12 @@ full, f32, float32, f64, float64.
         dtype = _parse_dtype(text.strip(), text)
         return Policy(dtype, dtype, dtype, overrides)
     fields: dict[str, np.dtype] = {}
+    own: list[tuple[str, np.dtype]] = []
     fp8 = None
-    for part in text.split(","):
+    for part in _AT_THE_TOP.sub(lambda found: found[1] or "\0", text).split("\0"):
+        if quoted := _OVERRIDE.fullmatch(part.strip()):
+            own.append((ast.literal_eval(quoted[1]), _parse_dtype(quoted[2].strip(), text)))
+            continue
         key, _, value = (piece.strip() for piece in part.partition("="))
         if key not in _FIELDS:
             raise ValueError(
@@ -201,19 +212,36 @@ full, f32, float32, f64, float64.
             )
         if _FIELDS[key] in fields:
             raise ValueError(f"Policy {text!r} gives {key!r} twice.")
-        if _FIELDS[key] == "compute_dtype" and value == _FP8:
-            fp8, value = Fp8(), "bf16"
+        if _FIELDS[key] == "compute_dtype" and (settings := re.fullmatch(rf"{_FP8}(?:\((.*)\))?", value)):
+            fp8, value = _parse_fp8(settings[1] or "", text), "bf16"
         fields[_FIELDS[key]] = _parse_dtype(value, text)
     param_dtype = fields.get("param_dtype", np.dtype(np.float32))
     compute_dtype = fields.get("compute_dtype", param_dtype)
-    return Policy(param_dtype, compute_dtype, fields.get("output_dtype", compute_dtype), overrides, fp8)
+    return Policy(param_dtype, compute_dtype, fields.get("output_dtype", compute_dtype), (*own, *overrides), fp8)
+
+
+def policy_text(policy: Policy) -> str:
+    """Return the string of a policy as users write it: `params=bf16,compute=bf16,output=f32`."""
+    return _text(policy, ("params", "compute", "output"), "f32")
+
+
+def _text(policy: Policy, keys: tuple[str, str, str], float32: str) -> str:
+    names = {dtype: name for name, dtype in reversed(DTYPE_NAMES.items())} | {np.dtype(np.float32): float32}
+    dtypes = (policy.param_dtype, policy.compute_dtype, policy.output_dtype)
+    params, compute, output = (names[np.dtype(dtype)] for dtype in dtypes)
+    if policy.fp8 is not None:
+        given = {field.name: getattr(policy.fp8, field.name) for field in dataclasses.fields(Fp8)}
+        changed = ",".join(f"{name}={value}" for name, value in given.items() if value != getattr(Fp8, name))
+        compute = f"{_FP8}({changed})" if changed else _FP8
+    parts = [f"{key}={value}" for key, value in zip(keys, (params, compute, output), strict=True)]
+    return ",".join([*parts, *(f"{pattern!r}={names[np.dtype(dtype)]}" for pattern, dtype in policy.overrides)])
 
 
 def cast(tree: T, dtype: DTypeLike) -> T:
     """Cast the floating leaves of a tree to a dtype, all in one compiled call.
 
-    The same leaves change, and the same is kept, as under a `Policy`. Raises a ValueError if `dtype` is not a
-    floating-point dtype of 16 bits or more.
+    As under a `Policy`, only floating leaves change; ties and shardings are kept. Raises a ValueError if `dtype` is not
+    a floating-point dtype of 16 bits or more.
 
     Example:
         >>> cast({"w": jnp.ones(2), "ids": jnp.arange(2)}, "bfloat16")
@@ -233,7 +261,7 @@ def cast_to_half(tree: T) -> T:
 
 
 def as_policy(given: Any, caller: str) -> Policy:
-    """Return the policy that is given, or that of the string; raise for anything else."""
+    """Return a policy, or read it from its string; raise for anything else."""
     policy = get_policy(given) if isinstance(given, str) else given
     if not isinstance(policy, Policy):
         raise TypeError(f"`{caller}`: `policy` must be a Policy or the string of one, but got {type(given).__name__}.")
@@ -243,14 +271,14 @@ def as_policy(given: Any, caller: str) -> Policy:
 def with_policy(
     tx: optax.GradientTransformationExtraArgs, policy: Policy | None
 ) -> optax.GradientTransformationExtraArgs:
-    """Return a transformation of which `policy_of` tells the policy."""
+    """Attach `policy` to `tx`; `policy_of` reads it back."""
     init_fn = functools.wraps(tx.init)(lambda params: tx.init(params))
     setattr(init_fn, _MARK, policy)
     return optax.GradientTransformationExtraArgs(init_fn, tx.update)
 
 
 def policy_of(tx: optax.GradientTransformation) -> Policy | None:
-    """Return the policy by which a transformation was made, or None if it was made without one."""
+    """Return the policy that `with_policy` attached to `tx`, or None."""
     return getattr(tx.init, _MARK, None)
 
 
@@ -264,6 +292,18 @@ def _parse_dtype(name: str, text: str) -> np.dtype:
     if name not in names:
         raise ValueError(f"Unknown dtype {name!r} in policy {text!r}; use one of {', '.join(names)}.")
     return np.dtype(half_dtype()) if name == "half" else DTYPE_NAMES[name]
+
+
+def _parse_fp8(settings: str, text: str) -> Fp8:
+    """Return the `Fp8` of settings such as `scaling=row,min_extent=0`."""
+    given: dict[str, Any] = {}
+    for setting in filter(None, settings.split(",")):
+        name, _, value = (piece.strip() for piece in setting.partition("="))
+        names = [field.name for field in dataclasses.fields(Fp8)]
+        if name not in names:
+            raise ValueError(f"Policy {text!r}: fp8 has no setting {name!r}; it has {', '.join(names)}.")
+        given[name] = {"True": True, "False": False}.get(value, int(value) if value.isdecimal() else value)
+    return Fp8(**given)
 
 
 def _floating_dtype(dtype: DTypeLike, argument: str) -> np.dtype:

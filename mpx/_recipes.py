@@ -1,7 +1,7 @@
 """Put whole recipes together from the transformations."""
 
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -10,8 +10,11 @@ from jax.typing import DTypeLike
 
 from mpx import _errors, _trees
 from mpx._loss_scale import LossScale
-from mpx._policy import Policy, as_policy, with_policy
+from mpx._policy import Policy, as_policy, policy_text, with_policy
+from mpx._stored.leaves import is_state
+from mpx._stored.roles import register_state
 from mpx._stored.state_format import StateFormat
+from mpx._transforms.float32_world import hidden_by
 from mpx._transforms.kahan_summation import kahan_summation
 from mpx._transforms.loss_scaling import loss_scaling
 from mpx._transforms.low_precision_state import Rounding, low_precision_state
@@ -26,12 +29,12 @@ def mixed_precision(
     loss_scale: LossScale | None = None,
     axis_name: Hashable | tuple[Hashable, ...] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Make any rule train a model under a policy: masters where they are needed, loss scaling where it is.
+    """Make any rule train a model under a policy: add master weights and loss scaling where the policy needs them.
 
     - Parameters stored in less than float32 (by the policy or an override) get `master_weights`.
     - Where gradients are float16, because the model computes in it or stores parameters in it, they get
       `loss_scaling`, around the masters.
-    - Under a policy that needs neither, the rule stays what it is.
+    - Under a policy that needs neither, the rule gets neither.
 
     Args:
         inner: any Optax transformation or chain.
@@ -44,7 +47,8 @@ def mixed_precision(
     Raises:
         TypeError: if `inner` is not a transformation.
         ValueError: if the policy string cannot be read; if `storage`, `loss_scale` or `axis_name` is given and the
-            policy has no use for it; at `init`, if the policy stores parameters below float32 and none is.
+            policy has no use for it; at `init`, if the policy stores parameters below float32 and all given ones are
+            float32 or wider, or if this stands inside a wrapper that hides them, such as `low_precision_state`.
 
     Example:
         >>> tx = mixed_precision(optax.adamw(3e-4), "params=bf16,compute=bf16,output=f32")
@@ -67,7 +71,7 @@ def mixed_precision(
     if needs_scaling:
         tx = loss_scaling(tx, loss_scale, axis_name=axis_name)
     if not (needs_masters or needs_scaling):
-        tx = _errors.checked(tx, "mixed_precision")
+        tx = _recognizable(_errors.checked(tx, "mixed_precision"))
     return with_policy(tx, policy)
 
 
@@ -101,20 +105,21 @@ def any_precision_adamw(
         eps: added to the root of the variance.
         weight_decay: decoupled, multiplied by the learning rate.
         use_kahan_summation: whether `kahan_summation` follows.
-        momentum_dtype: of the stored momentum: any format of `low_precision_state`, as `"bf16"` or `"e4m3"`.
-        variance_dtype: of the stored variance: any of these formats but float16.
-        compensation_buffer_dtype: of what Kahan summation keeps: bfloat16, float16 or float32.
-        rounding: of the moments: `"nearest"`, as in torchdistx, under which a bfloat16 variance with `b2` of 0.999
-            never falls; or `"stochastic"`, under which it does.
+        momentum_dtype: the format of the stored momentum: any format of `low_precision_state`, such as `"bf16"` or
+            `"e4m3"`.
+        variance_dtype: the format of the stored variance: any of these but float16.
+        compensation_buffer_dtype: the dtype that Kahan summation keeps: bfloat16, float16 or float32.
+        rounding: how the moments are rounded: `"nearest"`, as in torchdistx, or `"stochastic"`. To nearest, a bfloat16
+            variance with `b2` of 0.999 never falls; at random it does.
         key: a PRNG key, for stochastic rounding.
         mask: which weights decay: a tree of booleans, or a function of the parameters that returns one, as in
             `optax.adamw`; all of them if None.
 
     Returns:
-        A transformation. With float32 everywhere its updates are those of `optax.adamw`, to the bit.
+        A transformation. With float32 everywhere it emits the updates of `optax.adamw`, to the bit.
 
     Raises:
-        ValueError: if a dtype is none of those, or `rounding` and `key` do not go together; at `init`, if
+        ValueError: if a dtype is not in these lists, or `rounding` and `key` do not go together; at `init`, if
             `variance_dtype` is float16.
 
     Example:
@@ -127,23 +132,60 @@ def any_precision_adamw(
         pytorch/torchdistx, `AnyPrecisionAdamW`; Zamirai et al. 2020 (arXiv 2010.06192).
     """
     adamw = optax.adamw(learning_rate, b1, b2, eps, weight_decay=weight_decay, mask=mask)
-    formats = {"^0/mu": momentum_dtype, "^0/nu": variance_dtype}  # of AdamW, whatever parameters are called
+    formats = {"^0/mu": momentum_dtype, "^0/nu": variance_dtype}  # from the root, whatever parameters are called
     moments = low_precision_state(adamw, formats, min_size=0, rounding=rounding, key=key)
     compensation = kahan_summation(compensation_buffer_dtype)  # made in any case, so that a wrong dtype is found
     return optax.with_extra_args_support(optax.chain(moments, compensation) if use_kahan_summation else moments)
 
 
+@register_state(inner_state="inner")
+class RuleState(NamedTuple):
+    """State of `mixed_precision` around a rule whose own state has no NamedTuple in it.
+
+    Attributes:
+        inner_state: state of the rule: a dictionary of arrays, say.
+    """
+
+    inner_state: Any
+
+
+def _recognizable(tx: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
+    """Let `get_loss_scale` tell the state of any rule from parameters that were passed by mistake."""
+
+    def init_fn(params):
+        state = tx.init(params)
+        return state if is_state(state) else RuleState(state)
+
+    def update_fn(updates, state, params=None, **extra_args):
+        if not isinstance(state, RuleState):
+            return tx.update(updates, state, params, **extra_args)
+        updates, inner_state = tx.update(updates, state.inner_state, params, **extra_args)
+        return updates, RuleState(inner_state)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
 def _checked_at_init(
     tx: optax.GradientTransformationExtraArgs, policy: Policy
 ) -> optax.GradientTransformationExtraArgs:
-    """Refuse parameters that nobody has cast, on which masters would do nothing."""
+    """Refuse parameters that nobody has cast, or that a wrapper around this has widened: masters would do nothing."""
     narrow = lambda tree: any(_trees.is_narrower(leaf, np.dtype(np.float32)) for leaf in jax.tree.leaves(tree))
 
     def init_fn(params):
+        wrapper = hidden_by()
+        if wrapper is not None:
+            raise ValueError(
+                f"`mixed_precision`: it stands inside `{wrapper}`, which hides the 16-bit parameters from it. "
+                + (
+                    "Put it around: `mixed_precision(low_precision_state(rule, formats), policy)`."
+                    if wrapper == "low_precision_state"
+                    else f"Leave `{wrapper}` out: `mixed_precision` does its work."
+                )
+            )
         if narrow(policy.cast_to_param(_trees.shapes_of(params))) and not narrow(params):
             raise ValueError(
-                f"`mixed_precision`: the policy {str(policy)!r} stores parameters below float32, but all of those "
-                "given are float32 or wider. Cast them first: `params = policy.cast_to_param(params)`."
+                f"`mixed_precision`: the policy {policy_text(policy)!r} stores parameters below float32, but all of "
+                "those given are float32 or wider. Cast them first: `params = policy.cast_to_param(params)`."
             )
         return tx.init(params)
 
@@ -153,6 +195,6 @@ def _checked_at_init(
 def _require_use(argument: str, given: bool, needed: bool, policy: Policy, reason: str) -> None:
     if given and not needed:
         raise ValueError(
-            f"`mixed_precision`: `{argument}` was given, but the policy {str(policy)!r} {reason}, so it would do "
-            f"nothing. Leave it out, or wrap the rule by hand."
+            f"`mixed_precision`: `{argument}` was given, but the policy {policy_text(policy)!r} {reason}, so it would "
+            f"do nothing. Leave it out, or wrap the rule by hand."
         )

@@ -2,7 +2,7 @@
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -21,7 +21,7 @@ _VALUE = jax.tree_util.GetAttrKey("value")
 def is_floating(leaf: Any) -> bool:
     """Return whether a leaf is an array (or shape) of real floating numbers of 16 bits or more.
 
-    Nobody stores parameters in others, or in Python or NumPy scalars: a change of their dtype would be a surprise.
+    Other leaves, and scalars of Python or NumPy, hold no parameters: a change of their dtype would be a surprise.
     """
     if not _is_concrete(type(leaf)) and not isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
         return False
@@ -52,7 +52,7 @@ def is_narrower(leaf: Any, dtype: np.dtype) -> bool:
 
 
 def promoted(dtype: DTypeLike, other: DTypeLike) -> np.dtype:
-    """`jnp.promote_types`, which refuses two dtypes under strict promotion, for a widening that is meant."""
+    """Return `jnp.promote_types(dtype, other)`, under strict promotion too: the widening is meant."""
     if jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize == 1:
         dtype = jnp.bfloat16  # JAX promotes no 8-bit float; this one holds the values of all of them
     with jax.numpy_dtype_promotion("standard"):
@@ -67,37 +67,64 @@ def is_masked(leaf: Any) -> bool:
 def path_string(path: Path, tree: Any = None) -> str:
     """Return the key path of a leaf in the form `layers/0/kernel`.
 
-    Given the tree too, the array of a Flax variable goes by the variable's name: its `.value` is dropped. A field that
-    a user has called `value` never is.
+    Given the tree too, drop the `.value` of a Flax variable, so that its array has the variable's name. A user's own
+    field called `value` stays.
     """
     names = {} if tree is None or not path or path[-1] != _VALUE else path_names(tree)
     return names.get(path) or jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def path_names(tree: Any) -> dict[Path, str]:
+def path_names(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[Path, str]:
     """Return the names of all leaves of a tree by their key paths, as `path_string` gives them."""
     names = {}
-    for path, node in jax.tree.leaves_with_path(tree, is_leaf=_is_variable):
-        inside = jax.tree.leaves_with_path(node) if _is_variable(node) else [((), node)]
+    is_node = lambda x: is_box(x) or (is_leaf is not None and is_leaf(x))
+    for path, node in jax.tree.leaves_with_path(tree, is_leaf=is_node):
+        inside = jax.tree.leaves_with_path(node, is_leaf=is_leaf) if is_box(node) else [((), node)]
         for rest, _ in inside:
             named = path if path and rest == (_VALUE,) else path + rest
             names[path + rest] = jax.tree_util.keystr(named, simple=True, separator="/")
     return names
 
 
-def _is_variable(node: Any) -> bool:
-    """Return whether this is a box in which Flax keeps one array: a variable of NNX, or a box of Linen."""
-    kinds = ((kind.__module__, kind.__name__) for kind in type(node).__mro__)
-    return any(module.startswith("flax.") and name in ("Variable", "AxisMetadata") for module, name in kinds)
+def batch_statistics(tree: Any) -> set[Path]:
+    """Return the paths of what Flax calls batch statistics: an `nnx.BatchStat`, or `batch_stats` beside `params`."""
+    found = jax.tree.leaves_with_path(tree, is_leaf=lambda x: _is_statistic(x) or _is_of_variables(x))
+    paths = set()
+    for path, node in found:
+        if _is_statistic(node):
+            paths |= {path + rest for rest, _ in jax.tree.leaves_with_path(node)}
+        elif _is_of_variables(node):
+            begin = (*path, jax.tree_util.DictKey("batch_stats"))
+            paths |= {begin + rest for rest, _ in jax.tree.leaves_with_path(node["batch_stats"])}
+    return paths
+
+
+def _is_of_variables(node: Any) -> bool:
+    """Return whether a node is what Linen's `init` returns for a model with batch statistics."""
+    return isinstance(node, Mapping) and {"params", "batch_stats"} <= set(node)
+
+
+def is_box(node: Any) -> bool:
+    """Return whether a node is a box of Flax around one array: a variable of NNX, or a box of Linen."""
+    return _is_of_flax(node, "Variable", "AxisMetadata")
+
+
+def _is_statistic(node: Any) -> bool:
+    return _is_of_flax(node, "BatchStat")
+
+
+def _is_of_flax(node: Any, *names: str) -> bool:
+    """Return whether a node is of one of these classes of Flax, which need not be installed."""
+    return any(kind.__module__.startswith("flax.") and kind.__name__ in names for kind in type(node).__mro__)
 
 
 def unboxed(tree: Any) -> Any:
     """Return a tree with a list in place of each leaf and of each box of Flax, so that boxes make no difference."""
-    return jax.tree.map(jax.tree.leaves, tree, is_leaf=_is_variable)
+    return jax.tree.map(jax.tree.leaves, tree, is_leaf=is_box)
 
 
 def leaves_by_path(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[Path, Any]:
-    """Return the leaves of a tree by their key paths; strings of `{"a/b": x, "a": {"b": y}}` would be equal."""
+    """Return the leaves of a tree by key path; path strings are not unique: `{"a/b": x, "a": {"b": y}}`."""
     return dict(jax.tree.leaves_with_path(tree, is_leaf))
 
 
@@ -119,12 +146,12 @@ def find_states(tree: Any, kind: type[T] | tuple[type[T], ...]) -> list[T]:
 
 
 def shapes_of(tree: T) -> T:
-    """Return the tree with shapes for its floating arrays."""
+    """Replace the floating arrays of a tree by their shapes."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if is_floating(x) else x, tree)
 
 
 def placed_like(x: jax.Array, old: Any) -> jax.Array:
-    """Return an array with the sharding of an old one of its shape, if the user has placed that."""
+    """Give `x` the sharding of `old` if they have one shape and the user has placed `old`."""
     if isinstance(x, Tracer) or isinstance(old, Tracer) or x is old or x.shape != old.shape or not old.committed:
         return x
     return x if x.sharding.is_equivalent_to(old.sharding, x.ndim) else jax.device_put(x, old.sharding)
@@ -138,30 +165,30 @@ def dtype_and_shape(leaf: Any) -> str:
 
 
 def cast_tree(tree: T, dtype: DTypeLike, which: Callable[[Any], bool] = lambda leaf: True) -> T:
-    """Cast the floating leaves of a tree, or those that a function picks, to one dtype; see `cast_by_path`."""
+    """Cast the floating leaves that `which` accepts to one dtype; see `cast_by_path`."""
     dtype = np.dtype(dtype)
     leaves, treedef = jax.tree.flatten(tree)
     dtypes = [dtype if is_floating(leaf) and which(leaf) else None for leaf in leaves]
     return treedef.unflatten(_cast_leaves(leaves, dtypes))
 
 
-def cast_by_path(tree: T, dtype_at: Callable[[str], np.dtype]) -> T:
-    """Cast each floating leaf of a tree to the dtype that a function returns for its path, as `path_string` gives it.
+def cast_by_path(tree: T, dtype_at: Callable[[str], np.dtype], but: Collection[Path] = ()) -> T:
+    """Cast each floating leaf to the dtype that `dtype_at` returns for its `path_string`, except at the paths in `but`.
 
-    A leaf of the right dtype is returned as the same object; entries that are one array stay one array; each
-    array keeps its sharding. All concrete arrays of one set of devices are cast in one compiled call: a call
-    a leaf costs a dispatch a leaf.
+    A leaf of the right dtype is returned as the same object, tied leaves stay tied, and each array keeps its sharding.
+    One compiled call casts all concrete arrays on one set of devices, because a call for each leaf costs a dispatch for
+    each leaf.
     """
     leaves, treedef = jax.tree.flatten_with_path(tree)
     names = path_names(tree)
-    dtypes = [dtype_at(names[path]) if is_floating(leaf) else None for path, leaf in leaves]
+    dtypes = [dtype_at(names[path]) if is_floating(leaf) and path not in but else None for path, leaf in leaves]
     return treedef.unflatten(_cast_leaves([leaf for _, leaf in leaves], dtypes))
 
 
 def _cast_leaves(leaves: list[Any], dtypes: list[np.dtype | None]) -> list[Any]:
-    """Return the leaves, each in its dtype; those whose dtype is None as they are."""
+    """Cast each leaf to its dtype; None keeps a leaf."""
     cast = list(leaves)
-    firsts: dict[tuple[np.dtype, int], int] = {}  # where an array stands first, by its identity
+    firsts: dict[tuple[np.dtype, int], int] = {}  # the first position of each array, by its identity
     repeated: list[tuple[int, int]] = []
     together: dict[Any, list[int]] = defaultdict(list)  # which concrete arrays one program can take
     for i, (leaf, dtype) in enumerate(zip(leaves, dtypes, strict=True)):

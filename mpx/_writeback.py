@@ -1,7 +1,7 @@
-"""Choose the update with which an addition gives a 16-bit parameter the value wanted.
+"""Choose the update that gives a 16-bit parameter the wanted value when Optax adds it.
 
 Optax's `apply_updates` computes `(p + u).astype(p.dtype)`. A wrapper that has chosen the new value `p'` must emit an
-update `u` with which this sum is `p'`. `float32(p') - float32(p)` is one: both have at most 11 significant bits, so the
+update `u` that makes this sum `p'`. `float32(p') - float32(p)` does so: both have at most 11 significant bits, so the
 difference is exact unless they are many binades apart, and `p + u` is then exactly `p'`. `master' - p` is not such an
 update: the sum rounds once more than the cast. A difference rounded to 16 bits misses more often still.
 """
@@ -35,7 +35,7 @@ def landing_update(parameter: jax.Array, new: jax.Array, author: str) -> jax.Arr
 
     Args:
         parameter: of any floating dtype.
-        new: the value wanted, representable in the parameter's dtype, in a wider dtype.
+        new: the wanted value, given in a wider dtype; the parameter's dtype must be able to hold it.
         author: the transformation that emits the update and relies on nobody changing it.
 
     Returns:

@@ -7,8 +7,8 @@ integer bits of the numbers. There are two reasons:
   `f32 -> bf16 -> f32` inside one program into nothing, in elementwise code too (seen with jax 0.10.2 and 0.12.0), and
   a Kahan compensation into float32's own rounding error. XLA for a TPU v5e kept it (jax 0.10.2). No compiler can do
   that to integer operations.
-- CPU arithmetic flushes float32 subnormals to zero, and `jax.lax.reduce_precision` does so with those of float16.
-  Integer operations see every bit.
+- CPU arithmetic flushes float32 subnormals to zero, and `jax.lax.reduce_precision` flushes float16 subnormals. Integer
+  operations see every bit.
 """
 
 from typing import Literal, get_args
@@ -61,7 +61,7 @@ def round_to(x: ArrayLike, dtype: DTypeLike, *, overflow: Overflow = "infinite")
 
     Raises:
         TypeError: if `x` is not float32.
-        ValueError: if `dtype` is none of the three, or `overflow` none of the two.
+        ValueError: if `dtype` or `overflow` has another value.
 
     Example:
         >>> float(round_to(jnp.float32(1.001), "bfloat16"))
@@ -89,7 +89,7 @@ def round_to(x: ArrayLike, dtype: DTypeLike, *, overflow: Overflow = "infinite")
     if overflow == "largest":
         beyond = jnp.where(magnitude == _INFINITY, _INFINITY, _F16_MAX)
     nearest = jnp.where(nearest > _F16_MAX, beyond, nearest)
-    # An addition does the rounding: from 0.5 to 1 float32 numbers lie 2**-24 apart, as those of float16 below 2**-14.
+    # An addition does the rounding: from 0.5 to 1 float32 numbers lie 2**-24 apart, like float16 numbers below 2**-14.
     steps = (_bits(_floats(magnitude) + np.float32(0.5)) - _HALF).astype(np.float32)  # at most 1024
     nearest = jnp.where(magnitude < _F16_SMALLEST_NORMAL, _bits(steps * np.float32(2.0**-24)), nearest)
     nearest = jnp.where(_is_nan(bits), (magnitude | _QUIET) & np.uint32(0xFFFF_E000), nearest)
@@ -101,9 +101,9 @@ def stochastic_round(key: jax.Array, x: ArrayLike, dtype: DTypeLike) -> jax.Arra
 
     A number between two neighbours of `dtype` becomes the upper one with the probability of its distance from the lower
     one (Croci et al. 2022, "Stochastic rounding: implementation, error analysis and applications"). Numbers of `dtype`,
-    zeros of both signs, infinities and NaN stay as they are. A finite number beyond the largest one of `dtype`
-    becomes that largest one, never infinite. Probabilities are exact for bfloat16 and for normal numbers of float16;
-    below 2**-14 in float16 they are rounded down to a multiple of 2**-32.
+    zeros of both signs, infinities and NaN do not change. A finite number beyond the largest one of `dtype` becomes
+    that largest one, never infinite. Probabilities are exact for bfloat16 and for normal numbers of float16; below
+    2**-14 in float16 they are rounded down to a multiple of 2**-32.
 
     Args:
         key: a JAX PRNG key; equal keys give equal roundings.
@@ -115,7 +115,7 @@ def stochastic_round(key: jax.Array, x: ArrayLike, dtype: DTypeLike) -> jax.Arra
 
     Raises:
         TypeError: if `x` is not float32.
-        ValueError: if `dtype` is none of the three.
+        ValueError: if `dtype` is another dtype.
 
     Example:
         >>> x = jnp.full(10_000, 1.0 + 2.0**-9, jnp.float32)  # a quarter of the way from 1 to its neighbour
@@ -148,7 +148,7 @@ def stochastic_round(key: jax.Array, x: ArrayLike, dtype: DTypeLike) -> jax.Arra
 
 
 def split_f32(x: ArrayLike, *, overflow: Overflow = "infinite") -> tuple[jax.Array, jax.Array]:
-    """Split float32 numbers into bfloat16 weights and the 16 bits that those lack.
+    """Split float32 numbers into bfloat16 weights and the 16 bits that bfloat16 lacks.
 
     The weight is `x` rounded to nearest, *ties away from zero*: `(bits + 0x8000) >> 16`. With ties to even the 16 low
     bits would be ambiguous: a remainder of 0x8000 beside an even weight fits two numbers. Transformer Engine's
@@ -156,16 +156,17 @@ def split_f32(x: ArrayLike, *, overflow: Overflow = "infinite") -> tuple[jax.Arr
 
     Args:
         x: float32 array of any shape.
-        overflow: the largest finite numbers, from 0x7F7F8000 on, round to an `"infinite"` `hi`, from which `lo` still
-            tells them apart; or they are first cut off to the `"largest"` number whose `hi` is finite, 0x7F7F7FFF.
+        overflow: what becomes of the largest finite numbers, from 0x7F7F8000 on. `"infinite"`: `hi` is infinite, and
+            `lo` still tells the numbers apart. `"largest"`: they are first cut off to 0x7F7F7FFF, the largest number
+            whose `hi` is finite.
 
     Returns:
-        `(hi, lo)`, bfloat16 and uint16 arrays of the shape of `x`, from which `join_f32` gives back every float32 bit
-        pattern that is not NaN (and was not cut off). NaN becomes a NaN `hi` and a zero `lo`.
+        `(hi, lo)`, bfloat16 and uint16 arrays of the shape of `x`. `join_f32` gives back every float32 bit pattern that
+        is not NaN (and was not cut off). NaN becomes a NaN `hi` and a zero `lo`.
 
     Raises:
         TypeError: if `x` is not float32.
-        ValueError: if `overflow` is none of the two.
+        ValueError: if `overflow` has another value.
 
     Example:
         >>> hi, lo = split_f32(jnp.float32(1.001))

@@ -2,9 +2,9 @@
 
 A number that vanishes, overflows or is lost in a rounding shows in the loss curve too late. A measure is computed on
 the device, inside the step, and kept in the optimizer state; `optax.tree.get(opt_state, name)` reads it wherever the
-loop waits for the device anyway. There is no callback.
+loop waits for the device anyway. There is no callback. Log the loss scale itself: `mpx.get_loss_scale(opt_state)`.
 
-Measures change no number of the training run: updates pass through as they are, and measures read their bits from
+Measures change no number of the training run: updates pass through unchanged, and measures read their bits from
 behind an `optimization_barrier`. A compiler may still treat two programs differently, but XLA on CPU gives training
 runs by AdamW, momentum and Lion the same bits with all measures as without, in float32 and with every recipe.
 
@@ -24,8 +24,4 @@ from mpx.tools.monitor.measures import lost_updates as lost_updates
 from mpx.tools.monitor.measures import overflow as overflow
 from mpx.tools.monitor.measures import underflow as underflow
 from mpx.tools.monitor.measures import update_to_weight_ratio as update_to_weight_ratio
-from mpx.tools.monitor.scale_history import ScaleHistory as ScaleHistory
-from mpx.tools.monitor.scale_history import ScaleHistoryState as ScaleHistoryState
-from mpx.tools.monitor.scale_history import read_scale_history as read_scale_history
-from mpx.tools.monitor.scale_history import scale_history as scale_history
 from mpx.tools.monitor.watch import watch as watch

@@ -1,9 +1,10 @@
 """Types of the optimizer states that mpx makes, for annotations and `isinstance`, and what a wrapper of your own needs.
 
-States are `NamedTuple`s of arrays: `optax.tree.get`, Orbax and `flax.serialization` take them as they are. A wrapper
-that chooses the values of 16-bit parameters emits its updates by `landing_update`.
+A state is a `NamedTuple` of arrays and of `StoredLeaf`s, which are arrays kept in few bits. A wrapper that chooses the
+values of 16-bit parameters emits its updates by `landing_update`.
 """
 
+from mpx._stored.state_format import StoredLeaf as StoredLeaf
 from mpx._transforms.kahan_summation import KahanSummationState as KahanSummationState
 from mpx._transforms.loss_scaling import LossScalingState as LossScalingState
 from mpx._transforms.low_precision_state import LowPrecisionState as LowPrecisionState

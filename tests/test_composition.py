@@ -196,7 +196,7 @@ def test_what_does_not_train_has_neither_masters_nor_moments_nor_an_average():
     assert sum(x.nbytes for x in jax.tree.leaves(state)) == 4096 * (2 + 1 + 1 + 4) + 2 * 4 * blocks + 4 + 4
     updates, state = tx.update(jax.tree.map(lambda p: p * 0.1, frozen), state, frozen)
     assert not updates["frozen"].any()
-    assert mpx.ema_params(state)["frozen"] == optax.MaskedNode()
+    assert mpx.averaged_params(state)["frozen"] == optax.MaskedNode()
 
 
 @pytest.mark.slow
@@ -220,7 +220,7 @@ def test_flax_linen_and_nnx_and_equinox_trees_are_trained_with_scaled_losses_and
         assert {x.dtype for x in jax.tree.leaves(new)} == {np.dtype(jnp.bfloat16)}
         assert all((a != b).any() for a, b in zip(*map(jax.tree.leaves, (new, tree)), strict=True))
         assert mpx.is_synced(new, state)
-        codes = [x for x in jax.tree.leaves(state) if x.dtype == np.uint8]
+        codes = [x for x in jax.tree.leaves(state) if x.dtype in (np.int8, np.uint8)]
         assert [x.shape for x in codes] == [(64, 64)] * 2
 
 
@@ -240,7 +240,7 @@ def test_nnx_optimizer_runs_with_a_state_of_few_bits_and_an_average(jit):
     for _ in range(4):
         step(model, optimizer)
     assert loss(model) < before
-    average = mpx.ema_params(optimizer.opt_state)
+    average = mpx.averaged_params(optimizer.opt_state)
     assert {np.dtype(x.dtype) for x in jax.tree.leaves(average)} == {np.dtype(np.float32)}
-    codes = [x for x in jax.tree.leaves(optimizer.opt_state) if x.dtype == np.uint8]
+    codes = [x for x in jax.tree.leaves(optimizer.opt_state) if x.dtype in (np.int8, np.uint8)]
     assert [x.shape for x in codes] == [(64, 64)] * 2

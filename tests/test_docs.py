@@ -1,58 +1,33 @@
 """Check the README and the documentation: code runs and prints what they say, names and links lead somewhere."""
 
 import ast
-import contextlib
-import io
-import pathlib
+import json
 import pkgutil
 import re
 import subprocess
-import textwrap
 import traceback
 
+import jax
+import jax.numpy as jnp
 import pytest
 import yaml
 
-ROOT = pathlib.Path(__file__).parents[1]
+import mpx
+from mpx.tools.plan import STANDARD_RECIPES
+from tests.pages import (
+    BLOCK,
+    ROOT,
+    check_training_steps,
+    jits_of_training_steps,
+    python_of,
+    run_blocks,
+    run_in_lines,
+)
+
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
 PAGES = sorted(DOCS.rglob("*.md"))
 TEST_LINK = re.compile(r"\[`(test_\w+)`\]\((?:\.\./)+(tests/[\w/]+\.py)\)")
-# A block of Python, perhaps in a tab, which is indented, and perhaps followed by what it prints; or a diff of Python.
-BLOCK = re.compile(
-    r"^(?P<indent> *)```(?P<language>python|diff)[^\n]*\n(?P<code>.*?)^(?P=indent)```$"
-    r"(?:\s+^(?P=indent)```text title=\"Prints\"\n(?P<prints>.*?)^(?P=indent)```$)?",
-    re.MULTILINE | re.DOTALL,
-)
-
-
-def run_blocks(text, filename):
-    """Run the Python of a Markdown text from top to bottom in one namespace, and return that.
-
-    The side of a diff that is taken away runs first, in a namespace of its own. Each block is compiled behind as many
-    empty lines as there are lines before it, so that errors name those of the file.
-    """
-    names = {}
-    for block in BLOCK.finditer(text):
-        code = "\n" * text.count("\n", 0, block.start("code")) + textwrap.dedent(block["code"])
-        if block["language"] == "diff":
-            before, code = sides(code)
-            exec(compile(before, filename, "exec"), dict(names))
-        with contextlib.redirect_stdout(io.StringIO()) as output:
-            exec(compile(code, filename, "exec"), names)
-        printed = output.getvalue()
-        says = block["prints"] and textwrap.dedent(block["prints"])
-        assert says in (None, printed), f"{filename} says {says!r}, but the code prints {printed!r}"
-    return names
-
-
-def sides(diff):
-    """Return the code before and after a diff, with an empty line in place of each line that is not in it."""
-    lines = diff.split("\n")
-    assert {line[:1] for line in lines} <= {"", " ", "-", "+"}, "each line of a diff begins with ' ', '-' or '+'"
-    before, after = (["" if line[:1] == other else line[1:] for line in lines] for other in "+-")
-    assert before != after
-    return "\n".join(before), "\n".join(after)
 
 
 def name_of(page):
@@ -91,7 +66,8 @@ def in_reference():
 @pytest.mark.slow
 def test_the_code_of_the_readme_runs_from_top_to_bottom():
     text = README.read_text()
-    names = run_blocks(text, "README.md")
+    names = run_blocks(text, "README.md", check_training_steps)
+    run_in_lines(text, names)
     assert len(BLOCK.findall(text)) >= 2
     assert "bfloat16" in {str(leaf.dtype) for leaf in names["jax"].tree.leaves(names["params"])}
     assert names["mpx"].is_synced(names["params"], names["opt_state"])
@@ -101,7 +77,7 @@ def test_the_code_of_the_readme_runs_from_top_to_bottom():
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if BLOCK.search(page.read_text())], ids=name_of)
 def test_the_code_of_a_page_runs_from_top_to_bottom_and_prints_what_the_page_says(page):
-    run_blocks(page.read_text(), name_of(page))
+    run_in_lines(page.read_text(), run_blocks(page.read_text(), name_of(page), check_training_steps))
 
 
 def test_a_block_that_prints_something_else_is_seen():
@@ -149,6 +125,64 @@ def test_an_error_in_a_page_names_its_line(page):
     assert (frame.filename, frame.lineno) == ("page.md", text[: text.index("1 / 0")].count("\n") + 1)
 
 
+STEP = """```python
+import jax
+import jax.numpy as jnp
+
+
+@jax.jit(donate_argnums=0)
+def train_step(x):
+    return x + 1, x.sum()
+
+
+x, y = train_step(jnp.ones(1000))
+```
+"""
+
+
+def test_a_training_step_of_a_page_that_does_not_donate_is_seen():
+    run_blocks(STEP, "page.md", check_training_steps)
+    with pytest.raises(AssertionError, match=r"has 4,0\d\d new bytes of results"):
+        run_blocks(STEP.replace("(donate_argnums=0)", ""), "page.md", check_training_steps)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("@jax.jit\ndef train_step(x): pass", "@jax.jit(donate_argnums=0)\ndef train_step(x): pass"),
+        ("jax.jit(self.train_step)", "jax.jit(self.train_step, donate_argnums=0)"),
+        ("@jax.jit\ndef f(x): optax.apply_updates(x)", "@jax.jit(donate_argnums=0)\ndef f(x): optax.apply_updates(x)"),
+    ],
+)
+def test_the_jit_of_a_training_step_is_found(before, after):
+    assert ["donate" in text for code in (before, after) for text in jits_of_training_steps(code)] == [False, True]
+
+
+@pytest.mark.parametrize(
+    "code", ["mpx.get_policy(1)", "policy.cast(1)", "mpx.mixed_precision(rule, precision=1)", "autocast(f, speed=1)"]
+)
+def test_code_in_a_line_of_a_page_that_does_not_work_is_seen(code):
+    with pytest.raises((TypeError, AttributeError)):
+        run_in_lines(f"Call `{code}`.", {"policy": mpx.get_policy("bf16")})
+
+
+def test_code_in_a_line_of_a_page_that_works_runs():
+    run_in_lines(
+        "Call `policy.cast_to_param(1.0)`, `mpx.autocast(...)` and `mpx.cast(tree, 'f32')`.",
+        {"policy": mpx.get_policy("bf16")},
+    )
+
+
+def test_every_training_step_that_is_shown_donates():
+    notebooks = [json.loads(path.read_text())["cells"] for path in (ROOT / "notebooks").glob("*.ipynb")]
+    cells = ["".join(cell["source"]) for cells in notebooks for cell in cells if cell["cell_type"] == "code"]
+    examples = [path.read_text() for path in (ROOT / "examples").rglob("*.py")]
+    codes = [*cells, *examples, *(python_of(page.read_text()) for page in [README, *PAGES])]
+    jits = [text for code in codes for text in jits_of_training_steps(code)]
+    assert len(jits) > 20
+    assert [text for text in jits if "donate" not in text] == []
+
+
 def test_ci_runs_the_test_command_of_the_readme_first():
     command = re.search(r"^python3 -m venv .*pytest.*$", README.read_text(), re.MULTILINE)[0]
     commands = [line for line in (ROOT / ".ci" / "run").read_text().splitlines() if "-m pytest" in line]
@@ -174,6 +208,30 @@ def test_every_page_of_the_navigation_exists():
 def test_every_page_and_every_notebook_stands_in_the_navigation_once():
     notebooks = [f"notebooks/{path.name}" for path in (ROOT / "notebooks").glob("*.ipynb")]
     assert sorted(in_navigation()) == sorted([*map(name_of, PAGES), *notebooks])
+
+
+def test_the_navigation_is_short():
+    assert len(in_navigation()) <= 40
+
+
+def test_each_station_of_a_gradient_is_in_the_file_that_the_page_names():
+    stations = re.findall(r"`(mpx/[\w/]+\.py)`, `(\w+)`", (DOCS / "concepts" / "index.md").read_text())
+    assert len(stations) > 10
+    for file, name in stations:
+        nodes = ast.walk(ast.parse((ROOT / file).read_text()))
+        assert name in {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}, (file, name)
+
+
+@pytest.mark.parametrize("page", [README, DOCS / "concepts" / "recipes.md"], ids=["README", "recipes"])
+def test_the_recipes_of_a_page_have_the_names_and_bytes_of_the_table_in_mpx(page):
+    rows = re.findall(r"^\| `([\w-]+)` \| [^|]+ \| ([\d.]+) \|", page.read_text(), re.MULTILINE)
+    params = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}
+    for name, stated in rows:
+        recipe = STANDARD_RECIPES[name]
+        found = mpx.compare_plans(params, recipes={name: recipe}).plans[name].total_bytes / 4096**2
+        assert round(found, 2) == float(stated), name
+    if page != README:
+        assert {name for name, _ in rows} == set(STANDARD_RECIPES)
 
 
 @pytest.mark.parametrize("module", ["mpx", "mpx.formats", "mpx.monitor", "mpx.doctor", "mpx.plot", "mpx.states"])

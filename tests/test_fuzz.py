@@ -163,7 +163,7 @@ def is_clear(error):
 
 
 def outcome(function, *args, **options):
-    """Return what a function returns and what it raises; one of the two is None."""
+    """Return the result and the error of a function, one of them None."""
     try:
         return function(*args, **options), None
     except Exception as error:
@@ -182,7 +182,7 @@ def same_bits(a, b):
 
 
 def flushed(tree):
-    """Replace subnormal numbers by zeros, as a CPU does in every addition, that of `optax.apply_updates` too."""
+    """Replace subnormal numbers by zeros, as a CPU does in every addition, also in `optax.apply_updates`."""
     flush = lambda x: np.where(
         np.abs(x.astype(np.float64)) < 2.0**-126, np.copysign(0, x.astype(np.float64)).astype(x.dtype), x
     )
@@ -396,32 +396,22 @@ def test_errors_of_others_are_not_clear(error):
     assert not is_clear(error)
 
 
-def after_a_step(tx, gradient):
-    params = {"w": jnp.asarray(array((2, 9), jnp.bfloat16, USUAL))}
-    state = tx.init(params)
-    grads = {"w": jnp.full((2, 9), gradient)}
-    updates, new_state = tx.update(grads, state, params)
-    return params, state, grads, optax.apply_updates(params, updates), new_state
+def test_the_checks_above_see_broken_promises():
+    """Negative controls: updates clipped after the masters, a step that is not skipped, a shared buffer."""
 
+    def after_a_step(tx, gradient):
+        params = {"w": jnp.asarray(array((2, 9), jnp.bfloat16, USUAL))}
+        state, grads = tx.init(params), {"w": jnp.full((2, 9), gradient)}
+        updates, new_state = tx.update(grads, state, params)
+        return params, state, grads, optax.apply_updates(params, updates), new_state
 
-def test_updates_clipped_after_the_masters_are_seen_to_miss_them():
-    """Use a chain that `check_chain` refuses, as a negative control."""
-    tx = optax.chain(mpx.master_weights(optax.sgd(1.0)), optax.clip(0.5))
-    before, _, _, after, state = after_a_step(tx, 3.0)
+    clipped = optax.chain(mpx.master_weights(optax.sgd(1.0)), optax.clip(0.5))  # `check_chain` refuses it
+    before, _, _, after, state = after_a_step(clipped, 3.0)
     assert out_of_step(before, after, state)
-
-
-def test_a_step_that_is_not_skipped_is_seen():
-    """Change parameters in a skipped step, as a negative control."""
-    tx = mpx.loss_scaling(mpx.master_weights(optax.sgd(1.0)))
-    step = after_a_step(tx, jnp.inf)
+    step = after_a_step(mpx.loss_scaling(mpx.master_weights(optax.sgd(1.0))), jnp.inf)
     require_step(*step)
     with pytest.raises(AssertionError):
         require_step(*step[:3], jax.tree.map(lambda p: p + p.dtype.type(1), step[3]), step[4])
-
-
-def test_a_state_that_shares_a_buffer_with_the_parameters_is_seen():
-    """Use a rule that keeps the very arrays, as a negative control. Around it `upcast` keeps copies."""
     keeper = optax.GradientTransformation(lambda params: params, lambda updates, state, params=None: (updates, state))
     params = jnp.ones(3)
     assert set(pointers(params)) & set(pointers(keeper.init(params)))
@@ -462,14 +452,20 @@ def bytes_as_text(encoding, errors):
 ANY_TEXT = st.text(max_size=30) | bytes_as_text("latin-1", "strict") | bytes_as_text("utf-8", "surrogateescape")
 
 
+def require_one(function, *args, refusal, **options):
+    """Return what a function returns; None if it refuses, in words that match."""
+    result, error = outcome(function, *args, **options)
+    if error is not None:
+        assert isinstance(error, (TypeError, ValueError))
+        assert re.search(refusal, str(error), re.DOTALL), error
+    return result
+
+
 @given(damaged(VALID) | ANY_TEXT)
 def test_a_damaged_policy_and_random_text_are_a_policy_or_a_value_error(text):
-    policy, error = outcome(mpx.get_policy, text)
-    if error is None:
-        assert mpx.get_policy(str(policy)) == policy
-    else:
-        assert isinstance(error, ValueError)
-        assert "olicy " + repr(text) in str(error)  # it shows what it is about
+    """The error shows the text."""
+    policy = require_one(mpx.get_policy, text, refusal="olicy " + re.escape(repr(text)))
+    assert policy is None or mpx.get_policy(str(policy)) == policy
 
 
 TAKE_A_DTYPE = {
@@ -498,13 +494,9 @@ def test_whatever_takes_a_dtype_takes_a_random_one_or_refuses_it_by_name(dtype):
         assert error is None or is_clear(error) or of_policy, name
     usual = dict.fromkeys(("param_dtype", "compute_dtype", "output_dtype"), "f32")
     for field in usual:
-        policy, error = outcome(mpx.Policy, **usual | {field: dtype})
-        if error is None:
-            assert getattr(policy, field) in (jnp.bfloat16, np.float16, np.float32, np.float64)
-        else:
-            assert isinstance(error, (TypeError, ValueError))
-            assert str(error).startswith(f"`{field}`")
-            assert "floating-point dtype of 16 to 64 bits" in str(error)
+        refusal = f"^`{field}`.*floating-point dtype of 16 to 64 bits"
+        policy = require_one(mpx.Policy, **usual | {field: dtype}, refusal=refusal)
+        assert policy is None or getattr(policy, field) in (jnp.bfloat16, np.float16, np.float32, np.float64)
 
 
 @pytest.mark.filterwarnings("ignore:Possible:FutureWarning")
@@ -513,11 +505,9 @@ def test_whatever_takes_a_dtype_takes_a_random_one_or_refuses_it_by_name(dtype):
 @example([(TOO_DEEP, "f32")])
 def test_a_random_pattern_is_searched_in_paths_or_refused_when_the_policy_is_made(overrides):
     overrides = tuple((pattern, np.float16 if dtype == "half" else dtype) for pattern, dtype in overrides)
-    policy, error = outcome(mpx.get_policy, "bf16", overrides=overrides)
-    if policy is None:
-        assert isinstance(error, ValueError)
-        assert re.match("The override pattern .* is not a regular expression: ", str(error), re.DOTALL)
-    else:
+    refusal = "^The override pattern .* is not a regular expression: "
+    policy = require_one(mpx.get_policy, "bf16", overrides=overrides, refusal=refusal)
+    if policy is not None:
         assert hash(policy) == hash(mpx.get_policy("bf16", overrides=overrides))
         for path in ("", "a", "layers/0/kernel"):
             policy.override_at(path)
@@ -526,12 +516,9 @@ def test_a_random_pattern_is_searched_in_paths_or_refused_when_the_policy_is_mad
 @given(JSON)
 @example(3)
 def test_random_overrides_are_taken_or_refused_in_words_of_ours(overrides):
-    policy, error = outcome(mpx.get_policy, "bf16", overrides=overrides)
-    if policy is None:
-        assert isinstance(error, (TypeError, ValueError))
-        assert re.match(r"`overrides|An override must be a pair|The override pattern", str(error))
-    else:
-        assert all(isinstance(pattern, str) for pattern, _ in policy.overrides)
+    refusal = "^(`overrides|An override must be a pair|The override pattern)"
+    policy = require_one(mpx.get_policy, "bf16", overrides=overrides, refusal=refusal)
+    assert policy is None or all(isinstance(pattern, str) for pattern, _ in policy.overrides)
 
 
 @pytest.mark.filterwarnings("ignore:Possible:FutureWarning")

@@ -3,6 +3,7 @@
 Gradients come back scaled; "unscaled" below means divided by the scale in NumPy, which is exact for a power of two.
 """
 
+import functools
 import re
 
 import equinox as eqx
@@ -121,7 +122,7 @@ def test_gradients_too_small_for_float16_survive_under_a_scale_and_an_overflow_s
     """2**-14 * 2**-14 is zero in float16; from 2**15 on the way it is 2**-13. 8 * 2**15 is infinite."""
     small = jnp.float16(2.0**-14)
     loss = lambda w: (w * small) * small
-    assert mpx.grad(loss)(jnp.float16(1)) == 0  # negative control
+    assert mpx.grad(loss, mpx.NoOpLossScale())(jnp.float16(1)) == 0  # negative control
     assert mpx.grad(loss, mpx.StaticLossScale(2.0**15))(jnp.float16(1)) == 2.0**-13
     value, grads = mpx.value_and_grad(lambda w: 8 * w, mpx.StaticLossScale(2.0**15))(jnp.float16(1))
     assert value == 8
@@ -133,7 +134,7 @@ def test_gradients_too_small_for_float16_survive_under_a_scale_and_an_overflow_s
 def test_without_a_scale_it_is_jax_value_and_grad_with_float32_gradients(dtype):
     params, x = network_params(dtype)
     expected_loss, expected = jax.value_and_grad(network)(params, x)
-    for scale in (None, mpx.NoOpLossScale(), mpx.StaticLossScale(1.0)):
+    for scale in (mpx.NoOpLossScale(), mpx.StaticLossScale(1.0), *([] if dtype == F16 else [None])):
         loss, grads = mpx.value_and_grad(network, scale)(params, x)
         assert_same_bits(loss, expected_loss)
         assert_same_bits(grads, jax.tree.map(lambda g: g.astype(F32), expected))
@@ -145,6 +146,152 @@ def test_every_kind_of_loss_scale_value_scales_and_a_loss_may_be_a_python_number
     for scale in [mpx.DynamicLossScale(2.0**10), *map(mpx.StaticLossScale, numbers)]:
         assert_same_bits(mpx.grad(lambda w: w * w, scale)(jnp.float32(3)), jnp.float32(6 * 2.0**10))
         assert_same_bits(mpx.value_and_grad(lambda w: 2.0, scale)(jnp.float32(3)), (jnp.asarray(2.0), jnp.float32(0)))
+
+
+def mixed_loss(params, x):
+    """A loss whose weights are used in all ways: once, twice, moved, in a loop, in a look-up and beside products."""
+    hidden = jnp.tanh(x @ params["once"] + params["bias"][None])
+    hidden = hidden @ params["moved"].T @ params["twice"] @ params["twice"]
+    hidden, _ = jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), None), hidden, params["layers"])
+    rows = params["table"][jnp.arange(8) % 3]
+    return ((hidden + rows) * params["gain"][None] @ params["table"].T).mean()
+
+
+def mixed_params(dtype):
+    shapes = {
+        "once": (4, 6),
+        "bias": 6,
+        "moved": (4, 6),
+        "twice": (4, 4),
+        "layers": (3, 4, 4),
+        "table": (5, 4),
+        "gain": 4,
+    }
+    rng = np.random.default_rng(0)
+    return {name: jnp.asarray(rng.uniform(-0.5, 0.5, shape), dtype) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("how", ["bf16", "f16"])
+def test_lossless_gradients_are_those_in_float32_in_16_bits_where_one_product_makes_them(how, dtype, wrap):
+    loss, scale = mpx.autocast(mixed_loss, how), mpx.StaticLossScale(2.0**4)
+    args = mixed_params(dtype), jnp.asarray(np.random.default_rng(1).uniform(-1, 1, (8, 4)), F32)
+    wide = wrap(mpx.grad(loss, scale))(*args)
+    narrow = wrap(mpx.grad(loss, scale, grad_dtype="lossless"))(*args)
+    in_16_bits = {name for name, g in narrow.items() if g.dtype != F32}
+    assert in_16_bits == {"once", "moved", "layers"}
+    assert {narrow[name].dtype for name in in_16_bits} == {BF16 if how == "bf16" else F16}
+    assert_same_bits(jax.tree.map(lambda g: g.astype(F32), narrow), wide)
+
+
+def test_gradients_that_are_sums_in_float32_stay_in_it_under_lossless():
+    """With `gradient_dtype`, and where a float16 loss has a scale whose rest is multiplied in afterwards."""
+    args = mixed_params(F32), jnp.ones((8, 4), F32)
+    sums = mpx.autocast(mixed_loss, "bf16", gradient_dtype=F32)
+    assert {g.dtype for g in jax.tree.leaves(mpx.grad(sums, grad_dtype="lossless")(*args))} == {F32}
+    in_f16 = mpx.autocast(lambda *args: mixed_loss(*args).astype(F16), "f16")
+    grads = mpx.grad(in_f16, mpx.StaticLossScale(2.0**20), grad_dtype="lossless")(*args)
+    assert {g.dtype for g in jax.tree.leaves(grads)} == {F32}
+
+
+def test_lossless_gradients_of_several_arguments_and_of_models_go_by_the_names_of_their_weights():
+    fun = mpx.autocast(lambda a, x, b: ((x @ a) * b[None]).sum(), "bf16")
+    given = jnp.ones((4, 3), F32), jnp.ones((2, 4), F32), jnp.ones(3, F32)
+    of_b, of_a = mpx.grad(fun, argnums=(2, 0), grad_dtype="lossless")(*given)
+    assert (of_a.dtype, of_b.dtype) == (BF16, F32)
+    loss = mpx.autocast(lambda model, x: model(x).sum(), "bf16")
+    of_nnx = mpx.grad(loss, grad_dtype="lossless", transform=nnx.value_and_grad)(Dropping(), jnp.ones((4, 2), F32))
+    assert (of_nnx["linear"]["kernel"].dtype, of_nnx["linear"]["bias"].dtype) == (BF16, F32)
+    mlp = eqx.nn.MLP(2, 2, 4, 1, dtype=F32, key=jax.random.key(0))
+    loss = mpx.autocast(lambda model, x: jax.vmap(model)(x).sum(), "bf16")
+    of_eqx = mpx.grad(loss, grad_dtype="lossless", transform=eqx.filter_value_and_grad)(mlp, jnp.ones((4, 2), F32))
+    assert (of_eqx.layers[0].weight.dtype, of_eqx.layers[0].bias.dtype) == (BF16, F32)
+
+
+@all_dtypes
+def test_lossless_gradients_of_a_function_without_autocast_are_as_jax_makes_them(dtype):
+    params, x = network_params(dtype)
+    grads = mpx.grad(network, mpx.NoOpLossScale(), grad_dtype="lossless")(params, x)
+    assert_same_bits(grads, jax.grad(network)(params, x))
+
+
+def squares(w):
+    return (w * w).sum()
+
+
+HALF, FULL = jnp.ones(2, F16), jnp.ones(2, F32)
+in_f16 = mpx.autocast(lambda w: w @ w, "f16")
+
+
+@pytest.mark.parametrize(
+    ("fun", "args", "reason"),
+    [
+        (in_f16, (FULL,), "the function computes in float16"),
+        (jax.jit(in_f16), (FULL,), "the function computes in float16"),
+        (mpx.autocast(squares, mpx.Policy(F32, BF16, F32, (("head", F16),))), (FULL,), "the function computes"),
+        (lambda w: in_f16(w), (FULL,), "a function inside computes in float16"),
+        (functools.partial(lambda w, bias: in_f16(w) + bias, bias=1.0), (FULL,), "a function inside computes"),
+        (lambda w: squares(w.astype(F32)), (HALF,), "parameters are float16"),
+        (lambda w: squares(w).astype(F16), (FULL,), "the loss is float16"),
+    ],
+    ids=["autocast", "autocast under jit", "override", "inside", "inside of a partial", "parameters", "loss"],
+)
+def test_what_computes_in_float16_is_not_differentiated_without_a_loss_scale(fun, args, reason):
+    """Neither with none given, nor with that of an optimizer which has none; `NoOpLossScale` says that it is meant."""
+    for scale in (None, mpx.get_loss_scale(optax.sgd(0.1).init(FULL))):
+        with pytest.raises(
+            ValueError, match=rf"{reason}.* there is no loss scale.* `mpx\.get_loss_scale\(opt_state\)`"
+        ):
+            mpx.value_and_grad(fun, scale)(*args)
+    assert jnp.isfinite(mpx.grad(fun, mpx.NoOpLossScale())(*args)).all()
+    state = mpx.loss_scaling(optax.sgd(0.1), mpx.NoOpLossScale()).init(FULL)
+    assert jnp.isfinite(mpx.grad(fun, mpx.get_loss_scale(state))(*args)).all()
+
+
+def test_frozen_float16_leaves_need_no_loss_scale():
+    base = nnx.Linear(2, 2, dtype=F32, param_dtype=F16, rngs=nnx.Rngs(0))
+    model = nnx.LoRA(2, 1, 2, base_module=base, rngs=nnx.Rngs(1))
+    loss = lambda model, x: model(x).astype(F32).sum()
+    wrt = nnx.DiffState(0, nnx.LoRAParam)
+    _, grads = mpx.value_and_grad(loss, argnums=wrt, transform=nnx.value_and_grad)(model, jnp.ones((1, 2), F32))
+    assert {g.dtype for g in jax.tree.leaves(grads)} == {np.dtype(F32)}
+
+
+class Dropping(nnx.Module):
+    def __init__(self):
+        self.linear, self.dropout = nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1))
+
+    def __call__(self, x):
+        return self.dropout(self.linear(x))
+
+
+@pytest.mark.parametrize(
+    ("model", "path", "remedy"),
+    [
+        (Dropping(), "'dropout/rngs/count': uint32", "Flax NNX model pass `transform=nnx.value_and_grad`"),
+        (
+            eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0)),
+            "'activation': custom_jvp",
+            "`transform=eqx.filter_value_and_grad`",
+        ),
+        ({"w": FULL, "step": jnp.int32(0)}, "'step': int32", "pass what is to be differentiated as one argument"),
+    ],
+    ids=["NNX", "Equinox", "dict"],
+)
+@pytest.mark.parametrize("how", [lambda f: f, lambda f: mpx.autocast(f, "bf16")], ids=["plain", "autocast"])
+def test_leaves_without_gradients_are_named_with_the_transform_that_takes_the_model(model, path, remedy, how):
+    """`jax.value_and_grad` says that it got uint32, and not where."""
+    loss = how(lambda model: jnp.float32(0))
+    with pytest.raises(TypeError) as raised:
+        mpx.value_and_grad(loss)(model)
+    assert path in str(raised.value)
+    assert remedy in str(raised.value)
+
+
+@pytest.mark.parametrize("how", ["bf16", "f32", "params=f16,compute=bf16,output=f32"])
+def test_float16_parameters_need_no_loss_scale_where_no_gradient_is_float16(how):
+    assert mpx.grad(mpx.autocast(squares, how))(HALF).dtype == F32
 
 
 SCALE = mpx.StaticLossScale(2.0**16)
@@ -212,7 +359,7 @@ def test_gradients_of_complex_and_real_leaves_get_the_same_scale():
     params = {"z": jnp.asarray([1 + 2j], jnp.complex64), "w": jnp.ones(1, F32)}
     loss = lambda p: ((p["z"] * p["z"].conj()).real.sum() + (p["w"] ** 2).sum()).astype(F16)
     grads = mpx.grad(loss, mpx.StaticLossScale(2.0**17))(params)
-    assert_same_bits(jax.tree.map(lambda g: g / 2.0**17, grads), mpx.grad(loss)(params))
+    assert_same_bits(jax.tree.map(lambda g: g / 2.0**17, grads), mpx.grad(loss, mpx.NoOpLossScale())(params))
 
 
 def test_float64_losses_and_gradients_stay_float64():
@@ -399,6 +546,6 @@ def test_a_result_of_another_form_than_announced_is_refused(function, has_aux, m
 
 def test_a_gradient_dtype_that_is_not_floating_is_refused():
     for grad_dtype in (jnp.int32, "bool", jnp.complex64):
-        message = f"`value_and_grad`: `grad_dtype` must be a floating-point dtype or None, but got {grad_dtype!r}."
+        message = f"`grad_dtype` must be a floating-point dtype, 'lossless' or None, but got {grad_dtype!r}."
         with pytest.raises(ValueError, match=re.escape(message)):
             mpx.grad(lambda w: w, grad_dtype=grad_dtype)

@@ -1,11 +1,10 @@
 """Check that the ladder measures what it says, and that a rung that fails does not cost the others.
 
-No time is judged here.
+No time is judged here. What a worker answers is made up, but for the last tests.
 """
 
 import ast
 import dataclasses
-import io
 import json
 import math
 import time
@@ -13,225 +12,223 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
-from benchmarks import fixed_batch, gpt2_in_jax, ladder, ladder_picture, report, rungs
-from benchmarks.rungs import EXTRAS, F32, FIXED, LADDER, RUNGS, TORCH_LADDER, TORCH_RUNGS, choose_rungs, choose_setting
-from benchmarks.token_batches import text_tokens, token_batches
-from benchmarks.workers import Clock, run_worker, time_rounds
-from examples.gpt import text
+from benchmarks import gpt2_in_jax, ladder, ladder_picture, programs, report, rungs, workers
+from benchmarks.rungs import EXTRAS, FIXED, LADDER, ON_CPU, ON_GPU, RUNGS
+from benchmarks.token_batches import token_batches
+from benchmarks.workers import run_worker, time_rounds
 from examples.gpt.model import PRESETS, Config
 from examples.gpt.recipes import get_recipe
 
 pytestmark = pytest.mark.optax_promotion
 
 SMALLEST = Config(width=32, depth=1, heads=2, context=16, vocabulary=100)
-CPU = {"backend": "cpu", "matmul FLOP/s": 1e12}
-GPU = CPU | {"backend": "gpu"}
+SETTING = dataclasses.replace(ON_CPU, preset="smallest", batch_size=2, steps=1, rounds=1, token_budget=64)
+PROGRAM = {
+    "moved GB": 52.0, "outside GB": 26.0, "kernels": 150, "peak GB": 28.0, "temporary GB": 0.0, "flops": {},
+    "compile s": 7.0, "bound ms": 10.0, "reached ms": 12.0, "reached FLOP/s": 8e14,
+}  # fmt: skip
 STEP = {
-    "ms": 2.0, "ms spread": [1.9, 2.1], "tokens": 1000, "loss": 3.0, "flops per token": 10**6,
-    "peak bytes": None, "peak bytes before": None, "program": {"peak bytes": 10**9},
+    "ms": 20.0, "low": 19.0, "high": 21.0, "tokens": 1000, "loss": 3.0, "flops per token": 10**6,
+    "peak bytes": None, "peak bytes before": None, "program": PROGRAM,
 }  # fmt: skip
 
 
-@pytest.fixture
-def smallest(monkeypatch):
-    """Return the setting of a model that is compiled in seconds; its vocabulary is padded."""
-    monkeypatch.setitem(PRESETS, "smallest", SMALLEST)
-    return choose_setting("cpu", preset="smallest", batch_size=2, steps=1, rounds=1, token_budget=64)
+TIMES = ("ms", "low", "high", "loss")
 
 
-def bench_of(run, device=CPU, **given):
-    return ladder.Bench(choose_setting(device["backend"], **given), device, Clock(None), run)
+def step(rung, **more):
+    return {"rung": rung} | STEP | more
 
 
-def shown(table):
-    console = Console(file=io.StringIO(), width=240)
-    console.print(table)
-    return console.file.getvalue()
+def with_peak(rung, speed, gigabytes):
+    """Return a row of so many tokens a millisecond."""
+    return step(rung, ms=1000 / speed, program=PROGRAM | {"peak GB": float(gigabytes)})
 
 
 # ---- the rungs ------------------------------------------------------------------------------------------------------
 
 
-def changes(before, after):
-    a, b = before.settings(), after.settings()
-    return {name for name in a if a[name] != b[name]}
-
-
 def test_a_rung_is_the_one_before_it_and_one_change():
-    for steps, by_name in ((LADDER, RUNGS), (TORCH_LADDER, TORCH_RUNGS)):
-        names = [rung.name for rung in steps]
-        assert [rung.after in names[:i] for i, rung in enumerate(steps)] == [False] + [True] * (len(names) - 1)
-        assert {len(changes(by_name[rung.after], rung)) for rung in by_name.values() if rung.after} == {1}
+    settings = lambda rung: {k: v for k, v in dataclasses.asdict(rung).items() if k not in ("name", "label", "after")}
+    names = [rung.name for rung in LADDER]
+    assert [rung.after in names[:i] for i, rung in enumerate(LADDER)] == [False] + [True] * (len(names) - 1)
+    pairs = [(settings(RUNGS[rung.after]), settings(rung)) for rung in RUNGS.values() if rung.after]
+    assert {len(before.items() ^ after.items()) for before, after in pairs} == {2}
     assert len(RUNGS) == len(LADDER) + len(EXTRAS)
-
-
-def test_every_recipe_exists():
-    of_parts = {recipe for part in fixed_batch.PARTS.values() for recipe in part.recipes} - {fixed_batch.CAST}
-    recipes = sorted({rung.recipe for rung in RUNGS.values()} | of_parts)
-    assert [get_recipe(name).name for name in recipes] == recipes
+    assert all(get_recipe(name) for name in {rung.recipe for rung in RUNGS.values()} | set(rungs.FIXED_RECIPES))
 
 
 def test_rungs_are_chosen_by_name_and_stay_in_order():
-    assert [rung.name for rung in choose_rungs(["8bit,f32", "scanned"])] == ["f32", "8bit", "scanned"]
-    assert choose_rungs(None) == list(LADDER)
+    assert [rung.name for rung in rungs.choose_rungs("scanned,8bit,f32")] == ["f32", "8bit", "scanned"]
+    assert rungs.choose_rungs("") == list(LADDER)
     with pytest.raises(ValueError, match=r"no rung is called f16; there are f32, tf32, bf16,"):
-        choose_rungs(["f32,f16"])
+        rungs.choose_rungs("f32,f16")
     result = CliRunner().invoke(ladder.app, ["--rungs", "f33"])
     assert (result.exit_code, "f33" in result.output) == (2, True)
 
 
 def test_accumulation_fills_the_budget_of_tokens_and_takes_fewer_steps():
     """524,288 tokens are 32 microbatches of 16 sequences of 1,024; ten steps of one are as many as two of 32 or less"""
-    setting = choose_setting("gpu")
-    assert [setting.microbatches(rung, 1024) for rung in (RUNGS["8bit"], RUNGS["accumulate"])] == [1, 32]
-    assert [setting.steps_of(count) for count in (1, 4, 32)] == [10, 2, 2]
-    assert dataclasses.replace(setting, token_budget=1).microbatches(RUNGS["accumulate"], 1024) == 1
+    assert [ON_GPU.microbatches(accumulate, 1024) for accumulate in (False, True)] == [1, 32]
+    assert [ON_GPU.steps_of(count) for count in (1, 4, 32)] == [10, 2, 2]
+    assert dataclasses.replace(ON_GPU, token_budget=1).microbatches(True, 1024) == 1
 
 
-# ---- arithmetic -----------------------------------------------------------------------------------------------------
+# ---- what follows from what was measured ----------------------------------------------------------------------------
 
 
-def test_mfu_is_the_share_of_the_measured_rate():
-    """1,000 tokens in 2 ms are 500,000 a second; at a million operations each, half of 10**12."""
-    found = ladder.rates(STEP, 1e12)
-    assert [found[key] for key in ("tokens/s", "FLOP/s", "MFU")] == pytest.approx([5e5, 5e11, 0.5])
-    assert "failed" not in found
-    assert ladder.rates(STEP | {"loss": math.nan}, 1e12)["failed"] == "the loss is nan"
+def test_mfu_is_the_share_of_the_measured_rate_or_of_what_is_reached():
+    """1,000 tokens in 20 ms are 50,000 a second; at a million operations each, half of 10**11.
+
+    The bound of a program lets 1,000 tokens in 12 ms pass.
+    """
+    measured, bad, read = ladder.derived([step("f32"), step("tf32", loss=math.nan), step("bf16", loss=1)], 1e11)
+    assert [measured[key] for key in ("tokens/s", "MFU")] == pytest.approx([5e4, 0.5])
+    assert (bad["failed"], read["gain"]) == ("the loss is nan", "1.00 over f32")
+    without_time = {key: value for key, value in step("f32").items() if key != "ms"}
+    (read,) = ladder.derived([without_time])
+    assert read["MFU at most"] == pytest.approx(1e12 / 12 / 8e14)
+    assert "tokens/s" not in read
 
 
 def test_memory_is_measured_where_the_device_counts_and_says_so():
-    kinds = lambda **more: [ladder.rates(STEP | more, 1e12)[key] for key in ("memory", "memory is")]
-    assert kinds() == [10**9, "the compiler's figure"]
-    assert kinds(**{"peak bytes": 5, "peak bytes before": 3}) == [5, "measured"]
-    assert kinds(**{"peak bytes": 5, "peak bytes before": 5}) == [
-        5,
-        "that of compiling, which was more than a step needs",
-    ]
+    peaks = {(None, None): (28.0, " (compiled)"), (5e9, 3e9): (5.0, ""), (5e9, 5e9): (5.0, " at most")}
+    for (peak, before), expected in peaks.items():
+        (row,) = ladder.derived([step("f32", **{"peak bytes": peak, "peak bytes before": before})], 1.0)
+        assert (row["peak GB"], row["peak is"]) == expected
 
 
-def test_a_gain_is_over_the_nearest_rung_before_that_ran():
-    rows = [{"rung": rung.name, "after": rung.after, "tokens/s": 10.0**i} for i, rung in enumerate(LADDER[:4])]
-    rows[1]["failed"] = "out of memory"
-    ladder.add_gains(rows)
-    assert [row.get("gain") for row in rows] == [None, None, pytest.approx(100), pytest.approx(10)]
-    assert [ladder.gain_cell(row) for row in rows] == ["", "", "100.00 over f32", "10.00"]
-
-
-def test_a_rung_that_is_slower_says_what_it_pays_for_how_much_memory():
+def test_a_gain_is_over_the_nearest_rung_before_that_ran_and_a_slower_one_says_what_it_pays():
     """A tenth of the time for 2 of 5 GB. One that is faster says nothing, and neither does one that only costs."""
-    row = lambda rung, speed, gb: {
-        "rung": rung.name, "after": rung.after, "tokens/s": speed, "program": {"peak bytes": gb * 10**9}
-    }  # fmt: skip
-    rows = [row(F32, 10.0, 9), row(RUNGS["tf32"], 110.0, 5), row(RUNGS["bf16"], 100.0, 3), row(RUNGS["flash"], 90.0, 4)]
-    ladder.add_gains(rows)
-    assert [ladder.trade_cell(row) for row in rows] == ["", "", "10.0% of time for 2.0 GB", ""]
+    rows = [with_peak("f32", 1, 9), step("tf32", failed="out of memory"), with_peak("bf16", 110, 5)]
+    rows += [with_peak("flash", 100, 3), with_peak("padded", 90, 4)]
+    found = ladder.derived(rows, 1.0)
+    assert [row.get("gain") for row in found] == [None, None, "110.00 over f32", "0.91", "0.90"]
+    assert [row.get("pays") for row in found] == [None, None, None, "10.0% of time for 2.0 GB", None]
 
 
 def test_a_picture_of_the_ladder_has_a_bar_for_each_rung_that_ran(tmp_path):
-    row = {"label": "a rung", "tokens": 100, "tokens/s": 1e3, "program": {"peak bytes": 10**9}}
-    ladder_picture.write_picture(
-        tmp_path / "ladder.png", [row, row | {"memory": 5}, {"failed": "no memory"}], "a title"
-    )
+    rows = ladder.derived([with_peak("f32", 1, 9), with_peak("tf32", 100, 9), step("bf16", failed="no memory")], 1.0)
+    ladder_picture.write_picture(tmp_path / "ladder.png", rows, "a title")
     assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(("value", "least", "most"), [(1.2, True, False), (1.1, True, True), (math.nan, False, False)])
 def test_a_target_is_met_at_its_bound(value, least, most):
-    verdicts = [report.judge("x", value, 1.1, least=which) for which in (True, False)]
-    assert [row["met"] for row in verdicts] == [least, most]
-    assert [row["bound"] for row in verdicts] == ["at least 1.1", "at most 1.1"]
+    said = {True: "met", False: "missed"}
+    assert report.judged(value, least=1.1) == f"at least 1.1: {said[least]}"
+    assert report.judged(value, most=1.1) == f"at most 1.1: {said[most]}"
 
 
-def test_fixed_batch_targets_compare_updates_with_gradients():
-    ms = lambda recipe, what, value: {"recipe": recipe, what: {"ms": value}}
-    found = {
-        "passes": [ms("f32", "gradient", 9.0), ms("bf16-split", "gradient", 3.0)],
-        "updates": [ms("f32", "update", 2.0), ms("bf16-split", "update", 4.0), ms(fixed_batch.CAST, "cast", 1.0)],
-    }
-    assert [row["met"] for row in fixed_batch.targets(found)] == [False, True]
-    assert [row["met"] for row in fixed_batch.targets({"updates": found["updates"]})] == [True]
+def test_a_table_has_the_columns_that_some_row_fills():
+    columns = {"a": "{a}", "b": "{b:.1f}", "c": "{c[x]}", "note": "{note}"}
+    sheet = report.Sheet("title", [{"a": "1", "note": "x|y"}, {"a": "2", "b": 3, "c": None}], columns, "below")
+    assert sheet.markdown().splitlines() == [
+        "**title**", "", "| a | b | note |", "|---|---|---|", "| 1 |  | x/y |", "| 2 | 3.0 |  |", "", "below"
+    ]  # fmt: skip
 
 
-# ---- a failure ------------------------------------------------------------------------------------------------------
+# ---- beside PyTorch -------------------------------------------------------------------------------------------------
 
 
-def answers(module, job, **options):
-    """Answer as a worker would; TF32 fails."""
-    if job["kind"] == "device":
-        return CPU | {"conditions": {}}
-    if job["recipe"] == "tf32":
-        return {"failed": "RESOURCE_EXHAUSTED: [out] of memory", "log": "..."}
-    ms = {"ms": 2.0, "ms spread": [1.9, 2.1]}
-    parts = {"passes": {"forward": ms, "gradient": ms}, "update": {"update": ms}, "cast": {"cast": ms}}
-    return parts.get(job["kind"], STEP)
+def of_torch(accumulate, **more):
+    row = {"rung": f"PyTorch {accumulate}", "accumulate": accumulate, "loss": 3.0, "tokens": 1000, "ms": 24.0}
+    return row | {"peak GB": 10.0, "peak is": ""} | more
 
 
-def test_a_rung_that_fails_is_a_row_and_the_others_go_on():
-    kept = []
-    bench = bench_of(answers)
-    measure = lambda rung: ladder.measure_rung(rung, bench)
-    rows = ladder.each_rung(list(LADDER[:4]), measure, lambda rows: kept.append(len(rows)))
-    assert ["failed" in row for row in rows] == [False, True, False, False]
-    assert kept == [1, 2, 3, 4]
-    printed = shown(ladder.ladder_table(rows, 1e12))
-    assert "RESOURCE_EXHAUSTED: [out] of memory" in printed
-    assert "1.00 over f32" in printed
+def test_gpt2_is_reported_beside_its_bound_and_its_counterpart():
+    """20 ms with a bound of 10; PyTorch's 24 ms are 1.2 times as long, its 10 GB are 28 of 40."""
+    counted = {"peak bytes": 7e9, "peak bytes before": 0}
+    jax = [step("8bit", **counted), {"rung": "tf32", "failed": "out of memory"}, step("accumulate", **counted)]
+    jax.append(step("f32", ms=200.0, **counted))
+    torch = [of_torch(False), of_torch(True), {"rung": "third", "accumulate": True, "failed": "no compiler"}]
+    ms = lambda value: {"ms": value, "low": value, "high": value}
+    parts = [{"recipe": "f32", "gradient": ms(9.0), "update": ms(4.0), "cast": ms(1.0)}]
+    parts += [{"recipe": "bf16-split", "gradient": ms(3.0), "update": ms(2.0)}, {"recipe": "tf32", "failed": "no"}]
+    printed = "\n".join(sheet.markdown() for sheet in ladder.sheets(jax, torch, parts, 1e11))
+    for line in (
+        "| 8bit | 8-bit moments, one kernel a leaf | 20.00 | 19.00 to 21.00 | 10.0 | 12.0 | 50,000 | 50.0% | 7 | 52 |",
+        "| tf32 | TF32 |  |  |  |  |  |  |  |  |  |  |  |  |  | out of memory |",
+        "| 8bit | 50,000 | 41,667 | 1.200 | 7 | 10 | 0.700 |",
+        "| tokens/s at the top rung, JAX / PyTorch | 1.2 | at least 1.1: met |",
+        "| peak memory there, JAX / PyTorch | 0.7 | at most 0.8: met |",
+        "| MFU of JAX there | 0.5 | at least 0.45: met |",
+        "| tokens/s of JAX, top / f32 | 10 | at least 10: met |",
+        "| ms of the slowest update, against the fastest gradient | 4 | at most 3: missed |",
+        "| ms of casting all weights | 1 | at most 2: met |",
+        "| third |  |  |  |  | no compiler |",
+        "| bf16-split | 3.000 | 2.000 |",
+    ):
+        assert line in printed
+    assert "| tf32 | 50,000 |" not in printed
 
 
-def test_flash_attention_is_left_out_without_a_gpu_and_the_row_says_so():
-    rows = [ladder.measure_rung(RUNGS["flash"], bench_of(answers, device)) for device in (CPU, GPU)]
-    assert [row["job"]["attention"] for row in rows] == ["xla", "cudnn"]
-    assert [row.get("note") for row in rows] == [ladder.NO_FLASH, None]
+def test_without_a_count_of_memory_or_a_top_rung_there_is_no_target_of_it():
+    jax = ladder.derived([step("accumulate"), step("8bit")], 1e11)
+    pairs = ladder.paired(jax, [of_torch(True, **{"tokens/s": 1e4})])
+    assert ["memory" in pair for pair in pairs] == [False]
+    assert [row["target"] for row in ladder.targets(jax, pairs, [])] == [
+        "tokens/s at the top rung, JAX / PyTorch", "MFU of JAX there"
+    ]  # fmt: skip
+    assert ladder.targets(jax[:1], [], []) == []
 
 
-def test_xla_flags_reach_the_processes_of_jax_beside_those_of_the_user(monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", "--a=1")
-    seen = []
-    run = lambda module, job, environment, **options: seen.append(environment) or STEP
-    for flags in ("", "--b=2"):
-        bench_of(run, xla_flags=flags).in_jax(FIXED, "step")
-    assert seen == [{}, {"XLA_FLAGS": "--a=1 --b=2"}]
+# ---- the commands ---------------------------------------------------------------------------------------------------
 
 
-def test_the_command_prints_a_table_and_writes_all_numbers(monkeypatch, tmp_path):
+def answers(function, arguments, **options):
+    """Answer as a worker would; one recipe fails."""
+    name = function.partition(":")[2]
+    if name == "device":
+        return [{"backend": "cpu", "FLOP/s": 1e11}]
+    if "8" in arguments.get("recipe", "") or arguments.get("rung", {}).get("name") == "8bit":
+        return [{"failed": "RESOURCE_EXHAUSTED: [out] of memory", "log": "..."}]
+    if name == "read":
+        side = PROGRAM | {"moved": 26.0, "peak": 14.0, "temporary": 0.0}
+        return [{"parameters": 10**9, "by hand": side, "mpx": side}]
+    found = {key: value for key, value in STEP.items() if name == "measure_step" or key not in TIMES}
+    return [found | {"compiled for": "NVIDIA H200", "jax": "0.10.2"}]
+
+
+@pytest.mark.parametrize("command", [ladder, programs])
+@pytest.mark.parametrize("target", [["--target", "h200"], []])
+def test_the_commands_print_tables_and_one_rung_that_fails_is_a_row(command, target, monkeypatch, tmp_path):
     monkeypatch.setattr(ladder, "run_worker", answers)
-    path = tmp_path / "ladder.json"
-    result = CliRunner().invoke(ladder.app, ["--json", str(path), "--rungs", "f32,tf32,8bit"])
+    monkeypatch.setattr(programs, "run_worker", answers)
+    picture = tmp_path / "ladder.png"
+    asked = ["--rungs", "bf16,8bit,stacked", *target, *(["--picture", str(picture)] if command is ladder else [])]
+    result = CliRunner().invoke(command.app, asked, catch_exceptions=False)
     assert result.exit_code == 0, result.output
-    assert [row["rung"] for row in json.loads(path.read_text())["ladder"]] == ["f32", "tf32", "8bit"]
-    assert "1.00 over f32" in result.output
+    assert "| 1.00 over bf16 |" in result.output
+    assert "RESOURCE_EXHAUSTED: [out] of memory" in result.output
+    assert picture.exists() == (command is ladder)
+    if command is programs or target:
+        assert "gpt2-124m, microbatches of 16 sequences, compiled for one NVIDIA H200" in result.output
+        assert "| bf16 | bf16 autocast | 10.0 | 12.0 | 28 | 52 | 26 | 150 | 0% |" in result.output
+    if command is programs:
+        assert "| split | 26.00, 26.00 | 14.00, 14.00 | 0.00, 0.00 | 150, 150 | 10.000, 10.000 |" in result.output
 
 
-def test_the_parts_of_a_step_are_compared_with_float32():
-    bench = bench_of(answers)
-    for part in fixed_batch.PARTS.values():
-        rows = [fixed_batch.measure_recipe(part, recipe, bench) for recipe in part.recipes]
-        printed = fixed_batch.table(part, rows).markdown()
-        assert all(fixed_batch.JULIA[what] in printed for what in part.times)
-        assert ("f32 / this" in printed) == ("cast" not in part.times or "update" in part.times)
-        assert ("RESOURCE_EXHAUSTED" in printed) == ("tf32" in part.recipes)
-
-
-def test_a_device_that_cannot_be_used_is_said_at_once():
-    with pytest.raises(RuntimeError, match="the device cannot be used: no driver"):
-        ladder.start_bench(Clock(None), lambda *arguments, **options: {"failed": "no driver"})
+def test_a_device_that_cannot_be_used_is_said_at_once(monkeypatch):
+    monkeypatch.setattr(ladder, "run_worker", lambda *arguments, **options: [{"failed": "no driver"}])
+    result = CliRunner().invoke(ladder.app, [])
+    assert (result.exit_code, "no driver" in result.output) == (2, True)
 
 
 # ---- processes ------------------------------------------------------------------------------------------------------
 
 
 def worker(tmp_path, monkeypatch, code):
-    (tmp_path / "the_worker.py").write_text(f"import json, sys, time\njob = json.load(sys.stdin)\n{code}\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    return "the_worker"
+    (tmp_path / "the_worker.py").write_text(f"import sys, time\ndef answer(n=0):\n    {code}\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(rungs.__file__).parents[1]}")
+    return "the_worker:answer"
 
 
-def test_a_worker_answers_with_its_last_line(tmp_path, monkeypatch):
-    module = worker(tmp_path, monkeypatch, "print('a warning'); print(json.dumps({'double': 2 * job['n']}))")
-    assert run_worker(module, {"n": 21}) == {"double": 42}
+def test_a_worker_answers_with_its_rows(tmp_path, monkeypatch):
+    function = worker(tmp_path, monkeypatch, "print('a warning'); return {'double': 2 * n}")
+    assert run_worker(function, {"n": 21}) == [{"double": 42}]
 
 
 @pytest.mark.parametrize(
@@ -241,97 +238,76 @@ def test_a_worker_answers_with_its_last_line(tmp_path, monkeypatch):
         ("raise MemoryError(900 * 'E')", "MemoryError: " + 184 * "E" + "..."),
         ("sys.exit('bye')", "bye"),
         ("import os; os._exit(7)", "the process ended with status 7"),
-        ("print('nonsense')", "it printed no result"),
+        ("import no_such_package", "ModuleNotFoundError: No module named 'no_such_package'"),
     ],
 )
 def test_a_worker_that_fails_gives_the_reason(tmp_path, monkeypatch, code, said):
-    assert run_worker(worker(tmp_path, monkeypatch, code), {})["failed"] == said
+    (row,) = run_worker(worker(tmp_path, monkeypatch, code), {})
+    assert row["failed"] == said
 
 
 def test_a_worker_that_hangs_is_ended_with_what_it_started(tmp_path, monkeypatch):
     """Its child would write a file after a second."""
     late = f"time.sleep(1); open({str(tmp_path / 'late')!r}, 'w')"
-    code = f"import subprocess\nsubprocess.Popen([sys.executable, '-c', {'import time; ' + late!r}])\ntime.sleep(60)"
-    assert run_worker(worker(tmp_path, monkeypatch, code), {}, timeout=0.5)["failed"] == "no result after 0 s"
+    code = f"import subprocess; subprocess.Popen([sys.executable, '-c', {'import time; ' + late!r}]); time.sleep(60)"
+    (row,) = run_worker(worker(tmp_path, monkeypatch, code), {}, timeout=0.5)
+    assert (row["failed"], row["stopped"]) == ("no result after 0 s", True)
     time.sleep(1.5)
     assert not (tmp_path / "late").exists()
 
 
-def test_nothing_begins_when_no_time_is_left():
-    assert run_worker("no_such_module", {}, timeout=Clock(-1.0).cut(300.0)) == {"failed": "left out: no time is left"}
-    assert Clock(None).cut(300.0) == 300.0
-    assert Clock(10.0).cut(300.0) <= 10.0
+def test_times_are_those_of_the_rounds_after_the_first(monkeypatch):
+    """Rounds of 9, 1, 3, 8 and 2 seconds, of two steps each."""
+    calls, clock = [], iter([0, 1, 1, 4, 4, 12, 12, 14])
+    monkeypatch.setattr(workers.time, "perf_counter", lambda: next(clock))
+    found = time_rounds(calls.append, steps=2, rounds=4)
+    assert calls == [2] * 5
+    assert found == {"ms": 1250, "low": 500, "high": 4000}
 
 
-def test_times_are_those_of_the_rounds_after_the_first():
-    calls = []
-    found = time_rounds(calls.append, steps=3, rounds=4)
-    assert calls == [3] * 5
-    assert found["ms spread"][0] <= found["ms"] <= found["ms spread"][1]
-
-
-# ---- tokens ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("vocabulary", [100, 256, 50_257])
-def test_batches_are_text_below_the_vocabulary_and_differ(vocabulary):
-    batches = token_batches(vocabulary, (2, 3, 17), count=4)
-    assert batches.shape == (4, 2, 3, 17)
-    assert batches.dtype == np.int32
-    assert 0 <= batches.min() < batches.max() < vocabulary
+def test_batches_are_below_the_vocabulary_and_differ_and_few_tokens_are_common():
+    batches = token_batches(1000, (2, 3, 170), count=4)
+    assert (batches.shape, batches.dtype) == ((4, 2, 3, 170), np.int32)
+    assert 0 <= batches.min() < batches.max() < 1000
     assert len({batch.tobytes() for batch in batches}) == 4
-    np.testing.assert_array_equal(batches, token_batches(vocabulary, (2, 3, 17), count=4))
-
-
-def test_pairs_of_bytes_are_tokens_of_a_large_vocabulary(monkeypatch):
-    monkeypatch.setattr(text, "read_text", lambda path: b"abcd!")
-    assert text_tokens(50_257).tolist() == [256 * ord("a") + ord("b"), 256 * ord("c") + ord("d")]
-    assert text_tokens(256).tolist() == list(b"abcd!")
-
-
-def test_without_text_tokens_are_random_and_not_equally_common(monkeypatch):
-    def nothing(path):
-        raise text.TextError("nothing")
-
-    monkeypatch.setattr(text, "read_text", nothing)
-    counts = np.bincount(text_tokens(1000), minlength=1000)
+    np.testing.assert_array_equal(batches, token_batches(1000, (2, 3, 170), count=4))
+    counts = np.bincount(batches.ravel(), minlength=1000)
     assert counts.max() > 100 * np.median(counts)
 
 
 # ---- the worker, in this process ------------------------------------------------------------------------------------
 
 
-def in_process(module, job, **options):
-    assert module == ladder.WORKER
-    return json.loads(json.dumps(gpt2_in_jax.answer(job)))
+@pytest.fixture
+def smallest(monkeypatch):
+    """Add a model that is compiled in seconds; its vocabulary is padded."""
+    monkeypatch.setitem(PRESETS, "smallest", SMALLEST)
+
+
+def job(rung, **changes):
+    return json.loads(json.dumps(ladder.job_of(dataclasses.replace(rung, **changes), SETTING)))
 
 
 @pytest.mark.slow
 def test_a_step_with_accumulation_is_measured(smallest):
     """64 tokens are two microbatches of two sequences of 16. A weight takes 2 bytes, 2 of its master, 8 of moments."""
-    bench = ladder.Bench(smallest, CPU, Clock(None), in_process)
-    row = ladder.measure_rung(dataclasses.replace(RUNGS["accumulate"], recipe="bf16-split"), bench)
-    assert "failed" not in row
-    assert (row["tokens"], row["job"]["microbatches"], row["steps"]) == (64, 2, 2)
-    assert row["parameters"] == 128 * 32 + 16 * 32 + 12 * 32**2 + 13 * 32 + 2 * 32
-    assert row["memory"] > 12 * row["parameters"]
+    row = gpt2_in_jax.measure_step(**job(RUNGS["accumulate"], recipe="bf16-split"))
+    parameters = 128 * 32 + 16 * 32 + 12 * 32**2 + 13 * 32 + 2 * 32
+    assert (row["tokens"], row["note"]) == (64, gpt2_in_jax.NO_FLASH)
+    assert row["program"]["peak GB"] > 12e-9 * parameters
     assert 3 < row["loss"] < 6
-    assert row["memory is"] == "the compiler's figure"
 
 
 @pytest.mark.slow
 def test_the_parts_of_a_step_are_measured(smallest):
-    bench = ladder.Bench(smallest, CPU, Clock(None), in_process)
-    passes = bench.in_jax(dataclasses.replace(FIXED, recipe="f16-scaled"), "passes")
-    found = passes | bench.in_jax(FIXED, "update") | bench.in_jax(FIXED, "cast")
-    assert all(found[name]["ms"] > 0 for part in fixed_batch.PARTS.values() for name in part.times if name != "step")
+    rows = [gpt2_in_jax.measure_parts(**job(FIXED, recipe=recipe)) for recipe in ("f32", "f16-scaled")]
+    assert [list(row) for row in rows] == [["gradient", "cast", "update"], ["gradient", "update"]]
+    assert all(times["ms"] > 0 for row in rows for times in row.values())
 
 
 def test_float16_is_what_flash_attention_gets_of_a_float16_recipe(smallest):
-    config = lambda recipe: gpt2_in_jax.make_config(
-        {"preset": "smallest"} | dataclasses.replace(RUNGS["8bit"], recipe=recipe).settings()
-    )
-    assert [config(name).attention_dtype for name in ("f16-scaled", "bf16-split")] == ["float16", "bfloat16"]
+    made = [gpt2_in_jax.make_job(**job(RUNGS["8bit"], recipe=name)) for name in ("f16-scaled", "bf16-split")]
+    assert [made.config.attention_dtype for made in made] == ["float16", "bfloat16"]
 
 
 def test_torch_belongs_to_the_workers_that_run_it():

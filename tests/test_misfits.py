@@ -41,7 +41,7 @@ def test_gradients_that_would_be_broadcast_are_refused(name, shape):
 
 @pytest.mark.parametrize("name", [*WRAPPERS, "fused_update"])
 def test_gradients_of_other_parameters_are_named(name):
-    message = rf"`{name}`: gradients or updates are not (.|\n)*'a/w': in the param(.|\n)*'a/v': in the gradients only"
+    message = rf"`{name}`: gradients or updates do not (.|\n)*'a/w': in the param(.|\n)*'a/v': in the gradients only"
     with pytest.raises(ValueError, match=message):
         updates_of(name)(PARAMS | {"a": {"v": jnp.ones((3, 2))}})
 

@@ -4,23 +4,30 @@ import itertools
 import re
 import textwrap
 
+import flax
+import hypothesis
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
+from flax import nnx
+from hypothesis import strategies as st
 
 import mpx
-from tests.helpers import assert_same_bits
+from mpx import _trees
+from mpx._policy import policy_text
+from tests.helpers import assert_same_bits, examples
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 F16 = np.dtype(np.float16)
 F32 = np.dtype(np.float32)
 F64 = np.dtype(np.float64)
 
-DTYPES = {"bf16": BF16, "bfloat16": BF16, "f16": F16, "float16": F16, "half": F16}
-DTYPES |= {"full": F32, "f32": F32, "float32": F32, "f64": F64, "float64": F64}
+DTYPES = {"bf16": BF16, "bfloat16": BF16, "f16": F16, "fp16": F16, "float16": F16, "half": F16}
+DTYPES |= {"full": F32, "f32": F32, "fp32": F32, "float32": F32, "f64": F64, "fp64": F64, "float64": F64}
 
 
 def dtypes(policy):
@@ -65,6 +72,39 @@ def test_the_string_of_a_policy_reads_back_as_the_policy():
         assert dtypes(mpx.get_policy(text)) == (DTYPES[param], DTYPES[compute], DTYPES[output])
 
 
+policies = st.builds(
+    lambda param, compute, output, overrides, fp8: mpx.Policy(
+        param, compute if fp8 is None else BF16, output, overrides, fp8
+    ),
+    *[st.sampled_from([BF16, F16, F32, F64])] * 3,
+    st.lists(st.tuples(st.text(max_size=8).map(re.escape), st.sampled_from([BF16, F16, F32, F64])), max_size=3),
+    st.none()
+    | st.builds(
+        mpx.Fp8,
+        st.sampled_from(["e4m3", "e5m2"]),
+        st.sampled_from(["e4m3", "e5m2"]),
+        st.sampled_from(["tensor", "row"]),
+        st.booleans(),
+        st.integers(0, 1000),
+    ),
+)
+
+
+@hypothesis.given(policies)
+@examples(100)
+def test_the_string_of_any_policy_reads_back_as_the_policy(policy):
+    """With its overrides, whatever is in the patterns, and with all settings of its products of 8-bit floats."""
+    assert mpx.get_policy(str(policy)) == policy
+    assert mpx.get_policy(policy_text(policy)) == policy
+
+
+def test_overrides_and_settings_of_fp8_can_be_written_into_the_string():
+    text = "params=bf16, compute=fp8(scaling=row, min_extent=0), output=f32, 'norm|a,b=' = f32, \"head\"=bf16"
+    policy = mpx.get_policy(text, overrides=[("last", "f16")])
+    assert policy.overrides == (("norm|a,b=", F32), ("head", BF16), ("last", F16))
+    assert policy.fp8 == mpx.Fp8(scaling="row", min_extent=0)
+
+
 def test_fp8_is_a_way_to_compute_whose_results_are_in_bfloat16():
     policy = mpx.get_policy("params=bf16,compute=fp8,output=f32")
     assert dtypes(policy) == (BF16, BF16, F32)
@@ -85,7 +125,7 @@ def test_nothing_is_stored_in_fp8_and_no_result_is_in_it(text):
 def test_a_policy_computes_in_the_dtype_of_results_of_its_products_of_8_bit_floats():
     fp8 = mpx.Fp8(scaling="row")
     assert mpx.Policy("f32", "bf16", "f32", fp8=fp8).fp8 is fp8
-    with pytest.raises(ValueError, match=r"`compute_dtype` must be .* 8-bit floats, bfloat16, but got float32"):
+    with pytest.raises(ValueError, match=r"`compute_dtype` must be bfloat16 if `fp8` is given, .* but got float32"):
         mpx.Policy("f32", "f32", "f32", fp8=fp8)
 
 
@@ -95,7 +135,7 @@ def test_what_a_policy_says_about_fp8_is_an_fp8(given):
         mpx.Policy("f32", "bf16", "f32", fp8=given)
 
 
-ALLOWED = "half, bf16, bfloat16, f16, float16, full, f32, float32, f64, float64"
+ALLOWED = "half, bf16, bfloat16, f16, fp16, float16, full, f32, fp32, float32, f64, fp64, float64"
 
 
 @pytest.mark.parametrize(
@@ -116,6 +156,12 @@ ALLOWED = "half, bf16, bfloat16, f16, float16, full, f32, float32, f64, float64"
         ("P=f32", "Unknown key 'P' in policy 'P=f32'"),
         ("p=f32,c=f16,p=bf16", "Policy 'p=f32,c=f16,p=bf16' gives 'p' twice."),
         ("p=f32,params=f32", "Policy 'p=f32,params=f32' gives 'params' twice."),
+        ("c=fp8(size=3)", "Policy 'c=fp8(size=3)': fp8 has no setting 'size'; it has forward, backward, scaling,"),
+        ("c=fp8(scaling=column)", "`Fp8`: `scaling` must be 'tensor' or 'row', but got 'column'."),
+        ("c=fp8(scaling=row", "Unknown dtype 'fp8(scaling=row' in policy"),
+        ("'norm'=int8", "Unknown dtype 'int8' in policy"),
+        ("'['=f32", "The override pattern '[' is not a regular expression"),
+        ("'norm=f32", 'Unknown key "\'norm" in policy'),
     ],
 )
 def test_a_string_of_another_form_is_refused_by_name(text, message):
@@ -215,6 +261,43 @@ def params():
         "dense": {"kernel": jnp.ones((3, 3), F32), "bias": jnp.ones(3, F32)},
     }
     return {"blocks": [block(), block()], "head": {"kernel": jnp.ones((3, 2), F32)}, "step": jnp.zeros((), jnp.int32)}
+
+
+class Normed(nnx.Module):
+    def __init__(self):
+        self.dense, self.norm = nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+
+
+class RunningMax(nnx.BatchStat):
+    """A statistic of a user's own type."""
+
+
+def variables_of_linen():
+    return nn.BatchNorm(use_running_average=True).init(jax.random.key(0), jnp.ones((1, 3), F32))
+
+
+@pytest.mark.parametrize(
+    ("tree", "statistics"),
+    [
+        (nnx.state(Normed()), {"norm/mean", "norm/var"}),
+        (Normed(), {"norm/mean", "norm/var"}),
+        ({"max": RunningMax(jnp.ones(3, F32)), "mean": jnp.ones(3, F32)}, {"max"}),
+        (variables_of_linen(), {"batch_stats/mean", "batch_stats/var"}),
+        (flax.core.freeze(variables_of_linen()), {"batch_stats/mean", "batch_stats/var"}),
+        ({"model": variables_of_linen()}, {"model/batch_stats/mean", "model/batch_stats/var"}),
+        ({"batch_stats": jnp.ones(3, F32)}, set()),
+    ],
+    ids=["state of NNX", "module of NNX", "own type", "Linen", "frozen", "inside", "a parameter that is called so"],
+)
+@pytest.mark.parametrize("overrides", [(), (("norm|max|stats", F16),)], ids=["", "overrides"])
+def test_batch_statistics_stay_as_they_are_if_flax_says_what_they_are(tree, statistics, overrides):
+    policy = mpx.Policy(BF16, BF16, F32, overrides)
+    for cast in (policy.cast_to_param, policy.cast_to_compute):
+        after = cast(tree)
+        names, leaves = _trees.path_names(after), _trees.leaves_by_path(after)
+        assert {names[path] for path, leaf in leaves.items() if leaf.dtype == F32} == statistics
+    rows = {row.split()[0]: row for row in mpx.Policy(BF16, BF16, F32).describe(tree).splitlines()[1:-1]}
+    assert {name for name, row in rows.items() if row.count("float32") == 2} == statistics
 
 
 def test_an_override_is_searched_in_the_path_and_sets_storage_and_compute_but_not_output():

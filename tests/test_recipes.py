@@ -66,7 +66,7 @@ def test_gradients_of_float16_parameters_underflow_without_the_scale_that_they_g
     tx = mpx.mixed_precision(optax.sgd(1.0), "params=f16,compute=f32,output=f32")
     state = tx.init(params)
     loss = lambda p: (p["w"].astype(jnp.float32) * 1e-8).sum()
-    assert not mpx.grad(loss)(params)["w"].any()  # negative control
+    assert not mpx.grad(loss, mpx.NoOpLossScale())(params)["w"].any()  # negative control
     _, state = tx.update(mpx.grad(loss, mpx.get_loss_scale(state))(params), state, params)
     np.testing.assert_allclose(state.inner_state.master["w"], np.float32(1 - 1e-8), rtol=1e-7)
 
@@ -81,6 +81,39 @@ def test_parameters_that_nobody_has_cast_are_refused():
     mpx.mixed_precision(RULE, keeps_all).init({"w": jnp.ones(3)})
 
 
+def test_the_state_of_a_rule_without_types_is_a_state():
+    """Parameters and a bare dictionary cannot be told apart."""
+    rule = optax.GradientTransformation(lambda p: {"m": p}, lambda updates, state, params=None: (updates, state))
+    tx = mpx.mixed_precision(rule, "params=f32,compute=bf16,output=f32")
+    params = {"w": jnp.ones(3)}
+    updates, state = tx.update(params, tx.init(params), params)
+    assert mpx.get_loss_scale(state) == mpx.NoOpLossScale()
+    assert mpx.is_synced(params, state)
+    assert_same_bits((updates, state.inner_state), (params, {"m": params}))
+
+
+@pytest.mark.parametrize(
+    ("wrap", "name"),
+    [
+        (lambda tx: mpx.low_precision_state(tx, {"mu": "bf16"}, min_size=0), "low_precision_state"),
+        (lambda tx: mpx.upcast(optax.chain(optax.clip(1.0), tx)), "upcast"),
+        (lambda tx: mpx.master_weights(optax.MultiSteps(tx, 2)), "master_weights"),
+        (lambda tx: mpx.master_weights(mpx.upcast(tx)), "master_weights"),
+    ],
+    ids=["low_precision_state", "upcast of a chain", "master_weights", "two wrappers"],
+)
+def test_inside_of_a_wrapper_that_hides_the_parameters_it_says_that_the_nesting_is_wrong(wrap, name):
+    """The parameters are bfloat16; it was told of float32 ones."""
+    tx = mpx.mixed_precision(RULE, "params=bf16,compute=bf16,output=f32")
+    with pytest.raises(
+        ValueError,
+        match=f"stands inside `{name}`, which hides the 16-bit parameters from it. (Put it around|Leave `{name}` out)",
+    ):
+        wrap(tx).init({"w": jnp.ones(3, jnp.bfloat16)})
+    with pytest.raises(ValueError, match="Cast them first"):  # where nothing is hidden
+        wrap(tx).init({"w": jnp.ones(3)})
+
+
 def test_it_is_the_same_as_the_wrappers_by_hand():
     params, grads = {"w": jnp.ones(3, jnp.float16)}, {"w": jnp.full(3, 100.0)}
     step = lambda tx: tx.update(grads, tx.init(params), params)
@@ -92,7 +125,11 @@ def test_it_is_the_same_as_the_wrappers_by_hand():
 @pytest.mark.parametrize(
     ("policy", "options", "message"),
     [
-        ("f32", {"storage": "full"}, "`storage` was given, .* 'p=full,c=full,o=full' stores no parameters"),
+        (
+            "f32",
+            {"storage": "full"},
+            "`storage` was given, .* 'params=f32,compute=f32,output=f32' stores no parameters",
+        ),
         ("bf16", {"loss_scale": mpx.StaticLossScale(2.0)}, "`loss_scale` was given, .* has no float16 in it"),
         ("bf16", {"axis_name": "data"}, "`axis_name` was given, .* has no float16 in it"),
         ("params=bf61", {}, "Unknown dtype 'bf61'"),
@@ -222,7 +259,8 @@ def test_any_precision_adamw_keeps_its_moments_in_every_format_of_low_precision_
     theirs = mpx.low_precision_state(optax.adamw(1e-2, weight_decay=0), {"mu": "e4m3", "nu": "e5m2"}, min_size=0)
     p, g = jnp.ones(300, jnp.float32), jnp.linspace(-1, 1, 300, dtype=jnp.float32)
     for tx in (ours, theirs):
-        assert [optax.tree.get(tx.init(p), moment).dtype for moment in ("mu", "nu")] == [np.uint8, np.uint8]
+        kept = [optax.tree.get(tx.init(p), moment) for moment in ("mu", "nu")]
+        assert {moment.codes.dtype.itemsize for moment in kept} == {1}
     assert_same_bits(*(tx.update(g, tx.init(p), p) for tx in (ours, theirs)))
     float32 = mpx.any_precision_adamw(1e-2, variance_dtype="f32")
     grown = [tx.update(g, tx.update(g, tx.init(p), p)[1], p)[0] for tx in (ours, float32)]

@@ -1,6 +1,6 @@
 """An extension of Griffe: docstrings as the reference shows them.
 
-`Example:` is the heading of the project's docstrings, `Examples:` that of Griffe; and a public name in backticks
+The project's docstrings have the heading `Example:`, Griffe wants `Examples:`; and a public name in backticks
 becomes a link to its entry.
 """
 
@@ -18,7 +18,7 @@ _EXAMPLE = re.compile(r"^(\s*)Example:$", re.MULTILINE)
 
 
 def _public_names() -> dict[str, str]:
-    """The path of each public name, by how docstrings write it: those of the index, and those of the public modules."""
+    """The path of each public name, by how docstrings write it: of the index, and of the public modules."""
     paths = {name: f"mpx.{name}" for name in _names_of(_PACKAGE / "__init__.py")}
     for module in ("formats", "monitor", "doctor", "plot"):
         file = _PACKAGE / f"{module}.py"

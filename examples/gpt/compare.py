@@ -7,10 +7,10 @@ the root of the repository:
     python -m examples.gpt.compare --recipes all
     python -m examples.gpt.compare --text my_folder --recipes f32,bf16-split --steps 1000 --out results
 
-The first takes a bit more than three minutes on two cores, the second half as long again. A gap is taken at seed 0
-and compared with the standard deviation of the validation loss over three f32 seeds. Without mpx an update smaller
-than half the distance to the next bfloat16 is lost, and so are the finer parts of the moments; every recipe of mpx
-ends where f32 ends. Times are in `precision.json` only: on a CPU they are no guide to a GPU.
+The first takes three to four minutes on two cores with nothing else to do, the second half as long again. A gap is
+taken at seed 0 and compared with the standard deviation of the validation loss over three f32 seeds. Without mpx an
+update smaller than half the distance to the next bfloat16 is lost, and so are the finer parts of the moments; every
+recipe of mpx ends where f32 ends. Times are in `precision.json` only: on a CPU they are no guide to a GPU.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ import inspect
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,7 +34,6 @@ from typer import Option
 import mpx
 from examples.gpt import output, pictures, report
 from examples.gpt import text as text_of
-from examples.gpt.loader import prefetch
 from examples.gpt.model import PRESETS
 from examples.gpt.recipes import RECIPES, Recipe, get_recipe
 from examples.gpt.training import Hyperparameters, Program, make_program
@@ -56,10 +55,9 @@ DEFAULT_NAMES = (
     "bf16-split",
     "bf16-split-8bit",
     "fp8",
-    "bf16-any-precision",
+    "bf16-kahan",
     "f16-scaled",
 )
-Report = Callable[[int, str], None]  # steps done, and what to show
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +74,7 @@ class Settings:
     width: Annotated[int, Option(min=1, help=f"Width of the model; a multiple of {HEAD_SIZE}.")] = 128
     depth: Annotated[int, Option(min=1, help="Blocks of the model.")] = 4
     learning_rate: Annotated[float, Option(help="Peak of the schedule.")] = 3e-4
-    out: Annotated[Path, Option(help="Folder for precision.png, curves.png and precision.json.")] = Path()
+    out: Annotated[Path, Option(help="Folder for precision.png, curves.png and precision.json.")] = Path("comparison")
 
     @property
     def hyperparameters(self) -> Hyperparameters:
@@ -111,7 +109,12 @@ def bytes_per_parameter(recipe: Recipe, params: Any, opt_state: optax.OptState) 
 
 
 def train(
-    program: Program, seed: int, settings: Settings, training_text: np.ndarray, validation: jax.Array, on_report: Report
+    program: Program,
+    seed: int,
+    settings: Settings,
+    training_text: np.ndarray,
+    validation: jax.Array,
+    progress: Progress,
 ) -> report.Run:
     """Train from one seed."""
     params, opt_state = program.init(seed)
@@ -121,18 +124,22 @@ def train(
     )
     evaluation_steps = {math.ceil(settings.steps * (point + 1) / EVALUATIONS) for point in range(EVALUATIONS)}
     losses, validation_losses, seconds = [], {}, []
+    name, task = f"{program.recipe.name}, seed {seed}", progress.task_ids[-1]
+    progress.update(task, description=f"{name}: compiling")
     start, timed_from = time.perf_counter(), 0
-    for step, batch in enumerate(prefetch(batches), start=1):
+    for step, batch in enumerate(batches, start=1):
         params, opt_state, metrics = program.train_step(params, opt_state, batch[None])
         losses.append(metrics.loss)  # stays on the device until it is read
         if step > 1 and step % STEPS_PER_REPORT and step not in evaluation_steps:
             continue
         loss = float(metrics.loss)  # waits for the device
         seconds.append((time.perf_counter() - start) / (step - timed_from))
-        on_report(step, f"loss {loss:.3f}, {BATCH_SIZE * CONTEXT / seconds[-1]:,.0f} tokens/s")
+        shown = f"{name}: loss {loss:.3f}, {BATCH_SIZE * CONTEXT / seconds[-1]:,.0f} tokens/s"
+        progress.update(task, advance=step - timed_from, description=shown)
         if step in evaluation_steps:
             validation_losses[step] = float(program.evaluate(params, validation))
         start, timed_from = time.perf_counter(), step
+    progress.console.print(f"{name}: validation loss {validation_losses[settings.steps]:.4f}", markup=False)
     compile_seconds, *others = seconds
     return report.Run(
         recipe=program.recipe.name,
@@ -149,26 +156,19 @@ def train(
     )
 
 
-# --- All runs. ---
 def train_all(
     recipes: list[Recipe], settings: Settings, training_text: np.ndarray, held_out: np.ndarray, progress: Progress
 ) -> Iterator[report.Run]:
-    """Yield the finished runs: those of f32 from every seed, for the deviation, the others from the first seeds."""
+    """Yield the finished runs: f32 from every seed, for the deviation, the other recipes from the first seeds."""
     seeds_of = lambda recipe: settings.seeds if recipe.name == report.REFERENCE else settings.recipe_seeds
     plan = [(recipe, seeds_of(recipe)) for recipe in recipes]
     fixed = text_of.fixed_batches(held_out, count=VALIDATION_BATCHES, batch_size=BATCH_SIZE, context=CONTEXT)
-    validation, done = jax.device_put(fixed), 0
-    task = progress.add_task("", total=sum(seeds for _, seeds in plan) * settings.steps)
+    validation = jax.device_put(fixed)
+    progress.add_task("", total=sum(seeds for _, seeds in plan) * settings.steps)
     for recipe, seeds in plan:
         program = make_compiled(recipe, settings)
         for seed in range(seeds):
-            name = f"{recipe.label}, seed {seed}"
-            on_report = lambda step, text, name=name, done=done: progress.update(
-                task, completed=done + step, description=f"{name}: {text}"
-            )
-            on_report(0, "compiling")
-            yield train(program, seed, settings, training_text, validation, on_report)
-            done += settings.steps
+            yield train(program, seed, settings, training_text, validation, progress)
 
 
 # --- The command line. ---
@@ -203,14 +203,12 @@ def check(settings: Settings) -> None:
 def main(**options: Any) -> None:
     """Train a small GPT under each recipe with the same data and initial weights, and compare the results."""
     console, settings = Console(), Settings(**options)
-    if not console.is_terminal:
-        console.width = max(console.width, 120)  # a file has room for the whole table
     try:
         check(settings)
         chosen, hyperparameters = chosen_recipes(",".join(settings.recipes)), settings.hyperparameters
         text = text_of.read_text(settings.text)
         parts = text_of.split(np.frombuffer(text, np.uint8), CONTEXT)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         hint = {"param_hint": "--text"} if isinstance(error, text_of.TextError) else {}
         raise typer.BadParameter(str(error), **hint) from error
     source = {"name": text_of.name_of(settings.text), "bytes": len(text), "held_out_bytes": len(parts[1])}
@@ -222,7 +220,7 @@ def main(**options: Any) -> None:
     runs, interrupted = [], False
     try:
         columns = (BarColumn(bar_width=20), TimeRemainingColumn(), TextColumn("{task.description}"))
-        with Progress(*columns, console=console, refresh_per_second=4) as progress:
+        with Progress(*columns, console=console, refresh_per_second=4, disable=not console.is_terminal) as progress:
             for run in train_all(chosen, settings, *parts, progress):
                 runs.append(run)
     except KeyboardInterrupt:
@@ -246,7 +244,7 @@ def main(**options: Any) -> None:
         raise typer.Exit(130)
 
 
-# Typer reads the options off the signature: they are those of `Settings`, written once.
+# Typer reads the options off the signature: the fields of `Settings`, written once.
 main.__signature__ = inspect.signature(Settings)
 main.__annotations__ = dict(Settings.__annotations__)
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)

@@ -76,7 +76,7 @@ def mean_loss(
 ) -> jax.Array:
     """Return the mean of `token_losses`, a float32 scalar, for training: with chunks its derivative keeps no logits.
 
-    Arguments and errors are those of `token_losses`. The gradient of the embedding is summed in float32.
+    Arguments and errors are the same as in `token_losses`. The gradient of the embedding is summed in float32.
     """
     if chunks == 1:
         return _losses(features, embedding, targets, vocabulary).mean()

@@ -1,4 +1,4 @@
-"""Measure the time of steps, the rate of matrix products on this device, and its memory in use."""
+"""Measure the rate of matrix products on this device, and its memory in use."""
 
 import statistics
 import time
@@ -34,22 +34,7 @@ def matmul_rate(dtype: str) -> float:
 def device_memory() -> tuple[int | None, int | None]:
     """Return the bytes in use on the first device of this process, and their peak; None where nothing counts them.
 
-    XLA counts them on GPUs and not on CPUs. The peak is that of the whole process.
+    XLA counts them on GPUs and not on CPUs. The peak is the one of the whole process.
     """
     counts = jax.local_devices()[0].memory_stats() or {}
     return counts.get("bytes_in_use"), counts.get("peak_bytes_in_use")
-
-
-class Stopwatch:
-    """The time of steps between two moments at which the device is idle."""
-
-    def __init__(self) -> None:
-        self._step, self._since = 0, None
-
-    def start(self, step: int) -> None:
-        """Start timing after so many steps."""
-        self._step, self._since = step, time.perf_counter()
-
-    def seconds_per_step(self, step: int) -> float | None:
-        """Return the mean since `start`; None before it was called, while the first step compiles."""
-        return None if self._since is None else (time.perf_counter() - self._since) / (step - self._step)

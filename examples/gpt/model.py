@@ -3,8 +3,8 @@
 The model is a float32 program. `mpx.autocast` casts the inputs of its matrix products, and `policy.cast_to_param` casts
 its weights. The one exception is cuDNN's attention, a kernel for 16-bit numbers: its inputs are cast in this file.
 
-Sizes, initial weights and the order of operations are those of GPT-2 (Radford et al., 2019): learned positions, a norm
-before each part of a block and at the end, biases, the tanh formula of GELU, one table for embedding and head.
+Sizes, initial weights and the order of operations follow GPT-2 (Radford et al., 2019): learned positions, a norm before
+each part of a block and at the end, biases, the tanh formula of GELU, one table for embedding and head.
 
 Shapes: B sequences, T tokens each, C = width, H heads of size D = C / H, V = rows of the embedding, padding included.
 """
@@ -55,8 +55,8 @@ class Config:
         """Return the floating-point operations of a training step for one token; a multiply-add counts as two.
 
         A weight of a matrix product takes six, and attention to T positions 12 C T a layer (Chowdhery et al., 2022,
-        appendix B). A causal model needs half of the latter; the convention is to count all. Padding and recomputed
-        activations do not count.
+        appendix B). A causal model needs half of that for attention; the convention is to count all. Padding and
+        recomputed activations do not count.
         """
         weights = 12 * self.depth * self.width**2 + self.vocabulary * self.width
         return 6 * weights + 12 * self.depth * self.width * self.context
@@ -151,7 +151,7 @@ class GPT(nnx.Module):
 
 
 def masked_logits(features: jax.Array, embedding: jax.Array, vocabulary: int) -> jax.Array:
-    """Return logits (..., V); those of the padding rows of the embedding (V, C) are minus infinity."""
+    """Return logits (..., V), with minus infinity for the padding rows of the embedding (V, C)."""
     logits = features @ embedding.T
     if vocabulary == len(embedding):
         return logits
@@ -176,13 +176,13 @@ def _norm(width: int, rngs: nnx.Rngs) -> nnx.LayerNorm:
 
 
 def _stack(blocks: list[Block]) -> Block:
-    """Return one block whose weights are those of all blocks, stacked along a new first axis."""
+    """Stack the weights of all blocks along a new first axis, and return them as one block."""
     weights = jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(nnx.state, blocks))
     return nnx.merge(nnx.graphdef(blocks[0]), weights)
 
 
 def _unstack(weights: Any, depth: int) -> list[Any]:
-    """Return the weights of each block. Their gradients are joined in one pass, which those of slices are not."""
+    """Return the weights of each block. Slices would do too, but XLA joins the gradients of a split in one pass."""
     leaves, treedef = jax.tree.flatten(weights)
     parts = ([part[0] for part in jnp.split(leaf, depth)] for leaf in leaves)
     return [treedef.unflatten(layer) for layer in zip(*parts, strict=True)]
@@ -209,7 +209,7 @@ def _checkpointed(graphdef: nnx.GraphDef, config: Config) -> Callable[[Any, jax.
 
 
 def _is_kept_product(config: Config, primitive: Any, *operands: Any, **params: Any) -> bool:
-    """Return whether a checkpoint keeps the result of an operation as that of a linear layer."""
+    """Return whether an operation is a linear layer whose result a checkpoint keeps."""
     if not jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *operands, **params):
         return False
     return config.checkpoint == "dots" or operands[1].shape[-1] < 4 * config.width

@@ -13,14 +13,14 @@ from matplotlib.patches import FancyBboxPatch
 import mpx.plot
 from examples.gpt import output
 from examples.gpt.output import plt
-from examples.gpt.report import LABELS, REFERENCE, Comparison
+from examples.gpt.report import REFERENCE, Comparison
 
 # Chosen for a telephone: where the picture is 390 pixels wide, letters of 10.5 points are 10 pixels high.
 WIDTH, TEXT = 5.6, 10.5  # inches, points
 ABOVE, LINE, MARGIN = 1.8, 0.175, 1.1  # inches: above the floor, of a line of labels, and of title and axis
 CARD, INK, GREY = "#FBFBF9", "#222222", "#6B6B6B"  # a card that is legible on a white page and on a dark one
 NEAR, FAR = "#0072B2", "#D55E00"
-LETTERS = 16  # of a line at the right edge, where a long label would cross the lines to those on its left
+LETTERS = 16  # of a line at the right edge, where a long label would cross the lines of its neighbors
 
 
 class Dot(NamedTuple):
@@ -44,7 +44,7 @@ def write_pictures(folder: Path, comparison: Comparison) -> list[Path]:
 
 # --- Bytes and final losses. ---
 def draw_precision(comparison: Comparison) -> Figure:
-    """Draw a dot a recipe: how many bytes a parameter it takes, and how far its final loss is from that of float32.
+    """Draw a dot a recipe: how many bytes a parameter it takes, and how far its final loss is from float32's.
 
     Recipes near float32 lie on a floor, with their labels below; the others float above it.
     """
@@ -60,9 +60,7 @@ def draw_precision(comparison: Comparison) -> Figure:
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.set_xlabel("bytes a parameter (weights, gradients, optimizer)", fontsize=TEXT + 0.5, color=INK)
     figure.suptitle("How far above float32 does training end?", fontsize=TEXT + 3, color=INK, x=0.02, ha="left")
-    axes.set_title(
-        "validation loss, nats per byte; bf16 weights unless named otherwise", fontsize=TEXT - 0.5, color=GREY
-    )
+    axes.set_title("validation loss, nats per byte", fontsize=TEXT - 0.5, color=GREY)
     axes.axhspan(-deviation, deviation, color="#000000", alpha=0.16, linewidth=0)
     seeds = f"float32, {len(comparison.reference_runs())} seeds: ± standard deviation" if deviation else "float32"
     floor = max([deviation, *(dot.gap for dot in dots if dot.color != FAR)])
@@ -84,22 +82,21 @@ def _dots(comparison: Comparison) -> list[Dot]:
     far = max(3 * (comparison.deviation() or 0.0), max(map(abs, gaps.values()), default=0.0) / 5)
     sizes = {run.recipe: round(sum(run.bytes_per_parameter.values())) for run in comparison.first_runs()}
     color = lambda recipe: GREY if recipe == REFERENCE else FAR if gaps[recipe] > far else NEAR
-    return [Dot(LABELS[recipe], sizes[recipe], gap, color(recipe)) for recipe, gap in gaps.items()]
+    return [Dot(recipe, sizes[recipe], gap, color(recipe)) for recipe, gap in gaps.items()]
 
 
 def _lines_below(dots: list[Dot]) -> dict[int, list[str]]:
     """Return the lines to write below the floor, by size from the smallest, which stands at the right edge."""
     lines = defaultdict(list)
     for dot in sorted(dots, key=lambda dot: dot.size):
-        label = dot.label.removeprefix("bf16 + ")
         is_at_edge = not lines or dot.size in list(lines)[:1]
         if dot.color != FAR:
-            lines[dot.size] += textwrap.wrap(label, LETTERS) if is_at_edge else [label]
+            lines[dot.size] += textwrap.wrap(dot.label, LETTERS) if is_at_edge else [dot.label]
     return lines
 
 
 def _draw_labels(axes: Axes, lines: dict[int, list[str]]) -> None:
-    """Hang the labels of each size lower than those on its right, so that a label has room on its right."""
+    """Hang the labels lower from right to left, so that a label has room on its right."""
     depth = 1.0
     for size, group in lines.items():
         is_at_edge = depth == 1.0
@@ -129,12 +126,12 @@ def draw_curves(comparison: Comparison) -> Figure:
     figure, (losses, gaps) = plt.subplots(2, 1, figsize=(6.4, 8), layout="constrained")
     steps = first[0].validation_steps
     seeds = [run.validation_losses for run in references] if len(references) > 1 else None
-    curves = {LABELS[run.recipe]: run.validation_losses for run in first if not (seeds and run in references)}
+    curves = {run.recipe: run.validation_losses for run in first if not (seeds and run in references)}
     mpx.plot.losses(curves or {"f32, seed 0": seeds[0]}, steps=steps, reference=seeds, axes=losses)
     losses.set_title("Validation loss of the parameters as stored (nats per byte)", loc="left")
     figure.legend(*losses.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
     losses.get_legend().remove()
-    others = {LABELS[run.recipe]: comparison.gaps(run) for run in first if run not in references}
+    others = {run.recipe: comparison.gaps(run) for run in first if run not in references}
     if references and others:
         deviation = comparison.deviation() or 0.0
         mpx.plot.losses(others, steps=steps, axes=gaps).get_legend().remove()  # in the colors of the other axes

@@ -16,10 +16,8 @@ from rich.table import Table
 
 import mpx
 from examples.gpt import output
-from examples.gpt.recipes import RECIPES
 
 REFERENCE = "f32"
-LABELS = {recipe.name: recipe.label for recipe in RECIPES}
 SMOOTHED_STEPS = 20  # the training loss of a single batch says little; the table has the mean of the last ones
 
 
@@ -28,8 +26,9 @@ class Run:
     """One finished training run: the recipe's name, the seed, and what was measured.
 
     `bytes_per_parameter` counts parameters, optimizer state and gradients; `compile_seconds` is the first step;
-    `seconds_per_step` the median of the others (None without others). Training losses are those of every step, before
-    its update; validation losses those of the parameters as stored, after `validation_steps`.
+    `seconds_per_step` the median of the others (None without others). There is a
+    training loss for each step, before its update. Validation losses come after `validation_steps`, from the parameters
+    as stored.
     """
 
     recipe: str
@@ -75,7 +74,7 @@ class Comparison:
         return statistics.stdev(losses) if len(losses) > 1 and all(map(math.isfinite, losses)) else None
 
     def gaps(self, run: Run) -> list[float] | None:
-        """Return the validation losses minus those of f32 with the same seed; None if there is no such run."""
+        """Return the distances of the validation losses from f32's with the same seed; None if there is no such run."""
         for other in self.reference_runs():
             if other.seed == run.seed:
                 return [a - b for a, b in zip(run.validation_losses, other.validation_losses, strict=True)]
@@ -117,7 +116,7 @@ def table(comparison: Comparison) -> Table:
         result.add_column(heading, justify="right", no_wrap=True)
     for run in comparison.first_runs():
         size = run.bytes_per_parameter
-        row = [LABELS[run.recipe], f"{sum(size.values()):.1f}", *(f"{value:.1f}" for value in size.values())]
+        row = [run.recipe, f"{sum(size.values()):.1f}", *(f"{value:.1f}" for value in size.values())]
         for measured, form, of_reference in COLUMNS.values():
             mean = comparison.mean_over_seeds(run.recipe, lambda run, of=measured: of(comparison, run))
             is_known = mean is not None and (of_reference or run.recipe != REFERENCE)
@@ -129,20 +128,21 @@ def table(comparison: Comparison) -> Table:
 
 def caption(comparison: Comparison) -> str:
     """Explain the columns of the table in words."""
-    text = (
-        "bytes: held for each parameter inside one jitted step, as the sum of param, grad and state (of the optimizer)."
-        f" train, valid: loss in nats per byte; train is the mean of the last {SMOOTHED_STEPS} steps. gap: validation "
-        "loss minus that of f32 from the same seed, which means the same batches and the same initial weights (rounded "
-        "to 16 bits where parameters are stored so). All are means over the seeds that every recipe has. gap/SD: "
-    )
     seeds, deviation = len(comparison.reference_runs()), comparison.deviation()
-    if seeds == 0:
-        return text + "no f32 run has finished, so there are no gaps."
-    if deviation is None:
-        return text + "not known, since it takes f32 runs of two seeds or more that end with a finite loss."
-    return text + (
-        f"the gap divided by {deviation:.4f}, the standard deviation of the final validation loss over {seeds} f32 "
-        f"runs, each with its own initial weights and order of batches. An estimate from {seeds} seeds is rough."
+    if not seeds:
+        known = "unknown: no f32 run has finished."
+    elif deviation is None:
+        known = "unknown: it takes f32 runs of two seeds or more that end with a finite loss."
+    else:
+        known = (
+            f"the gap divided by {deviation:.4f}, the standard deviation of the final validation loss over {seeds} f32 "
+            "runs, each with its own initial weights and order of batches."
+        )
+    return (
+        "bytes: held for each parameter inside one jitted step, the sum of param, grad and state (of the optimizer). "
+        f"train, valid: loss in nats per byte; train is the mean of the last {SMOOTHED_STEPS} steps. gap: validation "
+        "loss minus f32's from the same seed, with the same batches and initial weights. All are means over the seeds "
+        f"that every recipe has. gap/SD: {known}"
     )
 
 
@@ -164,7 +164,7 @@ def write_json(path: Path, comparison: Comparison, settings: Mapping[str, Any], 
         "deviation": comparison.deviation(),
         "runs": [
             dataclasses.asdict(run)
-            | {"label": LABELS[run.recipe], "training_loss": run.training_loss, "validation_loss": run.validation_loss}
+            | {"training_loss": run.training_loss, "validation_loss": run.validation_loss}
             | {"gap": comparison.gap(run), "gap_in_deviations": comparison.gap_in_deviations(run)}
             for run in comparison.runs
         ],

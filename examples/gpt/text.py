@@ -1,7 +1,7 @@
 """Read text as bytes, and split it into a part for training and a part for validation."""
 
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +10,6 @@ import numpy as np
 MAXIMUM_BYTES = 4_000_000
 # A longer file becomes several documents, cut after lines, so that no file needs to fit into memory.
 DOCUMENT_BYTES = 1_000_000
-STANDARD_LIBRARY = "Python's standard library"
 # Parts of the standard library that are tests, tables of numbers, foreign packages, or differ between machines.
 SKIPPED_FOLDERS = {"__pycache__", "encodings", "idlelib", "lib2to3", "pydoc_data", "site-packages", "test", "tests"}
 SKIPPED_PREFIXES = ("_sysconfigdata", "config-")
@@ -20,12 +19,12 @@ HELD_OUT_EVERY = 10
 
 
 class TextError(ValueError):
-    """A text cannot be used; the message says why and what to do."""
+    """A text cannot be used; the message says why."""
 
 
 # --- Reading. ---
 def read_text(path: Path | None) -> bytes:
-    """Read the first `MAXIMUM_BYTES` of the documents of a path; arguments and errors are those of `documents`."""
+    """Read the first `MAXIMUM_BYTES` of the documents of a path, as `documents` finds them."""
     content = bytearray()
     for document in documents(path):
         content += document[: MAXIMUM_BYTES - len(content)]
@@ -34,31 +33,23 @@ def read_text(path: Path | None) -> bytes:
     return bytes(content)
 
 
-def documents(path: Path | None, on_read: Callable[[int], None] = lambda count: None) -> Iterator[bytes]:
+def documents(path: Path | None) -> Iterator[bytes]:
     """Yield the text files of a path one by one, in sorted order; a long file becomes several documents.
 
     None stands for the source code of Python's standard library. Files with a zero byte are not text and are left out.
-    `on_read` is called with every number of bytes that has been read.
     """
     found = False
-    try:
-        for file in files(path):
-            if not _is_text(file):
-                on_read(file.stat().st_size)
-                continue
-            with file.open("rb") as opened:
-                while document := b"".join(opened.readlines(DOCUMENT_BYTES)):
-                    found = True
-                    yield document
-                    on_read(len(document))
-    except OSError as error:
-        raise TextError(f"cannot read {error.filename or name_of(path)}: {error.strerror or error}.") from error
+    for file in filter(_is_text, files(path)):
+        with file.open("rb") as opened:
+            while document := b"".join(opened.readlines(DOCUMENT_BYTES)):
+                found = True
+                yield document
     if not found:
-        raise _without_text(path)
+        raise TextError(f"there is no text in {name_of(path)}: its files are empty, or have a zero byte.")
 
 
 def files(path: Path | None) -> list[Path]:
-    """Return the files of a path, hidden ones left out, in the order in which they are read."""
+    """Return the files of a path in the order of reading, without hidden ones."""
     if path is None:
         folder = Path(sysconfig.get_path("stdlib"))
         return sorted(file for file in folder.rglob("*.py") if not _is_skipped(file.relative_to(folder)))
@@ -73,7 +64,7 @@ def files(path: Path | None) -> list[Path]:
 
 def name_of(path: Path | None) -> str:
     """Return the name of a text in a report."""
-    return STANDARD_LIBRARY if path is None else str(path)
+    return "Python's standard library" if path is None else str(path)
 
 
 def _is_skipped(path: Path) -> bool:
@@ -85,19 +76,11 @@ def _is_text(path: Path) -> bool:
         return not any(b"\0" in piece for piece in iter(lambda: file.read(DOCUMENT_BYTES), b""))
 
 
-def _without_text(path: Path | None) -> TextError:
-    if path is None:
-        return TextError("this Python has no source code of its standard library; pass `--text PATH`.")
-    if path.is_dir():
-        return TextError(f"the folder {path} has no text files with anything in them.")
-    return TextError(f"{path} is empty." if not path.stat().st_size else f"{path} is no text: it has a zero byte.")
-
-
 # --- The two parts and their sequences. ---
 def split(
     tokens: np.ndarray, context: int, *, held_out_every: int = HELD_OUT_EVERY, unit: str = "bytes"
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Split a text in two: of every `held_out_every` blocks one is held out, and of these `HELD_OUT_BLOCKS` exist."""
+    """Split a text in two: every `held_out_every`th block is held out, `HELD_OUT_BLOCKS` blocks in all."""
     count = HELD_OUT_BLOCKS * held_out_every
     minimum = count * (context + 1)
     if len(tokens) < minimum:

@@ -1,4 +1,4 @@
-"""Train a GPT on shards of tokens, in any precision recipe, on all devices.
+"""Train a GPT on tokens of text, in any precision recipe, on all devices.
 
 Run it from the root of the repository:
 
@@ -6,23 +6,25 @@ Run it from the root of the repository:
     python -m examples.gpt.train --preset gpt2-124m --data tokens --batch-size 16 --token-budget 524288 --attention
         cudnn --loss-chunks 8 --learning-rate 6e-4 --steps 19000
 
-The first trains the tiny model on Python's standard library. The second, on one line, is for a GPU and for shards that
+The first trains the tiny model on Python's standard library. The second, on one line, is for a GPU and for tokens that
 `examples.gpt.data` made. The folder of the run (`--out`) gets `log.jsonl`, `loss.png`, `checkpoints`, and `tokens` if
 the run makes its own.
 
 Ctrl-C and SIGTERM finish the current step, save a checkpoint and stop; the same command with `--resume` goes on from
-the newest one. A finished run goes on with `--resume` and more `--steps`: its learning rate then jumps up to where that
-of a longer run would be, and falls again.
+the newest one. A finished run goes on with `--resume` and more `--steps`: its learning rate then jumps up to where a
+longer run would be, and falls again.
 
 Of several processes (`--coordinator-address`, `--num-processes`, `--process-id`, or a cluster that JAX knows) each
-reads its own part of every batch; the first one prints and writes. `examples.gpt.launch` starts some on one machine.
+reads its own part of every batch; the first one prints and writes.
 """
 
 import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Iterator
+import os
+import signal
+import time
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -30,18 +32,12 @@ import jax
 import typer
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
-from rich.console import Console
 from typer import Option
 
 import mpx
-from examples.gpt import data, devices, evaluate, meter, multiple_choice, output, processes, shards
-from examples.gpt.checkpoints import CheckpointError, Checkpoints, SaveError, check_health, resume, save
-from examples.gpt.loader import Loader, Rows, prefetch, validation_batches
+from examples.gpt import checkpoints, data, evaluate, meter, output, training
 from examples.gpt.model import PRESETS, Config
-from examples.gpt.processes import interruptions
 from examples.gpt.recipes import RECIPES, get_recipe
-from examples.gpt.run_log import Record, RunLog, progress_of, read_records, write_plot
-from examples.gpt.tokenizers import Tokenizer, get_tokenizer
 from examples.gpt.training import Hyperparameters, Program, make_program
 
 
@@ -52,7 +48,7 @@ class Settings:
 
     preset: Annotated[str, Option(help=f"One of {', '.join(PRESETS)}.")] = "tiny"
     recipe: Annotated[str, Option(help=f"One of {', '.join(r.name for r in RECIPES)}.")] = "bf16-split"
-    data: Annotated[Path | None, Option(help="Folder of shards; without it, bytes of Python's standard library.")] = (
+    data: Annotated[Path | None, Option(help="Folder of tokens; without it, bytes of Python's standard library.")] = (
         None
     )
     vocabulary_files: evaluate.VocabularyOption = None
@@ -90,8 +86,8 @@ class Run:
     """A training run, ready to start."""
 
     settings: Settings
-    folder: Path  # of the shards
-    index: shards.Index
+    folder: Path  # of the tokens
+    index: data.Index
     program: Program  # compiled when its functions are first called
     hyperparameters: Hyperparameters
     mesh: Mesh  # all devices
@@ -99,7 +95,7 @@ class Run:
     shapes: Any  # of parameters and optimizer state
     shardings: Any
     validation: jax.Array  # tokens (N, B, T + 1) on the devices
-    tokenizer: Tokenizer
+    tokenizer: data.Tokenizer
 
     @property
     def tokens_per_step(self) -> int:
@@ -111,31 +107,31 @@ class Run:
         """Return the operations a second that all devices can do in matrix products of the compute dtype, measured."""
         return meter.matmul_rate(self.program.recipe.compute_dtype) * jax.device_count()
 
-    @functools.cached_property
+    @property
     def identity(self) -> dict[str, Any]:
         """Return what a checkpoint and the run that resumes it must have in common."""
         config = {name: getattr(self.program.config, name) for name in evaluate.SIZES}
         names = ("recipe", "seed", "batch_size", "token_budget")
         settings = {name: getattr(self.settings, name) for name in names}
-        hyperparameters = dataclasses.asdict(self.hyperparameters)
-        return config | settings | hyperparameters | {"tokens": shards.fingerprint(self.index)}
+        return config | settings | dataclasses.asdict(self.hyperparameters) | {"tokens": self.index.sha256}
 
 
-def make_run(settings: Settings, console: Console) -> Run:
+def make_run(settings: Settings) -> Run:
     """Check the options against each other, data and devices, and build everything from them; compile nothing."""
-    recipe, config = get_recipe(settings.recipe), _checked(settings)
-    folder = _shards(settings, console)
-    index = shards.read_index(folder)
+    recipe, config = get_recipe(settings.recipe), checked(settings)
+    hyperparameters = Hyperparameters(settings.steps, settings.learning_rate)
+    microbatches = count_microbatches(settings, config)
+    folder = tokens_of(settings)
+    index = data.read_index(folder)
     if settings.top_k is not None and settings.top_k > index.vocabulary:
         raise ValueError(f"--top-k {settings.top_k} is more than the vocabulary, {index.vocabulary} tokens.")
     config = dataclasses.replace(config, vocabulary=index.vocabulary)
-    hyperparameters = Hyperparameters(settings.steps, settings.learning_rate)
-    mesh = devices.make_mesh()
+    mesh = training.make_mesh()
     program = make_program(
         recipe, config, hyperparameters, loss_chunks=settings.loss_chunks, mesh=mesh, parallel=settings.parallel
     )
     shapes = jax.eval_shape(program.init, settings.seed)
-    shardings = devices.state_shardings(mesh, *shapes, settings.parallel)
+    shardings = training.state_shardings(mesh, *shapes, settings.parallel)
     compiled = dataclasses.replace(
         program,
         init=jax.jit(program.init, out_shardings=shardings),
@@ -143,16 +139,35 @@ def make_run(settings: Settings, console: Console) -> Run:
         evaluate=jax.jit(program.evaluate),
         token_losses=jax.jit(program.token_losses),
     )
-    validation = validation_batches(
+    validation = data.validation_batches(
         folder, count=settings.validation_batches, batch_size=settings.batch_size, context=config.context
     )
     return Run(
-        settings, folder, index, compiled, hyperparameters, mesh,
-        microbatches=count_microbatches(settings, config),
-        shapes=shapes, shardings=shardings,
-        validation=devices.batches_on(mesh, validation),
-        tokenizer=get_tokenizer(index.tokenizer, settings.vocabulary_files),
+        settings, folder, index, compiled, hyperparameters, mesh, microbatches, shapes, shardings,
+        validation=jax.device_put(validation, jax.NamedSharding(mesh, training.BATCHES)),
+        tokenizer=data.get_tokenizer(index.tokenizer, settings.vocabulary_files),
     )  # fmt: skip
+
+
+def checked(settings: Settings) -> Config:
+    """Refuse options that are wrong by themselves, make the folder of the run, and return the model."""
+    if settings.preset not in PRESETS:
+        raise ValueError(f"--preset: no model is called {settings.preset!r}; there are {', '.join(PRESETS)}.")
+    recipe, preset = get_recipe(settings.recipe), PRESETS[settings.preset]
+    if not math.isfinite(settings.temperature):
+        raise ValueError(f"--temperature must be finite, but is {settings.temperature}.")
+    if preset.context % settings.loss_chunks:
+        raise ValueError(f"--loss-chunks {settings.loss_chunks} does not divide the context, {preset.context}.")
+    if settings.attention == "cudnn" and (jax.default_backend() != "gpu" or recipe.compute_dtype == "float32"):
+        raise ValueError(
+            "--attention cudnn is a kernel for 16-bit numbers on a GPU, but this run computes in "
+            f"{recipe.compute_dtype} on a {jax.default_backend()}; use --attention xla."
+        )
+    if settings.multiple_choice:
+        evaluate.read_questions(settings.multiple_choice)
+    output.require_folder(settings.out)
+    layout = {"attention_dtype": recipe.attention_dtype, "layers": settings.layers, "checkpoint": settings.checkpoint}
+    return dataclasses.replace(preset, attention=settings.attention, **layout)
 
 
 def count_microbatches(settings: Settings, config: Config) -> int:
@@ -172,210 +187,226 @@ def count_microbatches(settings: Settings, config: Config) -> int:
     return budget // tokens
 
 
-def _checked(settings: Settings) -> Config:
-    """Refuse options that are wrong by themselves, make the folder of the run, and return the model."""
-    if settings.preset not in PRESETS:
-        raise ValueError(f"--preset: no model is called {settings.preset!r}; there are {', '.join(PRESETS)}.")
-    recipe, preset = get_recipe(settings.recipe), PRESETS[settings.preset]
-    Hyperparameters(settings.steps, settings.learning_rate)
-    if not math.isfinite(settings.temperature):
-        raise ValueError(f"--temperature must be finite, but is {settings.temperature}.")
-    if preset.context % settings.loss_chunks:
-        raise ValueError(f"--loss-chunks {settings.loss_chunks} does not divide the context, {preset.context}.")
-    if settings.attention == "cudnn" and (jax.default_backend() != "gpu" or recipe.compute_dtype == "float32"):
-        raise ValueError(
-            "--attention cudnn is a kernel for 16-bit numbers on a GPU, but this run computes in "
-            f"{recipe.compute_dtype} on a {jax.default_backend()}; use --attention xla."
-        )
-    if settings.multiple_choice:
-        multiple_choice.read_items(settings.multiple_choice)
-    output.require_folder(settings.out)
-    layout = {"attention_dtype": recipe.attention_dtype, "layers": settings.layers, "checkpoint": settings.checkpoint}
-    return dataclasses.replace(preset, attention=settings.attention, **layout)
-
-
-def _shards(settings: Settings, console: Console) -> Path:
-    """Return the folder of shards: that of the options, that of the resumed run, or a new one in the run's folder."""
+def tokens_of(settings: Settings) -> Path:
+    """Return the folder of tokens: of the options, of the resumed run, or a new one in the run's folder."""
     if settings.data is not None:
         return settings.data
     if settings.resume:
-        with Checkpoints(settings.out / "checkpoints") as checkpoints:
-            return evaluate.shards_of(settings.out, checkpoints.description())
+        with checkpoints.opened(settings.out / "checkpoints") as manager:
+            return Path(checkpoints.description_of(manager)["data"])
     folder = settings.out / "tokens"
-    if not (folder / shards.INDEX_NAME).exists():
-        console.print(f"Reading Python's standard library into {folder}.", soft_wrap=True, markup=False)
-        if jax.process_index() == 0:
-            data.prepare(folder)
-        multihost_utils.sync_global_devices("tokens")
+    if jax.process_index() == 0 and not (folder / data.INDEX_NAME).exists():
+        say(f"Reading Python's standard library into {folder}.")
+        data.prepare(folder)
+    multihost_utils.sync_global_devices("tokens")
     return folder
 
 
 # --- The loop. ---
-def train(run: Run, console: Console) -> int:
+def train(run: Run) -> int:
     """Train to the last step, or until a signal; return the exit code, which is not 0 in the second case."""
-    settings, program = run.settings, run.program
-    folder = settings.out / "checkpoints"
-    with Checkpoints(folder, cleans=True) as checkpoints, interruptions(console) as interruption:
-        params, opt_state, step, position = start(run, checkpoints, console)
-        log = RunLog(settings.out / "log.jsonl", step) if jax.process_index() == 0 else None
-        describe(run, step, console)
-        batches, stopwatch = batches_from(run, position), meter.Stopwatch()
-        with progress_of(console, settings.steps, step) as show:
-            while step < settings.steps:
-                batch, position = next(batches)
-                params, opt_state, metrics = program.train_step(params, opt_state, batch)
-                step += 1
-                # Asked once a step: a later Ctrl-C makes the next step the last one, which is saved as well.
-                is_last = interruption.is_due(step) or step == settings.steps
-                is_evaluated = step % settings.evaluate_every == 0 or is_last
-                if step == 1 or step % settings.report_every == 0 or is_evaluated:
-                    record = report(run, step, metrics, opt_state, stopwatch)
-                    if is_evaluated:
-                        loss = float(program.evaluate(params, run.validation))
-                        record = dataclasses.replace(record, validation_loss=loss)
-                    if log:
-                        log.write(record)
-                    show(record)
-                    stopwatch.start(step)
-                elif stopwatch.seconds_per_step(step) is None:
-                    jax.block_until_ready(metrics)  # a resumed run has compiled; it logs the steps of any other run
-                    stopwatch.start(step)
-                if step % settings.save_every == 0 or is_last:
-                    described = {"identity": run.identity, "data": str(run.folder.absolute())}
-                    save(checkpoints, params, opt_state, step=step, position=position, **described)
-                    stopwatch.start(step)
-                if is_last:
-                    break
-        batches.close()
-    is_done = step == settings.steps
-    finish(run, params, console, is_done=is_done)
-    return 0 if is_done else interruption.exit_code
+    settings, program, log = run.settings, run.program, run.settings.out / "log.jsonl"
+    is_first = jax.process_index() == 0
+    with (
+        checkpoints.opened(settings.out / "checkpoints", cleans=True) as manager,
+        Interruption() as interruption,
+    ):
+        params, opt_state, done, batches = start(run, manager)
+        if is_first:
+            output.begin_log(log, done)
+        step, timed_from, since = done, done, None
+        for step in range(done + 1, settings.steps + 1):
+            tokens = training.microbatches_on(run.mesh, run.microbatches, next(batches))
+            params, opt_state, metrics = program.train_step(params, opt_state, tokens)
+            # Asked once a step: a later Ctrl-C makes the next step the last one, which is saved as well.
+            is_last = interruption.is_due(step) or step == settings.steps
+            is_evaluated = step % settings.evaluate_every == 0 or is_last
+            is_reported = step == 1 or step % settings.report_every == 0 or is_evaluated
+            is_saved = step % settings.save_every == 0 or is_last
+            if is_reported:
+                loss = float(metrics.loss)  # waits for the device
+                seconds = None if since is None else (time.perf_counter() - since) / (step - timed_from)
+                record = report(run, step, loss, float(metrics.gradient_norm), opt_state, seconds)
+                if is_evaluated:
+                    record["validation_loss"] = float(program.evaluate(params, run.validation))
+                if is_first:
+                    output.write_log(log, record)
+                say(output.line_of(record))
+            if is_saved:
+                described = {"position": batches.get_state(), "identity": run.identity}
+                described["data"] = str(run.folder.absolute())
+                checkpoints.save(manager, params, opt_state, step, described)
+            if is_reported or is_saved or step == done + 1:  # the first step compiles, and is not timed
+                jax.block_until_ready(metrics)
+                timed_from, since = step, time.perf_counter()
+            if is_last:
+                break
+    if is_first:
+        output.plot_log(settings.out / "loss.png", output.read_log(log), f"{settings.preset}, {settings.recipe}")
+    if step < settings.steps:
+        say("Stopped; the checkpoint is saved. Go on with --resume.")
+        return interruption.exit_code
+    names = ("multiple_choice", "prompt", "sample_tokens", "temperature", "top_k", "seed")
+    evaluate.show(program, params, run.tokenizer, say, **{name: getattr(settings, name) for name in names})
+    return 0
 
 
-def start(run: Run, checkpoints: Checkpoints, console: Console) -> tuple[Any, Any, int, int]:
-    """Return parameters, optimizer state, steps done and the loader's position: new ones, or those of a checkpoint."""
-    if run.settings.resume:
-        resumed = resume(checkpoints, run.shapes, run.shardings, run.identity, console)
-        describe_extension(run, checkpoints.description()["identity"]["steps"], resumed[1], console)
-        return resumed
-    if checkpoints.newest is not None:
-        raise CheckpointError(
-            f"{run.settings.out} has a checkpoint of step {checkpoints.newest}; go on with --resume, or choose "
-            "another --out."
-        )
-    return *run.program.init(run.settings.seed), 0, 0
-
-
-def batches_from(run: Run, position: int) -> Iterator[tuple[jax.Array, int]]:
-    """Return microbatches (A, B, T + 1) on the devices, each with the position after it."""
-    loader = Loader(
-        Rows(run.folder, "training", run.program.config.context),
-        batch_size=run.microbatches * run.settings.batch_size,
-        seed=run.settings.seed,
-        position=position,
+def start(run: Run, manager: Any) -> tuple[Any, Any, int, Any]:
+    """Return parameters, optimizer state, steps done and this process's rows of every batch to come."""
+    settings, steps = run.settings, run.settings.steps
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(run.shapes[0]))
+    say(
+        f"{settings.preset}: {parameters:,} parameters, {settings.recipe}, on {jax.device_count()} x "
+        f"{jax.devices()[0].device_kind}. {run.index.training:,} tokens ({run.index.tokenizer}) to train on, "
+        f"{run.index.validation:,} held out. A step has {run.microbatches} x {settings.batch_size} x "
+        f"{run.program.config.context} = {run.tokens_per_step:,} tokens. MFU is of {run.peak_rate / 1e12:,.2f} "
+        f"TFLOP/s, measured in {run.program.recipe.compute_dtype} matrix products."
+    )
+    batches = data.batches(
+        data.Rows(run.folder, "training", run.program.config.context),
+        batch_size=run.microbatches * settings.batch_size,
+        seed=settings.seed,
         process_index=jax.process_index(),
         process_count=jax.process_count(),
     )
-    put = devices.microbatches_on(run.mesh, run.microbatches)
-    return prefetch(loader, put=lambda item: (put(item[0]), item[1]))
+    if not settings.resume:
+        if manager.latest_step() is not None:
+            raise checkpoints.CheckpointError(
+                f"{settings.out} has a checkpoint of step {manager.latest_step()}; go on with --resume, or choose "
+                "another --out."
+            )
+        say(f"From step 0 to {steps}.")
+        return *run.program.init(settings.seed), 0, batches
+    params, opt_state, saved = checkpoints.resume(manager, run.shapes, run.shardings, run.identity)
+    batches.set_state(saved["position"])
+    say(f"Going on from step {saved['step']} to {steps}.")
+    if saved["is_changed"]:
+        say("The parameters of the checkpoint were changed from outside. Going on from them; the masters follow.")
+    if saved["identity"]["steps"] != steps:
+        updates = saved["step"] - int(mpx.skipped_steps(opt_state))
+        rate = lambda total: float(dataclasses.replace(run.hyperparameters, steps=total).schedule()(updates))
+        say(
+            f"The learning rate jumps from {rate(saved['step']):.2e}, the end of a run of {saved['step']} steps, to "
+            f"{rate(steps):.2e}, where a run of {steps} steps is here."
+        )
+    return params, opt_state, saved["step"], batches
 
 
-def report(run: Run, step: int, metrics: Any, opt_state: Any, stopwatch: meter.Stopwatch) -> Record:
-    """Wait for the device, stop a run that diverged, and return the record of the last step."""
-    check_health(opt_state, run.shapes[0])
-    loss, norm = float(metrics.loss), float(metrics.gradient_norm)
-    seconds = stopwatch.seconds_per_step(step)  # the device is idle now
+def report(
+    run: Run, step: int, loss: float, gradient_norm: float, opt_state: Any, seconds: float | None
+) -> dict[str, Any]:
+    """Stop a run that diverged, and return a line of the log on the step just done; losses are in nats a token."""
+    checkpoints.check_health(opt_state, run.shapes[0])
     skipped = int(mpx.skipped_steps(opt_state))
     tokens_per_second = run.tokens_per_step / seconds if seconds else None
     in_use, peak = meter.device_memory()
-    return Record(
-        step=step,
-        loss=loss,
-        # A skipped step does not advance the schedule.
-        learning_rate=float(run.hyperparameters.schedule()(step - 1 - skipped)),
-        gradient_norm=norm,
-        loss_scale=float(mpx.get_loss_scale(opt_state).loss_scale),
-        skipped_steps=skipped,
-        seconds_per_step=seconds,
-        tokens_per_second=tokens_per_second,
-        mfu=tokens_per_second and tokens_per_second * run.program.config.flops_per_token / run.peak_rate,
-        memory_bytes=in_use,
-        peak_memory_bytes=peak,
-    )
+    return {
+        "step": step,  # counted from 1
+        "loss": loss,  # of this step's tokens, before its update
+        # Before the update. A skipped step does not advance the schedule.
+        "learning_rate": float(run.hyperparameters.schedule()(step - 1 - skipped)),
+        "gradient_norm": gradient_norm,  # before clipping; NaN in a skipped step
+        "loss_scale": float(mpx.get_loss_scale(opt_state).loss_scale),  # after the step
+        "skipped_steps": skipped,  # so far
+        "seconds_per_step": seconds,  # mean since the last report
+        "tokens_per_second": tokens_per_second,
+        # The model's own operations as a share of the measured rate of matrix products.
+        "mfu": tokens_per_second and tokens_per_second * run.program.config.flops_per_token / run.peak_rate,
+        "memory_bytes": in_use,  # on the first device; None where nothing counts them
+        "peak_memory_bytes": peak,
+        "validation_loss": None,
+    }
 
 
-# --- What a run prints. ---
-def describe(run: Run, step: int, console: Console) -> None:
-    """Print the run before its first step."""
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(run.shapes[0]))
-    settings, index, recipe = run.settings, run.index, run.program.recipe
-    console.print(
-        f"{settings.preset}: {parameters:,} parameters, {recipe.label}, on {jax.device_count()} x "
-        f"{jax.devices()[0].device_kind}. {index.tokens('training'):,} tokens ({index.tokenizer}) to train on, "
-        f"{index.tokens('validation'):,} held out.\n"
-        f"{'Going on from' if step else 'From'} step {step} to {settings.steps}, each of {run.microbatches} x "
-        f"{settings.batch_size} x {run.program.config.context} = {run.tokens_per_step:,} tokens. MFU is of "
-        f"{run.peak_rate / 1e12:,.2f} TFLOP/s, measured in {recipe.compute_dtype} matrix products.",
-        soft_wrap=True,
-        markup=False,
-    )
-
-
-def describe_extension(run: Run, steps_before: int, opt_state: Any, console: Console) -> None:
-    """Print what more steps mean for the learning rate, if the run was finished after fewer."""
-    steps = run.settings.steps
-    if steps == steps_before:
-        return
-    updates = steps_before - int(mpx.skipped_steps(opt_state))
-    rate = lambda total, update: float(dataclasses.replace(run.hyperparameters, steps=total).schedule()(update))
-    console.print(
-        f"The run was finished after {steps_before} steps, at a learning rate of {rate(steps_before, updates):.2e}. It "
-        f"goes on along the schedule of {steps} steps, which is at {rate(steps, updates):.2e} here and ends at "
-        f"{rate(steps, steps):.2e}. A run with --steps {steps} from the start would have had other learning rates "
-        "until now.",
-        soft_wrap=True,
-    )
-
-
-def finish(run: Run, params: Any, console: Console, *, is_done: bool) -> None:
-    """Write the plot; after the last step also print a sample, and the accuracy if there are questions."""
-    settings = run.settings
+# --- Several processes, and signals. ---
+def say(text: str) -> None:
+    """Print a text; the first process speaks for all."""
     if jax.process_index() == 0:
-        log, plot = settings.out / "log.jsonl", settings.out / "loss.png"
-        write_plot(plot, read_records(log), f"{settings.preset}, {run.program.recipe.label}")
-        console.print(f"Written: {log}, {plot}", soft_wrap=True, markup=False)
-    if is_done:
-        names = ("multiple_choice", "prompt", "sample_tokens", "temperature", "top_k", "seed")
-        evaluate.show(run.program, params, run.tokenizer, console, **{name: getattr(settings, name) for name in names})
+        typer.echo(text)
+
+
+def join(coordinator_address: str | None, num_processes: int | None, process_id: int | None) -> None:
+    """Join the processes of a run, by `jax.distributed.initialize`; no device may be in use yet.
+
+    Without arguments JAX looks for a cluster (Slurm, Open MPI, Kubernetes, Cloud TPU). If it finds none, this process
+    is alone.
+    """
+    arguments = (coordinator_address, num_processes, process_id)
+    try:
+        jax.distributed.initialize(*arguments)
+    except ValueError as error:
+        if any(argument is not None for argument in arguments) or "JAX_COORDINATOR_ADDRESS" in os.environ:
+            raise ValueError(
+                "--coordinator-address, --num-processes and --process-id must all be given where JAX finds no "
+                f"cluster: {error}"
+            ) from error
+
+
+class Interruption:
+    """A request to stop after the step at work.
+
+    One process handles Ctrl-C and SIGTERM itself. Several must agree on the step, and JAX has a protocol for it: it
+    tells a SIGTERM to all of them, and `reached_preemption_sync_point` names a step that none has taken yet. A process
+    that gets a Ctrl-C therefore sends itself a SIGTERM. That takes about a second.
+    """
+
+    def __init__(self) -> None:
+        self._received: int | None = None
+        self._numbers = (signal.SIGINT,) if jax.process_count() > 1 else (signal.SIGINT, signal.SIGTERM)
+
+    def __enter__(self) -> "Interruption":
+        self._before = {number: signal.signal(number, self.receive) for number in self._numbers}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def is_due(self, step: int) -> bool:
+        """Return whether this step is the last; all processes must ask once after each step."""
+        if jax.process_count() > 1:
+            return multihost_utils.reached_preemption_sync_point(step)
+        return self._received is not None
+
+    @property
+    def exit_code(self) -> int:
+        """Return the exit code that a shell expects after the signal: 130 for Ctrl-C, 143 for SIGTERM."""
+        return 128 + (self._received or signal.SIGTERM)
+
+    def receive(self, number: int, frame: Any = None) -> None:
+        """Handle a signal; the second one stops at once."""
+        del frame
+        if self._received:
+            # An exception would end the interpreter while threads still copy and write, which can end in a crash.
+            os._exit(128 + number)
+        self._received = number
+        say("Finishing the step at work, then saving. Another Ctrl-C stops at once and saves nothing.")
+        if jax.process_count() > 1:
+            os.kill(os.getpid(), signal.SIGTERM)  # which JAX handles
 
 
 # --- The command line. ---
 def main(**options: Any) -> None:
-    """Train a GPT on shards of tokens, in any precision recipe, on all devices."""
+    """Train a GPT on tokens of text, in any precision recipe, on all devices."""
     settings = Settings(**options)
     try:
-        processes.join(settings.coordinator_address, settings.num_processes, settings.process_id)
-        console = Console(quiet=jax.process_index() != 0)  # the first process speaks for all
-        run = make_run(settings, console)
+        join(settings.coordinator_address, settings.num_processes, settings.process_id)
+        run = make_run(settings)
     except (ValueError, OSError) as error:
-        raise typer.BadParameter(f"{processes.prefix()}{error}") from error
+        raise typer.BadParameter(str(error)) from error
     try:
-        code = train(run, console)
-    except (SaveError, mpx.StuckError, OSError) as error:
-        typer.echo(f"Error: {processes.prefix()}{error}", err=True)
+        code = train(run)
+    except (checkpoints.CheckpointError, data.DataError, evaluate.QuestionError, mpx.StuckError, OSError) as error:
+        typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(1) from error
-    except (CheckpointError, shards.ShardError, multiple_choice.MultipleChoiceError) as error:
-        raise typer.BadParameter(f"{processes.prefix()}{error}") from error
-    if code:
-        console.print("Stopped; the checkpoint is saved. Go on with --resume.")
     raise typer.Exit(code)
 
 
-# Typer reads the options off the signature: they are those of `Settings`, written once.
+# Typer reads the options off the signature: the fields of `Settings`, written once.
 main.__signature__ = inspect.signature(Settings)
 main.__annotations__ = dict(Settings.__annotations__)
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 app.command()(main)
 
 if __name__ == "__main__":
-    processes.run(app)
+    app()

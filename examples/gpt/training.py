@@ -1,30 +1,35 @@
 """Make a recipe, a model and a schedule into the functions that a training loop calls.
 
-Nothing is compiled here: the loops call `jax.jit` on these functions, with the shardings that they want.
+Nothing is compiled here: the loops call `jax.jit` on these functions, with the shardings that they want. Each device
+computes the gradients of its part of every microbatch; `mpx.data_parallel` averages them once a step, in float32.
 """
 
 import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import mpx
-from examples.gpt import devices
 from examples.gpt.loss import mean_loss, token_losses
 from examples.gpt.model import GPT, Config
 from examples.gpt.recipes import Recipe
 
+AXIS = "data"  # of the mesh of all devices
+BATCHES = PartitionSpec(None, AXIS)  # (N, B, T + 1)
+Parallel = Literal["replicated", "zero"]
+
 
 @dataclasses.dataclass(frozen=True)
 class Hyperparameters:
-    """AdamW and its schedule; the defaults are those of GPT-3 (Brown et al., 2020)."""
+    """AdamW and its schedule; the defaults are from GPT-3 (Brown et al., 2020)."""
 
     steps: int  # updates, after which the learning rate is at its end
     learning_rate: float  # peak of the schedule
@@ -88,16 +93,16 @@ def make_program(
     loss_chunks: int = 1,
     rules: Any = mpx.DEFAULT_RULES,
     mesh: Mesh | None = None,
-    parallel: devices.Parallel = "replicated",
+    parallel: Parallel = "replicated",
 ) -> Program:
     """Build model, optimizer and training step.
 
-    The loss cuts the positions into `loss_chunks` parts. `rules` are those of `mpx.autocast`. The devices of `mesh`
+    The loss cuts the positions into `loss_chunks` parts. `rules` go to `mpx.autocast`. The devices of `mesh`
     share a training step, and with `"zero"` the optimizer state.
     """
     tx = make_optimizer(recipe, config, hyperparameters)
     if mesh is not None and parallel == "zero":
-        tx = mpx.zero1(tx, mesh, devices.AXIS)
+        tx = mpx.zero1(tx, mesh, AXIS)
 
     def update(grads: Any, opt_state: optax.OptState, params: Any) -> tuple[Any, optax.OptState]:
         if recipe.fused:
@@ -122,7 +127,9 @@ def make_program(
     def gradients(params: Any, opt_state: optax.OptState, tokens: jax.Array) -> tuple[jax.Array, Any]:
         if recipe.compute == "plain":
             return jax.value_and_grad(loss_fn)(params, tokens)
-        return mpx.value_and_grad(loss_fn, mpx.get_loss_scale(opt_state))(params, tokens)
+        # A kernel reads gradients once: 16 bits where they hold the float32 gradient exactly.
+        grad_dtype = "lossless" if recipe.fused else "f32"
+        return mpx.value_and_grad(loss_fn, mpx.get_loss_scale(opt_state), grad_dtype=grad_dtype)(params, tokens)
 
     def train_step(
         params: Any, opt_state: optax.OptState, microbatches: jax.Array
@@ -130,7 +137,7 @@ def make_program(
         def on_one_device(params: Any, microbatches: jax.Array) -> tuple[jax.Array, Any]:
             return mean_over_microbatches(lambda tokens: gradients(params, opt_state, tokens), microbatches)
 
-        loss, grads = devices.averaged(on_one_device, mesh, parallel)(params, microbatches)
+        loss, grads = averaged(on_one_device, mesh, parallel)(params, microbatches)
         if recipe.compute == "plain":  # plain Optax expects gradients in the dtype of the parameters
             grads = optax.tree.cast_like(grads, params)
         norm = optax.tree.norm(mpx.get_loss_scale(opt_state).unscale(mpx.cast(grads, "f32")))
@@ -190,7 +197,7 @@ def make_optimizer(
 
 
 def decayed(params: Any, config: Config) -> Any:
-    """Mark the weights that decay: those with two or more dimensions, without the one that stacks blocks."""
+    """Mark the weights that decay: all with two or more dimensions, without the one that stacks blocks."""
 
     def is_matrix(path: tuple[Any, ...], leaf: Any) -> bool:
         is_stacked = config.layers != "unrolled" and getattr(path[0], "key", None) == "blocks"
@@ -216,3 +223,41 @@ def mean_over_microbatches(
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), shapes)
     sums, _ = jax.lax.scan(add, zeros, microbatches)
     return jax.tree.map(lambda total, leaf: (total / len(microbatches)).astype(leaf.dtype), sums, shapes)
+
+
+# --- Devices. ---
+def make_mesh() -> Mesh:
+    """Return all devices of all processes in a row."""
+    return jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(AxisType.Auto,))
+
+
+def averaged(
+    gradients: Callable[[Any, jax.Array], tuple[jax.Array, Any]], mesh: Mesh | None, parallel: Parallel
+) -> Callable[[Any, jax.Array], tuple[jax.Array, Any]]:
+    """Return the gradients of microbatches (A, B, T + 1) on all devices, from a function that runs on each."""
+    if mesh is None or mesh.size == 1:
+        return gradients
+    return mpx.data_parallel(gradients, mesh, AXIS, batch_specs=BATCHES, scatter=parallel == "zero")
+
+
+def state_shardings(mesh: Mesh, params: Any, opt_state: Any, parallel: Parallel) -> tuple[Any, Any]:
+    """Return the shardings of parameters and optimizer state, which may be given as shapes.
+
+    Parameters are replicated. So is the optimizer state, or with `"zero"` each device keeps and updates its part (ZeRO
+    stage 1, Rajbhandari et al., 2020).
+    """
+    replicated = NamedSharding(mesh, PartitionSpec())
+    if parallel == "zero":
+        of_state = mpx.zero1_shardings(params, opt_state, mesh, AXIS)
+    else:
+        of_state = jax.tree.map(lambda leaf: replicated, opt_state)
+    return jax.tree.map(lambda leaf: replicated, params), of_state
+
+
+def microbatches_on(mesh: Mesh, count: int, rows: np.ndarray) -> jax.Array:
+    """Put this process's rows of a batch (rows, T + 1) on its devices, as (count, B, T + 1).
+
+    A batch has the same rows for any number of processes, but which microbatch has a row depends on that number.
+    """
+    rows = rows.reshape(count, -1, rows.shape[-1])
+    return jax.make_array_from_process_local_data(NamedSharding(mesh, BATCHES), rows)

@@ -1,4 +1,4 @@
-"""Ways to run a contraction: in a 16-bit dtype, or by an algorithm for float32 operands."""
+"""The precisions of a contraction: a 16-bit dtype, 8-bit floats, or an algorithm for float32 operands."""
 
 import dataclasses
 from typing import Any
@@ -14,12 +14,12 @@ from mpx._fp8 import RESULTS, Fp8
 
 
 @dataclasses.dataclass(frozen=True)
-class Compute:
-    """A way to run contractions."""
+class ContractionPrecision:
+    """The precision of contractions."""
 
     name: str  # as users write it: `bf16`, `f16`, `f32`, `tf32`, `bf16x3`, `fp8`
     dtype: np.dtype  # of operands and results
-    algorithm: lax.DotAlgorithmPreset | None = None  # how hardware multiplies float32 operands, if not as usual
+    algorithm: lax.DotAlgorithmPreset | None = None  # how hardware multiplies float32 operands; None for the default
     fp8: Fp8 | None = None  # how matrix products of 8-bit floats run, if they do
 
     @property
@@ -29,38 +29,39 @@ class Compute:
 
     @property
     def changes(self) -> bool:
-        """Return whether contractions run in another way than in a plain float32 program."""
+        """Return whether contractions differ from a plain float32 program."""
         return self.is_narrow or self.algorithm is not None
 
     @property
-    def fallback(self) -> "Compute":
-        """Return the way without 8-bit floats."""
+    def fallback(self) -> "ContractionPrecision":
+        """Return the precision without 8-bit floats."""
         return self if self.fp8 is None else compute_of_dtype(self.dtype)
 
 
-BF16 = Compute("bf16", np.dtype(jnp.bfloat16))
-F16 = Compute("f16", np.dtype(np.float16))
-F32 = Compute("f32", np.dtype(np.float32))
+BF16 = ContractionPrecision("bf16", np.dtype(jnp.bfloat16))
+F16 = ContractionPrecision("f16", np.dtype(np.float16))
+F32 = ContractionPrecision("f32", np.dtype(np.float32))
+FP8 = ContractionPrecision("fp8", RESULTS, fp8=Fp8())
 ALGORITHMS = {
-    "tf32": Compute("tf32", np.dtype(np.float32), lax.DotAlgorithmPreset.TF32_TF32_F32),
-    "bf16x3": Compute("bf16x3", np.dtype(np.float32), lax.DotAlgorithmPreset.BF16_BF16_F32_X3),
+    "tf32": ContractionPrecision("tf32", np.dtype(np.float32), lax.DotAlgorithmPreset.TF32_TF32_F32),
+    "bf16x3": ContractionPrecision("bf16x3", np.dtype(np.float32), lax.DotAlgorithmPreset.BF16_BF16_F32_X3),
 }
 _BY_DTYPE = {compute.dtype: compute for compute in (BF16, F16, F32)}
 
 
-def get_compute(policy_or_dtype: Any) -> Compute:
+def get_compute(policy_or_dtype: Any) -> ContractionPrecision:
     """Read what a user gives to `autocast`: a policy, a dtype or its name, `"tf32"`, `"bf16x3"`, FP8.
 
     Raises:
-        ValueError: if it is none of these; if it is `"tf32"` on a TPU, which has no such numbers.
+        ValueError: if it is anything else, or `"tf32"` on a TPU, which has no such numbers.
     """
     if isinstance(policy_or_dtype, _policy.Policy):
         fp8 = policy_or_dtype.fp8
         return compute_of_dtype(np.dtype(policy_or_dtype.compute_dtype)) if fp8 is None else compute_of_fp8(fp8)
     if isinstance(policy_or_dtype, Fp8):
         return compute_of_fp8(policy_or_dtype)
-    if isinstance(policy_or_dtype, str) and policy_or_dtype == "fp8":
-        return compute_of_fp8(Fp8())
+    if isinstance(policy_or_dtype, str) and policy_or_dtype == FP8.name:
+        return FP8
     if isinstance(policy_or_dtype, str) and policy_or_dtype in ALGORITHMS:
         return _on_this_backend(ALGORITHMS[policy_or_dtype])
     dtype = dtype_or_none(policy_or_dtype)
@@ -72,26 +73,26 @@ def get_compute(policy_or_dtype: Any) -> Compute:
     return compute_of_dtype(dtype)
 
 
-def compute_of_fp8(fp8: Fp8) -> Compute:
-    """Return the way to compute in 8-bit floats."""
-    return Compute("fp8", RESULTS, fp8=fp8)
+def compute_of_fp8(fp8: Fp8) -> ContractionPrecision:
+    """Return the precision of 8-bit floats."""
+    return dataclasses.replace(FP8, fp8=fp8)
 
 
-def compute_of_dtype(dtype: np.dtype) -> Compute:
-    """Return the way to compute in a dtype."""
+def compute_of_dtype(dtype: np.dtype) -> ContractionPrecision:
+    """Return the precision of a dtype."""
     if dtype not in _BY_DTYPE:
         hint = " Products of 8-bit floats are 'fp8'." if dtype.name.startswith("float8") else ""
         raise ValueError(f"`autocast` computes in bfloat16, float16 or float32, but got {dtype}.{hint}")
     return _BY_DTYPE[dtype]
 
 
-def widest(computes: list[Compute]) -> Compute:
-    """Return the common way, or float32 if they differ."""
+def widest(computes: list[ContractionPrecision]) -> ContractionPrecision:
+    """Return the precision that all share, or float32 if they differ."""
     return computes[0] if all(compute == computes[0] for compute in computes) else F32
 
 
-def _on_this_backend(compute: Compute) -> Compute:
-    """Take TF32 where it exists: on NVIDIA GPUs. A CPU multiplies float32 numbers as they are, which is more exact."""
+def _on_this_backend(compute: ContractionPrecision) -> ContractionPrecision:
+    """Take TF32 where it exists: on NVIDIA GPUs. A CPU multiplies float32 numbers unrounded, which is more exact."""
     backend = jax.default_backend()
     if compute.name == "tf32" and backend == "tpu":
         raise ValueError("`autocast`: a TPU has no TF32; use 'bf16x3', whose error is as small, or 'bf16'.")

@@ -1,4 +1,4 @@
-"""Contractions: which of them can be narrowed, how one runs in the compute dtype, and how many FLOPs it takes."""
+"""Contractions: which can be narrowed, how one runs in the compute dtype, and how many FLOPs it takes."""
 
 import math
 from collections.abc import Callable
@@ -10,14 +10,15 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from mpx._autocast import fp8
-from mpx._autocast.compute import Compute
-from mpx._jaxprs import CONTRACTIONS, is_literal, propagate
+from mpx._autocast.compute import ContractionPrecision
+from mpx._jaxprs import is_literal, propagate
+from mpx._primitives import facts_of
 
 _PRECISE = (lax.Precision.HIGH, lax.Precision.HIGHEST)
 
 
 def contracted_size(eqn: JaxprEqn) -> int:
-    """Return how many products are added up in one element of the result."""
+    """Return how many products each element of the result adds up."""
     if eqn.primitive.name == "conv_general_dilated":
         kernel, dimensions = _aval(eqn.invars[1]), eqn.params["dimension_numbers"]
         return kernel.size // max(kernel.shape[dimensions.rhs_spec[0]], 1)
@@ -30,12 +31,12 @@ def contracted_size(eqn: JaxprEqn) -> int:
 
 
 def flops(eqn: JaxprEqn) -> int:
-    """Return the floating-point operations: a product and a sum for each product that is added up."""
+    """Return the number of floating-point operations: two for each product, which is computed and added up."""
     if eqn.primitive.name == "conv_general_dilated":
         return 2 * _products_of_convolution(eqn)
     count = 2 * _aval(eqn.outvars[0]).size * contracted_size(eqn)
     if eqn.primitive.name == "ragged_dot_general":
-        # Each row belongs to one group: as many products as without groups.
+        # Each row belongs to one group, so there are as many products as without groups.
         numbers = eqn.params["ragged_dot_dimension_numbers"]
         (contracting, _), _ = numbers.dot_dimension_numbers
         if set(numbers.lhs_ragged_dimensions) & set(contracting):
@@ -44,7 +45,7 @@ def flops(eqn: JaxprEqn) -> int:
 
 
 def _products_of_convolution(eqn: JaxprEqn) -> int:
-    """Count products of a pixel and a tap: none with padding, nor with the zeros between dilated pixels."""
+    """Count products of pixels and taps, except with padding and with the zeros between dilated pixels."""
     params, numbers = eqn.params, eqn.params["dimension_numbers"]
     lhs, rhs, out = (_aval(v).shape for v in (*eqn.invars, *eqn.outvars))
     pairs = 1
@@ -60,19 +61,19 @@ def _products_of_convolution(eqn: JaxprEqn) -> int:
     return pairs * out[numbers.out_spec[0]] * out[numbers.out_spec[1]] * rhs[numbers.rhs_spec[1]]
 
 
-def why_kept(eqn: JaxprEqn, compute: Compute) -> str | None:
+def why_kept(eqn: JaxprEqn, compute: ContractionPrecision) -> str | None:
     """Return why a contraction cannot be narrowed, or None."""
     operands = [_aval(v).dtype for v in eqn.invars[:2]]
     if np.float32 not in operands or not all(dtype == np.float32 or _is_half(dtype) for dtype in operands):
         return f"operands are {' and '.join(sorted({str(dtype) for dtype in operands}))}"
     result = _aval(eqn.outvars[0]).dtype
-    if result not in (np.float32, compute.dtype):  # it would be rounded twice
+    if result not in (np.float32, compute.dtype):  # the result would be rounded twice
         return f"its result is to be {result}"
     precision = _asked_precision(eqn)
     if precision is not None:
         return f"precision {precision} is asked for"
     size = contracted_size(eqn)
-    if isinstance(size, int) and size <= 1:  # a symbolic size (`jax.export`) is as large as can be
+    if isinstance(size, int) and size <= 1:  # a symbolic size (`jax.export`) counts as large
         return "nothing is summed: an outer product"
     if compute.algorithm is not None and eqn.primitive.name != "dot_general":
         return f"there is no {compute.name} algorithm for it"
@@ -91,14 +92,14 @@ def _asked_precision(eqn: JaxprEqn) -> Any:
 def run(
     eqn: JaxprEqn,
     operands: list[Any],
-    compute: Compute,
+    compute: ContractionPrecision,
     wide_gradients: tuple[bool, bool],
     in_memory: tuple[np.dtype, np.dtype],
 ) -> jax.Array:
-    """Return the result of a contraction of float32 operands in the compute dtype.
+    """Run a contraction of float32 operands in the compute dtype.
 
-    `wide_gradients` says for which of the first two operands the gradient is to be float32. The operands of that
-    gradient are in the compute dtype all the same. `in_memory` is for products of 8-bit floats.
+    `wide_gradients` says which of the two operands get a float32 gradient. It is still computed from operands in the
+    compute dtype. `in_memory` is for products of 8-bit floats.
     """
     if compute.fp8 is not None:
         return fp8.run(eqn, operands, compute.fp8, wide_gradients, in_memory)
@@ -110,7 +111,7 @@ def run(
 
     if any(wide_gradients):
         return _with_wide_gradients(contract, compute.dtype, wide_gradients)(*operands)
-    # Each use rounds its own copy: a copy for several uses would add up their cotangents in 16 bits.
+    # Each use rounds its own copy. A shared copy would add up the cotangents of its uses in 16 bits.
     lhs, rhs, *rest = operands
     return contract(lax.convert_element_type(lhs, compute.dtype), lax.convert_element_type(rhs, compute.dtype), *rest)
 
@@ -118,15 +119,14 @@ def run(
 def _with_wide_gradients(
     contract: Callable[..., jax.Array], dtype: np.dtype, wide: tuple[bool, bool]
 ) -> Callable[..., jax.Array]:
-    """Return `contract` of narrowed operands, with gradients that are sums in float32 which nothing rounds.
+    """Return `contract` of narrowed operands, with gradients that are unrounded float32 sums.
 
-    A narrow result asks for narrow cotangents, and jax gives a gradient the dtype of its operand. So the operands
-    are narrowed inside of a custom derivative.
+    JAX gives a gradient the dtype of its operand, so the operands are narrowed inside a custom derivative.
     """
 
     def forward(lhs, rhs, *rest):
         narrow = lax.convert_element_type(lhs, dtype), lax.convert_element_type(rhs, dtype)
-        # Arrays of no element carry the operands' own dtypes to the backward pass.
+        # Empty arrays carry the operands' own dtypes to the backward pass.
         return contract(*narrow, *rest), (narrow, rest, [lax.full((0,), 0, x.dtype) for x in (lhs, rhs)])
 
     def backward(residuals, cotangent):
@@ -146,12 +146,12 @@ def _with_wide_gradients(
 
 
 def _summed_in_f32(pullback: Callable[..., Any], cotangent: jax.Array) -> jax.Array:
-    """Run the transpose of a contraction with a float32 result of the contraction in it."""
+    """Run the transpose of a contraction so that the contraction inside it has a float32 result."""
     program = jax.make_jaxpr(lambda cotangent: pullback(cotangent)[0])(cotangent)
     constants = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
 
     def bind(eqn: JaxprEqn, operands: list[Any]) -> Any:
-        if eqn.primitive.name in CONTRACTIONS:
+        if facts_of(eqn).contraction:
             return [_bound_in_f32(eqn, operands)]
         results = eqn.primitive.bind(*operands, **eqn.params)
         return results if eqn.primitive.multiple_results else [results]
@@ -162,14 +162,14 @@ def _summed_in_f32(pullback: Callable[..., Any], cotangent: jax.Array) -> jax.Ar
 def _bound_in_f32(eqn: JaxprEqn, operands: list[Any]) -> jax.Array:
     """Bind a contraction of 16-bit operands with a float32 result."""
     result = eqn.primitive.bind(*operands, **(eqn.params | {"preferred_element_type": np.dtype(np.float32)}))
-    # XLA on CPU (jax 0.10, 0.11) fuses the transposition that may follow into a product which it then cannot run.
+    # XLA on a CPU (jax 0.10, 0.11) would fuse a transposition that follows, and cannot run the fused product.
     return lax.optimization_barrier(result) if jax.default_backend() == "cpu" else result
 
 
 def with_rounded_cotangent(x: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Return a float32 array as it is, and round its cotangent to 16 bits before anything uses it.
+    """Return a float32 array unchanged, and round its cotangent to 16 bits before anything uses it.
 
-    The barrier lets XLA write the rounded cotangent to memory, and not the float32 one.
+    The barrier makes XLA write the rounded cotangent to memory instead of the float32 one.
     """
 
     def round_trip(tangent):
@@ -181,7 +181,7 @@ def with_rounded_cotangent(x: jax.Array, dtype: np.dtype) -> jax.Array:
 
 
 def _aval(v: Any) -> Any:
-    """Return the type of an operand, whose type annotation in jax is too general."""
+    """Return the type of an operand; jax annotates it too generally."""
     return v.aval
 
 

@@ -1,21 +1,23 @@
 """Enter operations that hold programs under `autocast`: loops, branches, checkpoints, calls and shard maps.
 
-Each primitive has a `Handler`, by which it is planned and run. Values that are representable in 16 bits travel in them
-where that costs no precision (`plan.travels_in`). The values that a loop carries, or closes over, stay float32: their
-cotangents are added up over all iterations.
+Each primitive has a `Handler` that plans and runs it. Values that 16 bits represent travel in 16 bits where that costs
+no precision (`plan.travels_in`). Values that a loop carries or closes over stay float32, because their cotangents are
+added up over all iterations.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn
 
 from mpx._autocast.plan import CastPlan, Handler, Planner, Run, Settings, Step, Tag, travels_in
-from mpx._jaxprs import CALLS, CHEAP, called_jaxpr, count_uses, open_jaxpr, scan_counts
+from mpx._jaxprs import called_jaxpr, count_uses, dtype_of, open_jaxpr, scan_counts
+from mpx._primitives import PRIMITIVES, facts_of
 
 # ---- calls
 
@@ -30,7 +32,7 @@ def _call_rounded_to(eqn: JaxprEqn, plans: tuple[CastPlan, ...]) -> list[np.dtyp
 
 
 def _run_jit(step: Step, operands: list[Any], run: Run, settings: Settings) -> Sequence[Any]:
-    """Run in line, so that nothing is compiled for itself; a jit that places its arrays stays one."""
+    """Run in line, so that nothing is compiled separately. A jit that places its arrays stays a jit."""
     params, call = step.eqn.params, lambda *operands: tuple(run(step.plans[0], operands))
     shardings = [
         tuple(s if isinstance(s, jax.sharding.Sharding) else None for s in params.get(key, ()))
@@ -43,7 +45,7 @@ def _run_jit(step: Step, operands: list[Any], run: Run, settings: Settings) -> S
 
 
 def _run_checkpoint(step: Step, operands: list[Any], run: Run, settings: Settings) -> Sequence[Any]:
-    """Bind the primitive itself, since `jax.checkpoint` cannot say that its program is a backward pass already."""
+    """Bind the primitive itself: `jax.checkpoint` cannot say that its program is already a backward pass."""
     plan = step.plans[0]
     dtypes = _travel_in(plan.in_tags, plan.rounded_to, settings)
     operands = _narrowed(operands, dtypes)
@@ -52,7 +54,7 @@ def _run_checkpoint(step: Step, operands: list[Any], run: Run, settings: Setting
 
 
 def _run_shard_map(step: Step, operands: list[Any], run: Run, settings: Settings) -> Sequence[Any]:
-    """Leave operands in float32: the cotangent of one that all devices hold is summed over them."""
+    """Leave operands in float32: the cotangent of an operand that all devices hold is summed over devices."""
     params = step.eqn.params
     axes = params.get("newly_manual_axes", params.get("manual_axes"))
     options = {} if axes is None else {"axis_names": axes}
@@ -132,10 +134,10 @@ def _run_scan(step: Step, operands: list[Any], run: Run, settings: Settings) -> 
 
 
 def _handed_on(plan: CastPlan, settings: Settings) -> dict[Any, np.dtype | None]:
-    """Return the values whose one use is a checkpoint, which narrows them to a 16-bit dtype, and that dtype.
+    """Return the values whose only use is a checkpoint that takes them in 16 bits, with the dtype.
 
-    A slice in that dtype is handed to it as it is. Widened and narrowed it would be a new value to JAX, which the
-    checkpoint keeps beside the array that it is a slice of.
+    A slice in that dtype goes to the checkpoint unchanged. Widened and narrowed again it would be a new value to JAX,
+    which the checkpoint would keep beside the array it is a slice of.
     """
     uses = count_uses(open_jaxpr(plan.jaxpr))
     found = {}
@@ -148,24 +150,29 @@ def _handed_on(plan: CastPlan, settings: Settings) -> dict[Any, np.dtype | None]
 
 
 def _leaves_open_what_is_kept(jaxpr: Any) -> bool:
-    """Return whether the author of a loop's body has left it to JAX what its backward pass finds in memory."""
+    """Return whether the author of a loop's body left it to JAX what is kept for the backward pass.
+
+    A body with complex numbers is left alone too: a `jax.checkpoint` policy cannot keep them (jax 0.10 to 0.12).
+    """
     program = open_jaxpr(jaxpr)
     inside = (inner for eqn in program.eqns for inner in jex_core.jaxprs_in_params(eqn.params))
     is_checkpoint = any(eqn.primitive.name == "remat2" for eqn in program.eqns)
-    return not (program.effects or is_checkpoint) and all(map(_leaves_open_what_is_kept, inside))
+    values = [*program.invars, *program.constvars, *(v for eqn in program.eqns for v in eqn.outvars)]
+    is_complex = any(jnp.issubdtype(dtype_of(v), jnp.complexfloating) for v in values)
+    return not (program.effects or is_checkpoint or is_complex) and all(map(_leaves_open_what_is_kept, inside))
 
 
 def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Return whether the backward pass of a loop finds a result in memory, or computes it again.
+    """Return whether a loop keeps a result for its backward pass, or computes it again.
 
-    JAX keeps what derivatives need, in the dtype it was traced with: float32, although it was computed from results of
-    products in 16 bits.
+    JAX keeps what derivatives need in the dtype it was traced with: float32, although it was computed from 16-bit
+    results of products.
     """
-    return primitive.name not in CHEAP
+    return not facts_of(primitive).cheap
 
 
 def _scan_parts(eqn: JaxprEqn, columns: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-    """Split what belongs to operands: closed over by the body, carried, and sliced in each iteration."""
+    """Split a column with an entry for each operand: closed over by the body, carried, sliced in each iteration."""
     consts, carry = scan_counts(eqn)
     return list(columns[:consts]), list(columns[consts : consts + carry]), list(columns[consts + carry :])
 
@@ -177,7 +184,7 @@ def _plan_while(eqn: JaxprEqn, tags: tuple[Tag, ...], planner: Planner) -> tuple
 
 
 def _run_while(step: Step, operands: list[Any], run: Run, settings: Settings) -> Sequence[Any]:
-    """Bind the primitive itself: under `vmap` a loop has a condition a member, which `lax.while_loop` refuses."""
+    """Bind the primitive itself: `lax.while_loop` refuses the batched condition that a loop has under `vmap`."""
     cond_consts, body_consts, carry = _while_parts(step.eqn, operands)
     cond, new_consts = _retraced(lambda *operands: run(step.plans[0], operands), [*cond_consts, *carry])
     cond_consts = [*new_consts, *cond_consts]
@@ -203,9 +210,8 @@ def _loop_plan(
 ) -> tuple[CastPlan, list[Tag]]:
     """Return the plan of a loop's body, with tags of the carry that hold before and after each iteration.
 
-    A value that an iteration makes anew counts as representable in nothing, even if it is after each one: a table that
-    narrows sums of representable values must not do so to a sum that grows from iteration to iteration, where 256 + 1
-    is 256.
+    A carried value that each iteration computes counts as not representable, even if it always is. Otherwise
+    `FAST_RULES` would narrow a sum that grows from iteration to iteration, where 256 + 1 is 256.
     """
     program = open_jaxpr(jaxpr)
     consts = [tag._replace(is_product=False) for tag in consts]  # their cotangents are added up before they are rounded
@@ -230,14 +236,14 @@ def _loop_plan(
 
 
 def _retraced(function: Callable[..., Any], operands: Sequence[Any]) -> tuple[jex_core.Jaxpr, list[Any]]:
-    """Return the program of a function of these operands, and the constants that it takes in front of them."""
+    """Return the program of a function of these operands, and the constants it takes before them."""
     program = jax.make_jaxpr(function)(*operands)
     invars = [*program.jaxpr.constvars, *program.jaxpr.invars]
     return program.jaxpr.replace(constvars=[], invars=invars), list(program.consts)
 
 
 def _common(*tags: Tag) -> Tag:
-    """Return what is known of a value that is one of several."""
+    """Return what is known about a value that is one of several."""
     first = tags[0]
     return Tag(
         first.representable_in if len({tag.representable_in for tag in tags}) == 1 else None,
@@ -252,7 +258,7 @@ def _travel_in(tags: Sequence[Tag], rounded_to: Sequence[np.dtype | None], setti
 
 
 def _narrowed(values: Sequence[Any], dtypes: Sequence[np.dtype | None]) -> list[Any]:
-    """Return values in the dtypes in which they travel; None for one that travels as it is."""
+    """Return values in the dtypes they travel in; None leaves a value unchanged."""
     pairs = zip(values, dtypes, strict=True)
     return [value if dtype is None else lax.convert_element_type(value, dtype) for value, dtype in pairs]
 
@@ -262,7 +268,7 @@ def _widened(values: Sequence[Any], dtypes: Sequence[np.dtype | None]) -> list[A
 
 
 HANDLERS: dict[str, Handler] = {
-    **dict.fromkeys(CALLS - {"remat2"}, Handler(_plan_call, _call_rounded_to, _run_jit)),
+    **{name: Handler(_plan_call, _call_rounded_to, _run_jit) for name, f in PRIMITIVES.items() if f.runs == "call"},
     "remat2": Handler(_plan_call, _call_rounded_to, _run_checkpoint),
     "shard_map": Handler(_plan_call, None, _run_shard_map),
     "cond": Handler(_plan_cond, _cond_rounded_to, _run_cond),

@@ -1,4 +1,4 @@
-"""`explain`: which part of a function runs in which precision under `autocast`."""
+"""`explain`: the precision of each line of a function under `autocast`."""
 
 import dataclasses
 import math
@@ -11,19 +11,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core as jex_core
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn
 from jax.typing import DTypeLike
 
 from mpx import _tables, _trees
 from mpx._autocast import contraction
-from mpx._autocast.plan import Step
+from mpx._autocast.compute import FP8
+from mpx._autocast.plan import PlacedStep, Step, walk
 from mpx._autocast.rules import DEFAULT_RULES, Rule
 from mpx._autocast.transform import autocast_of, make_autocast
 from mpx._fp8 import Fp8
-from mpx._jaxprs import CONTRACTIONS, dtype_of, open_jaxpr
+from mpx._jaxprs import dtype_of
 from mpx._policy import Policy
+from mpx._primitives import facts_of
 
 _WIDE = {"f32", "f64", "-", "complex64", "complex128"}
 _SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64"}
@@ -31,17 +32,17 @@ _SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f6
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Operations of one source line that run in one way.
+    """Operations of one source line that run in the same precision.
 
     Attributes:
         where: the line of the user's code, `file:line (function)`.
         operations: names of the primitives.
-        shapes: those of the operands of a contraction; empty for other operations.
+        shapes: the operands' shapes for a contraction; empty for other operations.
         runs_in: the dtype or algorithm.
-        reason: why it is not the compute dtype; empty where it is.
-        count: how often they run in a call of the function. A `while` loop counts as one iteration, and all branches of
-            a `cond` count.
-        flops: floating-point operations of all runs together. Operations other than contractions take one an element.
+        reason: why it is not the precision asked for; empty if it is. Several reasons are joined by "; ".
+        count: how often they run in one call of the function. A `while` loop counts as one iteration; every branch of
+            a `cond` counts.
+        flops: floating-point operations of all runs together. Operations other than contractions take one per element.
     """
 
     where: str
@@ -55,38 +56,49 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation(_tables.Result):
-    """The tables that `explain` returns; they print, with `rich.print` too.
+    """The tables that `explain` returns. `print` and `rich.print` show them.
 
     Attributes:
         contractions: the matrix products and convolutions, narrowed or not, in the order of the program.
-        others: the other floating-point operations that the table narrows or keeps, by source line.
+        others: the other floating-point operations that the rules narrow or keep, by source line.
+        asked_for: the precision asked for, such as `bf16` or `fp8`.
     """
 
     contractions: tuple[Row, ...]
     others: tuple[Row, ...]
+    asked_for: str
 
     @property
     def narrowed_share(self) -> float:
-        """The share of the contractions' FLOPs that run narrowed, from 0 to 1; NaN if there are none."""
+        """The share of the contractions' FLOPs that run narrowed, FP8 included, from 0 to 1; NaN if there are none."""
+        return self._share(lambda row: row.runs_in not in _WIDE)
+
+    @property
+    def fp8_share(self) -> float:
+        """The share of the contractions' FLOPs that run in 8-bit floats, from 0 to 1; NaN if there are none."""
+        return self._share(lambda row: row.runs_in == FP8.name)
+
+    def _share(self, counts: Callable[[Row], bool]) -> float:
         total = sum(row.flops for row in self.contractions)
-        narrowed = sum(row.flops for row in self.contractions if row.runs_in not in _WIDE)
-        return narrowed / total if total else math.nan
+        return sum(row.flops for row in self.contractions if counts(row)) / total if total else math.nan
 
     def _parts(self) -> Iterator[_tables.Table]:
         share = "of no FLOPs" if self.contractions else "none"
         if not math.isnan(self.narrowed_share):
             share = f"{self.narrowed_share:.1%} of their FLOPs narrowed"
+            if self.asked_for == FP8.name or self.fp8_share:
+                share += f", {self.fp8_share:.1%} to FP8"
         lines = [("where", "operation", "operands", "runs in", "why", "count", "FLOPs")]
         for r in self.contractions:
             why = r.reason or "narrowed"
             lines.append((r.where, r.operations, r.shapes, r.runs_in, why, f"{r.count:,}", f"{r.flops:,}"))
         if not any(row.reason for row in self.contractions):
-            lines = [(*line[:4], *line[5:]) for line in lines]  # all are narrowed, as the title says
+            lines = [(*line[:4], *line[5:]) for line in lines]  # the title says that all are narrowed
         yield _tables.Table(f"Contractions: {share}", lines, right=(-1, -2))
-        lines = [("where", "operations", "run in", "count", "FLOPs")]
-        lines += [(r.where, r.operations, r.runs_in, f"{r.count:,}", f"{r.flops:,}") for r in self.others]
+        lines = [("where", "operations", "run in", "count", "FLOPs", "why")]
+        lines += [(r.where, r.operations, r.runs_in, f"{r.count:,}", f"{r.flops:,}", r.reason) for r in self.others]
         if self.others:
-            yield _tables.Table("Other operations, by line", lines, right=(-1, -2))
+            yield _tables.Table("Other operations, by line", lines, right=(3, 4))
 
 
 def explain(
@@ -105,12 +117,12 @@ def explain(
         rules: as for `autocast`.
 
     Returns:
-        A function of the arguments of `fun`, or of their shapes (`jax.ShapeDtypeStruct`), that returns an
-        `Explanation`: rows of source lines with FLOPs, which `print` and `rich.print` show as tables.
+        A function that takes the arguments of `fun`, or their shapes (`jax.ShapeDtypeStruct`), and returns an
+        `Explanation`: source lines with FLOPs, which `print` and `rich.print` show as tables.
 
     Raises:
         ValueError: if a policy is missing, or given for a function that has its own; at the call, if a shape has a
-            dtype of 64 bits and such types are off.
+            dtype of 64 bits and 64-bit types are off.
 
     Example:
         >>> loss = lambda w, x: jax.nn.log_softmax(x @ w).sum()
@@ -122,25 +134,25 @@ def explain(
     """
     record = autocast_of(fun)
     if record is not None and (policy_or_dtype is not None or rules is not None):
-        raise ValueError("`explain` needs a policy or rules only for a function without `autocast`: this one has both.")
+        raise ValueError("`explain` takes no policy or rules for a function that `autocast` returned: it has its own.")
     if record is None:
         if policy_or_dtype is None:
             raise ValueError(
-                "`explain` needs a policy or a dtype, unless the function is one that `autocast` returned. Add one, "
-                "such as 'bf16': `mpx.explain(fun, 'bf16')`, on the command line `--policy bf16`."
+                "`explain` needs a policy or a dtype for a function that `autocast` did not return, such as "
+                "`mpx.explain(fun, 'bf16')`, or `--policy bf16` on the command line."
             )
         rules = DEFAULT_RULES if rules is None else rules
         record = make_autocast(fun, policy_or_dtype, rules, checkpoint=None, gradient_dtype=None)
 
     def explained(*args: Any, **kwargs: Any) -> Explanation:
         _require_dtypes_that_are_on((args, kwargs))
-        return _summed(_walk(record.trace(args, kwargs).plan.steps))
+        return _summed(walk(record.trace(args, kwargs).plan), record.settings.compute.name)
 
     return explained
 
 
 def _require_dtypes_that_are_on(arguments: Any) -> None:
-    """Raise for shapes of 64 bits for which JAX would take 32. With NumPy's arrays users expect that of it."""
+    """Raise for shapes of 64 bits that JAX would turn into 32. For NumPy's arrays users expect that."""
     off = [
         f"{_trees.path_string(path[1:])} ({_trees.dtype_and_shape(leaf)})"
         for path, leaf in jax.tree.leaves_with_path(arguments)
@@ -148,51 +160,35 @@ def _require_dtypes_that_are_on(arguments: Any) -> None:
     ]
     if off:
         raise ValueError(
-            f"`explain`: 64-bit types are off, so that the function would see 32-bit ones for {', '.join(off)}. Set "
-            "JAX_ENABLE_X64=1 (`jax.config.update('jax_enable_x64', True)`), or give shapes of 32 bits."
+            "`explain`: 64-bit types are off, so the function would see 32-bit ones. Set JAX_ENABLE_X64=1 "
+            "(`jax.config.update('jax_enable_x64', True)`), or give shapes of 32 bits. Shapes of 64 bits: "
+            f"{', '.join(off)}."
         )
 
 
-_Placed = tuple[Step, int, tuple[JaxprEqn, ...]]  # a step, how often it runs, and the equations around it
-
-
-def _walk(steps: Iterable[Step], times: int = 1, outer: tuple[JaxprEqn, ...] = ()) -> Iterator[_Placed]:
-    """Yield all steps of a plan and of those inside, also of programs that are kept whole."""
-    for step in steps:
-        eqn = step.eqn
-        inside = [plan.steps for plan in step.plans]
-        if not inside and eqn.primitive.name != "pallas_call":
-            kept = Step(eqn, "keep", None, (), (), reason=step.reason)
-            jaxprs = jex_core.jaxprs_in_params(eqn.params)
-            inside = [[kept._replace(eqn=inner) for inner in open_jaxpr(jaxpr).eqns] for jaxpr in jaxprs]
-        for steps_inside in inside:
-            yield from _walk(steps_inside, times * eqn.params.get("length", 1), (eqn, *outer))
-        if not inside:
-            yield step, times, outer
-
-
-def _summed(steps: Iterable[_Placed]) -> Explanation:
-    """Add up the steps of a line that run in one way."""
+def _summed(steps: Iterable[PlacedStep], asked_for: str) -> Explanation:
+    """Add up the steps of each line that run in the same precision."""
     contractions: dict[tuple[str, str, str, str, str], list[int]] = defaultdict(lambda: [0, 0])
-    others: dict[tuple[str, str], list[Any]] = defaultdict(lambda: [[], 0, 0])
+    others: dict[tuple[str, str], list[Any]] = defaultdict(lambda: [{}, {}, 0, 0])
     for step, times, outer in steps:
-        eqn, where, runs_in = step.eqn, line_of(step.eqn, outer), _runs_in(step)
-        if eqn.primitive.name in CONTRACTIONS:
+        eqn, where, runs_in, reason = step.eqn, line_of(step.eqn, outer), _runs_in(step), step.reason or ""
+        if facts_of(eqn).contraction:
             shapes = " ".join(map(_shape, eqn.invars[:2]))
-            found = contractions[where, eqn.primitive.name, shapes, runs_in, step.reason or ""]
+            found = contractions[where, eqn.primitive.name, shapes, runs_in, reason]
             found[0] += times
             found[1] += times * contraction.flops(eqn)
         elif _is_arithmetic(eqn):
-            found = others[where, runs_in]
-            found[0].append(eqn.primitive.name)
-            found[1] += times
-            found[2] += times * max(v.aval.size for v in [*eqn.invars, *eqn.outvars])
+            names, reasons, *_ = found = others[where, runs_in]
+            names[eqn.primitive.name] = reasons[reason] = None  # in the order of the program
+            found[2] += times
+            found[3] += times * max(v.aval.size for v in [*eqn.invars, *eqn.outvars])
     return Explanation(
         tuple(Row(*key, *numbers) for key, numbers in contractions.items()),
         tuple(
-            Row(where, ", ".join(dict.fromkeys(names)), "", runs_in, "", count, flops)
-            for (where, runs_in), (names, count, flops) in others.items()
+            Row(where, ", ".join(names), "", runs_in, "; ".join(filter(None, reasons)), count, flops)
+            for (where, runs_in), (names, reasons, count, flops) in others.items()
         ),
+        asked_for,
     )
 
 
@@ -216,12 +212,12 @@ def _shape(v: Any) -> str:
 
 
 def line_of(eqn: JaxprEqn, outer: tuple[JaxprEqn, ...]) -> str:
-    """Return where an operation stands in the user's code: its own line, else that of an operation around it."""
+    """Return the line of the user's code for an operation, or for the nearest operation around it that has one."""
     return next(filter(None, map(_users_line, (eqn, *outer))), None) or source_info_util.summarize(eqn.source_info)
 
 
 def _users_line(eqn: JaxprEqn) -> str | None:
-    """Return the line of the user's own code: the innermost one that is in no installed package, if any."""
+    """Return the innermost line that is not in an installed package, if any."""
     frames = getattr(eqn.source_info.traceback, "frames", ())
     for frame in frames:
         path = pathlib.Path(frame.file_name)

@@ -1,8 +1,8 @@
-"""Matrix products of 8-bit floats: which contractions run so, and how one runs, with those of its gradients.
+"""Matrix products of 8-bit floats: which contractions use them, and how one runs forward and backward.
 
-Operands are rounded to 8 bits, these codes are multiplied as they are, and the result is multiplied by the inverses of
-both scales. An operand that is not in memory yet is rounded to bfloat16 first: it has to be read twice, for its largest
-magnitude and to be rounded to 8 bits.
+Operands are rounded to 8 bits, the codes are multiplied, and the result is multiplied by the inverses of both scales.
+An operand that the program computes is rounded to bfloat16 first, because it is read twice: once for its largest
+magnitude, once to be rounded to 8 bits.
 """
 
 import dataclasses
@@ -17,9 +17,15 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
+from mpx._errors import not_differentiable
 from mpx._fp8 import FORMATS, RESULTS, Fp8, power_of_two, scale_exponents
 
-_MULTIPLE = 16  # of sizes, that cuBLAS asks for
+NOT_MULTIPLES, TOO_SMALL = "not all sizes are multiples", "too small to gain"  # reasons against FP8
+_MULTIPLE = 16  # cuBLAS asks for sizes that are multiples of it
+_NO_SECOND_DERIVATIVE = (
+    "`autocast`: the gradient of a product of 8-bit floats has no derivative. For a second derivative put autocast "
+    "around the inner gradient, `mpx.autocast(jax.grad(...), 'fp8')`, or use 'bf16'."
+)
 
 
 def why_not(eqn: JaxprEqn, fp8: Fp8) -> str | None:
@@ -37,9 +43,9 @@ def why_not(eqn: JaxprEqn, fp8: Fp8) -> str | None:
     k = math.prod(lhs[axis] for axis in lhs_contracting)
     m, n = math.prod(lhs) // k, math.prod(rhs) // k
     if not m * n or any(size % _MULTIPLE for size in (m, n, k)):
-        return f"{m} x {k} by {k} x {n}: not all sizes are multiples of {_MULTIPLE}"
-    if 1 / (1 / m + 1 / n + 1 / k) < fp8.min_size:
-        return f"{m} x {k} by {k} x {n}: too small to gain"
+        return f"{m} x {k} by {k} x {n}: {NOT_MULTIPLES} of {_MULTIPLE}"
+    if 1 / (1 / m + 1 / n + 1 / k) < fp8.min_extent:
+        return f"{m} x {k} by {k} x {n}: {TOO_SMALL}"
     return None
 
 
@@ -51,22 +57,23 @@ def _shape(v: Any) -> tuple[int, ...]:
 class Observed(Fp8):
     """Shows all operands to a function, scaled and not yet rounded."""
 
-    # From the product, the operand's name, its numbers and the format to which they are to be rounded.
+    # Gets the product, the operand's name, its numbers and the format that they will be rounded to.
     observe: Callable[[JaxprEqn, str, jax.Array, np.dtype], None] = lambda *shown: None
 
 
 class Operand(NamedTuple):
-    """An operand as it lies in memory."""
+    """An operand in memory."""
 
     numbers: jax.Array
-    measured: jax.Array  # numbers with the same largest magnitude, that the kernel which writes the operand has
+    # Same absolute maximum as `numbers`, read where they are computed, so that XLA can fuse the reduction.
+    measured: jax.Array
 
 
 class Codes(NamedTuple):
-    """An operand in 8 bits: its numbers are `codes * inverse_scale`."""
+    """An operand in 8 bits, worth `codes * inverse_scale`."""
 
     codes: jax.Array
-    inverse_scale: jax.Array  # float32, a scalar, or of size 1 along the axes that share a scale
+    inverse_scale: jax.Array  # float32; a scalar, or of size 1 along the axes that share a scale
 
 
 def run(
@@ -76,10 +83,10 @@ def run(
     wide: tuple[bool, bool],
     in_memory: tuple[np.dtype, np.dtype],
 ) -> jax.Array:
-    """Return the product of two float32 operands, in bfloat16.
+    """Return the bfloat16 product of two float32 operands.
 
-    `wide` says for which operand the gradient is to be float32, and `in_memory` in which dtype each operand lies in
-    memory, or is to be written.
+    `wide` says which operands get a float32 gradient. `in_memory` has the dtype that each operand has in memory, or is
+    written in.
     """
     (lhs_contracting, rhs_contracting), _ = eqn.params["dimension_numbers"]
     lhs_outer, rhs_outer = (
@@ -96,15 +103,16 @@ def run(
     def forward_pass(lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, Any]:
         left, right = (_written(x, dtype) for x, dtype in zip((lhs, rhs), in_memory, strict=True))
         codes = encoded("left", left, forward, lhs_contracting), encoded("right", right, forward, rhs_contracting)
-        # The products of the gradients contract other axes, and ask for scales of other rows.
+        # The products of the gradients contract other axes, so they need scales of other rows.
         kept = codes if fp8.scaling == "tensor" else (left.numbers, right.numbers)
         typed = [lax.full((0,), 0, x.dtype) for x in (lhs, rhs)]
         return _product(fp8, *codes, (lhs_contracting, rhs_contracting)), (kept, typed)
 
     def backward_pass(residuals: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
-        ((left, right), typed), cotangent = _differentiated_once((residuals, cotangent))
+        # JAX would differentiate the roundings, with 8-bit cotangents that have no scale.
+        ((left, right), typed), cotangent = not_differentiable((residuals, cotangent), _NO_SECOND_DERIVATIVE)
         written = _written(cotangent, RESULTS)
-        if fp8.scaling == "tensor":  # in the kernel, maybe, that adds up columns: the gradient of a bias
+        if fp8.scaling == "tensor":  # perhaps in the kernel that adds up columns for a bias's gradient
             written = Operand(written.numbers, lax.optimization_barrier(_largest(cotangent, range(cotangent.ndim - 1))))
         of_cotangent = functools.partial(encoded, "cotangent", written, backward)
         g_for_lhs = g_for_rhs = of_cotangent(from_rhs)
@@ -114,7 +122,7 @@ def run(
             right = encoded("right", Operand(right, right), forward, rhs_outer)
         of_lhs = _product(fp8, g_for_lhs, right, (from_rhs, rhs_outer), _wide(wide[0]))
         of_rhs = _product(fp8, left, g_for_rhs, (lhs_outer, from_lhs), _wide(wide[1]))
-        # Axes that were contracted come out in the order of the other operand's.
+        # Contracted axes come out in the order of the other operand.
         gradients = (
             lax.transpose(of_lhs, _places((*lhs_outer, *_in_order_of(rhs_contracting, lhs_contracting)))),
             lax.transpose(of_rhs, _places((*_in_order_of(lhs_contracting, rhs_contracting), *rhs_outer))),
@@ -127,28 +135,11 @@ def run(
     return product(*operands)
 
 
-@jax.custom_jvp
-def _differentiated_once(values: Any) -> Any:
-    """Return values as they are, and refuse to differentiate what is computed from them.
-
-    JAX would go through the roundings, with cotangents in 8 bits that nothing has scaled.
-    """
-    return values
-
-
-@_differentiated_once.defjvp
-def _refuse(primals: Any, tangents: Any) -> Any:
-    raise TypeError(
-        "`autocast`: the gradient of a product of 8-bit floats has no derivative. For a second derivative put autocast "
-        "around the inner gradient, `mpx.autocast(jax.grad(...), 'fp8')`, or use 'bf16'."
-    )
-
-
 def _written(x: jax.Array, dtype: np.dtype) -> Operand:
-    """Return an operand that is written to memory in a dtype, if it is not there.
+    """Write an operand to memory in a dtype, if it is not there yet.
 
-    Without the barrier XLA would write it in float32, between the passes that read it, and give to all else that has
-    to do with a weight the layout that the product wants.
+    Without the barrier XLA would write it in float32 between the two passes that read it, and would give everything
+    around a weight the layout that the product wants.
     """
     narrow = lax.convert_element_type(x, dtype)
     return Operand(lax.optimization_barrier(narrow), narrow)
@@ -157,23 +148,23 @@ def _written(x: jax.Array, dtype: np.dtype) -> Operand:
 def _product(
     fp8: Fp8, a: Codes, b: Codes, contracted: tuple[Sequence[int], Sequence[int]], dtype: Any = RESULTS
 ) -> jax.Array:
-    """Multiply codes, and the result by the inverses of the scales.
+    """Multiply codes, then multiply the result by the inverses of the scales.
 
-    In this form XLA for a GPU multiplies 8-bit floats, by Triton and by cuBLAS. Where operands are scaled before the
-    product, it does so for cuBLAS alone: for Triton, its default, it leaves the rounding out and multiplies bfloat16.
+    In this form XLA multiplies 8-bit floats on a GPU, with Triton and with cuBLAS. If the operands were scaled before
+    the product, Triton (the default) would skip the rounding and multiply bfloat16.
     """
     product = lax.dot_general(a.codes, b.codes, (contracted, ((), ())), preferred_element_type=dtype)
     inverses = a.inverse_scale, b.inverse_scale
     is_by_row = bool(inverses[0].ndim)
-    if is_by_row:  # they stand along the axes of the product
+    if is_by_row:  # move the scales to the axes of the product
         of_a, of_b = (lax.squeeze(x, tuple(axes)) for x, axes in zip(inverses, contracted, strict=True))
         inverses = (
             lax.expand_dims(of_a, range(of_a.ndim, product.ndim)),
             lax.expand_dims(of_b, range(of_a.ndim)),
         )
-    # Powers of two are exact in any dtype, but for subnormal results: XLA multiplies by two in the product's kernel.
+    # Powers of two are exact in any dtype, except for subnormal results; XLA multiplies in the product's kernel.
     between = dtype if fp8.power_of_two and not is_by_row else np.float32
-    # The smaller one first, or what lies between might overflow.
+    # The smaller factor first, or the intermediate result might overflow.
     small, large = (lax.convert_element_type(f(*inverses), between) for f in (jnp.minimum, jnp.maximum))
     return lax.convert_element_type(lax.convert_element_type(product, between) * small * large, dtype)
 
@@ -183,12 +174,12 @@ def _wide(is_wide: bool) -> Any:
 
 
 def _in_order_of(other: Sequence[int], axes: Sequence[int]) -> list[int]:
-    """Return axes in the order of those of the other operand with which they were contracted."""
+    """Return contracted axes in the order of their partners, the axes `other` of the other operand."""
     return [axis for _, axis in sorted(zip(other, axes, strict=True))]
 
 
 def _places(axes: Sequence[int]) -> list[int]:
-    """Return the permutation that brings axes in this order into their own."""
+    """Return the permutation that sorts axes."""
     return sorted(range(len(axes)), key=axes.__getitem__)
 
 
@@ -199,9 +190,9 @@ def _encoded(
     contracted: Sequence[int],
     show: Callable[[jax.Array, np.dtype], None] | None,
 ) -> Codes:
-    """Round an operand of a product that contracts some of its axes to 8 bits."""
+    """Round an operand to 8 bits, for a product that contracts the axes `contracted`."""
     largest = _largest(operand.measured, contracted if fp8.scaling == "row" else None)
-    axes = tuple(sorted(jax.typeof(largest).manual_axis_type.varying))  # of the mesh, inside of a shard map
+    axes = tuple(sorted(jax.typeof(largest).manual_axis_type.varying))  # of the mesh, inside a shard map
     largest = lax.pmax(largest, axes) if axes else largest
     scale, inverse = _scales(largest, dtype, fp8)
     scaled = lax.convert_element_type(operand.numbers, np.float32) * scale
@@ -211,9 +202,9 @@ def _encoded(
 
 
 def _largest(x: jax.Array, axes: Sequence[int] | None) -> jax.Array:
-    """Return the largest finite magnitude, float32, along some axes, which stay with size 1; or of all, a scalar.
+    """Return the largest finite magnitude, in float32: along `axes`, which stay with size 1, or of the whole array.
 
-    What is infinite or NaN stays so in 8 bits, and in the rows that it belongs to. Other rows keep their numbers.
+    Infinities and NaN stay in 8 bits and spoil only their own rows: other rows keep their numbers.
     """
     magnitude = jnp.abs(lax.stop_gradient(x)).astype(np.float32)
     magnitude = jnp.where(magnitude < np.inf, magnitude, 0)
@@ -225,7 +216,7 @@ def _largest(x: jax.Array, axes: Sequence[int] | None) -> jax.Array:
 def _scales(largest: jax.Array, dtype: np.dtype, fp8: Fp8) -> tuple[jax.Array, jax.Array]:
     """Return the scales that bring these magnitudes near the largest number of a format, and their inverses.
 
-    That of zero is 1. The others and their inverses are normal numbers.
+    The scale of zero is 1. All scales and their inverses are normal numbers.
     """
     if fp8.power_of_two:
         exponent = scale_exponents(lax.bitcast_convert_type(largest, np.int32), dtype)

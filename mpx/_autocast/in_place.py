@@ -1,11 +1,12 @@
 """Arguments that a function changes in place, such as a Flax NNX model with batch statistics.
 
-Autocast runs a function on copies of its arguments, whose 16-bit arrays are float32. It hands back to the originals
-what the function changes in the copies.
+Autocast runs a function on copies of its arguments, with float32 arrays instead of 16-bit ones. What the function
+changes in the copies is written back to the originals.
 """
 
+import contextlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,11 +15,12 @@ from jax.extend.core import JaxprEqn, Var
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
 from mpx import _trees
-from mpx._jaxprs import CALLS, called_jaxpr, dtype_of, open_jaxpr, propagate, scan_counts
+from mpx._jaxprs import called_jaxpr, dtype_of, open_jaxpr, propagate, scan_counts
+from mpx._primitives import facts_of
 
 
 class Object(NamedTuple):
-    """A pytree node of a user's own type, which can be changed in place, before the function runs."""
+    """A pytree node of a user's own type, as it is before the function changes it."""
 
     name: str  # in errors
     node: Any
@@ -28,26 +30,26 @@ class Object(NamedTuple):
 
 
 class Change(NamedTuple):
-    """A leaf of an object that is another array after the function than before."""
+    """A leaf of an object that is a different array after the function."""
 
-    name: str  # where it stands, in errors
+    name: str  # where the leaf is, in errors
     position: int  # its index among all leaves of the arguments
     before: Any  # the array that the function got
-    after: Any  # the array that the function left
-    is_returned: bool = False  # whether that one is also a result of the function
-    result: int = -1  # the index of that one among the results of the traced function
+    after: Any  # the array that it left
+    is_returned: bool = False  # whether the function returns that one too
+    result: int = -1  # its index among the results of the traced function
 
 
-# Of these nobody expects that changes come back: `jax.jit` copies them too.
+# Nobody expects changes of these to come back: `jax.jit` copies them too.
 _PLAIN = (dict, list, tuple, type(None))
 
 
 def copy_with(tree: Any, leaves: Iterable[Any]) -> Any:
-    """Return a copy of a pytree with other leaves, in which an object that stands twice stays one object.
+    """Return a copy of a pytree with new leaves. An object that occurs twice stays one object.
 
-    Two modules of Flax NNX can share a variable, or a stream of random keys. Of such an object the first leaves count.
+    Two Flax NNX modules can share a variable, or a stream of random keys. A shared object takes the first leaves.
     """
-    # `is_leaf` is called on every node: collect them all, and stop at none (`append` returns None).
+    # `is_leaf` is called on every node, so it can collect them all (`append` returns None: no node is a leaf).
     nodes: list[Any] = []
     jax.tree.leaves(tree, is_leaf=lambda node: bool(nodes.append(node)))
     counts = Counter(id(node) for node in nodes if not jax.tree_util.all_leaves([node]))
@@ -68,7 +70,7 @@ def copy_with(tree: Any, leaves: Iterable[Any]) -> Any:
 
 
 def objects_of(arguments: Any) -> list[Object]:
-    """Return the objects among the arguments, without dictionaries, lists and tuples."""
+    """Return the objects among the arguments: no dictionaries, lists or tuples."""
     objects, position = [], 0
     for path, node in jax.tree.leaves_with_path(arguments, is_leaf=lambda x: not isinstance(x, _PLAIN)):
         leaves, treedef = jax.tree.flatten(node)
@@ -80,10 +82,10 @@ def objects_of(arguments: Any) -> list[Object]:
 
 
 def changes_of(objects: list[Object]) -> list[Change]:
-    """Return which arrays of the objects are others now.
+    """Return the leaves of the objects that are different arrays now.
 
     Raises:
-        ValueError: if an object has another structure now, or a leaf that is no array has changed.
+        ValueError: if the structure of an object has changed, or a leaf that is not an array.
     """
     changes = []
     for name, node, position, leaves, treedef in objects:
@@ -100,7 +102,7 @@ def changes_of(objects: list[Object]) -> list[Change]:
 
 
 def among_results(changes: Iterable[Change], results: list[Any]) -> list[Change]:
-    """Return changes with the indices of their new arrays among the results, to which those not there are added."""
+    """Return the changes with the indices of their new arrays among `results`; missing arrays are appended to it."""
     returned = {id(leaf): i for i, leaf in enumerate(results)}
     found = []
     for change in changes:
@@ -111,20 +113,20 @@ def among_results(changes: Iterable[Change], results: list[Any]) -> list[Change]
 
 
 def real_changes(program: jex_core.Jaxpr, inputs: Mapping[int, Var], changes: Sequence[Change]) -> list[Change]:
-    """Return those changes after which a leaf is another value than the one that the function got.
+    """Return the changes that gave a leaf another value than it had.
 
-    A `jit` or `remat` of Flax NNX gives a module all its arrays anew. Most of them are those that went into it.
-    `inputs` has the input of the traced program for the position of a leaf.
+    A `jit` or `remat` of Flax NNX replaces all arrays of a module, most of them by equal ones. `inputs` maps the
+    position of a leaf to its input of the traced program.
     """
     sources = _sources(program) if changes else []
     return [change for change in changes if sources[change.result] is not inputs.get(change.position)]
 
 
 def hand_back(arguments: Any, changes: Sequence[Change]) -> None:
-    """Write what a function has changed in a copy of the arguments into them, in the dtypes of their arrays.
+    """Write what a function changed in a copy of the arguments into the arguments, in the dtypes of their arrays.
 
     Raises:
-        ValueError: if an array that the function does not return cannot be written into its object.
+        ValueError: if an array cannot be written into its object, and the function does not return it either.
     """
     leaves = jax.tree.leaves_with_path(arguments) if changes else []
     for change in changes:
@@ -142,7 +144,7 @@ def _set(tree: Any, path: Sequence[Any], value: Any) -> None:
     *parents, last = path
     for key in parents:
         tree = tree[_index(key)] if isinstance(key, (DictKey, SequenceKey)) else _attribute(tree, key)
-    if hasattr(tree, "set_raw_value"):  # a Variable of Flax NNX, which refuses values of another trace
+    if hasattr(tree, "set_raw_value"):  # a Flax NNX variable, which refuses values of another trace otherwise
         tree.set_raw_value(value)
     elif isinstance(last, GetAttrKey):
         setattr(tree, last.name, value)
@@ -159,11 +161,26 @@ def _attribute(node: Any, key: Any) -> Any:
 
 
 def require_unchanged(objects: list[Object], results: Any, remedy: str) -> None:
-    """Raise if a function has left other arrays in objects than it got, but for those that it returns."""
+    """Raise if a function changed arrays in objects and does not return the new ones."""
     returned = {id(leaf) for leaf in jax.tree.leaves(results)}
     names = [change.name for change in changes_of(objects) if id(change.after) not in returned]
     if names:
         raise _error(names, remedy)
+
+
+@contextlib.contextmanager
+def closed_over_changes_explained() -> Iterator[None]:
+    """Say what to do; Flax NNX only says that a variable must not be changed from another trace."""
+    try:
+        yield
+    except Exception as error:
+        if type(error).__name__ != "TraceContextError":  # of `flax.errors`
+            raise
+        raise ValueError(
+            "`autocast`: the function changes a Flax NNX model that it closes over, such as batch statistics or the "
+            "counter of a dropout. Pass the model as an argument, so that its changes are kept: "
+            "`mpx.autocast(lambda model, x: ...)(model, x)`."
+        ) from error
 
 
 _MERGE = (
@@ -175,21 +192,22 @@ _MERGE = (
 
 def _error(names: Sequence[str], remedy: str = _MERGE) -> ValueError:
     return ValueError(
-        f"`autocast`: the function changes an argument in place, which would be lost: {', '.join(names)}. {remedy}"
+        f"`autocast`: the function changes an argument in place, and the change would be lost. {remedy} Changed: "
+        f"{', '.join(names)}."
     )
 
 
 def _sources(program: jex_core.Jaxpr) -> list[Any]:
-    """Return for each result of a program the variable that it is, perhaps under other names on the way."""
+    """Return for each result of a program the variable that it is, perhaps under another name."""
     return propagate(program, program.invars, _handed_on, lambda v: v)
 
 
 def _handed_on(eqn: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
-    """Return for each result the variable that the equation hands on, or the result itself if it is a new value."""
+    """Return for each result the operand that the equation hands on, or the result itself if it is a new value."""
     name = eqn.primitive.name
     if name == "convert_element_type" and dtype_of(eqn.invars[0]).itemsize < dtype_of(eqn.outvars[0]).itemsize:
         return operands  # a view
-    if name not in CALLS | {"scan"}:
+    if name != "scan" and facts_of(eqn).runs != "call":
         return eqn.outvars
     inner = open_jaxpr(called_jaxpr(eqn))
     positions = {id(v): position for position, v in enumerate(inner.invars)}
@@ -202,9 +220,9 @@ def _handed_on(eqn: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
 
 
 def _stays(eqn: JaxprEqn, operand: int, result: int) -> bool:
-    """Return whether an operand of the program inside, which is its result, makes a result of the whole."""
+    """Return whether an operand that the program inside returns is a result of the whole equation."""
     if eqn.primitive.name != "scan":
         return True
     consts, carry = scan_counts(eqn)
-    # A carried value has to stay where it is; slices of a stack make a stack.
+    # A carried value must keep its place; slices of a stack make a stack.
     return operand == consts + result if result < carry else operand >= consts + carry

@@ -1,4 +1,4 @@
-"""Run a plan: each equation as it was traced, or in the compute dtype, in the place where the user wrote it."""
+"""Run a plan: each equation as traced or in the compute dtype, at the source line where the user wrote it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,8 +14,6 @@ from mpx._autocast import contraction
 from mpx._autocast.control_flow import HANDLERS
 from mpx._autocast.plan import CastPlan, Settings, Step
 from mpx._jaxprs import (
-    CONTRACTIONS,
-    ELEMENTWISE,
     at_the_place_of,
     closed_jaxpr,
     constants_of,
@@ -24,10 +22,11 @@ from mpx._jaxprs import (
     open_jaxpr,
     run_equations,
 )
+from mpx._primitives import facts_of
 
 
 def run(plan: CastPlan, operands: Sequence[Any], settings: Settings) -> list[Any]:
-    """Return the results of a plan's program for these operands, each in the dtype that it was traced with."""
+    """Return the results of a plan's program, each in the dtype it was traced with."""
     if not plan.changes:
         return jex_core.jaxpr_as_fun(closed_jaxpr(plan.jaxpr))(*operands)
     program = open_jaxpr(plan.jaxpr)
@@ -57,8 +56,8 @@ def _run_step(step: Step, operands: list[Any], settings: Settings) -> Sequence[A
         dtype = next(tag.representable_in for tag in step.in_tags if tag.is_product)
         assert dtype is not None, "a product is in a 16-bit dtype"
         return [contraction.with_rounded_cotangent(eqn.primitive.bind(*operands, **eqn.params), dtype)]
-    assert compute is not None, "a narrowed step says in what it runs"
-    if eqn.primitive.name in CONTRACTIONS:
+    assert compute is not None, "a narrowed step has a precision"
+    if facts_of(eqn).contraction:
         wants_wide = settings.gradient_dtype is not None and compute.is_narrow
         (wide_lhs, lhs), (wide_rhs, rhs) = (
             (wants_wide and tag.is_argument and dtype_of(v) == np.float32, tag.in_memory or compute.dtype)
@@ -77,14 +76,14 @@ def _narrowed(x: Any, v: Any, eqn: JaxprEqn, dtype: np.dtype) -> Any:
     if dtype_of(v) != np.float32:
         return x
     result: Any = eqn.outvars[0].aval
-    if eqn.primitive.name in ELEMENTWISE and np.ndim(x) and x.shape != result.shape:
-        # Broadcast before it is rounded: the gradient of a bias is added up in float32.
+    if facts_of(eqn).elementwise and np.ndim(x) and x.shape != result.shape:
+        # Broadcast before rounding, so that the gradient of a bias is added up in float32.
         x = jnp.broadcast_to(x, result.shape)
     return lax.convert_element_type(x, dtype)
 
 
 def _as_traced(x: Any, v: Any) -> Any:
-    """Return a result in the dtype, weak or not, that it was traced with."""
+    """Return a result in the dtype it was traced with, weak or not."""
     if not v.aval.weak_type:
         return lax.convert_element_type(x, dtype_of(v))
     return convert_element_type_p.bind(x, new_dtype=dtype_of(v), weak_type=True, sharding=None)

@@ -1,12 +1,12 @@
 """Decide what `autocast` does to each equation of a program, before anything runs.
 
-A tag goes with every value: which 16-bit dtype represents it, and what is asked of contractions with it. A plan is the
-list of decisions about one jaxpr with given tags; the plans of programs inside hang below it.
+Every value has a tag: which 16-bit dtype represents it, and the precision asked for in contractions with it. A plan is
+the list of decisions about one jaxpr with given tags. Plans of programs inside hang below it.
 """
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -16,39 +16,26 @@ from jax.extend.core import JaxprEqn
 
 from mpx._autocast import compute as computes
 from mpx._autocast import contraction, fp8
-from mpx._autocast.compute import Compute
-from mpx._autocast.rules import DEFAULT_RULES, REASONS, Rule
-from mpx._jaxprs import (
-    CALLS,
-    CONTRACTIONS,
-    CUSTOM_CALLS,
-    ELEMENTWISE,
-    PERMUTATIONS,
-    REPEATS,
-    SUMS,
-    called_jaxpr,
-    count_uses,
-    dtype_of,
-    is_literal,
-    open_jaxpr,
-    propagate,
-)
+from mpx._autocast.compute import ContractionPrecision
+from mpx._autocast.rules import DEFAULT_RULES, Rule, reason_to_keep
+from mpx._jaxprs import called_jaxpr, count_uses, dtype_of, is_literal, open_jaxpr, propagate
+from mpx._primitives import facts_of, is_call
 
-MARK = "mpx:autocast"  # in the name stack of operations about which an autocast or `full_precision` inside decides
+MARK = "mpx:autocast"  # in the name stack of operations that an autocast or `full_precision` inside has decided about
 
 
 class Tag(NamedTuple):
-    """The facts that are known of a value."""
+    """What is known about a value."""
 
-    representable_in: np.dtype | None = None  # a 16-bit dtype that is known to have this float32 value
-    compute: Compute | None = None  # how an override of the policy wants contractions with it to run
+    representable_in: np.dtype | None = None  # a 16-bit dtype that has this float32 value
+    compute: ContractionPrecision | None = None  # what an override of the policy asks for in contractions with it
     is_argument: bool = False  # whether it has elements of the function's arguments, whose gradients a user gets
-    is_copied: bool = False  # whether it may have an element twice, so that cotangents are still to be added up
-    is_product: bool = False  # whether it is a narrowed contraction's result, whose cotangent that contraction rounds
+    is_copied: bool = False  # whether an element may occur twice, so that cotangents have yet to be added up
+    is_product: bool = False  # whether it is a narrowed contraction's result: that contraction rounds its cotangent
 
     @property
     def in_memory(self) -> np.dtype | None:
-        """The dtype in which the value's numbers are in memory before anything is computed; None if they are not."""
+        """The dtype of the value in memory before the program runs; None if the program computes it."""
         return self.representable_in or (np.dtype(np.float32) if self.is_argument else None)
 
 
@@ -59,21 +46,21 @@ UNKNOWN = Tag()
 class Settings:
     """The choices of the user."""
 
-    compute: Compute
+    compute: ContractionPrecision
     rules: Mapping[str, Rule]
-    gradient_dtype: np.dtype | None = None  # of gradients of weights in contractions; None for the compute dtype
+    gradient_dtype: np.dtype | None = None  # the dtype that contractions give gradients of weights; None for `compute`
 
 
 class Step(NamedTuple):
     """The decision about an equation."""
 
     eqn: JaxprEqn
-    action: Literal["narrow", "enter", "keep", "round_cotangent"]  # the last one runs as traced, forward
-    compute: Compute | None  # in what it runs, if it is narrowed
+    action: Literal["narrow", "enter", "keep", "round_cotangent"]  # "round_cotangent" keeps the forward pass
+    compute: ContractionPrecision | None  # if it is narrowed
     in_tags: tuple[Tag, ...]
     out_tags: tuple[Tag, ...]
-    plans: tuple["CastPlan", ...] = ()  # those of the programs inside, if it holds any that may be entered
-    reason: str | None = None  # why it is kept, or not in 8 bits, if it might have been
+    plans: tuple["CastPlan", ...] = ()  # of the programs inside, if they may be entered
+    reason: str | None = None  # why it is kept, or why it runs in 16 bits and not in 8
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -84,22 +71,45 @@ class CastPlan:
     steps: tuple[Step, ...]
     in_tags: tuple[Tag, ...]
     out_tags: tuple[Tag, ...]
-    # The 16-bit dtype to which the cotangent of each input is rounded in any case, since a single narrowed contraction
-    # uses it; None where that is not so.
+    # For each input the 16-bit dtype that its cotangent is rounded to anyway, because its only use is a narrowed
+    # contraction; None for other inputs.
     rounded_to: tuple[np.dtype | None, ...]
 
     @property
     def changes(self) -> bool:
-        """Return whether any step, here or below, does anything but run as traced."""
+        """Return whether any step, here or below, does not just run as traced."""
         return any(step.action != "keep" for step in self.steps)
 
 
+# A step, how often it runs, and the equations around it.
+PlacedStep = tuple[Step, int, tuple[JaxprEqn, ...]]
+
+
+def walk(plan: CastPlan) -> Iterator[PlacedStep]:
+    """Yield all steps of a plan and of the plans inside, also of programs that are kept whole."""
+    return _walk(plan.steps, 1, ())
+
+
+def _walk(steps: Iterable[Step], times: int, outer: tuple[JaxprEqn, ...]) -> Iterator[PlacedStep]:
+    for step in steps:
+        eqn = step.eqn
+        inside = [plan.steps for plan in step.plans]
+        if not inside and eqn.primitive.name != "pallas_call":
+            kept = Step(eqn, "keep", None, (), (), reason=step.reason)
+            jaxprs = jex_core.jaxprs_in_params(eqn.params)
+            inside = [tuple(kept._replace(eqn=inner) for inner in open_jaxpr(jaxpr).eqns) for jaxpr in jaxprs]
+        for steps_inside in inside:
+            yield from _walk(steps_inside, times * eqn.params.get("length", 1), (eqn, *outer))
+        if not inside:
+            yield step, times, outer
+
+
 class Handler(NamedTuple):
-    """The functions that plan and run an operation which holds programs."""
+    """The functions that plan and run an operation that holds programs."""
 
     # From the equation and its operands' tags to the plans of the programs inside and the results' tags.
     plan: Callable[[JaxprEqn, tuple[Tag, ...], "Planner"], tuple[tuple[CastPlan, ...], tuple[Tag, ...]]]
-    # From the equation and the plans inside to the `CastPlan.rounded_to` of each operand. None if these are all None.
+    # From the equation and the plans inside to the `CastPlan.rounded_to` of each operand; None if all are None.
     rounded_to: Callable[[JaxprEqn, tuple[CastPlan, ...]], list[np.dtype | None]] | None
     # From the step, its operands, the function that runs a plan on values, and the settings to the results.
     run: Callable[[Step, list[Any], "Run", Settings], Sequence[Any]]
@@ -109,7 +119,7 @@ Run = Callable[[CastPlan, Sequence[Any]], list[Any]]
 
 
 class Planner:
-    """Makes the plans of jaxprs, each one once for the same tags."""
+    """Plans jaxprs, each once for the same tags."""
 
     def __init__(self, settings: Settings, handlers: Mapping[str, Handler]) -> None:
         self.settings = settings
@@ -129,7 +139,7 @@ class Planner:
         uses = count_uses(program)
 
         def used_once(variables: Sequence[Any], tags: Sequence[Tag]) -> tuple[Tag, ...]:
-            """Return tags of values: the cotangents of several uses are added up before a contraction rounds them."""
+            """Return tags of values: with several uses, cotangents are added up before a contraction rounds them."""
             pairs = zip(variables, tags, strict=True)
             return tuple(tag._replace(is_product=False) if tag.is_product and uses[v] > 1 else tag for v, tag in pairs)
 
@@ -154,7 +164,7 @@ class Planner:
         is_decided = MARK in str(eqn.source_info.name_stack)
         if rule == "follow":
             followed = self._followed(eqn, tags)
-            # A value that a policy of `jax.checkpoint` keeps by its name is kept in 16 bits.
+            # What a `jax.checkpoint` policy keeps by name is kept in 16 bits.
             dtype = travels_in(followed[0], None, self.settings) if name == "name" and not is_decided else None
             if dtype is not None:
                 return Step(eqn, "narrow", computes.compute_of_dtype(dtype), tags, followed)
@@ -168,11 +178,11 @@ class Planner:
         if DEFAULT_RULES.get(name, "keep") not in ("keep", rule):
             return _kept(eqn, tags, f"the rule for {name} is {rule}")
         if name == "add" and _adds_a_bias(eqn, tags):
-            return Step(eqn, "round_cotangent", None, tags, (UNKNOWN,), reason=REASONS[name])
-        return _kept(eqn, tags, REASONS.get(name, "unknown to the table"))
+            return Step(eqn, "round_cotangent", None, tags, (UNKNOWN,), reason=reason_to_keep(name))
+        return _kept(eqn, tags, reason_to_keep(name))
 
     def _entered(self, eqn: JaxprEqn, tags: tuple[Tag, ...]) -> Step:
-        """Plan an operation that holds programs; a literal that it is given may be representable."""
+        """Plan an operation that holds programs. Its literal operands may be representable."""
         tags = tuple(
             self._common_tag(eqn, [(v, tag)], v) if is_literal(v) else tag
             for v, tag in zip(eqn.invars, tags, strict=True)
@@ -187,11 +197,10 @@ class Planner:
         if not compute.changes:
             reason = "an override of the policy asks for f32" if asked else f"{compute.name} is asked for"
             return _kept(eqn, tags, "this device has no TF32" if compute.name == "tf32" else reason)
-        why_kept = contraction.why_kept if eqn.primitive.name in CONTRACTIONS else _why_elementwise_kept
-        reason = why_kept(eqn, compute)
+        is_product, why_16_bits = facts_of(eqn).contraction, None
+        reason = (contraction.why_kept if is_product else _why_elementwise_kept)(eqn, compute)
         if reason is not None:
             return _kept(eqn, tags, reason)
-        is_product, why_16_bits = eqn.primitive.name in CONTRACTIONS, None
         if compute.fp8 is not None:
             why_16_bits = fp8.why_not(eqn, compute.fp8) if is_product else "FP8 is for matrix products"
             compute = compute if why_16_bits is None else compute.fallback
@@ -202,10 +211,10 @@ class Planner:
         return Step(eqn, "narrow", compute, tags, out_tags, reason=why_16_bits)
 
     def _is_representable(self, eqn: JaxprEqn, tags: tuple[Tag, ...]) -> bool:
-        """Return whether the compute dtype has all operands, but for literals and biases, which are rounded."""
+        """Return whether the compute dtype represents all operands, except literals and biases, which are rounded."""
         if not self.settings.compute.is_narrow or not all(_is_f32(v) for v in [*eqn.invars, *eqn.outvars]):
             return False
-        # A square is what norms and variances add up: there its rounding errors count.
+        # Norms and variances add up squares, where rounding errors count.
         if eqn.primitive.name == "integer_pow" and eqn.params["y"] == 2:
             return False
         arrays = [(v, tag) for v, tag in zip(eqn.invars, tags, strict=True) if not is_literal(v)]
@@ -214,7 +223,7 @@ class Planner:
         return any(exact) and all(is_exact or rounds for is_exact, rounds in zip(exact, is_bias, strict=True))
 
     def _followed(self, eqn: JaxprEqn, tags: tuple[Tag, ...]) -> tuple[Tag, ...]:
-        """Return the tags of results that are elements of the operands."""
+        """Return the tags of results whose elements are elements of the operands."""
         if any(jex_core.jaxprs_in_params(eqn.params)):  # a scatter that applies a function
             return (UNKNOWN,) * len(eqn.outvars)
         pairs = list(zip(eqn.invars, tags, strict=True))
@@ -226,17 +235,18 @@ class Planner:
         floats = [(v, tag) for v, tag in pairs if jnp.issubdtype(dtype_of(v), jnp.floating)]
         arrays = [(v, tag) for v, tag in floats if not is_literal(v)]
         asked = [tag.compute for _, tag in arrays if tag.compute is not None]
-        is_broadcast = eqn.primitive.name in ELEMENTWISE and any(_is_smaller(v, result) for v, _ in arrays)
+        facts = facts_of(eqn)
+        is_broadcast = facts.elementwise and any(_is_smaller(v, result) for v, _ in arrays)
         return Tag(
             self._common_dtype(eqn, floats, result),
             computes.widest(asked) if asked else None,
             is_argument=any(tag.is_argument for _, tag in arrays),
-            is_copied=is_broadcast or eqn.primitive.name in REPEATS or any(tag.is_copied for _, tag in arrays),
-            is_product=eqn.primitive.name in PERMUTATIONS and all(tag.is_product for _, tag in arrays),
+            is_copied=is_broadcast or facts.copies == "many" or any(tag.is_copied for _, tag in arrays),
+            is_product=facts.copies == "once" and all(tag.is_product for _, tag in arrays),
         )
 
     def _common_dtype(self, eqn: JaxprEqn, floats: list[tuple[Any, Tag]], result: Any) -> np.dtype | None:
-        """Return the 16-bit dtype that has all elements of a result, which are those of these operands."""
+        """Return the 16-bit dtype that has all elements of a result made of these operands' elements."""
         dtypes = {_dtype_that_has(v, tag) for v, tag in floats if not is_literal(v)}
         constants = [v.val for v, _ in floats if is_literal(v)]
         if eqn.params.get("fill_value") is not None:
@@ -259,25 +269,25 @@ class Planner:
         return tuple(rounded.get(v) for v in program.invars)
 
     def _operands_rounded_to(self, step: Step, rounded: dict[Any, np.dtype | None]) -> list[np.dtype | None]:
-        eqn, name = step.eqn, step.eqn.primitive.name
+        eqn, facts = step.eqn, facts_of(step.eqn)
         if step.action == "narrow" and step.compute is not None and step.compute.is_narrow:
             dtype = step.compute.dtype
-            if name in CONTRACTIONS:
+            if facts.contraction:
                 return [dtype] * len(eqn.invars)
-            # The cotangents of a bias are rounded before they are added up, and not after.
+            # The cotangents of a bias are rounded before they are added up, not after.
             return [None if _is_smaller(v, eqn.outvars[0]) else dtype for v in eqn.invars]
-        of_handler = self._handlers[name].rounded_to if step.action == "enter" else None
+        of_handler = self._handlers[eqn.primitive.name].rounded_to if step.action == "enter" else None
         if of_handler is not None:
             return of_handler(eqn, step.plans)
-        return [rounded.get(eqn.outvars[0]) if name in PERMUTATIONS else None] * len(eqn.invars)
+        return [rounded.get(eqn.outvars[0]) if facts.copies == "once" else None] * len(eqn.invars)
 
 
 def travels_in(tag: Tag, rounded_to: np.dtype | None, settings: Settings) -> np.dtype | None:
-    """Return the 16-bit dtype in which a value crosses the border of a program inside; None if in its own.
+    """Return the 16-bit dtype that a value has while it crosses the border of a program inside, or None for its own.
 
-    Nothing is lost on the way in. On the way back its cotangent, a sum in float32 of those of all uses inside, is
-    rounded once. For a weight, and for copies of one value, that is allowed only if it has been rounded already: the
-    gradients that a user gets lose nothing, and cotangents are rounded after they are added up.
+    Nothing is lost on the way in. On the way back its cotangent, the float32 sum over all uses inside, is rounded once.
+    For weights and for copies of one value that is allowed only if the cotangent was rounded already. So the gradients
+    that a user gets lose nothing, and sums of cotangents are complete before they are rounded.
     """
     if tag.is_argument and settings.gradient_dtype is not None:
         return None
@@ -289,8 +299,8 @@ def _kept(eqn: JaxprEqn, tags: tuple[Tag, ...], reason: str) -> Step:
     return Step(eqn, "keep", None, tags, (UNKNOWN,) * len(eqn.outvars), reason=reason)
 
 
-def _why_elementwise_kept(eqn: JaxprEqn, compute: Compute) -> str | None:
-    """Return why an operation that is no contraction cannot be narrowed, as a user's table asks; or None."""
+def _why_elementwise_kept(eqn: JaxprEqn, compute: ContractionPrecision) -> str | None:
+    """Return why an operation other than a contraction cannot be narrowed, as a user's table asks; or None."""
     if not compute.is_narrow:
         return f"{compute.name} is for contractions"
     if not any(_is_f32(v) for v in eqn.invars) or not all(_is_f32(v) for v in eqn.outvars):
@@ -299,9 +309,9 @@ def _why_elementwise_kept(eqn: JaxprEqn, compute: Compute) -> str | None:
 
 
 def _adds_a_bias(eqn: JaxprEqn, tags: tuple[Tag, ...]) -> bool:
-    """Return whether an addition adds copies of a smaller array to the result of a narrowed contraction.
+    """Return whether an addition adds a bias, copies of a smaller array, to the result of a narrowed contraction.
 
-    That contraction rounds the cotangent. XLA would write it in float32 too, for the sum that is the bias's gradient.
+    The contraction rounds the cotangent. XLA would write it in float32 too, to add up the bias's gradient.
     """
     result, pairs = eqn.outvars[0], list(zip(eqn.invars, tags, strict=True))
     is_bias = lambda v, tag: not is_literal(v) and (tag.is_copied or _is_smaller(v, result))
@@ -312,19 +322,20 @@ def _adds_a_bias(eqn: JaxprEqn, tags: tuple[Tag, ...]) -> bool:
 
 
 def _going_into_functions(program: jex_core.Jaxpr) -> set[Any]:
-    """Return the values that go, moved around at most, into anything but a sum or a contraction: an activation, a loss.
+    """Return the values that go, perhaps moved, into an activation or a loss: anything but a sum or a contraction.
 
-    XLA makes the cotangents of the others in the kernels that add them up, and has no need to write them twice.
+    XLA computes the cotangents of all other values in the kernels that add them up, so it does not write them twice.
     """
     found: set[Any] = set()
     for eqn in reversed(program.eqns):
-        name, results = eqn.primitive.name, found.intersection(filter(_is_f32, eqn.outvars))
-        if name in CALLS | CUSTOM_CALLS:
+        name, facts, results = eqn.primitive.name, facts_of(eqn), found.intersection(filter(_is_f32, eqn.outvars))
+        if is_call(eqn):
             inner = open_jaxpr(called_jaxpr(eqn))
             inside = _going_into_functions(inner)
             found.update(v for v, w in zip(eqn.invars, inner.invars, strict=True) if w in inside and not is_literal(v))
-        moves = name in CALLS | CUSTOM_CALLS or DEFAULT_RULES.get(name) == "follow"
-        if results if moves else name not in CONTRACTIONS | SUMS | {"add"}:
+        moves = is_call(eqn) or DEFAULT_RULES.get(name) == "follow"
+        adds_up = facts.contraction or facts.linear or name in ("add", "add_any")
+        if results if moves else not adds_up:
             found.update(v for v in eqn.invars if not is_literal(v))
     return found
 
@@ -344,7 +355,7 @@ def _dtype_that_has(v: Any, tag: Tag) -> np.dtype | None:
 
 
 def _has(dtype: np.dtype, value: Any) -> bool:
-    """Return whether a 16-bit dtype has a value; all of them have NaN."""
+    """Return whether a 16-bit dtype has a value. All of them have NaN."""
     value = np.float32(value)
     with np.errstate(over="ignore"):
         return bool(np.isnan(value)) or bool(np.float32(value.astype(dtype)) == value)

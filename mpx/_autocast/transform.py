@@ -1,9 +1,12 @@
-"""`autocast` and `full_precision`: the precision in which a function computes, chosen from outside."""
+"""`autocast` and `full_precision`: choose the precision of a function from outside."""
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -14,23 +17,26 @@ from jax.typing import DTypeLike
 
 from mpx import _trees
 from mpx._autocast import compute as computes
-from mpx._autocast import in_place, interpreter
+from mpx._autocast import fp8, in_place, interpreter
 from mpx._autocast.control_flow import HANDLERS
-from mpx._autocast.plan import MARK, CastPlan, Planner, Settings, Tag
-from mpx._autocast.rules import CAN_NARROW, DEFAULT_RULES, FAST_RULES, Rule
+from mpx._autocast.plan import MARK, CastPlan, Planner, Settings, Tag, walk
+from mpx._autocast.rules import DEFAULT_RULES, FAST_RULES, Rule, can_narrow, known_names
 from mpx._dtypes import dtype_or_none
 from mpx._fp8 import Fp8
+from mpx._jaxprs import dtype_of
 from mpx._policy import Policy, get_policy
+from mpx._primitives import facts_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_CHECKPOINTS = ("dots", "dots_with_no_batch_dims", "everything", "nothing")  # short names of those of jax
+_CHECKPOINTS = ("dots", "dots_with_no_batch_dims", "everything", "nothing")  # short names of jax's policies
 _RECORD = "__mpx_autocast__"
+_ON_FLOAT16: contextvars.ContextVar[Callable[[], None]] = contextvars.ContextVar("on_float16", default=lambda: None)
 
 
 @dataclasses.dataclass(frozen=True)
 class Autocast:
-    """The parts of an autocast function, which other parts of mpx read off it."""
+    """The parts of an autocast function, as other parts of mpx read them from it."""
 
     fun: Callable[..., Any]
     settings: Settings
@@ -38,12 +44,19 @@ class Autocast:
     checkpoint: Callable[..., Any] | None  # a policy of `jax.checkpoint`
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], dtypes: list[np.dtype | None] | None = None) -> Any:
-        """Call the function; `dtypes` tells which 16-bit dtypes represent the float32 leaves of the arguments."""
-        traced = self.trace(args, kwargs, dtypes)
+        """Call the function; `dtypes` as for `trace`."""
+        return self.run(self.trace(args, kwargs, dtypes), args, kwargs)
+
+    def run(self, traced: "Traced", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the result of the function for the arguments it was traced with."""
+        if self.settings.compute.fp8 is not None:
+            _warn_if_nothing_runs_in_fp8(self.fun, traced.plan)
+        if self.narrows_to(np.dtype(np.float16)):
+            _ON_FLOAT16.get()()
         evaluate = lambda arrays: interpreter.run(traced.plan, arrays, self.settings)
         if self.checkpoint is not None:
             evaluate = jax.checkpoint(evaluate, policy=self.checkpoint)
-        # The mark tells an autocast around this one that the precision of what runs here is decided.
+        # The mark tells an autocast around this one that precisions are decided here.
         with jax.named_scope(MARK):
             values = evaluate(traced.arrays)
         in_place.hand_back((args, kwargs), [c._replace(after=values[c.result]) for c in traced.changes])
@@ -53,7 +66,10 @@ class Autocast:
     def trace(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], dtypes: list[np.dtype | None] | None = None
     ) -> "Traced":
-        """Trace the function on a float32 view of its arguments, and plan what to do with each operation."""
+        """Trace the function on a float32 view of its arguments, and plan what to do with each operation.
+
+        `dtypes` has for each leaf of the arguments the 16-bit dtype that represents it, if it is float32 and one does.
+        """
         flat = jax.tree.leaves_with_path((args, kwargs))
         leaves = [leaf for _, leaf in flat]
         names = _trees.path_names((args, kwargs))
@@ -74,22 +90,31 @@ class Autocast:
 
         arrays = [leaves[i] for i in positions]
         arrays = [jnp.asarray(x) if isinstance(x, (np.ndarray, np.generic)) else x for x in arrays]
-        # A new function each time: nothing that jax remembers of an earlier trace can be found again, with the
-        # values that the function closed over then.
-        jaxpr = jax.make_jaxpr(program)(*arrays)
+        # `program` is a new function each time, so that jax never reuses an earlier trace, with the values that the
+        # function closed over then.
+        with in_place.closed_over_changes_explained():
+            jaxpr = jax.make_jaxpr(program)(*arrays)
         tags = [
             Tag(None if dtypes is None else dtypes[i], self._override(names[flat[i][0]], leaves[i]), is_argument=True)
             for i in positions
         ]
         treedef, static, changes = result
         changes = in_place.real_changes(jaxpr.jaxpr, dict(zip(positions, jaxpr.jaxpr.invars, strict=True)), changes)
-        return Traced(Planner(self.settings, HANDLERS).plan(jaxpr, tuple(tags)), arrays, treedef, static, changes)
+        plan = Planner(self.settings, HANDLERS).plan(jaxpr, tuple(tags))
+        by_position = dict(zip(positions, plan.rounded_to, strict=True)) if self.settings.gradient_dtype is None else {}
+        rounded = [by_position.get(i) for i in range(len(leaves))]
+        return Traced(plan, arrays, treedef, static, changes, rounded)
 
-    def _override(self, name: str, leaf: Any) -> computes.Compute | None:
-        """Return how contractions with a leaf shall run, if an override of the policy names it."""
+    def narrows_to(self, dtype: np.dtype) -> bool:
+        """Return whether the function computes in a dtype, or may, by an override of its policy."""
+        overrides = self.policy.overrides if self.policy else ()
+        return self.settings.compute.dtype == dtype or any(np.dtype(override) == dtype for _, override in overrides)
+
+    def _override(self, name: str, leaf: Any) -> computes.ContractionPrecision | None:
+        """Return the precision of contractions with a leaf, if an override of the policy names it."""
         if self.policy is None or not _trees.is_floating(leaf):
             return None
-        dtype = self.policy.override_at("/".join(name.split("/")[2:]))  # without the argument that it stands in
+        dtype = self.policy.override_at("/".join(name.split("/")[2:]))  # without the name of the argument
         return None if dtype is None else computes.compute_of_dtype(dtype)
 
 
@@ -100,8 +125,10 @@ class Traced:
     plan: CastPlan
     arrays: list[Any]  # the arguments that are arrays
     treedef: Any  # of the result
-    static: list[Any]  # the leaves of the result that are no arrays, and None for those that are
+    static: list[Any]  # the leaves of the result that are not arrays, and None in the place of arrays
     changes: list[in_place.Change]  # what the function changes in its arguments
+    # For each leaf of the arguments the 16-bit dtype that its gradient is rounded to anyway, or None.
+    gradients_rounded_to: list[np.dtype | None]
 
     def rebuild(self, arrays: list[Any]) -> Any:
         """Return the function's result, from its arrays."""
@@ -112,8 +139,24 @@ class Traced:
 def autocast_of(fun: Any) -> Autocast | None:
     """Return the parts of a function that `autocast` made; None for any other function."""
     function, record = getattr(fun, _RECORD, (None, None))
-    # `functools.wraps` copies the attribute to functions around this one, which are others.
+    # `functools.wraps` copies the attribute to functions around this one.
     return record if function is fun else None
+
+
+def narrows_to(dtype: np.dtype, fun: Any) -> bool:
+    """Return whether an autocast function, or a wrapper such as `jax.jit` around one, computes in a dtype."""
+    _, record = getattr(fun, _RECORD, (None, None))
+    return record is not None and record.narrows_to(dtype)
+
+
+@contextlib.contextmanager
+def calling_on_float16(function: Callable[[], None]) -> Iterator[None]:
+    """Call a function whenever an autocast function runs in here that computes in float16."""
+    token = _ON_FLOAT16.set(function)
+    try:
+        yield
+    finally:
+        _ON_FLOAT16.reset(token)
 
 
 def autocast(
@@ -124,52 +167,51 @@ def autocast(
     checkpoint: str | Callable[..., Any] | None = None,
     gradient_dtype: DTypeLike | None = None,
 ) -> F:
-    """Run a function in float32 and its contractions in a lower precision: what `torch.autocast` does, for JAX.
+    """Run a function in float32, with its contractions in a lower precision: `torch.autocast` for JAX.
 
     The model is written once, without dtypes. Its matrix products and convolutions run in bfloat16, float16, TF32 or
-    three bfloat16 products, and everything else in float32: softmax, norms, exponentials, losses, and every sum, those
-    of the backward pass too. (A model whose parameters are cast to bfloat16 adds up the gradients of all uses of a
-    weight in bfloat16, where 1 added 1,000 times is 256.)
+    three bfloat16 products. Everything else runs in float32: softmax, norms, exponentials, losses, and every sum, in
+    the backward pass too. (A model whose parameters are cast to bfloat16 adds up the gradients of all uses of a weight
+    in bfloat16, where 1 added 1,000 times is 256.)
 
-    Arguments are viewed as float32: a bfloat16 parameter is not copied for that. A contraction of float32 values
-    rounds its operands to the compute dtype and has a result in it, which is viewed as float32 again; so do those of
-    its gradients. Kept in float32: products of which nothing is summed (rotary angles), those that ask for
-    `precision="high"` or `"highest"` (by `jax.default_matmul_precision` too), integers, float64 and complex numbers,
-    and the bodies of custom derivatives and of kernels. `explain` shows what happens to a function.
+    Arguments are viewed as float32, without a copy. A contraction of float32 values rounds its operands to the compute
+    dtype, and so do the contractions of its gradients. The result is in the compute dtype and viewed as float32 again.
+    These stay float32: outer products (rotary angles), products that ask for `precision="high"` or `"highest"` (by
+    `jax.default_matmul_precision` too), integers, float64 and complex numbers, and the bodies of custom derivatives and
+    kernels. `explain` shows what happens to a function.
 
-    Like `jax.jit` it traces the function: on each call, so put `jax.jit` around it. What the function changes in an
-    object among its arguments, such as the batch statistics of a Flax NNX model, is changed in that object. It composes
-    with `jit`, `grad`, `vmap`, `scan`, `while`, `cond`, `checkpoint`, custom derivatives and `shard_map`, on either
-    side; of two autocasts the inner one wins.
+    Each call traces the function, so put `jax.jit` around it. What the function changes in an object among its
+    arguments, such as the batch statistics of a Flax NNX model, changes in that object. `autocast` composes with `jit`,
+    `grad`, `vmap`, `scan`, `while`, `cond`, `checkpoint`, custom derivatives and `shard_map`, inside and outside. Of
+    two autocasts the inner one wins.
 
     Args:
-        fun: any function of pytrees. Arguments that are no arrays (flags, strings, functions) reach it as they are.
+        fun: any function of pytrees. It gets arguments that are not arrays (flags, strings, functions) unchanged.
             Arrays that it closes over keep their dtype: pass parameters as arguments.
-        policy_or_dtype: a dtype or its name (`"bf16"`, `"f16"`); or a way to multiply float32 numbers, `"tf32"` (a CPU,
-            which has none, does it in float32) or `"bf16x3"`, for matrix products only; or `"fp8"` or an `Fp8`, for
-            matrix products of 8-bit floats; or a policy or its string (`"compute=bf16"`). Of a policy count
-            `compute_dtype` and `fp8`, the overrides, for contractions with the arguments that they name, and
-            `output_dtype`, for all floating results (left out in a string, it follows `compute`).
-        rules: a table like `DEFAULT_RULES`, from the names of primitives (or primitives) to `"narrow"`, `"follow"`,
-            `"keep"`, `"narrow_if_representable"` or `"enter"`. `FAST_RULES` also runs activations in the compute dtype.
-        checkpoint: the values that the backward pass finds in memory, instead of computing them again: `"dots"`
-            (results of contractions, in the compute dtype), `"dots_with_no_batch_dims"`, `"nothing"`, `"everything"`,
-            another name of `jax.checkpoint_policies` that is a policy itself, or a policy; None leaves it to the
-            function. Around a whole loss it shrinks what is kept between the passes, around each layer the peak too.
-        gradient_dtype: float32 for gradients of weights that are sums in float32 which nothing rounds, so that data
-            parallel training adds them up in float32 too; None for the compute dtype. It reaches weights that go into
-            their contraction as they are, reshaped or moved; not `w + lora`. Such a function has no forward mode, and
-            mapped by `vmap` from outside it makes a gradient for each example before they are added up: map inside.
+        policy_or_dtype: a dtype or its name (`"bf16"`, `"f16"`); for matrix products only, `"bf16x3"`, `"tf32"`
+            (float32 on a CPU), `"fp8"` or an `Fp8`; or a policy or its string (`"compute=bf16"`). `autocast` reads a
+            policy's `compute_dtype`, `fp8`, `overrides` (for contractions with the arguments they name) and
+            `output_dtype` (for all floating results; a string without it follows `compute`).
+        rules: a table like `DEFAULT_RULES`, from primitives or their names to `"narrow"`, `"follow"`, `"keep"`,
+            `"narrow_if_representable"` or `"enter"`. `FAST_RULES` also runs activations in the compute dtype.
+        checkpoint: what is kept for the backward pass instead of computed again: `"dots"` (results of contractions, in
+            the compute dtype), `"dots_with_no_batch_dims"`, `"nothing"`, `"everything"`, the name of another policy in
+            `jax.checkpoint_policies`, or a policy. None leaves it to the function. Around a whole loss it shrinks what
+            is kept between the passes; around each layer it lowers the peak too.
+        gradient_dtype: float32 for weight gradients that are unrounded float32 sums, which data parallel training then
+            adds up in float32 too; None for the compute dtype. It reaches weights that go into a contraction directly,
+            reshaped or moved, not `w + lora`. Such a function has no forward mode, and `vmap` around it makes a
+            gradient for each example before they are added up: use `vmap` inside.
 
     Returns:
-        A function with the arguments and the results of `fun` for float32 arguments. Gradients have the dtypes of the
-        arguments; `mpx.value_and_grad` and `mpx.grad` of this very function (not of a function around it; `jax.jit`
-        comes last) give them in float32, without any rounding.
+        A function with the arguments of `fun` and its results for float32 arguments. Gradients have the dtypes of the
+        arguments. `mpx.value_and_grad` and `mpx.grad` give unrounded float32 gradients; give them this very function,
+        and put `jax.jit` around the result.
 
     Raises:
-        TypeError: if `fun` is no function.
-        ValueError: if an option is none of the above; at the call, if `fun` gives an argument another structure, such
-            as a Flax NNX model a new variable.
+        TypeError: if `fun` is not a function.
+        ValueError: if an option has another value; at the call, if `fun` changes the structure of an argument, for
+            example by a new variable of a Flax NNX model.
 
     Example:
         >>> layer = lambda w, x: jax.nn.softmax(x @ w)
@@ -200,7 +242,7 @@ def make_autocast(
     checkpoint: str | Callable[..., Any] | None,
     gradient_dtype: DTypeLike | None,
 ) -> Autocast:
-    """Check the arguments of `autocast`, and return the parts of the function that it makes."""
+    """Check the arguments of `autocast`, and return the parts of an autocast function."""
     if not callable(fun):
         raise TypeError(f"`autocast` needs a function, but got {type(fun).__name__}.")
     if isinstance(policy_or_dtype, str) and "=" in policy_or_dtype:
@@ -212,12 +254,11 @@ def make_autocast(
 
 
 def full_precision(fun: F) -> F:
-    """Make a function an island of float32, in which `autocast` narrows nothing.
+    """Make a function an island of float32, where `autocast` narrows nothing.
 
-    Outside of `autocast` 16-bit floating arguments are widened to float32, the function runs in float32, and its
-    float32 results are cast back to the dtype of its floating arguments, if these have one dtype. Inside `autocast`,
-    where arguments are float32, so are the results. Matrix products of float32 numbers run at the highest precision,
-    not in TF32.
+    Outside `autocast`, 16-bit floating arguments are widened to float32, the function runs in float32, and float32
+    results are cast back to the dtype of the floating arguments, if they share one. Inside `autocast`, arguments and
+    results are float32. Matrix products of float32 numbers run at the highest precision, not in TF32.
 
     Args:
         fun: any function of pytrees.
@@ -226,8 +267,8 @@ def full_precision(fun: F) -> F:
         A function with the same arguments.
 
     Raises:
-        TypeError: if `fun` is no function.
-        ValueError: at the call, if `fun` gives another structure to an argument whose 16-bit arrays were widened.
+        TypeError: if `fun` is not a function.
+        ValueError: at the call, if 16-bit arguments were widened and `fun` changes the structure of one.
 
     Example:
         >>> logits = full_precision(lambda x, w: x @ w)
@@ -245,7 +286,7 @@ def full_precision(fun: F) -> F:
         dtypes = {leaf.dtype for leaf in jax.tree.leaves((args, kwargs)) if _trees.is_floating(leaf)}
         halves = {dtype for dtype in dtypes if dtype.itemsize == 2}
         with jax.named_scope(MARK), jax.default_matmul_precision("highest"):
-            if not halves:  # the very arguments: the function may change them
+            if not halves:  # pass the original arguments, since the function may change them
                 return fun(*args, **kwargs)
             narrow = lambda leaf: leaf.dtype.itemsize == 2
             leaves = _trees.cast_tree(jax.tree.leaves((args, kwargs)), jnp.float32, which=narrow)
@@ -259,29 +300,59 @@ def full_precision(fun: F) -> F:
     return wrapped  # type: ignore[return-value]
 
 
+def _warn_if_nothing_runs_in_fp8(fun: Callable[..., Any], plan: CastPlan) -> None:
+    """Warn if all products that FP8 is meant for stay in 16 bits: they may all be small, or share one odd size."""
+    products = [step for step, _, _ in walk(plan) if facts_of(step.eqn).contraction]
+    is_float8 = lambda dtype: jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1  # by an autocast inside
+    is_fp8 = lambda step: (step.compute and step.compute.fp8) or is_float8(dtype_of(step.eqn.invars[0]))
+    missed = [step.reason for step in products if step.action == "narrow" and step.reason]
+    if not missed or any(map(is_fp8, products)):
+        return
+    name = getattr(fun, "__qualname__", type(fun).__name__)
+    remedies = {
+        fp8.TOO_SMALL: " `mpx.Fp8(min_extent=0)` allows small products.",
+        fp8.NOT_MULTIPLES: " Pad them, the batch size too.",
+    }
+    remedy = next((text for part, text in remedies.items() if part in missed[0]), "")
+    message = (
+        f"`autocast`: FP8 was asked for, but no matrix product of `{name}` runs in it. The reason for the first of "
+        f"{len(missed)}: {missed[0]}.{remedy} `mpx.explain` shows each product."
+    )
+    warnings.warn(message, UserWarning, stacklevel=_first_level_outside())
+
+
+def _first_level_outside() -> int:
+    """Return the `stacklevel` with which a warning of the caller names a line outside of mpx and jax."""
+    frame, level = inspect.currentframe(), 0
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("mpx", "jax", "contextlib"):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
 def _checked_rules(rules: Mapping[Any, Rule]) -> Mapping[str, Rule]:
-    """Return the table by names of primitives. A name that no primitive has would do nothing, and is refused."""
+    """Return the table by names of primitives. Unknown names are refused, because they would do nothing."""
     if rules is DEFAULT_RULES or rules is FAST_RULES:
         return rules  # type: ignore[return-value]
     if not isinstance(rules, Mapping):
         raise TypeError(f"`autocast`: `rules` must be a mapping such as `mpx.DEFAULT_RULES`, but got {type(rules)}.")
     checked = {}
     for key, rule in rules.items():
-        name = key.name if isinstance(key, jex_core.Primitive) else key
-        if isinstance(key, str) and name not in DEFAULT_RULES:
+        is_own = isinstance(key, jex_core.Primitive)
+        name = key.name if is_own else key
+        if not is_own and name not in known_names():
             raise ValueError(
-                f"`autocast`: `rules` has {name!r}, but no primitive of jax is called that; names are those of "
-                "`mpx.DEFAULT_RULES`. For a primitive of your own, give the primitive itself."
+                f"`autocast`: no primitive of jax is called {name!r}, which `rules` has. Print `jax.make_jaxpr` of the "
+                "function to see names. For a primitive of your own, give the primitive itself."
             )
-        possible = _possible_rules(name, is_own=not isinstance(key, str))
+        possible = _possible_rules(name, is_own=is_own)
         if rule not in possible:
             raise ValueError(f"`autocast`: the rule of {name!r} is {rule!r}; it can be {' or '.join(possible)}.")
         checked[name] = rule
     missing = sorted(DEFAULT_RULES.keys() - checked.keys())
     if missing:
         raise ValueError(
-            f"`autocast`: `rules` lacks {', '.join(missing[:3])} and others. Take the rules of other primitives from "
-            "the default table: `rules=mpx.DEFAULT_RULES | {...}`."
+            f"`autocast`: `rules` lacks primitives of the default table. Extend that one instead: "
+            f"`rules=mpx.DEFAULT_RULES | {{...}}`. Missing: {', '.join(missing[:3])}{', ...' if missing[3:] else ''}."
         )
     return checked
 
@@ -289,11 +360,13 @@ def _checked_rules(rules: Mapping[Any, Rule]) -> Mapping[str, Rule]:
 def _possible_rules(name: str, *, is_own: bool) -> tuple[Rule, ...]:
     if name in HANDLERS:
         return ("enter", "keep")
-    can_narrow = is_own or name in CAN_NARROW
-    return ("narrow", "narrow_if_representable", "follow", "keep") if can_narrow else ("follow", "keep")
+    is_arithmetic = is_own or can_narrow(name)
+    return ("narrow", "narrow_if_representable", "follow", "keep") if is_arithmetic else ("follow", "keep")
 
 
-def _checked_gradient_dtype(gradient_dtype: DTypeLike | None, compute: computes.Compute) -> np.dtype | None:
+def _checked_gradient_dtype(
+    gradient_dtype: DTypeLike | None, compute: computes.ContractionPrecision
+) -> np.dtype | None:
     if gradient_dtype is None:
         return None
     if dtype_or_none(gradient_dtype) != np.float32:

@@ -1,9 +1,9 @@
-"""Divide the work on a leaf among the devices that have parts of its arrays.
+"""Shard the work on a leaf over the devices that hold parts of its arrays.
 
-XLA divides what it knows. A kernel it does not know: it would gather whole arrays for it. Nor does it divide rows of
-blocks along the last axis of a matrix. So it is told how: an axis of an array may be divided where the axes before it
-are the same in all arrays of the leaf, as for a matrix `[a, b]` and its scales `[a, b / 256]`, if each device then has
-as many elements, and whole blocks. What is divided otherwise is gathered.
+XLA does not know how to shard a kernel: it would gather whole arrays for it. Nor does it shard rows of blocks along the
+last axis of a matrix. So this file tells it how. An axis may be sharded if the axes before it are the same in all
+arrays of the leaf, as in a matrix `[a, b]` and its scales `[a, b / 256]`, and if each device then has equally many
+elements, in whole blocks. Arrays that are sharded otherwise are gathered.
 """
 
 import functools
@@ -19,41 +19,38 @@ from mpx._fused.partition import Part, Var
 
 
 class _Factor(NamedTuple):
-    """An axis: of all arrays of a part, which are divided along it together, or of one that is not divided there."""
+    """A sharded axis: shared by all arrays of a part, or private to one."""
 
-    part: int
     begin: int  # product of the axes before it
-    alone: tuple[int, int] | None = None  # of one array only: which one, and which of its axes
+    alone: tuple[int, int] | None = None  # if private: the number of the array, and of its axis
 
     @property
     def name(self) -> str:
-        return "_".join(["leaf", *map(str, (self.part, self.begin, *(self.alone or ())))])
+        return "_".join(["leaf", *map(str, (self.begin, *(self.alone or ())))])
 
 
-def divided(parts: Sequence[Part], compute: Callable[..., list[jax.Array]], *operands: jax.Array) -> list[jax.Array]:
-    """Return the outputs of parts, computed on each device from what it has of the arrays.
+def sharded(part: Part, compute: Callable[..., list[jax.Array]], *operands: jax.Array) -> list[jax.Array]:
+    """Compute the outputs of a part, on each device from its own shards.
 
     Args:
-        parts: that have no scalars but those of the first.
-        compute: from the shapes of outputs, arrays and scalars to outputs.
-        operands: the arrays of all parts, then the scalars.
+        part: the part of the step.
+        compute: a function of the outputs' shapes, then the arrays and scalars, that returns the outputs.
+        operands: the arrays of the part, then its scalars.
     """
     from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
 
-    read = [v for part in parts for v in part.arrays]
-    written = [v for part in parts for v in part.outputs]
-    factors = {v: found for i, part in enumerate(parts) for v, found in _factors(i, part).items()}
+    read, written, factors = part.arrays, part.outputs, _factors(part)
 
     def partition(mesh: Mesh, operands: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
         arrays = [*zip(read, operands, strict=False), *zip(written, results, strict=True)]
         axes = _axes(mesh, [(factors[v], x) for v, x in arrays])
         sharding_of = lambda v: NamedSharding(mesh, PartitionSpec(*[axes.get(one) or None for one in factors[v]]))
-        everywhere = [NamedSharding(mesh, PartitionSpec())] * len(parts[0].scalars)
+        everywhere = [NamedSharding(mesh, PartitionSpec())] * len(part.scalars)
         of_results = [sharding_of(v) for v in written]
         shapes = [sharding.shard_shape(v.aval.shape) for v, sharding in zip(written, of_results, strict=True)]
 
         def local(*operands):
-            # What a device has is divided no further: a mesh that is set around the compilation says nothing of it.
+            # A shard is divided no further: the mesh that is set around the compilation does not apply to it.
             with jax.sharding.use_abstract_mesh(mesh.abstract_mesh.update_axis_types(automatic)):
                 return compute(shapes, *operands)
 
@@ -64,13 +61,13 @@ def divided(parts: Sequence[Part], compute: Callable[..., list[jax.Array]], *ope
     run = custom_partitioning(whole)
     names = lambda variables: tuple(ArrayMapping(*[one.name for one in factors[v]]) for v in variables)
     alone = tuple(one.name for v in (*read, *written) for one in factors[v] if one.alone)
-    scalars = (ArrayMapping(),) * len(parts[0].scalars)
+    scalars = (ArrayMapping(),) * len(part.scalars)
     rule = SdyShardingRule((*names(read), *scalars), names(written), need_replication_factors=alone)
     run.def_partition(partition, sharding_rule=rule)
     return _with_vmap(run, whole)(*operands)
 
 
-def _factors(number: int, part: Part) -> dict[Var, list[_Factor]]:
+def _factors(part: Part) -> dict[Var, list[_Factor]]:
     """Return the factor of each axis of each array of a part."""
     variables = (*part.arrays, *part.outputs)
     begins = {v: [math.prod(v.aval.shape[:i]) for i in range(v.aval.ndim)] for v in variables}
@@ -78,7 +75,7 @@ def _factors(number: int, part: Part) -> dict[Var, list[_Factor]]:
     common = set.intersection(*longer)
     return {
         v: [
-            _Factor(number, begin, None if size > 1 and begin in common else (array, i))
+            _Factor(begin, None if size > 1 and begin in common else (array, i))
             for i, (begin, size) in enumerate(zip(begins[v], v.aval.shape, strict=True))
         ]
         for array, v in enumerate(variables)
@@ -86,7 +83,7 @@ def _factors(number: int, part: Part) -> dict[Var, list[_Factor]]:
 
 
 def _axes(mesh: Mesh, arrays: Sequence[tuple[list[_Factor], Any]]) -> dict[_Factor, tuple[str, ...]]:
-    """Return the axes of the mesh along which each factor is divided, from the factors and shardings of arrays."""
+    """Return the mesh axes that shard each factor, from the factors and shardings of arrays."""
     wanted: dict[_Factor, tuple[str, ...]] = {}
     sizes: dict[_Factor, list[int]] = defaultdict(list)
     for factors, x in arrays:
@@ -95,18 +92,18 @@ def _axes(mesh: Mesh, arrays: Sequence[tuple[list[_Factor], Any]]) -> dict[_Fact
                 wanted.setdefault(factor, axes if isinstance(axes, tuple) else (axes,))
         for factor, size in zip(factors, x.shape, strict=True):
             sizes[factor].append(size)
-    taken: dict[int, set[str]] = defaultdict(set)  # by the factors of a part, each of which takes axes of its own
+    taken: set[str] = set()  # each factor takes axes of its own
     found = {}
     for factor, axes in wanted.items():
         count = math.prod(mesh.shape[axis] for axis in axes)
-        if not any(size % count for size in sizes[factor]) and not taken[factor.part] & {*axes}:
+        if not any(size % count for size in sizes[factor]) and not taken & {*axes}:
             found[factor] = axes
-            taken[factor.part] |= {*axes}
+            taken |= {*axes}
     return found
 
 
 def _with_vmap(run: Callable[..., Any], whole: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function with a way to map it over a new axis, for which it is not divided."""
+    """Let `jax.vmap` map the function over a new axis; the mapped function is not sharded."""
     mapped = jax.custom_batching.custom_vmap(run)
 
     @mapped.def_vmap

@@ -16,32 +16,36 @@ from jax import lax
 from jax.extend import core as jex_core
 
 from mpx import _errors, _trees
-from mpx._fused.kernels import in_one_kernel
+from mpx._dtypes import bytes_of
+from mpx._fused.kernels import in_a_kernel
 from mpx._fused.partition import Leaf, Partition, Var
 from mpx._fused.program import flatten
-from mpx._fused.schedule import groups_of, is_small, run
+from mpx._fused.schedule import run
 from mpx._jaxprs import is_literal
 from mpx._tables import Result, Table
-from mpx._transforms.computed_again import computed_once
 
+_NOT_DIFFERENTIABLE = (
+    "`fused_update` cannot be differentiated. To differentiate through a step of an optimizer, call `tx.update` and "
+    "`optax.apply_updates`."
+)
 _Given = tuple[Any, Any, Any]  # gradients, state and parameters
 
 
 def fused_update(tx: optax.GradientTransformation, *, interpret: bool = False) -> "FusedUpdate":
     """Compute `tx.update` and `optax.apply_updates` together, on a GPU in one kernel for each large leaf.
 
-    XLA computes most optimizers so by itself. It does not for moments in 8-bit blocks: the scale of a block must be
-    known before its codes, so that it reads gradients and moments twice. Here each kernel holds whole blocks and does
-    the whole step on them, whatever the optimizer is, as long as it treats each element by itself. State and parameters
-    are written in place, so donate them, to a function that returns them in the order in which it takes them. (JAX
-    gives donated memory to results of the same type in turn; in another order they are copied.)
+    XLA computes the step of a leaf in one kernel by itself, unless moments are kept in 8-bit blocks: it must know the
+    scale of a block before its codes, so it reads gradients and moments twice. Here a kernel holds whole blocks and
+    does the whole step on them, for any optimizer that treats each element by itself. State and parameters are written
+    in place: donate them, and return them in the order of the arguments. (JAX gives donated memory to results of the
+    same type in turn; in another order they are copied.)
 
-    What all elements share runs outside of the kernels, before them: counts, schedules, the loss scale, norms for
-    clipping. So do random bits. A leaf that an optimizer treats otherwise (sums along an axis, a matrix product, a
-    sort) is left to XLA; `plan` says which and why. Small leaves share kernels.
+    What all elements share runs before the kernels: counts, schedules, the loss scale, norms for clipping. So do random
+    bits. XLA computes all other leaves: small leaves without blocks, and leaves whose elements the optimizer mixes
+    (sums along an axis, a matrix product, a sort). `plan` says which and why.
 
-    Kernels are Pallas', compiled by Triton. Without a GPU this is `tx.update` and `optax.apply_updates`. Of several
-    devices each runs kernels on what it has of the arrays, however they are sharded, with and without `zero1`.
+    Kernels are written in Pallas and compiled by Triton. Without a GPU this is `tx.update` and `optax.apply_updates`.
+    With several devices, each runs kernels on its own shards, however arrays are sharded, with and without `zero1`.
 
     Args:
         tx: any Optax transformation, with the wrappers of mpx in it or around it.
@@ -49,14 +53,15 @@ def fused_update(tx: optax.GradientTransformation, *, interpret: bool = False) -
             interprets them with `check_vma=False` only.)
 
     Returns:
-        A function `step(grads, opt_state, params, **extra_args)` that returns the new parameters and the new state. It
-        does the same operations as without it, so that bits are the same but where XLA rewrites one of the two
-        programs, `(m / a) / b` as `m / (a * b)` for example. Call it inside of `jax.jit`. It is not differentiable. Its
-        method `plan` says what becomes of each leaf.
+        A function `step(grads, opt_state, params, **extra_args)` that returns the new parameters and the new state.
+        Results are bit-identical to the plain step, unless XLA rewrites one of the two programs: for example, `(m / a)
+        / b` as `m / (a * b)`. Call it inside `jax.jit`. It is not differentiable. Its method `plan` says where each
+        leaf is computed.
 
     Raises:
-        TypeError: if `tx` is not a transformation. The step raises what `tx.update` raises, before any kernel runs; and
-            a `ValueError` if gradients are not those of the parameters, or not of their shapes.
+        TypeError: if `tx` is not a transformation, or if the step is differentiated. The step raises what `tx.update`
+            raises, before any kernel runs; and a `ValueError` if gradients do not match the parameters in structure or
+            shape.
 
     Example:
         >>> moments = {"mu": Blockwise8bit(), "nu": Blockwise8bit()}
@@ -67,7 +72,7 @@ def fused_update(tx: optax.GradientTransformation, *, interpret: bool = False) -
         >>> params, opt_state = step(params, tx.init(params), jax.tree.map(jnp.zeros_like, params))
         >>> print(update.plan(params))
         leaf  elements  runs in  bytes an element  why
-        b          100  XLA                        its 100 elements cannot be divided into rows of 128
+        b          100  XLA                        it is small and has no blocks
         w       16,384  a kernel            14.06
     """
     return FusedUpdate(_errors.checked(_errors.as_transformation(tx, "fused_update"), "fused_update"), bool(interpret))
@@ -82,22 +87,24 @@ class FusedUpdate:
 
     def __call__(self, grads: Any, opt_state: Any, params: Any, **extra_args: Any) -> tuple[Any, Any]:
         """Return the new parameters and the new state."""
+        given = (grads, opt_state, params), extra_args
+        (grads, opt_state, params), extra_args = _errors.not_differentiable(given, _NOT_DIFFERENTIABLE)
         by_kernels = lambda *given: _by_kernels(self.tx, given, extra_args, self.interpret)
         by_xla = lambda *given: _as_it_stands(self.tx, given, extra_args)
         if not _may_run_kernels(self.interpret):
             return by_xla(grads, opt_state, params)
         if self.interpret:
             return by_kernels(grads, opt_state, params)
-        # Where the step is compiled for is not known yet: arrays of a CPU stay there on a machine with a GPU.
+        # The platform of the step is not known yet: arrays on the CPU stay there on a machine with a GPU.
         return lax.platform_dependent(grads, opt_state, params, cuda=by_kernels, default=by_xla)
 
     def plan(self, params: Any, grads: Any = None, **extra_args: Any) -> "FusedPlan":
-        """Return what becomes of each leaf.
+        """Return where each leaf is computed.
 
         Args:
             params: the parameters, or their shapes.
             grads: the gradients, or their shapes; None: like the parameters.
-            extra_args: what `tx.update` asks for beside them.
+            extra_args: other arguments that `tx.update` needs.
         """
         params = _trees.shapes_of(params)
         grads = params if grads is None else _trees.shapes_of(grads)
@@ -119,18 +126,17 @@ class FusedUpdate:
 
 @dataclasses.dataclass(frozen=True)
 class FusedRow:
-    """Says what becomes of one leaf.
+    """Says where one leaf is computed.
 
-    Under `zero1` a leaf has two rows: first the step, of which each device computes a shard and sends it to the others,
-    then what each computes from all shards, the new parameter.
+    Under `zero1` a leaf has two rows. The first is the step: each device computes a shard of it, and sends that to the
+    others. The second is the new parameter, which each device computes from all shards.
 
     Attributes:
-        path: of the parameter.
-        size: its elements.
-        runs: `"a kernel"`, `"a kernel with others"`, or `"XLA"`; followed by `" on shards"` if it is for each device
-            a shard of the leaf.
+        path: the path of the parameter.
+        size: the number of its elements.
+        runs: `"a kernel"` or `"XLA"`; followed by `" on shards"` if each device computes a shard of the leaf.
         moved_bytes: bytes that its kernel reads and writes; None for XLA.
-        reason: why it is left to XLA; empty if it is not.
+        reason: why it is left to XLA; empty for a kernel.
     """
 
     path: str
@@ -142,7 +148,7 @@ class FusedRow:
 
 @dataclasses.dataclass(frozen=True)
 class FusedPlan(Result):
-    """Says what becomes of each leaf; prints as a table."""
+    """Says where each leaf is computed; prints as a table."""
 
     rows: tuple[FusedRow, ...]
 
@@ -159,8 +165,8 @@ def _row(path: str, p: Any, leaf: Leaf | None, on: str = "") -> FusedRow:
         reason = leaf.reason if leaf else "its elements are not computed one by one"
         return FusedRow(path, size, f"XLA{on}", None, reason)
     part = leaf.part
-    moved = sum(v.aval.size * v.aval.dtype.itemsize for v in (*part.arrays, *part.outputs))
-    return FusedRow(path, size, f"a kernel{' with others' if is_small(part) else ''}{on}", moved, "")
+    moved = sum(bytes_of(v.aval.dtype, v.aval.size) for v in (*part.arrays, *part.outputs))
+    return FusedRow(path, size, f"a kernel{on}", moved, "")
 
 
 def _as_it_stands(tx: Any, given: _Given, extra_args: dict[str, Any]) -> tuple[Any, Any]:
@@ -172,16 +178,14 @@ def _as_it_stands(tx: Any, given: _Given, extra_args: dict[str, Any]) -> tuple[A
 def _by_kernels(tx: Any, given: _Given, extra_args: dict[str, Any], interpret: bool) -> tuple[Any, Any]:
     program, values, tree = _traced(tx, given, extra_args)
     partition = Partition(program)
-    groups = groups_of([leaf.part for leaf in partition.leaves if leaf.part])
     _, opt_state, params = given
     in_place = _in_place(program, partition, len(jax.tree.leaves(params)), len(jax.tree.leaves(opt_state)))
-    return jax.tree.unflatten(tree, run(program, values, partition, groups, in_place, interpret))
+    return jax.tree.unflatten(tree, run(program, values, partition, in_place, interpret))
 
 
 def _traced(tx: Any, given: _Given, extra_args: dict[str, Any]) -> tuple[Any, Any, Any]:
     """Return the step without calls, the values of its inputs and constants, and the structure of its results."""
-    with computed_once():
-        jaxpr, results = jax.make_jaxpr(lambda *given: _as_it_stands(tx, given, extra_args), return_shape=True)(*given)
+    jaxpr, results = jax.make_jaxpr(lambda *given: _as_it_stands(tx, given, extra_args), return_shape=True)(*given)
     program, constants = flatten(jaxpr)
     values = constants | dict(zip(program.invars, jax.tree.leaves(given), strict=True))
     return program, values, jax.tree.structure(results)
@@ -216,13 +220,13 @@ def _may_run_kernels(interpret: bool) -> bool:
 def _kernels_work() -> bool:
     """Return whether a small kernel compiles on this GPU and gives the right numbers; warn once if it does not.
 
-    The answer is kept. It must not be that of the place where it is first asked for: a thread of its own has none of
-    the meshes, settings and traces that stand around this.
+    The answer is cached, so it must not depend on the first caller. A thread of its own has none of the caller's
+    meshes, settings and traces.
     """
     try:
         with futures.ThreadPoolExecutor(1) as thread:
             thread.submit(_try_kernel).result()
-    except Exception as error:  # of many types, none of which is a reason to stop a training run
+    except Exception as error:  # whatever it is, it is no reason to stop a training run
         warnings.warn(
             f"mpx: kernels of Pallas do not run on this GPU, so `fused_update` leaves its work to XLA. "
             f"{type(error).__name__}: {error}",
@@ -240,5 +244,5 @@ def _try_kernel() -> None:
     x = np.arange(1, 16 * 256 + 1, dtype=np.float32).reshape(16, 256)
     part = Partition(flatten(jax.make_jaxpr(scaled)(x))[0]).leaves[0].part
     assert part is not None
-    (result,) = jax.jit(lambda x: in_one_kernel(part, {}, False, [x], []))(jax.device_put(x))
+    (result,) = jax.jit(lambda x: in_a_kernel(part, {}, False, [x], []))(jax.device_put(x))
     np.testing.assert_allclose(jax.device_get(result), x / x.max(axis=1, keepdims=True), rtol=1e-6)

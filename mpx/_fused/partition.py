@@ -1,10 +1,10 @@
 """Find the part of a step that belongs to each leaf and can run on one tile of the leaf at a time.
 
-A leaf is a parameter with all that is computed from its elements, each from those at its place: gradient, moments,
+A leaf is a parameter with everything that is computed element by element from it and with it: gradient, moments,
 masters. The scales of blocks belong to it too: one number for a run of elements. What all elements share (counts,
 schedules, norms, the loss scale) is computed outside and given to the part, and so are random bits.
 
-A sum over elements that ends in a scalar may read anything of a leaf: XLA computes for itself what it adds up.
+A sum over elements that ends in a scalar may read any array of a leaf: XLA computes its terms outside of the kernel.
 """
 
 import math
@@ -12,27 +12,19 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable
 from typing import Any, NamedTuple
 
+import jax
 from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn
 
-from mpx._jaxprs import ELEMENTWISE, EXCHANGES, POSITIONAL, dtype_of, is_literal
+from mpx._jaxprs import dtype_of, is_literal
+from mpx._primitives import facts_of
 
 Var = Any  # a variable of a program: `jax.extend.core.Var`, whose types know less than it does
 
 TILE = 1024  # elements that one program of a kernel works on: 77 registers for AdamW with 8-bit moments, none spilled
+SMALL = 2**16  # elements: XLA's own kernel for a smaller leaf takes less time than the start of any kernel
 _LARGEST_BLOCK = 4096  # that a program of a kernel can hold
 _NARROWEST = 128  # elements of a row: shorter ones take a GPU several reads
-VIEWS = {"broadcast_in_dim", "reshape", "squeeze"}  # on rows of a leaf nothing, or a repetition
-BLOCK_REDUCTIONS = {"reduce_max", "reduce_min", "reduce_and", "reduce_or"}  # the same bits in any order
-# What `zero1` says outside of `jax.shard_map`: XLA sends what it must for it.
-_PLACED = {"reshard", "sharding_constraint"}
-_SENDING = EXCHANGES | _PLACED | {"psum", "psum_invariant", "reduce_scatter"}
-# What may be computed outside for each element of a leaf.
-_SOURCES = POSITIONAL | _SENDING | {"dynamic_slice"}
-_OF_EACH_ELEMENT = ELEMENTWISE - _PLACED - {"copy_p", "device_put", "layout_constraint"}
-# What Triton of Pallas cannot compute: at all, or in numbers of 16 bits.
-_NOT_IN_TRITON = {"digamma", "erf", "erfc", "lgamma", "reduce_precision"}
-_NOT_IN_16_BITS = {"div", "erf_inv", "integer_pow", "logistic", "nextafter"}
 _DTYPES = {"bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "bfloat16", "float16", "float32"}
 
 
@@ -44,12 +36,12 @@ class Part(NamedTuple):
     equations: list[JaxprEqn]
     outputs: list[Var]
     size: int  # elements of the leaf
-    width: int  # elements of a row: of the largest block, or as many as divide the leaf
+    width: int  # elements of a row: as many as the largest block has, or a number that divides the leaf
     block: int  # elements of the largest block; 1 if nothing is kept or found out by block
 
 
 class Leaf(NamedTuple):
-    """Holds what a step computes of one leaf: in a part, or else as it stands, for a reason."""
+    """What a step computes of one leaf: in a part, or else by XLA, for a reason."""
 
     outputs: list[Var]
     part: Part | None
@@ -61,7 +53,7 @@ def _shape_of(v: Any) -> tuple[int, ...]:
 
 
 def size_of(v: Any) -> int:
-    """Return the number of elements of a value; 1 for what is no array."""
+    """Return the number of elements of a value; 1 if it is not an array."""
     return math.prod(_shape_of(v))
 
 
@@ -85,7 +77,7 @@ class Partition:
         self.leaves = [self._as_leaf(list(outputs), mixed.get(leaf)) for leaf, outputs in wanted.items()]
 
     def resolved(self, v: Any) -> Any:
-        """Return the value that a barrier returns as this one."""
+        """Return the value behind the barriers that return it as this one."""
         while not is_literal(v) and v in self._same:
             v = self._same[v]
         return v
@@ -97,11 +89,11 @@ class Partition:
         return v
 
     def sends(self, eqn: JaxprEqn) -> bool:
-        """Return whether an equation sends arrays to other devices: it takes them from the kernels that made them."""
-        return eqn.primitive.name in _SENDING and any(size_of(v) > 1 for v in eqn.outvars)
+        """Return whether an equation sends arrays to other devices: a kernel may have computed them."""
+        return facts_of(eqn).communicates and any(size_of(v) > 1 for v in eqn.outvars)
 
     def sent_to(self, v: Any) -> list[Var]:
-        """Return the arrays from which a value is computed and that other devices sent."""
+        """Return the arrays that devices send each other to compute a value."""
         found: dict[Var, None] = {}
         waiting, seen = [self.resolved(v)], set()
         while waiting:
@@ -123,13 +115,13 @@ class Partition:
         if name == "optimization_barrier":
             self._same.update(zip(eqn.outvars, eqn.invars, strict=True))
             return []
-        if name in _PLACED:
+        if is_placed := _is_placed(eqn):
             self._placed.update(zip(eqn.outvars, eqn.invars, strict=True))
         operands = [self.resolved(v) for v in eqn.invars if not is_literal(v)]
         varied = [v for v in operands if size_of(v) > 1 and v not in self._uniform]
         if not results:
             return []
-        is_fill = name in _PLACED and operands and self._uniform.issuperset(operands)  # jax 0.12 places `full_like`
+        is_fill = is_placed and operands and self._uniform.issuperset(operands)  # jax 0.12 places `full_like`
         if is_fill or _keeps_places(eqn):
             (self._inside if varied else self._uniform).update(results)
             for v in (*varied, *results) if varied else ():
@@ -173,7 +165,7 @@ class Partition:
                     waiting += reversed(eqn.invars)
             else:
                 arrays[v] = None
-        # Of a value that is read both before and after it was placed, the latter.
+        # If a value is read both before and after it was placed, read the placed one.
         last = {self.unplaced(v): v for v in sorted(arrays, key=self._number)}
         read = {v: last[self.unplaced(v)] for v in arrays}
         equations = [
@@ -191,16 +183,19 @@ class Partition:
         return self._producer[v][0] if v in self._producer else -1
 
     def _why_not(self, part: Part, mixed: Iterable[str]) -> str:
-        """Return why a part cannot run on tiles; nothing if it can."""
+        """Return why a part cannot run on tiles; empty if it can."""
         variables = {v for eqn in part.equations for v in (*eqn.invars, *eqn.outvars) if not is_literal(v)}
         variables |= {*part.arrays}
         blocks = {part.size / size_of(v) for v in variables if size_of(v) > 1 and v not in self._uniform}
-        sources = {self._producer[v][1].primitive.name for v in part.arrays if v in self._producer}
-        dtypes = {str(dtype_of(v)) for v in variables}
+        sources = [self._producer[v][1] for v in part.arrays if v in self._producer]
+        not_outside = {eqn.primitive.name for eqn in sources if not _is_outside(eqn)}
+        dtypes = {str(dtype) for dtype in {dtype_of(v) for v in variables}}
         if mixed:
             return f"elements are mixed by {_names(mixed)}"
-        if sources - _SOURCES:
-            return f"arrays come from {_names(sources - _SOURCES)}"
+        if not_outside:
+            return f"arrays come from {_names(not_outside)}"
+        if part.block == 1 and part.size < SMALL:
+            return "it is small and has no blocks"
         if dtypes - _DTYPES:
             return f"kernels do not compute in {_names(dtypes - _DTYPES)}"
         if missing := {text for eqn in part.equations if (text := _missing_in_triton(eqn))}:
@@ -234,36 +229,48 @@ class Partition:
         return False
 
 
+def _is_placed(eqn: JaxprEqn) -> bool:
+    """Return whether an equation places an array on devices, as `zero1` does outside of `jax.shard_map`."""
+    facts = facts_of(eqn)
+    return facts.communicates and facts.moves == "same"
+
+
+def _is_outside(eqn: JaxprEqn) -> bool:
+    """Return whether XLA may compute an operation for each element of a leaf, outside of the kernel."""
+    facts = facts_of(eqn)
+    return facts.positional or facts.communicates or eqn.primitive.name == "dynamic_slice"
+
+
 def _keeps_places(eqn: JaxprEqn) -> bool:
     """Return whether elements stay in order: at their places, or one for each block of neighbours."""
-    name, result = eqn.primitive.name, _shape_of(eqn.outvars[0])
+    name, facts, result = eqn.primitive.name, facts_of(eqn), _shape_of(eqn.outvars[0])
     shapes = [_shape_of(v) for v in eqn.invars if size_of(v) > 1]
-    if name in _OF_EACH_ELEMENT:
+    if facts.elementwise and not facts.communicates:
         same_rank = all(len(shape) == len(result) for shape in shapes)
         return len(eqn.outvars) == 1 and same_rank and all(_are_first(range(len(result)), x, result) for x in shapes)
     if name == "broadcast_in_dim":
         return not shapes or _are_first(eqn.params["broadcast_dimensions"], shapes[0], result)
-    if name in VIEWS:
+    if facts.blocks == "view":
         return eqn.params.get("dimensions") is None or name == "squeeze"
-    if name in BLOCK_REDUCTIONS and shapes:
+    if facts.blocks == "reduce" and shapes:
         kept = [i for i in range(len(shapes[0])) if i not in eqn.params["axes"]]
         return math.prod(result) > 1 and _are_first(kept, result, shapes[0])
     return False
 
 
 def _are_first(places: Iterable[int], small: tuple[int, ...], large: tuple[int, ...]) -> bool:
-    """Return whether the axes of the smaller array are those of the larger one, at these places, before all others."""
+    """Return whether the smaller array has the larger one's axes at these places, and they come before all others."""
     kept = {place: size for place, size in zip(places, small, strict=True) if size > 1}  # axes of 1 are repeated
     others = [i for i, size in enumerate(large) if size > 1 and i not in kept]
     return all(large[i] == size for i, size in kept.items()) and (not kept or not others or max(kept) < min(others))
 
 
 def _missing_in_triton(eqn: JaxprEqn) -> str:
-    """Return what Triton lacks to compute an equation; nothing if it can."""
-    name, dtype = eqn.primitive.name, str(dtype_of(eqn.invars[0]))
-    if name in _NOT_IN_TRITON:
+    """Return what Triton lacks to compute an equation; empty if it lacks nothing."""
+    name, triton, dtype = eqn.primitive.name, facts_of(eqn).triton, str(dtype_of(eqn.invars[0]))
+    if triton == "none":
         return f"`{name}`"
-    is_missing = name in _NOT_IN_16_BITS and dtype in ("bfloat16", "float16")
+    is_missing = triton == "32 bits" and dtype in ("bfloat16", "float16")
     is_missing |= name in ("reduce_and", "reduce_or") and dtype != "bool"
     return f"`{name}` of {dtype}" if is_missing else ""
 
@@ -277,11 +284,12 @@ def _names(names: Iterable[str]) -> str:
 
 
 def signature(part: Part) -> Hashable:
-    """Return what is equal for parts that one kernel can run, if their sizes are equal too."""
+    """Return a key that is equal for parts that one kernel can run, if their sizes are equal too."""
     names: dict[Var, int] = {}
-    name = lambda v: (str(v.val), str(v.aval.dtype)) if is_literal(v) else names.setdefault(v, len(names))
-    varying = lambda v: str(getattr(v.aval, "manual_axis_type", ""))
-    type_of = lambda v: (name(v), part.size // size_of(v) if size_of(v) > 1 else 0, str(v.aval.dtype), varying(v))
+    in_shard_map = bool(jax.sharding.get_abstract_mesh().manual_axes)
+    name = lambda v: (str(v.val), v.aval.dtype) if is_literal(v) else names.setdefault(v, len(names))
+    varying = lambda v: str(v.aval.manual_axis_type) if in_shard_map else ""
+    type_of = lambda v: (name(v), part.size // size_of(v) if size_of(v) > 1 else 0, v.aval.dtype, varying(v))
     inputs = [type_of(v) for v in (*part.arrays, *part.scalars)]
     equations = [
         (eqn.primitive.name, *map(name, eqn.invars), type_of(eqn.outvars[0]), _settings(eqn)) for eqn in part.equations
@@ -291,6 +299,6 @@ def signature(part: Part) -> Hashable:
 
 def _settings(eqn: JaxprEqn) -> str:
     """Return the parameters of an equation that do not follow from its types."""
-    if eqn.primitive.name in VIEWS or eqn.primitive.name in BLOCK_REDUCTIONS:
+    if facts_of(eqn).blocks:
         return ""
     return str(sorted((name, str(value)) for name, value in eqn.params.items()))

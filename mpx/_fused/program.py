@@ -7,13 +7,14 @@ import jax
 from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn
 
-from mpx._jaxprs import CALLS, CUSTOM_CALLS, called_jaxpr, constants_of, is_literal, open_jaxpr
+from mpx._jaxprs import called_jaxpr, constants_of, is_literal, open_jaxpr
+from mpx._primitives import is_call
 
 
 def flatten(jaxpr: jex_core.ClosedJaxpr) -> tuple[jex_core.Jaxpr, dict[jex_core.Var, Any]]:
-    """Return a program with the equations of what it calls in place of each call, and the arrays that it closes over.
+    """Inline the calls of a program; return it with the arrays that it closes over.
 
-    Derivatives that an author wrote go with the calls that had them.
+    Custom derivatives are lost with their calls.
     """
     equations: list[JaxprEqn] = []
     constants: dict[jex_core.Var, Any] = {}
@@ -27,7 +28,7 @@ def flatten(jaxpr: jex_core.ClosedJaxpr) -> tuple[jex_core.Jaxpr, dict[jex_core.
         read = lambda v: v if is_literal(v) else known[v]
         for eqn in inside.eqns:
             operands = [read(v) for v in eqn.invars]
-            if eqn.primitive.name in CALLS | CUSTOM_CALLS and not _is_placed(eqn):
+            if is_call(eqn) and not _is_placed(eqn):
                 results = enter(called_jaxpr(eqn), operands)
             else:
                 results = [jex_core.Var(v.aval) for v in eqn.outvars]

@@ -1,7 +1,6 @@
-"""Run a step: the parts of its leaves by kernels, all else as it stands."""
+"""Run a step: the parts of its leaves by kernels, everything else by XLA."""
 
 import functools
-from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -9,22 +8,17 @@ import jax
 from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn
 
-from mpx._fused.devices import divided
-from mpx._fused.kernels import Arrays, in_a_kernel_together, in_one_kernel, most_together
-from mpx._fused.partition import Part, Partition, Var, signature, size_of
+from mpx._fused.devices import sharded
+from mpx._fused.kernels import in_a_kernel
+from mpx._fused.partition import Part, Partition, Var, signature
 from mpx._fused.tile import columns, run_part
 from mpx._jaxprs import at_the_place_of, is_literal, run_equations
-
-SMALL = 2**16  # elements: what is smaller takes a GPU less time than the start of a kernel
-
-Group = Sequence[Part]  # what one kernel computes
 
 
 def run(
     program: jex_core.Jaxpr,
     values: Mapping[Var, Any],
     partition: Partition,
-    groups: list[Group],
     in_place: Mapping[Var, Var],
     interpret: bool,
 ) -> list[Any]:
@@ -32,57 +26,38 @@ def run(
 
     Args:
         program: the step.
-        values: of its inputs and constants.
-        partition: of the program.
-        groups: the parts that run by themselves, those together that one kernel computes.
-        in_place: outputs of the program that may be written over inputs.
+        values: the values of its inputs and constants.
+        partition: the leaves of the program.
+        in_place: the output that may be written over an input.
         interpret: whether to run kernels without a GPU.
     """
-    values, every = dict(values), groups
-    waiting = _needed(program, partition, groups)
+    values, parts = dict(values), [leaf.part for leaf in partition.leaves if leaf.part]
+    every = parts
+    waiting = _needed(program, partition, parts)
     compiled: dict[Hashable, Any] = {}
-    while waiting or groups:
+    while waiting or parts:
         ready, waiting = _split_ready(waiting, values)
         run_equations(program, ready, values)
         later = []
-        for group in groups:
-            if all(v in values for part in group for v in (*part.arrays, *part.scalars)):
-                over = {v: in_place.get(partition.unplaced(v)) for part in group for v in part.arrays}
-                values |= _run_group(group, values, over, interpret, compiled)
+        for part in parts:
+            if all(v in values for v in (*part.arrays, *part.scalars)):
+                over = {v: in_place.get(partition.unplaced(v)) for v in part.arrays}
+                values |= _run_part(part, values, over, interpret, compiled)
             else:
-                later.append(group)
-        if len(later) == len(groups) and waiting and not ready:
+                later.append(part)
+        if len(later) == len(parts) and waiting and not ready:
             # Parts that wait for each other, by way of other devices: XLA computes them.
-            later, done = [], [group for group in every if group[0].outputs[0] in values]
+            later, done = [], [part for part in every if part.outputs[0] in values]
             waiting = [eqn for eqn in _needed(program, partition, done) if any(v not in values for v in eqn.outvars)]
-        groups = later
+        parts = later
     results: list[Any] = [v if is_literal(v) or v in values else partition.resolved(v) for v in program.outvars]
     return [v.val if is_literal(v) else values[v] for v in results]
 
 
-def is_small(part: Part) -> bool:
-    """Return whether a part may share a kernel: its own would take longer to start than to run."""
-    return part.size < SMALL and part.block == 1
-
-
-def groups_of(parts: Sequence[Part]) -> list[Group]:
-    """Return the parts that do not run as they stand: each large one, and small ones together that are alike."""
-    alike: dict[Hashable, list[Part]] = defaultdict(list)
-    for part in parts:
-        if is_small(part):
-            alike[signature(part._replace(width=0)), tuple(part.scalars)].append(part)
-    groups: list[Group] = [[part] for part in parts if not is_small(part)]
-    for small in alike.values():
-        most = most_together(small[0])
-        small.sort(key=lambda part: part.size)  # groups of equal sizes share a kernel
-        groups += [small[i : i + most] for i in range(0, len(small), most)]
-    return groups
-
-
-def _needed(program: jex_core.Jaxpr, partition: Partition, groups: Sequence[Group]) -> list[JaxprEqn]:
-    """Return the equations that run as they stand, in order: what leads to parts or results, or prints."""
-    given = {v for group in groups for part in group for v in part.outputs}
-    wanted = {v for group in groups for part in group for v in (*part.arrays, *part.scalars)}
+def _needed(program: jex_core.Jaxpr, partition: Partition, parts: Sequence[Part]) -> list[JaxprEqn]:
+    """Return the equations that XLA runs, in order: all that parts or results need, and all that print."""
+    given = {v for part in parts for v in part.outputs}
+    wanted = {v for part in parts for v in (*part.arrays, *part.scalars)}
     wanted |= {v for v in program.outvars if not is_literal(v) and partition.resolved(v) not in given}
     found = []
     for eqn in reversed(program.eqns):
@@ -94,7 +69,7 @@ def _needed(program: jex_core.Jaxpr, partition: Partition, groups: Sequence[Grou
 
 
 def _split_ready(eqns: Sequence[JaxprEqn], values: Mapping[Var, Any]) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
-    """Return the equations whose operands are known, or are results of others before them; and all others."""
+    """Return the equations that can run now, one after another, and all others."""
     ready, later, known = [], [], set(values)
     for eqn in eqns:
         if all(is_literal(v) or v in known for v in eqn.invars):
@@ -105,58 +80,33 @@ def _split_ready(eqns: Sequence[JaxprEqn], values: Mapping[Var, Any]) -> tuple[l
     return ready, later
 
 
-def _run_group(
-    group: Group, values: Mapping[Var, Any], in_place: Mapping[Var, Any], interpret: bool, compiled: dict[Hashable, Any]
+def _run_part(
+    part: Part, values: Mapping[Var, Any], in_place: Mapping[Var, Any], interpret: bool, compiled: dict[Hashable, Any]
 ) -> dict[Var, Any]:
-    """Return the outputs of parts. Equal groups are traced once, and compiled once."""
-    first = group[0]
+    """Return the outputs of a part. Equal parts are traced once, and compiled once."""
     over: dict[int, int] = {}  # an output takes one place, though it may stand in a state twice
-    for i, v in enumerate(first.arrays):
-        if in_place[v] in first.outputs:
-            over.setdefault(first.outputs.index(in_place[v]), i)
+    for i, v in enumerate(part.arrays):
+        if in_place[v] in part.outputs:
+            over.setdefault(part.outputs.index(in_place[v]), i)
     pairs = {i: output for output, i in over.items()}
-    key = signature(first), tuple((part.size, part.width) for part in group), tuple(pairs.items())
+    key = signature(part), part.size, tuple(pairs.items())
     if key not in compiled:
-        compiled[key] = jax.jit(functools.partial(_by_kernel, group, pairs, interpret))
-    compute = functools.partial(_on_rows, group, compiled[key])
-    outputs = [v for part in group for v in part.outputs]
-    with at_the_place_of(first.equations[0]):  # `zero1` makes axes of a mesh automatic
-        operands = [values[v] for part in group for v in part.arrays] + [values[v].reshape(()) for v in first.scalars]
+        compiled[key] = jax.jit(functools.partial(in_a_kernel, part, pairs, interpret))
+    compute = functools.partial(_on_rows, part, compiled[key])
+    with at_the_place_of(part.equations[0]):  # `zero1` makes axes of a mesh automatic
+        operands = [values[v] for v in part.arrays] + [values[v].reshape(()) for v in part.scalars]
         if jax.sharding.get_abstract_mesh().manual_axes:  # arrays are what a device has
-            results = compute([v.aval.shape for v in outputs], *operands)
+            results = compute([v.aval.shape for v in part.outputs], *operands)
         else:
-            results = divided(group, compute, *operands)
-    return dict(zip(outputs, results, strict=True))
+            results = sharded(part, compute, *operands)
+    return dict(zip(part.outputs, results, strict=True))
 
 
-def _on_rows(group: Group, run: Any, shapes: Sequence[tuple[int, ...]], *operands: jax.Array) -> list[jax.Array]:
-    """Return the outputs of parts, in these shapes, from their arrays and then their scalars."""
-    rest = iter(operands)
-    arrays = [[next(rest) for _ in part.arrays] for part in group]
-    scalars = list(rest)
-    in_rows = lambda part, of_part: [x.reshape(-1, columns(v, part)) for v, x in zip(part.arrays, of_part, strict=True)]
-    if all(map(_has_rows, group, arrays)) and (len(group) == 1 or all(map(_is_whole, group, arrays))):
-        results = run(list(map(in_rows, group, arrays)), scalars)
-    else:  # XLA fuses by itself what has no blocks
-        parts = [part._replace(width=part.block) for part in group]
-        results = [run_part(part, in_rows(part, x), scalars) for part, x in zip(parts, arrays, strict=True)]
-    flat = [x for of_part in results for x in of_part]
-    return [x.reshape(shape) for x, shape in zip(flat, shapes, strict=True)]
-
-
-def _is_whole(part: Part, arrays: Arrays) -> bool:
-    """Return whether this device has all of the arrays of a part."""
-    return all(x.size == size_of(v) for v, x in zip(part.arrays, arrays, strict=True))
-
-
-def _has_rows(part: Part, arrays: Arrays) -> bool:
-    """Return whether what this device has of the arrays are whole rows."""
-    return all(x.size % columns(v, part) == 0 for v, x in zip(part.arrays, arrays, strict=True))
-
-
-def _by_kernel(
-    group: Group, in_place: dict[int, int], interpret: bool, arrays: Sequence[Arrays], scalars: Arrays
-) -> list[list[jax.Array]]:
-    if len(group) == 1:
-        return [in_one_kernel(group[0], in_place, interpret, arrays[0], scalars)]
-    return in_a_kernel_together(group, in_place, interpret, arrays, scalars)
+def _on_rows(part: Part, run: Any, shapes: Sequence[tuple[int, ...]], *operands: jax.Array) -> list[jax.Array]:
+    """Return the outputs of a part, in these shapes, from its arrays and then its scalars."""
+    arrays, scalars = operands[: len(part.arrays)], operands[len(part.arrays) :]
+    has_rows = all(x.size % columns(v, part) == 0 for v, x in zip(part.arrays, arrays, strict=True))
+    of_blocks = part if has_rows else part._replace(width=part.block)
+    rows = [x.reshape(-1, columns(v, of_blocks)) for v, x in zip(part.arrays, arrays, strict=True)]
+    results = run(rows, list(scalars)) if has_rows else run_part(of_blocks, rows, scalars)
+    return [x.reshape(shape) for x, shape in zip(results, shapes, strict=True)]

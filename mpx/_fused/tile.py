@@ -13,8 +13,9 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from mpx._fused.partition import VIEWS, Part, size_of
-from mpx._jaxprs import IDENTITIES, is_literal
+from mpx._fused.partition import Part, size_of
+from mpx._jaxprs import is_literal
+from mpx._primitives import facts_of
 
 _REDUCERS = {
     "reduce_max": lax.reduce_max,
@@ -35,19 +36,19 @@ def run_part(part: Part, arrays: Sequence[Any], scalars: Sequence[Any]) -> list[
 
 
 def columns(v: Any, part: Part) -> int:
-    """Return how many numbers a row has of a value."""
+    """Return how many numbers of a value stand in a row."""
     return size_of(v) * part.width // part.size
 
 
 def _run(eqn: JaxprEqn, operands: list[Any], part: Part) -> Any:
     name, result = eqn.primitive.name, eqn.outvars[0]
     if name in _REDUCERS and not np.ndim(operands[0]):
-        return operands[0]  # of equal elements
+        return operands[0]  # all elements are equal
     if name in _REDUCERS:
         return _reduced(operands[0], columns(result, part), _REDUCERS[name])
-    if name in IDENTITIES:
+    if facts_of(eqn).moves == "same":
         return operands[0]
-    if name in VIEWS:
+    if facts_of(eqn).blocks == "view":
         return _repeated(operands[0], columns(result, part)) if np.ndim(operands[0]) else operands[0]
     if name == "round":
         return _rounded(operands[0], eqn.params["rounding_method"])
@@ -78,7 +79,7 @@ def _repeated(x: jax.Array, width: int) -> jax.Array:
 
 def _rounded(x: jax.Array, method: lax.RoundingMethod) -> jax.Array:
     """Round to integers, as `lax.round` does: Triton has only `floor`."""
-    size = lax.abs(x)  # of which the rest is exact: `-0.49999997 - floor(-0.49999997)` would round to a half
+    size = lax.abs(x)  # its fraction is exact: `-0.49999997 - floor(-0.49999997)` would round to a half
     below = lax.floor(size)
     rest = size - below
     up = (rest > 0.5) | ((rest == 0.5) & (below != 2 * lax.floor(below * np.asarray(0.5, x.dtype))))

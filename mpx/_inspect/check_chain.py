@@ -1,13 +1,14 @@
-"""`check_chain`: does anything in a chain change numbers that must reach their place as they are?
+"""`check_chain`: find what changes numbers of a chain that must arrive unchanged.
 
 The program of one update is traced, not run, and two kinds of values are followed through it by `propagate`:
 
-- Updates that land on a number which a transformation has chosen (`writeback.landing_update`). On their way to the
-  result they may be selected against zero (a skipped step), multiplied by a boolean (`MultiSteps`) or moved about.
+- Updates that land on a number which a transformation has chosen (`landing_update`). On their way to the result they
+  may be selected against zero (a skipped step), multiplied by a boolean (`MultiSteps`) or moved about.
 - Gradients, until `loss_scaling` receives them. In front of it, whatever is not linear sees scaled gradients.
 """
 
 import itertools
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,31 +19,22 @@ import optax
 from jax.extend.core import JaxprEqn
 
 from mpx import _errors, _trees
-from mpx._jaxprs import (
-    EXCHANGES,
-    MOVES,
-    SUMS,
-    dtype_of,
-    holds_programs_run_once,
-    is_literal,
-    propagate,
-    propagate_inside,
-)
+from mpx._jaxprs import dtype_of, is_literal, propagate, propagate_inside
+from mpx._primitives import facts_of, holds_programs_run_once
 from mpx._stored.leaves import leaves_of
-from mpx._stored.roles import fields_of
+from mpx._stored.roles import Role, fields_of, fields_with_role
 from mpx._transforms.loss_scaling import SCALED, UNSCALED
-from mpx._transforms.params_ema import ParamsEmaState
 from mpx._writeback import MARK, SENT
 
 
 def check_chain(tx: optax.GradientTransformation, params: Any = None, **extra_args: Any) -> None:
     """Raise if a chain changes updates or scaled gradients where nothing may change them.
 
-    `master_weights`, `kahan_summation` and `stochastic_rounding` emit updates that land on a number which they have
-    chosen, and remember what that number lacks. If such an update is clipped or scaled, parameters get out of step with
-    what is remembered, and no error follows. `loss_scaling` takes the gradients of a scaled loss: clipping in front of
-    it clips scaled gradients, and an average over steps (`optax.MultiSteps`) never loses a NaN again, so that every
-    later step is skipped. Call this once, where the optimizer is made; it only traces.
+    `master_weights`, `kahan_summation` and `stochastic_rounding` choose the new number of a parameter, and emit the
+    update that lands on it. The first two also remember what that number lacks. If such an update is clipped or scaled,
+    parameters get out of step with what is remembered, and no error follows. `loss_scaling` takes the gradients of a
+    scaled loss: clipping in front of it clips scaled gradients, and an average over steps (`optax.MultiSteps`) never
+    loses a NaN again, so that every later step is skipped. Call this once, where the optimizer is made; it only traces.
 
     A bare Optax optimizer in front of `kahan_summation`, which keeps moments of 16-bit parameters in 16 bits, passes.
 
@@ -54,12 +46,12 @@ def check_chain(tx: optax.GradientTransformation, params: Any = None, **extra_ar
 
     Raises:
         TypeError: if `tx` is not a transformation.
-        ValueError: if an element of a chain changes the updates after one of the three; if one of them follows
-            another (those inside `upcast` or `master_weights` do nothing, and are refused at `init`); if something in
-            front of `loss_scaling` is not linear in the gradients, unless the scale is always 1, or adds them up over
-            steps; if `master_weights` stands in a chain beside an optimizer that keeps its state in 16 bits, which it
-            should wrap; or if `params_ema` is not the last element of its chain, or stands outside of `master_weights`
-            and averages rounded parameters.
+        ValueError: if an element of a chain changes the updates after one of the three; if one of them follows another
+            (inside `upcast` or `master_weights` they would do nothing, and `init` refuses them); if something in front
+            of `loss_scaling` is not linear in the gradients, unless the scale is always 1, or adds them up over steps;
+            if `master_weights` stands in a chain beside an optimizer that keeps its state in 16 bits, which it should
+            wrap; or if `params_ema`, or another state that declares an average by `register_state`, is not the last
+            element of its chain, or stands outside of `master_weights` and averages rounded parameters.
 
     Example:
         >>> check_chain(optax.chain(optax.clip(1.0), master_weights(optax.adam(1e-3))))
@@ -94,16 +86,15 @@ element of the chain.
 # ---- values on their way --------------------------------------------------------------------------------------------
 
 _GRADIENT = "gradient"
-_LINEAR = SUMS | EXCHANGES | {"neg"}
 
 
 class _Value(NamedTuple):
     """The history of a value."""
 
     origin: str = ""  # `gradient`, or the transformation that made it a final update; empty for other values
-    changed_by: str = ""  # the first primitive, or transformation, that did to it what nothing may do
+    changed_by: str = ""  # the first primitive, or transformation, that changed it where nothing may
     is_average: bool = False  # whether that added a gradient to a part of the state
-    is_sent: bool = False  # whether an update travels as the number where it lands until it arrives: see `mpx.zero1`
+    is_sent: bool = False  # whether an update travels as the number that it lands on, as in `mpx.zero1`
     is_state: bool = False  # whether it is computed from arrays of the state
     is_zero: bool = False  # whether it is zero everywhere
     is_mask: bool = False  # whether it is a boolean, perhaps in a numeric dtype
@@ -113,7 +104,7 @@ _OTHER = _Value()
 
 
 def _followed(program: Any, gradients: int, state: Sequence[Any]) -> tuple[list[_Value], list[tuple[str, _Value]]]:
-    """Return the histories of the program's results, and those of the gradients that `loss_scaling` receives."""
+    """Return the histories of the program's results, and of the gradients that `loss_scaling` receives."""
     inputs = [_Value(_GRADIENT)] * gradients
     inputs += [_Value(is_state=_trees.is_floating(leaf) and leaf.ndim > 0) for leaf in state]
     inputs += [_OTHER] * (len(program.jaxpr.invars) - len(inputs))
@@ -143,7 +134,7 @@ def _tracked(values: Sequence[_Value]) -> list[_Value]:
 
 
 def _named(author: str, earlier: _Value) -> _Value:
-    """Return the history of an update on which a transformation leaves its name."""
+    """Return the history of an update after a transformation has left its name on it."""
     if earlier.origin in ("", _GRADIENT):
         return _Value(author, is_sent=author == SENT)
     if author == SENT:
@@ -154,11 +145,11 @@ def _named(author: str, earlier: _Value) -> _Value:
 
 
 def _result(eqn: JaxprEqn, operands: list[_Value]) -> _Value:
-    """Return the history of the results of an equation, from those of its operands."""
-    name = eqn.primitive.name
+    """Return the history of an equation's results, from the histories of its operands."""
+    name, facts = eqn.primitive.name, facts_of(eqn)
     if name == "select_n":
         return _one_of(operands[1:], name, operands[0])
-    moves = name in MOVES or name == "convert_element_type"
+    moves = facts.moves in ("same", "moved") or name == "convert_element_type"
     is_mask = [value.is_mask or dtype_of(v) == np.bool_ for v, value in zip(eqn.invars, operands, strict=True)]
     is_state = any(value.is_state for value in operands)
     tracked = _tracked(operands)
@@ -166,7 +157,7 @@ def _result(eqn: JaxprEqn, operands: list[_Value]) -> _Value:
         is_zero = (moves or name == "mul") and any(value.is_zero for value in operands)
         return _Value(is_state=is_state, is_zero=is_zero, is_mask=moves and is_mask[0])
     if tracked[0].origin == _GRADIENT:
-        is_allowed = moves or _is_linear(name, operands)
+        is_allowed = moves or _is_linear(eqn, operands)
     else:
         is_allowed = (moves and not _narrows(eqn)) or (name == "mul" and any(is_mask))
     result = tracked[0] if is_allowed else _changed(tracked[0], name, is_state and name in ("add", "sub"))
@@ -186,19 +177,19 @@ def _one_of(values: Sequence[_Value], chooser: str, index: _Value = _OTHER) -> _
 
 
 def _changed(value: _Value, by: str, is_average: bool = False) -> _Value:
-    """Return the history of a value with which something is done that nothing may do; the first counts."""
+    """Return the history of a value after a change that nothing may make; only the first is recorded."""
     is_first = not (value.changed_by or value.is_sent)
     return value._replace(changed_by=by, is_average=is_average) if is_first else value
 
 
-def _is_linear(name: str, operands: Sequence[_Value]) -> bool:
+def _is_linear(eqn: JaxprEqn, operands: Sequence[_Value]) -> bool:
     """Return whether a primitive, of gradients and other values, is linear in the gradients."""
-    is_gradient = [value.origin == _GRADIENT for value in operands]
+    name, is_gradient = eqn.primitive.name, [value.origin == _GRADIENT for value in operands]
     if name in ("mul", "dot_general"):
         return sum(is_gradient) == 1
     if name == "div":
         return not is_gradient[1]
-    return all(is_gradient) if name in ("add", "sub") else name in _LINEAR
+    return all(is_gradient) if name in ("add", "add_any", "sub") else facts_of(eqn).linear
 
 
 def _narrows(eqn: JaxprEqn) -> bool:
@@ -261,38 +252,51 @@ def _require_wide_state_before_masters(state: Any) -> None:
     ]
     if narrow:
         raise ValueError(
-            f"`check_chain`: a rule outside `master_weights` keeps its state in 16 bits: {', '.join(narrow)}. Masters "
-            "belong around the whole chain, `master_weights(optax.chain(...))`, so that every rule in it sees float32."
+            "`check_chain`: a rule outside `master_weights` keeps its state in 16 bits. Masters belong around the "
+            "whole chain, `master_weights(optax.chain(...))`, so that every rule in it sees float32. In 16 bits: "
+            f"{', '.join(narrow)}."
         )
 
 
 def _require_averages_of_masters(state: Any) -> None:
     """Raise if an average is taken of parameters whose masters it could have."""
-    has_masters = lambda x: (fields := fields_of(type(x))) is not None and "master" in fields.roles.values()
+    has_masters = lambda x: _declares(x, "master")
     parts = [part for part in jax.tree.leaves(state, is_leaf=has_masters) if has_masters(part)]
-    inside = {id(average) for part in parts for average in _trees.find_states(tuple(part), ParamsEmaState)}
+    inside = {id(owner) for part in parts for owner, _ in fields_with_role(tuple(part), "average")}
     with_masters = {leaf.below for leaf in leaves_of(state) if leaf.role == "master"}
-    for average in _trees.find_states(state, ParamsEmaState):
-        rounded = [path for path in _trees.leaves_by_path(average.ema) if path in with_masters]
-        if rounded and id(average) not in inside:
+    for owner, average in fields_with_role(state, "average"):
+        rounded = [path for path in _trees.leaves_by_path(average) if path in with_masters]
+        if rounded and id(owner) not in inside:
+            name = _name_of(owner)
             raise ValueError(
-                f"`check_chain`: `params_ema` stands outside of `master_weights` and averages the rounded parameters, "
+                f"`check_chain`: `{name}` stands outside of `master_weights` and averages the rounded parameters, "
                 f"{_trees.path_string(rounded[0])!r} for one, not their masters. Put it inside, at the end of the "
-                "chain: `master_weights(optax.chain(rule, params_ema(decay)))`."
+                f"chain: `master_weights(optax.chain(rule, {name}(...)))`."
             )
 
 
 def _require_averages_at_the_end(state: Any) -> None:
-    """Raise if something may change updates after `params_ema`, which averages what they lead to."""
+    """Raise if something may change updates after an average of the parameters that they lead to."""
+    averages = lambda part: _declares(part, "average")
     parts_of = lambda x: list(x.values() if isinstance(x, dict) else x)
-    is_chain = lambda x: type(x) in (tuple, dict) and any(isinstance(part, ParamsEmaState) for part in parts_of(x))
+    is_chain = lambda x: type(x) in (tuple, dict) and any(map(averages, parts_of(x)))
     for chain in filter(is_chain, jax.tree.leaves(state, is_leaf=is_chain)):
-        after = itertools.dropwhile(lambda part: not isinstance(part, ParamsEmaState), parts_of(chain))
-        if not all(isinstance(part, ParamsEmaState) or _is_measure(part) for part in after):
+        first, *after = itertools.dropwhile(lambda part: not averages(part), parts_of(chain))
+        if not all(averages(part) or _is_measure(part) for part in after):
             raise ValueError(
-                "`check_chain`: `params_ema` averages the parameters that its updates lead to, but another element "
-                "comes after it and may change them. Make it the last element of the chain."
+                f"`check_chain`: `{_name_of(first)}` averages the parameters that its updates lead to, but another "
+                "element comes after it and may change them. Make it the last element of the chain."
             )
+
+
+def _declares(state: Any, role: Role) -> bool:
+    fields = fields_of(type(state))
+    return fields is not None and role in fields.roles.values()
+
+
+def _name_of(state: Any) -> str:
+    """Return the name of a state's transformation, by Optax's convention: `params_ema` of `ParamsEmaState`."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", type(state).__name__.removesuffix("State")).lower()
 
 
 def _is_measure(state: Any) -> bool:

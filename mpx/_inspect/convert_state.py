@@ -1,14 +1,16 @@
 """`convert_state`: continue a training run under another recipe.
 
-What mpx keeps of the weights (masters, low bits, compensations) is made anew from their best float32 values. What it
-keeps besides (the loss scale and its counters, PRNG keys) is taken from the old state if that has one of the same kind.
+Masters, low bits and compensations are made anew from the best float32 values of the weights. The loss scale and its
+counters, PRNG keys and averages of the weights come from the old state, if it has one of the same kind.
 All other leaves belong to the rule. They are paired in their order: without mpx's wrappers and the nesting of chains
-both states must have the same leaves, in states of the same types. The role of a leaf says of which kind it is.
+both states must have the same leaves, in states of the same types. The role of a leaf says what it is.
 """
 
+import functools
 import itertools
 import warnings
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import jax
@@ -23,7 +25,8 @@ from mpx._inspect.masters import master_params
 from mpx._policy import Policy, as_policy, policy_of
 from mpx._stored.leaves import StateLeaf, leaves_of, weights_kept
 from mpx._stored.roles import KEPT_OF_WEIGHTS, Role
-from mpx._stored.weights import cast_nearest, store_weight
+from mpx._stored.state_format import StateFormat, StoredLeaf, is_stored, shown, store
+from mpx._stored.weights import KeptWeight, cast_nearest, way_of
 from mpx._transforms.float32_world import stable_state
 
 T = TypeVar("T")
@@ -43,20 +46,22 @@ def convert_state(
     may differ, in any nesting and inside of Optax's wrappers too. So may what measures (`mpx.monitor`,
     `optax.snapshot`): it begins anew. Wrappers and formats of your own are known by `register_state` and `StateFormat`.
 
-    - The weights that are moved are those of `master_params`. float32 parameters, full and split masters hold them
-      exactly; a parameter with a bfloat16 Kahan compensation does to about 2**-17 of the weight. If the new recipe
-      keeps nothing of what its parameters cannot hold, that is lost, and a warning says how much.
+    - It moves the weights that `master_params` returns. float32 parameters, full and split masters hold them exactly; a
+      parameter with a bfloat16 Kahan compensation does so to about 2**-17 of the weight. If the new recipe does not
+      keep what its parameters cannot hold, that is lost, and a warning says how much.
     - The state of the rule is carried over leaf by leaf and rounded to nearest where the new recipe stores it in fewer
       bits. What is stored in the same way on both sides keeps its bits.
     - PRNG keys are carried over if both recipes have them, and so is the loss scale with its counters if both recipes
       have the same one, with the same settings; else they start fresh, and only the count of skipped steps goes on.
+    - An average of the weights (`params_ema`) is carried over. One that only the new recipe has begins with the
+      weights, as at `init`; one that only the old recipe has ends, with a warning.
 
     Call it between two steps, outside of `jax.jit`. Every leaf keeps the sharding of the old one of its shape; what is
-    new lies where its parameter does (under `zero1`: `jax.device_put(new_opt_state, zero1_shardings(...))`). Arrays
-    that need no change are those that were given, so donate the old ones or the new ones, not both.
+    new lies where its parameter does (under `zero1`: `jax.device_put(new_opt_state, zero1_shardings(...))`). An array
+    that needs no change is returned as the same object, so donate the old arrays or the new ones, not both.
 
-    Of Flax NNX pass `nnx.state(model, nnx.Param)` and `optimizer.opt_state`, and write the result back as in the second
-    example. Batch statistics and the random streams of dropout stay in the model.
+    For Flax NNX pass `nnx.state(model, nnx.Param)` and `optimizer.opt_state`, and write the result back as in the
+    second example. Batch statistics and the random streams of dropout stay in the model.
 
     Args:
         params: the parameters, any pytree.
@@ -67,16 +72,18 @@ def convert_state(
             says, if `mixed_precision` made it (perhaps inside `zero1`); else each keeps its dtype.
 
     Returns:
-        `(new_params, new_opt_state)`, whose trees, shapes and dtypes are those of `policy.cast_to_param(params)` and
+        `(new_params, new_opt_state)`, with the trees, shapes and dtypes of `policy.cast_to_param(params)` and
         `new_tx.init(new_params)`.
 
     Raises:
         TypeError: if `tx` or `new_tx` is not a transformation or `policy` not a policy; inside of `jax.jit`.
-        ValueError: if `opt_state` is not a state of `tx` for these parameters; if the rules differ; if a parameter
-            cannot be told from what the new state keeps of it (`optax.flatten`); whatever `new_tx.init` raises.
+        ValueError: if `opt_state` is not a state of `tx` for these parameters; if the rules differ; if a master,
+            compensation or average of the new state matches no parameter (`optax.flatten`); whatever `new_tx.init`
+            raises.
 
     Warns:
-        UserWarning: if weights change because the new recipe keeps nothing of what their dtype cannot hold.
+        UserWarning: if weights change because the new recipe does not keep what their dtype cannot hold; if the new
+            recipe keeps no average of the weights, and the old one did.
 
     Example:
         >>> tx = optax.adam(1e-3)
@@ -111,28 +118,28 @@ def convert_state(
     weights = _moved_weights(params, best, wanted, weights_kept(old), weights_kept(new))
     filled = {leaf.path: weights[leaf.below][1] for leaf in new if leaf.role in KEPT_OF_WEIGHTS}
     for before, after in zip(_of_the_rule(old), _of_the_rule(new), strict=True):
-        filled |= _moved(before, after)
+        filled[after.path] = _moved(before.leaf, after.leaf)
+    filled |= _averages(old, new, best)
     begins = [_first_loss_scale(*recipe) for recipe in ((tx, shapes, old), (new_tx, wanted, new))]
     filled |= _carried(old, new, is_scaled_alike=begins[0] == begins[1])
     filled |= _fresh(new_tx, wanted, [leaf.path for leaf in new if leaf.path not in filled])
     _warn_of_losses(best, weights)
     new_params = jax.tree.map_with_path(lambda path, p: weights[path][0] if path in weights else p, params)
-    new_state = jax.tree.map_with_path(lambda path, _: filled[path], template)
+    new_state = jax.tree.map_with_path(lambda path, _: filled[path], template, is_leaf=is_stored)
     return new_params, stable_state(new_state, new_params)
 
 
 # Roles of leaves that belong to a wrapper; every other leaf belongs to the rule.
-_OF_WRAPPERS: tuple[Role, ...] = (*KEPT_OF_WEIGHTS, "scales", "loss scale", "key", "count", "measure")
+_OF_WRAPPERS: tuple[Role, ...] = (*KEPT_OF_WEIGHTS, "average", "loss scale", "key", "count", "measure")
 
 
 def _of_the_rule(leaves: list[StateLeaf]) -> list[StateLeaf]:
     return [leaf for leaf in leaves if not (leaf.declared and leaf.role in _OF_WRAPPERS)]
 
 
-_stored = jax.jit(store_weight, static_argnums=(1, 2, 3))
+_stored = jax.jit(lambda weight, way, dtype: way.store(weight, dtype), static_argnums=(1, 2))
 _cast = jax.jit(cast_nearest, static_argnums=1)
-_decoded = jax.jit(lambda codes, scales, format: format.decode(codes, scales).astype(np.float32), static_argnums=2)
-_encoded = jax.jit(lambda x, format: format.coded(cast_nearest(x, np.dtype(np.float32))), static_argnums=1)
+_decoded = jax.jit(StoredLeaf.decode)
 
 
 # The weights.
@@ -147,14 +154,23 @@ def _moved_weights(
     for path, p in _trees.leaves_by_path(params).items():
         if not _trees.is_floating(p):
             continue
-        had, has = ((x[path].role, x[path].leaf.dtype) if path in x else (None, None) for x in (old, new))
+        had, has = _way_at(path, old), _way_at(path, new)
         new_p, kept = p, old[path].leaf if path in old else None
         if had != has or p.dtype != wanted[path].dtype:
             near = p if kept is None else kept
-            new_p, kept = _stored(best[path], wanted[path].dtype, *has)
-            new_p, kept = _trees.placed_like(new_p, p), kept if kept is None else _trees.placed_like(kept, near)
+            if has is None:
+                new_p, kept = _cast(best[path], wanted[path].dtype), None
+            else:
+                new_p, kept = _stored(best[path], has, wanted[path].dtype)
+                kept = _trees.placed_like(kept, near)
+            new_p = _trees.placed_like(new_p, p)
         moved[path] = new_p, kept
     return moved
+
+
+def _way_at(path: _trees.Path, kept: dict[_trees.Path, StateLeaf]) -> KeptWeight | None:
+    """Return how a state keeps the weight at a path; None if it keeps nothing of it."""
+    return way_of(kept[path].role, kept[path].leaf.dtype) if path in kept else None
 
 
 @jax.jit
@@ -178,9 +194,9 @@ def _warn_of_losses(best: dict[_trees.Path, Any], weights: dict[_trees.Path, tup
         total = sum(p.size for p, _ in weights.values())
         warnings.warn(
             f"`convert_state`: {changed:,} of {total:,} weights changed, by up to {100 * losses[worst][1]:.3g}% in "
-            f"{_trees.path_string(worst)!r} ({best[worst].dtype} to {narrow[worst].dtype}), because `new_tx` keeps "
-            "nothing of what their dtype cannot hold. To keep that, add `master_weights` or `kahan_summation`, or "
-            "store them in float32.",
+            f"{_trees.path_string(worst)!r} ({best[worst].dtype} to {narrow[worst].dtype}), because `new_tx` does "
+            "not keep what their dtype cannot hold. To keep that, add `master_weights` or `kahan_summation`, or store "
+            "them in float32.",
             stacklevel=3,
         )
 
@@ -188,21 +204,52 @@ def _warn_of_losses(best: dict[_trees.Path, Any], weights: dict[_trees.Path, tup
 # The rest of the state.
 
 
-def _moved(old: StateLeaf, new: StateLeaf) -> dict[_trees.Path, Any]:
-    """Return a leaf of the rule as the new state stores it, and its scales if it is in a format with scales."""
-    if old.coded and new.coded and old.coded.format == new.coded.format:
-        return {new.path: old.leaf, new.coded.scales_path: old.coded.scales}
-    wide = _decoded(old.leaf, old.coded.scales, old.coded.format) if old.coded else old.leaf
-    if new.coded:
-        codes, scales = _encoded(wide, new.coded.format)
-        return {new.path: _trees.placed_like(codes, old.leaf), new.coded.scales_path: scales}
-    if wide.dtype != new.leaf.dtype:
-        wide = _cast(wide, new.leaf.dtype) if _trees.is_floating(wide) else wide.astype(new.leaf.dtype)
-    return {new.path: _trees.placed_like(wide, old.leaf)}
+def _moved(old: Any, new: Any) -> Any:
+    """Return a leaf of the rule as the new state stores it."""
+    if is_stored(old) and is_stored(new) and old.format == new.format:
+        return old
+    wide = _decoded(old) if is_stored(old) else old
+    near = jax.tree.leaves(old)[0]
+    if is_stored(new):
+        codes, *scales = jax.tree.leaves(_encoded(wide, new.format))
+        return jax.tree.structure(new).unflatten([_trees.placed_like(codes, near), *scales])
+    if wide.dtype != new.dtype:
+        wide = _cast(wide, new.dtype) if _trees.is_floating(wide) else wide.astype(new.dtype)
+    return _trees.placed_like(wide, near)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _encoded(x: jax.Array, format: StateFormat) -> StoredLeaf:
+    return store(cast_nearest(x, np.dtype(np.float32)), format)
+
+
+def _averages(old: list[StateLeaf], new: list[StateLeaf], best: dict[_trees.Path, Any]) -> dict[_trees.Path, Any]:
+    """Return the averages of the new state: taken from the old state, or else begun with the weights."""
+    averages = lambda leaves: [leaf for leaf in leaves if leaf.declared and leaf.role == "average"]
+    _require_fit(best, {leaf.below: leaf for leaf in averages(new)})
+    kept = _by_place(averages(old))
+    filled = {}
+    for leaf in averages(new):
+        found = kept[leaf.place].pop(0).leaf if kept[leaf.place] else best[leaf.below]
+        filled[leaf.path] = found if found.dtype == leaf.leaf.dtype else _cast(found, leaf.leaf.dtype)
+    if any(kept.values()):
+        warnings.warn(
+            "`convert_state`: `new_tx` keeps no average of the weights, so the one in `opt_state` ends here. Take it "
+            "before by `averaged_params(opt_state)`, or put `params_ema` into `new_tx`.",
+            stacklevel=3,
+        )
+    return filled
+
+
+def _by_place(leaves: Iterable[StateLeaf]) -> defaultdict[Any, list[StateLeaf]]:
+    places = defaultdict(list)
+    for leaf in leaves:
+        places[leaf.place].append(leaf)
+    return places
 
 
 def _first_loss_scale(tx: optax.GradientTransformation, params: Any, leaves: list[StateLeaf]) -> dict[Any, float]:
-    """Return with what loss scale, settings and counters a recipe begins, by their places."""
+    """Return the loss scale, settings and counters that a recipe begins with, by their places."""
     places = {leaf.path: leaf.place for leaf in leaves if leaf.role == "loss scale"}
     return {places[path]: float(number) for path, number in _fresh(tx, params, list(places)).items()}
 
@@ -210,20 +257,18 @@ def _first_loss_scale(tx: optax.GradientTransformation, params: Any, leaves: lis
 def _carried(old: list[StateLeaf], new: list[StateLeaf], is_scaled_alike: bool) -> dict[_trees.Path, Any]:
     """Return the loss scales with their counters, and the keys, that both states have, in their order."""
     # A loss scale of other settings gives only its count of skipped steps: a static one would never leave a scale that
-    # it was given, and a dynamic one would take long to come back from that of no scaling.
+    # it was given, and a dynamic one would take long to come back from a scale of 1.
     carries: tuple[Role, ...] = ("key", "count", "loss scale") if is_scaled_alike else ("key", "count")
-    by_place: tuple[Any, Any] = defaultdict(list), defaultdict(list)
-    for leaves, places in zip((old, new), by_place, strict=True):
-        for leaf in leaves:
-            if leaf.declared and leaf.role in carries:
-                places[leaf.place].append(leaf)
-    pairs = [pair for place, after in by_place[1].items() for pair in zip(by_place[0][place], after, strict=False)]
+    before, after = (
+        _by_place(leaf for leaf in leaves if leaf.declared and leaf.role in carries) for leaves in (old, new)
+    )
+    pairs = [pair for place, leaves in after.items() for pair in zip(before[place], leaves, strict=False)]
     type_of = lambda found: (found.leaf.shape, found.leaf.dtype)
-    return {after.path: before.leaf for before, after in pairs if type_of(before) == type_of(after)}
+    return {to.path: found.leaf for found, to in pairs if type_of(found) == type_of(to)}
 
 
 def _fresh(new_tx: optax.GradientTransformation, wanted: Any, paths: list[_trees.Path]) -> dict[_trees.Path, Any]:
-    """Return leaves of a new state to which none of the old one corresponds; none depends on the weights."""
+    """Return the initial values of leaves without a counterpart in the old state; none depends on the weights."""
 
     @jax.jit
     def init():  # all other leaves are never computed
@@ -238,7 +283,7 @@ def _fresh(new_tx: optax.GradientTransformation, wanted: Any, paths: list[_trees
 
 
 def _as_arrays(tree: T) -> T:
-    """Return the tree with arrays of JAX for NumPy's and for Python's numbers; raise for what is no array yet."""
+    """Replace NumPy's arrays and Python's numbers by JAX arrays; raise for tracers and shapes."""
 
     def as_array(leaf):
         if isinstance(leaf, (Tracer, jax.ShapeDtypeStruct)):
@@ -261,33 +306,36 @@ def _state_of(tx: optax.GradientTransformation, params: Any, opt_state: Any) -> 
         )
     made = jax.eval_shape(tx.init, params)
     if jax.tree.structure(_trees.unboxed(opt_state)) == jax.tree.structure(_trees.unboxed(made)):
-        # A `flax.nnx.Optimizer` puts each array into a variable of its own, `init` only those that the parameters have.
+        # A `flax.nnx.Optimizer` puts each array into a variable. `init` does so only where the parameters do.
         opt_state = jax.tree.unflatten(jax.tree.structure(made), jax.tree.leaves(opt_state))
-    expected, leaves = {leaf.path: leaf for leaf in leaves_of(made)}, _trees.leaves_by_path(opt_state)
+    expected, leaves = {leaf.path: leaf for leaf in leaves_of(made)}, _trees.leaves_by_path(opt_state, is_stored)
     wrong = {path: "in the state only" for path in leaves if path not in expected}
     wrong |= {path: "missing" for path in expected if path not in leaves}
     wrong |= {
-        path: f"{_trees.dtype_and_shape(leaves[path])}, not {_trees.dtype_and_shape(leaf.leaf)}"
+        path: f"{shown(leaves[path])}, not {shown(leaf.leaf)}"
         for path, leaf in expected.items()
         if path in leaves and not _is_made_as(leaf, leaves[path])
     }
     tree, tree_made = jax.tree.structure(opt_state), jax.tree.structure(made)
     if wrong or tree != tree_made:
-        trees = "" if wrong else f"  its tree is\n{tree}\n  not\n{tree_made}\n"
+        trees = "" if wrong else f"\n  its tree is\n{tree}\n  not\n{tree_made}"
         raise _errors.leaves_error(
             ValueError,
             "`convert_state`: `opt_state` is not a state of `tx` for these parameters",
             wrong,
-            trees
-            + "Pass the transformation that made it, and the parameters that it trains. If it was restored from a "
-            "checkpoint without its types, restore it into `jax.eval_shape(tx.init, params)`. Of Flax NNX pass "
-            "`nnx.state(model, nnx.Param)` and `optimizer.opt_state`.",
+            "Pass the transformation that made it, and the parameters that it trains. If it was restored from a "
+            "checkpoint without its types, restore it into `jax.eval_shape(tx.init, params)`. For Flax NNX pass "
+            f"`nnx.state(model, nnx.Param)` and `optimizer.opt_state`.{trees}",
         )
     return opt_state
 
 
 def _is_made_as(made: StateLeaf, leaf: Any) -> bool:
     """Return whether a leaf is as `init` makes it. A bare rule may change its floating dtypes with its first update."""
+    if is_stored(made.leaf) or is_stored(leaf):
+        shapes = lambda tree: [(part.shape, part.dtype) for part in jax.tree.leaves(tree)]
+        same = jax.tree.structure(leaf) == jax.tree.structure(made.leaf)
+        return same and shapes(leaf) == shapes(made.leaf)
     if not isinstance(leaf, jax.Array) or leaf.shape != made.leaf.shape:
         return False
     both_floating = _trees.is_floating(leaf) and _trees.is_floating(made.leaf)
@@ -303,33 +351,31 @@ def _require_same_rule(old: list[StateLeaf], new: list[StateLeaf]) -> None:
         return
     was, becomes = map(_described, differing)
     raise ValueError(
-        f"`convert_state`: the rule in `new_tx` is not that in `tx`. Where the state of `tx` has\n  {was}\nthat of "
-        f"`new_tx` has\n  {becomes}\nThe rules must be the same, with the same options; only what mpx puts around them "
-        "may differ. To change the rule, start with new moments: `new_tx.init(params)`, with `master_params` as "
-        "the parameters."
+        "`convert_state`: the rules in `tx` and `new_tx` differ. They must be the same, with the same options; only "
+        "what mpx puts around them may differ. To change the rule, start with new moments: `new_tx.init(params)`, with "
+        f"`master_params` as the parameters. Where the state of `tx` has\n  {was}\nthe state of "
+        f"`new_tx` has\n  {becomes}"
     )
 
 
 def _kind(leaf: StateLeaf) -> str:
-    """Return a name that is equal for what can be converted into each other."""
-    if leaf.coded or _trees.is_floating(leaf.leaf):
+    """Return a name that is equal for leaves that can be converted into each other."""
+    if is_stored(leaf.leaf) or _trees.is_floating(leaf.leaf):
         return "floating"
     return "integer" if jnp.issubdtype(leaf.leaf.dtype, jnp.integer) else str(leaf.leaf.dtype)
 
 
 def _described(leaf: StateLeaf | None) -> str:
-    if leaf is None:
-        return "nothing more"
-    shown = f"{leaf.coded.format} of " if leaf.coded else ""
-    return f"{'/'.join(leaf.place)!r}: {shown}{_trees.dtype_and_shape(leaf.leaf)}"
+    return "nothing more" if leaf is None else f"{'/'.join(leaf.place)!r}: {shown(leaf.leaf)}"
 
 
 def _require_fit(weights: dict[_trees.Path, Any], kept: dict[_trees.Path, StateLeaf]) -> None:
-    """Raise if a new state keeps something of what is no parameter by its path and shape."""
+    """Raise if a leaf that the new state keeps of a weight matches no parameter in path and shape."""
     for path, leaf in kept.items():
         if path not in weights or weights[path].shape != leaf.leaf.shape:
             raise ValueError(
                 f"`convert_state`: the state of `new_tx` keeps {_trees.dtype_and_shape(leaf.leaf)} for "
-                f"{_trees.path_string(path)!r}, and no parameter has this path and shape. Masters and compensations "
-                "cannot stand inside what gives its rule other parameters (`optax.flatten`): put them around it."
+                f"{_trees.path_string(path)!r}, and no parameter has this path and shape. Masters, compensations and "
+                "averages cannot stand inside what gives its rule other parameters (`optax.flatten`): put them around "
+                "it."
             )

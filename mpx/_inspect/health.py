@@ -19,21 +19,22 @@ class StuckError(RuntimeError):
 def check_health(opt_state: optax.OptState, *, params: Any = None, max_stuck_steps: int = 10) -> None:
     """Raise once a training run skips step after step at the smallest loss scale, and name the gradient at fault.
 
-    Skipped steps are no fault as long as the scale can shrink: that is how it finds its range. But when gradients stay
+    A skipped step is no fault as long as the scale can shrink: that is how it finds its range. But when gradients stay
     infinite or NaN at its minimum (or under a scale that does not adapt), no scale helps. Call this outside of
     `jax.jit`, where the loop waits for the device anyway, such as where it prints the loss. The counter stays until a
     step is good, so a check now and then misses nothing.
 
     Args:
         opt_state: the state of any transformation with a `loss_scaling` in it.
-        params: the parameters, or any tree like the gradients, to name the first bad gradient by its path; of its
-            leaves the floating and complex ones count, since only those have gradients.
-        max_stuck_steps: how many steps skipped in a row at the smallest scale are too many.
+        params: the parameters, or any tree like the gradients, to name the first bad gradient by its path. Only its
+            floating and complex leaves count, since others have no gradients.
+        max_stuck_steps: the number of steps, skipped in a row at the smallest scale, that is too many.
 
     Raises:
         StuckError: if there were that many. It names the first gradient that was not finite in the last of them.
-        TypeError: inside `jax.jit`; if this is no state but a transformation, or a state restored without its types.
-        ValueError: if nothing in the state watches gradients, or it holds several loss scales, or those of several
+        TypeError: inside `jax.jit`; if `opt_state` is not an optimizer state (a transformation, say), or was restored
+            without its types.
+        ValueError: if nothing in the state watches gradients, or it holds several loss scales, or the states of several
             models; if `max_stuck_steps` is not an integer above 0.
 
     Example:
@@ -76,7 +77,7 @@ def check_health(opt_state: optax.OptState, *, params: Any = None, max_stuck_ste
 
 
 def _diagnosis(stuck: int, skipped: int, scale: float, gradient: str) -> str:
-    """Say what has happened, in which gradient, and what to do."""
+    """Say what has happened, name the gradient, and say what to do."""
     smaller = f"\nA smaller loss scale may be enough too: allow the scale to go below {scale:g}." if scale > 1 else ""
     return (
         f"`check_health`: {stuck} steps in a row were skipped at a loss scale of {scale:g}, which does not shrink any "

@@ -10,8 +10,8 @@ import optax
 
 from mpx import _trees
 from mpx._stored.leaves import StateLeaf, leaves_of, require_types, weights_kept
-from mpx._stored.weights import belongs, kept_of_parameter, restore_weight
-from mpx._transforms.params_ema import ParamsEmaState
+from mpx._stored.roles import fields_with_role
+from mpx._stored.weights import way_of, widened
 
 T = TypeVar("T")
 
@@ -20,14 +20,14 @@ def master_params(params: T, opt_state: optax.OptState) -> T:
     """Return the best float32 values of the parameters: for evaluation, export, or a change of recipe.
 
     A leaf becomes its master, or parameter and low bits joined, or parameter plus Kahan compensation. Where the state
-    keeps nothing, it becomes the parameter in float32. Leaves that are wider or not floating are returned as they are.
+    keeps nothing, it becomes the parameter in float32. Leaves that are wider or not floating are returned unchanged.
 
     Args:
         params: the parameters.
         opt_state: the state of the transformation that trains them, of any nesting.
 
     Raises:
-        TypeError: if this is no state but a transformation, or a state restored without its types.
+        TypeError: if `opt_state` is not an optimizer state (a transformation, say), or was restored without its types.
         ValueError: if what the state keeps does not fit the parameters.
 
     Example:
@@ -43,38 +43,39 @@ def master_params(params: T, opt_state: optax.OptState) -> T:
         if not _trees.is_floating(p):
             return p
         kept = stored.get(path)
-        return restore_weight(p, kept and kept.role, kept and kept.leaf)
+        return widened(p) if kept is None else way_of(kept.role, kept.leaf.dtype).restore(p, kept.leaf)
 
     return jax.tree.map_with_path(restore, params, is_leaf=_trees.is_masked)
 
 
-def ema_params(opt_state: optax.OptState) -> Any:
-    """Return the average of the weights that `params_ema` keeps: a tree like the parameters, float32 or wider.
+def averaged_params(opt_state: optax.OptState) -> Any:
+    """Return the average of the weights in a state: a tree like the parameters, for `params_ema` float32 or wider.
 
     Parameters that are not floating, or that `optax.masked` or `optax.partition` hide from every average, are an
-    `optax.MaskedNode`. Cast it to evaluate the model in its own precision: `policy.cast_to_param(ema_params(state))`.
+    `optax.MaskedNode`. To evaluate the model in its own precision, cast the average:
+    `policy.cast_to_param(averaged_params(state))`.
 
     Args:
-        opt_state: the state of any transformation with a `params_ema` somewhere in it, or several for different
-            parameters (`optax.partition`).
+        opt_state: the state of any transformation with a `params_ema` somewhere in it, or another state that declares
+            an average by `register_state`; or several for different parameters (`optax.partition`).
 
     Raises:
         TypeError: as `master_params` does.
-        ValueError: if nothing in the state averages weights, or there are two averages of the same ones.
+        ValueError: if nothing in the state averages weights, or there are two averages of the same weights.
 
     Example:
         >>> tx = master_weights(optax.chain(optax.sgd(0.1), params_ema(0.99)))
         >>> params = {"w": jnp.ones(2, jnp.bfloat16)}
         >>> updates, state = tx.update({"w": jnp.ones(2)}, tx.init(params), params)
-        >>> ema_params(state)["w"]  # not the bfloat16 0.8984
+        >>> averaged_params(state)["w"]  # not the bfloat16 0.8984
         Array([0.9, 0.9], dtype=float32)
     """
-    require_types(opt_state, "ema_params")
-    averages = [state.ema for state in _trees.find_states(opt_state, ParamsEmaState)]
+    require_types(opt_state, "averaged_params")
+    averages = [average for _, average in fields_with_role(opt_state, "average")]
     if not averages:
         raise ValueError(
-            "`ema_params`: nothing in this optimizer state averages weights. Put `params_ema(decay)` at the end of the "
-            "chain inside `master_weights`."
+            "`averaged_params`: nothing in this optimizer state averages weights. Put `params_ema(decay)` at the end "
+            "of the chain inside `master_weights`."
         )
     return functools.reduce(_joined_averages, averages)
 
@@ -86,21 +87,21 @@ def _joined_averages(a: Any, b: Any) -> Any:
     children, treedef = jax.tree.flatten(a, is_leaf=lambda x: x is not a)
     if jax.tree_util.treedef_is_leaf(treedef):
         raise ValueError(
-            "`ema_params`: the optimizer state holds two averages of the same parameters. Take the one you want from "
-            'its part of the state, with `optax.tree.get_all_with_path(state, "ema")`.'
+            "`averaged_params`: the optimizer state holds two averages of the same parameters. Take the one you want "
+            'from its part of the state, with `optax.tree.get_all_with_path(state, "ema")`.'
         )
     others = treedef.flatten_up_to(b)
     return treedef.unflatten([_joined_averages(x, y) for x, y in zip(children, others, strict=True)])
 
 
 def is_synced(params: Any, opt_state: optax.OptState) -> jax.Array:
-    """Return whether the parameters are those that the optimizer state was made for: a boolean scalar.
+    """Return whether parameters and optimizer state belong together: a boolean scalar.
 
     It is False after parameters were changed from outside (fine-tuning, pruning, a checkpoint of the weights alone):
     the next update would bring the old weights back. Then call `resync`. A float32 master must round to its parameter;
     a Kahan compensation must be smaller than the spacing of its parameter. Low bits (`storage="split"`) fit any
     parameter, so this cannot see a change there. (A weight that has just fallen almost to zero may be out of sync until
-    the next step, see `master_weights`.) Arguments and errors are those of `master_params`.
+    the next step, see `master_weights`.) Arguments and errors are as in `master_params`.
 
     Example:
         >>> tx = master_weights(optax.sgd(1e-3))
@@ -111,16 +112,18 @@ def is_synced(params: Any, opt_state: optax.OptState) -> jax.Array:
     """
     leaves = _trees.leaves_by_path(params)
     kept = _kept_by_path(params, opt_state, "is_synced")
-    synced = [jnp.all(belongs(leaves[path], found.role, found.leaf)) for path, found in kept.items()]
+    synced = [
+        jnp.all(way_of(found.role, found.leaf.dtype).belongs(leaves[path], found.leaf)) for path, found in kept.items()
+    ]
     return functools.reduce(jnp.logical_and, synced, jnp.asarray(True))
 
 
 def resync(params: Any, opt_state: T) -> T:
     """Make parameters that were changed from outside the masters of the optimizer state.
 
-    In the state that it returns masters are exactly the parameters; low bits and Kahan compensations are zero. Moments
-    and counts stay. Call it only after such a change: what the state held of the weights beyond the precision of their
-    parameters is gone, of those that were not changed too. Arguments and errors are those of `master_params`.
+    In the state that it returns, masters are exactly the parameters; low bits and Kahan compensations are zero. Moments
+    and counts stay. Call it only after such a change: the state forgets what it held beyond the precision of the
+    parameters, for unchanged weights too. Arguments and errors are as in `master_params`.
 
     Example:
         >>> tx = master_weights(optax.sgd(1e-3))
@@ -130,7 +133,7 @@ def resync(params: Any, opt_state: T) -> T:
     """
     leaves = _trees.leaves_by_path(params)
     fresh = {
-        kept.path: kept_of_parameter(leaves[path], kept.role, kept.leaf)
+        kept.path: _trees.placed_like(way_of(kept.role, kept.leaf.dtype).fresh(leaves[path]), kept.leaf)
         for path, kept in _kept_by_path(params, opt_state, "resync").items()
     }
     return jax.tree.map_with_path(lambda path, leaf: fresh.get(path, leaf), opt_state)

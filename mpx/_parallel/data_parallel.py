@@ -33,28 +33,30 @@ def data_parallel(
 ) -> Callable[..., tuple[Any, Any]]:
     """Compute losses and gradients on each device's shard of a batch, and average them once, in float32.
 
-    Left to `jax.jit`, gradients are added up where they are computed: in bfloat16, where sums over many devices lose
-    bits, or float16, where they overflow, if a product comes out in it; and once for every microbatch and every use of
-    a weight. Here each device computes alone, and one float32 reduction of each leaf follows after all microbatches.
+    Under plain `jax.jit`, gradients are summed over devices where they are computed: once for every microbatch and
+    every use of a weight, and in the dtype of the product that computes them. In bfloat16 sums over many devices lose
+    bits; in float16 they overflow. Here each device computes alone, and one float32 reduction of each leaf follows
+    after all microbatches.
 
     Args:
         fun: from parameters and batches to a value and gradients, such as `value_and_grad(loss_fn)` or a mean of that
             over microbatches. It sees a shard of each batch; what it closes over is replicated. (On a mesh of explicit
             axes JAX lets it close over no array: pass the loss scale as an argument with a spec of its own,
             `batch_specs=(PartitionSpec(), PartitionSpec(axis))`.)
-        mesh: of the devices.
-        axis: its axis among whose devices batches are divided. All others stay with `jax.jit`.
-        batch_specs: of all arguments after the parameters, as in `jax.shard_map`. None: all along their first axis.
-        scatter: whether gradients are to be sharded over the devices, as `zero1` wants them: by a reduce-scatter,
-            which sends half as much. If not, each device gets all of them.
+        mesh: the devices.
+        axis: the mesh axis along which batches are sharded. All other axes stay with `jax.jit`.
+        batch_specs: the specs of all arguments after the parameters, as in `jax.shard_map`. None: each is sharded along
+            its first axis.
+        scatter: whether to shard gradients over the devices, as `zero1` wants them, by a reduce-scatter, which sends
+            half as much. If not, each device gets all gradients.
         param_specs: as given to `zero1`: how parameters, and so their gradients, are sharded over the other axes.
 
     Returns:
-        A function of the same arguments. Its value is the mean over devices (of floating arrays; loss and auxiliary
-        ones), in float32 or wider, and so are its gradients. It is to be called under `jax.jit`.
+        A function of the same arguments, to call under `jax.jit`. It returns means over devices, in float32 or wider:
+        of the value (the loss and auxiliary arrays, which must be floating) and of the gradients.
 
     Raises:
-        TypeError: at the call, if the value has an array that is not floating, of which there is no mean.
+        TypeError: at the call, if the value has an array that is not floating, which has no mean.
         ValueError: if the mesh has no such axis, or a spec uses it.
 
     Example:
@@ -78,7 +80,7 @@ def data_parallel(
             value, grads = fun(params, *batches)
             _require_gradients(grads, params)
             value = jax.tree.map_with_path(lambda path, x: _mean_value(path, x, axis), value)
-            return value, jax.tree.map(lambda g: g[None], grads)  # side by side with those of the others
+            return value, jax.tree.map(lambda g: g[None], grads)  # side by side with the gradients of the other devices
 
         everywhere = jax.shard_map(
             on_one_device,
@@ -88,7 +90,7 @@ def data_parallel(
             axis_names={axis},
             check_vma=False,  # with it, JAX itself would add up gradients, in their own dtype and at each use
         )
-        # Over all axes of the mesh, or gradients that another one divides would be gathered along that.
+        # Over all axes of the mesh, or gradients that are sharded along another axis would be gathered along it.
         reduced = jax.shard_map(
             lambda grads: jax.tree.map(lambda g, along: reduce_scatter_mean(g[0], along, axis), grads, axes),
             mesh=mesh,
@@ -119,7 +121,7 @@ def _mean_value(path: _trees.Path, x: Any, axis: str) -> jax.Array:
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         raise TypeError(
-            f"`data_parallel`: the value at {_trees.path_string(path)!r} is {_trees.dtype_and_shape(x)}, of which "
-            "there is no mean over devices. Return it as float32, or leave it out."
+            f"`data_parallel`: the value at {_trees.path_string(path)!r} is {_trees.dtype_and_shape(x)}, which has "
+            "no mean over devices. Return it as float32, or leave it out."
         )
     return lax.pmean(x.astype(_trees.promoted(x.dtype, np.float32)), axis)

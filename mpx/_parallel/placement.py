@@ -1,7 +1,7 @@
 """Place arrays on a mesh: how a data-parallel axis shards them, and their shards inside `jax.shard_map`.
 
-An array is sharded along the first of its axes whose size on each device the number of devices divides. One without
-such an axis is replicated, and so are scalars.
+An array is sharded along its first axis whose size on each device is a multiple of the number of devices. An array
+without such an axis is replicated, and so are scalars.
 """
 
 import math
@@ -21,7 +21,7 @@ REPLICATED = -1  # instead of the axis along which an array is sharded
 
 
 def require_axis(mesh: Any, axis: str, caller: str) -> None:
-    """Raise if this is no mesh, or has no such axis."""
+    """Raise if `mesh` is not a mesh, or lacks the axis."""
     if not isinstance(mesh, (Mesh, AbstractMesh)):
         raise TypeError(f"`{caller}`: `mesh` must be a jax.sharding.Mesh, but got {type(mesh).__name__}.")
     if axis not in mesh.axis_names:
@@ -34,7 +34,7 @@ def is_manual(axis: str) -> bool:
 
 
 def _shard_axis(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh | AbstractMesh, axis: str) -> int:
-    """Return the axis along which an array that has a sharding of its own is sharded, or `REPLICATED`."""
+    """Return the axis along which to shard an array that `spec` may shard already, or `REPLICATED`."""
     for i, size in enumerate(shape):
         parts = math.prod(mesh.shape[name] for name in names_at(spec, i))
         if size and size % (parts * mesh.shape[axis]) == 0:
@@ -43,7 +43,7 @@ def _shard_axis(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh | Abstra
 
 
 def sharded_spec(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh | AbstractMesh, axis: str) -> PartitionSpec:
-    """Return the spec of an array that is sharded along the mesh axis too; axes that it had before come first."""
+    """Return the spec of an array with the mesh axis added; the axes that shard it already come first."""
     shard_axis = _shard_axis(shape, spec, mesh, axis)
     if shard_axis == REPLICATED:
         return spec
@@ -54,7 +54,7 @@ def sharded_spec(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh | Abstr
 
 
 def names_at(spec: PartitionSpec, i: int) -> tuple[str, ...]:
-    """Return the axes of the mesh over which an axis of an array is sharded."""
+    """Return the axes of the mesh that shard an axis of an array."""
     entry = spec[i] if i < len(spec) else None
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
@@ -70,7 +70,7 @@ def shardings_along(params: Any, specs: Any, mesh: Mesh, axis: str) -> Any:
 
 
 def shardings_of(params: Any, specs: Any, mesh: Mesh) -> Any:
-    """Return the shardings of parameters as their specs say."""
+    """Return the shardings that the specs of parameters describe."""
     return jax.tree.map(lambda _, spec: NamedSharding(mesh, spec), params, specs)
 
 
@@ -102,7 +102,7 @@ def place(tree: T, shardings: Any) -> T:
 
 
 def in_auto(function: Callable[..., Any], mesh: Mesh, out_shardings: Any) -> Callable[..., Any]:
-    """Return the function with XLA in charge of the placement in it, on a mesh of explicit axes too."""
+    """Let XLA place the arrays inside a function, on a mesh of explicit axes too."""
     explicit = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
     if not explicit:
         return function
@@ -110,7 +110,7 @@ def in_auto(function: Callable[..., Any], mesh: Mesh, out_shardings: Any) -> Cal
 
 
 def parameter_specs(params: Any, given: Any, mesh: Mesh | AbstractMesh, axis: str, caller: str) -> Any:
-    """Return a tree like the parameters with the specs of their own sharding."""
+    """Return a tree like the parameters, with the spec of how each is sharded already."""
     if given is None:
         return jax.tree.map(_spec_of_type, params)
     specs = jax.tree.map(lambda spec, subtree: jax.tree.map(lambda _: spec, subtree), given, params, is_leaf=is_spec)
@@ -119,9 +119,9 @@ def parameter_specs(params: Any, given: Any, mesh: Mesh | AbstractMesh, axis: st
         if axis in used or not set(used) <= set(mesh.axis_names):
             raise ValueError(
                 f"`{caller}`: `param_specs` has {spec} for the parameter {_trees.path_string(path)!r}, but it may name "
-                f"axes of the mesh {mesh.axis_names} other than {axis!r}, over which parameters are equal."
+                f"axes of the mesh {mesh.axis_names} other than {axis!r}: parameters are equal along that."
             )
-    manual = jax.sharding.get_abstract_mesh().manual_axes  # shapes are those of shards along them
+    manual = jax.sharding.get_abstract_mesh().manual_axes  # parameters are shards along these
     return jax.tree.map(lambda spec: _without(spec, manual), specs, is_leaf=is_spec) if manual else specs
 
 

@@ -1,7 +1,7 @@
 """`zero1`: shard the optimizer state over the devices that hold the same parameters.
 
-Shapes are those of a state that is not sharded, for any number of devices: a checkpoint of eight devices is restored on
-three.
+The state has the shapes of an unsharded state for any number of devices: a checkpoint of eight devices can be restored
+on three.
 """
 
 import math
@@ -17,7 +17,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from mpx import _errors, _trees
-from mpx._jaxprs import PART, mixing_culprit
+from mpx._jaxprs import PART, first_non_elementwise
 from mpx._parallel.placement import (
     REPLICATED,
     in_auto,
@@ -35,7 +35,7 @@ from mpx._parallel.placement import (
     shardings_of,
 )
 from mpx._policy import policy_of, with_policy
-from mpx._stored.leaves import coded_leaves
+from mpx._stored.state_format import StoredLeaf, is_stored, shown
 from mpx._writeback import MARK, SENT, applied_value, landing_update
 
 T = TypeVar("T")
@@ -48,31 +48,31 @@ def zero1(
 ) -> optax.GradientTransformationExtraArgs:
     """Shard the state of any rule, and the work of its update, over the devices of a data-parallel axis.
 
-    Parameters stay as they are: replicated along the axis. Masters, low bits, moments, codes and compensations are
-    sharded. Each device updates its shard with its shard of the gradients and sends the new parameters to the others: 2
-    bytes for each bfloat16 one, not the 4 of a float32 update. The state is that of `inner`, in the same shapes, so
-    that checkpoints fit with and without `zero1` and on any number of devices; only its sharding differs.
+    Parameters stay replicated along the axis. Masters, low bits, moments, codes and compensations are sharded. Each
+    device updates its shard with its shard of the gradients, and sends the new parameters to the others: 2 bytes for
+    each bfloat16 parameter, not the 4 of a float32 update. The state is `inner`'s own, in the same shapes, so that
+    checkpoints fit with and without `zero1` and on any number of devices; only its sharding differs.
 
-    An array is sharded along its first axis whose size (on each device, if `param_specs` shards it already) the number
-    of devices divides. One without such an axis is replicated, and so is every scalar.
+    An array is sharded along its first axis whose size (on each device, if `param_specs` shards it already) is a
+    multiple of the number of devices. An array without such an axis is replicated, and so is every scalar.
 
     Under `jax.jit` (and eagerly) any rule works, also one that clips by a global norm: XLA sees whole arrays. Gradients
-    may have any sharding; those of `data_parallel(..., scatter=True)` are sharded already.
+    may have any sharding; `data_parallel(..., scatter=True)` returns them sharded already.
 
     Inside `jax.shard_map` over the axis each device gives its own gradients, for its shard of the batch. They are
     averaged in float32, by a reduce-scatter. (Under `check_vma` differentiate with respect to `jax.lax.pcast(params,
-    axis, to="varying")`: JAX adds up gradients of parameters that are equal everywhere by itself, in their dtype.) The
-    rule sees a shard of each array, so it must treat each element by itself, as Adam, momentum and decay do, and draw
-    no random numbers. `loss_scaling` inside needs `axis_name=axis`; states in `Blockwise8bit` need rows of whole
-    blocks. Specs for the state are those of `zero1_shardings`.
+    axis, to="varying")`. Otherwise JAX adds up the gradients of parameters that are equal everywhere by itself, in
+    their dtype.) The rule sees a shard of each array, so it must treat each element by itself, as Adam, momentum and
+    decay do, and draw no random numbers. `loss_scaling` inside needs `axis_name=axis`; states in `Blockwise8bit` need
+    rows of whole blocks. `zero1_shardings` returns the specs of the state.
 
     Args:
         inner: any Optax transformation or chain, with the wrappers of mpx in it: this is the outermost.
         mesh: the devices.
         axis: the axis of the mesh along which parameters are equal and batches differ.
-        param_specs: how the parameters themselves are sharded over the other axes (tensor parallelism): a
-            `jax.sharding.PartitionSpec` for all, or a tree of them, of which a prefix is enough. None: as their types
-            say on a mesh of explicit axes, else not at all.
+        param_specs: how the parameters themselves are sharded over the other axes (tensor parallelism): one
+            `jax.sharding.PartitionSpec` for all, or a tree of specs, which may be a prefix of the parameters' tree.
+            None: as their types say on a mesh of explicit axes, else not at all.
 
     Returns:
         A transformation with the state of `inner`.
@@ -140,16 +140,16 @@ def zero1_shardings(
 ) -> T:
     """Return the sharding of each array of a `zero1` state: to restore one, or as the `out_shardings` of a step.
 
-    An array of the state that belongs to a parameter, by its path and shape, is sharded as the parameter would be, and
-    so are the scales of its 8-bit blocks if each device has whole ones. Other floating arrays, such as the rows and
-    columns of Adafactor, are sharded along their own first axis whose size the number of devices divides.
+    An array of the state that belongs to a parameter, by its path and shape, is sharded as the parameter would be. So
+    are codes and scales of such an array if each device has whole blocks. Other floating arrays, such as the rows and
+    columns of Adafactor, are sharded along their own first axis whose size is a multiple of the number of devices.
 
     Args:
         params: the parameters, or their shapes.
         opt_state: the state, or its shapes (`jax.eval_shape(tx.init, params)`).
-        mesh: as given to `zero1`, as are `axis` and `param_specs`; or a `jax.sharding.AbstractMesh`, to plan with.
-        axis: of the mesh.
-        param_specs: of the parameters.
+        mesh: as given to `zero1`; or a `jax.sharding.AbstractMesh`, to plan with.
+        axis: as given to `zero1`.
+        param_specs: as given to `zero1`.
 
     Returns:
         A tree like `opt_state` of `jax.sharding.NamedSharding`s.
@@ -168,27 +168,32 @@ def zero1_shardings(
     require_axis(mesh, axis, "zero1_shardings")
     specs = parameter_specs(params, param_specs, mesh, axis, "zero1_shardings")
     own = {path: (np.shape(p), spec) for path, p, spec in _with_specs(params, specs)}
+    boxes = jax.tree.leaves_with_path(params, is_leaf=_trees.is_box)  # a stored leaf stands in place of a box
+    own |= {path: own[path + jax.tree.leaves_with_path(box)[0][0]] for path, box in boxes if _trees.is_box(box)}
 
     def sharding_of(path, leaf):
-        shape = np.shape(leaf)
+        shape = leaf.shape if is_stored(leaf) else np.shape(leaf)
         candidates = (own.get(path[start:], (None, None)) for start in range(len(path) + 1))
         spec = next((spec for p_shape, spec in candidates if p_shape == shape), None)
-        if spec is None and not _trees.is_floating(leaf):  # a key, a count
+        if spec is None and not is_stored(leaf) and not _trees.is_floating(leaf):  # a key, a count
             return NamedSharding(mesh, PartitionSpec())
         spec = PartitionSpec() if spec is None else spec
-        return NamedSharding(mesh, sharded_spec(shape, spec, mesh, axis))
+        found = NamedSharding(mesh, sharded_spec(shape, spec, mesh, axis))
+        return _sharding_of_stored(leaf, found, axis) if is_stored(leaf) else found
 
-    return _with_scales_beside_codes(opt_state, jax.tree.map_with_path(sharding_of, opt_state))
+    return jax.tree.map_with_path(sharding_of, opt_state, is_leaf=is_stored)
 
 
-def _with_scales_beside_codes(opt_state: Any, shardings: T) -> T:
-    """Shard the scales of leaves in few bits as their codes are, where rows consist of whole blocks."""
-    by_path = _trees.leaves_by_path(shardings)
-    for leaf, coded in coded_leaves(opt_state):
-        scales, of_codes = np.shape(coded.scales), by_path[leaf.path]
-        if scales[:-1] == np.shape(leaf.leaf)[:-1] and _divides(of_codes, scales):
-            by_path[coded.scales_path] = of_codes
-    return jax.tree.map_with_path(lambda path, _: by_path[path], shardings)
+def _sharding_of_stored(leaf: StoredLeaf, found: NamedSharding, axis: str) -> StoredLeaf:
+    """Shard codes and scales like the array, if each device then has whole rows or blocks."""
+
+    def sharding_of(part):
+        same_rows = len(part.shape) == len(leaf.shape) and part.shape[:-1] == leaf.shape[:-1]
+        if same_rows and _divides(found, part.shape):
+            return found
+        return NamedSharding(found.mesh, sharded_spec(part.shape, PartitionSpec(), found.mesh, axis))
+
+    return jax.tree.map(sharding_of, leaf)
 
 
 def _divides(sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
@@ -198,7 +203,7 @@ def _divides(sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
 
 
 def _with_specs(params: Any, specs: Any) -> Iterator[tuple[_trees.Path, Any, PartitionSpec]]:
-    """Return the path, the parameter and its spec of each leaf."""
+    """Return the path, the parameter and the spec of each leaf."""
     leaves = _trees.leaves_by_path(params)
     return zip(leaves, leaves.values(), jax.tree.leaves(specs, is_leaf=is_spec), strict=True)
 
@@ -267,7 +272,7 @@ def _require_elementwise(inner: Any, grads: Any, state: Any, shards: Any, extra_
     inputs = [PART if np.ndim(leaf) else None for leaf in jax.tree.leaves((grads, state, shards))]
     for name, value in arrays.items():  # nobody knows whether they are the same on all devices
         inputs += [f"the argument {name!r}"] * len(jax.tree.leaves(value))
-    culprit = mixing_culprit(program, inputs, axis)
+    culprit = first_non_elementwise(program, inputs, axis)
     if culprit is not None:
         raise ValueError(
             "`zero1`: inside `jax.shard_map` a rule sees a part of each array, but this one has a result that depends "
@@ -304,18 +309,19 @@ def _require_same_types(old: Any, new: Any) -> None:
 
 
 def _require_shards(inner: Any, state: Any, params: Any, shards: Any, specs: Any, mesh: Mesh, axis: str) -> None:
-    """Raise unless a state consists of shards of the one for whole parameters, as `zero1_shardings` says."""
+    """Raise unless each leaf of the state is a shard of the whole leaf, as `zero1_shardings` says."""
     whole = jax.eval_shape(inner.init, _trees.shapes_of(params))
-    by_path = _trees.leaves_by_path(zero1_shardings(params, whole, mesh, axis, param_specs=specs))
-    for leaf, coded in coded_leaves(whole):
-        codes, spec = np.shape(leaf.leaf), by_path[leaf.path].spec
-        scales, scales_spec = np.shape(coded.scales), by_path[coded.scales_path].spec
-        if spec != scales_spec or len(codes) < 2 or len(scales) != len(codes):
+    shardings = zero1_shardings(params, whole, mesh, axis, param_specs=specs)
+    by_path = _trees.leaves_by_path(shardings)
+    divided = _trees.leaves_by_path(shardings, is_stored)
+    for path, leaf in _trees.leaves_by_path(whole, is_stored).items():
+        if is_stored(leaf) and not _is_of_whole_blocks(leaf, divided[path]):
+            (codes, of_codes), (scales, of_scales) = zip(*map(jax.tree.leaves, (leaf, divided[path])), strict=True)
             raise ValueError(
-                f"`zero1`: inside `jax.shard_map` the state at {_trees.path_string(leaf.path)!r} is sharded as {spec}, "
-                f"and its scales as {scales_spec}: blocks would reach over several devices. The shapes are "
-                f"{list(codes)} and {list(scales)}. Choose a `block_size` that divides what a device has of the last "
-                "axis, or a larger `min_size`; or call `update` under `jax.jit`, outside of `jax.shard_map`."
+                f"`zero1`: blocks of the state at {_trees.path_string(path)!r}, {shown(leaf)}, would reach over "
+                f"several devices: its codes {list(codes.shape)} are sharded as {of_codes.spec}, its scales "
+                f"{list(scales.shape)} as {of_scales.spec}. Choose a `block_size` that divides what a device has of "
+                "the last axis, or a larger `min_size`; or call `update` under `jax.jit`, outside of `jax.shard_map`."
             )
     parts = jax.eval_shape(inner.init, _trees.shapes_of(shards))
     leaves, got, own = (_trees.leaves_by_path(tree) for tree in (whole, state, parts))
@@ -327,14 +333,20 @@ def _require_shards(inner: Any, state: Any, params: Any, shards: Any, specs: Any
         reason = f"it is {has}. Make it outside, with `init`, and give `jax.shard_map` the specs of `zero1_shardings`."
         if keeps != wanted:
             reason = (
-                f"of a part of the parameter the rule keeps {keeps}. With `low_precision_state`, whose `min_size` "
-                "counts the numbers of the part, lower that. Or call `update` under `jax.jit`, outside of "
-                "`jax.shard_map`."
+                f"for a shard of the parameter the rule keeps {keeps}. With `low_precision_state`, lower `min_size`, "
+                "which counts the numbers of the shard. Or call `update` under `jax.jit`, outside of `jax.shard_map`."
             )
         raise ValueError(
             f"`zero1`: inside `jax.shard_map` the state at {_trees.path_string(path)!r} should be {wanted} on each "
             f"device, but {reason}"
         )
+
+
+def _is_of_whole_blocks(leaf: StoredLeaf, shardings: StoredLeaf) -> bool:
+    """Return whether a device can decode its shard of a stored leaf inside `jax.shard_map`."""
+    specs = [sharding.spec for sharding in jax.tree.leaves(shardings)]
+    ranks = {len(part.shape) for part in jax.tree.leaves(leaf)}
+    return len(specs) == 1 or (ranks == {max(2, *ranks)} and specs[0] == specs[1])
 
 
 def _shape_of_shard(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh, axis: str) -> tuple[int, ...]:

@@ -1,5 +1,7 @@
-"""Choose the format in which each leaf of an optimizer's state is kept: by patterns, and with what is refused."""
+"""Choose the format of each leaf of an optimizer's state by patterns, and refuse unsound choices."""
 
+import functools
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -12,35 +14,33 @@ from mpx._fp8 import FORMATS
 from mpx._stored.blockwise_fp8 import BlockwiseFp8
 from mpx._stored.leaves import leaves_of
 from mpx._stored.roles import EXACT, Role
-from mpx._stored.state_format import FLOAT32, StateFormat, as_format, position_of, require_nameable, scales_name
+from mpx._stored.state_format import FLOAT32, StateFormat, as_format, is_stored, store
 
 _LISTED_PATHS = 20
 
 
-class Stored(NamedTuple):
-    """How a leaf is kept: its format, the pattern that says so, and the name of its scales if the format has any."""
+class Assigned(NamedTuple):
+    """The format of a leaf, and the pattern that says so."""
 
     format: StateFormat
     pattern: str
-    scales: str
 
 
-Assignment = dict[_trees.Path, Stored]
+Assignment = dict[int, Assigned]  # by the position of the leaf in the state
 
 
-def assign(state: Any, scales: Mapping[str, Any], patterns: Mapping[str, StateFormat], min_size: int) -> Assignment:
-    """Return how the leaves are kept that a pattern matches, of a rule's state in float32 or as it is kept."""
+def assign(state: Any, patterns: Mapping[str, StateFormat], min_size: int) -> Assignment:
+    """Return the format of each leaf that a pattern matches; the state may be in float32 or stored."""
     chosen: Assignment = {}
-    coded = {position_of(name) for name in scales}
-    names = _trees.path_names(state)
+    names = _trees.path_names(state, is_stored)
     for i, found in enumerate(leaves_of(state)):
         leaf = found.leaf
-        if not np.shape(leaf) or not (i in coded or _trees.is_floating(leaf)):
+        if not (is_stored(leaf) or _trees.is_floating(leaf)) or not leaf.shape:
             continue
         pattern = next((pattern for pattern in patterns if _matches(pattern, names[found.path])), None)
         if pattern is not None:
-            format = patterns[pattern].for_role(found.role) if np.size(leaf) >= min_size else FLOAT32
-            chosen[found.path] = Stored(format, pattern, scales_name(i, format))
+            format = patterns[pattern].for_role(found.role) if math.prod(leaf.shape) >= min_size else FLOAT32
+            chosen[i] = Assigned(format, pattern)
     return chosen
 
 
@@ -54,7 +54,7 @@ def _whole(pattern: str) -> str:
 
 
 def checked_patterns(given: Any) -> dict[str, StateFormat]:
-    """Return the argument `formats`, with formats for dtypes and names."""
+    """Check the argument `formats`, and replace dtypes and names by formats."""
     if not isinstance(given, Mapping):
         raise TypeError(
             f"`low_precision_state`: `formats` must map patterns to formats, as in {{'mu': 'bf16'}}, but got {given!r}."
@@ -77,7 +77,12 @@ def _checked_format(pattern: str, chosen: Any) -> StateFormat:
             f"`low_precision_state`: `formats[{pattern!r}]` must be bfloat16, float16, float32, 'e4m3', 'e5m2' or a "
             f"`StateFormat` such as `Blockwise8bit()`, but got {chosen!r}.{hint}"
         )
-    require_nameable(found, "low_precision_state")
+    try:
+        hash(found)
+    except TypeError as error:
+        raise TypeError(
+            f"`low_precision_state`: the format {chosen!r} must be a frozen dataclass whose fields can be hashed."
+        ) from error
     return found
 
 
@@ -87,7 +92,7 @@ def _fp8_by_name(chosen: Any) -> Any:
 
 def require_every_pattern_used(state: Any, patterns: Mapping[str, StateFormat], assignment: Assignment) -> None:
     """Raise if a pattern decides about no leaf of a state."""
-    used = {stored.pattern for stored in assignment.values()}
+    used = {assigned.pattern for assigned in assignment.values()}
     unused = [pattern for pattern in patterns if pattern not in used]
     if not unused:
         return
@@ -101,22 +106,23 @@ def require_every_pattern_used(state: Any, patterns: Mapping[str, StateFormat], 
         )
     listed = _errors.listed(paths, _LISTED_PATHS) or "(none)"
     raise ValueError(
-        f"`low_precision_state`: the pattern {unused[0]!r} matches no floating-point array in the state of this rule, "
-        f"whose paths are: {listed}. A pattern matches whole components of a path."
+        f"`low_precision_state`: the pattern {unused[0]!r} matches no floating-point array in the state of this rule. "
+        f"A pattern matches whole components of a path. The paths are: {listed}."
     )
 
 
 def require_sound_formats(state: Any, patterns: Mapping[str, StateFormat], assignment: Assignment) -> None:
     """Raise if a leaf would be kept in a format that it must not have, whatever its size."""
     wrong: dict[str, dict[_trees.Path, str]] = {}
-    for found in leaves_of(state):
-        pattern = assignment[found.path].pattern if found.path in assignment else None
+    for i, found in enumerate(leaves_of(state)):
+        pattern = assignment[i].pattern if i in assignment else None
         reason = pattern and _unsound(found.leaf, found.role, patterns[pattern])
         if reason:
             text = f"{_trees.dtype_and_shape(found.leaf)}, by the pattern {pattern!r}"
             wrong.setdefault(reason, {})[found.path] = text
     for reason, leaves in wrong.items():
-        raise _errors.leaves_error(ValueError, "`low_precision_state`: these leaves", leaves, reason)
+        what = "`low_precision_state`: leaves would be kept in a format that they must not have"
+        raise _errors.leaves_error(ValueError, what, leaves, f"These leaves {reason}")
 
 
 def _unsound(leaf: Any, role: Role, chosen: StateFormat) -> str | None:
@@ -143,28 +149,34 @@ _EXACT = (
 )
 
 
-def require_stored_as_assigned(
-    state: Any, scales: Mapping[str, Any], assignment: Assignment, as_made: Callable[[], Any]
-) -> None:
+def require_stored_as_assigned(state: Any, assignment: Assignment, as_made: Callable[[], Any]) -> None:
     """Raise if a state is kept in other formats than it should be.
 
-    `as_made` returns the shapes of the rule's own state, to tell which of its leaves have 16 bits by themselves.
+    `as_made` returns the shapes of the rule's own state. They tell which leaves the rule itself makes in 16 bits.
     """
-    wrong, kept = {}, {position_of(name): name for name in scales}
-    for i, (path, leaf) in enumerate(_trees.leaves_by_path(state).items()):
-        stored, name = assignment.get(path), kept.pop(i, None)
-        if stored is None or stored.format == FLOAT32:
-            is_narrow = _trees.is_narrower(leaf, np.dtype(np.float32))
-            fits = name is None and (not is_narrow or leaf.dtype == jax.tree.leaves(as_made())[i].dtype)
+    wrong = {}
+    leaves = _trees.leaves_by_path(state, is_stored)
+    for i, (path, leaf) in enumerate(leaves.items()):
+        assigned = assignment.get(i)
+        if assigned is None or assigned.format == FLOAT32:
+            is_narrow = is_stored(leaf) or _trees.is_narrower(leaf, np.dtype(np.float32))
+            fits = not is_narrow or (not is_stored(leaf) and leaf.dtype == jax.tree.leaves(as_made())[i].dtype)
+        elif is_stored(leaf):
+            fits = leaf.format == assigned.format
         else:
-            codes, of_codes = jax.eval_shape(stored.format.coded, jax.ShapeDtypeStruct(leaf.shape, np.float32))
-            expected = (codes.dtype, None) if of_codes is None else (codes.dtype, stored.scales, of_codes.shape)
-            fits = expected == ((leaf.dtype, None) if name is None else (leaf.dtype, name, scales[name].shape))
+            fits = leaf.dtype == _stored_dtype(assigned.format, leaf.shape)
         if not fits:
-            got = leaf.dtype if name is None else name.partition(".")[2]
-            wanted = "the rule's own" if stored is None else stored.format
+            got = leaf.format if is_stored(leaf) else leaf.dtype
+            wanted = "the rule's own" if assigned is None else assigned.format
             wrong[path] = f"stored as {got}, but the format is {wanted}"
-    if wrong or kept:
+    if wrong:
         what = "`low_precision_state`: the state was made with other `formats` or another `min_size`"
         remedy = "Use those, or call `init` and start with new moments."
         raise _errors.leaves_error(ValueError, what, wrong, remedy)
+
+
+@functools.lru_cache(maxsize=4096)
+def _stored_dtype(format: StateFormat, shape: tuple[int, ...]) -> Any:
+    """Return the dtype of the plain array that a format keeps for this shape; None if it keeps a stored leaf."""
+    kept = jax.eval_shape(lambda x: store(x, format), jax.ShapeDtypeStruct(shape, np.float32))
+    return None if is_stored(kept) else kept.dtype

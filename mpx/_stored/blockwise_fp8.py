@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from mpx._fp8 import BIAS, FORMATS, MANTISSA, power_of_two, scale_exponents
-from mpx._stored.blockwise import largest_of_blocks, spread
+from mpx._stored.blocks import largest_of_blocks, spread
 from mpx._stored.roles import Role
 from mpx._stored.state_format import StateFormat
 
@@ -25,38 +25,29 @@ _NEGATIVE = 128  # the bit of the sign
 class BlockwiseFp8(StateFormat):
     """Keeps a state in e4m3 or e5m2, with a float32 scale for each block, a power of two.
 
-    A scale brings the largest magnitude of its block between half of the largest number of the format and that number.
-    Normal numbers are off by 2**-4 at most in e4m3, 2**-3 in e5m2. Those below about 2**-18 of the largest of their
-    block (e5m2: 2**-32) become zero. A positive second moment becomes the smallest number instead, since the next step
-    divides by its root. A block with an infinity or a NaN becomes NaN, as does one of second moments with a negative
-    number. What has been decoded is coded again without a change.
+    A scale brings the largest magnitude of its block to between half of the format's largest number and that number.
+    Rounded to nearest, a normal number is off by at most 2**-4 of itself in e4m3, 2**-3 in e5m2. Numbers below about
+    2**-18 of the largest in their block (e5m2: 2**-32) become zero. A positive second moment becomes the smallest
+    number instead, since the next step divides by its root. A block with an infinity or a NaN becomes NaN, as does a
+    block of second moments with a negative number. Decoding and encoding again changes nothing.
 
     Attributes:
         format: `"e4m3"` or `"e5m2"`.
-        block_size: as of `Blockwise8bit`.
-        signed: whether numbers may be negative, and small ones become zero. None: known by the field of the state.
+        block_size: as in `Blockwise8bit`.
+        signed: whether numbers may be negative, and small ones become zero. None: the field of the state decides.
     """
 
     format: str
     block_size: int = 256
     signed: bool | None = None
 
-    def scales_of(self, x: jax.Array) -> jax.Array:
-        """Return what the codes of each block are to be multiplied by, in the shape of those of `Blockwise8bit`."""
-        bits = lax.bitcast_convert_type(lax.stop_gradient(x), np.uint32)
-        # In the order of unsigned integers negative numbers come after NaN.
-        bits = bits & _MAGNITUDE if self.signed is not False else jnp.where(bits == ~_MAGNITUDE, np.uint32(0), bits)
-        bits = largest_of_blocks(bits, self.block_size)
-        is_number = bits < _INFINITY_BITS.view(np.uint32)
-        exponent = scale_exponents(lax.bitcast_convert_type(bits, np.int32), FORMATS[self.format])
-        return jnp.where(is_number, power_of_two(-exponent), np.float32(np.nan))
-
-    def encode(self, x: jax.Array, scales: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        """Return the bits of 8-bit floats, uint8, in the shape of a float32 array."""
-        x, scales = lax.stop_gradient((x, scales))  # as of every rounding, the derivative is zero
+    def encode(self, x: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+        """Return the bits of 8-bit floats (uint8) in the shape of a float32 array, and the scales of their blocks."""
+        x = lax.stop_gradient(x)  # the derivative of a rounding is zero
+        scales = self._scales(x)
         mantissa, least = self._mantissa_and_least_exponent()
-        scales = spread(scales, x.shape, self.block_size)
-        v = jnp.where(scales > 0, x * _inverse(scales), np.float32(0))  # beside NaN codes do not count
+        of_element = spread(scales, x.shape, self.block_size)
+        v = jnp.where(of_element > 0, x * _inverse(of_element), np.float32(0))  # beside NaN codes do not count
         exponent = ((lax.bitcast_convert_type(v, np.int32) & np.int32(_MAGNITUDE)) >> MANTISSA) - BIAS
         exponent = jnp.maximum(exponent, least)
         n = jnp.abs(v) * power_of_two(mantissa - exponent)
@@ -69,7 +60,17 @@ class BlockwiseFp8(StateFormat):
             n = jnp.where(v > 0, jnp.maximum(n, np.float32(1)), n)
         # The first bit of the mantissa, which is not stored, adds one to the exponent; so does what is rounded up.
         code = ((exponent - least) << mantissa) + n.astype(np.int32)
-        return jnp.where((v < 0) & (code > 0), code + _NEGATIVE, code).astype(np.uint8)
+        return jnp.where((v < 0) & (code > 0), code + _NEGATIVE, code).astype(np.uint8), scales
+
+    def _scales(self, x: jax.Array) -> jax.Array:
+        """Return the power of two of each block that its codes are to be multiplied by."""
+        bits = lax.bitcast_convert_type(x, np.uint32)
+        # In the order of unsigned integers negative numbers come after NaN.
+        bits = bits & _MAGNITUDE if self.signed is not False else jnp.where(bits == ~_MAGNITUDE, np.uint32(0), bits)
+        bits = largest_of_blocks(bits, self.block_size)
+        is_number = bits < _INFINITY_BITS.view(np.uint32)
+        exponent = scale_exponents(lax.bitcast_convert_type(bits, np.int32), FORMATS[self.format])
+        return jnp.where(is_number, power_of_two(-exponent), np.float32(np.nan))
 
     def decode(self, codes: jax.Array, scales: jax.Array) -> jax.Array:
         """Return the float32 array that was encoded."""
@@ -95,6 +96,6 @@ class BlockwiseFp8(StateFormat):
 
 
 def _inverse(power: jax.Array) -> jax.Array:
-    """Return the inverse of powers of two from 2**-126 to 2**126, exactly on every device; of NaN anything."""
+    """Return the inverse of powers of two from 2**-126 to 2**126, exactly on every device; NaN may give anything."""
     bits = lax.bitcast_convert_type(power, np.int32)
     return lax.bitcast_convert_type(np.int32((2 * BIAS) << MANTISSA) - bits, np.float32)

@@ -1,13 +1,15 @@
 """Declare what each field of an optimizer state is: once, next to the state's type, and read by everything else.
 
-A state's leaf is known by the type that it stands in and its field there. Names alone would mislead: `nu` is a second
-moment in Adam, a momentum in SM3, and an estimate of the Hessian in Sophia, which may be negative.
+The type of a state and the field in it decide what a leaf is. Names alone would mislead: `nu` is a second moment in
+Adam, a momentum in SM3, and an estimate of the Hessian in Sophia, which may be negative.
 """
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import optax
+
+from mpx import _trees
 
 T = TypeVar("T", bound=type)
 
@@ -21,10 +23,9 @@ Role = Literal[
     "second moment",  # never negative
     "signed",  # may be negative
     "sum of gradients",
-    "scales",  # of the leaves of the inner state that are kept in a `StateFormat`
     "loss scale",  # a number that belongs to the settings of a loss scale
     "key",  # a PRNG key
-    "count",  # one that a wrapper keeps for itself; those of a rule are "unknown"
+    "count",  # a count that a wrapper keeps for itself; the counts of a rule are "unknown"
     "measure",  # what was measured, which changes no training run
     "unknown",
 ]
@@ -49,7 +50,7 @@ def register_state(*, writes_back: str | None = None, **roles: Role) -> Callable
 
     With it `master_params`, `is_synced`, `resync`, `convert_state`, `memory_plan`, `check_chain` and `zero1` know the
     state of a wrapper that mpx has never seen. A state that is not declared belongs to a rule: its leaves are carried
-    over as they are.
+    over unchanged.
 
     Args:
         writes_back: the name of the transformation, if it chooses the values that 16-bit parameters get, so that
@@ -57,11 +58,11 @@ def register_state(*, writes_back: str | None = None, **roles: Role) -> Callable
             `mpx.states.landing_update(parameter, new_value, name)`.
         **roles: for each field of the NamedTuple its role: `"inner"` (the state of the wrapped rule), `"master"`,
             `"compensation"`, `"average"`, `"weights"`, `"first moment"`, `"second moment"`, `"signed"`,
-            `"sum of gradients"`, `"scales"`, `"loss scale"`, `"key"`, `"count"`, `"measure"` or `"unknown"`. A tree of
+            `"sum of gradients"`, `"loss scale"`, `"key"`, `"count"`, `"measure"` or `"unknown"`. A tree of
             masters or compensations has the structure of the parameters, with `optax.MaskedNode` where nothing is kept.
 
     Raises:
-        TypeError: if the class is no NamedTuple, or the fields named are not its fields.
+        TypeError: if the class is not a NamedTuple, or the roles name other fields than its own.
         ValueError: if a role is unknown.
 
     Example:
@@ -100,6 +101,17 @@ def registered_types() -> tuple[type, ...]:
     return tuple(_REGISTERED)
 
 
+def fields_with_role(state: Any, role: Role) -> list[tuple[Any, Any]]:
+    """Return each part of a state that declares a field of this role, with the content of that field."""
+    kinds = tuple(kind for kind, fields in _REGISTERED.items() if role in fields.roles.values())
+    return [
+        (part, getattr(part, field))
+        for part in _trees.find_states(state, kinds)
+        for field, declared in (_REGISTERED[type(part)].roles if type(part) in _REGISTERED else {}).items()
+        if declared == role
+    ]
+
+
 def role_of_field(kind: type, field: str) -> Role:
     """Return the role of a field of a state's type, declared or known by its name."""
     if kind in _REGISTERED:
@@ -114,8 +126,8 @@ def role_of_key(key: str) -> Role:
     return _by_name("", key, "inner")
 
 
-# In states of Optax these fields hold sums or means of squares, but for those types that are listed; all others may be
-# negative. In other states names tell as much as they can.
+# In states of Optax these fields hold sums or means of squares, unless the type is listed below; all other fields may
+# be negative. In other states the name is the only hint.
 _SECOND_MOMENTS = {"nu", "nu_max", "exp_avg_sq", "max_exp_avg_sq", "sum_of_squares", "grad_sum_sq", "v_row", "v_col"}
 _SECOND_MOMENTS_OF = {
     "FactoredState": {"v_row", "v_col", "v"},

@@ -1,15 +1,16 @@
-"""Define how an array of an optimizer's state is kept between steps: the protocol, and the plain 16-bit casts."""
+"""Define how an array of an optimizer's state is kept between steps: the stored leaf and its format."""
 
 import abc
-import ast
 import dataclasses
-from typing import Any, ClassVar
+import functools
+import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpx import formats
+from mpx import _trees, formats
 from mpx._dtypes import dtype_or_none
 from mpx._stored.roles import Role
 
@@ -17,87 +18,156 @@ from mpx._stored.roles import Role
 class StateFormat(abc.ABC):
     """A way to keep a float32 array of an optimizer's state in fewer bytes between two steps.
 
-    Subclass it as a frozen dataclass with `scales_of`, `encode` and `decode`, whose fields are Python numbers, strings,
-    booleans or None. It then works in `low_precision_state`, `fused_update`, `zero1`, `convert_state`, `memory_plan`
-    and Orbax as those of mpx do.
-    A state names the format by its class and these fields, so that it can be read without the transformation that made
-    it: give the class a name that no other format has.
+    Subclass it as a frozen dataclass with `encode` and `decode`. It then works in `low_precision_state`,
+    `fused_update`, `zero1`, `convert_state`, `memory_plan` and Orbax as the formats of mpx do. Its fields are settings:
+    they are hashed and compared, because `jax.jit` compiles a step for each format.
 
     Example:
         >>> import dataclasses
         >>> @dataclasses.dataclass(frozen=True)
         ... class Sixteenths(StateFormat):
-        ...     def scales_of(self, x):
-        ...         return jnp.max(jnp.abs(x), keepdims=True) / 16
-        ...     def encode(self, x, scales, key=None):
-        ...         return jnp.round(x / scales).astype(jnp.int8)
+        ...     def encode(self, x, key=None):
+        ...         scale = jnp.max(jnp.abs(x), keepdims=True) / 16
+        ...         return jnp.round(x / scale).astype(jnp.int8), scale
         ...     def decode(self, codes, scales):
         ...         return codes * scales
         >>> tx = low_precision_state(optax.trace(0.9), {"trace": Sixteenths()}, min_size=0)
-        >>> tx.init({"w": jnp.ones(4)}).inner_state.trace["w"].dtype
+        >>> tx.init({"w": jnp.zeros(4)}).inner_state.trace["w"].codes.dtype
         dtype('int8')
     """
 
-    _classes: ClassVar[dict[str, type["StateFormat"]]] = {}
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        """Make the format known by its name, under which states refer to it."""
-        super().__init_subclass__(**options)
-        known = StateFormat._classes.setdefault(cls.__name__, cls)
-        if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
-            raise TypeError(
-                f"A `StateFormat` called {cls.__name__!r} is defined in {known.__module__}, and states name their "
-                "formats: give this one another name."
-            )
-        StateFormat._classes[cls.__name__] = cls  # a notebook may run its cell again
-
-    def scales_of(self, x: jax.Array) -> Any:
-        """Return one array of scales of a float32 array; None if its codes are floating numbers that need none.
-
-        Inside `jax.shard_map`, `zero1` shards codes and scales alike: the scales then have as many axes as the codes,
-        and equal sizes along all but the last, along which they are those of whole blocks.
-        """
-        return None
-
     @abc.abstractmethod
-    def encode(self, x: jax.Array, scales: Any, key: jax.Array | None = None) -> jax.Array:
-        """Return the codes of a float32 array, in its shape.
+    def encode(self, x: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
+        """Return the codes of a float32 array, and their scales.
+
+        Codes may have another shape than the array: two codes of 4 bits fit into a byte. Inside `jax.shard_map`,
+        `zero1` shards codes and scales like the parameter. For that they need the axes of the array; only the last may
+        be shorter.
 
         Args:
             x: float32, of any shape.
-            scales: what `scales_of` returned for it.
-            key: a PRNG key if the rounding is to be stochastic, else None.
+            key: a PRNG key if rounding is stochastic, else None.
+
+        Returns:
+            `(codes, scales)`. Without scales (None), and with floating codes in the shape of `x`, the state keeps the
+            codes as a plain array.
         """
 
     @abc.abstractmethod
     def decode(self, codes: jax.Array, scales: Any) -> jax.Array:
-        """Return the float32 array that was encoded."""
-
-    def coded(self, x: jax.Array) -> tuple[jax.Array, Any]:
-        """Return the codes of a float32 array, rounded to nearest, and its scales."""
-        scales = self.scales_of(x)
-        return self.encode(x, scales), scales
+        """Return the array that was encoded."""
 
     def for_role(self, role: Role) -> "StateFormat":
         """Return the format for a leaf of this role: itself, or a copy whose unset options the role decides."""
         return self
 
     def refuses(self, role: Role) -> str | None:
-        """Return why a leaf of this role cannot be kept so, as the end of the sentence "these leaves ...", or None."""
+        """Return why a leaf of this role cannot be kept so, to end a sentence that begins "These leaves"; or None."""
         return None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StoredLeaf:
+    """A float32 array of an optimizer's state, encoded for the time between two steps.
+
+    - It stands in the rule's state where the float32 array stood, and `decode` gives back an array of its `shape`.
+    - It is a pytree node: `codes` and `scales` are its children, and `format` is static.
+    - So the format travels with the array, through `jax.jit`, Orbax and shardings.
+
+    Attributes:
+        codes: what `format.encode` returned for the array. If Flax keeps the array in a box (an `nnx.Param`), codes and
+            scales are in such boxes.
+        scales: the scales of the codes; None if the format has none.
+        format: how to decode them.
+
+    Example:
+        >>> tx = low_precision_state(optax.trace(0.9), {"trace": Blockwise8bit()})
+        >>> stored = tx.init({"w": jnp.ones((64, 64))}).inner_state.trace["w"]
+        >>> stored.shape, stored.codes.dtype, stored.decode().dtype
+        ((64, 64), dtype('int8'), dtype('float32'))
+    """
+
+    codes: Any
+    scales: Any
+    format: StateFormat = dataclasses.field(metadata={"static": True})
+
+    def decode(self) -> jax.Array:
+        """Return the array in float32."""
+        return self.format.decode(*self._arrays()).astype(np.float32)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the decoded array."""
+        as_type = lambda x: x if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return _shape(self.format, *map(as_type, self._arrays()))
+
+    def _arrays(self) -> tuple[Any, Any]:
+        (codes,), scales = jax.tree.leaves(self.codes), jax.tree.leaves(self.scales)
+        return codes, scales[0] if scales else None
+
+
+@functools.lru_cache(maxsize=4096)  # a state has many leaves of one shape, and is looked through at every update
+def _shape(format: StateFormat, codes: Any, scales: Any) -> tuple[int, ...]:
+    return jax.eval_shape(format.decode, codes, scales).shape
+
+
+def is_stored(node: Any) -> bool:
+    """Return whether a node of a state is a stored leaf."""
+    return isinstance(node, StoredLeaf)
+
+
+def shown(leaf: Any) -> str:
+    """Return how messages show a leaf of a state."""
+    return f"{leaf.format} of {list(leaf.shape)}" if is_stored(leaf) else _trees.dtype_and_shape(leaf)
+
+
+def store(x: Any, format: StateFormat, key: jax.Array | None = None) -> Any:
+    """Encode an array, or a box with one.
+
+    Return a stored leaf. If there are no scales, and the codes are floating numbers in the array's shape, return the
+    codes. Boxes stay around what they contained.
+    """
+    _tell_flax()
+    (array,), box = jax.tree.flatten(x)
+    codes, scales = format.encode(array.astype(np.float32), key)
+    boxed = lambda part: None if part is None else box.unflatten([part])
+    if scales is None and codes.shape == array.shape and jnp.issubdtype(codes.dtype, jnp.floating):
+        return boxed(codes)
+    return StoredLeaf(boxed(codes), boxed(scales), format)
+
+
+def _tell_flax() -> None:
+    """Let `flax.serialization` take stored leaves, if somebody has imported Flax: mpx does not depend on it."""
+    serialization = sys.modules.get("flax.serialization")
+    if serialization is not None and not _told:
+        _told.append(serialization)
+        as_dict = lambda leaf: serialization.to_state_dict({"codes": leaf.codes, "scales": leaf.scales})
+        from_dict = lambda leaf, parts: dataclasses.replace(
+            leaf, **serialization.from_state_dict({"codes": leaf.codes, "scales": leaf.scales}, parts)
+        )
+        serialization.register_serialization_state(StoredLeaf, as_dict, from_dict, override=True)
+
+
+_told: list[Any] = []
+
+
+def load(leaf: StoredLeaf) -> Any:
+    """Return the float32 array of a stored leaf, in its box if it had one."""
+    return jax.tree.structure(leaf.codes).unflatten([leaf.decode()])
 
 
 @dataclasses.dataclass(frozen=True)
 class Cast(StateFormat):
-    """Keeps an array in bfloat16, float16 or float32, rounded once; it needs no scales."""
+    """Keep an array in bfloat16, float16 or float32, rounded once; it needs no scales."""
 
     dtype: str
 
-    def encode(self, x: jax.Array, scales: None = None, key: jax.Array | None = None) -> jax.Array:
-        """Round to nearest, or with a key at random; float32 is kept as it is."""
+    def encode(self, x: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, None]:
+        """Round to nearest, or at random with a key; float32 does not change."""
         dtype = np.dtype(jnp.dtype(self.dtype))
         rounded = formats.round_to(x, dtype) if key is None else formats.stochastic_round(key, x, dtype)
-        return rounded.astype(dtype)
+        return rounded.astype(dtype), None
 
     def decode(self, codes: jax.Array, scales: None) -> jax.Array:
         """Return the codes, which are floating numbers."""
@@ -120,47 +190,10 @@ FLOAT32 = Cast("float32")
 
 
 def as_format(given: Any) -> StateFormat | None:
-    """Return the format that a dtype, the name of one or a format stands for; None if it stands for none."""
+    """Return a format, given that format, a dtype or a dtype's name; None for anything else."""
     if isinstance(given, StateFormat):
         return given
     dtype = dtype_or_none(given)
     if dtype is None or dtype not in (jnp.bfloat16, np.float16, np.float32):
         return None
     return Cast(dtype.name)
-
-
-def scales_name(index: int, chosen: StateFormat) -> str:
-    """Return the name under which a state keeps the scales of a leaf: its position and its format."""
-    fields = dataclasses.fields(chosen) if dataclasses.is_dataclass(chosen) else ()
-    settings = ", ".join(f"{field.name}={getattr(chosen, field.name)!r}" for field in fields)
-    return f"{index}.{type(chosen).__name__}({settings})"
-
-
-def require_nameable(chosen: StateFormat, caller: str) -> None:
-    """Raise unless a format can be read again from its name, and be compared."""
-    try:
-        same = format_of(scales_name(0, chosen)) == chosen and hash(chosen) is not None
-    except (TypeError, ValueError, SyntaxError, AttributeError):
-        same = False
-    if not same:
-        raise TypeError(
-            f"`{caller}`: the format {chosen!r} must be a frozen dataclass whose fields are Python numbers, strings, "
-            "booleans or None, so that a state can name it."
-        )
-
-
-def position_of(name: str) -> int:
-    """Return the position of the leaf that the scales of this name belong to."""
-    return int(name.partition(".")[0])
-
-
-def format_of(name: str) -> StateFormat:
-    """Return the format that `scales_name` wrote down."""
-    call: Any = ast.parse(name.partition(".")[2], mode="eval").body
-    kind = StateFormat._classes.get(call.func.id)
-    if kind is None:
-        raise ValueError(
-            f"The optimizer state keeps a leaf in the format {call.func.id!r}, which is not defined here. Import the "
-            "module that has its class."
-        )
-    return kind(**{argument.arg: ast.literal_eval(argument.value) for argument in call.keywords})

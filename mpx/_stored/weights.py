@@ -1,71 +1,159 @@
-"""Restore a weight from its parameter and its stored leaf, and store it again.
+"""What an optimizer's state keeps of a weight, beside its parameter: one class for each way.
 
-A state keeps of a parameter, by its role, a master (or the low bits of one, uint16), a compensation, or nothing.
+A weight is a float32 (or float64) number. Its parameter holds it rounded to the parameter's dtype. The state keeps an
+array of the parameter's shape; both together restore the weight:
+
+- `WholeMaster`: the weight itself.
+- `LowBits`: the 16 bits that a bfloat16 parameter lacks.
+- `Compensation`: what rounding has cut off from the sum of all updates.
+
+Where nothing is kept, the weight is its parameter.
 """
 
-from typing import Any
+import abc
+import dataclasses
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from mpx import _trees, formats
+from mpx._finite import select
 from mpx._stored.roles import Role
-from mpx._writeback import round_saturating
+from mpx._writeback import applied_value, landing_update, round_saturating
 
 _F32 = np.dtype(np.float32)
 
 
-def restore_weight(p: jax.Array, role: Role | None, kept: Any) -> jax.Array:
-    """Return the best value of a weight, in float32 or wider; the role is None if nothing is kept of it."""
-    wide = p.astype(_trees.promoted(p.dtype, np.float32))
-    if role is None:
-        return wide
-    if role == "compensation":
-        return wide + kept.astype(wide.dtype)
-    return formats.join_f32(p, kept) if kept.dtype == np.uint16 else kept
+@dataclasses.dataclass(frozen=True)
+class KeptWeight(abc.ABC):
+    """A way to keep a weight.
+
+    - The kept array has the shape of the parameter.
+    - `restore` needs the parameter and the kept array, and nothing else.
+    - `restore(p, fresh(p))` equals the parameter.
+
+    Attributes:
+        dtype: the dtype of the kept array.
+    """
+
+    dtype: np.dtype
+    label: ClassVar[str]  # as messages and plans call it
+
+    @abc.abstractmethod
+    def restore(self, p: jax.Array, kept: jax.Array) -> jax.Array:
+        """Return the best value of a weight, in float32 or wider."""
+
+    @abc.abstractmethod
+    def store(self, weight: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
+        """Return the parameter of `dtype` for a weight, and what is kept of the weight."""
+
+    @abc.abstractmethod
+    def fresh(self, p: jax.Array) -> jax.Array:
+        """Return what is kept of a weight that is exactly its parameter."""
+
+    @abc.abstractmethod
+    def belongs(self, p: jax.Array, kept: jax.Array) -> Any:
+        """Return for each element whether what is kept can belong to this parameter."""
 
 
-def store_weight(
-    weight: jax.Array, dtype: np.dtype, role: Role | None, kept_dtype: np.dtype | None
-) -> tuple[jax.Array, Any]:
-    """Return a float32 or float64 weight as a parameter of a dtype, and what is kept of it."""
-    if role == "compensation" or kept_dtype == np.uint16:
-        weight = cast_nearest(weight, _F32)
-    if kept_dtype == np.uint16:
-        return formats.split_f32(weight, overflow="largest")
-    if role == "master":
-        master = cast_nearest(weight, kept_dtype)
+class WholeMaster(KeptWeight):
+    """The weight itself, in float32 or float64."""
+
+    label = "masters"
+
+    def restore(self, p: jax.Array, kept: jax.Array) -> jax.Array:
+        return kept
+
+    def store(self, weight: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
+        master = cast_nearest(weight, self.dtype)
         return cast_nearest(master, dtype), master
-    nearest = _nearest(weight, dtype)
-    if role is None:
-        return nearest.astype(dtype), None
-    rest = jnp.where(jnp.isfinite(weight), weight - nearest, jnp.zeros_like(weight))
-    return nearest.astype(dtype), cast_nearest(rest, kept_dtype)
+
+    def fresh(self, p: jax.Array) -> jax.Array:
+        return p.astype(self.dtype)
+
+    def belongs(self, p: jax.Array, kept: jax.Array) -> Any:
+        wide = p.astype(kept.dtype)
+        return (round_saturating(kept, p.dtype) == wide) | (jnp.isnan(kept) & jnp.isnan(wide))
+
+    def land(self, p: jax.Array, new: jax.Array, author: str) -> tuple[jax.Array, jax.Array]:
+        """Return the update that takes a parameter to a new weight, and what is kept of the weight."""
+        return landing_update(p, round_saturating(new, p.dtype), author), new
 
 
-def kept_of_parameter(p: jax.Array, role: Role, kept: Any) -> jax.Array:
-    """Return what is to be kept if the weight is exactly its parameter."""
-    is_master = role == "master" and kept.dtype != np.uint16
-    fresh = p.astype(kept.dtype) if is_master else jnp.zeros(kept.shape, kept.dtype)
-    return _trees.placed_like(fresh, kept)
+class LowBits(KeptWeight):
+    """The 16 low bits of a float32 weight, for a bfloat16 parameter. Any bits belong to any parameter."""
 
+    label = "low bits"
 
-def belongs(p: jax.Array, role: Role, kept: Any) -> Any:
-    """Return for each element whether what is kept can belong to this parameter."""
-    if kept.dtype == np.uint16:
+    def __init__(self) -> None:
+        super().__init__(np.dtype(np.uint16))
+
+    def restore(self, p: jax.Array, kept: jax.Array) -> jax.Array:
+        return formats.join_f32(p, kept)
+
+    def store(self, weight: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
+        return formats.split_f32(cast_nearest(weight, _F32), overflow="largest")
+
+    def fresh(self, p: jax.Array) -> jax.Array:
+        return jnp.zeros_like(p, self.dtype)
+
+    def belongs(self, p: jax.Array, kept: jax.Array) -> Any:
         return True
-    if role == "compensation":
-        # Half a compensation never reaches the next number, unless it is that of another parameter.
+
+    def land(self, p: jax.Array, new: jax.Array, author: str) -> tuple[jax.Array, jax.Array]:
+        """Return the update that takes a parameter to a new weight, and what is kept of the weight."""
+        high, low_bits = formats.split_f32(new, overflow="largest")
+        high = high.astype(np.float32)
+        update = landing_update(p, high, author)
+        # Where the addition cannot reach `high`, these low bits would belong to another weight.
+        landed = applied_value(p, update).view(np.uint32) == high.view(np.uint32)
+        return update, select(landed, low_bits, jnp.zeros_like(low_bits))
+
+
+class Compensation(KeptWeight):
+    """What rounding has cut off so far, to be added to the next update."""
+
+    label = "compensation"
+
+    def restore(self, p: jax.Array, kept: jax.Array) -> jax.Array:
+        wide = widened(p)
+        return wide + kept.astype(wide.dtype)
+
+    def store(self, weight: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
+        weight = cast_nearest(weight, _F32)
+        near = _nearest(weight, dtype)
+        rest = jnp.where(jnp.isfinite(weight), weight - near, jnp.zeros_like(weight))
+        return near.astype(dtype), cast_nearest(rest, self.dtype)
+
+    def fresh(self, p: jax.Array) -> jax.Array:
+        return jnp.zeros_like(p, self.dtype)
+
+    def belongs(self, p: jax.Array, kept: jax.Array) -> Any:
+        # Half of a parameter's own compensation never reaches the next number; half of another's may.
         wide = p.astype(np.float32)
         return (round_saturating(wide + 0.5 * kept.astype(np.float32), p.dtype) == wide) | ~jnp.isfinite(wide)
-    wide = p.astype(kept.dtype)
-    return (round_saturating(kept, p.dtype) == wide) | (jnp.isnan(kept) & jnp.isnan(wide))
+
+
+Master = WholeMaster | LowBits
+
+
+def way_of(role: Role, dtype: np.dtype) -> KeptWeight:
+    """Return how a weight is kept, from the role of the field and the dtype of the array there."""
+    if role == "compensation":
+        return Compensation(np.dtype(dtype))
+    return LowBits() if dtype == np.uint16 else WholeMaster(np.dtype(dtype))
+
+
+def widened(p: jax.Array) -> jax.Array:
+    """Return a parameter in float32 or wider."""
+    return p.astype(_trees.promoted(p.dtype, np.float32))
 
 
 def cast_nearest(x: jax.Array, dtype: Any) -> jax.Array:
     """Widen exactly, or round to nearest; no finite number becomes infinite."""
-    return _nearest(x.astype(_trees.promoted(x.dtype, np.float32)), dtype).astype(dtype)
+    return _nearest(widened(x), dtype).astype(dtype)
 
 
 def _nearest(x: jax.Array, dtype: np.dtype) -> jax.Array:

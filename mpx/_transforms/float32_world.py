@@ -1,5 +1,8 @@
 """Give the rule inside a wrapper float32 parameters, gradients and state, and keep the types of its state."""
 
+import contextlib
+import contextvars
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import jax
@@ -15,13 +18,14 @@ from mpx._stored.roles import fields_of, registered_types
 T = TypeVar("T")
 
 _KINDS = (jnp.floating, jnp.complexfloating, jnp.integer, jnp.bool_)
-_MARK = "_mpx_world"  # an attribute of the two functions of a transformation that gives its rule such a world
+_HIDDEN_BY: contextvars.ContextVar[str | None] = contextvars.ContextVar("hidden_by", default=None)
+_MARK = "_mpx_world"  # an attribute of `init` and `update` where a rule is wrapped so already
 
 
-def in_world(inner: Any, dtype: np.dtype, caller: str) -> optax.GradientTransformationExtraArgs:
-    """Return a rule that sees parameters, gradients and extra arguments in `dtype` at least, and returns such updates.
+def run_in_float32(inner: Any, dtype: np.dtype, caller: str) -> optax.GradientTransformationExtraArgs:
+    """Wrap a rule: it sees parameters, gradients and extra arguments in at least `dtype`, and returns such updates.
 
-    A rule that has such a world already is returned as it is, so that nested wrappers cast and check once.
+    A rule that is wrapped so already is returned unchanged, so that nested wrappers cast and check once.
     """
     inner = _errors.as_transformation(inner, caller)
     if getattr(inner.init, _MARK, None) == getattr(inner.update, _MARK, None) == dtype:
@@ -29,7 +33,8 @@ def in_world(inner: Any, dtype: np.dtype, caller: str) -> optax.GradientTransfor
 
     def init_fn(params):
         wide = upcast_tree(params, dtype)
-        state = inner.init(wide)
+        with hiding(params, dtype, caller):
+            state = inner.init(wide)
         require_no_rounding_inside(state, params, dtype, caller)
         return stable_state(state, wide)
 
@@ -39,14 +44,30 @@ def in_world(inner: Any, dtype: np.dtype, caller: str) -> optax.GradientTransfor
         updates, new_state = inner.update(updates, state, params, **extra_args)
         return upcast_tree(updates, dtype), keep_types(state, new_state)
 
-    return world(*_errors.checked(optax.GradientTransformationExtraArgs(init_fn, update_fn), caller), dtype)
+    return marked_as_float32(*_errors.checked(optax.GradientTransformationExtraArgs(init_fn, update_fn), caller), dtype)
 
 
-def world(init_fn: Any, update_fn: Any, dtype: np.dtype) -> optax.GradientTransformationExtraArgs:
-    """Return a transformation that `in_world` takes as it is: it casts by itself, and its state keeps its types."""
+def marked_as_float32(init_fn: Any, update_fn: Any, dtype: np.dtype) -> optax.GradientTransformationExtraArgs:
+    """Mark a transformation that `run_in_float32` need not wrap: it casts by itself, and its state keeps its types."""
     for function in (init_fn, update_fn):
         setattr(function, _MARK, dtype)
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+@contextlib.contextmanager
+def hiding(params: Any, dtype: np.dtype, caller: str) -> Iterator[None]:
+    """While `init` of a rule sees narrower parameters widened, let `hidden_by` name the wrapper that hides this."""
+    is_hidden = any(_trees.is_narrower(p, dtype) for p in jax.tree.leaves(params))
+    token = _HIDDEN_BY.set(caller if is_hidden else _HIDDEN_BY.get())
+    try:
+        yield
+    finally:
+        _HIDDEN_BY.reset(token)
+
+
+def hidden_by() -> str | None:
+    """Return the name of the wrapper that hides 16-bit parameters from the rule whose `init` runs, or None."""
+    return _HIDDEN_BY.get()
 
 
 def require_no_rounding_inside(state: Any, params: Any, dtype: np.dtype, caller: str) -> None:
@@ -75,7 +96,7 @@ def upcast_tree(tree: T, dtype: np.dtype) -> T:
 
 
 def stable_state(state: T, params: Any) -> T:
-    """Return a new state with strong dtypes, as updates will return it, and with buffers of its own.
+    """Give a new state strong dtypes, as updates return them, and buffers of its own.
 
     Some rules keep the very array of a parameter, or one count in two places. Donating parameters and state would give
     such a buffer away twice, which the runtime refuses.

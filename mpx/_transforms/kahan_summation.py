@@ -20,8 +20,8 @@ class KahanSummationState(NamedTuple):
     """State of `kahan_summation`.
 
     Attributes:
-        compensation: a tree like the parameters; for each bfloat16 or float16 leaf, what its updates so far should
-            have added and did not; `optax.MaskedNode` for all others.
+        compensation: a tree like the parameters. For each bfloat16 or float16 leaf, what its updates should have added
+            so far but did not; `optax.MaskedNode` for all other leaves.
     """
 
     compensation: Any
@@ -40,16 +40,16 @@ def kahan_summation(dtype: DTypeLike | None = None) -> optax.GradientTransformat
     parameter, where float32 masters take 4.
 
     Args:
-        dtype: of the compensation. None: bfloat16, for float16 parameters too, since a float16 compensation loses
-            everything below 2**-24. Or bfloat16, float16, float32.
+        dtype: the dtype of the compensation: bfloat16, float16 or float32. None: bfloat16, for float16 parameters too,
+            since a float16 compensation loses everything below 2**-24.
 
     Returns:
-        A transformation with state `KahanSummationState`. Its updates are float32 for 16-bit parameters; those of
+        A transformation with state `KahanSummationState`. Its updates are float32 for 16-bit parameters. Updates of
         wider parameters pass through.
 
     Raises:
-        ValueError: if `dtype` is none of these; at `update`, without parameters, or with parameters of another
-            tree, shape or dtype than at `init`.
+        ValueError: if `dtype` is another dtype; at `update`, without parameters, or with parameters of another tree,
+            shape or dtype than at `init`.
 
     Example:
         >>> tx = optax.chain(upcast(optax.sgd(1e-3)), kahan_summation())

@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from mpx import _errors, _trees
 from mpx._finite import finite_flags, select_tree
 from mpx._loss_scale import DynamicLossScale, LossScale, NoOpLossScale, at_least_float32, require_powers_of_two
-from mpx._stored.leaves import require_types
+from mpx._stored.leaves import is_state, require_types
 from mpx._stored.roles import register_state
 from mpx._transforms.float32_world import keep_types, stable_state
 
@@ -35,7 +35,7 @@ class LossScalingState(NamedTuple):
     """State of `loss_scaling`.
 
     Attributes:
-        loss_scale: float32 scalar, by which the next loss is to be multiplied.
+        loss_scale: float32 scalar, the factor of the next loss.
         scale_state: counters and settings of the loss scale, a NamedTuple of arrays.
         skipped_steps: int32 scalar, skipped steps in all.
         stuck_steps: int32 scalar, skipped steps in a row at which the scale could not shrink any further: it was at its
@@ -61,21 +61,21 @@ def loss_scaling(
 ) -> optax.GradientTransformationExtraArgs:
     """Run a rule on the gradients of a scaled loss, and skip the steps whose gradients are not finite.
 
-    Gradients that come in are those of the loss times `state.loss_scale` (see `mpx.value_and_grad`). They are
-    divided by it in float32, exactly, since it is a power of two; clipping and every other rule inside see true
-    gradients. If any number in them is infinite or NaN, the step changes nothing but the scale, the counters and the
-    note of which gradient it was: parameters, inner state, schedules, step counts and keys keep their bits, and the
-    update is -0.0. Everything runs on the device. A training run that only skips goes on in silence; `check_health`
-    raises for it.
+    It takes gradients of the loss times `state.loss_scale` (see `mpx.value_and_grad`), and divides them by the scale in
+    float32. The scale is a power of two, so this is exact: clipping and every other rule inside see true gradients. If
+    a gradient is infinite or NaN, the step changes only the scale, the counters and the position of that gradient.
+    Parameters, inner state, schedules, step counts and keys keep their bits, and the update is -0.0. Everything runs on
+    the device. A training run that only skips goes on in silence; `check_health` raises for it.
 
     Clipping and whatever else is not linear belongs inside: in front of this it would see scaled gradients. So does
-    `optax.MultiSteps`: around this, its mean never loses a NaN. `inner` sees the parameters as they are: put `upcast`
-    or `master_weights` between this and an Optax rule, or the rule keeps the moments of 16-bit parameters in 16 bits.
+    `optax.MultiSteps`: around this, its mean never loses a NaN. `inner` sees the parameters in their own dtype: put
+    `upcast` or `master_weights` between this and an Optax rule, or the rule keeps the moments of 16-bit parameters in
+    16 bits.
 
     Args:
         inner: any Optax transformation or chain.
-        loss_scale: `DynamicLossScale()` if None; or a `StaticLossScale`, a `NoOpLossScale` to skip bad steps only, or
-            a `LossScale` of your own. Its settings count, also for a state that was saved under other ones; the scale
+        loss_scale: `DynamicLossScale()` if None; or a `StaticLossScale`, a `NoOpLossScale` to skip bad steps only, or a
+            `LossScale` of your own. Its settings hold for a state that was saved under other settings too; the scale
             itself goes on from the state. (To change a static scale, use `convert_state`.)
         axis_name: inside `jax.shard_map` or `jax.pmap`, where gradients or states differ from device to device: the
             mapped axes over which all devices must agree that a step is good.
@@ -139,17 +139,17 @@ def loss_scaling(
 
 
 def get_loss_scale(opt_state: optax.OptState) -> LossScale:
-    """Return the scale for the next loss, wherever in an optimizer state it is.
+    """Return the loss scale for the next step, found anywhere in an optimizer state.
 
     Args:
         opt_state: the state of any transformation.
 
     Returns:
-        The loss scale that `loss_scaling` was given, with the state's scale, counters and settings, which are arrays;
-        for `value_and_grad`. `NoOpLossScale()` if nothing in the state scales losses.
+        A loss scale of the type that `loss_scaling` was given, with the state's scale, counters and settings as arrays.
+        Pass it to `value_and_grad`. `NoOpLossScale()` if nothing in the state scales losses.
 
     Raises:
-        TypeError: if this is no state but a transformation, or a state restored without its types.
+        TypeError: if `opt_state` is not an optimizer state (a transformation, say), or was restored without its types.
         ValueError: if the state holds several loss scales.
 
     Example:
@@ -160,7 +160,7 @@ def get_loss_scale(opt_state: optax.OptState) -> LossScale:
     """
     state = loss_scaling_state(opt_state, "get_loss_scale")
     if state is None:
-        return NoOpLossScale()
+        return NoOpLossScale(skips_bad_steps=False)
     return state.scale_state.at(state.loss_scale)
 
 
@@ -179,13 +179,19 @@ def skipped_steps(opt_state: optax.OptState) -> jax.Array:
 
 
 def loss_scaling_state(opt_state: Any, caller: str) -> LossScalingState | None:
-    """Return the one state of `loss_scaling` in an optimizer state, or None if there is none."""
+    """Return the state of `loss_scaling` in an optimizer state, or None; raise if there are several."""
     require_types(opt_state, caller)
     states = _trees.find_states(opt_state, LossScalingState)
     if len(states) > 1:
         raise ValueError(
             f"`{caller}`: the optimizer state holds {len(states)} loss scales, but one loss has one scale. Put a "
             "single `loss_scaling` around everything else, `optax.partition` included."
+        )
+    if not states and not is_state(opt_state):
+        got = "None" if opt_state is None else f"a {type(opt_state).__name__}"
+        raise TypeError(
+            f"`{caller}` needs the state of an optimizer, but got {got}: there is no optimizer state in it. Pass what "
+            "`tx.init(params)` returned (of a `flax.nnx.Optimizer` its `opt_state`)."
         )
     if not states:
         return None
@@ -196,7 +202,7 @@ def loss_scaling_state(opt_state: Any, caller: str) -> LossScalingState | None:
 
 
 def _counted(state: LossScalingState, finite: Any, can_shrink: Any, first_nonfinite: jax.Array) -> LossScalingState:
-    """Return the state with the counters and the note of which gradient it was, as they are after a step."""
+    """Update the counters, and the position of the first bad gradient, after a step."""
     return state._replace(
         skipped_steps=jnp.where(finite, state.skipped_steps, optax.safe_increment(state.skipped_steps)),
         stuck_steps=jnp.where(finite | can_shrink, 0, optax.safe_increment(state.stuck_steps)),

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -22,28 +22,24 @@ from mpx._stored.assignment import (
     require_stored_as_assigned,
 )
 from mpx._stored.roles import register_state
-from mpx._stored.state_format import FLOAT32, StateFormat
-from mpx._transforms.computed_again import computed_again
-from mpx._transforms.float32_world import in_world, world
+from mpx._stored.state_format import FLOAT32, Cast, StateFormat, StoredLeaf, is_stored, load, store
+from mpx._transforms.float32_world import marked_as_float32, run_in_float32
 
 Rounding = Literal["nearest", "stochastic"]
 _F32 = np.dtype(np.float32)
 
 
-@register_state(inner_state="inner", block_scales="scales", key="key")
+@register_state(inner_state="inner", key="key")
 class LowPrecisionState(NamedTuple):
     """State of `low_precision_state`.
 
     Attributes:
-        inner_state: state of the wrapped rule, in which the chosen leaves are arrays of the same shape in few bits:
-            bfloat16, float16, or the codes of a `StateFormat` (uint8 for `Blockwise8bit`).
-        block_scales: for each leaf of codes the scales that belong to it (float32, one a block, for `Blockwise8bit`).
-            They go by the leaf's position among those of the rule's state and its format.
+        inner_state: state of the wrapped rule. Each chosen leaf is a bfloat16 or float16 array, or a `StoredLeaf` that
+            holds the codes, the scales and the format.
         key: the raw data (uint32) of the PRNG key for the next step; `optax.MaskedNode` if rounding is to nearest.
     """
 
     inner_state: optax.OptState
-    block_scales: dict[str, jax.Array]
     key: Any
 
 
@@ -66,9 +62,9 @@ def low_precision_state(
 
     The rule sees float32 parameters, gradients and state, as in `upcast`; its new state is rounded once, when it is
     stored. Rounding to nearest can make a slow average stand still: a bfloat16 second moment with a decay of 0.999
-    never falls, because a step of a thousandth is less than half the distance to the next number. In `"e4m3"` all
-    stands still that changes by less than a thirty-second in a step. (For other 8 bits see `Blockwise8bit`.) Stochastic
-    rounding follows it in the mean.
+    never falls, because a step of a thousandth is less than half the distance to the next number. In `"e4m3"` a
+    relative change below 1/32 per step is rounded away. (For other 8 bits see `Blockwise8bit`.) Stochastic rounding
+    follows such an average in the mean.
 
     Wrap the rule with this, and this with `master_weights` or `loss_scaling`, or put it in front of `kahan_summation`.
 
@@ -81,18 +77,17 @@ def low_precision_state(
             `accumulator`. The first that matches wins, so exceptions come first. If a layer is called `mu`, say
             `^0/mu`, or `mu` matches `0/nu/mu/kernel` too.
         min_size: leaves with fewer elements stay float32: they cost little, and biases and gains need their precision.
-        rounding: `"nearest"`, or `"stochastic"`: up or down at random such that the mean is right. (In 8 bits two cases
-            are not random: a second moment below the smallest code is rounded up to it; a signed number between 0.993
-            and 1 of its scale, with the opposite sign, is rounded down.)
-        key: a PRNG key, for stochastic rounding. It is kept in the state and changes with every update, but for a step
-            that `loss_scaling`, `optax.apply_if_finite` or `optax.MultiSteps` *around* this skips.
+        rounding: `"nearest"`, or `"stochastic"`: up or down at random such that the mean is right. (In 8 bits a second
+            moment below the smallest code is always rounded up to it.)
+        key: a PRNG key, for stochastic rounding. The state keeps it, and every update changes it, except a step that
+            `loss_scaling`, `optax.apply_if_finite` or `optax.MultiSteps` *around* this skips.
 
     Returns:
         A transformation with state `LowPrecisionState`. Its updates are float32. Integers, booleans and scalars in the
         state are never touched.
 
     Raises:
-        TypeError: if `inner` is not a transformation, `formats` no mapping, or `key` not a PRNG key.
+        TypeError: if `inner` is not a transformation, `formats` not a mapping, or `key` not a PRNG key.
         ValueError: if a pattern is not a regular expression, a format unknown, or an argument would do nothing; at
             `init`, if a pattern decides about no leaf, or about one that must not be rounded so (float64 leaves,
             masters, compensations, averages of weights, second moments in float16), or if one `low_precision_state`
@@ -105,14 +100,14 @@ def low_precision_state(
         >>> {name: mu.dtype for name, mu in optax.tree.get(state, "mu").items()}
         {'b': dtype('float32'), 'w': dtype(bfloat16)}
         >>> updates, state = tx.update(params, state, params)
-        >>> optax.tree.get(state, "nu")["w"].dtype, updates["w"].dtype
+        >>> optax.tree.get(state, "nu")["w"].codes.dtype, updates["w"].dtype
         (dtype('uint8'), dtype('float32'))
 
     References:
         Dettmers et al. 2021, "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861); for stochastic rounding
         of a bfloat16 state, Zamirai et al. 2020 (arXiv 2010.06192).
     """
-    inner = in_world(inner, _F32, "low_precision_state")
+    inner = run_in_float32(inner, _F32, "low_precision_state")
     patterns = checked_patterns(formats)
     if not _errors.is_integer(min_size) or min_size < 0:
         raise ValueError(f"`low_precision_state`: `min_size` must be a number of elements, but got {min_size!r}.")
@@ -127,99 +122,77 @@ def low_precision_state(
                 "`low_precision_state`: the rule inside stores its state in few bits already. Give all formats to one "
                 "of the two."
             )
-        assignment = assign(state, {}, patterns, min_size)
+        assignment = assign(state, patterns, min_size)
         if any(_trees.is_floating(p) and np.shape(p) for p in jax.tree.leaves(params)):  # else there is no state at all
             require_every_pattern_used(state, patterns, assignment)
         require_sound_formats(state, patterns, assignment)
         first_key = optax.MaskedNode() if key is None else jnp.array(jax.random.key_data(key), copy=True)
-        return LowPrecisionState(*_store(state, assignment, None), first_key)
+        return LowPrecisionState(_store(state, assignment, None), first_key)
 
     def update_fn(updates, state, params=None, **extra_args):
         _errors.require_state(state, LowPrecisionState, "low_precision_state")
-        assignment = assign(state.inner_state, state.block_scales, patterns, min_size)
+        assignment = assign(state.inner_state, patterns, min_size)
         as_made = lambda: state.inner_state if params is None else jax.eval_shape(inner.init, params)
-        require_stored_as_assigned(state.inner_state, state.block_scales, assignment, as_made)
-        computed = lambda stored: inner.update(
-            updates, _load(stored, state.block_scales, assignment), params, **extra_args
-        )
-        new_updates, wide, again = _computed(computed, state.inner_state, assignment, state.block_scales)
+        require_stored_as_assigned(state.inner_state, assignment, as_made)
+        updates, wide = inner.update(updates, _load(state.inner_state, assignment), params, **extra_args)
         this_step, next_key = None, state.key
         if key is not None:
             this_step, next_step = jax.random.split(jax.random.wrap_key_data(state.key, impl=implementation))
             next_key = jax.random.key_data(next_step)
-        return new_updates, LowPrecisionState(*_store(wide, assignment, this_step, again), next_key)
+        return updates, LowPrecisionState(_store(wide, assignment, this_step), next_key)
 
-    return world(init_fn, update_fn, _F32)
+    return marked_as_float32(init_fn, update_fn, _F32)
 
 
-def _load(state: Any, scales: Mapping[str, jax.Array], assignment: Assignment) -> Any:
+def _load(state: Any, assignment: Assignment) -> Any:
     """Return the rule's state in float32."""
 
-    def load(path, leaf):
-        stored = assignment.get(path)
-        if stored is None or stored.format == FLOAT32:
-            return leaf
-        return _decoded(leaf, scales.get(stored.scales), stored.format)
+    def widened(i, leaf):
+        if is_stored(leaf):
+            return _decoded(leaf)
+        is_rounded = i in assignment and assignment[i].format != FLOAT32
+        return leaf.astype(_F32) if is_rounded else leaf
 
-    return jax.tree.map_with_path(load, state)
-
-
-def _computed(
-    update: Callable[[Any], Any], state: Any, assignment: Assignment, scales: Mapping[str, jax.Array]
-) -> tuple[Any, Any, Any | None]:
-    """Return updates and new state of the rule, and that state once more if there are scales to compute from it."""
-    has_scales = lambda path: path in assignment and assignment[path].scales in scales
-    where = jax.tree.map_with_path(lambda path, _: has_scales(path), state)
-    return computed_again(update, state, where) if any(jax.tree.leaves(where)) else (*update(state), None)
+    leaves, treedef = jax.tree.flatten(state, is_leaf=is_stored)
+    return treedef.unflatten([widened(i, leaf) for i, leaf in enumerate(leaves)])
 
 
-def _store(
-    state: Any, assignment: Assignment, key: jax.Array | None, again: Any | None = None
-) -> tuple[Any, dict[str, jax.Array]]:
-    """Return the rule's state as it is kept between steps, and the scales; with a key, rounded at random.
-
-    Scales are those of `again`, the state computed a second time, if it is given.
-    """
+def _store(state: Any, assignment: Assignment, key: jax.Array | None) -> Any:
+    """Encode the rule's state to keep it until the next step; with a key, round at random."""
     keys = itertools.repeat(None) if key is None else iter(jax.random.split(key, max(len(assignment), 1)))
-    scales = {}
 
-    def store(path, leaf, same):
-        stored = assignment.get(path)
-        if stored is None or stored.format == FLOAT32:
-            return leaf
-        codes, of_codes = _encoded(leaf, same, next(keys), stored.format)
-        if of_codes is not None:
-            scales[stored.scales] = of_codes
-        return codes
+    numbers = itertools.count()
 
-    return jax.tree.map_with_path(store, state, state if again is None else again), scales
+    def keep(node):  # an array, or a box of Flax with one
+        assigned = [assignment.get(next(numbers)) for _ in jax.tree.leaves(node)]
+        if len(assigned) != 1 or assigned[0] is None or assigned[0].format == FLOAT32:
+            return node
+        format, (leaf,) = assigned[0].format, jax.tree.leaves(node)
+        kept = _encoded(node, next(keys), format)
+        if is_stored(kept) and kept.shape != leaf.shape:
+            name = type(format).__name__
+            raise TypeError(
+                f"`low_precision_state`: `{name}.decode` must return the shape that was given to `{name}.encode`, but "
+                f"for {_trees.dtype_and_shape(leaf)} it returned {list(kept.shape)}."
+            )
+        return kept
+
+    return jax.tree.map(keep, state, is_leaf=_trees.is_box)
+
+
+# Equal leaves are traced once. `zero1` knows by the scope that codes are made of whole blocks of elements.
+
+
+@functools.partial(jax.jit, inline=True)
+def _decoded(leaf: StoredLeaf) -> Any:
+    with jax.named_scope(BLOCKS):
+        return load(leaf)
 
 
 @functools.partial(jax.jit, inline=True, static_argnums=2)
-def _decoded(codes: jax.Array, scales: Any, format: StateFormat) -> jax.Array:
-    with jax.named_scope(_scope(scales)):
-        return format.decode(codes, scales).astype(_F32)
-
-
-@functools.partial(jax.jit, inline=True, static_argnums=3)
-def _encoded(x: jax.Array, same: jax.Array, key: jax.Array | None, format: StateFormat) -> tuple[jax.Array, Any]:
-    with jax.named_scope(BLOCKS):
-        scales = format.scales_of(same.astype(_F32))
-    with jax.named_scope(_scope(scales)):
-        codes = format.encode(x.astype(_F32), scales, key)
-    if codes.shape != x.shape or (scales is None and not _trees.is_floating(codes)):
-        name, got = type(format).__name__, "no scales" if scales is None else "scales"
-        raise TypeError(
-            f"`low_precision_state`: `{name}.encode` must return codes in the shape of its argument, and "
-            f"`{name}.scales_of` one array of scales, or None for codes that are floating numbers; but for "
-            f"{_trees.dtype_and_shape(x)} they returned {_trees.dtype_and_shape(codes)} and {got}."
-        )
-    return codes, scales
-
-
-def _scope(scales: Any) -> str:
-    """Return the name of what a format does; `zero1` must know what works on whole blocks of elements."""
-    return "mpx:cast" if scales is None else BLOCKS
+def _encoded(x: Any, key: jax.Array | None, format: StateFormat) -> Any:
+    with jax.named_scope("mpx:cast" if isinstance(format, Cast) else BLOCKS):
+        return store(x, format, key)
 
 
 def _require_sound_rounding(rounding: Any, key: Any, patterns: Mapping[str, StateFormat]) -> None:

@@ -1,4 +1,4 @@
-"""`master_weights`: keep float32 parameters in the state, or the 16 bits that bfloat16 ones lack."""
+"""`master_weights`: keep float32 weights in the state, or the 16 bits that bfloat16 parameters lack."""
 
 import functools
 from typing import Any, Literal, NamedTuple, get_args
@@ -9,12 +9,10 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
-from mpx import _errors, _trees, formats
-from mpx._finite import select
+from mpx import _errors, _trees
 from mpx._stored.roles import register_state
-from mpx._stored.weights import restore_weight
-from mpx._transforms.float32_world import in_world, require_no_rounding_inside, stable_state, upcast_tree
-from mpx._writeback import applied_value, landing_update, round_saturating
+from mpx._stored.weights import LowBits, Master, WholeMaster, way_of
+from mpx._transforms.float32_world import hiding, require_no_rounding_inside, run_in_float32, stable_state, upcast_tree
 
 Storage = Literal["full", "split"]
 
@@ -27,7 +25,7 @@ class MasterWeightsState(NamedTuple):
         master: a tree like the parameters. `storage="full"`: the float32 (or `dtype`) master of each narrower
             leaf. `storage="split"`: the uint16 low bits of the master of each bfloat16 leaf. A leaf that is its
             own master has an `optax.MaskedNode`.
-        inner_state: state of the wrapped rule, as it is for float32 parameters.
+        inner_state: state of the wrapped rule for float32 parameters.
     """
 
     master: Any
@@ -39,26 +37,26 @@ def master_weights(
 ) -> optax.GradientTransformationExtraArgs:
     """Train float32 master weights with any rule, and emit the updates that keep the model's copy in step.
 
-    The rule sees float32 parameters, gradients and state, and its trajectory is exactly that of a float32 training run.
-    The update that comes out is `float32(cast(new_master)) - float32(parameter)`: after `optax.apply_updates` the
-    parameters are the masters, cast. (If a weight falls within about 2**-16 of zero in one step it can miss that by
-    2**-24 of its old value; the next step repairs it. A zero may keep its old sign.) Nothing may change the updates
-    after this wrapper: clipping, schedules and weight decay belong inside.
+    The rule sees float32 parameters, gradients and state, and follows exactly the trajectory of a float32 training run.
+    The wrapper emits `float32(cast(new_master)) - float32(parameter)`: after `optax.apply_updates` each parameter is
+    its master, cast. (If a weight falls within about 2**-16 of zero in one step, its parameter can miss this by 2**-24
+    of the old value; the next step repairs it. A zero may keep its old sign.) Nothing may change the updates after this
+    wrapper: clipping, schedules and weight decay belong inside.
 
     Args:
         inner: any Optax transformation or chain.
-        dtype: of the masters; float32, or float64 for float32 parameters. Leaves that are as wide are their own
-            masters and store nothing.
-        storage: `"full"` keeps masters whole, 4 bytes a parameter. `"split"` keeps, for each bfloat16 leaf, only
-            the 16 low bits of its master, 2 bytes a parameter: parameter and low bits together are the master.
-            It has the same masters as `"full"`, but for a weight that falls almost to zero, see above: it is its
-            parameter then. Parameters are rounded with ties away from zero, those of `"full"` with ties to even.
-            A parameter changed from outside is taken with the low bits that it had; `resync` makes those zero. Masters
-            whose bfloat16 rounding would be infinite saturate. float16 leaves keep full masters under both.
+        dtype: the dtype of the masters: float32, or float64 for float32 parameters. A leaf that is as wide is its own
+            master and stores nothing.
+        storage: `"full"` keeps masters whole, 4 bytes a parameter. `"split"` keeps, for each bfloat16 leaf, only the 16
+            low bits of its master, 2 bytes a parameter: parameter and low bits together are the master. Masters are the
+            same as under `"full"`, except when a weight falls almost to zero (see above): then the master becomes the
+            parameter. Parameters are rounded with ties away from zero; `"full"` rounds ties to even. A parameter
+            changed from outside keeps the low bits that it had; `resync` makes them zero. Masters whose bfloat16
+            rounding would be infinite saturate. float16 leaves keep full masters under both.
 
     Returns:
-        A transformation with state `MasterWeightsState`. A finite master beyond the range of its parameter is
-        stored there as the largest finite number.
+        A transformation with state `MasterWeightsState`. If a finite master is beyond the range of its parameter, the
+        parameter becomes the largest finite number.
 
     Raises:
         TypeError: if `inner` is not a transformation; at `update`, if a gradient is not floating, or the state not one
@@ -79,26 +77,35 @@ def master_weights(
         (Array([0.996094, 0.996094, 0.996094], dtype=bfloat16), dtype('uint16'))
 
     References:
-        Micikevicius et al. 2018, Mixed Precision Training (arXiv 1710.03740), for the masters; the remainders are
-        those of Transformer Engine's and apex's `store_param_remainders`.
+        Micikevicius et al. 2018, Mixed Precision Training (arXiv 1710.03740), for the masters; Transformer Engine and
+        apex, `store_param_remainders`, for the low bits.
     """
     if storage not in get_args(Storage):
         raise ValueError(f"`master_weights`: `storage` must be one of {get_args(Storage)}, but got {storage!r}.")
     dtype = _errors.wide_dtype(dtype, "master_weights")
     if storage == "split" and dtype != np.float32:
         raise ValueError(f"`master_weights`: split masters are float32, but got `dtype` {dtype}.")
-    inner = in_world(inner, dtype, "master_weights")
+    inner = run_in_float32(inner, dtype, "master_weights")
 
-    def kept_dtype(p):
+    def way_for(p) -> Master | None:  # None: the parameter is its own master
         if not _trees.is_narrower(p, dtype):
             return None
-        return np.dtype(np.uint16) if storage == "split" and p.dtype == jnp.bfloat16 else dtype
+        return LowBits() if storage == "split" and p.dtype == jnp.bfloat16 else WholeMaster(dtype)
+
+    def kept_dtype(p):
+        way = way_for(p)
+        return way and way.dtype
+
+    def first(p):
+        way = way_for(p)
+        return optax.MaskedNode() if way is None else way.fresh(p)
 
     def init_fn(params):
         _require_single_rounding(params, dtype)
         masters = upcast_tree(params, dtype)
-        stored = jax.tree.map(lambda p, master: _initial(master, kept_dtype(p)), params, masters)
-        inner_state = inner.init(masters)
+        stored = jax.tree.map(first, params)
+        with hiding(params, dtype, "master_weights"):
+            inner_state = inner.init(masters)
         require_no_rounding_inside(inner_state, params, dtype, "master_weights")
         return MasterWeightsState(stable_state(stored, params), inner_state)
 
@@ -116,16 +123,9 @@ def master_weights(
 
 def _masters(params: Any, stored: Any) -> Any:
     """Return the masters of a tree of parameters, from what the state keeps of them."""
-    as_it_is = lambda p: upcast_tree(p, np.dtype(np.float32))
-    load = lambda p, kept: as_it_is(p) if _trees.is_masked(kept) else restore_weight(p, "master", kept)
-    return jax.tree.map(load, params, stored)
-
-
-def _initial(master: jax.Array, dtype: np.dtype | None) -> Any:
-    """Return what is stored at first of a master that a parameter holds: all, its low bits in uint16, or nothing."""
-    if dtype is None:
-        return optax.MaskedNode()
-    return jnp.zeros_like(master, dtype) if dtype == np.uint16 else master
+    own = lambda p: upcast_tree(p, np.dtype(np.float32))
+    restore = lambda p, kept: way_of("master", kept.dtype).restore(p, kept)
+    return jax.tree.map(lambda p, kept: own(p) if _trees.is_masked(kept) else restore(p, kept), params, stored)
 
 
 @functools.partial(jax.jit, inline=True)
@@ -133,15 +133,8 @@ def _step(p: jax.Array, stored: Any, update: jax.Array, new_master: jax.Array) -
     """Return the update of one parameter, and what is stored for it; traced once for all parameters of a shape."""
     if _trees.is_masked(stored):
         return update, stored
-    if stored.dtype != np.uint16:
-        new = round_saturating(new_master, p.dtype)
-        return landing_update(p, new, "master_weights"), new_master
-    new, low_bits = formats.split_f32(new_master, overflow="largest")
-    new = new.astype(np.float32)
-    update = landing_update(p, new, "master_weights")
-    # Where the addition cannot reach `new`, these low bits would belong to another weight.
-    landed = applied_value(p, update).view(np.uint32) == new.view(np.uint32)
-    return update, select(landed, low_bits, jnp.zeros_like(low_bits))
+    way: Any = way_of("master", stored.dtype)
+    return way.land(p, new_master, "master_weights")
 
 
 def _require_single_rounding(params: Any, dtype: np.dtype) -> None:

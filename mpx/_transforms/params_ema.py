@@ -15,14 +15,14 @@ from mpx._transforms.float32_world import stable_state, upcast_tree
 from mpx._writeback import applied_value
 
 
-@register_state(averaged_steps="unknown", ema="average")
+@register_state(averaged_steps="count", ema="average")
 class ParamsEmaState(NamedTuple):
     """State of `params_ema`.
 
     Attributes:
         averaged_steps: int32 scalar.
-        ema: a tree like the parameters; the average of each floating leaf, float32 (or wider, as the leaf);
-            `optax.MaskedNode` for all others.
+        ema: a tree like the parameters: the average of each floating leaf, float32 (or wider, as the leaf);
+            `optax.MaskedNode` for all other leaves.
     """
 
     averaged_steps: jax.Array
@@ -41,16 +41,16 @@ def params_ema(decay: float, *, debias: bool = True) -> optax.GradientTransforma
         ema = ema + (1 - d) / weight * (p - ema)
 
     where `weight` is `1 - d**t` (debiased: the first average is the first parameters, as in Adam) or 1 (the average
-    starts with the initial parameters). `ema_params` returns the average. A step that `loss_scaling` around this skips
-    does not change it.
+    starts with the initial parameters). `averaged_params` returns the average. A step that `loss_scaling` around this
+    skips does not change it.
 
-    A bfloat16 average would stand still where `(1 - d) * (p - ema)` is less than half the distance to its next number:
-    with a decay of 0.999 on its way from 0 to 1 at 0.5. Float32 loses less than `6e-8 / (1 - d)` of the weight so. As
-    the last element of a chain without masters, this averages 16-bit parameters as they are stored.
+    A bfloat16 average would stand still where `(1 - d) * (p - ema)` is less than half the distance to its next number.
+    With a decay of 0.999, on the way from 0 to 1, it would stop at 0.5. Float32 loses less than `6e-8 / (1 - d)` of the
+    weight in this way. At the end of a chain without masters, this averages the stored, rounded 16-bit parameters.
 
     Args:
         decay: at least 0 and below 1. The average reaches back about `1 / (1 - decay)` steps.
-        debias: whether the initial parameters have no weight.
+        debias: whether to leave the initial parameters out of the average.
 
     Returns:
         A transformation with state `ParamsEmaState`, of 4 bytes a parameter.
@@ -65,11 +65,11 @@ def params_ema(decay: float, *, debias: bool = True) -> optax.GradientTransforma
         >>> for _ in range(2):  # to -1 and -2
         ...     updates, state = tx.update(jnp.ones(()), state, params)
         ...     params = optax.apply_updates(params, updates)
-        >>> print(ema_params(state))  # (0.25 * -1 + 0.5 * -2) / 0.75
+        >>> print(averaged_params(state))  # (0.25 * -1 + 0.5 * -2) / 0.75
         -1.6666667
 
     References:
-        Polyak and Juditsky 1992; the correction is that of Kingma and Ba 2015, Adam (arXiv 1412.6980).
+        Polyak and Juditsky 1992; for the correction, Kingma and Ba 2015, Adam (arXiv 1412.6980).
     """
     if isinstance(decay, bool) or not isinstance(decay, numbers.Real) or not 0 <= decay < 1:
         raise ValueError(f"`params_ema`: `decay` must be a number from 0 to below 1, but got {decay!r}.")

@@ -36,8 +36,8 @@ def stochastic_rounding(key: jax.Array) -> optax.GradientTransformationExtraArgs
             the state does not delete it. Equal keys give equal training runs.
 
     Returns:
-        A transformation with state `StochasticRoundingState`. Its updates are float32 for 16-bit parameters; those
-        of wider parameters pass through.
+        A transformation with state `StochasticRoundingState`. Its updates are float32 for 16-bit parameters. Updates of
+        wider parameters pass through.
 
     Raises:
         TypeError: if `key` is not a PRNG key; at `update`, if an update is not floating.

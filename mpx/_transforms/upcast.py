@@ -1,11 +1,11 @@
-"""`upcast`: a float32 world for any rule."""
+"""`upcast`: run any rule in float32."""
 
 import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
 from mpx import _errors
-from mpx._transforms.float32_world import in_world
+from mpx._transforms.float32_world import run_in_float32
 
 
 def upcast(
@@ -13,24 +13,24 @@ def upcast(
 ) -> optax.GradientTransformationExtraArgs:
     """Give a rule float32 parameters and gradients, whatever the model's dtype; its updates are float32.
 
-    A rule on bfloat16 parameters keeps bfloat16 moments, rounds its hyper-parameters to bfloat16 (0.999 becomes
-    1) and divides by an epsilon that float16 does not have. Inside `upcast` it does what it does in float32,
-    to the bit. The parameters themselves stay as they are: to keep what their dtype cannot hold of an update,
-    use `master_weights`, or `kahan_summation` or `stochastic_rounding` *after* this, in a chain.
+    A rule on bfloat16 parameters keeps bfloat16 moments, rounds its hyper-parameters to bfloat16 (0.999 becomes 1) and
+    divides by an epsilon that float16 does not have. Inside `upcast` it computes as in float32, to the bit. The
+    parameters themselves keep their dtype, which cannot hold all of an update. To keep the rest, use `master_weights`,
+    or `kahan_summation` or `stochastic_rounding` *after* this, in a chain.
 
     Args:
         inner: any Optax transformation or chain.
-        dtype: float32 or float64. Narrower floating leaves of parameters, gradients and extra arguments become
-            `dtype`; wider ones and all others stay.
+        dtype: float32 or float64. Narrower floating leaves of parameters, gradients and extra arguments become `dtype`;
+            all other leaves keep theirs.
 
     Returns:
-        A transformation with the state of `inner` for float32 parameters, whose structure and dtypes no update changes.
+        A transformation with the state of `inner` for float32 parameters. No update changes its structure or dtypes.
 
     Raises:
         TypeError: if `inner` is not a transformation; at `update`, if a gradient is not floating or complex.
         ValueError: if `dtype` is neither float32 nor float64; at `init`, if `master_weights`, `kahan_summation` or
-            `stochastic_rounding` stands inside; at `update`, if gradients are not those of the parameters, or not of
-            their shapes.
+            `stochastic_rounding` stands inside; at `update`, if gradients do not match the parameters in structure or
+            shape.
 
     Example:
         >>> params = {"w": jnp.ones(4, jnp.bfloat16)}
@@ -41,4 +41,4 @@ def upcast(
         >>> tx.update({"w": jnp.ones(4, jnp.bfloat16)}, state, params)[0]["w"].dtype
         dtype('float32')
     """
-    return in_world(inner, _errors.wide_dtype(dtype, "upcast"), "upcast")
+    return run_in_float32(inner, _errors.wide_dtype(dtype, "upcast"), "upcast")

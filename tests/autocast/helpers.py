@@ -1,7 +1,7 @@
 """Helpers of the tests of `autocast`: programs read as data, and autocast done by hand."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +9,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax import lax
-from jax.extend import core as jex_core
 
 import mpx
-from mpx._jaxprs import scan_counts
 from tests.helpers import all_eqns
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -123,76 +121,6 @@ def plan_of(fun, *args, dtypes=None):
     return record.trace(args, {}, dtypes).plan
 
 
-# ---- a second interpreter of plans, one equation at a time
-
-
-def evaluate(plan, operands, dtype, seen):
-    """Evaluate a plan in the simplest way, and note each result with the dtype that the plan claims for it.
-
-    Args:
-        plan: of a program without `while` and `shard_map`, whose contractions are matrix products.
-        operands: its inputs.
-        dtype: the compute dtype.
-        seen: a list to which `(name of the primitive, claimed dtype or None, value)` are appended.
-
-    Returns:
-        The results.
-    """
-    program = getattr(plan.jaxpr, "jaxpr", plan.jaxpr)
-    values = dict(zip(program.constvars, getattr(plan.jaxpr, "consts", ()), strict=True))
-    values.update(zip(program.invars, operands, strict=True))
-    read = lambda v: v.val if isinstance(v, jex_core.Literal) else values[v]
-    for step in plan.steps:
-        inputs = [read(v) for v in step.eqn.invars]
-        if step.plans:
-            results = _ENTERED[step.eqn.primitive.name](step, inputs, dtype, seen)
-        elif step.action == "narrow":
-            assert step.eqn.primitive.name == "dot_general"
-            lhs, rhs = (jnp.asarray(x, dtype) for x in inputs)
-            narrow = step.eqn.primitive.bind(lhs, rhs, **(step.eqn.params | {"preferred_element_type": dtype}))
-            results = [narrow.astype(step.eqn.outvars[0].aval.dtype)]
-        else:
-            results = _as_traced(step.eqn, inputs)
-        values.update(zip(step.eqn.outvars, results, strict=True))
-        seen.extend(
-            (step.eqn.primitive.name, tag.representable_in, value)
-            for tag, value in zip(step.out_tags, results, strict=True)
-        )
-    return [read(v) for v in program.outvars]
-
-
-def _as_traced(eqn, inputs):
-    operands = {v: x for v, x in zip(eqn.invars, inputs, strict=True) if not isinstance(v, jex_core.Literal)}
-    empty = jax.make_jaxpr(lambda: None)().jaxpr
-    part = empty.replace(invars=list(operands), outvars=list(eqn.outvars), eqns=[eqn], effects=eqn.effects)
-    return jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(part, ()))(*operands.values())
-
-
-def _call(step, inputs, dtype, seen):
-    return evaluate(step.plans[0], inputs, dtype, seen)
-
-
-def _cond(step, inputs, dtype, seen):
-    index, *operands = inputs
-    return evaluate(step.plans[int(np.clip(index, 0, len(step.plans) - 1))], operands, dtype, seen)
-
-
-def _scan(step, inputs, dtype, seen):
-    params = step.eqn.params
-    first, carried = scan_counts(step.eqn)
-    last = first + carried
-    consts, carry, xs = inputs[:first], inputs[first:last], inputs[last:]
-    order = range(params["length"])
-    rows = {}
-    for i in reversed(order) if params["reverse"] else order:
-        results = evaluate(step.plans[0], [*consts, *carry, *[x[i] for x in xs]], dtype, seen)
-        carry, rows[i] = results[: last - first], results[last - first :]
-    return [*carry, *[jnp.stack(column) for column in zip(*[rows[i] for i in order], strict=True)]]
-
-
-_ENTERED: dict[str, Any] = {"jit": _call, "remat2": _call, "cond": _cond, "scan": _scan}
-
-
 # ---- convolutions
 
 
@@ -207,6 +135,11 @@ def conv(x, kernel, *, stride=1, groups=1, padding="SAME", **options):
         feature_group_count=groups,
         **options,
     )
+
+
+def total(fun):
+    """Return the sum of all results of a function, to be differentiated."""
+    return lambda *args: sum(leaf.sum() for leaf in jax.tree.leaves(fun(*args)))
 
 
 def autocast_loss(fun, dtype, **options):

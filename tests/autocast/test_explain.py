@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from rich.console import Console
 
 import mpx
+from mpx._autocast.rules import reason_to_keep
 from tests.autocast.helpers import conv
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -75,21 +76,17 @@ class LinenBlock(nn.Module):
 
 def test_rows_are_at_the_users_own_line(tmp_path, monkeypatch):
     """Relative to the working directory, or with the whole path outside of it; in a library where no line is ours."""
-    assert only(contractions(product, shape(3, 5), shape(5, 7))).where == line(product)
+    args = shape(3, 5), shape(5, 7)
+    assert only(contractions(product, *args)).where == line(product)
     module = nn.Dense(7)
     variables = jax.eval_shape(module.init, jax.random.key(0), shape(3, 5))
     assert re.search(r"flax/linen/linear\.py:\d+", only(contractions(module.apply, variables, shape(3, 5))).where)
+    of_nnx = nnx.eval_shape(lambda: nnx.Linear(5, 7, rngs=nnx.Rngs(0)))
+    of_equinox = eqx.filter_eval_shape(eqx.nn.MLP, 5, 2, 8, 1, dtype=jnp.float32, key=jax.random.key(0))
+    for model, called in ((of_nnx, lambda model, x: model(x)), (of_equinox, lambda model, x: jax.vmap(model)(x))):
+        assert {row.where for row in contractions(called, model, shape(3, 5))} == {line(called, 0)}
     monkeypatch.chdir(tmp_path)
-    assert only(contractions(product, shape(3, 5), shape(5, 7))).where == f"{ROOT}/{line(product)}"
-
-
-def test_rows_of_an_nnx_or_equinox_model_are_at_the_users_line():
-    model = nnx.eval_shape(lambda: nnx.Linear(5, 7, rngs=nnx.Rngs(0)))
-    called = lambda model, x: model(x)
-    assert only(contractions(called, model, shape(3, 5))).where == line(called, 0)
-    model = eqx.filter_eval_shape(eqx.nn.MLP, 4, 2, 8, 1, dtype=jnp.float32, key=jax.random.key(0))
-    mapped = lambda model, x: jax.vmap(model)(x)
-    assert {row.where for row in contractions(mapped, model, shape(3, 4))} == {line(mapped, 0)}
+    assert only(contractions(product, *args)).where == f"{ROOT}/{line(product)}"
 
 
 def test_rows_of_a_scanned_rematerialised_linen_block_are_at_its_lines_forward_and_backward():
@@ -182,7 +179,7 @@ SQUARE = (shape(3, 4), shape(4, 4))
 
 
 def test_iterations_count_as_often_as_they_run():
-    """Those of nested scans multiply, also in a scan that is kept whole; a while loop counts as one."""
+    """Iterations of nested scans multiply, also in a scan that is kept whole; a while loop counts as one."""
     flops, nested = 2 * 3 * 4 * 4, scanned(7, scanned(5, product))
     loop = lambda a, b: lax.while_loop(lambda carry: carry.sum() < 1, lambda carry: carry @ b, a)
     for fun, count in ((scanned(7, product), 7), (nested, 35), (loop, 1)):
@@ -220,73 +217,11 @@ def test_each_branch_of_a_cond_has_its_rows_and_the_inside_of_a_kernel_has_none(
 # --- in what, and why -------------------------------------------------------------------------------------------------
 
 
-@jax.custom_vjp
-def with_custom_vjp(a, b):
-    return a @ b
-
-
-with_custom_vjp.defvjp(lambda a, b: (a @ b, (a, b)), lambda res, g: (g @ res[1].T, res[0].T @ g))
-
-
-@jax.custom_jvp
-def with_custom_jvp(a, b):
-    return a @ b
-
-
-with_custom_jvp.defjvp(lambda primals, tangents: (with_custom_jvp(*primals), tangents[0] @ primals[1]))
-AUTHOR = "a custom derivative belongs to the function that its author wrote"
-DECIDED = "decided by an autocast or full_precision inside"
-
-
-def cast_to(dtype):
-    return lambda a, b: a.astype(dtype) @ b.astype(dtype)
-
-
-HEAD = mpx.Policy("float32", "bfloat16", "float32", overrides=(("head", "float32"),))
-WHY = {
-    "narrowed": (product, "bf16", ""),
-    "full precision": (mpx.full_precision(product), "f32", DECIDED),
-    "full precision of a jit": (mpx.full_precision(jax.jit(product)), "f32", DECIDED),
-    "full precision of a scan": (mpx.full_precision(scanned(3, product)), "f32", DECIDED),
-    "autocast inside": (jax.jit(mpx.autocast(product, "f16")), "f16", DECIDED),
-    "custom_vjp": (with_custom_vjp, "f32", AUTHOR),
-    "custom_jvp": (with_custom_jvp, "f32", AUTHOR),
-    "gradient of custom_vjp": (jax.grad(total(with_custom_vjp), argnums=(0, 1)), "bf16", ""),
-    "16-bit operands": (cast_to(jnp.bfloat16), "bf16", "operands are bfloat16"),
-    "integer operands": (cast_to(np.int32), "-", "operands are int32"),
-    "complex operands": (cast_to(np.complex64), "complex64", "operands are complex64"),
-    "float64 operands": (cast_to(np.float64), "f64", "operands are float64"),
-    "a float64 result": (
-        lambda a, b: lax.dot(a, b, preferred_element_type=np.float64),
-        "f32",
-        "its result is to be float64",
-    ),
-    "convolution by an algorithm": (
-        lambda a, b: conv(a[None, :, :, None], b[:3, :3, None, None]),
-        "f32",
-        "there is no bf16x3 algorithm for it",
-        "bf16x3",
-    ),
-    "override": (lambda a, b: product(a, b), "f32", "an override of the policy asks for f32", HEAD),
-    "f32": (product, "f32", "f32 is asked for", "f32"),
-    "bf16x3": (product, "bf16x3", "", "bf16x3"),
-    "f16": (product, "f16", "", np.float16),
-    "policy": (product, "f16", "", mpx.get_policy("params=bf16,compute=f16,output=f32")),
-}
-
-
-@pytest.mark.parametrize(("fun", "runs_in", "reason", "policy"), [(*row, "bf16")[:4] for row in WHY.values()], ids=WHY)
-def test_each_kept_contraction_says_why(fun, runs_in, reason, policy):
-    with jax.enable_x64(True):
-        rows = contractions(lambda w: fun(w["x"], w["head"]), {"x": shape(4, 4), "head": shape(4, 4)}, policy=policy)
-    assert {(row.runs_in, row.reason) for row in rows} == {(runs_in, reason)}
-
-
 def test_shapes_of_64_bit_numbers_are_an_error_where_these_are_off():
     """The function would see float32, and all of it would count as narrowed."""
     args = {"w": shape(4, 4, dtype=np.float64)}, shape(4, 4)
     with jax.enable_x64(False):
-        with pytest.raises(ValueError, match=r"64-bit types are off.*0/w \(float64\[4, 4\]\).*JAX_ENABLE_X64=1"):
+        with pytest.raises(ValueError, match=r"64-bit types are off.*JAX_ENABLE_X64=1.*0/w \(float64\[4, 4\]\)"):
             mpx.explain(lambda params, x: x @ params["w"], "bf16")(*args)
         assert mpx.explain(product, "bf16")(np.ones((4, 4)), shape(4, 4)).narrowed_share == 1  # as `jax.jit` takes it
 
@@ -331,6 +266,15 @@ def test_other_operations_are_listed_by_line_with_one_operation_an_element():
     ]
 
 
+def test_other_operations_say_why_they_are_kept_and_what_is_narrowed_says_nothing():
+    """Each reason of the table once, in the order of the operations."""
+    kept = only(mpx.explain(lambda x: jnp.exp(x) * 2 * jnp.log(x), "bf16")(shape(3, 4)).others)
+    assert kept.operations == "exp, mul, log"
+    assert kept.reason == f"{reason_to_keep('exp')}; {reason_to_keep('mul')}"
+    fast = mpx.explain(lambda a, b: jnp.tanh(a @ b), "bf16", rules=mpx.FAST_RULES)(*SQUARE)
+    assert only(fast.others).reason == ""
+
+
 def test_other_operations_that_the_rules_narrow_are_rows_of_their_own():
     """A softmax is kept; `FAST_RULES` narrow the activation of a product, on one line with it."""
 
@@ -341,6 +285,22 @@ def test_other_operations_that_the_rules_narrow_are_rows_of_their_own():
     runs_in = {operation: row.runs_in for row in rows for operation in row.operations.split(", ")}
     assert runs_in["tanh"] == "bf16"
     assert {runs_in[name] for name in ("exp", "sub", "reduce_sum", "div")} == {"f32"}
+
+
+@pytest.mark.parametrize(
+    ("how", "batch", "title"),
+    [
+        ("fp8", 1344, "Contractions: 100.0% of their FLOPs narrowed, 50.0% to FP8"),
+        ("fp8", 1347, "Contractions: 100.0% of their FLOPs narrowed, 0.0% to FP8"),
+        ("bf16", 1344, "Contractions: 100.0% of their FLOPs narrowed"),
+    ],
+)
+def test_the_title_counts_fp8_apart(how, batch, title):
+    """A product of 16 rows and one with a batch of matrices, of equal FLOPs; 1,347 is no multiple of 16."""
+    both = lambda a, b: (a @ b, jnp.einsum("bij,bjk->bik", a[None], b[None]))
+    explanation = mpx.explain(both, mpx.Fp8(min_extent=0) if how == "fp8" else how)(shape(batch, 16), shape(16, 32))
+    assert str(explanation).split("\n")[0] == title
+    assert explanation.fp8_share == (0.5 if "50.0%" in title else 0)
 
 
 # --- what is explained, and of what arguments -------------------------------------------------------------------------
@@ -388,8 +348,8 @@ def test_an_explanation_prints_as_two_tables():
         f"{second}  dot_general  f32[8,1000] f32[1000,100]  f32      precision HIGHEST is asked for      1  1,600,000",
         "",
         "Other operations, by line",
-        f"{'where':{width}}  operations  run in  count  FLOPs",
-        f"{second}  exp         f32         1  8,000",
+        f"{'where':{width}}  operations  run in  count  FLOPs  why",
+        f"{second}  exp         f32         1  8,000  {reason_to_keep('exp')}",
     ]
     assert str(mpx.explain(product, "bf16")(*SQUARE)).split("\n") == [
         "Contractions: 100.0% of their FLOPs narrowed",
@@ -417,13 +377,13 @@ def test_options_are_checked_as_those_of_autocast():
     for options, text in (
         ({"policy_or_dtype": "int8"}, "computes in bfloat16, float16 or float32, but got int8"),
         ({"policy_or_dtype": "float8_e4m3fn"}, "Products of 8-bit floats are 'fp8'"),
-        ({"policy_or_dtype": "bf16", "rules": {"matmul": "keep"}}, "no primitive of jax is called that"),
-        ({}, "Add one, such as 'bf16': `mpx.explain(fun, 'bf16')`, on the command line `--policy bf16`"),
+        ({"policy_or_dtype": "bf16", "rules": {"matmul": "keep"}}, "no primitive of jax is called 'matmul'"),
+        ({}, "`mpx.explain(fun, 'bf16')`, or `--policy bf16` on the command line"),
     ):
         with pytest.raises(ValueError, match=re.escape(text)):
             mpx.explain(product, **options)
     with pytest.raises(TypeError, match="needs a function, but got int"):
         mpx.explain(3, "bf16")
     for options in ({"policy_or_dtype": "bf16"}, {"rules": mpx.FAST_RULES}):
-        with pytest.raises(ValueError, match="only for a function without `autocast`: this one has both"):
+        with pytest.raises(ValueError, match="takes no policy or rules for a function that `autocast` returned"):
             mpx.explain(mpx.autocast(product, "bf16"), **options)

@@ -1,8 +1,4 @@
-"""`autocast` around models that nobody here wrote: Flax Linen and NNX, Equinox, `optax` losses, `jax.nn` attention.
-
-Each model runs in float32, under `autocast`, and cast by hand: by its library's `dtype` argument, or, where there is
-none, with parameters and inputs in 16 bits.
-"""
+"""`autocast` around models that nobody here wrote: Flax Linen and NNX, Equinox, `optax` losses, `jax.nn` attention."""
 
 import functools
 import re
@@ -65,256 +61,170 @@ def filled(shapes):
     return jax.tree.map_with_path(value, shapes)
 
 
-# --- the models -------------------------------------------------------------------------------------------------------
+# --- the models: a function, its parameters in float32, and other inputs ----------------------------------------------
 
 
 class Model(NamedTuple):
-    """A model and its cast twins."""
+    """A model."""
 
-    forward: Callable[[Any], Callable[..., Any]]  # from a dtype (None for float32) to a function of what follows
-    params: Any  # in float32
+    fun: Callable[..., Any]
+    params: Any
     inputs: tuple[Any, ...]
-    slack: float = 1.05  # by which factor the error of `autocast` may exceed that of the model cast by hand
 
 
-def deferred(build):
-    """Turn a function that builds a model into one that returns a function which builds it, once."""
-    return lambda *args, **options: functools.cache(functools.partial(build, *args, **options))
+def linen(module, *inputs, **options):
+    params = filled(jax.eval_shape(module.init, jax.random.key(0), *inputs))
+    return Model(functools.partial(module.apply, **options), params, inputs)
 
 
-@deferred
-def linen(make, *inputs, **options):
-    """Return a Linen module, from its dtype."""
-    params = filled(jax.eval_shape(make(None).init, jax.random.key(0), *inputs))
-    return Model(lambda dtype: functools.partial(make(dtype).apply, **options), params, inputs)
-
-
-@deferred
-def flax_nnx(make, *inputs, **options):
-    """Return an NNX module, from its dtype and random streams. Other state goes in as one more input."""
-
-    def split(dtype):
-        return nnx.split(nnx.eval_shape(lambda: make(dtype, nnx.Rngs(0))), nnx.Param, ...)
-
-    def forward(dtype):
-        graphdef, _, _ = split(dtype)
-        return lambda params, rest, *inputs: nnx.merge(graphdef, params, rest, copy=True)(*inputs)
-
-    _, params, rest = split(None)
+def flax_nnx(make, *inputs):
+    """Return an NNX module, from its random streams. Other state goes in as one more input."""
+    graphdef, params, rest = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))), nnx.Param, ...)
     is_key = lambda leaf: jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     rest = jax.tree.map(lambda leaf: jax.random.key(0) if is_key(leaf) else jnp.zeros(leaf.shape, leaf.dtype), rest)
-    return Model(forward, filled(params), (rest, *inputs), **options)
+    fun = lambda params, rest, *inputs: nnx.merge(graphdef, params, rest, copy=True)(*inputs)
+    return Model(fun, filled(params), (rest, *inputs))
 
 
-@deferred
 def equinox(make, *inputs):
     """Return an Equinox module, from its key, over a batch."""
-    model = eqx.filter_eval_shape(make, jax.random.key(0))
+    model = eqx.filter_eval_shape(make, key=jax.random.key(0))
     params, static = eqx.partition(model, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
-    return function(lambda params, *inputs: jax.vmap(eqx.combine(params, static))(*inputs), filled(params), *inputs)
+    return Model(lambda params, *inputs: jax.vmap(eqx.combine(params, static))(*inputs), filled(params), inputs)
 
 
-def function(fun, params, *inputs, **options):
-    """Return a function that has no dtype argument: its twin gets everything in 16 bits."""
-
-    def forward(dtype):
-        if dtype is None:
-            return fun
-        return lambda params, *inputs: fun(cast(params, dtype), *cast(inputs, dtype))
-
-    return Model(forward, params, inputs, **options)
-
-
-@deferred
-def attention(*, kv_heads=4, bias=False, mask=None, sharpness=3.0, slack=1.25, **options):
-    """`jax.nn.dot_product_attention` of queries, keys and values that are the parameters.
-
-    Cast by hand it has three roundings on the way of an operand to the output, and autocast a fourth one: given 16-bit
-    operands, jax keeps the logits in float32, while a narrowed contraction has a 16-bit result. sqrt(4/3) is 1.15.
-    """
-    params = {
-        "query": sharpness * uniform(2, 6, 4, 8, seed=2),
-        "key": sharpness * uniform(2, 6, kv_heads, 8, seed=3),
-        "value": uniform(2, 6, kv_heads, 8, seed=4),
-    }
-    if bias:
-        params["bias"] = uniform(2, 4, 6, 6, seed=5)
-    fun = lambda params: jax.nn.dot_product_attention(**params, mask=mask, **options)
-    return function(fun, params, slack=slack)
+def attention(kv_heads=4, bias=False, **options):
+    """Return `jax.nn.dot_product_attention` of queries, keys and values that are the parameters."""
+    shapes = {"query": (2, 6, 4, 8), "key": (2, 6, kv_heads, 8), "value": (2, 6, kv_heads, 8), "bias": (2, 4, 6, 6)}
+    params = {name: 3 * uniform(*shape, seed=len(name)) for name, shape in shapes.items() if bias or name != "bias"}
+    return Model(lambda params: jax.nn.dot_product_attention(**params, **options), params, ())
 
 
 class EmbedAndAttend(nn.Module):
     """A tied embedding, both ways."""
 
-    dtype: Any = None
-
     @nn.compact
     def __call__(self, ids):
-        embed = nn.Embed(11, 16, dtype=self.dtype)
-        return embed.attend(nn.Dense(16, dtype=self.dtype)(embed(ids)))
+        embed = nn.Embed(11, 16)
+        return embed.attend(nn.Dense(16)(embed(ids)))
 
 
 class Block(nn.Module):
     """A transformer block."""
 
-    dtype: Any = None
-
     @nn.compact
     def __call__(self, x, _):
-        x = x + nn.MultiHeadDotProductAttention(num_heads=2, dtype=self.dtype)(nn.LayerNorm(dtype=self.dtype)(x))
-        hidden = nn.gelu(nn.Dense(32, dtype=self.dtype)(nn.RMSNorm(dtype=self.dtype)(x)))
-        return x + nn.Dense(16, dtype=self.dtype)(hidden), None
+        x = x + nn.MultiHeadDotProductAttention(num_heads=2)(nn.LayerNorm()(x))
+        return x + nn.Dense(16)(nn.gelu(nn.Dense(32)(nn.RMSNorm()(x)))), None
 
 
 class Stack(nn.Module):
     """Three blocks, scanned and rematerialised."""
 
-    dtype: Any = None
-
     @nn.compact
     def __call__(self, x):
         block = nn.remat(Block, prevent_cse=False)
-        blocks = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
-        return blocks(self.dtype)(x.astype(self.dtype or F32), None)[0]
-
-
-def after_dense(norm):
-    """A Linen norm after a layer with weights: by itself it contracts nothing."""
-    return lambda dtype: nn.Sequential([nn.Dense(16, dtype=dtype), norm(dtype)])
-
-
-def after_linear(norm):
-    return lambda dtype, rngs: nnx.Sequential(nnx.Linear(16, 16, dtype=dtype, rngs=rngs), norm(dtype, rngs))
+        return nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)()(x, None)[0]
 
 
 CAUSAL_OR_SELF = jnp.asarray(np.random.default_rng(0).random((2, 1, 6, 6)) < 0.6) | jnp.eye(6, dtype=bool)[None, None]
 
 MODELS: dict[str, Callable[[], Model]] = {
-    "linen.Dense": linen(lambda d: nn.Dense(12, dtype=d), TOKENS),
-    "linen.Conv": linen(lambda d: nn.Conv(8, (3, 3), strides=2, feature_group_count=2, dtype=d), IMAGES),
-    "linen.ConvTranspose": linen(lambda d: nn.ConvTranspose(8, (3, 3), strides=(2, 2), dtype=d), IMAGES),
-    "linen.Embed": linen(EmbedAndAttend, IDS),
-    "linen.MultiHeadDotProductAttention": linen(lambda d: nn.MultiHeadDotProductAttention(4, dtype=d), TOKENS),
-    "linen.LayerNorm": linen(after_dense(lambda d: nn.LayerNorm(dtype=d)), TOKENS),
-    "linen.BatchNorm": linen(after_dense(lambda d: nn.BatchNorm(False, dtype=d)), TOKENS, mutable=["batch_stats"]),
-    "linen.LSTMCell": linen(lambda d: nn.RNN(nn.LSTMCell(12, dtype=d)), TOKENS),
-    "linen stack": linen(Stack, TOKENS),
-    "nnx.Linear": flax_nnx(lambda d, r: nnx.Linear(16, 12, dtype=d, rngs=r), TOKENS),
-    "nnx.Conv": flax_nnx(lambda d, r: nnx.Conv(4, 8, (3, 3), strides=2, dtype=d, rngs=r), IMAGES),
-    "nnx.MultiHeadAttention": flax_nnx(  # that of `jax.nn`, see `attention`
-        lambda d, r: nnx.MultiHeadAttention(4, 16, decode=False, dtype=d, rngs=r),
-        TOKENS,
-        slack=1.25,
+    "linen.Dense": lambda: linen(nn.Dense(12), TOKENS),
+    "linen.Conv": lambda: linen(nn.Conv(8, (3, 3), strides=2, feature_group_count=2), IMAGES),
+    "linen.ConvTranspose": lambda: linen(nn.ConvTranspose(8, (3, 3), strides=(2, 2)), IMAGES),
+    "linen.Embed": lambda: linen(EmbedAndAttend(), IDS),
+    "linen.MultiHeadDotProductAttention": lambda: linen(nn.MultiHeadDotProductAttention(4), TOKENS),
+    "linen.LayerNorm": lambda: linen(nn.Sequential([nn.Dense(16), nn.LayerNorm()]), TOKENS),
+    "linen.BatchNorm": lambda: linen(
+        nn.Sequential([nn.Dense(16), nn.BatchNorm(False)]), TOKENS, mutable=["batch_stats"]
     ),
-    "nnx.RMSNorm": flax_nnx(after_linear(lambda d, r: nnx.RMSNorm(16, dtype=d, rngs=r)), TOKENS),
-    "nnx.GRUCell": flax_nnx(lambda d, r: nnx.RNN(nnx.GRUCell(16, 12, dtype=d, rngs=r)), TOKENS),
-    "equinox.MLP": equinox(lambda key: eqx.nn.MLP(16, 8, 32, 2, jax.nn.gelu, key=key), TOKENS[0]),
-    "equinox.MultiheadAttention": equinox(lambda key: eqx.nn.MultiheadAttention(4, 16, key=key), *[TOKENS] * 3),
-    "equinox.Conv2d": equinox(lambda key: eqx.nn.Conv2d(6, 8, 3, groups=2, padding=1, key=key), IMAGES),
-    "attention": attention(),
-    "attention, xla, causal": attention(is_causal=True, implementation="xla"),
-    "attention, grouped queries, bias": attention(kv_heads=2, bias=True),
-    "attention, mask, scale": attention(mask=CAUSAL_OR_SELF, scale=0.7),
+    "linen.LSTMCell": lambda: linen(nn.RNN(nn.LSTMCell(12)), TOKENS),
+    "linen stack": lambda: linen(Stack(), TOKENS),
+    "nnx.Linear": lambda: flax_nnx(lambda r: nnx.Linear(16, 12, rngs=r), TOKENS),
+    "nnx.Conv": lambda: flax_nnx(lambda r: nnx.Conv(4, 8, (3, 3), strides=2, rngs=r), IMAGES),
+    "nnx.MultiHeadAttention": lambda: flax_nnx(lambda r: nnx.MultiHeadAttention(4, 16, decode=False, rngs=r), TOKENS),
+    "nnx.RMSNorm": lambda: flax_nnx(
+        lambda r: nnx.Sequential(nnx.Linear(16, 16, rngs=r), nnx.RMSNorm(16, rngs=r)), TOKENS
+    ),
+    "nnx.GRUCell": lambda: flax_nnx(lambda r: nnx.RNN(nnx.GRUCell(16, 12, rngs=r)), TOKENS),
+    "equinox.MLP": lambda: equinox(functools.partial(eqx.nn.MLP, 16, 8, 32, 2, jax.nn.gelu), TOKENS[0]),
+    "equinox.MultiheadAttention": lambda: equinox(
+        functools.partial(eqx.nn.MultiheadAttention, 4, 16), TOKENS, TOKENS, TOKENS
+    ),
+    "equinox.Conv2d": lambda: equinox(functools.partial(eqx.nn.Conv2d, 6, 8, 3, groups=2, padding=1), IMAGES),
+    "attention": attention,
+    "attention, xla, causal": lambda: attention(is_causal=True, implementation="xla"),
+    "attention, grouped queries, bias": lambda: attention(kv_heads=2, bias=True),
+    "attention, mask, scale": lambda: attention(mask=CAUSAL_OR_SELF, scale=0.7),
 }
 all_models = pytest.mark.parametrize("name", MODELS)
 
 
-def loss_of(forward):
-    """Return a scalar with a different, fixed weight for each output, and the outputs."""
+def loss_of(fun):
+    """Return a scalar with a different, fixed weight for each output."""
 
     def loss(params, *inputs):
-        outputs = forward(params, *inputs)
-        weighted = [(out.astype(F32) * uniform(*out.shape, seed=7)).sum() for out in jax.tree.leaves(outputs)]
-        return sum(weighted), outputs
+        outputs = jax.tree.leaves(fun(params, *inputs))
+        return sum((out.astype(F32) * uniform(*out.shape, seed=7)).sum() for out in outputs)
 
     return loss
 
 
-# --- as close to float32 as a model cast by hand ----------------------------------------------------------------------
+# --- closer to float32 than a model cast by hand ----------------------------------------------------------------------
 
 
-def run(loss, model):
-    """Return outputs and gradients, with every rounding done as written."""
-    value_and_grad = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=AS_WRITTEN)
-    (_, outputs), grads = value_and_grad(model.params, *model.inputs)
-    return outputs, grads
+def run(loss, *args):
+    """Return value and gradient, with every rounding done as written."""
+    return jax.jit(jax.value_and_grad(loss), compiler_options=AS_WRITTEN)(*args)
 
 
-@functools.cache
-def references(name):
-    """Return outputs and gradients in float32, and the errors of the model cast by hand, by leaf."""
-    model = MODELS[name]()
-    expected = run(loss_of(model.forward(None)), model)
-    with jax.numpy_dtype_promotion("standard"):  # libraries mix dtypes on purpose
-        by_hand = run(loss_of(model.forward(BF16)), model)
-    return expected, [distances(a, e) for a, e in zip(by_hand, expected, strict=True)]
-
-
-def exceeds_by_hand(name, results):
-    """Return whether outputs, or gradients, are farther from float32 than those of the model cast by hand."""
-    slack = MODELS[name]().slack
-    columns = zip(results, *references(name), strict=True)
-    return any(exceeds(distances(actual, expected), by_hand, slack) for actual, expected, by_hand in columns)
-
-
-def distances(actual, expected):
-    """Return the Euclidean distance in float64 for each leaf."""
-    wide = lambda tree: [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(tree)]
-    return np.asarray([np.linalg.norm((a - e).ravel()) for a, e in zip(wide(actual), wide(expected), strict=True)])
-
-
-def exceeds(errors, by_hand, slack):
-    """Return whether a list of errors by leaf is larger than another one, altogether or in a leaf.
-
-    A leaf of a few numbers may be less lucky, and one whose error is small among all others does not matter.
-    """
-    total = np.linalg.norm(by_hand)
-    return np.linalg.norm(errors) > slack * total or np.any(errors > 1.3 * slack * by_hand + total / 20)
+def error(actual, expected):
+    """Return the Euclidean distance of two trees in float64."""
+    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
+    return np.linalg.norm([np.linalg.norm(np.asarray(a, np.float64) - np.asarray(e, np.float64)) for a, e in pairs])
 
 
 @all_models
-def test_outputs_and_gradients_are_as_close_to_float32_as_those_of_a_model_cast_by_hand(name):
-    """Up to 5% for the luck of few numbers, where both sides do the same roundings; see `attention` for its 25%."""
-    model = MODELS[name]()
-    results = run(mpx.autocast(loss_of(model.forward(None)), "bf16"), model)
-    assert types_of(results) == types_of(references(name)[0])
-    assert not exceeds_by_hand(name, results)
+def test_gradients_are_as_close_to_float32_as_those_of_a_model_in_bfloat16(name):
+    """Parameters and inputs in bfloat16, as one casts by hand.
 
-
-@pytest.mark.parametrize("name", ["linen.LayerNorm", "nnx.RMSNorm", "attention, mask, scale"])
-def test_the_comparison_with_a_model_cast_by_hand_notices_a_table_that_narrows_too_much(name):
-    """Negative control: sums, products and exponentials in bfloat16 too, which these libraries keep in float32."""
-    model = MODELS[name]()
-    names = ("add", "sub", "mul", "div", "reduce_sum", "exp", "rsqrt", "square", "logistic", "tanh", "add_any")
-    rules = mpx.DEFAULT_RULES | dict.fromkeys(names, "narrow")
-    assert exceeds_by_hand(name, run(mpx.autocast(loss_of(model.forward(None)), "bf16", rules=rules), model))
+    Where both do the same roundings, up to 5% are luck of few numbers. Attention in 16 bits keeps logits in float32,
+    which autocast rounds: four roundings on the way of an operand and not three, and sqrt(4/3) is 1.15.
+    """
+    fun, params, inputs = MODELS[name]()
+    exact = run(loss_of(fun), params, *inputs)
+    with jax.numpy_dtype_promotion("standard"):  # libraries mix dtypes on purpose
+        by_hand = run(loss_of(fun), cast(params, BF16), *cast(inputs, BF16))
+    actual = run(mpx.autocast(loss_of(fun), "bf16"), params, *inputs)
+    assert types_of(actual) == types_of(exact)
+    slack = 1.25 if "ttention" in name else 1.05
+    assert error(actual[1], exact[1]) < slack * error(by_hand[1], exact[1])
 
 
 def test_sharp_attention_loses_less_than_a_bit_against_one_cast_by_hand_and_none_as_a_full_precision_island():
     """Logits of up to 18, which jax keeps in float32 for 16-bit operands and autocast rounds: off by up to 2^-5.
 
-    A documented limit of autocast: the factor is 1.4 for the output and 1.5 for the gradients.
+    A documented limit of autocast: the factor is 1.5.
     """
     names, rng = ("query", "key", "value"), np.random.default_rng(0)
     params = {
         name: jnp.asarray(rng.normal(0, s, (1, 32, 2, 64)), F32) for name, s in zip(names, (2, 2, 1), strict=True)
     }
     attend = lambda params: jax.nn.dot_product_attention(**params)
-    model, island = function(attend, params), function(mpx.full_precision(attend), params)
-    expected = run(loss_of(model.forward(None)), model)
+    exact = run(loss_of(attend), params)
     with jax.numpy_dtype_promotion("standard"):
-        by_hand = run(loss_of(model.forward(BF16)), model)
-    actual = run(mpx.autocast(loss_of(model.forward(None)), "bf16"), model)
-    for a, h, e in zip(actual, by_hand, expected, strict=True):
-        assert np.linalg.norm(distances(a, e)) < 2 * np.linalg.norm(distances(h, e))
-    assert_same_bits(run(mpx.autocast(loss_of(island.forward(None)), "bf16"), island), expected)
+        by_hand = run(loss_of(attend), cast(params, BF16))
+    actual = run(mpx.autocast(loss_of(attend), "bf16"), params)
+    assert error(actual[1], exact[1]) < 2 * error(by_hand[1], exact[1])
+    assert_same_bits(run(mpx.autocast(loss_of(mpx.full_precision(attend)), "bf16"), params), exact)
 
 
 # --- nothing outside the table changes --------------------------------------------------------------------------------
 
 
 def operations_of(fun, model):
-    """Return all operations of a program and of those inside, in order, but for conversions and calls.
+    """Return all operations of a program, nested ones too, in order, without conversions and calls.
 
     Each comes with the dtypes and shapes of its operands and results; one that holds a program with its name only,
     since 16-bit values may travel through it in 16 bits.
@@ -328,10 +238,6 @@ def operations_of(fun, model):
             found.append((eqn.primitive.name, types(eqn.invars), types(eqn.outvars)))
     # Autocast wraps `product + bias` in an identity with a derivative of its own, and a loop's body in a checkpoint.
     return [op for op in found if op[0] not in ("jit", "convert_element_type", "custom_jvp_call", "remat2")]
-
-
-def scalar_loss(model, dtype=None):
-    return lambda *args: loss_of(model.forward(dtype))(*args)[0]
 
 
 def split_by_contraction(found):
@@ -358,12 +264,12 @@ def test_only_contractions_change_their_type_forward_and_backward(name):
     the rounding to 16 bits that a checkpoint puts on what it keeps in 16 bits.
     """
     model = MODELS[name]()
-    gradient = jax.grad(scalar_loss(model))
+    gradient = jax.grad(loss_of(model.fun))
     plain_contractions, plain = split_by_contraction(operations_of(gradient, model))
     contractions, others = split_by_contraction(operations_of(mpx.autocast(gradient, "bf16"), model))
     assert others == plain
     assert dtypes_of(plain_contractions) == {F32}
-    found = operations_of(jax.grad(mpx.autocast(scalar_loss(model), "bf16")), model)
+    found = operations_of(jax.grad(mpx.autocast(loss_of(model.fun), "bf16")), model)
     contractions_inside, _ = split_by_contraction(found)
     assert len(contractions) == len(contractions_inside) == len(plain_contractions)
     assert dtypes_of(contractions) == dtypes_of(contractions_inside) == {BF16}
@@ -373,7 +279,7 @@ def test_only_contractions_change_their_type_forward_and_backward(name):
 @pytest.mark.parametrize(("name", "primitive"), [("attention", "exp"), ("linen.LayerNorm", "rsqrt")])
 def test_the_comparison_of_programs_notices_one_narrowed_operation(name, primitive):
     """Negative control: the exponential of a softmax, the root of a norm."""
-    gradient = jax.grad(scalar_loss(MODELS[name]()))
+    gradient = jax.grad(loss_of(MODELS[name]().fun))
     narrowed = mpx.autocast(gradient, "bf16", rules=mpx.DEFAULT_RULES | {primitive: "narrow"})
     _, expected = split_by_contraction(operations_of(gradient, MODELS[name]()))
     _, others = split_by_contraction(operations_of(narrowed, MODELS[name]()))
@@ -384,7 +290,7 @@ def test_the_comparison_of_programs_notices_one_narrowed_operation(name, primiti
 def test_the_search_for_sums_in_16_bits_finds_those_of_a_model_cast_by_hand():
     """Negative control."""
     model = MODELS["linen.Dense"]()
-    found = in_16_bits(operations_of(jax.grad(scalar_loss(model, BF16)), model))
+    found = in_16_bits(operations_of(jax.grad(loss_of(model.fun)), cast(model, BF16)))
     assert {"add", "reduce_sum"} <= found
 
 
@@ -398,7 +304,7 @@ def test_stacked_kernels_travel_in_bfloat16_through_every_scan(transform):
     kernels = {
         leaf.shape for path, leaf in jax.tree.leaves_with_path(model.params) if "kernel" in jax.tree_util.keystr(path)
     }
-    gradient = transform(mpx.autocast(scalar_loss(model), "bf16"))
+    gradient = transform(mpx.autocast(loss_of(model.fun), "bf16"))
     scans = eqns_of(gradient, cast(model.params, BF16), *model.inputs, primitive="scan")
     sliced = [scan.invars[sum(scan_counts(scan)) :] for scan in scans]
     found = [[v.aval.dtype for v in xs if v.aval.shape in kernels] for xs in sliced]
@@ -419,12 +325,12 @@ def ctc(logits):
 
 def test_a_loss_that_contracts_keeps_every_bit_as_a_full_precision_island():
     """Log-probabilities of -1e5 in `ctc_loss` are infinite in float16; times the zeros of one-hot labels, NaN."""
-    run = lambda loss: jax.jit(jax.value_and_grad(lambda x: loss(x).sum()), compiler_options=AS_WRITTEN)(LOGITS)
+    run_ctc = lambda loss: run(lambda x: loss(x).sum(), LOGITS)
     with jax.enable_x64(False):  # with 64-bit types `optax.ctc_loss` makes labels in float64, whatever the logits are
-        expected = run(ctc)
+        expected = run_ctc(ctc)
         for dtype in (BF16, F16):
-            assert_same_bits(run(mpx.autocast(mpx.full_precision(ctc), dtype)), expected)
-        assert run(mpx.autocast(ctc, "f16"))[0] != expected[0]  # negative control
+            assert_same_bits(run_ctc(mpx.autocast(mpx.full_precision(ctc), dtype)), expected)
+        assert run_ctc(mpx.autocast(ctc, "f16"))[0] != expected[0]  # negative control
 
 
 # --- gradients by `mpx.value_and_grad` --------------------------------------------------------------------------------
@@ -481,13 +387,11 @@ DIFFERENTIATED = {
     "nnx": with_nnx,
     "nnx, tied": functools.partial(with_nnx, tied=True),
     "nnx, DiffState": lambda: with_nnx(argnums=nnx.DiffState(0, nnx.Param)),
-    "nnx, DiffState of one": lambda: with_nnx(argnums=nnx.DiffState(0, nnx.PathContains("second"))),
     "equinox": with_equinox,
 }
-ways_to_differentiate = pytest.mark.parametrize("make", DIFFERENTIATED.values(), ids=DIFFERENTIATED)
 
 
-@ways_to_differentiate
+@pytest.mark.parametrize("make", DIFFERENTIATED.values(), ids=DIFFERENTIATED)
 def test_gradients_of_bfloat16_parameters_are_those_of_float32_copies_to_the_bit(make):
     """In the structure that the transformation gives without mpx, or in the parameters' own dtypes if asked."""
     loss, wide, narrow, transform, options = make()
@@ -506,47 +410,9 @@ def test_gradients_of_bfloat16_parameters_are_those_of_float32_copies_to_the_bit
         assert_same_bits(in_own_dtypes(narrow, TOKENS), own)
 
 
-@ways_to_differentiate
-def test_the_jit_of_each_library_takes_value_and_grad(make):
-    """Within the roundings of contractions, of which XLA leaves some out where it has them in one program."""
-    loss, _, narrow, transform, options = make()
-    jit = nnx.jit if transform is nnx.value_and_grad else eqx.filter_jit
-    value_and_grad = mpx.value_and_grad(mpx.autocast(loss, "bf16"), transform=transform, **options)
-    value, grads = value_and_grad(narrow, TOKENS)
-    jitted_value, jitted_grads = jit(value_and_grad)(narrow, TOKENS)
-    assert types_of((jitted_value, jitted_grads)) == types_of((value, grads))
-    np.testing.assert_allclose(jitted_value, value, rtol=2**-7)
-    norms = distances(grads, jax.tree.map(jnp.zeros_like, grads))
-    assert np.linalg.norm(distances(jitted_grads, grads)) <= 2**-6 * np.linalg.norm(norms)
-
-
-TWO_WEIGHTS = (uniform(4, 8).astype(BF16), uniform(8, 8, seed=1).astype(BF16), uniform(8, 2, seed=2).astype(BF16))
-
-
-@pytest.mark.parametrize("argnums", [0, -1, (0,), (1, 2), (2, 0), (-1, -3), [0, 1]], ids=str)
-def test_argnums_are_those_of_jax(argnums):
-    loss = mpx.autocast(lambda x, w, v: (jnp.tanh(x @ w) @ v).sum(), "bf16")
-    _, expected = jax.value_and_grad(loss, argnums)(*cast(TWO_WEIGHTS, F32))
-    _, grads = mpx.value_and_grad(loss, argnums=argnums)(*TWO_WEIGHTS)
-    assert_same_bits(grads, expected)
-
-
-@pytest.mark.parametrize("param_dtype", [F16, F32], ids=["f16 parameters", "f32 parameters"])
-def test_loss_and_unscaled_float16_gradients_are_the_same_bits_under_any_scale(param_dtype):
-    """Where no cotangent leaves the range: positive numbers, with gradients between 0.01 and 100 unscaled."""
-    loss = mpx.autocast(lambda w, v, x: (jnp.tanh(x @ w) @ v).sum(), "f16")
-    x, w, v = (0.1 + 0.1 * jnp.abs(cast(a, F32)) for a in TWO_WEIGHTS)
-    args = w.astype(param_dtype), v.astype(param_dtype), x
-    value, grads = mpx.value_and_grad(loss, argnums=(0, 1))(*args)
-    for exponent in (1, 8):
-        scaled_value, scaled = mpx.value_and_grad(loss, mpx.StaticLossScale(2.0**exponent), argnums=(0, 1))(*args)
-        assert_same_bits(scaled_value, value)
-        assert_same_bits(jax.tree.map(lambda g, e=exponent: np.ldexp(np.asarray(g), -e), scaled), grads)
-
-
 @pytest.mark.optax_promotion
 def test_an_nnx_optimizer_in_nnx_jit_trains_masters_on_unrounded_gradients():
-    """The masters are those of a loop in float32 that rounds a copy for the model; lr is a power of two, so exact."""
+    """As in a float32 loop that rounds a copy for the model. The learning rate is a power of two, so all is exact."""
     model = TwoLayers(nnx.Rngs(0), BF16, tied=True)
     optimizer = nnx.Optimizer(model, mpx.master_weights(optax.sgd(2.0**-7)), wrt=nnx.Param)
     loss = mpx.autocast(squares, "bf16")

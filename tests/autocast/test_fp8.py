@@ -1,7 +1,9 @@
-"""Products of 8-bit floats under autocast: which run so, their values, and those of their gradients.
+"""Products of 8-bit floats under autocast: where they run, their values and their gradients.
 
 Oracle of values: the same rounding and the same scales in NumPy, with sums in float64.
 """
+
+import re
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +18,13 @@ from tests.autocast.helpers import AROUND, BF16, F32, conv, eqns_of, normal
 from tests.helpers import eight_cpu_devices
 
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
-SMALL = mpx.Fp8(min_size=0)  # as by default, for products of the size of tests
-ROWS = mpx.Fp8(min_size=0, scaling="row", backward="e4m3")
+SMALL = mpx.Fp8(min_extent=0)  # as by default, for products of the size of tests
+ROWS = mpx.Fp8(min_extent=0, scaling="row", backward="e4m3")
 WAYS = {
     "tensor": SMALL,
     "row": ROWS,
-    "tensor, any scale": mpx.Fp8(min_size=0, power_of_two=False),
-    "row, any scale": mpx.Fp8(min_size=0, scaling="row", power_of_two=False),
+    "tensor, any scale": mpx.Fp8(min_extent=0, power_of_two=False),
+    "row, any scale": mpx.Fp8(min_extent=0, scaling="row", power_of_two=False),
 }
 by_way = pytest.mark.parametrize("fp8", WAYS.values(), ids=WAYS)
 
@@ -38,14 +40,8 @@ def in_8_bits(x, dtype, fp8, axis):
     return (x * scale).astype(np.float32).astype(dtype).astype(np.float64) / scale
 
 
-def runs_in(fun, fp8, *shapes):
-    """Return in what the contractions of a function run, and why."""
-    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    return [(row.runs_in, row.reason) for row in mpx.explain(fun, fp8)(*args).contractions]
-
-
 def error(actual, expected):
-    """Return the size of a difference, relative to that of the expected array."""
+    """Return the norm of a difference, relative to the norm of the expected array."""
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     return np.linalg.norm(actual - expected) / np.linalg.norm(expected)
 
@@ -124,15 +120,6 @@ def test_rows_keep_what_one_scale_loses():
     np.testing.assert_array_equal(by_tensor[1:], 0)
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@by_way
-def test_what_is_not_finite_stays_visible(fp8, value):
-    x, w = normal(0, 16, 64).at[3, 5].set(value), normal(1, 64, 32)
-    assert not np.isfinite(jax.jit(mpx.autocast(multiply, fp8))(x, w)[3]).any()
-    gradient = jax.grad(lambda w: mpx.autocast(multiply, fp8)(x, w).sum())(w)
-    assert not np.isfinite(gradient).all()
-
-
 @by_way
 def test_zeros_give_zeros(fp8):
     x, w = jnp.zeros((16, 64)), normal(1, 64, 32)
@@ -142,15 +129,18 @@ def test_zeros_give_zeros(fp8):
     assert np.isfinite(of_x).all()
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
 @by_way
-def test_rows_without_what_is_not_finite_keep_their_numbers(fp8, value):
+def test_what_is_not_finite_stays_visible_and_other_rows_keep_their_numbers(fp8, value):
     """As in bfloat16, so that a mask over bad rows works."""
     x, w = normal(0, 16, 64), normal(1, 64, 32)
+    bad = x.at[3, 5].set(value)
     fun = jax.jit(mpx.autocast(multiply, fp8))
-    good = fun(x.at[3, 5].set(0), w)
-    np.testing.assert_array_equal(np.delete(fun(x.at[3, 5].set(value), w), 3, 0), np.delete(good, 3, 0))
+    good, found = fun(x.at[3, 5].set(0), w), fun(bad, w)
+    assert not np.isfinite(found[3]).any()
+    np.testing.assert_array_equal(np.delete(found, 3, 0), np.delete(good, 3, 0))
     assert np.isfinite(good).all()
+    assert not np.isfinite(jax.grad(lambda w: mpx.autocast(multiply, fp8)(bad, w).sum())(w)).all()
 
 
 @pytest.mark.parametrize("largest", [2.0**-149, 2.0**-126, 1e-35, 1.0, 448.0, 449.0, 3e38])
@@ -165,7 +155,7 @@ def test_the_largest_magnitude_is_never_out_of_range(fp8, largest):
 
 @by_way
 def test_a_second_derivative_is_refused_with_what_to_do(fp8):
-    """Its roundings have none. With autocast around the inner gradient it is near that of bfloat16."""
+    """Roundings have no derivative. With autocast around the inner gradient the result is near the one in bfloat16."""
     x, w = normal(0, 32, 64), normal(1, 64, 64) / 8
     loss = lambda w, x: jnp.mean(jnp.sin(x @ w))
     penalty = lambda of_x: jax.grad(lambda w: jnp.sum(of_x(w, x) ** 2))
@@ -179,7 +169,7 @@ def test_a_second_derivative_is_refused_with_what_to_do(fp8):
 
 
 def formats_of_products(fun, *args):
-    """Return the 8-bit dtypes to which operands are rounded, in a function's program."""
+    """Return the 8-bit dtypes that operands are rounded to, in a function's program."""
     converted = [eqn.params["new_dtype"] for eqn in eqns_of(fun, *args, primitive="convert_element_type")]
     return sorted(str(dtype) for dtype in converted if "float8" in str(dtype))
 
@@ -222,22 +212,28 @@ def test_an_operand_divided_over_devices_has_one_scale_in_a_shard_map():
 
 # ---- what runs in 16 bits -------------------------------------------------------------------------------------------
 
-KEPT = {
-    "odd sizes": (lambda x, w: x @ w, (16, 60), (60, 32), "16 x 60 by 60 x 32: not all sizes are multiples of 16"),
-    "a batch": (
-        lambda q, k: jnp.einsum("bik,bjk->bij", q, k),
-        (2, 16, 32),
-        (2, 16, 32),
-        "a product with a batch, such as logits of attention",
-    ),
-    "a convolution": (conv, (2, 16, 16, 16), (3, 3, 16, 16), "there is no conv_general_dilated of 8-bit floats"),
+BATCH = "a product with a batch, such as logits of attention"
+HEAD = mpx.Policy("f32", "bf16", "f32", overrides=(("1", "bf16"),), fp8=SMALL)
+# A function of two arrays, their shapes, what is asked for, and why it does not run in FP8. Too small is a product of
+# 512 x 2048 by 2048 x 2048, with 1 / (1/512 + 2/2048) = 341; 4096 rows have 819.
+WHY = {
+    "a product": (multiply, (16, 64), (64, 32), SMALL, ""),
+    "odd sizes": (multiply, (16, 60), (60, 32), SMALL, "16 x 60 by 60 x 32: not all sizes are multiples of 16"),
+    "no rows": (multiply, (0, 64), (64, 32), SMALL, "0 x 64 by 64 x 32: not all sizes are multiples of 16"),
+    "a batch": (lambda q, k: jnp.einsum("bik,bjk->bij", q, k), (2, 16, 32), (2, 16, 32), SMALL, BATCH),
+    "a convolution": (conv, (2, 16, 16, 16), (3, 3, 16, 16), SMALL, "there is no conv_general_dilated of 8-bit floats"),
+    "small": (multiply, (512, 2048), (2048, 2048), "fp8", "512 x 2048 by 2048 x 2048: too small to gain"),
+    "large": (multiply, (4096, 2048), (2048, 2048), "fp8", ""),
+    "an override": (lambda x, w: x @ w, (16, 32), (32, 32), HEAD, "an override of the policy asks for bf16"),
 }
 
 
-@pytest.mark.parametrize("name", KEPT)
-def test_what_has_no_8_bit_product_runs_in_16_bits_and_says_why(name):
-    fun, *shapes, why = KEPT[name]
-    assert runs_in(fun, SMALL, *shapes) == [("bf16", why)]
+@pytest.mark.parametrize("name", WHY)
+def test_what_does_not_run_in_fp8_runs_in_bfloat16_and_says_why(name):
+    fun, *shapes, fp8, reason = WHY[name]
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+    (row,) = mpx.explain(lambda pair: fun(*pair), fp8)((x, w)).contractions
+    assert (row.runs_in, row.reason) == ("bf16" if reason else "fp8", reason)
 
 
 def test_a_product_that_says_where_its_result_lies_runs_in_16_bits():
@@ -245,24 +241,8 @@ def test_a_product_that_says_where_its_result_lies_runs_in_16_bits():
     by_rows = NamedSharding(mesh, PartitionSpec("data"))
     fun = lambda x, w: jnp.einsum("ij,jk->ik", x, w, out_sharding=by_rows)
     with jax.set_mesh(mesh):
-        found = mpx.explain(fun, SMALL)(jax.device_put(jnp.ones((16, 32)), by_rows), jnp.ones((32, 16)))
-    assert [(row.runs_in, row.reason) for row in found.contractions] == [("bf16", "its result is placed on a mesh")]
-
-
-def test_a_product_that_is_too_small_to_gain_runs_in_16_bits():
-    """512 x 2048 by 2048 x 2048 has 1 / (1/512 + 2/2048) = 341; 4096 rows have 819."""
-    why = "512 x 2048 by 2048 x 2048: too small to gain"
-    assert runs_in(multiply, "fp8", (512, 2048), (2048, 2048)) == [("bf16", why)]
-    assert runs_in(multiply, "fp8", (4096, 2048), (2048, 2048)) == [("fp8", "")]
-
-
-def test_an_override_of_a_policy_keeps_a_weight_out_of_8_bits():
-    policy = mpx.Policy("f32", "bf16", "f32", overrides=(("head", "bf16"),), fp8=SMALL)
-    fun = lambda params, x: (x @ params["body"]) @ params["head"]
-    params = {"body": jnp.ones((32, 32)), "head": jnp.ones((32, 32))}
-    rows = mpx.explain(fun, policy)(params, jnp.ones((16, 32))).contractions
-    why = "an override of the policy asks for bf16"
-    assert [(row.runs_in, row.reason) for row in rows] == [("fp8", ""), ("bf16", why)]
+        (row,) = mpx.explain(fun, SMALL)(jax.device_put(jnp.ones((16, 32)), by_rows), jnp.ones((32, 16))).contractions
+    assert (row.runs_in, row.reason) == ("bf16", "its result is placed on a mesh")
 
 
 def test_inputs_in_float8_pass_untouched():
@@ -277,6 +257,42 @@ def test_elementwise_operations_that_a_table_narrows_are_in_16_bits():
         jnp.ones((16, 16)), jnp.ones((16, 16))
     )
     assert [(row.operations, row.runs_in) for row in rows.others] == [("tanh", "bf16")]
+
+
+@pytest.mark.parametrize(
+    ("how", "batch", "reason"),
+    [
+        (SMALL, 1347, "1347 x 64 by 64 x 32: not all sizes are multiples of 16"),
+        ("fp8", 1344, "1344 x 64 by 64 x 32: too small to gain"),
+        (
+            mpx.Policy(F32, BF16, F32, (("w", BF16),), mpx.Fp8(min_extent=0)),
+            64,
+            "an override of the policy asks for bf16",
+        ),
+    ],
+    ids=["odd", "small", "override"],
+)
+def test_one_warning_says_that_nothing_runs_in_fp8_and_why(how, batch, reason):
+    fun = jax.jit(mpx.autocast(lambda params, x: multiply(x, params["w"]), how))
+    params, x = {"w": normal(1, 64, 32)}, normal(0, batch, 64)
+    with pytest.warns(
+        UserWarning, match=f"no matrix product of `.*` runs in it.*: {re.escape(reason)}.*`mpx.explain`"
+    ) as seen:
+        fun(params, x), fun(params, x)
+    assert len(seen) == 1
+
+
+def test_nothing_is_said_where_one_product_runs_in_fp8_or_where_there_is_none():
+    """Also where it runs in an autocast inside, or in a loop. (Warnings are errors in tests.)"""
+    x, w = normal(0, 16, 64), normal(1, 64, 64)
+    inside = mpx.autocast(multiply, SMALL)
+    for fun in (
+        lambda x, w: multiply(x, w)[:3] @ w,
+        lambda x, w: inside(x, w),
+        lambda x, w: lax.scan(lambda c, _: (multiply(c, w), None), x, length=2)[0],
+        lambda x, w: x + w[:16],
+    ):
+        mpx.autocast(fun, SMALL)(x, w)
 
 
 def test_gradients_in_float32_are_sums_of_8_bit_products_that_nothing_rounds():
@@ -298,7 +314,7 @@ def test_gradients_in_float32_are_sums_of_8_bit_products_that_nothing_rounds():
         ({"backward": 8}, "`backward` must be 'e4m3' or 'e5m2'"),
         ({"scaling": "block"}, "`scaling` must be 'tensor' or 'row', but got 'block'"),
         ({"power_of_two": 2}, "`power_of_two` must be True or False"),
-        ({"min_size": -1}, "`min_size` must be an integer of at least 0"),
+        ({"min_extent": -1}, "`min_extent` must be an integer of at least 0"),
     ],
 )
 def test_a_choice_that_does_not_exist_is_refused(options, message):

@@ -89,7 +89,7 @@ def test_a_function_around_an_autocast_function_is_not_one_itself():
 
 
 def residual_bytes(fun, *args):
-    """Count bytes that the backward pass of a function finds in memory, but for those of arguments."""
+    """Count bytes that are kept for the backward pass of a function, without its arguments."""
 
     def residuals(*args):
         arguments = {id(leaf) for leaf in jax.tree.leaves(args)}

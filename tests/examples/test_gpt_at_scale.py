@@ -27,12 +27,12 @@ LAYERS = (
     (r"(out|contract)/kernel$", PartitionSpec(None, "model")),
     (r"^token_embedding$", PartitionSpec("model")),
 )
-STATE_BYTES = {"f32": 8, "bf16-masters": 12, "bf16-split": 10, "bf16-split-8bit": 4.03125, "bf16-kahan": 10}
+STATE_BYTES = {"f32": 8, "bf16-masters": 12, "bf16-split": 10, "bf16-split-8bit": 4.03125, "bf16-kahan": 6}
 
 
 @functools.cache
 def float32_params():
-    """Return the shapes of the model: those of one block, whose weights are stacked `depth` times."""
+    """Return the shapes of the model: one block, whose weights are stacked `depth` times."""
     of_one = nnx.state(nnx.eval_shape(lambda: GPT(dataclasses.replace(CONFIG, depth=1), nnx.Rngs(0))), nnx.Param)
     stacked = lambda path, leaf: leaf.update(shape=(CONFIG.depth, *leaf.shape[1:])) if path[0].key == "blocks" else leaf
     return jax.tree.map_with_path(stacked, of_one)
@@ -45,7 +45,7 @@ def layer_spec(path, leaf):
 
 @pytest.mark.parametrize("name", STATE_BYTES)
 def test_the_plan_shows_the_bytes_that_are_counted_a_gpu(name):
-    """Masters, low bits, moments, codes and compensations take 8 to 12 bytes, and ZeRO-1 divides them by 128.
+    """Masters, low bits, moments, codes and compensations take 4 to 12 bytes, and ZeRO-1 divides them by 128.
 
     In a ring each GPU sends 127/128 of the float32 gradients and of the new parameters.
     """

@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
 import mpx
 from examples.gpt.loss import cross_entropy, mean_loss, token_losses
-from tests.helpers import all_eqns, eight_cpu_devices
+from tests.helpers import all_eqns
 
 pytestmark = pytest.mark.slow
 
@@ -164,7 +163,7 @@ def test_in_float16_the_mean_over_many_tokens_does_not_underflow():
 
 # --- What is kept. ---
 def sizes_in_jaxpr(jaxpr):
-    """Return the size of every array that any equation makes, those of inner programs included."""
+    """Return the size of every array that any equation makes, also in inner programs."""
     return [math.prod(variable.aval.shape) for eqn in all_eqns(jaxpr) for variable in eqn.outvars]
 
 
@@ -196,34 +195,3 @@ def test_with_chunks_there_never_are_the_logits_of_a_whole_batch(make):
 def test_chunks_that_do_not_divide_the_positions_are_refused(function):
     with pytest.raises(ValueError, match="16 positions cannot be cut into `chunks` = 3 equal parts"):
         function(*inputs(), vocabulary=VOCABULARY, chunks=3)
-
-
-# --- Where it runs. ---
-
-
-@pytest.mark.parametrize("way", ["scan", "vmap"])
-def test_batches_in_a_scan_or_under_vmap_give_what_each_gives_alone(way):
-    batches = [inputs(seed=seed) for seed in range(3)]
-    stacked = tuple(np.stack(leaves) for leaves in zip(*batches, strict=True))
-    run = loss_and_gradients(4)
-    in_scan = lambda stacked: jax.lax.scan(lambda carry, given: (carry, run(*given)), 0, stacked)[1]
-    together = jax.jit(in_scan if way == "scan" else lambda stacked: jax.vmap(run)(*stacked))(stacked)
-    alone = [jax.jit(run)(*given) for given in batches]
-    for x, *y in zip(*map(jax.tree.leaves, (together, *alone)), strict=True):
-        np.testing.assert_allclose(x, np.stack(y), rtol=1e-5, atol=1e-7)
-
-
-def test_a_batch_divided_among_eight_devices_gives_what_one_device_gives():
-    """Each device keeps its sequences: none are sent, only sums are."""
-    given = inputs(batch=8)
-    run = jax.jit(loss_and_gradients(4))
-    alone = run(*given)
-    mesh = eight_cpu_devices()
-    divided, whole = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())
-    placed = jax.device_put(given, (divided, whole, divided))
-    together = run(*placed)
-
-    for x, y in zip(jax.tree.leaves(together), jax.tree.leaves(alone), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7)
-    assert together[1][0].sharding.is_equivalent_to(divided, 3)
-    assert "all-gather" not in run.lower(*placed).compile().as_text()

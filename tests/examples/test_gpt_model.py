@@ -49,7 +49,7 @@ def reference(tokens):
 
 
 def stacked(state):
-    """Return gradients of unrolled blocks as those of stacked ones."""
+    """Stack the gradients of unrolled blocks."""
     pure = nnx.to_pure_dict(state)
     blocks = [pure["blocks"][index] for index in sorted(pure["blocks"])]
     return pure | {"blocks": jax.tree.map(lambda *leaves: np.stack(leaves), *blocks)}

@@ -2,10 +2,10 @@
 
 import pytest
 
-from mpx._fused import schedule
+from mpx._fused import partition
 from tests.fused.helpers import LARGE
 
 
 @pytest.fixture(autouse=True)
 def small_is_smaller(monkeypatch):
-    monkeypatch.setattr(schedule, "SMALL", LARGE)
+    monkeypatch.setattr(partition, "SMALL", LARGE)

@@ -1,5 +1,7 @@
 """Check that `fused_update` computes the bits of `tx.update` and `optax.apply_updates`, for every rule."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +14,6 @@ from tests import sweep
 from tests.fused.helpers import SHAPES, STEPS, assert_same_steps, tree
 from tests.helpers import assert_same_bits, cases
 from tests.rules import RULES
-from tests.walks.test_a_new_state_format import RowExponent
 from tests.walks.test_a_new_wrapper import own_masters
 
 pytestmark = pytest.mark.optax_promotion
@@ -97,6 +98,21 @@ def test_a_skipped_step_keeps_every_bit_and_signs_of_zero():
 
 
 EIGHT_BITS = stored(optax.adamw(1e-2), "mu|nu", mpx.Blockwise8bit())
+
+
+@dataclasses.dataclass(frozen=True)
+class RowExponent(mpx.StateFormat):
+    """16 bits an element, in steps of 2**-15 of a power of two for each row."""
+
+    def encode(self, x, key=None):
+        exponents = jnp.frexp(jnp.max(jnp.abs(x), axis=-1, keepdims=True))[1]
+        scaled = jnp.ldexp(x, -exponents) * 2**15
+        return jnp.clip(jnp.round(scaled), -(2**15), 2**15 - 1).astype(jnp.int16), exponents.astype(jnp.int8)
+
+    def decode(self, codes, scales):
+        return jnp.ldexp(codes.astype(jnp.float32) / 2**15, scales.astype(jnp.int32))
+
+
 COMPOSED = {
     "clipping": lambda: mpx.master_weights(optax.chain(optax.clip_by_global_norm(1.0), EIGHT_BITS), storage="split"),
     "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adamw)(learning_rate=optax.linear_schedule(1, 0, 9)),

@@ -9,8 +9,8 @@ import optax
 import pytest
 
 import mpx
-from benchmarks.fused_rules import OUT
-from benchmarks.fused_rules import row as line_of
+from benchmarks import fused_rules
+from benchmarks.report import table
 from tests.rules import RULES
 
 pytestmark = pytest.mark.optax_promotion
@@ -48,12 +48,13 @@ def signs_kept():
     )
 
 
-def test_large_leaves_have_a_kernel_each_and_small_ones_one_together():
-    rows = rows_of(mpx.master_weights(optax.adamw(1e-2), storage="split"))
+def test_large_leaves_have_a_kernel_each_and_small_ones_are_left_to_xla():
+    rows = rows_of(mpx.master_weights(optax.adamw(1e-2), storage="split"), shapes(**SHAPES, odd=(31, 75)))
     assert {name: row.runs for name, row in rows.items()} == {
-        "large": "a kernel", "small": "a kernel with others", "ragged": "XLA", "scalar": "XLA"
+        "large": "a kernel", "small": "XLA", "ragged": "XLA", "scalar": "XLA", "odd": "XLA"
     }  # fmt: skip
-    assert rows["ragged"].reason == "its 150 elements cannot be divided into rows of 128"
+    assert rows["small"].reason == "it is small and has no blocks"
+    assert rows["odd"].reason == "its 2325 elements cannot be divided into rows of 128"
 
 
 @pytest.mark.parametrize("rule", ["lamb", "adamw", "lion", "noisy_sgd", "contrib.prodigy"])
@@ -156,6 +157,8 @@ def test_every_leaf_of_every_rule_runs_in_a_kernel_or_has_a_reason(name):
 def test_the_table_in_the_docs_says_which_rules_run_in_kernels():
     """Leave out the last column: the reason is a name that a release of JAX may change."""
     without_figure = lambda line: line.rsplit("|", 2)[0]
-    in_table = [without_figure(line) for line in OUT.read_text().splitlines() if line.startswith("| `")]
-    assert in_table == [without_figure(line_of(name)) for name in RULES]
+    lines = fused_rules.OUT.read_text().splitlines()
+    in_table = [without_figure(line) for line in lines if line.startswith("| `")]
+    made = table([fused_rules.row(name) for name in RULES], fused_rules.COLUMNS).splitlines()[2:]
+    assert in_table == list(map(without_figure, made))
     assert sum(line.endswith("| a kernel ") for line in in_table) == 40

@@ -84,7 +84,7 @@ def test_each_device_runs_a_kernel_on_its_part_and_sends_nothing(mesh, name):
     assert sent(program) == []
     assert results_are_divided_alike(program)
     rows = 16 * 2048 // 256 // (1 if spec == P() else 8)
-    assert f"u8[{rows},256]" in program.as_text()  # what the kernel writes on each device
+    assert f"s8[{rows},256]" in program.as_text()  # what the kernel writes on each device
 
 
 def test_with_zero1_kernels_run_between_the_placements(mesh):
@@ -92,7 +92,7 @@ def test_with_zero1_kernels_run_between_the_placements(mesh):
     program = assert_same_steps(tx, grads, tx.init(params), params)
     assert sent(program) == ["all-gather"] * 2  # one of each step
     assert results_are_divided_alike(program)
-    assert "u8[16,256]" in program.as_text()
+    assert "s8[16,256]" in program.as_text()
 
 
 def test_the_plan_under_zero1_has_the_step_of_the_shards_and_the_new_parameter(mesh):
@@ -111,7 +111,7 @@ def test_a_mesh_of_explicit_axes_is_left_to_xla():
         program = assert_same_steps(tx, grads, tx.init(params), params)
     assert set(sent(program)) == {"all-gather"}
     assert results_are_divided_alike(program)
-    assert "u8[16,256]" not in program.as_text()
+    assert "s8[16,256]" not in program.as_text()
 
 
 def test_blocks_that_reach_over_devices_are_gathered_and_computed_rightly(mesh):
@@ -135,7 +135,7 @@ def test_two_axes_of_a_mesh_divide_a_matrix():
     tx, (params, grads) = with_8_bit_moments(), placed(parameters({"w": (16, 512)}), mesh, spec)
     program = assert_same_steps(tx, grads, placed(tx.init(params), mesh, spec), params)
     assert sent(program) == []
-    assert "u8[4,256]" in program.as_text()
+    assert "s8[4,256]" in program.as_text()
 
 
 def test_a_step_may_be_mapped_over_models():

@@ -1,13 +1,11 @@
-"""Compile for devices that are not here. JAX reads the leave to do so when it starts."""
+"""Compile for devices that are not here."""
 
 import importlib.util
 
 import jax
 import pytest
 
-from mpx.tools.program.targets import allow_targets, target_devices
-
-allow_targets()
+from mpx.tools.program.targets import target_devices
 
 
 @pytest.fixture(scope="session")

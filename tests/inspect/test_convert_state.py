@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import mpx
 from mpx._inspect.convert_state import _stored
+from mpx._stored.weights import Compensation, LowBits, WholeMaster, cast_nearest
 from tests.helpers import QUICKLY, assert_same_bits, eight_cpu_devices, float32_round_trips, types_of, unfused
 from tests.rules import RULES
 
@@ -227,24 +228,22 @@ def test_codes_of_the_same_blocks_keep_their_bits():
     params, state = trained("8 bits")
     new_tx = mpx.low_precision_state(adamw(), {"[mn]u": mpx.Blockwise8bit(64)}, min_size=64)
     _, new_state = mpx.convert_state(params, state, recipe("8 bits"), new_tx, policy=F32)
-    assert_same_bits(new_state.block_scales, state.inner_state.block_scales)
-    for name in ("mu", "nu"):
-        assert optax.tree.get(state, name)["kernel"].dtype == np.uint8
+    for name, dtype in (("mu", np.int8), ("nu", np.uint8)):
+        assert optax.tree.get(state, name)["kernel"].codes.dtype == dtype
         assert_same_bits(optax.tree.get(new_state, name), optax.tree.get(state, name))
 
 
 @pytest.mark.parametrize(("block_size", "scales"), [(16, (4, 4)), (128, (2,))])
 def test_codes_of_other_blocks_are_made_from_the_numbers(block_size, scales):
-    codes = lambda state: optax.tree.get(state, "mu")["kernel"]
+    moment = lambda state: optax.tree.get(state, "mu")["kernel"]
     params, state = trained("8 bits")
     _, new_state = mpx.convert_state(params, state, recipe("8 bits"), in_8_bits(block_size), policy=F32)
     wide = mpx.convert_state(params, state, recipe("8 bits"), recipe("full"))[1]
-    code = mpx.Blockwise8bit(block_size, signed=True).coded
-    expected, expected_scales = jax.jit(code, compiler_options=QUICKLY)(codes(wide))
+    encode = mpx.Blockwise8bit(block_size, signed=True).encode
+    expected, expected_scales = jax.jit(encode, compiler_options=QUICKLY)(moment(wide))
     assert expected_scales.shape == scales
-    assert_same_bits(codes(new_state), expected)
-    (scale,) = [scale for name, scale in new_state.block_scales.items() if "signed=True" in name]
-    assert_same_bits(scale, expected_scales)
+    assert_same_bits(moment(new_state).codes, expected)
+    assert_same_bits(moment(new_state).scales, expected_scales)
 
 
 def test_moments_are_rounded_to_nearest_and_those_that_a_bare_rule_has_widened_are_taken():
@@ -309,6 +308,42 @@ def test_keys_are_carried_over_to_the_same_kind_and_else_fresh(tx):
         assert_same_bits(key(old_tx, old_tx.init(params)), optax.tree.get(fresh, "key"))
 
 
+RULE = optax.adam(1e-3)
+
+
+def averaged(decay=0.5, debias=True):
+    return mpx.master_weights(optax.chain(RULE, mpx.params_ema(decay, debias=debias)), storage="split")
+
+
+@pytest.mark.parametrize("debias", [True, False])
+def test_an_average_that_is_added_begins_with_the_masters(debias):
+    """As that of a run which begins with these weights; debiased, the first average is the first weights."""
+    params, state = trained_with(mpx.master_weights(RULE), BF16)
+    masters = mpx.master_params(params, state)
+    tx = averaged(debias=debias)
+    new_params, new_state = mpx.convert_state(params, state, mpx.master_weights(RULE), tx)
+    assert_same_bits(mpx.averaged_params(new_state), masters)
+    assert optax.tree.get(new_state, "averaged_steps") == 0
+    after = mpx.master_params(*(now := step(tx, new_params, new_state, 3)))
+    expected = after if debias else jax.tree.map(lambda old, new: (old + new) / 2, masters, after)
+    for actual, wanted in zip(jax.tree.leaves(mpx.averaged_params(now[1])), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(actual, wanted, rtol=1e-6)
+
+
+def test_an_average_is_carried_over_with_its_count_of_steps():
+    params, state = trained_with(averaged(), BF16)
+    full = mpx.master_weights(optax.chain(RULE, mpx.params_ema(0.9)))
+    _, new_state = mpx.convert_state(params, state, averaged(), full)
+    assert_same_bits(mpx.averaged_params(new_state), mpx.averaged_params(state))
+    assert optax.tree.get(new_state, "averaged_steps") == optax.tree.get(state, "averaged_steps") > 0
+
+
+def test_an_average_that_ends_is_told():
+    params, state = trained_with(averaged(), BF16)
+    with pytest.warns(UserWarning, match=r"`new_tx` keeps no average of the weights.* `averaged_params\(opt_state\)`"):
+        mpx.convert_state(params, state, averaged(), mpx.master_weights(RULE))
+
+
 NESTINGS = {
     "multi steps": lambda tx: optax.MultiSteps(tx, 2),
     "masked": lambda tx: optax.masked(tx, {"kernel": True, "bias": False, "none": None}),
@@ -326,12 +361,11 @@ def test_measures_are_added_and_taken_away_and_begin_anew():
         mpx.monitor.watch({"lost": mpx.monitor.lost_updates("bf16")}),
         optax.snapshot("norm", optax.tree.norm),
     )
-    watched = mpx.monitor.scale_history(mpx.loss_scaling(mpx.master_weights(inside)), length=5)
+    watched = mpx.loss_scaling(mpx.master_weights(inside))
     plain = mpx.loss_scaling(mpx.master_weights(optax.sgd(1e-2, momentum=0.9)))
     params, state = trained_with(plain, BF16)
     same_params, new_state = mpx.convert_state(params, state, plain, watched)
     assert types_of(new_state) == types_of(watched.init(params))
-    assert len(mpx.monitor.read_scale_history(new_state).steps) == 0
     assert float(optax.tree.get(new_state, "lost")) == 0
     same_params, new_state = step(watched, same_params, new_state, 3)
     assert float(optax.tree.get(new_state, "norm")) > 0
@@ -373,9 +407,11 @@ def test_the_state_of_any_rule_comes_back_to_the_bit(name):
 
 
 def test_no_rounding_is_left_to_the_compiler():
-    for keeper, kept_dtype in ((None, None), ("compensation", jnp.dtype("bfloat16"))):
-        stored = lambda x, how=(keeper, kept_dtype): _stored(x, jnp.dtype("bfloat16"), *how)
+    bfloat16 = jnp.dtype("bfloat16")
+    for way in (Compensation(bfloat16), WholeMaster(jnp.dtype("float32")), LowBits()):
+        stored = lambda x, way=way: _stored(x, way, bfloat16)
         assert not float32_round_trips(stored, jnp.ones(2, jnp.float32))
+    assert not float32_round_trips(lambda x: cast_nearest(x, bfloat16), jnp.ones(2, jnp.float32))
 
 
 def test_integers_and_nested_containers_pass_through():
@@ -468,10 +504,10 @@ def test_an_nnx_model_with_batch_statistics_and_dropout_goes_on_in_float16():
 
 
 def test_another_rule_is_refused_by_name():
-    adam, nothing = "'ScaleByAdamState.count': int32[]", "that of `new_tx` has\n  nothing more"
+    adam, nothing = "'ScaleByAdamState.count': int32[]", "the state of `new_tx` has\n  nothing more"
     schedule = "'ScaleByScheduleState.count': int32[]"
     for old, new_tx, was, becomes in [
-        ("full", mpx.master_weights(optax.lion(1e-3)), adam, "that of `new_tx` has\n  'ScaleByLion"),
+        ("full", mpx.master_weights(optax.lion(1e-3)), adam, "the state of `new_tx` has\n  'ScaleByLion"),
         ("full", optax.sgd(1e-3), adam, nothing),
         ("f32", optax.adamw(1e-3), schedule, nothing),
     ]:
@@ -486,16 +522,16 @@ def test_a_state_that_is_not_one_of_the_transformation_for_the_parameters_is_ref
     model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
     untyped = nnx.state(nnx.Optimizer(model, recipe("full"), wrt=nnx.Param).opt_state)
     for arguments, tx, message in [
-        ((params, state), "split", "`opt_state` is not a state of `tx` for these parameters:\n  " + other),
+        ((params, state), "split", "and `optimizer.opt_state`.\n  " + other),
         ((params | {"bias": jnp.ones(6, jnp.bfloat16)}, state), "full", "'master/bias': float32[5], not float32[6]"),
         (({"kernel": params["kernel"]}, state), "full", "'master/bias': in the state only"),
         ((params, narrow), "full", "mu/bias': bfloat16[5], not float32[5]"),
-        ((nnx.state(model), untyped), "full", "Of Flax NNX pass `nnx.state(model, nnx.Param)` and `optimizer.opt_s"),
+        ((nnx.state(model), untyped), "full", "For Flax NNX pass `nnx.state(model, nnx.Param)` and `optimizer.opt_s"),
     ]:
         with pytest.raises(ValueError, match=re.escape(message)):
             mpx.convert_state(*arguments, recipe(tx), recipe("split"))
     state = (*trained("f32")[1], optax.EmptyState())
-    with pytest.raises(ValueError, match=r"(?s)its tree is\nPyTreeDef.*restored from a checkpoint without its types"):
+    with pytest.raises(ValueError, match=r"(?s)restored from a checkpoint without its types.*its tree is\nPyTreeDef"):
         mpx.convert_state(trained("f32")[0], state, recipe("f32"), recipe("split"))
 
 

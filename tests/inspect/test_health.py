@@ -63,6 +63,23 @@ def test_several_loss_scales_and_a_transformation_are_refused(function):
         function(tx)
 
 
+@pytest.mark.parametrize("function", [mpx.get_loss_scale, mpx.skipped_steps, mpx.check_health])
+@pytest.mark.parametrize(
+    "what",
+    [None, {"w": jnp.ones(2)}, [jnp.ones(2)], nnx.Linear(2, 2, rngs=nnx.Rngs(0))],
+    ids=["None", "parameters", "a list", "a model"],
+)
+def test_what_holds_no_optimizer_state_is_refused(function, what):
+    """Its scale would be 1 and its count of skipped steps 0, without a word."""
+    with pytest.raises(TypeError, match=f"`{function.__name__}` needs .* got .* there is no optimizer state in it"):
+        function(what)
+
+
+@pytest.mark.parametrize("state", [optax.identity().init(None), optax.sgd(0.1).init(None), ()])
+def test_a_state_without_arrays_is_a_state(state):
+    assert mpx.get_loss_scale(state) == mpx.NoOpLossScale()
+
+
 PARAMS = {"embed": jnp.ones(2), "head": jnp.ones(2)}
 SEARCHING = mpx.loss_scaling(optax.sgd(0.1), mpx.DynamicLossScale(2.0**3, period=2))
 FIXED = mpx.loss_scaling(optax.sgd(0.1), mpx.StaticLossScale(2.0**7))

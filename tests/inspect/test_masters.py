@@ -1,4 +1,4 @@
-"""Check `master_params`, `is_synced`, `resync` and `ema_params` in any nesting of wrappers."""
+"""Check `master_params`, `is_synced`, `resync` and `averaged_params` in any nesting of wrappers."""
 
 import functools
 import re
@@ -157,12 +157,16 @@ def test_no_average_two_averages_and_an_untyped_state_are_errors():
     params = {"w": jnp.ones(2)}
     two = optax.chain(mpx.params_ema(0.9), mpx.params_ema(0.99)).init(params)
     for state, error, message in [
-        (optax.adam(1e-3).init(params), ValueError, "`ema_params`: nothing in this optimizer state averages weights"),
+        (
+            optax.adam(1e-3).init(params),
+            ValueError,
+            "`averaged_params`: nothing in this optimizer state averages weights",
+        ),
         (two, ValueError, "holds two averages of the same parameters"),
         ({"averaged_steps": jnp.ones(()), "ema": params}, TypeError, "restored without its types"),
     ]:
         with pytest.raises(error, match=message):
-            mpx.ema_params(state)
+            mpx.averaged_params(state)
 
 
 def test_averages_of_partitions_by_labels_of_whole_subtrees_are_joined():
@@ -171,11 +175,11 @@ def test_averages_of_partitions_by_labels_of_whole_subtrees_are_joined():
     rules = {"fast": average(0.5), "slow": average(0.9), "none": optax.sgd(1.0)}
     tx = optax.partition(rules, {"encoder": "fast", "decoder": "slow", "head": "none"})
     _, state = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params)
-    averages = mpx.ema_params(state)
+    averages = mpx.averaged_params(state)
     assert averages.pop("head") == optax.MaskedNode()
     assert_same_bits(averages, jax.tree.map(lambda p: p - 1, {name: params[name] for name in averages}))
     tx = optax.partition(rules, {"encoder": "none", "decoder": "slow", "head": "none"})
-    assert mpx.ema_params(tx.init(params))["encoder"] == optax.MaskedNode()
+    assert mpx.averaged_params(tx.init(params))["encoder"] == optax.MaskedNode()
 
 
 def test_a_compensation_that_was_rounded_up_to_half_a_step_is_in_sync():

@@ -1,7 +1,6 @@
-"""Check `Blockwise8bit`: all 256 codes, the turns between them, scales, blocks, what cannot be held.
+"""Check `Blockwise8bit`: all codes, the turns between them, scales, blocks, what cannot be held.
 
-The oracle is the dynamic map of Dettmers et al. 2021 (arXiv 2110.02861), built here from its definition in fractions;
-nearest members and neighbours are looked up in it in float64.
+The oracle is the definition of the map, in fractions; nearest members and neighbours are looked up in it in float64.
 """
 
 import functools
@@ -27,9 +26,8 @@ INF = np.inf
 SIGMAS = 6
 
 both_maps = pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigned"])
-noises = pytest.mark.parametrize(  # up under any odds above 0, down under any odds below 1
-    "noise", [np.uint32(0), np.uint32(2**32 - 1)], ids=["up", "down"]
-)
+# Up under any odds above 0, down under any odds below 1.
+noises = pytest.mark.parametrize("noise", [np.float32(0), np.float32(1 - 2**-24)], ids=["up", "down"])
 
 
 class BlockwiseArray(NamedTuple):
@@ -38,9 +36,7 @@ class BlockwiseArray(NamedTuple):
 
 
 def encode(x, block_size, signed, key=None):
-    code = Blockwise8bit(block_size, signed)
-    scales = code.scales_of(x)
-    return BlockwiseArray(code.encode(x, scales, key), scales)
+    return BlockwiseArray(*Blockwise8bit(block_size, signed).encode(x, key))
 
 
 def decode(coded, block_size, signed):
@@ -56,33 +52,44 @@ decode_each = jax.jit(jax.vmap(lambda codes, scale: decode((codes, scale), codes
 
 @functools.cache
 def members(signed):
-    """Return the map by definition, ascending: 254 middles of intervals (signed, half of them negative), 0 and 1."""
-    positive = []
-    for i in range(7):
-        w = 2**i if signed else 2 ** (i + 1)
-        positive += [Fraction(10) ** (i - 6) * (Fraction(1, 10) + Fraction(9 * (2 * j + 1), 20 * w)) for j in range(w)]
-    return np.array(sorted([-m for m in positive if signed] + [Fraction(0), *positive, Fraction(1)]), np.float64)
+    """Return the map by definition, ascending: of the codes -127 to 127, or 0 to 255."""
+    top = 127 if signed else 255
+    return np.array([Fraction(c * abs(c), top**2) for c in range(-top if signed else 0, top + 1)], np.float64)
 
 
-@functools.cache
-def by_code(signed):
-    """Return the members in the order of their codes: zero, upward to 1, then (signed) the negatives, downward."""
-    m = members(signed)
-    return np.concatenate([m[m >= 0], m[m < 0][::-1]])
+def indices(codes, signed):
+    """Return the places of codes in the map."""
+    return np.asarray(codes, np.int32) + (127 if signed else 0)
+
+
+def of_codes(codes, signed):
+    return members(signed)[indices(codes, signed)]
+
+
+def all_codes(signed):
+    return jnp.arange(-127, 128, dtype=jnp.int8) if signed else jnp.arange(256, dtype=jnp.uint8)
+
+
+def turns(signed):
+    """Return where the nearest code changes: half-way between the roots, not between the numbers themselves."""
+    top = 127 if signed else 255
+    halves = [2 * c + 1 for c in range(-top if signed else 0, top)]
+    return np.array([Fraction(half * abs(half), (2 * top) ** 2) for half in halves], np.float64)
 
 
 def nearest(v, signed):
     """Return the index of the member nearest to `v` (float64); unsigned, that of a positive number is not 0."""
-    m = members(signed)
-    index = np.searchsorted((m[1:] + m[:-1]) / 2, v)
+    index = np.searchsorted(turns(signed), v)
     return index if signed else np.where(v > 0, np.maximum(index, 1), index)
 
 
 def assert_nearest(codes, v, signed):
-    """Accept either neighbour within a millionth of the point between them, and only the nearest one elsewhere."""
-    chosen, best = by_code(signed)[codes], members(signed)[nearest(v, signed)]
+    """Accept either neighbour within two millionths of the turn between them, and only the nearest one elsewhere."""
+    chosen, best = indices(codes, signed), nearest(v, signed)
     off = chosen != best
-    assert (np.abs(v[off] - (chosen + best)[off] / 2) <= 1e-6 * np.abs(v[off])).all(), (v[off], chosen[off], best[off])
+    assert (np.abs(chosen - best)[off] == 1).all()
+    turn = turns(signed)[np.minimum(chosen, best)[off]]
+    assert (np.abs(v[off] - turn) <= 2e-6 * np.abs(turn)).all(), (v[off], turn)
 
 
 def quotients(x, scale, block_size):
@@ -100,8 +107,8 @@ def numbers(seed, blocks, block_size, signed):
 
 
 def decoded_map(signed, scale=1):
-    """Return what the codes 0 to 255 decode to."""
-    return jit_decode(BlockwiseArray(jnp.arange(256, dtype=jnp.uint8), jnp.float32([scale])), 256, signed)
+    """Return what all codes decode to."""
+    return jit_decode(BlockwiseArray(all_codes(signed), jnp.float32([scale])), 256, signed)
 
 
 def round_trip(x, block_size, signed, seed=None):
@@ -129,19 +136,20 @@ def blocks_of_16(draw, signed):
 
 
 @both_maps
-def test_all_256_codes_decode_to_the_members_of_dettmers_map_within_an_ulp(signed):
-    values, expected = np.asarray(decoded_map(signed)), by_code(signed)
-    assert len(set(members(signed))) == len(set(values.tolist())) == 256
+def test_all_codes_decode_to_the_members_of_the_map_within_an_ulp(signed):
+    values, expected = np.asarray(decoded_map(signed)), members(signed)
     assert values.dtype == np.float32
+    assert len(set(values.tolist())) == len(expected)
     ulp = np.spacing(np.abs(expected).astype(np.float32)).astype(np.float64)
     assert (np.abs(values.astype(np.float64) - expected) <= ulp).all()
 
 
-def test_zero_and_one_are_exact_and_the_ends_of_the_map_are_those_published():
-    for code, signed, exact in [(0, True, 0), (128, True, 1), (0, False, 0), (255, False, 1)]:
-        assert_same_bits(decoded_map(signed)[code], jnp.float32(exact))
-    for code, signed, end in [(1, True, 5.5e-7), (255, True, -0.9929688), (1, False, 3.25e-7)]:
-        np.testing.assert_allclose(decoded_map(signed)[code], np.float32(end), rtol=1e-7)
+@both_maps
+def test_zero_and_the_largest_magnitude_are_exact(signed):
+    values = decoded_map(signed, scale=np.float32(0.1))
+    assert_same_bits(values[-1], jnp.float32(0.1))
+    assert_same_bits(values[indices(0, signed)], jnp.float32(0))
+    assert values[0] == (-np.float32(0.1) if signed else 0)
 
 
 # --- the nearest code -----------------------------------------------------------------------------------------------
@@ -154,22 +162,18 @@ def test_encode_gives_the_nearest_member_over_nine_decades(signed, block_size):
     codes, scale = jax.tree.map(np.asarray, jit_encode(x, block_size, signed))
     v = quotients(x, scale, block_size)
     assert_nearest(codes, v, signed)
-    assert (by_code(signed)[codes] > v).mean() > 0.3  # negative control: rounding down would miss these
+    assert (of_codes(codes, signed) > v).mean() > 0.3  # negative control: rounding down would miss these
 
 
 @both_maps
-def test_encode_turns_to_the_next_member_half_way_between_every_two(signed):
-    """Look a few millionths beside each of the 255 midpoints; the unsigned turn between 0 and the first is at 0."""
-    m = members(signed)
-    low, high = m[:-1], m[1:]
-    halfway = (low + high) / 2
-    toward = np.sign(halfway) * 3e-6
-    for v, expected in [(halfway * (1 - toward), low), (halfway * (1 + toward), high)]:
-        x = with_one_in_front(v)
-        codes = np.asarray(jit_encode(x, 16, signed).codes)
+def test_encode_turns_to_the_next_code_half_way_between_every_two(signed):
+    """Look a few millionths beside each turn; the unsigned turn between 0 and the first code is at 0."""
+    turn = turns(signed)
+    toward = np.sign(turn) * 5e-6
+    for v in (turn * (1 - toward), turn * (1 + toward)):
+        codes = np.asarray(jit_encode(with_one_in_front(v), 16, signed).codes)
         inner = codes.reshape(-1, 16)[:, 1:].reshape(-1)[: len(v)]
-        expected = expected if signed else np.maximum(expected, m[1])
-        np.testing.assert_array_equal(by_code(signed)[inner], expected)
+        np.testing.assert_array_equal(indices(inner, signed), nearest(v, signed))
 
 
 @both_maps
@@ -187,20 +191,28 @@ def test_the_bits_are_the_same_eagerly_under_jit_in_scan_and_under_vmap(signed):
     assert_same_bits(jax.jit(jax.vmap(both_ways))(x), expected)
 
 
-@pytest.mark.parametrize(("signed", "bound"), [(True, 0.0704), (False, 0.0352)], ids=["signed", "unsigned"])
-def test_the_relative_error_in_the_highest_decade_is_within_7_and_3_and_a_half_percent(signed, bound):
-    """Half an interval over 0.1: `0.45 / 64 / 0.1` and `0.45 / 128 / 0.1`."""
-    v = np.linspace(0.1, 1, 150_000).astype(np.float32)
-    v = np.concatenate([v, -v]) if signed else v
-    x = with_one_in_front(v, 256)
+@pytest.mark.parametrize(
+    ("signed", "begin", "bound"),
+    [
+        (True, 0.75, 0.0092),
+        (True, 0.1, 0.025),
+        (True, 0.01, 0.08),
+        (False, 0.75, 0.0046),
+        (False, 0.1, 0.0125),
+        (False, 0.01, 0.04),
+    ],
+)
+def test_the_relative_error_is_what_the_docstring_says(signed, begin, bound):
+    v = np.linspace(begin, 1.3 * begin, 50_000).astype(np.float32)
+    x = with_one_in_front(np.concatenate([v, -v]) if signed else v, 256)
     error = np.abs(round_trip(x, 256, signed) - x)[x != 0] / np.abs(x[x != 0])
-    assert 0.85 * bound < error.max() <= bound
+    assert 0.9 * bound < error.max() <= bound
 
 
 def test_an_unsigned_positive_number_never_becomes_zero_and_a_signed_one_does():
     x = np.float32([1, 1e-3, 1e-7, 1e-20, 2.0**-126, *[0] * 11])
     assert (round_trip(x, 16, False) > 0).tolist() == (x > 0).tolist()
-    np.testing.assert_allclose(round_trip(x, 16, False)[3:5], 3.25e-7, rtol=1e-6)
+    np.testing.assert_allclose(round_trip(x, 16, False)[2:5], 255.0**-2, rtol=1e-6)
     assert (round_trip(x, 16, True) > 0).tolist() == [True, True, False, False, False, *[False] * 11]  # control
 
 
@@ -212,7 +224,7 @@ def test_an_array_takes_a_byte_a_number_and_four_a_block():
         x = jnp.ones(shape, jnp.float32)
         coded = jit_encode(x, 256, True)
         assert coded.codes.shape == shape
-        assert (coded.codes.dtype, coded.scale.dtype) == (np.uint8, np.float32)
+        assert (coded.codes.dtype, coded.scale.dtype) == (np.int8, np.float32)
         assert coded.codes.nbytes + coded.scale.nbytes == x.size + 4 * -(-x.size // 256)
         assert_same_bits(jit_decode(coded, 256, True), x)
 
@@ -226,7 +238,7 @@ def test_a_ragged_last_block_is_coded_as_if_it_stood_alone(signed, size):
     whole = jit_encode(np.pad(x, (0, -size % 256)), 256, signed)
     assert_same_bits(ragged, BlockwiseArray(whole.codes[:size], whole.scale))
     assert_same_bits(last, BlockwiseArray(ragged.codes[begin:], ragged.scale[-1:]))
-    assert float(last.scale[0]) == max(x[begin:], key=abs)
+    assert float(last.scale[0]) == np.abs(x[begin:]).max()
 
 
 # --- scales ---------------------------------------------------------------------------------------------------------
@@ -234,15 +246,14 @@ def test_a_ragged_last_block_is_coded_as_if_it_stood_alone(signed, size):
 
 @both_maps
 @given(data=st.data())
-def test_the_scale_is_the_signed_member_of_largest_magnitude_and_coding_again_changes_nothing(signed, data):
+def test_the_scale_is_the_largest_magnitude_and_coding_again_changes_nothing(signed, data):
     x = data.draw(blocks_of_16(signed))
     coded = jit_encode(x, 16, signed)
     decoded = np.asarray(jit_decode(coded, 16, signed))
     assert_same_bits(jit_encode(decoded, 16, signed), coded)
     for row, back, scale in zip(x, decoded, np.ravel(coded.scale), strict=True):
-        assert abs(scale) == np.abs(row).max()
-        assert scale in row
-        np.testing.assert_array_equal(back[row == scale], scale)
+        assert scale == np.abs(row).max()
+        np.testing.assert_array_equal(back[np.abs(row) == scale], row[np.abs(row) == scale])
 
 
 @both_maps
@@ -255,24 +266,16 @@ def test_the_scale_of_any_32_bits_is_what_comparisons_of_numbers_say(signed, bit
         if np.isnan(block).any() or (not signed and (normal < 0).any()):
             assert np.isnan(scale)
         else:
-            largest = normal[np.abs(normal) == np.abs(normal).max()].max()  # the positive one of two
-            assert_same_bits(scale, largest + np.float32(0))
-
-
-def test_the_negative_of_the_scale_saturates_at_the_most_negative_member():
-    """Take the positive one of two members of equal magnitude as the scale. Further codings change nothing."""
-    for x in np.float32([[2, -2], [-2, 2]]):
-        once = round_trip(x, 16, True)
-        np.testing.assert_allclose(once, np.where(x > 0, x, np.float32(-2 * 0.99296875)), rtol=1.2e-7)
-        assert_same_bits(round_trip(once, 16, True), once)
+            assert_same_bits(scale, np.abs(normal).max())
 
 
 @both_maps
 @given(data=st.data(), exponent=st.integers(-20, 20))
 def test_a_power_of_two_goes_through_to_what_is_decoded_and_leaves_the_codes(signed, data, exponent):
+    """An even power: its root is one too."""
     x = data.draw(blocks_of_16(signed))
-    x = np.where(np.abs(x) < 2.0**-70, np.float32(0), x * np.float32(2.0**-20))
-    factor = np.float32(2.0**exponent)
+    x = np.where(np.abs(x) < 2.0**-30, np.float32(0), x * np.float32(2.0**-40))
+    factor = np.float32(4.0**exponent)
     coded, scaled = jit_encode(x, 16, signed), jit_encode(x * factor, 16, signed)
     assert_same_bits(scaled.codes, coded.codes)
     assert_same_bits(jit_decode(scaled, 16, signed), jit_decode(coded, 16, signed) * factor)
@@ -300,6 +303,7 @@ def test_a_block_whose_largest_magnitude_is_subnormal_becomes_zero(signed):
         coded = jit_encode(x, 16, signed)
         assert not np.asarray(coded.codes).any()
         assert not np.asarray(coded.scale).any()
+        assert not np.asarray(jit_decode(coded, 16, signed)).any()
 
 
 @both_maps
@@ -364,9 +368,9 @@ def test_a_negative_number_makes_its_block_nan_under_the_unsigned_map(seed):
 
 
 def at_noise(noise, x, block_size, signed):
-    """Return what `encode` gives when all random bits are these."""
+    """Return what `encode` gives when all random numbers are these."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax.random, "bits", lambda key, shape, dtype: jnp.full(shape, noise, dtype))
+        patch.setattr(jax.random, "uniform", lambda key, shape, dtype: jnp.full(shape, noise, dtype))
         return encode(jnp.asarray(x), block_size, signed, jax.random.key(0))
 
 
@@ -376,7 +380,7 @@ jit_at_noise = jax.jit(at_noise, static_argnums=(2, 3))
 @both_maps
 def test_at_random_the_mean_over_many_keys_is_the_number(signed):
     """A number with the odds p goes up in `n` codings `n p ± sqrt(n p (1 - p))` times."""
-    n, v = 3000, np.random.default_rng(8).uniform(-7 if signed else -6, -0.01, 240)
+    n, v = 3000, np.random.default_rng(8).uniform(-4 if signed else -4.6, -0.01, 240)
     x = with_one_in_front(10**v * np.where(np.arange(240) % 2, -1, 1) if signed else 10**v).astype(np.float32)
     keys = jax.random.split(jax.random.key(9), n)
     decoded = jax.jit(jax.vmap(lambda k: decode(encode(x, 16, signed, k), 16, signed)))(keys)
@@ -399,25 +403,23 @@ def test_at_random_the_mean_over_many_keys_is_the_number(signed):
 @both_maps
 @pytest.mark.parametrize("seed", range(3))
 def test_at_random_every_number_becomes_one_of_its_two_neighbours(signed, seed):
-    """Look for neighbours of `v (1 ± 1e-6)`, for roundings. Both are chosen; beyond the most negative member, that."""
+    """A number close to a code counts as that code. Unsigned, a positive number does not become zero."""
     x = numbers(10 + seed, 256, 256, signed)
     codes, scale = jit_encode(x, 256, signed, jax.random.key(seed))
-    v, m = quotients(x, scale, 256), members(signed)
-    chosen = np.searchsorted(m, by_code(signed)[np.asarray(codes)])
+    v, m, chosen = quotients(x, scale, 256), members(signed), indices(codes, signed)
     low = np.searchsorted(m, v - 1e-6 * np.abs(v), side="right") - 1
     high = np.searchsorted(m, v + 1e-6 * np.abs(v), side="left")
     low = np.maximum(low, 0 if signed else (v > 0).astype(int))
-    high = np.minimum(np.maximum(high, low), 255)
-    assert ((low <= chosen) & (chosen <= high)).all()
-    moved = chosen != nearest(v, signed)
-    assert 0.05 < moved.mean() < 0.5
+    assert ((low <= chosen) & (chosen <= np.maximum(high, low))).all()
+    assert 0.02 < (chosen != nearest(v, signed)).mean() < 0.5
 
 
 @both_maps
 @noises
 def test_at_random_neither_members_of_the_map_nor_those_of_largest_magnitude_move_at_any_noise(signed, noise):
     for run in (at_noise, jit_at_noise):
-        np.testing.assert_array_equal(run(noise, decoded_map(signed, scale=4), 256, signed).codes, np.arange(256))
+        again = run(noise, decoded_map(signed, scale=4), 256, signed).codes
+        np.testing.assert_array_equal(again, all_codes(signed))
     x = np.zeros((1000, 16), np.float32)
     x[:, 3] = np.random.default_rng(11).uniform(1, 2, 1000) * (np.where(np.arange(1000) % 2, 1, -1) if signed else 1)
     np.testing.assert_array_equal(jit_decode(jit_at_noise(noise, x, 16, signed), 16, signed), x)
@@ -430,18 +432,15 @@ def test_at_random_equal_keys_give_equal_codes_eagerly_and_under_jit_and_other_k
     first, other = (jit_encode(x, 256, signed, jax.random.key(k)) for k in (0, 1))
     assert_same_bits(encode(x, 256, signed, jax.random.key(0)), first)
     assert_same_bits(other.scale, first.scale)
-    assert (np.asarray(other.codes) != np.asarray(first.codes)).mean() > 0.1
+    assert (np.asarray(other.codes) != np.asarray(first.codes)).mean() > 0.03
 
 
 @noises
-def test_at_random_two_kinds_of_numbers_keep_no_mean(noise):
-    """There is no code for -1 times the scale; and an unsigned positive number never becomes zero."""
-    x = np.float32([1, -1, -0.999, -0.9930])
-    np.testing.assert_array_equal(jit_at_noise(noise, x, 16, True).codes[1:], 255)
-    x = np.float32([1, 3e-7, 1e-7, 1e-20, 2.0**-126, 0])
+def test_at_random_a_small_second_moment_is_always_rounded_up(noise):
+    x = np.float32([1, 1e-6, 1e-7, 1e-20, 2.0**-126, 0])
     np.testing.assert_array_equal(jit_at_noise(noise, x, 16, False).codes[1:], [1, 1, 1, 1, 0])
-    signed = np.asarray(jit_at_noise(noise, x, 16, True).codes)[1:]
-    assert (signed > 0).any() == (noise == 0)  # negative control: the signed map turns them to zero
+    signed = np.asarray(jit_at_noise(noise, x * 1e3, 16, True).codes)[1:]
+    assert not signed[2:].any()  # negative control: the signed map turns them to zero
 
 
 # --- the format -----------------------------------------------------------------------------------------------------
@@ -461,7 +460,7 @@ def test_other_block_sizes_than_powers_of_two_from_16_to_65536_and_other_signs_t
 def test_scales_lie_beside_their_blocks_where_rows_are_whole_blocks():
     scales = {(3, 512): (3, 2), (2, 3, 256): (2, 3, 1), (512,): (2,), (3, 100): (2,), (256, 3): (3,), (0, 256): (0,)}
     for shape, expected in scales.items():
-        found = jax.eval_shape(Blockwise8bit().scales_of, jax.ShapeDtypeStruct(shape, jnp.float32))
+        _, found = jax.eval_shape(Blockwise8bit().encode, jax.ShapeDtypeStruct(shape, jnp.float32))
         assert found.shape == expected
 
 

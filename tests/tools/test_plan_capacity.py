@@ -42,26 +42,3 @@ def test_a_few_compilations_find_the_largest_batch(batches):
     found = largest_batch(peak, batches, 141 * 10**9)
     assert peak(found) <= 141 * 10**9 < peak(int(found * 1.03) + 1)
     assert len(tried) <= 8
-
-
-@pytest.mark.parametrize("resolution", [-0.1, 1, None, "3%"])
-def test_a_resolution_is_a_share(resolution):
-    with pytest.raises(ValueError, match=r"`largest_that_fits`: `resolution` must be from 0 to below 1"):
-        largest_that_fits(lambda n: n, 10, resolution=resolution)
-
-
-@pytest.mark.parametrize("memory", [0, -1, float("nan"), float("inf"), None, "1e9", True])
-def test_a_memory_is_a_number_above_zero(memory):
-    with pytest.raises(ValueError, match=r"`largest_that_fits`: `memory_bytes` must be a number above 0, such as 80e9"):
-        largest_that_fits(lambda n: n, memory)
-
-
-@pytest.mark.parametrize("start", [0, -3, 1.5, True])
-def test_a_start_is_an_integer_above_zero(start):
-    with pytest.raises(ValueError, match=r"`largest_that_fits`: `start` must be an integer above 0"):
-        largest_that_fits(lambda n: n, 10, start=start)
-
-
-def test_bytes_that_never_grow_are_refused():
-    with pytest.raises(ValueError, match="Does `bytes_of` depend on its argument"):
-        largest_that_fits(lambda n: 1, 10)

@@ -2,14 +2,13 @@
 
 import re
 
-import jax
 import jax.numpy as jnp
 import optax
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 import mpx
-from mpx.tools.plan import STANDARD_RECIPES, PrecisionRecipe, compare_plans, memory_plan
+from mpx.tools.plan import STANDARD_RECIPES, compare_plans, memory_plan
 
 pytestmark = pytest.mark.optax_promotion
 
@@ -27,26 +26,11 @@ def test_each_plan_is_that_of_its_recipe():
 
 def test_kahan_with_bf16_moments_holds_what_any_precision_adamw_does():
     given = mpx.any_precision_adamw(use_kahan_summation=True, momentum_dtype="bf16", variance_dtype="bf16")
-    assert compare_plans(999).plans["bf16, Kahan, bf16 moments"] == memory_plan(999, given, "bf16")
-
-
-@pytest.mark.parametrize("name", STANDARD_RECIPES)
-def test_a_standard_recipe_trains(name):
-    recipe = STANDARD_RECIPES[name]
-    params = mpx.get_policy(recipe.policy).cast_to_param({"w": jnp.ones((64, 64))})
-    tx = recipe.wrap(optax.adamw(1e-2))
-
-    def step(params, state):
-        updates, state = tx.update(jax.tree.map(lambda p: jnp.ones(p.shape), params), state, params)
-        return optax.apply_updates(params, updates)
-
-    new = jax.eval_shape(step, params, jax.eval_shape(tx.init, params))
-    assert new["w"].dtype == params["w"].dtype
-    mpx.check_chain(tx)
+    assert compare_plans(999).plans["bf16-kahan"] == memory_plan(999, given, "bf16")
 
 
 def test_a_rule_without_moments_has_no_recipe_for_them():
-    without = set(STANDARD_RECIPES) - {"bf16, split masters, 8-bit moments", "bf16, Kahan, bf16 moments"}
+    without = set(STANDARD_RECIPES) - {"bf16-split-8bit", "bf16-kahan"}
     assert set(compare_plans(1000, optax.sgd(0.1)).plans) == without
     assert set(compare_plans(1000, optax.sgd(0.1, momentum=0.9)).plans) == set(STANDARD_RECIPES)
 
@@ -58,24 +42,25 @@ def test_a_function_is_traced_once():
 
 
 @pytest.mark.parametrize(
-    ("options", "unit", "header", "cells"),
+    ("options", "header", "cells"),
     [
-        ({}, "MB", ["params", "grads", "optimizer", "total", "a param"], ["2.000", "2.000", "12.00", "16.00", "16.00"]),
-        ({"exact": True}, "bytes", ["total", "a param"], ["16,000,004", "16.00"]),
+        ({}, ["params", "grads", "optimizer", "total", "a param"], ["2.000", "2.000", "12.00", "16.00", "16.00"]),
         (
             {"memory_bytes": 16_000_004},
-            "MB",
             ["total", "a param", "fits", "largest model"],
             ["16.00", "16.00", "yes", "0.001B"],
         ),
-        ({"memory_bytes": 16_000_003, "exact": True}, "bytes", ["total", "fits", "largest model"],
-         ["16,000,004", "no", "999,999"]),
+        (
+            {"memory_bytes": 16_000_003},
+            ["total", "a param", "fits", "largest model"],
+            ["16.00", "16.00", "no", "0.001B"],
+        ),
     ],
-)  # fmt: skip
-def test_the_table_adds_up_and_says_what_fits(options, unit, header, cells):
-    comparison = compare_plans(10**6, recipes={"masters": STANDARD_RECIPES["bf16, f32 masters"]})
+)
+def test_the_table_adds_up_and_says_what_fits(options, header, cells):
+    comparison = compare_plans(10**6, recipes={"masters": STANDARD_RECIPES["bf16-masters"]})
     title, *lines = str(comparison.table(**options)).splitlines()
-    assert title == f"Memory to train 1,000,000 parameters, in {unit}"
+    assert title == "Memory to train 1,000,000 parameters, in MB"
     assert [re.split(r"\s{2,}", line) for line in lines] == [["recipe", *header], ["masters", *cells]]
 
 
@@ -84,19 +69,3 @@ def test_the_table_of_a_large_model_is_in_gigabytes_of_a_device():
     title, _, f32, *_ = str(compare_plans(700 * 10**9, mesh=MESH)).splitlines()
     assert title == "Memory to train 700,000,000,000 parameters, in GB on each of 8 devices"
     assert f32.split() == ["f32", "2,800", "2,800", "700.0", "6,300", "9.000"]
-
-
-@pytest.mark.parametrize(
-    ("rule", "recipes", "error", "message"),
-    [
-        (None, "f32", TypeError, "`recipes` must map names to `PrecisionRecipe`s, but got 'f32'"),
-        (None, {"f32": optax.sgd(0.1)}, TypeError, "`recipes` must map names to `PrecisionRecipe`s"),
-        (None, [PrecisionRecipe("f32", lambda rule: rule)], TypeError, "`recipes` must map names"),
-        (None, {}, ValueError, "`compare_plans`: `recipes` is empty"),
-        (optax.adam, None, TypeError, "`compare_plans` needs an Optax gradient transformation"),
-    ],
-    ids=["a name", "a rule", "a list", "empty", "a function"],
-)
-def test_wrong_arguments_are_refused(rule, recipes, error, message):
-    with pytest.raises(error, match=message):
-        compare_plans(1000, rule, recipes)

@@ -22,13 +22,11 @@ import mpx
 import mpx.plot
 from mpx.tools.plan.rows import Kind
 from mpx.tools.plot import sheet
-from mpx.tools.plot.memory import _LOOKS, _OTHER
-from mpx.tools.program import compare_reports
+from mpx.tools.plot.bars import LOOKS, OTHER
+from mpx.tools.program import compare_reports, kernels
 
 WHITE, DARK = "#FFFFFF", "#121212"
 FORMATS = ["float8_e4m3fn", "float8_e5m2", "f16", "bf16", "f32"]
-SCALES = np.float32([2**10, 2**10, 2**10, 2**9, 2**9, 2**9, 2**9, 2**10, 2**9, 2**9, 2**9, 2**9])
-HISTORY = mpx.monitor.ScaleHistory(np.arange(12), SCALES, np.arange(12) % 5 == 2)
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +65,6 @@ def pictures(comparison):
     falling = np.exp(-np.arange(20) / 5)
     curves = {"bf16, masters": falling, "bf16, Kahan": falling + 0.01, "f16": np.where(falling < 0.2, np.nan, falling)}
     seeds = falling + np.array([[-0.1], [0.0], [0.1]])
-    shares = {"bf16": np.linspace(0, 0.9, 10), "f32": np.zeros(10)}
     layer, shape = lambda x: jnp.tanh(x @ x).sum(), jax.ShapeDtypeStruct((512, 512), jnp.float32)
     reports = {"f32": mpx.step_report(layer, shape), "bf16": mpx.step_report(mpx.autocast(layer, "bf16"), shape)}
     return {
@@ -76,15 +73,12 @@ def pictures(comparison):
         "memory of a plan": lambda **kwargs: mpx.plot.memory(plan, unit="GB", **kwargs),
         "exponents of a report": lambda **kwargs: mpx.plot.exponents(report, **kwargs),
         "exponents": lambda **kwargs: mpx.plot.exponents(report.histogram, formats=FORMATS, scale=2**4, **kwargs),
-        "loss scale": lambda **kwargs: mpx.plot.loss_scale(HISTORY, **kwargs),
-        "lost updates": lambda **kwargs: mpx.plot.lost_updates(shares, **kwargs),
         "traffic": lambda **kwargs: mpx.plot.traffic(compare_reports(reports), **kwargs),
     }
 
 
 NAMES = (
-    "losses", "memory of recipes", "memory of a plan", "exponents of a report", "exponents", "loss scale",
-    "lost updates", "traffic",
+    "losses", "memory of recipes", "memory of a plan", "exponents of a report", "exponents", "traffic",
 )  # fmt: skip
 
 
@@ -167,51 +161,6 @@ def test_the_style_of_own_figures_ends_with_its_block_even_by_an_error():
     assert dict(matplotlib.rcParams) == settings
 
 
-def test_wrong_arguments_are_refused_before_a_figure_is_made(comparison):
-    ones, report = {"a": [1.0]}, mpx.underflow_report(jnp.ones(3))
-    some = mpx.monitor.ScaleHistory(np.arange(2), np.float32([1, 2]), np.zeros(2, bool))
-    nothing = mpx.monitor.ScaleHistory(*[column[:0] for column in some])
-    short, empty = mpx.monitor.ExponentHistogram(np.ones(3), 0, 0), mpx.underflow_report(jnp.zeros(3))
-    losses, lost, exponents, memory, scale = (
-        mpx.plot.losses, mpx.plot.lost_updates, mpx.plot.exponents, mpx.plot.memory, mpx.plot.loss_scale,
-    )  # fmt: skip
-    cases = [
-        (lambda: losses([1.0]), TypeError, "`losses`: `curves` must map names to arrays, but got list"),
-        (lambda: losses({}), ValueError, "`curves` must hold 1 to 20 curves, .* but got 0"),
-        (lambda: losses({str(i): [1.0] for i in range(21)}), ValueError, "but got 21"),
-        (lambda: losses({"a": [], "b": [[1.0]], "c": [1.0]}), ValueError, r"\{'a': \(0,\), 'b': \(1, 1\)\}"),
-        (lambda: losses({"a": [1.0], "b": [1.0, 2.0]}, steps=[1, 2]), ValueError, "1 finite numbers, as long as 'a'"),
-        (lambda: losses(ones, steps=[np.nan]), ValueError, "`steps` must be a vector of 1 finite numbers"),
-        (lambda: losses(ones, reference=[]), ValueError, r"the shape \(seeds, steps\), but got \(0,\)"),
-        (lambda: losses(ones, reference=[[[1.0]]]), ValueError, r"the shape \(seeds, steps\), but got \(1, 1, 1\)"),
-        (lambda: losses(ones, steps=[1], reference=np.ones((2, 3))), ValueError, "as long as 'reference'"),
-        (lambda: lost({"a": [1.5], "b": [0.5]}), ValueError, r"shares must be from 0 to 1 .* those of \['a'\]"),
-        (lambda: lost(0.5), ValueError, r"each of `shares` must be a vector of numbers, .* \{'shares': \(\)\}"),
-        (lambda: scale([1.0]), TypeError, r"needs `mpx.monitor.read_scale_history\(opt_state\)`, but got list"),
-        (lambda: scale(nothing), ValueError, "nothing has been recorded yet"),
-        (lambda: scale(some._replace(steps=np.arange(1))), ValueError, "three vectors of one length"),
-        (lambda: scale(some._replace(scales=np.float32([1, 0]))), ValueError, "with finite scales above 0"),
-        (lambda: scale(some._replace(scales=np.float32([1, np.nan]))), ValueError, "with finite scales above 0"),
-        (lambda: memory(5), TypeError, "needs what `mpx.memory_plan` or `mpx.compare_plans` returns, .* got 5"),
-        (lambda: memory({}), ValueError, "at least one plan"),
-        (lambda: memory(comparison, unit="MB"), ValueError, r"`unit` must be one of .*, but got 'MB'"),
-        (lambda: mpx.plot.traffic(5), TypeError, "needs what `mpx.step_report` or .* returns, .* got 5"),
-        (lambda: mpx.plot.traffic({}), ValueError, "at least one report"),
-        (lambda: exponents({}), TypeError, "but got dict. Of a histogram by groups"),
-        (lambda: exponents(empty), ValueError, "no nonzero finite numbers"),
-        (lambda: exponents(short), ValueError, "or not 277 counts of them"),
-        (lambda: exponents(report, formats=[]), ValueError, r"`formats` must be a list of dtypes, .* \[\]"),
-        (lambda: exponents(report, formats="f16"), ValueError, "`formats` must be a list of dtypes, .* 'f16'"),
-        (lambda: exponents(report, formats=["int8"]), ValueError, "`exponents`: `dtype` must be one of f16"),
-        (lambda: exponents(report, scale=3), ValueError, "`scale` must be a number .* power of two, but got 3"),
-        (lambda: exponents(report, scale=[2, 4]), ValueError, r"but got \[2, 4\]"),
-    ]
-    for call, error, match in cases:
-        with pytest.raises(error, match=match):
-            call()
-    assert plt.get_fignums() == []
-
-
 def test_twenty_curves_differ_and_neighbors_in_color_and_in_line_style():
     axes = mpx.plot.losses({str(i): [i, 1.0] for i in range(20)}, axes=plt.figure().add_subplot())
     looks = [(look["color"], str(look["linestyle"])) for look in sheet.CURVES]
@@ -238,14 +187,14 @@ def test_losses_are_drawn_as_they_are_with_the_mean_and_the_deviation_of_the_see
 def test_a_loss_that_is_not_finite_leaves_a_gap_and_a_cross_before_it():
     values = [3.0, 2.0, np.nan, 1.0, np.inf]
     axes = mpx.plot.losses({"a": values, "b": [1.0, np.nan], "c": [np.nan, np.nan]})
-    a, b, c, crosses, crosses_of_b = axes.get_lines()
+    a, crosses, b, crosses_of_b, c = axes.get_lines()
     np.testing.assert_array_equal(a.get_ydata(), [3, 2, np.nan, 1, np.nan])
     np.testing.assert_array_equal(b.get_xdata(), [0, 1])  # lengths may differ
     assert b.get_marker() == "o"  # a single point is no line
     assert np.isnan(c.get_ydata()).all()
     np.testing.assert_array_equal(crosses.get_xydata(), [[1, 2], [3, 1]])
     assert (crosses.get_color(), crosses_of_b.get_color()) == (a.get_color(), b.get_color())
-    assert legend_of(axes) == ["a", "b", "c (no finite number)", "infinite or NaN from here"]
+    assert legend_of(axes) == ["a", "infinite or NaN from here", "b", "c"]
     axes = mpx.plot.losses({"a": [1.0, 1.0]}, reference=[[1.0, np.inf], [3.0, 1.0]])
     np.testing.assert_array_equal(axes.get_lines()[0].get_ydata(), [2, np.nan])
 
@@ -261,34 +210,6 @@ def test_names_are_shown_as_they_are():
     axes = mpx.plot.losses({"_hidden": [1.0, 2.0], "costs $1 or $2": [1.0, 2.0]})
     axes.figure.canvas.draw()
     assert legend_of(axes) == ["\u200b_hidden", r"costs \$1 or \$2"]
-
-
-def test_lost_updates_are_drawn_as_they_are_in_percent_and_a_single_curve_needs_no_name():
-    axes = mpx.plot.lost_updates({"bf16": [0.0, 0.5, np.nan], "f32": [0.0, 0.0, 0.0]}, steps=[0, 5, 10])
-    for line, expected in zip(axes.get_lines(), ([0, 0.5, np.nan], [0, 0, 0]), strict=True):
-        np.testing.assert_array_equal(line.get_xydata().T, [[0, 5, 10], expected])
-    assert legend_of(axes) == ["bf16", "f32"]
-    assert "50%" in {text.get_text() for text in drawn_texts(axes.figure)}
-    axes = mpx.plot.lost_updates(jnp.zeros(3))
-    assert axes.get_legend() is None
-    low, high = axes.get_ylim()
-    assert low < 0 < 1 < high  # a curve of zeros is seen
-
-
-def test_the_loss_scale_is_drawn_on_an_axis_of_base_two_with_crosses_where_steps_were_skipped():
-    axes = mpx.plot.loss_scale(HISTORY)
-    line, crosses = axes.get_lines()
-    np.testing.assert_array_equal(line.get_xydata(), np.stack([HISTORY.steps, HISTORY.scales], axis=1))
-    np.testing.assert_array_equal(crosses.get_xydata(), [[2, 2**10], [7, 2**10]])
-    assert (axes.get_yscale(), line.get_drawstyle()) == ("log", "steps-post")
-    assert legend_of(axes) == ["loss scale", "skipped: 2 of 12 steps"]
-    for scales in ([1024.0], [1024.0, 1024.0], [1.0, 2.0**24]):
-        steps = np.arange(len(scales))
-        axes = mpx.plot.loss_scale(mpx.monitor.ScaleHistory(steps, np.float32(scales), np.zeros(len(scales), bool)))
-        low, high = axes.get_ylim()
-        assert low < min(scales) <= max(scales) < high
-        assert len([text for text in drawn_texts(axes.figure) if "2^{" in text.get_text()]) >= 2
-        assert legend_of(axes) == ["loss scale"]
 
 
 def test_the_bars_are_the_bytes_a_parameter_part_by_part(comparison):
@@ -330,9 +251,10 @@ def test_the_bars_of_traffic_are_the_bytes_that_kernels_move():
 
 
 def test_every_kind_has_a_hatch_of_its_own_so_that_grey_tells_them_apart():
-    assert set(get_args(Kind)) == set(_LOOKS) | {"other state"}
-    hatches = [hatch for _, hatch in [*_LOOKS.values(), _OTHER]]
-    assert len(set(hatches)) == len(hatches)
+    for kinds in (get_args(Kind), get_args(kernels.Kind)):
+        hatches = [LOOKS.get(kind, OTHER)[1] for kind in kinds]
+        assert len(set(hatches)) == len(hatches)
+    assert set(LOOKS) == {*get_args(Kind), *get_args(kernels.Kind)} - {"other state"}
 
 
 def test_the_bars_of_a_histogram_are_the_counts_of_frexp():
@@ -393,5 +315,5 @@ def test_without_matplotlib_the_import_says_what_to_install(monkeypatch):
     for name in [name for name in sys.modules if name.startswith(("mpx.plot", "mpx.tools.plot"))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"^`mpx.plot` needs Matplotlib: pip install 'mpx-jax\[plot\]'.$"):
+    with pytest.raises(ImportError, match=r"^`mpx.plot` needs Matplotlib: pip install matplotlib.$"):
         importlib.import_module("mpx.plot")

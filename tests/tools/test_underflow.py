@@ -67,15 +67,6 @@ def test_the_recommended_scale_is_the_largest_power_of_two_that_leaves_the_headr
     assert report.shares_at(scale).infinite == 0
 
 
-def test_the_gradients_of_the_paper_are_saved_by_a_scale_of_eight():
-    """Section 3.2: values from 2**-27 on vanish in float16, and do not if they are scaled by 8."""
-    x = np.float32(2.0 ** np.arange(-27, -2))
-    report = underflow_report(x, "f16", headroom=15)
-    assert report.recommended_scale == 8
-    assert report.shares_at(1.0).zero == 3 / 25  # 2**-25 is a tie, and goes to the even zero
-    assert report.shares_at(8.0).zero == 0
-
-
 def test_gradients_of_a_scaled_loss_are_reported_as_if_they_were_not_scaled():
     x = {"w": jnp.asarray(gradients(2, -20)), "b": jnp.asarray(gradients(3, -16, seed=1))}
     plain = underflow_report(x)
@@ -93,15 +84,6 @@ def test_gradients_of_a_scaled_loss_are_reported_as_if_they_were_not_scaled():
     assert underflow_report(jnp.ones(3), loss_scale=mpx.NoOpLossScale()).largest == 1
 
 
-def test_the_histogram_is_that_of_frexp_for_every_dtype_of_gradients():
-    for dtype in (np.float16, jnp.bfloat16, np.float32):
-        x = np.asarray(jnp.asarray(gradients(5, -10), dtype)).astype(np.float64)
-        histogram = underflow_report({"w": jnp.asarray(x, dtype)}).histogram
-        np.testing.assert_array_equal(histogram.counts, np.bincount(np.frexp(x[x != 0])[1] - 1 + 149, minlength=277))
-        assert histogram.counts.dtype == np.int64
-        assert (histogram.zeros, histogram.nonfinite) == ((x == 0).sum(), 0)
-
-
 def test_leaves_come_by_path_the_worst_first_and_a_list_of_batches_is_a_tree():
     grads = {"good": jnp.ones(4), "half": jnp.float32([1e-9, 1.0]), "layers": [jnp.full(3, 1e-9)], "ids": jnp.arange(2)}
     report = underflow_report(grads)
@@ -114,11 +96,11 @@ def test_leaves_come_by_path_the_worst_first_and_a_list_of_batches_is_a_tree():
 
 
 def test_infinite_and_nan_gradients_are_counted_and_named_up_to_ten_and_judge_nothing():
-    grads = {"ok": jnp.ones(3), "bad": jnp.float32([np.inf, np.nan, 2.0, 0.0])}
+    grads = {"fine": jnp.ones(3), "wrong": jnp.float32([np.inf, np.nan, 2.0, 0.0])}
     report = underflow_report(grads)
     assert (report.histogram.nonfinite, report.histogram.zeros, report.largest) == (2, 1, 2.0)
-    assert report.leaves[0].path == "bad"
-    assert report.verdict.endswith("Infinite or NaN already, and left out: 2, in 'bad'.")
+    assert report.leaves[0].path == "wrong"
+    assert report.verdict.endswith("Infinite or NaN already, and left out: 2, in 'wrong'.")
     assert report.shares_at(report.recommended_scale).infinite == 0
     many = underflow_report({f"w{i}": jnp.full(1, jnp.inf) for i in range(12)})
     assert many.verdict.endswith("and 2 more.")
@@ -183,18 +165,3 @@ def test_a_report_of_a_sharded_array_is_the_same():
     x = gradients(5, -15, size=800)
     placed = jax.device_put(x, NamedSharding(eight_cpu_devices(), PartitionSpec("data")))
     assert underflow_report(placed).as_dict() == underflow_report(x).as_dict()
-
-
-def test_wrong_arguments_are_refused():
-    with pytest.raises(TypeError, match=r"call it outside of `jax\.jit`.*`mpx\.monitor` measures them"):
-        jax.jit(lambda x: underflow_report(x).largest)(jnp.ones(2))
-    with pytest.raises(ValueError, match="the tree has no floating array in it"):
-        underflow_report({"ids": jnp.arange(2)})
-    with pytest.raises(ValueError, match="`underflow_report`: `dtype` must be one of f16"):
-        underflow_report(jnp.ones(2), "int8")
-    for headroom in (-1, 1.5, True):
-        with pytest.raises(ValueError, match="`headroom` must be an integer of 0 or more"):
-            underflow_report(jnp.ones(2), headroom=headroom)
-    for scale in (3.0, 0.0, -2.0, math.inf, "2", None, np.ones(2)):
-        with pytest.raises(ValueError, match="must be a loss scale or a number, concrete and a power of two"):
-            underflow_report(jnp.ones(2), loss_scale=scale)

@@ -248,8 +248,8 @@ def test_gradients_of_wrong_shapes_are_named():
     tx = mpx.loss_scaling(optax.adam(1.0))
     params = {"a": jnp.ones(2), "w": jnp.ones((3, 2))}
     grads = {"a": jnp.ones(2), "w": jnp.ones((5, 3, 2))}
-    shapes = r"'w': update float..\[5, 3, 2\], parameter float..\[3, 2\]\n.*Is a mean over examples missing"
-    with pytest.raises(ValueError, match=f"`loss_scaling`: gradients .*\n  {shapes}"):
+    shapes = r"'w': update float..\[5, 3, 2\], parameter float..\[3, 2\]"
+    with pytest.raises(ValueError, match=rf"`loss_scaling`: gradients .*Is a mean over examples missing\?\n  {shapes}"):
         jax.eval_shape(tx.update, grads, tx.init(params), params)
     message = r"changed its state at 'inner_state/0/mu/w' from float..\[3, 2\] to float..\[5, 3, 2\]"
     with jax.numpy_rank_promotion("allow"), pytest.raises(TypeError, match=message):

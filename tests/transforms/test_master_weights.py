@@ -198,7 +198,7 @@ def test_options_that_mean_nothing_are_refused():
     message = "float64 needs 64-bit mode; set the environment variable JAX_ENABLE_X64=1"
     with jax.enable_x64(False), pytest.raises(ValueError, match=message):
         mpx.master_weights(optax.sgd(0.1), jnp.float64)
-    with jax.enable_x64(True), pytest.raises(ValueError, match=r"rounded twice:\n  'w': bfloat16\[2\]"):
+    with jax.enable_x64(True), pytest.raises(ValueError, match=r"rounded twice\. .*\n  'w': bfloat16\[2\]"):
         mpx.master_weights(optax.sgd(0.1), jnp.float64).init({"w": jnp.ones(2, jnp.bfloat16)})
 
 
@@ -212,12 +212,12 @@ def test_an_update_without_parameters_is_refused(tx):
 def test_parameters_that_are_not_those_of_the_state_are_all_named(tx):
     old = {"a": jnp.ones(2, jnp.bfloat16), "b": jnp.ones(2, jnp.bfloat16), "c": jnp.ones(2, jnp.bfloat16)}
     new = {"a": jnp.ones(3, jnp.bfloat16), "b": jnp.ones(2, jnp.float32), "d": jnp.ones(2)}
-    with pytest.raises(ValueError, match="the parameters are not those that its state was made for") as error:
+    with pytest.raises(ValueError, match="the state was made for other parameters") as error:
         tx.update(jax.tree.map(jnp.ones_like, new), tx.init(old), new)
     lines = str(error.value).splitlines()
-    assert [re.match(r"  '(.)'", line)[1] for line in lines[1:-1]] == ["c", "d", "a", "b"]
+    assert [re.match(r"  '(.)'", line)[1] for line in lines[1:]] == ["c", "d", "a", "b"]
     assert "'a': bfloat16[3], but the state keeps" in str(error.value)
-    assert "'b': float32[2], but the state keeps a master or compensation" in str(error.value)
+    assert "'b': float32[2], but the state keeps " in str(error.value)
     assert "`equinox.apply_updates`" in str(error.value)  # it adds without casting back
 
 

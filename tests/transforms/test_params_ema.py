@@ -43,7 +43,7 @@ def test_it_is_the_weighted_mean_of_the_masters(storage):
     state, masters = trained(mpx.master_weights(optax.chain(optax.adam(1e-3), *averages), storage=storage), start)
     for (decay, debias), average in zip(options, state.inner_state[1:], strict=True):
         expected = weighted_mean(masters, decay, None if debias else np.asarray(start, np.float64))
-        average = mpx.ema_params(average)
+        average = mpx.averaged_params(average)
         assert average.dtype == jnp.float32
         np.testing.assert_allclose(average, expected, rtol=1e-5, atol=1e-6)
         if debias:  # negative control: the mean of the rounded parameters is another one
@@ -55,11 +55,11 @@ def test_the_first_debiased_average_is_the_first_parameters_to_the_bit_however_f
     tx = mpx.master_weights(optax.chain(optax.adam(1e-3), mpx.params_ema(0.999)))
     params = jnp.full(10, 300.0, jnp.bfloat16)
     updates, state = tx.update(jnp.ones(10), tx.init(params), params)
-    assert_same_bits(mpx.ema_params(state), mpx.master_params(optax.apply_updates(params, updates), state))
+    assert_same_bits(mpx.averaged_params(state), mpx.master_params(optax.apply_updates(params, updates), state))
     tx, params = mpx.params_ema(0.9), jnp.full(4, 300.0, jnp.float32)
     updates = jnp.asarray([-299.9, -300.001, 1e-3, 7e5], jnp.float32)
     _, state = tx.update(updates, tx.init(params), params)
-    assert_same_bits(mpx.ema_params(state), optax.apply_updates(params, updates))
+    assert_same_bits(mpx.averaged_params(state), optax.apply_updates(params, updates))
 
 
 def test_it_gets_where_a_bfloat16_average_stalls():
@@ -76,7 +76,7 @@ def test_it_gets_where_a_bfloat16_average_stalls():
     in_bfloat16 = lambda _, ema: jnp.bfloat16(0.999) * ema + jnp.bfloat16(0.001) * jnp.bfloat16(1)
     naive = jax.lax.fori_loop(0, 5000, in_bfloat16, jnp.zeros((), jnp.bfloat16))
     assert float(naive) == 0.5
-    np.testing.assert_allclose(mpx.ema_params(run()), 1 - 0.999**5000, rtol=1e-5)
+    np.testing.assert_allclose(mpx.averaged_params(run()), 1 - 0.999**5000, rtol=1e-5)
 
 
 def test_without_masters_it_averages_what_apply_updates_stores():
@@ -86,7 +86,7 @@ def test_without_masters_it_averages_what_apply_updates_stores():
     updates, state = tx.update(jnp.asarray([2.0**-10, 0.3]), tx.init(params), params)
     stored = optax.apply_updates(params, updates)
     assert (stored == 1).tolist() == [True, False]
-    assert_same_bits(mpx.ema_params(state), stored.astype(jnp.float32))
+    assert_same_bits(mpx.averaged_params(state), stored.astype(jnp.float32))
 
 
 def test_updates_pass_through_and_leaves_that_are_not_floating_are_not_averaged():
@@ -95,21 +95,21 @@ def test_updates_pass_through_and_leaves_that_are_not_floating_are_not_averaged(
     updates = {"w": jnp.full(3, 0.5), "ids": jnp.zeros(3, int), "none": None}
     new, state = tx.update(updates, tx.init(params), params)
     assert_same_bits(new, updates)
-    assert mpx.ema_params(state)["ids"] == optax.MaskedNode()
-    assert_same_bits(mpx.ema_params(state)["w"], jnp.full(3, 1.5))
+    assert mpx.averaged_params(state)["ids"] == optax.MaskedNode()
+    assert_same_bits(mpx.averaged_params(state)["w"], jnp.full(3, 1.5))
 
 
 def test_float64_parameters_have_a_float64_average():
     with jax.enable_x64(True):
         tx, params = mpx.params_ema(0.5), jnp.full(2, 1 + 2.0**-40)
         _, state = tx.update(jnp.zeros(2), tx.init(params), params)
-        assert_same_bits(mpx.ema_params(state), np.full(2, 1 + 2.0**-40))
+        assert_same_bits(mpx.averaged_params(state), np.full(2, 1 + 2.0**-40))
 
 
 def test_before_the_first_step_it_is_the_initial_parameters_in_another_buffer():
     params = jnp.full(3, 0.1, jnp.float32)
     state = mpx.params_ema(0.9).init(params)
-    assert_same_bits(mpx.ema_params(state), params)
+    assert_same_bits(mpx.averaged_params(state), params)
     assert state.ema is not params
 
 
@@ -129,11 +129,11 @@ def test_the_debiased_step_is_right_to_the_precision_of_float32_after_many_steps
         tx = mpx.params_ema(decay)
         state = mpx.states.ParamsEmaState(jnp.int32(1_000_000), jnp.zeros(()))
         _, state = tx.update(jnp.ones(()), state, jnp.zeros(()))
-        np.testing.assert_allclose(mpx.ema_params(state), (1 - decay) / (1 - decay**1_000_001), rtol=3e-7)
+        np.testing.assert_allclose(mpx.averaged_params(state), (1 - decay) / (1 - decay**1_000_001), rtol=3e-7)
 
 
 def test_averaged_steps_saturate():
     state = mpx.states.ParamsEmaState(jnp.int32(2**31 - 1), jnp.zeros(()))
     _, state = mpx.params_ema(0.999).update(jnp.ones(()), state, jnp.zeros(()))
     assert int(state.averaged_steps) == 2**31 - 1
-    assert abs(float(mpx.ema_params(state)) - 1e-3) < 1e-8
+    assert abs(float(mpx.averaged_params(state)) - 1e-3) < 1e-8

@@ -90,10 +90,9 @@ def test_gradients_that_are_not_floating_are_all_named():
     params = {"embed": {"ids": np.zeros(512, np.int32)}, "flag": np.zeros(2, np.int32), "w": np.ones(2, np.float32)}
     grads = jax.grad(lambda p: p["w"].sum(), allow_int=True)(params) | {"embed": params["embed"]}
     expected = (
-        r"`upcast` needs floating-point gradients, but 2 of 3 leaves are not:\n"
+        r"`upcast` needs floating-point gradients, but 2 of 3 leaves are not\. Differentiate the floating .*\n"
         r"  grads\['embed/ids'\]: int32\[512\]\n"
-        r"  grads\['flag'\]: .*float0.*\n"
-        r"Differentiate the floating leaves only"
+        r"  grads\['flag'\]: .*float0"
     )
     with pytest.raises(TypeError, match=expected):
         tx.update(grads, tx.init(params), params)

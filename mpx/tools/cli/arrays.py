@@ -8,14 +8,13 @@ import jax
 import ml_dtypes
 import numpy as np
 
-import mpx
 from mpx import _errors
 from mpx.tools.cli.errors import CommandError, message_of
-from mpx.tools.monitor.underflow import UnderflowReport
+from mpx.tools.monitor.underflow import UnderflowReport, underflow_report
 
 
 def read(path: pathlib.Path) -> tuple[Any, list[str]]:
-    """Return the arrays of a file or folder as a tree, and notes for those who read a report of them.
+    """Return the arrays of a file or folder as a tree, and notes on what was lost in the file.
 
     Raises:
         CommandError: if the file is of another kind, or damaged.
@@ -41,7 +40,7 @@ def report(tree: Any, dtype: str, loss_scale: float) -> UnderflowReport:
     """Report on arrays, with 64-bit types if one is float64: without them jax would round its smallest to zero."""
     is_wide = any(array.dtype == np.float64 for array in jax.tree.leaves(tree))
     with jax.enable_x64(True) if is_wide else contextlib.nullcontext():
-        return mpx.underflow_report(tree, dtype, loss_scale=loss_scale)
+        return underflow_report(tree, dtype, loss_scale=loss_scale)
 
 
 # `np.load` takes a file of any other kind for a pickle, and its error says how to run it.

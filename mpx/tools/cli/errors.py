@@ -57,8 +57,7 @@ def users_code() -> Iterator[None]:
         if os.environ.get("MPX_DEBUG") or frame is None:
             raise
         where = f"{os.path.relpath(frame.filename)}:{frame.lineno} ({frame.name})"
-        message = f"{where}: `{frame.line}` raised {type(error).__name__}: {error}"
-        raise CommandError(message) from error
+        raise CommandError(f"{where}: `{frame.line}` raised {type(error).__name__}: {error}") from error
 
 
 def _is_users(file: str) -> bool:

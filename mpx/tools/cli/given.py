@@ -1,6 +1,5 @@
 """Arguments of commands: numbers, memories, shapes, meshes, functions, rules."""
 
-import difflib
 import functools
 import importlib.util
 import inspect
@@ -35,7 +34,10 @@ _SHAPE = re.compile(r"(\w+?)(?:\[\s*((?:\d+\s*,\s*)*\d+)?\s*\])?")
 
 
 def parameters(text: str) -> int:
-    """Return a number of parameters: 124000000 for `124M`."""
+    """Return a number of parameters: 124000000 for `124M`; raise for `7`, which was meant to be `7B`."""
+    number = text.strip()
+    if re.fullmatch(r"\d{1,3}(\.\d+)?", number) and float(number):
+        raise CommandError(f"{text!r} would be {number} parameters. Did you mean {number}B (10^9) or {number}M (10^6)?")
     return _number(text, _COUNTS, "a number of parameters such as 124M, 7B or 70e9")
 
 
@@ -89,9 +91,9 @@ def function(reference: str) -> Callable[..., Any]:
 
 def made_by(reference: str) -> list[Any]:
     """Return the arguments that the function of a reference makes."""
-    made_of = function(reference)
+    make = function(reference)
     with users_code():
-        made = made_of()
+        made = make()
     return list(made) if type(made) in (tuple, list) else [made]  # a NamedTuple is one argument
 
 
@@ -136,14 +138,12 @@ def rule(text: str) -> Any:
         with users_code():
             return found() if callable(found) and not hasattr(found, "init") else found
     make = getattr(optax, text, None) or getattr(optax.contrib, text, None)
-    if not inspect.isfunction(make):
-        close = ", ".join(difflib.get_close_matches(text, {*dir(optax), *dir(optax.contrib)}, n=3))
-        hint = f"Did you mean {close}? " if close else ""
-        raise CommandError(f"Optax has no rule {text!r}. {hint}A rule of your own is given as file.py:function.")
-    needed = [name for name, setting in inspect.signature(make).parameters.items() if setting.default is setting.empty]
-    if set(needed) - {"learning_rate"}:
+    is_rule = inspect.isfunction(make)
+    settings = inspect.signature(make).parameters.values() if is_rule else ()
+    needed = {setting.name for setting in settings if setting.default is setting.empty}
+    if not is_rule or needed - {"learning_rate"}:
         raise CommandError(
-            f"`optax.{text}` needs {', '.join(needed)}: write a function that makes the rule, and give it as "
-            "file.py:function."
+            f"Optax has no rule {text!r} that needs at most a learning rate. Write a function that makes the rule, and "
+            "give it as file.py:function."
         )
-    return make(**{name: 1e-3 for name in needed})
+    return make(**dict.fromkeys(needed, 1e-3))

@@ -8,12 +8,13 @@ from typing import Any
 
 import typer
 from rich.console import Console
+from rich.status import Status
 
 from mpx import _tables
 
 
 def write(content: Any, parts: Sequence[Any], as_json: bool) -> None:
-    """Write the content as JSON, in which null stands for a number that is not finite; or the parts, for people."""
+    """Write the parts, for people; or the content as JSON, with null for a number that is not finite."""
     if as_json:
         typer.echo(json.dumps(_tables.json_values(content), indent=2, allow_nan=False))
         return
@@ -24,6 +25,6 @@ def write(content: Any, parts: Sequence[Any], as_json: bool) -> None:
         console.print(*[""] * min(index, 1), part, sep="\n")
 
 
-def progress_console() -> Console:
-    """Return a console on standard error, for what is shown while a command works."""
-    return Console(stderr=True)
+def status(text: str) -> Status:
+    """Show on standard error what a command is doing."""
+    return Console(stderr=True).status(text)

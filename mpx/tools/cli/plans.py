@@ -1,44 +1,82 @@
 """Plans of recipes and their tables, for `mpx plan`."""
 
+from collections.abc import Sequence
 from typing import Any
 
-import mpx
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from mpx._parallel.placement import sharded_spec
 from mpx.tools.cli import given
 from mpx.tools.cli.errors import CommandError, users_code
-from mpx.tools.plan import STANDARD_RECIPES, PlanComparison
+from mpx.tools.plan import STANDARD_RECIPES, PlanComparison, compare_plans, training_code
+from mpx.tools.plan.memory_plan import evaluate
 
 CONVENTION = (
     "Without activations. Gradients are those inside one jitted step; --gradient-dtype f32 counts those that leave it."
 )
 
 
-def compare(model: Any, rule: str, names: list[str], mesh: str | None, gradient_dtype: str | None) -> PlanComparison:
-    """Plan the recipes of these names, or all if there are none, with the options as they were given."""
-    by_name = {name.lower(): (name, recipe) for name, recipe in STANDARD_RECIPES.items()}
-    for name in names:
-        if name.lower() not in by_name:
-            raise CommandError(f"there is no recipe {name!r}. The standard recipes are: {'; '.join(STANDARD_RECIPES)}.")
-    recipes = dict(by_name[name.lower()] for name in names) or None
-    devices = None if mesh is None else given.mesh(mesh)
-    axis = "data" if devices is None else devices.axis_names[0]
+def compare(
+    model: Any, rule: str, names: Sequence[str], mesh: str | None, fsdp: bool, gradient_dtype: str | None
+) -> PlanComparison:
+    """Plan the recipes with these names (all if `names` is empty), with options as the command line gives them."""
+    if fsdp and mesh is None:
+        raise CommandError("--fsdp shards parameters over devices: say over how many, as in --devices 64.")
+    by_name = {name.lower(): name for name in STANDARD_RECIPES}
+    unknown = [name for name in names if name.lower() not in by_name]
+    if unknown:
+        raise CommandError(f"there is no recipe {unknown[0]!r}. The standard recipes are: {'; '.join(by_name)}.")
+    recipes = {by_name[name.lower()]: STANDARD_RECIPES[by_name[name.lower()]] for name in names} or None
+    options: dict[str, Any] = {"gradient_dtype": gradient_dtype}
     with users_code():
-        return mpx.compare_plans(
-            model, given.rule(rule), recipes, gradient_dtype=gradient_dtype, mesh=devices, axis=axis
-        )
+        if mesh is not None:
+            devices = given.mesh(mesh)
+            options |= {"mesh": devices, "axis": devices.axis_names[0]}
+            if fsdp:
+                model = evaluate(model)
+                options |= {"axis": None, "param_specs": _fully_sharded(model, devices)}
+        return compare_plans(model, given.rule(rule), recipes, **options)
+
+
+def _fully_sharded(model: Any, mesh: Any) -> Any:
+    """Return the specs of parameters that are sharded along the first axis of a mesh."""
+    axis = mesh.axis_names[0]
+    if isinstance(model, int):
+        return PartitionSpec(axis)
+    return jax.tree.map(lambda p: sharded_spec(np.shape(p), PartitionSpec(), mesh, axis), model)
 
 
 def what_fits(comparison: PlanComparison, limit: int | None) -> dict[str, Any]:
-    """Return for JSON which recipes fit into a memory, and their largest models; None without a memory."""
+    """Return for JSON which recipes fit into some bytes, and their largest models; None without a limit."""
     if limit is None:
-        return dict.fromkeys(("memory_bytes", "fits", "largest_models"))
+        return dict.fromkeys(("usable_bytes", "fits", "largest_models"))
+    plans = comparison.plans.items()
+    fits = {name: plan.total_bytes_a_device <= limit for name, plan in plans}
+    return {"usable_bytes": limit, "fits": fits, "largest_models": {n: plan.largest_model(limit) for n, plan in plans}}
+
+
+def tables(comparison: PlanComparison, limit: int | None, fraction: float, fsdp: bool) -> list[Any]:
+    """Return the table of several recipes, or the parts of one; and the code of the only one, or of one that fits."""
     plans = comparison.plans
-    fits = {name: plan.total_bytes_a_device <= limit for name, plan in plans.items()}
-    largest = {name: plan.largest_model(limit) for name, plan in plans.items()}
-    return {"memory_bytes": limit, "fits": fits, "largest_models": largest}
-
-
-def tables(comparison: PlanComparison, limit: int | None, exact: bool) -> list[Any]:
-    """Return the table of several recipes, or the parts of one."""
-    plans = list(comparison.plans.values())
-    compared = [comparison.table(exact=exact, memory_bytes=limit)] if limit or len(plans) > 1 else []
-    return compared if len(plans) > 1 else [*compared, plans[0].table(exact=exact)]
+    parts: list[Any] = [comparison.table(memory_bytes=limit)] if limit or len(plans) > 1 else []
+    parts += [plan for plan in plans.values() if len(plans) == 1]
+    shown = list(plans) if len(plans) == 1 else []
+    if limit is not None:
+        shown = [name for name, plan in plans.items() if plan.total_bytes_a_device <= limit]
+        parts.append(
+            f"What fits, fits into {fraction:.0%} of the memory. JAX takes 75% of a GPU's memory unless "
+            "XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise; so does --memory-fraction here."
+        )
+        if not shown:
+            more = "take more devices" if fsdp else "shard parameters too (--devices N --fsdp)"
+            parts.append(
+                f"It does not fit: try another recipe, or {more}." if len(plans) == 1 else f"No recipe fits: {more}."
+            )
+    if shown:
+        name = "bf16-split" if "bf16-split" in shown else shown[0]
+        recipe = STANDARD_RECIPES[name]
+        parts.append(f"{name}: {recipe.purpose}. For AdamW, with Flax Linen or any pytree:")
+        parts += [training_code(recipe, "linen"), "For AdamW, with Flax NNX:", training_code(recipe, "nnx")]
+    return parts

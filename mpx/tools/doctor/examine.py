@@ -5,20 +5,19 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from mpx._autocast.explain import explain
 from mpx._tables import Result, Table
-from mpx.tools.doctor import problems, surroundings
-from mpx.tools.doctor.exactness import Check, roundings, try_claims, try_rounding
+from mpx.tools.doctor import environment, problems
+from mpx.tools.doctor.environment import Environment
+from mpx.tools.doctor.exactness import Check, try_claims
 from mpx.tools.doctor.problems import Problem
 from mpx.tools.doctor.products import WAYS, Product, first_line, try_product, with_rates
 from mpx.tools.doctor.recommendation import Recommendation, recommend
-from mpx.tools.doctor.surroundings import Surroundings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,17 +25,17 @@ class Diagnosis(Result):
     """Hold the result of `examine`; prints as a verdict and tables, with `rich.print` too.
 
     Attributes:
-        surroundings: versions, and other packages called mpx.
+        environment: versions, and other packages called mpx.
         backend: the backend that JAX computes on; empty if none started.
         devices: the number of devices of each kind.
         products: the dtypes that work, and their rates unless the examination was quick.
-        checks: whether mpx is exact, and what JAX's own roundings do.
+        checks: whether mpx is exact, claim by claim.
         autocast_narrows: whether `mpx.autocast` narrows an ordinary product.
         failure: why no backend started; all that needs a device is then empty.
         seconds: the duration of the examination.
     """
 
-    surroundings: Surroundings
+    environment: Environment
     backend: str = ""
     devices: dict[str, int] = dataclasses.field(default_factory=dict)
     products: tuple[Product, ...] = ()
@@ -48,8 +47,11 @@ class Diagnosis(Result):
     @property
     def problems(self) -> tuple[Problem, ...]:
         """Return what is wrong or worth knowing, errors first."""
-        in_software = problems.in_surroundings(self.surroundings)
-        found = [*in_software, *problems.in_backend(self), *problems.in_arithmetic(self)]
+        found = [
+            *problems.in_environment(self.environment),
+            *problems.in_backend(self.environment, self.backend, self.failure, self.autocast_narrows),
+            *problems.in_arithmetic(self.products, self.checks),
+        ]
         return tuple(sorted(found, key=lambda problem: ("error", "warning", "note").index(problem.severity)))
 
     @property
@@ -81,7 +83,7 @@ class Diagnosis(Result):
         wrong = sum(not check.exact for check in self.checks)
         refused = [product.name for product in self.products if not product.works]
         lines = [
-            f"Recipe for {self._devices()}: {recipe.policy if recipe else 'measure first, without --quick'}",
+            f"Recipe for {self._devices()}: {recipe.title if recipe else 'measure first, without --quick'}",
             f"Why: {recipe.reasons[0] if recipe else 'it was not measured whether 16-bit products are faster here'}.",
             f"Exact to the bit: {f'NO, {wrong} of {count} checks fail' if wrong else f'yes, all {count} checks'}.",
             f"Not supported here: {', '.join(refused) or 'nothing'}.",
@@ -94,25 +96,25 @@ class Diagnosis(Result):
 
     def _parts(self) -> Iterator[Table | str]:
         yield self.verdict
-        here = {"mpx imported from": self.surroundings.package, "backend": self.backend or "none"}
+        here = {"mpx imported from": self.environment.package, "backend": self.backend or "none"}
         here["devices"] = self._devices()
-        yield Table("System", [("what", "is"), *(self.surroundings.versions | here).items()], ())
+        yield Table("System", [("what", "is"), *(self.environment.versions | here).items()], ())
         if self.products:
             header = ("product", "error", "bits", "TFLOP/s", "to f32", "works")
             yield Table("Products", [header, *map(_product_line, self.products)], (1, 2, 3, 4))
         if self.checks:
-            lines = [(c.name, "yes" if c.exact else f"no: {c.detail}", c.plain or "") for c in self.checks]
-            yield Table("Exact to the bit", [("claim", "holds", "by JAX alone"), *lines], ())
+            lines = [(c.name, "yes" if c.exact else f"no: {c.detail}") for c in self.checks]
+            yield Table("Exact to the bit", [("claim", "holds"), *lines], ())
         found = [f"{p.severity}: {p.what}\n  what to do: {p.remedy}" for p in self.problems]
         yield "\n".join(["Problems", *found]) if found else "No problems."
         if self.recommendation is not None:
             reasons = [f"- {reason}" for reason in self.recommendation.reasons]
-            code = [f"    {line}" for line in self.recommendation.code.splitlines()]
-            yield "\n".join([f"Recommended: {self.recommendation.policy}", *reasons, "", *code])
+            yield "\n".join([f"Recommended: {self.recommendation.title}", *reasons])
+            yield from (f"{library}:\n\n{code}" for library, code in self.recommendation.code.items())
         yield f"Examined in {self.seconds:.1f} s."
 
 
-def examine(*, quick: bool = False, seconds: float = 0.6, progress: Callable[[str], None] | None = None) -> Diagnosis:
+def examine(*, quick: bool = False, seconds: float = 0.6) -> Diagnosis:
     """Examine this machine: what is here, which dtypes are worth using, and whether mpx is exact.
 
     Everything runs on the default device, under the settings that a training run would find. It takes about 10 seconds
@@ -121,7 +123,6 @@ def examine(*, quick: bool = False, seconds: float = 0.6, progress: Callable[[st
     Args:
         quick: leave out what is timed.
         seconds: about how long each rate is measured.
-        progress: called with the name of each part before it begins.
 
     Returns:
         A `Diagnosis`.
@@ -136,28 +137,20 @@ def examine(*, quick: bool = False, seconds: float = 0.6, progress: Callable[[st
     """
     if not 0 < seconds < math.inf:
         raise ValueError(f"`examine`: `seconds` must be a finite number above 0, but got {seconds!r}.")
-    start, announce = time.perf_counter(), progress or (lambda name: None)
-    announce("packages")
-    found = Diagnosis(surroundings.look_around())
-    announce("devices")
+    start, around = time.perf_counter(), environment.collect_environment()
     try:
         devices = collections.Counter(device.device_kind for device in jax.devices())
     except Exception as error:  # jax raises assertions too, if JAX_PLATFORMS names what is not installed
         failure = f"{first_line(error)} (JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')})"
-        return dataclasses.replace(found, failure=failure, seconds=time.perf_counter() - start)
+        return Diagnosis(around, failure=failure, seconds=time.perf_counter() - start)
     with jax.disable_jit(False):  # compiled programs are examined, whatever the mode
         matrix = jax.ShapeDtypeStruct((8, 8), jnp.float32)
         narrows = explain(jnp.matmul, "bf16")(matrix, matrix).narrowed_share == 1
-        announce("products")
         products = tuple(try_product(name, way) for name, way in WAYS.items())
-        announce("exactness")
-        dtypes = np.dtype(jnp.bfloat16), np.dtype(np.float16)
-        rounded = [try_rounding(*rounding) for dtype in dtypes for rounding in roundings(dtype)]
-        if not quick:
-            announce("rates of products")
-            products = with_rates(products, seconds=seconds)
-    parts = (jax.default_backend(), dict(devices), products, (*try_claims(), *rounded), narrows)
-    return Diagnosis(found.surroundings, *parts, seconds=time.perf_counter() - start)
+        products = products if quick else with_rates(products, seconds=seconds)
+        checks = tuple(try_claims())
+    parts = (jax.default_backend(), dict(devices), products, checks, narrows)
+    return Diagnosis(around, *parts, seconds=time.perf_counter() - start)
 
 
 def _product_line(product: Product) -> tuple[str, ...]:

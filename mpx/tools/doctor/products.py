@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 SIZE = 64  # rows and columns of the matrices whose product is compared with NumPy's
-LARGE = {"cpu": 512, "gpu": 4096, "tpu": 4096}  # of those whose product is timed, by backend
+LARGE = {"cpu": 512, "gpu": 4096, "tpu": 4096}  # rows and columns of the timed ones, by backend
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Product:
         bits: the number of significant bits of an operand that reach the result; None if it did not run.
         refusal: why it does not work.
         teraflops: 10^12 floating-point operations a second, in the fastest of several calls; None if not timed.
-        times_f32: the rate divided by that of `"f32 by default"`; None if not timed.
+        times_f32: the rate divided by the rate of `"f32 by default"`; None if not timed.
     """
 
     name: str

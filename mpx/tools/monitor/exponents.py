@@ -8,25 +8,25 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike, DTypeLike
 
 from mpx._dtypes import dtype_or_none
 
 # floor(log2(|x|)) of float32 numbers: from the smallest subnormal to the largest number.
 EXPONENTS = range(-149, 128)
 
-_FORMATS = tuple(
-    np.dtype(kind)
-    for kind in (np.float16, ml_dtypes.bfloat16, np.float32, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
-)
+_KINDS = (np.float16, ml_dtypes.bfloat16, np.float32, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
+_FORMATS = tuple(map(np.dtype, _KINDS))
 FATES = ("zero", "subnormal", "normal", "infinite")
 _COUNTED = 2**32  # the smallest number that a uint32 cannot count to
+Counts = jax.Array | np.ndarray
 
 
 class ExponentHistogram(NamedTuple):
@@ -34,15 +34,15 @@ class ExponentHistogram(NamedTuple):
 
     Attributes:
         counts: vector of 277 counts; `counts[i]` numbers have a magnitude of at least `2**(i - 149)` and below twice
-            that: from float32's smallest subnormal to its largest numbers. float64 numbers outside of this range are
-            counted at its ends.
+            that. It reaches from float32's smallest subnormal to its largest numbers; float64 numbers beyond are
+            counted at the ends.
         zeros: count of zeros.
         nonfinite: count of infinities and NaN.
     """
 
-    counts: Any
-    zeros: Any
-    nonfinite: Any
+    counts: Counts
+    zeros: Counts
+    nonfinite: Counts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,20 +61,24 @@ class Range:
     normal_from: float
     infinite_from: float
 
-    def edges(self, dtype: Any, scale: float = 1.0) -> np.ndarray:
+    @property
+    def thresholds(self) -> tuple[float, float, float]:
+        """Return where each of `FATES` ends and the next one begins."""
+        return self.nonzero_from, self.normal_from, self.infinite_from
+
+    def edges(self, dtype: DTypeLike, scale: float = 1.0) -> np.ndarray:
         """Return where the four `FATES` begin and the last one ends, as bits of float32 (float64: uint64).
 
-        They are those of numbers that are multiplied by a scale, a power of two, before they are rounded.
+        The edges are for numbers that are multiplied by `scale`, a power of two, before they are rounded.
         """
-        inside = np.array([self.nonzero_from, self.normal_from, self.infinite_from]) / scale
-        thresholds = np.array([math.ulp(0.0), *inside, math.inf])
+        thresholds = np.array([math.ulp(0.0), *(np.array(self.thresholds) / scale), math.inf])
         with np.errstate(over="ignore", under="ignore"):
             nearest = thresholds.astype(np.float64 if dtype == np.float64 else np.float32)
         above = np.nextafter(nearest, nearest[-1])
         return np.where(nearest.astype(np.float64) < thresholds, above, nearest).view(f"u{nearest.itemsize}")
 
 
-def range_of(dtype: Any, caller: str) -> Range:
+def range_of(dtype: DTypeLike, caller: str) -> Range:
     """Return the range of float16, bfloat16, float32, float8_e4m3fn or float8_e5m2; raise for anything else."""
     found = dtype_or_none(dtype)
     if found is None or found not in _FORMATS:
@@ -96,8 +100,8 @@ def _range_of(dtype: np.dtype) -> Range:
     return Range(dtype, above(smallest / 2), float(info.smallest_normal) - smallest / 2, overflow)
 
 
-def magnitudes_of(x: Any) -> jax.Array:
-    """Return the bits of |x| in float32 as uint32 (those of float64 numbers as uint64), in the order of |x|."""
+def magnitudes_of(x: ArrayLike) -> jax.Array:
+    """Return the bits of |x| in float32 as uint32 (float64 numbers: uint64), which are ordered as |x| is."""
     x = jnp.asarray(x)
     if x.dtype == np.float64:
         return lax.bitcast_convert_type(x, np.uint64) & np.uint64(0x7FFF_FFFF_FFFF_FFFF)
@@ -119,14 +123,19 @@ def count_true(*masks: jax.Array) -> jax.Array:
     return jnp.stack([_by_parts(lambda part: jnp.sum(part, dtype=np.uint32), mask) for mask in masks], axis=-1)
 
 
-def count_fates(x: Any, edges: Any) -> jax.Array:
+def count_fates(x: ArrayLike, edges: ArrayLike) -> jax.Array:
     """Count the nonzero finite numbers that meet each of `FATES`, by the `edges` of a range: uint32[..., 4]."""
     magnitudes = magnitudes_of(x)
-    at_least = count_true(*[magnitudes >= edge for edge in edges])
+    at_least = count_true(*[magnitudes >= edge for edge in edges])  # pyright: ignore  # a vector can be iterated over
     return at_least[..., :-1] - at_least[..., 1:]
 
 
-def count_exponents(x: Any) -> jax.Array:
+def shares_of(fates: Counts) -> Counts:
+    """Return the share of the numbers that meets each of `FATES`, from counts [..., 4]; 0 where there are none."""
+    return fates / fates.sum(axis=-1, keepdims=True).clip(1)
+
+
+def count_exponents(x: ArrayLike) -> jax.Array:
     """Count the zeros, the numbers of each of `EXPONENTS`, and the infinities and NaN: uint32[..., 279]."""
 
     def histogram(part):
@@ -138,7 +147,7 @@ def count_exponents(x: Any) -> jax.Array:
     return _by_parts(histogram, magnitudes_of(x))
 
 
-def histogram_of(totals: Any) -> ExponentHistogram:
+def histogram_of(totals: Counts) -> ExponentHistogram:
     """Return the sums of what `count_exponents` counted as a histogram."""
     return ExponentHistogram(totals[1:-1], totals[0], totals[-1])
 

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from mpx._autocast.explain import line_of
 from mpx._autocast.fp8 import Observed
 from mpx._autocast.rules import DEFAULT_RULES
-from mpx._autocast.transform import Autocast, autocast, autocast_of, make_autocast
+from mpx._autocast.transform import autocast, autocast_of, make_autocast
 from mpx._fp8 import Fp8
 from mpx._gradients import value_and_grad
 from mpx._policy import Policy
@@ -30,8 +30,8 @@ class Fp8Operand:
         operand: `"left"`, `"right"` or `"cotangent"`, the gradient that flows back into the product.
         shape: its shape.
         dtype: the format.
-        numbers: how many of its numbers were counted: all that were rounded, in all iterations of a loop, of all
-            products of the line with this shape, and again where the backward pass computes them again.
+        numbers: how many of its numbers were rounded: in all iterations of a loop, in all products of the line with
+            this shape, and again where the backward pass recomputes them.
         zero: the share that becomes zero.
         subnormal: the share that becomes subnormal and loses bits.
         infinite: the share that overflows. Scales leave none.
@@ -50,7 +50,7 @@ class Fp8Operand:
 
     @property
     def place(self) -> str:
-        """Say which operand of which line it is."""
+        """Name the operand and its line."""
         return f"the {self.operand} operand of {self.where}"
 
 
@@ -81,11 +81,12 @@ class Fp8Report(Result):
         )
 
     def _parts(self) -> Iterator[Table | str]:
-        lines = [("where", "operand", "shape", "format", "numbers", "zero", "subnormal", "infinite", "nonfinite")]
+        header = ("where", "operand", "shape", "format", "numbers", "zero", "subnormal", "infinite", "nonfinite")
+        lines: list[tuple[str, ...]] = [header]
         for row in self.operands:
-            zero, subnormal, infinite = [f"{share:.2%}" for share in (row.zero, row.subnormal, row.infinite)]
-            shape, numbers, nonfinite = "x".join(map(str, row.shape)), f"{row.numbers:,}", f"{row.nonfinite:,}"
-            lines.append((row.where, row.operand, shape, str(row.dtype), numbers, zero, subnormal, infinite, nonfinite))
+            shares = [f"{share:.2%}" for share in (row.zero, row.subnormal, row.infinite)]
+            what = (row.where, row.operand, "x".join(map(str, row.shape)), str(row.dtype))
+            lines.append((*what, f"{row.numbers:,}", *shares, f"{row.nonfinite:,}"))
         yield Table("Operands of products in 8 bits, after their scales", lines, right=range(4, 9))
         yield self.verdict
 
@@ -96,8 +97,8 @@ def fp8_report(
     """Count what the 8-bit formats lose of each operand, in a loss function under `autocast(..., "fp8")`.
 
     It tells which layer to keep in 16 bits when a run in FP8 learns worse. The function runs once with its gradient,
-    and each operand is counted where it is rounded, after its scale: what becomes zero or subnormal, what overflows.
-    The numbers go to the host one product at a time, so it is slow: call it where you log, not in each step.
+    and each operand is counted where it is rounded, after its scale. The numbers go to the host one product at a time,
+    so it is slow: call it where you log, not in each step.
 
     Args:
         fun: a function to a loss, or one that `autocast` returned.
@@ -105,7 +106,7 @@ def fp8_report(
         has_aux: whether `fun` returns a pair of the loss and something else.
 
     Returns:
-        A function of the arguments of `fun` that returns an `Fp8Report`. The gradient is that of the first argument.
+        A function of the arguments of `fun` that returns an `Fp8Report`. It differentiates by the first argument.
 
     Raises:
         ValueError: if nothing asks for FP8, or a policy is given for a function that has its own.
@@ -114,7 +115,7 @@ def fp8_report(
     Example:
         >>> loss_fn = lambda w, x: jnp.mean((x @ w) ** 2)
         >>> x = jnp.ones((16, 16)).at[0, 0].set(2.0**20)  # beside it, a number of 1 becomes zero
-        >>> report = mpx.monitor.fp8_report(loss_fn, mpx.Fp8(min_size=0))(jnp.ones((16, 16)), x)
+        >>> report = mpx.monitor.fp8_report(loss_fn, mpx.Fp8(min_extent=0))(jnp.ones((16, 16)), x)
         >>> [(row.operand, str(row.dtype), round(row.zero, 3)) for row in report.operands]
         [('left', 'float8_e4m3fn', 0.996), ('right', 'float8_e4m3fn', 0.0), ('cotangent', 'float8_e5m2', 0.0)]
     """
@@ -125,15 +126,23 @@ def fp8_report(
         if policy_or_dtype is None:
             raise ValueError("`fp8_report` needs a policy or 'fp8' for a function without `autocast`.")
         record = make_autocast(fun, policy_or_dtype, DEFAULT_RULES, checkpoint=None, gradient_dtype=None)
-    fp8 = record.settings.compute.fp8
+    settings, fp8 = record.settings, record.settings.compute.fp8
     if fp8 is None:
-        raise ValueError(f"`fp8_report` needs 'fp8' or an `mpx.Fp8`, but got {record.settings.compute.name!r}.")
+        raise ValueError(f"`fp8_report` needs 'fp8' or an `mpx.Fp8`, but got {settings.compute.name!r}.")
+    counts = _Counts()
+    observed = Observed(**dataclasses.asdict(fp8), observe=counts.observe)
+    watched = autocast(
+        record.fun,
+        observed if record.policy is None else dataclasses.replace(record.policy, fp8=observed),
+        rules=settings.rules,
+        checkpoint=record.checkpoint,
+        gradient_dtype=settings.gradient_dtype,
+    )
 
     def reported(*args: Any, **kwargs: Any) -> Fp8Report:
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, kwargs))):
             raise TypeError("`fp8_report` counts concrete numbers: call it outside of `jax.jit`.")
-        counts = _Counts()
-        watched = _observed(record, Observed(**dataclasses.asdict(fp8), observe=counts.observe))
+        counts.found.clear()
         jax.block_until_ready(value_and_grad(watched, has_aux=has_aux)(*args, **kwargs))
         jax.effects_barrier()
         return Fp8Report(tuple(counts.rows()))
@@ -141,32 +150,19 @@ def fp8_report(
     return reported
 
 
-def _observed(record: Autocast, observed: Observed) -> Callable[..., Any]:
-    """Return an autocast function that shows its operands."""
-    policy = observed if record.policy is None else dataclasses.replace(record.policy, fp8=observed)
-    settings = record.settings
-    return autocast(
-        record.fun,
-        policy,
-        rules=settings.rules,
-        checkpoint=record.checkpoint,
-        gradient_dtype=settings.gradient_dtype,
-    )
-
-
 class _Counts:
     """Counts of what becomes of numbers, by operand."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[str, str, tuple[int, ...], np.dtype], np.ndarray] = {}
+        self.found: dict[tuple[str, str, tuple[int, ...], np.dtype], np.ndarray] = {}
 
     def observe(self, eqn: JaxprEqn, operand: str, x: jax.Array, dtype: np.dtype) -> None:
         """Count the numbers of an operand whenever it is rounded."""
         key = line_of(eqn, ()), operand, x.shape, dtype
-        self._found.setdefault(key, np.zeros(len(exponents.FATES) + 1, np.int64))
+        self.found.setdefault(key, np.zeros(len(exponents.FATES) + 1, np.int64))
 
-        def add(fates: Any, nonfinite: Any) -> None:
-            self._found[key] += [*exponents.sum_int64(fates), *exponents.sum_int64(nonfinite)]
+        def add(fates: jax.Array, nonfinite: jax.Array) -> None:
+            self.found[key] += [*exponents.sum_int64(fates), *exponents.sum_int64(nonfinite)]
 
         edges = exponents.range_of(dtype, "fp8_report").edges(np.float32)
         is_nonfinite = exponents.magnitudes_of(x) >= np.float32(np.inf).view(np.uint32)
@@ -174,7 +170,7 @@ class _Counts:
 
     def rows(self) -> Iterator[Fp8Operand]:
         """Yield the shares of each operand."""
-        for key, (*fates, nonfinite) in self._found.items():
-            total = sum(fates)
-            zero, subnormal, _, infinite = [count / max(total, 1) for count in fates]
-            yield Fp8Operand(*key, int(total), float(zero), float(subnormal), float(infinite), int(nonfinite))
+        for key, counted in self.found.items():
+            fates, nonfinite = counted[:-1], int(counted[-1])
+            zero, subnormal, _, infinite = exponents.shares_of(fates).tolist()
+            yield Fp8Operand(*key, int(fates.sum()), zero, subnormal, infinite, nonfinite)

@@ -13,14 +13,15 @@ from mpx import _errors, _trees
 
 T = TypeVar("T")
 Groups = Literal["leaf"] | Mapping[str, str] | None
+Column = tuple[Any, ...]  # a leaf of each measured tree: the update, and the weight if a measure needs it
 
 
-def measure(caller: str, of_leaves: Callable[[Sequence[Any]], Any], groups: Groups) -> Callable[..., Any]:
+def measure(caller: str, of_leaves: Callable[[Sequence[Column]], Any], groups: Groups) -> Callable[..., Any]:
     """Return a measure for `optax.snapshot` and `watch`: a function of gradients or updates, and perhaps of weights.
 
     Args:
         caller: the name of the public function that makes it.
-        of_leaves: a function of a list with a tuple for each leaf: the update, and the weight if it needs one.
+        of_leaves: a function of a list with a column for each leaf.
         groups: None, `"leaf"` or patterns by name.
     """
     _check_groups(groups, caller)
@@ -40,11 +41,11 @@ def measure(caller: str, of_leaves: Callable[[Sequence[Any]], Any], groups: Grou
 
 
 def behind_barrier(tree: T) -> T:
-    """Return the same numbers, in such a way that the compiler does not see that the training run reads them too.
+    """Return the same numbers, but hide from the compiler that the training run reads them too.
 
-    It then fuses no arithmetic of a measure with that of the step, and rounds nothing in the step otherwise because a
-    value has two readers. Bits pass through the barrier rather than floating-point numbers: with those XLA on CPU
-    places the reshaping of a gradient of one column elsewhere, and LLVM contracts another product of the optimizer.
+    Otherwise it fuses a measure with the step, and may round the step's numbers in another place because they have two
+    readers. Bits pass through the barrier, not floating-point numbers: with those, XLA on CPU moves the reshaping of a
+    gradient of one column, and LLVM contracts another product of the optimizer.
     """
     leaves, treedef = jax.tree.flatten(tree)
     floats = {i: jnp.asarray(x) for i, x in enumerate(leaves) if _trees.is_floating(x)}
@@ -66,10 +67,10 @@ def with_weights(caller: str, measured: Callable[[Any, Any], Any]) -> optax.Grad
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update_fn)
 
 
-def _grouped(columns: list[tuple[str, Any]], groups: Any, caller: str) -> dict[str, list[Any]]:
+def _grouped(columns: list[tuple[str, Column]], groups: Groups, caller: str) -> dict[str, list[Column]]:
     """Return the members of each group; raise if one has none."""
     patterns = groups if isinstance(groups, Mapping) else {}
-    grouped: dict[str, list[Any]] = {name: [] for name in patterns}
+    grouped: dict[str, list[Column]] = {name: [] for name in patterns}
     for path, column in columns:
         matches = (name for name, pattern in patterns.items() if re.search(pattern, path))
         name = path if groups == "leaf" else next(matches, None)
@@ -85,7 +86,7 @@ def _grouped(columns: list[tuple[str, Any]], groups: Any, caller: str) -> dict[s
     return grouped
 
 
-def _check_groups(groups: Any, caller: str) -> None:
+def _check_groups(groups: Groups, caller: str) -> None:
     if groups is None or groups == "leaf":
         return
     if not isinstance(groups, Mapping) or not all(isinstance(x, str) for pair in groups.items() for x in pair):

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from mpx import formats
 from mpx._dtypes import dtype_or_none
 from mpx.tools.monitor import exponents
-from mpx.tools.monitor.groups import Groups, measure, with_weights
+from mpx.tools.monitor.groups import Column, Groups, measure, with_weights
 
 _STORED = tuple(np.dtype(kind) for kind in (jnp.bfloat16, np.float16, np.float32))
 
@@ -20,10 +20,10 @@ _STORED = tuple(np.dtype(kind) for kind in (jnp.bfloat16, np.float16, np.float32
 def underflow(dtype: DTypeLike, *, groups: Groups = None) -> Callable[[Any], Any]:
     """Measure the share of the gradients that become zero when they are rounded to a format.
 
-    The share is of all numbers that are neither zero nor infinite nor NaN, from 0 to 1; it is 0 if there are none.
+    The share, from 0 to 1, is of all nonzero finite numbers; without any it is 0.
     Numbers are rounded to nearest, ties to even. Subnormal numbers of the format count as kept, although some devices
-    flush them to zero: see `becomes_subnormal`. Measure gradients of a float32, bfloat16 or scaled backward pass:
-    those that float16 has already made zero are zeros here.
+    flush them to zero: see `becomes_subnormal`. Measure gradients of a float32, bfloat16 or scaled backward pass: what
+    float16 has already made zero counts as zero here.
 
     Args:
         dtype: the format: f16, bf16, f32, float8_e4m3fn or float8_e5m2.
@@ -35,7 +35,7 @@ def underflow(dtype: DTypeLike, *, groups: Groups = None) -> Callable[[Any], Any
         A measure for `optax.snapshot` and `watch`: a function of a tree to a float32 scalar, or a dictionary of them.
 
     Raises:
-        ValueError: if `dtype` or `groups` is none of these; when it measures, if a group has no leaf.
+        ValueError: if `dtype` or `groups` is something else; when it measures, if a group has no leaf.
 
     Example:
         >>> grads = {"embed": jnp.array([2.0**-26, 2.0**-24]), "head": jnp.ones(2)}
@@ -57,7 +57,7 @@ def underflow(dtype: DTypeLike, *, groups: Groups = None) -> Callable[[Any], Any
 def becomes_subnormal(dtype: DTypeLike, *, groups: Groups = None) -> Callable[[Any], Any]:
     """Measure the share of the gradients that become subnormal in a format, and keep fewer bits than others.
 
-    Arguments, result and errors are those of `underflow`, which does not count these numbers: on a device that flushes
+    Arguments, result and errors: as for `underflow`, which does not count these numbers. On a device that flushes
     subnormals to zero, add the two shares.
 
     Example:
@@ -70,8 +70,8 @@ def becomes_subnormal(dtype: DTypeLike, *, groups: Groups = None) -> Callable[[A
 def overflow(dtype: DTypeLike, *, groups: Groups = None) -> Callable[[Any], Any]:
     """Measure the share of the gradients that overflow when they are rounded to a format.
 
-    Arguments, result and errors are those of `underflow`. An overflow is infinite, or NaN in float8_e4m3fn, which has
-    no infinity.
+    Arguments, result and errors: as for `underflow`. An overflow is infinite, or NaN in float8_e4m3fn, which has no
+    infinity.
 
     Example:
         >>> float(overflow("f16")(jnp.array([1.0, 65519.0, 65520.0, 1e9])))
@@ -109,12 +109,12 @@ def exponent_histogram(*, groups: Groups = None) -> Callable[[Any], Any]:
 
 
 def lost_updates(dtype: DTypeLike | None = None, *, groups: Groups = None) -> optax.GradientTransformationExtraArgs:
-    """Measure the share of the updates that should have moved a weight, and that the rounding of the weight swallows.
+    """Measure the share of the updates that should have moved a weight, but are lost when the weight is rounded.
 
     An update of a finite weight is lost if it is not zero and `round(round(weight) + update)` is `round(weight)`, both
-    rounded to the weight's dtype. The share is 0 if there are none. The update must be what `optax.apply_updates` is
-    given: put this at the end of a chain. After `mpx.master_weights` nothing is lost, since its updates land on
-    another number or are zero. Inside of it, `lost_updates("bf16")` tells what would be lost without it.
+    rounded to the weight's dtype. The share is 0 if nothing should have moved. Put this at the end of a chain, where it
+    sees what `optax.apply_updates` gets. After `mpx.master_weights` nothing is lost, since its updates land on another
+    number or are zero. Inside of it, `lost_updates("bf16")` tells what would be lost without it.
 
     Args:
         dtype: bf16, f16 or f32: as if the weights were stored in it. None: the dtype that they are stored in.
@@ -124,7 +124,7 @@ def lost_updates(dtype: DTypeLike | None = None, *, groups: Groups = None) -> op
         A measure for `watch` (it needs the parameters, which `optax.snapshot` does not have).
 
     Raises:
-        ValueError: if `dtype` is none of these, and as `underflow` does; at `update`, without parameters.
+        ValueError: if `dtype` is something else, and as `underflow` does; at `update`, without parameters.
 
     Example:
         >>> tx = optax.chain(optax.sgd(1e-3), mpx.monitor.watch({"lost": lost_updates()}))
@@ -146,9 +146,9 @@ def lost_updates(dtype: DTypeLike | None = None, *, groups: Groups = None) -> op
 
 
 def update_to_weight_ratio(*, groups: Groups = None) -> optax.GradientTransformationExtraArgs:
-    """Measure the norm of the updates divided by that of the weights: how far a step goes.
+    """Measure how far a step goes: the norm of the updates divided by the norm of the weights.
 
-    Both norms are computed in float32 from numbers that are first divided by the largest of them, so that no square
+    Both norms are computed in float32 from numbers that are first divided by the largest one, so that no square
     overflows or vanishes, whatever the dtypes. The ratio is 0 if nothing moves, and infinite if the weights are zero
     and something does.
 
@@ -177,23 +177,20 @@ def update_to_weight_ratio(*, groups: Groups = None) -> optax.GradientTransforma
 
 
 def _share_of(fate: str, dtype: DTypeLike, groups: Groups, caller: str) -> Callable[[Any], Any]:
-    """Return a measure of the share of the nonzero finite numbers that meet one fate; 0 if there are none."""
+    """Return a measure of the share of the nonzero finite numbers that meet one fate."""
     span, place = exponents.range_of(dtype, caller), exponents.FATES.index(fate)
-
-    def share(leaves):
-        fates = _total(lambda x: exponents.count_fates(x, span.edges(x.dtype)), leaves, len(exponents.FATES))
-        return fates[place] / jnp.maximum(jnp.sum(fates), 1)
-
+    count = lambda x: exponents.count_fates(x, span.edges(x.dtype))
+    share = lambda leaves: exponents.shares_of(_total(count, leaves, len(exponents.FATES)))[place]
     return measure(caller, share, groups)
 
 
-def _total(count: Callable[..., jax.Array], leaves: Sequence[Any], kinds: int) -> jax.Array:
+def _total(count: Callable[..., jax.Array], leaves: Sequence[Column], kinds: int) -> jax.Array:
     """Return what a function counts in all leaves, a float32 vector."""
     return sum((exponents.sum_float32(count(*leaf)) for leaf in leaves), jnp.zeros(kinds, np.float32))
 
 
 def _count_lost(u: jax.Array, p: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Count the updates that a weight of a dtype does not see, and those that it should see."""
+    """Count the updates that a weight of a dtype does not see, and all that it should see."""
     wide = np.dtype(np.float64) if dtype == np.float64 else np.dtype(np.float32)
     stored = (lambda x: x) if dtype == np.float64 else (lambda x: formats.round_to(x, dtype))
     before = stored(p.astype(wide))

@@ -18,7 +18,7 @@ from mpx._tables import Result, Table
 from mpx.tools.monitor import exponents
 from mpx.tools.monitor.exponents import EXPONENTS, ExponentHistogram, Range
 
-_MAX_SCALE = 2.0**24  # that of `DynamicLossScale`
+_MAX_SCALE = 2.0**24  # the largest one of `DynamicLossScale`
 _TOLERABLE = 0.01  # a share of the gradients that may become zero before another format is the better advice
 _LISTED = 10  # leaves in a printed report
 _BARS = 32  # lines of the printed histogram, at most
@@ -50,7 +50,7 @@ class LeafUnderflow:
         path: the "/"-joined path of the parameter.
         numbers: count of its nonzero finite gradients.
         largest: the largest of their magnitudes, without a loss scale; 0 if there are none.
-        zero: the share of them that becomes zero without a loss scale.
+        zero: the share that becomes zero without a loss scale.
         zero_if_scaled: the share that becomes zero with the recommended loss scale.
         nonfinite: count of its infinite or NaN gradients.
     """
@@ -65,13 +65,13 @@ class LeafUnderflow:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class UnderflowReport(Result):
-    """Result of `underflow_report`, which prints as tables. All numbers are those of the loss without a scale.
+    """Result of `underflow_report`, which prints as tables. All numbers are without a loss scale.
 
     Attributes:
         dtype: the format.
         headroom: how many doublings of the largest gradient the recommended scale leaves room for.
         histogram: `ExponentHistogram` of all gradients, int64 counts.
-        smallest: the smallest magnitude of those that are nonzero and finite; 0 if there are none.
+        smallest: the smallest nonzero finite magnitude; 0 if there are none.
         largest: the largest of these magnitudes.
         recommended_scale: the loss scale, a power of two; 1 if none is needed.
         shares: losses without a scale, with the present one and with the recommended one.
@@ -107,14 +107,14 @@ class UnderflowReport(Result):
 
     def _advice(self) -> str:
         scale, best = _scale_name(self.recommended_scale), self.shares_at(self.recommended_scale)
-        if not self.histogram.counts.any():
+        if not self.largest:
             return "There is no nonzero finite gradient, so nothing can be said."
         if _has_range_of_float32(self.dtype):
             return f"No loss scale is needed: {self.dtype} has the exponents of float32."
         if not self.is_enough:
             return (
                 f"No loss scale is enough: at {scale}, {_percent(best.zero)} of the gradients become zero. Their range "
-                f"is wider than that of {self.dtype}: use bfloat16."
+                f"is too wide for {self.dtype}: use bfloat16."
             )
         if self.recommended_scale == 1 and not best.subnormal:
             return f"No loss scale is needed: {self.dtype} holds all of these gradients as normal numbers."
@@ -126,12 +126,12 @@ class UnderflowReport(Result):
     def as_dict(self) -> dict[str, Any]:
         """Return everything for JSON; the histogram as a dictionary from the exponents that occur to their counts."""
         counts, zeros, nonfinite = self.histogram
-        occurring = {str(e): int(count) for e, count in zip(EXPONENTS, counts, strict=True) if count}
+        occurring = {str(e): int(count) for e, count in zip(EXPONENTS, np.asarray(counts), strict=True) if count}
         return super().as_dict() | {"histogram": occurring, "zeros": int(zeros), "nonfinite": int(nonfinite)}
 
     def _parts(self) -> Iterator[Table | str]:
         counts, zeros, nonfinite = self.histogram
-        found = f"{counts.sum():,} nonzero, {zeros:,} zero, {nonfinite:,} infinite or NaN"
+        found = f"{np.sum(counts):,} nonzero, {zeros:,} zero, {nonfinite:,} infinite or NaN"
         yield Table(f"Gradients in {self.dtype}: {found}", list(self._histogram_lines()), (1,))
         header = ("scale", "become zero", "subnormal", "infinite")
         rows = [(_scale_name(s.scale), *map(_percent, (s.zero, s.subnormal, s.infinite))) for s in self.shares]
@@ -148,15 +148,18 @@ class UnderflowReport(Result):
     def _histogram_lines(self) -> Iterator[tuple[str, ...]]:
         """Yield a bar for each power of two, or for a few together, from the first to the last that occurs."""
         yield "magnitude", "share", f"in {self.dtype}", ""
-        (occupied,) = np.nonzero(self.histogram.counts)
+        counts = np.asarray(self.histogram.counts)
+        (occupied,) = np.nonzero(counts)
         if not occupied.size:
             return
         end, span = occupied[-1] + 1, exponents.range_of(self.dtype, "underflow_report")
         starts = range(occupied[0], end, math.ceil((end - occupied[0]) / _BARS))
-        counts = np.add.reduceat(self.histogram.counts[:end], list(starts))
-        for start, count in zip(starts, counts.tolist(), strict=True):
-            exponent, bar = EXPONENTS[start], "#" * math.ceil(_WIDTH * count / counts.max())
-            yield f"2^{exponent}", _percent(count / counts.sum()), _fate(exponent, span), bar
+        bars = np.add.reduceat(counts[:end], list(starts))
+        for start, count in zip(starts, bars.tolist(), strict=True):
+            # What becomes of most numbers from this power of two to the next; normal ones need no remark.
+            fate = exponents.FATES[bisect.bisect_right(span.thresholds, math.ldexp(1.5, EXPONENTS[start]))]
+            remark, bar = "" if fate == "normal" else fate, "#" * math.ceil(_WIDTH * count / bars.max())
+            yield f"2^{EXPONENTS[start]}", _percent(count / bars.sum()), remark, bar
 
 
 def underflow_report(
@@ -167,11 +170,11 @@ def underflow_report(
     The recommended scale is the largest power of two (up to 2**24, the largest of `DynamicLossScale`) at which the
     largest gradient stays finite, with room for `headroom` more doublings: `largest * scale * 2**headroom` still
     rounds to a finite number. It is 1 if the format has the exponents of float32, or holds all gradients as normal
-    numbers with that room. If more than 1% of the gradients become zero even at that scale, their range is wider than
-    the format's, and the report says so.
+    numbers with that room. If more than 1% of the gradients become zero even at that scale, their range is too wide
+    for the format, and the report says so.
 
-    Give it gradients of a float32 or bfloat16 backward pass, or of a scaled loss: those that a float16 backward pass
-    has made zero look like zeros. Several batches say more than one: a list of their gradients is a tree too.
+    Give it gradients of a float32 or bfloat16 backward pass, or of a scaled loss: a gradient that a float16 backward
+    pass has made zero looks like any zero. Several batches say more than one: a list of their gradients is a tree too.
 
     Args:
         grads: a tree of gradients, concrete arrays; leaves that are not floating are left out.
@@ -185,7 +188,7 @@ def underflow_report(
 
     Raises:
         TypeError: inside `jax.jit`.
-        ValueError: if `dtype` is none of these, `loss_scale` is not a power of two, `headroom` is not an integer of 0
+        ValueError: if `dtype` is another one, `loss_scale` is not a power of two, `headroom` is not an integer of 0
             or more, or the tree has no floating leaf.
 
     Example:
@@ -213,26 +216,27 @@ def underflow_report(
     # By leaf and scale: how many become zero, subnormal, normal and infinite.
     counts = [[_count_fates(x, span.edges(x.dtype, scale / carried)) for scale in scales] for _, x in arrays]
     fates = np.array([[exponents.sum_int64(counted) for counted in row] for row in counts])
-    whole = _shares(fates.sum(axis=0))
+    zeros = exponents.shares_of(fates)[..., 0].tolist()
     leaves = [
         LeafUnderflow(
             path=path,
-            numbers=int(histogram.counts.sum()),
+            numbers=int(np.sum(histogram.counts)),
             largest=most,
-            zero=float(shares[scales.index(1.0), 0]),
-            zero_if_scaled=float(shares[scales.index(recommended), 0]),
+            zero=zero[scales.index(1.0)],
+            zero_if_scaled=zero[scales.index(recommended)],
             nonfinite=int(histogram.nonfinite),
         )
-        for (path, _), histogram, most, shares in zip(arrays, histograms, largest, _shares(fates), strict=True)
+        for (path, _), histogram, most, zero in zip(arrays, histograms, largest, zeros, strict=True)
     ]
+    whole = exponents.shares_of(fates.sum(axis=0)).tolist()
     return UnderflowReport(
         dtype=span.dtype,
         headroom=int(headroom),
-        histogram=ExponentHistogram(*map(sum, zip(*histograms, strict=True))),
+        histogram=ExponentHistogram(*[np.sum(column, axis=0) for column in zip(*histograms, strict=True)]),
         smallest=bounds[0],
         largest=bounds[1],
         recommended_scale=recommended,
-        shares=tuple([ScaledShares(s, *map(float, row[[0, 1, 3]])) for s, row in zip(scales, whole, strict=True)]),
+        shares=tuple(ScaledShares(s, zero, sub, inf) for s, (zero, sub, _, inf) in zip(scales, whole, strict=True)),
         leaves=tuple(sorted(leaves, key=lambda leaf: (leaf.nonfinite == 0, -leaf.zero, -leaf.zero_if_scaled))),
     )
 
@@ -242,10 +246,10 @@ def _summary(x: jax.Array, scale: float) -> tuple[ExponentHistogram, float, floa
     counted, *ends = _counts_and_ends(x)
     counts, zeros, nonfinite = exponents.histogram_of(exponents.sum_int64(counted))
     shifted = np.zeros_like(counts)
-    places = np.arange(len(counts)) - (math.frexp(scale)[1] - 1)
-    np.add.at(shifted, np.clip(places, 0, len(counts) - 1), counts)
+    places = np.arange(len(shifted)) - (math.frexp(scale)[1] - 1)
+    np.add.at(shifted, np.clip(places, 0, len(shifted) - 1), counts)
     floats = np.float64 if ends[0].dtype == np.uint64 else np.float32
-    smallest, largest = [float(np.asarray(end).view(floats)) / scale if counts.any() else 0.0 for end in ends]
+    smallest, largest = [float(np.asarray(end).view(floats)) / scale if np.any(counts) else 0.0 for end in ends]
     return ExponentHistogram(shifted, zeros, nonfinite), smallest, largest
 
 
@@ -262,13 +266,8 @@ def _counts_and_ends(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 _count_fates = jax.jit(exponents.count_fates)  # edges are an argument, so one program serves all scales
 
 
-def _shares(counts: np.ndarray) -> np.ndarray:
-    """Return counts divided by their sum over the last axis; 0 where there are none."""
-    return counts / np.maximum(1, counts.sum(axis=-1, keepdims=True))
-
-
 def _concrete_leaves(grads: Any) -> list[tuple[str, jax.Array]]:
-    """Return the floating leaves and their paths; raise if one is traced or there is none."""
+    """Return the floating leaves and their paths; raise for a traced leaf, or a tree without any."""
     names = _trees.path_names(grads)
     leaves = [(names[path], leaf) for path, leaf in jax.tree.leaves_with_path(grads) if _trees.is_floating(leaf)]
     if any(isinstance(leaf, (Tracer, jax.ShapeDtypeStruct)) for _, leaf in leaves):
@@ -307,13 +306,6 @@ def _recommended_scale(span: Range, smallest: float, largest: float, headroom: i
 
 def _has_range_of_float32(dtype: np.dtype) -> bool:
     return jnp.finfo(dtype).maxexp == np.finfo(np.float32).maxexp
-
-
-def _fate(exponent: int, span: Range) -> str:
-    """Name what becomes of most numbers from 2**exponent to twice that; normal numbers are nothing to mention."""
-    thresholds = (span.nonzero_from, span.normal_from, span.infinite_from)
-    fate = exponents.FATES[bisect.bisect_right(thresholds, math.ldexp(1.5, exponent))]
-    return "" if fate == "normal" else fate
 
 
 def _scale_name(scale: float) -> str:

@@ -16,7 +16,7 @@ from mpx.tools.monitor.groups import behind_barrier
 def watch(measures: Mapping[str, Any]) -> optax.GradientTransformationExtraArgs:
     """Keep measurements of the updates in the optimizer state; the updates pass through.
 
-    This is `optax.monitor` with measurements that begin as zeros. Those of `optax.monitor` begin with the first update:
+    This is `optax.monitor` with measurements that begin as zeros. In `optax.monitor` they begin with the first update:
     so its state cannot be the carry of a `jax.lax.scan`, the step compiles twice, and `mpx.loss_scaling`, which chooses
     between the old state and the new one, refuses it.
 

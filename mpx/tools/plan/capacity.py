@@ -16,8 +16,8 @@ def largest_that_fits(
 ) -> int:
     """Return the largest size whose bytes fit into a memory, by bisection.
 
-    Bytes must not fall as the size grows. XLA's temporaries may fall a little between two sizes, for which it chooses
-    other programs. Then the answer still fits, and a larger size may fit as well.
+    Bytes must not fall as the size grows. XLA's temporaries may fall a little from one size to the next, with
+    another program. Then the answer still fits, and a larger size may fit as well.
 
     Args:
         bytes_of: the bytes for a size of 1 or more: parameters, layers, examples in a batch.

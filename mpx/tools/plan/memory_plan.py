@@ -1,14 +1,13 @@
 """Count the bytes of a training run before anything is allocated.
 
-Nothing runs. `jax.eval_shape` gives the shapes of the parameters, and those of the state that the transformation's own
-`init` makes; `zero1_shardings` gives the part of each array that one device holds. So the bytes of a state are those of
-the real one, for any optimizer and any wrapper.
+Nothing runs. `jax.eval_shape` gives the shapes of the parameters, and of the state that the transformation's own `init`
+makes; `zero1_shardings` gives the part of each array that one device holds. So a state has the bytes of the real one,
+for any optimizer and any wrapper.
 """
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, get_args
 
 import jax
@@ -24,11 +23,11 @@ from mpx._parallel.placement import parameter_specs, require_axis
 from mpx._parallel.zero1 import zero1_shardings
 from mpx._policy import Policy, as_policy
 from mpx._stored.blockwise import Blockwise8bit
-from mpx.tools.plan.capacity import checked_memory, largest_that_fits
+from mpx.tools.plan.capacity import checked_memory
 from mpx.tools.plan.rows import KEY, OUTSIDE_STATE, SCALARS, Kind, PlanRow, entries_of, rows_of, state_entries
 from mpx.tools.plan.units import Unit, digits, shown, unit_for
 
-_UNDIVIDED = "undivided"  # an axis of one device, which divides a state into one part
+_UNSHARDED = "unsharded"  # an axis of one device: a state sharded along it is whole
 _BLOCK = Blockwise8bit().block_size
 
 
@@ -45,11 +44,10 @@ class MemoryPlan(_tables.Result):
     rows: tuple[PlanRow, ...]
     parameters: int
     devices: int = 1
-    _plan_of: "Callable[[int], MemoryPlan] | None" = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the optimizer state: the sum of `nbytes` of the arrays that `tx.init(params)` makes."""
+        """Bytes of the optimizer state that `tx.init(params)` makes; two 4-bit numbers take one."""
         return sum(row.bytes for row in self.rows if row.kind not in OUTSIDE_STATE)
 
     @property
@@ -81,40 +79,26 @@ class MemoryPlan(_tables.Result):
     def largest_model(self, memory_bytes: float) -> int:
         """Return how many parameters can be trained in this way in the memory of one device, without activations.
 
-        If the plan is that of a number of parameters, other numbers are planned too: the answer fits, and one more
-        does not. If it is that of a model, or was pickled, all parts are taken to grow in proportion, but for counts
-        and keys. The answer is 0 if not even one parameter fits. A `memory_bytes` that is not above 0 raises a
-        `ValueError`.
+        All parts grow in proportion, except counts and keys. The answer is 0 if not even one parameter fits. A
+        `memory_bytes` that is not above 0 raises a `ValueError`.
         """
         memory_bytes = checked_memory(memory_bytes, "MemoryPlan.largest_model")
         fixed = sum(row.bytes_a_device for row in self.rows if row.name in (SCALARS, KEY))
-        count = max(0, (memory_bytes - fixed) * self.parameters // (self.total_bytes_a_device - fixed))
-        plan_of = self._plan_of
-        if plan_of is None:
-            return count
-        return largest_that_fits(lambda n: plan_of(n).total_bytes_a_device, memory_bytes, start=max(1, count))
+        return max(0, (memory_bytes - fixed) * self.parameters // (self.total_bytes_a_device - fixed))
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out the function that plans other numbers: it holds a transformation, which cannot be pickled."""
-        return vars(self) | {"_plan_of": None}
-
-    def table(self, *, exact: bool = False) -> _tables.Table:
-        """Return a table of the parts on one device: in GB, MB or bytes by their size, or in bytes if `exact`."""
-        unit = unit_for([self.total_bytes_a_device], exact)
+    def _parts(self) -> Iterator[_tables.Table]:
+        unit = unit_for([self.total_bytes_a_device])
         lines = [
             (row.name, row.kind, " ".join(row.dtypes), shown(row.bytes_a_device, unit), digits(row.bytes_a_parameter))
             for row in self.rows
         ]
         lines.append(("total", "", "", shown(self.total_bytes_a_device, unit), digits(self.bytes_a_parameter)))
-        return _tables.Table(self.title(unit), [("part", "kind", "dtype", unit[0], "a param"), *lines], (3, 4))
+        yield _tables.Table(self.title(unit), [("part", "kind", "dtype", unit[0], "a param"), *lines], (3, 4))
 
     def title(self, unit: Unit) -> str:
         """Return the title of a table of bytes in some unit."""
         where = f" on each of {self.devices:,} devices" if self.devices > 1 else ""
         return f"Memory to train {self.parameters:,} parameters, in {unit[0]}{where}"
-
-    def _parts(self) -> Iterator[_tables.Table]:
-        yield self.table()
 
 
 def memory_plan(
@@ -123,39 +107,37 @@ def memory_plan(
     policy: Policy | str | None = None,
     *,
     gradient_dtype: DTypeLike | None = None,
-    gradient_copy: DTypeLike | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     axis: str | None = "data",
     param_specs: Any = None,
 ) -> MemoryPlan:
     """Count the bytes that a training run holds, from shapes alone: nothing is allocated, however large the model is.
 
-    Parameters, gradients and optimizer state are counted, to the byte, as one jitted step holds them. There a gradient
-    has the narrower of its parameter's dtype and the policy's compute dtype. Activations and other temporaries are not
-    counted: see `step_report`. An array that stands in the tree twice counts twice, since `jax.jit` returns two.
+    Parameters, gradients and optimizer state are counted to the byte, inside one jitted step, where a gradient has the
+    narrower of its parameter's dtype and the policy's compute dtype. Activations and other temporaries are not counted:
+    see `step_report`. An array that stands in the tree twice counts twice, since `jax.jit` returns two.
 
     Args:
         model: a function without arguments that makes the parameters, which is traced and not run; or a tree of them,
             or of their shapes (`jax.ShapeDtypeStruct`), whose other leaves do not count; or their number, which stands
             for one float32 vector. On a mesh its elements are rounded up to 256 for each device, so that 8-bit blocks
-            are divided too.
+            are sharded too.
         tx: any Optax transformation or chain, with the wrappers of mpx in it but without `zero1`: see `axis`.
-        policy: the policy by which parameters are stored and computed with, or its string. None: as they are.
+        policy: the policy for storing parameters and computing with them, or its string. None: unchanged.
         gradient_dtype: `"float32"` for gradients that leave the program, as `mpx.value_and_grad` returns them under
             `jax.jit`; or the dtype of all gradients that are not float64. None: the gradients inside a step, as above.
-        gradient_copy: the dtype of a second copy of narrower gradients, divided as the optimizer state. None: no copy.
         mesh: the devices, which need not exist (`jax.sharding.AbstractMesh`); None for a single device.
-        axis: the axis of the mesh along which `zero1` divides the optimizer state. None: the state is divided only as
-            the parameters are, and these may be divided along any axis.
-        param_specs: how parameters and their gradients are divided, as in `zero1`.
+        axis: the axis of the mesh along which `zero1` shards the optimizer state. None: the state is sharded only like
+            the parameters, along any axis.
+        param_specs: how parameters and their gradients are sharded, as in `zero1`.
 
     Returns:
         A `MemoryPlan`.
 
     Raises:
-        TypeError: if `tx`, `policy` or `mesh` is of another type, or the number of parameters is not an integer.
-        ValueError: if there are no floating-point parameters, a dtype is not floating-point, `gradient_copy` would
-            copy nothing, the mesh has no such axis, or `param_specs` do not divide a parameter.
+        TypeError: if `tx`, `policy` or `mesh` has another type, or the number of parameters is not an integer.
+        ValueError: if there are no floating-point parameters, a dtype is not floating-point, the mesh has no such axis,
+            or `param_specs` do not divide a parameter.
 
     Example:
         >>> tx = mixed_precision(optax.adamw(1e-3), "bf16", storage="split")
@@ -178,7 +160,7 @@ def memory_plan(
     References:
         Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (arXiv
         1910.02054), whose 16 bytes a parameter are float32 masters. On d devices the table of Megatron-LM's distributed
-        optimizer is 6 + 12/d for `gradient_dtype="float32"`, and 4 + 16/d for `gradient_copy="float32"`.
+        optimizer is 6 + 12/d for `gradient_dtype="float32"`.
     """
     tx = _errors.as_transformation(tx, "memory_plan")
     on, along, specs = _layout(mesh, axis, param_specs)
@@ -196,36 +178,32 @@ def memory_plan(
     whole = jax.tree.map(lambda _, spec: NamedSharding(on, spec), params, specs)
     _require_divisible(params, whole, on)
     gradients = _gradients_of(trained, policy, gradient_dtype)
-    copies = _copies_of(gradients, gradient_copy)
     state = jax.eval_shape(tx.init, params)
-    divided = lambda tree: zero1_shardings(params, tree, on, along, param_specs=specs)
+    shardings = zero1_shardings(params, state, on, along, param_specs=specs)
     entries = [
         *entries_of("parameters", trained, whole),
         *entries_of("not trained", others, whole),
         *entries_of("gradients", gradients, whole),
-        *entries_of("copy of gradients", copies, divided(copies)),
-        *state_entries(state, divided(state)),
+        *state_entries(state, shardings),
     ]
-    options = {"gradient_dtype": gradient_dtype, "gradient_copy": gradient_copy, "mesh": mesh, "axis": axis}
-    plan_of = functools.partial(memory_plan, tx=tx, policy=policy, param_specs=param_specs, **options)
-    return MemoryPlan(rows_of(entries, count), count, on.size, plan_of if _errors.is_integer(model) else None)
+    return MemoryPlan(rows_of(entries, count), count, on.size)
 
 
 def _layout(mesh: Any, axis: str | None, param_specs: Any) -> tuple[Mesh | AbstractMesh, str, Any]:
-    """Return the mesh, the axis along which a state is divided, and the specs; those of one device without a mesh."""
+    """Return the mesh, the axis that shards a state, and the specs; a mesh of one device if none is given."""
     if mesh is None:
         if param_specs is not None:
             raise ValueError("`memory_plan`: `param_specs` was given without a `mesh`, so it would do nothing.")
-        return AbstractMesh((1,), (_UNDIVIDED,), axis_types=(AxisType.Auto,)), _UNDIVIDED, PartitionSpec()
+        return AbstractMesh((1,), (_UNSHARDED,), axis_types=(AxisType.Auto,)), _UNSHARDED, PartitionSpec()
     if axis is not None or not isinstance(mesh, (Mesh, AbstractMesh)):
         require_axis(mesh, str(axis), "memory_plan")
         return mesh, str(axis), param_specs
-    names = (*mesh.axis_names, _UNDIVIDED)
-    return AbstractMesh((*mesh.axis_sizes, 1), names, axis_types=(AxisType.Auto,) * len(names)), _UNDIVIDED, param_specs
+    names = (*mesh.axis_names, _UNSHARDED)
+    return AbstractMesh((*mesh.axis_sizes, 1), names, axis_types=(AxisType.Auto,) * len(names)), _UNSHARDED, param_specs
 
 
 def evaluate(model: Any) -> Any:
-    """Return the shapes of what a function makes, without running it; return anything else as it is."""
+    """Return the shapes of what a function makes, without running it; return anything else unchanged."""
     # Modules of Equinox and Flax NNX can be called too, but are trees.
     if not callable(model) or not jax.tree_util.treedef_is_leaf(jax.tree.structure(model)):
         return model
@@ -277,28 +255,11 @@ def _require_divisible(params: Any, shardings: Any, mesh: Mesh | AbstractMesh) -
 def _gradients_of(trained: Any, policy: Policy | None, dtype: Any) -> Any:
     """Return the shapes of the gradients: in a dtype, or those inside one jitted step."""
     if dtype is not None:
-        wide = _floating_dtype(dtype, "gradient_dtype")
+        wide = dtype_or_none(dtype)
+        if wide is None or not jnp.issubdtype(wide, jnp.floating):
+            raise ValueError(
+                f"`memory_plan`: `gradient_dtype` must be a floating-point dtype or None, but got {dtype!r}."
+            )
         return _trees.cast_tree(trained, wide, which=lambda p: p.dtype.itemsize <= 4)
     computed = trained if policy is None else policy.cast_to_compute(trained)
     return jax.tree.map(lambda p, c: c if _trees.is_narrower(c, p.dtype) else p, trained, computed)
-
-
-def _copies_of(gradients: Any, dtype: Any) -> Any:
-    """Return the shapes of copies of the gradients that are narrower than a dtype, with None for all others."""
-    if dtype is None:
-        return jax.tree.map(lambda g: None, gradients)
-    wide = _floating_dtype(dtype, "gradient_copy")
-    copies = jax.tree.map(lambda g: g.update(dtype=wide) if _trees.is_narrower(g, wide) else None, gradients)
-    if not jax.tree.leaves(copies):
-        raise ValueError(
-            f"`memory_plan`: `gradient_copy` is {wide}, but all gradients are as wide already, so there would be no "
-            "copy. Leave it out, or leave out `gradient_dtype` for gradients in the dtypes of a step."
-        )
-    return copies
-
-
-def _floating_dtype(given: Any, argument: str) -> np.dtype:
-    dtype = dtype_or_none(given)
-    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"`memory_plan`: `{argument}` must be a floating-point dtype or None, but got {given!r}.")
-    return dtype

@@ -8,26 +8,27 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding
 
 from mpx import _trees
+from mpx._dtypes import bytes_of
 from mpx._stored.leaves import StateLeaf, leaves_of
 from mpx._stored.roles import Role
+from mpx._stored.state_format import is_stored
+from mpx._stored.weights import LowBits, way_of
 
 Kind = Literal[
-    "parameters", "not trained", "gradients", "copy of gradients", "masters", "low bits", "first moment",
+    "parameters", "not trained", "gradients", "masters", "low bits", "first moment",
     "second moment", "scales of blocks", "compensation", "average", "sum of gradients", "other state",
 ]  # fmt: skip
-OUTSIDE_STATE: tuple[Kind, ...] = ("parameters", "not trained", "gradients", "copy of gradients")
+OUTSIDE_STATE: tuple[Kind, ...] = ("parameters", "not trained", "gradients")
 SCALARS, KEY = "counts and scalars", "key"  # the names of rows that do not grow with the model
-Entry = tuple[Kind, str, Any, NamedSharding]  # the kind of an array, its name, the array, and how it is divided
+Entry = tuple[Kind, str, Any, NamedSharding]  # the kind of an array, its name, the array, and how it is sharded
 
 _KINDS_OF_ROLES: dict[Role, Kind] = {
     "master": "masters",
     "compensation": "compensation",
     "average": "average",
-    "scales": "scales of blocks",
     "sum of gradients": "sum of gradients",
     "first moment": "first moment",
     "second moment": "second moment",
@@ -41,11 +42,11 @@ class PlanRow:
     Attributes:
         name: `parameters`, `gradients`, or the field of the optimizer's state: `mu`, `nu`, `master`, `low bits`...
         kind: the role of the part, whatever the rule calls it.
-        dtypes: the dtypes in which it is stored.
+        dtypes: the dtypes that it is stored in.
         elements: the number of its elements.
         bytes: the bytes of all elements.
         bytes_a_device: the bytes of the elements on one device; all of them without a mesh.
-        bytes_a_parameter: those of one device, divided by the number of parameters of the whole model.
+        bytes_a_parameter: the bytes on one device, divided by the number of parameters of the whole model.
     """
 
     name: str
@@ -58,7 +59,7 @@ class PlanRow:
 
 
 def entries_of(kind: Kind, tree: Any, shardings: Any) -> Iterator[Entry]:
-    """Yield the leaves of a tree as parts of one kind; the shardings may be those of a larger tree."""
+    """Yield the leaves of a tree as parts of one kind; the shardings may belong to a larger tree."""
     by_path = _trees.leaves_by_path(shardings)
     for path, leaf in _trees.leaves_by_path(tree).items():
         yield kind, kind, leaf, by_path[path]
@@ -66,8 +67,16 @@ def entries_of(kind: Kind, tree: Any, shardings: Any) -> Iterator[Entry]:
 
 def state_entries(state: Any, shardings: Any) -> Iterator[Entry]:
     """Yield the leaves of an optimizer's state, which go by the names of its fields."""
-    for leaf, sharding in zip(leaves_of(state), jax.tree.leaves(shardings), strict=True):
-        yield *_kind_and_name(leaf), leaf.leaf, sharding
+    by_path = _trees.leaves_by_path(shardings, is_stored)
+    for found in leaves_of(state):
+        leaf, sharding = found.leaf, by_path[found.path]
+        if not is_stored(leaf):
+            yield *_kind_and_name(found), leaf, sharding
+            continue
+        (codes, of_codes), *others = zip(jax.tree.leaves(leaf), jax.tree.leaves(sharding), strict=True)
+        yield *_kind_and_name(found), codes, of_codes
+        for scales, of_scales in others:
+            yield "scales of blocks", "scales", scales, of_scales
 
 
 def rows_of(entries: Iterable[Entry], parameters: int) -> tuple[PlanRow, ...]:
@@ -79,8 +88,8 @@ def rows_of(entries: Iterable[Entry], parameters: int) -> tuple[PlanRow, ...]:
     for (kind, name), arrays in found.items():
         dtypes = tuple(dict.fromkeys(str(dtype) for dtype, _, _ in arrays))
         elements = sum(count for _, count, _ in arrays)
-        whole = sum(dtype.itemsize * count for dtype, count, _ in arrays)
-        held = sum(dtype.itemsize * on_a_device for dtype, _, on_a_device in arrays)
+        whole = sum(bytes_of(dtype, count) for dtype, count, _ in arrays)
+        held = sum(bytes_of(dtype, on_a_device) for dtype, _, on_a_device in arrays)
         rows.append(PlanRow(name, kind, dtypes, elements, whole, held, held / parameters))
     return tuple(sorted(rows, key=lambda row: get_args(Kind).index(row.kind)))
 
@@ -89,7 +98,9 @@ def _kind_and_name(leaf: StateLeaf) -> tuple[Kind, str]:
     """Return the kind of a leaf of a state, and the name of its field."""
     kind = _KINDS_OF_ROLES.get(leaf.role)
     field = leaf.field or (leaf.place[0] if leaf.place else "state")
-    if kind == "masters" and leaf.leaf.dtype == np.uint16:
+    if is_stored(leaf.leaf):
+        return kind or "other state", field
+    if kind == "masters" and isinstance(way_of(leaf.role, leaf.leaf.dtype), LowBits):
         return "low bits", "low bits"
     if kind is not None:
         return kind, field

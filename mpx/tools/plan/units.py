@@ -8,15 +8,21 @@ _UNITS: tuple[Unit, ...] = (("GB", 10**9), ("MB", 10**6))
 BYTES: Unit = ("bytes", 1)
 
 
-def unit_for(numbers: Iterable[int], exact: bool) -> Unit:
+def unit_for(numbers: Iterable[int]) -> Unit:
     """Return the unit for numbers of bytes: GB, or less where the largest number is below 0.1 of one."""
     largest = max(numbers)
-    return BYTES if exact else next((unit for unit in _UNITS if largest >= 0.1 * unit[1]), BYTES)
+    return next((unit for unit in _UNITS if largest >= 0.1 * unit[1]), BYTES)
 
 
 def shown(number: int, unit: Unit) -> str:
     """Return an exact number of bytes, or the first four digits of larger units."""
     return f"{number:,}" if unit == BYTES else digits(number / unit[1])
+
+
+def shown_with_unit(number: int) -> tuple[str, str]:
+    """Return a number of bytes in a unit for it, and the unit."""
+    unit = unit_for([number])
+    return shown(number, unit), unit[0]
 
 
 def digits(number: float) -> str:

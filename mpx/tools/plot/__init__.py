@@ -3,4 +3,4 @@
 try:
     import matplotlib as matplotlib
 except ImportError as error:
-    raise ImportError("`mpx.plot` needs Matplotlib: pip install 'mpx-jax[plot]'.") from error
+    raise ImportError("`mpx.plot` needs Matplotlib: pip install matplotlib.") from error

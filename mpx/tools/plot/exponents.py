@@ -35,19 +35,18 @@ def exponents(
 
     Args:
         histogram: what `mpx.underflow_report(grads)` returns or `mpx.monitor.exponent_histogram()` measures.
-        formats: f16, bf16, f32, float8_e4m3fn or float8_e5m2, one or several. None: f16, bf16 and f32, and before
-            them that of the report.
-        scale: a power of two, at which the numbers are drawn too, in outline. None: that which the report recommends;
+        formats: f16, bf16, f32, float8_e4m3fn or float8_e5m2, one or several. None: the report's own format, then f16,
+            bf16 and f32.
+        scale: a power of two, at which the numbers are drawn too, in outline. None: the one that the report recommends;
             1 draws none.
-        axes: the axes to draw on; those of a new figure if None.
+        axes: the axes to draw on; None makes a new figure.
 
     Returns:
-        The axes of the histogram; those of the ranges are `axes.child_axes[0]`.
+        The axes of the histogram; the ranges have `axes.child_axes[0]`.
 
     Raises:
         TypeError: if `histogram` is neither, or `axes` not axes.
-        ValueError: if no number is nonzero and finite, a format is none of these or there is none, or `scale` is not a
-            power of two.
+        ValueError: if no number is nonzero and finite, a format is another one, or `scale` is not a power of two.
 
     Example:
         >>> axes = exponents(underflow_report(jnp.array([2.0**-30, 2.0**-20, 1.5 * 2.0**-20])), scale=2**10)
@@ -57,14 +56,20 @@ def exponents(
     References:
         Micikevicius et al. 2018, Mixed Precision Training (arXiv 1710.03740), figure 3.
     """
-    is_report = isinstance(histogram, UnderflowReport)
-    counts, zeros, nonfinite = _checked(histogram.histogram if is_report else histogram)
-    if formats is None:
-        formats = [*([histogram.dtype] if is_report else []), *_USUAL_FORMATS]
-    ranges = _checked_ranges(formats)
-    if scale is None:
-        scale = histogram.recommended_scale if is_report else 1.0
-    shift = _checked_shift(scale)
+    own, recommended = [], 1.0
+    if isinstance(histogram, UnderflowReport):
+        own, recommended, histogram = [histogram.dtype], histogram.recommended_scale, histogram.histogram
+    if not isinstance(histogram, ExponentHistogram):
+        raise TypeError(
+            "`exponents` needs an `UnderflowReport` or an `ExponentHistogram`, but got "
+            f"{type(histogram).__name__}. Of a histogram by groups, draw one group at a time."
+        )
+    counts = np.asarray(histogram.counts).astype(np.float64)
+    if not np.any(counts > 0):
+        raise ValueError("`exponents`: the histogram holds no nonzero finite numbers, so there is nothing to draw.")
+    chosen = [*own, *_USUAL_FORMATS] if formats is None else formats
+    ranges = list(dict.fromkeys(range_of(dtype, "exponents") for dtype in chosen))
+    shift = _checked_shift(recommended if scale is None else scale)
     with canvas(axes, "exponents", 3.9 + 0.3 * len(ranges)) as axes:
         handles = _draw_histogram(axes, counts, shift)
         axes.set_xlim(_limits(counts, shift, ranges))
@@ -72,11 +77,9 @@ def exponents(
         axes.xaxis.set_major_formatter(FuncFormatter(lambda exponent, _: _power_of_two(exponent)))
         for limit in (ranges[0].nonzero_from, ranges[0].infinite_from):
             axes.axvline(math.log2(limit), color=GREY, linestyle=(0, (1, 1.5)), zorder=0.9)
-        parts_of_axes: Any = axes.transAxes
-        inches_above = axes.figure.dpi_scale_trans + ScaledTranslation(0, 1, parts_of_axes)
-        place = blended_transform_factory(parts_of_axes, inches_above)
-        _draw_ranges(axes.inset_axes((0.0, 0.1, 1.0, 0.25 * len(ranges)), transform=place, sharex=axes), ranges)
-        axes.set_title(f"{counts.sum():,.12g} numbers\nbesides {zeros:,.12g} zero, {nonfinite:,.12g} infinite or NaN")
+        _draw_ranges(axes, ranges)
+        others = f"{float(histogram.zeros):,.12g} zero, {float(histogram.nonfinite):,.12g} infinite or NaN"
+        axes.set_title(f"{counts.sum():,.12g} numbers\nbesides {others}")
         axes.set(xlabel="magnitude", ylabel="how many")
         normal = Patch(facecolor=BLUE, edgecolor=BLUE, label="normal")
         subnormal = Patch(facecolor="none", edgecolor=BLUE, label="subnormal: fewer bits")
@@ -84,29 +87,7 @@ def exponents(
     return axes
 
 
-def _checked(histogram: Any) -> tuple[np.ndarray, float, float]:
-    """Return counts by exponent, zeros, and infinities and NaN."""
-    if not isinstance(histogram, ExponentHistogram):
-        raise TypeError(
-            "`exponents` needs an `UnderflowReport` or an `ExponentHistogram`, but got "
-            f"{type(histogram).__name__}. Of a histogram by groups, draw one group at a time."
-        )
-    counts = np.asarray(histogram.counts).astype(np.float64)
-    if counts.shape != (len(EXPONENTS),) or not np.all(np.isfinite(counts)) or not np.any(counts > 0):
-        raise ValueError(
-            f"`exponents`: the histogram holds no nonzero finite numbers, or not {len(EXPONENTS)} counts of them, so "
-            "there is nothing to draw."
-        )
-    return counts, float(histogram.zeros), float(histogram.nonfinite)
-
-
-def _checked_ranges(formats: Any) -> list[Range]:
-    if isinstance(formats, str) or not isinstance(formats, Sequence) or not formats:
-        raise ValueError(f"`exponents`: `formats` must be a list of dtypes, such as ['f16'], but got {formats!r}.")
-    return list(dict.fromkeys(range_of(dtype, "exponents") for dtype in formats))
-
-
-def _checked_shift(scale: Any) -> int:
+def _checked_shift(scale: ArrayLike) -> int:
     """Return how many powers of two a scale moves numbers by."""
     number = float(np.asarray(scale)) if np.ndim(scale) == 0 else math.nan
     if not is_power_of_two(number):
@@ -142,15 +123,19 @@ def _limits(counts: np.ndarray, shift: int, ranges: list[Range]) -> tuple[float,
     return min(low for low, _ in shown) - 2, max(high for _, high in shown) + 2
 
 
-def _draw_ranges(strip: Axes, ranges: list[Range]) -> None:
+def _draw_ranges(axes: Axes, ranges: list[Range]) -> None:
     """Draw a bar for each format, above the histogram and on the same axis of magnitudes."""
+    parts_of_axes: Any = axes.transAxes
+    inches_above = axes.figure.dpi_scale_trans + ScaledTranslation(0, 1, parts_of_axes)
+    place = blended_transform_factory(parts_of_axes, inches_above)
+    strip = axes.inset_axes((0.0, 0.1, 1.0, 0.25 * len(ranges)), transform=place, sharex=axes)
     strip.grid(visible=False)
     strip.spines[:].set_visible(False)
     strip.tick_params(axis="both", which="both", length=0, labelbottom=False)
     strip.set_yticks(range(len(ranges)), [str(span.dtype) for span in ranges])
     strip.set_ylim(len(ranges) - 0.5, -0.5)
     for y, span in enumerate(ranges):
-        low, normal, high = (math.log2(x) for x in (span.nonzero_from, span.normal_from, span.infinite_from))
+        low, normal, high = map(math.log2, span.thresholds)
         bar = {"height": 0.7, "edgecolor": BLUE, "linewidth": 1.2}
         strip.barh(y, normal - low, left=low, facecolor="none", **bar)
         strip.barh(y, high - normal, left=normal, facecolor=BLUE, **bar)

@@ -10,7 +10,7 @@ from matplotlib.rcsetup import cycler
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import ScaledTranslation
 
-# Four of the eight colors of Okabe and Ito: those that stand out from white and from black by 3 to 1.
+# Four of the eight colors of Okabe and Ito, which stand out from white and from black by 3 to 1.
 BLUE, VERMILLION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 # This grey has the 4.5 to 1 that WCAG asks for on white, and 4.1 to 1 on #121212. No grey has 4.5 on both.
 GREY = "#767676"
@@ -44,7 +44,7 @@ _SHEET: dict[str, Any] = {
 
 @contextlib.contextmanager
 def style() -> Iterator[None]:
-    """Make figures in a `with` block look like those of `mpx.plot`.
+    """Make figures in a `with` block look like the figures of `mpx.plot`.
 
     They are transparent, with text of a grey that can be read on white (4.5 to 1) and on a dark page (4.1 to 1 on
     #121212), and colors that stand out from both by 3 to 1. Axes made outside of such a block keep their own look.
@@ -68,15 +68,12 @@ def style() -> Iterator[None]:
 
 @contextlib.contextmanager
 def canvas(axes: Any, caller: str, height: float) -> Iterator[Axes]:
-    """Give the axes to draw on, in a block with the style sheet: those given, or those of a new figure of this height.
+    """Give the axes to draw on, in a block with the style sheet: `axes`, or new ones in a figure of this height.
 
     New figures are 5.6 inches wide: on the 390 pixels of a phone, letters of 10 points then have 10 pixels.
     """
     if axes is not None and not isinstance(axes, Axes):
-        raise TypeError(
-            f"`{caller}`: `axes` must be a Matplotlib Axes or None, but got {type(axes).__name__}. "
-            "`plt.subplots(layout='constrained')` returns a figure and its axes."
-        )
+        raise TypeError(f"`{caller}`: `axes` must be a Matplotlib Axes or None, but got {type(axes).__name__}.")
     with style():
         axes = plt.subplots(figsize=(5.6, height))[1] if axes is None else axes
         axes.set_prop_cycle(CURVES)

@@ -1,5 +1,6 @@
 """Read the compiled program of a step, for this machine or for one that is not here."""
 
+from mpx.tools.program.findings import Finding as Finding
 from mpx.tools.program.kernels import Kernel as Kernel
 from mpx.tools.program.step_report import ReportComparison as ReportComparison
 from mpx.tools.program.step_report import StepReport as StepReport

@@ -69,13 +69,13 @@ class Kernel:
 def kernels(
     program: Program, target: Target | None = None, float32: str = "f32", mesh_shape: Mapping[str, int] | None = None
 ) -> Iterator[Kernel]:
-    """Yield the kernels of a program in the order in which they run.
+    """Yield the kernels of a program in the order of execution.
 
     Args:
         program: the program.
         target: the device, for bounds of times.
         float32: how the device multiplies float32 numbers unless more is asked for, such as `tf32`.
-        mesh_shape: the axes of the mesh, to name those of collectives.
+        mesh_shape: the axes of the mesh, to name the axes of collectives.
     """
     for instruction, kind, times in _runs(program):
         products = [part for part in instruction.parts if _flops(part)]
@@ -103,12 +103,12 @@ def totals(pairs: Iterable[tuple[K, int]]) -> dict[K, int]:
 
 
 def has_unknown_loop(program: Program) -> bool:
-    """Return whether there is a loop of which nobody knows how often it runs."""
+    """Return whether there is a loop of unknown length."""
     return any(operation.trips is None or any(map(has_unknown_loop, operation.called)) for operation in program)
 
 
 def _runs(program: Program, times: int = 1) -> list[tuple[Instruction, Kind, int]]:
-    """Return the operations that are kernels in the order in which they run, what each does, and how often it runs."""
+    """Return the operations that are kernels, in order of execution, with what each does and how often it runs."""
     found: list[tuple[Instruction, Kind, int]] = []
     for instruction in program:
         if instruction.op in ("while", "call", "conditional", "async-start"):
@@ -142,28 +142,31 @@ def _moved(instruction: Instruction) -> int:
 
 
 def _read(array: Instruction, body: Program) -> int:
-    """Return the bytes that are read of an array: if only parts of it are taken or replaced, those that are taken."""
+    """Return the bytes that are read of an array: only the parts that are taken, if parts are taken or replaced."""
     views = {array}
     for part in body:  # a view comes after what it shows
         if part.op == "bitcast" and part.operands[0] in views:
             views.add(part)
     uses = [part for part in body if part.op != "bitcast" and not views.isdisjoint(part.operands)]
     is_partial = lambda use: use.operation in {*_TAKE_PARTS, *_REPLACE_PARTS}
+    whole = sum(shape.bytes for shape in array.shapes)
     if not uses or not all(is_partial(use) and views.isdisjoint(use.operands[1:]) for use in uses):
-        return sum(shape.bytes for shape in array.shapes)
+        return whole
     # A scatter adds to what it replaces, and so reads as much as it writes.
     part_of = lambda use: use.results[0] if use.operation in _TAKE_PARTS else _replaced(use)
     taken = [part_of(use) for use in uses if use.operation != "dynamic-update-slice"]
-    return sum(shape._replace(is_elsewhere=array.shapes[0].is_elsewhere).bytes for shape in taken)
+    # A gather may take a row of a small table a million times. The table is read once: caches hold it.
+    return min(whole, sum(shape._replace(is_elsewhere=array.shapes[0].is_elsewhere).bytes for shape in taken))
 
 
 def _written(part: Instruction) -> int:
     """Return the bytes of a result; of one that replaces a part of an operand, that part."""
     while part.op == "bitcast":
         part = part.operands[0]
+    whole = sum(shape.bytes for shape in part.results)
     if part.operation in _REPLACE_PARTS and len(part.results) == 1:
-        return _replaced(part).bytes
-    return sum(shape.bytes for shape in part.results)
+        return min(whole, _replaced(part).bytes)
+    return whole
 
 
 def _replaced(part: Instruction) -> Shape:
@@ -176,12 +179,26 @@ def _flops(part: Instruction) -> int:
     """Return the FLOPs of a matrix product or convolution; 0 of anything else."""
     if part.operation.startswith(("convolution", "__cudnn$conv")):
         return _conv_flops(part)
+    if part.operation == "__cudnn$blockScaledDot":  # contracts the last axes
+        return 2 * math.prod(part.shapes[0].dims) * part.operands[0].shapes[0].dims[-1]
+    if _is_product_as_sum(part):
+        return 2 * math.prod(part.operands[0].shapes[0].dims)
     contracted = part.attribute(r"lhs_contracting_dim(?:ension)?s\"?[=:][{\[]([\d,\"]*)")
     if contracted is None or part.op == "fusion":
         return 0
     left = part.operands[0].shapes[0]
     depth = math.prod(left.dims[int(axis)] for axis in re.findall(r"\d+", contracted))
     return 2 * math.prod(part.shapes[0].dims) * depth
+
+
+def _is_product_as_sum(part: Instruction) -> bool:
+    """Return whether this adds up the products of a matrix product: XLA multiplies a matrix and a vector so."""
+    if part.op != "reduce" or part.attribute(r'op_name="[^"]*(dot_general)"') is None:
+        return False
+    summed = part.operands[0]
+    while summed.op in ("bitcast", "convert", "copy"):
+        summed = summed.operands[0]
+    return summed.op == "multiply"
 
 
 def _conv_flops(part: Instruction) -> int:
@@ -197,11 +214,13 @@ def _conv_flops(part: Instruction) -> int:
 
 
 def _dtype(product: Instruction, float32: str) -> str:
-    """Return in which dtype a product multiplies."""
+    """Return the dtype that a product multiplies in."""
     algorithm = product.attribute(r"algorithm=dot_(\w+)")
     if algorithm in _ALGORITHMS:
         return _ALGORITHMS[algorithm]
     left, right = (operand.shapes[0].dtype for operand in product.operands[:2])
+    if product.op == "reduce":  # no tensor core multiplies here
+        return left
     asked = product.attribute(r"operand_precision\"?[=:][{\[]\"?(\w+)") or "default"
     if left != right:
         return f"{left} with {right}"
@@ -209,7 +228,7 @@ def _dtype(product: Instruction, float32: str) -> str:
 
 
 def _axes(collective: Instruction, mesh_shape: Mapping[str, int]) -> str:
-    """Return the axes of a mesh along which the devices of each group differ; nothing if they are other groups."""
+    """Return the mesh axes along which the devices of a group differ; nothing if groups do not follow the mesh."""
     sizes, group = tuple(mesh_shape.values()), _first_group(collective)
     if not sizes or max(group, default=math.inf) >= math.prod(sizes):
         return ""
@@ -219,7 +238,7 @@ def _axes(collective: Instruction, mesh_shape: Mapping[str, int]) -> str:
 
 
 def _first_group(collective: Instruction) -> list[int]:
-    """Return a group of devices of a collective, in any of the three forms in which XLA writes them."""
+    """Return a group of devices of a collective; XLA writes groups in three forms."""
     numbers = lambda text: [int(number) for number in re.findall(r"\d+", text or "")]
     listed = collective.attribute(r"replica_groups=\{\{([\d,]*)\}")
     if listed is not None:

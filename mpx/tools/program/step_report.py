@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, get_args
@@ -13,6 +14,7 @@ from mpx import _tables, _trees
 from mpx.tools.plan import units
 from mpx.tools.program import kernels as programs
 from mpx.tools.program import text
+from mpx.tools.program.findings import Finding, names_of, of_donation
 from mpx.tools.program.kernels import Kernel, Kind
 from mpx.tools.program.targets import Target, get_target, target_devices, target_here
 
@@ -38,6 +40,7 @@ class StepReport(_tables.Result):
         kernels: what runs, in its order.
         has_unknown_loop: whether a loop of unknown length is counted as if it ran once.
         compile_seconds: the time that XLA took here.
+        findings: what the program does that its author would not want, with bytes and a remedy each.
     """
 
     target: Target | None
@@ -49,6 +52,7 @@ class StepReport(_tables.Result):
     kernels: tuple[Kernel, ...]
     has_unknown_loop: bool
     compile_seconds: float
+    findings: tuple[Finding, ...] = ()
 
     @property
     def peak_bytes(self) -> int:
@@ -93,7 +97,7 @@ class StepReport(_tables.Result):
 
     @property
     def memory_bound_share(self) -> float | None:
-        """The part of the bound in which kernels wait for memory or their launch, and not for products."""
+        """The part of the bound when kernels wait for memory or their launch, and not for products."""
         if self.target is None or not self.bound_seconds:
             return None
         waits = [kernel.times * self.target.bound_seconds(kernel.bytes, {}) for kernel in self.kernels]
@@ -102,7 +106,10 @@ class StepReport(_tables.Result):
     def _parts(self) -> Iterator[_tables.Table | str]:
         yield _summary({"this machine" if self.target is None else self.target.name: self})
         yield "\n".join(self._notes())
-        unit = units.unit_for([self.moved_bytes], False)
+        if self.findings:
+            in_bytes = lambda finding: " ".join(units.shown_with_unit(finding.bytes))
+            yield "\n".join(["Findings", *(f"- {in_bytes(finding)}: {finding}" for finding in self.findings)])
+        unit = units.unit_for([self.moved_bytes])
         name = lambda kernel: kernel.operation if kernel.kind == "library calls" else kernel.kind
         alike = [((name(kernel), _shortened(kernel.result), kernel.source), kernel) for kernel in self.kernels]
         times = programs.totals((row, kernel.times) for row, kernel in alike)
@@ -127,8 +134,7 @@ class StepReport(_tables.Result):
         if self.target is None:
             yield "Compiled for this machine. A CPU multiplies in float32: give a target for a GPU's dtypes and bound."
         else:
-            fits = "fits" if self.peak_bytes <= self.target.memory_bytes else "does NOT fit"
-            yield f"It {fits} into the {self.target.memory_bytes / 1e9:.4g} GB of one {self.target.name}."
+            yield _how_it_fits(self.peak_bytes, self.target)
             share = f"{self.memory_bound_share or 0:.0%} of it memory and launches"
             yield f"The bound is no time: its kernels one after another at published rates, {share}."
         if not self.donated_bytes:
@@ -138,6 +144,16 @@ class StepReport(_tables.Result):
         if any(kernel.kind == "library calls" for kernel in self.kernels):
             yield "Calls of libraries and kernels written by hand count bytes and no FLOPs."
         yield from (note for dtype, note in _NOTES.items() if dtype in self.flops)
+
+
+def _how_it_fits(peak: int, target: Target) -> str:
+    size = f"the {target.memory_bytes / 1e9:.4g} GB of one {target.name}"
+    if peak > target.memory_bytes:
+        return f"It does NOT fit into {size}."
+    if peak <= target.usable_bytes:
+        return f"It fits into {size}."
+    share = math.ceil(100 * peak / target.memory_bytes) / 100
+    return f"It fits into {size} with XLA_PYTHON_CLIENT_MEM_FRACTION={share:.2f}: JAX uses 75% of them by default."
 
 
 def _shortened(result: str) -> str:
@@ -159,7 +175,7 @@ _BYTES: dict[str, Callable[[StepReport], int]] = {
 def _summary(reports: Mapping[str, StepReport]) -> _tables.Table:
     """Return the figures of reports side by side, without lines of zeros."""
     found = list(reports.values())
-    unit = units.unit_for([max(report.peak_bytes, report.moved_bytes) for report in found], False)
+    unit = units.unit_for([max(report.peak_bytes, report.moved_bytes) for report in found])
     rows = [
         (name if name.startswith(" ") else f"{name}, {unit[0]}", *(units.shown(bytes_of(r), unit) for r in found))
         for name, bytes_of in _BYTES.items()
@@ -204,19 +220,20 @@ def step_report(
     """Compile a step without running it, and read off its program what it costs.
 
     Memory is XLA's own analysis. Traffic is what each kernel of the program reads and writes: exact, but for caches.
-    FLOPs are those of matrix products and convolutions. The bound is the sum over kernels of the larger of bytes over
-    bandwidth and FLOPs over rate, and of a launch.
+    FLOPs count matrix products and convolutions. The bound adds up, over kernels, a launch and the larger of bytes over
+    bandwidth and FLOPs over rate.
 
     Args:
         step: a function, or one that `jax.jit` returned.
         args: the arguments of the step or their shapes (`jax.ShapeDtypeStruct`). For a target they may have shardings
-            on a mesh of `mpx.tools.program.target_devices`; without any, the step runs on one device. What is no array,
-            such as the functions in an Equinox model, stays as it is.
+            on a mesh of `mpx.tools.program.target_devices`; without any, the step runs on one device. Unless the step
+            comes from `jax.jit`, an argument may hold other things, such as Python numbers or an Equinox model's
+            functions.
         target: what to compile for: None for this machine; `"a100"`, `"h100"`, `"h200"`, `"b200"` with
             `jax[cuda12]` or `jax[cuda13]` installed, `"v5e"`, `"v6e"` with `jax[tpu]`; or a `Target`. The device need
             not be there.
         donate_argnums: as for `jax.jit`, for a step that it has not returned. Donate parameters and state, as a
-            training loop does: else old and new ones are held at the same time.
+            training loop does: else old and new ones are held at the same time, and a finding says so.
 
     Raises:
         TypeError: if `step` is not a function.
@@ -244,7 +261,10 @@ def step_report(
     start = time.perf_counter()
     compiled = lowered.compile(options)
     seconds = time.perf_counter() - start
-    return report_of(compiled, target=device, mesh_shape=mesh and mesh.shape, compile_seconds=seconds)
+    report = report_of(compiled, target=device, mesh_shape=mesh and mesh.shape, compile_seconds=seconds)
+    if hasattr(step, "lower") and not isinstance(step, jax.stages.Wrapped) and not _lowers_arrays(step, args):
+        return report  # what `equinox.filter_jit` donates is not known from shapes
+    return dataclasses.replace(report, findings=tuple(of_donation(lowered, compiled, names_of(step, args, lowered))))
 
 
 def report_of(
@@ -270,24 +290,30 @@ def report_of(
 
 
 def _lowered(step: Any, args: Sequence[Any], donate_argnums: int | Sequence[int]) -> jax.stages.Lowered:
-    if isinstance(step, jax.stages.Wrapped):
+    if isinstance(step, jax.stages.Wrapped) or _lowers_arrays(step, args):
         if donate_argnums != ():
             raise ValueError(
                 "`step_report`: this step comes from `jax.jit` (or `nnx.jit`), which says what is donated. Leave "
                 "`donate_argnums` out here."
             )
-        return step.lower(*args)
+        lowered: Any = step.lower(*args)
+        return getattr(lowered, "lowered", lowered)  # `nnx.jit` has a class of its own around that of jax
     given = [donate_argnums] if isinstance(donate_argnums, int) else donate_argnums
     if beyond := [position for position in given if not -len(args) <= position < len(args)]:
         raise ValueError(f"`step_report`: the step has {len(args)} arguments, so none at {beyond} can be donated.")
-    is_array = lambda leaf: _trees.is_array(leaf) or isinstance(leaf, (int, float, complex))
-    arrays_of = lambda tree: jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, tree)
+    arrays_of = lambda tree: jax.tree.map(lambda leaf: leaf if _trees.is_array(leaf) else None, tree)
 
     def of_arrays(*arrays):
         put = lambda array, leaf: leaf if array is None else array
         return arrays_of(step(*jax.tree.map(put, arrays, args, is_leaf=lambda leaf: leaf is None)))
 
     return jax.jit(of_arrays, donate_argnums=donate_argnums).lower(*arrays_of(args))
+
+
+def _lowers_arrays(step: Any, args: Sequence[Any]) -> bool:
+    """Return whether this is a step of `equinox.filter_jit` with arrays: it takes shapes for static arguments."""
+    are_arrays = not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(args))
+    return hasattr(step, "lower") and are_arrays
 
 
 def _placed(args: Any, devices: Sequence[Any]) -> tuple[Any, Mesh]:

@@ -38,6 +38,11 @@ class Target:
     launch_seconds: float = 2e-6  # an estimate, not a published figure
     float32: str = "tf32"
 
+    @property
+    def usable_bytes(self) -> int:
+        """The part of its memory that JAX uses by default: 75% of a GPU's (see XLA_PYTHON_CLIENT_MEM_FRACTION)."""
+        return self.memory_bytes if self.tpu else self.memory_bytes * 3 // 4
+
     def bound_seconds(self, moved_bytes: int, flops: Mapping[str, int]) -> float:
         """Return what a kernel takes at least: the larger of bytes over bandwidth and FLOPs over rate, and a launch."""
         fastest = max(self.rates.values())
@@ -93,9 +98,12 @@ def get_target(given: "str | Target") -> Target:
 
 
 def target_here() -> Target | None:
-    """Return the target that this machine's first device is; None if its figures are not known."""
-    kind = jax.devices()[0].device_kind.lower().replace("tpu v5 lite", "tpu v5e").replace("tpu v6 lite", "tpu v6e")
-    return next((target for name, target in TARGETS.items() if name in kind.replace("-", " ").split()), None)
+    """Return the target that this machine's first device is; None if its figures are not known.
+
+    The whole name must match: an H100 PCIe, an H100 NVL, a slice of an H100 (MIG) and an A100 of 40 GB have others.
+    """
+    kind = jax.devices()[0].device_kind.removeprefix("NVIDIA ").replace(" lite", "e")  # "TPU v5 lite" is a v5e
+    return next((target for target in TARGETS.values() if target.name == kind), None)
 
 
 def target_devices(target: "str | Target", count: int = 1) -> list[Any]:
@@ -129,7 +137,7 @@ def _gpus(target: Target, count: int) -> list[Any]:
     version = next((version for name, version in _CUDA.items() if importlib.util.find_spec(f"jax_{name}_plugin")), "")
     if not version:
         raise RuntimeError(
-            f'The compiler for the {target.name} is not installed: pip install "mpx-jax[cuda12]", or [cuda13].'
+            f'The compiler for the {target.name} is not installed: pip install "jax[cuda12]", or "jax[cuda13]".'
         )
     allow_targets()
     chip = dict(target.gpu) | {"optin": target.gpu["shared"] - 2**10, "bandwidth": int(target.bandwidth)}

@@ -83,7 +83,7 @@ class Instruction:
 
 
 def parse(text: str) -> tuple[Instruction, ...]:
-    """Return the operations of a program in the order in which they run.
+    """Return the operations of a program in the order of execution.
 
     Raises:
         ValueError: if there is no entry computation, as in a text that is no compiled program.
@@ -103,7 +103,7 @@ def parse(text: str) -> tuple[Instruction, ...]:
             frame = re.search(r"stack_frame_id=(\d+)", match["attributes"])
             body[match["name"]] = Instruction(
                 op=match["op"],
-                shapes=_shapes(match["shapes"]),
+                shapes=shapes_of(match["shapes"]),
                 operands=tuple(body[name] for name in _names(match["operands"])),
                 called=tuple(computations[name] for name in _names(" ".join(_CALLED.findall(match["attributes"])))),
                 attributes=match["attributes"],
@@ -117,7 +117,8 @@ def _names(text: str) -> list[str]:
     return re.findall(r"%([\w.\-]+)", text)
 
 
-def _shapes(text: str) -> tuple[Shape, ...]:
+def shapes_of(text: str) -> tuple[Shape, ...]:
+    """Return the arrays of a type: `f32[8,4]{1,0}`, or a tuple of such."""
     return tuple(
         Shape(dtype, tuple(int(n.lstrip("<=")) for n in dims.split(",") if n), bool(_ELSEWHERE.search(layout)))
         for dtype, dims, layout in _SHAPE.findall(text)
@@ -125,7 +126,7 @@ def _shapes(text: str) -> tuple[Shape, ...]:
 
 
 def _sources(text: str) -> dict[str, str]:
-    """Return the line of each stack frame, outside of installed packages if any of those around it is."""
+    """Return the line of each stack frame, or of the innermost frame around it outside of installed packages."""
     tables: dict[str, dict[str, str]] = {}
     table: dict[str, str] = {}
     for line in text.splitlines():

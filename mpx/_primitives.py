@@ -1,0 +1,101 @@
+"""What mpx knows about jax's primitives: one table, which every part of the library reads.
+
+A primitive that is not in the table gets the careful answer: it mixes elements, moves nothing, and is expensive.
+Primitives with the same facts share a row.
+"""
+
+from typing import Any, Literal, NamedTuple
+
+
+class Facts(NamedTuple):
+    """The facts about a primitive."""
+
+    contraction: bool = False  # adds up products; nearly all floating-point operations of a model are in contractions
+    elementwise: bool = False  # an element of a result depends only on the operands' elements at the same place
+    cheap: bool = False  # costs less to compute again than to keep in float32; comparisons are kept, in a byte
+    linear: bool = False  # is linear in each operand, besides what `moves` says
+    # Results consist of elements of the operands: the operands themselves ("same"), elements that indices choose
+    # ("moved"), elements that values or the order of writing choose ("chosen"), elements of other devices ("sent").
+    moves: Literal["", "same", "moved", "chosen", "sent"] = ""
+    # How often the one result has each element of the one operand. For "many", cotangents have yet to be added up.
+    copies: Literal["", "once", "many"] = ""
+    communicates: bool = False  # needs other devices, or may
+    positional: bool = False  # depends on where an element is in the array, or on which device this is
+    triton: Literal["any", "32 bits", "none"] = "any"  # the floating-point numbers that Pallas' Triton has it for
+    blocks: Literal["", "view", "reduce"] = ""  # how it acts on rows of whole blocks, if it is not elementwise
+    # The programs it holds: one that runs once on all operands ("call"), the same with a derivative by its author
+    # ("custom"), or others.
+    runs: Literal["", "call", "custom", "branches", "devices", "loop"] = ""
+
+
+UNKNOWN = Facts()
+_KEPT = Facts(elementwise=True)
+_FREE = Facts(elementwise=True, cheap=True)
+_VIEW = Facts(cheap=True, moves="moved")
+_SENT = Facts(moves="sent", linear=True, communicates=True)
+_TOTAL = Facts(linear=True, communicates=True)
+_ROWS = {
+    "conv_general_dilated dot_general ragged_dot_general": Facts(contraction=True),
+    # The operands themselves.
+    "copy name": _FREE._replace(moves="same", copies="once"),
+    "optimization_barrier pvary stop_gradient": _FREE._replace(moves="same"),
+    "layout_constraint": _FREE._replace(moves="same", triton="none"),
+    "device_put": _KEPT._replace(moves="same", triton="none"),
+    "sharding_constraint": _FREE._replace(moves="same", copies="once", communicates=True),
+    "reshard": _KEPT._replace(moves="same", communicates=True),
+    # Elements at other places.
+    "rev transpose": _VIEW._replace(copies="once"),
+    "reshape squeeze": _VIEW._replace(copies="once", blocks="view"),
+    "broadcast_in_dim": _VIEW._replace(copies="many", blocks="view"),
+    "broadcast_to": _VIEW._replace(copies="many"),
+    "concatenate slice split": _VIEW,
+    "gather tile": Facts(moves="moved", copies="many"),
+    "dynamic_slice roll stack unstack": Facts(moves="moved"),
+    # Elements that values choose.
+    "clamp max min select_n": _FREE._replace(moves="chosen"),
+    "pad": Facts(cheap=True, moves="chosen"),
+    "reduce_max reduce_min": Facts(moves="chosen", blocks="reduce"),
+    "reduce_and reduce_or": Facts(blocks="reduce"),
+    "cummax cummin dynamic_update_slice reduce_window_max reduce_window_min scatter sort top_k": Facts(moves="chosen"),
+    # Elements of other devices, and sums over them.
+    "all_gather all_gather_invariant all_gather_reduced all_to_all pbroadcast ppermute ragged_all_to_all": _SENT,
+    "pmax pmin": Facts(moves="chosen", communicates=True),
+    "psum psum_invariant reduce_scatter": _TOTAL,
+    "reduce_sum": Facts(linear=True),
+    # Arithmetic on elements.
+    "abs acos acosh add add_any asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil conj convert_element_type "
+    "cos cosh exp exp2 expm1 floor imag log log1p mul polynomial pow real rem round rsqrt shift_left "
+    "shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh": _FREE,
+    "neg": _FREE._replace(linear=True),
+    "div integer_pow logistic nextafter": _FREE._replace(triton="32 bits"),
+    "erf erfc reduce_precision": _FREE._replace(triton="none"),
+    "one_minus_square reciprocal": _FREE._replace(triton="none"),  # derivatives of tanh and quotients since jax 0.11
+    "and eq ge gt is_finite le lt ne not or xor": _KEPT,
+    "erf_inv": _KEPT._replace(triton="32 bits"),
+    "digamma lgamma": _KEPT._replace(triton="none"),
+    "axis_index iota random_bits threefry2x32": Facts(positional=True),
+    # Programs.
+    "call closed_call eval_jaxpr jit remat2": Facts(runs="call"),
+    "custom_jvp_call custom_vjp_call": Facts(runs="custom"),
+    "cond": Facts(runs="branches"),
+    "shard_map": Facts(runs="devices"),
+    "scan while": Facts(runs="loop"),
+}
+
+PRIMITIVES = {name: facts for names, facts in _ROWS.items() for name in names.split()}
+
+
+def facts_of(equation_or_primitive: Any) -> Facts:
+    """Return the facts about a primitive, or about the primitive of an equation."""
+    primitive = getattr(equation_or_primitive, "primitive", equation_or_primitive)
+    return PRIMITIVES.get(primitive.name, UNKNOWN)
+
+
+def is_call(eqn: Any) -> bool:
+    """Return whether an equation runs one other program, once, on all its operands."""
+    return facts_of(eqn).runs in ("call", "custom")
+
+
+def holds_programs_run_once(eqn: Any) -> bool:
+    """Return whether an equation runs one of its programs once: a call or a conditional."""
+    return facts_of(eqn).runs not in ("", "loop")

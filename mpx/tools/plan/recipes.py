@@ -1,0 +1,137 @@
+"""The recipes by their names, the same in README, documentation, `mpx plan`, `mpx doctor` and the example."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+import jax
+import optax
+
+from mpx._recipes import mixed_precision
+from mpx._stored.blockwise import Blockwise8bit
+from mpx._transforms.kahan_summation import kahan_summation
+from mpx._transforms.low_precision_state import low_precision_state
+from mpx._transforms.stochastic_rounding import stochastic_rounding
+from mpx._transforms.upcast import upcast
+
+_F32, _BF16 = "params=f32,compute=f32,output=f32", "params=bf16,compute=bf16,output=f32"
+_F32_BF16, _F32_F16 = "params=f32,compute=bf16,output=f32", "params=f32,compute=f16,output=f32"
+_BF16_FP8 = "params=bf16,compute=fp8,output=f32"
+MOMENTS = "mu|nu|trace|momentum|exp_avg|exp_avg_sq|sum_of_squares"  # as rules of Optax and others call them
+_MIXED = "mpx.mixed_precision(optimizer, policy)"
+
+
+@dataclasses.dataclass(frozen=True)
+class PrecisionRecipe:
+    """A way to train in some precision, with any rule.
+
+    Attributes:
+        policy: the string of a `Policy`.
+        wrap: a function that puts wrappers around a rule.
+        formats_moments: True if it stores the rule's moments in fewer bits, and so needs a rule that has moments.
+        code: what `wrap` does to an `optimizer`, as one writes it for AdamW; empty if it has none.
+        purpose: what to take it for; empty if nobody says.
+    """
+
+    policy: str
+    wrap: Callable[[optax.GradientTransformation], optax.GradientTransformation]
+    formats_moments: bool = False
+    code: str = ""
+    purpose: str = ""
+
+
+_8_bits = lambda rule: low_precision_state(rule, {MOMENTS: Blockwise8bit()})
+_16_bits = lambda rule: low_precision_state(rule, {MOMENTS: "bf16"}, min_size=0)
+
+STANDARD_RECIPES: Mapping[str, PrecisionRecipe] = {
+    "f32": PrecisionRecipe(_F32, lambda rule: rule, code="optimizer", purpose="compare, or train on a CPU"),
+    "bf16-autocast": PrecisionRecipe(
+        _F32_BF16, lambda rule: mixed_precision(rule, _F32_BF16), code=_MIXED, purpose="keep float32 parameters"
+    ),
+    "bf16-split": PrecisionRecipe(
+        _BF16, lambda rule: mixed_precision(rule, _BF16), code=_MIXED, purpose="train in bfloat16: start here"
+    ),
+    "bf16-split-8bit": PrecisionRecipe(
+        _BF16,
+        lambda rule: mixed_precision(_8_bits(rule), _BF16),
+        formats_moments=True,
+        code="""\
+mpx.mixed_precision(
+    mpx.low_precision_state(optimizer, {"mu|nu": mpx.Blockwise8bit()}), policy
+)""",
+        purpose="fit the largest model",
+    ),
+    "bf16-masters": PrecisionRecipe(
+        _BF16,
+        lambda rule: mixed_precision(rule, _BF16, storage="full"),
+        code='mpx.mixed_precision(optimizer, policy, storage="full")',
+        purpose="let other code read float32 masters",
+    ),
+    "bf16-kahan": PrecisionRecipe(
+        _BF16,
+        lambda rule: optax.chain(_16_bits(rule), kahan_summation()),
+        formats_moments=True,
+        code="""\
+optax.chain(
+    mpx.low_precision_state(optimizer, {"mu|nu": "bf16"}, min_size=0),
+    mpx.kahan_summation(),
+)""",
+        purpose="train without masters",
+    ),
+    "bf16-stochastic": PrecisionRecipe(
+        _BF16,
+        lambda rule: optax.chain(upcast(rule), stochastic_rounding(jax.random.key(0))),
+        code="optax.chain(mpx.upcast(optimizer), mpx.stochastic_rounding(jax.random.key(0)))",
+        purpose="keep nothing for a parameter but a key",
+    ),
+    "f16-scaled": PrecisionRecipe(
+        _F32_F16,
+        lambda rule: mixed_precision(rule, _F32_F16),
+        code=_MIXED,
+        purpose="use a GPU without bfloat16 (V100, T4)",
+    ),
+    "fp8": PrecisionRecipe(
+        _BF16_FP8,
+        lambda rule: mixed_precision(rule, _BF16_FP8),
+        code=_MIXED,
+        purpose="multiply large matrices in 8-bit floats (H100 and later)",
+    ),
+}
+
+_LINEN = """\
+policy = mpx.get_policy("{policy}")
+loss_fn = mpx.autocast(loss_fn, policy)  # of params and batch
+optimizer = optax.adamw(3e-4)
+tx = {code}
+params = policy.cast_to_param(params)
+opt_state = tx.init(params)
+
+@jax.jit(donate_argnums=(0, 1))  # or old and new ones are held at once
+def train_step(params, opt_state, batch):
+    scale = mpx.get_loss_scale(opt_state)
+    loss, grads = mpx.value_and_grad(loss_fn, scale)(params, batch)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, loss"""
+_NNX = """\
+policy = mpx.get_policy("{policy}")
+loss_fn = mpx.autocast(loss_fn, policy)  # of model and batch
+optimizer = optax.adamw(3e-4)
+tx = {code}
+nnx.update(model, policy.cast_to_param(nnx.state(model, nnx.Param)))
+trainer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+@nnx.jit(donate_argnums=(0, 1))  # or old and new ones are held at once
+def train_step(model, trainer, batch):
+    scale = mpx.get_loss_scale(trainer.opt_state)
+    grad_fn = mpx.value_and_grad(loss_fn, scale, transform=nnx.value_and_grad)
+    loss, grads = grad_fn(model, batch)
+    trainer.update(model, grads)
+    return loss"""
+
+
+def training_code(recipe: PrecisionRecipe, library: Literal["linen", "nnx"]) -> str:
+    """Return a training step under a recipe, for AdamW and a model of Flax Linen (or any pytree) or of Flax NNX.
+
+    It starts from `loss_fn`, and from `params` or a `model`, in float32.
+    """
+    return {"linen": _LINEN, "nnx": _NNX}[library].format(policy=recipe.policy, code=recipe.code)
