@@ -164,10 +164,20 @@ def _kinds(state: Any) -> str:
     return f"{name} of {', '.join(map(_kinds, state))}" if type(state) is tuple and state else name
 
 
-def _unmatched(old: Mapping[Any, Any], new: Mapping[Any, Any], olds: str, news: str) -> dict[_trees.Path, str]:
-    """Return the paths that only one of two trees has, and which one it is."""
-    wrong = {path: f"in the {olds} only" for path in old if path not in new}
-    return wrong | {path: f"in the {news} only" for path in new if path not in old}
+def mismatches(
+    old: Mapping[_trees.Path, Any],
+    new: Mapping[_trees.Path, Any],
+    names: tuple[str, str],
+    difference: Callable[[Any, Any], str | None],
+) -> dict[_trees.Path, str]:
+    """Return how two trees differ, by path: which of the two has a leaf, or what `difference` says of a pair.
+
+    `difference(old leaf, new leaf)` is None for leaves that match; `names` tells the trees in the text.
+    """
+    wrong = {path: f"in the {names[0]} only" for path in old if path not in new}
+    wrong |= {path: f"in the {names[1]} only" for path in new if path not in old}
+    found = {path: difference(leaf, new[path]) for path, leaf in old.items() if path in new}
+    return wrong | {path: text for path, text in found.items() if text is not None}
 
 
 def require_same_shapes(updates: Any, params: Any, caller: str, of_examples: bool = False) -> None:
@@ -181,12 +191,12 @@ def require_same_shapes(updates: Any, params: Any, caller: str, of_examples: boo
     absent = found.keys() - new.keys()
     leads = lambda path: (path[:i] for i in range(len(path) + 1))
     old = {path: p for path, p in _trees.leaves_by_path(params).items() if absent.isdisjoint(leads(path))}
-    fits = lambda x, p: np.shape(x) == np.shape(p) or (of_examples and np.shape(x)[1:] == np.shape(p))
-    wrong = _unmatched(old, new, "parameters", "gradients") | {
-        path: f"update {_trees.dtype_and_shape(new[path])}, parameter {_trees.dtype_and_shape(p)}"
-        for path, p in old.items()
-        if path in new and not fits(new[path], p)
-    }
+
+    def difference(p: Any, x: Any) -> str | None:
+        fits = np.shape(x) == np.shape(p) or (of_examples and np.shape(x)[1:] == np.shape(p))
+        return None if fits else f"update {_trees.dtype_and_shape(x)}, parameter {_trees.dtype_and_shape(p)}"
+
+    wrong = mismatches(old, new, ("parameters", "gradients"), difference)
     if wrong:
         what = f"`{caller}`: gradients or updates do not match the parameters in structure or shape"
         remedy = "Call `update(grads, state, params)` with trees of one structure. Is a mean over examples missing?"
@@ -214,13 +224,15 @@ def require_same_leaves(stored: Any, params: Any, kept_dtype: Callable[[Any], np
     """Raise if `params` do not match the arrays that the state keeps for them, in dtype `kept_dtype(parameter)`."""
     old = _trees.leaves_by_path(stored, _trees.is_masked)
     new = _trees.leaves_by_path(params, _trees.is_masked)
-    wrong = _unmatched(old, new, "state", "parameters")
-    for path, kept, p in [(path, kept, new[path]) for path, kept in old.items() if path in new]:
+
+    def difference(kept: Any, p: Any) -> str | None:
         found = None if _trees.is_masked(kept) else (kept.dtype, kept.shape)
-        wanted = None if kept_dtype(p) is None else (kept_dtype(p), p.shape)
-        if found != wanted:
-            keeps = "nothing" if found is None else _trees.dtype_and_shape(kept)
-            wrong[path] = f"{_trees.dtype_and_shape(p)}, but the state keeps {keeps} for it"
+        if found == (None if kept_dtype(p) is None else (kept_dtype(p), p.shape)):
+            return None
+        keeps = "nothing" if found is None else _trees.dtype_and_shape(kept)
+        return f"{_trees.dtype_and_shape(p)}, but the state keeps {keeps} for it"
+
+    wrong = mismatches(old, new, ("state", "parameters"), difference)
     if wrong:
         what = f"`{caller}`: the state was made for other parameters"
         remedy = (

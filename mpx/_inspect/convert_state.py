@@ -309,13 +309,8 @@ def _state_of(tx: optax.GradientTransformation, params: Any, opt_state: Any) -> 
         # A `flax.nnx.Optimizer` puts each array into a variable. `init` does so only where the parameters do.
         opt_state = jax.tree.unflatten(jax.tree.structure(made), jax.tree.leaves(opt_state))
     expected, leaves = {leaf.path: leaf for leaf in leaves_of(made)}, _trees.leaves_by_path(opt_state, is_stored)
-    wrong = {path: "in the state only" for path in leaves if path not in expected}
-    wrong |= {path: "missing" for path in expected if path not in leaves}
-    wrong |= {
-        path: f"{shown(leaves[path])}, not {shown(leaf.leaf)}"
-        for path, leaf in expected.items()
-        if path in leaves and not _is_made_as(leaf, leaves[path])
-    }
+    difference = lambda leaf, x: None if _is_made_as(leaf, x) else f"{shown(x)}, not {shown(leaf.leaf)}"
+    wrong = _errors.mismatches(expected, leaves, ("state of `tx`", "given state"), difference)
     tree, tree_made = jax.tree.structure(opt_state), jax.tree.structure(made)
     if wrong or tree != tree_made:
         trees = "" if wrong else f"\n  its tree is\n{tree}\n  not\n{tree_made}"

@@ -524,7 +524,7 @@ def test_a_state_that_is_not_one_of_the_transformation_for_the_parameters_is_ref
     for arguments, tx, message in [
         ((params, state), "split", "and `optimizer.opt_state`.\n  " + other),
         ((params | {"bias": jnp.ones(6, jnp.bfloat16)}, state), "full", "'master/bias': float32[5], not float32[6]"),
-        (({"kernel": params["kernel"]}, state), "full", "'master/bias': in the state only"),
+        (({"kernel": params["kernel"]}, state), "full", "'master/bias': in the given state only"),
         ((params, narrow), "full", "mu/bias': bfloat16[5], not float32[5]"),
         ((nnx.state(model), untyped), "full", "For Flax NNX pass `nnx.state(model, nnx.Param)` and `optimizer.opt_s"),
     ]:
