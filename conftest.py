@@ -1,5 +1,6 @@
 """Set up the whole suite: eight CPU devices, a quick compiler, a cache of compiled programs, names for doctests."""
 
+import contextlib
 import gc
 import importlib.metadata
 import os
@@ -34,6 +35,7 @@ import optax
 import pytest
 
 import mpx
+from mpx._devices import in_sight
 
 # How many examples Hypothesis tries: few by default, all in CI. `tests.helpers.examples` scales a test's own number.
 hypothesis.settings.register_profile("full", deadline=None, derandomize=True, print_blob=True, max_examples=100)
@@ -41,6 +43,13 @@ hypothesis.settings.register_profile("quick", hypothesis.settings.get_profile("f
 hypothesis.settings.load_profile("full" if "MPX_FULL" in os.environ else "quick")
 
 gc.set_threshold(100_000, 50, 100)  # tracing makes many objects and little garbage; a search takes 7% of the time
+
+
+@pytest.fixture(autouse=True)
+def one_device_in_sight(request):
+    """The processes of the tests have eight devices; programs are made for one, except in tests with the mark."""
+    with contextlib.nullcontext() if request.node.get_closest_marker("many_devices") else in_sight(1):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -30,6 +30,8 @@ _FIELDS = {
     "compute": "compute_dtype",
     "o": "output_dtype",
     "output": "output_dtype",
+    "r": "reduce_dtype",
+    "reduce": "reduce_dtype",
 }
 
 
@@ -51,6 +53,8 @@ class Policy:
             Paths begin at the root of the tree that is cast, so cast parameters and inputs one by one, not as a pair.
         fp8: how `autocast` multiplies matrices in 8-bit floats, with results in `compute_dtype`. None: it multiplies in
             `compute_dtype`. Products of a parameter with an override never run in 8 bits.
+        reduce_dtype: the dtype of gradients of weights while they are added up, over devices too, as `autocast`,
+            `data_parallel` and `zero1` read it. None: float32 if the program may run on more than one device.
 
     Raises:
         TypeError: if one of the dtypes is not a dtype, or an override is not a pair.
@@ -72,10 +76,13 @@ class Policy:
     output_dtype: DTypeLike
     overrides: tuple[tuple[str, DTypeLike], ...] = ()
     fp8: Fp8 | None = None
+    reduce_dtype: DTypeLike | None = None
 
     def __post_init__(self) -> None:
         for field in ("param_dtype", "compute_dtype", "output_dtype"):
             object.__setattr__(self, field, _floating_dtype(getattr(self, field), field))
+        if self.reduce_dtype is not None:
+            object.__setattr__(self, "reduce_dtype", _floating_dtype(self.reduce_dtype, "reduce_dtype"))
         if not isinstance(self.overrides, Iterable):
             raise TypeError(f"`overrides` must be a tuple of pairs (pattern, dtype), but got {self.overrides!r}.")
         object.__setattr__(self, "overrides", tuple(_checked_override(entry) for entry in self.overrides))
@@ -143,7 +150,7 @@ class Policy:
 
     def __str__(self) -> str:
         """Return a string such as `p=bf16,c=bf16,o=full`, as jmp writes it; `get_policy` reads it back."""
-        return _text(self, ("p", "c", "o"), "full")
+        return _text(self, ("p", "c", "o", "r"), "full")
 
     def _cast(self, tree: T, default: np.dtype) -> T:
         statistics = _trees.batch_statistics(tree)
@@ -167,11 +174,12 @@ class Policy:
 def get_policy(text: str, *, overrides: tuple[tuple[str, DTypeLike], ...] = ()) -> Policy:
     """Read a policy from a string, in jmp's grammar.
 
-    A string is either one dtype for everything (`"bf16"`), or any of `params` (`p`), `compute` (`c`) and `output`
-    (`o`): `"params=bf16,compute=bf16,output=f32"`. Parameters that are left out are float32, compute follows
-    parameters, output follows compute. Dtypes are `bf16`, `f16`, `f32` (`full`), `f64`, their long names, and `half`,
-    which is `half_dtype()`. `compute=fp8` is bfloat16 with matrix products of 8-bit floats under `autocast`;
-    `compute=fp8(scaling=row)` means `Fp8(scaling="row")`. A pattern in quotes is an override: `'norm|scale'=f32`.
+    A string is either one dtype for everything (`"bf16"`), or any of `params` (`p`), `compute` (`c`), `output` (`o`)
+    and `reduce` (`r`): `"params=bf16,compute=bf16,output=f32"`. Parameters that are left out are float32, compute
+    follows parameters, output follows compute, and gradients are added up over devices in float32. Dtypes are `bf16`,
+    `f16`, `f32` (`full`), `f64`, their long names, and `half`, which is `half_dtype()`. `compute=fp8` is bfloat16 with
+    matrix products of 8-bit floats under `autocast`; `compute=fp8(scaling=row)` means `Fp8(scaling="row")`. A pattern
+    in quotes is an override: `'norm|scale'=f32`.
 
     Args:
         text: the string. `get_policy(str(policy))` is the same policy again.
@@ -207,7 +215,7 @@ float16, full, f32, fp32, float32, f64, fp64, float64.
         key, _, value = (piece.strip() for piece in part.partition("="))
         if key not in _FIELDS:
             raise ValueError(
-                f"Unknown key {key!r} in policy {text!r}; use params (p), compute (c) or output (o), each "
+                f"Unknown key {key!r} in policy {text!r}; use params (p), compute (c), output (o) or reduce (r), each "
                 "followed by '=' and a dtype."
             )
         if _FIELDS[key] in fields:
@@ -217,15 +225,16 @@ float16, full, f32, fp32, float32, f64, fp64, float64.
         fields[_FIELDS[key]] = _parse_dtype(value, text)
     param_dtype = fields.get("param_dtype", np.dtype(np.float32))
     compute_dtype = fields.get("compute_dtype", param_dtype)
-    return Policy(param_dtype, compute_dtype, fields.get("output_dtype", compute_dtype), (*own, *overrides), fp8)
+    output_dtype = fields.get("output_dtype", compute_dtype)
+    return Policy(param_dtype, compute_dtype, output_dtype, (*own, *overrides), fp8, fields.get("reduce_dtype"))
 
 
 def policy_text(policy: Policy) -> str:
     """Return the string of a policy as users write it: `params=bf16,compute=bf16,output=f32`."""
-    return _text(policy, ("params", "compute", "output"), "f32")
+    return _text(policy, ("params", "compute", "output", "reduce"), "f32")
 
 
-def _text(policy: Policy, keys: tuple[str, str, str], float32: str) -> str:
+def _text(policy: Policy, keys: tuple[str, str, str, str], float32: str) -> str:
     names = {dtype: name for name, dtype in reversed(DTYPE_NAMES.items())} | {np.dtype(np.float32): float32}
     dtypes = (policy.param_dtype, policy.compute_dtype, policy.output_dtype)
     params, compute, output = (names[np.dtype(dtype)] for dtype in dtypes)
@@ -233,7 +242,9 @@ def _text(policy: Policy, keys: tuple[str, str, str], float32: str) -> str:
         given = {field.name: getattr(policy.fp8, field.name) for field in dataclasses.fields(Fp8)}
         changed = ",".join(f"{name}={value}" for name, value in given.items() if value != getattr(Fp8, name))
         compute = f"{_FP8}({changed})" if changed else _FP8
-    parts = [f"{key}={value}" for key, value in zip(keys, (params, compute, output), strict=True)]
+    parts = [f"{key}={value}" for key, value in zip(keys, (params, compute, output), strict=False)]
+    if policy.reduce_dtype is not None:
+        parts.append(f"{keys[3]}={names[np.dtype(policy.reduce_dtype)]}")
     return ",".join([*parts, *(f"{pattern!r}={names[np.dtype(dtype)]}" for pattern, dtype in policy.overrides)])
 
 

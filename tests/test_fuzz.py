@@ -475,7 +475,7 @@ TAKE_A_DTYPE = {
     "low_precision_state": lambda dtype: mpx.low_precision_state(optax.sgd(0.1), {"trace": dtype}),
     "value_and_grad": lambda dtype: mpx.value_and_grad(jnp.sum, grad_dtype=dtype),
     "autocast": lambda dtype: mpx.autocast(jnp.sum, dtype),
-    "gradient dtype": lambda dtype: mpx.autocast(jnp.sum, "bf16", gradient_dtype=dtype),
+    "gradient dtype": lambda dtype: mpx.autocast(jnp.sum, "bf16", reduce_dtype=dtype),
 }
 
 

@@ -186,9 +186,9 @@ def test_lossless_gradients_are_those_in_float32_in_16_bits_where_one_product_ma
 
 
 def test_gradients_that_are_sums_in_float32_stay_in_it_under_lossless():
-    """With `gradient_dtype`, and where a float16 loss has a scale whose rest is multiplied in afterwards."""
+    """With `reduce_dtype`, and where a float16 loss has a scale whose rest is multiplied in afterwards."""
     args = mixed_params(F32), jnp.ones((8, 4), F32)
-    sums = mpx.autocast(mixed_loss, "bf16", gradient_dtype=F32)
+    sums = mpx.autocast(mixed_loss, "bf16", reduce_dtype=F32)
     assert {g.dtype for g in jax.tree.leaves(mpx.grad(sums, grad_dtype="lossless")(*args))} == {F32}
     in_f16 = mpx.autocast(lambda *args: mixed_loss(*args).astype(F16), "f16")
     grads = mpx.grad(in_f16, mpx.StaticLossScale(2.0**20), grad_dtype="lossless")(*args)
@@ -544,7 +544,7 @@ def test_a_result_of_another_form_than_announced_is_refused(function, has_aux, m
         mpx.value_and_grad(function, has_aux=has_aux)(jnp.ones(2, F32))
 
 
-def test_a_gradient_dtype_that_is_not_floating_is_refused():
+def test_a_reduce_dtype_that_is_not_floating_is_refused():
     for grad_dtype in (jnp.int32, "bool", jnp.complex64):
         message = f"`grad_dtype` must be a floating-point dtype, 'lossless' or None, but got {grad_dtype!r}."
         with pytest.raises(ValueError, match=re.escape(message)):

@@ -1,7 +1,6 @@
 """Contractions: which can be narrowed, how one runs in the compute dtype, and how many FLOPs it takes."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,9 +9,8 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from mpx._autocast import fp8
+from mpx._autocast import wide_gradients as wide
 from mpx._autocast.compute import ContractionPrecision
-from mpx._jaxprs import is_literal, propagate
-from mpx._primitives import facts_of
 
 _PRECISE = (lax.Precision.HIGH, lax.Precision.HIGHEST)
 
@@ -106,64 +104,12 @@ def run(
     if compute.algorithm is not None:
         return eqn.primitive.bind(*operands, **(eqn.params | {"precision": compute.algorithm}))
 
-    def contract(lhs, rhs, *rest):
-        return eqn.primitive.bind(lhs, rhs, *rest, **(eqn.params | {"preferred_element_type": compute.dtype}))
-
     if any(wide_gradients):
-        return _with_wide_gradients(contract, compute.dtype, wide_gradients)(*operands)
+        return wide.contract(eqn, operands, compute.dtype, wide_gradients)
     # Each use rounds its own copy. A shared copy would add up the cotangents of its uses in 16 bits.
     lhs, rhs, *rest = operands
-    return contract(lax.convert_element_type(lhs, compute.dtype), lax.convert_element_type(rhs, compute.dtype), *rest)
-
-
-def _with_wide_gradients(
-    contract: Callable[..., jax.Array], dtype: np.dtype, wide: tuple[bool, bool]
-) -> Callable[..., jax.Array]:
-    """Return `contract` of narrowed operands, with gradients that are unrounded float32 sums.
-
-    JAX gives a gradient the dtype of its operand, so the operands are narrowed inside a custom derivative.
-    """
-
-    def forward(lhs, rhs, *rest):
-        narrow = lax.convert_element_type(lhs, dtype), lax.convert_element_type(rhs, dtype)
-        # Empty arrays carry the operands' own dtypes to the backward pass.
-        return contract(*narrow, *rest), (narrow, rest, [lax.full((0,), 0, x.dtype) for x in (lhs, rhs)])
-
-    def backward(residuals, cotangent):
-        (lhs, rhs), rest, typed = residuals
-        pull_lhs = jax.linear_transpose(lambda x: contract(x, rhs, *rest), lhs)
-        pull_rhs = jax.linear_transpose(lambda x: contract(lhs, x, *rest), rhs)
-        gradients = [
-            _summed_in_f32(pull, cotangent) if is_wide else pull(cotangent)[0]
-            for pull, is_wide in zip((pull_lhs, pull_rhs), wide, strict=True)
-        ]
-        gradients = [lax.convert_element_type(g, like.dtype) for g, like in zip(gradients, typed, strict=True)]
-        return (*gradients, *[None] * len(rest))
-
-    wide_contract = jax.custom_vjp(lambda *operands: forward(*operands)[0])
-    wide_contract.defvjp(forward, backward)
-    return wide_contract
-
-
-def _summed_in_f32(pullback: Callable[..., Any], cotangent: jax.Array) -> jax.Array:
-    """Run the transpose of a contraction so that the contraction inside it has a float32 result."""
-    program = jax.make_jaxpr(lambda cotangent: pullback(cotangent)[0])(cotangent)
-    constants = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
-
-    def bind(eqn: JaxprEqn, operands: list[Any]) -> Any:
-        if facts_of(eqn).contraction:
-            return [_bound_in_f32(eqn, operands)]
-        results = eqn.primitive.bind(*operands, **eqn.params)
-        return results if eqn.primitive.multiple_results else [results]
-
-    return propagate(program, [cotangent], bind, lambda v: v.val if is_literal(v) else constants[v])[0]
-
-
-def _bound_in_f32(eqn: JaxprEqn, operands: list[Any]) -> jax.Array:
-    """Bind a contraction of 16-bit operands with a float32 result."""
-    result = eqn.primitive.bind(*operands, **(eqn.params | {"preferred_element_type": np.dtype(np.float32)}))
-    # XLA on a CPU (jax 0.10, 0.11) would fuse a transposition that follows, and cannot run the fused product.
-    return lax.optimization_barrier(result) if jax.default_backend() == "cpu" else result
+    narrow = lax.convert_element_type(lhs, compute.dtype), lax.convert_element_type(rhs, compute.dtype)
+    return eqn.primitive.bind(*narrow, *rest, **(eqn.params | {"preferred_element_type": compute.dtype}))
 
 
 def with_rounded_cotangent(x: jax.Array, dtype: np.dtype) -> jax.Array:

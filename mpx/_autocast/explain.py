@@ -142,7 +142,7 @@ def explain(
                 "`mpx.explain(fun, 'bf16')`, or `--policy bf16` on the command line."
             )
         rules = DEFAULT_RULES if rules is None else rules
-        record = make_autocast(fun, policy_or_dtype, rules, checkpoint=None, gradient_dtype=None)
+        record = make_autocast(fun, policy_or_dtype, rules, checkpoint=None, reduce_dtype=None)
 
     def explained(*args: Any, **kwargs: Any) -> Explanation:
         _require_dtypes_that_are_on((args, kwargs))

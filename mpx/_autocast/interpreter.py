@@ -58,7 +58,7 @@ def _run_step(step: Step, operands: list[Any], settings: Settings) -> Sequence[A
         return [contraction.with_rounded_cotangent(eqn.primitive.bind(*operands, **eqn.params), dtype)]
     assert compute is not None, "a narrowed step has a precision"
     if facts_of(eqn).contraction:
-        wants_wide = settings.gradient_dtype is not None and compute.is_narrow
+        wants_wide = settings.has_wide_gradients and compute.is_narrow
         (wide_lhs, lhs), (wide_rhs, rhs) = (
             (wants_wide and tag.is_argument and dtype_of(v) == np.float32, tag.in_memory or compute.dtype)
             for v, tag in zip(eqn.invars[:2], step.in_tags[:2], strict=True)

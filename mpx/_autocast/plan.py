@@ -18,6 +18,7 @@ from mpx._autocast import compute as computes
 from mpx._autocast import contraction, fp8
 from mpx._autocast.compute import ContractionPrecision
 from mpx._autocast.rules import DEFAULT_RULES, Rule, reason_to_keep
+from mpx._devices import are_several_in_sight
 from mpx._jaxprs import called_jaxpr, count_uses, dtype_of, is_literal, open_jaxpr, propagate
 from mpx._primitives import facts_of, is_call
 
@@ -48,7 +49,14 @@ class Settings:
 
     compute: ContractionPrecision
     rules: Mapping[str, Rule]
-    gradient_dtype: np.dtype | None = None  # the dtype that contractions give gradients of weights; None for `compute`
+    reduce_dtype: np.dtype | None = None  # of sums that are gradients of weights; None: float32 on several devices
+
+    @property
+    def has_wide_gradients(self) -> bool:
+        """Return whether gradients of weights are unrounded float32 sums."""
+        if not self.compute.is_narrow:
+            return False
+        return are_several_in_sight() if self.reduce_dtype is None else self.reduce_dtype == np.float32
 
 
 class Step(NamedTuple):
@@ -289,7 +297,7 @@ def travels_in(tag: Tag, rounded_to: np.dtype | None, settings: Settings) -> np.
     For weights and for copies of one value that is allowed only if the cotangent was rounded already. So the gradients
     that a user gets lose nothing, and sums of cotangents are complete before they are rounded.
     """
-    if tag.is_argument and settings.gradient_dtype is not None:
+    if tag.is_argument and settings.has_wide_gradients:
         return None
     is_allowed = rounded_to == tag.representable_in or not (tag.is_argument or tag.is_copied)
     return tag.representable_in if is_allowed else None

@@ -101,7 +101,7 @@ class Autocast:
         treedef, static, changes = result
         changes = in_place.real_changes(jaxpr.jaxpr, dict(zip(positions, jaxpr.jaxpr.invars, strict=True)), changes)
         plan = Planner(self.settings, HANDLERS).plan(jaxpr, tuple(tags))
-        by_position = dict(zip(positions, plan.rounded_to, strict=True)) if self.settings.gradient_dtype is None else {}
+        by_position = dict(zip(positions, plan.rounded_to, strict=True)) if not self.settings.has_wide_gradients else {}
         rounded = [by_position.get(i) for i in range(len(leaves))]
         return Traced(plan, arrays, treedef, static, changes, rounded)
 
@@ -165,7 +165,7 @@ def autocast(
     *,
     rules: Mapping[Any, Rule] = DEFAULT_RULES,
     checkpoint: str | Callable[..., Any] | None = None,
-    gradient_dtype: DTypeLike | None = None,
+    reduce_dtype: DTypeLike | None = None,
 ) -> F:
     """Run a function in float32, with its contractions in a lower precision: `torch.autocast` for JAX.
 
@@ -198,10 +198,11 @@ def autocast(
             the compute dtype), `"dots_with_no_batch_dims"`, `"nothing"`, `"everything"`, the name of another policy in
             `jax.checkpoint_policies`, or a policy. None leaves it to the function. Around a whole loss it shrinks what
             is kept between the passes; around each layer it lowers the peak too.
-        gradient_dtype: float32 for weight gradients that are unrounded float32 sums, which data parallel training then
-            adds up in float32 too; None for the compute dtype. It reaches weights that go into a contraction directly,
-            reshaped or moved, not `w + lora`. Such a function has no forward mode, and `vmap` around it makes a
-            gradient for each example before they are added up: use `vmap` inside.
+        reduce_dtype: the dtype of gradients of weights while they are added up, over devices too: float32, or the
+            compute dtype, which sends half as many bytes and rounds at each addition between devices. None: as the
+            policy says, else float32 if the program may run on more than one device (`jax.set_mesh`, or
+            `jax.device_count()`), and the compute dtype on one. It reaches weights that go into a contraction directly,
+            reshaped or moved, not `w + lora`.
 
     Returns:
         A function with the arguments of `fun` and its results for float32 arguments. Gradients have the dtypes of the
@@ -224,7 +225,7 @@ def autocast(
     References:
         Micikevicius et al. 2018, Mixed Precision Training (arXiv 1710.03740); the lists of `torch.amp`.
     """
-    record = make_autocast(fun, policy_or_dtype, rules, checkpoint, gradient_dtype)
+    record = make_autocast(fun, policy_or_dtype, rules, checkpoint, reduce_dtype)
 
     # The attributes of a model are its weights: the wrapped function must not keep them alive.
     @functools.wraps(fun, updated=("__dict__",) if inspect.isroutine(fun) else ())
@@ -240,7 +241,7 @@ def make_autocast(
     policy_or_dtype: Policy | Fp8 | DTypeLike,
     rules: Mapping[Any, Rule],
     checkpoint: str | Callable[..., Any] | None,
-    gradient_dtype: DTypeLike | None,
+    reduce_dtype: DTypeLike | None,
 ) -> Autocast:
     """Check the arguments of `autocast`, and return the parts of an autocast function."""
     if not callable(fun):
@@ -248,8 +249,10 @@ def make_autocast(
     if isinstance(policy_or_dtype, str) and "=" in policy_or_dtype:
         policy_or_dtype = get_policy(policy_or_dtype)
     compute = computes.get_compute(policy_or_dtype)
-    settings = Settings(compute, _checked_rules(rules), _checked_gradient_dtype(gradient_dtype, compute))
     policy = policy_or_dtype if isinstance(policy_or_dtype, Policy) else None
+    if reduce_dtype is None and policy is not None:
+        reduce_dtype = policy.reduce_dtype
+    settings = Settings(compute, _checked_rules(rules), _checked_reduce_dtype(reduce_dtype, compute))
     return Autocast(fun, settings, policy, _checkpoint_policy(checkpoint))
 
 
@@ -364,14 +367,14 @@ def _possible_rules(name: str, *, is_own: bool) -> tuple[Rule, ...]:
     return ("narrow", "narrow_if_representable", "follow", "keep") if is_arithmetic else ("follow", "keep")
 
 
-def _checked_gradient_dtype(
-    gradient_dtype: DTypeLike | None, compute: computes.ContractionPrecision
-) -> np.dtype | None:
-    if gradient_dtype is None:
-        return None
-    if dtype_or_none(gradient_dtype) != np.float32:
-        raise ValueError(f"`autocast`: `gradient_dtype` must be float32 or None, but got {gradient_dtype!r}.")
-    return np.dtype(np.float32) if compute.is_narrow else None
+def _checked_reduce_dtype(reduce_dtype: DTypeLike | None, compute: computes.ContractionPrecision) -> np.dtype | None:
+    dtype = None if reduce_dtype is None else dtype_or_none(reduce_dtype)
+    if reduce_dtype is not None and dtype not in (np.float32, compute.dtype):
+        raise ValueError(
+            f"`autocast`: `reduce_dtype` must be float32, the compute dtype ({compute.dtype}) or None, but got "
+            f"{reduce_dtype!r}."
+        )
+    return dtype
 
 
 def _checkpoint_policy(checkpoint: str | Callable[..., Any] | None) -> Callable[..., Any] | None:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
+from jax.typing import DTypeLike
 
 from mpx import _trees
 from mpx._parallel.placement import (
@@ -30,6 +31,7 @@ def data_parallel(
     batch_specs: Any = None,
     scatter: bool = False,
     param_specs: Any = None,
+    reduce_dtype: DTypeLike | None = None,
 ) -> Callable[..., tuple[Any, Any]]:
     """Compute losses and gradients on each device's shard of a batch, and average them once, in float32.
 
@@ -50,6 +52,8 @@ def data_parallel(
         scatter: whether to shard gradients over the devices, as `zero1` wants them, by a reduce-scatter, which sends
             half as much. If not, each device gets all gradients.
         param_specs: as given to `zero1`: how parameters, and so their gradients, are sharded over the other axes.
+        reduce_dtype: the dtype in which gradients are added up over devices, such as `policy.reduce_dtype`. None for
+            float32, or float64 where gradients are; bfloat16 sends half as many bytes.
 
     Returns:
         A function of the same arguments, to call under `jax.jit`. It returns means over devices, in float32 or wider:
@@ -90,9 +94,10 @@ def data_parallel(
             axis_names={axis},
             check_vma=False,  # with it, JAX itself would add up gradients, in their own dtype and at each use
         )
+        mean = functools.partial(reduce_scatter_mean, axis=axis, reduce_dtype=reduce_dtype)
         # Over all axes of the mesh, or gradients that are sharded along another axis would be gathered along it.
         reduced = jax.shard_map(
-            lambda grads: jax.tree.map(lambda g, along: reduce_scatter_mean(g[0], along, axis), grads, axes),
+            lambda grads: jax.tree.map(lambda g, along: mean(g[0], along), grads, axes),
             mesh=mesh,
             in_specs=(jax.tree.map(lambda _, spec: PartitionSpec(axis, *spec), params, specs),),
             out_specs=jax.tree.map(lambda _, sharding: sharding.spec, params, of_grads),

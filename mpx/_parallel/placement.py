@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from mpx import _trees
 
@@ -82,13 +83,18 @@ def local_shard(x: jax.Array, shard_axis: int, axis: str) -> jax.Array:
     return lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * size, size, shard_axis)
 
 
-def reduce_scatter_mean(g: jax.Array, shard_axis: int, axis: str) -> jax.Array:
-    """Return this device's shard of the mean of what each device has, summed in float32."""
-    wide = g.astype(_trees.promoted(g.dtype, np.float32))
+def reduce_scatter_mean(g: jax.Array, shard_axis: int, axis: str, reduce_dtype: DTypeLike | None = None) -> jax.Array:
+    """Return this device's shard of the mean of what each device has, in float32 or wider.
+
+    It is added up in `reduce_dtype`; None: in the dtype of the result.
+    """
+    wide = _trees.promoted(g.dtype, np.float32)
+    g = g.astype(wide if reduce_dtype is None else reduce_dtype)
     if shard_axis == REPLICATED:
-        return lax.pmean(wide, axis)
-    total = lax.psum_scatter(wide, axis, scatter_dimension=shard_axis, tiled=True)
-    return total / total.dtype.type(lax.axis_size(axis))
+        total = lax.psum(g, axis)
+    else:
+        total = lax.psum_scatter(g, axis, scatter_dimension=shard_axis, tiled=True)
+    return total.astype(wide) / wide.type(lax.axis_size(axis))
 
 
 def place(tree: T, shardings: Any) -> T:

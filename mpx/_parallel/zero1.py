@@ -60,11 +60,11 @@ def zero1(
     may have any sharding; `data_parallel(..., scatter=True)` returns them sharded already.
 
     Inside `jax.shard_map` over the axis each device gives its own gradients, for its shard of the batch. They are
-    averaged in float32, by a reduce-scatter. (Under `check_vma` differentiate with respect to `jax.lax.pcast(params,
-    axis, to="varying")`. Otherwise JAX adds up the gradients of parameters that are equal everywhere by itself, in
-    their dtype.) The rule sees a shard of each array, so it must treat each element by itself, as Adam, momentum and
-    decay do, and draw no random numbers. `loss_scaling` inside needs `axis_name=axis`; states in `Blockwise8bit` need
-    rows of whole blocks. `zero1_shardings` returns the specs of the state.
+    averaged by a reduce-scatter, in float32 or in the policy's `reduce_dtype`. (Under `check_vma` differentiate with
+    respect to `jax.lax.pcast(params, axis, to="varying")`. Otherwise JAX adds up the gradients of parameters that are
+    equal everywhere by itself, in their dtype.) The rule sees a shard of each array, so it must treat each element by
+    itself, as Adam, momentum and decay do, and draw no random numbers. `loss_scaling` inside needs `axis_name=axis`;
+    states in `Blockwise8bit` need rows of whole blocks. `zero1_shardings` returns the specs of the state.
 
     Args:
         inner: any Optax transformation or chain, with the wrappers of mpx in it: this is the outermost.
@@ -251,7 +251,9 @@ def _update_of_shards(
     shards = jax.tree.map(lambda p, along: local_shard(p, along, axis), params, axes)
     _require_shards(inner, state, params, shards, specs, mesh, axis)
     _require_own_gradients(updates, axis)
-    grads = jax.tree.map(lambda g, along: reduce_scatter_mean(g, along, axis), updates, axes)
+    policy = policy_of(inner)
+    reduce_dtype = None if policy is None else policy.reduce_dtype
+    grads = jax.tree.map(lambda g, along: reduce_scatter_mean(g, along, axis, reduce_dtype), updates, axes)
     _require_elementwise(inner, grads, state, shards, extra_args, axis)
     updates, new_state = inner.update(grads, state, shards, **extra_args)
     _require_same_types(state, new_state)

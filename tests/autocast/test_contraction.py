@@ -30,7 +30,7 @@ from tests.autocast.helpers import (
     normal,
     rounded,
 )
-from tests.helpers import assert_same_bits, eight_cpu_devices
+from tests.helpers import all_eqns, assert_same_bits, eight_cpu_devices
 
 MATRIX = (((1,), (0,)), ((), ()))
 
@@ -249,12 +249,12 @@ BACKWARD = (
 def test_contractions_of_the_backward_pass_are_in_the_compute_dtype(case, dtype):
     """One forward, one for each operand's gradient: all FLOPs of training on tensor cores.
 
-    With a float32 `gradient_dtype` the gradients are float32 results of narrow operands.
+    With a float32 `reduce_dtype` the gradients are float32 results of narrow operands.
     """
     fun, args = arguments(case)
     loss = lambda **options: autocast_loss(lambda *a: jnp.sin(fun(*a)), dtype, **options)
     assert contractions(jax.grad(loss(), argnums=(0, 1)), *args) == [all_in(dtype)] * 3
-    forward, *backward = contractions(jax.grad(loss(gradient_dtype=F32), argnums=(0, 1)), *args)
+    forward, *backward = contractions(jax.grad(loss(reduce_dtype=F32), argnums=(0, 1)), *args)
     assert forward == all_in(dtype)
     assert backward == [(dtype, dtype, F32)] * 2
 
@@ -281,10 +281,10 @@ def test_gradients_are_those_of_casts_written_by_hand(case, dtype):
 
 
 @half_dtypes
-def test_with_a_float32_gradient_dtype_cotangents_of_activations_stay_in_the_compute_dtype(dtype):
+def test_with_a_float32_reduce_dtype_cotangents_of_activations_stay_in_the_compute_dtype(dtype):
     """Layer two's input is no argument: of six contractions the gradients of `w1`, `w2` and `x` are float32."""
     net = lambda w1, w2, x: jnp.sin(x @ w1) @ w2
-    loss = autocast_loss(net, dtype, gradient_dtype=F32)
+    loss = autocast_loss(net, dtype, reduce_dtype=F32)
     found = contractions(jax.grad(loss, argnums=(0, 1, 2)), normal(0, 4, 4), normal(1, 4, 2), normal(2, 3, 4))
     assert [c[:2] for c in found] == [(dtype, dtype)] * 6
     assert sorted(str(c.result) for c in found) == sorted([str(dtype)] * 3 + ["float32"] * 3)
@@ -295,12 +295,12 @@ def test_with_a_float32_gradient_dtype_cotangents_of_activations_stay_in_the_com
     [("matrix product", BF16), ("matrix product", F16), ("convolution", BF16), ("ragged product", BF16)],
     ids=str,
 )
-def test_with_a_float32_gradient_dtype_gradients_are_sums_of_narrow_operands_to_float32_rounding(case, dtype):
+def test_with_a_float32_reduce_dtype_gradients_are_sums_of_narrow_operands_to_float32_rounding(case, dtype):
     """The oracle adds up in float64 and is linear in the operands, which are rounded by hand."""
     fun, args = arguments(case)
     cotangent = normal(9, *fun(*args).shape)
     gradients = lambda f: exact_jit(lambda *args: jax.vjp(f, *args)[1](cotangent))(*args)
-    wide_gradients = gradients(mpx.autocast(fun, dtype, gradient_dtype=F32))
+    wide_gradients = gradients(mpx.autocast(fun, dtype, reduce_dtype=F32))
     narrow_gradients = gradients(mpx.autocast(fun, dtype))
     with jax.enable_x64(True):
         wide = [np.asarray(x.astype(dtype), np.float64) for x in (*args, cotangent)]
@@ -313,18 +313,30 @@ def test_with_a_float32_gradient_dtype_gradients_are_sums_of_narrow_operands_to_
         assert np.abs(np.asarray(narrow) - expected).max() > 2.0**-13 * scale  # negative control: rounded once
 
 
-def test_a_float32_gradient_dtype_reaches_an_argument_on_either_side_of_a_product():
+def test_a_float32_reduce_dtype_reaches_an_argument_on_either_side_of_a_product():
     """The other operand is no argument. 257 ones again."""
     x, w = jnp.ones((257, 2), F32), jnp.zeros((2, 1), F32)
     for fun in (lambda w: x @ w, lambda w: w.T @ x.T):
-        gradient = jax.grad(autocast_loss(fun, BF16, gradient_dtype=F32))(w)
+        gradient = jax.grad(autocast_loss(fun, BF16, reduce_dtype=F32))(w)
         assert_same_bits(gradient, jnp.full((2, 1), 257.0, F32))
 
 
-def test_a_float32_gradient_dtype_has_no_forward_mode():
+def test_with_a_float32_reduce_dtype_forward_mode_and_second_derivatives_are_as_without():
     x, w = normal(0, 3, 4), normal(1, 4, 2)
-    with pytest.raises(TypeError, match=r"can't apply forward-mode autodiff \(jvp\) to a custom_vjp function"):
-        jax.jvp(mpx.autocast(jnp.matmul, BF16, gradient_dtype=F32), (x, w), (x, w))
+    wide, plain = (mpx.autocast(jnp.matmul, BF16, reduce_dtype=dtype) for dtype in (F32, None))
+    tangents = normal(2, 3, 4), normal(3, 4, 2)
+    assert_same_bits(jax.jvp(wide, (x, w), tangents), jax.jvp(plain, (x, w), tangents))
+    hessian = lambda fun: jax.hessian(lambda w: (fun(x, w) ** 2).sum())(w)
+    np.testing.assert_allclose(hessian(wide), hessian(plain), rtol=0.02, atol=0.1)
+
+
+def test_a_vmap_around_a_float32_reduce_dtype_makes_one_gradient_of_a_weight():
+    x, w = normal(0, 5, 3, 4), normal(1, 4, 2)
+    together = mpx.autocast(jnp.matmul, BF16, reduce_dtype=F32)
+    per_example = jax.vmap(together, in_axes=(0, None))
+    gradient = jax.grad(lambda w: (per_example(x, w) ** 2).sum())
+    assert max(v.aval.size for eqn in all_eqns(jax.make_jaxpr(gradient)(w)) for v in eqn.outvars) == x.size
+    np.testing.assert_allclose(gradient(w), jax.grad(lambda w: (together(x, w) ** 2).sum())(w), rtol=1e-5)
 
 
 # ---- biases ---------------------------------------------------------------------------------------------------------
@@ -409,8 +421,8 @@ def test_a_product_and_a_bias_have_the_values_of_casts_by_hand():
 # ---- data parallel training -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("gradient_dtype", "total"), [(F32, 2056), (None, 2048)], ids=["float32", "as computed"])
-def test_with_a_float32_gradient_dtype_devices_add_up_gradients_in_float32(gradient_dtype, total):
+@pytest.mark.parametrize(("reduce_dtype", "total"), [(F32, 2056), (None, 2048)], ids=["float32", "as computed"])
+def test_with_a_float32_reduce_dtype_devices_add_up_gradients_in_float32(reduce_dtype, total):
     """Eight devices, each with a sum of 257 ones.
 
     Without it the program adds up in bfloat16. XLA's CPU compiler has no such reduction and promotes it, as the
@@ -419,18 +431,18 @@ def test_with_a_float32_gradient_dtype_devices_add_up_gradients_in_float32(gradi
     mesh = eight_cpu_devices()
     x = jax.device_put(jnp.ones((8 * 257, 2), F32), NamedSharding(mesh, PartitionSpec("data")))
     w = jax.device_put(jnp.zeros((2, 3), F32), NamedSharding(mesh, PartitionSpec()))
-    gradient = jax.jit(jax.grad(autocast_loss(lambda w, x: x @ w, BF16, gradient_dtype=gradient_dtype)))
+    gradient = jax.jit(jax.grad(autocast_loss(lambda w, x: x @ w, BF16, reduce_dtype=reduce_dtype)))
     text = gradient.lower(w, x).compile().as_text()
     (reduction,) = [line for line in text.splitlines() if " all-reduce(" in line]
     assert "= f32[" in reduction
-    assert ("_promoted" in reduction) == (gradient_dtype is None)
+    assert ("_promoted" in reduction) == (reduce_dtype is None)
     assert_same_bits(np.asarray(gradient(w, x)), np.full((2, 3), total, F32))
 
 
-def test_a_float32_gradient_dtype_in_a_shard_map_adds_up_in_float32():
+def test_a_float32_reduce_dtype_in_a_shard_map_adds_up_in_float32():
     """257 ones on each of eight devices."""
     x, w = jnp.ones((8 * 257, 2), F32), jnp.zeros((2, 1), F32)
-    loss = autocast_loss(lambda w, x: x @ w, BF16, gradient_dtype=F32)
+    loss = autocast_loss(lambda w, x: x @ w, BF16, reduce_dtype=F32)
     specs = dict(in_specs=(PartitionSpec(), PartitionSpec("data")), out_specs=PartitionSpec())
     gradient = jax.shard_map(jax.grad(loss), mesh=eight_cpu_devices(), **specs)
     assert_same_bits(np.asarray(jax.jit(gradient)(w, x)), np.full((2, 1), 2056, F32))
@@ -494,7 +506,7 @@ def test_float32_gradients_of_activations_with_a_batch_run_compiled(equation):
     operands, _ = equation.split("->")
     sizes = dict(zip("btchd", (2, 3, 4, 5, 6), strict=True))
     x, w = (normal(i, *[sizes[axis] for axis in axes]) for i, axes in enumerate(operands.split(",")))
-    loss = mpx.autocast(lambda w, x: (jnp.einsum(equation, x, w) ** 2).sum(), BF16, gradient_dtype=F32)
+    loss = mpx.autocast(lambda w, x: (jnp.einsum(equation, x, w) ** 2).sum(), BF16, reduce_dtype=F32)
     gradient = jax.jit(jax.grad(loss))(w, x)
     expected = jax.grad(lambda w, x: (jnp.einsum(equation, x, w) ** 2).sum())(w, x)
     assert np.linalg.norm(gradient - expected) < 0.02 * np.linalg.norm(expected)

@@ -112,7 +112,7 @@ def test_stacked_weights_of_the_compute_dtype_are_not_copied_in_float32(dtype):
     stacks = [v.aval for eqn in scans for v in (*eqn.invars, *eqn.outvars) if v.aval.shape == (3, 4, 4)]
     assert {aval.dtype for aval in stacks} == {dtype}
     # Those of another dtype are, and those whose gradients shall be float32.
-    for weights, options in ((F32, {}), (F16 if dtype == BF16 else BF16, {}), (dtype, {"gradient_dtype": F32})):
+    for weights, options in ((F32, {}), (F16 if dtype == BF16 else BF16, {}), (dtype, {"reduce_dtype": F32})):
         ws = normal(0, 3, 4, 4, dtype=weights)
         assert operand_dtypes(mpx.autocast(layers, dtype, **options), ws, x)[2] == [F32]
 
@@ -209,7 +209,7 @@ def test_a_weight_that_wanders_between_carries_is_known_as_one_in_each():
     x = normal(1, 8, 4)
     body = lambda c, _: ((c[1], c[0]), x @ c[0])
     loss = lambda w: lax.scan(body, (jnp.zeros_like(w), w), length=2)[1].sum()
-    gradient = jax.grad(mpx.autocast(loss, BF16, gradient_dtype=F32))
+    gradient = jax.grad(mpx.autocast(loss, BF16, reduce_dtype=F32))
     assert (BF16, BF16, F32) in contractions(gradient, normal(0, 4, 4))
 
 

@@ -322,7 +322,7 @@ def test_trees_keywords_and_arguments_that_are_no_arrays_reach_the_function():
     assert explained(arrays, x=np.ones((3, 4), np.float32), power=3, name="a name") == of_shapes
 
 
-@pytest.mark.parametrize("options", [{}, {"checkpoint": "dots"}, {"gradient_dtype": np.float32}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"checkpoint": "dots"}, {"reduce_dtype": np.float32}], ids=str)
 def test_an_autocast_function_is_explained_with_its_own_policy_and_rules(options):
     fun = mpx.autocast(lambda a, b: jnp.tanh(a @ b), "f16", rules=mpx.FAST_RULES, **options)
     explanation = mpx.explain(fun)(*SQUARE)

@@ -396,7 +396,7 @@ def test_gradients_of_bfloat16_parameters_are_those_of_float32_copies_to_the_bit
     """In the structure that the transformation gives without mpx, or in the parameters' own dtypes if asked."""
     loss, wide, narrow, transform, options = make()
     _, plain = transform(loss, **options)(wide, TOKENS)
-    for more in ({}, {"gradient_dtype": F32}):
+    for more in ({}, {"reduce_dtype": F32}):
         autocast = mpx.autocast(loss, "bf16", **more)
         expected = transform(autocast, **options)(wide, TOKENS)
         value, grads = mpx.value_and_grad(autocast, transform=transform, **options)(narrow, TOKENS)

@@ -299,7 +299,7 @@ def test_gradients_in_float32_are_sums_of_8_bit_products_that_nothing_rounds():
     x, w = normal(0, 16, 64), normal(1, 64, 32)
     loss = lambda options: lambda x, w: mpx.autocast(multiply, SMALL, **options)(x, w).sum()
     gradient = lambda **options: np.asarray(jax.grad(loss(options), argnums=1)(x, w))
-    wide, narrow = gradient(gradient_dtype="f32"), gradient()
+    wide, narrow = gradient(reduce_dtype="f32"), gradient()
     np.testing.assert_array_equal(wide.astype(BF16), narrow.astype(BF16))
     assert (wide != narrow).any()
 

@@ -433,12 +433,12 @@ AROUND_A_SUM = {
 
 
 @pytest.mark.parametrize("transform", AROUND_A_SUM.values(), ids=AROUND_A_SUM)
-def test_a_float32_gradient_dtype_composes(transform):
+def test_a_float32_reduce_dtype_composes(transform):
     """The gradient of the sum of `x @ w` is a sum of 257 ones, which bfloat16 does not have: there it is 256."""
     x, w = jnp.ones((1, 257, 2), F32), jnp.zeros((2, 1), F32)
     fun = lambda w, x: x @ w
     for dtype, count in ((F32, 257.0), (None, 256.0)):
-        autocast = functools.partial(mpx.autocast, policy_or_dtype=BF16, gradient_dtype=dtype)
+        autocast = functools.partial(mpx.autocast, policy_or_dtype=BF16, reduce_dtype=dtype)
         for program in (autocast(transform(fun)), transform(autocast(fun))):
             gradient = exact_jit(jax.grad(lambda w, program=program: program(w, x).sum()))(w)
             assert_same_bits(gradient, jnp.full((2, 1), count, F32))

@@ -122,18 +122,15 @@ def test_checkpoint_changes_no_gradient():
         assert_same_bits(gradient(checkpoint=checkpoint), plain)
 
 
-def test_gradient_dtype_may_be_a_short_name():
-    text = str(jax.make_jaxpr(jax.grad(mpx.autocast(layers, "bf16", gradient_dtype="f32")))(STACK, INPUT))
+def test_reduce_dtype_may_be_a_short_name():
+    text = str(jax.make_jaxpr(jax.grad(mpx.autocast(layers, "bf16", reduce_dtype="f32")))(STACK, INPUT))
     assert "preferred_element_type=float32" in text
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        *[
-            ({"gradient_dtype": x}, "`gradient_dtype` must be float32 or None")
-            for x in (BF16, "float16", np.float64, int)
-        ],
+        *[({"reduce_dtype": x}, "`reduce_dtype` must be float32, the compute") for x in ("float16", np.float64, int)],
         *[({"checkpoint": x}, "`checkpoint` must be one of 'dots'") for x in ("dot", "save_only_these_names", 3, True)],
     ],
     ids=str,

@@ -302,7 +302,7 @@ def test_of_an_autocast_function_the_rules_count_and_the_policy_does_not():
     loss_fn = lambda params, x: jnp.sum(lax.conv(x, params["kernel"], (1,), "SAME") ** 2) + jnp.sum(params["w"] @ x[0])
     params, x = {"kernel": normal(0, 2, 2, 3), "w": normal(1, 3, 2)}, normal(2, 1, 2, 5)
     rules = mpx.DEFAULT_RULES | {"conv_general_dilated": "keep"}
-    function = mpx.autocast(loss_fn, "f16", rules=rules, checkpoint="dots", gradient_dtype=jnp.float32)
+    function = mpx.autocast(loss_fn, "f16", rules=rules, checkpoint="dots", reduce_dtype=jnp.float32)
     assert {row.name for row in advise(function, params, x, COMPUTE_ONLY, bound=1.0).rows} == {"w"}
     lowered = mpx.explain(loss_fn, COMPUTE_ONLY)(params, x).contractions
     assert [row.runs_in for row in lowered] == ["bf16", "bf16"]  # without that table

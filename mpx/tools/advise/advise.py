@@ -47,7 +47,7 @@ def advise(
 
     Args:
         loss_fn: the float32 function from parameters and a batch to a scalar loss. An autocast function gives its
-            rules, `checkpoint` and `gradient_dtype`; `policy` takes the place of its own.
+            rules, `checkpoint` and `reduce_dtype`; `policy` takes the place of its own.
         params: float32 parameters; other leaves are left alone. Take parameters of a training run: errors of initial
             parameters say little.
         batch: a pytree of arrays and numbers. A `list` is several batches of the same shapes, over which errors are

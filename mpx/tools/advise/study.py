@@ -31,7 +31,7 @@ class Study:
     ) -> None:
         if not callable(loss_fn):
             raise TypeError(f"`advise` needs a function of parameters and a batch, but got {type(loss_fn).__name__}.")
-        make = functools.partial(make_autocast, rules=DEFAULT_RULES, checkpoint=None, gradient_dtype=None)
+        make = functools.partial(make_autocast, rules=DEFAULT_RULES, checkpoint=None, reduce_dtype=None)
         self._record = autocast_of(loss_fn) or make(loss_fn, policy)
         # Only floating leaves can be differentiated; the others are put beside them again.
         self.params = jax.tree.map(lambda x: x if _trees.is_floating(x) else None, params)
@@ -86,7 +86,7 @@ class Study:
             policy.with_output_dtype(_F32),
             rules=settings.rules,
             checkpoint=self._record.checkpoint,
-            gradient_dtype=settings.gradient_dtype,
+            reduce_dtype=settings.reduce_dtype,
         )
 
     def _measured(self, policy: Policy) -> PrecisionErrors:

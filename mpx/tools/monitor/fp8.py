@@ -125,7 +125,7 @@ def fp8_report(
     if record is None:
         if policy_or_dtype is None:
             raise ValueError("`fp8_report` needs a policy or 'fp8' for a function without `autocast`.")
-        record = make_autocast(fun, policy_or_dtype, DEFAULT_RULES, checkpoint=None, gradient_dtype=None)
+        record = make_autocast(fun, policy_or_dtype, DEFAULT_RULES, checkpoint=None, reduce_dtype=None)
     settings, fp8 = record.settings, record.settings.compute.fp8
     if fp8 is None:
         raise ValueError(f"`fp8_report` needs 'fp8' or an `mpx.Fp8`, but got {settings.compute.name!r}.")
@@ -136,7 +136,7 @@ def fp8_report(
         observed if record.policy is None else dataclasses.replace(record.policy, fp8=observed),
         rules=settings.rules,
         checkpoint=record.checkpoint,
-        gradient_dtype=settings.gradient_dtype,
+        reduce_dtype=settings.reduce_dtype,
     )
 
     def reported(*args: Any, **kwargs: Any) -> Fp8Report:
