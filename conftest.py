@@ -1,6 +1,5 @@
 """Set up the whole suite: eight CPU devices, a quick compiler, a cache of compiled programs, names for doctests."""
 
-import contextlib
 import gc
 import importlib.metadata
 import os
@@ -35,7 +34,7 @@ import optax
 import pytest
 
 import mpx
-from mpx._devices import in_sight
+from mpx._autocast import plan
 
 # How many examples Hypothesis tries: few by default, all in CI. `tests.helpers.examples` scales a test's own number.
 hypothesis.settings.register_profile("full", deadline=None, derandomize=True, print_blob=True, max_examples=100)
@@ -46,10 +45,10 @@ gc.set_threshold(100_000, 50, 100)  # tracing makes many objects and little garb
 
 
 @pytest.fixture(autouse=True)
-def one_device_in_sight(request):
+def one_device_in_sight(request, monkeypatch):
     """The processes of the tests have eight devices; programs are made for one, except in tests with the mark."""
-    with contextlib.nullcontext() if request.node.get_closest_marker("many_devices") else in_sight(1):
-        yield
+    if not request.node.get_closest_marker("many_devices"):
+        monkeypatch.setattr(plan, "are_several_in_sight", lambda: False)
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
+from jax.sharding import NamedSharding, PartitionSpec
 
 from mpx._autocast import fp8
 from mpx._autocast import wide_gradients as wide
@@ -110,6 +111,23 @@ def run(
     lhs, rhs, *rest = operands
     narrow = lax.convert_element_type(lhs, compute.dtype), lax.convert_element_type(rhs, compute.dtype)
     return eqn.primitive.bind(*narrow, *rest, **(eqn.params | {"preferred_element_type": compute.dtype}))
+
+
+def sent(eqn: JaxprEqn, x: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Send a float32 value to other devices in 16 bits, and its cotangent back in float32."""
+    send = lambda x: eqn.primitive.bind(x, **eqn.params)
+
+    @jax.custom_jvp
+    def in_16_bits(x):
+        narrow = lax.convert_element_type(x, dtype)
+        sharding = eqn.params.get("sharding")
+        if isinstance(sharding, NamedSharding):  # of a constraint, which XLA would move in front of the cast
+            free = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * x.ndim)
+            narrow = lax.with_sharding_constraint(narrow, NamedSharding(sharding.mesh, free))
+        return lax.convert_element_type(send(narrow), x.dtype)
+
+    in_16_bits.defjvp(lambda primals, tangents: (in_16_bits(*primals), send(*tangents)))
+    return in_16_bits(x)
 
 
 def with_rounded_cotangent(x: jax.Array, dtype: np.dtype) -> jax.Array:

@@ -16,9 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
+from jax.sharding import NamedSharding, PartitionSpec
 
 from mpx._errors import not_differentiable
 from mpx._fp8 import FORMATS, RESULTS, Fp8, power_of_two, scale_exponents
+from mpx._shardings import explicit_sharding, in_auto
 
 NOT_MULTIPLES, TOO_SMALL = "not all sizes are multiples", "too small to gain"  # reasons against FP8
 _MULTIPLE = 16  # cuBLAS asks for sizes that are multiples of it
@@ -35,8 +37,6 @@ def why_not(eqn: JaxprEqn, fp8: Fp8) -> str | None:
     (lhs_contracting, _), (lhs_batch, _) = eqn.params["dimension_numbers"]
     if lhs_batch:
         return "a product with a batch, such as logits of attention"
-    if eqn.params.get("out_sharding") is not None:
-        return "its result is placed on a mesh"
     lhs, rhs = ([*_shape(v)] for v in eqn.invars[:2])
     if not all(isinstance(size, int) for size in (*lhs, *rhs)):
         return "a size is not known"
@@ -95,6 +95,15 @@ def run(
     from_lhs = range(len(lhs_outer))  # axes of the result
     from_rhs = range(len(lhs_outer), len(lhs_outer) + len(rhs_outer))
     forward, backward = FORMATS[fp8.forward], FORMATS[fp8.backward]
+    on_mesh = explicit_sharding(operands[0]) or explicit_sharding(operands[1])
+    result: Any = eqn.outvars[0].aval
+    specs = [_entries(x) for x in (*map(jax.typeof, operands), result)]
+
+    def product(a: Codes, b: Codes, contracted: Any, spec: Sequence[Any], dtype: Any = RESULTS) -> jax.Array:
+        multiply = functools.partial(_product, fp8, contracted=contracted, dtype=dtype)
+        if on_mesh is not None:  # sums over devices have no type yet: XLA places what is inside
+            multiply = in_auto(multiply, on_mesh.mesh, NamedSharding(on_mesh.mesh, PartitionSpec(*spec)))
+        return multiply(a, b)
 
     def encoded(name: str, operand: Operand, dtype: np.dtype, contracted: Sequence[int]) -> Codes:
         show = functools.partial(fp8.observe, eqn, name) if isinstance(fp8, Observed) else None
@@ -106,7 +115,7 @@ def run(
         # The products of the gradients contract other axes, so they need scales of other rows.
         kept = codes if fp8.scaling == "tensor" else (left.numbers, right.numbers)
         typed = [lax.full((0,), 0, x.dtype) for x in (lhs, rhs)]
-        return _product(fp8, *codes, (lhs_contracting, rhs_contracting)), (kept, typed)
+        return product(*codes, (lhs_contracting, rhs_contracting), specs[2]), (kept, typed)
 
     def backward_pass(residuals: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
         # JAX would differentiate the roundings, with 8-bit cotangents that have no scale.
@@ -120,19 +129,26 @@ def run(
             g_for_rhs = of_cotangent(from_lhs)
             left = encoded("left", Operand(left, left), forward, lhs_outer)
             right = encoded("right", Operand(right, right), forward, rhs_outer)
-        of_lhs = _product(fp8, g_for_lhs, right, (from_rhs, rhs_outer), _wide(wide[0]))
-        of_rhs = _product(fp8, left, g_for_rhs, (lhs_outer, from_lhs), _wide(wide[1]))
         # Contracted axes come out in the order of the other operand.
-        gradients = (
-            lax.transpose(of_lhs, _places((*lhs_outer, *_in_order_of(rhs_contracting, lhs_contracting)))),
-            lax.transpose(of_rhs, _places((*_in_order_of(lhs_contracting, rhs_contracting), *rhs_outer))),
+        lhs_axes = (*lhs_outer, *_in_order_of(rhs_contracting, lhs_contracting))
+        rhs_axes = (*_in_order_of(lhs_contracting, rhs_contracting), *rhs_outer)
+        lhs_spec, rhs_spec = (
+            [spec[axis] for axis in axes] for spec, axes in zip(specs, (lhs_axes, rhs_axes), strict=False)
         )
+        of_lhs = product(g_for_lhs, right, (from_rhs, rhs_outer), lhs_spec, _wide(wide[0]))
+        of_rhs = product(left, g_for_rhs, (lhs_outer, from_lhs), rhs_spec, _wide(wide[1]))
+        gradients = lax.transpose(of_lhs, _places(lhs_axes)), lax.transpose(of_rhs, _places(rhs_axes))
         for_lhs, for_rhs = (g.astype(like.dtype) for g, like in zip(gradients, typed, strict=True))
         return for_lhs, for_rhs
 
-    product = jax.custom_vjp(lambda lhs, rhs: forward_pass(lhs, rhs)[0])
-    product.defvjp(forward_pass, backward_pass)
-    return product(*operands)
+    differentiable = jax.custom_vjp(lambda lhs, rhs: forward_pass(lhs, rhs)[0])
+    differentiable.defvjp(forward_pass, backward_pass)
+    return differentiable(*operands)
+
+
+def _entries(aval: Any) -> list[Any]:
+    """Return the mesh axes along which each axis of an array is sharded, as its type says."""
+    return [*aval.sharding.spec, *[None] * (aval.ndim - len(aval.sharding.spec))]
 
 
 def _written(x: jax.Array, dtype: np.dtype) -> Operand:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
@@ -18,7 +19,6 @@ from mpx._autocast import compute as computes
 from mpx._autocast import contraction, fp8
 from mpx._autocast.compute import ContractionPrecision
 from mpx._autocast.rules import DEFAULT_RULES, Rule, reason_to_keep
-from mpx._devices import are_several_in_sight
 from mpx._jaxprs import called_jaxpr, count_uses, dtype_of, is_literal, open_jaxpr, propagate
 from mpx._primitives import facts_of, is_call
 
@@ -59,12 +59,23 @@ class Settings:
         return are_several_in_sight() if self.reduce_dtype is None else self.reduce_dtype == np.float32
 
 
+def are_several_in_sight() -> bool:
+    """Return whether a program that is traced here may run on more than one device.
+
+    Under `jax.set_mesh` and inside `jax.shard_map` the mesh tells. Without one a trace does not see how its arguments
+    are sharded, so all devices count.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    return (jax.device_count() if mesh.empty else mesh.size) > 1
+
+
 class Step(NamedTuple):
     """The decision about an equation."""
 
     eqn: JaxprEqn
-    action: Literal["narrow", "enter", "keep", "round_cotangent"]  # "round_cotangent" keeps the forward pass
-    compute: ContractionPrecision | None  # if it is narrowed
+    # "send": other devices get the value in the compute dtype; "round_cotangent" keeps the forward pass.
+    action: Literal["narrow", "enter", "keep", "round_cotangent", "send"]
+    compute: ContractionPrecision | None  # if it is narrowed or sent
     in_tags: tuple[Tag, ...]
     out_tags: tuple[Tag, ...]
     plans: tuple["CastPlan", ...] = ()  # of the programs inside, if they may be entered
@@ -82,6 +93,8 @@ class CastPlan:
     # For each input the 16-bit dtype that its cotangent is rounded to anyway, because its only use is a narrowed
     # contraction; None for other inputs.
     rounded_to: tuple[np.dtype | None, ...]
+    # For each input the 16-bit dtype that all its uses round it to; None if they differ, or use it in float32.
+    used_in: tuple[np.dtype | None, ...]
 
     @property
     def changes(self) -> bool:
@@ -138,10 +151,13 @@ class Planner:
         """Return the plan of an open or closed jaxpr whose inputs have these tags."""
         key = id(jaxpr), in_tags
         if key not in self._plans:
-            self._plans[key] = self._make_plan(jaxpr, in_tags)
+            plan = self._make_plan(jaxpr, in_tags, {})
+            sent = self._sent(plan)
+            self._plans[key] = self._make_plan(jaxpr, in_tags, sent) if sent else plan
         return self._plans[key]
 
-    def _make_plan(self, jaxpr: Any, in_tags: tuple[Tag, ...]) -> CastPlan:
+    def _make_plan(self, jaxpr: Any, in_tags: tuple[Tag, ...], sent: Mapping[int, np.dtype]) -> CastPlan:
+        """Plan a jaxpr. `sent` has dtypes of values that are narrowed before they are sent, by ids of equations."""
         steps: list[Step] = []
         program = open_jaxpr(jaxpr)
         uses = count_uses(program)
@@ -152,7 +168,7 @@ class Planner:
             return tuple(tag._replace(is_product=False) if tag.is_product and uses[v] > 1 else tag for v, tag in pairs)
 
         def decide(eqn: JaxprEqn, tags: list[Tag]) -> tuple[Tag, ...]:
-            steps.append(self._step(eqn, used_once(eqn.invars, tags)))
+            steps.append(self._step(eqn, used_once(eqn.invars, tags), sent.get(id(eqn))))
             return steps[-1].out_tags
 
         out_tags = used_once(program.outvars, propagate(jaxpr, in_tags, decide, lambda v: UNKNOWN))
@@ -164,14 +180,19 @@ class Planner:
                 else step
                 for step in steps
             ]
-        return CastPlan(jaxpr, tuple(steps), in_tags, out_tags, self._rounded_to(program, steps, uses))
+        used = self._used_in(program, steps)
+        used_in = tuple(used.get(v) for v in program.invars)
+        return CastPlan(jaxpr, tuple(steps), in_tags, out_tags, self._rounded_to(program, steps, uses), used_in)
 
-    def _step(self, eqn: JaxprEqn, tags: tuple[Tag, ...]) -> Step:
+    def _step(self, eqn: JaxprEqn, tags: tuple[Tag, ...], sent_in: np.dtype | None) -> Step:
         name = eqn.primitive.name
         rule = self.settings.rules.get(name, "keep")
         is_decided = MARK in str(eqn.source_info.name_stack)
         if rule == "follow":
             followed = self._followed(eqn, tags)
+            if sent_in is not None:
+                narrow = followed[0]._replace(representable_in=sent_in)
+                return Step(eqn, "send", computes.compute_of_dtype(sent_in), tags, (narrow,))
             # What a `jax.checkpoint` policy keeps by name is kept in 16 bits.
             dtype = travels_in(followed[0], None, self.settings) if name == "name" and not is_decided else None
             if dtype is not None:
@@ -276,6 +297,35 @@ class Planner:
                     rounded[v] = dtype if uses[v] == 1 else None
         return tuple(rounded.get(v) for v in program.invars)
 
+    def _sent(self, plan: CastPlan) -> dict[int, np.dtype]:
+        """Return what is sent to other devices in float32 although all its uses round it, with the dtype."""
+        used = self._used_in(open_jaxpr(plan.jaxpr), plan.steps)
+        return {
+            id(step.eqn): used[step.eqn.outvars[0]]
+            for step in plan.steps
+            if _sends_its_operand(step) and used.get(step.eqn.outvars[0]) is not None
+        }
+
+    def _used_in(self, program: jex_core.Jaxpr, steps: Sequence[Step]) -> dict[Any, np.dtype | None]:
+        """Return the 16-bit dtype that all uses of a value round it to, perhaps moved; None if there is no such."""
+        used: dict[Any, np.dtype | None] = dict.fromkeys(filter(lambda v: not is_literal(v), program.outvars))
+        for step in reversed(steps):
+            for v, dtype in zip(step.eqn.invars, self._operands_used_in(step, used), strict=True):
+                if not is_literal(v):
+                    used[v] = dtype if used.get(v, dtype) == dtype else None
+        return used
+
+    def _operands_used_in(self, step: Step, used: dict[Any, np.dtype | None]) -> list[np.dtype | None]:
+        eqn, plans = step.eqn, step.plans
+        nothing: list[np.dtype | None] = [None] * len(eqn.invars)
+        if step.action in ("narrow", "send") and step.compute is not None and step.compute.is_narrow:
+            return [step.compute.dtype] * len(eqn.invars)
+        if facts_of(eqn).moves in ("same", "moved", "sent") and len(eqn.outvars) == 1:
+            return [used.get(eqn.outvars[0])] * len(eqn.invars)
+        if len(plans) == 1 and len(plans[0].used_in) == len(eqn.invars) and facts_of(eqn).runs != "loop":
+            return list(plans[0].used_in)
+        return nothing
+
     def _operands_rounded_to(self, step: Step, rounded: dict[Any, np.dtype | None]) -> list[np.dtype | None]:
         eqn, facts = step.eqn, facts_of(step.eqn)
         if step.action == "narrow" and step.compute is not None and step.compute.is_narrow:
@@ -301,6 +351,14 @@ def travels_in(tag: Tag, rounded_to: np.dtype | None, settings: Settings) -> np.
         return None
     is_allowed = rounded_to == tag.representable_in or not (tag.is_argument or tag.is_copied)
     return tag.representable_in if is_allowed else None
+
+
+def _sends_its_operand(step: Step) -> bool:
+    """Return whether a step sends a float32 value to other devices, which is in no 16-bit dtype yet."""
+    facts = facts_of(step.eqn)
+    is_sent = facts.communicates and facts.moves in ("same", "sent") and len(step.eqn.invars) == 1
+    is_wide = is_sent and _is_f32(step.eqn.invars[0]) and step.in_tags[0].representable_in is None
+    return is_wide and step.action == "keep"
 
 
 def _kept(eqn: JaxprEqn, tags: tuple[Tag, ...], reason: str) -> Step:

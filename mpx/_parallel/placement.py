@@ -5,13 +5,13 @@ without such an axis is replicated, and so are scalars.
 """
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from mpx import _trees
@@ -105,14 +105,6 @@ def place(tree: T, shardings: Any) -> T:
         return lax.with_sharding_constraint(x, sharding if now.empty else NamedSharding(now, sharding.spec))
 
     return jax.tree.map(constrain, tree, shardings)
-
-
-def in_auto(function: Callable[..., Any], mesh: Mesh, out_shardings: Any) -> Callable[..., Any]:
-    """Let XLA place the arrays inside a function, on a mesh of explicit axes too."""
-    explicit = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
-    if not explicit:
-        return function
-    return jax.sharding.auto_axes(function, axes=tuple(explicit), out_sharding=out_shardings)
 
 
 def parameter_specs(params: Any, given: Any, mesh: Mesh | AbstractMesh, axis: str, caller: str) -> Any:

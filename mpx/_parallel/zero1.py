@@ -20,7 +20,6 @@ from mpx import _errors, _trees
 from mpx._jaxprs import PART, first_non_elementwise
 from mpx._parallel.placement import (
     REPLICATED,
-    in_auto,
     is_manual,
     is_spec,
     local_shard,
@@ -35,6 +34,7 @@ from mpx._parallel.placement import (
     shardings_of,
 )
 from mpx._policy import policy_of, with_policy
+from mpx._shardings import in_auto
 from mpx._stored.state_format import StoredLeaf, is_stored, shown
 from mpx._writeback import MARK, SENT, applied_value, landing_update
 

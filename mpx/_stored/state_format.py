@@ -12,6 +12,7 @@ import numpy as np
 
 from mpx import _trees, formats
 from mpx._dtypes import dtype_or_none
+from mpx._shardings import explicit_sharding, in_auto, part_sharding
 from mpx._stored.roles import Role
 
 
@@ -94,7 +95,12 @@ class StoredLeaf:
 
     def decode(self) -> jax.Array:
         """Return the array in float32."""
-        return self.format.decode(*self._arrays()).astype(np.float32)
+        codes, scales = self._arrays()
+        sharding = explicit_sharding(codes)
+        decode = self.format.decode
+        if sharding is not None:
+            decode = in_auto(decode, sharding.mesh, part_sharding(sharding, codes.shape, self.shape))
+        return decode(codes, scales).astype(np.float32)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -130,11 +136,21 @@ def store(x: Any, format: StateFormat, key: jax.Array | None = None) -> Any:
     """
     _tell_flax()
     (array,), box = jax.tree.flatten(x)
-    codes, scales = format.encode(array.astype(np.float32), key)
+    codes, scales = _encoded(format, array.astype(np.float32), key)
     boxed = lambda part: None if part is None else box.unflatten([part])
     if scales is None and codes.shape == array.shape and jnp.issubdtype(codes.dtype, jnp.floating):
         return boxed(codes)
     return StoredLeaf(boxed(codes), boxed(scales), format)
+
+
+def _encoded(format: StateFormat, x: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+    """Encode an array; on a mesh of explicit axes, where a view of blocks has no type, XLA places what is inside."""
+    sharding = explicit_sharding(x)
+    if sharding is None:
+        return format.encode(x, key)
+    shapes = jax.eval_shape(format.encode, jax.ShapeDtypeStruct(x.shape, x.dtype), key)
+    shardings = jax.tree.map(lambda part: part_sharding(sharding, x.shape, part.shape), shapes)
+    return in_auto(format.encode, sharding.mesh, shardings)(x, key)
 
 
 def _tell_flax() -> None:

@@ -251,13 +251,14 @@ def step_report(
     if not callable(step):
         raise TypeError(f"`step_report` needs a function, but got {type(step).__name__}.")
     device = target_here() if target is None else get_target(target)
-    mesh, context, options = _mesh_of(args), contextlib.nullcontext(), None
+    mesh, context, options, platforms = _mesh_of(args), contextlib.nullcontext(), None, None
     if target is not None and device is not None:
         args, mesh = _placed(args, target_devices(device))
         context = jax.sharding.use_abstract_mesh(mesh.abstract_mesh)  # kernels of Pallas ask it for the device
         options = None if device.tpu else {"xla_gpu_autotune_level": "0"}  # nothing can be timed
+        platforms = ("tpu",) if device.tpu else ("cuda",)
     with context:
-        lowered: Any = _lowered(step, args, donate_argnums)
+        lowered: Any = _lowered(step, args, donate_argnums, platforms)
     start = time.perf_counter()
     compiled = lowered.compile(options)
     seconds = time.perf_counter() - start
@@ -289,13 +290,18 @@ def report_of(
     )
 
 
-def _lowered(step: Any, args: Sequence[Any], donate_argnums: int | Sequence[int]) -> jax.stages.Lowered:
+def _lowered(
+    step: Any, args: Sequence[Any], donate_argnums: int | Sequence[int], platforms: tuple[str, ...] | None
+) -> jax.stages.Lowered:
+    """Lower a step for platforms; None for those of its arguments, as explicit axes of a target cannot tell."""
     if isinstance(step, jax.stages.Wrapped) or _lowers_arrays(step, args):
         if donate_argnums != ():
             raise ValueError(
                 "`step_report`: this step comes from `jax.jit` (or `nnx.jit`), which says what is donated. Leave "
                 "`donate_argnums` out here."
             )
+        if isinstance(step, jax.stages.Wrapped):
+            return step.trace(*args).lower(lowering_platforms=platforms)
         lowered: Any = step.lower(*args)
         return getattr(lowered, "lowered", lowered)  # `nnx.jit` has a class of its own around that of jax
     given = [donate_argnums] if isinstance(donate_argnums, int) else donate_argnums
@@ -307,7 +313,8 @@ def _lowered(step: Any, args: Sequence[Any], donate_argnums: int | Sequence[int]
         put = lambda array, leaf: leaf if array is None else array
         return arrays_of(step(*jax.tree.map(put, arrays, args, is_leaf=lambda leaf: leaf is None)))
 
-    return jax.jit(of_arrays, donate_argnums=donate_argnums).lower(*arrays_of(args))
+    traced = jax.jit(of_arrays, donate_argnums=donate_argnums).trace(*arrays_of(args))
+    return traced.lower(lowering_platforms=platforms)
 
 
 def _lowers_arrays(step: Any, args: Sequence[Any]) -> bool:

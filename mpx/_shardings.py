@@ -1,0 +1,44 @@
+"""Arrays on meshes of explicit axes, which `jax.make_mesh` makes: their types say how they are sharded."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+
+def explicit_sharding(x: Any) -> NamedSharding | None:
+    """Return how an array is sharded if its mesh has explicit axes, else None."""
+    if not isinstance(x, (jax.Array, Tracer)):
+        return None
+    of_type = jax.typeof(x).sharding
+    if AxisType.Explicit not in of_type.mesh.axis_types:
+        return None
+    return of_type if isinstance(x, Tracer) else x.sharding
+
+
+def in_auto(function: Callable[..., Any], mesh: Mesh | AbstractMesh, out_shardings: Any) -> Callable[..., Any]:
+    """Let XLA place the arrays inside a function, on a mesh of explicit axes too."""
+    explicit = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
+    if not explicit:
+        return function
+    return jax.sharding.auto_axes(function, axes=tuple(explicit), out_sharding=out_shardings)
+
+
+def part_sharding(sharding: NamedSharding, shape: tuple[int, ...], part: tuple[int, ...]) -> NamedSharding:
+    """Return the sharding of what is computed from an array, such as its codes and scales.
+
+    It is sharded like the array if it has the same axes, of which the last may be shorter, else on every device.
+    """
+    if len(part) != len(shape) or part[:-1] != shape[:-1]:
+        return NamedSharding(sharding.mesh, PartitionSpec())
+    entries = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
+    names = entries[-1] if entries else None
+    names = (names,) if isinstance(names, str) else names or ()
+    count = 1
+    for name in names:
+        count *= sharding.mesh.shape[name]
+    if part and part[-1] % count:
+        entries[-1] = None
+    return NamedSharding(sharding.mesh, PartitionSpec(*entries))
