@@ -22,6 +22,7 @@ from mpx._fused.partition import Leaf, Partition, Var
 from mpx._fused.program import flatten
 from mpx._fused.schedule import run
 from mpx._jaxprs import is_literal
+from mpx._shardings import explicit_sharding, in_auto
 from mpx._tables import Result, Table
 
 _NOT_DIFFERENTIABLE = (
@@ -89,14 +90,33 @@ class FusedUpdate:
         """Return the new parameters and the new state."""
         given = (grads, opt_state, params), extra_args
         (grads, opt_state, params), extra_args = _errors.not_differentiable(given, _NOT_DIFFERENTIABLE)
+        is_on_explicit_axes = any(explicit_sharding(p) is not None for p in jax.tree.leaves(params))
+        step = self._placed_by_xla if is_on_explicit_axes else self._step
+        return step((grads, opt_state, params), extra_args)
+
+    def _step(self, given: _Given, extra_args: dict[str, Any]) -> tuple[Any, Any]:
         by_kernels = lambda *given: _by_kernels(self.tx, given, extra_args, self.interpret)
         by_xla = lambda *given: _as_it_stands(self.tx, given, extra_args)
         if not _may_run_kernels(self.interpret):
-            return by_xla(grads, opt_state, params)
+            return by_xla(*given)
         if self.interpret:
-            return by_kernels(grads, opt_state, params)
+            return by_kernels(*given)
         # The platform of the step is not known yet: arrays on the CPU stay there on a machine with a GPU.
-        return lax.platform_dependent(grads, opt_state, params, cuda=by_kernels, default=by_xla)
+        return lax.platform_dependent(*given, cuda=by_kernels, default=by_xla)
+
+    def _placed_by_xla(self, given: _Given, extra_args: dict[str, Any]) -> tuple[Any, Any]:
+        """Run under automatic axes: on explicit ones each view inside of a kernel would need a sharding."""
+        leaves, treedef = jax.tree.flatten(extra_args)
+        arrays = [leaf if _trees.is_array(leaf) else None for leaf in leaves]
+
+        def step(given, arrays):
+            put = [leaf if array is None else array for leaf, array in zip(leaves, arrays, strict=True)]
+            return self._step(given, treedef.unflatten(put))
+
+        plain = jax.eval_shape(lambda given: _as_it_stands(self.tx, given, extra_args), given)
+        shardings = jax.tree.map(lambda x: x.sharding, plain)
+        mesh = next(filter(None, map(explicit_sharding, jax.tree.leaves(given)))).mesh
+        return in_auto(step, mesh, shardings)(given, arrays)
 
     def plan(self, params: Any, grads: Any = None, **extra_args: Any) -> "FusedPlan":
         """Return where each leaf is computed.
