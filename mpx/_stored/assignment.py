@@ -1,5 +1,6 @@
 """Choose the format of each leaf of an optimizer's state by patterns, and refuse unsound choices."""
 
+import dataclasses
 import functools
 import math
 import re
@@ -11,6 +12,7 @@ import numpy as np
 
 from mpx import _errors, _trees
 from mpx._fp8 import FORMATS
+from mpx._shardings import explicit_sharding
 from mpx._stored.blockwise_fp8 import BlockwiseFp8
 from mpx._stored.leaves import leaves_of
 from mpx._stored.roles import EXACT, Role
@@ -40,8 +42,20 @@ def assign(state: Any, patterns: Mapping[str, StateFormat], min_size: int) -> As
         pattern = next((pattern for pattern in patterns if _matches(pattern, names[found.path])), None)
         if pattern is not None:
             format = patterns[pattern].for_role(found.role) if math.prod(leaf.shape) >= min_size else FLOAT32
-            chosen[i] = Assigned(format, pattern)
+            chosen[i] = Assigned(_with_blocks_of(leaf, format), pattern)
     return chosen
+
+
+def _with_blocks_of(leaf: Any, format: StateFormat) -> StateFormat:
+    """Return a format with blocks that fit a leaf: those it has, if it is stored, else such that lie in a shard."""
+    if is_stored(leaf):
+        kept = leaf.format
+        is_alike = type(kept) is type(format) and hasattr(format, "block_size") and kept.block_size <= format.block_size
+        return kept if is_alike and dataclasses.replace(kept, block_size=format.block_size) == format else format
+    sharding = explicit_sharding(leaf)
+    if sharding is None or sharding.is_fully_replicated:
+        return format
+    return format.for_shards(sharding.shard_shape(leaf.shape)[-1])
 
 
 def _matches(pattern: str, path: str) -> bool:

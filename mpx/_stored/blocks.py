@@ -5,6 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+SMALLEST = 16  # numbers in a block
 _SUBLANES, _LANES = 8, 128  # of a tile in a TPU's memory
 
 
@@ -14,6 +15,15 @@ def scales_shape(shape: tuple[int, ...], block_size: int) -> tuple[int, ...]:
     if shape and size and shape[-1] % block_size == 0:
         return (*shape[:-1], shape[-1] // block_size)
     return (-(-size // block_size),)
+
+
+def block_within(columns: int, block_size: int) -> int:
+    """Return the largest power of two up to `block_size` that divides the columns of a shard.
+
+    If that is less than 16, return `block_size`: its blocks then reach over devices.
+    """
+    largest = math.gcd(columns, block_size)
+    return largest if largest >= SMALLEST else block_size
 
 
 def largest_of_blocks(keys: jax.Array, block_size: int) -> jax.Array:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mpx._stored.blocks import largest_of_blocks, spread
+from mpx._stored.blocks import SMALLEST, block_within, largest_of_blocks, spread
 from mpx._stored.roles import Role
 from mpx._stored.state_format import StateFormat
 
@@ -50,8 +50,9 @@ class Blockwise8bit(StateFormat):
     of 0.999 changes by a thousandth in a step, so it moves in leaps. Training works nevertheless.
     `rounding="stochastic"` follows each member in the mean.
 
-    Each device codes its own shard of an array if the shard has rows of whole blocks. Otherwise the whole array is
-    gathered on every device: choose a `block_size` that divides the columns of a shard.
+    Each device codes its own shard of an array if the shard has rows of whole blocks. On a mesh of explicit axes
+    `low_precision_state` makes the blocks of a leaf smaller for that. On automatic axes, where a type does not tell how
+    an array is sharded, choose a `block_size` that divides the columns of a shard, or all devices gather the array.
 
     Args:
         block_size: numbers that share a scale, a power of two from 16 to 65,536. A leaf is cut into blocks in the order
@@ -79,7 +80,7 @@ class Blockwise8bit(StateFormat):
 
     def __post_init__(self) -> None:
         size = self.block_size
-        if type(size) is not int or not 16 <= size <= 2**16 or size & (size - 1):
+        if type(size) is not int or not SMALLEST <= size <= 2**16 or size & (size - 1):
             raise ValueError(
                 f"`Blockwise8bit`: `block_size` must be a power of two from 16 to 65,536, but got {size!r}."
             )
@@ -123,6 +124,10 @@ class Blockwise8bit(StateFormat):
         """Return the format with its sign decided: only second moments are unsigned."""
         signed = role != "second moment" if self.signed is None else self.signed
         return dataclasses.replace(self, signed=signed)
+
+    def for_shards(self, columns: int) -> "Blockwise8bit":
+        """Return the format with blocks that lie within a shard's rows."""
+        return dataclasses.replace(self, block_size=block_within(columns, self.block_size))
 
     def refuses(self, role: Role) -> str | None:
         """Refuse fields of unknown sign: one of the two maps would be wrong."""

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from mpx._fp8 import BIAS, FORMATS, MANTISSA, power_of_two, scale_exponents
-from mpx._stored.blocks import largest_of_blocks, spread
+from mpx._stored.blocks import block_within, largest_of_blocks, spread
 from mpx._stored.roles import Role
 from mpx._stored.state_format import StateFormat
 
@@ -90,6 +90,10 @@ class BlockwiseFp8(StateFormat):
         """Return the format with its sign decided: only second moments are unsigned."""
         signed = role != "second moment" if self.signed is None else self.signed
         return dataclasses.replace(self, signed=signed)
+
+    def for_shards(self, columns: int) -> "BlockwiseFp8":
+        """Return the format with blocks that lie within a shard's rows."""
+        return dataclasses.replace(self, block_size=block_within(columns, self.block_size))
 
     def __str__(self) -> str:
         return self.format

@@ -62,6 +62,14 @@ class StateFormat(abc.ABC):
         """Return the format for a leaf of this role: itself, or a copy whose unset options the role decides."""
         return self
 
+    def for_shards(self, columns: int) -> "StateFormat":
+        """Return the format for a leaf that is sharded, so that each device encodes its own shard alone.
+
+        Args:
+            columns: the size of the last axis of a shard.
+        """
+        return self
+
     def refuses(self, role: Role) -> str | None:
         """Return why a leaf of this role cannot be kept so, to end a sentence that begins "These leaves"; or None."""
         return None
