@@ -73,8 +73,8 @@ def test_the_string_of_a_policy_reads_back_as_the_policy():
 
 
 policies = st.builds(
-    lambda param, compute, output, overrides, fp8: mpx.Policy(
-        param, compute if fp8 is None else BF16, output, overrides, fp8
+    lambda param, compute, output, overrides, fp8, reduce: mpx.Policy(
+        param, compute if fp8 is None else BF16, output, overrides, fp8, reduce
     ),
     *[st.sampled_from([BF16, F16, F32, F64])] * 3,
     st.lists(st.tuples(st.text(max_size=8).map(re.escape), st.sampled_from([BF16, F16, F32, F64])), max_size=3),
@@ -87,13 +87,14 @@ policies = st.builds(
         st.booleans(),
         st.integers(0, 1000),
     ),
+    st.none() | st.sampled_from([BF16, F16, F32, F64]),
 )
 
 
 @hypothesis.given(policies)
 @examples(100)
 def test_the_string_of_any_policy_reads_back_as_the_policy(policy):
-    """With its overrides, whatever is in the patterns, and with all settings of its products of 8-bit floats."""
+    """With overrides, whatever is in the patterns, all settings of products of 8-bit floats, and the dtype of sums."""
     assert mpx.get_policy(str(policy)) == policy
     assert mpx.get_policy(policy_text(policy)) == policy
 

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from mpx import _trees
+from mpx._dtypes import dtype_or_none
 from mpx._parallel.placement import (
     REPLICATED,
     parameter_specs,
@@ -61,7 +62,7 @@ def data_parallel(
 
     Raises:
         TypeError: at the call, if the value has an array that is not floating, which has no mean.
-        ValueError: if the mesh has no such axis, or a spec uses it.
+        ValueError: if the mesh has no such axis, a spec uses it, or `reduce_dtype` is no floating-point dtype.
 
     Example:
         >>> mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -71,6 +72,11 @@ def data_parallel(
         (Array(7., dtype=float32), Array(3.5, dtype=float32))
     """
     require_axis(mesh, axis, "data_parallel")
+    dtype = None if reduce_dtype is None else dtype_or_none(reduce_dtype)
+    if reduce_dtype is not None and (dtype is None or not jnp.issubdtype(dtype, jnp.floating)):
+        raise ValueError(
+            f"`data_parallel`: `reduce_dtype` must be a floating-point dtype or None, but got {reduce_dtype!r}."
+        )
     batch_specs = PartitionSpec(axis) if batch_specs is None else batch_specs
     is_tuple = isinstance(batch_specs, tuple)
 
@@ -94,7 +100,7 @@ def data_parallel(
             axis_names={axis},
             check_vma=False,  # with it, JAX itself would add up gradients, in their own dtype and at each use
         )
-        mean = functools.partial(reduce_scatter_mean, axis=axis, reduce_dtype=reduce_dtype)
+        mean = functools.partial(reduce_scatter_mean, axis=axis, reduce_dtype=dtype)
         # Over all axes of the mesh, or gradients that are sharded along another axis would be gathered along it.
         reduced = jax.shard_map(
             lambda grads: jax.tree.map(lambda g, along: mean(g[0], along), grads, axes),

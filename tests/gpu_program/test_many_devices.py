@@ -3,13 +3,14 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpx
 
-pytestmark = pytest.mark.many_devices
+pytestmark = [pytest.mark.many_devices, pytest.mark.optax_promotion]
 
 SHAPES = {"a": (2048, 8192), "b": (8192, 2048)}
 ROWS = {"a": P("data"), "b": P("data")}
@@ -54,7 +55,7 @@ def sent(devices, style, how, dtype, **options):
     mesh = Mesh(np.array(devices), ("data",), axis_types=(kind,))
     placed = lambda shape, dtype, spec: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
     params = {name: placed(shape, dtype, specs[name] if specs else P()) for name, shape in SHAPES.items()}
-    loss = mpx.autocast(layers(gathered), how, **options)
+    loss = mpx.autocast(layers(gathered), mpx.Fp8(min_extent=0) if how == "fp8" else how, **options)
     gradients = in_a_shard_map(mean_over_devices(loss), mesh) if style == "shard map" else mpx.value_and_grad(loss)
 
     def step(params, x):
@@ -69,3 +70,46 @@ def sent(devices, style, how, dtype, **options):
 
 def mean_over_devices(loss):
     return lambda params, x: jax.lax.pmean(loss(params, x), "data")
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("how", ["bf16", "fp8"])
+@pytest.mark.parametrize("style", STYLES)
+def test_weights_are_gathered_in_few_bits_and_gradients_added_up_in_float32(h200, style, how, dtype):
+    gathers, sums = sent(h200, style, how, dtype)
+    assert sums == {"f32"}
+    assert gathers <= ({"bf16"} if how == "bf16" else {"bf16", "f8e4m3fn", "f8e5m2"})
+    assert bool(gathers) == (style != "on every device")
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_gradients_are_added_up_in_bfloat16_if_the_user_says_so(h200, style):
+    """In a shard map it is `lax.all_gather` whose transpose adds up, in the dtype of the weight."""
+    _, sums = sent(h200, style, "bf16", jnp.float32, reduce_dtype="bf16")
+    assert sums == ({"f32"} if style == "shard map" else {"bf16"})
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec", "bytes_each"),
+    [
+        ((4096, 4096), P("data"), 14.06),
+        ((4096, 4096), P(None, "data"), 14.06),
+        ((768, 2304), P("data"), 14.06),
+        ((768, 2304), P(None, "data"), 14.5),
+    ],
+    ids=["rows", "columns", "more rows", "columns that blocks of 256 do not divide"],
+)
+def test_a_fused_step_on_explicit_axes_sends_nothing(h200, shape, spec, bytes_each):
+    """A device has 288 of 2,304 columns: there blocks have 32 numbers, and more scales are read and written."""
+    mesh = Mesh(np.array(h200), ("data",), axis_types=(AxisType.Explicit,))
+    tx = mpx.mixed_precision(
+        mpx.low_precision_state(optax.adamw(1e-3), dict.fromkeys(["mu", "nu"], mpx.Blockwise8bit())), "bf16"
+    )
+    params = {"w": jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))}
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        state = jax.eval_shape(tx.init, params)
+    placed = lambda x: x.update(sharding=NamedSharding(mesh, spec if x.ndim else P()))
+    step = lambda params, state, grads: mpx.fused_update(tx)(grads, state, params)
+    report = mpx.step_report(step, params, jax.tree.map(placed, state), params, target="h200", donate_argnums=(0, 1))
+    assert report.collectives == ()
+    assert report.moved_bytes * 8 / np.prod(shape) == pytest.approx(bytes_each, abs=0.02)

@@ -1,0 +1,202 @@
+"""Check that what works on automatic axes works on explicit ones, which `jax.make_mesh` makes, with the same bits."""
+
+import contextlib
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import mpx
+from tests.helpers import all_eqns, assert_same_bits, unfused
+
+pytestmark = pytest.mark.optax_promotion
+
+MOMENTS = {
+    "8-bit": {"trace": mpx.Blockwise8bit()},
+    "8-bit floats": {"trace": "e4m3"},
+    "bfloat16": {"trace": "bf16"},
+}
+SPECS = {"rows": P("data"), "columns": P(None, "data")}
+WEIGHTS = np.random.default_rng(0).normal(size=(2, 32, 2304)).astype(np.float32)
+
+
+def mesh_of(kind):
+    return jax.make_mesh((8,), ("data",), axis_types=(kind,), devices=jax.devices("cpu"))
+
+
+def after_two_steps(mesh, spec, formats, fused=False, columns=2048, **options):
+    """Return parameters and state of a training run whose weights are sharded; without a mesh on one device."""
+    put = lambda x: jax.device_put(x, NamedSharding(mesh, spec)) if mesh else jnp.asarray(x)
+    params, grads = {"w": put(WEIGHTS[0, :, :columns].astype(jnp.bfloat16))}, {"w": put(WEIGHTS[1, :, :columns])}
+    rule = mpx.low_precision_state(optax.sgd(1e-2, momentum=0.9), formats, **options)
+    tx = mpx.mixed_precision(rule, "params=bf16,compute=bf16,output=f32")
+
+    def step(params, state, grads):
+        if fused:
+            return mpx.fused_update(tx, interpret=True)(grads, state, params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
+        state = jax.jit(tx.init)(params)
+        compiled = jax.jit(step).lower(params, state, grads).compile(unfused())
+        for _ in range(2):
+            params, state = compiled(params, state, grads)
+    return params, state
+
+
+@pytest.mark.parametrize(("formats", "spec", "fused"), list(itertools.product(MOMENTS, SPECS, [False, True])))
+def test_a_sharded_step_has_the_bits_of_one_device_and_no_whole_array(formats, spec, fused):
+    alone = after_two_steps(None, None, MOMENTS[formats])
+    sharded = after_two_steps(mesh_of(AxisType.Explicit), SPECS[spec], MOMENTS[formats], fused)
+    assert_same_bits(jax.tree.map(np.asarray, sharded), jax.tree.map(np.asarray, alone))
+    assert not [x for x in jax.tree.leaves(sharded) if x.ndim and x.sharding.is_fully_replicated]
+
+
+def test_stochastic_rounding_runs_on_explicit_axes():
+    options = {"rounding": "stochastic", "key": jax.random.key(0)}
+    _, state = after_two_steps(mesh_of(AxisType.Explicit), P("data"), MOMENTS["8-bit"], **options)
+    moments = optax.tree.get(state, "trace")["w"].decode()
+    assert 0 < np.abs(moments - 1.9 * WEIGHTS[1, :, :2048]).max() < 0.2
+
+
+@pytest.mark.parametrize("formats", ["8-bit", "8-bit floats"])
+def test_blocks_lie_within_shards(formats):
+    """A device has 288 of 2,304 columns: nine blocks of 32."""
+    _, state = after_two_steps(mesh_of(AxisType.Explicit), SPECS["columns"], MOMENTS[formats], columns=2304)
+    kept = optax.tree.get(state, "trace")["w"]
+    assert (kept.format.block_size, kept.scales.shape) == (32, (32, 72))
+    assert kept.scales.sharding.spec == kept.codes.sharding.spec == SPECS["columns"]
+
+
+def test_a_state_with_smaller_blocks_trains_on_one_device():
+    """It may have been made for shards; its leaves know their blocks."""
+    mesh = mesh_of(AxisType.Explicit)
+    _, state = after_two_steps(mesh, SPECS["columns"], MOMENTS["8-bit"], columns=2304)
+    tx = mpx.mixed_precision(
+        mpx.low_precision_state(optax.sgd(1e-2, momentum=0.9), MOMENTS["8-bit"]), "params=bf16,compute=bf16,output=f32"
+    )
+    state = jax.tree.map(np.asarray, state)
+    params = {"w": jnp.asarray(WEIGHTS[0, :, :2304], jnp.bfloat16)}
+    _, after = jax.jit(tx.update)(params, state, params)
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+
+
+# ---- products
+
+
+def gradients(kind, style, how):
+    """Return a loss and its gradients for a batch and a weight on a mesh of four by two devices."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2, devices=jax.devices("cpu"))
+    is_explicit = kind == AxisType.Explicit
+    everywhere = (lambda w: jax.sharding.reshard(w, P())) if is_explicit else lambda w: w
+    of_result = {"out_sharding": P("data")} if is_explicit else {}
+    loss, of_w, of_x = {
+        "gathered": (lambda w, x: jnp.sum(x @ everywhere(w)), P("data"), P("data")),
+        "columns": (lambda w, x: jnp.sum(x @ w), P(None, "model"), P("data")),
+        "rows": (lambda w, x: jnp.einsum("ij,jk->ik", x, w, **of_result).sum(), P("model"), P("data", "model")),
+    }[style]
+    integers = np.random.default_rng(0).integers(-2, 3, (2, 64, 64)).astype(np.float32)  # exact in every order
+    w, x = (jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(integers, (of_w, of_x), strict=True))
+    with jax.set_mesh(mesh):
+        return jax.jit(mpx.value_and_grad(mpx.autocast(loss, how), argnums=(0, 1)))(w, x)
+
+
+@pytest.mark.parametrize("style", ["gathered", "columns", "rows"])
+@pytest.mark.parametrize(
+    "how", ["bf16", mpx.Fp8(min_extent=0), mpx.Fp8(min_extent=0, scaling="row")], ids=["bf16", "fp8", "fp8 by row"]
+)
+def test_autocast_on_explicit_axes_has_the_bits_of_automatic_ones(style, how):
+    automatic, explicit = (gradients(kind, style, how) for kind in (AxisType.Auto, AxisType.Explicit))
+    assert_same_bits(jax.tree.map(np.asarray, explicit), jax.tree.map(np.asarray, automatic))
+
+
+# ---- what travels
+
+
+def moves(fun, *args):
+    """Return the dtypes in which values are sent to other devices, in the order of the program."""
+    return [
+        str(eqn.invars[0].aval.dtype)
+        for eqn in all_eqns(jax.make_jaxpr(fun)(*args))
+        if eqn.primitive.name in ("reshard", "sharding_constraint", "all_gather", "reduce_scatter")
+    ]
+
+
+@pytest.fixture
+def explicit_mesh():
+    with jax.set_mesh(mesh_of(AxisType.Explicit)) as mesh:
+        yield mesh
+
+
+def on_rows(x):
+    return jax.device_put(x, P("data"))
+
+
+def test_a_weight_is_sent_in_the_compute_dtype_and_its_gradient_in_float32(explicit_mesh):
+    w, x = on_rows(jnp.ones((16, 8))), on_rows(jnp.ones((8, 16)))
+    loss = mpx.autocast(lambda w, x: (x @ jax.sharding.reshard(w, P())).sum(), "bf16")
+    assert moves(loss, w, x) == ["bfloat16"]
+    first, *back = moves(jax.grad(loss), w, x)
+    assert (first, {*back}) == ("bfloat16", {"float32"})
+
+
+@pytest.mark.parametrize(
+    ("used", "sent_in"),
+    [
+        (lambda w, x: (x @ w.T.reshape(16, 16)).sum(), "bfloat16"),
+        (lambda w, x: jax.jit(lambda w: x @ w)(w).sum(), "bfloat16"),
+        (lambda w, x: (x @ w).sum() + (w**2).sum(), "float32"),
+        (lambda w, x: (x @ (w * 2)).sum(), "float32"),
+        (lambda w, x: (w, x @ w), "float32"),
+    ],
+    ids=["moved", "in a call", "also in a sum", "after a product of numbers", "also a result"],
+)
+def test_only_what_is_used_in_products_alone_is_sent_in_fewer_bits(explicit_mesh, used, sent_in):
+    w, x = on_rows(jnp.ones((16, 16))), on_rows(jnp.ones((8, 16)))
+    fun = mpx.autocast(lambda w, x: used(jax.sharding.reshard(w, P()), x), "bf16")
+    assert moves(fun, w, x)[0] == sent_in
+
+
+# ---- the dtype of sums
+
+
+def gradient_dtypes(how="bf16", **options):
+    """Return the dtypes of products in a gradient: of the result, then of the weight's gradient."""
+    loss = mpx.autocast(lambda w, x: (x @ w).sum(), how, **options)
+    program = jax.make_jaxpr(jax.grad(loss))(np.ones((4, 2), np.float32), np.ones((8, 4), np.float32))
+    return [str(eqn.outvars[0].aval.dtype) for eqn in all_eqns(program) if eqn.primitive.name == "dot_general"]
+
+
+@pytest.mark.many_devices
+def test_gradients_of_weights_are_summed_in_float32_where_several_devices_are_in_sight():
+    assert gradient_dtypes() == ["bfloat16", "float32"]
+    with jax.set_mesh(jax.make_mesh((1,), ("data",), devices=jax.devices("cpu")[:1])):
+        assert gradient_dtypes() == ["bfloat16", "bfloat16"]
+
+
+@pytest.mark.many_devices
+def test_a_policy_or_an_option_says_in_which_dtype_gradients_are_summed():
+    policy = "params=f32,compute=bf16,output=f32,reduce="
+    assert gradient_dtypes(policy + "f32") == gradient_dtypes(reduce_dtype="f32") == ["bfloat16", "float32"]
+    assert gradient_dtypes(policy + "bf16") == gradient_dtypes(reduce_dtype="bf16") == ["bfloat16", "bfloat16"]
+    assert gradient_dtypes(policy + "bf16", reduce_dtype="f32") == ["bfloat16", "float32"]
+
+
+def test_on_one_device_gradients_are_summed_in_the_compute_dtype():
+    assert gradient_dtypes() == ["bfloat16", "bfloat16"]
+
+
+@pytest.mark.parametrize(("reduce_dtype", "kept"), [(None, 257), ("bf16", 256)])
+def test_data_parallel_adds_gradients_up_in_the_dtype_that_is_asked_for(reduce_dtype, kept):
+    """Eight devices, with gradients of 256 and seven sevenths: in bfloat16 their sum rounds to 256."""
+    mesh = mesh_of(AxisType.Auto)
+    fun = mpx.data_parallel(mpx.value_and_grad(lambda w, x: (w * x).sum()), mesh, reduce_dtype=reduce_dtype)
+    x = jnp.asarray([256.0] + [1 / 7] * 7, jnp.float32)
+    _, gradient = jax.jit(fun)(jnp.zeros((), jnp.float32), x)
+    assert round(float(gradient) * 8, 3) == kept
