@@ -9,6 +9,8 @@ import pathlib
 import re
 import textwrap
 
+import jax
+
 import mpx
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -80,7 +82,10 @@ def check_training_steps(code, names):
         if name.endswith("step") and hasattr(names.get(name), "lower"):
             keywords = {keyword.arg: eval(ast.unparse(keyword.value), names) for keyword in call.keywords}
             arguments = [eval(ast.unparse(argument), names) for argument in call.args]
-            compiled = names[name].lower(*arguments, **keywords).compile()
+            shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(arguments))
+            meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, jax.sharding.NamedSharding)]
+            with jax.set_mesh(meshes[0]) if meshes else contextlib.nullcontext():  # the block may have set it
+                compiled = names[name].lower(*arguments, **keywords).compile()
             memory = getattr(compiled, "compiled", compiled).memory_analysis()  # that of Equinox has one inside
             new = memory.output_size_in_bytes - memory.alias_size_in_bytes
             assert new < 0.05 * memory.output_size_in_bytes, f"`{ast.unparse(call)}` has {new:,} new bytes of results"
