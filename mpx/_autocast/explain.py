@@ -62,11 +62,13 @@ class Explanation(_tables.Result):
         contractions: the matrix products and convolutions, narrowed or not, in the order of the program.
         others: the other floating-point operations that the rules narrow or keep, by source line.
         asked_for: the precision asked for, such as `bf16` or `fp8`.
+        has_wide_gradients: whether gradients of weights are unrounded float32 sums (`reduce_dtype`).
     """
 
     contractions: tuple[Row, ...]
     others: tuple[Row, ...]
     asked_for: str
+    has_wide_gradients: bool = False
 
     @property
     def narrowed_share(self) -> float:
@@ -88,6 +90,8 @@ class Explanation(_tables.Result):
             share = f"{self.narrowed_share:.1%} of their FLOPs narrowed"
             if self.asked_for == FP8.name or self.fp8_share:
                 share += f", {self.fp8_share:.1%} to FP8"
+        if self.has_wide_gradients:
+            share += "; gradients of weights are float32 sums"
         lines = [("where", "operation", "operands", "runs in", "why", "count", "FLOPs")]
         for r in self.contractions:
             why = r.reason or "narrowed"
@@ -146,7 +150,8 @@ def explain(
 
     def explained(*args: Any, **kwargs: Any) -> Explanation:
         _require_dtypes_that_are_on((args, kwargs))
-        return _summed(walk(record.trace(args, kwargs).plan), record.settings.compute.name)
+        found = _summed(walk(record.trace(args, kwargs).plan), record.settings.compute.name)
+        return dataclasses.replace(found, has_wide_gradients=record.settings.has_wide_gradients)
 
     return explained
 

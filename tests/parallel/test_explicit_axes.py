@@ -200,3 +200,13 @@ def test_data_parallel_adds_gradients_up_in_the_dtype_that_is_asked_for(reduce_d
     x = jnp.asarray([256.0] + [1 / 7] * 7, jnp.float32)
     _, gradient = jax.jit(fun)(jnp.zeros((), jnp.float32), x)
     assert round(float(gradient) * 8, 3) == kept
+
+
+@pytest.mark.many_devices
+def test_explain_and_describe_say_in_which_dtype_gradients_are_summed():
+    w, x = jnp.ones((4, 2), jnp.float32), jnp.ones((8, 4), jnp.float32)
+    title = lambda **options: str(mpx.explain(mpx.autocast(jnp.matmul, "bf16", **options))(x, w)).splitlines()[0]
+    assert title().endswith("100.0% of their FLOPs narrowed; gradients of weights are float32 sums")
+    assert title(reduce_dtype="bf16").endswith("100.0% of their FLOPs narrowed")
+    described = mpx.get_policy("compute=bf16,reduce=bf16").describe({"w": w})
+    assert described.startswith("Gradients are added up over devices in bfloat16\n")
