@@ -20,7 +20,9 @@ def explicit_sharding(x: Any) -> NamedSharding | None:
 
 def in_auto(function: Callable[..., Any], mesh: Mesh | AbstractMesh, out_shardings: Any) -> Callable[..., Any]:
     """Let XLA place the arrays inside a function, on a mesh of explicit axes too."""
-    explicit = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
+    now = jax.sharding.get_abstract_mesh()  # inside of such a function axes are automatic
+    kinds = zip(mesh.axis_names, (mesh if now.empty else now).axis_types, strict=True)
+    explicit = {name for name, kind in kinds if kind == AxisType.Explicit}
     if not explicit:
         return function
     return jax.sharding.auto_axes(function, axes=tuple(explicit), out_sharding=out_shardings)

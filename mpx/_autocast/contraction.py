@@ -113,11 +113,13 @@ def run(
     return eqn.primitive.bind(*narrow, *rest, **(eqn.params | {"preferred_element_type": compute.dtype}))
 
 
-def sent(eqn: JaxprEqn, x: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Send a float32 value to other devices in 16 bits, and its cotangent back in float32."""
+def sent(eqn: JaxprEqn, x: jax.Array, dtype: np.dtype, *, is_product: bool) -> jax.Array:
+    """Send a float32 value to other devices in 16 bits, and its cotangent back in float32.
+
+    The cotangent of a product's result comes back in 16 bits, because that product rounds it anyway.
+    """
     send = lambda x: eqn.primitive.bind(x, **eqn.params)
 
-    @jax.custom_jvp
     def in_16_bits(x):
         narrow = lax.convert_element_type(x, dtype)
         sharding = eqn.params.get("sharding")
@@ -126,8 +128,11 @@ def sent(eqn: JaxprEqn, x: jax.Array, dtype: np.dtype) -> jax.Array:
             narrow = lax.with_sharding_constraint(narrow, NamedSharding(sharding.mesh, free))
         return lax.convert_element_type(send(narrow), x.dtype)
 
-    in_16_bits.defjvp(lambda primals, tangents: (in_16_bits(*primals), send(*tangents)))
-    return in_16_bits(x)
+    if is_product:
+        return in_16_bits(x)
+    differentiable = jax.custom_jvp(in_16_bits)
+    differentiable.defjvp(lambda primals, tangents: (in_16_bits(*primals), send(*tangents)))
+    return differentiable(x)
 
 
 def with_rounded_cotangent(x: jax.Array, dtype: np.dtype) -> jax.Array:

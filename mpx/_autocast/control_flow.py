@@ -6,7 +6,7 @@ added up over all iterations.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,9 +48,11 @@ def _run_checkpoint(step: Step, operands: list[Any], run: Run, settings: Setting
     """Bind the primitive itself: `jax.checkpoint` cannot say that its program is already a backward pass."""
     plan = step.plans[0]
     dtypes = _travel_in(plan.in_tags, plan.rounded_to, settings)
-    operands = _narrowed(operands, dtypes)
-    program, consts = _retraced(lambda *operands: run(plan, _widened(operands, dtypes)), operands)
-    return step.eqn.primitive.bind(*consts, *operands, **(step.eqn.params | {"jaxpr": program}))
+    apart = _apart_in(plan.in_tags, settings)
+    leaves, tree = jax.tree.flatten(_taken_apart(_narrowed(operands, dtypes), apart))
+    inside = lambda *leaves: run(plan, _widened(_put_together(tree.unflatten(leaves)), dtypes))
+    program, consts = _retraced(inside, leaves)
+    return step.eqn.primitive.bind(*consts, *leaves, **(step.eqn.params | {"jaxpr": program}))
 
 
 def _run_shard_map(step: Step, operands: list[Any], run: Run, settings: Settings) -> Sequence[Any]:
@@ -121,15 +123,18 @@ def _run_scan(step: Step, operands: list[Any], run: Run, settings: Settings) -> 
     handed_on = _handed_on(plan, settings)
     x_inputs = _scan_parts(step.eqn, open_jaxpr(plan.jaxpr).invars)[2]
     widened_from = [None if handed_on.get(v) == dtype else dtype for v, dtype in zip(x_inputs, x_dtypes, strict=True)]
+    stay_apart = [v in handed_on for v in x_inputs]
 
     def body(carry, xs):
+        xs = [x if stays else _put_together([x])[0] for x, stays in zip(xs, stay_apart, strict=True)]
         results = run(plan, [*consts, *carry, *_widened(xs, widened_from)])
         return results[: len(carry)], _narrowed(results[len(carry) :], y_dtypes)
 
     if _leaves_open_what_is_kept(plan.jaxpr):
         body = jax.checkpoint(body, policy=_is_kept, prevent_cse=False)
     options = {key: params[key] for key in ("reverse", "unroll", "_split_transpose") if key in params}
-    carry, ys = lax.scan(body, carry, _narrowed(xs, x_dtypes), length=params["length"], **options)
+    xs = _taken_apart(_narrowed(xs, x_dtypes), _apart_in(x_tags, settings))
+    carry, ys = lax.scan(body, carry, xs, length=params["length"], **options)
     return [*carry, *_widened(ys, y_dtypes)]
 
 
@@ -145,7 +150,9 @@ def _handed_on(plan: CastPlan, settings: Settings) -> dict[Any, np.dtype | None]
         if step.eqn.primitive.name == "remat2" and step.action == "enter":
             inside = step.plans[0]
             dtypes = _travel_in(inside.in_tags, inside.rounded_to, settings)
-            found |= {v: dtype for v, dtype in zip(step.eqn.invars, dtypes, strict=True) if uses.get(v) == 1}
+            apart = _apart_in(inside.in_tags, settings)
+            triples = zip(step.eqn.invars, dtypes, apart, strict=True)
+            found |= {v: dtype or narrow for v, dtype, narrow in triples if uses.get(v) == 1}
     return found
 
 
@@ -255,6 +262,45 @@ def _common(*tags: Tag) -> Tag:
 
 def _travel_in(tags: Sequence[Tag], rounded_to: Sequence[np.dtype | None], settings: Settings) -> list[np.dtype | None]:
     return [travels_in(tag, dtype, settings) for tag, dtype in zip(tags, rounded_to, strict=True)]
+
+
+class _Apart(NamedTuple):
+    """A weight that travels in 16 bits while its gradient travels in float32: a gradient has its value's dtype."""
+
+    numbers: jax.Array  # in 16 bits, without a gradient
+    carrier: jax.Array  # float32, never read: its gradient is the weight's
+
+
+def _apart_in(tags: Sequence[Tag], settings: Settings) -> list[np.dtype | None]:
+    """Return in which dtype each value travels apart from its gradient; None for what does not."""
+    return [tag.representable_in if tag.is_argument and settings.has_wide_gradients else None for tag in tags]
+
+
+def _taken_apart(values: Sequence[Any], dtypes: Sequence[np.dtype | None]) -> list[Any]:
+    return [
+        value if dtype is None or isinstance(value, _Apart) else _take_apart(value, dtype)
+        for value, dtype in zip(values, dtypes, strict=True)
+    ]
+
+
+def _take_apart(x: jax.Array, dtype: np.dtype) -> _Apart:
+    def zeros_like(x):
+        zeros = lax.full_like(x, 0)
+        axes = tuple(sorted(jax.typeof(x).manual_axis_type.varying - jax.typeof(zeros).manual_axis_type.varying))
+        return lax.pcast(zeros, axes, to="varying") if axes else zeros
+
+    carrier = jax.custom_jvp(zeros_like)
+    carrier.defjvp(lambda primals, tangents: (zeros_like(*primals), tangents[0]))
+    return _Apart(lax.stop_gradient(lax.convert_element_type(x, dtype)), carrier(x))
+
+
+def _put_together(values: Sequence[Any]) -> list[Any]:
+    return [_in_float32(*value) if isinstance(value, _Apart) else value for value in values]
+
+
+# Rules of derivatives call no function with such a rule: a `jax.checkpoint` policy would see that, not the operations.
+_in_float32 = jax.custom_jvp(lambda numbers, carrier: lax.convert_element_type(numbers, np.float32))
+_in_float32.defjvp(lambda primals, tangents: (lax.convert_element_type(primals[0], np.float32), tangents[1]))
 
 
 def _narrowed(values: Sequence[Any], dtypes: Sequence[np.dtype | None]) -> list[Any]:

@@ -303,7 +303,9 @@ class Planner:
         return {
             id(step.eqn): used[step.eqn.outvars[0]]
             for step in plan.steps
-            if _sends_its_operand(step) and used.get(step.eqn.outvars[0]) is not None
+            if _sends_its_operand(step)
+            and used.get(step.eqn.outvars[0]) is not None
+            and step.in_tags[0].representable_in in (None, used[step.eqn.outvars[0]])
         }
 
     def _used_in(self, program: jex_core.Jaxpr, steps: Sequence[Step]) -> dict[Any, np.dtype | None]:
@@ -354,11 +356,10 @@ def travels_in(tag: Tag, rounded_to: np.dtype | None, settings: Settings) -> np.
 
 
 def _sends_its_operand(step: Step) -> bool:
-    """Return whether a step sends a float32 value to other devices, which is in no 16-bit dtype yet."""
+    """Return whether a step sends a float32 value to other devices."""
     facts = facts_of(step.eqn)
     is_sent = facts.communicates and facts.moves in ("same", "sent") and len(step.eqn.invars) == 1
-    is_wide = is_sent and _is_f32(step.eqn.invars[0]) and step.in_tags[0].representable_in is None
-    return is_wide and step.action == "keep"
+    return is_sent and step.action == "keep" and _is_f32(step.eqn.invars[0])
 
 
 def _kept(eqn: JaxprEqn, tags: tuple[Tag, ...], reason: str) -> Step:

@@ -89,6 +89,22 @@ def test_gradients_are_added_up_in_bfloat16_if_the_user_says_so(h200, style):
     assert sums == ({"f32"} if style == "shard map" else {"bf16"})
 
 
+@pytest.mark.parametrize("checkpoint", [lambda body: body, jax.checkpoint], ids=["a scan", "with a checkpoint"])
+def test_layers_in_a_scan_have_no_float32_copy_of_bfloat16_weights(h200, checkpoint):
+    """What is held beside the arguments: float32 gradients, 4 bytes a parameter, and less than 2 of activations."""
+    mesh = Mesh(np.array(h200), ("data",), axis_types=(AxisType.Auto,))
+    placed = lambda shape, dtype, spec: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+    weights, x = placed((8, 2048, 2048), jnp.bfloat16, P()), placed((1024, 2048), jnp.float32, P("data"))
+    body = checkpoint(lambda x, w: (jnp.tanh(x @ w), None))
+    loss = mpx.autocast(lambda w, x: jnp.mean(jax.lax.scan(body, x, w)[0]), "bf16")
+
+    def step(w, x):
+        return (w - 0.1 * mpx.grad(loss)(w, x)).astype(w.dtype)
+
+    report = mpx.step_report(step, weights, x, target="h200", donate_argnums=0)
+    assert 4 < report.temporary_bytes / weights.size < 6
+
+
 @pytest.mark.parametrize(
     ("shape", "spec", "bytes_each"),
     [
