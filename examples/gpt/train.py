@@ -258,7 +258,8 @@ def start(run: Run, manager: Any) -> tuple[Any, Any, int, Any]:
 def report(
     run: Run, step: int, loss: float, gradient_norm: float, opt_state: Any, seconds: float | None
 ) -> dict[str, Any]:
-    """Return a line of the log on the step just done; losses are in nats a token."""
+    """Stop a run that diverged, and return a line of the log on the step just done; losses are in nats a token."""
+    check_health(run.shapes[0], opt_state)
     skipped = int(mpx.skipped_steps(opt_state))
     tokens_per_second = run.tokens_per_step / seconds if seconds else None
     in_use, peak = meter.device_memory()

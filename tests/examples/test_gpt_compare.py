@@ -37,11 +37,6 @@ def written(folder):
     return json.loads((folder / "precision.json").read_text())
 
 
-def test_a_text_is_read_up_to_a_limit(text_file, monkeypatch):
-    monkeypatch.setattr(compare, "MAXIMUM_BYTES", 12_345)
-    assert compare.read_text(text_file) == text_file.read_bytes()[:12_345]
-
-
 def test_random_batches_depend_on_the_seed_and_fixed_ones_on_nothing():
     text = np.arange(100_000)
     batches = lambda seed: np.stack([*compare.random_batches(text, seed=seed, count=5)])

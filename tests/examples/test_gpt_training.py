@@ -1,4 +1,4 @@
-"""The training step of the examples' GPT: accumulation, skipped steps, weight decay, clipping, and every recipe."""
+"""The training step of the examples' GPT: accumulation, weight decay, clipping, and every recipe."""
 
 import dataclasses
 import functools
@@ -13,7 +13,6 @@ import pytest
 
 import mpx
 from examples.gpt import training
-from examples.gpt.loss import mean_loss
 from examples.gpt.model import PRESETS, Config
 from examples.gpt.recipes import RECIPES, get_recipe
 from examples.gpt.training import Hyperparameters, Program, decayed, mean_over_microbatches
@@ -32,7 +31,6 @@ QUICK = {"xla_backend_optimization_level": 0}  # such a program compiles in half
 # One recipe of each kind by default, since each takes seconds to compile; all of them with `-m "slow or not slow"`.
 FAMILIES = ("f32", "bf16-naive", "bf16-cast", "bf16-split-8bit", "f16-scaled")
 NAMES = [pytest.param(r.name, marks=() if r.name in FAMILIES else pytest.mark.slow) for r in RECIPES]
-POISON = 19  # a token whose loss is infinite, where a test says so
 
 
 @functools.cache
@@ -50,8 +48,8 @@ def started(name):
 
 
 def batch(seed=0, *, microbatches=1):
-    """Return the same eight sequences, in so many microbatches; none of them has the last token."""
-    tokens = np.random.default_rng(seed).integers(0, POISON, (8, CONFIG.context + 1)).astype(np.uint16)
+    """Return the same eight sequences, in so many microbatches."""
+    tokens = np.random.default_rng(seed).integers(0, 20, (8, CONFIG.context + 1)).astype(np.uint16)
     return tokens.reshape(microbatches, -1, CONFIG.context + 1)
 
 
@@ -111,33 +109,6 @@ def test_microbatches_are_added_up_in_float32():
 
     assert_same_bits(mean, {"w": jnp.ones(3, jnp.bfloat16)})
     assert (in_bfloat16(microbatches) == 0.5).all()  # negative control
-
-
-def test_an_overflow_in_one_microbatch_skips_the_whole_step(monkeypatch):
-    def poisoned(features, embedding, targets, **options):
-        factor = jnp.where((targets == POISON).any(), jnp.inf, 1.0)
-        return mean_loss(features, embedding, targets, **options) * factor
-
-    monkeypatch.setattr(training, "mean_loss", poisoned)
-    program = Program(get_recipe("f16-scaled"), CONFIG, HYPERPARAMETERS)
-    step = jax.jit(program.train_step, compiler_options=QUICK)
-    params, opt_state = started("f16-scaled")
-    bad = batch(microbatches=4)
-    bad[2, 1, 4] = POISON
-    skipped_params, skipped_state, metrics = step(params, opt_state, bad)
-
-    assert not np.isfinite(metrics.loss)
-    assert not np.isfinite(metrics.gradient_norm)
-    assert_same_bits(skipped_params, params)
-    for name in ("mu", "nu", "count"):
-        assert_same_bits(of_adam(skipped_state, name), of_adam(opt_state, name))
-    assert mpx.skipped_steps(skipped_state) == 1
-    scale_of = lambda state: float(mpx.get_loss_scale(state).loss_scale)
-    assert scale_of(skipped_state) == scale_of(opt_state) / 2
-
-
-def of_adam(opt_state, name):
-    return [leaf for path, leaf in optax.tree.get_all_with_path(opt_state, name)]
 
 
 # --- The optimizer. ---
