@@ -42,14 +42,14 @@ def newest(manager: ocp.CheckpointManager) -> tuple[int, dict[str, Any]]:
     step = manager.latest_step()
     if step is None:
         raise CheckpointError(f"there is no checkpoint in {manager.directory}; start without --resume.")
-    return step, manager.restore(step, args=ocp.args.Composite(description=ocp.args.JsonRestore())).description
+    return step, manager.restore(step, args=ocp.args.Composite(description=ocp.args.JsonRestore()))["description"]
 
 
 def restore(manager: ocp.CheckpointManager, shapes: Any, shardings: Any) -> tuple[Any, optax.OptState]:
     """Return parameters and optimizer state of the newest checkpoint, to the bit, with the shardings of this run."""
     place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     arrays = ocp.args.StandardRestore(jax.tree.map(place, shapes, shardings))
-    return manager.restore(manager.latest_step(), args=ocp.args.Composite(state=arrays)).state
+    return manager.restore(manager.latest_step(), args=ocp.args.Composite(state=arrays))["state"]
 
 
 def check_identity(manager: ocp.CheckpointManager, identity: Mapping[str, Any]) -> None:
