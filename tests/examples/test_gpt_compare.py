@@ -1,14 +1,12 @@
 """The comparison of recipes on a small GPT: its command line, its files, and what it promises about data."""
 
 import io
-import itertools
 import json
 import re
 
 import jax
 import numpy as np
 import pytest
-from matplotlib.text import Text
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -196,25 +194,3 @@ def test_the_table_fits_a_terminal_of_80_columns():
     assert "f32 16.0 2.0 2.0 12.0 2.4000 2.4000 - - 3" in lines
     assert "tf32 16.0 2.0 2.0 12.0 2.5000 2.5000 +0.1000 +1.41 3" in lines
     assert not any("…" in line for line in lines)
-
-
-@pytest.mark.parametrize("names", [compare.DEFAULT_NAMES, compare.ALL_NAMES, ["f32", "bf16-naive"]], ids=len)
-def test_the_labels_of_the_picture_overlap_nothing_and_can_be_read_at_390_pixels(names):
-    sizes = [recipe.name for recipe in RECIPES]
-    gaps = {name: 0.08 if name == "bf16-naive" else 0.0002 * sizes.index(name) for name in names}
-    runs = [finished_run(name, loss=2.4 + gaps[name], size=SIZES[name]) for name in names]
-    comparison = report.Comparison([*runs, finished_run("f32", seed=1, loss=2.405)])
-    figure = pictures.draw_precision(comparison)
-    figure.canvas.draw()
-    (axes,) = figure.axes
-
-    texts = [text for text in figure.findobj(Text) if text.get_visible() and text.get_text()]
-    boxes = [text.get_window_extent() for text in texts]
-    whole = "".join(text.get_text() for text in texts).replace("\n", "")
-    dots = [line.get_window_extent() for line in axes.lines]
-    assert all(name in whole for name in names)
-    assert not [(a, b) for a, b in itertools.combinations(boxes, 2) if a.overlaps(b)]
-    assert not [(box, other) for box in boxes for other in dots if box.overlaps(other)]
-    assert all(figure.bbox.contains(x, y) for box in boxes for x, y in box.corners())
-    pixels = 390 / figure.get_figwidth()
-    assert min(text.get_fontsize() for text in texts) / 72 * pixels >= 9.5

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -37,9 +38,8 @@ NAMES = [pytest.param(r.name, marks=() if r.name in FAMILIES else pytest.mark.sl
 def compiled(name):
     """Return the program of a recipe, compiled for each shape once in this file."""
     program = Program(get_recipe(name), CONFIG, HYPERPARAMETERS, loss_chunks=2)
-    for part in ("init", "train_step", "token_losses", "evaluate", "logits"):
-        setattr(program, part, jax.jit(getattr(program, part), compiler_options=QUICK))
-    return program
+    parts = ("init", "train_step", "token_losses", "evaluate", "logits")
+    return SimpleNamespace(**{part: jax.jit(getattr(program, part), compiler_options=QUICK) for part in parts})
 
 
 @functools.cache
