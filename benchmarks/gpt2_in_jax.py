@@ -27,7 +27,7 @@ from benchmarks.workers import time_rounds
 from examples.gpt import meter
 from examples.gpt.model import PRESETS, Config
 from examples.gpt.recipes import get_recipe
-from examples.gpt.training import Hyperparameters, Program, make_program
+from examples.gpt.training import Hyperparameters, Program
 
 RULES = {"default": mpx.DEFAULT_RULES, "fast": mpx.FAST_RULES}
 TRAINING = Hyperparameters(steps=1_000, learning_rate=6e-4)
@@ -90,7 +90,7 @@ def make_job(rung: Row, setting: Row) -> Job:
     changes = {name: rung[name] for name in ("vocabulary_multiple", "attention", "layers", "checkpoint")}
     config = dataclasses.replace(PRESETS[setting["preset"]], attention_dtype=recipe.attention_dtype, **changes)
     options = {"loss_chunks": chosen.loss_chunks, "rules": RULES[chosen.rules]}
-    return Job(chosen, Setting(**setting), config, make_program(recipe, config, TRAINING, **options))
+    return Job(chosen, Setting(**setting), config, Program(recipe, config, TRAINING, **options))
 
 
 def compile_ahead(fun: Callable, *arguments: Any, donate: tuple[int, ...] = ()) -> tuple[Any, float]:

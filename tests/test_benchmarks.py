@@ -164,22 +164,6 @@ def test_each_form_is_held_against_the_one_by_hand_with_the_same_checkpoint(monk
     assert rows["autocast, dots"]["ratio"] == pytest.approx(rows["autocast, dots"]["MB"] / rows[HAND_DOTS]["MB"])
 
 
-@pytest.mark.slow
-def test_tracing_is_timed_from_nothing(monkeypatch):
-    """The model is called in each trace: the warm-up and a second one, of each form and what is beside it."""
-    make_loss, calls = autocast_forms.make_loss, []
-
-    def counted(*args):
-        loss = make_loss(*args)
-        return lambda *operands: calls.append(args) or loss(*operands)
-
-    monkeypatch.setattr(autocast_forms, "make_loss", counted)
-    rows = autocast.measure_tracing(turns=1, size=autocast.TRACED_SIZE._replace(layers=1))
-    assert list(dict.fromkeys((row["form"], row["beside"]) for row in rows)) == list(autocast.TRACED_FORMS.items())
-    assert all(row["s"] > 0 for row in rows)
-    assert len(calls) == 2 * 2 * len(autocast.TRACED_FORMS)
-
-
 def test_the_target_of_tracing_is_of_tracing_and_lowering_together():
     """1.5 and 0.5 seconds beside 0.5 and 0.5: thrice as long, as long, and twice as long in all."""
     rows = autocast.compare_tracing([(1.5, 0.5)] * 3, [(0.5, 0.5)] * 3)

@@ -15,7 +15,7 @@ from benchmarks.rungs import FIXED
 from benchmarks.token_batches import token_batches
 from examples.gpt.model import PRESETS
 from examples.gpt.recipes import get_recipe
-from examples.gpt.training import Hyperparameters, make_program
+from examples.gpt.training import Hyperparameters, Program
 from tests.test_ladder import SETTING, SMALLEST
 
 pytestmark = pytest.mark.optax_promotion
@@ -39,7 +39,7 @@ def in_torch(torch):
 
 def program_of(config=SMALLEST, multiple=FIXED.vocabulary_multiple):
     config = dataclasses.replace(config, vocabulary_multiple=multiple)
-    return make_program(get_recipe("f32"), config, Hyperparameters(steps=STEPS, learning_rate=RATE))
+    return Program(get_recipe("f32"), config, Hyperparameters(steps=STEPS, learning_rate=RATE))
 
 
 def for_torch(params):

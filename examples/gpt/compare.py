@@ -10,18 +10,16 @@ the root of the repository:
 The first takes three to four minutes on two cores with nothing else to do, the second half as long again. A gap is
 taken at seed 0 and compared with the standard deviation of the validation loss over three f32 seeds. Without mpx an
 update smaller than half the distance to the next bfloat16 is lost, and so are the finer parts of the moments; every
-recipe of mpx ends where f32 ends. Times are in `precision.json` only: on a CPU they are no guide to a GPU.
+recipe of mpx ends where f32 ends.
 """
 
 import dataclasses
 import hashlib
 import inspect
 import math
-import statistics
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -32,18 +30,18 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from typer import Option
 
 import mpx
-from examples.gpt import output, pictures, report
-from examples.gpt import text as text_of
+from examples.gpt import data, pictures, report
 from examples.gpt.model import PRESETS
 from examples.gpt.recipes import RECIPES, Recipe, get_recipe
-from examples.gpt.training import Hyperparameters, Program, make_program
+from examples.gpt.training import Hyperparameters, Program
 
-HEAD_SIZE = PRESETS["tiny"].width // PRESETS["tiny"].heads
-CONTEXT = PRESETS["tiny"].context  # bytes; long enough to learn words and indentation
+MAXIMUM_BYTES = 4_000_000  # a comparison reads well below a million of them
+MINIMUM_BYTES = 10_000
+CONFIG = PRESETS["tiny"]
+CONTEXT = CONFIG.context  # bytes; long enough to learn words and indentation
 BATCH_SIZE = 8  # 512 bytes a step: on two cores more of them would mean fewer steps
 VALIDATION_BATCHES = 16  # 8,192 bytes, the same for every run
 EVALUATIONS = 20  # points of the curves
-STEPS_PER_REPORT = 10  # the loop waits for the device this often, to show a loss and measure the time
 # By default XLA may leave out a rounding to 16 bits where the next operation widens the number again, and does so after
 # bfloat16 products on a CPU. The comparison is of recipes as they are written.
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
@@ -71,8 +69,6 @@ class Settings:
     steps: Annotated[int, Option(min=1, help="Training steps of a run.")] = 300
     seeds: Annotated[int, Option(min=1, help="Seeds of f32, whose standard deviation is the yardstick.")] = 3
     recipe_seeds: Annotated[int, Option(min=1, help="Seeds of every other recipe.")] = 1
-    width: Annotated[int, Option(min=1, help=f"Width of the model; a multiple of {HEAD_SIZE}.")] = 128
-    depth: Annotated[int, Option(min=1, help="Blocks of the model.")] = 4
     learning_rate: Annotated[float, Option(help="Peak of the schedule.")] = 3e-4
     out: Annotated[Path, Option(help="Folder for precision.png, curves.png and precision.json.")] = Path("comparison")
 
@@ -82,18 +78,51 @@ class Settings:
         return Hyperparameters(self.steps, self.learning_rate)
 
 
+# --- The text. ---
+def read_text(path: Path | None) -> bytes:
+    """Read the first `MAXIMUM_BYTES` of the documents of a path."""
+    content = bytearray()
+    for document in data.documents(path):
+        content += document
+        if len(content) >= MAXIMUM_BYTES:
+            break
+    if len(content) < MINIMUM_BYTES:
+        raise data.DataError(f"--text: it has {len(content):,} bytes, and at least {MINIMUM_BYTES:,} are needed.")
+    return bytes(content[:MAXIMUM_BYTES])
+
+
+def random_batches(text: np.ndarray, *, seed: int, count: int) -> Iterator[np.ndarray]:
+    """Yield `count` batches of shape (BATCH_SIZE, CONTEXT + 1)."""
+    generator = np.random.default_rng(seed)
+    for _ in range(count):
+        yield windows(text, generator.integers(0, len(text) - CONTEXT, size=BATCH_SIZE))
+
+
+def fixed_batches(text: np.ndarray) -> np.ndarray:
+    """Return evenly spaced sequences, the same at every call: (VALIDATION_BATCHES, BATCH_SIZE, CONTEXT + 1)."""
+    starts = np.linspace(0, len(text) - CONTEXT - 1, VALIDATION_BATCHES * BATCH_SIZE).astype(np.int64)
+    return windows(text, starts).reshape(VALIDATION_BATCHES, BATCH_SIZE, -1)
+
+
+def windows(text: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """Return sequences (N, CONTEXT + 1): the targets are the inputs, one byte later."""
+    return text[starts[:, None] + np.arange(CONTEXT + 1)]
+
+
 # --- One run. ---
-def make_compiled(recipe: Recipe, settings: Settings) -> Program:
-    """Return model, optimizer and training step; a function compiles at its first call, and serves every seed."""
-    config = dataclasses.replace(
-        PRESETS["tiny"], width=settings.width, depth=settings.depth, heads=settings.width // HEAD_SIZE
-    )
-    program = make_program(recipe, config, settings.hyperparameters)
-    return dataclasses.replace(
-        program,
-        train_step=jax.jit(program.train_step, donate_argnums=(0, 1), compiler_options=COMPILER_OPTIONS),
-        evaluate=jax.jit(program.evaluate, compiler_options=COMPILER_OPTIONS),
-    )
+class Steps(NamedTuple):
+    """The functions of a recipe; each compiles at its first call, and serves every seed."""
+
+    program: Program
+    train_step: Callable[..., Any]
+    evaluate: Callable[..., jax.Array]
+
+
+def make_steps(recipe: Recipe, settings: Settings) -> Steps:
+    """Return model, optimizer and training step of a recipe."""
+    program = Program(recipe, CONFIG, settings.hyperparameters)
+    train_step = jax.jit(program.train_step, donate_argnums=(0, 1), compiler_options=COMPILER_OPTIONS)
+    return Steps(program, train_step, jax.jit(program.evaluate, compiler_options=COMPILER_OPTIONS))
 
 
 def bytes_per_parameter(recipe: Recipe, params: Any, opt_state: optax.OptState) -> dict[str, float]:
@@ -109,45 +138,30 @@ def bytes_per_parameter(recipe: Recipe, params: Any, opt_state: optax.OptState) 
 
 
 def train(
-    program: Program,
-    seed: int,
-    settings: Settings,
-    training_text: np.ndarray,
-    validation: jax.Array,
-    progress: Progress,
+    steps_of: Steps, seed: int, settings: Settings, training_text: np.ndarray, validation: jax.Array, progress: Progress
 ) -> report.Run:
     """Train from one seed."""
+    program, train_step, evaluate = steps_of
     params, opt_state = program.init(seed)
     size = bytes_per_parameter(program.recipe, params, opt_state)
-    batches = text_of.random_batches(
-        training_text, seed=seed, count=settings.steps, batch_size=BATCH_SIZE, context=CONTEXT
-    )
+    batches = random_batches(training_text, seed=seed, count=settings.steps)
     evaluation_steps = {math.ceil(settings.steps * (point + 1) / EVALUATIONS) for point in range(EVALUATIONS)}
-    losses, validation_losses, seconds = [], {}, []
+    losses, validation_losses = [], {}
     name, task = f"{program.recipe.name}, seed {seed}", progress.task_ids[-1]
     progress.update(task, description=f"{name}: compiling")
-    start, timed_from = time.perf_counter(), 0
     for step, batch in enumerate(batches, start=1):
-        params, opt_state, metrics = program.train_step(params, opt_state, batch[None])
+        params, opt_state, metrics = train_step(params, opt_state, batch[None])
         losses.append(metrics.loss)  # stays on the device until it is read
-        if step > 1 and step % STEPS_PER_REPORT and step not in evaluation_steps:
-            continue
-        loss = float(metrics.loss)  # waits for the device
-        seconds.append((time.perf_counter() - start) / (step - timed_from))
-        shown = f"{name}: loss {loss:.3f}, {BATCH_SIZE * CONTEXT / seconds[-1]:,.0f} tokens/s"
-        progress.update(task, advance=step - timed_from, description=shown)
         if step in evaluation_steps:
-            validation_losses[step] = float(program.evaluate(params, validation))
-        start, timed_from = time.perf_counter(), step
+            validation_losses[step] = float(evaluate(params, validation))
+            progress.update(task, description=f"{name}: validation loss {validation_losses[step]:.3f}")
+        progress.advance(task)
     progress.console.print(f"{name}: validation loss {validation_losses[settings.steps]:.4f}", markup=False)
-    compile_seconds, *others = seconds
     return report.Run(
         recipe=program.recipe.name,
         seed=seed,
         parameters=sum(leaf.size for leaf in jax.tree.leaves(params)),
         bytes_per_parameter=size,
-        compile_seconds=compile_seconds,
-        seconds_per_step=statistics.median(others) if others else None,
         training_losses=[float(loss) for loss in losses],
         validation_steps=list(validation_losses),
         validation_losses=list(validation_losses.values()),
@@ -160,15 +174,15 @@ def train_all(
     recipes: list[Recipe], settings: Settings, training_text: np.ndarray, held_out: np.ndarray, progress: Progress
 ) -> Iterator[report.Run]:
     """Yield the finished runs: f32 from every seed, for the deviation, the other recipes from the first seeds."""
-    seeds_of = lambda recipe: settings.seeds if recipe.name == report.REFERENCE else settings.recipe_seeds
+    of_reference = max(settings.seeds, settings.recipe_seeds)  # a gap is to f32 of the same seed
+    seeds_of = lambda recipe: of_reference if recipe.name == report.REFERENCE else settings.recipe_seeds
     plan = [(recipe, seeds_of(recipe)) for recipe in recipes]
-    fixed = text_of.fixed_batches(held_out, count=VALIDATION_BATCHES, batch_size=BATCH_SIZE, context=CONTEXT)
-    validation = jax.device_put(fixed)
+    validation = jax.device_put(fixed_batches(held_out))
     progress.add_task("", total=sum(seeds for _, seeds in plan) * settings.steps)
     for recipe, seeds in plan:
-        program = make_compiled(recipe, settings)
+        steps = make_steps(recipe, settings)
         for seed in range(seeds):
-            yield train(program, seed, settings, training_text, validation, progress)
+            yield train(steps, seed, settings, training_text, validation, progress)
 
 
 # --- The command line. ---
@@ -179,39 +193,21 @@ def chosen_recipes(names: str) -> list[Recipe]:
     """
     if names == "all":
         return [recipe for recipe in RECIPES if recipe.name != "tf32" or jax.default_backend() != "cpu"]
-    try:
-        chosen = [get_recipe(name.strip()) for name in names.split(",") if name.strip()]
-    except ValueError as error:
-        raise ValueError(f"--recipes: {error}") from error
-    if not chosen:
-        raise ValueError(f"--recipes: no recipe is named; there are {', '.join(ALL_NAMES)}.")
+    chosen = [get_recipe(name.strip()) for name in names.split(",")]
     return [recipe for recipe in RECIPES if recipe in chosen]
-
-
-def check(settings: Settings) -> None:
-    """Raise if the options do not fit each other."""
-    if settings.width % HEAD_SIZE:
-        raise ValueError(f"--width must be a multiple of {HEAD_SIZE}, but is {settings.width}.")
-    if settings.recipe_seeds > settings.seeds:
-        raise ValueError(
-            f"--recipe-seeds must be at most `--seeds`, {settings.seeds}, but is {settings.recipe_seeds}: a gap is to "
-            "f32 of the same seed."
-        )
-    output.require_folder(settings.out)
 
 
 def main(**options: Any) -> None:
     """Train a small GPT under each recipe with the same data and initial weights, and compare the results."""
     console, settings = Console(), Settings(**options)
     try:
-        check(settings)
+        settings.out.mkdir(parents=True, exist_ok=True)
         chosen, hyperparameters = chosen_recipes(",".join(settings.recipes)), settings.hyperparameters
-        text = text_of.read_text(settings.text)
-        parts = text_of.split(np.frombuffer(text, np.uint8), CONTEXT)
+        text = read_text(settings.text)
     except (ValueError, OSError) as error:
-        hint = {"param_hint": "--text"} if isinstance(error, text_of.TextError) else {}
-        raise typer.BadParameter(str(error), **hint) from error
-    source = {"name": text_of.name_of(settings.text), "bytes": len(text), "held_out_bytes": len(parts[1])}
+        raise typer.BadParameter(str(error)) from error
+    parts = data.split(np.frombuffer(text, np.uint8))
+    source = {"name": data.name_of(settings.text), "bytes": len(text), "sha256": hashlib.sha256(text).hexdigest()}
     console.print(
         f"{source['name']}: {len(parts[0]):,} bytes to train on, {len(parts[1]):,} held out. "
         f"{settings.steps} steps of {BATCH_SIZE} x {CONTEXT} bytes on {jax.devices()[0].device_kind}.",
@@ -225,22 +221,16 @@ def main(**options: Any) -> None:
                 runs.append(run)
     except KeyboardInterrupt:
         interrupted = True
-    if not runs:
-        console.print("Stopped before a run had finished: nothing is written.")
-        raise typer.Exit(130)
-    described = dataclasses.asdict(settings) | dataclasses.asdict(hyperparameters) | {
-        "recipes": [recipe.name for recipe in chosen], "context": CONTEXT, "batch_size": BATCH_SIZE,
-        "validation_batches": VALIDATION_BATCHES, "compiler_options": COMPILER_OPTIONS, "out": str(settings.out),
-        "text": source | {"sha256": hashlib.sha256(text).hexdigest()},
-    }  # fmt: skip
-    comparison = report.Comparison(runs)
-    console.print(report.table(comparison))
-    report.write_json(settings.out / "precision.json", comparison, described, interrupted=interrupted)
-    written = [settings.out / "precision.json", *pictures.write_pictures(settings.out, comparison)]
-    console.print(f"Written: {', '.join(map(str, written))}", soft_wrap=True, markup=False)
+        console.print(f"Stopped before the end; {len(runs)} runs had finished.")
+    if runs:
+        described = dataclasses.asdict(settings) | dataclasses.asdict(hyperparameters)
+        described |= {"recipes": [recipe.name for recipe in chosen], "text": source}
+        comparison = report.Comparison(runs)
+        console.print(report.table(comparison))
+        report.write_json(settings.out / "precision.json", comparison, described, interrupted=interrupted)
+        pictures.write_pictures(settings.out, comparison)
+        console.print(f"Written: precision.json, precision.png and curves.png in {settings.out}.", markup=False)
     if interrupted:
-        finished = ", ".join(f"{run.recipe} (seed {run.seed})" for run in runs)
-        console.print(f"Stopped before the end. Finished and kept: {finished}.")
         raise typer.Exit(130)
 
 

@@ -16,36 +16,88 @@ import dataclasses
 import hashlib
 import itertools
 import json
-import re
+import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, SupportsIndex
 
 import grain
 import numpy as np
+import tiktoken
 import typer
-
-from examples.gpt import text
+from tiktoken.load import data_gym_to_mergeable_bpe_ranks
+from tiktoken_ext.openai_public import ENDOFTEXT, r50k_pat_str
+from typer import Option
 
 INDEX_NAME = "tokens.json"
 VALIDATION = 0.1
-CONTEXT = 1024  # that GPT-2 has
+# Parts of the standard library that are tests, tables of numbers, foreign packages, or differ between machines.
+SKIPPED_FOLDERS = {"__pycache__", "encodings", "idlelib", "lib2to3", "pydoc_data", "site-packages", "test", "tests"}
+SKIPPED_PREFIXES = ("_sysconfigdata", "config-")
+DOCUMENT_BYTES = 1_000_000  # a longer file becomes several documents, so that no file needs to fit into memory
 MANY_DOCUMENTS = 100  # every tenth of fewer documents would not represent the others
-# The files that OpenAI published with GPT-2, and their SHA-256.
-GPT2_FILES = {
-    "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
-    "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
-}
-GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
-_BLANKS = re.compile(r"(\s{10000})")  # tiktoken fails on a run of a million blanks, so a long run is cut
+HELD_OUT_BLOCKS = 10  # from all over the text; only the two ends of a block can share a line with the training part
 EPOCHS = 1_000_000  # not endless: of endless rows Grain 0.2.18 cannot count the batches of one row
 READ_AHEAD = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)  # batches
 
 Part = Literal["training", "validation"]
+VocabularyOption = Annotated[Path | None, Option(help="Folder with GPT-2's vocab.bpe and encoder.json.")]
 
 
 class DataError(ValueError):
-    """A folder of tokens cannot be used; the message says why and what to do."""
+    """A text or a folder of tokens cannot be used; the message says why and what to do."""
+
+
+# --- Text. ---
+def documents(path: Path | None) -> Iterator[bytes]:
+    """Yield the text files of a path one by one, in sorted order; a long file becomes several documents.
+
+    None stands for the source code of Python's standard library. Files with a zero byte are not text and are left out.
+    """
+    found = False
+    for file in filter(_is_text, files(path)):
+        with file.open("rb") as opened:
+            while document := b"".join(opened.readlines(DOCUMENT_BYTES)):
+                found = True
+                yield document
+    if not found:
+        raise DataError(f"there is no text in {name_of(path)}: its files are empty, or have a zero byte.")
+
+
+def files(path: Path | None) -> list[Path]:
+    """Return the files of a path in the order of reading, without hidden ones."""
+    if path is None:
+        folder = Path(sysconfig.get_path("stdlib"))
+        return sorted(file for file in folder.rglob("*.py") if not _is_skipped(file.relative_to(folder)))
+    if path.is_dir():
+        is_hidden = lambda file: any(part.startswith(".") for part in file.relative_to(path).parts)
+        found = (file for file in path.rglob("*") if file.is_file() and not is_hidden(file))
+        return sorted(found, key=lambda file: file.relative_to(path).as_posix())
+    if path.is_file():
+        return [path]
+    raise DataError(f"there is no file or folder {path}.")
+
+
+def name_of(path: Path | None) -> str:
+    """Return the name of a text in a report."""
+    return "Python's standard library" if path is None else str(path)
+
+
+def _is_skipped(path: Path) -> bool:
+    return not SKIPPED_FOLDERS.isdisjoint(path.parts) or any(part.startswith(SKIPPED_PREFIXES) for part in path.parts)
+
+
+def _is_text(path: Path) -> bool:
+    with path.open("rb") as file:
+        return not any(b"\0" in piece for piece in iter(lambda: file.read(DOCUMENT_BYTES), b""))
+
+
+def split(tokens: np.ndarray, held_out_every: int = 10) -> tuple[np.ndarray, np.ndarray]:
+    """Split a text in two: every `held_out_every`th block is held out, `HELD_OUT_BLOCKS` blocks in all."""
+    count = HELD_OUT_BLOCKS * held_out_every
+    blocks = np.array_split(tokens, count)
+    held_out = [blocks.pop(index) for index in reversed(range(held_out_every - 1, count, held_out_every))]
+    return np.concatenate(blocks), np.concatenate(held_out[::-1])
 
 
 # --- Tokenizers. ---
@@ -60,66 +112,42 @@ class Tokenizer:
     decode: Callable[[np.ndarray], str]  # bytes that are no UTF-8 become U+FFFD
 
 
-def byte_tokenizer() -> Tokenizer:
+def get_tokenizer(name: str, vocabulary_files: Path | None = None) -> Tokenizer:
+    """Return the tokenizer "bytes", or "gpt2", from a folder with OpenAI's `vocab.bpe` and `encoder.json`.
+
+    Without the folder tiktoken looks into its own cache and then asks the network.
+    """
+    if name == "bytes":
+        return _byte_tokenizer()
+    if vocabulary_files is None:
+        return _byte_pair_tokenizer(tiktoken.get_encoding("gpt2"))
+    pairs, tokens = (str(vocabulary_files.absolute() / file) for file in ("vocab.bpe", "encoder.json"))
+    ranks = data_gym_to_mergeable_bpe_ranks(pairs, tokens)
+    special = {ENDOFTEXT: len(ranks)}
+    encoding = tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=special)
+    return _byte_pair_tokenizer(encoding)
+
+
+def _byte_tokenizer() -> Tokenizer:
     """Return the tokenizer whose tokens are bytes. The zero byte separates documents, since no text has one."""
 
     def encode(text: bytes | str) -> np.ndarray:
         content = text.encode(errors="replace") if isinstance(text, str) else text
-        if b"\0" in content:
-            raise ValueError(f"the text has a zero byte at position {content.index(0)}, which separates documents.")
         return np.frombuffer(content, np.uint8).astype(np.uint16)
 
     decode = lambda tokens: np.asarray(tokens, np.uint8).tobytes().decode(errors="replace")
     return Tokenizer("bytes", 256, 0, encode, decode)
 
 
-def byte_pair_tokenizer(ranks: dict[bytes, int]) -> Tokenizer:
-    """Return GPT-2's tokenizer with this token for each sequence of bytes, by tiktoken; lower tokens are joined first.
-
-    Documents are separated by `<|endoftext|>`, as when GPT-2 was trained. In a text it is text.
-    """
-    import tiktoken
-    from tiktoken_ext.openai_public import ENDOFTEXT, r50k_pat_str
-
-    special = {ENDOFTEXT: len(ranks)}
-    encoding = tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=special)
+def _byte_pair_tokenizer(encoding: tiktoken.Encoding) -> Tokenizer:
+    """Return GPT-2's tokenizer. `<|endoftext|>` separates documents, and is text in a text."""
 
     def encode(text: bytes | str) -> np.ndarray:
         content = text.decode(errors="replace") if isinstance(text, bytes) else text
-        pieces = [np.asarray(encoding.encode_ordinary(piece), np.uint16) for piece in _BLANKS.split(content)]
-        return np.concatenate(pieces)
+        return np.asarray(encoding.encode_ordinary(content), np.uint16)
 
     decode = lambda tokens: encoding.decode(np.asarray(tokens).tolist(), errors="replace")
     return Tokenizer("gpt2", encoding.n_vocab, encoding.eot_token, encode, decode)
-
-
-def get_tokenizer(name: str, vocabulary_files: Path | None = None) -> Tokenizer:
-    """Return the tokenizer "bytes", or "gpt2", which needs tiktoken and a folder with `vocab.bpe` and `encoder.json`.
-
-    Without the folder tiktoken looks into its own cache and then asks the network.
-    """
-    if name not in ("bytes", "gpt2"):
-        raise ValueError(f"no tokenizer is called {name!r}; there are bytes, gpt2.")
-    if name == "bytes":
-        if vocabulary_files is not None:
-            raise ValueError(f"the tokenizer 'bytes' needs no vocabulary files, but was given {vocabulary_files}.")
-        return byte_tokenizer()
-    where = GPT2_URL if vocabulary_files is None else f"{vocabulary_files}/"
-    try:
-        from tiktoken.load import data_gym_to_mergeable_bpe_ranks
-
-        pairs, tokens = GPT2_FILES
-        ranks = data_gym_to_mergeable_bpe_ranks(
-            where + pairs, where + tokens, vocab_bpe_hash=GPT2_FILES[pairs], encoder_json_hash=GPT2_FILES[tokens]
-        )
-        return byte_pair_tokenizer(ranks)
-    except ImportError as error:
-        raise ValueError("the tokenizer 'gpt2' needs the package tiktoken; run `pip install tiktoken`.") from error
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"cannot read GPT-2's vocabulary ({error}). Put the files {' and '.join(GPT2_FILES)} that OpenAI published "
-            f"({GPT2_URL}) into a folder, and name it with `--vocabulary-files FOLDER`."
-        ) from error
 
 
 # --- A folder of tokens. ---
@@ -142,51 +170,39 @@ def prepare(
     *,
     tokenizer: Tokenizer | None = None,
     validation: float = VALIDATION,
-    context: int = CONTEXT,
-    overwrite: bool = False,
 ) -> Index:
     """Make a folder of tokens, by default of the bytes of Python's standard library.
 
-    The index is written last, and an old one is removed first: after an interruption there is no index, and the next
-    call replaces what is there. The held-out part is rounded to 1/2, 1/3, 1/4 and so on. Each part must hold a sequence
-    of `context` tokens.
+    The index is written last: after an interruption there is none, and the next call replaces what is there. The
+    held-out part is rounded to 1/2, 1/3, 1/4 and so on.
     """
-    tokenizer, paths = tokenizer or byte_tokenizer(), list(texts) or [None]
-    for path in paths:
-        text.files(path)  # a missing text is told before anything is removed
-    if (folder / INDEX_NAME).exists() and not overwrite:
-        raise DataError(f"the folder {folder} has tokens already; choose another one, or pass `--overwrite`.")
+    tokenizer, paths = tokenizer or get_tokenizer("bytes"), list(texts) or [None]
+    if (folder / INDEX_NAME).exists():
+        raise DataError(f"the folder {folder} has tokens already; choose another one, or remove it.")
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / INDEX_NAME).unlink(missing_ok=True)
-    documents = itertools.chain.from_iterable(map(text.documents, paths))
+    read = itertools.chain.from_iterable(map(documents, paths))
     counts, digest = {"training": 0, "validation": 0}, hashlib.sha256()
     with _file(folder, "training").open("wb") as training, _file(folder, "validation").open("wb") as held_out:
-        for part, tokens in _parts(documents, tokenizer, round(1 / validation), context):
+        for part, tokens in _parts(read, tokenizer, round(1 / validation)):
             content = tokens.astype("<u2").tobytes()
             (training if part == "training" else held_out).write(content)
             digest.update(part.encode() + content)
             counts[part] += len(tokens)
-    for part, count in counts.items():
-        if count <= context:
-            raise text.TextError(
-                f"the text is too short: its {part} part has {count:,} tokens, and a sequence of context {context:,} "
-                f"needs {context + 1:,}. Use more text, a shorter context, or a larger part for validation."
-            )
-    names = list(map(text.name_of, paths))
+    if not all(counts.values()):
+        raise DataError("the text is too short to hold out a part of it; use more text, or a larger --validation.")
+    names = list(map(name_of, paths))
     index = Index(names, tokenizer.name, tokenizer.vocabulary, tokenizer.separator, **counts, sha256=digest.hexdigest())
     (folder / INDEX_NAME).write_text(json.dumps(dataclasses.asdict(index), indent=2) + "\n")
     return index
 
 
-def _parts(
-    documents: Iterable[bytes], tokenizer: Tokenizer, held_out_every: int, context: int
-) -> Iterator[tuple[Part, np.ndarray]]:
+def _parts(texts: Iterable[bytes], tokenizer: Tokenizer, held_out_every: int) -> Iterator[tuple[Part, np.ndarray]]:
     """Yield tokens, each document with a separator in front of it, and the part that they belong to."""
     separator = np.array([tokenizer.separator], np.uint16)
-    in_tokens = (np.concatenate([separator, tokenizer.encode(document)]) for document in documents)
+    in_tokens = (np.concatenate([separator, tokenizer.encode(document)]) for document in texts)
     first = list(itertools.islice(in_tokens, MANY_DOCUMENTS))
     if len(first) < MANY_DOCUMENTS:
-        training, held_out = text.split(np.concatenate(first), context, held_out_every=held_out_every, unit="tokens")
+        training, held_out = split(np.concatenate(first), held_out_every)
         yield "training", training
         yield "validation", held_out
         return
@@ -206,10 +222,7 @@ def read_index(folder: Path) -> Index:
     for part, count in (("training", index.training), ("validation", index.validation)):
         file = _file(folder, part)
         if not file.is_file() or file.stat().st_size != 2 * count:
-            raise DataError(
-                f"{file} does not have the {count:,} tokens that {INDEX_NAME} says. Make the folder again with "
-                "`--overwrite`."
-            )
+            raise DataError(f"{file} does not have the {count:,} tokens that {INDEX_NAME} says; make the folder again.")
     return index
 
 
@@ -225,7 +238,7 @@ class Rows:
     """
 
     def __init__(self, folder: Path, part: Part, context: int) -> None:
-        self.folder, self.context, self.vocabulary = folder, context, read_index(folder).vocabulary
+        self.context = context
         self.tokens = np.memmap(_file(folder, part), "<u2", mode="r")
         if not len(self):
             raise DataError(
@@ -240,13 +253,7 @@ class Rows:
     def __getitem__(self, index: SupportsIndex) -> np.ndarray:
         """Return one row, uint16 of shape (context + 1,)."""
         start = int(index) * self.context
-        row = np.asarray(self.tokens[start : start + self.context + 1])
-        if row.max() >= self.vocabulary:  # the model would read such a token as another one
-            raise DataError(
-                f"the tokens in {self.folder} are damaged: {row.max()} is not in their vocabulary of "
-                f"{self.vocabulary:,}."
-            )
-        return row
+        return np.asarray(self.tokens[start : start + self.context + 1])
 
 
 def batches(
@@ -256,8 +263,6 @@ def batches(
 
     Its `get_state()` is the position, which `set_state` accepts in any number of processes: batches have the same rows.
     """
-    if batch_size % process_count:
-        raise DataError(f"a batch of {batch_size} rows cannot be divided among {process_count} processes.")
     shuffled = grain.MapDataset.source(rows).shuffle(seed).repeat(EPOCHS)[process_index::process_count]
     return iter(shuffled.batch(batch_size // process_count).to_iter_dataset(READ_AHEAD))
 
@@ -277,25 +282,19 @@ def validation_batches(folder: Path, *, count: int, batch_size: int, context: in
 # --- The command line. ---
 def main(
     text_paths: Annotated[
-        list[Path] | None,
-        typer.Option("--text", help="File or folder; may be repeated. Without it Python's standard library."),
+        list[Path] | None, Option("--text", help="File or folder; may be repeated. Without it Python's library.")
     ] = None,
-    tokenizer: Annotated[str, typer.Option(help="bytes or gpt2.")] = "bytes",
-    vocabulary_files: Annotated[
-        Path | None, typer.Option(help="Folder with GPT-2's vocab.bpe and encoder.json.")
-    ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for the tokens and their index.")] = Path("tokens"),
+    tokenizer: Annotated[Literal["bytes", "gpt2"], Option(help="What a token is.")] = "bytes",
+    vocabulary_files: VocabularyOption = None,
+    out: Annotated[Path, Option(help="Folder for the tokens and their index.")] = Path("tokens"),
     validation: Annotated[
-        float, typer.Option(min=1e-6, max=0.5, help="Part of the text that is held out: 1/2, 1/3 and so on.")
+        float, Option(min=1e-6, max=0.5, help="Part of the text that is held out: 1/2, 1/3 and so on.")
     ] = VALIDATION,
-    context: Annotated[int, typer.Option(min=1, help="Longest sequence that each part must hold.")] = CONTEXT,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the tokens of the folder.")] = False,
 ) -> None:
     """Turn text files into tokens."""
     try:
-        made_by, paths = get_tokenizer(tokenizer, vocabulary_files), text_paths or []
-        options = {"validation": validation, "context": context, "overwrite": overwrite}
-        index = prepare(out, paths, tokenizer=made_by, **options)
+        made_by = get_tokenizer(tokenizer, vocabulary_files)
+        index = prepare(out, text_paths or [], tokenizer=made_by, validation=validation)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     typer.echo(

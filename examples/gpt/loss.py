@@ -76,7 +76,7 @@ def mean_loss(
 ) -> jax.Array:
     """Return the mean of `token_losses`, a float32 scalar, for training: with chunks its derivative keeps no logits.
 
-    Arguments and errors are the same as in `token_losses`. The gradient of the embedding is summed in float32.
+    Arguments are the same as in `token_losses`. The gradient of the embedding is summed in float32.
     """
     if chunks == 1:
         return _losses(features, embedding, targets, vocabulary).mean()
@@ -101,9 +101,6 @@ def _losses(features: jax.Array, embedding: jax.Array, targets: jax.Array, vocab
 
 def _cut(x: jax.Array, chunks: int) -> list[jax.Array]:
     """Return (B, T, ...) as arrays (B, T / chunks, ...): a chunk has a part of each sequence, so of each device."""
-    length = x.shape[1]
-    if length % chunks:
-        raise ValueError(f"next-token loss: {length} positions cannot be cut into `chunks` = {chunks} equal parts.")
     return jnp.split(x, chunks, axis=1)
 
 

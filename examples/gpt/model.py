@@ -41,10 +41,6 @@ class Config:
     # ("dots"); of these all but the widest ("thin"); or its input alone ("full"). The others are computed again.
     checkpoint: Literal["none", "dots", "thin", "full"] = "none"
 
-    def __post_init__(self) -> None:
-        if self.width % self.heads:
-            raise ValueError(f"Config: `width` {self.width} is not a multiple of `heads`, {self.heads}.")
-
     @property
     def padded_vocabulary(self) -> int:
         """Return the number of rows of the embedding."""

@@ -1,7 +1,6 @@
 """Write results: the log of a run and its plot, JSON without NaN, plots of one look."""
 
 import json
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,19 +15,9 @@ from matplotlib.figure import Figure
 NEIGHBORS = 2  # on each side of a report, in the plot
 
 
-def require_folder(folder: Path) -> None:
-    """Make the folder for the results, and raise if it cannot be written to, before time is spent on them."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):  # permissions alone do not tell
-            pass
-    except OSError as error:
-        raise ValueError(f"--out: cannot write into the folder {folder}: {error.strerror}.") from error
-
-
 def dumps(content: Any, *, indent: int | None = None) -> str:
-    """Return JSON; null stands for NaN and infinities, which JSON does not have."""
-    without_nan = json.loads(json.dumps(content), parse_constant=lambda name: None)
+    """Return JSON; null stands for NaN and infinities, which JSON does not have, and text for a path."""
+    without_nan = json.loads(json.dumps(content, default=str), parse_constant=lambda name: None)
     return json.dumps(without_nan, indent=indent, allow_nan=False)
 
 

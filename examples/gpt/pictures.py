@@ -1,12 +1,11 @@
 """Draw a comparison of recipes: final losses against bytes a parameter, and the losses over the steps."""
 
+import functools
 import math
 import textwrap
-from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
@@ -20,7 +19,7 @@ WIDTH, TEXT = 5.6, 10.5  # inches, points
 ABOVE, LINE, MARGIN = 1.8, 0.175, 1.1  # inches: above the floor, of a line of labels, and of title and axis
 CARD, INK, GREY = "#FBFBF9", "#222222", "#6B6B6B"  # a card that is legible on a white page and on a dark one
 NEAR, FAR = "#0072B2", "#D55E00"
-LETTERS = 16  # of a line at the right edge, where a long label would cross the lines of its neighbors
+LETTERS = 12  # of a line, so that labels of neighbors do not touch
 
 
 class Dot(NamedTuple):
@@ -32,14 +31,12 @@ class Dot(NamedTuple):
     color: str
 
 
-def write_pictures(folder: Path, comparison: Comparison) -> list[Path]:
-    """Write `precision.png`, final losses against bytes a parameter, and `curves.png`; return both paths."""
-    precision, curves = folder / "precision.png", folder / "curves.png"
+def write_pictures(folder: Path, comparison: Comparison) -> None:
+    """Write `precision.png`, final losses against bytes a parameter, and `curves.png`."""
     figure = draw_precision(comparison)
-    figure.savefig(precision, dpi=200)
+    figure.savefig(folder / "precision.png", dpi=200)
     plt.close(figure)
-    output.save_plot(draw_curves(comparison), curves)
-    return [precision, curves]
+    output.save_plot(draw_curves(comparison), folder / "curves.png")
 
 
 # --- Bytes and final losses. ---
@@ -49,12 +46,14 @@ def draw_precision(comparison: Comparison) -> Figure:
     Recipes near float32 lie on a floor, with their labels below; the others float above it.
     """
     dots, deviation = _dots(comparison), comparison.deviation() or 0.0
-    below = LINE * (1.4 + sum(len(lines) + 0.3 for lines in _lines_below(dots).values()))
-    figure, axes = plt.subplots(figsize=(WIDTH, ABOVE + below + MARGIN), layout="constrained")
-    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.06)
+    near, far = ([dot for dot in dots if (dot.color == FAR) == is_far] for is_far in (False, True))
+    labels = {size: [textwrap.fill(dot.label, LETTERS) for dot in near if dot.size == size] for _, size, *_ in near}
+    below = LINE * (2 + max(("\n".join(names).count("\n") for names in labels.values()), default=0))
+    figure, axes = plt.subplots(figsize=(WIDTH, ABOVE + below + MARGIN))
+    figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.06)
     _draw_card(figure)
     top = 1.15 * max([4 * deviation, 1e-4, *(abs(dot.gap) for dot in dots)])
-    axes.set(xlim=(17, 6.7), ylim=(-top * below / ABOVE, top), xticks=range(16, 7, -2), facecolor="none")
+    axes.set(xlim=(17.2, 6.8), ylim=(-top * below / ABOVE, top), xticks=range(16, 7, -2), facecolor="none")
     axes.set_yticks([tick for tick in axes.get_yticks() if 0 <= tick <= top])
     axes.tick_params(labelsize=TEXT, colors=INK)
     axes.spines[["top", "right", "left"]].set_visible(False)
@@ -63,15 +62,16 @@ def draw_precision(comparison: Comparison) -> Figure:
     axes.set_title("validation loss, nats per byte", fontsize=TEXT - 0.5, color=GREY)
     axes.axhspan(-deviation, deviation, color="#000000", alpha=0.16, linewidth=0)
     seeds = f"float32, {len(comparison.reference_runs())} seeds: ± standard deviation" if deviation else "float32"
-    floor = max([deviation, *(dot.gap for dot in dots if dot.color != FAR)])
-    axes.annotate(seeds, (16.9, floor), (0, 7), textcoords="offset points", color=GREY, fontsize=TEXT)
+    floor = max([deviation, *(dot.gap for dot in near)])
+    write = functools.partial(axes.annotate, textcoords="offset points", fontsize=TEXT)
+    write(seeds, (17, floor), xytext=(0, 7), color=GREY)
     for dot in dots:
         axes.plot(dot.size, dot.gap, "o", markersize=9, color=dot.color, markeredgecolor=CARD, zorder=3)
-        if dot.color == FAR:
-            place = {"xytext": (-10, 0), "textcoords": "offset points", "ha": "right", "va": "center"}
-            text = f"{dot.label}: {dot.gap:+.3f}"
-            axes.annotate(text, (dot.size, dot.gap), color=FAR, fontsize=TEXT + 1.5, weight="bold", **place)
-    _draw_labels(axes, _lines_below(dots))
+    for size, names in labels.items():
+        write("\n".join(names), (size, 0), xytext=(0, -10), color=INK, ha="center", va="top")
+    for dot in far:
+        text = f"{dot.label}: {dot.gap:+.3f}"
+        write(text, (dot.size, dot.gap), xytext=(-10, 0), color=FAR, weight="bold", ha="right", va="center")
     return figure
 
 
@@ -83,32 +83,6 @@ def _dots(comparison: Comparison) -> list[Dot]:
     sizes = {run.recipe: round(sum(run.bytes_per_parameter.values())) for run in comparison.first_runs()}
     color = lambda recipe: GREY if recipe == REFERENCE else FAR if gaps[recipe] > far else NEAR
     return [Dot(recipe, sizes[recipe], gap, color(recipe)) for recipe, gap in gaps.items()]
-
-
-def _lines_below(dots: list[Dot]) -> dict[int, list[str]]:
-    """Return the lines to write below the floor, by size from the smallest, which stands at the right edge."""
-    lines = defaultdict(list)
-    for dot in sorted(dots, key=lambda dot: dot.size):
-        is_at_edge = not lines or dot.size in list(lines)[:1]
-        if dot.color != FAR:
-            lines[dot.size] += textwrap.wrap(dot.label, LETTERS) if is_at_edge else [dot.label]
-    return lines
-
-
-def _draw_labels(axes: Axes, lines: dict[int, list[str]]) -> None:
-    """Hang the labels lower from right to left, so that a label has room on its right."""
-    depth = 1.0
-    for size, group in lines.items():
-        is_at_edge = depth == 1.0
-        end = (0, -72 * LINE * (depth + (0 if is_at_edge else len(group))))
-        thread = {"arrowstyle": "-", "color": GREY, "linewidth": 0.8, "shrinkA": 2, "shrinkB": 5}
-        axes.annotate("", (size, 0), end, textcoords="offset points", arrowprops=thread)
-        for line in group:
-            look = {"color": INK, "fontsize": TEXT, "va": "top", "ha": "center" if is_at_edge else "left"}
-            place = (0 if is_at_edge else 4, -72 * LINE * depth)
-            axes.annotate(line, (size, 0), place, textcoords="offset points", **look)
-            depth += 1
-        depth += 0.3
 
 
 def _draw_card(figure: Figure) -> None:

@@ -21,7 +21,6 @@ reads its own part of every batch; the first one prints and writes.
 import dataclasses
 import functools
 import inspect
-import math
 import os
 import signal
 import time
@@ -31,14 +30,14 @@ from typing import Annotated, Any, Literal
 import jax
 import typer
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh
 from typer import Option
 
 import mpx
 from examples.gpt import checkpoints, data, evaluate, meter, output, training
-from examples.gpt.model import PRESETS, Config
+from examples.gpt.data import VocabularyOption
+from examples.gpt.model import PRESETS
 from examples.gpt.recipes import RECIPES, get_recipe
-from examples.gpt.training import Hyperparameters, Program, make_program
+from examples.gpt.training import Hyperparameters, Program
 
 
 # --- The options. ---
@@ -51,7 +50,7 @@ class Settings:
     data: Annotated[Path | None, Option(help="Folder of tokens; without it, bytes of Python's standard library.")] = (
         None
     )
-    vocabulary_files: evaluate.VocabularyOption = None
+    vocabulary_files: VocabularyOption = None
     out: Annotated[Path, Option(help="Folder of the run.")] = Path("run")
     resume: Annotated[bool, Option(help="Go on from the newest checkpoint in --out.")] = False
     steps: Annotated[int, Option(min=1, help="Updates of the whole run.")] = 400
@@ -72,117 +71,87 @@ class Settings:
     save_every: Annotated[int, Option(min=1, help="Steps between two checkpoints.")] = 200
     prompt: evaluate.PromptOption = "def "
     sample_tokens: evaluate.SampleOption = 200
-    temperature: evaluate.TemperatureOption = 0.8
-    top_k: evaluate.TopKOption = None
-    multiple_choice: evaluate.QuestionsOption = None
     coordinator_address: Annotated[str | None, Option(help="HOST:PORT of the first of several processes.")] = None
     num_processes: Annotated[int | None, Option(min=1, help="Number of processes that train together.")] = None
     process_id: Annotated[int | None, Option(min=0, help="Number of this process, from 0.")] = None
 
 
-# --- What is made of them, before anything is compiled. ---
-@dataclasses.dataclass(frozen=True)
+# --- What is made of them. ---
 class Run:
-    """A training run, ready to start."""
+    """A training run, ready to start: everything that is made of the options before anything is compiled."""
 
-    settings: Settings
-    folder: Path  # of the tokens
-    index: data.Index
-    program: Program  # compiled when its functions are first called
-    hyperparameters: Hyperparameters
-    mesh: Mesh  # all devices
-    microbatches: int  # of one step
-    shapes: Any  # of parameters and optimizer state
-    shardings: Any
-    validation: jax.Array  # tokens (N, B, T + 1) on the devices
-    tokenizer: data.Tokenizer
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        if settings.preset not in PRESETS:
+            raise ValueError(f"no model is called {settings.preset!r}; there are {', '.join(PRESETS)}.")
+        self.recipe = get_recipe(settings.recipe)
+        if settings.attention == "cudnn" and self.recipe.compute_dtype == "float32":
+            raise ValueError(f"--attention cudnn is a kernel for 16-bit numbers, but {settings.recipe} has float32.")
+        settings.out.mkdir(parents=True, exist_ok=True)
+        self.folder = tokens_of(settings)
+        self.index = data.read_index(self.folder)
+        self.tokenizer = data.get_tokenizer(self.index.tokenizer, settings.vocabulary_files)
+        self.hyperparameters = Hyperparameters(settings.steps, settings.learning_rate)
+        self.config = dataclasses.replace(
+            PRESETS[settings.preset],
+            vocabulary=self.index.vocabulary,
+            attention=settings.attention,
+            attention_dtype=self.recipe.attention_dtype,
+            layers=settings.layers,
+            checkpoint=settings.checkpoint,
+        )
+        self.microbatches = count_microbatches(settings, self.config.context)
+        self.mesh = training.make_mesh()
+        program = Program(
+            self.recipe,
+            self.config,
+            self.hyperparameters,
+            loss_chunks=settings.loss_chunks,
+            mesh=self.mesh,
+            parallel=settings.parallel,
+        )
+        self.shapes = jax.eval_shape(program.init, settings.seed)  # of parameters and optimizer state
+        self.shardings = training.state_shardings(self.mesh, *self.shapes, settings.parallel)
+        self.init = jax.jit(program.init, out_shardings=self.shardings)
+        self.train_step = jax.jit(program.train_step, donate_argnums=(0, 1), out_shardings=(*self.shardings, None))
+        self.evaluate = jax.jit(program.evaluate)
+        self.logits = program.logits
+        self.rows = data.Rows(self.folder, "training", self.config.context)
+        validation = data.validation_batches(
+            self.folder,
+            count=settings.validation_batches,
+            batch_size=settings.batch_size,
+            context=self.config.context,
+        )
+        self.validation = jax.device_put(validation, jax.NamedSharding(self.mesh, training.BATCHES))
 
     @property
     def tokens_per_step(self) -> int:
         """Return the number of targets of one update."""
-        return self.microbatches * self.settings.batch_size * self.program.config.context
+        return self.microbatches * self.settings.batch_size * self.config.context
 
     @functools.cached_property
     def peak_rate(self) -> float:
         """Return the operations a second that all devices can do in matrix products of the compute dtype, measured."""
-        return meter.matmul_rate(self.program.recipe.compute_dtype) * jax.device_count()
+        return meter.matmul_rate(self.recipe.compute_dtype) * jax.device_count()
 
     @property
     def identity(self) -> dict[str, Any]:
         """Return what a checkpoint and the run that resumes it must have in common."""
-        config = {name: getattr(self.program.config, name) for name in evaluate.SIZES}
+        config = {name: getattr(self.config, name) for name in evaluate.SIZES}
         names = ("recipe", "seed", "batch_size", "token_budget")
         settings = {name: getattr(self.settings, name) for name in names}
         return config | settings | dataclasses.asdict(self.hyperparameters) | {"tokens": self.index.sha256}
 
 
-def make_run(settings: Settings) -> Run:
-    """Check the options against each other, data and devices, and build everything from them; compile nothing."""
-    recipe, config = get_recipe(settings.recipe), checked(settings)
-    hyperparameters = Hyperparameters(settings.steps, settings.learning_rate)
-    microbatches = count_microbatches(settings, config)
-    folder = tokens_of(settings)
-    index = data.read_index(folder)
-    if settings.top_k is not None and settings.top_k > index.vocabulary:
-        raise ValueError(f"--top-k {settings.top_k} is more than the vocabulary, {index.vocabulary} tokens.")
-    config = dataclasses.replace(config, vocabulary=index.vocabulary)
-    mesh = training.make_mesh()
-    program = make_program(
-        recipe, config, hyperparameters, loss_chunks=settings.loss_chunks, mesh=mesh, parallel=settings.parallel
-    )
-    shapes = jax.eval_shape(program.init, settings.seed)
-    shardings = training.state_shardings(mesh, *shapes, settings.parallel)
-    compiled = dataclasses.replace(
-        program,
-        init=jax.jit(program.init, out_shardings=shardings),
-        train_step=jax.jit(program.train_step, donate_argnums=(0, 1), out_shardings=(*shardings, None)),
-        evaluate=jax.jit(program.evaluate),
-        token_losses=jax.jit(program.token_losses),
-    )
-    validation = data.validation_batches(
-        folder, count=settings.validation_batches, batch_size=settings.batch_size, context=config.context
-    )
-    return Run(
-        settings, folder, index, compiled, hyperparameters, mesh, microbatches, shapes, shardings,
-        validation=jax.device_put(validation, jax.NamedSharding(mesh, training.BATCHES)),
-        tokenizer=data.get_tokenizer(index.tokenizer, settings.vocabulary_files),
-    )  # fmt: skip
-
-
-def checked(settings: Settings) -> Config:
-    """Refuse options that are wrong by themselves, make the folder of the run, and return the model."""
-    if settings.preset not in PRESETS:
-        raise ValueError(f"--preset: no model is called {settings.preset!r}; there are {', '.join(PRESETS)}.")
-    recipe, preset = get_recipe(settings.recipe), PRESETS[settings.preset]
-    if not math.isfinite(settings.temperature):
-        raise ValueError(f"--temperature must be finite, but is {settings.temperature}.")
-    if preset.context % settings.loss_chunks:
-        raise ValueError(f"--loss-chunks {settings.loss_chunks} does not divide the context, {preset.context}.")
-    if settings.attention == "cudnn" and (jax.default_backend() != "gpu" or recipe.compute_dtype == "float32"):
-        raise ValueError(
-            "--attention cudnn is a kernel for 16-bit numbers on a GPU, but this run computes in "
-            f"{recipe.compute_dtype} on a {jax.default_backend()}; use --attention xla."
-        )
-    if settings.multiple_choice:
-        evaluate.read_questions(settings.multiple_choice)
-    output.require_folder(settings.out)
-    layout = {"attention_dtype": recipe.attention_dtype, "layers": settings.layers, "checkpoint": settings.checkpoint}
-    return dataclasses.replace(preset, attention=settings.attention, **layout)
-
-
-def count_microbatches(settings: Settings, config: Config) -> int:
+def count_microbatches(settings: Settings, context: int) -> int:
     """Return the number of microbatches in the token budget of a step; one, if there is no budget."""
-    if settings.batch_size % jax.device_count():
-        raise ValueError(
-            f"--batch-size {settings.batch_size} cannot be divided among {jax.device_count()} devices; choose a "
-            "multiple."
-        )
-    tokens = settings.batch_size * config.context
+    tokens = settings.batch_size * context
     budget = settings.token_budget or tokens
     if budget % tokens:
         raise ValueError(
-            f"--token-budget {budget:,} is not a multiple of a microbatch, {settings.batch_size} x "
-            f"{config.context} = {tokens:,} tokens; change it, or --batch-size."
+            f"--token-budget {budget:,} is not a multiple of a microbatch, {settings.batch_size} x {context} = "
+            f"{tokens:,} tokens; change it, or --batch-size."
         )
     return budget // tokens
 
@@ -193,7 +162,7 @@ def tokens_of(settings: Settings) -> Path:
         return settings.data
     if settings.resume:
         with checkpoints.opened(settings.out / "checkpoints") as manager:
-            return Path(checkpoints.description_of(manager)["data"])
+            return Path(checkpoints.newest(manager)[1]["data"])
     folder = settings.out / "tokens"
     if jax.process_index() == 0 and not (folder / data.INDEX_NAME).exists():
         say(f"Reading Python's standard library into {folder}.")
@@ -205,7 +174,7 @@ def tokens_of(settings: Settings) -> Path:
 # --- The loop. ---
 def train(run: Run) -> int:
     """Train to the last step, or until a signal; return the exit code, which is not 0 in the second case."""
-    settings, program, log = run.settings, run.program, run.settings.out / "log.jsonl"
+    settings, log = run.settings, run.settings.out / "log.jsonl"
     is_first = jax.process_index() == 0
     with (
         checkpoints.opened(settings.out / "checkpoints", cleans=True) as manager,
@@ -217,7 +186,7 @@ def train(run: Run) -> int:
         step, timed_from, since = done, done, None
         for step in range(done + 1, settings.steps + 1):
             tokens = training.microbatches_on(run.mesh, run.microbatches, next(batches))
-            params, opt_state, metrics = program.train_step(params, opt_state, tokens)
+            params, opt_state, metrics = run.train_step(params, opt_state, tokens)
             # Asked once a step: a later Ctrl-C makes the next step the last one, which is saved as well.
             is_last = interruption.is_due(step) or step == settings.steps
             is_evaluated = step % settings.evaluate_every == 0 or is_last
@@ -228,11 +197,12 @@ def train(run: Run) -> int:
                 seconds = None if since is None else (time.perf_counter() - since) / (step - timed_from)
                 record = report(run, step, loss, float(metrics.gradient_norm), opt_state, seconds)
                 if is_evaluated:
-                    record["validation_loss"] = float(program.evaluate(params, run.validation))
+                    record["validation_loss"] = float(run.evaluate(params, run.validation))
                 if is_first:
                     output.write_log(log, record)
                 say(output.line_of(record))
             if is_saved:
+                check_health(params, opt_state)
                 described = {"position": batches.get_state(), "identity": run.identity}
                 described["data"] = str(run.folder.absolute())
                 checkpoints.save(manager, params, opt_state, step, described)
@@ -246,8 +216,11 @@ def train(run: Run) -> int:
     if step < settings.steps:
         say("Stopped; the checkpoint is saved. Go on with --resume.")
         return interruption.exit_code
-    names = ("multiple_choice", "prompt", "sample_tokens", "temperature", "top_k", "seed")
-    evaluate.show(program, params, run.tokenizer, say, **{name: getattr(settings, name) for name in names})
+    if settings.sample_tokens:
+        evaluate.show_sample(
+            run.logits, params, run.tokenizer, say, prompt=settings.prompt, count=settings.sample_tokens,
+            context=run.config.context, seed=settings.seed,
+        )  # fmt: skip
     return 0
 
 
@@ -258,12 +231,10 @@ def start(run: Run, manager: Any) -> tuple[Any, Any, int, Any]:
     say(
         f"{settings.preset}: {parameters:,} parameters, {settings.recipe}, on {jax.device_count()} x "
         f"{jax.devices()[0].device_kind}. {run.index.training:,} tokens ({run.index.tokenizer}) to train on, "
-        f"{run.index.validation:,} held out. A step has {run.microbatches} x {settings.batch_size} x "
-        f"{run.program.config.context} = {run.tokens_per_step:,} tokens. MFU is of {run.peak_rate / 1e12:,.2f} "
-        f"TFLOP/s, measured in {run.program.recipe.compute_dtype} matrix products."
+        f"{run.tokens_per_step:,} a step. MFU is of {run.peak_rate / 1e12:,.2f} TFLOP/s, measured."
     )
     batches = data.batches(
-        data.Rows(run.folder, "training", run.program.config.context),
+        run.rows,
         batch_size=run.microbatches * settings.batch_size,
         seed=settings.seed,
         process_index=jax.process_index(),
@@ -276,27 +247,19 @@ def start(run: Run, manager: Any) -> tuple[Any, Any, int, Any]:
                 "another --out."
             )
         say(f"From step 0 to {steps}.")
-        return *run.program.init(settings.seed), 0, batches
-    params, opt_state, saved = checkpoints.resume(manager, run.shapes, run.shardings, run.identity)
+        return *run.init(settings.seed), 0, batches
+    checkpoints.check_identity(manager, run.identity)
+    done, saved = checkpoints.newest(manager)
     batches.set_state(saved["position"])
-    say(f"Going on from step {saved['step']} to {steps}.")
-    if saved["is_changed"]:
-        say("The parameters of the checkpoint were changed from outside. Going on from them; the masters follow.")
-    if saved["identity"]["steps"] != steps:
-        updates = saved["step"] - int(mpx.skipped_steps(opt_state))
-        rate = lambda total: float(dataclasses.replace(run.hyperparameters, steps=total).schedule()(updates))
-        say(
-            f"The learning rate jumps from {rate(saved['step']):.2e}, the end of a run of {saved['step']} steps, to "
-            f"{rate(steps):.2e}, where a run of {steps} steps is here."
-        )
-    return params, opt_state, saved["step"], batches
+    say(f"Going on from step {done} to {steps}.")
+    return *checkpoints.restore(manager, run.shapes, run.shardings), done, batches
 
 
 def report(
     run: Run, step: int, loss: float, gradient_norm: float, opt_state: Any, seconds: float | None
 ) -> dict[str, Any]:
     """Stop a run that diverged, and return a line of the log on the step just done; losses are in nats a token."""
-    checkpoints.check_health(opt_state, run.shapes[0])
+    check_health(run.shapes[0], opt_state)
     skipped = int(mpx.skipped_steps(opt_state))
     tokens_per_second = run.tokens_per_step / seconds if seconds else None
     in_use, peak = meter.device_memory()
@@ -311,11 +274,17 @@ def report(
         "seconds_per_step": seconds,  # mean since the last report
         "tokens_per_second": tokens_per_second,
         # The model's own operations as a share of the measured rate of matrix products.
-        "mfu": tokens_per_second and tokens_per_second * run.program.config.flops_per_token / run.peak_rate,
+        "mfu": tokens_per_second and tokens_per_second * run.config.flops_per_token / run.peak_rate,
         "memory_bytes": in_use,  # on the first device; None where nothing counts them
         "peak_memory_bytes": peak,
         "validation_loss": None,
     }
+
+
+def check_health(params: Any, opt_state: Any) -> None:
+    """Raise a `mpx.StuckError` if a run with loss scaling skips every step, so that no good checkpoint makes room."""
+    if not isinstance(mpx.get_loss_scale(opt_state), mpx.NoOpLossScale):
+        mpx.check_health(opt_state, params=params)
 
 
 # --- Several processes, and signals. ---
@@ -334,16 +303,13 @@ def join(coordinator_address: str | None, num_processes: int | None, process_id:
     arguments = (coordinator_address, num_processes, process_id)
     try:
         jax.distributed.initialize(*arguments)
-    except ValueError as error:
-        if any(argument is not None for argument in arguments) or "JAX_COORDINATOR_ADDRESS" in os.environ:
-            raise ValueError(
-                "--coordinator-address, --num-processes and --process-id must all be given where JAX finds no "
-                f"cluster: {error}"
-            ) from error
+    except ValueError:
+        if arguments != (None, None, None):
+            raise
 
 
 class Interruption:
-    """A request to stop after the step at work.
+    """A request to stop after the step at work; a second signal stops at once.
 
     One process handles Ctrl-C and SIGTERM itself. Several must agree on the step, and JAX has a protocol for it: it
     tells a SIGTERM to all of them, and `reached_preemption_sync_point` names a step that none has taken yet. A process
@@ -352,10 +318,11 @@ class Interruption:
 
     def __init__(self) -> None:
         self._received: int | None = None
-        self._numbers = (signal.SIGINT,) if jax.process_count() > 1 else (signal.SIGINT, signal.SIGTERM)
+        self._several = jax.process_count() > 1
 
     def __enter__(self) -> "Interruption":
-        self._before = {number: signal.signal(number, self.receive) for number in self._numbers}
+        numbers = (signal.SIGINT,) if self._several else (signal.SIGINT, signal.SIGTERM)
+        self._before = {number: signal.signal(number, self.receive) for number in numbers}
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -364,7 +331,7 @@ class Interruption:
 
     def is_due(self, step: int) -> bool:
         """Return whether this step is the last; all processes must ask once after each step."""
-        if jax.process_count() > 1:
+        if self._several:
             return multihost_utils.reached_preemption_sync_point(step)
         return self._received is not None
 
@@ -374,14 +341,12 @@ class Interruption:
         return 128 + (self._received or signal.SIGTERM)
 
     def receive(self, number: int, frame: Any = None) -> None:
-        """Handle a signal; the second one stops at once."""
+        """Handle the first signal; the next one ends the process without an exception, which threads could crash on."""
         del frame
-        if self._received:
-            # An exception would end the interpreter while threads still copy and write, which can end in a crash.
-            os._exit(128 + number)
         self._received = number
+        signal.signal(number, signal.SIG_DFL)
         say("Finishing the step at work, then saving. Another Ctrl-C stops at once and saves nothing.")
-        if jax.process_count() > 1:
+        if self._several:
             os.kill(os.getpid(), signal.SIGTERM)  # which JAX handles
 
 
@@ -391,12 +356,12 @@ def main(**options: Any) -> None:
     settings = Settings(**options)
     try:
         join(settings.coordinator_address, settings.num_processes, settings.process_id)
-        run = make_run(settings)
+        run = Run(settings)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     try:
         code = train(run)
-    except (checkpoints.CheckpointError, data.DataError, evaluate.QuestionError, mpx.StuckError, OSError) as error:
+    except (checkpoints.CheckpointError, mpx.StuckError, OSError) as error:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(1) from error
     raise typer.Exit(code)

@@ -62,127 +62,105 @@ class Metrics(NamedTuple):
     gradient_norm: jax.Array  # of the mean gradient, unscaled and before clipping
 
 
-@dataclasses.dataclass(frozen=True)
 class Program:
-    """The functions of one recipe. Sequences have T + 1 tokens: the targets are the inputs, one token later."""
+    """A recipe, a model and a schedule, as the functions that a training loop calls.
 
-    recipe: Recipe
-    config: Config
-    tx: optax.GradientTransformation
-    # From a seed to parameters and optimizer state.
-    init: Callable[[int | jax.Array], tuple[Any, optax.OptState]]
-    # From both and tokens (B, T + 1) to the loss and the gradients, still scaled if the recipe scales the loss.
-    gradients: Callable[[Any, optax.OptState, jax.Array], tuple[jax.Array, Any]]
-    # From gradients and both to both.
-    update: Callable[[Any, optax.OptState, Any], tuple[Any, optax.OptState]]
-    # From both and tokens (A, B, T + 1), A microbatches computed one after another, to both after one update.
-    train_step: Callable[[Any, optax.OptState, jax.Array], tuple[Any, optax.OptState, Metrics]]
-    # From parameters and tokens (B, T + 1) to losses (B, T).
-    token_losses: Callable[[Any, jax.Array], jax.Array]
-    # From parameters and tokens (N, B, T + 1) to the mean loss.
-    evaluate: Callable[[Any, jax.Array], jax.Array]
-    # From parameters and tokens (B, T) to logits (B, T, V).
-    logits: Callable[[Any, jax.Array], jax.Array]
-
-
-def make_program(
-    recipe: Recipe,
-    config: Config,
-    hyperparameters: Hyperparameters,
-    *,
-    loss_chunks: int = 1,
-    rules: Any = mpx.DEFAULT_RULES,
-    mesh: Mesh | None = None,
-    parallel: Parallel = "replicated",
-) -> Program:
-    """Build model, optimizer and training step.
-
-    The loss cuts the positions into `loss_chunks` parts. `rules` go to `mpx.autocast`. The devices of `mesh`
-    share a training step, and with `"zero"` the optimizer state.
+    Sequences have T + 1 tokens: the targets are the inputs, one token later. Beside the methods there are functions of
+    parameters and tokens: `loss` and `token_losses`, from (B, T + 1) to a mean and to losses (B, T), and `logits`, from
+    (B, T) to (B, T, V).
     """
-    tx = make_optimizer(recipe, config, hyperparameters)
-    if mesh is not None and parallel == "zero":
-        tx = mpx.zero1(tx, mesh, AXIS)
 
-    def update(grads: Any, opt_state: optax.OptState, params: Any) -> tuple[Any, optax.OptState]:
-        if recipe.fused:
-            return mpx.fused_update(tx)(grads, opt_state, params)
-        updates, opt_state = tx.update(grads, opt_state, params)
+    def __init__(
+        self,
+        recipe: Recipe,
+        config: Config,
+        hyperparameters: Hyperparameters,
+        *,
+        loss_chunks: int = 1,
+        rules: Any = mpx.DEFAULT_RULES,
+        mesh: Mesh | None = None,
+        parallel: Parallel = "replicated",
+    ) -> None:
+        """Build model, optimizer and training step.
+
+        The loss cuts the positions into `loss_chunks` parts. `rules` go to `mpx.autocast`. The devices of `mesh` share
+        a training step, and with `"zero"` the optimizer state.
+        """
+        self.recipe, self.config, self.rules, self.mesh, self.parallel = recipe, config, rules, mesh, parallel
+        self.tx = make_optimizer(recipe, config, hyperparameters)
+        if mesh is not None and parallel == "zero":
+            self.tx = mpx.zero1(self.tx, mesh, AXIS)
+        self._graphdef = nnx.graphdef(nnx.eval_shape(self._new_model))
+        self.loss = self._in_precision(self._of_features(mean_loss, loss_chunks))
+        self.token_losses = self._in_precision(self._of_features(token_losses, loss_chunks))
+        self.logits = self._in_precision(lambda model, tokens: model(tokens))
+
+    def init(self, seed: int | jax.Array) -> tuple[Any, optax.OptState]:
+        """Return parameters and optimizer state: the same float32 weights for every recipe, rounded once."""
+        params = self.recipe.policy.cast_to_param(nnx.state(self._new_model(seed), nnx.Param))
+        return params, self.tx.init(params)
+
+    def gradients(self, params: Any, opt_state: optax.OptState, tokens: jax.Array) -> tuple[jax.Array, Any]:
+        """Return loss and gradients for tokens (B, T + 1), still scaled if the recipe scales the loss."""
+        if self.recipe.compute == "plain":
+            return jax.value_and_grad(self.loss)(params, tokens)
+        # A kernel reads gradients once: 16 bits where they hold the float32 gradient exactly.
+        grad_dtype = "lossless" if self.recipe.fused else "f32"
+        return mpx.value_and_grad(self.loss, mpx.get_loss_scale(opt_state), grad_dtype=grad_dtype)(params, tokens)
+
+    def update(self, grads: Any, opt_state: optax.OptState, params: Any) -> tuple[Any, optax.OptState]:
+        """Return new parameters and optimizer state."""
+        if self.recipe.fused:
+            return mpx.fused_update(self.tx)(grads, opt_state, params)
+        updates, opt_state = self.tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    def new_model(seed: int | jax.Array = 0) -> GPT:
-        return GPT(config, nnx.Rngs(jax.random.key(seed)))
-
-    def init(seed: int | jax.Array) -> tuple[Any, optax.OptState]:
-        # Every recipe starts from the same float32 weights, rounded once to its parameters' dtype.
-        params = recipe.policy.cast_to_param(nnx.state(new_model(seed), nnx.Param))
-        return params, tx.init(params)
-
-    in_precision = functools.partial(_in_precision, recipe, nnx.graphdef(nnx.eval_shape(new_model)), rules)
-
-    options = {"vocabulary": config.vocabulary, "chunks": loss_chunks}
-    of_model = lambda losses: in_precision(_of_model(recipe, functools.partial(losses, **options)))
-    loss_fn, losses_fn = of_model(mean_loss), of_model(token_losses)
-
-    def gradients(params: Any, opt_state: optax.OptState, tokens: jax.Array) -> tuple[jax.Array, Any]:
-        if recipe.compute == "plain":
-            return jax.value_and_grad(loss_fn)(params, tokens)
-        # A kernel reads gradients once: 16 bits where they hold the float32 gradient exactly.
-        grad_dtype = "lossless" if recipe.fused else "f32"
-        return mpx.value_and_grad(loss_fn, mpx.get_loss_scale(opt_state), grad_dtype=grad_dtype)(params, tokens)
-
     def train_step(
-        params: Any, opt_state: optax.OptState, microbatches: jax.Array
+        self, params: Any, opt_state: optax.OptState, microbatches: jax.Array
     ) -> tuple[Any, optax.OptState, Metrics]:
-        def on_one_device(params: Any, microbatches: jax.Array) -> tuple[jax.Array, Any]:
-            return mean_over_microbatches(lambda tokens: gradients(params, opt_state, tokens), microbatches)
+        """Return both after one update; tokens (A, B, T + 1) are A microbatches, computed one after another."""
 
-        loss, grads = averaged(on_one_device, mesh, parallel)(params, microbatches)
-        if recipe.compute == "plain":  # plain Optax expects gradients in the dtype of the parameters
+        def mean(params: Any, microbatches: jax.Array) -> tuple[jax.Array, Any]:
+            return mean_over_microbatches(lambda tokens: self.gradients(params, opt_state, tokens), microbatches)
+
+        if self.mesh is not None and self.mesh.size > 1:
+            scatter = self.parallel == "zero"
+            mean = mpx.data_parallel(mean, self.mesh, AXIS, batch_specs=BATCHES, scatter=scatter)
+        loss, grads = mean(params, microbatches)
+        if self.recipe.compute == "plain":  # plain Optax expects gradients in the dtype of the parameters
             grads = optax.tree.cast_like(grads, params)
         norm = optax.tree.norm(mpx.get_loss_scale(opt_state).unscale(mpx.cast(grads, "f32")))
-        params, opt_state = update(grads, opt_state, params)
+        params, opt_state = self.update(grads, opt_state, params)
         return params, opt_state, Metrics(loss, norm)
 
-    return Program(
-        recipe=recipe,
-        config=config,
-        tx=tx,
-        init=init,
-        gradients=gradients,
-        update=update,
-        train_step=train_step,
-        token_losses=losses_fn,
-        # The parameters as they are stored, without masters or compensations: what would be deployed.
-        evaluate=lambda params, batches: jax.lax.map(lambda batch: losses_fn(params, batch).mean(), batches).mean(),
-        logits=in_precision(lambda model, tokens: model(tokens)),
-    )
+    def evaluate(self, params: Any, batches: jax.Array) -> jax.Array:
+        """Return the mean loss of tokens (N, B, T + 1), with the parameters as stored: what would be deployed."""
+        return jax.lax.map(lambda batch: self.token_losses(params, batch).mean(), batches).mean()
+
+    def _new_model(self, seed: int | jax.Array = 0) -> GPT:
+        return GPT(self.config, nnx.Rngs(jax.random.key(seed)))
+
+    def _in_precision(self, of_model: Callable[[GPT, jax.Array], jax.Array]) -> Callable[[Any, jax.Array], jax.Array]:
+        """Return a function of parameters and tokens that runs in the precision of the recipe."""
+        policy = self.recipe.policy
+
+        def run(params: Any, tokens: jax.Array) -> jax.Array:
+            with jax.default_matmul_precision(self.recipe.matmul_precision):
+                return of_model(nnx.merge(self._graphdef, params), tokens.astype(jnp.int32))
+
+        if self.recipe.compute == "autocast":
+            return mpx.autocast(run, policy, rules=self.rules)
+        return lambda params, tokens: run(policy.cast_to_compute(params), tokens)
+
+    def _of_features(self, losses: Callable[..., jax.Array], chunks: int) -> Callable[[GPT, jax.Array], jax.Array]:
+        """Return losses of the model and tokens."""
+        losses = functools.partial(losses, vocabulary=self.config.vocabulary, chunks=chunks)
+        if self.recipe.policy.fp8 is not None:  # the head stays in 16 bits: a chunked loss differentiates it inside
+            losses = mpx.autocast(losses, self.recipe.compute_dtype)
+        return lambda model, tokens: losses(model.features(tokens[:, :-1]), model.token_embedding[...], tokens[:, 1:])
 
 
-def _in_precision(
-    recipe: Recipe, graphdef: nnx.GraphDef, rules: Any, of_model: Callable[[GPT, jax.Array], jax.Array]
-) -> Callable[[Any, jax.Array], jax.Array]:
-    """Return a function of parameters and tokens that runs in the precision of the recipe."""
-
-    def run(params: Any, tokens: jax.Array) -> jax.Array:
-        with jax.default_matmul_precision(recipe.matmul_precision):
-            return of_model(nnx.merge(graphdef, params), tokens.astype(jnp.int32))
-
-    if recipe.compute == "autocast":
-        return mpx.autocast(run, recipe.policy, rules=rules)
-    return lambda params, tokens: run(recipe.policy.cast_to_compute(params), tokens)
-
-
-def _of_model(recipe: Recipe, losses: Callable[..., jax.Array]) -> Callable[[GPT, jax.Array], jax.Array]:
-    """Return a function of the model and tokens. The head stays in 16 bits: a chunked loss differentiates it inside."""
-    if recipe.policy.fp8 is not None:
-        losses = mpx.autocast(losses, recipe.compute_dtype)
-    return lambda model, tokens: losses(model.features(tokens[:, :-1]), model.token_embedding[...], tokens[:, 1:])
-
-
-def make_optimizer(
-    recipe: Recipe, config: Config, hyperparameters: Hyperparameters
-) -> optax.GradientTransformationExtraArgs:
+def make_optimizer(recipe: Recipe, config: Config, hyperparameters: Hyperparameters) -> optax.GradientTransformation:
     """Return clipping and AdamW inside the recipe's wrapper, so that gradients are unscaled before they are clipped."""
     adamw = recipe.adamw(
         hyperparameters.schedule(),
@@ -193,7 +171,7 @@ def make_optimizer(
     )
     tx = recipe.optimizer(optax.chain(optax.clip_by_global_norm(hyperparameters.clip_norm), adamw))
     mpx.check_chain(tx)
-    return optax.with_extra_args_support(tx)
+    return tx
 
 
 def decayed(params: Any, config: Config) -> Any:
@@ -229,15 +207,6 @@ def mean_over_microbatches(
 def make_mesh() -> Mesh:
     """Return all devices of all processes in a row."""
     return jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(AxisType.Auto,))
-
-
-def averaged(
-    gradients: Callable[[Any, jax.Array], tuple[jax.Array, Any]], mesh: Mesh | None, parallel: Parallel
-) -> Callable[[Any, jax.Array], tuple[jax.Array, Any]]:
-    """Return the gradients of microbatches (A, B, T + 1) on all devices, from a function that runs on each."""
-    if mesh is None or mesh.size == 1:
-        return gradients
-    return mpx.data_parallel(gradients, mesh, AXIS, batch_specs=BATCHES, scatter=parallel == "zero")
 
 
 def state_shardings(mesh: Mesh, params: Any, opt_state: Any, parallel: Parallel) -> tuple[Any, Any]:

@@ -39,7 +39,7 @@ def make_tokens(folder, line="line of a text"):
     """Make a folder of tokens of a short text."""
     folder.mkdir(parents=True)
     (folder / "text.txt").write_text("".join(f"{line} {number}\n" for number in range(600)))
-    data.prepare(folder / "tokens", [folder / "text.txt"], context=NANO.context)
+    data.prepare(folder / "tokens", [folder / "text.txt"])
     return folder / "tokens"
 
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from examples.gpt.evaluate import Accuracy, Question, QuestionError, accuracy, read_questions
+from examples.gpt.evaluate import Accuracy, Question, accuracy, read_questions
 
 ALPHABET = " abcd"  # a character is a token; the space is 0, as is the padding
 # The loss of each letter after another one, in nats.
@@ -35,57 +35,26 @@ def score(*items, losses_of=bigram_losses, context=8, **options):
     return accuracy(losses_of, items, encode, context=context, **options)
 
 
-@pytest.fixture
-def write(tmp_path):
-    """Make a file of lines, which are texts or what becomes JSON."""
-
-    def write(*lines):
-        path = tmp_path / "items.jsonl"
-        text = "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
-        path.write_text(text, encoding="utf-8")
-        return path
-
-    return write
-
-
 # --- The file. ---
-def test_questions_are_read_in_order_with_labels_as_numbers_or_digits(write):
-    """Lines with nothing on them are skipped, and a separator of lines within a string does not end one."""
+def test_questions_are_read_in_order_with_labels_as_numbers_or_digits(tmp_path):
+    """A separator of lines within a string does not end a line."""
     other = {"ctx": "c", "endings": ["a", "b", "c d"], "label": "2"}
-    separator = '{"ctx": "a\u2028b", "endings": ["a", "b"], "label": 1}'
-    assert read_questions(write(RIGHT, "", other, separator)) == [
+    separator = '{"ctx": "a\u2028b", "endings": ["a", "b"], "label": 1}\n'
+    (tmp_path / "items").write_text(f"{json.dumps(RIGHT)}\n{json.dumps(other)}\n{separator}", encoding="utf-8")
+    assert read_questions(tmp_path / "items") == [
         Question("ab", ("a", "d"), 0),
         Question("c", ("a", "b", "c d"), 2),
         Question("a\u2028b", ("a", "b"), 1),
     ]
 
 
-NEEDED = "a question needs a text 'ctx', two texts or more as 'endings', and the 'label' of one of them"
-
-
 @pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{not json", "Expecting property name"),
-        *((line, "is no question: ") for line in ([1], {"ctx": "a", "label": 0}, RIGHT | {"ctx": 5})),
-        *((RIGHT | {"label": label}, "is no question: ") for label in ("one", "", None)),
-        *((RIGHT | {"endings": endings}, "is no question: ") for endings in (7, ["a", 5])),
-        *((RIGHT | {"endings": endings}, NEEDED) for endings in (["a"], ["a", ""])),
-        *((RIGHT | {"label": label}, NEEDED) for label in (2, -1, "2")),
-        (RIGHT | {"ctx": " "}, NEEDED),
-    ],
+    "line", ["", "{not json", "[1]", '{"ctx": "a", "label": 0}', json.dumps(RIGHT | {"label": ""})]
 )
-def test_a_wrong_line_is_named_with_its_file_and_number(line, message, write):
-    path = write(RIGHT, "", line)
-    with pytest.raises(QuestionError, match=message) as caught:
-        read_questions(path)
-    assert str(caught.value).startswith(f"{path}, line 3")
-
-
-def test_a_file_without_questions_is_refused(tmp_path):
-    path = tmp_path / "questions.jsonl"
-    path.write_bytes(b"\n")
-    with pytest.raises(QuestionError, match=r"questions.jsonl has no questions"):
+def test_a_wrong_line_is_named_with_its_file_and_number(line, tmp_path):
+    path = tmp_path / "items"
+    path.write_text("\n".join([json.dumps(RIGHT), line, json.dumps(RIGHT)]))
+    with pytest.raises(ValueError, match="items, line 2 is no question: "):
         read_questions(path)
 
 
@@ -120,23 +89,22 @@ def test_an_ending_is_scored_with_the_space_before_it():
     np.testing.assert_array_equal(seen[0][:2], [[1, 1, 1, 1, 0, 2, 1, 0, 0], [1, 1, 1, 1, 0, 1, 0, 0, 0]])
 
 
-def test_the_size_of_a_batch_does_not_matter_and_every_batch_has_the_same_shape():
+@pytest.mark.parametrize("batch_size", [1, 7, 100])
+def test_the_size_of_a_batch_does_not_matter_and_every_batch_has_the_same_shape(batch_size):
     generator = np.random.default_rng(0)
     text = lambda: "".join(generator.choice(list("abcd"), generator.integers(1, 5)))
     items = [Question(text(), (text(), text(), text()), int(generator.integers(3))) for _ in range(10)]
-    for batch_size in (1, 7, 100):
-        shapes = set()
-        losses_of = lambda tokens, shapes=shapes: shapes.add((tokens.shape, tokens.dtype)) or bigram_losses(tokens)
-        assert score(*items, losses_of=losses_of, batch_size=batch_size) == score(*items, batch_size=30)
-        assert shapes == {((batch_size, 9), np.dtype(np.int32))}
+    shapes = set()
+    losses_of = lambda tokens: shapes.add((tokens.shape, tokens.dtype)) or bigram_losses(tokens)
+    assert score(*items, losses_of=losses_of, batch_size=batch_size) == score(*items, batch_size=30)
+    assert shapes == {((batch_size, 9), np.dtype(np.int32))}
 
 
-@pytest.mark.parametrize("elsewhere", [-1000.0, np.nan])
-def test_only_losses_of_the_endings_tokens_count(elsewhere):
+def test_only_losses_of_the_endings_tokens_count():
     """Row 0 is "b d" and row 1 "b a": the predictions at positions 0 and 1 count, and row 2 does not."""
 
     def losses_of(tokens):
-        losses = np.full((3, 8), elsewhere)
+        losses = np.full((3, 8), -1000.0)
         losses[:2, :2] = bigram_losses(tokens)[:2, :2]
         return losses
 
@@ -151,20 +119,11 @@ def test_a_context_that_is_too_long_loses_its_start():
     np.testing.assert_array_equal(seen, [[encode("bcd a"), encode("d bcd")]])
 
 
-def test_an_ending_longer_than_the_window_is_refused_before_the_model_runs():
-    items = [Question("a", ("b", "c"), 0), Question("a" * 50, ("b", "cccc"), 0)]
-    message = r"an ending of question 1 \('a{40}'\) has 5 tokens, but the model has room for 4"
-    with pytest.raises(QuestionError, match=message):
-        score(*items, losses_of=lambda tokens: pytest.fail("the error came too late"), context=4)
-    assert score(*items, context=5).questions == 2
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_loss_that_compares_with_nothing_is_refused(bad):
-    losses_of = lambda tokens: np.where(tokens[:, 1:] == 4, bad, bigram_losses(tokens))
-    message = "the loss of an ending is NaN or infinite; did the training run diverge"
-    with pytest.raises(QuestionError, match=message):
-        score(Question("b", ("a", "b"), 0), Question("b", ("a", "b", "d"), 0), losses_of=losses_of)
+def test_an_ending_longer_than_the_window_is_refused():
+    item = Question("a" * 50, ("b", "cccc"), 0)
+    with pytest.raises(ValueError, match="an ending has 5 tokens, but the model has room for 4"):
+        score(item, context=4)
+    assert score(item, context=5).questions == 1
 
 
 def test_losses_of_16_bits_are_added_up_in_float64():

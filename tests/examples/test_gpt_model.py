@@ -105,12 +105,17 @@ def test_padding_changes_no_loss_and_gets_no_gradient(tokens, reference):
     assert not np.asarray(rows[20:]).any()
 
 
-def test_padding_is_minus_infinity_in_the_logits(tokens):
+def test_padding_is_minus_infinity_in_the_logits_and_each_position_has_its_embedding(tokens):
     graphdef, params = make(CONFIG)
     logits = nnx.merge(graphdef, params)(tokens)
     assert logits.shape == (3, 8, 32)
     assert np.isneginf(logits[..., 20:]).all()
     assert np.isfinite(logits[..., :20]).all()
+    last = params["position_embedding"]
+    last.set_value(last[...].at[-1].add(1))
+    changed = nnx.merge(graphdef, params)(tokens)
+    np.testing.assert_array_equal(changed[:, :-1], logits[:, :-1])
+    assert not np.array_equal(changed[:, -1], logits[:, -1])
 
 
 def test_no_position_sees_a_later_token(tokens):
@@ -138,18 +143,9 @@ def test_presets_have_the_published_sizes(name, layers, count):
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == count
 
 
-def test_gpt2_is_padded_to_50_304_tokens():
-    assert PRESETS["gpt2-124m"].padded_vocabulary == 50_304
-
-
 def test_operations_of_a_token_are_six_for_each_weight_and_those_of_attention():
     """GPT-2 124M: 6 (12 * 12 * 768**2 + 50,257 * 768) + 12 * 12 * 768 * 1,024."""
     assert PRESETS["gpt2-124m"].flops_per_token == 6 * 123_532_032 + 113_246_208
-
-
-def test_a_width_that_heads_cannot_share_is_refused():
-    with pytest.raises(ValueError, match="`width` 30 is not a multiple of `heads`, 4"):
-        dataclasses.replace(CONFIG, width=30, heads=4)
 
 
 @pytest.mark.parametrize("layers", ["unrolled", "scanned"])
