@@ -198,7 +198,8 @@ def _rows(study: _Study, groups: Groups | None) -> list[AdviceRow]:
     names = _trees.path_names(study.params)
     sizes = {names[path]: leaf.size for path, leaf in jax.tree.leaves_with_path(study.params)}
     stored = lambda path: np.dtype(study.policy.override_at(path) or study.policy.param_dtype)
-    whole, found = study.explained_keeping(), {}
+    whole = study.explained_keeping()
+    found: dict[str, tuple[str, str, int, int]] = {}
     for name, (pattern, paths) in grouped(sizes, groups).items():
         nbytes = sum(sizes[path] * max(4 - stored(path).itemsize, 0) for path in paths)
         flops = narrowed_flops(whole) - narrowed_flops(study.explained_keeping(pattern))
@@ -219,8 +220,7 @@ def grouped(paths: Iterable[str], groups: Groups | None) -> dict[str, tuple[str,
     paths = list(paths)
     if groups is None:
         groups = "patterns" if len(paths) > _FEW_LEAVES else "leaves"
-    ways: dict[Any, Callable[[str], str]] = {"leaves": str, "patterns": lambda path: re.sub(_DIGITS, "*", path)}
-    name_of = ways.get(groups, groups)
+    name_of = groups if callable(groups) else lambda path: path if groups == "leaves" else re.sub(_DIGITS, "*", path)
     members = defaultdict(list)
     for path in paths:
         members[str(name_of(path))].append(path)
