@@ -34,11 +34,9 @@ class Recommendation:
     @property
     def code(self) -> dict[str, str]:
         """The code of a training step by library."""
+        libraries = {"Flax Linen or any pytree": "linen", "Flax NNX": "nnx"}
         recipe = STANDARD_RECIPES[self.recipe]
-        return {
-            "For AdamW, with Flax Linen or any pytree": training_code(recipe, "linen"),
-            "For AdamW, with Flax NNX": training_code(recipe, "nnx"),
-        }
+        return {f"For AdamW, with {name}": training_code(recipe, library) for name, library in libraries.items()}
 
 
 def recommend(products: Sequence[Product]) -> Recommendation | None:
