@@ -18,25 +18,15 @@ SIZES = {"cpu": (512, 1)}  # by backend: rows and columns of the timed ones, and
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """One way to multiply matrices, tried on the default device.
+    """One way to multiply matrices, tried on the default device; None for what was not found out."""
 
-    Attributes:
-        name: the dtype or the algorithm.
-        works: whether the product ran, with the precision that its name promises.
-        error: the largest error, divided by the largest sum of the products' magnitudes; None if it did not run.
-        bits: the number of significant bits of an operand that reach the result; None if it did not run.
-        refusal: why it does not work.
-        teraflops: 10^12 floating-point operations a second, in the fastest of several calls; None if not timed.
-        times_f32: the rate divided by the rate of `"f32 by default"`; None if not timed.
-    """
-
-    name: str
-    works: bool
-    error: float | None = None
-    bits: int | None = None
-    refusal: str = ""
-    teraflops: float | None = None
-    times_f32: float | None = None
+    name: str  # the dtype or the algorithm
+    works: bool  # whether the product ran, with the precision that its name promises
+    error: float | None = None  # the largest one, divided by the largest sum of the products' magnitudes
+    bits: int | None = None  # the number of significant bits of an operand that reach the result
+    refusal: str = ""  # why it does not work
+    teraflops: float | None = None  # 10^12 floating-point operations a second, in the fastest of several calls
+    times_f32: float | None = None  # the rate divided by that of "f32 by default"
 
 
 class Way(NamedTuple):

@@ -11,15 +11,10 @@ _FASTER = 1.2  # times the rate of float32: less is lost again outside of the pr
 
 @dataclasses.dataclass(frozen=True)
 class Recommendation:
-    """A recipe, and the reasons for it.
+    """A recipe, and the reasons for it."""
 
-    Attributes:
-        recipe: its name, as in `mpx.tools.plan.STANDARD_RECIPES`.
-        reasons: what speaks for it, with the rates that were measured.
-    """
-
-    recipe: str
-    reasons: tuple[str, ...]
+    recipe: str  # its name, as in `mpx.tools.plan.STANDARD_RECIPES`
+    reasons: tuple[str, ...]  # with the rates that were measured
 
     @property
     def policy(self) -> str:
@@ -34,9 +29,11 @@ class Recommendation:
     @property
     def code(self) -> dict[str, str]:
         """The code of a training step by library."""
-        libraries = {"Flax Linen or any pytree": "linen", "Flax NNX": "nnx"}
         recipe = STANDARD_RECIPES[self.recipe]
-        return {f"For AdamW, with {name}": training_code(recipe, library) for name, library in libraries.items()}
+        return {
+            "For AdamW, with Flax Linen or any pytree": training_code(recipe, "linen"),
+            "For AdamW, with Flax NNX": training_code(recipe, "nnx"),
+        }
 
 
 def recommend(products: Sequence[Product]) -> Recommendation | None:
