@@ -32,7 +32,7 @@ count_each = jax.jit(jax.vmap(exponents.count_fates, (0, None)))
 
 
 def fates(x, span, scale=1.0):
-    """Return masks of the numbers that become zero, subnormal, normal and infinite: counts of one number each."""
+    """Return masks of the numbers that become zero, subnormal, normal, infinite, or are not finite themselves."""
     return np.asarray(count_each(x, span.edges(x.dtype, scale))).T
 
 
@@ -45,7 +45,9 @@ def test_the_fate_of_a_number_is_what_a_cast_on_the_host_makes_of_it():
         smallest_normal = float(ml_dtypes.finfo(dtype).smallest_normal)
         normal = (cast >= smallest_normal) & np.isfinite(cast)
         expected = [cast == 0, (cast > 0) & (cast < smallest_normal), normal, ~np.isfinite(cast)]
-        np.testing.assert_array_equal(fates(x, exponents.range_of(dtype, "test")), expected & counted)
+        np.testing.assert_array_equal(
+            fates(x, exponents.range_of(dtype, "test")), [*(expected & counted), ~np.isfinite(x)]
+        )
 
 
 def test_arithmetic_that_flushes_would_miss_the_numbers_below_bfloat16():
@@ -60,7 +62,7 @@ def test_arithmetic_that_flushes_would_miss_the_numbers_below_bfloat16():
 def test_in_float32_no_float32_number_vanishes_or_overflows():
     x = np.float32([2.0**-149, 1.0, 3.4028235e38, 0.0, np.inf, np.nan])
     found = fates(x, exponents.range_of("f32", "test"))
-    np.testing.assert_array_equal(found, [[0] * 6, [1] + [0] * 5, [0, 1, 1, 0, 0, 0], [0] * 6])
+    np.testing.assert_array_equal(found, [[0] * 6, [1] + [0] * 5, [0, 1, 1, 0, 0, 0], [0] * 6, [0] * 4 + [1] * 2])
 
 
 @pytest.mark.parametrize("scale", [2.0**-30, 2.0, 2.0**24, 2.0**100])
@@ -71,7 +73,7 @@ def test_a_scaled_range_is_that_of_scaled_numbers(scale):
     products = [Fraction(float(number)) * Fraction(scale) for number in x]
     for dtype in FORMATS:
         span = exponents.range_of(dtype, "test")
-        zero, subnormal, _, infinite = fates(x, span, scale)
+        zero, subnormal, _, infinite, _ = fates(x, span, scale)
         tie = Fraction(float(ml_dtypes.finfo(dtype).smallest_subnormal)) / 2
         np.testing.assert_array_equal(zero, [p <= tie for p in products])
         np.testing.assert_array_equal(subnormal, [tie < p < Fraction(span.normal_from) for p in products])
@@ -128,7 +130,7 @@ def test_a_sharded_array_is_counted_where_it_lies():
 def test_float64_numbers_keep_their_own_bits():
     with jax.enable_x64(True):
         x = jnp.asarray(np.float64([2.0**-200, 2.0**-26, 2.0**-25 * (1 + 2.0**-50), 1.0, 1e300, 0.0, np.inf]))
-        zero, subnormal, _, infinite = fates(x, exponents.range_of("f16", "test"))
+        zero, subnormal, _, infinite, _ = fates(x, exponents.range_of("f16", "test"))
         np.testing.assert_array_equal(zero, [1, 1, 0, 0, 0, 0, 0])
         np.testing.assert_array_equal(subnormal, [0, 0, 1, 0, 0, 0, 0])
         np.testing.assert_array_equal(infinite, [0, 0, 0, 0, 1, 0, 0])

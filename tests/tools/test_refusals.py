@@ -117,7 +117,7 @@ MONITOR = [
     (lambda: monitor.fp8_report(mpx.autocast(loss_fn, "fp8"), "fp8"), ValueError, "this one has its own"),
     (lambda: monitor.fp8_report(loss_fn, "bf16"), ValueError, r"needs .fp8. or an `mpx\.Fp8`, but got .bf16."),
     (lambda: jax.jit(monitor.fp8_report(loss_fn, SMALL))(ONES, ONES), TypeError, r"call it outside of `jax\.jit`"),
-    (in_jit(lambda x: mpx.underflow_report(x).largest), TypeError, r"outside of `jax\.jit`.*`mpx\.monitor` measures"),
+    (in_jit(lambda x: mpx.underflow_report(x).largest), TypeError, "traced|[Tt]racer"),
     (lambda: mpx.underflow_report({"ids": jnp.arange(2)}), ValueError, "the tree has no floating array in it"),
     (reported(dtype="int8"), ValueError, "`underflow_report`: `dtype` must be one of f16"),
     *[
@@ -125,7 +125,7 @@ MONITOR = [
         for given in (-1, 1.5, True)
     ],
     *[
-        (reported(loss_scale=given), ValueError, "must be a loss scale or a number, concrete and a power of two")
+        (reported(loss_scale=given), ValueError, "must be a loss scale or a number, a power of two")
         for given in (3.0, 0.0, -2.0, math.inf, "2", None, np.ones(2))
     ],
 ]

@@ -180,7 +180,7 @@ def _share_of(fate: str, dtype: DTypeLike, groups: Groups, caller: str) -> Calla
     """Return a measure of the share of the nonzero finite numbers that meet one fate."""
     span, place = exponents.range_of(dtype, caller), exponents.FATES.index(fate)
     count = lambda x: exponents.count_fates(x, span.edges(x.dtype))
-    share = lambda leaves: exponents.shares_of(_total(count, leaves, len(exponents.FATES)))[place]
+    share = lambda leaves: exponents.shares_of(_total(count, leaves, len(exponents.FATES) + 1))[place]
     return measure(caller, share, groups)
 
 
