@@ -155,10 +155,9 @@ ADVISE = [
     ),
 ]
 PLAN = [
-    (planned(model=0), ValueError, "`memory_plan`: a number of parameters must be above 0, but got 0"),
-    (planned(model=-5), ValueError, "must be above 0, but got -5"),
-    (planned(model=7e9), TypeError, "a number of parameters must be an integer, but got 7000000000.0"),
-    (planned(model=True), TypeError, "must be an integer, but got True"),
+    (planned(model=0), ValueError, "`memory_plan`: a number of parameters must be an integer above 0, but got 0"),
+    (planned(model=7e9), TypeError, "a number of parameters must be an integer above 0, but got 7000000000.0"),
+    (planned(model=True), TypeError, "must be an integer above 0, but got True"),
     *[(planned(model=given), ValueError, "there are no floating-point numbers in the model") for given in NO_MODELS],
     (planned(tx=optax.adamw), TypeError, "`memory_plan` needs an Optax gradient transformation"),
     (planned(policy=16), TypeError, "`policy` must be a Policy or the string of one, but got int"),
@@ -173,7 +172,7 @@ PLAN = [
     (
         planned(mesh=TWO_BY_FOUR, param_specs=P("model")),
         ValueError,
-        r"`param_specs` says(.|\n)*'w': float32\[6, 4\] as ",
+        "partitioned 4 times, but the dimension size is 6",
     ),
     (
         lambda: planned()().largest_model("80GB"),
