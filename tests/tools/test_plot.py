@@ -22,7 +22,7 @@ import mpx
 import mpx.plot
 from mpx.tools.plan.rows import Kind
 from mpx.tools.plot import sheet
-from mpx.tools.plot.bars import LOOKS, OTHER
+from mpx.tools.plot.bars import LOOKS
 from mpx.tools.program import compare_reports, kernels
 
 WHITE, DARK = "#FFFFFF", "#121212"
@@ -252,9 +252,8 @@ def test_the_bars_of_traffic_are_the_bytes_that_kernels_move():
 
 def test_every_kind_has_a_hatch_of_its_own_so_that_grey_tells_them_apart():
     for kinds in (get_args(Kind), get_args(kernels.Kind)):
-        hatches = [LOOKS.get(kind, OTHER)[1] for kind in kinds]
+        hatches = [LOOKS[kind][1] for kind in kinds]
         assert len(set(hatches)) == len(hatches)
-    assert set(LOOKS) == {*get_args(Kind), *get_args(kernels.Kind)} - {"other state"}
 
 
 def test_the_bars_of_a_histogram_are_the_counts_of_frexp():
