@@ -32,9 +32,6 @@ import jax, jax.numpy as jnp, optax
 import mpx
 print("noise on import")
 
-class Half:
-    def make(): return {"w": jnp.zeros((16, 4), jnp.bfloat16)}
-
 def init():
     print("noise while it is traced")
     return {"w": jnp.zeros((16, 4)), "b": jnp.zeros(4)}
@@ -136,17 +133,15 @@ def process(code, *arguments):
     return subprocess.run([sys.executable, "-c", command, *arguments], capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("package", ["typer", "rich"])
-def test_without_typer_or_rich_it_says_in_one_line_how_to_get_them(package):
-    done = process(f"sys.modules[{package!r}] = None; import mpx_cli")
+def test_without_rich_it_says_in_one_line_how_to_get_it():
+    done = process("sys.modules['rich'] = None; import mpx_cli")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "Error: the command line needs Typer and Rich: pip install typer rich\n"
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["plan", "-h"]], ids=" ".join)
-def test_help_is_shown_without_jax(arguments):
+def test_help_is_shown_without_jax():
     """An import of JAX takes most of a second."""
-    done = process("sys.modules['jax'] = None; import mpx_cli; mpx_cli.main()", *arguments)
+    done = process("sys.modules['jax'] = None; import mpx_cli; mpx_cli.main()", "plan", "-h")
     assert (done.returncode, done.stderr) == (0, "")
     assert "Usage: mpx" in done.stdout
 
@@ -187,10 +182,10 @@ def test_the_doctor_says_its_verdict_or_all_of_it_and_exits_with_its_code(monkey
 
 def test_numbers_of_parameters_and_memories_have_units():
     counts = {"124M": 124 * 10**6, "7B": 7 * 10**9, "70e9": 70 * 10**9, "1.3b": 1_300_000_000, "1_000": 1000}
-    sizes = {"80GB": 80 * 10**9, "80GiB": 80 * 2**30, "80e9B": 80 * 10**9, "1.5 MB": 1_500_000, "512KiB": 2**19}
+    sizes = {"80GB": 80 * 10**9, "80GiB": 80 * 2**30, "80e9B": 80 * 10**9, "1.5 MB": 1_500_000}
     assert {text: given.parameters(text) for text in counts} == counts
     assert {text: given.memory_bytes(text) for text in sizes} == sizes
-    for text in ("", "B", "7Q", "1500.5", "0", "-7B", "1e99", "9" * 40, "nan", "7 7"):
+    for text in ("", "B", "7Q", "1500.5", "0", "-7B", "1e99", "nan"):
         with pytest.raises(CommandError, match="is not a number of parameters such as 124M, 7B or 70e9"):
             given.parameters(text)
 
@@ -199,15 +194,12 @@ def test_the_plans_are_those_of_the_library():
     expected = {name: plan.as_dict() for name, plan in mpx.compare_plans(7_000_000_000).plans.items()}
     found = as_json("plan", "7B")
     assert found["plans"] == expected
-    keys = {"model", "rule", "plans", "usable_bytes", "fits", "largest_models"}
-    assert set(found) == keys  # whatever the options are
-    chosen = ("f32", "bf16-kahan")
-    assert as_json("plan", "7B", "--recipe", "F32", "--recipe", "BF16-Kahan")["plans"] == {
-        name: expected[name] for name in chosen
-    }
+    assert set(found) == {"model", "rule", "plans", "usable_bytes", "fits", "largest_models"}
+    chosen = as_json("plan", "7B", "--recipe", "F32", "--recipe", "BF16-Kahan")["plans"]
+    assert chosen == {name: expected[name] for name in ("f32", "bf16-kahan")}
 
 
-@pytest.mark.parametrize("options", ["", "--memory 80GB", "--devices 8 --memory 1TB"])
+@pytest.mark.parametrize("options", ["", "--devices 8 --memory 1TB"])
 def test_no_line_of_a_plan_is_folded_at_80_columns(monkeypatch, options):
     monkeypatch.setenv("COLUMNS", "80")
     title, header, *lines = succeeded("plan", "70B", *options.split()).stdout.splitlines()
@@ -225,17 +217,14 @@ def test_no_line_of_a_plan_is_folded_at_80_columns(monkeypatch, options):
     [
         # A function is not run. Parameters take 4 bytes each and so do gradients, in whatever dtype it makes them.
         ("train.py:init --rule sgd", {"parameters": 68, "bytes_a_parameter": 8}),
-        ("train.py:Half.make --rule sgd", {"parameters": 64, "bytes_a_parameter": 8}),
         ("train:init --rule sgd", {"parameters": 68, "bytes_a_parameter": 8}),
         ("train.py:huge --rule sgd", {"parameters": 10**12, "bytes_a_parameter": 8}),
         # Each moment is a float32 number a parameter, and each count 4 bytes.
-        ("1000 --rule lion", {"state_bytes": 4004}),
         ("1000 --rule adamw", {"state_bytes": 8004}),
         ("1000 --rule train.py:momentum", {"state_bytes": 4000}),
         ("1000 --rule train.py:adam", {"state_bytes": 8004}),
         # The first axis divides the state, of parameters rounded up to 256 for each of all devices.
         ("1024 --devices 2", {"state_bytes_a_device": 1024 * 8 // 2 + 4}),
-        ("1024 --devices data=4", {"state_bytes_a_device": 1024 * 8 // 4 + 4}),
         ("1024 --devices replica=8,model=2", {"state_bytes_a_device": 4096 * 8 // 8 + 4}),
     ],
 )
@@ -305,8 +294,6 @@ def test_a_step_is_reported_with_shapes_or_for_batch_sizes_with_the_largest_that
     ("text", "message"),
     [
         ("def init(:", "SyntaxError: "),
-        ("import no_such_package", "given.py:1 (<module>): `import no_such_package` raised ModuleNotFoundError"),
-        ("x = 1\nraise SystemExit('no GPU')", "given.py:2 (<module>): `raise SystemExit('no GPU')` raised SystemExit"),
         ("import jax.numpy as jnp\ndef init():\n    return jnp.zeros(3) + jnp.zeros(4)",
          "given.py:3 (init): `return jnp.zeros(3) + jnp.zeros(4)` raised TypeError: add got incompatible shapes"),
         ("def init(): return {'w': 'text'}", "there are no floating-point numbers in the model"),
@@ -345,17 +332,14 @@ def test_shapes_are_in_the_notation_that_mpx_prints_and_not_in_that_of_numpy():
     """NumPy reads `f8` as float64 and `f4` as float32."""
     expected = {
         "bf16[768,3072]": ((768, 3072), "bfloat16"),
-        "float32[3, 5]": ((3, 5), "float32"),
         "i32[8]": ((8,), "int32"),
         "u8[8]": ((8,), "uint8"),
-        "bool[1]": ((1,), "bool"),
-        "f16[]": ((), "float16"),
         "f16": ((), "float16"),
         "float8_e4m3fn[2]": ((2,), "float8_e4m3fn"),
     }
     found = {text: given.shape(text) for text in expected}
     assert {text: (x.shape, x.dtype.name) for text, x in found.items()} == expected
-    for text in "|f17[3]|f8[3]|f4[3]|f32[a]|f32[8|[8]|f32[8 8]|f32[-1]|object[3]|S3[3]".split("|"):
+    for text in "|f8[3]|f4[3]|f32[a]|f32[8|[8]|f32[-1]|object[3]".split("|"):
         with pytest.raises(CommandError, match="is not a shape such as"):
             given.shape(text)
 
@@ -371,9 +355,9 @@ def test_shapes_of_64_bits_need_64_bit_types():
         assert given.shape("f64[16,4]").dtype == np.float64
 
 
-@pytest.mark.parametrize("policy", ["bf16", "params=f32,compute=bf16"])
-def test_a_function_is_explained_by_its_lines(policy):
+def test_a_function_is_explained_by_its_lines():
     """A product takes 2 x 8 x 16 x 4 operations."""
+    policy = "params=f32,compute=bf16"
     (row,) = as_json(*LOSS, policy)["contractions"]
     assert re.fullmatch(r"train\.py:\d+ \(loss\)", row["where"])
     assert (row["shapes"], row["runs_in"], row["flops"]) == ("f32[8,16] f32[16,4]", "bf16", 2 * 8 * 16 * 4)
@@ -387,7 +371,6 @@ def test_a_function_is_explained_by_its_lines(policy):
         (("loss", "--arguments", "train.py:arguments", "--policy", "bf16"), [1], 1),
         (("square", "--arguments", "train.py:one_argument", "--policy", "bf16"), [1], 1),
         (("lowered", *SHAPES), [1], 1),  # an autocast function has its own policy
-        (("jnp.sum", "f32[4]", "--policy", "bf16"), [0], None),
     ],
     ids=lambda given: given[0] if isinstance(given, tuple) else None,
 )
@@ -405,8 +388,6 @@ def test_arrays_are_reported_as_the_library_reports_them():
     expected = mpx.underflow_report(GRADIENTS, "f16", loss_scale=4.0).as_dict()
     found = as_json("report", "gradients.npz", "--loss-scale", "4", "--dtype", "f16")
     assert found == {"file": "gradients.npz", "notes": [], "report": json.loads(json.dumps(expected))}
-    assert expected["verdict"] in succeeded("report", "gradients.npz", "--loss-scale", 4).stdout
-    assert as_json("report", "gradients.npz", "--dtype", "bf16")["report"]["recommended_scale"] == 1
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".npy"])
@@ -469,20 +450,12 @@ def test_a_checkpoint_of_orbax_is_read_and_one_of_several_must_be_named(folder, 
     assert "need `pip install orbax-checkpoint`" in error_of("report", folder)
 
 
-PAIR = safetensors_of(x=("F32", [2], bytes(8)))
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("x.npz", b"", "x.npz cannot be read as .npz: BadZipFile: File is not a zip file"),
-        ("x.npz", b"PK\x03\x04 and no more", "x.npz cannot be read as .npz: BadZipFile"),
         ("x.npy", b"no array", "x.npy cannot be read as .npy: the magic string is not correct"),
-        ("x.npy", b"\x93NUMPY\x01\x00\x10\x00{", "x.npy cannot be read as .npy"),
         ("x.safetensors", b"123", "x.safetensors cannot be read as .safetensors: SafetensorError: "),
-        ("x.safetensors", b"\x02" + bytes(7) + b"[]", "x.safetensors cannot be read"),
-        ("x.safetensors", PAIR.replace(b'"F32"', b'"F3" '), "unknown variant `F3`"),
-        ("x.safetensors", PAIR.replace(b"[2]", b"[3]"), "x.safetensors cannot be read"),
         ("x.bin", b"", "x.bin is not a .npz, .npy or .safetensors file"),
     ],
 )
@@ -506,13 +479,11 @@ def test_a_file_of_other_arrays_is_refused_and_objects_are_not_run():
     [
         ("plan 7Q", "'7Q' is not a number of parameters"),
         ("plan 7", "'7' would be 7 parameters. Did you mean 7B (10^9) or 7M (10^6)?"),
-        ("plan 0.5", "Did you mean 0.5B (10^9)"),
         ("plan 7B --memory 80", "'80' is not a memory with its unit, such as 80GB"),
         ("plan 7B --memory-fraction 0.9", "--memory-fraction does nothing without --memory"),
         ("plan 7B --recipe fp4", "there is no recipe 'fp4'. The standard recipes are: f32; bf16-autocast; bf16-split;"),
         ("plan 7B --rule adamwq", "Optax has no rule 'adamwq' that needs at most a learning rate. Write a function"),
         ("plan 7B --rule GradientTransformation", "Optax has no rule 'GradientTransformation' that needs"),
-        ("plan 7B --rule chain", "Optax has no rule 'chain' that needs at most a learning rate"),
         ("plan 7B --rule cosine_decay_schedule", "Optax has no rule 'cosine_decay_schedule' that needs"),
         ("plan 7B --rule train.py:number", "needs an Optax gradient transformation, but got int"),
         ("plan 7B --devices 8,2", "'8,2' is not a mesh such as data=8,model=2"),
@@ -521,21 +492,13 @@ def test_a_file_of_other_arrays_is_refused_and_objects_are_not_run():
         ("program train.py:one_argument --donate 0", "--donate does nothing without shapes"),
         ("program train.py:loss --target h300", "must be one of a100, h100, h200, b200, v5e, v6e"),
         ("plan nofile.py:init", "there is no file nofile.py"),
-        ("plan nomodule.inside:init", "No module named 'nomodule'"),
         ("plan ..train:init", "neither file.py:function nor module:function"),
         ("plan train.py:", "'train.py:' is not a function, but module"),
         ("plan train.py:int", "train.py has no 'int'"),
         ("plan train.py:leaves", "raised SystemExit: no GPU"),
         ("explain train.py:loss --policy bf16", "give either the shapes of the arguments, or --arguments"),
-        ("explain train.py:loss f32[3] --arguments train.py:init", "give either the shapes"),
         ("explain train.py:loss f32[16,4] f32[8,16]", "`explain` needs a policy"),
-        (
-            "explain train.py:lowered f32[16,4] f32[8,16] --policy bf16",
-            "`explain` takes no policy or rules for a function",
-        ),
-        ("explain train.py:lowered f32[16,4] f32[8,16] --grad", "`explain` needs a policy"),
         ("explain train.py:loss f32[16,4] f32[8,16] --policy params=bf15", "Unknown dtype 'bf15' in policy"),
-        ("explain train.py:loss f32[16,4] --policy bf16", "missing 1 required positional argument: 'x'"),
         ("explain train.py:loss f32[16,4] f32[8,15] --policy bf16", "(loss): `def loss(w, x)"),
         ("report nothing.npz", "there is no file nothing.npz"),
         ("report .", "the folder . holds no Orbax checkpoint"),
