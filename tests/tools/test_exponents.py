@@ -50,15 +50,6 @@ def test_the_fate_of_a_number_is_what_a_cast_on_the_host_makes_of_it():
         )
 
 
-def test_arithmetic_that_flushes_would_miss_the_numbers_below_bfloat16():
-    """The negative control: compared as numbers, float32 subnormals are zero on a CPU."""
-    x = jnp.asarray(np.float32([2.0**-140]))
-    flushed = jax.jit(lambda x: (x != 0) & (x <= 2.0**-134))(x)
-    assert fates(x, exponents.range_of("bf16", "test"))[0].all()
-    if jax.default_backend() == "cpu":
-        assert not flushed.any()
-
-
 def test_in_float32_no_float32_number_vanishes_or_overflows():
     x = np.float32([2.0**-149, 1.0, 3.4028235e38, 0.0, np.inf, np.nan])
     found = fates(x, exponents.range_of("f32", "test"))

@@ -1,7 +1,5 @@
 """Plans against the bytes of real arrays, and against the formulas of the literature."""
 
-import pickle
-
 import equinox as eqx
 import flax.linen as nn
 import jax
@@ -122,13 +120,6 @@ def test_parameters_gradients_and_moments_are_divided_as_the_specs_say(axis, spe
     assert plan.devices == 8
 
 
-def test_parameters_on_a_mesh_of_explicit_axes_bring_their_own_specs():
-    mesh = jax.make_mesh((8,), ("model",), axis_types=(AxisType.Explicit,), devices=jax.devices("cpu"))
-    w = jax.device_put(jnp.ones((16, 48), jnp.float32), NamedSharding(mesh, P(None, "model")))
-    plan = memory_plan({"w": w}, optax.adam(0.1), mesh=mesh, axis=None)
-    assert plan.bytes_of("parameters") == 4 * 16 * 6
-
-
 # Formulas.
 
 
@@ -168,22 +159,6 @@ def test_an_override_of_the_policy_is_one_for_gradients_and_float64_stays():
     with jax.enable_x64(True):
         params["norm"] = jax.ShapeDtypeStruct((3,), np.float64)
         assert gradients(None, gradient_dtype="bf16") == 5 * 2 + 3 * 8
-
-
-@pytest.mark.parametrize(
-    ("recipe", "options", "whole", "divided"),
-    [
-        ("bf16-masters", {"gradient_dtype": "f32"}, 6, 12),
-        ("f32", {}, 8, 8),
-    ],
-)
-def test_zero_takes_the_bytes_of_megatrons_table(recipe, options, whole, divided):
-    tx, policy = RECIPES[recipe]
-    n = 256 * 1024 * 3
-    for d in (1, 2, 8, 1024):
-        plan = memory_plan(n, tx, policy, mesh=abstract(data=d), **options)
-        assert plan.parameters == n
-        assert without_scalars(plan) == whole * n + divided * n // d
 
 
 def test_two_numbers_of_4_bits_take_a_byte():
@@ -255,15 +230,6 @@ def test_the_largest_model_fills_the_memory_but_for_a_block(options):
     for memory in (80e9, 123_456_789):
         largest = memory_plan(256_000_000, tx, policy, **options).largest_model(memory)
         assert total(largest - 256 * 8) <= memory < total(largest + 256 * 8)
-
-
-def test_models_and_pickled_plans_grow_in_proportion():
-    """Ten parameters take 16 bytes each, and a count 4 bytes."""
-    of_a_model = memory_plan({"w": jnp.ones((2, 5), jnp.float32)}, optax.adam(0.1))
-    for plan in (memory_plan(10, optax.adam(0.1)), of_a_model):
-        assert pickle.loads(pickle.dumps(plan)) == plan
-        assert plan.total_bytes == 164
-        assert [plan.largest_model(memory) for memory in (164, 163, 67, 3)] == [10, 9, 3, 0]
 
 
 # Parts and tables.
