@@ -106,10 +106,9 @@ def test_a_quick_examination_times_nothing_and_sees_that_autocast_is_off(monkeyp
         doctor.examine()
 
 
-@pytest.mark.parametrize("error", [RuntimeError, AssertionError])
-def test_without_a_backend_the_failure_is_the_finding(monkeypatch, nothing_is_tried, error):
+def test_without_a_backend_the_failure_is_the_finding(monkeypatch, nothing_is_tried):
     def fail():
-        raise error("Unable to initialize backend 'cuda'\nand more")
+        raise AssertionError("Unable to initialize backend 'cuda'\nand more")
 
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     monkeypatch.setattr(jax, "devices", fail)
@@ -131,8 +130,6 @@ def test_a_wrong_product_and_one_that_raises_do_not_work():
 
     refused = Product("odd", False, refusal="no such dtype")
     assert doctor_products.try_product("odd", Way(BFLOAT16, fail, 1.0)) == refused
-    assert doctor_products.first_line(ValueError()) == "ValueError"
-    assert len(doctor_products.first_line(ValueError("x" * 1000))) == 160
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16])
@@ -166,7 +163,7 @@ def test_this_package_is_found_in_its_folder_and_its_own_distribution_is_no_othe
 
 
 def test_a_package_in_the_working_directory_is_found(tmp_path, monkeypatch):
-    """Make a folder called mpx, which is no package yet; then another package, and then a copy of this one."""
+    """Make a folder called mpx, which is no package yet; then another package, then a copy of this one."""
     (tmp_path / "mpx").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("importlib.metadata.packages_distributions", dict)  # which takes long
@@ -180,9 +177,7 @@ def test_a_package_in_the_working_directory_is_found(tmp_path, monkeypatch):
 def test_a_healthy_gpu_has_notes_only():
     assert "use 11 of their 24 bits" in problem_in(GPU, "note").what
     assert (GPU.exit_code, GPU.is_exact) == (0, True)
-    whole = changed(products=products_of(default=1.0))
-    assert whole.problems == ()
-    assert "No problems." in str(whole)
+    assert changed(products=products_of(default=1.0)).problems == ()
 
 
 @pytest.mark.parametrize(
@@ -240,12 +235,9 @@ def test_without_rates_the_verdict_is_to_measure_first():
     [
         ("H200", GPU.products, BF16),
         ("T4", products_of(default=1, bf16=0.5, f16=6), F16),
-        ("V100", products_of(default=1, bf16=0.9, f16=6.4), F16),
         ("a GPU whose float16 is far faster", products_of(default=1, bf16=2, f16=6), F16),
         ("CPU", products_of(default=1, bf16=0.8, f16=0.8), F32),
-        ("CPU with AMX", products_of(default=1, bf16=4, f16=1), BF16),
         ("TPU, which rounds float32 to bfloat16 anyway", products_of(bits=8, default=1, bf16=1.05), BF16),
-        ("a GPU of the same rates that does not", products_of(default=1, bf16=1.05), F32),
         ("a GPU whose bfloat16 is wrong", products_of(broken=("bf16",), default=1, bf16=2, f16=2), F16),
         ("a TPU that was not timed", products_of(bits=8, default=None, bf16=None), BF16),
     ],

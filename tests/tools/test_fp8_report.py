@@ -63,7 +63,7 @@ def test_cotangents_are_counted_in_the_format_of_the_backward_pass():
 
 
 @pytest.mark.parametrize("power_of_two", [True, False])
-@pytest.mark.parametrize("largest", [2.0**-120, 1e-9, 449.0, 1e30])
+@pytest.mark.parametrize("largest", [2.0**-120, 1e30])
 def test_nothing_overflows_after_its_scale(power_of_two, largest):
     """Negative control: without a scale all numbers of 449 and more would be NaN in e4m3."""
     x = normal(0, 16, 16) * largest
@@ -73,11 +73,14 @@ def test_nothing_overflows_after_its_scale(power_of_two, largest):
         assert float(mpx.monitor.overflow("float8_e4m3fn")(x)) == 1
 
 
-@pytest.mark.parametrize("value", [np.inf, np.nan])
-def test_what_is_not_finite_is_counted_and_named(value):
-    report = mpx.monitor.fp8_report(loss_fn, SMALL)(jnp.ones((16, 16)).at[0, 0].set(value), jnp.ones((16, 16)))
+def test_what_is_not_finite_is_counted_and_named():
+    reported = mpx.monitor.fp8_report(loss_fn, SMALL)
+    for value in (np.inf, np.nan):
+        report = reported(jnp.ones((16, 16)).at[0, 0].set(value), jnp.ones((16, 16)))
     (row,) = [row for row in report.operands if row.operand == "right"]
     assert row.nonfinite > 0
+    again = reported(jnp.ones((16, 16)), jnp.ones((16, 16)))  # which begins anew
+    assert [row.nonfinite for row in again.operands] == [0, 0, 0]
     assert report.verdict.startswith(f"Infinite or NaN: {row.nonfinite} numbers, first seen in the right operand of")
 
 

@@ -20,6 +20,7 @@ def test_each_plan_is_that_of_its_recipe():
     for name, plan in comparison.plans.items():
         recipe = STANDARD_RECIPES[name]
         assert plan == memory_plan(2**16, recipe.wrap(optax.lion(1e-3)), recipe.policy, mesh=MESH)
+    assert str(comparison).startswith("Memory to train 65,536 parameters, in MB")
     assert comparison.as_dict() == {name: plan.as_dict() for name, plan in comparison.plans.items()}
 
 

@@ -52,10 +52,8 @@ def in_8_bits(rule, **options):
 
 TRANSFORMATIONS = {
     "plain": ADAMW,
-    "momentum": optax.sgd(0.1, momentum=0.9),
     "average": mpx.master_weights(optax.chain(ADAMW, mpx.params_ema(0.9))),
     "multi steps": optax.MultiSteps(mpx.master_weights(ADAMW), 4),
-    "bf16 moments": mpx.low_precision_state(ADAMW, {"mu": "bf16", "nu": "bf16"}),
     "8 bits": mpx.master_weights(in_8_bits(ADAMW), storage="split"),
     "8 bits stochastic": in_8_bits(ADAMW, rounding="stochastic", key=jax.random.key(1)),
     "partition": labelled(mpx.master_weights(ADAMW), optax.sgd(0.1, momentum=0.9)),
@@ -92,7 +90,7 @@ def test_the_state_has_the_bytes_of_the_real_arrays(name):
     assert plan.bytes_of("parameters") + plan.bytes_of("not trained") == nbytes(params)
 
 
-@pytest.mark.parametrize("name", [*RECIPES, "average", "8 bits", "partition", "adafactor"])
+@pytest.mark.parametrize("name", ["bf16-split", "average", "8 bits", "partition", "adafactor"])
 def test_a_device_has_the_bytes_of_its_part_of_the_real_arrays(name):
     mesh = eight_cpu_devices()
     tx, policy = CASES[name]
@@ -155,7 +153,7 @@ def test_an_override_of_the_policy_is_one_for_gradients_and_float64_stays():
     params = {"dense": jax.ShapeDtypeStruct((5,), np.float32), "norm": jax.ShapeDtypeStruct((3,), np.float32)}
     policy = mpx.get_policy("c=bf16", overrides=(("norm", jnp.float32),))
     gradients = lambda policy, **options: memory_plan(params, optax.sgd(0.1), policy, **options).bytes_of("gradients")
-    assert (gradients(policy), gradients(None)) == (5 * 2 + 3 * 4, 8 * 4)
+    assert (gradients(policy), gradients(None), gradients("p=bf16,c=f32")) == (5 * 2 + 3 * 4, 8 * 4, 8 * 2)
     with jax.enable_x64(True):
         params["norm"] = jax.ShapeDtypeStruct((3,), np.float64)
         assert gradients(None, gradient_dtype="bf16") == 5 * 2 + 3 * 8
@@ -192,15 +190,13 @@ def test_a_number_is_rounded_up_to_blocks_on_each_device(n, d):
 @pytest.mark.parametrize(
     "given_model",
     [
-        lambda: nnx.state(nnx.Linear(5, 3, rngs=nnx.Rngs(0)), nnx.Param),
         nnx.state(nnx.Linear(5, 3, rngs=nnx.Rngs(0)), nnx.Param),
         lambda: nn.Dense(3).init(jax.random.key(0), jnp.ones((1, 5))),
-        lambda: eqx.nn.MLP(5, 3, 0, 0, key=jax.random.key(0)),
         eqx.nn.MLP(5, 3, 0, 0, key=jax.random.key(0)),
         {"w": np.ones((5, 3), np.float32), "b": jax.ShapeDtypeStruct((3,), np.float32), "activation": jnp.tanh},
         18,
     ],
-    ids=["nnx function", "nnx", "linen function", "equinox function", "equinox", "tree", "number"],
+    ids=["nnx", "linen function", "equinox", "tree", "number"],
 )
 def test_a_model_may_come_from_any_library(given_model):
     plan = memory_plan(given_model, mpx.master_weights(optax.sgd(0.1)), "bf16")
@@ -265,11 +261,6 @@ def test_the_parts_of_a_state_are_named_as_its_fields():
         (mpx.stochastic_rounding(jax.random.key(0)), "key", ("other state", "uint32")),
         (optax.sm3(0.1), "mu", ("second moment", "bfloat16")),
         (optax.contrib.schedule_free_sgd(0.1), "z", ("other state", "bfloat16")),
-        (
-            optax.GradientTransformation(lambda params: {"speed": params}, lambda g, s, p=None: (g, s)),
-            "speed",
-            ("other state", "bfloat16"),
-        ),
     ],
 )
 def test_a_part_is_known_by_the_state_it_stands_in(tx, name, part):
