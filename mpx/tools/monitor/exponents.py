@@ -4,7 +4,6 @@ All comparisons are of integer bits. Arithmetic and comparisons on a CPU take fl
 gradient is subnormal before it vanishes.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -44,8 +43,7 @@ class ExponentHistogram(NamedTuple):
     nonfinite: Counts
 
 
-@dataclasses.dataclass(frozen=True)
-class Range:
+class Range(NamedTuple):
     """The smallest magnitudes that meet each fate when numbers are rounded to nearest, ties to even."""
 
     dtype: np.dtype
@@ -53,17 +51,12 @@ class Range:
     normal_from: float
     infinite_from: float  # or NaN, in a format without infinities
 
-    @property
-    def thresholds(self) -> tuple[float, float, float]:
-        """Return where each of `FATES` ends and the next one begins."""
-        return self.nonzero_from, self.normal_from, self.infinite_from
-
     def edges(self, dtype: DTypeLike, scale: float = 1.0) -> np.ndarray:
         """Return where each of `FATES` begins, then infinity, then no number: bits of float32 (float64: uint64).
 
         The edges are for numbers that are multiplied by `scale`, a power of two, before they are rounded.
         """
-        thresholds = np.array([math.ulp(0.0), *(np.array(self.thresholds) / scale), math.inf])
+        thresholds = np.array([math.ulp(0.0), *(np.array(self[1:]) / scale), math.inf])
         with np.errstate(over="ignore", under="ignore"):
             nearest = thresholds.astype(np.float64 if dtype == np.float64 else np.float32)
         above = np.nextafter(nearest, nearest[-1])
@@ -125,20 +118,15 @@ def shares_of(counts: Counts) -> Counts:
 
 
 def count_exponents(x: ArrayLike) -> jax.Array:
-    """Count the zeros, the numbers of each of `EXPONENTS`, and the infinities and NaN: uint32[..., 279]."""
+    """Count the numbers of each of `EXPONENTS`, then the zeros, then infinities and NaN: uint32[..., 279]."""
 
     def histogram(part):
-        inside = jnp.where(is_number(part), _exponents(part) - EXPONENTS.start + 1, len(EXPONENTS) + 1)
-        places = jnp.where(part == part.dtype.type(0), 0, inside)
+        others = jnp.where(part == part.dtype.type(0), len(EXPONENTS), len(EXPONENTS) + 1)
+        places = jnp.where(is_number(part), _exponents(part) - EXPONENTS.start, others)
         # A scatter of integers: their sums are the same in any order.
         return jnp.zeros(len(EXPONENTS) + 2, np.uint32).at[places].add(np.uint32(1))
 
     return _by_parts(histogram, magnitudes_of(x))
-
-
-def histogram_of(totals: Counts) -> ExponentHistogram:
-    """Return the sums of what `count_exponents` counted as a histogram."""
-    return ExponentHistogram(totals[1:-1], totals[0], totals[-1])
 
 
 def sum_float32(counts: jax.Array) -> jax.Array:

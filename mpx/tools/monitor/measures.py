@@ -103,8 +103,11 @@ def exponent_histogram(*, groups: Groups = None) -> Callable[[Any], Any]:
     References:
         Micikevicius et al. 2018, Mixed Precision Training (arXiv 1710.03740), figure 3.
     """
-    kinds = len(exponents.EXPONENTS) + 2
-    of_leaves = lambda leaves: exponents.histogram_of(_total(exponents.count_exponents, leaves, kinds))
+
+    def of_leaves(leaves):
+        totals = _total(exponents.count_exponents, leaves, len(exponents.EXPONENTS) + 2)
+        return exponents.ExponentHistogram(totals[:-2], totals[-2], totals[-1])
+
     return measure("exponent_histogram", of_leaves, groups)
 
 

@@ -156,7 +156,7 @@ class UnderflowReport(Result):
         bars = np.add.reduceat(counts[:end], list(starts))
         for start, count in zip(starts, bars.tolist(), strict=True):
             # What becomes of most numbers from this power of two to the next; normal ones need no remark.
-            fate = exponents.FATES[bisect.bisect_right(span.thresholds, math.ldexp(1.5, EXPONENTS[start]))]
+            fate = exponents.FATES[bisect.bisect_right(span[1:], math.ldexp(1.5, EXPONENTS[start]))]
             remark, bar = "" if fate == "normal" else fate, "#" * math.ceil(_WIDTH * count / bars.max())
             yield f"2^{EXPONENTS[start]}", _percent(count / bars.sum()), remark, bar
 
@@ -246,7 +246,7 @@ def underflow_report(
 def _summary(x: jax.Array, scale: float) -> tuple[ExponentHistogram, float, float]:
     """Return the histogram of numbers divided by a power of two, and the smallest and largest nonzero finite ones."""
     counted, *ends = _counts_and_ends(x)
-    counts, zeros, nonfinite = exponents.histogram_of(exponents.sum_int64(counted))
+    *counts, zeros, nonfinite = exponents.sum_int64(counted)
     shifted = np.zeros_like(counts)
     places = np.arange(len(shifted)) - (math.frexp(scale)[1] - 1)
     np.add.at(shifted, np.clip(places, 0, len(shifted) - 1), counts)

@@ -128,7 +128,7 @@ def _draw_ranges(axes: Axes, ranges: list[Range]) -> None:
     strip.set_yticks(range(len(ranges)), [str(span.dtype) for span in ranges])
     strip.set_ylim(len(ranges) - 0.5, -0.5)
     for y, span in enumerate(ranges):
-        low, normal, high = map(math.log2, span.thresholds)
+        low, normal, high = map(math.log2, span[1:])
         bar = {"height": 0.7, "edgecolor": BLUE, "linewidth": 1.2}
         strip.barh(y, normal - low, left=low, facecolor="none", **bar)
         strip.barh(y, high - normal, left=normal, facecolor=BLUE, **bar)
