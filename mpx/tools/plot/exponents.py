@@ -8,7 +8,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 from matplotlib.transforms import ScaledTranslation, blended_transform_factory
 
 from mpx._loss_scale import is_power_of_two
@@ -111,8 +111,6 @@ def _draw_histogram(axes: Axes, counts: np.ndarray, shift: int) -> list[Any]:
     # From a power of ten to another, so that there are at least two numbers on the axis.
     low, high = np.log10([heights.min() / 1.5, heights.max() * 1.5])
     axes.set_ylim(10.0 ** np.floor(low), 10.0 ** np.ceil(high))
-    axes.yaxis.set_major_locator(LogLocator(numticks=8))
-    axes.yaxis.set_minor_locator(NullLocator())
     return handles
 
 
