@@ -28,10 +28,10 @@ def read(path: pathlib.Path) -> tuple[Any, list[str]]:
         raise CommandError(f"{path} is not a .npz, .npy or .safetensors file, nor the folder of an Orbax checkpoint.")
     try:
         found = readers[path.suffix](path)
+        # NumPy saves bfloat16, which it does not know, as two bytes without a name.
+        unnamed = [name for name, array in found.items() if array.dtype == np.dtype("V2")]
     except Exception as error:  # each reader has its own errors for a damaged file
         raise CommandError(f"{path} cannot be read as {path.suffix}: {message_of(error)}") from error
-    # NumPy saves bfloat16, which it does not know, as two bytes without a name.
-    unnamed = [name for name, array in found.items() if array.dtype == np.dtype("V2")]
     tree = found | {name: found[name].view(ml_dtypes.bfloat16) for name in unnamed}
     return tree, [f"NumPy has lost the dtype of {_errors.listed(unnamed, 5)}: read as bfloat16."] if unnamed else []
 
