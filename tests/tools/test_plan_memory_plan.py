@@ -42,25 +42,15 @@ def labelled(leaf_rule, other_rule):
     return optax.partition({"a": leaf_rule, "b": other_rule}, labels)
 
 
-def with_dimensions(params):
-    return jax.tree.map(lambda p: p.ndim > 0, params)
-
-
-def in_8_bits(rule, **options):
-    return mpx.low_precision_state(rule, {"mu|nu": BLOCKS}, min_size=64, **options)
+def in_8_bits(rule):
+    return mpx.low_precision_state(rule, {"mu|nu": BLOCKS}, min_size=64)
 
 
 TRANSFORMATIONS = {
-    "plain": ADAMW,
     "average": mpx.master_weights(optax.chain(ADAMW, mpx.params_ema(0.9))),
     "multi steps": optax.MultiSteps(mpx.master_weights(ADAMW), 4),
     "8 bits": mpx.master_weights(in_8_bits(ADAMW), storage="split"),
-    "8 bits stochastic": in_8_bits(ADAMW, rounding="stochastic", key=jax.random.key(1)),
     "partition": labelled(mpx.master_weights(ADAMW), optax.sgd(0.1, momentum=0.9)),
-    "masked": optax.masked(mpx.master_weights(ADAMW), with_dimensions),
-    "scaled": mpx.loss_scaling(mpx.master_weights(ADAMW)),
-    # (Optax looks for the narrowest dtype there, and cannot compare that of a key.)
-    "injected": optax.masked(optax.inject_hyperparams(optax.adam)(learning_rate=0.1), with_dimensions),
     "adafactor": mpx.upcast(optax.adafactor(1e-2, min_dim_size_to_factor=4)),
 }
 RECIPES = {name: (recipe.wrap(ADAMW), recipe.policy) for name, recipe in STANDARD_RECIPES.items()}
