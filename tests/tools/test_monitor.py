@@ -231,7 +231,8 @@ def test_measurements_are_those_of_optax_monitor_averages_too():
 
 def test_a_measure_of_bfloat16_parameters_keeps_the_float32_of_their_updates():
     measurement = measured(optax.tree.norm, jnp.full(4, 1.001, jnp.float32), jnp.ones(4, jnp.bfloat16))
-    assert measurement.dtype == np.float32
+    narrow = measured(optax.tree.norm, jnp.ones(4, jnp.bfloat16), jnp.ones(4, jnp.bfloat16))
+    assert measurement.dtype == narrow.dtype == np.float32
     np.testing.assert_allclose(measurement, 2.002, rtol=1e-6)
 
 
