@@ -100,7 +100,7 @@ def error_of(*arguments):
     assert result.stdout == ""
     (line,) = [line for line in result.stderr.splitlines() if not line.startswith("noise")]
     assert line.startswith("Error: ")
-    assert "mpx_cli" not in line  # a line of the command line itself is not the user's
+    assert not {"mpx_cli", "ValueError"} & set(re.findall(r"\w+", line))  # neither is for the user
     return line
 
 
@@ -470,10 +470,7 @@ def test_a_file_of_other_arrays_is_refused_and_objects_are_not_run():
         ("explain train.py:loss f32[16,4] f32[8,15] --policy bf16", "(loss): `def loss(w, x)"),
         ("report nothing.npz", "there is no file nothing.npz"),
         ("report .", "the folder . holds no Orbax checkpoint"),
-        (
-            "report gradients.npz --loss-scale 3",
-            "Error: `underflow_report`: `loss_scale` must be a loss scale or a number",
-        ),
+        ("report gradients.npz --loss-scale 3", "`loss_scale` must be a loss scale or a number"),
     ],
 )
 def test_a_mistake_ends_in_one_line(command, message):

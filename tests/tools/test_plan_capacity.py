@@ -1,7 +1,7 @@
 """The largest size that fits, against all sizes tried one by one."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mpx.tools.cli.programs import largest_batch
@@ -29,6 +29,7 @@ def test_few_sizes_are_tried(start, most):
 
 
 @given(st.integers(1, 10**6), st.integers(1, 10**6), st.sampled_from([0.0, 0.03, 0.5]))
+@example(35, 1, 0.03)  # where a step too many would end at 34
 def test_a_size_larger_by_the_resolution_does_not_fit(answer, start, resolution):
     found = largest_that_fits(lambda size: size, answer, start=start, resolution=resolution)
     assert found <= answer < found + max(1, int(found * resolution))
