@@ -355,6 +355,7 @@ def test_arrays_are_reported_as_the_library_reports_them():
     expected = mpx.underflow_report(GRADIENTS, "f16", loss_scale=4.0).as_dict()
     found = as_json("report", "gradients.npz", "--loss-scale", "4", "--dtype", "f16")
     assert found == {"file": "gradients.npz", "notes": [], "report": json.loads(json.dumps(expected))}
+    assert expected["verdict"] in succeeded("report", "gradients.npz", "--loss-scale", 4).stdout  # not folded
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".npy"])
