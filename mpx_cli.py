@@ -6,8 +6,6 @@ whose import takes most of a second.
 
 import functools
 import pathlib
-import re
-import sys
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -34,10 +32,6 @@ def main() -> None:
     Raises:
         SystemExit: always, with the exit code: 0, 1 after an error, 2 for wrong usage, 3 after a warning of the doctor.
     """
-    negative = next((argument for argument in sys.argv[1:] if re.match(r"-\d", argument)), None)
-    if negative is not None:
-        typer.echo(f"Error: {negative} looks like an option. Did you mean {negative[1:]}?", err=True)
-        raise SystemExit(2)
     app(prog_name="mpx")
 
 
@@ -144,8 +138,7 @@ def plan(
     planned = given.function(model) if ":" in model else given.parameters(model)
     comparison = plans.compare(planned, rule, recipe or [], devices, fsdp, gradient_dtype)
     content = {"model": model, "rule": rule, "plans": comparison.plans} | plans.what_fits(comparison, limit)
-    parts = plans.tables(comparison, limit, fraction, fsdp)
-    output.write(content, parts if gradient_dtype else [*parts, plans.CONVENTION], as_json)
+    output.write(content, plans.tables(comparison, limit, fraction, gradient_dtype), as_json)
 
 
 @_command('mpx explain train.py:loss "f32[16,4]" "f32[8,16]" --policy bf16 --grad')

@@ -11,7 +11,6 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax import lax
 
 import mpx
 from mpx.tools.advise.advise import advise, grouped
@@ -82,15 +81,6 @@ def test_the_errors_are_those_of_training_and_the_override_brings_them_under_the
     assert max(centred_errors(other)) > 10 * advice.bound
 
 
-def test_the_override_keeps_both_the_stored_leaf_and_its_contraction():
-    advice, params = centred_advice(), centred_params()
-    stored = advice.policy.cast_to_param(params)
-    assert [name for name, leaf in stored.items() if leaf.dtype == np.float32] == ["second"]
-    rows = mpx.explain(mpx.autocast(centred_loss, advice.policy))(stored, normal(3, 6, 4)).contractions
-    assert [row.runs_in for row in rows] == ["bf16", "f32", "bf16"]
-    assert rows[1].reason == "an override of the policy asks for f32"
-
-
 @pytest.mark.parametrize("name", ["third", "bias"])
 def test_the_error_of_a_row_is_that_of_its_leaf_rounded_and_its_product_narrowed(name):
     """Write the one product in bfloat16 by hand, and the others in float32."""
@@ -137,8 +127,6 @@ def test_nothing_is_kept_where_the_policy_meets_the_bound():
     assert (advice.overrides, advice.policy, advice.met) == ((), STORED_ONLY, True)
     assert advice.after == advice.before
     assert advice.before.worst > 0
-    same = advise(lambda params, x: jnp.sum(params * x), full(2, 1.001), ones(2), str(STORED_ONLY), bound=0.1)
-    assert same == advice
 
 
 def attention_loss(params, x):
@@ -166,29 +154,15 @@ def test_what_no_override_reaches_is_measured_and_full_precision_around_it_meets
     assert advise(wrapped_loss, params, x, COMPUTE_ONLY, bound=5e-3).met
 
 
-def test_the_flops_of_a_scan_count_all_iterations():
-    def loss_fn(params, x):
-        return jnp.sum(lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params["layers"])[0])
-
-    advice = advise(loss_fn, {"layers": normal(0, 3, 4, 4)}, normal(1, 2, 4), COMPUTE_ONLY, bound=1.0)
-    assert advice.rows[0].flops == 3 * 2 * 2 * 4 * 4
-
-
 @pytest.mark.parametrize("head", [jnp.log, jax.nn.log_softmax], ids=["infinite", "nan"])
 def test_an_overflow_is_an_infinite_error_ranked_first(head):
     """Compute 300 x 300 x 2, which is beyond the range of float16; the difference of two infinities is NaN."""
-
-    def loss_fn(params, x):
-        return jnp.mean(head(x @ params["large"])) + jnp.mean(x @ params["small"])
-
+    loss_fn = lambda params, x: jnp.mean(head(x @ params["large"])) + jnp.mean(x @ params["small"])
     params = {"large": full((2, 2), 300.0), "small": normal(0, 2, 2)}
     policy = mpx.get_policy("params=f16,compute=f16,output=f32")
     advice = advise(loss_fn, params, full((3, 2), 300.0), policy, bound=1e-2)
-    assert [row.name for row in advice.rows] == ["large", "small"]
-    assert advice.rows[0].error == np.inf
-    assert np.isfinite(advice.rows[1].error)
-    assert advice.before.worst == np.inf
-    assert advice.met
+    assert [(row.name, row.error == np.inf) for row in advice.rows] == [("large", True), ("small", False)]
+    assert (advice.before.worst, advice.met) == (np.inf, True)
     assert advice.overrides == (("^large$", np.dtype(np.float32)),)
 
 
@@ -201,21 +175,6 @@ def test_a_loss_scale_keeps_float16_gradients_from_underflow():
     scaled = run(loss_scale=mpx.StaticLossScale(2.0**20))
     assert scaled.before.gradient < 1e-3
     assert scaled.rows[0].gradient_error < 1e-3
-
-
-def linear_loss(params, x):
-    return sum(jnp.sum((x * leaf) ** 2) for leaf in jax.tree.leaves(params))
-
-
-def test_layers_are_grouped_by_paths_with_equal_words():
-    layer = {"kernel": full(3, 1.001), "bias": ones(3)}
-    params = {"layers": [layer, layer, layer], "layers_x": full(3, 1.003)}
-    advice = advise(linear_loss, params, ones(3), STORED_ONLY, groups="patterns", bound=1e-7)
-    patterns = {row.name: row.pattern for row in advice.rows}
-    assert set(patterns) == {"layers/*/bias", "layers/*/kernel", "layers_x"}
-    assert patterns["layers/*/kernel"] == "^layers/[0-9]+/kernel$"
-    for layer in advice.policy.cast_to_param(params)["layers"]:
-        assert (layer["kernel"].dtype, layer["bias"].dtype) == (np.float32, jnp.bfloat16)  # ones are exact
 
 
 PATHS = st.text(st.sampled_from("ab01.*+[](|)$^\\/- é"), max_size=5)
@@ -250,11 +209,8 @@ def test_a_model_of_flax_is_advised_by_its_paths():
     loss_fn, x = lambda params, x: jnp.mean(nnx.merge(graph, params)(x) ** 2), normal(0, 2, 4)
     advice = advise(loss_fn, params, x, STORED_ONLY, bound=1e-6)
     assert sorted(name for name, _ in advice.overrides) == ["^layers/0/kernel$", "^layers/1/kernel$"]  # biases are 0
-    stored = jax.tree.leaves(advice.policy.cast_to_param(params))
-    assert sorted(str(leaf.dtype) for leaf in stored) == ["bfloat16"] * 2 + ["float32"] * 2
-    for overrides, dtype in (((), "bf16"), (advice.overrides, "f32")):
-        policy = mpx.get_policy(str(BF16), overrides=overrides)
-        assert {row.runs_in for row in mpx.explain(loss_fn, policy)(params, x).contractions} == {dtype}
+    policy = mpx.get_policy(str(BF16), overrides=advice.overrides)
+    assert {row.runs_in for row in mpx.explain(loss_fn, policy)(params, x).contractions} == {"f32"}
 
 
 def test_errors_are_means_over_a_list_of_batches():
@@ -278,34 +234,14 @@ def test_a_tuple_is_one_batch_and_integers_pass():
     batches = [(jnp.array([0, 3]), 2), (jnp.array([1, 1]), 5)]
     advice = advise(loss_fn, params, batches, STORED_ONLY, bound=1.0)
     assert {row.name for row in advice.rows} == {"embedding", "head"}
-    singles = [advise(loss_fn, params, batch, STORED_ONLY, bound=1.0).before.gradient for batch in batches]
-    assert advice.before.gradient == pytest.approx(np.mean(singles))
 
 
 def test_overrides_of_the_policy_stay_behind_the_advised_ones():
     params = {"kept": full(2, 1.001), "stored": full(2, 1.001)}
     policy = mpx.get_policy("params=bf16,compute=f32", overrides=(("kept", jnp.float32),))
-    advice = advise(linear_loss, params, ones(2), policy, bound=1e-7)
+    advice = advise(lambda p, x: jnp.sum((x * (p["kept"] + p["stored"])) ** 2), params, ones(2), policy, bound=1e-7)
     assert [row.name for row in advice.rows] == ["stored"]
     assert advice.policy.overrides == (*advice.overrides, *policy.overrides)
-
-
-def test_an_override_of_the_policy_that_narrows_is_taken_back():
-    policy = mpx.get_policy("f32", overrides=(("w", jnp.bfloat16),))
-    loss_fn = lambda params, x: jnp.sum(x @ params["w"] + x @ params["v"])
-    advice = advise(loss_fn, {"w": normal(0, 3, 2), "v": normal(1, 3, 2)}, normal(2, 4, 3), policy, bound=1e-6)
-    assert [(row.name, row.bytes, row.is_kept) for row in advice.rows] == [("w", 12, True)]
-    assert advice.met
-
-
-def test_of_an_autocast_function_the_rules_count_and_the_policy_does_not():
-    loss_fn = lambda params, x: jnp.sum(lax.conv(x, params["kernel"], (1,), "SAME") ** 2) + jnp.sum(params["w"] @ x[0])
-    params, x = {"kernel": normal(0, 2, 2, 3), "w": normal(1, 3, 2)}, normal(2, 1, 2, 5)
-    rules = mpx.DEFAULT_RULES | {"conv_general_dilated": "keep"}
-    function = mpx.autocast(loss_fn, "f16", rules=rules, checkpoint="dots", reduce_dtype=jnp.float32)
-    assert {row.name for row in advise(function, params, x, COMPUTE_ONLY, bound=1.0).rows} == {"w"}
-    lowered = mpx.explain(loss_fn, COMPUTE_ONLY)(params, x).contractions
-    assert [row.runs_in for row in lowered] == ["bf16", "bf16"]  # without that table
 
 
 def test_advice_is_a_table_of_text_and_a_dictionary_for_json():
@@ -315,8 +251,7 @@ def test_advice_is_a_table_of_text_and_a_dictionary_for_json():
     assert re.search(r"^second +\S+ +\S+ +128 +768  override$", text, re.M)
     assert text.endswith("override ('^second$', 'f32')\nThe bound 0.02 is met.")
     read = json.loads(json.dumps(advice.as_dict()))
-    assert [row["name"] for row in read["rows"]] == [row.name for row in advice.rows]
-    assert read["overrides"] == [[pattern, "float32"] for pattern, _ in advice.overrides]
+    assert read["overrides"] == [["^second$", "float32"]]
     assert (read["met"], read["bound"], read["policy"]) == (advice.met, advice.bound, str(advice.policy))
     assert (read["before"]["loss"], read["rest"]["loss"]) == (advice.before.loss, advice.rest.loss)
 

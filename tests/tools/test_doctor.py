@@ -19,7 +19,6 @@ from mpx.tools.doctor.environment import Environment
 from mpx.tools.doctor.exactness import Check
 from mpx.tools.doctor.products import WAYS, Product, Way
 from mpx.tools.doctor.recommendation import recommend
-from mpx.tools.plan import STANDARD_RECIPES, training_code
 
 BFLOAT16, FLOAT16 = np.dtype(jnp.bfloat16), np.dtype(np.float16)
 BF16, F16, F32 = (f"params={p},compute={c},output=f32" for p, c in (("bf16", "bf16"), ("f32", "f16"), ("f32", "f32")))
@@ -63,7 +62,7 @@ def problem_in(found, severity):
 def examined():
     """Examine this machine once, with rates of small matrices."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(doctor_products, "LARGE", {"cpu": 16})
+        patch.setattr(doctor_products, "SIZES", {"cpu": (16, 1)})
         return doctor.examine(seconds=1e-4)
 
 
@@ -107,10 +106,9 @@ def test_a_quick_examination_times_nothing_and_sees_that_autocast_is_off(monkeyp
         doctor.examine()
 
 
-@pytest.mark.parametrize("error", [RuntimeError, AssertionError])
-def test_without_a_backend_the_failure_is_the_finding(monkeypatch, nothing_is_tried, error):
+def test_without_a_backend_the_failure_is_the_finding(monkeypatch, nothing_is_tried):
     def fail():
-        raise error("Unable to initialize backend 'cuda'\nand more")
+        raise AssertionError("Unable to initialize backend 'cuda'\nand more")
 
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     monkeypatch.setattr(jax, "devices", fail)
@@ -132,8 +130,6 @@ def test_a_wrong_product_and_one_that_raises_do_not_work():
 
     refused = Product("odd", False, refusal="no such dtype")
     assert doctor_products.try_product("odd", Way(BFLOAT16, fail, 1.0)) == refused
-    assert doctor_products.first_line(ValueError()) == "ValueError"
-    assert len(doctor_products.first_line(ValueError("x" * 1000))) == 160
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16])
@@ -149,14 +145,6 @@ def test_each_rounding_is_on_operands_that_are_exact_and_a_program_that_loses_it
             assert np.max(np.abs(a) @ np.abs(b)) * 64**2 < 2**24  # all partial sums are multiples of 2^-12, of 24 bits
 
 
-def test_the_sums_of_the_checks_are_exact_in_float32():
-    """Compute them in float64: every sum lies between 1/2 and 2 and is a multiple of 2^-13."""
-    sums = 1 + 1000 * exactness.UPDATES.astype(np.float64)
-    assert np.array_equal(sums, exactness.SUMS)
-    assert np.array_equal(sums * 2**13, np.round(sums * 2**13))
-    assert 0.5 < sums.min() < 1 < sums.max() < 2
-
-
 @pytest.mark.optax_promotion
 def test_a_training_run_without_mpx_fails_the_check_that_mpx_passes_and_so_does_an_error():
     """Add updates of up to 2^-11 to a bfloat16 1, which change nothing."""
@@ -167,11 +155,6 @@ def test_a_training_run_without_mpx_fails_the_check_that_mpx_passes_and_so_does_
     assert exactness.check("claim", lambda: 1 / 0) == Check("claim", False, "division by zero")
 
 
-def test_the_claims_hold_in_64_bit_mode():
-    with jax.enable_x64(True):
-        assert all([check.exact for check in exactness.try_claims()])
-
-
 def test_this_package_is_found_in_its_folder_and_its_own_distribution_is_no_other_one():
     assert environment.collect_environment().package == PACKAGE
     providers = {"mpx": ["mpx-jax", "mpx_jax", "mixed-precision-for-JAX", "mixed-precision-for-JAX"]}
@@ -180,7 +163,7 @@ def test_this_package_is_found_in_its_folder_and_its_own_distribution_is_no_othe
 
 
 def test_a_package_in_the_working_directory_is_found(tmp_path, monkeypatch):
-    """Make a folder called mpx, which is no package yet; then another package, and then a copy of this one."""
+    """Make a folder called mpx, which is no package yet; then another package, then a copy of this one."""
     (tmp_path / "mpx").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("importlib.metadata.packages_distributions", dict)  # which takes long
@@ -194,9 +177,7 @@ def test_a_package_in_the_working_directory_is_found(tmp_path, monkeypatch):
 def test_a_healthy_gpu_has_notes_only():
     assert "use 11 of their 24 bits" in problem_in(GPU, "note").what
     assert (GPU.exit_code, GPU.is_exact) == (0, True)
-    whole = changed(products=products_of(default=1.0))
-    assert whole.problems == ()
-    assert "No problems." in str(whole)
+    assert changed(products=products_of(default=1.0)).problems == ()
 
 
 @pytest.mark.parametrize(
@@ -254,12 +235,9 @@ def test_without_rates_the_verdict_is_to_measure_first():
     [
         ("H200", GPU.products, BF16),
         ("T4", products_of(default=1, bf16=0.5, f16=6), F16),
-        ("V100", products_of(default=1, bf16=0.9, f16=6.4), F16),
         ("a GPU whose float16 is far faster", products_of(default=1, bf16=2, f16=6), F16),
         ("CPU", products_of(default=1, bf16=0.8, f16=0.8), F32),
-        ("CPU with AMX", products_of(default=1, bf16=4, f16=1), BF16),
         ("TPU, which rounds float32 to bfloat16 anyway", products_of(bits=8, default=1, bf16=1.05), BF16),
-        ("a GPU of the same rates that does not", products_of(default=1, bf16=1.05), F32),
         ("a GPU whose bfloat16 is wrong", products_of(broken=("bf16",), default=1, bf16=2, f16=2), F16),
         ("a TPU that was not timed", products_of(bits=8, default=None, bf16=None), BF16),
     ],
@@ -274,15 +252,3 @@ def test_each_class_of_device_has_its_recipe(machine, products, policy):
 def test_a_recipe_says_whether_8_bit_products_are_faster(rate, advice):
     assert advice in recommend(products_of(default=1, bf16=9, float8_e4m3fn=rate)).reasons[-1]
     assert not any("fp8" in reason for reason in recommend(products_of(default=1, bf16=9)).reasons)
-
-
-@pytest.mark.parametrize(
-    ("rates", "name"), [({"bf16": 9}, "bf16-split"), ({"f16": 9}, "f16-scaled"), ({"bf16": 1}, "f32")]
-)
-def test_a_recipe_is_one_of_the_table_with_its_code_for_linen_and_nnx(rates, name):
-    """That this code trains is tested with the table."""
-    recommended = recommend(products_of(default=1, **rates))
-    assert ("`bf16-split` takes 14 bytes" in recommended.reasons[-1]) == (name == "f32")  # to save memory
-    assert recommended.recipe == name
-    recipe = STANDARD_RECIPES[name]
-    assert [*recommended.code.values()] == [training_code(recipe, "linen"), training_code(recipe, "nnx")]

@@ -1,7 +1,5 @@
 """Measures against NumPy; and measuring changes no bit of what is measured."""
 
-import re
-
 import flax.serialization
 import jax
 import jax.numpy as jnp
@@ -16,7 +14,6 @@ from tests.helpers import AS_USERS_DO, assert_same_bits, types_of, unfused
 
 pytestmark = pytest.mark.optax_promotion
 
-SHARES = {"underflow": monitor.underflow, "becomes_subnormal": monitor.becomes_subnormal, "overflow": monitor.overflow}
 MEASURES = {
     "underflow": lambda **groups: monitor.underflow("f16", **groups),
     "histogram": lambda **groups: monitor.exponent_histogram(**groups),
@@ -39,12 +36,6 @@ def test_a_share_of_nothing_is_zero_and_leaves_that_are_not_floating_are_left_ou
     tree = {"w": jnp.float32([1e-10, 1.0]), "ids": jnp.arange(3), "none": None, "masked": optax.MaskedNode()}
     assert float(underflow(tree)) == 0.5
     assert list(monitor.underflow("f16", groups="leaf")(tree)) == ["w"]
-
-
-def test_the_histogram_adds_up_all_leaves():
-    histogram = monitor.exponent_histogram()({"a": jnp.float32([1, 2, 0]), "b": jnp.float32([2.5, -1, jnp.inf])})
-    found = {monitor.EXPONENTS[i]: int(histogram.counts[i]) for i in np.flatnonzero(histogram.counts)}
-    assert (found, float(histogram.zeros), float(histogram.nonfinite)) == ({0: 2, 1: 2}, 1, 1)
 
 
 def test_groups_are_leaves_by_path_or_patterns_of_which_the_first_match_wins():
@@ -86,7 +77,7 @@ def test_lost_updates_of_another_format_are_those_of_weights_stored_in_it():
 
 
 def test_a_zero_that_changes_its_sign_has_not_moved_and_another_number_has():
-    updates, params = jnp.float32([-1e-10, -2.0]), jnp.float16([0.0, 1.0])
+    updates, params = jnp.float32([-1e-10, -2.0, 1.0]), jnp.float16([0.0, 1.0, np.inf])  # no update moves infinity
     assert float(measured(monitor.lost_updates(), updates, params)) == 0.5
 
 
@@ -114,17 +105,6 @@ def test_the_ratio_of_norms_is_that_in_float64_whatever_their_size():
         assert np.isclose(naive, norm(updates) / norm(params)) == (scale == 1)
     for update, weight, ratio in [(0, 0, 0), (0, 1, 0), (1, 0, np.inf), (1e38, 1e-37, np.inf)]:
         assert float(ratio_of(jnp.full(3, update, float), jnp.full(3, weight, float))) == ratio
-
-
-@pytest.mark.parametrize("dtype", [np.float16, jnp.bfloat16], ids=["f16", "bf16"])
-def test_the_ratio_of_16_bit_numbers_neither_overflows_nor_stops(dtype):
-    """In float16 the sum of these squares is infinite; in bfloat16 a sum of ones stops at 256."""
-    updates, params = jnp.full(4000, 1, dtype), jnp.full(4000, 256, dtype)
-    ratio = measured(monitor.update_to_weight_ratio(), updates, params)
-    np.testing.assert_allclose(ratio, 2.0**-8, rtol=1e-6)
-    with np.errstate(over="ignore"):
-        squares = [np.sum(np.square(np.asarray(x)), dtype=dtype) for x in (updates, params)]
-    assert [float(x) for x in squares] != [4000, 4000 * 2.0**16]  # the negative control
 
 
 def all_on(place):
@@ -212,6 +192,7 @@ def test_measures_read_bits_from_behind_one_barrier_and_updates_pass_through():
     state = tx.init(params)
     program = jax.make_jaxpr(lambda grads, params: tx.update(grads, state, params))(params, params).jaxpr
     assert program.outvars[: len(params)] == program.invars[: len(params)]  # the very gradients
+    assert not [eqn for eqn in program.eqns if "callback" in eqn.primitive.name]  # and no host
 
     def readers_of(values):
         inputs = lambda eqn: [v for v in eqn.invars if isinstance(v, jex_core.Var)]
@@ -223,39 +204,6 @@ def test_measures_read_bits_from_behind_one_barrier_and_updates_pass_through():
     assert barrier.primitive.name == "optimization_barrier"
 
 
-def test_a_measure_in_a_snapshot_reads_bits_from_behind_a_barrier_too():
-    program = jax.make_jaxpr(monitor.underflow("f16"))({"w": jnp.ones(3)}).jaxpr
-    assert [eqn.primitive.name for eqn in program.eqns[:2]] == ["bitcast_convert_type", "optimization_barrier"]
-
-
-@pytest.mark.slow
-def test_measures_change_no_bit_without_jit():
-    """Run the rule alone, which needs no model."""
-    params, grads = jnp.linspace(1, 2, 6, dtype=jnp.float32), jnp.linspace(-1, 1, 6, dtype=jnp.float32)
-    plain = RULES["momentum"]()
-    tx = optax.chain(all_on("first"), RULES["momentum"](), all_on("last"))
-    with jax.disable_jit():
-        updates, state = tx.update(grads, tx.init(params), params)
-        assert_same_bits((updates, state[1]), plain.update(grads, plain.init(params), params))
-
-
-@pytest.mark.slow
-def test_a_watched_step_talks_to_no_host_and_waits_for_none():
-    dtype, wrap = RECIPES["scaled"]
-    tx = optax.chain(all_on("first"), wrap(optax.chain(RULES["momentum"](), all_on("inside"))), all_on("last"))
-    params, x, y = network(dtype)
-    state = tx.init(params)
-    step = jax.jit(train_step(tx, x, y))
-    text = step.lower(params, state).as_text()
-    assert not re.search("callback|custom_call|infeed|outfeed|send|recv", text)
-    step(params, state)
-    with jax.transfer_guard("disallow"):
-        params, state, _ = step(params, state)
-    assert step._cache_size() == 1
-    noisy = jax.jit(lambda x: jax.debug.callback(print, x))  # the negative control
-    assert re.search("callback|custom_call", noisy.lower(jnp.ones(2)).as_text())
-
-
 def test_the_state_is_a_fixed_point_a_scan_carry_and_can_be_saved():
     inside = optax.chain(RULES["adamw"](), all_on("inside"))
     tx = optax.chain(all_on("first"), mpx.loss_scaling(mpx.master_weights(inside)))
@@ -264,16 +212,10 @@ def test_the_state_is_a_fixed_point_a_scan_carry_and_can_be_saved():
     step = train_step(tx, x, y)
     scan = lambda carry: jax.lax.scan(lambda carry, _: (step(*carry)[:2], None), carry, length=3)[0]
     assert types_of(jax.eval_shape(scan, (params, state))[1]) == types_of(state)
+    theirs = optax.monitor({"norm": optax.tree.norm})  # the negative control, and the reason for `watch`
+    assert types_of(theirs.update(params, theirs.init(params))[1]) != types_of(theirs.init(params))
     assert_same_bits(flax.serialization.from_bytes(state, flax.serialization.to_bytes(state)), state)
     mpx.check_chain(tx)
-
-
-def test_the_state_of_optax_monitor_is_no_scan_carry():
-    """The negative control, and the reason for `watch`."""
-    grads = jnp.ones(3)
-    for tx, is_fixed in ((optax.monitor({"a": optax.tree.norm}), False), (monitor.watch({"a": optax.tree.norm}), True)):
-        state = tx.init(grads)
-        assert (types_of(tx.update(grads, state)[1]) == types_of(state)) == is_fixed
 
 
 def test_measurements_are_those_of_optax_monitor_averages_too():
@@ -289,7 +231,8 @@ def test_measurements_are_those_of_optax_monitor_averages_too():
 
 def test_a_measure_of_bfloat16_parameters_keeps_the_float32_of_their_updates():
     measurement = measured(optax.tree.norm, jnp.full(4, 1.001, jnp.float32), jnp.ones(4, jnp.bfloat16))
-    assert measurement.dtype == np.float32
+    narrow = measured(optax.tree.norm, jnp.ones(4, jnp.bfloat16), jnp.ones(4, jnp.bfloat16))
+    assert measurement.dtype == narrow.dtype == np.float32
     np.testing.assert_allclose(measurement, 2.002, rtol=1e-6)
 
 

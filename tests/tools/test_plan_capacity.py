@@ -1,7 +1,7 @@
 """The largest size that fits, against all sizes tried one by one."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mpx.tools.cli.programs import largest_batch
@@ -29,6 +29,7 @@ def test_few_sizes_are_tried(start, most):
 
 
 @given(st.integers(1, 10**6), st.integers(1, 10**6), st.sampled_from([0.0, 0.03, 0.5]))
+@example(35, 1, 0.03)  # where a step too many would end at 34
 def test_a_size_larger_by_the_resolution_does_not_fit(answer, start, resolution):
     found = largest_that_fits(lambda size: size, answer, start=start, resolution=resolution)
     assert found <= answer < found + max(1, int(found * resolution))
@@ -41,4 +42,4 @@ def test_a_few_compilations_find_the_largest_batch(batches):
     peak = lambda batch: tried.add(batch) or 6 * 10**9 + 44 * 10**6 * (-(-batch // 16) * 16) + 10**7 * (batch % 7)
     found = largest_batch(peak, batches, 141 * 10**9)
     assert peak(found) <= 141 * 10**9 < peak(int(found * 1.03) + 1)
-    assert len(tried) <= 8
+    assert len(tried) <= 12

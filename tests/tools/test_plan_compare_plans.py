@@ -7,7 +7,6 @@ import optax
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
-import mpx
 from mpx.tools.plan import STANDARD_RECIPES, compare_plans, memory_plan
 
 pytestmark = pytest.mark.optax_promotion
@@ -21,12 +20,8 @@ def test_each_plan_is_that_of_its_recipe():
     for name, plan in comparison.plans.items():
         recipe = STANDARD_RECIPES[name]
         assert plan == memory_plan(2**16, recipe.wrap(optax.lion(1e-3)), recipe.policy, mesh=MESH)
+    assert str(comparison).startswith("Memory to train 65,536 parameters, in MB")
     assert comparison.as_dict() == {name: plan.as_dict() for name, plan in comparison.plans.items()}
-
-
-def test_kahan_with_bf16_moments_holds_what_any_precision_adamw_does():
-    given = mpx.any_precision_adamw(use_kahan_summation=True, momentum_dtype="bf16", variance_dtype="bf16")
-    assert compare_plans(999).plans["bf16-kahan"] == memory_plan(999, given, "bf16")
 
 
 def test_a_rule_without_moments_has_no_recipe_for_them():
@@ -62,10 +57,3 @@ def test_the_table_adds_up_and_says_what_fits(options, header, cells):
     title, *lines = str(comparison.table(**options)).splitlines()
     assert title == "Memory to train 1,000,000 parameters, in MB"
     assert [re.split(r"\s{2,}", line) for line in lines] == [["recipe", *header], ["masters", *cells]]
-
-
-def test_the_table_of_a_large_model_is_in_gigabytes_of_a_device():
-    """On 8 devices float32 takes 4 + 4 + 8 / 8 bytes a parameter."""
-    title, _, f32, *_ = str(compare_plans(700 * 10**9, mesh=MESH)).splitlines()
-    assert title == "Memory to train 700,000,000,000 parameters, in GB on each of 8 devices"
-    assert f32.split() == ["f32", "2,800", "2,800", "700.0", "6,300", "9.000"]

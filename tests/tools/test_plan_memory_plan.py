@@ -1,7 +1,5 @@
 """Plans against the bytes of real arrays, and against the formulas of the literature."""
 
-import pickle
-
 import equinox as eqx
 import flax.linen as nn
 import jax
@@ -44,27 +42,15 @@ def labelled(leaf_rule, other_rule):
     return optax.partition({"a": leaf_rule, "b": other_rule}, labels)
 
 
-def with_dimensions(params):
-    return jax.tree.map(lambda p: p.ndim > 0, params)
-
-
-def in_8_bits(rule, **options):
-    return mpx.low_precision_state(rule, {"mu|nu": BLOCKS}, min_size=64, **options)
+def in_8_bits(rule):
+    return mpx.low_precision_state(rule, {"mu|nu": BLOCKS}, min_size=64)
 
 
 TRANSFORMATIONS = {
-    "plain": ADAMW,
-    "momentum": optax.sgd(0.1, momentum=0.9),
     "average": mpx.master_weights(optax.chain(ADAMW, mpx.params_ema(0.9))),
     "multi steps": optax.MultiSteps(mpx.master_weights(ADAMW), 4),
-    "bf16 moments": mpx.low_precision_state(ADAMW, {"mu": "bf16", "nu": "bf16"}),
     "8 bits": mpx.master_weights(in_8_bits(ADAMW), storage="split"),
-    "8 bits stochastic": in_8_bits(ADAMW, rounding="stochastic", key=jax.random.key(1)),
     "partition": labelled(mpx.master_weights(ADAMW), optax.sgd(0.1, momentum=0.9)),
-    "masked": optax.masked(mpx.master_weights(ADAMW), with_dimensions),
-    "scaled": mpx.loss_scaling(mpx.master_weights(ADAMW)),
-    # (Optax looks for the narrowest dtype there, and cannot compare that of a key.)
-    "injected": optax.masked(optax.inject_hyperparams(optax.adam)(learning_rate=0.1), with_dimensions),
     "adafactor": mpx.upcast(optax.adafactor(1e-2, min_dim_size_to_factor=4)),
 }
 RECIPES = {name: (recipe.wrap(ADAMW), recipe.policy) for name, recipe in STANDARD_RECIPES.items()}
@@ -94,7 +80,7 @@ def test_the_state_has_the_bytes_of_the_real_arrays(name):
     assert plan.bytes_of("parameters") + plan.bytes_of("not trained") == nbytes(params)
 
 
-@pytest.mark.parametrize("name", [*RECIPES, "average", "8 bits", "partition", "adafactor"])
+@pytest.mark.parametrize("name", ["bf16-split", "average", "8 bits", "partition", "adafactor"])
 def test_a_device_has_the_bytes_of_its_part_of_the_real_arrays(name):
     mesh = eight_cpu_devices()
     tx, policy = CASES[name]
@@ -120,13 +106,6 @@ def test_parameters_gradients_and_moments_are_divided_as_the_specs_say(axis, spe
     assert plan.bytes_of("parameters") == plan.bytes_of("gradients") == 4 * weights
     assert plan.bytes_of("first moment") == plan.bytes_of("second moment") == 4 * moments
     assert plan.devices == 8
-
-
-def test_parameters_on_a_mesh_of_explicit_axes_bring_their_own_specs():
-    mesh = jax.make_mesh((8,), ("model",), axis_types=(AxisType.Explicit,), devices=jax.devices("cpu"))
-    w = jax.device_put(jnp.ones((16, 48), jnp.float32), NamedSharding(mesh, P(None, "model")))
-    plan = memory_plan({"w": w}, optax.adam(0.1), mesh=mesh, axis=None)
-    assert plan.bytes_of("parameters") == 4 * 16 * 6
 
 
 # Formulas.
@@ -164,26 +143,10 @@ def test_an_override_of_the_policy_is_one_for_gradients_and_float64_stays():
     params = {"dense": jax.ShapeDtypeStruct((5,), np.float32), "norm": jax.ShapeDtypeStruct((3,), np.float32)}
     policy = mpx.get_policy("c=bf16", overrides=(("norm", jnp.float32),))
     gradients = lambda policy, **options: memory_plan(params, optax.sgd(0.1), policy, **options).bytes_of("gradients")
-    assert (gradients(policy), gradients(None)) == (5 * 2 + 3 * 4, 8 * 4)
+    assert (gradients(policy), gradients(None), gradients("p=bf16,c=f32")) == (5 * 2 + 3 * 4, 8 * 4, 8 * 2)
     with jax.enable_x64(True):
         params["norm"] = jax.ShapeDtypeStruct((3,), np.float64)
         assert gradients(None, gradient_dtype="bf16") == 5 * 2 + 3 * 8
-
-
-@pytest.mark.parametrize(
-    ("recipe", "options", "whole", "divided"),
-    [
-        ("bf16-masters", {"gradient_dtype": "f32"}, 6, 12),
-        ("f32", {}, 8, 8),
-    ],
-)
-def test_zero_takes_the_bytes_of_megatrons_table(recipe, options, whole, divided):
-    tx, policy = RECIPES[recipe]
-    n = 256 * 1024 * 3
-    for d in (1, 2, 8, 1024):
-        plan = memory_plan(n, tx, policy, mesh=abstract(data=d), **options)
-        assert plan.parameters == n
-        assert without_scalars(plan) == whole * n + divided * n // d
 
 
 def test_two_numbers_of_4_bits_take_a_byte():
@@ -217,15 +180,13 @@ def test_a_number_is_rounded_up_to_blocks_on_each_device(n, d):
 @pytest.mark.parametrize(
     "given_model",
     [
-        lambda: nnx.state(nnx.Linear(5, 3, rngs=nnx.Rngs(0)), nnx.Param),
         nnx.state(nnx.Linear(5, 3, rngs=nnx.Rngs(0)), nnx.Param),
         lambda: nn.Dense(3).init(jax.random.key(0), jnp.ones((1, 5))),
-        lambda: eqx.nn.MLP(5, 3, 0, 0, key=jax.random.key(0)),
         eqx.nn.MLP(5, 3, 0, 0, key=jax.random.key(0)),
         {"w": np.ones((5, 3), np.float32), "b": jax.ShapeDtypeStruct((3,), np.float32), "activation": jnp.tanh},
         18,
     ],
-    ids=["nnx function", "nnx", "linen function", "equinox function", "equinox", "tree", "number"],
+    ids=["nnx", "linen function", "equinox", "tree", "number"],
 )
 def test_a_model_may_come_from_any_library(given_model):
     plan = memory_plan(given_model, mpx.master_weights(optax.sgd(0.1)), "bf16")
@@ -257,13 +218,10 @@ def test_the_largest_model_fills_the_memory_but_for_a_block(options):
         assert total(largest - 256 * 8) <= memory < total(largest + 256 * 8)
 
 
-def test_models_and_pickled_plans_grow_in_proportion():
+def test_all_but_the_count_grows_in_proportion():
     """Ten parameters take 16 bytes each, and a count 4 bytes."""
-    of_a_model = memory_plan({"w": jnp.ones((2, 5), jnp.float32)}, optax.adam(0.1))
-    for plan in (memory_plan(10, optax.adam(0.1)), of_a_model):
-        assert pickle.loads(pickle.dumps(plan)) == plan
-        assert plan.total_bytes == 164
-        assert [plan.largest_model(memory) for memory in (164, 163, 67, 3)] == [10, 9, 3, 0]
+    plan = memory_plan(10, optax.adam(0.1))
+    assert [plan.largest_model(memory) for memory in (164, 163, 67, 3)] == [10, 9, 3, 0]
 
 
 # Parts and tables.
@@ -299,11 +257,6 @@ def test_the_parts_of_a_state_are_named_as_its_fields():
         (mpx.stochastic_rounding(jax.random.key(0)), "key", ("other state", "uint32")),
         (optax.sm3(0.1), "mu", ("second moment", "bfloat16")),
         (optax.contrib.schedule_free_sgd(0.1), "z", ("other state", "bfloat16")),
-        (
-            optax.GradientTransformation(lambda params: {"speed": params}, lambda g, s, p=None: (g, s)),
-            "speed",
-            ("other state", "bfloat16"),
-        ),
     ],
 )
 def test_a_part_is_known_by_the_state_it_stands_in(tx, name, part):

@@ -22,10 +22,11 @@ import mpx
 import mpx.plot
 from mpx.tools.plan.rows import Kind
 from mpx.tools.plot import sheet
-from mpx.tools.plot.bars import LOOKS, OTHER
+from mpx.tools.plot.bars import LOOKS
 from mpx.tools.program import compare_reports, kernels
 
 WHITE, DARK = "#FFFFFF", "#121212"
+TITLE = "A training run"
 FORMATS = ["float8_e4m3fn", "float8_e5m2", "f16", "bf16", "f32"]
 
 
@@ -122,20 +123,8 @@ def test_a_picture_is_transparent_and_all_its_text_can_be_read_on_both_pages_and
         assert not box_a.overlaps(box_b), (a, b)
 
 
-def test_text_that_lies_on_another_or_is_cut_off_would_be_found():
-    """The negative control."""
-    figure, axes = plt.subplots()
-    first, second = axes.text(0.5, 0.5, "first"), axes.text(0.52, 0.5, "second")
-    outside = axes.text(1.3, 0.5, "outside of the figure")
-    assert {first, second, outside} <= set(drawn_texts(figure))
-    assert first.get_window_extent().overlaps(second.get_window_extent())
-    assert outside.get_window_extent().x1 > figure.bbox.x1
-
-
-def test_colors_have_the_contrast_of_wcag_and_no_grey_has_it_on_both_pages():
+def test_colors_have_the_contrast_of_wcag_on_both_pages():
     assert contrast(sheet.GREY, WHITE) >= 4.5
-    greys = [(grey / 255,) * 3 for grey in range(256)]
-    assert max(min(contrast(grey, WHITE), contrast(grey, DARK)) for grey in greys) < 4.5
     for color in (sheet.BLUE, sheet.VERMILLION, sheet.GREEN, sheet.PURPLE):
         assert min(contrast(color, WHITE), contrast(color, DARK)) >= 3
     assert contrast("#F0E442", WHITE) < 3  # the yellow of the same palette, which is left out
@@ -197,13 +186,7 @@ def test_a_loss_that_is_not_finite_leaves_a_gap_and_a_cross_before_it():
     assert legend_of(axes) == ["a", "infinite or NaN from here", "b", "c"]
     axes = mpx.plot.losses({"a": [1.0, 1.0]}, reference=[[1.0, np.inf], [3.0, 1.0]])
     np.testing.assert_array_equal(axes.get_lines()[0].get_ydata(), [2, np.nan])
-
-
-def test_a_single_training_run_is_a_reference_without_a_band():
-    axes = mpx.plot.losses({"a": [1.0, 0.5]}, reference=[2.0, 1.0])
-    np.testing.assert_array_equal(axes.get_lines()[0].get_ydata(), [2, 1])
-    assert not axes.collections
-    assert legend_of(axes) == ["f32", "a"]
+    assert not mpx.plot.losses({"a": [1.0]}, reference=[1.0]).collections  # a single run has no band
 
 
 def test_names_are_shown_as_they_are():
@@ -224,11 +207,9 @@ def test_the_bars_are_the_bytes_a_parameter_part_by_part(comparison):
         assert ends[-1] == pytest.approx(plan.total_bytes_a_device / plan.parameters)
         assert axes.texts[row].get_text() == f"{ends[-1]:.4g}"
     assert [label.get_text() for label in axes.get_yticklabels()] == list(comparison.plans)
-    assert axes.get_xlabel() == "bytes a parameter"
-    assert axes.get_title("right") == "A training run of 1,048,576 parameters"
+    assert (axes.get_xlabel(), axes.get_title("right")) == ("bytes a parameter", f"{TITLE} of 1,048,576 parameters")
     assert axes.get_ylim()[0] > axes.get_ylim()[1]  # the first one on top
     assert "other state" not in legend_of(axes)
-    assert len(axes.containers) > len(legend_of(axes))
 
 
 def test_gigabytes_are_those_of_a_device():
@@ -238,23 +219,13 @@ def test_gigabytes_are_those_of_a_device():
     widths = {bars.get_label(): bars[0].get_width() for bars in axes.containers}
     assert widths["low bits"] == pytest.approx(0.5)  # 2 bytes a parameter, on 4 devices
     assert [text.get_text() for text in axes.texts] == [f"{plan.total_bytes_a_device / 1e9:.4g} GB"]
-    assert axes.get_xlabel() == "GB, on each device"
-    assert axes.get_title("right").endswith("on 4 devices")
-
-
-def test_the_bars_of_traffic_are_the_bytes_that_kernels_move():
-    report = mpx.step_report(lambda x: jnp.tanh(x @ x), jax.ShapeDtypeStruct((512, 512), jnp.float32))
-    axes = mpx.plot.traffic({"one": report})
-    widths = {bars.get_label(): bars[0].get_width() for bars in axes.containers}
-    assert widths == {kind: moved / 1e9 for kind, moved in report.moved_by_kind.items()}
-    assert [text.get_text() for text in axes.texts] == [f"{report.moved_bytes / 1e9:.4g} GB"]
+    assert (axes.get_xlabel(), axes.get_title("right")[-12:]) == ("GB, on each device", "on 4 devices")
 
 
 def test_every_kind_has_a_hatch_of_its_own_so_that_grey_tells_them_apart():
     for kinds in (get_args(Kind), get_args(kernels.Kind)):
-        hatches = [LOOKS.get(kind, OTHER)[1] for kind in kinds]
+        hatches = [LOOKS[kind][1] for kind in kinds]
         assert len(set(hatches)) == len(hatches)
-    assert set(LOOKS) == {*get_args(Kind), *get_args(kernels.Kind)} - {"other state"}
 
 
 def test_the_bars_of_a_histogram_are_the_counts_of_frexp():
@@ -296,19 +267,6 @@ def test_the_ranges_are_those_of_the_formats():
     low, high = axes.get_xlim()
     assert -126 < low <= -25 < 16 <= high  # float16 as a whole; bfloat16 runs off
     assert strip.get_xlim() == axes.get_xlim()
-    axes = mpx.plot.exponents(mpx.underflow_report(jnp.ones(3), "float8_e5m2"))
-    names = [label.get_text() for label in axes.child_axes[0].get_yticklabels()]
-    assert names == ["float8_e5m2", "float16", "bfloat16", "float32"]  # that of the report comes first
-
-
-def test_every_range_of_counts_has_powers_of_ten_on_its_axis():
-    for count in (1, 30, 10**6):
-        counts = np.zeros(len(mpx.monitor.EXPONENTS))
-        counts[100] = count
-        axes = mpx.plot.exponents(mpx.monitor.ExponentHistogram(counts, 0.0, 0.0))
-        ticks = [tick for tick in axes.get_yticks() if axes.get_ylim()[0] <= tick <= axes.get_ylim()[1]]
-        assert len(ticks) >= 2
-        assert axes.get_ylim()[0] < count < max(ticks)
 
 
 def test_without_matplotlib_the_import_says_what_to_install(monkeypatch):

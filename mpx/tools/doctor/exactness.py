@@ -28,17 +28,11 @@ SUMS = np.float32(1) + np.float32(_STEPS) * UPDATES
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One thing that mpx claims to be exact.
-
-    Attributes:
-        name: the claim.
-        exact: whether mpx's numbers are the ones computed beforehand.
-        detail: how many numbers are wrong, or the error that was raised.
-    """
+    """One thing that mpx claims to be exact."""
 
     name: str
-    exact: bool
-    detail: str = ""
+    exact: bool  # whether mpx's numbers are the ones computed beforehand
+    detail: str = ""  # how many numbers are wrong, or the error that was raised
 
 
 def try_claims() -> Iterator[Check]:

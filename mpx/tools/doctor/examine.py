@@ -12,10 +12,10 @@ import jax.numpy as jnp
 
 from mpx._autocast.explain import explain
 from mpx._tables import Result, Table
-from mpx.tools.doctor import environment, problems
+from mpx.tools.doctor import environment
 from mpx.tools.doctor.environment import Environment
 from mpx.tools.doctor.exactness import Check, try_claims
-from mpx.tools.doctor.problems import Problem
+from mpx.tools.doctor.problems import Problem, find_problems
 from mpx.tools.doctor.products import WAYS, Product, first_line, try_product, with_rates
 from mpx.tools.doctor.recommendation import Recommendation, recommend
 
@@ -47,11 +47,9 @@ class Diagnosis(Result):
     @property
     def problems(self) -> tuple[Problem, ...]:
         """Return what is wrong or worth knowing, errors first."""
-        found = [
-            *problems.in_environment(self.environment),
-            *problems.in_backend(self.environment, self.backend, self.failure, self.autocast_narrows),
-            *problems.in_arithmetic(self.products, self.checks),
-        ]
+        found = find_problems(
+            self.environment, self.backend, self.failure, self.autocast_narrows, self.products, self.checks
+        )
         return tuple(sorted(found, key=lambda problem: ("error", "warning", "note").index(problem.severity)))
 
     @property
@@ -79,8 +77,7 @@ class Diagnosis(Result):
         grave = [f"{p.severity.capitalize()}: {p.what}; {p.remedy}." for p in self.problems if p.severity != "note"]
         if self.failure:
             return "\n".join(grave)
-        recipe, count = self.recommendation, len(self.checks)
-        wrong = sum(not check.exact for check in self.checks)
+        recipe, count, wrong = self.recommendation, len(self.checks), sum(not c.exact for c in self.checks)
         refused = [product.name for product in self.products if not product.works]
         lines = [
             f"Recipe for {self._devices()}: {recipe.title if recipe else 'measure first, without --quick'}",

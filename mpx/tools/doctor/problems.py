@@ -26,8 +26,15 @@ class Problem:
     remedy: str
 
 
-def in_environment(found: Environment) -> Iterator[Problem]:
-    """Yield another package called mpx that is in the way."""
+def find_problems(
+    found: Environment,
+    backend: str,
+    failure: str,
+    autocast_narrows: bool,
+    products: Sequence[Product],
+    checks: Sequence[Check],
+) -> Iterator[Problem]:
+    """Yield another package called mpx, a device that is missing or not used, and what computes wrongly or coarsely."""
     if found.other_distributions:
         others = " ".join(found.other_distributions)
         what = f"{others} also brings a package called mpx; which one Python finds depends on where it looks"
@@ -37,10 +44,6 @@ def in_environment(found: Environment) -> Iterator[Problem]:
     if here is not None and os.path.realpath(os.path.dirname(here)) != os.path.realpath(found.package):
         severity, remedy = ("warning", "") if found.in_this_folder_is_mpx else ("error", "rename that, or ")
         yield Problem(severity, f"a Python started in this folder imports {here}", f"{remedy}start Python elsewhere")
-
-
-def in_backend(found: Environment, backend: str, failure: str, autocast_narrows: bool) -> Iterator[Problem]:
-    """Yield a missing device, a GPU that is not used, and a setting that turns autocast off."""
     if failure:
         remedy = "install the jax that fits the hardware (`pip install 'jax[cuda13]'`), or set JAX_PLATFORMS=cpu"
         yield Problem("error", f"JAX finds no device: {failure}", remedy)
@@ -50,10 +53,6 @@ def in_backend(found: Environment, backend: str, failure: str, autocast_narrows:
     if not autocast_narrows:
         remedy = "unset JAX_DEFAULT_MATMUL_PRECISION, or `jax.default_matmul_precision`"
         yield Problem("warning", "autocast narrows no product: all ask for a higher precision", remedy)
-
-
-def in_arithmetic(products: Sequence[Product], checks: Sequence[Check]) -> Iterator[Problem]:
-    """Yield what computes wrongly, or with fewer bits than one may think."""
     report = "report it, with this page: on this machine, mpx is not what it claims to be"
     yield from (Problem("error", f"not exact: {c.name}. {c.detail}", report) for c in checks if not c.exact)
     for product in products:

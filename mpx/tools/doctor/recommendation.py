@@ -11,15 +11,10 @@ _FASTER = 1.2  # times the rate of float32: less is lost again outside of the pr
 
 @dataclasses.dataclass(frozen=True)
 class Recommendation:
-    """A recipe, and the reasons for it.
+    """A recipe, and the reasons for it."""
 
-    Attributes:
-        recipe: its name, as in `mpx.tools.plan.STANDARD_RECIPES`.
-        reasons: what speaks for it, with the rates that were measured.
-    """
-
-    recipe: str
-    reasons: tuple[str, ...]
+    recipe: str  # its name, as in `mpx.tools.plan.STANDARD_RECIPES`
+    reasons: tuple[str, ...]  # with the rates that were measured
 
     @property
     def policy(self) -> str:

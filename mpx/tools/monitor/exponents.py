@@ -4,8 +4,6 @@ All comparisons are of integer bits. Arithmetic and comparisons on a CPU take fl
 gradient is subnormal before it vanishes.
 """
 
-import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -24,7 +22,7 @@ EXPONENTS = range(-149, 128)
 
 _KINDS = (np.float16, ml_dtypes.bfloat16, np.float32, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
 _FORMATS = tuple(map(np.dtype, _KINDS))
-FATES = ("zero", "subnormal", "normal", "infinite")
+FATES = ("zero", "subnormal", "normal", "infinite")  # of nonzero finite numbers
 _COUNTED = 2**32  # the smallest number that a uint32 cannot count to
 Counts = jax.Array | np.ndarray
 
@@ -45,37 +43,25 @@ class ExponentHistogram(NamedTuple):
     nonfinite: Counts
 
 
-@dataclasses.dataclass(frozen=True)
-class Range:
-    """The magnitudes that a format holds when numbers are rounded to nearest, ties to even.
-
-    Attributes:
-        dtype: the format.
-        nonzero_from: the smallest magnitude that does not become zero.
-        normal_from: the smallest magnitude that becomes a normal number.
-        infinite_from: the smallest magnitude that overflows: to infinity, or to NaN in a format without infinities.
-    """
+class Range(NamedTuple):
+    """The smallest magnitudes that meet each fate when numbers are rounded to nearest, ties to even."""
 
     dtype: np.dtype
     nonzero_from: float
     normal_from: float
-    infinite_from: float
-
-    @property
-    def thresholds(self) -> tuple[float, float, float]:
-        """Return where each of `FATES` ends and the next one begins."""
-        return self.nonzero_from, self.normal_from, self.infinite_from
+    infinite_from: float  # or NaN, in a format without infinities
 
     def edges(self, dtype: DTypeLike, scale: float = 1.0) -> np.ndarray:
-        """Return where the four `FATES` begin and the last one ends, as bits of float32 (float64: uint64).
+        """Return where each of `FATES` begins, then infinity, then no number: bits of float32 (float64: uint64).
 
         The edges are for numbers that are multiplied by `scale`, a power of two, before they are rounded.
         """
-        thresholds = np.array([math.ulp(0.0), *(np.array(self.thresholds) / scale), math.inf])
+        thresholds = np.array([math.ulp(0.0), *(np.array(self[1:]) / scale), math.inf])
         with np.errstate(over="ignore", under="ignore"):
             nearest = thresholds.astype(np.float64 if dtype == np.float64 else np.float32)
         above = np.nextafter(nearest, nearest[-1])
-        return np.where(nearest.astype(np.float64) < thresholds, above, nearest).view(f"u{nearest.itemsize}")
+        edges = np.where(nearest.astype(np.float64) < thresholds, above, nearest).view(f"u{nearest.itemsize}")
+        return np.append(edges, edges.dtype.type(np.iinfo(edges.dtype).max))
 
 
 def range_of(dtype: DTypeLike, caller: str) -> Range:
@@ -84,12 +70,7 @@ def range_of(dtype: DTypeLike, caller: str) -> Range:
     if found is None or found not in _FORMATS:
         names = ", ".join(str(known) for known in _FORMATS)
         raise ValueError(f"`{caller}`: `dtype` must be one of f16, bf16, f32, {names}, but got {found or repr(dtype)}.")
-    return _range_of(found)
-
-
-@functools.cache
-def _range_of(dtype: np.dtype) -> Range:
-    info = ml_dtypes.finfo(dtype)
+    info = ml_dtypes.finfo(found)
     largest, smallest = float(info.max), float(info.smallest_subnormal)
     step = math.ldexp(1.0, math.frexp(largest)[1] - 1 - info.nmant)
     above = lambda number: math.nextafter(number, math.inf)
@@ -97,7 +78,7 @@ def _range_of(dtype: np.dtype) -> Range:
     # normal number rather than to the largest subnormal, and beyond the largest number only if that one is odd.
     is_odd = int(largest / step) % 2 == 1
     overflow = largest + step / 2 if is_odd else above(largest + step / 2)
-    return Range(dtype, above(smallest / 2), float(info.smallest_normal) - smallest / 2, overflow)
+    return Range(found, above(smallest / 2), float(info.smallest_normal) - smallest / 2, overflow)
 
 
 def magnitudes_of(x: ArrayLike) -> jax.Array:
@@ -124,32 +105,28 @@ def count_true(*masks: jax.Array) -> jax.Array:
 
 
 def count_fates(x: ArrayLike, edges: ArrayLike) -> jax.Array:
-    """Count the nonzero finite numbers that meet each of `FATES`, by the `edges` of a range: uint32[..., 4]."""
+    """Count the numbers that meet each of `FATES`, by the `edges` of a range, then those not finite: uint32[..., 5]."""
     magnitudes = magnitudes_of(x)
     at_least = count_true(*[magnitudes >= edge for edge in edges])  # pyright: ignore  # a vector can be iterated over
     return at_least[..., :-1] - at_least[..., 1:]
 
 
-def shares_of(fates: Counts) -> Counts:
-    """Return the share of the numbers that meets each of `FATES`, from counts [..., 4]; 0 where there are none."""
+def shares_of(counts: Counts) -> Counts:
+    """Return the share of the finite numbers that meets each of `FATES`, from `count_fates`; 0 where there are none."""
+    fates = counts[..., : len(FATES)]
     return fates / fates.sum(axis=-1, keepdims=True).clip(1)
 
 
 def count_exponents(x: ArrayLike) -> jax.Array:
-    """Count the zeros, the numbers of each of `EXPONENTS`, and the infinities and NaN: uint32[..., 279]."""
+    """Count the numbers of each of `EXPONENTS`, then the zeros, then infinities and NaN: uint32[..., 279]."""
 
     def histogram(part):
-        inside = jnp.where(is_number(part), _exponents(part) - EXPONENTS.start + 1, len(EXPONENTS) + 1)
-        places = jnp.where(part == part.dtype.type(0), 0, inside)
+        others = jnp.where(part == part.dtype.type(0), len(EXPONENTS), len(EXPONENTS) + 1)
+        places = jnp.where(is_number(part), _exponents(part) - EXPONENTS.start, others)
         # A scatter of integers: their sums are the same in any order.
         return jnp.zeros(len(EXPONENTS) + 2, np.uint32).at[places].add(np.uint32(1))
 
     return _by_parts(histogram, magnitudes_of(x))
-
-
-def histogram_of(totals: Counts) -> ExponentHistogram:
-    """Return the sums of what `count_exponents` counted as a histogram."""
-    return ExponentHistogram(totals[1:-1], totals[0], totals[-1])
 
 
 def sum_float32(counts: jax.Array) -> jax.Array:
@@ -159,7 +136,7 @@ def sum_float32(counts: jax.Array) -> jax.Array:
 
 def sum_int64(counts: jax.Array) -> np.ndarray:
     """Sum the counts of all parts exactly, on the host."""
-    return jax.device_get(counts).reshape(-1, counts.shape[-1]).sum(axis=0, dtype=np.int64)
+    return np.asarray(counts).reshape(-1, counts.shape[-1]).sum(axis=0, dtype=np.int64)
 
 
 def _exponents(magnitudes: jax.Array) -> jax.Array:

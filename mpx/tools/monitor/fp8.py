@@ -1,6 +1,7 @@
 """`fp8_report`: what the 8-bit formats lose of each operand of the matrix products that run in them."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +20,8 @@ from mpx._gradients import value_and_grad
 from mpx._policy import Policy
 from mpx._tables import Result, Table
 from mpx.tools.monitor import exponents
+
+_Key = tuple[str, str, tuple[int, ...], np.dtype]  # the line, the operand, its shape, the format
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,48 +132,38 @@ def fp8_report(
     settings, fp8 = record.settings, record.settings.compute.fp8
     if fp8 is None:
         raise ValueError(f"`fp8_report` needs 'fp8' or an `mpx.Fp8`, but got {settings.compute.name!r}.")
-    counts = _Counts()
-    observed = Observed(**dataclasses.asdict(fp8), observe=counts.observe)
-    watched = autocast(
-        record.fun,
-        observed if record.policy is None else dataclasses.replace(record.policy, fp8=observed),
-        rules=settings.rules,
-        checkpoint=record.checkpoint,
-        reduce_dtype=settings.reduce_dtype,
-    )
 
     def reported(*args: Any, **kwargs: Any) -> Fp8Report:
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, kwargs))):
             raise TypeError("`fp8_report` counts concrete numbers: call it outside of `jax.jit`.")
-        counts.found.clear()
+        counts: dict[_Key, np.ndarray] = {}
+        observed = Observed(**dataclasses.asdict(fp8), observe=functools.partial(_observe, counts))
+        watched = autocast(
+            record.fun,
+            observed if record.policy is None else dataclasses.replace(record.policy, fp8=observed),
+            rules=settings.rules,
+            checkpoint=record.checkpoint,
+            reduce_dtype=settings.reduce_dtype,
+        )
         jax.block_until_ready(value_and_grad(watched, has_aux=has_aux)(*args, **kwargs))
         jax.effects_barrier()
-        return Fp8Report(tuple(counts.rows()))
+        return Fp8Report(tuple(_row(key, counted) for key, counted in counts.items()))
 
     return reported
 
 
-class _Counts:
-    """Counts of what becomes of numbers, by operand."""
+def _observe(counts: dict[_Key, np.ndarray], eqn: JaxprEqn, operand: str, x: jax.Array, dtype: np.dtype) -> None:
+    """Count what becomes of the numbers of an operand whenever it is rounded."""
+    key = line_of(eqn, ()), operand, x.shape, dtype
+    counts.setdefault(key, np.zeros(len(exponents.FATES) + 1, np.int64))
 
-    def __init__(self) -> None:
-        self.found: dict[tuple[str, str, tuple[int, ...], np.dtype], np.ndarray] = {}
+    def add(fates: jax.Array) -> None:
+        counts[key] += exponents.sum_int64(fates)
 
-    def observe(self, eqn: JaxprEqn, operand: str, x: jax.Array, dtype: np.dtype) -> None:
-        """Count the numbers of an operand whenever it is rounded."""
-        key = line_of(eqn, ()), operand, x.shape, dtype
-        self.found.setdefault(key, np.zeros(len(exponents.FATES) + 1, np.int64))
+    jax.debug.callback(add, exponents.count_fates(x, exponents.range_of(dtype, "fp8_report").edges(np.float32)))
 
-        def add(fates: jax.Array, nonfinite: jax.Array) -> None:
-            self.found[key] += [*exponents.sum_int64(fates), *exponents.sum_int64(nonfinite)]
 
-        edges = exponents.range_of(dtype, "fp8_report").edges(np.float32)
-        is_nonfinite = exponents.magnitudes_of(x) >= np.float32(np.inf).view(np.uint32)
-        jax.debug.callback(add, exponents.count_fates(x, edges), exponents.count_true(is_nonfinite))
-
-    def rows(self) -> Iterator[Fp8Operand]:
-        """Yield the shares of each operand."""
-        for key, counted in self.found.items():
-            fates, nonfinite = counted[:-1], int(counted[-1])
-            zero, subnormal, _, infinite = exponents.shares_of(fates).tolist()
-            yield Fp8Operand(*key, int(fates.sum()), zero, subnormal, infinite, nonfinite)
+def _row(key: _Key, counted: np.ndarray) -> Fp8Operand:
+    *fates, nonfinite = counted.tolist()
+    zero, subnormal, _, infinite = exponents.shares_of(counted).tolist()
+    return Fp8Operand(*key, sum(fates), zero, subnormal, infinite, nonfinite)

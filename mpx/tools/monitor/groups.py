@@ -17,18 +17,12 @@ Column = tuple[Any, ...]  # a leaf of each measured tree: the update, and the we
 
 
 def measure(caller: str, of_leaves: Callable[[Sequence[Column]], Any], groups: Groups) -> Callable[..., Any]:
-    """Return a measure for `optax.snapshot` and `watch`: a function of gradients or updates, and perhaps of weights.
-
-    Args:
-        caller: the name of the public function that makes it.
-        of_leaves: a function of a list with a column for each leaf.
-        groups: None, `"leaf"` or patterns by name.
-    """
+    """Return a measure for `optax.snapshot` and `watch`: a function of gradients or updates, and perhaps of weights."""
     _check_groups(groups, caller)
 
     def measured(*trees: Any) -> Any:
-        leaves, *rest = [_trees.leaves_by_path(tree) for tree in trees]
-        columns = {path: (x, *[other.get(path) for other in rest]) for path, x in leaves.items()}
+        leaves = [_trees.leaves_by_path(tree) for tree in trees]
+        columns = {path: tuple(tree.get(path) for tree in leaves) for path in leaves[0]}
         columns = {path: column for path, column in columns.items() if all(map(_trees.is_floating, column))}
         hidden = behind_barrier(list(columns.values()))
         if groups is None:

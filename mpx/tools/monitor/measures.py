@@ -103,8 +103,11 @@ def exponent_histogram(*, groups: Groups = None) -> Callable[[Any], Any]:
     References:
         Micikevicius et al. 2018, Mixed Precision Training (arXiv 1710.03740), figure 3.
     """
-    kinds = len(exponents.EXPONENTS) + 2
-    of_leaves = lambda leaves: exponents.histogram_of(_total(exponents.count_exponents, leaves, kinds))
+
+    def of_leaves(leaves):
+        totals = _total(exponents.count_exponents, leaves, len(exponents.EXPONENTS) + 2)
+        return exponents.ExponentHistogram(totals[:-2], totals[-2], totals[-1])
+
     return measure("exponent_histogram", of_leaves, groups)
 
 
@@ -180,7 +183,7 @@ def _share_of(fate: str, dtype: DTypeLike, groups: Groups, caller: str) -> Calla
     """Return a measure of the share of the nonzero finite numbers that meet one fate."""
     span, place = exponents.range_of(dtype, caller), exponents.FATES.index(fate)
     count = lambda x: exponents.count_fates(x, span.edges(x.dtype))
-    share = lambda leaves: exponents.shares_of(_total(count, leaves, len(exponents.FATES)))[place]
+    share = lambda leaves: exponents.shares_of(_total(count, leaves, len(exponents.FATES) + 1))[place]
     return measure(caller, share, groups)
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
 from mpx import _errors, _trees
@@ -157,7 +156,7 @@ class UnderflowReport(Result):
         bars = np.add.reduceat(counts[:end], list(starts))
         for start, count in zip(starts, bars.tolist(), strict=True):
             # What becomes of most numbers from this power of two to the next; normal ones need no remark.
-            fate = exponents.FATES[bisect.bisect_right(span.thresholds, math.ldexp(1.5, EXPONENTS[start]))]
+            fate = exponents.FATES[bisect.bisect_right(span[1:], math.ldexp(1.5, EXPONENTS[start]))]
             remark, bar = "" if fate == "normal" else fate, "#" * math.ceil(_WIDTH * count / bars.max())
             yield f"2^{EXPONENTS[start]}", _percent(count / bars.sum()), remark, bar
 
@@ -208,7 +207,10 @@ def underflow_report(
     span = exponents.range_of(dtype, "underflow_report")
     if not _errors.is_integer(headroom) or headroom < 0:
         raise ValueError(f"`underflow_report`: `headroom` must be an integer of 0 or more, but got {headroom!r}.")
-    arrays, carried = _concrete_leaves(grads), _carried_scale(loss_scale)
+    names, carried = _trees.path_names(grads), _carried_scale(loss_scale)
+    arrays = [(names[path], x) for path, x in jax.tree.leaves_with_path(grads) if _trees.is_floating(x)]
+    if not arrays:
+        raise ValueError("`underflow_report` needs gradients, but the tree has no floating array in it.")
     histograms, smallest, largest = zip(*[_summary(x, carried) for _, x in arrays], strict=True)
     bounds = min(filter(None, smallest), default=0.0), max(largest)
     recommended = _recommended_scale(span, *bounds, int(headroom))
@@ -244,7 +246,7 @@ def underflow_report(
 def _summary(x: jax.Array, scale: float) -> tuple[ExponentHistogram, float, float]:
     """Return the histogram of numbers divided by a power of two, and the smallest and largest nonzero finite ones."""
     counted, *ends = _counts_and_ends(x)
-    counts, zeros, nonfinite = exponents.histogram_of(exponents.sum_int64(counted))
+    *counts, zeros, nonfinite = exponents.sum_int64(counted)
     shifted = np.zeros_like(counts)
     places = np.arange(len(shifted)) - (math.frexp(scale)[1] - 1)
     np.add.at(shifted, np.clip(places, 0, len(shifted) - 1), counts)
@@ -266,31 +268,15 @@ def _counts_and_ends(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 _count_fates = jax.jit(exponents.count_fates)  # edges are an argument, so one program serves all scales
 
 
-def _concrete_leaves(grads: Any) -> list[tuple[str, jax.Array]]:
-    """Return the floating leaves and their paths; raise for a traced leaf, or a tree without any."""
-    names = _trees.path_names(grads)
-    leaves = [(names[path], leaf) for path, leaf in jax.tree.leaves_with_path(grads) if _trees.is_floating(leaf)]
-    if any(isinstance(leaf, (Tracer, jax.ShapeDtypeStruct)) for _, leaf in leaves):
-        raise TypeError(
-            "`underflow_report` reads numbers, which a traced program does not have yet: call it outside of `jax.jit`, "
-            "on gradients that a step has returned. Inside, `mpx.monitor` measures them."
-        )
-    if not leaves:
-        raise ValueError("`underflow_report` needs gradients, but the tree has no floating array in it.")
-    return leaves
-
-
 def _carried_scale(loss_scale: Any) -> float:
     """Return the scale that gradients were multiplied by as a number."""
-    number = loss_scale.loss_scale if isinstance(loss_scale, LossScale) else loss_scale
-    is_scalar = not isinstance(number, (Tracer, str)) and np.shape(number) == ()
-    scale = float(np.asarray(number, dtype=float)) if is_scalar else math.nan
-    if not is_power_of_two(scale):
+    number = np.asarray(loss_scale.loss_scale if isinstance(loss_scale, LossScale) else loss_scale)
+    if number.ndim or number.dtype.kind not in "iuf" or not is_power_of_two(float(number)):
         raise ValueError(
-            "`underflow_report`: `loss_scale` must be a loss scale or a number, concrete and a power of two, but got "
+            "`underflow_report`: `loss_scale` must be a loss scale or a number, a power of two, but got "
             f"{loss_scale!r}."
         )
-    return scale
+    return float(number)
 
 
 def _recommended_scale(span: Range, smallest: float, largest: float, headroom: int) -> float:

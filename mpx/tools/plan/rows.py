@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,6 @@ from jax.sharding import NamedSharding
 from mpx import _trees
 from mpx._dtypes import bytes_of
 from mpx._stored.leaves import StateLeaf, leaves_of
-from mpx._stored.roles import Role
 from mpx._stored.state_format import is_stored
 from mpx._stored.weights import LowBits, way_of
 
@@ -24,15 +23,6 @@ Kind = Literal[
 OUTSIDE_STATE: tuple[Kind, ...] = ("parameters", "not trained", "gradients")
 SCALARS, KEY = "counts and scalars", "key"  # the names of rows that do not grow with the model
 Entry = tuple[Kind, str, Any, NamedSharding]  # the kind of an array, its name, the array, and how it is sharded
-
-_KINDS_OF_ROLES: dict[Role, Kind] = {
-    "master": "masters",
-    "compensation": "compensation",
-    "average": "average",
-    "sum of gradients": "sum of gradients",
-    "first moment": "first moment",
-    "second moment": "second moment",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,11 +59,8 @@ def state_entries(state: Any, shardings: Any) -> Iterator[Entry]:
     """Yield the leaves of an optimizer's state, which go by the names of its fields."""
     by_path = _trees.leaves_by_path(shardings, is_stored)
     for found in leaves_of(state):
-        leaf, sharding = found.leaf, by_path[found.path]
-        if not is_stored(leaf):
-            yield *_kind_and_name(found), leaf, sharding
-            continue
-        (codes, of_codes), *others = zip(jax.tree.leaves(leaf), jax.tree.leaves(sharding), strict=True)
+        arrays, of_arrays = jax.tree.leaves(found.leaf), jax.tree.leaves(by_path[found.path])
+        (codes, of_codes), *others = zip(arrays, of_arrays, strict=True)  # a plain leaf is its own codes
         yield *_kind_and_name(found), codes, of_codes
         for scales, of_scales in others:
             yield "scales of blocks", "scales", scales, of_scales
@@ -96,14 +83,12 @@ def rows_of(entries: Iterable[Entry], parameters: int) -> tuple[PlanRow, ...]:
 
 def _kind_and_name(leaf: StateLeaf) -> tuple[Kind, str]:
     """Return the kind of a leaf of a state, and the name of its field."""
-    kind = _KINDS_OF_ROLES.get(leaf.role)
+    array, kind = leaf.leaf, cast("Kind", "masters" if leaf.role == "master" else leaf.role)
     field = leaf.field or (leaf.place[0] if leaf.place else "state")
-    if is_stored(leaf.leaf):
-        return kind or "other state", field
-    if kind == "masters" and isinstance(way_of(leaf.role, leaf.leaf.dtype), LowBits):
+    if kind == "masters" and not is_stored(array) and isinstance(way_of(leaf.role, array.dtype), LowBits):
         return "low bits", "low bits"
-    if kind is not None:
-        return kind, field
-    if leaf.role == "key" or field == KEY or jnp.issubdtype(leaf.leaf.dtype, jax.dtypes.prng_key):
+    if kind in get_args(Kind) or is_stored(array):
+        return kind if kind in get_args(Kind) else "other state", field
+    if leaf.role == "key" or field == KEY or jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         return "other state", KEY
-    return "other state", field if leaf.leaf.shape else SCALARS
+    return "other state", field if array.shape else SCALARS

@@ -9,33 +9,18 @@ from matplotlib.axes import Axes
 from mpx.tools.plan import rows
 from mpx.tools.plan.compare_plans import PlanComparison
 from mpx.tools.plan.memory_plan import MemoryPlan
-from mpx.tools.plot.sheet import BLUE, GREEN, GREY, ON_COLOR, PURPLE, VERMILLION, add_legend, canvas, plain, round_ticks
+from mpx.tools.plot.sheet import BLUE, GREEN, ON_COLOR, PURPLE, VERMILLION, add_legend, canvas, plain, round_ticks
 from mpx.tools.program import kernels
 from mpx.tools.program.step_report import ReportComparison, StepReport
 
 Unit = Literal["bytes a parameter", "GB"]
 
-# Related parts share a color. No two in a picture share a hatch, so that they can be told apart in grey.
-LOOKS: dict[rows.Kind | kernels.Kind, tuple[str, str]] = {
-    "parameters": (BLUE, ""),
-    "not trained": (BLUE, "++"),
-    "gradients": (VERMILLION, "///"),
-    "sum of gradients": (VERMILLION, "**"),
-    "masters": (GREEN, "\\\\\\"),
-    "low bits": (GREEN, "..."),
-    "compensation": (GREEN, "oo"),
-    "average": (GREEN, "--"),
-    "first moment": (PURPLE, "---"),
-    "second moment": (PURPLE, "xxx"),
-    "scales of blocks": (PURPLE, "OO"),
-    "products": (BLUE, ""),
-    "elementwise": (GREEN, "///"),
-    "reductions": (PURPLE, "..."),
-    "conversions and copies": (VERMILLION, "xxx"),
-    "collectives": (GREY, "---"),
-    "library calls": (BLUE, "++"),
+# No two parts of a picture share a hatch, so that they can be told apart in grey.
+_COLORS = (BLUE, VERMILLION, GREEN, PURPLE)
+_HATCHES = ("", "///", "...", "xxx", "---", "\\\\\\", "++", "oo", "--", "OO", "**", "+x")
+LOOKS = {
+    kind: (_COLORS[i % 4], _HATCHES[i]) for kinds in (rows.Kind, kernels.Kind) for i, kind in enumerate(get_args(kinds))
 }
-OTHER = (GREY, "+x")
 _VISIBLE = 0.002  # of the longest bar
 
 
@@ -129,7 +114,7 @@ def _draw(
     left = np.zeros_like(totals)
     with canvas(axes, caller, 1.4 + 0.3 * len(names) + 0.12 * len(parts)) as axes:
         for kind, row in parts.items():
-            color, hatch = LOOKS.get(kind, OTHER)
+            color, hatch = LOOKS[kind]
             look = {"facecolor": color, "edgecolor": ON_COLOR, "hatch": hatch, "linewidth": 0, "height": 0.65}
             shown = kind if row.max() >= _VISIBLE * totals.max() else "_"
             bars = axes.barh(range(len(row)), row, left=left, label=shown, **look)

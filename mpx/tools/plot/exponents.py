@@ -8,7 +8,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 from matplotlib.transforms import ScaledTranslation, blended_transform_factory
 
 from mpx._loss_scale import is_power_of_two
@@ -17,7 +17,6 @@ from mpx.tools.monitor.underflow import UnderflowReport
 from mpx.tools.plot.sheet import BLUE, GREEN, GREY, VERMILLION, add_legend, canvas
 
 _USUAL_FORMATS = ("f16", "bf16", "f32")
-_NARROW = 64  # doublings from the smallest to the largest number: a format of fewer is shown as a whole
 
 
 def exponents(
@@ -72,11 +71,14 @@ def exponents(
     shift = _checked_shift(recommended if scale is None else scale)
     with canvas(axes, "exponents", 3.9 + 0.3 * len(ranges)) as axes:
         handles = _draw_histogram(axes, counts, shift)
-        axes.set_xlim(_limits(counts, shift, ranges))
+        places, ends = np.array(EXPONENTS)[counts > 0], np.log2((ranges[0].nonzero_from, ranges[0].infinite_from))
+        # All numbers, moved or not, and the first format as a whole; wider ones run off.
+        shown = [*ends, places[0], places[-1] + 1, places[0] + shift, places[-1] + 1 + shift]
+        axes.set_xlim(min(shown) - 2, max(shown) + 2)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 4, 8, 10], integer=True))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda exponent, _: _power_of_two(exponent)))
-        for limit in (ranges[0].nonzero_from, ranges[0].infinite_from):
-            axes.axvline(math.log2(limit), color=GREY, linestyle=(0, (1, 1.5)), zorder=0.9)
+        for limit in ends:
+            axes.axvline(limit, color=GREY, linestyle=(0, (1, 1.5)), zorder=0.9)
         _draw_ranges(axes, ranges)
         others = f"{float(histogram.zeros):,.12g} zero, {float(histogram.nonfinite):,.12g} infinite or NaN"
         axes.set_title(f"{counts.sum():,.12g} numbers\nbesides {others}")
@@ -109,18 +111,7 @@ def _draw_histogram(axes: Axes, counts: np.ndarray, shift: int) -> list[Any]:
     # From a power of ten to another, so that there are at least two numbers on the axis.
     low, high = np.log10([heights.min() / 1.5, heights.max() * 1.5])
     axes.set_ylim(10.0 ** np.floor(low), 10.0 ** np.ceil(high))
-    axes.yaxis.set_major_locator(LogLocator(numticks=8))
-    axes.yaxis.set_minor_locator(NullLocator())
     return handles
-
-
-def _limits(counts: np.ndarray, shift: int, ranges: list[Range]) -> tuple[float, float]:
-    """Return limits with all numbers, moved or not, and all narrow formats; wider ones run off both ends."""
-    exponents = np.array(EXPONENTS)[counts > 0]
-    spans = [(math.log2(span.nonzero_from), math.log2(span.infinite_from)) for span in ranges]
-    shown = [(low, high) for low, high in spans if high - low <= _NARROW]
-    shown += [(exponents[0] + move, exponents[-1] + 1 + move) for move in (0, shift)]
-    return min(low for low, _ in shown) - 2, max(high for _, high in shown) + 2
 
 
 def _draw_ranges(axes: Axes, ranges: list[Range]) -> None:
@@ -135,7 +126,7 @@ def _draw_ranges(axes: Axes, ranges: list[Range]) -> None:
     strip.set_yticks(range(len(ranges)), [str(span.dtype) for span in ranges])
     strip.set_ylim(len(ranges) - 0.5, -0.5)
     for y, span in enumerate(ranges):
-        low, normal, high = map(math.log2, span.thresholds)
+        low, normal, high = map(math.log2, span[1:])
         bar = {"height": 0.7, "edgecolor": BLUE, "linewidth": 1.2}
         strip.barh(y, normal - low, left=low, facecolor="none", **bar)
         strip.barh(y, high - normal, left=normal, facecolor=BLUE, **bar)
