@@ -197,9 +197,3 @@ def test_zero1_divides_codes_and_scales():
     assert codes.dtype == np.uint8
     assert codes.sharding.shard_shape(codes.shape) == (8, 256)
     assert_same_bits(ends[1], ends[0])
-
-
-@pytest.mark.parametrize("name", ["e3m4", "fp8", "float8_e4m3fn"])
-def test_other_formats_are_refused(name):
-    with pytest.raises(ValueError, match="must be bfloat16, float16, float32, 'e4m3', 'e5m2' or a `StateFormat`"):
-        mpx.low_precision_state(optax.adam(1e-3), {"mu": name})
