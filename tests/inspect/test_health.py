@@ -116,6 +116,9 @@ def test_the_first_bad_gradient_is_named_if_a_tree_like_the_gradients_is_given()
     both = after(FIXED, [False] * 10, bad_leaves=("embed", "head"))
     assert "was 'embed'.\n" in message(both, params=PARAMS)
     assert "allow the scale to go below 128" in message(both)  # no scale has been tried but this one
+    # What has no gradient does not count.
+    params = {"embed": jnp.ones(2), "ids": jnp.arange(3), "name": "layer", "w": jnp.ones(2)}
+    assert "NaN was 'w'.\n" in message(state, params=params)
 
 
 def test_without_a_fitting_tree_its_number_is_told_and_how_to_see_its_name():

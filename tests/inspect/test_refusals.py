@@ -114,7 +114,11 @@ VALUES = [
     ),
     (
         converted(
-            jnp.ones((2, 2)), (), optax.identity(), optax.flatten(mpx.master_weights(optax.identity())), policy="bf16"
+            jnp.ones((2, 2), jnp.float32),
+            optax.EmptyState(),
+            optax.identity(),
+            optax.flatten(mpx.master_weights(optax.identity())),
+            policy="bf16",
         ),
         r"keeps float32\[4\] for '', and no parameter has this path",
     ),

@@ -12,7 +12,7 @@ import pytest
 
 import mpx
 from mpx._stored.blockwise_fp8 import BlockwiseFp8
-from tests.helpers import assert_same_bits, eight_cpu_devices
+from tests.helpers import assert_same_bits, assert_same_bits_everywhere, eight_cpu_devices
 
 DTYPES = {"e4m3": np.dtype(ml_dtypes.float8_e4m3fn), "e5m2": np.dtype(ml_dtypes.float8_e5m2)}
 by_format = pytest.mark.parametrize("name", DTYPES)
@@ -150,13 +150,9 @@ def test_at_random_the_mean_is_the_number_and_each_result_is_one_of_its_two_neig
 
 
 @by_format
-def test_the_bits_are_the_same_eagerly_under_jit_and_in_a_scan(name):
-    x = jnp.asarray(numbers(4, 6))
-    kept = BlockwiseFp8(name, BLOCK, True)
-    eager = kept.encode(x)
-    assert_same_bits(jax.jit(kept.encode)(x), eager)
-    _, (codes, scales) = jax.lax.scan(lambda _, x: (None, kept.encode(x)), None, x)
-    assert_same_bits((codes, scales.reshape(eager[1].shape)), eager)
+def test_the_bits_are_the_same_everywhere(name):
+    rows = jnp.asarray(numbers(4, 6).reshape(2, -1))
+    assert_same_bits_everywhere(BlockwiseFp8(name, BLOCK, True).encode, rows, ways=("jit", "scan", "vmap", "64 bits"))
 
 
 @pytest.mark.optax_promotion

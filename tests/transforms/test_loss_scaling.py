@@ -309,3 +309,11 @@ def test_the_state_of_a_bare_rule_has_strong_types_that_stay_and_buffers_of_its_
     assert state.inner_state["start"] is not params
     assert not state.inner_state["weak"].weak_type
     assert tx.update(params, state)[1].inner_state["drifts"].dtype == jnp.bfloat16
+
+
+def test_counters_saturate():
+    tx = mpx.loss_scaling(optax.sgd(1.0), mpx.StaticLossScale(1.0))
+    most = np.int32(np.iinfo(np.int32).max)
+    state = tx.init(jnp.ones(2))._replace(skipped_steps=jnp.asarray(most), stuck_steps=jnp.asarray(most))
+    _, state = tx.update(jnp.full(2, jnp.nan), state)
+    assert (state.skipped_steps, state.stuck_steps) == (most, most)
