@@ -285,23 +285,6 @@ def test_stochastic_round_is_unbiased_and_nearest_rounding_is_not(dtype, size):
     assert (np.abs(nearest - draws * p) > bound).mean() > 0.9
 
 
-@both_formats
-def test_stochastic_round_rounds_neighbouring_elements_independently(dtype):
-    """Halfway between two values, 65,536 pairs of neighbours round alike in half of the cases."""
-    x = np.full(2**17, 1 + float(jnp.finfo(dtype).eps) / 2, np.float32)
-    up = np.asarray(jit_stochastic_round(jax.random.key(2), x, dtype) > 1).reshape(-1, 2)
-    alike = np.count_nonzero(up[:, 0] == up[:, 1])
-    assert abs(alike - 2**15) <= SIGMAS * np.sqrt(2**16) / 2
-
-
-@both_formats
-def test_equal_keys_give_equal_roundings_and_other_keys_others(dtype):
-    x = np.random.default_rng(0).normal(size=1000).astype(np.float32)
-    first, again, other = (jit_stochastic_round(jax.random.key(seed), x, dtype) for seed in (0, 0, 1))
-    assert_same_bits(again, first)
-    assert (other != first).any()
-
-
 # --- split_f32 and join_f32 -----------------------------------------------------------------------------------------
 
 

@@ -105,14 +105,6 @@ def test_the_model_tells_a_scale_that_grows_one_step_late():
     assert ours != grad_scaler(pattern, 2.0**10, 2.0, 4 + 1)
 
 
-@pytest.mark.parametrize("period", [1, 2, 5, 2000])
-def test_the_scale_grows_after_exactly_its_period_of_good_steps(period):
-    scale, trajectory = scan_adjust(mpx.DynamicLossScale(2.0**10, period=period), np.ones(period, bool))
-    assert (trajectory[:-1] == 2.0**10).all()
-    assert trajectory[-1] == 2.0**11
-    assert scale.counter == 0
-
-
 @pytest.mark.parametrize("counter", [2, 1000], ids=["in its period", "beyond it, of a run with a longer one"])
 def test_a_value_restored_from_a_checkpoint_continues_where_it_was(counter):
     assert run(mpx.DynamicLossScale(2.0**10, counter=counter, period=3), [1]) == [2.0**11]

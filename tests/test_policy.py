@@ -281,11 +281,16 @@ TAKE_A_DTYPE = {
 }
 
 
+# NumPy reads some of these as formats of a record, and raises a SyntaxError.
+NO_DTYPES = ["f23", ",", "08", "(V,", [0], {"": ""}]
+
+
 @pytest.mark.parametrize("name", TAKE_A_DTYPE)
 def test_every_function_reads_a_short_dtype_name(name):
     TAKE_A_DTYPE[name]("f32")
-    with pytest.raises((ValueError, TypeError)):
-        TAKE_A_DTYPE[name]("f23")
+    for wrong in NO_DTYPES:
+        with pytest.raises((ValueError, TypeError), match=r"`\w+`|^Policy"):
+            TAKE_A_DTYPE[name](wrong)
 
 
 def test_every_function_of_a_policy_takes_its_string():

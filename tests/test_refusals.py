@@ -64,6 +64,8 @@ STRINGS = {
 FIELDS = dict.fromkeys(("param_dtype", "compute_dtype", "output_dtype"), "float32")
 NO_DTYPES = ["int8", bool, jnp.complex64, jnp.float8_e4m3fn, "float128", None]  # None, which NumPy reads as float64
 FLOATING = " must be a floating-point dtype of 16 to 64 bits (bfloat16, float16, float32, float64), but got "
+# Python's reader raises an OverflowError for the second, and a RecursionError for the third.
+NO_PATTERNS = ["(", "a{99999999999999999999}", "(" * 5000]
 PAIR = "An override must be a pair (pattern, dtype), but got "
 OVERRIDES = {"norm": F32, "Norm": F32, "step": F32}
 WITH_OVERRIDES = policy("bf16", overrides=tuple(OVERRIDES.items()))
@@ -93,11 +95,18 @@ OF_POLICIES = [
         (TypeError, given(mpx.Policy, "f32", "bf16", "f32", fp8=wrong), "`fp8` must be an `mpx.Fp8` or None, but got")
         for wrong in ("fp8", True, jnp.float8_e4m3fn)
     ],
-    (
-        ValueError,
-        given(policy, "bf16", overrides=(("(", F32),)),
-        "The override pattern '(' is not a regular expression",
-    ),
+    *[
+        (ValueError, given(policy, "bf16", overrides=((pattern, F32),)), f"pattern {pattern!r} is not a regular expr")
+        for pattern in NO_PATTERNS
+    ],
+    *[
+        (ValueError, given(mpx.low_precision_state, SGD, {pattern: "bf16"}), "is not a regular expression")
+        for pattern in NO_PATTERNS
+    ],
+    *[
+        (TypeError, given(policy, "bf16", overrides=wrong), "`overrides` must be a tuple of p")
+        for wrong in (3, None, 1.5)
+    ],
     (ValueError, given(policy, "bf16", overrides=(("norm", "int8"),)), f"`overrides['norm']`{FLOATING}"),
     *[
         (TypeError, given(policy, "bf16", overrides=(override,)), f"{PAIR}{override!r}.")
