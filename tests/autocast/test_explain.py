@@ -101,19 +101,6 @@ def test_rows_of_a_scanned_rematerialised_linen_block_are_at_its_lines_forward_a
     assert sum(row.count for row in rows if row.where == dense) == 3 * 4
 
 
-def test_equal_products_of_one_line_share_a_row_in_the_order_of_the_program():
-    def three(a, b):
-        return a @ b @ b @ jnp.ones((5, 2), jnp.float32), jnp.ones((2, 3), jnp.float32) @ a
-
-    rows = contractions(three, shape(3, 5), shape(5, 5))
-    assert [(row.shapes, row.count) for row in rows] == [
-        ("f32[3,5] f32[5,5]", 2),
-        ("f32[3,5] f32[5,2]", 1),
-        ("f32[2,3] f32[3,5]", 1),
-    ]
-    assert {row.where for row in rows} == {line(three)}
-
-
 # --- how much ---------------------------------------------------------------------------------------------------------
 
 
@@ -217,15 +204,6 @@ def test_each_branch_of_a_cond_has_its_rows_and_the_inside_of_a_kernel_has_none(
 # --- in what, and why -------------------------------------------------------------------------------------------------
 
 
-def test_shapes_of_64_bit_numbers_are_an_error_where_these_are_off():
-    """The function would see float32, and all of it would count as narrowed."""
-    args = {"w": shape(4, 4, dtype=np.float64)}, shape(4, 4)
-    with jax.enable_x64(False):
-        with pytest.raises(ValueError, match=r"64-bit types are off.*JAX_ENABLE_X64=1.*0/w \(float64\[4, 4\]\)"):
-            mpx.explain(lambda params, x: x @ params["w"], "bf16")(*args)
-        assert mpx.explain(product, "bf16")(np.ones((4, 4)), shape(4, 4)).narrowed_share == 1  # as `jax.jit` takes it
-
-
 @pytest.mark.parametrize(("name", "fun"), [("dot_general", product), ("scan", scanned(3, product))])
 def test_a_contraction_that_the_users_rules_keep_says_so(name, fun):
     """And not the reason of the table for narrowing it."""
@@ -273,18 +251,6 @@ def test_other_operations_say_why_they_are_kept_and_what_is_narrowed_says_nothin
     assert kept.reason == f"{reason_to_keep('exp')}; {reason_to_keep('mul')}"
     fast = mpx.explain(lambda a, b: jnp.tanh(a @ b), "bf16", rules=mpx.FAST_RULES)(*SQUARE)
     assert only(fast.others).reason == ""
-
-
-def test_other_operations_that_the_rules_narrow_are_rows_of_their_own():
-    """A softmax is kept; `FAST_RULES` narrow the activation of a product, on one line with it."""
-
-    def layer(a, b):
-        return jax.nn.softmax(jnp.tanh(a @ b))
-
-    rows = mpx.explain(layer, "bf16", rules=mpx.FAST_RULES)(*SQUARE).others
-    runs_in = {operation: row.runs_in for row in rows for operation in row.operations.split(", ")}
-    assert runs_in["tanh"] == "bf16"
-    assert {runs_in[name] for name in ("exp", "sub", "reduce_sum", "div")} == {"f32"}
 
 
 @pytest.mark.parametrize(
@@ -371,19 +337,3 @@ def test_rich_loses_no_letter_in_a_narrow_terminal():
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
-
-
-def test_options_are_checked_as_those_of_autocast():
-    for options, text in (
-        ({"policy_or_dtype": "int8"}, "computes in bfloat16, float16 or float32, but got int8"),
-        ({"policy_or_dtype": "float8_e4m3fn"}, "Products of 8-bit floats are 'fp8'"),
-        ({"policy_or_dtype": "bf16", "rules": {"matmul": "keep"}}, "no primitive of jax is called 'matmul'"),
-        ({}, "`mpx.explain(fun, 'bf16')`, or `--policy bf16` on the command line"),
-    ):
-        with pytest.raises(ValueError, match=re.escape(text)):
-            mpx.explain(product, **options)
-    with pytest.raises(TypeError, match="needs a function, but got int"):
-        mpx.explain(3, "bf16")
-    for options in ({"policy_or_dtype": "bf16"}, {"rules": mpx.FAST_RULES}):
-        with pytest.raises(ValueError, match="takes no policy or rules for a function that `autocast` returned"):
-            mpx.explain(mpx.autocast(product, "bf16"), **options)
