@@ -80,16 +80,6 @@ def patterns():
     return float32_patterns()
 
 
-def midpoints(dtype):
-    """The lower and the upper neighbour's pattern, and the number halfway, in float64.
-
-    "Above" the largest finite number lies the power of two that the format would hold next.
-    """
-    lower = np.arange(INFINITY[dtype], dtype=np.uint16)
-    values = np.append(widened(from_patterns(lower, dtype)).astype(np.float64), 2.0 ** (128 if dtype == BF16 else 16))
-    return lower, lower + np.uint16(1), (values[:-1] + values[1:]) / 2
-
-
 def stochastic_neighbours(x, dtype):
     """By the oracle: pattern of the neighbour toward zero, of the one away from it (saturated), and whether exact."""
     magnitude = np.abs(x)
@@ -120,19 +110,6 @@ def test_round_to_keeps_all_65536_values_of_the_format(dtype):
     numbers = ~np.isnan(values)
     assert_same_bits(rounded[numbers], values[numbers])
     assert_same_bits(rounded[~numbers], from_bits(to_bits(values[~numbers]) | np.uint32(0x0040_0000)))
-
-
-@both_formats
-@pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_round_to_rounds_every_midpoint_to_the_even_neighbour_and_its_own_neighbours_to_theirs(dtype, sign):
-    lower, upper, halfway = midpoints(dtype)
-    tie = (sign * halfway).astype(np.float32)
-    assert np.array_equal(tie.astype(np.float64), sign * halfway)  # float32 holds every midpoint
-    toward_zero, away = from_bits(to_bits(tie) - np.uint32(1)), from_bits(to_bits(tie) + np.uint32(1))
-    even = np.where(lower % 2 == 0, lower, upper)
-    for x, expected in [(tie, even), (toward_zero, lower), (away, upper)]:
-        expected = np.float32(sign) * widened(from_patterns(expected, dtype))
-        assert_same_bits(jit_round_to(x, dtype), expected)
 
 
 @both_formats
@@ -182,19 +159,6 @@ def test_the_derivative_of_round_to_is_zero(dtype):
 
 
 @both_formats
-def test_stochastic_round_keeps_all_65536_values_of_the_format(dtype):
-    """±0 and ±inf too; NaN becomes NaN of the same sign."""
-    values = every_value(dtype)
-    for seed in range(4):
-        rounded = np.asarray(jit_stochastic_round(jax.random.key(seed), widened(values), dtype))
-        assert rounded.dtype == dtype
-        numbers = ~np.isnan(widened(values))
-        np.testing.assert_array_equal(rounded.view(np.uint16)[numbers], values.view(np.uint16)[numbers])
-        assert np.isnan(widened(rounded[~numbers])).all()
-        np.testing.assert_array_equal(np.signbit(widened(rounded)), np.signbit(widened(values)))
-
-
-@both_formats
 def test_stochastic_round_gives_only_the_two_neighbours_and_is_finite_for_finite_numbers(patterns, dtype):
     """Over millions of patterns; a number beyond the range becomes the largest one, never infinite."""
     x = from_bits(patterns)
@@ -211,15 +175,6 @@ def test_stochastic_round_gives_only_the_two_neighbours_and_is_finite_for_finite
 
     naive = (patterns + 0xFFFF) >> 16  # negative control: noise added to the bits turns large numbers into infinity
     assert ((naive[finite] & 0x7FFF) == INFINITY[BF16]).any()
-
-
-@both_formats
-def test_stochastic_round_saturates_beyond_the_largest_finite_number_at_every_noise(dtype):
-    largest = np.float32(jnp.finfo(dtype).max)
-    beyond = np.array([np.nextafter(largest, np.float32(np.inf)), np.finfo(np.float32).max, -np.finfo(np.float32).max])
-    for x in beyond.astype(np.float32):
-        rounded = jit_stochastic_round(jax.random.key(0), np.full(2**12, x), dtype)
-        np.testing.assert_array_equal(widened(np.asarray(rounded)), np.copysign(largest, x))
 
 
 def fixed_noise(monkeypatch, noise):

@@ -20,11 +20,6 @@ pytestmark = pytest.mark.optax_promotion
 
 
 # --- Trees. ---
-class Layer(NamedTuple):
-    kernel: Any
-    bias: Any
-
-
 class Box(NamedTuple):
     """A container with the field under which Flax keeps an array in a box."""
 
@@ -32,13 +27,19 @@ class Box(NamedTuple):
 
 
 SHAPES = [(), (3,), (2, 9), (0, 2, 1)]
-# Names of parameters: some are fields of states, some make paths that are equal as strings.
-NAMES = ["w", "mu", "nu", "a", "a/b", "b", "", "0", "value", "ema", "inner_state", "master", "counter"]
 TINY = [2.0**-149, 2.0**-133, 2.0**-126, 2.0**-100, 6e-8, 6e-5]
 USUAL = [1e-3, 0.1, 1.0, 1.5, 1.00390625, 3.0, 100.0, 0.78539816, 1.2345678, 27.182818, 0.0123456]
 HUGE = [65504.0, 70000.0, 1e19, 3.3e38]
 VALUES = [0.0, *USUAL, *TINY, *HUGE]
 ORDINARY = [0.0, *USUAL, 6e-8, 6e-5]
+# Some names of parameters are fields of states, some make paths that are equal as strings.
+TREES = [
+    lambda a, b, c: a,
+    lambda a, b, c: {"w": a, "mu": [b, c], "nu": None},
+    lambda a, b, c: {"a": {"b": a}, "a/b": b, "": Box(c)},
+    lambda a, b, c: ({"value": a, "ema": optax.MaskedNode()}, Box({"inner_state": b, "master": (c,)})),
+    lambda a, b, c: {"0": {"counter": a}, "b": Box(None)},
+]
 
 
 def array(shape, dtype, values):
@@ -55,21 +56,9 @@ def values(numbers):
     return st.lists(signed, min_size=1, max_size=5)
 
 
-def containers(inner, *others):
-    return st.one_of(
-        st.dictionaries(st.sampled_from(NAMES), inner, min_size=1, max_size=3),
-        st.lists(inner, max_size=2),
-        st.tuples(inner, inner),
-        st.builds(Layer, inner, inner),
-        *others,
-    )
-
-
 def trees(dtypes, numbers):
-    leaves = st.builds(array, st.sampled_from(SHAPES), st.sampled_from(dtypes), values(numbers))
-    nodes = st.one_of(leaves, leaves, leaves, st.sampled_from([None, optax.MaskedNode()]))
-    groups = containers(nodes, st.builds(Box, nodes))
-    return st.one_of(containers(st.one_of(nodes, groups), st.builds(Box, groups)), groups, leaves)
+    leaf = st.builds(array, st.sampled_from(SHAPES), st.sampled_from(dtypes), values(numbers))
+    return st.builds(lambda make, *leaves: make(*leaves), st.sampled_from(TREES), leaf, leaf, leaf)
 
 
 # --- Chains. ---

@@ -217,16 +217,6 @@ def test_a_16_bit_result_that_is_asked_for_has_that_dtype():
             assert_same_bits(mpx.autocast(fun, compute)(x), (x @ x).astype(result))
 
 
-@pytest.mark.eager
-@half_dtypes
-@pytest.mark.parametrize("case", ["matrix product", "einsum with batch dimensions", "depthwise convolution"])
-def test_the_value_is_that_of_casts_written_by_hand(case, dtype):
-    fun, args = arguments(case)
-    by_hand = fun(*[x.astype(dtype) for x in args]).astype(F32)
-    assert_same_bits(mpx.autocast(fun, dtype)(*args), by_hand)
-    assert (by_hand != fun(*args)).any()  # negative control: rounding is seen
-
-
 def test_the_value_of_a_ragged_product_is_the_sum_over_each_group():
     """Integers: exact in bfloat16, and in NumPy."""
     x, w, sizes = integers(0, 6, 4), integers(1, 3, 4, 2), [2, 1, 3]
@@ -244,19 +234,28 @@ BACKWARD = (
 )
 
 
+@pytest.mark.eager
+@half_dtypes
+@pytest.mark.parametrize("case", [*BACKWARD, "einsum with batch dimensions"])
+def test_values_and_gradients_are_those_of_casts_written_by_hand(case, dtype):
+    """Negative control: the float32 value is another one."""
+    fun, args = arguments(case)
+    with_value = lambda f: lambda *args: (jnp.sin(y := f(*args)).sum(), y)
+    differentiated = lambda f: exact_jit(jax.value_and_grad(with_value(f), argnums=(0, 1), has_aux=True))(*args)
+    expected = differentiated(lambda *args: fun(*[x.astype(dtype) for x in args]).astype(F32))
+    assert_same_bits(differentiated(mpx.autocast(fun, dtype)), expected)
+    assert (expected[0][1] != fun(*args)).any()
+
+
 @half_dtypes
 @pytest.mark.parametrize("case", BACKWARD)
 def test_contractions_of_the_backward_pass_are_in_the_compute_dtype(case, dtype):
-    """One forward, one for each operand's gradient: all FLOPs of training on tensor cores.
-
-    With a float32 `gradient_dtype` the gradients are float32 results of narrow operands.
-    """
+    """All three of them; with a float32 `gradient_dtype` the gradients are float32 results of narrow operands."""
     fun, args = arguments(case)
     loss = lambda **options: autocast_loss(lambda *a: jnp.sin(fun(*a)), dtype, **options)
     assert contractions(jax.grad(loss(), argnums=(0, 1)), *args) == [all_in(dtype)] * 3
-    forward, *backward = contractions(jax.grad(loss(gradient_dtype=F32), argnums=(0, 1)), *args)
-    assert forward == all_in(dtype)
-    assert backward == [(dtype, dtype, F32)] * 2
+    wide = contractions(jax.grad(loss(gradient_dtype=F32), argnums=(0, 1)), *args)
+    assert wide == [all_in(dtype), *[(dtype, dtype, F32)] * 2]
 
 
 def test_backward_contractions_with_float32_results_asked_for_leave_the_tensor_cores():
@@ -264,17 +263,6 @@ def test_backward_contractions_with_float32_results_asked_for_leave_the_tensor_c
     naive = lambda x, w: jnp.sin(dot(x.astype(BF16), w.astype(BF16), preferred_element_type=F32)).sum()
     found = contractions(jax.grad(naive, argnums=(0, 1)), normal(0, 3, 4), normal(1, 4, 2))
     assert [BF16 in contraction[:2] and F32 in contraction[:2] for contraction in found] == [False, True, True]
-
-
-@pytest.mark.parametrize(
-    ("case", "dtype"), [*[(case, BF16) for case in BACKWARD], ("matrix product", F16), ("convolution", F16)], ids=str
-)
-def test_gradients_are_those_of_casts_written_by_hand(case, dtype):
-    fun, args = arguments(case)
-    by_hand = lambda *a: jnp.sin(fun(*[x.astype(dtype) for x in a]).astype(F32)).sum()
-    loss = autocast_loss(lambda *a: jnp.sin(fun(*a)), dtype)
-    actual, expected = [exact_jit(jax.grad(f, argnums=(0, 1)))(*args) for f in (loss, by_hand)]
-    assert_same_bits(actual, expected)
 
 
 # ---- gradients in float32 -------------------------------------------------------------------------------------------

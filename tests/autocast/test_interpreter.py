@@ -333,23 +333,6 @@ def test_weak_types_are_those_of_the_plain_function():
         assert types_of(jax.eval_shape(mpx.autocast(fun, BF16), a, x)) == plain, name
 
 
-def test_in_64_bit_mode_float64_is_untouched_and_loops_keep_their_types():
-    def fun(w, x, wide):
-        y = lax.fori_loop(0, 3, lambda i, c: jnp.tanh(c @ w), x)
-        total, _ = lax.scan(lambda c, row: (c + (row @ w).sum(), None), jnp.float32(0), y)
-        counted, _ = lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] @ w), (0, y))
-        weak, z = lax.scan(lambda c, row: (c + 1.0, row @ w), 0.0, y)
-        return total, counted, weak, z, jnp.sin(wide @ wide), wide.astype(np.float32) @ w
-
-    with jax.enable_x64(True):
-        w, x, wide = normal(0, 4, 4), normal(1, 3, 4), normal(2, 4, 4, dtype=np.float64)
-        actual, plain = exact_jit(mpx.autocast(fun, BF16))(w, x, wide), exact_jit(fun)(w, x, wide)
-        assert types_of(actual) == types_of(plain)
-        assert_same_bits(actual[4], plain[4])
-        found = contractions(mpx.autocast(fun, BF16), w, x, wide)
-        assert sorted(map(str, {c.result for c in found})) == ["bfloat16", "float64"]
-
-
 # ---- nothing is remembered ------------------------------------------------------------------------------------------
 
 
