@@ -15,7 +15,6 @@ RULE = optax.adamw(1e-2)
 
 
 def state_types(policy, params_dtype, **options):
-    """Return the names of the wrappers' states, outermost first."""
     state = mpx.mixed_precision(RULE, policy, **options).init({"w": jnp.ones(3, params_dtype)})
     names = []
     while hasattr(state, "inner_state"):

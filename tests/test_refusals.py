@@ -24,7 +24,6 @@ policy, dynamic, recipe = mpx.get_policy, mpx.DynamicLossScale, given(mpx.mixed_
 
 
 def made(function, *arguments):
-    """Return a call of what a call returns."""
     return lambda: function()(*arguments)
 
 
@@ -70,56 +69,49 @@ PAIR = "An override must be a pair (pattern, dtype), but got "
 OVERRIDES = {"norm": F32, "Norm": F32, "step": F32}
 WITH_OVERRIDES = policy("bf16", overrides=tuple(OVERRIDES.items()))
 OF_POLICIES = [
-    *[(ValueError, given(policy, text), message) for text, message in STRINGS.items()],
+    *[(given(policy, text), message) for text, message in STRINGS.items()],
     *[
-        (TypeError, given(policy, text), f"`get_policy` needs a string, but got {type(text).__name__}")
-        for text in (None, BF16, policy("f32"))
-    ],
-    *[
-        (ValueError, given(mpx.Policy, **FIELDS | {field: dtype}), f"`{field}`{FLOATING}")
+        (given(mpx.Policy, **FIELDS | {field: dtype}), f"`{field}`{FLOATING}")
         for field in FIELDS
         for dtype in NO_DTYPES
     ],
-    *[(ValueError, given(mpx.cast, ONES, dtype), f"`dtype`{FLOATING}") for dtype in NO_DTYPES],
-    # NumPy reads `f8` as float64 and `f16` as a float of 128 bits; here `f16` has 16 bits.
+    *[(given(mpx.cast, ONES, dtype), f"`dtype`{FLOATING}") for dtype in NO_DTYPES],
+    (given(mpx.Policy, "f32", "f32", "f32", fp8=mpx.Fp8()), "`compute_dtype` must be bfloat16 if `fp8` is gi"),
     *[
-        (TypeError, given(mpx.cast, ONES, code), f"data type '{code}' not understood")
-        for code in ("brain", "f2", "f4", "f8", "<f4")
-    ],
-    (
-        ValueError,
-        given(mpx.Policy, "f32", "f32", "f32", fp8=mpx.Fp8()),
-        "`compute_dtype` must be bfloat16 if `fp8` is gi",
-    ),
-    *[
-        (TypeError, given(mpx.Policy, "f32", "bf16", "f32", fp8=wrong), "`fp8` must be an `mpx.Fp8` or None, but got")
-        for wrong in ("fp8", True, jnp.float8_e4m3fn)
-    ],
-    *[
-        (ValueError, given(policy, "bf16", overrides=((pattern, F32),)), f"pattern {pattern!r} is not a regular expr")
+        (given(policy, "bf16", overrides=((pattern, F32),)), f"pattern {pattern!r} is not a regular expr")
         for pattern in NO_PATTERNS
     ],
     *[
-        (ValueError, given(mpx.low_precision_state, SGD, {pattern: "bf16"}), "is not a regular expression")
+        (given(mpx.low_precision_state, SGD, {pattern: "bf16"}), "is not a regular expression")
         for pattern in NO_PATTERNS
     ],
-    *[
-        (TypeError, given(policy, "bf16", overrides=wrong), "`overrides` must be a tuple of p")
-        for wrong in (3, None, 1.5)
-    ],
-    (ValueError, given(policy, "bf16", overrides=(("norm", "int8"),)), f"`overrides['norm']`{FLOATING}"),
-    *[
-        (TypeError, given(policy, "bf16", overrides=(override,)), f"{PAIR}{override!r}.")
-        for override in (("norm",), "norm", (F32, "norm"))
-    ],
+    (given(policy, "bf16", overrides=(("norm", "int8"),)), f"`overrides['norm']`{FLOATING}"),
     (
-        ValueError,
         given(WITH_OVERRIDES.describe, {"norm": {"scale": ONES}, "step": jnp.zeros((), jnp.int32)}),
         "`Policy.describe`: no floating leaf's path matches 'Norm', 'step'. An override is a regular expression "
         "searched in one of these: norm/scale.",
     ),
-    (ValueError, given(WITH_OVERRIDES.describe, {}), "searched in one of these: (none)."),
-    (TypeError, given(recipe, 16), "`mixed_precision`: `policy` must be a Policy or the string of one, but got int"),
+    (given(WITH_OVERRIDES.describe, {}), "searched in one of these: (none)."),
+]
+TYPES_OF_POLICIES = [
+    *[
+        (given(policy, text), f"`get_policy` needs a string, but got {type(text).__name__}")
+        for text in (None, BF16, policy("f32"))
+    ],
+    *[
+        (given(mpx.cast, ONES, code), f"data type '{code}' not understood")
+        for code in ("brain", "f2", "f4", "f8", "<f4")
+    ],
+    *[
+        (given(mpx.Policy, "f32", "bf16", "f32", fp8=wrong), "`fp8` must be an `mpx.Fp8` or None, but got")
+        for wrong in ("fp8", True, jnp.float8_e4m3fn)
+    ],
+    *[(given(policy, "bf16", overrides=wrong), "`overrides` must be a tuple of p") for wrong in (3, None, 1.5)],
+    *[
+        (given(policy, "bf16", overrides=(override,)), f"{PAIR}{override!r}.")
+        for override in (("norm"), "norm", (F32, "norm"))
+    ],
+    (given(recipe, 16), "`mixed_precision`: `policy` must be a Policy or the string of one, but got int"),
 ]
 
 # ---- loss scales ----------------------------------------------------------------------------------------------------
@@ -164,54 +156,47 @@ TAKE_A_SCALE = {
     "value_and_grad`": given(mpx.grad, jnp.sum),
 }
 OF_LOSS_SCALES = [
-    *[(ValueError, given(dynamic, **options), message) for message, options in SETTINGS.items()],
-    *[
-        (TypeError, given(mpx.StaticLossScale, wrong), f"`StaticLossScale`: `loss_scale` {NO_NUMBER}{wrong!r}.")
-        for wrong in NO_NUMBERS
-    ],
-    *[
-        (TypeError, given(dynamic, **{field.name: wrong}), f"`{field.name}` {NO_NUMBER}{wrong!r}.")
-        for field in dataclasses.fields(dynamic)
-        for wrong in NO_NUMBERS
-    ],
+    *[(given(dynamic, **options), message) for message, options in SETTINGS.items()],
     *[
         (
-            ValueError,
             given(take, scale),
-            f"`{name.strip('`')}` unscales gradients exactly, so scale, factor and bounds must be powers of two, but "
-            f"got {wrong}",
+            (
+                f"`{name.strip('`')}` unscales gradients exactly, so scale, factor and bounds must be powers of two, but "
+                f"got {wrong}"
+            ),
         )
         for name, take in TAKE_A_SCALE.items()
         for wrong, scale in NOT_POWERS.items()
     ],
     *[
-        (TypeError, given(take, wrong), f"must be a loss scale such as `DynamicLossScale()`, but got {shown}")
-        for take in TAKE_A_SCALE.values()
-        for shown, wrong in NO_SCALES.items()
-    ],
-    *[
         (
-            ValueError,
             given(mpx.loss_scaling, SGD, dynamic(start)),
             f"the scale must lie between `min_loss_scale` and `max_loss_scale`, but got {start} and [1.0, 16777216.0].",
         )
         for start in (0.5, 2.0**25)
     ],
-    (
-        ValueError,
-        given(dynamic().adjust, jnp.ones(2, bool)),
-        "`adjust` needs a boolean scalar, but got shape (2,); see",
-    ),
+    (given(dynamic().adjust, jnp.ones(2, bool)), "`adjust` needs a boolean scalar, but got shape (2,); see"),
+    (given(mpx.select_tree, True, {"a": ONES}, {"b": ONES}), "key"),
+]
+TYPES_OF_LOSS_SCALES = [
     *[
-        (
-            error,
-            given(mpx.select_tree, wrong, ONES, ONES),
-            f"`select_tree`: expected boolean scalar `pred`, but got {shown}.",
-        )
-        for error in (TypeError, AssertionError)  # which users of jmp catch
+        (given(mpx.StaticLossScale, wrong), f"`StaticLossScale`: `loss_scale` {NO_NUMBER}{wrong!r}.")
+        for wrong in NO_NUMBERS
+    ],
+    *[
+        (given(dynamic, **{field.name: wrong}), f"`{field.name}` {NO_NUMBER}{wrong!r}.")
+        for field in dataclasses.fields(dynamic)
+        for wrong in NO_NUMBERS
+    ],
+    *[
+        (given(take, wrong), f"must be a loss scale such as `DynamicLossScale()`, but got {shown}")
+        for take in TAKE_A_SCALE.values()
+        for shown, wrong in NO_SCALES.items()
+    ],
+    *[
+        (given(mpx.select_tree, wrong, ONES, ONES), f"`select_tree`: expected boolean scalar `pred`, but got {shown}.")
         for wrong, shown in [(jnp.ones(1, bool), "bool[1]"), (jnp.int32(1), "int32[]"), (np.float32(1), "float32[]")]
     ],
-    (ValueError, given(mpx.select_tree, True, {"a": ONES}, {"b": ONES}), "key"),  # trees of different structure
 ]
 
 # ---- gradients, recipes ---------------------------------------------------------------------------------------------
@@ -234,58 +219,43 @@ HIDDEN = {
 }
 W, W_IN_BF16 = {"w": jnp.ones(3, F32)}, {"w": jnp.ones(3, BF16)}
 adamw = mpx.any_precision_adamw
-OF_GRADIENTS_AND_RECIPES = [
-    *[
-        (TypeError, given(take, wrong), f"needs a function that returns a loss, but got {type(wrong).__name__}")
-        for take in (mpx.value_and_grad, mpx.grad)
-        for wrong in ("f", None, ONES)
-    ],
-    *[(TypeError, loss(fun), NO_LOSS.format(shown.strip())) for shown, fun in NO_LOSSES.items()],
+OF_GRADIENTS = [
     *[
         (
-            TypeError,
-            loss(lambda w, f=f: (f(w), None), has_aux=True),
-            "a pair (loss, aux)" + NO_LOSS.format(shown.strip()),
-        )
-        for shown, f in NO_LOSSES.items()
-    ],
-    (TypeError, loss(lambda w: (w, w)), "For a pair (loss, aux) give `has_aux=True`"),
-    (TypeError, loss(lambda w: None), "its loss is NoneType"),
-    (
-        TypeError,
-        loss(lambda w: w, has_aux=True),
-        "a function that returns a pair (loss, aux), but it returned float32[]",
-    ),
-    *[(TypeError, loss(lambda w, x=x: (x, w), has_aux=True), BACKWARDS) for x in ({"a": 1.0}, None, (1.0, 2.0))],
-    *[
-        (
-            ValueError,
             given(mpx.grad, jnp.sum, grad_dtype=dtype),
             f"`grad_dtype` must be a floating-point dtype, 'lossless' or None, but got {dtype!r}.",
         )
         for dtype in (jnp.int32, "bool", jnp.complex64)
     ],
-    (
-        ValueError,
-        made(lambda: recipe(IN_BF16).init, W),
-        "all of those given are float32 or wider. Cast them first: `par",
-    ),
+    (made(lambda: recipe(IN_BF16).init, W), "all of those given are float32 or wider. Cast them first: `par"),
     *[
-        (
-            ValueError,
-            made(lambda f=f: f(recipe(IN_BF16)).init, W_IN_BF16),
-            f"inside `{name.strip('`')}`, which hides the 16",
-        )
+        (made(lambda f=f: f(recipe(IN_BF16)).init, W_IN_BF16), f"inside `{name.strip('`')}`, which hides the 16")
         for name, f in HIDDEN.items()
     ],
-    *[(ValueError, made(lambda f=f: f(recipe(IN_BF16)).init, W), "Cast them first") for f in HIDDEN.values()],
-    (ValueError, given(recipe, "f32", storage="full"), "'params=f32,compute=f32,output=f32' stores no parameters"),
-    (ValueError, given(recipe, "bf16", loss_scale=mpx.StaticLossScale(2.0)), "`loss_scale` was given"),
-    (ValueError, given(recipe, "bf16", axis_name="data"), "`axis_name` was given"),
-    (ValueError, given(recipe, "bf16", axis_name="data"), "has no float16 in it"),
-    (ValueError, given(adamw, momentum_dtype=jnp.int8), "`formats['^0/mu']` must be"),
-    (ValueError, given(adamw, compensation_buffer_dtype=jnp.int8), "`kahan_summation`: `dtype` must be"),
-    (ValueError, made(lambda: adamw(variance_dtype=F16).init, ONES), "second moments, which float16 cannot hold"),
+    *[(made(lambda f=f: f(recipe(IN_BF16)).init, W), "Cast them first") for f in HIDDEN.values()],
+    (given(recipe, "f32", storage="full"), "'params=f32,compute=f32,output=f32' stores no parameters"),
+    (given(recipe, "bf16", loss_scale=mpx.StaticLossScale(2.0)), "`loss_scale` was given"),
+    (given(recipe, "bf16", axis_name="data"), "`axis_name` was given"),
+    (given(recipe, "bf16", axis_name="data"), "has no float16 in it"),
+    (given(adamw, momentum_dtype=jnp.int8), "`formats['^0/mu']` must be"),
+    (given(adamw, compensation_buffer_dtype=jnp.int8), "`kahan_summation`: `dtype` must be"),
+    (made(lambda: adamw(variance_dtype=F16).init, ONES), "second moments, which float16 cannot hold"),
+]
+TYPES_OF_GRADIENTS = [
+    *[
+        (given(take, wrong), f"needs a function that returns a loss, but got {type(wrong).__name__}")
+        for take in (mpx.value_and_grad, mpx.grad)
+        for wrong in ("f", None, ONES)
+    ],
+    *[(loss(fun), NO_LOSS.format(shown.strip())) for shown, fun in NO_LOSSES.items()],
+    *[
+        (loss(lambda w, f=f: (f(w), None), has_aux=True), "a pair (loss, aux)" + NO_LOSS.format(shown.strip()))
+        for shown, f in NO_LOSSES.items()
+    ],
+    (loss(lambda w: (w, w)), "For a pair (loss, aux) give `has_aux=True`"),
+    (loss(lambda w: None), "its loss is NoneType"),
+    (loss(lambda w: w, has_aux=True), "a function that returns a pair (loss, aux), but it returned float32[]"),
+    *[(loss(lambda w, x=x: (x, w), has_aux=True), BACKWARDS) for x in ({"a": 1.0}, None, (1.0, 2.0))],
 ]
 
 # ---- roundings ------------------------------------------------------------------------------------------------------
@@ -303,32 +273,41 @@ NO_FLOAT32 = {
 }
 OF_ROUNDINGS = [
     *[
-        (TypeError, given(call, x, BF16), f"`{name}` needs a float32 `x`, but got {shown}.")
-        for name, call in ROUND.items()
-        for shown, x in NO_FLOAT32.items()
-    ],
-    *[
         (
-            ValueError,
             given(ROUND[name], ONES, dtype),
             f"`{name}` knows the dtypes bfloat16, float16 and float32, but got {np.dtype(dtype)}.",
         )
         for name in ("round_to", "stochastic_round")
         for dtype in ("float64", "int16", jnp.float8_e4m3fn, jnp.complex64)
     ],
-    (TypeError, given(formats.join_f32, jnp.ones(1, F16), jnp.zeros(1, np.uint16)), "but got float16 and uint16."),
-    (TypeError, given(formats.join_f32, jnp.ones(1, BF16), jnp.zeros(1, np.int16)), "but got bfloat16 and int16."),
     *[
-        (ValueError, given(call, overflow="saturate"), "must be one of ('infinite', 'largest'), but got 'saturate'.")
+        (given(call, overflow="saturate"), "must be one of ('infinite', 'largest'), but got 'saturate'.")
         for call in (given(formats.round_to, ONES, BF16), given(formats.split_f32, ONES))
     ],
 ]
+TYPES_OF_ROUNDINGS = [
+    *[
+        (given(call, x, BF16), f"`{name}` needs a float32 `x`, but got {shown}.")
+        for name, call in ROUND.items()
+        for shown, x in NO_FLOAT32.items()
+    ],
+    (given(formats.join_f32, jnp.ones(1, F16), jnp.zeros(1, np.uint16)), "but got float16 and uint16."),
+    (given(formats.join_f32, jnp.ones(1, BF16), jnp.zeros(1, np.int16)), "but got bfloat16 and int16."),
+]
 
 
-@pytest.mark.parametrize(
-    ("error", "call", "text"), [*OF_POLICIES, *OF_LOSS_SCALES, *OF_GRADIENTS_AND_RECIPES, *OF_ROUNDINGS]
-)
+VALUES = [*OF_POLICIES, *OF_LOSS_SCALES, *OF_GRADIENTS, *OF_ROUNDINGS]
+TYPES = [*TYPES_OF_POLICIES, *TYPES_OF_LOSS_SCALES, *TYPES_OF_GRADIENTS, *TYPES_OF_ROUNDINGS]
+REFUSED = [(ValueError, *row) for row in VALUES] + [(TypeError, *row) for row in TYPES]
+
+
+@pytest.mark.parametrize(("error", "call", "text"), REFUSED)
 def test_a_wrong_call_says_what_is_wrong(error, call, text):
     with jax.enable_x64("float64[]" in text or jax.config.jax_enable_x64), pytest.raises(error) as raised:
         call()
     assert text in str(raised.value)
+
+
+def test_users_of_jmp_catch_an_assertion_error():
+    with pytest.raises(AssertionError, match="expected boolean scalar"):
+        mpx.select_tree(jnp.int32(1), ONES, ONES)

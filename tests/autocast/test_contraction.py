@@ -92,7 +92,6 @@ KEPT = {
 
 
 def arguments(case):
-    """Return the function of a case, and operands of its shapes."""
     fun, *shapes = (NARROWED | KEPT)[case]
     return fun, [normal(i, *shape) for i, shape in enumerate(shapes)]
 

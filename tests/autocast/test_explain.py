@@ -40,7 +40,6 @@ def product(a, b):
 
 
 def total(fun):
-    """A scalar to differentiate."""
     return lambda *args: fun(*args).sum()
 
 
@@ -51,12 +50,10 @@ def line(fun, offset=1):
 
 
 def contractions(fun, *args, policy="bf16", **options):
-    """The rows of the contractions of a function."""
     return mpx.explain(fun, policy, **options)(*args).contractions
 
 
 def only(rows):
-    """The one row of a list."""
     (row,) = rows
     return row
 

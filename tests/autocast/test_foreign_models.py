@@ -32,7 +32,6 @@ IDS = jnp.asarray([[0, 3, 3, 7, 10, 3], [9, 1, 3, 3, 0, 2]])
 
 
 def cast(tree, dtype):
-    """Cast the floating arrays of a tree."""
     is_floating = lambda x: hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
     return jax.tree.map(lambda x: x.astype(dtype) if is_floating(x) else x, tree)
 
@@ -56,8 +55,6 @@ def filled(shapes):
 
 
 class Model(NamedTuple):
-    """A model."""
-
     fun: Callable[..., Any]
     params: Any
     inputs: tuple[Any, ...]
@@ -69,7 +66,6 @@ def linen(module, *inputs, **options):
 
 
 def flax_nnx(make, *inputs):
-    """Return an NNX module, from its random streams. Other state goes in as one more input."""
     graphdef, params, rest = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))), nnx.Param, ...)
     is_key = lambda leaf: jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     rest = jax.tree.map(lambda leaf: jax.random.key(0) if is_key(leaf) else jnp.zeros(leaf.shape, leaf.dtype), rest)
@@ -78,22 +74,18 @@ def flax_nnx(make, *inputs):
 
 
 def equinox(make, *inputs):
-    """Return an Equinox module, from its key, over a batch."""
     model = eqx.filter_eval_shape(make, key=jax.random.key(0))
     params, static = eqx.partition(model, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
     return Model(lambda params, *inputs: jax.vmap(eqx.combine(params, static))(*inputs), filled(params), inputs)
 
 
 def attention(kv_heads=4, bias=False, **options):
-    """Return `jax.nn.dot_product_attention` of queries, keys and values that are the parameters."""
     shapes = {"query": (2, 6, 4, 8), "key": (2, 6, kv_heads, 8), "value": (2, 6, kv_heads, 8), "bias": (2, 4, 6, 6)}
     params = {name: 3 * uniform(*shape, seed=len(name)) for name, shape in shapes.items() if bias or name != "bias"}
     return Model(lambda params: jax.nn.dot_product_attention(**params, **options), params, ())
 
 
 class EmbedAndAttend(nn.Module):
-    """A tied embedding, both ways."""
-
     @nn.compact
     def __call__(self, ids):
         embed = nn.Embed(11, 16)
@@ -101,8 +93,6 @@ class EmbedAndAttend(nn.Module):
 
 
 class Block(nn.Module):
-    """A transformer block."""
-
     @nn.compact
     def __call__(self, x, _):
         x = x + nn.MultiHeadDotProductAttention(num_heads=2)(nn.LayerNorm()(x))
@@ -110,8 +100,6 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Three blocks, scanned and rematerialised."""
-
     @nn.compact
     def __call__(self, x):
         block = nn.remat(Block, prevent_cse=False)
@@ -166,12 +154,10 @@ def loss_of(fun):
 
 
 def run(loss, *args):
-    """Return value and gradient, with every rounding done as written."""
     return exact_jit(jax.value_and_grad(loss))(*args)
 
 
 def error(actual, expected):
-    """Return the Euclidean distance of two trees in float64."""
     pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
     return np.linalg.norm([np.linalg.norm(np.asarray(a, np.float64) - np.asarray(e, np.float64)) for a, e in pairs])
 

@@ -41,7 +41,6 @@ def in_8_bits(x, dtype, fp8, axis):
 
 
 def error(actual, expected):
-    """Return the norm of a difference, relative to the norm of the expected array."""
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     return np.linalg.norm(actual - expected) / np.linalg.norm(expected)
 

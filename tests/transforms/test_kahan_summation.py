@@ -17,7 +17,6 @@ NARROW = [jnp.bfloat16, jnp.float16]
 
 
 def add_all(tx, start, updates):
-    """Return parameters and state after adding one update after the other."""
 
     def step(carry, update):
         params, state = carry

@@ -28,7 +28,6 @@ def trained(tx, params, steps=STEPS):
 
 
 def weighted_mean(history, decay, start=None):
-    """Return the average by its definition, in float64."""
     weights = [(1 - decay) * decay ** (len(history) - 1 - i) for i in range(len(history))]
     total = sum(w * x for w, x in zip(weights, history, strict=True))
     return total / sum(weights) if start is None else total + decay ** len(history) * start
