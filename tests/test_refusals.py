@@ -161,8 +161,8 @@ OF_LOSS_SCALES = [
         (
             given(take, scale),
             (
-                f"`{name.strip('`')}` unscales gradients exactly, so scale, factor and bounds must be powers of two, but "
-                f"got {wrong}"
+                f"`{name.strip('`')}` unscales gradients exactly, so scale, factor and bounds must be powers of "
+                f"two, but got {wrong}"
             ),
         )
         for name, take in TAKE_A_SCALE.items()
