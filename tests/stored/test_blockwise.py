@@ -476,11 +476,3 @@ def test_blocks_follow_the_order_of_the_elements_whatever_the_shape(shape, block
     assert_same_bits(coded.scale.reshape(-1), alone.scale.reshape(-1)[: -(-x.size // block_size)])
     assert_same_bits(coded.codes.reshape(-1), alone.codes.reshape(-1)[: x.size])
     assert_same_bits(jit_decode(coded, block_size, True).reshape(-1), decode_each(*alone).reshape(-1)[: x.size])
-
-
-def test_inside_shard_map_each_device_codes_its_rows_of_whole_blocks():
-    mesh = eight_cpu_devices()
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 256)), jnp.float32)
-    spec = jax.sharding.PartitionSpec("data")
-    split = jax.shard_map(lambda x: tuple(encode(x, 256, True)), mesh=mesh, in_specs=spec, out_specs=spec)
-    assert_same_bits(tuple(jax.jit(split)(x)), tuple(jit_encode(x, 256, True)))

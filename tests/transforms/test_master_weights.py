@@ -138,31 +138,6 @@ def test_float32_parameters_can_have_float64_masters_and_are_those_rounded_to_ne
         assert_same_bits(params, np.full(1000, -np.finfo(np.float32).max))
 
 
-def test_signs_of_zeros_stay_where_nothing_changes():
-    tx = mpx.master_weights(optax.sgd(0.1))
-    params = jnp.asarray([0.0, -0.0], jnp.bfloat16)
-    updates, _ = tx.update(jnp.zeros(2), tx.init(params), params)
-    assert_same_bits(optax.apply_updates(params, updates), params)
-    assert (bits(updates) == 0x8000_0000).all()
-
-
-@pytest.mark.parametrize("storage", ["full", "split"])
-def test_an_infinite_parameter_with_an_infinite_master_stays_infinite(storage):
-    """Infinity minus infinity is NaN: where nothing changes, nothing is subtracted."""
-    tx = mpx.master_weights(optax.sgd(0.1), storage=storage)
-    params = jnp.asarray([jnp.inf, -jnp.inf, 1.0], jnp.bfloat16)
-    updates, _ = tx.update(jnp.zeros(3), tx.init(params), params)
-    assert_same_bits(optax.apply_updates(params, updates), params)
-
-
-def test_a_parameter_of_minus_zero_becomes_the_plus_zero_of_its_master():
-    tx = mpx.master_weights(optax.sgd(1.0))
-    params = jnp.asarray([-0.0], jnp.bfloat16)
-    updates, state = tx.update(jnp.asarray([-0.0]), tx.init(params), params)
-    assert_same_bits(state.master, jnp.asarray([0.0], jnp.float32))
-    assert_same_bits(optax.apply_updates(params, updates), jnp.asarray([0.0], jnp.bfloat16))
-
-
 @pytest.mark.parametrize("tx", [mpx.master_weights(optax.sgd(0.1)), mpx.kahan_summation()], ids=["full", "kahan"])
 def test_parameters_that_are_not_those_of_the_state_are_all_named(tx):
     old = {"a": jnp.ones(2, jnp.bfloat16), "b": jnp.ones(2, jnp.bfloat16), "c": jnp.ones(2, jnp.bfloat16)}
@@ -223,3 +198,22 @@ def test_a_float32_rule_inside_float64_masters_sees_float64():
         params = jnp.ones(2, jnp.float32)
         tx.update(jnp.ones(2, jnp.float32), tx.init(params), params)
         assert seen == [np.float64]
+
+
+# Parameters, gradients, and parameters after the step. Where nothing changes nothing is subtracted: inf - inf is NaN.
+CORNERS = {
+    "zeros keep their signs": ([0.0, -0.0], [0.0, 0.0], [0.0, -0.0]),
+    "infinities stay": ([np.inf, -np.inf, 1.0], [0.0, 0.0, 0.0], [np.inf, -np.inf, 1.0]),
+    "minus zero becomes the plus zero of its master": ([-0.0], [-0.0], [0.0]),
+}
+
+
+@pytest.mark.parametrize("storage", ["full", "split"])
+@pytest.mark.parametrize("name", CORNERS)
+def test_zeros_and_infinities_are_those_of_float32(name, storage):
+    start, grads, expected = CORNERS[name]
+    tx, params = mpx.master_weights(optax.sgd(1.0), storage=storage), jnp.asarray(start, jnp.bfloat16)
+    updates, state = tx.update(jnp.asarray(grads, jnp.float32), tx.init(params), params)
+    after = optax.apply_updates(params, updates)
+    assert_same_bits(after, jnp.asarray(expected, jnp.bfloat16))
+    assert_same_bits(mpx.master_params(after, state), jnp.asarray(expected, jnp.float32))
