@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from mpx._stored.blockwise import Blockwise8bit
-from tests.helpers import assert_same_bits, assert_same_bits_everywhere, eight_cpu_devices
+from tests.helpers import assert_same_bits, assert_same_bits_everywhere
 
 SMALLEST_NORMAL = np.float32(2.0**-126)
 LARGEST = np.finfo(np.float32).max
