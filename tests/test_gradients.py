@@ -454,3 +454,10 @@ def test_it_gives_the_same_in_jaxs_modes(mode):
 def test_the_functions_keep_name_and_docstring():
     for transformed in (mpx.value_and_grad(network), mpx.grad(network)):
         assert (transformed.__name__, transformed.__doc__) == ("network", network.__doc__)
+
+
+def test_nnx_gradients_of_a_bfloat16_model_are_float32():
+    model = mpx.cast(nnx_model(), BF16)
+    loss = lambda model, x: nnx_loss(model, x).astype(F32)
+    _, grads = mpx.value_and_grad(loss, SCALE, transform=nnx.value_and_grad)(model, jnp.ones((4, 3), BF16))
+    assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {F32}

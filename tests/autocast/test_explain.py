@@ -334,3 +334,15 @@ def test_rich_loses_no_letter_in_a_narrow_terminal():
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
+
+
+def test_other_operations_that_the_rules_narrow_are_rows_of_their_own():
+    """A softmax is kept; `FAST_RULES` narrow the activation of a product, on one line with it."""
+
+    def layer(a, b):
+        return jax.nn.softmax(jnp.tanh(a @ b))
+
+    rows = mpx.explain(layer, "bf16", rules=mpx.FAST_RULES)(*SQUARE).others
+    runs_in = {operation: row.runs_in for row in rows for operation in row.operations.split(", ")}
+    assert runs_in["tanh"] == "bf16"
+    assert {runs_in[name] for name in ("exp", "sub", "reduce_sum", "div")} == {"f32"}

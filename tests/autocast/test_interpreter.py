@@ -358,3 +358,9 @@ def test_weights_that_are_closed_over_are_not_viewed_in_float32():
         fun(jnp.ones((3, 4), F32))
     with jax.numpy_dtype_promotion("standard"):
         assert contractions(fun, jnp.ones((3, 4), F32)) == [Contraction(BF16, BF16, BF16)]
+
+
+def test_linear_functions_can_be_transposed():
+    w, x = integers(0, 4, 3), integers(1, 2, 4)
+    (transposed,) = jax.linear_transpose(mpx.autocast(lambda x: x @ w, BF16), x)(jnp.ones((2, 3), F32))
+    assert_same_bits(transposed, jnp.ones((2, 3), F32) @ w.T)

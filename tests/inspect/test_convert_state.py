@@ -259,38 +259,28 @@ def test_moments_are_rounded_to_nearest_and_those_that_a_bare_rule_has_widened_a
     assert_same_bits(moved, mpx.cast(moments(state), jnp.float32))
 
 
-def test_the_loss_scale_and_its_counters_are_carried_over():
-    tx, new_tx = (
-        mpx.loss_scaling(rule, mpx.DynamicLossScale(2.0**5))
-        for rule in (optax.sgd(1.0), mpx.master_weights(optax.sgd(1.0)))
-    )
-    params = {"w": jnp.ones(8, jnp.float32)}
-    _, state = tx.update(jax.tree.map(lambda p: p * jnp.nan, params), tx.init(params), params)
-    _, new_state = mpx.convert_state(params, state, tx, new_tx, policy=BF16)
-    assert (int(new_state.skipped_steps), float(new_state.loss_scale)) == (1, 2.0**4)
-    own = lambda state: [getattr(state, name) for name in state._fields if name != "inner_state"]
-    assert_same_bits(own(new_state), own(state))
+DYNAMIC = mpx.DynamicLossScale(2.0**5)
+SCALES = {
+    "the same": (DYNAMIC, DYNAMIC),
+    "none to dynamic": (mpx.NoOpLossScale(), DYNAMIC),
+    "dynamic to static": (DYNAMIC, mpx.StaticLossScale(8.0)),
+    "dynamic to none": (DYNAMIC, mpx.NoOpLossScale()),
+    "other bounds": (DYNAMIC, mpx.DynamicLossScale(2.0**5, max_loss_scale=256)),
+    "only the new one": (None, mpx.StaticLossScale(2.0**7)),
+}
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        (mpx.NoOpLossScale(), mpx.DynamicLossScale()),
-        (mpx.DynamicLossScale(), mpx.StaticLossScale(8.0)),
-        (mpx.DynamicLossScale(), mpx.NoOpLossScale()),
-        (mpx.DynamicLossScale(), mpx.DynamicLossScale(128, max_loss_scale=256)),
-        (None, mpx.StaticLossScale(2.0**7)),
-    ],
-    ids=["none to dynamic", "dynamic to static", "dynamic to none", "other bounds", "only the new one"],
-)
-def test_a_loss_scale_of_other_settings_starts_fresh_and_goes_on_counting_skips(old, new):
-    rule = mpx.master_weights(optax.sgd(1.0))
+@pytest.mark.parametrize("name", SCALES)
+def test_a_loss_scale_of_the_same_settings_goes_on_and_another_starts_fresh_but_counts_skips_on(name):
+    """After a skipped step, which has halved a dynamic scale."""
+    rule, params = mpx.master_weights(optax.sgd(1.0)), {"w": jnp.ones(8, jnp.bfloat16)}
+    old, new = SCALES[name]
     tx, new_tx = (mpx.loss_scaling(rule, scale) if scale else rule for scale in (old, new))
-    params = {"w": jnp.ones(8, jnp.bfloat16)}
     _, state = tx.update({"w": jnp.full(8, jnp.nan if old else 0.0, jnp.float32)}, tx.init(params), params)
     _, moved = mpx.convert_state(params, state, tx, new_tx)
-    assert_same_bits(moved._replace(skipped_steps=jnp.int32(0)), new_tx.init(params))
-    assert int(moved.skipped_steps) == (old is not None)
+    expected = state if name == "the same" else new_tx.init(params)
+    assert_same_bits(moved, expected._replace(skipped_steps=jnp.int32(old is not None), inner_state=moved.inner_state))
+    assert name != "the same" or moved.loss_scale == 2.0**4
 
 
 @pytest.mark.parametrize(

@@ -324,3 +324,9 @@ def test_numbers_are_on_the_grid_before_they_are_cast(dtype):
     until_cast = closed_jaxpr(open_jaxpr(program).replace(outvars=cast.invars))
     (rounded,) = jaxpr_as_fun(until_cast)(x)
     assert_same_bits(rounded, x.astype(dtype).astype(jnp.float32))
+
+
+def test_a_rule_without_arrays_needs_no_matching_leaf():
+    scalar = {"scalar": jnp.ones(())}
+    tx = adam({"mu": "bf16"})
+    tx.update(scalar, tx.init(scalar), scalar)
