@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from jax.extend import core as jex_core
 
+BF16, F16, F32 = np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.float32)
+
 # Compiler options for tests that do not judge what LLVM makes of a program: it then takes less time to compile.
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 

@@ -8,17 +8,14 @@ from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpx import formats
-from tests.helpers import assert_same_bits, assert_same_bits_everywhere, float32_round_trips
+from tests.helpers import BF16, F16, assert_same_bits, assert_same_bits_everywhere, float32_round_trips
 
-BF16 = np.dtype(ml_dtypes.bfloat16)
-F16 = np.dtype(np.float16)
 INFINITY = {BF16: 0x7F80, F16: 0x7C00}  # 16-bit patterns; all larger magnitudes are NaN
 SIGMAS = 6
 

@@ -8,7 +8,6 @@ import functools
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import optax
 import pytest
@@ -18,11 +17,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
 import mpx
-from tests.helpers import assert_same_bits, examples
-
-BF16 = np.dtype(ml_dtypes.bfloat16)
-F16 = np.dtype(np.float16)
-F32 = np.dtype(np.float32)
+from tests.helpers import BF16, F16, F32, assert_same_bits, examples
 
 all_dtypes = pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 

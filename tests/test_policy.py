@@ -8,7 +8,6 @@ import flax
 import hypothesis
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import optax
 import pytest
@@ -19,11 +18,8 @@ from hypothesis import strategies as st
 import mpx
 from mpx import _trees
 from mpx._policy import policy_text
-from tests.helpers import assert_same_bits, examples
+from tests.helpers import BF16, F16, F32, assert_same_bits, examples
 
-BF16 = np.dtype(ml_dtypes.bfloat16)
-F16 = np.dtype(np.float16)
-F32 = np.dtype(np.float32)
 F64 = np.dtype(np.float64)
 
 DTYPES = {"bf16": BF16, "bfloat16": BF16, "f16": F16, "fp16": F16, "float16": F16, "half": F16}
@@ -110,7 +106,7 @@ def test_fp8_is_a_way_to_compute_whose_results_are_in_bfloat16():
 
 def test_all_spellings_of_a_dtype_give_one_policy_which_cannot_be_changed():
     expected = mpx.get_policy("p=bf16,c=f32,o=f32")
-    for spelling in (jnp.bfloat16, "bfloat16", "bf16", BF16, ml_dtypes.bfloat16):
+    for spelling in (jnp.bfloat16, "bfloat16", "bf16", BF16):
         policy = mpx.Policy(spelling, "float32", jnp.float32)
         assert policy == expected
         assert hash(policy) == hash(expected)

@@ -6,17 +6,16 @@ import math
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import optax
 import pytest
 
 import mpx
 from mpx import formats
+from tests.helpers import BF16, F16, F32
 
 pytestmark = pytest.mark.optax_promotion
 
-BF16, F16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype(np.float32)
 ONE, ONES, SGD = jnp.float32(1), jnp.ones(2, F32), optax.sgd(0.1)
 IN_BF16 = "params=bf16,compute=bf16,output=f32"
 given = functools.partial

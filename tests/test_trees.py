@@ -6,7 +6,6 @@ from typing import NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import optax
 import pytest
@@ -15,11 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 import mpx
 from mpx import _trees
-from tests.helpers import assert_same_bits
-
-BF16 = np.dtype(ml_dtypes.bfloat16)
-F16 = np.dtype(np.float16)
-F32 = np.dtype(np.float32)
+from tests.helpers import BF16, F16, F32, assert_same_bits
 
 FLOATING = {
     "bfloat16": jnp.ones(2, jnp.bfloat16),

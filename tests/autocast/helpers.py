@@ -5,17 +5,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from jax import lax
 
 import mpx
-from tests.helpers import all_eqns
+from tests.helpers import BF16, F16, F32, all_eqns
 
-BF16 = np.dtype(ml_dtypes.bfloat16)
-F16 = np.dtype(np.float16)
-F32 = np.dtype(np.float32)
 CONTRACTIONS = ("conv_general_dilated", "dot_general", "ragged_dot_general")
 
 half_dtypes = pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
