@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import mpx
 from mpx import _trees
-from tests.helpers import assert_same_bits, bits, examples, types_of
+from tests.helpers import bits, examples, types_of
 
 pytestmark = pytest.mark.optax_promotion
 
@@ -31,7 +31,6 @@ TINY = [2.0**-149, 2.0**-133, 2.0**-126, 2.0**-100, 6e-8, 6e-5]
 USUAL = [1e-3, 0.1, 1.0, 1.5, 1.00390625, 3.0, 100.0, 0.78539816, 1.2345678, 27.182818, 0.0123456]
 HUGE = [65504.0, 70000.0, 1e19, 3.3e38]
 VALUES = [0.0, *USUAL, *TINY, *HUGE]
-ORDINARY = [0.0, *USUAL, 6e-8, 6e-5]
 # Some names of parameters are fields of states, some make paths that are equal as strings.
 TREES = [
     lambda a, b, c: a,
@@ -178,10 +177,6 @@ def flushed(tree):
     return jax.tree.map(lambda x: flush(np.asarray(x)), tree)
 
 
-def leaves_in_float64(tree):
-    return [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(tree)]
-
-
 def pointers(tree):
     return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree) if leaf.size]
 
@@ -305,36 +300,6 @@ def test_a_random_chain_is_refused_or_keeps_every_promise(kind, data):
     training = data.draw(trainings(MORE_DTYPES.get(kind, NARROW_AND_WIDE), VALUES, kind=kind))
     with jax.enable_x64(kind == "float64"):
         train(*training)
-
-
-def both_started(chains, params):
-    """Return two transformations and their states, or nothing if both were refused."""
-    one, other = (started(chain, params) for chain in chains)
-    assert (one is None) == (other is None)
-    return [] if one is None or other is None else [one, other]
-
-
-@examples(40)
-@given(trainings([jnp.bfloat16], ORDINARY, poisons=()))
-def test_split_masters_are_the_full_ones_around_a_random_chain(training):
-    """Stop where a weight falls almost to zero: there the documentation makes an exception."""
-    chain, params, gradients = on_device(training)
-    both, of_split = both_started([("full", chain), ("split", chain)], params), params
-    for grads in gradients if both else ():
-        (one, state), (other, split_state), before = *both, params
-        updates, state = one.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-        updates, split_state = other.update(grads, split_state, of_split)
-        of_split = optax.apply_updates(of_split, updates)
-        masters = mpx.master_params(params, state)
-        if any(
-            (np.abs(m) <= 2.0**-16 * np.abs(p)).any()
-            for m, p in zip(*map(leaves_in_float64, (masters, before)), strict=True)
-        ):
-            return
-        assert_same_bits(mpx.master_params(of_split, split_state), masters)
-        assert_same_bits(split_state.inner_state, state.inner_state)
-        both = [(one, state), (other, split_state)]
 
 
 DEEP = [

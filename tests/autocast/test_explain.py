@@ -61,16 +61,6 @@ def only(rows):
 # --- where ------------------------------------------------------------------------------------------------------------
 
 
-class LinenBlock(nn.Module):
-    """To be scanned and rematerialised: lines of ours that call layers of Flax, and a loop of Flax around a cell."""
-
-    @nn.compact
-    def __call__(self, x, _):
-        x = nn.Dense(8)(x)
-        x = nn.RNN(nn.SimpleCell(8))(x)
-        return nn.MultiHeadDotProductAttention(num_heads=2)(x), None
-
-
 def test_rows_are_at_the_users_own_line(tmp_path, monkeypatch):
     """Relative to the working directory, or with the whole path outside of it; in a library where no line is ours."""
     args = shape(3, 5), shape(5, 7)
@@ -86,16 +76,16 @@ def test_rows_are_at_the_users_own_line(tmp_path, monkeypatch):
     assert only(contractions(product, *args)).where == f"{ROOT}/{line(product)}"
 
 
-def test_rows_of_a_scanned_rematerialised_linen_block_are_at_its_lines_forward_and_backward():
+def test_rows_of_a_scanned_checkpoint_are_at_its_lines_forward_and_backward():
     """Three layers: each product runs once, again in the backward pass, and has two gradients."""
-    stack = nn.scan(nn.remat(LinenBlock), variable_axes={"params": 0}, split_rngs={"params": True}, length=3)()
-    variables = jax.eval_shape(stack.init, jax.random.key(0), shape(2, 4, 8), None)
-    rows = contractions(
-        jax.grad(lambda variables, x: stack.apply(variables, x, None)[0].sum()), variables, shape(2, 4, 8)
-    )
-    dense, *others = (line(LinenBlock.__call__, offset) for offset in (2, 3, 4))
-    assert {row.where for row in rows} == {dense, *others}
-    assert sum(row.count for row in rows if row.where == dense) == 3 * 4
+
+    def layer(x, w):
+        return jnp.tanh(x @ w), None
+
+    loss = lambda ws, x: lax.scan(jax.checkpoint(layer), x, ws)[0].sum()
+    rows = contractions(jax.grad(loss, argnums=(0, 1)), shape(3, 8, 8), shape(4, 8))
+    assert {row.where for row in rows} == {line(layer)}
+    assert sum(row.count for row in rows) == 3 * 4
 
 
 # --- how much ---------------------------------------------------------------------------------------------------------
