@@ -125,7 +125,8 @@ def test_a_negative_second_moment_makes_its_block_nan(name):
 @by_format
 def test_zeros_and_blocks_below_all_normal_numbers_become_zeros(name):
     for value in (0.0, -0.0, 1e-40):
-        assert (round_trip(np.full(BLOCK, value), name) == 0).all()
+        for signed in (True, False):
+            assert (round_trip(np.full(BLOCK, value), name, signed) == 0).all()
 
 
 @pytest.mark.parametrize("largest", [2.0**-126, 2.0**-119, 3e38])
