@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from jax.extend import core as jex_core
 
+BF16, F16, F32 = np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.float32)
+
 # Compiler options for tests that do not judge what LLVM makes of a program: it then takes less time to compile.
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
@@ -44,6 +46,24 @@ def assert_same_bits(actual, expected):
     chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
     for (path, a), e in zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(bits(a), bits(e), err_msg=jax.tree_util.keystr(path))
+
+
+def assert_same_bits_everywhere(function, *rows, ways=("jit", "scan", "vmap", "64 bits", "64 bits in jit", "no jit")):
+    """Raise unless a function of one row of each array has its bits of eager mode in each way to run it."""
+    each = [function(*row) for row in zip(*rows, strict=True)]
+    stacked, first = jax.tree.map(lambda *x: jnp.stack(x), *each), [x[0] for x in rows]
+    run = {
+        "jit": lambda: [jax.jit(function)(*row) for row in zip(*rows, strict=True)],
+        "scan": lambda: jax.lax.scan(lambda c, row: (c, function(*row)), 0, rows)[1],
+        "vmap": lambda: jax.jit(jax.vmap(function))(*rows),
+        "64 bits": lambda: function(*first),
+        "64 bits in jit": lambda: jax.jit(function)(*first),
+        "no jit": lambda: function(*first),
+    }
+    expected = {"jit": each, "scan": stacked, "vmap": stacked}
+    for way in ways:
+        with jax.enable_x64("64" in way or jax.config.jax_enable_x64), jax.disable_jit(way == "no jit"):
+            assert_same_bits(run[way](), expected.get(way, each[0]))
 
 
 def types_of(tree):

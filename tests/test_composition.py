@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import mpx
-from tests.helpers import QUICKLY, assert_same_bits, cases, unfused
+from tests.helpers import assert_same_bits, cases, unfused
 
 pytestmark = pytest.mark.optax_promotion
 
@@ -110,13 +110,6 @@ def test_the_mean_of_microbatches_reaches_the_rule_in_float32():
     assert found["naive"][0][0] == -1
 
 
-def test_clipping_around_the_masters_puts_weights_out_of_step():
-    """Show why `check_chain` refuses it."""
-    tx = optax.chain(mpx.master_weights(optax.sgd(1e-1)), optax.clip_by_global_norm(1e-2))
-    now, state = train(tx, params())
-    assert not mpx.is_synced(now, state)
-
-
 def test_the_learning_rate_and_the_scale_can_be_read_and_set_from_outside():
     """Store all that can be stored in few bits: what was injected keeps its float32 value."""
     rule = optax.inject_hyperparams(optax.adam)(learning_rate=1e-3, b2=0.999)
@@ -197,31 +190,6 @@ def test_what_does_not_train_has_neither_masters_nor_moments_nor_an_average():
     updates, state = tx.update(jax.tree.map(lambda p: p * 0.1, frozen), state, frozen)
     assert not updates["frozen"].any()
     assert mpx.averaged_params(state)["frozen"] == optax.MaskedNode()
-
-
-@pytest.mark.slow
-def test_flax_linen_and_nnx_and_equinox_trees_are_trained_with_scaled_losses_and_a_state_of_few_bits():
-    import equinox as eqx
-    import flax.linen as nn
-    from flax import nnx
-
-    linen = nn.Dense(64, param_dtype=jnp.bfloat16).init(jax.random.key(0), jnp.ones((1, 64), jnp.bfloat16))
-    _, state_of_nnx = nnx.split(nnx.Linear(64, 64, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
-    module = eqx.filter(mpx.cast(eqx.nn.MLP(64, 1, 64, 1, key=jax.random.key(0)), jnp.bfloat16), eqx.is_inexact_array)
-    moments = {"bias": "f32", "mu|nu": mpx.Blockwise8bit()}
-    stored = mpx.low_precision_state(optax.adam(1e-1), moments)
-    tx = mpx.loss_scaling(mpx.master_weights(stored, storage="split"))
-    for tree in (linen, state_of_nnx, module):
-        state = tx.init(tree)
-        gradients = jax.tree.map(lambda p: jnp.full(p.shape, 2.0**15), tree)
-        updates, state = jax.jit(tx.update, compiler_options=QUICKLY)(gradients, state, tree)
-        new = optax.apply_updates(tree, updates)
-        assert jax.tree.structure(new) == jax.tree.structure(tree)
-        assert {x.dtype for x in jax.tree.leaves(new)} == {np.dtype(jnp.bfloat16)}
-        assert all((a != b).any() for a, b in zip(*map(jax.tree.leaves, (new, tree)), strict=True))
-        assert mpx.is_synced(new, state)
-        codes = [x for x in jax.tree.leaves(state) if x.dtype in (np.int8, np.uint8)]
-        assert [x.shape for x in codes] == [(64, 64)] * 2
 
 
 @pytest.mark.parametrize("jit", ["nnx.jit", pytest.param(None, marks=pytest.mark.slow)])

@@ -232,14 +232,6 @@ OF_ONE_DTYPE = {  # what Optax adds or multiplies in one dtype only, as the page
         optax.clip_by_global_norm(1.0), optax.sgd(optax.linear_schedule(1e-3, 0.0, 10))
     ),
 }
-OF_TWO_DTYPES = {
-    "adam": mpx.upcast(optax.adam(1e-3)),
-    "adamw": mpx.upcast(optax.adamw(1e-3)),
-    "lamb": mpx.upcast(optax.lamb(1e-3)),
-    "a cosine schedule": mpx.upcast(optax.sgd(optax.cosine_decay_schedule(1e-3, 10))),
-    "MultiSteps": optax.MultiSteps(mpx.upcast(optax.sgd(1e-3)), 2),
-    "AnyPrecision AdamW": mpx.any_precision_adamw(),
-}
 
 
 @pytest.mark.parametrize("rule", OF_ONE_DTYPE)
@@ -258,31 +250,11 @@ def test_rules_that_add_no_two_dtypes_run_under_strict_promotion(rule, monkeypat
             jax.eval_shape(lambda tx=tx: tx.update(grads(start), tx.init(start), start))
 
 
-@pytest.mark.parametrize("rule", OF_TWO_DTYPES)
-def test_rules_that_do_are_refused_by_jax_under_strict_promotion(rule):
-    """If Optax becomes strict, the page on modes says too little."""
-    tx = OF_TWO_DTYPES[rule]
-    state = tx.init(one_leaf())
-    with jax.numpy_dtype_promotion("strict"), pytest.raises(jax.dtypes.TypePromotionError):
-        tx.update(grads(one_leaf()), state, one_leaf())
-
-
 @every_transform
 def test_it_is_traced_with_leak_checks(name):
     tx = TRANSFORMS[name]()
     with jax.checking_leaks():
         jax.eval_shape(jax.jit(lambda p: tx.update(grads(p), tx.init(p), p)), one_leaf())
-
-
-@pytest.mark.eager
-@pytest.mark.parametrize("name", cases(TRANSFORMS, {"master_weights split", "kahan_summation"}))
-def test_it_runs_without_jit_and_gives_the_same_types(name):
-    tx, start = TRANSFORMS[name](), one_leaf()
-    run = lambda p: tx.update(grads(p), tx.init(p), p)
-    with jax.disable_jit(False):
-        expected = jax.eval_shape(run, start)
-    with jax.disable_jit():
-        assert types_of(run(start)) == types_of(expected)
 
 
 @every_transform

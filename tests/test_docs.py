@@ -80,51 +80,10 @@ def test_the_code_of_a_page_runs_from_top_to_bottom_and_prints_what_the_page_say
     run_in_lines(page.read_text(), run_blocks(page.read_text(), name_of(page), check_training_steps))
 
 
-def test_a_block_that_prints_something_else_is_seen():
-    page = '```python\nprint(1 + 1)\n```\n\n```text title="Prints"\n{}\n```\n'
-    run_blocks(page.format(2), "page.md")
-    with pytest.raises(AssertionError, match=re.escape("page.md says '3\\n', but the code prints '2\\n'")):
-        run_blocks(page.format(3), "page.md")
-
-
-def test_a_block_in_a_tab_runs():
-    page = '=== "Tab"\n\n    ```python\n    if True:\n        x = 1\n    print(x)\n    ```\n'
-    says = '\n    ```text title="Prints"\n    {}\n    ```\n'
-    assert run_blocks(page + says.format(1), "page.md")["x"] == 1
-    with pytest.raises(AssertionError, match=r"page\.md says"):
-        run_blocks(page + says.format(2), "page.md")
-
-
+PRINTS = '```python\nprint(1 + 1)\n```\n\n```text title="Prints"\n{}\n```\n'
+TAB = '=== "Tab"\n\n    ```python\n    if True:\n        x = 1\n    print(x)\n    ```\n\n'
+TAB += '    ```text title="Prints"\n    {}\n    ```\n'
 DIFF = "```python\nx = 0\n```\n\n```diff\n def f():\n-    return x\n+    return x + 1\n\n x = f()\n```\n"
-
-
-def test_both_sides_of_a_diff_run_and_what_follows_has_the_names_of_its_later_side():
-    page = DIFF + '\n```python\nprint(x)\n```\n\n```text title="Prints"\n1\n```\n'
-    assert run_blocks(page, "page.md")["x"] == 1
-
-
-@pytest.mark.parametrize("line", ["-    return x", "+    return x + 1"])
-def test_an_error_in_either_side_of_a_diff_names_its_line(line):
-    with pytest.raises(ZeroDivisionError) as raised:
-        run_blocks(DIFF.replace(line, f"{line} / 0"), "page.md")
-    frame = traceback.extract_tb(raised.tb)[-1]
-    assert frame.lineno == DIFF.split("\n").index(line) + 1
-
-
-def test_a_line_of_a_diff_without_a_sign_is_seen():
-    with pytest.raises(AssertionError, match="each line of a diff"):
-        run_blocks(DIFF.replace(" def f", "def f"), "page.md")
-
-
-@pytest.mark.parametrize("page", ["```python\n1 / 0\n```\n", '=== "Tab"\n    ```python\n    1 / 0\n    ```\n'])
-def test_an_error_in_a_page_names_its_line(page):
-    text = f"# Title\n{page}"
-    with pytest.raises(ZeroDivisionError) as raised:
-        run_blocks(text, "page.md")
-    frame = traceback.extract_tb(raised.tb)[-1]
-    assert (frame.filename, frame.lineno) == ("page.md", text[: text.index("1 / 0")].count("\n") + 1)
-
-
 STEP = """```python
 import jax
 import jax.numpy as jnp
@@ -138,12 +97,45 @@ def train_step(x):
 x, y = train_step(jnp.ones(1000))
 ```
 """
+INLINE = "Call `{}`."
+SEEN = {  # a page that is right, one that is not, and what is said of it
+    "another print": (PRINTS.format(2), PRINTS.format(3), "page.md says '3\\n', but the code prints '2\\n'"),
+    "another print in a tab": (TAB.format(1), TAB.format(2), "page.md says"),
+    "a later block": (DIFF + PRINTS.format(2).replace("1 + 1", "x + 1"), DIFF + PRINTS.format(1), "page.md says"),
+    "a line of a diff without a sign": (DIFF, DIFF.replace(" def f", "def f"), "each line of a diff"),
+    "a step that does not donate": (STEP, STEP.replace("(donate_argnums=0)", ""), "has 4,0"),
+    "a signature": (INLINE.format("mpx.cast(tree, 'f32')"), INLINE.format("mpx.get_policy(1)"), "needs a string"),
+    "a method": (INLINE.format("policy.cast_to_param(1.0)"), INLINE.format("policy.cast(1)"), "no attribute 'cast'"),
+    "an option": (INLINE.format("mpx.autocast(...)"), INLINE.format("mpx.autocast(f, speed=1)"), "unexpected keyword"),
+    "an option of a recipe": ("", INLINE.format("mpx.mixed_precision(rule, precision=1)"), "unexpected keyword"),
+}
 
 
-def test_a_training_step_of_a_page_that_does_not_donate_is_seen():
-    run_blocks(STEP, "page.md", check_training_steps)
-    with pytest.raises(AssertionError, match=r"has 4,0\d\d new bytes of results"):
-        run_blocks(STEP.replace("(donate_argnums=0)", ""), "page.md", check_training_steps)
+@pytest.mark.parametrize(("right", "wrong", "said"), SEEN.values(), ids=SEEN)
+def test_what_is_wrong_in_a_page_is_seen(right, wrong, said):
+    def check(text):
+        names = run_blocks(text, "page.md", check_training_steps)
+        run_in_lines(text, names | {"policy": mpx.get_policy("bf16")})
+
+    check(right)
+    with pytest.raises((AssertionError, TypeError, AttributeError), match=re.escape(said)):
+        check(wrong)
+
+
+@pytest.mark.parametrize(
+    ("page", "line"),
+    [
+        ("# Title\n```python\n1 / 0\n```\n", "1 / 0"),
+        ('# Title\n=== "Tab"\n    ```python\n    1 / 0\n    ```\n', "    1 / 0"),
+        *[(DIFF.replace(line, f"{line} / 0"), f"{line} / 0") for line in ("-    return x", "+    return x + 1")],
+    ],
+    ids=["block", "tab", "before", "after"],
+)
+def test_an_error_in_a_page_names_its_line(page, line):
+    with pytest.raises(ZeroDivisionError) as raised:
+        run_blocks(page, "page.md")
+    frame = traceback.extract_tb(raised.tb)[-1]
+    assert (frame.filename, frame.lineno) == ("page.md", page.split("\n").index(line) + 1)
 
 
 @pytest.mark.parametrize(
@@ -156,21 +148,6 @@ def test_a_training_step_of_a_page_that_does_not_donate_is_seen():
 )
 def test_the_jit_of_a_training_step_is_found(before, after):
     assert ["donate" in text for code in (before, after) for text in jits_of_training_steps(code)] == [False, True]
-
-
-@pytest.mark.parametrize(
-    "code", ["mpx.get_policy(1)", "policy.cast(1)", "mpx.mixed_precision(rule, precision=1)", "autocast(f, speed=1)"]
-)
-def test_code_in_a_line_of_a_page_that_does_not_work_is_seen(code):
-    with pytest.raises((TypeError, AttributeError)):
-        run_in_lines(f"Call `{code}`.", {"policy": mpx.get_policy("bf16")})
-
-
-def test_code_in_a_line_of_a_page_that_works_runs():
-    run_in_lines(
-        "Call `policy.cast_to_param(1.0)`, `mpx.autocast(...)` and `mpx.cast(tree, 'f32')`.",
-        {"policy": mpx.get_policy("bf16")},
-    )
 
 
 def test_every_training_step_that_is_shown_donates():

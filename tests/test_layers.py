@@ -48,7 +48,6 @@ SOURCES = {module_of(path): path.read_text() for path in [ROOT / "mpx_cli.py", *
 
 
 def room_of(module):
-    """Return the innermost room that a module is in."""
     return max((room for room in FLOOR if f"{module}.".startswith(f"{room}.")), key=len)
 
 
@@ -64,7 +63,6 @@ def imported_modules(nodes):
 
 
 def violations(module, source):
-    """Return what a module imports from a higher room, or from another one on its own floor."""
     imported, own = imported_modules(ast.walk(ast.parse(source))), room_of(module)
     ours = {name for name in imported if name.split(".")[0] in OURS}
     return {name for name in ours if room_of(name) != own and FLOOR[room_of(name)] >= FLOOR[own]}

@@ -2,12 +2,10 @@
 
 import dataclasses
 import math
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -107,14 +105,6 @@ def test_the_model_tells_a_scale_that_grows_one_step_late():
     assert ours != grad_scaler(pattern, 2.0**10, 2.0, 4 + 1)
 
 
-@pytest.mark.parametrize("period", [1, 2, 5, 2000])
-def test_the_scale_grows_after_exactly_its_period_of_good_steps(period):
-    scale, trajectory = scan_adjust(mpx.DynamicLossScale(2.0**10, period=period), np.ones(period, bool))
-    assert (trajectory[:-1] == 2.0**10).all()
-    assert trajectory[-1] == 2.0**11
-    assert scale.counter == 0
-
-
 @pytest.mark.parametrize("counter", [2, 1000], ids=["in its period", "beyond it, of a run with a longer one"])
 def test_a_value_restored_from_a_checkpoint_continues_where_it_was(counter):
     assert run(mpx.DynamicLossScale(2.0**10, counter=counter, period=3), [1]) == [2.0**11]
@@ -139,21 +129,10 @@ def test_the_scale_never_becomes_infinite(scale):
     assert run(value, [1, 1, 0, 1]) == [scale, scale, scale / 2, scale]
 
 
-def test_adjust_takes_any_boolean_scalar_and_refuses_an_array():
+def test_adjust_takes_any_boolean_scalar():
     for finite in (True, np.bool_(True), np.array(True), GOOD):
         assert mpx.DynamicLossScale(2.0, period=1).adjust(finite).loss_scale == 4.0
         assert mpx.StaticLossScale(2.0).adjust(finite).loss_scale == 2.0
-    with pytest.raises(ValueError, match=r"`adjust` needs a boolean scalar, but got shape \(2,\); see `all_finite`"):
-        mpx.DynamicLossScale().adjust(jnp.array([True, False]))
-
-
-def test_counters_saturate():
-    scale = mpx.DynamicLossScale(2.0**10, hysteresis=2, bad_steps=INT32_MAX).adjust(BAD)
-    assert (scale.bad_steps, scale.loss_scale) == (INT32_MAX, 2.0**9)
-    assert jnp.int32(INT32_MAX) + 1 < 0  # negative control
-    for counter in (INT32_MAX - 1, INT32_MAX):
-        scale = mpx.DynamicLossScale(2.0**10, counter=jnp.int32(counter), period=INT32_MAX).adjust(GOOD)
-        assert (scale.counter, scale.loss_scale) == (0, 2.0**11)
 
 
 FULL = dict(period=7, factor=4.0, min_loss_scale=0.25, max_loss_scale=2.0**20, hysteresis=3)
@@ -238,49 +217,11 @@ def test_a_scale_that_is_no_power_of_two_rounds():
     assert (scale.unscale(scale.scale(x)) != x).any()
 
 
-def test_float64_leaves_are_scaled_and_unscaled_in_float64():
-    """A reciprocal of 3 in float32 would be too coarse."""
-    with jax.enable_x64(True):
-        x = jnp.asarray(1 / 3)
-        assert_same_bits(mpx.StaticLossScale(2.0**16).scale(x), jnp.asarray(1 / 3 * 2.0**16))
-        assert float(mpx.StaticLossScale(3.0).unscale(jnp.asarray(1.0))) == 1 / 3
-
-
 def test_the_no_op_scale_returns_the_tree_and_itself():
     tree, scale = {"w": jnp.ones(2, jnp.float16)}, mpx.NoOpLossScale()
     assert scale.scale(tree) is scale.unscale(tree) is tree
     assert scale.adjust(BAD) is scale.adjust(GOOD) is scale
     assert scale.loss_scale == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (dict(period=0), "`period` must be an integer from 1 to 2**31 - 1, not 0."),
-        (dict(period=1.5), "`period` must be an integer from 1 to 2**31 - 1, not 1.5."),
-        (dict(period=2**31), "`period` must be an integer from 1 to 2**31 - 1, not 2147483648."),
-        (dict(period=math.inf), "`period` must be an integer from 1 to 2**31 - 1, not inf."),
-        (dict(hysteresis=jnp.int32(0)), "`hysteresis` must be an integer from 1 to 2**31 - 1, not 0."),
-        (dict(factor=1), "`factor` must be above 1, but got 1."),
-        (dict(factor=jnp.float32(0.5)), "`factor` must be above 1, but got 0.5."),
-        (dict(factor=math.nan), "`factor` must be above 1, but got nan."),
-        (dict(min_loss_scale=8.0, max_loss_scale=4.0), "`min_loss_scale` must not be above `max_loss_scale`"),
-        (dict(min_loss_scale=2.0**25), "but got 33554432.0 and 16777216.0."),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(options, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        mpx.DynamicLossScale(**options)
-
-
-@pytest.mark.parametrize("wrong", ["a", None, True, 1j, jnp.ones(2, bool), [2.0], print], ids=repr)
-def test_what_is_no_number_is_refused_when_the_value_is_made(wrong):
-    expected = re.escape(f"must be a real number, or a scalar array, not {wrong!r}.")
-    with pytest.raises(TypeError, match="`StaticLossScale`: `loss_scale` " + expected):
-        mpx.StaticLossScale(wrong)
-    for field in dataclasses.fields(mpx.DynamicLossScale):
-        with pytest.raises(TypeError, match=f"`DynamicLossScale`: `{field.name}` " + expected):
-            mpx.DynamicLossScale(**{field.name: wrong})
 
 
 def test_an_integer_array_is_warned_of_and_a_python_integer_is_not():
@@ -290,61 +231,12 @@ def test_an_integer_array_is_warned_of_and_a_python_integer_is_not():
     assert mpx.DynamicLossScale(8).loss_scale.dtype == np.float32
 
 
-NOT_POWERS = {
-    "loss_scale=3.0": mpx.StaticLossScale(3.0),
-    "loss_scale=0": mpx.StaticLossScale(0),
-    "loss_scale=-2.0": mpx.StaticLossScale(-2.0),
-    "loss_scale=inf": mpx.StaticLossScale(math.inf),
-    "loss_scale=nan": mpx.StaticLossScale(math.nan),
-    "loss_scale=1.7": mpx.StaticLossScale(2.0**127),  # a device that flushes its subnormal reciprocal unscales to zero
-    "loss_scale=5.8": mpx.StaticLossScale(2.0**-127),
-    "loss_scale=65504.0": mpx.DynamicLossScale(65504.0),
-    "factor=3": mpx.DynamicLossScale(factor=3),
-    "min_loss_scale=0.3": mpx.DynamicLossScale(min_loss_scale=0.3),
-    "max_loss_scale=65504.0": mpx.DynamicLossScale(max_loss_scale=jnp.float32(65504.0)),
-    "factor=1.5, min_loss_scale=0.0": mpx.DynamicLossScale(factor=1.5, min_loss_scale=0.0),
-}
-
-
-@pytest.mark.parametrize("named", NOT_POWERS)
-def test_where_exactness_is_claimed_other_numbers_than_powers_of_two_are_refused(named):
-    message = "` unscales gradients exactly, so scale, factor and bounds must be powers of two, but got " + named
-    with pytest.raises(ValueError, match=re.escape("`loss_scaling" + message)):
-        mpx.loss_scaling(optax.sgd(0.1), NOT_POWERS[named])
-    for function in (mpx.value_and_grad, mpx.grad):
-        with pytest.raises(ValueError, match=re.escape("`value_and_grad" + message)):
-            function(jnp.sum, NOT_POWERS[named])
-
-
-@pytest.mark.parametrize("scale", [0.5, 16.0])
-def test_a_training_run_cannot_start_with_a_scale_that_is_not_within_its_bounds(scale):
-    message = f"the scale must lie between `min_loss_scale` and `max_loss_scale`, but got {scale} and [1.0, 8.0]."
-    with pytest.raises(ValueError, match=re.escape(message)):
-        mpx.loss_scaling(optax.sgd(0.1), mpx.DynamicLossScale(scale, max_loss_scale=8.0))
-
-
 def test_powers_of_two_and_traced_scales_are_accepted():
     for number in (jnp.float32(0.5), 2.0**-126, 2.0**126):
         require_powers_of_two(mpx.StaticLossScale(number), "test")
     for scale in (mpx.NoOpLossScale(), mpx.DynamicLossScale()):
         require_powers_of_two(scale, "test")
     jax.jit(lambda s: require_powers_of_two(mpx.StaticLossScale(s), "test"))(jnp.float32(3))
-
-
-@pytest.mark.parametrize(
-    ("wrong", "shown"),
-    [
-        (2.0**15, "float; a number goes into `StaticLossScale(number)`"),
-        ("dynamic", "str;"),
-        (optax.sgd(0.1), "GradientTransformationExtraArgs;"),
-        (mpx.DynamicLossScale, "the class DynamicLossScale: call it;"),
-    ],
-)
-def test_what_is_no_loss_scale_is_refused(wrong, shown):
-    message = "`loss_scale` must be a loss scale such as `DynamicLossScale()`, but got " + shown
-    for call in (mpx.value_and_grad, mpx.loss_scaling):
-        with pytest.raises(TypeError, match=re.escape(message)):
-            call(jnp.sum if call is mpx.value_and_grad else optax.sgd(0.1), wrong)
 
 
 def test_powers_of_two_are_the_numbers_whose_only_bit_is_the_exponent():
@@ -421,13 +313,18 @@ def test_select_tree_keeps_every_number_of_16_bits_that_it_chooses_in_float32(dt
     assert_same_bits(jax.jit(mpx.select_tree)(~GOOD, jnp.zeros_like(numbers), numbers), numbers)
 
 
-@pytest.mark.parametrize(
-    ("pred", "shown"), [(jnp.ones(1, bool), "bool[1]"), (jnp.int32(1), "int32[]"), (np.float32(1), "float32[]")]
-)
-def test_select_tree_refuses_all_but_a_boolean_scalar_with_an_error_that_users_of_jmp_catch_too(pred, shown):
-    message = f"`select_tree`: expected boolean scalar `pred`, but got {shown}."
-    for error in (TypeError, AssertionError):
-        with pytest.raises(error, match=re.escape(message)):
-            mpx.select_tree(pred, jnp.ones(1, jnp.float32), jnp.ones(1, jnp.float32))
-    with pytest.raises(ValueError, match="key"):  # trees of different structure
-        mpx.select_tree(GOOD, {"a": jnp.ones(1)}, {"b": jnp.ones(1)})
+def test_counters_saturate():
+    scale = mpx.DynamicLossScale(2.0**10, hysteresis=2, bad_steps=INT32_MAX).adjust(BAD)
+    assert (scale.bad_steps, scale.loss_scale) == (INT32_MAX, 2.0**9)
+    assert jnp.int32(INT32_MAX) + 1 < 0  # negative control
+    for counter in (INT32_MAX - 1, INT32_MAX):
+        scale = mpx.DynamicLossScale(2.0**10, counter=jnp.int32(counter), period=INT32_MAX).adjust(GOOD)
+        assert (scale.counter, scale.loss_scale) == (0, 2.0**11)
+
+
+def test_float64_leaves_are_scaled_and_unscaled_in_float64():
+    """A reciprocal of 3 in float32 would be too coarse."""
+    with jax.enable_x64(True):
+        x = jnp.asarray(1 / 3)
+        assert_same_bits(mpx.StaticLossScale(2.0**16).scale(x), jnp.asarray(1 / 3 * 2.0**16))
+        assert float(mpx.StaticLossScale(3.0).unscale(jnp.asarray(1.0))) == 1 / 3

@@ -8,7 +8,6 @@ import flax
 import hypothesis
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import optax
 import pytest
@@ -19,11 +18,8 @@ from hypothesis import strategies as st
 import mpx
 from mpx import _trees
 from mpx._policy import policy_text
-from tests.helpers import assert_same_bits, examples
+from tests.helpers import BF16, F16, F32, assert_same_bits, examples
 
-BF16 = np.dtype(ml_dtypes.bfloat16)
-F16 = np.dtype(np.float16)
-F32 = np.dtype(np.float32)
 F64 = np.dtype(np.float64)
 
 DTYPES = {"bf16": BF16, "bfloat16": BF16, "f16": F16, "fp16": F16, "float16": F16, "half": F16}
@@ -63,13 +59,6 @@ def test_what_is_left_out_follows_parameters_are_float32_compute_follows_them_ou
 def test_neither_order_nor_spaces_matter():
     for text in ("o=f32,c=bf16,p=f16", " p = f16 ,c= bf16,o =f32 ", "p=f16,\n\tc=bf16,output=f32"):
         assert mpx.get_policy(text) == mpx.get_policy("p=f16,c=bf16,o=f32")
-
-
-def test_the_string_of_a_policy_reads_back_as_the_policy():
-    for param, compute, output in itertools.product(["bf16", "f16", "full", "f64"], repeat=3):
-        text = f"p={param},c={compute},o={output}"
-        assert str(mpx.get_policy(text)) == text
-        assert dtypes(mpx.get_policy(text)) == (DTYPES[param], DTYPES[compute], DTYPES[output])
 
 
 policies = st.builds(
@@ -116,85 +105,15 @@ def test_fp8_is_a_way_to_compute_whose_results_are_in_bfloat16():
     assert mpx.get_policy("c=bf16").fp8 is None
 
 
-@pytest.mark.parametrize("text", ["fp8", "params=fp8", "p=fp8,c=bf16", "c=fp8,output=fp8", "o=fp8"])
-def test_nothing_is_stored_in_fp8_and_no_result_is_in_it(text):
-    message = f"Policy '{text}': fp8 is a way to multiply matrices, and nothing is stored in it. It goes with compute"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        mpx.get_policy(text)
-
-
-def test_a_policy_computes_in_the_dtype_of_results_of_its_products_of_8_bit_floats():
-    fp8 = mpx.Fp8(scaling="row")
-    assert mpx.Policy("f32", "bf16", "f32", fp8=fp8).fp8 is fp8
-    with pytest.raises(ValueError, match=r"`compute_dtype` must be bfloat16 if `fp8` is given, .* but got float32"):
-        mpx.Policy("f32", "f32", "f32", fp8=fp8)
-
-
-@pytest.mark.parametrize("given", ["fp8", True, jnp.float8_e4m3fn])
-def test_what_a_policy_says_about_fp8_is_an_fp8(given):
-    with pytest.raises(TypeError, match=re.escape("`fp8` must be an `mpx.Fp8` or None, but got")):
-        mpx.Policy("f32", "bf16", "f32", fp8=given)
-
-
-ALLOWED = "half, bf16, bfloat16, f16, fp16, float16, full, f32, fp32, float32, f64, fp64, float64"
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", f"Unknown dtype '' in policy ''; use one of {ALLOWED}."),
-        ("bf15", f"Unknown dtype 'bf15' in policy 'bf15'; use one of {ALLOWED}."),
-        ("params", "Unknown dtype 'params' in policy 'params'"),
-        ("BF16", "Unknown dtype 'BF16' in policy 'BF16'"),
-        ("p=int8", "Unknown dtype 'int8' in policy 'p=int8'"),
-        ("p=", "Unknown dtype '' in policy 'p='"),
-        ("p=f32=bf16", "Unknown dtype 'f32=bf16' in policy 'p=f32=bf16'"),
-        ("p=f32,c", "Unknown dtype '' in policy 'p=f32,c'"),
-        ("p=f32;c=f16", "Unknown dtype 'f32;c=f16' in policy"),
-        (
-            "x=bf16",
-            "use params (p), compute (c), output (o) or reduce (r), each followed by",
-        ),
-        ("=bf16", "Unknown key '' in policy '=bf16'"),
-        ("p=f32,", "Unknown key '' in policy 'p=f32,'"),
-        ("P=f32", "Unknown key 'P' in policy 'P=f32'"),
-        ("p=f32,c=f16,p=bf16", "Policy 'p=f32,c=f16,p=bf16' gives 'p' twice."),
-        ("p=f32,params=f32", "Policy 'p=f32,params=f32' gives 'params' twice."),
-        ("c=fp8(size=3)", "Policy 'c=fp8(size=3)': fp8 has no setting 'size'; it has forward, backward, scaling,"),
-        ("c=fp8(scaling=column)", "`Fp8`: `scaling` must be 'tensor' or 'row', but got 'column'."),
-        ("c=fp8(scaling=row", "Unknown dtype 'fp8(scaling=row' in policy"),
-        ("'norm'=int8", "Unknown dtype 'int8' in policy"),
-        ("'['=f32", "The override pattern '[' is not a regular expression"),
-        ("'norm=f32", 'Unknown key "\'norm" in policy'),
-    ],
-)
-def test_a_string_of_another_form_is_refused_by_name(text, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        mpx.get_policy(text)
-
-
-def test_anything_but_a_string_is_refused():
-    for given in (None, jnp.bfloat16, mpx.get_policy("f32")):
-        with pytest.raises(TypeError, match=f"`get_policy` needs a string, but got {type(given).__name__}"):
-            mpx.get_policy(given)
-
-
 def test_all_spellings_of_a_dtype_give_one_policy_which_cannot_be_changed():
     expected = mpx.get_policy("p=bf16,c=f32,o=f32")
-    for spelling in (jnp.bfloat16, "bfloat16", "bf16", BF16, ml_dtypes.bfloat16):
+    for spelling in (jnp.bfloat16, "bfloat16", "bf16", BF16):
         policy = mpx.Policy(spelling, "float32", jnp.float32)
         assert policy == expected
         assert hash(policy) == hash(expected)
         assert policy.param_dtype == jnp.bfloat16
     with pytest.raises(AttributeError, match="cannot assign to field"):
         expected.param_dtype = F32
-
-
-def test_policies_differ_by_every_field():
-    policies = {mpx.get_policy(text) for text in ("f32", "p=bf16,c=f32", "c=bf16,o=f32", "o=bf16", "f32")}
-    policies.add(mpx.get_policy("f32", overrides=(("norm", "f32"),)))
-    policies.add(mpx.get_policy("c=fp8,o=f32"))
-    assert len(policies) == 6
 
 
 def test_a_policy_is_a_static_argument_of_jit_and_traces_once_for_equal_ones():
@@ -210,26 +129,6 @@ def test_a_policy_is_a_static_argument_of_jit_and_traces_once_for_equal_ones():
         cast(mpx.get_policy(text, overrides=[["norm", jnp.float32]]), {"w": jnp.ones(2)})
     assert len(traces) == 2
     assert traces[0].overrides == (("norm", F32),)
-
-
-def test_with_output_dtype_changes_the_output_dtype_only():
-    policy = mpx.get_policy("p=bf16,c=f16", overrides=(("norm", F32),))
-    changed = policy.with_output_dtype("float32")
-    assert dtypes(changed) == (BF16, F16, F32)
-    assert changed.overrides == policy.overrides
-    assert policy.output_dtype == F16
-
-
-@pytest.mark.parametrize("dtype", ["int8", bool, jnp.complex64, jnp.float8_e4m3fn, "float128", None])
-def test_a_dtype_that_is_not_a_floating_one_of_16_to_64_bits_is_refused(dtype):
-    """None too, which NumPy would read as float64."""
-    message = " must be a floating-point dtype of 16 to 64 bits (bfloat16, float16, float32, float64), but got "
-    for field in ("param_dtype", "compute_dtype", "output_dtype"):
-        settings = dict.fromkeys(("param_dtype", "compute_dtype", "output_dtype"), "float32") | {field: dtype}
-        with pytest.raises(ValueError, match=re.escape(f"`{field}`{message}")):
-            mpx.Policy(**settings)
-    with pytest.raises(ValueError, match=re.escape(f"`dtype`{message}")):
-        mpx.cast({"w": jnp.ones(2)}, dtype)
 
 
 def test_each_cast_gives_its_dtype():
@@ -326,21 +225,6 @@ def test_the_first_override_that_matches_wins():
         assert tree["blocks"][0]["norm"]["scale"].dtype == BF16
 
 
-@pytest.mark.parametrize(
-    ("override", "error", "message"),
-    [
-        (("(", F32), ValueError, "The override pattern '(' is not a regular expression: missing ), unterminated"),
-        (("norm",), TypeError, "An override must be a pair (pattern, dtype), but got ('norm',)."),
-        ("norm", TypeError, "An override must be a pair (pattern, dtype), but got 'norm'."),
-        ((F32, "norm"), TypeError, "An override must be a pair (pattern, dtype), but got (dtype('float32'), 'norm')."),
-        (("norm", "int8"), ValueError, "`overrides['norm']` must be a floating-point dtype of 16 to 64 bits"),
-    ],
-)
-def test_a_wrong_override_is_refused(override, error, message):
-    with pytest.raises(error, match=re.escape(message)):
-        mpx.get_policy("bf16", overrides=(override,))
-
-
 def test_describe_shows_a_line_a_leaf_and_the_total_of_the_bytes_stored():
     """It says the same of shapes, and leaves out functions, which Equinox modules have for leaves."""
     policy = mpx.get_policy("params=bf16,compute=f16", overrides=(("norm", "float32"),))
@@ -377,18 +261,6 @@ def test_the_bytes_of_describe_are_those_of_the_cast_tree_and_a_tied_array_count
         assert [line.split()[-1] for line in lines] == ["bytes", *sizes]
 
 
-def test_describe_refuses_overrides_that_match_nothing_and_names_the_paths():
-    policy = mpx.get_policy("bf16", overrides=(("norm", F32), ("Norm", F32), ("step", F32)))
-    message = (
-        "`Policy.describe`: no floating leaf's path matches 'Norm', 'step'. An override is a regular expression "
-        "searched in one of these: norm/scale."
-    )
-    with pytest.raises(ValueError, match=re.escape(message)):
-        policy.describe({"norm": {"scale": jnp.ones(2)}, "step": jnp.zeros((), jnp.int32)})
-    with pytest.raises(ValueError, match=re.escape("searched in one of these: (none).")):
-        policy.describe({})
-
-
 TAKE_A_DTYPE = {
     "upcast": lambda dtype: mpx.upcast(optax.sgd(1.0), dtype),
     "master_weights": lambda dtype: mpx.master_weights(optax.sgd(1.0), dtype),
@@ -406,18 +278,16 @@ TAKE_A_DTYPE = {
 }
 
 
+# NumPy reads some of these as formats of a record, and raises a SyntaxError.
+NO_DTYPES = ["f23", ",", "08", "(V,", [0], {"": ""}]
+
+
 @pytest.mark.parametrize("name", TAKE_A_DTYPE)
 def test_every_function_reads_a_short_dtype_name(name):
     TAKE_A_DTYPE[name]("f32")
-    with pytest.raises((ValueError, TypeError)):
-        TAKE_A_DTYPE[name]("f23")
-
-
-@pytest.mark.parametrize("code", ["brain", "f2", "f4", "f8", "<f4"])
-def test_words_that_are_no_dtypes_and_codes_of_numpy_which_count_bytes_are_refused(code):
-    """NumPy reads `f8` as float64 and `f16` as a float of 128 bits; here `f16` has 16 bits."""
-    with pytest.raises(TypeError, match=f"data type '{code}' not understood"):
-        mpx.cast(jnp.ones(2), code)
+    for wrong in NO_DTYPES:
+        with pytest.raises((ValueError, TypeError), match=r"`\w+`|^Policy"):
+            TAKE_A_DTYPE[name](wrong)
 
 
 def test_every_function_of_a_policy_takes_its_string():
@@ -432,10 +302,9 @@ def test_every_function_of_a_policy_takes_its_string():
     assert mpx.mixed_precision(optax.sgd(1.0), text).init(policy.cast_to_param(params)).master is not None
 
 
-def test_what_is_neither_a_policy_nor_its_string_is_refused():
-    for name, call in [
-        ("mixed_precision", lambda: mpx.mixed_precision(optax.sgd(1.0), 16)),
-        ("advise", lambda: mpx.advise(jnp.sum, jnp.ones(2), jnp.ones(2), 16)),
-    ]:
-        with pytest.raises(TypeError, match=f"`{name}`: `policy` must be a Policy or the string of one, but got int"):
-            call()
+def test_with_output_dtype_changes_the_output_dtype_only():
+    policy = mpx.get_policy("p=bf16,c=f16", overrides=(("norm", F32),))
+    changed = policy.with_output_dtype("float32")
+    assert dtypes(changed) == (BF16, F16, F32)
+    assert changed.overrides == policy.overrides
+    assert policy.output_dtype == F16

@@ -15,7 +15,6 @@ RULE = optax.adamw(1e-2)
 
 
 def state_types(policy, params_dtype, **options):
-    """Return the names of the wrappers' states, outermost first."""
     state = mpx.mixed_precision(RULE, policy, **options).init({"w": jnp.ones(3, params_dtype)})
     names = []
     while hasattr(state, "inner_state"):
@@ -71,11 +70,8 @@ def test_gradients_of_float16_parameters_underflow_without_the_scale_that_they_g
     np.testing.assert_allclose(state.inner_state.master["w"], np.float32(1 - 1e-8), rtol=1e-7)
 
 
-def test_parameters_that_nobody_has_cast_are_refused():
+def test_trees_without_a_leaf_to_cast_are_taken():
     tx = mpx.mixed_precision(RULE, "params=bf16,compute=bf16,output=f32")
-    message = r"all of those given are float32 or wider\. Cast them first: `params = policy"
-    with pytest.raises(ValueError, match=message):
-        tx.init({"w": jnp.ones(3)})
     tx.init({})
     keeps_all = mpx.get_policy("bf16", overrides=(("w", jnp.float32),))
     mpx.mixed_precision(RULE, keeps_all).init({"w": jnp.ones(3)})
@@ -92,52 +88,12 @@ def test_the_state_of_a_rule_without_types_is_a_state():
     assert_same_bits((updates, state.inner_state), (params, {"m": params}))
 
 
-@pytest.mark.parametrize(
-    ("wrap", "name"),
-    [
-        (lambda tx: mpx.low_precision_state(tx, {"mu": "bf16"}, min_size=0), "low_precision_state"),
-        (lambda tx: mpx.upcast(optax.chain(optax.clip(1.0), tx)), "upcast"),
-        (lambda tx: mpx.master_weights(optax.MultiSteps(tx, 2)), "master_weights"),
-        (lambda tx: mpx.master_weights(mpx.upcast(tx)), "master_weights"),
-    ],
-    ids=["low_precision_state", "upcast of a chain", "master_weights", "two wrappers"],
-)
-def test_inside_of_a_wrapper_that_hides_the_parameters_it_says_that_the_nesting_is_wrong(wrap, name):
-    """The parameters are bfloat16; it was told of float32 ones."""
-    tx = mpx.mixed_precision(RULE, "params=bf16,compute=bf16,output=f32")
-    with pytest.raises(
-        ValueError,
-        match=f"stands inside `{name}`, which hides the 16-bit parameters from it. (Put it around|Leave `{name}` out)",
-    ):
-        wrap(tx).init({"w": jnp.ones(3, jnp.bfloat16)})
-    with pytest.raises(ValueError, match="Cast them first"):  # where nothing is hidden
-        wrap(tx).init({"w": jnp.ones(3)})
-
-
 def test_it_is_the_same_as_the_wrappers_by_hand():
     params, grads = {"w": jnp.ones(3, jnp.float16)}, {"w": jnp.full(3, 100.0)}
     step = lambda tx: tx.update(grads, tx.init(params), params)
     recipe = mpx.mixed_precision(RULE, "f16", loss_scale=mpx.StaticLossScale(4.0))
     by_hand = mpx.loss_scaling(mpx.master_weights(RULE), mpx.StaticLossScale(4.0))
     assert_same_bits(step(recipe), step(by_hand))
-
-
-@pytest.mark.parametrize(
-    ("policy", "options", "message"),
-    [
-        (
-            "f32",
-            {"storage": "full"},
-            "`storage` was given, .* 'params=f32,compute=f32,output=f32' stores no parameters",
-        ),
-        ("bf16", {"loss_scale": mpx.StaticLossScale(2.0)}, "`loss_scale` was given, .* has no float16 in it"),
-        ("bf16", {"axis_name": "data"}, "`axis_name` was given, .* has no float16 in it"),
-        ("params=bf61", {}, "Unknown dtype 'bf61'"),
-    ],
-)
-def test_an_option_that_would_do_nothing_and_an_unknown_policy_are_refused(policy, options, message):
-    with pytest.raises(ValueError, match=message):
-        mpx.mixed_precision(RULE, policy, **options)
 
 
 def kahan_adamw_in_numpy(grads, p, steps, rate=1e-2, b1=0.9, b2=0.999, eps=1e-8, decay=0.1):
@@ -196,30 +152,6 @@ def test_any_precision_adamw_follows_the_published_algorithm_in_bfloat16_with_ka
     assert (np.asarray(without) != expected).mean() > 0.5
 
 
-@pytest.mark.parametrize(("buffer", "tolerance"), [(jnp.float32, 1e-3), (jnp.bfloat16, 0.15)])
-def test_any_precision_adamw_applies_the_weight_decay_that_torchdistx_loses(buffer, tolerance):
-    """1 - 1e-3 * 0.01 = 0.99999, which bfloat16 rounds to 1. After 10,000 steps 0.9048 is left.
-
-    Decay is the only update here, a 200th of what a bfloat16 weight can take: parameter and bfloat16 compensation
-    together have 16 bits, in which a step of 1e-5 has an error of up to a quarter.
-    """
-    options = {"use_kahan_summation": True, "momentum_dtype": jnp.bfloat16, "compensation_buffer_dtype": buffer}
-    tx = mpx.any_precision_adamw(1e-3, weight_decay=0.01, **options)
-    zeros = jnp.zeros(4, jnp.bfloat16)
-
-    def step(_, carry):
-        p, state = carry
-        updates, state = tx.update(zeros, state, p)
-        return optax.apply_updates(p, updates), state
-
-    start = jnp.ones(4, jnp.bfloat16)
-    now, state = jax.lax.fori_loop(0, 10_000, step, (start, tx.init(start)))
-    lost = 1 - mpx.master_params(now, state)
-    np.testing.assert_allclose(lost, 1 - 0.99999**10_000, rtol=tolerance)
-    as_torchdistx = jax.lax.fori_loop(0, 10_000, lambda _, p: p * jnp.bfloat16(1 - 1e-3 * 0.01), start)
-    assert (as_torchdistx == 1).all()
-
-
 def test_any_precision_adamw_has_the_defaults_of_torchdistx():
     """lr 1e-3, betas 0.9 and 0.999, eps 1e-8, no decay, no Kahan summation, float32 momentum, bfloat16 variance."""
     p = jnp.ones(3, jnp.bfloat16)
@@ -232,15 +164,6 @@ def test_any_precision_adamw_has_the_defaults_of_torchdistx():
     assert_same_bits(mpx.any_precision_adamw().update(g, state, p)[0], expected)
     kahan = mpx.any_precision_adamw(use_kahan_summation=True).init(p)
     assert optax.tree.get(kahan, "compensation").dtype == jnp.bfloat16
-
-
-def test_any_precision_adamw_refuses_dtypes_that_cannot_be():
-    with pytest.raises(ValueError, match=r"`formats\['\^0/mu'\]` must be"):
-        mpx.any_precision_adamw(momentum_dtype=jnp.int8)
-    with pytest.raises(ValueError, match="`kahan_summation`: `dtype` must be"):
-        mpx.any_precision_adamw(compensation_buffer_dtype=jnp.int8)
-    with pytest.raises(ValueError, match="second moments, which float16 cannot hold"):
-        mpx.any_precision_adamw(variance_dtype=jnp.float16).init(jnp.ones(3, jnp.float32))
 
 
 def test_any_precision_adamw_knows_its_moments_whatever_parameters_are_called_and_can_round_them_stochastically():

@@ -4,10 +4,8 @@ import collections
 from typing import NamedTuple
 
 import equinox as eqx
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import optax
 import pytest
@@ -16,11 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 import mpx
 from mpx import _trees
-from tests.helpers import assert_same_bits
-
-BF16 = np.dtype(ml_dtypes.bfloat16)
-F16 = np.dtype(np.float16)
-F32 = np.dtype(np.float32)
+from tests.helpers import BF16, F16, F32, assert_same_bits
 
 FLOATING = {
     "bfloat16": jnp.ones(2, jnp.bfloat16),
@@ -133,28 +127,10 @@ def test_states_are_found_outermost_first_at_any_depth():
     assert _trees.find_states((1, None), Pair) == []
 
 
-def test_a_cast_is_the_arrays_own_conversion_and_keeps_the_shape():
-    """Rounded to nearest even as ml_dtypes and NumPy do; infinities and signs of zeros stay."""
-    numbers = np.array([[1.0, -0.0, np.inf, 1 / 3], [-2.5, 6e-8, 65504.0, 1 + 2.0**-9]], np.float32)
-    tree = {str(source): numbers.astype(source) for source in (BF16, F16, F32)}
-    for dtype in (BF16, F16, F32):
-        cast = mpx.cast(jax.tree.map(jnp.asarray, tree), dtype)
-        assert_same_bits(cast, {name: jnp.asarray(values.astype(dtype)) for name, values in tree.items()})
-
-
 def test_leaves_that_are_not_floating_come_back_as_the_same_object():
     cast = mpx.cast(NOT_FLOATING | {"w": jnp.ones(2)}, BF16)
     assert cast.pop("w").dtype == BF16
     assert all(cast[name] is leaf for name, leaf in NOT_FLOATING.items())
-
-
-def test_none_and_empty_containers_keep_their_places():
-    tree = {"a": None, "b": [], "c": (), "d": {}, "e": optax.MaskedNode(), "w": jnp.ones(1)}
-    cast = mpx.cast(tree, BF16)
-    assert jax.tree.structure(cast) == jax.tree.structure(tree)
-    assert cast["a"] is None
-    for bare in (None, (), {}, [], 3):
-        assert mpx.cast(bare, BF16) == bare
 
 
 def test_a_leaf_of_the_right_dtype_comes_back_as_the_same_object():
@@ -224,23 +200,6 @@ def test_an_nnx_module_and_its_state_are_cast_but_for_their_keys_and_counters():
     assert model.layers[0].kernel.dtype == F32  # the module itself is left alone
 
 
-def test_trees_of_linen_equinox_and_optax_are_cast():
-    variables = nn.Dense(3).init(jax.random.key(0), jnp.ones((1, 2), F32))
-    assert_same_bits(mpx.cast(variables, BF16), jax.tree.map(lambda x: x.astype(BF16), variables))
-
-    model = eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0))
-    cast = mpx.cast(model, BF16)
-    assert isinstance(cast, eqx.nn.MLP)
-    assert cast.activation is model.activation
-    assert {leaf.dtype for leaf in jax.tree.leaves(eqx.filter(cast, eqx.is_array))} == {BF16}
-
-    state = optax.adam(1e-3).init({"w": jnp.ones(2)})
-    cast = mpx.cast(state, BF16)
-    assert jax.tree.structure(cast) == jax.tree.structure(state)
-    assert optax.tree.get(cast, "mu")["w"].dtype == BF16
-    assert optax.tree.get(cast, "count") is optax.tree.get(state, "count")
-
-
 @pytest.fixture
 def compiled_calls(monkeypatch):
     """Return a list that gets the number of arrays of each compiled call."""
@@ -307,59 +266,38 @@ def mesh(devices=slice(None), shape=(-1,), names=("x",)):
     return Mesh(np.array(jax.devices()[devices]).reshape(shape), names)
 
 
-def test_every_leaf_keeps_its_named_sharding_and_one_compiled_call_casts_all_of_a_mesh(compiled_calls):
-    grid = mesh(shape=(4, 2), names=("data", "model"))
-    specs = {"a": PartitionSpec("data", "model"), "b": PartitionSpec(None, "data"), "c": PartitionSpec()}
-    tree = {name: jax.device_put(jnp.ones((8, 8)), NamedSharding(grid, spec)) for name, spec in specs.items()}
+def placed(*shardings):
+    return [jax.device_put(jnp.arange(64.0).reshape(8, 8), sharding) for sharding in shardings]
+
+
+GRID, AXIS, DEVICE = mesh(shape=(4, 2), names=("data", "model")), PartitionSpec("x"), jax.devices()[3]
+KINDS = [memory.kind for memory in DEVICE.addressable_memories()]
+# Arrays, and how many of them each compiled call casts: one program cannot take arrays of different devices.
+PLACED = {
+    "on one mesh": (
+        [NamedSharding(GRID, PartitionSpec(*spec)) for spec in (("data", "model"), (None, "data"), ())],
+        [3],
+    ),
+    "on two sets of devices": ([NamedSharding(mesh(slice(*part)), AXIS) for part in ((4,), (4, 8), (4,))], [1, 2]),
+    "in two orders": ([NamedSharding(grid, AXIS) for grid in (mesh(), mesh(slice(None, None, -1)))], [1, 1]),
+    "free and on a device": ([None, SingleDeviceSharding(DEVICE)], [1, 1]),
+    # XLA on a CPU by itself moves results from unpinned host memory to the default one.
+    "in two kinds of memory": ([SingleDeviceSharding(DEVICE, memory_kind=kind) for kind in KINDS], [1] * len(KINDS)),
+}
+
+
+@pytest.mark.parametrize("name", PLACED)
+def test_arrays_stay_where_they_are_and_one_compiled_call_casts_those_of_one_set_of_devices(name, compiled_calls):
+    shardings, calls = PLACED[name]
+    tree = placed(*shardings)
     cast = mpx.cast(tree, BF16)
-    assert compiled_calls == [3]
-    for name in specs:
-        assert cast[name].sharding == tree[name].sharding
-        assert cast[name].committed
-        assert_same_bits(cast[name], jnp.ones((8, 8), BF16))
+    assert sorted(compiled_calls) == calls
+    for old, new in zip(tree, cast, strict=True):
+        assert (new.sharding, new.committed) == (old.sharding, old.committed)
+        assert_same_bits(np.asarray(new), np.asarray(old).astype(BF16))
 
 
-def test_a_tree_on_two_sets_of_devices_is_cast_in_two_calls_and_stays_on_both(compiled_calls):
-    """Pipeline stages: one program cannot take arrays of different devices."""
-    first, second = (NamedSharding(mesh(devices), PartitionSpec("x")) for devices in (slice(4), slice(4, 8)))
-    tree = {f"w{i}": jax.device_put(jnp.ones(8), sharding) for i, sharding in enumerate([first, second, first])}
-    tree["n"] = jax.device_put(jnp.arange(8), second)
-    policy = mpx.get_policy("params=bf16,compute=f16")
-    for cast, dtype in [(policy.cast_to_param(tree), BF16), (policy.cast_to_compute(tree), F16)]:
-        assert [cast[name].sharding for name in ("w0", "w1", "w2", "n")] == [first, second, first, second]
-        assert {cast[name].dtype for name in ("w0", "w1", "w2")} == {dtype}
-        assert cast["n"] is tree["n"]
-    assert sorted(compiled_calls) == [1, 1, 2, 2]
-
-    with pytest.raises(ValueError, match="incompatible devices"):  # negative control: why there are two programs
-        jax.jit(lambda arrays: [x.astype(BF16) for x in arrays])([tree["w0"], tree["w1"]])
-
-
-def test_arrays_on_the_same_devices_in_another_order_are_cast_too():
-    forth, back = mesh(), Mesh(jax.devices()[::-1], "x")
-    tree = [jax.device_put(jnp.arange(8.0), NamedSharding(grid, PartitionSpec("x"))) for grid in (forth, back)]
-    cast = mpx.cast(tree, BF16)
-    assert [leaf.sharding for leaf in cast] == [leaf.sharding for leaf in tree]
-    assert_same_bits(cast, [jnp.arange(8, dtype=BF16)] * 2)
-
-
-def test_a_committed_array_stays_on_its_device_and_an_uncommitted_one_free():
-    there = jax.devices()[3]
-    tree = {"placed": jax.device_put(jnp.ones(2), there), "free": jnp.ones(2)}
-    cast = mpx.cast(tree, BF16)
-    assert cast["placed"].committed
-    assert cast["placed"].sharding == SingleDeviceSharding(there)
-    assert not cast["free"].committed
-    assert (cast["placed"] + cast["free"]).devices() == {there}  # an uncommitted array moves to the committed one
-
-
-def test_arrays_keep_their_kind_of_memory():
-    """XLA on a CPU by itself moves results from unpinned host memory to the default one."""
-    device = jax.devices()[0]
-    kinds = [memory.kind for memory in device.addressable_memories()]
-    if len(kinds) == 1:
-        pytest.skip("this device has one kind of memory; the test needs one with several")
-    tree = {kind: jax.device_put(jnp.ones(4), SingleDeviceSharding(device, memory_kind=kind)) for kind in kinds}
-    cast = mpx.cast(tree, BF16)
-    assert {kind: leaf.sharding.memory_kind for kind, leaf in cast.items()} == {kind: kind for kind in kinds}
-    assert {leaf.dtype for leaf in cast.values()} == {BF16}
+def test_one_program_cannot_take_arrays_of_different_devices():
+    """Negative control: why there are two."""
+    with pytest.raises(ValueError, match="incompatible devices"):
+        jax.jit(lambda arrays: [x.astype(BF16) for x in arrays])(placed(*PLACED["on two sets of devices"][0]))

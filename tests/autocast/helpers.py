@@ -5,17 +5,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from jax import lax
 
 import mpx
-from tests.helpers import all_eqns
+from tests.helpers import BF16, F16, F32, all_eqns
 
-BF16 = np.dtype(ml_dtypes.bfloat16)
-F16 = np.dtype(np.float16)
-F32 = np.dtype(np.float32)
 CONTRACTIONS = ("conv_general_dilated", "dot_general", "ragged_dot_general")
 
 half_dtypes = pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
@@ -49,7 +45,6 @@ def exact_jit(fun):
 
 
 def rounded(x, dtype):
-    """Round float32 values to a 16-bit dtype, in NumPy."""
     with np.errstate(all="ignore"):
         return np.asarray(x, F32).astype(dtype).astype(F32)
 
@@ -62,7 +57,6 @@ def is_representable(x, dtype):
 
 
 def normal(seed, *shape, dtype=F32):
-    """Return seeded normal numbers."""
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
@@ -96,8 +90,6 @@ def eqns_of(fun, *args, primitive=None):
 
 
 class Contraction(NamedTuple):
-    """Dtypes of a contraction in a traced program."""
-
     lhs: np.dtype
     rhs: np.dtype
     result: np.dtype
@@ -110,12 +102,10 @@ def contractions(fun, *args):
 
 
 def all_in(dtype):
-    """Return the `Contraction` of one dtype."""
     return Contraction(*[np.dtype(dtype)] * 3)
 
 
 def plan_of(fun, *args, dtypes=None):
-    """Return the decisions about an autocast function."""
     function, record = fun.__mpx_autocast__
     assert function is fun
     return record.trace(args, {}, dtypes).plan
@@ -125,7 +115,6 @@ def plan_of(fun, *args, dtypes=None):
 
 
 def conv(x, kernel, *, stride=1, groups=1, padding="SAME", **options):
-    """Convolve images `(batch, height, width, channels)`."""
     return lax.conv_general_dilated(
         x,
         kernel,
@@ -138,7 +127,6 @@ def conv(x, kernel, *, stride=1, groups=1, padding="SAME", **options):
 
 
 def total(fun):
-    """Return the sum of all results of a function, to be differentiated."""
     return lambda *args: sum(leaf.sum() for leaf in jax.tree.leaves(fun(*args)))
 
 

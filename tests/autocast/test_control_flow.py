@@ -36,29 +36,22 @@ SPLIT = PartitionSpec("data")
 WHOLE = PartitionSpec()
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["fixed length", "until a condition"])
-def test_forward_mode_goes_through_while_loops(dynamic):
-    """The condition contracts too; the loop ends in the same iteration as the one written by hand."""
+def test_forward_mode_goes_through_a_while_loop_whose_condition_contracts():
+    """The loop ends in the same iteration as the one written by hand."""
 
     def program(dot):
-        def fun(w, x):
-            if not dynamic:
-                return lax.fori_loop(0, jnp.int32(3), lambda i, c: jnp.sin(dot(c, w)), x)
-            running = lambda c: (c[0] < 20) & (jnp.abs(dot(c[1], w)).sum() < 1000)
-            return lax.while_loop(running, lambda c: (c[0] + 1, dot(c[1], w)), (0, x))
-
-        return fun
+        running = lambda w: lambda c: (c[0] < 20) & (jnp.abs(dot(c[1], w)).sum() < 1000)
+        return lambda w, x: lax.while_loop(running(w), lambda c: (c[0] + 1, dot(c[1], w)), (0, x))
 
     w, x = 2 * jnp.eye(4, dtype=F32) + normal(0, 4, 4), normal(2, 8, 4)
-    tangent = lambda fun: exact_jit(lambda w, x: jax.jvp(fun, (w, x), (jnp.cos(w), jnp.cos(x))))(w, x)
-    plain = program(jnp.matmul)
-    assert set(contractions(lambda w, x: jax.jvp(mpx.autocast(plain, BF16), (w, x), (w, x)), w, x)) == {all_in(BF16)}
-    actual, expected = tangent(mpx.autocast(plain, BF16)), tangent(program(narrow_dot(BF16)))
-    if dynamic:
-        assert 1 < actual[0][0] < 20
-        assert actual[0][0] == expected[0][0]
-        actual, expected = (actual[0][1], actual[1][1]), (expected[0][1], expected[1][1])
-    for a, e in zip(actual, expected, strict=True):  # two programs of the same arithmetic may be fused in two ways
+    tangent = lambda fun: lambda w, x: jax.jvp(fun, (w, x), (jnp.cos(w), jnp.cos(x)))
+    autocast = mpx.autocast(program(jnp.matmul), BF16)
+    assert set(contractions(tangent(autocast), w, x)) == {all_in(BF16)}
+    ((count, *actual), (_, tangents)), ((expected_count, *expected), (_, expected_tangents)) = (
+        exact_jit(tangent(fun))(w, x) for fun in (autocast, program(narrow_dot(BF16)))
+    )
+    assert 1 < count == expected_count < 20
+    for a, e in zip((*actual, tangents), (*expected, expected_tangents), strict=True):  # fused in two ways, perhaps
         np.testing.assert_allclose(a, e, rtol=2.0**-20, atol=2.0**-20 * max(np.abs(e).max(), 1))
 
 
@@ -156,52 +149,45 @@ def test_a_weight_travels_in_16_bits_only_if_its_gradient_is_rounded_anyway():
             assert operand_dtypes(fun, w, x, primitive="cond")[0] == [np.int32, dtype, F32]
 
 
-@half_dtypes
-def test_activations_that_are_results_of_contractions_travel_in_16_bits(dtype):
-    """Rows of a product are the inputs of a loop; products are stacked by it."""
+def stacking(w, x):
+    """Rows of a product are the inputs of a loop; it stacks products, and what is computed from them."""
 
-    def fun(w, x):
-        def body(c, row):
-            y = row @ w
-            return c + (y @ w).sum(), (
-                y,
-                y.reshape(2, 2).T,
-                jnp.maximum(y, 0.0),
-                y * 2.0,
-                jnp.arange(3, dtype=jnp.int32),
-            )
+    def body(c, row):
+        y = row @ w
+        return c + (y @ w).sum(), (y, y.reshape(2, 2).T, jnp.maximum(y, 0.0), y * 2.0, jnp.arange(3, dtype=jnp.int32))
 
-        return lax.scan(body, 0.0, x @ w)
-
-    _, carry, xs, ys = operand_dtypes(mpx.autocast(fun, dtype), normal(0, 4, 4), normal(1, 8, 4))
-    assert (carry, xs, ys) == ([F32], [dtype], [dtype, dtype, dtype, F32, np.int32])
+    return lax.scan(body, 0.0, x @ w)
 
 
-COPIES = {
-    "broadcast": lambda y: jnp.broadcast_to(y[:1], (8, 4)),
-    "looked up": lambda y: y[jnp.zeros(8, jnp.int32)],
-    "tiled": lambda y: jnp.tile(y[:1], (8, 1)),
+def over(copies):
+    body = lambda w: lambda c, row: (c + (row @ w).sum() + row.sum(), None)
+    return lambda w, x: lax.scan(body(w), 0.0, copies(x @ w))[0]
+
+
+# Loops of a weight of the compute dtype and of rows: dtypes of constants, carries, inputs and stacked results.
+# Cotangents of constants, of carries and of copies are still to be added up, and are rounded after that only.
+TRAVELS = {
+    "results of products": (stacking, lambda half: ([F32], [F32], [half], [half, half, half, F32, np.int32])),
+    "carries and constants": (
+        lambda w, x: lax.scan(lambda c, _: (c @ w, None), x @ w, length=3)[0],
+        lambda half: ([F32], [F32], [], []),
+    ),
+    "broadcasts": (over(lambda y: jnp.broadcast_to(y[:1], (8, 4))), lambda half: ([F32], [F32], [F32], [])),
+    "rows looked up": (over(lambda y: y[jnp.zeros(8, jnp.int32)]), lambda half: ([F32], [F32], [F32], [])),
+    "tiles": (over(lambda y: jnp.tile(y[:1], (8, 1))), lambda half: ([F32], [F32], [F32], [])),
 }
 
 
-@pytest.mark.parametrize("copies", COPIES.values(), ids=COPIES)
-def test_copies_of_a_result_travel_in_float32(copies):
-    """Their cotangents are still to be added up, and are rounded after that only."""
-    body = lambda w: lambda c, row: (c + (row @ w).sum() + row.sum(), None)
-    fun = lambda w, x: lax.scan(body(w), 0.0, copies(x @ w))[0]
-    assert operand_dtypes(mpx.autocast(fun, BF16), normal(0, 4, 4), normal(1, 8, 4))[2] == [F32]
-
-
-def test_carries_and_constants_of_a_loop_are_float32_though_representable_in_16_bits():
-    """Their cotangents are added up over all iterations."""
-    fun = lambda w, x: lax.scan(lambda c, _: (c @ w, None), x @ w, length=3)[0]
-    consts, carry, _, _ = operand_dtypes(mpx.autocast(fun, BF16), normal(0, 4, 4, dtype=BF16), normal(1, 8, 4))
-    assert (consts, carry) == ([F32], [F32])
-    gradient = mpx.grad(autocast_loss(fun, BF16), argnums=(0, 1))
-    for eqn in eqns_of(gradient, normal(0, 4, 4, dtype=BF16), normal(1, 8, 4), primitive="scan"):
+@half_dtypes
+@pytest.mark.parametrize("name", TRAVELS)
+def test_what_travels_in_16_bits_is_what_needs_no_sum_of_cotangents(name, dtype):
+    fun, expected = TRAVELS[name]
+    args = normal(0, 4, 4, dtype=dtype), normal(1, 8, 4)
+    loss = mpx.autocast(lambda *args: jax.tree.leaves(fun(*args))[0].sum(), dtype)
+    assert operand_dtypes(mpx.autocast(fun, dtype), *args) == expected(dtype)
+    for eqn in eqns_of(mpx.grad(loss, NO_SCALE, argnums=(0, 1)), *args, primitive="scan"):
         first, carried = scan_counts(eqn)
-        carry = [v.aval.dtype for v in eqn.invars[first : first + carried]]
-        assert BF16 not in carry
+        assert dtype not in [v.aval.dtype for v in eqn.invars[first : first + carried]]
 
 
 def test_a_weight_that_wanders_between_carries_is_known_as_one_in_each():
@@ -326,23 +312,6 @@ def test_values_that_are_not_representable_in_16_bits_do_not_travel_in_them():
     with jax.numpy_rank_promotion("allow"):
         assert_same_bits(exact_jit(mpx.autocast(fun, BF16))(w, x), exact_jit(fun)(w, x))
     assert not is_representable(jnp.sin(x), BF16)
-
-
-@pytest.mark.parametrize("where", ["stacked by a scan", "into a scan", "into a checkpoint", "into a cond"])
-@pytest.mark.parametrize("asked", [BF16, F16], ids=str)
-def test_contractions_of_a_dtype_that_was_asked_for_keep_it_on_their_way(where, asked):
-    dot = lambda x, w: lax.dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=asked)
-    step = lambda y: (y.astype(F32) @ w).astype(y.dtype)
-    fun = {
-        "stacked by a scan": lambda w, x: lax.scan(lambda c, row: (c, dot(row, w)), 0, x)[1],
-        "into a scan": lambda w, x: lax.scan(lambda c, row: (c, step(row)), 0, dot(x, w))[1],
-        "into a checkpoint": lambda w, x: jax.checkpoint(step)(dot(x, w)),
-        "into a cond": lambda w, x: lax.cond(x[0, 0] > 9, lambda y: y, step, dot(x, w)),
-    }[where]
-    w, x = integers(0, 4, 4, low=-1, high=2), integers(1, 8, 4)
-    expected = (x @ w if where == "stacked by a scan" else (x @ w) @ w).astype(asked)
-    for dtype in (BF16, F16):
-        assert_same_bits(mpx.autocast(fun, dtype)(w, x), expected)
 
 
 @half_dtypes

@@ -16,19 +16,10 @@ from flax import nnx
 from jax.extend import core as jex_core
 
 import mpx
-from mpx._jaxprs import scan_counts
-from tests.autocast.helpers import BF16, CONTRACTIONS, F16, F32, all_eqns, eqns_of
+from tests.autocast.helpers import BF16, CONTRACTIONS, F16, F32, all_in, contractions, eqns_of, exact_jit
 from tests.helpers import assert_same_bits, types_of
 
 pytestmark = pytest.mark.slow  # models of Flax and Equinox take long to trace and to compile
-
-# XLA drops a rounding from float32 to 16 bits whose result is widened at once, on a CPU too: that flatters both sides.
-# The other two compile faster.
-AS_WRITTEN = {
-    "xla_allow_excess_precision": False,
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-}
 
 
 def uniform(*shape, seed=0):
@@ -41,7 +32,6 @@ IDS = jnp.asarray([[0, 3, 3, 7, 10, 3], [9, 1, 3, 3, 0, 2]])
 
 
 def cast(tree, dtype):
-    """Cast the floating arrays of a tree."""
     is_floating = lambda x: hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
     return jax.tree.map(lambda x: x.astype(dtype) if is_floating(x) else x, tree)
 
@@ -65,8 +55,6 @@ def filled(shapes):
 
 
 class Model(NamedTuple):
-    """A model."""
-
     fun: Callable[..., Any]
     params: Any
     inputs: tuple[Any, ...]
@@ -78,7 +66,6 @@ def linen(module, *inputs, **options):
 
 
 def flax_nnx(make, *inputs):
-    """Return an NNX module, from its random streams. Other state goes in as one more input."""
     graphdef, params, rest = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))), nnx.Param, ...)
     is_key = lambda leaf: jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     rest = jax.tree.map(lambda leaf: jax.random.key(0) if is_key(leaf) else jnp.zeros(leaf.shape, leaf.dtype), rest)
@@ -87,22 +74,18 @@ def flax_nnx(make, *inputs):
 
 
 def equinox(make, *inputs):
-    """Return an Equinox module, from its key, over a batch."""
     model = eqx.filter_eval_shape(make, key=jax.random.key(0))
     params, static = eqx.partition(model, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
     return Model(lambda params, *inputs: jax.vmap(eqx.combine(params, static))(*inputs), filled(params), inputs)
 
 
 def attention(kv_heads=4, bias=False, **options):
-    """Return `jax.nn.dot_product_attention` of queries, keys and values that are the parameters."""
     shapes = {"query": (2, 6, 4, 8), "key": (2, 6, kv_heads, 8), "value": (2, 6, kv_heads, 8), "bias": (2, 4, 6, 6)}
     params = {name: 3 * uniform(*shape, seed=len(name)) for name, shape in shapes.items() if bias or name != "bias"}
     return Model(lambda params: jax.nn.dot_product_attention(**params, **options), params, ())
 
 
 class EmbedAndAttend(nn.Module):
-    """A tied embedding, both ways."""
-
     @nn.compact
     def __call__(self, ids):
         embed = nn.Embed(11, 16)
@@ -110,8 +93,6 @@ class EmbedAndAttend(nn.Module):
 
 
 class Block(nn.Module):
-    """A transformer block."""
-
     @nn.compact
     def __call__(self, x, _):
         x = x + nn.MultiHeadDotProductAttention(num_heads=2)(nn.LayerNorm()(x))
@@ -119,8 +100,6 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Three blocks, scanned and rematerialised."""
-
     @nn.compact
     def __call__(self, x):
         block = nn.remat(Block, prevent_cse=False)
@@ -175,12 +154,10 @@ def loss_of(fun):
 
 
 def run(loss, *args):
-    """Return value and gradient, with every rounding done as written."""
-    return jax.jit(jax.value_and_grad(loss), compiler_options=AS_WRITTEN)(*args)
+    return exact_jit(jax.value_and_grad(loss))(*args)
 
 
 def error(actual, expected):
-    """Return the Euclidean distance of two trees in float64."""
     pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
     return np.linalg.norm([np.linalg.norm(np.asarray(a, np.float64) - np.asarray(e, np.float64)) for a, e in pairs])
 
@@ -223,93 +200,43 @@ def test_sharp_attention_loses_less_than_a_bit_against_one_cast_by_hand_and_none
 # --- nothing outside the table changes --------------------------------------------------------------------------------
 
 
-def operations_of(fun, model):
-    """Return all operations of a program, nested ones too, in order, without conversions and calls.
-
-    Each comes with the dtypes and shapes of its operands and results; one that holds a program with its name only,
-    since 16-bit values may travel through it in 16 bits.
-    """
-    types = lambda variables: [(getattr(v.aval, "dtype", None), getattr(v.aval, "shape", None)) for v in variables]
-    found = []
-    for eqn in all_eqns(jax.make_jaxpr(fun)(model.params, *model.inputs)):
-        if any(True for _ in jex_core.jaxprs_in_params(eqn.params)):
-            found.append((eqn.primitive.name, [], []))
-        else:
-            found.append((eqn.primitive.name, types(eqn.invars), types(eqn.outvars)))
-    # Autocast wraps `product + bias` in an identity with a derivative of its own, and a loop's body in a checkpoint.
-    return [op for op in found if op[0] not in ("jit", "convert_element_type", "custom_jvp_call", "remat2")]
-
-
-def split_by_contraction(found):
-    """Return the contractions of a list of operations, and the others with the places of the contractions."""
-    contractions = [op for op in found if op[0] in CONTRACTIONS]
-    return contractions, [op if op[0] not in CONTRACTIONS else (op[0], [shape for _, shape in op[1]]) for op in found]
-
-
-def dtypes_of(found):
-    return {dtype for _, operands, results in found for dtype, _ in operands + results}
-
-
-def in_16_bits(found):
-    """Return the primitives that have a 16-bit operand or result."""
-    return {op[0] for op in found if dtypes_of([op]) & {BF16, F16}}
+def in_16_bits(fun, model):
+    """Return the primitives that compute with 16-bit operands or results in a function's program."""
+    found = [eqn for eqn in eqns_of(fun, model.params, *model.inputs) if not [*jex_core.jaxprs_in_params(eqn.params)]]
+    dtypes = lambda eqn: {getattr(v.aval, "dtype", None) for v in (*eqn.invars, *eqn.outvars)}
+    return {eqn.primitive.name for eqn in found if dtypes(eqn) & {BF16, F16}} - {"convert_element_type"}
 
 
 @all_models
 def test_only_contractions_change_their_type_forward_and_backward(name):
-    """The program of the gradient under autocast is the float32 one, but for its contractions: all are in bfloat16.
+    """With the gradient inside and outside of autocast all are in bfloat16, and no sum, product or scatter is.
 
-    With the gradient outside of autocast too: no sum, product or scatter is in 16 bits. Transposing an operand of a
-    contraction moves values only. The barrier behind the cotangent of `product + bias` does nothing to them, nor does
-    the rounding to 16 bits that a checkpoint puts on what it keeps in 16 bits.
+    A transposition of an operand moves values only; the barrier behind the cotangent of `product + bias` does nothing
+    to them, nor does the rounding to 16 bits that a checkpoint puts on what it keeps in 16 bits.
     """
     model = MODELS[name]()
-    gradient = jax.grad(loss_of(model.fun))
-    plain_contractions, plain = split_by_contraction(operations_of(gradient, model))
-    contractions, others = split_by_contraction(operations_of(mpx.autocast(gradient, "bf16"), model))
-    assert others == plain
-    assert dtypes_of(plain_contractions) == {F32}
-    found = operations_of(jax.grad(mpx.autocast(loss_of(model.fun), "bf16")), model)
-    contractions_inside, _ = split_by_contraction(found)
-    assert len(contractions) == len(contractions_inside) == len(plain_contractions)
-    assert dtypes_of(contractions) == dtypes_of(contractions_inside) == {BF16}
-    assert in_16_bits(found) <= {*CONTRACTIONS, "transpose", "optimization_barrier", "reduce_precision"}
+    plain = contractions(jax.grad(loss_of(model.fun)), model.params, *model.inputs)
+    assert set(plain) == {all_in(F32)}
+    for fun in (
+        mpx.autocast(jax.grad(loss_of(model.fun)), "bf16"),
+        jax.grad(mpx.autocast(loss_of(model.fun), "bf16")),
+    ):
+        assert contractions(fun, model.params, *model.inputs) == [all_in(BF16)] * len(plain)
+        assert in_16_bits(fun, model) <= {*CONTRACTIONS, "transpose", "optimization_barrier", "reduce_precision"}
 
 
 @pytest.mark.parametrize(("name", "primitive"), [("attention", "exp"), ("linen.LayerNorm", "rsqrt")])
-def test_the_comparison_of_programs_notices_one_narrowed_operation(name, primitive):
+def test_the_search_for_operations_in_16_bits_notices_one_narrowed_operation(name, primitive):
     """Negative control: the exponential of a softmax, the root of a norm."""
-    gradient = jax.grad(loss_of(MODELS[name]().fun))
-    narrowed = mpx.autocast(gradient, "bf16", rules=mpx.DEFAULT_RULES | {primitive: "narrow"})
-    _, expected = split_by_contraction(operations_of(gradient, MODELS[name]()))
-    _, others = split_by_contraction(operations_of(narrowed, MODELS[name]()))
-    changed = [new for new, old in zip(others, expected, strict=True) if new != old]
-    assert {op for op, *_ in changed} == {primitive}
+    model = MODELS[name]()
+    rules = mpx.DEFAULT_RULES | {primitive: "narrow"}
+    assert primitive in in_16_bits(mpx.autocast(jax.grad(loss_of(model.fun)), "bf16", rules=rules), model)
 
 
 def test_the_search_for_sums_in_16_bits_finds_those_of_a_model_cast_by_hand():
     """Negative control."""
     model = MODELS["linen.Dense"]()
-    found = in_16_bits(operations_of(jax.grad(loss_of(model.fun)), cast(model, BF16)))
-    assert {"add", "reduce_sum"} <= found
-
-
-# --- a scanned and rematerialised stack -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("transform", [lambda f: f, jax.grad, mpx.grad], ids=["forward", "jax.grad", "mpx.grad"])
-def test_stacked_kernels_travel_in_bfloat16_through_every_scan(transform):
-    """Six kernels a block, two of them square: no copy of them in float32 is made and sliced."""
-    model = MODELS["linen stack"]()
-    kernels = {
-        leaf.shape for path, leaf in jax.tree.leaves_with_path(model.params) if "kernel" in jax.tree_util.keystr(path)
-    }
-    gradient = transform(mpx.autocast(loss_of(model.fun), "bf16"))
-    scans = eqns_of(gradient, cast(model.params, BF16), *model.inputs, primitive="scan")
-    sliced = [scan.invars[sum(scan_counts(scan)) :] for scan in scans]
-    found = [[v.aval.dtype for v in xs if v.aval.shape in kernels] for xs in sliced]
-    assert found[0] == [BF16] * 6
-    assert {dtype for of_scan in found for dtype in of_scan} == {BF16}
+    assert {"add", "reduce_sum"} <= in_16_bits(jax.grad(loss_of(model.fun)), cast(model, BF16))
 
 
 # --- a loss of Optax --------------------------------------------------------------------------------------------------
@@ -354,32 +281,28 @@ def squares(model, x):
     return (model(x) ** 2).sum()
 
 
-class Differentiated(NamedTuple):
-    """A loss, how to differentiate it, and its parameters with values of bfloat16: in float32 and in bfloat16."""
-
-    loss: Callable[..., Any]
-    wide: Any
-    narrow: Any
-    transform: Callable[..., Any] = jax.value_and_grad
-    options: dict[str, Any] = {}
-
-
 def with_linen():
+    """Return a loss, its parameters with values of bfloat16, how to differentiate it, and the options for that."""
     module = nn.Sequential([nn.Dense(16), nn.LayerNorm(), jnp.tanh, nn.Dense(16)])
     params = cast(filled(jax.eval_shape(module.init, jax.random.key(0), TOKENS)), BF16)
-    return Differentiated(lambda params, x: (module.apply(params, x) ** 2).sum(), cast(params, F32), params)
+    return lambda params, x: (module.apply(params, x) ** 2).sum(), params, jax.value_and_grad, {}
 
 
 def with_nnx(tied=False, **options):
-    graphdef, state = nnx.split(TwoLayers(nnx.Rngs(0), BF16, tied))  # a cast of the model would untie its weights
-    wide, narrow = nnx.merge(graphdef, cast(state, F32)), nnx.merge(graphdef, state)
-    return Differentiated(squares, wide, narrow, nnx.value_and_grad, options)
+    return squares, TwoLayers(nnx.Rngs(0), BF16, tied), nnx.value_and_grad, options
 
 
 def with_equinox():
     model = cast(eqx.nn.MLP(16, 16, 16, 1, jnp.tanh, key=jax.random.key(0)), BF16)
-    loss = lambda model, x: (jax.vmap(jax.vmap(model))(x) ** 2).sum()
-    return Differentiated(loss, cast(model, F32), model, eqx.filter_value_and_grad)
+    return lambda model, x: (jax.vmap(jax.vmap(model))(x) ** 2).sum(), model, eqx.filter_value_and_grad, {}
+
+
+def widened(model):
+    """Return the model in float32. A cast of an NNX model would untie its weights."""
+    if not isinstance(model, nnx.Module):
+        return cast(model, F32)
+    graphdef, state = nnx.split(model)
+    return nnx.merge(graphdef, cast(state, F32))
 
 
 DIFFERENTIATED = {
@@ -394,7 +317,8 @@ DIFFERENTIATED = {
 @pytest.mark.parametrize("make", DIFFERENTIATED.values(), ids=DIFFERENTIATED)
 def test_gradients_of_bfloat16_parameters_are_those_of_float32_copies_to_the_bit(make):
     """In the structure that the transformation gives without mpx, or in the parameters' own dtypes if asked."""
-    loss, wide, narrow, transform, options = make()
+    loss, narrow, transform, options = make()
+    wide = widened(narrow)
     _, plain = transform(loss, **options)(wide, TOKENS)
     for more in ({}, {"reduce_dtype": F32}):
         autocast = mpx.autocast(loss, "bf16", **more)

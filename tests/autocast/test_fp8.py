@@ -41,7 +41,6 @@ def in_8_bits(x, dtype, fp8, axis):
 
 
 def error(actual, expected):
-    """Return the norm of a difference, relative to the norm of the expected array."""
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     return np.linalg.norm(actual - expected) / np.linalg.norm(expected)
 
@@ -91,24 +90,10 @@ def test_gradients_have_the_axes_of_their_operands(fp8):
 
 
 @by_way
-def test_a_product_of_1024_normal_numbers_is_off_by_3_to_5_percent(fp8):
-    x, w = normal(0, 32, 1024), normal(1, 1024, 32)
-    exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
-    assert 0.03 < error(mpx.autocast(multiply, fp8)(x, w), exact) < 0.05
-
-
-@by_way
 def test_operands_times_powers_of_two_have_the_same_bits(fp8):
     x, w = normal(0, 16, 64), normal(1, 64, 32)
     fun = jax.jit(mpx.autocast(multiply, fp8))
     np.testing.assert_array_equal(fun(x * 2.0**40, w * 2.0**-50), fun(x, w) * 2.0**-10)
-
-
-def test_without_a_scale_small_operands_are_lost():
-    """Negative control: what would become of them."""
-    x, w = normal(0, 16, 64) * 1e-6, normal(1, 64, 32)
-    np.testing.assert_array_equal(np.asarray(x).astype(E4M3).astype(np.float32), 0)
-    assert error(mpx.autocast(multiply, SMALL)(x, w), np.asarray(x, np.float64) @ np.asarray(w)) < 0.05
 
 
 def test_rows_keep_what_one_scale_loses():
@@ -154,13 +139,10 @@ def test_the_largest_magnitude_is_never_out_of_range(fp8, largest):
 
 
 @by_way
-def test_a_second_derivative_is_refused_with_what_to_do(fp8):
-    """Roundings have no derivative. With autocast around the inner gradient the result is near the one in bfloat16."""
+def test_a_second_derivative_with_autocast_around_the_inner_gradient_is_near_that_in_bfloat16(fp8):
     x, w = normal(0, 32, 64), normal(1, 64, 64) / 8
     loss = lambda w, x: jnp.mean(jnp.sin(x @ w))
     penalty = lambda of_x: jax.grad(lambda w: jnp.sum(of_x(w, x) ** 2))
-    with pytest.raises(TypeError, match="put autocast around the inner gradient"):
-        penalty(jax.grad(mpx.autocast(loss, fp8), 1))(w)
     around = lambda way: penalty(mpx.autocast(jax.grad(loss, 1), way))(w)
     assert error(around(fp8), around("bf16")) < 0.2
 
@@ -180,13 +162,6 @@ def test_operands_are_rounded_once_and_cotangents_to_the_format_of_the_backward_
     found = formats_of_products(jax.grad(loss(SMALL), argnums=(0, 1)), x, w)
     assert found == ["float8_e4m3fn", "float8_e4m3fn", "float8_e5m2"]
     assert set(formats_of_products(jax.grad(loss(ROWS), argnums=(0, 1)), x, w)) == {"float8_e4m3fn"}
-
-
-def test_the_backward_pass_is_handed_8_bits():
-    x, w = normal(0, 16, 64), normal(1, 64, 32)
-    _, pull = jax.vjp(mpx.autocast(multiply, SMALL), x, w)
-    kept = [leaf for leaf in jax.tree.leaves(pull) if leaf.shape in (x.shape, w.shape)]
-    assert [leaf.dtype for leaf in kept] == [E4M3, E4M3]
 
 
 @pytest.mark.parametrize("name", sorted(AROUND.keys() - {"while"}))  # which has no gradient
@@ -234,29 +209,6 @@ def test_what_does_not_run_in_fp8_runs_in_bfloat16_and_says_why(name):
     x, w = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
     (row,) = mpx.explain(lambda pair: fun(*pair), fp8)((x, w)).contractions
     assert (row.runs_in, row.reason) == ("bf16" if reason else "fp8", reason)
-
-
-def test_a_product_that_says_where_its_result_lies_runs_in_8_bits():
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
-    by_rows = NamedSharding(mesh, PartitionSpec("data"))
-    fun = lambda x, w: jnp.einsum("ij,jk->ik", x, w, out_sharding=by_rows)
-    with jax.set_mesh(mesh):
-        (row,) = mpx.explain(fun, SMALL)(jax.device_put(jnp.ones((16, 32)), by_rows), jnp.ones((32, 16))).contractions
-    assert (row.runs_in, row.reason) == ("fp8", "")
-
-
-def test_inputs_in_float8_pass_untouched():
-    x = jnp.ones((16, 16), jnp.float8_e4m3fn)
-    seen = []
-    mpx.autocast(lambda x: seen.append(x.dtype) or lax.dot_general(x, x, (((1,), (0,)), ((), ()))), SMALL)(x)
-    assert seen == [E4M3]
-
-
-def test_elementwise_operations_that_a_table_narrows_are_in_16_bits():
-    rows = mpx.explain(lambda x, w: jnp.tanh(x @ w), SMALL, rules=mpx.FAST_RULES)(
-        jnp.ones((16, 16)), jnp.ones((16, 16))
-    )
-    assert [(row.operations, row.runs_in) for row in rows.others] == [("tanh", "bf16")]
 
 
 @pytest.mark.parametrize(
@@ -307,16 +259,17 @@ def test_gradients_in_float32_are_sums_of_8_bit_products_that_nothing_rounds():
 # ---- bad input ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"forward": "bf16"}, "`forward` must be 'e4m3' or 'e5m2', but got 'bf16'"),
-        ({"backward": 8}, "`backward` must be 'e4m3' or 'e5m2'"),
-        ({"scaling": "block"}, "`scaling` must be 'tensor' or 'row', but got 'block'"),
-        ({"power_of_two": 2}, "`power_of_two` must be True or False"),
-        ({"min_extent": -1}, "`min_extent` must be an integer of at least 0"),
-    ],
-)
-def test_a_choice_that_does_not_exist_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        mpx.Fp8(**options)
+def test_a_product_that_says_where_its_result_lies_runs_in_16_bits():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    by_rows = NamedSharding(mesh, PartitionSpec("data"))
+    fun = lambda x, w: jnp.einsum("ij,jk->ik", x, w, out_sharding=by_rows)
+    with jax.set_mesh(mesh):
+        (row,) = mpx.explain(fun, SMALL)(jax.device_put(jnp.ones((16, 32)), by_rows), jnp.ones((32, 16))).contractions
+    assert (row.runs_in, row.reason) == ("bf16", "its result is placed on a mesh")
+
+
+def test_elementwise_operations_that_a_table_narrows_are_in_16_bits():
+    rows = mpx.explain(lambda x, w: jnp.tanh(x @ w), SMALL, rules=mpx.FAST_RULES)(
+        jnp.ones((16, 16)), jnp.ones((16, 16))
+    )
+    assert [(row.operations, row.runs_in) for row in rows.others] == [("tanh", "bf16")]

@@ -188,15 +188,6 @@ def test_every_contraction_is_narrowed_around_and_inside_of_a_transformation(nam
     assert (inside.count(all_in(BF16)), inside.count(all_in(F32))) == (plain - in_float32, in_float32)
 
 
-@pytest.mark.parametrize("name", ["grad", "vmap"])
-def test_a_transformation_inside_gives_the_values_of_casts_by_hand(name):
-    """To float32 rounding."""
-    transform = {"grad": lambda f: jax.grad(loss_of(f)), "vmap": ONLY_TRACED["vmap"]}[name]
-    actual = exact_jit(mpx.autocast(transform(two_layers(jnp.matmul)), BF16))(*arguments())
-    expected = exact_jit(transform(two_layers(narrow_dot(BF16))))(*arguments())
-    np.testing.assert_allclose(actual, expected, rtol=2.0**-18, atol=2.0**-18)
-
-
 # ---- programs of small whole numbers, which bfloat16 has: the bits of the plain program in all of jax's modes --------
 
 

@@ -79,16 +79,6 @@ def test_what_changes_updates_afterwards_is_caught(final):
             mpx.check_chain(HARMLESS_AROUND[around](optax.chain(FINAL[final](), optax.scale(0.5))))
 
 
-def test_two_roundings_are_caught():
-    roundings = {
-        "kahan_summation": mpx.kahan_summation(),
-        "stochastic_rounding": mpx.stochastic_rounding(jax.random.key(0)),
-    }
-    for name, second in roundings.items():
-        with pytest.raises(ValueError, match=f"had rounded it, but `{name}` changes it after that"):
-            mpx.check_chain(optax.chain(mpx.master_weights(optax.adam(1e-3)), second))
-
-
 @pytest.mark.parametrize("wrapper", ["upcast", "master_weights", "low_precision_state"])
 @pytest.mark.parametrize("final", FINAL)
 def test_a_rounding_inside_a_wrapper_that_leaves_it_nothing_to_do_is_caught(final, wrapper):
@@ -96,19 +86,6 @@ def test_a_rounding_inside_a_wrapper_that_leaves_it_nothing_to_do_is_caught(fina
     options = [{"mu": "bf16"}] if wrapper == "low_precision_state" else []
     with pytest.raises(ValueError, match=f"`{final}` stands inside `{wrapper}`"):
         mpx.check_chain(getattr(mpx, wrapper)(optax.chain(optax.clip(1.0), FINAL[final]()), *options))
-
-
-def test_a_transformation_is_needed_with_the_arguments_that_it_needs():
-    with pytest.raises(TypeError, match="`check_chain` needs an Optax gradient transformation"):
-        mpx.check_chain(None)
-    with pytest.raises(TypeError, match="value"):
-        mpx.check_chain(mpx.master_weights(optax.polyak_sgd()))
-    mpx.check_chain(mpx.master_weights(optax.polyak_sgd()), value=jax.ShapeDtypeStruct((), jnp.float32))
-
-
-def test_masters_after_the_rule_that_they_should_wrap_are_caught():
-    with pytest.raises(ValueError, match=r"keeps its state in 16 bits\. .* In 16 bits: '0/mu/bias' \(bfloat16\[8\]\)"):
-        mpx.check_chain(optax.chain(optax.scale_by_adam(), mpx.master_weights(optax.sgd(1e-3))))
 
 
 def test_a_program_that_is_called_twice_is_followed_each_time():
@@ -148,37 +125,6 @@ def test_a_harmful_order_does_put_weights_out_of_step():
     params = optax.apply_updates(params, updates)
     assert not mpx.is_synced(params, state)
     assert (params != state[0].master.astype(jnp.bfloat16)).mean() > 0.9
-
-
-def test_an_average_outside_of_the_masters_is_refused_and_one_inside_or_without_masters_is_not():
-    average = mpx.params_ema(0.9)
-    with pytest.raises(ValueError, match=r"`params_ema` stands outside of `master_weights`.*'bias' for one"):
-        mpx.check_chain(optax.chain(mpx.master_weights(optax.adam(1e-3)), average))
-    mpx.check_chain(mpx.master_weights(optax.chain(optax.adam(1e-3), average)))
-    mpx.check_chain(optax.chain(mpx.upcast(optax.adam(1e-3)), mpx.kahan_summation(), average))
-
-
-@pytest.mark.parametrize(
-    "around", [lambda tx: tx, mpx.master_weights, mpx.loss_scaling, lambda tx: optax.chain(tx, mpx.kahan_summation())]
-)
-def test_moments_in_few_bits_are_taken(around):
-    mpx.check_chain(
-        around(mpx.low_precision_state(optax.adam(1e-3), {"mu": "bf16", "nu": mpx.Blockwise8bit()}, min_size=0))
-    )
-
-
-def test_an_average_in_front_of_what_changes_updates_is_refused():
-    """It would average the parameters plus the gradient."""
-    average, rule = mpx.params_ema(0.9), optax.adam(1e-3)
-    for tx in (
-        optax.chain(average, rule),
-        optax.chain(rule, average, optax.clip(1.0)),
-        optax.chain(mpx.upcast(rule), average, mpx.kahan_summation()),
-        mpx.master_weights(optax.chain(optax.chain(average, rule), optax.identity())),
-    ):
-        with pytest.raises(ValueError, match="`params_ema` averages the parameters that its updates lead to"):
-            mpx.check_chain(tx)
-    mpx.check_chain(mpx.master_weights(optax.chain(rule, average, mpx.params_ema(0.99))))
 
 
 # ---- in front of loss scaling ---------------------------------------------------------------------------------------
@@ -229,16 +175,3 @@ def test_multi_steps_around_loss_scaling_are_caught(use_grad_mean, loss_scale):
     mpx.check_chain(mpx.loss_scaling(optax.MultiSteps(RULE, 4, use_grad_mean), loss_scale))
     inside = mpx.loss_scaling(RULE, mpx.NoOpLossScale())
     mpx.check_chain(mpx.loss_scaling(optax.MultiSteps(inside, 4, use_grad_mean), loss_scale))
-
-
-def test_multi_steps_around_loss_scaling_do_skip_every_later_step():
-    """Why it is refused: all three. Inside, only the step with the NaN is skipped."""
-    grads = [jnp.full(2, jnp.nan), *[jnp.ones(2)] * 5]
-    for tx, skipped in (
-        (optax.MultiSteps(mpx.loss_scaling(optax.sgd(1.0), mpx.NoOpLossScale()), 2), 3),
-        (mpx.loss_scaling(optax.MultiSteps(optax.sgd(1.0), 2), mpx.NoOpLossScale()), 1),
-    ):
-        state, update = tx.init(jnp.zeros(2)), jax.jit(tx.update)
-        for grad in grads:
-            _, state = update(grad, state, jnp.zeros(2))
-        assert mpx.skipped_steps(state) == skipped

@@ -259,38 +259,28 @@ def test_moments_are_rounded_to_nearest_and_those_that_a_bare_rule_has_widened_a
     assert_same_bits(moved, mpx.cast(moments(state), jnp.float32))
 
 
-def test_the_loss_scale_and_its_counters_are_carried_over():
-    tx, new_tx = (
-        mpx.loss_scaling(rule, mpx.DynamicLossScale(2.0**5))
-        for rule in (optax.sgd(1.0), mpx.master_weights(optax.sgd(1.0)))
-    )
-    params = {"w": jnp.ones(8, jnp.float32)}
-    _, state = tx.update(jax.tree.map(lambda p: p * jnp.nan, params), tx.init(params), params)
-    _, new_state = mpx.convert_state(params, state, tx, new_tx, policy=BF16)
-    assert (int(new_state.skipped_steps), float(new_state.loss_scale)) == (1, 2.0**4)
-    own = lambda state: [getattr(state, name) for name in state._fields if name != "inner_state"]
-    assert_same_bits(own(new_state), own(state))
+DYNAMIC = mpx.DynamicLossScale(2.0**5)
+SCALES = {
+    "the same": (DYNAMIC, DYNAMIC),
+    "none to dynamic": (mpx.NoOpLossScale(), DYNAMIC),
+    "dynamic to static": (DYNAMIC, mpx.StaticLossScale(8.0)),
+    "dynamic to none": (DYNAMIC, mpx.NoOpLossScale()),
+    "other bounds": (DYNAMIC, mpx.DynamicLossScale(2.0**5, max_loss_scale=256)),
+    "only the new one": (None, mpx.StaticLossScale(2.0**7)),
+}
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        (mpx.NoOpLossScale(), mpx.DynamicLossScale()),
-        (mpx.DynamicLossScale(), mpx.StaticLossScale(8.0)),
-        (mpx.DynamicLossScale(), mpx.NoOpLossScale()),
-        (mpx.DynamicLossScale(), mpx.DynamicLossScale(128, max_loss_scale=256)),
-        (None, mpx.StaticLossScale(2.0**7)),
-    ],
-    ids=["none to dynamic", "dynamic to static", "dynamic to none", "other bounds", "only the new one"],
-)
-def test_a_loss_scale_of_other_settings_starts_fresh_and_goes_on_counting_skips(old, new):
-    rule = mpx.master_weights(optax.sgd(1.0))
+@pytest.mark.parametrize("name", SCALES)
+def test_a_loss_scale_of_the_same_settings_goes_on_and_another_starts_fresh_but_counts_skips_on(name):
+    """After a skipped step, which has halved a dynamic scale."""
+    rule, params = mpx.master_weights(optax.sgd(1.0)), {"w": jnp.ones(8, jnp.bfloat16)}
+    old, new = SCALES[name]
     tx, new_tx = (mpx.loss_scaling(rule, scale) if scale else rule for scale in (old, new))
-    params = {"w": jnp.ones(8, jnp.bfloat16)}
     _, state = tx.update({"w": jnp.full(8, jnp.nan if old else 0.0, jnp.float32)}, tx.init(params), params)
     _, moved = mpx.convert_state(params, state, tx, new_tx)
-    assert_same_bits(moved._replace(skipped_steps=jnp.int32(0)), new_tx.init(params))
-    assert int(moved.skipped_steps) == (old is not None)
+    expected = state if name == "the same" else new_tx.init(params)
+    assert_same_bits(moved, expected._replace(skipped_steps=jnp.int32(old is not None), inner_state=moved.inner_state))
+    assert name != "the same" or moved.loss_scale == 2.0**4
 
 
 @pytest.mark.parametrize(
@@ -406,12 +396,10 @@ def test_the_state_of_any_rule_comes_back_to_the_bit(name):
     assert_same_bits((back, back_state), (params, state))
 
 
-def test_no_rounding_is_left_to_the_compiler():
-    bfloat16 = jnp.dtype("bfloat16")
-    for way in (Compensation(bfloat16), WholeMaster(jnp.dtype("float32")), LowBits()):
-        stored = lambda x, way=way: _stored(x, way, bfloat16)
-        assert not float32_round_trips(stored, jnp.ones(2, jnp.float32))
-    assert not float32_round_trips(lambda x: cast_nearest(x, bfloat16), jnp.ones(2, jnp.float32))
+@pytest.mark.parametrize("way", [Compensation(jnp.dtype("bfloat16")), WholeMaster(jnp.dtype("float32")), LowBits()])
+def test_no_rounding_is_left_to_the_compiler(way):
+    stored = lambda x: (_stored(x, way, jnp.dtype("bfloat16")), cast_nearest(x, jnp.dtype("bfloat16")))
+    assert not float32_round_trips(stored, jnp.ones(2, jnp.float32))
 
 
 def test_integers_and_nested_containers_pass_through():
@@ -495,69 +483,8 @@ def test_an_nnx_model_with_batch_statistics_and_dropout_goes_on_in_float16():
         x, scale = jnp.linspace(-1, 1, 8, dtype=jnp.float32).reshape(4, 2), mpx.get_loss_scale(optimizer.opt_state)
         grads = mpx.grad(lambda model: (model(x) ** 2).mean(), scale, transform=nnx.value_and_grad)(model)
         optimizer.update(model, grads)
+        return mpx.is_synced(nnx.state(model, nnx.Param), optimizer.opt_state)
 
-    types = types_of(nnx.state((model, optimizer)))
-    train_step(model, optimizer)
-    assert types_of(nnx.state((model, optimizer))) == types
+    assert train_step(model, optimizer)
     assert int(mpx.skipped_steps(optimizer.opt_state)) == 0
     assert (model.head.kernel.get_value() != now[0]["head"]["kernel"]).any()
-
-
-def test_another_rule_is_refused_by_name():
-    adam, nothing = "'ScaleByAdamState.count': int32[]", "the state of `new_tx` has\n  nothing more"
-    schedule = "'ScaleByScheduleState.count': int32[]"
-    for old, new_tx, was, becomes in [
-        ("full", mpx.master_weights(optax.lion(1e-3)), adam, "the state of `new_tx` has\n  'ScaleByLion"),
-        ("full", optax.sgd(1e-3), adam, nothing),
-        ("f32", optax.adamw(1e-3), schedule, nothing),
-    ]:
-        with pytest.raises(ValueError, match=re.escape(f"Where the state of `tx` has\n  {was}\n{becomes}")):
-            mpx.convert_state(*trained(old), recipe(old), new_tx)
-
-
-def test_a_state_that_is_not_one_of_the_transformation_for_the_parameters_is_refused_with_the_path():
-    params, state = trained("full")
-    narrow = optax.tree.set(state, mu=mpx.cast(optax.tree.get(state, "mu"), jnp.bfloat16))
-    other = "'master/bias': float32[5], not uint16[5]\n  'master/kernel': float32[4, 64], not uint16[4, 64]"
-    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
-    untyped = nnx.state(nnx.Optimizer(model, recipe("full"), wrt=nnx.Param).opt_state)
-    for arguments, tx, message in [
-        ((params, state), "split", "and `optimizer.opt_state`.\n  " + other),
-        ((params | {"bias": jnp.ones(6, jnp.bfloat16)}, state), "full", "'master/bias': float32[5], not float32[6]"),
-        (({"kernel": params["kernel"]}, state), "full", "'master/bias': in the given state only"),
-        ((params, narrow), "full", "mu/bias': bfloat16[5], not float32[5]"),
-        ((nnx.state(model), untyped), "full", "For Flax NNX pass `nnx.state(model, nnx.Param)` and `optimizer.opt_s"),
-    ]:
-        with pytest.raises(ValueError, match=re.escape(message)):
-            mpx.convert_state(*arguments, recipe(tx), recipe("split"))
-    state = (*trained("f32")[1], optax.EmptyState())
-    with pytest.raises(ValueError, match=r"(?s)restored from a checkpoint without its types.*its tree is\nPyTreeDef"):
-        mpx.convert_state(trained("f32")[0], state, recipe("f32"), recipe("split"))
-
-
-def test_masters_of_parameters_under_other_names_are_refused():
-    params = {"w": jnp.ones((2, 2), jnp.float32)}
-    tx, new_tx = optax.sgd(1.0), optax.flatten(mpx.master_weights(optax.sgd(1.0)))
-    with pytest.raises(ValueError, match=re.escape("keeps float32[4] for '', and no parameter has this path")):
-        mpx.convert_state(params, tx.init(params), tx, new_tx, policy=BF16)
-
-
-@pytest.mark.parametrize(
-    ("changed", "error", "message"),
-    [
-        ({"tx": optax.adam}, TypeError, r"`convert_state` needs an Optax gradient transformation, .*Call it with"),
-        ({"new_tx": None}, TypeError, "`convert_state` needs an Optax gradient transformation, but got NoneType"),
-        ({"policy": 16}, TypeError, "`policy` must be a Policy or the string of one, but got int"),
-        ({"policy": "params=f8"}, ValueError, "f8"),
-        ({"opt_state": optax.sgd(1.0)}, TypeError, "needs an optimizer state, but got a transformation"),
-        # The check of `mixed_precision`: the new recipe would have no use for its masters.
-        ({"new_tx": mpx.mixed_precision(adamw(), BF16), "policy": F32}, ValueError, "all of those given are float32"),
-    ],
-)
-def test_wrong_arguments_are_refused(changed, error, message):
-    params, state = trained("f32")
-    arguments = {"params": params, "opt_state": state, "tx": recipe("f32"), "new_tx": recipe("full")} | changed
-    with pytest.raises(error, match=message):
-        mpx.convert_state(**arguments)
-    with pytest.raises(TypeError, match=r"needs arrays, but got \w*Tracer\. Call it outside of `jax.jit`"):
-        jax.jit(lambda params: mpx.convert_state(params, state, recipe("f32"), recipe("full")))(params)

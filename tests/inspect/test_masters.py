@@ -1,18 +1,16 @@
 """Check `master_params`, `is_synced`, `resync` and `averaged_params` in any nesting of wrappers."""
 
 import functools
-import re
 
-import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 import mpx
-from tests.helpers import assert_same_bits
+from tests.helpers import assert_same_bits, eight_cpu_devices
 
 pytestmark = pytest.mark.optax_promotion
 
@@ -118,55 +116,14 @@ def test_without_resync_low_bits_of_another_weight_stay_and_masters_bring_the_ol
     assert (abs(kept["kernel"]) < 1e-2).all()
 
 
-def test_an_nnx_optimizer_is_looked_into_inside_nnx_jit():
-    """`nnx.Optimizer` keeps each array of a state in a variable."""
-    policy = mpx.get_policy("params=f16,compute=f16,output=f32")
-    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
-    nnx.update(model, policy.cast_to_param(nnx.state(model)))
-    optimizer = nnx.Optimizer(model, mpx.mixed_precision(optax.adam(1e-2), policy), wrt=nnx.Param)
-
-    @nnx.jit
-    def step(model, optimizer):
-        loss_fn = lambda model: (model(jnp.ones((4, 2), jnp.float16)).astype(jnp.float32) ** 2).mean()
-        scale = mpx.get_loss_scale(optimizer.opt_state)
-        loss, grads = mpx.value_and_grad(loss_fn, scale, transform=nnx.value_and_grad)(model)
-        optimizer.update(model, grads)
-        return loss, mpx.is_synced(nnx.state(model, nnx.Param), optimizer.opt_state)
-
-    (first, _), *_, (last, synced) = [step(model, optimizer) for _ in range(5)]
-    assert last < first
-    assert synced
-    assert_same_bits(mpx.skipped_steps(optimizer.opt_state), jnp.int32(0))
-    assert model.kernel.get_value().dtype == np.float16
-
-
-def test_a_state_restored_without_its_types_and_parameters_of_another_model_are_refused():
-    params, state = trained_in("loss scaling", "split")
-    untyped = flax.serialization.to_state_dict(state)
-    message = re.escape("uint16[8] for the parameter 'kernel', but the parameters have bf")
-    for function in (mpx.master_params, mpx.is_synced, mpx.resync):
-        with pytest.raises(TypeError, match="was restored without its types: what was a NamedTuple is a dictionary"):
-            function(params, untyped)
-        with pytest.raises(ValueError, match=message):
-            function({"kernel": jnp.ones(9, jnp.bfloat16)}, state)
-    with pytest.raises(TypeError, match="was restored without its types"):
-        mpx.get_loss_scale(untyped)
-
-
-def test_no_average_two_averages_and_an_untyped_state_are_errors():
-    params = {"w": jnp.ones(2)}
-    two = optax.chain(mpx.params_ema(0.9), mpx.params_ema(0.99)).init(params)
-    for state, error, message in [
-        (
-            optax.adam(1e-3).init(params),
-            ValueError,
-            "`averaged_params`: nothing in this optimizer state averages weights",
-        ),
-        (two, ValueError, "holds two averages of the same parameters"),
-        ({"averaged_steps": jnp.ones(()), "ema": params}, TypeError, "restored without its types"),
-    ]:
-        with pytest.raises(error, match=message):
-            mpx.averaged_params(state)
+def test_resync_leaves_masters_where_they_lie():
+    """As under `zero1`, which divides them and not the parameters."""
+    mesh = eight_cpu_devices()
+    whole, divided = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("data",)))
+    params = jax.device_put(jnp.ones(8, jnp.bfloat16), whole)
+    state = KEEPERS["full"]().init(params)
+    state = mpx.resync(params, state._replace(master=jax.device_put(state.master, divided)))
+    assert state.master.sharding.is_equivalent_to(divided, 1)
 
 
 def test_averages_of_partitions_by_labels_of_whole_subtrees_are_joined():

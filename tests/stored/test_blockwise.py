@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from mpx._stored.blockwise import Blockwise8bit
-from tests.helpers import assert_same_bits, eight_cpu_devices
+from tests.helpers import assert_same_bits, assert_same_bits_everywhere
 
 SMALLEST_NORMAL = np.float32(2.0**-126)
 LARGEST = np.finfo(np.float32).max
@@ -177,18 +177,13 @@ def test_encode_turns_to_the_next_code_half_way_between_every_two(signed):
 
 
 @both_maps
-def test_the_bits_are_the_same_eagerly_under_jit_in_scan_and_under_vmap(signed):
-    x = jnp.asarray(numbers(1, 16, 256, signed)).reshape(4, 1024)[:, :1000]
-
+def test_the_bits_are_the_same_everywhere(signed):
     def both_ways(x):
         coded = encode(x, 256, signed)
         return coded, decode(jax.lax.optimization_barrier(coded), 256, signed)
 
-    rows = [both_ways(row) for row in x]
-    expected = jax.tree.map(lambda *rows: jnp.stack(rows), *rows)
-    assert_same_bits([jax.jit(both_ways)(row) for row in x], rows)
-    assert_same_bits(jax.jit(lambda x: jax.lax.scan(lambda c, row: (c, both_ways(row)), None, x)[1])(x), expected)
-    assert_same_bits(jax.jit(jax.vmap(both_ways))(x), expected)
+    rows = jnp.asarray(numbers(1, 16, 256, signed)).reshape(4, 1024)[:, :1000]
+    assert_same_bits_everywhere(both_ways, rows, ways=("jit", "scan", "vmap"))
 
 
 @pytest.mark.parametrize(
@@ -481,11 +476,3 @@ def test_blocks_follow_the_order_of_the_elements_whatever_the_shape(shape, block
     assert_same_bits(coded.scale.reshape(-1), alone.scale.reshape(-1)[: -(-x.size // block_size)])
     assert_same_bits(coded.codes.reshape(-1), alone.codes.reshape(-1)[: x.size])
     assert_same_bits(jit_decode(coded, block_size, True).reshape(-1), decode_each(*alone).reshape(-1)[: x.size])
-
-
-def test_inside_shard_map_each_device_codes_its_rows_of_whole_blocks():
-    mesh = eight_cpu_devices()
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 256)), jnp.float32)
-    spec = jax.sharding.PartitionSpec("data")
-    split = jax.shard_map(lambda x: tuple(encode(x, 256, True)), mesh=mesh, in_specs=spec, out_specs=spec)
-    assert_same_bits(tuple(jax.jit(split)(x)), tuple(jit_encode(x, 256, True)))

@@ -17,7 +17,6 @@ NARROW = [jnp.bfloat16, jnp.float16]
 
 
 def add_all(tx, start, updates):
-    """Return parameters and state after adding one update after the other."""
 
     def step(carry, update):
         params, state = carry
@@ -77,24 +76,6 @@ def test_numbers_below_the_smallest_normal_one_keep_their_roundings():
     params, state = add_repeatedly(mpx.kahan_summation(), params, jnp.float32(2.0**-26), 16)
     assert float(params) == 2.0**-20 + 2.0**-22
     assert float(state.compensation) == 0
-
-
-def test_float32_leaves_pass_through_and_store_nothing():
-    tx = mpx.kahan_summation()
-    params = {"wide": jnp.ones(3), "narrow": jnp.ones(3, jnp.bfloat16)}
-    state = tx.init(params)
-    updates, new_state = tx.update({"wide": jnp.full(3, 0.1), "narrow": jnp.full(3, 0.1)}, state, params)
-    assert state.compensation["wide"] == optax.MaskedNode()
-    assert_same_bits(updates["wide"], jnp.full(3, 0.1))
-    assert new_state.compensation["narrow"].dtype == jnp.bfloat16
-
-
-def test_a_dtype_of_another_kind_and_a_state_of_another_dtype_are_refused():
-    with pytest.raises(ValueError, match="`dtype` must be bfloat16, float16 or float32, but got int8"):
-        mpx.kahan_summation(jnp.int8)
-    params = jnp.ones(2, jnp.bfloat16)
-    with pytest.raises(ValueError, match=r"use `convert_state`(.|\n)*keeps bfloat16\[2\] for it"):
-        mpx.kahan_summation("f32").update(jnp.ones(2), mpx.kahan_summation().init(params), params)
 
 
 def test_narrow_updates_are_widened_and_the_new_parameter_is_the_sum_rounded_once():

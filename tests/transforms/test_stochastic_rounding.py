@@ -63,19 +63,3 @@ def test_donating_the_state_does_not_delete_the_callers_key():
     assert state.key.is_deleted()
     assert not key.is_deleted()
     tx.update(jnp.ones(3), tx.init(params), params)
-
-
-def test_float32_leaves_pass_through():
-    tx = mpx.stochastic_rounding(jax.random.key(0))
-    params = jnp.ones(3)
-    updates, _ = tx.update(jnp.full(3, 0.1), tx.init(params), params)
-    assert_same_bits(updates, jnp.full(3, 0.1))
-
-
-def test_what_is_not_one_key_is_refused():
-    with pytest.raises(TypeError, match=r"needs a PRNG key such as `jax.random.key\(0\)`, but got 0"):
-        mpx.stochastic_rounding(0)
-    with pytest.raises(TypeError, match="but got an array of float32"):
-        mpx.stochastic_rounding(jnp.ones(2, jnp.float32))
-    with pytest.raises(ValueError, match=r"needs one key, but got \(3,\)"):
-        mpx.stochastic_rounding(jax.random.split(jax.random.key(0), 3))

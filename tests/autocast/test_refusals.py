@@ -1,0 +1,134 @@
+"""What `autocast`, `full_precision`, `explain` and `Fp8` refuse: the call, and what the error says."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import mpx
+from tests.autocast.helpers import F32, normal
+
+X, W = normal(0, 16, 64), normal(1, 64, 32)
+given = functools.partial
+WAYS = [
+    mpx.Fp8(min_extent=0, scaling=scaling, power_of_two=power)
+    for scaling in ("tensor", "row")
+    for power in (True, False)
+]
+
+
+def product(x, w):
+    return x @ w
+
+
+def called(model, x):
+    return model(x)
+
+
+def norm():
+    return nnx.BatchNorm(64, rngs=nnx.Rngs(0))
+
+
+def growing(model, x):
+    model.seen = nnx.Variable(x)
+
+
+def squared(model, x):
+    return (model(x) ** 2).sum()
+
+
+def second_derivative(fp8):
+    of_x = jax.grad(mpx.autocast(lambda w, x: jnp.sin(x @ w).sum(), fp8), 1)
+    return jax.grad(lambda w: (of_x(w, X) ** 2).sum())(W)
+
+
+def closed_over(around):
+    return around(lambda model, x: mpx.autocast(lambda x: model(x), "bf16")(x))(norm(), X)
+
+
+def of_an_outer_trace():
+    model = norm()
+    jax.jit(lambda x: mpx.autocast(called, "bf16")(model, x))(X)
+
+
+def of_64_bits():
+    with jax.enable_x64(False):
+        of_tree = lambda params, x: x @ params["w"]
+        mpx.explain(of_tree, "bf16")({"w": jax.ShapeDtypeStruct((4, 4), np.float64)}, jnp.ones((4, 4), F32))
+
+
+VALUES = [
+    *[
+        (given(mpx.autocast, product, wrong), "`autocast`")
+        for wrong in ("int32", jnp.int8, np.float64, None, 16, "bf15", jnp.float8_e4m3fn)
+    ],
+    *[
+        (given(mpx.autocast, product, "bf16", reduce_dtype=wrong), "`reduce_dtype` must be float32, the compute")
+        for wrong in ("float16", np.float64, int)
+    ],
+    *[
+        (given(mpx.autocast, product, "bf16", checkpoint=wrong), "`checkpoint` must be one of 'dots'")
+        for wrong in ("dot", "save_only_these_names", 3, True)
+    ],
+    *[
+        (given(mpx.autocast, product, "bf16", rules=mpx.DEFAULT_RULES | rules), text)
+        for rules, text in [
+            ({"dot_genral": "keep"}, "no primitive of jax is called 'dot_genral'"),
+            ({"dot_general": "lowered"}, "can be narrow or narrow_if_representable or follow or keep"),
+            ({"scan": "narrow"}, "can be enter or keep"),
+            ({"dynamic_slice": "narrow"}, "can be follow or keep"),
+            ({"custom_jvp_call": "narrow_if_representable"}, "can be follow or keep"),
+        ]
+    ],
+    (given(mpx.autocast, product, "bf16", rules={"exp": "keep"}), r"`rules=mpx.DEFAULT_RULES \| \{\.\.\.\}`"),
+    *[
+        (given(mpx.Fp8, **options), text)
+        for options, text in [
+            ({"forward": "bf16"}, "`forward` must be 'e4m3' or 'e5m2', but got 'bf16'"),
+            ({"backward": 8}, "`backward` must be 'e4m3' or 'e5m2'"),
+            ({"scaling": "block"}, "`scaling` must be 'tensor' or 'row', but got 'block'"),
+            ({"power_of_two": 2}, "`power_of_two` must be True or False"),
+            ({"min_extent": -1}, "`min_extent` must be an integer of at least 0"),
+        ]
+    ],
+    (given(mpx.explain, product, "int8"), "computes in bfloat16, float16 or float32, but got int8"),
+    (given(mpx.explain, product, "float8_e4m3fn"), "Products of 8-bit floats are 'fp8'"),
+    (given(mpx.explain, product, "bf16", rules={"matmul": "keep"}), "no primitive of jax is called 'matmul'"),
+    (given(mpx.explain, product), r"`mpx.explain\(fun, 'bf16'\)`, or `--policy bf16` on the command line"),
+    *[
+        (
+            given(mpx.explain, mpx.autocast(product, "bf16"), **options),
+            "takes no policy or rules for a function that `auto",
+        )
+        for options in ({"policy_or_dtype": "bf16"}, {"rules": mpx.FAST_RULES})
+    ],
+    (of_64_bits, r"64-bit types are off.*JAX_ENABLE_X64=1.*0/w \(float64\[4, 4\]\)"),
+    # Flax says that a variable of another trace was changed, and not by whom.
+    *[
+        (given(closed_over, around), "a Flax NNX model that it closes over.*Pass the model as an argument")
+        for around in (lambda f: f, nnx.jit)
+    ],
+    (
+        lambda: mpx.value_and_grad(mpx.autocast(squared, "bf16"))(norm(), X),
+        r"lost\. .*transform=nnx\.value_and.*: mean of the BatchNorm at 0, var ",
+    ),
+    (of_an_outer_trace, r"lost\. Return the new values.* Changed: mean of the BatchNorm at 0\."),
+    (lambda: mpx.autocast(growing, "bf16")(norm(), X), "Changed: the structure of the BatchNorm at 0"),
+]
+TYPES = [
+    (given(mpx.autocast, X, "bf16"), "`autocast` needs a function, but got Array"),
+    (given(mpx.full_precision, 3), "`full_precision` needs a function, but got int"),
+    (given(mpx.explain, 3, "bf16"), "needs a function, but got int"),
+    (given(mpx.autocast, product, "bf16", rules=["dot_general"]), "must be a mapping"),
+    *[(given(second_derivative, way), "put autocast around the inner gradient") for way in WAYS],
+]
+REFUSED = [(ValueError, *row) for row in VALUES] + [(TypeError, *row) for row in TYPES]
+
+
+@pytest.mark.parametrize(("error", "call", "text"), REFUSED)
+def test_a_wrong_call_says_what_is_wrong(error, call, text):
+    with pytest.raises(error, match=text):
+        call()
