@@ -6,6 +6,8 @@ whose import takes most of a second.
 
 import functools
 import pathlib
+import re
+import sys
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -32,6 +34,10 @@ def main() -> None:
     Raises:
         SystemExit: always, with the exit code: 0, 1 after an error, 2 for wrong usage, 3 after a warning of the doctor.
     """
+    negative = next((argument for argument in sys.argv[1:] if re.match(r"-\d", argument)), None)
+    if negative is not None:
+        typer.echo(f"Error: {negative} looks like an option. Did you mean {negative[1:]}?", err=True)
+        raise SystemExit(2)
     app(prog_name="mpx")
 
 
@@ -138,7 +144,8 @@ def plan(
     planned = given.function(model) if ":" in model else given.parameters(model)
     comparison = plans.compare(planned, rule, recipe or [], devices, fsdp, gradient_dtype)
     content = {"model": model, "rule": rule, "plans": comparison.plans} | plans.what_fits(comparison, limit)
-    output.write(content, plans.tables(comparison, limit, fraction, gradient_dtype), as_json)
+    parts = plans.tables(comparison, limit, fraction, fsdp)
+    output.write(content, parts if gradient_dtype else [*parts, plans.CONVENTION], as_json)
 
 
 @_command('mpx explain train.py:loss "f32[16,4]" "f32[8,16]" --policy bf16 --grad')

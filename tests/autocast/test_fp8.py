@@ -259,13 +259,13 @@ def test_gradients_in_float32_are_sums_of_8_bit_products_that_nothing_rounds():
 # ---- bad input ------------------------------------------------------------------------------------------------------
 
 
-def test_a_product_that_says_where_its_result_lies_runs_in_16_bits():
+def test_a_product_that_says_where_its_result_lies_runs_in_8_bits():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
     by_rows = NamedSharding(mesh, PartitionSpec("data"))
     fun = lambda x, w: jnp.einsum("ij,jk->ik", x, w, out_sharding=by_rows)
     with jax.set_mesh(mesh):
         (row,) = mpx.explain(fun, SMALL)(jax.device_put(jnp.ones((16, 32)), by_rows), jnp.ones((32, 16))).contractions
-    assert (row.runs_in, row.reason) == ("bf16", "its result is placed on a mesh")
+    assert (row.runs_in, row.reason) == ("fp8", "")
 
 
 def test_elementwise_operations_that_a_table_narrows_are_in_16_bits():

@@ -62,7 +62,7 @@ def problem_in(found, severity):
 def examined():
     """Examine this machine once, with rates of small matrices."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(doctor_products, "SIZES", {"cpu": (16, 1)})
+        patch.setattr(doctor_products, "LARGE", {"cpu": 16})
         return doctor.examine(seconds=1e-4)
 
 

@@ -120,9 +120,9 @@ ADVISE = [
     (advised(loss_fn=lambda p, x: jnp.sum(jnp.sqrt(p["w"] * 0))), ValueError, "2 numbers of its"),
 ]
 PLAN = [
-    (planned(model=0), ValueError, "`memory_plan`: a number of parameters must be an integer above 0, but got 0"),
-    (planned(model=7e9), TypeError, "a number of parameters must be an integer above 0, but got 7000000000.0"),
-    (planned(model=True), TypeError, "must be an integer above 0, but got True"),
+    (planned(model=0), ValueError, "`memory_plan`: a number of parameters must be above 0, but got 0"),
+    (planned(model=7e9), TypeError, "a number of parameters must be an integer, but got 7000000000.0"),
+    (planned(model=True), TypeError, "must be an integer, but got True"),
     *[(planned(model=given), ValueError, "there are no floating-point numbers in the model") for given in NO_MODELS],
     (planned(tx=optax.adamw), TypeError, "`memory_plan` needs an Optax gradient transformation"),
     (planned(gradient_dtype="int32"), ValueError, "`gradient_dtype` must be a floating-point dtype or None"),
@@ -130,7 +130,7 @@ PLAN = [
     (planned(mesh=TWO, axis="batch"), ValueError, "none is called 'batch'"),
     (planned(param_specs=P("data")), ValueError, "`param_specs` was given without a `mesh`"),
     (planned(mesh=TWO, param_specs=P("data")), ValueError, "may name axes of the mesh"),
-    (planned(mesh=TWO_BY_FOUR, param_specs=P("model")), ValueError, "partitioned 4 times, .* is 6"),
+    (planned(mesh=TWO_BY_FOUR, param_specs=P("model")), ValueError, "must be a multiple of the number of devices"),
     (lambda: planned()().largest_model("80GB"), ValueError, "`memory_bytes` must be a number"),
     (lambda: planned()().bytes_of("momenta"), ValueError, r"`kind` must be one of \('parameters', .*but got 'momenta'"),
     (compared(None, "f32"), TypeError, "`recipes` must map names .*, but got 'f32'"),

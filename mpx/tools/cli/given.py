@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import inspect
+import math
 import os
 import pathlib
 import pkgutil
@@ -18,11 +19,13 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, AxisType
 
+from mpx import _errors
 from mpx._dtypes import dtype_or_none
 from mpx.tools.cli.errors import CommandError, users_code
 
 _NUMBER = re.compile(r"(\d[\d_,]*(?:\.\d+)?(?:[eE]\+?\d{1,2})?)\s*([A-Za-z]*)")
 _LARGEST = 10**18
+_MOST_DEVICES = 2**20
 _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 _PREFIXES = {"k": 1, "m": 2, "g": 3, "t": 4}
 _BYTES = {"b": 1} | {f"{name}b": 1000**power for name, power in _PREFIXES.items()}
@@ -66,10 +69,15 @@ def shape(text: str) -> jax.ShapeDtypeStruct:
 
 def mesh(text: str) -> AbstractMesh:
     """Return a mesh without devices: of one axis for `8`, of two for `data=8,model=2`."""
-    named = f"data={text}" if text.isdecimal() else text
-    if not re.fullmatch(r"\w+=[1-9]\d*(,\w+=[1-9]\d*)*", named):
-        raise CommandError(f"{text!r} is not a mesh such as data=8,model=2 or a number of devices.")
-    axes = {name: int(size) for name, size in re.findall(r"(\w+)=(\d+)", named)}
+    axes: dict[str, int] = {}
+    for part in text.split(","):
+        name, equals, size = (piece.strip() for piece in part.rpartition("="))
+        name = name or "data"
+        if not size.isdecimal() or int(size) < 1 or name in axes or (not equals and "," in text):
+            raise CommandError(f"{text!r} is not a mesh such as data=8,model=2 or a number of devices.")
+        axes[name] = int(size)
+    if math.prod(axes.values()) > _MOST_DEVICES:
+        raise CommandError(f"the mesh {text!r} has more than {_MOST_DEVICES:,} devices.")
     return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
@@ -92,16 +100,21 @@ def made_by(reference: str) -> list[Any]:
 def attribute(reference: str) -> Any:
     """Return what `file.py:name` or `module:name` names; the file is run, as an import runs it."""
     place, _, name = reference.rpartition(":")
-    sys.path.insert(0, os.getcwd())  # as `python -m` does
+    module = _imported(pathlib.Path(place).resolve()) if place.endswith(".py") or os.sep in place else place
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` does
     try:
         with users_code():
-            is_file = place.endswith(".py") or os.sep in place
-            module = _imported(pathlib.Path(place).resolve()) if is_file else place
             return pkgutil.resolve_name(f"{module}:{name}")
     except AttributeError as error:
-        raise CommandError(f"{place} has no {name!r}.") from error
+        if module not in sys.modules:  # its import failed
+            raise
+        own = [n for n, value in vars(sys.modules[module]).items() if not n.startswith("_") and callable(value)]
+        raise CommandError(f"{place} has no {name!r}. It has {_errors.listed(own, 10)}.") from error
     except ValueError as error:
         raise CommandError(f"{reference!r} is neither file.py:function nor module:function.") from error
+    except ModuleNotFoundError as error:
+        raise CommandError(f"{error}, for {place!r}. A file is given as path/to/file.py:function.") from error
 
 
 @functools.cache
@@ -113,7 +126,8 @@ def _imported(path: pathlib.Path) -> str:
     name = "_given_" + re.sub(r"\W", "_", path.stem)
     spec: Any = importlib.util.spec_from_file_location(name, path)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with users_code():
+        spec.loader.exec_module(module)
     return name
 
 
@@ -124,10 +138,12 @@ def rule(text: str) -> Any:
         with users_code():
             return found() if callable(found) and not hasattr(found, "init") else found
     make = getattr(optax, text, None) or getattr(optax.contrib, text, None)
-    needed = lambda make: {s.name for s in inspect.signature(make).parameters.values() if s.default is s.empty}
-    if not inspect.isfunction(make) or needed(make) - {"learning_rate"}:
+    is_rule = inspect.isfunction(make)
+    settings = inspect.signature(make).parameters.values() if is_rule else ()
+    needed = {setting.name for setting in settings if setting.default is setting.empty}
+    if not is_rule or needed - {"learning_rate"}:
         raise CommandError(
             f"Optax has no rule {text!r} that needs at most a learning rate. Write a function that makes the rule, and "
             "give it as file.py:function."
         )
-    return make(**dict.fromkeys(needed(make), 1e-3))
+    return make(**dict.fromkeys(needed, 1e-3))

@@ -13,6 +13,10 @@ from mpx.tools.cli.errors import CommandError, users_code
 from mpx.tools.plan import STANDARD_RECIPES, PlanComparison, compare_plans, training_code
 from mpx.tools.plan.memory_plan import evaluate
 
+CONVENTION = (
+    "Without activations. Gradients are those inside one jitted step; --gradient-dtype f32 counts those that leave it."
+)
+
 
 def compare(
     model: Any, rule: str, names: Sequence[str], mesh: str | None, fsdp: bool, gradient_dtype: str | None
@@ -53,7 +57,7 @@ def what_fits(comparison: PlanComparison, limit: int | None) -> dict[str, Any]:
     return {"usable_bytes": limit, "fits": fits, "largest_models": {n: plan.largest_model(limit) for n, plan in plans}}
 
 
-def tables(comparison: PlanComparison, limit: int | None, fraction: float, gradient_dtype: str | None) -> list[Any]:
+def tables(comparison: PlanComparison, limit: int | None, fraction: float, fsdp: bool) -> list[Any]:
     """Return the table of several recipes, or the parts of one; and the code of the only one, or of one that fits."""
     plans = comparison.plans
     parts: list[Any] = [comparison.table(memory_bytes=limit)] if limit or len(plans) > 1 else []
@@ -65,13 +69,14 @@ def tables(comparison: PlanComparison, limit: int | None, fraction: float, gradi
             f"What fits, fits into {fraction:.0%} of the memory. JAX takes 75% of a GPU's memory unless "
             "XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise; so does --memory-fraction here."
         )
-        parts += [] if shown else ["Nothing fits: try another recipe, more devices, or --fsdp."]
+        if not shown:
+            more = "take more devices" if fsdp else "shard parameters too (--devices N --fsdp)"
+            parts.append(
+                f"It does not fit: try another recipe, or {more}." if len(plans) == 1 else f"No recipe fits: {more}."
+            )
     if shown:
         name = "bf16-split" if "bf16-split" in shown else shown[0]
         recipe = STANDARD_RECIPES[name]
         parts.append(f"{name}: {recipe.purpose}. For AdamW, with Flax Linen or any pytree:")
         parts += [training_code(recipe, "linen"), "For AdamW, with Flax NNX:", training_code(recipe, "nnx")]
-    if gradient_dtype is None:
-        where = "Gradients are those inside one jitted step; --gradient-dtype f32 counts those that leave it."
-        parts.append(f"Without activations. {where}")
     return parts

@@ -46,12 +46,15 @@ def by_batch(
 def largest_batch(peak: Callable[[int], int], batches: Sequence[int], limit: int) -> int:
     """Return the largest batch that fits, to `RESOLUTION`; each peak is a compilation.
 
-    Peaks are nearly a constant and so much for an example: two of them tell where to begin.
+    Peaks are nearly a constant and so much for an example: two of them that are not far below tell where to begin.
     """
+    an_example = lambda: (peak(large) - peak(small)) / max(1, large - small)
     small, large = min(batches), max(batches)
-    large = 64 * large if small == large else large
-    an_example = (peak(large) - peak(small)) / (large - small)
-    start = small + (limit - peak(small)) / an_example if an_example > 0 else large
+    if small == large:
+        small, large = (large, 8 * large) if peak(large) <= limit else (max(1, large // 8), large)
+    while large < 2**60 and limit - peak(large) > 7 * large * an_example():
+        small, large = large, 8 * large
+    start = small + (limit - peak(small)) / an_example() if an_example() > 0 else large
     return largest_that_fits(peak, limit, start=max(1, int(start)), resolution=RESOLUTION)
 
 

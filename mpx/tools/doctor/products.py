@@ -13,20 +13,30 @@ import numpy as np
 from jax import lax
 
 SIZE = 64  # rows and columns of the matrices whose product is compared with NumPy's
-SIZES = {"cpu": (512, 1)}  # by backend: rows and columns of the timed ones, and the calls enqueued together
+LARGE = {"cpu": 512, "gpu": 4096, "tpu": 4096}  # rows and columns of the timed ones, by backend
 
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """One way to multiply matrices, tried on the default device; None for what was not found out."""
+    """One way to multiply matrices, tried on the default device.
 
-    name: str  # the dtype or the algorithm
-    works: bool  # whether the product ran, with the precision that its name promises
-    error: float | None = None  # the largest one, divided by the largest sum of the products' magnitudes
-    bits: int | None = None  # the number of significant bits of an operand that reach the result
-    refusal: str = ""  # why it does not work
-    teraflops: float | None = None  # 10^12 floating-point operations a second, in the fastest of several calls
-    times_f32: float | None = None  # the rate divided by that of "f32 by default"
+    Attributes:
+        name: the dtype or the algorithm.
+        works: whether the product ran, with the precision that its name promises.
+        error: the largest error, divided by the largest sum of the products' magnitudes; None if it did not run.
+        bits: the number of significant bits of an operand that reach the result; None if it did not run.
+        refusal: why it does not work.
+        teraflops: 10^12 floating-point operations a second, in the fastest of several calls; None if not timed.
+        times_f32: the rate divided by the rate of `"f32 by default"`; None if not timed.
+    """
+
+    name: str
+    works: bool
+    error: float | None = None
+    bits: int | None = None
+    refusal: str = ""
+    teraflops: float | None = None
+    times_f32: float | None = None
 
 
 class Way(NamedTuple):
@@ -71,13 +81,20 @@ def try_product(name: str, way: Way) -> Product:
 
 
 def with_rates(products: Iterable[Product], *, seconds: float) -> tuple[Product, ...]:
-    """Time a product of square matrices in each way that works, about as many seconds each."""
-    size, calls = SIZES.get(jax.default_backend(), (4096, 16))
-    rates = {p.name: 2e-12 * size**3 / _fastest(WAYS[p.name], size, calls, seconds) for p in products if p.works}
-    f32 = rates.get("f32 by default")
-    ratios = {name: rate / f32 for name, rate in rates.items()} if f32 else {}
-    rated = lambda p: dataclasses.replace(p, teraflops=rates.get(p.name), times_f32=ratios.get(p.name))
-    return tuple(map(rated, products))
+    """Time a product of square matrices in each way that works, about as many seconds each.
+
+    They take turns, so that a machine that does something else for a while slows down all of them.
+    """
+    size = LARGE.get(jax.default_backend(), 4096)
+    turns = {p.name: _turn(WAYS[p.name], size) for p in products if p.works}
+    fastest = dict.fromkeys(turns, math.inf)
+    start = time.perf_counter()
+    while math.inf in fastest.values() or time.perf_counter() - start < seconds * len(turns):
+        fastest = {name: min(fastest[name], turn(fastest[name])) for name, turn in turns.items()}
+    rates = {name: 2e-12 * size**3 / duration for name, duration in fastest.items()}
+    ratio = lambda name: rates[name] / rates["f32 by default"] if "f32 by default" in rates else None
+    rated = lambda p: dataclasses.replace(p, teraflops=rates[p.name], times_f32=ratio(p.name))
+    return tuple(rated(product) if product.name in rates else product for product in products)
 
 
 def first_line(error: BaseException) -> str:
@@ -86,15 +103,17 @@ def first_line(error: BaseException) -> str:
     return line if len(line) <= 160 else line[:157] + "..."
 
 
-def _fastest(way: Way, size: int, calls: int, seconds: float) -> float:
-    """Return the duration of a product, of the fastest calls that were enqueued together."""
+def _turn(way: Way, size: int) -> Callable[[float], float]:
+    """Return a function that takes the seconds of a product and times some more, which are enqueued together."""
     # Ordinary numbers: a GPU draws less power on zeros, and is faster.
     operands = np.random.default_rng(0).normal(size=(2, size, size)).astype(np.float32).astype(way.dtype)
     operands, multiply = jax.device_put(list(operands)), jax.jit(way.multiply)
     jax.block_until_ready(multiply(*operands))  # compiles
-    fastest, start = math.inf, time.perf_counter()
-    while fastest == math.inf or time.perf_counter() - start < seconds:
+
+    def turn(known: float) -> float:
+        calls = max(1, min(16, int(0.02 / known)))
         began = time.perf_counter()
         jax.block_until_ready([multiply(*operands) for _ in range(calls)])
-        fastest = min(fastest, (time.perf_counter() - began) / calls)
-    return fastest
+        return (time.perf_counter() - began) / calls
+
+    return turn

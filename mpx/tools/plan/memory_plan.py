@@ -174,14 +174,9 @@ def memory_plan(
     trained, others = _trees.map_unzip(
         lambda p: (p, None) if jnp.issubdtype(p.dtype, jnp.inexact) else (None, p), params
     )
-    # A number was rounded up.
-    count = int(model) if _errors.is_integer(model) else sum(math.prod(p.shape) for p in jax.tree.leaves(trained))
-    if not count:
-        raise ValueError(
-            "`memory_plan`: there are no floating-point numbers in the model. It must be a tree of parameters or of "
-            "their shapes, a function that makes one, or the number of parameters."
-        )
+    count = _count(model, trained)
     whole = jax.tree.map(lambda _, spec: NamedSharding(on, spec), params, specs)
+    _require_divisible(params, whole, on)
     gradients = _gradients_of(trained, policy, gradient_dtype)
     state = jax.eval_shape(tx.init, params)
     shardings = zero1_shardings(params, state, on, along, param_specs=specs)
@@ -219,14 +214,42 @@ def _arrays_of(model: Any, multiple: int) -> Any:
     """Return the arrays of a model or their shapes, with None for all other leaves."""
     if not isinstance(model, (int, float, np.number)):
         return jax.tree.map(_array_or_none, evaluate(model))
-    if not _errors.is_integer(model) or model < 1:
-        kind = ValueError if _errors.is_integer(model) else TypeError
-        raise kind(f"`memory_plan`: a number of parameters must be an integer above 0, but got {model!r}.")
+    if not _errors.is_integer(model):
+        raise TypeError(f"`memory_plan`: a number of parameters must be an integer, but got {model!r}.")
+    if model < 1:
+        raise ValueError(f"`memory_plan`: a number of parameters must be above 0, but got {model}.")
     return {"parameters": jax.ShapeDtypeStruct((-(-int(model) // multiple) * multiple,), np.float32)}
 
 
 def _array_or_none(leaf: Any) -> Any:
     return leaf if _trees.is_array(leaf) or isinstance(leaf, (bool, int, float, complex)) else None
+
+
+def _count(model: Any, trained: Any) -> int:
+    """Return the number of trained elements, or raise if there are none."""
+    if _errors.is_integer(model):  # the elements were rounded up
+        return int(model)
+    count = sum(math.prod(p.shape) for p in jax.tree.leaves(trained))
+    if not count:
+        raise ValueError(
+            "`memory_plan`: there are no floating-point numbers in the model. It must be a tree of parameters or of "
+            "their shapes, a function that makes one, or the number of parameters."
+        )
+    return count
+
+
+def _require_divisible(params: Any, shardings: Any, mesh: Mesh | AbstractMesh) -> None:
+    """Raise, naming every such parameter, if a sharding does not divide its shape."""
+    wrong = {}
+    for (path, p), sharding in zip(_trees.leaves_by_path(params).items(), jax.tree.leaves(shardings), strict=True):
+        try:
+            sharding.shard_shape(p.shape)
+        except ValueError:
+            wrong[path] = f"{_trees.dtype_and_shape(p)} as {sharding.spec}"
+    if wrong:
+        what = f"`memory_plan`: on the mesh {dict(mesh.shape)} these parameters cannot be divided as `param_specs` says"
+        remedy = "An axis of a parameter must be a multiple of the number of devices along it."
+        raise _errors.leaves_error(ValueError, what, wrong, remedy)
 
 
 def _gradients_of(trained: Any, policy: Policy | None, dtype: Any) -> Any:

@@ -300,9 +300,8 @@ def _lowered(
                 "`step_report`: this step comes from `jax.jit` (or `nnx.jit`), which says what is donated. Leave "
                 "`donate_argnums` out here."
             )
-        if isinstance(step, jax.stages.Wrapped):
-            return step.trace(*args).lower(lowering_platforms=platforms)
-        lowered: Any = step.lower(*args)
+        is_jit = isinstance(step, jax.stages.Wrapped)
+        lowered: Any = step.trace(*args).lower(lowering_platforms=platforms) if is_jit else step.lower(*args)
         return getattr(lowered, "lowered", lowered)  # `nnx.jit` has a class of its own around that of jax
     given = [donate_argnums] if isinstance(donate_argnums, int) else donate_argnums
     if beyond := [position for position in given if not -len(args) <= position < len(args)]:
