@@ -146,8 +146,9 @@ class Policy:
             total += size
             rows.append((path, str(tuple(array.shape)), str(stored), str(compute), f"{size:,}"))
         header, footer = ("leaf", "shape", "stored", "compute", "bytes"), ("total", "", "", "", f"{total:,}")
-        reduce = self.reduce_dtype and f"Gradients are added up over devices in {np.dtype(self.reduce_dtype)}"
-        return str(_tables.Table(reduce or "", [header, *rows, footer]))
+        reduce_dtype = self.reduce_dtype
+        title = "" if reduce_dtype is None else f"Gradients are added up over devices in {np.dtype(reduce_dtype)}"
+        return str(_tables.Table(title, [header, *rows, footer]))
 
     def __str__(self) -> str:
         """Return a string such as `p=bf16,c=bf16,o=full`, as jmp writes it; `get_policy` reads it back."""

@@ -1,5 +1,6 @@
 """Arrays on meshes of explicit axes, which `jax.make_mesh` makes: their types say how they are sharded."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,8 @@ def explicit_sharding(x: Any) -> NamedSharding | None:
     of_type = jax.typeof(x).sharding
     if AxisType.Explicit not in of_type.mesh.axis_types:
         return None
-    return of_type if isinstance(x, Tracer) else x.sharding
+    sharding: Any = of_type if isinstance(x, Tracer) else x.sharding
+    return sharding
 
 
 def in_auto(function: Callable[..., Any], mesh: Mesh | AbstractMesh, out_shardings: Any) -> Callable[..., Any]:
@@ -36,11 +38,8 @@ def part_sharding(sharding: NamedSharding, shape: tuple[int, ...], part: tuple[i
     if len(part) != len(shape) or part[:-1] != shape[:-1]:
         return NamedSharding(sharding.mesh, PartitionSpec())
     entries = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
-    names = entries[-1] if entries else None
-    names = (names,) if isinstance(names, str) else names or ()
-    count = 1
-    for name in names:
-        count *= sharding.mesh.shape[name]
+    names = (entries[-1] if entries else None) or ()
+    count = math.prod(sharding.mesh.shape[name] for name in ((names,) if isinstance(names, str) else names))
     if part and part[-1] % count:
         entries[-1] = None
     return NamedSharding(sharding.mesh, PartitionSpec(*entries))

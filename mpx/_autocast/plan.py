@@ -299,14 +299,12 @@ class Planner:
 
     def _sent(self, plan: CastPlan) -> dict[int, np.dtype]:
         """Return what is sent to other devices in float32 although all its uses round it, with the dtype."""
-        used = self._used_in(open_jaxpr(plan.jaxpr), plan.steps)
-        return {
-            id(step.eqn): used[step.eqn.outvars[0]]
-            for step in plan.steps
-            if _sends_its_operand(step)
-            and used.get(step.eqn.outvars[0]) is not None
-            and step.in_tags[0].representable_in in (None, used[step.eqn.outvars[0]])
-        }
+        used, found = self._used_in(open_jaxpr(plan.jaxpr), plan.steps), {}
+        for step in filter(_sends_its_operand, plan.steps):
+            dtype = used.get(step.eqn.outvars[0])
+            if dtype is not None and step.in_tags[0].representable_in in (None, dtype):
+                found[id(step.eqn)] = dtype
+        return found
 
     def _used_in(self, program: jex_core.Jaxpr, steps: Sequence[Step]) -> dict[Any, np.dtype | None]:
         """Return the 16-bit dtype that all uses of a value round it to, perhaps moved; None if there is no such."""
