@@ -65,7 +65,8 @@ def sent(devices, style, how, dtype, **options):
     report = mpx.step_report(step, params, placed((4096, 2048), jnp.float32, P("data")), target="h200")
     large = [c for c in report.collectives if c.bytes > 2**20]
     names = lambda *kinds: {c.dtype for c in large if c.operation in kinds}
-    return names("all-gather"), names("all-reduce", "reduce-scatter")
+    added_up = [finding for finding in report.findings if "add up" in finding.what]
+    return names("all-gather"), names("all-reduce", "reduce-scatter"), added_up
 
 
 def mean_over_devices(loss):
@@ -76,17 +77,19 @@ def mean_over_devices(loss):
 @pytest.mark.parametrize("how", ["bf16", "fp8"])
 @pytest.mark.parametrize("style", STYLES)
 def test_weights_are_gathered_in_few_bits_and_gradients_added_up_in_float32(h200, style, how, dtype):
-    gathers, sums = sent(h200, style, how, dtype)
+    gathers, sums, added_up = sent(h200, style, how, dtype)
     assert sums == {"f32"}
+    assert not added_up
     assert gathers <= ({"bf16"} if how == "bf16" else {"bf16", "f8e4m3fn", "f8e5m2"})
     assert bool(gathers) == (style != "on every device")
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_gradients_are_added_up_in_bfloat16_if_the_user_says_so(h200, style):
+def test_gradients_are_added_up_in_bfloat16_if_the_user_says_so_and_a_finding_says_it(h200, style):
     """In a shard map it is `lax.all_gather` whose transpose adds up, in the dtype of the weight."""
-    _, sums = sent(h200, style, "bf16", jnp.float32, reduce_dtype="bf16")
+    _, sums, added_up = sent(h200, style, "bf16", jnp.float32, reduce_dtype="bf16")
     assert sums == ({"f32"} if style == "shard map" else {"bf16"})
+    assert ["bf16" in finding.what for finding in added_up] == [True] * (style != "shard map")
 
 
 @pytest.mark.parametrize("checkpoint", [lambda body: body, jax.checkpoint], ids=["a scan", "with a checkpoint"])
@@ -105,6 +108,27 @@ def test_layers_in_a_scan_have_no_float32_copy_of_bfloat16_weights(h200, checkpo
     assert 4 < report.temporary_bytes / weights.size < 6
 
 
+def step_of(devices, kind, shape, spec, *, fused):
+    """Return the report of a step of AdamW with 8-bit moments on a sharded weight."""
+    mesh = Mesh(np.array(devices), ("data",), axis_types=(kind,))
+    tx = mpx.mixed_precision(
+        mpx.low_precision_state(optax.adamw(1e-3), dict.fromkeys(["mu", "nu"], mpx.Blockwise8bit())), "bf16"
+    )
+    params = {"w": jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))}
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        state = jax.eval_shape(tx.init, params)
+    is_divided = lambda x: x.ndim and not any(n % 8 for n, name in zip(x.shape, spec, strict=False) if name)
+    placed = lambda x: x.update(sharding=NamedSharding(mesh, spec if is_divided(x) else P()))
+
+    def step(params, state, grads):
+        if fused:
+            return mpx.fused_update(tx)(grads, state, params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return mpx.step_report(step, params, jax.tree.map(placed, state), params, target="h200", donate_argnums=(0, 1))
+
+
 @pytest.mark.parametrize(
     ("shape", "spec", "bytes_each"),
     [
@@ -117,15 +141,14 @@ def test_layers_in_a_scan_have_no_float32_copy_of_bfloat16_weights(h200, checkpo
 )
 def test_a_fused_step_on_explicit_axes_sends_nothing(h200, shape, spec, bytes_each):
     """A device has 288 of 2,304 columns: there blocks have 32 numbers, and more scales are read and written."""
-    mesh = Mesh(np.array(h200), ("data",), axis_types=(AxisType.Explicit,))
-    tx = mpx.mixed_precision(
-        mpx.low_precision_state(optax.adamw(1e-3), dict.fromkeys(["mu", "nu"], mpx.Blockwise8bit())), "bf16"
-    )
-    params = {"w": jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))}
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        state = jax.eval_shape(tx.init, params)
-    placed = lambda x: x.update(sharding=NamedSharding(mesh, spec if x.ndim else P()))
-    step = lambda params, state, grads: mpx.fused_update(tx)(grads, state, params)
-    report = mpx.step_report(step, params, jax.tree.map(placed, state), params, target="h200", donate_argnums=(0, 1))
+    report = step_of(h200, AxisType.Explicit, shape, spec, fused=True)
     assert report.collectives == ()
     assert report.moved_bytes * 8 / np.prod(shape) == pytest.approx(bytes_each, abs=0.02)
+
+
+def test_blocks_that_reach_over_devices_are_a_finding_with_the_bytes_that_are_sent(h200):
+    """On automatic axes blocks have 256 numbers, and a device has 288 columns."""
+    report = step_of(h200, AxisType.Auto, (768, 2304), P(None, "data"), fused=False)
+    (finding,) = [finding for finding in report.findings if "optimizer state" in finding.what]
+    assert finding.bytes > 768 * 2304
+    assert not step_of(h200, AxisType.Explicit, (768, 2304), P(None, "data"), fused=False).findings

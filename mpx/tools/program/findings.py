@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from mpx._dtypes import bytes_of
+from mpx.tools.program.kernels import Kernel
 from mpx.tools.program.text import shapes_of
 
 _PARAMETER = re.compile(r"^\s+(?:ROOT )?%(?P<name>[\w.\-]+) = (?P<type>\S+) parameter\((?P<number>\d+)\)", re.MULTILINE)
@@ -60,6 +62,39 @@ def of_donation(lowered: Any, compiled: Any, names: Sequence[str]) -> Iterator[F
         list(filter(None, donated)), [_type(leaf) for leaf in jax.tree.leaves(lowered.out_info)]
     ):
         yield from _copies(compiled.as_text())
+
+
+def of_collectives(lowered: Any, compiled: Any, kernels: Sequence[Kernel]) -> Iterator[Finding]:
+    """Yield gradients that devices add up in 16 bits, and optimizer states in 8 bits that they gather.
+
+    A gradient is known by its shape, in any order of its axes: as an argument has, a device's shard of it, or a layer.
+    """
+    arguments = list(_with_shardings(jax.tree.leaves_with_path(lowered.args_info), compiled))
+    size = sum(_bytes(leaf, sharding) for (_, leaf), sharding in arguments)
+    floats = [(leaf.shape, sharding) for (_, leaf), sharding in arguments if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    whole = [tuple(shape) for shape, _ in floats]
+    shards = [sharding.shard_shape(tuple(shape)) for shape, sharding in floats if sharding is not None]
+    of_weights = {tuple(sorted(part)) for shape in (*whole, *shards) for part in (shape, shape[1:])}
+    has_their_shape = lambda kernel: any(tuple(sorted(x.dims)) in of_weights for x in shapes_of(kernel.result))
+    total = lambda kernels: sum(kernel.bytes * kernel.times for kernel in kernels)
+
+    sums = [k for k in kernels if k.operation in ("all-reduce", "reduce-scatter") and k.dtype in ("bf16", "f16")]
+    sums = list(filter(has_their_shape, sums))
+    if total(sums) > _WORTH_A_WORD * size:
+        yield Finding(
+            f"Devices add up arrays of the shapes of weights in {sums[0].dtype}, which rounds at each addition; the "
+            f"first at {sums[0].source or 'an unknown line'}",
+            total(sums),
+            "If they are gradients, leave out `reduce_dtype` of `mpx.autocast` and `reduce=` of its policy.",
+        )
+    is_state = lambda dtype: jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize == 1
+    gathers = [k for k in kernels if k.operation == "all-gather" and k.dtype in ("s8", "u8", "u32")]
+    if total(gathers) > _WORTH_A_WORD * size and any(is_state(leaf.dtype) for (_, leaf), _ in arguments):
+        yield Finding(
+            "Devices gather an optimizer state in 8 bits, whose blocks reach over several of them",
+            total(gathers),
+            "Give `block_size` a divisor of the columns that a device has, or use a mesh of explicit axes.",
+        )
 
 
 def _come_back_in_order(donated: list[list[Any]], results: list[Any]) -> bool:

@@ -14,7 +14,7 @@ from mpx import _tables, _trees
 from mpx.tools.plan import units
 from mpx.tools.program import kernels as programs
 from mpx.tools.program import text
-from mpx.tools.program.findings import Finding, names_of, of_donation
+from mpx.tools.program.findings import Finding, names_of, of_collectives, of_donation
 from mpx.tools.program.kernels import Kernel, Kind
 from mpx.tools.program.targets import Target, get_target, target_devices, target_here
 
@@ -265,7 +265,8 @@ def step_report(
     report = report_of(compiled, target=device, mesh_shape=mesh and mesh.shape, compile_seconds=seconds)
     if hasattr(step, "lower") and not isinstance(step, jax.stages.Wrapped) and not _lowers_arrays(step, args):
         return report  # what `equinox.filter_jit` donates is not known from shapes
-    return dataclasses.replace(report, findings=tuple(of_donation(lowered, compiled, names_of(step, args, lowered))))
+    of_arguments = of_donation(lowered, compiled, names_of(step, args, lowered))
+    return dataclasses.replace(report, findings=(*of_arguments, *of_collectives(lowered, compiled, report.collectives)))
 
 
 def report_of(
