@@ -139,7 +139,7 @@ def on_rows(x):
 
 
 def test_a_weight_is_sent_in_the_compute_dtype_and_its_gradient_in_float32(explicit_mesh):
-    w, x = on_rows(jnp.ones((16, 8))), on_rows(jnp.ones((8, 16)))
+    w, x = on_rows(np.ones((16, 8), np.float32)), on_rows(np.ones((8, 16), np.float32))
     loss = mpx.autocast(lambda w, x: (x @ jax.sharding.reshard(w, P())).sum(), "bf16")
     assert moves(loss, w, x) == ["bfloat16"]
     first, *back = moves(jax.grad(loss), w, x)
@@ -158,7 +158,7 @@ def test_a_weight_is_sent_in_the_compute_dtype_and_its_gradient_in_float32(expli
     ids=["moved", "in a call", "also in a sum", "after a product of numbers", "also a result"],
 )
 def test_only_what_is_used_in_products_alone_is_sent_in_fewer_bits(explicit_mesh, used, sent_in):
-    w, x = on_rows(jnp.ones((16, 16))), on_rows(jnp.ones((8, 16)))
+    w, x = on_rows(np.ones((16, 16), np.float32)), on_rows(np.ones((8, 16), np.float32))
     fun = mpx.autocast(lambda w, x: used(jax.sharding.reshard(w, P()), x), "bf16")
     assert moves(fun, w, x)[0] == sent_in
 
