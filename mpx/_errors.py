@@ -164,6 +164,14 @@ def _kinds(state: Any) -> str:
     return f"{name} of {', '.join(map(_kinds, state))}" if type(state) is tuple and state else name
 
 
+def floating_dtype(given: Any, argument: str) -> np.dtype | None:
+    """Return the dtype that a user gives as an option, or None for None; raise for anything but a floating dtype."""
+    dtype = dtype_or_none(given)
+    if given is not None and (dtype is None or not jnp.issubdtype(dtype, jnp.floating)):
+        raise ValueError(f"{argument} must be a floating-point dtype or None, but got {given!r}.")
+    return dtype
+
+
 def mismatches(
     old: Mapping[_trees.Path, Any],
     new: Mapping[_trees.Path, Any],

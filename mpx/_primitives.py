@@ -1,4 +1,4 @@
-"""What mpx knows about jax's primitives: one table, which every part of the library reads.
+"""List what mpx knows about jax's primitives: one table, which every part of the library reads.
 
 A primitive that is not in the table gets the careful answer: it mixes elements, moves nothing, and is expensive.
 Primitives with the same facts share a row.

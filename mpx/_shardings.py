@@ -30,6 +30,17 @@ def in_auto(function: Callable[..., Any], mesh: Mesh | AbstractMesh, out_shardin
     return jax.sharding.auto_axes(function, axes=tuple(explicit), out_sharding=out_shardings)
 
 
+def names_at(spec: PartitionSpec, i: int) -> tuple[str, ...]:
+    """Return the axes of the mesh that shard an axis of an array."""
+    entry = spec[i] if i < len(spec) else None
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+
+
+def entries_of(spec: PartitionSpec, count: int) -> list[Any]:
+    """Return an entry for each of `count` axes of an array; a spec may leave out the last ones."""
+    return [*spec, *[None] * (count - len(spec))]
+
+
 def part_sharding(sharding: NamedSharding, shape: tuple[int, ...], part: tuple[int, ...]) -> NamedSharding:
     """Return the sharding of what is computed from an array, such as its codes and scales.
 
@@ -37,9 +48,7 @@ def part_sharding(sharding: NamedSharding, shape: tuple[int, ...], part: tuple[i
     """
     if len(part) != len(shape) or part[:-1] != shape[:-1]:
         return NamedSharding(sharding.mesh, PartitionSpec())
-    entries = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
-    names = (entries[-1] if entries else None) or ()
-    count = math.prod(sharding.mesh.shape[name] for name in ((names,) if isinstance(names, str) else names))
-    if part and part[-1] % count:
+    entries = entries_of(sharding.spec, len(shape))
+    if part and part[-1] % math.prod(sharding.mesh.shape[name] for name in names_at(sharding.spec, len(shape) - 1)):
         entries[-1] = None
     return NamedSharding(sharding.mesh, PartitionSpec(*entries))

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from mpx._errors import not_differentiable
 from mpx._fp8 import FORMATS, RESULTS, Fp8, power_of_two, scale_exponents
-from mpx._shardings import explicit_sharding, in_auto
+from mpx._shardings import entries_of, explicit_sharding, in_auto
 
 NOT_MULTIPLES, TOO_SMALL = "not all sizes are multiples", "too small to gain"  # reasons against FP8
 _MULTIPLE = 16  # cuBLAS asks for sizes that are multiples of it
@@ -97,7 +97,7 @@ def run(
     forward, backward = FORMATS[fp8.forward], FORMATS[fp8.backward]
     on_mesh = explicit_sharding(operands[0]) or explicit_sharding(operands[1])
     result: Any = eqn.outvars[0].aval
-    specs = [_entries(x) for x in (*map(jax.typeof, operands), result)]
+    specs = [entries_of(x.sharding.spec, x.ndim) for x in (*map(jax.typeof, operands), result)]
 
     def product(a: Codes, b: Codes, contracted: Any, spec: Sequence[Any], dtype: Any = RESULTS) -> jax.Array:
         multiply = functools.partial(_product, fp8, contracted=contracted, dtype=dtype)
@@ -144,11 +144,6 @@ def run(
     differentiable = jax.custom_vjp(lambda lhs, rhs: forward_pass(lhs, rhs)[0])
     differentiable.defvjp(forward_pass, backward_pass)
     return differentiable(*operands)
-
-
-def _entries(aval: Any) -> list[Any]:
-    """Return the mesh axes along which each axis of an array is sharded, as its type says."""
-    return [*aval.sharding.spec, *[None] * (aval.ndim - len(aval.sharding.spec))]
 
 
 def _written(x: jax.Array, dtype: np.dtype) -> Operand:

@@ -26,7 +26,7 @@ MARK = "mpx:autocast"  # in the name stack of operations that an autocast or `fu
 
 
 class Tag(NamedTuple):
-    """What is known about a value."""
+    """Holds what is known about a value."""
 
     representable_in: np.dtype | None = None  # a 16-bit dtype that has this float32 value
     compute: ContractionPrecision | None = None  # what an override of the policy asks for in contractions with it
@@ -151,9 +151,7 @@ class Planner:
         """Return the plan of an open or closed jaxpr whose inputs have these tags."""
         key = id(jaxpr), in_tags
         if key not in self._plans:
-            plan = self._make_plan(jaxpr, in_tags, {})
-            sent = self._sent(plan)
-            self._plans[key] = self._make_plan(jaxpr, in_tags, sent) if sent else plan
+            self._plans[key] = self._make_plan(jaxpr, in_tags, {})
         return self._plans[key]
 
     def _make_plan(self, jaxpr: Any, in_tags: tuple[Tag, ...], sent: Mapping[int, np.dtype]) -> CastPlan:
@@ -180,7 +178,10 @@ class Planner:
                 else step
                 for step in steps
             ]
-        used = self._used_in(program, steps)
+        used = _used_in(program, steps)
+        new = _sent(steps, used)
+        if new:  # once more, with their tags
+            return self._make_plan(jaxpr, in_tags, {**sent, **new})
         used_in = tuple(used.get(v) for v in program.invars)
         return CastPlan(jaxpr, tuple(steps), in_tags, out_tags, self._rounded_to(program, steps, uses), used_in)
 
@@ -297,35 +298,6 @@ class Planner:
                     rounded[v] = dtype if uses[v] == 1 else None
         return tuple(rounded.get(v) for v in program.invars)
 
-    def _sent(self, plan: CastPlan) -> dict[int, np.dtype]:
-        """Return what is sent to other devices in float32 although all its uses round it, with the dtype."""
-        used, found = self._used_in(open_jaxpr(plan.jaxpr), plan.steps), {}
-        for step in filter(_sends_its_operand, plan.steps):
-            dtype = used.get(step.eqn.outvars[0])
-            if dtype is not None and step.in_tags[0].representable_in in (None, dtype):
-                found[id(step.eqn)] = dtype
-        return found
-
-    def _used_in(self, program: jex_core.Jaxpr, steps: Sequence[Step]) -> dict[Any, np.dtype | None]:
-        """Return the 16-bit dtype that all uses of a value round it to, perhaps moved; None if there is no such."""
-        used: dict[Any, np.dtype | None] = dict.fromkeys(filter(lambda v: not is_literal(v), program.outvars))
-        for step in reversed(steps):
-            for v, dtype in zip(step.eqn.invars, self._operands_used_in(step, used), strict=True):
-                if not is_literal(v):
-                    used[v] = dtype if used.get(v, dtype) == dtype else None
-        return used
-
-    def _operands_used_in(self, step: Step, used: dict[Any, np.dtype | None]) -> list[np.dtype | None]:
-        eqn, plans = step.eqn, step.plans
-        nothing: list[np.dtype | None] = [None] * len(eqn.invars)
-        if step.action in ("narrow", "send") and step.compute is not None and step.compute.is_narrow:
-            return [step.compute.dtype] * len(eqn.invars)
-        if facts_of(eqn).moves in ("same", "moved", "sent") and len(eqn.outvars) == 1:
-            return [used.get(eqn.outvars[0])] * len(eqn.invars)
-        if len(plans) == 1 and len(plans[0].used_in) == len(eqn.invars) and facts_of(eqn).runs != "loop":
-            return list(plans[0].used_in)
-        return nothing
-
     def _operands_rounded_to(self, step: Step, rounded: dict[Any, np.dtype | None]) -> list[np.dtype | None]:
         eqn, facts = step.eqn, facts_of(step.eqn)
         if step.action == "narrow" and step.compute is not None and step.compute.is_narrow:
@@ -351,6 +323,37 @@ def travels_in(tag: Tag, rounded_to: np.dtype | None, settings: Settings) -> np.
         return None
     is_allowed = rounded_to == tag.representable_in or not (tag.is_argument or tag.is_copied)
     return tag.representable_in if is_allowed else None
+
+
+def _used_in(program: jex_core.Jaxpr, steps: Sequence[Step]) -> dict[Any, np.dtype | None]:
+    """Return the 16-bit dtype that all uses of a value round it to, perhaps moved; None if there is no such."""
+    used: dict[Any, np.dtype | None] = dict.fromkeys(filter(lambda v: not is_literal(v), program.outvars))
+    for step in reversed(steps):
+        for v, dtype in zip(step.eqn.invars, _operands_used_in(step, used), strict=True):
+            if not is_literal(v):
+                used[v] = dtype if used.get(v, dtype) == dtype else None
+    return used
+
+
+def _operands_used_in(step: Step, used: dict[Any, np.dtype | None]) -> list[np.dtype | None]:
+    eqn, plans, facts = step.eqn, step.plans, facts_of(step.eqn)
+    if step.action in ("narrow", "send") and step.compute is not None and step.compute.is_narrow:
+        return [step.compute.dtype] * len(eqn.invars)
+    if facts.moves in ("same", "moved", "sent") and len(eqn.outvars) == 1:
+        return [used.get(eqn.outvars[0])] * len(eqn.invars)
+    if len(plans) == 1 and len(plans[0].used_in) == len(eqn.invars) and facts.runs != "loop":
+        return list(plans[0].used_in)
+    return [None] * len(eqn.invars)
+
+
+def _sent(steps: Sequence[Step], used: dict[Any, np.dtype | None]) -> dict[int, np.dtype]:
+    """Return the equations, by id, that send in float32 what all uses round, with the dtype."""
+    found = {}
+    for step in filter(_sends_its_operand, steps):
+        dtype = used.get(step.eqn.outvars[0])
+        if dtype is not None and step.in_tags[0].representable_in in (None, dtype):
+            found[id(step.eqn)] = dtype
+    return found
 
 
 def _sends_its_operand(step: Step) -> bool:

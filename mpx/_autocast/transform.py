@@ -105,6 +105,12 @@ class Autocast:
         rounded = [by_position.get(i) for i in range(len(leaves))]
         return Traced(plan, arrays, treedef, static, changes, rounded)
 
+    def around(self, fun: Callable[..., Any], policy_or_dtype: Policy | Fp8) -> Callable[..., Any]:
+        """Return `autocast` of another function under another policy, with the rules and options of this one."""
+        settings = self.settings
+        options = {"rules": settings.rules, "checkpoint": self.checkpoint, "reduce_dtype": settings.reduce_dtype}
+        return autocast(fun, policy_or_dtype, **options)
+
     def narrows_to(self, dtype: np.dtype) -> bool:
         """Return whether the function computes in a dtype, or may, by an override of its policy."""
         overrides = self.policy.overrides if self.policy else ()

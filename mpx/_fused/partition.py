@@ -41,7 +41,7 @@ class Part(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """What a step computes of one leaf: in a part, or else by XLA, for a reason."""
+    """Holds what a step computes of one leaf: in a part, or else by XLA, for a reason."""
 
     outputs: list[Var]
     part: Part | None

@@ -11,8 +11,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
-from mpx import _trees
-from mpx._dtypes import dtype_or_none
+from mpx import _errors, _trees
 from mpx._parallel.placement import (
     REPLICATED,
     parameter_specs,
@@ -72,11 +71,7 @@ def data_parallel(
         (Array(7., dtype=float32), Array(3.5, dtype=float32))
     """
     require_axis(mesh, axis, "data_parallel")
-    dtype = None if reduce_dtype is None else dtype_or_none(reduce_dtype)
-    if reduce_dtype is not None and (dtype is None or not jnp.issubdtype(dtype, jnp.floating)):
-        raise ValueError(
-            f"`data_parallel`: `reduce_dtype` must be a floating-point dtype or None, but got {reduce_dtype!r}."
-        )
+    dtype = _errors.floating_dtype(reduce_dtype, "`data_parallel`: `reduce_dtype`")
     batch_specs = PartitionSpec(axis) if batch_specs is None else batch_specs
     is_tuple = isinstance(batch_specs, tuple)
 

@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from mpx import _trees
+from mpx._shardings import names_at
 
 T = TypeVar("T")
 
@@ -52,12 +53,6 @@ def sharded_spec(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh | Abstr
     names = (*names_at(spec, shard_axis), axis)
     entries[shard_axis] = names if len(names) > 1 else axis
     return PartitionSpec(*entries)
-
-
-def names_at(spec: PartitionSpec, i: int) -> tuple[str, ...]:
-    """Return the axes of the mesh that shard an axis of an array."""
-    entry = spec[i] if i < len(spec) else None
-    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
 def shard_axes(params: Any, specs: Any, mesh: Mesh, axis: str) -> Any:

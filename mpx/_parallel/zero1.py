@@ -23,7 +23,6 @@ from mpx._parallel.placement import (
     is_manual,
     is_spec,
     local_shard,
-    names_at,
     parameter_specs,
     place,
     reduce_scatter_mean,
@@ -34,7 +33,7 @@ from mpx._parallel.placement import (
     shardings_of,
 )
 from mpx._policy import policy_of, with_policy
-from mpx._shardings import in_auto
+from mpx._shardings import in_auto, names_at
 from mpx._stored.state_format import StoredLeaf, is_stored, shown
 from mpx._writeback import MARK, SENT, applied_value, landing_update
 

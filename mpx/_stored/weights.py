@@ -1,4 +1,4 @@
-"""What an optimizer's state keeps of a weight, beside its parameter: one class for each way.
+"""Keep something of a weight in an optimizer's state, beside its parameter: one class for each way.
 
 A weight is a float32 (or float64) number. Its parameter holds it rounded to the parameter's dtype. The state keeps an
 array of the parameter's shape; both together restore the weight:
@@ -113,7 +113,7 @@ class LowBits(KeptWeight):
 
 
 class Compensation(KeptWeight):
-    """What rounding has cut off so far, to be added to the next update."""
+    """Keeps what rounding has cut off so far, to be added to the next update."""
 
     label = "compensation"
 

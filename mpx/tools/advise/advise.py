@@ -155,15 +155,7 @@ class _Study:
     def _lowered(self, policy: Policy) -> Callable[..., Any]:
         """Return the loss under a policy, but in float32: an output dtype would round nothing but the loss."""
         policy = policy.with_output_dtype(_F32)
-        if self._record is None:
-            return autocast(self._loss_fn, policy)
-        return autocast(
-            self._loss_fn,
-            policy,
-            rules=self._record.settings.rules,
-            checkpoint=self._record.checkpoint,
-            reduce_dtype=self._record.settings.reduce_dtype,
-        )
+        return (autocast if self._record is None else self._record.around)(self._loss_fn, policy)
 
     def _measured(self, policy: Policy) -> PrecisionErrors:
         """Return the errors that a training run under a policy has."""

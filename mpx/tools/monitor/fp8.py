@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from mpx._autocast.explain import line_of
 from mpx._autocast.fp8 import Observed
 from mpx._autocast.rules import DEFAULT_RULES
-from mpx._autocast.transform import autocast, autocast_of, make_autocast
+from mpx._autocast.transform import autocast_of, make_autocast
 from mpx._fp8 import Fp8
 from mpx._gradients import value_and_grad
 from mpx._policy import Policy
@@ -138,13 +138,8 @@ def fp8_report(
             raise TypeError("`fp8_report` counts concrete numbers: call it outside of `jax.jit`.")
         counts: dict[_Key, np.ndarray] = {}
         observed = Observed(**dataclasses.asdict(fp8), observe=functools.partial(_observe, counts))
-        watched = autocast(
-            record.fun,
-            observed if record.policy is None else dataclasses.replace(record.policy, fp8=observed),
-            rules=settings.rules,
-            checkpoint=record.checkpoint,
-            reduce_dtype=settings.reduce_dtype,
-        )
+        policy = observed if record.policy is None else dataclasses.replace(record.policy, fp8=observed)
+        watched = record.around(record.fun, policy)
         jax.block_until_ready(value_and_grad(watched, has_aux=has_aux)(*args, **kwargs))
         jax.effects_barrier()
         return Fp8Report(tuple(_row(key, counted) for key, counted in counts.items()))

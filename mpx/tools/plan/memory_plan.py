@@ -18,7 +18,6 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jax.typing import DTypeLike
 
 from mpx import _errors, _tables, _trees
-from mpx._dtypes import dtype_or_none
 from mpx._parallel.placement import parameter_specs, require_axis
 from mpx._parallel.zero1 import zero1_shardings
 from mpx._policy import Policy, as_policy
@@ -254,12 +253,8 @@ def _require_divisible(params: Any, shardings: Any, mesh: Mesh | AbstractMesh) -
 
 def _gradients_of(trained: Any, policy: Policy | None, dtype: Any) -> Any:
     """Return the shapes of the gradients: in a dtype, or those inside one jitted step."""
-    if dtype is not None:
-        wide = dtype_or_none(dtype)
-        if wide is None or not jnp.issubdtype(wide, jnp.floating):
-            raise ValueError(
-                f"`memory_plan`: `gradient_dtype` must be a floating-point dtype or None, but got {dtype!r}."
-            )
+    wide = _errors.floating_dtype(dtype, "`memory_plan`: `gradient_dtype`")
+    if wide is not None:
         return _trees.cast_tree(trained, wide, which=lambda p: p.dtype.itemsize <= 4)
     computed = trained if policy is None else policy.cast_to_compute(trained)
     return jax.tree.map(lambda p, c: c if _trees.is_narrower(c, p.dtype) else p, trained, computed)
