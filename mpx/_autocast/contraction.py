@@ -113,11 +113,8 @@ def run(
     return eqn.primitive.bind(*narrow, *rest, **(eqn.params | {"preferred_element_type": compute.dtype}))
 
 
-def sent(eqn: JaxprEqn, x: jax.Array, dtype: np.dtype, *, is_product: bool) -> jax.Array:
-    """Send a float32 value to other devices in 16 bits, and its cotangent back in float32.
-
-    The cotangent of a product's result comes back in 16 bits, because that product rounds it anyway.
-    """
+def sent(eqn: JaxprEqn, x: jax.Array, dtype: np.dtype, wide_gradient: bool) -> jax.Array:
+    """Send a float32 value to other devices in 16 bits, and its cotangent back in float32 or in 16 bits too."""
     send = lambda x: eqn.primitive.bind(x, **eqn.params)
 
     def in_16_bits(x):
@@ -128,7 +125,7 @@ def sent(eqn: JaxprEqn, x: jax.Array, dtype: np.dtype, *, is_product: bool) -> j
             narrow = lax.with_sharding_constraint(narrow, NamedSharding(sharding.mesh, free))
         return lax.convert_element_type(send(narrow), x.dtype)
 
-    if is_product:
+    if not wide_gradient:
         return in_16_bits(x)
     differentiable = jax.custom_jvp(in_16_bits)
     differentiable.defjvp(lambda primals, tangents: (in_16_bits(*primals), send(*tangents)))

@@ -58,7 +58,8 @@ def _run_step(step: Step, operands: list[Any], settings: Settings) -> Sequence[A
         return [contraction.with_rounded_cotangent(eqn.primitive.bind(*operands, **eqn.params), dtype)]
     assert compute is not None, "a narrowed step has a precision"
     if step.action == "send":
-        return [contraction.sent(eqn, operands[0], compute.dtype, is_product=step.in_tags[0].is_product)]
+        wants_wide = settings.has_wide_gradients and not step.in_tags[0].is_product
+        return [contraction.sent(eqn, operands[0], compute.dtype, wants_wide)]
     if facts_of(eqn).contraction:
         wants_wide = settings.has_wide_gradients and compute.is_narrow
         (wide_lhs, lhs), (wide_rhs, rhs) = (

@@ -37,7 +37,7 @@ def read(name):
 
 def counted(text_or_program, float32="tf32"):
     program = parse(text_or_program) if isinstance(text_or_program, str) else text_or_program
-    return list(kernels(program, None, float32))
+    return [kernel for _, kernel in kernels(program, None, float32)]
 
 
 def moved(text):
@@ -80,7 +80,7 @@ def test_a_loop_of_unknown_length_runs_once_and_is_told():
 def test_collectives_have_their_dtype_bytes_and_axes():
     """A sum over `data` of 16 x 32 float32 numbers, and a gathering over `model` in bfloat16, on 4 x 2 devices."""
     program = read("collectives")
-    sent = [k for k in kernels(program, mesh_shape={"data": 4, "model": 2}) if k.kind == "collectives"]
+    sent = [k for _, k in kernels(program, mesh_shape={"data": 4, "model": 2}) if k.kind == "collectives"]
     found = {(kernel.operation, kernel.dtype, kernel.bytes, kernel.axes) for kernel in sent}
     all_reduce, all_gather = 2 * 4 * 16 * 32, (1 + 2) * 2 * 16 * 32  # read and written
     assert found == {("all-reduce", "f32", all_reduce, "data"), ("all-gather", "bf16", all_gather, "model")}
@@ -100,7 +100,7 @@ def test_collectives_have_their_dtype_bytes_and_axes():
 def test_groups_of_devices_are_named_by_the_axes_of_the_mesh(groups, axes):
     text = (PROGRAMS / "collectives.txt").read_text().replace("replica_groups={{0,2,4,6},{1,3,5,7}}", groups)
     found = kernels(parse(text), mesh_shape={"data": 4, "model": 2})
-    assert axes in [kernel.axes for kernel in found if kernel.operation == "all-reduce"]
+    assert axes in [kernel.axes for _, kernel in found if kernel.operation == "all-reduce"]
 
 
 def test_a_convolution_and_its_gradients_compute_the_same_number_of_flops():
@@ -381,9 +381,9 @@ FIGURES = Target("a device", 10**6, 1e9, {"bf16": 1e9, "tf32": 1e8}, launch_seco
 
 def test_the_bound_is_the_larger_of_memory_and_products_and_a_launch_for_each_kernel():
     """Momentum: 20 MiB at 1 GB a second. A layer: 8.4 MFLOP at 1 GFLOP a second, more than its bytes take."""
-    (kernel,) = kernels(read("momentum"), FIGURES)
+    ((_, kernel),) = kernels(read("momentum"), FIGURES)
     assert kernel.seconds == pytest.approx(5 * 4 * 2**20 / 1e9 + 1e-3)
-    product = next(kernel for kernel in kernels(read("scan"), FIGURES) if kernel.flops)
+    product = next(kernel for _, kernel in kernels(read("scan"), FIGURES) if kernel.flops)
     assert product.seconds == pytest.approx(3 * (2 * 256 * 128 * 128 / 1e9 + 1e-3))
 
 
@@ -391,7 +391,7 @@ def saved_report(name, target=FIGURES):
     """Return the report of a saved program on the device of the test."""
     empty = step_report(lambda x: x, W)
     return dataclasses.replace(
-        empty, target=target, kernels=tuple(kernels(read(name), target, "tf32")), compile_seconds=1.5
+        empty, target=target, kernels=tuple(k for _, k in kernels(read(name), target, "tf32")), compile_seconds=1.5
     )
 
 

@@ -1,6 +1,7 @@
 """Count what each kernel of a compiled program moves and computes."""
 
 import dataclasses
+import itertools
 import math
 import re
 from collections import Counter
@@ -10,7 +11,7 @@ from typing import Literal, TypeVar, get_args
 import numpy as np
 
 from mpx.tools.program.targets import Target
-from mpx.tools.program.text import Instruction, Shape
+from mpx.tools.program.text import Instruction, Shape, shapes_of
 
 Kind = Literal["products", "library calls", "collectives", "reductions", "elementwise", "conversions and copies"]
 Program = Sequence[Instruction]
@@ -46,8 +47,10 @@ class Kernel:
         times: how often it runs in a step.
         seconds: what all its runs take at least; None if the target's figures are not known.
         result: the dtypes and shapes that it writes.
-        axes: of a collective, the axes of the mesh along which it runs; empty if they are not known.
         source: the line that asks for it.
+        axes: of a collective, the axes of the mesh along which it runs; empty if they are not known.
+        sent_bytes: of a collective, what a device sends to others each time, as a ring of the devices does it.
+        link_seconds: what all its runs take at least over the links between devices; None as `seconds`.
     """
 
     operation: str
@@ -57,19 +60,26 @@ class Kernel:
     times: int
     seconds: float | None
     result: str
-    axes: str
     source: str
+    axes: str = ""
+    sent_bytes: int = 0
+    link_seconds: float | None = None
 
     @property
     def dtype(self) -> str:
         """The dtype of what it writes first."""
         return self.result.partition("[")[0]
 
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        """The arrays that it writes."""
+        return shapes_of(self.result)
+
 
 def kernels(
     program: Program, target: Target | None = None, float32: str = "f32", mesh_shape: Mapping[str, int] | None = None
-) -> Iterator[Kernel]:
-    """Yield the kernels of a program in the order of execution.
+) -> Iterator[tuple[Instruction, Kernel]]:
+    """Yield the instructions of a program that are kernels, in the order of execution, with what they do.
 
     Args:
         program: the program.
@@ -79,9 +89,9 @@ def kernels(
     """
     for instruction, kind, times in _runs(program):
         products = [part for part in instruction.parts if _flops(part)]
-        flops = totals((_dtype(part, float32), _flops(part)) for part in products)
+        flops = totals((dtype_of_product(part, float32), _flops(part)) for part in products)
         moved = _moved(instruction)
-        yield Kernel(
+        kernel = Kernel(
             operation=instruction.operation,
             kind="products" if products else kind,
             bytes=moved,
@@ -89,9 +99,46 @@ def kernels(
             times=times,
             seconds=None if target is None else times * target.bound_seconds(moved, flops),
             result=", ".join(map(str, instruction.results)),
-            axes=_axes(instruction, mesh_shape or {}) if kind == "collectives" else "",
             source=next((part.source for part in products if part.source), instruction.source),
         )
+        if kind == "collectives":
+            kernel = _with_links(kernel, instruction, target, mesh_shape or {})
+        yield instruction, kernel
+
+
+def is_product_of_matrices(part: Instruction) -> bool:
+    """Return whether this is a product or a convolution that XLA does not multiply and add up number by number."""
+    return part.op != "reduce" and _flops(part) > 0
+
+
+def products_in(program: Program) -> Iterator[Instruction]:
+    """Yield the matrix products and convolutions of a program, and of all that it calls."""
+    for instruction in program:
+        yield from filter(_flops, instruction.parts)
+        if instruction.op != "fusion":
+            yield from itertools.chain.from_iterable(map(products_in, instruction.called))
+
+
+def _with_links(
+    kernel: Kernel, collective: Instruction, target: Target | None, mesh_shape: Mapping[str, int]
+) -> Kernel:
+    """Return the kernel of a collective with what it sends, and along which axes."""
+    group = _first_group(collective) or range(math.prod(mesh_shape.values()))
+    sent = sent_bytes(collective, len(group))
+    seconds = None if target is None else kernel.times * sent / target.link_between(group)
+    return dataclasses.replace(kernel, axes=_axes(group, mesh_shape), sent_bytes=sent, link_seconds=seconds)
+
+
+def sent_bytes(collective: Instruction, devices: int) -> int:
+    """Return what each of some devices sends at least: in a ring, all parts of an array but one."""
+    whole = max(sum(x.bytes for x in shapes) for shapes in (collective.results, _given(collective)))
+    if collective.operation.startswith("collective"):
+        return whole
+    return whole * (devices - 1) // max(1, devices) * (2 if collective.operation == "all-reduce" else 1)
+
+
+def _given(instruction: Instruction) -> list[Shape]:
+    return [shape for operand in instruction.operands for shape in operand.shapes]
 
 
 def totals(pairs: Iterable[tuple[K, int]]) -> dict[K, int]:
@@ -213,7 +260,7 @@ def _conv_flops(part: Instruction) -> int:
     return 2 * math.prod(result) * math.prod(filters) // max(1, features)
 
 
-def _dtype(product: Instruction, float32: str) -> str:
+def dtype_of_product(product: Instruction, float32: str) -> str:
     """Return the dtype that a product multiplies in."""
     algorithm = product.attribute(r"algorithm=dot_(\w+)")
     if algorithm in _ALGORITHMS:
@@ -227,9 +274,9 @@ def _dtype(product: Instruction, float32: str) -> str:
     return float32 if left == "f32" and asked.lower() == "default" else left
 
 
-def _axes(collective: Instruction, mesh_shape: Mapping[str, int]) -> str:
+def _axes(group: Sequence[int], mesh_shape: Mapping[str, int]) -> str:
     """Return the mesh axes along which the devices of a group differ; nothing if groups do not follow the mesh."""
-    sizes, group = tuple(mesh_shape.values()), _first_group(collective)
+    sizes = tuple(mesh_shape.values())
     if not sizes or max(group, default=math.inf) >= math.prod(sizes):
         return ""
     places = dict(zip(mesh_shape, np.unravel_index(group, sizes), strict=True))

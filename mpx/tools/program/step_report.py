@@ -14,8 +14,12 @@ from mpx import _tables, _trees
 from mpx.tools.plan import units
 from mpx.tools.program import kernels as programs
 from mpx.tools.program import text
-from mpx.tools.program.findings import Finding, names_of, of_collectives, of_donation
+from mpx.tools.program.dataflow import uses_in
+from mpx.tools.program.donation import names_of, of_donation
+from mpx.tools.program.exchange import of_collectives
+from mpx.tools.program.findings import Finding
 from mpx.tools.program.kernels import Kernel, Kind
+from mpx.tools.program.precision import of_kernels, of_other_dtypes, of_products
 from mpx.tools.program.targets import Target, get_target, target_devices, target_here
 
 _MOST_ROWS = 12  # of kernels that are printed
@@ -84,6 +88,16 @@ class StepReport(_tables.Result):
         return tuple(kernel for kernel in self.kernels if kernel.kind == "collectives")
 
     @property
+    def sent_by_kind(self) -> dict[str, int]:
+        """Bytes that a device sends to others, by operation and dtype, such as `all-gather bf16`."""
+        return programs.totals((f"{c.operation} {c.dtype}", c.sent_bytes * c.times) for c in self.collectives)
+
+    @property
+    def link_seconds(self) -> float | None:
+        """What collectives take at least over the links between devices; XLA may compute at the same time."""
+        return None if self.target is None else sum(kernel.link_seconds or 0 for kernel in self.collectives)
+
+    @property
     def flops(self) -> dict[str, int]:
         """FLOPs of matrix products and convolutions, by the dtype of their operands; library calls are not counted."""
         return programs.totals(
@@ -104,11 +118,11 @@ class StepReport(_tables.Result):
         return sum(wait for wait, k in zip(waits, self.kernels, strict=True) if wait == k.seconds) / self.bound_seconds
 
     def _parts(self) -> Iterator[_tables.Table | str]:
-        yield _summary({"this machine" if self.target is None else self.target.name: self})
-        yield "\n".join(self._notes())
         if self.findings:
             in_bytes = lambda finding: " ".join(units.shown_with_unit(finding.bytes))
             yield "\n".join(["Findings", *(f"- {in_bytes(finding)}: {finding}" for finding in self.findings)])
+        yield _summary({"this machine" if self.target is None else self.target.name: self})
+        yield "\n".join(self._notes())
         unit = units.unit_for([self.moved_bytes])
         name = lambda kernel: kernel.operation if kernel.kind == "library calls" else kernel.kind
         alike = [((name(kernel), _shortened(kernel.result), kernel.source), kernel) for kernel in self.kernels]
@@ -125,10 +139,14 @@ class StepReport(_tables.Result):
         if rows:
             header = ("operands", "GFLOP", "source")
             yield _tables.Table(f"Products that are not in {common}", [header, *rows], right=(1,))
-        sent = [(c.operation, str(c.times), c.dtype, f"{c.bytes:,}", c.axes, c.source) for c in self.collectives]
-        if sent:
-            header = ("operation", "times", "dtype", "bytes each", "axes", "source")
-            yield _tables.Table("Between devices", [header, *sent], right=(1, 3))
+        alike = [((c.operation, c.dtype, c.axes, c.source), c) for c in self.collectives]
+        times = programs.totals((row, c.times) for row, c in alike)
+        sent = programs.totals((row, c.times * c.sent_bytes) for row, c in alike)
+        unit = units.unit_for([sum(sent.values())])
+        rows = [(row[0], str(times[row]), units.shown(n, unit), *row[1:]) for row, n in [*sent.items()][:_MOST_ROWS]]
+        if rows:
+            header = ("operation", "times", f"sends, {unit[0]}", "dtype", "axes", "source")
+            yield _tables.Table("Between devices", [header, *rows], right=(1, 2))
 
     def _notes(self) -> Iterator[str]:
         if self.target is None:
@@ -137,6 +155,8 @@ class StepReport(_tables.Result):
             yield _how_it_fits(self.peak_bytes, self.target)
             share = f"{self.memory_bound_share or 0:.0%} of it memory and launches"
             yield f"The bound is no time: its kernels one after another at published rates, {share}."
+            if self.link_seconds:
+                yield f"The links between devices take at least {1e3 * self.link_seconds:.4g} ms at published rates."
         if not self.donated_bytes:
             yield "Nothing is donated: old and new arrays are held at the same time."
         if self.has_unknown_loop:
@@ -262,22 +282,39 @@ def step_report(
     start = time.perf_counter()
     compiled = lowered.compile(options)
     seconds = time.perf_counter() - start
-    report = report_of(compiled, target=device, mesh_shape=mesh and mesh.shape, compile_seconds=seconds)
+    report = report_of(compiled, lowered, target=device, mesh_shape=mesh and mesh.shape, compile_seconds=seconds)
     if hasattr(step, "lower") and not isinstance(step, jax.stages.Wrapped) and not _lowers_arrays(step, args):
         return report  # what `equinox.filter_jit` donates is not known from shapes
     of_arguments = of_donation(lowered, compiled, names_of(step, args, lowered))
-    return dataclasses.replace(report, findings=(*of_arguments, *of_collectives(lowered, compiled, report.collectives)))
+    return dataclasses.replace(report, findings=(*of_arguments, *report.findings))
 
 
 def report_of(
-    compiled: Any, *, target: Target | None, mesh_shape: Mapping[str, int] | None = None, compile_seconds: float
+    compiled: Any,
+    lowered: Any = None,
+    *,
+    target: Target | None,
+    mesh_shape: Mapping[str, int] | None = None,
+    compile_seconds: float,
 ) -> StepReport:
-    """Return the report of a program that has been compiled, for a target or, with None, for an unknown device here."""
+    """Return the report of a program that has been compiled, for a target or, with None, for an unknown device here.
+
+    Its findings need the program as it was lowered too.
+    """
     memory = compiled.memory_analysis()
     if memory is None:
         raise RuntimeError("`step_report`: the backend gives no analysis of memory.")
     program = text.parse(compiled.as_text())
-    float32 = target.float32 if target else "f32" if jax.default_backend() == "cpu" else "tf32"
+    is_cpu = target is None and jax.default_backend() == "cpu"
+    float32 = target.float32 if target else "f32" if is_cpu else "tf32"
+    runs = list(programs.kernels(program, target, float32, mesh_shape))
+    findings: list[Finding] = []
+    if lowered is not None:
+        uses = uses_in(program)
+        findings += of_collectives(lowered, compiled, runs, uses)
+        if not is_cpu:  # a CPU computes in float32 whatever the dtype
+            findings += [*of_products(runs, float32), *of_other_dtypes(lowered, runs, float32)]
+            findings += of_kernels(runs, uses)
     return StepReport(
         target=target,
         argument_bytes=memory.argument_size_in_bytes,
@@ -285,9 +322,10 @@ def report_of(
         donated_bytes=memory.alias_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
         code_bytes=memory.generated_code_size_in_bytes,
-        kernels=tuple(programs.kernels(program, target, float32, mesh_shape)),
+        kernels=tuple(kernel for _, kernel in runs),
         has_unknown_loop=programs.has_unknown_loop(program),
         compile_seconds=compile_seconds,
+        findings=tuple(findings),
     )
 
 

@@ -1,4 +1,4 @@
-"""Read the text of a compiled program: XLA's optimized, scheduled HLO."""
+"""Read the text of a program of XLA: as it was lowered, or compiled, which is optimized and scheduled."""
 
 import dataclasses
 import functools
@@ -7,13 +7,13 @@ import os
 import re
 from typing import NamedTuple
 
-_HEAD = re.compile(r"^(?P<is_entry>ENTRY )?%(?P<name>[\w.\-]+) \(.*\{$")
+_HEAD = re.compile(r"^(?P<is_entry>ENTRY )?%?(?P<name>[\w.\-]+) (?:\(.*)?\{$")
 _LINE = re.compile(
-    r"^\s+(?P<root>ROOT )?%(?P<name>[\w.\-]+) = "
+    r"^\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = "
     r"(?P<shapes>.*?) (?P<op>[a-z][\w\-]*)\((?P<operands>[^)]*)\)(?P<attributes>.*)$"
 )
 _SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,<=]*)\](\{[^{}]*\})?")
-_CALLED = re.compile(r"\b(?:calls|to_apply|body|\w+_computations?)=\{?(%[\w.\-]+(?:, %[\w.\-]+)*)")
+_CALLED = re.compile(r"\b(?:calls|to_apply|body|\w+_computations?)=(\{[^}]*\}|%?[\w.\-]+)")
 # A TPU's own memories, which only its layouts in tiles have, and the host's.
 _ELSEWHERE = re.compile(r"T\(.*S\(|\{:S\(|S\(5\)")
 _MPX = os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, os.pardir))
@@ -51,6 +51,7 @@ class Instruction:
     attributes: str  # the rest of the line
     source: str  # `file.py:line`; empty if it is not known
     is_root: bool  # whether it is the result of its computation
+    number: int | None  # of a parameter
 
     def attribute(self, pattern: str) -> str | None:
         """Return the first group of a regular expression in the attributes."""
@@ -104,17 +105,18 @@ def parse(text: str) -> tuple[Instruction, ...]:
             body[match["name"]] = Instruction(
                 op=match["op"],
                 shapes=shapes_of(match["shapes"]),
-                operands=tuple(body[name] for name in _names(match["operands"])),
+                operands=tuple(body[name] for name in _names(match["operands"]) if name in body),
                 called=tuple(computations[name] for name in _names(" ".join(_CALLED.findall(match["attributes"])))),
                 attributes=match["attributes"],
                 source=sources.get(frame[1], "") if frame else "",
                 is_root=bool(match["root"]),
+                number=int(match["operands"]) if match["op"] == "parameter" else None,
             )
     raise ValueError("This text has no entry computation: it is not a compiled program of XLA.")
 
 
 def _names(text: str) -> list[str]:
-    return re.findall(r"%([\w.\-]+)", text)
+    return re.findall(r"%?([\w.\-]+)", text)
 
 
 def shapes_of(text: str) -> tuple[Shape, ...]:

@@ -1,0 +1,156 @@
+"""Check what findings say of programs for GPUs: of faults that users write, and nothing where there is none."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training import train_state
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import mpx
+from mpx.tools.program import target_devices
+
+pytestmark = [pytest.mark.many_devices, pytest.mark.optax_promotion]
+
+F32, BF16, F8 = jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn
+everywhere = lambda w: jax.sharding.reshard(w, P())
+
+
+def on(devices, shape, dtype=F32, spec=None):
+    mesh = Mesh(np.array(devices), ("data",), axis_types=(AxisType.Explicit,))
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec or P()))
+
+
+def found(step, *args, target="h200", donate=0):
+    """Return the beginnings of the findings of a program."""
+    return [finding.what for finding in mpx.step_report(step, *args, target=target, donate_argnums=donate).findings]
+
+
+def descent(loss):
+    return lambda w, x: jax.tree.map(lambda p, g: (p - 0.1 * g).astype(p.dtype), w, jax.grad(loss)(w, x))
+
+
+def two_layers(gathered):
+    """Return a loss of two layers in bfloat16, cast by hand, whose weights `gathered` makes whole."""
+
+    def loss(w, x):
+        for weight in w:
+            x = jnp.tanh(x.astype(BF16) @ gathered(weight)).astype(F32)
+        return jnp.mean(x)
+
+    return loss
+
+
+def sharded(devices):
+    weights = [on(devices, shape, spec=P("data")) for shape in ((2048, 8192), (8192, 2048))]
+    return weights, on(devices, (4096, 2048), spec=P("data"))
+
+
+def test_weights_that_are_cast_after_they_are_gathered(h200):
+    sums, parts, gathers = found(descent(two_layers(lambda w: everywhere(w).astype(BF16))), *sharded(h200))
+    assert sums.startswith("Devices add up arrays of the shapes of weights in bf16")
+    assert parts.startswith("Every device gets a whole sum and keeps a part of it")
+    assert gathers.startswith("Devices send float32 arrays that are rounded to bf16 right after")
+
+
+def test_weights_that_are_cast_before_they_are_gathered_have_no_finding_but_their_sums(h200):
+    """Plain JAX adds up the gradients of a bfloat16 weight in bfloat16."""
+    (sums,) = found(descent(two_layers(lambda w: everywhere(w.astype(BF16)))), *sharded(h200))
+    assert sums.startswith("Devices add up")
+
+
+def test_a_weight_that_is_gathered_in_float32_because_it_is_also_used_so(h200):
+    def loss(w, x):
+        hidden = x.astype(BF16) @ everywhere(w[0]).astype(BF16)
+        return jnp.mean(hidden.astype(F32)) + jnp.sum(jnp.sin(everywhere(w[0])) ** 2)
+
+    assert any("that are used in float32" in what for what in found(descent(loss), *sharded(h200)))
+
+
+def test_a_float32_array_that_a_function_closes_over_makes_its_product_float32(h200):
+    mixing = np.ones((2048, 2048), np.float32)
+
+    def loss(w, x):
+        return jnp.mean((jnp.tanh(x @ w) @ mixing).astype(BF16) @ w)
+
+    args = on(h200[:1], (2048, 2048), BF16), on(h200[:1], (4096, 2048), BF16)
+    (product,) = found(descent(loss), *args)
+    assert product.startswith("33% of all FLOPs multiply float32 numbers")
+    assert found(descent(mpx.autocast(loss, "bf16")), *args) == []
+
+
+def test_a_backward_pass_in_float32_because_products_were_asked_for_in_float32(h200):
+    """The cotangent of a float32 result is float32, and so are both products of the backward pass."""
+
+    def loss(w, x):
+        hidden = jnp.dot(x.astype(BF16), w.astype(BF16), preferred_element_type=F32)
+        return jnp.mean(jax.nn.gelu(hidden) ** 2)
+
+    args = on(h200[:1], (2048, 8192)), on(h200[:1], (4096, 2048))
+    (product,) = found(descent(loss), *args)
+    assert "multiply float32 numbers" in product
+
+
+def test_a_product_that_a_gpu_has_not_runs_in_another_dtype(h200):
+    del h200  # skips where nothing compiles for GPUs
+    product = lambda a, b: jnp.dot(a, b, preferred_element_type=F32)
+    args = lambda target: [on(target_devices(target, 1), (1024, 1024), F8)] * 2
+    (finding,) = found(product, *args("a100"), target="a100", donate=())
+    assert finding.startswith("A product of f8e4m3fn runs in ")
+    assert found(product, *args("h200"), donate=()) == []
+
+
+def test_an_8_bit_weight_gradient_whose_sum_is_scaled_comes_whole_to_every_device(h200):
+    def loss(w, x):
+        return jnp.mean(jnp.tanh(x @ everywhere(w[0])) @ everywhere(w[1]))
+
+    step = descent(mpx.autocast(loss, mpx.Fp8(min_extent=0)))
+    (whole,) = found(step, *sharded(h200))
+    assert whole.startswith("Every device gets a whole sum and keeps a part of it (2 of all-reduce)")
+    assert found(descent(mpx.autocast(loss, "bf16")), *sharded(h200)) == []
+
+
+class Block(nn.Module):
+    """A layer of a transformer, with a float32 norm and products in bfloat16, as Flax's examples have them."""
+
+    @nn.compact
+    def __call__(self, x):
+        y = nn.LayerNorm()(x)
+        y = nn.MultiHeadDotProductAttention(num_heads=8, dtype=BF16, deterministic=True)(y)
+        x = x + y
+        y = nn.Dense(4096, dtype=BF16)(nn.LayerNorm()(x))
+        return x + nn.Dense(1024, dtype=BF16)(nn.gelu(y))
+
+
+def test_a_step_of_flax_linen_in_bfloat16_says_only_that_its_state_is_not_donated(h200):
+    model, x = Block(), on(h200[:1], (8, 512, 1024))
+    variables = jax.eval_shape(model.init, jax.random.key(0), x)
+    new = lambda params: train_state.TrainState.create(apply_fn=model.apply, params=params, tx=optax.adamw(1e-3))
+    state = jax.eval_shape(new, variables["params"])
+
+    def train_step(state, x):
+        loss = lambda params: jnp.mean(state.apply_fn({"params": params}, x).astype(F32) ** 2)
+        return state.apply_gradients(grads=jax.grad(loss)(state.params))
+
+    (kept,) = found(jax.jit(train_step), state, x, donate=())
+    assert "not donated" in kept
+    assert found(jax.jit(train_step, donate_argnums=0), state, x, donate=()) == []
+
+
+def test_a_step_of_flax_nnx_with_autocast_has_no_finding(h200):
+    del h200  # skips where nothing compiles for GPUs
+    layers = nnx.Sequential(
+        nnx.Linear(1024, 4096, rngs=nnx.Rngs(0)), nnx.gelu, nnx.Linear(4096, 1024, rngs=nnx.Rngs(1))
+    )
+    trainer = nnx.Optimizer(layers, optax.adamw(1e-3), wrt=nnx.Param)
+    loss_fn = mpx.autocast(lambda model, x: jnp.mean(model(x) ** 2), "bf16")
+
+    @nnx.jit(donate_argnums=(0, 1))
+    def train_step(model, trainer, x):
+        trainer.update(model, mpx.grad(loss_fn, transform=nnx.value_and_grad)(model, x))
+
+    assert found(train_step, layers, trainer, jnp.ones((4096, 1024)), donate=()) == []
