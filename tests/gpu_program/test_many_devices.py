@@ -49,7 +49,7 @@ STYLES = {
 }
 
 
-def sent(devices, style, how, dtype, **options):
+def sent(devices, style, how, dtype, target="h200", **options):
     """Return which dtypes of large arrays gathers and sums have, and the findings."""
     kind, specs, gathered = STYLES[style]
     mesh = Mesh(np.array(devices), ("data",), axis_types=(kind,))
@@ -67,7 +67,7 @@ def sent(devices, style, how, dtype, **options):
         return jax.tree.map(lambda p, g: (p - 0.1 * g).astype(p.dtype), params, grads)
 
     report = mpx.step_report(
-        step, params, placed((4096, 2048), jnp.float32, P("data")), target="h200", donate_argnums=0
+        step, params, placed((4096, 2048), jnp.float32, P("data")), target=target, donate_argnums=0
     )
     large = [c for c in report.collectives if c.bytes > 2**20]
     names = lambda *kinds: {c.dtype for c in large if c.operation in kinds}
