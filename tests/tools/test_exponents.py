@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from mpx.tools.monitor import exponents
-from tests.helpers import eight_cpu_devices
 
 FORMATS = [np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2]
 
@@ -110,9 +109,11 @@ def test_a_sum_of_ones_in_float32_would_stop_at_2_to_the_24():
     assert exponents.sum_int64(exponents.count_true(jnp.ones(2**24 + 3, bool))) == 2**24 + 3
 
 
-def test_a_sharded_array_is_counted_where_it_lies():
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_sharded_array_is_counted_where_it_lies(kind):
     x = np.exp2(np.arange(64.0) - 32).astype(np.float32).reshape(16, 4)
-    sharded = jax.device_put(x, NamedSharding(eight_cpu_devices(), PartitionSpec("data")))
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,), devices=jax.devices("cpu"))
+    sharded = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
     counted = histogram.lower(sharded).compile()
     np.testing.assert_array_equal(counted(sharded)[:-2], [-32 <= e < 32 for e in exponents.EXPONENTS])
     assert "all-gather" not in counted.as_text()

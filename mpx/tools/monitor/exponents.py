@@ -13,9 +13,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from mpx._dtypes import dtype_or_none
+from mpx._shardings import explicit_sharding, in_auto
 
 # floor(log2(|x|)) of float32 numbers: from the smallest subnormal to the largest number.
 EXPONENTS = range(-149, 128)
@@ -154,4 +156,6 @@ def _by_parts(count: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Arra
     kept = next(kept for kept in range(x.ndim + 1) if math.prod(x.shape[kept:]) < _COUNTED)
     for _ in range(kept):
         count = jax.vmap(count)
+    if sharding := explicit_sharding(x):
+        count = in_auto(count, sharding.mesh, NamedSharding(sharding.mesh, PartitionSpec()))
     return count(x)
