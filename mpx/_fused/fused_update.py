@@ -14,6 +14,7 @@ import numpy as np
 import optax
 from jax import lax
 from jax.extend import core as jex_core
+from jax.sharding import NamedSharding, PartitionSpec
 
 from mpx import _errors, _trees
 from mpx._dtypes import bytes_of
@@ -114,8 +115,9 @@ class FusedUpdate:
             return self._step(given, treedef.unflatten(put))
 
         plain = jax.eval_shape(lambda given: _as_it_stands(self.tx, given, extra_args), given)
-        shardings = jax.tree.map(lambda x: x.sharding, plain)
         mesh = next(filter(None, map(explicit_sharding, jax.tree.leaves(given)))).mesh
+        everywhere = NamedSharding(mesh, PartitionSpec())  # constants, such as settings of a loss scale, have none
+        shardings = jax.tree.map(lambda x: x.sharding or everywhere, plain)
         return in_auto(step, mesh, shardings)(given, arrays)
 
     def plan(self, params: Any, grads: Any = None, **extra_args: Any) -> "FusedPlan":

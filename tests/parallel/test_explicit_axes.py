@@ -1,6 +1,6 @@
 """Check that what works on automatic axes works on explicit ones, which `jax.make_mesh` makes, with the same bits."""
 
-import contextlib
+import functools
 import itertools
 
 import jax
@@ -29,20 +29,18 @@ def mesh_of(kind):
     return jax.make_mesh((8,), ("data",), axis_types=(kind,), devices=jax.devices("cpu"))
 
 
-def after_two_steps(mesh, spec, formats, fused=False, columns=2048, **options):
-    """Return parameters and state of a training run whose weights are sharded; without a mesh on one device."""
-    put = lambda x: jax.device_put(x, NamedSharding(mesh, spec)) if mesh else jnp.asarray(x)
+def after_two_steps(mesh, spec, formats, columns=2048, **options):
+    """Return parameters and state of a training run whose weights are sharded."""
+    put = lambda x: jax.device_put(x, NamedSharding(mesh, spec))
     params, grads = {"w": put(WEIGHTS[0, :, :columns].astype(jnp.bfloat16))}, {"w": put(WEIGHTS[1, :, :columns])}
     rule = mpx.low_precision_state(optax.sgd(1e-2, momentum=0.9), formats, **options)
     tx = mpx.mixed_precision(rule, "params=bf16,compute=bf16,output=f32")
 
     def step(params, state, grads):
-        if fused:
-            return mpx.fused_update(tx, interpret=True)(grads, state, params)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
+    with jax.set_mesh(mesh):
         state = jax.jit(tx.init)(params)
         compiled = jax.jit(step).lower(params, state, grads).compile(unfused())
         for _ in range(2):
@@ -50,12 +48,66 @@ def after_two_steps(mesh, spec, formats, fused=False, columns=2048, **options):
     return params, state
 
 
-@pytest.mark.parametrize(("formats", "spec", "fused"), list(itertools.product(MOMENTS, SPECS, [False, True])))
-def test_a_sharded_step_has_the_bits_of_one_device_and_no_whole_array(formats, spec, fused):
-    alone = after_two_steps(None, None, MOMENTS[formats])
-    sharded = after_two_steps(mesh_of(AxisType.Explicit), SPECS[spec], MOMENTS[formats], fused)
-    assert_same_bits(jax.tree.map(np.asarray, sharded), jax.tree.map(np.asarray, alone))
-    assert not [x for x in jax.tree.leaves(sharded) if x.ndim and x.sharding.is_fully_replicated]
+MOMENTUM = optax.sgd(1e-2, momentum=0.9)
+RECIPES = {
+    "split": ("bf16", mpx.mixed_precision(MOMENTUM, "params=bf16,compute=bf16")),
+    "full": ("bf16", mpx.mixed_precision(MOMENTUM, "params=bf16,compute=bf16", storage="full")),
+    "kahan": ("bf16", optax.chain(mpx.upcast(MOMENTUM), mpx.kahan_summation())),
+    "8-bit": ("bf16", mpx.mixed_precision(mpx.low_precision_state(MOMENTUM, MOMENTS["8-bit"]), "params=bf16")),
+    "e4m3": ("bf16", mpx.mixed_precision(mpx.low_precision_state(MOMENTUM, MOMENTS["8-bit floats"]), "params=bf16")),
+    "bf16 moment": ("bf16", mpx.mixed_precision(mpx.low_precision_state(MOMENTUM, MOMENTS["bfloat16"]), "params=bf16")),
+    "scaled": ("f16", mpx.mixed_precision(MOMENTUM, "params=f16,compute=f16")),
+    "fp8": ("bf16", mpx.mixed_precision(MOMENTUM, "params=bf16,compute=fp8")),
+}
+PARTS = {"rows": (P("data"), 4), "columns": (P(None, "data"), 4), "both": (P("data", "model"), 8)}
+KINDS = {"automatic": AxisType.Auto, "explicit": AxisType.Explicit}
+TABLE = itertools.product(RECIPES, PARTS, KINDS, ["plain", "fused"])
+QUICK = [
+    ("kahan", "both", "explicit", "plain"),
+    ("8-bit", "columns", "explicit", "fused"),
+    ("8-bit", "both", "automatic", "plain"),
+    ("e4m3", "rows", "explicit", "fused"),
+    ("bf16 moment", "columns", "explicit", "plain"),
+    ("scaled", "rows", "explicit", "fused"),
+]
+
+
+def steps_of_recipe(name, put, is_fused):
+    """Return parameters and state after two steps of a recipe; `put` places an array."""
+    dtype, tx = RECIPES[name]
+    grads = {"w": put(WEIGHTS[1, :, :2048])}
+    params = mpx.cast({"w": put(WEIGHTS[0, :, :2048])}, dtype)
+
+    def step(params, state, grads):
+        if is_fused:
+            return mpx.fused_update(tx, interpret=True)(grads, state, params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = tx.init(params)
+    compiled = jax.jit(step, compiler_options=unfused())
+    for _ in range(2):
+        params, state = compiled(params, state, grads)
+    return params, state
+
+
+@functools.cache
+def recipe_on_one_device(name):
+    return jax.tree.map(np.asarray, steps_of_recipe(name, jnp.asarray, False))
+
+
+@pytest.mark.parametrize(
+    ("name", "parts", "kind", "how"),
+    [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow) for case in TABLE],
+)
+def test_every_recipe_has_the_bits_of_one_device_and_each_device_its_part(name, parts, kind, how):
+    spec, count = PARTS[parts]
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(KINDS[kind],) * 2, devices=jax.devices("cpu"))
+    with jax.set_mesh(mesh):
+        sharded = steps_of_recipe(name, lambda x: jax.device_put(x, NamedSharding(mesh, spec)), how == "fused")
+    assert_same_bits(jax.tree.map(np.asarray, sharded), recipe_on_one_device(name))
+    for leaf in jax.tree.leaves(sharded):
+        assert leaf.ndim == 0 or leaf.addressable_shards[0].data.size * count == leaf.size
 
 
 def test_stochastic_rounding_runs_on_explicit_axes():
