@@ -79,7 +79,7 @@ def gradients_of(name):
         return sum(map(jnp.sum, [*products, whole["bias"][None].astype(np.float32) * factors["bias"]]))
 
     loss_fn = mpx.autocast(loss_fn, policy_of(name))
-    return jax.jit(lambda run, batch: mpx.grad(loss_fn, mpx.get_loss_scale(run.opt_state))(run.params, batch))
+    return jax.jit(lambda run, batch: mpx.value_and_grad(loss_fn, mpx.get_loss_scale(run.opt_state))(run.params, batch))
 
 
 @functools.cache
@@ -97,7 +97,8 @@ def update_of(name):
 
 def trained(name, run, first, last):
     for number in range(first, last):
-        run = update_of(name)(run, gradients_of(name)(run, batch(name, number)))
+        _, grads = gradients_of(name)(run, batch(name, number))
+        run = update_of(name)(run, grads)
     return run
 
 
