@@ -8,7 +8,7 @@ import pytest
 
 from mpx.tools.program.dataflow import uses_in
 from mpx.tools.program.exchange import of_collectives
-from mpx.tools.program.kernels import kernels, sent_bytes
+from mpx.tools.program.kernels import kernels
 from mpx.tools.program.precision import of_kernels, of_other_dtypes, of_products
 from mpx.tools.program.targets import TARGETS
 from mpx.tools.program.text import parse
@@ -198,7 +198,8 @@ def test_a_product_in_another_dtype_than_the_step_asked_for_is_found_by_its_line
     ],
 )
 def test_what_a_device_sends_in_a_ring(line, sent_by_a_device):
-    assert sent_bytes(program(line)[-1], 4) == sent_by_a_device
+    (kernel,) = [kernel for _, kernel in runs(program(line))]
+    assert kernel.sent_bytes == sent_by_a_device
 
 
 @pytest.mark.parametrize(

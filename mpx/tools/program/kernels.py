@@ -120,25 +120,31 @@ def products_in(program: Program) -> Iterator[Instruction]:
 
 
 def _with_links(
-    kernel: Kernel, collective: Instruction, target: Target | None, mesh_shape: Mapping[str, int]
+    kernel: Kernel, instruction: Instruction, target: Target | None, mesh_shape: Mapping[str, int]
 ) -> Kernel:
     """Return the kernel of a collective with what it sends, and along which axes."""
+    collective = next(filter(_is_collective, instruction.parts), instruction)
+    # A TPU has a sum and a slice of it in one fusion.
+    is_scattered = instruction.op == "fusion" and any(part.op == "dynamic-slice" for part in instruction.parts)
+    operation = "reduce-scatter" if is_scattered else collective.operation
     group = _first_group(collective) or range(math.prod(mesh_shape.values()))
-    sent = sent_bytes(collective, len(group))
-    seconds = None if target is None else kernel.times * sent / target.link_between(group)
-    return dataclasses.replace(kernel, axes=_axes(group, mesh_shape), sent_bytes=sent, link_seconds=seconds)
+    sent = _sent_bytes(operation, collective, len(group))
+    return dataclasses.replace(
+        kernel,
+        operation=operation,
+        axes=_axes(group, mesh_shape),
+        sent_bytes=sent,
+        link_seconds=None if target is None else kernel.times * sent / target.link_between(group),
+    )
 
 
-def sent_bytes(collective: Instruction, devices: int) -> int:
+def _sent_bytes(operation: str, collective: Instruction, devices: int) -> int:
     """Return what each of some devices sends at least: in a ring, all parts of an array but one."""
-    whole = max(sum(x.bytes for x in shapes) for shapes in (collective.results, _given(collective)))
-    if collective.operation.startswith("collective"):
+    given = [shape for operand in collective.operands for shape in operand.shapes]
+    whole = max(sum(x._replace(is_elsewhere=False).bytes for x in shapes) for shapes in (collective.results, given))
+    if operation.startswith("collective"):
         return whole
-    return whole * (devices - 1) // max(1, devices) * (2 if collective.operation == "all-reduce" else 1)
-
-
-def _given(instruction: Instruction) -> list[Shape]:
-    return [shape for operand in instruction.operands for shape in operand.shapes]
+    return whole * (devices - 1) // max(1, devices) * (2 if operation == "all-reduce" else 1)
 
 
 def totals(pairs: Iterable[tuple[K, int]]) -> dict[K, int]:
@@ -167,12 +173,19 @@ def _runs(program: Program, times: int = 1) -> list[tuple[Instruction, Kind, int
     return found
 
 
+def _is_collective(part: Instruction) -> bool:
+    return _KINDS.get(part.operation) == "collectives"
+
+
 def _kind(instruction: Instruction) -> Kind | None:
     """Return what a kernel does most; None for what is no work."""
     if instruction.op.endswith(("-done", "-update")):
         return None
     other: Kind = "library calls" if instruction.op == "custom-call" else "elementwise"
     found = {_KINDS.get(part.operation, other) for part in instruction.parts}
+    calls = {part.operation for part in instruction.parts}
+    if "AsyncCollectiveDone" in calls or ("products" in found and "AsyncCollectiveStart" not in calls):
+        found.discard("collectives")  # a TPU names the collective in all kernels that run beside it
     return next((kind for kind in get_args(Kind) if kind in found), None)
 
 
