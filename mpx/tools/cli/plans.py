@@ -11,6 +11,7 @@ from mpx._parallel.placement import sharded_spec
 from mpx.tools.cli import given
 from mpx.tools.cli.errors import CommandError, users_code
 from mpx.tools.plan import STANDARD_RECIPES, PlanComparison, compare_plans, training_code
+from mpx.tools.plan.compare_plans import SENDS
 from mpx.tools.plan.memory_plan import evaluate
 
 CONVENTION = (
@@ -61,7 +62,10 @@ def tables(comparison: PlanComparison, limit: int | None, fraction: float, fsdp:
     """Return the table of several recipes, or the parts of one; and the code of the only one, or of one that fits."""
     plans = comparison.plans
     parts: list[Any] = [comparison.table(memory_bytes=limit)] if limit or len(plans) > 1 else []
+    is_sharded = next(iter(plans.values())).devices > 1
+    of_sending = [SENDS] * bool(is_sharded and parts) + ["A rematerialised layer gathers its weights twice."] * fsdp
     parts += [plan for plan in plans.values() if len(plans) == 1]
+    parts += [" ".join(of_sending)] * bool(of_sending)
     shown = list(plans) if len(plans) == 1 else []
     if limit is not None:
         shown = [name for name, plan in plans.items() if plan.total_bytes_a_device <= limit]
@@ -76,7 +80,8 @@ def tables(comparison: PlanComparison, limit: int | None, fraction: float, fsdp:
             )
     if shown:
         name = "bf16-split" if "bf16-split" in shown else shown[0]
-        recipe = STANDARD_RECIPES[name]
+        recipe, sharding = STANDARD_RECIPES[name], "fsdp" if fsdp else "zero1" if is_sharded else "none"
         parts.append(f"{name}: {recipe.purpose}. For AdamW, with Flax Linen or any pytree:")
-        parts += [training_code(recipe, "linen"), "For AdamW, with Flax NNX:", training_code(recipe, "nnx")]
+        parts += [training_code(recipe, "linen", sharding), "For AdamW, with Flax NNX:"]
+        parts.append(training_code(recipe, "nnx", sharding))
     return parts

@@ -11,6 +11,8 @@ from mpx.tools.plan.memory_plan import MemoryPlan, evaluate, memory_plan
 from mpx.tools.plan.recipes import MOMENTS, STANDARD_RECIPES, PrecisionRecipe
 from mpx.tools.plan.units import digits, shown, unit_for
 
+SENDS = "Sends: bytes a parameter and step, of weights that are gathered and gradients that devices add up."
+
 
 @dataclasses.dataclass(frozen=True)
 class PlanComparison(_tables.Result):
@@ -42,14 +44,18 @@ class PlanComparison(_tables.Result):
             columns["optimizer"] = in_unit(p.state_bytes_a_device for p in plans)
         columns["total"] = in_unit(p.total_bytes_a_device for p in plans)
         columns["a param"] = [digits(p.bytes_a_parameter) for p in plans]
+        if any(p.devices > 1 for p in plans):
+            columns["sends"] = [digits(p.sent_bytes_a_parameter) for p in plans]
         if memory_bytes is not None:
             columns["fits"] = ["yes" if p.total_bytes_a_device <= memory_bytes else "no" for p in plans]
             columns["largest model"] = [f"{digits(p.largest_model(memory_bytes) / 1e9)}B" for p in plans]
         lines = zip(*columns.values(), strict=True)
         return _tables.Table(next(iter(plans)).title(unit), [tuple(columns), *lines], range(1, len(columns)))
 
-    def _parts(self) -> Iterator[_tables.Table]:
+    def _parts(self) -> Iterator[_tables.Table | str]:
         yield self.table()
+        if any(plan.devices > 1 for plan in self.plans.values()):
+            yield SENDS
 
 
 def compare_plans(

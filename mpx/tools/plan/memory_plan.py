@@ -7,7 +7,7 @@ for any optimizer and any wrapper.
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, get_args
 
 import jax
@@ -18,12 +18,13 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jax.typing import DTypeLike
 
 from mpx import _errors, _tables, _trees
-from mpx._parallel.placement import parameter_specs, require_axis
+from mpx._dtypes import bytes_of
+from mpx._parallel.placement import parameter_specs, require_axis, sharded_spec
 from mpx._parallel.zero1 import zero1_shardings
 from mpx._policy import Policy, as_policy
 from mpx._stored.blockwise import Blockwise8bit
 from mpx.tools.plan.capacity import checked_memory
-from mpx.tools.plan.rows import KEY, OUTSIDE_STATE, SCALARS, Kind, PlanRow, entries_of, rows_of, state_entries
+from mpx.tools.plan.rows import KEY, OUTSIDE_STATE, SCALARS, Entry, Kind, PlanRow, entries_of, rows_of, state_entries
 from mpx.tools.plan.units import Unit, digits, shown, unit_for
 
 _UNSHARDED = "unsharded"  # an axis of one device: a state sharded along it is whole
@@ -38,11 +39,16 @@ class MemoryPlan(_tables.Result):
         rows: the parts. Each field of the optimizer state is one; all counts, flags and other scalars are one together.
         parameters: the number of trained elements.
         devices: the number of devices of the mesh; 1 without a mesh.
+        gathered_bytes_a_parameter: bytes that come out of the all-gathers of a step, divided by the number of
+            parameters: with `zero1` new parameters, else weights of layers, each gathered once.
+        summed_bytes_a_parameter: bytes of gradients that devices add up, divided by the number of parameters.
     """
 
     rows: tuple[PlanRow, ...]
     parameters: int
     devices: int = 1
+    gathered_bytes_a_parameter: float = 0.0
+    summed_bytes_a_parameter: float = 0.0
 
     @property
     def state_bytes(self) -> int:
@@ -69,6 +75,11 @@ class MemoryPlan(_tables.Result):
         """Bytes of all rows on one device, divided by the number of parameters of the whole model."""
         return self.total_bytes_a_device / self.parameters
 
+    @property
+    def sent_bytes_a_parameter(self) -> float:
+        """Bytes that a step gathers and adds up over devices, divided by the number of parameters."""
+        return self.gathered_bytes_a_parameter + self.summed_bytes_a_parameter
+
     def bytes_of(self, kind: Kind) -> int:
         """Return the bytes of all rows of a kind on one device; 0 if there are none."""
         if kind not in get_args(Kind):
@@ -85,7 +96,7 @@ class MemoryPlan(_tables.Result):
         fixed = sum(row.bytes_a_device for row in self.rows if row.name in (SCALARS, KEY))
         return max(0, (memory_bytes - fixed) * self.parameters // (self.total_bytes_a_device - fixed))
 
-    def _parts(self) -> Iterator[_tables.Table]:
+    def _parts(self) -> Iterator[_tables.Table | str]:
         unit = unit_for([self.total_bytes_a_device])
         lines = [
             (row.name, row.kind, " ".join(row.dtypes), shown(row.bytes_a_device, unit), digits(row.bytes_a_parameter))
@@ -93,6 +104,9 @@ class MemoryPlan(_tables.Result):
         ]
         lines.append(("total", "", "", shown(self.total_bytes_a_device, unit), digits(self.bytes_a_parameter)))
         yield _tables.Table(self.title(unit), [("part", "kind", "dtype", unit[0], "a param"), *lines], (3, 4))
+        if self.devices > 1:
+            gathered, summed = digits(self.gathered_bytes_a_parameter), digits(self.summed_bytes_a_parameter)
+            yield f"A step gathers {gathered} bytes a parameter, and adds up {summed} of gradients over devices."
 
     def title(self, unit: Unit) -> str:
         """Return the title of a table of bytes in some unit."""
@@ -185,7 +199,9 @@ def memory_plan(
         *entries_of("gradients", gradients, whole),
         *state_entries(state, shardings),
     ]
-    return MemoryPlan(rows_of(entries, count), count, on.size)
+    narrow = entries_of("gradients", _gradients_of(trained, policy, None), whole)
+    sent = _sent(entries_of("parameters", trained, whole), narrow, policy, along)
+    return MemoryPlan(rows_of(entries, count), count, on.size, *(n / count for n in sent))
 
 
 def _layout(mesh: Any, axis: str | None, param_specs: Any) -> tuple[Mesh | AbstractMesh, str, Any]:
@@ -249,6 +265,25 @@ def _require_divisible(params: Any, shardings: Any, mesh: Mesh | AbstractMesh) -
         what = f"`memory_plan`: on the mesh {dict(mesh.shape)} these parameters cannot be divided as `param_specs` says"
         remedy = "An axis of a parameter must be a multiple of the number of devices along it."
         raise _errors.leaves_error(ValueError, what, wrong, remedy)
+
+
+def _sent(parameters: Iterable[Entry], narrow: Iterable[Entry], policy: Policy | None, axis: str) -> tuple[int, int]:
+    """Return the bytes that all-gathers of a step write and that its sums of gradients read, on one device.
+
+    With `zero1` these are the new parameters. Else they are the weights, gathered along every axis that shards them in
+    the narrower of their own and the compute dtype. Sums are as `autocast` and `data_parallel` compute them.
+    """
+    gathered = summed = 0
+    for (_, _, p, sharding), (_, _, n, _) in zip(parameters, narrow, strict=True):
+        mesh, whole, part = sharding.mesh, math.prod(p.shape), math.prod(sharding.shard_shape(p.shape))
+        is_gathered, size, dtype = part < whole, whole, n.dtype
+        if axis != _UNSHARDED:
+            is_gathered, size, dtype = sharded_spec(p.shape, sharding.spec, mesh, axis) != sharding.spec, part, p.dtype
+        if (mesh.size if axis == _UNSHARDED else mesh.shape[axis]) > 1:
+            reduced = policy.reduce_dtype if policy is not None else None
+            gathered += is_gathered * bytes_of(dtype, size)
+            summed += bytes_of(np.dtype(reduced or _trees.promoted(p.dtype, np.float32)), size)
+    return gathered, summed
 
 
 def _gradients_of(trained: Any, policy: Policy | None, dtype: Any) -> Any:
