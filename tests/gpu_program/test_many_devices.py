@@ -1,5 +1,7 @@
 """Check in which dtype eight GPUs gather weights and add up gradients, in the programs that XLA compiles for them."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpx
+from mpx.tools.plan import STANDARD_RECIPES, training_code
 from mpx.tools.program import target_devices
+from tests.helpers import eight_cpu_devices
 
 pytestmark = [pytest.mark.many_devices, pytest.mark.optax_promotion]
 
@@ -126,6 +130,85 @@ def test_layers_in_a_scan_have_no_float32_copy_of_bfloat16_weights(h200, checkpo
 
     report = mpx.step_report(step, weights, x, target="h200", donate_argnums=0)
     assert 4 < report.temporary_bytes / weights.size < 6
+
+
+def bytes_a_parameter(report, count):
+    """Return what comes out of all-gathers and what goes into sums. A collective's bytes are read and written ones."""
+    shares = {"all-gather": 8 / 9, "reduce-scatter": 8 / 9, "all-reduce": 1 / 2}  # 8 devices: one side is an eighth
+    sums = {"all-gather": 0.0, "sum": 0.0}
+    for c in report.collectives:
+        if c.bytes > 2**20:
+            kind = "all-gather" if c.operation == "all-gather" else "sum"
+            sums[kind] += c.bytes * c.times * shares[c.operation] / count
+    return tuple(sums.values())
+
+
+def placed_on(mesh, shape, dtype, spec):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+
+def printed_fsdp_step(mesh, recipe):
+    """Return the report of the step that `mpx plan --fsdp` prints, on larger weights than it was executed with."""
+    names = {"mpx": mpx, "jax": jax, "optax": optax, "loss_fn": layers(lambda w: w), "params": {"w": jnp.ones((8, 8))}}
+    with jax.set_mesh(eight_cpu_devices()):  # which the code changes
+        exec(training_code(recipe, "linen", "fsdp"), names)
+    params = {n: placed_on(mesh, shape, names["policy"].param_dtype, P("data")) for n, shape in SHAPES.items()}
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        state = jax.eval_shape(names["tx"].init, params)
+    spec_of = lambda x: P() if x.sharding is None else x.sharding.spec
+    state = jax.tree.map(lambda x: x.update(sharding=NamedSharding(mesh, spec_of(x))), state)
+    return mpx.step_report(
+        names["train_step"], params, state, placed_on(mesh, (8 * 4096, 2048), jnp.float32, P("data")), target="h200"
+    )
+
+
+def zero1_step(mesh, recipe):
+    policy = mpx.get_policy(recipe.policy)
+    loss, tx = mpx.autocast(layers(lambda w: w), policy), mpx.zero1(recipe.wrap(optax.adamw(1e-3)), mesh)
+    params = {name: placed_on(mesh, shape, policy.param_dtype, P()) for name, shape in SHAPES.items()}
+    state = jax.eval_shape(tx.init, params)
+    shardings = mpx.zero1_shardings(params, state, mesh)
+
+    def step(params, state, x):
+        grad_fn = mpx.value_and_grad(loss, mpx.get_loss_scale(state))
+        grad_fn = mpx.data_parallel(grad_fn, mesh, scatter=True, reduce_dtype=policy.reduce_dtype)
+        loss_value, grads = grad_fn(params, x)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss_value
+
+    state = jax.tree.map(lambda x, sharding: x.update(sharding=sharding), state, shardings)
+    x = placed_on(mesh, (8 * 4096, 2048), jnp.float32, P("data"))
+    return mpx.step_report(step, params, state, x, target="h200", donate_argnums=(0, 1))
+
+
+REDUCED = dataclasses.replace(
+    STANDARD_RECIPES["bf16-split"], policy="params=bf16,compute=bf16,output=f32,reduce=bf16"
+)
+
+
+@pytest.mark.parametrize("sharding", ["fsdp", "zero1"])
+@pytest.mark.parametrize("name", ["f32", "bf16-autocast", "bf16-split-8bit", "f16-scaled", "fp8", "reduce=bf16"])
+def test_a_plan_says_how_many_bytes_a_step_sends(h200, name, sharding):
+    recipe = REDUCED if name == "reduce=bf16" else STANDARD_RECIPES[name]
+    is_fsdp = sharding == "fsdp"
+    mesh = Mesh(np.array(h200), ("data",), axis_types=(AxisType.Explicit if is_fsdp else AxisType.Auto,))
+    shapes = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()}
+    options = {"axis": None, "param_specs": P("data")} if is_fsdp else {}
+    plan = mpx.memory_plan(shapes, recipe.wrap(optax.adamw(1e-3)), recipe.policy, mesh=mesh, **options)
+    report = (printed_fsdp_step if is_fsdp else zero1_step)(mesh, recipe)
+    found = bytes_a_parameter(report, plan.parameters)
+    assert found == pytest.approx((plan.gathered_bytes_a_parameter, plan.summed_bytes_a_parameter), rel=0.01)
+
+
+@pytest.mark.parametrize(("checkpoint", "times"), [(lambda body: body, 1), (jax.checkpoint, 2)], ids=["kept", "again"])
+def test_a_layer_in_a_scan_gathers_its_weight_once_and_twice_if_it_is_rematerialised(h200, checkpoint, times):
+    mesh = Mesh(np.array(h200), ("data",), axis_types=(AxisType.Explicit,))
+    weights = placed_on(mesh, (4, 2048, 2048), jnp.bfloat16, P(None, "data"))
+    body = checkpoint(lambda x, w: (jnp.tanh(x @ jax.sharding.reshard(w, P())), None))
+    loss = mpx.autocast(lambda w, x: jnp.mean(jax.lax.scan(body, x, w)[0]), "bf16")
+    x = placed_on(mesh, (4096, 2048), jnp.float32, P("data"))
+    report = mpx.step_report(lambda w, x: (w - 0.1 * mpx.grad(loss)(w, x)).astype(w.dtype), weights, x, target="h200")
+    assert bytes_a_parameter(report, weights.size) == pytest.approx((2 * times, 4), rel=0.01)
 
 
 def step_of(devices, kind, shape, spec, *, fused):

@@ -207,7 +207,9 @@ def test_the_plans_are_those_of_the_library():
     }
 
 
-@pytest.mark.parametrize("options", ["", "--memory 80GB", "--devices 8 --memory 1TB"])
+@pytest.mark.parametrize(
+    "options", ["", "--memory 80GB", "--devices 8", "--devices 8 --memory 1TB", "--devices 64 --fsdp --memory 80GB"]
+)
 def test_no_line_of_a_plan_is_folded_at_80_columns(monkeypatch, options):
     monkeypatch.setenv("COLUMNS", "80")
     title, header, *lines = succeeded("plan", "70B", *options.split()).stdout.splitlines()
@@ -284,6 +286,31 @@ def test_fsdp_divides_all_of_it_and_without_it_parameters_and_gradients_are_whol
     of_tree = plan_of("f32", "train.py:huge", "--rule", "sgd", "--devices", "4", "--fsdp")
     assert of_tree["total_bytes_a_device"] == 8 * 10**12 // 4
     assert "--devices 64" in error_of("plan", "70B", "--fsdp")
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        ("--devices 8", ["mpx.zero1(tx, mesh)", "mpx.data_parallel(grad_fn, mesh, scatter=True)"]),
+        ("--devices 8 --fsdp", ["everywhere = lambda w: jax.sharding.reshard(w, P())"]),
+    ],
+)
+def test_several_devices_send_what_the_table_says_and_the_code_is_for_them(options, code):
+    """Of weights or new parameters 4 or 2 bytes, and of gradients 4."""
+    text = succeeded("plan", "7B", "--memory", "1TB", *options.split()).stdout
+    _, header, *lines = map(str.split, text.splitlines())
+    rows = {line[0]: line[3] for line in lines[: len(STANDARD_RECIPES)]}
+    assert header[:5] == ["recipe", "total", "a", "param", "sends"]
+    assert (rows["f32"], rows["bf16-split"]) == ("8.000", "6.000")
+    assert all(line in text for line in code)
+    assert ("rematerialised" in text) == ("--fsdp" in options)
+    plan = plan_of("bf16-split", "7B", *options.split())
+    assert plan["gathered_bytes_a_parameter"] == pytest.approx(2)
+    assert plan["summed_bytes_a_parameter"] == pytest.approx(4)
+    assert "make_mesh" not in succeeded("plan", "7B", "--memory", "1TB").stdout
+    assert "gathers 2.000 bytes a parameter, and adds up 4.000" in " ".join(
+        succeeded("plan", "7B", "--recipe", "bf16-split", *options.split()).stdout.split()
+    )
 
 
 def test_a_step_is_reported_with_shapes_or_for_batch_sizes_with_the_largest_that_fits():
