@@ -62,7 +62,8 @@ def nnx_step():
 def test_the_printed_training_step_learns_donates_all_and_divides_what_it_says(name, library, sharding):
     made, trained, returns = linen_step() if library == "linen" else nnx_step()
     names, losses = NAMES | made, []
-    with contextlib.nullcontext() if sharding == "none" else jax.set_mesh(eight_cpu_devices()):  # which the code changes
+    no_mesh_after = contextlib.nullcontext() if sharding == "none" else jax.set_mesh(eight_cpu_devices())
+    with no_mesh_after:
         exec(training_code(STANDARD_RECIPES[name], library, sharding), names)
         batch = X if sharding == "none" else jax.device_put(X, P("data"))
         carry = trained(names)

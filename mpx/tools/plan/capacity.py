@@ -1,5 +1,6 @@
 """The largest size that fits into a memory."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -44,26 +45,21 @@ def largest_that_fits(
     if not isinstance(resolution, (int, float)) or not 0 <= resolution < 1:
         raise ValueError(f"`largest_that_fits`: `resolution` must be from 0 to below 1, but got {resolution!r}.")
     step = lambda size: max(1, int(size * resolution))
-    fits, too_large, stride = start, None, step(start)
-    while fits > 0 and bytes_of(fits) > memory_bytes:
-        fits, too_large, stride = max(0, fits - stride), fits, 2 * stride
-    while too_large is None and fits <= _LARGEST_SIZE:
-        if bytes_of(fits + stride) > memory_bytes:
-            too_large = fits + stride
-        else:
-            fits, stride = fits + stride, 2 * stride
-    if too_large is None:
-        raise ValueError(
-            f"`largest_that_fits`: even a size of {fits:,} fits into {memory_bytes:,} bytes. Does `bytes_of` depend on "
-            "its argument?"
-        )
-    while too_large - fits > step(fits):
-        middle = (fits + too_large) // 2
-        if bytes_of(middle) > memory_bytes:
-            too_large = middle
-        else:
-            fits = middle
-    return fits
+    fits = functools.cache(lambda size: size == 0 or bytes_of(size) <= memory_bytes)
+    low, high, stride = start, start + step(start), step(start)
+    while not fits(low):
+        low, high, stride = max(0, low - stride), low, 2 * stride
+    while fits(high):
+        low, high, stride = high, high + 2 * stride, 2 * stride
+        if low > _LARGEST_SIZE:
+            raise ValueError(
+                f"`largest_that_fits`: even a size of {low:,} fits into {memory_bytes:,} bytes. Does `bytes_of` depend "
+                "on its argument?"
+            )
+    while high - low > step(low):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 def checked_memory(given: Any, caller: str) -> int:

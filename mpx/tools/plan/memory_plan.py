@@ -244,8 +244,7 @@ def _count(model: Any, trained: Any) -> int:
     """Return the number of trained elements, or raise if there are none."""
     if _errors.is_integer(model):  # the elements were rounded up
         return int(model)
-    count = sum(math.prod(p.shape) for p in jax.tree.leaves(trained))
-    if not count:
+    if not (count := sum(math.prod(p.shape) for p in jax.tree.leaves(trained))):
         raise ValueError(
             "`memory_plan`: there are no floating-point numbers in the model. It must be a tree of parameters or of "
             "their shapes, a function that makes one, or the number of parameters."

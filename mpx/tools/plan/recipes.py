@@ -99,20 +99,13 @@ optax.chain(
 }
 
 Sharding = Literal["none", "zero1", "fsdp"]
-_MESH = {
-    "zero1": """\
-from jax.sharding import AxisType, PartitionSpec as P
+_MESH_OF = """\
+from jax.sharding import {}PartitionSpec as P
 
-mesh = jax.make_mesh((jax.device_count(),), ("data",), (AxisType.Auto,))
+mesh = jax.make_mesh((jax.device_count(),), ("data",){})
 jax.set_mesh(mesh)
-""",
-    "fsdp": """\
-from jax.sharding import PartitionSpec as P
-
-mesh = jax.make_mesh((jax.device_count(),), ("data",))
-jax.set_mesh(mesh)
-""",
-}
+"""
+_MESH = {"zero1": _MESH_OF.format("AxisType, ", ", (AxisType.Auto,)"), "fsdp": _MESH_OF.format("", "")}
 _WHOLE = {
     "linen": """\
 everywhere = lambda w: jax.sharding.reshard(w, P())  # gather a weight
@@ -166,9 +159,7 @@ def train_step(model, trainer, batch):
 }
 
 
-def training_code(
-    recipe: PrecisionRecipe, library: Literal["linen", "nnx"], sharding: Sharding = "none"
-) -> str:
+def training_code(recipe: PrecisionRecipe, library: Literal["linen", "nnx"], sharding: Sharding = "none") -> str:
     """Return a training step under a recipe, for AdamW and a model of Flax Linen (or any pytree) or of Flax NNX.
 
     It starts from `loss_fn`, and from `params` or a `model`, in float32. Its mesh has all devices. `"fsdp"` shards
