@@ -190,12 +190,16 @@ def on_rows(x):
     return jax.device_put(x, P("data"))
 
 
-def test_a_weight_is_sent_in_the_compute_dtype_and_its_gradient_in_float32(explicit_mesh):
+@pytest.mark.many_devices
+@pytest.mark.parametrize(("reduce_dtype", "back_in"), [({}, "float32"), ({"reduce_dtype": "bf16"}, "bfloat16")])
+def test_a_weight_is_sent_in_the_compute_dtype_and_its_gradient_in_the_dtype_of_sums(
+    explicit_mesh, reduce_dtype, back_in
+):
     w, x = on_rows(np.ones((16, 8), np.float32)), on_rows(np.ones((8, 16), np.float32))
-    loss = mpx.autocast(lambda w, x: (x @ jax.sharding.reshard(w, P())).sum(), "bf16")
+    loss = mpx.autocast(lambda w, x: (x @ jax.sharding.reshard(w, P())).sum(), "bf16", **reduce_dtype)
     assert moves(loss, w, x) == ["bfloat16"]
     first, *back = moves(jax.grad(loss), w, x)
-    assert (first, {*back}) == ("bfloat16", {"float32"})
+    assert (first, {*back}) == ("bfloat16", {back_in})
 
 
 @pytest.mark.parametrize(
