@@ -172,11 +172,12 @@ def test_autocast_on_explicit_axes_has_the_bits_of_automatic_ones(style, how):
 
 
 def moves(fun, *args):
-    """Return the dtypes in which values are sent to other devices, in the order of the program."""
+    """Return the dtypes in which arrays are sent to other devices, in the order of the program."""
     return [
         str(eqn.invars[0].aval.dtype)
         for eqn in all_eqns(jax.make_jaxpr(fun)(*args))
         if eqn.primitive.name in ("reshard", "sharding_constraint", "all_gather", "reduce_scatter")
+        and eqn.invars[0].aval.ndim
     ]
 
 
