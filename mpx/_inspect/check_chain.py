@@ -9,6 +9,7 @@ The program of one update is traced, not run, and two kinds of values are follow
 
 import itertools
 import re
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn
 
 from mpx import _errors, _trees
@@ -28,13 +30,15 @@ from mpx._writeback import MARK, SENT
 
 
 def check_chain(tx: optax.GradientTransformation, params: Any = None, **extra_args: Any) -> None:
-    """Raise if a chain changes updates or scaled gradients where nothing may change them.
+    """Raise if a chain changes updates or scaled gradients where nothing may change them; warn of gathered matrices.
 
     `master_weights`, `kahan_summation` and `stochastic_rounding` choose the new number of a parameter, and emit the
     update that lands on it. The first two also remember what that number lacks. If such an update is clipped or scaled,
     parameters get out of step with what is remembered, and no error follows. `loss_scaling` takes the gradients of a
     scaled loss: clipping in front of it clips scaled gradients, and an average over steps (`optax.MultiSteps`) never
     loses a NaN again, so that every later step is skipped. Call this once, where the optimizer is made; it only traces.
+
+    A rule that multiplies matrices, such as Muon, needs them whole: if parameters are sharded, a warning says so.
 
     A bare Optax optimizer in front of `kahan_summation`, which keeps moments of 16-bit parameters in 16 bits, passes.
 
@@ -74,6 +78,7 @@ element of the chain.
     program, (updates, _) = jax.make_jaxpr(
         lambda grads, state, params, extra: tx.update(grads, state, params, **extra), return_shape=True
     )(grads, state, params, extra_args)
+    _warn_of_gathers(program, params)
     results, received = _followed(program, len(jax.tree.leaves(grads)), jax.tree.leaves(state))
     _require_linear_gradients(received)
     paths = list(_trees.leaves_by_path(updates))
@@ -81,6 +86,31 @@ element of the chain.
     _require_wide_state_before_masters(state)
     _require_averages_of_masters(state)
     _require_averages_at_the_end(state)
+
+
+def _warn_of_gathers(program: Any, params: Any) -> None:
+    """Warn if a rule multiplies matrices that are sharded over devices."""
+    is_sharded = lambda leaf: isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) and not _is_whole(leaf)
+    sharded = [path for path, leaf in _trees.leaves_by_path(params).items() if is_sharded(leaf)]
+    if sharded and _multiplies_matrices(program.jaxpr):
+        warnings.warn(
+            f"`check_chain`: the optimizer multiplies matrices, and {_trees.path_string(sharded[0])!r} is sharded over "
+            f"devices ({len(sharded)} such parameters). XLA sends float32 matrices to all devices for these products: "
+            "see `mpx.step_report(...).sent_by_kind`.",
+            stacklevel=3,
+        )
+
+
+def _is_whole(leaf: Any) -> bool:
+    sharding = None if isinstance(leaf, jax.core.Tracer) else leaf.sharding
+    return sharding is None or sharding.is_fully_replicated
+
+
+def _multiplies_matrices(program: jex_core.Jaxpr) -> bool:
+    return any(
+        facts_of(eqn).contraction or any(map(_multiplies_matrices, jex_core.jaxprs_in_params(eqn.params)))
+        for eqn in program.eqns
+    )
 
 
 # ---- values on their way --------------------------------------------------------------------------------------------

@@ -4,8 +4,11 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import mpx
+from tests.helpers import eight_cpu_devices
 
 FINAL = {
     "master_weights": lambda: mpx.master_weights(optax.adam(1e-3)),
@@ -175,3 +178,17 @@ def test_multi_steps_around_loss_scaling_are_caught(use_grad_mean, loss_scale):
     mpx.check_chain(mpx.loss_scaling(optax.MultiSteps(RULE, 4, use_grad_mean), loss_scale))
     inside = mpx.loss_scaling(RULE, mpx.NoOpLossScale())
     mpx.check_chain(mpx.loss_scaling(optax.MultiSteps(inside, 4, use_grad_mean), loss_scale))
+
+
+# ---- sharded parameters
+
+
+@pytest.mark.parametrize(("rule", "mixes"), [(optax.contrib.muon(1e-3), True), (optax.adamw(1e-3), False)])
+@pytest.mark.parametrize("spec", [P("data"), P(None, "data"), P()], ids=str)
+def test_a_rule_that_multiplies_sharded_matrices_is_warned_of(rule, mixes, spec, recwarn):
+    sharding = NamedSharding(eight_cpu_devices(), spec)
+    mpx.check_chain(mpx.master_weights(rule), {"w": jax.ShapeDtypeStruct((8, 8), jnp.bfloat16, sharding=sharding)})
+    warned = [str(warning.message) for warning in recwarn]
+    assert [message.partition(", and ")[0] for message in warned] == [
+        "`check_chain`: the optimizer multiplies matrices"
+    ] * (mixes and spec != P())
