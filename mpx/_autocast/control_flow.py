@@ -49,10 +49,15 @@ def _run_checkpoint(step: Step, operands: list[Any], run: Run, settings: Setting
     plan = step.plans[0]
     dtypes = _travel_in(plan.in_tags, plan.rounded_to, settings)
     apart = _apart_in(plan.in_tags, settings)
-    leaves, tree = jax.tree.flatten(_taken_apart(_narrowed(operands, dtypes), apart))
+    parts = _taken_apart(_narrowed(operands, dtypes), apart)
+    leaves, tree = jax.tree.flatten(parts)
     inside = lambda *leaves: run(plan, _widened(_put_together(tree.unflatten(leaves)), dtypes))
     program, consts = _retraced(inside, leaves)
-    return step.eqn.primitive.bind(*consts, *leaves, **(step.eqn.params | {"jaxpr": program}))
+    params, prevented = step.eqn.params | {"jaxpr": program}, step.eqn.params["prevent_cse"]
+    if isinstance(prevented, tuple):  # one for each operand, which may be two arrays now
+        of_parts = [is_prevented for is_prevented, x in zip(prevented, parts, strict=True) for _ in jax.tree.leaves(x)]
+        params["prevent_cse"] = (*[False] * len(consts), *of_parts)
+    return step.eqn.primitive.bind(*consts, *leaves, **params)
 
 
 def _run_shard_map(step: Step, operands: list[Any], run: Run, settings: Settings) -> Sequence[Any]:

@@ -433,3 +433,11 @@ def test_a_float32_reduce_dtype_composes(transform):
         for program in (autocast(transform(fun)), transform(autocast(fun))):
             gradient = exact_jit(jax.grad(lambda w, program=program: program(w, x).sum()))(w)
             assert_same_bits(gradient, jnp.full((2, 1), count, F32))
+
+
+@pytest.mark.parametrize("prevented", [(False, True), (True, False)], ids=str)
+def test_a_checkpoint_may_keep_some_of_its_operands_from_being_merged(prevented):
+    """Gradients that are summed in float32 make two operands of a weight in bfloat16."""
+    fun = jax.checkpoint(lambda w, x: (x @ w).sum(), prevent_cse=prevented)
+    grad = mpx.grad(mpx.autocast(fun, "bf16", reduce_dtype="f32"))
+    assert_same_bits(np.asarray(grad(jnp.ones((2, 2), BF16), jnp.full((3, 2), 2, F32))), np.full((2, 2), 6, F32))
