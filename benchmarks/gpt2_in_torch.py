@@ -42,8 +42,8 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (B, T, C)
         """Mix each position with those before it."""
         batch, length, width = x.shape
-        joined = self.query_key_value(x).view(batch, length, 3, self.heads, -1)
-        query, key, value = joined.permute(2, 0, 3, 1, 4)  # (B, H, T, D)
+        joined = self.query_key_value(x).view(batch, length, self.heads, -1)
+        query, key, value = joined.transpose(1, 2).chunk(3, -1)  # (B, H, T, D)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.out(mixed.transpose(1, 2).reshape(batch, length, width))
 

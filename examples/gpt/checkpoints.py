@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import optax
 import orbax.checkpoint as ocp
 
@@ -45,10 +44,9 @@ def newest(manager: ocp.CheckpointManager) -> tuple[int, dict[str, Any]]:
     return step, manager.restore(step, args=ocp.args.Composite(description=ocp.args.JsonRestore()))["description"]
 
 
-def restore(manager: ocp.CheckpointManager, shapes: Any, shardings: Any) -> tuple[Any, optax.OptState]:
-    """Return parameters and optimizer state of the newest checkpoint, to the bit, with the shardings of this run."""
-    place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-    arrays = ocp.args.StandardRestore(jax.tree.map(place, shapes, shardings))
+def restore(manager: ocp.CheckpointManager, shapes: Any) -> tuple[Any, optax.OptState]:
+    """Return parameters and optimizer state of the newest checkpoint, to the bit, where the shapes say."""
+    arrays = ocp.args.StandardRestore(shapes)
     return manager.restore(manager.latest_step(), args=ocp.args.Composite(state=arrays))["state"]
 
 

@@ -23,7 +23,7 @@ from jax.sharding import SingleDeviceSharding
 from numpy.typing import ArrayLike
 from typer import Option
 
-from examples.gpt import checkpoints, data, sample
+from examples.gpt import checkpoints, data, devices, sample
 from examples.gpt.model import Config
 from examples.gpt.recipes import get_recipe
 from examples.gpt.training import Hyperparameters, Program
@@ -127,9 +127,9 @@ def restored(folder: Path) -> tuple[Program, Any, int, dict[str, Any]]:
         # The optimizer's state has the same shapes whatever the schedule is.
         training = Hyperparameters(steps=1, learning_rate=1.0)
         program = Program(get_recipe(identity["recipe"]), config, training)
-        shapes = jax.eval_shape(program.init, 0)
+        shapes = devices.shapes_on(described["mesh"], program.init, 0)
         device = SingleDeviceSharding(jax.local_devices()[0])
-        params, _ = checkpoints.restore(manager, shapes, jax.tree.map(lambda leaf: device, shapes))
+        params, _ = checkpoints.restore(manager, jax.tree.map(lambda leaf: leaf.update(sharding=device), shapes))
     return program, params, step, described
 
 

@@ -19,6 +19,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from examples.gpt import devices
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -80,8 +82,9 @@ class Attention(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:  # (B, T, C)
         """Return, for each position, a mean of the positions up to it."""
         batch, length, width = x.shape
-        joined = self.query_key_value(x).reshape(batch, length, 3, self.config.heads, -1)
-        query, key, value = joined[:, :, 0], joined[:, :, 1], joined[:, :, 2]  # (B, T, H, D)
+        # Heads stand before the three parts: devices that share them have all of a head.
+        joined = self.query_key_value(x).reshape(batch, length, self.config.heads, 3, -1)
+        query, key, value = joined[:, :, :, 0], joined[:, :, :, 1], joined[:, :, :, 2]  # (B, T, H, D)
         if self.config.attention == "cudnn":
             narrow = lambda x: checkpoint_name(x.astype(self.config.attention_dtype), ATTENTION)
             query, key, value = narrow(query), narrow(key), narrow(value)
@@ -124,10 +127,14 @@ class GPT(nnx.Module):
         self.blocks = nnx.List(blocks) if config.layers == "unrolled" else _stack(blocks)
         self.norm = _norm(config.width, rngs)
 
+    def head(self) -> jax.Array:  # (V, C)
+        """Return the embedding. Gathered for each use, its two gradients are divided before they are added up."""
+        return devices.gather(self.token_embedding[...], "token_embedding")
+
     def features(self, tokens: jax.Array) -> jax.Array:  # (B, T) integers
         """Return the inputs (B, T, C) of the head, which is the transposed token embedding."""
-        x = self.token_embedding[...][tokens]  # (B, T, C)
-        x = x + self.position_embedding[...][None, : tokens.shape[1]]
+        positions = devices.gather(self.position_embedding[...], "position_embedding")
+        x = self.head()[tokens] + positions[None, : tokens.shape[1]]  # (B, T, C)
         if self.config.layers == "unrolled":
             for graphdef, weights in map(nnx.split, self.blocks):
                 x = _checkpointed(graphdef, self.config)(weights, x)
@@ -143,7 +150,7 @@ class GPT(nnx.Module):
 
     def __call__(self, tokens: jax.Array) -> jax.Array:  # (B, T) integers
         """Return the logits (B, T, V) of each next token."""
-        return masked_logits(self.features(tokens), self.token_embedding[...], self.config.vocabulary)
+        return masked_logits(self.features(tokens), self.head(), self.config.vocabulary)
 
 
 def masked_logits(features: jax.Array, embedding: jax.Array, vocabulary: int) -> jax.Array:
@@ -186,7 +193,7 @@ def _unstack(weights: Any, depth: int) -> list[Any]:
 
 def _checkpointed(graphdef: nnx.GraphDef, config: Config) -> Callable[[Any, jax.Array], jax.Array]:
     """Return a function that runs a block on its weights and keeps activations as `config.checkpoint` says."""
-    run = lambda weights, x: nnx.merge(graphdef, weights)(x)
+    run = lambda weights, x: nnx.merge(graphdef, devices.gather(weights))(x)
     if config.checkpoint == "none":
         return run
     policies = jax.checkpoint_policies

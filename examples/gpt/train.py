@@ -21,21 +21,25 @@ reads its own part of every batch; the first one prints and writes.
 import dataclasses
 import functools
 import inspect
+import math
 import os
 import signal
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import jax
+import numpy as np
 import typer
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 from typer import Option
 
 import mpx
-from examples.gpt import checkpoints, data, evaluate, meter, output, training
+from examples.gpt import checkpoints, data, devices, evaluate, meter, output
 from examples.gpt.data import VocabularyOption
-from examples.gpt.model import PRESETS
+from examples.gpt.model import PRESETS, Config
 from examples.gpt.recipes import RECIPES, get_recipe
 from examples.gpt.training import Hyperparameters, Program
 
@@ -62,9 +66,9 @@ class Settings:
     layers: Annotated[Literal["unrolled", "stacked", "scanned"], Option(help="A scan compiles one block.")] = "unrolled"
     checkpoint: Annotated[Literal["none", "dots", "thin", "full"], Option(help="What is kept.")] = "none"
     loss_chunks: Annotated[int, Option(min=1, help="Parts in which the loss computes its logits.")] = 1
-    parallel: Annotated[
-        Literal["replicated", "zero"], Option(help="zero divides the optimizer state among devices.")
-    ] = "replicated"
+    mesh: Annotated[
+        str | None, Option(help="Sizes of data, fsdp and model, like fsdp=4,model=2; without it fsdp has all devices.")
+    ] = None
     report_every: Annotated[int, Option(min=1, help="Steps between two lines of the log.")] = 10
     evaluate_every: Annotated[int, Option(min=1, help="Steps between two validation losses.")] = 100
     validation_batches: Annotated[int, Option(min=1, help="Batches of a validation loss.")] = 16
@@ -88,7 +92,8 @@ class Run:
         if settings.attention == "cudnn" and self.recipe.compute_dtype == "float32":
             raise ValueError(f"--attention cudnn is a kernel for 16-bit numbers, but {settings.recipe} has float32.")
         settings.out.mkdir(parents=True, exist_ok=True)
-        self.folder = tokens_of(settings)
+        self.saved = saved_description(settings)
+        self.folder = tokens_of(settings, self.saved)
         self.index = data.read_index(self.folder)
         self.tokenizer = data.get_tokenizer(self.index.tokenizer, settings.vocabulary_files)
         self.hyperparameters = Hyperparameters(settings.steps, settings.learning_rate)
@@ -101,21 +106,13 @@ class Run:
             checkpoint=settings.checkpoint,
         )
         self.microbatches = count_microbatches(settings, self.config.context)
-        self.mesh = training.make_mesh()
-        program = Program(
-            self.recipe,
-            self.config,
-            self.hyperparameters,
-            loss_chunks=settings.loss_chunks,
-            mesh=self.mesh,
-            parallel=settings.parallel,
-        )
-        self.shapes = jax.eval_shape(program.init, settings.seed)  # of parameters and optimizer state
-        self.shardings = training.state_shardings(self.mesh, *self.shapes, settings.parallel)
-        self.init = jax.jit(program.init, out_shardings=self.shardings)
-        self.train_step = jax.jit(program.train_step, donate_argnums=(0, 1), out_shardings=(*self.shardings, None))
-        self.evaluate = jax.jit(program.evaluate)
-        self.logits = program.logits
+        self.mesh = mesh_of(settings, self.config)
+        self.program = Program(self.recipe, self.config, self.hyperparameters, loss_chunks=settings.loss_chunks)
+        saved_on = self.saved.get("mesh", self.mesh.shape)
+        self.shapes = devices.place(self.mesh, devices.shapes_on(saved_on, self.program.init, settings.seed))
+        self.init = jax.jit(self.program.init)
+        self.train_step = jax.jit(self.program.train_step, donate_argnums=(0, 1))
+        self.evaluate = jax.jit(self.program.evaluate)
         self.rows = data.Rows(self.folder, "training", self.config.context)
         validation = data.validation_batches(
             self.folder,
@@ -123,7 +120,7 @@ class Run:
             batch_size=settings.batch_size,
             context=self.config.context,
         )
-        self.validation = jax.device_put(validation, jax.NamedSharding(self.mesh, training.BATCHES))
+        self.validation = jax.device_put(validation, jax.NamedSharding(self.mesh, devices.BATCHES))
 
     @property
     def tokens_per_step(self) -> int:
@@ -156,13 +153,43 @@ def count_microbatches(settings: Settings, context: int) -> int:
     return budget // tokens
 
 
-def tokens_of(settings: Settings) -> Path:
+def mesh_of(settings: Settings, config: Config) -> Mesh:
+    """Return the mesh of the option; without it all devices are along `fsdp`."""
+    text, count = settings.mesh or f"fsdp={jax.device_count()}", jax.device_count()
+    entries = [entry.partition("=") for entry in text.split(",")]
+    sizes = {name.strip(): int(size) for name, _, size in entries if size.strip().isdecimal() and int(size)}
+    if len(sizes) < len(entries) or not sizes.keys() <= set(devices.AXES):
+        raise ValueError(f"--mesh {text} is not sizes of {', '.join(devices.AXES)}, like fsdp=4,model=2.")
+    data, fsdp, model = shape = tuple(sizes.get(name, 1) for name in devices.AXES)
+    if math.prod(shape) != count:
+        raise ValueError(f"--mesh {text} is for {math.prod(shape)} devices, but there are {count}.")
+    for what, size, parts in (
+        ("--batch-size", settings.batch_size, data * fsdp),
+        ("the heads of attention", config.heads, model),
+        ("the width", config.width, fsdp * model),
+        ("the rows of the embedding", config.padded_vocabulary, fsdp * model),
+        ("the context", config.context, fsdp),
+        ("the devices of a process, which reads tokens of its own,", jax.local_device_count(), model),
+    ):
+        if size % parts:
+            raise ValueError(f"--mesh {text} divides {what} by {parts}, but it is {size}.")
+    return jax.make_mesh(shape, devices.AXES)
+
+
+def saved_description(settings: Settings) -> Mapping[str, Any]:
+    """Return the description of the newest checkpoint, if the run goes on from it."""
+    if not settings.resume:
+        return {}
+    with checkpoints.opened(settings.out / "checkpoints") as manager:
+        return checkpoints.newest(manager)[1]
+
+
+def tokens_of(settings: Settings, saved: Mapping[str, Any]) -> Path:
     """Return the folder of tokens: of the options, of the resumed run, or a new one in the run's folder."""
     if settings.data is not None:
         return settings.data
-    if settings.resume:
-        with checkpoints.opened(settings.out / "checkpoints") as manager:
-            return Path(checkpoints.newest(manager)[1]["data"])
+    if saved:
+        return Path(saved["data"])
     folder = settings.out / "tokens"
     if jax.process_index() == 0 and not (folder / data.INDEX_NAME).exists():
         say(f"Reading Python's standard library into {folder}.")
@@ -185,7 +212,7 @@ def train(run: Run) -> int:
             output.begin_log(log, done)
         step, timed_from, since = done, done, None
         for step in range(done + 1, settings.steps + 1):
-            tokens = training.microbatches_on(run.mesh, run.microbatches, next(batches))
+            tokens = microbatches_on(run.mesh, run.microbatches, next(batches))
             params, opt_state, metrics = run.train_step(params, opt_state, tokens)
             # Asked once a step: a later Ctrl-C makes the next step the last one, which is saved as well.
             is_last = interruption.is_due(step) or step == settings.steps
@@ -204,7 +231,7 @@ def train(run: Run) -> int:
             if is_saved:
                 check_health(params, opt_state)
                 described = {"position": batches.get_state(), "identity": run.identity}
-                described["data"] = str(run.folder.absolute())
+                described |= {"data": str(run.folder.absolute()), "mesh": dict(run.mesh.shape)}
                 checkpoints.save(manager, params, opt_state, step, described)
             if is_reported or is_saved or step == done + 1:  # the first step compiles, and is not timed
                 jax.block_until_ready(metrics)
@@ -218,7 +245,7 @@ def train(run: Run) -> int:
         return interruption.exit_code
     if settings.sample_tokens:
         evaluate.show_sample(
-            run.logits, params, run.tokenizer, say, prompt=settings.prompt, count=settings.sample_tokens,
+            run.program.logits, params, run.tokenizer, say, prompt=settings.prompt, count=settings.sample_tokens,
             context=run.config.context, seed=settings.seed,
         )  # fmt: skip
     return 0
@@ -249,10 +276,19 @@ def start(run: Run, manager: Any) -> tuple[Any, Any, int, Any]:
         say(f"From step 0 to {steps}.")
         return *run.init(settings.seed), 0, batches
     checkpoints.check_identity(manager, run.identity)
-    done, saved = checkpoints.newest(manager)
-    batches.set_state(saved["position"])
+    done, _ = checkpoints.newest(manager)
+    batches.set_state(run.saved["position"])
     say(f"Going on from step {done} to {steps}.")
-    return *checkpoints.restore(manager, run.shapes, run.shardings), done, batches
+    return *checkpoints.restore(manager, run.shapes), done, batches
+
+
+def microbatches_on(mesh: Mesh, count: int, rows: np.ndarray) -> jax.Array:
+    """Put this process's rows of a batch (rows, T + 1) on its devices, as (count, B, T + 1).
+
+    A batch has the same rows for any number of processes, but which microbatch has a row depends on that number.
+    """
+    rows = rows.reshape(count, -1, rows.shape[-1])
+    return jax.make_array_from_process_local_data(jax.NamedSharding(mesh, devices.BATCHES), rows)
 
 
 def report(
@@ -360,7 +396,8 @@ def main(**options: Any) -> None:
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     try:
-        code = train(run)
+        with jax.set_mesh(run.mesh):
+            code = train(run)
     except (checkpoints.CheckpointError, mpx.StuckError, OSError) as error:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(1) from error

@@ -1,30 +1,24 @@
 """Make a recipe, a model and a schedule into the functions that a training loop calls.
 
-Nothing is compiled here: the loops call `jax.jit` on these functions, with the shardings that they want. Each device
-computes the gradients of its part of every microbatch; `mpx.data_parallel` averages them once a step, in float32.
+Nothing is compiled here: the loops call `jax.jit` on these functions, under `jax.set_mesh` for several devices.
 """
 
 import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import mpx
+from examples.gpt import devices
 from examples.gpt.loss import mean_loss, token_losses
 from examples.gpt.model import GPT, Config
 from examples.gpt.recipes import Recipe
-
-AXIS = "data"  # of the mesh of all devices
-BATCHES = PartitionSpec(None, AXIS)  # (N, B, T + 1)
-Parallel = Literal["replicated", "zero"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,26 +72,22 @@ class Program:
         *,
         loss_chunks: int = 1,
         rules: Any = mpx.DEFAULT_RULES,
-        mesh: Mesh | None = None,
-        parallel: Parallel = "replicated",
     ) -> None:
         """Build model, optimizer and training step.
 
-        The loss cuts the positions into `loss_chunks` parts. `rules` go to `mpx.autocast`. The devices of `mesh` share
-        a training step, and with `"zero"` the optimizer state.
+        The loss cuts the positions into `loss_chunks` parts. `rules` go to `mpx.autocast`.
         """
-        self.recipe, self.config, self.rules, self.mesh, self.parallel = recipe, config, rules, mesh, parallel
+        self.recipe, self.config, self.rules = recipe, config, rules
         self.tx = make_optimizer(recipe, config, hyperparameters)
-        if mesh is not None and parallel == "zero":
-            self.tx = mpx.zero1(self.tx, mesh, AXIS)
         self._graphdef = nnx.graphdef(nnx.eval_shape(self._new_model))
         self.loss = self._in_precision(self._of_features(mean_loss, loss_chunks))
         self.token_losses = self._in_precision(self._of_features(token_losses, loss_chunks))
-        self.logits = self._in_precision(lambda model, tokens: model(tokens))
+        logits = self._in_precision(lambda model, tokens: model(tokens))
+        self.logits = lambda params, tokens: devices.in_auto(logits)(params, tokens)
 
     def init(self, seed: int | jax.Array) -> tuple[Any, optax.OptState]:
         """Return parameters and optimizer state: the same float32 weights for every recipe, rounded once."""
-        params = self.recipe.policy.cast_to_param(nnx.state(self._new_model(seed), nnx.Param))
+        params = devices.divide(self.recipe.policy.cast_to_param(nnx.state(self._new_model(seed), nnx.Param)))
         return params, self.tx.init(params)
 
     def gradients(self, params: Any, opt_state: optax.OptState, tokens: jax.Array) -> tuple[jax.Array, Any]:
@@ -120,13 +110,11 @@ class Program:
     ) -> tuple[Any, optax.OptState, Metrics]:
         """Return both after one update; tokens (A, B, T + 1) are A microbatches, computed one after another."""
 
-        def mean(params: Any, microbatches: jax.Array) -> tuple[jax.Array, Any]:
+        def mean(params: Any, opt_state: optax.OptState, microbatches: jax.Array) -> tuple[jax.Array, Any]:
             return mean_over_microbatches(lambda tokens: self.gradients(params, opt_state, tokens), microbatches)
 
-        if self.mesh is not None and self.mesh.size > 1:
-            scatter = self.parallel == "zero"
-            mean = mpx.data_parallel(mean, self.mesh, AXIS, batch_specs=BATCHES, scatter=scatter)
-        loss, grads = mean(params, microbatches)
+        places = (devices.REPEATED, jax.tree.map_with_path(devices.spec_of, params))
+        loss, grads = devices.in_auto(mean, out=places)(params, opt_state, microbatches)
         if self.recipe.compute == "plain":  # plain Optax expects gradients in the dtype of the parameters
             grads = optax.tree.cast_like(grads, params)
         norm = optax.tree.norm(mpx.get_loss_scale(opt_state).unscale(mpx.cast(grads, "f32")))
@@ -135,7 +123,11 @@ class Program:
 
     def evaluate(self, params: Any, batches: jax.Array) -> jax.Array:
         """Return the mean loss of tokens (N, B, T + 1), with the parameters as stored: what would be deployed."""
-        return jax.lax.map(lambda batch: self.token_losses(params, batch).mean(), batches).mean()
+
+        def mean(params: Any, batches: jax.Array) -> jax.Array:
+            return jax.lax.map(lambda batch: self.token_losses(params, batch).mean(), batches).mean()
+
+        return devices.in_auto(mean)(params, batches)
 
     def _new_model(self, seed: int | jax.Array = 0) -> GPT:
         return GPT(self.config, nnx.Rngs(jax.random.key(seed)))
@@ -157,7 +149,7 @@ class Program:
         losses = functools.partial(losses, vocabulary=self.config.vocabulary, chunks=chunks)
         if self.recipe.policy.fp8 is not None:  # the head stays in 16 bits: a chunked loss differentiates it inside
             losses = mpx.autocast(losses, self.recipe.compute_dtype)
-        return lambda model, tokens: losses(model.features(tokens[:, :-1]), model.token_embedding[...], tokens[:, 1:])
+        return lambda model, tokens: losses(model.features(tokens[:, :-1]), model.head(), tokens[:, 1:])
 
 
 def make_optimizer(recipe: Recipe, config: Config, hyperparameters: Hyperparameters) -> optax.GradientTransformation:
@@ -201,32 +193,3 @@ def mean_over_microbatches(
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), shapes)
     sums, _ = jax.lax.scan(add, zeros, microbatches)
     return jax.tree.map(lambda total, leaf: (total / len(microbatches)).astype(leaf.dtype), sums, shapes)
-
-
-# --- Devices. ---
-def make_mesh() -> Mesh:
-    """Return all devices of all processes in a row."""
-    return jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(AxisType.Auto,))
-
-
-def state_shardings(mesh: Mesh, params: Any, opt_state: Any, parallel: Parallel) -> tuple[Any, Any]:
-    """Return the shardings of parameters and optimizer state, which may be given as shapes.
-
-    Parameters are replicated. So is the optimizer state, or with `"zero"` each device keeps and updates its part (ZeRO
-    stage 1, Rajbhandari et al., 2020).
-    """
-    replicated = NamedSharding(mesh, PartitionSpec())
-    if parallel == "zero":
-        of_state = mpx.zero1_shardings(params, opt_state, mesh, AXIS)
-    else:
-        of_state = jax.tree.map(lambda leaf: replicated, opt_state)
-    return jax.tree.map(lambda leaf: replicated, params), of_state
-
-
-def microbatches_on(mesh: Mesh, count: int, rows: np.ndarray) -> jax.Array:
-    """Put this process's rows of a batch (rows, T + 1) on its devices, as (count, B, T + 1).
-
-    A batch has the same rows for any number of processes, but which microbatch has a row depends on that number.
-    """
-    rows = rows.reshape(count, -1, rows.shape[-1])
-    return jax.make_array_from_process_local_data(NamedSharding(mesh, BATCHES), rows)

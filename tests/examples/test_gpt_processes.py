@@ -1,5 +1,6 @@
-"""Runs in processes of their own: one that is killed while it saves, and two that train as one."""
+"""Runs in processes of their own: one that is killed while it saves, two that train as one, fewer devices later."""
 
+import shutil
 import signal
 import socket
 import time
@@ -92,7 +93,7 @@ def test_two_processes_train_as_one_with_all_devices_and_after_ctrl_c_to_one_bot
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{found.getsockname()[1]}"  # a free port
-    options = {"recipe": "bf16-split", "batch_size": 8, "parallel": "zero", "steps": 100_000}
+    options = {"recipe": "bf16-split", "batch_size": 8, "mesh": "data=2,fsdp=4", "steps": 100_000}
     of_two = options | {"coordinator_address": address, "num_processes": 2, "devices": 4}
     runs = {"two": [start(folder, "two", **of_two, process_id=i) for i in range(2)]}
     runs["one"] = [start(folder, "one", **options, devices=8)]
@@ -108,3 +109,21 @@ def test_two_processes_train_as_one_with_all_devices_and_after_ctrl_c_to_one_bot
     assert "step " not in outputs["two"][1]
     losses = {name: [line["loss"] for line in read_log(folder / name / "log.jsonl")[:4]] for name in runs}
     assert losses["two"] == pytest.approx(losses["one"], rel=1e-3)
+
+
+def test_a_run_of_eight_devices_goes_on_with_four_on_another_mesh(folder):
+    """The losses are those of eight to the end, but for the order of additions. Blocks of the state stay."""
+    options = {"recipe": "bf16-split-8bit", "batch_size": 8, "save_every": 2, "learning_rate": 1e-2}
+    on_eight, on_four = {"mesh": "fsdp=4,model=2", "devices": 8}, {"mesh": "data=2,fsdp=2", "devices": 4}
+    whole, resumed = "on eight", "on four"
+    codes, outputs = end(start(folder, whole, steps=4, **options, **on_eight))
+    assert codes == [0], outputs
+    shutil.copytree(folder / whole, folder / resumed)
+    shutil.rmtree(folder / resumed / "checkpoints" / "4")
+    codes, outputs = end(start(folder, resumed, "--resume", steps=4, **options, **on_four))
+    assert codes == [0], outputs
+    assert "on 4 x cpu" in outputs[0]
+    assert "Going on from step 2 to 4" in outputs[0]
+    losses = [[line["loss"] for line in read_log(folder / name / "log.jsonl")] for name in (whole, resumed)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+    assert losses[0][3] < 0.9 * losses[0][1]  # Negative control: in two steps it falls by more

@@ -77,7 +77,7 @@ def saved(out):
     """Return the newest checkpoint of a run: its step, its description and its arrays."""
     of_run = RUNS[out]
     with checkpoints.opened(out / "checkpoints") as manager:
-        return *checkpoints.newest(manager), checkpoints.restore(manager, of_run.shapes, of_run.shardings)
+        return *checkpoints.newest(manager), checkpoints.restore(manager, of_run.shapes)
 
 
 def logged(out, *names):
@@ -214,6 +214,15 @@ def test_a_run_that_skips_every_step_ends_before_it_is_saved(tokens, tmp_path, m
         ({"learning_rate": 0}, "--learning-rate must be positive, but is 0.0"),
         ({"seed": 2**31}, "Invalid value for '--seed'"),
         ({"validation_batches": 1000}, "1000 batches of 8 need 8,000; ask for fewer batches"),
+        (
+            {"mesh": "fsdp=4,tensor=2"},
+            "--mesh fsdp=4,tensor=2 is not sizes of data, fsdp, model, like fsdp=4,model=2",
+        ),
+        ({"mesh": "8"}, "--mesh 8 is not sizes"),
+        ({"mesh": "fsdp=4,fsdp=8"}, "--mesh fsdp=4,fsdp=8 is not sizes"),
+        ({"mesh": "fsdp=4"}, "--mesh fsdp=4 is for 4 devices, but there are 8."),
+        ({"mesh": "fsdp=2,model=4"}, "--mesh fsdp=2,model=4 divides the heads of attention by 4, but it is 2."),
+        ({"batch_size": 4}, "--mesh fsdp=8 divides --batch-size by 8, but it is 4."),
         ({"data": "no-such-folder"}, "the folder no-such-folder has no file tokens.json"),
     ],
 )
@@ -252,9 +261,10 @@ def test_without_data_the_standard_library_is_read_once_and_a_run_that_goes_on_k
     prepare = lambda folder: made.append(folder) or folder.mkdir() or (folder / data.INDEX_NAME).touch()
     monkeypatch.setattr(data, "prepare", prepare)
     for _ in range(2):
-        assert train.tokens_of(train.Settings(out=tmp_path)) == tmp_path / "tokens"
+        assert train.tokens_of(train.Settings(out=tmp_path), {}) == tmp_path / "tokens"
     assert made == [tmp_path / "tokens"]
-    assert train.tokens_of(train.Settings(out=whole[0], resume=True)) == tokens
+    going_on = train.Settings(out=whole[0], resume=True)
+    assert train.tokens_of(going_on, train.saved_description(going_on)) == tokens
 
 
 # --- Processes. ---

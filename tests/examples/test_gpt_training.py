@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-import re
 from types import SimpleNamespace
 
 import jax
@@ -13,10 +12,9 @@ import optax
 import pytest
 
 import mpx
-from examples.gpt import training
 from examples.gpt.model import PRESETS, Config
 from examples.gpt.recipes import RECIPES, get_recipe
-from examples.gpt.training import Hyperparameters, Program, decayed, mean_over_microbatches
+from examples.gpt.training import Hyperparameters, Program, decayed, make_optimizer, mean_over_microbatches
 from tests.helpers import all_eqns, assert_same_bits, types_of
 
 # Optax adds arrays of two dtypes, and Flax's norms arrays of two ranks.
@@ -141,7 +139,7 @@ def test_moments_of_biases_and_norms_stay_float32_in_stacks_too():
 @pytest.mark.parametrize(("norm", "clipped"), [(0.5, 0.5), (10.0, 1.0)])
 def test_gradients_are_clipped_after_they_are_unscaled(norm, clipped):
     """The first moment after one step is a tenth of the clipped gradient. Scaled, both norms are far above 1."""
-    tx = training.make_optimizer(get_recipe("f16-scaled"), CONFIG, HYPERPARAMETERS)
+    tx = make_optimizer(get_recipe("f16-scaled"), CONFIG, HYPERPARAMETERS)
     params = {"w": jnp.zeros(4)}
     opt_state = tx.init(params)
     scale = float(mpx.get_loss_scale(opt_state).loss_scale)
@@ -219,36 +217,3 @@ def test_losses_of_tokens_and_their_mean_are_those_of_the_logits():
     batches = np.stack([tokens[:4], tokens[4:]])
     assert program.evaluate(params, batches) == pytest.approx(expected.mean(), rel=1e-6)
     assert trained("f32")[1][0].loss == pytest.approx(expected.mean(), rel=1e-6)
-
-
-# --- What devices send each other. ---
-SMALL = Config(context=8, vocabulary=64, depth=1, heads=2, width=16)
-
-
-def transfers(parallel, recipe="bf16-split"):
-    """The collective operations of a compiled step of two microbatches: name, type, and whether it is in a loop."""
-    mesh = training.make_mesh()
-    program = Program(get_recipe(recipe), SMALL, HYPERPARAMETERS, mesh=mesh, parallel=parallel)
-    shapes = jax.eval_shape(program.init, 0)
-    shardings = training.state_shardings(mesh, *shapes, parallel)
-    place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-    tokens = jax.ShapeDtypeStruct((2, 16, SMALL.context + 1), jnp.uint16)
-    arguments = (*jax.tree.map(place, shapes, shardings), place(tokens, jax.NamedSharding(mesh, training.BATCHES)))
-    step = jax.jit(program.train_step, out_shardings=(*shardings, None), compiler_options=QUICK)
-    text = step.lower(*arguments).compile().as_text()
-    names = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
-    found = re.findall(rf"= \(?(.*?)\)? ({names})\((.*)", text)
-    return {
-        (name, kind, "while/body" in rest) for types, name, rest in found for kind in re.findall(r"(\w+)\[\d", types)
-    }
-
-
-def test_replicated_devices_add_up_their_gradients_in_float32_once_a_step():
-    assert transfers("replicated") == {("all-reduce", "f32", False)}
-
-
-@pytest.mark.parametrize("recipe", ["bf16-split", "f16-scaled"])
-def test_divided_ones_get_their_part_of_the_gradients_and_send_parameters_as_they_are_stored(recipe):
-    """With float32 parameters (f16 recipe) that is float32. Leaves that cannot be divided are added up whole."""
-    sent = "u16" if recipe == "bf16-split" else "f32"
-    assert transfers("zero", recipe) == {("reduce-scatter", "f32", False), ("all-gather", sent, False)}
