@@ -84,9 +84,9 @@ def _summed_in_f32(pullback: Callable[..., Any], cotangent: jax.Array) -> jax.Ar
 
 def _bound_in_f32(eqn: JaxprEqn, operands: list[Any]) -> jax.Array:
     """Bind a contraction of 16-bit operands with a float32 result."""
-    return _unfused.bind(
-        eqn.primitive.bind(*operands, **(eqn.params | {"preferred_element_type": np.dtype(np.float32)}))
-    )
+    result = eqn.primitive.bind(*operands, **(eqn.params | {"preferred_element_type": np.dtype(np.float32)}))
+    has_batch = eqn.primitive.name == "dot_general" and any(eqn.params["dimension_numbers"][1])
+    return result if has_batch else _unfused.bind(result)
 
 
 def _batched(operands: list[Any], axes: list[int | None], **params: Any) -> tuple[Any, int]:
@@ -127,12 +127,12 @@ ad.primitive_transposes[_derivative] = _transposed
 batching.primitive_batchers[_derivative] = _batched
 mlir.register_lowering(_derivative, mlir.lower_fun(_bound, multiple_results=False))
 
-# XLA on a CPU (jax 0.10, 0.11) would fuse a transposition that follows, and cannot run the fused product. On other
-# devices there is no barrier: behind one XLA would not turn an all-reduce and a slice into a reduce-scatter.
+# XLA on a CPU (jax 0.10, 0.11) would fuse a transposition that follows, and cannot run the fused product. A product with
+# a batch it can run, but not one behind a barrier: it ends the process. On other devices there is no barrier: behind one XLA would not turn an all-reduce and a slice into a reduce-scatter.
 _unfused = Primitive("unfused_on_cpu")
 _unfused.def_impl(lambda x: x)
 _unfused.def_abstract_eval(lambda x: x)
 ad.deflinear2(_unfused, lambda cotangent, _: [cotangent])
-batching.primitive_batchers[_unfused] = lambda operands, axes: (_unfused.bind(*operands), axes[0])
+batching.primitive_batchers[_unfused] = lambda operands, axes: (operands[0], axes[0])
 mlir.register_lowering(_unfused, lambda _, x: [x])
 mlir.register_lowering(_unfused, mlir.lower_fun(lax.optimization_barrier, multiple_results=False), platform="cpu")

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn
 
@@ -102,7 +103,7 @@ def _warn_of_gathers(program: Any, params: Any) -> None:
 
 
 def _is_whole(leaf: Any) -> bool:
-    sharding = None if isinstance(leaf, jax.core.Tracer) else leaf.sharding
+    sharding = None if isinstance(leaf, Tracer) else leaf.sharding
     return sharding is None or sharding.is_fully_replicated
 
 
