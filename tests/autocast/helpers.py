@@ -8,10 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
 import mpx
-from tests.helpers import BF16, F16, F32, all_eqns
+from tests.helpers import BF16, F16, F32, all_eqns, eight_cpu_devices
 
+SPLIT, WHOLE = PartitionSpec("data"), PartitionSpec()
 CONTRACTIONS = ("conv_general_dilated", "dot_general", "ragged_dot_general")
 
 half_dtypes = pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
@@ -65,20 +68,84 @@ def integers(seed, *shape, dtype=F32, low=-4, high=5):
     return jnp.asarray(np.random.default_rng(seed).integers(low, high, shape), dtype)
 
 
-# ---- programs around a function of a weight and of rows
+# ---- the table of programs: each around a function of a weight and of rows, which returns rows
 
-AROUND = {
+
+def stacked(w):
+    return jnp.stack([w, w[::-1]])
+
+
+def on_devices(fun, *, out=SPLIT):
+    """Return a function of weights, which all devices hold, and of rows, which are divided over eight devices."""
+    varying = lambda w, x: fun(lax.pcast(w, "data", to="varying"), x)
+    return jax.shard_map(varying, mesh=eight_cpu_devices(), in_specs=(WHOLE, SPLIT), out_specs=out)
+
+
+def scan(f):
+    return lambda w, x: lax.scan(lambda c, _: (f(w, c), None), x, length=2)[0]
+
+
+def loop(f):
+    """Return a loop whose condition computes the function too."""
+    goes_on = lambda w: lambda c: (c[0] < 2) & (jnp.abs(f(w, c[1])).sum() < 1e9)
+    return lambda w, x: lax.while_loop(goes_on(w), lambda c: (c[0] + 1, f(w, c[1])), (0, x))[1]
+
+
+def branch(f):
+    return lambda w, x: lax.cond(x.sum() > -1e9, lambda w, x: f(w, x), lambda w, x: f(w[::-1], -x), w, x)
+
+
+def branch_in_scan(f):
+    body = lambda c, w: lax.cond(c.sum() > -1e9, lambda c: (f(w, c), c), lambda c: (c, f(w, c)), c)
+    return lambda w, x: lax.scan(body, x, stacked(w))[0]
+
+
+def checkpoint_of_names(f):
+    policy = jax.checkpoint_policies.save_only_these_names("hidden")
+    return jax.checkpoint(lambda w, x: f(w, checkpoint_name(f(w, x), "hidden")), policy=policy, prevent_cse=False)
+
+
+def vmap(f):
+    return lambda w, x: jax.vmap(lambda row: f(w, row[None])[0])(x)
+
+
+PROGRAMS = {
     "a call": lambda f: f,
     "jit": lambda f: jax.jit(lambda w, x: f(w, x)),
-    "scan": lambda f: lambda w, x: lax.scan(lambda c, _: (f(w, c), None), x, length=2)[0],
-    "while": lambda f: lambda w, x: lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, f(w, c[1])), (0, x))[1],
-    "cond": lambda f: lambda w, x: lax.cond(x.sum() > -1e9, lambda w, x: f(w, x), lambda w, x: f(w, -x), w, x),
-    "checkpoint": lambda f: jax.checkpoint(lambda w, x: f(w, x)),
-    "vmap": lambda f: lambda w, x: jax.vmap(lambda row: f(w, row[None])[0])(x),
-    "jit of a scan of a checkpoint": lambda f: jax.jit(
-        lambda w, x: lax.scan(lambda c, _: (jax.checkpoint(f)(w, c), None), x, length=2)[0]
+    "scan": scan,
+    "reversed scan": lambda f: (
+        lambda w, x: lax.scan(lambda c, w: ((y := f(w, c)), y), x, stacked(w), reverse=True, unroll=2)[1][0]
     ),
+    "scan of rows": lambda f: lambda w, x: lax.map(lambda x: f(w, x), jnp.stack([-x, x]))[1],
+    "scan of calls": lambda f: lambda w, x: lax.scan(lambda c, w: (jax.jit(f)(w, c), None), x, stacked(w))[0],
+    "scan of a checkpoint": lambda f: jax.jit(
+        lambda w, x: lax.scan(lambda c, w: (jax.checkpoint(f, prevent_cse=False)(w, c), None), x, stacked(w))[0]
+    ),
+    "weight that a loop carries": lambda f: (
+        lambda w, x: lax.fori_loop(0, 2, lambda i, c: (c[0][::-1], f(c[0], c[1])), (w, x))[1]
+    ),
+    "while": loop,
+    "branch": branch,
+    "switch": lambda f: (
+        lambda w, x: lax.switch(jnp.int32(7), [f, lambda w, x: f(w[::-1], x), lambda w, x: f(w, -x)], w, x)
+    ),
+    "branch in a scan": branch_in_scan,
+    "checkpoint": lambda f: jax.checkpoint(lambda w, x: f(w, f(w, x))),
+    "checkpoint of names": checkpoint_of_names,
+    "vmap": vmap,
+    "vmap of a scan": lambda f: vmap(scan(f)),
+    "shard_map": on_devices,
 }
+# The exceptions: no gradient; a result that was carried, so that nothing is known of it; rows that are taken apart.
+FORWARD_ONLY = {"while"}
+CARRIED = {name for name in PROGRAMS if "scan" in name or "loop" in name or name == "while"} - {"scan of rows"}
+BY_ROW = {"vmap", "vmap of a scan", "shard_map"}
+DIFFERENTIABLE = [name for name in PROGRAMS if name not in FORWARD_ONLY]
+
+
+def with_gradients(fun):
+    return lambda *args: (fun(*args), jax.grad(total(fun), argnums=(0, 1))(*args))
+
 
 # ---- programs as data
 

@@ -17,7 +17,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mpx
 from tests.autocast.helpers import (
-    AROUND,
     BF16,
     F16,
     F32,
@@ -60,50 +59,6 @@ def test_a_program_can_be_exported_for_batches_of_any_size():
 
 def only_dot(w, x):
     return x @ w
-
-
-DTYPES = {"f32": F32, "bf16": BF16, "f16": F16}
-
-with_gradients = lambda f: lambda w, x: jax.grad(lambda w, x: jnp.sin(f(w, x)).sum(), argnums=(0, 1))(w, x)
-ISLANDS = {
-    **{name: (functools.partial(mpx.autocast, policy_or_dtype=name), dtype) for name, dtype in DTYPES.items()},
-    "full_precision": (mpx.full_precision, F32),
-}
-
-
-@pytest.mark.parametrize("around", [*AROUND, "grad"])
-def test_of_two_autocasts_the_inner_one_wins(around):
-    """Also where a transformation stands between the two, or inside of the inner one.
-
-    The operations outside of the island are the outer one's. Each pair of a transformation, an island and an outer
-    dtype occurs.
-    """
-    w, x, after = normal(0, 4, 4), normal(1, 4, 4), 2 if around == "grad" else 1
-    transform = with_gradients if around == "grad" else AROUND[around]
-    for i, (inside, dtype) in enumerate(ISLANDS.values()):
-        outer = list(DTYPES)[(i + len(around)) % 3]
-        program = transform(inside(only_dot))
-        fun = mpx.autocast(lambda w, x, program=program: jax.tree.map(lambda y: y @ y.T, program(w, x)), outer)
-        found = contractions(fun, w, x)
-        assert set(found[:-after]) == {all_in(dtype)}
-        assert set(found[-after:]) == {all_in(DTYPES[outer])}
-        assert set(contractions(mpx.autocast(inside(transform(only_dot)), outer), w, x)) == {all_in(dtype)}
-
-
-@pytest.mark.parametrize("around", ["a call", "jit", "scan", "checkpoint", "cond", "vmap"])
-def test_an_island_has_the_value_of_float32_and_its_backward_pass(around):
-    """To the bit, between narrowed products; in the program of the gradient only the product around it is narrowed."""
-    w, x = normal(0, 4, 4), normal(1, 4, 4)
-    plain = AROUND[around](only_dot)
-    island, loss = mpx.full_precision(plain), lambda w, x: (island(w, x) @ w).sum()
-    gradient = lambda fun: jax.grad(fun, argnums=(0, 1))
-    for fun in (mpx.autocast(gradient(loss), BF16), gradient(mpx.autocast(loss, BF16))):
-        found = contractions(fun, w, x)
-        assert len(found) == len(contractions(gradient(loss), w, x))
-        assert (found.count(all_in(BF16)), found.count(all_in(F32))) == (3, len(found) - 3)
-    if around == "a call":
-        actual, dot = mpx.autocast(lambda w, x: island(w, x @ w) @ w, BF16)(w, x), narrow_dot(BF16)
-        assert_same_bits(actual, dot(jnp.matmul(dot(x, w), w, precision="highest"), w))
 
 
 def test_an_inner_function_compiled_before_is_the_same_inside_and_outside_of_autocast():
@@ -260,23 +215,6 @@ def test_sharded_inputs_are_not_gathered_and_may_be_donated():
     assert not x.is_deleted()
 
 
-def test_shardings_in_types_are_kept():
-    """A mesh with explicit axes: products, loops, checkpoints and gradients."""
-    mesh = jax.make_mesh((8,), ("data",), (AxisType.Explicit,), devices=jax.devices("cpu"))
-
-    def fun(w, x):
-        y, _ = lax.scan(lambda c, _: (jnp.sin(c @ w), None), x, length=2)
-        return jax.checkpoint(lambda y: jnp.sin(y @ w))(y)
-
-    with jax.set_mesh(mesh):
-        w = jax.device_put(normal(0, 4, 4), NamedSharding(mesh, PartitionSpec()))
-        x = jax.device_put(normal(1, 8, 4), NamedSharding(mesh, PartitionSpec("data")))
-        autocast = mpx.autocast(fun, BF16)
-        assert types_of(jax.eval_shape(autocast, w, x)) == types_of(jax.eval_shape(fun, w, x))
-        gradient = lambda f: jax.eval_shape(jax.grad(lambda w, x: f(w, x).sum(), argnums=(0, 1)), w, x)
-        assert types_of(gradient(autocast)) == types_of(gradient(fun))
-
-
 # ---- kinds of arguments and results ---------------------------------------------------------------------------------
 
 
@@ -314,40 +252,7 @@ def test_arguments_and_results_that_are_no_arrays_are_passed_on_as_they_are():
     assert mpx.autocast(lambda: "text", BF16)() == "text"
 
 
-WEAK = {
-    "arithmetic": lambda a, x: (a * 2.0, a + 1, x * a, (x @ x) * a),
-    "scan": lambda a, x: lax.scan(lambda c, r: (c * 2.0, (r @ x).sum()), a, x),
-    "while": lambda a, x: lax.while_loop(lambda c: c[0] < 3.0, lambda c: (c[0] + 1.0, c[1] @ x), (0.0, x)),
-    "cond": lambda a, x: lax.cond(x[0, 0] > 0, lambda y: ((y @ x).sum(), 1.0), lambda y: (y.sum(), 2.0), x),
-    "checkpoint": lambda a, x: jax.checkpoint(lambda a, x: (a * 1.0, x @ x * a))(a, x),
-    "jit": lambda a, x: jax.jit(lambda a, x: (a * 1.0, x @ x * a))(a, x),
-    "dot of weak types": lambda a, x: lax.dot(lax.broadcast(a, (4,)), lax.broadcast(a, (4,))),
-}
-
-
-def test_weak_types_are_those_of_the_plain_function():
-    a, x = jnp.asarray(1.0), integers(0, 4, 4)
-    assert a.weak_type
-    for name, fun in WEAK.items():
-        plain = types_of(jax.eval_shape(fun, a, x))
-        assert types_of(jax.eval_shape(mpx.autocast(fun, BF16), a, x)) == plain, name
-
-
 # ---- nothing is remembered ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("inside", ["a call", "scan", "jit", "checkpoint", "cond"])
-def test_a_list_of_weights_that_is_closed_over_may_be_changed_between_calls(inside):
-    weights = [jnp.eye(4, dtype=F32)]
-    fun = lambda _, x: functools.reduce(jnp.matmul, weights, x)
-    fun = mpx.autocast(lambda _, x, f=fun: AROUND[inside](f)(0.0, x), BF16)
-    x, runs = integers(0, 3, 4), 2.0 if inside == "scan" else 1.0
-    assert_same_bits(fun(0.0, x), x)
-    weights[0] = 2 * jnp.eye(4, dtype=F32)
-    gradient = jax.grad(lambda x: fun(0.0, x).sum())(x)
-    assert_same_bits((fun(0.0, x), gradient), (2**runs * x, jnp.full((3, 4), 2**runs)))
-    weights.clear()
-    assert_same_bits(fun(0.0, x), x)
 
 
 def test_weights_that_are_closed_over_are_not_viewed_in_float32():

@@ -1,7 +1,7 @@
-"""One table of programs, and what holds for each under autocast: bits, dtypes of contractions, sums in float32.
+"""What holds for each program of the table under autocast: bits, dtypes of contractions, tags, sums in float32.
 
-Oracle of bits: the same program with each matrix product's casts written by hand. A program takes the product as an
-argument, so one text makes both. Oracle of sums: gradients that count uses; the compute dtype does not have the count.
+Oracle of bits: the same program with each matrix product's casts written by hand. A program is put around a function,
+so one text makes both. Oracle of sums: gradients that count uses; the compute dtype does not have the count.
 """
 
 import contextlib
@@ -12,192 +12,193 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, NamedSharding
 
 import mpx
 from tests.autocast.helpers import (
     BF16,
+    CARRIED,
+    DIFFERENTIABLE,
     F16,
     F32,
+    FORWARD_ONLY,
+    PROGRAMS,
+    SPLIT,
+    WHOLE,
     all_in,
     contractions,
     exact_jit,
     integers,
+    is_representable,
     narrow_dot,
     normal,
+    plan_of,
     rounding_cotangent,
     total,
+    with_gradients,
 )
 from tests.helpers import assert_same_bits, eight_cpu_devices, types_of
 
-SPLIT, WHOLE = PartitionSpec("data"), PartitionSpec()
 NO_SCALE = mpx.NoOpLossScale()  # of numbers that float16 has
-
-
-def on_devices(fun, out=SPLIT):
-    """Return a function of weights, which all devices hold, and of rows, which are divided over eight devices."""
-    varying = lambda w, x: fun(lax.pcast(w, "data", to="varying"), x)
-    return jax.shard_map(varying, mesh=eight_cpu_devices(), in_specs=(WHOLE, SPLIT), out_specs=out)
-
-
-# ---- the table: from a matrix product to functions of weights (4, 4), stacked weights (3, 4, 4), and rows (16, 4) ----
+all_programs = pytest.mark.parametrize("name", PROGRAMS)
+with_a_gradient = pytest.mark.parametrize("name", DIFFERENTIABLE)
 
 
 def two_layers(dot, biased=lambda h: h):
     """A bias, a norm, and two products."""
 
-    def fun(w, ws, x):
-        h = jnp.sin(biased(dot(x, w) + ws[0, :1]))
-        return dot(h * lax.rsqrt((h * h).mean(-1, keepdims=True)), ws[1])
+    def fun(w, x):
+        h = jnp.sin(biased(dot(x, w) + w[0][None]))
+        return dot(h * lax.rsqrt((h * h).mean(-1, keepdims=True)), w)
 
     return fun
 
 
-def stacked_scan(dot):
-    body = lambda c, w: (jnp.sin(y := dot(c, w)), y)
-    return lambda w, ws, x: lax.scan(body, x, ws)
+def by_hand(dtype):
+    return two_layers(narrow_dot(dtype), functools.partial(rounding_cotangent, dtype=dtype))
 
 
-def reversed_scan(dot):
-    def fun(w, ws, x):
-        return lax.scan(lambda c, w2: (jnp.sin(dot(dot(c, w2), w)), c.sum()), x, ws, reverse=True, unroll=2)
-
-    return fun
-
-
-def branch(dot):
-    first, second = lambda w, x: jnp.sin(dot(x, w)), lambda w, x: dot(jnp.cos(x), 2 * w)
-    return lambda w, ws, x: lax.cond(x[0, 0] > 0, first, second, w, x)
-
-
-def switch(dot):
-    branches = [lambda w, x, i=i: jnp.sin(dot(x, w) * i) for i in (1.0, 2.0, 3.0)]
-    return lambda w, ws, x: [lax.switch(index, branches, ws[0], x) for index in (0, 2, 7)]
-
-
-def branch_in_scan(dot):
-    def body(c, w):
-        return lax.cond(c[0, 0] > 0, lambda c: (jnp.sin(dot(c, w)), c), lambda c: (c, dot(c, w)), c)
-
-    return lambda w, ws, x: lax.scan(body, x, ws)
-
-
-def checkpoint_names(dot):
-    policy = jax.checkpoint_policies.save_only_these_names("hidden")
-    fun = lambda w, x: jnp.sin(dot(checkpoint_name(jnp.sin(dot(x, w)), "hidden"), w))
-    return lambda w, ws, x: jax.checkpoint(fun, policy=policy, prevent_cse=False)(w, x)
-
-
-def checkpoint_in_scan(dot):
-    body = jax.checkpoint(lambda c, w: (jnp.sin(dot(jnp.sin(dot(c, w)), w)), None), prevent_cse=False)
-    return lambda w, ws, x: lax.scan(body, x, ws)[0]
-
-
-def call_in_scan(dot):
-    step = jax.jit(lambda c, w: jnp.sin(dot(c, w)))
-    return lambda w, ws, x: lax.scan(lambda c, w: (step(c, w), step(c, 2 * w)), x, ws)
-
-
-PROGRAMS = {
-    "two layers": two_layers,
-    "carry of a scan": lambda dot: lambda w, ws, x: lax.scan(lambda c, _: (jnp.sin(dot(c, w)), None), x, length=3)[0],
-    "checkpoint": lambda dot: lambda w, ws, x: jax.checkpoint(lambda w: jnp.sin(dot(jnp.sin(dot(x, w)), w)))(w),
-    "vectorized scan": lambda dot: lambda w, ws, x: jax.vmap(lambda row: stacked_scan(dot)(w, ws, row)[0])(x),
-    "shard_map": lambda dot: lambda w, ws, x: on_devices(lambda w, x: jnp.sin(dot(x, w)))(w, x),
-    "shard_map that sums": lambda dot: (
-        lambda w, ws, x: on_devices(lambda w, x: lax.psum(dot(dot(x, w).T, x), "data"), WHOLE)(w, x)
-    ),
-    **{
-        fun.__name__.replace("_", " "): fun
-        for fun in (
-            *(stacked_scan, reversed_scan, branch, switch, branch_in_scan),
-            *(checkpoint_names, checkpoint_in_scan, call_in_scan),
-        )
-    },
-}
+def arguments():
+    return normal(0, 4, 4), normal(1, 16, 4)
 
 
 def loss_of(fun):
     return lambda *args: jnp.cos(fun(*args)).mean()
 
 
-def scanned(fun):
-    return lambda w, ws, x: lax.scan(lambda c, row: (c + fun(w, ws, row[None]).sum(), None), jnp.float32(0), x)[0]
-
-
-def repeated(fun):
-    step = lambda w, ws, x, c: (c[0] + 1, c[1] + fun(w, ws, x).sum())
-    return lambda *args: lax.while_loop(lambda c: c[0] < 2, functools.partial(step, *args), (0, jnp.float32(0)))
-
-
+# Around autocast.
 TRANSFORMS = {
-    "value and grad": lambda f: lambda *args: (f(*args), jax.grad(total(f), argnums=(0, 1))(*args)),
-    "vmap of grad": lambda f: lambda w, ws, x: jax.vmap(lambda row: jax.grad(loss_of(f))(w, ws, row[None]))(x),
+    "vmap of grad": lambda f: lambda w, x: jax.vmap(lambda row: jax.grad(loss_of(f))(w, row[None]))(x),
     "jvp": lambda f: lambda *args: jax.jvp(f, args, tuple(map(jnp.cos, args))),
-    "hessian": lambda f: lambda w, ws, x: jax.hessian(lambda x: loss_of(f)(w, ws, x))(x[:3]),
-    "grad of checkpoint": lambda f: jax.grad(loss_of(jax.checkpoint(f))),
-    "grad of scan": lambda f: jax.grad(scanned(f)),
-    "while": repeated,
-    "cond": lambda f: lambda w, ws, x: lax.cond(x[0, 0] > 9, lambda w: f(w, ws, 2 * x), lambda w: f(w, ws, x), w),
+    "hessian": lambda f: lambda w, x: jax.hessian(lambda x: loss_of(f)(w, x))(x[:3]),
 }
 # Much like these, and slow to compile.
 ONLY_TRACED = {
-    "vmap": lambda f: lambda w, ws, x: jax.vmap(lambda row: f(w, ws, row[None]))(x),
-    "jacfwd": lambda f: jax.jacfwd(f, argnums=2),
-    "grad of grad": lambda f: jax.grad(lambda *args: (jax.grad(loss_of(f), argnums=2)(*args) ** 2).sum()),
+    "vmap": PROGRAMS["vmap"],
+    "jacfwd": lambda f: jax.jacfwd(f, argnums=1),
+    "grad of grad": lambda f: jax.grad(lambda *args: (jax.grad(loss_of(f), argnums=1)(*args) ** 2).sum()),
     "linearize": lambda f: lambda *args: jax.linearize(f, *args)[1](*args),
 }
-OF_A_MODEL = [("two layers", name) for name in TRANSFORMS]
-OF_ALL = [(name, "value and grad") for name in PROGRAMS if name != "two layers"]
-
-
-def arguments():
-    return normal(0, 4, 4), normal(1, 3, 4, 4), normal(2, 16, 4)
+OF_A_CALL = [("a call", transform) for transform in TRANSFORMS.items()]
+OF_ALL = [(name, ("jvp", TRANSFORMS["jvp"]) if name in FORWARD_ONLY else ("", with_gradients)) for name in PROGRAMS]
 
 
 # ---- bits and dtypes ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.eager
-@pytest.mark.parametrize(("name", "transform"), OF_ALL + OF_A_MODEL)
+@pytest.mark.parametrize(("name", "transform"), OF_ALL + OF_A_CALL)
 def test_values_and_gradients_are_those_of_casts_written_by_hand(name, transform):
     """Every bit, and the types of the plain program. Negative control: the float32 program has other values."""
-    args, transform = arguments(), TRANSFORMS[transform]
-    plain, by_hand = PROGRAMS[name](jnp.matmul), PROGRAMS[name](narrow_dot(BF16))
-    if name == "two layers":
-        by_hand = two_layers(narrow_dot(BF16), functools.partial(rounding_cotangent, dtype=BF16))
+    args, (_, transform) = arguments(), transform
+    plain = PROGRAMS[name](two_layers(jnp.matmul))
     actual = exact_jit(transform(mpx.autocast(plain, BF16)))(*args)
-    assert_same_bits(actual, exact_jit(transform(by_hand))(*args))
+    assert_same_bits(actual, exact_jit(transform(PROGRAMS[name](by_hand(BF16))))(*args))
     assert types_of(actual) == types_of(jax.eval_shape(transform(plain), *args))
-    if name in ("carry of a scan", "checkpoint", "branch"):
-        assert (actual[0] != exact_jit(plain)(*args)).any()
+    if transform is with_gradients:
+        assert not np.array_equal(actual[0], exact_jit(plain)(*args))
 
 
-@pytest.mark.parametrize(("name", "transform"), OF_ALL + OF_A_MODEL + [("two layers", name) for name in ONLY_TRACED])
+@pytest.mark.parametrize(
+    ("name", "transform"), OF_ALL + OF_A_CALL + [("a call", transform) for transform in ONLY_TRACED.items()]
+)
 def test_every_contraction_is_narrowed_around_and_inside_of_a_transformation(name, transform):
     """Except inside, in a batch of one row: the gradient of a weight sums nothing there, and is kept."""
-    args, program = arguments(), PROGRAMS[name](jnp.matmul)
-    transform = (TRANSFORMS | ONLY_TRACED)[transform]
+    args, program, (around, transform) = arguments(), PROGRAMS[name](two_layers(jnp.matmul)), transform
     plain = len(contractions(transform(program), *args))
     for dtype in (BF16, F16):
         assert contractions(transform(mpx.autocast(program, dtype)), *args) == [all_in(dtype)] * plain
     inside = contractions(mpx.autocast(transform(program), BF16), *args)
-    in_float32 = int(transform in (TRANSFORMS["vmap of grad"], TRANSFORMS["grad of scan"]))
+    in_float32 = 2 * (around == "vmap of grad")
     assert (inside.count(all_in(BF16)), inside.count(all_in(F32))) == (plain - in_float32, in_float32)
+
+
+@all_programs
+def test_a_result_is_tagged_unless_it_was_carried_or_computed(name):
+    """A value that a loop carries and computes anew in each iteration has no tag, whatever it is."""
+    w, x = arguments()
+    for change, is_known in ((jnp.negative, name not in CARRIED), (lambda x: x * 1.1, False)):
+        fun = mpx.autocast(lambda w, x, f=change: PROGRAMS[name](lambda w, x: f(x))(w, x @ w), BF16)
+        (tag,) = plan_of(fun, w, x).out_tags
+        assert tag.representable_in == (BF16 if is_known else None)
+        assert is_representable(exact_jit(fun)(w, x), BF16) == (change is jnp.negative)
+
+
+@all_programs
+def test_types_are_those_of_the_plain_program_also_weak_ones_and_those_with_shardings(name):
+    weak = lax.broadcast(jnp.asarray(1.0), (4, 4)), lax.broadcast(jnp.asarray(1.0), (16, 4))
+    program = PROGRAMS[name](lambda w, x: x @ w * 2.0)
+    assert weak[0].weak_type
+    assert types_of(jax.eval_shape(mpx.autocast(program, BF16), *weak)) == types_of(jax.eval_shape(program, *weak))
+    mesh = jax.make_mesh((8,), ("data",), (AxisType.Explicit,), devices=jax.devices("cpu"))
+    with jax.set_mesh(mesh if name != "shard_map" else eight_cpu_devices()):
+        args = [
+            jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(arguments(), (WHOLE, SPLIT), strict=True)
+        ]
+        transform = with_gradients if name in DIFFERENTIABLE else lambda fun: fun
+        plain = types_of(jax.eval_shape(transform(program), *args))
+        assert types_of(jax.eval_shape(transform(mpx.autocast(program, BF16)), *args)) == plain
+
+
+# ---- one autocast inside of another ---------------------------------------------------------------------------------
+
+
+DTYPES = {"f32": F32, "bf16": BF16, "f16": F16}
+ISLANDS = {
+    **{name: (functools.partial(mpx.autocast, policy_or_dtype=name), dtype) for name, dtype in DTYPES.items()},
+    "full_precision": (mpx.full_precision, F32),
+}
+
+
+@pytest.mark.parametrize("name", [*PROGRAMS, "grad"])
+def test_of_two_autocasts_the_inner_one_wins(name):
+    """Also where a program stands between the two, or inside of the inner one.
+
+    The operations outside of the island are the outer one's. Each pair of a program, an island and an outer dtype
+    occurs.
+    """
+    w, x = arguments()
+    around = PROGRAMS.get(name, lambda f: lambda w, x: jax.grad(lambda w, x: jnp.sin(f(w, x)).sum())(w, x))
+    for i, (inside, dtype) in enumerate(ISLANDS.values()):
+        outer = list(DTYPES)[(i + len(name)) % 3]
+        program = around(inside(lambda w, x: x @ w))
+        *found, last = contractions(mpx.autocast(lambda w, x, f=program: (y := f(w, x)) @ y.T, outer), w, x)
+        assert (set(found), last) == ({all_in(dtype)}, all_in(DTYPES[outer]))
+        assert set(contractions(mpx.autocast(inside(around(lambda w, x: x @ w)), outer), w, x)) == {all_in(dtype)}
+
+
+@with_a_gradient
+def test_an_island_is_in_float32_forward_and_backward(name):
+    """In the program of the gradient only the product around it is narrowed."""
+    island = mpx.full_precision(PROGRAMS[name](lambda w, x: jnp.sin(x @ w)))
+    gradient = lambda fun: jax.grad(fun, argnums=(0, 1))
+    loss = lambda w, x: (island(w, x) @ w).sum()
+    plain = len(contractions(gradient(loss), *arguments()))
+    for fun in (mpx.autocast(gradient(loss), BF16), gradient(mpx.autocast(loss, BF16))):
+        found = contractions(fun, *arguments())
+        assert (found.count(all_in(BF16)), found.count(all_in(F32))) == (3, plain - 3)
+
+
+@with_a_gradient
+def test_a_list_of_weights_that_is_closed_over_may_be_changed_between_calls(name):
+    """Autocast remembers no trace."""
+    weights, x = [], integers(0, 16, 4)
+    fun = mpx.autocast(lambda x: PROGRAMS[name](lambda _, x: functools.reduce(jnp.matmul, weights, x))(x[:4], x), BF16)
+    (plain,) = jax.tree.leaves(fun(x))
+    weights.append(2 * jnp.eye(4, dtype=F32))
+    value, gradient = fun(x), jax.grad(total(fun))(x)
+    assert_same_bits(value, gradient * x)
+    assert (jnp.abs(gradient) >= 2).all()
+    weights.clear()
+    assert_same_bits(fun(x), plain)
 
 
 # ---- programs of small whole numbers, which bfloat16 has: the bits of the plain program in all of jax's modes --------
 
 
-def everything(w, x):
-    """Scan, cond, jit, checkpoint, vmap, and a custom derivative."""
-    y, _ = lax.scan(lambda c, _: (jnp.abs(c @ w), None), x, length=2)
-    y = lax.cond(y[0, 0] > 9, lambda y: y @ w, lambda y: y - y @ w, y)
-    y = jax.checkpoint(lambda y: jnp.maximum(y @ w, -1.0))(y)
-    y = jax.jit(lambda y: jax.nn.relu(y @ w))(y)
-    return jax.vmap(lambda row: row @ w)(y)
+ALL_IN_ONE = ("scan", "branch", "checkpoint", "jit", "vmap")
+everything = functools.reduce(lambda f, name: PROGRAMS[name](f), ALL_IN_ONE[::-1], lambda w, x: jax.nn.relu(x @ w))
 
 
 def reference(w, x):
@@ -253,8 +254,7 @@ def whole_numbers():
 def test_programs_of_whole_numbers_keep_every_bit(name, mode):
     """And their gradients, where they have some; also with the loop's `vmap` around autocast."""
     fun, args = EXACT[name], whole_numbers()
-    with_gradient = lambda fun: lambda *args: (fun(*args), jax.grad(total(fun), argnums=(0, 1))(*args))
-    transform = with_gradient if name == "everything" else lambda fun: fun
+    transform = with_gradients if name == "everything" else lambda fun: fun
     expected = exact_jit(transform(fun))(*args)
     with MODES[mode]():
         assert_same_bits(exact_jit(transform(mpx.autocast(fun, BF16)))(*args), expected)
@@ -277,62 +277,52 @@ def test_it_leaks_no_tracer():
 
 
 def use(w):
-    return (jnp.ones((1, 2), F32) @ w).sum()
+    return (jnp.ones((1, len(w)), F32) @ w).sum()
 
 
-def in_checkpoint(w, n):
-    return jax.checkpoint(lambda w: n * use(w) + use(w))(w)
-
-
-def beside_a_product(w, n):
+def beside_a_product(f):
     """Like the embedding of a first token in front of a sequence."""
-    rows = jnp.concatenate([w, jnp.ones((2, 2), F32) @ jnp.ones((2, 1), F32)]).reshape(2, 2, 1)
-    return lax.scan(lambda c, row: (c + in_checkpoint(row, n), None), jnp.float32(0), rows)[0]
+
+    def fun(w, x):
+        rows = jnp.concatenate([w, jnp.ones((4, 4), F32) @ jnp.ones((4, 4), F32)]).reshape(2, 4, 4)
+        return lax.scan(lambda c, row: (jax.checkpoint(f)(row, c), None), x, rows)[0]
+
+    return fun
 
 
-def returned_by_a_loop(w, n):
-    (turned,) = lax.scan(lambda c, w: (c + use(w) * 0, w[::-1]), jnp.float32(0), w[None])[1]
-    return in_checkpoint(turned, n)
+def returned_by_a_loop(f):
+    def fun(w, x):
+        (turned,) = lax.scan(lambda c, w: (c + use(w) * 0, w[::-1]), jnp.float32(0), w[None])[1]
+        return jax.checkpoint(f)(turned, x)
+
+    return fun
 
 
-def on_several_devices(w, n):
-    """An eighth on each of eight devices, and one more on the first."""
-    counts = jnp.full(8, n / 8.0, F32).at[0].add(1.0)
-    return on_devices(lambda w, count: lax.psum(count[0] * use(w), "data"), WHOLE)(w, counts)
+USES = {name: PROGRAMS[name] for name in DIFFERENTIABLE}
+USES |= {"beside a product": beside_a_product, "returned by a loop": returned_by_a_loop}
 
 
-def added_up(body, xs=None, length=None):
-    return lax.scan(lambda c, x: (c + body(x), None), jnp.float32(0), xs, length)[0]
+def in_checkpoints(f):
+    return lambda w, n: n * jax.checkpoint(f)(w) + jax.checkpoint(f)(w)
 
 
-# Each uses a weight n + 1 times: the sum of the uses is not rounded, wherever they are.
-USES = {
-    "in a scan": lambda w, n: added_up(lambda _: use(w), length=n + 1),
-    "in checkpoints": lambda w, n: n * jax.checkpoint(use)(w) + jax.checkpoint(use)(w),
-    "in a checkpoint": in_checkpoint,
-    "in a checkpoint in a scan": lambda w, n: added_up(
-        lambda _: jax.checkpoint(use, prevent_cse=False)(w), None, n + 1
-    ),
-    "in a branch in a scan": lambda w, n: added_up(
-        lambda i: lax.cond(i >= 0, use, lambda w: jnp.float32(0), w), jnp.arange(n + 1)
-    ),
-    # Twice in each iteration: the slice must not travel in 16 bits.
-    "in a stack": lambda w, n: added_up(lambda w: n * use(w) + use(w), w[None]),
-    "in a checkpoint of a stack": lambda w, n: added_up(lambda w: in_checkpoint(w, n), w[None]),
-    "on several devices": on_several_devices,
-    "beside a product": beside_a_product,
-    "carried by a loop": lambda w, n: lax.fori_loop(
-        0, 1, lambda i, c: (c[0][::-1], c[1] + in_checkpoint(c[0], n)), (w, jnp.float32(0))
-    )[1],
-    "returned by a loop": returned_by_a_loop,
-}
+def in_a_scan(f):
+    return lambda w, n: lax.scan(lambda c, _: (c + f(w), None), jnp.float32(0), length=n + 1)[0]
+
+
+TIMES = {"at once": lambda f: lambda w, n: n * f(w) + f(w), "in checkpoints": in_checkpoints, "in a scan": in_a_scan}
 
 
 @pytest.mark.parametrize(("dtype", "n"), [(BF16, 256), (F16, 2048)], ids=str)
-@pytest.mark.parametrize("uses", USES.values(), ids=USES)
-def test_the_gradient_of_a_weight_is_the_number_of_its_uses(uses, dtype, n):
-    gradient = exact_jit(mpx.grad(mpx.autocast(lambda w: uses(w, n), dtype), NO_SCALE))(jnp.zeros((2, 1), dtype))
-    assert_same_bits(np.asarray(gradient), np.full((2, 1), n + 1, F32))
+@pytest.mark.parametrize(
+    ("name", "times"), [*[(name, "at once") for name in USES], *[("a call", name) for name in TIMES][1:]]
+)
+def test_the_gradient_of_a_weight_is_the_number_of_its_uses(name, times, dtype, n):
+    """Wherever they are, their sum is not rounded: n + 1 uses, a prime number, for each element of the result."""
+    loss = mpx.autocast(total(USES[name](lambda w, x: x + TIMES[times](use)(w, n))), dtype)
+    gradient = exact_jit(mpx.grad(loss, NO_SCALE))(jnp.zeros((4, 4), dtype), jnp.zeros((8, 1), F32))
+    assert gradient.dtype == F32
+    assert ((gradient > 0) & (gradient % (n + 1) == 0)).all()
     assert np.asarray(n + 1).astype(dtype) == n  # negative control: the sum is no number of the dtype
 
 
@@ -361,7 +351,7 @@ def stacked_biases(w):
 # Losses of a weight (2, 1), and its gradient, in each element.
 SUMS = {
     "a token seen 1001 times": (lambda w: (w.T[jnp.zeros(1001, jnp.int32)] @ jnp.ones((2, 1), w.dtype)).sum(), 1001),
-    "4097 iterations of a scan": (lambda w: added_up(lambda _: use(w), length=4097), 4097),
+    "4097 iterations of a scan": (lambda w: in_a_scan(use)(w, 4096), 4097),
     "tied weights": (tied, 257),
     "an activation used 301 times": (activation_used_301_times, 301),
     "a bias of 1001 rows": (bias_of_1001_rows, 1001),
@@ -395,10 +385,11 @@ def test_a_loop_carries_sums_in_float32(rules, start):
 def test_the_gradient_of_a_bfloat16_weight_is_rounded_once_by_jax_itself():
     """`jax.grad` gives it the weight's dtype; and slices of a stack that is cast first lose a use. `mpx.grad`: 257."""
     w = jnp.zeros((2, 1), BF16)
-    loss = mpx.autocast(lambda w: USES["in a scan"](w, 256), BF16)
+    loss = mpx.autocast(lambda w: in_a_scan(use)(w, 256), BF16)
     assert_same_bits(jax.grad(loss)(w), jnp.full((2, 1), 256, BF16))
     once = lambda w: (jnp.ones((1, 2), BF16) @ w).astype(F32).sum()
-    cast_first = lambda ws: added_up(lambda w: 256 * once(w) + once(w), ws.astype(BF16))
+    twice = lambda c, w: (c + 256 * once(w) + once(w), None)
+    cast_first = lambda ws: lax.scan(twice, jnp.float32(0), ws.astype(BF16))[0]
     assert (exact_jit(jax.grad(cast_first))(jnp.zeros((1, 2, 1))) == 256).all()
 
 
@@ -413,26 +404,15 @@ def test_gradients_of_stacked_weights_are_summed_over_devices_before_they_are_ro
     assert_same_bits(np.asarray(gradient), np.full((2, 2, 1), 257, F32))
 
 
-AROUND_A_SUM = {
-    "a call": lambda f: f,
-    "jit": jax.jit,
-    "vmap": lambda f: jax.vmap(f, in_axes=(None, 0)),
-    "checkpoint": jax.checkpoint,
-    "scan": lambda f: lambda w, x: lax.map(lambda row: f(w, row), x),
-    "cond": lambda f: lambda w, x: lax.cond(x.sum() > 0, f, lambda w, x: f(w, 2 * x), w, x),
-}
-
-
-@pytest.mark.parametrize("transform", AROUND_A_SUM.values(), ids=AROUND_A_SUM)
-def test_a_float32_reduce_dtype_composes(transform):
-    """The gradient of the sum of `x @ w` is a sum of 257 ones, which bfloat16 does not have: there it is 256."""
-    x, w = jnp.ones((1, 257, 2), F32), jnp.zeros((2, 1), F32)
-    fun = lambda w, x: x @ w
-    for dtype, count in ((F32, 257.0), (None, 256.0)):
-        autocast = functools.partial(mpx.autocast, policy_or_dtype=BF16, reduce_dtype=dtype)
-        for program in (autocast(transform(fun)), transform(autocast(fun))):
-            gradient = exact_jit(jax.grad(lambda w, program=program: program(w, x).sum()))(w)
-            assert_same_bits(gradient, jnp.full((2, 1), count, F32))
+@with_a_gradient
+def test_a_float32_reduce_dtype_composes(name):
+    """Each of eight devices adds up 257 ones, a prime number. Negative control: bfloat16, where it is 256."""
+    x, w, fun = jnp.ones((8 * 257, 4), F32), jnp.eye(4, dtype=F32), lambda w, x: x @ w
+    wide, narrow = (functools.partial(mpx.autocast, policy_or_dtype=BF16, reduce_dtype=dtype) for dtype in (F32, None))
+    around = PROGRAMS[name]
+    for program, is_wide in ((wide(around(fun)), True), (around(wide(fun)), True), (narrow(around(fun)), False)):
+        gradient = exact_jit(jax.grad(total(program)))(w, x)
+        assert ((gradient != 0) & (gradient % 257 == 0)).all() == is_wide
 
 
 @pytest.mark.parametrize("prevented", [(False, True), (True, False)], ids=str)
