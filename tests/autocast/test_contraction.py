@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.sharding import NamedSharding, PartitionSpec
 
 import mpx
@@ -51,7 +52,6 @@ NARROWED = {
     "batched with one weight": (lambda x, w: x @ w, (2, 3, 4), (4, 2)),
     "einsum with batch dimensions": (lambda x, w: jnp.einsum("bhqd,bhkd->bhqk", x, w), (2, 2, 3, 4), (2, 2, 3, 4)),
     "einsum over two dimensions": (lambda x, w: jnp.einsum("bij,ijk->bk", x, w), (2, 3, 2), (3, 2, 4)),
-    "einsum that sums one operand alone": (lambda x, w: jnp.einsum("ij,jk->k", x, w), (3, 4), (4, 2)),
     "tensordot": (lambda x, w: jnp.tensordot(x, w, 2), (2, 3, 4), (3, 4, 2)),
     "product mapped over rows": (lambda x, w: jax.vmap(lambda v: w.T @ v)(x), (3, 4), (4, 2)),
     "two products summed": (lambda x, w: x @ w, (3, 2), (2, 2)),
@@ -68,56 +68,168 @@ NARROWED = {
     "transposed convolution": (lambda x, w: lax.conv_transpose(x, w, (2, 2), "SAME"), (1, 3, 3, 2), (3, 3, 2, 2)),
     "ragged product": (RAGGED, (6, 4), (3, 4, 2)),
     "product of no rows": (lambda x, w: x @ w, (0, 4), (4, 2)),
-}
-KEPT = {
-    "outer product": (lambda x, w: jnp.einsum("i,j->ij", x, w), (3,), (4,)),
-    "outer product as a matrix product": (lambda x, w: x @ w, (3, 1), (1, 4)),
-    "outer product of a batch": (lambda x, w: jnp.einsum("bi,bj->bij", x, w), (2, 3), (2, 4)),
-    "1x1 convolution of one channel": (conv, (1, 4, 4, 1), (1, 1, 1, 2)),
-    "depthwise 1x1 convolution": (lambda x, w: conv(x, w, groups=3), (1, 4, 4, 3), (1, 1, 1, 3)),
-    "ragged outer product": (RAGGED, (6, 1), (3, 1, 2)),
-    "sum of nothing": (lambda x, w: x @ w, (3, 0), (0, 2)),
-    "precision 'high'": (lambda x, w: dot(x, w, precision="high"), (3, 4), (4, 2)),
-    "precision 'highest'": (lambda x, w: dot(x, w, precision="highest"), (3, 4), (4, 2)),
-    "precision 'highest' of one operand": (lambda x, w: dot(x, w, precision=("default", "highest")), (3, 4), (4, 2)),
-    "precision 'highest' of a convolution": (lambda x, w: conv(x, w, precision="highest"), IMAGES, KERNEL),
-    "precision 'highest' of a ragged product": (lambda x, w: RAGGED(x, w, precision="highest"), (6, 4), (3, 4, 2)),
-    "an algorithm": (lambda x, w: dot(x, w, precision=lax.DotAlgorithmPreset.F32_F32_F32), (3, 4), (4, 2)),
-    "an algorithm written out": (
-        lambda x, w: dot(x, w, precision=lax.DotAlgorithm(F32, F32, F32), preferred_element_type=F32),
-        (3, 4),
-        (4, 2),
+    "convolution with groups of the batch": (lambda x, w: conv(x, w, batch_group_count=2), (2, 5, 5, 2), KERNEL),
+    "convolution padded on one side": (
+        lambda x, w: lax.conv_general_dilated(x, w, (2,), [(2, 0)], dimension_numbers=("NWC", "WIO", "NWC")),
+        *((1, 6, 1), (3, 1, 1)),
     ),
+}
+# A function, why it is not narrowed, in what it runs, what is asked for, and the shapes of its arguments.
+PRECISE = "precision .* is asked for"
+OUTER = "nothing is summed: an outer product"
+AUTHOR = "a custom derivative belongs to the function that its author wrote"
+DECIDED = "decided by an autocast or full_precision inside"
+ONE_IN_F16 = mpx.get_policy("params=bf16,compute=f16,output=f32")
+HEAD = mpx.Policy("float32", "bfloat16", "float32", overrides=(("head", "float32"),))
+SCANNED = lambda x, w: lax.scan(lambda c, _: (c @ w, None), x, length=3)[0]
+
+
+def cast_to(dtype):
+    return lambda x, w: x.astype(dtype) @ w.astype(dtype)
+
+
+def multiply_in_a_kernel(x, w):
+    def kernel(x_ref, w_ref, out_ref):
+        out_ref[...] = x_ref[...] @ w_ref[...]
+
+    return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, F32), interpret=True)(x, w)
+
+
+def solve(x, w):
+    """Its matrix products converge in float32 only."""
+    a = w + 8 * jnp.eye(4, dtype=F32)
+    forward, backward = lambda _, b: jnp.linalg.solve(a, b), lambda _, b: jnp.linalg.solve(a.T, b)
+    return lax.custom_linear_solve(lambda v: a @ v, x[0], forward, backward)[None]
+
+
+# Wrong derivatives on purpose: that of `x @ w` is said to be three times its own.
+with_jvp, with_vjp = jax.custom_jvp(jnp.matmul), jax.custom_vjp(jnp.matmul)
+with_jvp.defjvp(lambda primals, tangents: (with_jvp(*primals), 3 * (tangents[0] @ primals[1])))
+with_vjp.defvjp(lambda x, w: (x @ w, (x, w)), lambda res, g: (3 * (g @ res[1].T), res[0].T @ g))
+ALGORITHM = lax.DotAlgorithm(F32, F32, F32)
+KEPT = {
+    "outer product": (lambda x, w: jnp.einsum("i,j->ij", x, w), OUTER, "f32", "bf16", (3,), (4,)),
+    "outer product as a matrix product": (jnp.matmul, OUTER, "f32", "bf16", (3, 1), (1, 4)),
+    "outer product of a batch": (lambda x, w: jnp.einsum("bi,bj->bij", x, w), OUTER, "f32", "f16", (2, 3), (2, 4)),
+    "1x1 convolution of one channel": (conv, OUTER, "f32", "bf16", (1, 4, 4, 1), (1, 1, 1, 2)),
+    "depthwise 1x1 convolution": (
+        *(lambda x, w: conv(x, w, groups=3), OUTER, "f32", "bf16"),
+        *((1, 4, 4, 3), (1, 1, 1, 3)),
+    ),
+    "ragged outer product": (RAGGED, OUTER, "f32", "bf16", (6, 1), (3, 1, 2)),
+    "sum of nothing": (jnp.matmul, OUTER, "f32", "bf16", (3, 0), (0, 2)),
+    "precision 'high'": (lambda x, w: dot(x, w, precision="high"), PRECISE),
+    "precision 'highest'": (lambda x, w: dot(x, w, precision="highest"), PRECISE, "f32", "f16"),
+    "precision 'highest' of one operand": (lambda x, w: dot(x, w, precision=("default", "highest")), PRECISE),
+    "precision 'highest' of a convolution": (
+        *(lambda x, w: conv(x, w, precision="highest"), PRECISE, "f32", "bf16"),
+        *(IMAGES, KERNEL),
+    ),
+    "precision 'highest' of a ragged product": (
+        *(lambda x, w: RAGGED(x, w, precision="highest"), PRECISE, "f32", "bf16"),
+        *((6, 4), (3, 4, 2)),
+    ),
+    "an algorithm": (lambda x, w: dot(x, w, precision=lax.DotAlgorithmPreset.F32_F32_F32), PRECISE),
+    "an algorithm written out": (lambda x, w: dot(x, w, precision=ALGORITHM, preferred_element_type=F32), PRECISE),
+    "full precision": (mpx.full_precision(jnp.matmul), DECIDED),
+    "full precision of a jit": (mpx.full_precision(jax.jit(jnp.matmul)), DECIDED),
+    "full precision of a scan": (mpx.full_precision(SCANNED), DECIDED),
+    "autocast inside": (jax.jit(mpx.autocast(jnp.matmul, "f16")), DECIDED, "f16"),
+    "custom_vjp": (with_vjp, AUTHOR),
+    "custom_jvp": (with_jvp, AUTHOR),
+    "linear solve": (solve, "linear algebra: errors grow with the condition number"),
+    "16-bit operands": (cast_to(BF16), "operands are bfloat16", "bf16"),
+    "16-bit operands, a float32 result": (
+        *(lambda x, w: dot(x.astype(F16), w.astype(F16), preferred_element_type=F32), "operands are float16", "f16"),
+    ),
+    "integer operands": (cast_to(np.int32), "operands are int32", "-"),
+    "8-bit integers": (lambda x, w: cast_to(np.uint8)(abs(x), abs(w)), "operands are uint8", "-"),
+    "complex operands": (cast_to(np.complex64), "operands are complex64", "complex64"),
+    "float64 operands": (cast_to(np.float64), "operands are float64", "f64"),
+    "one float64 operand": (
+        *(lambda x, w: dot(x, w.astype(np.float64), preferred_element_type=F32), "operands are float32 and float64"),
+        "f32 f64",
+    ),
+    "a float64 result": (*(lambda x, w: dot(x, w, preferred_element_type=np.float64), "its result is to be float64"),),
+    "convolution by an algorithm": (conv, "there is no bf16x3 algorithm for it", "f32", "bf16x3", IMAGES, KERNEL),
+    "override": (jnp.matmul, "an override of the policy asks for f32", "f32", HEAD),
+    "f32": (jnp.matmul, "f32 is asked for", "f32", "f32"),
+    "gradient of custom_vjp": (jax.grad(lambda x, w: with_vjp(x, w).sum(), argnums=(0, 1)), "", "bf16"),
+    "bf16x3": (jnp.matmul, "", "bf16x3", "bf16x3"),
+    "f16": (jnp.matmul, "", "f16", np.float16),
+    "policy": (jnp.matmul, "", "f16", ONE_IN_F16),
 }
 
 
 def arguments(case):
-    fun, *shapes = (NARROWED | KEPT)[case]
+    fun, *shapes = NARROWED[case]
     return fun, [normal(i, *shape) for i, shape in enumerate(shapes)]
 
 
 @pytest.mark.parametrize("case", NARROWED)
-def test_a_contraction_of_float32_values_is_narrowed(case):
-    """Operands and results in the compute dtype, viewed as float32."""
+def test_a_contraction_of_float32_values_is_narrowed_forward_and_backward(case):
+    """Operands and results in the compute dtype, viewed as float32; with a `reduce_dtype` gradients are float32."""
     fun, args = arguments(case)
     assert contractions(fun, *args) == [all_in(F32)]
     for dtype in (BF16, F16):
         autocast = mpx.autocast(fun, dtype)
         assert contractions(autocast, *args) == [all_in(dtype)]
+        assert [row.reason for row in mpx.explain(fun, dtype)(*args).contractions] == [""]
         assert jax.eval_shape(autocast, *args) == jax.eval_shape(fun, *args)
-    assert [row.reason for row in mpx.explain(fun, BF16)(*args).contractions] == [""]
+        loss = lambda d=dtype, **options: autocast_loss(lambda *a: jnp.sin(fun(*a)), d, **options)
+        assert set(contractions(jax.grad(loss(), argnums=(0, 1)), *args)) == {all_in(dtype)}
+        first, *wide = contractions(jax.grad(loss(reduce_dtype=F32), argnums=(0, 1)), *args)
+        assert first == all_in(dtype)
+        assert set(wide) <= {(dtype, dtype, F32)}
+
+
+@pytest.mark.parametrize("case", NARROWED)
+def test_flops_are_two_for_each_product_that_is_added_up_forward_and_backward(case):
+    """A sum of ones counts them: not the padding, nor the zeros between strided pixels."""
+    fun, args = arguments(case)
+    flops = 2 * float(fun(*map(jnp.ones_like, args)).sum())
+    backward = jax.grad(lambda *args: fun(*args).sum(), argnums=(0, 1))
+    for explained in (fun, backward):
+        rows = mpx.explain(explained, BF16)(*args).contractions
+        assert all(row.flops == row.count * flops for row in rows)
+
+
+@pytest.mark.eager
+@pytest.mark.parametrize(
+    "case", sorted(NARROWED.keys() - {"with a float32 result asked for"})
+)  # not of 16-bit operands
+def test_values_and_gradients_are_those_of_casts_written_by_hand(case):
+    """Negative control: the float32 value is another one."""
+    fun, args = arguments(case)
+    with_value = lambda f: lambda *args: (jnp.sin(y := f(*args)).sum(), y)
+    differentiated = lambda f: exact_jit(jax.value_and_grad(with_value(f), argnums=(0, 1), has_aux=True))(*args)
+    expected = differentiated(lambda *args: fun(*[x.astype(BF16) for x in args]).astype(F32))
+    assert_same_bits(differentiated(mpx.autocast(fun, BF16)), expected)
+    assert np.any(expected[0][1] != fun(*args)) or not expected[0][1].size
 
 
 @pytest.mark.parametrize("case", KEPT)
-def test_a_contraction_that_sums_nothing_or_asks_for_precision_is_kept(case):
-    fun, args = arguments(case)
-    for dtype in (BF16, F16):
-        assert contractions(mpx.autocast(fun, dtype), *args) == [all_in(F32)]
-    if case != "an algorithm written out":  # CPUs have not this one
-        assert_same_bits(mpx.autocast(fun, BF16)(*args), fun(*args))
-    (row,) = mpx.explain(fun, BF16)(*args).contractions
-    asks = "precision" in case or "algorithm" in case
-    assert re.fullmatch("precision .* is asked for" if asks else "nothing is summed: an outer product", row.reason)
+def test_each_contraction_that_is_kept_has_the_bits_of_the_plain_program_and_says_why(case):
+    """Its gradients too."""
+    fun, reason, runs_in, policy, *shapes = (*KEPT[case], *("f32", "bf16")[len(KEPT[case]) - 2 :])
+    of_tree = lambda tree: fun(tree["x"], tree["head"])
+    x, w = (normal(i, *shape) for i, shape in enumerate(shapes or [(4, 4)] * 2))
+    with jax.enable_x64(True):
+        rows = mpx.explain(of_tree, policy)({"x": x, "head": w}).contractions
+        assert {row.runs_in for row in rows} == {runs_in}
+        assert all(re.fullmatch(reason, row.reason) for row in rows)
+        if reason and case != "an algorithm written out":  # CPUs have not this one
+            loss = lambda of_tree: lambda tree: (abs(of_tree(tree).astype(np.complex64)) ** 2).sum()
+            run = lambda f: exact_jit(jax.value_and_grad(loss(f)))({"x": x, "head": w})
+            assert_same_bits(mpx.autocast(of_tree, policy)({"x": x, "head": w}), of_tree({"x": x, "head": w}))
+            assert_same_bits(run(mpx.autocast(of_tree, policy)), run(of_tree))
+
+
+def test_a_kernel_is_kept_whole():
+    """Beside it a product is narrowed."""
+    x, w = normal(0, 4, 4), normal(1, 4, 4)
+    both = mpx.autocast(lambda x, w: multiply_in_a_kernel(x, w) @ w, BF16)
+    assert_same_bits(both(x, w), narrow_dot(BF16)(multiply_in_a_kernel(x, w), w))
 
 
 def test_a_default_precision_that_is_high_turns_narrowing_off_in_its_context():
@@ -132,71 +244,6 @@ def test_a_default_precision_that_is_high_turns_narrowing_off_in_its_context():
         with jax.default_matmul_precision(name):
             assert contractions(mpx.autocast(jnp.matmul, BF16), x, w) == [all_in(F32)]
     assert contractions(mpx.autocast(jnp.matmul, BF16), x, w) == [all_in(BF16)]
-
-
-def cast_to(dtype):
-    return lambda x, w: x.astype(dtype) @ w.astype(dtype)
-
-
-with_jvp, with_vjp = jax.custom_jvp(jnp.matmul), jax.custom_vjp(jnp.matmul)
-with_jvp.defjvp(lambda primals, tangents: (with_jvp(*primals), tangents[0] @ primals[1]))
-with_vjp.defvjp(lambda x, w: (x @ w, (x, w)), lambda res, g: (g @ res[1].T, res[0].T @ g))
-AUTHOR = "a custom derivative belongs to the function that its author wrote"
-DECIDED = "decided by an autocast or full_precision inside"
-ONE_IN_F16 = mpx.get_policy("params=bf16,compute=f16,output=f32")
-HEAD = mpx.Policy("float32", "bfloat16", "float32", overrides=(("head", "float32"),))
-SCANNED = lambda x, w: lax.scan(lambda c, _: (c @ w, None), x, length=3)[0]
-WHY = {
-    "narrowed": (jnp.matmul, "bf16", ""),
-    "full precision": (mpx.full_precision(jnp.matmul), "f32", DECIDED),
-    "full precision of a jit": (mpx.full_precision(jax.jit(jnp.matmul)), "f32", DECIDED),
-    "full precision of a scan": (mpx.full_precision(SCANNED), "f32", DECIDED),
-    "autocast inside": (jax.jit(mpx.autocast(jnp.matmul, "f16")), "f16", DECIDED),
-    "custom_vjp": (with_vjp, "f32", AUTHOR),
-    "custom_jvp": (with_jvp, "f32", AUTHOR),
-    "gradient of custom_vjp": (jax.grad(lambda x, w: with_vjp(x, w).sum(), argnums=(0, 1)), "bf16", ""),
-    "16-bit operands": (cast_to(BF16), "bf16", "operands are bfloat16"),
-    "16-bit operands, a float32 result": (
-        lambda x, w: dot(x.astype(F16), w.astype(F16), preferred_element_type=F32),
-        "f16",
-        "operands are float16",
-    ),
-    "integer operands": (cast_to(np.int32), "-", "operands are int32"),
-    "8-bit integers": (cast_to(np.uint8), "-", "operands are uint8"),
-    "complex operands": (cast_to(np.complex64), "complex64", "operands are complex64"),
-    "float64 operands": (cast_to(np.float64), "f64", "operands are float64"),
-    "one float64 operand": (
-        lambda x, w: dot(x, w.astype(np.float64), preferred_element_type=F32),
-        "f32 f64",
-        "operands are float32 and float64",
-    ),
-    "a float64 result": (
-        lambda x, w: dot(x, w, preferred_element_type=np.float64),
-        "f32",
-        "its result is to be float64",
-    ),
-    "convolution by an algorithm": (
-        lambda x, w: conv(x[None, :, :, None], w[:3, :3, None, None]),
-        "f32",
-        "there is no bf16x3 algorithm for it",
-        "bf16x3",
-    ),
-    "override": (lambda x, w: x @ w, "f32", "an override of the policy asks for f32", HEAD),
-    "f32": (jnp.matmul, "f32", "f32 is asked for", "f32"),
-    "bf16x3": (jnp.matmul, "bf16x3", "", "bf16x3"),
-    "f16": (jnp.matmul, "f16", "", np.float16),
-    "policy": (jnp.matmul, "f16", "", ONE_IN_F16),
-}
-
-
-@pytest.mark.parametrize(("fun", "runs_in", "reason", "policy"), [(*row, "bf16")[:4] for row in WHY.values()], ids=WHY)
-def test_each_contraction_that_is_kept_has_the_bits_of_the_plain_program_and_says_why(fun, runs_in, reason, policy):
-    of_tree, tree = lambda tree: fun(tree["x"], tree["head"]), {"x": normal(0, 4, 4), "head": normal(1, 4, 4)}
-    with jax.enable_x64(True):
-        rows = mpx.explain(of_tree, policy)(tree).contractions
-        assert {(row.runs_in, row.reason) for row in rows} == {(runs_in, reason)}
-        if reason:
-            assert_same_bits(mpx.autocast(of_tree, policy)(tree), of_tree(tree))
 
 
 @half_dtypes
@@ -225,36 +272,6 @@ def test_the_value_of_a_ragged_product_is_the_sum_over_each_group():
 
 
 # ---- gradients ------------------------------------------------------------------------------------------------------
-
-BACKWARD = (
-    *("matrix product", "batched matrix product", "batched with one weight", "matrix times vector", "convolution"),
-    *("strided convolution", "grouped convolution", "depthwise convolution", "1x1 convolution"),
-    *("transposed convolution", "ragged product"),
-)
-
-
-@pytest.mark.eager
-@half_dtypes
-@pytest.mark.parametrize("case", [*BACKWARD, "einsum with batch dimensions"])
-def test_values_and_gradients_are_those_of_casts_written_by_hand(case, dtype):
-    """Negative control: the float32 value is another one."""
-    fun, args = arguments(case)
-    with_value = lambda f: lambda *args: (jnp.sin(y := f(*args)).sum(), y)
-    differentiated = lambda f: exact_jit(jax.value_and_grad(with_value(f), argnums=(0, 1), has_aux=True))(*args)
-    expected = differentiated(lambda *args: fun(*[x.astype(dtype) for x in args]).astype(F32))
-    assert_same_bits(differentiated(mpx.autocast(fun, dtype)), expected)
-    assert (expected[0][1] != fun(*args)).any()
-
-
-@half_dtypes
-@pytest.mark.parametrize("case", BACKWARD)
-def test_contractions_of_the_backward_pass_are_in_the_compute_dtype(case, dtype):
-    """All three of them; with a float32 `reduce_dtype` the gradients are float32 results of narrow operands."""
-    fun, args = arguments(case)
-    loss = lambda **options: autocast_loss(lambda *a: jnp.sin(fun(*a)), dtype, **options)
-    assert contractions(jax.grad(loss(), argnums=(0, 1)), *args) == [all_in(dtype)] * 3
-    wide = contractions(jax.grad(loss(reduce_dtype=F32), argnums=(0, 1)), *args)
-    assert wide == [all_in(dtype), *[(dtype, dtype, F32)] * 2]
 
 
 def test_backward_contractions_with_float32_results_asked_for_leave_the_tensor_cores():

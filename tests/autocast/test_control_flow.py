@@ -23,11 +23,8 @@ from tests.autocast.helpers import (
     autocast_loss,
     contractions,
     eqns_of,
-    exact_jit,
     half_dtypes,
     integers,
-    is_representable,
-    narrow_dot,
     normal,
 )
 from tests.helpers import assert_same_bits, eight_cpu_devices
@@ -276,29 +273,3 @@ def test_a_loop_keeps_random_bits_and_results_of_sums_and_not_their_copies():
     leaves = jax.tree.leaves(jax.vjp(lambda x: fun(x, keys), normal(1, 8, 4))[1])
     found = sorted((str(leaf.dtype), leaf.shape[1:]) for leaf in leaves if leaf.shape[:2] == (3, 8))
     assert found == [("bool", (8, 4)), ("float32", (8,)), ("float32", (8, 4))]
-
-
-def test_values_that_are_not_representable_in_16_bits_do_not_travel_in_them():
-    """Values that a loop stacks and takes in have the bits of the plain program: no contraction is before them."""
-
-    def fun(w, x):
-        y = jnp.sin(x)
-        carry, (a, b) = lax.scan(lambda c, row: (c + (row @ w).sum() * 0, (row, row * 0.1)), jnp.float32(0), y)
-        c = jax.checkpoint(lambda y: (y @ w) * 0 + y)(y)
-        d = lax.cond(x[0, 0] > 0, lambda y: (y @ w) * 0 + y, lambda y: (w @ w)[:1] * 0 + y, y)
-        return carry, a, b, c, d
-
-    w, x = normal(0, 4, 4), normal(1, 8, 4)
-    with jax.numpy_rank_promotion("allow"):
-        assert_same_bits(exact_jit(mpx.autocast(fun, BF16))(w, x), exact_jit(fun)(w, x))
-    assert not is_representable(jnp.sin(x), BF16)
-
-
-@half_dtypes
-def test_gradients_of_a_weight_in_one_contraction_are_rounded_once(dtype):
-    """By the product itself, and not again: casts by hand give the same bits, float32 sums included."""
-    w, x = normal(0, 3, 4, 4, dtype=dtype), normal(1, 8, 4)
-    by_hand = lambda ws, x: lax.scan(lambda c, w: (jnp.sin(narrow_dot(dtype)(c, w)), None), x, ws)[0].sum()
-    actual = exact_jit(mpx.grad(autocast_loss(layers, dtype), NO_SCALE))(w, x)
-    assert_same_bits(actual, exact_jit(jax.grad(by_hand))(w.astype(F32), x))
-    assert is_representable(actual, dtype)

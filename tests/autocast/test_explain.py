@@ -19,7 +19,6 @@ from rich.console import Console
 
 import mpx
 from mpx._autocast.rules import reason_to_keep
-from tests.autocast.helpers import conv
 
 ROOT = pathlib.Path(__file__).parents[2]
 THIS_FILE = "tests/autocast/test_explain.py"
@@ -89,60 +88,6 @@ def test_rows_of_a_scanned_checkpoint_are_at_its_lines_forward_and_backward():
 
 
 # --- how much ---------------------------------------------------------------------------------------------------------
-
-
-RAGGED = (shape(8, 5), shape(3, 5, 7), shape(3, dtype=np.int32))
-IMAGES = shape(2, 9, 9, 4)
-
-
-# 7 x 7 places, 3 x 3 taps of 4 channels, 6 features, 2 images.
-VALID = 2 * 2 * 7 * 7 * 6 * 3 * 3 * 4
-KERNEL = shape(3, 3, 4, 6)
-FLOPS = {
-    "matrix product": (product, (shape(3, 5), shape(5, 7)), 2 * 3 * 5 * 7),
-    "inner product": (product, (shape(5), shape(5)), 2 * 5),
-    "batched": (product, (shape(4, 3, 5), shape(4, 5, 7)), 4 * 2 * 3 * 5 * 7),
-    "vmap": (jax.vmap(product, (0, None)), (shape(4, 3, 5), shape(5, 7)), 4 * 2 * 3 * 5 * 7),
-    "two axes": (lambda a, b: jnp.einsum("ijk,jkl->il", a, b), (shape(3, 5, 2), shape(5, 2, 7)), 2 * 3 * 10 * 7),
-    "no rows": (product, (shape(0, 5), shape(5, 7)), 0),
-    "convolution": (lambda x, k: conv(x, k, padding="VALID"), (IMAGES, KERNEL), VALID),
-    "strided": (
-        lambda x, k: conv(x, k, padding="VALID", stride=2),
-        (IMAGES, KERNEL),
-        2 * 2 * 4 * 4 * 6 * 3 * 3 * 4,
-    ),
-    "grouped": (lambda x, k: conv(x, k, padding="VALID", groups=2), (IMAGES, shape(3, 3, 2, 6)), VALID // 2),
-    "grouped batch": (
-        lambda x, k: conv(x, k, padding="VALID", batch_group_count=2),
-        (shape(4, 9, 9, 4), KERNEL),
-        VALID,
-    ),
-    # Taps on numbers: one, three and three; padded on the other side there would be eight.
-    "padded on one side": (
-        lambda x, k: lax.conv_general_dilated(x, k, (2,), [(2, 0)], dimension_numbers=("NWC", "WIO", "NWC")),
-        (shape(1, 6, 1), shape(3, 1, 1)),
-        2 * 7,
-    ),
-    "ragged product": (lax.ragged_dot, RAGGED, 2 * 8 * 5 * 7),
-}
-
-
-def test_flops_are_two_for_each_product_that_is_added_up():
-    for name, (fun, args, flops) in FLOPS.items():
-        assert [row.flops for row in contractions(fun, *args)] == [flops], name
-
-
-def test_each_of_two_gradients_costs_as_much_as_the_contraction():
-    """The rows of one ragged product belong to one group each; the zeros between strided pixels are not multiplied."""
-    for fun, args, flops in (
-        FLOPS["matrix product"],
-        FLOPS["ragged product"],
-        (lambda x, k: conv(x, k, padding="VALID"), (IMAGES, shape(1, 1, 4, 6)), 2 * 2 * 81 * 6 * 4),
-        (lambda x, k: conv(x, k, padding="VALID", stride=3), (IMAGES, KERNEL), 2 * 2 * 3 * 3 * 6 * 3 * 3 * 4),
-    ):
-        rows = contractions(jax.grad(total(fun), argnums=(0, 1)), *args)
-        assert [row.flops for row in rows] == [flops] * len(rows)
-        assert sum(row.count for row in rows) >= 2
 
 
 def scanned(length, body):

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import io_callback
-from jax.experimental import pallas as pl
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mpx
@@ -24,10 +23,8 @@ from tests.autocast.helpers import (
     all_in,
     contractions,
     eqns_of,
-    exact_jit,
     half_dtypes,
     integers,
-    narrow_dot,
     normal,
     rounded,
 )
@@ -69,44 +66,6 @@ def test_an_inner_function_compiled_before_is_the_same_inside_and_outside_of_aut
     expected = [all_in(dtype) for dtype in (F32, BF16, F16, F32, F32)]
     for _ in range(2):
         assert [contractions(fun, w, x)[0] for fun in programs] == expected
-
-
-# ---- what is kept whole ---------------------------------------------------------------------------------------------
-
-
-def multiply_in_a_kernel(w, x):
-    def kernel(x_ref, w_ref, out_ref):
-        out_ref[...] = x_ref[...] @ w_ref[...]
-
-    return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, F32), interpret=True)(x, w)
-
-
-def solve(w, x):
-    """Its matrix products converge in float32 only."""
-    a = w + 8 * jnp.eye(4, dtype=F32)
-    forward, backward = lambda _, b: jnp.linalg.solve(a, b), lambda _, b: jnp.linalg.solve(a.T, b)
-    return lax.custom_linear_solve(lambda v: a @ v, x[0], forward, backward)[None]
-
-
-# Wrong derivatives on purpose: that of `x @ w` is said to be three times its own.
-with_jvp = jax.custom_jvp(only_dot)
-with_jvp.defjvp(lambda primals, tangents: (only_dot(*primals), 3 * only_dot(primals[0], tangents[1])))
-with_vjp = jax.custom_vjp(only_dot)
-with_vjp.defvjp(lambda w, x: (only_dot(w, x), (w, x)), lambda res, g: (jnp.zeros_like(res[0]), 3 * (g @ res[0].T)))
-WHOLE = {"kernel": multiply_in_a_kernel, "linear solve": solve, "custom_jvp": with_jvp, "custom_vjp": with_vjp}
-
-
-@pytest.mark.parametrize("name", WHOLE)
-def test_what_has_precisions_or_derivatives_of_its_own_is_kept_whole(name):
-    """Beside it a product is narrowed; its gradient is the one that its author wrote."""
-    fun, w, x = WHOLE[name], normal(0, 4, 4), normal(1, 4, 4)
-    both = lambda w, x: fun(w, x) @ w
-    assert_same_bits(mpx.autocast(both, BF16)(w, x), narrow_dot(BF16)(fun(w, x), w))
-    found, plain = contractions(mpx.autocast(both, BF16), w, x), contractions(both, w, x)
-    assert (found.count(all_in(F32)), found.count(all_in(BF16))) == (len(plain) - 1, 1)
-    if name != "kernel":  # which has no gradient
-        gradient = lambda fun: exact_jit(jax.grad(lambda x: (fun(w, x) ** 2).sum()))(x)
-        assert_same_bits(gradient(mpx.autocast(fun, BF16)), gradient(fun))
 
 
 # ---- effects --------------------------------------------------------------------------------------------------------

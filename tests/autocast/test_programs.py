@@ -136,7 +136,7 @@ def test_types_are_those_of_the_plain_program_also_weak_ones_and_those_with_shar
         args = [
             jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(arguments(), (WHOLE, SPLIT), strict=True)
         ]
-        transform = with_gradients if name in DIFFERENTIABLE else lambda fun: fun
+        transform = with_gradients if name not in (*FORWARD_ONLY, "shard_map") else lambda fun: fun
         plain = types_of(jax.eval_shape(transform(program), *args))
         assert types_of(jax.eval_shape(transform(mpx.autocast(program, BF16)), *args)) == plain
 
@@ -188,7 +188,7 @@ def test_a_list_of_weights_that_is_closed_over_may_be_changed_between_calls(name
     (plain,) = jax.tree.leaves(fun(x))
     weights.append(2 * jnp.eye(4, dtype=F32))
     value, gradient = fun(x), jax.grad(total(fun))(x)
-    assert_same_bits(value, gradient * x)
+    assert (value == gradient * x).all()
     assert (jnp.abs(gradient) >= 2).all()
     weights.clear()
     assert_same_bits(fun(x), plain)
