@@ -80,7 +80,6 @@ PRECISE = "precision .* is asked for"
 OUTER = "nothing is summed: an outer product"
 AUTHOR = "a custom derivative belongs to the function that its author wrote"
 DECIDED = "decided by an autocast or full_precision inside"
-ONE_IN_F16 = mpx.get_policy("params=bf16,compute=f16,output=f32")
 HEAD = mpx.Policy("float32", "bfloat16", "float32", overrides=(("head", "float32"),))
 SCANNED = lambda x, w: lax.scan(lambda c, _: (c @ w, None), x, length=3)[0]
 
@@ -157,8 +156,6 @@ KEPT = {
     "f32": (jnp.matmul, "f32 is asked for", "f32", "f32"),
     "gradient of custom_vjp": (jax.grad(lambda x, w: with_vjp(x, w).sum(), argnums=(0, 1)), "", "bf16"),
     "bf16x3": (jnp.matmul, "", "bf16x3", "bf16x3"),
-    "f16": (jnp.matmul, "", "f16", np.float16),
-    "policy": (jnp.matmul, "", "f16", ONE_IN_F16),
 }
 
 
