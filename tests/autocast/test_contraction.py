@@ -5,6 +5,8 @@ Oracles: the same contraction with its casts written by hand; sums in float64; s
 
 import functools
 import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +77,16 @@ NARROWED = {
         *((1, 6, 1), (3, 1, 1)),
     ),
 }
-# A function, why it is not narrowed, in what it runs, what is asked for, and the shapes of its arguments.
+
+
+class Kept(NamedTuple):
+    fun: Callable[..., Any]
+    reason: str
+    runs_in: str = "f32"
+    asked_for: Any = "bf16"
+    shapes: tuple[tuple[int, ...], ...] = ((4, 4), (4, 4))
+
+
 PRECISE = "precision .* is asked for"
 OUTER = "nothing is summed: an outer product"
 AUTHOR = "a custom derivative belongs to the function that its author wrote"
@@ -106,56 +117,58 @@ def solve(x, w):
 with_jvp, with_vjp = jax.custom_jvp(jnp.matmul), jax.custom_vjp(jnp.matmul)
 with_jvp.defjvp(lambda primals, tangents: (with_jvp(*primals), 3 * (tangents[0] @ primals[1])))
 with_vjp.defvjp(lambda x, w: (x @ w, (x, w)), lambda res, g: (3 * (g @ res[1].T), res[0].T @ g))
-ALGORITHM = lax.DotAlgorithm(F32, F32, F32)
 KEPT = {
-    "outer product": (lambda x, w: jnp.einsum("i,j->ij", x, w), OUTER, "f32", "bf16", (3,), (4,)),
-    "outer product as a matrix product": (jnp.matmul, OUTER, "f32", "bf16", (3, 1), (1, 4)),
-    "outer product of a batch": (lambda x, w: jnp.einsum("bi,bj->bij", x, w), OUTER, "f32", "f16", (2, 3), (2, 4)),
-    "1x1 convolution of one channel": (conv, OUTER, "f32", "bf16", (1, 4, 4, 1), (1, 1, 1, 2)),
-    "depthwise 1x1 convolution": (
-        *(lambda x, w: conv(x, w, groups=3), OUTER, "f32", "bf16"),
-        *((1, 4, 4, 3), (1, 1, 1, 3)),
+    "outer product": Kept(lambda x, w: jnp.einsum("i,j->ij", x, w), OUTER, shapes=((3,), (4,))),
+    "outer product as a matrix product": Kept(jnp.matmul, OUTER, shapes=((3, 1), (1, 4))),
+    "outer product of a batch": Kept(
+        lambda x, w: jnp.einsum("bi,bj->bij", x, w), OUTER, asked_for="f16", shapes=((2, 3), (2, 4))
     ),
-    "ragged outer product": (RAGGED, OUTER, "f32", "bf16", (6, 1), (3, 1, 2)),
-    "sum of nothing": (jnp.matmul, OUTER, "f32", "bf16", (3, 0), (0, 2)),
-    "precision 'high'": (lambda x, w: dot(x, w, precision="high"), PRECISE),
-    "precision 'highest'": (lambda x, w: dot(x, w, precision="highest"), PRECISE, "f32", "f16"),
-    "precision 'highest' of one operand": (lambda x, w: dot(x, w, precision=("default", "highest")), PRECISE),
-    "precision 'highest' of a convolution": (
-        *(lambda x, w: conv(x, w, precision="highest"), PRECISE, "f32", "bf16"),
-        *(IMAGES, KERNEL),
+    "1x1 convolution of one channel": Kept(conv, OUTER, shapes=((1, 4, 4, 1), (1, 1, 1, 2))),
+    "depthwise 1x1 convolution": Kept(lambda x, w: conv(x, w, groups=3), OUTER, shapes=((1, 4, 4, 3), (1, 1, 1, 3))),
+    "ragged outer product": Kept(RAGGED, OUTER, shapes=((6, 1), (3, 1, 2))),
+    "sum of nothing": Kept(jnp.matmul, OUTER, shapes=((3, 0), (0, 2))),
+    "precision 'high'": Kept(lambda x, w: dot(x, w, precision="high"), PRECISE),
+    "precision 'highest'": Kept(lambda x, w: dot(x, w, precision="highest"), PRECISE, asked_for="f16"),
+    "precision 'highest' of one operand": Kept(lambda x, w: dot(x, w, precision=("default", "highest")), PRECISE),
+    "precision 'highest' of a convolution": Kept(
+        lambda x, w: conv(x, w, precision="highest"), PRECISE, shapes=(IMAGES, KERNEL)
     ),
-    "precision 'highest' of a ragged product": (
-        *(lambda x, w: RAGGED(x, w, precision="highest"), PRECISE, "f32", "bf16"),
-        *((6, 4), (3, 4, 2)),
+    "precision 'highest' of a ragged product": Kept(
+        lambda x, w: RAGGED(x, w, precision="highest"), PRECISE, shapes=((6, 4), (3, 4, 2))
     ),
-    "an algorithm": (lambda x, w: dot(x, w, precision=lax.DotAlgorithmPreset.F32_F32_F32), PRECISE),
-    "an algorithm written out": (lambda x, w: dot(x, w, precision=ALGORITHM, preferred_element_type=F32), PRECISE),
-    "full precision": (mpx.full_precision(jnp.matmul), DECIDED),
-    "full precision of a jit": (mpx.full_precision(jax.jit(jnp.matmul)), DECIDED),
-    "full precision of a scan": (mpx.full_precision(SCANNED), DECIDED),
-    "autocast inside": (jax.jit(mpx.autocast(jnp.matmul, "f16")), DECIDED, "f16"),
-    "custom_vjp": (with_vjp, AUTHOR),
-    "custom_jvp": (with_jvp, AUTHOR),
-    "linear solve": (solve, "linear algebra: errors grow with the condition number"),
-    "16-bit operands": (cast_to(BF16), "operands are bfloat16", "bf16"),
-    "16-bit operands, a float32 result": (
-        *(lambda x, w: dot(x.astype(F16), w.astype(F16), preferred_element_type=F32), "operands are float16", "f16"),
+    "an algorithm": Kept(lambda x, w: dot(x, w, precision=lax.DotAlgorithmPreset.F32_F32_F32), PRECISE),
+    "an algorithm written out": Kept(
+        lambda x, w: dot(x, w, precision=lax.DotAlgorithm(F32, F32, F32), preferred_element_type=F32), PRECISE
     ),
-    "integer operands": (cast_to(np.int32), "operands are int32", "-"),
-    "8-bit integers": (lambda x, w: cast_to(np.uint8)(abs(x), abs(w)), "operands are uint8", "-"),
-    "complex operands": (cast_to(np.complex64), "operands are complex64", "complex64"),
-    "float64 operands": (cast_to(np.float64), "operands are float64", "f64"),
-    "one float64 operand": (
-        *(lambda x, w: dot(x, w.astype(np.float64), preferred_element_type=F32), "operands are float32 and float64"),
+    "full precision": Kept(mpx.full_precision(jnp.matmul), DECIDED),
+    "full precision of a jit": Kept(mpx.full_precision(jax.jit(jnp.matmul)), DECIDED),
+    "full precision of a scan": Kept(mpx.full_precision(SCANNED), DECIDED),
+    "autocast inside": Kept(jax.jit(mpx.autocast(jnp.matmul, "f16")), DECIDED, "f16"),
+    "custom_vjp": Kept(with_vjp, AUTHOR),
+    "custom_jvp": Kept(with_jvp, AUTHOR),
+    "linear solve": Kept(solve, "linear algebra: errors grow with the condition number"),
+    "16-bit operands": Kept(cast_to(BF16), "operands are bfloat16", "bf16"),
+    "16-bit operands, a float32 result": Kept(
+        lambda x, w: dot(x.astype(F16), w.astype(F16), preferred_element_type=F32), "operands are float16", "f16"
+    ),
+    "integer operands": Kept(cast_to(np.int32), "operands are int32", "-"),
+    "8-bit integers": Kept(lambda x, w: cast_to(np.uint8)(abs(x), abs(w)), "operands are uint8", "-"),
+    "complex operands": Kept(cast_to(np.complex64), "operands are complex64", "complex64"),
+    "float64 operands": Kept(cast_to(np.float64), "operands are float64", "f64"),
+    "one float64 operand": Kept(
+        lambda x, w: dot(x, w.astype(np.float64), preferred_element_type=F32),
+        "operands are float32 and float64",
         "f32 f64",
     ),
-    "a float64 result": (*(lambda x, w: dot(x, w, preferred_element_type=np.float64), "its result is to be float64"),),
-    "convolution by an algorithm": (conv, "there is no bf16x3 algorithm for it", "f32", "bf16x3", IMAGES, KERNEL),
-    "override": (jnp.matmul, "an override of the policy asks for f32", "f32", HEAD),
-    "f32": (jnp.matmul, "f32 is asked for", "f32", "f32"),
-    "gradient of custom_vjp": (jax.grad(lambda x, w: with_vjp(x, w).sum(), argnums=(0, 1)), "", "bf16"),
-    "bf16x3": (jnp.matmul, "", "bf16x3", "bf16x3"),
+    "a float64 result": Kept(lambda x, w: dot(x, w, preferred_element_type=np.float64), "its result is to be float64"),
+    "convolution by an algorithm": Kept(
+        conv, "there is no bf16x3 algorithm for it", asked_for="bf16x3", shapes=(IMAGES, KERNEL)
+    ),
+    "override": Kept(jnp.matmul, "an override of the policy asks for f32", asked_for=HEAD),
+    "f32": Kept(jnp.matmul, "f32 is asked for", asked_for="f32"),
+    # Not kept: a gradient that is written out is a program like any other.
+    "gradient of custom_vjp": Kept(jax.grad(lambda x, w: with_vjp(x, w).sum(), argnums=(0, 1)), "", "bf16"),
+    "bf16x3": Kept(jnp.matmul, "", "bf16x3", "bf16x3"),
 }
 
 
@@ -211,18 +224,19 @@ def test_values_and_gradients_are_those_of_casts_written_by_hand(case):
 @pytest.mark.parametrize("case", KEPT)
 def test_each_contraction_that_is_kept_has_the_bits_of_the_plain_program_and_says_why(case):
     """Its gradients too."""
-    fun, reason, runs_in, policy, *shapes = (*KEPT[case], *("f32", "bf16")[len(KEPT[case]) - 2 :])
-    of_tree = lambda tree: fun(tree["x"], tree["head"])
-    x, w = (normal(i, *shape) for i, shape in enumerate(shapes or [(4, 4)] * 2))
+    fun, reason, runs_in, asked_for, shapes = KEPT[case]
+    of_tree, tree = (
+        lambda tree: fun(tree["x"], tree["head"]),
+        {"x": normal(0, *shapes[0]), "head": normal(1, *shapes[1])},
+    )
+    loss = lambda of_tree: lambda tree: (abs(of_tree(tree).astype(np.complex64)) ** 2).sum()
     with jax.enable_x64(True):
-        rows = mpx.explain(of_tree, policy)({"x": x, "head": w}).contractions
+        rows = mpx.explain(of_tree, asked_for)(tree).contractions
         assert {row.runs_in for row in rows} == {runs_in}
         assert all(re.fullmatch(reason, row.reason) for row in rows)
         if reason and case != "an algorithm written out":  # CPUs have not this one
-            loss = lambda of_tree: lambda tree: (abs(of_tree(tree).astype(np.complex64)) ** 2).sum()
-            run = lambda f: exact_jit(jax.value_and_grad(loss(f)))({"x": x, "head": w})
-            assert_same_bits(mpx.autocast(of_tree, policy)({"x": x, "head": w}), of_tree({"x": x, "head": w}))
-            assert_same_bits(run(mpx.autocast(of_tree, policy)), run(of_tree))
+            run = lambda f: (f(tree), exact_jit(jax.value_and_grad(loss(f)))(tree))
+            assert_same_bits(run(mpx.autocast(of_tree, asked_for)), run(of_tree))
 
 
 def test_a_kernel_is_kept_whole():
