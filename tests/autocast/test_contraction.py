@@ -434,7 +434,9 @@ def test_float32_changes_nothing():
     assert str(jax.make_jaxpr(mpx.autocast(fun, "f32"))(x, w)) == str(jax.make_jaxpr(fun)(x, w))
 
 
-@pytest.mark.parametrize("equation", ["btc,cd->btd", "btc,dc->btd", "btc,chd->bthd", "bthd,hdc->btc"])
+@pytest.mark.parametrize(
+    "equation", [*("btc,cd->btd", "btc,dc->btd", "btc,chd->bthd", "bthd,hdc->btc"), "bth,bhd->btd"]
+)
 def test_float32_gradients_of_activations_with_a_batch_run_compiled(equation):
     """XLA on CPU made products of them that it cannot run: of bfloat16 operands, transposed, with float32 results."""
     operands, _ = equation.split("->")
@@ -443,4 +445,13 @@ def test_float32_gradients_of_activations_with_a_batch_run_compiled(equation):
     loss = mpx.autocast(lambda w, x: (jnp.einsum(equation, x, w) ** 2).sum(), BF16, reduce_dtype=F32)
     gradient = jax.jit(jax.grad(loss))(w, x)
     expected = jax.grad(lambda w, x: (jnp.einsum(equation, x, w) ** 2).sum())(w, x)
+    assert np.linalg.norm(gradient - expected) < 0.02 * np.linalg.norm(expected)
+
+
+def test_float32_gradients_of_each_example_run_compiled():
+    """The last case of `equation` made by `jax.vmap`: XLA on CPU ended the process on it."""
+    w, x = normal(0, 5, 4, 2), normal(1, 5, 3, 4)
+    loss = mpx.autocast(lambda w, x: (jnp.matmul(x, w) ** 2).sum(), BF16, reduce_dtype=F32)
+    gradient = jax.jit(jax.vmap(jax.grad(loss)))(w, x)
+    expected = jax.vmap(jax.grad(lambda w, x: (jnp.matmul(x, w) ** 2).sum()))(w, x)
     assert np.linalg.norm(gradient - expected) < 0.02 * np.linalg.norm(expected)

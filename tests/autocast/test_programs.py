@@ -69,6 +69,7 @@ def loss_of(fun):
 
 # Around autocast.
 TRANSFORMS = {
+    "value": lambda f: f,
     "value and grad": with_gradients,
     "vmap of grad": lambda f: lambda w, x: jax.vmap(lambda row: jax.grad(loss_of(f))(w, row[None]))(x),
     "jvp": lambda f: lambda *args: jax.jvp(f, args, tuple(map(jnp.cos, args))),
@@ -81,15 +82,19 @@ ONLY_TRACED = {
     "grad of grad": lambda f: jax.grad(lambda *args: (jax.grad(loss_of(f), argnums=1)(*args) ** 2).sum()),
     "linearize": lambda f: lambda *args: jax.linearize(f, *args)[1](*args),
 }
-OF_A_CALL = [("a call", way) for way in TRANSFORMS][1:]
-OF_ALL = [(name, "jvp" if name in FORWARD_ONLY else "value and grad") for name in PROGRAMS]
+OF_A_CALL = [("a call", way) for way in TRANSFORMS][2:]
+OF_ALL = [(name, "value" if name in FORWARD_ONLY else "value and grad") for name in PROGRAMS]
+TRACED = [*OF_ALL, *OF_A_CALL, *[("a call", way) for way in ONLY_TRACED], *[(name, "jvp") for name in FORWARD_ONLY]]
 
 
 # ---- bits and dtypes ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.eager
-@pytest.mark.parametrize(("name", "way"), OF_ALL + OF_A_CALL)
+# Not all without jit: a while loop is compiled then too, with the liberty to leave out roundings.
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [pytest.param(*c, marks=[] if c[0] in FORWARD_ONLY else pytest.mark.eager) for c in OF_ALL + OF_A_CALL],
+)
 def test_values_and_gradients_are_those_of_casts_written_by_hand(name, way):
     """Every bit, and the types of the plain program. Negative control: the float32 program has other values."""
     args, transform = arguments(), TRANSFORMS[way]
@@ -101,7 +106,7 @@ def test_values_and_gradients_are_those_of_casts_written_by_hand(name, way):
         assert not np.array_equal(actual[0], exact_jit(plain)(*args))
 
 
-@pytest.mark.parametrize(("name", "way"), OF_ALL + OF_A_CALL + [("a call", way) for way in ONLY_TRACED])
+@pytest.mark.parametrize(("name", "way"), TRACED)
 def test_every_contraction_is_narrowed_around_and_inside_of_a_transformation(name, way):
     """Except inside, in a batch of one row: the gradient of a weight sums nothing there, and is kept."""
     args, program, transform = arguments(), PROGRAMS[name](two_layers(jnp.matmul)), (TRANSFORMS | ONLY_TRACED)[way]
@@ -406,12 +411,15 @@ def test_gradients_of_stacked_weights_are_summed_over_devices_before_they_are_ro
 @with_a_gradient
 def test_a_float32_reduce_dtype_composes(name):
     """Each of eight devices adds up 257 ones, a prime number. Negative control: bfloat16, where it is 256."""
-    x, w, fun = jnp.ones((8 * 257, 4), F32), jnp.eye(4, dtype=F32), lambda w, x: x @ w
+    around, fun, w, x = PROGRAMS[name], lambda w, x: x @ w, jnp.eye(4, dtype=BF16), jnp.ones((8 * 257, 4), F32)
     wide, narrow = (functools.partial(mpx.autocast, policy_or_dtype=BF16, reduce_dtype=dtype) for dtype in (F32, None))
-    around = PROGRAMS[name]
-    for program, is_wide in ((wide(around(fun)), True), (around(wide(fun)), True), (narrow(around(fun)), False)):
-        gradient = exact_jit(jax.grad(total(program)))(w, x)
-        assert ((gradient != 0) & (gradient % 257 == 0)).all() == is_wide
+    for gradient, is_wide in (
+        (lambda w, x: jax.grad(total(around(wide(fun))))(w.astype(F32), x), True),
+        (mpx.grad(wide(total(around(fun))), NO_SCALE), True),
+        (mpx.grad(narrow(total(around(fun))), NO_SCALE), False),
+    ):
+        sums = exact_jit(gradient)(w, x)
+        assert ((sums != 0) & (sums % 257 == 0)).all() == is_wide
 
 
 @pytest.mark.parametrize("prevented", [(False, True), (True, False)], ids=str)
