@@ -127,9 +127,9 @@ ad.primitive_transposes[_derivative] = _transposed
 batching.primitive_batchers[_derivative] = _batched
 mlir.register_lowering(_derivative, mlir.lower_fun(_bound, multiple_results=False))
 
-# XLA on a CPU (jax 0.10, 0.11) would fuse a transposition that follows, and cannot run the fused product. A product with
-# a batch it can run, but behind a barrier it ends the process. On other devices there is no barrier: behind one XLA would
-# not turn an all-reduce and a slice into a reduce-scatter.
+# XLA on a CPU (jax 0.10, 0.11) would fuse a transposition that follows, and cannot run the fused product. It can run a
+# product with a batch so, but behind a barrier that one ends the process. On other devices there is no barrier: behind
+# one XLA would not turn an all-reduce and a slice into a reduce-scatter.
 _unfused = Primitive("unfused_on_cpu")
 _unfused.def_impl(lambda x: x)
 _unfused.def_abstract_eval(lambda x: x)
