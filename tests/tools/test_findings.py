@@ -59,11 +59,12 @@ def runs(text):
     return list(kernels(text, mesh_shape={"data": 4}))
 
 
-def sent(*lines, called="", arguments=((512, 512),), dtype=jnp.float32):
-    """Return the findings on collectives of a step with arguments of some shapes."""
+def sent(*lines, called="", arguments=((512, 512),), results=None):
+    """Return the findings on collectives of a step with arguments of some shapes, which it returns."""
     text = program(*lines, called=called)
-    shapes = tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in arguments)
-    stage = types.SimpleNamespace(args_info=(shapes, {}), input_shardings=((), {}))
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in arguments]
+    out_info = shapes if results is None else results
+    stage = types.SimpleNamespace(args_info=(tuple(shapes), {}), input_shardings=((), {}), out_info=out_info)
     return list(of_collectives(stage, stage, runs(text), uses_in(text)))
 
 
@@ -129,6 +130,7 @@ def test_a_sum_in_16_bits_is_a_gradient_if_a_weight_has_its_shape_in_any_order()
         assert finding.bytes == 2 * 3 * SIZE * 2 // 4
     for shape in ((512, 256), (512,)):
         assert sent(sum_in("bf16"), "ROOT %r = (bf16[512,512]) tuple(%s)", arguments=(shape,)) == []
+    assert sent(sum_in("bf16"), "ROOT %r = (bf16[512,512]) tuple(%s)", results=()) == []  # shape of the batch
     assert sent(sum_in("f32", "b"), "ROOT %r = (f32[512,512]) tuple(%s)") == []
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from mpx.tools.program.dataflow import Uses, arrays_of, is_taken_in_parts, narrowed_to
@@ -21,7 +22,7 @@ def of_collectives(lowered: Any, compiled: Any, runs: Runs, uses: Uses) -> Itera
     least = WORTH_A_WORD * sum(bytes_on_a_device(*each) for each in inputs)
     sent = [(instruction, kernel) for instruction, kernel in runs if kernel.kind == "collectives"]
     for finding in (
-        *_sums_in_16_bits([kernel for _, kernel in sent], inputs),
+        *_sums_in_16_bits([kernel for _, kernel in sent], inputs, jax.tree.leaves(lowered.out_info)),
         *_sums_of_which_a_part_is_used(sent, uses),
         *_gathers_of_float32(sent, uses, runs),
         *_gathers_of_states([kernel for _, kernel in sent], inputs),
@@ -30,12 +31,17 @@ def of_collectives(lowered: Any, compiled: Any, runs: Runs, uses: Uses) -> Itera
             yield finding
 
 
-def _sums_in_16_bits(sent: Sequence[Kernel], inputs: Sequence[tuple[Any, Any]]) -> Iterator[Finding]:
+def _sums_in_16_bits(
+    sent: Sequence[Kernel], inputs: Sequence[tuple[Any, Any]], outputs: Sequence[Any]
+) -> Iterator[Finding]:
     """Yield the sums of gradients, which are known by their shapes in any order of the axes.
 
-    A gradient has the shape of an argument, of a device's shard of it, or of one layer of a stack.
+    A gradient has the shape of a weight, of a device's shard of it, or of one layer of a stack. A weight is an argument
+    with the shape of a result: a new weight, or its gradient.
     """
-    floats = [(tuple(x.shape), sharding) for x, sharding in inputs if jnp.issubdtype(x.dtype, jnp.floating)]
+    results = {tuple(x.shape) for x in outputs}
+    is_weight = lambda x: jnp.issubdtype(x.dtype, jnp.floating) and tuple(x.shape) in results
+    floats = [(tuple(x.shape), sharding) for x, sharding in inputs if is_weight(x)]
     shards = [sharding.shard_shape(shape) for shape, sharding in floats if sharding is not None]
     of_weights = {tuple(sorted(part)) for shape in (*dict(floats), *shards) for part in (shape, shape[1:])}
     is_sum = lambda kernel: kernel.operation in _SUMS and kernel.dtype in ("bf16", "f16")
