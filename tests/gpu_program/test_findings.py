@@ -154,3 +154,28 @@ def test_a_step_of_flax_nnx_with_autocast_has_no_finding(h200):
         trainer.update(model, mpx.grad(loss_fn, transform=nnx.value_and_grad)(model, x))
 
     assert found(train_step, layers, trainer, jnp.ones((4096, 1024)), donate=()) == []
+
+
+def test_sums_that_xla_joins_are_whole_on_every_device_that_uses_them(h200):
+    """Parameters on every device: one all-reduce of all gradients, out of which each is cut."""
+
+    def loss(w, x):
+        for weight in w:
+            x = jnp.tanh(x @ weight)
+        return jnp.mean(x.astype(F32) ** 2)
+
+    weights = [on(h200, (1024, 1024), BF16)] * 4
+    (sums,) = mpx.step_report(
+        descent(loss), weights, on(h200, (4096, 1024), BF16, P("data")), target="h200", donate_argnums=0
+    ).findings
+    assert sums.what.startswith("Devices add up arrays of the shapes of weights in bf16")
+    assert sums.bytes == 2 * 7 * (4 * 2 * 1024**2) // 8
+
+
+def test_a_step_that_calls_python_is_refused_for_a_device_that_is_not_here(h200):
+    def step(w):
+        jax.debug.print("{}", w.sum())
+        return w
+
+    with pytest.raises(RuntimeError, match="calls Python while it runs"):
+        found(step, on(h200[:1], (8, 8)))

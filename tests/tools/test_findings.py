@@ -5,13 +5,17 @@ import types
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from mpx.tools.program.dataflow import uses_in
 from mpx.tools.program.exchange import of_collectives
+from mpx.tools.program.findings import arguments_of
 from mpx.tools.program.kernels import kernels
 from mpx.tools.program.precision import of_kernels, of_other_dtypes, of_products
 from mpx.tools.program.targets import TARGETS
 from mpx.tools.program.text import parse
+from tests.helpers import eight_cpu_devices
 
 MANY = 'channel_id=1, replica_groups={{0,1,2,3}}, metadata={op_name="gather"}'
 NARROWING = """
@@ -64,7 +68,9 @@ def sent(*lines, called="", arguments=((512, 512),), results=None):
     text = program(*lines, called=called)
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in arguments]
     out_info = shapes if results is None else results
-    stage = types.SimpleNamespace(args_info=(tuple(shapes), {}), input_shardings=((), {}), out_info=out_info)
+    stage = types.SimpleNamespace(
+        args_info=(tuple(shapes), {}), input_shardings=((None,) * len(shapes), {}), out_info=out_info
+    )
     return list(of_collectives(stage, stage, runs(text), uses_in(text)))
 
 
@@ -101,6 +107,19 @@ def test_it_is_found_behind_the_end_of_an_asynchronous_gather_of_several_arrays(
 )
 def test_another_use_of_a_gathered_array_keeps_it_in_float32(other_use):
     assert sent(GATHER, NARROW_USE, other_use, called=NARROWING + WRITING) == []
+
+
+def test_of_arrays_that_are_gathered_together_only_float32_counts():
+    """XLA sends several arrays at once, of any dtypes."""
+    together = "%t = (pred[512,512], f32[512,512], bf16[512,512]) all-gather(%p, %a, %n), dimensions={0}, " + MANY
+    parts = ("pred", "f32", "bf16")
+    lines = [f"%g{i} = {dtype}[512,512]{{1,0}} get-tuple-element(%t), index={i}" for i, dtype in enumerate(parts)]
+    lines += [f"%u{i} = bf16[512,512]{{1,0}} convert(%g{i})" for i in range(2)]
+    (finding,) = sent("%p = pred[128,512]{1,0} parameter(4)", together, *lines)
+    assert finding.bytes == 3 * SIZE * 4 // 4 // 2
+    text = program("%p = pred[128,512]{1,0} parameter(4)", together, *lines)
+    (kernel,) = [kernel for _, kernel in runs(text) if kernel.sent_bytes]
+    assert kernel.sent_by_dtype == {"f32": 3 * SIZE, "bf16": 3 * SIZE // 2, "pred": 3 * SIZE // 4}
 
 
 def test_which_operand_of_a_kernel_is_rounded_is_told_by_its_number():
@@ -141,6 +160,50 @@ def test_a_whole_sum_is_found_if_each_device_keeps_a_part():
     assert finding.bytes == 3 * SIZE * 4 // 4
     assert sent(sum_in("f32", "b"), keep, "%v = f32[512,512]{1,0} add(%s, %b)", called=HALVING) == []
     assert sent(sum_in("f32", "b"), keep, "ROOT %v = (f32[512,512]) tuple(%s)", called=HALVING) == []
+
+
+JOINING = """
+%joining (p: bf16[1024,512], q: bf16[512,512]) -> bf16[1536,512] {
+  %p = bf16[1024,512]{1,0} parameter(0)
+  %q = bf16[512,512]{1,0} parameter(1)
+  ROOT %r = bf16[1536,512]{1,0} concatenate(%p, %q), dimensions={0}
+}
+"""
+CUTTING = """
+%cutting (p: bf16[1536,512]) -> bf16[512,512] {
+  %p = bf16[1536,512]{1,0} parameter(0)
+  ROOT %r = bf16[512,512]{1,0} slice(%p), slice={[1024:1536], [0:512]}
+}
+"""
+JOINED = (
+    "%m = bf16[1024,512]{1,0} concatenate(%n, %n), dimensions={0}",
+    "%j = bf16[1536,512]{1,0} fusion(%m, %n), kind=kLoop, calls=%joining",
+    "%s = bf16[1536,512]{1,0} all-reduce(%j), to_apply=%add, " + MANY,
+    "%c = bf16[512,512]{1,0} fusion(%s), kind=kLoop, calls=%cutting",
+)
+
+
+def test_sums_that_are_joined_into_one_array_count_by_the_weights_among_them():
+    (finding,) = sent(*JOINED, "ROOT %v = (bf16[512,512]) tuple(%c)", called=JOINING + CUTTING)
+    assert finding.what.startswith("Devices add up arrays of the shapes of weights in bf16")
+    assert finding.bytes == 2 * 3 * SIZE * 2 // 4  # a third of the joined array
+
+
+def test_an_array_cut_out_of_a_joined_sum_is_whole_unless_each_device_takes_its_own_part():
+    keep = "%k = bf16[128,512]{1,0} dynamic-slice(%c, %i, %i), dynamic_slice_sizes={128,512}"
+    found = sent(*JOINED, keep, called=JOINING + CUTTING)
+    assert [finding.what[:32] for finding in found] == [
+        "Devices add up arrays of the sha",
+        "Every device gets a whole sum an",
+    ]
+
+
+def test_an_argument_that_is_not_used_does_not_hide_the_shardings_of_others():
+    mesh = eight_cpu_devices()
+    placed = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+    lowered = jax.jit(lambda used, unused: used + 1).lower(placed, jax.ShapeDtypeStruct((2,), jnp.uint32))
+    (*_, sharding), _ = arguments_of(lowered, lowered.compile())
+    assert sharding.shard_shape((64, 64)) == (8, 64)
 
 
 def test_a_collective_that_is_small_beside_the_arguments_is_not_worth_a_word():

@@ -1,7 +1,6 @@
 """Follow an array of a compiled program to the kernels that use it."""
 
 import math
-import re
 from collections.abc import Iterator
 
 from mpx.tools.program.kernels import Program
@@ -37,9 +36,19 @@ def narrowed_to(array: Instruction, uses: Uses) -> str | None:
 
 
 def is_taken_in_parts(array: Instruction, uses: Uses) -> bool:
-    """Return whether each kernel that uses an array needs at most half of it."""
-    needed = list(_needed(array, uses))
-    return bool(needed) and all(2 * count <= _size(array) for count in needed)
+    """Return whether each kernel that uses an array needs at most half of it, another part on each device."""
+    shares = list(_shares(array, uses))
+    return bool(shares) and max(shares) <= 0.5
+
+
+def joined_in(array: Instruction) -> list[Instruction]:
+    """Return the arrays that a kernel joins into one, as XLA sends many of them; else the array itself."""
+    fusion = array.operands[0] if array.op == "bitcast" else array
+    root = next((part for part in fusion.called[0] if part.is_root), fusion) if fusion.op == "fusion" else fusion
+    if root.op != "concatenate":
+        return [array]
+    parts = [fusion.operands[part.number] if part.number is not None else part for part in root.operands]
+    return [part.operands[0] if part.op == "bitcast" else part for part in parts]
 
 
 def _first_dtypes(array: Instruction, uses: Uses) -> Iterator[str | None]:
@@ -48,7 +57,7 @@ def _first_dtypes(array: Instruction, uses: Uses) -> Iterator[str | None]:
         yield None
     for user in uses.get(array, ()):
         if user.op == "convert":
-            yield user.shapes[0].dtype if _bits(user) < _bits(array) else None
+            yield user.shapes[0].dtype if user.shapes[0].bits < array.shapes[0].bits else None
         elif user.op in _MOVES and array not in user.operands[1:]:
             yield from _first_dtypes(user, uses)
         elif user.op == "fusion":
@@ -58,31 +67,28 @@ def _first_dtypes(array: Instruction, uses: Uses) -> Iterator[str | None]:
             yield None
 
 
-def _needed(array: Instruction, uses: Uses, *, is_in_fusion: bool = False) -> Iterator[int]:
-    """Yield how many numbers of an array each use needs: a fusion computes no more than its result needs."""
+def _shares(array: Instruction, uses: Uses, *, is_in_fusion: bool = False) -> Iterator[float]:
+    """Yield the share of an array that each use needs: a fusion computes no more than its result needs.
+
+    A `slice` takes the same on every device: an array out of several that were joined.
+    """
     if array.is_root:
-        yield _size(array)
+        yield 1
     for user in uses.get(array, ()):
-        if user.op == "fusion":
+        if user.op == "fusion" and any(part.is_root and part.op == "slice" for part in user.called[0]):
+            yield from _shares(user, uses)
+        elif user.op == "fusion":
             for parameter in _parameters(user, array):
-                yield from _needed(parameter, uses, is_in_fusion=True)
-        elif user.op in ("slice", "dynamic-slice") and array not in user.operands[1:]:
-            yield _size(user)
-        elif user.op == "bitcast" or (is_in_fusion and user.shapes[0].dims == array.shapes[0].dims):
-            yield from _needed(user, uses, is_in_fusion=is_in_fusion)
+                yield from _shares(parameter, uses, is_in_fusion=True)
+        elif user.op == "dynamic-slice" and array not in user.operands[1:]:
+            yield math.prod(user.shapes[0].dims) / max(1, math.prod(array.shapes[0].dims))
+        elif user.op in ("bitcast", "slice") or (is_in_fusion and user.shapes[0].dims == array.shapes[0].dims):
+            yield from _shares(user, uses, is_in_fusion=is_in_fusion)
         else:
-            yield _size(array)
+            yield 1
 
 
 def _parameters(fusion: Instruction, array: Instruction) -> list[Instruction]:
     """Return what stands for an array inside of a fusion."""
     places = [i for i, operand in enumerate(fusion.operands) if operand is array]
     return [part for part in fusion.called[0] if part.op == "parameter" and part.number in places]
-
-
-def _size(instruction: Instruction) -> int:
-    return math.prod(instruction.shapes[0].dims)
-
-
-def _bits(instruction: Instruction) -> int:
-    return int(re.findall(r"\d+", instruction.shapes[0].dtype)[0])

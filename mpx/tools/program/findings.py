@@ -40,9 +40,8 @@ def first_source(places: Iterable[Any]) -> str:
 def arguments_of(lowered: Any, compiled: Any) -> list[tuple[tuple[Any, ...], Any, Any]]:
     """Return the path, the shape and the sharding of each array that a step takes; None for a sharding not known."""
     inputs = jax.tree.leaves_with_path(lowered.args_info)
-    shardings = jax.tree.leaves(compiled.input_shardings)
-    # XLA drops arguments that the program does not use, and their shardings.
-    shardings = shardings if len(shardings) == len(inputs) else [None] * len(inputs)
+    # There is None for the sharding of an argument that the program does not use.
+    shardings = jax.tree.structure(lowered.args_info).flatten_up_to(compiled.input_shardings)
     return [(path, leaf, sharding) for (path, leaf), sharding in zip(inputs, shardings, strict=True)]
 
 

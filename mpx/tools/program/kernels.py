@@ -75,6 +75,12 @@ class Kernel:
         """The arrays that it writes."""
         return shapes_of(self.result)
 
+    @property
+    def sent_by_dtype(self) -> dict[str, int]:
+        """What a device sends in all runs, by dtype: XLA may send arrays of several dtypes at once."""
+        whole = max(1, sum(shape.size for shape in self.shapes))
+        return totals((x.dtype, self.times * self.sent_bytes * x.size // whole) for x in self.shapes)
+
 
 def kernels(
     program: Program, target: Target | None = None, float32: str = "f32", mesh_shape: Mapping[str, int] | None = None
@@ -141,7 +147,7 @@ def _with_links(
 def _sent_bytes(operation: str, collective: Instruction, devices: int) -> int:
     """Return what each of some devices sends at least: in a ring, all parts of an array but one."""
     given = [shape for operand in collective.operands for shape in operand.shapes]
-    whole = max(sum(x._replace(is_elsewhere=False).bytes for x in shapes) for shapes in (collective.results, given))
+    whole = max(sum(shape.size for shape in shapes) for shapes in (collective.results, given))
     if operation.startswith("collective"):
         return whole
     return whole * (devices - 1) // max(1, devices) * (2 if operation == "all-reduce" else 1)

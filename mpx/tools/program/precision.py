@@ -23,7 +23,8 @@ def of_products(runs: Runs, float32: str) -> Iterator[Finding]:
             f"{of_wide / total:.0%} of all FLOPs multiply float32 numbers, though others multiply in fewer bits",
             sum(kernel.bytes * kernel.times for kernel in wide),
             "Look for an array that nobody cast: one that the function closes over, or a gradient of a product with "
-            "`preferred_element_type=float32`. `mpx.autocast` casts both.",
+            "`preferred_element_type=float32`. `mpx.autocast` casts both. An optimizer that multiplies matrices (Muon) "
+            "does it in float32.",
             first_source(wide),
         )
 
@@ -63,7 +64,8 @@ def of_kernels(runs: Runs, uses: Uses) -> Iterator[Finding]:
         yield Finding(
             f"Kernels write float32 numbers that all others round to {found[0][0]} before they use them",
             size,
-            "Cast them where they are made.",
+            "Cast them where they are made. The gradient of a look-up, as in a cross-entropy of integer labels, is "
+            "one: with one-hot labels there is none.",
             first_source(kernel for _, kernel in found),
         )
 

@@ -90,7 +90,9 @@ class StepReport(_tables.Result):
     @property
     def sent_by_kind(self) -> dict[str, int]:
         """Bytes that a device sends to others, by operation and dtype, such as `all-gather bf16`."""
-        return programs.totals((f"{c.operation} {c.dtype}", c.sent_bytes * c.times) for c in self.collectives)
+        return programs.totals(
+            (f"{c.operation} {dtype}", n) for c in self.collectives for dtype, n in c.sent_by_dtype.items()
+        )
 
     @property
     def link_seconds(self) -> float | None:
@@ -139,9 +141,9 @@ class StepReport(_tables.Result):
         if rows:
             header = ("operands", "GFLOP", "source")
             yield _tables.Table(f"Products that are not in {common}", [header, *rows], right=(1,))
-        alike = [((c.operation, c.dtype, c.axes, c.source), c) for c in self.collectives]
-        times = programs.totals((row, c.times) for row, c in alike)
-        sent = programs.totals((row, c.times * c.sent_bytes) for row, c in alike)
+        rows_of = lambda c: {(c.operation, dtype, c.axes, c.source): n for dtype, n in c.sent_by_dtype.items()}
+        times = programs.totals((row, c.times) for c in self.collectives for row in rows_of(c))
+        sent = programs.totals(each for c in self.collectives for each in rows_of(c).items())
         unit = units.unit_for([sum(sent.values())])
         rows = [(row[0], str(times[row]), units.shown(n, unit), *row[1:]) for row, n in [*sent.items()][:_MOST_ROWS]]
         if rows:
@@ -277,8 +279,16 @@ def step_report(
         context = jax.sharding.use_abstract_mesh(mesh.abstract_mesh)  # kernels of Pallas ask it for the device
         options = None if device.tpu else {"xla_gpu_autotune_level": "0"}  # nothing can be timed
         platforms = ("tpu",) if device.tpu else ("cuda",)
-    with context:
-        lowered: Any = _lowered(step, args, donate_argnums, platforms)
+    try:
+        with context:
+            lowered: Any = _lowered(step, args, donate_argnums, platforms)
+    except RuntimeError as error:
+        if "Unknown backend" not in str(error):
+            raise
+        raise RuntimeError(
+            "`step_report`: a step that calls Python while it runs (`jax.debug.print`, `io_callback`) cannot be "
+            "compiled for a device that is not here. Leave the call out."
+        ) from error
     start = time.perf_counter()
     compiled = lowered.compile(options)
     seconds = time.perf_counter() - start

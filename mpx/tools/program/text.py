@@ -31,10 +31,20 @@ class Shape(NamedTuple):
     is_elsewhere: bool = False
 
     @property
+    def bits(self) -> int:
+        """Bits of a number; 0 of a token."""
+        bits = re.search(r"\d+", "8" if self.dtype == "pred" else self.dtype)
+        return 0 if bits is None else int(bits[0])
+
+    @property
+    def size(self) -> int:
+        """Bytes of the array, without padding."""
+        return math.ceil(math.prod(self.dims) * self.bits / 8)
+
+    @property
     def bytes(self) -> int:
-        """Bytes of the array in the device's memory, without padding."""
-        bits = re.search(r"\d+", "8" if self.dtype == "pred" else self.dtype)  # none of a token
-        return 0 if self.is_elsewhere or bits is None else math.ceil(math.prod(self.dims) * int(bits[0]) / 8)
+        """Bytes of the array in the device's memory."""
+        return 0 if self.is_elsewhere else self.size
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.dims))}]"
