@@ -104,7 +104,8 @@ def zero1(
             axes = shard_axes(params, specs, mesh, axis)
             return inner.init(jax.tree.map(lambda p, along: local_shard(p, along, axis), params, axes))
         _require_placed_as_said(params, specs)
-        divided = zero1_shardings(params, jax.eval_shape(inner.init, params), mesh, axis, param_specs=specs)
+        whole = jax.eval_shape(inner.init, _trees.shapes_of(params))  # `start` does not see explicit shardings either
+        divided = zero1_shardings(params, whole, mesh, axis, param_specs=specs)
         sharded = shardings_along(params, specs, mesh, axis)
         # In one program, so that no device ever holds all of a state.
         start = in_auto(lambda params: place(inner.init(place(params, sharded)), divided), mesh, divided)
