@@ -376,6 +376,14 @@ def test_the_program_of_several_devices_names_the_axes_of_its_mesh():
     assert {(c.operation, c.axes) for c in report.collectives} == {("all-reduce", mesh.axis_names[0])}
 
 
+def test_nothing_is_said_of_float32_that_a_cpu_sends_for_bfloat16():
+    mesh = eight_cpu_devices()
+    w = SHAPE((256, 256), jnp.bfloat16, sharding=NamedSharding(mesh, P(mesh.axis_names[0])))
+    gathered = lambda w: jax.lax.with_sharding_constraint(w, NamedSharding(mesh, P()))
+    report = step_report(lambda w, x: (x.astype(w.dtype) @ gathered(w)).sum(), w, SHAPE((64, 256), jnp.float32))
+    assert (*report.sent_by_kind, *report.findings) == ("all-gather f32",)
+
+
 FIGURES = Target("a device", 10**6, 1e9, {"bf16": 1e9, "tf32": 1e8}, launch_seconds=1e-3)
 
 

@@ -152,7 +152,7 @@ class StepReport(_tables.Result):
 
     def _notes(self) -> Iterator[str]:
         if self.target is None:
-            yield "Compiled for this machine. A CPU multiplies in float32: give a target for a GPU's dtypes and bound."
+            yield "Compiled for this machine. A CPU works in float32: give a target for a GPU's dtypes and bound."
         else:
             yield _how_it_fits(self.peak_bytes, self.target)
             share = f"{self.memory_bound_share or 0:.0%} of it memory and launches"
@@ -321,7 +321,7 @@ def report_of(
     findings: list[Finding] = []
     if lowered is not None:
         uses = uses_in(program)
-        findings += of_collectives(lowered, compiled, runs, uses)
+        findings += of_collectives(lowered, compiled, runs, uses, is_cpu=is_cpu)
         if not is_cpu:  # a CPU computes in float32 whatever the dtype
             findings += [*of_products(runs, float32), *of_other_dtypes(lowered, runs, float32)]
             findings += of_kernels(runs, uses)
