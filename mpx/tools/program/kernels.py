@@ -150,7 +150,7 @@ def _sent_bytes(operation: str, collective: Instruction, devices: int) -> int:
     whole = max(sum(shape.size for shape in shapes) for shapes in (collective.results, given))
     if operation.startswith("collective"):
         return whole
-    return whole * (devices - 1) // max(1, devices) * (2 if operation == "all-reduce" else 1)
+    return (2 if operation == "all-reduce" else 1) * whole * (devices - 1) // max(1, devices)
 
 
 def totals(pairs: Iterable[tuple[K, int]]) -> dict[K, int]:
