@@ -61,6 +61,7 @@ def test_an_ensemble_is_trained_under_vmap():
     assert_same_bits(compiled(jax.vmap(FUSED))(*given), compiled(jax.vmap(PLAIN))(*given))
 
 
+@pytest.mark.slow
 @pytest.mark.eager
 def test_a_step_outside_of_jit_is_the_same():
     """Operation by operation nothing is fused."""

@@ -97,6 +97,7 @@ def test_products_are_counted_in_loops_calls_and_checkpoints():
     assert all("test_fp8_report.py" in row.where for row in report.operands)
 
 
+@pytest.mark.slow
 def test_devices_and_examples_count_together():
     mesh, spec = eight_cpu_devices(), jax.sharding.PartitionSpec
     w, x = normal(0, 16, 16), normal(1, 128, 16).at[0].set(2.0**40)

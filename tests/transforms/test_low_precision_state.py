@@ -224,6 +224,7 @@ def left(chosen, keeps, rounding="nearest"):
     return float(moment.astype(jnp.float32)[keeps == 0].mean())
 
 
+@pytest.mark.slow
 def test_a_second_moment_that_falls_stands_still_under_nearest_rounding_and_not_under_stochastic_rounding():
     """0.999**700 = 0.496. To nearest, a thousandth less than a bfloat16 number is that number again.
 
