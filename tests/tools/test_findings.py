@@ -224,6 +224,10 @@ def test_float32_numbers_between_kernels_that_all_round_them_are_found_with_the_
     assert not kernel_findings(write, NARROW_USE, "ROOT %v = (f32[512,512]) tuple(%g)", called=NARROWING + WRITING)
 
 
+def test_a_call_that_returns_nothing_writes_no_float32_numbers():
+    assert not kernel_findings('%c = () custom-call(%b), custom_call_target="log"', called=WRITING)
+
+
 DOT = "%{name} = {dtype}[512,512]{{1,0}} dot({operands}), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}"
 IN_FLOAT32 = DOT.format(name="x", dtype="f32", operands="%b, %b")
 IN_BFLOAT16 = [DOT.format(name=f"y{i}", dtype="bf16", operands="%n, %n") for i in range(3)]

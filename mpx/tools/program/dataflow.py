@@ -26,7 +26,7 @@ def arrays_of(kernel: Instruction, uses: Uses) -> list[Instruction]:
     ends = [user for user in uses.get(kernel, ()) if user.op.endswith("-done")]
     made = ends[0] if kernel.op.endswith("-start") and ends else kernel
     parts = [user for user in uses.get(made, ()) if user.op == "get-tuple-element"]
-    return parts or [made]
+    return [array for array in parts or [made] if array.shapes]  # a call may return nothing
 
 
 def narrowed_to(array: Instruction, uses: Uses) -> str | None:

@@ -1,4 +1,4 @@
-"""Find what devices send each other in the wrong dtype, whole where a part is enough, or not at all needed."""
+"""Find what devices send each other in the wrong dtype, whole where a part is enough, or without need."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
