@@ -273,13 +273,15 @@ def _sent(parameters: Iterable[Entry], narrow: Iterable[Entry], policy: Policy |
     the narrower of their own and the compute dtype. Sums are as `autocast` and `data_parallel` compute them.
     """
     gathered = summed = 0
+    reduced = None if policy is None else policy.reduce_dtype
     for (_, _, p, sharding), (_, _, n, _) in zip(parameters, narrow, strict=True):
         mesh, whole, part = sharding.mesh, math.prod(p.shape), math.prod(sharding.shard_shape(p.shape))
-        is_gathered, size, dtype = part < whole, whole, n.dtype
-        if axis != _UNSHARDED:
-            is_gathered, size, dtype = sharded_spec(p.shape, sharding.spec, mesh, axis) != sharding.spec, part, p.dtype
-        if (mesh.size if axis == _UNSHARDED else mesh.shape[axis]) > 1:
-            reduced = policy.reduce_dtype if policy is not None else None
+        if axis == _UNSHARDED:
+            devices, is_gathered, size, dtype = mesh.size, part < whole, whole, n.dtype
+        else:
+            is_gathered = sharded_spec(p.shape, sharding.spec, mesh, axis) != sharding.spec
+            devices, size, dtype = mesh.shape[axis], part, p.dtype
+        if devices > 1:
             gathered += is_gathered * bytes_of(dtype, size)
             summed += bytes_of(np.dtype(reduced or _trees.promoted(p.dtype, np.float32)), size)
     return gathered, summed

@@ -12,6 +12,7 @@ from mpx.tools.program.kernels import Kernel
 from mpx.tools.program.text import Instruction, Shape
 
 Runs = Sequence[tuple[Instruction, Kernel]]
+Found = Sequence[tuple[Kernel, int]]  # collectives, and how many of their bytes are found fault with
 _GATHERS = ("all-gather", "all-to-all")
 _SUMS = ("all-reduce", "reduce-scatter")
 
@@ -53,12 +54,11 @@ def _sums_in_16_bits(sent: Runs, inputs: Sequence[tuple[Any, Any]], outputs: Seq
             found.append((kernel, _part_of(kernel, narrow, added)))
     if found:
         dtype = "bf16" if "bf16" in found[0][0].sent_by_dtype else "f16"
-        yield Finding(
+        yield _finding(
+            found,
             f"Devices add up arrays of the shapes of weights in {dtype}, which rounds at each addition",
-            sum(size for _, size in found),
             "If they are gradients, differentiate with float32 sums: `mpx.autocast` has them if you leave out "
             "`reduce_dtype`, and `reduce=` of its policy.",
-            first_source(kernel for kernel, _ in found),
         )
 
 
@@ -68,12 +68,11 @@ def _sums_of_which_a_part_is_used(sent: Runs, uses: Uses) -> Iterator[Finding]:
     is_cut = lambda instruction: all(is_taken_in_parts(array, uses) for array in arrays_of(instruction, uses))
     halves = [(kernel, kernel.sent_bytes * kernel.times // 2) for instruction, kernel in sums if is_cut(instruction)]
     if halves:
-        yield Finding(
+        yield _finding(
+            halves,
             f"Every device gets a whole sum and keeps a part of it ({_count(halves)} of all-reduce)",
-            sum(size for _, size in halves),
             "XLA has not made them reduce-scatters, which send half. `mpx.data_parallel(..., scatter=True)` or "
             "`jax.lax.psum_scatter` in a `jax.shard_map` does.",
-            first_source(kernel for kernel, _ in halves),
         )
 
 
@@ -93,35 +92,36 @@ def _gathers_of_float32(sent: Runs, uses: Uses, runs: Runs) -> Iterator[Finding]
             elif kernel.operation == "all-gather":
                 others.append((kernel, size))
     if rounded:
-        yield Finding(
+        yield _finding(
+            rounded,
             f"Devices send float32 arrays that are rounded to {' or '.join(sorted(dtypes))} right after "
             f"({_count(rounded)} of {rounded[0][0].operation})",
-            sum(size for _, size in rounded),
             "Cast them before they are sent, as `mpx.autocast` does: with `.astype` in front of the gather.",
-            first_source(kernel for kernel, _ in rounded),
         )
     if others and any(dtype.startswith(("bf16", "f16", "f8")) for _, kernel in runs for dtype in kernel.flops):
-        yield Finding(
+        yield _finding(
+            others,
             f"Devices gather float32 arrays that are used in float32 ({_count(others)} of all-gather)",
-            sum(size for _, size in others),
             "A rule that mixes the numbers of a matrix (Muon, Shampoo, clipping by layer) needs it whole, and so does "
             "the gradient of an embedding that is sharded by rows. A weight is gathered so if some use of it is in "
             "float32: `mpx.explain` shows which.",
-            first_source(kernel for kernel, _ in others),
         )
 
 
 def _gathers_of_states(sent: Sequence[Kernel], inputs: Sequence[tuple[Any, Any]]) -> Iterator[Finding]:
     size = lambda kernel: sum(n for dtype, n in kernel.sent_by_dtype.items() if dtype in ("s8", "u8", "u32"))
-    gathers = [kernel for kernel in sent if kernel.operation == "all-gather" and size(kernel)]
+    gathers = [(kernel, size(kernel)) for kernel in sent if kernel.operation == "all-gather" and size(kernel)]
     is_state = lambda dtype: jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize == 1
     if gathers and any(is_state(leaf.dtype) for leaf, _ in inputs):
-        yield Finding(
+        yield _finding(
+            gathers,
             "Devices gather an optimizer state in 8 bits, whose blocks reach over several of them",
-            sum(map(size, gathers)),
             "Give `block_size` a divisor of the columns that a device has, or use a mesh of explicit axes.",
-            first_source(gathers),
         )
+
+
+def _finding(found: Found, what: str, remedy: str) -> Finding:
+    return Finding(what, sum(size for _, size in found), remedy, first_source(kernel for kernel, _ in found))
 
 
 def _part_of(kernel: Kernel, part: Sequence[Shape], whole: Sequence[Shape]) -> int:
@@ -130,5 +130,5 @@ def _part_of(kernel: Kernel, part: Sequence[Shape], whole: Sequence[Shape]) -> i
     return kernel.times * kernel.sent_bytes * size(part) // max(1, size(whole))
 
 
-def _count(found: Sequence[tuple[Kernel, int]]) -> str:
+def _count(found: Found) -> str:
     return f"{sum({id(kernel): kernel.times for kernel, _ in found}.values()):,}"

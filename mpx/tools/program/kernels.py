@@ -77,7 +77,7 @@ class Kernel:
 
     @property
     def sent_by_dtype(self) -> dict[str, int]:
-        """What a device sends in all runs, by dtype: XLA may send arrays of several dtypes at once."""
+        """Return what a device sends in all runs, by dtype: XLA may send arrays of several dtypes at once."""
         whole = max(1, sum(shape.size for shape in self.shapes))
         return totals((x.dtype, self.times * self.sent_bytes * x.size // whole) for x in self.shapes)
 

@@ -96,7 +96,7 @@ class StepReport(_tables.Result):
 
     @property
     def link_seconds(self) -> float | None:
-        """What collectives take at least over the links between devices; XLA may compute at the same time."""
+        """Return what collectives take at least over the links between devices; XLA may compute at the same time."""
         return None if self.target is None else sum(kernel.link_seconds or 0 for kernel in self.collectives)
 
     @property
