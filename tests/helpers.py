@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.metadata
+import socket
 
 import chex
 import hypothesis
@@ -31,6 +32,24 @@ def cases(names, quick):
 def examples(count):
     """Return Hypothesis settings for `count` examples in CI, and for their share of the profile elsewhere."""
     return hypothesis.settings(max_examples=-(-count * hypothesis.settings.default.max_examples // 100))
+
+
+def free_address():
+    """Return an address of this machine with a free port, for `jax.distributed`."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{found.getsockname()[1]}"
+
+
+def end(*processes, within):
+    """Wait for processes, some seconds at most; return their exit codes and what each printed."""
+    try:
+        outputs = [process.communicate(timeout=within)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return [process.returncode for process in processes], outputs
 
 
 def bits(x):

@@ -1,8 +1,8 @@
 """Runs in processes of their own: one that is killed while it saves, two that train as one, fewer devices later."""
 
+import functools
 import shutil
 import signal
-import socket
 import time
 
 import jax
@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from examples.gpt.output import read_log
+from tests import helpers
 from tests.examples import nano
 from tests.helpers import assert_same_bits
 
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.slow
 STEPS = 12
 LONGEST_RUN = 240.0  # seconds
 TIMES = ("seconds_per_step", "tokens_per_second", "mfu")
+end = functools.partial(helpers.end, within=LONGEST_RUN)
 ONE = {"recipe": "bf16-split-8bit", "batch_size": 2, "steps": STEPS, "save_every": 2, "evaluate_every": STEPS}
 
 
@@ -32,17 +34,6 @@ def folder(tmp_path_factory):
 
 def start(folder, name, *flags, **options):
     return nano.start(folder / "cache", *flags, data=folder / "text" / "tokens", out=folder / name, **options)
-
-
-def end(*processes):
-    """Wait for processes; return their exit codes and what each printed."""
-    try:
-        outputs = [process.communicate(timeout=LONGEST_RUN)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    return [process.returncode for process in processes], outputs
 
 
 def wait_until(condition, process):
@@ -90,9 +81,7 @@ def test_a_run_that_is_killed_while_it_saves_is_resumed_to_the_same_bits(folder)
 
 def test_two_processes_train_as_one_with_all_devices_and_after_ctrl_c_to_one_both_save_the_same_step(folder):
     """What they send each other is added up in another order than in one process, if at all."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{found.getsockname()[1]}"  # a free port
+    address = helpers.free_address()
     options = {"recipe": "bf16-split", "batch_size": 8, "mesh": "data=2,fsdp=4", "steps": 100_000}
     of_two = options | {"coordinator_address": address, "num_processes": 2, "devices": 4}
     runs = {"two": [start(folder, "two", **of_two, process_id=i) for i in range(2)]}

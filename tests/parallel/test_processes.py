@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.helpers import assert_same_bits
+from tests.helpers import assert_same_bits, end, free_address
 from tests.parallel import fsdp
 
 pytestmark = [pytest.mark.slow, pytest.mark.optax_promotion, pytest.mark.many_devices]
@@ -26,9 +25,7 @@ every_run = pytest.mark.parametrize("name", fsdp.NAMES)
 def folder(tmp_path_factory):
     """Return where two processes have saved their runs."""
     folder = tmp_path_factory.mktemp("runs")
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{found.getsockname()[1]}"  # a free port
+    address = free_address()
     flags = re.sub("device_count=8", "device_count=4", os.environ["XLA_FLAGS"])
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
@@ -41,13 +38,8 @@ def folder(tmp_path_factory):
         )
         for index in range(2)
     ]  # fmt: skip
-    try:
-        outputs = [process.communicate(timeout=LONGEST_RUN)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in processes] == [0, 0], outputs
+    codes, outputs = end(*processes, within=LONGEST_RUN)
+    assert codes == [0, 0], outputs
     return folder
 
 
