@@ -26,6 +26,7 @@ def mixed_precision(
     policy: Policy | str,
     *,
     storage: Storage = "split",
+    key: jax.Array | None = None,
     loss_scale: LossScale | None = None,
     axis_name: Hashable | tuple[Hashable, ...] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -41,12 +42,13 @@ def mixed_precision(
         policy: a `Policy`, or the string of one.
         storage: how masters are kept, as in `master_weights`. `"split"` keeps the 16 bits that a bfloat16 parameter
             lacks: AdamW takes 14 bytes a parameter, where float32 takes 16. Masters of float16 parameters are full.
+        key: of `master_weights`, for `storage="split24"`.
         loss_scale: of `loss_scaling`; `DynamicLossScale()` if None.
         axis_name: of `loss_scaling`.
 
     Raises:
         TypeError: if `inner` is not a transformation.
-        ValueError: if the policy string cannot be read; if `storage`, `loss_scale` or `axis_name` is given and the
+        ValueError: if the policy string cannot be read; if `storage`, `key`, `loss_scale` or `axis_name` is given and the
             policy has no use for it; at `init`, if the policy stores parameters below float32 and all given ones are
             float32 or wider, or if this stands inside a wrapper that hides them, such as `low_precision_state`.
 
@@ -64,10 +66,11 @@ def mixed_precision(
     needs_masters = any(np.dtype(dtype).itemsize < 4 for dtype in stored)
     needs_scaling = any(np.dtype(dtype) == np.float16 for dtype in (policy.compute_dtype, *stored))
     _require_use("storage", storage != "split", needs_masters, policy, "stores no parameters below float32")
+    _require_use("key", key is not None, needs_masters, policy, "stores no parameters below float32")
     _require_use("loss_scale", loss_scale is not None, needs_scaling, policy, "has no float16 in it")
     _require_use("axis_name", axis_name is not None, needs_scaling, policy, "has no float16 in it")
     if needs_masters:
-        tx = _checked_at_init(master_weights(tx, storage=storage), policy)
+        tx = _checked_at_init(master_weights(tx, storage=storage, key=key), policy)
     if needs_scaling:
         tx = loss_scaling(tx, loss_scale, axis_name=axis_name)
     if not (needs_masters or needs_scaling):

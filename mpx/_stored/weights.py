@@ -4,7 +4,7 @@ A weight is a float32 (or float64) number. Its parameter holds it rounded to the
 array of the parameter's shape; both together restore the weight:
 
 - `WholeMaster`: the weight itself.
-- `LowBits`: the 16 bits that a bfloat16 parameter lacks.
+- `LowBits`: the 16 bits that a bfloat16 parameter lacks, or the first 8 of them.
 - `Compensation`: what rounding has cut off from the sum of all updates.
 
 Where nothing is kept, the weight is its parameter.
@@ -77,24 +77,28 @@ class WholeMaster(KeptWeight):
         wide = p.astype(kept.dtype)
         return (round_saturating(kept, p.dtype) == wide) | (jnp.isnan(kept) & jnp.isnan(wide))
 
-    def land(self, p: jax.Array, new: jax.Array, author: str) -> tuple[jax.Array, jax.Array]:
-        """Return the update that takes a parameter to a new weight, and what is kept of the weight."""
+    def land(self, p: jax.Array, new: jax.Array, key: jax.Array | None, author: str) -> tuple[jax.Array, jax.Array]:
+        """Return the update that takes a parameter to a new weight, and what is kept of the weight.
+
+        With a key, what is kept is rounded at random.
+        """
         return landing_update(p, round_saturating(new, p.dtype), author), new
 
 
 class LowBits(KeptWeight):
-    """The 16 low bits of a float32 weight, for a bfloat16 parameter. Any bits belong to any parameter."""
+    """The bits of a weight that its bfloat16 parameter lacks; they belong to any parameter.
+
+    uint16 holds all of them, and the weight is a float32 number. uint8 holds the first 8. Then the weight is rounded to
+    24 bits *before* it is split: rounded afterwards, low bits could reach 0x80, which stands for another parameter.
+    """
 
     label = "low bits"
 
-    def __init__(self) -> None:
-        super().__init__(np.dtype(np.uint16))
-
     def restore(self, p: jax.Array, kept: jax.Array) -> jax.Array:
-        return formats.join_f32(p, kept)
+        return formats.join_f32(p, kept.astype(np.uint16) << self._left_out)
 
     def store(self, weight: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
-        return formats.split_f32(cast_nearest(weight, _F32), overflow="largest")
+        return self._split(cast_nearest(weight, _F32), None)
 
     def fresh(self, p: jax.Array) -> jax.Array:
         return jnp.zeros_like(p, self.dtype)
@@ -102,14 +106,23 @@ class LowBits(KeptWeight):
     def belongs(self, p: jax.Array, kept: jax.Array) -> Any:
         return True
 
-    def land(self, p: jax.Array, new: jax.Array, author: str) -> tuple[jax.Array, jax.Array]:
-        """Return the update that takes a parameter to a new weight, and what is kept of the weight."""
-        high, low_bits = formats.split_f32(new, overflow="largest")
+    def land(self, p: jax.Array, new: jax.Array, key: jax.Array | None, author: str) -> tuple[jax.Array, jax.Array]:
+        high, low_bits = self._split(new, key)
         high = high.astype(np.float32)
         update = landing_update(p, high, author)
         # Where the addition cannot reach `high`, these low bits would belong to another weight.
         landed = applied_value(p, update).view(np.uint32) == high.view(np.uint32)
         return update, select(landed, low_bits, jnp.zeros_like(low_bits))
+
+    def _split(self, weight: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        if self._left_out:
+            weight = formats.round_to_24_bits(weight, None if key is None else formats.noise_for(key, weight))
+        high, low_bits = formats.split_f32(weight, overflow="largest")
+        return high, (low_bits >> self._left_out).astype(self.dtype)
+
+    @property
+    def _left_out(self) -> np.uint16:
+        return np.uint16(16 - 8 * self.dtype.itemsize)
 
 
 class Compensation(KeptWeight):
@@ -143,7 +156,7 @@ def way_of(role: Role, dtype: np.dtype) -> KeptWeight:
     """Return how a weight is kept, from the role of the field and the dtype of the array there."""
     if role == "compensation":
         return Compensation(np.dtype(dtype))
-    return LowBits() if dtype == np.uint16 else WholeMaster(np.dtype(dtype))
+    return LowBits(np.dtype(dtype)) if dtype in (np.uint16, np.uint8) else WholeMaster(np.dtype(dtype))
 
 
 def widened(p: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""`master_weights`: keep float32 weights in the state, or the 16 bits that bfloat16 parameters lack."""
+"""`master_weights`: keep float32 weights in the state, or the bits that bfloat16 parameters lack."""
 
 import functools
 from typing import Any, Literal, NamedTuple, get_args
@@ -14,26 +14,33 @@ from mpx._stored.roles import register_state
 from mpx._stored.weights import LowBits, Master, WholeMaster, way_of
 from mpx._transforms.float32_world import hiding, require_no_rounding_inside, run_in_float32, stable_state, upcast_tree
 
-Storage = Literal["full", "split"]
+Storage = Literal["full", "split", "split24"]
+_LOW_BITS = {"split": LowBits(np.dtype(np.uint16)), "split24": LowBits(np.dtype(np.uint8))}
 
 
-@register_state(writes_back="master_weights", master="master", inner_state="inner")
+@register_state(writes_back="master_weights", master="master", inner_state="inner", key="key")
 class MasterWeightsState(NamedTuple):
     """State of `master_weights`.
 
     Attributes:
         master: a tree like the parameters. `storage="full"`: the float32 (or `dtype`) master of each narrower
-            leaf. `storage="split"`: the uint16 low bits of the master of each bfloat16 leaf. A leaf that is its
-            own master has an `optax.MaskedNode`.
+            leaf. `storage="split"`: the uint16 low bits of the master of each bfloat16 leaf; uint8 under `"split24"`.
+            A leaf that is its own master has an `optax.MaskedNode`.
         inner_state: state of the wrapped rule for float32 parameters.
+        key: the raw data (uint32) of the PRNG key for the next step; `optax.MaskedNode` if rounding is to nearest.
     """
 
     master: Any
     inner_state: optax.OptState
+    key: Any = optax.MaskedNode()
 
 
 def master_weights(
-    inner: optax.GradientTransformation, dtype: DTypeLike = jnp.float32, *, storage: Storage = "full"
+    inner: optax.GradientTransformation,
+    dtype: DTypeLike = jnp.float32,
+    *,
+    storage: Storage = "full",
+    key: jax.Array | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Train float32 master weights with any rule, and emit the updates that keep the model's copy in step.
 
@@ -52,7 +59,12 @@ def master_weights(
             same as under `"full"`, except when a weight falls almost to zero (see above): then the master becomes the
             parameter. Parameters are rounded with ties away from zero; `"full"` rounds ties to even. A parameter
             changed from outside keeps the low bits that it had; `resync` makes them zero. Masters whose bfloat16
-            rounding would be infinite saturate. float16 leaves keep full masters under both.
+            rounding would be infinite saturate. `"split24"` keeps 8 low bits, 1 byte a parameter. It is not exact:
+            once a step the master is rounded to 24 bits, an error of at most 2**-16 of the weight. float16 leaves keep
+            full masters under all three.
+        key: a PRNG key, for `"split24"`: masters are rounded up or down at random, so that no update is lost in the
+            mean. (Equal masters of a step are rounded alike.) The state keeps the key, and every update changes it.
+            None: masters are rounded to nearest.
 
     Returns:
         A transformation with state `MasterWeightsState`. If a finite master is beyond the range of its parameter, the
@@ -61,7 +73,7 @@ def master_weights(
     Raises:
         TypeError: if `inner` is not a transformation; at `update`, if a gradient is not floating, or the state not one
             of `master_weights`.
-        ValueError: if `storage` or `dtype` is unknown or do not go together; at `init`, if a 16-bit leaf would get
+        ValueError: if `storage` or `dtype` is unknown, or `storage`, `dtype` and `key` do not go together; at `init`, if a 16-bit leaf would get
             a float64 master, or if `kahan_summation`, `stochastic_rounding` or another `master_weights` stands inside;
             at `update`, without parameters, with parameters of another tree, shape or dtype than at `init`, or with
             updates of other shapes.
@@ -78,19 +90,23 @@ def master_weights(
 
     References:
         Micikevicius et al. 2018, Mixed Precision Training (arXiv 1710.03740), for the masters; Transformer Engine and
-        apex, `store_param_remainders`, for the low bits.
+        apex, `store_param_remainders`, for the low bits; FlashOptim, 2026 (arXiv 2602.23349), for 24 bits.
     """
     if storage not in get_args(Storage):
         raise ValueError(f"`master_weights`: `storage` must be one of {get_args(Storage)}, but got {storage!r}.")
     dtype = _errors.wide_dtype(dtype, "master_weights")
-    if storage == "split" and dtype != np.float32:
+    if storage != "full" and dtype != np.float32:
         raise ValueError(f"`master_weights`: split masters are float32, but got `dtype` {dtype}.")
+    if key is not None and storage != "split24":
+        raise ValueError(f"`master_weights`: a `key` was given, but under {storage!r} nothing is rounded at random.")
     inner = run_in_float32(inner, dtype, "master_weights")
+    if key is not None:
+        key, implementation = _errors.one_key(key, "master_weights")
 
     def way_for(p) -> Master | None:  # None: the parameter is its own master
         if not _trees.is_narrower(p, dtype):
             return None
-        return LowBits() if storage == "split" and p.dtype == jnp.bfloat16 else WholeMaster(dtype)
+        return _LOW_BITS[storage] if storage in _LOW_BITS and p.dtype == jnp.bfloat16 else WholeMaster(dtype)
 
     def kept_dtype(p):
         way = way_for(p)
@@ -107,7 +123,8 @@ def master_weights(
         with hiding(params, dtype, "master_weights"):
             inner_state = inner.init(masters)
         require_no_rounding_inside(inner_state, params, dtype, "master_weights")
-        return MasterWeightsState(stable_state(stored, params), inner_state)
+        first_key = optax.MaskedNode() if key is None else jnp.array(jax.random.key_data(key), copy=True)
+        return MasterWeightsState(stable_state(stored, params), inner_state, first_key)
 
     def update_fn(updates, state, params=None, **extra_args):
         _errors.require_step("master_weights", MasterWeightsState, state, params)
@@ -115,8 +132,13 @@ def master_weights(
         masters = _masters(params, state.master)
         updates, inner_state = inner.update(updates, state.inner_state, masters, **extra_args)
         new_masters = optax.apply_updates(masters, updates)
-        updates, stored = _trees.map_unzip(_step, params, state.master, updates, new_masters)
-        return updates, MasterWeightsState(stored, inner_state)
+        this_step, next_key = None, state.key
+        if key is not None:
+            this_step, next_step = jax.random.split(jax.random.wrap_key_data(state.key, impl=implementation))
+            next_key = jax.random.key_data(next_step)
+        step = functools.partial(_step, key=this_step)
+        updates, stored = _trees.map_unzip(step, params, state.master, updates, new_masters)
+        return updates, MasterWeightsState(stored, inner_state, next_key)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -129,12 +151,14 @@ def _masters(params: Any, stored: Any) -> Any:
 
 
 @functools.partial(jax.jit, inline=True)
-def _step(p: jax.Array, stored: Any, update: jax.Array, new_master: jax.Array) -> tuple[jax.Array, Any]:
+def _step(
+    p: jax.Array, stored: Any, update: jax.Array, new_master: jax.Array, key: jax.Array | None = None
+) -> tuple[jax.Array, Any]:
     """Return the update of one parameter, and what is stored for it; traced once for all parameters of a shape."""
     if _trees.is_masked(stored):
         return update, stored
     way: Any = way_of("master", stored.dtype)
-    return way.land(p, new_master, "master_weights")
+    return way.land(p, new_master, key, "master_weights")
 
 
 def _require_single_rounding(params: Any, dtype: np.dtype) -> None:
