@@ -44,6 +44,7 @@ from mpx._policy import cast_to_half as cast_to_half
 from mpx._policy import get_policy as get_policy
 from mpx._recipes import any_precision_adamw as any_precision_adamw
 from mpx._recipes import mixed_precision as mixed_precision
+from mpx._stored.blockwise import Blockwise4bit as Blockwise4bit
 from mpx._stored.blockwise import Blockwise8bit as Blockwise8bit
 from mpx._stored.roles import register_state as register_state
 from mpx._stored.state_format import StateFormat as StateFormat

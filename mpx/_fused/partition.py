@@ -64,7 +64,7 @@ class Partition:
         self._producer = {v: (i, eqn) for i, eqn in enumerate(program.eqns) for v in eqn.outvars}
         self._same: dict[Var, Any] = {}  # what a barrier returns, and what it was given
         self._placed: dict[Var, Any] = {}  # what was placed on devices, and what it was before
-        self._uniform: set[Var] = set()  # arrays whose elements are equal
+        self._uniform: set[Var] = set()  # arrays of no leaf: their elements are equal, or places in short rows
         self._inside: set[Var] = set()  # arrays that are computed from others of their leaf
         self._parent: dict[Var, Var] = {}
         self._mixed: dict[Var, set[str]] = defaultdict(set)
@@ -122,7 +122,7 @@ class Partition:
         if not results:
             return []
         is_fill = is_placed and operands and self._uniform.issuperset(operands)  # jax 0.12 places `full_like`
-        if is_fill or _keeps_places(eqn):
+        if is_fill or places_in_rows(eqn) or _keeps_places(eqn):
             (self._inside if varied else self._uniform).update(results)
             for v in (*varied, *results) if varied else ():
                 self._parent[self._leaf_of(v)] = self._leaf_of(varied[0])
@@ -190,6 +190,7 @@ class Partition:
         sources = [self._producer[v][1] for v in part.arrays if v in self._producer]
         not_outside = {eqn.primitive.name for eqn in sources if not _is_outside(eqn)}
         dtypes = {str(dtype) for dtype in {dtype_of(v) for v in variables}}
+        places = [eqn for eqn in part.equations if places_in_rows(eqn)]
         if mixed:
             return f"elements are mixed by {_names(mixed)}"
         if not_outside:
@@ -210,6 +211,8 @@ class Partition:
             return "it has 2**31 elements or more, which kernels cannot count"
         if part.width < _NARROWEST:
             return f"its {part.size} elements cannot be divided into rows of {_NARROWEST}"
+        if any(size_of(eqn.outvars[0]) * part.width % (part.size * places_in_rows(eqn)) for eqn in places):
+            return "its rows are longer than blocks"
         if self._waits_for_itself(part):
             return "other devices compute what it reads from what it returns"
         return ""
@@ -233,6 +236,17 @@ def _is_placed(eqn: JaxprEqn) -> bool:
     """Return whether an equation places an array on devices, as `zero1` does outside of `jax.shard_map`."""
     facts = facts_of(eqn)
     return facts.communicates and facts.moves == "same"
+
+
+def places_in_rows(eqn: JaxprEqn) -> int:
+    """Return the size of rows in which an equation numbers the places; 0 if it does something else.
+
+    Rows are short enough to lie within the rows of a kernel, so that it knows the places as well.
+    """
+    shape = _shape_of(eqn.outvars[0])
+    if eqn.primitive.name != "iota" or eqn.params["dimension"] != len(shape) - 1:
+        return 0
+    return shape[-1] if shape[-1] <= _NARROWEST and _is_power_of_two(shape[-1]) else 0
 
 
 def _is_outside(eqn: JaxprEqn) -> bool:
@@ -267,7 +281,7 @@ def _are_first(places: Iterable[int], small: tuple[int, ...], large: tuple[int, 
 
 def _missing_in_triton(eqn: JaxprEqn) -> str:
     """Return what Triton lacks to compute an equation; empty if it lacks nothing."""
-    name, triton, dtype = eqn.primitive.name, facts_of(eqn).triton, str(dtype_of(eqn.invars[0]))
+    name, triton, dtype = eqn.primitive.name, facts_of(eqn).triton, str(dtype_of((*eqn.invars, *eqn.outvars)[0]))
     if triton == "none":
         return f"`{name}`"
     is_missing = triton == "32 bits" and dtype in ("bfloat16", "float16")
@@ -299,6 +313,6 @@ def signature(part: Part) -> Hashable:
 
 def _settings(eqn: JaxprEqn) -> str:
     """Return the parameters of an equation that do not follow from its types."""
-    if facts_of(eqn).blocks:
-        return ""
+    if facts_of(eqn).blocks or places_in_rows(eqn):
+        return str(places_in_rows(eqn))
     return str(sorted((name, str(value)) for name, value in eqn.params.items()))

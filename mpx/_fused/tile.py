@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from mpx._fused.partition import Part, size_of
+from mpx._fused.partition import Part, places_in_rows, size_of
 from mpx._jaxprs import is_literal
 from mpx._primitives import facts_of
 
@@ -31,7 +31,11 @@ def run_part(part: Part, arrays: Sequence[Any], scalars: Sequence[Any]) -> list[
     known = dict(zip((*part.arrays, *part.scalars), (*arrays, *scalars), strict=True))
     read = lambda v: np.asarray(v.val, v.aval.dtype) if is_literal(v) else known[v]
     for eqn in part.equations:
-        known[eqn.outvars[0]] = _run(eqn, [read(v) for v in eqn.invars], part)
+        if size := places_in_rows(eqn):
+            places = lax.broadcasted_iota(np.int32, (len(arrays[0]), columns(eqn.outvars[0], part)), 1)
+            known[eqn.outvars[0]] = (places & (size - 1)).astype(eqn.outvars[0].aval.dtype)
+        else:
+            known[eqn.outvars[0]] = _run(eqn, [read(v) for v in eqn.invars], part)
     return [read(v) for v in part.outputs]
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from mpx import _errors, _trees
 from mpx._fp8 import FORMATS
 from mpx._shardings import explicit_sharding
-from mpx._stored.blockwise import Blockwise8bit
+from mpx._stored.blocks import BlockFormat
 from mpx._stored.blockwise_fp8 import BlockwiseFp8
 from mpx._stored.leaves import leaves_of
 from mpx._stored.roles import EXACT, Role
@@ -51,7 +51,7 @@ def _with_blocks_of(leaf: Any, format: StateFormat) -> StateFormat:
     """Return a format with blocks that fit a leaf: those it has, if it is stored, else such that lie in a shard."""
     if is_stored(leaf):
         kept: Any = leaf.format
-        if not isinstance(format, (Blockwise8bit, BlockwiseFp8)) or type(kept) is not type(format):
+        if not isinstance(format, BlockFormat) or type(kept) is not type(format):
             return format
         is_alike = kept == dataclasses.replace(format, block_size=kept.block_size)
         return kept if is_alike and kept.block_size < format.block_size else format

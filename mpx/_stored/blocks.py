@@ -1,12 +1,64 @@
 """Blocks of an array: its elements in the order of memory, cut into runs of equal size that share a scale."""
 
+import dataclasses
 import math
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from mpx._stored.state_format import StateFormat
+from mpx.formats import noise_for
+
+T = TypeVar("T", bound="BlockFormat")
 
 SMALLEST = 16  # numbers in a block
 _SUBLANES, _LANES = 8, 128  # of a tile in a TPU's memory
+
+
+class BlockFormat(StateFormat):
+    """A format with a scale for each block; a subclass has the field `block_size`, a power of two from 16 to 65,536."""
+
+    block_size: int  # no field yet: each subclass has it at a place and with a default of its own
+
+    def __post_init__(self) -> None:
+        size: Any = self.block_size
+        if type(size) is not int or not SMALLEST <= size <= 2**16 or size & (size - 1):
+            name = type(self).__name__
+            raise ValueError(f"`{name}`: `block_size` must be a power of two from 16 to 65,536, but got {size!r}.")
+
+    def for_shards(self: T, columns: int) -> T:
+        """Return the format with blocks that lie within a shard's rows."""
+        return dataclasses.replace(self, block_size=block_within(columns, self.block_size))  # type: ignore[type-var]
+
+
+def uniform_for(key: jax.Array, x: jax.Array) -> jax.Array:
+    """Return random numbers from 0 to below 1 in the shape of an array: equal ones for equal numbers."""
+    return (noise_for(key, x) >> 8).astype(np.float32) * np.float32(2.0**-24)
+
+
+def packed(codes: jax.Array) -> jax.Array:
+    """Pack codes of 4 bits (int32 `[..., columns]`, an even number) into uint8 `[..., columns / 2]`.
+
+    A byte holds two neighbours, the first in its low bits.
+    """
+    pairs = (codes & 15).reshape(*codes.shape[:-1], -1, 2)
+    low, high = (jnp.max(jnp.where(_place_in(pairs) == i, pairs, 0), axis=-1) for i in (0, 1))
+    return (low | (high << 4)).astype(np.uint8)
+
+
+def unpacked(codes: jax.Array) -> jax.Array:
+    """Return the codes (int32, from -8 to 7) that `packed` was given."""
+    pairs = jnp.broadcast_to(codes.astype(np.int32)[..., None], (*codes.shape, 2))
+    left, sign = 28 - 4 * _place_in(pairs), 28  # shift out what stands to the left of a code, then repeat its sign
+    return ((pairs << left) >> sign).reshape(*codes.shape[:-1], -1)
+
+
+def _place_in(rows: jax.Array) -> jax.Array:
+    """Return the place of each element in its row."""
+    return lax.broadcasted_iota(np.int32, rows.shape, rows.ndim - 1)
 
 
 def scales_shape(shape: tuple[int, ...], block_size: int) -> tuple[int, ...]:

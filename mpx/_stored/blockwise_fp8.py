@@ -12,9 +12,8 @@ import numpy as np
 from jax import lax
 
 from mpx._fp8 import BIAS, FORMATS, MANTISSA, power_of_two, scale_exponents
-from mpx._stored.blocks import block_within, largest_of_blocks, spread
+from mpx._stored.blocks import BlockFormat, largest_of_blocks, spread, uniform_for
 from mpx._stored.roles import Role
-from mpx._stored.state_format import StateFormat
 
 _MAGNITUDE = np.uint32(0x7FFF_FFFF)
 _INFINITY_BITS = np.int32(0x7F80_0000)
@@ -22,7 +21,7 @@ _NEGATIVE = 128  # the bit of the sign
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockwiseFp8(StateFormat):
+class BlockwiseFp8(BlockFormat):
     """Keeps a state in e4m3 or e5m2, with a float32 scale for each block, a power of two.
 
     A scale brings the largest magnitude of its block to between half of the format's largest number and that number.
@@ -55,7 +54,7 @@ class BlockwiseFp8(StateFormat):
             n = jnp.round(n)  # ties to even
         else:
             below = jnp.floor(n)
-            n = below + (jax.random.uniform(key, x.shape, np.float32) < n - below).astype(np.float32)
+            n = below + (uniform_for(key, x) < n - below).astype(np.float32)
         if self.signed is False:
             n = jnp.where(v > 0, jnp.maximum(n, np.float32(1)), n)
         # The first bit of the mantissa, which is not stored, adds one to the exponent; so does what is rounded up.
@@ -90,10 +89,6 @@ class BlockwiseFp8(StateFormat):
         """Return the format with its sign decided: only second moments are unsigned."""
         signed = role != "second moment" if self.signed is None else self.signed
         return dataclasses.replace(self, signed=signed)
-
-    def for_shards(self, columns: int) -> "BlockwiseFp8":
-        """Return the format with blocks that lie within a shard's rows."""
-        return dataclasses.replace(self, block_size=block_within(columns, self.block_size))
 
     def __str__(self) -> str:
         return self.format

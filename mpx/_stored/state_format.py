@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import functools
 import sys
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,12 @@ class StateFormat(abc.ABC):
         >>> tx = low_precision_state(optax.trace(0.9), {"trace": Sixteenths()}, min_size=0)
         >>> tx.init({"w": jnp.zeros(4)}).inner_state.trace["w"].codes.dtype
         dtype('int8')
+
+    Attributes:
+        rounds_at_random: whether it needs a PRNG key, because a training run fails if it rounds to nearest.
     """
+
+    rounds_at_random: ClassVar[bool] = False
 
     @abc.abstractmethod
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:

@@ -1,4 +1,4 @@
-"""`low_precision_state`: compute a rule in float32 and keep its moments in 16 or 8 bits between steps."""
+"""`low_precision_state`: compute a rule in float32 and keep its moments in 16, 8 or 4 bits between steps."""
 
 import functools
 import itertools
@@ -51,7 +51,7 @@ def low_precision_state(
     rounding: Rounding = "nearest",
     key: jax.Array | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Keep chosen leaves of any rule's state in 16 or 8 bits between steps; the rule computes in float32.
+    """Keep chosen leaves of any rule's state in 16, 8 or 4 bits between steps; the rule computes in float32.
 
     Adam keeps 8 bytes a parameter. With both moments in 8 bits it keeps 2; with split masters around it and bfloat16
     weights and gradients a training run takes 8 bytes a parameter in all, and its masters are float32:
@@ -72,14 +72,15 @@ def low_precision_state(
         inner: any Optax transformation or chain.
         formats: regular expressions, each with the format of the leaves it matches: bfloat16, float16, float32 (for
             exceptions), by name or dtype; `"e4m3"` or `"e5m2"`, 8-bit floats with a power of two for each block of 256;
-            or a `StateFormat` such as `Blockwise8bit()`. An expression is searched in the "/"-joined path of a leaf of
+            or a `StateFormat` such as `Blockwise8bit()` or `Blockwise4bit()`. An expression is searched in the "/"-joined path of a leaf of
             the rule's state, such as `0/mu/layers/kernel`, and matches whole components only: `mu` does not match
             `accumulator`. The first that matches wins, so exceptions come first. If a layer is called `mu`, say
             `^0/mu`, or `mu` matches `0/nu/mu/kernel` too.
         min_size: leaves with fewer elements stay float32: they cost little, and biases and gains need their precision.
         rounding: `"nearest"`, or `"stochastic"`: up or down at random such that the mean is right. (In 8 bits a second
-            moment below the smallest code is always rounded up to it.)
-        key: a PRNG key, for stochastic rounding. The state keeps it, and every update changes it, except a step that
+            moment below the smallest code is always rounded up to it. Equal numbers of a leaf are rounded alike.)
+            `Blockwise4bit` is rounded at random under both.
+        key: a PRNG key, for stochastic rounding and for `Blockwise4bit`. The state keeps it, and every update changes it, except a step that
             `loss_scaling`, `optax.apply_if_finite` or `optax.MultiSteps` *around* this skips.
 
     Returns:
@@ -139,7 +140,7 @@ def low_precision_state(
         if key is not None:
             this_step, next_step = jax.random.split(jax.random.wrap_key_data(state.key, impl=implementation))
             next_key = jax.random.key_data(next_step)
-        return updates, LowPrecisionState(_store(wide, assignment, this_step), next_key)
+        return updates, LowPrecisionState(_store(wide, assignment, this_step, rounding), next_key)
 
     return marked_as_float32(init_fn, update_fn, _F32)
 
@@ -157,8 +158,8 @@ def _load(state: Any, assignment: Assignment) -> Any:
     return treedef.unflatten([widened(i, leaf) for i, leaf in enumerate(leaves)])
 
 
-def _store(state: Any, assignment: Assignment, key: jax.Array | None) -> Any:
-    """Encode the rule's state to keep it until the next step; with a key, round at random."""
+def _store(state: Any, assignment: Assignment, key: jax.Array | None, rounding: Rounding = "nearest") -> Any:
+    """Encode the rule's state to keep it until the next step; with a key, round at random what is to be."""
     keys = itertools.repeat(None) if key is None else iter(jax.random.split(key, max(len(assignment), 1)))
 
     numbers = itertools.count()
@@ -168,7 +169,8 @@ def _store(state: Any, assignment: Assignment, key: jax.Array | None) -> Any:
         if len(assigned) != 1 or assigned[0] is None or assigned[0].format == FLOAT32:
             return node
         format, (leaf,) = assigned[0].format, jax.tree.leaves(node)
-        kept = _encoded(node, next(keys), format)
+        key = next(keys)
+        kept = _encoded(node, key if rounding == "stochastic" or format.rounds_at_random else None, format)
         if is_stored(kept) and kept.shape != leaf.shape:
             name = type(format).__name__
             raise TypeError(
@@ -201,7 +203,13 @@ def _require_sound_rounding(rounding: Any, key: Any, patterns: Mapping[str, Stat
         raise ValueError(
             f"`low_precision_state`: `rounding` must be one of {get_args(Rounding)}, but got {rounding!r}."
         )
-    if rounding == "nearest" and key is not None:
+    at_random = [chosen for chosen in patterns.values() if chosen.rounds_at_random]
+    if at_random and key is None:
+        raise ValueError(
+            f"`low_precision_state`: `{at_random[0]}` is rounded at random, because training fails if it is rounded to "
+            "nearest. Add a PRNG key: `key=jax.random.key(0)`."
+        )
+    if rounding == "nearest" and key is not None and not at_random:
         raise ValueError(
             "`low_precision_state`: a `key` was given, but rounding to nearest has no use for it. Add "
             '`rounding="stochastic"`, or leave the key out.'
