@@ -61,7 +61,7 @@ _ROWS = {
     "all_gather all_gather_invariant all_gather_reduced all_to_all pbroadcast ppermute ragged_all_to_all": _SENT,
     "pmax pmin": Facts(moves="chosen", communicates=True),
     "psum psum_invariant reduce_scatter": _TOTAL,
-    "reduce_sum": Facts(linear=True),
+    "reduce_sum": Facts(linear=True, blocks="reduce"),
     # Arithmetic on elements.
     "abs acos acosh add add_any asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil conj convert_element_type "
     "cos cosh exp exp2 expm1 floor imag log log1p mul polynomial pow real rem round rsqrt shift_left "

@@ -68,6 +68,7 @@ def plain(rule: optax.GradientTransformation) -> optax.GradientTransformation:
 
 # The moments of biases and norms stay float32: they are small, unless the blocks are stacked.
 MOMENTS_IN_8_BITS = {"bias|scale": "f32", "mu": mpx.Blockwise8bit(), "nu": mpx.Blockwise8bit()}
+FIRST_MOMENT_IN_4_BITS = MOMENTS_IN_8_BITS | {"mu": mpx.Blockwise4bit()}
 ANY_PRECISION = {"use_kahan_summation": True, "momentum_dtype": "bfloat16", "variance_dtype": "bfloat16"}
 
 RECIPES = (
@@ -87,6 +88,23 @@ RECIPES = (
     Recipe(
         "bf16-split-8bit", BF16,
         lambda rule: mpx.mixed_precision(mpx.low_precision_state(rule, MOMENTS_IN_8_BITS), BF16, storage="split"),
+        fused=True,
+    ),
+    # Masters of 24 bits, rounded at random: 7 bytes a parameter, 5 of them between two steps.
+    Recipe(
+        "bf16-split24-8bit", BF16,
+        lambda rule: mpx.mixed_precision(
+            mpx.low_precision_state(rule, MOMENTS_IN_8_BITS), BF16, storage="split24", key=jax.random.key(0)
+        ),
+        fused=True,
+    ),
+    # The first moment in 4 bits: 6.5 bytes a parameter.
+    Recipe(
+        "bf16-split24-4bit", BF16,
+        lambda rule: mpx.mixed_precision(
+            mpx.low_precision_state(rule, FIRST_MOMENT_IN_4_BITS, key=jax.random.key(1)),
+            BF16, storage="split24", key=jax.random.key(0),
+        ),
         fused=True,
     ),
     # The linear layers of the blocks multiply 8-bit floats, by one scale an operand or one a row.

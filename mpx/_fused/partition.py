@@ -13,6 +13,7 @@ from collections.abc import Hashable, Iterable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn
 
@@ -267,6 +268,8 @@ def _keeps_places(eqn: JaxprEqn) -> bool:
     if facts.blocks == "view":
         return eqn.params.get("dimensions") is None or name == "squeeze"
     if facts.blocks == "reduce" and shapes:
+        if name == "reduce_sum" and not jnp.issubdtype(dtype_of(eqn.invars[0]), jnp.integer):
+            return False  # the sum depends on its order
         kept = [i for i in range(len(shapes[0])) if i not in eqn.params["axes"]]
         return math.prod(result) > 1 and _are_first(kept, result, shapes[0])
     return False

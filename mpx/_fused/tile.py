@@ -20,6 +20,7 @@ from mpx._primitives import facts_of
 _REDUCERS = {
     "reduce_max": lax.reduce_max,
     "reduce_min": lax.reduce_min,
+    "reduce_sum": lax.reduce_sum,
     # Triton does not reduce booleans.
     "reduce_and": lambda x, axes: lax.reduce_min(x.astype(np.int32), axes).astype(x.dtype),
     "reduce_or": lambda x, axes: lax.reduce_max(x.astype(np.int32), axes).astype(x.dtype),
