@@ -48,9 +48,9 @@ def mixed_precision(
 
     Raises:
         TypeError: if `inner` is not a transformation.
-        ValueError: if the policy string cannot be read; if `storage`, `key`, `loss_scale` or `axis_name` is given and the
-            policy has no use for it; at `init`, if the policy stores parameters below float32 and all given ones are
-            float32 or wider, or if this stands inside a wrapper that hides them, such as `low_precision_state`.
+        ValueError: if the policy string cannot be read; if `storage`, `key`, `loss_scale` or `axis_name` is given and
+            the policy has no use for it; at `init`, if the policy stores parameters below float32 and all given ones
+            are float32 or wider, or if this stands inside a wrapper that hides them, such as `low_precision_state`.
 
     Example:
         >>> tx = mixed_precision(optax.adamw(3e-4), "params=bf16,compute=bf16,output=f32")

@@ -32,7 +32,6 @@ _INFINITY = np.uint32(0x7F80_0000)
 _QUIET = np.uint32(0x0040_0000)  # the mantissa's top bit: a NaN that has it survives truncation to 16 bits
 _BF16_MAX_F32 = np.uint32(0x7F7F_0000)
 _LARGEST_SPLIT = np.uint32(0x7F7F_7FFF)  # the largest whose rounding to bfloat16, ties away from zero, is finite
-_LARGEST_24 = np.uint32(0x7F7F_FF00)  # the largest finite number whose 8 low bits are zero
 _F16_MAX = np.uint32(0x477F_E000)  # 65504
 _F16_SMALLEST_NORMAL = np.uint32(0x3880_0000)  # 2**-14
 _HALF = np.uint32(0x3F00_0000)  # 0.5
@@ -219,50 +218,6 @@ def join_f32(hi: ArrayLike, lo: ArrayLike) -> jax.Array:
     infinite = (magnitude == _BF16_INFINITY) & ~rounded_up
     low = jnp.where(infinite, np.uint16(0), lo)
     return _floats(((high - borrow).astype(np.uint32) << 16) | low.astype(np.uint32))
-
-
-def round_to_24_bits(x: jax.Array, noise: jax.Array | None = None) -> jax.Array:
-    """Round float32 numbers to the nearest whose 8 low bits are zero; no finite number becomes infinite.
-
-    Args:
-        x: float32 array of any shape.
-        noise: uint32 array of that shape, from `noise_for`. A number is then rounded up or down at random, so that the
-            mean is the number itself. None: to nearest, ties to even.
-    """
-    bits = _bits(x)
-    magnitude = bits & _MAGNITUDE
-    increment = 0x7F + ((magnitude >> 8) & 1) if noise is None else noise >> 24
-    rounded = jnp.minimum((magnitude + increment) & np.uint32(0xFFFF_FF00), _LARGEST_24)
-    return _floats(jnp.where(magnitude >= _INFINITY, bits, rounded | (bits & _SIGN)))
-
-
-def noise_for(key: jax.Array, x: jax.Array) -> jax.Array:
-    """Return 32 random bits for each float32 number: a hash of the key and of the number.
-
-    For each number they are uniform over keys. Equal numbers get equal bits, so that results do not depend on how an
-    array is sharded or cut into tiles, and a kernel needs no place of an element to compute them. `jax.random.bits`
-    takes 100 operations a number; this takes 20.
-
-    Args:
-        key: a JAX PRNG key.
-        x: float32 array of any shape.
-
-    Returns:
-        uint32 array of the shape of `x`.
-
-    References:
-        Chris Wellons 2018, "Prospecting for Hash Functions", for the constants (lowbias32).
-    """
-    first, second = jax.random.bits(key, (2,), np.uint32)
-    # Leave out the last 4 bits: numbers that differ by an error of rounding, on other devices say, get the same noise.
-    return _mixed(_mixed((_bits(x) >> 4) ^ first) ^ second)
-
-
-def _mixed(h: jax.Array) -> jax.Array:
-    """Map 32 bits one to one to others, of which each depends on all."""
-    h = (h ^ (h >> 16)) * np.uint32(0x7FEB_352D)
-    h = (h ^ (h >> 15)) * np.uint32(0x846C_A68B)
-    return h ^ (h >> 16)
 
 
 def _as_float32(x: ArrayLike, caller: str) -> jax.Array:

@@ -30,12 +30,14 @@ TRANSFORMS = {
     "upcast": lambda: mpx.upcast(RULE),
     "master_weights full": lambda: mpx.master_weights(RULE),
     "master_weights split": lambda: mpx.master_weights(RULE, storage="split"),
+    "master_weights split24": lambda: mpx.master_weights(RULE, storage="split24", key=jax.random.key(0)),
     "loss_scaling": lambda: mpx.loss_scaling(mpx.upcast(RULE)),
     "loss_scaling hysteresis": lambda: mpx.loss_scaling(mpx.upcast(RULE), mpx.DynamicLossScale(hysteresis=2)),
     "kahan_summation": lambda: optax.chain(mpx.upcast(RULE), mpx.kahan_summation()),
     "stochastic_rounding": lambda: optax.chain(mpx.upcast(RULE), mpx.stochastic_rounding(jax.random.key(0))),
     "low_precision_state bf16": lambda: low_precision({"mu": "bf16", "nu": "bf16"}),
     "low_precision_state 8 bits": lambda: low_precision({"mu": mpx.Blockwise8bit(16), "nu": mpx.Blockwise8bit()}),
+    "low_precision_state 4 bits": lambda: low_precision({"mu": mpx.Blockwise4bit(16)}, key=jax.random.key(0)),
     "low_precision_state stochastic": lambda: low_precision(
         {"mu": "f16", "nu": mpx.Blockwise8bit()}, rounding="stochastic", key=jax.random.key(0)
     ),

@@ -191,7 +191,6 @@ class Partition:
         sources = [self._producer[v][1] for v in part.arrays if v in self._producer]
         not_outside = {eqn.primitive.name for eqn in sources if not _is_outside(eqn)}
         dtypes = {str(dtype) for dtype in {dtype_of(v) for v in variables}}
-        places = [eqn for eqn in part.equations if places_in_rows(eqn)]
         if mixed:
             return f"elements are mixed by {_names(mixed)}"
         if not_outside:
@@ -210,10 +209,8 @@ class Partition:
             return f"its blocks have more than {_LARGEST_BLOCK} elements"
         if part.size >= 2**31:
             return "it has 2**31 elements or more, which kernels cannot count"
-        if part.width < _NARROWEST:
+        if part.width < _NARROWEST or _has_longer_rows(part):
             return f"its {part.size} elements cannot be divided into rows of {_NARROWEST}"
-        if any(size_of(eqn.outvars[0]) * part.width % (part.size * places_in_rows(eqn)) for eqn in places):
-            return "its rows are longer than blocks"
         if self._waits_for_itself(part):
             return "other devices compute what it reads from what it returns"
         return ""
@@ -248,6 +245,12 @@ def places_in_rows(eqn: JaxprEqn) -> int:
     if eqn.primitive.name != "iota" or eqn.params["dimension"] != len(shape) - 1:
         return 0
     return shape[-1] if shape[-1] <= _NARROWEST and _is_power_of_two(shape[-1]) else 0
+
+
+def _has_longer_rows(part: Part) -> bool:
+    """Return whether places are numbered in rows that reach over rows of a kernel."""
+    numbered = [(places_in_rows(eqn), size_of(eqn.outvars[0])) for eqn in part.equations]
+    return any(row and size * part.width % (part.size * row) for row, size in numbered)
 
 
 def _is_outside(eqn: JaxprEqn) -> bool:

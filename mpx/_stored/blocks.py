@@ -10,7 +10,6 @@ import numpy as np
 from jax import lax
 
 from mpx._stored.state_format import StateFormat
-from mpx.formats import noise_for
 
 T = TypeVar("T", bound="BlockFormat")
 
@@ -32,11 +31,6 @@ class BlockFormat(StateFormat):
     def for_shards(self: T, columns: int) -> T:
         """Return the format with blocks that lie within a shard's rows."""
         return dataclasses.replace(self, block_size=block_within(columns, self.block_size))  # type: ignore[type-var]
-
-
-def uniform_for(key: jax.Array, x: jax.Array) -> jax.Array:
-    """Return random numbers from 0 to below 1 in the shape of an array: equal ones for equal numbers."""
-    return (noise_for(key, x) >> 8).astype(np.float32) * np.float32(2.0**-24)
 
 
 def packed(codes: jax.Array) -> jax.Array:

@@ -21,7 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mpx._stored.blocks import BlockFormat, largest_of_blocks, packed, spread, uniform_for, unpacked
+from mpx._noise import uniform_for
+from mpx._stored.blocks import BlockFormat, largest_of_blocks, packed, spread, unpacked
 from mpx._stored.roles import Role
 
 _SIGN, _INFINITY_BITS, _SMALLEST_NORMAL_BITS = np.uint32(0x8000_0000), np.uint32(0x7F80_0000), np.uint32(0x0080_0000)

@@ -12,7 +12,8 @@ import numpy as np
 from jax import lax
 
 from mpx._fp8 import BIAS, FORMATS, MANTISSA, power_of_two, scale_exponents
-from mpx._stored.blocks import BlockFormat, largest_of_blocks, spread, uniform_for
+from mpx._noise import uniform_for
+from mpx._stored.blocks import BlockFormat, largest_of_blocks, spread
 from mpx._stored.roles import Role
 
 _MAGNITUDE = np.uint32(0x7FFF_FFFF)

@@ -17,13 +17,16 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from mpx import _trees, formats
 from mpx._finite import select
+from mpx._noise import noise_for
 from mpx._stored.roles import Role
 from mpx._writeback import applied_value, landing_update, round_saturating
 
 _F32 = np.dtype(np.float32)
+_LARGEST_OF_24_BITS = np.uint32(0x7F7F_FF00)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +119,7 @@ class LowBits(KeptWeight):
 
     def _split(self, weight: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         if self._left_out:
-            weight = formats.round_to_24_bits(weight, None if key is None else formats.noise_for(key, weight))
+            weight = _rounded_to_24_bits(weight, key)
         high, low_bits = formats.split_f32(weight, overflow="largest")
         return high, (low_bits >> self._left_out).astype(self.dtype)
 
@@ -150,6 +153,19 @@ class Compensation(KeptWeight):
 
 
 Master = WholeMaster | LowBits
+
+
+def _rounded_to_24_bits(x: jax.Array, key: jax.Array | None) -> jax.Array:
+    """Round float32 numbers to the nearest whose 8 low bits are zero, or up or down at random with a key.
+
+    No finite number becomes infinite.
+    """
+    bits = lax.bitcast_convert_type(x, np.uint32)
+    magnitude, sign = bits & np.uint32(0x7FFF_FFFF), bits & np.uint32(0x8000_0000)
+    increment = 0x7F + ((magnitude >> 8) & 1) if key is None else noise_for(key, x) >> 24
+    rounded = jnp.minimum((magnitude + increment) & np.uint32(0xFFFF_FF00), _LARGEST_OF_24_BITS)
+    is_finite = magnitude < np.uint32(0x7F80_0000)
+    return lax.bitcast_convert_type(jnp.where(is_finite, rounded | sign, bits), np.float32)
 
 
 def way_of(role: Role, dtype: np.dtype) -> KeptWeight:

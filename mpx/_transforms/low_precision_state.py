@@ -72,16 +72,16 @@ def low_precision_state(
         inner: any Optax transformation or chain.
         formats: regular expressions, each with the format of the leaves it matches: bfloat16, float16, float32 (for
             exceptions), by name or dtype; `"e4m3"` or `"e5m2"`, 8-bit floats with a power of two for each block of 256;
-            or a `StateFormat` such as `Blockwise8bit()` or `Blockwise4bit()`. An expression is searched in the "/"-joined path of a leaf of
-            the rule's state, such as `0/mu/layers/kernel`, and matches whole components only: `mu` does not match
-            `accumulator`. The first that matches wins, so exceptions come first. If a layer is called `mu`, say
-            `^0/mu`, or `mu` matches `0/nu/mu/kernel` too.
+            or a `StateFormat` such as `Blockwise8bit()` or `Blockwise4bit()`. An expression is searched in the
+            "/"-joined path of a leaf of the rule's state, such as `0/mu/layers/kernel`, and matches whole components
+            only: `mu` does not match `accumulator`. The first that matches wins, so exceptions come first. If a layer
+            is called `mu`, say `^0/mu`, or `mu` matches `0/nu/mu/kernel` too.
         min_size: leaves with fewer elements stay float32: they cost little, and biases and gains need their precision.
         rounding: `"nearest"`, or `"stochastic"`: up or down at random such that the mean is right. (In 8 bits a second
             moment below the smallest code is always rounded up to it. Equal numbers of a leaf are rounded alike.)
             `Blockwise4bit` is rounded at random under both.
-        key: a PRNG key, for stochastic rounding and for `Blockwise4bit`. The state keeps it, and every update changes it, except a step that
-            `loss_scaling`, `optax.apply_if_finite` or `optax.MultiSteps` *around* this skips.
+        key: a PRNG key, for stochastic rounding and for `Blockwise4bit`. The state keeps it, and every update changes
+            it, except a step that `loss_scaling`, `optax.apply_if_finite` or `optax.MultiSteps` *around* this skips.
 
     Returns:
         A transformation with state `LowPrecisionState`. Its updates are float32. Integers, booleans and scalars in the

@@ -73,10 +73,10 @@ def master_weights(
     Raises:
         TypeError: if `inner` is not a transformation; at `update`, if a gradient is not floating, or the state not one
             of `master_weights`.
-        ValueError: if `storage` or `dtype` is unknown, or `storage`, `dtype` and `key` do not go together; at `init`, if a 16-bit leaf would get
-            a float64 master, or if `kahan_summation`, `stochastic_rounding` or another `master_weights` stands inside;
-            at `update`, without parameters, with parameters of another tree, shape or dtype than at `init`, or with
-            updates of other shapes.
+        ValueError: if `storage` or `dtype` is unknown, or `storage`, `dtype` and `key` do not go together; at `init`,
+            if a 16-bit leaf would get a float64 master, or if `kahan_summation`, `stochastic_rounding` or another
+            `master_weights` stands inside; at `update`, without parameters, with parameters of another tree, shape or
+            dtype than at `init`, or with updates of other shapes.
 
     Example:
         >>> params = {"w": jnp.ones(3, jnp.bfloat16)}

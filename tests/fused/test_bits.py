@@ -81,6 +81,13 @@ def test_a_kernel_that_scales_a_block_by_another_one_is_seen(monkeypatch):
         assert_same_steps(tx, tree(0, jnp.bfloat16, shapes=shapes), gradients(1, jnp.bfloat16, shapes=shapes))
 
 
+def test_masters_of_24_bits_and_a_first_moment_in_4_have_the_same_random_bits():
+    moments = {"mu": mpx.Blockwise4bit(), "nu": mpx.Blockwise8bit()}
+    rule = mpx.low_precision_state(optax.adamw(1e-2), moments, min_size=512, key=jax.random.key(0))
+    tx = mpx.master_weights(rule, storage="split24", key=jax.random.key(1))
+    assert_same_steps(tx, tree(0, jnp.bfloat16), gradients(1, jnp.bfloat16))
+
+
 @pytest.mark.parametrize("state", cases(["bf16", "8-bit"], {"bf16"}))
 def test_stochastic_roundings_have_the_same_random_bits(state):
     moments = stored(optax.adamw(1e-2), "mu|nu", FORMATS[state], rounding="stochastic", key=jax.random.key(0))

@@ -38,6 +38,7 @@ RECIPES = {
     "full": (BF16, lambda: mpx.master_weights(adamw())),
     "split": (BF16, lambda: mpx.master_weights(adamw(), storage="split")),
     "8 bits": (BF16, lambda: mpx.master_weights(in_8_bits(), storage="split")),
+    "24 bits": (BF16, lambda: mpx.master_weights(adamw(), storage="split24", key=jax.random.key(3))),
     "16 bits": (
         BF16,
         lambda: mpx.master_weights(mpx.low_precision_state(adamw(), {"mu": "bf16", "nu": "bf16"}, min_size=64)),

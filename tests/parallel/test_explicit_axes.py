@@ -56,9 +56,16 @@ RECIPES = {
     "8-bit": ("bf16", mpx.mixed_precision(mpx.low_precision_state(MOMENTUM, MOMENTS["8-bit"]), "params=bf16")),
     "e4m3": ("bf16", mpx.mixed_precision(mpx.low_precision_state(MOMENTUM, MOMENTS["8-bit floats"]), "params=bf16")),
     "bf16 moment": ("bf16", mpx.mixed_precision(mpx.low_precision_state(MOMENTUM, MOMENTS["bfloat16"]), "params=bf16")),
+    "24 and 4 bits": (
+        "bf16",
+        mpx.mixed_precision(
+            mpx.low_precision_state(MOMENTUM, {"trace": mpx.Blockwise4bit()}, key=jax.random.key(0)),
+            "params=bf16", storage="split24", key=jax.random.key(1),
+        ),
+    ),
     "scaled": ("f16", mpx.mixed_precision(MOMENTUM, "params=f16,compute=f16")),
     "fp8": ("bf16", mpx.mixed_precision(MOMENTUM, "params=bf16,compute=fp8")),
-}
+}  # fmt: skip
 PARTS = {"rows": (P("data"), 4), "columns": (P(None, "data"), 4), "both": (P("data", "model"), 8)}
 KINDS = {"automatic": AxisType.Auto, "explicit": AxisType.Explicit}
 TABLE = itertools.product(RECIPES, PARTS, KINDS, ["plain", "fused"])
@@ -68,6 +75,7 @@ QUICK = [
     ("8-bit", "both", "automatic", "plain"),
     ("e4m3", "rows", "explicit", "fused"),
     ("bf16 moment", "columns", "explicit", "plain"),
+    ("24 and 4 bits", "columns", "explicit", "fused"),
     ("scaled", "rows", "explicit", "fused"),
 ]
 

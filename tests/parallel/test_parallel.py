@@ -33,6 +33,11 @@ RULES = {
     "8 bits stochastic": lambda rule: mpx.master_weights(
         in_8_bits(rule, "[mn]u", rounding="stochastic", key=jax.random.key(1)), storage="split"
     ),
+    "24 and 4 bits": lambda rule: mpx.master_weights(
+        mpx.low_precision_state(rule, {"mu": mpx.Blockwise4bit(16)}, min_size=64, key=jax.random.key(1)),
+        storage="split24",
+        key=jax.random.key(2),
+    ),
     "kahan": lambda rule: optax.chain(mpx.upcast(rule), mpx.kahan_summation()),
     "stochastic": lambda rule: optax.chain(mpx.upcast(rule), mpx.stochastic_rounding(jax.random.key(0))),
     "scaled": lambda rule: mpx.loss_scaling(mpx.master_weights(rule)),

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from mpx._stored import blockwise
 from mpx._stored.blockwise import Blockwise8bit
 from tests.helpers import assert_same_bits, assert_same_bits_everywhere
 
@@ -365,7 +366,7 @@ def test_a_negative_number_makes_its_block_nan_under_the_unsigned_map(seed):
 def at_noise(noise, x, block_size, signed):
     """Return what `encode` gives when all random numbers are these."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax.random, "uniform", lambda key, shape, dtype: jnp.full(shape, noise, dtype))
+        patch.setattr(blockwise, "uniform_for", lambda key, x: jnp.full(x.shape, noise))
         return encode(jnp.asarray(x), block_size, signed, jax.random.key(0))
 
 

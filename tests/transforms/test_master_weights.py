@@ -10,6 +10,7 @@ import pytest
 
 import mpx
 from mpx import formats
+from mpx._stored.weights import LowBits
 from mpx._transforms.master_weights import _step
 from tests.helpers import assert_same_bits, bits, unfused
 
@@ -55,7 +56,7 @@ def test_updates_chosen_naively_miss_the_cast_masters(dtype):
     np.testing.assert_array_equal(landed(updates), cast)
 
 
-@pytest.mark.parametrize("storage", ["full", "split"])
+@pytest.mark.parametrize("storage", ["full", "split", "split24"])
 def test_a_weight_that_falls_almost_to_zero_is_off_by_little_and_mended_by_the_next_step(storage):
     """Go from 1 to 2**-20 (1 + 2**-7): the sum has no bits for it; the error is at most 2**-24 of the old weight."""
     target = np.float32(2.0**-20 * (1 + 2.0**-7))
@@ -83,6 +84,96 @@ def test_split_masters_are_the_full_ones_after_a_thousand_steps_of_adamw():
     assert (full.master != full_params.astype(jnp.float32)).mean() > 0.9  # the low bits did matter
 
 
+def distance(a, b):
+    return float(jnp.sqrt(jnp.mean((a - b) ** 2)))
+
+
+@pytest.mark.parametrize("key", [None, jax.random.key(0)], ids=["nearest", "random"])
+def test_masters_of_24_bits_stay_near_those_of_32(key):
+    """Steps of 1e-6 change weights near 1 by less than half of a bfloat16 step and of the last of 24 bits."""
+    rng = np.random.default_rng(0)
+    start = jnp.asarray(rng.normal(size=4096), jnp.bfloat16)
+    grads = jnp.asarray(rng.normal(size=(300, 4096)), jnp.float32)
+    rule = optax.adamw(1e-3, weight_decay=0.1)
+    tx = mpx.master_weights(rule, storage="split24", key=key)
+    params, state = follow(tx, start, grads)
+    assert state.master.dtype == np.uint8
+    _, full = follow(mpx.master_weights(rule), start, grads)
+    travelled = distance(full.master, start.astype(jnp.float32))
+    assert distance(mpx.master_params(params, state), full.master) < 0.01 * travelled
+    without, _ = follow(mpx.upcast(rule), start, grads)
+    assert distance(without.astype(jnp.float32), full.master) > 0.05 * travelled  # negative control: masters of 16 bits
+
+
+def test_at_random_no_update_is_lost_in_the_mean():
+    """200 steps, each a 40th of the distance between two masters of 24 bits; to nearest no master moves."""
+    start = jnp.asarray(np.random.default_rng(0).uniform(1, 2, 20_000), jnp.bfloat16)
+    step = 2.0**-15 / 40
+    moved = {}
+    for key in (None, jax.random.key(0)):
+        tx = mpx.master_weights(optax.sgd(1.0), storage="split24", key=key)
+        params, state = follow(tx, start, jnp.full((200, start.size), -step, jnp.float32))
+        moved[key is None] = np.asarray(mpx.master_params(params, state) - start.astype(jnp.float32), np.float64)
+    assert not moved[True].any()
+    deviation = moved[False].std() / np.sqrt(128)  # there are 128 numbers; equal ones are rounded alike
+    assert abs(moved[False].mean() - 200 * step) < 5 * deviation
+    assert moved[False].std() > 2.0**-16
+
+
+def test_the_key_changes_at_every_step_and_equal_keys_give_equal_masters():
+    tx = mpx.master_weights(optax.sgd(1.0), storage="split24", key=jax.random.key(3))
+    start, grads = (
+        jnp.ones(1000, jnp.bfloat16),
+        jnp.asarray(np.random.default_rng(0).normal(size=(3, 1000)), jnp.float32),
+    )
+    first, again = follow(tx, start, grads), follow(tx, start, grads)
+    assert_same_bits(first, again)
+    assert (np.asarray(first[1].key) != np.asarray(tx.init(start).key)).any()
+    other = follow(mpx.master_weights(optax.sgd(1.0), storage="split24", key=jax.random.key(4)), start, grads)
+    assert 0.2 < (bits(other[1].master) != bits(first[1].master)).mean() < 0.8
+
+
+def half_a_step_of_24_bits(start, count):
+    """Return whether each of `count` float32 numbers survives, from the bits `start` on: rounded, saturated, or NaN."""
+    way = LowBits(np.dtype(np.uint8))
+    given = start + jnp.arange(count, dtype=np.uint32)
+    back = bits_of(way.restore(*way.store(jax.lax.bitcast_convert_type(given, np.float32), np.dtype(jnp.bfloat16))))
+    magnitude, largest, infinity = given & 0x7FFF_FFFF, np.uint32(0x7F7F_7F00), np.uint32(0x7F80_0000)
+    error = jnp.maximum(back, given) - jnp.minimum(back, given)
+    finite = jnp.where(magnitude > largest, back == (given & np.uint32(0x8000_0000)) | largest, error <= 0x80)
+    is_nan = (back & 0x7FFF_FFFF) > infinity
+    return jnp.where(magnitude > infinity, is_nan, jnp.where(magnitude == infinity, back == given, finite))
+
+
+def bits_of(x):
+    return jax.lax.bitcast_convert_type(x, np.uint32)
+
+
+survives = jax.jit(lambda start: half_a_step_of_24_bits(start, 2**22).all())
+
+
+@pytest.mark.parametrize(
+    "starts",
+    [
+        pytest.param([0x3F80_0000, 0x7F00_0000, 0x7F40_0000, 0xFF40_0000, 0], id="some"),
+        pytest.param(range(0, 2**32, 2**22), id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_a_master_of_24_bits_is_off_by_half_of_their_last_unit_at_most(starts):
+    """Infinities, NaN and subnormals too; what is beyond the largest parameter becomes the largest."""
+    assert all(survives(np.uint32(start)) for start in starts)
+
+
+def test_low_bits_of_a_master_that_was_not_rounded_first_would_be_those_of_another_parameter():
+    """The negative control: 0x7FC0 is rounded to 0x80, which stands for the parameter above."""
+    master = np.uint32(0x3F80_7FC0).view(np.float32)
+    high, low = formats.split_f32(master)
+    wrong = formats.join_f32(high, jnp.uint16(((int(low) + 0x80) >> 8) << 8))
+    way = LowBits(np.dtype(np.uint8))
+    right = way.restore(*way.store(jnp.asarray(master), np.dtype(jnp.bfloat16)))
+    assert abs(right - master) <= 2.0**-16 < 2.0**-8 < abs(wrong - master)
+
+
 def test_split_parameters_are_rounded_with_ties_away_from_zero():
     """1 + 2**-8 lies half-way between 1 and 1 + 2**-7."""
     tx = mpx.master_weights(optax.sgd(1.0), storage="split")
@@ -102,7 +193,10 @@ def test_a_split_parameter_changed_from_outside_is_taken_as_it_is():
     assert optax.apply_updates(pruned, updates).tolist() == [0.5] * 4
 
 
-@pytest.mark.parametrize(("dtype", "storage"), [(jnp.bfloat16, "full"), (jnp.bfloat16, "split"), (jnp.float16, "full")])
+@pytest.mark.parametrize(
+    ("dtype", "storage"),
+    [(jnp.bfloat16, storage) for storage in ("full", "split", "split24")] + [(jnp.float16, "full")],
+)
 def test_a_finite_master_out_of_range_is_stored_as_the_largest_finite_number(dtype, storage):
     largest = float(jnp.finfo(dtype).max)
     above = np.float32(np.finfo(np.float32).max if dtype == jnp.bfloat16 else 70_000)
@@ -208,7 +302,7 @@ CORNERS = {
 }
 
 
-@pytest.mark.parametrize("storage", ["full", "split"])
+@pytest.mark.parametrize("storage", ["full", "split", "split24"])
 @pytest.mark.parametrize("name", CORNERS)
 def test_zeros_and_infinities_are_those_of_float32(name, storage):
     start, grads, expected = CORNERS[name]

@@ -56,6 +56,10 @@ VALUES = [
         "split masters are float32, but got `dtype` float64",
     ),
     (
+        lambda: mpx.master_weights(SGD, storage="split", key=jax.random.key(0)),
+        "a `key` was given, but under 'split' nothing is rounded at random",
+    ),
+    (
         with_64_bits(lambda: mpx.master_weights(SGD, jnp.float64), False),
         "float64 needs 64-bit mode; set the environment variable JAX_ENABLE_X64=1",
     ),

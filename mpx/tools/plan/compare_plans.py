@@ -92,6 +92,8 @@ def compare_plans(
         14.000 bf16-autocast
         14.000 bf16-split
          8.031 bf16-split-8bit
+         7.031 bf16-split24-8bit
+         6.547 bf16-split24-4bit
         16.000 bf16-masters
         10.000 bf16-kahan
         12.000 bf16-stochastic

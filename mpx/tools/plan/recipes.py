@@ -8,7 +8,9 @@ import jax
 import optax
 
 from mpx._recipes import mixed_precision
-from mpx._stored.blockwise import Blockwise8bit
+from mpx._stored.blockwise import Blockwise4bit, Blockwise8bit
+from mpx._stored.roles import Role
+from mpx._stored.state_format import StateFormat
 from mpx._transforms.kahan_summation import kahan_summation
 from mpx._transforms.low_precision_state import low_precision_state
 from mpx._transforms.stochastic_rounding import stochastic_rounding
@@ -40,7 +42,18 @@ class PrecisionRecipe:
     purpose: str = ""
 
 
+class _FirstMomentsIn4Bits(Blockwise4bit):
+    """Keeps second moments in 8 bits, whatever a rule calls them."""
+
+    def for_role(self, role: Role) -> StateFormat:
+        return Blockwise8bit(signed=False) if role == "second moment" else Blockwise4bit()
+
+    def refuses(self, role: Role) -> None:
+        return None
+
+
 _8_bits = lambda rule: low_precision_state(rule, {MOMENTS: Blockwise8bit()})
+_4_bits = lambda rule: low_precision_state(rule, {MOMENTS: _FirstMomentsIn4Bits()}, key=jax.random.key(1))
 _16_bits = lambda rule: low_precision_state(rule, {MOMENTS: "bf16"}, min_size=0)
 
 STANDARD_RECIPES: Mapping[str, PrecisionRecipe] = {
@@ -60,6 +73,32 @@ mpx.mixed_precision(
     mpx.low_precision_state(optimizer, {"mu|nu": mpx.Blockwise8bit()}), policy
 )""",
         purpose="fit the largest model",
+    ),
+    "bf16-split24-8bit": PrecisionRecipe(
+        _BF16,
+        lambda rule: mixed_precision(_8_bits(rule), _BF16, storage="split24", key=jax.random.key(0)),
+        formats_moments=True,
+        code="""\
+mpx.mixed_precision(
+    mpx.low_precision_state(optimizer, {"mu|nu": mpx.Blockwise8bit()}), policy,
+    storage="split24", key=jax.random.key(0),
+)""",
+        purpose="fit more still: masters of 24 bits",
+    ),
+    "bf16-split24-4bit": PrecisionRecipe(
+        _BF16,
+        lambda rule: mixed_precision(_4_bits(rule), _BF16, storage="split24", key=jax.random.key(0)),
+        formats_moments=True,
+        code="""\
+mpx.mixed_precision(
+    mpx.low_precision_state(
+        optimizer,
+        {"mu": mpx.Blockwise4bit(), "nu": mpx.Blockwise8bit()},
+        key=jax.random.key(1),
+    ),
+    policy, storage="split24", key=jax.random.key(0),
+)""",
+        purpose="hold the fewest bytes",
     ),
     "bf16-masters": PrecisionRecipe(
         _BF16,
