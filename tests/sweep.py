@@ -14,6 +14,7 @@ import optax
 
 import mpx
 from mpx import _trees
+from mpx.tools.plan.recipes import FirstMomentsIn4Bits
 from tests.rules import RULES
 
 STEPS = 120
@@ -23,6 +24,7 @@ MIN_SIZE = 64  # the hidden biases are stored in few bits too; numbers that stee
 WRITE_BACKS = {
     "full": mpx.master_weights,
     "split": lambda tx: mpx.master_weights(tx, storage="split"),
+    "split24": lambda tx: mpx.master_weights(tx, storage="split24", key=jax.random.key(3)),
     "Kahan": lambda tx: optax.chain(mpx.upcast(tx), mpx.kahan_summation()),
     "stochastic": lambda tx: optax.chain(mpx.upcast(tx), mpx.stochastic_rounding(jax.random.key(1))),
 }
@@ -31,6 +33,7 @@ STATES = {
     "bf16 nearest": {"format": "bf16"},
     "bf16 stochastic": {"format": "bf16", "rounding": "stochastic", "key": jax.random.PRNGKey(2)},
     "8-bit": {"format": mpx.Blockwise8bit()},
+    "4-bit": {"format": FirstMomentsIn4Bits(), "key": jax.random.PRNGKey(2)},
     "e4m3": {"format": "e4m3"},
     "e4m3 stochastic": {"format": "e4m3", "rounding": "stochastic", "key": jax.random.PRNGKey(2)},
 }

@@ -216,7 +216,7 @@ def test_the_table_in_the_docs_has_every_rule_and_combination():
     assert [section.splitlines()[0] for section in sections] == list(sweep.STATES)
     for state, section in zip(sweep.STATES, sections, strict=True):
         lines = [[cell.strip() for cell in line.split("|")] for line in section.splitlines() if line.startswith("| ")]
-        rows = {line[1]: line[5:9] for line in lines}
+        rows = {line[1]: line[5:10] for line in lines}
         assert rows.pop("rule") == list(sweep.WRITE_BACKS)
         assert list(rows) == (list(RULES) if state == "f32" else AVERAGING)
         cells = [cell.strip("*") for row in rows.values() for cell in row]

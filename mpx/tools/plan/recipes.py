@@ -42,7 +42,7 @@ class PrecisionRecipe:
     purpose: str = ""
 
 
-class _FirstMomentsIn4Bits(Blockwise4bit):
+class FirstMomentsIn4Bits(Blockwise4bit):
     """Keeps second moments in 8 bits, whatever a rule calls them."""
 
     def for_role(self, role: Role) -> StateFormat:
@@ -53,7 +53,7 @@ class _FirstMomentsIn4Bits(Blockwise4bit):
 
 
 _8_bits = lambda rule: low_precision_state(rule, {MOMENTS: Blockwise8bit()})
-_4_bits = lambda rule: low_precision_state(rule, {MOMENTS: _FirstMomentsIn4Bits()}, key=jax.random.key(1))
+_4_bits = lambda rule: low_precision_state(rule, {MOMENTS: FirstMomentsIn4Bits()}, key=jax.random.key(1))
 _16_bits = lambda rule: low_precision_state(rule, {MOMENTS: "bf16"}, min_size=0)
 
 STANDARD_RECIPES: Mapping[str, PrecisionRecipe] = {
