@@ -397,7 +397,7 @@ def test_the_state_of_any_rule_comes_back_to_the_bit(name):
     assert_same_bits((back, back_state), (params, state))
 
 
-@pytest.mark.parametrize("way", [Compensation(jnp.dtype("bfloat16")), WholeMaster(jnp.dtype("float32")), LowBits()])
+@pytest.mark.parametrize("way", [Compensation(jnp.dtype("bfloat16")), WholeMaster(jnp.dtype("float32")), LowBits(jnp.dtype("uint16"))])
 def test_no_rounding_is_left_to_the_compiler(way):
     stored = lambda x: (_stored(x, way, jnp.dtype("bfloat16")), cast_nearest(x, jnp.dtype("bfloat16")))
     assert not float32_round_trips(stored, jnp.ones(2, jnp.float32))

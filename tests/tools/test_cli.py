@@ -258,12 +258,12 @@ def test_gradients_are_those_inside_of_a_step_unless_others_are_asked_for():
 def test_a_memory_asks_what_fits_and_for_the_largest_model_of_each_recipe():
     """AdamW in float32 takes 16 bytes a parameter and a count of 4; with bfloat16 moments and Kahan summation 10.
 
-    Of 80 GB JAX takes 60 by default, of which 70 are more.
+    Of 80 GB JAX takes 60 by default: 7 billion parameters fit at 8 bytes and fewer.
     """
     found = as_json("plan", "7B", "--memory", "80GB")
     assert found["usable_bytes"] == 60_000_000_000
     assert found["largest_models"]["f32"] == (60_000_000_000 - 4) // 16
-    assert found["fits"] == {name: name == "bf16-split-8bit" for name in STANDARD_RECIPES}
+    assert found["fits"] == {name: "8bit" in name or "4bit" in name for name in STANDARD_RECIPES}
     text = succeeded("plan", "7B", "--memory", "80GB").stdout
     _, header, f32, *lines = map(str.split, text.splitlines())
     assert header == ["recipe", "total", "a", "param", "fits", "largest", "model"]
