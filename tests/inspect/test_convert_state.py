@@ -137,7 +137,11 @@ def test_weights_moments_and_counts_in_float32_and_masters_are_moved_to_the_bit(
         if old == new:
             assert_same_bits(convert(old, new), trained(old))
         if not {old, new} & {"kahan", "stochastic", "f16"}:
-            assert_same_bits(mpx.master_params(*convert(old, new)), mpx.master_params(*trained(old)))
+            before, after = mpx.master_params(*trained(old)), mpx.master_params(*convert(old, new))
+            if new == "24 bits":
+                jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2.0**-16, atol=0), after, before)
+            else:
+                assert_same_bits(after, before)
         if {old, new} <= {"f32", "full", "split", "kahan", "f16"}:
             assert_same_bits(moments(convert(old, new)[1]), moments(trained(old)[1]))
 
@@ -397,7 +401,9 @@ def test_the_state_of_any_rule_comes_back_to_the_bit(name):
     assert_same_bits((back, back_state), (params, state))
 
 
-@pytest.mark.parametrize("way", [Compensation(jnp.dtype("bfloat16")), WholeMaster(jnp.dtype("float32")), LowBits(jnp.dtype("uint16"))])
+@pytest.mark.parametrize(
+    "way", [Compensation(jnp.dtype("bfloat16")), WholeMaster(jnp.dtype("float32")), LowBits(jnp.dtype("uint16"))]
+)
 def test_no_rounding_is_left_to_the_compiler(way):
     stored = lambda x: (_stored(x, way, jnp.dtype("bfloat16")), cast_nearest(x, jnp.dtype("bfloat16")))
     assert not float32_round_trips(stored, jnp.ones(2, jnp.float32))
