@@ -157,11 +157,12 @@ def mismatches(
 ) -> dict[_trees.Path, str]:
     """Return where two trees differ, by path, in words such as `float32[3], but the parameter is float32[2]`.
 
-    `fit(wanted leaf, got leaf)` says whether two leaves match.
+    `fit(wanted leaf, got leaf)` says whether two leaves match. What only one of the trees has comes first.
     """
     shown = lambda tree, path: show(tree[path]) if path in tree else "nothing"
-    wrong = [path for path in {**wanted, **got} if not (path in wanted and path in got and fit(wanted[path], got[path]))]
-    return {path: f"{shown(got, path)}, but {but} {shown(wanted, path)}" for path in wrong}
+    in_one = [path for path in {**wanted, **got} if path not in wanted or path not in got]
+    in_both = [path for path in wanted if path in got and not fit(wanted[path], got[path])]
+    return {path: f"{shown(got, path)}, but {but} {shown(wanted, path)}" for path in in_one + in_both}
 
 
 def require_same_shapes(updates: Any, params: Any, caller: str, of_examples: bool = False) -> None:

@@ -128,68 +128,12 @@ def test_the_learning_rate_and_the_scale_can_be_read_and_set_from_outside():
     assert not any(u.any() for u in jax.tree.leaves(updates))
 
 
-def test_a_skip_inside_multi_steps_and_one_around_it_both_hold():
-    inside = optax.MultiSteps(mpx.loss_scaling(mpx.master_weights(RULE)), 2)
-    state, now = inside.init(params()), params()
-    bad = grads(0) | {"a": grads(0)["a"].at[0].set(jnp.nan)}
-    for g in (bad, grads(1)):
-        updates, state = inside.update(g, state, now)
-        now = optax.apply_updates(now, updates)
-    assert_same_bits(now, params())
-    assert int(mpx.skipped_steps(state)) == 1
 
 
-@pytest.mark.parametrize("wrap", cases(INSIDE, {"partition", "MultiSteps"}))
-def test_a_state_of_few_bits_is_the_same_inside_and_around(wrap):
-    """Tell the rule alone or the rule with its wrapper to store less: the moments are the same, to the bit."""
-    store = lambda tx, formats: mpx.low_precision_state(tx, formats, min_size=1)
-    formats = {"mu": "bf16", "nu": mpx.Blockwise8bit()}
-    inside, inside_state = train(mpx.master_weights(INSIDE[wrap](store(optax.adam(1e-2), formats))), params())
-    around, around_state = train(mpx.master_weights(store(INSIDE[wrap](optax.adam(1e-2)), formats)), params())
-    assert_same_bits(mpx.master_params(inside, inside_state), mpx.master_params(around, around_state))
-    for field in formats:
-        one, other = (
-            jax.tree.leaves(dict(optax.tree.get_all_with_path(s, field))) for s in (inside_state, around_state)
-        )
-        assert {x.dtype for x in one} <= {np.dtype(jnp.bfloat16), np.dtype(np.uint8), np.dtype(np.float32)}
-        assert_same_bits(one, other)
-    exactly, exact_state = train(mpx.master_weights(INSIDE[wrap](optax.adam(1e-2))), params())  # negative control
-    exact_masters, masters = mpx.master_params(exactly, exact_state), mpx.master_params(inside, inside_state)
-    assert any((a != b).any() for a, b in zip(*map(jax.tree.leaves, (exact_masters, masters)), strict=True))
 
 
-def test_a_lookahead_of_masters_and_of_a_state_of_few_bits():
-    """Fast and slow weights both have masters, and the slow ones follow the float32 training run."""
-    rule = lambda tx: optax.lookahead(tx, sync_period=2, slow_step_size=0.5)
-    start = optax.LookaheadParams.init_synced(params())
-    now, state = train(mpx.master_weights(rule(optax.adam(1e-2))), start)
-    expected = train(rule(optax.adam(1e-2)), jax.tree.map(lambda p: p.astype(jnp.float32), start))[0]
-    masters = mpx.master_params(now, state)
-    assert mpx.is_synced(now, state)
-    assert_same_bits(masters, expected)
-    store = lambda tx: mpx.low_precision_state(tx, {"mu": "bf16"}, min_size=1)
-    inside = train(mpx.master_weights(rule(store(optax.adam(1e-2)))), start)
-    around = train(mpx.master_weights(store(rule(optax.adam(1e-2)))), start)
-    assert_same_bits(mpx.master_params(*inside), mpx.master_params(*around))
 
 
-def test_what_does_not_train_has_neither_masters_nor_moments_nor_an_average():
-    """Freeze a million parameters beside an adapter of 4,096: the state knows the adapter."""
-    frozen = {"frozen": jnp.ones((1000, 1000), jnp.bfloat16), "adapter": jnp.ones(4096, jnp.bfloat16)}
-    moments = mpx.low_precision_state(optax.adam(1e-3), {"mu|nu": mpx.Blockwise8bit()})
-    tx = optax.partition(
-        {
-            "train": mpx.master_weights(optax.chain(moments, mpx.params_ema(0.9)), storage="split"),
-            "freeze": optax.set_to_zero(),
-        },
-        {"frozen": "freeze", "adapter": "train"},
-    )
-    state = tx.init(frozen)
-    blocks = 16
-    assert sum(x.nbytes for x in jax.tree.leaves(state)) == 4096 * (2 + 1 + 1 + 4) + 2 * 4 * blocks + 4 + 4
-    updates, state = tx.update(jax.tree.map(lambda p: p * 0.1, frozen), state, frozen)
-    assert not updates["frozen"].any()
-    assert mpx.averaged_params(state)["frozen"] == optax.MaskedNode()
 
 
 @pytest.mark.parametrize("jit", ["nnx.jit", pytest.param(None, marks=pytest.mark.slow)])
