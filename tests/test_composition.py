@@ -128,14 +128,6 @@ def test_the_learning_rate_and_the_scale_can_be_read_and_set_from_outside():
     assert not any(u.any() for u in jax.tree.leaves(updates))
 
 
-
-
-
-
-
-
-
-
 @pytest.mark.parametrize("jit", ["nnx.jit", pytest.param(None, marks=pytest.mark.slow)])
 def test_nnx_optimizer_runs_with_a_state_of_few_bits_and_an_average(jit):
     """Take several steps: NNX takes the state apart and puts it together again after each."""

@@ -112,8 +112,6 @@ def test_a_step_to_which_parameters_and_state_are_donated_compiles_once(name):
     trained(name)
 
 
-
-
 @every_transform
 def test_a_tree_of_every_kind_of_leaf_is_trained(name):
     start, (now, _) = params(), trained(name)
@@ -323,5 +321,3 @@ def test_leaves_that_do_not_train_pass_through_masked(name):
     updates, state = tx.update(gradients, tx.init(start), trained)
     assert {path for path, update in updates.items() if update != optax.MaskedNode()} == {"w"}
     assert not any(leaf.shape == (2,) and leaf.dtype == jnp.complex64 for leaf in jax.tree.leaves(state))
-
-

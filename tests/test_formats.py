@@ -138,8 +138,6 @@ def test_rounding_to_float32_changes_nothing(patterns):
     assert formats.stochastic_round(jax.random.key(0), x, np.float32) is x
 
 
-
-
 @both_formats
 def test_the_derivative_of_round_to_is_zero(dtype):
     assert jax.grad(lambda x: formats.round_to(x, dtype))(jnp.float32(1.3)) == 0
@@ -208,10 +206,6 @@ def test_float16_rounds_numbers_below_its_normal_ones_up_with_odds_exact_to_2_to
     np.testing.assert_array_equal(rounded != lower, noise < odds)
 
 
-
-
-
-
 # --- split_f32 and join_f32 -----------------------------------------------------------------------------------------
 
 
@@ -239,8 +233,6 @@ def test_split_and_join_give_back_every_pattern_that_is_not_nan(patterns, round_
     nan = np.isnan(x)
     np.testing.assert_array_equal(to_bits(joined)[~nan], bits[~nan])
     assert np.isnan(joined[nan]).all()
-
-
 
 
 def test_the_weight_of_a_split_is_the_nearest_bfloat16_with_ties_away_from_zero(patterns):
@@ -343,8 +335,6 @@ def test_the_bits_are_the_same_everywhere(name):
     assert_same_bits_everywhere(lambda x: as_integers(function(x)), x[:, :100], ways=["no jit"])
 
 
-
-
 def conversions_of_16_bits(function, x):
     """The conversions to and from a 16-bit float in the lowered program."""
     return re.findall(r"stablehlo\.(?:convert|reduce_precision) .*f16.*", jax.jit(function).lower(x).as_text())
@@ -364,8 +354,6 @@ def test_the_naive_round_trip_is_found_in_its_program(dtype):
     assert len(conversions_of_16_bits(naive, x)) == 2
     in_a_loop = lambda x: jax.lax.scan(lambda c, _: (naive(c), None), x, None, length=2)[0]
     assert len(float32_round_trips(in_a_loop, x)) == 1
-
-
 
 
 # --- errors ---------------------------------------------------------------------------------------------------------

@@ -79,8 +79,6 @@ def test_the_loss_comes_back_unscaled_as_the_function_returned_it(dtype):
         assert_same_bits(grads, jnp.float32(2.0**exponent))
 
 
-
-
 @pytest.mark.eager
 @all_dtypes
 def test_a_float16_loss_is_differentiated_from_at_most_2_to_the_15_and_others_from_the_scale_itself(dtype):
@@ -122,8 +120,6 @@ def test_without_a_scale_it_is_jax_value_and_grad_with_float32_gradients(dtype):
         loss, grads = mpx.value_and_grad(network, scale)(params, x)
         assert_same_bits(loss, expected_loss)
         assert_same_bits(grads, jax.tree.map(lambda g: g.astype(F32), expected))
-
-
 
 
 def mixed_loss(params, x):
@@ -187,8 +183,6 @@ def test_lossless_gradients_of_several_arguments_and_of_models_go_by_the_names_o
     assert (of_eqx.layers[0].weight.dtype, of_eqx.layers[0].bias.dtype) == (BF16, F32)
 
 
-
-
 def squares(w):
     return (w * w).sum()
 
@@ -220,8 +214,6 @@ def test_what_computes_in_float16_is_not_differentiated_without_a_loss_scale(fun
     assert jnp.isfinite(mpx.grad(fun, mpx.NoOpLossScale())(*args)).all()
     state = mpx.loss_scaling(optax.sgd(0.1), mpx.NoOpLossScale()).init(FULL)
     assert jnp.isfinite(mpx.grad(fun, mpx.get_loss_scale(state))(*args)).all()
-
-
 
 
 class Dropping(nnx.Module):
@@ -315,8 +307,6 @@ def test_gradients_of_8_bit_parameters_are_float32_too():
         assert mpx.grad(loss, grad_dtype=None)(w).dtype == dtype
 
 
-
-
 def test_float64_losses_and_gradients_stay_float64():
     with jax.enable_x64(True):
         third, scale = jnp.float64(1 / 3), mpx.StaticLossScale(2.0**24)
@@ -376,8 +366,6 @@ def test_under_jit_the_scale_may_be_traced_and_a_new_one_does_not_compile_again(
     assert len(traces) == 1
 
 
-
-
 @all_dtypes
 def test_under_shard_map_gradients_are_those_of_one_device(dtype):
     """Eight devices, each the loss of its part of the batch. The mean of their gradients of `w * x` is 0.5625."""
@@ -391,9 +379,3 @@ def test_under_shard_map_gradients_are_those_of_one_device(dtype):
     specs = dict(in_specs=(PartitionSpec(), PartitionSpec("data")), out_specs=PartitionSpec())
     loss, grads = jax.jit(jax.shard_map(step, mesh=mesh, **specs))(jnp.asarray(2, dtype), x)
     assert_same_bits((loss, grads), (jnp.float32(1.125), jnp.float32(0.5625 * 2.0**16)))
-
-
-
-
-
-

@@ -163,10 +163,6 @@ def test_dynamic_loss_scales_adjust_as_those_of_jmp_below_the_maximum(pattern, e
         assert_same_bits((ours.loss_scale, ours.counter), (theirs.loss_scale, theirs.counter))
 
 
-
-
-
-
 def test_where_mpx_differs_on_purpose():
     loss, x, w = jnp.float16(4.0), jnp.ones(2, jnp.float8_e4m3fn), jnp.ones(2)
     assert mpx.StaticLossScale(2.0**16).scale(loss) == 2.0**18  # in float32
@@ -179,7 +175,3 @@ def test_where_mpx_differs_on_purpose():
     assert jmp.get_policy("p=f32,p=bf16").param_dtype == jnp.bfloat16  # in jmp the last one of two keys wins
     with pytest.raises(ValueError, match="gives 'p' twice"):
         mpx.get_policy("p=f32,p=bf16")
-
-
-
-

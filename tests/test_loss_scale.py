@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mpx
-from mpx._loss_scale import is_power_of_two, require_powers_of_two
+from mpx._loss_scale import require_powers_of_two
 from tests.helpers import assert_same_bits, bits, examples, types_of
 
 GOOD, BAD = jnp.bool_(True), jnp.bool_(False)
@@ -97,13 +97,9 @@ def test_trajectories_in_a_scan_are_those_of_the_models_and_with_traced_settings
         assert hysteresis > 1 or {2.0**8, 2.0**13} <= set(expected)
 
 
-
-
 @pytest.mark.parametrize("counter", [2, 1000], ids=["in its period", "beyond it, of a run with a longer one"])
 def test_a_value_restored_from_a_checkpoint_continues_where_it_was(counter):
     assert run(mpx.DynamicLossScale(2.0**10, counter=counter, period=3), [1]) == [2.0**11]
-
-
 
 
 @pytest.mark.parametrize(
@@ -113,8 +109,6 @@ def test_the_scale_never_becomes_infinite(scale):
     """From 2**127 float32 has no double, from 2**15 float16 has none; jmp stays there too."""
     value = mpx.DynamicLossScale(jnp.asarray(scale), period=1, max_loss_scale=math.inf)
     assert run(value, [1, 1, 0, 1]) == [scale, scale, scale / 2, scale]
-
-
 
 
 FULL = dict(period=7, factor=4.0, min_loss_scale=0.25, max_loss_scale=2.0**20, hysteresis=3)
@@ -158,8 +152,6 @@ def test_python_numbers_become_arrays_of_the_types_that_adjust_returns(hysteresi
             assert types_of(mpx.DynamicLossScale(2**15, 0, hysteresis=hysteresis).adjust(finite)) == expected
 
 
-
-
 SCALES = [mpx.StaticLossScale(2.0**16), mpx.DynamicLossScale(2.0**16), mpx.StaticLossScale(jnp.float32(2.0**16))]
 
 
@@ -184,8 +176,6 @@ def test_unscaling_undoes_scaling_to_the_bit(exponent, pattern):
         assert_same_bits(scale.unscale(scale.scale(x)), x)
 
 
-
-
 def test_the_no_op_scale_returns_the_tree_and_itself():
     tree, scale = {"w": jnp.ones(2, jnp.float16)}, mpx.NoOpLossScale()
     assert scale.scale(tree) is scale.unscale(tree) is tree
@@ -206,10 +196,6 @@ def test_powers_of_two_and_traced_scales_are_accepted():
     for scale in (mpx.NoOpLossScale(), mpx.DynamicLossScale()):
         require_powers_of_two(scale, "test")
     jax.jit(lambda s: require_powers_of_two(mpx.StaticLossScale(s), "test"))(jnp.float32(3))
-
-
-
-
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64", "float8_e5m2"])

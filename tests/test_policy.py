@@ -56,8 +56,6 @@ def test_what_is_left_out_follows_parameters_are_float32_compute_follows_them_ou
     assert dtypes(mpx.get_policy(text)) == expected
 
 
-
-
 policies = st.builds(
     lambda param, compute, output, overrides, fp8, reduce: mpx.Policy(
         param, compute if fp8 is None else BF16, output, overrides, fp8, reduce
@@ -77,7 +75,14 @@ policies = st.builds(
 )
 
 
-VALID = ["bf16", "half", "p=f32,c=bf16,o=full", "params=float16, compute=bfloat16 ,output=f64", "c=f16", "o=half,p=bf16"]
+VALID = [
+    "bf16",
+    "half",
+    "p=f32,c=bf16,o=full",
+    "params=float16, compute=bfloat16 ,output=f64",
+    "c=f16",
+    "o=half,p=bf16",
+]
 
 
 @st.composite
@@ -113,10 +118,6 @@ def test_overrides_and_settings_of_fp8_can_be_written_into_the_string():
     assert policy.fp8 == mpx.Fp8(scaling="row", min_extent=0)
 
 
-
-
-
-
 def test_a_policy_is_a_static_argument_of_jit_and_traces_once_for_equal_ones():
     """Also with overrides in lists, which it keeps as a hashable tuple."""
     traces = []
@@ -140,8 +141,6 @@ def test_each_cast_gives_its_dtype():
         tree = {"w": jnp.asarray(values.astype(source)), "n": jnp.arange(2)}
         expected = {"w": jnp.asarray(values.astype(source).astype(dtype)), "n": jnp.arange(2)}
         assert_same_bits(cast(tree), expected)
-
-
 
 
 def test_float64_leaves_are_cast_under_64_bit_types():
@@ -239,8 +238,6 @@ def test_describe_shows_a_line_a_leaf_and_the_total_of_the_bytes_stored():
     assert mpx.get_policy("bf16").describe({}).splitlines()[-1].split() == ["total", "0"]
 
 
-
-
 def test_the_bytes_of_describe_are_those_of_the_cast_tree_and_a_tied_array_counts_once():
     policy = mpx.get_policy("params=bf16", overrides=(("norm", "float32"),))
     stored = sum(leaf.nbytes for leaf in jax.tree.leaves(policy.cast_to_param(params())))
@@ -278,7 +275,3 @@ def test_every_function_reads_a_short_dtype_name(name):
     for wrong in NO_DTYPES:
         with pytest.raises((ValueError, TypeError), match=r"`\w+`|^Policy"):
             TAKE_A_DTYPE[name](wrong)
-
-
-
-

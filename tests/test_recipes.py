@@ -70,10 +70,6 @@ def test_gradients_of_float16_parameters_underflow_without_the_scale_that_they_g
     np.testing.assert_allclose(state.inner_state.master["w"], np.float32(1 - 1e-8), rtol=1e-7)
 
 
-
-
-
-
 def test_it_is_the_same_as_the_wrappers_by_hand():
     params, grads = {"w": jnp.ones(3, jnp.float16)}, {"w": jnp.full(3, 100.0)}
     step = lambda tx: tx.update(grads, tx.init(params), params)
@@ -160,7 +156,3 @@ def test_any_precision_adamw_knows_its_moments_whatever_parameters_are_called_an
     assert {x.dtype for x in state.inner_state[0].nu.values()} == {np.dtype(jnp.bfloat16)}
     _, new = tx.update(start, state, start)
     assert (state.key != new.key).any()
-
-
-
-

@@ -20,7 +20,12 @@ IN_BF16 = "params=bf16,compute=bf16,output=f32"
 PARAMS = {"a": {"w": jnp.ones((3, 2))}, "b": jnp.ones(2)}
 W, W_IN_BF16 = {"w": jnp.ones(3, F32)}, {"w": jnp.ones(3, BF16)}
 given = functools.partial
-policy, dynamic, static, recipe = mpx.get_policy, mpx.DynamicLossScale, mpx.StaticLossScale, given(mpx.mixed_precision, SGD)
+policy, dynamic, static, recipe = (
+    mpx.get_policy,
+    mpx.DynamicLossScale,
+    mpx.StaticLossScale,
+    given(mpx.mixed_precision, SGD),
+)
 adamw, round_to = mpx.any_precision_adamw, formats.round_to
 
 
@@ -125,7 +130,10 @@ VALUES = [
     ),
     *[(given(dynamic, **options), message) for message, options in SETTINGS.items()],
     *[
-        (given(take, scale), f"`{name}` unscales gradients exactly, so scale, factor and bounds must be powers of two, but got {wrong}")
+        (
+            given(take, scale),
+            f"`{name}` unscales gradients exactly, so scale, factor and bounds must be powers of two, but got {wrong}",
+        )
         for name, take in TAKE_A_SCALE.items()
         for wrong, scale in NOT_POWERS.items()
     ],
@@ -140,7 +148,10 @@ VALUES = [
     ],
     (given(recipe, "f32", storage="full"), "'params=f32,compute=f32,output=f32' stores no parameters"),
     (given(recipe, "bf16", loss_scale=static(2.0)), "`loss_scale` was given"),
-    (given(recipe, "bf16", axis_name="data"), "`axis_name` was given, but the policy 'params=bf16,compute=bf16,output=b"),
+    (
+        given(recipe, "bf16", axis_name="data"),
+        "`axis_name` was given, but the policy 'params=bf16,compute=bf16,output=b",
+    ),
     (given(adamw, momentum_dtype=jnp.int8), "`formats['^0/mu']` must be"),
     (given(adamw, compensation_buffer_dtype=jnp.int8), "`kahan_summation`: `dtype` must be"),
     (made(lambda: adamw(variance_dtype=F16).init, ONES), "second moments, which float16 cannot hold"),
@@ -173,12 +184,18 @@ TYPES = [
     (given(mpx.Policy, "f32", "bf16", "f32", fp8="fp8"), "`fp8` must be an `mpx.Fp8` or None, but got"),
     (given(policy, "bf16", overrides=3), "`overrides` must be a tuple of p"),
     *[
-        (given(policy, "bf16", overrides=(override,)), f"An override must be a pair (pattern, dtype), but got {override!r}.")
+        (
+            given(policy, "bf16", overrides=(override,)),
+            f"An override must be a pair (pattern, dtype), but got {override!r}.",
+        )
         for override in ("norm", (F32, "norm"))
     ],
     (given(recipe, 16), "`mixed_precision`: `policy` must be a Policy or the string of one, but got int"),
     *[
-        (given(take, wrong), f"`{name}`: `loss_scale` must be a loss scale such as `DynamicLossScale()`, but got {wrong!r}")
+        (
+            given(take, wrong),
+            f"`{name}`: `loss_scale` must be a loss scale such as `DynamicLossScale()`, but got {wrong!r}",
+        )
         for name, take in TAKE_A_SCALE.items()
         for wrong in (2.0**15, "dynamic", mpx.DynamicLossScale)
     ],

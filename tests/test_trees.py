@@ -53,10 +53,6 @@ def test_real_floating_arrays_of_16_bits_and_more_are_floating_and_nothing_else_
         assert _trees.is_floating(leaf) == (name in FLOATING), name
 
 
-
-
-
-
 class Pair(NamedTuple):
     left: object
     right: object
@@ -111,8 +107,6 @@ def test_leaves_by_path_can_stop_at_masked_nodes_and_keeps_leaves_whose_paths_re
     assert len(_trees.leaves_by_path({"a/b": 1, "a": {"b": 2}})) == 2
 
 
-
-
 def test_leaves_that_are_not_floating_come_back_as_the_same_object():
     cast = mpx.cast(NOT_FLOATING | {"w": jnp.ones(2)}, BF16)
     assert cast.pop("w").dtype == BF16
@@ -151,8 +145,6 @@ def test_numpy_arrays_stay_numpy_arrays_and_shapes_keep_their_sharding():
     sharding = NamedSharding(Mesh(jax.devices(), "x"), PartitionSpec("x"))
     cast = mpx.cast(jax.ShapeDtypeStruct((8, 2), F32, sharding=sharding), BF16)
     assert (cast.shape, cast.dtype, cast.sharding) == ((8, 2), BF16, sharding)
-
-
 
 
 def test_casts_work_inside_transformations_and_are_differentiable():
@@ -217,10 +209,6 @@ def test_a_concrete_tree_is_cast_in_one_compiled_call(compiled_calls):
         assert compiled_calls == expected
 
 
-
-
-
-
 def mesh(devices=slice(None), shape=(-1,), names=("x",)):
     return Mesh(np.array(jax.devices()[devices]).reshape(shape), names)
 
@@ -254,5 +242,3 @@ def test_arrays_stay_where_they_are_and_one_compiled_call_casts_those_of_one_set
     for old, new in zip(tree, cast, strict=True):
         assert (new.sharding, new.committed) == (old.sharding, old.committed)
         assert_same_bits(np.asarray(new), np.asarray(old).astype(BF16))
-
-

@@ -61,7 +61,9 @@ not shrink any further (3 skipped in all). In the last one, the first gradient t
         )
     numbers = (state.stuck_steps, state.skipped_steps, state.loss_scale, state.first_nonfinite)
     if any(isinstance(number, Tracer) for number in numbers):
-        raise TypeError("`check_health` reads numbers: call it outside of `jax.jit`, on the state that a step returned.")
+        raise TypeError(
+            "`check_health` reads numbers: call it outside of `jax.jit`, on the state that a step returned."
+        )
     if np.ndim(numbers[0]):
         raise ValueError(
             f"`check_health` needs the state of one training run, but `stuck_steps` has shape {np.shape(numbers[0])}. "

@@ -317,8 +317,16 @@ def _require_shards(inner: Any, state: Any, params: Any, shards: Any, specs: Any
     wanted = {path: jax.ShapeDtypeStruct(shard(path, leaf), leaf.dtype) for path, leaf in leaves.items()}
     same = lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype)
     for found, who, remedy in [
-        (own, "of the rule for a shard", "With `low_precision_state`, lower `min_size`, which counts the numbers of it."),
-        (got, "that was given", "Make it outside, with `init`, and give `jax.shard_map` the specs of `zero1_shardings`."),
+        (
+            own,
+            "of the rule for a shard",
+            "With `low_precision_state`, lower `min_size`, which counts the numbers of it.",
+        ),
+        (
+            got,
+            "that was given",
+            "Make it outside, with `init`, and give `jax.shard_map` the specs of `zero1_shardings`.",
+        ),
     ]:
         wrong = _errors.mismatches(wanted, found, same, "each device should have")
         if wrong:

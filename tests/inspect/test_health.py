@@ -45,17 +45,6 @@ def test_a_scale_that_was_found_adjusts_as_the_transformation_does():
     assert int(mpx.skipped_steps(state)) == 3
 
 
-def test_without_loss_scaling_the_scale_is_one_and_no_step_was_skipped():
-    state = optax.adam(1e-3).init(jnp.ones(2))
-    assert mpx.get_loss_scale(state) == mpx.NoOpLossScale()
-    assert_same_bits(mpx.skipped_steps(state), jnp.int32(0))
-
-
-@pytest.mark.parametrize("state", [optax.identity().init(None), optax.sgd(0.1).init(None), ()])
-def test_a_state_without_arrays_is_a_state(state):
-    assert mpx.get_loss_scale(state) == mpx.NoOpLossScale()
-
-
 PARAMS = {"embed": jnp.ones(2), "head": jnp.ones(2)}
 SEARCHING = mpx.loss_scaling(optax.sgd(0.1), mpx.DynamicLossScale(2.0**3, period=2))
 FIXED = mpx.loss_scaling(optax.sgd(0.1), mpx.StaticLossScale(2.0**7))

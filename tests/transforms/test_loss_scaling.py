@@ -128,23 +128,6 @@ def test_no_step_waits_for_the_host():
         assert word not in program
 
 
-@pytest.mark.parametrize(
-    ("counter", "bad_steps", "finite", "exponents"),
-    [
-        (0, 0, [False, True, False, True, True, False, False], [10, 10, 9, 9, 10, 10, 9]),
-        (1, 0, [True, True, True], [11, 11, 12]),
-        (0, 1, [False], [9]),
-    ],
-)
-def test_training_begins_with_the_counters_of_the_scale_and_hysteresis_survives(counter, bad_steps, finite, exponents):
-    tx = mpx.loss_scaling(optax.sgd(1.0), mpx.DynamicLossScale(2.0**10, counter, 2, hysteresis=2, bad_steps=bad_steps))
-    state, scales = tx.init(jnp.ones(1)), []
-    for is_finite in finite:
-        _, state = tx.update(jnp.asarray([1.0 if is_finite else jnp.nan]), state)
-        scales.append(float(state.loss_scale))
-    assert scales == [2.0**exponent for exponent in exponents]
-
-
 def test_a_run_goes_on_with_the_settings_of_its_program_and_the_counters_of_its_checkpoint():
     """A minimum of 4 in the checkpoint, of 1/4 in the program."""
     make = lambda low: mpx.loss_scaling(optax.sgd(1.0), mpx.DynamicLossScale(4.0, 0, 10, 2, low, hysteresis=2))
@@ -157,21 +140,6 @@ def test_a_run_goes_on_with_the_settings_of_its_program_and_the_counters_of_its_
 
 
 # --- several devices --------------------------------------------------------------------------------------------------
-
-
-def test_leaves_may_lie_on_different_devices_outside_of_jit():
-    """Each device has a layer: no operation may take arrays of both."""
-    tx = mpx.loss_scaling(optax.sgd(0.5, momentum=0.5))
-    placed = lambda values: [jax.device_put(jnp.full(2, x), d) for x, d in zip(values, jax.devices()[:2], strict=True)]
-    params = placed([1.0, 1.0])
-    state = tx.init(params)
-    for values in ([1.0, jnp.nan], [2.0**14, 2.0**14], [2.0**13, 2.0**13]):
-        updates, state = tx.update(placed(values), state, params)
-        params = optax.apply_updates(params, updates)
-    assert int(state.skipped_steps) == int(state.first_nonfinite) == 1
-    for p, device in zip(params, jax.devices()[:2], strict=True):
-        assert p.devices() == {device}
-        assert p.tolist() == [0.0, 0.0]  # gradients of 1 and 1/2, momenta of 1 and 1
 
 
 def poisoned_on_one_device():
@@ -248,7 +216,7 @@ PATTERNS, LENGTH = 625, 50
 
 @pytest.mark.parametrize("seed", cases(range(16), range(5)))
 def test_random_patterns_of_faults_give_the_numbers_of_the_model(seed):
-    """Try 16 settings, 625 patterns each, of 1% to 99% bad steps: the scale, counters and the note at every step."""
+    """Try 625 patterns of 1% to 99% bad steps: the scale, counters and the note at every step."""
     loss_scale, options = random_settings(seed)
     rng = np.random.default_rng(100 + seed)
     finite = rng.random((PATTERNS, LENGTH, 2)) > np.linspace(0.005, 0.9, PATTERNS)[:, None, None]
@@ -264,7 +232,8 @@ def test_random_patterns_of_faults_give_the_numbers_of_the_model(seed):
         return state, (numbers_of(state), state.first_nonfinite)
 
     run = jax.jit(jax.vmap(lambda finite: jax.lax.scan(step, tx.init(start), finite)[1]), compiler_options=QUICKLY)
-    numbers, notes = jax.device_get(run(finite))
+    with jax.disable_jit(False):
+        numbers, notes = jax.device_get(run(finite))
     expected = []
     for good in finite.all(-1).tolist():
         model = Model(float(loss_scale.loss_scale))
