@@ -134,9 +134,9 @@ def require_state(state: Any, kind: type, caller: str) -> None:
     """Raise if `update` was called with a state that is not this transformation's."""
     if not isinstance(state, kind):
         raise TypeError(
-            f"`{caller}` needs the `{kind.__name__}` that its `init` made, but got {type(state).__name__}. If it is the "
-            "state of another recipe, `convert_state` makes one of this recipe. If a checkpoint was restored without "
-            "its types, restore it into `jax.eval_shape(tx.init, params)`."
+            f"`{caller}` needs the `{kind.__name__}` that its `init` made, but got {type(state).__name__}. If it is "
+            "the state of another recipe, `convert_state` makes one of this recipe. If a checkpoint was restored "
+            "without its types, restore it into `jax.eval_shape(tx.init, params)`."
         )
 
 

@@ -148,8 +148,8 @@ def _checked_at_init(
         wrapper = hidden_by()
         if wrapper is not None:
             raise ValueError(
-                f"`mixed_precision`: it stands inside `{wrapper}`, which hides the 16-bit parameters from it. Put "
-                "`mixed_precision` around everything else: `mixed_precision(low_precision_state(rule, formats), policy)`."
+                f"`mixed_precision`: it stands inside `{wrapper}`, which hides the 16-bit parameters from it. Put it "
+                "around everything else, as in `mixed_precision(low_precision_state(rule, formats), policy)`."
             )
         if narrow(policy.cast_to_param(_trees.shapes_of(params))) and not narrow(params):
             raise ValueError(

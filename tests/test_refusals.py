@@ -169,7 +169,8 @@ VALUES = [
         (
             updated(wrap, PARAMS | {"a": {"w": jnp.ones(shape)}}),
             f"`{name}`: gradients or updates do not match the parameters in structure or shape. Give trees of one "
-            f"structure. Is a mean over examples missing?\n  'a/w': {jnp.ones(1).dtype}{list(shape)}, but the parameter is",
+            "structure. Is a mean over examples missing?\n"
+            f"  'a/w': {jnp.ones(1).dtype}{list(shape)}, but the parameter is",
         )
         for name, wrap in WRAPPERS.items()
         for shape in ((1, 2), (2,), ())
@@ -229,7 +230,7 @@ def test_users_of_jmp_catch_an_assertion_error():
         mpx.select_tree(jnp.int32(1), ONES, ONES)
 
 
-# ---- gradients that fit, though they look otherwise -------------------------------------------------------------------
+# ---- gradients that fit, though they look otherwise -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", WRAPPERS)

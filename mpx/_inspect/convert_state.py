@@ -299,7 +299,7 @@ def _state_of(tx: optax.GradientTransformation, params: Any, opt_state: Any) -> 
 
 
 def _is_made_as(made: Any, leaf: Any) -> bool:
-    """Return whether a leaf is as `init` makes it. Optax's rules may change a floating dtype with their first update."""
+    """Return whether a leaf is as `init` makes it. The first update of Optax's rules may change a floating dtype."""
     if is_stored(made) or is_stored(leaf):
         return jax.tree.structure(leaf) == jax.tree.structure(made) and leaf.shape == made.shape
     return isinstance(leaf, jax.Array) and leaf.shape == made.shape and _kind(leaf) == _kind(made)

@@ -404,48 +404,18 @@ def test_sharded_arrays_stay_where_they_are(new):
             assert leaf.sharding == along(leaf)
 
 
-class Net(nnx.Module):
-    """Two layers with batch statistics and dropout."""
-
-    def __init__(self, rngs):
-        self.embed = nnx.Linear(2, 3, rngs=rngs)
-        self.norm = nnx.BatchNorm(3, rngs=rngs)
-        self.dropout = nnx.Dropout(0.5, rngs=rngs)
-        self.head = nnx.Linear(3, 1, use_bias=False, rngs=rngs)
-
-    def __call__(self, x):
-        return self.head(self.dropout(self.norm(self.embed(x)))).astype(jnp.float32)
-
-
-def test_an_nnx_model_with_batch_statistics_and_dropout_goes_on_in_float16():
+def test_the_state_of_an_nnx_optimizer_with_variables_is_taken():
     rule = optax.sgd(1e-2, momentum=0.9)
-    tx, new_tx = mpx.mixed_precision(rule, BF16), mpx.mixed_precision(rule, F16, loss_scale=mpx.StaticLossScale(8.0))
-    model = Net(nnx.Rngs(0))
-    nnx.update(model, mpx.get_policy(BF16).cast_to_param(nnx.state(model, nnx.Param)))
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    new_tx = mpx.mixed_precision(rule, F16, loss_scale=mpx.StaticLossScale(8.0))
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, rule, wrt=nnx.Param)
     nnx.update(optimizer.opt_state, nnx.state(noisy(nnx.as_pure(optimizer.opt_state))))
-    before = nnx.as_pure((nnx.state(model, nnx.Param), optimizer.opt_state))
-    others = nnx.as_pure(nnx.state(model, nnx.Not(nnx.Param)))
-
-    params, state = mpx.convert_state(nnx.state(model, nnx.Param), optimizer.opt_state, tx, new_tx)
+    boxed = nnx.state(model, nnx.Param), optimizer.opt_state
+    before = nnx.as_pure(boxed)
+    params, state = mpx.convert_state(*boxed, rule, new_tx)
     nnx.update(model, params)
     optimizer = nnx.Optimizer(model, new_tx, wrt=nnx.Param)
     nnx.update(optimizer.opt_state, nnx.state(state))
-
     now = nnx.as_pure((nnx.state(model, nnx.Param), optimizer.opt_state))
-    assert {leaf.dtype for leaf in jax.tree.leaves(now[0])} == {jnp.dtype("float16")}
-    assert_same_bits(mpx.master_params(*now), mpx.master_params(*before))
+    assert_same_bits(now, mpx.convert_state(*before, rule, new_tx))
     assert_same_bits(optax.tree.get(now[1], "trace"), optax.tree.get(before[1], "trace"))
-    assert_same_bits(nnx.as_pure(nnx.state(model, nnx.Not(nnx.Param))), others)
-    assert_same_bits(mpx.convert_state(*before, tx, new_tx), now)  # without variables the same
-
-    @nnx.jit
-    def train_step(model, optimizer):
-        x, scale = jnp.linspace(-1, 1, 8, dtype=jnp.float32).reshape(4, 2), mpx.get_loss_scale(optimizer.opt_state)
-        grads = mpx.grad(lambda model: (model(x) ** 2).mean(), scale, transform=nnx.value_and_grad)(model)
-        optimizer.update(model, grads)
-        return mpx.is_synced(nnx.state(model, nnx.Param), optimizer.opt_state)
-
-    assert train_step(model, optimizer)
-    assert int(mpx.skipped_steps(optimizer.opt_state)) == 0
-    assert (model.head.kernel.get_value() != now[0]["head"]["kernel"]).any()

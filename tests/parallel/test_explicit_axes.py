@@ -119,13 +119,6 @@ def test_every_recipe_has_the_bits_of_one_device_and_each_device_its_part(name, 
         assert is_key or leaf.ndim == 0 or leaf.addressable_shards[0].data.size * count == leaf.size
 
 
-def test_stochastic_rounding_runs_on_explicit_axes():
-    options = {"rounding": "stochastic", "key": jax.random.key(0)}
-    _, state = after_two_steps(mesh_of(AxisType.Explicit), P("data"), MOMENTS["8-bit"], **options)
-    moments = optax.tree.get(state, "trace")["w"].decode()
-    assert 0 < np.abs(moments - 1.9 * WEIGHTS[1, :, :2048]).max() < 0.2
-
-
 @pytest.mark.parametrize("formats", ["8-bit", "8-bit floats"])
 def test_blocks_lie_within_shards(formats):
     """A device has 288 of 2,304 columns: nine blocks of 32."""

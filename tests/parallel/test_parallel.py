@@ -291,9 +291,9 @@ def test_gradients_of_another_tree_and_values_without_a_mean_are_refused():
     counted = lambda w, x: ((jnp.float32(0), {"tokens": jnp.int32(3)}), w)
     for fun, error, message in [
         (
-            lambda w, x: (x.sum(), {"w": None}),
+            lambda w, x: (x.sum(), {"w": jnp.ones(1)}),
             ValueError,
-            r"a tree like the parameters, but they differ, for .* at 'w'",
+            r"`data_parallel`: gradients or updates do not match .*\n  'w': float.*, but the parameter is",
         ),
         (counted, TypeError, r"`data_parallel`: the value at '1/tokens' is int32\[\], which has no mean"),
     ]:
@@ -418,9 +418,8 @@ def in_blocks(name, block_size):
     [
         (
             lambda: mpx.low_precision_state(ADAMW, {"mu": "bf16"}, min_size=600),  # a shard has 96 elements of 768
-            r"'.*mu/first' should be bfloat16\[2, 48\] on each device, but .*`min_size`",
+            r"lower `min_size`(.|\n)*'.*mu/first': float32\[2, 48\], but each device should have bfloat16\[2, 48\]",
         ),
-        (lambda: optax.adam(0.1), r"the rule has changed its state at '.*mu/first' from bfloat16 to float32"),
         (lambda: mpx.master_weights(CLIPPED), "a result that depends on more than that"),
         (lambda: mpx.master_weights(optax.lamb(1e-2)), "a result that depends on more than that"),
         (lambda: mpx.master_weights(optax.adafactor(1e-2)), "`zero1`: inside `jax.shard_map` "),
@@ -438,7 +437,6 @@ def in_blocks(name, block_size):
     ],
     ids=[
         "small shards",
-        "another dtype",
         "clip",
         "lamb",
         "adafactor",
@@ -461,7 +459,7 @@ def test_inside_shard_map_a_whole_state_is_refused():
     tx = mpx.zero1(mpx.master_weights(ADAMW), mesh)
     step = jax.shard_map(lambda p, s, g: tx.update(g, s, p)[0], mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     with pytest.raises(
-        ValueError, match=r"state at 'master/first' should be float32\[2, 48\] on each device, but it is"
+        ValueError, match=r"'master/first': float32\[16, 48\], but each device should have float32\[2, 48\]"
     ):
         jax.eval_shape(step, shapes, jax.eval_shape(mpx.master_weights(ADAMW).init, shapes), gradients(0))
 
@@ -486,7 +484,7 @@ def test_check_chain_finds_what_changes_updates_after_or_inside_it():
     halve, divided = optax.scale(0.5), lambda tx: mpx.zero1(tx, eight_cpu_devices())
     masters = mpx.master_weights(ADAMW)
     for tx, author in [
-        (optax.chain(divided(masters), halve), "master_weights"),
+        (optax.chain(divided(masters), halve), "zero1"),
         (divided(optax.chain(masters, halve)), "master"),
         (optax.chain(divided(mpx.upcast(ADAMW)), halve), "zero1"),
     ]:
