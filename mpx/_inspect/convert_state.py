@@ -10,7 +10,6 @@ import functools
 import itertools
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import jax
@@ -101,9 +100,8 @@ def convert_state(
     filled = {leaf.path: weights[leaf.below][1] for leaf in new if leaf.role in KEPT_OF_WEIGHTS}
     for before, after in zip(_of_the_rule(old), _of_the_rule(new), strict=True):
         filled[after.path] = _moved(before.leaf, after.leaf)
-    filled |= _averages(old, new, best)
     begins = [_first_loss_scale(*recipe) for recipe in ((tx, shapes, old), (new_tx, wanted, new))]
-    filled |= _carried(old, new, is_scaled_alike=begins[0] == begins[1])
+    filled |= _carried(old, new, best, is_scaled_alike=begins[0] == begins[1])
     filled |= _fresh(new_tx, wanted, [leaf.path for leaf in new if leaf.path not in filled])
     _warn_of_losses(best, weights)
     new_params = jax.tree.map_with_path(lambda path, p: weights[path][0] if path in weights else p, params)
@@ -198,48 +196,44 @@ def _encoded(x: jax.Array, format: StateFormat) -> StoredLeaf:
     return store(cast_nearest(x, np.dtype(np.float32)), format)
 
 
-def _averages(old: list[StateLeaf], new: list[StateLeaf], best: dict[_trees.Path, Any]) -> dict[_trees.Path, Any]:
-    """Return the averages of the new state: taken from the old state, or else begun with the weights."""
-    averages = lambda leaves: [leaf for leaf in leaves if leaf.declared and leaf.role == "average"]
-    require_fit(best, {leaf.below: leaf for leaf in averages(new)}, "convert_state", _OTHER_TREE)
-    kept = _by_place(averages(old))
-    filled = {}
-    for leaf in averages(new):
-        found = kept[leaf.place].pop(0).leaf if kept[leaf.place] else best[leaf.below]
-        filled[leaf.path] = found if found.dtype == leaf.leaf.dtype else _cast(found, leaf.leaf.dtype)
-    if any(kept.values()):
-        warnings.warn(
-            "`convert_state`: `new_tx` keeps no average of the weights, so the one in `opt_state` ends here. "
-            "`averaged_params(opt_state)` returns it.",
-            stacklevel=3,
-        )
-    return filled
-
-
-def _by_place(leaves: Iterable[StateLeaf]) -> defaultdict[Any, list[StateLeaf]]:
-    places = defaultdict(list)
-    for leaf in leaves:
-        places[leaf.place].append(leaf)
-    return places
-
-
 def _first_loss_scale(tx: optax.GradientTransformation, params: Any, leaves: list[StateLeaf]) -> dict[Any, float]:
     """Return the loss scale, settings and counters that a recipe begins with, by their places."""
     places = {leaf.path: leaf.place for leaf in leaves if leaf.role == "loss scale"}
     return {places[path]: float(number) for path, number in _fresh(tx, params, list(places)).items()}
 
 
-def _carried(old: list[StateLeaf], new: list[StateLeaf], is_scaled_alike: bool) -> dict[_trees.Path, Any]:
-    """Return the loss scales with their counters, and the keys, that both states have, in their order."""
+def _carried(
+    old: list[StateLeaf], new: list[StateLeaf], best: dict[_trees.Path, Any], is_scaled_alike: bool
+) -> dict[_trees.Path, Any]:
+    """Return the averages, keys and loss scales of the new state: those of the old one, in their order, if it has them.
+
+    An average that the old state lacks begins with the weights.
+    """
     # A loss scale of other settings gives only its count of skipped steps: a static one would never leave a scale that
     # it was given, and a dynamic one would take long to come back from a scale of 1.
-    carries: tuple[Role, ...] = ("key", "count", "loss scale") if is_scaled_alike else ("key", "count")
-    before, after = (
-        _by_place(leaf for leaf in leaves if leaf.declared and leaf.role in carries) for leaves in (old, new)
-    )
-    pairs = [pair for place, leaves in after.items() for pair in zip(before[place], leaves, strict=False)]
-    type_of = lambda found: (found.leaf.shape, found.leaf.dtype)
-    return {to.path: found.leaf for found, to in pairs if type_of(found) == type_of(to)}
+    carries: tuple[Role, ...] = ("average", "key", "count", *(("loss scale",) if is_scaled_alike else ()))
+    before, after = ([leaf for leaf in leaves if leaf.declared and leaf.role in carries] for leaves in (old, new))
+    averages = {leaf.below: leaf for leaf in after if leaf.role == "average"}
+    require_fit(best, averages, "convert_state", _OTHER_TREE)
+    kept: defaultdict[Any, list[Any]] = defaultdict(list)
+    for leaf in before:
+        kept[leaf.role, leaf.place].append(leaf.leaf)
+    type_of = lambda x: (x.shape, x.dtype)
+    filled = {}
+    for leaf in after:
+        found = kept[leaf.role, leaf.place].pop(0) if kept[leaf.role, leaf.place] else None
+        if leaf.role == "average":
+            found = best[leaf.below] if found is None else found
+            filled[leaf.path] = found if found.dtype == leaf.leaf.dtype else _cast(found, leaf.leaf.dtype)
+        elif found is not None and type_of(found) == type_of(leaf.leaf):
+            filled[leaf.path] = found
+    if any(role == "average" and left for (role, _), left in kept.items()):
+        warnings.warn(
+            "`convert_state`: `new_tx` keeps no average of the weights, so the one in `opt_state` ends here. "
+            "`averaged_params(opt_state)` returns it.",
+            stacklevel=3,
+        )
+    return filled
 
 
 def _fresh(new_tx: optax.GradientTransformation, wanted: Any, paths: list[_trees.Path]) -> dict[_trees.Path, Any]:

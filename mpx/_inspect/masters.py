@@ -27,7 +27,7 @@ def master_params(params: T, opt_state: optax.OptState) -> T:
         opt_state: the state of the transformation that trains them, of any nesting.
 
     Raises:
-        TypeError: if `opt_state` is not an optimizer state (a transformation, say), or was restored without its types.
+        TypeError: if `opt_state` is a transformation, or was restored without its types.
         ValueError: if what the state keeps does not fit the parameters.
 
     Example:
@@ -74,8 +74,8 @@ def averaged_params(opt_state: optax.OptState) -> Any:
     averages = [average for _, average in fields_with_role(opt_state, "average")]
     if not averages:
         raise ValueError(
-            "`averaged_params`: nothing in this optimizer state averages weights. Put `params_ema(decay)` at the end "
-            "of the chain inside `master_weights`."
+            "`averaged_params`: nothing in this optimizer state averages weights. Put `params_ema` at the end of the "
+            "chain inside `master_weights`."
         )
     return functools.reduce(_joined_averages, averages)
 
@@ -98,8 +98,7 @@ def is_synced(params: Any, opt_state: optax.OptState) -> jax.Array:
     """Return whether parameters and optimizer state belong together: a boolean scalar.
 
     It is False after parameters were changed from outside (fine-tuning, pruning, a checkpoint of the weights alone):
-    the next update would bring the old weights back. Then call `resync`. A float32 master must round to its parameter;
-    a Kahan compensation must be smaller than the spacing of its parameter. Low bits (`storage="split"`) fit any
+    the next update would bring the old weights back. Then call `resync`. Low bits (`storage="split"`) fit any
     parameter, so this cannot see a change there. (A weight that has just fallen almost to zero may be out of sync until
     the next step, see `master_weights`.) Arguments and errors are as in `master_params`.
 

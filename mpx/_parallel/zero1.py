@@ -316,21 +316,13 @@ def _require_shards(inner: Any, state: Any, params: Any, shards: Any, specs: Any
     shard = lambda path, leaf: _shape_of_shard(leaf.shape, by_path[path].spec, mesh, axis)
     wanted = {path: jax.ShapeDtypeStruct(shard(path, leaf), leaf.dtype) for path, leaf in leaves.items()}
     same = lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype)
-    for found, who, remedy in [
-        (
-            own,
-            "of the rule for a shard",
-            "With `low_precision_state`, lower `min_size`, which counts the numbers of it.",
-        ),
-        (
-            got,
-            "that was given",
-            "Make it outside, with `init`, and give `jax.shard_map` the specs of `zero1_shardings`.",
-        ),
+    for who, found, remedy in [
+        ("of the rule", own, "Lower the `min_size` of `low_precision_state`, which counts the numbers of a shard."),
+        ("that was given", got, "Make it by `init` outside, and divide it as `zero1_shardings` says."),
     ]:
         wrong = _errors.mismatches(wanted, found, same, "each device should have")
         if wrong:
-            what = f"`zero1`: inside `jax.shard_map` the state {who} is not a shard of the whole state"
+            what = f"`zero1`: inside `jax.shard_map` the state {who} is no shard of the whole state"
             remedy += " Or call `update` under `jax.jit`, outside of `jax.shard_map`."
             raise _errors.leaves_error(ValueError, what, wrong, remedy)
 

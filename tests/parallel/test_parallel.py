@@ -418,7 +418,7 @@ def in_blocks(name, block_size):
     [
         (
             lambda: mpx.low_precision_state(ADAMW, {"mu": "bf16"}, min_size=600),  # a shard has 96 elements of 768
-            r"lower `min_size`(.|\n)*'.*mu/first': float32\[2, 48\], but each device should have bfloat16\[2, 48\]",
+            r"Lower the `min_size`(.|\n)*'.*mu/first': float32\[2, 48\], but each device should have bfloat16\[2, 48\]",
         ),
         (lambda: mpx.master_weights(CLIPPED), "a result that depends on more than that"),
         (lambda: mpx.master_weights(optax.lamb(1e-2)), "a result that depends on more than that"),

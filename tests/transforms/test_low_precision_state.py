@@ -226,9 +226,6 @@ def test_masters_compensations_averages_and_copies_of_weights_are_never_stored_i
     mpx.low_precision_state(as_it_is, {field: "f32"}).init(params())
 
 
-# Whose state it is.
-
-
 def test_donating_the_state_of_low_precision_does_not_delete_the_callers_key():
     key, ones = jax.random.PRNGKey(0), jnp.ones(4, jnp.float32)
     tx = adam({"mu": "bf16"}, min_size=1, rounding="stochastic", key=key)
