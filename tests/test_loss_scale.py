@@ -102,6 +102,16 @@ def test_a_value_restored_from_a_checkpoint_continues_where_it_was(counter):
     assert run(mpx.DynamicLossScale(2.0**10, counter=counter, period=3), [1]) == [2.0**11]
 
 
+def test_the_scale_stays_between_its_bounds_and_where_it_began_if_that_is_above():
+    for start in (2.0**22, 2.0**24, 2.0**26):
+        trajectory = run(mpx.DynamicLossScale(start, period=1), [True] * 5)
+        assert trajectory[-1] == max(start, 2.0**24)
+        assert trajectory == sorted(trajectory)
+    for factor, minimum in [(2.0, 0.25), (3.0, 16.0)]:
+        trajectory = run(mpx.DynamicLossScale(64.0, factor=factor, min_loss_scale=minimum), [False] * 10)
+        assert min(trajectory) == trajectory[-1] == minimum
+
+
 @pytest.mark.parametrize(
     "scale", [np.float32(2.0**127), np.float16(2.0**15)], ids=["float32 without maximum", "float16"]
 )

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.optax_promotion
 
 ONE, ONES, SGD, ADAM = jnp.float32(1), jnp.ones(2, F32), optax.sgd(0.1), optax.adam(1.0)
 IN_BF16 = "params=bf16,compute=bf16,output=f32"
-PARAMS = {"a": {"w": jnp.ones((3, 2))}, "b": jnp.ones(2)}
+PARAMS = {"a": {"w": jnp.ones((3, 2), F32)}, "b": ONES}
 W, W_IN_BF16 = {"w": jnp.ones(3, F32)}, {"w": jnp.ones(3, BF16)}
 given = functools.partial
 policy, dynamic, static, recipe = (
@@ -167,16 +167,16 @@ VALUES = [
     # Gradients that do not fit; JAX would broadcast them.
     *[
         (
-            updated(wrap, PARAMS | {"a": {"w": jnp.ones(shape)}}),
+            updated(wrap, PARAMS | {"a": {"w": jnp.ones(shape, F32)}}),
             f"`{name}`: gradients or updates do not match the parameters in structure or shape. Give trees of one "
             "structure. Is a mean over examples missing?\n"
-            f"  'a/w': {jnp.ones(1).dtype}{list(shape)}, but the parameter is",
+            f"  'a/w': float32{list(shape)}, but the parameter is float32[3, 2]",
         )
         for name, wrap in WRAPPERS.items()
         for shape in ((1, 2), (2,), ())
     ],
     *[
-        (updated(wrap, PARAMS | {"a": {"v": jnp.ones(2)}}), "'a/w': nothing, but the parameter is")
+        (updated(wrap, PARAMS | {"a": {"v": ONES}}), "'a/w': nothing, but the parameter is")
         for wrap in WRAPPERS.values()
     ],
 ]
@@ -237,7 +237,7 @@ def test_users_of_jmp_catch_an_assertion_error():
 def test_gradients_that_fit_are_taken_and_none_may_stand_for_some(name):
     updated(WRAPPERS[name], PARAMS)()
     tx = mpx.upcast(SGD)
-    updates, _ = tx.update({"a": None, "b": jnp.ones(2)}, tx.init(PARAMS), PARAMS)
+    updates, _ = tx.update({"a": None, "b": ONES}, tx.init(PARAMS), PARAMS)
     assert updates["a"] is None
 
 
