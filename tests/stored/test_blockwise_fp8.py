@@ -112,6 +112,13 @@ def test_a_negative_second_moment_makes_its_block_nan(name):
     assert np.isnan(round_trip(x, name, signed=False)).all(axis=1).nonzero()[0].tolist() == [5]
 
 
+@by_format
+def test_zeros_and_blocks_below_all_normal_numbers_become_zeros(name):
+    for value in (0.0, -0.0, 1e-40):
+        for signed in (True, False):
+            assert (round_trip(np.full(BLOCK, value), name, signed) == 0).all()
+
+
 @pytest.mark.parametrize("largest", [2.0**-126, 2.0**-119, 3e38])
 @by_format
 def test_scales_at_both_ends_of_float32_keep_the_largest_magnitude(name, largest):
