@@ -1,0 +1,352 @@
+"""Inject infinities and NaN wherever they can arise on the real path from loss to parameters (invariant 4)."""
+
+import functools
+import itertools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import mpx
+from tests.helpers import QUICKLY, assert_same_bits, cases, eight_cpu_devices
+
+pytestmark = pytest.mark.optax_promotion
+
+KINDS = (np.inf, -np.inf, np.nan)
+SCHEDULE = optax.warmup_cosine_decay_schedule(1e-3, 1e-2, 2, 10)
+RULE = optax.chain(optax.clip_by_global_norm(1.0), optax.add_noise(1e-3, 0.5, key=0), optax.adamw(SCHEDULE))
+
+
+def few_bits():
+    """Return an optimizer with 8-bit moments, rounded stochastically, and an average of the masters."""
+    formats = {"mu|nu": mpx.Blockwise8bit(16)}
+    key = jax.random.key(1)
+    stored = mpx.low_precision_state(optax.adamw(SCHEDULE), formats, min_size=1, rounding="stochastic", key=key)
+    return mpx.master_weights(optax.chain(stored, mpx.params_ema(0.9)))
+
+
+OPTIMIZERS = {
+    "recipe": lambda: mpx.mixed_precision(RULE, "f16"),
+    "few bits": lambda: mpx.loss_scaling(few_bits()),
+    "kahan": lambda: mpx.loss_scaling(optax.chain(mpx.upcast(RULE), mpx.kahan_summation())),
+    "stochastic rounding": lambda: mpx.loss_scaling(
+        optax.chain(mpx.upcast(RULE), mpx.stochastic_rounding(jax.random.key(2)))
+    ),
+    "multi steps": lambda: mpx.loss_scaling(optax.MultiSteps(mpx.master_weights(RULE), 2)),
+}
+
+
+# --- A training run of four steps of two microbatches each, one of which may be bad. ---
+
+
+class Fault(NamedTuple):
+    """A fault of a step. It is an input of the compiled program, so that one program serves all faults."""
+
+    leaf: Any  # the number of a gradient, or one of the two below
+    element: Any = 0
+    poison: Any = 1.0
+    microbatch: Any = 0
+
+
+NOWHERE, IN_THE_LOSS = -1, -2
+GOOD = Fault(NOWHERE)
+STEPS, MICROBATCHES = 4, 2
+
+
+def params():
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float16)
+    return {
+        "down": {"kernel": normal(4, 2)},
+        "gain": jnp.ones((), jnp.float16),
+        "up": {"bias": jnp.full(4, -0.0, jnp.float16), "kernel": normal(3, 4)},
+    }
+
+
+def batches():
+    """Return eight examples for each microbatch of each step."""
+    rng = np.random.default_rng(1)
+    normal = lambda width: jnp.asarray(rng.normal(size=(STEPS, MICROBATCHES, 8, width)), jnp.float16)
+    return normal(3), normal(2)
+
+
+def loss_of(params, batch, factor):
+    x, y = batch
+    hidden = jnp.tanh(x @ params["up"]["kernel"] + params["up"]["bias"][None])
+    return jnp.mean((hidden @ params["down"]["kernel"] * params["gain"] - y) ** 2) * factor
+
+
+def poisoned(grads, fault):
+    """Return the gradients with the fault in them, if it is one of a gradient."""
+    leaves, treedef = jax.tree.flatten(grads)
+    for i, g in enumerate(leaves):
+        here = (fault.leaf == i) & (np.arange(g.size).reshape(g.shape) == fault.element)
+        leaves[i] = jnp.where(here, fault.poison, g)
+    return treedef.unflatten(leaves)
+
+
+def training_step(tx, carry, batch, fault):
+    """Take one step on the mean of two microbatches; the fault is in one of them."""
+    params, state = carry
+    loss_and_grads = mpx.value_and_grad(mpx.autocast(loss_of, "f16"), mpx.get_loss_scale(state))
+
+    def microbatch_grads(batch, microbatch):
+        here = fault._replace(leaf=jnp.where(microbatch == fault.microbatch, fault.leaf, NOWHERE))
+        factor = jnp.where(here.leaf == IN_THE_LOSS, here.poison, 1.0)
+        return poisoned(loss_and_grads(params, batch, factor)[1], here)
+
+    grads = jax.vmap(microbatch_grads)(batch, jnp.arange(MICROBATCHES))
+    updates, state = tx.update(jax.tree.map(lambda g: g.mean(0), grads), state, params)
+    return optax.apply_updates(params, updates), state
+
+
+@functools.cache
+def trained(optimizer):
+    """Return the faults of all training runs, and parameters and states before and after each step.
+
+    Each run has one fault, at its first, third or last step, and three good steps on the same three batches. In the
+    run at the end of the list the last step has no fault. They go side by side in one program.
+    """
+    tx, start = OPTIMIZERS[optimizer](), params()
+    sizes = [leaf.size for leaf in jax.tree.leaves(start)]
+    places = [(leaf, element) for leaf, size in enumerate(sizes) for element in range(size)] + [(IN_THE_LOSS, 0)]
+    faults = [
+        (position, Fault(leaf, element, poison, microbatch))
+        for position in (0, 2, 3)
+        for (leaf, element), poison, microbatch in itertools.product(places, KINDS, range(MICROBATCHES))
+    ] + [(3, GOOD)]
+    sequences = [[fault if step == at else GOOD for step in range(STEPS)] for at, fault in faults]
+    numbers = [Fault(*(np.array(column) for column in zip(*sequence, strict=True))) for sequence in sequences]
+    which_batch = np.stack([[step - (step > at) for step in range(STEPS)] for at, _ in faults])
+
+    def train(which_batch, faults):
+        def step(carry, inputs):
+            index, fault = inputs
+            carry = training_step(tx, carry, jax.tree.map(lambda x: x[index], batches()), fault)
+            return carry, carry
+
+        carry = start, tx.init(start)
+        _, after = jax.lax.scan(step, carry, (which_batch, faults))
+        return jax.tree.map(lambda first, rest: jnp.concatenate([first[None], rest]), carry, after)
+
+    run = jax.jit(jax.vmap(train), compiler_options=QUICKLY)
+    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *numbers)
+    return faults, jax.device_get(run(which_batch, stacked))
+
+
+# In turn, for the program that the tests of one share.
+every_optimizer = pytest.mark.parametrize("optimizer", cases(OPTIMIZERS, {"recipe", "few bits"}), scope="module")
+
+
+def at_step(history, training, step):
+    return jax.tree.map(lambda x: x[training, step], history)
+
+
+def before_and_after_the_faults(optimizer):
+    """Return parameters and states before and after each bad step, with a leading axis for the fault."""
+    faults, history = trained(optimizer)
+    number, at = np.arange(len(faults) - 1), np.array([at for at, _ in faults[:-1]])
+    return tuple(jax.tree.map(lambda x, step=step: x[number, step], history) for step in (at, at + 1))
+
+
+@every_optimizer
+def test_a_step_with_a_fault_in_any_place_changes_nothing_but_the_scale_and_the_notes(optimizer):
+    """Try each element of each gradient, and the loss, of each microbatch, infinite or NaN, at three of four steps."""
+    (before, old), (after, new) = before_and_after_the_faults(optimizer)
+    assert_same_bits(after, before)
+    assert_same_bits(new.inner_state, old.inner_state)
+    np.testing.assert_array_equal(new.skipped_steps, old.skipped_steps + 1)
+    np.testing.assert_array_equal(new.loss_scale, old.loss_scale / 2)
+    assert not new.scale_state.counter.any()
+    assert not new.stuck_steps.any()
+
+
+@every_optimizer
+def test_the_good_steps_are_those_of_a_training_without_the_bad_one(optimizer):
+    """Compare three good steps with a bad one before, among or after them: the same bits, under another scale."""
+    faults, history = trained(optimizer)
+    params, state = at_step(history, -1, STEPS - 1)
+    skipped = slice(0, len(faults) - 1)
+    expected = jax.tree.map(lambda x: jnp.broadcast_to(x, (len(faults) - 1, *x.shape)), (params, state.inner_state))
+    final_params, final_state = at_step(history, skipped, STEPS)
+    assert_same_bits((final_params, final_state.inner_state), expected)
+    first_params, first_state = at_step(history, -1, 0)  # and these steps do train
+    assert any((a != b).any() for a, b in zip(*map(jax.tree.leaves, (params, first_params)), strict=True))
+    assert any(
+        (a != b).any() for a, b in zip(*map(jax.tree.leaves, (state.inner_state, first_state.inner_state)), strict=True)
+    )
+
+
+@every_optimizer
+def test_the_first_bad_gradient_of_the_last_bad_step_is_noted(optimizer):
+    """The one with the fault, or the first of all if it is in the loss; later good steps keep the note."""
+    faults, history = trained(optimizer)
+    for (at, fault), over_steps in zip(faults, history[1].first_nonfinite, strict=True):
+        assert (over_steps[: at + 1] == -1).all()
+        assert (over_steps[at + 1 :] == (0 if fault.leaf == IN_THE_LOSS else fault.leaf)).all()
+
+
+def test_around_loss_scaling_a_mean_of_optax_keeps_a_nan_forever():
+    """Why `MultiSteps` belongs inside: it empties its mean by a multiplication by zero. `check_health` finds it."""
+    tx = optax.MultiSteps(mpx.loss_scaling(optax.sgd(0.1), mpx.NoOpLossScale()), 2).gradient_transformation()
+    step, state = jax.jit(tx.update), tx.init(jnp.ones(2))
+    _, state = step(jnp.array([1.0, jnp.nan]), state, jnp.ones(2))
+    for _ in range(7):
+        _, state = step(jnp.ones(2), state, jnp.ones(2))
+    assert int(mpx.skipped_steps(state)) == 4
+    with pytest.raises(mpx.StuckError, match="4 steps in a row"):
+        mpx.check_health(state, max_stuck_steps=4)
+
+
+# --- Eight devices. ---
+
+
+def sharded_params():
+    return {"kernel": jnp.linspace(-1, 1, 64, dtype=jnp.float16).reshape(32, 2), "bias": jnp.full(2, -0.0, jnp.float16)}
+
+
+def device_rule(**options):
+    return mpx.mixed_precision(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)), "f16", **options)
+
+
+def test_a_fault_in_one_shard_of_a_global_array_is_skipped_on_all_devices():
+    """Try each of the 64 numbers of a gradient that is spread over eight devices, infinite or NaN."""
+    tx, mesh = device_rule(), eight_cpu_devices()
+    start = sharded_params()
+    shardings = {"kernel": NamedSharding(mesh, P("data")), "bias": NamedSharding(mesh, P())}
+
+    @functools.partial(jax.jit, compiler_options=QUICKLY)
+    def step(params, state, fault):
+        grads = jax.tree.map(lambda p: jax.lax.with_sharding_constraint(jnp.ones(p.shape), mesh_of(p)), params)
+        updates, state = tx.update(poisoned(grads, fault), state, params)
+        return optax.apply_updates(params, updates), state
+
+    mesh_of = lambda p: shardings["kernel" if p.ndim == 2 else "bias"]
+    now = jax.device_put(start, shardings)
+    now, state = step(now, jax.jit(tx.init)(now), GOOD)
+    for element, poison in itertools.product(range(64), KINDS):
+        after, new = step(now, state, Fault(1, element, poison))
+        assert len(after["kernel"].sharding.device_set) == 8
+        assert_same_bits(jax.device_get((after, new.inner_state)), jax.device_get((now, state.inner_state)))
+        assert int(new.skipped_steps) == 1
+        assert int(new.first_nonfinite) == 1  # the kernel
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_fault_on_one_device_inside_shard_map_is_skipped_and_noted_on_all_of_them(check_vma):
+    """Try the first, a middle and the last step of a scan on every device, in either gradient."""
+    tx, mesh = device_rule(axis_name="data"), eight_cpu_devices()
+    start = sharded_params()
+
+    @functools.partial(jax.jit, compiler_options=QUICKLY)
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=P(), out_specs=P("data"), check_vma=check_vma)
+    def train(device, at, fault):
+        def step(carry, number):
+            params, state = carry
+            is_here = (jax.lax.axis_index("data") == device) & (number == at)
+            here = fault._replace(leaf=jnp.where(is_here, fault.leaf, NOWHERE))
+            grads = jax.tree.map(lambda p: jnp.full(p.shape, state.loss_scale), params)
+            updates, state = tx.update(poisoned(grads, here), state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        carry = start, tx.init(start)
+        if check_vma:
+            varying = lambda x: jax.lax.pcast(x, "data", to="varying")
+            params, state = carry
+            carry = jax.tree.map(varying, params), state._replace(inner_state=jax.tree.map(varying, state.inner_state))
+        carry, _ = jax.lax.scan(step, carry, jnp.arange(4))
+        return jax.tree.map(lambda x: x[None], carry)
+
+    expected = None
+    for (at, leaf), device, poison in itertools.product([(0, 0), (2, 1), (3, 1)], range(8), KINDS):
+        now, state = jax.device_get(train(device, at, Fault(leaf, 1, poison)))
+        assert state.skipped_steps.tolist() == [1] * 8
+        assert state.first_nonfinite.tolist() == [leaf] * 8
+        result = now, state.inner_state
+        expected = result if expected is None else expected
+        assert_same_bits(result, expected)
+        jax.tree.map(lambda x: np.testing.assert_array_equal(x, np.broadcast_to(x[:1], x.shape)), result)
+
+
+# --- Random patterns of faults, against a plain model. ---
+
+
+class Model(NamedTuple):
+    """`loss_scaling` in Python. Without a period the scale is fixed."""
+
+    scale: float
+    good: int = 0
+    bad: int = 0
+    skipped: int = 0
+    stuck: int = 0
+
+    def step(self, finite, period, factor, low, high, hysteresis):
+        scale, good, bad, skipped, stuck = self
+        if period is None:
+            return Model(scale, 0, 0, skipped + (not finite), 0 if finite else stuck + 1)
+        if finite:
+            if good + 1 == period:
+                return Model(min(scale * factor, high), 0, 0, skipped, 0)
+            return Model(scale, good + 1, bad, skipped, 0)
+        shrunk = max(scale / factor, low) if bad + 1 >= hysteresis else scale
+        return Model(shrunk, 0, bad + 1, skipped + 1, stuck + 1 if scale == low else 0)
+
+
+def numbers_of(state):
+    counters = [getattr(state.scale_state, name, jnp.int32(0)) for name in ("counter", "bad_steps")]
+    return state.loss_scale, *counters, state.skipped_steps, state.stuck_steps
+
+
+def random_settings(seed):
+    """Return a loss scale, and the settings of its model."""
+    rng = np.random.default_rng(seed)
+    if seed % 8 == 0:
+        return mpx.NoOpLossScale(), (None, 2.0, 1.0, 1.0, 1)
+    if seed % 8 == 1:
+        return mpx.StaticLossScale(2.0**7), (None, 2.0, 2.0**7, 2.0**7, 1)
+    low = int(rng.integers(-3, 4))
+    high = low + int(rng.integers(0, 12))
+    start, factor = 2.0 ** int(rng.integers(low, high + 1)), 2.0 ** int(rng.integers(1, 4))
+    period, hysteresis = int(rng.integers(1, 9)), int(rng.integers(1, 4))
+    model = (period, factor, 2.0**low, 2.0**high, hysteresis)
+    return mpx.DynamicLossScale(start, 0, period, factor, 2.0**low, 2.0**high, hysteresis), model
+
+
+PATTERNS, LENGTH = 625, 50
+
+
+@pytest.mark.parametrize("seed", cases(range(16), range(5)))
+def test_random_patterns_of_faults_give_the_numbers_of_the_model(seed):
+    """Try 16 settings, 625 patterns each, of 1% to 99% bad steps: the scale, counters and the note at every step."""
+    loss_scale, options = random_settings(seed)
+    rng = np.random.default_rng(100 + seed)
+    finite = rng.random((PATTERNS, LENGTH, 2)) > np.linspace(0.005, 0.9, PATTERNS)[:, None, None]
+    tx = mpx.loss_scaling(optax.sgd(0.1), loss_scale)
+    start = (jnp.ones(2), jnp.ones(()))
+
+    def step(state, finite):
+        grads = (
+            jnp.array([1.0, 1.0]).at[1].set(jnp.where(finite[0], 1.0, jnp.inf)),
+            jnp.where(finite[1], 1.0, jnp.nan),
+        )
+        _, state = tx.update(grads, state, start)
+        return state, (numbers_of(state), state.first_nonfinite)
+
+    run = jax.jit(jax.vmap(lambda finite: jax.lax.scan(step, tx.init(start), finite)[1]), compiler_options=QUICKLY)
+    numbers, notes = jax.device_get(run(finite))
+    expected = []
+    for good in finite.all(-1).tolist():
+        model = Model(float(loss_scale.loss_scale))
+        for is_good in good:
+            model = model.step(is_good, *options)
+            expected.append(model)
+    np.testing.assert_array_equal(np.stack(numbers, -1), np.array(expected).reshape(PATTERNS, LENGTH, 5))
+    last = np.full(PATTERNS, -1)
+    for t in range(LENGTH):
+        last = np.where(finite[:, t].all(-1), last, np.where(finite[:, t, 0], 1, 0))
+        np.testing.assert_array_equal(notes[:, t], last)
