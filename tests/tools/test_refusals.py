@@ -82,7 +82,7 @@ MONITOR = [
     *each(lambda x: call(x().update, GRADS, optax.EmptyState()), OF_WEIGHTS, ValueError, "needs the parameters"),
     *each(lambda x: call(monitor.watch, x), (None, {"a": 1}, SHARES[0]), TypeError, "`watch` needs a dictionary"),
     *each(lambda x: call(exponents.range_of, x, "caller"), ("int32", np.float64, None, "bf17"), ValueError, NO_FORMAT),
-    *each(lambda x: reported(loss_scale=x), NO_SCALES, ValueError, "`loss_scale` must be a power of two"),
+    *each(lambda x: reported(loss_scale=x), NO_SCALES, ValueError, "must be a loss scale or a number, a power of two"),
     (lambda: monitor.fp8_report(loss_fn), ValueError, "`fp8_report` needs a policy or 'fp8'"),
     (lambda: monitor.fp8_report(mpx.autocast(loss_fn, "fp8"), "fp8"), ValueError, "this one has its own"),
     (lambda: monitor.fp8_report(loss_fn, "bf16"), ValueError, r"needs .fp8. or an `mpx\.Fp8`, but got .bf16."),

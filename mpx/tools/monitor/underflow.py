@@ -184,7 +184,10 @@ def underflow_report(
     span = exponents.range_of(dtype, "underflow_report")
     carried = float(loss_scale.loss_scale if isinstance(loss_scale, LossScale) else loss_scale)  # pyright: ignore
     if not is_power_of_two(carried):
-        raise ValueError(f"`underflow_report`: `loss_scale` must be a power of two, but got {loss_scale!r}.")
+        raise ValueError(
+            "`underflow_report`: `loss_scale` must be a loss scale or a number, a power of two, but got "
+            f"{loss_scale!r}."
+        )
     names = _trees.path_names(grads)
     unscaled = lambda x: x if carried == 1 else x.astype(np.float32) / np.float32(carried)
     arrays = {path: unscaled(x) for path, x in _trees.leaves_by_path(grads).items() if _trees.is_floating(x)}
