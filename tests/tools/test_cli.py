@@ -444,18 +444,9 @@ def test_bfloat16_arrays_whose_dtype_numpy_has_lost_are_read_with_a_note(suffix)
     assert np.load("x.npy").dtype == np.dtype("V2")  # what there is to see
     found = as_json("report", f"x{suffix}")
     (leaf,) = found["report"]["leaves"]
-    assert (leaf["path"], leaf["zero"], found["report"]["smallest"]) == ("x", 0.5, 2.0**-30)
+    assert (leaf["path"], leaf["zero"], found["report"]["histogram"]) == ("x", 0.5, {"-30": 1, "0": 1})
     assert found["notes"] == ["NumPy has lost the dtype of x: read as bfloat16."]
     assert "Note: NumPy has lost the dtype of x" in succeeded("report", f"x{suffix}").stderr
-
-
-def test_numbers_below_the_range_of_float32_are_not_zeros():
-    """Without 64-bit types jax would make 1e-50 zero, and nothing would seem to be lost."""
-    np.savez("wide.npz", x=np.array([1e-50, 1.0]))
-    mode = jax.config.read("jax_enable_x64")
-    report = as_json("report", "wide.npz")["report"]
-    assert (report["zeros"], report["smallest"]) == (0, 1e-50)
-    assert jax.config.read("jax_enable_x64") == mode
 
 
 def safetensors_of(**tensors):

@@ -32,7 +32,7 @@ count_each = jax.jit(jax.vmap(exponents.count_fates, (0, None)))
 
 def fates(x, span, scale=1.0):
     """Return masks of the numbers that become zero, subnormal, normal, infinite, or are not finite themselves."""
-    return np.asarray(count_each(x, span.edges(x.dtype, scale))).T
+    return np.asarray(count_each(x, span.edges(scale))).T
 
 
 def test_the_fate_of_a_number_is_what_a_cast_on_the_host_makes_of_it():
@@ -102,13 +102,6 @@ def test_more_numbers_than_can_be_counted_are_counted_by_rows(monkeypatch, limit
     assert exponents.sum_float32(parts).tolist() == [(x > 1).sum(), (x > 2).sum()]
 
 
-def test_a_sum_of_ones_in_float32_would_stop_at_2_to_the_24():
-    """The negative control, and what is counted instead; for a mask of 2**24 + 3 numbers."""
-    naive = np.float32(2**24) + np.float32(1)
-    assert naive == 2**24
-    assert exponents.sum_int64(exponents.count_true(jnp.ones(2**24 + 3, bool))) == 2**24 + 3
-
-
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_a_sharded_array_is_counted_where_it_lies(kind):
     x = np.exp2(np.arange(64.0) - 32).astype(np.float32).reshape(16, 4)
@@ -117,16 +110,3 @@ def test_a_sharded_array_is_counted_where_it_lies(kind):
     counted = histogram.lower(sharded).compile()
     np.testing.assert_array_equal(counted(sharded)[:-2], [-32 <= e < 32 for e in exponents.EXPONENTS])
     assert "all-gather" not in counted.as_text()
-
-
-def test_float64_numbers_keep_their_own_bits():
-    with jax.enable_x64(True):
-        x = jnp.asarray(np.float64([2.0**-200, 2.0**-26, 2.0**-25 * (1 + 2.0**-50), 1.0, 1e300, 0.0, np.inf]))
-        zero, subnormal, _, infinite, _ = fates(x, exponents.range_of("f16", "test"))
-        np.testing.assert_array_equal(zero, [1, 1, 0, 0, 0, 0, 0])
-        np.testing.assert_array_equal(subnormal, [0, 0, 1, 0, 0, 0, 0])
-        np.testing.assert_array_equal(infinite, [0, 0, 0, 0, 1, 0, 0])
-        counted = histogram(x)
-        assert {int(place): int(counted[place]) for place in np.flatnonzero(counted)} == {
-            0: 1, 149 - 26: 1, 149 - 25: 1, 149: 1, 276: 1, 277: 1, 278: 1
-        }  # fmt: skip

@@ -1,7 +1,5 @@
 """Recipes side by side."""
 
-import re
-
 import jax.numpy as jnp
 import optax
 import pytest
@@ -37,23 +35,16 @@ def test_a_function_is_traced_once():
 
 
 @pytest.mark.parametrize(
-    ("options", "header", "cells"),
+    ("memory", "header", "cells"),
     [
-        ({}, ["params", "grads", "optimizer", "total", "a param"], ["2.000", "2.000", "12.00", "16.00", "16.00"]),
-        (
-            {"memory_bytes": 16_000_004},
-            ["total", "a param", "fits", "largest model"],
-            ["16.00", "16.00", "yes", "0.001B"],
-        ),
-        (
-            {"memory_bytes": 16_000_003},
-            ["total", "a param", "fits", "largest model"],
-            ["16.00", "16.00", "no", "0.001B"],
-        ),
+        (None, "params  grads  optimizer  total  a param", ["2.000", "2.000", "12.00", "16.00", "16.00"]),
+        (16_000_004, "total  a param  fits  largest model", ["16.00", "16.00", "yes", "0.001B"]),
+        (16_000_003, "total  a param  fits  largest model", ["16.00", "16.00", "no", "0.001B"]),
     ],
 )
-def test_the_table_adds_up_and_says_what_fits(options, header, cells):
+def test_the_table_adds_up_and_says_what_fits(memory, header, cells):
     comparison = compare_plans(10**6, recipes={"masters": STANDARD_RECIPES["bf16-masters"]})
-    title, *lines = str(comparison.table(**options)).splitlines()
+    title, *lines = str(comparison.table(memory_bytes=memory)).splitlines()
     assert title == "Memory to train 1,000,000 parameters, in MB"
-    assert [re.split(r"\s{2,}", line) for line in lines] == [["recipe", *header], ["masters", *cells]]
+    assert lines[0] == f"recipe   {header}"
+    assert lines[1].split() == ["masters", *cells]

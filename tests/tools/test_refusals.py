@@ -55,25 +55,14 @@ compared = functools.partial(call, mpx.compare_plans, 1000)
 step = functools.partial(call, mpx.step_report)
 
 
-def grouped(make, groups):
-    return lambda: monitor.watch({"it": make(groups=groups)}).init(GRADS)
-
-
-MEASURES = (
-    lambda **groups: monitor.underflow("f16", **groups),
-    lambda **groups: monitor.exponent_histogram(**groups),
-    lambda **groups: monitor.lost_updates("bf16", **groups),
-    lambda **groups: monitor.update_to_weight_ratio(**groups),
-)
-NO_LEAF = r"no leaf is in the group 'embed': 'embed\|layers'. .* has the leaf: layers/0/w, layers/1/w, norm"
-NO_GROUPS = r"must be None, 'leaf' or a dictionary|is not a regular expression"
 NO_FORMAT = r"`\w+`: `dtype` must be .*, but got"
 NO_MODELS = [lambda: {"ids": jnp.arange(3)}, lambda: None, {}, "gpt2", {"w": jnp.ones((0, 3))}]
-NO_SCALES = (3.0, 0.0, -2.0, math.inf, "2", None, np.ones(2))
+NO_SCALES = (3.0, 0.0, -2.0, math.inf)
 TWO, TWO_BY_FOUR = mesh(data=2), mesh(data=2, model=4)
 REPORT = mpx.underflow_report(jnp.ones(3))
 PLANS = lambda **options: mpx.plot.memory(mpx.compare_plans(2**10, recipes=None), **options)
 
+OF_WEIGHTS = monitor.lost_updates, monitor.update_to_weight_ratio
 SHARES = (monitor.underflow, monitor.becomes_subnormal, monitor.overflow, monitor.lost_updates)
 
 
@@ -83,16 +72,16 @@ def each(make, given, error, text):
 
 
 MONITOR = [
-    *each(lambda make: grouped(make, {"rest": "", "embed": "embed|layers"}), MEASURES, ValueError, NO_LEAF),
-    *each(lambda make: grouped(make, {"a": "("}), MEASURES, ValueError, NO_GROUPS),
-    *each(lambda x: grouped(MEASURES[0], x), ("layers", ["w"], {"a": 1}), ValueError, NO_GROUPS),
-    *each(lambda make: call(make, "int8"), SHARES, ValueError, NO_FORMAT),
     *each(
-        lambda make: call(make().update, GRADS, optax.EmptyState()), MEASURES[2:], ValueError, "needs the parameters"
+        lambda x: call(monitor.exponent_histogram, groups=x),
+        ("layers", {"a": "b"}),
+        ValueError,
+        "must be None or 'leaf'",
     ),
-    *each(lambda x: call(monitor.watch, x), (None, {"a": 1}, MEASURES[0]), TypeError, "`watch` needs a dictionary"),
+    *each(lambda make: call(make, "int8"), SHARES, ValueError, NO_FORMAT),
+    *each(lambda x: call(x().update, GRADS, optax.EmptyState()), OF_WEIGHTS, ValueError, "needs the parameters"),
+    *each(lambda x: call(monitor.watch, x), (None, {"a": 1}, SHARES[0]), TypeError, "`watch` needs a dictionary"),
     *each(lambda x: call(exponents.range_of, x, "caller"), ("int32", np.float64, None, "bf17"), ValueError, NO_FORMAT),
-    *each(lambda x: reported(headroom=x), (-1, 1.5, True), ValueError, "`headroom` must be an integer of 0 or more"),
     *each(lambda x: reported(loss_scale=x), NO_SCALES, ValueError, "must be a loss scale or a number, a power of two"),
     (lambda: monitor.fp8_report(loss_fn), ValueError, "`fp8_report` needs a policy or 'fp8'"),
     (lambda: monitor.fp8_report(mpx.autocast(loss_fn, "fp8"), "fp8"), ValueError, "this one has its own"),
@@ -100,47 +89,35 @@ MONITOR = [
     (lambda: jax.jit(monitor.fp8_report(loss_fn, SMALL))(ONES, ONES), TypeError, r"call it outside of `jax\.jit`"),
     (in_jit(lambda x: mpx.underflow_report(x).largest), TypeError, "traced|[Tt]racer"),
     (lambda: mpx.underflow_report({"ids": jnp.arange(2)}), ValueError, "the tree has no floating array in it"),
-    (reported(dtype="int8"), ValueError, "`underflow_report`: `dtype` must be one of f16"),
 ]
 ADVISE = [
-    (advised(loss_fn=3), TypeError, "needs a function of parameters and a batch, but got int"),
     (advised(loss_fn=lambda p, x: (jnp.sum(p["w"]), x)), TypeError, "only defined for scalar-output functions"),
     (advised(bound=0.0), ValueError, "`bound` must be a relative error above 0, such as 1e-2, but got 0.0"),
-    (advised(groups="layers"), ValueError, "`groups` must be 'leaves', 'patterns', .* but got 'layers'"),
     (advised(loss_scale=1024.0), TypeError, "`advise`: `loss_scale` must be a loss scale such as .* but got float"),
     (advised(loss_scale=mpx.StaticLossScale(1000.0)), ValueError, "powers? of two"),
-    (advised(batch=[]), ValueError, "got an empty list"),
-    (advised(batch=[jnp.ones(2), jnp.ones(3)]), ValueError, "needs batches of the same structure, shapes and dtypes"),
     (advised(params={"w": jnp.arange(2)}), ValueError, "no floating leaves"),
     (advised(params=mpx.cast_to_half(W)), ValueError, r"needs float32 parameters.*master_params.* for w: float16\[2\]"),
     (in_jit(lambda x: advised(params={"w": x})().bound), TypeError, "concrete"),
-    (advised(policy="f32"), ValueError, "the policy 'p=f.*,c=f.*,o=f.*' narrows nothing"),
-    (advised(policy="c=bf16"), ValueError, "narrows nothing.* all 0 contractions"),
-    (advised(params={"w": np.float32([1.0, np.inf])}), ValueError, "loss of batch 0 is inf"),
+    (advised(params={"w": np.float32([1.0, np.inf])}), ValueError, "in float32 the loss is inf"),
     (advised(loss_fn=lambda p, x: jnp.sum(jnp.sqrt(p["w"] * 0))), ValueError, "2 numbers of its"),
 ]
 PLAN = [
-    (planned(model=0), ValueError, "`memory_plan`: a number of parameters must be above 0, but got 0"),
-    (planned(model=7e9), TypeError, "a number of parameters must be an integer, but got 7000000000.0"),
-    (planned(model=True), TypeError, "must be an integer, but got True"),
-    *[(planned(model=given), ValueError, "there are no floating-point numbers in the model") for given in NO_MODELS],
+    *each(lambda x: planned(model=x), (0, 7e9, True), ValueError, "a number of parameters must be an integer above 0"),
+    *each(lambda x: planned(model=x), NO_MODELS, ValueError, "there are no floating-point numbers in the model"),
     (planned(tx=optax.adamw), TypeError, "`memory_plan` needs an Optax gradient transformation"),
     (planned(gradient_dtype="int32"), ValueError, "`gradient_dtype` must be a floating-point dtype or None"),
     (planned(mesh="data"), TypeError, "`mesh` must be a jax.sharding.Mesh, but got str"),
     (planned(mesh=TWO, axis="batch"), ValueError, "none is called 'batch'"),
     (planned(param_specs=P("data")), ValueError, "`param_specs` was given without a `mesh`"),
     (planned(mesh=TWO, param_specs=P("data")), ValueError, "may name axes of the mesh"),
-    (planned(mesh=TWO_BY_FOUR, param_specs=P("model")), ValueError, "must be a multiple of the number of devices"),
-    (lambda: planned()().largest_model("80GB"), ValueError, "`memory_bytes` must be a number"),
+    (planned(mesh=TWO_BY_FOUR, param_specs=P("model")), ValueError, "evenly divide the shape"),
     (lambda: planned()().bytes_of("momenta"), ValueError, r"`kind` must be one of \('parameters', .*but got 'momenta'"),
     (compared(None, "f32"), TypeError, "`recipes` must map names .*, but got 'f32'"),
     (compared(None, {}), ValueError, "`compare_plans`: `recipes` is empty"),
     (compared(optax.adam, None), TypeError, "`compare_plans` needs an Optax"),
-    *each(lambda x: fitted(10, resolution=x), (-0.1, 1, None, "3%"), ValueError, "must be from 0 to below 1"),
-    *each(
-        fitted, (0, -1, math.nan, math.inf, None, "1e9", True), ValueError, "`memory_bytes` must be a number above 0"
-    ),
-    *each(lambda x: fitted(10, start=x), (0, -3, 1.5, True), ValueError, "`start` must be an integer above 0"),
+    *each(lambda x: fitted(10, resolution=x), (-0.1, 1), ValueError, "must be from 0 to below 1"),
+    *each(fitted, (0, -1, math.nan, math.inf), ValueError, "`memory_bytes` must be above 0"),
+    *each(lambda x: fitted(10, start=x), (0, 1.5, True), ValueError, "`start` must be an integer above 0"),
     (call(mpx.largest_that_fits, lambda n: 1, 10), ValueError, "Does `bytes_of` depend on its argument"),
 ]
 PLOT = [

@@ -12,7 +12,7 @@ from mpx._tables import Result, Table
 
 @dataclasses.dataclass(frozen=True)
 class PrecisionErrors:
-    """Relative errors against float32, means over the batches: |x - reference| / |reference|, with Euclidean norms.
+    """Relative errors against float32: |x - reference| / |reference|, with Euclidean norms.
 
     An error is infinite where `x` is infinite or NaN, and where only the reference is 0.
 
@@ -26,7 +26,7 @@ class PrecisionErrors:
 
     @property
     def worst(self) -> float:
-        """Return the larger one, which a bound limits."""
+        """Return the larger one, which a bound limits, and which ranks rows."""
         return max(self.loss, self.gradient)
 
 
@@ -38,25 +38,15 @@ class AdviceRow:
         name: the path of a leaf, or of several leaves with `*` for numbers.
         pattern: the regular expression of the override.
         bytes: how many bytes more the leaves take in float32 than as the policy stores them.
-        flops: the FLOPs of the contractions that the override keeps in float32, in a call of the loss; the gradient has
-            about twice as many more.
-        loss_error: the relative error of the loss if all other leaves are kept in float32.
-        gradient_error: the relative error of the gradient if all other leaves are kept in float32.
+        errors: the errors if all other leaves are kept in float32.
         is_kept: whether the advice is to keep these leaves in float32.
     """
 
     name: str
     pattern: str
     bytes: int
-    flops: int
-    loss_error: float
-    gradient_error: float
+    errors: PrecisionErrors
     is_kept: bool = False
-
-    @property
-    def error(self) -> float:
-        """Return the larger of the two errors, which ranks the rows."""
-        return max(self.loss_error, self.gradient_error)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,8 +86,11 @@ class Advice(Result):
         yield "\n".join(
             f"Relative errors with {name}: loss {e.loss:.2e}, gradient {e.gradient:.2e}" for name, e in measured.items()
         )
-        header = ("what", "loss", "gradient", "bytes", "FLOPs", "keep by")
-        yield Table("Errors if one alone is narrowed", [header, *map(_line, self.rows)], range(1, 5))
+        lines = [("what", "loss", "gradient", "bytes", "keep by")]
+        for row in self.rows:
+            errors = f"{row.errors.loss:.1e}", f"{row.errors.gradient:.1e}"
+            lines.append((row.name, *errors, f"{row.bytes:,}", "override" if row.is_kept else ""))
+        yield Table("Errors if one alone is narrowed", lines, range(1, 4))
         verdict = f"The bound {self.bound:g} is met."
         if not self.met:
             verdict = (
@@ -105,8 +98,3 @@ class Advice(Result):
                 "the contractions that no override reaches, for `mpx.full_precision`."
             )
         yield "\n".join([*(f"override ({pattern!r}, 'f32')" for pattern, _ in self.overrides), verdict])
-
-
-def _line(row: AdviceRow) -> tuple[str, ...]:
-    errors = (f"{row.loss_error:.1e}", f"{row.gradient_error:.1e}")
-    return (row.name, *errors, f"{row.bytes:,}", f"{row.flops:,}", "override" if row.is_kept else "")

@@ -1,6 +1,5 @@
 """Files of arrays: NumPy's, safetensors, Orbax checkpoints."""
 
-import contextlib
 import pathlib
 from typing import Any
 
@@ -37,10 +36,8 @@ def read(path: pathlib.Path) -> tuple[Any, list[str]]:
 
 
 def report(tree: Any, dtype: str, loss_scale: float) -> UnderflowReport:
-    """Report on arrays, with 64-bit types if one is float64: without them jax would round its smallest to zero."""
-    is_wide = any(array.dtype == np.float64 for array in jax.tree.leaves(tree))
-    with jax.enable_x64(True) if is_wide else contextlib.nullcontext():
-        return underflow_report(tree, dtype, loss_scale=loss_scale)
+    """Report on arrays."""
+    return underflow_report(tree, dtype, loss_scale=loss_scale)
 
 
 # `np.load` takes a file of any other kind for a pickle, and its error says how to run it.

@@ -34,8 +34,7 @@ class ExponentHistogram(NamedTuple):
 
     Attributes:
         counts: vector of 277 counts; `counts[i]` numbers have a magnitude of at least `2**(i - 149)` and below twice
-            that. It reaches from float32's smallest subnormal to its largest numbers; float64 numbers beyond are
-            counted at the ends.
+            that. It reaches from float32's smallest subnormal to its largest numbers.
         zeros: count of zeros.
         nonfinite: count of infinities and NaN.
     """
@@ -53,17 +52,17 @@ class Range(NamedTuple):
     normal_from: float
     infinite_from: float  # or NaN, in a format without infinities
 
-    def edges(self, dtype: DTypeLike, scale: float = 1.0) -> np.ndarray:
-        """Return where each of `FATES` begins, then infinity, then no number: bits of float32 (float64: uint64).
+    def edges(self, scale: float = 1.0) -> np.ndarray:
+        """Return where each of `FATES` begins, then infinity, then no number: bits of float32.
 
         The edges are for numbers that are multiplied by `scale`, a power of two, before they are rounded.
         """
         thresholds = np.array([math.ulp(0.0), *(np.array(self[1:]) / scale), math.inf])
         with np.errstate(over="ignore", under="ignore"):
-            nearest = thresholds.astype(np.float64 if dtype == np.float64 else np.float32)
+            nearest = thresholds.astype(np.float32)
         above = np.nextafter(nearest, nearest[-1])
-        edges = np.where(nearest.astype(np.float64) < thresholds, above, nearest).view(f"u{nearest.itemsize}")
-        return np.append(edges, edges.dtype.type(np.iinfo(edges.dtype).max))
+        edges = np.where(nearest.astype(np.float64) < thresholds, above, nearest).view(np.uint32)
+        return np.append(edges, np.uint32(2**32 - 1))
 
 
 def range_of(dtype: DTypeLike, caller: str) -> Range:
@@ -84,10 +83,8 @@ def range_of(dtype: DTypeLike, caller: str) -> Range:
 
 
 def magnitudes_of(x: ArrayLike) -> jax.Array:
-    """Return the bits of |x| in float32 as uint32 (float64 numbers: uint64), which are ordered as |x| is."""
+    """Return the bits of |x| in float32 as uint32, which are ordered as |x| is."""
     x = jnp.asarray(x)
-    if x.dtype == np.float64:
-        return lax.bitcast_convert_type(x, np.uint64) & np.uint64(0x7FFF_FFFF_FFFF_FFFF)
     if x.dtype == ml_dtypes.bfloat16:  # shifted, since a conversion may flush its subnormals
         bits = lax.bitcast_convert_type(x, np.uint16).astype(np.uint32) << 16
     else:
@@ -97,8 +94,7 @@ def magnitudes_of(x: ArrayLike) -> jax.Array:
 
 def is_number(magnitudes: jax.Array) -> jax.Array:
     """Return a mask of the numbers that are neither zero nor infinite nor NaN."""
-    infinity = np.float64 if magnitudes.dtype == np.uint64 else np.float32
-    return (magnitudes > magnitudes.dtype.type(0)) & (magnitudes < infinity(np.inf).view(magnitudes.dtype))
+    return (magnitudes > np.uint32(0)) & (magnitudes < np.float32(np.inf).view(np.uint32))
 
 
 def count_true(*masks: jax.Array) -> jax.Array:
@@ -123,7 +119,7 @@ def count_exponents(x: ArrayLike) -> jax.Array:
     """Count the numbers of each of `EXPONENTS`, then the zeros, then infinities and NaN: uint32[..., 279]."""
 
     def histogram(part):
-        others = jnp.where(part == part.dtype.type(0), len(EXPONENTS), len(EXPONENTS) + 1)
+        others = jnp.where(part == np.uint32(0), len(EXPONENTS), len(EXPONENTS) + 1)
         places = jnp.where(is_number(part), _exponents(part) - EXPONENTS.start, others)
         # A scatter of integers: their sums are the same in any order.
         return jnp.zeros(len(EXPONENTS) + 2, np.uint32).at[places].add(np.uint32(1))
@@ -143,9 +139,6 @@ def sum_int64(counts: jax.Array) -> np.ndarray:
 
 def _exponents(magnitudes: jax.Array) -> jax.Array:
     """Return floor(log2(|x|)) of nonzero finite numbers, int32, within `EXPONENTS`."""
-    if magnitudes.dtype == np.uint64:
-        exponents = (magnitudes >> np.uint64(52)).astype(np.int32) - 1023
-        return jnp.clip(exponents, EXPONENTS[0], EXPONENTS[-1])
     normal = (magnitudes >> 23).astype(np.int32) - 127
     subnormal = EXPONENTS[0] + 31 - lax.clz(magnitudes).astype(np.int32)
     return jnp.where(magnitudes < np.uint32(1 << 23), subnormal, normal)

@@ -26,7 +26,7 @@ _Key = tuple[str, str, tuple[int, ...], np.dtype]  # the line, the operand, its 
 
 @dataclasses.dataclass(frozen=True)
 class Fp8Operand:
-    """Says what a format loses of an operand of a matrix product. Shares are of its nonzero finite numbers.
+    """What a format loses of an operand of a matrix product. Shares are of its nonzero finite numbers.
 
     Attributes:
         where: the line of the user's code, `file:line (function)`.
@@ -37,7 +37,6 @@ class Fp8Operand:
             this shape, and again where the backward pass recomputes them.
         zero: the share that becomes zero.
         subnormal: the share that becomes subnormal and loses bits.
-        infinite: the share that overflows. Scales leave none.
         nonfinite: count of its infinities and NaN.
     """
 
@@ -48,13 +47,7 @@ class Fp8Operand:
     numbers: int
     zero: float
     subnormal: float
-    infinite: float
     nonfinite: int
-
-    @property
-    def place(self) -> str:
-        """Name the operand and its line."""
-        return f"the {self.operand} operand of {self.where}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,25 +65,25 @@ class Fp8Report(Result):
         """Say which operand loses most, and what keeps more."""
         if not self.operands:
             return "No product runs in 8 bits: `mpx.explain` says why."
-        bad = next((row for row in self.operands if row.nonfinite), None)
-        if bad is not None:
-            return f"Infinite or NaN: {bad.nonfinite:,} numbers, first seen in {bad.place}."
+        for row in self.operands:
+            if row.nonfinite:
+                place = f"the {row.operand} operand of {row.where}"
+                return f"Infinite or NaN: {row.nonfinite:,} numbers, first seen in {place}."
         worst = max(self.operands, key=lambda row: (row.zero, row.subnormal))
         if not worst.zero + worst.subnormal:
             return "All numbers are normal in their formats."
         return (
-            f"Most is lost of {worst.place}: {worst.zero:.2%} become zero, {worst.subnormal:.2%} "
-            "subnormal. `mpx.Fp8(scaling='row')` keeps more, and an override of the policy keeps it in 16 bits."
+            f"Most is lost of the {worst.operand} operand of {worst.where}: {worst.zero:.2%} become zero, "
+            f"{worst.subnormal:.2%} subnormal. `mpx.Fp8(scaling='row')` keeps more, and an override of the policy "
+            "keeps it in 16 bits."
         )
 
     def _parts(self) -> Iterator[Table | str]:
-        header = ("where", "operand", "shape", "format", "numbers", "zero", "subnormal", "infinite", "nonfinite")
-        lines: list[tuple[str, ...]] = [header]
-        for row in self.operands:
-            shares = [f"{share:.2%}" for share in (row.zero, row.subnormal, row.infinite)]
-            what = (row.where, row.operand, "x".join(map(str, row.shape)), str(row.dtype))
-            lines.append((*what, f"{row.numbers:,}", *shares, f"{row.nonfinite:,}"))
-        yield Table("Operands of products in 8 bits, after their scales", lines, right=range(4, 9))
+        lines = [("where", "operand", "shape", "format", "numbers", "zero", "subnormal", "nonfinite")]
+        for x in self.operands:
+            what = (x.where, x.operand, "x".join(map(str, x.shape)), str(x.dtype))
+            lines.append((*what, f"{x.numbers:,}", f"{x.zero:.2%}", f"{x.subnormal:.2%}", f"{x.nonfinite:,}"))
+        yield Table("Operands of products in 8 bits, after their scales", lines, right=range(4, 8))
         yield self.verdict
 
 
@@ -142,7 +135,7 @@ def fp8_report(
         watched = record.around(record.fun, policy)
         jax.block_until_ready(value_and_grad(watched, has_aux=has_aux)(*args, **kwargs))
         jax.effects_barrier()
-        return Fp8Report(tuple(_row(key, counted) for key, counted in counts.items()))
+        return Fp8Report(tuple(_row(*pair) for pair in counts.items()))
 
     return reported
 
@@ -155,10 +148,10 @@ def _observe(counts: dict[_Key, np.ndarray], eqn: JaxprEqn, operand: str, x: jax
     def add(fates: jax.Array) -> None:
         counts[key] += exponents.sum_int64(fates)
 
-    jax.debug.callback(add, exponents.count_fates(x, exponents.range_of(dtype, "fp8_report").edges(np.float32)))
+    jax.debug.callback(add, exponents.count_fates(x, exponents.range_of(dtype, "fp8_report").edges()))
 
 
 def _row(key: _Key, counted: np.ndarray) -> Fp8Operand:
     *fates, nonfinite = counted.tolist()
-    zero, subnormal, _, infinite = exponents.shares_of(counted).tolist()
-    return Fp8Operand(*key, sum(fates), zero, subnormal, infinite, nonfinite)
+    zero, subnormal, *_ = exponents.shares_of(counted).tolist()
+    return Fp8Operand(*key, sum(fates), zero, subnormal, nonfinite)

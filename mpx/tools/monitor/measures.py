@@ -1,19 +1,22 @@
-"""Measures of gradients and updates."""
+"""Measures of gradients and updates, which leave no trace in the measured program."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 from jax.typing import DTypeLike
 
-from mpx import formats
+from mpx import _trees, formats
 from mpx._dtypes import dtype_or_none
 from mpx.tools.monitor import exponents
-from mpx.tools.monitor.groups import Column, Groups, measure, with_weights
 
+T = TypeVar("T")
+Groups = Literal["leaf"] | None
+Column = tuple[Any, ...]  # a leaf of each measured tree: the update, and the weight if a measure needs it
 _STORED = tuple(np.dtype(kind) for kind in (jnp.bfloat16, np.float16, np.float32))
 
 
@@ -27,22 +30,21 @@ def underflow(dtype: DTypeLike, *, groups: Groups = None) -> Callable[[Any], Any
 
     Args:
         dtype: the format: f16, bf16, f32, float8_e4m3fn or float8_e5m2.
-        groups: None for one number; `"leaf"` for one of each floating leaf, by its "/"-joined path; or a dictionary
-            from names to patterns (regular expressions searched in the path, the first match wins) for one of each
-            name. Leaves that are not floating, or in no group, are not measured.
+        groups: None for one number, `"leaf"` for one of each leaf, by its "/"-joined path. Leaves that are not floating
+            are not measured.
 
     Returns:
         A measure for `optax.snapshot` and `watch`: a function of a tree to a float32 scalar, or a dictionary of them.
 
     Raises:
-        ValueError: if `dtype` or `groups` is something else; when it measures, if a group has no leaf.
+        ValueError: if `dtype` or `groups` is something else.
 
     Example:
         >>> grads = {"embed": jnp.array([2.0**-26, 2.0**-24]), "head": jnp.ones(2)}
         >>> float(underflow("f16")(grads))
         0.25
-        >>> underflow("f16", groups={"first": "embed", "rest": ""})(grads)
-        {'first': Array(0.5, dtype=float32), 'rest': Array(0., dtype=float32)}
+        >>> underflow("f16", groups="leaf")(grads)
+        {'embed': Array(0.5, dtype=float32), 'head': Array(0., dtype=float32)}
         >>> tx = optax.chain(optax.snapshot("underflow", underflow("f16")), optax.sgd(0.1))
         >>> _, state = tx.update(grads, tx.init(grads))
         >>> print(optax.tree.get(state, "underflow"))
@@ -85,13 +87,8 @@ def exponent_histogram(*, groups: Groups = None) -> Callable[[Any], Any]:
 
     Counts are float32, so that they can be averaged: exact up to 2**24, then rounded; they neither wrap around nor
     stop. This takes more time than the other measures, and 8 bytes of memory for each number of the largest leaf.
-
-    Args:
-        groups: as for `underflow`.
-
-    Returns:
-        A measure that returns an `ExponentHistogram`, or a dictionary of them. `EXPONENTS` has the exponents of its
-        `counts`. It raises as `underflow` does.
+    `groups` is as for `underflow`. The measure returns an `ExponentHistogram`, or a dictionary of them; `EXPONENTS` has
+    the exponents of its `counts`.
 
     Example:
         >>> histogram = exponent_histogram()(jnp.array([0.0, 1.0, 1.5, 2.0**-20, jnp.inf]))
@@ -99,16 +96,13 @@ def exponent_histogram(*, groups: Groups = None) -> Callable[[Any], Any]:
         {-20: 1, 0: 2}
         >>> print(histogram.zeros, histogram.nonfinite)
         1.0 1.0
-
-    References:
-        Micikevicius et al. 2018, Mixed Precision Training (arXiv 1710.03740), figure 3.
     """
 
     def of_leaves(leaves):
         totals = _total(exponents.count_exponents, leaves, len(exponents.EXPONENTS) + 2)
         return exponents.ExponentHistogram(totals[:-2], totals[-2], totals[-1])
 
-    return measure("exponent_histogram", of_leaves, groups)
+    return _measure("exponent_histogram", of_leaves, groups)
 
 
 def lost_updates(dtype: DTypeLike | None = None, *, groups: Groups = None) -> optax.GradientTransformationExtraArgs:
@@ -138,53 +132,46 @@ def lost_updates(dtype: DTypeLike | None = None, *, groups: Groups = None) -> op
         0.333 1
     """
     given = dtype_or_none(dtype)
-    if dtype is not None and (given is None or given not in _STORED):
+    if dtype is not None and given not in _STORED:
         raise ValueError(f"`lost_updates`: `dtype` must be bf16, f16, f32 or None, but got {dtype!r}.")
 
     def share(leaves):
         lost, moving = _total(lambda u, p: _count_lost(u, p, given or p.dtype), leaves, 2)
         return lost / jnp.maximum(moving, 1)
 
-    return with_weights("lost_updates", measure("lost_updates", share, groups))
+    return _with_weights("lost_updates", share, groups)
 
 
 def update_to_weight_ratio(*, groups: Groups = None) -> optax.GradientTransformationExtraArgs:
     """Measure how far a step goes: the norm of the updates divided by the norm of the weights.
 
-    Both norms are computed in float32 from numbers that are first divided by the largest one, so that no square
-    overflows or vanishes, whatever the dtypes. The ratio is 0 if nothing moves, and infinite if the weights are zero
-    and something does.
-
-    Args:
-        groups: as for `underflow`.
-
-    Returns:
-        A measure for `watch` (it needs the parameters, which `optax.snapshot` does not have).
+    Both norms are computed in float32. The ratio is 0 if nothing moves, and infinite if the weights are zero and
+    something does. `groups` is as for `underflow`. Like `lost_updates` it is for `watch` only.
 
     Raises:
         ValueError: as `underflow` does; at `update`, without parameters.
 
     Example:
         >>> tx = optax.chain(optax.sgd(1e-2), mpx.monitor.watch({"ratio": update_to_weight_ratio(groups="leaf")}))
-        >>> params = {"a": jnp.full(9, 2.0), "b": jnp.full(4, 1e30)}
+        >>> params = {"a": jnp.full(9, 2.0), "b": jnp.full(4, 1.0)}
         >>> _, state = tx.update(params, tx.init(params), params)
         >>> optax.tree.get(state, "ratio")
         {'a': Array(0.01, dtype=float32), 'b': Array(0.01, dtype=float32)}
     """
 
     def ratio(leaves):
-        (scale, update), (scale_of_weight, weight) = (_norm([pair[i] for pair in leaves]) for i in (0, 1))
-        return jnp.where(update == 0, 0.0, scale / scale_of_weight * (update / weight))
+        update, weight = (optax.tree.norm([pair[i].astype(np.float32) for pair in leaves]) for i in (0, 1))
+        return jnp.where(update == 0, np.float32(0), update / weight)
 
-    return with_weights("update_to_weight_ratio", measure("update_to_weight_ratio", ratio, groups))
+    return _with_weights("update_to_weight_ratio", ratio, groups)
 
 
 def _share_of(fate: str, dtype: DTypeLike, groups: Groups, caller: str) -> Callable[[Any], Any]:
     """Return a measure of the share of the nonzero finite numbers that meet one fate."""
     span, place = exponents.range_of(dtype, caller), exponents.FATES.index(fate)
-    count = lambda x: exponents.count_fates(x, span.edges(x.dtype))
+    count = lambda x: exponents.count_fates(x, span.edges())
     share = lambda leaves: exponents.shares_of(_total(count, leaves, len(exponents.FATES) + 1))[place]
-    return measure(caller, share, groups)
+    return _measure(caller, share, groups)
 
 
 def _total(count: Callable[..., jax.Array], leaves: Sequence[Column], kinds: int) -> jax.Array:
@@ -194,24 +181,56 @@ def _total(count: Callable[..., jax.Array], leaves: Sequence[Column], kinds: int
 
 def _count_lost(u: jax.Array, p: jax.Array, dtype: np.dtype) -> jax.Array:
     """Count the updates that a weight of a dtype does not see, and all that it should see."""
-    wide = np.dtype(np.float64) if dtype == np.float64 else np.dtype(np.float32)
-    stored = (lambda x: x) if dtype == np.float64 else (lambda x: formats.round_to(x, dtype))
+    wide = _trees.promoted(dtype, np.float32)
+    stored = lambda x: x if dtype == wide else formats.round_to(x, dtype)
     before = stored(p.astype(wide))
-    after = stored(before + u.astype(wide))
     is_moving = exponents.is_number(exponents.magnitudes_of(u)) & jnp.isfinite(p)
-    return exponents.count_true(is_moving & _is_same_number(before, after), is_moving)
+    return exponents.count_true(is_moving & (stored(before + u.astype(wide)) == before), is_moving)
 
 
-def _is_same_number(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Return a mask of numbers with equal bits, or zeros of two signs; as numbers all subnormals are equal on a CPU."""
-    magnitude = exponents.magnitudes_of(a)
-    is_same_sign = jnp.signbit(a) == jnp.signbit(b)
-    return (magnitude == exponents.magnitudes_of(b)) & (is_same_sign | (magnitude == magnitude.dtype.type(0)))
+def behind_barrier(tree: T) -> T:
+    """Return the same numbers, but hide from the compiler that the training run reads them too.
+
+    Otherwise it fuses a measure with the step, and may round the step's numbers in another place because they have two
+    readers. Bits pass through the barrier, not floating-point numbers: with those, XLA on CPU moves the reshaping of a
+    gradient of one column, and LLVM contracts another product of the optimizer.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    floats = {i: jnp.asarray(x) for i, x in enumerate(leaves) if _trees.is_floating(x)}
+    bits = {i: lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}") for i, x in floats.items()}
+    bits = lax.optimization_barrier(bits)
+    hidden = {i: lax.bitcast_convert_type(x, floats[i].dtype) for i, x in bits.items()}
+    return treedef.unflatten([hidden.get(i, x) for i, x in enumerate(leaves)])
 
 
-def _norm(arrays: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Return the largest magnitude in some arrays, and their common norm divided by it, both float32."""
-    wide = [x.astype(np.float32) for x in arrays]
-    largest = jnp.max(jnp.stack([jnp.zeros((), np.float32), *[jnp.max(jnp.abs(x), initial=0.0) for x in wide]]))
-    largest = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1.0)
-    return largest, jnp.sqrt(sum((jnp.sum(jnp.square(x / largest)) for x in wide), jnp.zeros((), np.float32)))
+def _measure(caller: str, of_leaves: Callable[[Sequence[Column]], Any], groups: Groups) -> Callable[..., Any]:
+    """Return a function of gradients or updates, and perhaps of weights, from one of their floating leaves."""
+    if groups not in (None, "leaf"):
+        raise ValueError(f"`{caller}`: `groups` must be None or 'leaf', but got {groups!r}.")
+
+    def measured(*trees: Any) -> Any:
+        leaves = [_trees.leaves_by_path(tree) for tree in trees]
+        columns = {path: tuple(tree.get(path) for tree in leaves) for path in leaves[0]}
+        columns = {path: column for path, column in columns.items() if all(map(_trees.is_floating, column))}
+        hidden = behind_barrier(list(columns.values()))
+        if groups is None:
+            return of_leaves(hidden)
+        names = _trees.path_names(trees[0])
+        return {names[path]: of_leaves([column]) for path, column in zip(columns, hidden, strict=True)}
+
+    return measured
+
+
+def _with_weights(
+    caller: str, of_leaves: Callable[[Sequence[Column]], Any], groups: Groups
+) -> optax.GradientTransformationExtraArgs:
+    """Return a measure of updates and weights as the transformation that `optax.monitor` calls."""
+    measured = _measure(caller, of_leaves, groups)
+
+    def update_fn(updates, state, params=None, **extra_args):
+        del extra_args
+        if params is None:
+            raise ValueError(f"`{caller}` needs the parameters: call `update(grads, state, params)`.")
+        return measured(updates, params), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update_fn)

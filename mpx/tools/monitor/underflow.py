@@ -1,9 +1,9 @@
 """`underflow_report`: how much of some gradients a format loses, and which loss scale they need."""
 
-import bisect
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -18,10 +18,9 @@ from mpx.tools.monitor import exponents
 from mpx.tools.monitor.exponents import EXPONENTS, ExponentHistogram, Range
 
 _MAX_SCALE = 2.0**24  # the largest one of `DynamicLossScale`
+_HEADROOM = 4  # doublings of the largest gradient that the scale leaves room for
 _TOLERABLE = 0.01  # a share of the gradients that may become zero before another format is the better advice
 _LISTED = 10  # leaves in a printed report
-_BARS = 32  # lines of the printed histogram, at most
-_WIDTH = 40  # characters of its longest bar
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,19 +67,15 @@ class UnderflowReport(Result):
 
     Attributes:
         dtype: the format.
-        headroom: how many doublings of the largest gradient the recommended scale leaves room for.
         histogram: `ExponentHistogram` of all gradients, int64 counts.
-        smallest: the smallest nonzero finite magnitude; 0 if there are none.
-        largest: the largest of these magnitudes.
+        largest: the largest nonzero finite magnitude; 0 if there are none.
         recommended_scale: the loss scale, a power of two; 1 if none is needed.
         shares: losses without a scale, with the present one and with the recommended one.
         leaves: losses of each parameter, the worst first.
     """
 
     dtype: np.dtype
-    headroom: int
     histogram: ExponentHistogram
-    smallest: float
     largest: float
     recommended_scale: float
     shares: tuple[ScaledShares, ...]
@@ -125,13 +120,12 @@ class UnderflowReport(Result):
     def as_dict(self) -> dict[str, Any]:
         """Return everything for JSON; the histogram as a dictionary from the exponents that occur to their counts."""
         counts, zeros, nonfinite = self.histogram
-        occurring = {str(e): int(count) for e, count in zip(EXPONENTS, np.asarray(counts), strict=True) if count}
+        occurring = {str(e): int(count) for e, count in zip(EXPONENTS, counts, strict=True) if count}
         return super().as_dict() | {"histogram": occurring, "zeros": int(zeros), "nonfinite": int(nonfinite)}
 
     def _parts(self) -> Iterator[Table | str]:
         counts, zeros, nonfinite = self.histogram
-        found = f"{np.sum(counts):,} nonzero, {zeros:,} zero, {nonfinite:,} infinite or NaN"
-        yield Table(f"Gradients in {self.dtype}: {found}", list(self._histogram_lines()), (1,))
+        yield f"Gradients in {self.dtype}: {np.sum(counts):,} nonzero, {zeros:,} zero, {nonfinite:,} infinite or NaN"
         header = ("scale", "become zero", "subnormal", "infinite")
         rows = [(_scale_name(s.scale), *map(_percent, (s.zero, s.subnormal, s.infinite))) for s in self.shares]
         yield Table("By loss scale", [header, *rows], (1, 2, 3))
@@ -144,51 +138,34 @@ class UnderflowReport(Result):
         yield Table(title, [header, *rows], (1, 2, 3, 4))
         yield self.verdict
 
-    def _histogram_lines(self) -> Iterator[tuple[str, ...]]:
-        """Yield a bar for each power of two, or for a few together, from the first to the last that occurs."""
-        yield "magnitude", "share", f"in {self.dtype}", ""
-        counts = np.asarray(self.histogram.counts)
-        (occupied,) = np.nonzero(counts)
-        if not occupied.size:
-            return
-        end, span = occupied[-1] + 1, exponents.range_of(self.dtype, "underflow_report")
-        starts = range(occupied[0], end, math.ceil((end - occupied[0]) / _BARS))
-        bars = np.add.reduceat(counts[:end], list(starts))
-        for start, count in zip(starts, bars.tolist(), strict=True):
-            # What becomes of most numbers from this power of two to the next; normal ones need no remark.
-            fate = exponents.FATES[bisect.bisect_right(span[1:], math.ldexp(1.5, EXPONENTS[start]))]
-            remark, bar = "" if fate == "normal" else fate, "#" * math.ceil(_WIDTH * count / bars.max())
-            yield f"2^{EXPONENTS[start]}", _percent(count / bars.sum()), remark, bar
-
 
 def underflow_report(
-    grads: Any, dtype: DTypeLike = "f16", *, loss_scale: LossScale | ArrayLike = 1.0, headroom: int = 4
+    grads: Any, dtype: DTypeLike = "f16", *, loss_scale: LossScale | ArrayLike = 1.0
 ) -> UnderflowReport:
     """Count how much of some gradients a format would lose, and recommend a loss scale.
 
     The recommended scale is the largest power of two (up to 2**24, the largest of `DynamicLossScale`) at which the
-    largest gradient stays finite, with room for `headroom` more doublings: `largest * scale * 2**headroom` still
-    rounds to a finite number. It is 1 if the format has the exponents of float32, or holds all gradients as normal
-    numbers with that room. If more than 1% of the gradients become zero even at that scale, their range is too wide
-    for the format, and the report says so.
+    largest gradient stays finite, with room for 4 more doublings: `largest * scale * 2**4` still rounds to a finite
+    number. It is 1 if the format has the exponents of float32, or holds all gradients as normal numbers with that room.
+    If more than 1% of the gradients become zero even at that scale, their range is too wide for the format, and the
+    report says so.
 
     Give it gradients of a float32 or bfloat16 backward pass, or of a scaled loss: a gradient that a float16 backward
     pass has made zero looks like any zero. Several batches say more than one: a list of their gradients is a tree too.
 
     Args:
-        grads: a tree of gradients, concrete arrays; leaves that are not floating are left out.
+        grads: a tree of gradients, concrete arrays; leaves that are not floating are left out, float64 is rounded to
+            float32.
         dtype: the format: f16, bf16, f32, float8_e4m3fn or float8_e5m2.
         loss_scale: what the loss of these gradients was multiplied by, as `mpx.value_and_grad` does: a loss scale
             (`mpx.get_loss_scale(opt_state)`) or a number, a power of two.
-        headroom: how many doublings of the largest gradient the scale leaves room for.
 
     Returns:
         An `UnderflowReport`, which `print` and `rich.print` show as tables; `as_dict()` goes into JSON.
 
     Raises:
         TypeError: inside `jax.jit`.
-        ValueError: if `dtype` is another one, `loss_scale` is not a power of two, `headroom` is not an integer of 0
-            or more, or the tree has no floating leaf.
+        ValueError: if `dtype` is another one, `loss_scale` is not a power of two, or the tree has no floating leaf.
 
     Example:
         >>> grads = {"embed": jnp.array([2.0**-30, 2.0**-20]), "head": jnp.array([2.0**-8, 2.0**-10])}
@@ -205,84 +182,57 @@ def underflow_report(
         largest gradient, such that their product is finite in float16.
     """
     span = exponents.range_of(dtype, "underflow_report")
-    if not _errors.is_integer(headroom) or headroom < 0:
-        raise ValueError(f"`underflow_report`: `headroom` must be an integer of 0 or more, but got {headroom!r}.")
-    names, carried = _trees.path_names(grads), _carried_scale(loss_scale)
-    arrays = [(names[path], x) for path, x in jax.tree.leaves_with_path(grads) if _trees.is_floating(x)]
-    if not arrays:
-        raise ValueError("`underflow_report` needs gradients, but the tree has no floating array in it.")
-    histograms, smallest, largest = zip(*[_summary(x, carried) for _, x in arrays], strict=True)
-    bounds = min(filter(None, smallest), default=0.0), max(largest)
-    recommended = _recommended_scale(span, *bounds, int(headroom))
-    scales = sorted({1.0, carried, recommended})
-    # By leaf and scale: how many become zero, subnormal, normal and infinite.
-    counts = [[_count_fates(x, span.edges(x.dtype, scale / carried)) for scale in scales] for _, x in arrays]
-    fates = np.array([[exponents.sum_int64(counted) for counted in row] for row in counts])
-    zeros = exponents.shares_of(fates)[..., 0].tolist()
-    leaves = [
-        LeafUnderflow(
-            path=path,
-            numbers=int(np.sum(histogram.counts)),
-            largest=most,
-            zero=zero[scales.index(1.0)],
-            zero_if_scaled=zero[scales.index(recommended)],
-            nonfinite=int(histogram.nonfinite),
-        )
-        for (path, _), histogram, most, zero in zip(arrays, histograms, largest, zeros, strict=True)
-    ]
-    whole = exponents.shares_of(fates.sum(axis=0)).tolist()
-    return UnderflowReport(
-        dtype=span.dtype,
-        headroom=int(headroom),
-        histogram=ExponentHistogram(*[np.sum(column, axis=0) for column in zip(*histograms, strict=True)]),
-        smallest=bounds[0],
-        largest=bounds[1],
-        recommended_scale=recommended,
-        shares=tuple(ScaledShares(s, zero, sub, inf) for s, (zero, sub, _, inf) in zip(scales, whole, strict=True)),
-        leaves=tuple(sorted(leaves, key=lambda leaf: (leaf.nonfinite == 0, -leaf.zero, -leaf.zero_if_scaled))),
-    )
-
-
-def _summary(x: jax.Array, scale: float) -> tuple[ExponentHistogram, float, float]:
-    """Return the histogram of numbers divided by a power of two, and the smallest and largest nonzero finite ones."""
-    counted, *ends = _counts_and_ends(x)
-    *counts, zeros, nonfinite = exponents.sum_int64(counted)
-    shifted = np.zeros_like(counts)
-    places = np.arange(len(shifted)) - (math.frexp(scale)[1] - 1)
-    np.add.at(shifted, np.clip(places, 0, len(shifted) - 1), counts)
-    floats = np.float64 if ends[0].dtype == np.uint64 else np.float32
-    smallest, largest = [float(np.asarray(end).view(floats)) / scale if np.any(counts) else 0.0 for end in ends]
-    return ExponentHistogram(shifted, zeros, nonfinite), smallest, largest
-
-
-@jax.jit
-def _counts_and_ends(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return counts of the exponents, and the bits of the smallest and the largest nonzero finite magnitude."""
-    magnitudes = exponents.magnitudes_of(x)
-    counted = exponents.is_number(magnitudes)
-    most = magnitudes.dtype.type(np.iinfo(magnitudes.dtype).max)
-    smallest = jnp.min(magnitudes, where=counted, initial=most)
-    return exponents.count_exponents(x), smallest, jnp.max(magnitudes, where=counted, initial=0)
-
-
-_count_fates = jax.jit(exponents.count_fates)  # edges are an argument, so one program serves all scales
-
-
-def _carried_scale(loss_scale: Any) -> float:
-    """Return the scale that gradients were multiplied by as a number."""
-    number = np.asarray(loss_scale.loss_scale if isinstance(loss_scale, LossScale) else loss_scale)
-    if number.ndim or number.dtype.kind not in "iuf" or not is_power_of_two(float(number)):
+    carried = float(loss_scale.loss_scale if isinstance(loss_scale, LossScale) else loss_scale)  # pyright: ignore
+    if not is_power_of_two(carried):
         raise ValueError(
             "`underflow_report`: `loss_scale` must be a loss scale or a number, a power of two, but got "
             f"{loss_scale!r}."
         )
-    return float(number)
+    names = _trees.path_names(grads)
+    unscaled = lambda x: x if carried == 1 else x.astype(np.float32) / np.float32(carried)
+    arrays = {path: unscaled(x) for path, x in _trees.leaves_by_path(grads).items() if _trees.is_floating(x)}
+    if not arrays:
+        raise ValueError("`underflow_report` needs gradients, but the tree has no floating array in it.")
+    fates_at = functools.cache(lambda scale: _counts(_count_fates, arrays.values(), span.edges(scale)))
+    largest = [float(np.asarray(_largest(x)).view(np.float32)) for x in arrays.values()]
+    recommended = _recommended_scale(span, max(largest), is_normal=not fates_at(1.0)[:, :2].any())
+    scales = sorted({1.0, carried, recommended})
+    zero, zero_if_scaled = (exponents.shares_of(fates_at(scale))[:, 0].tolist() for scale in (1.0, recommended))
+    numbers, nonfinite = fates_at(1.0)[:, :-1].sum(axis=1).tolist(), fates_at(1.0)[:, -1].tolist()
+    columns = [names[path] for path in arrays], numbers, largest, zero, zero_if_scaled, nonfinite
+    leaves = [LeafUnderflow(*row) for row in zip(*columns, strict=True)]
+    counts = _counts(_count_exponents, arrays.values()).sum(axis=0)
+    whole = {scale: exponents.shares_of(fates_at(scale).sum(axis=0)).tolist() for scale in scales}
+    return UnderflowReport(
+        dtype=span.dtype,
+        histogram=ExponentHistogram(counts[:-2], *counts[-2:]),
+        largest=max(largest),
+        recommended_scale=recommended,
+        shares=tuple(ScaledShares(scale, zero, sub, inf) for scale, (zero, sub, _, inf) in whole.items()),
+        leaves=tuple(sorted(leaves, key=lambda leaf: (leaf.nonfinite == 0, -leaf.zero, -leaf.zero_if_scaled))),
+    )
 
 
-def _recommended_scale(span: Range, smallest: float, largest: float, headroom: int) -> float:
+# Edges are an argument, so one program serves all scales.
+_count_fates, _count_exponents = jax.jit(exponents.count_fates), jax.jit(exponents.count_exponents)
+
+
+def _counts(count: Callable[..., jax.Array], arrays: Iterable[jax.Array], *args: Any) -> np.ndarray:
+    """Return what a function counts in each array: int64[array, kind]."""
+    return np.stack([exponents.sum_int64(count(x, *args)) for x in arrays])
+
+
+@jax.jit
+def _largest(x: jax.Array) -> jax.Array:
+    """Return the bits of the largest finite magnitude."""
+    magnitudes = exponents.magnitudes_of(x)
+    return jnp.max(magnitudes, where=exponents.is_number(magnitudes), initial=0)
+
+
+def _recommended_scale(span: Range, largest: float, is_normal: bool) -> float:
     """Return 1 if no scale is needed, else the largest power of two that leaves the head-room."""
-    fits = lambda scale: math.ldexp(largest, headroom) * scale < span.infinite_from
-    if not largest or _has_range_of_float32(span.dtype) or (fits(1.0) and smallest >= span.normal_from):
+    fits = lambda scale: math.ldexp(largest, _HEADROOM) * scale < span.infinite_from
+    if not largest or _has_range_of_float32(span.dtype) or (fits(1.0) and is_normal):
         return 1.0
     scale = _MAX_SCALE
     while not fits(scale):

@@ -10,7 +10,7 @@ import optax
 
 from mpx import _errors
 from mpx._transforms.float32_world import keep_types, stable_state, upcast_tree
-from mpx.tools.monitor.groups import behind_barrier
+from mpx.tools.monitor.measures import behind_barrier
 
 
 def watch(measures: Mapping[str, Any]) -> optax.GradientTransformationExtraArgs:
@@ -41,7 +41,7 @@ def watch(measures: Mapping[str, Any]) -> optax.GradientTransformationExtraArgs:
         >>> print(optax.tree.get(state, "underflow"), optax.tree.get(state, "norm") == 2.0**-29)
         1.0 True
     """
-    is_measure = lambda x: callable(x) or all(callable(getattr(x, name, None)) for name in ("init", "update"))
+    is_measure = lambda x: callable(x) or callable(getattr(x, "update", None))
     if not isinstance(measures, Mapping) or not all(map(is_measure, measures.values())):
         raise TypeError(
             "`watch` needs a dictionary from names to measures, such as `{'underflow': underflow('f16')}`, but got "

@@ -1,11 +1,7 @@
 """The largest size that fits into a memory."""
 
-import functools
 import math
 from collections.abc import Callable
-from typing import Any
-
-import numpy as np
 
 from mpx import _errors
 
@@ -23,7 +19,7 @@ def largest_that_fits(
     Args:
         bytes_of: the bytes for a size of 1 or more: parameters, layers, examples in a batch.
         memory_bytes: the memory of one device.
-        start: the size to try first; fewer sizes are tried if it is close to the answer.
+        start: the size to try first.
         resolution: a share of the answer, for bytes that take long to find. With 0.03 the search ends at a size that
             fits if one 3% larger does not; with 0, if the next one does not.
 
@@ -39,32 +35,23 @@ def largest_that_fits(
         >>> largest_that_fits(lambda n: memory_plan(layers(n), optax.adam(1e-3)).total_bytes, 80e9)
         298
     """
-    memory_bytes = checked_memory(memory_bytes, "largest_that_fits")
+    if not 0 < memory_bytes < math.inf:
+        raise ValueError(
+            f"`largest_that_fits`: `memory_bytes` must be above 0, such as 80e9, but got {memory_bytes!r}."
+        )
     if not _errors.is_integer(start) or start < 1:
         raise ValueError(f"`largest_that_fits`: `start` must be an integer above 0, but got {start!r}.")
-    if not isinstance(resolution, (int, float)) or not 0 <= resolution < 1:
+    if not 0 <= resolution < 1:
         raise ValueError(f"`largest_that_fits`: `resolution` must be from 0 to below 1, but got {resolution!r}.")
-    step = lambda size: max(1, int(size * resolution))
-    fits = functools.cache(lambda size: size == 0 or bytes_of(size) <= memory_bytes)
-    low, high, stride = start, start + step(start), step(start)
-    while not fits(low):
-        low, high, stride = max(0, low - stride), low, 2 * stride
-    while fits(high):
-        low, high, stride = high, high + 2 * stride, 2 * stride
+    low, high = 0, start
+    while bytes_of(high) <= memory_bytes:
+        low, high = high, 2 * high
         if low > _LARGEST_SIZE:
             raise ValueError(
                 f"`largest_that_fits`: even a size of {low:,} fits into {memory_bytes:,} bytes. Does `bytes_of` depend "
                 "on its argument?"
             )
-    while high - low > step(low):
+    while high - low > max(1, int(low * resolution)):
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        low, high = (middle, high) if bytes_of(middle) <= memory_bytes else (low, middle)
     return low
-
-
-def checked_memory(given: Any, caller: str) -> int:
-    """Return a number of bytes as an integer, or raise."""
-    is_number = isinstance(given, (int, float, np.number)) and not isinstance(given, bool)
-    if not is_number or not 0 < given < math.inf:
-        raise ValueError(f"`{caller}`: `memory_bytes` must be a number above 0, such as 80e9, but got {given!r}.")
-    return int(given)

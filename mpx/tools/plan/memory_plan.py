@@ -23,7 +23,6 @@ from mpx._parallel.placement import parameter_specs, require_axis, sharded_spec
 from mpx._parallel.zero1 import zero1_shardings
 from mpx._policy import Policy, as_policy
 from mpx._stored.blockwise import Blockwise8bit
-from mpx.tools.plan.capacity import checked_memory
 from mpx.tools.plan.rows import KEY, OUTSIDE_STATE, SCALARS, Entry, Kind, PlanRow, entries_of, rows_of, state_entries
 from mpx.tools.plan.units import Unit, digits, shown, unit_for
 
@@ -75,11 +74,6 @@ class MemoryPlan(_tables.Result):
         """Bytes of all rows on one device, divided by the number of parameters of the whole model."""
         return self.total_bytes_a_device / self.parameters
 
-    @property
-    def sent_bytes_a_parameter(self) -> float:
-        """Bytes that a step gathers and adds up over devices, divided by the number of parameters."""
-        return self.gathered_bytes_a_parameter + self.summed_bytes_a_parameter
-
     def bytes_of(self, kind: Kind) -> int:
         """Return the bytes of all rows of a kind on one device; 0 if there are none."""
         if kind not in get_args(Kind):
@@ -89,20 +83,16 @@ class MemoryPlan(_tables.Result):
     def largest_model(self, memory_bytes: float) -> int:
         """Return how many parameters can be trained in this way in the memory of one device, without activations.
 
-        All parts grow in proportion, except counts and keys. The answer is 0 if not even one parameter fits. A
-        `memory_bytes` that is not above 0 raises a `ValueError`.
+        All parts grow in proportion, except counts and keys. The answer is 0 if not even one parameter fits.
         """
-        memory_bytes = checked_memory(memory_bytes, "MemoryPlan.largest_model")
         fixed = sum(row.bytes_a_device for row in self.rows if row.name in (SCALARS, KEY))
-        return max(0, (memory_bytes - fixed) * self.parameters // (self.total_bytes_a_device - fixed))
+        return max(0, (int(memory_bytes) - fixed) * self.parameters // (self.total_bytes_a_device - fixed))
 
     def _parts(self) -> Iterator[_tables.Table | str]:
         unit = unit_for([self.total_bytes_a_device])
-        lines = [
-            (row.name, row.kind, " ".join(row.dtypes), shown(row.bytes_a_device, unit), digits(row.bytes_a_parameter))
-            for row in self.rows
-        ]
-        lines.append(("total", "", "", shown(self.total_bytes_a_device, unit), digits(self.bytes_a_parameter)))
+        parts = [(row.name, row.kind, " ".join(row.dtypes), row.bytes_a_device) for row in self.rows]
+        parts.append(("total", "", "", self.total_bytes_a_device))
+        lines = [(*names, shown(held, unit), digits(held / self.parameters)) for *names, held in parts]
         yield _tables.Table(self.title(unit), [("part", "kind", "dtype", unit[0], "a param"), *lines], (3, 4))
         if self.devices > 1:
             gathered, summed = digits(self.gathered_bytes_a_parameter), digits(self.summed_bytes_a_parameter)
@@ -148,7 +138,7 @@ def memory_plan(
         A `MemoryPlan`.
 
     Raises:
-        TypeError: if `tx`, `policy` or `mesh` has another type, or the number of parameters is not an integer.
+        TypeError: if `tx`, `policy` or `mesh` has another type.
         ValueError: if there are no floating-point parameters, a dtype is not floating-point, the mesh has no such axis,
             or `param_specs` do not divide a parameter.
 
@@ -180,16 +170,21 @@ def memory_plan(
     arrays = _arrays_of(model, 1 if mesh is None else _BLOCK * on.size)
     specs = parameter_specs(arrays, specs, on, along, "memory_plan")
     # Shapes without their shardings, since the plan has a mesh of its own.
-    shapes = jax.eval_shape(lambda tree: tree, arrays)
-    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
+    unplaced = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+    params = jax.tree.map(unplaced, jax.eval_shape(lambda tree: tree, arrays))
     policy = None if policy is None else as_policy(policy, "memory_plan")
     params = params if policy is None else policy.cast_to_param(params)
     trained, others = _trees.map_unzip(
         lambda p: (p, None) if jnp.issubdtype(p.dtype, jnp.inexact) else (None, p), params
     )
-    count = _count(model, trained)
+    # The elements of a number of parameters were rounded up.
+    count = int(model) if _errors.is_integer(model) else sum(math.prod(p.shape) for p in jax.tree.leaves(trained))
+    if not count:
+        raise ValueError(
+            "`memory_plan`: there are no floating-point numbers in the model. It must be a tree of parameters or of "
+            "their shapes, a function that makes one, or the number of parameters."
+        )
     whole = jax.tree.map(lambda _, spec: NamedSharding(on, spec), params, specs)
-    _require_divisible(params, whole, on)
     gradients = _gradients_of(trained, policy, gradient_dtype)
     state = jax.eval_shape(tx.init, params)
     shardings = zero1_shardings(params, state, on, along, param_specs=specs)
@@ -201,7 +196,7 @@ def memory_plan(
     ]
     narrow = entries_of("gradients", _gradients_of(trained, policy, None), whole)
     sent = _sent(entries_of("parameters", trained, whole), narrow, policy, along)
-    return MemoryPlan(rows_of(entries, count), count, on.size, *(n / count for n in sent))
+    return MemoryPlan(rows_of(entries), count, on.size, *(n / count for n in sent))
 
 
 def _layout(mesh: Any, axis: str | None, param_specs: Any) -> tuple[Mesh | AbstractMesh, str, Any]:
@@ -210,60 +205,33 @@ def _layout(mesh: Any, axis: str | None, param_specs: Any) -> tuple[Mesh | Abstr
         if param_specs is not None:
             raise ValueError("`memory_plan`: `param_specs` was given without a `mesh`, so it would do nothing.")
         return AbstractMesh((1,), (_UNSHARDED,), axis_types=(AxisType.Auto,)), _UNSHARDED, PartitionSpec()
-    if axis is not None or not isinstance(mesh, (Mesh, AbstractMesh)):
-        require_axis(mesh, str(axis), "memory_plan")
-        return mesh, str(axis), param_specs
+    if axis is not None:
+        require_axis(mesh, axis, "memory_plan")
+        return mesh, axis, param_specs
     names = (*mesh.axis_names, _UNSHARDED)
     return AbstractMesh((*mesh.axis_sizes, 1), names, axis_types=(AxisType.Auto,) * len(names)), _UNSHARDED, param_specs
 
 
 def evaluate(model: Any) -> Any:
-    """Return the shapes of what a function makes, without running it; return anything else unchanged."""
+    """Return the arrays of a model or their shapes, with None for all other leaves; a function is not run."""
     # Modules of Equinox and Flax NNX can be called too, but are trees.
-    if not callable(model) or not jax.tree_util.treedef_is_leaf(jax.tree.structure(model)):
-        return model
-    return jax.eval_shape(lambda: jax.tree.map(_array_or_none, model()))
+    if callable(model) and jax.tree_util.treedef_is_leaf(jax.tree.structure(model)):
+        return jax.eval_shape(lambda: jax.tree.map(_array_or_none, model()))
+    return jax.tree.map(_array_or_none, model)
 
 
 def _arrays_of(model: Any, multiple: int) -> Any:
-    """Return the arrays of a model or their shapes, with None for all other leaves."""
+    """Return the same; of a number of parameters, the shape of one array, rounded up to a multiple."""
+    model = evaluate(model)
     if not isinstance(model, (int, float, np.number)):
-        return jax.tree.map(_array_or_none, evaluate(model))
-    if not _errors.is_integer(model):
-        raise TypeError(f"`memory_plan`: a number of parameters must be an integer, but got {model!r}.")
-    if model < 1:
-        raise ValueError(f"`memory_plan`: a number of parameters must be above 0, but got {model}.")
+        return model
+    if not _errors.is_integer(model) or model < 1:
+        raise ValueError(f"`memory_plan`: a number of parameters must be an integer above 0, but got {model!r}.")
     return {"parameters": jax.ShapeDtypeStruct((-(-int(model) // multiple) * multiple,), np.float32)}
 
 
 def _array_or_none(leaf: Any) -> Any:
     return leaf if _trees.is_array(leaf) or isinstance(leaf, (bool, int, float, complex)) else None
-
-
-def _count(model: Any, trained: Any) -> int:
-    """Return the number of trained elements, or raise if there are none."""
-    if _errors.is_integer(model):  # the elements were rounded up
-        return int(model)
-    if not (count := sum(math.prod(p.shape) for p in jax.tree.leaves(trained))):
-        raise ValueError(
-            "`memory_plan`: there are no floating-point numbers in the model. It must be a tree of parameters or of "
-            "their shapes, a function that makes one, or the number of parameters."
-        )
-    return count
-
-
-def _require_divisible(params: Any, shardings: Any, mesh: Mesh | AbstractMesh) -> None:
-    """Raise, naming every such parameter, if a sharding does not divide its shape."""
-    wrong = {}
-    for (path, p), sharding in zip(_trees.leaves_by_path(params).items(), jax.tree.leaves(shardings), strict=True):
-        try:
-            sharding.shard_shape(p.shape)
-        except ValueError:
-            wrong[path] = f"{_trees.dtype_and_shape(p)} as {sharding.spec}"
-    if wrong:
-        what = f"`memory_plan`: on the mesh {dict(mesh.shape)} these parameters cannot be divided as `param_specs` says"
-        remedy = "An axis of a parameter must be a multiple of the number of devices along it."
-        raise _errors.leaves_error(ValueError, what, wrong, remedy)
 
 
 def _sent(parameters: Iterable[Entry], narrow: Iterable[Entry], policy: Policy | None, axis: str) -> tuple[int, int]:

@@ -20,7 +20,6 @@ _F32, _BF16 = "params=f32,compute=f32,output=f32", "params=bf16,compute=bf16,out
 _F32_BF16, _F32_F16 = "params=f32,compute=bf16,output=f32", "params=f32,compute=f16,output=f32"
 _BF16_FP8 = "params=bf16,compute=fp8,output=f32"
 MOMENTS = "mu|nu|trace|momentum|exp_avg|exp_avg_sq|sum_of_squares"  # as rules of Optax and others call them
-_MIXED = "mpx.mixed_precision(optimizer, policy)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,66 +29,38 @@ class PrecisionRecipe:
     Attributes:
         policy: the string of a `Policy`.
         wrap: a function that puts wrappers around a rule.
-        formats_moments: True if it stores the rule's moments in fewer bits, and so needs a rule that has moments.
         code: what `wrap` does to an `optimizer`, as one writes it for AdamW; empty if it has none.
         purpose: what to take it for; empty if nobody says.
+        formats_moments: True if it stores the rule's moments in fewer bits, and so needs a rule that has moments.
     """
 
     policy: str
     wrap: Callable[[optax.GradientTransformation], optax.GradientTransformation]
-    formats_moments: bool = False
     code: str = ""
     purpose: str = ""
+    formats_moments: bool = False
 
 
 class FirstMomentsIn4Bits(Blockwise4bit):
     """Keeps second moments in 8 bits, whatever a rule calls them."""
 
     def for_role(self, role: Role) -> StateFormat:
+        """Return the format of a field of the optimizer's state."""
         return Blockwise8bit(signed=False) if role == "second moment" else Blockwise4bit()
 
     def refuses(self, role: Role) -> None:
-        return None
+        """Refuse nothing."""
 
 
 _8_bits = lambda rule: low_precision_state(rule, {MOMENTS: Blockwise8bit()})
 _4_bits = lambda rule: low_precision_state(rule, {MOMENTS: FirstMomentsIn4Bits()}, key=jax.random.key(1))
 _16_bits = lambda rule: low_precision_state(rule, {MOMENTS: "bf16"}, min_size=0)
+_mixed = lambda policy: lambda rule: mixed_precision(rule, policy)
+_split24 = lambda rule: mixed_precision(rule, _BF16, storage="split24", key=jax.random.key(0))
 
-STANDARD_RECIPES: Mapping[str, PrecisionRecipe] = {
-    "f32": PrecisionRecipe(_F32, lambda rule: rule, code="optimizer", purpose="compare, or train on a CPU"),
-    "bf16-autocast": PrecisionRecipe(
-        _F32_BF16, lambda rule: mixed_precision(rule, _F32_BF16), code=_MIXED, purpose="keep float32 parameters"
-    ),
-    "bf16-split": PrecisionRecipe(
-        _BF16, lambda rule: mixed_precision(rule, _BF16), code=_MIXED, purpose="train in bfloat16: start here"
-    ),
-    "bf16-split-8bit": PrecisionRecipe(
-        _BF16,
-        lambda rule: mixed_precision(_8_bits(rule), _BF16),
-        formats_moments=True,
-        code="""\
-mpx.mixed_precision(
-    mpx.low_precision_state(optimizer, {"mu|nu": mpx.Blockwise8bit()}), policy
-)""",
-        purpose="fit the largest model",
-    ),
-    "bf16-split24-8bit": PrecisionRecipe(
-        _BF16,
-        lambda rule: mixed_precision(_8_bits(rule), _BF16, storage="split24", key=jax.random.key(0)),
-        formats_moments=True,
-        code="""\
-mpx.mixed_precision(
-    mpx.low_precision_state(optimizer, {"mu|nu": mpx.Blockwise8bit()}), policy,
-    storage="split24", key=jax.random.key(0),
-)""",
-        purpose="fit more still: masters of 24 bits",
-    ),
-    "bf16-split24-4bit": PrecisionRecipe(
-        _BF16,
-        lambda rule: mixed_precision(_4_bits(rule), _BF16, storage="split24", key=jax.random.key(0)),
-        formats_moments=True,
-        code="""\
+_MIXED = "mpx.mixed_precision(optimizer, policy)"
+_8_BITS = 'mpx.low_precision_state(optimizer, {"mu|nu": mpx.Blockwise8bit()}), policy'
+_SPLIT24_OF_4_BITS = """\
 mpx.mixed_precision(
     mpx.low_precision_state(
         optimizer,
@@ -97,43 +68,60 @@ mpx.mixed_precision(
         key=jax.random.key(1),
     ),
     policy, storage="split24", key=jax.random.key(0),
-)""",
-        purpose="hold the fewest bytes",
+)"""
+_KAHAN = """\
+optax.chain(
+    mpx.low_precision_state(optimizer, {"mu|nu": "bf16"}, min_size=0),
+    mpx.kahan_summation(),
+)"""
+
+STANDARD_RECIPES: Mapping[str, PrecisionRecipe] = {
+    "f32": PrecisionRecipe(_F32, lambda rule: rule, "optimizer", "compare, or train on a CPU"),
+    "bf16-autocast": PrecisionRecipe(_F32_BF16, _mixed(_F32_BF16), _MIXED, "keep float32 parameters"),
+    "bf16-split": PrecisionRecipe(_BF16, _mixed(_BF16), _MIXED, "train in bfloat16: start here"),
+    "bf16-split-8bit": PrecisionRecipe(
+        _BF16,
+        lambda rule: mixed_precision(_8_bits(rule), _BF16),
+        f"mpx.mixed_precision(\n    {_8_BITS}\n)",
+        "fit the largest model",
+        formats_moments=True,
+    ),
+    "bf16-split24-8bit": PrecisionRecipe(
+        _BF16,
+        lambda rule: _split24(_8_bits(rule)),
+        f'mpx.mixed_precision(\n    {_8_BITS},\n    storage="split24", key=jax.random.key(0),\n)',
+        "fit more still: masters of 24 bits",
+        formats_moments=True,
+    ),
+    "bf16-split24-4bit": PrecisionRecipe(
+        _BF16,
+        lambda rule: _split24(_4_bits(rule)),
+        _SPLIT24_OF_4_BITS,
+        "hold the fewest bytes",
+        formats_moments=True,
     ),
     "bf16-masters": PrecisionRecipe(
         _BF16,
         lambda rule: mixed_precision(rule, _BF16, storage="full"),
-        code='mpx.mixed_precision(optimizer, policy, storage="full")',
-        purpose="let other code read float32 masters",
+        'mpx.mixed_precision(optimizer, policy, storage="full")',
+        "let other code read float32 masters",
     ),
     "bf16-kahan": PrecisionRecipe(
         _BF16,
         lambda rule: optax.chain(_16_bits(rule), kahan_summation()),
+        _KAHAN,
+        "train without masters",
         formats_moments=True,
-        code="""\
-optax.chain(
-    mpx.low_precision_state(optimizer, {"mu|nu": "bf16"}, min_size=0),
-    mpx.kahan_summation(),
-)""",
-        purpose="train without masters",
     ),
     "bf16-stochastic": PrecisionRecipe(
         _BF16,
         lambda rule: optax.chain(upcast(rule), stochastic_rounding(jax.random.key(0))),
-        code="optax.chain(mpx.upcast(optimizer), mpx.stochastic_rounding(jax.random.key(0)))",
-        purpose="keep nothing for a parameter but a key",
+        "optax.chain(mpx.upcast(optimizer), mpx.stochastic_rounding(jax.random.key(0)))",
+        "keep nothing for a parameter but a key",
     ),
-    "f16-scaled": PrecisionRecipe(
-        _F32_F16,
-        lambda rule: mixed_precision(rule, _F32_F16),
-        code=_MIXED,
-        purpose="use a GPU without bfloat16 (V100, T4)",
-    ),
+    "f16-scaled": PrecisionRecipe(_F32_F16, _mixed(_F32_F16), _MIXED, "use a GPU without bfloat16 (V100, T4)"),
     "fp8": PrecisionRecipe(
-        _BF16_FP8,
-        lambda rule: mixed_precision(rule, _BF16_FP8),
-        code=_MIXED,
-        purpose="multiply large matrices in 8-bit floats (H100 and later)",
+        _BF16_FP8, _mixed(_BF16_FP8), _MIXED, "multiply large matrices in 8-bit floats (H100 and later)"
     ),
 }
 

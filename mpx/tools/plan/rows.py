@@ -33,19 +33,15 @@ class PlanRow:
         name: `parameters`, `gradients`, or the field of the optimizer's state: `mu`, `nu`, `master`, `low bits`...
         kind: the role of the part, whatever the rule calls it.
         dtypes: the dtypes that it is stored in.
-        elements: the number of its elements.
-        bytes: the bytes of all elements.
+        bytes: the bytes of all its elements.
         bytes_a_device: the bytes of the elements on one device; all of them without a mesh.
-        bytes_a_parameter: the bytes on one device, divided by the number of parameters of the whole model.
     """
 
     name: str
     kind: Kind
     dtypes: tuple[str, ...]
-    elements: int
     bytes: int
     bytes_a_device: int
-    bytes_a_parameter: float
 
 
 def entries_of(kind: Kind, tree: Any, shardings: Any) -> Iterator[Entry]:
@@ -66,18 +62,16 @@ def state_entries(state: Any, shardings: Any) -> Iterator[Entry]:
             yield "scales of blocks", "scales", scales, of_scales
 
 
-def rows_of(entries: Iterable[Entry], parameters: int) -> tuple[PlanRow, ...]:
+def rows_of(entries: Iterable[Entry]) -> tuple[PlanRow, ...]:
     """Return one row for all arrays of one kind and name, in the order of the kinds."""
     found = collections.defaultdict(list)
     for kind, name, leaf, sharding in entries:
-        found[kind, name].append((leaf.dtype, math.prod(leaf.shape), math.prod(sharding.shard_shape(leaf.shape))))
+        sizes = (math.prod(shape) for shape in (leaf.shape, sharding.shard_shape(leaf.shape)))
+        found[kind, name].append((str(leaf.dtype), *(bytes_of(leaf.dtype, size) for size in sizes)))
     rows = []
     for (kind, name), arrays in found.items():
-        dtypes = tuple(dict.fromkeys(str(dtype) for dtype, _, _ in arrays))
-        elements = sum(count for _, count, _ in arrays)
-        whole = sum(bytes_of(dtype, count) for dtype, count, _ in arrays)
-        held = sum(bytes_of(dtype, on_a_device) for dtype, _, on_a_device in arrays)
-        rows.append(PlanRow(name, kind, dtypes, elements, whole, held, held / parameters))
+        dtypes, whole, on_a_device = zip(*arrays, strict=True)
+        rows.append(PlanRow(name, kind, tuple(dict.fromkeys(dtypes)), sum(whole), sum(on_a_device)))
     return tuple(sorted(rows, key=lambda row: get_args(Kind).index(row.kind)))
 
 
