@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.rcsetup import cycler
 from matplotlib.transforms import ScaledTranslation
 
-# Four of the eight colors of Okabe and Ito (2008, Color Universal Design), which stand out from white and from black by 3 to 1.
+# Four colors of Okabe and Ito 2008, Color Universal Design, which stand out from white and from black by 3 to 1.
 BLUE, VERMILLION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 # This grey has the 4.5 to 1 that WCAG asks for on white, and 4.1 to 1 on #121212. No grey has 4.5 on both.
 GREY = "#767676"
