@@ -4,25 +4,21 @@ It stands outside of the package `mpx`, and a command imports what it needs when
 whose import takes most of a second.
 """
 
-import functools
+import contextlib
 import pathlib
-import re
 import sys
-from collections.abc import Callable
 from typing import Annotated, Any
 
 try:
-    import rich as rich
     import typer
-except ModuleNotFoundError as error:
-    if (error.name or "").partition(".")[0] not in ("typer", "rich"):
-        raise
+    from rich.console import Console
+except ModuleNotFoundError:
     raise SystemExit("Error: the command line needs Typer and Rich: pip install typer rich") from None
 
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
-    pretty_exceptions_enable=False,  # it would hide frames of a traceback that was asked for
+    pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Example: mpx plan 7B --memory 80GB",
 )
@@ -34,11 +30,13 @@ def main() -> None:
     Raises:
         SystemExit: always, with the exit code: 0, 1 after an error, 2 for wrong usage, 3 after a warning of the doctor.
     """
-    negative = next((argument for argument in sys.argv[1:] if re.match(r"-\d", argument)), None)
-    if negative is not None:
-        typer.echo(f"Error: {negative} looks like an option. Did you mean {negative[1:]}?", err=True)
-        raise SystemExit(2)
-    app(prog_name="mpx")
+    try:
+        app(prog_name="mpx")
+    except Exception as error:
+        from mpx.tools.cli.errors import message_of
+
+        typer.echo(f"Error: {message_of(error)}", err=True)
+        raise SystemExit(1) from None
 
 
 def _say_version(asked: bool) -> None:
@@ -49,68 +47,45 @@ def _say_version(asked: bool) -> None:
         raise typer.Exit
 
 
+def _flag(name: str, help: str, **options: Any) -> Any:
+    return typer.Option(name, metavar="", help=help, **options)
+
+
+_Shapes = Annotated[list[str] | None, typer.Argument(help="A shape for each argument: f32[8,16], bf16[4], i32[].")]
+_AsJson = Annotated[bool, _flag("--json", "Write JSON to standard output, and nothing else there.")]
+
+
 @app.callback()
 def _options(
     version: Annotated[
-        bool,
-        typer.Option("--version", metavar="", callback=_say_version, is_eager=True, help="Show the version and exit."),
+        bool, _flag("--version", "Show the version and exit.", callback=_say_version, is_eager=True)
     ] = False,
 ) -> None:
     """Mixed-precision training for JAX: examine a machine, plan memory, explain a function, report on gradients.
 
-    Every command takes --json. An error is one line and exit code 1; set MPX_DEBUG=1 to see its traceback.
+    Every command takes --json. An error is one line and exit code 1.
     """
 
 
-def _command(example: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that makes a command of a function, whose errors are one line."""
-
-    def register(function: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(function)
-        def command(**options: Any) -> None:
-            from mpx.tools.cli import errors
-
-            with errors.in_one_line():
-                function(**options)
-
-        return app.command(epilog=f"Example: {example}")(command)
-
-    return register
-
-
-_Shapes = Annotated[list[str] | None, typer.Argument(help="A shape for each argument: f32[8,16], bf16[4], i32[].")]
-_AsJson = Annotated[
-    bool, typer.Option("--json", metavar="", help="Write JSON to standard output, and nothing else there.")
-]
-_Memory = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="The memory of a device, 80GB or 80GiB: show what fits into it.")
-]
-
-
-@_command("mpx doctor --quick")
+@app.command(epilog="Example: mpx doctor --quick")
 def doctor(
-    quick: Annotated[
-        bool, typer.Option("--quick", metavar="", help="Leave out what is timed, and so the recommendation.")
-    ] = False,
-    full: Annotated[
-        bool, typer.Option("--full", metavar="", help="Show all of it, in tables, and the recipe's code.")
-    ] = False,
+    quick: Annotated[bool, _flag("--quick", "Leave out what is timed, and so the recommendation.")] = False,
     as_json: _AsJson = False,
 ) -> None:
-    """Examine this machine: which recipe is for it, whether mpx is exact on it, and what stands in the way.
+    """Examine this machine: what works on it, whether mpx is exact, what stands in the way, and the recipe for it.
 
     Exit code: 0 if all is well, 1 with an error, 3 with a warning.
     """
     from mpx.doctor import examine
-    from mpx.tools.cli import output
+    from mpx.tools.cli.output import write
 
-    with output.status("Examining ..."):
+    with Console(stderr=True).status("Examining ..."):
         diagnosis = examine(quick=quick)
-    output.write(diagnosis.as_dict(), [diagnosis if full else diagnosis.verdict], as_json)
+    write(diagnosis, [diagnosis], as_json)
     raise typer.Exit(diagnosis.exit_code)
 
 
-@_command("mpx plan 70B --devices 64 --fsdp --memory 80GB")
+@app.command(epilog="Example: mpx plan 70B --devices 64 --fsdp --memory 80GB")
 def plan(
     model: Annotated[
         str, typer.Argument(help="How many parameters (124M, 7B, 70e9), or file.py:function, which makes them.")
@@ -118,71 +93,55 @@ def plan(
     recipe: Annotated[list[str] | None, typer.Option(metavar="NAME", help="A recipe; may be repeated.")] = None,
     rule: Annotated[str, typer.Option(metavar="NAME", help="An optimizer of Optax, or file.py:name.")] = "adamw",
     devices: Annotated[
-        str | None,
-        typer.Option(metavar="MESH", help="64, or data=8,model=2. The first axis shards the optimizer state (ZeRO-1)."),
-    ] = None,
-    fsdp: Annotated[
-        bool, typer.Option("--fsdp", metavar="", help="Shard parameters and gradients, too (ZeRO-3).")
-    ] = False,
+        int, typer.Option(metavar="COUNT", min=1, help="Shard the optimizer state over several devices (ZeRO-1).")
+    ] = 1,
+    fsdp: Annotated[bool, _flag("--fsdp", "Shard parameters and gradients, too (ZeRO-3).")] = False,
     gradient_dtype: Annotated[
         str | None, typer.Option(metavar="DTYPE", help="f32 for gradients that leave the program.")
     ] = None,
-    memory: _Memory = None,
-    memory_fraction: Annotated[
-        float | None,
-        typer.Option(metavar="PART", min=0.01, max=1.0, help="The part of the memory that JAX uses; 0.75."),
+    memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="The memory of a device, 80GB or 80GiB: show what fits into it.")
     ] = None,
     as_json: _AsJson = False,
 ) -> None:
     """Count the bytes that a training run holds under each precision recipe, before anything is allocated."""
-    from mpx.tools.cli import given, output, plans
+    from mpx.tools.cli import given, plans
+    from mpx.tools.cli.output import write
 
-    if memory is None and memory_fraction is not None:
-        raise given.CommandError("--memory-fraction does nothing without --memory.")
-    fraction = 0.75 if memory_fraction is None else memory_fraction
-    limit = None if memory is None else int(given.memory_bytes(memory) * fraction)
-    planned = given.function(model) if ":" in model else given.parameters(model)
-    comparison = plans.compare(planned, rule, recipe or [], devices, fsdp, gradient_dtype)
-    content = {"model": model, "rule": rule, "plans": comparison.plans} | plans.what_fits(comparison, limit)
-    parts = plans.tables(comparison, limit, fraction, fsdp)
-    output.write(content, parts if gradient_dtype else [*parts, plans.CONVENTION], as_json)
+    limit = None if memory is None else int(given.memory_bytes(memory) * plans.fraction())
+    with contextlib.redirect_stdout(sys.stderr):  # the user's code may print
+        planned = given.attribute(model) if ":" in model else given.parameters(model)
+        comparison = plans.compare(planned, given.rule(rule), recipe or [], devices, fsdp, gradient_dtype)
+    write(plans.content(comparison, limit), plans.parts(comparison, limit, fsdp, gradient_dtype), as_json)
 
 
-@_command('mpx explain train.py:loss "f32[16,4]" "f32[8,16]" --policy bf16 --grad')
+@app.command(epilog='Example: mpx explain train.py:loss "f32[16,4]" "f32[8,16]" --policy bf16 --grad')
 def explain(
     function: Annotated[str, typer.Argument(help="file.py:function or module:function.")],
     shapes: _Shapes = None,
-    arguments: Annotated[
-        str | None,
-        typer.Option(metavar="FILE:NAME", help="A function that returns a tuple of arguments, or of shapes."),
-    ] = None,
     policy: Annotated[
         str | None,
         typer.Option(
             metavar="POLICY", help="bf16, f16, tf32, bf16x3, fp8, or params=f32,compute=bf16. Not for autocast."
         ),
     ] = None,
-    grad: Annotated[
-        bool, typer.Option("--grad", metavar="", help="Explain the gradient by the first argument.")
-    ] = False,
+    grad: Annotated[bool, _flag("--grad", "Explain the gradient by the first argument.")] = False,
     as_json: _AsJson = False,
 ) -> None:
     """Show line by line what mpx.autocast narrows in a function, what it keeps and why; nothing runs."""
     import jax
 
     import mpx
-    from mpx.tools.cli import given, output
+    from mpx.tools.cli import given
+    from mpx.tools.cli.output import write
 
-    if bool(shapes) == (arguments is not None):
-        raise given.CommandError("give either the shapes of the arguments, or --arguments.")
-    fun = given.function(function)
-    args = [given.shape(text) for text in shapes or []] if arguments is None else given.made_by(arguments)
-    with given.users_code():
-        explanation = mpx.explain(jax.grad(fun) if grad else fun, policy)(*args)
-    output.write(explanation.as_dict(), [explanation], as_json)
+    with contextlib.redirect_stdout(sys.stderr):
+        fun = given.attribute(function)
+        explanation = mpx.explain(jax.grad(fun) if grad else fun, policy)(*map(given.shape, shapes or []))
+    write(explanation, [explanation], as_json)
 
 
-@_command("mpx program train.py:step --batch 8 --batch 16")
+@app.command(epilog='Example: mpx program train.py:step "f32[16,4]" "f32[8,16]" --donate 0')
 def program(
     function: Annotated[
         str,
@@ -199,52 +158,39 @@ def program(
     donate: Annotated[
         list[int] | None, typer.Option(metavar="POSITION", min=0, help="An argument that is donated; may be repeated.")
     ] = None,
-    batch: Annotated[
-        list[int] | None, typer.Option(metavar="SIZE", min=1, help="A batch size for the function; may be repeated.")
-    ] = None,
-    memory: _Memory = None,
     as_json: _AsJson = False,
 ) -> None:
     """Compile a training step, and show what it costs: memory, traffic, precision, and a bound of its time.
 
     Nothing runs, so the device need not be there. GPUs need the extra cuda12 or cuda13.
     """
+    if donate and not shapes:
+        raise typer.BadParameter("--donate does nothing without shapes.")
     if target is not None:
-        from mpx.tools.program import targets
+        from mpx.tools.program.targets import allow_targets
 
-        targets.allow_targets()  # before JAX starts
-    from mpx.tools.cli import given, output, programs
+        allow_targets()  # before JAX starts
+    import mpx
+    from mpx.tools.cli import given
+    from mpx.tools.cli.output import write
 
-    if shapes and batch:
-        raise given.CommandError("give either shapes or --batch.")
-    if (donate and not shapes) or (memory and not batch):
-        raise given.CommandError("--donate does nothing without shapes, and --memory nothing without --batch.")
-    if target is not None:
-        programs.require_target(target)
-    if not batch:
-        found = programs.report(function, shapes or [], target, donate or [])
-        output.write(found.as_dict(), [found], as_json)
-        return
-    limit = None if memory is None else given.memory_bytes(memory)
-    compared, largest = programs.by_batch(function, batch, target, limit)
-    fits = [] if largest is None else [f"The largest batch that fits, to {programs.RESOLUTION:.0%}: {largest:,}."]
-    output.write(compared.as_dict() | {"largest_batch": largest}, [compared, *fits], as_json)
+    with Console(stderr=True).status("Compiling the step ..."), contextlib.redirect_stdout(sys.stderr):
+        found = given.attribute(function)
+        step, arguments, *donated = (found, map(given.shape, shapes), donate or ()) if shapes else found()
+        report = mpx.step_report(step, *arguments, target=target, donate_argnums=donated[0] if donated else ())
+    write(report, [report], as_json)
 
 
-@_command("mpx report gradients.npz --dtype f16")
+@app.command(epilog="Example: mpx report gradients.npz --dtype f16")
 def report(
-    file: Annotated[
-        pathlib.Path, typer.Argument(help="Arrays: .npz, .npy, .safetensors, or the folder of an Orbax checkpoint.")
-    ],
+    file: Annotated[pathlib.Path, typer.Argument(exists=True, help="Arrays: .npz, .npy or .safetensors.")],
     dtype: Annotated[str, typer.Option(metavar="DTYPE", help="The format asked about.")] = "f16",
     loss_scale: Annotated[float, typer.Option(metavar="SCALE", help="What the loss was multiplied by.")] = 1.0,
     as_json: _AsJson = False,
 ) -> None:
     """Read arrays, and show how many become zero in a format and which loss scale they need."""
-    from mpx.tools.cli import arrays, output
+    from mpx.tools.cli import arrays
+    from mpx.tools.cli.output import write
 
-    tree, notes = arrays.read(file)
-    found = arrays.report(tree, dtype, loss_scale)
-    for note in notes:
-        typer.echo(f"Note: {note}", err=True)
-    output.write({"file": str(file), "notes": notes, "report": found.as_dict()}, [found], as_json)
+    found = underflow_report(arrays.read(file), dtype, loss_scale=loss_scale)
+    write(found, [found], as_json)

@@ -32,7 +32,7 @@ CORE_PACKAGES = {"jax", "optax", "numpy", "ml_dtypes"}
 # What is imported by its own name may ask for more: the extras of the distribution say so. Tables import Rich when
 # Rich asks for them.
 MORE_PACKAGES = {
-    "mpx.tools.cli": {"typer", "rich", "orbax", "safetensors"},
+    "mpx.tools.cli": {"rich", "safetensors"},
     "mpx.tools.plot": {"matplotlib"},
     "mpx_cli": {"typer", "rich"},
 }

@@ -14,10 +14,10 @@ import numpy as np
 import optax
 from jax import lax
 
-from mpx import formats
 from mpx._inspect.masters import master_params
 from mpx._transforms.kahan_summation import kahan_summation
 from mpx._transforms.master_weights import master_weights
+from mpx.formats import round_to
 from mpx.tools.doctor.products import first_line
 
 _BF16, _F32 = np.dtype(jnp.bfloat16), np.dtype(np.float32)
@@ -40,15 +40,12 @@ def try_claims() -> Iterator[Check]:
     wide = lambda x: np.asarray(x).astype(_F32)
     compensated = lambda params, state: wide(params) + wide(state.compensation)
     full, split = (master_weights(optax.sgd(-1.0), storage=storage) for storage in ("full", "split"))
-    yield check("Kahan compensations keep 1,000 updates", lambda: (compensated(*trained(kahan_summation())), SUMS))
-    yield check("float32 masters keep 1,000 updates", lambda: (master_params(*trained(full)), SUMS))
-    yield check("masters split in two keep 1,000 updates", lambda: (master_params(*trained(split)), SUMS))
-    yield check("weights are their masters, rounded once", lambda: (wide(trained(full)[0]), wide(SUMS.astype(_BF16))))
-    yield check("float32 numbers, split in two and joined, have their bits", _split_and_joined)
+    yield check("Kahan compensations keep 1,000 updates", lambda: compensated(*trained(kahan_summation())), SUMS)
+    yield check("float32 masters keep 1,000 updates", lambda: master_params(*trained(full)), SUMS)
+    yield check("masters split in two keep 1,000 updates", lambda: master_params(*trained(split)), SUMS)
     for dtype in (_BF16, np.dtype(np.float16)):
-        for name, program, operands, expected in roundings(dtype, partial(formats.round_to, dtype=dtype)):
-            compiled = partial(jax.jit(program), *operands)
-            yield check(f"`round_to` {dtype} {name}", lambda run=compiled, kept=expected: (run(), kept))
+        for name, program, operands, expected in roundings(dtype, partial(round_to, dtype=dtype)):
+            yield check(f"`round_to` {dtype} {name}", partial(jax.jit(program), *operands), expected)
 
 
 def roundings(dtype: np.dtype, round_to: Callable[[Any], Any]) -> Iterator[tuple[str, Callable[..., Any], Any, Any]]:
@@ -63,20 +60,19 @@ def roundings(dtype: np.dtype, round_to: Callable[[Any], Any]) -> Iterator[tuple
     # 1 added to an even number whose neighbour is 2 away is that number itself; the second time too.
     large, ones = np.full(8, 2.0 ** (jnp.finfo(dtype).nmant + 1), _F32), np.ones(8, dtype)
     once = lambda x, y: round_to(x.astype(_F32) + y.astype(_F32))
-    yield "after a sum of 16-bit numbers", once, (large.astype(dtype), ones), large
     yield "between sums of 16-bit numbers", lambda x, y: once(once(x, y), y), (large.astype(dtype), ones), large
     half = np.full(1, float(jnp.finfo(dtype).smallest_normal) / 2, _F32)
     yield "to a subnormal number", round_to, (half,), half
 
 
-def check(name: str, results: Callable[[], tuple[Any, np.ndarray]]) -> Check:
-    """Compare the bits of the two float32 arrays that `results` returns: the result, and what is expected."""
+def check(name: str, compute: Callable[[], Any], expected: np.ndarray) -> Check:
+    """Compare the bits of the float32 array that is computed with those of the expected one."""
     try:
         with jax.numpy_dtype_promotion("standard"):  # Optax adds float32 updates to bfloat16 parameters
-            result, expected = results()
+            result = np.asarray(compute())
     except Exception as error:  # on a machine where this fails, that is the finding
         return Check(name, False, first_line(error))
-    wrong = int(np.sum(np.asarray(result).view(np.uint32) != expected.view(np.uint32)))
+    wrong = int(np.sum(result.view(np.uint32) != expected.view(np.uint32)))
     return Check(name, wrong == 0, f"{wrong} of {expected.size} numbers are wrong" if wrong else "")
 
 
@@ -90,11 +86,3 @@ def trained(tx: optax.GradientTransformation) -> tuple[jax.Array, Any]:
 
     train = jax.jit(lambda params, gradients: lax.scan(step, (params, tx.init(params)), gradients)[0])
     return train(jnp.ones(UPDATES.shape, _BF16), np.tile(UPDATES, (_STEPS, 1)))
-
-
-def _split_and_joined() -> tuple[Any, np.ndarray]:
-    """Return numbers of all finite exponents and both signs, subnormal ones too."""
-    exponents = np.arange(0, 2**9, dtype=np.uint32)[:, None] << 23
-    bits = (exponents | np.array([0, 1, 0x7FFF, 0x8000, 0x7F_FFFF], np.uint32)).ravel()
-    numbers = bits[(bits & 0x7F80_0000) != 0x7F80_0000].view(_F32)
-    return jax.jit(lambda x: formats.join_f32(*formats.split_f32(x)))(numbers), numbers

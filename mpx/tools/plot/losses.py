@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 from jax.typing import ArrayLike
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
-from mpx.tools.plot.sheet import CURVES, GREY, add_legend, canvas, plain, round_ticks
+from mpx.tools.plot.sheet import GREY, add_legend, canvas
 
 
 def losses(
@@ -26,7 +27,7 @@ def losses(
     give their `ylabel`, and set the scale of the axes that come back.
 
     Args:
-        curves: by name the losses of a training run, one a step; at most 20 curves.
+        curves: by name the losses of a training run, one a step.
         steps: the step numbers, for all curves. None: 0, 1, 2, ... for each, so that lengths may differ.
         reference: losses of several seeds, of shape (seeds, steps), drawn as their mean and a band of one standard
             deviation (of a sample: divided by seeds - 1) above and below; or of one training run, without a band.
@@ -38,8 +39,7 @@ def losses(
         The axes.
 
     Raises:
-        TypeError: if `curves` is not a dictionary, or `axes` not axes.
-        ValueError: if there are no curves or too many, or a curve or `reference` is not as long as `steps`.
+        ValueError: if a curve or `reference` is not as long as `steps`.
 
     Example:
         >>> seeds = np.array([[2.0, 1.5, 1.25], [2.5, 1.5, 1.0]])
@@ -48,39 +48,28 @@ def losses(
         >>> mean.get_ydata(), bf16.get_ydata()
         (array([2.25 , 1.5  , 1.125]), array([2.25, 1.5 , 1.5 ]))
     """
-    if not isinstance(curves, Mapping):
-        raise TypeError(f"`losses`: `curves` must map names to arrays, but got {type(curves).__name__}.")
-    if not 0 < len(curves) <= len(CURVES):
-        raise ValueError(
-            f"`losses`: `curves` must hold 1 to {len(CURVES)} curves, which is how many can be told apart, but got "
-            f"{len(curves)}."
-        )
-    found = {plain(str(name)): _checked(values, steps, str(name), 1) for name, values in curves.items()}
-    seeds = None if reference is None else _checked(reference, steps, reference_name, 2)
-    with canvas(axes, "losses", 3.2 + 0.2 * len(curves)) as axes:
+    found = {name: _checked(values, steps, name) for name, values in curves.items()}
+    seeds = None if reference is None else _checked(reference, steps, reference_name)
+    with canvas(axes, 3.2 + 0.2 * len(found)) as axes:
         if seeds is not None:
-            _draw_seeds(axes, *seeds, plain(reference_name))
+            _draw_seeds(axes, *seeds, reference_name)
         gaps = "infinite or NaN from here"
-        for look, (name, (at, values)) in zip(CURVES, found.items(), strict=False):
-            is_alone = np.isfinite(values).sum() == 1  # a line needs two points
-            axes.plot(at, values, marker="o" if is_alone else "", markersize=4.0, label=name)
+        for name, (at, values) in found.items():
+            (line,) = axes.plot(at, values, label=name)
             (last,) = np.nonzero(np.isfinite(values[:-1]) & ~np.isfinite(values[1:]))
             if last.size:
-                style = {"linestyle": "none", "color": look["color"], "markeredgewidth": 2.0}
-                axes.plot(at[last], values[last], marker="X", markersize=7.0, label=gaps, **style)
+                axes.plot(at[last], values[last], "X", color=line.get_color(), linestyle="none", label=gaps)
                 gaps = "_"  # the legend has it once
-        axes.xaxis.set_major_locator(round_ticks(integers=True))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set(xlabel="step", ylabel=ylabel)
         add_legend(axes)
     return axes
 
 
-def _checked(values: Any, steps: Any, name: str, most_axes: int) -> tuple[np.ndarray, np.ndarray]:
+def _checked(values: Any, steps: Any, name: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the step numbers, and the numbers with NaN for infinities."""
     values = np.asarray(values).astype(np.float64)
-    if not 1 <= values.ndim <= most_axes or not values.size:
-        raise ValueError(f"`losses` needs a number for each step, but {name!r} has the shape {values.shape}.")
-    at = np.arange(values.shape[-1]) if steps is None else np.asarray(steps).astype(np.float64)
+    at = np.arange(values.shape[-1]) if steps is None else np.asarray(steps)
     if at.shape != values.shape[-1:]:
         raise ValueError(f"`losses`: `steps` has the shape {at.shape}, but {name!r} has {values.shape}.")
     return at, np.where(np.isfinite(values), values, np.nan)
@@ -91,8 +80,8 @@ def _draw_seeds(axes: Axes, steps: np.ndarray, values: np.ndarray, name: str) ->
     values = np.atleast_2d(values)
     mean = values.mean(axis=0)
     if len(values) > 1:
-        low, high = mean - values.std(axis=0, ddof=1), mean + values.std(axis=0, ddof=1)
-        label = f"{name}, ± standard deviation"
-        axes.fill_between(steps, low, high, color=GREY, alpha=0.3, linewidth=0, label=label)
+        deviation = values.std(axis=0, ddof=1)
+        band = {"color": GREY, "alpha": 0.3, "linewidth": 0, "label": f"{name}, ± standard deviation"}
+        axes.fill_between(steps, mean - deviation, mean + deviation, **band)
         name = f"{name}, mean of {len(values)} seeds"
     axes.plot(steps, mean, color=GREY, linestyle="-", linewidth=3.0, label=name)

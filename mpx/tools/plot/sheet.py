@@ -2,21 +2,19 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.rcsetup import cycler
-from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import ScaledTranslation
 
-# Four of the eight colors of Okabe and Ito, which stand out from white and from black by 3 to 1.
+# Four colors of Okabe and Ito 2008, Color Universal Design, which stand out from white and from black by 3 to 1.
 BLUE, VERMILLION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 # This grey has the 4.5 to 1 that WCAG asks for on white, and 4.1 to 1 on #121212. No grey has 4.5 on both.
 GREY = "#767676"
-ON_COLOR = "#FFFFFF"  # hatches, and text on blue
 
-_DASHES = ["-", (0, (5, 2)), (0, (1.2, 1.2)), (0, (7, 1.5, 1.5, 1.5)), (0, (4, 1.5, 1.2, 1.5, 1.2, 1.5))]
+_DASHES = ["-", "--", ":", "-.", (0, (4, 1.5, 1.2, 1.5, 1.2, 1.5))]
 # Neighbors differ in color and in line style, all 20 in one of the two.
 CURVES = cycler(color=[BLUE, VERMILLION, GREEN, PURPLE] * 5) + cycler(linestyle=_DASHES * 4)
 
@@ -31,14 +29,10 @@ _SHEET: dict[str, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.titlelocation": "left",
-    "axes.titlesize": "medium",
     "axes.axisbelow": True,
     "axes.grid": True,
     "grid.alpha": 0.25,
-    "lines.linewidth": 1.6,
     "legend.frameon": False,
-    "legend.borderaxespad": 0.0,
-    "legend.handlelength": 3.2,  # long enough for every line style
 }
 
 
@@ -46,8 +40,8 @@ _SHEET: dict[str, Any] = {
 def style() -> Iterator[None]:
     """Make figures in a `with` block look like the figures of `mpx.plot`.
 
-    They are transparent, with text of a grey that can be read on white (4.5 to 1) and on a dark page (4.1 to 1 on
-    #121212), and colors that stand out from both by 3 to 1. Axes made outside of such a block keep their own look.
+    They are transparent, with text of a grey that can be read on white and on a dark page. Axes made outside of such a
+    block keep their own look.
 
     Example:
         >>> import matplotlib.pyplot as plt
@@ -56,10 +50,6 @@ def style() -> Iterator[None]:
         ...     figure, (left, right) = plt.subplots(1, 2)
         >>> figure.get_facecolor(), mpx.plot.losses({"bf16": [2.0, 1.5]}, axes=left).xaxis.label.get_color()
         ((0.0, 0.0, 0.0, 0.0), '#767676')
-
-    References:
-        Okabe and Ito 2008, Color Universal Design (jfly.uni-koeln.de/color): the colors.
-        W3C 2018, Web Content Accessibility Guidelines 2.1, 1.4.3 and 1.4.11: the contrasts of text and of graphics.
     """
     plt.draw_if_interactive()  # load the backend: inside of the block the settings that it makes would be taken back
     with plt.style.context(_SHEET):
@@ -67,35 +57,19 @@ def style() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def canvas(axes: Any, caller: str, height: float) -> Iterator[Axes]:
+def canvas(axes: Axes | None, height: float) -> Iterator[Axes]:
     """Give the axes to draw on, in a block with the style sheet: `axes`, or new ones in a figure of this height.
 
     New figures are 5.6 inches wide: on the 390 pixels of a phone, letters of 10 points then have 10 pixels.
     """
-    if axes is not None and not isinstance(axes, Axes):
-        raise TypeError(f"`{caller}`: `axes` must be a Matplotlib Axes or None, but got {type(axes).__name__}.")
     with style():
         axes = plt.subplots(figsize=(5.6, height))[1] if axes is None else axes
         axes.set_prop_cycle(CURVES)
         yield axes
 
 
-def add_legend(
-    axes: Axes, handles: Sequence[Any] | None = None, *, columns: int = 1, side: Literal["left", "right"] = "left"
-) -> None:
-    """Add a legend below the axes and the name of the x axis, where it hides nothing, from their left or right end."""
+def add_legend(axes: Axes, handles: Sequence[Any] | None = None, *, columns: int = 1) -> None:
+    """Add a legend below the axes and the name of the x axis, where it hides nothing."""
     handles = axes.get_legend_handles_labels()[0] if handles is None else handles
     below: Any = axes.transAxes + ScaledTranslation(0, -36 / 72, axes.figure.dpi_scale_trans)
-    loc, x = ("upper left", 0.0) if side == "left" else ("upper right", 1.0)
-    axes.legend(handles=handles, loc=loc, bbox_to_anchor=(x, 0.0), bbox_transform=below, ncols=columns)
-
-
-def round_ticks(*, integers: bool) -> MaxNLocator:
-    """Return a locator of a few multiples of 1, 2 or 5 times a power of ten."""
-    return MaxNLocator(nbins=8, steps=[1, 2, 5, 10], integer=integers)
-
-
-def plain(text: str) -> str:
-    """Return a user's text as Matplotlib shows it unchanged: dollars begin no formula, an underscore hides nothing."""
-    text = text.replace("$", r"\$")
-    return f"\N{ZERO WIDTH SPACE}{text}" if text.startswith("_") else text
+    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(0, 0), bbox_transform=below, ncols=columns)
