@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from mpx.tools.program.findings import WORTH_A_WORD, Finding, Step, Type
+from mpx.tools.program.findings import WORTH_A_WORD, Finding, Step
 
 
 def of_donation(step: Step, names: Sequence[str]) -> Iterator[Finding]:
@@ -25,23 +25,13 @@ def of_donation(step: Step, names: Sequence[str]) -> Iterator[Finding]:
                 size,
                 "If the new one takes its place, donate it (`donate_argnums` of `jax.jit`).",
             )
-    donated = [[leaf.type for leaf in leaves if leaf.is_donated] for leaves in arguments.values()]
-    if not _come_back_in_order([types for types in donated if types], step.results):
+    donated = [tuple(leaf.type for leaf in leaves if leaf.is_donated) for leaves in arguments.values()]
+    donated = [types for types in donated if types]
+    rest = iter(step.results)
+    come_back_in_order = all(each in rest for types in donated for each in types)
+    # Nobody can tell the order of two arguments that are alike.
+    if not come_back_in_order or len(set(donated)) < len(donated):
         yield from _copies(step)
-
-
-def _come_back_in_order(donated: list[list[Type]], results: list[Type]) -> bool:
-    """Return whether donated arguments are found among the results one after another, and no two of them are alike.
-
-    Nobody can tell the order of two that are alike.
-    """
-    start = 0
-    for types in donated:
-        ends = (end for end in range(start + len(types), len(results) + 1) if results[end - len(types) : end] == types)
-        start = next(ends, -1)
-        if start < 0 or donated.count(types) > 1:
-            return False
-    return True
 
 
 def _copies(step: Step) -> Iterator[Finding]:

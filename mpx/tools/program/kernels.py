@@ -121,7 +121,7 @@ def _with_links(
     kernel: Kernel, instruction: Instruction, target: Target | None, mesh_shape: Mapping[str, int]
 ) -> Kernel:
     """Return the kernel of a collective with what it sends, and along which axes."""
-    collective = next(filter(_is_collective, instruction.parts), instruction)
+    collective = next(part for part in instruction.parts if _KINDS.get(part.operation) == "collectives")
     # A TPU has a sum and a slice of it in one fusion.
     is_scattered = instruction.op == "fusion" and any(part.op == "dynamic-slice" for part in instruction.parts)
     operation = "reduce-scatter" if is_scattered else collective.operation
@@ -163,10 +163,6 @@ def _runs(program: Program, times: int = 1) -> list[tuple[Instruction, Kind, int
         elif kind := _kind(instruction):
             found.append((instruction, kind, times))
     return found
-
-
-def _is_collective(part: Instruction) -> bool:
-    return _KINDS.get(part.operation) == "collectives"
 
 
 def _kind(instruction: Instruction) -> Kind | None:

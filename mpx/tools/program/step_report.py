@@ -21,24 +21,13 @@ from mpx.tools.program.kernels import Kernel, Kind
 from mpx.tools.program.targets import Target, get_target, target_devices, target_here
 
 _MOST_ROWS = 12  # of kernels that are printed
-_MORE = "unless more is asked for (jax.default_matmul_precision)."
-_NOTES = {
-    "tf32": f"tf32: float32 operands, which a GPU may round to TF32 (10 bits) {_MORE}",
-    "bf16 (f32)": f"bf16 (f32): float32 operands, which a TPU rounds to bfloat16 {_MORE}",
-}
-
-
-_FINDERS = (
-    exchange.sums_in_16_bits,
-    exchange.sums_of_which_a_part_is_used,
+_FINDERS = (exchange.sums_in_16_bits, exchange.sums_of_which_a_part_is_used, exchange.gathers_of_states)
+_DTYPE_FINDERS = (  # not for a CPU, which computes and sends in float32 whatever the dtype
     exchange.gathers_of_float32,
-    exchange.gathers_of_states,
     precision.float32_products,
     precision.products_in_another_dtype,
     precision.float32_between_kernels,
 )
-# A CPU computes and sends in float32, whatever the dtype.
-_OF_DTYPES = (exchange.gathers_of_float32, *_FINDERS[4:])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +147,6 @@ class StepReport(_tables.Result):
             yield "A loop of unknown length is counted as if it ran once."
         if any(kernel.kind == "library calls" for kernel in self.kernels):
             yield "Calls of libraries and kernels written by hand count bytes and no FLOPs."
-        yield from (note for dtype, note in _NOTES.items() if dtype in self.flops)
 
 
 def _most(
@@ -185,26 +173,31 @@ def _shortened(result: str) -> str:
     return result if len(result) <= 40 else result[:37] + "..."
 
 
-_BYTES: dict[str, Callable[[StepReport], int]] = {
-    "peak of memory": lambda report: report.peak_bytes,
-    "  arguments": lambda report: report.argument_bytes,
-    "  outputs": lambda report: report.output_bytes,
-    "  donated": lambda report: -report.donated_bytes,
-    "  temporaries": lambda report: report.temporary_bytes,
-    "  code": lambda report: report.code_bytes,
-    "moved by kernels": lambda report: report.moved_bytes,
-    **{f"  {kind}": lambda report, kind=kind: report.moved_by_kind.get(kind, 0) for kind in get_args(Kind)},
-}
+def _bytes_by_name(report: StepReport) -> dict[str, int]:
+    return {
+        "peak of memory": report.peak_bytes,
+        "  arguments": report.argument_bytes,
+        "  outputs": report.output_bytes,
+        "  donated": -report.donated_bytes,
+        "  temporaries": report.temporary_bytes,
+        "  code": report.code_bytes,
+        "moved by kernels": report.moved_bytes,
+        **{f"  {kind}": report.moved_by_kind.get(kind, 0) for kind in get_args(Kind)},
+    }
 
 
 def _summary(reports: Mapping[str, StepReport]) -> _tables.Table:
     """Return the figures of reports side by side, without lines of zeros."""
     found = list(reports.values())
     unit = units.unit_for([max(report.peak_bytes, report.moved_bytes) for report in found])
+    columns = [_bytes_by_name(report) for report in found]
     rows = [
-        (name if name.startswith(" ") else f"{name}, {unit[0]}", *(units.shown(bytes_of(r), unit) for r in found))
-        for name, bytes_of in _BYTES.items()
-        if any(map(bytes_of, found))
+        (
+            name if name.startswith(" ") else f"{name}, {unit[0]}",
+            *(units.shown(column[name], unit) for column in columns),
+        )
+        for name in columns[0]
+        if any(column[name] for column in columns)
     ]
     rows.append(("kernels", *(f"{report.kernel_count:,}" for report in found)))
     for dtype in dict.fromkeys(dtype for report in found for dtype in report.flops):
@@ -264,7 +257,7 @@ def step_report(
         TypeError: if `step` is not a function.
         ValueError: if the target is not known, no argument holds an array to compile for it, or `donate_argnums` is
             given for a function of `jax.jit`.
-        RuntimeError: if the compiler for the target is not installed, or the backend has no analysis of memory.
+        RuntimeError: if the compiler for the target is not installed.
 
     Example:
         >>> step = lambda w, x: w - 0.1 * jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w)
@@ -316,8 +309,6 @@ def report_of(
     Its findings need the program as it was lowered too, and those on donation the names of its arguments.
     """
     memory = compiled.memory_analysis()
-    if memory is None:
-        raise RuntimeError("`step_report`: the backend gives no analysis of memory.")
     program = text.parse(compiled.as_text())
     is_cpu = target is None and jax.default_backend() == "cpu"
     float32 = target.float32 if target else "f32" if is_cpu else "tf32"
@@ -328,7 +319,7 @@ def report_of(
         arguments = list(arguments_of(lowered, compiled))
         step = Step(lowered, program, runs, uses_in(program), arguments, results, float32)
         findings += of_donation(step, names) if names is not None else ()
-        findings += [finding for find in _FINDERS if not (is_cpu and find in _OF_DTYPES) for finding in find(step)]
+        findings += [finding for find in _FINDERS + _DTYPE_FINDERS * (not is_cpu) for finding in find(step)]
     return StepReport(
         target=target,
         argument_bytes=memory.argument_size_in_bytes,

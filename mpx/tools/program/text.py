@@ -59,7 +59,7 @@ class Instruction:
     source: str  # `file.py:line`; empty if it is not known
     is_root: bool  # whether it is the result of its computation
     number: int | None  # of a parameter
-    is_donated: bool  # whether it is a parameter of the program whose memory a result takes
+    is_donated: bool  # of a parameter of the program: whether a result takes its memory
 
     def attribute(self, pattern: str) -> str | None:
         """Return the first group of a regular expression in the attributes."""
@@ -92,11 +92,7 @@ class Instruction:
 
 
 def parse(text: str) -> tuple[Instruction, ...]:
-    """Return the operations of a program in the order of execution.
-
-    Raises:
-        ValueError: if there is no entry computation, as in a text that is no compiled program.
-    """
+    """Return the operations of a program in the order of execution."""
     sources = _sources(text)
     computations: dict[str, tuple[Instruction, ...]] = {}
     body: dict[str, Instruction] = {}
@@ -120,9 +116,7 @@ def parse(text: str) -> tuple[Instruction, ...]:
                 source=sources.get(frame[1], "") if frame else "",
                 is_root=bool(match["root"]),
                 number=int(match["operands"]) if match["op"] == "parameter" else None,
-                is_donated=bool(head and head["is_entry"])
-                and match["op"] == "parameter"
-                and match["operands"] in donated,
+                is_donated=match["op"] == "parameter" and match["operands"] in donated,
             )
     raise ValueError("This text has no entry computation: it is not a compiled program of XLA.")
 
