@@ -49,17 +49,19 @@ def narrowed_to(array: Instruction, uses: Uses) -> str | None:
 
 
 def is_taken_in_parts(array: Instruction, uses: Uses) -> bool:
-    """Return whether each kernel that uses an array needs at most half of it, another part on each device.
-
-    A fusion computes no more than its result needs. A `slice` takes the same on every device: an array out of several
-    that were joined.
-    """
-    is_alike = lambda x, user, is_in_fusion: is_in_fusion and user.shapes[0].dims == x.shapes[0].dims
+    """Return whether each kernel that uses an array needs at most half of it, another part on each device."""
     size = lambda x: math.prod(x.shapes[0].dims)
-    ends = [*_ends(array, uses, lambda x, user, *where: user.op in ("bitcast", "slice") or is_alike(x, user, *where))]
-    return bool(ends) and all(
-        user is not None and user.op == "dynamic-slice" and 2 * size(user) <= size(x) for x, user in ends
-    )
+    is_half = lambda x, user: user is not None and user.op == "dynamic-slice" and 2 * size(user) <= size(x)
+    halves = [is_half(x, user) for x, user in _ends(array, uses, _stays_whole)]
+    return bool(halves) and all(halves)
+
+
+def _stays_whole(x: Instruction, user: Instruction, is_in_fusion: bool) -> bool:
+    """Return whether a user computes of an array no more than its own users need, as all do in a fusion.
+
+    A `slice` takes the same on every device: an array out of several that were joined.
+    """
+    return user.op in ("bitcast", "slice") or (is_in_fusion and user.shapes[0].dims == x.shapes[0].dims)
 
 
 def _ends(
@@ -68,9 +70,9 @@ def _ends(
     hands_on: Callable[[Instruction, Instruction, bool], bool],
     fusion: Instruction | None = None,
 ) -> Iterator[tuple[Instruction, Instruction | None]]:
-    """Yield what uses an array in the end, behind all that hands it on, and as what; None for a result.
+    """Yield the array as its last users see it, behind all that hands it on, and each user; None for a result.
 
-    It goes on inside of each fusion, and behind one that cuts the array out of several that were joined.
+    It follows the array into each fusion, and behind one that cuts it out of several that were joined.
     """
     if array.is_root and array.op == "slice" and fusion is not None:
         yield from _ends(fusion, uses, hands_on)

@@ -227,8 +227,6 @@ def _flops(part: Instruction) -> int:
     """Return the FLOPs of a matrix product or convolution; 0 of anything else."""
     if part.operation.startswith(("convolution", "__cudnn$conv")):
         return _conv_flops(part)
-    if part.operation == "__cudnn$blockScaledDot":  # contracts the last axes
-        return 2 * math.prod(part.shapes[0].dims) * part.operands[0].shapes[0].dims[-1]
     contracted = part.attribute(r"lhs_contracting_dim(?:ension)?s\"?[=:][{\[]([\d,\"]*)")
     if contracted is None or part.op == "fusion":
         return 0
