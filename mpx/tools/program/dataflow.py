@@ -43,8 +43,10 @@ def narrowed_to(array: Instruction, uses: Uses) -> str | None:
     """Return the dtype with fewer bits that all uses of an array convert it to first; None if there is no such."""
     found: set[str | None] = set()
     for x, user in _ends(array, uses, lambda x, user, is_in_fusion: user.op in _MOVES):
-        is_narrowing = user is not None and user.op == "convert" and user.shapes[0].bits < x.shapes[0].bits
-        found.add(user.shapes[0].dtype if is_narrowing else None)
+        if user is not None and user.op == "convert" and user.shapes[0].bits < x.shapes[0].bits:
+            found.add(user.shapes[0].dtype)
+        else:
+            found.add(None)
     return found.pop() if len(found) == 1 else None
 
 
