@@ -191,6 +191,7 @@ def report(
     """Read arrays, and show how many become zero in a format and which loss scale they need."""
     from mpx.tools.cli import arrays
     from mpx.tools.cli.output import write
+    from mpx.tools.monitor.underflow import underflow_report
 
     found = underflow_report(arrays.read(file), dtype, loss_scale=loss_scale)
     write(found, [found], as_json)

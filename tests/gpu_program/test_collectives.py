@@ -73,18 +73,14 @@ def kernel_bytes(report):
     return sorted(k.bytes for k in report.kernels for _ in range(k.times) if "triton" in k.operation)
 
 
-def test_kernels_of_fused_update_run_on_each_device_with_zero1(mesh):
-    """Each device updates an eighth of two weights, and then puts whole ones in place: reads 4 bytes, and writes 2."""
-    tx = mpx.zero1(with_8_bit_moments(), mesh)
-    without, fused = (report_of(tx, mesh, scatter=True, fused=fused) for fused in (False, True))
+@pytest.mark.parametrize("scatter", [True, False], ids=["zero1", "equal parameters"])
+def test_kernels_of_fused_update_run_on_each_device(mesh, scatter):
+    """With zero1 each updates an eighth of two weights, and puts whole ones in place: reads 4 bytes, writes 2."""
+    tx = mpx.zero1(with_8_bit_moments(), mesh) if scatter else with_8_bit_moments()
+    without, fused = (report_of(tx, mesh, scatter=scatter, fused=fused) for fused in (False, True))
     assert sent(fused) == sent(without)
-    moved = kernel_bytes(fused)
     # Gradients are float32 here: 4 bytes more are 2 more than with bfloat16 ones. (And a handful for scalars.)
-    assert moved == [pytest.approx(16.0625 * COUNT / 8, rel=1e-3)] * 2 + [6 * COUNT] * 2
-    assert fused.moved_bytes < 1.01 * without.moved_bytes  # nearly all of it is to put whole parameters in place
-
-
-def test_kernels_of_fused_update_run_on_each_device_with_equal_parameters(mesh):
-    without, fused = (report_of(with_8_bit_moments(), mesh, scatter=False, fused=fused) for fused in (False, True))
-    assert sent(fused) == sent(without)
-    assert kernel_bytes(fused) == [pytest.approx(16.0625 * COUNT, rel=1e-3)] * 2
+    updated = [pytest.approx(16.0625 * COUNT / (8 if scatter else 1), rel=1e-3)] * 2
+    assert kernel_bytes(fused) == updated + [6 * COUNT] * 2 * scatter
+    if scatter:
+        assert fused.moved_bytes < 1.01 * without.moved_bytes  # nearly all of it is to put whole parameters in place

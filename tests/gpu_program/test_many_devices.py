@@ -21,6 +21,10 @@ SHAPES = {"a": (2048, 8192), "b": (8192, 2048)}
 ROWS = {"a": P("data"), "b": P("data")}
 
 
+def placed_on(mesh, shape, dtype, spec):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+
 def layers(gathered):
     """Return a loss of two layers, whose weights `gathered` makes whole."""
 
@@ -58,8 +62,7 @@ def sent(devices, style, how, dtype, target="h200", **options):
     """Return which dtypes of large arrays gathers and sums have, and the findings."""
     kind, specs, gathered = STYLES[style]
     mesh = Mesh(np.array(devices), ("data",), axis_types=(kind,))
-    placed = lambda shape, dtype, spec: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
-    params = {name: placed(shape, dtype, specs[name] if specs else P()) for name, shape in SHAPES.items()}
+    params = {name: placed_on(mesh, shape, dtype, specs[name] if specs else P()) for name, shape in SHAPES.items()}
     loss = mpx.autocast(layers(gathered), mpx.Fp8(min_extent=0) if how == "fp8" else how, **options)
     gradients = (
         in_a_shard_map(mean_over_devices(loss), mesh)
@@ -71,9 +74,8 @@ def sent(devices, style, how, dtype, target="h200", **options):
         _, grads = gradients(params, x)
         return jax.tree.map(lambda p, g: (p - 0.1 * g).astype(p.dtype), params, grads)
 
-    report = mpx.step_report(
-        step, params, placed((4096, 2048), jnp.float32, P("data")), target=target, donate_argnums=0
-    )
+    x = placed_on(mesh, (4096, 2048), jnp.float32, P("data"))
+    report = mpx.step_report(step, params, x, target=target, donate_argnums=0)
     large = [c for c in report.collectives if c.sent_bytes > 2**20]
     names = lambda *kinds: {c.dtype for c in large if c.operation in kinds}
     return names("all-gather"), names("all-reduce", "reduce-scatter"), [finding.what for finding in report.findings]
@@ -116,22 +118,6 @@ def test_gradients_are_added_up_in_bfloat16_if_the_user_says_so_and_a_finding_sa
     assert finding.startswith("Devices add up arrays of the shapes of weights in bf16")
 
 
-@pytest.mark.parametrize("checkpoint", [lambda body: body, jax.checkpoint], ids=["a scan", "with a checkpoint"])
-def test_layers_in_a_scan_have_no_float32_copy_of_bfloat16_weights(h200, checkpoint):
-    """What is held beside the arguments: float32 gradients, 4 bytes a parameter, and less than 2 of activations."""
-    mesh = Mesh(np.array(h200), ("data",), axis_types=(AxisType.Auto,))
-    placed = lambda shape, dtype, spec: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
-    weights, x = placed((8, 2048, 2048), jnp.bfloat16, P()), placed((1024, 2048), jnp.float32, P("data"))
-    body = checkpoint(lambda x, w: (jnp.tanh(x @ w), None))
-    loss = mpx.autocast(lambda w, x: jnp.mean(jax.lax.scan(body, x, w)[0]), "bf16")
-
-    def step(w, x):
-        return (w - 0.1 * mpx.grad(loss)(w, x)).astype(w.dtype)
-
-    report = mpx.step_report(step, weights, x, target="h200", donate_argnums=0)
-    assert 4 < report.temporary_bytes / weights.size < 6
-
-
 def bytes_a_parameter(report, count):
     """Return what comes out of all-gathers and what goes into sums. A collective's bytes are read and written ones."""
     shares = {"all-gather": 8 / 9, "reduce-scatter": 8 / 9, "all-reduce": 1 / 2}  # 8 devices: one side is an eighth
@@ -141,10 +127,6 @@ def bytes_a_parameter(report, count):
             kind = "all-gather" if c.operation == "all-gather" else "sum"
             sums[kind] += c.bytes * c.times * shares[c.operation] / count
     return tuple(sums.values())
-
-
-def placed_on(mesh, shape, dtype, spec):
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
 
 def printed_fsdp_step(mesh, recipe):
@@ -202,13 +184,28 @@ def test_a_plan_says_how_many_bytes_a_step_sends(h200, name, sharding):
 
 @pytest.mark.parametrize(("checkpoint", "times"), [(lambda body: body, 1), (jax.checkpoint, 2)], ids=["kept", "again"])
 def test_a_layer_in_a_scan_gathers_its_weight_once_and_twice_if_it_is_rematerialised(h200, checkpoint, times):
-    mesh = Mesh(np.array(h200), ("data",), axis_types=(AxisType.Explicit,))
-    weights = placed_on(mesh, (4, 2048, 2048), jnp.bfloat16, P(None, "data"))
-    body = checkpoint(lambda x, w: (jnp.tanh(x @ jax.sharding.reshard(w, P())), None))
-    loss = mpx.autocast(lambda w, x: jnp.mean(jax.lax.scan(body, x, w)[0]), "bf16")
-    x = placed_on(mesh, (4096, 2048), jnp.float32, P("data"))
-    report = mpx.step_report(lambda w, x: (w - 0.1 * mpx.grad(loss)(w, x)).astype(w.dtype), weights, x, target="h200")
+    weights, report = scanned(h200, P(None, "data"), lambda w: jax.sharding.reshard(w, P()), checkpoint)
     assert bytes_a_parameter(report, weights.size) == pytest.approx((2 * times, 4), rel=0.01)
+
+
+@pytest.mark.parametrize("checkpoint", [lambda body: body, jax.checkpoint], ids=["a scan", "with a checkpoint"])
+def test_layers_in_a_scan_have_no_float32_copy_of_bfloat16_weights(h200, checkpoint):
+    """What is held beside the arguments: float32 gradients, 4 bytes a parameter, and less than 2 of activations."""
+    weights, report = scanned(h200, P(), lambda w: w, checkpoint)
+    assert 4 < report.temporary_bytes / weights.size < 6
+
+
+def scanned(devices, spec, gathered, checkpoint):
+    """Return the weights of layers in a scan, and the report of their step."""
+    mesh = Mesh(np.array(devices), ("data",), axis_types=(AxisType.Explicit,))
+    weights, x = (
+        placed_on(mesh, (8, 2048, 2048), jnp.bfloat16, spec),
+        placed_on(mesh, (1024, 2048), jnp.float32, P("data")),
+    )
+    body = checkpoint(lambda x, w: (jnp.tanh(x @ gathered(w)), None))
+    loss = mpx.autocast(lambda w, x: jnp.mean(jax.lax.scan(body, x, w)[0]), "bf16")
+    step = lambda w, x: (w - 0.1 * mpx.grad(loss)(w, x)).astype(w.dtype)
+    return weights, mpx.step_report(step, weights, x, target="h200", donate_argnums=0)
 
 
 def step_of(devices, kind, shape, spec, *, fused):

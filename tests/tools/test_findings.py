@@ -1,18 +1,16 @@
 """Check what findings read off programs that are written by hand: of kernels and of what devices send each other."""
 
-import types
-
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from mpx.tools.program import exchange, precision
 from mpx.tools.program.dataflow import uses_in
-from mpx.tools.program.exchange import of_collectives
-from mpx.tools.program.findings import arguments_of
+from mpx.tools.program.findings import Argument, Step, arguments_of
 from mpx.tools.program.kernels import kernels
-from mpx.tools.program.precision import of_kernels, of_other_dtypes, of_products
 from mpx.tools.program.targets import TARGETS
 from mpx.tools.program.text import parse
 from tests.helpers import eight_cpu_devices
@@ -59,40 +57,38 @@ def program(*lines, called=""):
     return parse("\n".join([ADDING, called, head, *(f"  {line}" for line in (*parameters, *lines)), "}"]))
 
 
-def runs(text):
-    return list(kernels(text, mesh_shape={"data": 4}))
+def step(text, arguments=((512, 512),), results=None, lowered=None):
+    """Return the step of a program, with float32 arguments of some shapes, which it returns."""
+    given = [Argument(0, shape, shape, np.dtype("float32")) for shape in arguments]
+    returned = [argument.type for argument in given] if results is None else results
+    return Step(lowered, text, list(kernels(text, mesh_shape={"data": 4})), uses_in(text), given, returned, "f32")
 
 
-def sent(*lines, called="", arguments=((512, 512),), results=None):
-    """Return the findings on collectives of a step with arguments of some shapes, which it returns."""
-    text = program(*lines, called=called)
-    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in arguments]
-    out_info = shapes if results is None else results
-    stage = types.SimpleNamespace(
-        args_info=(tuple(shapes), {}), input_shardings=((None,) * len(shapes), {}), out_info=out_info
-    )
-    return list(of_collectives(stage, stage, runs(text), uses_in(text)))
+def found(finder, *lines, called="", **options):
+    return list(finder(step(program(*lines, called=called), **options)))
+
+
+def gathers(*lines, **options):
+    return found(exchange.gathers_of_float32, *lines, **options)
 
 
 GATHER = "%g = f32[512,512]{1,0} all-gather(%a), dimensions={0}, " + MANY
 NARROW_USE = "%u = bf16[512,512]{1,0} fusion(%g, %n), kind=kLoop, calls=%narrowing"
 
 
-def test_a_float32_array_that_is_gathered_and_then_rounded_is_found_with_half_of_what_is_sent():
-    (finding,) = sent(GATHER, NARROW_USE, called=NARROWING)
+ASYNCHRONOUS = (
+    "%s = ((f32[128,512]), (f32[512,512])) all-gather-start(%a), dimensions={0}, " + MANY,
+    "%d = (f32[512,512]) all-gather-done(%s)",
+    "%g = f32[512,512]{1,0} get-tuple-element(%d), index=0",
+)
+
+
+@pytest.mark.parametrize("gather", [(GATHER,), ASYNCHRONOUS], ids=["at once", "asynchronous, in a tuple"])
+def test_a_float32_array_that_is_gathered_and_then_rounded_is_found_with_half_of_what_is_sent(gather):
+    (finding,) = gathers(*gather, NARROW_USE, called=NARROWING)
     assert finding.what == "Devices send float32 arrays that are rounded to bf16 right after (1 of all-gather)"
     assert finding.bytes == 3 * SIZE * 4 // 4 // 2
-
-
-def test_it_is_found_behind_the_end_of_an_asynchronous_gather_of_several_arrays():
-    (finding,) = sent(
-        "%s = ((f32[128,512]), (f32[512,512])) all-gather-start(%a), dimensions={0}, " + MANY,
-        "%d = (f32[512,512]) all-gather-done(%s)",
-        "%g = f32[512,512]{1,0} get-tuple-element(%d), index=0",
-        NARROW_USE,
-        called=NARROWING,
-    )
-    assert "right after" in finding.what
+    assert gathers(*gather, NARROW_USE, called=NARROWING, arguments=((2**15, 2**12),)) == []  # little beside them
 
 
 @pytest.mark.parametrize(
@@ -106,7 +102,8 @@ def test_it_is_found_behind_the_end_of_an_asynchronous_gather_of_several_arrays(
     ],
 )
 def test_another_use_of_a_gathered_array_keeps_it_in_float32(other_use):
-    assert sent(GATHER, NARROW_USE, other_use, called=NARROWING + WRITING) == []
+    assert gathers(GATHER, NARROW_USE, other_use, called=NARROWING + WRITING) == []
+    assert gathers(GATHER, other_use, called=WRITING) == [] or "f16" in other_use
 
 
 def test_of_arrays_that_are_gathered_together_only_float32_counts():
@@ -115,51 +112,67 @@ def test_of_arrays_that_are_gathered_together_only_float32_counts():
     parts = ("pred", "f32", "bf16")
     lines = [f"%g{i} = {dtype}[512,512]{{1,0}} get-tuple-element(%t), index={i}" for i, dtype in enumerate(parts)]
     lines += [f"%u{i} = bf16[512,512]{{1,0}} convert(%g{i})" for i in range(2)]
-    (finding,) = sent("%p = pred[128,512]{1,0} parameter(4)", together, *lines)
+    read = step(program("%p = pred[128,512]{1,0} parameter(4)", together, *lines))
+    (finding,) = exchange.gathers_of_float32(read)
     assert finding.bytes == 3 * SIZE * 4 // 4 // 2
-    text = program("%p = pred[128,512]{1,0} parameter(4)", together, *lines)
-    (kernel,) = [kernel for _, kernel in runs(text) if kernel.sent_bytes]
+    (kernel,) = [kernel for _, kernel in read.runs if kernel.sent_bytes]
     assert kernel.sent_by_dtype == {"f32": 3 * SIZE, "bf16": 3 * SIZE // 2, "pred": 3 * SIZE // 4}
 
 
 def test_which_operand_of_a_kernel_is_rounded_is_told_by_its_number():
     swapped = NARROWING.replace("parameter(1)", "parameter(x)").replace("parameter(0)", "parameter(1)")
     swapped = swapped.replace("parameter(x)", "parameter(0)")
-    assert len(sent(GATHER, NARROW_USE.replace("%g, %n", "%n, %g"), called=swapped)) == 1
-    assert sent(GATHER, NARROW_USE.replace("%g, %n", "%b, %g"), called=NARROWING) == []
+    assert len(gathers(GATHER, NARROW_USE.replace("%g, %n", "%n, %g"), called=swapped)) == 1
+    assert gathers(GATHER, NARROW_USE.replace("%g, %n", "%b, %g"), called=NARROWING) == []
 
 
 def test_a_gather_used_in_float32_is_found_only_beside_products_in_few_bits():
     product = "%d = bf16[512,512]{1,0} dot(%n, %n), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
     use = "%v = f32[512,512]{1,0} add(%g, %b)"
-    (finding,) = sent(GATHER, use, product)
+    (finding,) = gathers(GATHER, use, product)
     assert finding.what == "Devices gather float32 arrays that are used in float32 (1 of all-gather)"
     assert finding.bytes == 3 * SIZE
-    assert sent(GATHER, use, product.replace("bf16", "f32").replace("%n", "%b")) == []
+    assert gathers(GATHER, use, product.replace("bf16", "f32").replace("%n", "%b")) == []
 
 
 def sum_in(dtype, name="n"):
     return f"%s = {dtype}[512,512]{{1,0}} all-reduce(%{name}), to_apply=%add, " + MANY
 
 
-def test_a_sum_in_16_bits_is_a_gradient_if_a_weight_has_its_shape_in_any_order():
-    for shape in ((512, 512), (8, 512, 512)):
-        (finding,) = sent(sum_in("bf16"), "ROOT %r = (bf16[512,512]) tuple(%s)", arguments=(shape,))
+def sums(*lines, **options):
+    return found(exchange.sums_in_16_bits, *lines, **options)
+
+
+@pytest.mark.parametrize(
+    ("line", "arguments", "count"),
+    [
+        (sum_in("bf16"), (512, 512), 1),
+        (sum_in("bf16"), (8, 512, 512), 1),  # a layer of a stack
+        (sum_in("bf16"), (512, 256), 0),
+        (sum_in("bf16"), (512,), 0),
+        (sum_in("f32", "b"), (512, 512), 0),
+    ],
+)
+def test_a_sum_in_16_bits_is_a_gradient_if_a_weight_has_its_shape_in_any_order(line, arguments, count):
+    findings = sums(line, "ROOT %r = (bf16[512,512]) tuple(%s)", arguments=(arguments,))
+    assert [finding.bytes for finding in findings] == [2 * 3 * SIZE * 2 // 4] * count
+    for finding in findings:
         assert finding.what.startswith("Devices add up arrays of the shapes of weights in bf16")
-        assert finding.bytes == 2 * 3 * SIZE * 2 // 4
-    for shape in ((512, 256), (512,)):
-        assert sent(sum_in("bf16"), "ROOT %r = (bf16[512,512]) tuple(%s)", arguments=(shape,)) == []
-    assert sent(sum_in("bf16"), "ROOT %r = (bf16[512,512]) tuple(%s)", results=()) == []  # shape of the batch
-    assert sent(sum_in("f32", "b"), "ROOT %r = (f32[512,512]) tuple(%s)") == []
+    assert sums(line, arguments=(arguments,), results=()) == []  # the shape of the batch
+
+
+def parts(*lines, **options):
+    return found(exchange.sums_of_which_a_part_is_used, *lines, **options)
 
 
 def test_a_whole_sum_is_found_if_each_device_keeps_a_part():
     keep = "%k = f32[128,512]{1,0} fusion(%s, %i), kind=kLoop, calls=%halving"
-    (finding,) = sent(sum_in("f32", "b"), keep, called=HALVING)
+    (finding,) = parts(sum_in("f32", "b"), keep, called=HALVING)
     assert finding.what == "Every device gets a whole sum and keeps a part of it (1 of all-reduce)"
     assert finding.bytes == 3 * SIZE * 4 // 4
-    assert sent(sum_in("f32", "b"), keep, "%v = f32[512,512]{1,0} add(%s, %b)", called=HALVING) == []
-    assert sent(sum_in("f32", "b"), keep, "ROOT %v = (f32[512,512]) tuple(%s)", called=HALVING) == []
+    for other_use in ("%v = f32[512,512]{1,0} add(%s, %b)", "ROOT %v = (f32[512,512]) tuple(%s)"):
+        assert parts(sum_in("f32", "b"), keep, other_use, called=HALVING) == []
+    assert parts(sum_in("f32", "b").replace("%s", "ROOT %s"), keep, called=HALVING) == []
 
 
 JOINING = """
@@ -184,48 +197,31 @@ JOINED = (
 
 
 def test_sums_that_are_joined_into_one_array_count_by_the_weights_among_them():
-    (finding,) = sent(*JOINED, "ROOT %v = (bf16[512,512]) tuple(%c)", called=JOINING + CUTTING)
-    assert finding.what.startswith("Devices add up arrays of the shapes of weights in bf16")
+    """What is cut out of the sum is whole on every device, unless each one takes its own part of it."""
+    whole = (*JOINED, "ROOT %v = (bf16[512,512]) tuple(%c)")
+    (finding,) = sums(*whole, called=JOINING + CUTTING)
     assert finding.bytes == 2 * 3 * SIZE * 2 // 4  # a third of the joined array
-
-
-def test_an_array_cut_out_of_a_joined_sum_is_whole_unless_each_device_takes_its_own_part():
+    assert parts(*whole, called=JOINING + CUTTING) == []
     keep = "%k = bf16[128,512]{1,0} dynamic-slice(%c, %i, %i), dynamic_slice_sizes={128,512}"
-    found = sent(*JOINED, keep, called=JOINING + CUTTING)
-    assert [finding.what[:32] for finding in found] == [
-        "Devices add up arrays of the sha",
-        "Every device gets a whole sum an",
-    ]
+    assert len(parts(*JOINED, keep, called=JOINING + CUTTING)) == 1
 
 
 def test_an_argument_that_is_not_used_does_not_hide_the_shardings_of_others():
     mesh = eight_cpu_devices()
     placed = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=NamedSharding(mesh, P("data")))
     lowered = jax.jit(lambda used, unused: used + 1).lower(placed, jax.ShapeDtypeStruct((2,), jnp.uint32))
-    (*_, sharding), _ = arguments_of(lowered, lowered.compile())
-    assert sharding.shard_shape((64, 64)) == (8, 64)
-
-
-def test_a_collective_that_is_small_beside_the_arguments_is_not_worth_a_word():
-    assert sent(GATHER, NARROW_USE, called=NARROWING, arguments=((2**15, 2**12),)) == []
-
-
-def kernel_findings(*lines, called):
-    text = program(*lines, called=called)
-    return list(of_kernels(runs(text), uses_in(text)))
+    used, _ = arguments_of(lowered, lowered.compile())
+    assert (used.shard, used.bytes) == ((8, 64), 4 * 8 * 64)
 
 
 def test_float32_numbers_between_kernels_that_all_round_them_are_found_with_the_bytes_that_16_bits_would_save():
+    between = lambda *lines: found(precision.float32_between_kernels, *lines, called=NARROWING + WRITING)
     write = "%g = f32[512,512]{1,0} fusion(%b), kind=kLoop, calls=%writing"
-    other = NARROW_USE.replace("%u", "%w")
-    (finding,) = kernel_findings(write, NARROW_USE, other, called=NARROWING + WRITING)
+    (finding,) = between(write, NARROW_USE, NARROW_USE.replace("%u", "%w"))
     assert finding.what == "Kernels write float32 numbers that all others round to bf16 before they use them"
     assert finding.bytes == 3 * 2 * SIZE  # written once, read twice
-    assert not kernel_findings(write, NARROW_USE, "ROOT %v = (f32[512,512]) tuple(%g)", called=NARROWING + WRITING)
-
-
-def test_a_call_that_returns_nothing_writes_no_float32_numbers():
-    assert not kernel_findings('%c = () custom-call(%b), custom_call_target="log"', called=WRITING)
+    assert not between(write, NARROW_USE, "ROOT %v = (f32[512,512]) tuple(%g)")
+    assert not between('%c = () custom-call(%b), custom_call_target="log"')  # returns nothing
 
 
 DOT = "%{name} = {dtype}[512,512]{{1,0}} dot({operands}), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}"
@@ -234,26 +230,23 @@ IN_BFLOAT16 = [DOT.format(name=f"y{i}", dtype="bf16", operands="%n, %n") for i i
 
 
 def test_a_float32_product_is_found_beside_products_in_few_bits():
-    (finding,) = of_products(runs(program(IN_FLOAT32, *IN_BFLOAT16)), "f32")
+    (finding,) = found(precision.float32_products, IN_FLOAT32, *IN_BFLOAT16)
     assert finding.what == "25% of all FLOPs multiply float32 numbers, though others multiply in fewer bits"
     assert finding.bytes == 2 * SIZE * 4
-    assert not list(of_products(runs(program(IN_FLOAT32)), "f32"))
-    assert not list(of_products(runs(program(*IN_BFLOAT16)), "f32"))
-    assert not list(of_products(runs(program(IN_FLOAT32, *IN_BFLOAT16)), "tf32"))  # float32 was asked for
+    for alike in ([IN_FLOAT32], IN_BFLOAT16):
+        assert not found(precision.float32_products, *alike)
+    asked_for = step(program(IN_FLOAT32, *IN_BFLOAT16))._replace(float32="tf32")
+    assert not list(precision.float32_products(asked_for))
 
 
 def test_a_product_in_another_dtype_than_the_step_asked_for_is_found_by_its_line():
-    @jax.jit
-    def step(a):
-        return a @ a
-
-    asked = step.lower(jax.ShapeDtypeStruct((512, 512), jnp.bfloat16))
-    other = step.lower(jax.ShapeDtypeStruct((512, 512), jnp.float32))
-    ran = lambda lowered: runs(parse(lowered.as_text("hlo", debug_info=True)))
-    (finding,) = of_other_dtypes(asked, ran(other), "f32")
+    square = jax.jit(lambda a: a @ a)
+    asked, other = (square.lower(jax.ShapeDtypeStruct((512, 512), dtype)) for dtype in (jnp.bfloat16, jnp.float32))
+    ran = lambda lowered: step(parse(lowered.as_text("hlo", debug_info=True)), lowered=asked)
+    (finding,) = precision.products_in_another_dtype(ran(other))
     assert finding.what == "A product of bf16 runs in f32"
     assert finding.source.startswith("tests/tools/test_findings.py:")
-    assert not list(of_other_dtypes(asked, ran(asked), "f32"))
+    assert not list(precision.products_in_another_dtype(ran(asked)))
 
 
 @pytest.mark.parametrize(
@@ -267,7 +260,7 @@ def test_a_product_in_another_dtype_than_the_step_asked_for_is_found_by_its_line
     ],
 )
 def test_what_a_device_sends_in_a_ring(line, sent_by_a_device):
-    (kernel,) = [kernel for _, kernel in runs(program(line))]
+    ((_, kernel),) = step(program(line)).runs
     assert kernel.sent_bytes == sent_by_a_device
 
 

@@ -20,8 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from mpx.tools.cli.errors import CommandError, message_of
 from mpx.tools.cli.programs import require_target
-from mpx.tools.plan import largest_that_fits
-from mpx.tools.program import TARGETS, StepReport, Target, compare_reports, step_report
+from mpx.tools.program import StepReport, Target, compare_reports, step_report
 from mpx.tools.program.kernels import has_unknown_loop, kernels
 from mpx.tools.program.targets import target_here
 from mpx.tools.program.text import Shape, parse
@@ -129,19 +128,6 @@ def test_the_bytes_of_a_dtype_of_xla(dtype, size):
     assert Shape(dtype, (3,)).bytes == size
 
 
-def test_what_a_tpu_keeps_on_the_chip_is_no_traffic():
-    """An array is copied to the chip while something else runs, and used from there."""
-    array, chip = "f32[8,128]{1,0:T(8,128)}", "f32[8,128]{1,0:T(8,128)S(1)}"
-    text = f"""ENTRY %main (a: f32[8,128]) -> f32[8,128] {{
-  %a = {array} parameter(0)
-  %start = ({chip}, {array}, u32[]{{:S(2)}}) copy-start(%a)
-  %done = {chip} copy-done(%start)
-  ROOT %b = {array} negate(%done)
-}}
-"""
-    assert moved(text) == [("conversions and copies", 4096, 1), ("elementwise", 4096, 1)]
-
-
 def test_what_a_tpu_copies_to_the_chip_in_parts_is_read_once():
     """Momentum on three tensors in float32: 20 bytes an element, although one is copied to the chip in four parts."""
     found = counted(read("on_chip"))
@@ -157,9 +143,6 @@ def test_a_kernel_written_by_hand_that_works_in_place_reads_its_operand_and_writ
     (kernel,) = counted(read("pallas"))
     assert (kernel.operation, kernel.kind, kernel.bytes) == ("__gpu$xla.gpu.triton", "library calls", 12 * 2**20)
     assert kernel.source == "user/train.py:16"
-    text = (PROGRAMS / "pallas.txt").read_text()
-    for other in ("__triton_kernel_call", "mosaic_gpu_v2", "tpu_custom_call"):
-        assert moved(text.replace("__gpu$xla.gpu.triton", other)) == [("library calls", 12 * 2**20, 1)]
 
 
 def fusion(body, *parameters, result):
@@ -178,57 +161,28 @@ def fusion(body, *parameters, result):
     )
 
 
-def test_a_gather_from_a_small_table_reads_the_table_once():
-    """65,536 rows of 64 float32 numbers are written; they are elements of 8 rows, which take 2 KB."""
-    body = ["ROOT %g = f32[65536,64] gather(%p0, %p1), offset_dims={1}, slice_sizes={1,64}"]
-    text = fusion(body, "f32[8,64]", "s32[65536,1]", result="f32[65536,64]")
-    assert moved(text) == [("conversions and copies", 4 * (65536 * 64 + 65536 + 8 * 64), 1)]
-
-
-def test_a_scatter_to_a_small_table_reads_and_writes_the_table_once():
-    body = ["ROOT %s = f32[8,64] scatter(%p0, %p1, %p2), update_window_dims={1}, to_apply=%sum"]
-    text = fusion(body, "f32[8,64]", "s32[65536,1]", "f32[65536,64]", result="f32[8,64]")
-    assert moved(text) == [("reductions", 4 * (65536 * 64 + 65536 + 2 * 8 * 64), 1)]
-
-
-@pytest.mark.parametrize(("name", "flops"), [("dot_general", {"f32": 2 * 1024 * 512}), ("reduce_sum", {})])
-def test_a_matrix_times_a_vector_that_xla_adds_up_counts_as_a_product(name, flops):
-    """No tensor core multiplies it. A sum that the program asks for is none."""
-    body = [
-        "%v = f32[1024,512] broadcast(%p1), dimensions={1}",
-        "%m = f32[1024,512] multiply(%p0, %v)",
-        "%zero = f32[] constant(0)",
-        "ROOT %r = f32[1024] reduce(%m, %zero), dimensions={1}, to_apply=%sum, "
-        f'metadata={{op_name="jit(step)/transpose(jvp())/{name}" stack_frame_id=1}}',
-    ]
-    (kernel,) = counted(fusion(body, "f32[1024,512]", "f32[512]", result="f32[1024]"))
-    assert kernel.flops == flops
-    assert kernel.kind == ("products" if flops else "reductions")
-
-
-def test_a_product_with_a_scale_for_each_block_has_its_flops():
-    """Of cuDNN: 256 x 512 by 512 x 128 numbers in 8 bits, with a scale for 32 of them."""
-    shapes = "f8e4m3fn[1,256,512]", "f8e4m3fn[1,128,512]", "f8e8m0fnu[1,256,16]", "f8e8m0fnu[1,128,16]"
-    lines = [f"  %p{i} = {shape} parameter({i})" for i, shape in enumerate(shapes)]
-    call = '(bf16[1,256,128], u8[0]) custom-call(%p0, %p1, %p2, %p3), custom_call_target="__cudnn$blockScaledDot"'
-    (kernel,) = counted("\n".join(["ENTRY %main () -> bf16[] {", *lines, f"  ROOT %d = {call}", "}"]))
-    assert (kernel.kind, kernel.flops) == ("products", {"f8e4m3fn": 2 * 256 * 512 * 128})
+@pytest.mark.parametrize(
+    ("operation", "given", "kind", "rows"),
+    [
+        ("gather(%p0, %p1), offset_dims={1}, slice_sizes={1,64}", (), "conversions and copies", 8),
+        ("scatter(%p0, %p1, %p2), update_window_dims={1}, to_apply=%sum", ("f32[65536,64]",), "reductions", 2 * 8),
+    ],
+)
+def test_a_small_table_is_read_once_and_written_once(operation, given, kind, rows):
+    """65,536 rows of 64 float32 numbers come from elements of 8 rows, which take 2 KB, or are added to them."""
+    result = "f32[8,64]" if given else "f32[65536,64]"
+    text = fusion([f"ROOT %r = {result} {operation}"], "f32[8,64]", "s32[65536,1]", *given, result=result)
+    assert moved(text) == [(kind, 4 * (65536 * 64 + 65536 + rows * 64), 1)]
 
 
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
         ("NVIDIA H100 80GB HBM3", "H100 80GB HBM3"),
-        ("NVIDIA A100-SXM4-80GB", "A100-SXM4-80GB"),
-        ("NVIDIA H200", "H200"),
-        ("NVIDIA B200", "B200"),
         ("TPU v5 lite", "TPU v5e"),
-        ("TPU v6 lite", "TPU v6e"),
         ("NVIDIA H100 PCIe", None),
-        ("NVIDIA H100 NVL", None),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
         ("NVIDIA A100-SXM4-40GB", None),
-        ("NVIDIA A100 80GB PCIe", None),
         ("NVIDIA GB200", None),
         ("TPU v5p", None),
         ("cpu", None),
@@ -252,13 +206,10 @@ def test_memory_is_that_of_the_compiler_and_a_step_that_donates_holds_less():
     kept, donating = step_report(update, W, X), step_report(jax.jit(update, donate_argnums=0), W, X)
     same = step_report(update, W, X, donate_argnums=0)
     assert donating == dataclasses.replace(same, kernels=donating.kernels, compile_seconds=donating.compile_seconds)
-    assert (donating.moved_by_kind, donating.flops) == (same.moved_by_kind, same.flops)
     assert (kept.argument_bytes, kept.output_bytes, kept.donated_bytes) == (4 * (65536 + 16384), 4 * 65536, 0)
-    assert donating.donated_bytes == 4 * 65536
-    assert donating.temporary_bytes == compiled.temp_size_in_bytes
+    assert (donating.donated_bytes, donating.temporary_bytes) == (4 * 65536, compiled.temp_size_in_bytes)
     assert donating.peak_bytes == donating.argument_bytes + donating.temporary_bytes + donating.code_bytes
-    assert "Nothing is donated" in str(kept)
-    assert "Nothing is donated" not in str(donating)
+    assert ["Nothing is donated" in str(report) for report in (kept, donating)] == [True, False]
 
 
 def momentum_step(weights, momentum, grads):
@@ -270,6 +221,11 @@ THREE = [{"kernel": W, "bias": SHAPE((256,), jnp.float32)}] * 3  # weights, mome
 BYTES = 4 * (256 * 256 + 256)
 
 
+def other_types_step(weights, state):
+    momentum = 0.9 * state["m"] + weights
+    return weights - momentum, {"m": momentum, "count": state["count"] + 1}
+
+
 def test_an_argument_that_comes_back_and_is_not_donated_is_a_finding_with_its_bytes():
     """The gradients have the same shapes, but only two trees come back."""
     findings = step_report(momentum_step, *THREE).findings
@@ -278,27 +234,20 @@ def test_an_argument_that_comes_back_and_is_not_donated_is_a_finding_with_its_by
         ("Argument 1 (`momentum`)", BYTES),
     ]
     (half,) = step_report(momentum_step, *THREE, donate_argnums=1).findings
-    assert half.what.startswith("Argument 0 (`weights`)")
-    assert "donate it" in half.remedy
-    assert step_report(momentum_step, *THREE, donate_argnums=(0, 1)).findings == ()
+    assert half == findings[0]
 
 
-def test_donated_buffers_that_come_back_in_another_order_are_a_finding():
-    other_order = lambda *args: momentum_step(*args)[::-1]
-    (finding,) = step_report(other_order, *THREE, donate_argnums=(0, 1)).findings
+@pytest.mark.parametrize(
+    ("step", "args"), [(momentum_step, THREE), (other_types_step, [W, {"m": W, "count": SHAPE((), jnp.int32)}])]
+)
+def test_donated_buffers_that_come_back_in_another_order_are_a_finding(step, args):
+    """In order nothing is said, whatever the compiler copies."""
+    assert step_report(step, *args, donate_argnums=(0, 1)).findings == ()
+    report = step_report(lambda *args: step(*args)[::-1], *args, donate_argnums=(0, 1))
+    (finding,) = report.findings
     assert "copies donated buffers" in finding.what
     assert finding.bytes >= 4 * 256 * 256
-    assert "in the order in which they are taken" in finding.remedy
-    assert f"MB: {finding}" in str(step_report(other_order, *THREE, donate_argnums=(0, 1)))
-
-
-def test_arguments_of_other_types_are_followed_through_the_results():
-    """In order nothing is said, whatever the compiler copies; the other way round it is."""
-    step = lambda w, state: (w + state["m"], {"m": 0.9 * state["m"] + w, "count": state["count"] + 1})
-    args = W, {"m": W, "count": SHAPE((), jnp.int32)}
-    assert step_report(step, *args, donate_argnums=(0, 1)).findings == ()
-    (finding,) = step_report(lambda *args: step(*args)[::-1], *args, donate_argnums=(0, 1)).findings
-    assert "copies donated buffers" in finding.what
+    assert f"MB: {finding}" in str(report)
 
 
 def test_findings_know_the_arguments_of_an_nnx_step():
@@ -314,66 +263,25 @@ def test_findings_know_the_arguments_of_an_nnx_step():
     assert step_report(nnx.jit(train_step, donate_argnums=(0, 1)), model, trainer, x).findings == ()
 
 
-def test_what_a_device_holds_of_a_sharded_argument_counts():
-    sharding = NamedSharding(eight_cpu_devices(), P("data"))
-    w = jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=sharding)
-    (finding,) = step_report(lambda w: w + 1, w).findings
-    assert finding.bytes == 4 * 256 * 256 // 8
+def test_shapes_with_shardings_give_what_one_device_holds_and_the_axes_of_the_mesh():
+    w = SHAPE((256, 256), jnp.float32, sharding=NamedSharding(eight_cpu_devices(), P("data")))
+    report = step_report(lambda w: (w + 1, w.sum(axis=0)), w)
+    assert report.argument_bytes == report.findings[0].bytes == 4 * 256 * 256 // 8
+    assert report.argument_bytes < report.output_bytes < 2 * report.argument_bytes  # the sum too, which all hold
+    assert {(c.operation, c.axes) for c in report.collectives} == {("all-reduce", "data")}
 
 
-def test_temporaries_grow_with_the_batch_and_the_largest_batch_fits():
-    peak = lambda batch: step_report(update, W, SHAPE((batch, 256), jnp.float32), donate_argnums=0).peak_bytes
-    largest = largest_that_fits(peak, 2e6)
-    assert largest >= 2
-    assert peak(largest) <= 2e6 < peak(largest + 1)
+@pytest.mark.parametrize("is_product", [True, False])
+def test_what_is_no_array_in_the_arguments_stays_as_it_is(is_product):
+    """A step may call it, branch on it, or take it for a size, and return it."""
 
+    def step(model, times, is_product):
+        y = model["w"] @ model["w"] if is_product else model["w"]
+        return model | {"w": model["function"](jnp.concatenate([y] * times))}
 
-def test_shapes_with_shardings_give_the_bytes_of_one_device():
-    mesh = eight_cpu_devices()
-    placed = lambda s, spec: SHAPE(s.shape, s.dtype, sharding=NamedSharding(mesh, spec))
-    one = step_report(jnp.matmul, X, W)
-    eight = step_report(jnp.matmul, placed(X, P("data")), placed(W, P()))
-    assert one.argument_bytes == 4 * (64 * 256 + 256 * 256)
-    assert eight.argument_bytes == 4 * (8 * 256 + 256 * 256)
-    assert eight.output_bytes == one.output_bytes // 8
-
-
-def test_what_is_no_array_in_the_arguments_stays_as_it_is():
-    """The functions and flags in an Equinox model, in the results too."""
-
-    def step(model, x):
-        return model | {"w": model["w"] - model["function"](x @ model["w"]).sum()}
-
-    report = step_report(step, {"w": W, "function": jnp.tanh, "is_deep": "yes", "none": None}, X, donate_argnums=0)
-    assert report.flops == {"f32": 2 * 64 * 256 * 256}
-    assert report.donated_bytes == report.output_bytes == 4 * 256 * 256
-
-
-@pytest.mark.parametrize("flag", [True, False])
-def test_numbers_of_python_stay_what_they_are(flag):
-    """A step may branch on them, or take them for a size."""
-
-    def step(x, times, is_product):
-        return jnp.concatenate([x @ x if is_product else x] * times)
-
-    report = step_report(step, jax.ShapeDtypeStruct((64, 64), jnp.float32), 3, flag)
-    assert report.output_bytes == 3 * 4 * 64 * 64
-    assert bool(report.flops) == flag
-
-
-def test_nothing_is_allocated_for_arrays_or_shapes():
-    before = len(jax.live_arrays())
-    x = jnp.ones((4, 4))
-    report = step_report(lambda x: x @ x, x)
-    assert report.flops == {"f32": 2 * 4**3}
-    assert len(jax.live_arrays()) <= before + 1
-
-
-def test_the_program_of_several_devices_names_the_axes_of_its_mesh():
-    mesh = eight_cpu_devices()
-    x = SHAPE((64, 8), jnp.float32, sharding=NamedSharding(mesh, P(mesh.axis_names[0])))
-    report = step_report(lambda x: x.sum(axis=0), x)
-    assert {(c.operation, c.axes) for c in report.collectives} == {("all-reduce", mesh.axis_names[0])}
+    report = step_report(step, {"w": W, "function": jnp.tanh, "is_deep": "yes", "none": None}, 3, is_product)
+    assert report.output_bytes == 3 * 4 * 256 * 256
+    assert report.flops == ({"f32": 2 * 256**3} if is_product else {})
 
 
 def test_nothing_is_said_of_float32_that_a_cpu_sends_for_bfloat16():
@@ -414,30 +322,21 @@ def test_a_report_prints_what_one_asks_of_a_step():
         "Kernels that move most",
     ):
         assert line in str(report)
-    fits_into = lambda memory: str(
-        dataclasses.replace(report, target=dataclasses.replace(FIGURES, memory_bytes=memory))
-    )
-    assert "It does NOT fit into" in fits_into(10)
-    exactly = fits_into(report.peak_bytes)
-    assert "with XLA_PYTHON_CLIENT_MEM_FRACTION=1.00: JAX uses 75% of them by default." in exactly
+    assert "code" not in str(report)  # of which there is none
+    fits = lambda memory: str(dataclasses.replace(report, target=dataclasses.replace(FIGURES, memory_bytes=memory)))
+    assert "It does NOT fit into" in fits(10)
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION=1.00: JAX uses 75% of them by default." in fits(report.peak_bytes)
     assert "give a target" in str(dataclasses.replace(report, target=None))
 
 
 def test_products_in_another_dtype_than_most_are_listed_with_their_line():
     report = saved_report("scan")
     product = next(kernel for kernel in report.kernels if kernel.flops)
-    wide = dataclasses.replace(product, times=1, flops={"f32": 10**9}, source="train.py:7")
+    wide = dataclasses.replace(product, times=2, flops={"f32": 10**9}, source="train.py:7")
     assert "Products that are not in" not in str(report)
     text = str(dataclasses.replace(report, kernels=(*report.kernels, dataclasses.replace(product, times=999), wide)))
-    assert text[text.index("Products that are not in bf16") :].splitlines()[2].split() == ["f32", "1.000", "train.py:7"]
-
-
-def test_float32_products_that_may_be_rounded_are_explained():
-    report = saved_report("scan")
-    product = next(kernel for kernel in report.kernels if kernel.flops)
-    narrow = dataclasses.replace(product, flops={"tf32": 1})
-    assert "tf32: float32 operands, which a GPU may round" in str(dataclasses.replace(report, kernels=(narrow,)))
-    assert "tf32:" not in str(report)
+    line = text[text.index("Products that are not in bf16") :].splitlines()[2]
+    assert line.split() == ["f32", "2", "2.000", "train.py:7"]
 
 
 def test_reports_side_by_side_have_a_line_for_what_differs_and_no_empty_ones():
@@ -449,30 +348,23 @@ def test_reports_side_by_side_have_a_line_for_what_differs_and_no_empty_ones():
     assert set(comparison.as_dict()["reports"]["scan"]) >= {"peak_bytes", "moved_bytes", "flops", "bound_seconds"}
 
 
-def test_published_figures_are_those_of_a_machine_that_can_run_it():
-    for target in TARGETS.values():
-        assert target.rates["bf16"] >= max(target.rates.get("tf32", 0), target.rates.get("f32", 0))
-        assert 1e10 < target.memory_bytes < 1e12
-
-
-def test_a_step_of_equinox_is_compiled_for_shapes():
-    """`eqx.filter_jit` itself takes shapes for settings of the step, and no arrays."""
-    step = eqx.filter_jit(lambda model, x: model.weight - jax.vmap(model)(x).sum())
+@pytest.mark.parametrize("donate", [(), 0])
+def test_a_step_of_equinox_is_compiled_for_shapes_and_donates_what_one_says_here(donate):
+    """`eqx.filter_jit` takes shapes for settings of the step, and does not say what it donates."""
+    step = eqx.filter_jit(lambda model, x: eqx.tree_at(lambda m: m.weight, model, jax.vmap(model)(x).T @ x))
     model = eqx.filter_eval_shape(eqx.nn.Linear, 256, 256, key=jax.eval_shape(lambda: jax.random.key(0)))
-    assert step_report(step, model, X).flops == {"f32": 2 * 64 * 256 * 256}
+    report = step_report(step, model, X, donate_argnums=donate)
+    assert report.flops == {"f32": 2 * 2 * 64 * 256 * 256}
+    assert report.donated_bytes == (4 * (256 * 256 + 256) if donate == 0 else 0)
+    assert report.findings == ()
 
 
 def test_a_step_is_traced_for_the_device_of_the_target(monkeypatch):
-    """Pallas asks the abstract mesh for which device it writes a kernel."""
+    """Pallas asks the abstract mesh for which device it writes a kernel. Without arrays there is none."""
     monkeypatch.setattr(sys.modules[StepReport.__module__], "target_devices", lambda target: jax.devices())
     seen = []
     step_report(lambda x: seen.append(jax.sharding.get_abstract_mesh().abstract_device) or x, X, target="v5e")
     assert {device.device_kind for device in seen} == {jax.devices()[0].device_kind}
-
-
-def test_a_step_without_arrays_has_no_device_to_be_compiled_for(monkeypatch):
-    module = sys.modules[StepReport.__module__]
-    monkeypatch.setattr(module, "target_devices", lambda target: jax.devices())
     with pytest.raises(ValueError, match="a step without arrays among its arguments"):
         step_report(lambda: jnp.ones(3), target="h100")
 
@@ -485,14 +377,6 @@ def test_a_missing_compiler_says_what_to_install_in_one_line_of_the_command_too(
         with pytest.raises(CommandError, match=what) as error:
             require_target(target)
         assert message_of(error.value).startswith("The compiler for the")
-
-
-def test_a_donated_step_of_equinox_has_no_findings():
-    layer = eqx.nn.Linear(64, 64, key=jax.random.key(0))
-    scaled = lambda x, layer: jax.tree.map(lambda w: w * x.sum() if eqx.is_array(w) else w, layer)
-    report = step_report(eqx.filter_jit(scaled, donate="all-except-first"), jnp.ones(8), layer)
-    assert report.findings == ()
-    assert report.donated_bytes == 4 * (64 * 64 + 64)
 
 
 def test_arguments_are_not_named_where_some_are_static_and_scalars_need_no_donation():

@@ -1,7 +1,7 @@
 """Follow an array of a compiled program to the kernels that use it."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from mpx.tools.program.kernels import Program
 from mpx.tools.program.text import Instruction
@@ -29,18 +29,6 @@ def arrays_of(kernel: Instruction, uses: Uses) -> list[Instruction]:
     return [array for array in parts or [made] if array.shapes]  # a call may return nothing
 
 
-def narrowed_to(array: Instruction, uses: Uses) -> str | None:
-    """Return the dtype with fewer bits that all uses of an array convert it to first; None if there is no such."""
-    found = set(_first_dtypes(array, uses))
-    return found.pop() if len(found) == 1 else None
-
-
-def is_taken_in_parts(array: Instruction, uses: Uses) -> bool:
-    """Return whether each kernel that uses an array needs at most half of it, another part on each device."""
-    shares = list(_shares(array, uses))
-    return bool(shares) and max(shares) <= 0.5
-
-
 def joined_in(array: Instruction) -> list[Instruction]:
     """Return the arrays that a kernel joins into one, as XLA sends many of them; else the array itself."""
     fusion = array.operands[0] if array.op == "bitcast" else array
@@ -51,44 +39,53 @@ def joined_in(array: Instruction) -> list[Instruction]:
     return [part.operands[0] if part.op == "bitcast" else part for part in parts]
 
 
-def _first_dtypes(array: Instruction, uses: Uses) -> Iterator[str | None]:
-    """Yield the dtype that each use converts an array to, or None for any other use."""
-    if array.is_root or not uses.get(array):
-        yield None
-    for user in uses.get(array, ()):
-        if user.op == "convert":
-            yield user.shapes[0].dtype if user.shapes[0].bits < array.shapes[0].bits else None
-        elif user.op in _MOVES and array not in user.operands[1:]:
-            yield from _first_dtypes(user, uses)
-        elif user.op == "fusion":
-            for parameter in _parameters(user, array):
-                yield from _first_dtypes(parameter, uses)
+def narrowed_to(array: Instruction, uses: Uses) -> str | None:
+    """Return the dtype with fewer bits that all uses of an array convert it to first; None if there is no such."""
+    found: set[str | None] = set()
+    for x, user in _ends(array, uses, lambda x, user, is_in_fusion: user.op in _MOVES):
+        if user is not None and user.op == "convert" and user.shapes[0].bits < x.shapes[0].bits:
+            found.add(user.shapes[0].dtype)
         else:
-            yield None
+            found.add(None)
+    return found.pop() if len(found) == 1 else None
 
 
-def _shares(array: Instruction, uses: Uses, *, is_in_fusion: bool = False) -> Iterator[float]:
-    """Yield the share of an array that each use needs: a fusion computes no more than its result needs.
+def is_taken_in_parts(array: Instruction, uses: Uses) -> bool:
+    """Return whether each kernel that uses an array needs at most half of it, another part on each device."""
+    size = lambda x: math.prod(x.shapes[0].dims)
+    is_half = lambda x, user: user is not None and user.op == "dynamic-slice" and 2 * size(user) <= size(x)
+    halves = [is_half(x, user) for x, user in _ends(array, uses, _stays_whole)]
+    return bool(halves) and all(halves)
+
+
+def _stays_whole(x: Instruction, user: Instruction, is_in_fusion: bool) -> bool:
+    """Return whether a user computes of an array no more than its own users need, as all do in a fusion.
 
     A `slice` takes the same on every device: an array out of several that were joined.
     """
-    if array.is_root:
-        yield 1
+    return user.op in ("bitcast", "slice") or (is_in_fusion and user.shapes[0].dims == x.shapes[0].dims)
+
+
+def _ends(
+    array: Instruction,
+    uses: Uses,
+    hands_on: Callable[[Instruction, Instruction, bool], bool],
+    fusion: Instruction | None = None,
+) -> Iterator[tuple[Instruction, Instruction | None]]:
+    """Yield the array as its last users see it, behind all that hands it on, and each user; None for a result.
+
+    It follows the array into each fusion, and behind one that cuts it out of several that were joined.
+    """
+    if array.is_root and array.op == "slice" and fusion is not None:
+        yield from _ends(fusion, uses, hands_on)
+    elif array.is_root:
+        yield array, None
     for user in uses.get(array, ()):
-        if user.op == "fusion" and any(part.is_root and part.op == "slice" for part in user.called[0]):
-            yield from _shares(user, uses)
-        elif user.op == "fusion":
-            for parameter in _parameters(user, array):
-                yield from _shares(parameter, uses, is_in_fusion=True)
-        elif user.op == "dynamic-slice" and array not in user.operands[1:]:
-            yield math.prod(user.shapes[0].dims) / max(1, math.prod(array.shapes[0].dims))
-        elif user.op in ("bitcast", "slice") or (is_in_fusion and user.shapes[0].dims == array.shapes[0].dims):
-            yield from _shares(user, uses, is_in_fusion=is_in_fusion)
+        if user.op == "fusion":
+            for part in user.called[0]:
+                if part.number is not None and user.operands[part.number] is array:
+                    yield from _ends(part, uses, hands_on, user)
+        elif hands_on(array, user, fusion is not None):
+            yield from _ends(user, uses, hands_on, fusion)
         else:
-            yield 1
-
-
-def _parameters(fusion: Instruction, array: Instruction) -> list[Instruction]:
-    """Return what stands for an array inside of a fusion."""
-    places = [i for i, operand in enumerate(fusion.operands) if operand is array]
-    return [part for part in fusion.called[0] if part.op == "parameter" and part.number in places]
+            yield array, user

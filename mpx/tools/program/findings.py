@@ -1,15 +1,20 @@
-"""Find what a compiled step does that its author would not want, with what it costs and the remedy."""
+"""What a compiled step does that its author would not want, with what it costs and the remedy."""
 
 import dataclasses
 import math
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from mpx._dtypes import bytes_of
+from mpx.tools.program.dataflow import Uses
+from mpx.tools.program.kernels import Kernel, Program
+from mpx.tools.program.text import Instruction
 
 WORTH_A_WORD = 0.01  # of all bytes of its kind: XLA may copy a bias, or gather one in float32, for other reasons
+Type = tuple[tuple[int, ...], str]  # the shape and the dtype of an array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,20 +37,56 @@ class Finding:
         return f"{self.what}{self.source and f' ({self.source})'}. {self.remedy}"
 
 
-def first_source(places: Iterable[Any]) -> str:
-    """Return the first line that is known of some kernels."""
-    return next((place.source for place in places if place.source), "")
+class Argument(NamedTuple):
+    """An array that a step takes."""
+
+    position: int  # of the argument that holds it
+    shape: tuple[int, ...]
+    shard: tuple[int, ...]  # the shape of what one device holds
+    dtype: np.dtype
+    is_donated: bool = False
+
+    @property
+    def type(self) -> Type:
+        """Its shape and dtype."""
+        return self.shape, str(self.dtype)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that one device holds."""
+        return bytes_of(self.dtype, math.prod(self.shard))
 
 
-def arguments_of(lowered: Any, compiled: Any) -> list[tuple[tuple[Any, ...], Any, Any]]:
-    """Return the path, the shape and the sharding of each array that a step takes; None for a sharding not known."""
-    inputs = jax.tree.leaves_with_path(lowered.args_info)
+class Step(NamedTuple):
+    """A step as it was lowered and compiled: what finders look at."""
+
+    lowered: Any
+    program: Program
+    runs: Sequence[tuple[Instruction, Kernel]]
+    uses: Uses
+    arguments: Sequence[Argument]
+    results: Sequence[Type]
+    float32: str  # how the device multiplies float32 numbers unless more is asked for
+
+    @property
+    def least_bytes(self) -> float:
+        """Bytes that are held or sent for nothing and worth a word."""
+        return WORTH_A_WORD * sum(argument.bytes for argument in self.arguments)
+
+
+def arguments_of(lowered: Any, compiled: Any) -> Iterator[Argument]:
+    """Yield the arrays that a step takes."""
+    leaves = jax.tree.leaves_with_path(lowered.args_info)
     # There is None for the sharding of an argument that the program does not use.
     shardings = jax.tree.structure(lowered.args_info).flatten_up_to(compiled.input_shardings)
-    return [(path, leaf, sharding) for (path, leaf), sharding in zip(inputs, shardings, strict=True)]
+    for (path, leaf), sharding in zip(leaves, shardings, strict=True):
+        shape = tuple(leaf.shape)
+        shard = shape if sharding is None else sharding.shard_shape(shape)
+        yield Argument(path[1].idx, shape, shard, leaf.dtype, leaf.donated)
 
 
-def bytes_on_a_device(leaf: Any, sharding: Any) -> int:
-    """Return the bytes of an array that one device holds."""
-    shape = leaf.shape if sharding is None else sharding.shard_shape(tuple(leaf.shape))
-    return bytes_of(leaf.dtype, math.prod(shape))
+def worth_a_word(found: Sequence[tuple[Kernel, int]], what: str, remedy: str, least: float = 0) -> Iterator[Finding]:
+    """Yield a finding on kernels, each with the bytes that it has for nothing, if there are more than `least` bytes."""
+    size = sum(size for _, size in found)
+    if size > least:
+        yield Finding(what, size, remedy, next((kernel.source for kernel, _ in found if kernel.source), ""))

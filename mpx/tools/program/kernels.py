@@ -11,7 +11,7 @@ from typing import Literal, TypeVar, get_args
 import numpy as np
 
 from mpx.tools.program.targets import Target
-from mpx.tools.program.text import Instruction, Shape, shapes_of
+from mpx.tools.program.text import Instruction, Shape
 
 Kind = Literal["products", "library calls", "collectives", "reductions", "elementwise", "conversions and copies"]
 Program = Sequence[Instruction]
@@ -46,7 +46,7 @@ class Kernel:
         flops: of its matrix products and convolutions each time, by the dtype of their operands.
         times: how often it runs in a step.
         seconds: what all its runs take at least; None if the target's figures are not known.
-        result: the dtypes and shapes that it writes.
+        shapes: the arrays that it writes.
         source: the line that asks for it.
         axes: of a collective, the axes of the mesh along which it runs; empty if they are not known.
         sent_bytes: of a collective, what a device sends to others each time, as a ring of the devices does it.
@@ -59,7 +59,7 @@ class Kernel:
     flops: Mapping[str, int]
     times: int
     seconds: float | None
-    result: str
+    shapes: tuple[Shape, ...]
     source: str
     axes: str = ""
     sent_bytes: int = 0
@@ -68,12 +68,12 @@ class Kernel:
     @property
     def dtype(self) -> str:
         """The dtype of what it writes first."""
-        return self.result.partition("[")[0]
+        return self.shapes[0].dtype if self.shapes else ""
 
     @property
-    def shapes(self) -> tuple[Shape, ...]:
-        """The arrays that it writes."""
-        return shapes_of(self.result)
+    def result(self) -> str:
+        """The dtypes and shapes of the arrays that it writes."""
+        return ", ".join(map(str, self.shapes))
 
     @property
     def sent_by_dtype(self) -> dict[str, int]:
@@ -87,11 +87,8 @@ def kernels(
 ) -> Iterator[tuple[Instruction, Kernel]]:
     """Yield the instructions of a program that are kernels, in the order of execution, with what they do.
 
-    Args:
-        program: the program.
-        target: the device, for bounds of times.
-        float32: how the device multiplies float32 numbers unless more is asked for, such as `tf32`.
-        mesh_shape: the axes of the mesh, to name the axes of collectives.
+    Without a target there are no bounds of times. `float32` is how the device multiplies float32 numbers unless more is
+    asked for, such as `tf32`; `mesh_shape` names the axes of collectives.
     """
     for instruction, kind, times in _runs(program):
         products = [part for part in instruction.parts if _flops(part)]
@@ -104,17 +101,12 @@ def kernels(
             flops=flops,
             times=times,
             seconds=None if target is None else times * target.bound_seconds(moved, flops),
-            result=", ".join(map(str, instruction.results)),
+            shapes=instruction.results,
             source=next((part.source for part in products if part.source), instruction.source),
         )
         if kind == "collectives":
             kernel = _with_links(kernel, instruction, target, mesh_shape or {})
         yield instruction, kernel
-
-
-def is_product_of_matrices(part: Instruction) -> bool:
-    """Return whether this is a product or a convolution that XLA does not multiply and add up number by number."""
-    return part.op != "reduce" and _flops(part) > 0
 
 
 def products_in(program: Program) -> Iterator[Instruction]:
@@ -129,12 +121,15 @@ def _with_links(
     kernel: Kernel, instruction: Instruction, target: Target | None, mesh_shape: Mapping[str, int]
 ) -> Kernel:
     """Return the kernel of a collective with what it sends, and along which axes."""
-    collective = next(filter(_is_collective, instruction.parts), instruction)
+    collective = next(part for part in instruction.parts if _KINDS.get(part.operation) == "collectives")
     # A TPU has a sum and a slice of it in one fusion.
     is_scattered = instruction.op == "fusion" and any(part.op == "dynamic-slice" for part in instruction.parts)
     operation = "reduce-scatter" if is_scattered else collective.operation
     group = _first_group(collective) or range(math.prod(mesh_shape.values()))
-    sent = _sent_bytes(operation, collective, len(group))
+    given = [shape for operand in collective.operands for shape in operand.shapes]
+    sent = max(sum(shape.size for shape in shapes) for shapes in (collective.results, given))
+    if not operation.startswith("collective"):  # in a ring: all parts of an array but one
+        sent = (2 if operation == "all-reduce" else 1) * sent * (len(group) - 1) // max(1, len(group))
     return dataclasses.replace(
         kernel,
         operation=operation,
@@ -142,15 +137,6 @@ def _with_links(
         sent_bytes=sent,
         link_seconds=None if target is None else kernel.times * sent / target.link_between(group),
     )
-
-
-def _sent_bytes(operation: str, collective: Instruction, devices: int) -> int:
-    """Return what each of some devices sends at least: in a ring, all parts of an array but one."""
-    given = [shape for operand in collective.operands for shape in operand.shapes]
-    whole = max(sum(shape.size for shape in shapes) for shapes in (collective.results, given))
-    if operation.startswith("collective"):
-        return whole
-    return (2 if operation == "all-reduce" else 1) * whole * (devices - 1) // max(1, devices)
 
 
 def totals(pairs: Iterable[tuple[K, int]]) -> dict[K, int]:
@@ -177,10 +163,6 @@ def _runs(program: Program, times: int = 1) -> list[tuple[Instruction, Kind, int
         elif kind := _kind(instruction):
             found.append((instruction, kind, times))
     return found
-
-
-def _is_collective(part: Instruction) -> bool:
-    return _KINDS.get(part.operation) == "collectives"
 
 
 def _kind(instruction: Instruction) -> Kind | None:
@@ -222,7 +204,7 @@ def _read(array: Instruction, body: Program) -> int:
     part_of = lambda use: use.results[0] if use.operation in _TAKE_PARTS else _replaced(use)
     taken = [part_of(use) for use in uses if use.operation != "dynamic-update-slice"]
     # A gather may take a row of a small table a million times. The table is read once: caches hold it.
-    return min(whole, sum(shape._replace(is_elsewhere=array.shapes[0].is_elsewhere).bytes for shape in taken))
+    return min(whole, sum(shape._replace(layout=array.shapes[0].layout).bytes for shape in taken))
 
 
 def _written(part: Instruction) -> int:
@@ -238,33 +220,19 @@ def _written(part: Instruction) -> int:
 def _replaced(part: Instruction) -> Shape:
     """Return the shape of what is written over parts of an operand."""
     new = part.operands[_REPLACE_PARTS[part.operation]].shapes[0]
-    return new._replace(dtype=part.results[0].dtype, is_elsewhere=part.results[0].is_elsewhere)
+    return new._replace(dtype=part.results[0].dtype, layout=part.results[0].layout)
 
 
 def _flops(part: Instruction) -> int:
     """Return the FLOPs of a matrix product or convolution; 0 of anything else."""
     if part.operation.startswith(("convolution", "__cudnn$conv")):
         return _conv_flops(part)
-    if part.operation == "__cudnn$blockScaledDot":  # contracts the last axes
-        return 2 * math.prod(part.shapes[0].dims) * part.operands[0].shapes[0].dims[-1]
-    if _is_product_as_sum(part):
-        return 2 * math.prod(part.operands[0].shapes[0].dims)
     contracted = part.attribute(r"lhs_contracting_dim(?:ension)?s\"?[=:][{\[]([\d,\"]*)")
     if contracted is None or part.op == "fusion":
         return 0
     left = part.operands[0].shapes[0]
     depth = math.prod(left.dims[int(axis)] for axis in re.findall(r"\d+", contracted))
     return 2 * math.prod(part.shapes[0].dims) * depth
-
-
-def _is_product_as_sum(part: Instruction) -> bool:
-    """Return whether this adds up the products of a matrix product: XLA multiplies a matrix and a vector so."""
-    if part.op != "reduce" or part.attribute(r'op_name="[^"]*(dot_general)"') is None:
-        return False
-    summed = part.operands[0]
-    while summed.op in ("bitcast", "convert", "copy"):
-        summed = summed.operands[0]
-    return summed.op == "multiply"
 
 
 def _conv_flops(part: Instruction) -> int:
@@ -285,8 +253,6 @@ def dtype_of_product(product: Instruction, float32: str) -> str:
     if algorithm in _ALGORITHMS:
         return _ALGORITHMS[algorithm]
     left, right = (operand.shapes[0].dtype for operand in product.operands[:2])
-    if product.op == "reduce":  # no tensor core multiplies here
-        return left
     asked = product.attribute(r"operand_precision\"?[=:][{\[]\"?(\w+)") or "default"
     if left != right:
         return f"{left} with {right}"

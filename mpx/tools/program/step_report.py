@@ -12,22 +12,22 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mpx import _tables, _trees
 from mpx.tools.plan import units
+from mpx.tools.program import exchange, precision, text
 from mpx.tools.program import kernels as programs
-from mpx.tools.program import text
 from mpx.tools.program.dataflow import uses_in
 from mpx.tools.program.donation import names_of, of_donation
-from mpx.tools.program.exchange import of_collectives
-from mpx.tools.program.findings import Finding
+from mpx.tools.program.findings import Finding, Step, arguments_of
 from mpx.tools.program.kernels import Kernel, Kind
-from mpx.tools.program.precision import of_kernels, of_other_dtypes, of_products
 from mpx.tools.program.targets import Target, get_target, target_devices, target_here
 
 _MOST_ROWS = 12  # of kernels that are printed
-_MORE = "unless more is asked for (jax.default_matmul_precision)."
-_NOTES = {
-    "tf32": f"tf32: float32 operands, which a GPU may round to TF32 (10 bits) {_MORE}",
-    "bf16 (f32)": f"bf16 (f32): float32 operands, which a TPU rounds to bfloat16 {_MORE}",
-}
+_FINDERS = (exchange.sums_in_16_bits, exchange.sums_of_which_a_part_is_used, exchange.gathers_of_states)
+_DTYPE_FINDERS = (  # not for a CPU, which computes and sends in float32 whatever the dtype
+    exchange.gathers_of_float32,
+    precision.float32_products,
+    precision.products_in_another_dtype,
+    precision.float32_between_kernels,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,14 +111,6 @@ class StepReport(_tables.Result):
         """Return what kernels take at least, one after another, by the target's published figures: a bound, no time."""
         return None if self.target is None else sum(kernel.seconds or 0 for kernel in self.kernels)
 
-    @property
-    def memory_bound_share(self) -> float | None:
-        """The part of the bound when kernels wait for memory or their launch, and not for products."""
-        if self.target is None or not self.bound_seconds:
-            return None
-        waits = [kernel.times * self.target.bound_seconds(kernel.bytes, {}) for kernel in self.kernels]
-        return sum(wait for wait, k in zip(waits, self.kernels, strict=True) if wait == k.seconds) / self.bound_seconds
-
     def _parts(self) -> Iterator[_tables.Table | str]:
         if self.findings:
             in_bytes = lambda finding: " ".join(units.shown_with_unit(finding.bytes))
@@ -127,36 +119,26 @@ class StepReport(_tables.Result):
         yield "\n".join(self._notes())
         unit = units.unit_for([self.moved_bytes])
         name = lambda kernel: kernel.operation if kernel.kind == "library calls" else kernel.kind
-        alike = [((name(kernel), _shortened(kernel.result), kernel.source), kernel) for kernel in self.kernels]
-        times = programs.totals((row, kernel.times) for row, kernel in alike)
-        moved = programs.totals((row, kernel.times * kernel.bytes) for row, kernel in alike)
-        rows = [(r[0], str(times[r]), units.shown(n, unit), *r[1:]) for r, n in [*moved.items()][:_MOST_ROWS]]
+        rows = [((name(k), _shortened(k.result), k.source), k.times, k.times * k.bytes) for k in self.kernels]
         header = ("kind", "times", unit[0], "writes", "source")
-        yield _tables.Table("Kernels that move most", [header, *rows], right=(1, 2))
+        yield from _most("Kernels that move most", header, rows, lambda n: units.shown(n, unit))
         common = next(iter(self.flops), "")
-        others = programs.totals(
-            ((dtype, k.source), n * k.times) for k in self.kernels for dtype, n in k.flops.items() if dtype != common
-        )
-        rows = [(dtype, units.digits(n / 1e9), source) for (dtype, source), n in others.items()]
-        if rows:
-            header = ("operands", "GFLOP", "source")
-            yield _tables.Table(f"Products that are not in {common}", [header, *rows], right=(1,))
-        rows_of = lambda c: {(c.operation, dtype, c.axes, c.source): n for dtype, n in c.sent_by_dtype.items()}
-        times = programs.totals((row, c.times) for c in self.collectives for row in rows_of(c))
-        sent = programs.totals(each for c in self.collectives for each in rows_of(c).items())
-        unit = units.unit_for([sum(sent.values())])
-        rows = [(row[0], str(times[row]), units.shown(n, unit), *row[1:]) for row, n in [*sent.items()][:_MOST_ROWS]]
-        if rows:
-            header = ("operation", "times", f"sends, {unit[0]}", "dtype", "axes", "source")
-            yield _tables.Table("Between devices", [header, *rows], right=(1, 2))
+        flops = [(dtype, k, n) for k in self.kernels for dtype, n in k.flops.items() if dtype != common]
+        rows = [((dtype, k.source), k.times, k.times * n) for dtype, k, n in flops]
+        header = ("operands", "times", "GFLOP", "source")
+        yield from _most(f"Products that are not in {common}", header, rows, lambda n: units.digits(n / 1e9))
+        sent = [(c, dtype, n) for c in self.collectives for dtype, n in c.sent_by_dtype.items()]
+        rows = [((c.operation, dtype, c.axes, c.source), c.times, n) for c, dtype, n in sent]
+        sends = units.unit_for([sum(n for *_, n in rows)])
+        header = ("operation", "times", f"sends, {sends[0]}", "dtype", "axes", "source")
+        yield from _most("Between devices", header, rows, lambda n: units.shown(n, sends))
 
     def _notes(self) -> Iterator[str]:
         if self.target is None:
             yield "Compiled for this machine. A CPU works in float32: give a target for a GPU's dtypes and bound."
         else:
             yield _how_it_fits(self.peak_bytes, self.target)
-            share = f"{self.memory_bound_share or 0:.0%} of it memory and launches"
-            yield f"The bound is no time: its kernels one after another at published rates, {share}."
+            yield "The bound is no time: its kernels one after another at published rates."
             if self.link_seconds:
                 yield f"The links between devices take at least {1e3 * self.link_seconds:.4g} ms at published rates."
         if not self.donated_bytes:
@@ -165,7 +147,16 @@ class StepReport(_tables.Result):
             yield "A loop of unknown length is counted as if it ran once."
         if any(kernel.kind == "library calls" for kernel in self.kernels):
             yield "Calls of libraries and kernels written by hand count bytes and no FLOPs."
-        yield from (note for dtype, note in _NOTES.items() if dtype in self.flops)
+
+
+def _most(
+    title: str, header: Sequence[str], rows: Sequence[tuple[tuple[str, ...], int, int]], shown: Callable[[int], str]
+) -> Iterator[_tables.Table]:
+    """Yield a table of names, how often they run, and their largest numbers, if there are any; equal names are one."""
+    times = programs.totals((name, count) for name, count, _ in rows)
+    most = [*programs.totals((name, number) for name, _, number in rows).items()][:_MOST_ROWS]
+    if most:
+        yield _tables.Table(title, [header, *((n[0], str(times[n]), shown(x), *n[1:]) for n, x in most)], right=(1, 2))
 
 
 def _how_it_fits(peak: int, target: Target) -> str:
@@ -182,26 +173,31 @@ def _shortened(result: str) -> str:
     return result if len(result) <= 40 else result[:37] + "..."
 
 
-_BYTES: dict[str, Callable[[StepReport], int]] = {
-    "peak of memory": lambda report: report.peak_bytes,
-    "  arguments": lambda report: report.argument_bytes,
-    "  outputs": lambda report: report.output_bytes,
-    "  donated": lambda report: -report.donated_bytes,
-    "  temporaries": lambda report: report.temporary_bytes,
-    "  code": lambda report: report.code_bytes,
-    "moved by kernels": lambda report: report.moved_bytes,
-    **{f"  {kind}": lambda report, kind=kind: report.moved_by_kind.get(kind, 0) for kind in get_args(Kind)},
-}
+def _bytes_by_name(report: StepReport) -> dict[str, int]:
+    return {
+        "peak of memory": report.peak_bytes,
+        "  arguments": report.argument_bytes,
+        "  outputs": report.output_bytes,
+        "  donated": -report.donated_bytes,
+        "  temporaries": report.temporary_bytes,
+        "  code": report.code_bytes,
+        "moved by kernels": report.moved_bytes,
+        **{f"  {kind}": report.moved_by_kind.get(kind, 0) for kind in get_args(Kind)},
+    }
 
 
 def _summary(reports: Mapping[str, StepReport]) -> _tables.Table:
     """Return the figures of reports side by side, without lines of zeros."""
     found = list(reports.values())
     unit = units.unit_for([max(report.peak_bytes, report.moved_bytes) for report in found])
+    columns = [_bytes_by_name(report) for report in found]
     rows = [
-        (name if name.startswith(" ") else f"{name}, {unit[0]}", *(units.shown(bytes_of(r), unit) for r in found))
-        for name, bytes_of in _BYTES.items()
-        if any(map(bytes_of, found))
+        (
+            name if name.startswith(" ") else f"{name}, {unit[0]}",
+            *(units.shown(column[name], unit) for column in columns),
+        )
+        for name in columns[0]
+        if any(column[name] for column in columns)
     ]
     rows.append(("kernels", *(f"{report.kernel_count:,}" for report in found)))
     for dtype in dict.fromkeys(dtype for report in found for dtype in report.flops):
@@ -261,7 +257,7 @@ def step_report(
         TypeError: if `step` is not a function.
         ValueError: if the target is not known, no argument holds an array to compile for it, or `donate_argnums` is
             given for a function of `jax.jit`.
-        RuntimeError: if the compiler for the target is not installed, or the backend has no analysis of memory.
+        RuntimeError: if the compiler for the target is not installed.
 
     Example:
         >>> step = lambda w, x: w - 0.1 * jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w)
@@ -292,16 +288,17 @@ def step_report(
     start = time.perf_counter()
     compiled = lowered.compile(options)
     seconds = time.perf_counter() - start
-    report = report_of(compiled, lowered, target=device, mesh_shape=mesh and mesh.shape, compile_seconds=seconds)
-    if hasattr(step, "lower") and not isinstance(step, jax.stages.Wrapped) and not _lowers_arrays(step, args):
-        return report  # what `equinox.filter_jit` donates is not known from shapes
-    of_arguments = of_donation(lowered, compiled, names_of(step, args, lowered))
-    return dataclasses.replace(report, findings=(*of_arguments, *report.findings))
+    # What another library's jit donates (`equinox.filter_jit`) is not known from outside.
+    is_known = isinstance(step, jax.stages.Wrapped) or not hasattr(step, "lower") or donate_argnums != ()
+    names = names_of(step, args, lowered) if is_known else None
+    axes = mesh and mesh.shape
+    return report_of(compiled, lowered, names, target=device, mesh_shape=axes, compile_seconds=seconds)
 
 
 def report_of(
     compiled: Any,
     lowered: Any = None,
+    names: Sequence[str] | None = None,
     *,
     target: Target | None,
     mesh_shape: Mapping[str, int] | None = None,
@@ -309,22 +306,20 @@ def report_of(
 ) -> StepReport:
     """Return the report of a program that has been compiled, for a target or, with None, for an unknown device here.
 
-    Its findings need the program as it was lowered too.
+    Its findings need the program as it was lowered too, and those on donation the names of its arguments.
     """
     memory = compiled.memory_analysis()
-    if memory is None:
-        raise RuntimeError("`step_report`: the backend gives no analysis of memory.")
     program = text.parse(compiled.as_text())
     is_cpu = target is None and jax.default_backend() == "cpu"
     float32 = target.float32 if target else "f32" if is_cpu else "tf32"
     runs = list(programs.kernels(program, target, float32, mesh_shape))
     findings: list[Finding] = []
     if lowered is not None:
-        uses = uses_in(program)
-        findings += of_collectives(lowered, compiled, runs, uses, is_cpu=is_cpu)
-        if not is_cpu:  # a CPU computes in float32 whatever the dtype
-            findings += [*of_products(runs, float32), *of_other_dtypes(lowered, runs, float32)]
-            findings += of_kernels(runs, uses)
+        results = [(tuple(leaf.shape), str(leaf.dtype)) for leaf in jax.tree.leaves(lowered.out_info)]
+        arguments = list(arguments_of(lowered, compiled))
+        step = Step(lowered, program, runs, uses_in(program), arguments, results, float32)
+        findings += of_donation(step, names) if names is not None else ()
+        findings += [finding for find in _FINDERS + _DTYPE_FINDERS * (not is_cpu) for finding in find(step)]
     return StepReport(
         target=target,
         argument_bytes=memory.argument_size_in_bytes,
@@ -343,14 +338,13 @@ def _lowered(
     step: Any, args: Sequence[Any], donate_argnums: int | Sequence[int], platforms: tuple[str, ...] | None
 ) -> jax.stages.Lowered:
     """Lower a step for platforms; None for those of its arguments, as explicit axes of a target cannot tell."""
-    if isinstance(step, jax.stages.Wrapped) or _lowers_arrays(step, args):
+    if isinstance(step, jax.stages.Wrapped):
         if donate_argnums != ():
             raise ValueError(
                 "`step_report`: this step comes from `jax.jit` (or `nnx.jit`), which says what is donated. Leave "
                 "`donate_argnums` out here."
             )
-        is_jit = isinstance(step, jax.stages.Wrapped)
-        lowered: Any = step.trace(*args).lower(lowering_platforms=platforms) if is_jit else step.lower(*args)
+        lowered: Any = step.trace(*args).lower(lowering_platforms=platforms)
         return getattr(lowered, "lowered", lowered)  # `nnx.jit` has a class of its own around that of jax
     given = [donate_argnums] if isinstance(donate_argnums, int) else donate_argnums
     if beyond := [position for position in given if not -len(args) <= position < len(args)]:
@@ -363,12 +357,6 @@ def _lowered(
 
     traced = jax.jit(of_arrays, donate_argnums=donate_argnums).trace(*arrays_of(args))
     return traced.lower(lowering_platforms=platforms)
-
-
-def _lowers_arrays(step: Any, args: Sequence[Any]) -> bool:
-    """Return whether this is a step of `equinox.filter_jit` with arrays: it takes shapes for static arguments."""
-    are_arrays = not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(args))
-    return hasattr(step, "lower") and are_arrays
 
 
 def _placed(args: Any, devices: Sequence[Any]) -> tuple[Any, Mesh]:

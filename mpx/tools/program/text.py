@@ -21,14 +21,11 @@ _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
 
 
 class Shape(NamedTuple):
-    """The dtype of an array, as XLA calls it, its dimensions, and whether it lies outside of the device's memory.
-
-    That is on the chip of a TPU, or on the host.
-    """
+    """The dtype of an array, as XLA calls it, its dimensions, and how and where it lies in memory."""
 
     dtype: str
     dims: tuple[int, ...]
-    is_elsewhere: bool = False
+    layout: str = ""
 
     @property
     def bits(self) -> int:
@@ -43,8 +40,8 @@ class Shape(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Bytes of the array in the device's memory."""
-        return 0 if self.is_elsewhere else self.size
+        """Bytes of the array in the device's memory: none on the chip of a TPU, or on the host."""
+        return 0 if _ELSEWHERE.search(self.layout) else self.size
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.dims))}]"
@@ -62,6 +59,7 @@ class Instruction:
     source: str  # `file.py:line`; empty if it is not known
     is_root: bool  # whether it is the result of its computation
     number: int | None  # of a parameter
+    is_donated: bool  # of a parameter of the program: whether a result takes its memory
 
     def attribute(self, pattern: str) -> str | None:
         """Return the first group of a regular expression in the attributes."""
@@ -94,15 +92,12 @@ class Instruction:
 
 
 def parse(text: str) -> tuple[Instruction, ...]:
-    """Return the operations of a program in the order of execution.
-
-    Raises:
-        ValueError: if there is no entry computation, as in a text that is no compiled program.
-    """
+    """Return the operations of a program in the order of execution."""
     sources = _sources(text)
     computations: dict[str, tuple[Instruction, ...]] = {}
     body: dict[str, Instruction] = {}
     head = None
+    donated = re.findall(r"\{[\d,]*\}: \((\d+),", text.partition("\n")[0])
     for line in text.splitlines():
         if found := _HEAD.match(line):
             head, body = found, {}
@@ -114,13 +109,14 @@ def parse(text: str) -> tuple[Instruction, ...]:
             frame = re.search(r"stack_frame_id=(\d+)", match["attributes"])
             body[match["name"]] = Instruction(
                 op=match["op"],
-                shapes=shapes_of(match["shapes"]),
+                shapes=_shapes(match["shapes"]),
                 operands=tuple(body[name] for name in _names(match["operands"]) if name in body),
                 called=tuple(computations[name] for name in _names(" ".join(_CALLED.findall(match["attributes"])))),
                 attributes=match["attributes"],
                 source=sources.get(frame[1], "") if frame else "",
                 is_root=bool(match["root"]),
                 number=int(match["operands"]) if match["op"] == "parameter" else None,
+                is_donated=match["op"] == "parameter" and match["operands"] in donated,
             )
     raise ValueError("This text has no entry computation: it is not a compiled program of XLA.")
 
@@ -129,10 +125,10 @@ def _names(text: str) -> list[str]:
     return re.findall(r"%?([\w.\-]+)", text)
 
 
-def shapes_of(text: str) -> tuple[Shape, ...]:
+def _shapes(text: str) -> tuple[Shape, ...]:
     """Return the arrays of a type: `f32[8,4]{1,0}`, or a tuple of such."""
     return tuple(
-        Shape(dtype, tuple(int(n.lstrip("<=")) for n in dims.split(",") if n), bool(_ELSEWHERE.search(layout)))
+        Shape(dtype, tuple(int(n.lstrip("<=")) for n in dims.split(",") if n), layout)
         for dtype, dims, layout in _SHAPE.findall(text)
     )
 
