@@ -70,18 +70,6 @@ def test_rows_are_at_the_users_own_line(tmp_path, monkeypatch):
     assert only(contractions(product, *args)).where == f"{ROOT}/{line(product)}"
 
 
-def test_rows_of_a_scanned_checkpoint_are_at_its_lines_forward_and_backward():
-    """Three layers: each product runs once, again in the backward pass, and has two gradients."""
-
-    def layer(x, w):
-        return jnp.tanh(x @ w), None
-
-    loss = lambda ws, x: lax.scan(jax.checkpoint(layer), x, ws)[0].sum()
-    rows = contractions(jax.grad(loss, argnums=(0, 1)), shape(3, 8, 8), shape(4, 8))
-    assert {row.where for row in rows} == {line(layer)}
-    assert sum(row.count for row in rows) == 3 * 4
-
-
 # --- how much ---------------------------------------------------------------------------------------------------------
 
 
@@ -173,20 +161,13 @@ def test_other_operations_say_why_they_are_kept_and_what_is_narrowed_says_nothin
     assert softmax.runs_in == "f32"
 
 
-@pytest.mark.parametrize(
-    ("how", "batch", "title"),
-    [
-        ("fp8", 1344, "Contractions: 100.0% of their FLOPs narrowed, 50.0% to FP8"),
-        ("fp8", 1347, "Contractions: 100.0% of their FLOPs narrowed, 0.0% to FP8"),
-        ("bf16", 1344, "Contractions: 100.0% of their FLOPs narrowed"),
-    ],
-)
-def test_the_title_counts_fp8_apart(how, batch, title):
+@pytest.mark.parametrize(("batch", "share"), [(1344, 0.5), (1347, 0.0)])
+def test_the_title_counts_fp8_apart(batch, share):
     """A product of 16 rows and one with a batch of matrices, of equal FLOPs; 1,347 is no multiple of 16."""
     both = lambda a, b: (a @ b, jnp.einsum("bij,bjk->bik", a[None], b[None]))
-    explanation = mpx.explain(both, mpx.Fp8(min_extent=0) if how == "fp8" else how)(shape(batch, 16), shape(16, 32))
-    assert str(explanation).split("\n")[0] == title
-    assert explanation.fp8_share == (0.5 if "50.0%" in title else 0)
+    explanation = mpx.explain(both, mpx.Fp8(min_extent=0))(shape(batch, 16), shape(16, 32))
+    assert str(explanation).startswith(f"Contractions: 100.0% of their FLOPs narrowed, {share:.1%} to FP8\n")
+    assert explanation.fp8_share == share
 
 
 # --- what is explained, and of what arguments -------------------------------------------------------------------------
@@ -194,10 +175,8 @@ def test_the_title_counts_fp8_apart(how, batch, title):
 
 def test_trees_keywords_and_arguments_that_are_no_arrays_reach_the_function():
     """Shapes explain as arrays do."""
-
     explained = mpx.explain(lambda params, *, x, name: x @ params[name][0], "bf16")
     of_shapes = explained({"w": [shape(4, 4, dtype=jnp.bfloat16)]}, x=shape(3, 4), name="w")
-    assert only(of_shapes.contractions).runs_in == "bf16"
     assert explained({"w": [jnp.ones((4, 4), jnp.bfloat16)]}, x=np.ones((3, 4), np.float32), name="w") == of_shapes
 
 

@@ -1,15 +1,13 @@
-"""`autocast` around models that nobody here wrote: Flax Linen and NNX, Equinox, `jax.nn` attention."""
+"""`autocast` around models that nobody here wrote: Flax Linen and NNX, `jax.nn` attention."""
 
 import functools
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
@@ -73,12 +71,6 @@ def flax_nnx(make, *inputs):
     return Model(fun, filled(params), (rest, *inputs))
 
 
-def equinox(make, *inputs):
-    model = eqx.filter_eval_shape(make, key=jax.random.key(0))
-    params, static = eqx.partition(model, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
-    return Model(lambda params, *inputs: jax.vmap(eqx.combine(params, static))(*inputs), filled(params), inputs)
-
-
 def attention(kv_heads=4, bias=False, **options):
     shapes = {"query": (2, 6, 4, 8), "key": (2, 6, kv_heads, 8), "value": (2, 6, kv_heads, 8), "bias": (2, 4, 6, 6)}
     params = {name: 3 * uniform(*shape, seed=len(name)) for name, shape in shapes.items() if bias or name != "bias"}
@@ -114,9 +106,6 @@ MODELS: dict[str, Callable[[], Model]] = {
     "linen.LSTMCell": lambda: linen(nn.RNN(nn.LSTMCell(12)), TOKENS),
     "linen stack": lambda: linen(Stack(), TOKENS),
     "nnx.Conv": lambda: flax_nnx(lambda r: nnx.Conv(4, 8, (3, 3), strides=2, rngs=r), IMAGES),
-    "equinox.MultiheadAttention": lambda: equinox(
-        functools.partial(eqx.nn.MultiheadAttention, 4, 16), TOKENS, TOKENS, TOKENS
-    ),
     "attention": attention,
     "attention, grouped queries, bias": lambda: attention(kv_heads=2, bias=True),
 }
@@ -205,89 +194,26 @@ def test_the_search_for_operations_in_16_bits_finds_a_narrowed_operation_and_the
 class TwoLayers(nnx.Module):
     """Two layers with one matrix, a vector, and a variable that is no parameter."""
 
-    def __init__(self, rngs, param_dtype=F32):
-        self.first, self.second = (nnx.Linear(16, 16, rngs=rngs, param_dtype=param_dtype) for _ in range(2))
+    def __init__(self, rngs):
+        self.first, self.second = (nnx.Linear(16, 16, rngs=rngs, param_dtype=BF16) for _ in range(2))
         self.second.kernel = self.first.kernel
-        self.scale = nnx.Param(jnp.ones((16,), param_dtype))
-        self.shift = nnx.BatchStat(jnp.full((16,), 0.25, param_dtype))
+        self.scale = nnx.Param(jnp.ones((16,), BF16))
+        self.shift = nnx.BatchStat(jnp.full((16,), 0.25, BF16))
 
     def __call__(self, x):
         return self.second(jnp.tanh(self.first(x))) * self.scale[None, None] + self.shift[None, None]
 
 
-def squares(model, x):
-    return (model(x) ** 2).sum()
-
-
-def with_nnx(**options):
-    """Return a loss, its parameters with values of bfloat16, how to differentiate it, and the options for that."""
-    return squares, TwoLayers(nnx.Rngs(0), BF16), nnx.value_and_grad, options
-
-
-def with_equinox():
-    model = cast(eqx.nn.MLP(16, 16, 16, 1, jnp.tanh, key=jax.random.key(0)), BF16)
-    return lambda model, x: (jax.vmap(jax.vmap(model))(x) ** 2).sum(), model, eqx.filter_value_and_grad, {}
-
-
-def widened(model):
-    """Return the model in float32. A cast of an NNX model would untie its weights."""
-    if not isinstance(model, nnx.Module):
-        return cast(model, F32)
-    graphdef, state = nnx.split(model)
-    return nnx.merge(graphdef, cast(state, F32))
-
-
-DIFFERENTIATED = {
-    "nnx": with_nnx,
-    "nnx, DiffState": lambda: with_nnx(argnums=nnx.DiffState(0, nnx.Param)),
-    "equinox": with_equinox,
-}
-
-
-@pytest.mark.parametrize("make", DIFFERENTIATED.values(), ids=DIFFERENTIATED)
-def test_gradients_of_bfloat16_parameters_are_those_of_float32_copies_to_the_bit(make):
-    """In the structure that the transformation gives without mpx, or in the parameters' own dtypes if asked."""
-    loss, narrow, transform, options = make()
-    wide = widened(narrow)
-    _, plain = transform(loss, **options)(wide, TOKENS)
-    for more in ({}, {"reduce_dtype": F32}):
-        autocast = mpx.autocast(loss, "bf16", **more)
-        expected = transform(autocast, **options)(wide, TOKENS)
-        value, grads = mpx.value_and_grad(autocast, transform=transform, **options)(narrow, TOKENS)
-        assert_same_bits(value, expected[0])
-        assert_same_bits(grads, expected[1])
-        assert types_of(grads) == types_of(plain)
-        # Negative control: the gradients that jax gives for bfloat16 parameters are rounded.
-        own = transform(autocast, **options)(narrow, TOKENS)
-        assert any(np.any(a != b.astype(F32)) for a, b in zip(*map(jax.tree.leaves, (grads, own[1])), strict=True))
-        in_own_dtypes = mpx.value_and_grad(autocast, transform=transform, grad_dtype=None, **options)
-        assert_same_bits(in_own_dtypes(narrow, TOKENS), own)
-
-
-@pytest.mark.optax_promotion
-def test_an_nnx_optimizer_in_nnx_jit_trains_masters_on_unrounded_gradients():
-    """As in a float32 loop that rounds a copy for the model. The learning rate is a power of two, so all is exact."""
-    model = TwoLayers(nnx.Rngs(0), BF16)
-    optimizer = nnx.Optimizer(model, mpx.master_weights(optax.sgd(2.0**-7)), wrt=nnx.Param)
-    loss = mpx.autocast(squares, "bf16")
-    graphdef, masters, rest = nnx.split(model, nnx.Param, ...)
-    masters = cast(masters, F32)
-
-    @nnx.jit
-    def step(model, optimizer, x):
-        value, grads = mpx.value_and_grad(loss, transform=nnx.value_and_grad)(model, x)
-        optimizer.update(model, grads)
-        return value
-
-    @jax.jit
-    def expected_step(masters, x):
-        by_params = lambda params: loss(nnx.merge(graphdef, params, rest, copy=True), x)
-        value, grads = jax.value_and_grad(by_params)(cast(cast(masters, BF16), F32))
-        return jax.tree.map(lambda p, g: p - np.float32(2.0**-7) * g, masters, grads), value
-
-    for _ in range(3):
-        value = step(model, optimizer, TOKENS)
-        masters, expected_value = expected_step(masters, TOKENS)
-        assert_same_bits(value, expected_value)
-    kept = jax.tree.leaves(nnx.as_pure(optimizer.opt_state.master))
-    assert_same_bits(kept, jax.tree.leaves(nnx.as_pure(masters)))
+@pytest.mark.parametrize("reduce_dtype", [None, F32], ids=str)
+def test_gradients_of_a_bfloat16_model_with_tied_weights_are_those_of_its_float32_copy_to_the_bit(reduce_dtype):
+    """Or in the parameters' own dtypes if asked, where jax rounds them: the negative control."""
+    autocast = mpx.autocast(lambda model, x: (model(x) ** 2).sum(), "bf16", reduce_dtype=reduce_dtype)
+    narrow = TwoLayers(nnx.Rngs(0))
+    graphdef, state = nnx.split(narrow)
+    expected = nnx.value_and_grad(autocast)(nnx.merge(graphdef, cast(state, F32)), TOKENS)
+    actual = mpx.value_and_grad(autocast, transform=nnx.value_and_grad)(narrow, TOKENS)
+    assert_same_bits(actual, expected)
+    own = nnx.value_and_grad(autocast)(narrow, TOKENS)
+    assert any(np.any(a != b.astype(F32)) for a, b in zip(*map(jax.tree.leaves, (actual[1], own[1])), strict=True))
+    in_own_dtypes = mpx.value_and_grad(autocast, transform=nnx.value_and_grad, grad_dtype=None)
+    assert_same_bits(in_own_dtypes(narrow, TOKENS), own)

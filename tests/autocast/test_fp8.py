@@ -94,15 +94,6 @@ def test_operands_times_powers_of_two_have_the_same_bits(fp8):
     np.testing.assert_array_equal(fun(x * 2.0**40, w * 2.0**-50), fun(x, w) * 2.0**-10)
 
 
-@by_way
-def test_zeros_give_zeros(fp8):
-    x, w = jnp.zeros((16, 64)), normal(1, 64, 32)
-    value, (of_x, of_w) = jax.value_and_grad(lambda x, w: mpx.autocast(multiply, fp8)(x, w).sum(), (0, 1))(x, w)
-    assert value == 0
-    assert (np.asarray(of_w) == 0).all()
-    assert np.isfinite(of_x).all()
-
-
 @pytest.mark.parametrize("value", [np.nan, -np.inf])
 @by_way
 def test_what_is_not_finite_stays_visible_and_other_rows_keep_their_numbers(fp8, value):
@@ -117,7 +108,7 @@ def test_what_is_not_finite_stays_visible_and_other_rows_keep_their_numbers(fp8,
     assert not np.isfinite(jax.grad(lambda w: mpx.autocast(multiply, fp8)(bad, w).sum())(w)).all()
 
 
-@pytest.mark.parametrize("largest", [2.0**-149, 2.0**-126, 1e-35, 1.0, 448.0, 449.0, 3e38])
+@pytest.mark.parametrize("largest", [0.0, 2.0**-149, 2.0**-126, 1e-35, 1.0, 448.0, 449.0, 3e38])
 @by_way
 def test_the_largest_magnitude_is_never_out_of_range(fp8, largest):
     x = jnp.full((16, 16), largest, jnp.float32)

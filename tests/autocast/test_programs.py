@@ -80,7 +80,6 @@ ONLY_TRACED = {
     "vmap": PROGRAMS["vmap"],
     "jacfwd": lambda f: jax.jacfwd(f, argnums=1),
     "grad of grad": lambda f: jax.grad(lambda *args: (jax.grad(loss_of(f), argnums=1)(*args) ** 2).sum()),
-    "linearize": lambda f: lambda *args: jax.linearize(f, *args)[1](*args),
 }
 OF_A_CALL = [("a call", way) for way in TRANSFORMS][2:]
 OF_ALL = [(name, "value" if name in FORWARD_ONLY else "value and grad") for name in PROGRAMS]
