@@ -63,18 +63,10 @@ def linen(module, *inputs, **options):
     return Model(functools.partial(module.apply, **options), params, inputs)
 
 
-def flax_nnx(make, *inputs):
-    graphdef, params, rest = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))), nnx.Param, ...)
-    is_key = lambda leaf: jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    rest = jax.tree.map(lambda leaf: jax.random.key(0) if is_key(leaf) else jnp.zeros(leaf.shape, leaf.dtype), rest)
-    fun = lambda params, rest, *inputs: nnx.merge(graphdef, params, rest, copy=True)(*inputs)
-    return Model(fun, filled(params), (rest, *inputs))
-
-
-def attention(kv_heads=4, bias=False, **options):
+def attention(kv_heads=4, bias=False):
     shapes = {"query": (2, 6, 4, 8), "key": (2, 6, kv_heads, 8), "value": (2, 6, kv_heads, 8), "bias": (2, 4, 6, 6)}
     params = {name: 3 * uniform(*shape, seed=len(name)) for name, shape in shapes.items() if bias or name != "bias"}
-    return Model(lambda params: jax.nn.dot_product_attention(**params, **options), params, ())
+    return Model(lambda params: jax.nn.dot_product_attention(**params), params, ())
 
 
 class EmbedAndAttend(nn.Module):
@@ -105,7 +97,7 @@ MODELS: dict[str, Callable[[], Model]] = {
     ),
     "linen.LSTMCell": lambda: linen(nn.RNN(nn.LSTMCell(12)), TOKENS),
     "linen stack": lambda: linen(Stack(), TOKENS),
-    "nnx.Conv": lambda: flax_nnx(lambda r: nnx.Conv(4, 8, (3, 3), strides=2, rngs=r), IMAGES),
+    "linen.Conv": lambda: linen(nn.Conv(8, (3, 3), strides=2, feature_group_count=2), IMAGES),
     "attention": attention,
     "attention, grouped queries, bias": lambda: attention(kv_heads=2, bias=True),
 }

@@ -172,18 +172,6 @@ def test_of_two_autocasts_the_inner_one_wins(name):
 
 
 @with_a_gradient
-def test_an_island_is_in_float32_forward_and_backward(name):
-    """In the program of the gradient only the product around it is narrowed."""
-    island = mpx.full_precision(PROGRAMS[name](lambda w, x: jnp.sin(x @ w)))
-    gradient = lambda fun: jax.grad(fun, argnums=(0, 1))
-    loss = lambda w, x: (island(w, x) @ w).sum()
-    plain = len(contractions(gradient(loss), *arguments()))
-    for fun in (mpx.autocast(gradient(loss), BF16), gradient(mpx.autocast(loss, BF16))):
-        found = contractions(fun, *arguments())
-        assert (found.count(all_in(BF16)), found.count(all_in(F32))) == (3, plain - 3)
-
-
-@with_a_gradient
 def test_a_list_of_weights_that_is_closed_over_may_be_changed_between_calls(name):
     """Autocast remembers no trace."""
     weights, x = [], integers(0, 16, 4)
