@@ -133,12 +133,12 @@ def explain(
     record = autocast_of(fun)
     if record is not None and policy_or_dtype is not None:
         raise ValueError("`explain` takes no policy for a function that `autocast` returned: it has its own.")
-    if record is None and policy_or_dtype is None:
-        raise ValueError(
-            "`explain` needs a policy or a dtype for a function that `autocast` did not return, such as "
-            "`mpx.explain(fun, 'bf16')`, or `--policy bf16` on the command line."
-        )
     if record is None:
+        if policy_or_dtype is None:
+            raise ValueError(
+                "`explain` needs a policy or a dtype for a function that `autocast` did not return, such as "
+                "`mpx.explain(fun, 'bf16')`, or `--policy bf16` on the command line."
+            )
         record = make_autocast(fun, policy_or_dtype, DEFAULT_RULES, checkpoint=None, reduce_dtype=None)
 
     def explained(*args: Any, **kwargs: Any) -> Explanation:
