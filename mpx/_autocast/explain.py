@@ -5,21 +5,20 @@ import math
 import os
 import pathlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn
 from jax.typing import DTypeLike
 
-from mpx import _tables, _trees
+from mpx import _tables
 from mpx._autocast import contraction
 from mpx._autocast.compute import FP8
 from mpx._autocast.plan import PlacedStep, Step, walk
-from mpx._autocast.rules import DEFAULT_RULES, Rule
+from mpx._autocast.rules import DEFAULT_RULES
 from mpx._autocast.transform import autocast_of, make_autocast
 from mpx._fp8 import Fp8
 from mpx._jaxprs import dtype_of
@@ -106,10 +105,7 @@ class Explanation(_tables.Result):
 
 
 def explain(
-    fun: Callable[..., Any],
-    policy_or_dtype: Policy | Fp8 | DTypeLike | None = None,
-    *,
-    rules: Mapping[Any, Rule] | None = None,
+    fun: Callable[..., Any], policy_or_dtype: Policy | Fp8 | DTypeLike | None = None
 ) -> Callable[..., Explanation]:
     """Explain what `autocast` does to a function: which contractions it narrows, which it keeps and why, line by line.
 
@@ -118,15 +114,13 @@ def explain(
     Args:
         fun: a function, or one that `autocast` returned.
         policy_or_dtype: as for `autocast`; None for a function that `autocast` returned.
-        rules: as for `autocast`.
 
     Returns:
         A function that takes the arguments of `fun`, or their shapes (`jax.ShapeDtypeStruct`), and returns an
         `Explanation`: source lines with FLOPs, which `print` and `rich.print` show as tables.
 
     Raises:
-        ValueError: if a policy is missing, or given for a function that has its own; at the call, if a shape has a
-            dtype of 64 bits and 64-bit types are off.
+        ValueError: if a policy is missing, or given for a function that has its own.
 
     Example:
         >>> loss = lambda w, x: jax.nn.log_softmax(x @ w).sum()
@@ -137,38 +131,21 @@ def explain(
         1.0
     """
     record = autocast_of(fun)
-    if record is not None and (policy_or_dtype is not None or rules is not None):
-        raise ValueError("`explain` takes no policy or rules for a function that `autocast` returned: it has its own.")
+    if record is not None and policy_or_dtype is not None:
+        raise ValueError("`explain` takes no policy for a function that `autocast` returned: it has its own.")
     if record is None:
         if policy_or_dtype is None:
             raise ValueError(
                 "`explain` needs a policy or a dtype for a function that `autocast` did not return, such as "
                 "`mpx.explain(fun, 'bf16')`, or `--policy bf16` on the command line."
             )
-        rules = DEFAULT_RULES if rules is None else rules
-        record = make_autocast(fun, policy_or_dtype, rules, checkpoint=None, reduce_dtype=None)
+        record = make_autocast(fun, policy_or_dtype, DEFAULT_RULES, checkpoint=None, reduce_dtype=None)
 
     def explained(*args: Any, **kwargs: Any) -> Explanation:
-        _require_dtypes_that_are_on((args, kwargs))
         found = _summed(walk(record.trace(args, kwargs).plan), record.settings.compute.name)
         return dataclasses.replace(found, has_wide_gradients=record.settings.has_wide_gradients)
 
     return explained
-
-
-def _require_dtypes_that_are_on(arguments: Any) -> None:
-    """Raise for shapes of 64 bits that JAX would turn into 32. For NumPy's arrays users expect that."""
-    off = [
-        f"{_trees.path_string(path[1:])} ({_trees.dtype_and_shape(leaf)})"
-        for path, leaf in jax.tree.leaves_with_path(arguments)
-        if isinstance(leaf, jax.ShapeDtypeStruct) and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype
-    ]
-    if off:
-        raise ValueError(
-            "`explain`: 64-bit types are off, so the function would see 32-bit ones. Set JAX_ENABLE_X64=1 "
-            "(`jax.config.update('jax_enable_x64', True)`), or give shapes of 32 bits. Shapes of 64 bits: "
-            f"{', '.join(off)}."
-        )
 
 
 def _summed(steps: Iterable[PlacedStep], asked_for: str) -> Explanation:

@@ -22,7 +22,6 @@ from mpx._errors import not_differentiable
 from mpx._fp8 import FORMATS, RESULTS, Fp8, power_of_two, scale_exponents
 from mpx._shardings import entries_of, explicit_sharding, in_auto
 
-NOT_MULTIPLES, TOO_SMALL = "not all sizes are multiples", "too small to gain"  # reasons against FP8
 _MULTIPLE = 16  # cuBLAS asks for sizes that are multiples of it
 _NO_SECOND_DERIVATIVE = (
     "`autocast`: the gradient of a product of 8-bit floats has no derivative. For a second derivative put autocast "
@@ -37,20 +36,17 @@ def why_not(eqn: JaxprEqn, fp8: Fp8) -> str | None:
     (lhs_contracting, _), (lhs_batch, _) = eqn.params["dimension_numbers"]
     if lhs_batch:
         return "a product with a batch, such as logits of attention"
-    lhs, rhs = ([*_shape(v)] for v in eqn.invars[:2])
+    avals: list[Any] = [v.aval for v in eqn.invars[:2]]
+    lhs, rhs = (aval.shape for aval in avals)
     if not all(isinstance(size, int) for size in (*lhs, *rhs)):
         return "a size is not known"
     k = math.prod(lhs[axis] for axis in lhs_contracting)
     m, n = math.prod(lhs) // k, math.prod(rhs) // k
     if not m * n or any(size % _MULTIPLE for size in (m, n, k)):
-        return f"{m} x {k} by {k} x {n}: {NOT_MULTIPLES} of {_MULTIPLE}"
+        return f"{m} x {k} by {k} x {n}: not all sizes are multiples of {_MULTIPLE}"
     if 1 / (1 / m + 1 / n + 1 / k) < fp8.min_extent:
-        return f"{m} x {k} by {k} x {n}: {TOO_SMALL}"
+        return f"{m} x {k} by {k} x {n}: too small to gain"
     return None
-
-
-def _shape(v: Any) -> tuple[int, ...]:
-    return v.aval.shape
 
 
 @dataclasses.dataclass(frozen=True)

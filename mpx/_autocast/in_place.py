@@ -4,9 +4,8 @@ Autocast runs a function on copies of its arguments, with float32 arrays instead
 changes in the copies is written back to the originals.
 """
 
-import contextlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +14,7 @@ from jax.extend.core import JaxprEqn, Var
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
 from mpx import _trees
-from mpx._jaxprs import called_jaxpr, dtype_of, open_jaxpr, propagate, scan_counts
+from mpx._jaxprs import called_jaxpr, dtype_of, propagate, scan_counts
 from mpx._primitives import facts_of
 
 
@@ -118,7 +117,7 @@ def real_changes(program: jex_core.Jaxpr, inputs: Mapping[int, Var], changes: Se
     A `jit` or `remat` of Flax NNX replaces all arrays of a module, most of them by equal ones. `inputs` maps the
     position of a leaf to its input of the traced program.
     """
-    sources = _sources(program) if changes else []
+    sources = propagate(program, program.invars, _sources_of_results, lambda v: v) if changes else []
     return [change for change in changes if sources[change.result] is not inputs.get(change.position)]
 
 
@@ -168,21 +167,6 @@ def require_unchanged(objects: list[Object], results: Any, remedy: str) -> None:
         raise _error(names, remedy)
 
 
-@contextlib.contextmanager
-def closed_over_changes_explained() -> Iterator[None]:
-    """Say what to do; Flax NNX only says that a variable must not be changed from another trace."""
-    try:
-        yield
-    except Exception as error:
-        if type(error).__name__ != "TraceContextError":  # of `flax.errors`
-            raise
-        raise ValueError(
-            "`autocast`: the function changes a Flax NNX model that it closes over, such as batch statistics or the "
-            "counter of a dropout. Pass the model as an argument, so that its changes are kept: "
-            "`mpx.autocast(lambda model, x: ...)(model, x)`."
-        ) from error
-
-
 _MERGE = (
     "Return the new values. With Flax NNX: `graphdef, params, rest = nnx.split(model, nnx.Param, ...)` outside, and "
     "inside `model = nnx.merge(graphdef, params, rest, copy=True)`, with `nnx.state(model, nnx.Not(nnx.Param))` among "
@@ -197,32 +181,17 @@ def _error(names: Sequence[str], remedy: str = _MERGE) -> ValueError:
     )
 
 
-def _sources(program: jex_core.Jaxpr) -> list[Any]:
-    """Return for each result of a program the variable that it is, perhaps under another name."""
-    return propagate(program, program.invars, _handed_on, lambda v: v)
-
-
-def _handed_on(eqn: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
+def _sources_of_results(eqn: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
     """Return for each result the operand that the equation hands on, or the result itself if it is a new value."""
     name = eqn.primitive.name
     if name == "convert_element_type" and dtype_of(eqn.invars[0]).itemsize < dtype_of(eqn.outvars[0]).itemsize:
         return operands  # a view
     if name != "scan" and facts_of(eqn).runs != "call":
         return eqn.outvars
-    inner = open_jaxpr(called_jaxpr(eqn))
-    positions = {id(v): position for position, v in enumerate(inner.invars)}
-    results = list(eqn.outvars)
-    for result, source in enumerate(_sources(inner)):
-        operand = positions.get(id(source))
-        if operand is not None and _stays(eqn, operand, result):
-            results[result] = operands[operand]
-    return results
-
-
-def _stays(eqn: JaxprEqn, operand: int, result: int) -> bool:
-    """Return whether an operand that the program inside returns is a result of the whole equation."""
-    if eqn.primitive.name != "scan":
-        return True
-    consts, carry = scan_counts(eqn)
+    inside = propagate(called_jaxpr(eqn), operands, _sources_of_results, lambda v: v)
+    if name != "scan":
+        return inside
     # A carried value must keep its place; slices of a stack make a stack.
-    return operand == consts + result if result < carry else operand >= consts + carry
+    consts, carry = scan_counts(eqn)
+    stays = [v is operands[consts + i] if i < carry else v in operands[consts + carry :] for i, v in enumerate(inside)]
+    return [v if is_same else new for v, is_same, new in zip(inside, stays, eqn.outvars, strict=True)]

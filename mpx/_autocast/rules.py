@@ -34,8 +34,7 @@ def _default_rule(name: str, facts: Facts) -> Rule:
 DEFAULT_RULES: dict[str, Rule] = {
     name: rule for name, facts in PRIMITIVES.items() if (rule := _default_rule(name, facts)) != "keep"
 }
-"""The rules of primitives that do not just run as traced. Extend it with `|`:
-`rules=mpx.DEFAULT_RULES | {"conv_general_dilated": "keep"}`."""
+"""The rules of primitives that do not just run as traced. `rules={"conv_general_dilated": "keep"}` changes one."""
 
 _ACTIVATIONS = ("add", "mul", "integer_pow", "tanh", "logistic", "erf", "erfc")
 

@@ -17,10 +17,10 @@ from jax.typing import DTypeLike
 
 from mpx import _trees
 from mpx._autocast import compute as computes
-from mpx._autocast import fp8, in_place, interpreter
+from mpx._autocast import in_place, interpreter
 from mpx._autocast.control_flow import HANDLERS
 from mpx._autocast.plan import MARK, CastPlan, Planner, Settings, Tag, walk
-from mpx._autocast.rules import DEFAULT_RULES, FAST_RULES, Rule, can_narrow, known_names
+from mpx._autocast.rules import DEFAULT_RULES, Rule, can_narrow, known_names
 from mpx._dtypes import dtype_or_none
 from mpx._fp8 import Fp8
 from mpx._jaxprs import dtype_of
@@ -42,10 +42,6 @@ class Autocast:
     settings: Settings
     policy: Policy | None  # if the user gave one, and not a dtype
     checkpoint: Callable[..., Any] | None  # a policy of `jax.checkpoint`
-
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], dtypes: list[np.dtype | None] | None = None) -> Any:
-        """Call the function; `dtypes` as for `trace`."""
-        return self.run(self.trace(args, kwargs, dtypes), args, kwargs)
 
     def run(self, traced: "Traced", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of the function for the arguments it was traced with."""
@@ -70,9 +66,8 @@ class Autocast:
 
         `dtypes` has for each leaf of the arguments the 16-bit dtype that represents it, if it is float32 and one does.
         """
-        flat = jax.tree.leaves_with_path((args, kwargs))
+        flat, names = jax.tree.leaves_with_path((args, kwargs)), _trees.path_names((args, kwargs))
         leaves = [leaf for _, leaf in flat]
-        names = _trees.path_names((args, kwargs))
         positions = [i for i, leaf in enumerate(leaves) if _trees.is_array(leaf)]
         result: list[Any] = []
 
@@ -92,8 +87,7 @@ class Autocast:
         arrays = [jnp.asarray(x) if isinstance(x, (np.ndarray, np.generic)) else x for x in arrays]
         # `program` is a new function each time, so that jax never reuses an earlier trace, with the values that the
         # function closed over then.
-        with in_place.closed_over_changes_explained():
-            jaxpr = jax.make_jaxpr(program)(*arrays)
+        jaxpr = jax.make_jaxpr(program)(*arrays)
         tags = [
             Tag(None if dtypes is None else dtypes[i], self._override(names[flat[i][0]], leaves[i]), is_argument=True)
             for i in positions
@@ -177,19 +171,17 @@ def autocast(
 
     The model is written once, without dtypes. Its matrix products and convolutions run in bfloat16, float16, TF32 or
     three bfloat16 products. Everything else runs in float32: softmax, norms, exponentials, losses, and every sum, in
-    the backward pass too. (A model whose parameters are cast to bfloat16 adds up the gradients of all uses of a weight
-    in bfloat16, where 1 added 1,000 times is 256.)
+    the backward pass too. (Gradients of parameters that are cast to bfloat16 are added up in bfloat16, where 1 added
+    1,000 times is 256.)
 
     Arguments are viewed as float32, without a copy. A contraction of float32 values rounds its operands to the compute
     dtype, and so do the contractions of its gradients. The result is in the compute dtype and viewed as float32 again.
-    These stay float32: outer products (rotary angles), products that ask for `precision="high"` or `"highest"` (by
-    `jax.default_matmul_precision` too), integers, float64 and complex numbers, and the bodies of custom derivatives and
-    kernels. `explain` shows what happens to a function.
+    Outer products (rotary angles), products that ask for a high precision, and the bodies of custom derivatives and
+    kernels run as they are. `explain` shows what happens to a function.
 
     Each call traces the function, so put `jax.jit` around it. What the function changes in an object among its
-    arguments, such as the batch statistics of a Flax NNX model, changes in that object. `autocast` composes with `jit`,
-    `grad`, `vmap`, `scan`, `while`, `cond`, `checkpoint`, custom derivatives and `shard_map`, inside and outside. Of
-    two autocasts the inner one wins.
+    arguments, such as the batch statistics of a Flax NNX model, changes in that object. `autocast` composes with the
+    transformations of JAX, inside and outside. Of two autocasts the inner one wins.
 
     Args:
         fun: any function of pytrees. It gets arguments that are not arrays (flags, strings, functions) unchanged.
@@ -198,12 +190,13 @@ def autocast(
             (float32 on a CPU), `"fp8"` or an `Fp8`; or a policy or its string (`"compute=bf16"`). `autocast` reads a
             policy's `compute_dtype`, `fp8`, `overrides` (for contractions with the arguments they name) and
             `output_dtype` (for all floating results; a string without it follows `compute`).
-        rules: a table like `DEFAULT_RULES`, from primitives or their names to `"narrow"`, `"follow"`, `"keep"`,
-            `"narrow_if_representable"` or `"enter"`. `FAST_RULES` also runs activations in the compute dtype.
+        rules: from primitives or their names to `"narrow"`, `"follow"`, `"keep"`, `"narrow_if_representable"` or
+            `"enter"`; `DEFAULT_RULES` has the rules of all others. `FAST_RULES` also runs activations in the compute
+            dtype.
         checkpoint: what is kept for the backward pass instead of computed again: `"dots"` (results of contractions, in
-            the compute dtype), `"dots_with_no_batch_dims"`, `"nothing"`, `"everything"`, the name of another policy in
-            `jax.checkpoint_policies`, or a policy. None leaves it to the function. Around a whole loss it shrinks what
-            is kept between the passes; around each layer it lowers the peak too.
+            the compute dtype), `"dots_with_no_batch_dims"`, `"nothing"`, `"everything"`, or a policy of
+            `jax.checkpoint`. None leaves it to the function. Around a whole loss it shrinks what is kept between the
+            passes; around each layer it lowers the peak too.
         reduce_dtype: the dtype of gradients of weights while they are added up, over devices too: float32, or the
             compute dtype, which sends half as many bytes and rounds at each addition between devices. None: as the
             policy says, else float32 if the program may run on more than one device (`jax.set_mesh`, or
@@ -236,7 +229,7 @@ def autocast(
     # The attributes of a model are its weights: the wrapped function must not keep them alive.
     @functools.wraps(fun, updated=("__dict__",) if inspect.isroutine(fun) else ())
     def wrapped(*args, **kwargs):
-        return record.call(args, kwargs)
+        return record.run(record.trace(args, kwargs), args, kwargs)
 
     setattr(wrapped, _RECORD, (wrapped, record))
     return wrapped  # type: ignore[return-value]
@@ -315,36 +308,19 @@ def _warn_if_nothing_runs_in_fp8(fun: Callable[..., Any], plan: CastPlan) -> Non
     is_float8 = lambda dtype: jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1  # by an autocast inside
     is_fp8 = lambda step: (step.compute and step.compute.fp8) or is_float8(dtype_of(step.eqn.invars[0]))
     missed = [step.reason for step in products if step.action == "narrow" and step.reason]
-    if not missed or any(map(is_fp8, products)):
-        return
-    name = getattr(fun, "__qualname__", type(fun).__name__)
-    remedies = {
-        fp8.TOO_SMALL: " `mpx.Fp8(min_extent=0)` allows small products.",
-        fp8.NOT_MULTIPLES: " Pad them, the batch size too.",
-    }
-    remedy = next((text for part, text in remedies.items() if part in missed[0]), "")
-    message = (
-        f"`autocast`: FP8 was asked for, but no matrix product of `{name}` runs in it. The reason for the first of "
-        f"{len(missed)}: {missed[0]}.{remedy} `mpx.explain` shows each product."
-    )
-    warnings.warn(message, UserWarning, stacklevel=_first_level_outside())
-
-
-def _first_level_outside() -> int:
-    """Return the `stacklevel` with which a warning of the caller names a line outside of mpx and jax."""
-    frame, level = inspect.currentframe(), 0
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("mpx", "jax", "contextlib"):
-        frame, level = frame.f_back, level + 1
-    return level
+    if missed and not any(map(is_fp8, products)):
+        name = getattr(fun, "__qualname__", type(fun).__name__)
+        warnings.warn(
+            f"`autocast`: FP8 was asked for, but no matrix product of `{name}` runs in it. The reason for the first of "
+            f"{len(missed)}: {missed[0]}. `mpx.explain` shows each product.",
+            UserWarning,
+            stacklevel=2,
+        )
 
 
 def _checked_rules(rules: Mapping[Any, Rule]) -> Mapping[str, Rule]:
     """Return the table by names of primitives. Unknown names are refused, because they would do nothing."""
-    if rules is DEFAULT_RULES or rules is FAST_RULES:
-        return rules  # type: ignore[return-value]
-    if not isinstance(rules, Mapping):
-        raise TypeError(f"`autocast`: `rules` must be a mapping such as `mpx.DEFAULT_RULES`, but got {type(rules)}.")
-    checked = {}
+    checked = dict(DEFAULT_RULES)
     for key, rule in rules.items():
         is_own = isinstance(key, jex_core.Primitive)
         name = key.name if is_own else key
@@ -357,12 +333,6 @@ def _checked_rules(rules: Mapping[Any, Rule]) -> Mapping[str, Rule]:
         if rule not in possible:
             raise ValueError(f"`autocast`: the rule of {name!r} is {rule!r}; it can be {' or '.join(possible)}.")
         checked[name] = rule
-    missing = sorted(DEFAULT_RULES.keys() - checked.keys())
-    if missing:
-        raise ValueError(
-            f"`autocast`: `rules` lacks primitives of the default table. Extend that one instead: "
-            f"`rules=mpx.DEFAULT_RULES | {{...}}`. Missing: {', '.join(missing[:3])}{', ...' if missing[3:] else ''}."
-        )
     return checked
 
 
@@ -386,11 +356,9 @@ def _checked_reduce_dtype(reduce_dtype: DTypeLike | None, compute: computes.Cont
 def _checkpoint_policy(checkpoint: str | Callable[..., Any] | None) -> Callable[..., Any] | None:
     if checkpoint is None or callable(checkpoint):
         return checkpoint
-    policies = {name for name in dir(jax.checkpoint_policies) if name.endswith("_saveable") or "checkpoint_" in name}
-    name = f"{checkpoint}_saveable" if checkpoint in _CHECKPOINTS else str(checkpoint)
-    if name not in policies:
+    if checkpoint not in _CHECKPOINTS:
         raise ValueError(
-            f"`autocast`: `checkpoint` must be one of {', '.join(map(repr, _CHECKPOINTS))}, a name of "
-            f"`jax.checkpoint_policies` ({', '.join(sorted(policies))}), a policy or None, but got {checkpoint!r}."
+            f"`autocast`: `checkpoint` must be one of {', '.join(map(repr, _CHECKPOINTS))}, a policy such as those in "
+            f"`jax.checkpoint_policies`, or None, but got {checkpoint!r}."
         )
-    return getattr(jax.checkpoint_policies, name)
+    return getattr(jax.checkpoint_policies, f"{checkpoint}_saveable")

@@ -136,10 +136,9 @@ PROGRAMS = {
     "vmap of a scan": lambda f: vmap(scan(f)),
     "shard_map": on_devices,
 }
-# The exceptions: no gradient; a result that was carried, so that nothing is known of it; rows that are taken apart.
+# The exceptions: no gradient; a result that was carried, so that nothing is known of it.
 FORWARD_ONLY = {"while"}
 CARRIED = {name for name in PROGRAMS if "scan" in name or "loop" in name or name == "while"} - {"scan of rows"}
-BY_ROW = {"vmap", "vmap of a scan", "shard_map"}
 DIFFERENTIABLE = [name for name in PROGRAMS if name not in FORWARD_ONLY]
 
 

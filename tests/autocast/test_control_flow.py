@@ -225,26 +225,12 @@ def recurrence_by_fft(w, x):
     return lax.scan(step, x, length=3)[0]
 
 
-def linear_recurrence(w, x):
-    """Carries complex numbers, as an LRU or S4 does."""
-    turn = lax.complex(jnp.cos(w), jnp.sin(w))
-    step = lambda c, _: (c * turn + (x @ w).astype(jnp.complex64), c.real)
-    return lax.scan(step, jnp.zeros(x.shape, jnp.complex64), length=3)[1]
-
-
-@pytest.mark.parametrize(
-    ("how", "error"),
-    [("bf16", 2e-2), ("f16", 2e-2), ("bf16x3", 1e-5), (mpx.Fp8(min_extent=0), 0.15)],
-    ids=["bf16", "f16", "bf16x3", "fp8"],
-)
-@pytest.mark.parametrize("fun", [recurrence_by_fft, linear_recurrence])
-def test_a_loop_with_complex_numbers_has_a_gradient(fun, how, error):
+def test_a_loop_with_complex_numbers_has_a_gradient():
     """jax keeps no complex value under a policy of `jax.checkpoint`, such as the one that autocast gives to loops."""
-    loss = lambda w, x: (fun(w, x) ** 2).sum()
+    loss = lambda w, x: (recurrence_by_fft(w, x) ** 2).sum()
     w, x = normal(0, 16, 16) / 16, normal(1, 16, 16)
-    actual = mpx.grad(mpx.autocast(loss, how), NO_SCALE)(w, x)
-    expected = jax.grad(loss)(w, x)
-    assert jnp.linalg.norm(actual - expected) < error * jnp.linalg.norm(expected)
+    actual, expected = mpx.grad(mpx.autocast(loss, BF16))(w, x), jax.grad(loss)(w, x)
+    assert jnp.linalg.norm(actual - expected) < 0.02 * jnp.linalg.norm(expected)
 
 
 def test_a_slice_that_a_checkpoint_takes_in_16_bits_is_not_kept_beside_its_array():

@@ -3,8 +3,6 @@
 Oracle of values: the same rounding and the same scales in NumPy, with sums in float64.
 """
 
-import re
-
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -96,24 +94,6 @@ def test_operands_times_powers_of_two_have_the_same_bits(fp8):
     np.testing.assert_array_equal(fun(x * 2.0**40, w * 2.0**-50), fun(x, w) * 2.0**-10)
 
 
-def test_rows_keep_what_one_scale_loses():
-    """One row is a million times as large as the others: with one scale they are zeros."""
-    x, w = normal(0, 16, 64).at[0].multiply(1e6), normal(1, 64, 32)
-    expected = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
-    by_row, by_tensor = (np.asarray(mpx.autocast(multiply, fp8)(x, w)) for fp8 in (ROWS, SMALL))
-    assert error(by_row[1:], expected[1:]) < 0.05
-    np.testing.assert_array_equal(by_tensor[1:], 0)
-
-
-@by_way
-def test_zeros_give_zeros(fp8):
-    x, w = jnp.zeros((16, 64)), normal(1, 64, 32)
-    value, (of_x, of_w) = jax.value_and_grad(lambda x, w: mpx.autocast(multiply, fp8)(x, w).sum(), (0, 1))(x, w)
-    assert value == 0
-    assert (np.asarray(of_w) == 0).all()
-    assert np.isfinite(of_x).all()
-
-
 @pytest.mark.parametrize("value", [np.nan, -np.inf])
 @by_way
 def test_what_is_not_finite_stays_visible_and_other_rows_keep_their_numbers(fp8, value):
@@ -128,7 +108,7 @@ def test_what_is_not_finite_stays_visible_and_other_rows_keep_their_numbers(fp8,
     assert not np.isfinite(jax.grad(lambda w: mpx.autocast(multiply, fp8)(bad, w).sum())(w)).all()
 
 
-@pytest.mark.parametrize("largest", [2.0**-149, 2.0**-126, 1e-35, 1.0, 448.0, 449.0, 3e38])
+@pytest.mark.parametrize("largest", [0.0, 2.0**-149, 2.0**-126, 1e-35, 1.0, 448.0, 449.0, 3e38])
 @by_way
 def test_the_largest_magnitude_is_never_out_of_range(fp8, largest):
     x = jnp.full((16, 16), largest, jnp.float32)
@@ -199,7 +179,7 @@ WHY = {
     "a convolution": (conv, (2, 16, 16, 16), (3, 3, 16, 16), SMALL, "there is no conv_general_dilated of 8-bit floats"),
     "small": (multiply, (512, 2048), (2048, 2048), "fp8", "512 x 2048 by 2048 x 2048: too small to gain"),
     "large": (multiply, (4096, 2048), (2048, 2048), "fp8", ""),
-    "an override": (lambda x, w: x @ w, (16, 32), (32, 32), HEAD, "an override of the policy asks for bf16"),
+    "an override": (multiply, (16, 32), (32, 32), HEAD, "an override of the policy asks for bf16"),
 }
 
 
@@ -211,26 +191,13 @@ def test_what_does_not_run_in_fp8_runs_in_bfloat16_and_says_why(name):
     assert (row.runs_in, row.reason) == ("bf16" if reason else "fp8", reason)
 
 
-@pytest.mark.parametrize(
-    ("how", "batch", "reason"),
-    [
-        (SMALL, 1347, "1347 x 64 by 64 x 32: not all sizes are multiples of 16"),
-        ("fp8", 1344, "1344 x 64 by 64 x 32: too small to gain"),
-        (
-            mpx.Policy(F32, BF16, F32, (("w", BF16),), mpx.Fp8(min_extent=0)),
-            64,
-            "an override of the policy asks for bf16",
-        ),
-    ],
-    ids=["odd", "small", "override"],
-)
-def test_one_warning_says_that_nothing_runs_in_fp8_and_why(how, batch, reason):
-    fun = jax.jit(mpx.autocast(lambda params, x: multiply(x, params["w"]), how))
-    params, x = {"w": normal(1, 64, 32)}, normal(0, batch, 64)
+def test_one_warning_says_that_nothing_runs_in_fp8_and_why():
+    fun = jax.jit(mpx.autocast(multiply, "fp8"))
+    x, w = normal(0, 16, 64), normal(1, 64, 32)
     with pytest.warns(
-        UserWarning, match=f"no matrix product of `.*` runs in it.*: {re.escape(reason)}.*`mpx.explain`"
+        UserWarning, match="no matrix product of `.*` runs in it.*: 16 x 64 .*too small.*`mpx.expl"
     ) as seen:
-        fun(params, x), fun(params, x)
+        fun(x, w), fun(x, w)
     assert len(seen) == 1
 
 
@@ -256,9 +223,6 @@ def test_gradients_in_float32_are_sums_of_8_bit_products_that_nothing_rounds():
     assert (wide != narrow).any()
 
 
-# ---- bad input ------------------------------------------------------------------------------------------------------
-
-
 def test_a_product_that_says_where_its_result_lies_runs_in_8_bits():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
     by_rows = NamedSharding(mesh, PartitionSpec("data"))
@@ -266,10 +230,3 @@ def test_a_product_that_says_where_its_result_lies_runs_in_8_bits():
     with jax.set_mesh(mesh):
         (row,) = mpx.explain(fun, SMALL)(jax.device_put(jnp.ones((16, 32)), by_rows), jnp.ones((32, 16))).contractions
     assert (row.runs_in, row.reason) == ("fp8", "")
-
-
-def test_elementwise_operations_that_a_table_narrows_are_in_16_bits():
-    rows = mpx.explain(lambda x, w: jnp.tanh(x @ w), SMALL, rules=mpx.FAST_RULES)(
-        jnp.ones((16, 16)), jnp.ones((16, 16))
-    )
-    assert [(row.operations, row.runs_in) for row in rows.others] == [("tanh", "bf16")]

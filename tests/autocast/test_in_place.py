@@ -43,9 +43,6 @@ class Sharing(nnx.Module):
 
 
 CHANGING = {
-    "dropout": lambda: nnx.Dropout(0.5, rngs=nnx.Rngs(0)),
-    "batch norm": lambda: nnx.BatchNorm(16, rngs=nnx.Rngs(0)),
-    "recurrent": lambda: nnx.RNN(nnx.SimpleCell(16, 4, rngs=nnx.Rngs(0))),
     "nested": lambda: Noisy(nnx.Rngs(0)),
     "shared": lambda: Sharing(nnx.Rngs(0)),
 }
@@ -66,18 +63,10 @@ WAYS = {
     "jit": (nnx.jit, nnx.jit),
     "remat inside": (nnx.remat, nnx.jit),
 }
-# Each module in one way, and two of them in all; CI takes each in all ways.
-QUICK = {"nested", "shared"}
 
 
-@pytest.mark.parametrize(
-    ("name", "way"),
-    [
-        pytest.param(name, way, marks=[] if way == "jit" or name in QUICK else pytest.mark.slow)
-        for name in CHANGING
-        for way in WAYS
-    ],
-)
+@pytest.mark.parametrize("name", CHANGING)
+@pytest.mark.parametrize("way", WAYS)
 def test_a_module_that_changes_itself_is_changed_as_without_autocast(name, way):
     make, (inside, outside) = CHANGING[name], WAYS[way]
     model, expected = make(), make()
@@ -121,7 +110,7 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("make", [CHANGING["nested"], CHANGING["shared"]], ids=["nested", "shared"])
+@pytest.mark.parametrize("make", CHANGING.values(), ids=CHANGING)
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_that_is_skipped_keeps_the_bits_of_batch_statistics_and_counters(name, make):
     """`loss_scaling` sees the gradients that are returned."""
@@ -153,24 +142,6 @@ def test_changes_reach_a_module_deep_in_a_keyword_argument_and_a_state_that_is_m
     mpx.autocast(lambda state, x: nnx.merge(graphdef, state)(x), "bf16")(state, TOKENS)
     called(expected, TOKENS)
     assert_same_bits(jax.tree.leaves((models["right"][0], state)), jax.tree.leaves((expected, nnx.state(expected))))
-
-
-@pytest.mark.parametrize("copy", [False, True])
-def test_a_module_split_and_merged_inside_returns_its_new_state(copy):
-    """The counter is 1; statistics are as in float32, up to the roundings of the layer before the norm."""
-    graphdef, params, rest = nnx.split(Noisy(nnx.Rngs(0), param_dtype=BF16), nnx.Param, ...)
-
-    def run(params, rest, x):
-        model = nnx.merge(graphdef, params, rest, copy=copy)
-        return (model(x) ** 2).mean(), nnx.state(model, nnx.Not(nnx.Param))
-
-    value_and_grad = mpx.value_and_grad(mpx.autocast(run, "bf16"), has_aux=True)
-    (_, new), grads = jax.jit(value_and_grad)(params, rest, TOKENS)
-    _, expected = jax.jit(run)(jax.tree.map(lambda x: x.astype(F32), params), rest, TOKENS)
-    assert int(new["dropout"]["rngs"]["count"][...]) == 1
-    assert {g.dtype for g in jax.tree.leaves(grads)} == {F32}
-    assert [x.shape for x in jax.tree.leaves(new)] == [x.shape for x in jax.tree.leaves(expected)]
-    np.testing.assert_allclose(new["norm"]["var"][...], expected["norm"]["var"][...], rtol=2**-7)
 
 
 def test_a_variable_that_is_only_rounded_is_changed_too():
@@ -208,40 +179,18 @@ def test_an_object_that_stands_twice_stays_one_object():
     assert seen[0][0] is seen[1]["again"]
 
 
-def summed(model, x):
-    return model(x).sum()
-
-
-@pytest.mark.parametrize(
-    ("inside", "without"),
-    [
-        pytest.param(nnx.jit(called), called, id="jit"),
-        pytest.param(nnx.remat(called), called, id="remat"),
-        pytest.param(nnx.vmap(called, in_axes=(None, 0)), called, id="vmap"),
-        pytest.param(nnx.grad(nnx.jit(summed)), nnx.grad(summed), id="grad of jit"),
-    ],
-)
-def test_a_flax_transformation_inside_is_no_change_of_the_module(inside, without):
-    """NNX puts the variables back as it found them."""
-    model = nnx.Linear(16, 4, rngs=nnx.Rngs(0))
-    assert_same_bits(mpx.autocast(inside, "bf16")(model, TOKENS), mpx.autocast(without, "bf16")(model, TOKENS))
-
-
-def test_a_scan_of_rematerialised_blocks_is_no_change_of_the_module():
-    """One layer's roundings are within 2^-8; a few of them in a row."""
-    blocks = nnx.split_rngs(splits=3)(nnx.vmap(lambda rngs: nnx.Linear(16, 16, rngs=rngs)))(nnx.Rngs(0))
+def scanned(blocks, x):
+    """Runs a stack of layers, each in a checkpoint."""
     block = nnx.remat(called)
-    scan = nnx.scan(lambda x, model: block(model, x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-    out = mpx.autocast(lambda blocks, x: scan(x, blocks), "bf16")(blocks, TOKENS)
-    np.testing.assert_allclose(out, scan(TOKENS, blocks), atol=2**-4)
+    return nnx.scan(lambda x, model: block(model, x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, blocks)
 
 
-@pytest.mark.parametrize(
-    "outside", [nnx.jit, jax.jit, lambda f: nnx.vmap(f, in_axes=(None, 0))], ids=["nnx.jit", "jax.jit", "nnx.vmap"]
-)
-def test_a_flax_transformation_outside_takes_an_autocast_function(outside):
-    """The rounding of the result of a contraction is dropped by XLA if it can: in one program, not between two."""
-    model = nnx.Linear(16, 4, use_bias=False, rngs=nnx.Rngs(0))
-    expected = mpx.autocast(called, "bf16")(model, TOKENS)
-    actual = outside(mpx.autocast(called, "bf16"))(model, TOKENS)
-    assert_same_bits(actual.astype(BF16), expected.astype(BF16))
+@pytest.mark.parametrize("inside", [nnx.jit(called), nnx.remat(called), scanned], ids=["jit", "remat", "scan"])
+def test_a_flax_transformation_inside_is_no_change_of_the_module(inside):
+    """NNX puts the variables back as it found them: `jax.value_and_grad` loses nothing, and it is no error."""
+    make = lambda rngs: nnx.Linear(16, 16, rngs=rngs)
+    model = nnx.split_rngs(splits=3)(nnx.vmap(make))(nnx.Rngs(0)) if inside is scanned else make(nnx.Rngs(0))
+    loss = lambda model, x: (inside(model, x) ** 2).sum()
+    (value, grads), expected = (f(model, TOKENS) for f in (mpx.value_and_grad(mpx.autocast(loss, "bf16")), loss))
+    np.testing.assert_allclose(value, expected, rtol=2**-4)
+    assert {g.dtype for g in jax.tree.leaves(grads)} == {F32}

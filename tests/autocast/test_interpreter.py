@@ -1,10 +1,4 @@
-"""Autocast under and around jax's transformations, nested, with effects, names, placements and all kinds of arguments.
-
-Oracle of values: the same function with the casts of each matrix product written by hand (`narrow_dot`).
-"""
-
-import functools
-import traceback
+"""Autocast with effects, names, source lines, unknown sizes and all kinds of arguments."""
 
 import jax
 import jax.numpy as jnp
@@ -12,21 +6,18 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import io_callback
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mpx
 from tests.autocast.helpers import (
     BF16,
     F16,
     F32,
-    Contraction,
     all_in,
     contractions,
     eqns_of,
     half_dtypes,
     integers,
     normal,
-    rounded,
 )
 from tests.helpers import assert_same_bits, types_of
 
@@ -51,24 +42,14 @@ def test_a_program_can_be_exported_for_batches_of_any_size():
     assert set(contractions(mpx.autocast(fun, BF16), any_batch)) == {all_in(BF16)}
 
 
-# ---- one autocast inside of another ---------------------------------------------------------------------------------
-
-
-def only_dot(w, x):
-    return x @ w
-
-
 def test_an_inner_function_compiled_before_is_the_same_inside_and_outside_of_autocast():
     """Jax remembers its trace: narrowed inside of an autocast, plain outside, in any order."""
-    inner = jax.jit(only_dot)
+    inner = jax.jit(lambda w, x: x @ w)
     w, x = normal(0, 4, 4), normal(1, 4, 4)
     programs = [inner, mpx.autocast(inner, BF16), mpx.autocast(inner, F16), inner, mpx.full_precision(inner)]
     expected = [all_in(dtype) for dtype in (F32, BF16, F16, F32, F32)]
     for _ in range(2):
         assert [contractions(fun, w, x)[0] for fun in programs] == expected
-
-
-# ---- effects --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
@@ -98,9 +79,6 @@ def test_effects_happen_once_and_in_order_see_float32_and_happen_not_while_traci
     assert capfd.readouterr().out == "sum 8.0\n"
 
 
-# ---- names and source lines -----------------------------------------------------------------------------------------
-
-
 def named_model(w, x):
     with jax.named_scope("first"):
         y = jnp.tanh(x @ w)
@@ -108,8 +86,6 @@ def named_model(w, x):
         y, _ = lax.scan(lambda c, _: (jnp.sin(c @ w), None), y, length=3)
     with jax.named_scope("recomputed"):
         y = jax.checkpoint(lambda y: jnp.cos(y @ w))(y)
-    with jax.named_scope("branch"):
-        y = lax.cond(y.sum() > 0, lambda y: jnp.exp(y @ w), lambda y: y, y)
     with jax.named_scope("called"):
         return jax.jit(lambda y: jnp.log1p((y @ w) ** 2))(y).sum()
 
@@ -125,23 +101,9 @@ def test_contractions_keep_their_scopes_and_source_lines(transform):
         return {f.line_num - named_model.__code__.co_firstlineno for f in places}
 
     autocast = mpx.autocast(named_model, BF16)
-    assert lines(named_model) == lines(autocast) == {2, 4, 6, 8, 10}
+    assert lines(named_model) == lines(autocast) == {2, 4, 6, 8}
     text = jax.jit(transform(autocast)).lower(*args).compile().as_text()
-    assert all(
-        f"{scope}/" in text or f"({scope})/" in text for scope in ("first", "loop", "recomputed", "branch", "called")
-    )
-
-
-def test_an_error_while_tracing_points_at_the_users_line():
-    def fun(x):
-        y = x @ x
-        return lax.scan(lambda c, _: (c @ jnp.ones((3, 3)), None), y, length=2)[0]
-
-    for transform in (lambda f: f, jax.jit, lambda f: jax.grad(lambda x: f(x).sum())):
-        with pytest.raises(TypeError, match="dot_general") as caught:
-            transform(mpx.autocast(fun, BF16))(jnp.eye(2))
-        lines = [f.lineno for f in traceback.extract_tb(caught.tb) if f.filename == __file__]
-        assert fun.__code__.co_firstlineno + 2 in lines
+    assert all(f"{scope}/" in text or f"({scope})/" in text for scope in ("first", "loop", "recomputed", "called"))
 
 
 def test_the_function_keeps_its_name_and_docstring():
@@ -152,29 +114,6 @@ def test_the_function_keeps_its_name_and_docstring():
     wrapped = mpx.autocast(my_model, BF16)
     assert (wrapped.__name__, wrapped.__doc__) == ("my_model", "What it does.")
     assert "jit(my_model)" in jax.jit(wrapped).lower(jnp.eye(2)).compile().as_text()
-
-
-# ---- where arrays lie -----------------------------------------------------------------------------------------------
-
-
-def test_sharded_inputs_are_not_gathered_and_may_be_donated():
-    """Batch and weights are split; the plain function places its results in the same way, eagerly and under jit."""
-    mesh = jax.make_mesh((4, 2), ("data", "model"), (AxisType.Auto,) * 2, devices=jax.devices("cpu"))
-    place = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
-    w, x = place(integers(0, 4, 6), None, "model"), place(integers(1, 8, 4), "data")
-    fun = lambda w, x: (jnp.maximum(x @ w, 0.0), 2.0 * w)
-    (plain, doubled), program = fun(w, x), mpx.autocast(fun, BF16)
-    for transform in (lambda f: f, functools.partial(jax.jit, donate_argnums=0)):
-        actual, actual_doubled = transform(program)(w, x)
-        assert actual.sharding.is_equivalent_to(plain.sharding, 2)
-        assert {shard.data.shape for shard in actual.addressable_shards} == {(2, 3)}
-        assert_same_bits(np.asarray(actual), rounded(np.asarray(plain), BF16))
-        assert_same_bits(np.asarray(actual_doubled), np.asarray(doubled))
-    assert w.is_deleted()
-    assert not x.is_deleted()
-
-
-# ---- kinds of arguments and results ---------------------------------------------------------------------------------
 
 
 @half_dtypes
@@ -196,35 +135,8 @@ def test_16_bit_arguments_are_viewed_as_float32_and_others_are_as_they_are(dtype
 
 def test_arguments_and_results_that_are_no_arrays_are_passed_on_as_they_are():
     given = ("text", None, 3, 2.5, True, jnp.sin, {"mode": "train", "none": None}, (1, "two"))
-    seen = []
-
-    def fun(x, *args, flag, activation):
-        seen.append((*args, flag, activation))
-        return {"y": activation(x @ x) if flag else x, "name": "layer", "count": 3, "none": None, "nested": (1.5, [x])}
-
     x = integers(0, 4, 4)
-    result = mpx.autocast(fun, BF16)(np.asarray(x), *given, flag=True, activation=jnp.abs)
-    assert seen[0] == (*given, True, jnp.abs)
-    assert [type(value) for value in seen[0][2:5]] == [int, float, bool]
-    assert (result["name"], result["count"], result["none"], result["nested"][0]) == ("layer", 3, None, 1.5)
-    assert_same_bits((result["y"], result["nested"][1]), (jnp.abs(x @ x), [x]))
-    assert mpx.autocast(lambda: "text", BF16)() == "text"
-
-
-# ---- nothing is remembered ------------------------------------------------------------------------------------------
-
-
-def test_weights_that_are_closed_over_are_not_viewed_in_float32():
-    """A limit that the documentation names: in strict promotion it is an error, as in the plain function."""
-    w = jnp.eye(4, dtype=BF16)
-    fun = mpx.autocast(lambda x: x @ w, BF16)
-    with pytest.raises(Exception, match="no available implicit dtype promotion path"):
-        fun(jnp.ones((3, 4), F32))
-    with jax.numpy_dtype_promotion("standard"):
-        assert contractions(fun, jnp.ones((3, 4), F32)) == [Contraction(BF16, BF16, BF16)]
-
-
-def test_linear_functions_can_be_transposed():
-    w, x = integers(0, 4, 3), integers(1, 2, 4)
-    (transposed,) = jax.linear_transpose(mpx.autocast(lambda x: x @ w, BF16), x)(jnp.ones((2, 3), F32))
-    assert_same_bits(transposed, jnp.ones((2, 3), F32) @ w.T)
+    result = mpx.autocast(lambda x, *args, activation: (activation(x @ x), args), BF16)(x, *given, activation=jnp.abs)
+    assert result[1] == given
+    assert [type(value) for value in result[1][2:5]] == [int, float, bool]
+    assert_same_bits(result[0], jnp.abs(x @ x))

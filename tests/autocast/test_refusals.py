@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import mpx
-from tests.autocast.helpers import F32, normal
+from tests.autocast.helpers import normal
 
 X, W = normal(0, 16, 64), normal(1, 64, 32)
 given = functools.partial
@@ -45,33 +45,23 @@ def second_derivative(fp8):
     return jax.grad(lambda w: (of_x(w, X) ** 2).sum())(W)
 
 
-def closed_over(around):
-    return around(lambda model, x: mpx.autocast(lambda x: model(x), "bf16")(x))(norm(), X)
-
-
 def of_an_outer_trace():
     model = norm()
     jax.jit(lambda x: mpx.autocast(called, "bf16")(model, x))(X)
 
 
-def of_64_bits():
-    with jax.enable_x64(False):
-        of_tree = lambda params, x: x @ params["w"]
-        mpx.explain(of_tree, "bf16")({"w": jax.ShapeDtypeStruct((4, 4), np.float64)}, jnp.ones((4, 4), F32))
-
-
 VALUES = [
     *[
         (given(mpx.autocast, product, wrong), "`autocast`")
-        for wrong in ("int32", jnp.int8, np.float64, None, 16, "bf15", jnp.float8_e4m3fn)
+        for wrong in ("int32", np.float64, None, 16, "bf15", jnp.float8_e4m3fn)
     ],
     *[
         (given(mpx.autocast, product, "bf16", reduce_dtype=wrong), "`reduce_dtype` must be float32, the compute")
-        for wrong in ("float16", np.float64, int)
+        for wrong in ("float16", int)
     ],
     *[
         (given(mpx.autocast, product, "bf16", checkpoint=wrong), "`checkpoint` must be one of 'dots'")
-        for wrong in ("dot", "save_only_these_names", 3, True)
+        for wrong in ("dot", "dots_saveable", 3)
     ],
     *[
         (given(mpx.autocast, product, "bf16", rules=mpx.DEFAULT_RULES | rules), text)
@@ -83,7 +73,6 @@ VALUES = [
             ({"custom_jvp_call": "narrow_if_representable"}, "can be follow or keep"),
         ]
     ],
-    (given(mpx.autocast, product, "bf16", rules={"exp": "keep"}), r"`rules=mpx.DEFAULT_RULES \| \{\.\.\.\}`"),
     *[
         (given(mpx.Fp8, **options), text)
         for options, text in [
@@ -94,23 +83,8 @@ VALUES = [
             ({"min_extent": -1}, "`min_extent` must be an integer of at least 0"),
         ]
     ],
-    (given(mpx.explain, product, "int8"), "computes in bfloat16, float16 or float32, but got int8"),
-    (given(mpx.explain, product, "float8_e4m3fn"), "Products of 8-bit floats are 'fp8'"),
-    (given(mpx.explain, product, "bf16", rules={"matmul": "keep"}), "no primitive of jax is called 'matmul'"),
     (given(mpx.explain, product), r"`mpx.explain\(fun, 'bf16'\)`, or `--policy bf16` on the command line"),
-    *[
-        (
-            given(mpx.explain, mpx.autocast(product, "bf16"), **options),
-            "takes no policy or rules for a function that `auto",
-        )
-        for options in ({"policy_or_dtype": "bf16"}, {"rules": mpx.FAST_RULES})
-    ],
-    (of_64_bits, r"64-bit types are off.*JAX_ENABLE_X64=1.*0/w \(float64\[4, 4\]\)"),
-    # Flax says that a variable of another trace was changed, and not by whom.
-    *[
-        (given(closed_over, around), "a Flax NNX model that it closes over.*Pass the model as an argument")
-        for around in (lambda f: f, nnx.jit)
-    ],
+    (given(mpx.explain, mpx.autocast(product, "bf16"), "bf16"), "takes no policy for a function that `auto"),
     (
         lambda: mpx.value_and_grad(mpx.autocast(squared, "bf16"))(norm(), X),
         r"lost\. .*transform=nnx\.value_and.*: mean of the BatchNorm at 0, var ",
@@ -121,8 +95,6 @@ VALUES = [
 TYPES = [
     (given(mpx.autocast, X, "bf16"), "`autocast` needs a function, but got Array"),
     (given(mpx.full_precision, 3), "`full_precision` needs a function, but got int"),
-    (given(mpx.explain, 3, "bf16"), "needs a function, but got int"),
-    (given(mpx.autocast, product, "bf16", rules=["dot_general"]), "must be a mapping"),
     *[(given(second_derivative, way), "put autocast around the inner gradient") for way in WAYS],
 ]
 REFUSED = [(ValueError, *row) for row in VALUES] + [(TypeError, *row) for row in TYPES]

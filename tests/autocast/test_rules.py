@@ -3,11 +3,13 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.extend import core as jex_core
 
 import mpx
 from mpx._autocast.control_flow import HANDLERS
 from mpx._autocast.rules import can_narrow, reason_to_keep
+from mpx._primitives import PRIMITIVES
 
 # torch.amp's lists for CUDA, by the primitives that compute them.
 TORCH_HALF = {"dot_general", "conv_general_dilated"}
@@ -42,8 +44,8 @@ def test_an_extended_table_is_followed():
     x = jnp.ones((3, 3), jnp.float32)
     kept = mpx.autocast(products, "bf16", rules=mpx.DEFAULT_RULES | {"dot_general": "keep"})
     assert dtypes_of(kept, x)["dot_general"] == np.float32
-    narrowed = mpx.autocast(products, "bf16", rules=mpx.DEFAULT_RULES | {"tanh": "narrow"})
-    assert dtypes_of(narrowed, x)["tanh"] == jnp.bfloat16
+    narrowed = mpx.autocast(products, "bf16", rules={"tanh": "narrow"})
+    assert {dtypes_of(narrowed, x)[name] for name in ("tanh", "dot_general")} == {np.dtype(jnp.bfloat16)}
     loop = lambda x: jax.lax.fori_loop(0, 3, lambda _, x: x @ x, x)
     for rule in ("keep", "enter"):  # a loop that is kept is not entered
         program = jax.make_jaxpr(mpx.autocast(loop, "bf16", rules=mpx.DEFAULT_RULES | {"scan": rule}))(x)
@@ -59,31 +61,21 @@ def test_a_primitive_of_ones_own_is_named_by_itself():
     assert dtypes_of(mpx.autocast(lambda x: own.bind(x), "f16"), jnp.ones(3, jnp.float32))["own"] == np.float32
 
 
-def test_fast_rules_run_activations_in_the_compute_dtype_and_norms_in_float32():
-    def gelu(x):
-        return jax.nn.gelu(x @ x)
-
-    def norm(x):
-        return jax.nn.standardize(x @ x) * jax.lax.rsqrt(((x @ x) ** 2).mean())
-
-    x = jnp.ones((3, 3), jnp.float32)
-    fast = lambda fun: [
-        (eqn.primitive.name, eqn.outvars[0].aval.dtype)
-        for eqn in jax.make_jaxpr(mpx.autocast(fun, "bf16", rules=mpx.FAST_RULES))(x).eqns
-        if eqn.primitive.name not in ("convert_element_type", "dot_general")
-    ]
-    assert {dtype for _, dtype in fast(gelu)} == {np.dtype(jnp.bfloat16)}
-    assert {dtype for _, dtype in fast(norm)} == {np.dtype(np.float32)}
-
-
-def test_fast_rules_leave_an_operand_alone_that_the_compute_dtype_does_not_represent():
-    """Rounding it first would lose its last bits. A bias is rounded, as in a cast by hand."""
-    fun = lambda x, w, b: {"activation": x + x @ w, "bias": x @ w + b[None]}
-    add = mpx.autocast(fun, "bf16", rules=mpx.FAST_RULES)
-    matrix = jnp.ones((3, 3), jnp.float32)
-    program = jax.make_jaxpr(add)(matrix, matrix, matrix[0])
-    dtypes = [eqn.outvars[0].aval.dtype for eqn in program.eqns if eqn.primitive.name == "add"]
-    assert dtypes == [np.float32, jnp.bfloat16]
+@pytest.mark.parametrize(
+    ("fun", "dtype"),
+    [
+        (lambda x: jax.nn.gelu(x @ x), jnp.bfloat16),
+        (lambda x: x @ x + x[:1], jnp.bfloat16),
+        (lambda x: jax.nn.standardize(x @ x) * jax.lax.rsqrt(((x @ x) ** 2).mean()), np.float32),
+        (lambda x: x + x @ x, np.float32),
+    ],
+    ids=["an activation", "a bias", "a norm", "an operand with more bits"],
+)
+def test_fast_rules_run_elementwise_operations_in_the_compute_dtype_if_it_represents_their_operands(fun, dtype):
+    """A bias is rounded, as in a cast by hand. Rounding another operand first would lose its last bits."""
+    moves = {name for name, facts in PRIMITIVES.items() if facts.moves} | {"convert_element_type", "dot_general"}
+    eqns = jax.make_jaxpr(mpx.autocast(fun, "bf16", rules=mpx.FAST_RULES))(jnp.ones((3, 3), jnp.float32)).eqns
+    assert {eqn.outvars[0].aval.dtype for eqn in eqns if eqn.primitive.name not in moves} == {np.dtype(dtype)}
 
 
 def test_a_narrowed_operation_keeps_its_integer_operands():
