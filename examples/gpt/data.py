@@ -120,7 +120,7 @@ def prepare(folder: Path, texts: Sequence[Path] = (), tokenizer: str = "bytes") 
         for number, (piece, begins) in enumerate(read, start=1):
             part, file = ("training", training) if number % HELD_OUT_EVERY else ("validation", validation)
             tokens = made_by.encode(piece.decode(errors="replace"))
-            content = np.append(np.full(begins, made_by.separator), tokens).astype("<u2").tobytes()
+            content = np.array([made_by.separator] * begins + tokens.tolist()).astype("<u2").tobytes()
             file.write(content)
             digest.update(part.encode() + content)
             counts[part] += len(content) // 2
