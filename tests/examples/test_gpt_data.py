@@ -180,6 +180,7 @@ def test_from_any_position_processes_share_the_batches_of_one(rows, processes, d
 
 def test_validation_rows_are_evenly_spaced_and_the_same_at_every_call(rows, tmp_path):
     """Of 8 rows."""
+    assert [len(Rows(tmp_path, "training", context)) for context in (62, 63)] == [1, 0]  # of 63 tokens
     batches = data.validation_batches(tmp_path, 2, 2, context=4)
     assert batches.dtype == np.uint16
     assert [tuple(row) for row in batches.reshape(4, -1).tolist()] == [EVERY_ROW[index] for index in (0, 2, 5, 7)]
