@@ -62,15 +62,7 @@ RESIDUAL_TARGET, TRACING_TARGET = 1.0, 2.0
 
 # --- Steps. ---
 def measure_steps(form: str, size: str, params: str, starts: int, turns: int) -> Row:
-    """Return the time of a form beside the form by hand.
-
-    Args:
-        form: its name.
-        size: the name of the size of the model.
-        params: the name of the dtype of its parameters.
-        starts: fresh states of each step.
-        turns: timed turns from each.
-    """
+    """Return the time of a form beside the form by hand; all three are names."""
     beside = FORMS[form].beside or HAND
     weights, tokens = make_params(SIZES[size], DTYPES[params]), make_tokens(SIZES[size])
     zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), weights)
@@ -126,40 +118,30 @@ def measure_residuals(size: str, params: str) -> list[Row]:
 
 
 # --- Tracing. ---
-def trace_seconds(name: str, size: Size, params: Any, tokens: Any) -> tuple[float, float]:
-    """Return the seconds to trace a form's gradient, and to lower it, with nothing remembered from before."""
+def trace_seconds(name: str, size: Size, params: Any, tokens: Any) -> float:
+    """Return the seconds to trace and lower a form's gradient, with nothing remembered from before."""
     gradient = jax.jit(mpx.value_and_grad(make_form(name, size)))
     jax.clear_caches()
     gc.collect()
     start = time.perf_counter()
-    traced = gradient.trace(params, tokens)
-    middle = time.perf_counter()
-    traced.lower()
-    return middle - start, time.perf_counter() - middle
+    gradient.trace(params, tokens).lower()
+    return time.perf_counter() - start
 
 
 def measure_tracing(turns: int = TRACED_TURNS, size: Size = TRACED_SIZE) -> list[Row]:
     """Return times of tracing and lowering with autocast and without, in turn."""
     given = shapes(size, jnp.float32)
-    rows = []
+    rows: list[Row] = []
     for name, beside in TRACED_FORMS.items():
-        times: dict[str, list[tuple[float, float]]] = {beside: [], name: []}
+        times: dict[str, list[float]] = {beside: [], name: []}
         for turn in range(-1, turns):
             for side in (beside, name) if turn % 2 else (name, beside):
                 seconds = trace_seconds(side, size, *given)
                 if turn >= 0:
                     times[side].append(seconds)
-        rows += [{"form": name, "beside": beside} | row for row in compare_tracing(times[name], times[beside])]
-    return rows
-
-
-def compare_tracing(ours: list[tuple[float, float]], plain: list[tuple[float, float]]) -> list[Row]:
-    """Return medians of tracing, of lowering and of both, and their ratios."""
-    rows: list[Row] = []
-    for what, part in {"trace": lambda pair: pair[0], "lower": lambda pair: pair[1], "both": sum}.items():
-        a, b = list(map(part, ours)), list(map(part, plain))
-        rows.append({"what": what, "s": statistics.median(a), "beside s": statistics.median(b)} | ratio(a, b))
-    rows[-1]["target"] = judged(rows[-1]["ratio"], most=TRACING_TARGET)
+        medians = {"s": statistics.median(times[name]), "beside s": statistics.median(times[beside])}
+        row = {"form": name, "beside": beside} | medians | ratio(times[name], times[beside])
+        rows.append(row | {"target": judged(row["ratio"], most=TRACING_TARGET)})
     return rows
 
 
@@ -176,7 +158,6 @@ RESIDUALS = {
 TRACING = {
     "form": "{form}",
     "beside": "{beside}",
-    "what": "{what}",
     "s": "{s:.3f}",
     "beside, s": "{beside s:.3f}",
     "ratio": "{ratio:.2f}",

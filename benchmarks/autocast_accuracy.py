@@ -80,12 +80,7 @@ def measure_accuracy(
 ) -> list[Row]:
     """Return errors of the loss and the gradient, at the initial weights and at trained ones, over seeds.
 
-    Args:
-        params: the name of the dtype of the parameters.
-        compute: the name of the dtype of products.
-        size: of the model.
-        seeds: so many of them.
-        trained_steps: before the errors are measured again.
+    `params` and `compute` are the names of the dtypes of parameters and of products.
     """
     with jax.enable_x64(True):
         wide = jax.jit(jax.value_and_grad(make_loss(size, Dtypes(jnp.float64, jnp.float64))))

@@ -26,15 +26,10 @@ Loss = Callable[[Any, jax.Array], jax.Array]  # of the parameters and of tokens
 
 # --- The model. ---
 class Dtypes(NamedTuple):
-    """The dtypes of a model that is cast by hand; None leaves them out.
+    """The dtypes of a model that is cast by hand; None leaves them out."""
 
-    Attributes:
-        products: of the operands and results of products.
-        stream: of the residual stream, and of what norms return.
-    """
-
-    products: Any = None
-    stream: Any = None
+    products: Any = None  # of the operands and results of products
+    stream: Any = None  # of the residual stream, and of what norms return
 
     def for_product(self, x: jax.Array) -> jax.Array:
         """Return the operand of a product, which without dtypes is the array itself."""
@@ -168,16 +163,12 @@ def make_loss(size: Size, dtypes: Dtypes) -> Loss:
 
 # --- The forms. ---
 class Form(NamedTuple):
-    """One way to run the model.
+    """One way to run the model."""
 
-    Attributes:
-        make: makes the loss from the dtype of products, and from a function that makes the model's loss for the dtypes
-            that are written into its layers.
-        beside: the form by hand that it is compared with, if any.
-    """
-
+    # Makes the loss from the dtype of products, and from a function that makes the model's loss for the dtypes that are
+    # written into its layers.
     make: Callable[[Any, Callable[[Dtypes], Loss]], Loss]
-    beside: str | None = None
+    beside: str | None = None  # the form by hand that it is compared with, if any
 
 
 def autocast_form(beside: str, **options: Any) -> Form:

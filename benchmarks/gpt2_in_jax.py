@@ -1,44 +1,73 @@
 """Train GPT-2 with JAX and mpx for a few steps, or read its program: what `benchmarks.ladder` and `on_gpu` call.
 
-Each function answers in a process of its own. Programs are compiled ahead. The program of a step is compiled before
-there is any array on the device, so that the peak of memory of compiling, where XLA tries its kernels, is known by
-itself. Parameters and optimizer state are donated. JAX reserves its pool of memory as it always does, which is the
-fastest; the peak that the device reports counts the arrays in the pool, not the size of the pool.
+Each function answers in a process of its own. The program of a step is compiled before there is any array on the
+device, so that the peak of memory of compiling, where XLA tries its kernels, is known by itself. Parameters and
+optimizer state are donated. JAX reserves its pool of memory as it always does, which is the fastest; the peak that the
+device reports counts the arrays in the pool, not the size of the pool.
 """
 
 import dataclasses
 import itertools
 import math
-import statistics
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-import mpx
 from benchmarks.reading import absent_figures, compiled_figures, start_compiler
 from benchmarks.report import Row
 from benchmarks.rungs import Rung, Setting
-from benchmarks.timing import conditions, timed
-from benchmarks.token_batches import token_batches
-from benchmarks.workers import time_rounds
-from examples.gpt import meter
+from benchmarks.timing import conditions
+from benchmarks.workers import time_rounds, token_batches
 from examples.gpt.model import PRESETS, Config
 from examples.gpt.recipes import get_recipe
 from examples.gpt.training import Hyperparameters, Program
 
-RULES = {"default": mpx.DEFAULT_RULES, "fast": mpx.FAST_RULES}
 TRAINING = Hyperparameters(steps=1_000, learning_rate=6e-4)
 DISTINCT_BATCHES = 8  # on the device before the first step, and then in turn
-SINGLE_CALLS = 11  # of a cast that is waited for each time
+PRODUCT_SIZES = {"cpu": 1024, "gpu": 8192, "tpu": 8192}  # rows of the matrices whose product gives the rate
+PRODUCT_ROUNDS, PRODUCTS = 5, 4
 NO_FLASH = "no GPU, no flash attention: as before"
 
 
 def device() -> Row:
     """Return where this runs, and its rate in large products of bfloat16 matrices."""
-    return {"backend": jax.default_backend(), "FLOP/s": meter.matmul_rate("bfloat16")} | conditions()
+    return {"backend": jax.default_backend(), "FLOP/s": matmul_rate()} | conditions()
+
+
+def matmul_rate() -> float:
+    """Return the operations a second of one device in square bfloat16 products; a multiply-add counts as two.
+
+    Numbers are random, because products of zeros draw less power and can be faster.
+    """
+    size = PRODUCT_SIZES[jax.default_backend()]
+    a, b = jax.random.normal(jax.random.key(0), (2, size, size), jnp.bfloat16)
+    multiply, b = jax.jit(lambda a, b: a @ b), b * size**-0.5  # so that products of products stay of size 1
+
+    def run(products: int) -> None:
+        nonlocal a
+        for _ in range(products):
+            a = multiply(a, b)
+        jax.block_until_ready(a)
+
+    return 2 * size**3 / (time_rounds(run, steps=PRODUCTS, rounds=PRODUCT_ROUNDS)["ms"] / 1e3)
+
+
+def peak_bytes() -> int | None:
+    """Return the largest memory in use so far on the device; None where nothing counts it, as on a CPU."""
+    return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+
+
+def flops_per_token(config: Config) -> int:
+    """Return the floating-point operations of a training step for one token; a multiply-add counts as two.
+
+    A weight of a matrix product takes six, and attention to T positions 12 C T a layer (Chowdhery et al., 2022,
+    appendix B). A causal model needs half of that for attention; the convention is to count all. Padding and
+    recomputed activations do not count.
+    """
+    weights = 12 * config.depth * config.width**2 + config.vocabulary * config.width
+    return 6 * weights + 12 * config.depth * config.width * config.context
 
 
 class Job(NamedTuple):
@@ -59,28 +88,11 @@ class Job(NamedTuple):
         """Return the shapes of what a step gets: parameters, optimizer state and tokens."""
         return *jax.eval_shape(self.program.init, 0), jax.ShapeDtypeStruct(self.shape, jnp.int32)
 
-    def batches(self) -> list[jax.Array]:
-        """Return batches of text on the device."""
-        return list(map(jax.device_put, token_batches(self.config.vocabulary, self.shape, count=DISTINCT_BATCHES)))
-
     def tokens(self) -> Row:
         """Return the tokens of a step, and the operations that the model needs for each."""
         microbatches, sequences, _ = self.shape
         tokens = math.prod((microbatches, sequences, self.config.context))
-        return {"tokens": tokens, "flops per token": self.config.flops_per_token}
-
-    def times(self, call: Callable, state: Any, inputs: list[Any], before: int = 0) -> tuple[Row, Any]:
-        """Time `state = call(state, input)`, with the inputs in turn; return the times and the last state."""
-        in_turn = itertools.cycle(inputs)
-
-        def run(steps: int) -> None:
-            nonlocal state
-            for _ in range(steps):
-                state = call(state, next(in_turn))
-            jax.block_until_ready(state)
-
-        run(before)
-        return time_rounds(run, steps=self.setting.steps_of(self.shape[0]), rounds=self.setting.rounds), state
+        return {"tokens": tokens, "flops per token": flops_per_token(self.config)}
 
 
 def make_job(rung: Row, setting: Row) -> Job:
@@ -89,15 +101,7 @@ def make_job(rung: Row, setting: Row) -> Job:
     recipe = get_recipe(chosen.recipe)
     changes = {name: rung[name] for name in ("vocabulary_multiple", "attention", "layers", "checkpoint")}
     config = dataclasses.replace(PRESETS[setting["preset"]], attention_dtype=recipe.attention_dtype, **changes)
-    options = {"loss_chunks": chosen.loss_chunks, "rules": RULES[chosen.rules]}
-    return Job(chosen, Setting(**setting), config, Program(recipe, config, TRAINING, **options))
-
-
-def compile_ahead(fun: Callable, *arguments: Any, donate: tuple[int, ...] = ()) -> tuple[Any, float]:
-    """Return a compiled program, from shapes or arrays, and the seconds that it took to trace and compile it."""
-    start = time.perf_counter()
-    compiled = jax.jit(fun, donate_argnums=donate).lower(*arguments).compile()
-    return compiled, time.perf_counter() - start
+    return Job(chosen, Setting(**setting), config, Program(recipe, config, TRAINING, loss_chunks=chosen.loss_chunks))
 
 
 def measure_step(rung: Row, setting: Row) -> Row:
@@ -105,15 +109,23 @@ def measure_step(rung: Row, setting: Row) -> Row:
     note = {}
     if rung["attention"] == "cudnn" and jax.default_backend() != "gpu":
         rung, note = rung | {"attention": "xla"}, {"note": NO_FLASH}
-    job = make_job(rung, setting)
-    step, seconds = compile_ahead(job.program.train_step, *job.shapes(), donate=(0, 1))
-    compiling = meter.device_memory()[1]
-    batches = job.batches()
-    # One step before, as in PyTorch, which compiles there: so both end after as many.
-    call = lambda state, tokens: step(*state[:2], tokens)
-    row, (_, _, metrics) = job.times(call, (*jax.jit(job.program.init)(0), None), batches, before=1)
-    row |= note | job.tokens() | {"loss": float(metrics.loss), "program": compiled_figures(step, seconds)}
-    return row | {"peak bytes": meter.device_memory()[1], "peak bytes before": compiling}
+    job, start = make_job(rung, setting), time.perf_counter()
+    step = jax.jit(job.program.train_step, donate_argnums=(0, 1)).lower(*job.shapes()).compile()
+    seconds, compiling = time.perf_counter() - start, peak_bytes()
+    batches = token_batches(job.config.vocabulary, job.shape, count=DISTINCT_BATCHES)
+    in_turn = itertools.cycle(list(map(jax.device_put, batches)))
+    state = (*jax.jit(job.program.init)(0), None)
+
+    def run(steps: int) -> None:
+        nonlocal state
+        for _ in range(steps):
+            state = step(*state[:2], next(in_turn))
+        jax.block_until_ready(state)
+
+    run(1)  # as in PyTorch, which compiles there: so both end after as many
+    row = time_rounds(run, steps=job.setting.steps_of(job.shape[0]), rounds=job.setting.rounds)
+    row |= note | job.tokens() | {"loss": float(state[2].loss), "program": compiled_figures(step, seconds)}
+    return row | {"peak bytes": peak_bytes(), "peak bytes before": compiling}
 
 
 def read_step(rung: Row, setting: Row, target: str) -> Row:
@@ -121,28 +133,3 @@ def read_step(rung: Row, setting: Row, target: str) -> Row:
     compiler, job = start_compiler(target), make_job(rung, setting)
     found = absent_figures(job.program.train_step, *job.shapes(), target=target, donate=(0, 1))
     return {"program": found} | job.tokens() | compiler
-
-
-def measure_parts(rung: Row, setting: Row) -> Row:
-    """Return times of parts of a step: the gradient, the optimizer, and the cast of all float32 weights to bfloat16.
-
-    The cast is called as a user does: alone, and waited for.
-    """
-    job = make_job(rung, setting)
-    batches = [batch[0] for batch in job.batches()]
-    params, opt_state = jax.jit(job.program.init)(0)
-    gradient, _ = compile_ahead(job.program.gradients, params, opt_state, batches[0])
-    row = {"gradient": job.times(lambda _, tokens: gradient(params, opt_state, tokens), None, batches)[0]}
-    if rung["recipe"] == "f32":
-        policy = mpx.get_policy("params=bf16,compute=bf16,output=f32")
-        times = [1e3 * timed(policy.cast_to_param, params)[0] for _ in range(SINGLE_CALLS)][1:]
-        row["cast"] = {"ms": statistics.median(times), "low": min(times), "high": max(times)}
-    grads = random_like(gradient(params, opt_state, batches[0])[1])
-    update, _ = compile_ahead(lambda p, s, g: job.program.update(g, s, p), params, opt_state, grads, donate=(0, 1))
-    row["update"], _ = job.times(lambda state, grads: update(*state, grads), (params, opt_state), [grads])
-    return row
-
-
-def random_like(tree: Any) -> Any:
-    """Return random gradients of a model's magnitude."""
-    return jax.tree.map(lambda leaf: (1e-3 * jax.random.normal(jax.random.key(0), leaf.shape)).astype(leaf.dtype), tree)

@@ -20,8 +20,7 @@ from torch import nn
 
 from benchmarks.report import Row
 from benchmarks.rungs import Setting
-from benchmarks.token_batches import token_batches
-from benchmarks.workers import time_rounds
+from benchmarks.workers import time_rounds, token_batches
 
 INITIAL_SCALE = 0.02
 DISTINCT_BATCHES = 8
@@ -101,12 +100,9 @@ class Trainer:
     """A model and its optimizer, made ready for training steps."""
 
     def __init__(self, config: Row, *, autocast: bool = True, rates: Iterable[float] = RATES) -> None:
-        """Make a model of random weights.
+        """Make a model of random weights, whose products run in bfloat16 under autocast.
 
-        Args:
-            config: sizes of the model: width, depth, heads, context and vocabulary.
-            autocast: whether products run in bfloat16.
-            rates: the learning rate of each step.
+        `config` has its sizes: width, depth, heads, context and vocabulary. There is a learning rate for each step.
         """
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         on_gpu = self.device.type == "cuda"

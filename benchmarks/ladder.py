@@ -17,7 +17,7 @@ that says why. Memory is the peak that the device reports, after the program was
 figure is the compiler's, for arguments, results and temporary arrays.
 
 MFU is the share of the rate of a large product of random bfloat16 matrices, measured at the start, for every rung, also
-the float32 ones. Counted are the operations that the model needs (`Config.flops_per_token`), not the ones for padding.
+the float32 ones. Counted are the operations that the model needs (`flops_per_token`), not the ones for padding.
 `XLA_FLAGS` reach all these processes. With `JAX_COMPILATION_CACHE_DIR` set, a program is compiled only once.
 
 PyTorch (`benchmarks.gpt2_in_torch`, run by `benchmarks.on_gpu`) has the same model, batch, tokens, optimizer and
@@ -32,13 +32,10 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.report import Row, Sheet, judged
+from benchmarks.report import Row, Sheet
 from benchmarks.rungs import EXTRAS, LADDER, ON_CPU, ON_GPU, RUNGS, Rung, Setting, choose_rungs
 from benchmarks.workers import run_worker
 
-TOP, BOTTOM = "accumulate", "f32"
-SPEED_TARGET, MEMORY_TARGET, GAIN_TARGET, MFU_TARGET = 1.1, 0.8, 10.0, 0.45
-CAST_TARGET = 2.0  # ms
 TIMEOUT = 900.0  # seconds for one process
 
 # Rungs that were only read have no times, and their MFU is a bound.
@@ -72,17 +69,14 @@ PAIRS = {
     "its, PyTorch": "{torch[peak GB]:.3g}",
     "of memory": "{memory:.3f}",
 }
-TIMES = {f"{what}, ms": f"{{{what}[ms]:.3f}}" for what in ("gradient", "update", "cast")}
-PARTS = {"recipe": "{recipe}"} | TIMES | {"why not": "{failed}"}
 
 
 # --- What follows from what was measured. ---
 def derived(rows: list[Row], rate: float | None = None) -> list[Row]:
-    """Return rows of JAX with speed, MFU, memory, and the gain over the rung before, or the nearest one that ran.
+    """Return rows of JAX with speed, MFU, memory, and the gain over the rung before, if it ran.
 
-    Args:
-        rows: with the time of a step, or with the bound of its program if it was read.
-        rate: operations a second for the MFU of measured rows; programs bring their own.
+    A row has the time of a step, or the bound of its program if that was read. `rate` is in operations a second, for
+    the MFU of measured rows; programs bring their own.
     """
     ran: dict[str, Row] = {}
     return [one_derived(row, rate, ran) for row in sorted(rows, key=lambda row: list(RUNGS).index(row["rung"]))]
@@ -104,11 +98,8 @@ def one_derived(row: Row, rate: float | None, ran: dict[str, Row]) -> Row:
     else:
         row["MFU at most"] = needed / program["reached FLOP/s"]
     row |= peak(row)
-    before = rung.after
-    while before is not None and before not in ran:
-        before = RUNGS[before].after
-    if before is not None:
-        row |= gain(row, ran[before], "" if before == rung.after else f" over {before}")
+    if rung.after in ran:
+        row |= gain(row, ran[rung.after])
     ran[row["rung"]] = row
     return row
 
@@ -121,11 +112,11 @@ def peak(row: Row) -> Row:
     return {"peak GB": row["peak bytes"] / 1e9, "peak is": " at most" * (row["peak bytes"] == row["peak bytes before"])}
 
 
-def gain(row: Row, before: Row, over: str) -> Row:
+def gain(row: Row, before: Row) -> Row:
     """Return how many times as fast a row is, and if it is slower, what it pays for how much memory."""
     times, saved = row["speed"] / before["speed"], before["peak GB"] - row["peak GB"]
     pays = {"pays": f"{1 / times - 1:.1%} of time for {saved:.1f} GB"} if times < 1 and saved > 0 else {}
-    return {"gain": f"{times:.2f}{over}"} | pays
+    return {"gain": f"{times:.2f}"} | pays
 
 
 def paired(jax: list[Row], torch: list[Row]) -> list[Row]:
@@ -141,40 +132,14 @@ def paired(jax: list[Row], torch: list[Row]) -> list[Row]:
     return found
 
 
-def targets(jax: list[Row], pairs: list[Row], parts: list[Row]) -> list[Row]:
-    """Return the targets that can be judged with what was measured."""
-    found: list[tuple[str, float, Row]] = []
-    for pair in pairs:
-        if pair["rung"] == TOP:
-            found.append(("tokens/s at the top rung, JAX / PyTorch", pair["speed"], {"least": SPEED_TARGET}))
-            if "memory" in pair:
-                found.append(("peak memory there, JAX / PyTorch", pair["memory"], {"most": MEMORY_TARGET}))
-    ran = {row["rung"]: row for row in jax if "failed" not in row}
-    if top := ran.get(TOP):
-        found.append(("MFU of JAX there", top["MFU"], {"least": MFU_TARGET}))
-        if bottom := ran.get(BOTTOM):
-            times = top["tokens/s"] / bottom["tokens/s"]
-            found.append(("tokens/s of JAX, top / f32", times, {"least": GAIN_TARGET}))
-    times = {what: [row[what]["ms"] for row in parts if what in row] for what in ("gradient", "update", "cast")}
-    if times["update"]:
-        asked = {"most": min(times["gradient"])}
-        found.append(("ms of the slowest update, against the fastest gradient", max(times["update"]), asked))
-    found += [("ms of casting all weights", ms, {"most": CAST_TARGET}) for ms in times["cast"]]
-    return [{"target": what, "value": value, "asked": judged(value, **asked)} for what, value, asked in found]
-
-
-def sheets(jax: list[Row], torch: list[Row], parts: list[Row], rate: float) -> list[Sheet]:
+def sheets(jax: list[Row], torch: list[Row], rate: float) -> list[Sheet]:
     """Return the tables of all that was measured of GPT-2; `rate` is the measured rate of bfloat16 products."""
     jax = derived(jax, rate)
     torch = [row if "failed" in row else row | {"tokens/s": 1e3 * row["tokens"] / row["ms"]} for row in torch]
-    pairs = paired(jax, torch)
-    asked = {"target": "{target}", "measured": "{value:.4g}", "asked": "{asked}"}
     found = [
         Sheet(f"GPT-2 in JAX; MFU of {rate / 1e12:.4g} TFLOP/s, the measured rate of bfloat16 products", jax, COLUMNS),
         Sheet("GPT-2 in PyTorch", torch, COLUMNS),
-        Sheet("GPT-2, JAX with mpx / PyTorch", pairs, PAIRS),
-        Sheet("GPT-2, parts of a step at a fixed batch", parts, PARTS),
-        Sheet("GPT-2, targets", targets(jax, pairs, parts), asked),
+        Sheet("GPT-2, JAX with mpx / PyTorch", paired(jax, torch), PAIRS),
     ]
     return [sheet for sheet in found if sheet.rows]
 
@@ -203,14 +168,6 @@ def run_rungs(rungs: list[Rung], setting: Setting, target: str | None) -> list[R
     return rows
 
 
-def chosen(rungs: str) -> list[Rung]:
-    """Return the rungs of `--rungs`."""
-    try:
-        return choose_rungs(rungs)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--rungs") from error
-
-
 # Options that `benchmarks.programs` has too.
 NAMES = f"Of {', '.join(rung.name for rung in LADDER)}; to try out: {', '.join(rung.name for rung in EXTRAS)}."
 RungsOption = Annotated[str, typer.Option(help=NAMES)]
@@ -224,7 +181,7 @@ def main(
     picture: Annotated[Path | None, typer.Option(help="Draw the ladder into this file.")] = None,
 ) -> None:
     """Measure the ladder or read its programs, print the table and, if asked, draw a picture."""
-    steps, rate, setting = chosen(rungs), None, ON_GPU
+    steps, rate, setting = choose_rungs(rungs), None, ON_GPU
     if target is None:
         (device,) = run_worker("benchmarks.gpt2_in_jax:device", {}, timeout=TIMEOUT)
         if "failed" in device:
@@ -232,7 +189,7 @@ def main(
         rate, setting = device["FLOP/s"], ON_GPU if device["backend"] == "gpu" else ON_CPU
     setting = dataclasses.replace(setting, preset=preset or setting.preset)
     rows = run_rungs(steps, setting, target)
-    for sheet in [programs_sheet(rows, setting)] if rate is None else sheets(rows, [], [], rate):
+    for sheet in [programs_sheet(rows, setting)] if rate is None else sheets(rows, [], rate):
         print(sheet.markdown())
     if picture is not None:
         from benchmarks.ladder_picture import write_picture  # Matplotlib need not be where programs are compiled

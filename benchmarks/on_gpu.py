@@ -1,13 +1,12 @@
 """Measure all that has not been measured on a GPU, in the order of what matters most, and stop in time.
 
-    PYTHONPATH=. python -m benchmarks.on_gpu --minutes 9 --out first
-    PYTHONPATH=. python -m benchmarks.on_gpu --minutes 9 --continue first --out second
-    PYTHONPATH=. python -m benchmarks.on_gpu --out second --report
+    PYTHONPATH=. python -m benchmarks.on_gpu --minutes 9 --out found
+    PYTHONPATH=. python -m benchmarks.on_gpu --out found --report
 
 One optimizer step of one recipe, or one rung of GPT-2, is a unit: it runs in a process of its own, has a
 budget of seconds, and begins only if half of it is left. One that outlasts it is stopped, marked so, and measured again
-when the command goes on with `--continue`; if its budget was whole, with twice as much. One that fails, or that lacks a
-package, says why and stops none of the others; `--again` repeats the failed ones.
+when the command is repeated; if its budget was whole, with twice as much. One that fails, or that lacks a package, says
+why and stops none of the others. The command repeats nothing that is done, and goes on with a copy of the folder too.
 
 The folder has one JSON file, written after each unit, with the device and its driver, versions and date. Folders of
 different devices or versions are not mixed. `--report` prints the tables of `benchmarks/RESULTS.md` as Markdown, each
@@ -19,14 +18,13 @@ seconds of compiling are then too few. Without a GPU sizes are the smallest, so 
 `--size cpu` measures what means something on a CPU.
 """
 
-import enum
 import json
 import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -42,16 +40,10 @@ VERSIONS = ("jax", "jaxlib", "flax", "optax", "numpy", "mpx")
 class Book:
     """What has been measured, in a file of a folder: the device, and an entry for each unit."""
 
-    def __init__(self, folder: Path, begin: Path | None = None) -> None:
-        """Open a folder.
-
-        Args:
-            folder: need not be there.
-            begin: another folder, whose entries are taken over.
-        """
+    def __init__(self, folder: Path) -> None:
         self.path = folder / "found.json"
-        start = self.path if self.path.exists() or begin is None else begin / "found.json"
-        self.found: Row = json.loads(start.read_text("utf-8")) if start.exists() else {"device": None, "units": {}}
+        there = json.loads(self.path.read_text("utf-8")) if self.path.exists() else None
+        self.found: Row = there or {"device": None, "units": {}}
 
     def check(self, device: Row) -> None:
         """Note the device; raise if what is there was measured on another one or with other versions."""
@@ -86,22 +78,15 @@ class Book:
         return "\n\n".join([*blocks, Sheet("not measured", missing, columns).markdown()] if missing else blocks)
 
 
-def measure_units(
-    units: Iterable[Unit], book: Book, left: Callable[[], float], *, again: bool = False, run: Callable | None = None
-) -> list[Unit]:
+def measure_units(units: Iterable[Unit], book: Book, left: Callable[[], float], run: Callable) -> list[Unit]:
     """Measure what is not measured yet and fits into the time; return the units that are still to be measured.
 
-    Args:
-        units: what is measured.
-        book: where it is written.
-        left: returns the seconds that are left.
-        again: whether units that failed are repeated.
-        run: calls a function; None does so in a process.
+    `left` returns the seconds that are left, and `run` calls a function.
     """
     waiting = []
     for unit in units:
         known = book.found["units"].get(unit.name, {})
-        if known.get("status") == "done" or (known.get("status") == "failed" and not again):
+        if known.get("status") in ("done", "failed"):
             continue
         stops = known.get("stops", 0)
         budget, remaining = unit.seconds * 2**stops, left() - SPARED
@@ -109,10 +94,8 @@ def measure_units(
             waiting.append(unit)
             continue
         start = time.monotonic()
-        rows = [
-            unit.about | row
-            for row in (run or run_worker)(unit.function, unit.arguments, timeout=min(budget, remaining))
-        ]
+        found = run(unit.function, unit.arguments, timeout=min(budget, remaining))
+        rows = [unit.about | row for row in found]
         failures = [row["failed"] for row in rows if "failed" in row]
         stopped = any("stopped" in row for row in rows)
         status = "stopped" if stopped else "failed" if failures else "done"
@@ -124,19 +107,13 @@ def measure_units(
     return waiting
 
 
-class SizeName(enum.StrEnum):
-    """The names of `SIZES`."""
-
-    gpu, cpu, smallest = SIZES
-
-
 def main(
     out: Annotated[Path, typer.Option(help="The folder for what is measured.")],
     minutes: Annotated[float, typer.Option(help="For the whole command.")] = 9.0,
-    go_on: Annotated[Path | None, typer.Option("--continue", help="A folder to go on from; it is not changed.")] = None,
-    again: Annotated[bool, typer.Option("--again", help="Repeat what failed.")] = False,
     parts: Annotated[str, typer.Option(help="Only these parts, separated by commas.")] = "",
-    size: Annotated[SizeName | None, typer.Option(help="gpu on a GPU, elsewhere smallest, to try it.")] = None,
+    size: Annotated[
+        Literal["gpu", "cpu", "smallest"] | None, typer.Option(help="gpu on a GPU, elsewhere smallest, to try it.")
+    ] = None,
     report: Annotated[bool, typer.Option("--report", help="Measure nothing: print the tables of the folder.")] = False,
 ) -> None:
     """Measure what is not measured yet, or print the tables of a folder."""
@@ -149,18 +126,18 @@ def main(
     (device,) = run_worker("benchmarks.gpt2_in_jax:device", {}, timeout=60 * minutes)
     if "failed" in device:
         raise typer.BadParameter(f"the device cannot be used: {device['failed']}")
-    book = Book(out, go_on)
+    book = Book(out)
     try:
         book.check(device)
     except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--continue") from error
+        raise typer.BadParameter(str(error), param_hint="--out") from error
     names = parts.split(",") if parts else []
     chosen = all_units(SIZES[size or ("gpu" if device["backend"] == "gpu" else "smallest")])
     units = [unit for unit in chosen if not names or unit.part in names]
-    waiting = measure_units(units, book, lambda: end - time.monotonic(), again=again)
+    waiting = measure_units(units, book, lambda: end - time.monotonic(), run_worker)
     print(f"{len(units) - len(waiting)} of {len(units)} units are through.")
     if waiting:
-        print(f"Go on with --continue {out}; next: {waiting[0].name}.")
+        print(f"Repeat the command to go on; next: {waiting[0].name}.")
 
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)

@@ -7,28 +7,19 @@ from typing import Any, NamedTuple
 
 from benchmarks import autocast, autocast_accuracy, autocast_forms, ladder, optimizer_step, overhead
 from benchmarks.report import Row, Sheet
-from benchmarks.rungs import EXTRAS, FIXED, FIXED_RECIPES, LADDER, ON_CPU, ON_GPU, Rung, Setting
+from benchmarks.rungs import EXTRAS, LADDER, ON_CPU, ON_GPU, Rung, Setting
 from examples.gpt.model import PRESETS
 
 
 class Unit(NamedTuple):
-    """One measurement: a call of a function in a process of its own.
+    """One measurement: a call of a function in a process of its own."""
 
-    Attributes:
-        name: the part that it belongs to, and what it is.
-        table: the table of its rows.
-        function: named as `module:name`.
-        arguments: keyword arguments that JSON can hold.
-        about: what stands in its rows beside what the function returns.
-        seconds: after which it is stopped; it does not begin with less than half of them left.
-    """
-
-    name: str
-    table: str
-    function: str
-    arguments: Row = {}
-    about: Row = {}
-    seconds: float = 150.0
+    name: str  # the part that it belongs to, and what it is
+    table: str  # the table of its rows
+    function: str  # named as `module:name`
+    arguments: Row = {}  # keyword arguments that JSON can hold
+    about: Row = {}  # what stands in its rows beside what the function returns
+    seconds: float = 150.0  # after which it is stopped; it does not begin with less than half of them left
 
     @property
     def part(self) -> str:
@@ -38,27 +29,16 @@ class Unit(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """How much is measured.
+    """How much is measured."""
 
-    Attributes:
-        setting: of GPT-2.
-        scale: what the sizes of the optimizer's tensors are divided by.
-        starts: fresh states of what is timed.
-        turns: timed turns from each.
-        autocast: the name of the size of the model in `benchmarks.autocast_forms`.
-        overhead: the size of the model in `benchmarks.overhead`; None leaves it to the backend.
-        seeds: of errors of gradients.
-        trained_steps: before errors of gradients are measured.
-    """
-
-    setting: Setting
-    scale: int = 1
-    starts: int = 8
-    turns: int = 6
-    autocast: str = "gpt2"
-    overhead: tuple[int, int, int] | None = None
-    seeds: int = 3
-    trained_steps: int = 50
+    setting: Setting  # of GPT-2
+    scale: int = 1  # what the sizes of the optimizer's tensors are divided by
+    starts: int = 8  # fresh states of what is timed
+    turns: int = 6  # timed turns from each
+    autocast: str = "gpt2"  # the name of the size of the model in `benchmarks.autocast_forms`
+    overhead: tuple[int, int, int] | None = None  # the size of the model there; None leaves it to the backend
+    seeds: int = 3  # of errors of gradients
+    trained_steps: int = 50  # before errors of gradients are measured
 
 
 SIZES = {
@@ -74,21 +54,17 @@ def all_units(size: Size) -> list[Unit]:
 
 
 def optimizers(size: Size) -> Iterator[Unit]:
-    """Yield the optimizer steps, and Torch's."""
+    """Yield the optimizer steps."""
     times = {"starts": size.starts, "turns": size.turns}
     for tensors in ("one", "gpt2"):
         given = {"tensors": tensors, "scale": size.scale} | times
         for recipe in optimizer_step.RECIPES:
             job = {"recipe": recipe} | given
             yield Unit(f"optimizer: {tensors}, {recipe}", "optimizer", "benchmarks.optimizer_step:measure", job)
-        shapes = optimizer_step.make_shapes(tensors, size.scale)
-        job = {"title": optimizer_step.title_of(tensors, shapes), "shapes": list(shapes.values())}
-        job["turns"] = size.starts * size.turns
-        yield Unit(f"optimizer: {tensors}, Torch", "optimizers in Torch", "benchmarks.adamw_in_torch:measure", job)
 
 
 def gpt2(size: Size) -> Iterator[Unit]:
-    """Yield the rungs, the bottom and the top one first, PyTorch at its best, and the parts of a step."""
+    """Yield the rungs, the bottom and the top one first, and PyTorch at its best."""
     rungs = sorted(LADDER, key=lambda rung: rung not in (LADDER[0], LADDER[-1]))
     yield from (rung_unit(rung, size) for rung in rungs[:2])
     preset = PRESETS[size.setting.preset]
@@ -98,10 +74,6 @@ def gpt2(size: Size) -> Iterator[Unit]:
         function, about = "benchmarks.gpt2_in_torch:measure_step", {"rung": name, "accumulate": accumulate}
         yield Unit(f"ladder: PyTorch, {name}", "ladder in PyTorch", function, job, about)
     yield from (rung_unit(rung, size) for rung in rungs[2:])
-    for recipe in FIXED_RECIPES:
-        job = ladder.job_of(dataclasses.replace(FIXED, recipe=recipe), size.setting)
-        function = "benchmarks.gpt2_in_jax:measure_parts"
-        yield Unit(f"ladder: parts, {recipe}", "parts", function, job, {"recipe": recipe})
 
 
 def rung_unit(rung: Rung, size: Size) -> Unit:
@@ -145,23 +117,20 @@ def sheets_of(rows: dict[str, list[Row]], rate: float) -> list[Sheet]:
     """Return the tables of rows, which come by table; `rate` is the measured rate of bfloat16 products."""
     rows = {table: [row for row in found if "failed" not in row] for table, found in rows.items()}
     sheets = [sheet for table, make in TABLES.items() if rows.get(table) for sheet in make(rows[table])]
-    of_gpt2 = rows.get("ladder", []), rows.get("ladder in PyTorch", []), rows.get("parts", [])
-    return sheets + ladder.sheets(*of_gpt2, rate)
+    return sheets + ladder.sheets(rows.get("ladder", []), rows.get("ladder in PyTorch", []), rate)
 
 
-def one_sheet(title: str, columns: dict[str, str], caption: str = "") -> Callable[[list[Row]], list[Sheet]]:
+def one_sheet(title: str, columns: dict[str, str]) -> Callable[[list[Row]], list[Sheet]]:
     """Return what makes one table of rows."""
-    return lambda rows: [Sheet(title, rows, columns, caption)]
+    return lambda rows: [Sheet(title, rows, columns)]
 
 
-NO_JMP = "" if overhead.RIVAL == "jmp" else "jmp is not installed: beside mpx is one `astype` a leaf."
 TABLES: dict[str, Callable[[list[Row]], Any]] = {
     "optimizer": optimizer_step.sheets,
-    "optimizers in Torch": optimizer_step.torch_sheets,
     "autocast": autocast.steps_sheets,
     "accuracy": one_sheet("autocast, relative errors", autocast_accuracy.COLUMNS),
     "steps": overhead.steps_sheets,
-    "casts": one_sheet("casts", overhead.CASTS, NO_JMP),
+    "casts": one_sheet("casts", overhead.CASTS),
     "residuals": one_sheet("kept for the backward pass", autocast.RESIDUALS),
     "tracing": one_sheet("tracing and lowering", autocast.TRACING),
 }

@@ -18,7 +18,7 @@ import typer
 from benchmarks import ladder
 from benchmarks.optimizer_step import RECIPES
 from benchmarks.report import Row, Sheet
-from benchmarks.rungs import ON_GPU
+from benchmarks.rungs import ON_GPU, choose_rungs
 from benchmarks.workers import run_worker
 
 COLUMNS = {
@@ -34,9 +34,9 @@ COLUMNS = {
 }
 
 
-def read_recipe(recipe: str, target: str, scale: int) -> Row:
+def read_recipe(recipe: str, target: str) -> Row:
     """Return the row of a recipe."""
-    job = {"recipe": recipe, "tensors": "gpt2", "scale": scale, "target": target}
+    job = {"recipe": recipe, "tensors": "gpt2", "scale": 1, "target": target}
     (row,) = run_worker("benchmarks.optimizer_step:read", job, timeout=ladder.TIMEOUT)
     print(f"{recipe}: {row.get('failed', 'done')}", flush=True)
     return {"recipe": recipe} | row
@@ -53,11 +53,10 @@ def main(
     recipes: Annotated[str, typer.Option(help="Separated by commas; empty for the ladder alone.")] = ",".join(RECIPES),
     rungs: ladder.RungsOption = "",
     preset: ladder.PresetOption = ON_GPU.preset,
-    scale: Annotated[int, typer.Option(min=1, help="What the rows of the optimizer's tensors are divided by.")] = 1,
 ) -> None:
     """Read all programs and print the tables."""
-    steps, setting = ladder.chosen(rungs), dataclasses.replace(ON_GPU, preset=preset)
-    found = [read_recipe(recipe, target, scale) for recipe in filter(None, recipes.split(","))]
+    steps, setting = choose_rungs(rungs), dataclasses.replace(ON_GPU, preset=preset)
+    found = [read_recipe(recipe, target) for recipe in filter(None, recipes.split(","))]
     rows = ladder.run_rungs(steps, setting, target)
     print("\n\n".join([recipes_sheet(found).markdown(), ladder.programs_sheet(rows, setting).markdown()]))
 

@@ -7,19 +7,12 @@ Row = dict[str, Any]  # what was measured; a measurement that failed has the rea
 
 
 class Sheet(NamedTuple):
-    """A table.
+    """A table."""
 
-    Attributes:
-        title: the line above it.
-        rows: the figures.
-        columns: for each name the template of its cells, which `str.format` fills from a row.
-        caption: the text below it.
-    """
-
-    title: str
-    rows: Sequence[Mapping[str, Any]]
-    columns: Mapping[str, str]
-    caption: str = ""
+    title: str  # the line above it
+    rows: Sequence[Mapping[str, Any]]  # the figures
+    columns: Mapping[str, str]  # for each name the template of its cells, which `str.format` fills from a row
+    caption: str = ""  # the text below it
 
     def markdown(self) -> str:
         """Return it for a page. Columns without a single cell are left out."""

@@ -3,36 +3,23 @@
 import dataclasses
 from typing import Any, Literal
 
+import typer
+
 
 @dataclasses.dataclass(frozen=True)
 class Rung:
-    """One way to train GPT-2. All fields but the first three are settings, and a rung changes one of them.
+    """One way to train GPT-2. All fields but the first three are settings; a rung changes one of them."""
 
-    Attributes:
-        name: on the command line.
-        label: in the table: what it adds.
-        after: the rung that it is compared with.
-        recipe: of the example.
-        attention: `"cudnn"` for flash attention.
-        vocabulary_multiple: the embedding has rows up to a multiple of it.
-        loss_chunks: into how many parts the loss cuts the positions.
-        rules: of `mpx.autocast`.
-        layers: of the model.
-        checkpoint: of the model.
-        accumulate: whether a step has as many microbatches as its budget of tokens allows, or one.
-    """
-
-    name: str
-    label: str
-    after: str | None = None
+    name: str  # on the command line
+    label: str  # in the table: what it adds
+    after: str | None = None  # the rung that it is compared with
     recipe: str = "f32"
     attention: Literal["xla", "cudnn"] = "xla"
     vocabulary_multiple: int = 1
     loss_chunks: int = 1
-    rules: Literal["default", "fast"] = "default"
     layers: Literal["unrolled", "stacked", "scanned"] = "unrolled"
     checkpoint: Literal["none", "dots", "thin", "full"] = "none"
-    accumulate: bool = False
+    accumulate: bool = False  # whether a step has as many microbatches as its budget of tokens allows, or one
 
     def then(self, name: str, label: str, **change: Any) -> "Rung":
         """Return the next rung."""
@@ -57,36 +44,22 @@ LADDER = (F32, TF32, BF16, FLASH, PADDED, SPLIT, EIGHT_BIT, STACKED, CHUNKED, DO
 # To try out, each of them one change to a rung.
 EXTRAS = (
     SPLIT.then("fp8", "linear layers in FP8", recipe="fp8"),
-    STACKED.then("fast-rules", "FAST_RULES", rules="fast"),
-    STACKED.then("autocast-f32", "f32 parameters and moments", recipe="bf16-autocast"),
     STACKED.then("scanned", "scanned layers", layers="scanned"),
     DOTS.then("scanned-dots", "scanned layers", layers="scanned"),
     THIN.then("input-only", "only the input of a block kept", checkpoint="full"),
 )
 RUNGS = {rung.name: rung for rung in (*LADDER, *EXTRAS)}
 
-# The parts of a step are timed with every recipe, and nothing else changed.
-FIXED = dataclasses.replace(F32, vocabulary_multiple=128)
-FIXED_RECIPES = ("f32", "tf32", "bf16-autocast", "bf16-split", "bf16-split-8bit", "f16-scaled")
-
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What all rungs share.
+    """What all rungs share."""
 
-    Attributes:
-        preset: the size of the model.
-        batch_size: sequences of a microbatch.
-        steps: in a timed round.
-        rounds: of them.
-        token_budget: of a step with accumulation.
-    """
-
-    preset: str
-    batch_size: int
-    steps: int
+    preset: str  # the size of the model
+    batch_size: int  # sequences of a microbatch
+    steps: int  # in a timed round
     rounds: int
-    token_budget: int
+    token_budget: int  # of a step with accumulation
 
     def microbatches(self, accumulate: bool, context: int) -> int:
         """Return how many microbatches a step has, with accumulation or without."""
@@ -102,12 +75,8 @@ ON_CPU = Setting("tiny", batch_size=4, steps=3, rounds=3, token_budget=1_024)
 
 
 def choose_rungs(names: str) -> list[Rung]:
-    """Return the rungs of these names, separated by commas, in the order of the ladder; without names all of it.
-
-    Raises:
-        ValueError: if there is no such rung; the message lists all.
-    """
+    """Return the rungs of these names, separated by commas, in the order of the ladder; without names all of it."""
     wanted = [name for name in names.split(",") if name] or [rung.name for rung in LADDER]
     if unknown := [name for name in wanted if name not in RUNGS]:
-        raise ValueError(f"no rung is called {', '.join(unknown)}; there are {', '.join(RUNGS)}.")
+        raise typer.BadParameter(f"no rung is called {', '.join(unknown)}; there are {', '.join(RUNGS)}.")
     return [rung for name, rung in RUNGS.items() if name in wanted]

@@ -1,8 +1,6 @@
 """Time two programs in turn, with the spread of their ratio, and say where it was measured."""
 
 import importlib.metadata
-import os
-import platform
 import statistics
 import subprocess
 import time
@@ -77,19 +75,11 @@ def compare(
     gpu_calls: int = 1,
     judge: bool = True,
 ) -> Row:
-    """Time two compiled steps in turn, and read their programs.
+    """Time two compiled steps in turn, by hand and with mpx, and read their programs; return a row for `COLUMNS`.
 
-    Args:
-        steps: the step by hand and the step with mpx, each called with its state and `data`; it may donate the state.
-        make_states: makes the two states to start from, in buffers of their own.
-        data: what both get.
-        starts: how often fresh states are made: where a state lies in memory counts.
-        turns: timed turns of each step from each start.
-        gpu_calls: steps in a turn on a GPU, waited for once, so that the host is not what is measured.
-        judge: whether there is a target.
-
-    Returns:
-        A row for `COLUMNS`.
+    Each is called with its state, which it may donate, and `data`. Fresh states are made `starts` times, in buffers of
+    their own, since where a state lies in memory counts; from each there are so many timed turns. On a GPU a turn has
+    `gpu_calls` steps, waited for once, so that the host is not what is measured. With `judge` there is a target.
     """
     calls = gpu_calls if jax.default_backend() == "gpu" else 1
     times = paired_times(steps, make_states, data, starts, turns, calls)
@@ -116,10 +106,6 @@ def conditions() -> Row:
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "device": jax.devices()[0].device_kind,
         "driver": driver(),
-        "processor": platform.processor(),
-        "cores": os.cpu_count(),
-        "load": os.getloadavg(),
-        "python": platform.python_version(),
         "mpx": mpx.__version__,
         **{name: importlib.metadata.version(name) for name in PACKAGES},
     }

@@ -15,8 +15,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import numpy as np
 
 from benchmarks.report import Row
 
@@ -25,16 +27,10 @@ REASON_CHARACTERS = 200
 
 
 def run_worker(function: str, arguments: Row, *, timeout: float = 300.0) -> list[Row]:
-    """Call a function in a new process.
+    """Call a function, named as `module:name`, in a new process, which is ended after `timeout` seconds.
 
-    Args:
-        function: named as `module:name`. It returns a row or a list of rows.
-        arguments: keyword arguments that JSON can hold.
-        timeout: seconds, after which the process is ended.
-
-    Returns:
-        The rows; after a failure one row, with the reason under "failed", the end of what was written under "log", and
-        "stopped" if the time was over.
+    It returns a row or a list of rows. After a failure there is one row, with the reason under "failed", the end of
+    what was written under "log", and "stopped" if the time was over.
     """
     file = functools.partial(tempfile.TemporaryFile, "w+")
     with file() as given, file() as out, file() as log:
@@ -93,15 +89,8 @@ def time_rounds(run: Callable[[int], None], *, steps: int, rounds: int) -> Row:
     """Return milliseconds a step, of several that are enqueued one behind another and waited for once.
 
     JAX and PyTorch are both timed by this function. A round goes before the others: it ends the compilation, where a
-    library compiles at its first call, and brings the GPU to the clocks that it keeps.
-
-    Args:
-        run: makes so many steps and returns when all is done.
-        steps: in a round.
-        rounds: that count.
-
-    Returns:
-        The median round as "ms", the fastest as "low" and the slowest as "high".
+    library compiles at its first call, and brings the GPU to the clocks that it keeps. `run` makes so many steps and
+    returns when all is done. The median round is "ms", the fastest "low" and the slowest "high".
     """
     run(steps)
     times = []
@@ -110,6 +99,15 @@ def time_rounds(run: Callable[[int], None], *, steps: int, rounds: int) -> Row:
         run(steps)
         times.append(1e3 * (time.perf_counter() - start) / steps)
     return {"ms": statistics.median(times), "low": min(times), "high": max(times)}
+
+
+def token_batches(vocabulary: int, shape: Sequence[int], *, count: int) -> np.ndarray:
+    """Return random tokens below `vocabulary`, int32 (count, *shape), the same in every process and for both libraries.
+
+    A few are common and many are rare, as in a text. Were all common, the gradient of the embedding would be a sum into
+    few rows; were none, into many: both have another speed than a training.
+    """
+    return (np.random.default_rng(0).zipf(1.2, size=(count, *shape)) % vocabulary).astype(np.int32)
 
 
 if __name__ == "__main__":

@@ -59,31 +59,6 @@ def test_a_difference_is_counted_by_bits_and_measured_by_size():
     assert optimizer_step.differences(a, b) == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "bytes_a_parameter"),
-    {"f32": 28, "full": 30, "split": 26, "split + 8-bit": 14 + 16 / 256, "Kahan + bf16 moments": 18}.items(),
-)
-def test_the_bytes_of_a_step_count_its_parameters_state_and_gradients(name, bytes_a_parameter):
-    """The scales of 8 bits are four numbers of 4 bytes a block of 256: two moments, read and written."""
-    recipe, n = optimizer_step.RECIPES[name], 2**14
-    data = optimizer_step.make_data({"one": (n,)})
-    params, grads = jax.tree.map(lambda x: x.astype(recipe.dtype), data)
-    _, state = optimizer_step.make_starts(recipe, params)
-    counter = 2 * 4
-    assert optimizer_step.bytes_moved(state, grads) == bytes_a_parameter * n + counter
-
-
-def test_speeds_are_judged_by_bytes_and_beside_the_float32_step():
-    """28 bytes in 28 ns are 1 GB/s; a copy at 2 GB/s would take 14 ns."""
-    row = lambda recipe, ms: {"recipe": recipe, "title": "t", "results": [], "mpx": {"ms": ms}}
-    rows = [row("f32", 28e-6), row("split + 8-bit", 7e-6)]
-    rows = [row | optimizer_step.beside_copy(row, n, 2.0) for row, n in zip(rows, (28, 14), strict=True)]
-    _, memory, differs = (sheet.markdown() for sheet in optimizer_step.sheets(rows))
-    assert "| f32 | 1 | 2 | 2.00 | at most 1.15: missed | 1.00 |  |" in memory
-    assert "| split + 8-bit | 2 | 2 | 1.00 | at most 1.15: met | 4.00 | at least 1.5: met |" in memory
-    assert "Nothing differs." in differs
-
-
 def test_the_tensors_are_those_of_gpt2():
     """124,439,808 is what its authors' checkpoint has; `scale` divides the rows of matrices, but not biases."""
     shapes = optimizer_step.make_shapes("gpt2", 1)
@@ -162,14 +137,6 @@ def test_each_form_is_held_against_the_one_by_hand_with_the_same_checkpoint(monk
     assert [name for name, row in rows.items() if "target" in row] == ["autocast, dots"]
     assert rows[HAND_DOTS]["MB"] < rows[HAND]["MB"] < rows["f32"]["MB"]
     assert rows["autocast, dots"]["ratio"] == pytest.approx(rows["autocast, dots"]["MB"] / rows[HAND_DOTS]["MB"])
-
-
-def test_the_target_of_tracing_is_of_tracing_and_lowering_together():
-    """1.5 and 0.5 seconds beside 0.5 and 0.5: thrice as long, as long, and twice as long in all."""
-    rows = autocast.compare_tracing([(1.5, 0.5)] * 3, [(0.5, 0.5)] * 3)
-    assert [(row["what"], row["ratio"]) for row in rows] == [("trace", 3), ("lower", 1), ("both", 2)]
-    assert rows[-1]["target"] == "at most 2: met"
-    assert autocast.compare_tracing([(1.6, 0.5)] * 3, [(0.5, 0.5)] * 3)[-1]["target"] == "at most 2: missed"
 
 
 def test_an_error_is_one_of_the_whole_gradient():

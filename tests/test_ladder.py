@@ -5,18 +5,20 @@ No time is judged here. What a worker answers is made up, but for the last tests
 
 import ast
 import dataclasses
+import itertools
 import json
 import math
+import re
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from benchmarks import gpt2_in_jax, ladder, programs, report, rungs, workers
-from benchmarks.rungs import EXTRAS, FIXED, LADDER, ON_CPU, ON_GPU, RUNGS
-from benchmarks.token_batches import token_batches
-from benchmarks.workers import run_worker, time_rounds
+from benchmarks.rungs import EXTRAS, LADDER, ON_CPU, ON_GPU, RUNGS
+from benchmarks.workers import run_worker, time_rounds, token_batches
 from examples.gpt.model import PRESETS, Config
 from examples.gpt.recipes import get_recipe
 
@@ -56,16 +58,15 @@ def test_a_rung_is_the_one_before_it_and_one_change():
     pairs = [(settings(RUNGS[rung.after]), settings(rung)) for rung in RUNGS.values() if rung.after]
     assert {len(before.items() ^ after.items()) for before, after in pairs} == {2}
     assert len(RUNGS) == len(LADDER) + len(EXTRAS)
-    assert all(get_recipe(name) for name in {rung.recipe for rung in RUNGS.values()} | set(rungs.FIXED_RECIPES))
+    assert all(get_recipe(rung.recipe) for rung in RUNGS.values())
 
 
 def test_rungs_are_chosen_by_name_and_stay_in_order():
     assert [rung.name for rung in rungs.choose_rungs("scanned,8bit,f32")] == ["f32", "8bit", "scanned"]
     assert rungs.choose_rungs("") == list(LADDER)
-    with pytest.raises(ValueError, match=r"no rung is called f16; there are f32, tf32, bf16,"):
-        rungs.choose_rungs("f32,f16")
-    result = CliRunner().invoke(ladder.app, ["--rungs", "f33"])
-    assert (result.exit_code, "f33" in result.output) == (2, True)
+    result = CliRunner().invoke(ladder.app, ["--rungs", "f32,f16"], env={"COLUMNS": "300"})
+    assert result.exit_code == 2
+    assert "no rung is called f16; there are f32, tf32, bf16," in result.output
 
 
 def test_accumulation_fills_the_budget_of_tokens_and_takes_fewer_steps():
@@ -85,7 +86,7 @@ def test_mfu_is_the_share_of_the_measured_rate_or_of_what_is_reached():
     """
     measured, bad, read = ladder.derived([step("f32"), step("tf32", loss=math.nan), step("bf16", loss=1)], 1e11)
     assert [measured[key] for key in ("tokens/s", "MFU")] == pytest.approx([5e4, 0.5])
-    assert (bad["failed"], read["gain"]) == ("the loss is nan", "1.00 over f32")
+    assert (bad["failed"], "gain" in read) == ("the loss is nan", False)
     without_time = {key: value for key, value in step("f32").items() if key != "ms"}
     (read,) = ladder.derived([without_time])
     assert read["MFU at most"] == pytest.approx(1e12 / 12 / 8e14)
@@ -99,12 +100,12 @@ def test_memory_is_measured_where_the_device_counts_and_says_so():
         assert (row["peak GB"], row["peak is"]) == expected
 
 
-def test_a_gain_is_over_the_nearest_rung_before_that_ran_and_a_slower_one_says_what_it_pays():
+def test_a_gain_is_over_the_rung_before_and_a_slower_one_says_what_it_pays():
     """A tenth of the time for 2 of 5 GB. One that is faster says nothing, and neither does one that only costs."""
     rows = [with_peak("f32", 1, 9), step("tf32", failed="out of memory"), with_peak("bf16", 110, 5)]
     rows += [with_peak("flash", 100, 3), with_peak("padded", 90, 4)]
     found = ladder.derived(rows, 1.0)
-    assert [row.get("gain") for row in found] == [None, None, "110.00 over f32", "0.91", "0.90"]
+    assert [row.get("gain") for row in found] == [None, None, None, "0.91", "0.90"]
     assert [row.get("pays") for row in found] == [None, None, None, "10.0% of time for 2.0 GB", None]
 
 
@@ -135,26 +136,15 @@ def test_gpt2_is_reported_beside_its_bound_and_its_counterpart():
     """20 ms with a bound of 10; PyTorch's 24 ms are 1.2 times as long, its 10 GB are 28 of 40."""
     counted = {"peak bytes": 7e9, "peak bytes before": 0}
     jax = [step("8bit", **counted), {"rung": "tf32", "failed": "out of memory"}, step("accumulate", **counted)]
-    jax.append(step("f32", ms=200.0, **counted))
     torch = [of_torch(False), of_torch(True), {"rung": "third", "accumulate": True, "failed": "no compiler"}]
-    ms = lambda value: {"ms": value, "low": value, "high": value}
-    parts = [{"recipe": "f32", "gradient": ms(9.0), "update": ms(4.0), "cast": ms(1.0)}]
-    parts += [{"recipe": "bf16-split", "gradient": ms(3.0), "update": ms(2.0)}, {"recipe": "tf32", "failed": "no"}]
-    printed = "\n".join(sheet.markdown() for sheet in ladder.sheets(jax, torch, parts, 1e11))
+    printed = "\n".join(sheet.markdown() for sheet in ladder.sheets(jax, torch, 1e11))
     for line in (
         "| 8bit | 8-bit moments, one kernel a leaf | 20.00 | 19.00 to 21.00 | 10.0 | 12.0 | 50,000 | 50.0% | 7 | 52 |",
-        "| tf32 | TF32 |  |  |  |  |  |  |  |  |  |  |  |  |  | out of memory |",
         "| 8bit | 50,000 | 41,667 | 1.200 | 7 | 10 | 0.700 |",
-        "| tokens/s at the top rung, JAX / PyTorch | 1.2 | at least 1.1: met |",
-        "| peak memory there, JAX / PyTorch | 0.7 | at most 0.8: met |",
-        "| MFU of JAX there | 0.5 | at least 0.45: met |",
-        "| tokens/s of JAX, top / f32 | 10 | at least 10: met |",
-        "| ms of the slowest update, against the fastest gradient | 4 | at most 3: missed |",
-        "| ms of casting all weights | 1 | at most 2: met |",
         "| third |  |  |  |  | no compiler |",
-        "| bf16-split | 3.000 | 2.000 |",
     ):
         assert line in printed
+    assert re.search(r"\| tf32 \| TF32 \|[ |]*\| out of memory \|", printed)
     assert "| tf32 | 50,000 |" not in printed
 
 
@@ -181,10 +171,10 @@ def test_the_commands_print_tables_and_one_rung_that_fails_is_a_row(command, tar
     monkeypatch.setattr(ladder, "run_worker", answers)
     monkeypatch.setattr(programs, "run_worker", answers)
     picture = tmp_path / "ladder.png"
-    asked = ["--rungs", "bf16,8bit,stacked", *target, *(["--picture", str(picture)] if command is ladder else [])]
+    asked = ["--rungs", "tf32,bf16,8bit,stacked", *target, *(["--picture", str(picture)] if command is ladder else [])]
     result = CliRunner().invoke(command.app, asked, catch_exceptions=False)
     assert result.exit_code == 0, result.output
-    assert "| 1.00 over bf16 |" in result.output
+    assert "| 1.00 |" in result.output
     assert "RESOURCE_EXHAUSTED: [out] of memory" in result.output
     assert picture.exists() == (command is ladder)
     if command is programs or target:
@@ -262,11 +252,17 @@ def test_a_step_with_accumulation_is_measured(smallest):
     assert 3 < row["loss"] < 6
 
 
-@pytest.mark.slow
-def test_the_parts_of_a_step_are_measured(smallest):
-    rows = [gpt2_in_jax.measure_parts(**job(FIXED, recipe=recipe)) for recipe in ("f32", "f16-scaled")]
-    assert [list(row) for row in rows] == [["gradient", "cast", "update"], ["gradient", "update"]]
-    assert all(times["ms"] > 0 for row in rows for times in row.values())
+def test_operations_of_a_token_are_six_for_each_weight_and_those_of_attention():
+    """GPT-2 124M: 6 (12 * 12 * 768**2 + 50,257 * 768) + 12 * 12 * 768 * 1,024."""
+    assert gpt2_in_jax.flops_per_token(PRESETS["gpt2-124m"]) == 6 * 123_532_032 + 113_246_208
+
+
+def test_the_rate_is_two_operations_for_each_multiplication(monkeypatch):
+    """A clock that advances by a second at every look: a round of products takes one."""
+    seconds = itertools.count()
+    monkeypatch.setitem(gpt2_in_jax.PRODUCT_SIZES, jax.default_backend(), 32)
+    monkeypatch.setattr(workers.time, "perf_counter", lambda: next(seconds))
+    assert gpt2_in_jax.matmul_rate() == pytest.approx(2 * 32**3 * gpt2_in_jax.PRODUCTS)
 
 
 def test_float16_is_what_flash_attention_gets_of_a_float16_recipe(smallest):
@@ -283,4 +279,4 @@ def test_torch_belongs_to_the_workers_that_run_it():
             names = [alias.name for alias in getattr(node, "names", [])] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             importing |= {path.name for name in names if name.split(".")[0] == "torch"}
-    assert importing == {"gpt2_in_torch.py", "adamw_in_torch.py"}
+    assert importing == {"gpt2_in_torch.py"}

@@ -70,15 +70,10 @@ def test_a_command_that_goes_on_repeats_nothing_that_is_done(tmp_path):
     calls = []
     counted = lambda function, *arguments, **options: calls.append(function) or run(function, *arguments, **options)
     units = [unit_of("done", {"what": ""}), unit_of("failed", {"failed": "no"}), unit_of("late", {"what": ""})]
-    first, second = tmp_path / "first", tmp_path / "second"
-    measure(first, units[:2], run=counted)
-    book = on_gpu.Book(second, first)
-    on_gpu.measure_units(units, book, lambda: math.inf, run=counted)
+    measure(tmp_path, units[:2], run=counted)
+    measure(tmp_path, units, run=counted)
     assert calls == ["done", "failed", "late"]
-    assert statuses(second) == {"done": "done", "failed": "failed", "late": "done"}
-    measure(second, units, again=True, run=counted)
-    assert calls == ["done", "failed", "late", "failed"]
-    assert "late" not in statuses(first)
+    assert statuses(tmp_path) == {"done": "done", "failed": "failed", "late": "done"}
 
 
 def test_a_unit_that_is_stopped_gets_twice_the_time_later(tmp_path):
@@ -107,14 +102,14 @@ def test_the_command_measures_goes_on_and_reports(tmp_path, monkeypatch):
     monkeypatch.setattr(on_gpu, "run_worker", answer)
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "unused")
     ask = lambda *arguments: CliRunner().invoke(on_gpu.app, [*map(str, arguments)], catch_exceptions=False).output
-    assert "part: one: done" in ask("--out", tmp_path / "first", "--parts", "part")
-    assert "0 of 0 units are through" in ask("--out", tmp_path / "first", "--parts", "other")
-    second = ask("--out", tmp_path / "second", "--continue", tmp_path / "first", "--minutes", 1)
+    assert "part: one: done" in ask("--out", tmp_path, "--parts", "part")
+    assert "0 of 0 units are through" in ask("--out", tmp_path, "--parts", "other")
+    second = ask("--out", tmp_path, "--minutes", 1)
     assert ("one: done" in second, "two: done" in second) == (False, True)
-    reported = ask("--out", tmp_path / "second", "--report")
+    reported = ask("--out", tmp_path, "--report")
     assert "Measured on 2026-11-22 12:00 on NVIDIA H200, driver 580" in reported
     assert reported.index("one was seen") < reported.index("two was seen")
-    assert ask("--out", tmp_path / "third", "--report") == "Nothing has been measured.\n"
+    assert ask("--out", tmp_path / "other", "--report") == "Nothing has been measured.\n"
 
 
 def test_all_parts_come_in_the_order_of_what_matters_most():
@@ -151,7 +146,7 @@ def test_an_optimizer_step_is_measured_and_reported(tmp_path):
 
 @pytest.mark.slow
 def test_the_other_parts_are_measured_and_reported(tmp_path):
-    names = "autocast: f32, autocast, dots", "overhead: bfloat16", "ladder: JAX, f32", "ladder: parts, f32"
+    names = "autocast: f32, autocast, dots", "overhead: bfloat16", "ladder: JAX, f32"
     printed = measured(tmp_path, *names, "autocast: accuracy, bf16 of f32", "autocast: residuals, f32")
     assert "not measured" not in printed
     for head in (
@@ -160,7 +155,6 @@ def test_the_other_parts_are_measured_and_reported(tmp_path):
         "| compute | parameters | after steps | form | loss mean | loss max | gradient mean | gradient max |",
         "| form | parameters | MB | parameters handed on, MB | beside | ratio | target |",
         "| rung | adds | ms a step | spread |",
-        "| recipe | gradient, ms | update, ms | cast, ms |",
     ):
         assert head in printed
 

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from benchmarks.rungs import FIXED
-from benchmarks.token_batches import token_batches
+from benchmarks.workers import token_batches
 from examples.gpt.model import PRESETS
 from examples.gpt.recipes import get_recipe
 from examples.gpt.training import Hyperparameters, Program
@@ -37,7 +36,7 @@ def in_torch(torch):
     return importlib.import_module("benchmarks.gpt2_in_torch")
 
 
-def program_of(config=SMALLEST, multiple=FIXED.vocabulary_multiple):
+def program_of(config=SMALLEST, multiple=128):
     config = dataclasses.replace(config, vocabulary_multiple=multiple)
     return Program(get_recipe("f32"), config, Hyperparameters(steps=STEPS, learning_rate=RATE))
 

@@ -15,10 +15,6 @@ import orbax.checkpoint as ocp
 KEPT = 2  # the newest ones
 
 
-class CheckpointError(ValueError):
-    """A checkpoint cannot be used; the message says why and what to do."""
-
-
 def opened(folder: Path, *, cleans: bool = False) -> ocp.CheckpointManager:
     """Return the checkpoints in a folder, for a `with` block, which ends when all are written.
 
@@ -37,10 +33,10 @@ def save(
 
 
 def newest(manager: ocp.CheckpointManager) -> tuple[int, dict[str, Any]]:
-    """Return step and description of the newest checkpoint, or raise a `CheckpointError` without one."""
+    """Return step and description of the newest checkpoint."""
     step = manager.latest_step()
     if step is None:
-        raise CheckpointError(f"there is no checkpoint in {manager.directory}; start without --resume.")
+        raise ValueError(f"there is no checkpoint in {manager.directory}.")
     return step, manager.restore(step, args=ocp.args.Composite(description=ocp.args.JsonRestore()))["description"]
 
 
@@ -48,21 +44,3 @@ def restore(manager: ocp.CheckpointManager, shapes: Any) -> tuple[Any, optax.Opt
     """Return parameters and optimizer state of the newest checkpoint, to the bit, where the shapes say."""
     arrays = ocp.args.StandardRestore(shapes)
     return manager.restore(manager.latest_step(), args=ocp.args.Composite(state=arrays))["state"]
-
-
-def check_identity(manager: ocp.CheckpointManager, identity: Mapping[str, Any]) -> None:
-    """Raise unless the newest checkpoint has the same `identity`; a finished run may go on to more steps."""
-    step, description = newest(manager)
-    before = description["identity"]
-    if step == before["steps"] < identity["steps"]:
-        before = before | {"steps": identity["steps"]}
-    differences = [
-        f"{name} is {value!r}, but was {before.get(name)!r}"
-        for name, value in identity.items()
-        if before.get(name) != value
-    ]
-    if differences:
-        raise CheckpointError(
-            f"this is not the run of the checkpoint in {manager.directory}. Give the same options as then (more "
-            f"--steps after the last one only), or begin anew in another --out: {'; '.join(differences)}."
-        )

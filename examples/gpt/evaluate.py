@@ -24,17 +24,12 @@ from numpy.typing import ArrayLike
 from typer import Option
 
 from examples.gpt import checkpoints, data, devices, sample
-from examples.gpt.model import Config
+from examples.gpt.model import SIZES, Config
 from examples.gpt.recipes import get_recipe
 from examples.gpt.training import Hyperparameters, Program
 
-# The fields of a configuration that decide the shapes of the arrays in a checkpoint.
-SIZES = ("width", "depth", "heads", "context", "vocabulary", "vocabulary_multiple", "layers")
+BATCH_SIZE = 8
 PADDING = 0  # any token: it stands after all that counts, and the model is causal
-TEMPERATURE = 0.8
-
-PromptOption = Annotated[str, Option(help="Text that the sample continues.")]
-SampleOption = Annotated[int, Option(min=0, help="Length of the sample in tokens; 0 for none.")]
 
 
 # --- Multiple-choice questions. ---
@@ -58,15 +53,9 @@ class Accuracy:
 
 def read_questions(path: Path) -> list[Question]:
     """Read a JSONL file: "ctx", "endings" and "label", and any other keys, on each line."""
-    questions = []
-    # Not `splitlines`, which also cuts at characters that may stand unescaped in a string of JSON.
-    for number, line in enumerate(path.read_text(encoding="utf-8").rstrip().split("\n"), start=1):
-        try:
-            fields = json.loads(line)
-            questions.append(Question(fields["ctx"], tuple(fields["endings"]), int(fields["label"])))
-        except (ValueError, TypeError, LookupError) as error:
-            raise ValueError(f"{path}, line {number} is no question: {error!r}.") from error
-    return questions
+    with path.open(encoding="utf-8") as lines:
+        fields = list(map(json.loads, lines))
+    return [Question(each["ctx"], tuple(each["endings"]), int(each["label"])) for each in fields]
 
 
 def accuracy(
@@ -75,7 +64,7 @@ def accuracy(
     encode: Callable[[str], np.ndarray],
     *,
     context: int,
-    batch_size: int = 8,
+    batch_size: int = BATCH_SIZE,
 ) -> Accuracy:
     """Score every ending by the loss of its tokens after the context, and count how often the right one is lowest.
 
@@ -119,42 +108,17 @@ def accuracy(
 def restored(folder: Path) -> tuple[Program, Any, int, dict[str, Any]]:
     """Return program and parameters of a run, and step and description of its newest checkpoint, on one device."""
     if not (folder / "checkpoints").is_dir():
-        raise checkpoints.CheckpointError(f"{folder} is no folder of a run: there is no folder of checkpoints in it.")
+        raise ValueError(f"{folder} is no folder of a run: there is no folder of checkpoints in it.")
     with checkpoints.opened(folder / "checkpoints") as manager:
         step, described = checkpoints.newest(manager)
         identity = described["identity"]
         config = Config(**{name: identity[name] for name in SIZES})
         # The optimizer's state has the same shapes whatever the schedule is.
-        training = Hyperparameters(steps=1, learning_rate=1.0)
-        program = Program(get_recipe(identity["recipe"]), config, training)
+        program = Program(get_recipe(identity["recipe"]), config, Hyperparameters(steps=1, learning_rate=1.0))
         shapes = devices.shapes_on(described["mesh"], program.init, 0)
         device = SingleDeviceSharding(jax.local_devices()[0])
         params, _ = checkpoints.restore(manager, jax.tree.map(lambda leaf: leaf.update(sharding=device), shapes))
     return program, params, step, described
-
-
-def show_sample(
-    logits: sample.Logits,
-    params: Any,
-    tokenizer: data.Tokenizer,
-    say: Callable[[str], None],
-    *,
-    prompt: str,
-    count: int,
-    context: int,
-    seed: int,
-    temperature: float = TEMPERATURE,
-) -> None:
-    """Say a prompt and its continuation, if its length is not 0."""
-    if count == 0:
-        return
-    tokens = tokenizer.encode(prompt) if prompt else np.array([tokenizer.separator])  # which begins a document
-    continued = sample.generate(
-        logits, params, tokens, count=count, context=context, key=jax.random.key(seed), temperature=temperature
-    )
-    text = prompt + tokenizer.decode(continued)
-    text = "".join(x if x.isprintable() or x in "\n\t" else "\ufffd" for x in text)  # a terminal obeys the others
-    say(f"A sample:\n{text}")
 
 
 def main(
@@ -162,27 +126,21 @@ def main(
     data_folder: Annotated[
         Path | None, Option("--data", help="Folder of tokens; without it the one of the run.")
     ] = None,
-    vocabulary_files: data.VocabularyOption = None,
-    batches: Annotated[int, Option(min=1, help="Batches of the validation loss.")] = 16,
-    batch_size: Annotated[int, Option(min=1, help="Sequences of a batch.")] = 8,
+    batches: Annotated[int, Option(min=1, help="Batches of the validation loss, 8 sequences each.")] = 16,
     multiple_choice: Annotated[Path | None, Option(help="Questions in HellaSwag's JSONL form.")] = None,
-    prompt: PromptOption = "def ",
-    sample_tokens: SampleOption = 200,
-    temperature: Annotated[
-        float, Option(min=0, help="Temperature of the sample; 0 takes the most likely token.")
-    ] = TEMPERATURE,
-    seed: Annotated[int, Option(min=0, help="Decides the sample.")] = 0,
+    prompt: Annotated[str, Option(help="Text that the sample continues.")] = "def ",
+    sample_tokens: Annotated[int, Option(min=1, help="Length of the sample in tokens.")] = 200,
+    temperature: Annotated[float, Option(min=0, help="Of the sample; 0 takes the most likely token.")] = 0.8,
 ) -> None:
     """Print the validation loss of a run, its accuracy if there are questions, and a sample."""
     try:
         program, params, step, described = restored(run)
         folder, config = data_folder or Path(described["data"]), program.config
-        index = data.read_index(folder)
-        tokenizer = data.get_tokenizer(index.tokenizer, vocabulary_files)
-        if index.vocabulary != config.vocabulary:
-            raise ValueError(f"{folder} has a vocabulary of {index.vocabulary:,}, but the model {config.vocabulary:,}.")
+        tokenizer = data.get_tokenizer(data.read_index(folder).tokenizer)
+        if tokenizer.vocabulary != config.vocabulary:
+            raise ValueError(f"{folder} has {tokenizer.vocabulary:,} kinds of tokens, the model {config.vocabulary:,}.")
         questions = read_questions(multiple_choice) if multiple_choice else []
-        tokens = data.validation_batches(folder, count=batches, batch_size=batch_size, context=config.context)
+        tokens = data.validation_batches(folder, batches, BATCH_SIZE, config.context)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     loss = float(jax.jit(program.evaluate)(params, tokens))
@@ -191,10 +149,14 @@ def main(
         losses_of = jax.jit(program.token_losses)
         found = accuracy(lambda tokens: losses_of(params, tokens), questions, tokenizer.encode, context=config.context)
         typer.echo(f"{found.questions} questions: acc {found.acc:.4f}, acc_norm {found.acc_norm:.4f}")
-    show_sample(
-        program.logits, params, tokenizer, typer.echo, prompt=prompt, count=sample_tokens, context=config.context,
-        seed=seed, temperature=temperature,
+    started = tokenizer.encode(prompt) if prompt else np.array([tokenizer.separator])  # which begins a document
+    continued = sample.generate(
+        program.logits, params, started, count=sample_tokens, context=config.context, key=jax.random.key(0),
+        temperature=temperature,
     )  # fmt: skip
+    text = prompt + tokenizer.decode(continued)
+    text = "".join(x if x.isprintable() or x in "\n\t" else "\ufffd" for x in text)  # a terminal obeys the others
+    typer.echo(f"A sample:\n{text}")
 
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)

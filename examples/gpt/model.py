@@ -48,18 +48,9 @@ class Config:
         """Return the number of rows of the embedding."""
         return -(-self.vocabulary // self.vocabulary_multiple) * self.vocabulary_multiple
 
-    @property
-    def flops_per_token(self) -> int:
-        """Return the floating-point operations of a training step for one token; a multiply-add counts as two.
 
-        A weight of a matrix product takes six, and attention to T positions 12 C T a layer (Chowdhery et al., 2022,
-        appendix B). A causal model needs half of that for attention; the convention is to count all. Padding and
-        recomputed activations do not count.
-        """
-        weights = 12 * self.depth * self.width**2 + self.vocabulary * self.width
-        return 6 * weights + 12 * self.depth * self.width * self.context
-
-
+# The fields that decide the shapes of the arrays in a checkpoint.
+SIZES = ("width", "depth", "heads", "context", "vocabulary", "vocabulary_multiple", "layers")
 PRESETS = {
     "tiny": Config(width=128, depth=4, heads=4, context=64, vocabulary=256),
     "gpt2-124m": Config(width=768, depth=12, heads=12, context=1024, vocabulary=50_257),

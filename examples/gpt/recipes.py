@@ -77,10 +77,7 @@ RECIPES = (
     Recipe("bf16-autocast", mpx.get_policy("params=f32,compute=bf16,output=f32"), plain),
     Recipe("bf16-naive", BF16, plain, compute="plain"),
     # float32 masters in the optimizer state; the parameters are their bfloat16 copy.
-    Recipe(
-        "bf16-cast", BF16,
-        lambda rule: mpx.mixed_precision(rule, BF16, storage="full"), compute="cast",
-    ),
+    Recipe("bf16-cast", BF16, lambda rule: mpx.mixed_precision(rule, BF16, storage="full"), compute="cast"),
     Recipe("bf16-masters", BF16, lambda rule: mpx.mixed_precision(rule, BF16, storage="full")),
     # Of the same masters only the 16 low bits are kept; the bfloat16 parameters are the others.
     Recipe("bf16-split", BF16, lambda rule: mpx.mixed_precision(rule, BF16, storage="split")),
@@ -109,10 +106,7 @@ RECIPES = (
     ),
     # The linear layers of the blocks multiply 8-bit floats, by one scale an operand or one a row.
     Recipe("fp8", FP8, lambda rule: mpx.mixed_precision(rule, FP8, storage="split")),
-    Recipe(
-        "fp8-row", FP8_ROW,
-        lambda rule: mpx.mixed_precision(rule, FP8_ROW, storage="split"),
-    ),
+    Recipe("fp8-row", FP8_ROW, lambda rule: mpx.mixed_precision(rule, FP8_ROW, storage="split")),
     # Nothing is kept: parameters are rounded up or down at random, so that their mean is exact.
     Recipe(
         "bf16-stochastic", BF16,

@@ -3,12 +3,12 @@
 Run it from the root of the repository:
 
     python -m examples.gpt.train
-    python -m examples.gpt.train --preset gpt2-124m --data tokens --batch-size 16 --token-budget 524288 --attention
-        cudnn --loss-chunks 8 --learning-rate 6e-4 --steps 19000
+    python -m examples.gpt.train --preset gpt2-124m --data tokens --batch-size 16 --microbatches 32 --attention cudnn
+        --loss-chunks 4 --learning-rate 6e-4 --steps 19000
 
 The first trains the tiny model on Python's standard library. The second, on one line, is for a GPU and for tokens that
 `examples.gpt.data` made. The folder of the run (`--out`) gets `log.jsonl`, `loss.png`, `checkpoints`, and `tokens` if
-the run makes its own.
+the run makes its own. `examples.gpt.evaluate` looks at it afterwards.
 
 Ctrl-C and SIGTERM finish the current step, save a checkpoint and stop; the same command with `--resume` goes on from
 the newest one. A finished run goes on with `--resume` and more `--steps`: its learning rate then jumps up to where a
@@ -19,29 +19,34 @@ reads its own part of every batch; the first one prints and writes.
 """
 
 import dataclasses
-import functools
 import inspect
+import json
 import math
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import jax
+import matplotlib
 import numpy as np
 import typer
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from typer import Option
 
-import mpx
-from examples.gpt import checkpoints, data, devices, evaluate, meter, output
-from examples.gpt.data import VocabularyOption
-from examples.gpt.model import PRESETS, Config
+matplotlib.use("Agg")  # only files are written: no display is needed
+import matplotlib.pyplot as plt
+
+import mpx.plot
+from examples.gpt import checkpoints, data, devices
+from examples.gpt.model import PRESETS, SIZES, Config
 from examples.gpt.recipes import RECIPES, get_recipe
-from examples.gpt.training import Hyperparameters, Program
+from examples.gpt.training import Hyperparameters, Metrics, Program
+
+VALIDATION_BATCHES = 16  # of the size of a microbatch
 
 
 # --- The options. ---
@@ -54,12 +59,11 @@ class Settings:
     data: Annotated[Path | None, Option(help="Folder of tokens; without it, bytes of Python's standard library.")] = (
         None
     )
-    vocabulary_files: VocabularyOption = None
     out: Annotated[Path, Option(help="Folder of the run.")] = Path("run")
     resume: Annotated[bool, Option(help="Go on from the newest checkpoint in --out.")] = False
     steps: Annotated[int, Option(min=1, help="Updates of the whole run.")] = 400
     batch_size: Annotated[int, Option(min=1, help="Sequences of a microbatch, on all devices together.")] = 8
-    token_budget: Annotated[int | None, Option(min=1, help="Tokens of an update; one microbatch if none.")] = None
+    microbatches: Annotated[int, Option(min=1, help="Microbatches of an update.")] = 1
     learning_rate: Annotated[float, Option(help="Peak of the schedule.")] = 1e-3
     seed: Annotated[int, Option(min=0, max=2**31 - 1, help="Decides initial weights and the order of the data.")] = 0
     attention: Annotated[Literal["xla", "cudnn"], Option(help="cudnn is flash attention, on a GPU.")] = "xla"
@@ -70,11 +74,7 @@ class Settings:
         str | None, Option(help="Sizes of data, fsdp and model, like fsdp=4,model=2; without it fsdp has all devices.")
     ] = None
     report_every: Annotated[int, Option(min=1, help="Steps between two lines of the log.")] = 10
-    evaluate_every: Annotated[int, Option(min=1, help="Steps between two validation losses.")] = 100
-    validation_batches: Annotated[int, Option(min=1, help="Batches of a validation loss.")] = 16
-    save_every: Annotated[int, Option(min=1, help="Steps between two checkpoints.")] = 200
-    prompt: evaluate.PromptOption = "def "
-    sample_tokens: evaluate.SampleOption = 200
+    save_every: Annotated[int, Option(min=1, help="Steps between two checkpoints, each with a validation loss.")] = 100
     coordinator_address: Annotated[str | None, Option(help="HOST:PORT of the first of several processes.")] = None
     num_processes: Annotated[int | None, Option(min=1, help="Number of processes that train together.")] = None
     process_id: Annotated[int | None, Option(min=0, help="Number of this process, from 0.")] = None
@@ -84,80 +84,102 @@ class Settings:
 class Run:
     """A training run, ready to start: everything that is made of the options before anything is compiled."""
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
+    def __init__(self, settings: Settings, manager: Any) -> None:
+        self.settings, self.done = settings, 0
         if settings.preset not in PRESETS:
             raise ValueError(f"no model is called {settings.preset!r}; there are {', '.join(PRESETS)}.")
-        self.recipe = get_recipe(settings.recipe)
-        if settings.attention == "cudnn" and self.recipe.compute_dtype == "float32":
+        recipe = get_recipe(settings.recipe)
+        if settings.attention == "cudnn" and recipe.compute_dtype == "float32":
             raise ValueError(f"--attention cudnn is a kernel for 16-bit numbers, but {settings.recipe} has float32.")
-        settings.out.mkdir(parents=True, exist_ok=True)
-        self.saved = saved_description(settings)
-        self.folder = tokens_of(settings, self.saved)
+        saved: dict[str, Any] = {}
+        if settings.resume:
+            self.done, saved = checkpoints.newest(manager)
+        elif manager.latest_step() is not None:
+            raise ValueError(
+                f"{settings.out} has a checkpoint of step {manager.latest_step()}; go on with --resume, or choose "
+                "another --out."
+            )
+        self.folder = settings.data or (Path(saved["data"]) if saved else own_tokens(settings.out))
         self.index = data.read_index(self.folder)
-        self.tokenizer = data.get_tokenizer(self.index.tokenizer, settings.vocabulary_files)
         self.hyperparameters = Hyperparameters(settings.steps, settings.learning_rate)
         self.config = dataclasses.replace(
             PRESETS[settings.preset],
-            vocabulary=self.index.vocabulary,
+            vocabulary=data.get_tokenizer(self.index.tokenizer).vocabulary,
             attention=settings.attention,
-            attention_dtype=self.recipe.attention_dtype,
+            attention_dtype=recipe.attention_dtype,
             layers=settings.layers,
             checkpoint=settings.checkpoint,
         )
-        self.microbatches = count_microbatches(settings, self.config.context)
+        if saved:
+            check_identity(saved["identity"], self.identity, self.done)
         self.mesh = mesh_of(settings, self.config)
-        self.program = Program(self.recipe, self.config, self.hyperparameters, loss_chunks=settings.loss_chunks)
-        saved_on = self.saved.get("mesh", self.mesh.shape)
+        self.program = Program(recipe, self.config, self.hyperparameters, loss_chunks=settings.loss_chunks)
+        saved_on = saved.get("mesh", self.mesh.shape)
         self.shapes = devices.place(self.mesh, devices.shapes_on(saved_on, self.program.init, settings.seed))
-        self.init = jax.jit(self.program.init)
-        self.train_step = jax.jit(self.program.train_step, donate_argnums=(0, 1))
-        self.evaluate = jax.jit(self.program.evaluate)
-        self.rows = data.Rows(self.folder, "training", self.config.context)
-        validation = data.validation_batches(
-            self.folder,
-            count=settings.validation_batches,
-            batch_size=settings.batch_size,
-            context=self.config.context,
+        self.batches = data.batches(
+            data.Rows(self.folder, "training", self.config.context),
+            batch_size=settings.microbatches * settings.batch_size,
+            seed=settings.seed,
+            process_index=jax.process_index(),
+            process_count=jax.process_count(),
         )
-        self.validation = jax.device_put(validation, jax.NamedSharding(self.mesh, devices.BATCHES))
+        if saved:
+            self.batches.set_state(saved["position"])
+        self.validation = jax.device_put(
+            data.validation_batches(self.folder, VALIDATION_BATCHES, settings.batch_size, self.config.context),
+            jax.NamedSharding(self.mesh, devices.BATCHES),
+        )
 
     @property
     def tokens_per_step(self) -> int:
         """Return the number of targets of one update."""
-        return self.microbatches * self.settings.batch_size * self.config.context
-
-    @functools.cached_property
-    def peak_rate(self) -> float:
-        """Return the operations a second that all devices can do in matrix products of the compute dtype, measured."""
-        return meter.matmul_rate(self.recipe.compute_dtype) * jax.device_count()
+        return self.settings.microbatches * self.settings.batch_size * self.config.context
 
     @property
     def identity(self) -> dict[str, Any]:
         """Return what a checkpoint and the run that resumes it must have in common."""
-        config = {name: getattr(self.config, name) for name in evaluate.SIZES}
-        names = ("recipe", "seed", "batch_size", "token_budget")
-        settings = {name: getattr(self.settings, name) for name in names}
+        config = {name: getattr(self.config, name) for name in SIZES}
+        settings = {name: getattr(self.settings, name) for name in ("recipe", "seed", "batch_size", "microbatches")}
         return config | settings | dataclasses.asdict(self.hyperparameters) | {"tokens": self.index.sha256}
 
+    def next_tokens(self) -> jax.Array:
+        """Put this process's rows of the next batch on its devices, as (microbatches, B, T + 1).
 
-def count_microbatches(settings: Settings, context: int) -> int:
-    """Return the number of microbatches in the token budget of a step; one, if there is no budget."""
-    tokens = settings.batch_size * context
-    budget = settings.token_budget or tokens
-    if budget % tokens:
+        A batch has the same rows for any number of processes, but which microbatch has a row depends on that number.
+        """
+        rows = next(self.batches)
+        rows = rows.reshape(self.settings.microbatches, -1, rows.shape[-1])
+        return jax.make_array_from_process_local_data(jax.NamedSharding(self.mesh, devices.BATCHES), rows)
+
+
+def own_tokens(out: Path) -> Path:
+    """Return the folder of tokens that a run makes for itself."""
+    folder = out / "tokens"
+    if jax.process_index() == 0 and not (folder / data.INDEX_NAME).exists():
+        say(f"Reading Python's standard library into {folder}.")
+        data.prepare(folder)
+    multihost_utils.sync_global_devices("tokens")
+    return folder
+
+
+def check_identity(before: Mapping[str, Any], now: Mapping[str, Any], done: int) -> None:
+    """Raise if a checkpoint is of another run; one of a finished run may go on to more steps."""
+    if done == before["steps"] < now["steps"]:
+        before = {**before, "steps": now["steps"]}
+    changed = [name for name in now if before.get(name) != now[name]]
+    if changed:
+        differences = "; ".join(f"{name} is {now[name]!r}, but was {before.get(name)!r}" for name in changed)
         raise ValueError(
-            f"--token-budget {budget:,} is not a multiple of a microbatch, {settings.batch_size} x {context} = "
-            f"{tokens:,} tokens; change it, or --batch-size."
+            "this is not the run of the checkpoint in --out. Give the same options as then (more --steps after the "
+            f"last one only), or begin anew in another --out: {differences}."
         )
-    return budget // tokens
 
 
 def mesh_of(settings: Settings, config: Config) -> Mesh:
-    """Return the mesh of the option; without it all devices are along `fsdp`."""
+    """Return the mesh of the option; without it all devices are along `fsdp`. JAX refuses weights it cannot divide."""
     text, count = settings.mesh or f"fsdp={jax.device_count()}", jax.device_count()
     entries = [entry.partition("=") for entry in text.split(",")]
-    sizes = {name.strip(): int(size) for name, _, size in entries if size.strip().isdecimal() and int(size)}
+    sizes = {name: int(size) for name, _, size in entries if size.isdecimal() and int(size)}
     if len(sizes) < len(entries) or not sizes.keys() <= set(devices.AXES):
         raise ValueError(f"--mesh {text} is not sizes of {', '.join(devices.AXES)}, like fsdp=4,model=2.")
     data, fsdp, model = shape = tuple(sizes.get(name, 1) for name in devices.AXES)
@@ -166,9 +188,6 @@ def mesh_of(settings: Settings, config: Config) -> Mesh:
     for what, size, parts in (
         ("--batch-size", settings.batch_size, data * fsdp),
         ("the heads of attention", config.heads, model),
-        ("the width", config.width, fsdp * model),
-        ("the rows of the embedding", config.padded_vocabulary, fsdp * model),
-        ("the context", config.context, fsdp),
         ("the devices of a process, which reads tokens of its own,", jax.local_device_count(), model),
     ):
         if size % parts:
@@ -176,151 +195,125 @@ def mesh_of(settings: Settings, config: Config) -> Mesh:
     return jax.make_mesh(shape, devices.AXES)
 
 
-def saved_description(settings: Settings) -> Mapping[str, Any]:
-    """Return the description of the newest checkpoint, if the run goes on from it."""
-    if not settings.resume:
-        return {}
-    with checkpoints.opened(settings.out / "checkpoints") as manager:
-        return checkpoints.newest(manager)[1]
-
-
-def tokens_of(settings: Settings, saved: Mapping[str, Any]) -> Path:
-    """Return the folder of tokens: of the options, of the resumed run, or a new one in the run's folder."""
-    if settings.data is not None:
-        return settings.data
-    if saved:
-        return Path(saved["data"])
-    folder = settings.out / "tokens"
-    if jax.process_index() == 0 and not (folder / data.INDEX_NAME).exists():
-        say(f"Reading Python's standard library into {folder}.")
-        data.prepare(folder)
-    multihost_utils.sync_global_devices("tokens")
-    return folder
-
-
 # --- The loop. ---
-def train(run: Run) -> int:
+def train(run: Run, manager: Any) -> int:
     """Train to the last step, or until a signal; return the exit code, which is not 0 in the second case."""
     settings, log = run.settings, run.settings.out / "log.jsonl"
+    train_step = jax.jit(run.program.train_step, donate_argnums=(0, 1))
+    evaluate = jax.jit(run.program.evaluate)
+    interruption = Interruption()
+    introduce(run)
+    state = checkpoints.restore(manager, run.shapes) if settings.resume else jax.jit(run.program.init)(settings.seed)
+    params, opt_state = state
     is_first = jax.process_index() == 0
-    with (
-        checkpoints.opened(settings.out / "checkpoints", cleans=True) as manager,
-        Interruption() as interruption,
-    ):
-        params, opt_state, done, batches = start(run, manager)
-        if is_first:
-            output.begin_log(log, done)
-        step, timed_from, since = done, done, None
-        for step in range(done + 1, settings.steps + 1):
-            tokens = microbatches_on(run.mesh, run.microbatches, next(batches))
-            params, opt_state, metrics = run.train_step(params, opt_state, tokens)
-            # Asked once a step: a later Ctrl-C makes the next step the last one, which is saved as well.
-            is_last = interruption.is_due(step) or step == settings.steps
-            is_evaluated = step % settings.evaluate_every == 0 or is_last
-            is_reported = step == 1 or step % settings.report_every == 0 or is_evaluated
-            is_saved = step % settings.save_every == 0 or is_last
-            if is_reported:
-                loss = float(metrics.loss)  # waits for the device
-                seconds = None if since is None else (time.perf_counter() - since) / (step - timed_from)
-                record = report(run, step, loss, float(metrics.gradient_norm), opt_state, seconds)
-                if is_evaluated:
-                    record["validation_loss"] = float(run.evaluate(params, run.validation))
-                if is_first:
-                    output.write_log(log, record)
-                say(output.line_of(record))
-            if is_saved:
-                check_health(params, opt_state)
-                described = {"position": batches.get_state(), "identity": run.identity}
-                described |= {"data": str(run.folder.absolute()), "mesh": dict(run.mesh.shape)}
-                checkpoints.save(manager, params, opt_state, step, described)
-            if is_reported or is_saved or step == done + 1:  # the first step compiles, and is not timed
-                jax.block_until_ready(metrics)
-                timed_from, since = step, time.perf_counter()
-            if is_last:
-                break
     if is_first:
-        output.plot_log(settings.out / "loss.png", output.read_log(log), f"{settings.preset}, {settings.recipe}")
+        begin_log(log, run.done)
+    step, clock = run.done, None
+    for step in range(run.done + 1, settings.steps + 1):
+        params, opt_state, metrics = train_step(params, opt_state, run.next_tokens())
+        # Asked once a step: a later Ctrl-C makes the next step the last one, which is saved as well.
+        is_last = interruption.is_due(step) or step == settings.steps
+        is_saved = step % settings.save_every == 0 or is_last
+        is_reported = step % settings.report_every == 0 or is_saved or step == 1
+        if is_reported:
+            record = report(run, step, metrics, opt_state, clock)
+            if is_saved:
+                record["validation_loss"] = float(evaluate(params, run.validation))
+            say(line_of(record))
+            if is_first:
+                with log.open("a") as file:
+                    file.write(json.dumps(record) + "\n")
+        if is_saved:
+            described = {"position": run.batches.get_state(), "identity": run.identity}
+            described |= {"data": str(run.folder.absolute()), "mesh": dict(run.mesh.shape)}
+            checkpoints.save(manager, params, opt_state, step, described)
+        if is_reported or step == run.done + 1:  # the first step compiles, and is not timed
+            jax.block_until_ready(metrics)
+            clock = step, time.perf_counter()
+        if is_last:
+            break
+    if is_first:
+        plot_log(settings.out / "loss.png", read_log(log), f"{settings.preset}, {settings.recipe}")
     if step < settings.steps:
         say("Stopped; the checkpoint is saved. Go on with --resume.")
         return interruption.exit_code
-    if settings.sample_tokens:
-        evaluate.show_sample(
-            run.program.logits, params, run.tokenizer, say, prompt=settings.prompt, count=settings.sample_tokens,
-            context=run.config.context, seed=settings.seed,
-        )  # fmt: skip
+    say(f"Done. Look at it with python -m examples.gpt.evaluate --run {settings.out}")
     return 0
 
 
-def start(run: Run, manager: Any) -> tuple[Any, Any, int, Any]:
-    """Return parameters, optimizer state, steps done and this process's rows of every batch to come."""
-    settings, steps = run.settings, run.settings.steps
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(run.shapes[0]))
+def introduce(run: Run) -> None:
+    """Say what is trained, on what, from where to where."""
+    settings, parameters = run.settings, sum(leaf.size for leaf in jax.tree.leaves(run.shapes[0]))
     say(
         f"{settings.preset}: {parameters:,} parameters, {settings.recipe}, on {jax.device_count()} x "
         f"{jax.devices()[0].device_kind}. {run.index.training:,} tokens ({run.index.tokenizer}) to train on, "
-        f"{run.tokens_per_step:,} a step. MFU is of {run.peak_rate / 1e12:,.2f} TFLOP/s, measured."
+        f"{run.tokens_per_step:,} a step.\n{'Going on from' if settings.resume else 'From'} step {run.done} to "
+        f"{settings.steps}."
     )
-    batches = data.batches(
-        run.rows,
-        batch_size=run.microbatches * settings.batch_size,
-        seed=settings.seed,
-        process_index=jax.process_index(),
-        process_count=jax.process_count(),
-    )
-    if not settings.resume:
-        if manager.latest_step() is not None:
-            raise checkpoints.CheckpointError(
-                f"{settings.out} has a checkpoint of step {manager.latest_step()}; go on with --resume, or choose "
-                "another --out."
-            )
-        say(f"From step 0 to {steps}.")
-        return *run.init(settings.seed), 0, batches
-    checkpoints.check_identity(manager, run.identity)
-    done, _ = checkpoints.newest(manager)
-    batches.set_state(run.saved["position"])
-    say(f"Going on from step {done} to {steps}.")
-    return *checkpoints.restore(manager, run.shapes), done, batches
-
-
-def microbatches_on(mesh: Mesh, count: int, rows: np.ndarray) -> jax.Array:
-    """Put this process's rows of a batch (rows, T + 1) on its devices, as (count, B, T + 1).
-
-    A batch has the same rows for any number of processes, but which microbatch has a row depends on that number.
-    """
-    rows = rows.reshape(count, -1, rows.shape[-1])
-    return jax.make_array_from_process_local_data(jax.NamedSharding(mesh, devices.BATCHES), rows)
 
 
 def report(
-    run: Run, step: int, loss: float, gradient_norm: float, opt_state: Any, seconds: float | None
-) -> dict[str, Any]:
-    """Stop a run that diverged, and return a line of the log on the step just done; losses are in nats a token."""
-    check_health(run.shapes[0], opt_state)
+    run: Run, step: int, metrics: Metrics, opt_state: Any, clock: tuple[int, float] | None
+) -> dict[str, float | None]:
+    """Return a line of the log on the step just done. Raise if every step is skipped, before that is saved."""
+    loss = float(metrics.loss)  # waits for the device
+    if not isinstance(mpx.get_loss_scale(opt_state), mpx.NoOpLossScale):
+        mpx.check_health(opt_state, params=run.shapes[0])
     skipped = int(mpx.skipped_steps(opt_state))
-    tokens_per_second = run.tokens_per_step / seconds if seconds else None
-    in_use, peak = meter.device_memory()
     return {
         "step": step,  # counted from 1
-        "loss": loss,  # of this step's tokens, before its update
+        "loss": loss,  # of this step's tokens, before its update; in nats a token
         # Before the update. A skipped step does not advance the schedule.
         "learning_rate": float(run.hyperparameters.schedule()(step - 1 - skipped)),
-        "gradient_norm": gradient_norm,  # before clipping; NaN in a skipped step
+        "gradient_norm": float(metrics.gradient_norm),  # before clipping; NaN in a skipped step
         "loss_scale": float(mpx.get_loss_scale(opt_state).loss_scale),  # after the step
         "skipped_steps": skipped,  # so far
-        "seconds_per_step": seconds,  # mean since the last report
-        "tokens_per_second": tokens_per_second,
-        # The model's own operations as a share of the measured rate of matrix products.
-        "mfu": tokens_per_second and tokens_per_second * run.config.flops_per_token / run.peak_rate,
-        "memory_bytes": in_use,  # on the first device; None where nothing counts them
-        "peak_memory_bytes": peak,
+        # Since the last report, whose step and time are on the clock.
+        "tokens_per_second": clock and (step - clock[0]) * run.tokens_per_step / (time.perf_counter() - clock[1]),
         "validation_loss": None,
     }
 
 
-def check_health(params: Any, opt_state: Any) -> None:
-    """Raise a `mpx.StuckError` if a run with loss scaling skips every step, so that no good checkpoint makes room."""
-    if not isinstance(mpx.get_loss_scale(opt_state), mpx.NoOpLossScale):
-        mpx.check_health(opt_state, params=params)
+# --- The log. ---
+Record = Mapping[str, float | None]  # a line of the log
+SHOWN = {
+    "validation_loss": "validation {:.4f}",
+    "learning_rate": "lr {:.2e}",
+    "gradient_norm": "norm {:.2f}",
+    "loss_scale": "scale {:g}",
+    "skipped_steps": "{} skipped",
+    "tokens_per_second": "{:,.0f} tokens/s",
+}
+
+
+def line_of(record: Record) -> str:
+    """Return a record in one line for a terminal, without what is not known, no step skipped, and a scale of 1."""
+    parts = [form.format(record[name]) for name, form in SHOWN.items() if record[name] not in (None, 0, 1)]
+    return ", ".join([f"step {record['step']}: loss {record['loss']:.4f}", *parts])
+
+
+def read_log(path: Path) -> list[Record]:
+    """Return the lines of a log, none if there is no file. A last line that a kill cut off is left out."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def begin_log(path: Path, done: int) -> None:
+    """Begin a log, or go on with one, without the lines of later steps, which the run repeats."""
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in read_log(path) if line["step"] <= done))
+
+
+def plot_log(path: Path, lines: Sequence[Record], title: str) -> None:
+    """Plot the losses over the steps."""
+    with mpx.plot.style():
+        figure, axes = plt.subplots(figsize=(8, 5))
+        for name, label in (("loss", "training"), ("validation_loss", "validation")):
+            known = [(line["step"], line[name]) for line in lines if line[name] is not None]
+            axes.plot(*np.reshape(known, (-1, 2)).T, label=label)
+        axes.set(title=title, xlabel="training step", ylabel="loss (nats a token)")
+        axes.legend()
+        figure.savefig(path, dpi=150)
+        plt.close(figure)
 
 
 # --- Several processes, and signals. ---
@@ -330,17 +323,16 @@ def say(text: str) -> None:
         typer.echo(text)
 
 
-def join(coordinator_address: str | None, num_processes: int | None, process_id: int | None) -> None:
+def join(*arguments: Any) -> None:
     """Join the processes of a run, by `jax.distributed.initialize`; no device may be in use yet.
 
     Without arguments JAX looks for a cluster (Slurm, Open MPI, Kubernetes, Cloud TPU). If it finds none, this process
     is alone.
     """
-    arguments = (coordinator_address, num_processes, process_id)
     try:
         jax.distributed.initialize(*arguments)
     except ValueError:
-        if arguments != (None, None, None):
+        if any(argument is not None for argument in arguments):
             raise
 
 
@@ -355,15 +347,8 @@ class Interruption:
     def __init__(self) -> None:
         self._received: int | None = None
         self._several = jax.process_count() > 1
-
-    def __enter__(self) -> "Interruption":
-        numbers = (signal.SIGINT,) if self._several else (signal.SIGINT, signal.SIGTERM)
-        self._before = {number: signal.signal(number, self.receive) for number in numbers}
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        for number in (signal.SIGINT,) if self._several else (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.receive)
 
     def is_due(self, step: int) -> bool:
         """Return whether this step is the last; all processes must ask once after each step."""
@@ -392,15 +377,12 @@ def main(**options: Any) -> None:
     settings = Settings(**options)
     try:
         join(settings.coordinator_address, settings.num_processes, settings.process_id)
-        run = Run(settings)
+        manager = checkpoints.opened(settings.out / "checkpoints", cleans=True)
+        run = Run(settings, manager)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
-    try:
-        with jax.set_mesh(run.mesh):
-            code = train(run)
-    except (checkpoints.CheckpointError, mpx.StuckError, OSError) as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(1) from error
+    with manager, jax.set_mesh(run.mesh):
+        code = train(run, manager)
     raise typer.Exit(code)
 
 

@@ -65,19 +65,10 @@ class Program:
     """
 
     def __init__(
-        self,
-        recipe: Recipe,
-        config: Config,
-        hyperparameters: Hyperparameters,
-        *,
-        loss_chunks: int = 1,
-        rules: Any = mpx.DEFAULT_RULES,
+        self, recipe: Recipe, config: Config, hyperparameters: Hyperparameters, *, loss_chunks: int = 1
     ) -> None:
-        """Build model, optimizer and training step.
-
-        The loss cuts the positions into `loss_chunks` parts. `rules` go to `mpx.autocast`.
-        """
-        self.recipe, self.config, self.rules = recipe, config, rules
+        """Build model, optimizer and training step. The loss cuts the positions into `loss_chunks` parts."""
+        self.recipe, self.config = recipe, config
         self.tx = make_optimizer(recipe, config, hyperparameters)
         self._graphdef = nnx.graphdef(nnx.eval_shape(self._new_model))
         self.loss = self._in_precision(self._of_features(mean_loss, loss_chunks))
@@ -141,7 +132,7 @@ class Program:
                 return of_model(nnx.merge(self._graphdef, params), tokens.astype(jnp.int32))
 
         if self.recipe.compute == "autocast":
-            return mpx.autocast(run, policy, rules=self.rules)
+            return mpx.autocast(run, policy)
         return lambda params, tokens: run(policy.cast_to_compute(params), tokens)
 
     def _of_features(self, losses: Callable[..., jax.Array], chunks: int) -> Callable[[GPT, jax.Array], jax.Array]:

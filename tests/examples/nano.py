@@ -26,7 +26,7 @@ def start(cache, *flags, devices=1, **options):
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1",
     }  # fmt: skip
-    options = {"preset": "nano", "sample_tokens": 0, "report_every": 1, "validation_batches": 1} | options
+    options = {"preset": "nano", "report_every": 1} | options
     pairs = ((f"--{name.replace('_', '-')}", str(value)) for name, value in options.items())
     arguments = [*(part for pair in pairs for part in pair), *flags]
     return subprocess.Popen(
@@ -38,7 +38,7 @@ def start(cache, *flags, devices=1, **options):
 def make_tokens(folder, line="line of a text"):
     """Make a folder of tokens of a short text."""
     folder.mkdir(parents=True)
-    (folder / "text.txt").write_text("".join(f"{line} {number}\n" for number in range(600)))
+    (folder / "text.txt").write_text("".join(f"{line} {number}\n" for number in range(6000)))
     data.prepare(folder / "tokens", [folder / "text.txt"])
     return folder / "tokens"
 

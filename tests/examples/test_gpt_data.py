@@ -5,14 +5,14 @@ import json
 
 import numpy as np
 import pytest
+import tiktoken
 from hypothesis import given
 from hypothesis import strategies as st
+from tiktoken_ext.openai_public import ENDOFTEXT, r50k_pat_str
 from typer.testing import CliRunner
 
 from examples.gpt import data
-from examples.gpt.data import DataError, Rows, get_tokenizer
-
-CONTEXT = 16
+from examples.gpt.data import Rows, get_tokenizer
 
 
 # --- Text. ---
@@ -20,7 +20,7 @@ def test_a_folder_is_read_in_order_without_hidden_and_binary_files(tmp_path):
     for name, content in {"b.txt": b"two", "a/z.txt": b"one", ".git/x": b"no", "c.bin": b"n\0", "d/.x": b"no"}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(content)
-    assert list(data.documents(tmp_path)) == [b"one", b"two"]
+    assert list(data.pieces(tmp_path)) == [(b"one", True), (b"two", True)]
 
 
 def test_the_standard_library_is_read_in_a_fixed_order_without_its_tests():
@@ -30,36 +30,27 @@ def test_the_standard_library_is_read_in_a_fixed_order_without_its_tests():
     assert not [file for file in files if {"test", "site-packages"} & set(file.parts[-3:-1])]
 
 
-def test_a_long_file_is_cut_after_lines_into_documents_that_make_up_the_file(tmp_path, monkeypatch):
+def test_a_long_file_is_cut_after_lines_into_pieces_that_make_up_the_file(tmp_path, monkeypatch):
     content = "".join(f"line {number} é\n" * (number % 3) for number in range(99)).encode() + b"no end"
     (tmp_path / "a").write_bytes(content)
-    monkeypatch.setattr(data, "DOCUMENT_BYTES", 50)
-    documents = list(data.documents(tmp_path / "a"))
-    assert b"".join(documents) == content
-    assert len(documents) > 10
-    assert all(document.endswith(b"\n") for document in documents[:-1])
-
-
-@pytest.mark.parametrize(("every", "share"), [(10, 100), (4, 250)])
-def test_the_held_out_part_is_never_trained_on_and_comes_from_all_over_the_text(every, share):
-    training, held_out = data.split(np.arange(1000), every)
-    assert sorted([*training, *held_out]) == list(range(1000))
-    assert len(held_out) == share
-    assert np.histogram(held_out, 10, (0, 1000))[0].min() > 0
+    monkeypatch.setattr(data, "PIECE_BYTES", 50)
+    pieces, begins = zip(*data.pieces(tmp_path / "a"), strict=True)
+    assert b"".join(pieces) == content
+    assert begins == (True, *[False] * (len(pieces) - 1))
+    assert len(pieces) > 10
+    assert all(piece.endswith(b"\n") for piece in pieces[:-1])
 
 
 # --- Tokenizers. ---
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory):
-    """A tokenizer from files of GPT-2's form: all bytes, the pairs "he" and "el", and the words "hel" and "hello"."""
-    folder = tmp_path_factory.mktemp("vocabulary")
-    printable = [chr(value) for value in range(256) if chr(value).isprintable() and chr(value) != " "]
-    characters = printable + [chr(256 + at) for at in range(256 - len(printable))]
-    merges = ["e l", "h e", "h el", "l o", "hel lo"]
-    (folder / "vocab.bpe").write_text("\n".join(["#version: 0.2", *merges, ""]))
-    tokens = [*characters, *(merge.replace(" ", "") for merge in merges)]
-    (folder / "encoder.json").write_text(json.dumps({token: at for at, token in enumerate(tokens)}))
-    return get_tokenizer("gpt2", folder)
+def pairs():
+    """A tokenizer like GPT-2's: all bytes, the pairs "el" and "he", and the words "hel" and "hello"."""
+    words = [*(bytes([value]) for value in range(256)), b"el", b"he", b"hel", b"lo", b"hello"]
+    ranks, special = {word: rank for rank, word in enumerate(words)}, {ENDOFTEXT: len(words)}
+    made = tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=special)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiktoken, "get_encoding", {"gpt2": made}.__getitem__)
+        yield get_tokenizer("gpt2")
 
 
 @given(st.text(st.characters(codec="utf-8")))
@@ -68,117 +59,71 @@ def test_text_comes_back_from_its_tokens(pairs, text):
         tokens = tokenizer.encode(text)
         assert tokens.dtype == np.uint16
         assert tokenizer.decode(tokens) == text
-        assert tokenizer.decode(tokenizer.encode(text.encode())) == text
     assert get_tokenizer("bytes").encode(text).tolist() == list(text.encode())
 
 
-def test_what_is_no_text_becomes_a_mark(pairs):
-    for tokenizer in (get_tokenizer("bytes"), pairs):
-        assert tokenizer.decode(tokenizer.encode(b"a\xffb")) == "a\ufffdb"
-        assert tokenizer.decode(tokenizer.encode("é")[:1]) == "\ufffd"  # half a character
-
-
-def test_bytes_are_joined_by_the_published_files_and_the_separator_is_no_text(pairs):
+def test_pairs_are_joined_the_separator_is_no_text_and_half_a_character_becomes_a_mark(pairs):
     assert pairs.encode("hello").tolist() == [260]
-    assert pairs.encode("help").tolist() == [258, ord("p") - ord("!")]  # GPT-2 counts from "!"
     assert (pairs.name, pairs.vocabulary, pairs.separator) == ("gpt2", 262, 261)
     assert pairs.separator not in pairs.encode("<|endoftext|>")
-    assert pairs.decode([pairs.separator]) == "<|endoftext|>"
+    for tokenizer in (get_tokenizer("bytes"), pairs):
+        assert tokenizer.decode(tokenizer.encode("é")[:1]) == "\ufffd"
 
 
 # --- A folder of tokens. ---
-def part_of(folder, part):
-    return np.fromfile(folder / f"{part}.bin", np.uint16)
-
-
-def documents_of(part, folder, tokenizer):
-    """Return what stands between the separators of a part."""
-    tokens = part_of(folder, part)
-    starts = np.flatnonzero(tokens == data.read_index(folder).separator)
-    assert starts[0] == 0
-    return [tokenizer.decode(document[1:]) for document in np.split(tokens, starts[1:])]
-
-
-def document(number):
-    return f"document number {number}\n" + "grüße " * (number % 7) + "\n"
-
-
 @pytest.fixture
-def many(tmp_path):
-    """A folder of 120 documents."""
-    folder = tmp_path / "many"
-    folder.mkdir()
-    for number in range(120):
-        (folder / f"{number:03d}.txt").write_text(document(number), encoding="utf-8")
-    return folder
+def texts(tmp_path, monkeypatch):
+    """A folder of 25 files of one piece, and a longer file."""
+    monkeypatch.setattr(data, "PIECE_BYTES", 40)
+    (tmp_path / "many").mkdir()
+    for number in range(25):
+        (tmp_path / "many" / f"{number:02d}.txt").write_text(f"document number {number}\n", encoding="utf-8")
+    (tmp_path / "single.txt").write_text("".join(f"a line of number {number:02d}\n" for number in range(40)))
+    return [tmp_path / "many", tmp_path / "single.txt"]
 
 
-@pytest.fixture
-def single(tmp_path):
-    """One document of 5,000 characters."""
-    path = tmp_path / "single.txt"
-    path.write_text("".join(f"{number:04d}\n" for number in range(1000)))
-    return path
-
-
-@pytest.mark.parametrize(("validation", "every"), [(0.1, 10), (0.25, 4)])
-def test_every_tenth_of_many_documents_is_held_out(many, single, tmp_path, pairs, validation, every):
-    """The text that comes after them is one more document."""
-    index = data.prepare(tmp_path / "out", [many, single], tokenizer=pairs, validation=validation)
-    held_out = [number for number in range(120) if number % every == every - 1]
-    trained_on = [document(number) for number in range(120) if number not in held_out]
-    assert documents_of("validation", tmp_path / "out", pairs) == list(map(document, held_out))
-    assert documents_of("training", tmp_path / "out", pairs) == [*trained_on, single.read_text()]
+def test_every_tenth_piece_is_held_out_and_a_separator_begins_each_document(texts, tmp_path, pairs):
+    index = data.prepare(tmp_path / "out", texts, "gpt2")
+    pieces = [piece for path in texts for piece in data.pieces(path)]
+    assert len(pieces) > 30
+    assert [begins for _, begins in pieces].count(True) == 26
+    expected = {"training": "", "validation": ""}
+    for number, (piece, begins) in enumerate(pieces, start=1):
+        expected["training" if number % 10 else "validation"] += "<|endoftext|>" * begins + piece.decode()
+    for part, text in expected.items():
+        tokens = np.fromfile(tmp_path / "out" / f"{part}.bin", np.uint16)
+        assert pairs.decode(tokens) == text
+        assert len(tokens) == getattr(index, part)
     assert index == data.read_index(tmp_path / "out")
-    assert (index.training, index.validation) == tuple(
-        len(part_of(tmp_path / "out", part)) for part in ("training", "validation")
-    )
+    assert index.texts == list(map(str, texts))
+    assert index.sha256 == data.prepare(tmp_path / "again", texts, "gpt2").sha256
+    texts[1].write_text(texts[1].read_text().replace("11", "12"))
+    assert index.sha256 != data.prepare(tmp_path / "other", texts, "gpt2").sha256
 
 
-def test_blocks_of_a_single_document_are_held_out(single, tmp_path):
-    index = data.prepare(tmp_path / "out", [single])
-    whole = np.concatenate([[0], get_tokenizer("bytes").encode(single.read_text())])
-    for part, expected in zip(("training", "validation"), data.split(whole), strict=True):
-        np.testing.assert_array_equal(part_of(tmp_path / "out", part), expected)
-    assert index.sha256 == data.prepare(tmp_path / "again", [single]).sha256
-    single.write_text(single.read_text().replace("0500", "0501"))
-    assert index.sha256 != data.prepare(tmp_path / "other", [single]).sha256
-
-
-def test_an_interrupted_command_leaves_no_index_and_is_repeated_with_the_same_options(many, tmp_path, monkeypatch):
-    arguments = ["--text", str(many), "--out", str(tmp_path / "out")]
+def test_an_interrupted_command_leaves_no_index_and_is_repeated_with_the_same_options(texts, tmp_path, monkeypatch):
+    arguments = ["--text", str(texts[1]), "--out", str(tmp_path / "out")]
     with monkeypatch.context() as patch:
-        patch.setattr(data, "_parts", lambda *arguments: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(data, "pieces", lambda path: (_ for _ in ()).throw(KeyboardInterrupt))
         CliRunner().invoke(data.app, arguments)
-    with pytest.raises(DataError, match=r"has no file tokens.json: .* interrupted"):
+    with pytest.raises(ValueError, match=r"has no file tokens.json: .* interrupted"):
         data.read_index(tmp_path / "out")
     result = CliRunner().invoke(data.app, arguments)
     assert result.exit_code == 0, result.output
-    assert data.read_index(tmp_path / "out").texts == [str(many)]
-
-
-def test_tokens_that_are_cut_off_are_refused_by_name(single, tmp_path):
-    data.prepare(tmp_path / "out", [single])
-    path = tmp_path / "out" / "training.bin"
-    path.write_bytes(path.read_bytes()[:-2])
-    with pytest.raises(DataError, match=r"training.bin does not have the 4,\d+ tokens that tokens.json says"):
-        data.read_index(tmp_path / "out")
+    assert data.read_index(tmp_path / "out").texts == [str(texts[1])]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--text", "missing"], "there is no file or folder missing"),
-        (["--text", "short"], "the text is too short"),
-        (["--text", "empty"], "there is no text in empty"),
+        (["--text", "missing"], "No such file or directory: 'missing'"),
+        (["--text", "short"], "the text is too short: it must have 10 pieces of 10,000 bytes"),
         (["--text", "short", "--out", "full"], "the folder full has tokens already"),
-        (["--tokenizer", "gpt2", "--vocabulary-files", "."], "vocab.bpe"),
     ],
 )
 def test_a_bad_option_is_refused_by_name(arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "short").write_text("short")
-    (tmp_path / "empty").touch()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "tokens.json").touch()
     result = CliRunner().invoke(data.app, ["--out", "out", *arguments], env={"COLUMNS": "300"})
@@ -233,18 +178,13 @@ def test_from_any_position_processes_share_the_batches_of_one(rows, processes, d
         assert {len(batch) for batch in batches} == {6 // processes}
 
 
-def test_a_part_without_a_whole_row_is_refused(rows, tmp_path):
-    assert len(Rows(tmp_path, "training", 62)) == 1
-    with pytest.raises(DataError, match="it has 63 tokens, and a context of 63 needs 64"):
-        Rows(tmp_path, "training", 63)
-
-
 def test_validation_rows_are_evenly_spaced_and_the_same_at_every_call(rows, tmp_path):
     """Of 8 rows."""
-    batches = data.validation_batches(tmp_path, count=2, batch_size=2, context=4)
+    assert [len(Rows(tmp_path, "training", context)) for context in (62, 63)] == [1, 0]  # of 63 tokens
+    batches = data.validation_batches(tmp_path, 2, 2, context=4)
     assert batches.dtype == np.uint16
     assert [tuple(row) for row in batches.reshape(4, -1).tolist()] == [EVERY_ROW[index] for index in (0, 2, 5, 7)]
-    every_one = data.validation_batches(tmp_path, count=4, batch_size=2, context=4)
+    every_one = data.validation_batches(tmp_path, 4, 2, context=4)
     assert [tuple(row) for row in every_one.reshape(8, -1).tolist()] == EVERY_ROW[:8]
-    with pytest.raises(DataError, match="has 8 sequences of context 4, and 3 batches of 3 need 9"):
-        data.validation_batches(tmp_path, count=3, batch_size=3, context=4)
+    with pytest.raises(ValueError, match="has 8 sequences of context 4, and 3 batches of 3 need 9"):
+        data.validation_batches(tmp_path, 3, 3, context=4)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from types import SimpleNamespace
 
 import jax
@@ -27,9 +26,6 @@ UNROLLED = dataclasses.replace(CONFIG, depth=2, layers="unrolled")
 # Three steps have no warm-up: the first one has the peak of the learning rate.
 HYPERPARAMETERS = Hyperparameters(steps=3, learning_rate=1e-3)
 QUICK = {"xla_backend_optimization_level": 0}  # such a program compiles in half the time
-# One recipe of each kind by default, since each takes seconds to compile; all of them with `-m "slow or not slow"`.
-FAMILIES = ("f32", "bf16-naive", "bf16-cast", "bf16-split-8bit", "f16-scaled")
-NAMES = [pytest.param(r.name, marks=() if r.name in FAMILIES else pytest.mark.slow) for r in RECIPES]
 
 
 @functools.cache
@@ -152,18 +148,12 @@ def test_gradients_are_clipped_after_they_are_unscaled(norm, clipped):
 
 def test_the_learning_rate_warms_up_and_falls_along_a_cosine_to_its_end():
     schedule = Hyperparameters(steps=1000, learning_rate=2.0, warmup=0.1, final_learning_rate=0.25).schedule()
-    expected = [
-        2.0 * step / 100 if step < 100 else 0.5 + 1.5 * (1 + math.cos(math.pi * (step - 100) / 900)) / 2
-        for step in range(1001)
-    ]
-    np.testing.assert_allclose([schedule(step) for step in range(0, 1001, 25)], expected[::25], rtol=1e-5)
-    assert schedule(0) == 0
-    assert schedule(100) == 2
-    assert schedule(1000) == schedule(2000) == 0.5
+    assert [schedule(step) for step in (0, 50, 100, 1000, 2000)] == [0, 1, 2, 0.5, 0.5]
+    assert schedule(550) == pytest.approx(1.25)  # half of the way
 
 
 # --- Recipes. ---
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [recipe.name for recipe in RECIPES])
 def test_a_recipe_compiles_once_keeps_its_types_and_starts_from_the_same_weights(name):
     """They are rounded to bfloat16 at most: but for that the first step has the loss and the norm of f32."""
     types, metrics, programs = trained(name)
