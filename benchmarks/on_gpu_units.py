@@ -54,13 +54,17 @@ def all_units(size: Size) -> list[Unit]:
 
 
 def optimizers(size: Size) -> Iterator[Unit]:
-    """Yield the optimizer steps."""
+    """Yield the optimizer steps, and Torch's."""
     times = {"starts": size.starts, "turns": size.turns}
     for tensors in ("one", "gpt2"):
         given = {"tensors": tensors, "scale": size.scale} | times
         for recipe in optimizer_step.RECIPES:
             job = {"recipe": recipe} | given
             yield Unit(f"optimizer: {tensors}, {recipe}", "optimizer", "benchmarks.optimizer_step:measure", job)
+        shapes = optimizer_step.make_shapes(tensors, size.scale)
+        job = {"title": optimizer_step.title_of(tensors, shapes), "shapes": list(shapes.values())}
+        job["turns"] = size.starts * size.turns
+        yield Unit(f"optimizer: {tensors}, Torch", "optimizers in Torch", "benchmarks.adamw_in_torch:measure", job)
 
 
 def gpt2(size: Size) -> Iterator[Unit]:
@@ -127,6 +131,7 @@ def one_sheet(title: str, columns: dict[str, str]) -> Callable[[list[Row]], list
 
 TABLES: dict[str, Callable[[list[Row]], Any]] = {
     "optimizer": optimizer_step.sheets,
+    "optimizers in Torch": optimizer_step.torch_sheets,
     "autocast": autocast.steps_sheets,
     "accuracy": one_sheet("autocast, relative errors", autocast_accuracy.COLUMNS),
     "steps": overhead.steps_sheets,

@@ -195,6 +195,8 @@ def get_policy(text: str, *, overrides: tuple[tuple[str, DTypeLike], ...] = ()) 
         >>> get_policy("params=bf16,compute=bf16,output=f32,'norm'=f32").overrides
         (('norm', dtype('float32')),)
     """
+    if not isinstance(text, str):
+        raise TypeError(f"`get_policy` needs a string, but got {type(text).__name__}.")
     if "=" not in text:
         dtype = _parse_dtype(text.strip(), text)
         return Policy(dtype, dtype, dtype, overrides)

@@ -3,8 +3,8 @@
 Triton compiles them. Its division and square root of float32 are the approximate ones (`div.full`, `sqrt.approx`) that
 XLA takes too, as the programs for an H200 show.
 
-Pallas' Triton compiler is deprecated since jax 0.11, and works in 0.12. This file is all that knows of it: `run_part` is
-the body, for any compiler. Two others were tried with jax 0.12.0, for an H200. Mosaic GPU, in a `plgpu.kernel` with
+Pallas' Triton compiler is deprecated since jax 0.11, and works in 0.12. Only this file knows of it: `run_part` is the
+body, for any compiler. Two others were tried with jax 0.12.0, for an H200. Mosaic GPU, in a `plgpu.kernel` with
 explicit layouts, has no `floor` and no integer powers, and converts no pairs of booleans. jax-triton 0.4.1 takes source
 code in Triton's language, into which a step would have to be translated. Without a compiler `fused_update` is the plain
 step.

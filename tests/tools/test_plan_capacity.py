@@ -1,10 +1,8 @@
 """The largest size that fits, against all sizes tried one by one."""
 
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mpx.tools.cli.programs import largest_batch
 from mpx.tools.plan.capacity import largest_that_fits
 
 
@@ -32,13 +30,3 @@ def test_few_sizes_are_tried():
 def test_a_size_larger_by_the_resolution_does_not_fit(answer, start, resolution):
     found = largest_that_fits(lambda size: size, answer, start=start, resolution=resolution)
     assert found <= answer < found + max(1, int(found * resolution))
-
-
-@pytest.mark.parametrize("batches", [[8], [1], [64, 128], [4096], [100_000]], ids=str)
-def test_a_few_compilations_find_the_largest_batch(batches):
-    """Temporaries are padded, so that peaks are not quite a line."""
-    tried = set()
-    peak = lambda batch: tried.add(batch) or 6 * 10**9 + 44 * 10**6 * (-(-batch // 16) * 16) + 10**7 * (batch % 7)
-    found = largest_batch(peak, batches, 141 * 10**9)
-    assert peak(found) <= 141 * 10**9 < peak(int(found * 1.03) + 1)
-    assert len(tried) <= 12

@@ -42,6 +42,8 @@ def shape(text: str) -> jax.ShapeDtypeStruct:
     dtype = None if match is None else dtype_or_none(re.sub(r"^(?:[is]|(u))(\d+)$", r"\1int\2", match[1]))
     if match is None or dtype is None:
         raise ValueError(f"{text!r} is not a shape such as bf16[768,3072], i32[8], float8_e4m3fn[8] or f32[].")
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise ValueError(f"{text!r} has a type of 64 bits. Set JAX_ENABLE_X64=1.")
     return jax.ShapeDtypeStruct([int(dim) for dim in re.findall(r"\d+", match[2] or "")], dtype)
 
 
