@@ -14,7 +14,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from mpx._fused.partition import Part, places_in_rows, size_of
-from mpx._jaxprs import is_literal
+from mpx._jaxprs import dtype_of, is_literal
 from mpx._primitives import facts_of
 
 _REDUCERS = {
@@ -34,7 +34,7 @@ def run_part(part: Part, arrays: Sequence[Any], scalars: Sequence[Any]) -> list[
     for eqn in part.equations:
         if size := places_in_rows(eqn):
             places = lax.broadcasted_iota(np.int32, (len(arrays[0]), columns(eqn.outvars[0], part)), 1)
-            known[eqn.outvars[0]] = (places & (size - 1)).astype(eqn.outvars[0].aval.dtype)
+            known[eqn.outvars[0]] = (places & (size - 1)).astype(dtype_of(eqn.outvars[0]))
         else:
             known[eqn.outvars[0]] = _run(eqn, [read(v) for v in eqn.invars], part)
     return [read(v) for v in part.outputs]

@@ -53,7 +53,8 @@ def _with_blocks_of(leaf: Any, format: StateFormat) -> StateFormat:
         kept: Any = leaf.format
         if not isinstance(format, BlockFormat) or type(kept) is not type(format):
             return format
-        is_alike = kept == dataclasses.replace(format, block_size=kept.block_size)
+        as_kept: Any = format  # a dataclass, as every class of blocks is
+        is_alike = kept == dataclasses.replace(as_kept, block_size=kept.block_size)
         return kept if is_alike and kept.block_size < format.block_size else format
     sharding = explicit_sharding(leaf)
     if sharding is None or sharding.is_fully_replicated:
