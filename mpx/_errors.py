@@ -49,7 +49,7 @@ def as_transformation(inner: Any, caller: str) -> optax.GradientTransformationEx
 
 
 def checked(inner: optax.GradientTransformation, caller: str) -> optax.GradientTransformationExtraArgs:
-    """Return the rule with checks that name gradients, updates or states that do not fit; JAX would broadcast some.
+    """Return the rule with checks that name gradients and updates of other shapes; JAX would broadcast some.
 
     Gradients may have an axis of examples in front, for a rule that sums over it.
     """
@@ -60,15 +60,9 @@ def checked(inner: optax.GradientTransformation, caller: str) -> optax.GradientT
         # `optax.lookahead` takes the gradients of its fast parameters.
         trained = params.fast if isinstance(params, optax.LookaheadParams) else params
         require_same_shapes(updates, trained, caller, of_examples=True)
-        try:
-            new_updates, new_state = inner.update(updates, state, params, **extra_args)
-        except (AttributeError, TypeError, ValueError) as error:
-            require_same_shapes(updates, trained, caller)  # perhaps they are the reason
-            if not isinstance(error, TypeError):
-                _require_state_of(inner, state, params, caller, error)
-            raise
-        require_same_shapes(new_updates, params, caller)
-        return new_updates, new_state
+        updates, state = inner.update(updates, state, params, **extra_args)
+        require_same_shapes(updates, params, caller)
+        return updates, state
 
     return optax.GradientTransformationExtraArgs(inner.init, update_fn)
 
@@ -139,29 +133,11 @@ def require_step(caller: str, kind: type, state: Any, params: Any, updates: Any 
 def require_state(state: Any, kind: type, caller: str) -> None:
     """Raise if `update` was called with a state that is not this transformation's."""
     if not isinstance(state, kind):
-        raise TypeError(f"`{caller}` needs the `{kind.__name__}` that its `init` made, but {_foreign(state)}")
-
-
-def _require_state_of(inner: Any, state: Any, params: Any, caller: str, error: Exception) -> None:
-    """Raise if a rule failed because the state belongs to another rule."""
-    own = jax.eval_shape(inner.init, params)
-    if _kinds(own) != _kinds(state):
-        what = f"`{caller}`: its rule needs {_kinds(own)}, which `init` makes, but {_foreign(state)}"
-        raise TypeError(what) from error
-
-
-def _foreign(state: Any) -> str:
-    """Say what was given in place of the right state, and how to get that."""
-    return (
-        f"got {_kinds(state)}. If it is the state of another recipe, `convert_state` makes one of this recipe. If a "
-        "checkpoint was restored without its types, restore it into `jax.eval_shape(tx.init, params)`."
-    )
-
-
-def _kinds(state: Any) -> str:
-    """Return the type of a state; for a chain, the types of its elements too."""
-    name = type(state).__name__
-    return f"{name} of {', '.join(map(_kinds, state))}" if type(state) is tuple and state else name
+        raise TypeError(
+            f"`{caller}` needs the `{kind.__name__}` that its `init` made, but got {type(state).__name__}. If it is "
+            "the state of another recipe, `convert_state` makes one of this recipe. If a checkpoint was restored "
+            "without its types, restore it into `jax.eval_shape(tx.init, params)`."
+        )
 
 
 def floating_dtype(given: Any, argument: str) -> np.dtype | None:
@@ -173,19 +149,20 @@ def floating_dtype(given: Any, argument: str) -> np.dtype | None:
 
 
 def mismatches(
-    old: Mapping[_trees.Path, Any],
-    new: Mapping[_trees.Path, Any],
-    names: tuple[str, str],
-    difference: Callable[[Any, Any], str | None],
+    wanted: Mapping[_trees.Path, Any],
+    got: Mapping[_trees.Path, Any],
+    fit: Callable[[Any, Any], bool],
+    but: str,
+    show: Callable[[Any], str] = _trees.dtype_and_shape,
 ) -> dict[_trees.Path, str]:
-    """Return how two trees differ, by path: which of the two has a leaf, or what `difference` says of a pair.
+    """Return where two trees differ, by path, in words such as `float32[3], but the parameter is float32[2]`.
 
-    `difference(old leaf, new leaf)` is None for leaves that match; `names` tells the trees in the text.
+    `fit(wanted leaf, got leaf)` says whether two leaves match. What only one of the trees has comes first.
     """
-    wrong = {path: f"in the {names[0]} only" for path in old if path not in new}
-    wrong |= {path: f"in the {names[1]} only" for path in new if path not in old}
-    found = {path: difference(leaf, new[path]) for path, leaf in old.items() if path in new}
-    return wrong | {path: text for path, text in found.items() if text is not None}
+    shown = lambda tree, path: show(tree[path]) if path in tree else "nothing"
+    in_one = [path for path in {**wanted, **got} if path not in wanted or path not in got]
+    in_both = [path for path in wanted if path in got and not fit(wanted[path], got[path])]
+    return {path: f"{shown(got, path)}, but {but} {shown(wanted, path)}" for path in in_one + in_both}
 
 
 def require_same_shapes(updates: Any, params: Any, caller: str, of_examples: bool = False) -> None:
@@ -195,52 +172,24 @@ def require_same_shapes(updates: Any, params: Any, caller: str, of_examples: boo
     """
     is_absent = lambda x: x is None or _trees.is_masked(x)
     found = _trees.leaves_by_path(updates, is_absent)
-    new = {path: x for path, x in found.items() if not is_absent(x)}
-    absent = found.keys() - new.keys()
+    got = {path: x for path, x in found.items() if not is_absent(x)}
+    absent = found.keys() - got.keys()
     leads = lambda path: (path[:i] for i in range(len(path) + 1))
-    old = {path: p for path, p in _trees.leaves_by_path(params).items() if absent.isdisjoint(leads(path))}
-
-    def difference(p: Any, x: Any) -> str | None:
-        fits = np.shape(x) == np.shape(p) or (of_examples and np.shape(x)[1:] == np.shape(p))
-        return None if fits else f"update {_trees.dtype_and_shape(x)}, parameter {_trees.dtype_and_shape(p)}"
-
-    wrong = mismatches(old, new, ("parameters", "gradients"), difference)
+    wanted = {path: p for path, p in _trees.leaves_by_path(params).items() if absent.isdisjoint(leads(path))}
+    fit = lambda p, x: np.shape(x) == np.shape(p) or (of_examples and np.shape(x)[1:] == np.shape(p))
+    wrong = mismatches(wanted, got, fit, "the parameter is")
     if wrong:
         what = f"`{caller}`: gradients or updates do not match the parameters in structure or shape"
-        remedy = "Call `update(grads, state, params)` with trees of one structure. Is a mean over examples missing?"
+        remedy = "Give trees of one structure. Is a mean over examples missing?"
         raise leaves_error(ValueError, what, wrong, remedy, params)
-
-
-def require_differentiable(grads: Any, caller: str) -> None:
-    """Raise if gradients are integers, booleans or float0."""
-    leaves = _trees.leaves_by_path(grads)
-    wrong = {
-        path: _trees.dtype_and_shape(leaf)
-        for path, leaf in leaves.items()
-        if hasattr(leaf, "dtype") and not jnp.issubdtype(leaf.dtype, jnp.inexact)
-    }
-    if wrong:
-        what = f"`{caller}` needs floating-point gradients, but {len(wrong)} of {len(leaves)} leaves are not"
-        remedy = (
-            "Differentiate the floating leaves only (as `equinox.filter_grad` does), or wrap the optimizer in "
-            "`optax.masked`."
-        )
-        raise leaves_error(TypeError, what, wrong, remedy, grads, prefix="grads")
 
 
 def require_same_leaves(stored: Any, params: Any, kept_dtype: Callable[[Any], np.dtype | None], caller: str) -> None:
     """Raise if `params` do not match the arrays that the state keeps for them, in dtype `kept_dtype(parameter)`."""
-    old = _trees.leaves_by_path(stored, _trees.is_masked)
-    new = _trees.leaves_by_path(params, _trees.is_masked)
-
-    def difference(kept: Any, p: Any) -> str | None:
-        found = None if _trees.is_masked(kept) else (kept.dtype, kept.shape)
-        if found == (None if kept_dtype(p) is None else (kept_dtype(p), p.shape)):
-            return None
-        keeps = "nothing" if found is None else _trees.dtype_and_shape(kept)
-        return f"{_trees.dtype_and_shape(p)}, but the state keeps {keeps} for it"
-
-    wrong = mismatches(old, new, ("state", "parameters"), difference)
+    kept, leaves = (_trees.leaves_by_path(tree, _trees.is_masked) for tree in (stored, params))
+    type_of = lambda x: None if _trees.is_masked(x) else (x.dtype, x.shape)
+    fit = lambda x, p: type_of(x) == (None if kept_dtype(p) is None else (kept_dtype(p), p.shape))
+    wrong = mismatches(kept, leaves, fit, "the state keeps")
     if wrong:
         what = f"`{caller}`: the state was made for other parameters"
         remedy = (
@@ -249,3 +198,14 @@ def require_same_leaves(stored: Any, params: Any, kept_dtype: Callable[[Any], np
             "dtypes (`equinox.apply_updates` does not), and `Policy.cast_to_param` restores them."
         )
         raise leaves_error(ValueError, what, wrong, remedy, params)
+
+
+def require_differentiable(grads: Any, caller: str) -> None:
+    """Raise if gradients are integers, booleans or float0."""
+    is_wrong = lambda g: hasattr(g, "dtype") and not jnp.issubdtype(g.dtype, jnp.inexact)
+    leaves = _trees.leaves_by_path(grads)
+    wrong = {path: _trees.dtype_and_shape(g) for path, g in leaves.items() if is_wrong(g)}
+    if wrong:
+        what = f"`{caller}` needs floating-point gradients, but {len(wrong)} of {len(leaves)} leaves are not"
+        remedy = "Differentiate the floating leaves only (as `equinox.filter_grad` does), or use `optax.masked`."
+        raise leaves_error(TypeError, what, wrong, remedy, grads, prefix="grads")

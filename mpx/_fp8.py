@@ -38,9 +38,8 @@ class Fp8:
             becomes the largest number of the format.
         min_extent: the smallest `1 / (1/m + 1/n + 1/k)` of a product of m x k and k x n numbers that runs in FP8;
             smaller products run in bfloat16. FP8 saves time that grows with m n k, and scaling and rounding cost time
-            that grows with m k + k n + m n. In programs for an H200, two layers of a transformer's perceptron with
-            their gradient have the same bound in FP8 and in bfloat16 at 400 (16,384 rows, a width of 512). At 1,187 (a
-            width of 1,600) the bound in FP8 is 0.69 of it.
+            that grows with m k + k n + m n. In programs for an H200 a transformer's perceptron with its gradient has
+            the same bound in FP8 and in bfloat16 at 400, and 0.69 of it at 1,187.
 
     Raises:
         ValueError: if an attribute has another value.

@@ -38,15 +38,14 @@ def value_and_grad(
 ) -> Callable[..., tuple[Any, Any]]:
     """Differentiate as `jax.value_and_grad` does, with the loss scaled before differentiation.
 
-    The function returns the loss unscaled, and the gradients of the *scaled* loss. `loss_scaling` knows the same scale:
-    it looks for infinities in the gradients and unscales them.
+    The function returns the loss unscaled, and the gradients of the *scaled* loss, which `loss_scaling` unscales. The
+    loss is scaled in float32 whatever its dtype. Where `fun` returns float16, differentiation starts from at most
+    2**15, and the rest of the scale is multiplied in afterwards.
 
-    The loss is scaled in float32 whatever its dtype. Where `fun` returns float16, differentiation starts from at most
-    2**15, and the rest of the scale is multiplied in afterwards. A function that `autocast` returned is differentiated
-    with respect to a float32 view of its parameters: no gradient is rounded to their dtype, and no parameter is copied.
-    Such a function may change a Flax NNX model (batch statistics, counters of dropout). If a loss scale is given, these
-    changes are taken back in a step with an infinite or NaN gradient, since `loss_scaling` skips that step. A function
-    that computes in float16 needs a loss scale.
+    A function that `autocast` returned is differentiated with respect to a float32 view of its parameters: no gradient
+    is rounded to their dtype, and no parameter is copied. Such a function may change a Flax NNX model (batch
+    statistics, counters of dropout). If a loss scale is given, these changes are taken back in a step with an infinite
+    or NaN gradient, since `loss_scaling` skips that step.
 
     Args:
         fun: a function of arrays that returns a scalar loss, or `(loss, aux)` if `has_aux`.
@@ -60,19 +59,19 @@ def value_and_grad(
             in 16 bits, which loses nothing, and all others (embeddings, norms, biases, weights with several uses) are
             float32. These are the same numbers in fewer bytes, for `fused_update` and for gradients that leave the
             program.
-        transform: `jax.value_and_grad`, or a function like it, such as `flax.nnx.value_and_grad` (for models that
-            change themselves, too) or `equinox.filter_value_and_grad`. It gets `argnums` only if that is not 0.
+        transform: `jax.value_and_grad`, or a function like it, such as `flax.nnx.value_and_grad` or
+            `equinox.filter_value_and_grad`. It gets `argnums` only if that is not 0.
 
     Returns:
         A function of the arguments of `fun` that returns `(loss, grads)`, or `((loss, aux), grads)`.
 
     Raises:
         ValueError: if the scale, or a dynamic scale's factor or bounds, are not powers of two, because unscaling would
-            round gradients; if the function computes in float16 without a loss scale (found at the call, if only
-            float16 parameters or a float16 loss show it; pass `NoOpLossScale()` to go without one); at the call, if an
-            autocast function changes an argument and `jax.value_and_grad` would lose the change.
-        TypeError: if `fun` is not a function or `loss_scale` not a loss scale; at the call, if an argument has leaves
-            that `jax.value_and_grad` cannot differentiate, or `fun` does not return a real floating scalar.
+            round gradients; if the function computes in float16 without a loss scale (pass `NoOpLossScale()` to go
+            without one); at the call, if an autocast function changes an argument and `jax.value_and_grad` would lose
+            the change.
+        TypeError: if `loss_scale` is not a loss scale; at the call, if an argument has leaves that `jax.value_and_grad`
+            cannot differentiate, or `fun` does not return a real floating scalar.
 
     Example:
         >>> loss, grads = value_and_grad(lambda w: (w**2).sum(), StaticLossScale(2.0**10))(jnp.float16([1, 2]))
@@ -82,8 +81,6 @@ def value_and_grad(
     References:
         Micikevicius et al. 2018, Mixed Precision Training (arXiv 1710.03740).
     """
-    if not callable(fun):
-        raise TypeError(f"`value_and_grad` needs a function that returns a loss, but got {type(fun).__name__}.")
     loss_scale = NoOpLossScale(skips_bad_steps=False) if loss_scale is None else loss_scale
     require_powers_of_two(loss_scale, "value_and_grad")
     if narrows_to(np.dtype(np.float16), fun):
@@ -190,26 +187,23 @@ def _require_differentiable(args: tuple[Any, ...], argnums: Any) -> None:
             if not (is_number(leaf) or isinstance(leaf, (float, complex)))
         }
         if wrong:
-            what = (
-                f"`value_and_grad`: argument {position} ({type(args[position]).__name__}) has leaves without gradients"
-            )
+            kind = type(args[position]).__name__
+            what = f"`value_and_grad`: argument {position} ({kind}) has leaves without gradients"
             raise _errors.leaves_error(TypeError, what, wrong, _TRANSFORMS, args[position])
 
 
 def _loss_and_aux(result: Any, has_aux: bool) -> tuple[jax.Array, Any]:
     """Return the loss and the auxiliary result (None without `has_aux`); raise for a result of another form."""
-    wanted = "`value_and_grad` needs a function that returns a real floating scalar, but "
+    wanted = "`value_and_grad` needs a function that returns a real floating scalar"
     if has_aux:
-        wanted = "`value_and_grad` with `has_aux=True` needs a function that returns a pair (loss, aux), but "
+        wanted = "`value_and_grad` with `has_aux=True` needs a function that returns a pair (loss, aux)"
         if not (isinstance(result, tuple) and len(result) == 2):
-            raise TypeError(f"{wanted}it returned {_trees.dtype_and_shape(result)}.")
+            raise TypeError(f"{wanted}, but it returned {_trees.dtype_and_shape(result)}.")
     loss, aux = result if has_aux else (result, None)
-    is_tree = not jax.tree_util.all_leaves([loss])
-    array: Any = loss if is_tree else jnp.asarray(loss)
-    if is_tree or array.shape != () or not jnp.issubdtype(array.dtype, jnp.floating):
-        hint = "Is it (aux, loss)?" if has_aux else "For a pair (loss, aux) give `has_aux=True`."
-        shown = f"{_trees.dtype_and_shape(array)}, no real floating scalar."
-        raise TypeError(f"{wanted}its loss is {shown} {hint}" if is_tree else f"{wanted}its loss is {shown}")
+    array = jnp.asarray(loss) if jax.tree_util.all_leaves([loss]) else None
+    if array is None or array.shape != () or not jnp.issubdtype(array.dtype, jnp.floating):
+        shown = _trees.dtype_and_shape(loss if array is None else array)
+        raise TypeError(f"{wanted}, but its loss is {shown}. For a pair (loss, aux) give `has_aux=True`.")
     return array, aux
 
 
@@ -283,14 +277,14 @@ def _on_f32_view(
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Return the autocast function and its arguments, with the differentiated ones viewed in float32.
 
-    The function tells the trace the 16-bit dtype that each viewed value had: it can be rounded to that again without
-    loss. A call fills `rounded_to` with `Traced.gradients_rounded_to`.
+    A call fills `rounded_to` with `Traced.gradients_rounded_to`.
     """
     viewed = list(args)
     for index in _positions(args, argnums):
         leaves = jax.tree.leaves(args[index])
         wide = _trees.cast_tree(leaves, jnp.float32, which=lambda leaf: leaf.dtype.itemsize == 2)
         viewed[index] = in_place.copy_with(args[index], wide)
+    # The dtype that each viewed value had: it can be rounded to that again without loss.
     before, after = jax.tree.leaves((args, kwargs)), jax.tree.leaves((tuple(viewed), kwargs))
     grids = [old.dtype if old is not new else None for old, new in zip(before, after, strict=True)]
 

@@ -39,10 +39,9 @@ _FIELDS = {
 class Policy:
     """The dtypes of a mixed-precision program.
 
-    Frozen and hashable, so that it can be a static argument of `jax.jit`. The casts change real floating arrays (and
-    shapes) of 16 bits and more. Integers, booleans, PRNG keys, complex numbers, 8-bit floats, None and Python scalars
-    pass through. A leaf of the right dtype is returned as the same object, tied weights stay tied, shardings are kept,
-    and all concrete arrays are cast in one compiled call.
+    It is hashable, so that it can be a static argument of `jax.jit`. The casts change real floating arrays (and shapes)
+    of 16 bits and more, and nothing else. A leaf of the right dtype is returned as the same object, tied weights stay
+    tied, shardings are kept, and all concrete arrays are cast in one compiled call.
 
     Attributes:
         param_dtype: the dtype of parameters as stored between steps.
@@ -57,9 +56,9 @@ class Policy:
             `data_parallel` and `zero1` read it. None: float32 if the program may run on more than one device.
 
     Raises:
-        TypeError: if one of the dtypes is not a dtype, or an override is not a pair.
-        ValueError: if one of them is not a floating-point dtype of 16 bits or more, or a pattern is not a
-            regular expression.
+        TypeError: if an override is not a pair.
+        ValueError: if a dtype is not a floating-point dtype of 16 bits or more, or a pattern is not a regular
+            expression.
 
     Example:
         >>> policy = Policy(jnp.bfloat16, jnp.bfloat16, jnp.float32, overrides=(("norm", jnp.float32),))
@@ -188,7 +187,6 @@ def get_policy(text: str, *, overrides: tuple[tuple[str, DTypeLike], ...] = ()) 
         overrides: more overrides, as in `Policy`.
 
     Raises:
-        TypeError: if `text` is not a string.
         ValueError: if `text` breaks the grammar.
 
     Example:
@@ -196,14 +194,7 @@ def get_policy(text: str, *, overrides: tuple[tuple[str, DTypeLike], ...] = ()) 
         (dtype('float32'), dtype('float16'))
         >>> get_policy("params=bf16,compute=bf16,output=f32,'norm'=f32").overrides
         (('norm', dtype('float32')),)
-        >>> get_policy("params=bf15")
-        Traceback (most recent call last):
-        ...
-        ValueError: Unknown dtype 'bf15' in policy 'params=bf15'; use one of half, bf16, bfloat16, f16, fp16, \
-float16, full, f32, fp32, float32, f64, fp64, float64.
     """
-    if not isinstance(text, str):
-        raise TypeError(f"`get_policy` needs a string, but got {type(text).__name__}.")
     if "=" not in text:
         dtype = _parse_dtype(text.strip(), text)
         return Policy(dtype, dtype, dtype, overrides)

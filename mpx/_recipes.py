@@ -1,7 +1,7 @@
 """Put whole recipes together from the transformations."""
 
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,8 +11,6 @@ from jax.typing import DTypeLike
 from mpx import _errors, _trees
 from mpx._loss_scale import LossScale
 from mpx._policy import Policy, as_policy, policy_text, with_policy
-from mpx._stored.leaves import is_state
-from mpx._stored.roles import register_state
 from mpx._stored.state_format import StateFormat
 from mpx._transforms.float32_world import hidden_by
 from mpx._transforms.kahan_summation import kahan_summation
@@ -74,7 +72,7 @@ def mixed_precision(
     if needs_scaling:
         tx = loss_scaling(tx, loss_scale, axis_name=axis_name)
     if not (needs_masters or needs_scaling):
-        tx = _recognizable(_errors.checked(tx, "mixed_precision"))
+        tx = _errors.checked(tx, "mixed_precision")
     return with_policy(tx, policy)
 
 
@@ -97,9 +95,8 @@ def any_precision_adamw(
 
     It has the options and defaults of torchdistx's AnyPrecisionAdamW, but computes in float32 and rounds once where
     something is stored; and weight decay is part of the update. (torchdistx multiplies bfloat16 weights by
-    `1 - learning_rate * weight_decay`, which rounds to 1.) Without Kahan summation a 16-bit parameter loses what its
-    rounding cuts off: use it for float32 parameters then, or put `stochastic_rounding` after it. With bfloat16 moments
-    and Kahan summation a training run takes 10 bytes a parameter, gradients included.
+    `1 - learning_rate * weight_decay`, which rounds to 1.) With bfloat16 moments and Kahan summation a training run
+    takes 10 bytes a parameter, gradients included. Without Kahan summation use it for float32 parameters.
 
     Args:
         learning_rate: a number or a schedule.
@@ -141,33 +138,6 @@ def any_precision_adamw(
     return optax.with_extra_args_support(optax.chain(moments, compensation) if use_kahan_summation else moments)
 
 
-@register_state(inner_state="inner")
-class RuleState(NamedTuple):
-    """State of `mixed_precision` around a rule whose own state has no NamedTuple in it.
-
-    Attributes:
-        inner_state: state of the rule: a dictionary of arrays, say.
-    """
-
-    inner_state: Any
-
-
-def _recognizable(tx: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
-    """Let `get_loss_scale` tell the state of any rule from parameters that were passed by mistake."""
-
-    def init_fn(params):
-        state = tx.init(params)
-        return state if is_state(state) else RuleState(state)
-
-    def update_fn(updates, state, params=None, **extra_args):
-        if not isinstance(state, RuleState):
-            return tx.update(updates, state, params, **extra_args)
-        updates, inner_state = tx.update(updates, state.inner_state, params, **extra_args)
-        return updates, RuleState(inner_state)
-
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
 def _checked_at_init(
     tx: optax.GradientTransformationExtraArgs, policy: Policy
 ) -> optax.GradientTransformationExtraArgs:
@@ -178,12 +148,8 @@ def _checked_at_init(
         wrapper = hidden_by()
         if wrapper is not None:
             raise ValueError(
-                f"`mixed_precision`: it stands inside `{wrapper}`, which hides the 16-bit parameters from it. "
-                + (
-                    "Put it around: `mixed_precision(low_precision_state(rule, formats), policy)`."
-                    if wrapper == "low_precision_state"
-                    else f"Leave `{wrapper}` out: `mixed_precision` does its work."
-                )
+                f"`mixed_precision`: it stands inside `{wrapper}`, which hides the 16-bit parameters from it. Put it "
+                "around everything else, as in `mixed_precision(low_precision_state(rule, formats), policy)`."
             )
         if narrow(policy.cast_to_param(_trees.shapes_of(params))) and not narrow(params):
             raise ValueError(

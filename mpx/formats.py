@@ -56,9 +56,6 @@ def round_to(x: ArrayLike, dtype: DTypeLike, *, overflow: Overflow = "infinite")
         overflow: what becomes of a finite number that is too large for `dtype`: `"infinite"`, as IEEE 754 has it, or
             the `"largest"` finite number.
 
-    Returns:
-        float32 array of the shape of `x`.
-
     Raises:
         TypeError: if `x` is not float32.
         ValueError: if `dtype` or `overflow` has another value.
@@ -197,9 +194,6 @@ def join_f32(hi: ArrayLike, lo: ArrayLike) -> jax.Array:
     Args:
         hi: bfloat16 array.
         lo: uint16 array of the same shape.
-
-    Returns:
-        float32 array of that shape.
 
     Raises:
         TypeError: if the dtypes are not bfloat16 and uint16.

@@ -79,7 +79,6 @@ def test_jmps_own_test_suite_passes(topic):
     ],
 )
 def test_jmps_test_suite_fails_for_a_wrong_implementation(topic, name, broken):
-    """The negative control of "every setting survives" in `test_loss_scale.py`."""
     substitute = mpx_as(f"jmp._src.{topic}")
     setattr(substitute, name, broken)
     assert run_suite(jmp_suite(topic, substitute)).failures
@@ -164,23 +163,6 @@ def test_dynamic_loss_scales_adjust_as_those_of_jmp_below_the_maximum(pattern, e
         assert_same_bits((ours.loss_scale, ours.counter), (theirs.loss_scale, theirs.counter))
 
 
-@pytest.mark.parametrize("kind", ["StaticLossScale", "DynamicLossScale"])
-def test_float32_trees_are_scaled_and_unscaled_as_by_jmp(kind):
-    tree = {"a": jnp.float32([1 / 3, -0.0, jnp.inf]), "b": [jnp.float32(2.5)]}
-    for scale in (2.0**10, 3.0, np.float32(7.0)):
-        ours, theirs = getattr(mpx, kind)(scale), getattr(jmp, kind)(scale)
-        assert_same_bits((ours.scale(tree), ours.unscale(tree)), (theirs.scale(tree), theirs.unscale(tree)))
-
-
-@given(tree=trees().filter(lambda t: all(isinstance(x, (jax.Array, np.ndarray)) for x in jax.tree.leaves(t))))
-@settings(max_examples=30)
-def test_all_finite_and_select_tree_agree_with_jmp(tree):
-    assert_same_bits(mpx.all_finite(tree), jmp.all_finite(tree))
-    other = jax.tree.map(jnp.zeros_like, tree)
-    for pred in (jnp.bool_(True), jnp.bool_(False)):
-        assert_same_bits(mpx.select_tree(pred, tree, other), jmp.select_tree(pred, tree, other))
-
-
 def test_where_mpx_differs_on_purpose():
     loss, x, w = jnp.float16(4.0), jnp.ones(2, jnp.float8_e4m3fn), jnp.ones(2)
     assert mpx.StaticLossScale(2.0**16).scale(loss) == 2.0**18  # in float32
@@ -193,18 +175,3 @@ def test_where_mpx_differs_on_purpose():
     assert jmp.get_policy("p=f32,p=bf16").param_dtype == jnp.bfloat16  # in jmp the last one of two keys wins
     with pytest.raises(ValueError, match="gives 'p' twice"):
         mpx.get_policy("p=f32,p=bf16")
-
-
-def test_a_scale_below_the_minimum_is_raised_to_it_by_a_bad_step_as_in_jmp():
-    start, minimum = np.float32(0.5), np.float32(1.0)
-    zero, bad = np.int32(0), jnp.bool_(False)
-    assert mpx.DynamicLossScale(start, zero, min_loss_scale=minimum).adjust(bad).loss_scale == 1.0
-    with jax.numpy_dtype_promotion("standard"):
-        assert jmp.DynamicLossScale(start, zero, min_loss_scale=minimum).adjust(bad).loss_scale == 1.0
-
-
-def test_jmp_loses_its_minimum_at_a_jit_boundary():
-    """The negative control of "every setting survives" in `test_loss_scale.py`."""
-    scale = jmp.DynamicLossScale(jnp.float32(2.0**10), min_loss_scale=jnp.float32(0.25))
-    assert scale.min_loss_scale == 0.25
-    assert jax.jit(lambda s: s)(scale).min_loss_scale == 1.0

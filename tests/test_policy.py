@@ -56,11 +56,6 @@ def test_what_is_left_out_follows_parameters_are_float32_compute_follows_them_ou
     assert dtypes(mpx.get_policy(text)) == expected
 
 
-def test_neither_order_nor_spaces_matter():
-    for text in ("o=f32,c=bf16,p=f16", " p = f16 ,c= bf16,o =f32 ", "p=f16,\n\tc=bf16,output=f32"):
-        assert mpx.get_policy(text) == mpx.get_policy("p=f16,c=bf16,o=f32")
-
-
 policies = st.builds(
     lambda param, compute, output, overrides, fp8, reduce: mpx.Policy(
         param, compute if fp8 is None else BF16, output, overrides, fp8, reduce
@@ -80,6 +75,34 @@ policies = st.builds(
 )
 
 
+VALID = [
+    "bf16",
+    "half",
+    "p=f32,c=bf16,o=full",
+    "params=float16, compute=bfloat16 ,output=f64",
+    "c=f16",
+    "o=half,p=bf16",
+]
+
+
+@st.composite
+def damaged(draw):
+    """Draw a text with something put in place of a part of it."""
+    text = draw(st.sampled_from(VALID))
+    start, end = sorted(draw(st.tuples(*[st.integers(0, len(text))] * 2)))
+    return text[:start] + draw(st.text("=, pcoutmfbl136\0\n", max_size=4)) + text[end:]
+
+
+@hypothesis.given(damaged() | st.text(st.characters(), max_size=30))
+def test_a_damaged_policy_and_random_text_are_a_policy_or_a_value_error_that_shows_them(text):
+    said = None
+    try:
+        policy = mpx.get_policy(text)
+    except ValueError as error:
+        said = str(error)
+    assert mpx.get_policy(str(policy)) == policy if said is None else f"olicy {text!r}" in said
+
+
 @hypothesis.given(policies)
 @examples(100)
 def test_the_string_of_any_policy_reads_back_as_the_policy(policy):
@@ -93,27 +116,6 @@ def test_overrides_and_settings_of_fp8_can_be_written_into_the_string():
     policy = mpx.get_policy(text, overrides=[("last", "f16")])
     assert policy.overrides == (("norm|a,b=", F32), ("head", BF16), ("last", F16))
     assert policy.fp8 == mpx.Fp8(scaling="row", min_extent=0)
-
-
-def test_fp8_is_a_way_to_compute_whose_results_are_in_bfloat16():
-    policy = mpx.get_policy("params=bf16,compute=fp8,output=f32")
-    assert dtypes(policy) == (BF16, BF16, F32)
-    assert policy.fp8 == mpx.Fp8()
-    assert str(policy) == "p=bf16,c=fp8,o=full"
-    assert mpx.get_policy(str(policy)) == policy
-    assert dtypes(mpx.get_policy("c=fp8")) == (F32, BF16, BF16)
-    assert mpx.get_policy("c=bf16").fp8 is None
-
-
-def test_all_spellings_of_a_dtype_give_one_policy_which_cannot_be_changed():
-    expected = mpx.get_policy("p=bf16,c=f32,o=f32")
-    for spelling in (jnp.bfloat16, "bfloat16", "bf16", BF16):
-        policy = mpx.Policy(spelling, "float32", jnp.float32)
-        assert policy == expected
-        assert hash(policy) == hash(expected)
-        assert policy.param_dtype == jnp.bfloat16
-    with pytest.raises(AttributeError, match="cannot assign to field"):
-        expected.param_dtype = F32
 
 
 def test_a_policy_is_a_static_argument_of_jit_and_traces_once_for_equal_ones():
@@ -139,14 +141,6 @@ def test_each_cast_gives_its_dtype():
         tree = {"w": jnp.asarray(values.astype(source)), "n": jnp.arange(2)}
         expected = {"w": jnp.asarray(values.astype(source).astype(dtype)), "n": jnp.arange(2)}
         assert_same_bits(cast(tree), expected)
-
-
-def test_cast_to_full_and_cast_to_half_cast_to_float32_and_to_half_dtype():
-    assert mpx.half_dtype() == np.float16
-    tree = {"w": jnp.ones(2, F32), "h": jnp.ones(2, BF16), "n": jnp.arange(2, dtype=jnp.int32)}
-    assert jax.tree.map(lambda leaf: leaf.dtype, mpx.cast_to_full(tree)) == {"w": F32, "h": F32, "n": np.int32}
-    assert jax.tree.map(lambda leaf: leaf.dtype, mpx.cast_to_half(tree)) == {"w": F16, "h": F16, "n": np.int32}
-    assert mpx.cast_to_full(tree)["w"] is tree["w"]
 
 
 def test_float64_leaves_are_cast_under_64_bit_types():
@@ -244,13 +238,6 @@ def test_describe_shows_a_line_a_leaf_and_the_total_of_the_bytes_stored():
     assert mpx.get_policy("bf16").describe({}).splitlines()[-1].split() == ["total", "0"]
 
 
-def test_describe_says_what_is_multiplied_in_8_bits():
-    policy = mpx.Policy("f32", "bf16", "f32", overrides=(("head", "bf16"),), fp8=mpx.Fp8())
-    tree = {"body": jnp.ones((16, 16)), "bias": jnp.ones(16), "head": jnp.ones((16, 16))}
-    lines = [line.split() for line in policy.describe(tree).splitlines()[1:-1]]
-    assert {line[0]: line[-2] for line in lines} == {"body": "fp8", "bias": "bfloat16", "head": "bfloat16"}
-
-
 def test_the_bytes_of_describe_are_those_of_the_cast_tree_and_a_tied_array_counts_once():
     policy = mpx.get_policy("params=bf16", overrides=(("norm", "float32"),))
     stored = sum(leaf.nbytes for leaf in jax.tree.leaves(policy.cast_to_param(params())))
@@ -288,23 +275,3 @@ def test_every_function_reads_a_short_dtype_name(name):
     for wrong in NO_DTYPES:
         with pytest.raises((ValueError, TypeError), match=r"`\w+`|^Policy"):
             TAKE_A_DTYPE[name](wrong)
-
-
-def test_every_function_of_a_policy_takes_its_string():
-    text, params, x = "params=bf16,compute=bf16,output=f32", {"w": jnp.full((4, 4), 0.3, F32)}, jnp.ones((2, 4), F32)
-    policy = mpx.get_policy(text)
-    loss = lambda params, x: (x @ params["w"]).sum()
-    assert jax.make_jaxpr(mpx.autocast(loss, text))(params, x).jaxpr.pretty_print() == (
-        jax.make_jaxpr(mpx.autocast(loss, policy))(params, x).jaxpr.pretty_print()
-    )
-    assert str(mpx.explain(loss, text)(params, x)) == str(mpx.explain(loss, policy)(params, x))
-    assert mpx.advise(loss, params, x, text).before == mpx.advise(loss, params, x, policy).before
-    assert mpx.mixed_precision(optax.sgd(1.0), text).init(policy.cast_to_param(params)).master is not None
-
-
-def test_with_output_dtype_changes_the_output_dtype_only():
-    policy = mpx.get_policy("p=bf16,c=f16", overrides=(("norm", F32),))
-    changed = policy.with_output_dtype("float32")
-    assert dtypes(changed) == (BF16, F16, F32)
-    assert changed.overrides == policy.overrides
-    assert policy.output_dtype == F16

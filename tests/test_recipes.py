@@ -70,24 +70,6 @@ def test_gradients_of_float16_parameters_underflow_without_the_scale_that_they_g
     np.testing.assert_allclose(state.inner_state.master["w"], np.float32(1 - 1e-8), rtol=1e-7)
 
 
-def test_trees_without_a_leaf_to_cast_are_taken():
-    tx = mpx.mixed_precision(RULE, "params=bf16,compute=bf16,output=f32")
-    tx.init({})
-    keeps_all = mpx.get_policy("bf16", overrides=(("w", jnp.float32),))
-    mpx.mixed_precision(RULE, keeps_all).init({"w": jnp.ones(3)})
-
-
-def test_the_state_of_a_rule_without_types_is_a_state():
-    """Parameters and a bare dictionary cannot be told apart."""
-    rule = optax.GradientTransformation(lambda p: {"m": p}, lambda updates, state, params=None: (updates, state))
-    tx = mpx.mixed_precision(rule, "params=f32,compute=bf16,output=f32")
-    params = {"w": jnp.ones(3)}
-    updates, state = tx.update(params, tx.init(params), params)
-    assert mpx.get_loss_scale(state) == mpx.NoOpLossScale()
-    assert mpx.is_synced(params, state)
-    assert_same_bits((updates, state.inner_state), (params, {"m": params}))
-
-
 def test_it_is_the_same_as_the_wrappers_by_hand():
     params, grads = {"w": jnp.ones(3, jnp.float16)}, {"w": jnp.full(3, 100.0)}
     step = lambda tx: tx.update(grads, tx.init(params), params)
@@ -174,26 +156,3 @@ def test_any_precision_adamw_knows_its_moments_whatever_parameters_are_called_an
     assert {x.dtype for x in state.inner_state[0].nu.values()} == {np.dtype(jnp.bfloat16)}
     _, new = tx.update(start, state, start)
     assert (state.key != new.key).any()
-
-
-def test_any_precision_adamw_keeps_its_moments_in_every_format_of_low_precision_state():
-    options = {"momentum_dtype": "e4m3", "variance_dtype": "e5m2"}
-    ours = mpx.any_precision_adamw(1e-2, **options)
-    theirs = mpx.low_precision_state(optax.adamw(1e-2, weight_decay=0), {"mu": "e4m3", "nu": "e5m2"}, min_size=0)
-    p, g = jnp.ones(300, jnp.float32), jnp.linspace(-1, 1, 300, dtype=jnp.float32)
-    for tx in (ours, theirs):
-        kept = [optax.tree.get(tx.init(p), moment) for moment in ("mu", "nu")]
-        assert {moment.codes.dtype.itemsize for moment in kept} == {1}
-    assert_same_bits(*(tx.update(g, tx.init(p), p) for tx in (ours, theirs)))
-    float32 = mpx.any_precision_adamw(1e-2, variance_dtype="f32")
-    grown = [tx.update(g, tx.update(g, tx.init(p), p)[1], p)[0] for tx in (ours, float32)]
-    assert (grown[0] != grown[1]).any()  # the negative control
-
-
-def test_hyperparameters_of_any_precision_adamw_can_be_injected():
-    tx = optax.inject_hyperparams(mpx.any_precision_adamw, static_args=("momentum_dtype",))(learning_rate=1e-2)
-    ones = jnp.ones(4, jnp.float32)
-    state = tx.init(ones)
-    assert set(state.hyperparams) == {"learning_rate", "b1", "b2", "eps", "weight_decay"}
-    updates, _ = tx.update(ones, optax.tree.set(state, learning_rate=jnp.float32(0)), ones)
-    assert not updates.any()

@@ -53,19 +53,6 @@ def test_real_floating_arrays_of_16_bits_and_more_are_floating_and_nothing_else_
         assert _trees.is_floating(leaf) == (name in FLOATING), name
 
 
-def test_tracers_are_floating_by_their_dtype():
-    seen = []
-    jax.jit(lambda x, n: seen.extend([_trees.is_floating(x), _trees.is_floating(n)]))(jnp.ones(2), jnp.arange(2))
-    assert seen == [True, False]
-
-
-def test_narrower_counts_bits_of_floating_leaves_only():
-    assert _trees.is_narrower(jnp.ones(1, jnp.bfloat16), F32)
-    assert not _trees.is_narrower(jnp.ones(1), F32)
-    assert not _trees.is_narrower(jnp.ones(1, jnp.float16), BF16)
-    assert not _trees.is_narrower(jnp.ones(1, jnp.int8), F32)
-
-
 class Pair(NamedTuple):
     left: object
     right: object
@@ -120,13 +107,6 @@ def test_leaves_by_path_can_stop_at_masked_nodes_and_keeps_leaves_whose_paths_re
     assert len(_trees.leaves_by_path({"a/b": 1, "a": {"b": 2}})) == 2
 
 
-def test_states_are_found_outermost_first_at_any_depth():
-    inner, outer_right = Pair(1, 2), Pair(5, 6)
-    outer = Pair({"deep": [inner]}, 3)
-    assert _trees.find_states([outer, {"x": outer_right}, 7], Pair) == [outer, inner, outer_right]
-    assert _trees.find_states((1, None), Pair) == []
-
-
 def test_leaves_that_are_not_floating_come_back_as_the_same_object():
     cast = mpx.cast(NOT_FLOATING | {"w": jnp.ones(2)}, BF16)
     assert cast.pop("w").dtype == BF16
@@ -165,13 +145,6 @@ def test_numpy_arrays_stay_numpy_arrays_and_shapes_keep_their_sharding():
     sharding = NamedSharding(Mesh(jax.devices(), "x"), PartitionSpec("x"))
     cast = mpx.cast(jax.ShapeDtypeStruct((8, 2), F32, sharding=sharding), BF16)
     assert (cast.shape, cast.dtype, cast.sharding) == ((8, 2), BF16, sharding)
-
-
-def test_a_weak_type_is_lost_only_where_the_dtype_changes():
-    weak = jnp.asarray(1.0)  # float64 under 64-bit types
-    assert weak.weak_type
-    assert mpx.cast(weak, weak.dtype) is weak
-    assert not mpx.cast(weak, BF16).weak_type
 
 
 def test_casts_work_inside_transformations_and_are_differentiable():
@@ -236,32 +209,6 @@ def test_a_concrete_tree_is_cast_in_one_compiled_call(compiled_calls):
         assert compiled_calls == expected
 
 
-@pytest.fixture
-def compilations():
-    """Return a list that gets an entry for each program that XLA compiles."""
-    compiled = []
-
-    def listen(event, *_, **__):
-        if event.endswith("backend_compile_duration"):
-            compiled.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield compiled
-    jax.monitoring.unregister_event_duration_listener(listen)
-
-
-def test_a_tree_compiles_once_and_a_second_one_of_the_same_types_not_at_all(compilations):
-    first, second = ({"w": jnp.full((3, 5), i), "b": jnp.full(7, i)} for i in (1.0, 2.0))
-    compilations.clear()
-    mpx.cast(first, BF16)
-    assert len(compilations) == 1
-    mpx.cast(second, BF16)
-    assert len(compilations) == 1
-
-    jax.tree.map(lambda x: x.astype(BF16), {"w": jnp.ones((4, 59)), "b": jnp.ones(61)})  # shapes of no other test
-    assert len(compilations) >= 3  # negative control: leaf by leaf there is a program for each shape
-
-
 def mesh(devices=slice(None), shape=(-1,), names=("x",)):
     return Mesh(np.array(jax.devices()[devices]).reshape(shape), names)
 
@@ -295,9 +242,3 @@ def test_arrays_stay_where_they_are_and_one_compiled_call_casts_those_of_one_set
     for old, new in zip(tree, cast, strict=True):
         assert (new.sharding, new.committed) == (old.sharding, old.committed)
         assert_same_bits(np.asarray(new), np.asarray(old).astype(BF16))
-
-
-def test_one_program_cannot_take_arrays_of_different_devices():
-    """Negative control: why there are two."""
-    with pytest.raises(ValueError, match="incompatible devices"):
-        jax.jit(lambda arrays: [x.astype(BF16) for x in arrays])(placed(*PLACED["on two sets of devices"][0]))

@@ -43,8 +43,9 @@ def fused_update(tx: optax.GradientTransformation, *, interpret: bool = False) -
     same type in turn; in another order they are copied.)
 
     What all elements share runs before the kernels: counts, schedules, the loss scale, norms for clipping. So do random
-    bits, except those for masters of 24 bits and for states in 8 or 4 bits. XLA computes all other leaves: small leaves without blocks, and leaves whose elements the optimizer mixes
-    (sums along an axis, a matrix product, a sort). `plan` says which and why.
+    bits, except those for masters of 24 bits and for states in 8 or 4 bits. XLA computes all other leaves: small ones
+    without blocks, and leaves whose elements the optimizer mixes (sums along an axis, a matrix product, a sort). `plan`
+    says which and why.
 
     Kernels are written in Pallas and compiled by Triton. Without a GPU this is `tx.update` and `optax.apply_updates`.
     With several devices, each runs kernels on its own shards, however arrays are sharded, with and without `zero1`.

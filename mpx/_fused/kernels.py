@@ -1,9 +1,13 @@
 """Run a part of a step as a kernel of Pallas.
 
 Triton compiles them. Its division and square root of float32 are the approximate ones (`div.full`, `sqrt.approx`) that
-XLA takes too, as the programs for an H200 show. Pallas' other compiler, Mosaic GPU, cannot take its place yet: in jax
-0.10.2 it compiled momentum, in rows of 256 elements, but not AdamW, and it copies the scales of blocks only where a row
-of scales is a multiple of 16 bytes.
+XLA takes too, as the programs for an H200 show.
+
+Pallas' Triton compiler is deprecated since jax 0.11, and works in 0.12. This file is all that knows of it: `run_part` is
+the body, for any compiler. Two others were tried with jax 0.12.0, for an H200. Mosaic GPU, in a `plgpu.kernel` with
+explicit layouts, has no `floor` and no integer powers, and converts no pairs of booleans. jax-triton 0.4.1 takes source
+code in Triton's language, into which a step would have to be translated. Without a compiler `fused_update` is the plain
+step.
 """
 
 import math

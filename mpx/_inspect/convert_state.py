@@ -10,20 +10,18 @@ import functools
 import itertools
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 from jax.core import Tracer
 
 from mpx import _errors, _trees
-from mpx._inspect.masters import master_params
+from mpx._inspect.masters import master_params, require_fit
 from mpx._policy import Policy, as_policy, policy_of
-from mpx._stored.leaves import StateLeaf, leaves_of, weights_kept
+from mpx._stored.leaves import StateLeaf, leaves_of, require_types, weights_kept
 from mpx._stored.roles import KEPT_OF_WEIGHTS, Role
 from mpx._stored.state_format import StateFormat, StoredLeaf, is_stored, shown, store
 from mpx._stored.weights import KeptWeight, cast_nearest, way_of
@@ -46,22 +44,19 @@ def convert_state(
     may differ, in any nesting and inside of Optax's wrappers too. So may what measures (`mpx.monitor`,
     `optax.snapshot`): it begins anew. Wrappers and formats of your own are known by `register_state` and `StateFormat`.
 
-    - It moves the weights that `master_params` returns. float32 parameters, full and split masters hold them exactly; a
-      parameter with a bfloat16 Kahan compensation does so to about 2**-17 of the weight. If the new recipe does not
-      keep what its parameters cannot hold, that is lost, and a warning says how much.
-    - The state of the rule is carried over leaf by leaf and rounded to nearest where the new recipe stores it in fewer
-      bits. What is stored in the same way on both sides keeps its bits.
-    - PRNG keys are carried over if both recipes have them, and so is the loss scale with its counters if both recipes
-      have the same one, with the same settings; else they start fresh, and only the count of skipped steps goes on.
+    - It moves the weights that `master_params` returns. If the new recipe does not keep what its parameters cannot
+      hold, that is lost, and a warning says how much.
+    - The state of the rule is carried over and rounded to nearest where the new recipe stores it in fewer bits. What is
+      stored in the same way on both sides keeps its bits.
+    - PRNG keys are carried over, and so is the loss scale with its counters if both recipes have the same one, with the
+      same settings; else they start fresh, and only the count of skipped steps goes on.
     - An average of the weights (`params_ema`) is carried over. One that only the new recipe has begins with the
       weights, as at `init`; one that only the old recipe has ends, with a warning.
 
     Call it between two steps, outside of `jax.jit`. Every leaf keeps the sharding of the old one of its shape; what is
     new lies where its parameter does (under `zero1`: `jax.device_put(new_opt_state, zero1_shardings(...))`). An array
-    that needs no change is returned as the same object, so donate the old arrays or the new ones, not both.
-
-    For Flax NNX pass `nnx.state(model, nnx.Param)` and `optimizer.opt_state`, and write the result back as in the
-    second example. Batch statistics and the random streams of dropout stay in the model.
+    that needs no change is returned as the same object, so donate the old arrays or the new ones, not both. For Flax
+    NNX pass `nnx.state(model, nnx.Param)` and `optimizer.opt_state`; batch statistics stay in the model.
 
     Args:
         params: the parameters, any pytree.
@@ -77,13 +72,11 @@ def convert_state(
 
     Raises:
         TypeError: if `tx` or `new_tx` is not a transformation or `policy` not a policy; inside of `jax.jit`.
-        ValueError: if `opt_state` is not a state of `tx` for these parameters; if the rules differ; if a master,
-            compensation or average of the new state matches no parameter (`optax.flatten`); whatever `new_tx.init`
-            raises.
+        ValueError: if `opt_state` is not a state of `tx` for these parameters; if the rules differ; if what the new
+            state keeps of a weight matches no parameter (`optax.flatten`); whatever `new_tx.init` raises.
 
     Warns:
-        UserWarning: if weights change because the new recipe does not keep what their dtype cannot hold; if the new
-            recipe keeps no average of the weights, and the old one did.
+        UserWarning: if weights change, or an average ends.
 
     Example:
         >>> tx = optax.adam(1e-3)
@@ -92,18 +85,6 @@ def convert_state(
         >>> new_params, new_state = convert_state(params, tx.init(params), tx, new_tx)
         >>> new_params["w"], new_state.master["w"].dtype, master_params(new_params, new_state)["w"]
         (Array([1, 1], dtype=bfloat16), dtype('uint16'), Array([1.001, 1.001], dtype=float32))
-
-        A model of Flax NNX with its optimizer:
-
-        >>> from flax import nnx
-        >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
-        >>> optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-        >>> params, opt_state = convert_state(nnx.state(model, nnx.Param), optimizer.opt_state, tx, new_tx)
-        >>> nnx.update(model, params)
-        >>> optimizer = nnx.Optimizer(model, new_tx, wrt=nnx.Param)
-        >>> nnx.update(optimizer.opt_state, nnx.state(opt_state))
-        >>> model.kernel.dtype, optimizer.opt_state.master["kernel"].dtype
-        (dtype(bfloat16), dtype('uint16'))
     """
     tx, new_tx = (_errors.as_transformation(given, "convert_state") for given in (tx, new_tx))
     policy = policy_of(new_tx) if policy is None else as_policy(policy, "convert_state")
@@ -119,9 +100,8 @@ def convert_state(
     filled = {leaf.path: weights[leaf.below][1] for leaf in new if leaf.role in KEPT_OF_WEIGHTS}
     for before, after in zip(_of_the_rule(old), _of_the_rule(new), strict=True):
         filled[after.path] = _moved(before.leaf, after.leaf)
-    filled |= _averages(old, new, best)
     begins = [_first_loss_scale(*recipe) for recipe in ((tx, shapes, old), (new_tx, wanted, new))]
-    filled |= _carried(old, new, is_scaled_alike=begins[0] == begins[1])
+    filled |= _carried(old, new, best, is_scaled_alike=begins[0] == begins[1])
     filled |= _fresh(new_tx, wanted, [leaf.path for leaf in new if leaf.path not in filled])
     _warn_of_losses(best, weights)
     new_params = jax.tree.map_with_path(lambda path, p: weights[path][0] if path in weights else p, params)
@@ -149,7 +129,7 @@ def _moved_weights(
     params: Any, best: dict[_trees.Path, Any], wanted: Any, old: dict[Any, StateLeaf], new: dict[Any, StateLeaf]
 ) -> dict[_trees.Path, tuple[jax.Array, Any]]:
     """Return the floating parameters as the new recipe has them, each with what its state keeps of it."""
-    _require_fit(best, new)
+    require_fit(best, new, "convert_state", _OTHER_TREE)
     wanted, moved = _trees.leaves_by_path(wanted), {}
     for path, p in _trees.leaves_by_path(params).items():
         if not _trees.is_floating(p):
@@ -174,29 +154,22 @@ def _way_at(path: _trees.Path, kept: dict[_trees.Path, StateLeaf]) -> KeptWeight
 
 
 @jax.jit
-def _loss(best: jax.Array, p: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return how many weights changed, and the largest change in units of the weight."""
-    now, bits = p.astype(best.dtype), f"u{best.dtype.itemsize}"
-    same = lax.bitcast_convert_type(now, bits) == lax.bitcast_convert_type(best, bits)
-    changed = ~(same | (jnp.isnan(best) & jnp.isnan(now)))
-    smallest = np.asarray(jnp.finfo(best.dtype).tiny, best.dtype)  # subnormals count as zero in a division
-    change = jnp.abs(now - best) / jnp.maximum(jnp.abs(best), smallest)
-    return jnp.sum(changed, dtype=np.int32), jnp.max(jnp.where(changed, change, jnp.zeros_like(change)), initial=0)
+def _loss(best: jax.Array, p: jax.Array) -> jax.Array:
+    """Return the largest change of a weight, in units of the weight."""
+    # Subnormals count as zero in a division. An infinite weight that stays has no change (inf - inf is NaN).
+    change = jnp.abs(p.astype(best.dtype) - best) / jnp.maximum(jnp.abs(best), jnp.finfo(best.dtype).tiny)
+    return jnp.max(jnp.nan_to_num(change), initial=0)
 
 
 def _warn_of_losses(best: dict[_trees.Path, Any], weights: dict[_trees.Path, tuple[jax.Array, Any]]) -> None:
     narrow = {path: p for path, (p, kept) in weights.items() if kept is None and p.dtype != best[path].dtype}
-    losses = jax.device_get([_loss(best[path], p) for path, p in narrow.items()])
-    losses = dict(zip(narrow, losses, strict=True))
-    changed = sum(int(count) for count, _ in losses.values())
-    if changed:
-        worst = max(losses, key=lambda path: losses[path][1])
-        total = sum(p.size for p, _ in weights.values())
+    losses = {path: float(_loss(best[path], p)) for path, p in narrow.items()}
+    worst = max(losses, key=losses.__getitem__, default=())
+    if losses and losses[worst]:
         warnings.warn(
-            f"`convert_state`: {changed:,} of {total:,} weights changed, by up to {100 * losses[worst][1]:.3g}% in "
-            f"{_trees.path_string(worst)!r} ({best[worst].dtype} to {narrow[worst].dtype}), because `new_tx` does "
-            "not keep what their dtype cannot hold. To keep that, add `master_weights` or `kahan_summation`, or store "
-            "them in float32.",
+            f"`convert_state`: weights changed, by up to {100 * losses[worst]:.3g}% in {_trees.path_string(worst)!r} "
+            f"({best[worst].dtype} to {narrow[worst].dtype}), because `new_tx` does not keep what their dtype cannot "
+            "hold. To keep that, add `master_weights` or `kahan_summation`, or store them in float32.",
             stacklevel=3,
         )
 
@@ -223,48 +196,44 @@ def _encoded(x: jax.Array, format: StateFormat) -> StoredLeaf:
     return store(cast_nearest(x, np.dtype(np.float32)), format)
 
 
-def _averages(old: list[StateLeaf], new: list[StateLeaf], best: dict[_trees.Path, Any]) -> dict[_trees.Path, Any]:
-    """Return the averages of the new state: taken from the old state, or else begun with the weights."""
-    averages = lambda leaves: [leaf for leaf in leaves if leaf.declared and leaf.role == "average"]
-    _require_fit(best, {leaf.below: leaf for leaf in averages(new)})
-    kept = _by_place(averages(old))
-    filled = {}
-    for leaf in averages(new):
-        found = kept[leaf.place].pop(0).leaf if kept[leaf.place] else best[leaf.below]
-        filled[leaf.path] = found if found.dtype == leaf.leaf.dtype else _cast(found, leaf.leaf.dtype)
-    if any(kept.values()):
-        warnings.warn(
-            "`convert_state`: `new_tx` keeps no average of the weights, so the one in `opt_state` ends here. Take it "
-            "before by `averaged_params(opt_state)`, or put `params_ema` into `new_tx`.",
-            stacklevel=3,
-        )
-    return filled
-
-
-def _by_place(leaves: Iterable[StateLeaf]) -> defaultdict[Any, list[StateLeaf]]:
-    places = defaultdict(list)
-    for leaf in leaves:
-        places[leaf.place].append(leaf)
-    return places
-
-
 def _first_loss_scale(tx: optax.GradientTransformation, params: Any, leaves: list[StateLeaf]) -> dict[Any, float]:
     """Return the loss scale, settings and counters that a recipe begins with, by their places."""
     places = {leaf.path: leaf.place for leaf in leaves if leaf.role == "loss scale"}
     return {places[path]: float(number) for path, number in _fresh(tx, params, list(places)).items()}
 
 
-def _carried(old: list[StateLeaf], new: list[StateLeaf], is_scaled_alike: bool) -> dict[_trees.Path, Any]:
-    """Return the loss scales with their counters, and the keys, that both states have, in their order."""
+def _carried(
+    old: list[StateLeaf], new: list[StateLeaf], best: dict[_trees.Path, Any], is_scaled_alike: bool
+) -> dict[_trees.Path, Any]:
+    """Return the averages, keys and loss scales of the new state: those of the old one, in their order, if it has them.
+
+    An average that the old state lacks begins with the weights.
+    """
     # A loss scale of other settings gives only its count of skipped steps: a static one would never leave a scale that
     # it was given, and a dynamic one would take long to come back from a scale of 1.
-    carries: tuple[Role, ...] = ("key", "count", "loss scale") if is_scaled_alike else ("key", "count")
-    before, after = (
-        _by_place(leaf for leaf in leaves if leaf.declared and leaf.role in carries) for leaves in (old, new)
-    )
-    pairs = [pair for place, leaves in after.items() for pair in zip(before[place], leaves, strict=False)]
-    type_of = lambda found: (found.leaf.shape, found.leaf.dtype)
-    return {to.path: found.leaf for found, to in pairs if type_of(found) == type_of(to)}
+    carries: tuple[Role, ...] = ("average", "key", "count", *(("loss scale",) if is_scaled_alike else ()))
+    before, after = ([leaf for leaf in leaves if leaf.declared and leaf.role in carries] for leaves in (old, new))
+    averages = {leaf.below: leaf for leaf in after if leaf.role == "average"}
+    require_fit(best, averages, "convert_state", _OTHER_TREE)
+    kept: defaultdict[Any, list[Any]] = defaultdict(list)
+    for leaf in before:
+        kept[leaf.role, leaf.place].append(leaf.leaf)
+    type_of = lambda x: (x.shape, x.dtype)
+    filled = {}
+    for leaf in after:
+        found = kept[leaf.role, leaf.place].pop(0) if kept[leaf.role, leaf.place] else None
+        if leaf.role == "average":
+            found = best[leaf.below] if found is None else found
+            filled[leaf.path] = found if found.dtype == leaf.leaf.dtype else _cast(found, leaf.leaf.dtype)
+        elif found is not None and type_of(found) == type_of(leaf.leaf):
+            filled[leaf.path] = found
+    if any(role == "average" and left for (role, _), left in kept.items()):
+        warnings.warn(
+            "`convert_state`: `new_tx` keeps no average of the weights, so the one in `opt_state` ends here. "
+            "`averaged_params(opt_state)` returns it.",
+            stacklevel=3,
+        )
+    return filled
 
 
 def _fresh(new_tx: optax.GradientTransformation, wanted: Any, paths: list[_trees.Path]) -> dict[_trees.Path, Any]:
@@ -280,6 +249,11 @@ def _fresh(new_tx: optax.GradientTransformation, wanted: Any, paths: list[_trees
 
 
 # Checks.
+
+_OTHER_TREE = (
+    "Masters, compensations and averages cannot stand inside what gives its rule other parameters (`optax.flatten`): "
+    "put them around it."
+)
 
 
 def _as_arrays(tree: T) -> T:
@@ -299,78 +273,53 @@ def _as_arrays(tree: T) -> T:
 
 def _state_of(tx: optax.GradientTransformation, params: Any, opt_state: Any) -> Any:
     """Return a state as `init` makes it; raise if it is not one of this transformation for these parameters."""
-    if callable(getattr(opt_state, "init", None)):
-        raise TypeError(
-            "`convert_state` needs an optimizer state, but got a transformation; `init` makes its state. The order is "
-            "`convert_state(params, opt_state, tx, new_tx)`."
-        )
+    require_types(opt_state, "convert_state")
     made = jax.eval_shape(tx.init, params)
     if jax.tree.structure(_trees.unboxed(opt_state)) == jax.tree.structure(_trees.unboxed(made)):
         # A `flax.nnx.Optimizer` puts each array into a variable. `init` does so only where the parameters do.
         opt_state = jax.tree.unflatten(jax.tree.structure(made), jax.tree.leaves(opt_state))
-    expected, leaves = {leaf.path: leaf for leaf in leaves_of(made)}, _trees.leaves_by_path(opt_state, is_stored)
-    difference = lambda leaf, x: None if _is_made_as(leaf, x) else f"{shown(x)}, not {shown(leaf.leaf)}"
-    wrong = _errors.mismatches(expected, leaves, ("state of `tx`", "given state"), difference)
-    tree, tree_made = jax.tree.structure(opt_state), jax.tree.structure(made)
-    if wrong or tree != tree_made:
-        trees = "" if wrong else f"\n  its tree is\n{tree}\n  not\n{tree_made}"
-        raise _errors.leaves_error(
-            ValueError,
-            "`convert_state`: `opt_state` is not a state of `tx` for these parameters",
-            wrong,
-            "Pass the transformation that made it, and the parameters that it trains. If it was restored from a "
-            "checkpoint without its types, restore it into `jax.eval_shape(tx.init, params)`. For Flax NNX pass "
-            f"`nnx.state(model, nnx.Param)` and `optimizer.opt_state`.{trees}",
+    expected = _trees.leaves_by_path(made, is_stored)
+    got = _trees.leaves_by_path(opt_state, is_stored)
+    wrong = _errors.mismatches(expected, got, _is_made_as, "`tx.init` makes", shown)
+    if wrong or jax.tree.structure(opt_state) != jax.tree.structure(made):
+        what = "`convert_state`: `opt_state` is not a state of `tx` for these parameters"
+        remedy = (
+            "Pass the transformation that made it, and the parameters that it trains: for Flax NNX "
+            "`nnx.state(model, nnx.Param)` and `optimizer.opt_state`. If it was restored from a checkpoint without its "
+            "types, restore it into `jax.eval_shape(tx.init, params)`."
         )
+        raise _errors.leaves_error(ValueError, what, wrong, remedy)
     return opt_state
 
 
-def _is_made_as(made: StateLeaf, leaf: Any) -> bool:
-    """Return whether a leaf is as `init` makes it. A bare rule may change its floating dtypes with its first update."""
-    if is_stored(made.leaf) or is_stored(leaf):
-        shapes = lambda tree: [(part.shape, part.dtype) for part in jax.tree.leaves(tree)]
-        same = jax.tree.structure(leaf) == jax.tree.structure(made.leaf)
-        return same and shapes(leaf) == shapes(made.leaf)
-    if not isinstance(leaf, jax.Array) or leaf.shape != made.leaf.shape:
-        return False
-    both_floating = _trees.is_floating(leaf) and _trees.is_floating(made.leaf)
-    return leaf.dtype == made.leaf.dtype or (both_floating and not made.wrapped)
+def _is_made_as(made: Any, leaf: Any) -> bool:
+    """Return whether a leaf is as `init` makes it. The first update of Optax's rules may change a floating dtype."""
+    if is_stored(made) or is_stored(leaf):
+        return jax.tree.structure(leaf) == jax.tree.structure(made) and leaf.shape == made.shape
+    return isinstance(leaf, jax.Array) and leaf.shape == made.shape and _kind(leaf) == _kind(made)
 
 
 def _require_same_rule(old: list[StateLeaf], new: list[StateLeaf]) -> None:
     """Raise if two states are not of the same rule; name the first difference."""
-    compared = lambda leaf: leaf and (leaf.place, leaf.leaf.shape, _kind(leaf))
+    compared = lambda leaf: leaf and (leaf.place, leaf.leaf.shape, _kind(leaf.leaf))
     pairs = itertools.zip_longest(_of_the_rule(old), _of_the_rule(new))
     differing = next((pair for pair in pairs if compared(pair[0]) != compared(pair[1])), None)
-    if differing is None:
-        return
-    was, becomes = map(_described, differing)
-    raise ValueError(
-        "`convert_state`: the rules in `tx` and `new_tx` differ. They must be the same, with the same options; only "
-        "what mpx puts around them may differ. To change the rule, start with new moments: `new_tx.init(params)`, with "
-        f"`master_params` as the parameters. Where the state of `tx` has\n  {was}\nthe state of "
-        f"`new_tx` has\n  {becomes}"
-    )
+    if differing is not None:
+        was, becomes = map(_described, differing)
+        raise ValueError(
+            "`convert_state`: the rules in `tx` and `new_tx` differ. They must be the same, with the same options. To "
+            "change the rule, start with new moments: `new_tx.init(params)`, with `master_params` as the parameters. "
+            f"Where the state of `tx` has\n  {was}\nthe state of `new_tx` has\n  {becomes}"
+        )
 
 
-def _kind(leaf: StateLeaf) -> str:
+def _kind(leaf: Any) -> str:
     """Return a name that is equal for leaves that can be converted into each other."""
-    if is_stored(leaf.leaf) or _trees.is_floating(leaf.leaf):
+    kinds = {jnp.floating: "floating", jnp.integer: "integer"}
+    if is_stored(leaf):
         return "floating"
-    return "integer" if jnp.issubdtype(leaf.leaf.dtype, jnp.integer) else str(leaf.leaf.dtype)
+    return next((name for kind, name in kinds.items() if jnp.issubdtype(leaf.dtype, kind)), str(leaf.dtype))
 
 
 def _described(leaf: StateLeaf | None) -> str:
     return "nothing more" if leaf is None else f"{'/'.join(leaf.place)!r}: {shown(leaf.leaf)}"
-
-
-def _require_fit(weights: dict[_trees.Path, Any], kept: dict[_trees.Path, StateLeaf]) -> None:
-    """Raise if a leaf that the new state keeps of a weight matches no parameter in path and shape."""
-    for path, leaf in kept.items():
-        if path not in weights or weights[path].shape != leaf.leaf.shape:
-            raise ValueError(
-                f"`convert_state`: the state of `new_tx` keeps {_trees.dtype_and_shape(leaf.leaf)} for "
-                f"{_trees.path_string(path)!r}, and no parameter has this path and shape. Masters, compensations and "
-                "averages cannot stand inside what gives its rule other parameters (`optax.flatten`): put them around "
-                "it."
-            )

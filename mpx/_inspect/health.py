@@ -21,8 +21,8 @@ def check_health(opt_state: optax.OptState, *, params: Any = None, max_stuck_ste
 
     A skipped step is no fault as long as the scale can shrink: that is how it finds its range. But when gradients stay
     infinite or NaN at its minimum (or under a scale that does not adapt), no scale helps. Call this outside of
-    `jax.jit`, where the loop waits for the device anyway, such as where it prints the loss. The counter stays until a
-    step is good, so a check now and then misses nothing.
+    `jax.jit`, such as where the loop prints the loss. The counter stays until a step is good, so a check now and then
+    misses nothing.
 
     Args:
         opt_state: the state of any transformation with a `loss_scaling` in it.
@@ -32,9 +32,8 @@ def check_health(opt_state: optax.OptState, *, params: Any = None, max_stuck_ste
 
     Raises:
         StuckError: if there were that many. It names the first gradient that was not finite in the last of them.
-        TypeError: inside `jax.jit`; if `opt_state` is not an optimizer state (a transformation, say), or was restored
-            without its types.
-        ValueError: if nothing in the state watches gradients, or it holds several loss scales, or the states of several
+        TypeError: inside `jax.jit`; if `opt_state` is not an optimizer state.
+        ValueError: if nothing in the state watches gradients, or it holds several loss scales or the states of several
             models; if `max_stuck_steps` is not an integer above 0.
 
     Example:
@@ -63,8 +62,7 @@ def check_health(opt_state: optax.OptState, *, params: Any = None, max_stuck_ste
     numbers = (state.stuck_steps, state.skipped_steps, state.loss_scale, state.first_nonfinite)
     if any(isinstance(number, Tracer) for number in numbers):
         raise TypeError(
-            "`check_health` reads numbers and may raise, which a traced program cannot: call it outside of `jax.jit`, "
-            "on the state that a step has returned."
+            "`check_health` reads numbers: call it outside of `jax.jit`, on the state that a step returned."
         )
     if np.ndim(numbers[0]):
         raise ValueError(

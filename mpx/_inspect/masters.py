@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from mpx import _trees
+from mpx import _errors, _trees
 from mpx._stored.leaves import StateLeaf, leaves_of, require_types, weights_kept
 from mpx._stored.roles import fields_with_role
 from mpx._stored.weights import way_of, widened
@@ -19,15 +19,15 @@ T = TypeVar("T")
 def master_params(params: T, opt_state: optax.OptState) -> T:
     """Return the best float32 values of the parameters: for evaluation, export, or a change of recipe.
 
-    A leaf becomes its master, or parameter and low bits joined, or parameter plus Kahan compensation. Where the state
-    keeps nothing, it becomes the parameter in float32. Leaves that are wider or not floating are returned unchanged.
+    Where the state keeps nothing of a leaf, it becomes the parameter in float32. Leaves that are wider or not floating
+    are returned unchanged.
 
     Args:
         params: the parameters.
         opt_state: the state of the transformation that trains them, of any nesting.
 
     Raises:
-        TypeError: if `opt_state` is not an optimizer state (a transformation, say), or was restored without its types.
+        TypeError: if `opt_state` is a transformation, or was restored without its types.
         ValueError: if what the state keeps does not fit the parameters.
 
     Example:
@@ -74,8 +74,8 @@ def averaged_params(opt_state: optax.OptState) -> Any:
     averages = [average for _, average in fields_with_role(opt_state, "average")]
     if not averages:
         raise ValueError(
-            "`averaged_params`: nothing in this optimizer state averages weights. Put `params_ema(decay)` at the end "
-            "of the chain inside `master_weights`."
+            "`averaged_params`: nothing in this optimizer state averages weights. Put `params_ema` at the end of the "
+            "chain inside `master_weights`."
         )
     return functools.reduce(_joined_averages, averages)
 
@@ -98,8 +98,7 @@ def is_synced(params: Any, opt_state: optax.OptState) -> jax.Array:
     """Return whether parameters and optimizer state belong together: a boolean scalar.
 
     It is False after parameters were changed from outside (fine-tuning, pruning, a checkpoint of the weights alone):
-    the next update would bring the old weights back. Then call `resync`. A float32 master must round to its parameter;
-    a Kahan compensation must be smaller than the spacing of its parameter. Low bits (`storage="split"`) fit any
+    the next update would bring the old weights back. Then call `resync`. Low bits (`storage="split"`) fit any
     parameter, so this cannot see a change there. (A weight that has just fallen almost to zero may be out of sync until
     the next step, see `master_weights`.) Arguments and errors are as in `master_params`.
 
@@ -142,14 +141,16 @@ def resync(params: Any, opt_state: T) -> T:
 def _kept_by_path(params: Any, opt_state: Any, caller: str) -> dict[_trees.Path, StateLeaf]:
     """Return what a state keeps of each parameter; raise if it does not fit them."""
     require_types(opt_state, caller)
-    leaves, kept = _trees.leaves_by_path(params), weights_kept(leaves_of(opt_state))
-    for path, found in kept.items():
-        p = leaves.get(path)
-        if p is None or np.shape(p) != found.leaf.shape:
-            there = "no such leaf" if p is None else _trees.dtype_and_shape(p)
-            raise ValueError(
-                f"`{caller}`: the optimizer state keeps {_trees.dtype_and_shape(found.leaf)} for the parameter "
-                f"{_trees.path_string(path, params)!r}, but the parameters have {there}. Pass the parameters that this "
-                "state belongs to."
-            )
+    kept = weights_kept(leaves_of(opt_state))
+    require_fit(_trees.leaves_by_path(params), kept, caller, "Pass the parameters that this state belongs to.")
     return kept
+
+
+def require_fit(params: dict[_trees.Path, Any], kept: dict[_trees.Path, StateLeaf], caller: str, remedy: str) -> None:
+    """Raise if a leaf that a state keeps of a parameter matches none in path and shape."""
+    arrays = {path: leaf.leaf for path, leaf in kept.items()}
+    found = {path: p for path, p in params.items() if path in kept}
+    same_shape = lambda array, p: np.shape(p) == array.shape
+    wrong = _errors.mismatches(arrays, found, same_shape, "the optimizer state keeps")
+    if wrong:
+        raise _errors.leaves_error(ValueError, f"`{caller}`: the state does not fit the parameters", wrong, remedy)

@@ -36,9 +36,8 @@ def data_parallel(
     """Compute losses and gradients on each device's shard of a batch, and average them once, in float32.
 
     Under plain `jax.jit`, gradients are summed over devices where they are computed: once for every microbatch and
-    every use of a weight, and in the dtype of the product that computes them. In bfloat16 sums over many devices lose
-    bits; in float16 they overflow. Here each device computes alone, and one float32 reduction of each leaf follows
-    after all microbatches.
+    every use of a weight, and in the dtype of the product that computes them. Here each device computes alone, and one
+    float32 reduction of each leaf follows after all microbatches.
 
     Args:
         fun: from parameters and batches to a value and gradients, such as `value_and_grad(loss_fn)` or a mean of that
@@ -83,7 +82,7 @@ def data_parallel(
 
         def on_one_device(params, *batches):
             value, grads = fun(params, *batches)
-            _require_gradients(grads, params)
+            _errors.require_same_shapes(grads, params, "data_parallel")
             value = jax.tree.map_with_path(lambda path, x: _mean_value(path, x, axis), value)
             return value, jax.tree.map(lambda g: g[None], grads)  # side by side with the gradients of the other devices
 
@@ -108,19 +107,6 @@ def data_parallel(
         return value, reduced(grads)
 
     return spread
-
-
-def _require_gradients(grads: Any, params: Any) -> None:
-    """Raise unless there is one gradient for each parameter, of its shape."""
-    shapes = [{path: np.shape(x) for path, x in jax.tree.leaves_with_path(tree)} for tree in (grads, params)]
-    wrong = [path for path in shapes[0] | shapes[1] if shapes[0].get(path) != shapes[1].get(path)]
-    if wrong or jax.tree.structure(grads) != jax.tree.structure(params):
-        where = f", for example at {_trees.path_string(wrong[0], params)!r}" if wrong else ""
-        raise ValueError(
-            "`data_parallel` needs a function that returns a value and gradients, a tree like the parameters, but they "
-            f"differ{where}. Pass only what is differentiated as the parameters, such as `equinox.filter(model, "
-            "equinox.is_inexact_array)`, and close over the rest."
-        )
 
 
 def _mean_value(path: _trees.Path, x: Any, axis: str) -> jax.Array:

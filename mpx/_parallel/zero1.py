@@ -47,10 +47,10 @@ def zero1(
 ) -> optax.GradientTransformationExtraArgs:
     """Shard the state of any rule, and the work of its update, over the devices of a data-parallel axis.
 
-    Parameters stay replicated along the axis. Masters, low bits, moments, codes and compensations are sharded. Each
-    device updates its shard with its shard of the gradients, and sends the new parameters to the others: 2 bytes for
-    each bfloat16 parameter, not the 4 of a float32 update. The state is `inner`'s own, in the same shapes, so that
-    checkpoints fit with and without `zero1` and on any number of devices; only its sharding differs.
+    Parameters stay replicated along the axis, and the state is sharded. Each device updates its shard with its shard of
+    the gradients, and sends the new parameters to the others: 2 bytes for each bfloat16 parameter, not the 4 of a
+    float32 update. The state is `inner`'s own, in the same shapes, so that checkpoints fit with and without `zero1` and
+    on any number of devices; only its sharding differs.
 
     An array is sharded along its first axis whose size (on each device, if `param_specs` shards it already) is a
     multiple of the number of devices. An array without such an axis is replicated, and so is every scalar.
@@ -256,7 +256,6 @@ def _update_of_shards(
     grads = jax.tree.map(lambda g, along: reduce_scatter_mean(g, along, axis, reduce_dtype), updates, axes)
     _require_elementwise(inner, grads, state, shards, extra_args, axis)
     updates, new_state = inner.update(grads, state, shards, **extra_args)
-    _require_same_types(state, new_state)
 
     def gather(x, along):
         return x if along == REPLICATED else lax.all_gather(x, axis, axis=along, tiled=True, to="invarying")
@@ -299,17 +298,6 @@ def _require_own_gradients(grads: Any, axis: str) -> None:
             )
 
 
-def _require_same_types(old: Any, new: Any) -> None:
-    """Raise if an update has changed a dtype of the state: the next one would not fit."""
-    after = _trees.leaves_by_path(new)
-    for path, leaf in _trees.leaves_by_path(old).items():
-        if after[path].dtype != leaf.dtype:
-            raise ValueError(
-                f"`zero1`: the rule has changed its state at {_trees.path_string(path)!r} from {leaf.dtype} to "
-                f"{after[path].dtype}: its gradients are float32 here. Put `upcast` or `master_weights` around it."
-            )
-
-
 def _require_shards(inner: Any, state: Any, params: Any, shards: Any, specs: Any, mesh: Mesh, axis: str) -> None:
     """Raise unless each leaf of the state is a shard of the whole leaf, as `zero1_shardings` says."""
     whole = jax.eval_shape(inner.init, _trees.shapes_of(params))
@@ -318,30 +306,25 @@ def _require_shards(inner: Any, state: Any, params: Any, shards: Any, specs: Any
     divided = _trees.leaves_by_path(shardings, is_stored)
     for path, leaf in _trees.leaves_by_path(whole, is_stored).items():
         if is_stored(leaf) and not _is_of_whole_blocks(leaf, divided[path]):
-            (codes, of_codes), (scales, of_scales) = zip(*map(jax.tree.leaves, (leaf, divided[path])), strict=True)
             raise ValueError(
                 f"`zero1`: blocks of the state at {_trees.path_string(path)!r}, {shown(leaf)}, would reach over "
-                f"several devices: its codes {list(codes.shape)} are sharded as {of_codes.spec}, its scales "
-                f"{list(scales.shape)} as {of_scales.spec}. Choose a `block_size` that divides what a device has of "
-                "the last axis, or a larger `min_size`; or call `update` under `jax.jit`, outside of `jax.shard_map`."
+                "several devices. Choose a `block_size` that divides what a device has of the last axis, or a larger "
+                "`min_size`; or call `update` under `jax.jit`, outside of `jax.shard_map`."
             )
     parts = jax.eval_shape(inner.init, _trees.shapes_of(shards))
     leaves, got, own = (_trees.leaves_by_path(tree) for tree in (whole, state, parts))
-    for path, leaf in leaves.items():
-        wanted = f"{leaf.dtype}{list(_shape_of_shard(leaf.shape, by_path[path].spec, mesh, axis))}"
-        has, keeps = (_trees.dtype_and_shape(tree.get(path)) for tree in (got, own))
-        if has == keeps == wanted:
-            continue
-        reason = f"it is {has}. Make it outside, with `init`, and give `jax.shard_map` the specs of `zero1_shardings`."
-        if keeps != wanted:
-            reason = (
-                f"for a shard of the parameter the rule keeps {keeps}. With `low_precision_state`, lower `min_size`, "
-                "which counts the numbers of the shard. Or call `update` under `jax.jit`, outside of `jax.shard_map`."
-            )
-        raise ValueError(
-            f"`zero1`: inside `jax.shard_map` the state at {_trees.path_string(path)!r} should be {wanted} on each "
-            f"device, but {reason}"
-        )
+    shard = lambda path, leaf: _shape_of_shard(leaf.shape, by_path[path].spec, mesh, axis)
+    wanted = {path: jax.ShapeDtypeStruct(shard(path, leaf), leaf.dtype) for path, leaf in leaves.items()}
+    same = lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype)
+    for who, found, remedy in [
+        ("of the rule", own, "Lower the `min_size` of `low_precision_state`, which counts the numbers of a shard."),
+        ("that was given", got, "Make it by `init` outside, and divide it as `zero1_shardings` says."),
+    ]:
+        wrong = _errors.mismatches(wanted, found, same, "each device should have")
+        if wrong:
+            what = f"`zero1`: inside `jax.shard_map` the state {who} is no shard of the whole state"
+            remedy += " Or call `update` under `jax.jit`, outside of `jax.shard_map`."
+            raise _errors.leaves_error(ValueError, what, wrong, remedy)
 
 
 def _is_of_whole_blocks(leaf: StoredLeaf, shardings: StoredLeaf) -> bool:

@@ -18,7 +18,7 @@ Storage = Literal["full", "split", "split24"]
 _LOW_BITS = {"split": LowBits(np.dtype(np.uint16)), "split24": LowBits(np.dtype(np.uint8))}
 
 
-@register_state(writes_back="master_weights", master="master", inner_state="inner", key="key")
+@register_state(writes_back="master_weights", master="master", inner_state="inner", master_key="key")
 class MasterWeightsState(NamedTuple):
     """State of `master_weights`.
 
@@ -27,12 +27,13 @@ class MasterWeightsState(NamedTuple):
             leaf. `storage="split"`: the uint16 low bits of the master of each bfloat16 leaf; uint8 under `"split24"`.
             A leaf that is its own master has an `optax.MaskedNode`.
         inner_state: state of the wrapped rule for float32 parameters.
-        key: the raw data (uint32) of the PRNG key for the next step; `optax.MaskedNode` if rounding is to nearest.
+        master_key: the raw data (uint32) of the PRNG key for the next step; `optax.MaskedNode` if nothing is rounded at
+            random.
     """
 
     master: Any
     inner_state: optax.OptState
-    key: Any = optax.MaskedNode()
+    master_key: Any = optax.MaskedNode()
 
 
 def master_weights(
@@ -132,9 +133,9 @@ def master_weights(
         masters = _masters(params, state.master)
         updates, inner_state = inner.update(updates, state.inner_state, masters, **extra_args)
         new_masters = optax.apply_updates(masters, updates)
-        this_step, next_key = None, state.key
+        this_step, next_key = None, state.master_key
         if key is not None:
-            this_step, next_step = jax.random.split(jax.random.wrap_key_data(state.key, impl=implementation))
+            this_step, next_step = jax.random.split(jax.random.wrap_key_data(state.master_key, impl=implementation))
             next_key = jax.random.key_data(next_step)
         step = functools.partial(_step, key=this_step)
         updates, stored = _trees.map_unzip(step, params, state.master, updates, new_masters)

@@ -6,13 +6,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from hypothesis import given
-from hypothesis import strategies as st
 
 import mpx
-from tests.helpers import QUICKLY, assert_same_bits, examples
+from tests.helpers import QUICKLY, assert_same_bits
 from tests.inspect.test_masters import KEEPERS, NESTINGS, trained
-from tests.test_faults import Model
 
 pytestmark = pytest.mark.optax_promotion
 
@@ -48,17 +45,6 @@ def test_a_scale_that_was_found_adjusts_as_the_transformation_does():
     assert int(mpx.skipped_steps(state)) == 3
 
 
-def test_without_loss_scaling_the_scale_is_one_and_no_step_was_skipped():
-    state = optax.adam(1e-3).init(jnp.ones(2))
-    assert mpx.get_loss_scale(state) == mpx.NoOpLossScale()
-    assert_same_bits(mpx.skipped_steps(state), jnp.int32(0))
-
-
-@pytest.mark.parametrize("state", [optax.identity().init(None), optax.sgd(0.1).init(None), ()])
-def test_a_state_without_arrays_is_a_state(state):
-    assert mpx.get_loss_scale(state) == mpx.NoOpLossScale()
-
-
 PARAMS = {"embed": jnp.ones(2), "head": jnp.ones(2)}
 SEARCHING = mpx.loss_scaling(optax.sgd(0.1), mpx.DynamicLossScale(2.0**3, period=2))
 FIXED = mpx.loss_scaling(optax.sgd(0.1), mpx.StaticLossScale(2.0**7))
@@ -91,19 +77,6 @@ def test_ten_steps_skipped_in_a_row_at_the_smallest_scale_are_too_many():
     assert "10 steps in a row were skipped at a loss scale of 1, which does not shrink any further (13 skipped" in text
     mpx.check_health(after(SEARCHING, [False] * 13 + [True]))
     mpx.check_health(after(FIXED, ([False] * 9 + [True]) * 3))
-
-
-@given(pattern=st.lists(st.booleans(), max_size=20), most=st.integers(1, 6))
-@examples(40)
-def test_it_raises_exactly_when_the_model_is_stuck(pattern, most):
-    model = Model(8.0)
-    for finite in pattern:
-        model = model.step(finite, 2, 2.0, 1.0, 2.0**24, 1)
-    state = after(SEARCHING, pattern)
-    if model.stuck >= most:
-        assert f"{model.stuck} steps in a row" in message(state, max_stuck_steps=most)
-    else:
-        mpx.check_health(state, max_stuck_steps=most)
 
 
 def test_the_first_bad_gradient_is_named_if_a_tree_like_the_gradients_is_given():

@@ -1,7 +1,6 @@
 """What is refused of states and parameters: the call, the error, and the text that says what to do."""
 
 import functools
-import re
 
 import flax.serialization
 import jax
@@ -37,35 +36,33 @@ def checked(*chain, **options):
 
 
 def other_rule(new_tx, becomes):
-    was = "'ScaleByAdamState.count': int32[]"
-    return converted(new_tx=new_tx), re.escape(
-        f"Where the state of `tx` has\n  {was}\nthe state of `new_tx` has\n  {becomes}"
-    )
+    return converted(new_tx=new_tx), rf"(?s)'ScaleByAdamState.count': int32\[\]\nthe state of `new_tx` has\n  {becomes}"
 
 
 AVERAGE, KAHAN, ROUNDING = mpx.params_ema(0.9), mpx.kahan_summation(), mpx.stochastic_rounding(jax.random.key(0))
 FEW_BITS = mpx.low_precision_state(ADAM, {"mu": "bf16", "nu": mpx.Blockwise8bit()}, min_size=0)
+FLAT = optax.flatten(mpx.master_weights(optax.identity()))
+NO_FIT = r"does not fit the parameters. Pass the parameters that this state belongs to.\n  'bias': nothing, but the opt"
 POLYAK = mpx.master_weights(optax.polyak_sgd())
 SOUND = {
     "extra arguments": checked(POLYAK, value=jax.ShapeDtypeStruct((), jnp.float32)),
     "an average inside of masters": checked(mpx.master_weights(optax.chain(ADAM, AVERAGE, mpx.params_ema(0.99)))),
     "an average without masters": checked(mpx.upcast(ADAM), KAHAN, AVERAGE),
-    "few bits": checked(FEW_BITS),
     "few bits inside of masters": checked(mpx.master_weights(FEW_BITS)),
-    "few bits inside of a loss scale": checked(mpx.loss_scaling(FEW_BITS)),
     "few bits with Kahan summation": checked(FEW_BITS, KAHAN),
 }
 VALUES = [
-    (checked(FULL, KAHAN), "had rounded it, but `kahan_summation` changes it after that"),
-    (checked(FULL, ROUNDING), "had rounded it, but `stochastic_rounding` changes it after that"),
-    (checked(optax.scale_by_adam(), FULL), r"state in 16 bits\. .* In 16 bits: '0/mu/bias' \(bfloat16\[8\]\)"),
-    (checked(FULL, AVERAGE), r"`params_ema` stands outside of `master_weights`.*'bias' for one"),
+    *[(checked(FULL, last), "had rounded it, but `add` changes it after that") for last in (KAHAN, ROUNDING)],
+    (
+        checked(optax.scale_by_adam(), FULL),
+        r"outside of `master_weights` keeps its state in 16 bits(?s:.*)'0/mu/bias': bfl",
+    ),
+    (checked(FULL, AVERAGE), "`ParamsEmaState` stands outside of `master_weights` and averages rounded parameters"),
     # It would average the parameters plus the gradient.
     *[
-        (checked(*chain), "`params_ema` averages the parameters that its updates lead to")
+        (checked(*chain), "`ParamsEmaState` averages the parameters that its updates lead to")
         for chain in [
             (AVERAGE, ADAM),
-            (ADAM, AVERAGE, optax.clip(1.0)),
             (mpx.upcast(ADAM), AVERAGE, KAHAN),
             (mpx.master_weights(optax.chain(optax.chain(AVERAGE, ADAM), optax.identity())),),
         ]
@@ -80,16 +77,10 @@ VALUES = [
     ),
     *[
         (given(mpx.check_health, SCALED.init(PARAMS), max_stuck_steps=number), "must be an integer above 0, but got")
-        for number in (0, -1, 1.5, True, "10", None)
+        for number in (0, 1.5, True)
     ],
     (given(mpx.check_health, jax.vmap(SCALED.init)(jnp.ones((3, 2)))), r"`stuck_steps` has shape \(3,\)"),
-    *[
-        (
-            given(f, {"kernel": jnp.ones(9, jnp.bfloat16)}, SPLIT.init(PARAMS)),
-            r"for the parameter 'bias', but the param",
-        )
-        for f in OF_WEIGHTS
-    ],
+    *[(given(f, {"kernel": jnp.ones(9, jnp.bfloat16)}, SPLIT.init(PARAMS)), NO_FIT) for f in OF_WEIGHTS],
     (
         given(mpx.averaged_params, ADAM.init(PARAMS)),
         "`averaged_params`: nothing in this optimizer state averages weights",
@@ -97,30 +88,14 @@ VALUES = [
     (given(mpx.averaged_params, (AVERAGED, AVERAGED)), "holds two averages of the same parameters"),
     other_rule(mpx.master_weights(optax.lion(1e-3)), "'ScaleByLion"),
     other_rule(optax.sgd(1e-3), "nothing more"),
+    (converted(tx=SPLIT), r"'master/bias': float32\[2\], but `tx.init` makes uint16\[2\]\n  'master/kernel': fl"),
+    (converted(PARAMS | {"bias": jnp.ones(6, jnp.bfloat16)}), r"'master/bias': float32\[2\], but .* float32\[6\]"),
+    (converted({"kernel": PARAMS["kernel"]}), r"'master/bias': float32\[2\], but `tx.init` makes nothing"),
+    (converted(nnx.state(MODEL), OF_A_MODEL), r"for Flax NNX `nnx.state\(model, nnx.Param\)` and `optimizer.opt_s"),
+    (converted(PARAMS, (*ADAM.init(PARAMS), optax.EmptyState()), ADAM), "restored from a checkpoint without its types"),
     (
-        converted(tx=SPLIT),
-        r"`optimizer.opt_state`.\n  'master/bias': float32\[2\], not uint16\[2\]\n  'master/kernel': fl",
-    ),
-    (converted(PARAMS | {"bias": jnp.ones(6, jnp.bfloat16)}), r"'master/bias': float32\[2\], not float32\[6\]"),
-    (converted({"kernel": PARAMS["kernel"]}), "'master/bias': in the given state only"),
-    (converted(state=optax.tree.set(STATE, mu=PARAMS)), r"mu/bias': bfloat16\[2\], not float32\[2\]"),
-    (
-        converted(nnx.state(MODEL), OF_A_MODEL),
-        r"For Flax NNX pass `nnx.state\(model, nnx.Param\)` and `optimizer.opt_s",
-    ),
-    (
-        converted(PARAMS, (*ADAM.init(PARAMS), optax.EmptyState()), ADAM),
-        r"(?s)restored from a checkpoint without its types.*tree is\nPyTreeDef",
-    ),
-    (
-        converted(
-            jnp.ones((2, 2), jnp.float32),
-            optax.EmptyState(),
-            optax.identity(),
-            optax.flatten(mpx.master_weights(optax.identity())),
-            policy="bf16",
-        ),
-        r"keeps float32\[4\] for '', and no parameter has this path",
+        converted(jnp.ones((2, 2), jnp.float32), optax.EmptyState(), optax.identity(), FLAT, policy="bf16"),
+        r"(?s)\(`optax.flatten`\).*: float32\[2, 2\], but the optimizer state keeps float32\[4\]",
     ),
     (converted(policy="params=f8"), "f8"),
     # The check of `mixed_precision`: the new recipe would have no use for its masters.
@@ -133,7 +108,7 @@ TYPES = [
     *[
         (given(f, what), f"`{f.__name__}` needs .* got .* there is no optimizer state in it")
         for f in OF_A_SCALE
-        for what in (None, {"w": jnp.ones(2)}, [jnp.ones(2)], MODEL)
+        for what in (None, {"w": jnp.ones(2)}, MODEL)
     ],
     (lambda: jax.jit(mpx.check_health)(SCALED.init(PARAMS)), r"call it outside of `jax.jit`"),
     *[(given(f, PARAMS, UNTYPED), "restored without its types: what was a NamedTuple is a d") for f in OF_WEIGHTS],

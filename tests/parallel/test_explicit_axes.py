@@ -119,13 +119,6 @@ def test_every_recipe_has_the_bits_of_one_device_and_each_device_its_part(name, 
         assert is_key or leaf.ndim == 0 or leaf.addressable_shards[0].data.size * count == leaf.size
 
 
-def test_stochastic_rounding_runs_on_explicit_axes():
-    options = {"rounding": "stochastic", "key": jax.random.key(0)}
-    _, state = after_two_steps(mesh_of(AxisType.Explicit), P("data"), MOMENTS["8-bit"], **options)
-    moments = optax.tree.get(state, "trace")["w"].decode()
-    assert 0 < np.abs(moments - 1.9 * WEIGHTS[1, :, :2048]).max() < 0.2
-
-
 @pytest.mark.parametrize("formats", ["8-bit", "8-bit floats"])
 def test_blocks_lie_within_shards(formats):
     """A device has 288 of 2,304 columns: nine blocks of 32."""
@@ -148,19 +141,6 @@ def test_zero1_divides_8_bit_states_of_parameters_that_are_sharded_along_their_c
     codes = optax.tree.get(state, "trace")["w"].codes
     assert codes.addressable_shards[0].data.shape == (8, 128)
     np.testing.assert_allclose(updates["w"], -1e-2 * WEIGHTS[1, :, :256], rtol=1e-6)
-
-
-def test_a_state_with_smaller_blocks_trains_on_one_device():
-    """It may have been made for shards; its leaves know their blocks."""
-    mesh = mesh_of(AxisType.Explicit)
-    _, state = after_two_steps(mesh, SPECS["columns"], MOMENTS["8-bit"], columns=2304)
-    tx = mpx.mixed_precision(
-        mpx.low_precision_state(optax.sgd(1e-2, momentum=0.9), MOMENTS["8-bit"]), "params=bf16,compute=bf16,output=f32"
-    )
-    state = jax.tree.map(np.asarray, state)
-    params = {"w": jnp.asarray(WEIGHTS[0, :, :2304], jnp.bfloat16)}
-    _, after = jax.jit(tx.update)(params, state, params)
-    assert jax.tree.structure(after) == jax.tree.structure(state)
 
 
 # ---- products
@@ -269,10 +249,6 @@ def test_a_policy_or_an_option_says_in_which_dtype_gradients_are_summed():
     assert gradient_dtypes(policy + "bf16", reduce_dtype="f32") == ["bfloat16", "float32"]
 
 
-def test_on_one_device_gradients_are_summed_in_the_compute_dtype():
-    assert gradient_dtypes() == ["bfloat16", "bfloat16"]
-
-
 @pytest.mark.parametrize(("reduce_dtype", "kept"), [(None, 257), ("bf16", 256)])
 def test_data_parallel_adds_gradients_up_in_the_dtype_that_is_asked_for(reduce_dtype, kept):
     """Eight devices, with gradients of 256 and seven sevenths: in bfloat16 their sum rounds to 256."""
@@ -281,13 +257,3 @@ def test_data_parallel_adds_gradients_up_in_the_dtype_that_is_asked_for(reduce_d
     x = jnp.asarray([256.0] + [1 / 7] * 7, jnp.float32)
     _, gradient = jax.jit(fun)(jnp.zeros((), jnp.float32), x)
     assert round(float(gradient) * 8, 3) == kept
-
-
-@pytest.mark.many_devices
-def test_explain_and_describe_say_in_which_dtype_gradients_are_summed():
-    w, x = jnp.ones((4, 2), jnp.float32), jnp.ones((8, 4), jnp.float32)
-    title = lambda **options: str(mpx.explain(mpx.autocast(jnp.matmul, "bf16", **options))(x, w)).splitlines()[0]
-    assert title().endswith("100.0% of their FLOPs narrowed; gradients of weights are float32 sums")
-    assert title(reduce_dtype="bf16").endswith("100.0% of their FLOPs narrowed")
-    described = mpx.get_policy("compute=bf16,reduce=bf16").describe({"w": w})
-    assert described.startswith("Gradients are added up over devices in bfloat16\n")

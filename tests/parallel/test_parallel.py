@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpx
-from tests.helpers import QUICKLY, assert_same_bits, cases, eight_cpu_devices, types_of, unfused
+from tests.helpers import QUICKLY, assert_same_bits, cases, eight_cpu_devices, unfused
 
 pytestmark = pytest.mark.optax_promotion
 
@@ -148,19 +148,6 @@ def test_a_step_compiles_once_and_keeps_every_sharding(name):
     assert step._cache_size() == 1
 
 
-@pytest.mark.slow
-def test_it_runs_eagerly():
-    mesh = eight_cpu_devices()
-    pick = lambda tree: {name: tree[name] for name in ("first", "whole")}
-    start, grads = pick(params()), pick(gradients(0))
-    plain, tx = mpx.master_weights(optax.sgd(0.1)), mpx.zero1(mpx.master_weights(optax.sgd(0.1)), mesh)
-    expected, _ = plain.update(grads, plain.init(start), start)
-    start, grads = replicated(mesh)((start, grads))
-    updates, state = tx.update(grads, tx.init(start), start)
-    assert_same_bits(updates, expected)
-    assert state.master["first"].sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 2)
-
-
 def test_an_abstract_state_gets_the_shardings_of_a_real_one():
     mesh = eight_cpu_devices()
     tx = RULES["8 bits"](CLIPPED)
@@ -217,23 +204,6 @@ def test_one_spec_serves_all_parameters_below_it_and_those_that_are_sharded_othe
     for spec in (P("data"), P(("model", "data")), P("expert")):
         with pytest.raises(ValueError, match=message):
             mpx.zero1(ADAMW, mesh, param_specs={"layer": spec}).init(start)
-
-
-def test_a_mesh_of_explicit_axes_works():
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices("cpu"))
-    tx = mpx.master_weights(CLIPPED)
-    start = {"w": jax.device_put(jnp.ones((16, 48), jnp.bfloat16), NamedSharding(mesh, P(None, "model")))}
-    divided = mpx.zero1(tx, mesh)
-    state = divided.init(start)
-    grads = {"w": jax.device_put(jnp.ones((16, 48), jnp.float32), NamedSharding(mesh, P(None, "model")))}
-    now, new_state = stepped(divided, QUICKLY)(start, state, grads)
-    assert state.master["w"].sharding.spec == P("data", "model")
-    assert types_of(new_state) == types_of(state)
-    assert now["w"].sharding.spec == P(None, "model")
-    expected, _ = stepped(tx, QUICKLY)(
-        {"w": jnp.ones((16, 48), jnp.bfloat16)}, tx.init(start), {"w": jnp.ones((16, 48), jnp.float32)}
-    )
-    assert_same_bits(jax.device_get(now), jax.device_get(expected))
 
 
 def model_loss(params, x):
@@ -294,29 +264,6 @@ def test_devices_add_up_gradients_of_16_bits_in_float32(dtype, numbers, mean):
     assert_same_bits(grads, jnp.full(1, mean, jnp.float32))
 
 
-def test_microbatches_cost_one_reduction():
-    """Leave it to XLA, and each microbatch ends with one."""
-    mesh = eight_cpu_devices()
-
-    def mean_gradient(w, xs):
-        def add(total, x):
-            value, grads = mpx.value_and_grad(lambda w: jnp.mean(jnp.tanh(x @ w)))(w)
-            return jax.tree.map(jnp.add, total, (value, grads)), None
-
-        zero = jnp.float32(0), jnp.zeros_like(w)
-        return lax.scan(add, zero, xs)[0]
-
-    spread = mpx.data_parallel(mean_gradient, mesh, batch_specs=P(None, "data"))
-    inputs = (
-        jnp.ones((64, 32), jnp.float32),
-        jax.device_put(jnp.ones((4, 16, 64), jnp.float32), NamedSharding(mesh, P(None, "data"))),
-    )
-    text = jax.jit(spread).lower(*inputs).compile().as_text()
-    in_loops = [line for line in text.splitlines() if "all-reduce(" in line and "while" in line]
-    assert in_loops == []
-    assert len(re.findall(r" all-reduce\(", text)) <= 2  # the loss, and the gradient
-
-
 @pytest.mark.parametrize("is_tensor_parallel", [False, True], ids=["data", "data and tensor"])
 def test_the_mean_over_devices_is_that_over_the_batch_and_gradients_are_reduced_where_they_are(is_tensor_parallel):
     """Each device has the gradients of its shard of the layer, and gets an eighth of that; nothing else is sent."""
@@ -344,22 +291,14 @@ def test_gradients_of_another_tree_and_values_without_a_mean_are_refused():
     counted = lambda w, x: ((jnp.float32(0), {"tokens": jnp.int32(3)}), w)
     for fun, error, message in [
         (
-            lambda w, x: (x.sum(), {"w": None}),
+            lambda w, x: (x.sum(), {"w": jnp.ones(1)}),
             ValueError,
-            r"a tree like the parameters, but they differ, for .* at 'w'",
+            r"`data_parallel`: gradients or updates do not match .*\n  'w': float.*, but the parameter is",
         ),
         (counted, TypeError, r"`data_parallel`: the value at '1/tokens' is int32\[\], which has no mean"),
     ]:
         with pytest.raises(error, match=message):
             jax.jit(mpx.data_parallel(fun, eight_cpu_devices()))({"w": jnp.ones(8, jnp.float32)}, jnp.ones(8))
-
-
-def test_parameters_that_nobody_has_placed_stay_whole_and_a_skip_keeps_an_infinite_one():
-    tx = mpx.zero1(mpx.loss_scaling(mpx.master_weights(optax.sgd(1.0))), eight_cpu_devices())
-    start = {"w": jnp.full((16, 8), -jnp.inf, jnp.bfloat16)}
-    now, _ = stepped(tx, QUICKLY)(start, tx.init(start), {"w": jnp.full((16, 8), jnp.nan, jnp.float32)})
-    assert_same_bits(now, start)
-    assert now["w"].sharding.is_fully_replicated
 
 
 def test_nan_on_one_device_skips_the_step_on_all():
@@ -479,9 +418,8 @@ def in_blocks(name, block_size):
     [
         (
             lambda: mpx.low_precision_state(ADAMW, {"mu": "bf16"}, min_size=600),  # a shard has 96 elements of 768
-            r"'.*mu/first' should be bfloat16\[2, 48\] on each device, but .*`min_size`",
+            r"Lower the `min_size`(.|\n)*'.*mu/first': float32\[2, 48\], but each device should have bfloat16\[2, 48\]",
         ),
-        (lambda: optax.adam(0.1), r"the rule has changed its state at '.*mu/first' from bfloat16 to float32"),
         (lambda: mpx.master_weights(CLIPPED), "a result that depends on more than that"),
         (lambda: mpx.master_weights(optax.lamb(1e-2)), "a result that depends on more than that"),
         (lambda: mpx.master_weights(optax.adafactor(1e-2)), "`zero1`: inside `jax.shard_map` "),
@@ -499,7 +437,6 @@ def in_blocks(name, block_size):
     ],
     ids=[
         "small shards",
-        "another dtype",
         "clip",
         "lamb",
         "adafactor",
@@ -522,7 +459,7 @@ def test_inside_shard_map_a_whole_state_is_refused():
     tx = mpx.zero1(mpx.master_weights(ADAMW), mesh)
     step = jax.shard_map(lambda p, s, g: tx.update(g, s, p)[0], mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     with pytest.raises(
-        ValueError, match=r"state at 'master/first' should be float32\[2, 48\] on each device, but it is"
+        ValueError, match=r"'master/first': float32\[16, 48\], but each device should have float32\[2, 48\]"
     ):
         jax.eval_shape(step, shapes, jax.eval_shape(mpx.master_weights(ADAMW).init, shapes), gradients(0))
 
@@ -547,7 +484,7 @@ def test_check_chain_finds_what_changes_updates_after_or_inside_it():
     halve, divided = optax.scale(0.5), lambda tx: mpx.zero1(tx, eight_cpu_devices())
     masters = mpx.master_weights(ADAMW)
     for tx, author in [
-        (optax.chain(divided(masters), halve), "master_weights"),
+        (optax.chain(divided(masters), halve), "zero1"),
         (divided(optax.chain(masters, halve)), "master"),
         (optax.chain(divided(mpx.upcast(ADAMW)), halve), "zero1"),
     ]:

@@ -8,13 +8,11 @@ import numpy as np
 import optax
 import pytest
 from jax.extend.core import jaxpr_as_fun
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import mpx
 from mpx._jaxprs import closed_jaxpr, open_jaxpr
 from mpx._stored.state_format import as_format, is_stored
-from tests.helpers import QUICKLY, assert_same_bits, eight_cpu_devices, types_of, unfused
+from tests.helpers import QUICKLY, assert_same_bits
 
 pytestmark = pytest.mark.optax_promotion
 
@@ -45,11 +43,6 @@ def trained(tx, steps=3, start=None):
 
 def adam(formats, **options):
     return mpx.low_precision_state(optax.adam(1e-3), formats, **options)
-
-
-def momentum_in_8_bits():
-    """Return a rule with one moment, whose programs compile in half the time of Adam's."""
-    return mpx.low_precision_state(optax.sgd(1e-3, momentum=0.9), {"trace": EIGHT_BITS})
 
 
 def formats_of(state):
@@ -85,21 +78,6 @@ def test_a_rule_follows_the_algorithm_with_moments_rounded_where_they_are_stored
         # float32 and float64 may round a sum to two sides of a tie, now and then.
         assert (moment("mu") != mu.astype(jnp.bfloat16)).mean() < 1e-3
         assert (moment("nu") != nu.astype(jnp.bfloat16)).mean() < 1e-3
-
-
-def test_float32_formats_change_nothing_to_the_bit():
-    now, state = trained(mpx.low_precision_state(optax.adamw(1e-3), {"mu": "f32", "nu": jnp.float32}))
-    exact, exact_state = trained(mpx.upcast(optax.adamw(1e-3)))
-    assert_same_bits(now, exact)
-    assert_same_bits(state.inner_state, exact_state)
-
-
-def test_a_rule_that_stores_bfloat16_itself_is_taken():
-    tx = mpx.low_precision_state(optax.adam(1e-3, mu_dtype=jnp.bfloat16), {"mu": "bf16", "nu": EIGHT_BITS})
-    start = params()
-    state = tx.init(start)
-    _, new = tx.update(grads(), state, start)
-    assert types_of(new) == types_of(state)
 
 
 # Whose state it is: the field decides, or the key of a dictionary that is a state, and never the name of a parameter.
@@ -208,37 +186,6 @@ def test_the_first_pattern_wins_so_that_an_exception_stands_in_front():
 # Stochastic rounding.
 
 
-STEPS = 700
-
-
-def left(chosen, keeps, rounding="nearest"):
-    """Return the mean second moment, relative to the first, of elements whose gradient is 0 from then on."""
-    key = jax.random.key(0) if rounding == "stochastic" else None
-    make = lambda b2: mpx.low_precision_state(optax.adam(1e-3, b2=b2), {"nu": chosen}, rounding=rounding, key=key)
-    ones = jnp.ones(4096, jnp.float32)
-    _, state = make(0.0).update(ones, make(0.0).init(ones), ones)  # the moment is 1
-    step = lambda _, state: make(0.999).update(keeps, state, ones)[1]
-    state = jax.jit(lambda s: jax.lax.fori_loop(0, STEPS, step, s))(state)
-    moment = optax.tree.get(state, "nu")
-    moment = moment.decode() if is_stored(moment) else moment
-    return float(moment.astype(jnp.float32)[keeps == 0].mean())
-
-
-@pytest.mark.slow
-def test_a_second_moment_that_falls_stands_still_under_nearest_rounding_and_not_under_stochastic_rounding():
-    """0.999**700 = 0.496. To nearest, a thousandth less than a bfloat16 number is that number again.
-
-    In 8 bits a block of equal members falls with its float32 scale. Beside a member that stays the others do not.
-    """
-    none = jnp.zeros(4096, jnp.float32)
-    first_of_block = none.at[::256].set(1.0)
-    np.testing.assert_allclose(left("f32", none), 0.999**STEPS, rtol=1e-3)
-    np.testing.assert_allclose(left(EIGHT_BITS, none), 0.999**STEPS, rtol=1e-3)
-    for chosen, keeps in (("bf16", none), (EIGHT_BITS, first_of_block)):
-        assert left(chosen, keeps) == 1
-        np.testing.assert_allclose(left(chosen, keeps, "stochastic"), 0.999**STEPS, rtol=0.03)
-
-
 def test_each_step_and_each_leaf_draws_anew_and_equal_keys_give_equal_trainings():
     start = {"a": jnp.ones(4096, jnp.float32), "b": jnp.ones(4096, jnp.float32)}
     g = jax.tree.map(lambda p: p * 0.123456, start)
@@ -255,12 +202,6 @@ def test_each_step_and_each_leaf_draws_anew_and_equal_keys_give_equal_trainings(
     assert (trace(first)["a"] != trace(first)["b"]).any()
     assert (trace(first)["a"] != trace(second)["a"]).any()
     assert_same_bits(run(jax.random.PRNGKey(0)), (first, second))
-
-
-# With other transformations.
-
-
-# Errors.
 
 
 @pytest.mark.parametrize(
@@ -285,27 +226,6 @@ def test_masters_compensations_averages_and_copies_of_weights_are_never_stored_i
     mpx.low_precision_state(as_it_is, {field: "f32"}).init(params())
 
 
-# Whose state it is.
-
-
-@pytest.mark.parametrize(("spec", "columns"), [(P("data"), 512), (P(None, "data"), 8192)])
-def test_arrays_split_over_devices_into_whole_blocks_are_coded_where_they_are(spec, columns):
-    """Parameters, codes and scales are split alike, no array is gathered, and the bits are those of one device."""
-    mesh = eight_cpu_devices()
-    p = jnp.asarray(np.random.default_rng(0).normal(size=(64, columns)), jnp.float32)
-    tx = momentum_in_8_bits()
-    place = lambda x: jax.device_put(x, NamedSharding(mesh, spec if x.ndim == 2 else P()))
-    whole = jax.tree.map(lambda x: jax.device_put(x, jax.devices("cpu")[0]), tx.init(p))
-    step = jax.jit(lambda s, p: tx.update(p, s, p), compiler_options=unfused())
-    split = jax.tree.map(place, whole)
-    compiled = step.lower(split, place(p)).compile()
-    assert "all-gather" not in compiled.as_text()
-    (updates, new), (expected_updates, expected) = compiled(split, place(p)), step(whole, p)
-    assert_same_bits(jax.device_get((updates, new)), jax.device_get((expected_updates, expected)))
-    for leaf in jax.tree.leaves(new):
-        assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, spec if leaf.ndim == 2 else P()), leaf.ndim)
-
-
 def test_donating_the_state_of_low_precision_does_not_delete_the_callers_key():
     key, ones = jax.random.PRNGKey(0), jnp.ones(4, jnp.float32)
     tx = adam({"mu": "bf16"}, min_size=1, rounding="stochastic", key=key)
@@ -325,9 +245,3 @@ def test_numbers_are_on_the_grid_before_they_are_cast(dtype):
     until_cast = closed_jaxpr(open_jaxpr(program).replace(outvars=cast.invars))
     (rounded,) = jaxpr_as_fun(until_cast)(x)
     assert_same_bits(rounded, x.astype(dtype).astype(jnp.float32))
-
-
-def test_a_rule_without_arrays_needs_no_matching_leaf():
-    scalar = {"scalar": jnp.ones(())}
-    tx = adam({"mu": "bf16"})
-    tx.update(scalar, tx.init(scalar), scalar)

@@ -88,13 +88,6 @@ def test_float64_parameters_have_a_float64_average():
         assert_same_bits(mpx.averaged_params(state), np.full(2, 1 + 2.0**-40))
 
 
-def test_before_the_first_step_it_is_the_initial_parameters_in_another_buffer():
-    params = jnp.full(3, 0.1, jnp.float32)
-    state = mpx.params_ema(0.9).init(params)
-    assert_same_bits(mpx.averaged_params(state), params)
-    assert state.ema is not params
-
-
 def test_the_debiased_step_is_right_to_the_precision_of_float32_after_many_steps():
     """Go from 0 to 1 in one step after a million: 1 - decay, over a weight of 1 - decay**1000001.
 

@@ -49,7 +49,7 @@ def rule_of(state, new):
 VALUES = [
     *[
         (lambda given=given: mpx.master_weights(SGD, storage=given), r"`storage` must be one of \('full', ")
-        for given in ("halves", None, "Full")
+        for given in ("halves", None)
     ],
     (
         with_64_bits(lambda: mpx.master_weights(SGD, jnp.float64, storage="split")),
@@ -72,37 +72,36 @@ VALUES = [
     (lambda: mpx.kahan_summation(jnp.int8), "must be bfloat16, float16 or float32, but got int8"),
     *[
         (lambda decay=decay: mpx.params_ema(decay), "`decay` must be a number from 0 to below 1")
-        for decay in (1, 1.0, -0.1, 2, "0.9", None, True, float("nan"))
+        for decay in (1, -0.1, "0.9", float("nan"))
     ],
     *[
         (updated(tx, jnp.ones(2), None, tx.init(W)), r"call `update\(grads, state, params\)`")
         for tx in (mpx.master_weights(SGD), *KEEPERS)
     ],
     *[
-        (updated(tx, {"w": jnp.ones((3, 1))}), r"'w': update float..\[3, 1\], parameter \w+\[2\]")
+        (updated(tx, {"w": jnp.ones((3, 1))}), r"'w': float..\[3, 1\], but the parameter is \w+\[2\]")
         for tx in (mpx.master_weights(SGD), *KEEPERS)
     ],
     (
         updated(mpx.loss_scaling(optax.adam(1.0)), {"w": jnp.ones((5, 2))}),
-        r"`loss_scaling`: gradients .*Is a mean over examples missing\?\n  'w': update float..\[5, 2\], parameter bf",
+        r"`loss_scaling`: .*Is a mean over examples missing\?\n  'w': float..\[5, 2\], but the parameter is bf",
     ),
     (
         updated(mpx.kahan_summation("f32"), W, W, mpx.kahan_summation().init(W)),
-        r"use `convert_state`(.|\n)*keeps bfloat16\[2\] for it",
+        r"use `convert_state`(.|\n)*but the state keeps bfloat16\[2\]",
     ),
     (low({}), "`formats` is empty"),
     (low({"(": "bf16"}), r"'\(' is not a regular expression"),
     (low({0: "bf16"}), "0 is not a regular expression"),
     *[
         (low({"mu": given}), "must be bfloat16, float16, float32, 'e4m3', 'e5m2' or a `StateF")
-        for given in ("int8", np.int8, "f64", None, 8, "e3m4", "fp8", "float8_e4m3fn")
+        for given in ("int8", "f64", None, "fp8")
     ],
     (low({"mu": mpx.Blockwise8bit}), r"Make one: `Blockwise8bit\(\)`"),
     (low({"mu": "bf16"}, rounding="up"), r"one of \('nearest', 'stochastic'\), but got 'up'"),
     (low({"mu": "bf16"}, rounding="stochastic"), "needs a PRNG key"),
     (low({"mu": "bf16"}, key=0), "rounding to nearest has no use for it"),
     (low({"mu": "bf16"}, min_size=-1), "`min_size` must be a number of elements, but got -1"),
-    (low({"mu": "bf16"}, min_size=1.5), "`min_size` must be a number of elements"),
     (low({"mu": "f32"}, rounding="stochastic", key=jax.random.key(0)), "every format is float32"),
     (
         low({"mu": "f32", "nu": "bf16"}, optax.adam(1e-3, mu_dtype=BF16)),
@@ -133,11 +132,8 @@ VALUES = [
         for before, after, text in [
             ({"mu": "bf16"}, {"mu": EIGHT_BITS}, "mu/kernel': stored as bfloat16, but the format is Blockwise8bit"),
             ({"mu": EIGHT_BITS}, {"mu": "bf16"}, "mu/kernel': stored as .*signed=True.*, but the format is bfloat16"),
-            ({"mu": EIGHT_BITS}, {"nu": EIGHT_BITS}, "mu/kernel': stored as .*signed=True.*, but the format is the"),
-            ({"mu": EIGHT_BITS}, {"mu": mpx.Blockwise8bit(128)}, "mu/kernel': stored as Blockwise8bit"),
             ({"nu": EIGHT_BITS}, {"nu": SIGNED}, "nu/kernel': stored as Blockwise8bit.*signed=False"),
             ({"mu|nu": "bf16"}, {"mu": "bf16"}, "nu/kernel': stored as bfloat16, but the format is the rule's own"),
-            ({"mu": "bf16"}, {"mu": "f32"}, "mu/kernel': stored as bfloat16, but the format is float32"),
         ]
     ],
     (other_formats({"mu": "bf16"}, {"mu": "bf16"}, min_size=10**6), "another `min_size`"),

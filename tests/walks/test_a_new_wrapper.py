@@ -97,7 +97,7 @@ def test_check_chain_sees_what_changes_its_updates():
 
 
 def test_a_rule_beside_it_that_keeps_16_bits_is_found_by_check_chain():
-    with pytest.raises(ValueError, match="a rule outside `master_weights` keeps its state in 16 bits"):
+    with pytest.raises(ValueError, match="a rule outside of `master_weights` keeps its state in 16 bits"):
         mpx.check_chain(optax.chain(optax.trace(0.9), own_masters(RULE)))
 
 
@@ -135,11 +135,9 @@ def test_an_average_is_found_by_its_role():
 
 def test_check_chain_sees_an_average_in_the_wrong_place():
     mpx.check_chain(mpx.master_weights(optax.chain(RULE, mean_of_weights())))
-    with pytest.raises(
-        ValueError, match="`mean_of_weights` stands outside of `master_weights` and averages the rounde"
-    ):
+    with pytest.raises(ValueError, match="`MeanOfWeightsState` stands outside of `master_weights` and averages round"):
         mpx.check_chain(optax.chain(mpx.master_weights(RULE), mean_of_weights()))
-    with pytest.raises(ValueError, match="`mean_of_weights` averages the parameters that its updates lead to, but ano"):
+    with pytest.raises(ValueError, match="`MeanOfWeightsState` averages the parameters that its updates lead to, but"):
         mpx.check_chain(mpx.master_weights(optax.chain(mean_of_weights(), RULE)))
 
 
