@@ -42,7 +42,7 @@ from benchmarks.small_problems import PROBLEMS, Problem
 from benchmarks.workers import run_worker
 from examples.gpt import compare, data
 from examples.gpt.recipes import BF16, Recipe, get_recipe, plain
-from examples.gpt.training import Program, decayed
+from examples.gpt.training import Program
 from mpx.tools.plan.recipes import STANDARD_RECIPES
 
 LEARNING_RATE, WEIGHT_DECAY = 1e-3, 1e-4
@@ -195,7 +195,10 @@ class FlashProgram(Program):
 
     def __init__(self, peer: str, hyperparameters: Any) -> None:
         super().__init__(Recipe(peer, BF16, plain), compare.CONFIG, hyperparameters)
-        no_decay = {"params": lambda path, leaf: not decayed_leaf(leaf), "weight_decay": 0.0}
+        no_decay = {
+            "params": lambda path, leaf: leaf.ndim < 2,
+            "weight_decay": 0.0,
+        }  # biases and norms, as in `decayed`
         self.clip = optax.clip_by_global_norm(hyperparameters.clip_norm)
         self.optimizer = flash_optimizer(
             peer, learning_rate=hyperparameters.schedule(), b1=hyperparameters.b1, b2=hyperparameters.b2,
@@ -207,11 +210,6 @@ class FlashProgram(Program):
         """Return new parameters and optimizer state."""
         grads, _ = self.clip.update(grads, self.clip.init(params))
         return interpreted(self.optimizer.step)(grads, opt_state, params)
-
-
-def decayed_leaf(leaf: jax.Array) -> bool:
-    """Return whether a weight of the small GPT decays."""
-    return decayed([leaf], compare.CONFIG)[0]
 
 
 def make_program(peer: str, hyperparameters: Any) -> Program:
