@@ -12,7 +12,7 @@ AdamW in each, measured four ways:
    float32 went. Loss and gradients are computed in float32 from the parameters as stored, so rows differ by their
    optimizers alone.
 3. The validation loss of the small GPT of `examples.gpt.compare`, from seed 0.
-4. Of torchao and bitsandbytes, which are for PyTorch, only what they publish.
+4. Of torchao and bitsandbytes, which are for PyTorch, only what torchao publishes.
 
 flashoptim-jax runs as its kernels, interpreted: without them it adds an update in bfloat16 to a parameter, which may
 miss the new one. Each measurement has a process of its own. An optimizer that cannot be measured says why.
@@ -61,7 +61,7 @@ NOT_INSTALLED = 'flashoptim-jax is not installed: pip install -e ".[peers]"'
 TIMEOUT = 900.0  # seconds for one process
 COLUMNS = {
     "AdamW": "{name}",
-    "bytes a parameter kept": "{program[kept]:.2f}",
+    "bytes a parameter kept between steps": "{program[kept]:.2f}",
     "held in a step": "{program[peak]:.2f}",
     "temporary": "{program[temporary]:.2f}",
     "moved": "{program[moved]:.2f}",
@@ -73,7 +73,7 @@ COLUMNS = {
 }
 
 PUBLISHED = [
-    {"name": "PyTorch, fused float32", "vit": "12.23, 41.9, 94.52", "llama": "51.6, 3,200"},
+    {"name": "PyTorch, fused, unquantized", "vit": "12.23, 41.9, 94.52", "llama": "51.6, 3,200"},
     {"name": "bitsandbytes, 8-bit", "vit": "8.32, 43.6, 94.54", "llama": "39.3, 3,000"},
     {"name": "torchao, 8-bit", "vit": "8.33, 42.5, 94.30", "llama": "39.1, 2,900"},
     {"name": "torchao, e4m3", "vit": "8.33, 43.2, 94.13"},
@@ -84,10 +84,7 @@ PUBLISHED_COLUMNS = {
     "ViT-H: peak GB, images/s, accuracy": "{vit}",
     "Llama 2 7B: peak GB, tokens/s": "{llama}",
 }
-SOURCE = (
-    "As torchao publishes them (`torchao/optim/README.md`: PyTorch 2.4, a 4070 Ti SUPER and an A100), "
-    "those of bitsandbytes too; not measured here."
-)
+SOURCE = "Both from torchao's `torchao/optim/README.md` (PyTorch 2.4; a 4070 Ti SUPER, an A100): not measured here."
 
 
 class Optimizer(NamedTuple):
@@ -111,19 +108,17 @@ def make_optimizer(peer: str, learning_rate: Any = LEARNING_RATE) -> Optimizer:
     if peer in FLASH_BITS:
         return flash_optimizer(peer, learning_rate=learning_rate, weight_decay=WEIGHT_DECAY)
     dtype = jnp.float32 if peer == "optax-f32" else jnp.bfloat16
-    if peer.startswith("optax"):
-        tx = optax.adamw(learning_rate, weight_decay=WEIGHT_DECAY, mu_dtype=dtype)
-        return Optimizer(dtype, tx.init, functools.partial(step_of, tx))
-    recipe = STANDARD_RECIPES[peer]
-    tx = recipe.wrap(optax.adamw(learning_rate, weight_decay=WEIGHT_DECAY))
-    # Moments in blocks are what its kernels are for; without them it gains nothing.
-    return Optimizer(dtype, tx.init, mpx.fused_update(tx) if recipe.formats_moments else functools.partial(step_of, tx))
+    tx = optax.adamw(learning_rate, weight_decay=WEIGHT_DECAY, mu_dtype=dtype if peer.startswith("optax") else None)
+    recipe = STANDARD_RECIPES.get(peer)
+    tx = recipe.wrap(tx) if recipe else tx
+    if recipe and recipe.formats_moments:  # kernels are for moments in blocks; without them they gain nothing
+        return Optimizer(dtype, tx.init, mpx.fused_update(tx))
 
+    def step(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
 
-def step_of(tx: optax.GradientTransformation, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-    """Return parameters and state after one step with Optax."""
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
+    return Optimizer(dtype, tx.init, step)
 
 
 def flash_optimizer(peer: str, **options: Any) -> Optimizer:
@@ -216,13 +211,10 @@ def make_program(peer: str, hyperparameters: Any) -> Program:
     """Return the program of a row."""
     if peer in FLASH_BITS:
         return FlashProgram(peer, hyperparameters)
-    alone = {
-        "optax-f32": get_recipe("f32"),
-        "optax-bf16": dataclasses.replace(
-            get_recipe("bf16-naive"), adamw=functools.partial(optax.adamw, mu_dtype="bfloat16")
-        ),
-    }
-    return Program(alone.get(peer) or get_recipe(peer), compare.CONFIG, hyperparameters)
+    recipe = get_recipe({"optax-f32": "f32", "optax-bf16": "bf16-naive"}.get(peer, peer))
+    if peer == "optax-bf16":
+        recipe = dataclasses.replace(recipe, adamw=functools.partial(optax.adamw, mu_dtype="bfloat16"))
+    return Program(recipe, compare.CONFIG, hyperparameters)
 
 
 def measure_gpt(peer: str, steps: int) -> Row:
