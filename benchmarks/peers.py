@@ -32,7 +32,6 @@ import numpy as np
 import optax
 import typer
 from jax.experimental import pallas
-from rich.progress import Progress
 
 import mpx
 from benchmarks.optimizer_step import make_shapes
@@ -40,12 +39,13 @@ from benchmarks.reading import absent_figures, start_compiler
 from benchmarks.report import Row, Sheet
 from benchmarks.small_problems import PROBLEMS, Problem
 from benchmarks.workers import run_worker
-from examples.gpt import compare, data
+from examples.gpt import compare
 from examples.gpt.recipes import BF16, Recipe, get_recipe, plain
-from examples.gpt.training import Program
+from examples.gpt.training import Hyperparameters, Program
 from mpx.tools.plan.recipes import STANDARD_RECIPES
 
 LEARNING_RATE, WEIGHT_DECAY = 1e-3, 1e-4
+GPT_LEARNING_RATE = 3e-4  # the default of `examples.gpt.compare`
 FLASH_BITS = {"flashoptim-24": 24, "flashoptim-32": 32}
 NAMES = {
     "optax-f32": "Optax, float32",
@@ -218,16 +218,15 @@ def make_program(peer: str, hyperparameters: Any) -> Program:
 
 
 def measure_gpt(peer: str, steps: int) -> Row:
-    """Return the validation loss of the small GPT."""
-    settings = compare.Settings(steps=steps)
-    program = make_program(peer, settings.hyperparameters)
+    """Return the validation loss of the small GPT from seed 0."""
+    program = make_program(peer, Hyperparameters(steps, GPT_LEARNING_RATE))
     compiled = functools.partial(jax.jit, compiler_options=compare.COMPILER_OPTIONS)
-    steps_of = compare.Steps(program, compiled(program.train_step, donate_argnums=(0, 1)), compiled(program.evaluate))
-    text, held_out = data.split(np.frombuffer(compare.read_text(None), np.uint8))
-    with Progress(disable=True) as progress:
-        progress.add_task("")
-        run = compare.train(steps_of, 0, settings, text, jax.device_put(compare.fixed_batches(held_out)), progress)
-    return {"loss": run.validation_loss}
+    train_step = compiled(program.train_step, donate_argnums=(0, 1))
+    text, held_out = compare.split(compare.read_text(None))
+    params, opt_state = program.init(0)
+    for batch in compare.random_batches(text, seed=0, count=steps):
+        params, opt_state, _ = train_step(params, opt_state, batch[None])
+    return {"loss": float(compiled(program.evaluate)(params, jax.device_put(compare.fixed_batches(held_out))))}
 
 
 # --- The command. ---
