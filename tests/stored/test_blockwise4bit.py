@@ -76,7 +76,7 @@ def test_coding_again_changes_nothing():
     [((64, 128), "uint8", (64, 64)), ((3, 5), "int8", (3, 5)), ((10,), "uint8", (5,)), ((), "int8", ())],
 )
 def test_two_codes_share_a_byte_if_rows_are_even(shape, dtype, codes):
-    stored = mpx.Blockwise4bit().encode(jnp.ones(shape))
+    stored = mpx.Blockwise4bit().encode(jnp.ones(shape, jnp.float32))
     assert (stored[0].dtype, stored[0].shape) == (dtype, codes)
 
 
@@ -122,7 +122,7 @@ def test_second_moments_and_fields_that_may_hold_some_are_refused(field, reason)
         rule = optax.GradientTransformation(lambda params: {"hidden": params}, lambda g, state, params=None: (g, state))
     tx = mpx.low_precision_state(rule, {field: mpx.Blockwise4bit()}, key=jax.random.key(0))
     with pytest.raises(ValueError, match=reason):
-        tx.init({"w": jnp.ones((64, 64))})
+        tx.init({"w": jnp.ones((64, 64), jnp.float32)})
 
 
 def test_block_sizes_are_checked():
