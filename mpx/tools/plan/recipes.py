@@ -83,7 +83,7 @@ STANDARD_RECIPES: Mapping[str, PrecisionRecipe] = {
         _BF16,
         lambda rule: mixed_precision(_8_bits(rule), _BF16),
         f"mpx.mixed_precision(\n    {_8_BITS}\n)",
-        "fit the largest model",
+        "fit a larger model",
         formats_moments=True,
     ),
     "bf16-split24-8bit": PrecisionRecipe(
