@@ -217,17 +217,18 @@ def _carried(
     require_fit(best, averages, "convert_state", _OTHER_TREE)
     kept: defaultdict[Any, list[Any]] = defaultdict(list)
     for leaf in before:
-        kept[leaf.role, leaf.place].append(leaf.leaf)
+        kept[leaf.role, leaf.place, leaf.below].append(leaf.leaf)
     type_of = lambda x: (x.shape, x.dtype)
     filled = {}
     for leaf in after:
-        found = kept[leaf.role, leaf.place].pop(0) if kept[leaf.role, leaf.place] else None
+        candidates = kept[leaf.role, leaf.place, leaf.below]
+        found = candidates.pop(0) if candidates else None
         if leaf.role == "average":
             found = best[leaf.below] if found is None else found
             filled[leaf.path] = found if found.dtype == leaf.leaf.dtype else _cast(found, leaf.leaf.dtype)
         elif found is not None and type_of(found) == type_of(leaf.leaf):
             filled[leaf.path] = found
-    if any(role == "average" and left for (role, _), left in kept.items()):
+    if any(role == "average" and left for (role, *_), left in kept.items()):
         warnings.warn(
             "`convert_state`: `new_tx` keeps no average of the weights, so the one in `opt_state` ends here. "
             "`averaged_params(opt_state)` returns it.",

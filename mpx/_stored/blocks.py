@@ -38,7 +38,7 @@ def packed(codes: jax.Array) -> jax.Array:
 
     A byte holds two neighbours, the first in its low bits.
     """
-    pairs = (codes & 15).reshape(*codes.shape[:-1], -1, 2)
+    pairs = (codes & 15).reshape(*codes.shape[:-1], codes.shape[-1] // 2, 2)
     return jnp.sum(pairs << (4 * _place_in(pairs)), axis=-1, dtype=np.int32).astype(np.uint8)
 
 
@@ -46,7 +46,7 @@ def unpacked(codes: jax.Array) -> jax.Array:
     """Return the codes (int32, from -8 to 7) that `packed` was given."""
     pairs = jnp.broadcast_to(codes.astype(np.int32)[..., None], (*codes.shape, 2))
     left, sign = 28 - 4 * _place_in(pairs), 28  # shift out what stands to the left of a code, then repeat its sign
-    return ((pairs << left) >> sign).reshape(*codes.shape[:-1], -1)
+    return ((pairs << left) >> sign).reshape(*codes.shape[:-1], 2 * codes.shape[-1])
 
 
 def _place_in(rows: jax.Array) -> jax.Array:
