@@ -152,7 +152,8 @@ def shapes_of(tree: T) -> T:
 
 def placed_like(x: jax.Array, old: Any) -> jax.Array:
     """Give `x` the sharding of `old` if they have one shape and the user has placed `old`."""
-    if isinstance(x, Tracer) or isinstance(old, Tracer) or x is old or x.shape != old.shape or not old.committed:
+    are_concrete = _is_concrete(type(x)) and _is_concrete(type(old))
+    if not are_concrete or x is old or x.shape != old.shape or not old.committed:
         return x
     return x if x.sharding.is_equivalent_to(old.sharding, x.ndim) else jax.device_put(x, old.sharding)
 

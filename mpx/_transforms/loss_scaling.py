@@ -191,7 +191,8 @@ def loss_scaling_state(opt_state: Any, caller: str) -> LossScalingState | None:
         got = "None" if opt_state is None else f"a {type(opt_state).__name__}"
         raise TypeError(
             f"`{caller}` needs the state of an optimizer, but got {got}: there is no optimizer state in it. Pass what "
-            "`tx.init(params)` returned (of a `flax.nnx.Optimizer` its `opt_state`)."
+            "`tx.init(params)` returned (of a `flax.nnx.Optimizer` its `opt_state`). If that is a bare dictionary, which "
+            "nothing tells from parameters, make the rule an element of a chain: `optax.chain(rule, optax.identity())`."
         )
     if not states:
         return None

@@ -116,6 +116,14 @@ def test_resync_leaves_masters_where_they_lie():
     assert state.master.sharding.is_equivalent_to(divided, 1)
 
 
+@pytest.mark.parametrize("keeper", KEEPERS)
+def test_numpy_arrays_of_a_checkpoint_are_brought_in_sync(keeper):
+    params, state = jax.tree.map(np.asarray, trained_in("alone", keeper))
+    assert mpx.is_synced(params, state)
+    for of_numpy in (mpx.resync(params, state), mpx.resync(params, jax.tree.map(jnp.asarray, state))):
+        assert_same_bits(of_numpy, mpx.resync(*jax.tree.map(jnp.asarray, (params, state))))
+
+
 def test_averages_of_partitions_by_labels_of_whole_subtrees_are_joined():
     average = lambda decay: optax.chain(optax.sgd(1.0), mpx.params_ema(decay))
     params = {"encoder": {"w": jnp.zeros(2), "b": jnp.zeros(1)}, "decoder": {"w": jnp.zeros(3)}, "head": jnp.zeros(1)}

@@ -464,6 +464,16 @@ def test_inside_shard_map_a_whole_state_is_refused():
         jax.eval_shape(step, shapes, jax.eval_shape(mpx.master_weights(ADAMW).init, shapes), gradients(0))
 
 
+def test_inside_shard_map_a_rule_that_has_changed_its_dtypes_is_told_to_stand_in_upcast():
+    """Its gradients are float32 here, and Optax's Adam adds them to the bfloat16 moments that its `init` made."""
+    mesh, shapes = eight_cpu_devices(), jax.eval_shape(params)
+    tx = mpx.zero1(optax.adam(1e-3), mesh)
+    step = in_shard_map(tx, mesh, False, QUICKLY)
+    changed = jax.eval_shape(step, shapes, jax.eval_shape(tx.init, shapes), per_device(0))
+    with pytest.raises(ValueError, match=r"put `upcast` around the rule(.|\n)*'0/mu/first': float32\[2, 48\], but each"):
+        jax.eval_shape(step, *changed, per_device(1))
+
+
 def test_what_is_no_mesh_an_axis_that_it_has_not_and_an_update_without_parameters_are_refused():
     for function in (functools.partial(mpx.zero1, ADAMW), functools.partial(mpx.data_parallel, lambda p: (p, p))):
         with pytest.raises(ValueError, match=r"the mesh has the axes \('data',\), and none is called 'batch'"):
