@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from mpx._stored.roles import Role
 from mpx._stored.state_format import StateFormat
 
 T = TypeVar("T", bound="BlockFormat")
@@ -27,6 +28,12 @@ class BlockFormat(StateFormat):
         if type(size) is not int or not SMALLEST <= size <= 2**16 or size & (size - 1):
             name = type(self).__name__
             raise ValueError(f"`{name}`: `block_size` must be a power of two from 16 to 65,536, but got {size!r}.")
+
+    def for_role(self: T, role: Role) -> T:
+        """Return the format with its sign decided, if it has signs to choose: only second moments are unsigned."""
+        if getattr(self, "signed", True) is not None:
+            return self
+        return dataclasses.replace(self, signed=role != "second moment")  # type: ignore[type-var]
 
     def for_shards(self: T, columns: int) -> T:
         """Return the format with blocks that lie within a shard's rows."""

@@ -1,8 +1,5 @@
 """Give the rule inside a wrapper float32 parameters, gradients and state, and keep the types of its state."""
 
-import contextlib
-import contextvars
-from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import jax
@@ -18,7 +15,6 @@ from mpx._stored.roles import fields_of, registered_types
 T = TypeVar("T")
 
 _KINDS = (jnp.floating, jnp.complexfloating, jnp.integer, jnp.bool_)
-_HIDDEN_BY: contextvars.ContextVar[str | None] = contextvars.ContextVar("hidden_by", default=None)
 _MARK = "_mpx_world"  # an attribute of `init` and `update` where a rule is wrapped so already
 
 
@@ -33,8 +29,7 @@ def run_in_float32(inner: Any, dtype: np.dtype, caller: str) -> optax.GradientTr
 
     def init_fn(params):
         wide = upcast_tree(params, dtype)
-        with hiding(params, dtype, caller):
-            state = inner.init(wide)
+        state = inner.init(wide)
         require_no_rounding_inside(state, params, dtype, caller)
         return stable_state(state, wide)
 
@@ -52,22 +47,6 @@ def marked_as_float32(init_fn: Any, update_fn: Any, dtype: np.dtype) -> optax.Gr
     for function in (init_fn, update_fn):
         setattr(function, _MARK, dtype)
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-@contextlib.contextmanager
-def hiding(params: Any, dtype: np.dtype, caller: str) -> Iterator[None]:
-    """While `init` of a rule sees narrower parameters widened, let `hidden_by` name the wrapper that hides this."""
-    is_hidden = any(_trees.is_narrower(p, dtype) for p in jax.tree.leaves(params))
-    token = _HIDDEN_BY.set(caller if is_hidden else _HIDDEN_BY.get())
-    try:
-        yield
-    finally:
-        _HIDDEN_BY.reset(token)
-
-
-def hidden_by() -> str | None:
-    """Return the name of the wrapper that hides 16-bit parameters from the rule whose `init` runs, or None."""
-    return _HIDDEN_BY.get()
 
 
 def require_no_rounding_inside(state: Any, params: Any, dtype: np.dtype, caller: str) -> None:

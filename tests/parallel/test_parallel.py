@@ -470,7 +470,9 @@ def test_inside_shard_map_a_rule_that_has_changed_its_dtypes_is_told_to_stand_in
     tx = mpx.zero1(optax.adam(1e-3), mesh)
     step = in_shard_map(tx, mesh, False, QUICKLY)
     changed = jax.eval_shape(step, shapes, jax.eval_shape(tx.init, shapes), per_device(0))
-    with pytest.raises(ValueError, match=r"put `upcast` around the rule(.|\n)*'0/mu/first': float32\[2, 48\], but each"):
+    with pytest.raises(
+        ValueError, match=r"put `upcast` around the rule(.|\n)*'0/mu/first': float32\[2, 48\], but each"
+    ):
         jax.eval_shape(step, *changed, per_device(1))
 
 

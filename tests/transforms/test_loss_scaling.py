@@ -369,7 +369,7 @@ def test_a_rule_whose_state_is_a_bare_dictionary_has_no_loss_scale_once_it_stand
     rule = optax.GradientTransformation(
         lambda params: {"momentum": params}, lambda updates, state, params=None: (updates, {"momentum": updates})
     )
-    with pytest.raises(TypeError, match=r"make the rule an element of a chain: `optax.chain\(rule, optax.identity\(\)\)`"):
+    with pytest.raises(TypeError, match=r"element of a chain, as in `optax.chain\(rule, optax.identity\(\)\)`"):
         mpx.get_loss_scale(rule.init({"w": jnp.ones(2)}))
     state = mpx.mixed_precision(optax.chain(rule, optax.identity()), "f32").init({"w": jnp.ones(2)})
     assert mpx.get_loss_scale(state) == mpx.NoOpLossScale()
