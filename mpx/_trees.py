@@ -118,11 +118,6 @@ def _is_of_flax(node: Any, *names: str) -> bool:
     return any(kind.__module__.startswith("flax.") and kind.__name__ in names for kind in type(node).__mro__)
 
 
-def unboxed(tree: Any) -> Any:
-    """Return a tree with a list in place of each leaf and of each box of Flax, so that boxes make no difference."""
-    return jax.tree.map(jax.tree.leaves, tree, is_leaf=is_box)
-
-
 def leaves_by_path(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[Path, Any]:
     """Return the leaves of a tree by key path; path strings are not unique: `{"a/b": x, "a": {"b": y}}`."""
     return dict(jax.tree.leaves_with_path(tree, is_leaf))

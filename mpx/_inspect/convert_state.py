@@ -276,7 +276,8 @@ def _state_of(tx: optax.GradientTransformation, params: Any, opt_state: Any) -> 
     """Return a state as `init` makes it; raise if it is not one of this transformation for these parameters."""
     require_types(opt_state, "convert_state")
     made = jax.eval_shape(tx.init, params)
-    if jax.tree.structure(_trees.unboxed(opt_state)) == jax.tree.structure(_trees.unboxed(made)):
+    without_boxes = lambda tree: jax.tree.structure(jax.tree.map(jax.tree.leaves, tree, is_leaf=_trees.is_box))
+    if without_boxes(opt_state) == without_boxes(made):
         # A `flax.nnx.Optimizer` puts each array into a variable. `init` does so only where the parameters do.
         opt_state = jax.tree.unflatten(jax.tree.structure(made), jax.tree.leaves(opt_state))
     expected = _trees.leaves_by_path(made, is_stored)
@@ -316,10 +317,9 @@ def _require_same_rule(old: list[StateLeaf], new: list[StateLeaf]) -> None:
 
 def _kind(leaf: Any) -> str:
     """Return a name that is equal for leaves that can be converted into each other."""
-    kinds = {jnp.floating: "floating", jnp.integer: "integer"}
-    if is_stored(leaf):
+    if is_stored(leaf) or jnp.issubdtype(leaf.dtype, jnp.floating):
         return "floating"
-    return next((name for kind, name in kinds.items() if jnp.issubdtype(leaf.dtype, kind)), str(leaf.dtype))
+    return "integer" if jnp.issubdtype(leaf.dtype, jnp.integer) else str(leaf.dtype)
 
 
 def _described(leaf: StateLeaf | None) -> str:

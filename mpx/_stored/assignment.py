@@ -8,16 +8,18 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from mpx import _errors, _trees
+from mpx._dtypes import dtype_or_none
 from mpx._fp8 import FORMATS
 from mpx._shardings import explicit_sharding
 from mpx._stored.blocks import BlockFormat
 from mpx._stored.blockwise_fp8 import BlockwiseFp8
 from mpx._stored.leaves import leaves_of
 from mpx._stored.roles import EXACT, Role
-from mpx._stored.state_format import FLOAT32, StateFormat, as_format, is_stored, store
+from mpx._stored.state_format import FLOAT32, Cast, StateFormat, is_stored, store
 
 _LISTED_PATHS = 20
 
@@ -87,8 +89,12 @@ def checked_patterns(given: Any) -> dict[str, StateFormat]:
 
 
 def _checked_format(pattern: str, chosen: Any) -> StateFormat:
-    found = as_format(_fp8_by_name(chosen))
-    if found is None:
+    found = chosen
+    if isinstance(chosen, str) and chosen in FORMATS:
+        found = BlockwiseFp8(chosen)
+    elif (dtype := dtype_or_none(chosen)) is not None and dtype in (jnp.bfloat16, np.float16, np.float32):
+        found = Cast(dtype.name)
+    if not isinstance(found, StateFormat):
         is_class = isinstance(chosen, type) and issubclass(chosen, StateFormat)
         hint = f" Make one: `{chosen.__name__}()`." if is_class else ""
         raise ValueError(
@@ -102,10 +108,6 @@ def _checked_format(pattern: str, chosen: Any) -> StateFormat:
             f"`low_precision_state`: the format {chosen!r} must be a frozen dataclass whose fields can be hashed."
         ) from error
     return found
-
-
-def _fp8_by_name(chosen: Any) -> Any:
-    return BlockwiseFp8(chosen) if isinstance(chosen, str) and chosen in FORMATS else chosen
 
 
 def require_every_pattern_used(state: Any, patterns: Mapping[str, StateFormat], assignment: Assignment) -> None:

@@ -22,7 +22,7 @@ from mpx._stored.assignment import (
     require_stored_as_assigned,
 )
 from mpx._stored.roles import register_state
-from mpx._stored.state_format import FLOAT32, Cast, StateFormat, StoredLeaf, is_stored, load, store
+from mpx._stored.state_format import FLOAT32, Cast, StateFormat, StoredLeaf, is_stored, store
 from mpx._transforms.float32_world import marked_as_float32, run_in_float32
 
 Rounding = Literal["nearest", "stochastic"]
@@ -183,7 +183,7 @@ def _store(state: Any, assignment: Assignment, key: jax.Array | None, rounding: 
 @functools.partial(jax.jit, inline=True)
 def _decoded(leaf: StoredLeaf) -> Any:
     with jax.named_scope(BLOCKS):
-        return load(leaf)
+        return jax.tree.structure(leaf.codes).unflatten([leaf.decode()])  # in its box, if it had one
 
 
 @functools.partial(jax.jit, inline=True, static_argnums=2)

@@ -76,6 +76,13 @@ def test_master_params_without_masters_are_the_parameters_in_float32_and_leave_o
     assert_same_bits(masters["w"], jnp.ones(2, jnp.float32))
 
 
+def test_a_parameter_may_be_called_as_a_field_of_a_state_is():
+    """A dictionary of this one name is what a checkpoint without types makes of a `KahanSummationState`."""
+    params = {"compensation": jnp.ones(2, jnp.bfloat16)}
+    state = KEEPERS["full"]().init(params)
+    assert_same_bits(mpx.master_params(params, state), {"compensation": jnp.ones(2, jnp.float32)})
+
+
 @every_pair
 def test_after_resync_parameters_changed_from_outside_are_the_masters(keeper, nesting):
     """NaN is in sync with NaN."""

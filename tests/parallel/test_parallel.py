@@ -192,6 +192,16 @@ def test_tensor_parallel_parameters_keep_their_sharding():
     assert_same_bits((now, state), trained(tx, 3, params(), unfused()))
 
 
+def test_an_axis_is_divided_only_if_what_a_device_has_of_it_is_a_multiple():
+    """Of 12 rows over 2 devices each has 6, which 4 others cannot share: they share the columns."""
+    mesh, params = (
+        jax.sharding.AbstractMesh((4, 2), ("data", "model")),
+        {"w": jax.ShapeDtypeStruct((12, 8), np.float32)},
+    )
+    shardings = mpx.zero1_shardings(params, optax.TraceState(params), mesh, param_specs=P("model"))
+    assert shardings.trace["w"].spec == P("model", "data")
+
+
 def test_one_spec_serves_all_parameters_below_it_and_those_that_are_sharded_otherwise_are_refused():
     mesh = two_axes()
     start = {"w": jnp.ones((8, 8), jnp.float32), "v": jnp.ones((8, 4), jnp.float32)}
