@@ -17,8 +17,11 @@ def kept_key(key: jax.Array | None) -> Any:
     return optax.MaskedNode() if key is None else jnp.array(jax.random.key_data(key), copy=True)
 
 
-def key_of_step(kept: Any, first: jax.Array | None) -> tuple[jax.Array | None, Any]:
-    """Return the key of a step, and what the state keeps for the next one; `first` has made the state."""
+def key_of_step(kept: Any, first: jax.Array | None) -> tuple[Any, Any]:
+    """Return the key of a step (None without a key), and what the state keeps for the next one.
+
+    `first` is the key that made the state.
+    """
     if first is None:
         return None, kept
     this_step, next_step = jax.random.split(jax.random.wrap_key_data(kept, impl=jax.random.key_impl(first)))

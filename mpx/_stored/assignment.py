@@ -95,8 +95,9 @@ def _checked_format(pattern: str, chosen: Any) -> StateFormat:
     elif (dtype := dtype_or_none(chosen)) is not None and dtype in (jnp.bfloat16, np.float16, np.float32):
         found = Cast(dtype.name)
     if not isinstance(found, StateFormat):
-        is_class = isinstance(chosen, type) and issubclass(chosen, StateFormat)
-        hint = f" Make one: `{chosen.__name__}()`." if is_class else ""
+        hint = ""
+        if isinstance(chosen, type) and issubclass(chosen, StateFormat):
+            hint = f" Make one: `{chosen.__name__}()`."
         raise ValueError(
             f"`low_precision_state`: `formats[{pattern!r}]` must be bfloat16, float16, float32, 'e4m3', 'e5m2' or a "
             f"`StateFormat` such as `Blockwise8bit()`, but got {chosen!r}.{hint}"

@@ -36,8 +36,9 @@ class BlockFormat(StateFormat):
         return dataclasses.replace(self, signed=role != "second moment")  # type: ignore[type-var]
 
     def for_shards(self: T, columns: int) -> T:
-        """Return the format with blocks that lie within a shard's rows."""
-        return dataclasses.replace(self, block_size=block_within(columns, self.block_size))  # type: ignore[type-var]
+        """Return the format with blocks that lie in a shard's rows, or over devices if they would be too small."""
+        size = math.gcd(columns, self.block_size)
+        return dataclasses.replace(self, block_size=size) if size >= SMALLEST else self  # type: ignore[type-var]
 
 
 def packed(codes: jax.Array) -> jax.Array:
@@ -67,15 +68,6 @@ def scales_shape(shape: tuple[int, ...], block_size: int) -> tuple[int, ...]:
     if shape and size and shape[-1] % block_size == 0:
         return (*shape[:-1], shape[-1] // block_size)
     return (-(-size // block_size),)
-
-
-def block_within(columns: int, block_size: int) -> int:
-    """Return the largest power of two up to `block_size` that divides the columns of a shard.
-
-    If that is less than 16, return `block_size`: its blocks then reach over devices.
-    """
-    largest = math.gcd(columns, block_size)
-    return largest if largest >= SMALLEST else block_size
 
 
 def largest_of_blocks(keys: jax.Array, block_size: int) -> jax.Array:
