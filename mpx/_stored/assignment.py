@@ -185,7 +185,8 @@ def require_stored_as_assigned(state: Any, assignment: Assignment, as_made: Call
         elif is_stored(leaf):
             fits = leaf.format == assigned.format
         else:
-            fits = leaf.dtype == _stored_dtype(assigned.format, leaf.shape)
+            kept = _stored_dtype(assigned.format, leaf.shape)
+            fits = kept is not None and leaf.dtype == kept
         if not fits:
             got = leaf.format if is_stored(leaf) else leaf.dtype
             wanted = "the rule's own" if assigned is None else assigned.format

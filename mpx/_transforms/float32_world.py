@@ -24,7 +24,7 @@ def run_in_float32(inner: Any, dtype: np.dtype, caller: str) -> optax.GradientTr
     A rule that is wrapped so already is returned unchanged, so that nested wrappers cast and check once.
     """
     inner = _errors.as_transformation(inner, caller)
-    if getattr(inner.init, _MARK, None) == getattr(inner.update, _MARK, None) == dtype:
+    if getattr(inner.init, _MARK, None) == getattr(inner.update, _MARK, None) == dtype.name:
         return inner
 
     def init_fn(params):
@@ -45,7 +45,7 @@ def run_in_float32(inner: Any, dtype: np.dtype, caller: str) -> optax.GradientTr
 def marked_as_float32(init_fn: Any, update_fn: Any, dtype: np.dtype) -> optax.GradientTransformationExtraArgs:
     """Mark a transformation that `run_in_float32` need not wrap: it casts by itself, and its state keeps its types."""
     for function in (init_fn, update_fn):
-        setattr(function, _MARK, dtype)
+        setattr(function, _MARK, dtype.name)  # not the dtype: to NumPy, float64 equals None
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
