@@ -192,6 +192,16 @@ def test_tensor_parallel_parameters_keep_their_sharding():
     assert_same_bits((now, state), trained(tx, 3, params(), unfused()))
 
 
+def test_an_axis_is_divided_only_if_what_a_device_has_of_it_is_a_multiple():
+    """Of 12 rows over 2 devices each has 6, which 4 others cannot share: they share the columns."""
+    mesh, params = (
+        jax.sharding.AbstractMesh((4, 2), ("data", "model")),
+        {"w": jax.ShapeDtypeStruct((12, 8), np.float32)},
+    )
+    shardings = mpx.zero1_shardings(params, optax.TraceState(params), mesh, param_specs=P("model"))
+    assert shardings.trace["w"].spec == P("model", "data")
+
+
 def test_one_spec_serves_all_parameters_below_it_and_those_that_are_sharded_otherwise_are_refused():
     mesh = two_axes()
     start = {"w": jnp.ones((8, 8), jnp.float32), "v": jnp.ones((8, 4), jnp.float32)}
@@ -462,6 +472,18 @@ def test_inside_shard_map_a_whole_state_is_refused():
         ValueError, match=r"'master/first': float32\[16, 48\], but each device should have float32\[2, 48\]"
     ):
         jax.eval_shape(step, shapes, jax.eval_shape(mpx.master_weights(ADAMW).init, shapes), gradients(0))
+
+
+def test_inside_shard_map_a_rule_that_has_changed_its_dtypes_is_told_to_stand_in_upcast():
+    """Its gradients are float32 here, and Optax's Adam adds them to the bfloat16 moments that its `init` made."""
+    mesh, shapes = eight_cpu_devices(), jax.eval_shape(params)
+    tx = mpx.zero1(optax.adam(1e-3), mesh)
+    step = in_shard_map(tx, mesh, False, QUICKLY)
+    changed = jax.eval_shape(step, shapes, jax.eval_shape(tx.init, shapes), per_device(0))
+    with pytest.raises(
+        ValueError, match=r"put `upcast` around the rule(.|\n)*'0/mu/first': float32\[2, 48\], but each"
+    ):
+        jax.eval_shape(step, *changed, per_device(1))
 
 
 def test_what_is_no_mesh_an_axis_that_it_has_not_and_an_update_without_parameters_are_refused():

@@ -38,6 +38,13 @@ def test_each_byte_holds_two_neighbours_the_first_in_its_low_bits():
     np.testing.assert_array_equal(unpacked(bytes_), pairs)
 
 
+@pytest.mark.parametrize("shape", [(0, 4), (2, 0, 4), (4, 0)])
+def test_an_array_without_elements_has_no_codes_and_comes_back(shape):
+    codes, scales = FORMAT.encode(jnp.zeros(shape))
+    assert (codes.size, scales.size) == (0, 0)
+    assert FORMAT.decode(codes, scales).shape == shape
+
+
 def test_numbers_become_members_of_the_map_and_the_largest_of_a_block_stays_exact():
     x = numbers(0)
     for key in (None, jax.random.key(0)):
