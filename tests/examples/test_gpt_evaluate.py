@@ -1,12 +1,9 @@
 """HellaSwag's questions, and their score under a model whose losses can be added up by hand."""
 
-import json
-
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from examples.gpt.evaluate import Accuracy, Question, accuracy, read_questions
+from examples.gpt.evaluate import Accuracy, Question, accuracy
 
 ALPHABET = " abcd"  # a character is a token; the space is 0, as is the padding
 # The loss of each letter after another one, in nats.
@@ -20,7 +17,6 @@ LOSSES = np.array(
     ],
     np.float32,
 )
-RIGHT = {"ctx": "ab", "endings": ["a", "d"], "label": 0, "ind": 7}
 
 
 def encode(text):
@@ -33,18 +29,6 @@ def bigram_losses(tokens):
 
 def score(*items, losses_of=bigram_losses, context=8, **options):
     return accuracy(losses_of, items, encode, context=context, **options)
-
-
-def test_questions_are_read_in_order_with_labels_as_numbers_or_digits(tmp_path):
-    """A separator of lines within a string does not end a line."""
-    other = {"ctx": "c", "endings": ["a", "b", "c d"], "label": "2"}
-    separator = '{"ctx": "a\u2028b", "endings": ["a", "b"], "label": 1}\n'
-    (tmp_path / "items").write_text(f"{json.dumps(RIGHT)}\n{json.dumps(other)}\n{separator}", encoding="utf-8")
-    assert read_questions(tmp_path / "items") == [
-        Question("ab", ("a", "d"), 0),
-        Question("c", ("a", "b", "c d"), 2),
-        Question("a\u2028b", ("a", "b"), 1),
-    ]
 
 
 # --- The score. ---
@@ -86,12 +70,3 @@ def test_a_context_that_is_too_long_loses_its_start_and_an_ending_must_fit():
     np.testing.assert_array_equal(seen, [[encode("bcd a"), encode("d bcd")]])
     with pytest.raises(ValueError, match="an ending has 4 tokens, but the model has room for 3"):
         score(item, context=3)
-
-
-def test_losses_of_16_bits_are_added_up_in_float64():
-    """In bfloat16 256 + 1 is 256, so the ending of 300 tokens, space included, would cost as much as the one of 270."""
-    losses_of = lambda tokens: jnp.ones((tokens.shape[0], tokens.shape[1] - 1), jnp.bfloat16)
-    item = Question("a", ("a" * 299, "a" * 269), 1)
-    ones = np.asarray(losses_of(np.zeros((1, 301))))
-    assert ones[0].sum() == ones[0, :270].sum()  # negative control
-    assert score(item, losses_of=losses_of, context=300).acc == 1.0
