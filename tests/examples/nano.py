@@ -35,10 +35,10 @@ def start(cache, *flags, **options):
     )  # fmt: skip
 
 
-def make_tokens(folder, line="line of a text"):
+def make_tokens(folder):
     """Make a folder of tokens of a short text."""
     folder.mkdir(parents=True)
-    (folder / "text.txt").write_text("".join(f"{line} {number}\n" for number in range(6000)))
+    (folder / "text.txt").write_text("".join(f"line of a text {number}\n" for number in range(6000)))
     data.prepare(folder / "tokens", [folder / "text.txt"])
     return folder / "tokens"
 

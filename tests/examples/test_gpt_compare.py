@@ -72,19 +72,3 @@ def test_gaps_are_to_f32_of_the_same_seed_and_means_of_the_seeds_that_all_have()
     assert found.mean("f32", lambda run: run.validation_losses[-1]) == 2.0
     alone = report.Comparison([*references, naive[0], finished_run("fp8", loss=float("nan"))])
     assert alone.gap("bf16-naive") == 0.25
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--text", "short"], "it has 10 bytes, and at least 10,000 are needed"),
-        (["--recipes", "f32,bf17"], f"no recipe is called 'bf17'; there are {', '.join(compare.ALL_NAMES)}"),
-        (["--recipes", "f32"], "choose at least one recipe to compare with f32"),
-    ],
-)
-def test_a_bad_option_is_refused_at_once(arguments, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "short").write_bytes(b"too little")
-    result = CliRunner().invoke(compare.app, arguments)
-    assert result.exit_code == 2
-    assert message in result.output

@@ -6,16 +6,12 @@ import json
 import numpy as np
 import pytest
 import tiktoken
-from hypothesis import given
-from hypothesis import strategies as st
 from tiktoken_ext.openai_public import ENDOFTEXT, r50k_pat_str
 
 from examples.gpt import data
 from examples.gpt.data import Rows, get_tokenizer
 
 
-# --- Text. ---
-# --- Tokenizers. ---
 @pytest.fixture(scope="module")
 def pairs():
     """A tokenizer like GPT-2's: all bytes, the pairs "el" and "he", and the words "hel" and "hello"."""
@@ -27,16 +23,6 @@ def pairs():
         yield get_tokenizer("gpt2")
 
 
-@given(st.text(st.characters(codec="utf-8")))
-def test_text_comes_back_from_its_tokens(pairs, text):
-    for tokenizer in (get_tokenizer("bytes"), pairs):
-        tokens = tokenizer.encode(text)
-        assert tokens.dtype == np.uint16
-        assert tokenizer.decode(tokens) == text
-    assert get_tokenizer("bytes").encode(text).tolist() == list(text.encode())
-
-
-# --- A folder of tokens. ---
 @pytest.fixture
 def texts(tmp_path, monkeypatch):
     """A folder of 25 files of one piece, and a longer file."""
@@ -67,7 +53,6 @@ def test_every_tenth_piece_is_held_out_and_a_separator_begins_each_document(text
     assert index.sha256 != data.prepare(tmp_path / "other", texts, "gpt2").sha256
 
 
-# --- Batches. ---
 @pytest.fixture
 def rows(tmp_path):
     """A part with 15 rows of 4 tokens and their last target, whose tokens count from 0: each tells its place."""

@@ -72,21 +72,3 @@ def test_draws_follow_the_probabilities_and_padding_is_never_drawn(temperature):
     assert measured[5] == 0
     with pytest.raises(AssertionError):  # negative control
         assert_drawn_from(PROBABILITIES ** (1 / (1.25 * temperature)), measured)
-
-
-def test_the_key_decides_the_tokens_and_one_program_serves_all_keys_prompts_and_temperatures():
-    traces, logits = [], jnp.zeros(6)
-
-    def counted(logits, tokens):
-        traces.append(tokens.shape)
-        return fixed(logits, tokens)
-
-    draw = lambda seed, length=1, temperature=1.0: generate(
-        counted, logits, np.arange(length), count=40, context=4, key=jax.random.key(seed), temperature=temperature
-    ).tolist()
-    assert draw(1) == draw(1)
-    count = len(traces)
-    assert draw(1) != draw(2)
-    draw(3, length=3, temperature=0.5)
-    assert set(traces[:1]) == {(1, 4)}
-    assert len(traces) == count
