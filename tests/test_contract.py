@@ -124,7 +124,7 @@ def test_an_empty_tree_is_trained(name):
 
 
 @pytest.mark.eager
-@pytest.mark.parametrize("name", cases(TRANSFORMS, LIGHT))
+@pytest.mark.parametrize("name", cases(sorted(TRANSFORMS.keys() - {"low_precision_state stochastic"}), LIGHT))
 def test_the_state_can_be_a_scan_carry_and_steps_in_it_have_the_bits_of_single_ones(name):
     """Compare without fusion what is decoded in one program with the rule: it may contract with the rule's sums."""
     options = unfused() if "low_precision" in name or "any_precision" in name else {}

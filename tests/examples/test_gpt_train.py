@@ -110,11 +110,11 @@ def test_a_run_says_what_it_trains_and_writes_each_step_a_plot_and_its_newest_ch
     assert sorted(path.name for path in folder.iterdir()) == ["checkpoints", "log.jsonl", "loss.png"]
 
 
-@pytest.mark.parametrize("kept", [0, 1, 9, 10, 19, 30])
+@pytest.mark.parametrize("kept", [0, 1, 10, 11, 19, 33])
 def test_a_log_that_a_kill_cut_off_keeps_its_whole_lines_without_the_steps_that_are_repeated(tmp_path, kept):
     path = tmp_path / "log.jsonl"
-    lines = [f'{{"step":{step}}}\n' for step in (1, 2, 9)]  # ten or eleven bytes each
-    path.write_text("".join(f'{{"step":{step}}}\n' for step in (1, 2, 9))[:kept])
+    lines = [f'{{"step":{step}}}\n' for step in (1, 2, 9)]  # eleven bytes each
+    path.write_text("".join(lines)[:kept])
     train.begin_log(path, done=2)
     assert [line["step"] for line in read_log(path)] == [1, 2][: min(kept // len(lines[0]), 2)]
 
