@@ -33,7 +33,7 @@ def main() -> None:
     try:
         app(prog_name="mpx")
     except Exception as error:
-        from mpx.tools.cli.errors import message_of
+        from mpx.tools.cli import message_of
 
         typer.echo(f"Error: {message_of(error)}", err=True)
         raise SystemExit(1) from None
@@ -77,11 +77,11 @@ def doctor(
     Exit code: 0 if all is well, 1 with an error, 3 with a warning.
     """
     from mpx.doctor import examine
-    from mpx.tools.cli.output import write
+    from mpx.tools.cli import write
 
     with Console(stderr=True).status("Examining ..."):
         diagnosis = examine(quick=quick)
-    write(diagnosis, [diagnosis], as_json)
+    write(diagnosis, as_json)
     raise typer.Exit(diagnosis.exit_code)
 
 
@@ -105,14 +105,17 @@ def plan(
     as_json: _AsJson = False,
 ) -> None:
     """Count the bytes that a training run holds under each precision recipe, before anything is allocated."""
-    from mpx.tools.cli import given, plans
-    from mpx.tools.cli.output import write
+    from mpx.tools import cli
 
-    limit = None if memory is None else int(given.memory_bytes(memory) * plans.fraction())
+    limit = None if memory is None else int(cli.memory_bytes(memory) * cli.fraction())
+    options = {"gradient_dtype": gradient_dtype, "usable_bytes": limit}
     with contextlib.redirect_stdout(sys.stderr):  # the user's code may print
-        planned = given.attribute(model) if ":" in model else given.parameters(model)
-        comparison = plans.compare(planned, given.rule(rule), recipe or [], devices, fsdp, gradient_dtype)
-    write(plans.content(comparison, limit), plans.parts(comparison, limit, fsdp, gradient_dtype), as_json)
+        planned = cli.attribute(model) if ":" in model else cli.parameters(model)
+        comparison = cli.plan(planned, cli.rule(rule), recipe or [], devices, fsdp, **options)
+    parts = cli.plan_parts(comparison, "fsdp" if fsdp else "zero1" if devices > 1 else "none")
+    inside = "Gradients are those in one jitted step; --gradient-dtype f32: those that leave it."
+    note = f"Without activations.{'' if gradient_dtype else f' {inside}'}"
+    cli.write(comparison, as_json, [*parts, note])
 
 
 @app.command(epilog='Example: mpx explain train.py:loss "f32[16,4]" "f32[8,16]" --policy bf16 --grad')
@@ -132,13 +135,12 @@ def explain(
     import jax
 
     import mpx
-    from mpx.tools.cli import given
-    from mpx.tools.cli.output import write
+    from mpx.tools import cli
 
     with contextlib.redirect_stdout(sys.stderr):
-        fun = given.attribute(function)
-        explanation = mpx.explain(jax.grad(fun) if grad else fun, policy)(*map(given.shape, shapes or []))
-    write(explanation, [explanation], as_json)
+        fun = cli.attribute(function)
+        explanation = mpx.explain(jax.grad(fun) if grad else fun, policy)(*map(cli.shape, shapes or []))
+    cli.write(explanation, as_json)
 
 
 @app.command(epilog='Example: mpx program train.py:step "f32[16,4]" "f32[8,16]" --donate 0')
@@ -171,14 +173,13 @@ def program(
 
         allow_targets()  # before JAX starts
     import mpx
-    from mpx.tools.cli import given
-    from mpx.tools.cli.output import write
+    from mpx.tools import cli
 
     with Console(stderr=True).status("Compiling the step ..."), contextlib.redirect_stdout(sys.stderr):
-        found = given.attribute(function)
-        step, arguments, *donated = (found, map(given.shape, shapes), donate or ()) if shapes else found()
+        found = cli.attribute(function)
+        step, arguments, *donated = (found, map(cli.shape, shapes), donate or ()) if shapes else found()
         report = mpx.step_report(step, *arguments, target=target, donate_argnums=donated[0] if donated else ())
-    write(report, [report], as_json)
+    cli.write(report, as_json)
 
 
 @app.command(epilog="Example: mpx report gradients.npz --dtype f16")
@@ -189,9 +190,7 @@ def report(
     as_json: _AsJson = False,
 ) -> None:
     """Read arrays, and show how many become zero in a format and which loss scale they need."""
-    from mpx.tools.cli import arrays
-    from mpx.tools.cli.output import write
+    from mpx.tools.cli import read_arrays, write
     from mpx.tools.monitor.underflow import underflow_report
 
-    found = underflow_report(arrays.read(file), dtype, loss_scale=loss_scale)
-    write(found, [found], as_json)
+    write(underflow_report(read_arrays(file), dtype, loss_scale=loss_scale), as_json)

@@ -3,6 +3,6 @@
 The command line has it as `mpx doctor`.
 """
 
-from mpx.tools.doctor.diagnosis import Diagnosis as Diagnosis
-from mpx.tools.doctor.diagnosis import Problem as Problem
+from mpx.tools.doctor.examine import Diagnosis as Diagnosis
+from mpx.tools.doctor.examine import Problem as Problem
 from mpx.tools.doctor.examine import examine as examine

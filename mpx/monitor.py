@@ -23,4 +23,4 @@ from mpx.tools.monitor.measures import lost_updates as lost_updates
 from mpx.tools.monitor.measures import overflow as overflow
 from mpx.tools.monitor.measures import underflow as underflow
 from mpx.tools.monitor.measures import update_to_weight_ratio as update_to_weight_ratio
-from mpx.tools.monitor.watch import watch as watch
+from mpx.tools.monitor.measures import watch as watch

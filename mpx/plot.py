@@ -7,7 +7,7 @@ both on paper and on a dark page; `style` makes your own figures so. No setting 
 `mpx.plot` is imported by its name: `import mpx` alone does not need Matplotlib.
 """
 
-from mpx.tools.plot.exponents import exponents as exponents
-from mpx.tools.plot.losses import losses as losses
-from mpx.tools.plot.memory import memory as memory
-from mpx.tools.plot.sheet import style as style
+from mpx.tools.plot import exponents as exponents
+from mpx.tools.plot import losses as losses
+from mpx.tools.plot import memory as memory
+from mpx.tools.plot import style as style

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mpx
-from mpx.tools.advise.advise import advise, grouped
+from mpx.tools.advise import advise, grouped
 from tests.autocast.helpers import narrow_dot, normal, rounded
 
 BF16 = mpx.get_policy("params=bf16,compute=bf16,output=f32")

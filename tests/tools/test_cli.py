@@ -14,7 +14,7 @@ import pytest
 import mpx
 import mpx_cli
 from mpx.doctor import Diagnosis
-from mpx.tools.cli import given
+from mpx.tools import cli
 from mpx.tools.plan import STANDARD_RECIPES
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -175,13 +175,13 @@ def test_the_doctor_says_what_it_found_and_exits_with_its_code(monkeypatch, run,
 def test_numbers_of_parameters_and_memories_have_units():
     counts = {"124M": 124 * 10**6, "7B": 7 * 10**9, "70e9": 70 * 10**9, "1.3b": 1_300_000_000, "1_000": 1000}
     sizes = {"80GB": 80 * 10**9, "80GiB": 80 * 2**30, "80e9B": 80 * 10**9, "1.5 MB": 1_500_000, "512KiB": 2**19}
-    assert {text: given.parameters(text) for text in counts} == counts
-    assert {text: given.memory_bytes(text) for text in sizes} == sizes
+    assert {text: cli.parameters(text) for text in counts} == counts
+    assert {text: cli.memory_bytes(text) for text in sizes} == sizes
 
 
 def test_the_plans_are_those_of_the_library(json_of):
     expected = {name: plan.as_dict() for name, plan in mpx.compare_plans(7_000_000_000).plans.items()}
-    assert json_of("plan", "7B") == {"plans": expected}
+    assert json_of("plan", "7B") == {"plans": expected, "usable_bytes": None, "fits": {}, "largest_models": {}}
     chosen = ("f32", "bf16-kahan")
     assert json_of("plan", "7B", "--recipe", "f32", "--recipe", "bf16-kahan")["plans"] == {
         name: expected[name] for name in chosen
@@ -312,11 +312,11 @@ def test_shapes_are_in_the_notation_that_mpx_prints_and_not_in_that_of_numpy():
         "f16": ((), "float16"),
         "float8_e4m3fn[2]": ((2,), "float8_e4m3fn"),
     }
-    found = {text: given.shape(text) for text in expected}
+    found = {text: cli.shape(text) for text in expected}
     assert {text: (x.shape, x.dtype.name) for text, x in found.items()} == expected
     for text in "|f17[3]|f8[3]|f4[3]|f32[a]|f32[8|[8]|f32[-1]|S3[3]".split("|"):
         with pytest.raises(ValueError, match="is not a shape such as"):
-            given.shape(text)
+            cli.shape(text)
 
 
 @pytest.mark.parametrize("policy", ["bf16", "params=f32,compute=bf16"])

@@ -15,8 +15,8 @@ import mpx
 from mpx import doctor
 from mpx.tools.doctor import exactness, products
 from mpx.tools.doctor.exactness import Check
+from mpx.tools.doctor.examine import recommend
 from mpx.tools.doctor.products import WAYS, Product, Way
-from mpx.tools.doctor.recommendation import recommend
 
 BFLOAT16, FLOAT16 = np.dtype(jnp.bfloat16), np.dtype(np.float16)
 
@@ -34,7 +34,6 @@ def products_of(bits=24, broken=(), **rates):
 GPU = doctor.Diagnosis(
     {"python": "3.12.0", "jax": "0.10.2"},
     "/env/site-packages/mpx",
-    backend="gpu",
     devices={"NVIDIA H200": 8},
     products=products_of(bits=11, f32=5.0, default=50.0, tf32=50.0, bf16=95.0, f16=95.0),
     checks=(Check("masters are exact", True), Check("`round_to` bfloat16 after a sum", True)),

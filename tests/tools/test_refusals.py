@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import mpx
 import mpx.plot
 from mpx import monitor
-from mpx.tools.advise.advise import advise
+from mpx.tools.advise import advise
 from mpx.tools.monitor import exponents
 from mpx.tools.program import target_devices
 from mpx.tools.program.text import parse
@@ -49,7 +49,6 @@ def call(function, *args, **options):
 
 
 losses = functools.partial(call, mpx.plot.losses)
-fitted = functools.partial(call, mpx.largest_that_fits, int)
 reported = functools.partial(call, mpx.underflow_report, ONES)
 compared = functools.partial(call, mpx.compare_plans, 1000)
 step = functools.partial(call, mpx.step_report)
@@ -114,10 +113,6 @@ PLAN = [
     (compared(None, "f32"), TypeError, "`recipes` must map names .*, but got 'f32'"),
     (compared(None, {}), ValueError, "`compare_plans`: `recipes` is empty"),
     (compared(optax.adam, None), TypeError, "`compare_plans` needs an Optax"),
-    *each(lambda x: fitted(10, resolution=x), (-0.1, 1), ValueError, "must be from 0 to below 1"),
-    *each(fitted, (0, -1, math.nan, math.inf), ValueError, "`memory_bytes` must be above 0"),
-    *each(lambda x: fitted(10, start=x), (0, 1.5, True), ValueError, "`start` must be an integer above 0"),
-    (call(mpx.largest_that_fits, lambda n: 1, 10), ValueError, "Does `bytes_of` depend on its argument"),
 ]
 PLOT = [
     (losses({"a": [1.0]}, steps=[1, 2]), ValueError, "`steps` has the shape"),

@@ -1,6 +1,6 @@
-"""Measures of gradients and updates, which leave no trace in the measured program."""
+"""Measures of gradients and updates, which leave no trace in the measured program, and `watch`, which keeps them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -10,8 +10,9 @@ import optax
 from jax import lax
 from jax.typing import DTypeLike
 
-from mpx import _trees, formats
+from mpx import _errors, _trees, formats
 from mpx._dtypes import dtype_or_none
+from mpx._transforms.float32_world import keep_types, stable_state, upcast_tree
 from mpx.tools.monitor import exponents
 
 T = TypeVar("T")
@@ -166,6 +167,58 @@ def update_to_weight_ratio(*, groups: Groups = None) -> optax.GradientTransforma
     return _with_weights("update_to_weight_ratio", ratio, groups)
 
 
+def watch(measures: Mapping[str, Any]) -> optax.GradientTransformationExtraArgs:
+    """Keep measurements of the updates in the optimizer state; the updates pass through.
+
+    This is `optax.monitor` with measurements that begin as zeros. In `optax.monitor` they begin with the first update:
+    so its state cannot be the carry of a `jax.lax.scan`, the step compiles twice, and `mpx.loss_scaling`, which chooses
+    between the old state and the new one, refuses it.
+
+    Args:
+        measures: by name, functions of the updates, or transformations whose `update` returns a measurement in place
+            of the updates: the measures of `mpx.monitor`, `optax.measure_with_ema`, or your own. They are first traced
+            with gradients of the shapes of the parameters, in float32 where those are narrower, and without extra
+            arguments. Each measurement keeps the dtypes that it had then.
+
+    Returns:
+        A transformation with an `optax.MonitorState`; `optax.tree.get(opt_state, name)` reads a measurement.
+
+    Raises:
+        TypeError: if `measures` is not a dictionary of functions and transformations.
+
+    Example:
+        >>> measures = {"underflow": mpx.monitor.underflow("f16"), "norm": optax.tree.norm}
+        >>> tx = optax.chain(mpx.monitor.watch(measures), optax.sgd(0.1))
+        >>> params = jnp.ones(4)
+        >>> state = tx.init(params)
+        >>> _, state = jax.jit(tx.update)(jnp.full(4, 2.0**-30), state, params)
+        >>> print(optax.tree.get(state, "underflow"), optax.tree.get(state, "norm") == 2.0**-29)
+        1.0 True
+    """
+    is_measure = lambda x: callable(x) or callable(getattr(x, "update", None))
+    if not isinstance(measures, Mapping) or not all(map(is_measure, measures.values())):
+        raise TypeError(
+            "`watch` needs a dictionary from names to measures, such as `{'underflow': underflow('f16')}`, but got "
+            f"{measures!r}."
+        )
+    inner = optax.monitor(dict(measures))
+
+    def init_fn(params):
+        # Updates are float32 where parameters are narrower: so will the measurements be.
+        wide = upcast_tree(params, np.dtype(np.float32))
+        state: Any = stable_state(inner.init(wide), params)
+        _, shapes = jax.eval_shape(inner.update, wide, state, params)
+        return state._replace(measurements=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes.measurements))
+
+    def update_fn(updates, state, params=None, **extra_args):
+        _errors.require_state(state, optax.MonitorState, "watch")
+        hidden, hidden_params = _behind_barrier((updates, params))
+        _, new = inner.update(hidden, state, hidden_params, **extra_args)
+        return updates, keep_types(state, new)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
 def _share_of(fate: str, dtype: DTypeLike, groups: Groups, caller: str) -> Callable[[Any], Any]:
     """Return a measure of the share of the nonzero finite numbers that meet one fate."""
     span, place = exponents.range_of(dtype, caller), exponents.FATES.index(fate)
@@ -188,7 +241,7 @@ def _count_lost(u: jax.Array, p: jax.Array, dtype: np.dtype) -> jax.Array:
     return exponents.count_true(is_moving & (stored(before + u.astype(wide)) == before), is_moving)
 
 
-def behind_barrier(tree: T) -> T:
+def _behind_barrier(tree: T) -> T:
     """Return the same numbers, but hide from the compiler that the training run reads them too.
 
     Otherwise it fuses a measure with the step, and may round the step's numbers in another place because they have two
@@ -212,7 +265,7 @@ def _measure(caller: str, of_leaves: Callable[[Sequence[Column]], Any], groups: 
         leaves = [_trees.leaves_by_path(tree) for tree in trees]
         columns = {path: tuple(tree.get(path) for tree in leaves) for path in leaves[0]}
         columns = {path: column for path, column in columns.items() if all(map(_trees.is_floating, column))}
-        hidden = behind_barrier(list(columns.values()))
+        hidden = _behind_barrier(list(columns.values()))
         if groups is None:
             return of_leaves(hidden)
         names = _trees.path_names(trees[0])
