@@ -22,5 +22,4 @@ from mpx.tools.monitor.measures import exponent_histogram as exponent_histogram
 from mpx.tools.monitor.measures import lost_updates as lost_updates
 from mpx.tools.monitor.measures import overflow as overflow
 from mpx.tools.monitor.measures import underflow as underflow
-from mpx.tools.monitor.measures import update_to_weight_ratio as update_to_weight_ratio
 from mpx.tools.monitor.measures import watch as watch

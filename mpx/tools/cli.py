@@ -26,7 +26,7 @@ from mpx._parallel.placement import sharded_spec
 from mpx._tables import Result
 from mpx.tools.plan.compare_plans import PlanComparison, compare_plans
 from mpx.tools.plan.memory_plan import evaluate
-from mpx.tools.plan.recipes import STANDARD_RECIPES, Sharding, training_code
+from mpx.tools.plan.recipes import STANDARD_RECIPES, Sharding, training_texts
 
 _PREFIXES = {"k": 1, "m": 2, "g": 3, "t": 4}
 _COUNTS = {"": 1, "b": 10**9} | {name: 1000**power for name, power in _PREFIXES.items()}
@@ -147,11 +147,8 @@ def plan_parts(comparison: PlanComparison, sharding: Sharding) -> Iterator[Any]:
         yield "Nothing fits: take another recipe, or more devices, or shard parameters too (--devices N --fsdp)."
     elif is_limited or is_one:
         name = "bf16-split" if "bf16-split" in fit else fit[0]
-        recipe = STANDARD_RECIPES[name]
-        yield f"{name}: {recipe.purpose}. For AdamW, with Flax Linen or any pytree:"
-        yield training_code(recipe, "linen", sharding)
-        yield "For AdamW, with Flax NNX:"
-        yield training_code(recipe, "nnx", sharding)
+        yield f"{name}: {STANDARD_RECIPES[name].purpose}."
+        yield from training_texts(name, sharding)
 
 
 def write(result: Result, as_json: bool, parts: Iterable[Any] = ()) -> None:

@@ -16,7 +16,7 @@ from matplotlib.text import Text
 
 import mpx
 import mpx.plot
-from mpx.tools import plot
+from mpx import plot
 from mpx.tools.plan.rows import Kind
 
 WHITE, DARK = "#FFFFFF", "#121212"

@@ -60,7 +60,6 @@ NO_SCALES = (3.0, 0.0, -2.0, math.inf)
 TWO, TWO_BY_FOUR = mesh(data=2), mesh(data=2, model=4)
 REPORT = mpx.underflow_report(jnp.ones(3))
 
-OF_WEIGHTS = monitor.lost_updates, monitor.update_to_weight_ratio
 SHARES = (monitor.underflow, monitor.becomes_subnormal, monitor.overflow, monitor.lost_updates)
 
 
@@ -77,7 +76,7 @@ MONITOR = [
         "must be None or 'leaf'",
     ),
     *each(lambda make: call(make, "int8"), SHARES, ValueError, NO_FORMAT),
-    *each(lambda x: call(x().update, GRADS, optax.EmptyState()), OF_WEIGHTS, ValueError, "needs the parameters"),
+    (call(monitor.lost_updates().update, GRADS, optax.EmptyState()), ValueError, "needs the parameters"),
     *each(lambda x: call(monitor.watch, x), (None, {"a": 1}, SHARES[0]), TypeError, "`watch` needs a dictionary"),
     *each(lambda x: call(exponents.range_of, x, "caller"), ("int32", np.float64, None, "bf17"), ValueError, NO_FORMAT),
     *each(lambda x: reported(loss_scale=x), NO_SCALES, ValueError, "must be a loss scale or a number, a power of two"),

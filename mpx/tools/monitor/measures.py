@@ -17,7 +17,6 @@ from mpx.tools.monitor import exponents
 
 T = TypeVar("T")
 Groups = Literal["leaf"] | None
-Column = tuple[Any, ...]  # a leaf of each measured tree: the update, and the weight if a measure needs it
 _STORED = tuple(np.dtype(kind) for kind in (jnp.bfloat16, np.float16, np.float32))
 
 
@@ -98,12 +97,9 @@ def exponent_histogram(*, groups: Groups = None) -> Callable[[Any], Any]:
         >>> print(histogram.zeros, histogram.nonfinite)
         1.0 1.0
     """
-
-    def of_leaves(leaves):
-        totals = _total(exponents.count_exponents, leaves, len(exponents.EXPONENTS) + 2)
-        return exponents.ExponentHistogram(totals[:-2], totals[-2], totals[-1])
-
-    return _measure("exponent_histogram", of_leaves, groups)
+    histogram = lambda sums: exponents.ExponentHistogram(sums[:-2], sums[-2], sums[-1])
+    kinds = len(exponents.EXPONENTS) + 2
+    return _measure("exponent_histogram", exponents.count_exponents, kinds, histogram, groups)
 
 
 def lost_updates(dtype: DTypeLike | None = None, *, groups: Groups = None) -> optax.GradientTransformationExtraArgs:
@@ -135,36 +131,16 @@ def lost_updates(dtype: DTypeLike | None = None, *, groups: Groups = None) -> op
     given = dtype_or_none(dtype)
     if dtype is not None and given not in _STORED:
         raise ValueError(f"`lost_updates`: `dtype` must be bf16, f16, f32 or None, but got {dtype!r}.")
+    count = lambda u, p: _count_lost(u, p, given or p.dtype)
+    measured = _measure("lost_updates", count, 2, lambda sums: sums[0] / jnp.maximum(sums[1], 1), groups)
 
-    def share(leaves):
-        lost, moving = _total(lambda u, p: _count_lost(u, p, given or p.dtype), leaves, 2)
-        return lost / jnp.maximum(moving, 1)
+    def update_fn(updates, state, params=None, **extra_args):
+        del extra_args
+        if params is None:
+            raise ValueError("`lost_updates` needs the parameters: call `update(grads, state, params)`.")
+        return measured(updates, params), state
 
-    return _with_weights("lost_updates", share, groups)
-
-
-def update_to_weight_ratio(*, groups: Groups = None) -> optax.GradientTransformationExtraArgs:
-    """Measure how far a step goes: the norm of the updates divided by the norm of the weights.
-
-    Both norms are computed in float32. The ratio is 0 if nothing moves, and infinite if the weights are zero and
-    something does. `groups` is as for `underflow`. Like `lost_updates` it is for `watch` only.
-
-    Raises:
-        ValueError: as `underflow` does; at `update`, without parameters.
-
-    Example:
-        >>> tx = optax.chain(optax.sgd(1e-2), mpx.monitor.watch({"ratio": update_to_weight_ratio(groups="leaf")}))
-        >>> params = {"a": jnp.full(9, 2.0), "b": jnp.full(4, 1.0)}
-        >>> _, state = tx.update(params, tx.init(params), params)
-        >>> optax.tree.get(state, "ratio")
-        {'a': Array(0.01, dtype=float32), 'b': Array(0.01, dtype=float32)}
-    """
-
-    def ratio(leaves):
-        update, weight = (optax.tree.norm([pair[i].astype(np.float32) for pair in leaves]) for i in (0, 1))
-        return jnp.where(update == 0, np.float32(0), update / weight)
-
-    return _with_weights("update_to_weight_ratio", ratio, groups)
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update_fn)
 
 
 def watch(measures: Mapping[str, Any]) -> optax.GradientTransformationExtraArgs:
@@ -223,13 +199,7 @@ def _share_of(fate: str, dtype: DTypeLike, groups: Groups, caller: str) -> Calla
     """Return a measure of the share of the nonzero finite numbers that meet one fate."""
     span, place = exponents.range_of(dtype, caller), exponents.FATES.index(fate)
     count = lambda x: exponents.count_fates(x, span.edges())
-    share = lambda leaves: exponents.shares_of(_total(count, leaves, len(exponents.FATES) + 1))[place]
-    return _measure(caller, share, groups)
-
-
-def _total(count: Callable[..., jax.Array], leaves: Sequence[Column], kinds: int) -> jax.Array:
-    """Return what a function counts in all leaves, a float32 vector."""
-    return sum((exponents.sum_float32(count(*leaf)) for leaf in leaves), jnp.zeros(kinds, np.float32))
+    return _measure(caller, count, len(exponents.FATES) + 1, lambda sums: exponents.shares_of(sums)[place], groups)
 
 
 def _count_lost(u: jax.Array, p: jax.Array, dtype: np.dtype) -> jax.Array:
@@ -256,10 +226,18 @@ def _behind_barrier(tree: T) -> T:
     return treedef.unflatten([hidden.get(i, x) for i, x in enumerate(leaves)])
 
 
-def _measure(caller: str, of_leaves: Callable[[Sequence[Column]], Any], groups: Groups) -> Callable[..., Any]:
-    """Return a function of gradients or updates, and perhaps of weights, from one of their floating leaves."""
+def _measure(
+    caller: str, count: Callable[..., jax.Array], kinds: int, result: Callable[[jax.Array], Any], groups: Groups
+) -> Callable[..., Any]:
+    """Return a function of gradients or updates, and perhaps of weights.
+
+    `count` counts `kinds` of numbers in a floating leaf of each tree; `result` makes the measurement of the sums.
+    """
     if groups not in (None, "leaf"):
         raise ValueError(f"`{caller}`: `groups` must be None or 'leaf', but got {groups!r}.")
+
+    def of_leaves(leaves: Sequence[Sequence[jax.Array]]) -> Any:
+        return result(sum((exponents.sum_float32(count(*leaf)) for leaf in leaves), jnp.zeros(kinds, np.float32)))
 
     def measured(*trees: Any) -> Any:
         leaves = [_trees.leaves_by_path(tree) for tree in trees]
@@ -272,18 +250,3 @@ def _measure(caller: str, of_leaves: Callable[[Sequence[Column]], Any], groups: 
         return {names[path]: of_leaves([column]) for path, column in zip(columns, hidden, strict=True)}
 
     return measured
-
-
-def _with_weights(
-    caller: str, of_leaves: Callable[[Sequence[Column]], Any], groups: Groups
-) -> optax.GradientTransformationExtraArgs:
-    """Return a measure of updates and weights as the transformation that `optax.monitor` calls."""
-    measured = _measure(caller, of_leaves, groups)
-
-    def update_fn(updates, state, params=None, **extra_args):
-        del extra_args
-        if params is None:
-            raise ValueError(f"`{caller}` needs the parameters: call `update(grads, state, params)`.")
-        return measured(updates, params), state
-
-    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update_fn)

@@ -1,7 +1,7 @@
 """The recipes by their names, the same in README, documentation, `mpx plan`, `mpx doctor` and the example."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Literal
 
 import jax
@@ -184,6 +184,12 @@ def train_step(model, trainer, batch):
     trainer.update(model, grads)
     return loss""",
 }
+
+
+def training_texts(name: str, sharding: Sharding = "none") -> Iterator[str]:
+    """Yield the training steps of a standard recipe, each under a line that says for which models it is."""
+    for library, models in (("linen", "Flax Linen or any pytree"), ("nnx", "Flax NNX")):
+        yield f"{name} for AdamW, with {models}:\n\n{training_code(STANDARD_RECIPES[name], library, sharding)}"
 
 
 def training_code(recipe: PrecisionRecipe, library: Literal["linen", "nnx"], sharding: Sharding = "none") -> str:
