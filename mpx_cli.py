@@ -61,7 +61,7 @@ def _options(
         bool, _flag("--version", "Show the version and exit.", callback=_say_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Mixed-precision training for JAX: examine a machine, plan memory, explain a function, report on gradients.
+    """Mixed-precision training for JAX: examine a machine, plan memory, explain a function, compile a step, read gradients.
 
     Every command takes --json. An error is one line and exit code 1.
     """
@@ -176,9 +176,8 @@ def program(
     from mpx.tools import cli
 
     with Console(stderr=True).status("Compiling the step ..."), contextlib.redirect_stdout(sys.stderr):
-        found = cli.attribute(function)
-        step, arguments, *donated = (found, map(cli.shape, shapes), donate or ()) if shapes else found()
-        report = mpx.step_report(step, *arguments, target=target, donate_argnums=donated[0] if donated else ())
+        step, arguments, donated = cli.step(function, shapes or [], donate or ())
+        report = mpx.step_report(step, *arguments, target=target, donate_argnums=donated)
     cli.write(report, as_json)
 
 

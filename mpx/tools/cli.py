@@ -1,6 +1,7 @@
 """What the commands of `mpx_cli` are given, what they plan and write, and their errors."""
 
 import importlib
+import inspect
 import json
 import operator
 import os
@@ -36,7 +37,7 @@ _BYTES |= {f"{name}ib": 1024**power for name, power in _PREFIXES.items()}
 
 def parameters(text: str) -> int:
     """Return a number of parameters: 124000000 for `124M`."""
-    return _number(text, _COUNTS, "a number of parameters such as 124M, 7B or 70e9")
+    return _number(text, _COUNTS, "a number of parameters such as 124M, 7B or 70e9, or file.py:function")
 
 
 def memory_bytes(text: str) -> int:
@@ -70,6 +71,22 @@ def attribute(reference: str) -> Any:
         raise ValueError(f"{reference!r} is neither file.py:function nor module:function.")
     sys.path.insert(0, os.path.abspath(folder))  # as `python file.py` does, for what lies beside it
     return operator.attrgetter(name)(importlib.import_module(module.removesuffix(".py")))
+
+
+def step(reference: str, shapes: Sequence[str], donated: Sequence[int]) -> tuple[Any, Sequence[Any], Sequence[int]]:
+    """Return a step, its arguments and the positions of donated ones: all that the function returns, or it and shapes."""
+    found = attribute(reference)
+    if shapes:
+        return found, [shape(text) for text in shapes], donated
+    wanted = f"without shapes {reference} must be a function without arguments that returns (step, arguments, donated)"
+    try:
+        inspect.signature(found).bind()
+    except TypeError as error:
+        raise ValueError(f"{wanted}: {error}. If it is the step, give a shape for each of its arguments.") from None
+    returned = found()
+    if not isinstance(returned, tuple) or len(returned) not in (2, 3):
+        raise ValueError(f"{wanted}, but it returns {type(returned).__name__}.")
+    return (*returned, ())[:3]
 
 
 def rule(text: str) -> Any:
@@ -141,13 +158,15 @@ def plan_parts(comparison: PlanComparison, sharding: Sharding) -> Iterator[Any]:
     if is_limited or not is_one:
         yield comparison
     if is_limited:
-        yield f"What fits, fits into {fraction():.0%} of the memory: XLA_PYTHON_CLIENT_MEM_FRACTION, 75% by default."
+        yield (
+            f"A recipe fits if it fits into {fraction():.0%} of the memory: JAX takes so much "
+            "(XLA_PYTHON_CLIENT_MEM_FRACTION, 75% by default)."
+        )
     fit = [name for name in comparison.plans if comparison.fits.get(name, True)]
     if not fit:
         yield "Nothing fits: take another recipe, or more devices, or shard parameters too (--devices N --fsdp)."
     elif is_limited or is_one:
         name = "bf16-split" if "bf16-split" in fit else fit[0]
-        yield f"{name}: {STANDARD_RECIPES[name].purpose}."
         yield from training_texts(name, sharding)
 
 

@@ -184,7 +184,9 @@ class Diagnosis(Result):
             yield f"Exact to the bit: {f'NO, {wrong} of {count} checks fail' if wrong else f'yes, all {count} checks'}."
         found = [f"{p.severity}: {p.what}\n  what to do: {p.remedy}" for p in self.problems]
         yield "\n".join(["Problems", *found]) if found else "No problems."
-        if self.recommendation is not None:
+        if self.recommendation is None:
+            yield "No recipe is recommended: no rates of products were measured."
+        else:
             recipe = STANDARD_RECIPES[self.recommendation.recipe]
             reasons = [f"- {reason}" for reason in self.recommendation.reasons]
             yield "\n".join([f"Recommended: {self.recommendation.recipe} ({recipe.policy})", *reasons])
@@ -209,7 +211,8 @@ def examine(*, quick: bool = False) -> Diagnosis:
         (True, {None})
     """
     versions = {"python": platform.python_version()}
-    versions |= {found.name: found.version for found in importlib.metadata.distributions() if found.name in _PACKAGES}
+    found = {each.name: each.version for each in importlib.metadata.distributions()}
+    versions |= {name: found[name] for name in _PACKAGES if name in found}
     package = str(pathlib.Path(__file__).parents[1])
     try:
         devices = collections.Counter(device.device_kind for device in jax.devices())

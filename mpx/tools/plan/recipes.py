@@ -189,7 +189,8 @@ def train_step(model, trainer, batch):
 def training_texts(name: str, sharding: Sharding = "none") -> Iterator[str]:
     """Yield the training steps of a standard recipe, each under a line that says for which models it is."""
     for library, models in (("linen", "Flax Linen or any pytree"), ("nnx", "Flax NNX")):
-        yield f"{name} for AdamW, with {models}:\n\n{training_code(STANDARD_RECIPES[name], library, sharding)}"
+        recipe = STANDARD_RECIPES[name]
+        yield f"{name}: {recipe.purpose}. For AdamW, with {models}:\n\n{training_code(recipe, library, sharding)}"
 
 
 def training_code(recipe: PrecisionRecipe, library: Literal["linen", "nnx"], sharding: Sharding = "none") -> str:

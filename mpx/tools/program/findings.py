@@ -21,7 +21,7 @@ WORTH_A_WORD = 0.01  # of all bytes of its kind: XLA may copy a bias, or gather 
 _NARROW = ("bf16", "f16", "f8")
 _MANY = 0.1  # of all FLOPs: a program with so many narrow products is meant to multiply in few bits
 Type = tuple[tuple[int, ...], str]  # the shape and the dtype of an array
-Found = list[tuple[Kernel, int]]  # kernels, and how many of their bytes are found fault with
+Found = list[tuple[Kernel, int, str]]  # kernels, how many of their bytes are found fault with, and a dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,10 +106,17 @@ def arguments_of(lowered: Any, compiled: Any) -> Iterator[Argument]:
 
 
 def _worth_a_word(found: Found, what: str, remedy: str, least: float = 0) -> Iterator[Finding]:
-    """Yield a finding on kernels, each with the bytes that it has for nothing, if there are more than `least` bytes."""
-    size = sum(size for _, size in found)
+    """Yield a finding on kernels, each with the bytes that it has for nothing, if there are more than `least` bytes.
+
+    In its text `{dtypes}` and `{count}` stand for the dtypes that were found, and for how many kernels run, and which.
+    """
+    size = sum(size for _, size, _ in found)
     if size > least:
-        yield Finding(what, size, remedy, next((kernel.source for kernel, _ in found if kernel.source), ""))
+        dtypes = " or ".join(sorted({dtype for *_, dtype in found}))
+        runs = sum({id(kernel): kernel.times for kernel, *_ in found}.values())
+        count = f"{runs:,} of {' and '.join(sorted({kernel.operation for kernel, *_ in found}))}"
+        source = next((kernel.source for kernel, *_ in found if kernel.source), "")
+        yield Finding(what.format(dtypes=dtypes, count=count), size, remedy, source)
 
 
 def of_donation(step: Step, names: Sequence[str]) -> Iterator[Finding]:
@@ -174,16 +181,13 @@ def sums_in_16_bits(step: Step) -> Iterator[Finding]:
     weights = [x for x in step.arguments if jnp.issubdtype(x.dtype, jnp.floating) and x.shape in results]
     shapes = {tuple(sorted(part)) for x in weights for whole in (x.shape, x.shard) for part in (whole, whole[1:])}
     found: Found = []
-    dtypes: set[str] = set()
     for instruction, kernel in _sent(step, "all-reduce", "reduce-scatter"):
         added = [shape for given in instruction.operands for part in joined_in(given) for shape in part.shapes]
         narrow = [x for x in added if x.dtype in ("bf16", "f16") and tuple(sorted(x.dims)) in shapes]
-        dtypes |= {x.dtype for x in narrow}
-        found.append((kernel, _part_of(kernel, narrow, added)))
+        found += [(kernel, _part_of(kernel, [x], added), x.dtype) for x in narrow]
     yield from _worth_a_word(
-        [each for each in found if each[1]],
-        f"Devices add up arrays of the shapes of weights in {' and '.join(sorted(dtypes))}, which rounds at each "
-        "addition",
+        found,
+        "Devices add up arrays of the shapes of weights in {dtypes}, which rounds at each addition",
         "If they are gradients, differentiate with float32 sums: `mpx.autocast` has them if you leave out "
         "`reduce_dtype`, and `reduce=` of its policy.",
         step.least_bytes,
@@ -193,13 +197,13 @@ def sums_in_16_bits(step: Step) -> Iterator[Finding]:
 def sums_of_which_a_part_is_used(step: Step) -> Iterator[Finding]:
     """Yield sums that all devices get whole, though each of them keeps a part."""
     halves = [
-        (kernel, kernel.sent_bytes * kernel.times // 2)
+        (kernel, kernel.sent_bytes * kernel.times // 2, "")
         for instruction, kernel in _sent(step, "all-reduce")
         if all(is_taken_in_parts(array, step.uses) for array in arrays_of(instruction, step.uses))
     ]
     yield from _worth_a_word(
         halves,
-        f"Every device gets a whole sum and keeps a part of it ({_count(halves)})",
+        "Every device gets a whole sum and keeps a part of it ({count})",
         "XLA has not made them reduce-scatters, which send half. `mpx.data_parallel(..., scatter=True)` or "
         "`jax.lax.psum_scatter` in a `jax.shard_map` does.",
         step.least_bytes,
@@ -210,28 +214,23 @@ def gathers_of_float32(step: Step) -> Iterator[Finding]:
     """Yield float32 arrays that are sent whole: to be rounded right after, or in a program of narrow products."""
     rounded: Found = []
     others: Found = []
-    dtypes: set[str] = set()
     for instruction, kernel in _sent(step, "all-gather", "all-to-all"):
         for array in arrays_of(instruction, step.uses):
-            if array.shapes[0].dtype != "f32":
-                continue
             size, dtype = _part_of(kernel, array.shapes[:1], kernel.shapes), narrowed_to(array, step.uses)
-            if dtype is not None:
-                dtypes.add(dtype)
-                rounded.append((kernel, size // 2))
-            elif kernel.operation == "all-gather":
-                others.append((kernel, size))
+            if array.shapes[0].dtype == "f32" and dtype is not None:
+                rounded.append((kernel, size // 2, dtype))
+            elif array.shapes[0].dtype == "f32" and kernel.operation == "all-gather":
+                others.append((kernel, size, ""))
     yield from _worth_a_word(
         rounded,
-        f"Devices send float32 arrays that are rounded to {' or '.join(sorted(dtypes))} right after "
-        f"({_count(rounded)})",
+        "Devices send float32 arrays that are rounded to {dtypes} right after ({count})",
         "Cast them before they are sent, as `mpx.autocast` does: with `.astype` in front of the gather.",
         step.least_bytes,
     )
-    if any(dtype.startswith(("bf16", "f16", "f8")) for _, kernel in step.runs for dtype in kernel.flops):
+    if any(dtype.startswith(_NARROW) for _, kernel in step.runs for dtype in kernel.flops):
         yield from _worth_a_word(
             others,
-            f"Devices gather float32 arrays that are used in float32 ({_count(others)})",
+            "Devices gather float32 arrays that are used in float32 ({count})",
             "A rule that mixes the numbers of a matrix (Muon, Shampoo, clipping by layer) needs it whole, and so does "
             "the gradient of an embedding that is sharded by rows. A weight is gathered so if some use of it is in "
             "float32: `mpx.explain` shows which.",
@@ -245,7 +244,7 @@ def gathers_of_states(step: Step) -> Iterator[Finding]:
     is_state = lambda x: jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize == 1
     if any(map(is_state, step.arguments)):
         yield from _worth_a_word(
-            [(kernel, size(kernel)) for _, kernel in _sent(step, "all-gather") if size(kernel)],
+            [(kernel, size(kernel), "") for _, kernel in _sent(step, "all-gather") if size(kernel)],
             "Devices gather an optimizer state in 8 bits, whose blocks reach over several of them",
             "Give `block_size` a divisor of the columns that a device has, or use a mesh of explicit axes.",
             step.least_bytes,
@@ -262,12 +261,6 @@ def _part_of(kernel: Kernel, part: Sequence[Shape], whole: Sequence[Shape]) -> i
     return kernel.times * kernel.sent_bytes * size(part) // max(1, size(whole))
 
 
-def _count(found: Found) -> str:
-    """Return how many collectives run, and which."""
-    runs = sum({id(kernel): kernel.times for kernel, _ in found}.values())
-    return f"{runs:,} of {' and '.join(sorted({kernel.operation for kernel, _ in found}))}"
-
-
 def float32_products(step: Step) -> Iterator[Finding]:
     """Yield products of float32 numbers in a program that mostly multiplies in fewer bits."""
     flops = totals((dtype, n * kernel.times) for _, kernel in step.runs for dtype, n in kernel.flops.items())
@@ -275,7 +268,7 @@ def float32_products(step: Step) -> Iterator[Finding]:
     narrow = sum(n for dtype, n in flops.items() if dtype.startswith(_NARROW))
     if wide > WORTH_A_WORD * total and narrow > _MANY * total:
         yield from _worth_a_word(
-            [(kernel, kernel.bytes * kernel.times) for _, kernel in step.runs if step.float32 in kernel.flops],
+            [(kernel, kernel.bytes * kernel.times, "") for _, kernel in step.runs if step.float32 in kernel.flops],
             f"{wide / total:.0%} of all FLOPs multiply float32 numbers, though others multiply in fewer bits",
             "Look for an array that nobody cast: one that the function closes over, or a gradient of a product with "
             "`preferred_element_type=float32`. `mpx.autocast` casts both. An optimizer that multiplies matrices (Muon) "
@@ -294,7 +287,7 @@ def products_in_another_dtype(step: Step) -> Iterator[Finding]:
         for part in products_in([instruction]):
             dtype = dtype_of_product(part, step.float32)
             if operands(dtype) not in asked.get(part.source, [operands(dtype)]):
-                found.setdefault((dtype, part.source), []).append((kernel, kernel.bytes * kernel.times))
+                found.setdefault((dtype, part.source), []).append((kernel, kernel.bytes * kernel.times, dtype))
     for (dtype, source), kernels in found.items():
         names = sorted(" with ".join(sorted(each)) for each in asked[source])
         yield from _worth_a_word(
@@ -307,16 +300,15 @@ def products_in_another_dtype(step: Step) -> Iterator[Finding]:
 def float32_between_kernels(step: Step) -> Iterator[Finding]:
     """Yield float32 arrays that one kernel writes and others read, though each of them rounds them first."""
     found: Found = []
-    dtypes: set[str] = set()
     for instruction, kernel in step.runs:
         for array in arrays_of(instruction, step.uses) if kernel.kind != "collectives" else ():
             dtype = narrowed_to(array, step.uses) if array.shapes[0].dtype == "f32" else None
             if dtype is not None:
-                dtypes.add(dtype)
-                found.append((kernel, kernel.times * array.shapes[0].bytes // 2 * (1 + len(step.uses[array]))))
+                saved = kernel.times * array.shapes[0].bytes // 2 * (1 + len(step.uses[array]))
+                found.append((kernel, saved, dtype))
     yield from _worth_a_word(
         found,
-        f"Kernels write float32 numbers that all others round to {' or '.join(sorted(dtypes))} before they use them",
+        "Kernels write float32 numbers that all others round to {dtypes} before they use them",
         "Cast them where they are made. The gradient of a look-up, as in a cross-entropy of integer labels, is one: "
         "with one-hot labels there is none.",
         WORTH_A_WORD * sum(kernel.bytes * kernel.times for _, kernel in step.runs),

@@ -152,8 +152,6 @@ class StepReport(_tables.Result):
             yield "The bound is no time: its kernels one after another at published rates."
             if self.link_seconds:
                 yield f"The links between devices take at least {1e3 * self.link_seconds:.4g} ms at published rates."
-        if not self.donated_bytes:
-            yield "Nothing is donated: old and new arrays are held at the same time."
         if self.has_unknown_loop:
             yield "A loop of unknown length is counted as if it ran once."
         if any(kernel.kind == "library calls" for kernel in self.kernels):
