@@ -61,7 +61,7 @@ def _options(
         bool, _flag("--version", "Show the version and exit.", callback=_say_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Mixed-precision training for JAX: examine a machine, plan memory, explain a function, compile a step, read gradients.
+    """Mixed-precision training for JAX: examine a machine, plan memory, explain a function, judge a step, or gradients.
 
     Every command takes --json. An error is one line and exit code 1.
     """
@@ -96,9 +96,6 @@ def plan(
         int, typer.Option(metavar="COUNT", min=1, help="Shard the optimizer state over several devices (ZeRO-1).")
     ] = 1,
     fsdp: Annotated[bool, _flag("--fsdp", "Shard parameters and gradients, too (ZeRO-3).")] = False,
-    gradient_dtype: Annotated[
-        str | None, typer.Option(metavar="DTYPE", help="f32 for gradients that leave the program.")
-    ] = None,
     memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="The memory of a device, 80GB or 80GiB: show what fits into it.")
     ] = None,
@@ -108,13 +105,11 @@ def plan(
     from mpx.tools import cli
 
     limit = None if memory is None else int(cli.memory_bytes(memory) * cli.fraction())
-    options = {"gradient_dtype": gradient_dtype, "usable_bytes": limit}
     with contextlib.redirect_stdout(sys.stderr):  # the user's code may print
         planned = cli.attribute(model) if ":" in model else cli.parameters(model)
-        comparison = cli.plan(planned, cli.rule(rule), recipe or [], devices, fsdp, **options)
+        comparison = cli.plan(planned, cli.rule(rule), recipe or [], devices, fsdp, limit)
     parts = cli.plan_parts(comparison, "fsdp" if fsdp else "zero1" if devices > 1 else "none")
-    inside = "Gradients are those in one jitted step; --gradient-dtype f32: those that leave it."
-    note = f"Without activations.{'' if gradient_dtype else f' {inside}'}"
+    note = "Without activations. Gradients are those in one jitted step; `mpx.memory_plan` counts others."
     cli.write(comparison, as_json, [*parts, note])
 
 

@@ -74,7 +74,7 @@ def attribute(reference: str) -> Any:
 
 
 def step(reference: str, shapes: Sequence[str], donated: Sequence[int]) -> tuple[Any, Sequence[Any], Sequence[int]]:
-    """Return a step, its arguments and the positions of donated ones: all that the function returns, or it and shapes."""
+    """Return a step, its arguments and the positions of donated ones; without shapes, as the function returns them."""
     found = attribute(reference)
     if shapes:
         return found, [shape(text) for text in shapes], donated
@@ -86,7 +86,8 @@ def step(reference: str, shapes: Sequence[str], donated: Sequence[int]) -> tuple
     returned = found()
     if not isinstance(returned, tuple) or len(returned) not in (2, 3):
         raise ValueError(f"{wanted}, but it returns {type(returned).__name__}.")
-    return (*returned, ())[:3]
+    step, arguments, donated = (*returned, ())[:3]
+    return step, arguments, donated
 
 
 def rule(text: str) -> Any:
@@ -131,7 +132,12 @@ def fraction() -> float:
 
 
 def plan(
-    model: Any, rule: optax.GradientTransformation, names: Sequence[str], devices: int, fsdp: bool, **options: Any
+    model: Any,
+    rule: optax.GradientTransformation,
+    names: Sequence[str],
+    devices: int,
+    fsdp: bool,
+    usable_bytes: int | None,
 ) -> PlanComparison:
     """Plan the recipes with these names (all if `names` is empty), on devices as the command line gives them."""
     unknown = [name for name in names if name not in STANDARD_RECIPES]
@@ -140,14 +146,15 @@ def plan(
     if fsdp and devices == 1:
         raise ValueError("--fsdp shards parameters over devices: say over how many, as in --devices 64.")
     mesh = AbstractMesh((devices,), ("data",), axis_types=(AxisType.Auto,))
-    model = evaluate(model)
+    model, options = evaluate(model), {}
     if fsdp:
         sharded = lambda p: sharded_spec(np.shape(p), PartitionSpec(), mesh, "data")
         specs = PartitionSpec("data") if isinstance(model, int) else jax.tree.map(sharded, model)
-        options |= {"mesh": mesh, "axis": None, "param_specs": specs}
+        options = {"mesh": mesh, "axis": None, "param_specs": specs}
     elif devices > 1:
-        options |= {"mesh": mesh, "axis": "data"}
-    return compare_plans(model, rule, {name: STANDARD_RECIPES[name] for name in names} or None, **options)
+        options = {"mesh": mesh, "axis": "data"}
+    recipes = {name: STANDARD_RECIPES[name] for name in names} or None
+    return compare_plans(model, rule, recipes, usable_bytes=usable_bytes, **options)
 
 
 def plan_parts(comparison: PlanComparison, sharding: Sharding) -> Iterator[Any]:

@@ -60,7 +60,7 @@ NO_SCALES = (3.0, 0.0, -2.0, math.inf)
 TWO, TWO_BY_FOUR = mesh(data=2), mesh(data=2, model=4)
 REPORT = mpx.underflow_report(jnp.ones(3))
 
-SHARES = (monitor.underflow, monitor.becomes_subnormal, monitor.overflow, monitor.lost_updates)
+SHARES = (monitor.underflow, monitor.overflow, monitor.lost_updates)
 
 
 def each(make, given, error, text):

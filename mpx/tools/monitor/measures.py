@@ -25,8 +25,8 @@ def underflow(dtype: DTypeLike, *, groups: Groups = None) -> Callable[[Any], Any
 
     The share, from 0 to 1, is of all nonzero finite numbers; without any it is 0.
     Numbers are rounded to nearest, ties to even. Subnormal numbers of the format count as kept, although some devices
-    flush them to zero: see `becomes_subnormal`. Measure gradients of a float32, bfloat16 or scaled backward pass: what
-    float16 has already made zero counts as zero here.
+    flush them to zero: `mpx.underflow_report` counts them. Measure gradients of a float32, bfloat16 or scaled backward
+    pass: what float16 has already made zero counts as zero here.
 
     Args:
         dtype: the format: f16, bf16, f32, float8_e4m3fn or float8_e5m2.
@@ -54,19 +54,6 @@ def underflow(dtype: DTypeLike, *, groups: Groups = None) -> Callable[[Any], Any
         Micikevicius et al. 2018, Mixed Precision Training (arXiv 1710.03740), section 3.2.
     """
     return _share_of("zero", dtype, groups, "underflow")
-
-
-def becomes_subnormal(dtype: DTypeLike, *, groups: Groups = None) -> Callable[[Any], Any]:
-    """Measure the share of the gradients that become subnormal in a format, and keep fewer bits than others.
-
-    Arguments, result and errors: as for `underflow`, which does not count these numbers. On a device that flushes
-    subnormals to zero, add the two shares.
-
-    Example:
-        >>> float(becomes_subnormal("f16")(jnp.array([2.0**-26, 2.0**-24, 2.0**-15, 2.0**-14])))
-        0.5
-    """
-    return _share_of("subnormal", dtype, groups, "becomes_subnormal")
 
 
 def overflow(dtype: DTypeLike, *, groups: Groups = None) -> Callable[[Any], Any]:
@@ -236,7 +223,7 @@ def _measure(
     if groups not in (None, "leaf"):
         raise ValueError(f"`{caller}`: `groups` must be None or 'leaf', but got {groups!r}.")
 
-    def of_leaves(leaves: Sequence[Sequence[jax.Array]]) -> Any:
+    def of_leaves(leaves: Sequence[Any]) -> Any:
         return result(sum((exponents.sum_float32(count(*leaf)) for leaf in leaves), jnp.zeros(kinds, np.float32)))
 
     def measured(*trees: Any) -> Any:
