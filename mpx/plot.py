@@ -134,7 +134,14 @@ def losses(
     seeds = None if reference is None else _checked(reference, steps, reference_name)
     with _canvas(axes, 3.2 + 0.2 * len(found)) as axes:
         if seeds is not None:
-            _draw_seeds(axes, *seeds, reference_name)
+            at, values = seeds[0], np.atleast_2d(seeds[1])
+            mean = values.mean(axis=0)
+            if len(values) > 1:
+                deviation = values.std(axis=0, ddof=1)
+                band = {"color": GREY, "alpha": 0.3, "linewidth": 0, "label": f"{reference_name}, ± standard deviation"}
+                axes.fill_between(at, mean - deviation, mean + deviation, **band)
+                reference_name = f"{reference_name}, mean of {len(values)} seeds"
+            axes.plot(at, mean, color=GREY, linestyle="-", linewidth=3.0, label=reference_name)
         gaps = "infinite or NaN from here"
         for name, (at, values) in found.items():
             (line,) = axes.plot(at, values, label=name)
@@ -157,18 +164,6 @@ def _checked(values: Any, steps: Any, name: str) -> tuple[np.ndarray, np.ndarray
     return at, np.where(np.isfinite(values), values, np.nan)
 
 
-def _draw_seeds(axes: Axes, steps: np.ndarray, values: np.ndarray, name: str) -> None:
-    """Draw mean and band of the seeds, with a gap where one of them has diverged."""
-    values = np.atleast_2d(values)
-    mean = values.mean(axis=0)
-    if len(values) > 1:
-        deviation = values.std(axis=0, ddof=1)
-        band = {"color": GREY, "alpha": 0.3, "linewidth": 0, "label": f"{name}, ± standard deviation"}
-        axes.fill_between(steps, mean - deviation, mean + deviation, **band)
-        name = f"{name}, mean of {len(values)} seeds"
-    axes.plot(steps, mean, color=GREY, linestyle="-", linewidth=3.0, label=name)
-
-
 _COLORS = (BLUE, VERMILLION, GREEN, PURPLE)
 # No two kinds share a hatch, so that they can be told apart in grey.
 _HATCHES = ("", "///", "...", "xxx", "---", "\\\\\\", "++", "oo", "--", "OO", "**", "+x")
@@ -185,9 +180,6 @@ def memory(plans: PlanComparison | Mapping[str, MemoryPlan], *, axes: Axes | Non
     Returns:
         The axes. Parts that are too small to be seen are in the bars and the sums, but not in the legend.
 
-    Raises:
-        TypeError: if `plans` is something else, or empty.
-
     Example:
         >>> axes = memory({"mine": memory_plan(1000, mixed_precision(optax.sgd(0.1), "bf16"), "bf16")})
         >>> [bars.get_label() for bars in axes.containers]
@@ -196,8 +188,6 @@ def memory(plans: PlanComparison | Mapping[str, MemoryPlan], *, axes: Axes | Non
         2.0
     """
     by_name = plans.plans if isinstance(plans, PlanComparison) else plans
-    if not isinstance(by_name, Mapping) or not by_name:
-        raise TypeError(f"`memory` needs what `mpx.compare_plans` returns, or plans by name, but got {plans!r}.")
     widths = {kind: np.array([p.bytes_of(kind) / p.parameters for p in by_name.values()]) for kind in get_args(Kind)}
     totals, left = sum(widths.values()), np.zeros(len(by_name))
     with _canvas(axes, 2.2 + 0.3 * len(by_name)) as axes:
@@ -237,7 +227,6 @@ def exponents(
         The axes of the histogram; the ranges have `axes.child_axes[0]`.
 
     Raises:
-        TypeError: if `histogram` is neither.
         ValueError: if no number is nonzero and finite, or a format is another one.
 
     Example:
@@ -252,8 +241,6 @@ def exponents(
     if isinstance(histogram, UnderflowReport):
         formats, shift = [histogram.dtype, *formats], round(math.log2(histogram.recommended_scale))
         histogram = histogram.histogram
-    if not isinstance(histogram, ExponentHistogram):
-        raise TypeError(f"`exponents` needs an `UnderflowReport` or an `ExponentHistogram`, but got {histogram!r}.")
     counts = np.asarray(histogram.counts)
     (places,) = np.nonzero(counts)
     if not places.size:

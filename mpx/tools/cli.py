@@ -112,18 +112,14 @@ def read_arrays(path: pathlib.Path) -> dict[str, np.ndarray]:
         elif path.suffix == ".npy":
             found = {path.stem: np.lib.format.read_array(stream, allow_pickle=False)}
         else:
-            found = _read_safetensors(path)
+            import safetensors
+
+            with safetensors.safe_open(path, framework="numpy") as file:
+                # NumPy has no floats of 8 bits and fewer, and a report leaves them out.
+                is_known = lambda name: not file.get_slice(name).get_dtype().startswith(("F4", "F6", "F8"))
+                found = {name: file.get_tensor(name) for name in file.keys() if is_known(name)}
     # NumPy saves bfloat16, which it does not know, as two bytes without a name.
     return {name: x.view(ml_dtypes.bfloat16) if x.dtype == np.dtype("V2") else x for name, x in found.items()}
-
-
-def _read_safetensors(path: pathlib.Path) -> dict[str, np.ndarray]:
-    import safetensors
-
-    with safetensors.safe_open(path, framework="numpy") as file:
-        # NumPy has no floats of 8 bits and fewer, and a report leaves them out.
-        is_known = lambda name: not file.get_slice(name).get_dtype().startswith(("F4", "F6", "F8"))
-        return {name: file.get_tensor(name) for name in file.keys() if is_known(name)}
 
 
 def fraction() -> float:

@@ -118,7 +118,16 @@ def lost_updates(dtype: DTypeLike | None = None, *, groups: Groups = None) -> op
     given = dtype_or_none(dtype)
     if dtype is not None and given not in _STORED:
         raise ValueError(f"`lost_updates`: `dtype` must be bf16, f16, f32 or None, but got {dtype!r}.")
-    count = lambda u, p: _count_lost(u, p, given or p.dtype)
+
+    def count(u, p):
+        """Count the updates that a weight does not see, and all that it should see."""
+        dtype = given or p.dtype
+        wide = _trees.promoted(dtype, np.float32)
+        stored = lambda x: x if dtype == wide else formats.round_to(x, dtype)
+        before = stored(p.astype(wide))
+        is_moving = exponents.is_number(exponents.magnitudes_of(u)) & jnp.isfinite(p)
+        return exponents.count_true(is_moving & (stored(before + u.astype(wide)) == before), is_moving)
+
     measured = _measure("lost_updates", count, 2, lambda sums: sums[0] / jnp.maximum(sums[1], 1), groups)
 
     def update_fn(updates, state, params=None, **extra_args):
@@ -146,9 +155,6 @@ def watch(measures: Mapping[str, Any]) -> optax.GradientTransformationExtraArgs:
     Returns:
         A transformation with an `optax.MonitorState`; `optax.tree.get(opt_state, name)` reads a measurement.
 
-    Raises:
-        TypeError: if `measures` is not a dictionary of functions and transformations.
-
     Example:
         >>> measures = {"underflow": mpx.monitor.underflow("f16"), "norm": optax.tree.norm}
         >>> tx = optax.chain(mpx.monitor.watch(measures), optax.sgd(0.1))
@@ -158,12 +164,6 @@ def watch(measures: Mapping[str, Any]) -> optax.GradientTransformationExtraArgs:
         >>> print(optax.tree.get(state, "underflow"), optax.tree.get(state, "norm") == 2.0**-29)
         1.0 True
     """
-    is_measure = lambda x: callable(x) or callable(getattr(x, "update", None))
-    if not isinstance(measures, Mapping) or not all(map(is_measure, measures.values())):
-        raise TypeError(
-            "`watch` needs a dictionary from names to measures, such as `{'underflow': underflow('f16')}`, but got "
-            f"{measures!r}."
-        )
     inner = optax.monitor(dict(measures))
 
     def init_fn(params):
@@ -187,15 +187,6 @@ def _share_of(fate: str, dtype: DTypeLike, groups: Groups, caller: str) -> Calla
     span, place = exponents.range_of(dtype, caller), exponents.FATES.index(fate)
     count = lambda x: exponents.count_fates(x, span.edges())
     return _measure(caller, count, len(exponents.FATES) + 1, lambda sums: exponents.shares_of(sums)[place], groups)
-
-
-def _count_lost(u: jax.Array, p: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Count the updates that a weight of a dtype does not see, and all that it should see."""
-    wide = _trees.promoted(dtype, np.float32)
-    stored = lambda x: x if dtype == wide else formats.round_to(x, dtype)
-    before = stored(p.astype(wide))
-    is_moving = exponents.is_number(exponents.magnitudes_of(u)) & jnp.isfinite(p)
-    return exponents.count_true(is_moving & (stored(before + u.astype(wide)) == before), is_moving)
 
 
 def _behind_barrier(tree: T) -> T:

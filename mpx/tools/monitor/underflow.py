@@ -46,7 +46,6 @@ class LeafUnderflow:
 
     Attributes:
         path: the "/"-joined path of the parameter.
-        numbers: count of its nonzero finite gradients.
         largest: the largest of their magnitudes, without a loss scale; 0 if there are none.
         zero: the share that becomes zero without a loss scale.
         zero_if_scaled: the share that becomes zero with the recommended loss scale.
@@ -54,7 +53,6 @@ class LeafUnderflow:
     """
 
     path: str
-    numbers: int
     largest: float
     zero: float
     zero_if_scaled: float
@@ -190,8 +188,7 @@ def underflow_report(
     recommended = _recommended_scale(span, max(largest), is_normal=not fates_at(1.0)[:, :2].any())
     scales = sorted({1.0, carried, recommended})
     zero, zero_if_scaled = (exponents.shares_of(fates_at(scale))[:, 0].tolist() for scale in (1.0, recommended))
-    numbers, nonfinite = fates_at(1.0)[:, :-1].sum(axis=1).tolist(), fates_at(1.0)[:, -1].tolist()
-    columns = [names[path] for path in arrays], numbers, largest, zero, zero_if_scaled, nonfinite
+    columns = [names[path] for path in arrays], largest, zero, zero_if_scaled, fates_at(1.0)[:, -1].tolist()
     leaves = [LeafUnderflow(*row) for row in zip(*columns, strict=True)]
     counts = _counts(_count_exponents, arrays.values()).sum(axis=0)
     whole = {scale: exponents.shares_of(fates_at(scale).sum(axis=0)).tolist() for scale in scales}

@@ -212,7 +212,6 @@ def step_report(
             training loop does: else old and new ones are held at the same time, and a finding says so.
 
     Raises:
-        TypeError: if `step` is not a function.
         ValueError: if the target is not known, no argument holds an array to compile for it, or `donate_argnums` is
             given for a function of `jax.jit`.
         RuntimeError: if the compiler for the target is not installed.
@@ -224,8 +223,6 @@ def step_report(
         >>> report.argument_bytes, report.output_bytes, report.donated_bytes, report.flops
         (524288, 262144, 262144, {'f32': 67108864})
     """
-    if not callable(step):
-        raise TypeError(f"`step_report` needs a function, but got {type(step).__name__}.")
     device = target_here() if target is None else get_target(target)
     mesh, context, options, platforms = _mesh_of(args), contextlib.nullcontext(), None, None
     if target is not None and device is not None:
