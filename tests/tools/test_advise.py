@@ -130,6 +130,13 @@ def test_an_overflow_is_an_infinite_error_ranked_first():
     assert (advice.before.worst, advice.met) == (np.inf, True)
 
 
+def test_an_error_is_infinite_where_only_the_reference_is_zero():
+    """1 + 2^-9 is 1 in bfloat16, so that the sum is not 0."""
+    loss_fn = lambda params, x: jnp.sum(params * x)
+    advice = advise(loss_fn, numbers([1 + 2.0**-9, -1.0, -(2.0**-9)]), ones(3), STORED_ONLY)
+    assert (advice.before.loss, advice.before.gradient, advice.after.loss) == (np.inf, 0, 0)
+
+
 def test_a_loss_scale_keeps_float16_gradients_from_underflow():
     """Scale cotangents of 2^-30, which are 0 in float16, by 2^20."""
     loss_fn = lambda params, x: jnp.sum(x @ params) * 2.0**-30

@@ -56,7 +56,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     for name in ("COLUMNS", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
         monkeypatch.delenv(name, raising=False)
-    for name in ("train", "given"):
+    for name in ("train", "given", "turtle"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     (tmp_path / "train.py").write_text(TRAIN)
     np.savez("gradients.npz", **GRADIENTS)
@@ -428,6 +428,7 @@ def test_a_mistake_ends_in_one_line(command, message, error_of):
         ("import no_such_package", "given.py:1 (<module>): ModuleNotFoundError: No module named 'no_such_package'"),
         ("import jax.numpy as jnp\ndef init():\n    return jnp.zeros(3) + jnp.zeros(4)",
          "given.py:3 (init): TypeError: add got incompatible shapes"),
+        ("def helper():\n    return 1 / 0\ndef init():\n    return helper()", "given.py:2 (helper): ZeroDivisionError"),
         ("def init(): return {'w': 'text'}", "there are no floating-point numbers in the model"),
         ("def init(size): return size", "missing 1 required positional argument: 'size'"),
     ],
@@ -437,11 +438,11 @@ def test_an_error_in_the_users_file_names_its_line(folder, text, message, error_
     assert message in error_of("plan", "given.py:init")
 
 
-def test_files_beside_the_users_file_can_be_imported(folder, plan_of):
+def test_files_beside_the_users_file_can_be_imported_whatever_is_installed_under_their_names(folder, plan_of):
     (folder / "inside").mkdir()
-    (folder / "inside" / "sizes_of_model.py").write_text("width = 3")
+    (folder / "inside" / "turtle.py").write_text("width = 3")
     (folder / "inside" / "a-model.py").write_text(
-        "import jax.numpy as jnp, sizes_of_model\ndef init(): return jnp.zeros(sizes_of_model.width)"
+        "import jax.numpy as jnp, turtle\ndef init(): return jnp.zeros(turtle.width)"
     )
     assert plan_of("f32", "inside/a-model.py:init")["parameters"] == 3
 
