@@ -33,7 +33,7 @@ def main() -> None:
     try:
         app(prog_name="mpx")
     except Exception as error:
-        from mpx.tools.cli.errors import message_of
+        from mpx.tools.cli import message_of
 
         typer.echo(f"Error: {message_of(error)}", err=True)
         raise SystemExit(1) from None
@@ -61,7 +61,7 @@ def _options(
         bool, _flag("--version", "Show the version and exit.", callback=_say_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Mixed-precision training for JAX: examine a machine, plan memory, explain a function, report on gradients.
+    """Mixed-precision training for JAX: examine a machine, plan memory, explain a function, judge a step, or gradients.
 
     Every command takes --json. An error is one line and exit code 1.
     """
@@ -77,11 +77,11 @@ def doctor(
     Exit code: 0 if all is well, 1 with an error, 3 with a warning.
     """
     from mpx.doctor import examine
-    from mpx.tools.cli.output import write
+    from mpx.tools.cli import write
 
     with Console(stderr=True).status("Examining ..."):
         diagnosis = examine(quick=quick)
-    write(diagnosis, [diagnosis], as_json)
+    write(diagnosis, as_json)
     raise typer.Exit(diagnosis.exit_code)
 
 
@@ -96,23 +96,21 @@ def plan(
         int, typer.Option(metavar="COUNT", min=1, help="Shard the optimizer state over several devices (ZeRO-1).")
     ] = 1,
     fsdp: Annotated[bool, _flag("--fsdp", "Shard parameters and gradients, too (ZeRO-3).")] = False,
-    gradient_dtype: Annotated[
-        str | None, typer.Option(metavar="DTYPE", help="f32 for gradients that leave the program.")
-    ] = None,
     memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="The memory of a device, 80GB or 80GiB: show what fits into it.")
     ] = None,
     as_json: _AsJson = False,
 ) -> None:
     """Count the bytes that a training run holds under each precision recipe, before anything is allocated."""
-    from mpx.tools.cli import given, plans
-    from mpx.tools.cli.output import write
+    from mpx.tools import cli
 
-    limit = None if memory is None else int(given.memory_bytes(memory) * plans.fraction())
+    limit = None if memory is None else int(cli.memory_bytes(memory) * cli.fraction())
     with contextlib.redirect_stdout(sys.stderr):  # the user's code may print
-        planned = given.attribute(model) if ":" in model else given.parameters(model)
-        comparison = plans.compare(planned, given.rule(rule), recipe or [], devices, fsdp, gradient_dtype)
-    write(plans.content(comparison, limit), plans.parts(comparison, limit, fsdp, gradient_dtype), as_json)
+        planned = cli.attribute(model) if ":" in model else cli.parameters(model)
+        comparison = cli.plan(planned, cli.rule(rule), recipe or [], devices, fsdp, limit)
+    parts = cli.plan_parts(comparison, "fsdp" if fsdp else "zero1" if devices > 1 else "none")
+    note = "Without activations. Gradients are those in one jitted step; `mpx.memory_plan` counts others."
+    cli.write(comparison, as_json, [*parts, note])
 
 
 @app.command(epilog='Example: mpx explain train.py:loss "f32[16,4]" "f32[8,16]" --policy bf16 --grad')
@@ -132,13 +130,12 @@ def explain(
     import jax
 
     import mpx
-    from mpx.tools.cli import given
-    from mpx.tools.cli.output import write
+    from mpx.tools import cli
 
     with contextlib.redirect_stdout(sys.stderr):
-        fun = given.attribute(function)
-        explanation = mpx.explain(jax.grad(fun) if grad else fun, policy)(*map(given.shape, shapes or []))
-    write(explanation, [explanation], as_json)
+        fun = cli.attribute(function)
+        explanation = mpx.explain(jax.grad(fun) if grad else fun, policy)(*map(cli.shape, shapes or []))
+    cli.write(explanation, as_json)
 
 
 @app.command(epilog='Example: mpx program train.py:step "f32[16,4]" "f32[8,16]" --donate 0')
@@ -171,14 +168,12 @@ def program(
 
         allow_targets()  # before JAX starts
     import mpx
-    from mpx.tools.cli import given
-    from mpx.tools.cli.output import write
+    from mpx.tools import cli
 
     with Console(stderr=True).status("Compiling the step ..."), contextlib.redirect_stdout(sys.stderr):
-        found = given.attribute(function)
-        step, arguments, *donated = (found, map(given.shape, shapes), donate or ()) if shapes else found()
-        report = mpx.step_report(step, *arguments, target=target, donate_argnums=donated[0] if donated else ())
-    write(report, [report], as_json)
+        step, arguments, donated = cli.step(function, shapes or [], donate or ())
+        report = mpx.step_report(step, *arguments, target=target, donate_argnums=donated)
+    cli.write(report, as_json)
 
 
 @app.command(epilog="Example: mpx report gradients.npz --dtype f16")
@@ -189,9 +184,7 @@ def report(
     as_json: _AsJson = False,
 ) -> None:
     """Read arrays, and show how many become zero in a format and which loss scale they need."""
-    from mpx.tools.cli import arrays
-    from mpx.tools.cli.output import write
+    from mpx.tools.cli import read_arrays, write
     from mpx.tools.monitor.underflow import underflow_report
 
-    found = underflow_report(arrays.read(file), dtype, loss_scale=loss_scale)
-    write(found, [found], as_json)
+    write(underflow_report(read_arrays(file), dtype, loss_scale=loss_scale), as_json)

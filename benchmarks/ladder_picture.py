@@ -10,7 +10,7 @@ import matplotlib.pyplot as plt
 
 import mpx.plot
 from benchmarks.report import Row
-from mpx.tools.plot.sheet import BLUE, VERMILLION
+from mpx.plot import BLUE, VERMILLION
 
 CUT = 2.5  # the longest bar, in medians: float32 would make all others short, and has its number beside it
 

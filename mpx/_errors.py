@@ -77,8 +77,8 @@ def wide_dtype(dtype: DTypeLike, caller: str) -> np.dtype:
     return wide
 
 
-def one_key(key: Any, caller: str) -> tuple[jax.Array, Any]:
-    """Return a typed PRNG key and its implementation, from a typed or a raw key; raise for anything else."""
+def one_key(key: Any, caller: str) -> jax.Array:
+    """Return a typed PRNG key, from a typed or a raw one; raise for anything else."""
     is_array = isinstance(key, (jax.Array, np.ndarray))
     is_typed = is_array and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     if not is_typed and not (is_array and key.dtype == np.uint32):
@@ -87,7 +87,7 @@ def one_key(key: Any, caller: str) -> tuple[jax.Array, Any]:
     key = key if is_typed else jax.random.wrap_key_data(jnp.asarray(key))
     if key.shape != ():
         raise ValueError(f"`{caller}` needs one key, but got {key.shape}; take `keys[0]`.")
-    return jnp.asarray(key), jax.random.key_impl(key)
+    return jnp.asarray(key)
 
 
 def not_differentiable(tree: T, message: str) -> T:

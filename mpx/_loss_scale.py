@@ -345,14 +345,11 @@ def at_least_float32(x: jax.Array) -> jax.Array:
 
 
 def _multiply(tree: T, factor: ArrayLike, *, inverse: bool = False) -> T:
-    """Multiply the leaves by a number, or divide them by it."""
-    # 1 / factor in the dtype of each leaf: 1/3 in float32 is too coarse for float64 leaves.
-    if inverse and isinstance(factor, (int, float)):
-        factor, inverse = 1 / factor, False
+    """Multiply the leaves by a number, or by its inverse."""
 
     def multiply(x):
         wide = at_least_float32(jnp.asarray(x))
-        by = jnp.asarray(factor, wide.dtype)
+        by = jnp.asarray(factor, wide.dtype)  # its inverse too: 1/3 in float32 is too coarse for float64 leaves
         return wide * (1 / by if inverse else by)
 
     return jax.tree.map(multiply, tree)

@@ -1,8 +1,31 @@
-"""Random bits for rounding, from a key and the numbers themselves."""
+"""Random bits for rounding: the key that a state keeps, and noise from a key and the numbers themselves."""
+
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
+
+
+def kept_key(key: jax.Array | None) -> Any:
+    """Return the raw data (uint32) of a key, for a state to keep; `optax.MaskedNode` for None.
+
+    It is a copy, so that donating the state does not delete the key.
+    """
+    return optax.MaskedNode() if key is None else jnp.array(jax.random.key_data(key), copy=True)
+
+
+def key_of_step(kept: Any, first: jax.Array | None) -> tuple[Any, Any]:
+    """Return the key of a step (None without a key), and what the state keeps for the next one.
+
+    `first` is the key that made the state.
+    """
+    if first is None:
+        return None, kept
+    this_step, next_step = jax.random.split(jax.random.wrap_key_data(kept, impl=jax.random.key_impl(first)))
+    return this_step, jax.random.key_data(next_step)
 
 
 def noise_for(key: jax.Array, x: jax.Array) -> jax.Array:

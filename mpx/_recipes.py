@@ -12,7 +12,6 @@ from mpx import _errors, _trees
 from mpx._loss_scale import LossScale
 from mpx._policy import Policy, as_policy, policy_text, with_policy
 from mpx._stored.state_format import StateFormat
-from mpx._transforms.float32_world import hidden_by
 from mpx._transforms.kahan_summation import kahan_summation
 from mpx._transforms.loss_scaling import loss_scaling
 from mpx._transforms.low_precision_state import Rounding, low_precision_state
@@ -145,16 +144,12 @@ def _checked_at_init(
     narrow = lambda tree: any(_trees.is_narrower(leaf, np.dtype(np.float32)) for leaf in jax.tree.leaves(tree))
 
     def init_fn(params):
-        wrapper = hidden_by()
-        if wrapper is not None:
-            raise ValueError(
-                f"`mixed_precision`: it stands inside `{wrapper}`, which hides the 16-bit parameters from it. Put it "
-                "around everything else, as in `mixed_precision(low_precision_state(rule, formats), policy)`."
-            )
         if narrow(policy.cast_to_param(_trees.shapes_of(params))) and not narrow(params):
             raise ValueError(
                 f"`mixed_precision`: the policy {policy_text(policy)!r} stores parameters below float32, but all of "
-                "those given are float32 or wider. Cast them first: `params = policy.cast_to_param(params)`."
+                "those given are float32 or wider. Cast them first: `params = policy.cast_to_param(params)`. If they "
+                "are cast, a wrapper around this hides it (`upcast`, `low_precision_state`, `master_weights`): put "
+                "this around everything else, as in `mixed_precision(low_precision_state(rule, formats), policy)`."
             )
         return tx.init(params)
 

@@ -7,6 +7,26 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+Unit = tuple[str, int]  # the name of a unit and how many bytes it is
+_BYTES: Unit = ("bytes", 1)
+
+
+def unit_for(numbers: Iterable[int]) -> Unit:
+    """Return the unit for numbers of bytes: GB, or less where the largest number is below 0.1 of one."""
+    largest = max(numbers)
+    units = ("GB", 10**9), ("MB", 10**6)
+    return next((unit for unit in units if largest >= 0.1 * unit[1]), _BYTES)
+
+
+def shown(number: int, unit: Unit) -> str:
+    """Return an exact number of bytes, or the first four digits of larger units."""
+    return f"{number:,}" if unit == _BYTES else digits(number / unit[1])
+
+
+def digits(number: float) -> str:
+    """Return a number of at most six characters: four digits, or all before the point, or three behind it."""
+    return f"{number:,.0f}" if number >= 1000 else f"{number:#.4g}" if number >= 1 else f"{number:.3f}"
+
 
 class Table(NamedTuple):
     """A table of text."""

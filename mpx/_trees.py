@@ -118,11 +118,6 @@ def _is_of_flax(node: Any, *names: str) -> bool:
     return any(kind.__module__.startswith("flax.") and kind.__name__ in names for kind in type(node).__mro__)
 
 
-def unboxed(tree: Any) -> Any:
-    """Return a tree with a list in place of each leaf and of each box of Flax, so that boxes make no difference."""
-    return jax.tree.map(jax.tree.leaves, tree, is_leaf=is_box)
-
-
 def leaves_by_path(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[Path, Any]:
     """Return the leaves of a tree by key path; path strings are not unique: `{"a/b": x, "a": {"b": y}}`."""
     return dict(jax.tree.leaves_with_path(tree, is_leaf))
@@ -152,7 +147,8 @@ def shapes_of(tree: T) -> T:
 
 def placed_like(x: jax.Array, old: Any) -> jax.Array:
     """Give `x` the sharding of `old` if they have one shape and the user has placed `old`."""
-    if isinstance(x, Tracer) or isinstance(old, Tracer) or x is old or x.shape != old.shape or not old.committed:
+    are_concrete = _is_concrete(type(x)) and _is_concrete(type(old))
+    if not are_concrete or x is old or x.shape != old.shape or not old.committed:
         return x
     return x if x.sharding.is_equivalent_to(old.sharding, x.ndim) else jax.device_put(x, old.sharding)
 

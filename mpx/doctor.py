@@ -3,6 +3,9 @@
 The command line has it as `mpx doctor`.
 """
 
-from mpx.tools.doctor.diagnosis import Diagnosis as Diagnosis
-from mpx.tools.doctor.diagnosis import Problem as Problem
-from mpx.tools.doctor.examine import examine as examine
+from mpx.tools.doctor import Check as Check
+from mpx.tools.doctor import Diagnosis as Diagnosis
+from mpx.tools.doctor import Problem as Problem
+from mpx.tools.doctor import Product as Product
+from mpx.tools.doctor import Recommendation as Recommendation
+from mpx.tools.doctor import examine as examine

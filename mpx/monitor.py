@@ -17,10 +17,8 @@ from mpx.tools.monitor.exponents import ExponentHistogram as ExponentHistogram
 from mpx.tools.monitor.fp8 import Fp8Operand as Fp8Operand
 from mpx.tools.monitor.fp8 import Fp8Report as Fp8Report
 from mpx.tools.monitor.fp8 import fp8_report as fp8_report
-from mpx.tools.monitor.measures import becomes_subnormal as becomes_subnormal
 from mpx.tools.monitor.measures import exponent_histogram as exponent_histogram
 from mpx.tools.monitor.measures import lost_updates as lost_updates
 from mpx.tools.monitor.measures import overflow as overflow
 from mpx.tools.monitor.measures import underflow as underflow
-from mpx.tools.monitor.measures import update_to_weight_ratio as update_to_weight_ratio
-from mpx.tools.monitor.watch import watch as watch
+from mpx.tools.monitor.measures import watch as watch

@@ -7,7 +7,283 @@ both on paper and on a dark page; `style` makes your own figures so. No setting 
 `mpx.plot` is imported by its name: `import mpx` alone does not need Matplotlib.
 """
 
-from mpx.tools.plot.exponents import exponents as exponents
-from mpx.tools.plot.losses import losses as losses
-from mpx.tools.plot.memory import memory as memory
-from mpx.tools.plot.sheet import style as style
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, get_args
+
+import matplotlib.pyplot as plt
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch
+from matplotlib.rcsetup import cycler
+from matplotlib.ticker import MaxNLocator
+from matplotlib.transforms import ScaledTranslation, blended_transform_factory
+
+from mpx.tools.monitor.exponents import EXPONENTS, ExponentHistogram, Range, range_of
+from mpx.tools.monitor.underflow import UnderflowReport
+from mpx.tools.plan.compare_plans import PlanComparison
+from mpx.tools.plan.memory_plan import MemoryPlan
+from mpx.tools.plan.rows import Kind
+
+# Four colors of Okabe and Ito 2008, Color Universal Design, which stand out from white and from black by 3 to 1.
+BLUE, VERMILLION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
+# This grey has the 4.5 to 1 that WCAG asks for on white, and 4.1 to 1 on #121212. No grey has 4.5 on both.
+GREY = "#767676"
+
+_DASHES = ["-", "--", ":", "-.", (0, (4, 1.5, 1.2, 1.5, 1.2, 1.5))]
+# Neighbors differ in color and in line style, all 20 in one of the two.
+CURVES = cycler(color=[BLUE, VERMILLION, GREEN, PURPLE] * 5) + cycler(linestyle=_DASHES * 4)
+
+_GREY_PARTS = ("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color")
+_SHEET: dict[str, Any] = {
+    **dict.fromkeys([*_GREY_PARTS, "grid.color"], GREY),
+    "figure.facecolor": "none",
+    "figure.dpi": 150,
+    "figure.constrained_layout.use": True,
+    "axes.facecolor": "none",
+    "axes.prop_cycle": CURVES,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlelocation": "left",
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "grid.alpha": 0.25,
+    "legend.frameon": False,
+}
+
+
+@contextlib.contextmanager
+def style() -> Iterator[None]:
+    """Make figures in a `with` block look like the figures of `mpx.plot`.
+
+    They are transparent, with text of a grey that can be read on white and on a dark page. Axes made outside of such a
+    block keep their own look.
+
+    Example:
+        >>> import matplotlib.pyplot as plt
+        >>> import mpx.plot
+        >>> with mpx.plot.style():
+        ...     figure, (left, right) = plt.subplots(1, 2)
+        >>> figure.get_facecolor(), mpx.plot.losses({"bf16": [2.0, 1.5]}, axes=left).xaxis.label.get_color()
+        ((0.0, 0.0, 0.0, 0.0), '#767676')
+    """
+    plt.draw_if_interactive()  # load the backend: inside of the block the settings that it makes would be taken back
+    with plt.style.context(_SHEET):
+        yield
+
+
+@contextlib.contextmanager
+def _canvas(axes: Axes | None, height: float) -> Iterator[Axes]:
+    """Give the axes to draw on, in a block with the style sheet: `axes`, or new ones in a figure of this height.
+
+    New figures are 5.6 inches wide: on the 390 pixels of a phone, letters of 10 points then have 10 pixels.
+    """
+    with style():
+        axes = plt.subplots(figsize=(5.6, height))[1] if axes is None else axes
+        axes.set_prop_cycle(CURVES)
+        yield axes
+
+
+def _add_legend(axes: Axes, handles: Sequence[Any] | None = None, *, columns: int = 1) -> None:
+    """Add a legend below the axes and the name of the x axis, where it hides nothing."""
+    handles = axes.get_legend_handles_labels()[0] if handles is None else handles
+    below: Any = axes.transAxes + ScaledTranslation(0, -36 / 72, axes.figure.dpi_scale_trans)
+    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(0, 0), bbox_transform=below, ncols=columns)
+
+
+def losses(
+    curves: Mapping[str, ArrayLike],
+    *,
+    steps: ArrayLike | None = None,
+    reference: ArrayLike | None = None,
+    reference_name: str = "f32",
+    ylabel: str = "loss",
+    axes: Axes | None = None,
+) -> Axes:
+    """Draw loss curves, over a band of float32 training runs that differ in their seed only.
+
+    A recipe whose curve stays within that band loses nothing that can be seen. A curve has a gap where the loss is
+    infinite or NaN, and a cross at the last number before it. Loss scales and shares of lost updates are curves too:
+    give their `ylabel`, and set the scale of the axes that come back.
+
+    Args:
+        curves: by name the losses of a training run, one a step.
+        steps: the step numbers, for all curves. None: 0, 1, 2, ... for each, so that lengths may differ.
+        reference: losses of several seeds, of shape (seeds, steps), drawn as their mean and a band of one standard
+            deviation (of a sample: divided by seeds - 1) above and below; or of one training run, without a band.
+        reference_name: the name of these training runs.
+        ylabel: what the curves show.
+        axes: the axes to draw on; None makes a new figure.
+
+    Returns:
+        The axes.
+
+    Raises:
+        ValueError: if a curve or `reference` is not as long as `steps`.
+
+    Example:
+        >>> seeds = np.array([[2.0, 1.5, 1.25], [2.5, 1.5, 1.0]])
+        >>> axes = losses({"bf16": [2.25, 1.5, 1.5]}, steps=[0, 10, 20], reference=seeds)
+        >>> mean, bf16 = axes.get_lines()
+        >>> mean.get_ydata(), bf16.get_ydata()
+        (array([2.25 , 1.5  , 1.125]), array([2.25, 1.5 , 1.5 ]))
+    """
+    found = {name: _checked(values, steps, name) for name, values in curves.items()}
+    seeds = None if reference is None else _checked(reference, steps, reference_name)
+    with _canvas(axes, 3.2 + 0.2 * len(found)) as axes:
+        if seeds is not None:
+            at, values = seeds[0], np.atleast_2d(seeds[1])
+            mean = values.mean(axis=0)
+            if len(values) > 1:
+                deviation = values.std(axis=0, ddof=1)
+                band = {"color": GREY, "alpha": 0.3, "linewidth": 0, "label": f"{reference_name}, ± standard deviation"}
+                axes.fill_between(at, mean - deviation, mean + deviation, **band)
+                reference_name = f"{reference_name}, mean of {len(values)} seeds"
+            axes.plot(at, mean, color=GREY, linestyle="-", linewidth=3.0, label=reference_name)
+        gaps = "infinite or NaN from here"
+        for name, (at, values) in found.items():
+            (line,) = axes.plot(at, values, label=name)
+            (last,) = np.nonzero(np.isfinite(values[:-1]) & ~np.isfinite(values[1:]))
+            if last.size:
+                axes.plot(at[last], values[last], "X", color=line.get_color(), linestyle="none", label=gaps)
+                gaps = "_"  # the legend has it once
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set(xlabel="step", ylabel=ylabel)
+        _add_legend(axes)
+    return axes
+
+
+def _checked(values: Any, steps: Any, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the step numbers, and the numbers with NaN for infinities."""
+    values = np.asarray(values).astype(np.float64)
+    at = np.arange(values.shape[-1]) if steps is None else np.asarray(steps)
+    if at.shape != values.shape[-1:]:
+        raise ValueError(f"`losses`: `steps` has the shape {at.shape}, but {name!r} has {values.shape}.")
+    return at, np.where(np.isfinite(values), values, np.nan)
+
+
+_COLORS = (BLUE, VERMILLION, GREEN, PURPLE)
+# No two kinds share a hatch, so that they can be told apart in grey.
+_HATCHES = ("", "///", "...", "xxx", "---", "\\\\\\", "++", "oo", "--", "OO", "**", "+x")
+_VISIBLE = 0.002  # of the longest bar
+
+
+def memory(plans: PlanComparison | Mapping[str, MemoryPlan], *, axes: Axes | None = None) -> Axes:
+    """Draw the bytes a parameter that each recipe takes on one device: a bar of its parts, with the sum at its end.
+
+    Args:
+        plans: what `mpx.compare_plans` returns, or plans of `mpx.memory_plan` by name.
+        axes: the axes to draw on; None makes a new figure.
+
+    Returns:
+        The axes. Parts that are too small to be seen are in the bars and the sums, but not in the legend.
+
+    Example:
+        >>> axes = memory({"mine": memory_plan(1000, mixed_precision(optax.sgd(0.1), "bf16"), "bf16")})
+        >>> [bars.get_label() for bars in axes.containers]
+        ['parameters', 'gradients', 'low bits']
+        >>> float(axes.containers[0][0].get_width())
+        2.0
+    """
+    by_name = plans.plans if isinstance(plans, PlanComparison) else plans
+    widths = {kind: np.array([p.bytes_of(kind) / p.parameters for p in by_name.values()]) for kind in get_args(Kind)}
+    totals, left = sum(widths.values()), np.zeros(len(by_name))
+    with _canvas(axes, 2.2 + 0.3 * len(by_name)) as axes:
+        for i, (kind, row) in enumerate(widths.items()):
+            if row.any():
+                look = {"color": _COLORS[i % 4], "edgecolor": "white", "hatch": _HATCHES[i], "linewidth": 0}
+                label = kind if row.max() >= _VISIBLE * np.max(totals) else "_"
+                bars = axes.barh(range(len(row)), row, 0.65, left, label=label, **look)
+                left = left + row
+        axes.bar_label(bars, [f"{total:.4g}" for total in left], padding=4)
+        axes.set(xlabel="bytes a parameter, on one device", xlim=(0, 1.2 * left.max()), ylim=(len(left) - 0.5, -0.5))
+        axes.set_yticks(range(len(left)), by_name)
+        axes.tick_params(axis="y", length=0)
+        axes.grid(visible=False, axis="y")
+        _add_legend(axes, columns=2)
+    return axes
+
+
+def exponents(
+    histogram: UnderflowReport | ExponentHistogram,
+    *,
+    formats: Sequence[DTypeLike] = ("f16", "bf16", "f32"),
+    axes: Axes | None = None,
+) -> Axes:
+    """Draw how many numbers there are of each power of two, and which of them the formats hold.
+
+    A bar from 2**e to 2**(e + 1) counts the magnitudes between them, on a logarithmic axis. Above stand the ranges of
+    the formats: numbers to the left of a range become zero, to the right infinite; dotted lines show where the first
+    format ends. A report's numbers are also drawn in outline, moved to the right by the loss scale that it recommends.
+
+    Args:
+        histogram: what `mpx.underflow_report(grads)` returns or `mpx.monitor.exponent_histogram()` measures.
+        formats: f16, bf16, f32, float8_e4m3fn or float8_e5m2, one or several; a report's own format comes first.
+        axes: the axes to draw on; None makes a new figure.
+
+    Returns:
+        The axes of the histogram; the ranges have `axes.child_axes[0]`.
+
+    Raises:
+        ValueError: if no number is nonzero and finite, or a format is another one.
+
+    Example:
+        >>> axes = exponents(underflow_report(jnp.array([2.0**-30, 2.0**-20, 1.5 * 2.0**-20])))
+        >>> [(int(bar.get_x()), int(bar.get_height())) for bar in axes.containers[0]]
+        [(-30, 1), (-20, 2)]
+
+    References:
+        Micikevicius et al. 2018, Mixed Precision Training (arXiv 1710.03740), figure 3.
+    """
+    shift = 0
+    if isinstance(histogram, UnderflowReport):
+        formats, shift = [histogram.dtype, *formats], round(math.log2(histogram.recommended_scale))
+        histogram = histogram.histogram
+    counts = np.asarray(histogram.counts)
+    (places,) = np.nonzero(counts)
+    if not places.size:
+        raise ValueError("`exponents`: the histogram holds no nonzero finite numbers, so there is nothing to draw.")
+    ranges = list(dict.fromkeys(range_of(dtype, "exponents") for dtype in formats))
+    ends = np.log2((ranges[0].nonzero_from, ranges[0].infinite_from))
+    heights, places = counts[places], places + EXPONENTS[0]
+    with _canvas(axes, 3.9 + 0.3 * len(ranges)) as axes:
+        handles: list[Any] = [axes.bar(places, heights, 1.0, align="edge", color=GREEN, label="numbers")]
+        if shift:
+            edges = np.arange(places[0] - 1, places[-1] + 3) + shift
+            outline = np.pad(counts, 1)[places[0] - EXPONENTS[0] :][: len(edges) - 1]
+            look = {"baseline": None, "color": VERMILLION, "label": f"numbers times $2^{{{shift}}}$"}
+            handles.append(axes.stairs(outline, edges, **look))
+        for limit in ends:
+            axes.axvline(limit, color=GREY, linestyle=":", zorder=0.9)
+        # All numbers, moved or not, and the first format as a whole; wider ones run off.
+        shown = [*ends, *places, *places + 1, *places + shift + 1]
+        axes.set(xlabel="magnitude", xlim=(min(shown) - 2, max(shown) + 2))
+        axes.set(ylabel="how many", yscale="log", ylim=(0.5, 2 * heights.max()))
+        others = f"{int(histogram.zeros):,} zeros and {int(histogram.nonfinite):,} infinite or NaN"
+        axes.set_title(f"{int(counts.sum()):,} numbers, besides {others}", fontsize="medium")
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+        axes.xaxis.set_major_formatter("$2^{{{x:g}}}$")
+        _draw_ranges(axes, ranges)
+        normal = Patch(facecolor=BLUE, edgecolor=BLUE, label="normal")
+        subnormal = Patch(facecolor="none", edgecolor=BLUE, label="subnormal: fewer bits")
+        _add_legend(axes, [*handles, normal, subnormal], columns=2)
+    return axes
+
+
+def _draw_ranges(axes: Axes, ranges: list[Range]) -> None:
+    """Draw a bar for each format, on axes above the histogram that share its magnitudes."""
+    parts_of_axes: Any = axes.transAxes
+    inches_above = axes.figure.dpi_scale_trans + ScaledTranslation(0, 1, parts_of_axes)
+    place = blended_transform_factory(parts_of_axes, inches_above)
+    strip = axes.inset_axes((0.0, 0.1, 1.0, 0.25 * len(ranges)), transform=place, sharex=axes)
+    strip.grid(visible=False)
+    strip.spines[:].set_visible(False)
+    strip.tick_params(axis="both", which="both", length=0, labelbottom=False)
+    strip.set_yticks(range(len(ranges)), [str(span.dtype) for span in ranges])
+    strip.set_ylim(len(ranges) - 0.5, -0.5)
+    for y, span in enumerate(ranges):
+        low, normal, high = map(math.log2, span[1:])
+        strip.barh(y, normal - low, 0.7, low, facecolor="none", edgecolor=BLUE)
+        strip.barh(y, high - normal, 0.7, normal, facecolor=BLUE, edgecolor=BLUE)

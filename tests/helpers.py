@@ -9,6 +9,7 @@ import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.extend import core as jex_core
 
@@ -83,6 +84,16 @@ def assert_same_bits_everywhere(function, *rows, ways=("jit", "scan", "vmap", "6
     for way in ways:
         with jax.enable_x64("64" in way or jax.config.jax_enable_x64), jax.disable_jit(way == "no jit"):
             assert_same_bits(run[way](), expected.get(way, each[0]))
+
+
+def stepper(tx):
+    """Return a training step of an optimizer: from parameters, state and gradients to the new two."""
+
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
 
 
 def types_of(tree):

@@ -31,7 +31,6 @@ TRANSFORMS = {
     "master_weights split": lambda: mpx.master_weights(RULE, storage="split"),
     "master_weights split24": lambda: mpx.master_weights(RULE, storage="split24", key=jax.random.key(0)),
     "loss_scaling": lambda: mpx.loss_scaling(mpx.upcast(RULE)),
-    "loss_scaling hysteresis": lambda: mpx.loss_scaling(mpx.upcast(RULE), mpx.DynamicLossScale(hysteresis=2)),
     "kahan_summation": lambda: optax.chain(mpx.upcast(RULE), mpx.kahan_summation()),
     "stochastic_rounding": lambda: optax.chain(mpx.upcast(RULE), mpx.stochastic_rounding(jax.random.key(0))),
     "low_precision_state bf16": lambda: low_precision({"mu": "bf16", "nu": "bf16"}),
@@ -40,13 +39,8 @@ TRANSFORMS = {
     "low_precision_state stochastic": lambda: low_precision(
         {"mu": "f16", "nu": mpx.Blockwise8bit()}, rounding="stochastic", key=jax.random.key(0)
     ),
-    "low_precision_state split": lambda: mpx.master_weights(
-        low_precision({"mu": mpx.Blockwise8bit(), "nu": mpx.Blockwise8bit()}), storage="split"
-    ),
     "params_ema": lambda: mpx.master_weights(optax.chain(RULE, mpx.params_ema(0.9))),
-    "params_ema alone": lambda: optax.chain(mpx.upcast(RULE), mpx.params_ema(0.9, debias=False)),
     "any_precision_adamw": lambda: mpx.any_precision_adamw(use_kahan_summation=True, momentum_dtype="bf16"),
-    "mixed_precision bf16": lambda: mpx.mixed_precision(RULE, "bf16", storage="split"),
     "mixed_precision f16": lambda: mpx.mixed_precision(RULE, "f16"),
 }
 KINDS = {
@@ -130,7 +124,7 @@ def test_an_empty_tree_is_trained(name):
 
 
 @pytest.mark.eager
-@pytest.mark.parametrize("name", cases(TRANSFORMS, LIGHT))
+@pytest.mark.parametrize("name", cases(sorted(TRANSFORMS.keys() - {"low_precision_state stochastic"}), LIGHT))
 def test_the_state_can_be_a_scan_carry_and_steps_in_it_have_the_bits_of_single_ones(name):
     """Compare without fusion what is decoded in one program with the rule: it may contract with the rule's sums."""
     options = unfused() if "low_precision" in name or "any_precision" in name else {}

@@ -352,27 +352,3 @@ def test_the_checks_above_see_broken_promises():
     params = jnp.ones(3)
     assert set(pointers(params)) & set(pointers(keeper.init(params)))
     assert not set(pointers(params)) & set(pointers(mpx.upcast(keeper).init(params)))
-
-
-# --- Policies. ---
-VALID = [
-    "bf16", "half", "p=f32,c=bf16,o=full", "params=float16, compute=bfloat16 ,output=f64", "c=f16", "o=half,p=bf16",
-]  # fmt: skip
-
-
-@st.composite
-def damaged(draw, texts):
-    """Draw a text with something put in place of a part of it."""
-    text = draw(st.sampled_from(texts))
-    start, end = sorted(draw(st.tuples(*[st.integers(0, len(text))] * 2)))
-    return text[:start] + draw(st.text("=, pcoutmfbl136\0\n", max_size=4)) + text[end:]
-
-
-@given(damaged(VALID) | st.text(st.characters(), max_size=30))
-def test_a_damaged_policy_and_random_text_are_a_policy_or_a_value_error_that_shows_them(text):
-    policy, error = outcome(mpx.get_policy, text)
-    if error is None:
-        assert mpx.get_policy(str(policy)) == policy
-    else:
-        assert isinstance(error, ValueError)
-        assert f"olicy {text!r}" in str(error)

@@ -14,7 +14,6 @@ import pytest
 from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import Mesh, PartitionSpec
 
 import mpx
 from tests.helpers import BF16, F16, F32, assert_same_bits, examples
@@ -337,15 +336,32 @@ def test_nnx_value_and_grad_differentiates_a_model_and_takes_a_diff_state(argnum
     assert_same_bits(unscaled(nnx.to_pure_dict(grads), 2.0**16), nnx.to_pure_dict(expected))
 
 
-def test_equinox_filter_value_and_grad_differentiates_a_module():
-    """It takes no `argnums`, so it is told none."""
-    model = eqx.nn.MLP(3, 1, 4, 1, key=jax.random.key(0), dtype=F32)
-    loss = lambda model, x: jax.vmap(model)(x).mean()
-    x = jnp.ones((4, 3), F32)
-    value, grads = mpx.value_and_grad(loss, SCALE, transform=eqx.filter_value_and_grad)(model, x)
-    expected_value, expected = eqx.filter_value_and_grad(loss)(model, x)
-    assert_same_bits(value, expected_value)
-    assert_same_bits(unscaled(grads, 2.0**16), jax.tree.map(np.asarray, expected))
+class TwoLayers(nnx.Module):
+    """Two layers with one matrix, a vector, and a variable that is no parameter."""
+
+    def __init__(self, rngs):
+        self.first, self.second = (nnx.Linear(16, 16, rngs=rngs, param_dtype=BF16) for _ in range(2))
+        self.second.kernel = self.first.kernel
+        self.scale = nnx.Param(jnp.ones((16,), BF16))
+        self.shift = nnx.BatchStat(jnp.full((16,), 0.25, BF16))
+
+    def __call__(self, x):
+        return self.second(jnp.tanh(self.first(x))) * self.scale[None] + self.shift[None]
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, F32], ids=str)
+def test_gradients_of_a_bfloat16_model_with_tied_weights_are_those_of_its_float32_copy_to_the_bit(reduce_dtype):
+    """Or in the parameters' own dtypes if asked, where jax rounds them: the negative control."""
+    autocast = mpx.autocast(lambda model, x: (model(x) ** 2).sum(), "bf16", reduce_dtype=reduce_dtype)
+    narrow, x = TwoLayers(nnx.Rngs(0)), jnp.asarray(np.random.default_rng(0).uniform(-1, 1, (12, 16)), F32)
+    graphdef, state = nnx.split(narrow)
+    expected = nnx.value_and_grad(autocast)(nnx.merge(graphdef, mpx.cast(state, F32)), x)
+    actual = mpx.value_and_grad(autocast, transform=nnx.value_and_grad)(narrow, x)
+    assert_same_bits(actual, expected)
+    own = nnx.value_and_grad(autocast)(narrow, x)
+    assert any(np.any(a != b.astype(F32)) for a, b in zip(*map(jax.tree.leaves, (actual[1], own[1])), strict=True))
+    in_own_dtypes = mpx.value_and_grad(autocast, transform=nnx.value_and_grad, grad_dtype=None)
+    assert_same_bits(in_own_dtypes(narrow, x), own)
 
 
 def test_under_jit_the_scale_may_be_traced_and_a_new_one_does_not_compile_again():
@@ -364,18 +380,3 @@ def test_under_jit_the_scale_may_be_traced_and_a_new_one_does_not_compile_again(
     for other in others:
         assert_same_bits(other, first)
     assert len(traces) == 1
-
-
-@all_dtypes
-def test_under_shard_map_gradients_are_those_of_one_device(dtype):
-    """Eight devices, each the loss of its part of the batch. The mean of their gradients of `w * x` is 0.5625."""
-    mesh = Mesh(jax.devices(), "data")
-    x = (jnp.arange(1, 9) / 8).astype(dtype)
-
-    def step(w, x):
-        loss, grads = mpx.value_and_grad(lambda w: (w * x).sum(), SCALE)(jax.lax.pcast(w, "data", to="varying"))
-        return jax.lax.pmean((loss.astype(F32), grads), "data")
-
-    specs = dict(in_specs=(PartitionSpec(), PartitionSpec("data")), out_specs=PartitionSpec())
-    loss, grads = jax.jit(jax.shard_map(step, mesh=mesh, **specs))(jnp.asarray(2, dtype), x)
-    assert_same_bits((loss, grads), (jnp.float32(1.125), jnp.float32(0.5625 * 2.0**16)))

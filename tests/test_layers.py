@@ -20,7 +20,6 @@ ROOMS = [
     {"mpx.tools.plan", "mpx.tools.monitor"},
     {"mpx.monitor"},
     {"mpx.tools.advise", "mpx.tools.doctor", "mpx.tools.program"},
-    {"mpx.tools.plot"},
     {"mpx.plot", "mpx.doctor"},
     {"mpx.tools.cli", "mpx.tools"},
     {"mpx"},
@@ -33,7 +32,7 @@ CORE_PACKAGES = {"jax", "optax", "numpy", "ml_dtypes"}
 # Rich asks for them.
 MORE_PACKAGES = {
     "mpx.tools.cli": {"rich", "safetensors"},
-    "mpx.tools.plot": {"matplotlib"},
+    "mpx.plot": {"matplotlib"},
     "mpx_cli": {"typer", "rich"},
 }
 OURS = {"mpx", "mpx_cli"}

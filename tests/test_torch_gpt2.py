@@ -11,15 +11,17 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from benchmarks.rungs import ON_CPU
 from benchmarks.workers import token_batches
-from examples.gpt.model import PRESETS
+from examples.gpt.model import PRESETS, Config
 from examples.gpt.recipes import get_recipe
 from examples.gpt.training import Hyperparameters, Program
-from tests.test_ladder import SETTING, SMALLEST
 
 pytestmark = pytest.mark.optax_promotion
 
 STEPS, RATE = 10, 3e-3
+SMALLEST = Config(width=32, depth=1, heads=2, context=16, vocabulary=100)
+SETTING = dataclasses.replace(ON_CPU, preset="smallest", batch_size=2, steps=1, rounds=1, token_budget=64)
 SIZES = ("width", "depth", "heads", "context", "vocabulary")
 CONFIG = {name: getattr(SMALLEST, name) for name in SIZES}
 PARTS = token_batches(SMALLEST.vocabulary, (2, 3, 17), count=1)[0]  # two microbatches

@@ -229,7 +229,7 @@ PLACED = {
     "in two orders": ([NamedSharding(grid, AXIS) for grid in (mesh(), mesh(slice(None, None, -1)))], [1, 1]),
     "free and on a device": ([None, SingleDeviceSharding(DEVICE)], [1, 1]),
     # XLA on a CPU by itself moves results from unpinned host memory to the default one.
-    "in two kinds of memory": ([SingleDeviceSharding(DEVICE, memory_kind=kind) for kind in KINDS], [1] * len(KINDS)),
+    "in two kinds of memory": ([NamedSharding(mesh(), AXIS, memory_kind=kind) for kind in KINDS], [1] * len(KINDS)),
 }
 
 

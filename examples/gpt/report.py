@@ -124,6 +124,9 @@ def draw_precision(comparison: Comparison) -> Figure:
     dots, deviation = _dots(comparison), comparison.deviation
     near, far = ([dot for dot in dots if (dot.color == FAR) == is_far] for is_far in (False, True))
     labels = {size: [textwrap.fill(dot.label, LETTERS) for dot in near if dot.size == size] for _, size, *_ in near}
+    for size in sorted(labels, reverse=True):  # a byte apart, labels have no room beside each other
+        if size + 1 in labels:
+            labels[size] = [""] * len("\n".join(labels[size + 1]).split("\n")) + labels[size]
     below = LINE * (2 + max("\n".join(names).count("\n") for names in labels.values()))
     figure, axes = plt.subplots(figsize=(WIDTH, ABOVE + below + MARGIN))
     figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.06)

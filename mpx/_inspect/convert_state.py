@@ -217,17 +217,18 @@ def _carried(
     require_fit(best, averages, "convert_state", _OTHER_TREE)
     kept: defaultdict[Any, list[Any]] = defaultdict(list)
     for leaf in before:
-        kept[leaf.role, leaf.place].append(leaf.leaf)
+        kept[leaf.role, leaf.place, leaf.below].append(leaf.leaf)
     type_of = lambda x: (x.shape, x.dtype)
     filled = {}
     for leaf in after:
-        found = kept[leaf.role, leaf.place].pop(0) if kept[leaf.role, leaf.place] else None
+        candidates = kept[leaf.role, leaf.place, leaf.below]
+        found = candidates.pop(0) if candidates else None
         if leaf.role == "average":
             found = best[leaf.below] if found is None else found
             filled[leaf.path] = found if found.dtype == leaf.leaf.dtype else _cast(found, leaf.leaf.dtype)
         elif found is not None and type_of(found) == type_of(leaf.leaf):
             filled[leaf.path] = found
-    if any(role == "average" and left for (role, _), left in kept.items()):
+    if any(role == "average" and left for (role, *_), left in kept.items()):
         warnings.warn(
             "`convert_state`: `new_tx` keeps no average of the weights, so the one in `opt_state` ends here. "
             "`averaged_params(opt_state)` returns it.",
@@ -275,7 +276,8 @@ def _state_of(tx: optax.GradientTransformation, params: Any, opt_state: Any) -> 
     """Return a state as `init` makes it; raise if it is not one of this transformation for these parameters."""
     require_types(opt_state, "convert_state")
     made = jax.eval_shape(tx.init, params)
-    if jax.tree.structure(_trees.unboxed(opt_state)) == jax.tree.structure(_trees.unboxed(made)):
+    without_boxes = lambda tree: jax.tree.structure(jax.tree.map(jax.tree.leaves, tree, is_leaf=_trees.is_box))
+    if without_boxes(opt_state) == without_boxes(made):
         # A `flax.nnx.Optimizer` puts each array into a variable. `init` does so only where the parameters do.
         opt_state = jax.tree.unflatten(jax.tree.structure(made), jax.tree.leaves(opt_state))
     expected = _trees.leaves_by_path(made, is_stored)
@@ -315,10 +317,9 @@ def _require_same_rule(old: list[StateLeaf], new: list[StateLeaf]) -> None:
 
 def _kind(leaf: Any) -> str:
     """Return a name that is equal for leaves that can be converted into each other."""
-    kinds = {jnp.floating: "floating", jnp.integer: "integer"}
-    if is_stored(leaf):
+    if is_stored(leaf) or jnp.issubdtype(leaf.dtype, jnp.floating):
         return "floating"
-    return next((name for kind, name in kinds.items() if jnp.issubdtype(leaf.dtype, kind)), str(leaf.dtype))
+    return "integer" if jnp.issubdtype(leaf.dtype, jnp.integer) else str(leaf.dtype)
 
 
 def _described(leaf: StateLeaf | None) -> str:

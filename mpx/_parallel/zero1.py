@@ -316,9 +316,11 @@ def _require_shards(inner: Any, state: Any, params: Any, shards: Any, specs: Any
     shard = lambda path, leaf: _shape_of_shard(leaf.shape, by_path[path].spec, mesh, axis)
     wanted = {path: jax.ShapeDtypeStruct(shard(path, leaf), leaf.dtype) for path, leaf in leaves.items()}
     same = lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype)
+    by_init = "Make it by `init` outside, and divide it as `zero1_shardings` says."
+    by_init += " If an update has changed dtypes, as those of Optax do, put `upcast` around the rule."
     for who, found, remedy in [
         ("of the rule", own, "Lower the `min_size` of `low_precision_state`, which counts the numbers of a shard."),
-        ("that was given", got, "Make it by `init` outside, and divide it as `zero1_shardings` says."),
+        ("that was given", got, by_init),
     ]:
         wrong = _errors.mismatches(wanted, found, same, "each device should have")
         if wrong:

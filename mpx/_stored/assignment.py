@@ -8,16 +8,18 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from mpx import _errors, _trees
+from mpx._dtypes import dtype_or_none
 from mpx._fp8 import FORMATS
 from mpx._shardings import explicit_sharding
 from mpx._stored.blocks import BlockFormat
 from mpx._stored.blockwise_fp8 import BlockwiseFp8
 from mpx._stored.leaves import leaves_of
 from mpx._stored.roles import EXACT, Role
-from mpx._stored.state_format import FLOAT32, StateFormat, as_format, is_stored, store
+from mpx._stored.state_format import FLOAT32, Cast, StateFormat, is_stored, store
 
 _LISTED_PATHS = 20
 
@@ -87,10 +89,15 @@ def checked_patterns(given: Any) -> dict[str, StateFormat]:
 
 
 def _checked_format(pattern: str, chosen: Any) -> StateFormat:
-    found = as_format(_fp8_by_name(chosen))
-    if found is None:
-        is_class = isinstance(chosen, type) and issubclass(chosen, StateFormat)
-        hint = f" Make one: `{chosen.__name__}()`." if is_class else ""
+    found = chosen
+    if isinstance(chosen, str) and chosen in FORMATS:
+        found = BlockwiseFp8(chosen)
+    elif (dtype := dtype_or_none(chosen)) is not None and dtype in (jnp.bfloat16, np.float16, np.float32):
+        found = Cast(dtype.name)
+    if not isinstance(found, StateFormat):
+        hint = ""
+        if isinstance(chosen, type) and issubclass(chosen, StateFormat):
+            hint = f" Make one: `{chosen.__name__}()`."
         raise ValueError(
             f"`low_precision_state`: `formats[{pattern!r}]` must be bfloat16, float16, float32, 'e4m3', 'e5m2' or a "
             f"`StateFormat` such as `Blockwise8bit()`, but got {chosen!r}.{hint}"
@@ -102,10 +109,6 @@ def _checked_format(pattern: str, chosen: Any) -> StateFormat:
             f"`low_precision_state`: the format {chosen!r} must be a frozen dataclass whose fields can be hashed."
         ) from error
     return found
-
-
-def _fp8_by_name(chosen: Any) -> Any:
-    return BlockwiseFp8(chosen) if isinstance(chosen, str) and chosen in FORMATS else chosen
 
 
 def require_every_pattern_used(state: Any, patterns: Mapping[str, StateFormat], assignment: Assignment) -> None:
@@ -182,7 +185,8 @@ def require_stored_as_assigned(state: Any, assignment: Assignment, as_made: Call
         elif is_stored(leaf):
             fits = leaf.format == assigned.format
         else:
-            fits = leaf.dtype == _stored_dtype(assigned.format, leaf.shape)
+            kept = _stored_dtype(assigned.format, leaf.shape)
+            fits = kept is not None and leaf.dtype == kept
         if not fits:
             got = leaf.format if is_stored(leaf) else leaf.dtype
             wanted = "the rule's own" if assigned is None else assigned.format

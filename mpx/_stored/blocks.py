@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from mpx._stored.roles import Role
 from mpx._stored.state_format import StateFormat
 
 T = TypeVar("T", bound="BlockFormat")
@@ -28,9 +29,16 @@ class BlockFormat(StateFormat):
             name = type(self).__name__
             raise ValueError(f"`{name}`: `block_size` must be a power of two from 16 to 65,536, but got {size!r}.")
 
+    def for_role(self: T, role: Role) -> T:
+        """Return the format with its sign decided, if it has signs to choose: only second moments are unsigned."""
+        if getattr(self, "signed", True) is not None:
+            return self
+        return dataclasses.replace(self, signed=role != "second moment")  # type: ignore[type-var]
+
     def for_shards(self: T, columns: int) -> T:
-        """Return the format with blocks that lie within a shard's rows."""
-        return dataclasses.replace(self, block_size=block_within(columns, self.block_size))  # type: ignore[type-var]
+        """Return the format with blocks that lie in a shard's rows, or over devices if they would be too small."""
+        size = math.gcd(columns, self.block_size)
+        return dataclasses.replace(self, block_size=size) if size >= SMALLEST else self  # type: ignore[type-var]
 
 
 def packed(codes: jax.Array) -> jax.Array:
@@ -38,7 +46,7 @@ def packed(codes: jax.Array) -> jax.Array:
 
     A byte holds two neighbours, the first in its low bits.
     """
-    pairs = (codes & 15).reshape(*codes.shape[:-1], -1, 2)
+    pairs = (codes & 15).reshape(*codes.shape[:-1], codes.shape[-1] // 2, 2)
     return jnp.sum(pairs << (4 * _place_in(pairs)), axis=-1, dtype=np.int32).astype(np.uint8)
 
 
@@ -46,7 +54,7 @@ def unpacked(codes: jax.Array) -> jax.Array:
     """Return the codes (int32, from -8 to 7) that `packed` was given."""
     pairs = jnp.broadcast_to(codes.astype(np.int32)[..., None], (*codes.shape, 2))
     left, sign = 28 - 4 * _place_in(pairs), 28  # shift out what stands to the left of a code, then repeat its sign
-    return ((pairs << left) >> sign).reshape(*codes.shape[:-1], -1)
+    return ((pairs << left) >> sign).reshape(*codes.shape[:-1], 2 * codes.shape[-1])
 
 
 def _place_in(rows: jax.Array) -> jax.Array:
@@ -60,15 +68,6 @@ def scales_shape(shape: tuple[int, ...], block_size: int) -> tuple[int, ...]:
     if shape and size and shape[-1] % block_size == 0:
         return (*shape[:-1], shape[-1] // block_size)
     return (-(-size // block_size),)
-
-
-def block_within(columns: int, block_size: int) -> int:
-    """Return the largest power of two up to `block_size` that divides the columns of a shard.
-
-    If that is less than 16, return `block_size`: its blocks then reach over devices.
-    """
-    largest = math.gcd(columns, block_size)
-    return largest if largest >= SMALLEST else block_size
 
 
 def largest_of_blocks(keys: jax.Array, block_size: int) -> jax.Array:

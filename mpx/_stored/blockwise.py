@@ -102,11 +102,6 @@ class Blockwise8bit(BlockFormat):
         """Return whether codes have a sign, the code of the largest magnitude, and the dtype of codes."""
         return (False, np.float32(255), np.uint8) if self.signed is False else (True, np.float32(127), np.int8)
 
-    def for_role(self, role: Role) -> "Blockwise8bit":
-        """Return the format with its sign decided: only second moments are unsigned."""
-        signed = role != "second moment" if self.signed is None else self.signed
-        return dataclasses.replace(self, signed=signed)
-
     def refuses(self, role: Role) -> str | None:
         """Refuse fields of unknown sign: one of the two maps would be wrong."""
         if self.signed is not None or role != "unknown":

@@ -14,7 +14,6 @@ from jax import lax
 from mpx._fp8 import BIAS, FORMATS, MANTISSA, power_of_two, scale_exponents
 from mpx._noise import uniform_for
 from mpx._stored.blocks import BlockFormat, largest_of_blocks, spread
-from mpx._stored.roles import Role
 
 _MAGNITUDE = np.uint32(0x7FFF_FFFF)
 _INFINITY_BITS = np.int32(0x7F80_0000)
@@ -85,11 +84,6 @@ class BlockwiseFp8(BlockFormat):
         """Return the bits of the format's mantissa, and the exponent of its smallest normal number."""
         info = jnp.finfo(FORMATS[self.format])
         return int(info.nmant), int(info.minexp)
-
-    def for_role(self, role: Role) -> "BlockwiseFp8":
-        """Return the format with its sign decided: only second moments are unsigned."""
-        signed = role != "second moment" if self.signed is None else self.signed
-        return dataclasses.replace(self, signed=signed)
 
     def __str__(self) -> str:
         return self.format

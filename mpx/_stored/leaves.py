@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 
 from mpx import _trees
-from mpx._stored.roles import KEPT_OF_WEIGHTS, Role, fields_of, registered_types, role_of_field, role_of_key
+from mpx._stored.roles import KEPT_OF_WEIGHTS, Role, fields_of, registered_types, role_by_name, role_of_field
 from mpx._stored.state_format import is_stored
 
 # Fields with these roles are found by the type of their state only, so a state that has lost its type is refused.
@@ -81,7 +81,7 @@ def _child(here: StateLeaf, key: _trees.Path, child: Any) -> StateLeaf:
     if isinstance(key[0], jax.tree_util.GetAttrKey):
         role = role_of_field(type(node), name)
     elif isinstance(node, Mapping) and _is_state(here.path) and not _holds_states(child):
-        role = role_of_key(name)
+        role = role_by_name("", name, "inner")
     else:
         role = "inner"
     if role == "inner":

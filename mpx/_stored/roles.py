@@ -118,12 +118,7 @@ def role_of_field(kind: type, field: str) -> Role:
         return _REGISTERED[kind].roles[field]
     if field.endswith(("state", "states")):
         return "inner"
-    return _by_name(kind.__name__, field, "signed" if kind.__module__.partition(".")[0] == "optax" else "unknown")
-
-
-def role_of_key(key: str) -> Role:
-    """Return the role of an entry of a state that is a dictionary."""
-    return _by_name("", key, "inner")
+    return role_by_name(kind.__name__, field, "signed" if kind.__module__.partition(".")[0] == "optax" else "unknown")
 
 
 # In states of Optax these fields hold sums or means of squares, unless the type is listed below; all other fields may
@@ -151,7 +146,8 @@ _WEIGHTS_OF = {
 _SUMS_OF = {"MultiStepsState": {"acc_grads"}, "ApplyEvery": {"grad_acc"}}
 
 
-def _by_name(owner: str, field: str, otherwise: Role) -> Role:
+def role_by_name(owner: str, field: str, otherwise: Role) -> Role:
+    """Return the role of a field of an undeclared state, or of an entry of a state that is a dictionary."""
     if field in _WEIGHTS_OF.get(owner, ()):
         return "weights"
     if field in _SUMS_OF.get(owner, ()):

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpx import _trees, formats
-from mpx._dtypes import dtype_or_none
 from mpx._shardings import explicit_sharding, in_auto, part_sharding
 from mpx._stored.roles import Role
 
@@ -181,11 +180,6 @@ def _tell_flax() -> None:
 _told: list[Any] = []
 
 
-def load(leaf: StoredLeaf) -> Any:
-    """Return the float32 array of a stored leaf, in its box if it had one."""
-    return jax.tree.structure(leaf.codes).unflatten([leaf.decode()])
-
-
 @dataclasses.dataclass(frozen=True)
 class Cast(StateFormat):
     """Keep an array in bfloat16, float16 or float32, rounded once; it needs no scales."""
@@ -216,13 +210,3 @@ class Cast(StateFormat):
 
 
 FLOAT32 = Cast("float32")
-
-
-def as_format(given: Any) -> StateFormat | None:
-    """Return a format, given that format, a dtype or a dtype's name; None for anything else."""
-    if isinstance(given, StateFormat):
-        return given
-    dtype = dtype_or_none(given)
-    if dtype is None or dtype not in (jnp.bfloat16, np.float16, np.float32):
-        return None
-    return Cast(dtype.name)

@@ -74,7 +74,7 @@ class WholeMaster(KeptWeight):
         return cast_nearest(master, dtype), master
 
     def fresh(self, p: jax.Array) -> jax.Array:
-        return p.astype(self.dtype)
+        return jnp.asarray(p, self.dtype)
 
     def belongs(self, p: jax.Array, kept: jax.Array) -> Any:
         wide = p.astype(kept.dtype)

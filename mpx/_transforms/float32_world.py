@@ -1,8 +1,5 @@
 """Give the rule inside a wrapper float32 parameters, gradients and state, and keep the types of its state."""
 
-import contextlib
-import contextvars
-from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import jax
@@ -18,7 +15,6 @@ from mpx._stored.roles import fields_of, registered_types
 T = TypeVar("T")
 
 _KINDS = (jnp.floating, jnp.complexfloating, jnp.integer, jnp.bool_)
-_HIDDEN_BY: contextvars.ContextVar[str | None] = contextvars.ContextVar("hidden_by", default=None)
 _MARK = "_mpx_world"  # an attribute of `init` and `update` where a rule is wrapped so already
 
 
@@ -28,13 +24,12 @@ def run_in_float32(inner: Any, dtype: np.dtype, caller: str) -> optax.GradientTr
     A rule that is wrapped so already is returned unchanged, so that nested wrappers cast and check once.
     """
     inner = _errors.as_transformation(inner, caller)
-    if getattr(inner.init, _MARK, None) == getattr(inner.update, _MARK, None) == dtype:
+    if getattr(inner.init, _MARK, None) == getattr(inner.update, _MARK, None) == dtype.name:
         return inner
 
     def init_fn(params):
         wide = upcast_tree(params, dtype)
-        with hiding(params, dtype, caller):
-            state = inner.init(wide)
+        state = inner.init(wide)
         require_no_rounding_inside(state, params, dtype, caller)
         return stable_state(state, wide)
 
@@ -50,24 +45,8 @@ def run_in_float32(inner: Any, dtype: np.dtype, caller: str) -> optax.GradientTr
 def marked_as_float32(init_fn: Any, update_fn: Any, dtype: np.dtype) -> optax.GradientTransformationExtraArgs:
     """Mark a transformation that `run_in_float32` need not wrap: it casts by itself, and its state keeps its types."""
     for function in (init_fn, update_fn):
-        setattr(function, _MARK, dtype)
+        setattr(function, _MARK, dtype.name)  # not the dtype: to NumPy, float64 equals None
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-@contextlib.contextmanager
-def hiding(params: Any, dtype: np.dtype, caller: str) -> Iterator[None]:
-    """While `init` of a rule sees narrower parameters widened, let `hidden_by` name the wrapper that hides this."""
-    is_hidden = any(_trees.is_narrower(p, dtype) for p in jax.tree.leaves(params))
-    token = _HIDDEN_BY.set(caller if is_hidden else _HIDDEN_BY.get())
-    try:
-        yield
-    finally:
-        _HIDDEN_BY.reset(token)
-
-
-def hidden_by() -> str | None:
-    """Return the name of the wrapper that hides 16-bit parameters from the rule whose `init` runs, or None."""
-    return _HIDDEN_BY.get()
 
 
 def require_no_rounding_inside(state: Any, params: Any, dtype: np.dtype, caller: str) -> None:

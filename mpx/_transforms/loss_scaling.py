@@ -17,10 +17,7 @@ from mpx._stored.leaves import is_state, require_types
 from mpx._stored.roles import register_state
 from mpx._transforms.float32_world import keep_types, stable_state
 
-# Names that incoming gradients have in a traced program, for `check_chain` to find: one name if the loss is scaled, the
-# other if the scale is always 1.
-SCALED = "mpx.scaled_gradients"
-UNSCALED = "mpx.unscaled_gradients"
+SCALED = "mpx.scaled_gradients"  # the name of incoming gradients in a traced program, for `check_chain` to find
 
 
 @register_state(
@@ -103,7 +100,6 @@ def loss_scaling(
     start = DynamicLossScale() if loss_scale is None else loss_scale
     require_powers_of_two(start, "loss_scaling")
     state_type = type(start.init())  # made here too, so that a start out of bounds is refused at once
-    name = UNSCALED if start.is_always_one else SCALED
 
     def init_fn(params):
         # Copies, a buffer each: donation deletes them, and refuses one that is given twice.
@@ -120,15 +116,21 @@ def loss_scaling(
         _errors.require_state(state, LossScalingState, "loss_scaling")
         _errors.require_state(state.scale_state, state_type, "loss_scaling")
         _errors.require_differentiable(updates, "loss_scaling")
-        updates = jax.tree.map(lambda g: checkpoint_name(g, name), updates)
+        if not start.is_always_one:
+            updates = jax.tree.map(lambda g: checkpoint_name(g, SCALED), updates)
         first_nonfinite = _first_nonfinite(updates, axis_name)
         finite = first_nonfinite < 0
         now = start.resume(state.loss_scale, state.scale_state)
         grads = now.unscale(jax.tree.map(at_least_float32, updates))
         updates, inner_state = inner.update(grads, state.inner_state, params, **extra_args)
         then = now.adjust(finite)
-        new_state = _counted(state, finite, now.can_shrink, first_nonfinite)._replace(
-            loss_scale=jnp.asarray(then.loss_scale, np.float32), scale_state=then.state(), inner_state=inner_state
+        new_state = LossScalingState(
+            loss_scale=jnp.asarray(then.loss_scale, np.float32),
+            scale_state=then.state(),
+            skipped_steps=jnp.where(finite, state.skipped_steps, optax.safe_increment(state.skipped_steps)),
+            stuck_steps=jnp.where(finite | now.can_shrink, 0, optax.safe_increment(state.stuck_steps)),
+            first_nonfinite=jnp.where(finite, state.first_nonfinite, first_nonfinite),
+            inner_state=inner_state,
         )
         new_state = keep_types(state, new_state)
         inner_state = select_tree(finite, new_state.inner_state, state.inner_state)
@@ -191,7 +193,9 @@ def loss_scaling_state(opt_state: Any, caller: str) -> LossScalingState | None:
         got = "None" if opt_state is None else f"a {type(opt_state).__name__}"
         raise TypeError(
             f"`{caller}` needs the state of an optimizer, but got {got}: there is no optimizer state in it. Pass what "
-            "`tx.init(params)` returned (of a `flax.nnx.Optimizer` its `opt_state`)."
+            "`tx.init(params)` returned (of a `flax.nnx.Optimizer` its `opt_state`). If that is a bare dictionary, "
+            "which nothing tells from parameters, make the rule an element of a chain, as in "
+            "`optax.chain(rule, optax.identity())`."
         )
     if not states:
         return None
@@ -199,15 +203,6 @@ def loss_scaling_state(opt_state: Any, caller: str) -> LossScalingState | None:
     # `flax.nnx.Optimizer` puts each array into a variable.
     arrays = jax.tree.map(lambda box: jax.tree.leaves(box)[0], own, is_leaf=lambda x: not isinstance(x, tuple))
     return arrays._replace(inner_state=states[0].inner_state)
-
-
-def _counted(state: LossScalingState, finite: Any, can_shrink: Any, first_nonfinite: jax.Array) -> LossScalingState:
-    """Update the counters, and the position of the first bad gradient, after a step."""
-    return state._replace(
-        skipped_steps=jnp.where(finite, state.skipped_steps, optax.safe_increment(state.skipped_steps)),
-        stuck_steps=jnp.where(finite | can_shrink, 0, optax.safe_increment(state.stuck_steps)),
-        first_nonfinite=jnp.where(finite, state.first_nonfinite, first_nonfinite),
-    )
 
 
 def _minus_zero(update: jax.Array) -> jax.Array:

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.typing import DTypeLike
 
 from mpx import _errors, _trees
 from mpx._jaxprs import BLOCKS
+from mpx._noise import kept_key, key_of_step
 from mpx._stored.assignment import (
     Assignment,
     assign,
@@ -22,7 +22,7 @@ from mpx._stored.assignment import (
     require_stored_as_assigned,
 )
 from mpx._stored.roles import register_state
-from mpx._stored.state_format import FLOAT32, Cast, StateFormat, StoredLeaf, is_stored, load, store
+from mpx._stored.state_format import FLOAT32, Cast, StateFormat, StoredLeaf, is_stored, store
 from mpx._transforms.float32_world import marked_as_float32, run_in_float32
 
 Rounding = Literal["nearest", "stochastic"]
@@ -113,8 +113,7 @@ def low_precision_state(
     if not _errors.is_integer(min_size) or min_size < 0:
         raise ValueError(f"`low_precision_state`: `min_size` must be a number of elements, but got {min_size!r}.")
     _require_sound_rounding(rounding, key, patterns)
-    if key is not None:
-        key, implementation = _errors.one_key(key, "low_precision_state")
+    key = None if key is None else _errors.one_key(key, "low_precision_state")
 
     def init_fn(params):
         state = inner.init(params)
@@ -127,8 +126,7 @@ def low_precision_state(
         if any(_trees.is_floating(p) and np.shape(p) for p in jax.tree.leaves(params)):  # else there is no state at all
             require_every_pattern_used(state, patterns, assignment)
         require_sound_formats(state, patterns, assignment)
-        first_key = optax.MaskedNode() if key is None else jnp.array(jax.random.key_data(key), copy=True)
-        return LowPrecisionState(_store(state, assignment, None), first_key)
+        return LowPrecisionState(_store(state, assignment, None), kept_key(key))
 
     def update_fn(updates, state, params=None, **extra_args):
         _errors.require_state(state, LowPrecisionState, "low_precision_state")
@@ -136,10 +134,7 @@ def low_precision_state(
         as_made = lambda: state.inner_state if params is None else jax.eval_shape(inner.init, params)
         require_stored_as_assigned(state.inner_state, assignment, as_made)
         updates, wide = inner.update(updates, _load(state.inner_state, assignment), params, **extra_args)
-        this_step, next_key = None, state.key
-        if key is not None:
-            this_step, next_step = jax.random.split(jax.random.wrap_key_data(state.key, impl=implementation))
-            next_key = jax.random.key_data(next_step)
+        this_step, next_key = key_of_step(state.key, key)
         return updates, LowPrecisionState(_store(wide, assignment, this_step, rounding), next_key)
 
     return marked_as_float32(init_fn, update_fn, _F32)
@@ -188,7 +183,7 @@ def _store(state: Any, assignment: Assignment, key: jax.Array | None, rounding: 
 @functools.partial(jax.jit, inline=True)
 def _decoded(leaf: StoredLeaf) -> Any:
     with jax.named_scope(BLOCKS):
-        return load(leaf)
+        return jax.tree.structure(leaf.codes).unflatten([leaf.decode()])  # in its box, if it had one
 
 
 @functools.partial(jax.jit, inline=True, static_argnums=2)

@@ -10,9 +10,10 @@ import optax
 from jax.typing import DTypeLike
 
 from mpx import _errors, _trees
+from mpx._noise import kept_key, key_of_step
 from mpx._stored.roles import register_state
 from mpx._stored.weights import LowBits, Master, WholeMaster, way_of
-from mpx._transforms.float32_world import hiding, require_no_rounding_inside, run_in_float32, stable_state, upcast_tree
+from mpx._transforms.float32_world import require_no_rounding_inside, run_in_float32, stable_state, upcast_tree
 
 Storage = Literal["full", "split", "split24"]
 _LOW_BITS = {"split": LowBits(np.dtype(np.uint16)), "split24": LowBits(np.dtype(np.uint8))}
@@ -101,8 +102,7 @@ def master_weights(
     if key is not None and storage != "split24":
         raise ValueError(f"`master_weights`: a `key` was given, but under {storage!r} nothing is rounded at random.")
     inner = run_in_float32(inner, dtype, "master_weights")
-    if key is not None:
-        key, implementation = _errors.one_key(key, "master_weights")
+    key = None if key is None else _errors.one_key(key, "master_weights")
 
     def way_for(p) -> Master | None:  # None: the parameter is its own master
         if not _trees.is_narrower(p, dtype):
@@ -121,11 +121,9 @@ def master_weights(
         _require_single_rounding(params, dtype)
         masters = upcast_tree(params, dtype)
         stored = jax.tree.map(first, params)
-        with hiding(params, dtype, "master_weights"):
-            inner_state = inner.init(masters)
+        inner_state = inner.init(masters)
         require_no_rounding_inside(inner_state, params, dtype, "master_weights")
-        first_key = optax.MaskedNode() if key is None else jnp.array(jax.random.key_data(key), copy=True)
-        return MasterWeightsState(stable_state(stored, params), inner_state, first_key)
+        return MasterWeightsState(stable_state(stored, params), inner_state, kept_key(key))
 
     def update_fn(updates, state, params=None, **extra_args):
         _errors.require_step("master_weights", MasterWeightsState, state, params)
@@ -133,10 +131,7 @@ def master_weights(
         masters = _masters(params, state.master)
         updates, inner_state = inner.update(updates, state.inner_state, masters, **extra_args)
         new_masters = optax.apply_updates(masters, updates)
-        this_step, next_key = None, state.master_key
-        if key is not None:
-            this_step, next_step = jax.random.split(jax.random.wrap_key_data(state.master_key, impl=implementation))
-            next_key = jax.random.key_data(next_step)
+        this_step, next_key = key_of_step(state.master_key, key)
         step = functools.partial(_step, key=this_step)
         updates, stored = _trees.map_unzip(step, params, state.master, updates, new_masters)
         return updates, MasterWeightsState(stored, inner_state, next_key)

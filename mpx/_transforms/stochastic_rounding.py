@@ -4,11 +4,11 @@ import functools
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
 from mpx import _errors, _trees, formats
+from mpx._noise import kept_key, key_of_step
 from mpx._stored.roles import register_state
 from mpx._writeback import landing_update
 
@@ -56,23 +56,23 @@ def stochastic_rounding(key: jax.Array) -> optax.GradientTransformationExtraArgs
         Gupta et al. 2015, "Deep Learning with Limited Numerical Precision"; for bfloat16 weights, Zamirai et al.
         2020 (arXiv 2010.06192).
     """
-    key, implementation = _errors.one_key(key, "stochastic_rounding")
+    key = _errors.one_key(key, "stochastic_rounding")
 
     def init_fn(params):
         del params
-        return StochasticRoundingState(jnp.array(jax.random.key_data(key), copy=True))
+        return StochasticRoundingState(kept_key(key))
 
     def update_fn(updates, state, params=None, **extra_args):
         del extra_args
         _errors.require_step("stochastic_rounding", StochasticRoundingState, state, params, updates)
         _errors.require_differentiable(updates, "stochastic_rounding")
-        this_step, next_step = jax.random.split(jax.random.wrap_key_data(state.key, impl=implementation))
+        this_step, next_key = key_of_step(state.key, key)
         leaves, treedef = jax.tree.flatten(params)
         keys = jax.random.split(this_step, max(len(leaves), 1))
         new_updates = [
             _step(keys[i], p, u) for i, (p, u) in enumerate(zip(leaves, treedef.flatten_up_to(updates), strict=True))
         ]
-        return treedef.unflatten(new_updates), StochasticRoundingState(jax.random.key_data(next_step))
+        return treedef.unflatten(new_updates), StochasticRoundingState(next_key)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

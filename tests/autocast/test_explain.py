@@ -173,13 +173,6 @@ def test_the_title_counts_fp8_apart(batch, share):
 # --- what is explained, and of what arguments -------------------------------------------------------------------------
 
 
-def test_trees_keywords_and_arguments_that_are_no_arrays_reach_the_function():
-    """Shapes explain as arrays do."""
-    explained = mpx.explain(lambda params, *, x, name: x @ params[name][0], "bf16")
-    of_shapes = explained({"w": [shape(4, 4, dtype=jnp.bfloat16)]}, x=shape(3, 4), name="w")
-    assert explained({"w": [jnp.ones((4, 4), jnp.bfloat16)]}, x=np.ones((3, 4), np.float32), name="w") == of_shapes
-
-
 def test_an_autocast_function_is_explained_with_its_own_policy_and_rules():
     fun = mpx.autocast(lambda a, b: jnp.tanh(a @ b), "f16", rules=mpx.FAST_RULES)
     explanation = mpx.explain(fun)(*SQUARE)

@@ -108,7 +108,7 @@ def test_what_is_not_finite_stays_visible_and_other_rows_keep_their_numbers(fp8,
     assert not np.isfinite(jax.grad(lambda w: mpx.autocast(multiply, fp8)(bad, w).sum())(w)).all()
 
 
-@pytest.mark.parametrize("largest", [0.0, 2.0**-149, 2.0**-126, 1e-35, 1.0, 448.0, 449.0, 3e38])
+@pytest.mark.parametrize("largest", [0.0, 2.0**-149, 2.0**-126, 449.0, 3e38])
 @by_way
 def test_the_largest_magnitude_is_never_out_of_range(fp8, largest):
     x = jnp.full((16, 16), largest, jnp.float32)

@@ -16,15 +16,15 @@ ROOT = Path(__file__).resolve().parents[2]
 NANO = Config(width=32, depth=1, heads=2, context=16, vocabulary=256)
 
 
-def start(cache, *flags, devices=1, **options):
-    """Start the command on the CPU; compiled programs are shared by all processes with the same cache."""
+def start(cache, *flags, **options):
+    """Start the command on one CPU; compiled programs are shared by all processes with the same cache."""
     # As `conftest.py` has it; XLA's newer emitters take half of the time that a process lives here.
-    xla_flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0 "
+    xla_flags = "--xla_force_host_platform_device_count=1 --xla_backend_optimization_level=0 "
     xla_flags += "--xla_llvm_disable_expensive_passes=true " + "--xla_cpu_use_fusion_emitters=false" * HAS_EMITTERS
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags, "JAX_COMPILATION_CACHE_DIR": str(cache),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1",
+        "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1",
     }  # fmt: skip
     options = {"preset": "nano", "report_every": 1} | options
     pairs = ((f"--{name.replace('_', '-')}", str(value)) for name, value in options.items())
@@ -35,10 +35,10 @@ def start(cache, *flags, devices=1, **options):
     )  # fmt: skip
 
 
-def make_tokens(folder, line="line of a text"):
+def make_tokens(folder):
     """Make a folder of tokens of a short text."""
     folder.mkdir(parents=True)
-    (folder / "text.txt").write_text("".join(f"{line} {number}\n" for number in range(6000)))
+    (folder / "text.txt").write_text("".join(f"line of a text {number}\n" for number in range(6000)))
     data.prepare(folder / "tokens", [folder / "text.txt"])
     return folder / "tokens"
 

@@ -6,42 +6,12 @@ import json
 import numpy as np
 import pytest
 import tiktoken
-from hypothesis import given
-from hypothesis import strategies as st
 from tiktoken_ext.openai_public import ENDOFTEXT, r50k_pat_str
-from typer.testing import CliRunner
 
 from examples.gpt import data
 from examples.gpt.data import Rows, get_tokenizer
 
 
-# --- Text. ---
-def test_a_folder_is_read_in_order_without_hidden_and_binary_files(tmp_path):
-    for name, content in {"b.txt": b"two", "a/z.txt": b"one", ".git/x": b"no", "c.bin": b"n\0", "d/.x": b"no"}.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(content)
-    assert list(data.pieces(tmp_path)) == [(b"one", True), (b"two", True)]
-
-
-def test_the_standard_library_is_read_in_a_fixed_order_without_its_tests():
-    files = data.files(None)
-    assert files == sorted(files) == data.files(None)
-    assert {"argparse.py", "typing.py"} <= {file.name for file in files}
-    assert not [file for file in files if {"test", "site-packages"} & set(file.parts[-3:-1])]
-
-
-def test_a_long_file_is_cut_after_lines_into_pieces_that_make_up_the_file(tmp_path, monkeypatch):
-    content = "".join(f"line {number} é\n" * (number % 3) for number in range(99)).encode() + b"no end"
-    (tmp_path / "a").write_bytes(content)
-    monkeypatch.setattr(data, "PIECE_BYTES", 50)
-    pieces, begins = zip(*data.pieces(tmp_path / "a"), strict=True)
-    assert b"".join(pieces) == content
-    assert begins == (True, *[False] * (len(pieces) - 1))
-    assert len(pieces) > 10
-    assert all(piece.endswith(b"\n") for piece in pieces[:-1])
-
-
-# --- Tokenizers. ---
 @pytest.fixture(scope="module")
 def pairs():
     """A tokenizer like GPT-2's: all bytes, the pairs "el" and "he", and the words "hel" and "hello"."""
@@ -53,24 +23,6 @@ def pairs():
         yield get_tokenizer("gpt2")
 
 
-@given(st.text(st.characters(codec="utf-8")))
-def test_text_comes_back_from_its_tokens(pairs, text):
-    for tokenizer in (get_tokenizer("bytes"), pairs):
-        tokens = tokenizer.encode(text)
-        assert tokens.dtype == np.uint16
-        assert tokenizer.decode(tokens) == text
-    assert get_tokenizer("bytes").encode(text).tolist() == list(text.encode())
-
-
-def test_pairs_are_joined_the_separator_is_no_text_and_half_a_character_becomes_a_mark(pairs):
-    assert pairs.encode("hello").tolist() == [260]
-    assert (pairs.name, pairs.vocabulary, pairs.separator) == ("gpt2", 262, 261)
-    assert pairs.separator not in pairs.encode("<|endoftext|>")
-    for tokenizer in (get_tokenizer("bytes"), pairs):
-        assert tokenizer.decode(tokenizer.encode("é")[:1]) == "\ufffd"
-
-
-# --- A folder of tokens. ---
 @pytest.fixture
 def texts(tmp_path, monkeypatch):
     """A folder of 25 files of one piece, and a longer file."""
@@ -101,38 +53,6 @@ def test_every_tenth_piece_is_held_out_and_a_separator_begins_each_document(text
     assert index.sha256 != data.prepare(tmp_path / "other", texts, "gpt2").sha256
 
 
-def test_an_interrupted_command_leaves_no_index_and_is_repeated_with_the_same_options(texts, tmp_path, monkeypatch):
-    arguments = ["--text", str(texts[1]), "--out", str(tmp_path / "out")]
-    with monkeypatch.context() as patch:
-        patch.setattr(data, "pieces", lambda path: (_ for _ in ()).throw(KeyboardInterrupt))
-        CliRunner().invoke(data.app, arguments)
-    with pytest.raises(ValueError, match=r"has no file tokens.json: .* interrupted"):
-        data.read_index(tmp_path / "out")
-    result = CliRunner().invoke(data.app, arguments)
-    assert result.exit_code == 0, result.output
-    assert data.read_index(tmp_path / "out").texts == [str(texts[1])]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--text", "missing"], "No such file or directory: 'missing'"),
-        (["--text", "short"], "the text is too short: it must have 10 pieces of 10,000 bytes"),
-        (["--text", "short", "--out", "full"], "the folder full has tokens already"),
-    ],
-)
-def test_a_bad_option_is_refused_by_name(arguments, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "short").write_text("short")
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "tokens.json").touch()
-    result = CliRunner().invoke(data.app, ["--out", "out", *arguments], env={"COLUMNS": "300"})
-    assert result.exit_code == 2
-    assert message in result.output
-    assert not (tmp_path / "out" / "tokens.json").exists()
-
-
-# --- Batches. ---
 @pytest.fixture
 def rows(tmp_path):
     """A part with 15 rows of 4 tokens and their last target, whose tokens count from 0: each tells its place."""

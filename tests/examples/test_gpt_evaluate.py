@@ -1,12 +1,9 @@
 """HellaSwag's questions, and their score under a model whose losses can be added up by hand."""
 
-import json
-
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from examples.gpt.evaluate import Accuracy, Question, accuracy, read_questions
+from examples.gpt.evaluate import Accuracy, Question, accuracy
 
 ALPHABET = " abcd"  # a character is a token; the space is 0, as is the padding
 # The loss of each letter after another one, in nats.
@@ -20,7 +17,6 @@ LOSSES = np.array(
     ],
     np.float32,
 )
-RIGHT = {"ctx": "ab", "endings": ["a", "d"], "label": 0, "ind": 7}
 
 
 def encode(text):
@@ -35,18 +31,6 @@ def score(*items, losses_of=bigram_losses, context=8, **options):
     return accuracy(losses_of, items, encode, context=context, **options)
 
 
-def test_questions_are_read_in_order_with_labels_as_numbers_or_digits(tmp_path):
-    """A separator of lines within a string does not end a line."""
-    other = {"ctx": "c", "endings": ["a", "b", "c d"], "label": "2"}
-    separator = '{"ctx": "a\u2028b", "endings": ["a", "b"], "label": 1}\n'
-    (tmp_path / "items").write_text(f"{json.dumps(RIGHT)}\n{json.dumps(other)}\n{separator}", encoding="utf-8")
-    assert read_questions(tmp_path / "items") == [
-        Question("ab", ("a", "d"), 0),
-        Question("c", ("a", "b", "c d"), 2),
-        Question("a\u2028b", ("a", "b"), 1),
-    ]
-
-
 # --- The score. ---
 def test_acc_takes_the_lowest_total_and_acc_norm_the_lowest_mean_of_the_endings_tokens():
     """After "b" the space costs 1, so the endings of each item cost as follows.
@@ -59,14 +43,6 @@ def test_acc_takes_the_lowest_total_and_acc_norm_the_lowest_mean_of_the_endings_
     assert score(short, long, context=20) == Accuracy(acc=0.5, acc_norm=1.0, questions=2)
 
 
-def test_questions_may_have_different_numbers_of_endings_and_of_equal_losses_the_first_wins():
-    """The endings of one letter each cost 1 + 1, 1 + 2, 1 + 3 and 1 + 4."""
-    items = [Question("b", ("d", "c", "a"), 2), Question("b", ("d", "c"), 1), Question("b", ("d", "c", "b", "a"), 3)]
-    assert score(*items) == Accuracy(acc=1.0, acc_norm=1.0, questions=3)
-    assert score(Question("b", ("a", "a"), 0)) == Accuracy(1.0, 1.0, 1)
-    assert score(Question("b", ("a", "a"), 1)) == Accuracy(0.0, 0.0, 1)
-
-
 @pytest.mark.parametrize("batch_size", [1, 7, 100])
 def test_the_size_of_a_batch_does_not_matter_and_every_batch_has_the_same_shape(batch_size):
     generator = np.random.default_rng(0)
@@ -76,22 +52,3 @@ def test_the_size_of_a_batch_does_not_matter_and_every_batch_has_the_same_shape(
     losses_of = lambda tokens: shapes.add((tokens.shape, tokens.dtype)) or bigram_losses(tokens)
     assert score(*items, losses_of=losses_of, batch_size=batch_size) == score(*items, batch_size=30)
     assert shapes == {((batch_size, 9), np.dtype(np.int32))}
-
-
-def test_a_context_that_is_too_long_loses_its_start_and_an_ending_must_fit():
-    """A model of 4 tokens gets 5 and predicts 4: " a" leaves room for "bcd", and " bcd" only for "d"."""
-    seen = []
-    item = Question("abcd", ("a", "bcd"), 0)
-    score(item, losses_of=lambda tokens: seen.append(tokens.copy()) or bigram_losses(tokens), context=4, batch_size=2)
-    np.testing.assert_array_equal(seen, [[encode("bcd a"), encode("d bcd")]])
-    with pytest.raises(ValueError, match="an ending has 4 tokens, but the model has room for 3"):
-        score(item, context=3)
-
-
-def test_losses_of_16_bits_are_added_up_in_float64():
-    """In bfloat16 256 + 1 is 256, so the ending of 300 tokens, space included, would cost as much as the one of 270."""
-    losses_of = lambda tokens: jnp.ones((tokens.shape[0], tokens.shape[1] - 1), jnp.bfloat16)
-    item = Question("a", ("a" * 299, "a" * 269), 1)
-    ones = np.asarray(losses_of(np.zeros((1, 301))))
-    assert ones[0].sum() == ones[0, :270].sum()  # negative control
-    assert score(item, losses_of=losses_of, context=300).acc == 1.0

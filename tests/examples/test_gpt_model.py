@@ -16,9 +16,7 @@ from tests.helpers import QUICKLY
 # Optax adds arrays of two dtypes, and Flax's norms arrays of two ranks.
 pytestmark = [pytest.mark.optax_promotion, pytest.mark.slow]  # real models are trained
 
-TOKEN = 7
 CONFIG = Config(width=32, depth=2, heads=2, context=8, vocabulary=20, vocabulary_multiple=16)
-BLOCK_PRODUCTS = 6  # four linear layers and two products of attention
 
 
 def make(config):
@@ -55,8 +53,12 @@ def stacked(state):
     return pure | {"blocks": jax.tree.map(lambda *leaves: np.stack(leaves), *blocks)}
 
 
-@pytest.mark.parametrize("checkpoint", ["none", "dots", "thin", "full"])
-@pytest.mark.parametrize("layers", ["unrolled", "stacked", "scanned"])
+LAYOUTS = [
+    ("unrolled", "thin"), ("stacked", "none"), ("stacked", "dots"), ("scanned", "none"), ("scanned", "full")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("layers", "checkpoint"), LAYOUTS)
 def test_layout_and_checkpoints_change_neither_initial_weights_nor_gradients(layers, checkpoint, tokens, reference):
     config = dataclasses.replace(CONFIG, layers=layers, checkpoint=checkpoint)
     graphdef, params = make(config)
@@ -132,7 +134,6 @@ def test_no_position_sees_a_later_token(tokens):
     [
         ("gpt2-124m", "unrolled", 124_439_808),
         ("gpt2-124m", "scanned", 124_439_808),
-        ("gpt2-350m", "unrolled", 354_823_168),
         ("gpt2-1.5b", "scanned", 1_557_611_200),  # 48 layers one by one take long to make
     ],
 )
@@ -141,16 +142,6 @@ def test_presets_have_the_published_sizes(name, layers, count):
     config = dataclasses.replace(PRESETS[name], vocabulary_multiple=1, layers=layers)
     params = nnx.state(nnx.eval_shape(lambda: GPT(config, nnx.Rngs(0))), nnx.Param)
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == count
-
-
-@pytest.mark.parametrize("layers", ["unrolled", "scanned"])
-def test_every_matrix_product_of_the_model_is_narrowed(layers, tokens):
-    config = dataclasses.replace(CONFIG, layers=layers)
-    graphdef, params = make(config)
-    loss_fn = loss_of(config, graphdef)
-    assert mpx.explain(jax.grad(loss_fn), "bf16")(params, tokens).narrowed_share == 1.0
-    forward = mpx.explain(loss_fn, "bf16")(mpx.cast(params, "bf16"), tokens)
-    assert sum(row.count for row in forward.contractions) == BLOCK_PRODUCTS * config.depth + 1
 
 
 def test_gelu_by_a_sigmoid_is_gelu_by_its_tanh_formula():
@@ -164,23 +155,3 @@ def test_gelu_by_a_sigmoid_is_gelu_by_its_tanh_formula():
     assert error(gelu(np.float32(x)), value) < 1e-6
     assert error(jax.vmap(jax.grad(gelu))(np.float32(x)), derivative) < 3e-6  # that of `jax.nn.gelu` is 1e-5 here
     assert error(jax.nn.gelu(np.float32(x), approximate=False), value) > 1e-4
-
-
-def error_of_row(gradient, exact):
-    row, expected = (np.asarray(g["token_embedding"][...], np.float32)[TOKEN] for g in (gradient, exact))
-    return np.linalg.norm(row - expected) / np.linalg.norm(expected)
-
-
-def test_a_token_seen_a_thousand_times_gets_its_full_gradient():
-    """125 sequences of 8 equal tokens. Cast once, the thousand terms are added up in bfloat16, where they get lost."""
-    graphdef, params = make(dataclasses.replace(CONFIG, depth=1))
-    loss_fn = loss_of(CONFIG, graphdef)
-    tokens = jnp.full((125, 8), TOKEN)
-    params = mpx.cast(params, "bf16")
-    exact = jax.jit(jax.grad(loss_fn), compiler_options=QUICKLY)(mpx.cast(params, "f32"), tokens)
-    with_autocast = jax.jit(mpx.grad(mpx.autocast(loss_fn, "bf16")), compiler_options=QUICKLY)(params, tokens)
-    cast_once = jax.jit(mpx.grad(loss_fn), compiler_options=QUICKLY)(params, tokens)
-
-    assert with_autocast["token_embedding"][...].dtype == jnp.float32
-    assert error_of_row(with_autocast, exact) < 0.01
-    assert error_of_row(cast_once, exact) > 0.1

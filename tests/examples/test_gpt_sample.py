@@ -72,38 +72,3 @@ def test_draws_follow_the_probabilities_and_padding_is_never_drawn(temperature):
     assert measured[5] == 0
     with pytest.raises(AssertionError):  # negative control
         assert_drawn_from(PROBABILITIES ** (1 / (1.25 * temperature)), measured)
-
-
-def test_a_temperature_close_to_zero_takes_the_most_likely_token_and_zero_the_lowest_of_equal_ones():
-    """Divided by 2e-38 at once, the logits of the first two tokens would both overflow."""
-    logits = jnp.array([99.0, 100.0, 0.0, -100.0, 0.0, -jnp.inf])
-    for temperature in (1e-30, 2e-38, 1e-45):
-        assert frequencies(logits, temperature=temperature)[1] == 1
-    assert frequencies(jnp.array([0.0, 2.0, 1.0, 2.0, 0.0, -jnp.inf]), temperature=0.0)[1] == 1
-
-
-def test_logits_of_16_bits_are_drawn_from_in_float32():
-    """The same numbers in both dtypes, divided by a temperature that bfloat16 would round."""
-    logits = jnp.array([8.0, 0.01, 4.0, 6.0, -2.0, -jnp.inf], jnp.bfloat16)
-    draw = lambda logits: generate(fixed, logits, np.array([0]), count=500, context=2, key=KEY, temperature=3.3)
-    np.testing.assert_array_equal(draw(logits), draw(logits.astype(jnp.float32)))
-    rounded = np.asarray(logits / jnp.bfloat16(3.3), np.float32) * np.float32(3.3)
-    assert not np.array_equal(draw(logits), draw(rounded))
-
-
-def test_the_key_decides_the_tokens_and_one_program_serves_all_keys_prompts_and_temperatures():
-    traces, logits = [], jnp.zeros(6)
-
-    def counted(logits, tokens):
-        traces.append(tokens.shape)
-        return fixed(logits, tokens)
-
-    draw = lambda seed, length=1, temperature=1.0: generate(
-        counted, logits, np.arange(length), count=40, context=4, key=jax.random.key(seed), temperature=temperature
-    ).tolist()
-    assert draw(1) == draw(1)
-    count = len(traces)
-    assert draw(1) != draw(2)
-    draw(3, length=3, temperature=0.5)
-    assert set(traces[:1]) == {(1, 4)}
-    assert len(traces) == count

@@ -11,17 +11,13 @@ import signal
 from types import SimpleNamespace
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
 import pytest
 from typer.testing import CliRunner
 
-import mpx
-from examples.gpt import checkpoints, data, evaluate, train
+from examples.gpt import checkpoints, evaluate, train
 from examples.gpt.model import PRESETS
 from examples.gpt.train import read_log
-from examples.gpt.training import Hyperparameters, Metrics
+from examples.gpt.training import Hyperparameters
 from tests.examples.nano import NANO, make_tokens
 from tests.helpers import assert_same_bits
 
@@ -29,8 +25,8 @@ from tests.helpers import assert_same_bits
 pytestmark = [pytest.mark.optax_promotion, pytest.mark.slow]  # real models are trained
 
 STEPS = 6
+RUNS = {}  # the first `Run` of each folder
 OPTIONS = {"preset": "nano", "steps": STEPS, "batch_size": 8, "microbatches": 2, "report_every": 1, "save_every": 2}
-JOIN, RUNS = train.join, {}  # the first `Run` of each folder
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -45,11 +41,8 @@ def small_and_quick():
         patch.setattr(train, "join", lambda *arguments: None)  # devices are in use already, and this process is alone
         patch.setattr(train, "VALIDATION_BATCHES", 2)
         make = train.Run
-        patch.setattr(
-            train,
-            "Run",
-            lambda settings, manager: RUNS.setdefault(settings.out, run := make(settings, manager)) and run,
-        )
+        remembered = lambda settings, manager: RUNS.setdefault(settings.out, run := make(settings, manager)) and run
+        patch.setattr(train, "Run", remembered)
         yield
 
 
@@ -64,7 +57,7 @@ def signals():
 
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory):
-    return make_tokens(tmp_path_factory.mktemp("text") / "one", "line of a text")
+    return make_tokens(tmp_path_factory.mktemp("text") / "one")
 
 
 def run(out, tokens, *flags, **changes):
@@ -117,68 +110,33 @@ def test_a_run_says_what_it_trains_and_writes_each_step_a_plot_and_its_newest_ch
     assert sorted(path.name for path in folder.iterdir()) == ["checkpoints", "log.jsonl", "loss.png"]
 
 
-def test_checkpoints_do_not_wait_for_a_report(tokens, tmp_path):
-    assert run(tmp_path, tokens, report_every=5, save_every=4).exit_code == 0
-    assert logged(tmp_path, "step") == [1, 4, 5, 6]
-    assert [line["step"] for line in logged(tmp_path) if line["validation_loss"] is not None] == [4, 6]
-    assert saved(tmp_path)[0] == 6
-
-
-def test_a_line_has_what_is_known_and_a_report_counts_tokens_and_skipped_steps(monkeypatch):
-    """Two steps of 1,024 tokens in half a second. The learning rate rises by 0.02 a step; the tenth one has seen nine
-    updates, and four were skipped.
-    """
-    of_run = SimpleNamespace(
-        tokens_per_step=1024, hyperparameters=Hyperparameters(1000, 2.0, warmup=0.1), shapes=({"w": np.zeros(1)},)
-    )
-    opt_state = mpx.loss_scaling(optax.sgd(1.0)).init({"w": np.zeros(1, np.float32)})
-    opt_state = opt_state._replace(skipped_steps=np.int32(4))
-    monkeypatch.setattr(train.time, "perf_counter", lambda: 10.5)
-    record = train.report(of_run, 10, Metrics(jnp.float32(3), jnp.float32(0.5)), opt_state, (8, 10.0))
-    assert record["learning_rate"] == pytest.approx(0.1)
-    assert train.line_of(record | {"validation_loss": 2.5}) == (
-        "step 10: loss 3.0000, validation 2.5000, lr 1.00e-01, norm 0.50, scale 32768, 4 skipped, 4,096 tokens/s"
-    )
-    plain = train.report(of_run, 1, Metrics(jnp.float32(3), jnp.float32(0.5)), optax.sgd(1.0).init({}), None)
-    assert train.line_of(plain) == "step 1: loss 3.0000, norm 0.50"
-
-
-@pytest.mark.parametrize("kept", [0, 1, 9, 10, 19, 30])
+@pytest.mark.parametrize("kept", [0, 1, 10, 11, 19, 33])
 def test_a_log_that_a_kill_cut_off_keeps_its_whole_lines_without_the_steps_that_are_repeated(tmp_path, kept):
     path = tmp_path / "log.jsonl"
-    lines = [f'{{"step":{step}}}\n' for step in (1, 2, 9)]  # ten or eleven bytes each
-    path.write_text("".join(f'{{"step":{step}}}\n' for step in (1, 2, 9))[:kept])
+    lines = [f'{{"step":{step}}}\n' for step in (1, 2, 9)]  # eleven bytes each
+    path.write_text("".join(lines)[:kept])
     train.begin_log(path, done=2)
     assert [line["step"] for line in read_log(path)] == [1, 2][: min(kept // len(lines[0]), 2)]
 
 
-def test_every_log_has_a_plot(tmp_path):
-    for losses in ([], [5.0], [math.nan, 4.0]):
-        lines = [{"step": at, "loss": loss, "validation_loss": loss if at else None} for at, loss in enumerate(losses)]
-        train.plot_log(tmp_path / "loss.png", lines, "title")
-
-
 # --- Going on. ---
-def doing(action, step):
-    """Return a `report` that does something first after so many steps, while the loop waits for the device."""
-    report = train.report
-    return lambda run, at, *arguments: (at == step and action()) or report(run, at, *arguments)
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_with_the_step_at_work_and_what_follows_has_the_same_bits(
-    number, whole, tokens, tmp_path, monkeypatch
-):
+def test_a_signal_ends_with_the_step_at_work_and_what_follows_has_the_same_bits(whole, tokens, tmp_path, monkeypatch):
     """The signal comes while the loop waits for step 3, when it has been decided that this is not the last one.
 
     A second one would not be handled, but end the process.
     """
-    out, handlers = tmp_path / "run", []
-    signalled = lambda: signal.raise_signal(number) or handlers.append(signal.getsignal(number))
+    out, handlers, report = tmp_path / "run", [], train.report
+
+    def signalled(run, step, *arguments):
+        if step == 3:
+            signal.raise_signal(signal.SIGINT)
+            handlers.append(signal.getsignal(signal.SIGINT))
+        return report(run, step, *arguments)
+
     with monkeypatch.context() as patch:
-        patch.setattr(train, "report", doing(signalled, 3))
+        patch.setattr(train, "report", signalled)
         stopped = run(out, tokens)
-    assert stopped.exit_code == 128 + number
+    assert stopped.exit_code == 128 + signal.SIGINT
     assert "Stopped; the checkpoint is saved. Go on with --resume." in stopped.output
     assert handlers == [signal.SIG_DFL]
     assert saved(out)[0] == 4
@@ -195,42 +153,16 @@ def test_a_signal_ends_with_the_step_at_work_and_what_follows_has_the_same_bits(
     assert len(set(logged(whole[0], "loss"))) == STEPS
 
 
-def test_a_finished_run_goes_on_to_more_steps_with_their_learning_rate(tokens, tmp_path):
-    assert run(tmp_path, tokens, steps=2).exit_code == 0
-    assert run(tmp_path, tokens, "--resume", steps=4).exit_code == 0
-    assert saved(tmp_path)[0] == 4
-    short, long = (Hyperparameters(steps, 1e-3).schedule() for steps in (2, 4))
-    assert logged(tmp_path, "learning_rate") == [float(rate) for rate in (short(0), short(1), long(2), long(3))]
-
-
-def test_a_run_that_skips_every_step_ends_before_it_is_saved(tokens, tmp_path, monkeypatch):
-    tx = mpx.loss_scaling(optax.sgd(0.1), mpx.DynamicLossScale(1.0))
-    state = tx.init({"w": jnp.ones(2)})
-    for _ in range(10):
-        _, state = tx.update({"w": jnp.asarray([1.0, jnp.nan])}, state)
-    report = train.report
-    monkeypatch.setattr(train, "report", lambda run, step, metrics, _, clock: report(run, step, metrics, state, clock))
-    result = run(tmp_path, tokens)
-    assert isinstance(result.exception, mpx.StuckError)
-    assert "10 steps in a row were skipped" in str(result.exception)
-    assert list((tmp_path / "checkpoints").iterdir()) == []
-
-
 # --- What is refused. ---
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"preset": "huge"}, "no model is called 'huge'; there are tiny, gpt2-124m, "),
-        ({"recipe": "bf17"}, "no recipe is called 'bf17'; there are f32, tf32, "),
         ({"attention": "cudnn", "recipe": "f32"}, "--attention cudnn is a kernel for 16-bit numbers"),
-        ({"learning_rate": 0}, "--learning-rate must be positive, but is 0.0"),
         ({"batch_size": 800}, "2 batches of 800 need 1,600: use more text"),
         ({"mesh": "fsdp=4,tensor=2"}, "is not sizes of data, fsdp, model, like fsdp=4,model=2"),
-        ({"mesh": "8"}, "--mesh 8 is not sizes"),
-        ({"mesh": "fsdp=4,fsdp=8"}, "--mesh fsdp=4,fsdp=8 is not sizes"),
         ({"mesh": "fsdp=4"}, "--mesh fsdp=4 is for 4 devices, but there are 8."),
         ({"mesh": "fsdp=2,model=4"}, "--mesh fsdp=2,model=4 divides the heads of attention by 4, but it is 2."),
-        ({"batch_size": 4}, "--mesh fsdp=8 divides --batch-size by 8, but it is 4."),
         ({"data": "no-such-folder"}, "the folder no-such-folder has no file tokens.json"),
     ],
 )
@@ -247,60 +179,16 @@ def test_options_that_cannot_work_are_refused_at_once(changes, message, tokens, 
         ([], {}, "has a checkpoint of step 6; go on with --resume, or choose another --out"),
         (["--resume"], {"recipe": "bf16-kahan"}, "recipe is 'bf16-kahan', but was 'bf16-split'."),
         (["--resume"], {"steps": 7, "seed": 1}, "seed is 1, but was 0."),
-        (["--resume"], {"data": "another text"}, "another --out: tokens is "),
     ],
 )
-def test_a_run_does_not_go_on_as_another_one(flags, changes, message, whole, tokens, tmp_path):
+def test_a_run_does_not_go_on_as_another_one(flags, changes, message, whole, tokens):
     folder, _ = whole
     log = (folder / "log.jsonl").read_text()
-    if "data" in changes:
-        changes = {"data": make_tokens(tmp_path / "other", "another line")}
     result = run(folder, tokens, *flags, **changes)
 
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
     assert (folder / "log.jsonl").read_text() == log
-
-
-def test_a_folder_without_a_checkpoint_is_not_resumed(tokens, tmp_path):
-    assert "there is no checkpoint in" in run(tmp_path, tokens, "--resume").output
-
-
-def test_only_a_finished_run_goes_on_to_more_steps():
-    identity = {"seed": 0, "steps": 9}
-    train.check_identity(identity, identity, 2)
-    train.check_identity(identity, identity | {"steps": 10}, 9)
-    for steps, done in ((10, 2), (8, 9)):
-        with pytest.raises(ValueError, match=f"another --out: steps is {steps}, but was 9"):
-            train.check_identity(identity, identity | {"steps": steps}, done)
-    with pytest.raises(ValueError, match="name is 'x', but was None"):
-        train.check_identity(identity, identity | {"name": "x"}, 2)
-
-
-def test_without_data_the_standard_library_is_read_once(tmp_path, monkeypatch):
-    made = []
-    prepare = lambda folder: made.append(folder) or folder.mkdir() or (folder / data.INDEX_NAME).touch()
-    monkeypatch.setattr(data, "prepare", prepare)
-    for _ in range(2):
-        assert train.own_tokens(tmp_path) == tmp_path / "tokens"
-    assert made == [tmp_path / "tokens"]
-
-
-# --- Processes. ---
-@pytest.mark.parametrize("arguments", [("host:1", None, None), (None, 2, None), (None, None, 0), (None, None, None)])
-def test_some_of_the_options_of_processes_are_refused_where_there_is_no_cluster(arguments, monkeypatch):
-    """Without any a process is alone."""
-
-    def initialize(*given):
-        assert given == arguments
-        raise ValueError("coordinator_address should be defined.")
-
-    monkeypatch.setattr(train, "jax", SimpleNamespace(distributed=SimpleNamespace(initialize=initialize)))
-    if arguments == (None, None, None):
-        JOIN(*arguments)
-    else:
-        with pytest.raises(ValueError, match="coordinator_address should be defined"):
-            JOIN(*arguments)
 
 
 # --- What is evaluated afterwards. ---
@@ -320,10 +208,3 @@ def test_a_finished_run_is_evaluated_on_one_device_as_it_was_on_all(whole, tmp_p
     assert float(shown) == pytest.approx(logged(out, "validation_loss")[-1], abs=2e-4)
     assert re.search(r"^3 questions: acc 0\.\d{4}, acc_norm 0\.\d{4}$", result.output, re.M)
     assert "A sample:\nline " in result.output
-
-
-def test_a_folder_without_a_run_is_not_evaluated_and_stays_as_it_is(tmp_path):
-    result = evaluated("--run", tmp_path / "nothing")
-    assert result.exit_code == 2
-    assert "is no folder of a run" in result.output
-    assert not (tmp_path / "nothing").exists()

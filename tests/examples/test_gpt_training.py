@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import mpx
-from examples.gpt.model import PRESETS, Config
+from examples.gpt.model import Config
 from examples.gpt.recipes import RECIPES, get_recipe
 from examples.gpt.training import Hyperparameters, Program, decayed, make_optimizer, mean_over_microbatches
 from tests.helpers import all_eqns, assert_same_bits, types_of
@@ -120,18 +120,6 @@ def test_embeddings_and_kernels_decay_and_nothing_else_does(config):
     assert not all(mask.values())
 
 
-def test_moments_of_biases_and_norms_stay_float32_in_stacks_too():
-    """A stack of them is larger than `low_precision_state` leaves alone. The matrices are the negative control."""
-    config = dataclasses.replace(PRESETS["tiny"], width=512, layers="stacked")
-    state = jax.eval_shape(Program(get_recipe("bf16-split-8bit"), config, HYPERPARAMETERS).init, 0)[1]
-    leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(state)}
-    moments = {path: leaf for path, leaf in leaves.items() if ".mu[" in path}
-    is_matrix = lambda path: "kernel" in path or "embedding" in path
-    assert {leaf.dtype for path, leaf in moments.items() if not is_matrix(path)} == {jnp.dtype("float32")}
-    assert max(leaf.size for path, leaf in moments.items() if not is_matrix(path)) > 4096
-    assert any(leaf.dtype == jnp.int8 for leaf in moments.values())
-
-
 @pytest.mark.parametrize(("norm", "clipped"), [(0.5, 0.5), (10.0, 1.0)])
 def test_gradients_are_clipped_after_they_are_unscaled(norm, clipped):
     """The first moment after one step is a tenth of the clipped gradient. Scaled, both norms are far above 1."""
@@ -146,14 +134,15 @@ def test_gradients_are_clipped_after_they_are_unscaled(norm, clipped):
     np.testing.assert_allclose(optax.tree.get(opt_state, "mu")["w"], 0.1 * clipped / 2, rtol=1e-6)
 
 
-def test_the_learning_rate_warms_up_and_falls_along_a_cosine_to_its_end():
-    schedule = Hyperparameters(steps=1000, learning_rate=2.0, warmup=0.1, final_learning_rate=0.25).schedule()
-    assert [schedule(step) for step in (0, 50, 100, 1000, 2000)] == [0, 1, 2, 0.5, 0.5]
-    assert schedule(550) == pytest.approx(1.25)  # half of the way
-
-
 # --- Recipes. ---
-@pytest.mark.parametrize("name", [recipe.name for recipe in RECIPES])
+# One of each kind of arithmetic and of state: a program takes seconds to compile.
+KINDS = [
+    "bf16-naive", "bf16-cast", "bf16-stochastic", "bf16-kahan", "bf16-split24-4bit", "bf16-split-8bit", "fp8-row",
+    "f16-scaled",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KINDS)
 def test_a_recipe_compiles_once_keeps_its_types_and_starts_from_the_same_weights(name):
     """They are rounded to bfloat16 at most: but for that the first step has the loss and the norm of f32."""
     types, metrics, programs = trained(name)
@@ -186,13 +175,6 @@ def test_all_products_of_a_recipe_have_its_dtype(name):
     recipe = get_recipe(name)
     of_8_bits = {"fp8": ["float8_e4m3fn", "float8_e5m2"], "fp8-row": ["float8_e4m3fn"]}.get(name, [])
     assert products(recipe) == {(dtype, name == "f32") for dtype in (recipe.compute_dtype, *of_8_bits)}
-
-
-@pytest.mark.parametrize(("name", "count"), [("fp8", 12), ("fp8-row", 24), ("bf16-split", 0)])
-def test_in_fp8_the_four_linear_layers_of_a_block_have_operands_in_8_bits(name, count):
-    """Two operands and a cotangent for each; by row they are rounded again for the gradients. The head has none."""
-    converted = [eqn for eqn in all_eqns(step_of(get_recipe(name))) if eqn.primitive.name == "convert_element_type"]
-    assert sum("float8" in eqn.params["new_dtype"].name for eqn in converted) == count
 
 
 # --- Losses. ---

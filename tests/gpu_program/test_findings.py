@@ -2,14 +2,10 @@
 
 import functools
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from flax import nnx
-from flax.training import train_state
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -103,48 +99,6 @@ def test_a_product_that_a_gpu_has_not_runs_in_another_dtype(h200):
     (finding,) = found(product, *args("a100"), target="a100", donate=())
     assert finding.startswith("A product of f8e4m3fn runs in ")
     assert found(product, *args("h200"), donate=()) == []
-
-
-class Block(nn.Module):
-    """A layer of a transformer, with a float32 norm and products in bfloat16, as Flax's examples have them."""
-
-    @nn.compact
-    def __call__(self, x):
-        y = nn.LayerNorm()(x)
-        y = nn.MultiHeadDotProductAttention(num_heads=8, dtype=BF16, deterministic=True)(y)
-        x = x + y
-        y = nn.Dense(4096, dtype=BF16)(nn.LayerNorm()(x))
-        return x + nn.Dense(1024, dtype=BF16)(nn.gelu(y))
-
-
-def test_a_step_of_flax_linen_in_bfloat16_says_only_that_its_state_is_not_donated(h200):
-    model, x = Block(), on(h200[:1], (8, 512, 1024))
-    variables = jax.eval_shape(model.init, jax.random.key(0), x)
-    new = lambda params: train_state.TrainState.create(apply_fn=model.apply, params=params, tx=optax.adamw(1e-3))
-    state = jax.eval_shape(new, variables["params"])
-
-    def train_step(state, x):
-        loss = lambda params: jnp.mean(state.apply_fn({"params": params}, x).astype(F32) ** 2)
-        return state.apply_gradients(grads=jax.grad(loss)(state.params))
-
-    (kept,) = found(jax.jit(train_step), state, x, donate=())
-    assert "not donated" in kept
-    assert found(jax.jit(train_step, donate_argnums=0), state, x, donate=()) == []
-
-
-def test_a_step_of_flax_nnx_with_autocast_has_no_finding(h200):
-    del h200  # skips where nothing compiles for GPUs
-    layers = nnx.Sequential(
-        nnx.Linear(1024, 4096, rngs=nnx.Rngs(0)), nnx.gelu, nnx.Linear(4096, 1024, rngs=nnx.Rngs(1))
-    )
-    trainer = nnx.Optimizer(layers, optax.adamw(1e-3), wrt=nnx.Param)
-    loss_fn = mpx.autocast(lambda model, x: jnp.mean(model(x) ** 2), "bf16")
-
-    @nnx.jit(donate_argnums=(0, 1))
-    def train_step(model, trainer, x):
-        trainer.update(model, mpx.grad(loss_fn, transform=nnx.value_and_grad)(model, x))
-
-    assert found(train_step, layers, trainer, jnp.ones((4096, 1024)), donate=()) == []
 
 
 def test_sums_that_xla_joins_are_whole_on_every_device_that_uses_them(h200):

@@ -69,7 +69,6 @@ def report_of_gpt2(preset, recipe, depth):
         return report_of_step(recipe, config)[1]
 
 
-BF16 = get_recipe("bf16-split")
 BY_DEFAULT = dataclasses.replace(get_recipe("fp8"), policy=fp8_policy(mpx.Fp8()))
 
 
@@ -81,12 +80,3 @@ def test_all_products_of_the_linear_layers_of_gpt2_are_of_8_bits(h200, preset):
     assert flops.pop("bf16") == of_head
     assert flops.keys() == F8
     assert set(flops.values()) == {2 * TOKENS * 12 * PRESETS[preset].width ** 2}
-
-
-def test_a_layer_of_gpt2_takes_less_in_8_bits(h200):
-    """At 4.0 TB/s and 800 TFLOP/s it is 0.74 of bfloat16; here at the rates that NVIDIA states."""
-    one, two = (
-        [report_of_gpt2("gpt2-1.5b", recipe, depth).bound_seconds for recipe in (BY_DEFAULT, BF16)] for depth in (1, 2)
-    )
-    fp8, bf16 = (longer - shorter for longer, shorter in zip(two, one, strict=True))
-    assert fp8 < 0.8 * bf16

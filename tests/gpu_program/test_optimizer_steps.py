@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import mpx
+from tests.helpers import stepper
 
 pytestmark = pytest.mark.optax_promotion
 
@@ -42,12 +43,8 @@ def report_of(dtype, tx):
     is_shape = lambda x: isinstance(x, tuple)
     params = jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape, dtype), SHAPES, is_leaf=is_shape)
 
-    def step(params, state, grads):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
     return params, mpx.step_report(
-        step, params, jax.eval_shape(tx.init, params), params, target="h200", donate_argnums=(0, 1)
+        stepper(tx), params, jax.eval_shape(tx.init, params), params, target="h200", donate_argnums=(0, 1)
     )
 
 

@@ -314,6 +314,14 @@ def test_an_average_is_carried_over_with_its_count_of_steps():
     assert optax.tree.get(new_state, "averaged_steps") == optax.tree.get(state, "averaged_steps") > 0
 
 
+def test_the_average_of_one_of_two_parameters_in_a_tuple_stays_its_own():
+    """A place in a tuple has no name: the average of the second one must not become that of the first one."""
+    params = (jnp.zeros(3), jnp.full(3, 5.0))
+    tx = optax.chain(RULE, optax.masked(mpx.params_ema(0.5), (False, True)))
+    _, new_state = mpx.convert_state(params, tx.init(params), tx, optax.chain(RULE, mpx.params_ema(0.5)))
+    assert_same_bits(mpx.averaged_params(new_state), params)
+
+
 def test_an_average_that_ends_is_told():
     params, state = trained_with(averaged(), BF16)
     with pytest.warns(UserWarning, match=r"`new_tx` keeps no average of the weights.* `averaged_params\(opt_state\)`"):

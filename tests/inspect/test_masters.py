@@ -76,6 +76,13 @@ def test_master_params_without_masters_are_the_parameters_in_float32_and_leave_o
     assert_same_bits(masters["w"], jnp.ones(2, jnp.float32))
 
 
+def test_a_parameter_may_be_called_as_a_field_of_a_state_is():
+    """A dictionary of this one name is what a checkpoint without types makes of a `KahanSummationState`."""
+    params = {"compensation": jnp.ones(2, jnp.bfloat16)}
+    state = KEEPERS["full"]().init(params)
+    assert_same_bits(mpx.master_params(params, state), {"compensation": jnp.ones(2, jnp.float32)})
+
+
 @every_pair
 def test_after_resync_parameters_changed_from_outside_are_the_masters(keeper, nesting):
     """NaN is in sync with NaN."""
@@ -114,6 +121,14 @@ def test_resync_leaves_masters_where_they_lie():
     state = KEEPERS["full"]().init(params)
     state = mpx.resync(params, state._replace(master=jax.device_put(state.master, divided)))
     assert state.master.sharding.is_equivalent_to(divided, 1)
+
+
+@pytest.mark.parametrize("keeper", KEEPERS)
+def test_numpy_arrays_of_a_checkpoint_are_brought_in_sync(keeper):
+    params, state = jax.tree.map(np.asarray, trained_in("alone", keeper))
+    assert mpx.is_synced(params, state)
+    for of_numpy in (mpx.resync(params, state), mpx.resync(params, jax.tree.map(jnp.asarray, state))):
+        assert_same_bits(of_numpy, mpx.resync(*jax.tree.map(jnp.asarray, (params, state))))
 
 
 def test_averages_of_partitions_by_labels_of_whole_subtrees_are_joined():

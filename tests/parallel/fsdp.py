@@ -1,5 +1,7 @@
 """A training run whose parameters are sharded over all devices, of one process or of several.
 
+It has split masters, moments in 8 bits, and a loss scale; its second step is skipped.
+
 python -m tests.parallel.fsdp FOLDER ADDRESS COUNT INDEX
 """
 
@@ -13,18 +15,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as older
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1 as ocp
 
 import mpx
-from tests.helpers import unfused
+from tests.helpers import stepper, unfused
 
-NAMES = ["bf16", "bf16 fused", "f16 fused"]
 SHAPES = {"rows": (64, 1024), "columns": (64, 2304), "bias": (512,)}
 SPECS = {"rows": P("data"), "columns": P(None, "data"), "bias": P("data")}
 STEPS, SAVED = 4, 2  # in all, and when it is saved
+POLICY = mpx.get_policy("params=bf16,compute=bf16,output=f32")
+MOMENTS = {"mu|nu": mpx.Blockwise8bit()}
 
 
 class Run(NamedTuple):
@@ -34,79 +36,61 @@ class Run(NamedTuple):
     opt_state: Any
 
 
-def policy_of(name):
-    dtype = name.split()[0]
-    return mpx.get_policy(f"params={dtype},compute={dtype},output=f32")
-
-
 @functools.cache
-def optimizer(name):
-    rule = mpx.low_precision_state(optax.adamw(1e-2), {"mu": mpx.Blockwise8bit(), "nu": mpx.Blockwise8bit()})
-    loss_scale = mpx.DynamicLossScale(16.0) if is_scaled(name) else None
-    return mpx.mixed_precision(rule, policy_of(name), loss_scale=loss_scale)
-
-
-def is_scaled(name):
-    return name.startswith("f16")
+def optimizer():
+    rule = mpx.low_precision_state(optax.adamw(1e-2), MOMENTS)
+    return mpx.loss_scaling(mpx.mixed_precision(rule, POLICY), mpx.DynamicLossScale(16.0))
 
 
 def mesh_of(devices):
     return jax.make_mesh((len(devices),), ("data",), devices=devices)
 
 
-def started(name):
+def started():
     rng = np.random.default_rng(0)
-    dtype = policy_of(name).param_dtype
-    params = {key: jax.device_put(rng.normal(size=SHAPES[key]).astype(dtype), SPECS[key]) for key in SHAPES}
-    return Run(params, optimizer(name).init(params))
+    params = {key: jax.device_put(rng.normal(size=SHAPES[key]).astype(jnp.bfloat16), SPECS[key]) for key in SHAPES}
+    return Run(params, optimizer().init(params))
 
 
-def batch(name, number):
-    """Return integers, whose sums are exact in every order. The second batch in float16 has an infinity at its end."""
+def batch(number):
+    """Return integers, whose sums are exact in every order. The second batch has an infinity at its end."""
     rng = np.random.default_rng(number)
     x = rng.integers(-2, 3, (64, 64)).astype(np.float32)
-    x[-1, 0] = np.inf if number == 1 and is_scaled(name) else 1
+    x[-1, 0] = np.inf if number == 1 else 1
     factors = {key: rng.integers(-2, 3, (64, SHAPES[key][-1])).astype(np.float32) for key in SHAPES}
     return jax.tree.map(lambda x: jax.device_put(x, P("data")), (x, factors))
 
 
+def loss_fn(params, batch):
+    x, factors = batch
+    whole = {key: jax.sharding.reshard(p, P()) for key, p in params.items()}
+    products = [(x @ whole[key]) * factors[key] for key in ("rows", "columns")]
+    return sum(map(jnp.sum, [*products, whole["bias"][None].astype(np.float32) * factors["bias"]]))
+
+
+@jax.jit
+def gradients(run, batch):
+    loss_scale = mpx.get_loss_scale(run.opt_state)
+    return mpx.value_and_grad(mpx.autocast(loss_fn, POLICY), loss_scale)(run.params, batch)
+
+
 @functools.cache
-def gradients_of(name):
-    def loss_fn(params, batch):
-        x, factors = batch
-        whole = {key: jax.sharding.reshard(p, P()) for key, p in params.items()}
-        products = [(x @ whole[key]) * factors[key] for key in ("rows", "columns")]
-        return sum(map(jnp.sum, [*products, whole["bias"][None].astype(np.float32) * factors["bias"]]))
-
-    loss_fn = mpx.autocast(loss_fn, policy_of(name))
-    return jax.jit(lambda run, batch: mpx.value_and_grad(loss_fn, mpx.get_loss_scale(run.opt_state))(run.params, batch))
+def update_of(fused):
+    kernels = mpx.fused_update(optimizer(), interpret=True)
+    step = (lambda params, state, grads: kernels(grads, state, params)) if fused else stepper(optimizer())
+    return jax.jit(lambda run, grads: Run(*step(*run, grads)), compiler_options=unfused())
 
 
-@functools.cache
-def update_of(name):
-    tx = optimizer(name)
-
-    def update(run, grads):
-        if "fused" in name:
-            return Run(*mpx.fused_update(tx, interpret=True)(grads, run.opt_state, run.params))
-        updates, opt_state = tx.update(grads, run.opt_state, run.params)
-        return Run(optax.apply_updates(run.params, updates), opt_state)
-
-    return jax.jit(update, compiler_options=unfused())
-
-
-def trained(name, run, first, last):
+def trained(run, first, last, *, fused=True):
     for number in range(first, last):
-        _, grads = gradients_of(name)(run, batch(name, number))
-        run = update_of(name)(run, grads)
+        run = update_of(fused)(run, gradients(run, batch(number))[1])
     return run
 
 
-def observed(name, run):
+def observed(run):
     """Return what the tools of mpx say of a run, as JSON can hold it."""
-    if is_scaled(name):
-        mpx.check_health(run.opt_state, params=run.params)
-    report = mpx.step_report(gradients_of(name), run, batch(name, 0))
+    mpx.check_health(run.opt_state, params=run.params)
+    report = mpx.step_report(gradients, run, batch(0))
     synced = mpx.resync(run.params, run.opt_state)
     masters = mpx.master_params(run.params, synced)
     return {
@@ -126,30 +110,15 @@ def like(run):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding_of(x)), run)
 
 
-def save(folder, run):
-    ocp.save(folder / "new", run)
-    with older.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder / "older", run)
-
-
-def restored(folder, interface, shapes):
-    if interface == "new":
-        return ocp.load(folder / "new", shapes)
-    with older.StandardCheckpointer() as checkpointer:
-        return checkpointer.restore(folder / "older", shapes)
-
-
 def main(folder, address, count, index):
     jax.distributed.initialize(address, int(count), int(index))
-    for name in NAMES:
-        here = pathlib.Path(folder) / name
-        with jax.set_mesh(mesh_of(jax.devices())):
-            run = trained(name, started(name), 0, SAVED)
-            save(here, run)
-            for interface in ("new", "older"):
-                again = trained(name, restored(here, interface, like(run)), SAVED, STEPS)
-                ocp.save(here / f"end of {interface}", again)
-            (here / f"observed {index}.json").write_text(json.dumps(observed(name, again)))
+    folder = pathlib.Path(folder)
+    with jax.set_mesh(mesh_of(jax.devices())):
+        run = trained(started(), 0, SAVED)
+        ocp.save(folder / "saved", run)
+        run = trained(ocp.load(folder / "saved", like(run)), SAVED, STEPS)
+        ocp.save(folder / "end", run)
+        (folder / f"observed {index}.json").write_text(json.dumps(observed(run)))
 
 
 if __name__ == "__main__":

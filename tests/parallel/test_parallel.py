@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpx
-from tests.helpers import QUICKLY, assert_same_bits, cases, eight_cpu_devices, unfused
+from tests.helpers import QUICKLY, assert_same_bits, cases, eight_cpu_devices, stepper, unfused
 
 pytestmark = pytest.mark.optax_promotion
 
@@ -42,7 +42,6 @@ RULES = {
     "stochastic": lambda rule: optax.chain(mpx.upcast(rule), mpx.stochastic_rounding(jax.random.key(0))),
     "scaled": lambda rule: mpx.loss_scaling(mpx.master_weights(rule)),
     "average": lambda rule: mpx.master_weights(optax.chain(rule, mpx.params_ema(0.9))),
-    "plain": lambda rule: mpx.upcast(rule),
 }
 every_rule = pytest.mark.parametrize("name", cases(RULES, ["8 bits stochastic", "scaled", "kahan"]))
 
@@ -66,11 +65,7 @@ def gradients(step):
 
 
 def stepped(tx, options):
-    def step(params, state, grads):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    return jax.jit(step, compiler_options=options)
+    return jax.jit(stepper(tx), compiler_options=options)
 
 
 def trained(tx, steps, start, options, place=lambda tree: tree):
@@ -91,7 +86,7 @@ in_float32 = pytest.mark.skipif(
 
 
 @in_float32
-@pytest.mark.parametrize("name", cases(["kahan", "8 bits stochastic", "masters", "scaled"], ["kahan"]))
+@pytest.mark.parametrize("name", cases(["kahan", "8 bits stochastic", "scaled"], ["kahan"]))
 def test_twenty_steps_on_eight_devices_have_the_bits_of_one(name):
     mesh = eight_cpu_devices()
     tx = RULES[name](ADAMW)
@@ -100,8 +95,7 @@ def test_twenty_steps_on_eight_devices_have_the_bits_of_one(name):
     assert_same_bits(actual, expected)
 
 
-WHOLE = {"clip": CLIPPED, "adafactor": optax.adafactor(1e-2), "lamb": optax.lamb(1e-2), "sgd": optax.sgd(1e-2)}
-WHOLE["muon"] = optax.contrib.muon(1e-2)
+WHOLE = {"clip": CLIPPED, "adafactor": optax.adafactor(1e-2), "muon": optax.contrib.muon(1e-2)}
 
 
 @pytest.mark.parametrize("name", cases(WHOLE, ["clip", "adafactor"]))
@@ -132,9 +126,7 @@ def test_the_state_is_that_of_the_rule_without_it_and_each_device_holds_an_eight
     assert 0 < on_first <= sum(leaf.nbytes for leaf in arrays) / 8 + 16
 
 
-@pytest.mark.parametrize(
-    "name", cases(["8 bits", "scaled", "8 bits stochastic", "kahan", "stochastic", "average"], ["8 bits", "scaled"])
-)
+@pytest.mark.parametrize("name", cases(["8 bits", "scaled", "stochastic", "average"], ["8 bits", "scaled"]))
 def test_a_step_compiles_once_and_keeps_every_sharding(name):
     mesh = eight_cpu_devices()
     tx = mpx.zero1(RULES[name](CLIPPED), mesh)
@@ -192,6 +184,16 @@ def test_tensor_parallel_parameters_keep_their_sharding():
     assert_same_bits((now, state), trained(tx, 3, params(), unfused()))
 
 
+def test_an_axis_is_divided_only_if_what_a_device_has_of_it_is_a_multiple():
+    """Of 12 rows over 2 devices each has 6, which 4 others cannot share: they share the columns."""
+    mesh, params = (
+        jax.sharding.AbstractMesh((4, 2), ("data", "model")),
+        {"w": jax.ShapeDtypeStruct((12, 8), np.float32)},
+    )
+    shardings = mpx.zero1_shardings(params, optax.TraceState(params), mesh, param_specs=P("model"))
+    assert shardings.trace["w"].spec == P("model", "data")
+
+
 def test_one_spec_serves_all_parameters_below_it_and_those_that_are_sharded_otherwise_are_refused():
     mesh = two_axes()
     start = {"w": jnp.ones((8, 8), jnp.float32), "v": jnp.ones((8, 4), jnp.float32)}
@@ -220,26 +222,24 @@ def transfers(text):
     return sorted((name, kind) for types, name in found for kind in re.findall(r"(\w+)\[\d", types))  # no scalars
 
 
-def program(scatter, wrap=mpx.zero1, gradient_dtype=None):
+def program(scatter, wrap=mpx.zero1):
     mesh = eight_cpu_devices()
     tx = mpx.master_weights(ADAMW, storage="split")
     tx = wrap(tx, mesh) if wrap else tx
     loss = mpx.autocast(model_loss, "bf16")
-    gradients = mpx.data_parallel(mpx.value_and_grad(loss, grad_dtype=gradient_dtype), mesh, scatter=scatter)
+    gradients = mpx.data_parallel(mpx.value_and_grad(loss, grad_dtype=None), mesh, scatter=scatter)
 
     def step(params, state, x):
         value, grads = gradients(params, x)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
+        return *stepper(tx)(params, state, grads), value
 
     start = replicated(mesh)(model_params())
     x = jax.device_put(jnp.ones((16, 64), jnp.float32), NamedSharding(mesh, P("data")))
     return jax.jit(step), (start, tx.init(start), x)
 
 
-@pytest.mark.parametrize("gradient_dtype", [None, pytest.param("f32", marks=pytest.mark.slow)])
-def test_gradients_arrive_by_reduce_scatter_in_f32_and_parameters_are_gathered_in_16_bits(gradient_dtype):
-    step, inputs = program(scatter=True, gradient_dtype=gradient_dtype)
+def test_gradients_arrive_by_reduce_scatter_in_f32_and_parameters_are_gathered_in_16_bits():
+    step, inputs = program(scatter=True)
     sent = [("all-gather", "u16"), ("all-gather", "u16"), ("reduce-scatter", "f32"), ("reduce-scatter", "f32")]
     assert transfers(step.lower(*inputs).compile().as_text()) == sent
 
@@ -308,12 +308,7 @@ def test_nan_on_one_device_skips_the_step_on_all():
     state = tx.init(start)
     gradients = mpx.data_parallel(mpx.value_and_grad(model_loss), mesh, scatter=True)
 
-    @jax.jit
-    def step(params, state, x):
-        _, grads = gradients(params, x)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
+    step = jax.jit(lambda params, state, x: stepper(tx)(params, state, gradients(params, x)[1]))
     x = jnp.ones((16, 64), jnp.float32).at[7, 3].set(jnp.nan)
     now, new_state = step(start, state, jax.device_put(x, NamedSharding(mesh, P("data"))))
     assert_same_bits(now, start)
@@ -327,10 +322,7 @@ def in_shard_map(tx, mesh, check_vma, options):
     shardings = mpx.zero1_shardings(shapes, jax.eval_shape(tx.init, shapes), mesh)
     specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
 
-    def step(params, state, grads):
-        updates, state = tx.update(jax.tree.map(lambda g: g[0], grads), state, params)
-        return optax.apply_updates(params, updates), state
-
+    step = lambda params, state, grads: stepper(tx)(params, state, jax.tree.map(lambda g: g[0], grads))
     mapped = jax.shard_map(
         step, mesh=mesh, in_specs=(P(), specs, P("data")), out_specs=(P(), specs), check_vma=check_vma
     )
@@ -347,9 +339,10 @@ BY_NUMBER = {name: RULES[name] for name in ("split", "8 bits", "kahan", "average
 BY_NUMBER["scaled"] = lambda rule: mpx.loss_scaling(mpx.master_weights(rule), axis_name="data")
 
 
-@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", cases(BY_NUMBER, ["8 bits", "scaled"]))
-def test_inside_shard_map_it_has_the_bits_of_jit(name, check_vma):
+def test_inside_shard_map_it_has_the_bits_of_jit(name):
+    """With the types of JAX that say what varies over devices, and without."""
+    check_vma = name in ("8 bits", "kahan")
     mesh = eight_cpu_devices()
     tx = mpx.zero1(BY_NUMBER[name](ADAMW), mesh)
     outside = mpx.zero1(RULES[name](ADAMW), mesh)
@@ -391,10 +384,9 @@ def test_inside_shard_map_each_device_gives_its_own_gradients_and_those_that_jax
         (lambda: optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau()), "the argument 'value'"),
         (lambda: mpx.loss_scaling(optax.sgd(1.0), axis_name="model"), "reduce_and"),
         (lambda: optax.add_noise(0.1, 0.5, 0), "random_bits"),
-        (lambda: mpx.stochastic_rounding(jax.random.key(0)), "random_wrap"),
         (lambda: optax.stateless(lambda g, p: jax.tree.map(lambda x: x * jnp.arange(x.shape[0]), g)), "iota"),
     ],
-    ids=["extra argument", "another axis", "noise", "stochastic rounding", "positions"],
+    ids=["extra argument", "another axis", "noise", "positions"],
 )
 def test_inside_shard_map_what_is_not_the_same_for_every_shard_is_refused(tx, culprit):
     mesh = two_axes()
@@ -421,7 +413,6 @@ def in_blocks(name, block_size):
             r"Lower the `min_size`(.|\n)*'.*mu/first': float32\[2, 48\], but each device should have bfloat16\[2, 48\]",
         ),
         (lambda: mpx.master_weights(CLIPPED), "a result that depends on more than that"),
-        (lambda: mpx.master_weights(optax.lamb(1e-2)), "a result that depends on more than that"),
         (lambda: mpx.master_weights(optax.adafactor(1e-2)), "`zero1`: inside `jax.shard_map` "),
         (
             lambda: mpx.loss_scaling(mpx.master_weights(ADAMW)),
@@ -438,7 +429,6 @@ def in_blocks(name, block_size):
     ids=[
         "small shards",
         "clip",
-        "lamb",
         "adafactor",
         "no agreement on a skip",
         "blocks beyond a shard",
@@ -464,6 +454,18 @@ def test_inside_shard_map_a_whole_state_is_refused():
         jax.eval_shape(step, shapes, jax.eval_shape(mpx.master_weights(ADAMW).init, shapes), gradients(0))
 
 
+def test_inside_shard_map_a_rule_that_has_changed_its_dtypes_is_told_to_stand_in_upcast():
+    """Its gradients are float32 here, and Optax's Adam adds them to the bfloat16 moments that its `init` made."""
+    mesh, shapes = eight_cpu_devices(), jax.eval_shape(params)
+    tx = mpx.zero1(optax.adam(1e-3), mesh)
+    step = in_shard_map(tx, mesh, False, QUICKLY)
+    changed = jax.eval_shape(step, shapes, jax.eval_shape(tx.init, shapes), per_device(0))
+    with pytest.raises(
+        ValueError, match=r"put `upcast` around the rule(.|\n)*'0/mu/first': float32\[2, 48\], but each"
+    ):
+        jax.eval_shape(step, *changed, per_device(1))
+
+
 def test_what_is_no_mesh_an_axis_that_it_has_not_and_an_update_without_parameters_are_refused():
     for function in (functools.partial(mpx.zero1, ADAMW), functools.partial(mpx.data_parallel, lambda p: (p, p))):
         with pytest.raises(ValueError, match=r"the mesh has the axes \('data',\), and none is called 'batch'"):
@@ -475,14 +477,11 @@ def test_what_is_no_mesh_an_axis_that_it_has_not_and_an_update_without_parameter
         tx.update({"w": jnp.ones(8, jnp.float32)}, tx.init({"w": jnp.ones(8, jnp.float32)}))
 
 
-@every_rule
-def test_check_chain_finds_nothing_wrong_with_it(name):
-    mpx.check_chain(mpx.zero1(RULES[name](CLIPPED), eight_cpu_devices()))
-
-
-def test_check_chain_finds_what_changes_updates_after_or_inside_it():
+def test_check_chain_finds_what_changes_updates_after_or_inside_it_and_nothing_wrong_with_it():
     halve, divided = optax.scale(0.5), lambda tx: mpx.zero1(tx, eight_cpu_devices())
     masters = mpx.master_weights(ADAMW)
+    for rule in ("split", "kahan", "scaled"):
+        mpx.check_chain(divided(RULES[rule](CLIPPED)))
     for tx, author in [
         (optax.chain(divided(masters), halve), "zero1"),
         (divided(optax.chain(masters, halve)), "master"),

@@ -18,13 +18,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.optax_promotion, pytest.mark.many_de
 
 ROOT = Path(__file__).resolve().parents[2]
 LONGEST_RUN = 300.0  # seconds
-every_run = pytest.mark.parametrize("name", fsdp.NAMES)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Return where two processes have saved their runs."""
-    folder = tmp_path_factory.mktemp("runs")
+    """Return where two processes have saved their run."""
+    folder = tmp_path_factory.mktemp("run")
     address = free_address()
     flags = re.sub("device_count=8", "device_count=4", os.environ["XLA_FLAGS"])
     environment = os.environ | {
@@ -45,43 +44,31 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plain():
-    """Return the start and the end of a run of one process with eight devices, without `fused_update`, by its dtype."""
-    runs = {}
+    """Return the start and the end of the run in one process with eight devices, without `fused_update`."""
     with jax.set_mesh(fsdp.mesh_of(jax.devices("cpu"))):
-        for dtype in ("bf16", "f16"):
-            start = fsdp.started(dtype)
-            runs[dtype] = start, fsdp.trained(dtype, start, 0, fsdp.STEPS)
-    return {name: runs[name.split()[0]] for name in fsdp.NAMES}
+        start = fsdp.started()
+        return start, fsdp.trained(start, 0, fsdp.STEPS, fused=False)
 
 
 def assert_equal_runs(actual, expected):
     assert_same_bits(*(jax.tree.map(np.asarray, run) for run in (actual, expected)))
 
 
-@every_run
-@pytest.mark.parametrize("interface", ["new", "older"])
-def test_two_processes_have_the_bits_of_one_also_after_a_checkpoint(name, interface, folder, plain):
-    _, expected = plain[name]
+def test_two_processes_have_the_bits_of_one_and_say_the_same_of_the_run(folder, plain):
+    """Also after a checkpoint, from which they went on."""
     with jax.set_mesh(fsdp.mesh_of(jax.devices("cpu"))):
-        end = fsdp.ocp.load(folder / name / f"end of {interface}", fsdp.like(expected))
-    assert_equal_runs(end, expected)
-
-
-@every_run
-def test_both_processes_and_one_process_say_the_same_of_a_run(name, folder, plain):
-    with jax.set_mesh(fsdp.mesh_of(jax.devices("cpu"))):
-        expected = json.loads(json.dumps(fsdp.observed(name, plain[name][1])))
-    assert (expected["skipped"], expected["scale"]) == ((1, 8) if fsdp.is_scaled(name) else (0, 1))
+        assert_equal_runs(fsdp.ocp.load(folder / "end", fsdp.like(plain[1])), plain[1])
+        expected = json.loads(json.dumps(fsdp.observed(plain[1])))
+    assert (expected["skipped"], expected["scale"]) == (1, 8)
     assert all(expected[key] for key in ("synced", "resynced", "finite"))
     for index in range(2):
-        assert json.loads((folder / name / f"observed {index}.json").read_text()) == expected
+        assert json.loads((folder / f"observed {index}.json").read_text()) == expected
 
 
-@every_run
-@pytest.mark.parametrize(("count", "interface"), [(8, "new"), (4, "older"), (1, "new")])
-def test_one_process_goes_on_from_the_checkpoint_of_two(name, count, interface, folder, plain):
+@pytest.mark.parametrize("count", [4, 1])
+def test_one_process_goes_on_from_the_checkpoint_of_two(count, folder, plain):
     """The shapes are those of a state made for eight devices: on four, 8-bit columns would have larger blocks."""
-    start, expected = plain[name]
+    start, expected = plain
     with jax.set_mesh(fsdp.mesh_of(jax.devices("cpu")[:count])):
-        run = fsdp.restored(folder / name, interface, fsdp.like(start))
-        assert_equal_runs(fsdp.trained(name, run, fsdp.SAVED, fsdp.STEPS), expected)
+        run = fsdp.ocp.load(folder / "saved", fsdp.like(start))
+        assert_equal_runs(fsdp.trained(run, fsdp.SAVED, fsdp.STEPS), expected)

@@ -38,6 +38,13 @@ def test_each_byte_holds_two_neighbours_the_first_in_its_low_bits():
     np.testing.assert_array_equal(unpacked(bytes_), pairs)
 
 
+@pytest.mark.parametrize("shape", [(0, 4), (2, 0, 4), (4, 0)])
+def test_an_array_without_elements_has_no_codes_and_comes_back(shape):
+    codes, scales = FORMAT.encode(jnp.zeros(shape, jnp.float32))
+    assert (codes.size, scales.size) == (0, 0)
+    assert FORMAT.decode(codes, scales).shape == shape
+
+
 def test_numbers_become_members_of_the_map_and_the_largest_of_a_block_stays_exact():
     x = numbers(0)
     for key in (None, jax.random.key(0)):
@@ -76,7 +83,7 @@ def test_coding_again_changes_nothing():
     [((64, 128), "uint8", (64, 64)), ((3, 5), "int8", (3, 5)), ((10,), "uint8", (5,)), ((), "int8", ())],
 )
 def test_two_codes_share_a_byte_if_rows_are_even(shape, dtype, codes):
-    stored = mpx.Blockwise4bit().encode(jnp.ones(shape))
+    stored = mpx.Blockwise4bit().encode(jnp.ones(shape, jnp.float32))
     assert (stored[0].dtype, stored[0].shape) == (dtype, codes)
 
 
@@ -122,7 +129,7 @@ def test_second_moments_and_fields_that_may_hold_some_are_refused(field, reason)
         rule = optax.GradientTransformation(lambda params: {"hidden": params}, lambda g, state, params=None: (g, state))
     tx = mpx.low_precision_state(rule, {field: mpx.Blockwise4bit()}, key=jax.random.key(0))
     with pytest.raises(ValueError, match=reason):
-        tx.init({"w": jnp.ones((64, 64))})
+        tx.init({"w": jnp.ones((64, 64), jnp.float32)})
 
 
 def test_block_sizes_are_checked():

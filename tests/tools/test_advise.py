@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mpx
-from mpx.tools.advise.advise import advise, grouped
+from mpx.tools.advise import advise, grouped
 from tests.autocast.helpers import narrow_dot, normal, rounded
 
 BF16 = mpx.get_policy("params=bf16,compute=bf16,output=f32")
@@ -128,6 +128,13 @@ def test_an_overflow_is_an_infinite_error_ranked_first():
     advice = advise(loss_fn, params, full((3, 2), 300.0), policy, bound=1e-2)
     assert [(row.name, row.errors.worst == np.inf) for row in advice.rows] == [("large", True), ("small", False)]
     assert (advice.before.worst, advice.met) == (np.inf, True)
+
+
+def test_an_error_is_infinite_where_only_the_reference_is_zero():
+    """1 + 2^-9 is 1 in bfloat16, so that the sum is not 0."""
+    loss_fn = lambda params, x: jnp.sum(params * x)
+    advice = advise(loss_fn, numbers([1 + 2.0**-9, -1.0, -(2.0**-9)]), ones(3), STORED_ONLY)
+    assert (advice.before.loss, advice.before.gradient, advice.after.loss) == (np.inf, 0, 0)
 
 
 def test_a_loss_scale_keeps_float16_gradients_from_underflow():

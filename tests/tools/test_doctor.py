@@ -13,10 +13,9 @@ import pytest
 
 import mpx
 from mpx import doctor
-from mpx.tools.doctor import exactness, products
-from mpx.tools.doctor.exactness import Check
-from mpx.tools.doctor.products import WAYS, Product, Way
-from mpx.tools.doctor.recommendation import recommend
+from mpx.doctor import Check, Product
+from mpx.tools import doctor as examination
+from mpx.tools.doctor import WAYS, Way
 
 BFLOAT16, FLOAT16 = np.dtype(jnp.bfloat16), np.dtype(np.float16)
 
@@ -34,7 +33,6 @@ def products_of(bits=24, broken=(), **rates):
 GPU = doctor.Diagnosis(
     {"python": "3.12.0", "jax": "0.10.2"},
     "/env/site-packages/mpx",
-    backend="gpu",
     devices={"NVIDIA H200": 8},
     products=products_of(bits=11, f32=5.0, default=50.0, tf32=50.0, bf16=95.0, f16=95.0),
     checks=(Check("masters are exact", True), Check("`round_to` bfloat16 after a sum", True)),
@@ -45,8 +43,8 @@ GPU = doctor.Diagnosis(
 def examined():
     """Examine this machine once, with rates of small matrices."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(products, "LARGE", {"cpu": 16})
-        patch.setattr(products, "SECONDS", 1e-4)
+        patch.setattr(examination, "LARGE", {"cpu": 16})
+        patch.setattr(examination, "SECONDS", 1e-4)
         return doctor.examine()
 
 
@@ -73,9 +71,9 @@ def test_mpx_is_exact_on_this_machine_and_what_is_found_is_printed_and_goes_into
 
 
 def test_a_quick_examination_times_nothing_and_sees_that_autocast_is_off(monkeypatch):
-    monkeypatch.setattr("mpx.tools.doctor.examine.WAYS", {"bf16": WAYS["bf16"]})
-    monkeypatch.setattr("mpx.tools.doctor.examine.try_claims", lambda: ())
-    monkeypatch.setattr(products, "_teraflops", lambda way: 2.0)
+    monkeypatch.setattr("mpx.tools.doctor.WAYS", {"bf16": WAYS["bf16"]})
+    monkeypatch.setattr("mpx.tools.doctor.try_claims", lambda: ())
+    monkeypatch.setattr(examination, "_teraflops", lambda way: 2.0)
     assert doctor.examine().products[0].teraflops == 2.0
     quick = doctor.examine(quick=True)
     assert (quick.products[0].teraflops, quick.recommendation, quick.autocast_narrows) == (None, None, True)
@@ -97,7 +95,7 @@ def test_without_a_backend_the_failure_is_the_finding(monkeypatch):
 
 
 def test_a_wrong_product_and_one_that_raises_do_not_work():
-    coarse = products.try_product("coarse", Way(BFLOAT16, jax.lax.dot, 2.0**-18), is_timed=True)
+    coarse = examination.try_product("coarse", Way(BFLOAT16, jax.lax.dot, 2.0**-18), is_timed=True)
     assert re.fullmatch(r"its error of \d\.\de-0\d is above 3\.8e-06", coarse.refusal)
     assert (coarse.bits, coarse.teraflops) == (8, None)
 
@@ -105,16 +103,16 @@ def test_a_wrong_product_and_one_that_raises_do_not_work():
         raise ValueError("\n  no such dtype \nand more")
 
     refused = Product("odd", "no such dtype")
-    assert products.try_product("odd", Way(BFLOAT16, fail, 1.0), is_timed=True) == refused
+    assert examination.try_product("odd", Way(BFLOAT16, fail, 1.0), is_timed=True) == refused
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16])
 def test_each_rounding_is_on_operands_that_are_exact_and_a_program_that_loses_it_fails(dtype):
     """The negative control rounds nothing. A subnormal number is its own rounding: there the fault is a flush."""
-    for name, program, operands, expected in exactness.roundings(dtype, lambda x: x):
+    for name, program, operands, expected in examination.roundings(dtype, lambda x: x):
         assert np.array_equal(expected, expected.astype(dtype).astype(np.float32)), name
         program = (lambda x: 0 * x) if "subnormal" in name else program
-        lost = exactness.check(name, lambda: jax.jit(program)(*operands), expected)  # noqa: B023
+        lost = examination.check(name, lambda: jax.jit(program)(*operands), expected)  # noqa: B023
         assert re.fullmatch(rf"\d+ of {expected.size} numbers are wrong", lost.detail), name
         if "product" in name:
             a, b = (operand.astype(np.float64) for operand in operands)
@@ -124,20 +122,20 @@ def test_each_rounding_is_on_operands_that_are_exact_and_a_program_that_loses_it
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16])
 def test_a_rounding_of_the_end_alone_is_found_between_two_sums(dtype):
     """Rounding once at the end gives the next number: 1 + 1 is the distance to it."""
-    named = {name: rest for name, *rest in exactness.roundings(dtype, lambda x: x)}
+    named = {name: rest for name, *rest in examination.roundings(dtype, lambda x: x)}
     _, (large, ones), expected = named["between sums of 16-bit numbers"]
     at_the_end = (large.astype(np.float32) + ones + ones).astype(dtype).astype(np.float32)
-    assert not exactness.check("", lambda: at_the_end, expected).exact
+    assert not examination.check("", lambda: at_the_end, expected).exact
 
 
 @pytest.mark.optax_promotion
 def test_a_training_run_without_mpx_fails_the_check_that_mpx_passes_and_so_does_an_error():
     """Add updates of up to 2^-11 to a bfloat16 1, which change nothing."""
-    params, _ = exactness.trained(optax.identity())
-    naive = exactness.check("naive", lambda: np.asarray(params).astype(np.float32), exactness.SUMS)
+    params, _ = examination.trained(optax.identity())
+    naive = examination.check("naive", lambda: np.asarray(params).astype(np.float32), examination.SUMS)
     assert naive.detail.endswith("of 64 numbers are wrong")
     assert not naive.exact
-    assert exactness.check("claim", lambda: 1 / 0, exactness.SUMS) == Check("claim", False, "division by zero")
+    assert examination.check("claim", lambda: 1 / 0, examination.SUMS) == Check("claim", False, "division by zero")
 
 
 @pytest.mark.parametrize(
@@ -182,9 +180,10 @@ def test_a_healthy_gpu_has_no_problems_and_errors_come_before_warnings():
     ],
 )
 def test_each_class_of_device_has_its_recipe(machine, found, recipe):
-    assert recommend(found).recipe == recipe, machine
+    assert dataclasses.replace(GPU, products=found).recommendation.recipe == recipe, machine
 
 
 @pytest.mark.parametrize(("rate", "advice"), [(18, "2 times the rate of bfloat16: `compute=fp8` is"), (9, "nothing")])
 def test_a_recipe_says_whether_8_bit_products_are_faster(rate, advice):
-    assert advice in recommend(products_of(default=1, bf16=9, float8_e4m3fn=rate)).reasons[-1]
+    found = dataclasses.replace(GPU, products=products_of(default=1, bf16=9, float8_e4m3fn=rate))
+    assert advice in found.recommendation.reasons[-1]

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mpx.tools.program import exchange, precision
+from mpx.tools.program import findings
 from mpx.tools.program.dataflow import uses_in
 from mpx.tools.program.findings import Argument, Step, arguments_of
 from mpx.tools.program.kernels import kernels
@@ -69,7 +69,7 @@ def found(finder, *lines, called="", **options):
 
 
 def gathers(*lines, **options):
-    return found(exchange.gathers_of_float32, *lines, **options)
+    return found(findings.gathers_of_float32, *lines, **options)
 
 
 GATHER = "%g = f32[512,512]{1,0} all-gather(%a), dimensions={0}, " + MANY
@@ -113,7 +113,7 @@ def test_of_arrays_that_are_gathered_together_only_float32_counts():
     lines = [f"%g{i} = {dtype}[512,512]{{1,0}} get-tuple-element(%t), index={i}" for i, dtype in enumerate(parts)]
     lines += [f"%u{i} = bf16[512,512]{{1,0}} convert(%g{i})" for i in range(2)]
     read = step(program("%p = pred[128,512]{1,0} parameter(4)", together, *lines))
-    (finding,) = exchange.gathers_of_float32(read)
+    (finding,) = findings.gathers_of_float32(read)
     assert finding.bytes == 3 * SIZE * 4 // 4 // 2
     (kernel,) = [kernel for _, kernel in read.runs if kernel.sent_bytes]
     assert kernel.sent_by_dtype == {"f32": 3 * SIZE, "bf16": 3 * SIZE // 2, "pred": 3 * SIZE // 4}
@@ -140,7 +140,7 @@ def sum_in(dtype, name="n"):
 
 
 def sums(*lines, **options):
-    return found(exchange.sums_in_16_bits, *lines, **options)
+    return found(findings.sums_in_16_bits, *lines, **options)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_a_sum_in_16_bits_is_a_gradient_if_a_weight_has_its_shape_in_any_order(l
 
 
 def parts(*lines, **options):
-    return found(exchange.sums_of_which_a_part_is_used, *lines, **options)
+    return found(findings.sums_of_which_a_part_is_used, *lines, **options)
 
 
 def test_a_whole_sum_is_found_if_each_device_keeps_a_part():
@@ -215,7 +215,7 @@ def test_an_argument_that_is_not_used_does_not_hide_the_shardings_of_others():
 
 
 def test_float32_numbers_between_kernels_that_all_round_them_are_found_with_the_bytes_that_16_bits_would_save():
-    between = lambda *lines: found(precision.float32_between_kernels, *lines, called=NARROWING + WRITING)
+    between = lambda *lines: found(findings.float32_between_kernels, *lines, called=NARROWING + WRITING)
     write = "%g = f32[512,512]{1,0} fusion(%b), kind=kLoop, calls=%writing"
     (finding,) = between(write, NARROW_USE, NARROW_USE.replace("%u", "%w"))
     assert finding.what == "Kernels write float32 numbers that all others round to bf16 before they use them"
@@ -230,23 +230,23 @@ IN_BFLOAT16 = [DOT.format(name=f"y{i}", dtype="bf16", operands="%n, %n") for i i
 
 
 def test_a_float32_product_is_found_beside_products_in_few_bits():
-    (finding,) = found(precision.float32_products, IN_FLOAT32, *IN_BFLOAT16)
+    (finding,) = found(findings.float32_products, IN_FLOAT32, *IN_BFLOAT16)
     assert finding.what == "25% of all FLOPs multiply float32 numbers, though others multiply in fewer bits"
     assert finding.bytes == 2 * SIZE * 4
     for alike in ([IN_FLOAT32], IN_BFLOAT16):
-        assert not found(precision.float32_products, *alike)
+        assert not found(findings.float32_products, *alike)
     asked_for = step(program(IN_FLOAT32, *IN_BFLOAT16))._replace(float32="tf32")
-    assert not list(precision.float32_products(asked_for))
+    assert not list(findings.float32_products(asked_for))
 
 
 def test_a_product_in_another_dtype_than_the_step_asked_for_is_found_by_its_line():
     square = jax.jit(lambda a: a @ a)
     asked, other = (square.lower(jax.ShapeDtypeStruct((512, 512), dtype)) for dtype in (jnp.bfloat16, jnp.float32))
     ran = lambda lowered: step(parse(lowered.as_text("hlo", debug_info=True)), lowered=asked)
-    (finding,) = precision.products_in_another_dtype(ran(other))
+    (finding,) = findings.products_in_another_dtype(ran(other))
     assert finding.what == "A product of bf16 runs in f32"
     assert finding.source.startswith("tests/tools/test_findings.py:")
-    assert not list(precision.products_in_another_dtype(ran(asked)))
+    assert not list(findings.products_in_another_dtype(ran(asked)))
 
 
 @pytest.mark.parametrize(

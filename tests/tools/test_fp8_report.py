@@ -45,7 +45,7 @@ def test_shares_are_those_of_rounding_each_number_of_the_format(name):
     expected = ((rounded == 0) & (x != 0)).sum() / numbers, ((rounded > 0) & (rounded < smallest)).sum() / numbers
     way = lambda forward: mpx.Fp8(min_extent=0, forward=forward)
     of = lambda forward: shares(
-        mpx.monitor.fp8_report(loss_fn, way(forward))(jnp.ones((16, 16)), jnp.asarray(x)), "left"
+        mpx.monitor.fp8_report(mpx.autocast(loss_fn, way(forward)))(jnp.ones((16, 16)), jnp.asarray(x)), "left"
     )
     assert of(name) == pytest.approx(expected)
     assert min(expected) > 0
@@ -55,7 +55,7 @@ def test_shares_are_those_of_rounding_each_number_of_the_format(name):
 def test_cotangents_are_counted_in_the_format_of_the_backward_pass():
     """A cotangent of 2**-40 beside one of 1 is zero in e5m2, whose numbers span 2**32."""
     g = jnp.ones((16, 16)).at[0].set(2.0**-40)
-    report = mpx.monitor.fp8_report(lambda w, x: jnp.sum(g * (x @ w)), SMALL)(jnp.ones((16, 16)), jnp.ones((16, 16)))
+    report = mpx.monitor.fp8_report(mpx.autocast(lambda w, x: jnp.sum(g * (x @ w)), SMALL))(*[jnp.ones((16, 16))] * 2)
     assert [row.operand for row in report.operands] == ["left", "right", "cotangent"]
     assert [row.dtype for row in report.operands] == [FORMATS["e4m3"], FORMATS["e4m3"], FORMATS["e5m2"]]
     assert shares(report, "cotangent") == (1 / 16, 0)
@@ -63,7 +63,7 @@ def test_cotangents_are_counted_in_the_format_of_the_backward_pass():
 
 
 def test_what_is_not_finite_is_counted_and_named():
-    reported = mpx.monitor.fp8_report(loss_fn, SMALL)
+    reported = mpx.monitor.fp8_report(mpx.autocast(loss_fn, SMALL))
     for value in (np.inf, np.nan):
         report = reported(jnp.ones((16, 16)).at[0, 0].set(value), jnp.ones((16, 16)))
     (row,) = [row for row in report.operands if row.operand == "right"]
@@ -79,7 +79,7 @@ def test_products_are_counted_in_loops_calls_and_checkpoints():
         x, _ = lax.scan(layer, x, length=3)
         return jnp.sum(x)
 
-    report = mpx.monitor.fp8_report(in_loops, SMALL)(normal(0, 16, 16), normal(1, 32, 16))
+    report = mpx.monitor.fp8_report(mpx.autocast(in_loops, SMALL))(normal(0, 16, 16), normal(1, 32, 16))
     found = {row.operand: row for row in report.operands}
     assert found.keys() == {"left", "right", "cotangent"}
     assert 0.9 * 3 * 32 * 16 < found["cotangent"].numbers <= 3 * 32 * 16  # but for derivatives of tanh that are zero
@@ -90,13 +90,13 @@ def test_products_are_counted_in_loops_calls_and_checkpoints():
 def test_devices_and_examples_count_together():
     mesh, spec = eight_cpu_devices(), jax.sharding.PartitionSpec
     w, x = normal(0, 16, 16), normal(1, 128, 16).at[0].set(2.0**40)
-    whole = mpx.monitor.fp8_report(loss_fn, SMALL)(w, x)
+    whole = mpx.monitor.fp8_report(mpx.autocast(loss_fn, SMALL))(w, x)
 
     def split(w, x):
         part = lambda w, x: lax.psum(loss_fn(w, x), "data")
         return jax.shard_map(part, mesh=mesh, in_specs=(spec(), spec("data")), out_specs=spec())(w, x)
 
-    of_devices = mpx.monitor.fp8_report(split, SMALL)(w, x)
+    of_devices = mpx.monitor.fp8_report(mpx.autocast(split, SMALL))(w, x)
     left = lambda report: next(row for row in report.operands if row.operand == "left")
     assert left(of_devices).numbers == left(whole).numbers == 128 * 16
     assert shares(of_devices, "left") == shares(whole, "left") == (127 / 128, 0)
@@ -117,13 +117,13 @@ def test_of_two_products_each_has_its_line():
 
 def test_a_function_with_an_auxiliary_result_and_one_without_products_in_8_bits():
     args = jnp.ones((16, 16)), jnp.ones((16, 16))
-    assert mpx.monitor.fp8_report(lambda w, x: (loss_fn(w, x), x), SMALL, has_aux=True)(*args).operands
+    assert mpx.monitor.fp8_report(mpx.autocast(lambda w, x: (loss_fn(w, x), x), SMALL), has_aux=True)(*args).operands
     with pytest.warns(UserWarning, match="no matrix product of .* runs in it"):
-        report = mpx.monitor.fp8_report(loss_fn, "fp8")(*args)
+        report = mpx.monitor.fp8_report(mpx.autocast(loss_fn, "fp8"))(*args)
     assert report.verdict == "No product runs in 8 bits: `mpx.explain` says why."
 
 
 def test_the_report_prints_and_goes_into_json():
-    report = mpx.monitor.fp8_report(loss_fn, SMALL)(jnp.ones((16, 16)), jnp.ones((16, 16)))
+    report = mpx.monitor.fp8_report(mpx.autocast(loss_fn, SMALL))(jnp.ones((16, 16)), jnp.ones((16, 16)))
     assert str(report).endswith("All numbers are normal in their formats.")
     assert report.as_dict()["operands"][0]["dtype"] == "float8_e4m3fn"

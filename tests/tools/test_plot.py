@@ -16,8 +16,8 @@ from matplotlib.text import Text
 
 import mpx
 import mpx.plot
+from mpx import plot
 from mpx.tools.plan.rows import Kind
-from mpx.tools.plot import sheet
 
 WHITE, DARK = "#FFFFFF", "#121212"
 FORMATS = ["float8_e4m3fn", "float8_e5m2", "f16", "bf16", "f32"]
@@ -106,10 +106,10 @@ def test_it_draws_on_given_axes_and_makes_no_figure(draw):
 
 
 def test_colors_have_the_contrast_of_wcag_on_both_pages_and_twenty_curves_differ_in_two_ways():
-    for color in (sheet.BLUE, sheet.VERMILLION, sheet.GREEN, sheet.PURPLE):
+    for color in (plot.BLUE, plot.VERMILLION, plot.GREEN, plot.PURPLE):
         assert min(contrast(color, WHITE), contrast(color, DARK)) >= 3
     assert contrast("#F0E442", WHITE) < 3  # the yellow of the same palette, which is left out
-    looks = [(look["color"], str(look["linestyle"])) for look in sheet.CURVES]
+    looks = [(look["color"], str(look["linestyle"])) for look in plot.CURVES]
     assert len(set(looks)) == 20
     assert all(a[0] != b[0] and a[1] != b[1] for a, b in itertools.pairwise(looks))
 

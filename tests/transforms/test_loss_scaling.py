@@ -362,3 +362,15 @@ def test_counters_saturate():
     state = tx.init(jnp.ones(2))._replace(skipped_steps=jnp.asarray(most), stuck_steps=jnp.asarray(most))
     _, state = tx.update(jnp.full(2, jnp.nan), state)
     assert (state.skipped_steps, state.stuck_steps) == (most, most)
+
+
+def test_a_rule_whose_state_is_a_bare_dictionary_has_no_loss_scale_once_it_stands_in_a_chain():
+    """The remedy of the error for it: nothing tells such a state from parameters that were passed by mistake."""
+    rule = optax.GradientTransformation(
+        lambda params: {"momentum": params}, lambda updates, state, params=None: (updates, {"momentum": updates})
+    )
+    with pytest.raises(TypeError, match=r"element of a chain, as in `optax.chain\(rule, optax.identity\(\)\)`"):
+        mpx.get_loss_scale(rule.init({"w": jnp.ones(2)}))
+    state = mpx.mixed_precision(optax.chain(rule, optax.identity()), "f32").init({"w": jnp.ones(2)})
+    assert mpx.get_loss_scale(state) == mpx.NoOpLossScale()
+    assert mpx.skipped_steps(state) == 0

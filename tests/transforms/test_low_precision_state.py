@@ -11,7 +11,7 @@ from jax.extend.core import jaxpr_as_fun
 
 import mpx
 from mpx._jaxprs import closed_jaxpr, open_jaxpr
-from mpx._stored.state_format import as_format, is_stored
+from mpx._stored.state_format import Cast, is_stored
 from tests.helpers import QUICKLY, assert_same_bits
 
 pytestmark = pytest.mark.optax_promotion
@@ -240,7 +240,7 @@ def test_donating_the_state_of_low_precision_does_not_delete_the_callers_key():
 def test_numbers_are_on_the_grid_before_they_are_cast(dtype):
     """Whatever becomes of the cast in a compiler, what is cast is rounded already."""
     x = jnp.linspace(0.1, 0.9, 64, dtype=jnp.float32)
-    program = jax.make_jaxpr(lambda x: as_format(dtype).encode(x, None))(x)
+    program = jax.make_jaxpr(lambda x: Cast(jnp.dtype(dtype).name).encode(x, None))(x)
     (cast,) = [eqn for eqn in program.eqns if eqn.outvars[0].aval.dtype == dtype]
     until_cast = closed_jaxpr(open_jaxpr(program).replace(outvars=cast.invars))
     (rounded,) = jaxpr_as_fun(until_cast)(x)

@@ -88,6 +88,17 @@ def test_injected_hyperparameters_are_not_rounded_to_the_parameters_dtype():
     assert mpx.upcast(tx).init(params).hyperparams["b2"] == np.float32(0.999)
 
 
+def test_a_rule_in_float64_sees_float64_and_returns_it():
+    """Every array is float32 outside. The bare rule, as a negative control, keeps float32."""
+    with jax.enable_x64(True):
+        params, rule = {"w": jnp.ones(2, jnp.float32)}, optax.trace(0.9)
+        tx = mpx.upcast(rule, jnp.float64)
+        state = tx.init(params)
+        updates, new_state = tx.update(params, state, params)
+        assert {x["w"].dtype for x in (state.trace, new_state.trace, updates)} == {np.dtype(np.float64)}
+        assert rule.init(params).trace["w"].dtype == np.float32
+
+
 def test_float64_parameters_stay_float64():
     with jax.enable_x64(True):
         tx = mpx.upcast(optax.sgd(1.0))

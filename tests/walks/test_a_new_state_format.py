@@ -10,14 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint
 import pytest
 from jax.sharding import PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
 import mpx
 from mpx.states import StoredLeaf
-from tests.helpers import assert_same_bits, eight_cpu_devices
+from tests.helpers import assert_same_bits, eight_cpu_devices, stepper
 
 pytestmark = pytest.mark.optax_promotion
 
@@ -52,20 +51,14 @@ def recipe(rule=None, **options):
     return mpx.master_weights(moments, storage="split")
 
 
-def step(carry, grads, tx):
-    params, state = carry
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
-
-
 def gradients(steps):
     rng = np.random.default_rng(1)
     return {"w": jnp.asarray(rng.normal(size=(steps, 16, 256)), jnp.float32), "b": jnp.ones((steps, 8), jnp.float32)}
 
 
 def trained(tx, steps=4):
-    carry = start(), tx.init(start())
-    return jax.jit(lambda carry: jax.lax.scan(lambda c, g: (step(c, g, tx), None), carry, gradients(steps))[0])(carry)
+    step = lambda carry, grads: (stepper(tx)(*carry, grads), None)
+    return jax.jit(lambda carry: jax.lax.scan(step, carry, gradients(steps))[0])((start(), tx.init(start())))
 
 
 def first_moment(state):
@@ -106,7 +99,7 @@ def test_a_training_run_moves_to_another_format_and_back(target):
 def test_a_fused_update_gives_the_same_bits():
     params, state, grads = start(), recipe().init(start()), jax.tree.map(lambda g: g[0], gradients(1))
     fused = jax.jit(lambda g, s, p: mpx.fused_update(recipe(), interpret=True)(g, s, p))(grads, state, params)
-    assert_same_bits(fused, jax.jit(lambda g, s, p: step((p, s), g, recipe()))(grads, state, params))
+    assert_same_bits(fused, jax.jit(stepper(recipe()))(params, state, grads))
 
 
 def test_its_rows_are_sharded_by_zero1_over_8_devices():
@@ -115,10 +108,9 @@ def test_its_rows_are_sharded_by_zero1_over_8_devices():
     state = tx.init(start())
     codes, scales = jax.tree.leaves(first_moment(state))
     assert codes.sharding.spec == scales.sharding.spec == PartitionSpec("data")
-    run = jax.jit(lambda params, state, grads: step((params, state), grads, tx))
     grads = jax.tree.map(lambda g: g[0], gradients(1))
-    params, state = run(start(), state, grads)
-    alone = jax.jit(lambda params, state: step((params, state), grads, recipe()))(start(), recipe().init(start()))
+    params, state = jax.jit(stepper(tx))(start(), state, grads)
+    alone = jax.jit(stepper(recipe()))(start(), recipe().init(start()), grads)
     assert_same_bits(jax.device_get((params, first_moment(state))), jax.device_get((alone[0], first_moment(alone[1]))))
 
 
@@ -126,25 +118,11 @@ def test_sharded_parameters_have_sharded_codes_and_the_same_bits():
     mesh = eight_cpu_devices()
     sharded = jax.device_put(start()["w"], jax.NamedSharding(mesh, PartitionSpec("data")))
     grads = gradients(1)["w"][0]
-    run = jax.jit(lambda p, g: step((p, recipe().init(p)), g, recipe()))
+    run = jax.jit(lambda p, g: stepper(recipe())(p, recipe().init(p), g))
     params, state = run(sharded, grads)
     codes = optax.tree.get(state, "mu").codes
     assert codes.sharding.shard_shape(codes.shape) == (2, 128)
     assert_same_bits(jax.device_get((params, state)), jax.device_get(run(start()["w"], grads)))
-
-
-def test_rows_that_reach_over_devices_are_refused_inside_shard_map():
-    """Each device would have another scale for the same row."""
-    mesh, params = eight_cpu_devices(), {"w": jnp.ones((3, 64), jnp.bfloat16)}
-    tx = mpx.zero1(recipe(), mesh)
-    state = tx.init(params)
-    specs = jax.tree.map(lambda s: s.spec, mpx.zero1_shardings(params, state, mesh))
-    update = jax.shard_map(
-        lambda g, s, p: tx.update(g, s, p), mesh=mesh, in_specs=(PartitionSpec(), specs, PartitionSpec()),
-        out_specs=(PartitionSpec(), specs), check_vma=False,
-    )  # fmt: skip
-    with pytest.raises(ValueError, match=r"blocks of the state at .* would reach over several devices"):
-        update({"w": jnp.ones((3, 64))}, state, params)
 
 
 def test_a_rule_computes_in_float32_whatever_decode_returns():
@@ -184,18 +162,11 @@ def test_its_half_byte_an_element_is_in_the_memory_plan():
     assert (rows["scales"].kind, rows["scales"].bytes) == ("scales of blocks", 16 * 4)
 
 
-@pytest.mark.parametrize("interface", ["StandardCheckpointer", "v1"])
-def test_orbax_saves_and_restores_it(interface, tmp_path):
+def test_orbax_saves_and_restores_it(tmp_path):
     _, state = trained(recipe())
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     template = jax.tree.map(lambda shape: shape.update(sharding=here), jax.eval_shape(lambda: state))
-    if interface == "v1":
-        ocp.save(tmp_path / "state", state)
-        restored = ocp.load(tmp_path / "state", template)
-    else:
-        with orbax.checkpoint.StandardCheckpointer() as checkpointer:
-            checkpointer.save(tmp_path / "state", state)
-            checkpointer.wait_until_finished()
-            restored = checkpointer.restore(tmp_path / "state", template)
+    ocp.save(tmp_path / "state", state)
+    restored = ocp.load(tmp_path / "state", template)
     assert_same_bits(restored, state)
     assert first_moment(restored).format == Packed4bit()

@@ -9,15 +9,11 @@ import jax
 import numpy as np
 from jax.core import Tracer
 from jax.extend.core import JaxprEqn
-from jax.typing import DTypeLike
 
 from mpx._autocast.explain import line_of
 from mpx._autocast.fp8 import Observed
-from mpx._autocast.rules import DEFAULT_RULES
-from mpx._autocast.transform import autocast_of, make_autocast
-from mpx._fp8 import Fp8
+from mpx._autocast.transform import autocast_of
 from mpx._gradients import value_and_grad
-from mpx._policy import Policy
 from mpx._tables import Result, Table
 from mpx.tools.monitor import exponents
 
@@ -87,9 +83,7 @@ class Fp8Report(Result):
         yield self.verdict
 
 
-def fp8_report(
-    fun: Callable[..., Any], policy_or_dtype: Policy | Fp8 | DTypeLike | None = None, *, has_aux: bool = False
-) -> Callable[..., Fp8Report]:
+def fp8_report(fun: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Fp8Report]:
     """Count what the 8-bit formats lose of each operand, in a loss function under `autocast(..., "fp8")`.
 
     It tells which layer to keep in 16 bits when a run in FP8 learns worse. The function runs once with its gradient,
@@ -97,34 +91,27 @@ def fp8_report(
     so it is slow: call it where you log, not in each step.
 
     Args:
-        fun: a function to a loss, or one that `autocast` returned.
-        policy_or_dtype: as for `autocast`; None for a function that `autocast` returned.
+        fun: a function to a loss, as `autocast` returned it.
         has_aux: whether `fun` returns a pair of the loss and something else.
 
     Returns:
         A function of the arguments of `fun` that returns an `Fp8Report`. It differentiates by the first argument.
 
     Raises:
-        ValueError: if nothing asks for FP8, or a policy is given for a function that has its own.
+        ValueError: if `fun` does not compute in FP8.
         TypeError: at the call, inside `jax.jit`.
 
     Example:
         >>> loss_fn = lambda w, x: jnp.mean((x @ w) ** 2)
         >>> x = jnp.ones((16, 16)).at[0, 0].set(2.0**20)  # beside it, a number of 1 becomes zero
-        >>> report = mpx.monitor.fp8_report(loss_fn, mpx.Fp8(min_extent=0))(jnp.ones((16, 16)), x)
+        >>> report = mpx.monitor.fp8_report(mpx.autocast(loss_fn, mpx.Fp8(min_extent=0)))(jnp.ones((16, 16)), x)
         >>> [(row.operand, str(row.dtype), round(row.zero, 3)) for row in report.operands]
         [('left', 'float8_e4m3fn', 0.996), ('right', 'float8_e4m3fn', 0.0), ('cotangent', 'float8_e5m2', 0.0)]
     """
     record = autocast_of(fun)
-    if record is not None and policy_or_dtype is not None:
-        raise ValueError("`fp8_report` needs a policy only for a function without `autocast`: this one has its own.")
-    if record is None:
-        if policy_or_dtype is None:
-            raise ValueError("`fp8_report` needs a policy or 'fp8' for a function without `autocast`.")
-        record = make_autocast(fun, policy_or_dtype, DEFAULT_RULES, checkpoint=None, reduce_dtype=None)
-    settings, fp8 = record.settings, record.settings.compute.fp8
-    if fp8 is None:
-        raise ValueError(f"`fp8_report` needs 'fp8' or an `mpx.Fp8`, but got {settings.compute.name!r}.")
+    fp8 = None if record is None else record.settings.compute.fp8
+    if record is None or fp8 is None:
+        raise ValueError("`fp8_report` needs a function in FP8: what `mpx.autocast(fun, 'fp8')` returned.")
 
     def reported(*args: Any, **kwargs: Any) -> Fp8Report:
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, kwargs))):

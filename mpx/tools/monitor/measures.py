@@ -1,6 +1,6 @@
-"""Measures of gradients and updates, which leave no trace in the measured program."""
+"""Measures of gradients and updates, which leave no trace in the measured program, and `watch`, which keeps them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -10,13 +10,13 @@ import optax
 from jax import lax
 from jax.typing import DTypeLike
 
-from mpx import _trees, formats
+from mpx import _errors, _trees, formats
 from mpx._dtypes import dtype_or_none
+from mpx._transforms.float32_world import keep_types, stable_state, upcast_tree
 from mpx.tools.monitor import exponents
 
 T = TypeVar("T")
 Groups = Literal["leaf"] | None
-Column = tuple[Any, ...]  # a leaf of each measured tree: the update, and the weight if a measure needs it
 _STORED = tuple(np.dtype(kind) for kind in (jnp.bfloat16, np.float16, np.float32))
 
 
@@ -25,8 +25,8 @@ def underflow(dtype: DTypeLike, *, groups: Groups = None) -> Callable[[Any], Any
 
     The share, from 0 to 1, is of all nonzero finite numbers; without any it is 0.
     Numbers are rounded to nearest, ties to even. Subnormal numbers of the format count as kept, although some devices
-    flush them to zero: see `becomes_subnormal`. Measure gradients of a float32, bfloat16 or scaled backward pass: what
-    float16 has already made zero counts as zero here.
+    flush them to zero: `mpx.underflow_report` counts them. Measure gradients of a float32, bfloat16 or scaled backward
+    pass: what float16 has already made zero counts as zero here.
 
     Args:
         dtype: the format: f16, bf16, f32, float8_e4m3fn or float8_e5m2.
@@ -54,19 +54,6 @@ def underflow(dtype: DTypeLike, *, groups: Groups = None) -> Callable[[Any], Any
         Micikevicius et al. 2018, Mixed Precision Training (arXiv 1710.03740), section 3.2.
     """
     return _share_of("zero", dtype, groups, "underflow")
-
-
-def becomes_subnormal(dtype: DTypeLike, *, groups: Groups = None) -> Callable[[Any], Any]:
-    """Measure the share of the gradients that become subnormal in a format, and keep fewer bits than others.
-
-    Arguments, result and errors: as for `underflow`, which does not count these numbers. On a device that flushes
-    subnormals to zero, add the two shares.
-
-    Example:
-        >>> float(becomes_subnormal("f16")(jnp.array([2.0**-26, 2.0**-24, 2.0**-15, 2.0**-14])))
-        0.5
-    """
-    return _share_of("subnormal", dtype, groups, "becomes_subnormal")
 
 
 def overflow(dtype: DTypeLike, *, groups: Groups = None) -> Callable[[Any], Any]:
@@ -97,12 +84,9 @@ def exponent_histogram(*, groups: Groups = None) -> Callable[[Any], Any]:
         >>> print(histogram.zeros, histogram.nonfinite)
         1.0 1.0
     """
-
-    def of_leaves(leaves):
-        totals = _total(exponents.count_exponents, leaves, len(exponents.EXPONENTS) + 2)
-        return exponents.ExponentHistogram(totals[:-2], totals[-2], totals[-1])
-
-    return _measure("exponent_histogram", of_leaves, groups)
+    histogram = lambda sums: exponents.ExponentHistogram(sums[:-2], sums[-2], sums[-1])
+    kinds = len(exponents.EXPONENTS) + 2
+    return _measure("exponent_histogram", exponents.count_exponents, kinds, histogram, groups)
 
 
 def lost_updates(dtype: DTypeLike | None = None, *, groups: Groups = None) -> optax.GradientTransformationExtraArgs:
@@ -135,60 +119,77 @@ def lost_updates(dtype: DTypeLike | None = None, *, groups: Groups = None) -> op
     if dtype is not None and given not in _STORED:
         raise ValueError(f"`lost_updates`: `dtype` must be bf16, f16, f32 or None, but got {dtype!r}.")
 
-    def share(leaves):
-        lost, moving = _total(lambda u, p: _count_lost(u, p, given or p.dtype), leaves, 2)
-        return lost / jnp.maximum(moving, 1)
+    def count(u, p):
+        """Count the updates that a weight does not see, and all that it should see."""
+        dtype = given or p.dtype
+        wide = _trees.promoted(dtype, np.float32)
+        stored = lambda x: x if dtype == wide else formats.round_to(x, dtype)
+        before = stored(p.astype(wide))
+        is_moving = exponents.is_number(exponents.magnitudes_of(u)) & jnp.isfinite(p)
+        return exponents.count_true(is_moving & (stored(before + u.astype(wide)) == before), is_moving)
 
-    return _with_weights("lost_updates", share, groups)
+    measured = _measure("lost_updates", count, 2, lambda sums: sums[0] / jnp.maximum(sums[1], 1), groups)
+
+    def update_fn(updates, state, params=None, **extra_args):
+        del extra_args
+        if params is None:
+            raise ValueError("`lost_updates` needs the parameters: call `update(grads, state, params)`.")
+        return measured(updates, params), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update_fn)
 
 
-def update_to_weight_ratio(*, groups: Groups = None) -> optax.GradientTransformationExtraArgs:
-    """Measure how far a step goes: the norm of the updates divided by the norm of the weights.
+def watch(measures: Mapping[str, Any]) -> optax.GradientTransformationExtraArgs:
+    """Keep measurements of the updates in the optimizer state; the updates pass through.
 
-    Both norms are computed in float32. The ratio is 0 if nothing moves, and infinite if the weights are zero and
-    something does. `groups` is as for `underflow`. Like `lost_updates` it is for `watch` only.
+    This is `optax.monitor` with measurements that begin as zeros. In `optax.monitor` they begin with the first update:
+    so its state cannot be the carry of a `jax.lax.scan`, the step compiles twice, and `mpx.loss_scaling`, which chooses
+    between the old state and the new one, refuses it.
 
-    Raises:
-        ValueError: as `underflow` does; at `update`, without parameters.
+    Args:
+        measures: by name, functions of the updates, or transformations whose `update` returns a measurement in place
+            of the updates: the measures of `mpx.monitor`, `optax.measure_with_ema`, or your own. They are first traced
+            with gradients of the shapes of the parameters, in float32 where those are narrower, and without extra
+            arguments. Each measurement keeps the dtypes that it had then.
+
+    Returns:
+        A transformation with an `optax.MonitorState`; `optax.tree.get(opt_state, name)` reads a measurement.
 
     Example:
-        >>> tx = optax.chain(optax.sgd(1e-2), mpx.monitor.watch({"ratio": update_to_weight_ratio(groups="leaf")}))
-        >>> params = {"a": jnp.full(9, 2.0), "b": jnp.full(4, 1.0)}
-        >>> _, state = tx.update(params, tx.init(params), params)
-        >>> optax.tree.get(state, "ratio")
-        {'a': Array(0.01, dtype=float32), 'b': Array(0.01, dtype=float32)}
+        >>> measures = {"underflow": mpx.monitor.underflow("f16"), "norm": optax.tree.norm}
+        >>> tx = optax.chain(mpx.monitor.watch(measures), optax.sgd(0.1))
+        >>> params = jnp.ones(4)
+        >>> state = tx.init(params)
+        >>> _, state = jax.jit(tx.update)(jnp.full(4, 2.0**-30), state, params)
+        >>> print(optax.tree.get(state, "underflow"), optax.tree.get(state, "norm") == 2.0**-29)
+        1.0 True
     """
+    inner = optax.monitor(dict(measures))
 
-    def ratio(leaves):
-        update, weight = (optax.tree.norm([pair[i].astype(np.float32) for pair in leaves]) for i in (0, 1))
-        return jnp.where(update == 0, np.float32(0), update / weight)
+    def init_fn(params):
+        # Updates are float32 where parameters are narrower: so will the measurements be.
+        wide = upcast_tree(params, np.dtype(np.float32))
+        state: Any = stable_state(inner.init(wide), params)
+        _, shapes = jax.eval_shape(inner.update, wide, state, params)
+        return state._replace(measurements=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes.measurements))
 
-    return _with_weights("update_to_weight_ratio", ratio, groups)
+    def update_fn(updates, state, params=None, **extra_args):
+        _errors.require_state(state, optax.MonitorState, "watch")
+        hidden, hidden_params = _behind_barrier((updates, params))
+        _, new = inner.update(hidden, state, hidden_params, **extra_args)
+        return updates, keep_types(state, new)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def _share_of(fate: str, dtype: DTypeLike, groups: Groups, caller: str) -> Callable[[Any], Any]:
     """Return a measure of the share of the nonzero finite numbers that meet one fate."""
     span, place = exponents.range_of(dtype, caller), exponents.FATES.index(fate)
     count = lambda x: exponents.count_fates(x, span.edges())
-    share = lambda leaves: exponents.shares_of(_total(count, leaves, len(exponents.FATES) + 1))[place]
-    return _measure(caller, share, groups)
+    return _measure(caller, count, len(exponents.FATES) + 1, lambda sums: exponents.shares_of(sums)[place], groups)
 
 
-def _total(count: Callable[..., jax.Array], leaves: Sequence[Column], kinds: int) -> jax.Array:
-    """Return what a function counts in all leaves, a float32 vector."""
-    return sum((exponents.sum_float32(count(*leaf)) for leaf in leaves), jnp.zeros(kinds, np.float32))
-
-
-def _count_lost(u: jax.Array, p: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Count the updates that a weight of a dtype does not see, and all that it should see."""
-    wide = _trees.promoted(dtype, np.float32)
-    stored = lambda x: x if dtype == wide else formats.round_to(x, dtype)
-    before = stored(p.astype(wide))
-    is_moving = exponents.is_number(exponents.magnitudes_of(u)) & jnp.isfinite(p)
-    return exponents.count_true(is_moving & (stored(before + u.astype(wide)) == before), is_moving)
-
-
-def behind_barrier(tree: T) -> T:
+def _behind_barrier(tree: T) -> T:
     """Return the same numbers, but hide from the compiler that the training run reads them too.
 
     Otherwise it fuses a measure with the step, and may round the step's numbers in another place because they have two
@@ -203,34 +204,27 @@ def behind_barrier(tree: T) -> T:
     return treedef.unflatten([hidden.get(i, x) for i, x in enumerate(leaves)])
 
 
-def _measure(caller: str, of_leaves: Callable[[Sequence[Column]], Any], groups: Groups) -> Callable[..., Any]:
-    """Return a function of gradients or updates, and perhaps of weights, from one of their floating leaves."""
+def _measure(
+    caller: str, count: Callable[..., jax.Array], kinds: int, result: Callable[[jax.Array], Any], groups: Groups
+) -> Callable[..., Any]:
+    """Return a function of gradients or updates, and perhaps of weights.
+
+    `count` counts `kinds` of numbers in a floating leaf of each tree; `result` makes the measurement of the sums.
+    """
     if groups not in (None, "leaf"):
         raise ValueError(f"`{caller}`: `groups` must be None or 'leaf', but got {groups!r}.")
+
+    def of_leaves(leaves: Sequence[Any]) -> Any:
+        return result(sum((exponents.sum_float32(count(*leaf)) for leaf in leaves), jnp.zeros(kinds, np.float32)))
 
     def measured(*trees: Any) -> Any:
         leaves = [_trees.leaves_by_path(tree) for tree in trees]
         columns = {path: tuple(tree.get(path) for tree in leaves) for path in leaves[0]}
         columns = {path: column for path, column in columns.items() if all(map(_trees.is_floating, column))}
-        hidden = behind_barrier(list(columns.values()))
+        hidden = _behind_barrier(list(columns.values()))
         if groups is None:
             return of_leaves(hidden)
         names = _trees.path_names(trees[0])
         return {names[path]: of_leaves([column]) for path, column in zip(columns, hidden, strict=True)}
 
     return measured
-
-
-def _with_weights(
-    caller: str, of_leaves: Callable[[Sequence[Column]], Any], groups: Groups
-) -> optax.GradientTransformationExtraArgs:
-    """Return a measure of updates and weights as the transformation that `optax.monitor` calls."""
-    measured = _measure(caller, of_leaves, groups)
-
-    def update_fn(updates, state, params=None, **extra_args):
-        del extra_args
-        if params is None:
-            raise ValueError(f"`{caller}` needs the parameters: call `update(grads, state, params)`.")
-        return measured(updates, params), state
-
-    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update_fn)

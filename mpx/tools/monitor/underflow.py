@@ -46,7 +46,6 @@ class LeafUnderflow:
 
     Attributes:
         path: the "/"-joined path of the parameter.
-        numbers: count of its nonzero finite gradients.
         largest: the largest of their magnitudes, without a loss scale; 0 if there are none.
         zero: the share that becomes zero without a loss scale.
         zero_if_scaled: the share that becomes zero with the recommended loss scale.
@@ -54,7 +53,6 @@ class LeafUnderflow:
     """
 
     path: str
-    numbers: int
     largest: float
     zero: float
     zero_if_scaled: float
@@ -86,12 +84,6 @@ class UnderflowReport(Result):
         return next(shares for shares in self.shares if shares.scale == scale)
 
     @property
-    def is_enough(self) -> bool:
-        """Return True if at the recommended scale nothing overflows and at most 1% of the gradients become zero."""
-        best = self.shares_at(self.recommended_scale)
-        return best.infinite == 0 and best.zero <= _TOLERABLE
-
-    @property
     def verdict(self) -> str:
         """Say what to do, in a sentence or two."""
         bad = [repr(leaf.path) for leaf in self.leaves if leaf.nonfinite]
@@ -105,17 +97,15 @@ class UnderflowReport(Result):
             return "There is no nonzero finite gradient, so nothing can be said."
         if _has_range_of_float32(self.dtype):
             return f"No loss scale is needed: {self.dtype} has the exponents of float32."
-        if not self.is_enough:
+        if best.zero > _TOLERABLE:  # nothing is infinite: the scale leaves room
             return (
                 f"No loss scale is enough: at {scale}, {_percent(best.zero)} of the gradients become zero. Their range "
                 f"is too wide for {self.dtype}: use bfloat16."
             )
         if self.recommended_scale == 1 and not best.subnormal:
             return f"No loss scale is needed: {self.dtype} holds all of these gradients as normal numbers."
-        return (
-            f"A loss scale of {scale} is recommended; {_percent(best.zero)} of the gradients become zero at it, "
-            f"{_percent(self.shares_at(1.0).zero)} without."
-        )
+        lost, without = (_percent(x.zero + x.infinite) for x in (best, self.shares_at(1.0)))
+        return f"A loss scale of {scale} is recommended: {lost} of the gradients are lost at it, {without} without."
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything for JSON; the histogram as a dictionary from the exponents that occur to their counts."""
@@ -198,8 +188,7 @@ def underflow_report(
     recommended = _recommended_scale(span, max(largest), is_normal=not fates_at(1.0)[:, :2].any())
     scales = sorted({1.0, carried, recommended})
     zero, zero_if_scaled = (exponents.shares_of(fates_at(scale))[:, 0].tolist() for scale in (1.0, recommended))
-    numbers, nonfinite = fates_at(1.0)[:, :-1].sum(axis=1).tolist(), fates_at(1.0)[:, -1].tolist()
-    columns = [names[path] for path in arrays], numbers, largest, zero, zero_if_scaled, nonfinite
+    columns = [names[path] for path in arrays], largest, zero, zero_if_scaled, fates_at(1.0)[:, -1].tolist()
     leaves = [LeafUnderflow(*row) for row in zip(*columns, strict=True)]
     counts = _counts(_count_exponents, arrays.values()).sum(axis=0)
     whole = {scale: exponents.shares_of(fates_at(scale).sum(axis=0)).tolist() for scale in scales}

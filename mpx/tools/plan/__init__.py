@@ -1,6 +1,5 @@
 """Memory of a training run, counted before anything is allocated."""
 
-from mpx.tools.plan.capacity import largest_that_fits as largest_that_fits
 from mpx.tools.plan.compare_plans import PlanComparison as PlanComparison
 from mpx.tools.plan.compare_plans import compare_plans as compare_plans
 from mpx.tools.plan.memory_plan import MemoryPlan as MemoryPlan

@@ -17,21 +17,21 @@ import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from mpx import _errors, _tables, _trees
+from mpx import _errors, _trees
 from mpx._dtypes import bytes_of
 from mpx._parallel.placement import parameter_specs, require_axis, sharded_spec
 from mpx._parallel.zero1 import zero1_shardings
 from mpx._policy import Policy, as_policy
 from mpx._stored.blockwise import Blockwise8bit
+from mpx._tables import Result, Table, Unit, digits, shown, unit_for
 from mpx.tools.plan.rows import KEY, OUTSIDE_STATE, SCALARS, Entry, Kind, PlanRow, entries_of, rows_of, state_entries
-from mpx.tools.plan.units import Unit, digits, shown, unit_for
 
 _UNSHARDED = "unsharded"  # an axis of one device: a state sharded along it is whole
 _BLOCK = Blockwise8bit().block_size
 
 
 @dataclasses.dataclass(frozen=True)
-class MemoryPlan(_tables.Result):
+class MemoryPlan(Result):
     """Hold the bytes of a training run and of its gradients; prints as a table, with `rich.print` too.
 
     Attributes:
@@ -88,12 +88,12 @@ class MemoryPlan(_tables.Result):
         fixed = sum(row.bytes_a_device for row in self.rows if row.name in (SCALARS, KEY))
         return max(0, (int(memory_bytes) - fixed) * self.parameters // (self.total_bytes_a_device - fixed))
 
-    def _parts(self) -> Iterator[_tables.Table | str]:
+    def _parts(self) -> Iterator[Table | str]:
         unit = unit_for([self.total_bytes_a_device])
         parts = [(row.name, row.kind, " ".join(row.dtypes), row.bytes_a_device) for row in self.rows]
         parts.append(("total", "", "", self.total_bytes_a_device))
         lines = [(*names, shown(held, unit), digits(held / self.parameters)) for *names, held in parts]
-        yield _tables.Table(self.title(unit), [("part", "kind", "dtype", unit[0], "a param"), *lines], (3, 4))
+        yield Table(self.title(unit), [("part", "kind", "dtype", unit[0], "a param"), *lines], (3, 4))
         if self.devices > 1:
             gathered, summed = digits(self.gathered_bytes_a_parameter), digits(self.summed_bytes_a_parameter)
             yield f"A step gathers {gathered} bytes a parameter, and adds up {summed} of gradients over devices."

@@ -1,7 +1,7 @@
 """The recipes by their names, the same in README, documentation, `mpx plan`, `mpx doctor` and the example."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Literal
 
 import jax
@@ -83,7 +83,7 @@ STANDARD_RECIPES: Mapping[str, PrecisionRecipe] = {
         _BF16,
         lambda rule: mixed_precision(_8_bits(rule), _BF16),
         f"mpx.mixed_precision(\n    {_8_BITS}\n)",
-        "fit the largest model",
+        "fit a larger model",
         formats_moments=True,
     ),
     "bf16-split24-8bit": PrecisionRecipe(
@@ -125,6 +125,8 @@ STANDARD_RECIPES: Mapping[str, PrecisionRecipe] = {
     ),
 }
 
+Library = Literal["linen", "nnx"]
+_MODELS: Mapping[Library, str] = {"linen": "Flax Linen or any pytree", "nnx": "Flax NNX"}
 Sharding = Literal["none", "zero1", "fsdp"]
 _MESH_OF = """\
 from jax.sharding import {}PartitionSpec as P
@@ -186,7 +188,14 @@ def train_step(model, trainer, batch):
 }
 
 
-def training_code(recipe: PrecisionRecipe, library: Literal["linen", "nnx"], sharding: Sharding = "none") -> str:
+def training_texts(name: str, sharding: Sharding = "none") -> Iterator[str]:
+    """Yield the training steps of a standard recipe, each under a line that says for which models it is."""
+    recipe = STANDARD_RECIPES[name]
+    for library, models in _MODELS.items():
+        yield f"{name}: {recipe.purpose}. For AdamW, with {models}:\n\n{training_code(recipe, library, sharding)}"
+
+
+def training_code(recipe: PrecisionRecipe, library: Library, sharding: Sharding = "none") -> str:
     """Return a training step under a recipe, for AdamW and a model of Flax Linen (or any pytree) or of Flax NNX.
 
     It starts from `loss_fn`, and from `params` or a `model`, in float32. Its mesh has all devices. `"fsdp"` shards

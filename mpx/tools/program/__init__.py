@@ -2,9 +2,7 @@
 
 from mpx.tools.program.findings import Finding as Finding
 from mpx.tools.program.kernels import Kernel as Kernel
-from mpx.tools.program.step_report import ReportComparison as ReportComparison
 from mpx.tools.program.step_report import StepReport as StepReport
-from mpx.tools.program.step_report import compare_reports as compare_reports
 from mpx.tools.program.step_report import step_report as step_report
 from mpx.tools.program.targets import TARGETS as TARGETS
 from mpx.tools.program.targets import Target as Target

@@ -1,20 +1,27 @@
-"""What a compiled step does that its author would not want, with what it costs and the remedy."""
+"""Find what a compiled step does that its author would not want, with what it costs and the remedy."""
 
 import dataclasses
+import inspect
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from mpx._dtypes import bytes_of
-from mpx.tools.program.dataflow import Uses
-from mpx.tools.program.kernels import Kernel, Program
-from mpx.tools.program.text import Instruction
+from mpx.tools.program.dataflow import Uses, arrays_of, is_taken_in_parts, joined_in, narrowed_to
+from mpx.tools.program.kernels import Kernel, Program, dtype_of_product, products_in, totals
+from mpx.tools.program.text import Instruction, Shape, parse
 
 WORTH_A_WORD = 0.01  # of all bytes of its kind: XLA may copy a bias, or gather one in float32, for other reasons
+_NARROW = ("bf16", "f16", "f8")
+_MANY = 0.1  # of all FLOPs: a program with so many narrow products is meant to multiply in few bits
 Type = tuple[tuple[int, ...], str]  # the shape and the dtype of an array
+Found = list[tuple[Kernel, int, str]]  # kernels, how many of their bytes are found fault with, and a dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +81,19 @@ class Step(NamedTuple):
         return WORTH_A_WORD * sum(argument.bytes for argument in self.arguments)
 
 
+def findings_of(step: Step, names: Sequence[str] | None, *, is_cpu: bool) -> Iterator[Finding]:
+    """Yield all findings; those on donation if the names of the step's arguments are known."""
+    yield from of_donation(step, names) if names is not None else ()
+    yield from sums_in_16_bits(step)
+    yield from sums_of_which_a_part_is_used(step)
+    yield from gathers_of_states(step)
+    if not is_cpu:  # a CPU computes and sends in float32 whatever the dtype
+        yield from gathers_of_float32(step)
+        yield from float32_products(step)
+        yield from products_in_another_dtype(step)
+        yield from float32_between_kernels(step)
+
+
 def arguments_of(lowered: Any, compiled: Any) -> Iterator[Argument]:
     """Yield the arrays that a step takes."""
     leaves = jax.tree.leaves_with_path(lowered.args_info)
@@ -85,8 +105,211 @@ def arguments_of(lowered: Any, compiled: Any) -> Iterator[Argument]:
         yield Argument(path[1].idx, shape, shard, leaf.dtype, leaf.donated)
 
 
-def worth_a_word(found: Sequence[tuple[Kernel, int]], what: str, remedy: str, least: float = 0) -> Iterator[Finding]:
-    """Yield a finding on kernels, each with the bytes that it has for nothing, if there are more than `least` bytes."""
-    size = sum(size for _, size in found)
+def _worth_a_word(found: Found, what: str, remedy: str, least: float = 0) -> Iterator[Finding]:
+    """Yield a finding on kernels, each with the bytes that it has for nothing, if there are more than `least` bytes.
+
+    In its text `{dtypes}` and `{count}` stand for the dtypes that were found, and for how many kernels run, and which.
+    """
+    size = sum(size for _, size, _ in found)
     if size > least:
-        yield Finding(what, size, remedy, next((kernel.source for kernel, _ in found if kernel.source), ""))
+        dtypes = " or ".join(sorted({dtype for *_, dtype in found}))
+        runs = sum({id(kernel): kernel.times for kernel, *_ in found}.values())
+        count = f"{runs:,} of {' and '.join(sorted({kernel.operation for kernel, *_ in found}))}"
+        source = next((kernel.source for kernel, *_ in found if kernel.source), "")
+        yield Finding(what.format(dtypes=dtypes, count=count), size, remedy, source)
+
+
+def of_donation(step: Step, names: Sequence[str]) -> Iterator[Finding]:
+    """Yield arguments that come back and are not donated, and donated buffers that XLA copies."""
+    of_position = lambda argument: argument.position
+    arguments = {i: list(leaves) for i, leaves in itertools.groupby(step.arguments, of_position)}
+    free = Counter(step.results) - Counter(leaf.type for leaf in step.arguments if leaf.is_donated)
+    for i, leaves in arguments.items():
+        kept = [leaf for leaf in leaves if not leaf.is_donated]
+        size, types = sum(leaf.bytes for leaf in kept), Counter(leaf.type for leaf in kept)
+        if size > step.least_bytes and types <= free:
+            free -= types
+            yield Finding(
+                f"Argument {i}{f' ({names[i]})' if i < len(names) else ''} comes back in the same shape and is not "
+                "donated, so that old and new are held at once",
+                size,
+                "If the new one takes its place, donate it (`donate_argnums` of `jax.jit`).",
+            )
+    donated = [tuple(leaf.type for leaf in leaves if leaf.is_donated) for leaves in arguments.values()]
+    donated = [types for types in donated if types]
+    rest = iter(step.results)
+    come_back_in_order = all(each in rest for types in donated for each in types)
+    # Nobody can tell the order of two arguments that are alike.
+    if not come_back_in_order or len(set(donated)) < len(donated):
+        yield from _copies(step)
+
+
+def _copies(step: Step) -> Iterator[Finding]:
+    """Yield the donated buffers that are copied, in the same layout, before they are written over."""
+    donated = [part for part in step.program if part.is_donated]
+    copied = [
+        x for x in step.program if x.op == "copy" and x.operands[0].is_donated and x.shapes == x.operands[0].shapes
+    ]
+    bytes_of_all = lambda parts: sum(shape.bytes for part in parts for shape in part.shapes)
+    if bytes_of_all(copied) > WORTH_A_WORD * bytes_of_all(donated):
+        yield Finding(
+            f"XLA copies donated buffers ({len(copied)}) before it writes over them",
+            bytes_of_all(copied),
+            "Return arguments in the order in which they are taken (JAX gives donated memory to results of the same "
+            "type in turn), and do not use an old one after the new one is made.",
+        )
+
+
+def names_of(step: Callable[..., Any], args: Sequence[Any], lowered: Any) -> list[str]:
+    """Return the names of the positional arguments of a function, as far as it says them."""
+    if len(lowered.args_info[0]) != len(args):
+        return ["static ones not counted"] * len(args)
+    try:
+        parameters = inspect.signature(step).parameters.values()
+    except (TypeError, ValueError):  # functions that are not written in Python
+        return []
+    return [f"`{p.name}`" for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+
+def sums_in_16_bits(step: Step) -> Iterator[Finding]:
+    """Yield the sums of gradients, which are known by their shapes in any order of the axes.
+
+    A gradient has the shape of a weight, of a device's shard of it, or of one layer of a stack. A weight is an argument
+    with the shape of a result: a new weight, or its gradient.
+    """
+    results = {shape for shape, _ in step.results}
+    weights = [x for x in step.arguments if jnp.issubdtype(x.dtype, jnp.floating) and x.shape in results]
+    shapes = {tuple(sorted(part)) for x in weights for whole in (x.shape, x.shard) for part in (whole, whole[1:])}
+    found: Found = []
+    for instruction, kernel in _sent(step, "all-reduce", "reduce-scatter"):
+        added = [shape for given in instruction.operands for part in joined_in(given) for shape in part.shapes]
+        narrow = [x for x in added if x.dtype in ("bf16", "f16") and tuple(sorted(x.dims)) in shapes]
+        found += [(kernel, _part_of(kernel, [x], added), x.dtype) for x in narrow]
+    yield from _worth_a_word(
+        found,
+        "Devices add up arrays of the shapes of weights in {dtypes}, which rounds at each addition",
+        "If they are gradients, differentiate with float32 sums: `mpx.autocast` has them if you leave out "
+        "`reduce_dtype`, and `reduce=` of its policy.",
+        step.least_bytes,
+    )
+
+
+def sums_of_which_a_part_is_used(step: Step) -> Iterator[Finding]:
+    """Yield sums that all devices get whole, though each of them keeps a part."""
+    halves = [
+        (kernel, kernel.sent_bytes * kernel.times // 2, "")
+        for instruction, kernel in _sent(step, "all-reduce")
+        if all(is_taken_in_parts(array, step.uses) for array in arrays_of(instruction, step.uses))
+    ]
+    yield from _worth_a_word(
+        halves,
+        "Every device gets a whole sum and keeps a part of it ({count})",
+        "XLA has not made them reduce-scatters, which send half. `mpx.data_parallel(..., scatter=True)` or "
+        "`jax.lax.psum_scatter` in a `jax.shard_map` does.",
+        step.least_bytes,
+    )
+
+
+def gathers_of_float32(step: Step) -> Iterator[Finding]:
+    """Yield float32 arrays that are sent whole: to be rounded right after, or in a program of narrow products."""
+    rounded: Found = []
+    others: Found = []
+    for instruction, kernel in _sent(step, "all-gather", "all-to-all"):
+        for array in arrays_of(instruction, step.uses):
+            size, dtype = _part_of(kernel, array.shapes[:1], kernel.shapes), narrowed_to(array, step.uses)
+            if array.shapes[0].dtype == "f32" and dtype is not None:
+                rounded.append((kernel, size // 2, dtype))
+            elif array.shapes[0].dtype == "f32" and kernel.operation == "all-gather":
+                others.append((kernel, size, ""))
+    yield from _worth_a_word(
+        rounded,
+        "Devices send float32 arrays that are rounded to {dtypes} right after ({count})",
+        "Cast them before they are sent, as `mpx.autocast` does: with `.astype` in front of the gather.",
+        step.least_bytes,
+    )
+    if any(dtype.startswith(_NARROW) for _, kernel in step.runs for dtype in kernel.flops):
+        yield from _worth_a_word(
+            others,
+            "Devices gather float32 arrays that are used in float32 ({count})",
+            "A rule that mixes the numbers of a matrix (Muon, Shampoo, clipping by layer) needs it whole, and so does "
+            "the gradient of an embedding that is sharded by rows. A weight is gathered so if some use of it is in "
+            "float32: `mpx.explain` shows which.",
+            step.least_bytes,
+        )
+
+
+def gathers_of_states(step: Step) -> Iterator[Finding]:
+    """Yield optimizer states in 8 bits that devices gather."""
+    size = lambda kernel: sum(n for dtype, n in kernel.sent_by_dtype.items() if dtype in ("s8", "u8", "u32"))
+    is_state = lambda x: jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize == 1
+    if any(map(is_state, step.arguments)):
+        yield from _worth_a_word(
+            [(kernel, size(kernel), "") for _, kernel in _sent(step, "all-gather") if size(kernel)],
+            "Devices gather an optimizer state in 8 bits, whose blocks reach over several of them",
+            "Give `block_size` a divisor of the columns that a device has, or use a mesh of explicit axes.",
+            step.least_bytes,
+        )
+
+
+def _sent(step: Step, *operations: str) -> list[tuple[Instruction, Kernel]]:
+    return [(instruction, kernel) for instruction, kernel in step.runs if kernel.operation in operations]
+
+
+def _part_of(kernel: Kernel, part: Sequence[Shape], whole: Sequence[Shape]) -> int:
+    """Return the bytes of some arrays among all that a collective sends in its runs."""
+    size = lambda shapes: sum(shape.size for shape in shapes)
+    return kernel.times * kernel.sent_bytes * size(part) // max(1, size(whole))
+
+
+def float32_products(step: Step) -> Iterator[Finding]:
+    """Yield products of float32 numbers in a program that mostly multiplies in fewer bits."""
+    flops = totals((dtype, n * kernel.times) for _, kernel in step.runs for dtype, n in kernel.flops.items())
+    total, wide = sum(flops.values()), flops.get(step.float32, 0)
+    narrow = sum(n for dtype, n in flops.items() if dtype.startswith(_NARROW))
+    if wide > WORTH_A_WORD * total and narrow > _MANY * total:
+        yield from _worth_a_word(
+            [(kernel, kernel.bytes * kernel.times, "") for _, kernel in step.runs if step.float32 in kernel.flops],
+            f"{wide / total:.0%} of all FLOPs multiply float32 numbers, though others multiply in fewer bits",
+            "Look for an array that nobody cast: one that the function closes over, or a gradient of a product with "
+            "`preferred_element_type=float32`. `mpx.autocast` casts both. An optimizer that multiplies matrices (Muon) "
+            "does it in float32.",
+        )
+
+
+def products_in_another_dtype(step: Step) -> Iterator[Finding]:
+    """Yield products that XLA computes in another dtype than the step asks for, by lines of its code."""
+    operands = lambda dtype: frozenset(dtype.split(" with "))  # XLA may swap them
+    asked: dict[str, set[frozenset[str]]] = {}
+    for part in products_in(parse(step.lowered.as_text("hlo", debug_info=True))):
+        asked.setdefault(part.source, set()).add(operands(dtype_of_product(part, step.float32)))
+    found: dict[tuple[str, str], Found] = {}
+    for instruction, kernel in step.runs:
+        for part in products_in([instruction]):
+            dtype = dtype_of_product(part, step.float32)
+            if operands(dtype) not in asked.get(part.source, [operands(dtype)]):
+                found.setdefault((dtype, part.source), []).append((kernel, kernel.bytes * kernel.times, dtype))
+    for (dtype, source), kernels in found.items():
+        names = sorted(" with ".join(sorted(each)) for each in asked[source])
+        yield from _worth_a_word(
+            kernels,
+            f"A product of {' or '.join(names)} runs in {dtype}",
+            "The device or the library has no such product of these sizes: change them, or the dtype.",
+        )
+
+
+def float32_between_kernels(step: Step) -> Iterator[Finding]:
+    """Yield float32 arrays that one kernel writes and others read, though each of them rounds them first."""
+    found: Found = []
+    for instruction, kernel in step.runs:
+        for array in arrays_of(instruction, step.uses) if kernel.kind != "collectives" else ():
+            dtype = narrowed_to(array, step.uses) if array.shapes[0].dtype == "f32" else None
+            if dtype is not None:
+                saved = kernel.times * array.shapes[0].bytes // 2 * (1 + len(step.uses[array]))
+                found.append((kernel, saved, dtype))
+    yield from _worth_a_word(
+        found,
+        "Kernels write float32 numbers that all others round to {dtypes} before they use them",
+        "Cast them where they are made. The gradient of a look-up, as in a cross-entropy of integer labels, is one: "
+        "with one-hot labels there is none.",
+        WORTH_A_WORD * sum(kernel.bytes * kernel.times for _, kernel in step.runs),
+    )

@@ -11,23 +11,14 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mpx import _tables, _trees
-from mpx.tools.plan import units
-from mpx.tools.program import exchange, precision, text
 from mpx.tools.program import kernels as programs
+from mpx.tools.program import text
 from mpx.tools.program.dataflow import uses_in
-from mpx.tools.program.donation import names_of, of_donation
-from mpx.tools.program.findings import Finding, Step, arguments_of
+from mpx.tools.program.findings import Finding, Step, arguments_of, findings_of, names_of
 from mpx.tools.program.kernels import Kernel, Kind
 from mpx.tools.program.targets import Target, get_target, target_devices, target_here
 
 _MOST_ROWS = 12  # of kernels that are printed
-_FINDERS = (exchange.sums_in_16_bits, exchange.sums_of_which_a_part_is_used, exchange.gathers_of_states)
-_DTYPE_FINDERS = (  # not for a CPU, which computes and sends in float32 whatever the dtype
-    exchange.gathers_of_float32,
-    precision.float32_products,
-    precision.products_in_another_dtype,
-    precision.float32_between_kernels,
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,25 +104,45 @@ class StepReport(_tables.Result):
 
     def _parts(self) -> Iterator[_tables.Table | str]:
         if self.findings:
-            in_bytes = lambda finding: " ".join(units.shown_with_unit(finding.bytes))
-            yield "\n".join(["Findings", *(f"- {in_bytes(finding)}: {finding}" for finding in self.findings)])
-        yield _summary({"this machine" if self.target is None else self.target.name: self})
+            yield "\n".join(["Findings", *map(_line_of, self.findings)])
+        yield self._summary()
         yield "\n".join(self._notes())
-        unit = units.unit_for([self.moved_bytes])
+        unit = _tables.unit_for([self.moved_bytes])
         name = lambda kernel: kernel.operation if kernel.kind == "library calls" else kernel.kind
         rows = [((name(k), _shortened(k.result), k.source), k.times, k.times * k.bytes) for k in self.kernels]
         header = ("kind", "times", unit[0], "writes", "source")
-        yield from _most("Kernels that move most", header, rows, lambda n: units.shown(n, unit))
+        yield from _most("Kernels that move most", header, rows, lambda n: _tables.shown(n, unit))
         common = next(iter(self.flops), "")
         flops = [(dtype, k, n) for k in self.kernels for dtype, n in k.flops.items() if dtype != common]
         rows = [((dtype, k.source), k.times, k.times * n) for dtype, k, n in flops]
         header = ("operands", "times", "GFLOP", "source")
-        yield from _most(f"Products that are not in {common}", header, rows, lambda n: units.digits(n / 1e9))
+        yield from _most(f"Products that are not in {common}", header, rows, lambda n: _tables.digits(n / 1e9))
         sent = [(c, dtype, n) for c in self.collectives for dtype, n in c.sent_by_dtype.items()]
         rows = [((c.operation, dtype, c.axes, c.source), c.times, n) for c, dtype, n in sent]
-        sends = units.unit_for([sum(n for *_, n in rows)])
+        sends = _tables.unit_for([sum(n for *_, n in rows)])
         header = ("operation", "times", f"sends, {sends[0]}", "dtype", "axes", "source")
-        yield from _most("Between devices", header, rows, lambda n: units.shown(n, sends))
+        yield from _most("Between devices", header, rows, lambda n: _tables.shown(n, sends))
+
+    def _summary(self) -> _tables.Table:
+        """Return the figures of the step, without lines of zeros."""
+        unit = _tables.unit_for([self.peak_bytes, self.moved_bytes])
+        in_bytes = {
+            f"peak of memory, {unit[0]}": self.peak_bytes,
+            "  arguments": self.argument_bytes,
+            "  outputs": self.output_bytes,
+            "  donated": -self.donated_bytes,
+            "  temporaries": self.temporary_bytes,
+            "  code": self.code_bytes,
+            f"moved by kernels, {unit[0]}": self.moved_bytes,
+            **{f"  {kind}": self.moved_by_kind.get(kind, 0) for kind in get_args(Kind)},
+        }
+        rows = [(name, _tables.shown(number, unit)) for name, number in in_bytes.items() if number]
+        rows.append(("kernels", f"{self.kernel_count:,}"))
+        rows += [(f"products in {dtype}, GFLOP", _tables.digits(n / 1e9)) for dtype, n in self.flops.items()]
+        if self.bound_seconds is not None:
+            rows.append(("bound, ms", f"{1e3 * self.bound_seconds:.4g}"))
+        rows.append(("compiled in, s", f"{self.compile_seconds:.3g}"))
+        return _tables.Table("", [("", self.target.name if self.target else "this machine"), *rows])
 
     def _notes(self) -> Iterator[str]:
         if self.target is None:
@@ -141,8 +152,6 @@ class StepReport(_tables.Result):
             yield "The bound is no time: its kernels one after another at published rates."
             if self.link_seconds:
                 yield f"The links between devices take at least {1e3 * self.link_seconds:.4g} ms at published rates."
-        if not self.donated_bytes:
-            yield "Nothing is donated: old and new arrays are held at the same time."
         if self.has_unknown_loop:
             yield "A loop of unknown length is counted as if it ran once."
         if any(kernel.kind == "library calls" for kernel in self.kernels):
@@ -169,64 +178,13 @@ def _how_it_fits(peak: int, target: Target) -> str:
     return f"It fits into {size} with XLA_PYTHON_CLIENT_MEM_FRACTION={share:.2f}: JAX uses 75% of them by default."
 
 
+def _line_of(finding: Finding) -> str:
+    unit = _tables.unit_for([finding.bytes])
+    return f"- {_tables.shown(finding.bytes, unit)} {unit[0]}: {finding}"
+
+
 def _shortened(result: str) -> str:
     return result if len(result) <= 40 else result[:37] + "..."
-
-
-def _bytes_by_name(report: StepReport) -> dict[str, int]:
-    return {
-        "peak of memory": report.peak_bytes,
-        "  arguments": report.argument_bytes,
-        "  outputs": report.output_bytes,
-        "  donated": -report.donated_bytes,
-        "  temporaries": report.temporary_bytes,
-        "  code": report.code_bytes,
-        "moved by kernels": report.moved_bytes,
-        **{f"  {kind}": report.moved_by_kind.get(kind, 0) for kind in get_args(Kind)},
-    }
-
-
-def _summary(reports: Mapping[str, StepReport]) -> _tables.Table:
-    """Return the figures of reports side by side, without lines of zeros."""
-    found = list(reports.values())
-    unit = units.unit_for([max(report.peak_bytes, report.moved_bytes) for report in found])
-    columns = [_bytes_by_name(report) for report in found]
-    rows = [
-        (
-            name if name.startswith(" ") else f"{name}, {unit[0]}",
-            *(units.shown(column[name], unit) for column in columns),
-        )
-        for name in columns[0]
-        if any(column[name] for column in columns)
-    ]
-    rows.append(("kernels", *(f"{report.kernel_count:,}" for report in found)))
-    for dtype in dict.fromkeys(dtype for report in found for dtype in report.flops):
-        rows.append((f"products in {dtype}, GFLOP", *(units.digits(r.flops.get(dtype, 0) / 1e9) for r in found)))
-    if all(report.target is not None for report in found):
-        rows.append(("bound, ms", *(f"{1e3 * (report.bound_seconds or 0):.4g}" for report in found)))
-    rows.append(("compiled in, s", *(f"{report.compile_seconds:.3g}" for report in found)))
-    return _tables.Table("", [("", *reports), *rows], right=range(1, 1 + len(found)))
-
-
-@dataclasses.dataclass(frozen=True)
-class ReportComparison(_tables.Result):
-    """Reports of several steps, side by side; prints as a table, with `rich.print` too."""
-
-    reports: Mapping[str, StepReport]
-
-    def _parts(self) -> Iterator[_tables.Table]:
-        yield _summary(self.reports)
-
-
-def compare_reports(reports: Mapping[str, StepReport]) -> ReportComparison:
-    """Put reports side by side: two recipes, two targets, before and after a change.
-
-    Example:
-        >>> report = step_report(lambda x: x @ x, jax.ShapeDtypeStruct((64, 64), jnp.float32))
-        >>> print(compare_reports({"before": report, "after": report}).reports["after"].flops)
-        {'f32': 524288}
-    """
-    return ReportComparison(dict(reports))
 
 
 def step_report(
@@ -254,7 +212,6 @@ def step_report(
             training loop does: else old and new ones are held at the same time, and a finding says so.
 
     Raises:
-        TypeError: if `step` is not a function.
         ValueError: if the target is not known, no argument holds an array to compile for it, or `donate_argnums` is
             given for a function of `jax.jit`.
         RuntimeError: if the compiler for the target is not installed.
@@ -266,8 +223,6 @@ def step_report(
         >>> report.argument_bytes, report.output_bytes, report.donated_bytes, report.flops
         (524288, 262144, 262144, {'f32': 67108864})
     """
-    if not callable(step):
-        raise TypeError(f"`step_report` needs a function, but got {type(step).__name__}.")
     device = target_here() if target is None else get_target(target)
     mesh, context, options, platforms = _mesh_of(args), contextlib.nullcontext(), None, None
     if target is not None and device is not None:
@@ -318,8 +273,7 @@ def report_of(
         results = [(tuple(leaf.shape), str(leaf.dtype)) for leaf in jax.tree.leaves(lowered.out_info)]
         arguments = list(arguments_of(lowered, compiled))
         step = Step(lowered, program, runs, uses_in(program), arguments, results, float32)
-        findings += of_donation(step, names) if names is not None else ()
-        findings += [finding for find in _FINDERS + _DTYPE_FINDERS * (not is_cpu) for finding in find(step)]
+        findings = list(findings_of(step, names, is_cpu=is_cpu))
     return StepReport(
         target=target,
         argument_bytes=memory.argument_size_in_bytes,

@@ -1,0 +1,204 @@
+"""What the commands of `mpx_cli` are given, what they plan and write, and their errors."""
+
+import importlib
+import inspect
+import json
+import operator
+import os
+import pathlib
+import re
+import sys
+import sysconfig
+import textwrap
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import optax
+import optax.contrib
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from rich.console import Console
+
+from mpx._dtypes import dtype_or_none
+from mpx._parallel.placement import sharded_spec
+from mpx._tables import Result
+from mpx.tools.plan.compare_plans import PlanComparison, compare_plans
+from mpx.tools.plan.memory_plan import evaluate
+from mpx.tools.plan.recipes import STANDARD_RECIPES, Sharding, training_texts
+
+_PREFIXES = {"k": 1, "m": 2, "g": 3, "t": 4}
+_COUNTS = {"": 1, "b": 10**9} | {name: 1000**power for name, power in _PREFIXES.items()}
+_BYTES = {"b": 1} | {f"{name}b": 1000**power for name, power in _PREFIXES.items()}
+_BYTES |= {f"{name}ib": 1024**power for name, power in _PREFIXES.items()}
+
+
+def parameters(text: str) -> int:
+    """Return a number of parameters: 124000000 for `124M`."""
+    return _number(text, _COUNTS, "a number of parameters such as 124M, 7B or 70e9, or file.py:function")
+
+
+def memory_bytes(text: str) -> int:
+    """Return a memory in bytes: 80000000000 for `80GB`, 1073741824 for `1 GiB`."""
+    return _number(text, _BYTES, "a memory with its unit, such as 80GB (80e9 bytes) or 80GiB (80 * 2**30)")
+
+
+def _number(text: str, units: dict[str, int], wanted: str) -> int:
+    match = re.fullmatch(r"(\d[\d_]*(?:\.\d+)?(?:e\d\d?)?)\s*([a-z]*)", text.strip().lower())
+    if match is None or match[2] not in units:
+        raise ValueError(f"{text!r} is not {wanted}.")
+    return round(float(match[1]) * units[match[2]])
+
+
+def shape(text: str) -> jax.ShapeDtypeStruct:
+    """Return the shape that a text such as `bf16[768,3072]` or `i32[]` describes."""
+    match = re.fullmatch(r"(\w+)(?:\[([\d, ]*)\])?", text.strip())
+    dtype = None if match is None else dtype_or_none(re.sub(r"^(?:[is]|(u))(\d+)$", r"\1int\2", match[1]))
+    if match is None or dtype is None:
+        raise ValueError(f"{text!r} is not a shape such as bf16[768,3072], i32[8], float8_e4m3fn[8] or f32[].")
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise ValueError(f"{text!r} has a type of 64 bits. Set JAX_ENABLE_X64=1.")
+    return jax.ShapeDtypeStruct([int(dim) for dim in re.findall(r"\d+", match[2] or "")], dtype)
+
+
+def attribute(reference: str) -> Any:
+    """Return what `file.py:name` or `module:name` names; the file is run, as an import runs it."""
+    place, _, name = reference.rpartition(":")
+    folder, module = os.path.split(place)
+    if not module or not name:
+        raise ValueError(f"{reference!r} is neither file.py:function nor module:function.")
+    sys.path.insert(0, os.path.abspath(folder))  # as `python file.py` does, for what lies beside it
+    return operator.attrgetter(name)(importlib.import_module(module.removesuffix(".py")))
+
+
+def step(reference: str, shapes: Sequence[str], donated: Sequence[int]) -> tuple[Any, Sequence[Any], Sequence[int]]:
+    """Return a step, its arguments and the positions of donated ones; without shapes, as the function returns them."""
+    found = attribute(reference)
+    if shapes:
+        return found, [shape(text) for text in shapes], donated
+    wanted = f"without shapes {reference} must be a function without arguments that returns (step, arguments, donated)"
+    try:
+        inspect.signature(found).bind()
+    except TypeError as error:
+        raise ValueError(f"{wanted}: {error}. If it is the step, give a shape for each of its arguments.") from None
+    returned = found()
+    if not isinstance(returned, tuple) or len(returned) not in (2, 3):
+        raise ValueError(f"{wanted}, but it returns {type(returned).__name__}.")
+    step, arguments, donated = (*returned, ())[:3]
+    return step, arguments, donated
+
+
+def rule(text: str) -> Any:
+    """Return an Optax rule by its name, or the rule that `file.py:name` names or makes."""
+    if ":" in text:
+        found = attribute(text)
+        return found() if callable(found) else found
+    make = getattr(optax, text, None) or getattr(optax.contrib, text, None)
+    if make is None:
+        raise ValueError(f"Optax has no rule {text!r}. Write a function that makes it, and give file.py:function.")
+    return make(learning_rate=1e-3)
+
+
+def read_arrays(path: pathlib.Path) -> dict[str, np.ndarray]:
+    """Return the arrays of a file by name."""
+    if path.suffix not in (".npz", ".npy", ".safetensors"):
+        raise ValueError(f"{path} is not a .npz, .npy or .safetensors file.")
+    with path.open("rb") as stream:
+        # `np.load` takes a file of any other kind for a pickle, and its error says how to run it.
+        if path.suffix == ".npz":
+            found = dict(np.lib.npyio.NpzFile(stream, allow_pickle=False))
+        elif path.suffix == ".npy":
+            found = {path.stem: np.lib.format.read_array(stream, allow_pickle=False)}
+        else:
+            import safetensors
+
+            with safetensors.safe_open(path, framework="numpy") as file:
+                # NumPy has no floats of 8 bits and fewer, and a report leaves them out.
+                is_known = lambda name: not file.get_slice(name).get_dtype().startswith(("F4", "F6", "F8"))
+                found = {name: file.get_tensor(name) for name in file.keys() if is_known(name)}
+    # NumPy saves bfloat16, which it does not know, as two bytes without a name.
+    return {name: x.view(ml_dtypes.bfloat16) if x.dtype == np.dtype("V2") else x for name, x in found.items()}
+
+
+def fraction() -> float:
+    """Return the part of a GPU's memory that JAX takes."""
+    return float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75))
+
+
+def plan(
+    model: Any,
+    rule: optax.GradientTransformation,
+    names: Sequence[str],
+    devices: int,
+    fsdp: bool,
+    usable_bytes: int | None,
+) -> PlanComparison:
+    """Plan the recipes with these names (all if `names` is empty), on devices as the command line gives them."""
+    unknown = [name for name in names if name not in STANDARD_RECIPES]
+    if unknown:
+        raise ValueError(f"there is no recipe {unknown[0]!r}. The recipes are: {'; '.join(STANDARD_RECIPES)}.")
+    if fsdp and devices == 1:
+        raise ValueError("--fsdp shards parameters over devices: say over how many, as in --devices 64.")
+    mesh = AbstractMesh((devices,), ("data",), axis_types=(AxisType.Auto,))
+    model, options = evaluate(model), {}
+    if fsdp:
+        sharded = lambda p: sharded_spec(np.shape(p), PartitionSpec(), mesh, "data")
+        specs = PartitionSpec("data") if isinstance(model, int) else jax.tree.map(sharded, model)
+        options = {"mesh": mesh, "axis": None, "param_specs": specs}
+    elif devices > 1:
+        options = {"mesh": mesh, "axis": "data"}
+    recipes = {name: STANDARD_RECIPES[name] for name in names} or None
+    return compare_plans(model, rule, recipes, usable_bytes=usable_bytes, **options)
+
+
+def plan_parts(comparison: PlanComparison, sharding: Sharding) -> Iterator[Any]:
+    """Yield the table of several recipes, or the parts of one; and the code of the only one, or of one that fits."""
+    is_one, is_limited = len(comparison.plans) == 1, comparison.usable_bytes is not None
+    if is_one:
+        yield from comparison.plans.values()
+    if is_limited or not is_one:
+        yield comparison
+    if is_limited:
+        yield (
+            f"A recipe fits if it fits into {fraction():.0%} of the memory: JAX takes so much "
+            "(XLA_PYTHON_CLIENT_MEM_FRACTION, 75% by default)."
+        )
+    fit = [name for name in comparison.plans if comparison.fits.get(name, True)]
+    if not fit:
+        yield "Nothing fits: take another recipe, or more devices, or shard parameters too (--devices N --fsdp)."
+    elif is_limited or is_one:
+        name = "bf16-split" if "bf16-split" in fit else fit[0]
+        yield from training_texts(name, sharding)
+
+
+def write(result: Result, as_json: bool, parts: Iterable[Any] = ()) -> None:
+    """Write a result, or parts in its place, for people; or as JSON, with null for a number that is not finite."""
+    if as_json:
+        sys.stdout.write(json.dumps(result.as_dict(), indent=2, allow_nan=False) + "\n")
+        return
+    is_piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+    # Into a pipe Rich would write 80 columns, and fold the lines of an explanation.
+    console = Console(width=160 if is_piped else None, highlight=False, markup=False)
+    for index, part in enumerate(parts or [result]):
+        console.print(*[""] * min(index, 1), part, sep="\n")
+
+
+_PACKAGE = pathlib.Path(__file__).parents[1]
+_NOT_THE_USERS = (_PACKAGE, _PACKAGE.with_name("mpx_cli.py"), pathlib.Path(sysconfig.get_path("stdlib")))
+
+
+def message_of(error: BaseException) -> str:
+    """Return an error in one line, with the line of the user's code where it arose, if it did there."""
+    text = textwrap.shorten(str(error), 600, placeholder=" ...")
+    text = text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    where = [f"{os.path.relpath(frame.filename)}:{frame.lineno} ({frame.name})" for frame in frames[-1:]]
+    return ": ".join([*where, text])
+
+
+def _is_users(file: str) -> bool:
+    path = pathlib.Path(file)
+    is_installed = {"site-packages", "dist-packages"} & set(path.parts)
+    return not (is_installed or file.startswith("<") or any(map(path.is_relative_to, _NOT_THE_USERS)))

@@ -1,1 +1,0 @@
-"""The functions of `mpx.plot`, and the style sheet that they share."""
