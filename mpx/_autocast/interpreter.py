@@ -51,7 +51,7 @@ def _run_step(step: Step, operands: list[Any], settings: Settings) -> Sequence[A
     eqn, compute = step.eqn, step.compute
     inner_run = lambda plan, operands: run(plan, operands, settings)
     if step.action == "recompute":
-        return recompute.run_chain(step, operands, inner_run, settings)
+        return recompute.run(step, operands, inner_run, settings)
     if step.action == "enter":
         return HANDLERS[eqn.primitive.name].run(step, operands, inner_run, settings)
     if step.action == "round_cotangent":

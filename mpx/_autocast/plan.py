@@ -41,7 +41,6 @@ class Tag(NamedTuple):
 
 
 UNKNOWN = Tag()
-_TRANSCENDENTAL = frozenset("cbrt cos erf erfc exp exp2 expm1 log log1p log2 logistic pow sin tan tanh".split())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -407,12 +406,6 @@ def _going_into_functions(program: jex_core.Jaxpr) -> set[Any]:
         if results if moves else not adds_up:
             found.update(v for v in eqn.invars if not is_literal(v))
     return found
-
-
-def computes_transcendental(eqn: JaxprEqn) -> bool:
-    """Return whether an equation computes a function whose result XLA keeps between the passes, for its derivative."""
-    inside = (inner for jaxpr in jex_core.jaxprs_in_params(eqn.params) for inner in open_jaxpr(jaxpr).eqns)
-    return eqn.primitive.name in _TRANSCENDENTAL or any(map(computes_transcendental, inside))
 
 
 def _is_smaller(v: Any, result: Any) -> bool:

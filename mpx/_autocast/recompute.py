@@ -1,7 +1,7 @@
-"""Compute activations between two products again in the backward pass, from what the first product left in 16 bits.
+"""Compute an activation between two products again in the backward pass, from the first product's 16-bit result.
 
-Otherwise XLA keeps float32 values between the passes, such as the tanh of a GELU. XLA computes an activation of a
-product without a bias inside the next product, unless that is in FP8: there it keeps nothing.
+Otherwise XLA keeps float32 values between the passes, such as the tanh of a GELU. It keeps nothing where it computes
+the activation inside the next product: there the first product has no bias, and the next one is not in FP8.
 """
 
 import dataclasses
@@ -14,33 +14,37 @@ import numpy as np
 from jax import lax
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
+from jax.extend.core import JaxprEqn
 
-from mpx._autocast.plan import CastPlan, Run, Settings, Step, computes_transcendental, travels_in
+from mpx._autocast.plan import CastPlan, Run, Settings, Step, travels_in
 from mpx._jaxprs import closed_jaxpr, count_uses, dtype_of, is_literal, open_jaxpr
 from mpx._primitives import facts_of
 
 
-def with_chains(plan: CastPlan, settings: Settings) -> CastPlan:
+def with_activations(plan: CastPlan, settings: Settings) -> CastPlan:
     """Return a plan with each such activation as one step, also in calls inside, but not in loops and checkpoints."""
     program = open_jaxpr(plan.jaxpr)
     uses = count_uses(program)
     made_by = {step.eqn.outvars[0]: (i, step) for i, step in enumerate(plan.steps) if _is_cheap(step)}
-    new: dict[int, Step | None] = {}  # by ids of steps
-    for product in filter(lambda step: step.action == "narrow" and facts_of(step.eqn).contraction, plan.steps):
-        is_fp8 = product.compute is not None and product.compute.fp8 is not None
+    new: dict[int, tuple[Step, ...]] = {}  # by ids of steps
+    for product in filter(_is_product, plan.steps):
         for v in product.eqn.invars[:2]:
             members = _members(v, made_by)
-            if is_fp8 or any(step.action == "round_cotangent" for step in members):
-                chain = _chain(v, members, program, uses, settings)
-                new |= {id(step): None for step in members if chain} | ({id(members[-1]): chain} if chain else {})
-    steps = (new.get(id(step), step) for step in plan.steps)
-    return dataclasses.replace(plan, steps=tuple(_with_chains_inside(step, settings) for step in steps if step))
+            activation = _activation(v, members, program, uses, settings) if _pays(product, members) else None
+            if activation is not None:
+                new |= {id(step): () for step in members} | {id(members[-1]): (activation,)}
+    steps = [step for old in plan.steps for step in new.get(id(old), (old,))]
+    return dataclasses.replace(plan, steps=tuple(_with_activations_inside(step, settings) for step in steps))
 
 
-def _with_chains_inside(step: Step, settings: Settings) -> Step:
+def _with_activations_inside(step: Step, settings: Settings) -> Step:
     if step.action != "enter" or step.eqn.primitive.name != "jit":
         return step
-    return step._replace(plans=tuple(with_chains(plan, settings) for plan in step.plans))
+    return step._replace(plans=tuple(with_activations(plan, settings) for plan in step.plans))
+
+
+def _is_product(step: Step) -> bool:
+    return step.action == "narrow" and facts_of(step.eqn).contraction
 
 
 def _is_cheap(step: Step) -> bool:
@@ -63,10 +67,26 @@ def _members(result: Any, made_by: Mapping[Any, tuple[int, Step]]) -> list[Step]
     return [step for _, step in sorted(found.values(), key=lambda pair: pair[0])]
 
 
-def _chain(
+def _pays(product: Step, members: list[Step]) -> bool:
+    """Return whether XLA would keep float32 values of an activation that goes into a product.
+
+    Scales by row read an operand once more in the backward pass, which costs more than is saved.
+    """
+    if not any(_computes_transcendental(step.eqn) for step in members):
+        return False
+    fp8 = product.compute.fp8 if product.compute is not None else None
+    return fp8.scaling == "tensor" if fp8 is not None else any(step.action == "round_cotangent" for step in members)
+
+
+def _computes_transcendental(eqn: JaxprEqn) -> bool:
+    inside = (inner for jaxpr in jex_core.jaxprs_in_params(eqn.params) for inner in open_jaxpr(jaxpr).eqns)
+    return facts_of(eqn).transcendental or any(map(_computes_transcendental, inside))
+
+
+def _activation(
     result: Any, members: list[Step], program: jex_core.Jaxpr, uses: Counter[Any], settings: Settings
 ) -> Step | None:
-    """Return steps as one, if nothing else uses what is inside, and what goes in is small, in 16 bits or not float32."""
+    """Return steps as one; None if another use keeps a value inside, or if a large operand is not in 16 bits."""
     eqns = [step.eqn for step in members]
     pairs = [pair for step in members for pair in zip(step.eqn.invars, step.in_tags, strict=True)]
     inside = {eqn.outvars[0] for eqn in eqns}
@@ -74,10 +94,8 @@ def _chain(
     part = program.replace(constvars=[], invars=list(tags), outvars=[result], eqns=eqns, effects=set())
     uses_inside = count_uses(part)
     is_wide = lambda v: dtype_of(v) == np.float32 and v.aval.size >= result.aval.size
-    if (
-        not any(map(computes_transcendental, eqns))
-        or any(uses_inside[v] < uses[v] for v in inside - {result})
-        or any(is_wide(v) and travels_in(tag, None, settings) is None for v, tag in tags.items())
+    if any(uses_inside[v] < uses[v] for v in inside - {result}) or any(
+        is_wide(v) and travels_in(tag, None, settings) is None for v, tag in tags.items()
     ):
         return None
     nothing = (None,) * len(tags)
@@ -87,8 +105,8 @@ def _chain(
     return Step(eqn, "recompute", None, plan.in_tags, plan.out_tags, (plan,))
 
 
-def run_chain(step: Step, operands: list[Any], run: Run, settings: Settings) -> list[Any]:
-    """Run a chain. Its derivative starts from the 16-bit values behind a barrier: to XLA it is another computation."""
+def run(step: Step, operands: list[Any], run_plan: Run, settings: Settings) -> list[Any]:
+    """Run an activation. Its derivative starts from the 16-bit values behind a barrier: to XLA a new computation."""
     (plan,) = step.plans
     dtypes = [travels_in(tag, None, settings) for tag in plan.in_tags]
     as_traced = jex_core.jaxpr_as_fun(closed_jaxpr(plan.jaxpr))
@@ -100,8 +118,8 @@ def run_chain(step: Step, operands: list[Any], run: Run, settings: Settings) -> 
 
     def with_tangents(primals, tangents):
         starts = tuple(map(again, primals, dtypes))
-        return as_traced(*primals)[0], jax.jvp(lambda *xs: run(plan, xs)[0], starts, tuple(tangents))[1]
+        return as_traced(*primals)[0], jax.jvp(lambda *xs: run_plan(plan, xs)[0], starts, tuple(tangents))[1]
 
-    chain = jax.custom_jvp(lambda *operands: as_traced(*operands)[0])
-    chain.defjvp(with_tangents)
-    return [chain(*operands)]
+    activation = jax.custom_jvp(lambda *operands: as_traced(*operands)[0])
+    activation.defjvp(with_tangents)
+    return [activation(*operands)]

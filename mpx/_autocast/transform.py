@@ -49,7 +49,7 @@ class Autocast:
             _warn_if_nothing_runs_in_fp8(self.fun, traced.plan)
         if self.narrows_to(np.dtype(np.float16)):
             _ON_FLOAT16.get()()
-        plan = recompute.with_chains(traced.plan, self.settings) if self.checkpoint is None else traced.plan
+        plan = recompute.with_activations(traced.plan, self.settings) if self.checkpoint is None else traced.plan
         evaluate = lambda arrays: interpreter.run(plan, arrays, self.settings)
         if self.checkpoint is not None:
             evaluate = jax.checkpoint(evaluate, policy=self.checkpoint)
