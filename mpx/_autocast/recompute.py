@@ -16,8 +16,9 @@ from jax.extend import core as jex_core
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn
 
+from mpx._autocast.control_flow import narrowed, widened
 from mpx._autocast.plan import CastPlan, Run, Settings, Step, travels_in
-from mpx._jaxprs import closed_jaxpr, count_uses, dtype_of, is_literal, open_jaxpr
+from mpx._jaxprs import count_uses, dtype_of, is_literal, open_jaxpr
 from mpx._primitives import facts_of
 
 
@@ -30,7 +31,7 @@ def with_activations(plan: CastPlan, settings: Settings) -> CastPlan:
     for product in filter(_is_product, plan.steps):
         for v in product.eqn.invars[:2]:
             members = _members(v, made_by)
-            activation = _activation(v, members, program, uses, settings) if _pays(product, members) else None
+            activation = _activation(product, members, program, uses, settings) if _pays(product, members) else None
             if activation is not None:
                 new |= {id(step): () for step in members} | {id(members[-1]): (activation,)}
     steps = [step for old in plan.steps for step in new.get(id(old), (old,))]
@@ -84,42 +85,36 @@ def _computes_transcendental(eqn: JaxprEqn) -> bool:
 
 
 def _activation(
-    result: Any, members: list[Step], program: jex_core.Jaxpr, uses: Counter[Any], settings: Settings
+    product: Step, members: list[Step], program: jex_core.Jaxpr, uses: Counter[Any], settings: Settings
 ) -> Step | None:
-    """Return steps as one; None if another use keeps a value inside, or if a large operand is not in 16 bits."""
+    """Return steps as one; None if a value has another use, or if a large operand is not in 16 bits."""
     eqns = [step.eqn for step in members]
     pairs = [pair for step in members for pair in zip(step.eqn.invars, step.in_tags, strict=True)]
-    inside = {eqn.outvars[0] for eqn in eqns}
+    inside: set[Any] = {eqn.outvars[0] for eqn in eqns}
+    result: Any = eqns[-1].outvars[0]
     tags = {v: tag for v, tag in pairs if not is_literal(v) and v not in inside}
     part = program.replace(constvars=[], invars=list(tags), outvars=[result], eqns=eqns, effects=set())
-    uses_inside = count_uses(part)
+    uses_inside = count_uses(part)  # the product is the one use of the result
     is_wide = lambda v: dtype_of(v) == np.float32 and v.aval.size >= result.aval.size
-    if any(uses_inside[v] < uses[v] for v in inside - {result}) or any(
+    if any(uses_inside[v] < uses[v] for v in inside) or any(
         is_wide(v) and travels_in(tag, None, settings) is None for v, tag in tags.items()
     ):
         return None
     nothing = (None,) * len(tags)
     plan = CastPlan(part, tuple(members), tuple(tags.values()), members[-1].out_tags, nothing, nothing)
     place = eqns[-1].source_info.replace(name_stack=source_info_util.new_name_stack())  # those inside have theirs
-    eqn = eqns[-1].replace(invars=part.invars, source_info=place)
-    return Step(eqn, "recompute", None, plan.in_tags, plan.out_tags, (plan,))
+    eqn = eqns[-1].replace(invars=[*part.invars], source_info=place)
+    return Step(eqn, "recompute", product.compute, plan.in_tags, plan.out_tags, (plan,))
 
 
 def run(step: Step, operands: list[Any], run_plan: Run, settings: Settings) -> list[Any]:
-    """Run an activation. Its derivative starts from the 16-bit values behind a barrier: to XLA a new computation."""
-    (plan,) = step.plans
+    """Run an activation in a checkpoint, which it enters and leaves in 16 bits, as the products round it anyway."""
+    (plan,), compute = step.plans, step.compute
+    assert compute is not None, "the product has a precision"
     dtypes = [travels_in(tag, None, settings) for tag in plan.in_tags]
-    as_traced = jex_core.jaxpr_as_fun(closed_jaxpr(plan.jaxpr))
 
-    def again(x: Any, dtype: np.dtype | None) -> Any:
-        if dtype is None:
-            return x
-        return lax.convert_element_type(lax.optimization_barrier(lax.convert_element_type(x, dtype)), x.dtype)
+    def activation(*operands: Any) -> Any:
+        return lax.convert_element_type(run_plan(plan, widened(operands, dtypes))[0], compute.dtype)
 
-    def with_tangents(primals, tangents):
-        starts = tuple(map(again, primals, dtypes))
-        return as_traced(*primals)[0], jax.jvp(lambda *xs: run_plan(plan, xs)[0], starts, tuple(tangents))[1]
-
-    activation = jax.custom_jvp(lambda *operands: as_traced(*operands)[0])
-    activation.defjvp(with_tangents)
-    return [activation(*operands)]
+    result = jax.checkpoint(activation)(*narrowed(operands, dtypes))
+    return [lax.convert_element_type(result, np.float32)]
