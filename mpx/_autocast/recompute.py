@@ -28,10 +28,10 @@ def with_activations(plan: CastPlan, settings: Settings) -> CastPlan:
     uses = count_uses(program)
     made_by = {step.eqn.outvars[0]: (i, step) for i, step in enumerate(plan.steps) if _is_cheap(step)}
     new: dict[int, tuple[Step, ...]] = {}  # by ids of steps
-    for product in filter(_is_product, plan.steps):
-        for v in product.eqn.invars[:2]:
+    for user in filter(_rounds_an_activation, plan.steps):
+        for v in user.eqn.invars[:2]:
             members = _members(v, made_by)
-            activation = _activation(product, members, program, uses, settings) if _pays(product, members) else None
+            activation = _activation(user, members, program, uses, settings) if _pays(user, members) else None
             if activation is not None:
                 new |= {id(step): () for step in members} | {id(members[-1]): (activation,)}
     steps = [step for old in plan.steps for step in new.get(id(old), (old,))]
@@ -44,8 +44,10 @@ def _with_activations_inside(step: Step, settings: Settings) -> Step:
     return step._replace(plans=tuple(with_activations(plan, settings) for plan in step.plans))
 
 
-def _is_product(step: Step) -> bool:
-    return step.action == "narrow" and facts_of(step.eqn).contraction
+def _rounds_an_activation(step: Step) -> bool:
+    """Return whether a step is a product, or constrains the sharding of its operand, in 16 bits."""
+    facts = facts_of(step.eqn)
+    return (step.action == "narrow" and facts.contraction) or (step.action == "send" and facts.copies == "once")
 
 
 def _is_cheap(step: Step) -> bool:
@@ -68,14 +70,14 @@ def _members(result: Any, made_by: Mapping[Any, tuple[int, Step]]) -> list[Step]
     return [step for _, step in sorted(found.values(), key=lambda pair: pair[0])]
 
 
-def _pays(product: Step, members: list[Step]) -> bool:
-    """Return whether XLA would keep float32 values of an activation that goes into a product.
+def _pays(user: Step, members: list[Step]) -> bool:
+    """Return whether XLA would keep float32 values of an activation that one step uses.
 
     Scales by row read an operand once more in the backward pass, which costs more than is saved.
     """
     if not any(_computes_transcendental(step.eqn) for step in members):
         return False
-    fp8 = product.compute.fp8 if product.compute is not None else None
+    fp8 = user.compute.fp8 if user.compute is not None else None
     return fp8.scaling == "tensor" if fp8 is not None else any(step.action == "round_cotangent" for step in members)
 
 
@@ -85,32 +87,32 @@ def _computes_transcendental(eqn: JaxprEqn) -> bool:
 
 
 def _activation(
-    product: Step, members: list[Step], program: jex_core.Jaxpr, uses: Counter[Any], settings: Settings
+    user: Step, members: list[Step], program: jex_core.Jaxpr, uses: Counter[Any], settings: Settings
 ) -> Step | None:
-    """Return steps as one; None if a value has another use, or if a large operand is not in 16 bits."""
+    """Return steps as one; None if a value has another use, or if a large operand cannot be kept in 16 bits."""
     eqns = [step.eqn for step in members]
     pairs = [pair for step in members for pair in zip(step.eqn.invars, step.in_tags, strict=True)]
     inside: set[Any] = {eqn.outvars[0] for eqn in eqns}
     result: Any = eqns[-1].outvars[0]
     tags = {v: tag for v, tag in pairs if not is_literal(v) and v not in inside}
     part = program.replace(constvars=[], invars=list(tags), outvars=[result], eqns=eqns, effects=set())
-    uses_inside = count_uses(part)  # the product is the one use of the result
+    uses_inside = count_uses(part)  # and the result has one use, `user`
     is_wide = lambda v: dtype_of(v) == np.float32 and v.aval.size >= result.aval.size
-    if any(uses_inside[v] < uses[v] for v in inside) or any(
-        is_wide(v) and travels_in(tag, None, settings) is None for v, tag in tags.items()
-    ):
+    has_other_uses = any(uses_inside[v] < uses[v] for v in inside)
+    keeps_float32 = any(is_wide(v) and travels_in(tag, None, settings) is None for v, tag in tags.items())
+    if has_other_uses or keeps_float32 or dtype_of(result) != np.float32:
         return None
     nothing = (None,) * len(tags)
     plan = CastPlan(part, tuple(members), tuple(tags.values()), members[-1].out_tags, nothing, nothing)
     place = eqns[-1].source_info.replace(name_stack=source_info_util.new_name_stack())  # those inside have theirs
     eqn = eqns[-1].replace(invars=[*part.invars], source_info=place)
-    return Step(eqn, "recompute", product.compute, plan.in_tags, plan.out_tags, (plan,))
+    return Step(eqn, "recompute", user.compute, plan.in_tags, plan.out_tags, (plan,))
 
 
 def run(step: Step, operands: list[Any], run_plan: Run, settings: Settings) -> list[Any]:
     """Run an activation in a checkpoint, which it enters and leaves in 16 bits, as the products round it anyway."""
     (plan,), compute = step.plans, step.compute
-    assert compute is not None, "the product has a precision"
+    assert compute is not None, "the product, or the constraint before it, has a precision"
     dtypes = [travels_in(tag, None, settings) for tag in plan.in_tags]
 
     def activation(*operands: Any) -> Any:

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding
 
 import mpx
-from tests.autocast.helpers import BF16, F32, exact_jit, narrow_dot, normal, rounding_cotangent
-from tests.helpers import all_eqns, assert_same_bits
+from tests.autocast.helpers import BF16, F16, F32, SPLIT, WHOLE, exact_jit, narrow_dot, normal, rounding_cotangent
+from tests.helpers import all_eqns, assert_same_bits, eight_cpu_devices
 
 
 def tanhs_of(fun, *args):
@@ -70,6 +71,19 @@ def with_another_use(w, x):
     return (2 * hidden) @ w + hidden
 
 
+def in_float16(w, x):
+    return lax.dot(jnp.tanh(x @ w + w[0][None]).astype(F16), w, preferred_element_type=F32)
+
+
+def constrained(h):
+    return lax.with_sharding_constraint(h, NamedSharding(eight_cpu_devices(), WHOLE))
+
+
+def gathered(h):
+    gather = lambda h: lax.all_gather(h, "data", tiled=True)
+    return jax.shard_map(gather, mesh=eight_cpu_devices(), in_specs=SPLIT, out_specs=WHOLE, check_vma=False)(h)
+
+
 @jax.custom_jvp
 def by_its_author(h):
     return jnp.tanh(h)
@@ -78,21 +92,31 @@ def by_its_author(h):
 by_its_author.defjvp(lambda primals, tangents: (jnp.tanh(*primals), tangents[0] * jnp.tanh(*primals)))
 
 KEPT = {
+    "before other devices need it": layers(after=gathered),
     "without a bias: XLA computes it in the next product": lambda w, x: jnp.tanh(x @ w) @ w,
     "before no product": lambda w, x: jnp.tanh(x @ w + w[0][None]),
     "of float32 numbers": lambda w, x: layers(lambda h: jnp.tanh(h * jnp.sin(x)))(w, x),
     "with another use": with_another_use,
+    "in a dtype of its author": in_float16,
     "kept by a name": layers(after=lambda h: checkpoint_name(h, "hidden")),
+    "after a constraint, which would communicate twice": layers(lambda h: jnp.tanh(constrained(h))),
     "after a barrier": layers(after=lambda h: 2 * lax.optimization_barrier(h)),
     "with a derivative by its author": layers(by_its_author),
     "in a checkpoint, which computes it again itself": jax.checkpoint(layers()),
 }
 
 
-def test_an_activation_of_a_product_with_a_bias_is_computed_again():
+COMPUTED_AGAIN = {
+    "a function": layers(),
+    "a call": layers(lambda h: jax.nn.gelu(h, approximate=True)),
+    "with a sharding": layers(after=constrained),
+}
+
+
+@pytest.mark.parametrize("name", COMPUTED_AGAIN)
+def test_an_activation_of_a_product_with_a_bias_is_computed_again(name):
     args = normal(0, 4, 4), normal(1, 16, 4)
-    for activate in (jnp.tanh, lambda h: jax.nn.gelu(h, approximate=True)):
-        assert tanhs_of(loss_of(mpx.autocast(layers(activate), BF16)), *args) == 2
+    assert tanhs_of(loss_of(mpx.autocast(COMPUTED_AGAIN[name], BF16)), *args) == 2
 
 
 @pytest.mark.parametrize("name", KEPT)
