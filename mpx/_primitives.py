@@ -13,6 +13,7 @@ class Facts(NamedTuple):
     contraction: bool = False  # adds up products; nearly all floating-point operations of a model are in contractions
     elementwise: bool = False  # an element of a result depends only on the operands' elements at the same place
     cheap: bool = False  # costs less to compute again than to keep in float32; comparisons are kept, in a byte
+    transcendental: bool = False  # a function such as tanh, which XLA keeps in float32 for the derivative
     linear: bool = False  # is linear in each operand, besides what `moves` says
     # Results consist of elements of the operands: the operands themselves ("same"), elements that indices choose
     # ("moved"), elements that values or the order of writing choose ("chosen"), elements of other devices ("sent").
@@ -31,6 +32,7 @@ class Facts(NamedTuple):
 UNKNOWN = Facts()
 _KEPT = Facts(elementwise=True)
 _FREE = Facts(elementwise=True, cheap=True)
+_CURVE = _FREE._replace(transcendental=True)
 _VIEW = Facts(cheap=True, moves="moved")
 _SENT = Facts(moves="sent", linear=True, communicates=True)
 _TOTAL = Facts(linear=True, communicates=True)
@@ -63,12 +65,14 @@ _ROWS = {
     "psum psum_invariant reduce_scatter": _TOTAL,
     "reduce_sum": Facts(linear=True, blocks="reduce"),
     # Arithmetic on elements.
-    "abs acos acosh add add_any asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil conj convert_element_type "
-    "cos cosh exp exp2 expm1 floor imag log log1p mul polynomial pow real rem round rsqrt shift_left "
-    "shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh": _FREE,
+    "abs add add_any bitcast_convert_type ceil conj convert_element_type floor imag mul polynomial real rem round "
+    "rsqrt shift_left shift_right_arithmetic shift_right_logical sign sqrt square sub": _FREE,
+    "acos acosh asin asinh atan atan2 atanh cbrt cos cosh exp exp2 expm1 log log1p pow sin sinh tan tanh": _CURVE,
+    "erf erfc": _CURVE._replace(triton="none"),
+    "logistic": _CURVE._replace(triton="32 bits"),
     "neg": _FREE._replace(linear=True),
-    "div integer_pow logistic nextafter": _FREE._replace(triton="32 bits"),
-    "erf erfc reduce_precision": _FREE._replace(triton="none"),
+    "div integer_pow nextafter": _FREE._replace(triton="32 bits"),
+    "reduce_precision": _FREE._replace(triton="none"),
     "one_minus_square reciprocal": _FREE._replace(triton="none"),  # derivatives of tanh and quotients since jax 0.11
     "and eq ge gt is_finite le lt ne not or xor": _KEPT,
     "erf_inv": _KEPT._replace(triton="32 bits"),

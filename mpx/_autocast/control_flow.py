@@ -49,9 +49,9 @@ def _run_checkpoint(step: Step, operands: list[Any], run: Run, settings: Setting
     plan = step.plans[0]
     dtypes = _travel_in(plan.in_tags, plan.rounded_to, settings)
     apart = _apart_in(plan.in_tags, settings)
-    parts = _taken_apart(_narrowed(operands, dtypes), apart)
+    parts = _taken_apart(narrowed(operands, dtypes), apart)
     leaves, tree = jax.tree.flatten(parts)
-    inside = lambda *leaves: run(plan, _widened(_put_together(tree.unflatten(leaves)), dtypes))
+    inside = lambda *leaves: run(plan, widened(_put_together(tree.unflatten(leaves)), dtypes))
     program, consts = _retraced(inside, leaves)
     params, prevented = step.eqn.params | {"jaxpr": program}, step.eqn.params["prevent_cse"]
     if isinstance(prevented, tuple):  # one for each operand, which may be two arrays now
@@ -91,8 +91,8 @@ def _cond_rounded_to(eqn: JaxprEqn, plans: tuple[CastPlan, ...]) -> list[np.dtyp
 def _run_cond(step: Step, operands: list[Any], run: Run, settings: Settings) -> Sequence[Any]:
     index, operands = operands[0], operands[1:]
     dtypes = _travel_in(step.in_tags[1:], _cond_rounded_to(step.eqn, step.plans)[1:], settings)
-    branches = [lambda *operands, plan=plan: tuple(run(plan, _widened(operands, dtypes))) for plan in step.plans]
-    operands = _narrowed(operands, dtypes)
+    branches = [lambda *operands, plan=plan: tuple(run(plan, widened(operands, dtypes))) for plan in step.plans]
+    operands = narrowed(operands, dtypes)
     platforms = step.eqn.params.get("branches_platforms")
     if platforms is not None:
         by_name = {
@@ -132,15 +132,15 @@ def _run_scan(step: Step, operands: list[Any], run: Run, settings: Settings) -> 
 
     def body(carry, xs):
         xs = [x if stays else _put_together([x])[0] for x, stays in zip(xs, stay_apart, strict=True)]
-        results = run(plan, [*consts, *carry, *_widened(xs, widened_from)])
-        return results[: len(carry)], _narrowed(results[len(carry) :], y_dtypes)
+        results = run(plan, [*consts, *carry, *widened(xs, widened_from)])
+        return results[: len(carry)], narrowed(results[len(carry) :], y_dtypes)
 
     if _leaves_open_what_is_kept(plan.jaxpr):
         body = jax.checkpoint(body, policy=_is_kept, prevent_cse=False)
     options = {key: params[key] for key in ("reverse", "unroll", "_split_transpose") if key in params}
-    xs = _taken_apart(_narrowed(xs, x_dtypes), _apart_in(x_tags, settings))
+    xs = _taken_apart(narrowed(xs, x_dtypes), _apart_in(x_tags, settings))
     carry, ys = lax.scan(body, carry, xs, length=params["length"], **options)
-    return [*carry, *_widened(ys, y_dtypes)]
+    return [*carry, *widened(ys, y_dtypes)]
 
 
 def _handed_on(plan: CastPlan, settings: Settings) -> dict[Any, np.dtype | None]:
@@ -308,14 +308,14 @@ _in_float32 = jax.custom_jvp(lambda numbers, carrier: lax.convert_element_type(n
 _in_float32.defjvp(lambda primals, tangents: (lax.convert_element_type(primals[0], np.float32), tangents[1]))
 
 
-def _narrowed(values: Sequence[Any], dtypes: Sequence[np.dtype | None]) -> list[Any]:
+def narrowed(values: Sequence[Any], dtypes: Sequence[np.dtype | None]) -> list[Any]:
     """Return values in the dtypes they travel in; None leaves a value unchanged."""
     pairs = zip(values, dtypes, strict=True)
     return [value if dtype is None else lax.convert_element_type(value, dtype) for value, dtype in pairs]
 
 
-def _widened(values: Sequence[Any], dtypes: Sequence[np.dtype | None]) -> list[Any]:
-    return _narrowed(values, [None if dtype is None else np.dtype(np.float32) for dtype in dtypes])
+def widened(values: Sequence[Any], dtypes: Sequence[np.dtype | None]) -> list[Any]:
+    return narrowed(values, [None if dtype is None else np.dtype(np.float32) for dtype in dtypes])
 
 
 HANDLERS: dict[str, Handler] = {

@@ -10,7 +10,7 @@ from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn
 from jax.extend.core.primitives import convert_element_type_p
 
-from mpx._autocast import contraction
+from mpx._autocast import contraction, recompute
 from mpx._autocast.control_flow import HANDLERS
 from mpx._autocast.plan import CastPlan, Settings, Step
 from mpx._jaxprs import (
@@ -49,8 +49,10 @@ def run(plan: CastPlan, operands: Sequence[Any], settings: Settings) -> list[Any
 
 def _run_step(step: Step, operands: list[Any], settings: Settings) -> Sequence[Any]:
     eqn, compute = step.eqn, step.compute
+    inner_run = lambda plan, operands: run(plan, operands, settings)
+    if step.action == "recompute":
+        return recompute.run(step, operands, inner_run, settings)
     if step.action == "enter":
-        inner_run = lambda plan, operands: run(plan, operands, settings)
         return HANDLERS[eqn.primitive.name].run(step, operands, inner_run, settings)
     if step.action == "round_cotangent":
         dtype = next(tag.representable_in for tag in step.in_tags if tag.is_product)

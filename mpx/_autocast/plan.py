@@ -74,7 +74,7 @@ class Step(NamedTuple):
 
     eqn: JaxprEqn
     # "send": other devices get the value in the compute dtype; "round_cotangent" keeps the forward pass.
-    action: Literal["narrow", "enter", "keep", "round_cotangent", "send"]
+    action: Literal["narrow", "enter", "keep", "round_cotangent", "send", "recompute"]
     compute: ContractionPrecision | None  # if it is narrowed or sent
     in_tags: tuple[Tag, ...]
     out_tags: tuple[Tag, ...]

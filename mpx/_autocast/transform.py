@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from mpx import _trees
 from mpx._autocast import compute as computes
-from mpx._autocast import in_place, interpreter
+from mpx._autocast import in_place, interpreter, recompute
 from mpx._autocast.control_flow import HANDLERS
 from mpx._autocast.plan import MARK, CastPlan, Planner, Settings, Tag, walk
 from mpx._autocast.rules import DEFAULT_RULES, Rule, can_narrow, known_names
@@ -49,7 +49,8 @@ class Autocast:
             _warn_if_nothing_runs_in_fp8(self.fun, traced.plan)
         if self.narrows_to(np.dtype(np.float16)):
             _ON_FLOAT16.get()()
-        evaluate = lambda arrays: interpreter.run(traced.plan, arrays, self.settings)
+        plan = recompute.with_activations(traced.plan, self.settings) if self.checkpoint is None else traced.plan
+        evaluate = lambda arrays: interpreter.run(plan, arrays, self.settings)
         if self.checkpoint is not None:
             evaluate = jax.checkpoint(evaluate, policy=self.checkpoint)
         # The mark tells an autocast around this one that precisions are decided here.

@@ -1,0 +1,122 @@
+"""Compute an activation between two products again in the backward pass, from the first product's 16-bit result.
+
+Otherwise XLA keeps float32 values between the passes, such as the tanh of a GELU. It keeps nothing where it computes
+the activation inside the next product: there the first product has no bias, and the next one is not in FP8.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend import core as jex_core
+from jax.extend import source_info_util
+from jax.extend.core import JaxprEqn
+
+from mpx._autocast.control_flow import narrowed, widened
+from mpx._autocast.plan import CastPlan, Run, Settings, Step, travels_in
+from mpx._jaxprs import count_uses, dtype_of, is_literal, open_jaxpr
+from mpx._primitives import facts_of
+
+
+def with_activations(plan: CastPlan, settings: Settings) -> CastPlan:
+    """Return a plan with each such activation as one step, also in calls inside, but not in loops and checkpoints."""
+    program = open_jaxpr(plan.jaxpr)
+    uses = count_uses(program)
+    made_by = {step.eqn.outvars[0]: (i, step) for i, step in enumerate(plan.steps) if _is_cheap(step)}
+    new: dict[int, tuple[Step, ...]] = {}  # by ids of steps
+    for user in filter(_rounds_an_activation, plan.steps):
+        for v in user.eqn.invars[:2]:
+            members = _members(v, made_by)
+            activation = _activation(user, members, program, uses, settings) if _pays(user, members) else None
+            if activation is not None:
+                new |= {id(step): () for step in members} | {id(members[-1]): (activation,)}
+    steps = [step for old in plan.steps for step in new.get(id(old), (old,))]
+    return dataclasses.replace(plan, steps=tuple(_with_activations_inside(step, settings) for step in steps))
+
+
+def _with_activations_inside(step: Step, settings: Settings) -> Step:
+    if step.action != "enter" or step.eqn.primitive.name != "jit":
+        return step
+    return step._replace(plans=tuple(with_activations(plan, settings) for plan in step.plans))
+
+
+def _rounds_an_activation(step: Step) -> bool:
+    """Return whether a step is a product, or constrains the sharding of its operand, in 16 bits."""
+    facts = facts_of(step.eqn)
+    return (step.action == "narrow" and facts.contraction) or (step.action == "send" and facts.copies == "once")
+
+
+def _is_cheap(step: Step) -> bool:
+    """Return whether a step costs less to compute again than to keep, and is nothing that its author asked for."""
+    eqn, facts = step.eqn, facts_of(step.eqn)
+    if eqn.primitive.name == "jit":
+        return len(eqn.outvars) == len(step.plans) == 1 and all(map(_is_cheap, step.plans[0].steps))
+    is_asked_for = facts.communicates or eqn.primitive.name in ("name", "optimization_barrier")
+    return facts.cheap and not is_asked_for and step.action in ("keep", "round_cotangent")
+
+
+def _members(result: Any, made_by: Mapping[Any, tuple[int, Step]]) -> list[Step]:
+    """Return the steps that lead to a value, in the order of the program."""
+    found, wanted = {}, [result]
+    while wanted:
+        v = wanted.pop()
+        if not is_literal(v) and v in made_by and v not in found:
+            found[v] = made_by[v]
+            wanted += made_by[v][1].eqn.invars
+    return [step for _, step in sorted(found.values(), key=lambda pair: pair[0])]
+
+
+def _pays(user: Step, members: list[Step]) -> bool:
+    """Return whether XLA would keep float32 values of an activation that one step uses.
+
+    Scales by row read an operand once more in the backward pass, which costs more than is saved.
+    """
+    if not any(_computes_transcendental(step.eqn) for step in members):
+        return False
+    fp8 = user.compute.fp8 if user.compute is not None else None
+    return fp8.scaling == "tensor" if fp8 is not None else any(step.action == "round_cotangent" for step in members)
+
+
+def _computes_transcendental(eqn: JaxprEqn) -> bool:
+    inside = (inner for jaxpr in jex_core.jaxprs_in_params(eqn.params) for inner in open_jaxpr(jaxpr).eqns)
+    return facts_of(eqn).transcendental or any(map(_computes_transcendental, inside))
+
+
+def _activation(
+    user: Step, members: list[Step], program: jex_core.Jaxpr, uses: Counter[Any], settings: Settings
+) -> Step | None:
+    """Return steps as one; None if a value has another use, or if a large operand cannot be kept in 16 bits."""
+    eqns = [step.eqn for step in members]
+    pairs = [pair for step in members for pair in zip(step.eqn.invars, step.in_tags, strict=True)]
+    inside: set[Any] = {eqn.outvars[0] for eqn in eqns}
+    result: Any = eqns[-1].outvars[0]
+    tags = {v: tag for v, tag in pairs if not is_literal(v) and v not in inside}
+    part = program.replace(constvars=[], invars=list(tags), outvars=[result], eqns=eqns, effects=set())
+    uses_inside = count_uses(part)  # and the result has one use, `user`
+    is_wide = lambda v: dtype_of(v) == np.float32 and v.aval.size >= result.aval.size
+    has_other_uses = any(uses_inside[v] < uses[v] for v in inside)
+    keeps_float32 = any(is_wide(v) and travels_in(tag, None, settings) is None for v, tag in tags.items())
+    if has_other_uses or keeps_float32 or dtype_of(result) != np.float32:
+        return None
+    nothing = (None,) * len(tags)
+    plan = CastPlan(part, tuple(members), tuple(tags.values()), members[-1].out_tags, nothing, nothing)
+    place = eqns[-1].source_info.replace(name_stack=source_info_util.new_name_stack())  # those inside have theirs
+    eqn = eqns[-1].replace(invars=[*part.invars], source_info=place)
+    return Step(eqn, "recompute", user.compute, plan.in_tags, plan.out_tags, (plan,))
+
+
+def run(step: Step, operands: list[Any], run_plan: Run, settings: Settings) -> list[Any]:
+    """Run an activation in a checkpoint, which it enters and leaves in 16 bits, as the products round it anyway."""
+    (plan,), compute = step.plans, step.compute
+    assert compute is not None, "the product, or the constraint before it, has a precision"
+    dtypes = [travels_in(tag, None, settings) for tag in plan.in_tags]
+
+    def activation(*operands: Any) -> Any:
+        return lax.convert_element_type(run_plan(plan, widened(operands, dtypes))[0], compute.dtype)
+
+    result = jax.checkpoint(activation)(*narrowed(operands, dtypes))
+    return [lax.convert_element_type(result, np.float32)]

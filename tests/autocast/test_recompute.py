@@ -1,0 +1,139 @@
+"""An activation between two products is computed again in the backward pass, and changes no bit.
+
+Oracle of bits: the same casts written by hand, which keep the activation.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding
+
+import mpx
+from tests.autocast.helpers import BF16, F16, F32, SPLIT, WHOLE, exact_jit, narrow_dot, normal, rounding_cotangent
+from tests.helpers import all_eqns, assert_same_bits, eight_cpu_devices
+
+
+def tanhs_of(fun, *args):
+    """Return how often a function's gradient computes a hyperbolic tangent."""
+    program = jax.make_jaxpr(jax.grad(fun))(*args)
+    return sum(eqn.primitive.name == "tanh" for eqn in all_eqns(program))
+
+
+# ---- bits -----------------------------------------------------------------------------------------------------------
+
+
+def two_layers(dot, biased=lambda h: h):
+    """An activation of a product and a bias, with a mask, which is not differentiable, in a call."""
+
+    def fun(w, x):
+        mask = (x > 0).any(-1, keepdims=True)
+        activate = jax.jit(lambda h: jnp.where(mask, jnp.tanh(h) * h, 0.5 * h))
+        return dot(activate(biased(dot(x, w) + w[0][None])), w)
+
+    return fun
+
+
+def loss_of(fun):
+    return lambda *args: jnp.cos(fun(*args)).mean()
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f: jax.value_and_grad(loss_of(f), argnums=(0, 1)),
+        lambda f: lambda *args: jax.jvp(f, args, tuple(map(jnp.cos, args))),
+        lambda f: lambda w, x: jax.vmap(lambda row: jax.grad(loss_of(f))(w, row[None]))(x),
+        lambda f: lambda w, x: jax.hessian(lambda x: loss_of(f)(w, x))(x[:3]),
+        lambda f: lambda w, x: lax.map(lambda row: jax.grad(loss_of(f))(w, row[None]), x),
+    ],
+    ids=["value and grad", "jvp", "vmap of grad", "hessian", "grad in a loop"],
+)
+def test_values_and_derivatives_of_any_order_have_the_bits_of_one_that_is_kept(transform):
+    """Negative control: autocast computes it again, by hand it is computed once."""
+    args = normal(0, 4, 4), normal(1, 16, 4)
+    ours = mpx.autocast(two_layers(jnp.matmul), BF16)
+    by_hand = two_layers(narrow_dot(BF16), lambda h: rounding_cotangent(h, BF16))
+    assert_same_bits(exact_jit(transform(ours))(*args), exact_jit(transform(by_hand))(*args))
+    assert (tanhs_of(loss_of(ours), *args), tanhs_of(loss_of(by_hand), *args)) == (2, 1)
+
+
+# ---- which activations ----------------------------------------------------------------------------------------------
+
+
+def layers(activate=jnp.tanh, after=lambda h: h):
+    return lambda w, x: after(activate(x @ w + w[0][None])) @ w
+
+
+def with_another_use(w, x):
+    hidden = jnp.tanh(x @ w + w[0][None])
+    return (2 * hidden) @ w + hidden
+
+
+def in_float16(w, x):
+    return lax.dot(jnp.tanh(x @ w + w[0][None]).astype(F16), w, preferred_element_type=F32)
+
+
+def constrained(h):
+    return lax.with_sharding_constraint(h, NamedSharding(eight_cpu_devices(), WHOLE))
+
+
+def gathered(h):
+    gather = lambda h: lax.all_gather(h, "data", tiled=True)
+    return jax.shard_map(gather, mesh=eight_cpu_devices(), in_specs=SPLIT, out_specs=WHOLE, check_vma=False)(h)
+
+
+@jax.custom_jvp
+def by_its_author(h):
+    return jnp.tanh(h)
+
+
+by_its_author.defjvp(lambda primals, tangents: (jnp.tanh(*primals), tangents[0] * jnp.tanh(*primals)))
+
+KEPT = {
+    "before other devices need it": layers(after=gathered),
+    "without a bias: XLA computes it in the next product": lambda w, x: jnp.tanh(x @ w) @ w,
+    "before no product": lambda w, x: jnp.tanh(x @ w + w[0][None]),
+    "of float32 numbers": lambda w, x: layers(lambda h: jnp.tanh(h * jnp.sin(x)))(w, x),
+    "with another use": with_another_use,
+    "in a dtype of its author": in_float16,
+    "kept by a name": layers(after=lambda h: checkpoint_name(h, "hidden")),
+    "after a constraint, which would communicate twice": layers(lambda h: jnp.tanh(constrained(h))),
+    "after a barrier": layers(after=lambda h: 2 * lax.optimization_barrier(h)),
+    "with a derivative by its author": layers(by_its_author),
+    "in a checkpoint, which computes it again itself": jax.checkpoint(layers()),
+}
+
+
+COMPUTED_AGAIN = {
+    "a function": layers(),
+    "a call": layers(lambda h: jax.nn.gelu(h, approximate=True)),
+    "with a sharding": layers(after=constrained),
+}
+
+
+@pytest.mark.parametrize("name", COMPUTED_AGAIN)
+def test_an_activation_of_a_product_with_a_bias_is_computed_again(name):
+    args = normal(0, 4, 4), normal(1, 16, 4)
+    assert tanhs_of(loss_of(mpx.autocast(COMPUTED_AGAIN[name], BF16)), *args) == 2
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_other_activations_run_as_traced(name):
+    args = normal(0, 4, 4), normal(1, 16, 4)
+    plain = loss_of(KEPT[name])
+    assert tanhs_of(mpx.autocast(plain, BF16), *args) == tanhs_of(plain, *args)
+
+
+@pytest.mark.parametrize("dtype", [F32, "tf32"])
+def test_nothing_is_computed_again_where_no_product_is_narrowed(dtype):
+    args = normal(0, 4, 4), normal(1, 16, 4)
+    assert tanhs_of(mpx.autocast(loss_of(layers()), dtype), *args) == 1
+
+
+@pytest.mark.parametrize(("scaling", "times"), [("tensor", 2), ("row", 1)])
+def test_in_8_bits_an_activation_needs_no_bias_but_one_scale(scaling, times):
+    w, x = normal(0, 16, 16), normal(1, 16, 16)
+    fun = mpx.autocast(lambda w, x: (jnp.tanh(x @ w) @ w).mean(), mpx.Fp8(scaling=scaling, min_extent=0))
+    assert tanhs_of(fun, w, x) == times
