@@ -59,8 +59,8 @@ def fused_update(tx: optax.GradientTransformation, *, interpret: bool = False) -
     Returns:
         A function `step(grads, opt_state, params, **extra_args)` that returns the new parameters and the new state.
         Results are bit-identical to the plain step, unless XLA rewrites one of the two programs: for example, `(m / a)
-        / b` as `m / (a * b)`, or the order in which a norm is added up. Call it inside `jax.jit`. It is not differentiable. Its method `plan` says where each
-        leaf is computed.
+        / b` as `m / (a * b)`, or the order in which a norm is added up. Call it inside `jax.jit`. It is not
+        differentiable. Its method `plan` says where each leaf is computed.
 
     Raises:
         TypeError: if `tx` is not a transformation, or if the step is differentiated. The step raises what `tx.update`
