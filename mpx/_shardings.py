@@ -1,4 +1,4 @@
-"""Arrays on meshes of explicit axes, which `jax.make_mesh` makes: their types say how they are sharded."""
+"""Devices: whether there are several, and arrays on explicit axes of a mesh, whose types say how they are sharded."""
 
 import math
 from collections.abc import Callable
@@ -7,6 +7,16 @@ from typing import Any
 import jax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+
+def are_several_in_sight() -> bool:
+    """Return whether a program that is traced here may run on more than one device.
+
+    Under `jax.set_mesh` and inside `jax.shard_map` the mesh tells. Without one a trace does not see how its arguments
+    are sharded, so all devices count.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    return (jax.device_count() if mesh.empty else mesh.size) > 1
 
 
 def explicit_sharding(x: Any) -> NamedSharding | None:

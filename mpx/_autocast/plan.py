@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
@@ -21,6 +20,7 @@ from mpx._autocast.compute import ContractionPrecision
 from mpx._autocast.rules import DEFAULT_RULES, Rule, reason_to_keep
 from mpx._jaxprs import called_jaxpr, count_uses, dtype_of, is_literal, open_jaxpr, propagate
 from mpx._primitives import facts_of, is_call
+from mpx._shardings import are_several_in_sight
 
 MARK = "mpx:autocast"  # in the name stack of operations that an autocast or `full_precision` inside has decided about
 
@@ -57,16 +57,6 @@ class Settings:
         if not self.compute.is_narrow:
             return False
         return are_several_in_sight() if self.reduce_dtype is None else self.reduce_dtype == np.float32
-
-
-def are_several_in_sight() -> bool:
-    """Return whether a program that is traced here may run on more than one device.
-
-    Under `jax.set_mesh` and inside `jax.shard_map` the mesh tells. Without one a trace does not see how its arguments
-    are sharded, so all devices count.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    return (jax.device_count() if mesh.empty else mesh.size) > 1
 
 
 class Step(NamedTuple):

@@ -43,9 +43,10 @@ def fused_update(tx: optax.GradientTransformation, *, interpret: bool = False) -
     same type in turn; in another order they are copied.)
 
     What all elements share runs before the kernels: counts, schedules, the loss scale, norms for clipping. So do random
-    bits, except those for masters of 24 bits and for states in 8 or 4 bits. XLA computes all other leaves: small ones
-    without blocks, and leaves whose elements the optimizer mixes (sums along an axis, a matrix product, a sort). `plan`
-    says which and why.
+    bits, except those for masters of 24 bits and for states in 8 or 4 bits. On one device the squares of all leaves are
+    added up in a few kernels for each shape, and not in one or two for each leaf. XLA computes all other leaves: small
+    ones without blocks, and leaves whose elements the optimizer mixes (sums along an axis, a matrix product, a sort).
+    `plan` says which and why.
 
     Kernels are written in Pallas and compiled by Triton. Without a GPU this is `tx.update` and `optax.apply_updates`.
     With several devices, each runs kernels on its own shards, however arrays are sharded, with and without `zero1`.
@@ -58,8 +59,8 @@ def fused_update(tx: optax.GradientTransformation, *, interpret: bool = False) -
     Returns:
         A function `step(grads, opt_state, params, **extra_args)` that returns the new parameters and the new state.
         Results are bit-identical to the plain step, unless XLA rewrites one of the two programs: for example, `(m / a)
-        / b` as `m / (a * b)`. Call it inside `jax.jit`. It is not differentiable. Its method `plan` says where each
-        leaf is computed.
+        / b` as `m / (a * b)`, or the order in which a norm is added up. Call it inside `jax.jit`. It is not
+        differentiable. Its method `plan` says where each leaf is computed.
 
     Raises:
         TypeError: if `tx` is not a transformation, or if the step is differentiated. The step raises what `tx.update`

@@ -12,7 +12,9 @@ from mpx._fused.devices import sharded
 from mpx._fused.kernels import in_a_kernel
 from mpx._fused.partition import Part, Partition, Var, signature
 from mpx._fused.tile import columns, run_part
+from mpx._fused.totals import find_totals, run_totals
 from mpx._jaxprs import at_the_place_of, is_literal, run_equations
+from mpx._shardings import are_several_in_sight
 
 
 def run(
@@ -34,10 +36,16 @@ def run(
     values, parts = dict(values), [leaf.part for leaf in partition.leaves if leaf.part]
     every = parts
     waiting = _needed(program, partition, parts)
+    # Not on several devices: XLA would send whole arrays to add them up together.
+    totals = [] if are_several_in_sight() else find_totals(program, waiting)
+    in_totals = {*map(id, totals)}
+    waiting = [eqn for eqn in waiting if id(eqn) not in in_totals]
     compiled: dict[Hashable, Any] = {}
     while waiting or parts:
         ready, waiting = _split_ready(waiting, values)
         run_equations(program, ready, values)
+        together, totals = _split_ready(totals, values)
+        values |= run_totals(together, values)
         later = []
         for part in parts:
             if all(v in values for v in (*part.arrays, *part.scalars)):
@@ -45,7 +53,7 @@ def run(
                 values |= _run_part(part, values, over, interpret, compiled)
             else:
                 later.append(part)
-        if len(later) == len(parts) and waiting and not ready:
+        if len(later) == len(parts) and waiting and not ready and not together:
             # Parts that wait for each other, by way of other devices: XLA computes them.
             later, done = [], [part for part in every if part.outputs[0] in values]
             waiting = [eqn for eqn in _needed(program, partition, done) if any(v not in values for v in eqn.outvars)]

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import mpx
-from mpx._fused import fused_update
+from mpx._fused import fused_update, schedule
 from mpx._fused.partition import SMALL
 from tests.gpu_program.test_optimizer_steps import ADAMW, BF16, MOVED, RECIPES, SHAPES
 
@@ -34,6 +34,7 @@ STEPS = {
 def on_a_gpu(monkeypatch):
     """Let `fused_update` make kernels though this machine has no GPU, and eight CPUs."""
     monkeypatch.setattr(fused_update, "_may_run_kernels", lambda interpret: True)
+    monkeypatch.setattr(schedule, "are_several_in_sight", lambda: False)
 
 
 def report_of(dtype, tx, in_order=True):
@@ -57,8 +58,7 @@ def test_a_step_moves_what_it_must_in_a_kernel_a_tensor(name, h200, on_a_gpu):
     assert report.temporary_bytes < 0.01 * sum(sizes)
     ours = [kernel for kernel in report.kernels if "triton" in kernel.operation]
     assert len(ours) == sum(size >= SMALL for size in sizes)
-    others = 2 * len(sizes) + 4 if "clipped" in name else 8  # a norm is added up tensor by tensor; keys take a few
-    assert report.kernel_count <= len(sizes) + others
+    assert report.kernel_count <= len(sizes) + (20 if "clipped" in name else 8)  # a norm by shapes; keys take a few
 
 
 def test_results_in_another_order_than_what_is_donated_are_copied(h200, on_a_gpu):
