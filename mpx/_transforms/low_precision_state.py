@@ -23,7 +23,7 @@ from mpx._stored.assignment import (
 )
 from mpx._stored.roles import register_state
 from mpx._stored.state_format import FLOAT32, Cast, StateFormat, StoredLeaf, is_stored, store
-from mpx._transforms.float32_world import marked_as_float32, run_in_float32
+from mpx._transforms.float32_world import run_in_float32
 
 Rounding = Literal["nearest", "stochastic"]
 _F32 = np.dtype(np.float32)
@@ -137,7 +137,7 @@ def low_precision_state(
         this_step, next_key = key_of_step(state.key, key)
         return updates, LowPrecisionState(_store(wide, assignment, this_step, rounding), next_key)
 
-    return marked_as_float32(init_fn, update_fn, _F32)
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def _load(state: Any, assignment: Assignment) -> Any:
