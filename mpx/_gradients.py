@@ -14,7 +14,7 @@ from mpx._autocast import in_place
 from mpx._autocast.transform import Autocast, autocast_of, calling_on_float16, narrows_to
 from mpx._dtypes import dtype_or_none
 from mpx._finite import all_finite, select_tree
-from mpx._loss_scale import LossScale, NoOpLossScale, at_least_float32, require_powers_of_two
+from mpx._loss_scale import LossScale, NoOpLossScale, require_powers_of_two
 
 # A cotangent above 65504 has no float16 value: a float16 loss is differentiated with at most this seed.
 _LARGEST_F16_SEED = np.float32(2.0**15)
@@ -94,7 +94,7 @@ def value_and_grad(
         if loss.dtype == np.float16:
             _require_scale(loss_scale, "the loss is float16")
         seed, _ = _seed_and_rest(loss_scale, loss.dtype)
-        return at_least_float32(loss) * seed, (loss, aux)
+        return _trees.at_least_float32(loss) * seed, (loss, aux)
 
     # Not all transforms take `argnums` (Equinox's do not), and none needs to be told the default.
     options = {"has_aux": True} if argnums == 0 and isinstance(argnums, int) else {"argnums": argnums, "has_aux": True}
@@ -220,7 +220,7 @@ def _seed_and_rest(loss_scale: LossScale, loss_dtype: np.dtype) -> tuple[jax.Arr
 def _multiplied(g: Any, factor: jax.Array, keep_dtype: bool) -> Any:
     if not (hasattr(g, "dtype") and jnp.issubdtype(g.dtype, jnp.inexact)):
         return g
-    wide = at_least_float32(g)
+    wide = _trees.at_least_float32(g)
     product = wide * factor.astype(wide.dtype)
     return product.astype(g.dtype) if keep_dtype else product
 
@@ -230,7 +230,7 @@ def _in_dtype(grads: Any, dtype: np.dtype | None) -> Any:
     if dtype is None:
         return grads
     is_float8 = lambda g: hasattr(g, "dtype") and jnp.issubdtype(g.dtype, jnp.floating) and g.dtype.itemsize == 1
-    grads = jax.tree.map(lambda g: at_least_float32(g) if is_float8(g) else g, grads)
+    grads = jax.tree.map(lambda g: _trees.at_least_float32(g) if is_float8(g) else g, grads)
     return _trees.cast_tree(grads, dtype, which=lambda g: g.dtype.itemsize <= 4)
 
 

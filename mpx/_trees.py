@@ -59,6 +59,11 @@ def promoted(dtype: DTypeLike, other: DTypeLike) -> np.dtype:
         return jnp.promote_types(dtype, other)
 
 
+def at_least_float32(x: jax.Array) -> jax.Array:
+    """Cast an array to float32 if it is narrower."""
+    return x.astype(promoted(x.dtype, np.float32))
+
+
 def is_masked(leaf: Any) -> bool:
     """Return whether this is Optax's placeholder of a leaf that a transformation leaves alone."""
     return isinstance(leaf, optax.MaskedNode)

@@ -11,7 +11,7 @@ import optax
 from mpx import _errors, _trees
 from mpx._stored.leaves import StateLeaf, leaves_of, require_types, weights_kept
 from mpx._stored.roles import fields_with_role
-from mpx._stored.weights import way_of, widened
+from mpx._stored.weights import way_of
 
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ def master_params(params: T, opt_state: optax.OptState) -> T:
         if not _trees.is_floating(p):
             return p
         kept = stored.get(path)
-        return widened(p) if kept is None else way_of(kept.role, kept.leaf.dtype).restore(p, kept.leaf)
+        return _trees.at_least_float32(p) if kept is None else way_of(kept.role, kept.leaf.dtype).restore(p, kept.leaf)
 
     return jax.tree.map_with_path(restore, params, is_leaf=_trees.is_masked)
 

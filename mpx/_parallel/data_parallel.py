@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
@@ -116,4 +115,4 @@ def _mean_value(path: _trees.Path, x: Any, axis: str) -> jax.Array:
             f"`data_parallel`: the value at {_trees.path_string(path)!r} is {_trees.dtype_and_shape(x)}, which has "
             "no mean over devices. Return it as float32, or leave it out."
         )
-    return lax.pmean(x.astype(_trees.promoted(x.dtype, np.float32)), axis)
+    return lax.pmean(_trees.at_least_float32(x), axis)

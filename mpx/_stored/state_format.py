@@ -168,16 +168,12 @@ def _encoded(format: StateFormat, x: jax.Array, key: jax.Array | None) -> tuple[
 def _tell_flax() -> None:
     """Let `flax.serialization` take stored leaves, if somebody has imported Flax: mpx does not depend on it."""
     serialization = sys.modules.get("flax.serialization")
-    if serialization is not None and not _told:
-        _told.append(serialization)
+    if serialization is not None:
         as_dict = lambda leaf: serialization.to_state_dict({"codes": leaf.codes, "scales": leaf.scales})
         from_dict = lambda leaf, parts: dataclasses.replace(
             leaf, **serialization.from_state_dict({"codes": leaf.codes, "scales": leaf.scales}, parts)
         )
         serialization.register_serialization_state(StoredLeaf, as_dict, from_dict, override=True)
-
-
-_told: list[Any] = []
 
 
 @dataclasses.dataclass(frozen=True)

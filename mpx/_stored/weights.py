@@ -12,7 +12,7 @@ Where nothing is kept, the weight is its parameter.
 
 import abc
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,6 @@ class KeptWeight(abc.ABC):
     """
 
     dtype: np.dtype
-    label: ClassVar[str]  # as messages and plans call it
 
     @abc.abstractmethod
     def restore(self, p: jax.Array, kept: jax.Array) -> jax.Array:
@@ -63,8 +62,6 @@ class KeptWeight(abc.ABC):
 
 class WholeMaster(KeptWeight):
     """The weight itself, in float32 or float64."""
-
-    label = "masters"
 
     def restore(self, p: jax.Array, kept: jax.Array) -> jax.Array:
         return kept
@@ -94,8 +91,6 @@ class LowBits(KeptWeight):
     uint16 holds all of them, and the weight is a float32 number. uint8 holds the first 8. Then the weight is rounded to
     24 bits *before* it is split: rounded afterwards, low bits could reach 0x80, which stands for another parameter.
     """
-
-    label = "low bits"
 
     def restore(self, p: jax.Array, kept: jax.Array) -> jax.Array:
         return formats.join_f32(p, kept.astype(np.uint16) << self._left_out)
@@ -131,10 +126,8 @@ class LowBits(KeptWeight):
 class Compensation(KeptWeight):
     """Keeps what rounding has cut off so far, to be added to the next update."""
 
-    label = "compensation"
-
     def restore(self, p: jax.Array, kept: jax.Array) -> jax.Array:
-        wide = widened(p)
+        wide = _trees.at_least_float32(p)
         return wide + kept.astype(wide.dtype)
 
     def store(self, weight: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
@@ -175,14 +168,9 @@ def way_of(role: Role, dtype: np.dtype) -> KeptWeight:
     return LowBits(np.dtype(dtype)) if dtype in (np.uint16, np.uint8) else WholeMaster(np.dtype(dtype))
 
 
-def widened(p: jax.Array) -> jax.Array:
-    """Return a parameter in float32 or wider."""
-    return p.astype(_trees.promoted(p.dtype, np.float32))
-
-
 def cast_nearest(x: jax.Array, dtype: Any) -> jax.Array:
     """Widen exactly, or round to nearest; no finite number becomes infinite."""
-    return _nearest(widened(x), dtype).astype(dtype)
+    return _nearest(_trees.at_least_float32(x), dtype).astype(dtype)
 
 
 def _nearest(x: jax.Array, dtype: np.dtype) -> jax.Array:
