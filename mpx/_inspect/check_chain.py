@@ -21,7 +21,7 @@ from mpx import _errors, _trees
 from mpx._jaxprs import dtype_of, is_literal, propagate, propagate_inside
 from mpx._primitives import facts_of, holds_programs_run_once
 from mpx._stored.leaves import leaves_of
-from mpx._stored.roles import Role, fields_of, fields_with_role
+from mpx._stored.roles import ROLES, Role, fields_with_role
 from mpx._transforms.loss_scaling import SCALED
 from mpx._writeback import MARK, SENT
 
@@ -249,5 +249,4 @@ def _require_averages_at_the_end(state: Any) -> None:
 
 
 def _roles(state: Any) -> set[Role]:
-    fields = fields_of(type(state))
-    return set() if fields is None else set(fields.roles.values())
+    return set(ROLES.get(type(state), {}).values())

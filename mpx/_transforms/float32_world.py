@@ -10,7 +10,7 @@ from jax import lax
 from jax.core import Tracer
 
 from mpx import _errors, _trees
-from mpx._stored.roles import fields_of, registered_types
+from mpx._stored.roles import WRITES_BACK
 
 T = TypeVar("T")
 
@@ -40,11 +40,11 @@ def require_no_rounding_inside(state: Any, params: Any, dtype: np.dtype, caller:
     """Raise if what rounds for 16-bit parameters stands inside a wrapper that hides them, where it does nothing."""
     if not any(_trees.is_narrower(p, dtype) for p in jax.tree.leaves(params)):
         return
-    names = {kind: fields_of(kind).writes_back for kind in registered_types()}  # type: ignore[union-attr]
-    for found in _trees.find_states(state, tuple(kind for kind, name in names.items() if name)):
+    for found in _trees.find_states(state, tuple(WRITES_BACK)):
         raise ValueError(
-            f"`{caller}`: `{names[type(found)]}` stands inside `{caller}`, sees parameters in {dtype} there and does "
-            "nothing. Put it after or around: `optax.chain(upcast(rule), kahan_summation())`, `master_weights(rule)`."
+            f"`{caller}`: `{WRITES_BACK[type(found)]}` stands inside `{caller}`, sees parameters in {dtype} there and "
+            "does nothing. Put it after or around: `optax.chain(upcast(rule), kahan_summation())`, "
+            "`master_weights(rule)`."
         )
 
 
