@@ -1,5 +1,6 @@
 """Dtypes as users write them: a dtype, its name, or a short name such as `bf16`."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ from jax.typing import DTypeLike
 
 _NAMES = "bf16 bfloat16", "f16 fp16 float16", "full f32 fp32 float32", "f64 fp64 float64"
 DTYPE_NAMES = {name: jnp.dtype(names.split()[-1]) for names in _NAMES for name in names.split()}
+UP_TO_FLOAT32 = (jnp.bfloat16, np.float16, np.float32)
 
 
 def half_dtype() -> DTypeLike:
@@ -42,3 +44,12 @@ def dtype_or_none(given: Any) -> np.dtype | None:
     except Exception:  # TypeError, ValueError, and SyntaxError for ","
         return None
     return None if isinstance(given, str) and dtype is not None and dtype.name != given else dtype
+
+
+def require_one_of(dtypes: Sequence[DTypeLike], given: Any, argument: str) -> np.dtype:
+    """Return the dtype that a user gives as an argument; raise unless it is one of these."""
+    found = dtype_or_none(given)
+    if found is None or found not in dtypes:
+        *most, last = (np.dtype(dtype).name for dtype in dtypes)
+        raise ValueError(f"{argument} must be {', '.join(most)} or {last}, but got {found or repr(given)}.")
+    return found

@@ -11,7 +11,7 @@ import optax
 from jax.typing import DTypeLike
 
 from mpx import _trees
-from mpx._dtypes import dtype_or_none
+from mpx._dtypes import dtype_or_none, require_one_of
 
 T = TypeVar("T")
 
@@ -69,9 +69,7 @@ def checked(inner: optax.GradientTransformation, caller: str) -> optax.GradientT
 
 def wide_dtype(dtype: DTypeLike, caller: str) -> np.dtype:
     """Return float32 or float64 as a NumPy dtype; raise for anything else."""
-    wide = dtype_or_none(dtype)
-    if wide is None or wide not in (np.float32, np.float64):
-        raise ValueError(f"`{caller}`: `dtype` must be float32 or float64, but got {wide or repr(dtype)}.")
+    wide = require_one_of((np.float32, np.float64), dtype, f"`{caller}`: `dtype`")
     if jax.dtypes.canonicalize_dtype(wide) != wide:
         raise ValueError(f"`{caller}`: float64 needs 64-bit mode; set the environment variable JAX_ENABLE_X64=1.")
     return wide
@@ -140,11 +138,11 @@ def require_state(state: Any, kind: type, caller: str) -> None:
         )
 
 
-def floating_dtype(given: Any, argument: str) -> np.dtype | None:
+def floating_dtype(given: Any, argument: str, others: str = "or None") -> np.dtype | None:
     """Return the dtype that a user gives as an option, or None for None; raise for anything but a floating dtype."""
     dtype = dtype_or_none(given)
     if given is not None and (dtype is None or not jnp.issubdtype(dtype, jnp.floating)):
-        raise ValueError(f"{argument} must be a floating-point dtype or None, but got {given!r}.")
+        raise ValueError(f"{argument} must be a floating-point dtype, {others}, but got {given!r}.")
     return dtype
 
 

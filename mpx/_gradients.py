@@ -12,7 +12,6 @@ from jax.typing import DTypeLike
 from mpx import _errors, _trees
 from mpx._autocast import in_place
 from mpx._autocast.transform import Autocast, autocast_of, calling_on_float16, narrows_to
-from mpx._dtypes import dtype_or_none
 from mpx._finite import all_finite, select_tree
 from mpx._loss_scale import LossScale, NoOpLossScale, require_powers_of_two
 
@@ -238,12 +237,7 @@ def _dtype_of_gradients(given: Any, record: Autocast | None) -> np.dtype | None:
     """Return the dtype of all gradients; None if each keeps its argument's. Raise for anything but a floating dtype."""
     if given is None or (isinstance(given, str) and given == _LOSSLESS):
         return None if record is None else np.dtype(np.float32)
-    dtype = dtype_or_none(given)
-    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(
-            f"`value_and_grad`: `grad_dtype` must be a floating-point dtype, {_LOSSLESS!r} or None, but got {given!r}."
-        )
-    return dtype
+    return _errors.floating_dtype(given, "`value_and_grad`: `grad_dtype`", f"{_LOSSLESS!r} or None")
 
 
 def _narrowed_without_loss(grads: Any, args: tuple[Any, ...], argnums: Any, rounded_to: list[np.dtype | None]) -> Any:

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from mpx._dtypes import dtype_or_none
+from mpx._dtypes import UP_TO_FLOAT32, require_one_of
 
 _BFLOAT16 = np.dtype(jnp.bfloat16)
 _FLOAT16 = np.dtype(np.float16)
@@ -69,7 +69,7 @@ def round_to(x: ArrayLike, dtype: DTypeLike, *, overflow: Overflow = "infinite")
         True
     """
     x = _as_float32(x, "round_to")
-    dtype = _storage_dtype(dtype, "round_to")
+    dtype = require_one_of(UP_TO_FLOAT32, dtype, "`round_to`: `dtype`")
     _require_overflow(overflow, "round_to")
     if dtype == _FLOAT32:
         return x
@@ -123,7 +123,7 @@ def stochastic_round(key: jax.Array, x: ArrayLike, dtype: DTypeLike) -> jax.Arra
         True
     """
     x = _as_float32(x, "stochastic_round")
-    dtype = _storage_dtype(dtype, "stochastic_round")
+    dtype = require_one_of(UP_TO_FLOAT32, dtype, "`stochastic_round`: `dtype`")
     if dtype == _FLOAT32:
         return x
     bits = _bits(x)
@@ -224,13 +224,6 @@ def _as_float32(x: ArrayLike, caller: str) -> jax.Array:
 def _require_overflow(overflow: str, caller: str) -> None:
     if overflow not in get_args(Overflow):
         raise ValueError(f"`{caller}`: `overflow` must be one of {get_args(Overflow)}, but got {overflow!r}.")
-
-
-def _storage_dtype(dtype: DTypeLike, caller: str) -> np.dtype:
-    found = dtype_or_none(dtype)
-    if found is None or found not in (_BFLOAT16, _FLOAT16, _FLOAT32):
-        raise ValueError(f"`{caller}` knows the dtypes bfloat16, float16 and float32, but got {found or repr(dtype)}.")
-    return found
 
 
 def _bits(x: jax.Array) -> jax.Array:

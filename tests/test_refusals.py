@@ -153,7 +153,7 @@ VALUES = [
     (given(adamw, compensation_buffer_dtype=jnp.int8), "`kahan_summation`: `dtype` must be"),
     (made(lambda: adamw(variance_dtype=F16).init, ONES), "second moments, which float16 cannot hold"),
     *[
-        (given(ROUND[name], ONES, dtype), f"`{name}` knows the dtypes bfloat16, float16 and float32, but got {dtype}.")
+        (given(ROUND[name], ONES, dtype), f"`{name}`: `dtype` must be bfloat16, float16 or float32, but got {dtype}.")
         for name in ("round_to", "stochastic_round")
         for dtype in ("float64", "int16", "float8_e4m3fn")
     ],

@@ -10,7 +10,7 @@ import optax
 from jax.typing import DTypeLike
 
 from mpx import _errors, _trees
-from mpx._dtypes import dtype_or_none
+from mpx._dtypes import UP_TO_FLOAT32, require_one_of
 from mpx._stored.roles import register_state
 from mpx._writeback import applied_value, landing_update, round_saturating
 
@@ -65,10 +65,8 @@ def kahan_summation(dtype: DTypeLike | None = None) -> optax.GradientTransformat
         Kahan 1965, "Further remarks on reducing truncation errors"; for training, Zamirai et al. 2020, "Revisiting
         BFloat16 Training" (arXiv 2010.06192).
     """
-    compensation_dtype = dtype_or_none(jnp.bfloat16 if dtype is None else dtype)
-    if compensation_dtype is None or compensation_dtype not in (jnp.bfloat16, np.float16, np.float32):
-        got = compensation_dtype or repr(dtype)
-        raise ValueError(f"`kahan_summation`: `dtype` must be bfloat16, float16 or float32, but got {got}.")
+    given = jnp.bfloat16 if dtype is None else dtype
+    compensation_dtype = require_one_of(UP_TO_FLOAT32, given, "`kahan_summation`: `dtype`")
     kept_dtype = lambda p: compensation_dtype if _trees.is_narrower(p, np.dtype(np.float32)) else None
 
     def init_fn(params):
