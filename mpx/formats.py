@@ -35,11 +35,11 @@ _LARGEST_SPLIT = np.uint32(0x7F7F_7FFF)  # the largest whose rounding to bfloat1
 _F16_MAX = np.uint32(0x477F_E000)  # 65504
 _F16_SMALLEST_NORMAL = np.uint32(0x3880_0000)  # 2**-14
 _HALF = np.uint32(0x3F00_0000)  # 0.5
-_F16_BIAS = np.uint32(0x3800_0000)  # (127 - 15) << 23: the two exponents' biases
 
 # 16-bit patterns.
 _BF16_INFINITY = np.uint16(0x7F80)
 _BF16_MAX = np.uint32(0x7F7F)
+_F16_MAX_BITS = np.uint32(0x7BFF)
 
 Overflow = Literal["infinite", "largest"]
 
@@ -134,11 +134,7 @@ def stochastic_round(key: jax.Array, x: ArrayLike, dtype: DTypeLike) -> jax.Arra
         special = (magnitude >> 16) | jnp.where(_is_nan(bits), np.uint32(0x0040), np.uint32(0))
     else:
         noise = jax.random.bits(key, x.shape, np.uint32)
-        rounded = jnp.where(
-            magnitude < _F16_SMALLEST_NORMAL,
-            _stochastic_f16_subnormal(magnitude, noise),
-            _stochastic_f16_normal(magnitude, noise),
-        )
+        rounded = _stochastic_f16(magnitude, noise)
         special = jnp.where(_is_nan(bits), np.uint32(0x7E00), np.uint32(0x7C00))
     rounded = jnp.where(magnitude >= _INFINITY, special, rounded) | ((bits & _SIGN) >> 16)
     return lax.bitcast_convert_type(rounded.astype(np.uint16), dtype)
@@ -238,10 +234,11 @@ def _is_nan(bits: jax.Array) -> jax.Array:
     return (bits & _MAGNITUDE) > _INFINITY
 
 
-def _stochastic_f16_subnormal(magnitude: jax.Array, noise: jax.Array) -> jax.Array:
-    """Return the float16 bits of a magnitude below 2**-14: its multiple of 2**-24, plus one with the right odds."""
+def _stochastic_f16(magnitude: jax.Array, noise: jax.Array) -> jax.Array:
+    """Return the float16 bits of a finite magnitude, rounded up with the right odds, and saturated at 65504."""
     significand = (magnitude & 0x7F_FFFF) | 0x80_0000
-    dropped = 126 - jnp.minimum(magnitude >> 23, np.uint32(112))  # bits of it below 2**-24
+    exponent = jnp.maximum(magnitude >> 23, np.uint32(113)) - 113  # that of float16, less one; 0 for subnormals
+    dropped = 126 - jnp.minimum(magnitude >> 23, np.uint32(113))  # bits of the significand; below 2**-14 more than 13
     whole = significand >> jnp.minimum(dropped, np.uint32(31))
     # The dropped bits as a fraction of 2**32.
     fraction = jnp.where(
@@ -250,10 +247,5 @@ def _stochastic_f16_subnormal(magnitude: jax.Array, noise: jax.Array) -> jax.Arr
         (significand << 8) >> jnp.minimum(jnp.maximum(dropped, np.uint32(24)) - 24, np.uint32(31)),
     )
     fraction = jnp.where(dropped > 55, np.uint32(0), fraction)
-    return whole + (noise < fraction).astype(np.uint32)
-
-
-def _stochastic_f16_normal(magnitude: jax.Array, noise: jax.Array) -> jax.Array:
-    """Return the float16 bits of a magnitude from 2**-14 on, saturated at 65504."""
-    rounded = (magnitude + (noise >> 19)) & np.uint32(0xFFFF_E000)
-    return (jnp.minimum(rounded, _F16_MAX) - _F16_BIAS) >> 13
+    # The first bit of the significand, which float16 does not store, adds one to the exponent.
+    return jnp.minimum((exponent << 10) + whole + (~noise < fraction).astype(np.uint32), _F16_MAX_BITS)
