@@ -99,13 +99,8 @@ def not_differentiable(tree: T, message: str) -> T:
     def refuse(primals, tangents):
         raise TypeError(message)
 
-    leaves, treedef = jax.tree.flatten(tree)
-    positions = [
-        i for i, leaf in enumerate(leaves) if _trees.is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
-    ]
-    for i, array in zip(positions, as_it_is([leaves[i] for i in positions]), strict=True):
-        leaves[i] = array
-    return treedef.unflatten(leaves)
+    arrays, put = _trees.taken_out(tree, lambda x: _trees.is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact))
+    return put(as_it_is(arrays))
 
 
 def require_pattern(pattern: str, named: str) -> None:

@@ -2,7 +2,7 @@
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -126,6 +126,18 @@ def _is_of_flax(node: Any, *names: str) -> bool:
 def leaves_by_path(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[Path, Any]:
     """Return the leaves of a tree by key path; path strings are not unique: `{"a/b": x, "a": {"b": y}}`."""
     return dict(jax.tree.leaves_with_path(tree, is_leaf))
+
+
+def taken_out(tree: T, which: Callable[[Any], bool]) -> tuple[list[Any], Callable[[Sequence[Any]], T]]:
+    """Return the leaves that `which` accepts, and a function that puts others into their places."""
+    leaves, treedef = jax.tree.flatten(tree)
+    places = [i for i, leaf in enumerate(leaves) if which(leaf)]
+
+    def put(others):
+        given = dict(zip(places, others, strict=True))
+        return treedef.unflatten([given.get(i, leaf) for i, leaf in enumerate(leaves)])
+
+    return [leaves[i] for i in places], put
 
 
 def map_unzip(function: Callable[..., tuple[Any, Any]], tree: Any, *rest: Any) -> tuple[Any, Any]:

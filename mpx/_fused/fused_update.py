@@ -108,13 +108,8 @@ class FusedUpdate:
 
     def _placed_by_xla(self, given: _Given, extra_args: dict[str, Any]) -> tuple[Any, Any]:
         """Run under automatic axes: on explicit ones each view inside of a kernel would need a sharding."""
-        leaves, treedef = jax.tree.flatten(extra_args)
-        arrays = [leaf if _trees.is_array(leaf) else None for leaf in leaves]
-
-        def step(given, arrays):
-            put = [leaf if array is None else array for leaf, array in zip(leaves, arrays, strict=True)]
-            return self._step(given, treedef.unflatten(put))
-
+        arrays, put = _trees.taken_out(extra_args, _trees.is_array)
+        step = lambda given, arrays: self._step(given, put(arrays))
         plain = jax.eval_shape(lambda given: _as_it_stands(self.tx, given, extra_args), given)
         mesh = next(filter(None, map(explicit_sharding, jax.tree.leaves(given)))).mesh
         everywhere = NamedSharding(mesh, PartitionSpec())  # constants, such as settings of a loss scale, have none

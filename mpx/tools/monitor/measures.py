@@ -193,12 +193,9 @@ def _behind_barrier(tree: T) -> T:
     readers. Bits pass through the barrier, not floating-point numbers: with those, XLA on CPU moves the reshaping of a
     gradient of one column, and LLVM contracts another product of the optimizer.
     """
-    leaves, treedef = jax.tree.flatten(tree)
-    floats = {i: jnp.asarray(x) for i, x in enumerate(leaves) if _trees.is_floating(x)}
-    bits = {i: lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}") for i, x in floats.items()}
-    bits = lax.optimization_barrier(bits)
-    hidden = {i: lax.bitcast_convert_type(x, floats[i].dtype) for i, x in bits.items()}
-    return treedef.unflatten([hidden.get(i, x) for i, x in enumerate(leaves)])
+    floats, put = _trees.taken_out(tree, _trees.is_floating)
+    bits = lax.optimization_barrier([lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}") for x in floats])
+    return put([lax.bitcast_convert_type(hidden, x.dtype) for hidden, x in zip(bits, floats, strict=True)])
 
 
 def _measure(
