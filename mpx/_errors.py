@@ -22,14 +22,10 @@ def listed(names: Sequence[str], most: int) -> str:
 
 
 def leaves_error(
-    kind: type[Exception], what: str, leaves: Mapping[_trees.Path, str], remedy: str, tree: Any = None, prefix: str = ""
+    kind: type[Exception], what: str, leaves: Mapping[_trees.Path, str], remedy: str, tree: Any = None
 ) -> Exception:
-    """Return an error that says what is wrong, then what to do, and lists the leaves last.
-
-    Leaves are named by `path_string`, given the tree. `prefix` names the tree, such as `grads`.
-    """
-    shown = f"  {prefix}[{{!r}}]: {{}}" if prefix else "  {!r}: {}"
-    lines = [shown.format(_trees.path_string(path, tree), text) for path, text in leaves.items()]
+    """Return an error that says what is wrong, then what to do, and lists the leaves last, named by `path_string`."""
+    lines = [f"  {_trees.path_string(path, tree)!r}: {text}" for path, text in leaves.items()]
     return kind("\n".join([f"{what}. {remedy}", *lines]))
 
 
@@ -201,4 +197,4 @@ def require_differentiable(grads: Any, caller: str) -> None:
     if wrong:
         what = f"`{caller}` needs floating-point gradients, but {len(wrong)} of {len(leaves)} leaves are not"
         remedy = "Differentiate the floating leaves only (as `equinox.filter_grad` does), or use `optax.masked`."
-        raise leaves_error(TypeError, what, wrong, remedy, grads, prefix="grads")
+        raise leaves_error(TypeError, what, wrong, remedy, grads)
