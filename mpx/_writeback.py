@@ -35,7 +35,7 @@ def landing_update(parameter: jax.Array, new: jax.Array, author: str) -> jax.Arr
 
     Args:
         parameter: of any floating dtype.
-        new: the wanted value, given in a wider dtype; the parameter's dtype must be able to hold it.
+        new: the wanted value, in a wider dtype; the parameter's dtype must be able to hold it.
         author: the transformation that emits the update and relies on nobody changing it.
 
     Returns:

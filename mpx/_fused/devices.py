@@ -30,12 +30,9 @@ class _Factor(NamedTuple):
 
 
 def sharded(part: Part, compute: Callable[..., list[jax.Array]], *operands: jax.Array) -> list[jax.Array]:
-    """Compute the outputs of a part, on each device from its own shards.
+    """Compute the outputs of a part from its arrays and then its scalars, on each device from its own shards.
 
-    Args:
-        part: the part of the step.
-        compute: a function of the outputs' shapes, then the arrays and scalars, that returns the outputs.
-        operands: the arrays of the part, then its scalars.
+    `compute` takes the shapes of the outputs, then such operands, and returns the outputs.
     """
     from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
 

@@ -38,14 +38,10 @@ def fused_update(tx: optax.GradientTransformation, *, interpret: bool = False) -
 
     XLA computes the step of a leaf in one kernel by itself, unless moments are kept in 8-bit blocks: it must know the
     scale of a block before its codes, so it reads gradients and moments twice. Here a kernel holds whole blocks and
-    does the whole step on them, for any optimizer that treats each element by itself. State and parameters are written
-    in place: donate them, and return them in the order of the arguments. (JAX gives donated memory to results of the
-    same type in turn; in another order they are copied.)
-
-    What all elements share runs before the kernels: counts, schedules, the loss scale, norms for clipping. So do random
-    bits, except those for masters of 24 bits and for states in 8 or 4 bits. XLA computes all other leaves: small ones
-    without blocks, and leaves whose elements the optimizer mixes (sums along an axis, a matrix product, a sort). `plan`
-    says which and why.
+    does the whole step on them, for any optimizer that treats each element by itself. XLA computes all other leaves:
+    small ones without blocks, and leaves whose elements the optimizer mixes (sums along an axis, a matrix product, a
+    sort). `plan` says which and why. State and parameters are written in place: donate them, and return them in the
+    order of the arguments.
 
     Kernels are written in Pallas and compiled by Triton. Without a GPU this is `tx.update` and `optax.apply_updates`.
     With several devices, each runs kernels on its own shards, however arrays are sharded, with and without `zero1`.
@@ -58,8 +54,7 @@ def fused_update(tx: optax.GradientTransformation, *, interpret: bool = False) -
     Returns:
         A function `step(grads, opt_state, params, **extra_args)` that returns the new parameters and the new state.
         Results are bit-identical to the plain step, unless XLA rewrites one of the two programs: for example, `(m / a)
-        / b` as `m / (a * b)`. Call it inside `jax.jit`. It is not differentiable. Its method `plan` says where each
-        leaf is computed.
+        / b` as `m / (a * b)`. Call it inside `jax.jit`. It is not differentiable.
 
     Raises:
         TypeError: if `tx` is not a transformation, or if the step is differentiated. The step raises what `tx.update`

@@ -95,7 +95,6 @@ class Blockwise8bit(BlockFormat):
         return code.astype(dtype), scales
 
     def decode(self, codes: jax.Array, scales: jax.Array) -> jax.Array:
-        """Return the float32 array that was encoded."""
         return _decoded(codes.astype(np.int32), scales, self.block_size, self._map()[1])
 
     def _map(self) -> tuple[bool, np.float32, type]:
@@ -103,7 +102,6 @@ class Blockwise8bit(BlockFormat):
         return (False, np.float32(255), np.uint8) if self.signed is False else (True, np.float32(127), np.int8)
 
     def refuses(self, role: Role) -> str | None:
-        """Refuse fields of unknown sign: one of the two maps would be wrong."""
         if self.signed is not None or role != "unknown":
             return None
         return (
@@ -157,12 +155,10 @@ class Blockwise4bit(BlockFormat):
         return packed(codes) if is_even else codes.astype(np.int8), scales
 
     def decode(self, codes: jax.Array, scales: jax.Array) -> jax.Array:
-        """Return the float32 array that was encoded."""
         codes = unpacked(codes) if codes.dtype == np.uint8 else codes.astype(np.int32)
         return _decoded(codes, scales, self.block_size, _TOP_OF_4_BITS)
 
     def refuses(self, role: Role) -> str | None:
-        """Refuse second moments, and fields that may hold some."""
         if role == "second moment":
             return "are second moments, of which many would be zero in 4 bits. Use `Blockwise8bit()`."
         if role == "unknown":

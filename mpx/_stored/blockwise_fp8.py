@@ -72,7 +72,6 @@ class BlockwiseFp8(BlockFormat):
         return jnp.where(is_number, power_of_two(-exponent), np.float32(np.nan))
 
     def decode(self, codes: jax.Array, scales: jax.Array) -> jax.Array:
-        """Return the float32 array that was encoded."""
         mantissa, least = self._mantissa_and_least_exponent()
         code = codes.astype(np.int32) & np.int32(_NEGATIVE - 1)
         exponent = jnp.maximum((code >> mantissa) - 1, 0)

@@ -47,15 +47,8 @@ class StateFormat(abc.ABC):
 
         Codes may have another shape than the array: two codes of 4 bits fit into a byte. Inside `jax.shard_map`,
         `zero1` shards codes and scales like the parameter. For that they need the axes of the array; only the last may
-        be shorter.
-
-        Args:
-            x: float32, of any shape.
-            key: a PRNG key if rounding is stochastic, else None.
-
-        Returns:
-            `(codes, scales)`. Without scales (None), and with floating codes in the shape of `x`, the state keeps the
-            codes as a plain array.
+        be shorter. There is a `key` if rounding is stochastic. Without scales (None), and with floating codes in the
+        shape of `x`, the state keeps the codes as a plain array.
         """
 
     @abc.abstractmethod
@@ -67,11 +60,7 @@ class StateFormat(abc.ABC):
         return self
 
     def for_shards(self, columns: int) -> "StateFormat":
-        """Return the format for a leaf that is sharded, so that each device encodes its own shard alone.
-
-        Args:
-            columns: the size of the last axis of a shard.
-        """
+        """Return the format for a leaf whose shards have this many columns, so that each device encodes its own."""
         return self
 
     def refuses(self, role: Role) -> str | None:
@@ -189,11 +178,9 @@ class Cast(StateFormat):
         return rounded.astype(dtype), None
 
     def decode(self, codes: jax.Array, scales: None) -> jax.Array:
-        """Return the codes, which are floating numbers."""
         return codes
 
     def refuses(self, role: Role) -> str | None:
-        """Refuse second moments in float16."""
         if self.dtype != "float16" or role != "second moment":
             return None
         return (
