@@ -41,7 +41,7 @@ def sharded(part: Part, compute: Callable[..., list[jax.Array]], *operands: jax.
     def partition(mesh: Mesh, operands: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
         arrays = [*zip(read, operands, strict=False), *zip(written, results, strict=True)]
         axes = _axes(mesh, [(factors[v], x) for v, x in arrays])
-        sharding_of = lambda v: NamedSharding(mesh, PartitionSpec(*[axes.get(one) or None for one in factors[v]]))
+        sharding_of = lambda v: NamedSharding(mesh, PartitionSpec(*[axes.get(one) for one in factors[v]]))
         everywhere = [NamedSharding(mesh, PartitionSpec())] * len(part.scalars)
         of_results = [sharding_of(v) for v in written]
         shapes = [sharding.shard_shape(v.aval.shape) for v, sharding in zip(written, of_results, strict=True)]

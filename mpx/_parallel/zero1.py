@@ -4,7 +4,6 @@ The state has the shapes of an unsharded state for any number of devices: a chec
 on three.
 """
 
-import math
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -33,7 +32,7 @@ from mpx._parallel.placement import (
     shardings_of,
 )
 from mpx._policy import policy_of, with_policy
-from mpx._shardings import in_auto, names_at
+from mpx._shardings import in_auto, names_at, parts_at
 from mpx._stored.state_format import StoredLeaf, is_stored, shown
 from mpx._writeback import MARK, SENT, applied_value, landing_update
 
@@ -198,8 +197,7 @@ def _sharding_of_stored(leaf: StoredLeaf, found: NamedSharding, axis: str) -> St
 
 def _divides(sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
     """Return whether a sharding gives all devices equal shards of an array of some shape."""
-    parts = (math.prod(sharding.mesh.shape[name] for name in names_at(sharding.spec, i)) for i in range(len(shape)))
-    return not any(size % count for size, count in zip(shape, parts, strict=True))
+    return not any(size % parts_at(sharding.mesh, sharding.spec, i) for i, size in enumerate(shape))
 
 
 def _with_specs(params: Any, specs: Any) -> Iterator[tuple[_trees.Path, Any, PartitionSpec]]:
@@ -338,5 +336,4 @@ def _is_of_whole_blocks(leaf: StoredLeaf, shardings: StoredLeaf) -> bool:
 
 def _shape_of_shard(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh, axis: str) -> tuple[int, ...]:
     """Return the shape of a shard of an array that is sharded over the other axes of the mesh already."""
-    counts = [mesh.shape[axis] if axis in names_at(spec, i) else 1 for i in range(len(shape))]
-    return tuple([size // count for size, count in zip(shape, counts, strict=True)])
+    return tuple([size // mesh.shape[axis] if axis in names_at(spec, i) else size for i, size in enumerate(shape)])
