@@ -47,13 +47,12 @@ class Blockwise8bit(BlockFormat):
     zero.
 
     Rounded to nearest, only the largest member of a block moves in small steps. Another member stands still if a step
-    changes it, relative to the largest, by less than half the distance to the next code. A second moment with a decay
-    of 0.999 changes by a thousandth in a step, so it moves in leaps. Training works nevertheless.
-    `rounding="stochastic"` follows each member in the mean.
+    changes it, relative to the largest, by less than half the distance to the next code: a second moment moves in
+    leaps. Training works nevertheless. `rounding="stochastic"` follows each member in the mean.
 
     Each device codes its own shard of an array if the shard has rows of whole blocks. On a mesh of explicit axes
-    `low_precision_state` makes the blocks of a leaf smaller for that. On automatic axes, where a type does not tell how
-    an array is sharded, choose a `block_size` that divides the columns of a shard, or all devices gather the array.
+    `low_precision_state` makes the blocks of a leaf smaller for that. On automatic axes choose a `block_size` that
+    divides the columns of a shard, or all devices gather the array.
 
     Args:
         block_size: numbers that share a scale, a power of two from 16 to 65,536. A leaf is cut into blocks in the order

@@ -62,9 +62,8 @@ def low_precision_state(
 
     The rule sees float32 parameters, gradients and state, as in `upcast`; its new state is rounded once, when it is
     stored. Rounding to nearest can make a slow average stand still: a bfloat16 second moment with a decay of 0.999
-    never falls, because a step of a thousandth is less than half the distance to the next number. In `"e4m3"` a
-    relative change below 1/32 per step is rounded away. (For other 8 bits see `Blockwise8bit`.) Stochastic rounding
-    follows such an average in the mean.
+    never falls, and in `"e4m3"` a relative change below 1/32 per step is lost. (For other 8 bits see `Blockwise8bit`.)
+    Stochastic rounding follows such an average in the mean.
 
     Wrap the rule with this, and this with `master_weights` or `loss_scaling`, or put it in front of `kahan_summation`.
 
@@ -73,9 +72,9 @@ def low_precision_state(
         formats: regular expressions, each with the format of the leaves it matches: bfloat16, float16, float32 (for
             exceptions), by name or dtype; `"e4m3"` or `"e5m2"`, 8-bit floats with a power of two for each block of 256;
             or a `StateFormat` such as `Blockwise8bit()` or `Blockwise4bit()`. An expression is searched in the
-            "/"-joined path of a leaf of the rule's state, such as `0/mu/layers/kernel`, and matches whole components
-            only: `mu` does not match `accumulator`. The first that matches wins, so exceptions come first. If a layer
-            is called `mu`, say `^0/mu`, or `mu` matches `0/nu/mu/kernel` too.
+            "/"-joined path of a leaf of the rule's state, such as `0/mu/layers/kernel`, and matches whole components.
+            The first that matches wins, so exceptions come first. If a layer is called `mu`, say `^0/mu`, or `mu`
+            matches `0/nu/mu/kernel` too.
         min_size: leaves with fewer elements stay float32: they cost little, and biases and gains need their precision.
         rounding: `"nearest"`, or `"stochastic"`: up or down at random such that the mean is right. (In 8 bits a second
             moment below the smallest code is always rounded up to it. Equal numbers of a leaf are rounded alike.)

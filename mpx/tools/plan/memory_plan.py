@@ -157,8 +157,6 @@ def memory_plan(
         total                                        14.68    14.00
         >>> memory_plan(7_000_000_000, tx, "bf16").largest_model(80e9)
         5714285714
-        >>> memory_plan(7_000_000_000, tx, "bf16", gradient_dtype="float32").largest_model(80e9)
-        4999999999
 
     References:
         Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (arXiv
