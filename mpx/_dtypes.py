@@ -1,6 +1,5 @@
 """Dtypes as users write them: a dtype, its name, or a short name such as `bf16`."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -44,12 +43,3 @@ def dtype_or_none(given: Any) -> np.dtype | None:
     except Exception:  # TypeError, ValueError, and SyntaxError for ","
         return None
     return None if isinstance(given, str) and dtype is not None and dtype.name != given else dtype
-
-
-def require_one_of(dtypes: Sequence[DTypeLike], given: Any, argument: str) -> np.dtype:
-    """Return the dtype that a user gives as an argument; raise unless it is one of these."""
-    found = dtype_or_none(given)
-    if found is None or found not in dtypes:
-        *most, last = (np.dtype(dtype).name for dtype in dtypes)
-        raise ValueError(f"{argument} must be {', '.join(most)} or {last}, but got {found or repr(given)}.")
-    return found

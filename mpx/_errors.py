@@ -1,7 +1,7 @@
 """Check what every wrapper is given, and list offending leaves in errors."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -11,7 +11,7 @@ import optax
 from jax.typing import DTypeLike
 
 from mpx import _trees
-from mpx._dtypes import dtype_or_none, require_one_of
+from mpx._dtypes import dtype_or_none
 
 T = TypeVar("T")
 
@@ -19,6 +19,26 @@ T = TypeVar("T")
 def listed(names: Sequence[str], most: int) -> str:
     """Return the first names, and how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def require_choice(choices: Collection[str], given: Any, argument: str) -> None:
+    """Raise unless the string that a user gives as an argument is one of these."""
+    if not isinstance(given, str) or given not in choices:
+        raise ValueError(f"{argument} must be {_either(map(repr, choices))}, but got {given!r}.")
+
+
+def require_one_of(dtypes: Sequence[DTypeLike], given: Any, argument: str) -> np.dtype:
+    """Return the dtype that a user gives as an argument; raise unless it is one of these."""
+    found = dtype_or_none(given)
+    if found is None or found not in dtypes:
+        names = _either(np.dtype(dtype).name for dtype in dtypes)
+        raise ValueError(f"{argument} must be {names}, but got {found or repr(given)}.")
+    return found
+
+
+def _either(names: Iterable[str]) -> str:
+    *most, last = names
+    return f"{', '.join(most)} or {last}"
 
 
 def leaves_error(

@@ -19,7 +19,8 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from mpx._dtypes import UP_TO_FLOAT32, require_one_of
+from mpx._dtypes import UP_TO_FLOAT32
+from mpx._errors import require_choice, require_one_of
 
 _BFLOAT16 = np.dtype(jnp.bfloat16)
 _FLOAT16 = np.dtype(np.float16)
@@ -70,7 +71,7 @@ def round_to(x: ArrayLike, dtype: DTypeLike, *, overflow: Overflow = "infinite")
     """
     x = _as_float32(x, "round_to")
     dtype = require_one_of(UP_TO_FLOAT32, dtype, "`round_to`: `dtype`")
-    _require_overflow(overflow, "round_to")
+    require_choice(get_args(Overflow), overflow, "`round_to`: `overflow`")
     if dtype == _FLOAT32:
         return x
     bits = _bits(x)
@@ -169,7 +170,7 @@ def split_f32(x: ArrayLike, *, overflow: Overflow = "infinite") -> tuple[jax.Arr
         True
     """
     bits = _bits(_as_float32(x, "split_f32"))
-    _require_overflow(overflow, "split_f32")
+    require_choice(get_args(Overflow), overflow, "`split_f32`: `overflow`")
     nan = _is_nan(bits)
     if overflow == "largest":
         magnitude = bits & _MAGNITUDE
@@ -215,11 +216,6 @@ def _as_float32(x: ArrayLike, caller: str) -> jax.Array:
     if x.dtype != _FLOAT32:
         raise TypeError(f"`{caller}` needs a float32 `x`, but got {x.dtype}{list(x.shape)}.")
     return x
-
-
-def _require_overflow(overflow: str, caller: str) -> None:
-    if overflow not in get_args(Overflow):
-        raise ValueError(f"`{caller}`: `overflow` must be one of {get_args(Overflow)}, but got {overflow!r}.")
 
 
 def _bits(x: jax.Array) -> jax.Array:

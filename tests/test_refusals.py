@@ -158,7 +158,7 @@ VALUES = [
         for dtype in ("float64", "int16", "float8_e4m3fn")
     ],
     *[
-        (given(call, overflow="saturate"), "must be one of ('infinite', 'largest'), but got 'saturate'.")
+        (given(call, overflow="saturate"), "must be 'infinite' or 'largest', but got 'saturate'.")
         for call in (given(round_to, ONES, BF16), given(formats.split_f32, ONES))
     ],
     # Gradients that do not fit; JAX would broadcast them.

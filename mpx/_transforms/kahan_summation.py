@@ -10,7 +10,7 @@ import optax
 from jax.typing import DTypeLike
 
 from mpx import _errors, _trees
-from mpx._dtypes import UP_TO_FLOAT32, require_one_of
+from mpx._dtypes import UP_TO_FLOAT32
 from mpx._stored.roles import register_state
 from mpx._writeback import applied_value, landing_update, round_saturating
 
@@ -66,7 +66,7 @@ def kahan_summation(dtype: DTypeLike | None = None) -> optax.GradientTransformat
         BFloat16 Training" (arXiv 2010.06192).
     """
     given = jnp.bfloat16 if dtype is None else dtype
-    compensation_dtype = require_one_of(UP_TO_FLOAT32, given, "`kahan_summation`: `dtype`")
+    compensation_dtype = _errors.require_one_of(UP_TO_FLOAT32, given, "`kahan_summation`: `dtype`")
     kept_dtype = lambda p: compensation_dtype if _trees.is_narrower(p, np.dtype(np.float32)) else None
 
     def init_fn(params):

@@ -193,10 +193,7 @@ def _encoded(x: Any, key: jax.Array | None, format: StateFormat) -> Any:
 
 def _require_sound_rounding(rounding: Any, key: Any, patterns: Mapping[str, StateFormat]) -> None:
     """Raise unless rounding is known and has the key that it needs, and only that."""
-    if rounding not in get_args(Rounding):
-        raise ValueError(
-            f"`low_precision_state`: `rounding` must be one of {get_args(Rounding)}, but got {rounding!r}."
-        )
+    _errors.require_choice(get_args(Rounding), rounding, "`low_precision_state`: `rounding`")
     at_random = [chosen for chosen in patterns.values() if chosen.rounds_at_random]
     if at_random and key is None:
         raise ValueError(

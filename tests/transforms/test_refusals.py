@@ -48,7 +48,7 @@ def rule_of(state, new):
 
 VALUES = [
     *[
-        (lambda given=given: mpx.master_weights(SGD, storage=given), r"`storage` must be one of \('full', ")
+        (lambda given=given: mpx.master_weights(SGD, storage=given), "`storage` must be 'full', 'split' or 'split24'")
         for given in ("halves", None)
     ],
     (
@@ -98,7 +98,7 @@ VALUES = [
         for given in ("int8", "f64", None, "fp8")
     ],
     (low({"mu": mpx.Blockwise8bit}), r"Make one: `Blockwise8bit\(\)`"),
-    (low({"mu": "bf16"}, rounding="up"), r"one of \('nearest', 'stochastic'\), but got 'up'"),
+    (low({"mu": "bf16"}, rounding="up"), r"must be 'nearest' or 'stochastic', but got 'up'"),
     (low({"mu": "bf16"}, rounding="stochastic"), "needs a PRNG key"),
     (low({"mu": "bf16"}, key=0), "rounding to nearest has no use for it"),
     (low({"mu": "bf16"}, min_size=-1), "`min_size` must be a number of elements, but got -1"),

@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from mpx._dtypes import require_one_of
+from mpx._errors import require_one_of
 from mpx._shardings import explicit_sharding, in_auto
 
 # floor(log2(|x|)) of float32 numbers: from the smallest subnormal to the largest number.

@@ -11,7 +11,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from mpx import _errors, _trees, formats
-from mpx._dtypes import UP_TO_FLOAT32, require_one_of
+from mpx._dtypes import UP_TO_FLOAT32
 from mpx._transforms.float32_world import keep_types, stable_state, upcast_tree
 from mpx.tools.monitor import exponents
 
@@ -114,7 +114,7 @@ def lost_updates(dtype: DTypeLike | None = None, *, groups: Groups = None) -> op
         >>> print(optax.tree.get(state, "lost").round(3), optax.apply_updates(params, updates)["w"][0])
         0.333 1
     """
-    given = None if dtype is None else require_one_of(UP_TO_FLOAT32, dtype, "`lost_updates`: `dtype`")
+    given = None if dtype is None else _errors.require_one_of(UP_TO_FLOAT32, dtype, "`lost_updates`: `dtype`")
 
     def count(u, p):
         """Count the updates that a weight does not see, and all that it should see."""

@@ -76,8 +76,7 @@ class MemoryPlan(Result):
 
     def bytes_of(self, kind: Kind) -> int:
         """Return the bytes of all rows of a kind on one device; 0 if there are none."""
-        if kind not in get_args(Kind):
-            raise ValueError(f"`MemoryPlan.bytes_of`: `kind` must be one of {get_args(Kind)}, but got {kind!r}.")
+        _errors.require_choice(get_args(Kind), kind, "`MemoryPlan.bytes_of`: `kind`")
         return sum(row.bytes_a_device for row in self.rows if row.kind == kind)
 
     def largest_model(self, memory_bytes: float) -> int:
