@@ -51,9 +51,9 @@ class KeptWeight(abc.ABC):
     def store(self, weight: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
         """Return the parameter of `dtype` for a weight, and what is kept of the weight."""
 
-    @abc.abstractmethod
     def fresh(self, p: jax.Array) -> jax.Array:
         """Return what is kept of a weight that is exactly its parameter."""
+        return jnp.zeros_like(p, self.dtype)
 
     @abc.abstractmethod
     def belongs(self, p: jax.Array, kept: jax.Array) -> Any:
@@ -98,9 +98,6 @@ class LowBits(KeptWeight):
     def store(self, weight: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
         return self._split(cast_nearest(weight, _F32), None)
 
-    def fresh(self, p: jax.Array) -> jax.Array:
-        return jnp.zeros_like(p, self.dtype)
-
     def belongs(self, p: jax.Array, kept: jax.Array) -> Any:
         return True
 
@@ -135,9 +132,6 @@ class Compensation(KeptWeight):
         near = _nearest(weight, dtype)
         rest = jnp.where(jnp.isfinite(weight), weight - near, jnp.zeros_like(weight))
         return near.astype(dtype), cast_nearest(rest, self.dtype)
-
-    def fresh(self, p: jax.Array) -> jax.Array:
-        return jnp.zeros_like(p, self.dtype)
 
     def belongs(self, p: jax.Array, kept: jax.Array) -> Any:
         # Half of a parameter's own compensation never reaches the next number; half of another's may.
