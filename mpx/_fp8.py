@@ -6,7 +6,6 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from mpx._errors import require_choice
 
@@ -85,4 +84,4 @@ def scale_exponents(largest: jax.Array, dtype: np.dtype) -> jax.Array:
 
 def power_of_two(exponent: jax.Array) -> jax.Array:
     """Return powers of two in float32, exact on every device. Exponents must be in the range of normal numbers."""
-    return lax.bitcast_convert_type((exponent + BIAS) << MANTISSA, np.float32)
+    return ((exponent + BIAS) << MANTISSA).view(np.float32)

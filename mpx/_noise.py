@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 
 
 def kept_key(key: jax.Array | None) -> Any:
@@ -36,7 +35,7 @@ def noise_for(key: jax.Array, x: jax.Array) -> jax.Array:
     """
     first, second = jax.random.bits(key, (2,), np.uint32)
     # Leave out the last 4 bits: numbers that differ by an error of rounding, on other devices say, get the same noise.
-    return _mixed(_mixed((lax.bitcast_convert_type(x, np.uint32) >> 4) ^ first) ^ second)
+    return _mixed(_mixed((x.view(np.uint32) >> 4) ^ first) ^ second)
 
 
 def uniform_for(key: jax.Array, x: jax.Array) -> jax.Array:

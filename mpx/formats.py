@@ -16,7 +16,6 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from mpx._dtypes import UP_TO_FLOAT32
@@ -74,24 +73,24 @@ def round_to(x: ArrayLike, dtype: DTypeLike, *, overflow: Overflow = "infinite")
     require_choice(get_args(Overflow), overflow, "`round_to`: `overflow`")
     if dtype == _FLOAT32:
         return x
-    bits = _bits(x)
+    bits = x.view(np.uint32)
     magnitude = bits & _MAGNITUDE
     if dtype == _BFLOAT16:
         increment = 0x7FFF + ((bits >> 16) & 1)
         if overflow == "largest":  # what lies above the largest number is cut off to it, and infinity kept
             increment = jnp.where(magnitude >= _BF16_MAX_F32, np.uint32(0), increment)
         nearest = (bits + increment) & np.uint32(0xFFFF_0000)
-        return _floats(jnp.where(_is_nan(bits), (bits | _QUIET) & np.uint32(0xFFFF_0000), nearest))
+        return jnp.where(_is_nan(bits), (bits | _QUIET) & np.uint32(0xFFFF_0000), nearest).view(np.float32)
     nearest = (magnitude + 0xFFF + ((magnitude >> 13) & 1)) & np.uint32(0xFFFF_E000)
     beyond = _INFINITY
     if overflow == "largest":
         beyond = jnp.where(magnitude == _INFINITY, _INFINITY, _F16_MAX)
     nearest = jnp.where(nearest > _F16_MAX, beyond, nearest)
     # An addition does the rounding: from 0.5 to 1 float32 numbers lie 2**-24 apart, like float16 numbers below 2**-14.
-    steps = (_bits(_floats(magnitude) + np.float32(0.5)) - _HALF).astype(np.float32)  # at most 1024
-    nearest = jnp.where(magnitude < _F16_SMALLEST_NORMAL, _bits(steps * np.float32(2.0**-24)), nearest)
+    steps = ((magnitude.view(np.float32) + np.float32(0.5)).view(np.uint32) - _HALF).astype(np.float32)  # at most 1024
+    nearest = jnp.where(magnitude < _F16_SMALLEST_NORMAL, (steps * np.float32(2.0**-24)).view(np.uint32), nearest)
     nearest = jnp.where(_is_nan(bits), (magnitude | _QUIET) & np.uint32(0xFFFF_E000), nearest)
-    return _floats(nearest | (bits & _SIGN))
+    return (nearest | (bits & _SIGN)).view(np.float32)
 
 
 def stochastic_round(key: jax.Array, x: ArrayLike, dtype: DTypeLike) -> jax.Array:
@@ -127,7 +126,7 @@ def stochastic_round(key: jax.Array, x: ArrayLike, dtype: DTypeLike) -> jax.Arra
     dtype = require_one_of(UP_TO_FLOAT32, dtype, "`stochastic_round`: `dtype`")
     if dtype == _FLOAT32:
         return x
-    bits = _bits(x)
+    bits = x.view(np.uint32)
     magnitude = bits & _MAGNITUDE
     if dtype == _BFLOAT16:
         noise = jax.random.bits(key, x.shape, np.uint16).astype(np.uint32)
@@ -138,7 +137,7 @@ def stochastic_round(key: jax.Array, x: ArrayLike, dtype: DTypeLike) -> jax.Arra
         rounded = _stochastic_f16(magnitude, noise)
         special = jnp.where(_is_nan(bits), np.uint32(0x7E00), np.uint32(0x7C00))
     rounded = jnp.where(magnitude >= _INFINITY, special, rounded) | ((bits & _SIGN) >> 16)
-    return lax.bitcast_convert_type(rounded.astype(np.uint16), dtype)
+    return rounded.astype(np.uint16).view(dtype)
 
 
 def split_f32(x: ArrayLike, *, overflow: Overflow = "infinite") -> tuple[jax.Array, jax.Array]:
@@ -169,7 +168,7 @@ def split_f32(x: ArrayLike, *, overflow: Overflow = "infinite") -> tuple[jax.Arr
         >>> bool(join_f32(hi, lo) == jnp.float32(1.001))
         True
     """
-    bits = _bits(_as_float32(x, "split_f32"))
+    bits = _as_float32(x, "split_f32").view(np.uint32)
     require_choice(get_args(Overflow), overflow, "`split_f32`: `overflow`")
     nan = _is_nan(bits)
     if overflow == "largest":
@@ -178,7 +177,7 @@ def split_f32(x: ArrayLike, *, overflow: Overflow = "infinite") -> tuple[jax.Arr
         bits = jnp.where(beyond, (bits & _SIGN) | _LARGEST_SPLIT, bits)
     hi = jnp.where(nan, (bits | _QUIET) >> 16, (bits + 0x8000) >> 16).astype(np.uint16)
     lo = jnp.where(nan, np.uint32(0), bits & 0xFFFF).astype(np.uint16)
-    return lax.bitcast_convert_type(hi, _BFLOAT16), lo
+    return hi.view(_BFLOAT16), lo
 
 
 def join_f32(hi: ArrayLike, lo: ArrayLike) -> jax.Array:
@@ -202,13 +201,13 @@ def join_f32(hi: ArrayLike, lo: ArrayLike) -> jax.Array:
     hi, lo = jnp.asarray(hi), jnp.asarray(lo)
     if hi.dtype != _BFLOAT16 or lo.dtype != np.uint16:
         raise TypeError(f"`join_f32` needs bfloat16 `hi` and uint16 `lo`, but got {hi.dtype} and {lo.dtype}.")
-    high = lax.bitcast_convert_type(hi, np.uint16)
+    high = hi.view(np.uint16)
     magnitude = high & np.uint16(0x7FFF)
     rounded_up = lo >= 0x8000
     borrow = (rounded_up & (magnitude != 0)).astype(np.uint16)
     infinite = (magnitude == _BF16_INFINITY) & ~rounded_up
     low = jnp.where(infinite, np.uint16(0), lo)
-    return _floats(((high - borrow).astype(np.uint32) << 16) | low.astype(np.uint32))
+    return (((high - borrow).astype(np.uint32) << 16) | low.astype(np.uint32)).view(np.float32)
 
 
 def _as_float32(x: ArrayLike, caller: str) -> jax.Array:
@@ -216,14 +215,6 @@ def _as_float32(x: ArrayLike, caller: str) -> jax.Array:
     if x.dtype != _FLOAT32:
         raise TypeError(f"`{caller}` needs a float32 `x`, but got {x.dtype}{list(x.shape)}.")
     return x
-
-
-def _bits(x: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(x, np.uint32)
-
-
-def _floats(bits: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(bits, np.float32)
 
 
 def _is_nan(bits: jax.Array) -> jax.Array:

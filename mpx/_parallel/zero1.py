@@ -229,14 +229,14 @@ def _to_send(p: jax.Array, update: jax.Array) -> jax.Array:
     if not _trees.is_narrower(p, _F32):
         return update
     update = checkpoint_name(update, MARK + SENT)
-    return lax.bitcast_convert_type(applied_value(p, update.astype(np.float32)).astype(p.dtype), np.uint16)
+    return applied_value(p, update.astype(np.float32)).astype(p.dtype).view(np.uint16)
 
 
 def _from_sent(p: jax.Array, sent: jax.Array) -> jax.Array:
     """Return the update that makes a parameter what was sent."""
     if not _trees.is_narrower(p, _F32):
         return sent
-    return landing_update(p, lax.bitcast_convert_type(sent, p.dtype).astype(np.float32), "zero1")
+    return landing_update(p, sent.view(p.dtype).astype(np.float32), "zero1")
 
 
 # Inside `jax.shard_map`.

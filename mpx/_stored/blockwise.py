@@ -201,11 +201,11 @@ def _scales(x: jax.Array, block_size: int, signed: bool) -> jax.Array:
     The maximum is one of unsigned integers. In their order infinity stands above finite numbers, NaN above infinity,
     and negative numbers above NaN. Negative zero is zero.
     """
-    bits = lax.bitcast_convert_type(x, np.uint32)
+    bits = x.view(np.uint32)
     magnitude = bits & ~_SIGN
     bits = magnitude if signed else jnp.where(magnitude < _SMALLEST_NORMAL_BITS, np.uint32(0), bits)
     bits = largest_of_blocks(bits, block_size)
-    scales = jnp.where(bits >= _SMALLEST_NORMAL_BITS, lax.bitcast_convert_type(bits, np.float32), np.float32(0))
+    scales = jnp.where(bits >= _SMALLEST_NORMAL_BITS, bits.view(np.float32), np.float32(0))
     return jnp.where(bits > _INFINITY_BITS, np.float32(np.nan), scales)
 
 

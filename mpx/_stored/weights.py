@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from mpx import _trees, formats
 from mpx._finite import select
@@ -147,12 +146,12 @@ def _rounded_to_24_bits(x: jax.Array, key: jax.Array | None) -> jax.Array:
 
     No finite number becomes infinite.
     """
-    bits = lax.bitcast_convert_type(x, np.uint32)
+    bits = x.view(np.uint32)
     magnitude, sign = bits & np.uint32(0x7FFF_FFFF), bits & np.uint32(0x8000_0000)
     increment = 0x7F + ((magnitude >> 8) & 1) if key is None else noise_for(key, x) >> 24
     rounded = jnp.minimum((magnitude + increment) & np.uint32(0xFFFF_FF00), _LARGEST_OF_24_BITS)
     is_finite = magnitude < np.uint32(0x7F80_0000)
-    return lax.bitcast_convert_type(jnp.where(is_finite, rounded | sign, bits), np.float32)
+    return jnp.where(is_finite, rounded | sign, bits).view(np.float32)
 
 
 def way_of(role: Role, dtype: np.dtype) -> KeptWeight:

@@ -82,9 +82,9 @@ def magnitudes_of(x: ArrayLike) -> jax.Array:
     """Return the bits of |x| in float32 as uint32, which are ordered as |x| is."""
     x = jnp.asarray(x)
     if x.dtype == ml_dtypes.bfloat16:  # shifted, since a conversion may flush its subnormals
-        bits = lax.bitcast_convert_type(x, np.uint16).astype(np.uint32) << 16
+        bits = x.view(np.uint16).astype(np.uint32) << 16
     else:
-        bits = lax.bitcast_convert_type(x.astype(np.float32), np.uint32)
+        bits = x.astype(np.float32).view(np.uint32)
     return bits & np.uint32(0x7FFF_FFFF)
 
 
