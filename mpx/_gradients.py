@@ -86,7 +86,9 @@ def value_and_grad(
         _require_scale(loss_scale, "the function computes in float16")
     record = autocast_of(fun) if grad_dtype is not None else None
     is_lossless = isinstance(grad_dtype, str) and grad_dtype == _LOSSLESS
-    grad_dtype = _dtype_of_gradients(grad_dtype, record)
+    dtype = None if record is None else np.dtype(np.float32)  # None: each gradient keeps its argument's
+    if grad_dtype is not None and not is_lossless:
+        dtype = _errors.floating_dtype(grad_dtype, "`value_and_grad`: `grad_dtype`", f"{_LOSSLESS!r} or None")
 
     def scaled_loss(call, *args, **kwargs):
         loss, aux = _loss_and_aux(call(*args, **kwargs), has_aux)
@@ -114,8 +116,8 @@ def value_and_grad(
             _require_scale(loss_scale, "parameters are float16, and so are their gradients")
         _, rest = _seed_and_rest(loss_scale, loss.dtype)
         if rest is not None:
-            grads = jax.tree.map(lambda g: _multiplied(g, rest, keep_dtype=grad_dtype is None), grads)
-        grads = _in_dtype(grads, grad_dtype)
+            grads = jax.tree.map(lambda g: _multiplied(g, rest, keep_dtype=dtype is None), grads)
+        grads = _in_dtype(grads, dtype)
         if is_lossless and rest is None:
             grads = _narrowed_without_loss(grads, args, argnums, rounded_to)
         changes = in_place.changes_of(objects)
@@ -231,13 +233,6 @@ def _in_dtype(grads: Any, dtype: np.dtype | None) -> Any:
     is_float8 = lambda g: hasattr(g, "dtype") and jnp.issubdtype(g.dtype, jnp.floating) and g.dtype.itemsize == 1
     grads = jax.tree.map(lambda g: _trees.at_least_float32(g) if is_float8(g) else g, grads)
     return _trees.cast_tree(grads, dtype, which=lambda g: g.dtype.itemsize <= 4)
-
-
-def _dtype_of_gradients(given: Any, record: Autocast | None) -> np.dtype | None:
-    """Return the dtype of all gradients; None if each keeps its argument's. Raise for anything but a floating dtype."""
-    if given is None or (isinstance(given, str) and given == _LOSSLESS):
-        return None if record is None else np.dtype(np.float32)
-    return _errors.floating_dtype(given, "`value_and_grad`: `grad_dtype`", f"{_LOSSLESS!r} or None")
 
 
 def _narrowed_without_loss(grads: Any, args: tuple[Any, ...], argnums: Any, rounded_to: list[np.dtype | None]) -> Any:

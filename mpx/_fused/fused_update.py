@@ -85,11 +85,9 @@ class FusedUpdate:
 
     def __call__(self, grads: Any, opt_state: Any, params: Any, **extra_args: Any) -> tuple[Any, Any]:
         """Return the new parameters and the new state."""
-        given = (grads, opt_state, params), extra_args
-        (grads, opt_state, params), extra_args = _errors.not_differentiable(given, _NOT_DIFFERENTIABLE)
         is_on_explicit_axes = any(explicit_sharding(p) is not None for p in jax.tree.leaves(params))
         step = self._placed_by_xla if is_on_explicit_axes else self._step
-        return step((grads, opt_state, params), extra_args)
+        return step(*_errors.not_differentiable(((grads, opt_state, params), extra_args), _NOT_DIFFERENTIABLE))
 
     def _step(self, given: _Given, extra_args: dict[str, Any]) -> tuple[Any, Any]:
         by_kernels = lambda *given: _by_kernels(self.tx, given, extra_args, self.interpret)
