@@ -1,9 +1,7 @@
 """`convert_state`: continue a training run under another recipe.
 
-Masters, low bits and compensations are made anew from the best float32 values of the weights. The loss scale and its
-counters, PRNG keys and averages of the weights come from the old state, if it has one of the same kind.
-All other leaves belong to the rule. They are paired in their order: without mpx's wrappers and the nesting of chains
-both states must have the same leaves, in states of the same types. The role of a leaf says what it is.
+The role of a leaf says what it is. Leaves of the rule are paired in their order: without mpx's wrappers and the nesting
+of chains both states must have the same leaves, in states of the same types.
 """
 
 import functools

@@ -1,8 +1,4 @@
-"""Place arrays on a mesh: how a data-parallel axis shards them, and their shards inside `jax.shard_map`.
-
-An array is sharded along its first axis whose size on each device is a multiple of the number of devices. An array
-without such an axis is replicated, and so are scalars.
-"""
+"""Place arrays on a mesh: how a data-parallel axis shards them, and their shards inside `jax.shard_map`."""
 
 from collections.abc import Collection
 from typing import Any, TypeVar
@@ -35,7 +31,7 @@ def is_manual(axis: str) -> bool:
 
 
 def _shard_axis(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh | AbstractMesh, axis: str) -> int:
-    """Return the axis along which to shard an array that `spec` may shard already, or `REPLICATED`."""
+    """Return the first axis of an array that can be divided, further than `spec` does; or `REPLICATED`."""
     for i, size in enumerate(shape):
         if size and size % (parts_at(mesh, spec, i) * mesh.shape[axis]) == 0:
             return i

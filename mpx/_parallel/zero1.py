@@ -1,8 +1,4 @@
-"""`zero1`: shard the optimizer state over the devices that hold the same parameters.
-
-The state has the shapes of an unsharded state for any number of devices: a checkpoint of eight devices can be restored
-on three.
-"""
+"""`zero1`: shard the optimizer state over the devices that hold the same parameters."""
 
 from collections.abc import Iterator
 from typing import Any, TypeVar
@@ -48,8 +44,8 @@ def zero1(
 
     Parameters stay replicated along the axis, and the state is sharded. Each device updates its shard with its shard of
     the gradients, and sends the new parameters to the others: 2 bytes for each bfloat16 parameter, not the 4 of a
-    float32 update. The state is `inner`'s own, in the same shapes, so that checkpoints fit with and without `zero1` and
-    on any number of devices; only its sharding differs.
+    float32 update. The state is `inner`'s own, in the same shapes: a checkpoint of eight devices can be restored on
+    three, or without `zero1`.
 
     An array is sharded along its first axis whose size (on each device, if `param_specs` shards it already) is a
     multiple of the number of devices. An array without such an axis is replicated, and so is every scalar.

@@ -1,13 +1,7 @@
 """Keep something of a weight in an optimizer's state, beside its parameter: one class for each way.
 
 A weight is a float32 (or float64) number. Its parameter holds it rounded to the parameter's dtype. The state keeps an
-array of the parameter's shape; both together restore the weight:
-
-- `WholeMaster`: the weight itself.
-- `LowBits`: the 16 bits that a bfloat16 parameter lacks, or the first 8 of them.
-- `Compensation`: what rounding has cut off from the sum of all updates.
-
-Where nothing is kept, the weight is its parameter.
+array of the parameter's shape; both together restore the weight. Where nothing is kept, the weight is its parameter.
 """
 
 import abc
@@ -30,17 +24,9 @@ _LARGEST_OF_24_BITS = np.uint32(0x7F7F_FF00)
 
 @dataclasses.dataclass(frozen=True)
 class KeptWeight(abc.ABC):
-    """A way to keep a weight.
+    """A way to keep a weight: `restore(p, fresh(p))` equals the parameter `p`."""
 
-    - The kept array has the shape of the parameter.
-    - `restore` needs the parameter and the kept array, and nothing else.
-    - `restore(p, fresh(p))` equals the parameter.
-
-    Attributes:
-        dtype: the dtype of the kept array.
-    """
-
-    dtype: np.dtype
+    dtype: np.dtype  # of the kept array
 
     @abc.abstractmethod
     def restore(self, p: jax.Array, kept: jax.Array) -> jax.Array:
