@@ -4,6 +4,7 @@ import abc
 import dataclasses
 import functools
 import sys
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -96,18 +97,12 @@ class StoredLeaf:
 
     def decode(self) -> jax.Array:
         """Return the array in float32."""
-        codes, scales = self._arrays()
-        sharding = explicit_sharding(codes)
-        decode = self.format.decode
-        if sharding is not None:
-            decode = in_auto(decode, sharding.mesh, part_sharding(sharding, codes.shape, self.shape))
-        return decode(codes, scales).astype(np.float32)
+        return _placed_by_xla(self.format.decode, *self._arrays()).astype(np.float32)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the decoded array."""
-        as_type = lambda x: x if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype)
-        return _shape(self.format, *map(as_type, self._arrays()))
+        return _shape(self.format, *_types(self._arrays()))
 
     def _arrays(self) -> tuple[Any, Any]:
         (codes,), scales = jax.tree.leaves(self.codes), jax.tree.leaves(self.scales)
@@ -137,21 +132,25 @@ def store(x: Any, format: StateFormat, key: jax.Array | None = None) -> Any:
     """
     _tell_flax()
     (array,), box = jax.tree.flatten(x)
-    codes, scales = _encoded(format, array.astype(np.float32), key)
+    codes, scales = _placed_by_xla(format.encode, array.astype(np.float32), key)
     boxed = lambda part: None if part is None else box.unflatten([part])
     if scales is None and codes.shape == array.shape and jnp.issubdtype(codes.dtype, jnp.floating):
         return boxed(codes)
     return StoredLeaf(boxed(codes), boxed(scales), format)
 
 
-def _encoded(format: StateFormat, x: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-    """Encode an array; on a mesh of explicit axes, where a view of blocks has no type, XLA places what is inside."""
+def _placed_by_xla(function: Callable[..., Any], x: jax.Array, other: Any) -> Any:
+    """Encode or decode an array. XLA places what is inside on explicit axes, where a view of blocks has no type."""
     sharding = explicit_sharding(x)
     if sharding is None:
-        return format.encode(x, key)
-    shapes = jax.eval_shape(format.encode, jax.ShapeDtypeStruct(x.shape, x.dtype), key)
-    shardings = jax.tree.map(lambda part: part_sharding(sharding, x.shape, part.shape), shapes)
-    return in_auto(format.encode, sharding.mesh, shardings)(x, key)
+        return function(x, other)
+    results = jax.eval_shape(function, *_types((x, other)))
+    shardings = jax.tree.map(lambda part: part_sharding(sharding, x.shape, part.shape), results)
+    return in_auto(function, sharding.mesh, shardings)(x, other)
+
+
+def _types(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
 
 
 def _tell_flax() -> None:
