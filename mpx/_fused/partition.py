@@ -168,7 +168,8 @@ class Partition:
             else:
                 arrays[v] = None
         # If a value is read both before and after it was placed, read the placed one.
-        last = {self.unplaced(v): v for v in sorted(arrays, key=self._number)}
+        number = lambda v: self._producer[v][0] if v in self._producer else -1
+        last = {self.unplaced(v): v for v in sorted(arrays, key=number)}
         read = {v: last[self.unplaced(v)] for v in arrays}
         equations = [
             eqn.replace(invars=[v if is_literal(v) else read.get(v, v) for v in map(self.resolved, eqn.invars)])
@@ -179,10 +180,6 @@ class Partition:
         block = size // smallest
         width = max(block, math.gcd(size, TILE if block == 1 else _NARROWEST))
         return Part(list(dict.fromkeys(read.values())), list(scalars), equations, outputs, size, width, block)
-
-    def _number(self, v: Var) -> int:
-        """Return which equation computes a value; -1 for an input."""
-        return self._producer[v][0] if v in self._producer else -1
 
     def _why_not(self, part: Part, mixed: Iterable[str]) -> str:
         """Return why a part cannot run on tiles; empty if it can."""

@@ -184,16 +184,11 @@ def _sharding_of_stored(leaf: StoredLeaf, found: NamedSharding, axis: str) -> St
 
     def sharding_of(part):
         same_rows = len(part.shape) == len(leaf.shape) and part.shape[:-1] == leaf.shape[:-1]
-        if same_rows and _divides(found, part.shape):
+        if same_rows and not any(size % parts_at(found.mesh, found.spec, i) for i, size in enumerate(part.shape)):
             return found
         return NamedSharding(found.mesh, sharded_spec(part.shape, PartitionSpec(), found.mesh, axis))
 
     return jax.tree.map(sharding_of, leaf)
-
-
-def _divides(sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
-    """Return whether a sharding gives all devices equal shards of an array of some shape."""
-    return not any(size % parts_at(sharding.mesh, sharding.spec, i) for i, size in enumerate(shape))
 
 
 def _with_specs(params: Any, specs: Any) -> Iterator[tuple[_trees.Path, Any, PartitionSpec]]:
