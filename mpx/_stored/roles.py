@@ -108,42 +108,23 @@ def role_of_field(kind: type, field: str) -> Role:
     return role_by_name(kind.__name__, field, "signed" if kind.__module__.partition(".")[0] == "optax" else "unknown")
 
 
-# In states of Optax these fields hold sums or means of squares, unless the type is listed below; all other fields may
-# be negative. In other states the name is the only hint.
-_SECOND_MOMENTS = {"nu", "nu_max", "exp_avg_sq", "max_exp_avg_sq", "sum_of_squares", "grad_sum_sq", "v_row", "v_col"}
-_SECOND_MOMENTS_OF = {
-    "FactoredState": {"v_row", "v_col", "v"},
-    "ScaleByAdaDeltaState": {"e_g", "e_x"},
-    "ScaleByAdanState": {"n"},
-    "ScaleBySM3State": {"mu"},
-    "ScaleBySimplifiedAdEMAMixState": {"n"},
-    "SophiaState": set(),
+# What fields are by their names, in states of some types by theirs alone. In states of Optax all others may be negative.
+_NAMES: dict[Role, str] = {
+    "first moment": "mu m trace momentum exp_avg ema",
+    "second moment": "nu nu_max exp_avg_sq max_exp_avg_sq sum_of_squares grad_sum_sq v_row v_col FactoredState.v "
+    "ScaleByAdaDeltaState.e_g ScaleByAdaDeltaState.e_x ScaleByAdanState.n ScaleBySM3State.mu "
+    "ScaleBySimplifiedAdEMAMixState.n",
+    "signed": "ScaleBySM3State.nu SophiaState.nu",
+    "weights": "COCOBState.init_particles DoGState.init_params DoWGState.init_params MadgradState.x0 MechanicState.x0 "
+    "ProdigyState.params0 SAMState.cache ScheduleFreeState.z",
+    "sum of gradients": "MultiStepsState.acc_grads ApplyEvery.grad_acc",
 }
-_FIRST_MOMENTS = {"mu", "m", "trace", "momentum", "exp_avg", "ema"}
-_WEIGHTS_OF = {
-    "COCOBState": {"init_particles"},
-    "DoGState": {"init_params"},
-    "DoWGState": {"init_params"},
-    "MadgradState": {"x0"},
-    "MechanicState": {"x0"},
-    "ProdigyState": {"params0"},
-    "SAMState": {"cache"},
-    "ScheduleFreeState": {"z"},
-}
-_SUMS_OF = {"MultiStepsState": {"acc_grads"}, "ApplyEvery": {"grad_acc"}}
+_ROLE_OF: dict[str, Role] = {name: role for role, names in _NAMES.items() for name in names.split()}
 
 
 def role_by_name(owner: str, field: str, otherwise: Role) -> Role:
     """Return the role of a field of an undeclared state, or of an entry of a state that is a dictionary."""
-    if field in _WEIGHTS_OF.get(owner, ()):
-        return "weights"
-    if field in _SUMS_OF.get(owner, ()):
-        return "sum of gradients"
-    if field in _SECOND_MOMENTS_OF.get(owner, _SECOND_MOMENTS):
-        return "second moment"
-    if field in _FIRST_MOMENTS:
-        return "first moment"
-    return otherwise
+    return _ROLE_OF.get(f"{owner}.{field}") or _ROLE_OF.get(field, otherwise)
 
 
 register_state(measurements="measure", measure_states="measure")(optax.MonitorState)
