@@ -108,7 +108,7 @@ def role_of_field(kind: type, field: str) -> Role:
     return role_by_name(kind.__name__, field, "signed" if kind.__module__.partition(".")[0] == "optax" else "unknown")
 
 
-# What fields are by their names, in states of some types by theirs alone. In states of Optax all others may be negative.
+# What fields are by their names, in states of some types by theirs alone. In states of Optax others may be negative.
 _NAMES: dict[Role, str] = {
     "first moment": "mu m trace momentum exp_avg ema",
     "second moment": "nu nu_max exp_avg_sq max_exp_avg_sq sum_of_squares grad_sum_sq v_row v_col FactoredState.v "
