@@ -46,9 +46,9 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
 
 
-def is_narrower(leaf: Any, dtype: np.dtype) -> bool:
+def is_narrower(leaf: Any, dtype: DTypeLike = np.float32) -> bool:
     """Return whether a leaf is a floating array (or shape) of fewer bits than `dtype`."""
-    return is_floating(leaf) and leaf.dtype.itemsize < dtype.itemsize
+    return is_floating(leaf) and leaf.dtype.itemsize < np.dtype(dtype).itemsize
 
 
 def promoted(dtype: DTypeLike, other: DTypeLike) -> np.dtype:

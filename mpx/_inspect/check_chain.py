@@ -210,7 +210,7 @@ def _require_final_updates(updates: dict[_trees.Path, _Value]) -> None:
 def _require_wide_state_before_masters(state: Any) -> None:
     """Raise if a rule keeps 16-bit state outside of masters, which give their own rule float32."""
     leaves = leaves_of(state)
-    is_narrow = lambda leaf: not leaf.wrapped and _trees.is_narrower(leaf.leaf, np.dtype(np.float32)) and leaf.leaf.ndim
+    is_narrow = lambda leaf: not leaf.wrapped and _trees.is_narrower(leaf.leaf) and leaf.leaf.ndim
     narrow = {leaf.path: _trees.dtype_and_shape(leaf.leaf) for leaf in leaves if is_narrow(leaf)}
     if narrow and any(leaf.role == "master" for leaf in leaves):
         what = "`check_chain`: a rule outside of `master_weights` keeps its state in 16 bits"

@@ -34,8 +34,6 @@ from mpx._writeback import MARK, SENT, applied_value, landing_update
 
 T = TypeVar("T")
 
-_F32 = np.dtype(np.float32)
-
 
 def zero1(
     inner: optax.GradientTransformation, mesh: Mesh, axis: str = "data", *, param_specs: Any = None
@@ -217,7 +215,7 @@ def _to_send(p: jax.Array, update: jax.Array) -> jax.Array:
 
     Bits are sent as integers: XLA would otherwise move the conversion to float32 before the transfer.
     """
-    if not _trees.is_narrower(p, _F32):
+    if not _trees.is_narrower(p):
         return update
     update = checkpoint_name(update, MARK + SENT)
     return applied_value(p, update.astype(np.float32)).astype(p.dtype).view(np.uint16)
@@ -225,7 +223,7 @@ def _to_send(p: jax.Array, update: jax.Array) -> jax.Array:
 
 def _from_sent(p: jax.Array, sent: jax.Array) -> jax.Array:
     """Return the update that makes a parameter what was sent."""
-    if not _trees.is_narrower(p, _F32):
+    if not _trees.is_narrower(p):
         return sent
     return landing_update(p, sent.view(p.dtype).astype(np.float32), "zero1")
 

@@ -179,7 +179,7 @@ def require_stored_as_assigned(state: Any, assignment: Assignment, as_made: Call
     for i, (path, leaf) in enumerate(leaves.items()):
         assigned = assignment.get(i)
         if assigned is None or assigned.format == FLOAT32:
-            is_narrow = is_stored(leaf) or _trees.is_narrower(leaf, np.dtype(np.float32))
+            is_narrow = is_stored(leaf) or _trees.is_narrower(leaf)
             fits = not is_narrow or (not is_stored(leaf) and leaf.dtype == jax.tree.leaves(as_made())[i].dtype)
         elif is_stored(leaf):
             fits = leaf.format == assigned.format

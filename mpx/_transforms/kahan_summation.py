@@ -67,7 +67,7 @@ def kahan_summation(dtype: DTypeLike | None = None) -> optax.GradientTransformat
     """
     given = jnp.bfloat16 if dtype is None else dtype
     compensation_dtype = _errors.require_one_of(UP_TO_FLOAT32, given, "`kahan_summation`: `dtype`")
-    kept_dtype = lambda p: compensation_dtype if _trees.is_narrower(p, np.dtype(np.float32)) else None
+    kept_dtype = lambda p: compensation_dtype if _trees.is_narrower(p) else None
 
     def init_fn(params):
         zeros = lambda p: optax.MaskedNode() if kept_dtype(p) is None else jnp.zeros_like(p, kept_dtype(p))

@@ -157,9 +157,8 @@ def _step(
 
 
 def _require_single_rounding(params: Any, dtype: np.dtype) -> None:
-    is_narrow = lambda leaf: _trees.is_narrower(leaf, np.dtype(np.float32))
     leaves = _trees.leaves_by_path(params)
-    wrong = {path: _trees.dtype_and_shape(leaf) for path, leaf in leaves.items() if is_narrow(leaf)}
+    wrong = {path: _trees.dtype_and_shape(leaf) for path, leaf in leaves.items() if _trees.is_narrower(leaf)}
     if wrong and dtype == np.float64:
         what = "`master_weights`: float64 masters of 16-bit parameters would be rounded twice"
         remedy = "Use `dtype=jnp.float32`, or store these parameters in float32."

@@ -96,6 +96,6 @@ def params_ema(decay: float, *, debias: bool = True) -> optax.GradientTransforma
 
 def _averaged(p: jax.Array, ema: jax.Array, update: jax.Array, step: jax.Array) -> jax.Array:
     """Return the average after `optax.apply_updates`."""
-    narrow = _trees.is_narrower(p, np.dtype(np.float32))
+    narrow = _trees.is_narrower(p)
     new = applied_value(p, update.astype(np.float32)) if narrow else (p + update.astype(p.dtype)).astype(ema.dtype)
     return jnp.where(step == 1, new, ema + step.astype(ema.dtype) * (new - ema))
