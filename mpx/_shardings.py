@@ -42,7 +42,7 @@ def parts_at(mesh: Mesh | AbstractMesh, spec: PartitionSpec, i: int) -> int:
 
 
 def entries_of(spec: PartitionSpec, count: int) -> list[Any]:
-    """Return an entry for each of `count` axes of an array; a spec may leave out the last ones."""
+    """Return the entries of a spec, at least `count`: it may leave out those of the last axes."""
     return [*spec, *[None] * (count - len(spec))]
 
 

@@ -43,7 +43,7 @@ def sharded_spec(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh | Abstr
     shard_axis = _shard_axis(shape, spec, mesh, axis)
     if shard_axis == REPLICATED:
         return spec
-    entries = entries_of(spec, max(len(spec), shard_axis + 1))
+    entries = entries_of(spec, shard_axis + 1)
     entries[shard_axis] = (*names_at(spec, shard_axis), axis)
     return PartitionSpec(*entries)
 
