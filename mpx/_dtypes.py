@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 
 _NAMES = "bf16 bfloat16", "f16 fp16 float16", "full f32 fp32 float32", "f64 fp64 float64"
 DTYPE_NAMES = {name: jnp.dtype(names.split()[-1]) for names in _NAMES for name in names.split()}
+UP_TO_FLOAT32 = (jnp.bfloat16, np.float16, np.float32)
 
 
 def half_dtype() -> DTypeLike:

@@ -1,7 +1,7 @@
 """Check what every wrapper is given, and list offending leaves in errors."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -21,15 +21,31 @@ def listed(names: Sequence[str], most: int) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def leaves_error(
-    kind: type[Exception], what: str, leaves: Mapping[_trees.Path, str], remedy: str, tree: Any = None, prefix: str = ""
-) -> Exception:
-    """Return an error that says what is wrong, then what to do, and lists the leaves last.
+def require_choice(choices: Collection[str], given: Any, argument: str) -> None:
+    """Raise unless the string that a user gives as an argument is one of these."""
+    if not isinstance(given, str) or given not in choices:
+        raise ValueError(f"{argument} must be {_either(map(repr, choices))}, but got {given!r}.")
 
-    Leaves are named by `path_string`, given the tree. `prefix` names the tree, such as `grads`.
-    """
-    shown = f"  {prefix}[{{!r}}]: {{}}" if prefix else "  {!r}: {}"
-    lines = [shown.format(_trees.path_string(path, tree), text) for path, text in leaves.items()]
+
+def require_one_of(dtypes: Sequence[DTypeLike], given: Any, argument: str) -> np.dtype:
+    """Return the dtype that a user gives as an argument; raise unless it is one of these."""
+    found = dtype_or_none(given)
+    if found is None or found not in dtypes:
+        names = _either(np.dtype(dtype).name for dtype in dtypes)
+        raise ValueError(f"{argument} must be {names}, but got {found or repr(given)}.")
+    return found
+
+
+def _either(names: Iterable[str]) -> str:
+    *most, last = names
+    return f"{', '.join(most)} or {last}"
+
+
+def leaves_error(
+    kind: type[Exception], what: str, leaves: Mapping[_trees.Path, str], remedy: str, tree: Any = None
+) -> Exception:
+    """Return an error that says what is wrong, then what to do, and lists the leaves last, named by `path_string`."""
+    lines = [f"  {_trees.path_string(path, tree)!r}: {text}" for path, text in leaves.items()]
     return kind("\n".join([f"{what}. {remedy}", *lines]))
 
 
@@ -69,9 +85,7 @@ def checked(inner: optax.GradientTransformation, caller: str) -> optax.GradientT
 
 def wide_dtype(dtype: DTypeLike, caller: str) -> np.dtype:
     """Return float32 or float64 as a NumPy dtype; raise for anything else."""
-    wide = dtype_or_none(dtype)
-    if wide is None or wide not in (np.float32, np.float64):
-        raise ValueError(f"`{caller}`: `dtype` must be float32 or float64, but got {wide or repr(dtype)}.")
+    wide = require_one_of((np.float32, np.float64), dtype, f"`{caller}`: `dtype`")
     if jax.dtypes.canonicalize_dtype(wide) != wide:
         raise ValueError(f"`{caller}`: float64 needs 64-bit mode; set the environment variable JAX_ENABLE_X64=1.")
     return wide
@@ -101,13 +115,8 @@ def not_differentiable(tree: T, message: str) -> T:
     def refuse(primals, tangents):
         raise TypeError(message)
 
-    leaves, treedef = jax.tree.flatten(tree)
-    positions = [
-        i for i, leaf in enumerate(leaves) if _trees.is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
-    ]
-    for i, array in zip(positions, as_it_is([leaves[i] for i in positions]), strict=True):
-        leaves[i] = array
-    return treedef.unflatten(leaves)
+    arrays, put = _trees.taken_out(tree, lambda x: _trees.is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact))
+    return put(as_it_is(arrays))
 
 
 def require_pattern(pattern: str, named: str) -> None:
@@ -140,11 +149,11 @@ def require_state(state: Any, kind: type, caller: str) -> None:
         )
 
 
-def floating_dtype(given: Any, argument: str) -> np.dtype | None:
+def floating_dtype(given: Any, argument: str, others: str = "or None") -> np.dtype | None:
     """Return the dtype that a user gives as an option, or None for None; raise for anything but a floating dtype."""
     dtype = dtype_or_none(given)
     if given is not None and (dtype is None or not jnp.issubdtype(dtype, jnp.floating)):
-        raise ValueError(f"{argument} must be a floating-point dtype or None, but got {given!r}.")
+        raise ValueError(f"{argument} must be a floating-point dtype, {others}, but got {given!r}.")
     return dtype
 
 
@@ -208,4 +217,4 @@ def require_differentiable(grads: Any, caller: str) -> None:
     if wrong:
         what = f"`{caller}` needs floating-point gradients, but {len(wrong)} of {len(leaves)} leaves are not"
         remedy = "Differentiate the floating leaves only (as `equinox.filter_grad` does), or use `optax.masked`."
-        raise leaves_error(TypeError, what, wrong, remedy, grads, prefix="grads")
+        raise leaves_error(TypeError, what, wrong, remedy, grads)

@@ -35,8 +35,6 @@ def finite_flags(tree: Any) -> jax.Array:
 
 
 def _is_finite(leaf: Any) -> jax.Array:
-    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return jnp.asarray(True)
     leaf = jnp.asarray(leaf)
     return jnp.isfinite(leaf).all() if jnp.issubdtype(leaf.dtype, jnp.inexact) else jnp.asarray(True)
 

@@ -1,12 +1,13 @@
 """`Fp8`, the user's choices for products of 8-bit floats, and scales that are powers of two."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+
+from mpx._errors import require_choice
 
 FORMATS = {"e4m3": np.dtype(jnp.float8_e4m3fn), "e5m2": np.dtype(jnp.float8_e5m2)}
 SCALINGS = ("tensor", "row")
@@ -63,8 +64,8 @@ class Fp8:
 
     def __post_init__(self) -> None:
         for field in ("forward", "backward"):
-            _require_one_of(FORMATS, getattr(self, field), field)
-        _require_one_of(SCALINGS, self.scaling, "scaling")
+            require_choice(FORMATS, getattr(self, field), f"`Fp8`: `{field}`")
+        require_choice(SCALINGS, self.scaling, "`Fp8`: `scaling`")
         if not isinstance(self.power_of_two, bool):
             raise ValueError(f"`Fp8`: `power_of_two` must be True or False, but got {self.power_of_two!r}.")
         if not isinstance(self.min_extent, int) or self.min_extent < 0:
@@ -83,10 +84,4 @@ def scale_exponents(largest: jax.Array, dtype: np.dtype) -> jax.Array:
 
 def power_of_two(exponent: jax.Array) -> jax.Array:
     """Return powers of two in float32, exact on every device. Exponents must be in the range of normal numbers."""
-    return lax.bitcast_convert_type((exponent + BIAS) << MANTISSA, np.float32)
-
-
-def _require_one_of(allowed: Any, given: Any, field: str) -> None:
-    if not isinstance(given, str) or given not in allowed:
-        names = " or ".join(map(repr, allowed))
-        raise ValueError(f"`Fp8`: `{field}` must be {names}, but got {given!r}.")
+    return ((exponent + BIAS) << MANTISSA).view(np.float32)

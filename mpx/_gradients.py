@@ -12,9 +12,8 @@ from jax.typing import DTypeLike
 from mpx import _errors, _trees
 from mpx._autocast import in_place
 from mpx._autocast.transform import Autocast, autocast_of, calling_on_float16, narrows_to
-from mpx._dtypes import dtype_or_none
 from mpx._finite import all_finite, select_tree
-from mpx._loss_scale import LossScale, NoOpLossScale, at_least_float32, require_powers_of_two
+from mpx._loss_scale import LossScale, NoOpLossScale, require_powers_of_two
 
 # A cotangent above 65504 has no float16 value: a float16 loss is differentiated with at most this seed.
 _LARGEST_F16_SEED = np.float32(2.0**15)
@@ -87,14 +86,16 @@ def value_and_grad(
         _require_scale(loss_scale, "the function computes in float16")
     record = autocast_of(fun) if grad_dtype is not None else None
     is_lossless = isinstance(grad_dtype, str) and grad_dtype == _LOSSLESS
-    grad_dtype = _dtype_of_gradients(grad_dtype, record)
+    dtype = None if record is None else np.dtype(np.float32)  # None: each gradient keeps its argument's
+    if grad_dtype is not None and not is_lossless:
+        dtype = _errors.floating_dtype(grad_dtype, "`value_and_grad`: `grad_dtype`", f"{_LOSSLESS!r} or None")
 
     def scaled_loss(call, *args, **kwargs):
         loss, aux = _loss_and_aux(call(*args, **kwargs), has_aux)
         if loss.dtype == np.float16:
             _require_scale(loss_scale, "the loss is float16")
         seed, _ = _seed_and_rest(loss_scale, loss.dtype)
-        return at_least_float32(loss) * seed, (loss, aux)
+        return _trees.at_least_float32(loss) * seed, (loss, aux)
 
     # Not all transforms take `argnums` (Equinox's do not), and none needs to be told the default.
     options = {"has_aux": True} if argnums == 0 and isinstance(argnums, int) else {"argnums": argnums, "has_aux": True}
@@ -115,8 +116,8 @@ def value_and_grad(
             _require_scale(loss_scale, "parameters are float16, and so are their gradients")
         _, rest = _seed_and_rest(loss_scale, loss.dtype)
         if rest is not None:
-            grads = jax.tree.map(lambda g: _multiplied(g, rest, keep_dtype=grad_dtype is None), grads)
-        grads = _in_dtype(grads, grad_dtype)
+            grads = jax.tree.map(lambda g: _multiplied(g, rest, keep_dtype=dtype is None), grads)
+        grads = _in_dtype(grads, dtype)
         if is_lossless and rest is None:
             grads = _narrowed_without_loss(grads, args, argnums, rounded_to)
         changes = in_place.changes_of(objects)
@@ -220,7 +221,7 @@ def _seed_and_rest(loss_scale: LossScale, loss_dtype: np.dtype) -> tuple[jax.Arr
 def _multiplied(g: Any, factor: jax.Array, keep_dtype: bool) -> Any:
     if not (hasattr(g, "dtype") and jnp.issubdtype(g.dtype, jnp.inexact)):
         return g
-    wide = at_least_float32(g)
+    wide = _trees.at_least_float32(g)
     product = wide * factor.astype(wide.dtype)
     return product.astype(g.dtype) if keep_dtype else product
 
@@ -230,20 +231,8 @@ def _in_dtype(grads: Any, dtype: np.dtype | None) -> Any:
     if dtype is None:
         return grads
     is_float8 = lambda g: hasattr(g, "dtype") and jnp.issubdtype(g.dtype, jnp.floating) and g.dtype.itemsize == 1
-    grads = jax.tree.map(lambda g: at_least_float32(g) if is_float8(g) else g, grads)
+    grads = jax.tree.map(lambda g: _trees.at_least_float32(g) if is_float8(g) else g, grads)
     return _trees.cast_tree(grads, dtype, which=lambda g: g.dtype.itemsize <= 4)
-
-
-def _dtype_of_gradients(given: Any, record: Autocast | None) -> np.dtype | None:
-    """Return the dtype of all gradients; None if each keeps its argument's. Raise for anything but a floating dtype."""
-    if given is None or (isinstance(given, str) and given == _LOSSLESS):
-        return None if record is None else np.dtype(np.float32)
-    dtype = dtype_or_none(given)
-    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(
-            f"`value_and_grad`: `grad_dtype` must be a floating-point dtype, {_LOSSLESS!r} or None, but got {given!r}."
-        )
-    return dtype
 
 
 def _narrowed_without_loss(grads: Any, args: tuple[Any, ...], argnums: Any, rounded_to: list[np.dtype | None]) -> Any:

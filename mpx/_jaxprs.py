@@ -136,11 +136,8 @@ _WHOLE, PART = None, "part"  # a value depends on whole arrays only, or on one e
 def first_non_elementwise(program: jex_core.ClosedJaxpr, inputs: Sequence[str | None], axis: str) -> str | None:
     """Return the first primitive that makes a result depend on several elements of a sharded array, or None.
 
-    Args:
-        program: what is checked.
-        inputs: for each input None if every device has the whole array; `PART` if it has the part along `axis` of the
-            mesh; or the name of an input that no result may depend on. That name is returned if a result does.
-        axis: the name of the mesh axis.
+    `inputs` has for each input None if every device has the whole array; `PART` if it has the part along `axis` of the
+    mesh; or the name of an input that no result may depend on. That name is returned if a result does.
     """
     is_culprit = lambda found: found not in (_WHOLE, PART)
 

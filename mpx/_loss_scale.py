@@ -339,16 +339,11 @@ def require_powers_of_two(loss_scale: Any, caller: str) -> None:
         )
 
 
-def at_least_float32(x: jax.Array) -> jax.Array:
-    """Cast an array to float32 if it is narrower."""
-    return x.astype(_trees.promoted(x.dtype, np.float32))
-
-
 def _multiply(tree: T, factor: ArrayLike, *, inverse: bool = False) -> T:
     """Multiply the leaves by a number, or by its inverse."""
 
     def multiply(x):
-        wide = at_least_float32(jnp.asarray(x))
+        wide = _trees.at_least_float32(jnp.asarray(x))
         by = jnp.asarray(factor, wide.dtype)  # its inverse too: 1/3 in float32 is too coarse for float64 leaves
         return wide * (1 / by if inverse else by)
 

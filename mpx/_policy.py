@@ -23,16 +23,8 @@ _QUOTED = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
 _AT_THE_TOP = re.compile(rf"({_QUOTED}|\([^()]*\))|,")  # a comma between parts, or a group that may hold commas
 _OVERRIDE = re.compile(rf"({_QUOTED})\s*=(.*)", re.DOTALL)
 _MARK = "_mpx_policy"  # an attribute of the `init` of a transformation
-_FIELDS = {
-    "p": "param_dtype",
-    "params": "param_dtype",
-    "c": "compute_dtype",
-    "compute": "compute_dtype",
-    "o": "output_dtype",
-    "output": "output_dtype",
-    "r": "reduce_dtype",
-    "reduce": "reduce_dtype",
-}
+_FIELDS = {"params": "param_dtype", "compute": "compute_dtype", "output": "output_dtype", "reduce": "reduce_dtype"}
+_FIELD_OF = {key: field for name, field in _FIELDS.items() for key in (name, name[0])}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +143,7 @@ class Policy:
 
     def __str__(self) -> str:
         """Return a string such as `p=bf16,c=bf16,o=full`, as jmp writes it; `get_policy` reads it back."""
-        return _text(self, ("p", "c", "o", "r"), "full")
+        return _text(self, [name[0] for name in _FIELDS], "full")
 
     def _cast(self, tree: T, default: np.dtype) -> T:
         statistics = _trees.batch_statistics(tree)
@@ -208,16 +200,17 @@ def get_policy(text: str, *, overrides: tuple[tuple[str, DTypeLike], ...] = ()) 
             own.append((ast.literal_eval(quoted[1]), _parse_dtype(quoted[2].strip(), text)))
             continue
         key, _, value = (piece.strip() for piece in part.partition("="))
-        if key not in _FIELDS:
+        if key not in _FIELD_OF:
             raise ValueError(
                 f"Unknown key {key!r} in policy {text!r}; use params (p), compute (c), output (o) or reduce (r), each "
                 "followed by '=' and a dtype."
             )
-        if _FIELDS[key] in fields:
+        field = _FIELD_OF[key]
+        if field in fields:
             raise ValueError(f"Policy {text!r} gives {key!r} twice.")
-        if _FIELDS[key] == "compute_dtype" and (settings := re.fullmatch(rf"{_FP8}(?:\((.*)\))?", value)):
+        if field == "compute_dtype" and (settings := re.fullmatch(rf"{_FP8}(?:\((.*)\))?", value)):
             fp8, value = _parse_fp8(settings[1] or "", text), "bf16"
-        fields[_FIELDS[key]] = _parse_dtype(value, text)
+        fields[field] = _parse_dtype(value, text)
     param_dtype = fields.get("param_dtype", np.dtype(np.float32))
     compute_dtype = fields.get("compute_dtype", param_dtype)
     output_dtype = fields.get("output_dtype", compute_dtype)
@@ -226,21 +219,19 @@ def get_policy(text: str, *, overrides: tuple[tuple[str, DTypeLike], ...] = ()) 
 
 def policy_text(policy: Policy) -> str:
     """Return the string of a policy as users write it: `params=bf16,compute=bf16,output=f32`."""
-    return _text(policy, ("params", "compute", "output", "reduce"), "f32")
+    return _text(policy, [*_FIELDS], "f32")
 
 
-def _text(policy: Policy, keys: tuple[str, str, str, str], float32: str) -> str:
+def _text(policy: Policy, keys: list[str], float32: str) -> str:
     names = {dtype: name for name, dtype in reversed(DTYPE_NAMES.items())} | {np.dtype(np.float32): float32}
-    dtypes = (policy.param_dtype, policy.compute_dtype, policy.output_dtype)
-    params, compute, output = (names[np.dtype(dtype)] for dtype in dtypes)
+    dtypes = {key: getattr(policy, field) for key, field in zip(keys, _FIELDS.values(), strict=True)}
+    parts = {key: names[np.dtype(dtype)] for key, dtype in dtypes.items() if dtype is not None}
     if policy.fp8 is not None:
         given = {field.name: getattr(policy.fp8, field.name) for field in dataclasses.fields(Fp8)}
         changed = ",".join(f"{name}={value}" for name, value in given.items() if value != getattr(Fp8, name))
-        compute = f"{_FP8}({changed})" if changed else _FP8
-    parts = [f"{key}={value}" for key, value in zip(keys, (params, compute, output), strict=False)]
-    if policy.reduce_dtype is not None:
-        parts.append(f"{keys[3]}={names[np.dtype(policy.reduce_dtype)]}")
-    return ",".join([*parts, *(f"{pattern!r}={names[np.dtype(dtype)]}" for pattern, dtype in policy.overrides)])
+        parts[keys[1]] = f"{_FP8}({changed})" if changed else _FP8
+    overrides = [(repr(pattern), names[np.dtype(dtype)]) for pattern, dtype in policy.overrides]
+    return ",".join(f"{key}={value}" for key, value in (*parts.items(), *overrides))
 
 
 def cast(tree: T, dtype: DTypeLike) -> T:
@@ -297,7 +288,7 @@ def _parse_dtype(name: str, text: str) -> np.dtype:
     names = ["half", *DTYPE_NAMES]
     if name not in names:
         raise ValueError(f"Unknown dtype {name!r} in policy {text!r}; use one of {', '.join(names)}.")
-    return np.dtype(half_dtype()) if name == "half" else DTYPE_NAMES[name]
+    return np.dtype(dtype_or_none(name))
 
 
 def _parse_fp8(settings: str, text: str) -> Fp8:

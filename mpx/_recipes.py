@@ -141,7 +141,7 @@ def _checked_at_init(
     tx: optax.GradientTransformationExtraArgs, policy: Policy
 ) -> optax.GradientTransformationExtraArgs:
     """Refuse parameters that nobody has cast, or that a wrapper around this has widened: masters would do nothing."""
-    narrow = lambda tree: any(_trees.is_narrower(leaf, np.dtype(np.float32)) for leaf in jax.tree.leaves(tree))
+    narrow = lambda tree: any(_trees.is_narrower(leaf) for leaf in jax.tree.leaves(tree))
 
     def init_fn(params):
         if narrow(policy.cast_to_param(_trees.shapes_of(params))) and not narrow(params):

@@ -46,8 +46,13 @@ def names_at(spec: PartitionSpec, i: int) -> tuple[str, ...]:
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
+def parts_at(mesh: Mesh | AbstractMesh, spec: PartitionSpec, i: int) -> int:
+    """Return into how many parts a spec divides an axis of an array."""
+    return math.prod(mesh.shape[name] for name in names_at(spec, i))
+
+
 def entries_of(spec: PartitionSpec, count: int) -> list[Any]:
-    """Return an entry for each of `count` axes of an array; a spec may leave out the last ones."""
+    """Return the entries of a spec, at least `count`: it may leave out those of the last axes."""
     return [*spec, *[None] * (count - len(spec))]
 
 
@@ -59,6 +64,6 @@ def part_sharding(sharding: NamedSharding, shape: tuple[int, ...], part: tuple[i
     if len(part) != len(shape) or part[:-1] != shape[:-1]:
         return NamedSharding(sharding.mesh, PartitionSpec())
     entries = entries_of(sharding.spec, len(shape))
-    if part and part[-1] % math.prod(sharding.mesh.shape[name] for name in names_at(sharding.spec, len(shape) - 1)):
+    if part and part[-1] % parts_at(sharding.mesh, sharding.spec, len(shape) - 1):
         entries[-1] = None
     return NamedSharding(sharding.mesh, PartitionSpec(*entries))

@@ -2,7 +2,7 @@
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -46,9 +46,9 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
 
 
-def is_narrower(leaf: Any, dtype: np.dtype) -> bool:
+def is_narrower(leaf: Any, dtype: DTypeLike = np.float32) -> bool:
     """Return whether a leaf is a floating array (or shape) of fewer bits than `dtype`."""
-    return is_floating(leaf) and leaf.dtype.itemsize < dtype.itemsize
+    return is_floating(leaf) and leaf.dtype.itemsize < np.dtype(dtype).itemsize
 
 
 def promoted(dtype: DTypeLike, other: DTypeLike) -> np.dtype:
@@ -57,6 +57,11 @@ def promoted(dtype: DTypeLike, other: DTypeLike) -> np.dtype:
         dtype = jnp.bfloat16  # JAX promotes no 8-bit float; this one holds the values of all of them
     with jax.numpy_dtype_promotion("standard"):
         return jnp.promote_types(dtype, other)
+
+
+def at_least_float32(x: jax.Array) -> jax.Array:
+    """Cast an array to float32 if it is narrower."""
+    return x.astype(promoted(x.dtype, np.float32))
 
 
 def is_masked(leaf: Any) -> bool:
@@ -121,6 +126,18 @@ def _is_of_flax(node: Any, *names: str) -> bool:
 def leaves_by_path(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[Path, Any]:
     """Return the leaves of a tree by key path; path strings are not unique: `{"a/b": x, "a": {"b": y}}`."""
     return dict(jax.tree.leaves_with_path(tree, is_leaf))
+
+
+def taken_out(tree: T, which: Callable[[Any], bool]) -> tuple[list[Any], Callable[[Sequence[Any]], T]]:
+    """Return the leaves that `which` accepts, and a function that puts others into their places."""
+    leaves, treedef = jax.tree.flatten(tree)
+    places = [i for i, leaf in enumerate(leaves) if which(leaf)]
+
+    def put(others):
+        given = dict(zip(places, others, strict=True))
+        return treedef.unflatten([given.get(i, leaf) for i, leaf in enumerate(leaves)])
+
+    return [leaves[i] for i in places], put
 
 
 def map_unzip(function: Callable[..., tuple[Any, Any]], tree: Any, *rest: Any) -> tuple[Any, Any]:

@@ -35,7 +35,7 @@ def landing_update(parameter: jax.Array, new: jax.Array, author: str) -> jax.Arr
 
     Args:
         parameter: of any floating dtype.
-        new: the wanted value, given in a wider dtype; the parameter's dtype must be able to hold it.
+        new: the wanted value, in a wider dtype; the parameter's dtype must be able to hold it.
         author: the transformation that emits the update and relies on nobody changing it.
 
     Returns:
@@ -50,12 +50,11 @@ def landing_update(parameter: jax.Array, new: jax.Array, author: str) -> jax.Arr
     # addition too, and the sum is still `new`.
     wide = parameter.astype(new.dtype)
     unsigned = np.dtype(f"u{new.dtype.itemsize}")
-    bits = lambda x: lax.bitcast_convert_type(x, unsigned)
     # Subtract nothing where nothing changes: inf - inf is NaN.
-    difference = jnp.where(bits(wide) == bits(new), np.array(0, new.dtype), wide - new)
+    difference = jnp.where(wide.view(unsigned) == new.view(unsigned), np.array(0, new.dtype), wide - new)
     # Change the sign on the bits: a compiler may turn `-(p - new)` into `new - p`, whose zero is +0.0.
     sign = unsigned.type(1 << (8 * new.dtype.itemsize - 1))
-    update = lax.bitcast_convert_type(bits(difference) ^ sign, new.dtype)
+    update = (difference.view(unsigned) ^ sign).view(new.dtype)
     return checkpoint_name(update, MARK + author)
 
 
@@ -70,5 +69,5 @@ def applied_value(parameter: jax.Array, update: jax.Array) -> jax.Array:
     if parameter.dtype != jnp.bfloat16:
         return formats.round_to(total, parameter.dtype)
     # Widen the integer bits: a compiler may drop a cast to 16 bits and back.
-    bits = lax.bitcast_convert_type(total.astype(jnp.bfloat16), np.uint16)
-    return lax.bitcast_convert_type(bits.astype(np.uint32) << 16, np.float32)
+    bits = total.astype(jnp.bfloat16).view(np.uint16)
+    return (bits.astype(np.uint32) << 16).view(np.float32)

@@ -16,10 +16,10 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from mpx._dtypes import dtype_or_none
+from mpx._dtypes import UP_TO_FLOAT32
+from mpx._errors import require_choice, require_one_of
 
 _BFLOAT16 = np.dtype(jnp.bfloat16)
 _FLOAT16 = np.dtype(np.float16)
@@ -35,11 +35,11 @@ _LARGEST_SPLIT = np.uint32(0x7F7F_7FFF)  # the largest whose rounding to bfloat1
 _F16_MAX = np.uint32(0x477F_E000)  # 65504
 _F16_SMALLEST_NORMAL = np.uint32(0x3880_0000)  # 2**-14
 _HALF = np.uint32(0x3F00_0000)  # 0.5
-_F16_BIAS = np.uint32(0x3800_0000)  # (127 - 15) << 23: the two exponents' biases
 
 # 16-bit patterns.
 _BF16_INFINITY = np.uint16(0x7F80)
 _BF16_MAX = np.uint32(0x7F7F)
+_F16_MAX_BITS = np.uint32(0x7BFF)
 
 Overflow = Literal["infinite", "largest"]
 
@@ -69,28 +69,28 @@ def round_to(x: ArrayLike, dtype: DTypeLike, *, overflow: Overflow = "infinite")
         True
     """
     x = _as_float32(x, "round_to")
-    dtype = _storage_dtype(dtype, "round_to")
-    _require_overflow(overflow, "round_to")
+    dtype = require_one_of(UP_TO_FLOAT32, dtype, "`round_to`: `dtype`")
+    require_choice(get_args(Overflow), overflow, "`round_to`: `overflow`")
     if dtype == _FLOAT32:
         return x
-    bits = _bits(x)
+    bits = x.view(np.uint32)
     magnitude = bits & _MAGNITUDE
     if dtype == _BFLOAT16:
         increment = 0x7FFF + ((bits >> 16) & 1)
         if overflow == "largest":  # what lies above the largest number is cut off to it, and infinity kept
             increment = jnp.where(magnitude >= _BF16_MAX_F32, np.uint32(0), increment)
         nearest = (bits + increment) & np.uint32(0xFFFF_0000)
-        return _floats(jnp.where(_is_nan(bits), (bits | _QUIET) & np.uint32(0xFFFF_0000), nearest))
+        return jnp.where(_is_nan(bits), (bits | _QUIET) & np.uint32(0xFFFF_0000), nearest).view(np.float32)
     nearest = (magnitude + 0xFFF + ((magnitude >> 13) & 1)) & np.uint32(0xFFFF_E000)
     beyond = _INFINITY
     if overflow == "largest":
         beyond = jnp.where(magnitude == _INFINITY, _INFINITY, _F16_MAX)
     nearest = jnp.where(nearest > _F16_MAX, beyond, nearest)
     # An addition does the rounding: from 0.5 to 1 float32 numbers lie 2**-24 apart, like float16 numbers below 2**-14.
-    steps = (_bits(_floats(magnitude) + np.float32(0.5)) - _HALF).astype(np.float32)  # at most 1024
-    nearest = jnp.where(magnitude < _F16_SMALLEST_NORMAL, _bits(steps * np.float32(2.0**-24)), nearest)
+    steps = ((magnitude.view(np.float32) + np.float32(0.5)).view(np.uint32) - _HALF).astype(np.float32)  # at most 1024
+    nearest = jnp.where(magnitude < _F16_SMALLEST_NORMAL, (steps * np.float32(2.0**-24)).view(np.uint32), nearest)
     nearest = jnp.where(_is_nan(bits), (magnitude | _QUIET) & np.uint32(0xFFFF_E000), nearest)
-    return _floats(nearest | (bits & _SIGN))
+    return (nearest | (bits & _SIGN)).view(np.float32)
 
 
 def stochastic_round(key: jax.Array, x: ArrayLike, dtype: DTypeLike) -> jax.Array:
@@ -123,10 +123,10 @@ def stochastic_round(key: jax.Array, x: ArrayLike, dtype: DTypeLike) -> jax.Arra
         True
     """
     x = _as_float32(x, "stochastic_round")
-    dtype = _storage_dtype(dtype, "stochastic_round")
+    dtype = require_one_of(UP_TO_FLOAT32, dtype, "`stochastic_round`: `dtype`")
     if dtype == _FLOAT32:
         return x
-    bits = _bits(x)
+    bits = x.view(np.uint32)
     magnitude = bits & _MAGNITUDE
     if dtype == _BFLOAT16:
         noise = jax.random.bits(key, x.shape, np.uint16).astype(np.uint32)
@@ -134,14 +134,10 @@ def stochastic_round(key: jax.Array, x: ArrayLike, dtype: DTypeLike) -> jax.Arra
         special = (magnitude >> 16) | jnp.where(_is_nan(bits), np.uint32(0x0040), np.uint32(0))
     else:
         noise = jax.random.bits(key, x.shape, np.uint32)
-        rounded = jnp.where(
-            magnitude < _F16_SMALLEST_NORMAL,
-            _stochastic_f16_subnormal(magnitude, noise),
-            _stochastic_f16_normal(magnitude, noise),
-        )
+        rounded = _stochastic_f16(magnitude, noise)
         special = jnp.where(_is_nan(bits), np.uint32(0x7E00), np.uint32(0x7C00))
     rounded = jnp.where(magnitude >= _INFINITY, special, rounded) | ((bits & _SIGN) >> 16)
-    return lax.bitcast_convert_type(rounded.astype(np.uint16), dtype)
+    return rounded.astype(np.uint16).view(dtype)
 
 
 def split_f32(x: ArrayLike, *, overflow: Overflow = "infinite") -> tuple[jax.Array, jax.Array]:
@@ -172,8 +168,8 @@ def split_f32(x: ArrayLike, *, overflow: Overflow = "infinite") -> tuple[jax.Arr
         >>> bool(join_f32(hi, lo) == jnp.float32(1.001))
         True
     """
-    bits = _bits(_as_float32(x, "split_f32"))
-    _require_overflow(overflow, "split_f32")
+    bits = _as_float32(x, "split_f32").view(np.uint32)
+    require_choice(get_args(Overflow), overflow, "`split_f32`: `overflow`")
     nan = _is_nan(bits)
     if overflow == "largest":
         magnitude = bits & _MAGNITUDE
@@ -181,7 +177,7 @@ def split_f32(x: ArrayLike, *, overflow: Overflow = "infinite") -> tuple[jax.Arr
         bits = jnp.where(beyond, (bits & _SIGN) | _LARGEST_SPLIT, bits)
     hi = jnp.where(nan, (bits | _QUIET) >> 16, (bits + 0x8000) >> 16).astype(np.uint16)
     lo = jnp.where(nan, np.uint32(0), bits & 0xFFFF).astype(np.uint16)
-    return lax.bitcast_convert_type(hi, _BFLOAT16), lo
+    return hi.view(_BFLOAT16), lo
 
 
 def join_f32(hi: ArrayLike, lo: ArrayLike) -> jax.Array:
@@ -205,13 +201,13 @@ def join_f32(hi: ArrayLike, lo: ArrayLike) -> jax.Array:
     hi, lo = jnp.asarray(hi), jnp.asarray(lo)
     if hi.dtype != _BFLOAT16 or lo.dtype != np.uint16:
         raise TypeError(f"`join_f32` needs bfloat16 `hi` and uint16 `lo`, but got {hi.dtype} and {lo.dtype}.")
-    high = lax.bitcast_convert_type(hi, np.uint16)
+    high = hi.view(np.uint16)
     magnitude = high & np.uint16(0x7FFF)
     rounded_up = lo >= 0x8000
     borrow = (rounded_up & (magnitude != 0)).astype(np.uint16)
     infinite = (magnitude == _BF16_INFINITY) & ~rounded_up
     low = jnp.where(infinite, np.uint16(0), lo)
-    return _floats(((high - borrow).astype(np.uint32) << 16) | low.astype(np.uint32))
+    return (((high - borrow).astype(np.uint32) << 16) | low.astype(np.uint32)).view(np.float32)
 
 
 def _as_float32(x: ArrayLike, caller: str) -> jax.Array:
@@ -221,34 +217,15 @@ def _as_float32(x: ArrayLike, caller: str) -> jax.Array:
     return x
 
 
-def _require_overflow(overflow: str, caller: str) -> None:
-    if overflow not in get_args(Overflow):
-        raise ValueError(f"`{caller}`: `overflow` must be one of {get_args(Overflow)}, but got {overflow!r}.")
-
-
-def _storage_dtype(dtype: DTypeLike, caller: str) -> np.dtype:
-    found = dtype_or_none(dtype)
-    if found is None or found not in (_BFLOAT16, _FLOAT16, _FLOAT32):
-        raise ValueError(f"`{caller}` knows the dtypes bfloat16, float16 and float32, but got {found or repr(dtype)}.")
-    return found
-
-
-def _bits(x: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(x, np.uint32)
-
-
-def _floats(bits: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(bits, np.float32)
-
-
 def _is_nan(bits: jax.Array) -> jax.Array:
     return (bits & _MAGNITUDE) > _INFINITY
 
 
-def _stochastic_f16_subnormal(magnitude: jax.Array, noise: jax.Array) -> jax.Array:
-    """Return the float16 bits of a magnitude below 2**-14: its multiple of 2**-24, plus one with the right odds."""
+def _stochastic_f16(magnitude: jax.Array, noise: jax.Array) -> jax.Array:
+    """Return the float16 bits of a finite magnitude, rounded up with the right odds, and saturated at 65504."""
     significand = (magnitude & 0x7F_FFFF) | 0x80_0000
-    dropped = 126 - jnp.minimum(magnitude >> 23, np.uint32(112))  # bits of it below 2**-24
+    exponent = jnp.maximum(magnitude >> 23, np.uint32(113)) - 113  # that of float16, less one; 0 for subnormals
+    dropped = 126 - jnp.minimum(magnitude >> 23, np.uint32(113))  # bits of the significand; below 2**-14 more than 13
     whole = significand >> jnp.minimum(dropped, np.uint32(31))
     # The dropped bits as a fraction of 2**32.
     fraction = jnp.where(
@@ -257,10 +234,5 @@ def _stochastic_f16_subnormal(magnitude: jax.Array, noise: jax.Array) -> jax.Arr
         (significand << 8) >> jnp.minimum(jnp.maximum(dropped, np.uint32(24)) - 24, np.uint32(31)),
     )
     fraction = jnp.where(dropped > 55, np.uint32(0), fraction)
-    return whole + (noise < fraction).astype(np.uint32)
-
-
-def _stochastic_f16_normal(magnitude: jax.Array, noise: jax.Array) -> jax.Array:
-    """Return the float16 bits of a magnitude from 2**-14 on, saturated at 65504."""
-    rounded = (magnitude + (noise >> 19)) & np.uint32(0xFFFF_E000)
-    return (jnp.minimum(rounded, _F16_MAX) - _F16_BIAS) >> 13
+    # The first bit of the significand, which float16 does not store, adds one to the exponent.
+    return jnp.minimum((exponent << 10) + whole + (~noise < fraction).astype(np.uint32), _F16_MAX_BITS)

@@ -1,11 +1,9 @@
 """Measures of the numerics of a training run, for `optax.snapshot` and `watch`.
 
-A number that vanishes, overflows or is lost in a rounding shows in the loss curve too late. A measure is computed on
-the device, inside the step, and kept in the optimizer state; `optax.tree.get(opt_state, name)` reads it wherever the
-loop waits for the device anyway. There is no callback. Log the loss scale itself: `mpx.get_loss_scale(opt_state)`.
-
-Updates pass through unchanged, and measures read their bits from behind an `optimization_barrier`: XLA on CPU gives
-training runs by AdamW, momentum and Lion the same bits with all measures as without.
+A measure is computed on the device, inside the step, and kept in the optimizer state; `optax.tree.get(opt_state, name)`
+reads it wherever the loop waits for the device anyway. Updates pass through unchanged, and measures read their bits
+from behind an `optimization_barrier`: XLA on CPU gives training runs by AdamW, momentum and Lion the same bits with all
+measures as without.
 
 The place of a measure decides what it sees. Before `mpx.loss_scaling` gradients are scaled, as in the backward pass:
 measure the underflow of float16 there. Inside it they are true gradients, and after an optimizer they are updates. At

@@ -195,15 +195,15 @@ def test_numbers_round_up_under_exactly_their_fraction_of_all_noises(monkeypatch
 @given(exponent=st.integers(-149, -15), mantissa=st.integers(0, 2**23 - 1))
 @settings(max_examples=150)
 def test_float16_rounds_numbers_below_its_normal_ones_up_with_odds_exact_to_2_to_the_minus_32(exponent, mantissa):
-    """Up for the last noise below `floor(2**32 * fraction)`, down from there on."""
+    """Up for the largest noises, `floor(2**32 * fraction)` of them, and down for all others."""
     x = np.float32(np.ldexp(1 + mantissa * 2.0**-23, exponent))
     odds = int(upward_odds(x, F16) * 2**32)
-    noise = np.clip([0, odds - 1, odds, 2**32 - 1], 0, 2**32 - 1)
+    noise = 2**32 - 1 - np.clip([0, odds - 1, odds, 2**32 - 1], 0, 2**32 - 1)
     with pytest.MonkeyPatch.context() as monkeypatch:
         fixed_noise(monkeypatch, noise)
         rounded = np.asarray(formats.stochastic_round(jax.random.key(0), jnp.full(4, x), F16)).view(np.uint16)
     lower, _, _ = stochastic_neighbours(x[None], F16)
-    np.testing.assert_array_equal(rounded != lower, noise < odds)
+    np.testing.assert_array_equal(rounded != lower, noise >= 2**32 - odds)
 
 
 # --- split_f32 and join_f32 -----------------------------------------------------------------------------------------

@@ -153,12 +153,12 @@ VALUES = [
     (given(adamw, compensation_buffer_dtype=jnp.int8), "`kahan_summation`: `dtype` must be"),
     (made(lambda: adamw(variance_dtype=F16).init, ONES), "second moments, which float16 cannot hold"),
     *[
-        (given(ROUND[name], ONES, dtype), f"`{name}` knows the dtypes bfloat16, float16 and float32, but got {dtype}.")
+        (given(ROUND[name], ONES, dtype), f"`{name}`: `dtype` must be bfloat16, float16 or float32, but got {dtype}.")
         for name in ("round_to", "stochastic_round")
         for dtype in ("float64", "int16", "float8_e4m3fn")
     ],
     *[
-        (given(call, overflow="saturate"), "must be one of ('infinite', 'largest'), but got 'saturate'.")
+        (given(call, overflow="saturate"), "must be 'infinite' or 'largest', but got 'saturate'.")
         for call in (given(round_to, ONES, BF16), given(formats.split_f32, ONES))
     ],
     # Gradients that do not fit; JAX would broadcast them.

@@ -107,6 +107,11 @@ def test_leaves_by_path_can_stop_at_masked_nodes_and_keeps_leaves_whose_paths_re
     assert len(_trees.leaves_by_path({"a/b": 1, "a": {"b": 2}})) == 2
 
 
+def test_what_is_not_taken_out_of_a_tree_stays_in_its_place():
+    names, put = _trees.taken_out({"a": 1, "b": ["x", None, "y"]}, lambda leaf: isinstance(leaf, str))
+    assert (names, put(["z", "w"])) == (["x", "y"], {"a": 1, "b": ["z", None, "w"]})
+
+
 def test_leaves_that_are_not_floating_come_back_as_the_same_object():
     cast = mpx.cast(NOT_FLOATING | {"w": jnp.ones(2)}, BF16)
     assert cast.pop("w").dtype == BF16

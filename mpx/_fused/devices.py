@@ -30,12 +30,9 @@ class _Factor(NamedTuple):
 
 
 def sharded(part: Part, compute: Callable[..., list[jax.Array]], *operands: jax.Array) -> list[jax.Array]:
-    """Compute the outputs of a part, on each device from its own shards.
+    """Compute the outputs of a part from its arrays and then its scalars, on each device from its own shards.
 
-    Args:
-        part: the part of the step.
-        compute: a function of the outputs' shapes, then the arrays and scalars, that returns the outputs.
-        operands: the arrays of the part, then its scalars.
+    `compute` takes the shapes of the outputs, then such operands, and returns the outputs.
     """
     from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
 
@@ -44,7 +41,7 @@ def sharded(part: Part, compute: Callable[..., list[jax.Array]], *operands: jax.
     def partition(mesh: Mesh, operands: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
         arrays = [*zip(read, operands, strict=False), *zip(written, results, strict=True)]
         axes = _axes(mesh, [(factors[v], x) for v, x in arrays])
-        sharding_of = lambda v: NamedSharding(mesh, PartitionSpec(*[axes.get(one) or None for one in factors[v]]))
+        sharding_of = lambda v: NamedSharding(mesh, PartitionSpec(*[axes.get(one) for one in factors[v]]))
         everywhere = [NamedSharding(mesh, PartitionSpec())] * len(part.scalars)
         of_results = [sharding_of(v) for v in written]
         shapes = [sharding.shard_shape(v.aval.shape) for v, sharding in zip(written, of_results, strict=True)]

@@ -38,15 +38,11 @@ def fused_update(tx: optax.GradientTransformation, *, interpret: bool = False) -
 
     XLA computes the step of a leaf in one kernel by itself, unless moments are kept in 8-bit blocks: it must know the
     scale of a block before its codes, so it reads gradients and moments twice. Here a kernel holds whole blocks and
-    does the whole step on them, for any optimizer that treats each element by itself. State and parameters are written
-    in place: donate them, and return them in the order of the arguments. (JAX gives donated memory to results of the
-    same type in turn; in another order they are copied.)
-
-    What all elements share runs before the kernels: counts, schedules, the loss scale, norms for clipping. So do random
-    bits, except those for masters of 24 bits and for states in 8 or 4 bits. On one device the squares of all leaves are
-    added up in a few kernels for each shape, and not in one or two for each leaf. XLA computes all other leaves: small
-    ones without blocks, and leaves whose elements the optimizer mixes (sums along an axis, a matrix product, a sort).
-    `plan` says which and why.
+    does the whole step on them, for any optimizer that treats each element by itself. XLA computes all other leaves:
+    small ones without blocks, and leaves whose elements the optimizer mixes (sums along an axis, a matrix product, a
+    sort). `plan` says which and why. On one device the norm of all leaves takes a few kernels for each shape, and not
+    one or two for each leaf. State and parameters are written in place: donate them, and return them in the order of
+    the arguments.
 
     Kernels are written in Pallas and compiled by Triton. Without a GPU this is `tx.update` and `optax.apply_updates`.
     With several devices, each runs kernels on its own shards, however arrays are sharded, with and without `zero1`.
@@ -60,7 +56,7 @@ def fused_update(tx: optax.GradientTransformation, *, interpret: bool = False) -
         A function `step(grads, opt_state, params, **extra_args)` that returns the new parameters and the new state.
         Results are bit-identical to the plain step, unless XLA rewrites one of the two programs: for example, `(m / a)
         / b` as `m / (a * b)`, or the order in which a norm is added up. Call it inside `jax.jit`. It is not
-        differentiable. Its method `plan` says where each leaf is computed.
+        differentiable.
 
     Raises:
         TypeError: if `tx` is not a transformation, or if the step is differentiated. The step raises what `tx.update`
@@ -91,11 +87,9 @@ class FusedUpdate:
 
     def __call__(self, grads: Any, opt_state: Any, params: Any, **extra_args: Any) -> tuple[Any, Any]:
         """Return the new parameters and the new state."""
-        given = (grads, opt_state, params), extra_args
-        (grads, opt_state, params), extra_args = _errors.not_differentiable(given, _NOT_DIFFERENTIABLE)
         is_on_explicit_axes = any(explicit_sharding(p) is not None for p in jax.tree.leaves(params))
         step = self._placed_by_xla if is_on_explicit_axes else self._step
-        return step((grads, opt_state, params), extra_args)
+        return step(*_errors.not_differentiable(((grads, opt_state, params), extra_args), _NOT_DIFFERENTIABLE))
 
     def _step(self, given: _Given, extra_args: dict[str, Any]) -> tuple[Any, Any]:
         by_kernels = lambda *given: _by_kernels(self.tx, given, extra_args, self.interpret)
@@ -109,13 +103,8 @@ class FusedUpdate:
 
     def _placed_by_xla(self, given: _Given, extra_args: dict[str, Any]) -> tuple[Any, Any]:
         """Run under automatic axes: on explicit ones each view inside of a kernel would need a sharding."""
-        leaves, treedef = jax.tree.flatten(extra_args)
-        arrays = [leaf if _trees.is_array(leaf) else None for leaf in leaves]
-
-        def step(given, arrays):
-            put = [leaf if array is None else array for leaf, array in zip(leaves, arrays, strict=True)]
-            return self._step(given, treedef.unflatten(put))
-
+        arrays, put = _trees.taken_out(extra_args, _trees.is_array)
+        step = lambda given, arrays: self._step(given, put(arrays))
         plain = jax.eval_shape(lambda given: _as_it_stands(self.tx, given, extra_args), given)
         mesh = next(filter(None, map(explicit_sharding, jax.tree.leaves(given)))).mesh
         everywhere = NamedSharding(mesh, PartitionSpec())  # constants, such as settings of a loss scale, have none

@@ -12,7 +12,6 @@ step.
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +43,10 @@ def in_a_kernel(
             ref[...] = x
 
     block = lambda v: pl.BlockSpec((together, columns(v, part)), lambda i: (i, 0))
-    shapes = [_type((rows, columns(v, part)), v) for v in part.outputs]
+    shapes = [  # inside of `jax.shard_map` a type says among which devices an output differs
+        jax.ShapeDtypeStruct((rows, columns(v, part)), v.aval.dtype, manual_axis_type=v.aval.manual_axis_type)
+        for v in part.outputs
+    ]
     call = pl.pallas_call(
         kernel,
         out_shape=shapes,
@@ -57,11 +59,6 @@ def in_a_kernel(
         name="mpx_fused_update",
     )
     return list(call(*arrays, *vectors))
-
-
-def _type(shape: tuple[int, int], v: Any) -> jax.ShapeDtypeStruct:
-    """Return the type of an output; inside of `jax.shard_map` it says among which devices the output differs."""
-    return jax.ShapeDtypeStruct(shape, v.aval.dtype, manual_axis_type=v.aval.manual_axis_type)
 
 
 def _packed(scalars: Arrays) -> tuple[list[jax.Array], list[tuple[int, int]]]:

@@ -18,6 +18,7 @@ from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn
 
 from mpx._jaxprs import dtype_of, is_literal
+from mpx._loss_scale import is_power_of_two
 from mpx._primitives import facts_of
 
 Var = Any  # a variable of a program: `jax.extend.core.Var`, whose types know less than it does
@@ -75,7 +76,7 @@ class Partition:
             if not is_literal(v) and v in self._inside:
                 wanted[self._leaf_of(v)][v] = None
         mixed = {self._leaf_of(v): names for v, names in self._mixed.items()}
-        self.leaves = [self._as_leaf(list(outputs), mixed.get(leaf)) for leaf, outputs in wanted.items()]
+        self.leaves = [self._as_leaf(list(outputs), mixed.get(leaf, set())) for leaf, outputs in wanted.items()]
 
     def resolved(self, v: Any) -> Any:
         """Return the value behind the barriers that return it as this one."""
@@ -142,9 +143,9 @@ class Partition:
         self._parent.update(dict.fromkeys(path, path[-1]))
         return path[-1]
 
-    def _as_leaf(self, outputs: list[Var], mixed: set[str] | None) -> Leaf:
+    def _as_leaf(self, outputs: list[Var], mixed: set[str]) -> Leaf:
         part = self._part(outputs)
-        reason = self._why_not(part, mixed or set())
+        reason = self._why_not(part, mixed)
         return Leaf(outputs, None if reason else part, reason)
 
     def _part(self, outputs: list[Var]) -> Part:
@@ -167,7 +168,8 @@ class Partition:
             else:
                 arrays[v] = None
         # If a value is read both before and after it was placed, read the placed one.
-        last = {self.unplaced(v): v for v in sorted(arrays, key=self._number)}
+        number = lambda v: self._producer[v][0] if v in self._producer else -1
+        last = {self.unplaced(v): v for v in sorted(arrays, key=number)}
         read = {v: last[self.unplaced(v)] for v in arrays}
         equations = [
             eqn.replace(invars=[v if is_literal(v) else read.get(v, v) for v in map(self.resolved, eqn.invars)])
@@ -178,10 +180,6 @@ class Partition:
         block = size // smallest
         width = max(block, math.gcd(size, TILE if block == 1 else _NARROWEST))
         return Part(list(dict.fromkeys(read.values())), list(scalars), equations, outputs, size, width, block)
-
-    def _number(self, v: Var) -> int:
-        """Return which equation computes a value; -1 for an input."""
-        return self._producer[v][0] if v in self._producer else -1
 
     def _why_not(self, part: Part, mixed: Iterable[str]) -> str:
         """Return why a part cannot run on tiles; empty if it can."""
@@ -203,7 +201,7 @@ class Partition:
             return f"Triton has no {', '.join(sorted(missing))}"
         if any(v.aval.dtype == bool for v in (*part.arrays, *part.outputs)):
             return "kernels do not read or write `bool`"
-        if not all(block == int(block) and _is_power_of_two(int(block)) for block in blocks):
+        if not all(map(is_power_of_two, blocks)):
             return "its blocks are not powers of two"
         if part.block > _LARGEST_BLOCK:
             return f"its blocks have more than {_LARGEST_BLOCK} elements"
@@ -244,7 +242,7 @@ def places_in_rows(eqn: JaxprEqn) -> int:
     shape = _shape_of(eqn.outvars[0])
     if eqn.primitive.name != "iota" or eqn.params["dimension"] != len(shape) - 1:
         return 0
-    return shape[-1] if shape[-1] <= _NARROWEST and _is_power_of_two(shape[-1]) else 0
+    return shape[-1] if shape[-1] <= _NARROWEST and is_power_of_two(shape[-1]) else 0
 
 
 def _has_longer_rows(part: Part) -> bool:
@@ -293,10 +291,6 @@ def _missing_in_triton(eqn: JaxprEqn) -> str:
     is_missing = triton == "32 bits" and dtype in ("bfloat16", "float16")
     is_missing |= name in ("reduce_and", "reduce_or") and dtype != "bool"
     return f"`{name}` of {dtype}" if is_missing else ""
-
-
-def _is_power_of_two(n: int) -> bool:
-    return n > 0 and n & (n - 1) == 0
 
 
 def _names(names: Iterable[str]) -> str:

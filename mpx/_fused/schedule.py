@@ -24,14 +24,9 @@ def run(
     in_place: Mapping[Var, Var],
     interpret: bool,
 ) -> list[Any]:
-    """Return the results of a program without calls.
+    """Return the results of a program without calls, from the values of its inputs and constants.
 
-    Args:
-        program: the step.
-        values: the values of its inputs and constants.
-        partition: the leaves of the program.
-        in_place: the output that may be written over an input.
-        interpret: whether to run kernels without a GPU.
+    `in_place` has the output that may be written over an input.
     """
     values, parts = dict(values), [leaf.part for leaf in partition.leaves if leaf.part]
     every = parts

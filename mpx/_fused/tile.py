@@ -4,7 +4,7 @@ A row is as wide as the largest block. A value with a number for each element is
 shape in the program, and one with a number for each block `[rows, width / block]`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -46,18 +46,16 @@ def columns(v: Any, part: Part) -> int:
 
 
 def _run(eqn: JaxprEqn, operands: list[Any], part: Part) -> Any:
-    name, result = eqn.primitive.name, eqn.outvars[0]
-    if name in _REDUCERS and not np.ndim(operands[0]):
-        return operands[0]  # all elements are equal
-    if name in _REDUCERS:
-        return _reduced(operands[0], columns(result, part), _REDUCERS[name])
-    if facts_of(eqn).moves == "same":
+    name, facts, width = eqn.primitive.name, facts_of(eqn), columns(eqn.outvars[0], part)
+    if facts.moves == "same" or (facts.blocks and not np.ndim(operands[0])):  # elements of a scalar are equal
         return operands[0]
-    if facts_of(eqn).blocks == "view":
-        return _repeated(operands[0], columns(result, part)) if np.ndim(operands[0]) else operands[0]
+    if facts.blocks == "view":
+        return _repeated(operands[0], width)
+    if facts.blocks == "reduce":
+        return _REDUCERS[name](operands[0].reshape(len(operands[0]), width, -1), (2,))
     if name == "round":
         return _rounded(operands[0], eqn.params["rounding_method"])
-    rows, width = next((x.shape[0] for x in operands if np.ndim(x)), 0), columns(result, part)
+    rows = next((x.shape[0] for x in operands if np.ndim(x)), 0)
 
     def even(x, v):
         if np.ndim(x):
@@ -66,12 +64,6 @@ def _run(eqn: JaxprEqn, operands: list[Any], part: Part) -> Any:
         return jnp.broadcast_to(x, (rows, width)) if rows and not is_literal(v) else x
 
     return eqn.primitive.bind(*map(even, operands, eqn.invars), **eqn.params)
-
-
-def _reduced(x: jax.Array, count: int, reduce: Callable[..., jax.Array]) -> jax.Array:
-    """Reduce each row to `count` numbers."""
-    rows, width = x.shape
-    return reduce(x.reshape(rows, count, width // count), (2,))
 
 
 def _repeated(x: jax.Array, width: int) -> jax.Array:

@@ -21,7 +21,7 @@ from mpx import _errors, _trees
 from mpx._jaxprs import dtype_of, is_literal, propagate, propagate_inside
 from mpx._primitives import facts_of, holds_programs_run_once
 from mpx._stored.leaves import leaves_of
-from mpx._stored.roles import Role, fields_of, fields_with_role
+from mpx._stored.roles import ROLES, Role, fields_with_role
 from mpx._transforms.loss_scaling import SCALED
 from mpx._writeback import MARK, SENT
 
@@ -210,7 +210,7 @@ def _require_final_updates(updates: dict[_trees.Path, _Value]) -> None:
 def _require_wide_state_before_masters(state: Any) -> None:
     """Raise if a rule keeps 16-bit state outside of masters, which give their own rule float32."""
     leaves = leaves_of(state)
-    is_narrow = lambda leaf: not leaf.wrapped and _trees.is_narrower(leaf.leaf, np.dtype(np.float32)) and leaf.leaf.ndim
+    is_narrow = lambda leaf: not leaf.wrapped and _trees.is_narrower(leaf.leaf) and leaf.leaf.ndim
     narrow = {leaf.path: _trees.dtype_and_shape(leaf.leaf) for leaf in leaves if is_narrow(leaf)}
     if narrow and any(leaf.role == "master" for leaf in leaves):
         what = "`check_chain`: a rule outside of `master_weights` keeps its state in 16 bits"
@@ -249,5 +249,4 @@ def _require_averages_at_the_end(state: Any) -> None:
 
 
 def _roles(state: Any) -> set[Role]:
-    fields = fields_of(type(state))
-    return set() if fields is None else set(fields.roles.values())
+    return set(ROLES.get(type(state), {}).values())

@@ -1,9 +1,7 @@
 """`convert_state`: continue a training run under another recipe.
 
-Masters, low bits and compensations are made anew from the best float32 values of the weights. The loss scale and its
-counters, PRNG keys and averages of the weights come from the old state, if it has one of the same kind.
-All other leaves belong to the rule. They are paired in their order: without mpx's wrappers and the nesting of chains
-both states must have the same leaves, in states of the same types. The role of a leaf says what it is.
+The role of a leaf says what it is. Leaves of the rule are paired in their order: without mpx's wrappers and the nesting
+of chains both states must have the same leaves, in states of the same types.
 """
 
 import functools
@@ -24,7 +22,7 @@ from mpx._policy import Policy, as_policy, policy_of
 from mpx._stored.leaves import StateLeaf, leaves_of, require_types, weights_kept
 from mpx._stored.roles import KEPT_OF_WEIGHTS, Role
 from mpx._stored.state_format import StateFormat, StoredLeaf, is_stored, shown, store
-from mpx._stored.weights import KeptWeight, cast_nearest, way_of
+from mpx._stored.weights import cast_nearest
 from mpx._transforms.float32_world import stable_state
 
 T = TypeVar("T")
@@ -134,7 +132,7 @@ def _moved_weights(
     for path, p in _trees.leaves_by_path(params).items():
         if not _trees.is_floating(p):
             continue
-        had, has = _way_at(path, old), _way_at(path, new)
+        had, has = (leaves[path].way if path in leaves else None for leaves in (old, new))
         new_p, kept = p, old[path].leaf if path in old else None
         if had != has or p.dtype != wanted[path].dtype:
             near = p if kept is None else kept
@@ -146,11 +144,6 @@ def _moved_weights(
             new_p = _trees.placed_like(new_p, p)
         moved[path] = new_p, kept
     return moved
-
-
-def _way_at(path: _trees.Path, kept: dict[_trees.Path, StateLeaf]) -> KeptWeight | None:
-    """Return how a state keeps the weight at a path; None if it keeps nothing of it."""
-    return way_of(kept[path].role, kept[path].leaf.dtype) if path in kept else None
 
 
 @jax.jit

@@ -70,19 +70,15 @@ def check_health(opt_state: optax.OptState, *, params: Any = None, max_stuck_ste
             "Check each: `jax.tree.map(lambda x: x[i], opt_state)`."
         )
     stuck, skipped, scale, first = jax.device_get(numbers)
-    if stuck >= max_stuck_steps:
-        raise StuckError(_diagnosis(int(stuck), int(skipped), float(scale), _named(int(first), params)))
-
-
-def _diagnosis(stuck: int, skipped: int, scale: float, gradient: str) -> str:
-    """Say what has happened, name the gradient, and say what to do."""
+    if stuck < max_stuck_steps:
+        return
     smaller = f"\nA smaller loss scale may be enough too: allow the scale to go below {scale:g}." if scale > 1 else ""
-    return (
+    raise StuckError(
         f"`check_health`: {stuck} steps in a row were skipped at a loss scale of {scale:g}, which does not shrink any "
         f"further ({skipped} skipped in all). In the last one, the first gradient that was infinite or NaN was "
-        f"{gradient}.\nLook for infinities and NaN in the batch, in the parameters and in that layer. (If the loss is "
-        "infinite or NaN, so are all gradients, and the first one says nothing about its layer.) If there are none, go "
-        f"back to the last checkpoint and lower the learning rate.{smaller}"
+        f"{_named(int(first), params)}.\nLook for infinities and NaN in the batch, in the parameters and in that layer."
+        " (If the loss is infinite or NaN, so are all gradients, and the first one says nothing about its layer.) If "
+        f"there are none, go back to the last checkpoint and lower the learning rate.{smaller}"
     )
 
 

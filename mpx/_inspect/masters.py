@@ -11,7 +11,6 @@ import optax
 from mpx import _errors, _trees
 from mpx._stored.leaves import StateLeaf, leaves_of, require_types, weights_kept
 from mpx._stored.roles import fields_with_role
-from mpx._stored.weights import way_of, widened
 
 T = TypeVar("T")
 
@@ -43,7 +42,7 @@ def master_params(params: T, opt_state: optax.OptState) -> T:
         if not _trees.is_floating(p):
             return p
         kept = stored.get(path)
-        return widened(p) if kept is None else way_of(kept.role, kept.leaf.dtype).restore(p, kept.leaf)
+        return _trees.at_least_float32(p) if kept is None else kept.way.restore(p, kept.leaf)
 
     return jax.tree.map_with_path(restore, params, is_leaf=_trees.is_masked)
 
@@ -111,9 +110,7 @@ def is_synced(params: Any, opt_state: optax.OptState) -> jax.Array:
     """
     leaves = _trees.leaves_by_path(params)
     kept = _kept_by_path(params, opt_state, "is_synced")
-    synced = [
-        jnp.all(way_of(found.role, found.leaf.dtype).belongs(leaves[path], found.leaf)) for path, found in kept.items()
-    ]
+    synced = [jnp.all(found.way.belongs(leaves[path], found.leaf)) for path, found in kept.items()]
     return functools.reduce(jnp.logical_and, synced, jnp.asarray(True))
 
 
@@ -132,7 +129,7 @@ def resync(params: Any, opt_state: T) -> T:
     """
     leaves = _trees.leaves_by_path(params)
     fresh = {
-        kept.path: _trees.placed_like(way_of(kept.role, kept.leaf.dtype).fresh(leaves[path]), kept.leaf)
+        kept.path: _trees.placed_like(kept.way.fresh(leaves[path]), kept.leaf)
         for path, kept in _kept_by_path(params, opt_state, "resync").items()
     }
     return jax.tree.map_with_path(lambda path, leaf: fresh.get(path, leaf), opt_state)

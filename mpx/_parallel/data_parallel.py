@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
@@ -18,8 +17,7 @@ from mpx._parallel.placement import (
     reduce_scatter_mean,
     require_axis,
     shard_axes,
-    shardings_along,
-    shardings_of,
+    sharded_spec,
 )
 
 
@@ -78,7 +76,8 @@ def data_parallel(
     def spread(params, *batches):
         specs = parameter_specs(params, param_specs, mesh, axis, "data_parallel")
         axes = shard_axes(params, specs, mesh, axis) if scatter else jax.tree.map(lambda _: REPLICATED, params)
-        of_grads = shardings_along(params, specs, mesh, axis) if scatter else shardings_of(params, specs, mesh)
+        along = lambda p, spec: sharded_spec(jnp.shape(p), spec, mesh, axis)
+        of_grads = jax.tree.map(along, params, specs) if scatter else specs
 
         def on_one_device(params, *batches):
             value, grads = fun(params, *batches)
@@ -100,7 +99,7 @@ def data_parallel(
             lambda grads: jax.tree.map(lambda g, along: mean(g[0], along), grads, axes),
             mesh=mesh,
             in_specs=(jax.tree.map(lambda _, spec: PartitionSpec(axis, *spec), params, specs),),
-            out_specs=jax.tree.map(lambda _, sharding: sharding.spec, params, of_grads),
+            out_specs=of_grads,
             check_vma=False,
         )
         value, grads = everywhere(params, *batches)
@@ -116,4 +115,4 @@ def _mean_value(path: _trees.Path, x: Any, axis: str) -> jax.Array:
             f"`data_parallel`: the value at {_trees.path_string(path)!r} is {_trees.dtype_and_shape(x)}, which has "
             "no mean over devices. Return it as float32, or leave it out."
         )
-    return lax.pmean(x.astype(_trees.promoted(x.dtype, np.float32)), axis)
+    return lax.pmean(_trees.at_least_float32(x), axis)

@@ -1,10 +1,5 @@
-"""Place arrays on a mesh: how a data-parallel axis shards them, and their shards inside `jax.shard_map`.
+"""Place arrays on a mesh: how a data-parallel axis shards them, and their shards inside `jax.shard_map`."""
 
-An array is sharded along its first axis whose size on each device is a multiple of the number of devices. An array
-without such an axis is replicated, and so are scalars.
-"""
-
-import math
 from collections.abc import Collection
 from typing import Any, TypeVar
 
@@ -15,7 +10,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from mpx import _trees
-from mpx._shardings import names_at
+from mpx._shardings import entries_of, names_at, parts_at
 
 T = TypeVar("T")
 
@@ -36,10 +31,9 @@ def is_manual(axis: str) -> bool:
 
 
 def _shard_axis(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh | AbstractMesh, axis: str) -> int:
-    """Return the axis along which to shard an array that `spec` may shard already, or `REPLICATED`."""
+    """Return the first axis of an array that can be divided, further than `spec` does; or `REPLICATED`."""
     for i, size in enumerate(shape):
-        parts = math.prod(mesh.shape[name] for name in names_at(spec, i))
-        if size and size % (parts * mesh.shape[axis]) == 0:
+        if size and size % (parts_at(mesh, spec, i) * mesh.shape[axis]) == 0:
             return i
     return REPLICATED
 
@@ -49,9 +43,8 @@ def sharded_spec(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh | Abstr
     shard_axis = _shard_axis(shape, spec, mesh, axis)
     if shard_axis == REPLICATED:
         return spec
-    entries = list(spec) + [None] * (shard_axis + 1 - len(spec))
-    names = (*names_at(spec, shard_axis), axis)
-    entries[shard_axis] = names if len(names) > 1 else axis
+    entries = entries_of(spec, shard_axis + 1)
+    entries[shard_axis] = (*names_at(spec, shard_axis), axis)
     return PartitionSpec(*entries)
 
 
@@ -120,7 +113,7 @@ def parameter_specs(params: Any, given: Any, mesh: Mesh | AbstractMesh, axis: st
 
 def _without(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
     entries = (tuple(name for name in names_at(spec, i) if name not in axes) for i in range(len(spec)))
-    return PartitionSpec(*(entry or None for entry in entries))
+    return PartitionSpec(*entries)
 
 
 def _spec_of_type(p: Any) -> PartitionSpec:

@@ -1,10 +1,5 @@
-"""`zero1`: shard the optimizer state over the devices that hold the same parameters.
+"""`zero1`: shard the optimizer state over the devices that hold the same parameters."""
 
-The state has the shapes of an unsharded state for any number of devices: a checkpoint of eight devices can be restored
-on three.
-"""
-
-import math
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -33,13 +28,11 @@ from mpx._parallel.placement import (
     shardings_of,
 )
 from mpx._policy import policy_of, with_policy
-from mpx._shardings import in_auto, names_at
+from mpx._shardings import in_auto, names_at, parts_at
 from mpx._stored.state_format import StoredLeaf, is_stored, shown
 from mpx._writeback import MARK, SENT, applied_value, landing_update
 
 T = TypeVar("T")
-
-_F32 = np.dtype(np.float32)
 
 
 def zero1(
@@ -49,8 +42,8 @@ def zero1(
 
     Parameters stay replicated along the axis, and the state is sharded. Each device updates its shard with its shard of
     the gradients, and sends the new parameters to the others: 2 bytes for each bfloat16 parameter, not the 4 of a
-    float32 update. The state is `inner`'s own, in the same shapes, so that checkpoints fit with and without `zero1` and
-    on any number of devices; only its sharding differs.
+    float32 update. The state is `inner`'s own, in the same shapes: a checkpoint of eight devices can be restored on
+    three, or without `zero1`.
 
     An array is sharded along its first axis whose size (on each device, if `param_specs` shards it already) is a
     multiple of the number of devices. An array without such an axis is replicated, and so is every scalar.
@@ -189,17 +182,11 @@ def _sharding_of_stored(leaf: StoredLeaf, found: NamedSharding, axis: str) -> St
 
     def sharding_of(part):
         same_rows = len(part.shape) == len(leaf.shape) and part.shape[:-1] == leaf.shape[:-1]
-        if same_rows and _divides(found, part.shape):
+        if same_rows and not any(size % parts_at(found.mesh, found.spec, i) for i, size in enumerate(part.shape)):
             return found
         return NamedSharding(found.mesh, sharded_spec(part.shape, PartitionSpec(), found.mesh, axis))
 
     return jax.tree.map(sharding_of, leaf)
-
-
-def _divides(sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
-    """Return whether a sharding gives all devices equal shards of an array of some shape."""
-    parts = (math.prod(sharding.mesh.shape[name] for name in names_at(sharding.spec, i)) for i in range(len(shape)))
-    return not any(size % count for size, count in zip(shape, parts, strict=True))
 
 
 def _with_specs(params: Any, specs: Any) -> Iterator[tuple[_trees.Path, Any, PartitionSpec]]:
@@ -228,17 +215,17 @@ def _to_send(p: jax.Array, update: jax.Array) -> jax.Array:
 
     Bits are sent as integers: XLA would otherwise move the conversion to float32 before the transfer.
     """
-    if not _trees.is_narrower(p, _F32):
+    if not _trees.is_narrower(p):
         return update
     update = checkpoint_name(update, MARK + SENT)
-    return lax.bitcast_convert_type(applied_value(p, update.astype(np.float32)).astype(p.dtype), np.uint16)
+    return applied_value(p, update.astype(np.float32)).astype(p.dtype).view(np.uint16)
 
 
 def _from_sent(p: jax.Array, sent: jax.Array) -> jax.Array:
     """Return the update that makes a parameter what was sent."""
-    if not _trees.is_narrower(p, _F32):
+    if not _trees.is_narrower(p):
         return sent
-    return landing_update(p, lax.bitcast_convert_type(sent, p.dtype).astype(np.float32), "zero1")
+    return landing_update(p, sent.view(p.dtype).astype(np.float32), "zero1")
 
 
 # Inside `jax.shard_map`.
@@ -338,5 +325,4 @@ def _is_of_whole_blocks(leaf: StoredLeaf, shardings: StoredLeaf) -> bool:
 
 def _shape_of_shard(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh, axis: str) -> tuple[int, ...]:
     """Return the shape of a shard of an array that is sharded over the other axes of the mesh already."""
-    counts = [mesh.shape[axis] if axis in names_at(spec, i) else 1 for i in range(len(shape))]
-    return tuple([size // count for size, count in zip(shape, counts, strict=True)])
+    return tuple([size // mesh.shape[axis] if axis in names_at(spec, i) else size for i, size in enumerate(shape)])

@@ -8,11 +8,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from mpx import _errors, _trees
-from mpx._dtypes import dtype_or_none
+from mpx._dtypes import UP_TO_FLOAT32, dtype_or_none
 from mpx._fp8 import FORMATS
 from mpx._shardings import explicit_sharding
 from mpx._stored.blocks import BlockFormat
@@ -92,7 +91,7 @@ def _checked_format(pattern: str, chosen: Any) -> StateFormat:
     found = chosen
     if isinstance(chosen, str) and chosen in FORMATS:
         found = BlockwiseFp8(chosen)
-    elif (dtype := dtype_or_none(chosen)) is not None and dtype in (jnp.bfloat16, np.float16, np.float32):
+    elif (dtype := dtype_or_none(chosen)) is not None and dtype in UP_TO_FLOAT32:
         found = Cast(dtype.name)
     if not isinstance(found, StateFormat):
         hint = ""
@@ -180,7 +179,7 @@ def require_stored_as_assigned(state: Any, assignment: Assignment, as_made: Call
     for i, (path, leaf) in enumerate(leaves.items()):
         assigned = assignment.get(i)
         if assigned is None or assigned.format == FLOAT32:
-            is_narrow = is_stored(leaf) or _trees.is_narrower(leaf, np.dtype(np.float32))
+            is_narrow = is_stored(leaf) or _trees.is_narrower(leaf)
             fits = not is_narrow or (not is_stored(leaf) and leaf.dtype == jax.tree.leaves(as_made())[i].dtype)
         elif is_stored(leaf):
             fits = leaf.format == assigned.format

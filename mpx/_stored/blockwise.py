@@ -47,13 +47,12 @@ class Blockwise8bit(BlockFormat):
     zero.
 
     Rounded to nearest, only the largest member of a block moves in small steps. Another member stands still if a step
-    changes it, relative to the largest, by less than half the distance to the next code. A second moment with a decay
-    of 0.999 changes by a thousandth in a step, so it moves in leaps. Training works nevertheless.
-    `rounding="stochastic"` follows each member in the mean.
+    changes it, relative to the largest, by less than half the distance to the next code: a second moment moves in
+    leaps. Training works nevertheless. `rounding="stochastic"` follows each member in the mean.
 
     Each device codes its own shard of an array if the shard has rows of whole blocks. On a mesh of explicit axes
-    `low_precision_state` makes the blocks of a leaf smaller for that. On automatic axes, where a type does not tell how
-    an array is sharded, choose a `block_size` that divides the columns of a shard, or all devices gather the array.
+    `low_precision_state` makes the blocks of a leaf smaller for that. On automatic axes choose a `block_size` that
+    divides the columns of a shard, or all devices gather the array.
 
     Args:
         block_size: numbers that share a scale, a power of two from 16 to 65,536. A leaf is cut into blocks in the order
@@ -95,7 +94,6 @@ class Blockwise8bit(BlockFormat):
         return code.astype(dtype), scales
 
     def decode(self, codes: jax.Array, scales: jax.Array) -> jax.Array:
-        """Return the float32 array that was encoded."""
         return _decoded(codes.astype(np.int32), scales, self.block_size, self._map()[1])
 
     def _map(self) -> tuple[bool, np.float32, type]:
@@ -103,7 +101,6 @@ class Blockwise8bit(BlockFormat):
         return (False, np.float32(255), np.uint8) if self.signed is False else (True, np.float32(127), np.int8)
 
     def refuses(self, role: Role) -> str | None:
-        """Refuse fields of unknown sign: one of the two maps would be wrong."""
         if self.signed is not None or role != "unknown":
             return None
         return (
@@ -157,12 +154,10 @@ class Blockwise4bit(BlockFormat):
         return packed(codes) if is_even else codes.astype(np.int8), scales
 
     def decode(self, codes: jax.Array, scales: jax.Array) -> jax.Array:
-        """Return the float32 array that was encoded."""
         codes = unpacked(codes) if codes.dtype == np.uint8 else codes.astype(np.int32)
         return _decoded(codes, scales, self.block_size, _TOP_OF_4_BITS)
 
     def refuses(self, role: Role) -> str | None:
-        """Refuse second moments, and fields that may hold some."""
         if role == "second moment":
             return "are second moments, of which many would be zero in 4 bits. Use `Blockwise8bit()`."
         if role == "unknown":
@@ -206,11 +201,11 @@ def _scales(x: jax.Array, block_size: int, signed: bool) -> jax.Array:
     The maximum is one of unsigned integers. In their order infinity stands above finite numbers, NaN above infinity,
     and negative numbers above NaN. Negative zero is zero.
     """
-    bits = lax.bitcast_convert_type(x, np.uint32)
+    bits = x.view(np.uint32)
     magnitude = bits & ~_SIGN
     bits = magnitude if signed else jnp.where(magnitude < _SMALLEST_NORMAL_BITS, np.uint32(0), bits)
     bits = largest_of_blocks(bits, block_size)
-    scales = jnp.where(bits >= _SMALLEST_NORMAL_BITS, lax.bitcast_convert_type(bits, np.float32), np.float32(0))
+    scales = jnp.where(bits >= _SMALLEST_NORMAL_BITS, bits.view(np.float32), np.float32(0))
     return jnp.where(bits > _INFINITY_BITS, np.float32(np.nan), scales)
 
 

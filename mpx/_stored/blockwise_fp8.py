@@ -47,7 +47,7 @@ class BlockwiseFp8(BlockFormat):
         mantissa, least = self._mantissa_and_least_exponent()
         of_element = spread(scales, x.shape, self.block_size)
         v = jnp.where(of_element > 0, x * _inverse(of_element), np.float32(0))  # beside NaN codes do not count
-        exponent = ((lax.bitcast_convert_type(v, np.int32) & np.int32(_MAGNITUDE)) >> MANTISSA) - BIAS
+        exponent = ((v.view(np.int32) & np.int32(_MAGNITUDE)) >> MANTISSA) - BIAS
         exponent = jnp.maximum(exponent, least)
         n = jnp.abs(v) * power_of_two(mantissa - exponent)
         if key is None:
@@ -63,16 +63,15 @@ class BlockwiseFp8(BlockFormat):
 
     def _scales(self, x: jax.Array) -> jax.Array:
         """Return the power of two of each block that its codes are to be multiplied by."""
-        bits = lax.bitcast_convert_type(x, np.uint32)
+        bits = x.view(np.uint32)
         # In the order of unsigned integers negative numbers come after NaN.
         bits = bits & _MAGNITUDE if self.signed is not False else jnp.where(bits == ~_MAGNITUDE, np.uint32(0), bits)
         bits = largest_of_blocks(bits, self.block_size)
         is_number = bits < _INFINITY_BITS.view(np.uint32)
-        exponent = scale_exponents(lax.bitcast_convert_type(bits, np.int32), FORMATS[self.format])
+        exponent = scale_exponents(bits.view(np.int32), FORMATS[self.format])
         return jnp.where(is_number, power_of_two(-exponent), np.float32(np.nan))
 
     def decode(self, codes: jax.Array, scales: jax.Array) -> jax.Array:
-        """Return the float32 array that was encoded."""
         mantissa, least = self._mantissa_and_least_exponent()
         code = codes.astype(np.int32) & np.int32(_NEGATIVE - 1)
         exponent = jnp.maximum((code >> mantissa) - 1, 0)
@@ -91,5 +90,5 @@ class BlockwiseFp8(BlockFormat):
 
 def _inverse(power: jax.Array) -> jax.Array:
     """Return the inverse of powers of two from 2**-126 to 2**126, exactly on every device; NaN may give anything."""
-    bits = lax.bitcast_convert_type(power, np.int32)
-    return lax.bitcast_convert_type(np.int32((2 * BIAS) << MANTISSA) - bits, np.float32)
+    bits = power.view(np.int32)
+    return (np.int32((2 * BIAS) << MANTISSA) - bits).view(np.float32)

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 import jax
 
 from mpx import _trees
-from mpx._stored.roles import KEPT_OF_WEIGHTS, Role, fields_of, registered_types, role_by_name, role_of_field
+from mpx._stored.roles import KEPT_OF_WEIGHTS, ROLES, Role, role_by_name, role_of_field
 from mpx._stored.state_format import is_stored
+from mpx._stored.weights import KeptWeight, way_of
 
 # Fields with these roles are found by the type of their state only, so a state that has lost its type is refused.
 _TYPED_ROLES = {"master", "compensation", "average", "loss scale"}
@@ -25,6 +26,11 @@ class StateLeaf(NamedTuple):
     declared: bool = False  # whether `register_state` knows that innermost state
     wrapped: bool = False  # whether it stands somewhere in such a state
 
+    @property
+    def way(self) -> KeptWeight:
+        """How the state keeps a weight, if this is what it keeps of one."""
+        return way_of(self.role, self.leaf.dtype)
+
 
 def leaves_of(state: Any) -> list[StateLeaf]:
     """Return all leaves of a state, in their order."""
@@ -40,7 +46,7 @@ def require_types(opt_state: Any, caller: str) -> None:
     """Raise for a transformation, and for a state whose NamedTuples a checkpoint gave back as dictionaries."""
     if callable(getattr(opt_state, "init", None)):
         raise TypeError(f"`{caller}` needs an optimizer state, but got a transformation; `init` makes its state.")
-    kinds = [kind for kind in registered_types() if _TYPED_ROLES & set(fields_of(kind).roles.values())]  # type: ignore
+    kinds: list[Any] = [kind for kind, roles in ROLES.items() if _TYPED_ROLES & set(roles.values())]
     is_untyped = lambda x: isinstance(x, dict) and any(set(x) == set(kind._fields) for kind in kinds)
     # In a state that has its types, dictionaries are the user's, who may call a parameter as a field is called.
     is_known = lambda x: is_untyped(x) or _is_typed(x)
@@ -76,7 +82,7 @@ def _child(here: StateLeaf, key: _trees.Path, child: Any) -> StateLeaf:
         is_nameless = type(node) is tuple or _trees.is_box(node)
         place = here.place if is_nameless else (*here.place, _named(node, name))
         return here._replace(leaf=child, path=path, below=here.below + key, place=place)
-    declared = fields_of(type(node)) is not None
+    declared = type(node) in ROLES
     wrapped = here.wrapped or declared
     if isinstance(key[0], jax.tree_util.GetAttrKey):
         role = role_of_field(type(node), name)

@@ -5,7 +5,7 @@ Adam, a momentum in SM3, and an estimate of the Hessian in Sophia, which may be 
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import optax
 
@@ -35,14 +35,9 @@ KEPT_OF_WEIGHTS: tuple[Role, ...] = ("master", "compensation")
 EXACT: tuple[Role, ...] = ("master", "compensation", "average", "weights")
 
 
-class Fields(NamedTuple):
-    """The declaration of a type of state."""
-
-    roles: dict[str, Role]
-    writes_back: str | None
-
-
-_REGISTERED: dict[type, Fields] = {}
+# What types of states have declared: the role of each field, and the transformation that chooses 16-bit parameters.
+ROLES: dict[type, dict[str, Role]] = {}
+WRITES_BACK: dict[type, str] = {}
 
 
 def register_state(*, writes_back: str | None = None, **roles: Role) -> Callable[[T], T]:
@@ -85,78 +80,51 @@ def register_state(*, writes_back: str | None = None, **roles: Role) -> Callable
                 f"`register_state` needs a NamedTuple and a role for each of its fields, but {kind.__name__} has the "
                 f"fields {fields}, and roles were given for {tuple(roles)}."
             )
-        _REGISTERED[kind] = Fields(roles, writes_back)
+        ROLES[kind] = roles
+        if writes_back is not None:
+            WRITES_BACK[kind] = writes_back
         return kind
 
     return declare
 
 
-def fields_of(kind: type) -> Fields | None:
-    """Return what a state's type has declared; None if it has not."""
-    return _REGISTERED.get(kind)
-
-
-def registered_types() -> tuple[type, ...]:
-    """Return all types of states that have declared their fields."""
-    return tuple(_REGISTERED)
-
-
 def fields_with_role(state: Any, role: Role) -> list[tuple[Any, Any]]:
     """Return each part of a state that declares a field of this role, with the content of that field."""
-    kinds = tuple(kind for kind, fields in _REGISTERED.items() if role in fields.roles.values())
+    kinds = tuple(kind for kind, roles in ROLES.items() if role in roles.values())
     return [
         (part, getattr(part, field))
         for part in _trees.find_states(state, kinds)
-        for field, declared in (_REGISTERED[type(part)].roles if type(part) in _REGISTERED else {}).items()
+        for field, declared in ROLES.get(type(part), {}).items()
         if declared == role
     ]
 
 
 def role_of_field(kind: type, field: str) -> Role:
     """Return the role of a field of a state's type, declared or known by its name."""
-    if kind in _REGISTERED:
-        return _REGISTERED[kind].roles[field]
+    if kind in ROLES:
+        return ROLES[kind][field]
     if field.endswith(("state", "states")):
         return "inner"
     return role_by_name(kind.__name__, field, "signed" if kind.__module__.partition(".")[0] == "optax" else "unknown")
 
 
-# In states of Optax these fields hold sums or means of squares, unless the type is listed below; all other fields may
-# be negative. In other states the name is the only hint.
-_SECOND_MOMENTS = {"nu", "nu_max", "exp_avg_sq", "max_exp_avg_sq", "sum_of_squares", "grad_sum_sq", "v_row", "v_col"}
-_SECOND_MOMENTS_OF = {
-    "FactoredState": {"v_row", "v_col", "v"},
-    "ScaleByAdaDeltaState": {"e_g", "e_x"},
-    "ScaleByAdanState": {"n"},
-    "ScaleBySM3State": {"mu"},
-    "ScaleBySimplifiedAdEMAMixState": {"n"},
-    "SophiaState": set(),
+# What fields are by their names, in states of some types by theirs alone. In states of Optax others may be negative.
+_NAMES: dict[Role, str] = {
+    "first moment": "mu m trace momentum exp_avg ema",
+    "second moment": "nu nu_max exp_avg_sq max_exp_avg_sq sum_of_squares grad_sum_sq v_row v_col FactoredState.v "
+    "ScaleByAdaDeltaState.e_g ScaleByAdaDeltaState.e_x ScaleByAdanState.n ScaleBySM3State.mu "
+    "ScaleBySimplifiedAdEMAMixState.n",
+    "signed": "ScaleBySM3State.nu SophiaState.nu",
+    "weights": "COCOBState.init_particles DoGState.init_params DoWGState.init_params MadgradState.x0 MechanicState.x0 "
+    "ProdigyState.params0 SAMState.cache ScheduleFreeState.z",
+    "sum of gradients": "MultiStepsState.acc_grads ApplyEvery.grad_acc",
 }
-_FIRST_MOMENTS = {"mu", "m", "trace", "momentum", "exp_avg", "ema"}
-_WEIGHTS_OF = {
-    "COCOBState": {"init_particles"},
-    "DoGState": {"init_params"},
-    "DoWGState": {"init_params"},
-    "MadgradState": {"x0"},
-    "MechanicState": {"x0"},
-    "ProdigyState": {"params0"},
-    "SAMState": {"cache"},
-    "ScheduleFreeState": {"z"},
-}
-_SUMS_OF = {"MultiStepsState": {"acc_grads"}, "ApplyEvery": {"grad_acc"}}
+_ROLE_OF: dict[str, Role] = {name: role for role, names in _NAMES.items() for name in names.split()}
 
 
 def role_by_name(owner: str, field: str, otherwise: Role) -> Role:
     """Return the role of a field of an undeclared state, or of an entry of a state that is a dictionary."""
-    if field in _WEIGHTS_OF.get(owner, ()):
-        return "weights"
-    if field in _SUMS_OF.get(owner, ()):
-        return "sum of gradients"
-    if field in _SECOND_MOMENTS_OF.get(owner, _SECOND_MOMENTS):
-        return "second moment"
-    if field in _FIRST_MOMENTS:
-        return "first moment"
-    return otherwise
+    return _ROLE_OF.get(f"{owner}.{field}") or _ROLE_OF.get(field, otherwise)
 
 
 register_state(measurements="measure", measure_states="measure")(optax.MonitorState)

@@ -4,6 +4,7 @@ import abc
 import dataclasses
 import functools
 import sys
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -47,15 +48,8 @@ class StateFormat(abc.ABC):
 
         Codes may have another shape than the array: two codes of 4 bits fit into a byte. Inside `jax.shard_map`,
         `zero1` shards codes and scales like the parameter. For that they need the axes of the array; only the last may
-        be shorter.
-
-        Args:
-            x: float32, of any shape.
-            key: a PRNG key if rounding is stochastic, else None.
-
-        Returns:
-            `(codes, scales)`. Without scales (None), and with floating codes in the shape of `x`, the state keeps the
-            codes as a plain array.
+        be shorter. There is a `key` if rounding is stochastic. Without scales (None), and with floating codes in the
+        shape of `x`, the state keeps the codes as a plain array.
         """
 
     @abc.abstractmethod
@@ -67,11 +61,7 @@ class StateFormat(abc.ABC):
         return self
 
     def for_shards(self, columns: int) -> "StateFormat":
-        """Return the format for a leaf that is sharded, so that each device encodes its own shard alone.
-
-        Args:
-            columns: the size of the last axis of a shard.
-        """
+        """Return the format for a leaf whose shards have this many columns, so that each device encodes its own."""
         return self
 
     def refuses(self, role: Role) -> str | None:
@@ -107,18 +97,12 @@ class StoredLeaf:
 
     def decode(self) -> jax.Array:
         """Return the array in float32."""
-        codes, scales = self._arrays()
-        sharding = explicit_sharding(codes)
-        decode = self.format.decode
-        if sharding is not None:
-            decode = in_auto(decode, sharding.mesh, part_sharding(sharding, codes.shape, self.shape))
-        return decode(codes, scales).astype(np.float32)
+        return _placed_by_xla(self.format.decode, *self._arrays()).astype(np.float32)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the decoded array."""
-        as_type = lambda x: x if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype)
-        return _shape(self.format, *map(as_type, self._arrays()))
+        return _shape(self.format, *_types(self._arrays()))
 
     def _arrays(self) -> tuple[Any, Any]:
         (codes,), scales = jax.tree.leaves(self.codes), jax.tree.leaves(self.scales)
@@ -148,36 +132,36 @@ def store(x: Any, format: StateFormat, key: jax.Array | None = None) -> Any:
     """
     _tell_flax()
     (array,), box = jax.tree.flatten(x)
-    codes, scales = _encoded(format, array.astype(np.float32), key)
+    codes, scales = _placed_by_xla(format.encode, array.astype(np.float32), key)
     boxed = lambda part: None if part is None else box.unflatten([part])
     if scales is None and codes.shape == array.shape and jnp.issubdtype(codes.dtype, jnp.floating):
         return boxed(codes)
     return StoredLeaf(boxed(codes), boxed(scales), format)
 
 
-def _encoded(format: StateFormat, x: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-    """Encode an array; on a mesh of explicit axes, where a view of blocks has no type, XLA places what is inside."""
+def _placed_by_xla(function: Callable[..., Any], x: jax.Array, other: Any) -> Any:
+    """Encode or decode an array. XLA places what is inside on explicit axes, where a view of blocks has no type."""
     sharding = explicit_sharding(x)
     if sharding is None:
-        return format.encode(x, key)
-    shapes = jax.eval_shape(format.encode, jax.ShapeDtypeStruct(x.shape, x.dtype), key)
-    shardings = jax.tree.map(lambda part: part_sharding(sharding, x.shape, part.shape), shapes)
-    return in_auto(format.encode, sharding.mesh, shardings)(x, key)
+        return function(x, other)
+    results = jax.eval_shape(function, *_types((x, other)))
+    shardings = jax.tree.map(lambda part: part_sharding(sharding, x.shape, part.shape), results)
+    return in_auto(function, sharding.mesh, shardings)(x, other)
+
+
+def _types(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
 
 
 def _tell_flax() -> None:
     """Let `flax.serialization` take stored leaves, if somebody has imported Flax: mpx does not depend on it."""
     serialization = sys.modules.get("flax.serialization")
-    if serialization is not None and not _told:
-        _told.append(serialization)
+    if serialization is not None:
         as_dict = lambda leaf: serialization.to_state_dict({"codes": leaf.codes, "scales": leaf.scales})
         from_dict = lambda leaf, parts: dataclasses.replace(
             leaf, **serialization.from_state_dict({"codes": leaf.codes, "scales": leaf.scales}, parts)
         )
         serialization.register_serialization_state(StoredLeaf, as_dict, from_dict, override=True)
-
-
-_told: list[Any] = []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,11 +177,9 @@ class Cast(StateFormat):
         return rounded.astype(dtype), None
 
     def decode(self, codes: jax.Array, scales: None) -> jax.Array:
-        """Return the codes, which are floating numbers."""
         return codes
 
     def refuses(self, role: Role) -> str | None:
-        """Refuse second moments in float16."""
         if self.dtype != "float16" or role != "second moment":
             return None
         return (

@@ -1,23 +1,16 @@
 """Keep something of a weight in an optimizer's state, beside its parameter: one class for each way.
 
 A weight is a float32 (or float64) number. Its parameter holds it rounded to the parameter's dtype. The state keeps an
-array of the parameter's shape; both together restore the weight:
-
-- `WholeMaster`: the weight itself.
-- `LowBits`: the 16 bits that a bfloat16 parameter lacks, or the first 8 of them.
-- `Compensation`: what rounding has cut off from the sum of all updates.
-
-Where nothing is kept, the weight is its parameter.
+array of the parameter's shape; both together restore the weight. Where nothing is kept, the weight is its parameter.
 """
 
 import abc
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from mpx import _trees, formats
 from mpx._finite import select
@@ -31,18 +24,9 @@ _LARGEST_OF_24_BITS = np.uint32(0x7F7F_FF00)
 
 @dataclasses.dataclass(frozen=True)
 class KeptWeight(abc.ABC):
-    """A way to keep a weight.
+    """A way to keep a weight: `restore(p, fresh(p))` equals the parameter `p`."""
 
-    - The kept array has the shape of the parameter.
-    - `restore` needs the parameter and the kept array, and nothing else.
-    - `restore(p, fresh(p))` equals the parameter.
-
-    Attributes:
-        dtype: the dtype of the kept array.
-    """
-
-    dtype: np.dtype
-    label: ClassVar[str]  # as messages and plans call it
+    dtype: np.dtype  # of the kept array
 
     @abc.abstractmethod
     def restore(self, p: jax.Array, kept: jax.Array) -> jax.Array:
@@ -52,9 +36,9 @@ class KeptWeight(abc.ABC):
     def store(self, weight: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
         """Return the parameter of `dtype` for a weight, and what is kept of the weight."""
 
-    @abc.abstractmethod
     def fresh(self, p: jax.Array) -> jax.Array:
         """Return what is kept of a weight that is exactly its parameter."""
+        return jnp.zeros_like(p, self.dtype)
 
     @abc.abstractmethod
     def belongs(self, p: jax.Array, kept: jax.Array) -> Any:
@@ -63,8 +47,6 @@ class KeptWeight(abc.ABC):
 
 class WholeMaster(KeptWeight):
     """The weight itself, in float32 or float64."""
-
-    label = "masters"
 
     def restore(self, p: jax.Array, kept: jax.Array) -> jax.Array:
         return kept
@@ -95,16 +77,11 @@ class LowBits(KeptWeight):
     24 bits *before* it is split: rounded afterwards, low bits could reach 0x80, which stands for another parameter.
     """
 
-    label = "low bits"
-
     def restore(self, p: jax.Array, kept: jax.Array) -> jax.Array:
         return formats.join_f32(p, kept.astype(np.uint16) << self._left_out)
 
     def store(self, weight: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
         return self._split(cast_nearest(weight, _F32), None)
-
-    def fresh(self, p: jax.Array) -> jax.Array:
-        return jnp.zeros_like(p, self.dtype)
 
     def belongs(self, p: jax.Array, kept: jax.Array) -> Any:
         return True
@@ -131,10 +108,8 @@ class LowBits(KeptWeight):
 class Compensation(KeptWeight):
     """Keeps what rounding has cut off so far, to be added to the next update."""
 
-    label = "compensation"
-
     def restore(self, p: jax.Array, kept: jax.Array) -> jax.Array:
-        wide = widened(p)
+        wide = _trees.at_least_float32(p)
         return wide + kept.astype(wide.dtype)
 
     def store(self, weight: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
@@ -142,9 +117,6 @@ class Compensation(KeptWeight):
         near = _nearest(weight, dtype)
         rest = jnp.where(jnp.isfinite(weight), weight - near, jnp.zeros_like(weight))
         return near.astype(dtype), cast_nearest(rest, self.dtype)
-
-    def fresh(self, p: jax.Array) -> jax.Array:
-        return jnp.zeros_like(p, self.dtype)
 
     def belongs(self, p: jax.Array, kept: jax.Array) -> Any:
         # Half of a parameter's own compensation never reaches the next number; half of another's may.
@@ -160,12 +132,12 @@ def _rounded_to_24_bits(x: jax.Array, key: jax.Array | None) -> jax.Array:
 
     No finite number becomes infinite.
     """
-    bits = lax.bitcast_convert_type(x, np.uint32)
+    bits = x.view(np.uint32)
     magnitude, sign = bits & np.uint32(0x7FFF_FFFF), bits & np.uint32(0x8000_0000)
     increment = 0x7F + ((magnitude >> 8) & 1) if key is None else noise_for(key, x) >> 24
     rounded = jnp.minimum((magnitude + increment) & np.uint32(0xFFFF_FF00), _LARGEST_OF_24_BITS)
     is_finite = magnitude < np.uint32(0x7F80_0000)
-    return lax.bitcast_convert_type(jnp.where(is_finite, rounded | sign, bits), np.float32)
+    return jnp.where(is_finite, rounded | sign, bits).view(np.float32)
 
 
 def way_of(role: Role, dtype: np.dtype) -> KeptWeight:
@@ -175,14 +147,9 @@ def way_of(role: Role, dtype: np.dtype) -> KeptWeight:
     return LowBits(np.dtype(dtype)) if dtype in (np.uint16, np.uint8) else WholeMaster(np.dtype(dtype))
 
 
-def widened(p: jax.Array) -> jax.Array:
-    """Return a parameter in float32 or wider."""
-    return p.astype(_trees.promoted(p.dtype, np.float32))
-
-
 def cast_nearest(x: jax.Array, dtype: Any) -> jax.Array:
     """Widen exactly, or round to nearest; no finite number becomes infinite."""
-    return _nearest(widened(x), dtype).astype(dtype)
+    return _nearest(_trees.at_least_float32(x), dtype).astype(dtype)
 
 
 def _nearest(x: jax.Array, dtype: np.dtype) -> jax.Array:

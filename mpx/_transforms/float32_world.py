@@ -10,22 +10,16 @@ from jax import lax
 from jax.core import Tracer
 
 from mpx import _errors, _trees
-from mpx._stored.roles import fields_of, registered_types
+from mpx._stored.roles import WRITES_BACK
 
 T = TypeVar("T")
 
 _KINDS = (jnp.floating, jnp.complexfloating, jnp.integer, jnp.bool_)
-_MARK = "_mpx_world"  # an attribute of `init` and `update` where a rule is wrapped so already
 
 
 def run_in_float32(inner: Any, dtype: np.dtype, caller: str) -> optax.GradientTransformationExtraArgs:
-    """Wrap a rule: it sees parameters, gradients and extra arguments in at least `dtype`, and returns such updates.
-
-    A rule that is wrapped so already is returned unchanged, so that nested wrappers cast and check once.
-    """
+    """Wrap a rule: it sees parameters, gradients and extra arguments in at least `dtype`, and returns such updates."""
     inner = _errors.as_transformation(inner, caller)
-    if getattr(inner.init, _MARK, None) == getattr(inner.update, _MARK, None) == dtype.name:
-        return inner
 
     def init_fn(params):
         wide = upcast_tree(params, dtype)
@@ -39,25 +33,18 @@ def run_in_float32(inner: Any, dtype: np.dtype, caller: str) -> optax.GradientTr
         updates, new_state = inner.update(updates, state, params, **extra_args)
         return upcast_tree(updates, dtype), keep_types(state, new_state)
 
-    return marked_as_float32(*_errors.checked(optax.GradientTransformationExtraArgs(init_fn, update_fn), caller), dtype)
-
-
-def marked_as_float32(init_fn: Any, update_fn: Any, dtype: np.dtype) -> optax.GradientTransformationExtraArgs:
-    """Mark a transformation that `run_in_float32` need not wrap: it casts by itself, and its state keeps its types."""
-    for function in (init_fn, update_fn):
-        setattr(function, _MARK, dtype.name)  # not the dtype: to NumPy, float64 equals None
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return _errors.checked(optax.GradientTransformationExtraArgs(init_fn, update_fn), caller)
 
 
 def require_no_rounding_inside(state: Any, params: Any, dtype: np.dtype, caller: str) -> None:
     """Raise if what rounds for 16-bit parameters stands inside a wrapper that hides them, where it does nothing."""
     if not any(_trees.is_narrower(p, dtype) for p in jax.tree.leaves(params)):
         return
-    names = {kind: fields_of(kind).writes_back for kind in registered_types()}  # type: ignore[union-attr]
-    for found in _trees.find_states(state, tuple(kind for kind, name in names.items() if name)):
+    for found in _trees.find_states(state, tuple(WRITES_BACK)):
         raise ValueError(
-            f"`{caller}`: `{names[type(found)]}` stands inside `{caller}`, sees parameters in {dtype} there and does "
-            "nothing. Put it after or around: `optax.chain(upcast(rule), kahan_summation())`, `master_weights(rule)`."
+            f"`{caller}`: `{WRITES_BACK[type(found)]}` stands inside `{caller}`, sees parameters in {dtype} there and "
+            "does nothing. Put it after or around: `optax.chain(upcast(rule), kahan_summation())`, "
+            "`master_weights(rule)`."
         )
 
 

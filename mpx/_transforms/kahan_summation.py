@@ -10,7 +10,7 @@ import optax
 from jax.typing import DTypeLike
 
 from mpx import _errors, _trees
-from mpx._dtypes import dtype_or_none
+from mpx._dtypes import UP_TO_FLOAT32
 from mpx._stored.roles import register_state
 from mpx._writeback import applied_value, landing_update, round_saturating
 
@@ -65,11 +65,9 @@ def kahan_summation(dtype: DTypeLike | None = None) -> optax.GradientTransformat
         Kahan 1965, "Further remarks on reducing truncation errors"; for training, Zamirai et al. 2020, "Revisiting
         BFloat16 Training" (arXiv 2010.06192).
     """
-    compensation_dtype = dtype_or_none(jnp.bfloat16 if dtype is None else dtype)
-    if compensation_dtype is None or compensation_dtype not in (jnp.bfloat16, np.float16, np.float32):
-        got = compensation_dtype or repr(dtype)
-        raise ValueError(f"`kahan_summation`: `dtype` must be bfloat16, float16 or float32, but got {got}.")
-    kept_dtype = lambda p: compensation_dtype if _trees.is_narrower(p, np.dtype(np.float32)) else None
+    given = jnp.bfloat16 if dtype is None else dtype
+    compensation_dtype = _errors.require_one_of(UP_TO_FLOAT32, given, "`kahan_summation`: `dtype`")
+    kept_dtype = lambda p: compensation_dtype if _trees.is_narrower(p) else None
 
     def init_fn(params):
         zeros = lambda p: optax.MaskedNode() if kept_dtype(p) is None else jnp.zeros_like(p, kept_dtype(p))

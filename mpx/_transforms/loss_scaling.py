@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mpx import _errors, _trees
 from mpx._finite import finite_flags, select_tree
-from mpx._loss_scale import DynamicLossScale, LossScale, NoOpLossScale, at_least_float32, require_powers_of_two
+from mpx._loss_scale import DynamicLossScale, LossScale, NoOpLossScale, require_powers_of_two
 from mpx._stored.leaves import is_state, require_types
 from mpx._stored.roles import register_state
 from mpx._transforms.float32_world import keep_types, stable_state
@@ -121,7 +121,7 @@ def loss_scaling(
         first_nonfinite = _first_nonfinite(updates, axis_name)
         finite = first_nonfinite < 0
         now = start.resume(state.loss_scale, state.scale_state)
-        grads = now.unscale(jax.tree.map(at_least_float32, updates))
+        grads = now.unscale(jax.tree.map(_trees.at_least_float32, updates))
         updates, inner_state = inner.update(grads, state.inner_state, params, **extra_args)
         then = now.adjust(finite)
         new_state = LossScalingState(

@@ -23,7 +23,7 @@ from mpx._stored.assignment import (
 )
 from mpx._stored.roles import register_state
 from mpx._stored.state_format import FLOAT32, Cast, StateFormat, StoredLeaf, is_stored, store
-from mpx._transforms.float32_world import marked_as_float32, run_in_float32
+from mpx._transforms.float32_world import run_in_float32
 
 Rounding = Literal["nearest", "stochastic"]
 _F32 = np.dtype(np.float32)
@@ -62,9 +62,8 @@ def low_precision_state(
 
     The rule sees float32 parameters, gradients and state, as in `upcast`; its new state is rounded once, when it is
     stored. Rounding to nearest can make a slow average stand still: a bfloat16 second moment with a decay of 0.999
-    never falls, because a step of a thousandth is less than half the distance to the next number. In `"e4m3"` a
-    relative change below 1/32 per step is rounded away. (For other 8 bits see `Blockwise8bit`.) Stochastic rounding
-    follows such an average in the mean.
+    never falls, and in `"e4m3"` a relative change below 1/32 per step is lost. (For other 8 bits see `Blockwise8bit`.)
+    Stochastic rounding follows such an average in the mean.
 
     Wrap the rule with this, and this with `master_weights` or `loss_scaling`, or put it in front of `kahan_summation`.
 
@@ -73,9 +72,9 @@ def low_precision_state(
         formats: regular expressions, each with the format of the leaves it matches: bfloat16, float16, float32 (for
             exceptions), by name or dtype; `"e4m3"` or `"e5m2"`, 8-bit floats with a power of two for each block of 256;
             or a `StateFormat` such as `Blockwise8bit()` or `Blockwise4bit()`. An expression is searched in the
-            "/"-joined path of a leaf of the rule's state, such as `0/mu/layers/kernel`, and matches whole components
-            only: `mu` does not match `accumulator`. The first that matches wins, so exceptions come first. If a layer
-            is called `mu`, say `^0/mu`, or `mu` matches `0/nu/mu/kernel` too.
+            "/"-joined path of a leaf of the rule's state, such as `0/mu/layers/kernel`, and matches whole components.
+            The first that matches wins, so exceptions come first. If a layer is called `mu`, say `^0/mu`, or `mu`
+            matches `0/nu/mu/kernel` too.
         min_size: leaves with fewer elements stay float32: they cost little, and biases and gains need their precision.
         rounding: `"nearest"`, or `"stochastic"`: up or down at random such that the mean is right. (In 8 bits a second
             moment below the smallest code is always rounded up to it. Equal numbers of a leaf are rounded alike.)
@@ -137,7 +136,7 @@ def low_precision_state(
         this_step, next_key = key_of_step(state.key, key)
         return updates, LowPrecisionState(_store(wide, assignment, this_step, rounding), next_key)
 
-    return marked_as_float32(init_fn, update_fn, _F32)
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def _load(state: Any, assignment: Assignment) -> Any:
@@ -194,10 +193,7 @@ def _encoded(x: Any, key: jax.Array | None, format: StateFormat) -> Any:
 
 def _require_sound_rounding(rounding: Any, key: Any, patterns: Mapping[str, StateFormat]) -> None:
     """Raise unless rounding is known and has the key that it needs, and only that."""
-    if rounding not in get_args(Rounding):
-        raise ValueError(
-            f"`low_precision_state`: `rounding` must be one of {get_args(Rounding)}, but got {rounding!r}."
-        )
+    _errors.require_choice(get_args(Rounding), rounding, "`low_precision_state`: `rounding`")
     at_random = [chosen for chosen in patterns.values() if chosen.rounds_at_random]
     if at_random and key is None:
         raise ValueError(

@@ -94,8 +94,7 @@ def master_weights(
         Micikevicius et al. 2018, Mixed Precision Training (arXiv 1710.03740), for the masters; Transformer Engine and
         apex, `store_param_remainders`, for the low bits; FlashOptim, 2026 (arXiv 2602.23349), for 24 bits.
     """
-    if storage not in get_args(Storage):
-        raise ValueError(f"`master_weights`: `storage` must be one of {get_args(Storage)}, but got {storage!r}.")
+    _errors.require_choice(get_args(Storage), storage, "`master_weights`: `storage`")
     dtype = _errors.wide_dtype(dtype, "master_weights")
     if storage != "full" and dtype != np.float32:
         raise ValueError(f"`master_weights`: split masters are float32, but got `dtype` {dtype}.")
@@ -159,9 +158,8 @@ def _step(
 
 def _require_single_rounding(params: Any, dtype: np.dtype) -> None:
     leaves = _trees.leaves_by_path(params)
-    narrow = {path: leaf for path, leaf in leaves.items() if _trees.is_narrower(leaf, np.dtype(np.float32))}
-    if narrow and dtype == np.float64:
-        wrong = {path: _trees.dtype_and_shape(leaf) for path, leaf in narrow.items()}
+    wrong = {path: _trees.dtype_and_shape(leaf) for path, leaf in leaves.items() if _trees.is_narrower(leaf)}
+    if wrong and dtype == np.float64:
         what = "`master_weights`: float64 masters of 16-bit parameters would be rounded twice"
         remedy = "Use `dtype=jnp.float32`, or store these parameters in float32."
         raise _errors.leaves_error(ValueError, what, wrong, remedy)

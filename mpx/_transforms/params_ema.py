@@ -44,9 +44,9 @@ def params_ema(decay: float, *, debias: bool = True) -> optax.GradientTransforma
     starts with the initial parameters). `averaged_params` returns the average. A step that `loss_scaling` around this
     skips does not change it.
 
-    A bfloat16 average would stand still where `(1 - d) * (p - ema)` is less than half the distance to its next number.
-    With a decay of 0.999, on the way from 0 to 1, it would stop at 0.5. Float32 loses less than `6e-8 / (1 - d)` of the
-    weight in this way. At the end of a chain without masters, this averages the stored, rounded 16-bit parameters.
+    An average stands still where `(1 - d) * (p - ema)` is less than half the distance to its next number. Float32 loses
+    less than `6e-8 / (1 - d)` of the weight so. At the end of a chain without masters, this averages the stored,
+    rounded 16-bit parameters.
 
     Args:
         decay: at least 0 and below 1. The average reaches back about `1 / (1 - decay)` steps.
@@ -96,6 +96,6 @@ def params_ema(decay: float, *, debias: bool = True) -> optax.GradientTransforma
 
 def _averaged(p: jax.Array, ema: jax.Array, update: jax.Array, step: jax.Array) -> jax.Array:
     """Return the average after `optax.apply_updates`."""
-    narrow = _trees.is_narrower(p, np.dtype(np.float32))
+    narrow = _trees.is_narrower(p)
     new = applied_value(p, update.astype(np.float32)) if narrow else (p + update.astype(p.dtype)).astype(ema.dtype)
     return jnp.where(step == 1, new, ema + step.astype(ema.dtype) * (new - ema))

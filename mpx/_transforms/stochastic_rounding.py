@@ -79,7 +79,7 @@ def stochastic_rounding(key: jax.Array) -> optax.GradientTransformationExtraArgs
 
 @functools.partial(jax.jit, inline=True)
 def _step(key: jax.Array, p: jax.Array, update: jax.Array) -> jax.Array:
-    if not _trees.is_narrower(p, np.dtype(np.float32)):
+    if not _trees.is_narrower(p):
         return update
     wanted = p.astype(np.float32) + update.astype(np.float32)
     new = formats.stochastic_round(key, wanted, p.dtype).astype(np.float32)

@@ -16,14 +16,13 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from mpx._dtypes import dtype_or_none
+from mpx._errors import require_one_of
 from mpx._shardings import explicit_sharding, in_auto
 
 # floor(log2(|x|)) of float32 numbers: from the smallest subnormal to the largest number.
 EXPONENTS = range(-149, 128)
 
-_KINDS = (np.float16, ml_dtypes.bfloat16, np.float32, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
-_FORMATS = tuple(map(np.dtype, _KINDS))
+_FORMATS = (np.float16, ml_dtypes.bfloat16, np.float32, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
 FATES = ("zero", "subnormal", "normal", "infinite")  # of nonzero finite numbers
 _COUNTED = 2**32  # the smallest number that a uint32 cannot count to
 Counts = jax.Array | np.ndarray
@@ -67,10 +66,7 @@ class Range(NamedTuple):
 
 def range_of(dtype: DTypeLike, caller: str) -> Range:
     """Return the range of float16, bfloat16, float32, float8_e4m3fn or float8_e5m2; raise for anything else."""
-    found = dtype_or_none(dtype)
-    if found is None or found not in _FORMATS:
-        names = ", ".join(str(known) for known in _FORMATS)
-        raise ValueError(f"`{caller}`: `dtype` must be one of f16, bf16, f32, {names}, but got {found or repr(dtype)}.")
+    found = require_one_of(_FORMATS, dtype, f"`{caller}`: `dtype`")
     info = ml_dtypes.finfo(found)
     largest, smallest = float(info.max), float(info.smallest_subnormal)
     step = math.ldexp(1.0, math.frexp(largest)[1] - 1 - info.nmant)
@@ -86,9 +82,9 @@ def magnitudes_of(x: ArrayLike) -> jax.Array:
     """Return the bits of |x| in float32 as uint32, which are ordered as |x| is."""
     x = jnp.asarray(x)
     if x.dtype == ml_dtypes.bfloat16:  # shifted, since a conversion may flush its subnormals
-        bits = lax.bitcast_convert_type(x, np.uint16).astype(np.uint32) << 16
+        bits = x.view(np.uint16).astype(np.uint32) << 16
     else:
-        bits = lax.bitcast_convert_type(x.astype(np.float32), np.uint32)
+        bits = x.astype(np.float32).view(np.uint32)
     return bits & np.uint32(0x7FFF_FFFF)
 
 

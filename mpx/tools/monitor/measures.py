@@ -11,13 +11,12 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from mpx import _errors, _trees, formats
-from mpx._dtypes import dtype_or_none
+from mpx._dtypes import UP_TO_FLOAT32
 from mpx._transforms.float32_world import keep_types, stable_state, upcast_tree
 from mpx.tools.monitor import exponents
 
 T = TypeVar("T")
 Groups = Literal["leaf"] | None
-_STORED = tuple(np.dtype(kind) for kind in (jnp.bfloat16, np.float16, np.float32))
 
 
 def underflow(dtype: DTypeLike, *, groups: Groups = None) -> Callable[[Any], Any]:
@@ -115,9 +114,7 @@ def lost_updates(dtype: DTypeLike | None = None, *, groups: Groups = None) -> op
         >>> print(optax.tree.get(state, "lost").round(3), optax.apply_updates(params, updates)["w"][0])
         0.333 1
     """
-    given = dtype_or_none(dtype)
-    if dtype is not None and given not in _STORED:
-        raise ValueError(f"`lost_updates`: `dtype` must be bf16, f16, f32 or None, but got {dtype!r}.")
+    given = None if dtype is None else _errors.require_one_of(UP_TO_FLOAT32, dtype, "`lost_updates`: `dtype`")
 
     def count(u, p):
         """Count the updates that a weight does not see, and all that it should see."""
@@ -196,12 +193,10 @@ def _behind_barrier(tree: T) -> T:
     readers. Bits pass through the barrier, not floating-point numbers: with those, XLA on CPU moves the reshaping of a
     gradient of one column, and LLVM contracts another product of the optimizer.
     """
-    leaves, treedef = jax.tree.flatten(tree)
-    floats = {i: jnp.asarray(x) for i, x in enumerate(leaves) if _trees.is_floating(x)}
-    bits = {i: lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}") for i, x in floats.items()}
-    bits = lax.optimization_barrier(bits)
-    hidden = {i: lax.bitcast_convert_type(x, floats[i].dtype) for i, x in bits.items()}
-    return treedef.unflatten([hidden.get(i, x) for i, x in enumerate(leaves)])
+    leaves, put = _trees.taken_out(tree, _trees.is_floating)
+    floats = [jnp.asarray(x) for x in leaves]
+    bits = lax.optimization_barrier([x.view(f"uint{8 * x.dtype.itemsize}") for x in floats])
+    return put([hidden.view(x.dtype) for hidden, x in zip(bits, floats, strict=True)])
 
 
 def _measure(

@@ -140,8 +140,8 @@ def underflow_report(
     If more than 1% of the gradients become zero even at that scale, their range is too wide for the format, and the
     report says so.
 
-    Give it gradients of a float32 or bfloat16 backward pass, or of a scaled loss: a gradient that a float16 backward
-    pass has made zero looks like any zero. Several batches say more than one: a list of their gradients is a tree too.
+    Give it gradients of a float32 or bfloat16 backward pass, or of a scaled loss: what float16 has made zero looks like
+    any zero. Several batches say more than one: a list of their gradients is a tree too.
 
     Args:
         grads: a tree of gradients, concrete arrays; leaves that are not floating are left out, float64 is rounded to

@@ -93,8 +93,6 @@ def compare_plans(
         Memory to train 1,000 parameters, in bytes
         recipe  params  grads  optimizer  total  a param
         Kahan    2,000  2,000      2,000  6,000    6.000
-        >>> round(compare_plans(2**20).plans["bf16-split24-4bit"].bytes_a_parameter, 3)
-        6.547
     """
     rule = optax.adamw(1e-3) if rule is None else _errors.as_transformation(rule, "compare_plans")
     model = evaluate(model)

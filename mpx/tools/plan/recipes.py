@@ -134,17 +134,14 @@ from jax.sharding import {}PartitionSpec as P
 mesh = jax.make_mesh((jax.device_count(),), ("data",){})
 jax.set_mesh(mesh)
 """
-_MESH = {"zero1": _MESH_OF.format("AxisType, ", ", (AxisType.Auto,)"), "fsdp": _MESH_OF.format("", "")}
+_GATHER = "\neverywhere = lambda w: jax.sharding.reshard(w, P())  # gather a weight\n"
+_MESH = {"zero1": _MESH_OF.format("AxisType, ", ", (AxisType.Auto,)"), "fsdp": _MESH_OF.format("", "") + _GATHER}
 _WHOLE = {
     "linen": """\
-everywhere = lambda w: jax.sharding.reshard(w, P())  # gather a weight
-
 def whole_loss_fn(params, batch):
     return loss_fn(jax.tree.map(everywhere, params), batch)
 """,
     "nnx": """\
-everywhere = lambda w: jax.sharding.reshard(w, P())  # gather a weight
-
 def whole_loss_fn(model, batch):
     graph, params, others = nnx.split(model, nnx.Param, ...)
     whole = nnx.merge(graph, jax.tree.map(everywhere, params), others)

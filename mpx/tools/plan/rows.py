@@ -14,7 +14,7 @@ from mpx import _trees
 from mpx._dtypes import bytes_of
 from mpx._stored.leaves import StateLeaf, leaves_of
 from mpx._stored.state_format import is_stored
-from mpx._stored.weights import LowBits, way_of
+from mpx._stored.weights import LowBits
 
 Kind = Literal[
     "parameters", "not trained", "gradients", "masters", "low bits", "first moment",
@@ -79,7 +79,7 @@ def _kind_and_name(leaf: StateLeaf) -> tuple[Kind, str]:
     """Return the kind of a leaf of a state, and the name of its field."""
     array, kind = leaf.leaf, cast("Kind", "masters" if leaf.role == "master" else leaf.role)
     field = leaf.field or (leaf.place[0] if leaf.place else "state")
-    if kind == "masters" and not is_stored(array) and isinstance(way_of(leaf.role, array.dtype), LowBits):
+    if kind == "masters" and not is_stored(array) and isinstance(leaf.way, LowBits):
         return "low bits", "low bits"
     if kind in get_args(Kind) or is_stored(array):
         return kind if kind in get_args(Kind) else "other state", field
