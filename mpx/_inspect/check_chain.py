@@ -210,11 +210,14 @@ def _require_final_updates(updates: dict[_trees.Path, _Value]) -> None:
 def _require_wide_state_before_masters(state: Any) -> None:
     """Raise if a rule keeps 16-bit state outside of masters, which give their own rule float32."""
     leaves = leaves_of(state)
-    is_narrow = lambda leaf: not leaf.wrapped and _trees.is_narrower(leaf.leaf, np.dtype(np.float32)) and leaf.leaf.ndim
+    is_narrow = lambda leaf: not leaf.wrapped and _trees.is_narrower(leaf.leaf, np.dtype(np.float32))
     narrow = {leaf.path: _trees.dtype_and_shape(leaf.leaf) for leaf in leaves if is_narrow(leaf)}
     if narrow and any(leaf.role == "master" for leaf in leaves):
         what = "`check_chain`: a rule outside of `master_weights` keeps its state in 16 bits"
-        remedy = "Masters belong around the whole chain: `master_weights(optax.chain(...))`."
+        remedy = (
+            "Masters belong around the whole chain: `master_weights(optax.chain(...))`. `optax.inject_hyperparams` may "
+            "stand around them with `hyperparam_dtype=jnp.float32`: without it, 0.999 becomes 1."
+        )
         raise _errors.leaves_error(ValueError, what, narrow, remedy)
 
 

@@ -113,13 +113,23 @@ def test_a_harmful_order_does_put_weights_out_of_step():
     assert (params != state[0].master.astype(jnp.bfloat16)).mean() > 0.9
 
 
+def test_numbers_injected_around_masters_in_the_dtype_of_the_parameters_are_caught():
+    """Optax rounds them to bfloat16, where a decay of 0.999 is 1; `hyperparam_dtype` keeps them in float32."""
+    rule = lambda b2: mpx.master_weights(optax.adam(1e-3, b2=b2))
+    tx, in_f32 = (optax.inject_hyperparams(rule, hyperparam_dtype=dtype)(b2=0.999) for dtype in (None, jnp.float32))
+    with pytest.raises(ValueError, match=r"0\.999 becomes 1\.\n  'hyperparams/b2': bfloat16\[\]"):
+        mpx.check_chain(tx)
+    assert tx.init(jnp.ones(2, jnp.bfloat16)).hyperparams["b2"] == 1
+    mpx.check_chain(in_f32)
+
+
 # ---- in front of loss scaling ---------------------------------------------------------------------------------------
 
 RULE = mpx.master_weights(optax.adam(1e-3))
 LINEAR_IN_FRONT = {
     "a factor": optax.scale(0.5),
     "a schedule": optax.scale_by_schedule(optax.cosine_decay_schedule(1.0, 10)),
-    "a factor in the state": optax.inject_hyperparams(optax.scale)(step_size=0.5),
+    "a factor in the state": optax.inject_hyperparams(optax.scale, hyperparam_dtype=jnp.float32)(step_size=0.5),
     "centred gradients": optax.centralize(),
     "a mask": optax.freeze({"bias": False, "kernel": True}),
     "a norm that is noted": optax.snapshot("norm", optax.tree.norm),
@@ -127,7 +137,7 @@ LINEAR_IN_FRONT = {
 NOT_LINEAR_IN_FRONT = {
     "clip": optax.clip(1.0),
     "global norm": optax.clip_by_global_norm(1.0),
-    "a norm in the state": optax.inject_hyperparams(optax.clip_by_global_norm)(max_norm=1.0),
+    "a norm in the state": optax.inject_hyperparams(optax.clip_by_global_norm, hyperparam_dtype=jnp.float32)(1.0),
     "decay": optax.add_decayed_weights(1e-4),
     "hidden NaNs": optax.zero_nans(),
     "squares": optax.stateless(lambda updates, params: jax.tree.map(lambda g: g * g, updates)),
