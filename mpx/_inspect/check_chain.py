@@ -56,12 +56,18 @@ def check_chain(tx: optax.GradientTransformation, params: Any = None, **extra_ar
 changes it after that (2 of 2 such leaves). Put what changes updates inside of `kahan_summation`, or in front of it.
     """
     tx = _errors.as_transformation(tx, "check_chain")
-    if params is None:
+    is_given = params is not None
+    if not is_given:
         shapes = {"bias": (8,), "kernel": (8, 8)}
         params = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
     trained = params.fast if isinstance(params, optax.LookaheadParams) else params
     grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, np.float32) if _trees.is_floating(p) else p, trained)
-    state = jax.eval_shape(tx.init, params)
+    try:
+        state = jax.eval_shape(tx.init, params)
+    except Exception as error:
+        if not is_given:
+            error.add_note("`check_chain` was not given `params`, and took {'bias', 'kernel'}. Give it the parameters.")
+        raise
     program, (updates, _) = jax.make_jaxpr(
         lambda grads, state, params, extra: tx.update(grads, state, params, **extra), return_shape=True
     )(grads, state, params, extra_args)
