@@ -128,7 +128,7 @@ def test_a_chain_for_other_parameters_than_those_it_takes_by_itself_is_told_to_g
     tx = optax.masked(mpx.master_weights(optax.adam(1e-3)), {"w": True, "frozen": False})
     with pytest.raises(ValueError) as caught:
         mpx.check_chain(tx)
-    assert "`check_chain` was not given `params`" in caught.value.__notes__[0]
+    assert "`check_chain` was not given `params`" in caught.value.__notes__[-1]
     mpx.check_chain(tx, params)
 
 
