@@ -44,8 +44,9 @@ def check_chain(tx: optax.GradientTransformation, params: Any = None, **extra_ar
     Raises:
         TypeError: if `tx` is not a transformation.
         ValueError: if updates are changed after one of the three; if something in front of `loss_scaling` is not linear
-            in the gradients, unless the scale is always 1; if a rule outside of `master_weights` keeps its state in 16
-            bits; if an average of weights is not the last element of its chain, or averages rounded parameters.
+            in the gradients, or some gradients do not go through it, unless the scale is always 1; if a rule outside of
+            `master_weights` keeps its state in 16 bits; if an average of weights is not the last element of its chain,
+            or averages rounded parameters.
 
     Example:
         >>> check_chain(optax.chain(optax.clip(1.0), master_weights(optax.adam(1e-3))))
@@ -73,7 +74,11 @@ changes it after that (2 of 2 such leaves). Put what changes updates inside of `
     )(grads, state, params, extra_args)
     results, received = _followed(program, len(jax.tree.leaves(grads)))
     _require_linear_gradients(received)
-    _require_final_updates(dict(zip(_trees.leaves_by_path(updates), results, strict=False)))
+    leaves = _trees.leaves_by_path(updates)
+    histories = dict(zip(leaves, results, strict=False))
+    if received:
+        _require_unscaled_gradients({path: histories[path] for path in leaves if _trees.is_floating(leaves[path])})
+    _require_final_updates(histories)
     _require_wide_state_before_masters(state)
     _require_averages_of_masters(state)
     _require_averages_at_the_end(state)
@@ -194,6 +199,18 @@ def _require_linear_gradients(received: Sequence[_Value]) -> None:
             f"`check_chain`: gradients reach `loss_scaling` scaled, but `{by}` in front of it is not linear in them: "
             "clipping there sees scaled gradients, and a mean over steps never loses a NaN. Put it inside: "
             "`loss_scaling(optax.chain(...))`, `loss_scaling(optax.MultiSteps(...))`."
+        )
+
+
+def _require_unscaled_gradients(updates: dict[_trees.Path, _Value]) -> None:
+    """Raise if a gradient becomes an update with the loss scale in it."""
+    # `optax.apply_if_finite` may stand around: whether a gradient is finite does not depend on the scale.
+    scaled = [path for path, value in updates.items() if value.origin == _GRADIENT and value.changed_by != "is_finite"]
+    if scaled:
+        raise ValueError(
+            f"`check_chain`: the gradient of {_trees.path_string(scaled[0])!r} reaches its update past `loss_scaling`, "
+            f"with the loss scale in it ({len(scaled)} of {len(updates)} leaves). Put `loss_scaling` around "
+            "everything: `loss_scaling(optax.partition(...))`."
         )
 
 

@@ -171,6 +171,20 @@ def test_what_is_not_linear_in_front_of_a_scale_is_caught(change):
     mpx.check_chain(mpx.loss_scaling(mpx.master_weights(optax.chain(change, optax.adam(1e-3)))))
 
 
+@pytest.mark.parametrize("rule", [optax.sgd(0.1), optax.adam(0.1)], ids=["sgd", "adam"])
+def test_a_gradient_that_goes_past_the_loss_scale_is_caught(rule):
+    """`value_and_grad` scales all gradients; `sgd` would take steps 32,768 times too large, and nothing be skipped."""
+    labels, params = {"a": "scaled", "b": "other"}, {"a": jnp.ones(2), "b": jnp.ones(2)}
+    with pytest.raises(ValueError, match=r"gradient of 'b' reaches its update past `loss_scaling`.* \(1 of 2 leaves\)"):
+        mpx.check_chain(optax.partition({"scaled": mpx.loss_scaling(rule), "other": rule}, labels), params)
+    for sound in (
+        optax.partition({"scaled": mpx.loss_scaling(rule), "other": optax.set_to_zero()}, labels),
+        mpx.loss_scaling(optax.partition({"scaled": rule, "other": rule}, labels)),
+        optax.apply_if_finite(mpx.loss_scaling(rule), 3),
+    ):
+        mpx.check_chain(sound, params)
+
+
 @pytest.mark.parametrize("use_grad_mean", [True, False], ids=["mean", "sum"])
 def test_multi_steps_around_loss_scaling_are_caught(use_grad_mean):
     """One NaN stays in their mean; inside of `loss_scaling` they do not see it."""
