@@ -59,8 +59,8 @@ def data_parallel(
         of the value (the loss and auxiliary arrays, which must be floating) and of the gradients.
 
     Raises:
-        TypeError: at the call, if a parameter is not an array, or the value has an array that is not floating, which has
-            no mean.
+        TypeError: at the call, if a parameter is not an array, or the value has an array without a mean, one that is
+            not floating.
         ValueError: if the mesh has no such axis, a spec uses it, or `reduce_dtype` is no floating-point dtype.
 
     Example:

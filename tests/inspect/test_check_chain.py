@@ -126,7 +126,7 @@ def test_numbers_injected_around_masters_in_the_dtype_of_the_parameters_are_caug
 def test_a_chain_for_other_parameters_than_those_it_takes_by_itself_is_told_to_give_them():
     params = {"w": jnp.ones(2, jnp.bfloat16), "frozen": jnp.ones(2, jnp.bfloat16)}
     tx = optax.masked(mpx.master_weights(optax.adam(1e-3)), {"w": True, "frozen": False})
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match="pytree structure") as caught:
         mpx.check_chain(tx)
     assert "`check_chain` was not given `params`" in caught.value.__notes__[-1]
     mpx.check_chain(tx, params)
