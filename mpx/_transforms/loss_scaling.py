@@ -117,15 +117,15 @@ def loss_scaling(
         _errors.require_state(state, LossScalingState, "loss_scaling")
         _errors.require_state(state.scale_state, state_type, "loss_scaling")
         _errors.require_differentiable(updates, "loss_scaling")
-        if not start.is_always_one:
-            updates = jax.tree.map(lambda g: checkpoint_name(g, SCALED), updates)
+        mark = (lambda g: g) if start.is_always_one else (lambda g: checkpoint_name(g, SCALED))
+        updates = jax.tree.map(mark, updates)
         first_nonfinite = _first_nonfinite(updates, axis_name)
         finite = first_nonfinite < 0
         now = start.resume(state.loss_scale, state.scale_state)
         unscaled = lambda tree: now.unscale(jax.tree.map(at_least_float32, tree))
         grads = unscaled(updates)
         if "grad" in extra_args:  # a line search gets the gradients twice
-            extra_args["grad"] = unscaled(extra_args["grad"])
+            extra_args["grad"] = unscaled(jax.tree.map(mark, extra_args["grad"]))
         updates, inner_state = inner.update(grads, state.inner_state, params, **extra_args)
         then = now.adjust(finite)
         new_state = LossScalingState(

@@ -171,6 +171,13 @@ def test_what_is_not_linear_in_front_of_a_scale_is_caught(change):
     mpx.check_chain(mpx.loss_scaling(mpx.master_weights(optax.chain(change, optax.adam(1e-3)))))
 
 
+def with_line_search(tx):
+    """Give a line search its arguments: the gradients once more among them."""
+    arguments = lambda grads: {"value": jnp.zeros(()), "grad": grads, "value_fn": optax.tree.norm}
+    update = lambda updates, state, params=None: tx.update(updates, state, params, **arguments(updates))
+    return optax.GradientTransformation(tx.init, update)
+
+
 @pytest.mark.parametrize("rule", [optax.sgd(0.1), optax.adam(0.1)], ids=["sgd", "adam"])
 def test_a_gradient_that_goes_past_the_loss_scale_is_caught(rule):
     """`value_and_grad` scales all gradients; `sgd` would take steps 32,768 times too large, and nothing be skipped."""
@@ -181,6 +188,7 @@ def test_a_gradient_that_goes_past_the_loss_scale_is_caught(rule):
         optax.partition({"scaled": mpx.loss_scaling(rule), "other": optax.set_to_zero()}, labels),
         mpx.loss_scaling(optax.partition({"scaled": rule, "other": rule}, labels)),
         optax.apply_if_finite(mpx.loss_scaling(rule), 3),
+        with_line_search(mpx.loss_scaling(optax.scale_by_backtracking_linesearch(2))),
     ):
         mpx.check_chain(sound, params)
 
