@@ -1,5 +1,6 @@
 """Losses and gradients under a loss scale."""
 
+import collections
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -241,9 +242,11 @@ def _narrowed_without_loss(grads: Any, args: tuple[Any, ...], argnums: Any, roun
     starts = np.cumsum([0, *map(len, leaves_of)])
 
     def narrowed(position: int, of_argument: Any) -> Any:
-        # By names: the gradients of a Flax NNX model are a state, which has other key paths than the model.
+        # By names: the gradients of a Flax NNX model are a state, which has other key paths than the model. Two leaves
+        # of one name, such as of {"a/b": x, "a": {"b": y}}, stay wide.
         names = _trees.path_names(args[position]).values()
-        dtypes = dict(zip(names, rounded_to[starts[position] :], strict=False))
+        pairs, leaves = zip(names, rounded_to[starts[position] :], strict=False), collections.Counter(names)
+        dtypes = {name: dtype for name, dtype in pairs if leaves[name] == 1}
         found = _trees.path_names(of_argument)
         return jax.tree.map_with_path(
             lambda path, g: g if dtypes.get(found[path]) is None else g.astype(dtypes[found[path]]), of_argument

@@ -164,7 +164,8 @@ def _checked(values: Any, steps: Any, name: str) -> tuple[np.ndarray, np.ndarray
     return at, np.where(np.isfinite(values), values, np.nan)
 
 
-_COLORS = (BLUE, VERMILLION, GREEN, PURPLE)
+# What stands in the same place of two bars, such as low bits and a compensation, differs in color, as neighbors do.
+_COLORS = (BLUE, VERMILLION, GREEN, PURPLE) * 2 + (VERMILLION, GREEN, PURPLE, BLUE)
 # No two kinds share a hatch, so that they can be told apart in grey.
 _HATCHES = ("", "///", "...", "xxx", "---", "\\\\\\", "++", "oo", "--", "OO", "**", "+x")
 _VISIBLE = 0.002  # of the longest bar
@@ -193,7 +194,7 @@ def memory(plans: PlanComparison | Mapping[str, MemoryPlan], *, axes: Axes | Non
     with _canvas(axes, 2.2 + 0.3 * len(by_name)) as axes:
         for i, (kind, row) in enumerate(widths.items()):
             if row.any():
-                look = {"color": _COLORS[i % 4], "edgecolor": "white", "hatch": _HATCHES[i], "linewidth": 0}
+                look = {"color": _COLORS[i], "edgecolor": "white", "hatch": _HATCHES[i], "linewidth": 0}
                 label = kind if row.max() >= _VISIBLE * np.max(totals) else "_"
                 bars = axes.barh(range(len(row)), row, 0.65, left, label=label, **look)
                 left = left + row

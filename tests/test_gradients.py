@@ -168,6 +168,14 @@ def test_gradients_that_are_sums_in_float32_stay_in_it_under_lossless():
     assert {g.dtype for g in jax.tree.leaves(grads)} == {F32}
 
 
+def test_two_weights_of_one_name_keep_their_gradients_wide_under_lossless():
+    """The sum of the second one's gradient is float32, whatever the first one's product is."""
+    loss = mpx.autocast(lambda params, x: ((x @ params["a/b"]) * params["a"]["b"][None]).sum(), "bf16")
+    params = {"a/b": jnp.ones((4, 3), F32), "a": {"b": jnp.ones(3, F32)}}
+    grads = mpx.grad(loss, grad_dtype="lossless")(params, jnp.ones((2, 4), F32))
+    assert {g.dtype for g in jax.tree.leaves(grads)} == {F32}
+
+
 def test_lossless_gradients_of_several_arguments_and_of_models_go_by_the_names_of_their_weights():
     fun = mpx.autocast(lambda a, x, b: ((x @ a) * b[None]).sum(), "bf16")
     given = jnp.ones((4, 3), F32), jnp.ones((2, 4), F32), jnp.ones(3, F32)

@@ -75,7 +75,7 @@ class Autocast:
         def program(*arrays):
             viewed = list(leaves)
             for i, array in zip(positions, arrays, strict=True):
-                viewed[i] = array.astype(jnp.float32) if _trees.is_narrower(array, np.dtype(np.float32)) else array
+                viewed[i] = array.astype(jnp.float32) if _trees.is_narrower(array) else array
             copied_args, copied_kwargs = in_place.copy_with((args, kwargs), viewed)
             objects = in_place.objects_of((copied_args, copied_kwargs))
             out, out_treedef = jax.tree.flatten(self.fun(*copied_args, **copied_kwargs))

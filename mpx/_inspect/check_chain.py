@@ -44,8 +44,9 @@ def check_chain(tx: optax.GradientTransformation, params: Any = None, **extra_ar
     Raises:
         TypeError: if `tx` is not a transformation.
         ValueError: if updates are changed after one of the three; if something in front of `loss_scaling` is not linear
-            in the gradients, unless the scale is always 1; if a rule outside of `master_weights` keeps its state in 16
-            bits; if an average of weights is not the last element of its chain, or averages rounded parameters.
+            in the gradients, or some gradients do not go through it, unless the scale is always 1; if a rule outside of
+            `master_weights` keeps its state in 16 bits; if an average of weights is not the last element of its chain,
+            or averages rounded parameters.
 
     Example:
         >>> check_chain(optax.chain(optax.clip(1.0), master_weights(optax.adam(1e-3))))
@@ -56,18 +57,28 @@ def check_chain(tx: optax.GradientTransformation, params: Any = None, **extra_ar
 changes it after that (2 of 2 such leaves). Put what changes updates inside of `kahan_summation`, or in front of it.
     """
     tx = _errors.as_transformation(tx, "check_chain")
-    if params is None:
+    is_given = params is not None
+    if not is_given:
         shapes = {"bias": (8,), "kernel": (8, 8)}
         params = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
     trained = params.fast if isinstance(params, optax.LookaheadParams) else params
     grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, np.float32) if _trees.is_floating(p) else p, trained)
-    state = jax.eval_shape(tx.init, params)
+    try:
+        state = jax.eval_shape(tx.init, params)
+    except Exception as error:
+        if not is_given:
+            error.add_note("`check_chain` was not given `params`, and took {'bias', 'kernel'}. Give it the parameters.")
+        raise
     program, (updates, _) = jax.make_jaxpr(
         lambda grads, state, params, extra: tx.update(grads, state, params, **extra), return_shape=True
     )(grads, state, params, extra_args)
     results, received = _followed(program, len(jax.tree.leaves(grads)))
     _require_linear_gradients(received)
-    _require_final_updates(dict(zip(_trees.leaves_by_path(updates), results, strict=False)))
+    leaves = _trees.leaves_by_path(updates)
+    histories = dict(zip(leaves, results, strict=False))
+    if received:
+        _require_unscaled_gradients({path: histories[path] for path in leaves if _trees.is_floating(leaves[path])})
+    _require_final_updates(histories)
     _require_wide_state_before_masters(state)
     _require_averages_of_masters(state)
     _require_averages_at_the_end(state)
@@ -191,6 +202,18 @@ def _require_linear_gradients(received: Sequence[_Value]) -> None:
         )
 
 
+def _require_unscaled_gradients(updates: dict[_trees.Path, _Value]) -> None:
+    """Raise if a gradient becomes an update with the loss scale in it."""
+    # `optax.apply_if_finite` may stand around: whether a gradient is finite does not depend on the scale.
+    scaled = [path for path, value in updates.items() if value.origin == _GRADIENT and value.changed_by != "is_finite"]
+    if scaled:
+        raise ValueError(
+            f"`check_chain`: the gradient of {_trees.path_string(scaled[0])!r} reaches its update past `loss_scaling`, "
+            f"with the loss scale in it ({len(scaled)} of {len(updates)} leaves). Put `loss_scaling` around "
+            "everything: `loss_scaling(optax.partition(...))`."
+        )
+
+
 def _require_final_updates(updates: dict[_trees.Path, _Value]) -> None:
     """Raise if an update is changed after a transformation has chosen where it lands."""
     final = {path: value for path, value in updates.items() if value.origin not in ("", _GRADIENT)}
@@ -210,11 +233,14 @@ def _require_final_updates(updates: dict[_trees.Path, _Value]) -> None:
 def _require_wide_state_before_masters(state: Any) -> None:
     """Raise if a rule keeps 16-bit state outside of masters, which give their own rule float32."""
     leaves = leaves_of(state)
-    is_narrow = lambda leaf: not leaf.wrapped and _trees.is_narrower(leaf.leaf) and leaf.leaf.ndim
+    is_narrow = lambda leaf: not leaf.wrapped and _trees.is_narrower(leaf.leaf)
     narrow = {leaf.path: _trees.dtype_and_shape(leaf.leaf) for leaf in leaves if is_narrow(leaf)}
     if narrow and any(leaf.role == "master" for leaf in leaves):
         what = "`check_chain`: a rule outside of `master_weights` keeps its state in 16 bits"
-        remedy = "Masters belong around the whole chain: `master_weights(optax.chain(...))`."
+        remedy = (
+            "Masters belong around the whole chain: `master_weights(optax.chain(...))`. `optax.inject_hyperparams` may "
+            "stand around them with `hyperparam_dtype=jnp.float32`: without it, 0.999 becomes 1."
+        )
         raise _errors.leaves_error(ValueError, what, narrow, remedy)
 
 

@@ -88,9 +88,10 @@ def convert_state(
     policy = policy_of(new_tx) if policy is None else as_policy(policy, "convert_state")
     params = _as_arrays(params)
     opt_state = _state_of(tx, params, _as_arrays(opt_state))
-    shapes = _trees.shapes_of(params)
-    wanted = shapes if policy is None else policy.cast_to_param(shapes)
-    template = jax.eval_shape(new_tx.init, wanted)
+    shapes, cast = _trees.shapes_of(params), (lambda tree: tree) if policy is None else policy.cast_to_param
+    wanted = cast(shapes)
+    # Of arrays, not of shapes: on explicit axes their types say how they are sharded, and so which blocks fit.
+    template = jax.eval_shape(lambda params: new_tx.init(cast(params)), params)
     old, new = leaves_of(opt_state), leaves_of(template)
     _require_same_rule(old, new)
     best = _trees.leaves_by_path(master_params(params, opt_state))

@@ -57,7 +57,8 @@ def data_parallel(
         of the value (the loss and auxiliary arrays, which must be floating) and of the gradients.
 
     Raises:
-        TypeError: at the call, if the value has an array that is not floating, which has no mean.
+        TypeError: at the call, if a parameter is not an array, or the value has an array without a mean, one that is
+            not floating.
         ValueError: if the mesh has no such axis, a spec uses it, or `reduce_dtype` is no floating-point dtype.
 
     Example:
@@ -74,6 +75,7 @@ def data_parallel(
 
     @functools.wraps(fun)
     def spread(params, *batches):
+        _require_arrays(params)
         specs = parameter_specs(params, param_specs, mesh, axis, "data_parallel")
         axes = shard_axes(params, specs, mesh, axis) if scatter else jax.tree.map(lambda _: REPLICATED, params)
         along = lambda p, spec: sharded_spec(jnp.shape(p), spec, mesh, axis)
@@ -96,7 +98,7 @@ def data_parallel(
         mean = functools.partial(reduce_scatter_mean, axis=axis, reduce_dtype=dtype)
         # Over all axes of the mesh, or gradients that are sharded along another axis would be gathered along it.
         reduced = jax.shard_map(
-            lambda grads: jax.tree.map(lambda g, along: mean(g[0], along), grads, axes),
+            lambda grads: jax.tree.map(lambda along, g: None if g is None else mean(g[0], along), axes, grads),
             mesh=mesh,
             in_specs=(jax.tree.map(lambda _, spec: PartitionSpec(axis, *spec), params, specs),),
             out_specs=of_grads,
@@ -106,6 +108,17 @@ def data_parallel(
         return value, reduced(grads)
 
     return spread
+
+
+def _require_arrays(params: Any) -> None:
+    """Raise if a model has leaves that are not arrays: devices get arrays only."""
+    leaves = _trees.leaves_by_path(params)
+    is_number = lambda leaf: _trees.is_array(leaf) or isinstance(leaf, (bool, int, float, complex))
+    wrong = {path: _trees.dtype_and_shape(leaf) for path, leaf in leaves.items() if not is_number(leaf)}
+    if wrong:
+        what = "`data_parallel`: the parameters have leaves that are not arrays"
+        remedy = "Pass the arrays alone, as of `eqx.partition(model, eqx.is_array)`, and put them together in `fun`."
+        raise _errors.leaves_error(TypeError, what, wrong, remedy, params)
 
 
 def _mean_value(path: _trees.Path, x: Any, axis: str) -> jax.Array:

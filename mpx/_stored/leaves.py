@@ -79,8 +79,7 @@ def _child(here: StateLeaf, key: _trees.Path, child: Any) -> StateLeaf:
     """Return what is known of a child of a node."""
     node, path, name = here.leaf, here.path + key, jax.tree_util.keystr(key, simple=True)
     if here.field:  # below a field, which decides the role
-        is_nameless = type(node) is tuple or _trees.is_box(node)
-        place = here.place if is_nameless else (*here.place, _named(node, name))
+        place = here.place if _trees.is_box(node) else (*here.place, _named(node, name))
         return here._replace(leaf=child, path=path, below=here.below + key, place=place)
     declared = type(node) in ROLES
     wrapped = here.wrapped or declared

@@ -30,7 +30,13 @@ def run_in_float32(inner: Any, dtype: np.dtype, caller: str) -> optax.GradientTr
     def update_fn(updates, state, params=None, **extra_args):
         _errors.require_differentiable(updates, caller)
         updates, params, extra_args = upcast_tree((updates, params, extra_args), dtype)
-        updates, new_state = inner.update(updates, state, params, **extra_args)
+        if any(_trees.is_narrower(leaf, dtype) for leaf in jax.tree.leaves(state)):
+            _require_state_of(inner, state, params, caller)
+        try:
+            updates, new_state = inner.update(updates, state, params, **extra_args)
+        except Exception:
+            _require_state_of(inner, state, params, caller)
+            raise
         return upcast_tree(updates, dtype), keep_types(state, new_state)
 
     return _errors.checked(optax.GradientTransformationExtraArgs(init_fn, update_fn), caller)
@@ -46,6 +52,18 @@ def require_no_rounding_inside(state: Any, params: Any, dtype: np.dtype, caller:
             "does nothing. Put it after or around: `optax.chain(upcast(rule), kahan_summation())`, "
             "`master_weights(rule)`."
         )
+
+
+def _require_state_of(inner: Any, state: Any, params: Any, caller: str) -> None:
+    """Raise if a state has other leaves or dtypes than the rule makes for these parameters."""
+    if params is None:
+        return
+    made, got = (_trees.leaves_by_path(tree) for tree in (jax.eval_shape(inner.init, params), state))
+    wrong = _errors.mismatches(made, got, lambda x, y: x.dtype == getattr(y, "dtype", x.dtype), "`init` makes")
+    if wrong:
+        what = f"`{caller}`: the state is not one that its `init` makes for these parameters"
+        remedy = "If it is the state of another recipe, `convert_state` makes one of this recipe."
+        raise _errors.leaves_error(ValueError, what, wrong, remedy)
 
 
 def upcast_tree(tree: T, dtype: np.dtype) -> T:

@@ -95,5 +95,6 @@ def _step(p: jax.Array, compensation: Any, update: jax.Array) -> tuple[jax.Array
     update = landing_update(p, new, "kahan_summation")
     # The same number as `new`; the compensation of bfloat16 must follow from the stored parameter, see `applied_value`.
     landed = applied_value(p, update) if p.dtype == jnp.bfloat16 else new
-    rest = round_saturating(y - (landed - wide), compensation.dtype)
+    moved = jnp.where(landed == wide, np.float32(0), landed - wide)  # an infinite parameter stays: inf - inf is NaN
+    rest = round_saturating(y - moved, compensation.dtype)
     return update, rest.astype(compensation.dtype)

@@ -59,10 +59,11 @@ def loss_scaling(
     """Run a rule on the gradients of a scaled loss, and skip the steps whose gradients are not finite.
 
     It takes gradients of the loss times `state.loss_scale` (see `mpx.value_and_grad`), and divides them by the scale in
-    float32. The scale is a power of two, so this is exact: clipping and every other rule inside see true gradients. If
-    a gradient is infinite or NaN, the step changes only the scale, the counters and the position of that gradient.
-    Parameters, inner state, schedules, step counts and keys keep their bits, and the update is -0.0. Everything runs on
-    the device. A training run that only skips goes on in silence; `check_health` raises for it.
+    float32. The scale is a power of two, so this is exact: clipping and every other rule inside see true gradients. So
+    do line searches, whose extra argument `grad` is divided too. If a gradient is infinite or NaN, the step changes
+    only the scale, the counters and the position of that gradient. Parameters, inner state, schedules, step counts and
+    keys keep their bits, and the update is -0.0. Everything runs on the device. A training run that only skips goes on
+    in silence; `check_health` raises for it.
 
     Clipping and whatever else is not linear belongs inside: in front of this it would see scaled gradients. So does
     `optax.MultiSteps`: around this, its mean never loses a NaN. `inner` sees the parameters in their own dtype: put
@@ -116,12 +117,15 @@ def loss_scaling(
         _errors.require_state(state, LossScalingState, "loss_scaling")
         _errors.require_state(state.scale_state, state_type, "loss_scaling")
         _errors.require_differentiable(updates, "loss_scaling")
-        if not start.is_always_one:
-            updates = jax.tree.map(lambda g: checkpoint_name(g, SCALED), updates)
+        mark = (lambda g: g) if start.is_always_one else (lambda g: checkpoint_name(g, SCALED))
+        updates = jax.tree.map(mark, updates)
         first_nonfinite = _first_nonfinite(updates, axis_name)
         finite = first_nonfinite < 0
         now = start.resume(state.loss_scale, state.scale_state)
-        grads = now.unscale(jax.tree.map(_trees.at_least_float32, updates))
+        unscaled = lambda tree: now.unscale(jax.tree.map(_trees.at_least_float32, tree))
+        grads = unscaled(updates)
+        if "grad" in extra_args:  # a line search gets the gradients twice
+            extra_args["grad"] = unscaled(jax.tree.map(mark, extra_args["grad"]))
         updates, inner_state = inner.update(grads, state.inner_state, params, **extra_args)
         then = now.adjust(finite)
         new_state = LossScalingState(

@@ -98,4 +98,5 @@ def _averaged(p: jax.Array, ema: jax.Array, update: jax.Array, step: jax.Array) 
     """Return the average after `optax.apply_updates`."""
     narrow = _trees.is_narrower(p)
     new = applied_value(p, update.astype(np.float32)) if narrow else (p + update.astype(p.dtype)).astype(ema.dtype)
-    return jnp.where(step == 1, new, ema + step.astype(ema.dtype) * (new - ema))
+    is_new = (step == 1) | (new == ema)  # an infinite weight stays: inf - inf is NaN
+    return jnp.where(is_new, new, ema + step.astype(ema.dtype) * (new - ema))

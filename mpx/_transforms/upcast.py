@@ -30,7 +30,7 @@ def upcast(
         TypeError: if `inner` is not a transformation; at `update`, if a gradient is not floating or complex.
         ValueError: if `dtype` is neither float32 nor float64; at `init`, if `master_weights`, `kahan_summation` or
             `stochastic_rounding` stands inside; at `update`, if gradients do not match the parameters in structure or
-            shape.
+            shape, or the state is not one that `init` makes.
 
     Example:
         >>> params = {"w": jnp.ones(4, jnp.bfloat16)}

@@ -113,13 +113,32 @@ def test_a_harmful_order_does_put_weights_out_of_step():
     assert (params != state[0].master.astype(jnp.bfloat16)).mean() > 0.9
 
 
+def test_numbers_injected_around_masters_in_the_dtype_of_the_parameters_are_caught():
+    """Optax rounds them to bfloat16, where a decay of 0.999 is 1; `hyperparam_dtype` keeps them in float32."""
+    rule = lambda b2: mpx.master_weights(optax.adam(1e-3, b2=b2))
+    tx, in_f32 = (optax.inject_hyperparams(rule, hyperparam_dtype=dtype)(b2=0.999) for dtype in (None, jnp.float32))
+    with pytest.raises(ValueError, match=r"0\.999 becomes 1\.\n  'hyperparams/b2': bfloat16\[\]"):
+        mpx.check_chain(tx)
+    assert tx.init(jnp.ones(2, jnp.bfloat16)).hyperparams["b2"] == 1
+    mpx.check_chain(in_f32)
+
+
+def test_a_chain_for_other_parameters_than_those_it_takes_by_itself_is_told_to_give_them():
+    params = {"w": jnp.ones(2, jnp.bfloat16), "frozen": jnp.ones(2, jnp.bfloat16)}
+    tx = optax.masked(mpx.master_weights(optax.adam(1e-3)), {"w": True, "frozen": False})
+    with pytest.raises(ValueError, match="pytree structure") as caught:
+        mpx.check_chain(tx)
+    assert "`check_chain` was not given `params`" in caught.value.__notes__[-1]
+    mpx.check_chain(tx, params)
+
+
 # ---- in front of loss scaling ---------------------------------------------------------------------------------------
 
 RULE = mpx.master_weights(optax.adam(1e-3))
 LINEAR_IN_FRONT = {
     "a factor": optax.scale(0.5),
     "a schedule": optax.scale_by_schedule(optax.cosine_decay_schedule(1.0, 10)),
-    "a factor in the state": optax.inject_hyperparams(optax.scale)(step_size=0.5),
+    "a factor in the state": optax.inject_hyperparams(optax.scale, hyperparam_dtype=jnp.float32)(step_size=0.5),
     "centred gradients": optax.centralize(),
     "a mask": optax.freeze({"bias": False, "kernel": True}),
     "a norm that is noted": optax.snapshot("norm", optax.tree.norm),
@@ -127,7 +146,7 @@ LINEAR_IN_FRONT = {
 NOT_LINEAR_IN_FRONT = {
     "clip": optax.clip(1.0),
     "global norm": optax.clip_by_global_norm(1.0),
-    "a norm in the state": optax.inject_hyperparams(optax.clip_by_global_norm)(max_norm=1.0),
+    "a norm in the state": optax.inject_hyperparams(optax.clip_by_global_norm, hyperparam_dtype=jnp.float32)(1.0),
     "decay": optax.add_decayed_weights(1e-4),
     "hidden NaNs": optax.zero_nans(),
     "squares": optax.stateless(lambda updates, params: jax.tree.map(lambda g: g * g, updates)),
@@ -150,6 +169,28 @@ def test_what_is_not_linear_in_front_of_a_scale_is_caught(change):
             mpx.check_chain(optax.chain(change, mpx.loss_scaling(RULE, loss_scale)))
     mpx.check_chain(optax.chain(change, mpx.loss_scaling(RULE, mpx.NoOpLossScale())))
     mpx.check_chain(mpx.loss_scaling(mpx.master_weights(optax.chain(change, optax.adam(1e-3)))))
+
+
+def with_line_search(tx):
+    """Give a line search its arguments: the gradients once more among them."""
+    arguments = lambda grads: {"value": jnp.zeros(()), "grad": grads, "value_fn": optax.tree.norm}
+    update = lambda updates, state, params=None: tx.update(updates, state, params, **arguments(updates))
+    return optax.GradientTransformation(tx.init, update)
+
+
+@pytest.mark.parametrize("rule", [optax.sgd(0.1), optax.adam(0.1)], ids=["sgd", "adam"])
+def test_a_gradient_that_goes_past_the_loss_scale_is_caught(rule):
+    """`value_and_grad` scales all gradients; `sgd` would take steps 32,768 times too large, and nothing be skipped."""
+    labels, params = {"a": "scaled", "b": "other"}, {"a": jnp.ones(2), "b": jnp.ones(2)}
+    with pytest.raises(ValueError, match=r"gradient of 'b' reaches its update past `loss_scaling`.* \(1 of 2 leaves\)"):
+        mpx.check_chain(optax.partition({"scaled": mpx.loss_scaling(rule), "other": rule}, labels), params)
+    for sound in (
+        optax.partition({"scaled": mpx.loss_scaling(rule), "other": optax.set_to_zero()}, labels),
+        mpx.loss_scaling(optax.partition({"scaled": rule, "other": rule}, labels)),
+        optax.apply_if_finite(mpx.loss_scaling(rule), 3),
+        with_line_search(mpx.loss_scaling(optax.scale_by_backtracking_linesearch(2))),
+    ):
+        mpx.check_chain(sound, params)
 
 
 @pytest.mark.parametrize("use_grad_mean", [True, False], ids=["mean", "sum"])

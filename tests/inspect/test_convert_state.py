@@ -322,6 +322,14 @@ def test_the_average_of_one_of_two_parameters_in_a_tuple_stays_its_own():
     assert_same_bits(mpx.averaged_params(new_state), params)
 
 
+def test_moments_under_another_mask_do_not_become_those_of_other_parameters_in_a_tuple():
+    """Both masks leave two arrays of one shape; paired in their order, the second would get the first one's moment."""
+    params = (jnp.ones(3), jnp.ones(3), jnp.ones(3))
+    tx, new_tx = (optax.masked(RULE, mask) for mask in [(True, True, False), (False, True, True)])
+    with pytest.raises(ValueError, match=r"rules in `tx` and `new_tx` differ(?s:.*)mu/0'(?s:.*)mu/1'"):
+        mpx.convert_state(params, tx.init(params), tx, new_tx)
+
+
 def test_an_average_that_ends_is_told():
     params, state = trained_with(averaged(), BF16)
     with pytest.warns(UserWarning, match=r"`new_tx` keeps no average of the weights.* `averaged_params\(opt_state\)`"):

@@ -109,6 +109,19 @@ def test_blocks_lie_within_shards(name):
     assert kept.scales.sharding.spec == kept.codes.sharding.spec == columns
 
 
+def test_a_converted_state_has_the_blocks_that_init_gives_it_and_keeps_the_codes_it_had():
+    """Shards are 64 columns wide: blocks of 256 would reach over devices, and be coded anew."""
+    rule = optax.sgd(1e-2, momentum=0.9)
+    tx = mpx.low_precision_state(rule, {"trace": mpx.Blockwise8bit()}, min_size=0)
+    with jax.set_mesh(mesh_of(AxisType.Explicit)):
+        w = jax.device_put(jnp.sin(jnp.arange(8 * 512, dtype=jnp.float32)).reshape(8, 512), P(None, "data"))
+        _, state = jax.jit(tx.update)(w, tx.init(w), w)
+        _, same = mpx.convert_state(w, state, tx, tx)
+        assert_same_bits(same, state)
+        _, coded = mpx.convert_state(w, rule.init(w), rule, tx)
+        assert jax.tree.structure(coded) == jax.tree.structure(tx.init(w))
+
+
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=str)
 @pytest.mark.parametrize("format", [mpx.Blockwise8bit(), "e4m3"], ids=str)
 def test_zero1_divides_8_bit_states_of_parameters_that_are_sharded_along_their_columns(kind, format):

@@ -3,6 +3,7 @@
 import functools
 import re
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -299,6 +300,18 @@ def test_gradients_of_another_tree_and_values_without_a_mean_are_refused():
     ]:
         with pytest.raises(error, match=message):
             jax.jit(mpx.data_parallel(fun, eight_cpu_devices()))({"w": jnp.ones(8, jnp.float32)}, jnp.ones(8))
+
+
+def test_parameters_without_gradients_have_none_and_what_is_not_an_array_is_refused_by_name():
+    """As Equinox differentiates a model with integers in it; its functions stay outside."""
+    vg = mpx.value_and_grad(lambda p, x: jnp.mean(x * p["w"][None]), transform=eqx.filter_value_and_grad)
+    fun = mpx.data_parallel(vg, eight_cpu_devices(), scatter=True)
+    params, x = {"w": jnp.ones(8, jnp.float32), "ids": jnp.arange(3)}, jnp.ones((16, 8), jnp.float32)
+    _, grads = jax.jit(fun)(params, x)
+    assert grads["ids"] is None
+    assert grads["w"].tolist() == [0.125] * 8
+    with pytest.raises(TypeError, match=r"leaves that are not arrays(?s:.*)'act': function"):
+        fun(params | {"act": lambda x: x}, x)
 
 
 def test_nan_on_one_device_skips_the_step_on_all():

@@ -70,6 +70,13 @@ def test_a_compensation_beyond_the_range_of_its_dtype_does_not_become_infinite()
     assert mpx.all_finite(add_repeatedly(mpx.kahan_summation(jnp.float16), start, update, 20))
 
 
+@pytest.mark.parametrize("dtype", NARROW)
+def test_an_infinite_parameter_stays_infinite(dtype):
+    """A mask of attention, say, of which no gradient arrives: in float32 it stays."""
+    params, _ = add_repeatedly(mpx.kahan_summation(), jnp.array([-jnp.inf, jnp.inf], dtype), jnp.zeros(2), 3)
+    assert params.tolist() == [-np.inf, np.inf]
+
+
 def test_numbers_below_the_smallest_normal_one_keep_their_roundings():
     """Integer roundings see the subnormals of float16; 2**-20 is one."""
     params = jnp.full((), 2.0**-20, jnp.float16)

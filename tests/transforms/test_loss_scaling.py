@@ -338,6 +338,22 @@ def test_gradients_are_unscaled_by_the_scale_of_their_own_step_when_it_grows():
     assert float(state.loss_scale) == 2.0**11
 
 
+def test_a_line_search_inside_sees_true_gradients():
+    """With a slope 2**15 times too large it would take tiny steps, and say nothing."""
+    loss = lambda w: jnp.sum(jnp.arange(1.0, 5) * (w - 3) ** 2)
+
+    def three_steps(tx):
+        w, state = jnp.zeros(4), tx.init(jnp.zeros(4))
+        for _ in range(3):
+            value, grad = mpx.value_and_grad(loss, mpx.get_loss_scale(state))(w)
+            updates, state = tx.update(grad, state, w, value=value, grad=grad, value_fn=loss)
+            w = optax.apply_updates(w, updates)
+        return w
+
+    search = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(15))
+    assert_same_bits(three_steps(mpx.loss_scaling(search)), three_steps(search))
+
+
 @pytest.mark.parametrize("kind", [mpx.StaticLossScale, mpx.DynamicLossScale])
 def test_donating_the_state_does_not_delete_the_scale_that_was_given(kind):
     scale = jnp.float32(2.0**10)

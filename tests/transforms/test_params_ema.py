@@ -81,6 +81,14 @@ def test_updates_pass_through_and_leaves_that_are_not_floating_are_not_averaged(
     assert_same_bits(mpx.averaged_params(state)["w"], jnp.full(3, 1.5))
 
 
+def test_the_average_of_an_infinite_weight_is_infinite():
+    params, tx = jnp.array([-jnp.inf, 1.0]), mpx.params_ema(0.9)
+    state = tx.init(params)
+    for _ in range(3):
+        _, state = tx.update(jnp.zeros(2), state, params)
+    assert_same_bits(mpx.averaged_params(state), params)
+
+
 def test_float64_parameters_have_a_float64_average():
     with jax.enable_x64(True):
         tx, params = mpx.params_ema(0.5), jnp.full(2, 1 + 2.0**-40)

@@ -134,3 +134,11 @@ def test_the_state_of_a_rule_that_keeps_its_parameters_or_an_array_twice_can_be_
     state = mpx.upcast(optax.GradientTransformation(keep, lambda u, s, p=None: (u, s))).init(params)
     jax.jit(lambda p, s: (p + 1, jax.tree.map(lambda x: x + 1, s)), donate_argnums=(0, 1))(params, state)
     assert strong(state)
+
+
+@pytest.mark.parametrize(("rule", "leaf"), [(optax.adam(1e-3), "'0/mu': bfloat16"), (optax.sgd(0.1, 0.9), "'0/count'")])
+def test_a_state_that_a_bare_rule_or_another_one_made_is_refused_by_its_leaves(rule, leaf):
+    """Of the first, Optax's own 16-bit moments, each update would be rounded to 16 bits."""
+    params = jnp.ones(2, jnp.bfloat16)
+    with pytest.raises(ValueError, match=rf"`upcast`: the state is not one that its `init` makes(?s:.*){leaf}"):
+        mpx.upcast(optax.adam(1e-3)).update(params, rule.init(params), params)
