@@ -9,11 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import mpx
-from tests.helpers import QUICKLY, assert_same_bits, cases, eight_cpu_devices
+from tests.helpers import QUICKLY, assert_same_bits, cases
 
 pytestmark = pytest.mark.optax_promotion
 
@@ -185,73 +183,3 @@ def test_the_first_bad_gradient_of_the_last_bad_step_is_noted(optimizer):
     for (at, fault), over_steps in zip(faults, history[1].first_nonfinite, strict=True):
         assert (over_steps[: at + 1] == -1).all()
         assert (over_steps[at + 1 :] == (0 if fault.leaf == IN_THE_LOSS else fault.leaf)).all()
-
-
-# --- Eight devices. ---
-
-
-def sharded_params():
-    return {"kernel": jnp.linspace(-1, 1, 64, dtype=jnp.float16).reshape(32, 2), "bias": jnp.full(2, -0.0, jnp.float16)}
-
-
-def device_rule(**options):
-    return mpx.mixed_precision(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)), "f16", **options)
-
-
-def test_a_fault_in_one_shard_of_a_global_array_is_skipped_on_all_devices():
-    """Try each of the 64 numbers of a gradient that is spread over eight devices, infinite or NaN."""
-    tx, mesh = device_rule(), eight_cpu_devices()
-    start = sharded_params()
-    shardings = {"kernel": NamedSharding(mesh, P("data")), "bias": NamedSharding(mesh, P())}
-
-    @functools.partial(jax.jit, compiler_options=QUICKLY)
-    def step(params, state, fault):
-        grads = jax.tree.map(lambda p: jax.lax.with_sharding_constraint(jnp.ones(p.shape), mesh_of(p)), params)
-        updates, state = tx.update(poisoned(grads, fault), state, params)
-        return optax.apply_updates(params, updates), state
-
-    mesh_of = lambda p: shardings["kernel" if p.ndim == 2 else "bias"]
-    now = jax.device_put(start, shardings)
-    now, state = step(now, jax.jit(tx.init)(now), GOOD)
-    for element, poison in itertools.product(range(64), KINDS):
-        after, new = step(now, state, Fault(1, element, poison))
-        assert len(after["kernel"].sharding.device_set) == 8
-        assert_same_bits(jax.device_get((after, new.inner_state)), jax.device_get((now, state.inner_state)))
-        assert int(new.skipped_steps) == 1
-        assert int(new.first_nonfinite) == 1  # the kernel
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_a_fault_on_one_device_inside_shard_map_is_skipped_and_noted_on_all_of_them(check_vma):
-    """Try the first, a middle and the last step of a scan on every device, in either gradient."""
-    tx, mesh = device_rule(axis_name="data"), eight_cpu_devices()
-    start = sharded_params()
-
-    @functools.partial(jax.jit, compiler_options=QUICKLY)
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=P(), out_specs=P("data"), check_vma=check_vma)
-    def train(device, at, fault):
-        def step(carry, number):
-            params, state = carry
-            is_here = (jax.lax.axis_index("data") == device) & (number == at)
-            here = fault._replace(leaf=jnp.where(is_here, fault.leaf, NOWHERE))
-            grads = jax.tree.map(lambda p: jnp.full(p.shape, state.loss_scale), params)
-            updates, state = tx.update(poisoned(grads, here), state, params)
-            return (optax.apply_updates(params, updates), state), None
-
-        carry = start, tx.init(start)
-        if check_vma:
-            varying = lambda x: jax.lax.pcast(x, "data", to="varying")
-            params, state = carry
-            carry = jax.tree.map(varying, params), state._replace(inner_state=jax.tree.map(varying, state.inner_state))
-        carry, _ = jax.lax.scan(step, carry, jnp.arange(4))
-        return jax.tree.map(lambda x: x[None], carry)
-
-    expected = None
-    for (at, leaf), device, poison in itertools.product([(0, 0), (2, 1), (3, 1)], range(8), KINDS):
-        now, state = jax.device_get(train(device, at, Fault(leaf, 1, poison)))
-        assert state.skipped_steps.tolist() == [1] * 8
-        assert state.first_nonfinite.tolist() == [leaf] * 8
-        result = now, state.inner_state
-        expected = result if expected is None else expected
-        assert_same_bits(result, expected)
-        jax.tree.map(lambda x: np.testing.assert_array_equal(x, np.broadcast_to(x[:1], x.shape)), result)
