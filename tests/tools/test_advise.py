@@ -195,13 +195,3 @@ def test_advice_is_a_table_of_text_and_a_dictionary_for_json():
     assert read["overrides"] == [["^second$", "float32"]]
     assert (read["met"], read["bound"], read["policy"]) == (advice.met, advice.bound, str(advice.policy))
     assert (read["before"]["loss"], read["rest"]["loss"]) == (advice.before.loss, advice.rest.loss)
-
-
-def test_a_bound_that_nothing_meets_keeps_all_there_is():
-    """Narrow sums by a table of rules: they are no contractions, so no override reaches them."""
-    rules = mpx.DEFAULT_RULES | {"add": "narrow"}
-    loss_fn = mpx.autocast(lambda params, x: jnp.sum((jnp.sin(x) + jnp.cos(x)) * params), "bf16", rules=rules)
-    advice = advise(loss_fn, full((3,), 1.001), numbers([0.3, 0.4, 0.7]), BF16, bound=1e-6)
-    assert not advice.met
-    assert advice.rest.worst > 1e-6
-    assert [(row.name, row.is_kept) for row in advice.rows] == [("(the array)", True)]

@@ -227,12 +227,6 @@ def test_the_model_the_optimizer_and_the_devices_are_those_that_were_named(plan_
     assert {name: plan[name] for name in expected} == expected
 
 
-def test_gradients_are_those_inside_of_a_step(plan_of, text_of):
-    rows = {row["name"]: row["bytes"] for row in plan_of("bf16-kahan", "1000")["rows"]}
-    assert rows["gradients"] == 2000
-    assert "Gradients are those in one jitted step" in text_of("plan", "1000")
-
-
 def test_a_memory_asks_what_fits_and_for_the_largest_model_of_each_recipe(monkeypatch, json_of, text_of):
     """AdamW in float32 takes 16 bytes a parameter and a count of 4; with bfloat16 moments and Kahan summation 10.
 
@@ -253,30 +247,6 @@ def test_a_memory_asks_what_fits_and_for_the_largest_model_of_each_recipe(monkey
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
     assert json_of("plan", "7B", "--memory", "80GB")["fits"]["bf16-kahan"]
     assert "fits into 90% of the memory" in text_of("plan", "7B", "--memory", "80GB")
-
-
-def test_what_does_not_fit_has_a_remedy_and_no_code(text_of):
-    text = text_of("plan", "7B", "--recipe", "f32", "--memory", "80GB")
-    assert "Nothing fits: take another recipe" in text
-    assert "train_step" not in text
-
-
-@pytest.mark.parametrize(
-    ("options", "code"),
-    [
-        ("--devices 8", ["mpx.zero1(tx, mesh)", "mpx.data_parallel(grad_fn, mesh, scatter=True)"]),
-        ("--devices 8 --fsdp", ["everywhere = lambda w: jax.sharding.reshard(w, P())"]),
-    ],
-)
-def test_several_devices_send_what_the_table_says_and_the_code_is_for_them(text_of, options, code):
-    """Of weights or new parameters 4 or 2 bytes, and of gradients 4."""
-    text = text_of("plan", "7B", "--memory", "1TB", *options.split())
-    _, header, *lines = map(str.split, text.splitlines())
-    rows = {line[0]: line[3] for line in lines[: len(STANDARD_RECIPES)]}
-    assert header[:5] == ["recipe", "total", "a", "param", "sends"]
-    assert (rows["f32"], rows["bf16-split"]) == ("8.000", "6.000")
-    assert all(line in text for line in [*code, "bf16-split: train in bfloat16"])
-    assert "make_mesh" not in text_of("plan", "7B", "--memory", "1TB")
 
 
 # Program.

@@ -241,12 +241,6 @@ def test_the_largest_model_fills_the_memory_but_for_a_block():
     assert plan_of(largest - 256 * 8).total_bytes_a_device <= 80e9 < plan_of(largest + 256 * 8).total_bytes_a_device
 
 
-def test_all_but_the_count_grows_in_proportion():
-    """Ten parameters take 16 bytes each, and a count 4 bytes."""
-    plan = memory_plan(10, optax.adam(0.1))
-    assert [plan.largest_model(memory) for memory in (164, 163, 67, 3)] == [10, 9, 3, 0]
-
-
 # Parts and tables.
 
 

@@ -337,14 +337,6 @@ def test_products_in_another_dtype_than_most_are_listed_with_their_line():
     assert line.split() == ["f32", "2", "2.000", "train.py:7"]
 
 
-def test_the_summary_of_a_report_has_no_empty_lines_and_its_dictionary_has_the_figures():
-    report = saved_report("momentum")
-    lines = {line.split("  ")[0].strip(): line.split() for line in str(report).splitlines()}
-    assert (lines["kernels"][-1], lines["bound, ms"][-1]) == ("1", f"{1e3 * (5 * 4 * 2**20 / 1e9 + 1e-3):.4g}")
-    assert not any("library" in line for line in lines)
-    assert set(report.as_dict()) >= {"peak_bytes", "moved_bytes", "flops", "bound_seconds"}
-
-
 @pytest.mark.parametrize("donate", [(), 0])
 def test_a_step_of_equinox_is_compiled_for_shapes_and_donates_what_one_says_here(donate):
     """`eqx.filter_jit` takes shapes for settings of the step, and does not say what it donates."""
