@@ -127,21 +127,6 @@ def test_bytes_are_those_of_the_arrays_with_gradients_as_inside_a_jitted_step(na
     assert found == pytest.approx(SIZES[name], abs=0.06 if "bit" in name else 3e-3)
 
 
-def test_labels_of_the_picture_do_not_overlap():
-    runs = [finished_run(recipe, size=SIZES[recipe]) for recipe in SIZES]
-    figure = report.draw_precision(report.Comparison([*runs, finished_run("f32", seed=1, loss=2.41)]))
-    figure.canvas.draw()
-    labels = [text for text in figure.axes[0].texts if "f16" in text.get_text()]
-    # An empty line has no ink: what counts is the part from the first line with letters.
-    boxes = []
-    for text in labels:
-        box, lines = text.get_window_extent(), text.get_text().split("\n")
-        ink = box.height * len([line for line in lines if line]) / len(lines)
-        boxes.append(box.from_extents(box.x0, box.y0, box.x1, box.y0 + ink))
-    assert len(boxes) == 6
-    assert not [(a, b) for a in boxes for b in boxes if a is not b and a.overlaps(b.padded(-2))]  # 2 of 560 pixels
-
-
 def test_the_table_fits_a_terminal_of_80_columns_and_there_are_pictures_of_all_recipes(tmp_path):
     """The standard deviation of 2.4 and 2.5 is 0.1 / sqrt(2). A loss that is not a number has no dot."""
     losses = {recipe.name: 2.4 + index / 10 for index, recipe in enumerate(RECIPES)} | {"fp8": float("nan")}
