@@ -12,9 +12,7 @@ import types
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
-from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -39,13 +37,6 @@ def counted(text_or_program, float32="tf32"):
 
 def moved(text):
     return [(kernel.kind, kernel.bytes, kernel.times) for kernel in counted(text)]
-
-
-def test_a_fused_update_moves_its_operands_and_results_once():
-    """Momentum on 2**20 float32 numbers reads three arrays and writes two."""
-    (kernel,) = counted(read("momentum"))
-    assert (kernel.kind, kernel.bytes, kernel.times, kernel.flops) == ("elementwise", 5 * 4 * 2**20, 1, {})
-    assert kernel.source == "user/train.py:27"
 
 
 def test_a_loop_counts_each_kernel_as_often_as_it_runs_and_a_part_of_an_array_as_that_part():
@@ -248,19 +239,6 @@ def test_donated_buffers_that_come_back_in_another_order_are_a_finding(step, arg
     assert f"MB: {finding}" in str(report)
 
 
-def test_findings_know_the_arguments_of_an_nnx_step():
-    model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
-    trainer = nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
-
-    def train_step(model, trainer, x):
-        trainer.update(model, nnx.grad(lambda model: (model(x) ** 2).mean())(model))
-
-    x = SHAPE((2, 64), jnp.float32)
-    kept = step_report(nnx.jit(train_step), model, trainer, x).findings
-    assert ["(`model`)" in kept[0].what, "(`trainer`)" in kept[1].what, len(kept)] == [True, True, 2]
-    assert step_report(nnx.jit(train_step, donate_argnums=(0, 1)), model, trainer, x).findings == ()
-
-
 def test_shapes_with_shardings_give_what_one_device_holds_and_the_axes_of_the_mesh():
     w = SHAPE((256, 256), jnp.float32, sharding=NamedSharding(eight_cpu_devices(), P("data")))
     report = step_report(lambda w: (w + 1, w.sum(axis=0)), w)
@@ -315,6 +293,7 @@ def test_a_report_prints_what_one_asks_of_a_step():
         "moved by kernels, MB         4.555",
         "  products                   1.868",
         "products in bf16, GFLOP      0.025",
+        "bound, ms ",
         "compiled in, s                 1.5",
         "It fits into the 0.001 GB of one a device.",
         "Kernels that move most",
@@ -325,16 +304,6 @@ def test_a_report_prints_what_one_asks_of_a_step():
     assert "It does NOT fit into" in fits(10)
     assert "XLA_PYTHON_CLIENT_MEM_FRACTION=1.00: JAX uses 75% of them by default." in fits(report.peak_bytes)
     assert "give a target" in str(dataclasses.replace(report, target=None))
-
-
-def test_products_in_another_dtype_than_most_are_listed_with_their_line():
-    report = saved_report("scan")
-    product = next(kernel for kernel in report.kernels if kernel.flops)
-    wide = dataclasses.replace(product, times=2, flops={"f32": 10**9}, source="train.py:7")
-    assert "Products that are not in" not in str(report)
-    text = str(dataclasses.replace(report, kernels=(*report.kernels, dataclasses.replace(product, times=999), wide)))
-    line = text[text.index("Products that are not in bf16") :].splitlines()[2]
-    assert line.split() == ["f32", "2", "2.000", "train.py:7"]
 
 
 @pytest.mark.parametrize("donate", [(), 0])
