@@ -167,16 +167,6 @@ def test_many_leaves_are_kept_together_if_they_differ_in_numbers_only():
     assert advice.met
 
 
-def test_leaves_that_are_not_floating_pass_and_a_batch_is_any_tree():
-    def loss_fn(params, batch):
-        ids, scale = batch
-        return scale * jnp.sum((params["embedding"][ids] @ params["head"]) ** 2)
-
-    params = {"embedding": normal(0, 5, 4), "head": normal(1, 4, 2), "step": 3, "name": "model", "ids": jnp.arange(2)}
-    advice = advise(loss_fn, params, [jnp.array([0, 3]), 2], STORED_ONLY, bound=1.0)
-    assert {row.name for row in advice.rows} == {"embedding", "head"}
-
-
 def test_overrides_of_the_policy_stay_behind_the_advised_ones():
     params = {"kept": full(2, 1.001), "stored": full(2, 1.001)}
     policy = mpx.get_policy("params=bf16,compute=f32", overrides=(("kept", jnp.float32),))

@@ -47,12 +47,6 @@ def test_the_fate_of_a_number_is_what_a_cast_on_the_host_makes_of_it():
         )
 
 
-def test_in_float32_no_float32_number_vanishes_or_overflows():
-    x = np.float32([2.0**-149, 1.0, 3.4028235e38, 0.0, np.inf, np.nan])
-    found = fates(x, exponents.range_of("f32", "test"))
-    np.testing.assert_array_equal(found.sum(axis=1), [0, 1, 2, 0, 2])
-
-
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=["float16", "bfloat16"])
 def test_the_histogram_of_every_16_bit_number_is_that_of_frexp(dtype):
     x = np.arange(2**16, dtype=np.uint16).view(dtype)

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from mpx.tools.program import StepReport, Target, step_report
 from mpx.tools.program.kernels import has_unknown_loop, kernels
 from mpx.tools.program.targets import target_here
-from mpx.tools.program.text import Shape, parse
+from mpx.tools.program.text import parse
 from tests.helpers import eight_cpu_devices
 
 PROGRAMS = pathlib.Path(__file__).parent / "programs"
@@ -33,10 +33,6 @@ def read(name):
 def counted(text_or_program, float32="tf32"):
     program = parse(text_or_program) if isinstance(text_or_program, str) else text_or_program
     return [kernel for _, kernel in kernels(program, None, float32)]
-
-
-def moved(text):
-    return [(kernel.kind, kernel.bytes, kernel.times) for kernel in counted(text)]
 
 
 def test_a_loop_counts_each_kernel_as_often_as_it_runs_and_a_part_of_an_array_as_that_part():
@@ -112,11 +108,6 @@ def test_float32_products_are_tf32_unless_more_is_asked_for():
         assert kernel.bytes == 4 * (8 * 4 + 4 * 2 + 8 * 2)
 
 
-@pytest.mark.parametrize(("dtype", "size"), [("pred", 3), ("s4", 2), ("bf16", 6), ("f8e4m3fn", 3), ("c64", 24)])
-def test_the_bytes_of_a_dtype_of_xla(dtype, size):
-    assert Shape(dtype, (3,)).bytes == size
-
-
 def test_what_a_tpu_copies_to_the_chip_in_parts_is_read_once():
     """Momentum on three tensors in float32: 20 bytes an element, although one is copied to the chip in four parts."""
     found = counted(read("on_chip"))
@@ -132,36 +123,6 @@ def test_a_kernel_written_by_hand_that_works_in_place_reads_its_operand_and_writ
     (kernel,) = counted(read("pallas"))
     assert (kernel.operation, kernel.kind, kernel.bytes) == ("__gpu$xla.gpu.triton", "library calls", 12 * 2**20)
     assert kernel.source == "user/train.py:16"
-
-
-def fusion(body, *parameters, result):
-    """Return the text of a program of one kernel."""
-    names = [f"%p{i} = {shape} parameter({i})" for i, shape in enumerate(parameters)]
-    inside = "\n".join([f"  {line}" for line in (*names, *body)])
-    takes = ", ".join(f"p{i}: {shape}" for i, shape in enumerate(parameters))
-    outside = "\n".join(f"  {name}" for name in names)
-    operands = ", ".join(f"%p{i}" for i in range(len(parameters)))
-    return (
-        f"%sum (x: f32[], y: f32[]) -> f32[] {{\n  %x = f32[] parameter(0)\n  %y = f32[] parameter(1)\n"
-        f"  ROOT %s = f32[] add(%x, %y)\n}}\n"
-        f"%kernel ({takes}) -> {result} {{\n{inside}\n}}\n"
-        f"ENTRY %main ({takes}) -> {result} {{\n{outside}\n"
-        f"  ROOT %f = {result} fusion({operands}), kind=kLoop, calls=%kernel\n}}\n"
-    )
-
-
-@pytest.mark.parametrize(
-    ("operation", "given", "kind", "rows"),
-    [
-        ("gather(%p0, %p1), offset_dims={1}, slice_sizes={1,64}", (), "conversions and copies", 8),
-        ("scatter(%p0, %p1, %p2), update_window_dims={1}, to_apply=%sum", ("f32[65536,64]",), "reductions", 2 * 8),
-    ],
-)
-def test_a_small_table_is_read_once_and_written_once(operation, given, kind, rows):
-    """65,536 rows of 64 float32 numbers come from elements of 8 rows, which take 2 KB, or are added to them."""
-    result = "f32[8,64]" if given else "f32[65536,64]"
-    text = fusion([f"ROOT %r = {result} {operation}"], "f32[8,64]", "s32[65536,1]", *given, result=result)
-    assert moved(text) == [(kind, 4 * (65536 * 64 + 65536 + rows * 64), 1)]
 
 
 @pytest.mark.parametrize(
