@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
 
 import mpx
 from tests.autocast.helpers import (
@@ -32,7 +31,7 @@ from tests.autocast.helpers import (
     normal,
     rounded,
 )
-from tests.helpers import assert_same_bits, eight_cpu_devices
+from tests.helpers import assert_same_bits
 
 MATRIX = (((1,), (0,)), ((), ()))
 
@@ -311,17 +310,6 @@ def test_a_bias_gets_the_float32_sum_of_the_cotangents_that_the_product_gets(dty
     expected = rounded(cotangents, dtype).astype(np.float64).sum(0)
     np.testing.assert_allclose(pull(cotangents)[0], expected, rtol=2.0**-20)
     assert not np.allclose(np.asarray(cotangents, np.float64).sum(0), expected, rtol=2.0**-12)
-
-
-# ---- data parallel training -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("reduce_dtype", "total"), [(F32, 2056), (None, 2048)], ids=["float32", "as computed"])
-def test_with_a_float32_reduce_dtype_devices_add_up_gradients_in_float32(reduce_dtype, total):
-    """Eight devices, each with a sum of 257 ones."""
-    x = jax.device_put(jnp.ones((8 * 257, 2), F32), NamedSharding(eight_cpu_devices(), PartitionSpec("data")))
-    gradient = jax.jit(jax.grad(autocast_loss(lambda w, x: x @ w, BF16, reduce_dtype=reduce_dtype)))
-    assert_same_bits(np.asarray(gradient(jnp.zeros((2, 3), F32), x)), np.full((2, 3), total, F32))
 
 
 # ---- algorithms for float32 -----------------------------------------------------------------------------------------
