@@ -20,12 +20,18 @@ pytestmark = [pytest.mark.optax_promotion, pytest.mark.eager]
 
 SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 3, 10)
 RULE = optax.chain(optax.clip_by_global_norm(1.0), optax.add_noise(1e-3, 0.5, key=0), optax.adamw(SCHEDULE))
+AVERAGE = mpx.params_ema(0.9)
 WRAPPED = {
     "full masters": mpx.master_weights(RULE),
     "split masters": mpx.master_weights(RULE, storage="split"),
     "kahan": optax.chain(mpx.upcast(RULE), mpx.kahan_summation()),
     "stochastic": optax.chain(mpx.upcast(RULE), mpx.stochastic_rounding(jax.random.key(0))),
     "multi steps": optax.MultiSteps(mpx.master_weights(RULE), 2),
+    "few bits and an average": mpx.master_weights(
+        optax.chain(
+            mpx.low_precision_state(optax.adamw(SCHEDULE), {"mu|nu": mpx.Blockwise8bit(16)}, min_size=1), AVERAGE
+        )
+    ),
 }
 
 
@@ -45,7 +51,10 @@ def good_grads(scale):
 
 @pytest.mark.parametrize("wrapped", WRAPPED)
 def test_a_skip_is_total(wrapped):
-    """One bad number: parameters, masters, moments, counts, keys and low bits keep their bits; -0.0 stays -0.0."""
+    """One bad number: parameters, masters, moments, counts, keys and low bits keep their bits; -0.0 stays -0.0.
+
+    The next good step is that of a training without the bad one. It keeps the note of which gradient was bad.
+    """
     tx = mpx.loss_scaling(WRAPPED[wrapped])
 
     @jax.jit
@@ -67,6 +76,10 @@ def test_a_skip_is_total(wrapped):
         assert float(new_state.loss_scale) == float(state.loss_scale) / 2
         assert int(new_state.scale_state.counter) == 0
         assert int(new_state.first_nonfinite) == sorted(before).index(leaf)
+        good, good_state = step(after, new_state, good_grads(new_state.loss_scale))
+        assert int(good_state.first_nonfinite) == sorted(before).index(leaf)
+        expected, expected_state = step(before, state, good_grads(state.loss_scale))
+        assert_same_bits((good, good_state.inner_state), (expected, expected_state.inner_state))
 
 
 def test_without_it_one_bad_number_destroys_the_training():
