@@ -214,19 +214,10 @@ def round_trip():
     return jax.jit(lambda x: formats.join_f32(*formats.split_f32(x)))
 
 
-def edge_patterns():
-    """For every sign and exponent, the 4,096 patterns at each end of the mantissas and around each bfloat16 tie."""
-    exponent = np.arange(2**9, dtype=np.uint32)[:, None] << 23
-    span = np.arange(4096, dtype=np.uint32)
-    mantissa = np.concatenate([span, 0x7F_FFFF - span, 0x8000 - 2048 + span, 0x7F_8000 - 2048 + span])
-    return (exponent | mantissa).ravel()
-
-
-@pytest.mark.parametrize("chosen", ["grid", "edges", "seeded"])
+@pytest.mark.parametrize("chosen", ["grid", "seeded"])
 def test_split_and_join_give_back_every_pattern_that_is_not_nan(patterns, round_trip, chosen):
     """Millions of patterns each; -0.0, subnormals and the numbers that round to infinity too."""
-    seeded = lambda: np.random.default_rng(5).integers(0, 2**32, 2**22, np.uint32)
-    bits = {"grid": lambda: patterns, "edges": edge_patterns, "seeded": seeded}[chosen]()
+    bits = patterns if chosen == "grid" else np.random.default_rng(5).integers(0, 2**32, 2**22, np.uint32)
     x = from_bits(bits)
     joined = np.asarray(round_trip(x))
     assert joined.dtype == np.float32

@@ -271,14 +271,6 @@ def test_gradients_are_unscaled_by_the_scale_of_their_own_step_when_it_grows():
     assert float(state.loss_scale) == 2.0**11
 
 
-@pytest.mark.parametrize("kind", [mpx.StaticLossScale, mpx.DynamicLossScale])
-def test_donating_the_state_does_not_delete_the_scale_that_was_given(kind):
-    scale = jnp.float32(2.0**10)
-    state = mpx.loss_scaling(optax.sgd(1.0), kind(scale)).init(jnp.ones(2))
-    jax.block_until_ready(jax.jit(lambda s: jax.tree.map(lambda x: x, s), donate_argnums=0)(state))
-    assert not scale.is_deleted()
-
-
 def test_the_state_of_a_bare_rule_has_strong_types_that_stay_and_buffers_of_its_own():
     init = lambda params: {"start": params, "weak": 0.5, "drifts": jnp.zeros((), jnp.bfloat16)}
     rule = optax.GradientTransformation(init, lambda u, s, params=None: (u, s | {"drifts": jnp.float32(1.0)}))
