@@ -106,6 +106,19 @@ def test_another_use_of_a_gathered_array_keeps_it_in_float32(other_use):
     assert gathers(GATHER, other_use, called=WRITING) == [] or "f16" in other_use
 
 
+def test_of_arrays_that_are_gathered_together_only_float32_counts():
+    """XLA sends several arrays at once, of any dtypes."""
+    together = "%t = (pred[512,512], f32[512,512], bf16[512,512]) all-gather(%p, %a, %n), dimensions={0}, " + MANY
+    parts = ("pred", "f32", "bf16")
+    lines = [f"%g{i} = {dtype}[512,512]{{1,0}} get-tuple-element(%t), index={i}" for i, dtype in enumerate(parts)]
+    lines += [f"%u{i} = bf16[512,512]{{1,0}} convert(%g{i})" for i in range(2)]
+    read = step(program("%p = pred[128,512]{1,0} parameter(4)", together, *lines))
+    (finding,) = findings.gathers_of_float32(read)
+    assert finding.bytes == 3 * SIZE * 4 // 4 // 2
+    (kernel,) = [kernel for _, kernel in read.runs if kernel.sent_bytes]
+    assert kernel.sent_by_dtype == {"f32": 3 * SIZE, "bf16": 3 * SIZE // 2, "pred": 3 * SIZE // 4}
+
+
 def test_which_operand_of_a_kernel_is_rounded_is_told_by_its_number():
     swapped = NARROWING.replace("parameter(1)", "parameter(x)").replace("parameter(0)", "parameter(1)")
     swapped = swapped.replace("parameter(x)", "parameter(0)")
