@@ -65,6 +65,7 @@ def test_a_skip_is_total(wrapped):
     before, state = params(), tx.init(params())
     for _ in range(2):
         before, state = step(before, state, good_grads(state.loss_scale))
+    assert int(state.first_nonfinite) == -1
     for leaf, poison in itertools.product(before, [np.inf, -np.inf, np.nan]):
         bad = good_grads(state.loss_scale)
         bad[leaf] = bad[leaf].at[0].set(poison)
@@ -74,7 +75,7 @@ def test_a_skip_is_total(wrapped):
         assert types_of(new_state) == types_of(state)
         assert int(new_state.skipped_steps) == int(state.skipped_steps) + 1 == 1
         assert float(new_state.loss_scale) == float(state.loss_scale) / 2
-        assert int(new_state.scale_state.counter) == 0
+        assert int(new_state.scale_state.counter) == int(new_state.stuck_steps) == 0
         assert int(new_state.first_nonfinite) == sorted(before).index(leaf)
         good, good_state = step(after, new_state, good_grads(new_state.loss_scale))
         assert int(good_state.first_nonfinite) == sorted(before).index(leaf)
