@@ -285,3 +285,24 @@ def test_leaves_that_do_not_train_pass_through_masked(name):
     updates, state = tx.update(gradients, tx.init(start), trained)
     assert {path for path, update in updates.items() if update != optax.MaskedNode()} == {"w"}
     assert not any(leaf.shape == (2,) and leaf.dtype == jnp.complex64 for leaf in jax.tree.leaves(state))
+
+
+GIVEN_AN_ARRAY = {
+    "stochastic_rounding": mpx.stochastic_rounding,
+    "24 bits": lambda key: mpx.master_weights(optax.sgd(0.1), storage="split24", key=key),
+    "low_precision_state": lambda key: mpx.low_precision_state(
+        optax.trace(0.9), {"trace": "bf16"}, min_size=1, rounding="stochastic", key=key
+    ),
+    "loss scale": lambda key: mpx.loss_scaling(optax.sgd(0.1), mpx.DynamicLossScale((key[0] + 2).astype(jnp.float32))),
+}
+
+
+@pytest.mark.parametrize("name", GIVEN_AN_ARRAY)
+def test_donating_the_state_does_not_delete_the_key_or_the_scale_that_was_given(name):
+    params = jnp.ones(3, jnp.bfloat16)
+    tx = GIVEN_AN_ARRAY[name](jax.random.PRNGKey(0))
+    state = tx.init(params)
+    with jax.disable_jit(False):
+        jax.jit(tx.update, donate_argnums=1)(jnp.ones(3), state, params)
+    assert any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    jax.block_until_ready(tx.update(jnp.ones(3), tx.init(params), params))

@@ -214,19 +214,10 @@ def round_trip():
     return jax.jit(lambda x: formats.join_f32(*formats.split_f32(x)))
 
 
-def edge_patterns():
-    """For every sign and exponent, the 4,096 patterns at each end of the mantissas and around each bfloat16 tie."""
-    exponent = np.arange(2**9, dtype=np.uint32)[:, None] << 23
-    span = np.arange(4096, dtype=np.uint32)
-    mantissa = np.concatenate([span, 0x7F_FFFF - span, 0x8000 - 2048 + span, 0x7F_8000 - 2048 + span])
-    return (exponent | mantissa).ravel()
-
-
-@pytest.mark.parametrize("chosen", ["grid", "edges", "seeded"])
+@pytest.mark.parametrize("chosen", ["grid", "seeded"])
 def test_split_and_join_give_back_every_pattern_that_is_not_nan(patterns, round_trip, chosen):
     """Millions of patterns each; -0.0, subnormals and the numbers that round to infinity too."""
-    seeded = lambda: np.random.default_rng(5).integers(0, 2**32, 2**22, np.uint32)
-    bits = {"grid": lambda: patterns, "edges": edge_patterns, "seeded": seeded}[chosen]()
+    bits = patterns if chosen == "grid" else np.random.default_rng(5).integers(0, 2**32, 2**22, np.uint32)
     x = from_bits(bits)
     joined = np.asarray(round_trip(x))
     assert joined.dtype == np.float32
@@ -286,17 +277,6 @@ def test_joining_infinity_with_small_low_bits_reads_infinite_and_with_large_ones
 @pytest.mark.parametrize("pattern", [0x7F81, 0x7FC0, 0x7FFF, 0xFF81, 0xFFC0, 0xFFFF])
 def test_joining_nan_reads_nan_for_all_low_bits(pattern):
     assert np.isnan(join_all_low_bits(pattern)).all()
-
-
-def test_joining_any_finite_weight_with_any_low_bits_gives_a_finite_number_within_half_a_step():
-    """All 65,280 finite weights with the low bits that would carry farthest."""
-    finite = from_patterns(np.flatnonzero(np.isfinite(widened(every_value(BF16)))), BF16)
-    for lo in (0, 1, 0x7FFF, 0x8000, 0xFFFF):
-        joined = np.asarray(formats.join_f32(finite, np.full(finite.shape, lo, np.uint16)))
-        assert np.isfinite(joined).all()
-        step = np.abs(to_bits(joined).astype(np.int64) - to_bits(widened(finite)).astype(np.int64))
-        zero = widened(finite) == 0
-        assert (step[~zero] <= 0x8000).all()
 
 
 # --- the same everywhere, and not removable -------------------------------------------------------------------------

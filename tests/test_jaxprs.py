@@ -9,8 +9,7 @@ import pytest
 from jax import lax
 from jax.extend import core as jex_core
 
-from mpx._jaxprs import PART, first_non_elementwise, propagate, propagate_inside
-from mpx._primitives import _ROWS, PRIMITIVES, holds_programs_run_once
+from mpx._primitives import _ROWS, PRIMITIVES
 
 X = {
     "floats": np.linspace(0.1, 0.9, 8, dtype=np.float32),
@@ -77,54 +76,3 @@ def test_an_element_is_moved_unchanged():
         names = {eqn.primitive.name for eqn in jax.make_jaxpr(function)(jnp.arange(8)).eqns}
         assert {PRIMITIVES[name].moves for name in names & PRIMITIVES.keys()} & {"same", "moved"}
         assert set(np.ravel(function(jnp.arange(8))).tolist()) <= set(range(8))
-
-
-def inputs_behind(fun, *args):
-    """Return for each result of a function the names of the inputs that it depends on."""
-
-    def rule(eqn, found):
-        if holds_programs_run_once(eqn):
-            columns = propagate_inside(eqn, found, rule, lambda v: "")
-            return ["".join(sorted(set("".join(column)))) for column in columns]
-        return ["".join(sorted(set("".join(found))))] * len(eqn.outvars)
-
-    program = jax.make_jaxpr(fun)(*args)
-    return propagate(program, "abc"[: len(args)], rule, lambda v: "")
-
-
-@pytest.mark.parametrize(
-    ("fun", "expected"),
-    [
-        (lambda a, b, c: (a + 1.0, b * a, 3.0), ["a", "ab", ""]),
-        (lambda a, b, c: jax.jit(lambda x, y: (y, x + y))(a, b), ["b", "ab"]),
-        (lambda a, b, c: lax.cond(c > 0, lambda x, y: (x, y), lambda x, y: (x, x + y), a, b), ["a", "ab"]),
-        (lambda a, b, c: jax.checkpoint(lambda x: jax.nn.relu(x) + b)(a), ["ab"]),
-        (lambda a, b, c: a + jnp.asarray(np.float32(2)), ["a"]),
-    ],
-    ids=["operations", "a call", "branches", "a checkpoint and a custom derivative", "a constant"],
-)
-def test_values_are_followed_through_programs(fun, expected):
-    assert inputs_behind(fun, *[jnp.float32(1)] * 3) == expected
-
-
-@pytest.mark.parametrize(
-    ("fun", "culprit"),
-    [
-        (lambda x, w: jnp.sin(x) * w, None),
-        (lambda x, w: x * w.sum(), None),
-        (lambda x, w: jax.jit(lambda x: jnp.where(x > 0, x, 0.0))(x), None),
-        (lambda x, w: x / x.sum(), "reduce_sum"),
-        (lambda x, w: x[::-1], "rev"),
-        (lambda x, w: x + jnp.arange(4.0), "iota"),
-        (lambda x, w: lax.scan(lambda c, row: (c + row, c + row), 0.0, x)[1], "scan"),
-        (lambda x, w: x * lax.axis_index("data").astype(np.float32), "axis_index"),
-        (lambda x, w: x / lax.pmax(x.max(), "data"), None),
-    ],
-    ids=[
-        *("elementwise", "of a whole array", "in a call", "a sum", "reversed", "positions", "a loop"),
-        *("the device", "what all devices agree on"),
-    ],
-)
-def test_what_mixes_the_elements_of_a_part_is_named(fun, culprit):
-    program = jax.make_jaxpr(fun, axis_env=[("data", 2)])(jnp.ones(4), jnp.ones(4))
-    assert first_non_elementwise(program, [PART, None], "data") == culprit

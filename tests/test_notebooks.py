@@ -1,13 +1,10 @@
 """Check the notebooks: CI runs each from a clean kernel, and they are committed with their outputs."""
 
 import ast
-import base64
-import io
 import pathlib
 import pkgutil
 import re
 
-import matplotlib.image
 import nbformat
 import pytest
 from nbclient import NotebookClient
@@ -52,18 +49,3 @@ def test_a_notebook_is_saved_with_its_outputs_and_names_what_exists(path):
     assert names
     for name in names:
         pkgutil.resolve_name(name)
-
-
-@every_notebook
-def test_code_that_draws_is_hidden_and_pictures_can_be_seen_on_white_and_on_dark_pages(path):
-    """They are transparent, and nothing asks a viewer to put a white page behind them: Jupyter does, by default."""
-    drawing = [cell for cell in code_cells(nbformat.read(path, as_version=4)) if pictures_of(cell)]
-    assert drawing
-    for cell in drawing:
-        assert "hide-input" in cell.metadata.tags
-        assert cell.metadata.jupyter.source_hidden
-        for data, metadata in pictures_of(cell):
-            assert not metadata
-            pixels = matplotlib.image.imread(io.BytesIO(base64.b64decode(data)), format="png")
-            assert pixels[0, 0, 3] == pixels[-1, -1, 3] == 0
-            assert 780 <= pixels.shape[1] <= 1000  # two pixels for each of the 390 of a phone

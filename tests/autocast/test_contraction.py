@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
 
 import mpx
 from tests.autocast.helpers import (
@@ -32,7 +31,7 @@ from tests.autocast.helpers import (
     normal,
     rounded,
 )
-from tests.helpers import all_eqns, assert_same_bits, eight_cpu_devices
+from tests.helpers import assert_same_bits
 
 MATRIX = (((1,), (0,)), ((), ()))
 
@@ -250,15 +249,6 @@ def test_with_a_float32_reduce_dtype_forward_mode_and_second_derivatives_are_as_
     np.testing.assert_allclose(hessian(wide), hessian(plain), rtol=0.02, atol=0.1)
 
 
-def test_a_vmap_around_a_float32_reduce_dtype_makes_one_gradient_of_a_weight():
-    x, w = normal(0, 5, 3, 4), normal(1, 4, 2)
-    together = mpx.autocast(jnp.matmul, BF16, reduce_dtype=F32)
-    per_example = jax.vmap(together, in_axes=(0, None))
-    gradient = jax.grad(lambda w: (per_example(x, w) ** 2).sum())
-    assert max(v.aval.size for eqn in all_eqns(jax.make_jaxpr(gradient)(w)) for v in eqn.outvars) == x.size
-    np.testing.assert_allclose(gradient(w), jax.grad(lambda w: (together(x, w) ** 2).sum())(w), rtol=1e-5)
-
-
 # ---- biases ---------------------------------------------------------------------------------------------------------
 
 _layer = lambda w, b, x: jnp.sin(x @ w + b[None])
@@ -320,17 +310,6 @@ def test_a_bias_gets_the_float32_sum_of_the_cotangents_that_the_product_gets(dty
     expected = rounded(cotangents, dtype).astype(np.float64).sum(0)
     np.testing.assert_allclose(pull(cotangents)[0], expected, rtol=2.0**-20)
     assert not np.allclose(np.asarray(cotangents, np.float64).sum(0), expected, rtol=2.0**-12)
-
-
-# ---- data parallel training -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("reduce_dtype", "total"), [(F32, 2056), (None, 2048)], ids=["float32", "as computed"])
-def test_with_a_float32_reduce_dtype_devices_add_up_gradients_in_float32(reduce_dtype, total):
-    """Eight devices, each with a sum of 257 ones."""
-    x = jax.device_put(jnp.ones((8 * 257, 2), F32), NamedSharding(eight_cpu_devices(), PartitionSpec("data")))
-    gradient = jax.jit(jax.grad(autocast_loss(lambda w, x: x @ w, BF16, reduce_dtype=reduce_dtype)))
-    assert_same_bits(np.asarray(gradient(jnp.zeros((2, 3), F32), x)), np.full((2, 3), total, F32))
 
 
 # ---- algorithms for float32 -----------------------------------------------------------------------------------------

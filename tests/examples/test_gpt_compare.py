@@ -4,7 +4,6 @@ import io
 import json
 import re
 
-import jax
 import numpy as np
 import pytest
 from rich.console import Console
@@ -12,8 +11,7 @@ from typer.testing import CliRunner
 
 from examples.gpt import compare, report
 from examples.gpt.model import Config
-from examples.gpt.recipes import RECIPES, get_recipe
-from examples.gpt.training import Hyperparameters, Program
+from examples.gpt.recipes import RECIPES
 
 # Optax adds arrays of two dtypes, and Flax's norms arrays of two ranks.
 pytestmark = pytest.mark.optax_promotion
@@ -96,50 +94,6 @@ def test_a_bad_option_is_refused_at_once(arguments, message, tmp_path, monkeypat
     result = CliRunner().invoke(compare.app, arguments)
     assert result.exit_code == 2
     assert message in result.output
-
-
-# AdamW has two moments; masters add 4 bytes to the state, low bits 2, a compensation 2.
-SIZES = {
-    "f32": (4, 4, 8),
-    "tf32": (4, 4, 8),
-    "bf16-autocast": (4, 2, 8),
-    "bf16-naive": (2, 2, 4),
-    "bf16-cast": (2, 2, 12),
-    "bf16-masters": (2, 2, 12),
-    "bf16-split": (2, 2, 10),
-    "bf16-split-8bit": (2, 2, 4 + 2 / 64),
-    "bf16-split24-8bit": (2, 2, 3 + 2 / 64),
-    "bf16-split24-4bit": (2, 2, 2.5 + 1 / 32 + 1 / 64),
-    "fp8": (2, 2, 10),
-    "fp8-row": (2, 2, 10),
-    "bf16-stochastic": (2, 2, 8),
-    "bf16-kahan": (2, 2, 6),
-    "f16-scaled": (4, 2, 8),
-}
-
-
-@pytest.mark.parametrize("name", compare.ALL_NAMES)
-def test_bytes_are_those_of_the_arrays_with_gradients_as_inside_a_jitted_step(name):
-    """Counts are a few bytes. Leaves of less than 4,096 elements stay float32 instead of 8 bits."""
-    recipe = get_recipe(name)
-    shapes = jax.eval_shape(Program(recipe, compare.CONFIG, Hyperparameters(300, 3e-4)).init, 0)
-    found = tuple(compare.bytes_per_parameter(recipe, *shapes).values())
-    assert found == pytest.approx(SIZES[name], abs=0.06 if "bit" in name else 3e-3)
-
-
-def test_labels_of_the_picture_do_not_overlap():
-    runs = [finished_run(recipe, size=SIZES[recipe]) for recipe in SIZES]
-    figure = report.draw_precision(report.Comparison([*runs, finished_run("f32", seed=1, loss=2.41)]))
-    figure.canvas.draw()
-    labels = [text for text in figure.axes[0].texts if "f16" in text.get_text()]
-    # An empty line has no ink: what counts is the part from the first line with letters.
-    boxes = []
-    for text in labels:
-        box, lines = text.get_window_extent(), text.get_text().split("\n")
-        ink = box.height * len([line for line in lines if line]) / len(lines)
-        boxes.append(box.from_extents(box.x0, box.y0, box.x1, box.y0 + ink))
-    assert len(boxes) == 6
-    assert not [(a, b) for a in boxes for b in boxes if a is not b and a.overlaps(b.padded(-2))]  # 2 of 560 pixels
 
 
 def test_the_table_fits_a_terminal_of_80_columns_and_there_are_pictures_of_all_recipes(tmp_path):

@@ -92,21 +92,6 @@ def test_a_checkpoint_keeps_less_the_more_it_computes_again(layers, tokens):
     assert len(set(kept)) == 4
 
 
-def test_padding_changes_no_loss_and_gets_no_gradient(tokens, reference):
-    config = dataclasses.replace(CONFIG, vocabulary_multiple=1)
-    assert (CONFIG.padded_vocabulary, config.padded_vocabulary) == (32, 20)
-    _, padded_gradients = reference
-    graphdef, _ = make(config)
-    params = make(CONFIG)[1]
-    params["token_embedding"].set_value(params["token_embedding"][...][:20])
-    loss, gradients = jax.jit(jax.value_and_grad(loss_of(config, graphdef)), compiler_options=QUICKLY)(params, tokens)
-
-    np.testing.assert_allclose(loss, reference[0], rtol=1e-6)
-    rows = padded_gradients["token_embedding"][...]
-    np.testing.assert_allclose(rows[:20], gradients["token_embedding"][...], rtol=1e-4, atol=1e-7)
-    assert not np.asarray(rows[20:]).any()
-
-
 def test_padding_is_minus_infinity_in_the_logits_and_each_position_has_its_embedding(tokens):
     graphdef, params = make(CONFIG)
     logits = nnx.merge(graphdef, params)(tokens)

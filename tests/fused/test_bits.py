@@ -1,7 +1,5 @@
 """Check that `fused_update` computes the bits of `tx.update` and `optax.apply_updates`, for every rule."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -106,19 +104,6 @@ def test_a_skipped_step_keeps_every_bit_and_signs_of_zero():
 EIGHT_BITS = stored(optax.adamw(1e-2), "mu|nu", mpx.Blockwise8bit())
 
 
-@dataclasses.dataclass(frozen=True)
-class RowExponent(mpx.StateFormat):
-    """16 bits an element, in steps of 2**-15 of a power of two for each row."""
-
-    def encode(self, x, key=None):
-        exponents = jnp.frexp(jnp.max(jnp.abs(x), axis=-1, keepdims=True))[1]
-        scaled = jnp.ldexp(x, -exponents) * 2**15
-        return jnp.clip(jnp.round(scaled), -(2**15), 2**15 - 1).astype(jnp.int16), exponents.astype(jnp.int8)
-
-    def decode(self, codes, scales):
-        return jnp.ldexp(codes.astype(jnp.float32) / 2**15, scales.astype(jnp.int32))
-
-
 COMPOSED = {
     "clipping": lambda: mpx.master_weights(optax.chain(optax.clip_by_global_norm(1.0), EIGHT_BITS), storage="split"),
     "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adamw)(learning_rate=optax.linear_schedule(1, 0, 9)),
@@ -140,15 +125,12 @@ COMPOSED = {
     ),
     "a schedule": lambda: mpx.upcast(optax.adamw(optax.cosine_decay_schedule(1e-2, 10))),
     "any_precision_adamw": lambda: mpx.any_precision_adamw(1e-2, use_kahan_summation=True),
-    "a format from outside": lambda: mpx.master_weights(
-        mpx.low_precision_state(optax.adam(1e-2), {"mu": RowExponent()}, min_size=512), storage="split"
-    ),
     "8-bit floats": lambda: mpx.master_weights(
         mpx.low_precision_state(optax.adam(1e-2), {"mu": "e4m3", "nu": "e5m2"}, min_size=512), storage="split"
     ),
     "a wrapper from outside": lambda: own_masters(EIGHT_BITS),
 }
-QUICKLY_COMPOSED = {"clipping", "MultiSteps", "a format from outside"}
+QUICKLY_COMPOSED = {"clipping", "MultiSteps"}
 
 
 @pytest.mark.parametrize("name", cases(COMPOSED, QUICKLY_COMPOSED))

@@ -120,31 +120,6 @@ def test_blocks_that_reach_over_devices_are_gathered_and_computed_rightly(mesh):
     assert_same_steps(tx, grads, placed(tx.init(params), mesh, P()), params)
 
 
-@every_spec
-def test_small_leaves_need_no_kernel_where_they_are_divided(mesh, name):
-    tx, spec = optax.adam(1e-2), SPECS[name]
-    params, grads = placed(parameters({"a": (8, 128), "b": (16, 256)}), mesh, spec)
-    program = assert_same_steps(tx, grads, placed(tx.init(params), mesh, spec), params)
-    assert sent(program) == []
-    assert results_are_divided_alike(program)
-
-
-def test_two_axes_of_a_mesh_divide_a_matrix():
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices("cpu"))
-    spec = P("data", "model")
-    tx, (params, grads) = with_8_bit_moments(), placed(parameters({"w": (16, 512)}), mesh, spec)
-    program = assert_same_steps(tx, grads, placed(tx.init(params), mesh, spec), params)
-    assert sent(program) == []
-    assert "s8[4,256]" in program.as_text()
-
-
-def test_a_step_may_be_mapped_over_models():
-    tx, (params, grads) = with_8_bit_moments(), parameters({"w": (3, 16, 256)})
-    state = jax.vmap(tx.init)(params)
-    expected, actual = compiled(jax.vmap(both_steps(tx)), grads, state, params)(grads, state, params)
-    assert_same_bits(actual, expected)
-
-
 # Inside of `jax.shard_map`.
 
 

@@ -122,12 +122,6 @@ def test_the_program_for_an_h200_computes_the_bits_of_mpx_around_adamw(name, h20
     assert_same_training(compiled_for(h200[0], tx, dtype), expected, tx, dtype)
 
 
-def test_the_program_of_any_precision_adamw_for_an_h200_computes_the_bits_of_its_parts(h200):
-    tx = mpx.any_precision_adamw(**ADAMW_SETTINGS, use_kahan_summation=True)
-    parts = optax.chain(moments(alone(ADAMW, h200[0]), {"nu": "bf16"}), mpx.kahan_summation())
-    assert_same_training(compiled_for(h200[0], tx, jnp.bfloat16), as_written(stepper(parts)), tx, jnp.bfloat16)
-
-
 def test_a_skipped_step_in_the_program_for_an_h200_changes_no_bit(h200):
     tx = mpx.mixed_precision(ADAMW, F16)
     steps = list(trained(compiled_for(h200[0], tx, np.float16), tx, np.float16))

@@ -1,7 +1,5 @@
 """Check what findings say of programs for GPUs: of faults that users write, and nothing where there is none."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -99,15 +97,6 @@ def test_a_product_that_a_gpu_has_not_runs_in_another_dtype(h200):
     (finding,) = found(product, *args("a100"), target="a100", donate=())
     assert finding.startswith("A product of f8e4m3fn runs in ")
     assert found(product, *args("h200"), donate=()) == []
-
-
-def test_sums_that_xla_joins_are_whole_on_every_device_that_uses_them(h200):
-    """Parameters on every device: one all-reduce of all gradients, out of which each is cut."""
-    args = [on(h200, (1024, 1024), BF16)] * 4, on(h200, (4096, 1024), BF16, P("data"))
-    loss = lambda w, x: jnp.mean(functools.reduce(lambda x, w: jnp.tanh(x @ w), w, x).astype(F32) ** 2)
-    (sums,) = mpx.step_report(descent(loss), *args, target="h200", donate_argnums=0).findings
-    assert sums.what.startswith(SUMS)
-    assert sums.bytes == 2 * 7 * (4 * 2 * 1024**2) // 8
 
 
 def test_a_step_that_calls_python_is_refused_for_a_device_that_is_not_here(h200):

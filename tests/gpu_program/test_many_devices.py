@@ -211,7 +211,7 @@ def scanned(devices, spec, gathered, checkpoint):
     return weights, mpx.step_report(step, weights, x, target="h200", donate_argnums=0)
 
 
-def step_of(devices, kind, shape, spec, *, fused):
+def step_of(devices, kind, shape, spec):
     """Return the report of a step of AdamW with 8-bit moments on a sharded weight."""
     mesh = Mesh(np.array(devices), ("data",), axis_types=(kind,))
     tx = mpx.mixed_precision(
@@ -222,31 +222,14 @@ def step_of(devices, kind, shape, spec, *, fused):
         state = jax.eval_shape(tx.init, params)
     is_divided = lambda x: x.ndim and not any(n % 8 for n, name in zip(x.shape, spec, strict=False) if name)
     placed = lambda x: x.update(sharding=NamedSharding(mesh, spec if is_divided(x) else P()))
-
-    step = (lambda params, state, grads: mpx.fused_update(tx)(grads, state, params)) if fused else stepper(tx)
-    return mpx.step_report(step, params, jax.tree.map(placed, state), params, target="h200", donate_argnums=(0, 1))
-
-
-@pytest.mark.parametrize(
-    ("shape", "spec", "bytes_each"),
-    [
-        ((4096, 4096), P("data"), 14.06),
-        ((4096, 4096), P(None, "data"), 14.06),
-        ((768, 2304), P("data"), 14.06),
-        ((768, 2304), P(None, "data"), 14.5),
-    ],
-    ids=["rows", "columns", "more rows", "columns that blocks of 256 do not divide"],
-)
-def test_a_fused_step_on_explicit_axes_sends_nothing(h200, shape, spec, bytes_each):
-    """A device has 288 of 2,304 columns: there blocks have 32 numbers, and more scales are read and written."""
-    report = step_of(h200, AxisType.Explicit, shape, spec, fused=True)
-    assert report.collectives == ()
-    assert report.moved_bytes * 8 / np.prod(shape) == pytest.approx(bytes_each, abs=0.02)
+    return mpx.step_report(
+        stepper(tx), params, jax.tree.map(placed, state), params, target="h200", donate_argnums=(0, 1)
+    )
 
 
 def test_blocks_that_reach_over_devices_are_a_finding_with_the_bytes_that_are_sent(h200):
     """On automatic axes blocks have 256 numbers, and a device has 288 columns."""
-    report = step_of(h200, AxisType.Auto, (768, 2304), P(None, "data"), fused=False)
+    report = step_of(h200, AxisType.Auto, (768, 2304), P(None, "data"))
     (finding,) = [finding for finding in report.findings if "optimizer state" in finding.what]
     assert finding.bytes > 768 * 2304
-    assert not step_of(h200, AxisType.Explicit, (768, 2304), P(None, "data"), fused=False).findings
+    assert not step_of(h200, AxisType.Explicit, (768, 2304), P(None, "data")).findings

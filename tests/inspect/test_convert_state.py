@@ -346,25 +346,6 @@ NESTINGS = {
 }
 
 
-def test_measures_are_added_and_taken_away_and_begin_anew():
-    """Watch a training run that goes wrong from its checkpoint on; nothing else of it changes."""
-    inside = optax.chain(
-        optax.sgd(1e-2, momentum=0.9),
-        mpx.monitor.watch({"lost": mpx.monitor.lost_updates("bf16")}),
-        optax.snapshot("norm", optax.tree.norm),
-    )
-    watched = mpx.loss_scaling(mpx.master_weights(inside))
-    plain = mpx.loss_scaling(mpx.master_weights(optax.sgd(1e-2, momentum=0.9)))
-    params, state = trained_with(plain, BF16)
-    same_params, new_state = mpx.convert_state(params, state, plain, watched)
-    assert types_of(new_state) == types_of(watched.init(params))
-    assert float(optax.tree.get(new_state, "lost")) == 0
-    same_params, new_state = step(watched, same_params, new_state, 3)
-    assert float(optax.tree.get(new_state, "norm")) > 0
-    back = mpx.convert_state(same_params, new_state, watched, plain)
-    assert_same_bits(back, step(plain, params, state, 3))
-
-
 @pytest.mark.parametrize("nesting", NESTINGS)
 def test_wrappers_of_optax_may_stand_around_them(nesting):
     old_tx, new_tx = (NESTINGS[nesting](tx) for tx in (adamw(), mpx.master_weights(adamw(), storage="split")))

@@ -122,21 +122,6 @@ def test_a_converted_state_has_the_blocks_that_init_gives_it_and_keeps_the_codes
         assert jax.tree.structure(coded) == jax.tree.structure(tx.init(w))
 
 
-@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=str)
-@pytest.mark.parametrize("format", [mpx.Blockwise8bit(), "e4m3"], ids=str)
-def test_zero1_divides_8_bit_states_of_parameters_that_are_sharded_along_their_columns(kind, format):
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2, devices=jax.devices("cpu"))
-    spec = P(None, "model")
-    put = lambda x: jax.device_put(x, NamedSharding(mesh, spec))
-    params, grads = {"w": put(WEIGHTS[0, :, :256])}, {"w": put(WEIGHTS[1, :, :256])}  # blocks of 256 on two devices
-    tx = mpx.zero1(mpx.low_precision_state(optax.sgd(1e-2, momentum=0.9), {"trace": format}), mesh, param_specs=spec)
-    with jax.set_mesh(mesh):
-        updates, state = jax.jit(tx.update)(grads, tx.init(params), params)
-    codes = optax.tree.get(state, "trace")["w"].codes
-    assert codes.addressable_shards[0].data.shape == (8, 128)
-    np.testing.assert_allclose(updates["w"], -1e-2 * WEIGHTS[1, :, :256], rtol=1e-6)
-
-
 # ---- products
 
 

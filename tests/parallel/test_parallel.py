@@ -96,22 +96,6 @@ def test_twenty_steps_on_eight_devices_have_the_bits_of_one(name):
     assert_same_bits(actual, expected)
 
 
-WHOLE = {"clip": CLIPPED, "adafactor": optax.adafactor(1e-2), "muon": optax.contrib.muon(1e-2)}
-
-
-@pytest.mark.parametrize("name", cases(WHOLE, ["clip", "adafactor"]))
-def test_rules_that_look_at_whole_arrays_do_under_jit(name):
-    """Sums over shards come in another order, so the last bits differ: by less than 2**-20 of a weight if clipped."""
-    mesh, tx = eight_cpu_devices(), mpx.master_weights(WHOLE[name])
-    whole = trained(tx, 3, params(), QUICKLY)
-    divided = trained(mpx.zero1(tx, mesh), 3, replicated(mesh)(params()), QUICKLY, replicated(mesh))
-    tolerance = dict(rtol=2**-20, atol=2**-22) if name == "clip" else dict(rtol=2**-7)
-    for a, b in zip(
-        jax.tree.leaves(mpx.master_params(*whole)), jax.tree.leaves(mpx.master_params(*divided)), strict=True
-    ):
-        np.testing.assert_allclose(a, b, **tolerance)
-
-
 @every_rule
 def test_the_state_is_that_of_the_rule_without_it_and_each_device_holds_an_eighth(name):
     """Compare structure, shapes and dtypes: checkpoints fit with and without, on any number of devices."""
@@ -391,92 +375,78 @@ def test_inside_shard_map_each_device_gives_its_own_gradients_and_those_that_jax
         gradient_step(lambda params: params)
 
 
-@pytest.mark.parametrize(
-    ("tx", "culprit"),
-    [
-        (lambda: optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau()), "the argument 'value'"),
-        (lambda: mpx.loss_scaling(optax.sgd(1.0), axis_name="model"), "reduce_and"),
-        (lambda: optax.add_noise(0.1, 0.5, 0), "random_bits"),
-        (lambda: optax.stateless(lambda g, p: jax.tree.map(lambda x: x * jnp.arange(x.shape[0]), g)), "iota"),
-    ],
-    ids=["extra argument", "another axis", "noise", "positions"],
-)
-def test_inside_shard_map_what_is_not_the_same_for_every_shard_is_refused(tx, culprit):
-    mesh = two_axes()
-    tx = mpx.zero1(tx(), mesh)
-    start = {"w": jnp.ones(16, jnp.bfloat16)}
+# ---- what a shard alone cannot do, and why --------------------------------------------------------------------------
 
-    def step(params, grads, value):
-        return tx.update(grads, tx.init(params), params, value=value)[0]
 
+def with_a_value(tx):
+    """Return a call of a step that takes an argument of its rule, under two axes."""
+    mesh, start = two_axes(), {"w": jnp.ones(16, jnp.bfloat16)}
+    tx = mpx.zero1(tx, mesh)
+    step = lambda params, grads, value: tx.update(grads, tx.init(params), params, value=value)[0]
     mapped = jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-    with pytest.raises(ValueError, match=rf"depends on more than that \(through .*{culprit}"):
-        jax.eval_shape(mapped, start, {"w": jnp.ones(16, jnp.float32)}, jnp.float32(1))
+    return lambda: jax.eval_shape(mapped, start, {"w": jnp.ones(16, jnp.float32)}, jnp.float32(1))
 
 
-def in_blocks(name, block_size):
-    return mpx.low_precision_state(ADAMW, {name: mpx.Blockwise8bit(block_size)}, min_size=1)
+def stepping(tx, steps=1):
+    """Return a call of so many steps."""
+
+    def run():
+        mesh, now = eight_cpu_devices(), jax.eval_shape(params)
+        divided = mpx.zero1(tx, mesh)
+        step, now = in_shard_map(divided, mesh, False, QUICKLY), (now, jax.eval_shape(divided.init, now))
+        for i in range(steps):
+            now = jax.eval_shape(step, *now, per_device(i))
+
+    return run
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (
-            lambda: mpx.low_precision_state(ADAMW, {"mu": "bf16"}, min_size=600),  # a shard has 96 elements of 768
-            r"Lower the `min_size`(.|\n)*'.*mu/first': float32\[2, 48\], but each device should have bfloat16\[2, 48\]",
-        ),
-        (lambda: mpx.master_weights(CLIPPED), "a result that depends on more than that"),
-        (lambda: mpx.master_weights(optax.adafactor(1e-2)), "`zero1`: inside `jax.shard_map` "),
-        (
-            lambda: mpx.loss_scaling(mpx.master_weights(ADAMW)),
-            r"result that depends on more than that.*has `axis_name`",
-        ),
-        # Blocks of an axis, of rows, and of a flat array of which a shard could end within a block.
-        (
-            lambda: in_blocks("mu/bias", 32),
-            r"blocks of the state at '.*/mu/bias', .*, would reach over several",
-        ),
-        (lambda: in_blocks("mu/second", 32), r"blocks of the state at '.*/mu/second', .*, would reach over several"),
-        (lambda: in_blocks("mu/first", 32), r"blocks of the state at '.*/mu/first', .*, would reach over several"),
-    ],
-    ids=[
-        "small shards",
-        "clip",
-        "adafactor",
-        "no agreement on a skip",
-        "blocks beyond a shard",
-        "blocks beyond a shard of a row",
-        "blocks of a flat array",
-    ],
-)
-def test_inside_shard_map_what_a_shard_alone_cannot_do_is_refused_with_the_reason(make, message):
-    mesh = eight_cpu_devices()
-    tx = mpx.zero1(make(), mesh)
-    shapes = jax.eval_shape(params)
-    with pytest.raises(ValueError, match=message):
-        jax.eval_shape(in_shard_map(tx, mesh, False, QUICKLY), shapes, jax.eval_shape(tx.init, shapes), per_device(0))
-
-
-def test_inside_shard_map_a_whole_state_is_refused():
+def with_a_whole_state():
     mesh, shapes = eight_cpu_devices(), jax.eval_shape(params)
     tx = mpx.zero1(mpx.master_weights(ADAMW), mesh)
     step = jax.shard_map(lambda p, s, g: tx.update(g, s, p)[0], mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-    with pytest.raises(
-        ValueError, match=r"'master/first': float32\[16, 48\], but each device should have float32\[2, 48\]"
-    ):
-        jax.eval_shape(step, shapes, jax.eval_shape(mpx.master_weights(ADAMW).init, shapes), gradients(0))
+    jax.eval_shape(step, shapes, jax.eval_shape(mpx.master_weights(ADAMW).init, shapes), gradients(0))
 
 
-def test_inside_shard_map_a_rule_that_has_changed_its_dtypes_is_told_to_stand_in_upcast():
-    """Its gradients are float32 here, and Optax's Adam adds them to the bfloat16 moments that its `init` made."""
-    mesh, shapes = eight_cpu_devices(), jax.eval_shape(params)
-    tx = mpx.zero1(optax.adam(1e-3), mesh)
-    step = in_shard_map(tx, mesh, False, QUICKLY)
-    changed = jax.eval_shape(step, shapes, jax.eval_shape(tx.init, shapes), per_device(0))
-    with pytest.raises(
-        ValueError, match=r"put `upcast` around the rule(.|\n)*'0/mu/first': float32\[2, 48\], but each"
-    ):
-        jax.eval_shape(step, *changed, per_device(1))
+def in_blocks(name):
+    return mpx.low_precision_state(ADAMW, {name: mpx.Blockwise8bit(32)}, min_size=1)
+
+
+BY_POSITION = optax.stateless(lambda g, p: jax.tree.map(lambda x: x * jnp.arange(x.shape[0]), g))
+SMALL_SHARDS = mpx.low_precision_state(ADAMW, {"mu": "bf16"}, min_size=600)  # a shard has 96 elements of 768
+MORE, BEYOND = r"depends on more than that \(through .*", ", .*, would reach over several"
+NOT_OF_A_SHARD = {
+    "extra argument": (with_a_value(optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau())), f"{MORE}'value'"),
+    "another axis": (with_a_value(mpx.loss_scaling(optax.sgd(1.0), axis_name="model")), f"{MORE}reduce_and"),
+    "noise": (with_a_value(optax.add_noise(0.1, 0.5, 0)), f"{MORE}random_bits"),
+    "positions": (with_a_value(BY_POSITION), f"{MORE}iota"),
+    "small shards": (
+        stepping(SMALL_SHARDS),
+        r"Lower the `min_size`(.|\n)*'.*mu/first': float32\[2, 48\], but each device should have bfloat16\[2, 48\]",
+    ),
+    "clip": (stepping(mpx.master_weights(CLIPPED)), "a result that depends on more than that"),
+    "adafactor": (stepping(mpx.master_weights(optax.adafactor(1e-2))), "`zero1`: inside `jax.shard_map` "),
+    "no agreement on a skip": (stepping(mpx.loss_scaling(mpx.master_weights(ADAMW))), f"{MORE}has `axis_name`"),
+    # Blocks of an axis, of rows, and of a flat array of which a shard could end within a block.
+    "blocks beyond a shard": (stepping(in_blocks("mu/bias")), rf"blocks of the state at '.*/mu/bias'{BEYOND}"),
+    "blocks beyond a row": (stepping(in_blocks("mu/second")), rf"blocks of the state at '.*/mu/second'{BEYOND}"),
+    "blocks of a flat array": (stepping(in_blocks("mu/first")), rf"blocks of the state at '.*/mu/first'{BEYOND}"),
+    "a whole state": (
+        with_a_whole_state,
+        r"'master/first': float32\[16, 48\], but each device should have float32\[2, 48\]",
+    ),
+    # Its gradients are float32 here, and Optax's Adam adds them to the bfloat16 moments that its `init` made.
+    "a rule that has changed its dtypes": (
+        stepping(optax.adam(1e-3), 2),
+        r"put `upcast` around the rule(.|\n)*'0/mu/first': float32\[2, 48\], but each",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOT_OF_A_SHARD)
+def test_inside_shard_map_what_a_shard_alone_cannot_do_is_refused_with_the_reason(name):
+    call, message = NOT_OF_A_SHARD[name]
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
 def test_what_is_no_mesh_an_axis_that_it_has_not_and_an_update_without_parameters_are_refused():

@@ -1,4 +1,4 @@
-"""Check `Blockwise4bit`: its map, two codes a byte, what is rounded at random, what is refused.
+"""Check `Blockwise4bit`: its map, two codes a byte, what is rounded at random.
 
 Scales and blocks are those of `Blockwise8bit`, which has tests of its own.
 """
@@ -113,25 +113,3 @@ def test_it_works_beside_second_moments_in_8_bits_and_rounds_only_its_own_leaves
     first, second = ({name: optax.tree.get(trained[name], field)["w"] for name in "ab"} for field in ("mu", "nu"))
     assert_same_bits(second["a"], second["b"])
     assert (np.asarray(first["a"].codes) != np.asarray(first["b"].codes)).mean() > 0.3
-
-
-def test_rounding_to_nearest_is_refused():
-    with pytest.raises(ValueError, match=r"rounded at random, because training fails .* `key=jax.random.key\(0\)`"):
-        mpx.low_precision_state(optax.adam(1e-3), {"mu": mpx.Blockwise4bit()})
-
-
-@pytest.mark.parametrize(
-    ("field", "reason"), [("nu", "many would be zero in 4 bits"), ("hidden", "may be second moments")]
-)
-def test_second_moments_and_fields_that_may_hold_some_are_refused(field, reason):
-    rule = optax.adam(1e-3)
-    if field == "hidden":
-        rule = optax.GradientTransformation(lambda params: {"hidden": params}, lambda g, state, params=None: (g, state))
-    tx = mpx.low_precision_state(rule, {field: mpx.Blockwise4bit()}, key=jax.random.key(0))
-    with pytest.raises(ValueError, match=reason):
-        tx.init({"w": jnp.ones((64, 64), jnp.float32)})
-
-
-def test_block_sizes_are_checked():
-    with pytest.raises(ValueError, match="`Blockwise4bit`: `block_size` must be a power of two from 16"):
-        mpx.Blockwise4bit(100)

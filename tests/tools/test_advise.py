@@ -167,16 +167,6 @@ def test_many_leaves_are_kept_together_if_they_differ_in_numbers_only():
     assert advice.met
 
 
-def test_leaves_that_are_not_floating_pass_and_a_batch_is_any_tree():
-    def loss_fn(params, batch):
-        ids, scale = batch
-        return scale * jnp.sum((params["embedding"][ids] @ params["head"]) ** 2)
-
-    params = {"embedding": normal(0, 5, 4), "head": normal(1, 4, 2), "step": 3, "name": "model", "ids": jnp.arange(2)}
-    advice = advise(loss_fn, params, [jnp.array([0, 3]), 2], STORED_ONLY, bound=1.0)
-    assert {row.name for row in advice.rows} == {"embedding", "head"}
-
-
 def test_overrides_of_the_policy_stay_behind_the_advised_ones():
     params = {"kept": full(2, 1.001), "stored": full(2, 1.001)}
     policy = mpx.get_policy("params=bf16,compute=f32", overrides=(("kept", jnp.float32),))
@@ -195,13 +185,3 @@ def test_advice_is_a_table_of_text_and_a_dictionary_for_json():
     assert read["overrides"] == [["^second$", "float32"]]
     assert (read["met"], read["bound"], read["policy"]) == (advice.met, advice.bound, str(advice.policy))
     assert (read["before"]["loss"], read["rest"]["loss"]) == (advice.before.loss, advice.rest.loss)
-
-
-def test_a_bound_that_nothing_meets_keeps_all_there_is():
-    """Narrow sums by a table of rules: they are no contractions, so no override reaches them."""
-    rules = mpx.DEFAULT_RULES | {"add": "narrow"}
-    loss_fn = mpx.autocast(lambda params, x: jnp.sum((jnp.sin(x) + jnp.cos(x)) * params), "bf16", rules=rules)
-    advice = advise(loss_fn, full((3,), 1.001), numbers([0.3, 0.4, 0.7]), BF16, bound=1e-6)
-    assert not advice.met
-    assert advice.rest.worst > 1e-6
-    assert [(row.name, row.is_kept) for row in advice.rows] == [("(the array)", True)]

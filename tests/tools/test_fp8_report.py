@@ -102,19 +102,6 @@ def test_devices_and_examples_count_together():
     assert shares(of_devices, "left") == shares(whole, "left") == (127 / 128, 0)
 
 
-def test_of_two_products_each_has_its_line():
-    def two(params, x):
-        hidden = jnp.tanh(x @ params["first"])
-        return jnp.sum(hidden @ params["second"])
-
-    params = {"first": normal(0, 16, 16), "second": normal(1, 16, 16)}
-    policy = mpx.Policy("f32", "bf16", "f32", overrides=(("second", "bf16"),), fp8=SMALL)
-    report = lambda way: mpx.monitor.fp8_report(mpx.autocast(two, way))(params, normal(2, 16, 16))
-    lines = lambda way: {row.where for row in report(way).operands}
-    assert len(lines(SMALL)) == 2
-    assert len(lines(policy)) == 1
-
-
 def test_a_function_with_an_auxiliary_result_and_one_without_products_in_8_bits():
     args = jnp.ones((16, 16)), jnp.ones((16, 16))
     assert mpx.monitor.fp8_report(mpx.autocast(lambda w, x: (loss_fn(w, x), x), SMALL), has_aux=True)(*args).operands

@@ -10,7 +10,7 @@ from jax.extend import core as jex_core
 
 import mpx
 from mpx import monitor
-from tests.helpers import AS_USERS_DO, assert_same_bits, types_of, unfused
+from tests.helpers import AS_USERS_DO, assert_same_bits, types_of
 
 pytestmark = pytest.mark.optax_promotion
 
@@ -143,13 +143,6 @@ def assert_unchanged_by_measures(rule, recipe, **options):
 def test_measures_change_no_bit_of_a_training_run(rule, recipe):
     """Train 20 steps, compiled as any step is, with every measure first, inside and last."""
     assert_unchanged_by_measures(rule, recipe, options=AS_USERS_DO)
-
-
-@pytest.mark.slow
-def test_measures_change_no_bit_of_gradients_of_one_column():
-    """If XLA saw a second reader of such a gradient, it would reshape elsewhere, and LLVM contract another product."""
-    assert_unchanged_by_measures("adamw", "f32", outputs=1, options=AS_USERS_DO)
-    assert_unchanged_by_measures("lion", "f32", outputs=1, options=unfused(batched_products=True))
 
 
 def test_measures_read_bits_from_behind_one_barrier_and_updates_pass_through():

@@ -1,5 +1,7 @@
 """Plans against the bytes of real arrays, and against the formulas of the literature."""
 
+import gc
+
 import equinox as eqx
 import flax.linen as nn
 import jax
@@ -172,19 +174,6 @@ def test_an_override_of_the_policy_is_one_for_gradients_and_float64_stays():
         assert gradients(None, gradient_dtype="bf16") == 5 * 2 + 3 * 8
 
 
-def test_two_numbers_of_4_bits_take_a_byte():
-    """As in the memory of a program; 33 of them take 17 bytes."""
-    codes = optax.GradientTransformation(
-        lambda params: optax.TraceState(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.int4), params)),
-        lambda g, s, p: (g, s),
-    )
-    model = {"even": jax.ShapeDtypeStruct((3, 4), jnp.float32), "odd": jax.ShapeDtypeStruct((33,), jnp.float32)}
-    plan = mpx.memory_plan(model, codes)
-    assert plan.state_bytes == 12 // 2 + 17
-    program = jax.jit(lambda state: state).lower(jax.eval_shape(codes.init, model)).compile()
-    assert program.memory_analysis().argument_size_in_bytes == plan.state_bytes
-
-
 @given(st.integers(1, 10**12), st.integers(1, 64))
 def test_a_number_is_rounded_up_to_blocks_on_each_device(n, d):
     """Otherwise neither a moment nor its scales could be divided, and would be whole on every device."""
@@ -227,6 +216,7 @@ def test_nothing_is_run_and_nothing_allocated():
         jax.debug.callback(lambda: ran.append("at run time"))
         return {"w": jnp.ones((81920, 854492))}  # 70 billion elements
 
+    gc.collect()  # of arrays that other tests have left
     before = len(jax.live_arrays())
     plan = memory_plan(init, in_8_bits(ADAMW), BF16, mesh=abstract(data=1024))
     assert ran == [1]  # traced
@@ -239,12 +229,6 @@ def test_the_largest_model_fills_the_memory_but_for_a_block():
     plan_of = lambda n: memory_plan(n, tx, policy, mesh=abstract(data=8))
     largest = plan_of(256_000_000).largest_model(80e9)
     assert plan_of(largest - 256 * 8).total_bytes_a_device <= 80e9 < plan_of(largest + 256 * 8).total_bytes_a_device
-
-
-def test_all_but_the_count_grows_in_proportion():
-    """Ten parameters take 16 bytes each, and a count 4 bytes."""
-    plan = memory_plan(10, optax.adam(0.1))
-    assert [plan.largest_model(memory) for memory in (164, 163, 67, 3)] == [10, 9, 3, 0]
 
 
 # Parts and tables.
@@ -284,9 +268,3 @@ def test_the_parts_of_a_state_are_named_as_its_fields():
 )
 def test_a_part_is_known_by_the_state_it_stands_in(tx, name, part):
     assert parts(memory_plan({"mu": jnp.ones((4, 4))}, tx, BF16))[name] == part
-
-
-def test_a_parameter_may_be_called_as_a_field_is():
-    """The names in a dictionary inside of a state's field are the user's."""
-    named = parts(memory_plan({"nu": jnp.ones((4, 4)), "master": jnp.ones(3)}, optax.sgd(0.1, momentum=0.9)))
-    assert set(named) == {"parameters", "gradients", "trace"}

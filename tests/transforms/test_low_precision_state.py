@@ -231,16 +231,6 @@ def test_masters_compensations_averages_and_copies_of_weights_are_never_stored_i
     mpx.low_precision_state(as_it_is, {field: "f32"}).init(params())
 
 
-def test_donating_the_state_of_low_precision_does_not_delete_the_callers_key():
-    key, ones = jax.random.PRNGKey(0), jnp.ones(4, jnp.float32)
-    tx = adam({"mu": "bf16"}, min_size=1, rounding="stochastic", key=key)
-    state = tx.init(ones)
-    jax.jit(tx.update, donate_argnums=1)(ones, state, ones)
-    assert state.key.is_deleted()
-    assert not key.is_deleted()
-    tx.init(ones)
-
-
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16])
 def test_numbers_are_on_the_grid_before_they_are_cast(dtype):
     """Whatever becomes of the cast in a compiler, what is cast is rounded already."""

@@ -14,6 +14,7 @@ ADAM, SGD, BF16 = optax.adam(1e-3), optax.sgd(0.1), jnp.bfloat16
 W = {"w": jnp.ones(2, BF16)}
 MATRIX = {"kernel": jnp.ones((64, 80), jnp.float32), "bias": jnp.zeros(80, jnp.float32)}
 EIGHT_BITS, SIGNED = mpx.Blockwise8bit(), mpx.Blockwise8bit(signed=True)
+FOUR_BITS = mpx.Blockwise4bit()
 WRAPPERS = mpx.upcast, mpx.master_weights, mpx.loss_scaling
 ROUNDING = mpx.stochastic_rounding(jax.random.key(0))
 KEEPERS = mpx.kahan_summation(), mpx.params_ema(0.9)
@@ -112,6 +113,10 @@ VALUES = [
         "stores its state in few bits already",
     ),
     (low({"mu": "f16", "nu": "f16"}), r"second moments, which float16 cannot hold(.|\n)*'0/nu/bias': float32\[80\]"),
+    (low({"mu": FOUR_BITS}), r"rounded at random, because training fails .* `key=jax.random.key\(0\)`"),
+    (low({"nu": FOUR_BITS}, key=jax.random.key(0)), "many would be zero in 4 bits"),
+    (low({"hidden": FOUR_BITS}, rule_of({"hidden": MATRIX}, None), key=jax.random.key(0)), "may be second moments"),
+    (lambda: mpx.Blockwise4bit(100), "`Blockwise4bit`: `block_size` must be a power of two from 16"),
     (
         with_64_bits(lambda: low({"mu": "bf16"}, params={"w": jnp.ones(4096)})()),
         r"are float64(.|\n)*'0/mu/w': float64\[4096\]",

@@ -51,15 +51,3 @@ def test_typed_raw_and_other_keys_are_taken_and_kept_as_integers():
         _, new_state = tx.update(jnp.ones(3), state, params)
         assert state.key.dtype == np.uint32
         assert new_state.key.shape == state.key.shape
-
-
-def test_donating_the_state_does_not_delete_the_callers_key():
-    key = jax.random.PRNGKey(0)
-    tx = mpx.stochastic_rounding(key)
-    params = jnp.ones(3, jnp.bfloat16)
-    state = tx.init(params)
-    with jax.disable_jit(False):
-        jax.jit(tx.update, donate_argnums=1)(jnp.ones(3), state, params)
-    assert state.key.is_deleted()
-    assert not key.is_deleted()
-    tx.update(jnp.ones(3), tx.init(params), params)

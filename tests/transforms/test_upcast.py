@@ -70,24 +70,6 @@ def test_a_rule_may_still_choose_a_narrow_dtype_for_its_own_state(params):
     assert optax.tree.get(state, "nu")["kernel"].dtype == np.float32
 
 
-@pytest.mark.optax_promotion
-def test_adam_in_float16_is_nan_without_it_and_finite_with_it():
-    """eps=1e-8 is 0 in float16, so that a zero gradient gives 0 / 0."""
-    params = jnp.ones(3, jnp.float16)
-    grads = jnp.zeros(3, jnp.float16)
-    naive, wide = optax.adam(1e-3), mpx.upcast(optax.adam(1e-3))
-    assert jnp.isnan(naive.update(grads, naive.init(params), params)[0]).all()  # negative control
-    assert jnp.isfinite(wide.update(grads, wide.init(params), params)[0]).all()
-
-
-@pytest.mark.optax_promotion
-def test_injected_hyperparameters_are_not_rounded_to_the_parameters_dtype():
-    params = jnp.ones(3, jnp.bfloat16)
-    tx = optax.inject_hyperparams(optax.adam)(1e-3, b2=0.999)
-    assert tx.init(params).hyperparams["b2"] == 1  # negative control
-    assert mpx.upcast(tx).init(params).hyperparams["b2"] == np.float32(0.999)
-
-
 def test_a_rule_in_float64_sees_float64_and_returns_it():
     """Every array is float32 outside. The bare rule, as a negative control, keeps float32."""
     with jax.enable_x64(True):
