@@ -42,6 +42,7 @@ class Autocast:
     settings: Settings
     policy: Policy | None  # if the user gave one, and not a dtype
     checkpoint: Callable[..., Any] | None  # a policy of `jax.checkpoint`
+    rules: Mapping[Any, Rule]  # as the user gave them
 
     def run(self, traced: "Traced", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of the function for the arguments it was traced with."""
@@ -102,9 +103,8 @@ class Autocast:
 
     def around(self, fun: Callable[..., Any], policy_or_dtype: Policy | Fp8) -> Callable[..., Any]:
         """Return `autocast` of another function under another policy, with the rules and options of this one."""
-        settings = self.settings
-        options = {"rules": settings.rules, "checkpoint": self.checkpoint, "reduce_dtype": settings.reduce_dtype}
-        return autocast(fun, policy_or_dtype, **options)
+        options = {"checkpoint": self.checkpoint, "reduce_dtype": self.settings.reduce_dtype}
+        return autocast(fun, policy_or_dtype, rules=self.rules, **options)
 
     def narrows_to(self, dtype: np.dtype) -> bool:
         """Return whether the function computes in a dtype, or may, by an override of its policy."""
@@ -253,7 +253,7 @@ def make_autocast(
     if reduce_dtype is None and policy is not None:
         reduce_dtype = policy.reduce_dtype
     settings = Settings(compute, _checked_rules(rules), _checked_reduce_dtype(reduce_dtype, compute))
-    return Autocast(fun, settings, policy, _checkpoint_policy(checkpoint))
+    return Autocast(fun, settings, policy, _checkpoint_policy(checkpoint), rules)
 
 
 def full_precision(fun: F) -> F:

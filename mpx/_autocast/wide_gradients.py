@@ -84,9 +84,10 @@ def _summed_in_f32(pullback: Callable[..., Any], cotangent: jax.Array) -> jax.Ar
 
 def _bound_in_f32(eqn: JaxprEqn, operands: list[Any]) -> jax.Array:
     """Bind a contraction of 16-bit operands with a float32 result."""
-    result = eqn.primitive.bind(*operands, **(eqn.params | {"preferred_element_type": np.dtype(np.float32)}))
     has_batch = eqn.primitive.name == "dot_general" and any(eqn.params["dimension_numbers"][1])
-    return result if has_batch else _unfused.bind(result)
+    alone = (lambda x: x) if has_batch else _unfused.bind
+    params = eqn.params | {"preferred_element_type": np.dtype(np.float32)}
+    return alone(eqn.primitive.bind(*map(alone, operands), **params))
 
 
 def _batched(operands: list[Any], axes: list[int | None], **params: Any) -> tuple[Any, int]:
@@ -127,9 +128,9 @@ ad.primitive_transposes[_derivative] = _transposed
 batching.primitive_batchers[_derivative] = _batched
 mlir.register_lowering(_derivative, mlir.lower_fun(_bound, multiple_results=False))
 
-# XLA on a CPU (jax 0.10, 0.11) would fuse a transposition that follows, and cannot run the fused product. It can run a
-# product with a batch so, but behind a barrier that one ends the process. On other devices there is no barrier: behind
-# one XLA would not turn an all-reduce and a slice into a reduce-scatter.
+# XLA on a CPU (jax 0.10, 0.11) would fuse a transposition before or after, and cannot run the fused product. It can run
+# a product with a batch so, but behind a barrier that one ends the process. On other devices there is no barrier:
+# behind one XLA would not turn an all-reduce and a slice into a reduce-scatter.
 _unfused = Primitive("unfused_on_cpu")
 _unfused.def_impl(lambda x: x)
 _unfused.def_abstract_eval(lambda x: x)

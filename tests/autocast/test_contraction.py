@@ -347,3 +347,11 @@ def test_float32_gradients_of_activations_with_a_batch_run_compiled(equation, ar
     gradients = lambda loss: jax.jit(around(jax.grad(loss, argnums=(0, 1))))(*args)
     for gradient, expected in zip(gradients(mpx.autocast(loss, BF16, reduce_dtype=F32)), gradients(loss), strict=True):
         assert np.linalg.norm(gradient - expected) < 0.02 * np.linalg.norm(expected)
+
+
+def test_float32_gradients_of_a_layer_that_vmap_gives_its_batch_run_compiled():
+    """As Equinox has it: XLA on CPU would fuse the transposition of the cotangent into a product that it cannot run."""
+    loss = lambda w, x: jnp.mean(jax.vmap(lambda x: w @ x)(x) ** 2)
+    w, x = normal(0, 10, 32), normal(1, 64, 32)
+    gradient, expected = (jax.jit(jax.grad(f))(w, x) for f in (mpx.autocast(loss, BF16, reduce_dtype=F32), loss))
+    assert np.linalg.norm(gradient - expected) < 0.02 * np.linalg.norm(expected)

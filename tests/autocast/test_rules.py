@@ -9,6 +9,7 @@ from jax.extend import core as jex_core
 import mpx
 from mpx._autocast.control_flow import HANDLERS
 from mpx._autocast.rules import can_narrow, reason_to_keep
+from mpx._autocast.transform import autocast_of
 from mpx._primitives import PRIMITIVES
 
 # torch.amp's lists for CUDA, by the primitives that compute them.
@@ -59,6 +60,8 @@ def test_a_primitive_of_ones_own_is_named_by_itself():
     program = mpx.autocast(lambda x: own.bind(x), "f16", rules=rules)
     assert dtypes_of(program, jnp.ones(3, jnp.float32))["own"] == np.float16
     assert dtypes_of(mpx.autocast(lambda x: own.bind(x), "f16"), jnp.ones(3, jnp.float32))["own"] == np.float32
+    around = autocast_of(program).around(lambda x: own.bind(x), "bf16")  # as tools put it around another function
+    assert dtypes_of(around, jnp.ones(3, jnp.float32))["own"] == jnp.bfloat16
 
 
 @pytest.mark.parametrize(
