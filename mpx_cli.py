@@ -51,7 +51,6 @@ def _flag(name: str, help: str, **options: Any) -> Any:
     return typer.Option(name, metavar="", help=help, **options)
 
 
-_Shapes = Annotated[list[str] | None, typer.Argument(help="A shape for each argument: f32[8,16], bf16[4], i32[].")]
 _AsJson = Annotated[bool, _flag("--json", "Write JSON to standard output, and nothing else there.")]
 
 
@@ -116,7 +115,9 @@ def plan(
 @app.command(epilog='Example: mpx explain train.py:loss "f32[16,4]" "f32[8,16]" --policy bf16 --grad')
 def explain(
     function: Annotated[str, typer.Argument(help="file.py:function or module:function.")],
-    shapes: _Shapes = None,
+    shapes: Annotated[
+        list[str] | None, typer.Argument(help="A shape for each argument: f32[8,16], bf16[4], i32[].")
+    ] = None,
     policy: Annotated[
         str | None,
         typer.Option(
@@ -138,22 +139,17 @@ def explain(
     cli.write(explanation, as_json)
 
 
-@app.command(epilog='Example: mpx program train.py:step "f32[16,4]" "f32[8,16]" --donate 0')
+@app.command(epilog="Example: mpx program train.py:step_and_arguments")
 def program(
     function: Annotated[
         str,
         typer.Argument(
-            help="file.py:function or module:function: a step, with a shape for each argument; or a function that "
-            "returns (step, arguments, donated): a step, a tuple of its arguments or their shapes, and the positions "
-            "of donated ones, unless jax.jit returned the step."
+            help="file.py:function or module:function that returns (step, arguments, donated): a step, a tuple of its "
+            "arguments or their shapes, and the positions of donated ones, unless jax.jit returned the step."
         ),
     ],
-    shapes: _Shapes = None,
     target: Annotated[
         str | None, typer.Option(metavar="NAME", help="a100, h100, h200, b200, v5e or v6e. Left out: this machine.")
-    ] = None,
-    donate: Annotated[
-        list[int] | None, typer.Option(metavar="POSITION", min=0, help="An argument that is donated; may be repeated.")
     ] = None,
     as_json: _AsJson = False,
 ) -> None:
@@ -161,8 +157,6 @@ def program(
 
     Nothing runs, so the device need not be there. GPUs need the extra cuda12 or cuda13.
     """
-    if donate and not shapes:
-        raise typer.BadParameter("--donate does nothing without shapes.")
     if target is not None:
         from mpx.tools.program.targets import allow_targets
 
@@ -171,7 +165,7 @@ def program(
     from mpx.tools import cli
 
     with Console(stderr=True).status("Compiling the step ..."), contextlib.redirect_stdout(sys.stderr):
-        step, arguments, donated = cli.step(function, shapes or [], donate or ())
+        step, arguments, donated = cli.step(function)
         report = mpx.step_report(step, *arguments, target=target, donate_argnums=donated)
     cli.write(report, as_json)
 

@@ -73,17 +73,15 @@ def attribute(reference: str) -> Any:
     return operator.attrgetter(name)(importlib.import_module(module.removesuffix(".py")))
 
 
-def step(reference: str, shapes: Sequence[str], donated: Sequence[int]) -> tuple[Any, Sequence[Any], Sequence[int]]:
-    """Return a step, its arguments and the positions of donated ones; without shapes, as the function returns them."""
-    found = attribute(reference)
-    if shapes:
-        return found, [shape(text) for text in shapes], donated
-    wanted = f"without shapes {reference} must be a function without arguments that returns (step, arguments, donated)"
+def step(reference: str) -> tuple[Any, Sequence[Any], Sequence[int]]:
+    """Return a step, its arguments and the positions of donated ones, as the function returns them."""
+    make = attribute(reference)
+    wanted = f"{reference} must be a function without arguments that returns (step, arguments, donated)"
     try:
-        inspect.signature(found).bind()
+        inspect.signature(make).bind()
     except TypeError as error:
-        raise ValueError(f"{wanted}: {error}. If it is the step, give a shape for each of its arguments.") from None
-    returned = found()
+        raise ValueError(f"{wanted}: {error}. If it is the step, write such a function around it.") from None
+    returned = make()
     if not isinstance(returned, tuple) or len(returned) not in (2, 3):
         raise ValueError(f"{wanted}, but it returns {type(returned).__name__}.")
     step, arguments, donated = (*returned, ())[:3]
