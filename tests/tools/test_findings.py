@@ -11,7 +11,6 @@ from mpx.tools.program import findings
 from mpx.tools.program.dataflow import uses_in
 from mpx.tools.program.findings import Argument, Step, arguments_of
 from mpx.tools.program.kernels import kernels
-from mpx.tools.program.targets import TARGETS
 from mpx.tools.program.text import parse
 from tests.helpers import eight_cpu_devices
 
@@ -262,12 +261,3 @@ def test_a_product_in_another_dtype_than_the_step_asked_for_is_found_by_its_line
 def test_what_a_device_sends_in_a_ring(line, sent_by_a_device):
     ((_, kernel),) = step(program(line)).runs
     assert kernel.sent_bytes == sent_by_a_device
-
-
-@pytest.mark.parametrize(
-    ("groups", "rate"), [("{{0,1,2,3}}", 450e9), ("{{0,8,16,24}}", 50e9), ("{{8,9,10,11}}", 450e9), ("{}", 450e9)]
-)
-def test_links_between_machines_are_slower(groups, rate):
-    line = f"%x = f32[512,512]{{1,0}} all-reduce(%b), to_apply=%add, replica_groups={groups}"
-    (_, kernel), *_ = kernels(program(line), TARGETS["h200"], mesh_shape={"data": 4})
-    assert kernel.link_seconds == pytest.approx(6 * SIZE / rate)

@@ -50,7 +50,6 @@ class Kernel:
         source: the line that asks for it.
         axes: of a collective, the axes of the mesh along which it runs; empty if they are not known.
         sent_bytes: of a collective, what a device sends to others each time, as a ring of the devices does it.
-        link_seconds: what all its runs take at least over the links between devices; None as `seconds`.
     """
 
     operation: str
@@ -63,7 +62,6 @@ class Kernel:
     source: str
     axes: str = ""
     sent_bytes: int = 0
-    link_seconds: float | None = None
 
     @property
     def dtype(self) -> str:
@@ -105,7 +103,7 @@ def kernels(
             source=next((part.source for part in products if part.source), instruction.source),
         )
         if kind == "collectives":
-            kernel = _with_links(kernel, instruction, target, mesh_shape or {})
+            kernel = _with_what_it_sends(kernel, instruction, mesh_shape or {})
         yield instruction, kernel
 
 
@@ -117,9 +115,7 @@ def products_in(program: Program) -> Iterator[Instruction]:
             yield from itertools.chain.from_iterable(map(products_in, instruction.called))
 
 
-def _with_links(
-    kernel: Kernel, instruction: Instruction, target: Target | None, mesh_shape: Mapping[str, int]
-) -> Kernel:
+def _with_what_it_sends(kernel: Kernel, instruction: Instruction, mesh_shape: Mapping[str, int]) -> Kernel:
     """Return the kernel of a collective with what it sends, and along which axes."""
     collective = next(part for part in instruction.parts if _KINDS.get(part.operation) == "collectives")
     # A TPU has a sum and a slice of it in one fusion.
@@ -130,13 +126,7 @@ def _with_links(
     sent = max(sum(shape.size for shape in shapes) for shapes in (collective.results, given))
     if not operation.startswith("collective"):  # in a ring: all parts of an array but one
         sent = (2 if operation == "all-reduce" else 1) * sent * (len(group) - 1) // max(1, len(group))
-    return dataclasses.replace(
-        kernel,
-        operation=operation,
-        axes=_axes(group, mesh_shape),
-        sent_bytes=sent,
-        link_seconds=None if target is None else kernel.times * sent / target.link_between(group),
-    )
+    return dataclasses.replace(kernel, operation=operation, axes=_axes(group, mesh_shape), sent_bytes=sent)
 
 
 def totals(pairs: Iterable[tuple[K, int]]) -> dict[K, int]:

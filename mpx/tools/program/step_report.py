@@ -86,11 +86,6 @@ class StepReport(_tables.Result):
         )
 
     @property
-    def link_seconds(self) -> float | None:
-        """Return what collectives take at least over the links between devices; XLA may compute at the same time."""
-        return None if self.target is None else sum(kernel.link_seconds or 0 for kernel in self.collectives)
-
-    @property
     def flops(self) -> dict[str, int]:
         """FLOPs of matrix products and convolutions, by the dtype of their operands; library calls are not counted."""
         return programs.totals(
@@ -150,8 +145,6 @@ class StepReport(_tables.Result):
         else:
             yield _how_it_fits(self.peak_bytes, self.target)
             yield "The bound is no time: its kernels one after another at published rates."
-            if self.link_seconds:
-                yield f"The links between devices take at least {1e3 * self.link_seconds:.4g} ms at published rates."
         if self.has_unknown_loop:
             yield "A loop of unknown length is counted as if it ran once."
         if any(kernel.kind == "library calls" for kernel in self.kernels):

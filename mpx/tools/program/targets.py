@@ -3,14 +3,13 @@
 import dataclasses
 import importlib.util
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 from jax.experimental import topologies
 
 _CONSTRAINTS = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
-_GPUS_A_MACHINE, _INFINIBAND = 8, 50e9  # as in NVIDIA's DGX: 400 Gb/s for each GPU
 _CUDA = {"cuda12": "{ major: 12 minor: 9 }", "cuda13": "{ major: 13 minor: 0 }"}
 
 
@@ -26,7 +25,6 @@ class Target:
         gpu: for a GPU, what XLA must know of its chip: `cores`, arithmetic `units` of each, `clock` in GHz, bytes of
             `cache` and of `shared` memory a core, and its compute `capability`, such as `(9, 0)`.
         tpu: for a TPU, what JAX calls it.
-        link: bytes a second that a device sends to others of its machine, in one direction: NVLink, or a TPU's ICI.
         launch_seconds: seconds that each kernel takes at least.
         float32: how it multiplies float32 numbers unless more is asked for, as in the rows of a report.
     """
@@ -37,7 +35,6 @@ class Target:
     rates: Mapping[str, float]
     gpu: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     tpu: str = ""
-    link: float = 0
     launch_seconds: float = 2e-6  # an estimate, not a published figure
     float32: str = "tf32"
 
@@ -51,11 +48,6 @@ class Target:
         fastest = max(self.rates.values())
         work = sum(count / self.rates.get(dtype.split(" ")[0], fastest) for dtype, count in flops.items())
         return max(moved_bytes / self.bandwidth, work) + self.launch_seconds
-
-    def link_between(self, devices: Sequence[int]) -> float:
-        """Return the bytes a second that each device of a group can send: of GPUs in two machines, by InfiniBand."""
-        is_within = self.tpu or max(devices, default=0) // _GPUS_A_MACHINE == min(devices, default=0) // _GPUS_A_MACHINE
-        return self.link if is_within else _INFINIBAND
 
 
 # What XLA asks for and no maker publishes is what the driver of such a GPU reports.
@@ -87,12 +79,12 @@ def _rates(f32: float, tf32: float, bf16: float, *f8: float) -> dict[str, float]
 _TPU: dict[str, Any] = {"launch_seconds": 0, "float32": "bf16 (f32)"}
 _HOPPER_RATES = _rates(66.9e12, 494.7e12, 989.4e12, 1978.9e12)
 TARGETS = {
-    "a100": Target("A100-SXM4-80GB", 80 * 2**30, 2.039e12, _rates(19.5e12, 156e12, 312e12), _AMPERE, link=300e9),
-    "h100": Target("H100 80GB HBM3", 80 * 2**30, 3.35e12, _HOPPER_RATES, _HOPPER, link=450e9),
-    "h200": Target("H200", 141 * 10**9, 4.8e12, _HOPPER_RATES, _HOPPER, link=450e9),
-    "b200": Target("B200", 180 * 10**9, 7.7e12, _rates(75e12, 1100e12, 2250e12, 4500e12), _BLACKWELL, link=900e9),
-    "v5e": Target("TPU v5e", 16 * 2**30, 0.819e12, {"bf16": 197e12}, tpu="v5e", link=200e9, **_TPU),
-    "v6e": Target("TPU v6e", 32 * 2**30, 1.64e12, {"bf16": 918e12}, tpu="v6e", link=448e9, **_TPU),
+    "a100": Target("A100-SXM4-80GB", 80 * 2**30, 2.039e12, _rates(19.5e12, 156e12, 312e12), _AMPERE),
+    "h100": Target("H100 80GB HBM3", 80 * 2**30, 3.35e12, _HOPPER_RATES, _HOPPER),
+    "h200": Target("H200", 141 * 10**9, 4.8e12, _HOPPER_RATES, _HOPPER),
+    "b200": Target("B200", 180 * 10**9, 7.7e12, _rates(75e12, 1100e12, 2250e12, 4500e12), _BLACKWELL),
+    "v5e": Target("TPU v5e", 16 * 2**30, 0.819e12, {"bf16": 197e12}, tpu="v5e", **_TPU),
+    "v6e": Target("TPU v6e", 32 * 2**30, 1.64e12, {"bf16": 918e12}, tpu="v6e", **_TPU),
 }
 
 
