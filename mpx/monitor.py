@@ -5,9 +5,8 @@ reads it wherever the loop waits for the device anyway. Updates pass through unc
 from behind an `optimization_barrier`: XLA on CPU gives training runs by AdamW, momentum and Lion the same bits with all
 measures as without.
 
-The place of a measure decides what it sees. Before `mpx.loss_scaling` gradients are scaled, as in the backward pass:
-measure the underflow of float16 there. Inside it they are true gradients, and after an optimizer they are updates. At
-the end of the chain inside `mpx.master_weights`, `lost_updates("bf16")` sees what the masters save.
+Before `mpx.loss_scaling` a measure sees scaled gradients: measure the underflow of float16 there. Inside it gradients
+are true ones, and after an optimizer they are updates.
 """
 
 from mpx.tools.monitor.exponents import EXPONENTS as EXPONENTS

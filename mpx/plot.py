@@ -234,9 +234,6 @@ def exponents(
         >>> axes = exponents(underflow_report(jnp.array([2.0**-30, 2.0**-20, 1.5 * 2.0**-20])))
         >>> [(int(bar.get_x()), int(bar.get_height())) for bar in axes.containers[0]]
         [(-30, 1), (-20, 2)]
-
-    References:
-        Micikevicius et al. 2018, Mixed Precision Training (arXiv 1710.03740), figure 3.
     """
     shift = 0
     if isinstance(histogram, UnderflowReport):

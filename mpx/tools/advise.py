@@ -165,9 +165,6 @@ def advise(
         [('first', True), ('second', False)]
         >>> advice.policy.overrides, advice.met
         ((('^first$', dtype('float32')),), True)
-
-    References:
-        Micikevicius et al. 2018, Mixed Precision Training (arXiv 1710.03740), on which parts need float32.
     """
     policy = as_policy(policy, "advise")
     loss_scale = NoOpLossScale() if loss_scale is None else loss_scale

@@ -44,13 +44,6 @@ def underflow(dtype: DTypeLike, *, groups: Groups = None) -> Callable[[Any], Any
         0.25
         >>> underflow("f16", groups="leaf")(grads)
         {'embed': Array(0.5, dtype=float32), 'head': Array(0., dtype=float32)}
-        >>> tx = optax.chain(optax.snapshot("underflow", underflow("f16")), optax.sgd(0.1))
-        >>> _, state = tx.update(grads, tx.init(grads))
-        >>> print(optax.tree.get(state, "underflow"))
-        0.25
-
-    References:
-        Micikevicius et al. 2018, Mixed Precision Training (arXiv 1710.03740), section 3.2.
     """
     return _share_of("zero", dtype, groups, "underflow")
 
