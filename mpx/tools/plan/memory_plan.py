@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from mpx import _errors, _trees
@@ -197,16 +197,15 @@ def memory_plan(
 
 
 def _layout(mesh: Any, axis: str | None, param_specs: Any) -> tuple[Mesh | AbstractMesh, str, Any]:
-    """Return the mesh, the axis that shards a state, and the specs; a mesh of one device if none is given."""
-    if mesh is None:
-        if param_specs is not None:
-            raise ValueError("`memory_plan`: `param_specs` was given without a `mesh`, so it would do nothing.")
-        return AbstractMesh((1,), (_UNSHARDED,), axis_types=(AxisType.Auto,)), _UNSHARDED, PartitionSpec()
-    if axis is not None:
+    """Return the mesh, the axis that shards a state, and the specs; without an axis one of a single device is added."""
+    if mesh is None and param_specs is not None:
+        raise ValueError("`memory_plan`: `param_specs` was given without a `mesh`, so it would do nothing.")
+    if mesh is not None and axis is not None:
         require_axis(mesh, axis, "memory_plan")
         return mesh, axis, param_specs
-    names = (*mesh.axis_names, _UNSHARDED)
-    return AbstractMesh((*mesh.axis_sizes, 1), names, axis_types=(AxisType.Auto,) * len(names)), _UNSHARDED, param_specs
+    sizes = {**({} if mesh is None else mesh.shape), _UNSHARDED: 1}
+    types = (AxisType.Auto,) * len(sizes)
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types), _UNSHARDED, param_specs
 
 
 def evaluate(model: Any) -> Any:
