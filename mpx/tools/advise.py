@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from mpx import _errors, _trees
 from mpx._autocast.explain import Explanation, explain
@@ -72,8 +71,7 @@ class Advice(Result):
 
     Attributes:
         rows: what an override can keep in float32, largest error first.
-        overrides: pairs (pattern, float32) for the leaves to keep, for `Policy.overrides`.
-        policy: the given policy with the overrides in front of its own.
+        policy: the given policy, with overrides that keep leaves in float32 in front of its own.
         bound: the bound that was given.
         before: the errors of the given policy.
         after: the errors of `policy`.
@@ -82,7 +80,6 @@ class Advice(Result):
     """
 
     rows: tuple[AdviceRow, ...]
-    overrides: tuple[tuple[str, DTypeLike], ...]
     policy: Policy
     bound: float
     before: PrecisionErrors
@@ -114,7 +111,7 @@ class Advice(Result):
                 f"The bound {self.bound:g} is not met, even with all of these leaves in float32. `mpx.explain` lists "
                 "the contractions that no override reaches, for `mpx.full_precision`."
             )
-        yield "\n".join([*(f"override ({pattern!r}, 'f32')" for pattern, _ in self.overrides), verdict])
+        yield "\n".join([*(f"override ({row.pattern!r}, 'f32')" for row in self.rows if row.is_kept), verdict])
 
 
 def advise(
@@ -149,7 +146,7 @@ def advise(
             the training run: without one, float16 gradients underflow, and the errors show that.
 
     Returns:
-        An `Advice`: ranked rows, overrides, the policy with them, and the errors before and after.
+        An `Advice`: ranked rows, the policy with overrides, and the errors before and after.
 
     Raises:
         TypeError: if `loss_fn` is no function or does not return a real floating scalar, `policy` is no policy or
@@ -177,11 +174,9 @@ def advise(
     patterns = [row.pattern for row in ranked]
     is_enough = lambda count: study.errors_keeping(patterns[:count]).worst <= bound
     kept = patterns[: bisect.bisect_left(range(len(patterns)), True, key=is_enough)]
-    chosen = study.keeping(kept)
     return Advice(
         rows=tuple(dataclasses.replace(row, is_kept=row.pattern in kept) for row in ranked),
-        overrides=chosen.overrides[: len(kept)],
-        policy=chosen,
+        policy=study.keeping(kept),
         bound=float(bound),
         before=study.errors_keeping([]),
         after=study.errors_keeping(kept),
