@@ -156,11 +156,6 @@ def memory_plan(
         total                                        14.68    14.00
         >>> memory_plan(7_000_000_000, tx, "bf16").largest_model(80e9)
         5714285714
-
-    References:
-        Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (arXiv
-        1910.02054), whose 16 bytes a parameter are float32 masters. On d devices the table of Megatron-LM's distributed
-        optimizer is 6 + 12/d for `gradient_dtype="float32"`.
     """
     tx = _errors.as_transformation(tx, "memory_plan")
     on, along, specs = _layout(mesh, axis, param_specs)
