@@ -120,7 +120,7 @@ def test_stacked_weights_take_one_kernel_of_the_optimizer_for_all_layers_and_no_
         for layers in ("stacked", "unrolled")
     }
     assert of_optimizer(reports["unrolled"]) == of_optimizer(reports["stacked"]) + 4
-    assert reports["stacked"].kernel_count < reports["unrolled"].kernel_count - 10
+    assert reports["stacked"].kernel_count < reports["unrolled"].kernel_count
     stacks = ("bf16[1,768,", "bf16[1,3072,")  # a layer's weights, taken out of their stack
     assert not [kernel for kernel in reports["stacked"].kernels if kernel.result.startswith(stacks)]
 
