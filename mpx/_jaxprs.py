@@ -79,13 +79,18 @@ def run_equations(program: jex_core.Jaxpr, eqns: list[JaxprEqn], values: dict[An
     """
     if not eqns:
         return
-    inside = dict.fromkeys(v for eqn in eqns for v in eqn.outvars if not isinstance(v, jex_core.DropVar))
+    made = list(dict.fromkeys(v for eqn in eqns for v in eqn.outvars if not isinstance(v, jex_core.DropVar)))
+    part = part_of(program, eqns, made)
+    results = jex_core.jaxpr_as_fun(closed_jaxpr(part))(*[values[v] for v in part.invars])
+    values.update(zip(made, results, strict=True))
+
+
+def part_of(program: jex_core.Jaxpr, eqns: list[JaxprEqn], results: list[Any]) -> jex_core.Jaxpr:
+    """Return equations of a program as one of their own, whose inputs are all that they read from outside."""
+    inside = {v for eqn in eqns for v in eqn.outvars}
     invars = list(dict.fromkeys(v for eqn in eqns for v in eqn.invars if not is_literal(v) and v not in inside))
-    outvars = list(inside)
     effects = set().union(*[eqn.effects for eqn in eqns])
-    part = program.replace(constvars=[], invars=invars, outvars=outvars, eqns=eqns, effects=effects)
-    results = jex_core.jaxpr_as_fun(closed_jaxpr(part))(*[values[v] for v in invars])
-    values.update(zip(outvars, results, strict=True))
+    return program.replace(constvars=[], invars=invars, outvars=results, eqns=eqns, effects=effects)
 
 
 @contextlib.contextmanager

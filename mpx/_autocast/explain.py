@@ -142,7 +142,7 @@ def explain(
         record = make_autocast(fun, policy_or_dtype, DEFAULT_RULES, checkpoint=None, reduce_dtype=None)
 
     def explained(*args: Any, **kwargs: Any) -> Explanation:
-        found = _summed(walk(record.trace(args, kwargs).plan), record.settings.compute.name)
+        found = _summed(walk(record.trace(args, kwargs).plan.steps), record.settings.compute.name)
         return dataclasses.replace(found, has_wide_gradients=record.settings.has_wide_gradients)
 
     return explained

@@ -63,9 +63,10 @@ class Step(NamedTuple):
     """The decision about an equation."""
 
     eqn: JaxprEqn
-    # "send": other devices get the value in the compute dtype; "round_cotangent" keeps the forward pass.
+    # "send": other devices get the value in the compute dtype; "round_cotangent" keeps the forward pass; "recompute"
+    # stands for several steps (see `recompute.py`).
     action: Literal["narrow", "enter", "keep", "round_cotangent", "send", "recompute"]
-    compute: ContractionPrecision | None  # if it is narrowed or sent
+    compute: ContractionPrecision | None  # if it is narrowed, sent or recomputed
     in_tags: tuple[Tag, ...]
     out_tags: tuple[Tag, ...]
     plans: tuple["CastPlan", ...] = ()  # of the programs inside, if they may be entered
@@ -96,12 +97,8 @@ class CastPlan:
 PlacedStep = tuple[Step, int, tuple[JaxprEqn, ...]]
 
 
-def walk(plan: CastPlan) -> Iterator[PlacedStep]:
-    """Yield all steps of a plan and of the plans inside, also of programs that are kept whole."""
-    return _walk(plan.steps, 1, ())
-
-
-def _walk(steps: Iterable[Step], times: int, outer: tuple[JaxprEqn, ...]) -> Iterator[PlacedStep]:
+def walk(steps: Iterable[Step], times: int = 1, outer: tuple[JaxprEqn, ...] = ()) -> Iterator[PlacedStep]:
+    """Yield all of these steps and those of the plans inside, also of programs that are kept whole."""
     for step in steps:
         eqn = step.eqn
         inside = [plan.steps for plan in step.plans]
@@ -110,7 +107,7 @@ def _walk(steps: Iterable[Step], times: int, outer: tuple[JaxprEqn, ...]) -> Ite
             jaxprs = jex_core.jaxprs_in_params(eqn.params)
             inside = [tuple(kept._replace(eqn=inner) for inner in open_jaxpr(jaxpr).eqns) for jaxpr in jaxprs]
         for steps_inside in inside:
-            yield from _walk(steps_inside, times * eqn.params.get("length", 1), (eqn, *outer))
+            yield from walk(steps_inside, times * eqn.params.get("length", 1), (eqn, *outer))
         if not inside:
             yield step, times, outer
 

@@ -14,11 +14,10 @@ import numpy as np
 from jax import lax
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
-from jax.extend.core import JaxprEqn
 
 from mpx._autocast.control_flow import narrowed, widened
-from mpx._autocast.plan import CastPlan, Run, Settings, Step, travels_in
-from mpx._jaxprs import count_uses, dtype_of, is_literal, open_jaxpr
+from mpx._autocast.plan import CastPlan, Run, Settings, Step, travels_in, walk
+from mpx._jaxprs import count_uses, dtype_of, is_literal, open_jaxpr, part_of
 from mpx._primitives import facts_of
 
 
@@ -75,15 +74,10 @@ def _pays(user: Step, members: list[Step]) -> bool:
 
     Scales by row read an operand once more in the backward pass, which costs more than is saved.
     """
-    if not any(_computes_transcendental(step.eqn) for step in members):
+    if not any(facts_of(step.eqn).transcendental for step, _, _ in walk(members)):
         return False
     fp8 = user.compute.fp8 if user.compute is not None else None
     return fp8.scaling == "tensor" if fp8 is not None else any(step.action == "round_cotangent" for step in members)
-
-
-def _computes_transcendental(eqn: JaxprEqn) -> bool:
-    inside = (inner for jaxpr in jex_core.jaxprs_in_params(eqn.params) for inner in open_jaxpr(jaxpr).eqns)
-    return facts_of(eqn).transcendental or any(map(_computes_transcendental, inside))
 
 
 def _activation(
@@ -91,22 +85,24 @@ def _activation(
 ) -> Step | None:
     """Return steps as one; None if a value has another use, or if a large operand cannot be kept in 16 bits."""
     eqns = [step.eqn for step in members]
-    pairs = [pair for step in members for pair in zip(step.eqn.invars, step.in_tags, strict=True)]
-    inside: set[Any] = {eqn.outvars[0] for eqn in eqns}
     result: Any = eqns[-1].outvars[0]
-    tags = {v: tag for v, tag in pairs if not is_literal(v) and v not in inside}
-    part = program.replace(constvars=[], invars=list(tags), outvars=[result], eqns=eqns, effects=set())
+    part = part_of(program, eqns, [result])
+    pairs = [pair for step in members for pair in zip(step.eqn.invars, step.in_tags, strict=True)]
+    tag_of = {v: tag for v, tag in pairs if not is_literal(v)}
+    in_tags = tuple(tag_of[v] for v in part.invars)
     uses_inside = count_uses(part)  # and the result has one use, `user`
     is_wide = lambda v: dtype_of(v) == np.float32 and v.aval.size >= result.aval.size
-    has_other_uses = any(uses_inside[v] < uses[v] for v in inside)
-    keeps_float32 = any(is_wide(v) and travels_in(tag, None, settings) is None for v, tag in tags.items())
+    has_other_uses = any(uses_inside[eqn.outvars[0]] < uses[eqn.outvars[0]] for eqn in eqns)
+    keeps_float32 = any(
+        is_wide(v) and travels_in(tag, None, settings) is None for v, tag in zip(part.invars, in_tags, strict=True)
+    )
     if has_other_uses or keeps_float32 or dtype_of(result) != np.float32:
         return None
-    nothing = (None,) * len(tags)
-    plan = CastPlan(part, tuple(members), tuple(tags.values()), members[-1].out_tags, nothing, nothing)
+    nothing = (None,) * len(in_tags)
+    plan = CastPlan(part, tuple(members), in_tags, members[-1].out_tags, nothing, nothing)
     place = eqns[-1].source_info.replace(name_stack=source_info_util.new_name_stack())  # those inside have theirs
     eqn = eqns[-1].replace(invars=[*part.invars], source_info=place)
-    return Step(eqn, "recompute", user.compute, plan.in_tags, plan.out_tags, (plan,))
+    return Step(eqn, "recompute", user.compute, in_tags, plan.out_tags, (plan,))
 
 
 def run(step: Step, operands: list[Any], run_plan: Run, settings: Settings) -> list[Any]:

@@ -305,7 +305,7 @@ def full_precision(fun: F) -> F:
 
 def _warn_if_nothing_runs_in_fp8(fun: Callable[..., Any], plan: CastPlan) -> None:
     """Warn if all products that FP8 is meant for stay in 16 bits: they may all be small, or share one odd size."""
-    products = [step for step, _, _ in walk(plan) if facts_of(step.eqn).contraction]
+    products = [step for step, _, _ in walk(plan.steps) if facts_of(step.eqn).contraction]
     is_float8 = lambda dtype: jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1  # by an autocast inside
     is_fp8 = lambda step: (step.compute and step.compute.fp8) or is_float8(dtype_of(step.eqn.invars[0]))
     missed = [step.reason for step in products if step.action == "narrow" and step.reason]

@@ -34,7 +34,7 @@ def run_in_float32(inner: Any, dtype: np.dtype, caller: str) -> optax.GradientTr
             _require_state_of(inner, state, params, caller)
         try:
             updates, new_state = inner.update(updates, state, params, **extra_args)
-        except Exception:
+        except Exception:  # if the state is another rule's, its error says little
             _require_state_of(inner, state, params, caller)
             raise
         return upcast_tree(updates, dtype), keep_types(state, new_state)

@@ -1,4 +1,4 @@
-"""What the commands of `mpx_cli` are given, what they plan and write, and their errors."""
+"""Read what the commands of `mpx_cli` are given, and write what they find, or their errors."""
 
 import importlib
 import inspect

@@ -22,7 +22,7 @@ _Key = tuple[str, str, tuple[int, ...], np.dtype]  # the line, the operand, its 
 
 @dataclasses.dataclass(frozen=True)
 class Fp8Operand:
-    """What a format loses of an operand of a matrix product. Shares are of its nonzero finite numbers.
+    """Say what a format loses of an operand of a matrix product. Shares are of its nonzero finite numbers.
 
     Attributes:
         where: the line of the user's code, `file:line (function)`.
