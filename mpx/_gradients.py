@@ -283,7 +283,7 @@ def _on_f32_view(
         leaves = jax.tree.leaves(args[index])
         wide = _trees.cast_tree(leaves, jnp.float32, which=lambda leaf: leaf.dtype.itemsize == 2)
         viewed[index] = in_place.copy_with(args[index], wide)
-        dtypes[index] = [leaf.dtype if _trees.is_floating(leaf) else None for leaf in leaves]
+        dtypes[index % len(args)] = [leaf.dtype if _trees.is_floating(leaf) else None for leaf in leaves]
     return tuple(viewed), [dtype for of_argument in dtypes for dtype in of_argument]
 
 

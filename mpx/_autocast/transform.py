@@ -140,9 +140,9 @@ class Function:
     """A function under autocast. Unlike a closure it can be pickled under any name."""
 
     def __init__(self, record: Autocast) -> None:
-        self.record = record
         # The attributes of a model are its weights: the wrapped function must not keep them alive.
         functools.update_wrapper(self, record.fun, updated=("__dict__",) if inspect.isroutine(record.fun) else ())
+        self.record = record  # last: a function around an autocast function may have its attributes
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.record.run(self.record.trace(args, kwargs), args, kwargs)
