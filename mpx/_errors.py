@@ -183,14 +183,28 @@ def require_same_shapes(updates: Any, params: Any, caller: str, of_examples: boo
     found = _trees.leaves_by_path(updates, is_absent)
     got = {path: x for path, x in found.items() if not is_absent(x)}
     absent = found.keys() - got.keys()
-    leads = lambda path: (path[:i] for i in range(len(path) + 1))
-    wanted = {path: p for path, p in _trees.leaves_by_path(params).items() if absent.isdisjoint(leads(path))}
+    wanted = {path: p for path, p in _trees.leaves_by_path(params).items() if absent.isdisjoint(_leading(path))}
     fit = lambda p, x: np.shape(x) == np.shape(p) or (of_examples and np.shape(x)[1:] == np.shape(p))
     wrong = mismatches(wanted, got, fit, "the parameter is")
     if wrong:
         what = f"`{caller}`: gradients or updates do not match the parameters in structure or shape"
         remedy = "Give trees of one structure. Is a mean over examples missing?"
         raise leaves_error(ValueError, what, wrong, remedy, params)
+
+
+def require_gradients(grads: Any, params: Any, caller: str) -> None:
+    """Raise if a gradient is None although there is a parameter; most rules cannot tell what to do with that."""
+    absent = {path for path, g in _trees.leaves_by_path(grads, lambda x: x is None).items() if g is None}
+    leaves = _trees.leaves_by_path(params)
+    wrong = {path: "None" for path in leaves if not absent.isdisjoint(_leading(path))}
+    if wrong:
+        what = f"`{caller}`: {len(wrong)} of {len(leaves)} parameters have no gradient"
+        remedy = "Keep them out of the trained tree (`equinox.partition`), or freeze them by `optax.partition`."
+        raise leaves_error(ValueError, what, wrong, remedy, params)
+
+
+def _leading(path: _trees.Path) -> list[_trees.Path]:
+    return [path[:i] for i in range(len(path) + 1)]
 
 
 def require_same_leaves(stored: Any, params: Any, kept_dtype: Callable[[Any], np.dtype | None], caller: str) -> None:

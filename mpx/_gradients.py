@@ -8,11 +8,13 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from mpx import _errors, _trees
 from mpx._autocast import in_place
-from mpx._autocast.transform import Autocast, autocast_of, calling_on_float16, narrows_to
+from mpx._autocast.differentiation import View, differentiating
+from mpx._autocast.transform import autocast_of
 from mpx._finite import all_finite, select_tree
 from mpx._loss_scale import LossScale, NoOpLossScale, require_powers_of_two
 
@@ -43,7 +45,9 @@ def value_and_grad(
     2**15, and the rest of the scale is multiplied in afterwards.
 
     A function that `autocast` returned is differentiated with respect to a float32 view of its parameters: no gradient
-    is rounded to their dtype, and no parameter is copied. Such a function may change a Flax NNX model (batch
+    is rounded to their dtype, and under `jit` no parameter is copied. So is one behind a `jax.jit`, a
+    `functools.partial` or a function of your own that hands it the parameters. Where it gets them through another
+    transformation, such as `jax.checkpoint`, a warning says that gradients are rounded. Such a function may change a Flax NNX model (batch
     statistics, counters of dropout). If a loss scale is given, these changes are taken back in a step with an infinite
     or NaN gradient, since `loss_scaling` skips that step.
 
@@ -83,9 +87,10 @@ def value_and_grad(
     """
     loss_scale = NoOpLossScale(skips_bad_steps=False) if loss_scale is None else loss_scale
     require_powers_of_two(loss_scale, "value_and_grad")
-    if narrows_to(np.dtype(np.float16), fun):
+    record = autocast_of(_without_jit(fun))
+    if record is not None and record.needs_a_scale:
         _require_scale(loss_scale, "the function computes in float16")
-    record = autocast_of(fun) if grad_dtype is not None else None
+    record = None if grad_dtype is None else record
     is_lossless = isinstance(grad_dtype, str) and grad_dtype == _LOSSLESS
     dtype = None if record is None else np.dtype(np.float32)  # None: each gradient keeps its argument's
     if grad_dtype is not None and not is_lossless:
@@ -105,22 +110,20 @@ def value_and_grad(
     def wrapped(*args, **kwargs):
         if transform is jax.value_and_grad:
             _require_differentiable(args, argnums)
-        rounded_to: list[np.dtype | None] = []
-        call, viewed = (fun, args)
-        if record is not None:
-            call, viewed = _on_f32_view(record, args, kwargs, argnums, transform, rounded_to)
+        viewed, dtypes = (args, None) if grad_dtype is None else _on_f32_view(args, kwargs, argnums)
         objects = [] if record is None else in_place.objects_of((viewed, kwargs))
+        call, views = _on_parameters(fun, dtypes, transform, loss_scale, _has_tracers((args, kwargs)))
         differentiated = transform(lambda *args, **kwargs: scaled_loss(call, *args, **kwargs), **options)
-        with calling_on_float16(lambda: _require_scale(loss_scale, "a function inside computes in float16")):
-            (_, (loss, aux)), grads = differentiated(*viewed, **kwargs)
-        if any(_trees.is_floating(g) and g.dtype == np.float16 for g in jax.tree.leaves(grads)):
+        (_, (loss, aux)), grads = differentiated(*viewed, **kwargs)
+        narrow = [view.narrow for view in views if view is not None and not view.rounded_to]
+        if any(_trees.is_floating(x) and x.dtype == np.float16 for x in [*narrow, *jax.tree.leaves(grads)]):
             _require_scale(loss_scale, "parameters are float16, and so are their gradients")
         _, rest = _seed_and_rest(loss_scale, loss.dtype)
         if rest is not None:
             grads = jax.tree.map(lambda g: _multiplied(g, rest, keep_dtype=dtype is None), grads)
         grads = _in_dtype(grads, dtype)
         if is_lossless and rest is None:
-            grads = _narrowed_without_loss(grads, args, argnums, rounded_to)
+            grads = _narrowed_without_loss(grads, args, argnums, views)
         changes = in_place.changes_of(objects)
         if changes and loss_scale.skips_bad_steps:
             # A step that `loss_scaling` skips changes nothing, batch statistics included. It sees these gradients.
@@ -236,8 +239,9 @@ def _in_dtype(grads: Any, dtype: np.dtype | None) -> Any:
     return _trees.cast_tree(grads, dtype, which=lambda g: g.dtype.itemsize <= 4)
 
 
-def _narrowed_without_loss(grads: Any, args: tuple[Any, ...], argnums: Any, rounded_to: list[np.dtype | None]) -> Any:
+def _narrowed_without_loss(grads: Any, args: tuple[Any, ...], argnums: Any, views: list[View | None]) -> Any:
     """Cast to 16 bits the gradients that one narrowed contraction computes, since it has rounded them already."""
+    rounded_to = [view.rounded_to[0] if view and len(view.rounded_to) == 1 else None for view in views]
     leaves_of = [jax.tree.leaves(arg) for arg in args]
     starts = np.cumsum([0, *map(len, leaves_of)])
 
@@ -259,34 +263,68 @@ def _narrowed_without_loss(grads: Any, args: tuple[Any, ...], argnums: Any, roun
     return type(grads)(narrowed(position % len(args), of_argument) for position, of_argument in pairs)
 
 
-def _on_f32_view(
-    record: Autocast,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    argnums: Any,
-    transform: Any,
-    rounded_to: list[np.dtype | None],
-) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return the autocast function and its arguments, with the differentiated ones viewed in float32.
+def _without_jit(fun: Any) -> Any:
+    """Return the function inside of a `jax.jit`, which would hide what its arguments are."""
+    if not callable(fun):
+        raise TypeError(f"`value_and_grad` needs a function, but got {type(fun).__name__}.")
+    while isinstance(fun, jax.stages.Wrapped):
+        fun = fun.__wrapped__
+    return fun
 
-    A call fills `rounded_to` with `Traced.gradients_rounded_to`.
-    """
-    viewed = list(args)
+
+def _has_tracers(tree: Any) -> bool:
+    return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree))
+
+
+def _on_f32_view(
+    args: tuple[Any, ...], kwargs: dict[str, Any], argnums: Any
+) -> tuple[tuple[Any, ...], list[np.dtype | None]]:
+    """Return the arguments with the differentiated ones viewed in float32, and the dtype that each viewed leaf had."""
+    viewed, dtypes = list(args), [[None] * len(jax.tree.leaves(arg)) for arg in (*args, kwargs)]
     for index in _positions(args, argnums):
         leaves = jax.tree.leaves(args[index])
         wide = _trees.cast_tree(leaves, jnp.float32, which=lambda leaf: leaf.dtype.itemsize == 2)
         viewed[index] = in_place.copy_with(args[index], wide)
-    # The dtype that each viewed value had: it can be rounded to that again without loss.
-    before, after = jax.tree.leaves((args, kwargs)), jax.tree.leaves((tuple(viewed), kwargs))
-    grids = [old.dtype if old is not new else None for old, new in zip(before, after, strict=True)]
+        dtypes[index % len(args)] = [leaf.dtype if _trees.is_floating(leaf) else None for leaf in leaves]
+    return tuple(viewed), [dtype for of_argument in dtypes for dtype in of_argument]
+
+
+def _on_parameters(
+    fun: Callable[..., Any],
+    dtypes: list[np.dtype | None] | None,
+    transform: Any,
+    loss_scale: LossScale,
+    is_traced: bool,
+) -> tuple[Callable[..., Any], list[View | None]]:
+    """Return a function of the float32 views that calls `fun` with the parameters, in the dtypes that they have.
+
+    A call fills the second result with an entry for each leaf of the arguments.
+    """
+    inner, views = _without_jit(fun), []
+    is_autocast = autocast_of(inner) is not None and dtypes is not None
+    if is_autocast and not is_traced and inner is not fun:
+        inner, dtypes = fun, None  # the compiled function itself: in line each of its operations would run by itself
+    require_scale = lambda: _require_scale(loss_scale, "a function inside computes in float16")
 
     def call(*args, **kwargs):
-        objects = in_place.objects_of((args, kwargs))
-        traced = record.trace(args, kwargs, grids)
-        rounded_to[:] = traced.gradients_rounded_to
-        result = record.run(traced, args, kwargs)
+        given = (args, kwargs)
+        wide, has_variables = jax.tree.leaves(given), in_place.has_variables(given)
+        wanted = dtypes or [None] * len(wide)
+        narrow = [
+            x if dtype is None or x.dtype == dtype else x.astype(dtype) for x, dtype in zip(wide, wanted, strict=True)
+        ]
+        views[:] = [dtype and View(x, y) for dtype, x, y in zip(wanted, narrow, wide, strict=True)]
+        if has_variables:  # the function may change these models, and its caller looks at them
+            in_place.exchange(given, wide, narrow)
+        elif any(x is not y for x, y in zip(narrow, wide, strict=True)):
+            given = in_place.copy_with(given, narrow)
+        objects = in_place.objects_of(given) if is_autocast else []
+        with differentiating(require_scale, [view for view in views if view is not None]):
+            result = inner(*given[0], **given[1])
         if transform is jax.value_and_grad:  # it hands no change of an argument back
             in_place.require_unchanged(objects, result, _TRANSFORM)
+        if has_variables:
+            in_place.exchange(given, narrow, wide)
         return result
 
-    return call, tuple(viewed)
+    return call, views

@@ -56,6 +56,106 @@ def test_gradients_under_a_scale_that_is_no_power_of_two_would_not_be_the_same()
     assert (np.asarray(naive["w"]) / np.float32(65504.0) != exact["w"]).any()
 
 
+# ---- autocast functions behind other functions ----------------------------------------------------------------------
+
+
+def two_products(params, x):
+    return (jnp.tanh(x @ params["w"] + params["b"][None]) @ params["v"]).mean() + (params["w"] ** 2).mean()
+
+
+def two_products_arguments(dtype):
+    """Return parameters whose values bfloat16 has, and a batch."""
+    normal = np.random.default_rng(0).normal
+    params = {name: jnp.asarray(normal(size=size), BF16) for name, size in {"w": (8, 6), "b": 6, "v": (6, 3)}.items()}
+    return jax.tree.map(lambda p: p.astype(dtype), params), jnp.asarray(normal(size=(8, 8)), F32)
+
+
+class Model:
+    loss = mpx.autocast(lambda self, params, x: two_products(params, x), "bf16")
+
+
+def over_microbatches(f):
+    def loss(params, x):
+        return jax.lax.scan(lambda total, rows: (total + f(params, rows), None), 0.0, x.reshape(2, 4, 8))[0]
+
+    return loss
+
+
+BEHIND = {
+    "jit": jax.jit,
+    "jit of a jit": lambda f: jax.jit(jax.jit(f)),
+    "partial": functools.partial,
+    "lambda": lambda f: lambda params, x: f(params, x),
+    "jit of a lambda": lambda f: jax.jit(lambda params, x: f(params, x)),
+    "method": lambda f: Model().loss,
+    "another tree": lambda f: lambda params, x: f({name: params[name] for name in ("v", "w", "b")}, x),
+    "several calls": lambda f: lambda params, x: f(params, x[:4]) + 2 * f(params, x[4:]),
+    "a loop": over_microbatches,
+}
+
+
+@pytest.mark.parametrize("name", BEHIND)
+def test_gradients_of_an_autocast_function_behind_another_function_are_unrounded(name):
+    """They are those of float32 parameters, to the bit. Negative control: `jax.grad` rounds them to bfloat16."""
+    fun = BEHIND[name](mpx.autocast(two_products, "bf16"))
+    ours = jax.jit(mpx.value_and_grad(fun))(*two_products_arguments(BF16))
+    assert_same_bits(ours, jax.jit(jax.value_and_grad(fun))(*two_products_arguments(F32)))
+    rounded = jax.jit(jax.value_and_grad(fun))(*two_products_arguments(BF16))
+    assert all((ours[1][name] != rounded[1][name].astype(F32)).any() for name in ("w", "b"))  # sums
+
+
+@pytest.mark.parametrize("hide", [jax.checkpoint, lambda f: lambda params, x: jax.jit(f)(params, x)])
+def test_one_warning_says_that_a_transformation_hides_the_parameters_from_autocast(hide):
+    gradient = mpx.value_and_grad(hide(mpx.autocast(two_products, "bf16")))
+    with pytest.warns(UserWarning, match="rounded to bfloat16, because the autocast function `two_products`") as seen:
+        _, grads = gradient(*two_products_arguments(BF16))
+    assert len(seen) == 1
+    assert grads["w"].dtype == F32
+    gradient(*two_products_arguments(F32))  # nothing is rounded: no warning
+
+
+def test_a_plain_function_gets_its_parameters_in_their_own_dtype():
+    seen = []
+    fun = lambda params, x: seen.append(params["w"].dtype) or two_products(params, x.astype(BF16)).astype(F32)
+    mpx.grad(fun)(*two_products_arguments(BF16))
+    assert seen == [BF16]
+
+
+def test_a_flax_nnx_model_behind_a_lambda_gets_float32_gradients_and_keeps_its_changes():
+    """Also a new variable, which a copy of the model would lose."""
+
+    class Counting(nnx.Linear):
+        def __call__(self, x):
+            self.seen = nnx.Intermediate(x)
+            return mpx.autocast(lambda kernel, x: x @ kernel + jnp.sin(kernel).sum(), "bf16")(self.kernel[...], x)
+
+    x = two_products_arguments(F32)[1]
+    model = Counting(8, 6, param_dtype=BF16, rngs=nnx.Rngs(0))
+    loss = lambda model, x: (model(x) ** 2).mean()
+    grads = mpx.grad(loss, transform=nnx.value_and_grad, argnums=nnx.DiffState(0, nnx.Param))(model, x)
+    rounded = nnx.grad(loss, argnums=nnx.DiffState(0, nnx.Param))(model, x)
+    assert (grads["kernel"][...] != rounded["kernel"][...].astype(F32)).any()
+    assert model.kernel[...].dtype == BF16
+    assert hasattr(model, "seen")
+
+
+def test_a_float16_autocast_function_warns_when_others_differentiate_it_unless_this_is_meant():
+    """`jax.jit` around it hides nothing. The forward pass needs no scale."""
+    f = mpx.autocast(two_products, "f16")
+    for fun in (f, jax.jit(f)):
+        fun(*two_products_arguments(F32))
+        with pytest.warns(UserWarning, match="`two_products` computes in float16 .* without a loss scale") as seen:
+            jax.grad(fun)(*two_products_arguments(F32))
+        assert len(seen) == 1
+        mpx.grad(fun, mpx.StaticLossScale(2.0**10))(*two_products_arguments(F32))
+    meant = mpx.autocast(two_products, "f16", loss_scale=mpx.NoOpLossScale())
+    jax.grad(meant)(*two_products_arguments(F32))
+    mpx.grad(meant)(*two_products_arguments(F32))
+
+
+# ---- scales ---------------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.eager
 @all_dtypes
 def test_the_loss_comes_back_unscaled_as_the_function_returned_it(dtype):

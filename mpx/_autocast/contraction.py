@@ -68,7 +68,7 @@ def why_kept(eqn: JaxprEqn, compute: ContractionPrecision) -> str | None:
     result = _aval(eqn.outvars[0]).dtype
     if result not in (np.float32, compute.dtype):  # the result would be rounded twice
         return f"its result is to be {result}"
-    precision = _asked_precision(eqn)
+    precision = asked_precision(eqn)
     if precision is not None:
         return f"precision {precision} is asked for"
     size = contracted_size(eqn)
@@ -79,7 +79,7 @@ def why_kept(eqn: JaxprEqn, compute: ContractionPrecision) -> str | None:
     return None
 
 
-def _asked_precision(eqn: JaxprEqn) -> Any:
+def asked_precision(eqn: JaxprEqn) -> Any:
     """Return the algorithm or the high precision that the program asks for, or None."""
     precision = eqn.params.get("precision")
     if isinstance(precision, (lax.DotAlgorithm, lax.DotAlgorithmPreset)):
@@ -139,7 +139,7 @@ def with_rounded_cotangent(x: jax.Array, dtype: np.dtype) -> jax.Array:
     """
 
     def round_trip(tangent):
-        return lax.convert_element_type(lax.optimization_barrier(lax.convert_element_type(tangent, dtype)), x.dtype)
+        return lax.convert_element_type(lax.optimization_barrier(lax.convert_element_type(tangent, dtype)), np.float32)
 
     identity = jax.custom_jvp(lambda x: x)
     identity.defjvp(lambda primals, tangents: (primals[0], round_trip(tangents[0])))

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
@@ -17,7 +18,7 @@ from jax.typing import DTypeLike
 from mpx import _tables
 from mpx._autocast import contraction
 from mpx._autocast.compute import FP8
-from mpx._autocast.plan import PlacedStep, Step, walk
+from mpx._autocast.plan import PlacedStep, Settings, Step, walk
 from mpx._autocast.rules import DEFAULT_RULES
 from mpx._autocast.transform import autocast_of, make_autocast
 from mpx._fp8 import Fp8
@@ -61,13 +62,13 @@ class Explanation(_tables.Result):
         contractions: the matrix products and convolutions, narrowed or not, in the order of the program.
         others: the other floating-point operations that the rules narrow or keep, by source line.
         asked_for: the precision asked for, such as `bf16` or `fp8`.
-        has_wide_gradients: whether gradients of weights are unrounded float32 sums (`reduce_dtype`).
+        wide_gradients: why gradients of weights are unrounded float32 sums (`reduce_dtype`); empty if they are not.
     """
 
     contractions: tuple[Row, ...]
     others: tuple[Row, ...]
     asked_for: str
-    has_wide_gradients: bool = False
+    wide_gradients: str = ""
 
     @property
     def narrowed_share(self) -> float:
@@ -89,8 +90,8 @@ class Explanation(_tables.Result):
             share = f"{self.narrowed_share:.1%} of their FLOPs narrowed"
             if self.asked_for == FP8.name or self.fp8_share:
                 share += f", {self.fp8_share:.1%} to FP8"
-        if self.has_wide_gradients:
-            share += "; gradients of weights are float32 sums"
+        if self.wide_gradients:
+            share += f"; gradients of weights are float32 sums, because {self.wide_gradients}"
         lines = [("where", "operation", "operands", "runs in", "why", "count", "FLOPs")]
         for r in self.contractions:
             why = r.reason or "narrowed"
@@ -143,9 +144,17 @@ def explain(
 
     def explained(*args: Any, **kwargs: Any) -> Explanation:
         found = _summed(walk(record.trace(args, kwargs).plan.steps), record.settings.compute.name)
-        return dataclasses.replace(found, has_wide_gradients=record.settings.has_wide_gradients)
+        return dataclasses.replace(found, wide_gradients=_why_wide_gradients(record.settings))
 
     return explained
+
+
+def _why_wide_gradients(settings: Settings) -> str:
+    if not settings.has_wide_gradients:
+        return ""
+    if settings.reduce_dtype is not None:
+        return "`reduce_dtype` is float32"
+    return f"{jax.device_count()} devices are in sight; on one they are rounded to {settings.compute.name}"
 
 
 def _summed(steps: Iterable[PlacedStep], asked_for: str) -> Explanation:

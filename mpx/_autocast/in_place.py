@@ -159,6 +159,20 @@ def _attribute(node: Any, key: Any) -> Any:
     return node.get_raw_value() if hasattr(node, "get_raw_value") else getattr(node, key.name)
 
 
+def has_variables(arguments: Any) -> bool:
+    """Return whether there are variables of Flax NNX, whose arrays can be exchanged, among the arguments."""
+    is_variable = lambda node: hasattr(node, "set_raw_value")
+    return any(map(is_variable, jax.tree.leaves(arguments, is_leaf=is_variable)))
+
+
+def exchange(arguments: Any, old: Iterable[Any], new: Iterable[Any]) -> None:
+    """Replace arrays in the variables of Flax NNX models by others, wherever they stand now."""
+    others = {id(before): after for before, after in zip(old, new, strict=True) if before is not after}
+    for path, leaf in jax.tree.leaves_with_path(arguments):
+        if id(leaf) in others:
+            _set(arguments, path, others[id(leaf)])
+
+
 def require_unchanged(objects: list[Object], results: Any, remedy: str) -> None:
     """Raise if a function changed arrays in objects and does not return the new ones."""
     returned = {id(leaf) for leaf in jax.tree.leaves(results)}

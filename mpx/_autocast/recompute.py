@@ -5,6 +5,7 @@ the activation inside the next product: there the first product has no bias, and
 """
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -25,12 +26,12 @@ def with_activations(plan: CastPlan, settings: Settings) -> CastPlan:
     """Return a plan with each such activation as one step, also in calls inside, but not in loops and checkpoints."""
     program = open_jaxpr(plan.jaxpr)
     uses = count_uses(program)
-    made_by = {step.eqn.outvars[0]: (i, step) for i, step in enumerate(plan.steps) if _is_cheap(step)}
+    made_by = {v: (i, step) for i, step in enumerate(plan.steps) if _is_cheap(step) for v in step.eqn.outvars}
     new: dict[int, tuple[Step, ...]] = {}  # by ids of steps
     for user in filter(_rounds_an_activation, plan.steps):
         for v in user.eqn.invars[:2]:
             members = _members(v, made_by)
-            activation = _activation(user, members, program, uses, settings) if _pays(user, members) else None
+            activation = _activation(user, v, members, program, uses, settings) if _pays(user, members) else None
             if activation is not None:
                 new |= {id(step): () for step in members} | {id(members[-1]): (activation,)}
     steps = [step for old in plan.steps for step in new.get(id(old), (old,))]
@@ -53,7 +54,7 @@ def _is_cheap(step: Step) -> bool:
     """Return whether a step costs less to compute again than to keep, and is nothing that its author asked for."""
     eqn, facts = step.eqn, facts_of(step.eqn)
     if eqn.primitive.name == "jit":
-        return len(eqn.outvars) == len(step.plans) == 1 and all(map(_is_cheap, step.plans[0].steps))
+        return len(step.plans) == 1 and all(map(_is_cheap, step.plans[0].steps))
     is_asked_for = facts.communicates or eqn.primitive.name in ("name", "optimization_barrier")
     return facts.cheap and not is_asked_for and step.action in ("keep", "round_cotangent")
 
@@ -63,10 +64,11 @@ def _members(result: Any, made_by: Mapping[Any, tuple[int, Step]]) -> list[Step]
     found, wanted = {}, [result]
     while wanted:
         v = wanted.pop()
-        if not is_literal(v) and v in made_by and v not in found:
-            found[v] = made_by[v]
-            wanted += made_by[v][1].eqn.invars
-    return [step for _, step in sorted(found.values(), key=lambda pair: pair[0])]
+        if not is_literal(v) and v in made_by and made_by[v][0] not in found:
+            i, step = made_by[v]
+            found[i] = step
+            wanted += step.eqn.invars
+    return [step for _, step in sorted(found.items())]
 
 
 def _pays(user: Step, members: list[Step]) -> bool:
@@ -81,28 +83,36 @@ def _pays(user: Step, members: list[Step]) -> bool:
 
 
 def _activation(
-    user: Step, members: list[Step], program: jex_core.Jaxpr, uses: Counter[Any], settings: Settings
+    user: Step, result: Any, members: list[Step], program: jex_core.Jaxpr, uses: Counter[Any], settings: Settings
 ) -> Step | None:
-    """Return steps as one; None if a value has another use, or if a large operand cannot be kept in 16 bits."""
+    """Return steps as one; None if that would round a gradient, or if a value has another use or needs 32 bits."""
     eqns = [step.eqn for step in members]
-    result: Any = eqns[-1].outvars[0]
     part = part_of(program, eqns, [result])
     pairs = [pair for step in members for pair in zip(step.eqn.invars, step.in_tags, strict=True)]
     tag_of = {v: tag for v, tag in pairs if not is_literal(v)}
     in_tags = tuple(tag_of[v] for v in part.invars)
     uses_inside = count_uses(part)  # and the result has one use, `user`
-    is_wide = lambda v: dtype_of(v) == np.float32 and v.aval.size >= result.aval.size
-    has_other_uses = any(uses_inside[eqn.outvars[0]] < uses[eqn.outvars[0]] for eqn in eqns)
+    is_wide = lambda v: dtype_of(v) == np.float32 and _extent(v) >= _extent(result)
+    has_other_uses = any(uses_inside[v] < uses[v] for eqn in eqns for v in eqn.outvars)
+    out_tag = dict(zip(eqns[-1].outvars, members[-1].out_tags, strict=True))[result]
+    # The product would give a weight among its elements, such as a token of a mask, a float32 cotangent.
+    rounds_a_gradient = out_tag.is_argument and settings.has_wide_gradients
     keeps_float32 = any(
         is_wide(v) and travels_in(tag, None, settings) is None for v, tag in zip(part.invars, in_tags, strict=True)
     )
-    if has_other_uses or keeps_float32 or dtype_of(result) != np.float32:
+    if has_other_uses or rounds_a_gradient or keeps_float32 or dtype_of(result) != np.float32:
         return None
     nothing = (None,) * len(in_tags)
-    plan = CastPlan(part, tuple(members), in_tags, members[-1].out_tags, nothing, nothing)
+    plan = CastPlan(part, tuple(members), in_tags, (out_tag,), nothing, nothing)
     place = eqns[-1].source_info.replace(name_stack=source_info_util.new_name_stack())  # those inside have theirs
-    eqn = eqns[-1].replace(invars=[*part.invars], source_info=place)
+    eqn = eqns[-1].replace(invars=[*part.invars], outvars=[result], source_info=place)
     return Step(eqn, "recompute", user.compute, in_tags, plan.out_tags, (plan,))
+
+
+def _extent(v: Any) -> tuple[int, int]:
+    """Return how large an array is: first the number of its symbolic axes (`jax.export`), then the others' product."""
+    sizes = [size for size in v.aval.shape if isinstance(size, int)]
+    return len(v.aval.shape) - len(sizes), math.prod(sizes)
 
 
 def run(step: Step, operands: list[Any], run_plan: Run, settings: Settings) -> list[Any]:

@@ -1,37 +1,37 @@
 """`autocast` and `full_precision`: choose the precision of a function from outside."""
 
-import contextlib
-import contextvars
 import dataclasses
+import enum
 import functools
 import inspect
+import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
+from jax.extend.core import JaxprEqn
 from jax.typing import DTypeLike
 
 from mpx import _trees
 from mpx._autocast import compute as computes
-from mpx._autocast import in_place, interpreter, recompute
+from mpx._autocast import contraction, differentiation, in_place, interpreter, recompute
 from mpx._autocast.control_flow import HANDLERS
-from mpx._autocast.plan import MARK, CastPlan, Planner, Settings, Tag, walk
+from mpx._autocast.plan import MARK, CastPlan, Planner, Settings, Step, Tag, walk
 from mpx._autocast.rules import DEFAULT_RULES, Rule, can_narrow, known_names
 from mpx._dtypes import dtype_or_none
 from mpx._fp8 import Fp8
-from mpx._jaxprs import dtype_of
+from mpx._jaxprs import called_jaxpr, dtype_of, open_jaxpr
+from mpx._loss_scale import NoOpLossScale
 from mpx._policy import Policy, get_policy
 from mpx._primitives import facts_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _CHECKPOINTS = ("dots", "dots_with_no_batch_dims", "everything", "nothing")  # short names of jax's policies
-_RECORD = "__mpx_autocast__"
-_ON_FLOAT16: contextvars.ContextVar[Callable[[], None]] = contextvars.ContextVar("on_float16", default=lambda: None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,13 +43,11 @@ class Autocast:
     policy: Policy | None  # if the user gave one, and not a dtype
     checkpoint: Callable[..., Any] | None  # a policy of `jax.checkpoint`
     rules: Mapping[Any, Rule]  # as the user gave them
+    loss_scale: NoOpLossScale | None  # if the user says that float16 needs no scale from `value_and_grad`
 
     def run(self, traced: "Traced", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of the function for the arguments it was traced with."""
-        if self.settings.compute.fp8 is not None:
-            _warn_if_nothing_runs_in_fp8(self.fun, traced.plan)
-        if self.narrows_to(np.dtype(np.float16)):
-            _ON_FLOAT16.get()()
+        _warn_if_nothing_is_narrowed(self, traced.plan)
         plan = recompute.with_activations(traced.plan, self.settings) if self.checkpoint is None else traced.plan
         evaluate = lambda arrays: interpreter.run(plan, arrays, self.settings)
         if self.checkpoint is not None:
@@ -57,19 +55,17 @@ class Autocast:
         # The mark tells an autocast around this one that precisions are decided here.
         with jax.named_scope(MARK):
             values = evaluate(traced.arrays)
+            if self.needs_a_scale:
+                values = differentiation.needing_a_scale(values, _name(self.fun))
         in_place.hand_back((args, kwargs), [c._replace(after=values[c.result]) for c in traced.changes])
         result = traced.rebuild(values)
         return result if self.policy is None else self.policy.cast_to_output(result)
 
-    def trace(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], dtypes: list[np.dtype | None] | None = None
-    ) -> "Traced":
-        """Trace the function on a float32 view of its arguments, and plan what to do with each operation.
-
-        `dtypes` has for each leaf of the arguments the 16-bit dtype that represents it, if it is float32 and one does.
-        """
+    def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Traced":
+        """Trace the function on a float32 view of its arguments, and plan what to do with each operation."""
         flat, names = jax.tree.leaves_with_path((args, kwargs)), _trees.path_names((args, kwargs))
-        leaves = [leaf for _, leaf in flat]
+        views = differentiation.views_of([leaf for _, leaf in flat], _name(self.fun))
+        leaves = [leaf if view is None else view.wide for (_, leaf), view in zip(flat, views, strict=True)]
         positions = [i for i, leaf in enumerate(leaves) if _trees.is_array(leaf)]
         result: list[Any] = []
 
@@ -81,6 +77,7 @@ class Autocast:
             objects = in_place.objects_of((copied_args, copied_kwargs))
             out, out_treedef = jax.tree.flatten(self.fun(*copied_args, **copied_kwargs))
             results = [leaf for leaf in out if _trees.is_array(leaf)]
+            _require_leaves(self.fun, out)
             changes = in_place.among_results(in_place.changes_of(objects), results)
             result[:] = [out_treedef, [None if _trees.is_array(leaf) else leaf for leaf in out], changes]
             return results
@@ -91,25 +88,29 @@ class Autocast:
         # function closed over then.
         jaxpr = jax.make_jaxpr(program)(*arrays)
         tags = [
-            Tag(None if dtypes is None else dtypes[i], self._override(names[flat[i][0]], leaves[i]), is_argument=True)
+            Tag(_represented(views[i]), self._override(names[flat[i][0]], leaves[i]), is_argument=True)
             for i in positions
         ]
         treedef, static, changes = result
         changes = in_place.real_changes(jaxpr.jaxpr, dict(zip(positions, jaxpr.jaxpr.invars, strict=True)), changes)
         plan = Planner(self.settings, HANDLERS).plan(jaxpr, tuple(tags))
         by_position = dict(zip(positions, plan.rounded_to, strict=True)) if not self.settings.has_wide_gradients else {}
-        rounded = [by_position.get(i) for i in range(len(leaves))]
-        return Traced(plan, arrays, treedef, static, changes, rounded)
+        for i, view in enumerate(views):
+            if view is not None:
+                view.rounded_to.append(by_position.get(i))
+        return Traced(plan, arrays, treedef, static, changes)
 
     def around(self, fun: Callable[..., Any], policy_or_dtype: Policy | Fp8) -> Callable[..., Any]:
         """Return `autocast` of another function under another policy, with the rules and options of this one."""
         options = {"checkpoint": self.checkpoint, "reduce_dtype": self.settings.reduce_dtype}
-        return autocast(fun, policy_or_dtype, rules=self.rules, **options)
+        return autocast(fun, policy_or_dtype, rules=self.rules, loss_scale=self.loss_scale, **options)
 
-    def narrows_to(self, dtype: np.dtype) -> bool:
-        """Return whether the function computes in a dtype, or may, by an override of its policy."""
+    @property
+    def needs_a_scale(self) -> bool:
+        """Return whether the function computes in float16, or may by an override, without a word that it is meant."""
         overrides = self.policy.overrides if self.policy else ()
-        return self.settings.compute.dtype == dtype or any(np.dtype(override) == dtype for _, override in overrides)
+        dtypes = [self.settings.compute.dtype, *(np.dtype(override) for _, override in overrides)]
+        return self.loss_scale is None and np.dtype(np.float16) in dtypes
 
     def _override(self, name: str, leaf: Any) -> computes.ContractionPrecision | None:
         """Return the precision of contractions with a leaf, if an override of the policy names it."""
@@ -128,8 +129,6 @@ class Traced:
     treedef: Any  # of the result
     static: list[Any]  # the leaves of the result that are not arrays, and None in the place of arrays
     changes: list[in_place.Change]  # what the function changes in its arguments
-    # For each leaf of the arguments the 16-bit dtype that its gradient is rounded to anyway, or None.
-    gradients_rounded_to: list[np.dtype | None]
 
     def rebuild(self, arrays: list[Any]) -> Any:
         """Return the function's result, from its arrays."""
@@ -137,27 +136,27 @@ class Traced:
         return jax.tree.unflatten(self.treedef, [next(rest) if leaf is None else leaf for leaf in self.static])
 
 
+class Function:
+    """A function under autocast. Unlike a closure it can be pickled under any name."""
+
+    def __init__(self, record: Autocast) -> None:
+        # The attributes of a model are its weights: the wrapped function must not keep them alive.
+        functools.update_wrapper(self, record.fun, updated=("__dict__",) if inspect.isroutine(record.fun) else ())
+        self.record = record  # last: a function around an autocast function may have its attributes
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.record.run(self.record.trace(args, kwargs), args, kwargs)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Function, (self.record,)
+
+
 def autocast_of(fun: Any) -> Autocast | None:
     """Return the parts of a function that `autocast` made; None for any other function."""
-    function, record = getattr(fun, _RECORD, (None, None))
-    # `functools.wraps` copies the attribute to functions around this one.
-    return record if function is fun else None
-
-
-def narrows_to(dtype: np.dtype, fun: Any) -> bool:
-    """Return whether an autocast function, or a wrapper such as `jax.jit` around one, computes in a dtype."""
-    _, record = getattr(fun, _RECORD, (None, None))
-    return record is not None and record.narrows_to(dtype)
-
-
-@contextlib.contextmanager
-def calling_on_float16(function: Callable[[], None]) -> Iterator[None]:
-    """Call a function whenever an autocast function runs in here that computes in float16."""
-    token = _ON_FLOAT16.set(function)
-    try:
-        yield
-    finally:
-        _ON_FLOAT16.reset(token)
+    return fun.record if isinstance(fun, Function) else None
 
 
 def autocast(
@@ -167,6 +166,7 @@ def autocast(
     rules: Mapping[Any, Rule] = DEFAULT_RULES,
     checkpoint: str | Callable[..., Any] | None = None,
     reduce_dtype: DTypeLike | None = None,
+    loss_scale: NoOpLossScale | None = None,
 ) -> F:
     """Run a function in float32, with its contractions in a lower precision: `torch.autocast` for JAX.
 
@@ -203,14 +203,16 @@ def autocast(
             policy says, else float32 if the program may run on more than one device (`jax.set_mesh`, or
             `jax.device_count()`), and the compute dtype on one. It reaches weights that go into a contraction directly,
             reshaped or moved, not `w + lora`.
+        loss_scale: `NoOpLossScale()` says that a float16 function may be differentiated without
+            `mpx.value_and_grad`, because the caller scales the loss himself or wants no scale. None warns, because
+            gradients below 6e-8 become zero in float16.
 
     Returns:
         A function with the arguments of `fun` and its results for float32 arguments. Gradients have the dtypes of the
-        arguments. `mpx.value_and_grad` and `mpx.grad` give unrounded float32 gradients; give them this very function,
-        and put `jax.jit` around the result.
+        arguments. `mpx.value_and_grad` and `mpx.grad` give unrounded float32 gradients.
 
     Raises:
-        TypeError: if `fun` is not a function.
+        TypeError: if `fun` is not a function; at the call, if a result is neither an array nor a pytree.
         ValueError: if an option has another value; at the call, if `fun` changes the structure of an argument, for
             example by a new variable of a Flax NNX model.
 
@@ -225,15 +227,8 @@ def autocast(
     References:
         Micikevicius et al. 2018, Mixed Precision Training (arXiv 1710.03740); the lists of `torch.amp`.
     """
-    record = make_autocast(fun, policy_or_dtype, rules, checkpoint, reduce_dtype)
-
-    # The attributes of a model are its weights: the wrapped function must not keep them alive.
-    @functools.wraps(fun, updated=("__dict__",) if inspect.isroutine(fun) else ())
-    def wrapped(*args, **kwargs):
-        return record.run(record.trace(args, kwargs), args, kwargs)
-
-    setattr(wrapped, _RECORD, (wrapped, record))
-    return wrapped  # type: ignore[return-value]
+    record = make_autocast(fun, policy_or_dtype, rules, checkpoint, reduce_dtype, loss_scale)
+    return Function(record)  # type: ignore[return-value]
 
 
 def make_autocast(
@@ -242,6 +237,7 @@ def make_autocast(
     rules: Mapping[Any, Rule],
     checkpoint: str | Callable[..., Any] | None,
     reduce_dtype: DTypeLike | None,
+    loss_scale: NoOpLossScale | None = None,
 ) -> Autocast:
     """Check the arguments of `autocast`, and return the parts of an autocast function."""
     if not callable(fun):
@@ -253,7 +249,9 @@ def make_autocast(
     if reduce_dtype is None and policy is not None:
         reduce_dtype = policy.reduce_dtype
     settings = Settings(compute, _checked_rules(rules), _checked_reduce_dtype(reduce_dtype, compute))
-    return Autocast(fun, settings, policy, _checkpoint_policy(checkpoint), rules)
+    if not (loss_scale is None or isinstance(loss_scale, NoOpLossScale)):
+        raise TypeError(f"`autocast`: `loss_scale` must be None or `NoOpLossScale()`, but got {loss_scale!r}.")
+    return Autocast(fun, settings, policy, _checkpoint_policy(checkpoint), rules, loss_scale)
 
 
 def full_precision(fun: F) -> F:
@@ -303,20 +301,69 @@ def full_precision(fun: F) -> F:
     return wrapped  # type: ignore[return-value]
 
 
-def _warn_if_nothing_runs_in_fp8(fun: Callable[..., Any], plan: CastPlan) -> None:
-    """Warn if all products that FP8 is meant for stay in 16 bits: they may all be small, or share one odd size."""
-    products = [step for step, _, _ in walk(plan.steps) if facts_of(step.eqn).contraction]
-    is_float8 = lambda dtype: jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1  # by an autocast inside
-    is_fp8 = lambda step: (step.compute and step.compute.fp8) or is_float8(dtype_of(step.eqn.invars[0]))
-    missed = [step.reason for step in products if step.action == "narrow" and step.reason]
-    if missed and not any(map(is_fp8, products)):
-        name = getattr(fun, "__qualname__", type(fun).__name__)
-        warnings.warn(
-            f"`autocast`: FP8 was asked for, but no matrix product of `{name}` runs in it. The reason for the first of "
-            f"{len(missed)}: {missed[0]}. `mpx.explain` shows each product.",
-            UserWarning,
-            stacklevel=2,
+def _warn_if_nothing_is_narrowed(record: Autocast, plan: CastPlan) -> None:
+    """Warn if products stay wider than asked for, all of them, for a reason that their author may not know."""
+    reason = _why_nothing_is_narrowed(record.settings.compute, plan)
+    if reason is not None:
+        name = record.settings.compute.name
+        text = f"`autocast`: no matrix product of `{_name(record.fun)}` runs in {name}: {reason}"
+        warnings.warn(f"{text} `mpx.explain` shows each product.", UserWarning, stacklevel=4)
+
+
+def _why_nothing_is_narrowed(compute: computes.ContractionPrecision, plan: CastPlan) -> str | None:
+    placed = [(step, outer) for step, _, outer in walk(plan.steps) if facts_of(step.eqn).contraction]
+    if compute.fp8 is not None and any(map(_is_in_8_bits, [step for step, _ in placed])):
+        return None
+    missed = [step.reason for step, _ in placed if step.action == "narrow" and step.reason]
+    if compute.fp8 is not None and missed:
+        return f"the reason for the first of {len(missed)} is: {missed[0]}."
+    # Kept products of 16 bits were narrowed by their author, or by an autocast inside.
+    if not compute.is_narrow or any(step.action == "narrow" or _bits(step) < 32 for step, _ in placed):
+        return None
+    custom = [eqn for _, outer in placed for eqn in outer if facts_of(eqn).runs == "custom"]
+    if custom:
+        return (
+            f"they stand in a function with a custom derivative, `{_name_of_call(custom[0])}`, and run as its author "
+            "wrote it. Put `autocast` around what it calls (of a differential equation: around the vector field)."
         )
+    setting = jax.config.jax_default_matmul_precision
+    if setting is not None and any(contraction.asked_precision(step.eqn) for step, _ in placed):
+        return f"`jax_default_matmul_precision` is {setting!r}, which some libraries set when they are imported."
+    return None
+
+
+def _bits(step: Step) -> int:
+    return 8 * dtype_of(step.eqn.invars[0]).itemsize
+
+
+def _is_in_8_bits(step: Step) -> bool:
+    """Return whether a product runs in 8-bit floats, here or by an autocast inside."""
+    return _bits(step) == 8 or bool(step.compute and step.compute.fp8)
+
+
+def _represented(view: differentiation.View | None) -> np.dtype | None:
+    """Return the 16-bit dtype that has the values of a float32 argument, if one is known."""
+    return None if view is None or view.narrow is view.wide else view.narrow.dtype
+
+
+def _name(fun: Any) -> str:
+    return getattr(fun, "__qualname__", type(fun).__name__)
+
+
+def _name_of_call(eqn: JaxprEqn) -> str:
+    """Return the name of the function that an equation calls."""
+    return open_jaxpr(called_jaxpr(eqn)).debug_info.func_src_info.split(" at ")[0]
+
+
+def _require_leaves(fun: Any, leaves: list[Any]) -> None:
+    """Raise for a result that is no pytree: JAX would not see the arrays inside of it."""
+    is_plain = lambda leaf: isinstance(leaf, (bool, int, float, complex, str, bytes, np.dtype, enum.Enum))
+    for leaf in leaves:
+        if not (_trees.is_array(leaf) or is_plain(leaf) or callable(leaf)):
+            raise TypeError(
+                f"`autocast`: `{_name(fun)}` returns a value of type {type(leaf)}, which is neither an array nor a "
+                "pytree. Return the arrays inside of it, or register the type (`jax.tree_util.register_dataclass`)."
+            )
 
 
 def _checked_rules(rules: Mapping[Any, Rule]) -> Mapping[str, Rule]:

@@ -34,8 +34,9 @@ def run_in_float32(inner: Any, dtype: np.dtype, caller: str) -> optax.GradientTr
             _require_state_of(inner, state, params, caller)
         try:
             updates, new_state = inner.update(updates, state, params, **extra_args)
-        except Exception:  # if the state is another rule's, its error says little
+        except Exception:  # if the state is another rule's, or a gradient is None, its error says little
             _require_state_of(inner, state, params, caller)
+            _errors.require_gradients(updates, params, caller)
             raise
         return upcast_tree(updates, dtype), keep_types(state, new_state)
 

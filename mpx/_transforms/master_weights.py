@@ -127,6 +127,7 @@ def master_weights(
     def update_fn(updates, state, params=None, **extra_args):
         _errors.require_step("master_weights", MasterWeightsState, state, params)
         _errors.require_same_leaves(state.master, params, kept_dtype, "master_weights")
+        _errors.require_gradients(updates, params, "master_weights")
         masters = _masters(params, state.master)
         updates, inner_state = inner.update(updates, state.inner_state, masters, **extra_args)
         new_masters = optax.apply_updates(masters, updates)

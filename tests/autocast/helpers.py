@@ -12,6 +12,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 import mpx
+from mpx._autocast.differentiation import View, differentiating
+from mpx._autocast.transform import autocast_of
 from tests.helpers import BF16, F16, F32, all_eqns, eight_cpu_devices
 
 SPLIT, WHOLE = PartitionSpec("data"), PartitionSpec()
@@ -172,9 +174,12 @@ def all_in(dtype):
 
 
 def plan_of(fun, *args, dtypes=None):
-    function, record = fun.__mpx_autocast__
-    assert function is fun
-    return record.trace(args, {}, dtypes).plan
+    """Return the plan of an autocast function; float32 arguments are views of arrays of these dtypes, if given."""
+    leaves, treedef = jax.tree.flatten(args)
+    pairs = zip(leaves, dtypes or [None] * len(leaves), strict=True)
+    views = [View(x if dtype is None else x.astype(dtype), x) for x, dtype in pairs]
+    with differentiating(lambda: None, [view for view in views if view.narrow is not view.wide]):
+        return autocast_of(fun).trace(treedef.unflatten([view.narrow for view in views]), {}).plan
 
 
 # ---- convolutions

@@ -185,7 +185,7 @@ def test_one_warning_says_that_nothing_runs_in_fp8_and_why():
     fun = jax.jit(mpx.autocast(multiply, "fp8"))
     x, w = normal(0, 16, 64), normal(1, 64, 32)
     with pytest.warns(
-        UserWarning, match="no matrix product of `.*` runs in it.*: 16 x 64 .*too small.*`mpx.expl"
+        UserWarning, match="no matrix product of `.*` runs in fp8.*: 16 x 64 .*too small.*`mpx.expl"
     ) as seen:
         fun(x, w), fun(x, w)
     assert len(seen) == 1

@@ -5,6 +5,7 @@ Oracle of bits: the same casts written by hand, which keep the activation.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
@@ -106,8 +107,15 @@ KEPT = {
 }
 
 
+def gated(w, x):
+    gate, value = jnp.split(x @ w + w[0][None], 2, -1)
+    return (jnp.tanh(gate) * value) @ w[:2]
+
+
 COMPUTED_AGAIN = {
     "a function": layers(),
+    "with a gate": gated,
+    "split behind it": layers(after=lambda h: jnp.split(h, 1, -1)[0]),
     "a call": layers(lambda h: jax.nn.gelu(h, approximate=True)),
     "with a sharding": layers(after=constrained),
 }
@@ -137,3 +145,19 @@ def test_in_8_bits_an_activation_needs_no_bias_but_one_scale(scaling, times):
     w, x = normal(0, 16, 16), normal(1, 16, 16)
     fun = mpx.autocast(lambda w, x: (jnp.tanh(x @ w) @ w).mean(), mpx.Fp8(scaling=scaling, min_extent=0))
     assert tanhs_of(fun, w, x) == times
+
+
+MIXED = {
+    "where": lambda h, token: jnp.where(jnp.arange(256)[:, None] % 2 == 0, token[None], h),
+    "concatenate": lambda h, token: jnp.concatenate([jnp.broadcast_to(token[None], (256, 4)), h]),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_a_weight_among_the_elements_of_an_activation_gets_a_float32_sum(name):
+    """As where nothing is computed again. Negative control: in bfloat16 each of its cotangents is rounded."""
+    w, x, token = normal(0, 4, 4), normal(1, 256, 4), normal(2, 4)
+    fun = lambda token: jnp.sin(MIXED[name](jnp.tanh(x @ w + w[0][None]), token) @ w).sum()
+    of = lambda dtype, **options: jax.grad(mpx.autocast(fun, BF16, reduce_dtype=dtype, **options))(token)
+    np.testing.assert_allclose(of(F32), of(F32, checkpoint="everything"), rtol=2e-5)
+    assert (abs(of(BF16) / of(F32) - 1) > 2e-4).any()

@@ -1,6 +1,7 @@
 """`autocast` and `full_precision` as functions: their options, what they accept, return and refuse."""
 
 import functools
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -63,6 +64,46 @@ def test_a_function_around_an_autocast_function_is_not_one_itself():
     assert autocast_of(wrapped) is not None
     assert autocast_of(around) is None
     assert autocast_of(jax.jit(wrapped)) is None
+
+
+in_bf16 = mpx.autocast(product, "bf16", checkpoint="dots")  # of another name than the function has
+
+
+def test_an_autocast_function_is_pickled_under_any_name():
+    again = pickle.loads(pickle.dumps(in_bf16))
+    assert_same_bits(again(X, W), in_bf16(X, W))
+    assert again.__name__ == "product"
+
+
+def test_a_result_that_is_no_pytree_is_refused_by_its_type():
+    """JAX would not see the arrays inside. Functions, as Equinox models have them among their leaves, pass."""
+    Opaque = type("Opaque", (), {"__init__": lambda self, x: setattr(self, "x", x)})
+    with pytest.raises(TypeError, match=r"`autocast`: .* returns a value of type .*Opaque.*neither an array nor"):
+        mpx.autocast(lambda x, w: {"out": Opaque(x @ w)}, "bf16")(X, W)
+    assert mpx.autocast(lambda x, w: (jnp.tanh, "name", 1, None), "bf16")(X, W) == (jnp.tanh, "name", 1, None)
+
+
+def attention_of(derivative):
+    attention = jax.custom_vjp(product)
+    attention.defvjp(lambda x, w: (x @ w, (x, w)), lambda res, g: (derivative(g @ res[1].T), res[0].T @ g))
+    return attention
+
+
+@pytest.mark.parametrize("how", ["bf16", "f16", "fp8"])
+def test_one_warning_names_the_custom_derivative_in_which_all_products_stand(how):
+    """One narrowed product beside it is enough to say nothing; so is a product that asks for its precision."""
+    fun = attention_of(jnp.sin)
+    with pytest.warns(UserWarning, match=f"no matrix product of `.*` runs in {how}: .* derivative, `product`") as seen:
+        mpx.autocast(lambda x, w: fun(x, w).sum(), how)(X, W)
+    assert len(seen) == 1
+    mpx.autocast(lambda x, w: fun(x, w) + x @ w, "bf16")(X, W)
+    mpx.autocast(lambda x, w: jnp.matmul(x, w, precision="highest"), how)(X, W)
+
+
+def test_a_precision_that_is_set_for_the_whole_process_is_named():
+    """Some libraries set it when they are imported."""
+    with jax.default_matmul_precision("float32"), pytest.warns(UserWarning, match="`jax_default_matmul_precision` is"):
+        mpx.autocast(product, "bf16")(X, W)
 
 
 def residual_bytes(fun, *args):

@@ -83,6 +83,10 @@ VALUES = [
         (updated(tx, {"w": jnp.ones((3, 1))}), r"'w': float..\[3, 1\], but the parameter is \w+\[2\]")
         for tx in (mpx.master_weights(SGD), *KEEPERS)
     ],
+    *[
+        (updated(tx, {"w": None}), r"1 of 1 parameters have no gradient(.|\n)*'w': None")
+        for tx in (mpx.master_weights(SGD), mpx.upcast(optax.adam(1.0)))
+    ],
     (
         updated(mpx.loss_scaling(optax.adam(1.0)), {"w": jnp.ones((5, 2))}),
         r"`loss_scaling`: .*Is a mean over examples missing\?\n  'w': float..\[5, 2\], but the parameter is bf",

@@ -1,0 +1,114 @@
+"""What a gradient tells the autocast functions that run inside of it.
+
+JAX gives a gradient the dtype of its parameter. So `mpx.value_and_grad` differentiates with respect to float32 views of
+16-bit parameters, and hands the function the parameters themselves, made of the views. An autocast function that gets
+such a parameter takes the view instead, and no gradient is rounded on the way.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from mpx import _trees
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """A parameter that is differentiated in float32."""
+
+    narrow: Any  # the parameter as the user has it, in 16 bits or in float32
+    wide: Any
+    # One entry for each autocast function that took it: the 16-bit dtype that this function rounds its gradient to.
+    rounded_to: list[np.dtype | None] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class Differentiation:
+    """The gradient that is being computed."""
+
+    require_scale: Callable[[], None]  # raises if float16 needs a loss scale and has none
+    views: dict[int, View] = dataclasses.field(default_factory=dict)  # by ids of the narrow arrays, of outer ones too
+    missed: list[tuple[str, Any]] = dataclasses.field(default_factory=list)  # functions, and arrays they got instead
+
+
+_CURRENT: contextvars.ContextVar[Differentiation | None] = contextvars.ContextVar("differentiation", default=None)
+
+
+@contextlib.contextmanager
+def differentiating(require_scale: Callable[[], None], views: Sequence[View]) -> Iterator[None]:
+    """Let the autocast functions that run inside take these views; warn if one got a parameter in disguise."""
+    outer = _CURRENT.get()
+    inherited = {} if outer is None else outer.views
+    current = Differentiation(require_scale, inherited | {id(view.narrow): view for view in views})
+    token = _CURRENT.set(current)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+    types = {_type(view.narrow) for view in views if view.narrow is not view.wide and not view.rounded_to}
+    hidden = [(name, x) for name, x in current.missed if _type(x) in types]
+    if hidden:
+        name, x = hidden[0]
+        warnings.warn(
+            f"`value_and_grad`: gradients are rounded to {x.dtype}, because the autocast function `{name}` gets "
+            "parameters through a transformation that hides them, such as `jax.checkpoint`, or a `jax.jit` around a "
+            "part of the loss. Put the transformation inside of `autocast`, or around `value_and_grad`.",
+            UserWarning,
+            stacklevel=4,
+        )
+
+
+def views_of(leaves: Sequence[Any], name: str) -> list[View | None]:
+    """Return the views of those arguments of an autocast function that have one."""
+    current = _CURRENT.get()
+    if current is None:
+        return [None] * len(leaves)
+    views = [current.views.get(id(leaf)) for leaf in leaves]
+    hidden = [x for x, view in zip(leaves, views, strict=True) if view is None and isinstance(x, Tracer)]
+    current.missed.extend((name, x) for x in hidden if _trees.is_narrower(x))
+    return views
+
+
+def needing_a_scale(values: list[Any], name: str) -> list[Any]:
+    """Return the results of a float16 function, and warn when they are differentiated outside of `value_and_grad`."""
+
+    def check() -> None:
+        current = _CURRENT.get()
+        if current is not None:
+            return current.require_scale()
+        warnings.warn(
+            f"`autocast`: `{name}` computes in float16 and is differentiated without a loss scale, so gradients below "
+            "6e-8 become zero. Differentiate it with `mpx.value_and_grad(fun, mpx.get_loss_scale(opt_state))`. If your "
+            "caller scales the loss itself, as Flax's `DynamicScale` does, or wants no scale, pass "
+            "`loss_scale=mpx.NoOpLossScale()` to `autocast`.",
+            UserWarning,
+            stacklevel=3,
+        )
+
+    def checked(primals, tangents):
+        check()  # once more for each derivative: `jax.jit` may have traced the function before
+        return primals[0], tangents[0]
+
+    if _CURRENT.get() is not None:
+        check()
+    identity = jax.custom_jvp(lambda values: values)
+    identity.defjvp(checked)
+    places = [i for i, x in enumerate(values) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    return _with(values, places, identity([values[i] for i in places]))
+
+
+def _with(values: list[Any], places: list[int], new: Sequence[Any]) -> list[Any]:
+    replaced = dict(zip(places, new, strict=True))
+    return [replaced.get(i, x) for i, x in enumerate(values)]
+
+
+def _type(x: Any) -> tuple[Any, ...]:
+    return x.shape, x.dtype

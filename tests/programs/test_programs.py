@@ -1,0 +1,319 @@
+"""One matrix: what plain JAX runs, autocast runs, at most three times as wrong as casting everything by hand.
+
+A property that plain JAX itself has not (a second derivative of a `custom_vjp`, a symbolic batch) is skipped, with the
+words of plain JAX. By default programs are traced, which costs little, and the values of bfloat16 are computed.
+"""
+
+import contextlib
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding
+
+import mpx
+from mpx._autocast import recompute
+from tests.autocast.helpers import SPLIT, WHOLE
+from tests.helpers import BF16, F16, F32, assert_same_bits, eight_cpu_devices
+from tests.programs import ROWS, _traced, all_programs
+
+PROGRAMS = all_programs()
+each_program = pytest.mark.parametrize("name", PROGRAMS)
+FP8 = mpx.Fp8(min_extent=0)  # whatever is small runs in 8 bits too
+SCALE = mpx.StaticLossScale(2.0**10)
+
+
+@contextlib.contextmanager
+def as_plain_jax(plain):
+    """Skip the test if what is inside raises, and plain JAX raises too."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "`autocast`: FP8 was asked for", UserWarning)  # of convolutions
+            yield
+    except Exception:
+        try:
+            plain()
+        except Exception as error:
+            pytest.skip(f"plain JAX: {type(error).__name__}: {str(error).strip().splitlines()[0][:90]}")
+        raise
+
+
+def is_f32(x):
+    return x.dtype == np.float32
+
+
+def cast(tree, dtype):
+    return jax.tree.map(lambda x: x.astype(dtype) if is_f32(x) else x, tree)
+
+
+# ---- what plain JAX runs, runs --------------------------------------------------------------------------------------
+#
+# A way takes a loss and a function like `jax.value_and_grad`, and returns a function of parameters and a batch.
+
+
+def product_with_the_hessian(loss, value_and_grad):
+    """A derivative in a direction of a gradient: all of JAX's own transformations."""
+    return lambda p, batch: jax.jvp(lambda p: jax.grad(loss)(p, batch), (p,), (p,))
+
+
+def steps_in_a_scan(loss, value_and_grad):
+    """The loss may be called inside of a jit, a lambda and a partial."""
+    called = jax.jit(functools.partial(lambda loss, p, batch: loss(p, batch), loss))
+
+    def step(p, batch):
+        value, grads = value_and_grad(called)(p, batch)
+        return jax.tree.map(lambda p, g: (p - 0.1 * g).astype(p.dtype), p, grads), value
+
+    return lambda p, batch: lax.scan(lambda p, _: step(p, batch), p, length=2)
+
+
+def one_gradient_for_each_of_two(loss, value_and_grad):
+    twice = lambda tree: jax.tree.map(lambda x: jnp.stack([x, x]), tree)
+    return lambda p, batch: jax.vmap(value_and_grad(loss), in_axes=(0, None))(twice(p), batch)
+
+
+def checkpoint_around(loss, value_and_grad):
+    return lambda p, batch: value_and_grad(jax.checkpoint(loss))(p, batch)
+
+
+def in_a_jit(loss, value_and_grad):
+    return jax.jit(value_and_grad(jax.jit(loss)))
+
+
+def value_alone(loss, value_and_grad):
+    return loss
+
+
+def jacobian_forwards(loss, value_and_grad):
+    """A value and its derivative in one direction, mapped over two directions."""
+    return lambda p, batch: jax.vmap(lambda s: jax.jvp(lambda p: loss(p, batch), (p,), (scaled(p, s),)))(jnp.ones(2))
+
+
+def scaled(tree, factor):
+    return jax.tree.map(lambda x: (x * factor).astype(x.dtype), tree)
+
+
+WIDE = {"reduce_dtype": "f32"}  # as on several devices
+DOTS, NOTHING, EVERYTHING = ({"checkpoint": kept} for kept in ("dots", "nothing", "everything"))
+quick = [
+    (product_with_the_hessian, "bf16", {}, F32),
+    (steps_in_a_scan, "f16", WIDE, BF16),
+    (one_gradient_for_each_of_two, FP8, DOTS, BF16),
+    (checkpoint_around, "bf16", WIDE | NOTHING, F32),
+]
+slow = [
+    (product_with_the_hessian, "bf16", WIDE, BF16),
+    (steps_in_a_scan, "bf16", DOTS, F32),
+    (steps_in_a_scan, FP8, WIDE, F32),
+    (one_gradient_for_each_of_two, "f16", WIDE, F32),
+    (one_gradient_for_each_of_two, "bf16", EVERYTHING, F32),
+    (checkpoint_around, FP8, {}, BF16),
+    (in_a_jit, "f16", {}, F16),
+    (in_a_jit, "bf16", WIDE | DOTS, BF16),
+    (value_alone, FP8, WIDE, BF16),
+    (jacobian_forwards, "bf16", WIDE, F32),
+    (jacobian_forwards, "bf16", DOTS, BF16),
+]
+
+
+def label(mode):
+    way, how, options, dtype = mode
+    how = "fp8" if how is FP8 else how
+    return f"{way.__name__}, {how}, {', '.join(options.values()) or 'default'}, {dtype} parameters"
+
+
+MODES = [pytest.param(mode, id=label(mode)) for mode in quick]
+MODES += [pytest.param(mode, id=label(mode), marks=pytest.mark.slow) for mode in slow]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@each_program
+def test_what_plain_jax_traces_is_traced(name, mode):
+    way, how, options, dtype = mode
+    loss, (p, batch) = PROGRAMS[name].loss, PROGRAMS[name].make(0)
+    p = cast(p, dtype)
+    with as_plain_jax(lambda: jax.eval_shape(way(loss, jax.value_and_grad), p, batch)):
+        differentiate = functools.partial(mpx.value_and_grad, loss_scale=SCALE)
+        jax.eval_shape(way(mpx.autocast(loss, how, **options), differentiate), p, batch)
+
+
+@pytest.mark.slow
+@each_program
+def test_no_tracer_leaks(name):
+    loss, args = PROGRAMS[name].loss, PROGRAMS[name].make(0)
+    with jax.checking_leaks(), as_plain_jax(lambda: jax.make_jaxpr(jax.grad(loss))(*args)):
+        jax.make_jaxpr(mpx.grad(mpx.autocast(loss, "bf16", **WIDE)))(*args)
+
+
+def symbolic(batch):
+    """Return the types of a batch with a symbol for its rows."""
+    (size,) = jax.export.symbolic_shape("b")
+    shape = lambda x: (size, *x.shape[1:]) if x.shape[:1] == (ROWS,) else x.shape
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(shape(x), x.dtype), batch)
+
+
+@pytest.mark.parametrize("rows", ["a symbol", pytest.param("a number", marks=pytest.mark.slow)])
+@each_program
+def test_it_exports(name, rows):
+    loss, (p, batch) = PROGRAMS[name].loss, PROGRAMS[name].make(0)
+    batch = symbolic(batch) if rows == "a symbol" else batch
+    export = lambda differentiated: jax.export.export(jax.jit(differentiated))(p, batch)
+    with as_plain_jax(lambda: export(jax.grad(loss))):
+        export(mpx.grad(mpx.autocast(loss, "bf16")))
+
+
+# ---- where the sums are ---------------------------------------------------------------------------------------------
+
+
+@each_program
+def test_gradients_are_sums_in_float32(name):
+    """No sum is in 16 bits; of parameters that go into contractions as they are, none is of rounded terms either.
+
+    The gradient is the same in this respect if the loss is called by another function. Negative control: with sums in
+    the compute dtype.
+    """
+    loss, (p, batch) = PROGRAMS[name].loss, PROGRAMS[name].make(0)
+    direct, p = np.array(_traced.contracted_directly(loss, p, batch)), cast(p, BF16)
+    trace = lambda fun, **options: jax.make_jaxpr(mpx.grad(fun(mpx.autocast(loss, "bf16", **options))))(p, batch)
+    rounded = lambda program: np.array(_traced.rounded_after_contraction(program))
+    wide = trace(lambda f: f, **WIDE)
+    names = np.array([jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(p)])
+    assert not _traced.sums_in_16_bits(wide)
+    assert not names[direct & rounded(wide)].tolist()
+    called = trace(lambda f: jax.jit(lambda p, batch: f(p, batch)), **WIDE)
+    assert not _traced.sums_in_16_bits(called)
+    assert (rounded(called) == rounded(wide)).all()
+    if direct.any():
+        assert (direct & rounded(trace(lambda f: f, reduce_dtype="bf16"))).any()
+
+
+# ---- how wrong it is ------------------------------------------------------------------------------------------------
+
+SEEDS = range(5)
+DTYPES = {"bf16": BF16, "f16": F16, "fp8": BF16}
+# What one rounding to the format loses at most, relative to a number: half of the distance to the next. Errors are
+# allowed to be as large, because those by hand may happen to be zero.
+FLOOR = {"bf16": 2.0**-8, "f16": 2.0**-11, "fp8": 2.0**-3}
+
+
+def scaled_loss(loss):
+    return lambda p, batch: loss(p, batch).astype(np.float32) * SCALE.loss_scale
+
+
+def by_hand(loss, dtype):
+    """Return a function of parameters and a batch that casts both to a dtype."""
+    return jax.value_and_grad(lambda p, batch: scaled_loss(loss)(cast(p, dtype), cast(batch, dtype)))
+
+
+def of_rounded_arguments(loss, dtype):
+    """The same, but computed in float32: of programs that plain JAX does not run in 16 bits."""
+    rounded = lambda tree: jax.tree.map(lambda x: x.astype(dtype).astype(F32) if is_f32(x) else x, tree)
+    return jax.value_and_grad(lambda p, batch: scaled_loss(loss)(rounded(p), rounded(batch)))
+
+
+def run(function, name):
+    """Return a row of the value and of the leaves of the gradient for each seed, by a function that gives both."""
+    compiled = jax.jit(function)
+    rows = [compiled(*PROGRAMS[name].make(seed)) for seed in SEEDS]
+    return [[np.asarray(leaf, np.complex128) for leaf in jax.tree.leaves(row)] for row in rows]
+
+
+@functools.cache
+def plain(name):
+    return run(jax.value_and_grad(scaled_loss(PROGRAMS[name].loss)), name)
+
+
+def autocast(name, how, **options):
+    rows = run(mpx.value_and_grad(mpx.autocast(PROGRAMS[name].loss, how, **options), SCALE), name)
+    return [[row[0] * SCALE.loss_scale, *row[1:]] for row in rows]
+
+
+def norms(table):
+    return np.array([[np.linalg.norm(leaf) for leaf in row] for row in table])
+
+
+def errors(table, name):
+    """Return how far the value and each gradient are from plain float32: the median over seeds."""
+    return np.median(
+        norms([[x - y for x, y in zip(*rows, strict=True)] for rows in zip(table, plain(name), strict=True)]), 0
+    )
+
+
+@functools.cache
+def allowed(name, how):
+    """Return the largest error of the value and of each gradient: three times that by hand, and one rounding.
+
+    Of gradients that nearly vanish beside others, the rounding is that of a tenth of all.
+    """
+    loss, dtype = PROGRAMS[name].loss, DTYPES[how]
+    try:
+        hand = errors(run(by_hand(loss, dtype), name), name)
+    except Exception:  # a Cholesky factor in bfloat16, a carry of two dtypes
+        hand = np.array([np.nan])
+    if not np.isfinite(hand).all():
+        hand = errors(run(of_rounded_arguments(loss, dtype), name), name)
+    sizes = np.median(norms(plain(name)), 0)
+    sizes[1:] = np.maximum(sizes[1:], 0.1 * np.linalg.norm(sizes[1:]))
+    return 3 * hand + FLOOR[how] * sizes
+
+
+HOWS = ["bf16", pytest.param("f16", marks=pytest.mark.slow), pytest.param("fp8", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("how", HOWS)
+@each_program
+def test_errors_are_at_most_three_times_those_by_hand(name, how):
+    """Negative control: gradients a fifth too large (in 8 bits, twice as large) are refused."""
+    ours = autocast(name, FP8 if how == "fp8" else how, **WIDE)
+    found, most = errors(ours, name), allowed(name, how)
+    assert (found <= most).all(), found / most
+    factor = 2 if how == "fp8" else 1.2
+    assert not (errors([[row[0], *[factor * g for g in row[1:]]] for row in ours], name) <= most).all()
+
+
+# ---- without jit, bit by bit ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@each_program
+def test_recomputation_checkpoints_and_callers_change_no_bit(name, monkeypatch):
+    """Operation by operation, so that no compiler chooses: of parameters in bfloat16."""
+    loss, (p, batch) = PROGRAMS[name].loss, PROGRAMS[name].make(0)
+    p = cast(p, BF16)
+    around = lambda fun, **options: mpx.value_and_grad(fun(mpx.autocast(loss, "bf16", **options)))(p, batch)
+    itself = lambda f: f
+    with jax.disable_jit(), as_plain_jax(lambda: jax.value_and_grad(loss)(p, batch)):
+        for wide in ({}, WIDE):
+            expected = around(itself, **wide)
+            for checkpoint in (DOTS, NOTHING, EVERYTHING) if wide else ():
+                assert_same_bits(around(itself, **checkpoint, **wide), expected)
+            for caller in (jax.jit, functools.partial, lambda f: lambda p, batch: f(p, batch)):
+                assert_same_bits(around(caller, **wide), expected)
+            with monkeypatch.context() as patch:
+                patch.setattr(recompute, "with_activations", lambda plan, settings: plan)
+                assert_same_bits(around(itself, **wide), expected)
+
+
+# ---- eight devices --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.many_devices
+@each_program
+def test_eight_devices_agree_with_one(name):
+    """A divided batch, and float32 sums: within an eighth of what is allowed against float32."""
+    mesh, placed = eight_cpu_devices(), NamedSharding(eight_cpu_devices(), WHOLE)
+    divided = lambda x: NamedSharding(mesh, SPLIT) if x.shape[:1] == (ROWS,) else placed
+    p, batch = PROGRAMS[name].make(0)
+    args = jax.device_put(p, placed), jax.tree.map(lambda x: jax.device_put(x, divided(x)), batch)
+    function = jax.jit(mpx.value_and_grad(mpx.autocast(PROGRAMS[name].loss, "bf16")))
+    with as_plain_jax(lambda: jax.jit(jax.value_and_grad(PROGRAMS[name].loss))(*args)):
+        several = jax.tree.leaves(function(*args))
+    one = jax.tree.leaves(function(p, batch))
+    sizes = np.linalg.norm([np.linalg.norm(g) for g in one[1:]])
+    for a, b in zip(several, one, strict=True):
+        assert np.linalg.norm(np.asarray(a) - np.asarray(b)) <= 2.0**-11 * max(np.linalg.norm(b), sizes)
