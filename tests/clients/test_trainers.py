@@ -1,0 +1,270 @@
+"""Libraries that own the training loop: they differentiate, update and apply; a user hands them a rule and a loss."""
+
+import os
+
+os.environ["NETKET_ENABLE_X64"] = "0"  # or NetKet switches 64-bit types on, in this process too
+
+import blackjax
+import equinox as eqx
+import flowjax.distributions
+import flowjax.flows
+import flowjax.train.losses
+import jax
+import jax.numpy as jnp
+import jaxopt
+import netket as nk
+import numpy as np
+import numpyro
+import optimistix as optx
+import paramax
+import pytest
+from brax.training.gradients import gradient_update_fn
+from dynamax.linear_gaussian_ssm import LinearGaussianSSM
+from dynamax.parameters import from_unconstrained, to_unconstrained
+from dynamax.utils.optimize import run_sgd
+from flax import nnx
+from numpyro import distributions as dist
+from numpyro.infer import SVI, Trace_ELBO
+from numpyro.infer.autoguide import AutoNormal
+from penzai import pz
+from penzai.toolshed.basic_training import StatefulTrainer
+from tunix.sft.peft_trainer import PeftTrainer, TrainingConfig
+
+import mpx
+from tests.clients import judge
+from tests.helpers import assert_same_bits
+
+# Dynamax asks for float32 products in the whole process, in other people's functions too, and `autocast` obeys.
+jax.config.update("jax_default_matmul_precision", None)
+
+KEY = jax.random.key(0)
+X = jax.random.normal(jax.random.key(1), (64, 8))
+Y = jnp.sin(X[:, :1]) + X[:, 1:2] * X[:, 2:3]
+PARAMS = {"w": 0.3 * jax.random.normal(KEY, (8, 32)), "b": jnp.zeros(32), "v": 0.2 * jax.random.normal(KEY, (32, 1))}
+MASTERS, SCALED = "params=bf16,compute=bf16,output=f32", "params=f16,compute=f16,output=f32"
+WITHOUT_MASTERS = "params=f32,compute=bf16,output=f32"
+
+
+def predict(params, x):
+    return jnp.tanh(x @ params["w"] + params["b"]) @ params["v"]
+
+
+def squares(params, x, y):
+    return ((predict(params, x) - y) ** 2).mean()
+
+
+# --- libraries that pass parameters to the rule and keep their dtypes -------------------------------------------------
+
+
+def jaxopt_solver(way):
+    """`OptaxSolver`: `init_state` and `update`, as in its documentation."""
+    params, losses, loss = way.cast(PARAMS), [], way.autocast(squares)
+    solver = jaxopt.OptaxSolver(opt=way.tx, fun=loss)
+    state = solver.init_state(params, X, Y)
+    for _ in range(judge.STEPS):
+        params, state = solver.update(params, state, X, Y)
+        losses.append(state.value)
+    return judge.Run(way.cast(PARAMS), params, state.internal_state, losses, (loss, params, X, Y))
+
+
+def jaxopt_value_and_grad(way):
+    """`OptaxSolver` with gradients of one's own, and so with a loss scale."""
+    params, losses, loss = way.cast(PARAMS), [], way.autocast(squares)
+    fun = lambda params, opt_state, x, y: way.grad_of(loss, opt_state)(params, x, y)
+    solver = jaxopt.OptaxSolver(opt=way.tx, fun=fun, value_and_grad=True)
+    state = solver.init_state(params, way.tx.init(params), X, Y)
+    for _ in range(judge.STEPS):
+        params, state = solver.update(params, state, state.internal_state, X, Y)
+        losses.append(state.value)
+    return judge.Run(way.cast(PARAMS), params, state.internal_state, losses, (loss, params, X, Y))
+
+
+def numpyro_svi(way):
+    """`SVI` with `optax_to_numpyro`: the network inside the model is cast, and its weights are `numpyro.param`s."""
+    network, weights = way.autocast(predict), way.cast(PARAMS)
+
+    def model(x, y):
+        params = {name: numpyro.param(name, value) for name, value in weights.items()}
+        scale = numpyro.sample("scale", dist.HalfNormal(1.0))
+        numpyro.sample("y", dist.Normal(network(params, x), scale).to_event(1), obs=y)
+
+    svi = SVI(model, AutoNormal(model), numpyro.optim.optax_to_numpyro(way.tx), Trace_ELBO())
+    state = svi.init(KEY, X, Y)
+    (start, _), losses, update = state.optim_state[1], [], jax.jit(svi.update)
+    for _ in range(judge.STEPS):
+        state, loss = update(state, X, Y)
+        losses.append(loss)
+    params, opt_state = state.optim_state[1]
+    return judge.Run(start, params, opt_state, losses, (network, weights, X))
+
+
+def penzai_trainer(way):
+    """`StatefulTrainer`, which finds the parameters in the model and differentiates the loss by `jax.grad`."""
+    layers = [pz.nn.Affine.from_config("1", KEY, {"x": 8}, {"h": 32}), pz.nn.Elementwise(jnp.tanh)]
+    model = pz.nn.Sequential([*layers, pz.nn.Affine.from_config("2", KEY, {"h": 32}, {"y": 1})])
+    stateless, params = pz.unbind_params(model, freeze=True)
+    start, losses = way.cast(tuple(params)), []
+    model = pz.bind_variables(stateless, [p.unfreeze_as_copy() for p in start])
+
+    @way.autocast
+    def loss(*, model, state, rng, x, y):
+        squared = (model(pz.nx.wrap(x).tag("n", "x")).unwrap("n", "y") - y) ** 2
+        return squared.mean(), state, squared.mean()
+
+    trainer = StatefulTrainer.build(KEY, model, way.tx, loss)
+    for _ in range(judge.STEPS):
+        losses.append(trainer.step(x=X, y=Y))
+    _, params = pz.unbind_params(model, freeze=True)
+    call = lambda params: loss(model=pz.bind_variables(stateless, params), state=None, rng=KEY, x=X, y=Y)[0]
+    return judge.Run(start, tuple(params), trainer.state.value.opt_state, losses, (call, start))
+
+
+class Adapted(nnx.Module):
+    """A perceptron whose first layer has low-rank factors to train."""
+
+    def __init__(self, rngs):
+        self.inside = nnx.LoRALinear(8, 32, lora_rank=4, rngs=rngs)
+        self.outside = nnx.Linear(32, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.outside(jnp.tanh(self.inside(x)))
+
+
+def tunix_peft(way):
+    """`PeftTrainer`, which trains the low-rank factors of a Flax NNX model and leaves the rest."""
+    model = Adapted(nnx.Rngs(0))
+    nnx.update(model, way.cast(nnx.state(model)))
+    start, base = jax.tree.map(jnp.copy, (nnx.state(model, nnx.LoRAParam), nnx.state(model.outside)))
+    loss = way.autocast(lambda model, x, y: ((model(x) - y) ** 2).mean())
+    config = TrainingConfig(eval_every_n_steps=1000, max_steps=judge.STEPS)
+    trainer = PeftTrainer(model, way.tx, config).with_loss_fn(loss)
+    trainer.train([{"x": X, "y": Y}] * judge.STEPS)
+    losses = trainer.metrics_logger.get_metric_history("", "loss", "train")
+    assert_same_bits(nnx.state(model.outside), base)
+    params = nnx.state(model, nnx.LoRAParam)
+    return judge.Run(start, params, trainer.optimizer.opt_state, losses, (loss, model, X, Y))
+
+
+def netket_vmc(way, dtype="float32"):
+    """The ground state of an Ising chain, whose variational state takes a network as two functions: one is cast."""
+    hilbert, network = nk.hilbert.Spin(0.5, 8), nk.models.RBM(alpha=2, param_dtype=dtype)
+    apply = way.autocast(network.apply)
+    state = nk.vqs.FullSumState(hilbert, apply_fun=apply, init_fun=network.init, seed=0)  # all states, not a sample
+    state.parameters = start = way.cast(state.parameters)
+    hamiltonian, log = nk.operator.IsingJax(hilbert, nk.graph.Chain(8), h=1.0), nk.logging.RuntimeLog()
+    driver = nk.VMC(hamiltonian, way.tx, variational_state=state)
+    driver.run(judge.STEPS, out=log, show_progress=False)
+    losses = np.real(log.data["Energy"]["Mean"])
+    return judge.Run(start, state.parameters, driver._optimizer_state, losses, (apply, {"params": start}, X))
+
+
+# --- libraries that add updates by `p + u`, which makes bfloat16 parameters float32 -----------------------------------
+
+
+def blackjax_meanfield(way):
+    """Mean-field variational inference: the log density is cast; locations and scales are the library's parameters."""
+    w = jax.random.normal(KEY, (8, 4))
+    density = way.autocast(lambda position, w: -0.5 * ((jnp.tanh(position["x"] @ w) - 0.5) ** 2).sum())
+    vi = blackjax.meanfield_vi(lambda position: density(position, w), way.tx, num_samples=50)
+    state, losses, step = vi.init(way.cast({"x": jnp.ones(8)})), [], jax.jit(vi.step)
+    start = (state.mu, state.rho)
+    for key in jax.random.split(KEY, judge.STEPS):
+        state, info = step(key, state)
+        losses.append(info.elbo)
+    return judge.Run(start, (state.mu, state.rho), state.opt_state, losses, (density, {"x": X}, w))
+
+
+def flowjax_fit(way):
+    """`fit_to_data` of a masked autoregressive flow, with its likelihood cast."""
+    base = flowjax.distributions.Normal(jnp.zeros(8))
+    flow = way.cast(flowjax.flows.masked_autoregressive_flow(KEY, base_dist=base, flow_layers=1, nn_width=16))
+    loss = way.autocast(flowjax.train.losses.MaximumLikelihoodLoss())
+    data = jnp.tanh(X @ jax.random.normal(KEY, (8, 8)))
+    fitted, losses = flowjax.train.fit_to_data(
+        KEY, flow, data, loss_fn=loss, optimizer=way.tx, max_epochs=judge.STEPS, max_patience=judge.STEPS,
+        return_best=False, show_progress=False,
+    )  # fmt: skip
+    is_fixed = lambda leaf: isinstance(leaf, paramax.NonTrainable)
+    start, params = (eqx.partition(model, eqx.is_inexact_array, is_leaf=is_fixed) for model in (flow, fitted))
+    return judge.Run(start[0], params[0], (), losses["train"], (lambda x: loss(*start, x), data))
+
+
+def optimistix_minimise(way):
+    """`OptaxMinimiser`, whose steps are those of a `while_loop`."""
+    loss, params = way.autocast(lambda params, batch: squares(params, *batch)), way.cast(PARAMS)
+    solver = optx.OptaxMinimiser(way.tx, rtol=0.0, atol=0.0)
+    found = optx.minimise(loss, solver, params, (X, Y), max_steps=judge.STEPS, throw=False)
+    losses = [loss(params, (X, Y)), loss(found.value, (X, Y))]
+    return judge.Run(params, found.value, found.state.opt_state, losses, (loss, params, (X, Y)))
+
+
+# --- libraries that call `update(grads, state)`, without parameters ---------------------------------------------------
+
+
+def brax_gradient_update(way):
+    """`gradient_update_fn`, which PPO and SAC are made of."""
+    params, losses, loss = way.cast(PARAMS), [], way.autocast(squares)
+    update, opt_state = jax.jit(gradient_update_fn(loss, way.tx, pmap_axis_name=None)), way.tx.init(params)
+    for _ in range(judge.STEPS):
+        value, params, opt_state = update(params, X, Y, optimizer_state=opt_state)
+        losses.append(value)
+    return judge.Run(way.cast(PARAMS), params, opt_state, losses, (loss, params, X, Y))
+
+
+def dynamax_sgd(way):
+    """`run_sgd`, which `fit_sgd` of all models is, on the likelihood of a state space model by Kalman's filter."""
+    model = LinearGaussianSSM(4, 2)
+    params, props = model.initialize(KEY)
+    start = way.cast(to_unconstrained(params, props))
+    prob = lambda params, x: -model.marginal_log_prob(from_unconstrained(params, props), x[0]) / x.size
+    loss, emissions = way.autocast(prob), X[None, :, :2] + 1
+    params, losses = run_sgd(loss, start, emissions, optimizer=way.tx, num_epochs=judge.STEPS)
+    return judge.Run(start, params, (), losses, (loss, start, emissions))
+
+
+# --- what each must do ------------------------------------------------------------------------------------------------
+
+RATES = {
+    jaxopt_solver: 2.0**-4, numpyro_svi: 2.0**-8, penzai_trainer: 2.0**-4, tunix_peft: 2.0**-4, netket_vmc: 2.0**-5,
+    blackjax_meanfield: 2.0**-5, flowjax_fit: 2.0**-3, optimistix_minimise: 2.0**-4,
+    brax_gradient_update: 2.0**-4, dynamax_sgd: 2.0**-4,
+}  # fmt: skip
+REFUSALS = {
+    blackjax_meanfield: "`optax.apply_updates` keeps dtypes",
+    flowjax_fit: "`optax.apply_updates` keeps dtypes",
+    optimistix_minimise: "`body_fun` must have the same input and output structure",  # JAX's: the loop ends first
+    brax_gradient_update: "`master_weights` needs the parameters",
+    dynamax_sgd: "`master_weights` needs the parameters",
+}
+named = lambda libraries: pytest.mark.parametrize("library", libraries, ids=lambda library: library.__name__)
+
+
+@named([library for library in RATES if library not in REFUSALS])
+def test_a_trainer_trains_as_in_float32_with_the_masters_of_float32(library):
+    judge.judge(library, MASTERS, RATES[library])
+
+
+@named(REFUSALS)
+def test_a_trainer_that_cannot_keep_masters_refuses_them_and_trains_float32_parameters_as_in_float32(library):
+    with pytest.raises(ValueError, match=REFUSALS[library]):
+        library(judge.under(MASTERS, RATES[library]))
+    judge.judge(library, WITHOUT_MASTERS, RATES[library])
+
+
+def test_a_trainer_that_takes_gradients_trains_in_float16_with_a_loss_scale():
+    judge.judge(jaxopt_value_and_grad, SCALED, 2.0**-4)
+
+
+def test_complex_parameters_are_their_own_masters():
+    train = lambda way: netket_vmc(way, dtype=complex)
+    ways = judge.under(MASTERS, 2.0**-5), judge.float32(2.0**-5)
+    ours, theirs = map(train, ways)
+    np.testing.assert_allclose(ours.losses, theirs.losses, rtol=1e-3)
+    judge.require_masters_of_float32(ours, ways[0].memory, 2.0**-5)
+
+
+def test_float32_products_that_dynamax_asks_of_the_whole_process_are_asked_of_autocast_too():
+    with jax.default_matmul_precision("float32"):  # as `import dynamax` sets it
+        found = mpx.explain(mpx.autocast(squares, MASTERS))(PARAMS, X, Y)
+    assert found.narrowed_share == 0
+    assert {row.reason for row in found.contractions} == {"precision HIGHEST is asked for"}
