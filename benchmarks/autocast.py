@@ -6,7 +6,7 @@ Parameters have the same dtype on both sides.
 
 1. Steps: the loss and its gradient by `mpx.value_and_grad`. Each form of autocast runs in turn, A B B A, with the form
    by hand that the table names: with the same policy of `jax.checkpoint` around the whole loss, or with none on both
-   sides. Target: with `checkpoint="dots"` or `FAST_RULES` at most 1.03 of the time by hand.
+   sides. Target: with `checkpoint="dots"` at most 1.03 of the time by hand.
 2. Residuals: the bytes that the backward pass gets from the forward pass, 6 layers: the distinct arrays in the
    function that `jax.vjp` returns, traced and not run. Casts of weights count; parameters and tokens that are handed on
    unchanged stand in a column of their own. XLA may keep less: it fuses a widening into what uses it. By hand the
@@ -51,11 +51,10 @@ TRACED_TURNS = 4
 TRACED_SIZE = Size(width=64, layers=24, heads=2, context=32, vocabulary=128, batch=2)
 TRACED_FORMS = {  # what is traced, and the model without autocast beside it
     "autocast": "f32",
-    "autocast, FAST_RULES": "f32",
     "autocast, gradients f32": "f32",
     "autocast, dots": "f32, dots",
 }
-STEP_TARGETS = ("autocast, dots", "autocast, FAST_RULES")  # the forms that are judged
+STEP_TARGETS = ("autocast, dots",)  # the forms that are judged
 RESIDUAL_TARGETS = ("autocast, dots",)
 RESIDUAL_TARGET, TRACING_TARGET = 1.0, 2.0
 

@@ -22,7 +22,7 @@ from benchmarks.report import Row
 
 ACCURACY_SIZE = Size(width=128, layers=3, heads=4, context=64, vocabulary=256, batch=8)
 ACCURACY_DTYPES = (("f32", "bf16"), ("bf16", "bf16"), ("f32", "f16"), ("f16", "f16"))  # parameters, products
-ACCURACY_FORMS = ("f32", HAND, HAND_STREAM, "autocast", "autocast, FAST_RULES")
+ACCURACY_FORMS = ("f32", HAND, HAND_STREAM, "autocast")
 SEEDS, TRAINED_STEPS, LOSS_SCALE = 5, 50, 2.0**12
 LEARNING_RATE = 1e-3
 SUCCESSORS = 4  # tokens that may follow a token in the data that is learned

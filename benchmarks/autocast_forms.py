@@ -185,7 +185,6 @@ FORMS = {
     HAND_STREAM: Form(lambda half, model: model(Dtypes(half, jnp.float32)), HAND),
     "f32": Form(lambda half, model: model(Dtypes()), HAND),
     "autocast": autocast_form(HAND),
-    "autocast, FAST_RULES": autocast_form(HAND, rules=mpx.FAST_RULES),
     "autocast, gradients f32": autocast_form(HAND, reduce_dtype=jnp.float32),
     "f32, dots": Form(lambda half, model: dots(model(Dtypes())), HAND_DOTS),
     "autocast, dots": autocast_form(HAND_DOTS, checkpoint="dots"),

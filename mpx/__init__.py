@@ -12,7 +12,6 @@ from mpx import monitor as monitor
 from mpx import states as states
 from mpx._autocast.explain import explain as explain
 from mpx._autocast.rules import DEFAULT_RULES as DEFAULT_RULES
-from mpx._autocast.rules import FAST_RULES as FAST_RULES
 from mpx._autocast.transform import autocast as autocast
 from mpx._autocast.transform import full_precision as full_precision
 from mpx._dtypes import half_dtype as half_dtype

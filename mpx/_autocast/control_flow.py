@@ -220,25 +220,11 @@ def _while_parts(eqn: JaxprEqn, columns: Sequence[Any]) -> tuple[list[Any], list
 def _loop_plan(
     jaxpr: Any, consts: list[Tag], carry: list[Tag], xs: list[Tag], planner: Planner
 ) -> tuple[CastPlan, list[Tag]]:
-    """Return the plan of a loop's body, with tags of the carry that hold before and after each iteration.
-
-    A carried value that each iteration computes counts as not representable, even if it always is. Otherwise
-    `FAST_RULES` would narrow a sum that grows from iteration to iteration, where 256 + 1 is 256.
-    """
-    program = open_jaxpr(jaxpr)
+    """Return the plan of a loop's body, with tags of the carry that hold before and after each iteration."""
     consts = [tag._replace(is_product=False) for tag in consts]  # their cotangents are added up before they are rounded
-    inputs = program.invars[len(consts) : len(consts) + len(carry)]
-    made = [before is not after for before, after in zip(inputs, program.outvars[: len(carry)], strict=True)]
-    carry = [
-        tag._replace(representable_in=None, is_copied=False) if is_made else tag
-        for tag, is_made in zip(carry, made, strict=True)
-    ]
     while True:
         plan = planner.plan(jaxpr, (*consts, *carry, *xs))
-        after = [
-            _common(before, tag)._replace(is_copied=before.is_copied)
-            for before, tag in zip(carry, plan.out_tags[: len(carry)], strict=True)
-        ]
+        after = [_common(*pair) for pair in zip(carry, plan.out_tags[: len(carry)], strict=True)]
         if after == carry:
             return plan, carry
         carry = after

@@ -190,7 +190,7 @@ class Planner:
             return _kept(eqn, tags, "decided by an autocast or full_precision inside")
         if rule == "enter":
             return self._entered(eqn, tags)
-        if rule == "narrow" or (rule == "narrow_if_representable" and self._is_representable(eqn, tags)):
+        if rule == "narrow":
             return self._narrowed(eqn, tags)
         if DEFAULT_RULES.get(name, "keep") not in ("keep", rule):
             return _kept(eqn, tags, f"the rule for {name} is {rule}")
@@ -226,18 +226,6 @@ class Planner:
         narrow = Tag(compute.dtype, is_product=is_product) if compute.is_narrow else UNKNOWN
         out_tags = tuple(narrow if _is_f32(v) else UNKNOWN for v in eqn.outvars)
         return Step(eqn, "narrow", compute, tags, out_tags, reason=why_16_bits)
-
-    def _is_representable(self, eqn: JaxprEqn, tags: tuple[Tag, ...]) -> bool:
-        """Return whether the compute dtype represents all operands, except literals and biases, which are rounded."""
-        if not self.settings.compute.is_narrow or not all(_is_f32(v) for v in [*eqn.invars, *eqn.outvars]):
-            return False
-        # Norms and variances add up squares, where rounding errors count.
-        if eqn.primitive.name == "integer_pow" and eqn.params["y"] == 2:
-            return False
-        arrays = [(v, tag) for v, tag in zip(eqn.invars, tags, strict=True) if not is_literal(v)]
-        exact = [tag.representable_in == self.settings.compute.dtype for _, tag in arrays]
-        is_bias = [tag.is_argument and (tag.is_copied or _is_smaller(v, eqn.outvars[0])) for v, tag in arrays]
-        return any(exact) and all(is_exact or rounds for is_exact, rounds in zip(exact, is_bias, strict=True))
 
     def _followed(self, eqn: JaxprEqn, tags: tuple[Tag, ...]) -> tuple[Tag, ...]:
         """Return the tags of results whose elements are elements of the operands."""

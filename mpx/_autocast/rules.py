@@ -3,7 +3,6 @@
 | rule | what happens |
 |---|---|
 | `narrow` | float32 operands are rounded to the compute dtype, and so is the result |
-| `narrow_if_representable` | as `narrow` if the compute dtype represents the operands already, or they are biases |
 | `follow` | runs as traced; its results are values of its operands, so that rounding them again is exact |
 | `enter` | an operation that holds a program: the table is applied to that program |
 | `keep` | runs as traced, in float32: also what the table does not name |
@@ -17,7 +16,7 @@ from jax.extend.core import primitives
 
 from mpx._primitives import PRIMITIVES, Facts
 
-Rule = Literal["narrow", "narrow_if_representable", "follow", "enter", "keep"]
+Rule = Literal["narrow", "follow", "enter", "keep"]
 
 # Rounding their operands first gives the rounded result.
 _EXACT = {"abs", "ceil", "convert_element_type", "floor", "neg", "round", "sign"}
@@ -35,22 +34,6 @@ DEFAULT_RULES: dict[str, Rule] = {
     name: rule for name, facts in PRIMITIVES.items() if (rule := _default_rule(name, facts)) != "keep"
 }
 """The rules of primitives that do not just run as traced. `rules={"conv_general_dilated": "keep"}` changes one."""
-
-_ACTIVATIONS = ("add", "mul", "integer_pow", "tanh", "logistic", "erf", "erfc")
-
-FAST_RULES: dict[str, Rule] = {**DEFAULT_RULES, **dict.fromkeys(_ACTIVATIONS, "narrow_if_representable")}
-"""`DEFAULT_RULES`, with the elementwise operations of activations, gates and biases in the compute dtype.
-
-Sums, products, `tanh`, `logistic` and `erf` run in the compute dtype if it represents their operands anyway, as it does
-most results of contractions; biases and constants in the source code are rounded for that. The backward pass then keeps
-as little as for a model cast by hand, also without `checkpoint`. Squares (norms add them up), softmax, norms, losses,
-carries of loops, and sums that make gradients of weights and biases stay float32. The price: each activation has a
-rounding error, a residual stream that is written out layer by layer is rounded at each layer, a sum of 300 ones that is
-written out is 256, and in float16 a product of two activations can overflow.
-
-Measured against float64 (`benchmarks/autocast_accuracy.py`, a transformer of 3 layers after 50 steps, 5 seeds, on a
-CPU): the relative error of the gradient in bfloat16 is 9.4e-3, with the default table 8.9e-3, cast by hand 1.1e-2.
-"""
 
 # Why an operation stays float32, as `explain` shows it. A user's table may narrow the arithmetic among them.
 _ARITHMETIC = {

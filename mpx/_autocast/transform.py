@@ -191,9 +191,8 @@ def autocast(
             (float32 on a CPU), `"fp8"` or an `Fp8`; or a policy or its string (`"compute=bf16"`). `autocast` reads a
             policy's `compute_dtype`, `fp8`, `overrides` (for contractions with the arguments they name) and
             `output_dtype` (for all floating results; a string without it follows `compute`).
-        rules: from primitives or their names to `"narrow"`, `"follow"`, `"keep"`, `"narrow_if_representable"` or
-            `"enter"`; `DEFAULT_RULES` has the rules of all others. `FAST_RULES` also runs activations in the compute
-            dtype.
+        rules: from primitives or their names to `"narrow"`, `"follow"`, `"keep"` or `"enter"`; `DEFAULT_RULES` has the
+            rules of all others.
         checkpoint: what is kept for the backward pass instead of computed again: `"dots"` (results of contractions, in
             the compute dtype), `"dots_with_no_batch_dims"`, `"nothing"`, `"everything"`, or a policy of
             `jax.checkpoint`. None leaves it to the function. Around a whole loss it shrinks what is kept between the
@@ -388,7 +387,7 @@ def _possible_rules(name: str, *, is_own: bool) -> tuple[Rule, ...]:
     if name in HANDLERS:
         return ("enter", "keep")
     is_arithmetic = is_own or can_narrow(name)
-    return ("narrow", "narrow_if_representable", "follow", "keep") if is_arithmetic else ("follow", "keep")
+    return ("narrow", "follow", "keep") if is_arithmetic else ("follow", "keep")
 
 
 def _checked_reduce_dtype(reduce_dtype: DTypeLike | None, compute: computes.ContractionPrecision) -> np.dtype | None:

@@ -153,10 +153,9 @@ def test_other_operations_say_why_they_are_kept_and_what_is_narrowed_says_nothin
     kept = only(mpx.explain(lambda x: jnp.exp(x) * 2 * jnp.log(x), "bf16")(shape(3, 4)).others)
     assert kept.operations == "exp, mul, log"
     assert kept.reason == f"{reason_to_keep('exp')}; {reason_to_keep('mul')}"
-    fast = mpx.explain(mpx.autocast(lambda a, b: jax.nn.softmax(jnp.tanh(a @ b)), "bf16", rules=mpx.FAST_RULES))(
-        *SQUARE
-    )
-    narrowed, softmax = fast.others  # on one line, and in rows of their own
+    rules = {"tanh": "narrow"}
+    narrow = mpx.autocast(lambda a, b: jax.nn.softmax(jnp.tanh(a @ b)), "bf16", rules=rules)
+    narrowed, softmax = mpx.explain(narrow)(*SQUARE).others  # on one line, and in rows of their own
     assert (narrowed.operations, narrowed.runs_in, narrowed.reason) == ("tanh", "bf16", "")
     assert softmax.runs_in == "f32"
 
@@ -174,7 +173,7 @@ def test_the_title_counts_fp8_apart(batch, share):
 
 
 def test_an_autocast_function_is_explained_with_its_own_policy_and_rules():
-    fun = mpx.autocast(lambda a, b: jnp.tanh(a @ b), "f16", rules=mpx.FAST_RULES)
+    fun = mpx.autocast(lambda a, b: jnp.tanh(a @ b), "f16", rules={"tanh": "narrow"})
     explanation = mpx.explain(fun)(*SQUARE)
     assert (only(explanation.contractions).runs_in, only(explanation.others).runs_in) == ("f16", "f16")
 

@@ -67,10 +67,10 @@ VALUES = [
         (given(mpx.autocast, product, "bf16", rules=mpx.DEFAULT_RULES | rules), text)
         for rules, text in [
             ({"dot_genral": "keep"}, "no primitive of jax is called 'dot_genral'"),
-            ({"dot_general": "lowered"}, "can be narrow or narrow_if_representable or follow or keep"),
+            ({"dot_general": "lowered"}, "can be narrow or follow or keep"),
             ({"scan": "narrow"}, "can be enter or keep"),
             ({"dynamic_slice": "narrow"}, "can be follow or keep"),
-            ({"custom_jvp_call": "narrow_if_representable"}, "can be follow or keep"),
+            ({"custom_jvp_call": "narrow"}, "can be follow or keep"),
         ]
     ],
     *[
