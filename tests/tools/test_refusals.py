@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 import mpx
 import mpx.plot
 from mpx import monitor
-from mpx.tools.advise import advise
 from mpx.tools.monitor import exponents
 from mpx.tools.program import target_devices
 from mpx.tools.program.text import parse
@@ -31,12 +30,6 @@ SMALL = mpx.autocast(loss_fn, mpx.Fp8(min_extent=0))
 
 def mesh(**axes):
     return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
-
-
-def advised(**change):
-    scalar = lambda params, x: jnp.sum(params["w"] * x)
-    arguments = {"loss_fn": scalar, "params": W, "batch": jnp.ones(2, jnp.float32), "policy": BF16} | change
-    return lambda: advise(**arguments)
 
 
 def planned(**change):
@@ -86,17 +79,6 @@ MONITOR = [
     (in_jit(lambda x: mpx.underflow_report(x).largest), TypeError, "traced|[Tt]racer"),
     (lambda: mpx.underflow_report({"ids": jnp.arange(2)}), ValueError, "the tree has no floating array in it"),
 ]
-ADVISE = [
-    (advised(loss_fn=lambda p, x: (jnp.sum(p["w"]), x)), TypeError, "only defined for scalar-output functions"),
-    (advised(bound=0.0), ValueError, "`bound` must be a relative error above 0, such as 1e-2, but got 0.0"),
-    (advised(loss_scale=1024.0), TypeError, "`advise`: `loss_scale` must be a loss scale such as .* but got 1024.0"),
-    (advised(loss_scale=mpx.StaticLossScale(1000.0)), ValueError, "powers? of two"),
-    (advised(params={"w": jnp.arange(2)}), ValueError, "no floating leaves"),
-    (advised(params=mpx.cast_to_half(W)), ValueError, r"needs float32 parameters.*master_params.* for w: float16\[2\]"),
-    (in_jit(lambda x: advised(params={"w": x})().bound), TypeError, "concrete"),
-    (advised(params={"w": np.float32([1.0, np.inf])}), ValueError, "in float32 the loss is inf"),
-    (advised(loss_fn=lambda p, x: jnp.sum(jnp.sqrt(p["w"] * 0))), ValueError, "2 numbers of its"),
-]
 PLAN = [
     *each(lambda x: planned(model=x), (0, 7e9, True), ValueError, "a number of parameters must be an integer above 0"),
     *each(lambda x: planned(model=x), NO_MODELS, ValueError, "there are no floating-point numbers in the model"),
@@ -125,7 +107,7 @@ PROGRAM = [
 ]
 
 
-@pytest.mark.parametrize(("call", "error", "text"), [*MONITOR, *ADVISE, *PLAN, *PLOT, *PROGRAM])
+@pytest.mark.parametrize(("call", "error", "text"), [*MONITOR, *PLAN, *PLOT, *PROGRAM])
 def test_a_wrong_call_says_what_is_wrong(call, error, text):
     with pytest.raises(error, match=text):
         call()
