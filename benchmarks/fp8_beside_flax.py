@@ -31,7 +31,6 @@ OVERWRITTEN = fp8_ops.OVERWRITE_WITH_GRADIENT  # Flax's scales, whose new values
 WAYS = {
     "autocast, bf16": "bf16",
     "autocast, fp8": mpx.Fp8(min_extent=0),
-    'autocast, fp8, scaling="row"': mpx.Fp8(min_extent=0, scaling="row", backward="e4m3"),
 }
 
 

@@ -10,7 +10,6 @@ import numpy as np
 from mpx._errors import require_choice
 
 FORMATS = {"e4m3": np.dtype(jnp.float8_e4m3fn), "e5m2": np.dtype(jnp.float8_e5m2)}
-SCALINGS = ("tensor", "row")
 # The dtype of products. float16 lacks the range for their scales.
 RESULTS = np.dtype(jnp.bfloat16)
 MANTISSA, BIAS = 23, 127  # of float32
@@ -22,21 +21,16 @@ class Fp8:
     """How `autocast` multiplies matrices in 8-bit floats.
 
     Operands of the forward product are rounded to `forward`, cotangents to `backward`: e4m3 has 3 bits of mantissa and
-    a largest number of 448, e5m2 has 2 bits and 57,344. First they are multiplied by a scale that brings their largest
-    magnitude near the largest number of the format. The scale is computed where the operand is used, at each step, so
-    there is no state. (An operand that is not an argument is rounded to bfloat16 first.) Products are added up in
-    float32. Results are bfloat16, like everything else that `autocast` narrows.
+    a largest number of 448, e5m2 has 2 bits and 57,344. First they are multiplied by a power of two that brings their
+    largest magnitude near the largest number of the format. This scale is computed where the operand is used, at each
+    step, so there is no state. (An operand that is not an argument is rounded to bfloat16 first.) Products are added up
+    in float32. Results are bfloat16, like everything else that `autocast` narrows.
 
     Hopper, Ada and Blackwell GPUs have such products. Other devices give the same numbers, slower than in bfloat16.
 
     Attributes:
         forward: the format of the operands of the forward product, `"e4m3"` or `"e5m2"`.
         backward: the format of cotangents.
-        scaling: `"tensor"` for one scale per operand; `"row"` for one scale per row of the left operand and per
-            column of the right operand, which loses less if rows differ in size. With rows the backward pass keeps the
-            operands, since it scales them along other axes; with tensors it keeps their 8 bits.
-        power_of_two: whether scales are powers of two, so that scaling is exact. Otherwise the largest magnitude
-            becomes the largest number of the format.
         min_extent: the smallest `1 / (1/m + 1/n + 1/k)` of a product of m x k and k x n numbers that runs in FP8;
             smaller products run in bfloat16. FP8 saves time that grows with m n k, and scaling and rounding cost time
             that grows with m k + k n + m n. In programs for an H200 a transformer's perceptron with its gradient has
@@ -58,16 +52,11 @@ class Fp8:
 
     forward: Literal["e4m3", "e5m2"] = "e4m3"
     backward: Literal["e4m3", "e5m2"] = "e5m2"
-    scaling: Literal["tensor", "row"] = "tensor"
-    power_of_two: bool = True
     min_extent: int = 450
 
     def __post_init__(self) -> None:
         for field in ("forward", "backward"):
             require_choice(FORMATS, getattr(self, field), f"`Fp8`: `{field}`")
-        require_choice(SCALINGS, self.scaling, "`Fp8`: `scaling`")
-        if not isinstance(self.power_of_two, bool):
-            raise ValueError(f"`Fp8`: `power_of_two` must be True or False, but got {self.power_of_two!r}.")
         if not isinstance(self.min_extent, int) or self.min_extent < 0:
             raise ValueError(f"`Fp8`: `min_extent` must be an integer of at least 0, but got {self.min_extent!r}.")
 

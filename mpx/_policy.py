@@ -171,7 +171,7 @@ def get_policy(text: str, *, overrides: tuple[tuple[str, DTypeLike], ...] = ()) 
     and `reduce` (`r`): `"params=bf16,compute=bf16,output=f32"`. Parameters that are left out are float32, compute
     follows parameters, output follows compute, and gradients are added up over devices in float32. Dtypes are `bf16`,
     `f16`, `f32` (`full`), `f64`, their long names, and `half`, which is `half_dtype()`. `compute=fp8` is bfloat16 with
-    matrix products of 8-bit floats under `autocast`; `compute=fp8(scaling=row)` means `Fp8(scaling="row")`. A pattern
+    matrix products of 8-bit floats under `autocast`; `compute=fp8(min_extent=0)` means `Fp8(min_extent=0)`. A pattern
     in quotes is an override: `'norm|scale'=f32`.
 
     Args:
@@ -292,14 +292,14 @@ def _parse_dtype(name: str, text: str) -> np.dtype:
 
 
 def _parse_fp8(settings: str, text: str) -> Fp8:
-    """Return the `Fp8` of settings such as `scaling=row,min_extent=0`."""
+    """Return the `Fp8` of settings such as `forward=e5m2,min_extent=0`."""
     given: dict[str, Any] = {}
     for setting in filter(None, settings.split(",")):
         name, _, value = (piece.strip() for piece in setting.partition("="))
         names = [field.name for field in dataclasses.fields(Fp8)]
         if name not in names:
             raise ValueError(f"Policy {text!r}: fp8 has no setting {name!r}; it has {', '.join(names)}.")
-        given[name] = {"True": True, "False": False}.get(value, int(value) if value.isdecimal() else value)
+        given[name] = int(value) if value.isdecimal() else value
     return Fp8(**given)
 
 

@@ -11,9 +11,6 @@ are true ones, and after an optimizer they are updates.
 
 from mpx.tools.monitor.exponents import EXPONENTS as EXPONENTS
 from mpx.tools.monitor.exponents import ExponentHistogram as ExponentHistogram
-from mpx.tools.monitor.fp8 import Fp8Operand as Fp8Operand
-from mpx.tools.monitor.fp8 import Fp8Report as Fp8Report
-from mpx.tools.monitor.fp8 import fp8_report as fp8_report
 from mpx.tools.monitor.measures import exponent_histogram as exponent_histogram
 from mpx.tools.monitor.measures import lost_updates as lost_updates
 from mpx.tools.monitor.measures import overflow as overflow

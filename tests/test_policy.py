@@ -83,10 +83,10 @@ def test_the_string_of_any_policy_reads_back_as_the_policy(policy):
 
 
 def test_overrides_and_settings_of_fp8_can_be_written_into_the_string():
-    text = "params=bf16, compute=fp8(scaling=row, min_extent=0), output=f32, 'norm|a,b=' = f32, \"head\"=bf16"
+    text = "params=bf16, compute=fp8(forward=e5m2, min_extent=0), output=f32, 'norm|a,b=' = f32, \"head\"=bf16"
     policy = mpx.get_policy(text, overrides=[("last", "f16")])
     assert policy.overrides == (("norm|a,b=", F32), ("head", BF16), ("last", F16))
-    assert policy.fp8 == mpx.Fp8(scaling="row", min_extent=0)
+    assert policy.fp8 == mpx.Fp8(forward="e5m2", min_extent=0)
 
 
 def test_a_policy_is_a_static_argument_of_jit_and_traces_once_for_equal_ones():

@@ -30,7 +30,6 @@ def fp8_policy(fp8: mpx.Fp8) -> mpx.Policy:
 
 # Of any size, so that the tiny model shows what is lost. The layers of GPT-2 350M are large enough anyway.
 FP8 = fp8_policy(mpx.Fp8(min_extent=0))
-FP8_ROW = fp8_policy(mpx.Fp8(min_extent=0, scaling="row", backward="e4m3"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +105,6 @@ RECIPES = (
     ),
     # The linear layers of the blocks multiply 8-bit floats, by one scale an operand or one a row.
     Recipe("fp8", FP8, lambda rule: mpx.mixed_precision(rule, FP8, storage="split")),
-    Recipe("fp8-row", FP8_ROW, lambda rule: mpx.mixed_precision(rule, FP8_ROW, storage="split")),
     # Nothing is kept: parameters are rounded up or down at random, so that their mean is exact.
     Recipe(
         "bf16-stochastic", BF16,

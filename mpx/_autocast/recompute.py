@@ -72,14 +72,11 @@ def _members(result: Any, made_by: Mapping[Any, tuple[int, Step]]) -> list[Step]
 
 
 def _pays(user: Step, members: list[Step]) -> bool:
-    """Return whether XLA would keep float32 values of an activation that one step uses.
-
-    Scales by row read an operand once more in the backward pass, which costs more than is saved.
-    """
+    """Return whether XLA would keep float32 values of an activation that one step uses."""
     if not any(facts_of(step.eqn).transcendental for step, _, _ in walk(members)):
         return False
-    fp8 = user.compute.fp8 if user.compute is not None else None
-    return fp8.scaling == "tensor" if fp8 is not None else any(step.action == "round_cotangent" for step in members)
+    is_in_fp8 = user.compute is not None and user.compute.fp8 is not None
+    return is_in_fp8 or any(step.action == "round_cotangent" for step in members)
 
 
 def _activation(

@@ -137,7 +137,7 @@ def test_gradients_are_clipped_after_they_are_unscaled(norm, clipped):
 # --- Recipes. ---
 # One of each kind of arithmetic and of state: a program takes seconds to compile.
 KINDS = [
-    "bf16-naive", "bf16-cast", "bf16-stochastic", "bf16-kahan", "bf16-split24-4bit", "bf16-split-8bit", "fp8-row",
+    "bf16-naive", "bf16-cast", "bf16-stochastic", "bf16-kahan", "bf16-split24-4bit", "bf16-split-8bit",
     "f16-scaled",
 ]  # fmt: skip
 
@@ -173,7 +173,7 @@ def products(recipe):
 def test_all_products_of_a_recipe_have_its_dtype(name):
     """Not so of bfloat16 models without autocast: there JAX's attention has float32 cotangents in two products."""
     recipe = get_recipe(name)
-    of_8_bits = {"fp8": ["float8_e4m3fn", "float8_e5m2"], "fp8-row": ["float8_e4m3fn"]}.get(name, [])
+    of_8_bits = {"fp8": ["float8_e4m3fn", "float8_e5m2"]}.get(name, [])
     assert products(recipe) == {(dtype, name == "f32") for dtype in (recipe.compute_dtype, *of_8_bits)}
 
 

@@ -44,11 +44,6 @@ def test_all_six_products_of_a_perceptron_and_its_gradient_are_of_8_bits(h200):
     assert report_of_mlp("bf16").flops.keys() == {"bf16"}
 
 
-def test_row_scaling_has_products_of_one_format(h200):
-    report = report_of_mlp(mpx.Fp8(scaling="row", backward="e4m3"))
-    assert report.flops == {"f8e4m3fn": 6 * 2 * ROWS * WIDTH * HIDDEN}
-
-
 def test_a_perceptron_moves_little_more_in_8_bits_and_takes_two_thirds_of_the_time_at_most(h200):
     """Operands are read twice, for their largest number and to round them; the product's kernel scales the result."""
     fp8, bf16 = report_of_mlp("fp8"), report_of_mlp("bf16")

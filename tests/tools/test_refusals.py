@@ -72,10 +72,6 @@ MONITOR = [
     (call(monitor.lost_updates().update, GRADS, optax.EmptyState()), ValueError, "needs the parameters"),
     *each(lambda x: call(exponents.range_of, x, "caller"), ("int32", np.float64, None, "bf17"), ValueError, NO_FORMAT),
     *each(lambda x: reported(loss_scale=x), NO_SCALES, ValueError, "must be a loss scale or a number, a power of two"),
-    *each(
-        lambda x: call(monitor.fp8_report, x), (loss_fn, mpx.autocast(loss_fn, "bf16")), ValueError, "needs .* in FP8"
-    ),
-    (lambda: jax.jit(monitor.fp8_report(SMALL))(ONES, ONES), TypeError, r"call it outside of `jax\.jit`"),
     (in_jit(lambda x: mpx.underflow_report(x).largest), TypeError, "traced|[Tt]racer"),
     (lambda: mpx.underflow_report({"ids": jnp.arange(2)}), ValueError, "the tree has no floating array in it"),
 ]
