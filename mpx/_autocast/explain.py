@@ -32,17 +32,17 @@ _SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f6
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Operations of one source line that run in the same precision.
+    """Contractions of one source line that run in the same precision.
 
     Attributes:
         where: the line of the user's code, `file:line (function)`.
-        operations: names of the primitives.
-        shapes: the operands' shapes for a contraction; empty for other operations.
+        operations: the name of the primitive.
+        shapes: the operands' shapes.
         runs_in: the dtype or algorithm.
-        reason: why it is not the precision asked for; empty if it is. Several reasons are joined by "; ".
+        reason: why it is not the precision asked for; empty if it is.
         count: how often they run in one call of the function. A `while` loop counts as one iteration; every branch of
             a `cond` counts.
-        flops: floating-point operations of all runs together. Operations other than contractions take one per element.
+        flops: floating-point operations of all runs together.
     """
 
     where: str
@@ -56,17 +56,17 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation(_tables.Result):
-    """The tables that `explain` returns. `print` and `rich.print` show them.
+    """The table that `explain` returns. `print` and `rich.print` show it.
 
     Attributes:
         contractions: the matrix products and convolutions, narrowed or not, in the order of the program.
-        others: the other floating-point operations that the rules narrow or keep, by source line.
+        others: how many other floating-point operations run; float32 ones, if no table of the user's narrows them.
         asked_for: the precision asked for, such as `bf16` or `fp8`.
         wide_gradients: why gradients of weights are unrounded float32 sums (`reduce_dtype`); empty if they are not.
     """
 
     contractions: tuple[Row, ...]
-    others: tuple[Row, ...]
+    others: int
     asked_for: str
     wide_gradients: str = ""
 
@@ -90,6 +90,8 @@ class Explanation(_tables.Result):
             share = f"{self.narrowed_share:.1%} of their FLOPs narrowed"
             if self.asked_for == FP8.name or self.fp8_share:
                 share += f", {self.fp8_share:.1%} to FP8"
+        if self.others:
+            share += f"; {self.others:,} other operations"
         if self.wide_gradients:
             share += f"; gradients of weights are float32 sums, because {self.wide_gradients}"
         lines = [("where", "operation", "operands", "runs in", "why", "count", "FLOPs")]
@@ -99,10 +101,6 @@ class Explanation(_tables.Result):
         if not any(row.reason for row in self.contractions):
             lines = [(*line[:4], *line[5:]) for line in lines]  # the title says that all are narrowed
         yield _tables.Table(f"Contractions: {share}", lines, right=(-1, -2))
-        lines = [("where", "operations", "run in", "count", "FLOPs", "why")]
-        lines += [(r.where, r.operations, r.runs_in, f"{r.count:,}", f"{r.flops:,}", r.reason) for r in self.others]
-        if self.others:
-            yield _tables.Table("Other operations, by line", lines, right=(3, 4))
 
 
 def explain(
@@ -160,27 +158,17 @@ def _why_wide_gradients(settings: Settings) -> str:
 def _summed(steps: Iterable[PlacedStep], asked_for: str) -> Explanation:
     """Add up the steps of each line that run in the same precision."""
     contractions: dict[tuple[str, str, str, str, str], list[int]] = defaultdict(lambda: [0, 0])
-    others: dict[tuple[str, str], list[Any]] = defaultdict(lambda: [{}, {}, 0, 0])
+    others = 0
     for step, times, outer in steps:
-        eqn, where, runs_in, reason = step.eqn, line_of(step.eqn, outer), _runs_in(step), step.reason or ""
+        eqn = step.eqn
         if facts_of(eqn).contraction:
             shapes = " ".join(map(_shape, eqn.invars[:2]))
-            found = contractions[where, eqn.primitive.name, shapes, runs_in, reason]
+            found = contractions[line_of(eqn, outer), eqn.primitive.name, shapes, _runs_in(step), step.reason or ""]
             found[0] += times
             found[1] += times * contraction.flops(eqn)
         elif _is_arithmetic(eqn):
-            names, reasons, *_ = found = others[where, runs_in]
-            names[eqn.primitive.name] = reasons[reason] = None  # in the order of the program
-            found[2] += times
-            found[3] += times * max(v.aval.size for v in [*eqn.invars, *eqn.outvars])
-    return Explanation(
-        tuple(Row(*key, *numbers) for key, numbers in contractions.items()),
-        tuple(
-            Row(where, ", ".join(names), "", runs_in, "; ".join(filter(None, reasons)), count, flops)
-            for (where, runs_in), (names, reasons, count, flops) in others.items()
-        ),
-        asked_for,
-    )
+            others += times
+    return Explanation(tuple(Row(*key, *numbers) for key, numbers in contractions.items()), others, asked_for)
 
 
 def _is_arithmetic(eqn: JaxprEqn) -> bool:

@@ -17,7 +17,7 @@ from jax.extend.core import JaxprEqn
 from mpx._autocast import compute as computes
 from mpx._autocast import contraction, fp8
 from mpx._autocast.compute import ContractionPrecision
-from mpx._autocast.rules import DEFAULT_RULES, Rule, reason_to_keep
+from mpx._autocast.rules import DEFAULT_RULES, Rule
 from mpx._jaxprs import called_jaxpr, count_uses, dtype_of, is_literal, open_jaxpr, propagate
 from mpx._primitives import facts_of, is_call
 from mpx._shardings import are_several_in_sight
@@ -41,6 +41,7 @@ class Tag(NamedTuple):
 
 
 UNKNOWN = Tag()
+_BY_ITS_AUTHOR = "a custom derivative belongs to the function that its author wrote"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Step(NamedTuple):
     in_tags: tuple[Tag, ...]
     out_tags: tuple[Tag, ...]
     plans: tuple["CastPlan", ...] = ()  # of the programs inside, if they may be entered
-    reason: str | None = None  # why it is kept, or why it runs in 16 bits and not in 8
+    reason: str | None = None  # why a contraction in it is kept, or runs in 16 bits and not in 8
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -195,8 +196,8 @@ class Planner:
         if DEFAULT_RULES.get(name, "keep") not in ("keep", rule):
             return _kept(eqn, tags, f"the rule for {name} is {rule}")
         if name == "add" and _adds_a_bias(eqn, tags):
-            return Step(eqn, "round_cotangent", None, tags, (UNKNOWN,), reason=reason_to_keep(name))
-        return _kept(eqn, tags, reason_to_keep(name))
+            return Step(eqn, "round_cotangent", None, tags, (UNKNOWN,))
+        return _kept(eqn, tags, _BY_ITS_AUTHOR if facts_of(eqn).runs == "custom" else f"autocast does not enter {name}")
 
     def _entered(self, eqn: JaxprEqn, tags: tuple[Tag, ...]) -> Step:
         """Plan an operation that holds programs. Its literal operands may be representable."""

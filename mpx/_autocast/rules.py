@@ -35,43 +35,30 @@ DEFAULT_RULES: dict[str, Rule] = {
 }
 """The rules of primitives that do not just run as traced. `rules={"conv_general_dilated": "keep"}` changes one."""
 
-# Why an operation stays float32, as `explain` shows it. A user's table may narrow the arithmetic among them.
-_ARITHMETIC = {
-    "a sum adds up the roundings of its terms": "add add_any cumsum psum psum_invariant reduce_scatter reduce_sum sub",
-    "a product can leave the range of float16": (
-        "cumprod div integer_pow mul one_minus_square polynomial pow reciprocal reduce_prod square"
-    ),
-    "exponentials, logarithms and roots magnify rounding errors or leave the range": (
-        "acosh asinh cbrt cosh cumlogsumexp exp exp2 expm1 log log1p log2 rsqrt sinh sqrt"
-    ),
-    "elementwise, fused into its neighbours: float32 costs nothing there": "atanh erf erf_inv erfc logistic tanh",
-    "the low bits of angles and positions matter": "acos asin atan atan2 cos rem sin tan",
-}
-_OTHERS = {
-    "a custom derivative belongs to the function that its author wrote": (
-        "custom_jvp_call custom_lin custom_vjp_call custom_vmap_call linear_call"
-    ),
-    "linear algebra: errors grow with the condition number": (
-        "cholesky custom_linear_solve eig eigh householder_product lu qr schur svd triangular_solve tridiagonal_solve"
-    ),
-    "a kernel has dtypes of its own": "custom_partitioning ffi_call pallas_call",
-}
-_NOT_NAMED = "it runs as traced: the table does not name it"
-_REASONS = {name: reason for reason, names in (_ARITHMETIC | _OTHERS).items() for name in names.split()}
-
-
-def reason_to_keep(name: str) -> str:
-    """Return why the default table keeps a primitive in float32."""
-    return _REASONS.get(name, _NOT_NAMED)
+# Arithmetic that stays float32, but that a user's table may narrow.
+_ARITHMETIC = " ".join(
+    [
+        # A sum adds up the roundings of its terms.
+        "add add_any cumsum psum psum_invariant reduce_scatter reduce_sum sub",
+        # A product can leave the range of float16.
+        "cumprod div integer_pow mul one_minus_square polynomial pow reciprocal reduce_prod square",
+        # Exponentials, logarithms and roots magnify rounding errors or leave the range.
+        "acosh asinh cbrt cosh cumlogsumexp exp exp2 expm1 log log1p log2 rsqrt sinh sqrt",
+        # Elementwise, fused into its neighbours: float32 costs nothing there.
+        "atanh erf erf_inv erfc logistic tanh",
+        # The low bits of angles and positions matter.
+        "acos asin atan atan2 cos rem sin tan",
+    ]
+).split()
 
 
 def can_narrow(name: str) -> bool:
     """Return whether a user's table may narrow a primitive of jax: arithmetic on floating-point arrays."""
-    return DEFAULT_RULES.get(name) == "narrow" or any(name in names.split() for names in _ARITHMETIC.values())
+    return DEFAULT_RULES.get(name) == "narrow" or name in _ARITHMETIC
 
 
 @functools.cache
 def known_names() -> frozenset[str]:
     """Return the names of primitives that a user's table may have: a misspelled name would do nothing."""
     exported = {value.name for value in vars(primitives).values() if isinstance(value, jex_core.Primitive)}
-    return frozenset(exported | PRIMITIVES.keys() | _REASONS.keys())
+    return frozenset(exported | PRIMITIVES.keys() | set(_ARITHMETIC))

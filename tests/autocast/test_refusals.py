@@ -74,7 +74,6 @@ VALUES = [
         for options, text in [
             ({"forward": "bf16"}, "`forward` must be 'e4m3' or 'e5m2', but got 'bf16'"),
             ({"backward": 8}, "`backward` must be 'e4m3' or 'e5m2'"),
-            ({"scaling": "block"}, "`scaling` must be 'tensor' or 'row', but got 'block'"),
             ({"min_extent": -1}, "`min_extent` must be an integer of at least 0"),
         ]
     ],
