@@ -32,7 +32,7 @@ def complex_layers(p, x):
     h = x @ p["w"] + 1j * x
     h = h / (1e-3 + jnp.abs(h)) * jax.nn.relu(jnp.abs(h) - 0.1)
     out = jnp.abs(jnp.fft.fft(h @ p["v"])) / 4
-    return jnp.square(jnp.log1p(out) @ p["out"]).mean() + jnp.angle(h).mean()
+    return jnp.square(jnp.log1p(out) @ p["out"]).mean() + jnp.angle(h + 2).mean()
 
 
 @program(FIELD, **XY)
