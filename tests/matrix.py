@@ -1,0 +1,111 @@
+"""Rules, wrappers of mpx, and what stands inside and around them: the cases that `test_every_rule.py` runs."""
+
+import functools
+import itertools
+import logging
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import mpx
+from tests import sweep
+from tests.rules import RULES, bfloat16_params
+
+# `optax.lookahead` logs a warning when it is traced with parameters of another kind, as `check_chain` may do.
+logging.getLogger("absl").setLevel(logging.ERROR)
+
+
+def in_8_bits(rule: str, tx: Any) -> Any:
+    """Keep what averages the rule has in 8 bits, around float32 parameters."""
+    fields = sweep.moment_fields(rule)
+    return tx if fields is None else mpx.low_precision_state(tx, {fields: mpx.Blockwise8bit()}, min_size=64)
+
+
+WRAPPERS = {
+    "full": lambda rule, tx: mpx.master_weights(tx),
+    "split": lambda rule, tx: mpx.master_weights(tx, storage="split"),
+    "split24": lambda rule, tx: mpx.master_weights(tx, storage="split24"),
+    "8-bit": in_8_bits,
+    "scaled": lambda rule, tx: mpx.loss_scaling(mpx.master_weights(tx)),
+    "Kahan": lambda rule, tx: optax.chain(mpx.upcast(tx), mpx.kahan_summation()),
+}
+MASKS = {"kernel": True, "bias": False}
+LABELS = {"kernel": "fast", "bias": "slow"}
+IN_FRONT = {  # they change gradients, or which of them arrive
+    "clipping before": lambda tx: optax.chain(optax.clip(0.1), tx),
+    "partition": lambda tx: optax.partition({"fast": tx, "slow": optax.set_to_zero()}, LABELS),
+    "masked": lambda tx: optax.chain(optax.masked(tx, MASKS), optax.freeze({"kernel": False, "bias": True})),
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 2),
+    "injected": lambda tx: optax.inject_hyperparams(lambda rate: optax.chain(optax.scale(rate), tx))(rate=1.0),
+    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
+}
+BEHIND = {  # they change updates
+    "clipping after": lambda tx: optax.chain(tx, optax.clip(1e-3)),
+    "injected rate": lambda tx: optax.inject_hyperparams(lambda rate: optax.chain(tx, optax.scale(rate)))(0.5),
+    "schedule_free": lambda tx: optax.contrib.schedule_free(tx, 1e-2),
+    "lookahead": lambda tx: optax.lookahead(tx, 2, 0.5),
+}
+AROUND = IN_FRONT | BEHIND
+SIDES = ("inside", "outside")  # of the wrapper
+
+_CHANGED = "was final when `(master_weights|kahan_summation)` had rounded it, but `\\w+` changes it after that"
+_NARROW = "a rule outside of `master_weights` keeps its state in 16 bits"
+_SCALED = "gradients reach `loss_scaling` scaled, but `\\w+` in front of it is not linear in them"
+REFUSED = {(around, wrapper): _CHANGED for around in BEHIND for wrapper in WRAPPERS if wrapper != "8-bit"}
+REFUSED |= {("injected", wrapper): _NARROW for wrapper in ("full", "split", "split24", "scaled")}
+REFUSED |= {(around, "scaled"): _SCALED for around in ("clipping before", "MultiSteps")}
+
+
+class Case(NamedTuple):
+    """A rule in a wrapper, and perhaps something inside or around of that."""
+
+    rule: str
+    wrapper: str
+    around: str = ""
+    side: str = ""
+
+    def __str__(self) -> str:
+        return ", ".join(filter(None, (self.rule, self.wrapper, f"{self.around} {self.side}".strip())))
+
+    def plain(self) -> Any:
+        """Return the rule and what stands around it, without mpx."""
+        return AROUND.get(self.around, lambda tx: tx)(RULES[self.rule].make())
+
+    def wrapped(self) -> Any:
+        wrap = functools.partial(WRAPPERS[self.wrapper], self.rule)
+        return AROUND[self.around](wrap(RULES[self.rule].make())) if self.side == "outside" else wrap(self.plain())
+
+    def params(self) -> Any:
+        """Return parameters that it trains; what keeps 8 bits does not care for those."""
+        dtype = jnp.float32 if self.wrapper == "8-bit" else jnp.bfloat16
+        params = jax.tree.map(lambda p: p.astype(dtype), bfloat16_params())
+        return optax.LookaheadParams.init_synced(params) if self.around == "lookahead" else params
+
+    @property
+    def scale(self) -> float:
+        """What the gradients that it takes are multiplied by."""
+        return 2.0**15 if self.wrapper == "scaled" else 1.0
+
+
+def _can_optax(rule: str, around: str) -> bool:
+    """`lookahead` takes no extra arguments, and a line search (which takes long to compile) no part of a tree."""
+    needs_more = bool(RULES[rule].extra_args({}, {}))
+    return rule != "lbfgs" and not (around == "lookahead" and needs_more)
+
+
+def _cases() -> list[Case]:
+    found = [Case(rule, wrapper) for rule in RULES for wrapper in WRAPPERS]
+    for (i, rule), (j, around) in itertools.product(enumerate(RULES), enumerate(AROUND)):
+        side = SIDES[(i + i // 6 + j) % 2]
+        allowed = [w for w in WRAPPERS if side == "inside" or (around, w) not in REFUSED]
+        if _can_optax(rule, around):
+            found.append(Case(rule, allowed[(i + j) % len(allowed)], around, side))
+    return found
+
+
+CASES = _cases()
+# For each rule one of its cases, each of another kind.
+QUICK = {[case for case in CASES if case.rule == rule][i % 12] for i, rule in enumerate(RULES) if rule != "lbfgs"}
+QUICK.add(Case("lbfgs", "split"))
