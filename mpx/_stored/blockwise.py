@@ -19,7 +19,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from mpx._noise import uniform_for
 from mpx._stored.blocks import BlockFormat, largest_of_blocks, packed, spread, unpacked
@@ -172,7 +171,6 @@ def _encoded(
     x: jax.Array, block_size: int, signed: bool, top: np.float32, key: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """Return codes (int32) in the shape of an array, and a scale for each block."""
-    x = lax.stop_gradient(x)  # as of every rounding, the derivative is zero
     scales = _scales(x, block_size, signed)
     place = jnp.sqrt(jnp.abs(x)) * spread(_inverse_roots(scales, top), x.shape, block_size)
     place = jnp.where(place <= top, place, top)  # an infinity, or a NaN, whose code does not count
