@@ -1,8 +1,8 @@
 """Rules, wrappers of mpx, and what stands inside and around them: the cases that `test_every_rule.py` runs."""
 
 import functools
-import itertools
 import logging
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -18,9 +18,8 @@ logging.getLogger("absl").setLevel(logging.ERROR)
 
 
 def in_8_bits(rule: str, tx: Any) -> Any:
-    """Keep what averages the rule has in 8 bits, around float32 parameters."""
-    fields = sweep.moment_fields(rule)
-    return tx if fields is None else mpx.low_precision_state(tx, {fields: mpx.Blockwise8bit()}, min_size=64)
+    """Keep the averages of the rule in 8 bits, around float32 parameters."""
+    return mpx.low_precision_state(tx, {sweep.moment_fields(rule): mpx.Blockwise8bit()}, min_size=64)
 
 
 WRAPPERS = {
@@ -38,7 +37,9 @@ IN_FRONT = {  # they change gradients, or which of them arrive
     "partition": lambda tx: optax.partition({"fast": tx, "slow": optax.set_to_zero()}, LABELS),
     "masked": lambda tx: optax.chain(optax.masked(tx, MASKS), optax.freeze({"kernel": False, "bias": True})),
     "MultiSteps": lambda tx: optax.MultiSteps(tx, 2),
-    "injected": lambda tx: optax.inject_hyperparams(lambda rate: optax.chain(optax.scale(rate), tx))(rate=1.0),
+    "injected": lambda tx: optax.inject_hyperparams(
+        lambda rate: optax.chain(optax.scale(rate), tx), hyperparam_dtype=jnp.float32
+    )(rate=1.0),
     "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
 }
 BEHIND = {  # they change updates
@@ -51,10 +52,8 @@ AROUND = IN_FRONT | BEHIND
 SIDES = ("inside", "outside")  # of the wrapper
 
 _CHANGED = "was final when `(master_weights|kahan_summation)` had rounded it, but `\\w+` changes it after that"
-_NARROW = "a rule outside of `master_weights` keeps its state in 16 bits"
 _SCALED = "gradients reach `loss_scaling` scaled, but `\\w+` in front of it is not linear in them"
 REFUSED = {(around, wrapper): _CHANGED for around in BEHIND for wrapper in WRAPPERS if wrapper != "8-bit"}
-REFUSED |= {("injected", wrapper): _NARROW for wrapper in ("full", "split", "split24", "scaled")}
 REFUSED |= {(around, "scaled"): _SCALED for around in ("clipping before", "MultiSteps")}
 
 
@@ -81,7 +80,8 @@ class Case(NamedTuple):
         """Return parameters that it trains; what keeps 8 bits does not care for those."""
         dtype = jnp.float32 if self.wrapper == "8-bit" else jnp.bfloat16
         params = jax.tree.map(lambda p: p.astype(dtype), bfloat16_params())
-        return optax.LookaheadParams.init_synced(params) if self.around == "lookahead" else params
+        slow = jax.tree.map(lambda p: jnp.array(p, copy=True), params)
+        return optax.LookaheadParams(params, slow) if self.around == "lookahead" else params
 
     @property
     def scale(self) -> float:
@@ -90,22 +90,26 @@ class Case(NamedTuple):
 
 
 def _can_optax(rule: str, around: str) -> bool:
-    """`lookahead` takes no extra arguments, and a line search (which takes long to compile) no part of a tree."""
-    needs_more = bool(RULES[rule].extra_args({}, {}))
-    return rule != "lbfgs" and not (around == "lookahead" and needs_more)
+    """Leave out what no extra arguments reach, a line search on parts of a tree, and gradients that examples have."""
+    if RULES[rule].per_example:
+        return around not in ("partition", "masked", "MultiSteps")
+    return rule != "lbfgs" and not (around == "lookahead" and RULES[rule].extra_args({}, {}))
 
 
-def _cases() -> list[Case]:
-    found = [Case(rule, wrapper) for rule in RULES for wrapper in WRAPPERS]
-    for (i, rule), (j, around) in itertools.product(enumerate(RULES), enumerate(AROUND)):
-        side = SIDES[(i + i // 6 + j) % 2]
-        allowed = [w for w in WRAPPERS if side == "inside" or (around, w) not in REFUSED]
-        if _can_optax(rule, around):
-            found.append(Case(rule, allowed[(i + j) % len(allowed)], around, side))
-    return found
+def _cases() -> Iterator[Case]:
+    for i, rule in enumerate(RULES):
+        wrappers = [name for name in WRAPPERS if name != "8-bit" or sweep.moment_fields(rule)]
+        yield from (Case(rule, wrapper) for wrapper in wrappers)
+        for j, around in enumerate(AROUND):
+            side = SIDES[(i + i // 6 + j) % 2]
+            allowed = [name for name in wrappers if side == "inside" or (around, name) not in REFUSED]
+            if allowed and _can_optax(rule, around):
+                yield Case(rule, allowed[(i + j) % len(allowed)], around, side)
 
 
-CASES = _cases()
+CASES = list(_cases())
+_OF_RULES = [[case for case in CASES if case.rule == rule] for rule in RULES]
 # For each rule one of its cases, each of another kind.
-QUICK = {[case for case in CASES if case.rule == rule][i % 12] for i, rule in enumerate(RULES) if rule != "lbfgs"}
-QUICK.add(Case("lbfgs", "split"))
+QUICK = {cases[i % len(cases)] for i, cases in enumerate(_OF_RULES)}
+# What is composed with each of JAX's transformations: each rule in a wrapper, and with something inside or around it.
+COMPOSED = [cases[j] for i, cases in enumerate(_OF_RULES) for j in (i % 5, -1 - i % 10) if -j <= len(cases)]

@@ -5,21 +5,26 @@ place (`tests/matrix.py`), and one rule of each kind is trained for longer; CI r
 """
 
 import functools
+import pickle
 import re
 from pathlib import Path
 
+import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import export
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import mpx
 from mpx.states import KahanSummationState, LossScalingState, LowPrecisionState, MasterWeightsState, StoredLeaf
 from tests import sweep
-from tests.helpers import QUICKLY, assert_same_bits, bits, cases, types_of
-from tests.matrix import AROUND, CASES, QUICK, REFUSED, SIDES, WRAPPERS, Case
-from tests.rules import EXCLUDED, PARTS, RULES, bfloat16_params, exported_transformations, gradients
+from tests.helpers import QUICKLY, assert_same_bits, bits, cases, eight_cpu_devices, types_of
+from tests.matrix import AROUND, CASES, COMPOSED, QUICK, REFUSED, SIDES, WRAPPERS, Case
+from tests.rules import EXCLUDED, PARTS, RULES, bfloat16_params, exported_transformations, gradients, loss
 
 pytestmark = pytest.mark.optax_promotion
 
@@ -31,6 +36,8 @@ FAMILIES = {
     "contrib.schedule_free",
 }  # fmt: skip
 AVERAGING = [name for name in RULES if sweep.moment_fields(name)]
+WITH_KEYS = {"noisy_sgd", "contrib.dpsgd"}  # typed ones, which Flax does not serialize
+UNMAPPED = {"lbfgs", "sm3", "contrib.muon"}  # by Optax itself, whose states hold other arrays there
 LOW = [state for state in sweep.STATES if state != "f32"]
 
 
@@ -147,6 +154,106 @@ def test_a_step_without_masters_is_none_of_the_float32_rule():
     (weights, of_state), _, _ = differences_in_a_step(case, tx, params, tx.init(params), grads)
     assert weights > OF_WEIGHTS["split24"]
     assert of_state > 1e-3
+
+
+# Composed with JAX, and kept between runs.
+
+
+def eager(case):
+    """Return a context without `jit`; the loop of a line search stays compiled."""
+    return jax.disable_jit(case.rule != "lbfgs")
+
+
+def run_of(case, tx, params, state, grads):
+    """Take a step for each of stacked gradients, one after another; return parameters and state."""
+    for i in range(len(grads["bias"])):
+        params, state = stepped(case, tx, params, state, jax.tree.map(lambda g, i=i: g[i], grads))
+    return params, state
+
+
+def weights_and_state(run):
+    return mpx.master_params(*run), rule_state(run[1])
+
+
+composed = pytest.mark.parametrize("case", cases(COMPOSED, COMPOSED[::16]), ids=str)
+
+
+@composed
+def test_two_models_are_trained_by_vmap_as_each_alone(case):
+    tx, grads = case.wrapped(), gradients(RULES[case.rule], 2)
+    with eager(case):
+        both = jax.tree.map(lambda p: jnp.stack([p, 2 * p]), case.params())
+        trained = jax.vmap(lambda params: run_of(case, tx, params, tx.init(params), grads))(both)
+        for i in range(2):
+            params, run = jax.tree.map(lambda x, i=i: x[i], (both, trained))
+            alone = run_of(case, tx, params, tx.init(params), grads)
+            assert furthest(weights_and_state(run), weights_and_state(alone)) < 1e-5
+
+
+@composed
+def test_derivatives_through_steps_are_those_of_the_float32_rule(case):
+    """Differentiate with respect to a factor of the gradients, and to the first weights, which may be bfloat16."""
+    grads = gradients(RULES[case.rule], 2)
+
+    def derivatives(tx, params, case):
+        def after(factor, params):
+            run = run_of(case, tx, params, tx.init(params), jax.tree.map(lambda g: factor * g, grads))
+            return loss(mpx.master_params(*run))
+
+        return jax.grad(after, (0, 1))(1.0, params)
+
+    with eager(case):
+        params = case.params()
+        if case.wrapper == "8-bit":
+            with pytest.raises(TypeError, match="codes of `Blockwise8bit"):
+                derivatives(case.wrapped(), params, case)
+            return
+        wide = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+        expected = derivatives(case.plain(), wide, case._replace(wrapper="full"))  # whose gradients have no scale
+        assert furthest(derivatives(case.wrapped(), params, case), expected) < 0.01
+
+
+@composed
+def test_a_run_exported_for_eight_devices_that_takes_its_arguments_is_that_of_single_steps(case):
+    """Scan over steps on sharded parameters and state, which are donated, in a program of `jax.export`."""
+    tx, params, grads = case.wrapped(), case.params(), gradients(RULES[case.rule], 2)
+    state = jax.tree.map(strongly_typed, tx.init(params))
+    with eager(case):
+        alone = jax.tree.map(np.asarray, weights_and_state(run_of(case, tx, params, state, grads)))
+    leaves, structure = jax.tree.flatten((params, state))
+    mesh = eight_cpu_devices()
+    place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
+    leaves = [place(x, P("data") if x.shape[:1] == (8,) else P()) for x in leaves]
+    grads = jax.tree.map(lambda g: place(g, P()), grads)
+
+    def run(leaves, grads):
+        step = lambda carry, grads: (stepped(case, tx, *carry, grads), None)
+        return jax.tree.leaves(jax.lax.scan(step, structure.unflatten(leaves), grads)[0])
+
+    exported = export.export(jax.jit(run))(leaves, grads)
+    ran = structure.unflatten(jax.jit(exported.call, donate_argnums=0)(leaves, grads))
+    assert all(x.is_deleted() for x in leaves)
+    assert furthest(weights_and_state(ran), alone) < (0.01 if case.wrapper == "8-bit" else 1e-5)
+
+
+@pytest.mark.parametrize("case", COMPOSED, ids=str)
+def test_a_state_is_pickled_serialized_and_mapped_as_the_rule_s_own(case):
+    """Map a name to each array of a parameter, as shardings are mapped: Optax finds those that it finds in the rule."""
+
+    def numbered(state):
+        is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return jax.tree.map(lambda x: x if is_key(x) else jnp.arange(x.size).reshape(x.shape).astype(x.dtype), state)
+
+    tx, state = case.wrapped(), numbered(case.wrapped().init(case.params()))
+    assert_same_bits(pickle.loads(pickle.dumps(state)), state)
+    if case.rule not in WITH_KEYS:
+        assert_same_bits(flax.serialization.from_bytes(state, flax.serialization.to_bytes(state)), state)
+    if case.rule not in UNMAPPED:
+        named = lambda tx, state: optax.tree.map_params(
+            tx, lambda _, name: name, state, jax.tree.map_with_path(lambda path, _: str(path), case.params()),
+            transform_non_params=lambda _: "none",
+        )  # fmt: skip
+        assert jax.tree.leaves(rule_state(named(tx, state))) == jax.tree.leaves(named(case.plain(), rule_state(state)))
 
 
 # Many steps in one program.
