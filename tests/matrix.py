@@ -68,13 +68,17 @@ class Case(NamedTuple):
     def __str__(self) -> str:
         return ", ".join(filter(None, (self.rule, self.wrapper, f"{self.around} {self.side}".strip())))
 
-    def plain(self) -> Any:
-        """Return the rule and what stands around it, without mpx."""
-        return AROUND.get(self.around, lambda tx: tx)(RULES[self.rule].make())
+    def plain(self, rate: Any = None) -> Any:
+        """Return the rule and what stands around it, without mpx; with a rate, its updates are multiplied by that."""
+        return AROUND.get(self.around, lambda tx: tx)(self._rule(rate))
 
-    def wrapped(self) -> Any:
+    def wrapped(self, rate: Any = None) -> Any:
         wrap = functools.partial(WRAPPERS[self.wrapper], self.rule)
-        return AROUND[self.around](wrap(RULES[self.rule].make())) if self.side == "outside" else wrap(self.plain())
+        return AROUND[self.around](wrap(self._rule(rate))) if self.side == "outside" else wrap(self.plain(rate))
+
+    def _rule(self, rate: Any) -> Any:
+        rule = RULES[self.rule].make()
+        return rule if rate is None else optax.chain(rule, optax.scale(rate))
 
     def params(self) -> Any:
         """Return parameters that it trains; what keeps 8 bits does not care for those."""
