@@ -189,7 +189,7 @@ def weights_and_state(run):
     return mpx.master_params(*run), rule_state(run[1])
 
 
-composed = pytest.mark.parametrize("case", cases(COMPOSED, COMPOSED[::16]), ids=str)
+composed = pytest.mark.parametrize("case", cases(COMPOSED, COMPOSED[::9]), ids=str)
 
 
 @composed
