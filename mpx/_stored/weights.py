@@ -43,7 +43,7 @@ class KeptWeight(abc.ABC):
 
     @abc.abstractmethod
     def belongs(self, p: jax.Array, kept: jax.Array) -> Any:
-        """Return for each element whether what is kept can belong to this parameter."""
+        """Return for each element whether what is kept can belong to this parameter; None if nothing tells."""
 
 
 class WholeMaster(KeptWeight):
@@ -84,8 +84,8 @@ class LowBits(KeptWeight):
     def store(self, weight: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
         return self._split(cast_nearest(weight, _F32), None)
 
-    def belongs(self, p: jax.Array, kept: jax.Array) -> Any:
-        return True
+    def belongs(self, p: jax.Array, kept: jax.Array) -> None:
+        return None
 
     def land(self, p: jax.Array, new: jax.Array, key: jax.Array | None, author: str) -> tuple[jax.Array, jax.Array]:
         high, low_bits = self._split(new, key)
