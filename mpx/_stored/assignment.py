@@ -12,10 +12,8 @@ import numpy as np
 
 from mpx import _errors, _trees
 from mpx._dtypes import UP_TO_FLOAT32, dtype_or_none
-from mpx._fp8 import FORMATS
 from mpx._shardings import explicit_sharding
 from mpx._stored.blocks import BlockFormat
-from mpx._stored.blockwise_fp8 import BlockwiseFp8
 from mpx._stored.leaves import StateLeaf, leaves_of
 from mpx._stored.roles import EXACT, Role
 from mpx._stored.state_format import FLOAT32, Cast, StateFormat, is_stored, store
@@ -89,16 +87,14 @@ def checked_patterns(given: Any) -> dict[str, StateFormat]:
 
 def _checked_format(pattern: str, chosen: Any) -> StateFormat:
     found = chosen
-    if isinstance(chosen, str) and chosen in FORMATS:
-        found = BlockwiseFp8(chosen)
-    elif (dtype := dtype_or_none(chosen)) is not None and dtype in UP_TO_FLOAT32:
+    if (dtype := dtype_or_none(chosen)) is not None and dtype in UP_TO_FLOAT32:
         found = Cast(dtype.name)
     if not isinstance(found, StateFormat):
         hint = ""
         if isinstance(chosen, type) and issubclass(chosen, StateFormat):
             hint = f" Make one: `{chosen.__name__}()`."
         raise ValueError(
-            f"`low_precision_state`: `formats[{pattern!r}]` must be bfloat16, float16, float32, 'e4m3', 'e5m2' or a "
+            f"`low_precision_state`: `formats[{pattern!r}]` must be bfloat16, float16, float32 or a "
             f"`StateFormat` such as `Blockwise8bit()`, but got {chosen!r}.{hint}"
         )
     try:

@@ -62,16 +62,14 @@ def low_precision_state(
 
     The rule sees float32 parameters, gradients and state, as in `upcast`; its new state is rounded once, when it is
     stored. Rounding to nearest can make a slow average stand still: a bfloat16 second moment with a decay of 0.999
-    never falls, and in `"e4m3"` a relative change below 1/32 per step is lost. (For other 8 bits see `Blockwise8bit`.)
-    Stochastic rounding follows such an average in the mean.
+    never falls. Stochastic rounding follows such an average in the mean. (For 8 bits see `Blockwise8bit`.)
 
     Wrap the rule with this, and this with `master_weights` or `loss_scaling`, or put it in front of `kahan_summation`.
 
     Args:
         inner: any Optax transformation or chain.
         formats: regular expressions, each with the format of the leaves it matches: bfloat16, float16, float32 (for
-            exceptions), by name or dtype; `"e4m3"` or `"e5m2"`, 8-bit floats with a power of two for each block of 256;
-            or a `StateFormat` such as `Blockwise8bit()` or `Blockwise4bit()`. An expression is searched in the
+            exceptions), by name or dtype; or a `StateFormat` such as `Blockwise8bit()` or `Blockwise4bit()`. An expression is searched in the
             "/"-joined path of a leaf of the rule's state, such as `0/mu/layers/kernel`, and matches whole components.
             The first that matches wins, so exceptions come first. If a layer is called `mu`, say `^0/mu`, or `mu`
             matches `0/nu/mu/kernel` too.

@@ -99,7 +99,7 @@ VALUES = [
     (low({"(": "bf16"}), r"'\(' is not a regular expression"),
     (low({0: "bf16"}), "0 is not a regular expression"),
     *[
-        (low({"mu": given}), "must be bfloat16, float16, float32, 'e4m3', 'e5m2' or a `StateF")
+        (low({"mu": given}), "must be bfloat16, float16, float32 or a `StateF")
         for given in ("int8", "f64", None, "fp8")
     ],
     (low({"mu": mpx.Blockwise8bit}), r"Make one: `Blockwise8bit\(\)`"),
