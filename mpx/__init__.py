@@ -33,7 +33,6 @@ from mpx._loss_scale import DynamicLossScale as DynamicLossScale
 from mpx._loss_scale import LossScale as LossScale
 from mpx._loss_scale import NoOpLossScale as NoOpLossScale
 from mpx._loss_scale import StaticLossScale as StaticLossScale
-from mpx._parallel.data_parallel import data_parallel as data_parallel
 from mpx._parallel.zero1 import zero1 as zero1
 from mpx._parallel.zero1 import zero1_shardings as zero1_shardings
 from mpx._policy import Policy as Policy
