@@ -178,7 +178,7 @@ def test_values_and_gradients_are_those_of_casts_written_by_hand(case):
     assert np.any(expected[0][1] != fun(*args)) or not expected[0][1].size
 
 
-@pytest.mark.filterwarnings("ignore:.*stand in functions with a custom derivative")
+@pytest.mark.filterwarnings("ignore:.*stand in a function with a custom derivative")
 @pytest.mark.parametrize("case", KEPT)
 def test_each_contraction_that_is_kept_has_the_bits_of_the_plain_program_and_says_why(case):
     """Its gradients too."""
@@ -206,7 +206,7 @@ def test_a_default_precision_that_is_high_turns_narrowing_off_in_its_context():
     x, w = normal(0, 3, 4), normal(1, 4, 4)
     assert contractions(mpx.autocast(fun, BF16), x, w) == [all_in(F32), all_in(BF16)]
     for name in ("highest", "high", "float32", "tensorfloat32"):
-        with jax.default_matmul_precision(name):
+        with jax.default_matmul_precision(name), pytest.warns(UserWarning, match="`jax_default_matmul_precision` is"):
             assert contractions(mpx.autocast(jnp.matmul, BF16), x, w) == [all_in(F32)]
     assert contractions(mpx.autocast(jnp.matmul, BF16), x, w) == [all_in(BF16)]
 

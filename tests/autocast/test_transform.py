@@ -100,12 +100,6 @@ def test_one_warning_names_the_custom_derivative_in_which_all_products_stand(how
     mpx.autocast(lambda x, w: jnp.matmul(x, w, precision="highest"), how)(X, W)
 
 
-def test_a_precision_that_is_set_for_the_whole_process_is_named():
-    """Some libraries set it when they are imported."""
-    with jax.default_matmul_precision("float32"), pytest.warns(UserWarning, match="`jax_default_matmul_precision` is"):
-        mpx.autocast(product, "bf16")(X, W)
-
-
 def residual_bytes(fun, *args):
     """Count bytes that are kept for the backward pass of a function, without its arguments."""
 

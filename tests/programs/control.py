@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tests.programs import booleans, integers, key, positive, program, rows
+from tests.programs import booleans, integers, key, program, rows
 
 T, D, A = 6, 16, 4
 NET = {"a": (D, D), "b": (D,)}
@@ -63,14 +63,6 @@ def soft_actor_with_two_critics(p, x, key):
     return (0.2 * log_prob - jax.vmap(critic)(*p["critic"].values()).min(0)).mean()
 
 
-@program({**NET, "out": (D, A)}, x=rows(D), action=integers(A), old=positive(), advantage=rows())
-def clipped_policy_ratios(p, x, action, old, advantage):
-    logs = jax.nn.log_softmax(jnp.tanh(x @ p["a"] + p["b"]) @ p["out"])
-    ratio = jnp.exp(jnp.take_along_axis(logs, action[:, None], 1)[:, 0] - jnp.log(old))
-    gain = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
-    return -jnp.minimum(ratio * gain, jnp.clip(ratio, 0.8, 1.2) * gain).mean()
-
-
 @program({"online": {**NET, "out": (D, A * 8)}}, x=rows(D), y=rows(D), action=integers(A), reward=rows())
 def distribution_over_returns(p, x, y, action, reward):
     net, atoms = p["online"], jnp.linspace(-2, 2, 8)
@@ -81,20 +73,6 @@ def distribution_over_returns(p, x, y, action, reward):
     wanted = lax.stop_gradient(jnp.einsum("bij,bj->bi", near, probs))
     logs = jax.nn.log_softmax(jnp.take_along_axis(logits(x), action[:, None, None], 1)[:, 0])
     return -(wanted * logs).sum(-1).mean()
-
-
-@program(
-    {"state": (D, D), "act": (A, D), "ret": (1, D), "qkv": (D, 3 * D), "out": (D, A)},
-    x=rows(4, D),
-    action=integers(A, 4),
-    reward=rows(4, 1),
-)
-def decisions_by_a_transformer(p, x, action, reward):
-    tokens = jnp.stack([reward @ p["ret"], x @ p["state"], p["act"][action]], axis=2).reshape(x.shape[0], 12, D)
-    q, k, v = jnp.split(jnp.tanh(tokens) @ p["qkv"], 3, -1)
-    logits = jnp.where(jnp.tri(12, dtype=bool), q @ k.swapaxes(1, 2) / 4, jnp.finfo(jnp.float32).min)
-    h = (tokens + jax.nn.softmax(logits) @ v).reshape(x.shape[0], 4, 3, D)[:, :, 1]
-    return -jnp.take_along_axis(jax.nn.log_softmax(h @ p["out"]), action[..., None], -1).mean()
 
 
 @program(
@@ -119,11 +97,3 @@ def world_model_with_a_stochastic_state(p, x, action, key):
 
     start = jnp.zeros((x.shape[0], D)), jnp.zeros((x.shape[0], 8))
     return lax.scan(step, start, (x.swapaxes(0, 1), action.swapaxes(0, 1), jax.random.split(key, T)))[1].mean()
-
-
-@program({**NET, "out": (D, 5)}, x=rows(D), value=rows())
-def quantile_regression(p, x, value):
-    tau = jnp.arange(1, 6) / 6
-    error = value[:, None] - jax.nn.silu(x @ p["a"] + p["b"]) @ p["out"]
-    huber = jnp.where(jnp.abs(error) <= 1, 0.5 * error**2, jnp.abs(error) - 0.5)
-    return (jnp.abs(tau - (error < 0)) * huber).sum(-1).mean()

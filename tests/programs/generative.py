@@ -45,13 +45,6 @@ def adversary_with_a_gradient_penalty(p, x, z, mix):
     return jax.nn.softplus(critic(fake)).mean() + jax.nn.softplus(-critic(x)).mean() + 0.1 * penalty
 
 
-@program({"g": MLP, "d": {"a": (D, D), "b": (D,), "c": (D, 1)}}, **X, z=rows(D))
-def hinge_losses_of_two_players(p, x, z):
-    fake, frozen = mlp(p["g"], z), lax.stop_gradient(p["d"])
-    player = jax.nn.relu(1 - mlp(p["d"], x)).mean() + jax.nn.relu(1 + mlp(p["d"], lax.stop_gradient(fake))).mean()
-    return player + jax.nn.softplus(-mlp(frozen, fake)).mean()
-
-
 @program({"time": (D, 2 * D), "tb": (2 * D,), **MLP, "out": (D, D)}, **X, noise=rows(D), step=integers(100))
 def diffusion_with_scale_and_shift(p, x, noise, step):
     t = step / 100
@@ -61,12 +54,6 @@ def diffusion_with_scale_and_shift(p, x, noise, step):
     scale, shift = jnp.split(jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1) @ p["time"] + p["tb"], 2, -1)
     h = jax.nn.silu(noisy @ p["a"] + p["b"]) * (1 + scale) + shift
     return jnp.square(jax.nn.silu(h) @ p["out"] - noise).mean()
-
-
-@program({"time": (1, D), **MLP}, **X, noise=rows(D), t=positive(1), drop=integers(2))
-def flow_matching(p, x, noise, t, drop):
-    velocity = mlp(p, (1 - t) * noise + t * x + jnp.where(drop[:, None] == 0, t @ p["time"], 0.0))
-    return jnp.square(velocity - (x - noise)).mean()
 
 
 @program({"nets": {"a": (2, 8, D), "b": (2, D), "c": (2, D, D)}}, **X)
@@ -87,14 +74,6 @@ def invertible_convolution_with_a_determinant(p, x):
     w = p["w"] + jnp.eye(D)
     h = jnp.exp(p["scale"]) * x @ w
     return (0.5 * jnp.square(h + mlp(p, h)).sum(-1) - jnp.linalg.slogdet(w)[1] - p["scale"].sum()).mean()
-
-
-@program({"a": (D, D), "b": (D,), "c": (D, 2 * D)}, **X)
-def masked_autoregressive_flow(p, x):
-    mask = jnp.tril(jnp.ones((D, D)), -1)
-    mean, log_scale = jnp.split(jnp.tanh(x @ (p["a"] * mask) + p["b"]) @ (p["c"] * jnp.tile(mask, 2)), 2, -1)
-    log_scale = jnp.clip(log_scale, -2, 2)
-    return (0.5 * jnp.square((x - mean) * jnp.exp(-log_scale)) + log_scale).sum(-1).mean()
 
 
 @program({**MLP, "v": (D,)}, **X, start=rows(D))
@@ -131,11 +110,3 @@ def modulated_convolution_of_each_image(p, x, z, grain):
     conv = lambda x, k: lax.conv_general_dilated(x[None], k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
     h = jax.vmap(conv)(x, kernels)[:, 0] + grain * p["noise"]
     return jnp.square(jax.nn.leaky_relu(h, 0.2) * jnp.sqrt(2)).mean()
-
-
-@program({"teacher": MLP, "student": MLP}, **X, noise=rows(D), t=positive(1))
-def consistency_with_a_target(p, x, noise, t):
-    f = lambda p, x, t: x / (1 + t) + t / (1 + t) * mlp(p, x)
-    target = lax.stop_gradient(f(p["teacher"], x + 0.8 * t * noise, 0.8 * t))
-    gap = jnp.sum(jnp.square(f(p["student"], x + t * noise, t) - target), -1)
-    return (jnp.sqrt(gap + 0.01) - 0.1).mean()

@@ -38,17 +38,6 @@ def messages_of_concatenated_edges(p, x, edges, features):
     return jnp.square(x).mean()
 
 
-@program({"w": (4 * D, D), "b": (D,), "v": (D, 1)}, **GRAPH)
-def several_aggregations(p, x, edges):
-    sent, receiver = jax.nn.relu(x)[edges[:, 0]], edges[:, 1]
-    degree = jnp.maximum(jax.ops.segment_sum(jnp.ones(len(edges)), receiver, ROWS), 1)[:, None]
-    total, largest = jax.ops.segment_sum(sent, receiver, ROWS), jax.ops.segment_max(sent, receiver, ROWS)
-    largest = jnp.where(jnp.isfinite(largest), largest, 0.0)
-    spread = jax.ops.segment_sum(sent**2, receiver, ROWS) / degree - (total / degree) ** 2
-    h = jnp.concatenate([total, total / degree, largest, jnp.sqrt(jax.nn.relu(spread) + 1e-3)], -1)
-    return jnp.square(jax.nn.gelu(h @ p["w"] + p["b"]) @ p["v"]).mean()
-
-
 @program({"edge": (2 * D + 1, D), "b": (D,), "move": (D, 1), "node": (2 * D, D)}, **GRAPH, place=rows(3))
 def equivariant_graph_network(p, x, edges, place):
     sender, receiver = edges[:, 0], edges[:, 1]
@@ -66,14 +55,6 @@ def attention_pooling_of_the_top_members(p, x):
     score, chosen = lax.top_k((h @ p["score"])[..., 0], 4)
     h = jnp.take_along_axis(h, chosen[..., None], 1) * jax.nn.sigmoid(score)[..., None]
     return jnp.square(h.sum(1) @ p["rho"]).mean()
-
-
-@program({"qkv": (D, 3 * D), "bias": (4, 2), "out": (D, D)}, x=rows(8, D), relation=integers(4, 8, 8))
-def transformer_with_edge_biases(p, x, relation):
-    q, k, v = (h.reshape(*h.shape[:2], 2, -1) for h in jnp.split(x @ p["qkv"], 3, -1))
-    logits = jnp.einsum("bqhd,bkhd->bhqk", q, k) + jnp.moveaxis(p["bias"][relation], -1, 1)
-    h = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(logits), v)
-    return jnp.square(x + h.reshape(x.shape) @ p["out"]).mean()
 
 
 @program({"seed": (4, D), "q": (D, D), "kv": (D, 2 * D), "out": (D, D)}, x=rows(8, D))

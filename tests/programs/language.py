@@ -91,16 +91,6 @@ def prefix_of_keys_and_values(p, x, labels):
     return cross_entropy(attend(q, before(p["prefix"][0], k), before(p["prefix"][1], v)) @ p["head"], labels)
 
 
-@program({"bias": (8, 2), **BLOCK}, x=rows(T, D), y=rows(T, D))
-def relative_position_buckets(p, x, y):
-    distance = jnp.arange(T)[None, :] - jnp.arange(T)[:, None]
-    bias = p["bias"][jnp.clip(distance + 4, 0, 7)].transpose(2, 0, 1)
-    q, k, v = (heads(h) for h in jnp.split(x @ p["qkv"], 3, axis=-1))
-    weights = jax.nn.softmax(jnp.einsum("bhqd,bhkd->bhqk", q, k) + bias)
-    h = merged(jnp.einsum("bhqk,bhkd->bhqd", weights, v)) @ p["out"]
-    return jnp.mean((jax.nn.relu(h @ p["up"] + p["b"]) @ p["down"] - y) ** 2)
-
-
 @program({"q": (D, D), "kv": (D, 2 * D), "head": (D, D)}, x=rows(T, D), memory=rows(6, D), pad=booleans(6))
 def cross_attention_with_rows_fully_masked(p, x, memory, pad):
     """Some memories are all padding: then the result is no NaN, and without gradient."""

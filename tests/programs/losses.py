@@ -33,27 +33,11 @@ def two_views_without_the_diagonal(p, x, y):
     return (jax.nn.logsumexp(logits, 1) - jnp.diagonal(jnp.roll(logits, len(x), 1))).mean()
 
 
-@program({"online": NET, "head": (D, D), "target": NET}, **VIEWS)
-def own_latent_with_a_slow_target(p, x, y):
-    predicted = unit(jnp.tanh(embed(p["online"], x)) @ p["head"])
-    return (2 - 2 * jnp.sum(predicted * lax.stop_gradient(unit(embed(p["target"], y))), -1)).mean()
-
-
 @program(NET, **VIEWS)
 def redundancy_between_features(p, x, y):
     standard = lambda z: (z - z.mean(0)) / (z.std(0) + 1e-2)
     c = standard(embed(p, x)).T @ standard(embed(p, x + 0.1 * y)) / len(x)
     return (jnp.square(jnp.diag(c) - 1).sum() + 0.01 * jnp.square(c - jnp.diag(jnp.diag(c))).sum()) / D
-
-
-@program(NET, **VIEWS, label=integers(4))
-def hardest_triplets(p, x, y, label):
-    z = unit(embed(p, x + y))
-    distance = jnp.sqrt(jnp.square(z[:, None] - z[None]).sum(-1) + 1e-4)
-    same = label[:, None] == label[None]
-    far = jnp.where(same, distance, -jnp.inf).max(1)
-    near = jnp.where(same, jnp.inf, distance).min(1)
-    return jnp.where(jnp.isfinite(near), jax.nn.relu(far - near + 0.2), 0.0).mean()
 
 
 def corners(box):
@@ -95,20 +79,3 @@ def sorted_values_beside_what_they_carry(p, x, y):
     keys, carried = lax.sort((h, y), dimension=1, num_keys=1)
     ranks = jnp.cumsum(keys, axis=1) / jnp.arange(1, D + 1)
     return jnp.square(ranks - jnp.sort(y, axis=1)).mean() + jnp.square(carried - keys).mean()
-
-
-@program({"a": (D, D), "b": (D,), "c": (D, 2)}, x=rows(4, 4, D), mask=integers(2, 4, 4))
-def overlap_of_segments(p, x, mask):
-    chance, wanted = jax.nn.softmax(embed(p, x)), jax.nn.one_hot(mask, 2)
-    both = (chance * wanted).sum((1, 2))
-    return 1 - (2 * both / (chance.sum((1, 2)) + wanted.sum((1, 2)) + 1e-3)).mean()
-
-
-@program({"a": (D, D), "b": (D,), "c": (D, 1)}, x=rows(8, D), grade=integers(4, 8))
-def ranking_of_lists(p, x, grade):
-    score = embed(p, x)[..., 0]
-    gap = score[:, :, None] - score[:, None, :]
-    worse = grade[:, :, None] > grade[:, None, :]
-    rank = 1 + (gap < 0).sum(-1)
-    weight = jnp.abs(1 / jnp.log2(1.0 + rank)[:, :, None] - 1 / jnp.log2(1.0 + rank)[:, None, :])
-    return jnp.where(worse, jax.nn.softplus(-gap) * (0.5 + weight), 0.0).mean()

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tests.programs import integers, program, rows
+from tests.programs import program, rows
 
 D = 16
 NET = {"a": (D, D), "b": (D,), "c": (D, D)}
@@ -46,15 +46,6 @@ def learned_optimizer(p, x, y):
 def weights_made_by_a_network(p, x, y):
     made = (jnp.tanh(y @ p["a"] + p["b"]) @ p["make"]).reshape(-1, D, 8)
     return jnp.square(jnp.einsum("bd,bdk->bk", x, made) @ p["out"] / 4 - y).mean()
-
-
-@program({"a": (D, D), "b": (D,), "c": (D, D)}, x=rows(D), label=integers(3), query=rows(D), wanted=integers(3))
-def prototypes_of_classes(p, x, label, query, wanted):
-    embed = lambda x: jax.nn.relu(x @ p["a"] + p["b"]) @ p["c"]
-    one_hot = jax.nn.one_hot(label, 3)
-    centers = one_hot.T @ embed(x) / (one_hot.sum(0)[:, None] + 1)
-    logits = -jnp.square(embed(query)[:, None] - centers[None]).mean(-1)
-    return -jnp.take_along_axis(jax.nn.log_softmax(logits), wanted[:, None], 1).mean()
 
 
 @program({"net": NET, "ridge": ()}, **TASK)

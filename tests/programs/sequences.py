@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from tests.programs import booleans, complexes, integers, positive, program, rows
+from tests.programs import booleans, complexes, integers, program, rows
 
 T, D = 8, 16
 X = {"x": rows(T, D)}
@@ -90,16 +90,6 @@ def weighted_keys_and_values(p, x):
     return jnp.square(jax.nn.sigmoid(r) * out.swapaxes(0, 1) @ p["out"]).mean()
 
 
-@program({"x": (2, D, D), "h": (2, D, D), "b": (2, D), "out": (2 * D, D)}, **X)
-def two_directions(p, x):
-    def run(x, h, b, xs, reverse):
-        step = lambda c, x_t: ((c := jnp.tanh(x_t @ x + c @ h + b)), c)
-        return lax.scan(step, jnp.zeros((xs.shape[1], D)), xs, reverse=reverse)[1]
-
-    pairs = [run(p["x"][i], p["h"][i], p["b"][i], x.swapaxes(0, 1), bool(i)) for i in (0, 1)]
-    return jnp.square(jnp.concatenate(pairs, -1) @ p["out"]).mean()
-
-
 @program({"enc": (D, D), "h": (2 * D, D), "b": (D,), "out": (D, D)}, source=rows(T, D), target=rows(T, D))
 def sequence_to_sequence_with_attention(p, source, target):
     memory = jnp.tanh(source @ p["enc"])
@@ -154,31 +144,6 @@ def connectionist_temporal_classification(p, x, labels, pad):
     return optax.ctc_loss(logits, jnp.zeros(x.shape[:2]), labels + 1, label_pads.astype(jnp.float32)).mean()
 
 
-@program({"qkv": (D, 3 * D), "out": (D, D)}, **X)
-def retention_with_decay(p, x):
-    q, k, v = jnp.split(x @ p["qkv"], 3, axis=-1)
-    distance = jnp.arange(T)[:, None] - jnp.arange(T)[None]
-    decay = jnp.where(distance >= 0, 0.9 ** jnp.maximum(distance, 0), 0.0)
-    h = jnp.einsum("bqk,bkv->bqv", jnp.einsum("bqd,bkd->bqk", q, k) * decay, v)
-    h = (h - h.mean(-1, keepdims=True)) / (h.std(-1, keepdims=True) + 1e-3)
-    return jnp.square(jax.nn.swish(h) @ p["out"] - x).mean()
-
-
-@program({"kvqb": (D, 3 * D + 1), "out": (D, D)}, **X)
-def fast_weights_by_the_delta_rule(p, x):
-    k, v, q, beta = jnp.split(x @ p["kvqb"], [D, 2 * D, 3 * D], axis=-1)
-    k = k / jnp.linalg.norm(k, axis=-1, keepdims=True)
-
-    def step(memory, inputs):
-        k, v, q, beta = inputs
-        error = v - jnp.einsum("bkv,bk->bv", memory, k)
-        memory = memory + jnp.einsum("bk,bv->bkv", k, jax.nn.sigmoid(beta) * error)
-        return memory, jnp.einsum("bkv,bk->bv", memory, q)
-
-    inputs = jax.tree.map(lambda h: h.swapaxes(0, 1), (k, v, q, beta))
-    return jnp.square(lax.scan(jax.checkpoint(step), jnp.zeros((x.shape[0], D, D)), inputs)[1] @ p["out"]).mean()
-
-
 @program({"w": (D, D), "u": (D, D), "b": (D,), "halt": (D, 1)}, x=rows(D), y=rows(D))
 def adaptive_computation_time(p, x, y):
     def step(i, carry):
@@ -188,28 +153,6 @@ def adaptive_computation_time(p, x, y):
         return h, left - stop, out + stop * h
 
     return jnp.square(lax.fori_loop(0, 4, step, (x, jnp.ones((x.shape[0], 1)), jnp.zeros_like(x)))[2] - y).mean()
-
-
-@program({"w": (D, D), "b": (D,), "costs": (D, D)}, x=rows(T, D), y=rows(T, D), gap=positive())
-def soft_dynamic_time_warping(p, x, y, gap):
-    a, b = jnp.tanh(x @ p["w"] + p["b"]) @ p["costs"], jnp.tanh(y @ p["w"])
-    cost = jnp.square(a[:, :, None] - b[:, None]).mean(-1)
-    softmin = lambda *values: -jax.nn.logsumexp(-jnp.stack(values), axis=0)
-
-    def row(above, cost):
-        def cell(carry, inputs):
-            left, corner = carry
-            up, c = inputs
-            return (new := c + softmin(left + gap, up + gap, corner), up), new
-
-        return lax.scan(cell, (jnp.full(gap.shape, 1e4), above[0]), (above[1:], cost))[1]
-
-    def each(above, cost):
-        new = row(above, cost)
-        return jnp.concatenate([jnp.full((1, *gap.shape), 1e4), new]), None
-
-    start = jnp.concatenate([jnp.zeros((1, *gap.shape)), jnp.full((T, *gap.shape), 1e4)])
-    return lax.scan(each, start, cost.transpose(1, 2, 0))[0][-1].mean()
 
 
 @program({"w": (D, D), "b": (D,), "v": (D, D)}, **X)

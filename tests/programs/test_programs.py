@@ -6,7 +6,6 @@ words of plain JAX. By default programs are traced, which costs little, and the 
 
 import contextlib
 import functools
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +20,8 @@ from tests.autocast.helpers import SPLIT, WHOLE
 from tests.helpers import BF16, F16, F32, assert_same_bits, eight_cpu_devices
 from tests.programs import ROWS, _traced, all_programs
 
+# What has convolutions alone (in 8 bits), or products in custom derivatives alone, is told so.
+pytestmark = pytest.mark.filterwarnings("ignore:.autocast.. no matrix product:UserWarning")
 PROGRAMS = all_programs()
 each_program = pytest.mark.parametrize("name", PROGRAMS)
 FP8 = mpx.Fp8(min_extent=0)  # whatever is small runs in 8 bits too
@@ -31,9 +32,7 @@ SCALE = mpx.StaticLossScale(2.0**10)
 def as_plain_jax(plain):
     """Skip the test if what is inside raises, and plain JAX raises too."""
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "`autocast`: FP8 was asked for", UserWarning)  # of convolutions
-            yield
+        yield
     except Exception:
         try:
             plain()
@@ -97,33 +96,42 @@ def scaled(tree, factor):
     return jax.tree.map(lambda x: (x * factor).astype(x.dtype), tree)
 
 
+def symbolic(batch):
+    """Return the types of a batch with a symbol for its rows."""
+    (size,) = jax.export.symbolic_shape("b")
+    shape = lambda x: (size, *x.shape[1:]) if x.shape[:1] == (ROWS,) else x.shape
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(shape(x), x.dtype), batch)
+
+
 WIDE = {"reduce_dtype": "f32"}  # as on several devices
 DOTS, NOTHING, EVERYTHING = ({"checkpoint": kept} for kept in ("dots", "nothing", "everything"))
+# The way, the precision, other options, the dtype of parameters, and whether the batch has a symbol for its rows.
 quick = [
-    (product_with_the_hessian, "bf16", {}, F32),
-    (steps_in_a_scan, "f16", WIDE, BF16),
-    (one_gradient_for_each_of_two, FP8, DOTS, BF16),
-    (checkpoint_around, "bf16", WIDE | NOTHING, F32),
+    (product_with_the_hessian, "bf16", {}, F32, False),
+    (steps_in_a_scan, "f16", WIDE, BF16, False),
+    (in_a_jit, FP8, DOTS, BF16, False),
+    (checkpoint_around, "bf16", WIDE, F32, True),
 ]
 slow = [
-    (product_with_the_hessian, "bf16", WIDE, BF16),
-    (steps_in_a_scan, "bf16", DOTS, F32),
-    (steps_in_a_scan, FP8, WIDE, F32),
-    (one_gradient_for_each_of_two, "f16", WIDE, F32),
-    (one_gradient_for_each_of_two, "bf16", EVERYTHING, F32),
-    (checkpoint_around, FP8, {}, BF16),
-    (in_a_jit, "f16", {}, F16),
-    (in_a_jit, "bf16", WIDE | DOTS, BF16),
-    (value_alone, FP8, WIDE, BF16),
-    (jacobian_forwards, "bf16", WIDE, F32),
-    (jacobian_forwards, "bf16", DOTS, BF16),
+    (product_with_the_hessian, "bf16", WIDE, BF16, False),
+    (steps_in_a_scan, "bf16", DOTS, F32, False),
+    (steps_in_a_scan, FP8, WIDE, F32, False),
+    (one_gradient_for_each_of_two, "f16", WIDE, F32, False),
+    (one_gradient_for_each_of_two, "bf16", EVERYTHING, F32, False),
+    (one_gradient_for_each_of_two, FP8, DOTS, BF16, False),
+    (checkpoint_around, FP8, NOTHING, F32, False),
+    (in_a_jit, "f16", {}, F16, False),
+    (in_a_jit, "bf16", WIDE | NOTHING, BF16, False),
+    (value_alone, FP8, WIDE, BF16, True),
+    (jacobian_forwards, "bf16", WIDE, F32, False),
+    (jacobian_forwards, "bf16", DOTS, BF16, True),
 ]
 
 
 def label(mode):
-    way, how, options, dtype = mode
-    how = "fp8" if how is FP8 else how
-    return f"{way.__name__}, {how}, {', '.join(options.values()) or 'default'}, {dtype} parameters"
+    way, how, options, dtype, is_symbolic = mode
+    words = way.__name__, "fp8" if how is FP8 else how, *options.values(), f"{dtype} parameters"
+    return ", ".join(words + ("symbolic",) * is_symbolic)
 
 
 MODES = [pytest.param(mode, id=label(mode)) for mode in quick]
@@ -133,10 +141,12 @@ MODES += [pytest.param(mode, id=label(mode), marks=pytest.mark.slow) for mode in
 @pytest.mark.parametrize("mode", MODES)
 @each_program
 def test_what_plain_jax_traces_is_traced(name, mode):
-    way, how, options, dtype = mode
+    way, how, options, dtype, is_symbolic = mode
     loss, (p, batch) = PROGRAMS[name].loss, PROGRAMS[name].make(0)
-    p = cast(p, dtype)
-    with as_plain_jax(lambda: jax.eval_shape(way(loss, jax.value_and_grad), p, batch)):
+    p, batch = cast(p, dtype), symbolic(batch) if is_symbolic else batch
+    policy = getattr(jax.checkpoint_policies, f"{options.get('checkpoint', 'everything')}_saveable")
+    plain = jax.checkpoint(loss, policy=policy) if "checkpoint" in options else loss
+    with as_plain_jax(lambda: jax.eval_shape(way(plain, jax.value_and_grad), p, batch)):
         differentiate = functools.partial(mpx.value_and_grad, loss_scale=SCALE)
         jax.eval_shape(way(mpx.autocast(loss, how, **options), differentiate), p, batch)
 
@@ -149,14 +159,8 @@ def test_no_tracer_leaks(name):
         jax.make_jaxpr(mpx.grad(mpx.autocast(loss, "bf16", **WIDE)))(*args)
 
 
-def symbolic(batch):
-    """Return the types of a batch with a symbol for its rows."""
-    (size,) = jax.export.symbolic_shape("b")
-    shape = lambda x: (size, *x.shape[1:]) if x.shape[:1] == (ROWS,) else x.shape
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(shape(x), x.dtype), batch)
-
-
-@pytest.mark.parametrize("rows", ["a symbol", pytest.param("a number", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", ["a symbol", "a number"])
 @each_program
 def test_it_exports(name, rows):
     loss, (p, batch) = PROGRAMS[name].loss, PROGRAMS[name].make(0)
@@ -169,26 +173,21 @@ def test_it_exports(name, rows):
 # ---- where the sums are ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("reduce_dtype", ["f32", pytest.param("bf16", marks=pytest.mark.slow)])
 @each_program
-def test_gradients_are_sums_in_float32(name):
+def test_gradients_are_sums_in_float32(name, reduce_dtype):
     """No sum is in 16 bits; of parameters that go into contractions as they are, none is of rounded terms either.
 
-    The gradient is the same in this respect if the loss is called by another function. Negative control: with sums in
-    the compute dtype.
+    Also if other functions call the loss. Negative control: rounded gradients if they are summed in the compute dtype.
     """
     loss, (p, batch) = PROGRAMS[name].loss, PROGRAMS[name].make(0)
     direct, p = np.array(_traced.contracted_directly(loss, p, batch)), cast(p, BF16)
-    trace = lambda fun, **options: jax.make_jaxpr(mpx.grad(fun(mpx.autocast(loss, "bf16", **options))))(p, batch)
-    rounded = lambda program: np.array(_traced.rounded_after_contraction(program))
-    wide = trace(lambda f: f, **WIDE)
+    fun = mpx.autocast(loss, "bf16", reduce_dtype=reduce_dtype)
+    program = jax.make_jaxpr(mpx.grad(jax.jit(lambda p, batch: fun(p, batch))))(p, batch)
+    rounded = np.array(_traced.rounded_after_contraction(program))
+    assert not _traced.sums_in_16_bits(program)
     names = np.array([jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(p)])
-    assert not _traced.sums_in_16_bits(wide)
-    assert not names[direct & rounded(wide)].tolist()
-    called = trace(lambda f: jax.jit(lambda p, batch: f(p, batch)), **WIDE)
-    assert not _traced.sums_in_16_bits(called)
-    assert (rounded(called) == rounded(wide)).all()
-    if direct.any():
-        assert (direct & rounded(trace(lambda f: f, reduce_dtype="bf16"))).any()
+    assert bool(names[direct & rounded].tolist()) == (reduce_dtype == "bf16" and direct.any()), names[direct & rounded]
 
 
 # ---- how wrong it is ------------------------------------------------------------------------------------------------
@@ -261,18 +260,20 @@ def allowed(name, how):
     return 3 * hand + FLOOR[how] * sizes
 
 
-HOWS = ["bf16", pytest.param("f16", marks=pytest.mark.slow), pytest.param("fp8", marks=pytest.mark.slow)]
-
-
-@pytest.mark.parametrize("how", HOWS)
-@each_program
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        pytest.param(name, how, marks=[] if how == "bf16" and i % 4 == 0 else pytest.mark.slow)
+        for i, name in enumerate(PROGRAMS)
+        for how in DTYPES
+    ],
+)
 def test_errors_are_at_most_three_times_those_by_hand(name, how):
-    """Negative control: gradients a fifth too large (in 8 bits, twice as large) are refused."""
+    """Negative control: gradients twice as large are refused."""
     ours = autocast(name, FP8 if how == "fp8" else how, **WIDE)
     found, most = errors(ours, name), allowed(name, how)
     assert (found <= most).all(), found / most
-    factor = 2 if how == "fp8" else 1.2
-    assert not (errors([[row[0], *[factor * g for g in row[1:]]] for row in ours], name) <= most).all()
+    assert not (errors([[row[0], *[2 * g for g in row[1:]]] for row in ours], name) <= most).all()
 
 
 # ---- without jit, bit by bit ----------------------------------------------------------------------------------------

@@ -44,13 +44,6 @@ def convnext_block(p, x):
     return jnp.square(x + jax.nn.gelu(h @ p["up"] + p["b"]) @ p["down"] * (p["scale"] + 0.1)).mean()
 
 
-@program({"k": (3, 3, C, C), "squeeze": (C, 4), "b": (4,), "excite": (4, C)}, **IMAGE)
-def squeeze_and_excite(p, x):
-    h = conv(x, p["k"])
-    gate = jax.nn.sigmoid(jax.nn.relu(h.mean((1, 2)) @ p["squeeze"] + p["b"]) @ p["excite"])
-    return jnp.square(h * gate[:, None, None, :] + x).mean()
-
-
 @program(
     {"down": (3, 3, C, 2 * C), "mid": (3, 3, 2 * C, 2 * C), "up": (2, 2, 2 * C, C), "out": (1, 1, 2 * C, C)}, **IMAGE
 )
@@ -70,20 +63,6 @@ def upsampling_by_resize(p, x):
     return jnp.square(large - x).mean() + jnp.square(small).mean()
 
 
-@program(
-    {"patch": (2 * 2 * C, 16), "b": (16,), "position": (17, 16), "cls": (16,), "qkv": (16, 48), "w": (16, 4)},
-    **IMAGE,
-    **LABEL,
-)
-def patches_and_a_class_token(p, x, label):
-    n = x.shape[0]
-    h = x.reshape(n, 4, 2, 4, 2, C).swapaxes(2, 3).reshape(n, 16, 4 * C) @ p["patch"] + p["b"]
-    h = jnp.concatenate([jnp.broadcast_to(p["cls"], (n, 1, 16)), h], 1) + p["position"]
-    q, k, v = jnp.split(h @ p["qkv"], 3, -1)
-    h = h + jax.nn.softmax(q @ k.swapaxes(1, 2) / 4) @ v
-    return softmax_loss(h[:, 0] @ p["w"], label)
-
-
 @program({"a": (3, 3, 2, C), "b": (3, 3, C, C), "c": (3, 1, C, C)}, **IMAGE)
 def grouped_and_dilated_convolutions(p, x):
     h = jax.nn.elu(conv(x, p["a"], feature_group_count=4))
@@ -98,12 +77,6 @@ def maxima_and_means_of_windows(p, x, label):
     largest = lax.reduce_window(h, -jnp.inf, lax.max, *window)
     mean = lax.reduce_window(h, 0.0, lax.add, *window) / 4
     return softmax_loss(jnp.concatenate([largest, mean], -1).reshape(x.shape[0], -1) @ p["w"], label)
-
-
-@program({"token": (16, 16), "tb": (16,), "channel": (16, 32), "cb": (32,), "down": (32, 16)}, x=rows(16, 16))
-def mixer_of_tokens_and_channels(p, x):
-    h = x + jnp.swapaxes(jax.nn.gelu(jnp.swapaxes(x, 1, 2) @ p["token"] + p["tb"]), 1, 2)
-    return jnp.square(h + jax.nn.gelu(h @ p["channel"] + p["cb"]) @ p["down"]).mean()
 
 
 @program({"k": (3, 3, C, 4 * C), "b": (4 * C,), "out": (3, 3, C, C)}, **IMAGE)
@@ -142,28 +115,7 @@ def video_convolution(p, x, label):
     return softmax_loss(jax.nn.relu(h + p["b"]).mean((1, 2, 3)) @ p["w"], label)
 
 
-@program({"k": (3, 3, C, C), "b": (C,)}, x=rows(8, 8, C), style=rows(8, 8, C))
-def gram_matrices_of_style(p, x, style):
-    features = lambda x: jax.nn.relu(conv(x, p["k"]) + p["b"]).reshape(x.shape[0], -1, C)
-    gram = lambda h: jnp.einsum("bnc,bnd->bcd", h, h) / 64
-    return jnp.square(gram(features(x)) - gram(features(style))).mean()
-
-
 @program({"w": (9 * C, 16), "b": (16,), "v": (16, C)}, **IMAGE)
 def patches_of_a_convolution(p, x):
     patches = lax.conv_general_dilated_patches(x, (3, 3), (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
     return jnp.square(jnp.tanh(patches @ p["w"] + p["b"]) @ p["v"] - x).mean()
-
-
-@program({"w": (4, 8, 3, 8)}, x=rows(4, 8), label=integers(3))
-def capsules_with_routing(p, x, label):
-    squash = lambda s: s * jnp.linalg.norm(s, axis=-1, keepdims=True) / (1 + jnp.square(s).sum(-1, keepdims=True))
-    votes = jnp.einsum("bid,idjk->bijk", x, p["w"])
-    logits = jnp.zeros(votes.shape[:3])
-    for _ in range(2):
-        out = squash(jnp.einsum("bij,bijk->bjk", jax.nn.softmax(logits, -1), votes))
-        logits = logits + jnp.einsum("bijk,bjk->bij", votes, out)
-    lengths, wanted = jnp.linalg.norm(out, axis=-1), jax.nn.one_hot(label, 3)
-    return (
-        (wanted * jax.nn.relu(0.9 - lengths) ** 2 + 0.5 * (1 - wanted) * jax.nn.relu(lengths - 0.1) ** 2).sum(-1).mean()
-    )

@@ -105,7 +105,7 @@ def test_devices_and_examples_count_together():
 def test_a_function_with_an_auxiliary_result_and_one_without_products_in_8_bits():
     args = jnp.ones((16, 16)), jnp.ones((16, 16))
     assert mpx.monitor.fp8_report(mpx.autocast(lambda w, x: (loss_fn(w, x), x), SMALL), has_aux=True)(*args).operands
-    with pytest.warns(UserWarning, match="no matrix product of .* runs in it"):
+    with pytest.warns(UserWarning, match="no matrix product of .* runs in fp8"):
         report = mpx.monitor.fp8_report(mpx.autocast(loss_fn, "fp8"))(*args)
     assert report.verdict == "No product runs in 8 bits: `mpx.explain` says why."
 

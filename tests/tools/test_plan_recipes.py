@@ -52,7 +52,7 @@ def nnx_step():
 
 
 @pytest.mark.many_devices
-@pytest.mark.filterwarnings("ignore:`autocast`. FP8 was asked for:UserWarning")  # this model is small
+@pytest.mark.filterwarnings("ignore:`autocast`. no matrix product:UserWarning")  # this model is small
 @pytest.mark.parametrize("library", ["linen", "nnx"])
 @pytest.mark.parametrize(
     ("name", "sharding"),
