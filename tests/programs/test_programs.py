@@ -200,16 +200,16 @@ def scaled_loss(loss):
 
 
 def by_hand(loss, dtypes):
-    """Return a function of parameters and a batch that casts all of both."""
-    cast_to_all = lambda tree: functools.reduce(lambda tree, dtype: cast(tree, dtype), dtypes, tree)
-    return jax.value_and_grad(lambda p, batch: scaled_loss(loss)(cast_to_all(p), cast_to_all(batch)))
+    """Return a function of parameters and a batch that casts all of both, to one dtype after the other."""
+    cast_to_all = lambda tree: functools.reduce(cast, dtypes, tree)
+    return lambda p, batch: jax.value_and_grad(scaled_loss(loss))(cast_to_all(p), cast_to_all(batch))
 
 
 def run(function, name):
     """Return a row of the value and of the leaves of the gradient for each seed, by a function that gives both."""
     compiled = jax.jit(function)
     rows = [compiled(*PROGRAMS[name].make(seed)) for seed in SEEDS]
-    return [[np.asarray(leaf, np.complex128) for leaf in jax.tree.leaves(row)] for row in rows]
+    return [[np.asarray(leaf).astype(np.complex128) for leaf in jax.tree.leaves(row)] for row in rows]
 
 
 @functools.cache
@@ -297,7 +297,7 @@ def test_recomputation_checkpoints_and_callers_change_no_bit(name, monkeypatch):
 @pytest.mark.many_devices
 @each_program
 def test_eight_devices_agree_with_one(name):
-    """A divided batch, and float32 sums: within an eighth of what is allowed against float32."""
+    """A divided batch, and float32 sums: results differ by less than one rounding to bfloat16."""
     mesh, placed = eight_cpu_devices(), NamedSharding(eight_cpu_devices(), WHOLE)
     divided = lambda x: NamedSharding(mesh, SPLIT) if x.shape[:1] == (ROWS,) else placed
     p, batch = PROGRAMS[name].make(0)
@@ -306,6 +306,7 @@ def test_eight_devices_agree_with_one(name):
     with as_plain_jax(lambda: jax.jit(jax.value_and_grad(PROGRAMS[name].loss))(*args)):
         several = jax.tree.leaves(function(*args))
     one = jax.tree.leaves(function(p, batch))
-    sizes = np.linalg.norm([np.linalg.norm(g) for g in one[1:]])
-    for a, b in zip(several, one, strict=True):
-        assert np.linalg.norm(np.asarray(a) - np.asarray(b)) <= 2.0**-11 * max(np.linalg.norm(b), sizes)
+    sizes = np.array([np.linalg.norm(x) for x in one])
+    sizes[1:] = np.maximum(sizes[1:], 0.1 * np.linalg.norm(sizes[1:]))
+    differences = np.array([np.linalg.norm(np.asarray(a) - np.asarray(b)) for a, b in zip(several, one, strict=True)])
+    assert (differences <= FLOOR["bf16"] * sizes).all(), differences / sizes
