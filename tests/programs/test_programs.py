@@ -6,6 +6,7 @@ words of plain JAX. By default programs are traced, which costs little, and the 
 
 import contextlib
 import functools
+import os
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,17 @@ from tests.programs import ROWS, _traced, all_programs
 pytestmark = pytest.mark.filterwarnings("ignore:.autocast.. no matrix product:UserWarning")
 PROGRAMS = all_programs()
 each_program = pytest.mark.parametrize("name", PROGRAMS)
+
+
+def some(every, first):
+    """Return programs for what takes long: every so many, or all of them with `MPX_ALL_PROGRAMS=1`."""
+    return list(PROGRAMS) if "MPX_ALL_PROGRAMS" in os.environ else list(PROGRAMS)[first::every]
+
+
+def slow_test(every, first):
+    return lambda test: pytest.mark.slow(pytest.mark.parametrize("name", some(every, first))(test))
+
+
 FP8 = mpx.Fp8(min_extent=0)  # whatever is small runs in 8 bits too
 SCALE = mpx.StaticLossScale(2.0**10)
 
@@ -110,17 +122,14 @@ quick = [
 ]
 slow = [
     (product_with_the_hessian, "bf16", WIDE, BF16, False),
-    (steps_in_a_scan, "bf16", DOTS, F32, False),
     (steps_in_a_scan, FP8, WIDE, F32, False),
     (one_gradient_for_each_of_two, "f16", WIDE, F32, False),
-    (one_gradient_for_each_of_two, "bf16", EVERYTHING, F32, False),
     (one_gradient_for_each_of_two, FP8, DOTS, BF16, False),
-    (checkpoint_around, FP8, NOTHING, F32, False),
+    (checkpoint_around, "bf16", EVERYTHING, F32, False),
     (in_a_jit, "f16", {}, F16, False),
     (in_a_jit, "bf16", WIDE | NOTHING, BF16, False),
     (value_alone, FP8, WIDE, BF16, True),
-    (jacobian_forwards, "bf16", WIDE, F32, False),
-    (jacobian_forwards, "bf16", DOTS, BF16, True),
+    (jacobian_forwards, "bf16", DOTS, BF16, False),
 ]
 
 
@@ -147,8 +156,7 @@ def test_what_plain_jax_traces_is_traced(name, mode):
         jax.eval_shape(way(mpx.autocast(loss, how, **options), differentiate), p, batch)
 
 
-@pytest.mark.slow
-@each_program
+@slow_test(every=4, first=0)
 def test_no_tracer_leaks(name):
     loss, args = PROGRAMS[name].loss, PROGRAMS[name].make(0)
     with jax.checking_leaks(), as_plain_jax(lambda: jax.make_jaxpr(jax.grad(loss))(*args)):
@@ -156,12 +164,10 @@ def test_no_tracer_leaks(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", ["a symbol", "a number"])
 @each_program
-def test_it_exports(name, rows):
+def test_it_exports_with_any_number_of_rows(name):
     loss, (p, batch) = PROGRAMS[name].loss, PROGRAMS[name].make(0)
-    batch = symbolic(batch) if rows == "a symbol" else batch
-    export = lambda differentiated: jax.export.export(jax.jit(differentiated))(p, batch)
+    export = lambda differentiated: jax.export.export(jax.jit(differentiated))(p, symbolic(batch))
     with as_plain_jax(lambda: export(jax.grad(loss))):
         export(mpx.grad(mpx.autocast(loss, "bf16")))
 
@@ -251,14 +257,13 @@ def allowed(name, how):
     return 3 * hand + FLOOR[how] * sizes
 
 
-@pytest.mark.parametrize(
-    ("name", "how"),
-    [
-        pytest.param(name, how, marks=[] if how == "bf16" and i % 4 == 0 else pytest.mark.slow)
-        for i, name in enumerate(PROGRAMS)
-        for how in NARROW
-    ],
-)
+QUICKLY = list(PROGRAMS)[::6]
+VALUES = [pytest.param(name, "bf16", marks=[] if name in QUICKLY else pytest.mark.slow) for name in PROGRAMS]
+VALUES += [pytest.param(name, "f16", marks=pytest.mark.slow) for name in some(every=4, first=1)]
+VALUES += [pytest.param(name, "fp8", marks=pytest.mark.slow) for name in some(every=4, first=3)]
+
+
+@pytest.mark.parametrize(("name", "how"), VALUES)
 def test_errors_are_at_most_three_times_those_by_hand(name, how):
     """Negative control: gradients twice as large are refused."""
     ours = autocast(name, FP8 if how == "fp8" else how, **WIDE)
@@ -270,8 +275,7 @@ def test_errors_are_at_most_three_times_those_by_hand(name, how):
 # ---- without jit, bit by bit ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@each_program
+@slow_test(every=3, first=0)
 def test_recomputation_checkpoints_and_callers_change_no_bit(name, monkeypatch):
     """Operation by operation, so that no compiler chooses: of parameters in bfloat16."""
     loss, (p, batch) = PROGRAMS[name].loss, PROGRAMS[name].make(0)
@@ -293,9 +297,8 @@ def test_recomputation_checkpoints_and_callers_change_no_bit(name, monkeypatch):
 # ---- eight devices --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@slow_test(every=2, first=1)
 @pytest.mark.many_devices
-@each_program
 def test_eight_devices_agree_with_one(name):
     """A divided batch, and float32 sums: results differ by less than one rounding to bfloat16."""
     mesh, placed = eight_cpu_devices(), NamedSharding(eight_cpu_devices(), WHOLE)
