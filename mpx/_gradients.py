@@ -47,9 +47,10 @@ def value_and_grad(
     A function that `autocast` returned is differentiated with respect to a float32 view of its parameters: no gradient
     is rounded to their dtype, and under `jit` no parameter is copied. So is one behind a `jax.jit`, a
     `functools.partial` or a function of your own that hands it the parameters. Where it gets them through another
-    transformation, such as `jax.checkpoint`, a warning says that gradients are rounded. Such a function may change a Flax NNX model (batch
-    statistics, counters of dropout). If a loss scale is given, these changes are taken back in a step with an infinite
-    or NaN gradient, since `loss_scaling` skips that step.
+    transformation, such as `jax.checkpoint`, a warning says that gradients are rounded.
+
+    An autocast function may change a Flax NNX model (batch statistics, counters of dropout). If a loss scale is given,
+    these changes are taken back in a step with an infinite or NaN gradient, since `loss_scaling` skips that step.
 
     Args:
         fun: a function of arrays that returns a scalar loss, or `(loss, aux)` if `has_aux`.

@@ -22,8 +22,8 @@ T = TypeVar("T")
 class LossScale:
     """Base class of loss scales: a number to multiply a loss by, and a rule for the next one.
 
-    A loss scale is a frozen dataclass with a field `loss_scale`, and a pytree: fields that hold Python numbers belong
-    to its structure, and all others are leaves. A class of your own defines `state`, and `adjust`, `resume` and
+    A loss scale is a frozen dataclass with a field `loss_scale`, and a pytree: fields that are given Python numbers
+    belong to its structure, and all others are leaves. A class of your own defines `state`, and `adjust`, `resume` and
     `can_shrink` if it adapts.
 
     Attributes:
@@ -93,21 +93,22 @@ class LossScale:
         return dataclasses.replace(self, loss_scale=loss_scale)  # type: ignore[type-var]
 
 
+_LEAVES = "_leaves"  # the names of the leaves, in a value that was unflattened: they are leaves whatever they hold now
+
+
 def _flatten_with_keys(value: Any) -> tuple[list[tuple[Any, Any]], Hashable]:
-    leaves, structure = [], []
-    for field in dataclasses.fields(value):
-        content = getattr(value, field.name)
-        if isinstance(content, (int, float)):
-            structure.append((field.name, content))
-        else:
-            leaves.append((jax.tree_util.GetAttrKey(field.name), content))
-    return leaves, (tuple(key.name for key, _ in leaves), tuple(structure))
+    contents = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    given = tuple(name for name, content in contents.items() if not isinstance(content, (int, float)))
+    names = vars(value).get(_LEAVES, given)
+    numbers = tuple((name, content) for name, content in contents.items() if name not in names)
+    return [(jax.tree_util.GetAttrKey(name), contents[name]) for name in names], (names, numbers)
 
 
 def _unflatten(kind: type, structure: Any, leaves: Any) -> Any:
     # Without the constructor and its checks: JAX puts tracers, shapes and placeholders into trees.
     names, numbers = structure
     value = object.__new__(kind)
+    object.__setattr__(value, _LEAVES, names)
     for name, content in (*zip(names, leaves, strict=True), *numbers):
         object.__setattr__(value, name, content)
     return value

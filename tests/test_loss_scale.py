@@ -141,6 +141,18 @@ def test_every_setting_survives(trip):
         assert float(scale.loss_scale) == 2.0**10
 
 
+@pytest.mark.parametrize(
+    "scale", [mpx.DynamicLossScale(), mpx.StaticLossScale(np.float32(2))], ids=["dynamic", "static"]
+)
+def test_leaves_stay_leaves_whatever_takes_their_places(scale):
+    """Masks, axes of `vmap` and `equinox.partition` are trees of Python's booleans, numbers and None."""
+    for other in (True, 0, 1.0, None, "name"):
+        tree = jax.tree.map(lambda x, other=other: other, scale)
+        assert jax.tree.leaves(tree, is_leaf=lambda x: x is None) == [other] * len(jax.tree.leaves(scale))
+    assert_same_bits(jax.tree.map(lambda mask, x: x, jax.tree.map(lambda x: True, scale), scale), scale)
+    assert jax.tree.structure(jax.tree.map(float, scale)) == jax.tree.structure(scale)
+
+
 def test_python_numbers_belong_to_the_structure_and_arrays_are_leaves():
     leaves = lambda *args, **options: len(jax.tree.leaves(mpx.DynamicLossScale(*args, **options)))
     assert [leaves(), leaves(hysteresis=2), leaves(period=jnp.int32(3))] == [2, 3, 3]

@@ -2,11 +2,12 @@
 
 import sys
 
+import jax
 import jax.numpy as jnp
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks import peers
+from benchmarks import autocast_programs, peers
 
 pytestmark = pytest.mark.optax_promotion
 
@@ -55,3 +56,16 @@ def test_every_optimizer_starts_from_masters_that_are_the_parameters():
         master = optimizer.masters(params, optimizer.init(params))["w"]
         assert master.dtype == jnp.float32
         assert (master == 1).all()
+
+
+def test_programs_are_counted_that_run_keep_the_error_and_narrow(monkeypatch):
+    """Negative control: a way that narrows nothing. A peer that is not installed fails in its own words."""
+    monkeypatch.setitem(sys.modules, "jaxamp", None)
+    plain = "jax", lambda loss: jax.value_and_grad(autocast_programs.judge.scaled_loss(loss))
+    monkeypatch.setitem(autocast_programs.WAYS, "float32", plain)
+    counts = {"run": 1, "within": 1, "narrow": 1}
+    for way, expected in {"mpx": counts, "float32": counts | {"narrow": 0}, "jaxamp": dict.fromkeys(counts, 0)}.items():
+        with jax.numpy_rank_promotion("allow"):  # as in a process of its own
+            row = autocast_programs.measure(way, ["autoencoder_of_one_weight"])
+        assert {key: row[key] for key in counts} == expected
+    assert row["why"].startswith("ModuleNotFoundError")

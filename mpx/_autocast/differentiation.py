@@ -59,8 +59,9 @@ def differentiating(require_scale: Callable[[], None], views: Sequence[View]) ->
         name, x = hidden[0]
         warnings.warn(
             f"`value_and_grad`: gradients are rounded to {x.dtype}, because the autocast function `{name}` gets "
-            "parameters through a transformation that hides them, such as `jax.checkpoint`, or a `jax.jit` around a "
-            "part of the loss. Put the transformation inside of `autocast`, or around `value_and_grad`.",
+            "parameters through a transformation that hides them, such as `jax.checkpoint`, a solver, or a "
+            "`jax.jit` around a part of the loss. Put the transformation inside of `autocast` (of a solver: `autocast` "
+            "around the loss too), or around `value_and_grad`.",
             UserWarning,
             stacklevel=4,
         )

@@ -263,8 +263,12 @@ def test_complex_parameters_are_their_own_masters():
     judge.require_masters_of_float32(ours, ways[0].memory, 2.0**-5)
 
 
+@named(RATES)
+def test_float16_in_a_trainer_that_differentiates_warns_that_nothing_scales_the_loss(library):
+    with pytest.raises(UserWarning, match="computes in float16 and is differentiated without a loss scale"):
+        library(judge.under("params=f32,compute=f16,output=f32", RATES[library]))
+
+
 def test_float32_products_that_dynamax_asks_of_the_whole_process_are_asked_of_autocast_too():
-    with jax.default_matmul_precision("float32"):  # as `import dynamax` sets it
-        found = mpx.explain(mpx.autocast(squares, MASTERS))(PARAMS, X, Y)
-    assert found.narrowed_share == 0
-    assert {row.reason for row in found.contractions} == {"precision HIGHEST is asked for"}
+    with jax.default_matmul_precision("float32"), pytest.warns(UserWarning, match="`jax_default_matmul_precision` is"):
+        jax.eval_shape(mpx.autocast(squares, MASTERS), PARAMS, X, Y)  # as after `import dynamax`
