@@ -7,6 +7,8 @@ words of plain JAX. By default programs are traced, which costs little, and the 
 import contextlib
 import functools
 import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -97,11 +99,10 @@ def value_alone(loss, value_and_grad):
 
 def jacobian_forwards(loss, value_and_grad):
     """A value and its derivative in one direction, mapped over two directions."""
-    return lambda p, batch: jax.vmap(lambda s: jax.jvp(lambda p: loss(p, batch), (p,), (scaled(p, s),)))(jnp.ones(2))
-
-
-def scaled(tree, factor):
-    return jax.tree.map(lambda x: (x * factor).astype(x.dtype), tree)
+    along = lambda p, batch, t: jax.jvp(lambda p: loss(p, batch), (p,), (t,))
+    return lambda p, batch: jax.vmap(along, in_axes=(None, None, 0))(
+        p, batch, jax.tree.map(lambda x: jnp.stack([x, -x]), p)
+    )
 
 
 def symbolic(batch):
@@ -113,30 +114,45 @@ def symbolic(batch):
 
 WIDE = {"reduce_dtype": "f32"}  # as on several devices
 DOTS, NOTHING, EVERYTHING = ({"checkpoint": kept} for kept in ("dots", "nothing", "everything"))
-# The way, the precision, other options, the dtype of parameters, and whether the batch has a symbol for its rows.
+
+
+class Mode(NamedTuple):
+    """A way to differentiate, and what it is tried with."""
+
+    way: Callable
+    how: Any  # the precision
+    options: dict[str, str]  # of autocast
+    dtype: np.dtype  # of the parameters
+    is_symbolic: bool = False  # whether the batch has a symbol for its rows
+
+
 quick = [
-    (product_with_the_hessian, "bf16", {}, F32, False),
-    (steps_in_a_scan, "f16", WIDE, BF16, False),
-    (in_a_jit, FP8, DOTS, BF16, False),
-    (checkpoint_around, "bf16", WIDE, F32, True),
+    Mode(product_with_the_hessian, "bf16", {}, F32),
+    Mode(steps_in_a_scan, "f16", WIDE, BF16),
+    Mode(in_a_jit, FP8, DOTS, BF16),
+    Mode(checkpoint_around, "bf16", WIDE, F32, True),
 ]
 slow = [
-    (product_with_the_hessian, "bf16", WIDE, BF16, False),
-    (steps_in_a_scan, FP8, WIDE, F32, False),
-    (one_gradient_for_each_of_two, "f16", WIDE, F32, False),
-    (one_gradient_for_each_of_two, FP8, DOTS, BF16, False),
-    (checkpoint_around, "bf16", EVERYTHING, F32, False),
-    (in_a_jit, "f16", {}, F16, False),
-    (in_a_jit, "bf16", WIDE | NOTHING, BF16, False),
-    (value_alone, FP8, WIDE, BF16, True),
-    (jacobian_forwards, "bf16", DOTS, BF16, False),
+    Mode(product_with_the_hessian, "bf16", WIDE, BF16),
+    Mode(steps_in_a_scan, FP8, WIDE, F32),
+    Mode(one_gradient_for_each_of_two, "f16", WIDE, F32),
+    Mode(one_gradient_for_each_of_two, FP8, DOTS, BF16),
+    Mode(checkpoint_around, "bf16", EVERYTHING, F32),
+    Mode(in_a_jit, "f16", {}, F16),
+    Mode(in_a_jit, "bf16", WIDE | NOTHING, BF16),
+    Mode(value_alone, FP8, WIDE, BF16, True),
+    Mode(jacobian_forwards, "bf16", DOTS, BF16),
 ]
 
 
 def label(mode):
-    way, how, options, dtype, is_symbolic = mode
-    words = way.__name__, "fp8" if how is FP8 else how, *options.values(), f"{dtype} parameters"
-    return ", ".join(words + ("symbolic",) * is_symbolic)
+    words = (
+        mode.way.__name__,
+        "fp8" if mode.how is FP8 else mode.how,
+        *mode.options.values(),
+        f"{mode.dtype} parameters",
+    )
+    return ", ".join(words + ("symbolic",) * mode.is_symbolic)
 
 
 MODES = [pytest.param(mode, id=label(mode)) for mode in quick]
@@ -301,10 +317,9 @@ def test_recomputation_checkpoints_and_callers_change_no_bit(name, monkeypatch):
 @pytest.mark.many_devices
 def test_eight_devices_agree_with_one(name):
     """A divided batch, and float32 sums: results differ by less than one rounding to bfloat16."""
-    mesh, placed = eight_cpu_devices(), NamedSharding(eight_cpu_devices(), WHOLE)
-    divided = lambda x: NamedSharding(mesh, SPLIT) if x.shape[:1] == (ROWS,) else placed
-    p, batch = PROGRAMS[name].make(0)
-    args = jax.device_put(p, placed), jax.tree.map(lambda x: jax.device_put(x, divided(x)), batch)
+    mesh, (p, batch) = eight_cpu_devices(), PROGRAMS[name].make(0)
+    place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
+    args = place(p, WHOLE), jax.tree.map(lambda x: place(x, SPLIT if x.shape[:1] == (ROWS,) else WHOLE), batch)
     function = jax.jit(mpx.value_and_grad(mpx.autocast(PROGRAMS[name].loss, "bf16")))
     with as_plain_jax(lambda: jax.jit(jax.value_and_grad(PROGRAMS[name].loss))(*args)):
         several = jax.tree.leaves(function(*args))
