@@ -25,7 +25,6 @@ from mpx._inspect.check_chain import check_chain as check_chain
 from mpx._inspect.convert_state import convert_state as convert_state
 from mpx._inspect.health import StuckError as StuckError
 from mpx._inspect.health import check_health as check_health
-from mpx._inspect.masters import averaged_params as averaged_params
 from mpx._inspect.masters import is_synced as is_synced
 from mpx._inspect.masters import master_params as master_params
 from mpx._inspect.masters import resync as resync
@@ -52,7 +51,6 @@ from mpx._transforms.loss_scaling import loss_scaling as loss_scaling
 from mpx._transforms.loss_scaling import skipped_steps as skipped_steps
 from mpx._transforms.low_precision_state import low_precision_state as low_precision_state
 from mpx._transforms.master_weights import master_weights as master_weights
-from mpx._transforms.params_ema import params_ema as params_ema
 from mpx._transforms.stochastic_rounding import stochastic_rounding as stochastic_rounding
 from mpx._transforms.upcast import upcast as upcast
 from mpx.tools.monitor.underflow import underflow_report as underflow_report

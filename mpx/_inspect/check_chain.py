@@ -8,7 +8,6 @@ The program of one update is traced, not run, and two kinds of values are follow
 - Gradients, until `loss_scaling` receives them. In front of it, whatever is not linear sees scaled gradients.
 """
 
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ from mpx import _errors, _trees
 from mpx._jaxprs import dtype_of, is_literal, propagate, propagate_inside
 from mpx._primitives import facts_of, holds_programs_run_once
 from mpx._stored.leaves import StateLeaf, leaves_of
-from mpx._stored.roles import KEPT_OF_WEIGHTS, ROLES, WRITES_BACK, Role, fields_with_role
+from mpx._stored.roles import KEPT_OF_WEIGHTS, WRITES_BACK, fields_with_role
 from mpx._stored.state_format import shown
 from mpx._transforms.loss_scaling import SCALED
 from mpx._writeback import MARK, SENT
@@ -48,9 +47,8 @@ def check_chain(tx: optax.GradientTransformation, params: Any = None, **extra_ar
         TypeError: if `tx` is not a transformation.
         ValueError: if updates are changed after one of the three; if something in front of `loss_scaling` is not linear
             in the gradients, something behind it keeps a state, or some gradients do not go through it, unless the
-            scale is always 1; if a rule outside of `master_weights` keeps its state in 16 bits; if an average of
-            weights is not the last element of its chain, or averages rounded parameters; if `tx` does not take the
-            small tree, and `params` is None.
+            scale is always 1; if a rule outside of `master_weights` keeps its state in 16 bits; if `tx` does
+            not take the small tree, and `params` is None.
 
     Example:
         >>> check_chain(optax.chain(optax.clip(1.0), master_weights(optax.adam(1e-3))))
@@ -90,8 +88,6 @@ changes it after that (2 of 2 such leaves). Put what changes updates inside of `
     after = dict(zip(_trees.leaves_by_path(new_state), results[len(leaves) :], strict=True))
     _require_no_lost_updates(state, histories, after)
     _require_wide_state_before_masters(state)
-    _require_averages_of_masters(state)
-    _require_averages_at_the_end(state)
 
 
 # ---- values on their way --------------------------------------------------------------------------------------------
@@ -298,37 +294,3 @@ def _require_wide_state_before_masters(state: Any) -> None:
             "stand around them with `hyperparam_dtype=jnp.float32`: without it, 0.999 becomes 1."
         )
         raise _errors.leaves_error(ValueError, what, narrow, remedy)
-
-
-def _require_averages_of_masters(state: Any) -> None:
-    """Raise if an average is taken of parameters whose masters it could have."""
-    inside = {
-        id(owner)
-        for part, _ in fields_with_role(state, "master")
-        for owner, _ in fields_with_role(tuple(part), "average")
-    }
-    with_masters = {leaf.below for leaf in leaves_of(state) if leaf.role == "master"}
-    for owner, average in fields_with_role(state, "average"):
-        if id(owner) not in inside and with_masters & _trees.leaves_by_path(average).keys():
-            raise ValueError(
-                f"`check_chain`: the average of `{type(owner).__name__}` stands outside of `master_weights` and "
-                "averages rounded parameters. Put it inside: `master_weights(optax.chain(rule, params_ema(...)))`."
-            )
-
-
-def _require_averages_at_the_end(state: Any) -> None:
-    """Raise if something may change updates after an average of the parameters that they lead to."""
-    averages = lambda part: "average" in _roles(part)
-    parts_of = lambda x: list(x.values() if isinstance(x, dict) else x)
-    is_chain = lambda x: type(x) in (tuple, dict) and any(map(averages, parts_of(x)))
-    for chain in filter(is_chain, jax.tree.leaves(state, is_leaf=is_chain)):
-        first, *after = itertools.dropwhile(lambda part: not averages(part), parts_of(chain))
-        if not all(averages(part) or _roles(part) == {"measure"} for part in after):
-            raise ValueError(
-                f"`check_chain`: `{type(first).__name__}` averages the parameters that its updates lead to, but "
-                "another element comes after it and may change them. Make it the last element of the chain."
-            )
-
-
-def _roles(state: Any) -> set[Role]:
-    return set(ROLES.get(type(state), {}).values())

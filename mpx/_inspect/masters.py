@@ -1,4 +1,4 @@
-"""Look into optimizer states: the masters, the averages, and whether parameters belong to them."""
+"""Look into optimizer states: the masters, and whether parameters belong to them."""
 
 import functools
 from typing import Any, TypeVar
@@ -10,7 +10,6 @@ import optax
 
 from mpx import _errors, _trees
 from mpx._stored.leaves import StateLeaf, leaves_of, require_types, weights_kept
-from mpx._stored.roles import fields_with_role
 from mpx._stored.state_format import shown
 
 T = TypeVar("T")
@@ -46,52 +45,6 @@ def master_params(params: T, opt_state: optax.OptState) -> T:
         return _trees.at_least_float32(p) if kept is None else kept.way.restore(p, kept.leaf)
 
     return jax.tree.map_with_path(restore, params, is_leaf=_trees.is_masked)
-
-
-def averaged_params(opt_state: optax.OptState) -> Any:
-    """Return the average of the weights in a state: a tree like the parameters, for `params_ema` float32 or wider.
-
-    Parameters that are not floating, or that `optax.masked` or `optax.partition` hide from every average, are an
-    `optax.MaskedNode`. To evaluate the model in its own precision, cast the average:
-    `policy.cast_to_param(averaged_params(state))`.
-
-    Args:
-        opt_state: the state of any transformation with a `params_ema` somewhere in it, or another state that declares
-            an average by `register_state`; or several for different parameters (`optax.partition`).
-
-    Raises:
-        TypeError: as `master_params` does.
-        ValueError: if nothing in the state averages weights, or there are two averages of the same weights.
-
-    Example:
-        >>> tx = master_weights(optax.chain(optax.sgd(0.1), params_ema(0.99)))
-        >>> params = {"w": jnp.ones(2, jnp.bfloat16)}
-        >>> updates, state = tx.update({"w": jnp.ones(2)}, tx.init(params), params)
-        >>> averaged_params(state)["w"]  # not the bfloat16 0.8984
-        Array([0.9, 0.9], dtype=float32)
-    """
-    require_types(opt_state, "averaged_params")
-    averages = [average for _, average in fields_with_role(opt_state, "average")]
-    if not averages:
-        raise ValueError(
-            "`averaged_params`: nothing in this optimizer state averages weights. Put `params_ema` at the end of the "
-            "chain inside `master_weights`."
-        )
-    return functools.reduce(_joined_averages, averages)
-
-
-def _joined_averages(a: Any, b: Any) -> Any:
-    """Join two averages of different parameters; a whole subtree of one may be a single placeholder of the other."""
-    if _trees.is_masked(a) or _trees.is_masked(b):
-        return b if _trees.is_masked(a) else a
-    children, treedef = jax.tree.flatten(a, is_leaf=lambda x: x is not a)
-    if jax.tree_util.treedef_is_leaf(treedef):
-        raise ValueError(
-            "`averaged_params`: the optimizer state holds two averages of the same parameters. Take the one you want "
-            'from its part of the state, with `optax.tree.get_all_with_path(state, "ema")`.'
-        )
-    others = treedef.flatten_up_to(b)
-    return treedef.unflatten([_joined_averages(x, y) for x, y in zip(children, others, strict=True)])
 
 
 def is_synced(params: Any, opt_state: optax.OptState) -> jax.Array:

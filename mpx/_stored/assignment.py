@@ -188,7 +188,7 @@ _FLOAT64 = (
     "or give these leaves 'f32' in front of the other patterns."
 )
 _EXACT = (
-    "are masters, compensations, averages or copies of weights, kept so that nothing is lost. Put "
+    "are masters, compensations or copies of weights, kept so that nothing is lost. Put "
     "`low_precision_state` inside `master_weights` and in front of `kahan_summation`, or give these leaves 'f32' in "
     "front of the other patterns."
 )

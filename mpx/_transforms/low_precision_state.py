@@ -87,7 +87,7 @@ def low_precision_state(
         TypeError: if `inner` is not a transformation, `formats` not a mapping, or `key` not a PRNG key.
         ValueError: if a pattern is not a regular expression, a format unknown, or an argument would do nothing; at
             `init`, if a pattern decides about no leaf, or about one that must not be rounded so (float64 and
-            complex leaves, masters, compensations, averages of weights, second moments in float16), or if one
+            complex leaves, masters, compensations, second moments in float16), or if one
             `low_precision_state` stands in another; at `update`, if the state was stored in other formats.
 
     Example:
