@@ -174,13 +174,13 @@ def _format_as_bytes(static: tuple[StateFormat]) -> bytes:
 
 def _format_from_bytes(data: bytes) -> tuple[StateFormat]:
     name, settings = json.loads(data)
-    kinds, found = [StateFormat], None
+    kinds: list[Any] = [StateFormat]
     for kind in kinds:  # grows
         kinds += kind.__subclasses__()
-        found = kind if _name_of(kind) == name else found
-    if found is None:
+    found = {_name_of(kind): kind for kind in kinds}
+    if name not in found:
         raise ValueError(f"The exported step keeps its state in `{name}`: import the module that defines this format.")
-    return (found(**settings),)
+    return (found[name](**settings),)
 
 
 def _name_of(kind: type) -> str:
