@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import export
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
@@ -169,6 +170,9 @@ class StaticLossScale(LossScale):
 
     loss_scale: ArrayLike
 
+    def __post_init__(self) -> None:
+        _number_of(self, "loss_scale")
+
     def state(self) -> StaticLossScaleState:
         return StaticLossScaleState()
 
@@ -266,7 +270,8 @@ class DynamicLossScale(LossScale):
             number = _number_of(self, name)
             if number is not None and not (float(number).is_integer() and number >= 1):
                 raise ValueError(f"`DynamicLossScale`: `{name}` must be an integer above 0, but got {number}.")
-        factor, low, high = (_number_of(self, name) for name in ("factor", "min_loss_scale", "max_loss_scale"))
+        names = ("factor", "min_loss_scale", "max_loss_scale", "loss_scale", "counter")
+        factor, low, high, *_ = (_number_of(self, name) for name in names)
         if factor is not None and not factor > 1:
             raise ValueError(f"`DynamicLossScale`: `factor` must be above 1, but got {factor}.")
         if low is not None and high is not None and not low <= high:
@@ -317,6 +322,10 @@ class DynamicLossScale(LossScale):
         return dataclasses.replace(self, loss_scale=loss_scale, counter=state.counter, bad_steps=state.bad_steps)
 
 
+for _kind in (NoOpLossScaleState, StaticLossScaleState, DynamicLossScaleState):
+    export.register_namedtuple_serialization(_kind, serialized_name=f"mpx.{_kind.__name__}")
+
+
 def is_power_of_two(x: float) -> bool:
     """Return whether `x` is a positive finite power of two, so that multiplying by it is exact."""
     return math.isfinite(x) and x > 0 and math.frexp(x)[0] == 0.5
@@ -354,5 +363,7 @@ def _multiply(tree: T, factor: ArrayLike, *, inverse: bool = False) -> T:
 def _number_of(value: Any, name: str) -> float | None:
     """Return a field as a Python number, or None if it is not known: traced, a shape, or one of several values."""
     number = getattr(value, name)
+    if not (isinstance(number, (int, float)) or _trees.is_array(number)):
+        raise TypeError(f"`{type(value).__name__}`: `{name}` must be a number, but got {number!r}.")
     is_known = not isinstance(number, (Tracer, jax.ShapeDtypeStruct)) and not np.ndim(number)
     return np.asarray(number).item() if is_known else None
