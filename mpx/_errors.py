@@ -132,7 +132,8 @@ def require_step(caller: str, kind: type, state: Any, params: Any, updates: Any 
     if params is None:
         raise ValueError(
             f"`{caller}` needs the parameters: call `update(grads, state, params)`. It keeps what their dtype "
-            "cannot hold, so it must know what they hold."
+            "cannot hold, so it must know what they hold. If a library makes the call (brax leaves the parameters "
+            "out), store its parameters in float32, and use a rule that works without them."
         )
     require_state(state, kind, caller)
     if updates is not None:

@@ -304,7 +304,8 @@ def _require_same_rule(old: list[StateLeaf], new: list[StateLeaf]) -> None:
         was, becomes = map(_described, differing)
         raise ValueError(
             "`convert_state`: the rules in `tx` and `new_tx` differ. They must be the same, with the same options. To "
-            "change the rule, start with new moments: `new_tx.init(params)`, with `master_params` as the parameters. "
+            "change the rule, start with new moments: with `weights = master_params(params, opt_state)`, call "
+            "`convert_state(weights, rule.init(weights), rule, new_tx)`, where `rule` is the one inside `new_tx`. "
             f"Where the state of `tx` has\n  {was}\nthe state of `new_tx` has\n  {becomes}"
         )
 

@@ -11,6 +11,7 @@ import optax
 from mpx import _errors, _trees
 from mpx._stored.leaves import StateLeaf, leaves_of, require_types, weights_kept
 from mpx._stored.roles import fields_with_role
+from mpx._stored.state_format import shown
 
 T = TypeVar("T")
 
@@ -97,9 +98,9 @@ def is_synced(params: Any, opt_state: optax.OptState) -> jax.Array:
     """Return whether parameters and optimizer state belong together: a boolean scalar.
 
     It is False after parameters were changed from outside (fine-tuning, pruning, a checkpoint of the weights alone):
-    the next update would bring the old weights back. Then call `resync`. Low bits (`storage="split"`) fit any
-    parameter, so this cannot see a change there. (A weight that has just fallen almost to zero may be out of sync until
-    the next step, see `master_weights`.) Arguments and errors are as in `master_params`.
+    the next update would bring the old weights back. Then call `resync`. (A weight that has just fallen almost to zero
+    may be out of sync until the next step, see `master_weights`.) Arguments and errors are as in `master_params`; and
+    it raises a ValueError for low bits (`storage="split"` or `"split24"`), which fit any parameter.
 
     Example:
         >>> tx = master_weights(optax.sgd(1e-3))
@@ -110,8 +111,18 @@ def is_synced(params: Any, opt_state: optax.OptState) -> jax.Array:
     """
     leaves = _trees.leaves_by_path(params)
     kept = _kept_by_path(params, opt_state, "is_synced")
-    synced = [jnp.all(found.way.belongs(leaves[path], found.leaf)) for path, found in kept.items()]
-    return functools.reduce(jnp.logical_and, synced, jnp.asarray(True))
+    belongs = {path: found.way.belongs(leaves[path], found.leaf) for path, found in kept.items()}
+    untold = {
+        path: f"{shown(kept[path].leaf)} fits any {shown(leaves[path])}" for path, x in belongs.items() if x is None
+    }
+    if untold:
+        what = "`is_synced` cannot tell: split masters keep low bits, which belong to any parameter"
+        remedy = (
+            "Save and restore parameters and state together, in one checkpoint of one step. If parameters were changed "
+            'from outside, call `resync`. Whole masters can be compared: `master_weights(rule, storage="full")`.'
+        )
+        raise _errors.leaves_error(ValueError, what, untold, remedy, params)
+    return functools.reduce(jnp.logical_and, map(jnp.all, belongs.values()), jnp.asarray(True))
 
 
 def resync(params: Any, opt_state: T) -> T:
@@ -119,7 +130,9 @@ def resync(params: Any, opt_state: T) -> T:
 
     In the state that it returns, masters are exactly the parameters; low bits and Kahan compensations are zero. Moments
     and counts stay. Call it only after such a change: the state forgets what it held beyond the precision of the
-    parameters, for unchanged weights too. Arguments and errors are as in `master_params`.
+    parameters, for unchanged weights too. You must know of the change: split masters cannot tell it (see `is_synced`),
+    and without this a changed weight goes on with the low bits of another, up to 2**-8 of it. Arguments and errors are
+    as in `master_params`.
 
     Example:
         >>> tx = master_weights(optax.sgd(1e-3))

@@ -209,6 +209,11 @@ def _require_placed_as_said(params: Any, specs: Any) -> None:
 
 # What is sent.
 
+_NO_DERIVATIVE = (
+    "`zero1` sends new parameters as bits, which have no derivative. To differentiate through steps of the optimizer, "
+    "call the rule without `zero1`."
+)
+
 
 def _to_send(p: jax.Array, update: jax.Array) -> jax.Array:
     """Return what the other devices need: the bits of a new 16-bit parameter, or else the update.
@@ -217,7 +222,7 @@ def _to_send(p: jax.Array, update: jax.Array) -> jax.Array:
     """
     if not _trees.is_narrower(p):
         return update
-    update = checkpoint_name(update, MARK + SENT)
+    update = checkpoint_name(_errors.not_differentiable(update, _NO_DERIVATIVE), MARK + SENT)
     return applied_value(p, update.astype(np.float32)).astype(p.dtype).view(np.uint16)
 
 

@@ -39,7 +39,7 @@ def assign(state: Any, patterns: Mapping[str, StateFormat], min_size: int) -> As
     names = _trees.path_names(state, is_stored)
     for i, found in enumerate(leaves_of(state)):
         leaf = found.leaf
-        if not (is_stored(leaf) or _trees.is_floating(leaf)) or not leaf.shape:
+        if not (is_stored(leaf) or _trees.is_inexact(leaf)) or not leaf.shape:
             continue
         pattern = next((pattern for pattern in patterns if _matches(pattern, names[found.path])), None)
         if pattern is not None:
@@ -117,7 +117,7 @@ def require_every_pattern_used(state: Any, patterns: Mapping[str, StateFormat], 
     if not unused:
         return
     leaves, names = _trees.leaves_by_path(state), _trees.path_names(state)
-    paths = [names[path] for path, leaf in leaves.items() if _trees.is_floating(leaf) and np.shape(leaf)]
+    paths = [names[path] for path, leaf in leaves.items() if _trees.is_inexact(leaf) and np.shape(leaf)]
     shadowed = next((pattern for pattern in unused if any(_matches(pattern, path) for path in paths)), None)
     if shadowed is not None:
         raise ValueError(
@@ -158,6 +158,8 @@ def _unsound(leaf: Any, role: Role, chosen: StateFormat) -> str | None:
     """Return why a leaf cannot be kept in a format, whatever its size; None if it can."""
     if chosen == FLOAT32:
         return _DOUBLED if leaf.dtype.itemsize < 4 else None
+    if not _trees.is_floating(leaf):
+        return _COMPLEX
     if leaf.dtype.itemsize > 4:
         return _FLOAT64
     return _EXACT if role in EXACT else None
@@ -180,6 +182,10 @@ def _try(format: StateFormat, found: StateLeaf, text: str) -> None:
 _DOUBLED = (
     "are stored in 16 bits by the rule itself, so that the format 'f32' would do nothing. Leave out the rule's own "
     "setting, such as `mu_dtype`."
+)
+_COMPLEX = (
+    "are complex, and formats hold real numbers. Wrap the rule in `optax.contrib.split_real_and_imaginary`, or give "
+    "these leaves 'f32' in front of the other patterns."
 )
 _FLOAT64 = (
     "are float64, as the parameters are: a training run in float64 has no use for 16 or 8 bits. Cast the parameters, "

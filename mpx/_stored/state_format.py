@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpx import _trees, formats
+from mpx._errors import not_differentiable
 from mpx._shardings import explicit_sharding, in_auto, part_sharding
 from mpx._stored.roles import Role
 
@@ -135,11 +136,21 @@ def store(x: Any, format: StateFormat, key: jax.Array | None = None) -> Any:
     """
     _tell_flax()
     (array,), box = jax.tree.flatten(x)
-    codes, scales = _placed_by_xla(format.encode, array.astype(np.float32), key)
+    array = array.astype(np.float32)
+    if not isinstance(format, Cast):
+        array = not_differentiable(array, _NO_DERIVATIVE.format(format))
+    codes, scales = _placed_by_xla(format.encode, array, key)
     boxed = lambda part: None if part is None else box.unflatten([part])
     if scales is None and codes.shape == array.shape and jnp.issubdtype(codes.dtype, jnp.floating):
         return boxed(codes)
     return StoredLeaf(boxed(codes), boxed(scales), format)
+
+
+_NO_DERIVATIVE = (
+    "`low_precision_state`: a step of the optimizer is differentiated (a learned rate, meta-learning), but codes of "
+    "`{}` have no derivative. Keep this state in float32 or 16 bits there, or apply `jax.lax.stop_gradient` to the "
+    "gradients."
+)
 
 
 def _placed_by_xla(function: Callable[..., Any], x: jax.Array, other: Any) -> Any:

@@ -89,9 +89,9 @@ def low_precision_state(
     Raises:
         TypeError: if `inner` is not a transformation, `formats` not a mapping, or `key` not a PRNG key.
         ValueError: if a pattern is not a regular expression, a format unknown, or an argument would do nothing; at
-            `init`, if a pattern decides about no leaf, or about one that must not be rounded so (float64 leaves,
-            masters, compensations, averages of weights, second moments in float16), or if one `low_precision_state`
-            stands in another; at `update`, if the state was stored in other formats.
+            `init`, if a pattern decides about no leaf, or about one that must not be rounded so (float64 and
+            complex leaves, masters, compensations, averages of weights, second moments in float16), or if one
+            `low_precision_state` stands in another; at `update`, if the state was stored in other formats.
 
     Example:
         >>> tx = low_precision_state(optax.adam(1e-3), {"mu": "bf16", "nu": Blockwise8bit()})
@@ -122,7 +122,7 @@ def low_precision_state(
                 "of the two."
             )
         assignment = assign(state, patterns, min_size)
-        if any(_trees.is_floating(p) and np.shape(p) for p in jax.tree.leaves(params)):  # else there is no state at all
+        if any(_trees.is_inexact(p) and np.shape(p) for p in jax.tree.leaves(params)):  # else there is no state at all
             require_every_pattern_used(state, patterns, assignment)
         require_sound_formats(state, patterns, assignment)
         return LowPrecisionState(_store(state, assignment, None), kept_key(key))
