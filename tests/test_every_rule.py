@@ -199,7 +199,11 @@ def test_two_models_are_trained_by_vmap_as_each_alone(case):
             assert furthest(weights_and_state(run), weights_and_state(alone)) < 1e-5
 
 
-@composed
+# An update that is clipped has no derivative, and a sum of those few that are not may be anything near zero.
+UNCLIPPED = [case for case in COMPOSED if case.around != "clipping after"]
+
+
+@pytest.mark.parametrize("case", cases(UNCLIPPED, COMPOSED[::9]), ids=str)
 def test_derivatives_through_steps_are_those_of_the_float32_rule(case):
     """Differentiate with respect to a rate, and to the first weights, which may be bfloat16 numbers."""
     grads = gradients(RULES[case.rule], 2)
