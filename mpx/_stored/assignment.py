@@ -16,7 +16,7 @@ from mpx._fp8 import FORMATS
 from mpx._shardings import explicit_sharding
 from mpx._stored.blocks import BlockFormat
 from mpx._stored.blockwise_fp8 import BlockwiseFp8
-from mpx._stored.leaves import leaves_of
+from mpx._stored.leaves import StateLeaf, leaves_of
 from mpx._stored.roles import EXACT, Role
 from mpx._stored.state_format import FLOAT32, Cast, StateFormat, is_stored, store
 
@@ -132,28 +132,51 @@ def require_every_pattern_used(state: Any, patterns: Mapping[str, StateFormat], 
 
 
 def require_sound_formats(state: Any, patterns: Mapping[str, StateFormat], assignment: Assignment) -> None:
-    """Raise if a leaf would be kept in a format that it must not have, whatever its size."""
+    """Raise if a leaf would be kept in a format that it must not have, or that cannot hold it.
+
+    A leaf that is small stays in float32: its format is not asked about it.
+    """
     wrong: dict[str, dict[_trees.Path, str]] = {}
     for i, found in enumerate(leaves_of(state)):
-        pattern = assignment[i].pattern if i in assignment else None
-        reason = pattern and _unsound(found.leaf, found.role, patterns[pattern])
+        if i not in assignment:
+            continue
+        format, pattern = assignment[i]
+        text = f"{_trees.dtype_and_shape(found.leaf)}, by the pattern {pattern!r}"
+        reason = _unsound(found.leaf, found.role, patterns[pattern])
+        if not reason and format != FLOAT32:
+            reason = patterns[pattern].refuses(found.role, found.leaf.shape)
         if reason:
-            text = f"{_trees.dtype_and_shape(found.leaf)}, by the pattern {pattern!r}"
             wrong.setdefault(reason, {})[found.path] = text
+        elif format != FLOAT32:
+            _try(format, found, text)
     for reason, leaves in wrong.items():
         what = "`low_precision_state`: leaves would be kept in a format that they must not have"
         raise _errors.leaves_error(ValueError, what, leaves, f"These leaves {reason}")
 
 
 def _unsound(leaf: Any, role: Role, chosen: StateFormat) -> str | None:
-    """Return why a leaf cannot be kept in a format; None if it can."""
+    """Return why a leaf cannot be kept in a format, whatever its size; None if it can."""
     if chosen == FLOAT32:
         return _DOUBLED if leaf.dtype.itemsize < 4 else None
     if not _trees.is_floating(leaf):
         return _COMPLEX
     if leaf.dtype.itemsize > 4:
         return _FLOAT64
-    return _EXACT if role in EXACT else chosen.refuses(role)
+    return _EXACT if role in EXACT else None
+
+
+def _try(format: StateFormat, found: StateLeaf, text: str) -> None:
+    """Encode the shape of a leaf, and decode it; say which leaf it is if a format does not hold it."""
+    try:
+        kept = _kept(format, found.leaf.shape)
+        _ = is_stored(kept) and kept.shape
+    except Exception as error:  # of a class that mpx does not know
+        path = _trees.path_string(found.path)
+        error.add_note(
+            f"`low_precision_state`: {format} does not hold the leaf {path!r}, {text}. Give it another format, in "
+            "front of this pattern. (The method `refuses` of a format can say which shapes it holds.)"
+        )
+        raise
 
 
 _DOUBLED = (
@@ -202,8 +225,13 @@ def require_stored_as_assigned(state: Any, assignment: Assignment, as_made: Call
         raise _errors.leaves_error(ValueError, what, wrong, remedy)
 
 
-@functools.lru_cache(maxsize=4096)
 def _stored_dtype(format: StateFormat, shape: tuple[int, ...]) -> Any:
     """Return the dtype of the plain array that a format keeps for this shape; None if it keeps a stored leaf."""
-    kept = jax.eval_shape(lambda x: store(x, format), jax.ShapeDtypeStruct(shape, np.float32))
+    kept = _kept(format, shape)
     return None if is_stored(kept) else kept.dtype
+
+
+@functools.lru_cache(maxsize=4096)
+def _kept(format: StateFormat, shape: tuple[int, ...]) -> Any:
+    """Return the shapes that a format keeps for an array of this shape."""
+    return jax.eval_shape(lambda x: store(x, format), jax.ShapeDtypeStruct(shape, np.float32))

@@ -68,8 +68,11 @@ class StateFormat(abc.ABC):
         """Return the format for a leaf whose shards have this many columns, so that each device encodes its own."""
         return self
 
-    def refuses(self, role: Role) -> str | None:
-        """Return why a leaf of this role cannot be kept so, to end a sentence that begins "These leaves"; or None."""
+    def refuses(self, role: Role, shape: tuple[int, ...]) -> str | None:
+        """Return why a leaf cannot be kept so, to end a sentence that begins "These leaves"; None if it can.
+
+        It is asked about each leaf that would be kept so: its role, such as `"second moment"`, and its shape.
+        """
         return None
 
 
@@ -223,7 +226,7 @@ class Cast(StateFormat):
     def decode(self, codes: jax.Array, scales: None) -> jax.Array:
         return codes
 
-    def refuses(self, role: Role) -> str | None:
+    def refuses(self, role: Role, shape: tuple[int, ...]) -> str | None:
         if self.dtype != "float16" or role != "second moment":
             return None
         return (

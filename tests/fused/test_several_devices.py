@@ -104,8 +104,28 @@ def test_the_plan_under_zero1_has_the_step_of_the_shards_and_the_new_parameter(m
     assert rows["w", "a kernel"].moved_bytes == 3 * 2 * alone.size  # the old one, what was sent, the new one
 
 
-def test_kernels_run_on_a_mesh_of_explicit_axes_with_zero1_too():
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices("cpu"))
+@pytest.fixture(scope="module")
+def explicit_mesh():
+    return jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices("cpu"))
+
+
+@pytest.mark.parametrize("by_zero1", [False, True], ids=["sharded", "zero1"])
+@pytest.mark.parametrize("as_shapes", [False, True], ids=["arrays", "shapes"])
+def test_the_plan_on_explicit_axes_is_that_of_automatic_ones(mesh, explicit_mesh, by_zero1, as_shapes):
+    def plan(mesh):
+        params, _ = placed(parameters({"w": (64, 2048)}), mesh, P() if by_zero1 else P("data"))
+        params = jax.eval_shape(lambda: params) if as_shapes else params
+        return mpx.fused_update(with_8_bit_moments(mesh if by_zero1 else None)).plan(params)
+
+    expected = plan(mesh)
+    assert len(expected.rows) == 1 + by_zero1
+    assert plan(explicit_mesh) == expected
+    with jax.set_mesh(explicit_mesh):
+        assert plan(explicit_mesh) == expected
+
+
+def test_kernels_run_on_a_mesh_of_explicit_axes_with_zero1_too(explicit_mesh):
+    mesh = explicit_mesh
     with jax.set_mesh(mesh):
         tx, (params, grads) = with_8_bit_moments(mesh), placed(parameters({"w": (16, 2048)}), mesh, P())
         program = assert_same_steps(tx, grads, tx.init(params), params)

@@ -139,9 +139,7 @@ def printed_fsdp_step(mesh, recipe):
         exec(training_code(recipe, "linen", "fsdp"), names)
     params = {n: placed_on(mesh, shape, names["policy"].param_dtype, P("data")) for n, shape in SHAPES.items()}
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        state = jax.eval_shape(names["tx"].init, params)
-    spec_of = lambda x: P() if x.sharding is None else x.sharding.spec
-    state = jax.tree.map(lambda x: x.update(sharding=NamedSharding(mesh, spec_of(x))), state)
+        state = jax.eval_shape(names["tx"].init, params)  # its types know how it is sharded, but no devices
     return mpx.step_report(
         names["train_step"], params, state, placed_on(mesh, (8 * 4096, 2048), jnp.float32, P("data")), target="h200"
     )
