@@ -289,7 +289,7 @@ def test_errors_are_at_most_three_times_those_by_hand(name, how):
 
 
 # JAX drops custom derivatives in loops on the way to the second derivative.
-IN_LOOPS = ("lstm", "selective_state_space")
+IN_LOOPS = ("scanned_layers_with_a_checkpoint_policy", "selective_state_space")
 SECOND = [*IN_LOOPS, *[pytest.param(name, marks=pytest.mark.slow) for name in some(3, 2) if name not in IN_LOOPS]]
 
 
