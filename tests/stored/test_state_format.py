@@ -25,7 +25,6 @@ CODED = mpx.low_precision_state(optax.adam(1e-3), {"mu": mpx.Blockwise4bit(), "n
 
 def test_an_exported_step_with_every_kind_of_state_is_saved_and_read():
     """What Optax and a user define they register themselves, as `jax.export` asks."""
-    pytest.importorskip("flatbuffers", reason="jax.export needs it to save")
     for kind in (optax.ScaleByAdamState, optax.EmptyState, optax.MaskedNode):
         if kind not in _registered:
             export.register_namedtuple_serialization(kind, serialized_name=f"tests.{kind.__name__}")
