@@ -57,7 +57,8 @@ def is_integer(x: Any) -> bool:
 def as_transformation(inner: Any, caller: str) -> optax.GradientTransformationExtraArgs:
     """Return the rule that a wrapper wraps, accepting extra arguments; raise for anything else."""
     if isinstance(inner, optax.MultiSteps):  # its own `gradient_transformation` takes no extra arguments
-        inner = optax.GradientTransformationExtraArgs(inner.init, inner.update)
+        update: Any = inner.update
+        inner = optax.GradientTransformationExtraArgs(inner.init, update)
     if not (callable(getattr(inner, "init", None)) and callable(getattr(inner, "update", None))):
         hint = " Call it with its settings first, as in `optax.adamw(1e-3)`." if callable(inner) else ""
         raise TypeError(f"`{caller}` needs an Optax gradient transformation, but got {type(inner).__name__}.{hint}")

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import export
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
@@ -319,6 +320,10 @@ class DynamicLossScale(LossScale):
 
     def resume(self, loss_scale: ArrayLike, state: DynamicLossScaleState) -> "DynamicLossScale":
         return dataclasses.replace(self, loss_scale=loss_scale, counter=state.counter, bad_steps=state.bad_steps)
+
+
+for _kind in (NoOpLossScaleState, StaticLossScaleState, DynamicLossScaleState):
+    export.register_namedtuple_serialization(_kind, serialized_name=f"mpx.{_kind.__name__}")
 
 
 def is_power_of_two(x: float) -> bool:

@@ -16,6 +16,7 @@ from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn
 
 from mpx._autocast.plan import CastPlan, Handler, Planner, Run, Settings, Step, Tag, travels_in
+from mpx._autocast.wide_gradients import with_derivative_of
 from mpx._jaxprs import called_jaxpr, count_uses, dtype_of, open_jaxpr, scan_counts
 from mpx._primitives import PRIMITIVES, facts_of
 
@@ -275,23 +276,13 @@ def _taken_apart(values: Sequence[Any], dtypes: Sequence[np.dtype | None]) -> li
 
 
 def _take_apart(x: jax.Array, dtype: np.dtype) -> _Apart:
-    def zeros_like(x):
-        zeros = lax.full_like(x, 0)
-        axes = tuple(sorted(jax.typeof(x).manual_axis_type.varying - jax.typeof(zeros).manual_axis_type.varying))
-        return lax.pcast(zeros, axes, to="varying") if axes else zeros
-
-    carrier = jax.custom_jvp(zeros_like)
-    carrier.defjvp(lambda primals, tangents: (zeros_like(*primals), tangents[0]))
-    return _Apart(lax.stop_gradient(lax.convert_element_type(x, dtype)), carrier(x))
+    numbers = lax.stop_gradient(lax.convert_element_type(x, dtype))
+    return _Apart(numbers, with_derivative_of(x, lax.full_like(x, 0)))
 
 
 def _put_together(values: Sequence[Any]) -> list[Any]:
-    return [_in_float32(*value) if isinstance(value, _Apart) else value for value in values]
-
-
-# Rules of derivatives call no function with such a rule: a `jax.checkpoint` policy would see that, not the operations.
-_in_float32 = jax.custom_jvp(lambda numbers, carrier: lax.convert_element_type(numbers, np.float32))
-_in_float32.defjvp(lambda primals, tangents: (lax.convert_element_type(primals[0], np.float32), tangents[1]))
+    in_float32 = lambda apart: with_derivative_of(apart.carrier, lax.convert_element_type(apart.numbers, np.float32))
+    return [in_float32(value) if isinstance(value, _Apart) else value for value in values]
 
 
 def narrowed(values: Sequence[Any], dtypes: Sequence[np.dtype | None]) -> list[Any]:

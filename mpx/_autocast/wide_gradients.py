@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
@@ -138,3 +139,28 @@ ad.deflinear2(_unfused, lambda cotangent, _: [cotangent])
 batching.primitive_batchers[_unfused] = lambda operands, axes: (operands[0], axes[0])
 mlir.register_lowering(_unfused, lambda _, x: [x])
 mlir.register_lowering(_unfused, mlir.lower_fun(lax.optimization_barrier, multiple_results=False), platform="cpu")
+
+
+def with_derivative_of(x: jax.Array, value: jax.Array) -> jax.Array:
+    """Return a value of the type of `x` with the derivative of `x` in place of its own, of any order.
+
+    A primitive, because JAX drops custom derivatives where it differentiates a loop or a checkpoint twice.
+    """
+    return _replaced.bind(value, x)
+
+
+def _batched_replaced(operands: list[Any], axes: list[int | None]) -> tuple[Any, int]:
+    (size,) = {x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None}
+    stacked = [
+        jnp.broadcast_to(x[None], (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
+        for x, axis in zip(operands, axes, strict=True)
+    ]
+    return _replaced.bind(*stacked), 0
+
+
+_replaced = Primitive("value_with_derivative_of")
+_replaced.def_impl(lambda value, x: value)
+_replaced.def_abstract_eval(lambda value, x: x)
+ad.primitive_jvps[_replaced] = lambda primals, tangents: (_replaced.bind(*primals), tangents[1])
+batching.primitive_batchers[_replaced] = _batched_replaced
+mlir.register_lowering(_replaced, lambda _, value, x: [value])

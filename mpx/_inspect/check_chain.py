@@ -65,10 +65,11 @@ changes it after that (2 of 2 such leaves). Put what changes updates inside of `
         params = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
     trained = params.fast if isinstance(params, optax.LookaheadParams) else params
     grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, np.float32) if _trees.is_floating(p) else p, trained)
-    update = lambda grads, state, params, extra: tx.update(grads, state, params, **extra)
+    arrays, with_arrays = _trees.taken_out(extra_args, _trees.is_array)  # a rule may take functions too
+    update = lambda grads, state, params, arrays: tx.update(grads, state, params, **with_arrays(arrays))
     try:
         state = jax.eval_shape(tx.init, params)
-        program, (updates, new_state) = jax.make_jaxpr(update, return_shape=True)(grads, state, params, extra_args)
+        program, (updates, new_state) = jax.make_jaxpr(update, return_shape=True)(grads, state, params, arrays)
     except Exception as error:
         if is_given:
             raise

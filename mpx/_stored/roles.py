@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, Literal, TypeVar, get_args
 
 import optax
+from jax import export
 
 from mpx import _trees
 
@@ -80,6 +81,8 @@ def register_state(*, writes_back: str | None = None, **roles: Role) -> Callable
                 f"fields {fields}, and roles were given for {tuple(roles)}."
             )
         ROLES[kind] = roles
+        if kind.__module__.startswith("mpx."):  # others may register their own types, once
+            export.register_namedtuple_serialization(kind, serialized_name=f"mpx.{kind.__name__}")
         if writes_back is not None:
             WRITES_BACK[kind] = writes_back
         return kind

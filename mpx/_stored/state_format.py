@@ -3,13 +3,16 @@
 import abc
 import dataclasses
 import functools
-import sys
+import importlib
+import importlib.util
+import json
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 
 from mpx import _trees, formats
 from mpx._errors import not_differentiable
@@ -167,10 +170,40 @@ def _types(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
 
 
+def _format_as_bytes(static: tuple[StateFormat]) -> bytes:
+    """Return a format as `jax.export` keeps it, with the types of a step's arguments."""
+    return json.dumps([_name_of(type(static[0])), dataclasses.asdict(static[0])]).encode()  # type: ignore[call-overload]
+
+
+def _format_from_bytes(data: bytes) -> tuple[StateFormat]:
+    name, settings = json.loads(data)
+    kinds: list[Any] = [StateFormat]
+    for kind in kinds:  # grows
+        kinds += kind.__subclasses__()
+    found = {_name_of(kind): kind for kind in kinds}
+    if name not in found:
+        raise ValueError(f"The exported step keeps its state in `{name}`: import the module that defines this format.")
+    return (found[name](**settings),)
+
+
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+export.register_pytree_node_serialization(
+    StoredLeaf,
+    serialized_name="mpx.StoredLeaf",
+    serialize_auxdata=_format_as_bytes,
+    deserialize_auxdata=_format_from_bytes,
+    from_children=lambda aux_data, children: StoredLeaf(*children, *aux_data),
+)
+
+
+@functools.cache
 def _tell_flax() -> None:
-    """Let `flax.serialization` take stored leaves, if somebody has imported Flax: mpx does not depend on it."""
-    serialization = sys.modules.get("flax.serialization")
-    if serialization is not None:
+    """Let `flax.serialization` take stored leaves, if Flax is installed: mpx does not depend on it."""
+    if importlib.util.find_spec("flax") is not None:
+        serialization = importlib.import_module("flax.serialization")
         as_dict = lambda leaf: serialization.to_state_dict({"codes": leaf.codes, "scales": leaf.scales})
         from_dict = lambda leaf, parts: dataclasses.replace(
             leaf, **serialization.from_state_dict({"codes": leaf.codes, "scales": leaf.scales}, parts)

@@ -302,3 +302,13 @@ def test_multi_steps_around_loss_scaling_are_caught(use_grad_mean):
     with pytest.raises(ValueError, match=r"a mean over steps never loses a NaN"):
         mpx.check_chain(optax.MultiSteps(mpx.loss_scaling(RULE), 4, use_grad_mean))
     mpx.check_chain(mpx.loss_scaling(optax.MultiSteps(RULE, 4, use_grad_mean)))
+
+
+def test_arguments_of_a_rule_may_be_functions():
+    params, loss = {"w": jnp.ones((4, 4))}, lambda p: (p["w"] ** 2).sum()
+    tx = mpx.master_weights(optax.lbfgs())
+    mpx.check_chain(tx, params, value=loss(params), grad=params, value_fn=loss)
+    with pytest.raises(ValueError, match="was final when"):
+        mpx.check_chain(
+            optax.chain(tx, optax.scale(0.5)), mpx.cast(params, "bf16"), value=1.0, grad=params, value_fn=loss
+        )

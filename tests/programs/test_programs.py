@@ -128,8 +128,8 @@ class Mode(NamedTuple):
 
 quick = [
     Mode(product_with_the_hessian, "bf16", {}, F32),
-    Mode(steps_in_a_scan, "f16", WIDE, BF16),
-    Mode(in_a_jit, FP8, DOTS, BF16),
+    Mode(steps_in_a_scan, "f16", WIDE | NOTHING, BF16),
+    Mode(in_a_jit, FP8, {}, BF16),
     Mode(checkpoint_around, "bf16", WIDE, F32, True),
 ]
 slow = [
@@ -273,7 +273,7 @@ def allowed(name, how):
     return 3 * hand + FLOOR[how] * sizes
 
 
-QUICKLY = list(PROGRAMS)[::6]
+QUICKLY = list(PROGRAMS)[::8]
 VALUES = [pytest.param(name, "bf16", marks=[] if name in QUICKLY else pytest.mark.slow) for name in PROGRAMS]
 VALUES += [pytest.param(name, "f16", marks=pytest.mark.slow) for name in some(every=4, first=1)]
 VALUES += [pytest.param(name, "fp8", marks=pytest.mark.slow) for name in some(every=4, first=3)]
@@ -286,6 +286,35 @@ def test_errors_are_at_most_three_times_those_by_hand(name, how):
     found, most = errors(ours, name), allowed(name, how)
     assert (found <= most).all(), found / most
     assert not (errors([[row[0], *[2 * g for g in row[1:]]] for row in ours], name) <= most).all()
+
+
+# JAX drops custom derivatives in loops on the way to the second derivative.
+IN_LOOPS = ("scanned_layers_with_a_checkpoint_policy", "selective_state_space")
+SECOND = [*IN_LOOPS, *[pytest.param(name, marks=pytest.mark.slow) for name in some(3, 2) if name not in IN_LOOPS]]
+
+
+@pytest.mark.parametrize("name", SECOND)
+def test_second_derivatives_are_near_those_in_float32(name):
+    """Of bfloat16 parameters with float32 sums, times the parameters: a fifth of it may be lost, or what is by hand.
+
+    A derivative that got lost on its way would have an error of 1. The median over seeds, since a rounding may move a
+    number over a kink.
+    """
+    args = [PROGRAMS[name].make(seed) for seed in range(3)]
+
+    def products(loss, dtype):
+        of_p = jax.jit(lambda p, batch: product_with_the_hessian(loss, None)(p, batch)[1])
+        trees = [of_p(cast(cast(p, BF16), dtype), batch) for p, batch in args]
+        return [np.concatenate([np.asarray(x).ravel() for x in jax.tree.leaves(cast(tree, F32))]) for tree in trees]
+
+    loss = PROGRAMS[name].loss
+    with as_plain_jax(lambda: [products(loss, dtype) for dtype in (F32, BF16)]):
+        exact, by_hand = products(loss, F32), products(loss, BF16)
+        ours = products(mpx.autocast(loss, "bf16", **WIDE), BF16)
+    error = lambda found: np.median(
+        [np.linalg.norm(x - y) / np.linalg.norm(y) for x, y in zip(found, exact, strict=True)]
+    )
+    assert error(ours) <= 3 * error(by_hand) + 0.2
 
 
 # ---- without jit, bit by bit ----------------------------------------------------------------------------------------
@@ -316,7 +345,7 @@ def test_recomputation_checkpoints_and_callers_change_no_bit(name, monkeypatch):
 @slow_test(every=2, first=1)
 @pytest.mark.many_devices
 def test_eight_devices_agree_with_one(name):
-    """A divided batch, and float32 sums: results differ by less than one rounding to bfloat16."""
+    """A divided batch, and float32 sums: results differ by less than errors may be, which some programs enlarge."""
     mesh, (p, batch) = eight_cpu_devices(), PROGRAMS[name].make(0)
     place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
     args = place(p, WHOLE), jax.tree.map(lambda x: place(x, SPLIT if x.shape[:1] == (ROWS,) else WHOLE), batch)
@@ -324,7 +353,5 @@ def test_eight_devices_agree_with_one(name):
     with as_plain_jax(lambda: jax.jit(jax.value_and_grad(PROGRAMS[name].loss))(*args)):
         several = jax.tree.leaves(function(*args))
     one = jax.tree.leaves(function(p, batch))
-    sizes = np.array([np.linalg.norm(x) for x in one])
-    sizes[1:] = np.maximum(sizes[1:], 0.1 * np.linalg.norm(sizes[1:]))
     differences = np.array([np.linalg.norm(np.asarray(a) - np.asarray(b)) for a, b in zip(several, one, strict=True)])
-    assert (differences <= FLOOR["bf16"] * sizes).all(), differences / sizes
+    assert (differences * SCALE.loss_scale <= allowed(name, "bf16")).all(), differences
