@@ -39,12 +39,11 @@ TRANSFORMS = {
     "low_precision_state stochastic": lambda: low_precision(
         {"mu": "f16", "nu": mpx.Blockwise8bit()}, rounding="stochastic", key=jax.random.key(0)
     ),
-    "params_ema": lambda: mpx.master_weights(optax.chain(RULE, mpx.params_ema(0.9))),
     "any_precision_adamw": lambda: mpx.any_precision_adamw(use_kahan_summation=True, momentum_dtype="bf16"),
     "mixed_precision f16": lambda: mpx.mixed_precision(RULE, "f16"),
 }
 KINDS = {
-    "master_weights full", "master_weights split", "kahan_summation", "stochastic_rounding", "params_ema",
+    "master_weights full", "master_weights split", "kahan_summation", "stochastic_rounding",
     "low_precision_state stochastic", "any_precision_adamw", "mixed_precision f16",
 }  # fmt: skip
 

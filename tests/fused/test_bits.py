@@ -115,7 +115,6 @@ COMPOSED = {
         {"matrix": mpx.master_weights(EIGHT_BITS), "other": mpx.upcast(optax.lion(1e-3))},
         lambda tree: jax.tree.map(lambda p: "matrix" if p.ndim > 1 else "other", tree),
     ),
-    "params_ema": lambda: mpx.master_weights(optax.chain(EIGHT_BITS, mpx.params_ema(0.9)), storage="split"),
     "monitor": lambda: mpx.master_weights(
         optax.chain(
             optax.snapshot("underflow", mpx.monitor.underflow(jnp.bfloat16)),

@@ -303,53 +303,12 @@ def test_keys_are_carried_over_to_the_same_kind_and_else_fresh(tx):
 RULE = optax.adam(1e-3)
 
 
-def averaged(decay=0.5, debias=True):
-    return mpx.master_weights(optax.chain(RULE, mpx.params_ema(decay, debias=debias)), storage="split")
-
-
-@pytest.mark.parametrize("debias", [True, False])
-def test_an_average_that_is_added_begins_with_the_masters(debias):
-    """As that of a run which begins with these weights; debiased, the first average is the first weights."""
-    params, state = trained_with(mpx.master_weights(RULE), BF16)
-    masters = mpx.master_params(params, state)
-    tx = averaged(debias=debias)
-    new_params, new_state = mpx.convert_state(params, state, mpx.master_weights(RULE), tx)
-    assert_same_bits(mpx.averaged_params(new_state), masters)
-    assert optax.tree.get(new_state, "averaged_steps") == 0
-    after = mpx.master_params(*(now := step(tx, new_params, new_state, 3)))
-    expected = after if debias else jax.tree.map(lambda old, new: (old + new) / 2, masters, after)
-    for actual, wanted in zip(jax.tree.leaves(mpx.averaged_params(now[1])), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(actual, wanted, rtol=1e-6)
-
-
-def test_an_average_is_carried_over_with_its_count_of_steps():
-    params, state = trained_with(averaged(), BF16)
-    full = mpx.master_weights(optax.chain(RULE, mpx.params_ema(0.9)))
-    _, new_state = mpx.convert_state(params, state, averaged(), full)
-    assert_same_bits(mpx.averaged_params(new_state), mpx.averaged_params(state))
-    assert optax.tree.get(new_state, "averaged_steps") == optax.tree.get(state, "averaged_steps") > 0
-
-
-def test_the_average_of_one_of_two_parameters_in_a_tuple_stays_its_own():
-    """A place in a tuple has no name: the average of the second one must not become that of the first one."""
-    params = (jnp.zeros(3), jnp.full(3, 5.0))
-    tx = optax.chain(RULE, optax.masked(mpx.params_ema(0.5), (False, True)))
-    _, new_state = mpx.convert_state(params, tx.init(params), tx, optax.chain(RULE, mpx.params_ema(0.5)))
-    assert_same_bits(mpx.averaged_params(new_state), params)
-
-
 def test_moments_under_another_mask_do_not_become_those_of_other_parameters_in_a_tuple():
     """Both masks leave two arrays of one shape; paired in their order, the second would get the first one's moment."""
     params = (jnp.ones(3), jnp.ones(3), jnp.ones(3))
     tx, new_tx = (optax.masked(RULE, mask) for mask in [(True, True, False), (False, True, True)])
     with pytest.raises(ValueError, match=r"rules in `tx` and `new_tx` differ(?s:.*)mu/0'(?s:.*)mu/1'"):
         mpx.convert_state(params, tx.init(params), tx, new_tx)
-
-
-def test_an_average_that_ends_is_told():
-    params, state = trained_with(averaged(), BF16)
-    with pytest.warns(UserWarning, match=r"`new_tx` keeps no average of the weights.* `averaged_params\(opt_state\)`"):
-        mpx.convert_state(params, state, averaged(), mpx.master_weights(RULE))
 
 
 NESTINGS = {

@@ -1,4 +1,4 @@
-"""Check `master_params`, `is_synced`, `resync` and `averaged_params` in any nesting of wrappers."""
+"""Check `master_params`, `is_synced`, and `resync` in any nesting of wrappers."""
 
 import functools
 
@@ -145,16 +145,3 @@ def test_numpy_arrays_of_a_checkpoint_are_brought_in_sync(keeper):
     assert keeper == "split" or mpx.is_synced(params, state)
     for of_numpy in (mpx.resync(params, state), mpx.resync(params, jax.tree.map(jnp.asarray, state))):
         assert_same_bits(of_numpy, mpx.resync(*jax.tree.map(jnp.asarray, (params, state))))
-
-
-def test_averages_of_partitions_by_labels_of_whole_subtrees_are_joined():
-    average = lambda decay: optax.chain(optax.sgd(1.0), mpx.params_ema(decay))
-    params = {"encoder": {"w": jnp.zeros(2), "b": jnp.zeros(1)}, "decoder": {"w": jnp.zeros(3)}, "head": jnp.zeros(1)}
-    rules = {"fast": average(0.5), "slow": average(0.9), "none": optax.sgd(1.0)}
-    tx = optax.partition(rules, {"encoder": "fast", "decoder": "slow", "head": "none"})
-    _, state = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params)
-    averages = mpx.averaged_params(state)
-    assert averages.pop("head") == optax.MaskedNode()
-    assert_same_bits(averages, jax.tree.map(lambda p: p - 1, {name: params[name] for name in averages}))
-    tx = optax.partition(rules, {"encoder": "none", "decoder": "slow", "head": "none"})
-    assert mpx.averaged_params(tx.init(params))["encoder"] == optax.MaskedNode()

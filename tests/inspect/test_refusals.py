@@ -16,7 +16,7 @@ pytestmark = pytest.mark.optax_promotion
 PARAMS = {"kernel": jnp.ones(8, jnp.bfloat16), "bias": jnp.ones(2, jnp.bfloat16)}
 ADAM, SPLIT = optax.adam(1e-3), mpx.master_weights(optax.adam(1e-3), storage="split")
 FULL, SCALED = mpx.master_weights(optax.adam(1e-3)), mpx.loss_scaling(optax.sgd(1.0))
-STATE, AVERAGED = FULL.init(PARAMS), mpx.params_ema(0.9).init(PARAMS)
+STATE = FULL.init(PARAMS)
 UNTYPED, MODEL = flax.serialization.to_state_dict(SPLIT.init(PARAMS)), nnx.Linear(2, 1, rngs=nnx.Rngs(0))
 OF_A_MODEL = nnx.state(nnx.Optimizer(MODEL, FULL, wrt=nnx.Param).opt_state)
 OF_A_SCALE = mpx.get_loss_scale, mpx.skipped_steps, mpx.check_health
@@ -39,15 +39,13 @@ def other_rule(new_tx, becomes):
     return converted(new_tx=new_tx), rf"(?s)'ScaleByAdamState.count': int32\[\]\nthe state of `new_tx` has\n  {becomes}"
 
 
-AVERAGE, KAHAN, ROUNDING = mpx.params_ema(0.9), mpx.kahan_summation(), mpx.stochastic_rounding(jax.random.key(0))
+KAHAN, ROUNDING = mpx.kahan_summation(), mpx.stochastic_rounding(jax.random.key(0))
 FEW_BITS = mpx.low_precision_state(ADAM, {"mu": "bf16", "nu": mpx.Blockwise8bit()}, min_size=0)
 FLAT = optax.flatten(mpx.master_weights(optax.identity()))
 NO_FIT = r"does not fit the parameters. Pass the parameters that this state belongs to.\n  'bias': nothing, but the opt"
 POLYAK = mpx.master_weights(optax.polyak_sgd())
 SOUND = {
     "extra arguments": checked(POLYAK, value=jax.ShapeDtypeStruct((), jnp.float32)),
-    "an average inside of masters": checked(mpx.master_weights(optax.chain(ADAM, AVERAGE, mpx.params_ema(0.99)))),
-    "an average without masters": checked(mpx.upcast(ADAM), KAHAN, AVERAGE),
     "few bits inside of masters": checked(mpx.master_weights(FEW_BITS)),
     "few bits with Kahan summation": checked(FEW_BITS, KAHAN),
 }
@@ -57,16 +55,6 @@ VALUES = [
         checked(optax.scale_by_adam(), FULL),
         r"outside of `master_weights` keeps its state in 16 bits(?s:.*)'0/mu/bias': bfl",
     ),
-    (checked(FULL, AVERAGE), "`ParamsEmaState` stands outside of `master_weights` and averages rounded parameters"),
-    # It would average the parameters plus the gradient.
-    *[
-        (checked(*chain), "`ParamsEmaState` averages the parameters that its updates lead to")
-        for chain in [
-            (AVERAGE, ADAM),
-            (mpx.upcast(ADAM), AVERAGE, KAHAN),
-            (mpx.master_weights(optax.chain(optax.chain(AVERAGE, ADAM), optax.identity())),),
-        ]
-    ],
     *[
         (given(f, mpx.loss_scaling(SCALED).init(PARAMS)), rf"`{f.__name__}`: .* holds 2 loss scales")
         for f in OF_A_SCALE
@@ -81,11 +69,6 @@ VALUES = [
     ],
     (given(mpx.check_health, jax.vmap(SCALED.init)(jnp.ones((3, 2)))), r"`stuck_steps` has shape \(3,\)"),
     *[(given(f, {"kernel": jnp.ones(9, jnp.bfloat16)}, SPLIT.init(PARAMS)), NO_FIT) for f in OF_WEIGHTS],
-    (
-        given(mpx.averaged_params, ADAM.init(PARAMS)),
-        "`averaged_params`: nothing in this optimizer state averages weights",
-    ),
-    (given(mpx.averaged_params, (AVERAGED, AVERAGED)), "holds two averages of the same parameters"),
     other_rule(mpx.master_weights(optax.lion(1e-3)), "'ScaleByLion"),
     other_rule(optax.sgd(1e-3), "nothing more"),
     (converted(tx=SPLIT), r"'master/bias': float32\[2\], but `tx.init` makes uint16\[2\]\n  'master/kernel': fl"),
@@ -113,7 +96,6 @@ TYPES = [
     (lambda: jax.jit(mpx.check_health)(SCALED.init(PARAMS)), r"call it outside of `jax.jit`"),
     *[(given(f, PARAMS, UNTYPED), "restored without its types: what was a NamedTuple is a d") for f in OF_WEIGHTS],
     (given(mpx.get_loss_scale, UNTYPED), "was restored without its types"),
-    (given(mpx.averaged_params, {"averaged_steps": jnp.ones(()), "ema": PARAMS}), "restored without its types"),
     (converted(tx=optax.adam), r"`convert_state` needs an Optax gradient transformation, .*Call it with"),
     (converted(new_tx=None), "`convert_state` needs an Optax gradient transformation, but got NoneType"),
     (converted(policy=16), "`policy` must be a Policy or the string of one, but got int"),

@@ -49,7 +49,6 @@ def in_8_bits(rule):
 
 
 TRANSFORMATIONS = {
-    "average": mpx.master_weights(optax.chain(ADAMW, mpx.params_ema(0.9))),
     "multi steps": optax.MultiSteps(mpx.master_weights(ADAMW), 4),
     "8 bits": mpx.master_weights(in_8_bits(ADAMW), storage="split"),
     "partition": labelled(mpx.master_weights(ADAMW), optax.sgd(0.1, momentum=0.9)),
@@ -82,7 +81,7 @@ def test_the_state_has_the_bytes_of_the_real_arrays(name):
     assert plan.bytes_of("parameters") + plan.bytes_of("not trained") == nbytes(params)
 
 
-@pytest.mark.parametrize("name", ["bf16-split", "average", "8 bits", "partition", "adafactor"])
+@pytest.mark.parametrize("name", ["bf16-split", "8 bits", "partition", "adafactor"])
 def test_a_device_has_the_bytes_of_its_part_of_the_real_arrays(name):
     mesh = eight_cpu_devices()
     tx, policy = CASES[name]
@@ -239,7 +238,7 @@ def parts(plan):
 
 
 def test_the_parts_of_a_state_are_named_as_its_fields():
-    tx = mpx.loss_scaling(mpx.master_weights(optax.chain(in_8_bits(ADAMW), mpx.params_ema(0.9)), storage="split"))
+    tx = mpx.loss_scaling(mpx.master_weights(in_8_bits(ADAMW), storage="split"))
     found = parts(memory_plan(model, tx, BF16, gradient_dtype=None))
     assert found.pop("counts and scalars")[0] == "other state"
     assert found == {
@@ -250,7 +249,6 @@ def test_the_parts_of_a_state_are_named_as_its_fields():
         "mu": ("first moment", "float32 int8 key<fry> int32"),
         "nu": ("second moment", "float32 uint8 key<fry> int32"),
         "scales": ("scales of blocks", "float32"),
-        "ema": ("average", "float32"),
     }
 
 

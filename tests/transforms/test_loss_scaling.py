@@ -20,17 +20,14 @@ pytestmark = [pytest.mark.optax_promotion, pytest.mark.eager]
 
 SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 3, 10)
 RULE = optax.chain(optax.clip_by_global_norm(1.0), optax.add_noise(1e-3, 0.5, key=0), optax.adamw(SCHEDULE))
-AVERAGE = mpx.params_ema(0.9)
 WRAPPED = {
     "full masters": mpx.master_weights(RULE),
     "split masters": mpx.master_weights(RULE, storage="split"),
     "kahan": optax.chain(mpx.upcast(RULE), mpx.kahan_summation()),
     "stochastic": optax.chain(mpx.upcast(RULE), mpx.stochastic_rounding(jax.random.key(0))),
     "multi steps": optax.MultiSteps(mpx.master_weights(RULE), 2),
-    "few bits and an average": mpx.master_weights(
-        optax.chain(
-            mpx.low_precision_state(optax.adamw(SCHEDULE), {"mu|nu": mpx.Blockwise8bit(16)}, min_size=1), AVERAGE
-        )
+    "few bits": mpx.master_weights(
+        mpx.low_precision_state(optax.adamw(SCHEDULE), {"mu|nu": mpx.Blockwise8bit(16)}, min_size=1)
     ),
 }
 

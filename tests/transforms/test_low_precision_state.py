@@ -216,7 +216,6 @@ def test_each_step_and_each_leaf_draws_anew_and_equal_keys_give_equal_trainings(
     [
         (mpx.master_weights(optax.sgd(1e-3)), "master"),
         (mpx.kahan_summation(jnp.float32), "compensation"),
-        (mpx.params_ema(0.9), "ema"),
         (optax.contrib.schedule_free_adamw(1e-3), "z"),
         (optax.contrib.prodigy(), ".*"),
         (optax.contrib.madgrad(1e-3), ".*"),
@@ -224,11 +223,11 @@ def test_each_step_and_each_leaf_draws_anew_and_equal_keys_give_equal_trainings(
         (optax.contrib.mechanize(optax.sgd(1e-3)), ".*"),
     ],
 )
-def test_masters_compensations_averages_and_copies_of_weights_are_never_stored_in_less(rule, field):
+def test_masters_compensations_and_copies_of_weights_are_never_stored_in_less(rule, field):
     # Float32 parameters, of which they keep nothing, are all that wrappers would see: take their states as they are.
     dtype = jnp.bfloat16 if field in ("master", "compensation") else jnp.float32
     as_it_is = optax.GradientTransformation(lambda _: rule.init(params(dtype)), rule.update)
-    with pytest.raises(ValueError, match=r"are masters, compensations, averages or copies of weights(.|\n)*/bias'"):
+    with pytest.raises(ValueError, match=r"are masters, compensations or copies of weights(.|\n)*/bias'"):
         mpx.low_precision_state(as_it_is, {".*": EIGHT_BITS}).init(params())
     mpx.low_precision_state(as_it_is, {field: "f32"}).init(params())
 

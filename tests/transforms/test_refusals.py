@@ -17,7 +17,7 @@ EIGHT_BITS, SIGNED = mpx.Blockwise8bit(), mpx.Blockwise8bit(signed=True)
 FOUR_BITS = mpx.Blockwise4bit()
 WRAPPERS = mpx.upcast, mpx.master_weights, mpx.loss_scaling
 ROUNDING = mpx.stochastic_rounding(jax.random.key(0))
-KEEPERS = mpx.kahan_summation(), mpx.params_ema(0.9)
+KEEPERS = (mpx.kahan_summation(),)
 OF_ANY_STATE = mpx.master_weights(SGD), mpx.loss_scaling(SGD), ROUNDING, *KEEPERS
 
 
@@ -71,10 +71,6 @@ VALUES = [
     ],
     (lambda: mpx.stochastic_rounding(jax.random.split(jax.random.key(0), 3)), r"one key, but got \(3,\)"),
     (lambda: mpx.kahan_summation(jnp.int8), "must be bfloat16, float16 or float32, but got int8"),
-    *[
-        (lambda decay=decay: mpx.params_ema(decay), "`decay` must be a number from 0 to below 1")
-        for decay in (1, -0.1, "0.9", float("nan"))
-    ],
     *[
         (updated(tx, jnp.ones(2), None, tx.init(W)), r"call `update\(grads, state, params\)`")
         for tx in (mpx.master_weights(SGD), *KEEPERS)

@@ -103,46 +103,6 @@ def test_zero1_shards_its_masters():
     assert state.copies["w"].sharding.spec == jax.sharding.PartitionSpec("data")
 
 
-@mpx.register_state(mean="average", count="count")
-class MeanOfWeightsState(NamedTuple):
-    mean: Any
-    count: jax.Array
-
-
-def mean_of_weights():
-    """The plain mean of all weights so far, as stochastic weight averaging keeps it."""
-
-    def init(params):
-        return MeanOfWeightsState(jax.tree.map(lambda p: p.astype(jnp.float32), params), jnp.zeros((), jnp.int32))
-
-    def update(updates, state, params):
-        count = state.count + 1
-        mean = jax.tree.map(lambda m, p, u: m + (p + u - m) / count, state.mean, params, updates)
-        return updates, MeanOfWeightsState(mean, count)
-
-    return optax.GradientTransformation(init, update)
-
-
-def test_an_average_is_found_by_its_role():
-    _, state = trained(mpx.master_weights(optax.chain(RULE, mean_of_weights())))
-    assert_same_bits(mpx.averaged_params(state), optax.tree.get(state, "mean"))
-
-
-def test_check_chain_sees_an_average_in_the_wrong_place():
-    mpx.check_chain(mpx.master_weights(optax.chain(RULE, mean_of_weights())))
-    with pytest.raises(ValueError, match="`MeanOfWeightsState` stands outside of `master_weights` and averages round"):
-        mpx.check_chain(optax.chain(mpx.master_weights(RULE), mean_of_weights()))
-    with pytest.raises(ValueError, match="`MeanOfWeightsState` averages the parameters that its updates lead to, but"):
-        mpx.check_chain(mpx.master_weights(optax.chain(mean_of_weights(), RULE)))
-
-
-def test_an_average_is_added_to_a_training_run_and_begins_with_its_masters():
-    params, state = trained(mpx.master_weights(RULE))
-    tx = mpx.master_weights(optax.chain(RULE, mean_of_weights()))
-    _, new_state = mpx.convert_state(params, state, mpx.master_weights(RULE), tx)
-    assert_same_bits(mpx.averaged_params(new_state), state.master)
-
-
 @pytest.mark.parametrize(
     ("roles", "error", "message"),
     [
