@@ -99,8 +99,9 @@ _LEAVES = "_leaves"  # the names of the leaves, in a value that was unflattened:
 
 def _flatten_with_keys(value: Any) -> tuple[list[tuple[Any, Any]], Hashable]:
     contents = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    given = tuple(name for name, content in contents.items() if not isinstance(content, (int, float)))
-    names = vars(value).get(_LEAVES, given)
+    given = [name for name, content in contents.items() if not isinstance(content, (int, float))]
+    leaves = vars(value).get(_LEAVES, given)
+    names = tuple(name for name in contents if name in leaves)
     numbers = tuple((name, content) for name, content in contents.items() if name not in names)
     return [(jax.tree_util.GetAttrKey(name), contents[name]) for name in names], (names, numbers)
 
