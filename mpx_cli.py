@@ -107,7 +107,7 @@ def plan(
     with contextlib.redirect_stdout(sys.stderr):  # the user's code may print
         planned = cli.attribute(model) if ":" in model else cli.parameters(model)
         comparison = cli.plan(planned, cli.rule(rule), recipe or [], devices, fsdp, limit)
-    parts = cli.plan_parts(comparison, "fsdp" if fsdp else "zero1" if devices > 1 else "none")
+    parts = cli.plan_parts(comparison)
     note = "Without activations. Gradients are those in one jitted step; `mpx.memory_plan` counts others."
     cli.write(comparison, as_json, [*parts, note])
 

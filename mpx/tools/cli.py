@@ -27,7 +27,7 @@ from mpx._parallel.placement import sharded_spec
 from mpx._tables import Result
 from mpx.tools.plan.compare_plans import PlanComparison, compare_plans
 from mpx.tools.plan.memory_plan import evaluate
-from mpx.tools.plan.recipes import STANDARD_RECIPES, Sharding, training_texts
+from mpx.tools.plan.recipes import STANDARD_RECIPES
 
 _PREFIXES = {"k": 1, "m": 2, "g": 3, "t": 4}
 _COUNTS = {"": 1, "b": 10**9} | {name: 1000**power for name, power in _PREFIXES.items()}
@@ -151,8 +151,8 @@ def plan(
     return compare_plans(model, rule, recipes, usable_bytes=usable_bytes, **options)
 
 
-def plan_parts(comparison: PlanComparison, sharding: Sharding) -> Iterator[Any]:
-    """Yield the table of several recipes, or the parts of one; and the code of the only one, or of one that fits."""
+def plan_parts(comparison: PlanComparison) -> Iterator[Any]:
+    """Yield the table of several recipes, or the parts of one; and the lines of the only one, or of one that fits."""
     is_one, is_limited = len(comparison.plans) == 1, comparison.usable_bytes is not None
     if is_one:
         yield from comparison.plans.values()
@@ -168,7 +168,9 @@ def plan_parts(comparison: PlanComparison, sharding: Sharding) -> Iterator[Any]:
         yield "Nothing fits: take another recipe, or more devices, or shard parameters too (--devices N --fsdp)."
     elif is_limited or is_one:
         name = "bf16-split" if "bf16-split" in fit else fit[0]
-        yield from training_texts(name, sharding)
+        recipe = STANDARD_RECIPES[name]
+        yield f'{name}: {recipe.purpose}.\n\npolicy = mpx.get_policy("{recipe.policy}")\ntx = {recipe.code}'
+        yield "A training step with them: docs/getting_started.md; on several devices: docs/concepts/many_devices.md."
 
 
 def write(result: Result, as_json: bool, parts: Iterable[Any] = ()) -> None:

@@ -28,7 +28,7 @@ from mpx._tables import Result, Table
 from mpx._transforms.kahan_summation import kahan_summation
 from mpx._transforms.master_weights import master_weights
 from mpx.formats import round_to
-from mpx.tools.plan.recipes import STANDARD_RECIPES, training_texts
+from mpx.tools.plan.recipes import STANDARD_RECIPES
 
 _PACKAGES = ("mpx-jax", "jax", "jaxlib", "optax", "flax", "numpy", "ml_dtypes")
 _FASTER = 1.2  # times the rate of float32: less is lost again outside of the products
@@ -190,7 +190,6 @@ class Diagnosis(Result):
             recipe = STANDARD_RECIPES[self.recommendation.recipe]
             reasons = [f"- {reason}" for reason in self.recommendation.reasons]
             yield "\n".join([f"Recommended: {self.recommendation.recipe} ({recipe.policy})", *reasons])
-            yield from training_texts(self.recommendation.recipe)
 
 
 def examine(*, quick: bool = False) -> Diagnosis:
