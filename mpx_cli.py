@@ -66,20 +66,17 @@ def _options(
     """
 
 
-@app.command(epilog="Example: mpx doctor --quick")
-def doctor(
-    quick: Annotated[bool, _flag("--quick", "Leave out what is timed, and so the recommendation.")] = False,
-    as_json: _AsJson = False,
-) -> None:
-    """Examine this machine: what works on it, whether mpx is exact, what stands in the way, and the recipe for it.
+@app.command(epilog="Example: mpx doctor")
+def doctor(as_json: _AsJson = False) -> None:
+    """Examine this machine: whether mpx is exact on it, whether autocast narrows products, and what is installed.
 
-    Exit code: 0 if all is well, 1 with an error, 3 with a warning.
+    Exit code: 0 if all is well, 1 if mpx is not exact or there is no device, 3 if autocast narrows nothing.
     """
     from mpx.doctor import examine
     from mpx.tools.cli import write
 
     with Console(stderr=True).status("Examining ..."):
-        diagnosis = examine(quick=quick)
+        diagnosis = examine()
     write(diagnosis, as_json)
     raise typer.Exit(diagnosis.exit_code)
 

@@ -20,7 +20,7 @@ ROOMS = [
     {"mpx._gradients", "mpx._recipes", "mpx._parallel", "mpx._inspect", "mpx._fused"},
     {"mpx.tools.plan", "mpx.tools.monitor"},
     {"mpx.monitor"},
-    {"mpx.tools.doctor", "mpx.tools.program"},
+    {"mpx.tools.program"},
     {"mpx.plot", "mpx.doctor"},
     {"mpx.tools.cli", "mpx.tools"},
     {"mpx"},

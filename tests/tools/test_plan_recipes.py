@@ -15,6 +15,7 @@ X = jnp.linspace(-1, 1, 32 * 64, dtype=jnp.float32).reshape(32, 64)
 PARAMS = {"w": jnp.ones((64, 64)), "b": jnp.ones(64)}
 
 
+@pytest.mark.filterwarnings("ignore:`autocast`. no matrix product:UserWarning")  # this model is small for FP8
 @pytest.mark.parametrize("name", STANDARD_RECIPES)
 def test_the_code_of_a_recipe_makes_its_state_which_trains_parameters_of_its_dtype(name):
     recipe, adamw = STANDARD_RECIPES[name], optax.adamw(1e-2)
