@@ -175,7 +175,7 @@ def report(
     as_json: _AsJson = False,
 ) -> None:
     """Read arrays, and show how many become zero in a format and which loss scale they need."""
+    from mpx.monitor.report import underflow_report
     from mpx.tools.cli import read_arrays, write
-    from mpx.tools.monitor.underflow import underflow_report
 
     write(underflow_report(read_arrays(file), dtype, loss_scale=loss_scale), as_json)

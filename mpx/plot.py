@@ -21,8 +21,8 @@ from matplotlib.rcsetup import cycler
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import ScaledTranslation, blended_transform_factory
 
-from mpx.tools.monitor.exponents import EXPONENTS, ExponentHistogram, Range, range_of
-from mpx.tools.monitor.underflow import UnderflowReport
+from mpx.monitor.fates import EXPONENTS, ExponentHistogram, Range, range_of
+from mpx.monitor.report import UnderflowReport
 from mpx.tools.plan.compare_plans import PlanComparison
 from mpx.tools.plan.memory_plan import MemoryPlan
 from mpx.tools.plan.rows import Kind

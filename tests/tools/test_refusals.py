@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import mpx
 import mpx.plot
 from mpx import monitor
-from mpx.tools.monitor import exponents
+from mpx.monitor import fates
 from mpx.tools.program import target_devices
 from mpx.tools.program.text import parse
 
@@ -70,7 +70,7 @@ MONITOR = [
     ),
     *each(lambda make: call(make, "int8"), SHARES, ValueError, NO_FORMAT),
     (call(monitor.lost_updates().update, GRADS, optax.EmptyState()), ValueError, "needs the parameters"),
-    *each(lambda x: call(exponents.range_of, x, "caller"), ("int32", np.float64, None, "bf17"), ValueError, NO_FORMAT),
+    *each(lambda x: call(fates.range_of, x, "caller"), ("int32", np.float64, None, "bf17"), ValueError, NO_FORMAT),
     *each(lambda x: reported(loss_scale=x), NO_SCALES, ValueError, "must be a loss scale or a number, a power of two"),
     (in_jit(lambda x: mpx.underflow_report(x).largest), TypeError, "traced|[Tt]racer"),
     (lambda: mpx.underflow_report({"ids": jnp.arange(2)}), ValueError, "the tree has no floating array in it"),
