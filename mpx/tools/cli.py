@@ -20,7 +20,6 @@ import numpy as np
 import optax
 import optax.contrib
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
-from rich.console import Console
 
 from mpx._dtypes import dtype_or_none
 from mpx._parallel.placement import sharded_spec
@@ -178,11 +177,7 @@ def write(result: Result, as_json: bool, parts: Iterable[Any] = ()) -> None:
     if as_json:
         sys.stdout.write(json.dumps(result.as_dict(), indent=2, allow_nan=False) + "\n")
         return
-    is_piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
-    # Into a pipe Rich would write 80 columns, and fold the lines of an explanation.
-    console = Console(width=160 if is_piped else None, highlight=False, markup=False)
-    for index, part in enumerate(parts or [result]):
-        console.print(*[""] * min(index, 1), part, sep="\n")
+    sys.stdout.write("\n\n".join(map(str, parts or [result])) + "\n")
 
 
 _PACKAGE = pathlib.Path(__file__).parents[1]
