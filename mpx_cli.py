@@ -70,7 +70,7 @@ def _options(
 def doctor(as_json: _AsJson = False) -> None:
     """Examine this machine: whether mpx is exact on it, whether autocast narrows products, and what is installed.
 
-    Exit code: 0 if all is well, 1 if mpx is not exact or there is no device, 3 if autocast narrows nothing.
+    Exit code: 0 if all is well, 1 if mpx is not exact, 3 if autocast narrows nothing.
     """
     from mpx.doctor import examine
     from mpx.tools.cli import write

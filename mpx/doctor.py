@@ -45,28 +45,18 @@ class Check:
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis(Result):
-    """Hold the result of `examine`; prints its verdict, then what is exact and what is here.
+    """Hold the result of `examine`; prints its verdict, then what is exact and what is here."""
 
-    Attributes:
-        versions: of Python and the packages around mpx.
-        package: the folder of this mpx.
-        failure: why no backend started; all that needs a device is then empty.
-        devices: the number of devices of each kind.
-        checks: whether mpx is exact, claim by claim.
-        autocast_narrows: whether `mpx.autocast` narrows an ordinary product.
-    """
-
-    versions: dict[str, str]
-    package: str
-    failure: str = ""
-    devices: dict[str, int] = dataclasses.field(default_factory=dict)
-    checks: tuple[Check, ...] = ()
-    autocast_narrows: bool = True
+    versions: dict[str, str]  # of Python and the packages around mpx
+    package: str  # the folder of this mpx
+    devices: dict[str, int]  # the number of devices of each kind
+    checks: tuple[Check, ...]  # whether mpx is exact, claim by claim
+    autocast_narrows: bool = True  # whether `mpx.autocast` narrows an ordinary product
 
     @property
     def is_exact(self) -> bool:
-        """Return whether everything that mpx claims to be exact is exact here; False if nothing could be tried."""
-        return bool(self.checks) and all(check.exact for check in self.checks)
+        """Return whether everything that mpx claims to be exact is exact here."""
+        return all(check.exact for check in self.checks)
 
     @property
     def exit_code(self) -> int:
@@ -76,9 +66,6 @@ class Diagnosis(Result):
     @property
     def verdict(self) -> str:
         """Say whether all is well, and what to do if it is not."""
-        if self.failure:
-            remedy = "Install the jax that fits the hardware (`pip install 'jax[cuda13]'`), or set JAX_PLATFORMS=cpu."
-            return f"JAX finds no device: {self.failure}. {remedy}"
         if not self.is_exact:
             wrong = f"{sum(not check.exact for check in self.checks)} of {len(self.checks)} claims fail"
             return f"mpx is NOT exact on this machine: {wrong}. Report it, with this page."
@@ -101,6 +88,9 @@ def examine() -> Diagnosis:
 
     Everything runs on the default device, under the settings that a training run would find.
 
+    Raises:
+        RuntimeError: if JAX finds no device.
+
     Example:
         >>> diagnosis = examine()
         >>> len(diagnosis.checks), diagnosis.verdict
@@ -108,16 +98,16 @@ def examine() -> Diagnosis:
     """
     found = {each.name: each.version for each in importlib.metadata.distributions()}
     versions = {"python": platform.python_version()} | {name: found[name] for name in _PACKAGES if name in found}
-    package = str(pathlib.Path(__file__).parent)
     try:
         devices = collections.Counter(device.device_kind for device in jax.devices())
-    except Exception as error:  # jax raises assertions too, if JAX_PLATFORMS names what is not installed
-        platforms = os.environ.get("JAX_PLATFORMS", "")
-        return Diagnosis(versions, package, f"{_first_line(error)} (JAX_PLATFORMS={platforms})")
+    except Exception as error:  # jax raises assertions without a text too, if JAX_PLATFORMS names what is not installed
+        asked = f"JAX finds no device (JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}): {error!r}"
+        remedy = "install the jax that fits the hardware (`pip install 'jax[cuda13]'`), or set JAX_PLATFORMS=cpu"
+        raise RuntimeError(f"{asked}; {remedy}.") from error
     with jax.disable_jit(False):  # compiled programs are examined, whatever the mode
         matrix = jax.ShapeDtypeStruct((8, 8), jnp.float32)
         narrows = explain(jnp.matmul, "bf16")(matrix, matrix).narrowed_share == 1
-        return Diagnosis(versions, package, "", dict(devices), tuple(_claims()), narrows)
+        return Diagnosis(versions, str(pathlib.Path(__file__).parent), dict(devices), tuple(_claims()), narrows)
 
 
 def _claims() -> Iterator[Check]:
@@ -155,7 +145,7 @@ def _check(name: str, compute: Callable[[], Any], expected: np.ndarray) -> Check
         with jax.numpy_dtype_promotion("standard"):  # Optax adds float32 updates to bfloat16 parameters
             result = np.asarray(compute())
     except Exception as error:  # on a machine where this fails, that is the finding
-        return Check(name, False, _first_line(error))
+        return Check(name, False, f"{type(error).__name__}: {error}".splitlines()[0])
     wrong = int(np.sum(result.view(np.uint32) != expected.view(np.uint32)))
     return Check(name, wrong == 0, f"{wrong} of {expected.size} numbers are wrong" if wrong else "")
 
@@ -170,8 +160,3 @@ def _trained(tx: optax.GradientTransformation) -> tuple[jax.Array, Any]:
 
     train = jax.jit(lambda params, gradients: lax.scan(step, (params, tx.init(params)), gradients)[0])
     return train(jnp.ones(_UPDATES.shape, _BF16), np.tile(_UPDATES, (_STEPS, 1)))
-
-
-def _first_line(error: BaseException) -> str:
-    """Return what an error says, on one line of at most 160 characters."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__).strip()[:160]

@@ -45,16 +45,16 @@ def test_an_examination_sees_that_autocast_is_off(monkeypatch):
         assert not doctor.examine().autocast_narrows
 
 
-def test_without_a_backend_the_failure_is_the_finding(monkeypatch):
+def test_without_a_device_it_says_which_was_asked_for_and_what_to_do(monkeypatch):
     def fail():
-        raise AssertionError("Unable to initialize backend 'cuda'\nand more")
+        raise AssertionError
 
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     monkeypatch.setattr(jax, "devices", fail)
-    found = doctor.examine()
-    expected = "JAX finds no device: Unable to initialize backend 'cuda' (JAX_PLATFORMS=cuda). Install"
-    assert (found.exit_code, found.is_exact) == (1, False)
-    assert str(found).startswith(expected)
+    with pytest.raises(
+        RuntimeError, match=r"no device \(JAX_PLATFORMS=cuda\): AssertionError\(\); install the jax that"
+    ):
+        doctor.examine()
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16])
@@ -86,7 +86,9 @@ def test_a_training_run_without_mpx_fails_the_check_that_mpx_passes_and_so_does_
     naive = doctor._check("naive", lambda: np.asarray(params).astype(np.float32), doctor._SUMS)
     assert naive.detail.endswith("of 64 numbers are wrong")
     assert not naive.exact
-    assert doctor._check("claim", lambda: 1 / 0, doctor._SUMS) == Check("claim", False, "division by zero")
+    assert doctor._check("claim", lambda: 1 / 0, doctor._SUMS) == Check(
+        "claim", False, "ZeroDivisionError: division by zero"
+    )
 
 
 @pytest.mark.parametrize(
