@@ -41,7 +41,6 @@ def call(function, *args, **options):
     return lambda: function(*args, **options)
 
 
-losses = functools.partial(call, mpx.plot.losses)
 reported = functools.partial(call, mpx.underflow_report, ONES)
 compared = functools.partial(call, mpx.compare_plans, 1000)
 step = functools.partial(call, mpx.step_report)
@@ -89,8 +88,6 @@ PLAN = [
     (compared(optax.adam, None), TypeError, "`compare_plans` needs an Optax"),
 ]
 PLOT = [
-    (losses({"a": [1.0]}, steps=[1, 2]), ValueError, "`steps` has the shape"),
-    (losses({"a": [1.0]}, reference=[[1.0, 2.0]], steps=[1]), ValueError, r"but 'f32' has \(1, 2\)"),
     (call(mpx.plot.exponents, mpx.underflow_report(jnp.zeros(3))), ValueError, "no nonzero finite numbers"),
     (call(mpx.plot.exponents, REPORT, formats=["int8"]), ValueError, "`exponents`: `dtype` must be float16, bfloat16"),
 ]
