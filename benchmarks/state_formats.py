@@ -35,10 +35,6 @@ EXPLAINED = {
     "bf16 stochastic": "Averages in bfloat16, rounded stochastically.",
     "8-bit": "Averages in 8 bits, `Blockwise8bit()`.",
     "4-bit": "Averages in 4 bits, `Blockwise4bit()`, rounded at random; second moments in 8 bits.",
-    "e4m3": "Averages in 8-bit floats, e4m3, rounded to nearest. What changes by less than a thirty-second in a "
-    "step stands still. A second moment or a sum that stays too large makes steps small, one that stays too small "
-    "makes them large. A loss below that of float32 says here that a rule trains otherwise, not that it trains better.",
-    "e4m3 stochastic": "Averages in 8-bit floats, e4m3, rounded stochastically: right in the mean, and noisy.",
 }
 
 

@@ -163,8 +163,8 @@ def underflow_report(
     zero_at = lambda scale: fates.share_of(fates_at(scale), 0).tolist()
     largest = [float(np.asarray(_largest(x)).view(np.float32)) for x in arrays.values()]
     recommended = _recommended_scale(span, max(largest), is_normal=not fates_at(1.0)[:, 1:3].any())
-    columns = largest, zero_at(1.0), zero_at(recommended), fates_at(1.0)[:, -1].tolist()
-    leaves = [LeafUnderflow(names[path], *row) for path, *row in zip(arrays, *columns, strict=True)]
+    columns = zip(largest, zero_at(1.0), zero_at(recommended), fates_at(1.0)[:, -1].tolist(), strict=True)
+    leaves = [LeafUnderflow(names[path], *row) for path, row in zip(arrays, columns, strict=True)]
     losses_at = lambda scale: [float(fates.share_of(fates_at(scale).sum(axis=0), fate)) for fate in (0, 1, 3)]
     zeros, *counts, nonfinite = counts_of(_count_exponents).sum(axis=0)
     return UnderflowReport(

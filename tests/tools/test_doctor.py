@@ -51,9 +51,7 @@ def test_without_a_device_it_says_which_was_asked_for_and_what_to_do(monkeypatch
 
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     monkeypatch.setattr(jax, "devices", fail)
-    with pytest.raises(
-        RuntimeError, match=r"no device \(JAX_PLATFORMS=cuda\): AssertionError\(\); install the jax"
-    ):
+    with pytest.raises(RuntimeError, match=r"no device \(JAX_PLATFORMS=cuda\): AssertionError\(\); install the jax"):
         doctor.examine()
 
 
