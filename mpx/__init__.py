@@ -53,7 +53,7 @@ from mpx._transforms.low_precision_state import low_precision_state as low_preci
 from mpx._transforms.master_weights import master_weights as master_weights
 from mpx._transforms.stochastic_rounding import stochastic_rounding as stochastic_rounding
 from mpx._transforms.upcast import upcast as upcast
-from mpx.tools.monitor.underflow import underflow_report as underflow_report
+from mpx.monitor.report import underflow_report as underflow_report
 from mpx.tools.plan.compare_plans import compare_plans as compare_plans
 from mpx.tools.plan.memory_plan import memory_plan as memory_plan
 from mpx.tools.program.step_report import step_report as step_report

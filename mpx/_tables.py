@@ -1,4 +1,4 @@
-"""Results of tools: printed as text, shown by Rich, written as JSON."""
+"""Results of tools: printed as text, written as JSON."""
 
 import dataclasses
 import math
@@ -37,34 +37,17 @@ class Table(NamedTuple):
 
     def __str__(self) -> str:
         """Return the title and the table as text."""
-        columns = []
-        for column, is_right in zip(zip(*self.lines, strict=True), self._are_right(), strict=True):
+        count, columns = len(self.lines[0]), []
+        for i, column in enumerate(zip(*self.lines, strict=True)):
             width = max(map(len, column))
+            is_right = i in self.right or i - count in self.right
             columns.append([cell.rjust(width) if is_right else cell.ljust(width) for cell in column])
         lines = ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
         return "\n".join([self.title, *lines] if self.title else lines)
 
-    def __rich__(self) -> Any:
-        """Return Rich's own table. Only Rich calls this, so it is installed."""
-        from rich.console import Group
-        from rich.table import Table as RichTable
-        from rich.text import Text
-
-        # No lines between columns: they take a third of a terminal's 80 columns. And no number is folded.
-        table = RichTable(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-        for name, is_right in zip(self.lines[0], self._are_right(), strict=True):
-            table.add_column(Text(name), justify="right" if is_right else "left", overflow="fold", no_wrap=is_right)
-        for line in self.lines[1:]:
-            table.add_row(*map(Text, line))  # text, not strings: Rich reads brackets in strings as style tags
-        return Group(Text(self.title, style="bold"), table) if self.title else table
-
-    def _are_right(self) -> list[bool]:
-        count = len(self.lines[0])
-        return [column in self.right or column - count in self.right for column in range(count)]
-
 
 class Result:
-    """Base of the dataclasses that tools return: they print as text, with Rich, and go into JSON."""
+    """Base of the dataclasses that tools return: they print as text, and go into JSON."""
 
     def _parts(self) -> Iterable[Table | str]:
         """Return the tables and paragraphs that are printed, in order."""
@@ -77,14 +60,6 @@ class Result:
     def __str__(self) -> str:
         """Return the parts as text, with an empty line between two of them."""
         return "\n\n".join(map(str, self._parts()))
-
-    def __rich__(self) -> Any:
-        """Return the parts for Rich. Only Rich calls this, so it is installed."""
-        from rich.console import Group
-        from rich.text import Text
-
-        parts = [part if isinstance(part, Table) else Text(part) for part in self._parts()]
-        return Group(parts[0], *[line for part in parts[1:] for line in ("", part)])
 
 
 def json_values(value: Any) -> Any:

@@ -1,11 +1,162 @@
-"""Say what this machine can do for mixed precision, and whether mpx is exact on it: `mpx.doctor.examine()`.
+"""Say whether mpx is exact on this machine, and what stands in the way of training: `mpx.doctor.examine()`.
 
-The command line has it as `mpx doctor`.
+Claims of exactness are tried in compiled programs, whose results are compared, bit by bit, with numbers that NumPy and
+ml_dtypes compute. The command line has it as `mpx doctor`.
 """
 
-from mpx.tools.doctor import Check as Check
-from mpx.tools.doctor import Diagnosis as Diagnosis
-from mpx.tools.doctor import Problem as Problem
-from mpx.tools.doctor import Product as Product
-from mpx.tools.doctor import Recommendation as Recommendation
-from mpx.tools.doctor import examine as examine
+import collections
+import dataclasses
+import importlib.metadata
+import os
+import pathlib
+import platform
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from mpx import formats
+from mpx._autocast.explain import explain
+from mpx._inspect.masters import master_params
+from mpx._tables import Result, Table
+from mpx._transforms.kahan_summation import kahan_summation
+from mpx._transforms.master_weights import master_weights
+
+_PACKAGES = ("mpx-jax", "jax", "jaxlib", "optax", "flax", "numpy", "ml_dtypes")
+_BF16, _F32 = np.dtype(jnp.bfloat16), np.dtype(np.float32)
+_STEPS = 1000
+_UPDATES = (np.arange(64) % 8 - 3).astype(_F32) * np.float32(2.0**-13)  # every sum from 1 on is exact in float32
+_SUMS = np.float32(1) + np.float32(_STEPS) * _UPDATES
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One thing that mpx claims to be exact."""
+
+    name: str
+    exact: bool  # whether mpx's numbers are the ones computed beforehand
+    detail: str = ""  # how many numbers are wrong, or the error that was raised
+
+
+@dataclasses.dataclass(frozen=True)
+class Diagnosis(Result):
+    """Hold the result of `examine`; prints its verdict, then what is exact and what is here."""
+
+    versions: dict[str, str]  # of Python and the packages around mpx
+    package: str  # the folder of this mpx
+    devices: dict[str, int]  # the number of devices of each kind
+    checks: tuple[Check, ...]  # whether mpx is exact, claim by claim
+    autocast_narrows: bool = True  # whether `mpx.autocast` narrows an ordinary product
+
+    @property
+    def is_exact(self) -> bool:
+        """Return whether everything that mpx claims to be exact is exact here."""
+        return all(check.exact for check in self.checks)
+
+    @property
+    def exit_code(self) -> int:
+        """Return the exit code of a command: 1 if mpx is not exact, 3 if it narrows nothing; 2 is for wrong usage."""
+        return 1 if not self.is_exact else 0 if self.autocast_narrows else 3
+
+    @property
+    def verdict(self) -> str:
+        """Say whether all is well, and what to do if it is not."""
+        if not self.is_exact:
+            wrong = f"{sum(not check.exact for check in self.checks)} of {len(self.checks)} claims fail"
+            return f"mpx is NOT exact on this machine: {wrong}. Report it, with this page."
+        if not self.autocast_narrows:
+            remedy = "Unset JAX_DEFAULT_MATMUL_PRECISION, or `jax.default_matmul_precision`."
+            return f"`mpx.autocast` narrows no product, since all ask for a higher precision. {remedy}"
+        return "mpx is exact to the bit on this machine."
+
+    def _parts(self) -> Iterator[Table | str]:
+        yield self.verdict
+        checks = [(check.name, "yes" if check.exact else f"NO: {check.detail}") for check in self.checks]
+        yield Table("Claims", [("claim", "exact"), *checks], ())
+        devices = ", ".join(f"{count} x {kind}" for kind, count in self.devices.items())
+        here = {"mpx imported from": self.package, "devices": devices}
+        yield Table("System", [("what", "is"), *(self.versions | here).items()], ())
+
+
+def examine() -> Diagnosis:
+    """Examine this machine: what is here, whether mpx is exact, and whether `mpx.autocast` narrows products.
+
+    Everything runs on the default device, under the settings that a training run would find.
+
+    Raises:
+        RuntimeError: if JAX finds no device.
+
+    Example:
+        >>> diagnosis = examine()
+        >>> len(diagnosis.checks), diagnosis.verdict
+        (10, 'mpx is exact to the bit on this machine.')
+    """
+    found = {each.name: each.version for each in importlib.metadata.distributions()}
+    versions = {"python": platform.python_version()} | {name: found[name] for name in _PACKAGES if name in found}
+    try:
+        devices = collections.Counter(device.device_kind for device in jax.devices())
+    except Exception as error:  # jax raises assertions without a text too, if JAX_PLATFORMS names what is not installed
+        asked = f"JAX finds no device (JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}): {error!r}"
+        remedy = "install the jax that fits the hardware (`pip install 'jax[cuda13]'`), or set JAX_PLATFORMS=cpu"
+        raise RuntimeError(f"{asked}; {remedy}.") from error
+    with jax.disable_jit(False):  # compiled programs are examined, whatever the mode
+        matrix = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+        narrows = explain(jnp.matmul, "bf16")(matrix, matrix).narrowed_share == 1
+        return Diagnosis(versions, str(pathlib.Path(__file__).parent), dict(devices), tuple(_claims()), narrows)
+
+
+def _claims() -> Iterator[Check]:
+    """Train a few weights with each kind of state, and round where a compiler may drop a rounding."""
+    wide = lambda x: np.asarray(x).astype(_F32)
+    compensated = lambda params, state: wide(params) + wide(state.compensation)
+    split = master_weights(optax.sgd(-1.0), storage="split")
+    yield _check("Kahan compensations keep 1,000 updates", lambda: compensated(*_trained(kahan_summation())), _SUMS)
+    yield _check("masters split in two keep 1,000 updates", lambda: master_params(*_trained(split)), _SUMS)
+    for dtype in (_BF16, np.dtype(np.float16)):
+        for name, program, operands, expected in _roundings(dtype, partial(formats.round_to, dtype=dtype)):
+            yield _check(f"`round_to` {dtype} {name}", partial(jax.jit(program), *operands), expected)
+
+
+def _roundings(dtype: np.dtype, round_to: Callable[[Any], Any]) -> Iterator[tuple[str, Callable[..., Any], Any, Any]]:
+    """Yield places where a compiler may drop a rounding or flush to 0: a name, a program, its operands, its result."""
+    kept = lambda x: x.astype(dtype).astype(_F32)
+    x, y = np.random.default_rng(1).normal(size=(2, 4096)).astype(_F32)
+    yield "after a sum", lambda x, y: round_to(x + y), (x, y), kept(x + y)
+    # Multiples of 1/64: every sum of products is exact in float32, in any order, and too long for 16 bits.
+    a, b = np.random.default_rng(2).integers(-127, 128, (2, 64, 64)) / 64
+    product = lambda a, b: round_to(lax.dot(a, b, preferred_element_type=_F32))
+    yield "after a product of 16-bit matrices", product, (a.astype(dtype), b.astype(dtype)), kept((a @ b).astype(_F32))
+    # 1 added to an even number whose neighbour is 2 away is that number itself; the second time too.
+    large, ones = np.full(8, 2.0 ** (jnp.finfo(dtype).nmant + 1), _F32), np.ones(8, dtype)
+    once = lambda x, y: round_to(x.astype(_F32) + y.astype(_F32))
+    yield "between sums of 16-bit numbers", lambda x, y: once(once(x, y), y), (large.astype(dtype), ones), large
+    half = np.full(1, float(jnp.finfo(dtype).smallest_normal) / 2, _F32)
+    yield "to a subnormal number", round_to, (half,), half
+
+
+def _check(name: str, compute: Callable[[], Any], expected: np.ndarray) -> Check:
+    """Compare the bits of the float32 array that is computed with those of the expected one."""
+    try:
+        with jax.numpy_dtype_promotion("standard"):  # Optax adds float32 updates to bfloat16 parameters
+            result = np.asarray(compute())
+    except Exception as error:  # on a machine where this fails, that is the finding
+        return Check(name, False, f"{type(error).__name__}: {error}".splitlines()[0])
+    wrong = int(np.sum(result.view(np.uint32) != expected.view(np.uint32)))
+    return Check(name, wrong == 0, f"{wrong} of {expected.size} numbers are wrong" if wrong else "")
+
+
+def _trained(tx: optax.GradientTransformation) -> tuple[jax.Array, Any]:
+    """Return bfloat16 weights and the state after all steps, which are one program."""
+
+    def step(carry, gradients):
+        params, state = carry
+        updates, state = tx.update(gradients, state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    train = jax.jit(lambda params, gradients: lax.scan(step, (params, tx.init(params)), gradients)[0])
+    return train(jnp.ones(_UPDATES.shape, _BF16), np.tile(_UPDATES, (_STEPS, 1)))

@@ -1,10 +1,8 @@
-"""Plots of what mpx measures and plans, drawn by Matplotlib: `pip install matplotlib`.
+"""Plots of plans and of exponents, drawn by Matplotlib: `pip install matplotlib`, and `import mpx.plot`.
 
 Each function draws on the axes that it is given, or on a new figure, and returns the axes, so that anything can be
-changed or added: `mpx.plot.losses(curves).figure.savefig("losses.svg")`. New figures are transparent and can be read
+changed or added: `mpx.plot.memory(plans).figure.savefig("memory.svg")`. New figures are transparent and can be read
 both on paper and on a dark page; `style` makes your own figures so. No setting of Matplotlib is changed.
-
-`mpx.plot` is imported by its name: `import mpx` alone does not need Matplotlib.
 """
 
 import contextlib
@@ -14,15 +12,15 @@ from typing import Any, get_args
 
 import matplotlib.pyplot as plt
 import numpy as np
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 from matplotlib.rcsetup import cycler
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import ScaledTranslation, blended_transform_factory
 
-from mpx.tools.monitor.exponents import EXPONENTS, ExponentHistogram, Range, range_of
-from mpx.tools.monitor.underflow import UnderflowReport
+from mpx.monitor.fates import EXPONENTS, ExponentHistogram, range_of
+from mpx.monitor.report import UnderflowReport
 from mpx.tools.plan.compare_plans import PlanComparison
 from mpx.tools.plan.memory_plan import MemoryPlan
 from mpx.tools.plan.rows import Kind
@@ -65,8 +63,8 @@ def style() -> Iterator[None]:
         >>> import matplotlib.pyplot as plt
         >>> import mpx.plot
         >>> with mpx.plot.style():
-        ...     figure, (left, right) = plt.subplots(1, 2)
-        >>> figure.get_facecolor(), mpx.plot.losses({"bf16": [2.0, 1.5]}, axes=left).xaxis.label.get_color()
+        ...     figure, axes = plt.subplots()
+        >>> figure.get_facecolor(), axes.xaxis.label.get_color()
         ((0.0, 0.0, 0.0, 0.0), '#767676')
     """
     plt.draw_if_interactive()  # load the backend: inside of the block the settings that it makes would be taken back
@@ -74,94 +72,13 @@ def style() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def _canvas(axes: Axes | None, height: float) -> Iterator[Axes]:
-    """Give the axes to draw on, in a block with the style sheet: `axes`, or new ones in a figure of this height.
-
-    New figures are 5.6 inches wide: on the 390 pixels of a phone, letters of 10 points then have 10 pixels.
-    """
-    with style():
-        axes = plt.subplots(figsize=(5.6, height))[1] if axes is None else axes
-        axes.set_prop_cycle(CURVES)
-        yield axes
+_WIDTH = 5.6  # inches of a new figure: on the 390 pixels of a phone, letters of 10 points then have 10 pixels
 
 
-def _add_legend(axes: Axes, handles: Sequence[Any] | None = None, *, columns: int = 1) -> None:
+def _add_legend(axes: Axes, handles: Sequence[Any]) -> None:
     """Add a legend below the axes and the name of the x axis, where it hides nothing."""
-    handles = axes.get_legend_handles_labels()[0] if handles is None else handles
     below: Any = axes.transAxes + ScaledTranslation(0, -36 / 72, axes.figure.dpi_scale_trans)
-    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(0, 0), bbox_transform=below, ncols=columns)
-
-
-def losses(
-    curves: Mapping[str, ArrayLike],
-    *,
-    steps: ArrayLike | None = None,
-    reference: ArrayLike | None = None,
-    reference_name: str = "f32",
-    ylabel: str = "loss",
-    axes: Axes | None = None,
-) -> Axes:
-    """Draw loss curves, over a band of float32 training runs that differ in their seed only.
-
-    A recipe whose curve stays within that band loses nothing that can be seen. A curve has a gap where the loss is
-    infinite or NaN, and a cross at the last number before it. Loss scales and shares of lost updates are curves too:
-    give their `ylabel`, and set the scale of the axes that come back.
-
-    Args:
-        curves: by name the losses of a training run, one a step.
-        steps: the step numbers, for all curves. None: 0, 1, 2, ... for each, so that lengths may differ.
-        reference: losses of several seeds, of shape (seeds, steps), drawn as their mean and a band of one standard
-            deviation (of a sample: divided by seeds - 1) above and below; or of one training run, without a band.
-        reference_name: the name of these training runs.
-        ylabel: what the curves show.
-        axes: the axes to draw on; None makes a new figure.
-
-    Returns:
-        The axes.
-
-    Raises:
-        ValueError: if a curve or `reference` is not as long as `steps`.
-
-    Example:
-        >>> seeds = np.array([[2.0, 1.5, 1.25], [2.5, 1.5, 1.0]])
-        >>> axes = losses({"bf16": [2.25, 1.5, 1.5]}, steps=[0, 10, 20], reference=seeds)
-        >>> mean, bf16 = axes.get_lines()
-        >>> mean.get_ydata(), bf16.get_ydata()
-        (array([2.25 , 1.5  , 1.125]), array([2.25, 1.5 , 1.5 ]))
-    """
-    found = {name: _checked(values, steps, name) for name, values in curves.items()}
-    seeds = None if reference is None else _checked(reference, steps, reference_name)
-    with _canvas(axes, 3.2 + 0.2 * len(found)) as axes:
-        if seeds is not None:
-            at, values = seeds[0], np.atleast_2d(seeds[1])
-            mean = values.mean(axis=0)
-            if len(values) > 1:
-                deviation = values.std(axis=0, ddof=1)
-                band = {"color": GREY, "alpha": 0.3, "linewidth": 0, "label": f"{reference_name}, ± standard deviation"}
-                axes.fill_between(at, mean - deviation, mean + deviation, **band)
-                reference_name = f"{reference_name}, mean of {len(values)} seeds"
-            axes.plot(at, mean, color=GREY, linestyle="-", linewidth=3.0, label=reference_name)
-        gaps = "infinite or NaN from here"
-        for name, (at, values) in found.items():
-            (line,) = axes.plot(at, values, label=name)
-            (last,) = np.nonzero(np.isfinite(values[:-1]) & ~np.isfinite(values[1:]))
-            if last.size:
-                axes.plot(at[last], values[last], "X", color=line.get_color(), linestyle="none", label=gaps)
-                gaps = "_"  # the legend has it once
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.set(xlabel="step", ylabel=ylabel)
-        _add_legend(axes)
-    return axes
-
-
-def _checked(values: Any, steps: Any, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the step numbers, and the numbers with NaN for infinities."""
-    values = np.asarray(values).astype(np.float64)
-    at = np.arange(values.shape[-1]) if steps is None else np.asarray(steps)
-    if at.shape != values.shape[-1:]:
-        raise ValueError(f"`losses`: `steps` has the shape {at.shape}, but {name!r} has {values.shape}.")
-    return at, np.where(np.isfinite(values), values, np.nan)
+    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(0, 0), bbox_transform=below, ncols=2)
 
 
 # What stands in the same place of two bars, such as low bits and a compensation, differs in color, as neighbors do.
@@ -191,7 +108,8 @@ def memory(plans: PlanComparison | Mapping[str, MemoryPlan], *, axes: Axes | Non
     by_name = plans.plans if isinstance(plans, PlanComparison) else plans
     widths = {kind: np.array([p.bytes_of(kind) / p.parameters for p in by_name.values()]) for kind in get_args(Kind)}
     totals, left = sum(widths.values()), np.zeros(len(by_name))
-    with _canvas(axes, 2.2 + 0.3 * len(by_name)) as axes:
+    with style():
+        axes = plt.subplots(figsize=(_WIDTH, 2.2 + 0.3 * len(by_name)))[1] if axes is None else axes
         for i, (kind, row) in enumerate(widths.items()):
             if row.any():
                 look = {"color": _COLORS[i], "edgecolor": "white", "hatch": _HATCHES[i], "linewidth": 0}
@@ -203,7 +121,7 @@ def memory(plans: PlanComparison | Mapping[str, MemoryPlan], *, axes: Axes | Non
         axes.set_yticks(range(len(left)), by_name)
         axes.tick_params(axis="y", length=0)
         axes.grid(visible=False, axis="y")
-        _add_legend(axes, columns=2)
+        _add_legend(axes, axes.get_legend_handles_labels()[0])
     return axes
 
 
@@ -246,13 +164,12 @@ def exponents(
     ranges = list(dict.fromkeys(range_of(dtype, "exponents") for dtype in formats))
     ends = np.log2((ranges[0].nonzero_from, ranges[0].infinite_from))
     heights, places = counts[places], places + EXPONENTS[0]
-    with _canvas(axes, 3.9 + 0.3 * len(ranges)) as axes:
+    with style():
+        axes = plt.subplots(figsize=(_WIDTH, 3.9 + 0.3 * len(ranges)))[1] if axes is None else axes
         handles: list[Any] = [axes.bar(places, heights, 1.0, align="edge", color=GREEN, label="numbers")]
         if shift:
-            edges = np.arange(places[0] - 1, places[-1] + 3) + shift
-            outline = np.pad(counts, 1)[places[0] - EXPONENTS[0] :][: len(edges) - 1]
-            look = {"baseline": None, "color": VERMILLION, "label": f"numbers times $2^{{{shift}}}$"}
-            handles.append(axes.stairs(outline, edges, **look))
+            look = {"fill": False, "edgecolor": VERMILLION, "label": f"numbers times $2^{{{shift}}}$"}
+            handles.append(axes.bar(places + shift, heights, 1.0, align="edge", **look))
         for limit in ends:
             axes.axvline(limit, color=GREY, linestyle=":", zorder=0.9)
         # All numbers, moved or not, and the first format as a whole; wider ones run off.
@@ -263,25 +180,19 @@ def exponents(
         axes.set_title(f"{int(counts.sum()):,} numbers, besides {others}", fontsize="medium")
         axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
         axes.xaxis.set_major_formatter("$2^{{{x:g}}}$")
-        _draw_ranges(axes, ranges)
-        normal = Patch(facecolor=BLUE, edgecolor=BLUE, label="normal")
-        subnormal = Patch(facecolor="none", edgecolor=BLUE, label="subnormal: fewer bits")
-        _add_legend(axes, [*handles, normal, subnormal], columns=2)
+        of_axes: Any = axes.transAxes
+        above = blended_transform_factory(of_axes, axes.figure.dpi_scale_trans + ScaledTranslation(0, 1, of_axes))
+        strip = axes.inset_axes((0.0, 0.1, 1.0, 0.25 * len(ranges)), transform=above, sharex=axes)  # heights in inches
+        strip.grid(visible=False)
+        strip.spines[:].set_visible(False)
+        strip.tick_params(axis="both", which="both", length=0, labelbottom=False)
+        strip.set_yticks(range(len(ranges)), [str(span.dtype) for span in ranges])
+        strip.set_ylim(len(ranges) - 0.5, -0.5)
+        for y, span in enumerate(ranges):
+            low, normal, high = map(math.log2, span[1:])
+            strip.barh(y, normal - low, 0.7, low, facecolor="none", edgecolor=BLUE)
+            strip.barh(y, high - normal, 0.7, normal, facecolor=BLUE, edgecolor=BLUE)
+        handles.append(Patch(facecolor=BLUE, edgecolor=BLUE, label="normal"))
+        handles.append(Patch(facecolor="none", edgecolor=BLUE, label="subnormal: fewer bits"))
+        _add_legend(axes, handles)
     return axes
-
-
-def _draw_ranges(axes: Axes, ranges: list[Range]) -> None:
-    """Draw a bar for each format, on axes above the histogram that share its magnitudes."""
-    parts_of_axes: Any = axes.transAxes
-    inches_above = axes.figure.dpi_scale_trans + ScaledTranslation(0, 1, parts_of_axes)
-    place = blended_transform_factory(parts_of_axes, inches_above)
-    strip = axes.inset_axes((0.0, 0.1, 1.0, 0.25 * len(ranges)), transform=place, sharex=axes)
-    strip.grid(visible=False)
-    strip.spines[:].set_visible(False)
-    strip.tick_params(axis="both", which="both", length=0, labelbottom=False)
-    strip.set_yticks(range(len(ranges)), [str(span.dtype) for span in ranges])
-    strip.set_ylim(len(ranges) - 0.5, -0.5)
-    for y, span in enumerate(ranges):
-        low, normal, high = map(math.log2, span[1:])
-        strip.barh(y, normal - low, 0.7, low, facecolor="none", edgecolor=BLUE)
-        strip.barh(y, high - normal, 0.7, normal, facecolor=BLUE, edgecolor=BLUE)

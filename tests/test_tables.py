@@ -1,4 +1,4 @@
-"""Results of tools: the same cells as text and in Rich, and JSON of their fields and properties."""
+"""Results of tools: their text, and JSON of their fields and properties."""
 
 import dataclasses
 import json
@@ -8,7 +8,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from rich.console import Console
 
 from mpx import _tables
 
@@ -49,14 +48,6 @@ def test_the_parts_are_printed_in_order_with_columns_aligned():
         "",
         "A paragraph [bold] at the end.",
     ]
-
-
-def test_rich_shows_the_same_cells_and_reads_no_brackets_as_styles():
-    console = Console(width=60)
-    with console.capture() as capture:
-        console.print(Found(1))
-    cells = ["Sizes [bold]", "a[red]", "long name", "1,000", "z", "A paragraph [bold] at the end."]
-    assert all(cell in capture.get() for cell in cells)
 
 
 @pytest.mark.parametrize(

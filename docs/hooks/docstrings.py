@@ -21,8 +21,9 @@ def _public_names() -> dict[str, str]:
     """The path of each public name, by how docstrings write it: of the index, and of the public modules."""
     paths = {name: f"mpx.{name}" for name in _names_of(_PACKAGE / "__init__.py")}
     for module in ("formats", "monitor", "doctor", "plot"):
-        file = _PACKAGE / f"{module}.py"
-        paths |= {f"{module}.{name}": f"mpx.{module}.{name}" for name in (_names_of(file) if file.exists() else ())}
+        folder = _PACKAGE / module
+        file = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+        paths |= {f"{module}.{name}": f"mpx.{module}.{name}" for name in _names_of(file)}
     return paths
 
 

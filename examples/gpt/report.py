@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import matplotlib
+import numpy as np
 import typer
 from rich import box
 from rich.console import Console
@@ -168,19 +169,25 @@ def _dots(comparison: Comparison) -> list[Dot]:
 
 def draw_curves(comparison: Comparison) -> Figure:
     """Draw loss curves, with the seeds of f32 as a band, and below them the gaps to f32 of the same seed."""
-    figure, (losses, gaps) = plt.subplots(2, 1, figsize=(6.4, 8), layout="constrained")
-    first = {recipe: runs[0] for recipe, runs in comparison.by_recipe.items() if recipe != REFERENCE}
-    steps, seeds = comparison.references[0].validation_steps, [run.validation_losses for run in comparison.references]
-    curves = {recipe: run.validation_losses for recipe, run in first.items()}
-    mpx.plot.losses(curves, steps=steps, reference=seeds, axes=losses)
-    losses.set_title("Validation loss of the parameters as stored (nats per byte)", loc="left")
-    figure.legend(*losses.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
-    losses.get_legend().remove()
-    others = {recipe: comparison.gaps(run) for recipe, run in first.items()}
-    mpx.plot.losses(others, steps=steps, axes=gaps).get_legend().remove()  # in the colors of the other axes
-    gaps.set_ylabel("gap")
+    with mpx.plot.style():
+        figure, (losses, gaps) = plt.subplots(2, 1, figsize=(6.4, 8))
+    references, deviation = comparison.references, comparison.deviation
+    steps, seeds = references[0].validation_steps, np.array([run.validation_losses for run in references])
+    mean, of_step = seeds.mean(axis=0), seeds.std(axis=0, ddof=1)
+    losses.fill_between(
+        steps, mean - of_step, mean + of_step, color=GREY, alpha=0.3, linewidth=0, label="f32, ± standard deviation"
+    )
+    losses.plot(steps, mean, color=GREY, linestyle="-", linewidth=3, label=f"f32, mean of {len(seeds)} seeds")
+    for recipe, (first, *_) in comparison.by_recipe.items():
+        if recipe != REFERENCE:
+            losses.plot(steps, first.validation_losses, label=recipe)  # with a gap where they are infinite or NaN
+            gaps.plot(steps, comparison.gaps(first))  # in the same color
+    losses.set_title("Validation loss of the parameters as stored (nats per byte)")
+    losses.set(xlabel="step", ylabel="loss")
+    figure.legend(loc="outside lower center", ncols=2)
     # Logarithmic beyond a standard deviation, or all gaps but the largest would be one line.
-    gaps.set_yscale("symlog", linthresh=comparison.deviation or 0.01, linscale=1.5)
-    gaps.axhspan(-comparison.deviation, comparison.deviation, color="#000000", alpha=0.12, linewidth=0)
-    gaps.set_title("Gap to f32 of the same seed", loc="left")
+    gaps.set_yscale("symlog", linthresh=deviation or 0.01, linscale=1.5)
+    gaps.axhspan(-deviation, deviation, color=GREY, alpha=0.3, linewidth=0)
+    gaps.set(xlabel="step", ylabel="gap")
+    gaps.set_title("Gap to f32 of the same seed")
     return figure

@@ -46,8 +46,8 @@ def convert_state(
       hold, that is lost, and a warning says how much.
     - The state of the rule is carried over and rounded to nearest where the new recipe stores it in fewer bits. What is
       stored in the same way on both sides keeps its bits.
-    - PRNG keys are carried over, and so is the loss scale with its counters if both recipes have the same one, with the
-      same settings; else they start fresh, and only the count of skipped steps goes on.
+    - PRNG keys are carried over. The loss scale begins anew, but its count of skipped steps goes on: where `new_tx` has
+      a dynamic one, let it begin with `float(get_loss_scale(opt_state).loss_scale)`.
 
     Call it between two steps, outside of `jax.jit`. Every leaf keeps the sharding of the old one of its shape; what is
     new lies where its parameter does (under `zero1`: `jax.device_put(new_opt_state, zero1_shardings(...))`). An array
@@ -86,8 +86,8 @@ def convert_state(
     policy = policy_of(new_tx) if policy is None else as_policy(policy, "convert_state")
     params = _as_arrays(params)
     opt_state = _state_of(tx, params, _as_arrays(opt_state))
-    shapes, cast = _trees.shapes_of(params), (lambda tree: tree) if policy is None else policy.cast_to_param
-    wanted = cast(shapes)
+    cast = (lambda tree: tree) if policy is None else policy.cast_to_param
+    wanted = cast(_trees.shapes_of(params))
     # Of arrays, not of shapes: on explicit axes their types say how they are sharded, and so which blocks fit.
     template = jax.eval_shape(lambda params: new_tx.init(cast(params)), params)
     old, new = leaves_of(opt_state), leaves_of(template)
@@ -97,8 +97,7 @@ def convert_state(
     filled = {leaf.path: weights[leaf.below][1] for leaf in new if leaf.role in KEPT_OF_WEIGHTS}
     for before, after in zip(_of_the_rule(old), _of_the_rule(new), strict=True):
         filled[after.path] = _moved(before.leaf, after.leaf)
-    begins = [_first_loss_scale(*recipe) for recipe in ((tx, shapes, old), (new_tx, wanted, new))]
-    filled |= _carried(old, new, is_scaled_alike=begins[0] == begins[1])
+    filled |= _carried(old, new)
     filled |= _fresh(new_tx, wanted, [leaf.path for leaf in new if leaf.path not in filled])
     _warn_of_losses(best, weights)
     new_params = jax.tree.map_with_path(lambda path, p: weights[path][0] if path in weights else p, params)
@@ -188,17 +187,10 @@ def _encoded(x: jax.Array, format: StateFormat) -> StoredLeaf:
     return store(cast_nearest(x, np.dtype(np.float32)), format)
 
 
-def _first_loss_scale(tx: optax.GradientTransformation, params: Any, leaves: list[StateLeaf]) -> dict[Any, float]:
-    """Return the loss scale, settings and counters that a recipe begins with, by their places."""
-    places = {leaf.path: leaf.place for leaf in leaves if leaf.role == "loss scale"}
-    return {places[path]: float(number) for path, number in _fresh(tx, params, list(places)).items()}
-
-
-def _carried(old: list[StateLeaf], new: list[StateLeaf], is_scaled_alike: bool) -> dict[_trees.Path, Any]:
-    """Return the keys and loss scales of the new state: those of the old one, in their order, if it has them."""
-    # A loss scale of other settings gives only its count of skipped steps: a static one would never leave a scale that
-    # it was given, and a dynamic one would take long to come back from a scale of 1.
-    carries: tuple[Role, ...] = ("key", "count", *(("loss scale",) if is_scaled_alike else ()))
+def _carried(old: list[StateLeaf], new: list[StateLeaf]) -> dict[_trees.Path, Any]:
+    """Return the keys and counts of the new state: those of the old one, in their order, if it has them."""
+    # Not the loss scale: a static one would never leave a scale that it was given, and settings are leaves beside it.
+    carries: tuple[Role, ...] = ("key", "count")
     before, after = ([leaf for leaf in leaves if leaf.declared and leaf.role in carries] for leaves in (old, new))
     kept: defaultdict[Any, list[Any]] = defaultdict(list)
     for leaf in before:

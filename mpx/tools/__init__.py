@@ -1,1 +1,1 @@
-"""Everything that is not training: plans, monitoring, advice, the doctor, pictures and the command line."""
+"""Everything that is not training: plans, the report of a compiled program, and the command line."""

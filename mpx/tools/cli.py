@@ -20,14 +20,13 @@ import numpy as np
 import optax
 import optax.contrib
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
-from rich.console import Console
 
 from mpx._dtypes import dtype_or_none
 from mpx._parallel.placement import sharded_spec
 from mpx._tables import Result
 from mpx.tools.plan.compare_plans import PlanComparison, compare_plans
 from mpx.tools.plan.memory_plan import evaluate
-from mpx.tools.plan.recipes import STANDARD_RECIPES, Sharding, training_texts
+from mpx.tools.plan.recipes import STANDARD_RECIPES
 
 _PREFIXES = {"k": 1, "m": 2, "g": 3, "t": 4}
 _COUNTS = {"": 1, "b": 10**9} | {name: 1000**power for name, power in _PREFIXES.items()}
@@ -151,8 +150,8 @@ def plan(
     return compare_plans(model, rule, recipes, usable_bytes=usable_bytes, **options)
 
 
-def plan_parts(comparison: PlanComparison, sharding: Sharding) -> Iterator[Any]:
-    """Yield the table of several recipes, or the parts of one; and the code of the only one, or of one that fits."""
+def plan_parts(comparison: PlanComparison) -> Iterator[Any]:
+    """Yield the table of several recipes, or the parts of one; and the lines of the only one, or of one that fits."""
     is_one, is_limited = len(comparison.plans) == 1, comparison.usable_bytes is not None
     if is_one:
         yield from comparison.plans.values()
@@ -168,7 +167,9 @@ def plan_parts(comparison: PlanComparison, sharding: Sharding) -> Iterator[Any]:
         yield "Nothing fits: take another recipe, or more devices, or shard parameters too (--devices N --fsdp)."
     elif is_limited or is_one:
         name = "bf16-split" if "bf16-split" in fit else fit[0]
-        yield from training_texts(name, sharding)
+        recipe = STANDARD_RECIPES[name]
+        yield f'{name}: {recipe.purpose}.\n\npolicy = mpx.get_policy("{recipe.policy}")\ntx = {recipe.code}'
+        yield "A training step with them: docs/getting_started.md; on several devices: docs/concepts/many_devices.md."
 
 
 def write(result: Result, as_json: bool, parts: Iterable[Any] = ()) -> None:
@@ -176,11 +177,7 @@ def write(result: Result, as_json: bool, parts: Iterable[Any] = ()) -> None:
     if as_json:
         sys.stdout.write(json.dumps(result.as_dict(), indent=2, allow_nan=False) + "\n")
         return
-    is_piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
-    # Into a pipe Rich would write 80 columns, and fold the lines of an explanation.
-    console = Console(width=160 if is_piped else None, highlight=False, markup=False)
-    for index, part in enumerate(parts or [result]):
-        console.print(*[""] * min(index, 1), part, sep="\n")
+    sys.stdout.write("\n\n".join(map(str, parts or [result])) + "\n")
 
 
 _PACKAGE = pathlib.Path(__file__).parents[1]

@@ -11,9 +11,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpx
-from mpx.tools.plan import STANDARD_RECIPES, training_code
+from mpx.tools.plan import STANDARD_RECIPES
 from mpx.tools.program import target_devices
-from tests.helpers import eight_cpu_devices, stepper
+from tests.helpers import stepper
 
 pytestmark = [pytest.mark.many_devices, pytest.mark.optax_promotion]
 
@@ -132,17 +132,21 @@ def bytes_a_parameter(report, count):
     return tuple(sums.values())
 
 
-def printed_fsdp_step(mesh, recipe):
-    """Return the report of the step that `mpx plan --fsdp` prints, on larger weights than it was executed with."""
-    names = {"mpx": mpx, "jax": jax, "optax": optax, "loss_fn": layers(lambda w: w), "params": {"w": jnp.ones((8, 8))}}
-    with jax.set_mesh(eight_cpu_devices()):  # which the code changes
-        exec(training_code(recipe, "linen", "fsdp"), names)
-    params = {n: placed_on(mesh, shape, names["policy"].param_dtype, P("data")) for n, shape in SHAPES.items()}
+def fsdp_step(mesh, recipe):
+    """Return the report of a step with everything sharded, whose weights are gathered where they are used."""
+    policy, tx = mpx.get_policy(recipe.policy), recipe.wrap(optax.adamw(1e-3))
+    loss = mpx.autocast(layers(lambda w: jax.sharding.reshard(w, P())), policy)
+    params = {name: placed_on(mesh, shape, policy.param_dtype, P("data")) for name, shape in SHAPES.items()}
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        state = jax.eval_shape(names["tx"].init, params)  # its types know how it is sharded, but no devices
-    return mpx.step_report(
-        names["train_step"], params, state, placed_on(mesh, (8 * 4096, 2048), jnp.float32, P("data")), target="h200"
-    )
+        state = jax.eval_shape(tx.init, params)  # its types know how it is sharded, but no devices
+
+    def step(params, state, x):
+        loss_value, grads = mpx.value_and_grad(loss, mpx.get_loss_scale(state))(params, x)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss_value
+
+    x = placed_on(mesh, (8 * 4096, 2048), jnp.float32, P("data"))
+    return mpx.step_report(step, params, state, x, target="h200", donate_argnums=(0, 1))
 
 
 def zero1_step(mesh, recipe):
@@ -176,7 +180,7 @@ def test_a_plan_says_how_many_bytes_a_step_sends(h200, name, sharding):
     shapes = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()}
     options = {"axis": None, "param_specs": P("data")} if is_fsdp else {}
     plan = mpx.memory_plan(shapes, recipe.wrap(optax.adamw(1e-3)), recipe.policy, mesh=mesh, **options)
-    report = printed_fsdp_step(mesh, recipe) if is_fsdp else zero1_step(mesh, recipe)
+    report = fsdp_step(mesh, recipe) if is_fsdp else zero1_step(mesh, recipe)
     found = bytes_a_parameter(report, plan.parameters)
     assert found == pytest.approx((plan.gathered_bytes_a_parameter, plan.summed_bytes_a_parameter), rel=0.01)
 

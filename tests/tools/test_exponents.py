@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from mpx.tools.monitor import exponents
+from mpx.monitor import fates
 
 FORMATS = [np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2]
 
@@ -24,13 +24,14 @@ def floats_around_every_number(dtype):
     return np.concatenate([bits, bits + np.uint32(1), bits - np.uint32(1)]).view(np.float32)
 
 
-histogram = jax.jit(exponents.count_exponents)
-count_each = jax.jit(jax.vmap(exponents.count_fates, (0, None)))
+histogram = jax.jit(lambda x: fates.count(fates.exponents_of(x), 279))
+fates_of = jax.jit(fates.fates_of)
 
 
-def fates(x, span, scale=1.0):
+def masks(x, span):
     """Return masks of the numbers that become zero, subnormal, normal, infinite, or are not finite themselves."""
-    return np.asarray(count_each(x, span.edges(scale))).T
+    kinds = np.asarray(fates_of(x, span.edges()))
+    return [kinds == kind for kind in range(1, 6)]
 
 
 def test_the_fate_of_a_number_is_what_a_cast_on_the_host_makes_of_it():
@@ -42,9 +43,7 @@ def test_the_fate_of_a_number_is_what_a_cast_on_the_host_makes_of_it():
         smallest_normal = float(ml_dtypes.finfo(dtype).smallest_normal)
         normal = (cast >= smallest_normal) & np.isfinite(cast)
         expected = [cast == 0, (cast > 0) & (cast < smallest_normal), normal, ~np.isfinite(cast)]
-        np.testing.assert_array_equal(
-            fates(x, exponents.range_of(dtype, "test")), [*(expected & counted), ~np.isfinite(x)]
-        )
+        np.testing.assert_array_equal(masks(x, fates.range_of(dtype, "test")), [*(expected & counted), ~np.isfinite(x)])
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=["float16", "bfloat16"])
@@ -53,7 +52,7 @@ def test_the_histogram_of_every_16_bit_number_is_that_of_frexp(dtype):
     with np.errstate(invalid="ignore"):  # of NaN
         wide = x.astype(np.float64)
     used = np.isfinite(wide) & (wide != 0)
-    *counts, zeros, nonfinite = np.asarray(histogram(jnp.asarray(x)))
+    zeros, *counts, nonfinite = np.asarray(histogram(jnp.asarray(x)))
     np.testing.assert_array_equal(counts, np.bincount(np.frexp(wide[used])[1] - 1 + 149, minlength=277))
     assert (zeros, nonfinite) == ((wide == 0).sum(), (~np.isfinite(wide)).sum())
 
@@ -61,22 +60,23 @@ def test_the_histogram_of_every_16_bit_number_is_that_of_frexp(dtype):
 def test_every_power_of_two_of_float32_and_the_number_below_it_are_counted_at_their_exponents():
     powers = np.ldexp(1.0, np.arange(-149, 128)).astype(np.float32)
     below = (powers.view(np.uint32) - np.uint32(1)).view(np.float32)
-    np.testing.assert_array_equal(histogram(-powers), [1] * 277 + [0, 0])
-    np.testing.assert_array_equal(histogram(below), [1] * 276 + [0, 1, 0])
+    np.testing.assert_array_equal(histogram(-powers), [0] + [1] * 277 + [0])
+    np.testing.assert_array_equal(histogram(below), [1] * 277 + [0, 0])
 
 
 @pytest.mark.parametrize("limit", [10, 50, 400])
 def test_more_numbers_than_can_be_counted_are_counted_by_rows(monkeypatch, limit):
     """The limit is lowered: an array of 2**32 numbers is too large for a test."""
-    monkeypatch.setattr(exponents, "_COUNTED", limit)
-    x = np.exp2(np.random.default_rng(0).integers(-3, 3, (6, 3, 20))).astype(np.float32)
-    parts = exponents.count_true(jnp.asarray(x > 1), jnp.asarray(x > 2))
-    assert parts.shape == {10: (6, 3, 20, 2), 50: (6, 3, 2), 400: (2,)}[limit]
-    np.testing.assert_array_equal(parts[..., 0], (x > 1).sum(axis=tuple(range(parts.ndim - 1, 3))))
-    counted = jax.jit(lambda x: exponents.count_exponents(x))(x)  # a new function, which sees the limit
-    for total in (np.asarray(exponents.sum_float32(counted)), exponents.sum_int64(counted)):
-        assert [total[149 + e] for e in range(-3, 3)] == [(x == 2.0**e).sum() for e in range(-3, 3)]
-    assert exponents.sum_float32(parts).tolist() == [(x > 1).sum(), (x > 2).sum()]
+    monkeypatch.setattr(fates, "_COUNTED", limit)
+    x = np.random.default_rng(0).integers(0, 6, (6, 3, 20))
+    expected = [(x == kind).sum() for kind in range(6)]
+    for kinds in (6, 279):  # by a pass for each kind, and by a scatter
+        parts = fates.count(jnp.asarray(x, jnp.int32), kinds)
+        assert parts.shape == {10: (6, 3, 20, kinds), 50: (6, 3, kinds), 400: (kinds,)}[limit]
+        np.testing.assert_array_equal(parts[..., 1], (x == 1).sum(axis=tuple(range(parts.ndim - 1, 3))))
+        for total in (np.asarray(fates.sum_float32(parts)), fates.sum_int64(parts)):
+            assert total[:6].tolist() == expected
+            assert not total[6:].any()
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -85,5 +85,5 @@ def test_a_sharded_array_is_counted_where_it_lies(kind):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,), devices=jax.devices("cpu"))
     sharded = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
     counted = histogram.lower(sharded).compile()
-    np.testing.assert_array_equal(counted(sharded)[:-2], [-32 <= e < 32 for e in exponents.EXPONENTS])
+    np.testing.assert_array_equal(counted(sharded)[1:-1], [-32 <= e < 32 for e in fates.EXPONENTS])
     assert "all-gather" not in counted.as_text()

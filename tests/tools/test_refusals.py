@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import mpx
 import mpx.plot
 from mpx import monitor
-from mpx.tools.monitor import exponents
+from mpx.monitor import fates
 from mpx.tools.program import target_devices
 from mpx.tools.program.text import parse
 
@@ -41,7 +41,6 @@ def call(function, *args, **options):
     return lambda: function(*args, **options)
 
 
-losses = functools.partial(call, mpx.plot.losses)
 reported = functools.partial(call, mpx.underflow_report, ONES)
 compared = functools.partial(call, mpx.compare_plans, 1000)
 step = functools.partial(call, mpx.step_report)
@@ -70,7 +69,7 @@ MONITOR = [
     ),
     *each(lambda make: call(make, "int8"), SHARES, ValueError, NO_FORMAT),
     (call(monitor.lost_updates().update, GRADS, optax.EmptyState()), ValueError, "needs the parameters"),
-    *each(lambda x: call(exponents.range_of, x, "caller"), ("int32", np.float64, None, "bf17"), ValueError, NO_FORMAT),
+    *each(lambda x: call(fates.range_of, x, "caller"), ("int32", np.float64, None, "bf17"), ValueError, NO_FORMAT),
     *each(lambda x: reported(loss_scale=x), NO_SCALES, ValueError, "must be a loss scale or a number, a power of two"),
     (in_jit(lambda x: mpx.underflow_report(x).largest), TypeError, "traced|[Tt]racer"),
     (lambda: mpx.underflow_report({"ids": jnp.arange(2)}), ValueError, "the tree has no floating array in it"),
@@ -89,8 +88,6 @@ PLAN = [
     (compared(optax.adam, None), TypeError, "`compare_plans` needs an Optax"),
 ]
 PLOT = [
-    (losses({"a": [1.0]}, steps=[1, 2]), ValueError, "`steps` has the shape"),
-    (losses({"a": [1.0]}, reference=[[1.0, 2.0]], steps=[1]), ValueError, r"but 'f32' has \(1, 2\)"),
     (call(mpx.plot.exponents, mpx.underflow_report(jnp.zeros(3))), ValueError, "no nonzero finite numbers"),
     (call(mpx.plot.exponents, REPORT, formats=["int8"]), ValueError, "`exponents`: `dtype` must be float16, bfloat16"),
 ]

@@ -6,5 +6,4 @@ from mpx.tools.plan.memory_plan import MemoryPlan as MemoryPlan
 from mpx.tools.plan.memory_plan import memory_plan as memory_plan
 from mpx.tools.plan.recipes import STANDARD_RECIPES as STANDARD_RECIPES
 from mpx.tools.plan.recipes import PrecisionRecipe as PrecisionRecipe
-from mpx.tools.plan.recipes import training_code as training_code
 from mpx.tools.plan.rows import PlanRow as PlanRow

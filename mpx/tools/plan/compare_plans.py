@@ -14,7 +14,7 @@ from mpx.tools.plan.recipes import MOMENTS, STANDARD_RECIPES, PrecisionRecipe
 
 @dataclasses.dataclass(frozen=True)
 class PlanComparison(Result):
-    """Hold the plans of several recipes; prints as a table of what one device holds, with `rich.print` too.
+    """Hold the plans of several recipes; prints as a table of what one device holds.
 
     Numbers are in GB, or less if they are small. Given a memory, the table says what fits in place of the parts: all of
     it does not fit into 80 columns.

@@ -32,7 +32,7 @@ _BLOCK = Blockwise8bit().block_size
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan(Result):
-    """Hold the bytes of a training run and of its gradients; prints as a table, with `rich.print` too.
+    """Hold the bytes of a training run and of its gradients; prints as a table.
 
     Attributes:
         rows: the parts. Each field of the optimizer state is one; all counts, flags and other scalars are one together.

@@ -1,8 +1,7 @@
-"""The recipes by their names, the same in README, documentation, `mpx plan`, `mpx doctor` and the example."""
+"""The recipes by their names, the same in README, documentation, `mpx plan` and the example."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from typing import Literal
+from collections.abc import Callable, Mapping
 
 import jax
 import optax
@@ -124,95 +123,3 @@ STANDARD_RECIPES: Mapping[str, PrecisionRecipe] = {
         _BF16_FP8, _mixed(_BF16_FP8), _MIXED, "multiply large matrices in 8-bit floats (H100 and later)"
     ),
 }
-
-Library = Literal["linen", "nnx"]
-_MODELS: Mapping[Library, str] = {"linen": "Flax Linen or any pytree", "nnx": "Flax NNX"}
-Sharding = Literal["none", "zero1", "fsdp"]
-_MESH_OF = """\
-from jax.sharding import {}PartitionSpec as P
-
-mesh = jax.make_mesh((jax.device_count(),), ("data",){})
-jax.set_mesh(mesh)
-"""
-_GATHER = "\neverywhere = lambda w: jax.sharding.reshard(w, P())  # gather a weight\n"
-_MESH = {"zero1": _MESH_OF.format("AxisType, ", ", (AxisType.Auto,)"), "fsdp": _MESH_OF.format("", "") + _GATHER}
-_WHOLE = {
-    "linen": """\
-def whole_loss_fn(params, batch):
-    return loss_fn(jax.tree.map(everywhere, params), batch)
-""",
-    "nnx": """\
-def whole_loss_fn(model, batch):
-    graph, params, others = nnx.split(model, nnx.Param, ...)
-    whole = nnx.merge(graph, jax.tree.map(everywhere, params), others)
-    loss = loss_fn(whole, batch)
-    nnx.update(model, nnx.state(whole, nnx.Not(nnx.Param)))  # batch statistics
-    return loss
-""",
-}
-_PLACED = {
-    "zero1": """\
-params = jax.device_put(params, P())
-tx = mpx.zero1(tx, mesh)  # a part of the optimizer state on each device""",
-    "fsdp": """\
-shardings = mpx.zero1_shardings(params, params, mesh)
-params = jax.device_put(params, shardings)  # a part of each on each device""",
-}
-_STEP = {
-    "linen": """\
-opt_state = tx.init(params)
-
-@jax.jit(donate_argnums=(0, 1))  # or old and new ones are held at once
-def train_step(params, opt_state, batch):
-    scale = mpx.get_loss_scale(opt_state)
-    grad_fn = mpx.value_and_grad(mixed_loss_fn, scale)
-    loss, grads = grad_fn(params, batch)
-    updates, opt_state = tx.update(grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state, loss""",
-    "nnx": """\
-nnx.update(model, params)
-trainer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-
-@nnx.jit(donate_argnums=(0, 1))  # or old and new ones are held at once
-def train_step(model, trainer, batch):
-    scale = mpx.get_loss_scale(trainer.opt_state)
-    grad_fn = mpx.value_and_grad(
-        mixed_loss_fn, scale, transform=nnx.value_and_grad
-    )
-    loss, grads = grad_fn(model, batch)
-    trainer.update(model, grads)
-    return loss""",
-}
-
-
-def training_texts(name: str, sharding: Sharding = "none") -> Iterator[str]:
-    """Yield the training steps of a standard recipe, each under a line that says for which models it is."""
-    recipe = STANDARD_RECIPES[name]
-    for library, models in _MODELS.items():
-        yield f"{name}: {recipe.purpose}. For AdamW, with {models}:\n\n{training_code(recipe, library, sharding)}"
-
-
-def training_code(recipe: PrecisionRecipe, library: Library, sharding: Sharding = "none") -> str:
-    """Return a training step under a recipe, for AdamW and a model of Flax Linen (or any pytree) or of Flax NNX.
-
-    It starts from `loss_fn`, and from `params` or a `model`, in float32. Its mesh has all devices. `"fsdp"` shards
-    everything over them and `"zero1"` the optimizer state alone; `"none"` has no mesh.
-    """
-    is_linen, is_fsdp = library == "linen", sharding == "fsdp"
-    loss_fn = "whole_loss_fn" if is_fsdp else "loss_fn"
-    step, grad_fn = _STEP[library], "    grad_fn = mpx.value_and_grad(mixed_loss_fn, scale)\n"
-    if sharding == "zero1":  # under `nnx.jit` XLA finds the same reduce-scatter
-        step = step.replace(grad_fn, f"{grad_fn}    grad_fn = mpx.data_parallel(grad_fn, mesh, scatter=True)\n")
-    pieces = (
-        _MESH.get(sharding),
-        is_fsdp and _WHOLE[library],
-        f'policy = mpx.get_policy("{recipe.policy}")',
-        f"mixed_loss_fn = mpx.autocast({loss_fn}, policy)  # of {'params' if is_linen else 'model'} and batch",
-        "optimizer = optax.adamw(3e-4)",
-        f"tx = {recipe.code}",
-        f"params = policy.cast_to_param({'params' if is_linen else 'nnx.state(model, nnx.Param)'})",
-        _PLACED.get(sharding),
-        step,
-        sharding != "none" and '\n# Before each step: batch = jax.device_put(batch, P("data"))',
-    )
-    return "\n".join(piece for piece in pieces if piece)

@@ -23,7 +23,7 @@ _MOST_ROWS = 12  # of kernels that are printed
 
 @dataclasses.dataclass(frozen=True)
 class StepReport(_tables.Result):
-    """The cost of one run of a compiled step on one device; prints as tables, with `rich.print` too.
+    """The cost of one run of a compiled step on one device; prints as tables.
 
     Attributes:
         target: the device that it was compiled for, if its figures are known.

@@ -9,10 +9,13 @@ Before `mpx.loss_scaling` a measure sees scaled gradients: measure the underflow
 are true ones, and after an optimizer they are updates.
 """
 
-from mpx.tools.monitor.exponents import EXPONENTS as EXPONENTS
-from mpx.tools.monitor.exponents import ExponentHistogram as ExponentHistogram
-from mpx.tools.monitor.measures import exponent_histogram as exponent_histogram
-from mpx.tools.monitor.measures import lost_updates as lost_updates
-from mpx.tools.monitor.measures import overflow as overflow
-from mpx.tools.monitor.measures import underflow as underflow
-from mpx.tools.monitor.measures import watch as watch
+from mpx.monitor.fates import EXPONENTS as EXPONENTS
+from mpx.monitor.fates import ExponentHistogram as ExponentHistogram
+from mpx.monitor.measures import exponent_histogram as exponent_histogram
+from mpx.monitor.measures import lost_updates as lost_updates
+from mpx.monitor.measures import overflow as overflow
+from mpx.monitor.measures import underflow as underflow
+from mpx.monitor.measures import watch as watch
+from mpx.monitor.report import LeafUnderflow as LeafUnderflow
+from mpx.monitor.report import ScaledShares as ScaledShares
+from mpx.monitor.report import UnderflowReport as UnderflowReport

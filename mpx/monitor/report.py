@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -14,8 +14,8 @@ from jax.typing import ArrayLike, DTypeLike
 from mpx import _errors, _trees
 from mpx._loss_scale import LossScale, is_power_of_two
 from mpx._tables import Result, Table
-from mpx.tools.monitor import exponents
-from mpx.tools.monitor.exponents import EXPONENTS, ExponentHistogram, Range
+from mpx.monitor import fates
+from mpx.monitor.fates import EXPONENTS, ExponentHistogram, Range
 
 _MAX_SCALE = 2.0**24  # the largest one of `DynamicLossScale`
 _HEADROOM = 4  # doublings of the largest gradient that the scale leaves room for
@@ -25,38 +25,23 @@ _LISTED = 10  # leaves in a printed report
 
 @dataclasses.dataclass(frozen=True)
 class ScaledShares:
-    """Shares of the nonzero finite gradients that a format loses at a loss scale.
+    """Shares of the nonzero finite gradients that a format loses at a loss scale."""
 
-    Attributes:
-        scale: the loss scale.
-        zero: the share that becomes zero.
-        subnormal: the share that becomes subnormal and loses bits.
-        infinite: the share that overflows.
-    """
-
-    scale: float
-    zero: float
-    subnormal: float
-    infinite: float
+    scale: float  # the loss scale
+    zero: float  # the share that becomes zero
+    subnormal: float  # the share that becomes subnormal and loses bits
+    infinite: float  # the share that overflows
 
 
 @dataclasses.dataclass(frozen=True)
 class LeafUnderflow:
-    """Losses among the gradients of one parameter.
+    """Losses among the gradients of one parameter."""
 
-    Attributes:
-        path: the "/"-joined path of the parameter.
-        largest: the largest of their magnitudes, without a loss scale; 0 if there are none.
-        zero: the share that becomes zero without a loss scale.
-        zero_if_scaled: the share that becomes zero with the recommended loss scale.
-        nonfinite: count of its infinite or NaN gradients.
-    """
-
-    path: str
-    largest: float
-    zero: float
-    zero_if_scaled: float
-    nonfinite: int
+    path: str  # the "/"-joined path of the parameter
+    largest: float  # of the magnitudes of its finite gradients, without a loss scale; 0 if there are none
+    zero: float  # the share that becomes zero without a loss scale
+    zero_if_scaled: float  # the share that becomes zero with the recommended loss scale
+    nonfinite: int  # count of its infinite or NaN gradients
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -124,8 +109,7 @@ class UnderflowReport(Result):
             (x.path, f"{x.largest:.3g}", _percent(x.zero), _percent(x.zero_if_scaled), f"{x.nonfinite:,}")
             for x in self.leaves[:_LISTED]
         ]
-        title = f"{len(rows)} of {len(self.leaves)} parameters, the worst first"
-        yield Table(title, [header, *rows], (1, 2, 3, 4))
+        yield Table(f"{len(rows)} of {len(self.leaves)} parameters, the worst first", [header, *rows], (1, 2, 3, 4))
         yield self.verdict
 
 
@@ -134,11 +118,9 @@ def underflow_report(
 ) -> UnderflowReport:
     """Count how much of some gradients a format would lose, and recommend a loss scale.
 
-    The recommended scale is the largest power of two (up to 2**24, the largest of `DynamicLossScale`) at which the
-    largest gradient stays finite, with room for 4 more doublings: `largest * scale * 2**4` still rounds to a finite
-    number. It is 1 if the format has the exponents of float32, or holds all gradients as normal numbers with that room.
-    If more than 1% of the gradients become zero even at that scale, their range is too wide for the format, and the
-    report says so.
+    The recommended scale is the largest power of two (up to 2**24) at which the largest gradient stays finite, with
+    room for 4 more doublings, in the way of Micikevicius et al. 2018 (arXiv 1710.03740, section 3.2). It is 1 if the
+    format has the exponents of float32, or holds all gradients as normal numbers with that room.
 
     Give it gradients of a float32 or bfloat16 backward pass, or of a scaled loss: what float16 has made zero looks like
     any zero. Several batches say more than one: a list of their gradients is a tree too.
@@ -149,9 +131,6 @@ def underflow_report(
         dtype: the format: f16, bf16, f32, float8_e4m3fn or float8_e5m2.
         loss_scale: what the loss of these gradients was multiplied by, as `mpx.value_and_grad` does: a loss scale
             (`mpx.get_loss_scale(opt_state)`) or a number, a power of two.
-
-    Returns:
-        An `UnderflowReport`, which `print` and `rich.print` show as tables; `as_dict()` goes into JSON.
 
     Raises:
         TypeError: inside `jax.jit`.
@@ -166,12 +145,8 @@ def underflow_report(
         [(1.0, 0.25), (524288.0, 0.0)]
         >>> print(underflow_report(grads, "bf16").verdict)
         No loss scale is needed: bfloat16 has the exponents of float32.
-
-    References:
-        Micikevicius et al. 2018, Mixed Precision Training (arXiv 1710.03740), section 3.2: the scale is chosen from the
-        largest gradient, such that their product is finite in float16.
     """
-    span = exponents.range_of(dtype, "underflow_report")
+    span = fates.range_of(dtype, "underflow_report")
     carried = float(loss_scale.loss_scale if isinstance(loss_scale, LossScale) else loss_scale)  # pyright: ignore
     if not is_power_of_two(carried):
         raise ValueError(
@@ -183,39 +158,35 @@ def underflow_report(
     arrays = {path: unscaled(x) for path, x in _trees.leaves_by_path(grads).items() if _trees.is_floating(x)}
     if not arrays:
         raise ValueError("`underflow_report` needs gradients, but the tree has no floating array in it.")
-    fates_at = functools.cache(lambda scale: _counts(_count_fates, arrays.values(), span.edges(scale)))
+    counts_of = lambda count, *edges: np.stack([fates.sum_int64(count(x, *edges)) for x in arrays.values()])
+    fates_at = functools.cache(lambda scale: counts_of(_count_fates, span.edges(scale)))  # [array, kind]
+    zero_at = lambda scale: fates.share_of(fates_at(scale), 0).tolist()
     largest = [float(np.asarray(_largest(x)).view(np.float32)) for x in arrays.values()]
-    recommended = _recommended_scale(span, max(largest), is_normal=not fates_at(1.0)[:, :2].any())
-    scales = sorted({1.0, carried, recommended})
-    zero, zero_if_scaled = (exponents.shares_of(fates_at(scale))[:, 0].tolist() for scale in (1.0, recommended))
-    columns = [names[path] for path in arrays], largest, zero, zero_if_scaled, fates_at(1.0)[:, -1].tolist()
-    leaves = [LeafUnderflow(*row) for row in zip(*columns, strict=True)]
-    counts = _counts(_count_exponents, arrays.values()).sum(axis=0)
-    whole = {scale: exponents.shares_of(fates_at(scale).sum(axis=0)).tolist() for scale in scales}
+    recommended = _recommended_scale(span, max(largest), is_normal=not fates_at(1.0)[:, 1:3].any())
+    columns = zip(largest, zero_at(1.0), zero_at(recommended), fates_at(1.0)[:, -1].tolist(), strict=True)
+    leaves = [LeafUnderflow(names[path], *row) for path, row in zip(arrays, columns, strict=True)]
+    losses_at = lambda scale: [float(fates.share_of(fates_at(scale).sum(axis=0), fate)) for fate in (0, 1, 3)]
+    zeros, *counts, nonfinite = counts_of(_count_exponents).sum(axis=0)
     return UnderflowReport(
         dtype=span.dtype,
-        histogram=ExponentHistogram(counts[:-2], *counts[-2:]),
+        histogram=ExponentHistogram(np.array(counts), zeros, nonfinite),
         largest=max(largest),
         recommended_scale=recommended,
-        shares=tuple(ScaledShares(scale, zero, sub, inf) for scale, (zero, sub, _, inf) in whole.items()),
+        shares=tuple(ScaledShares(scale, *losses_at(scale)) for scale in sorted({1.0, carried, recommended})),
         leaves=tuple(sorted(leaves, key=lambda leaf: (leaf.nonfinite == 0, -leaf.zero, -leaf.zero_if_scaled))),
     )
 
 
 # Edges are an argument, so one program serves all scales.
-_count_fates, _count_exponents = jax.jit(exponents.count_fates), jax.jit(exponents.count_exponents)
-
-
-def _counts(count: Callable[..., jax.Array], arrays: Iterable[jax.Array], *args: Any) -> np.ndarray:
-    """Return what a function counts in each array: int64[array, kind]."""
-    return np.stack([exponents.sum_int64(count(x, *args)) for x in arrays])
+_count_fates = jax.jit(lambda x, edges: fates.count(fates.fates_of(x, edges), len(fates.FATES) + 2))
+_count_exponents = jax.jit(lambda x: fates.count(fates.exponents_of(x), len(EXPONENTS) + 2))
 
 
 @jax.jit
 def _largest(x: jax.Array) -> jax.Array:
     """Return the bits of the largest finite magnitude."""
-    magnitudes = exponents.magnitudes_of(x)
-    return jnp.max(magnitudes, where=exponents.is_number(magnitudes), initial=0)
+    magnitudes = fates.magnitudes_of(x)
+    return jnp.max(magnitudes, where=fates.is_number(magnitudes), initial=0)
 
 
 def _recommended_scale(span: Range, largest: float, is_normal: bool) -> float:

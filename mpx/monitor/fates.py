@@ -1,11 +1,11 @@
-"""Count numbers by power of two, and by what becomes of them in a format.
+"""What becomes of numbers: they are zero, or meet one of several fates, or are not finite.
 
-All comparisons are of integer bits. Arithmetic and comparisons on a CPU take float32 subnormals for zero, and a
-gradient is subnormal before it vanishes.
+Functions give each number of an array its kind: 0 if it is zero, 1 and up for its fate, the last one if it is infinite
+or NaN. `count` counts them, and `share_of` returns the share that meets one. All comparisons are of integer bits:
+arithmetic and comparisons on a CPU take float32 subnormals for zero, and a gradient is subnormal before it vanishes.
 """
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -23,8 +23,9 @@ from mpx._shardings import explicit_sharding, in_auto
 EXPONENTS = range(-149, 128)
 
 _FORMATS = (np.float16, ml_dtypes.bfloat16, np.float32, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
-FATES = ("zero", "subnormal", "normal", "infinite")  # of nonzero finite numbers
+FATES = ("zero", "subnormal", "normal", "infinite")  # of numbers that are rounded to a format
 _COUNTED = 2**32  # the smallest number that a uint32 cannot count to
+_FEW = 10  # kinds: each is counted by a pass over the array, which a GPU does faster than a scatter into few places
 Counts = jax.Array | np.ndarray
 
 
@@ -52,7 +53,7 @@ class Range(NamedTuple):
     infinite_from: float  # or NaN, in a format without infinities
 
     def edges(self, scale: float = 1.0) -> np.ndarray:
-        """Return where each of `FATES` begins, then infinity, then no number: bits of float32.
+        """Return where each of `FATES` begins, then infinity: bits of float32.
 
         The edges are for numbers that are multiplied by `scale`, a power of two, before they are rounded.
         """
@@ -60,8 +61,7 @@ class Range(NamedTuple):
         with np.errstate(over="ignore", under="ignore"):
             nearest = thresholds.astype(np.float32)
         above = np.nextafter(nearest, nearest[-1])
-        edges = np.where(nearest.astype(np.float64) < thresholds, above, nearest).view(np.uint32)
-        return np.append(edges, np.uint32(2**32 - 1))
+        return np.where(nearest.astype(np.float64) < thresholds, above, nearest).view(np.uint32)
 
 
 def range_of(dtype: DTypeLike, caller: str) -> Range:
@@ -93,34 +93,43 @@ def is_number(magnitudes: jax.Array) -> jax.Array:
     return (magnitudes > np.uint32(0)) & (magnitudes < np.float32(np.inf).view(np.uint32))
 
 
-def count_true(*masks: jax.Array) -> jax.Array:
-    """Count the true elements of masks of one shape: uint32[..., masks], for each part of `_by_parts`."""
-    return jnp.stack([_by_parts(lambda part: jnp.sum(part, dtype=np.uint32), mask) for mask in masks], axis=-1)
-
-
-def count_fates(x: ArrayLike, edges: ArrayLike) -> jax.Array:
-    """Count the numbers that meet each of `FATES`, by the `edges` of a range, then those not finite: uint32[..., 5]."""
+def fates_of(x: ArrayLike, edges: ArrayLike) -> jax.Array:
+    """Return the kind of each number: its place in `FATES`, from 1, by the `edges` of a range."""
     magnitudes = magnitudes_of(x)
-    at_least = count_true(*[magnitudes >= edge for edge in edges])  # pyright: ignore  # a vector can be iterated over
-    return at_least[..., :-1] - at_least[..., 1:]
+    is_beyond: list[jax.Array] = [magnitudes >= edge for edge in edges]  # pyright: ignore  # a vector can be iterated over
+    return sum((beyond.astype(np.int32) for beyond in is_beyond[1:]), is_beyond[0].astype(np.int32))
 
 
-def shares_of(counts: Counts) -> Counts:
-    """Return the share of the finite numbers that meets each of `FATES`, from `count_fates`; 0 where there are none."""
-    fates = counts[..., : len(FATES)]
-    return fates / fates.sum(axis=-1, keepdims=True).clip(1)
+def exponents_of(x: ArrayLike) -> jax.Array:
+    """Return the kind of each number: the place of floor(log2(|x|)) in `EXPONENTS`, from 1."""
+    magnitudes = magnitudes_of(x)
+    is_normal = magnitudes >= np.uint32(1 << 23)
+    return jnp.where(is_normal, (magnitudes >> 23) + np.uint32(23), np.uint32(32) - lax.clz(magnitudes))
 
 
-def count_exponents(x: ArrayLike) -> jax.Array:
-    """Count the numbers of each of `EXPONENTS`, then the zeros, then infinities and NaN: uint32[..., 279]."""
+def count(kinds: jax.Array, how_many: int) -> jax.Array:
+    """Count the numbers of each kind: uint32[..., how_many].
 
-    def histogram(part):
-        others = jnp.where(part == np.uint32(0), len(EXPONENTS), len(EXPONENTS) + 1)
-        places = jnp.where(is_number(part), _exponents(part) - EXPONENTS.start, others)
+    Where a count may not fit in a uint32, each row or block of the array is counted by itself.
+    """
+
+    def counted(part):
+        if how_many < _FEW:
+            return jnp.stack([jnp.sum(part == kind, dtype=np.uint32) for kind in range(how_many)])
         # A scatter of integers: their sums are the same in any order.
-        return jnp.zeros(len(EXPONENTS) + 2, np.uint32).at[places].add(np.uint32(1))
+        return jnp.zeros(how_many, np.uint32).at[part].add(np.uint32(1))
 
-    return _by_parts(histogram, magnitudes_of(x))
+    kept = next(kept for kept in range(kinds.ndim + 1) if math.prod(kinds.shape[kept:]) < _COUNTED)
+    for _ in range(kept):
+        counted = jax.vmap(counted)
+    if sharding := explicit_sharding(kinds):
+        counted = in_auto(counted, sharding.mesh, NamedSharding(sharding.mesh, PartitionSpec()))
+    return counted(kinds)
+
+
+def share_of(counts: Counts, fate: int) -> Counts:
+    """Return the share of the nonzero finite numbers that meets a fate, by its place; 0 where there are none."""
+    return counts[..., 1 + fate] / counts[..., 1:-1].sum(axis=-1).clip(1)
 
 
 def sum_float32(counts: jax.Array) -> jax.Array:
@@ -131,20 +140,3 @@ def sum_float32(counts: jax.Array) -> jax.Array:
 def sum_int64(counts: jax.Array) -> np.ndarray:
     """Sum the counts of all parts exactly, on the host."""
     return np.asarray(counts).reshape(-1, counts.shape[-1]).sum(axis=0, dtype=np.int64)
-
-
-def _exponents(magnitudes: jax.Array) -> jax.Array:
-    """Return floor(log2(|x|)) of nonzero finite numbers, int32, within `EXPONENTS`."""
-    normal = (magnitudes >> 23).astype(np.int32) - 127
-    subnormal = EXPONENTS[0] + 31 - lax.clz(magnitudes).astype(np.int32)
-    return jnp.where(magnitudes < np.uint32(1 << 23), subnormal, normal)
-
-
-def _by_parts(count: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """Count over the whole array; where a count may not fit in a uint32, over each of its rows or blocks."""
-    kept = next(kept for kept in range(x.ndim + 1) if math.prod(x.shape[kept:]) < _COUNTED)
-    for _ in range(kept):
-        count = jax.vmap(count)
-    if sharding := explicit_sharding(x):
-        count = in_auto(count, sharding.mesh, NamedSharding(sharding.mesh, PartitionSpec()))
-    return count(x)

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from mpx import _errors, _trees, formats
 from mpx._dtypes import UP_TO_FLOAT32
 from mpx._transforms.float32_world import keep_types, stable_state, upcast_tree
-from mpx.tools.monitor import exponents
+from mpx.monitor import fates
 
 T = TypeVar("T")
 Groups = Literal["leaf"] | None
@@ -22,10 +22,9 @@ Groups = Literal["leaf"] | None
 def underflow(dtype: DTypeLike, *, groups: Groups = None) -> Callable[[Any], Any]:
     """Measure the share of the gradients that become zero when they are rounded to a format.
 
-    The share, from 0 to 1, is of all nonzero finite numbers; without any it is 0.
-    Numbers are rounded to nearest, ties to even. Subnormal numbers of the format count as kept, although some devices
-    flush them to zero: `mpx.underflow_report` counts them. Measure gradients of a float32, bfloat16 or scaled backward
-    pass: what float16 has already made zero counts as zero here.
+    The share, from 0 to 1, is of all nonzero finite numbers; without any it is 0. Numbers are rounded to nearest, ties
+    to even. Subnormal numbers of the format count as kept, although some devices flush them to zero. Measure gradients
+    of a float32, bfloat16 or scaled backward pass: what float16 has already made zero counts as zero here.
 
     Args:
         dtype: the format: f16, bf16, f32, float8_e4m3fn or float8_e5m2.
@@ -34,9 +33,6 @@ def underflow(dtype: DTypeLike, *, groups: Groups = None) -> Callable[[Any], Any
 
     Returns:
         A measure for `optax.snapshot` and `watch`: a function of a tree to a float32 scalar, or a dictionary of them.
-
-    Raises:
-        ValueError: if `dtype` or `groups` is something else.
 
     Example:
         >>> grads = {"embed": jnp.array([2.0**-26, 2.0**-24]), "head": jnp.ones(2)}
@@ -51,8 +47,7 @@ def underflow(dtype: DTypeLike, *, groups: Groups = None) -> Callable[[Any], Any
 def overflow(dtype: DTypeLike, *, groups: Groups = None) -> Callable[[Any], Any]:
     """Measure the share of the gradients that overflow when they are rounded to a format.
 
-    Arguments, result and errors: as for `underflow`. An overflow is infinite, or NaN in float8_e4m3fn, which has no
-    infinity.
+    As `underflow` is. An overflow is infinite, or NaN in float8_e4m3fn, which has no infinity.
 
     Example:
         >>> float(overflow("f16")(jnp.array([1.0, 65519.0, 65520.0, 1e9])))
@@ -76,9 +71,8 @@ def exponent_histogram(*, groups: Groups = None) -> Callable[[Any], Any]:
         >>> print(histogram.zeros, histogram.nonfinite)
         1.0 1.0
     """
-    histogram = lambda sums: exponents.ExponentHistogram(sums[:-2], sums[-2], sums[-1])
-    kinds = len(exponents.EXPONENTS) + 2
-    return _measure("exponent_histogram", exponents.count_exponents, kinds, histogram, groups)
+    histogram = lambda sums: fates.ExponentHistogram(sums[1:-1], sums[0], sums[-1])
+    return _measure("exponent_histogram", fates.exponents_of, len(fates.EXPONENTS) + 2, histogram, groups)
 
 
 def lost_updates(dtype: DTypeLike | None = None, *, groups: Groups = None) -> optax.GradientTransformationExtraArgs:
@@ -96,9 +90,6 @@ def lost_updates(dtype: DTypeLike | None = None, *, groups: Groups = None) -> op
     Returns:
         A measure for `watch` (it needs the parameters, which `optax.snapshot` does not have).
 
-    Raises:
-        ValueError: if `dtype` is something else, and as `underflow` does; at `update`, without parameters.
-
     Example:
         >>> tx = optax.chain(optax.sgd(1e-3), mpx.monitor.watch({"lost": lost_updates()}))
         >>> params = {"w": jnp.array([1.0, 0.125, 0.0], jnp.bfloat16)}
@@ -109,16 +100,16 @@ def lost_updates(dtype: DTypeLike | None = None, *, groups: Groups = None) -> op
     """
     given = None if dtype is None else _errors.require_one_of(UP_TO_FLOAT32, dtype, "`lost_updates`: `dtype`")
 
-    def count(u, p):
-        """Count the updates that a weight does not see, and all that it should see."""
+    def kinds_of(u, p):
+        """Return 1 for an update that its weight does not see, 2 for one that it sees, 0 if nothing is to move."""
         dtype = given or p.dtype
         wide = _trees.promoted(dtype, np.float32)
         stored = lambda x: x if dtype == wide else formats.round_to(x, dtype)
         before = stored(p.astype(wide))
-        is_moving = exponents.is_number(exponents.magnitudes_of(u)) & jnp.isfinite(p)
-        return exponents.count_true(is_moving & (stored(before + u.astype(wide)) == before), is_moving)
+        is_moving = fates.is_number(fates.magnitudes_of(u)) & jnp.isfinite(p)
+        return jnp.where(is_moving, jnp.where(stored(before + u.astype(wide)) == before, 1, 2), 0)
 
-    measured = _measure("lost_updates", count, 2, lambda sums: sums[0] / jnp.maximum(sums[1], 1), groups)
+    measured = _measure("lost_updates", kinds_of, 4, lambda sums: fates.share_of(sums, 0), groups)
 
     def update_fn(updates, state, params=None, **extra_args):
         del extra_args
@@ -132,15 +123,13 @@ def lost_updates(dtype: DTypeLike | None = None, *, groups: Groups = None) -> op
 def watch(measures: Mapping[str, Any]) -> optax.GradientTransformationExtraArgs:
     """Keep measurements of the updates in the optimizer state; the updates pass through.
 
-    This is `optax.monitor` with measurements that begin as zeros. In `optax.monitor` they begin with the first update:
-    so its state cannot be the carry of a `jax.lax.scan`, the step compiles twice, and `mpx.loss_scaling`, which chooses
-    between the old state and the new one, refuses it.
+    This is `optax.monitor` with measurements that begin as zeros and keep their dtypes. There they begin with the first
+    update: so its state is no carry of a `jax.lax.scan`, the step compiles twice, and `mpx.loss_scaling` refuses it.
 
     Args:
         measures: by name, functions of the updates, or transformations whose `update` returns a measurement in place
             of the updates: the measures of `mpx.monitor`, `optax.measure_with_ema`, or your own. They are first traced
-            with gradients of the shapes of the parameters, in float32 where those are narrower, and without extra
-            arguments. Each measurement keeps the dtypes that it had then.
+            with gradients like the parameters, in float32 where those are narrower, and without extra arguments.
 
     Returns:
         A transformation with an `optax.MonitorState`; `optax.tree.get(opt_state, name)` reads a measurement.
@@ -174,9 +163,9 @@ def watch(measures: Mapping[str, Any]) -> optax.GradientTransformationExtraArgs:
 
 def _share_of(fate: str, dtype: DTypeLike, groups: Groups, caller: str) -> Callable[[Any], Any]:
     """Return a measure of the share of the nonzero finite numbers that meet one fate."""
-    span, place = exponents.range_of(dtype, caller), exponents.FATES.index(fate)
-    count = lambda x: exponents.count_fates(x, span.edges())
-    return _measure(caller, count, len(exponents.FATES) + 1, lambda sums: exponents.shares_of(sums)[place], groups)
+    edges, place = fates.range_of(dtype, caller).edges(), fates.FATES.index(fate)
+    kinds_of = lambda x: fates.fates_of(x, edges)
+    return _measure(caller, kinds_of, len(fates.FATES) + 2, lambda sums: fates.share_of(sums, place), groups)
 
 
 def _behind_barrier(tree: T) -> T:
@@ -193,17 +182,18 @@ def _behind_barrier(tree: T) -> T:
 
 
 def _measure(
-    caller: str, count: Callable[..., jax.Array], kinds: int, result: Callable[[jax.Array], Any], groups: Groups
+    caller: str, kinds_of: Callable[..., jax.Array], kinds: int, result: Callable[[jax.Array], Any], groups: Groups
 ) -> Callable[..., Any]:
     """Return a function of gradients or updates, and perhaps of weights.
 
-    `count` counts `kinds` of numbers in a floating leaf of each tree; `result` makes the measurement of the sums.
+    `kinds_of` gives each number of a floating leaf its kind; `result` makes the measurement of their counts.
     """
     if groups not in (None, "leaf"):
         raise ValueError(f"`{caller}`: `groups` must be None or 'leaf', but got {groups!r}.")
 
     def of_leaves(leaves: Sequence[Any]) -> Any:
-        return result(sum((exponents.sum_float32(count(*leaf)) for leaf in leaves), jnp.zeros(kinds, np.float32)))
+        counts = (fates.sum_float32(fates.count(kinds_of(*leaf), kinds)) for leaf in leaves)
+        return result(sum(counts, jnp.zeros(kinds, np.float32)))
 
     def measured(*trees: Any) -> Any:
         leaves = [_trees.leaves_by_path(tree) for tree in trees]
