@@ -1,7 +1,7 @@
 """GPT-2 trained ever faster, one change at a time: time, tokens/s, share of the GPU's rate, and memory of each rung.
 
     PYTHONPATH=. python -m benchmarks.ladder
-    PYTHONPATH=. python -m benchmarks.ladder --target h200 --rungs f32,8bit,accumulate --picture ladder.png
+    PYTHONPATH=. python -m benchmarks.ladder --target h200 --rungs f32,8bit,accumulate
 
 `benchmarks.rungs` says what a rung changes. Those up to the stacked weights only save. The later ones pay with time for
 memory, and say how much. The last one has several microbatches a step, with everything kept. A step is loss, gradient,
@@ -27,7 +27,6 @@ peak of what a library's allocator has handed out, without the CUDA context.
 
 import dataclasses
 import math
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -168,19 +167,15 @@ def run_rungs(rungs: list[Rung], setting: Setting, target: str | None) -> list[R
     return rows
 
 
-# Options that `benchmarks.programs` has too.
 NAMES = f"Of {', '.join(rung.name for rung in LADDER)}; to try out: {', '.join(rung.name for rung in EXTRAS)}."
-RungsOption = Annotated[str, typer.Option(help=NAMES)]
-PresetOption = Annotated[str, typer.Option(help="The model; gpt2-124m on a GPU, tiny elsewhere.")]
 
 
 def main(
-    rungs: RungsOption = "",
-    preset: PresetOption = "",
+    rungs: Annotated[str, typer.Option(help=NAMES)] = "",
+    preset: Annotated[str, typer.Option(help="The model; gpt2-124m on a GPU, tiny elsewhere.")] = "",
     target: Annotated[str | None, typer.Option(help="Only read the programs for this device: h200, ...")] = None,
-    picture: Annotated[Path | None, typer.Option(help="Draw the ladder into this file.")] = None,
 ) -> None:
-    """Measure the ladder or read its programs, print the table and, if asked, draw a picture."""
+    """Measure the ladder or read its programs, and print the table."""
     steps, rate, setting = choose_rungs(rungs), None, ON_GPU
     if target is None:
         (device,) = run_worker("benchmarks.gpt2_in_jax:device", {}, timeout=TIMEOUT)
@@ -191,11 +186,6 @@ def main(
     rows = run_rungs(steps, setting, target)
     for sheet in [programs_sheet(rows, setting)] if rate is None else sheets(rows, [], rate):
         print(sheet.markdown())
-    if picture is not None:
-        from benchmarks.ladder_picture import write_picture  # Matplotlib need not be where programs are compiled
-
-        said = "bound of the program" if target else "measured"
-        write_picture(picture, derived(rows, rate), f"A step of {setting.preset}: {said}")
 
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)

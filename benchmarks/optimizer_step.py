@@ -47,9 +47,8 @@ from jax import lax
 import mpx
 from benchmarks import adamw_by_hand as hand
 from benchmarks.adamw_by_hand import ByHand
-from benchmarks.reading import absent_figures, start_compiler
 from benchmarks.report import Row, Sheet, judged
-from benchmarks.timing import COLUMNS, SIDES, compare, own
+from benchmarks.timing import COLUMNS, compare, own
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -289,20 +288,6 @@ def beside_copy(row: Row, moved: int, bandwidth: float) -> Row:
     speed = moved / row["mpx"]["ms"] / 1e6
     found = {"GB/s": speed, "copy GB/s": bandwidth, "mpx / copy": bandwidth / speed}
     return found | {"copy target": judged(bandwidth / speed, most=COPY_TARGET)}
-
-
-def read(recipe: str, tensors: str, scale: int, target: str) -> Row:
-    """Return what the programs of one recipe say that are compiled for a target; bytes are for each parameter."""
-    chosen, shapes = RECIPES[recipe], make_shapes(tensors, scale)
-    start_compiler(target)
-    params = {name: jax.ShapeDtypeStruct(shape, chosen.dtype) for name, shape in shapes.items()}
-    states = jax.eval_shape(functools.partial(make_starts, chosen), params)
-    count = sum(map(math.prod, shapes.values()))
-    row: Row = {"recipe": recipe, "parameters": count}
-    for side, step, state in zip(SIDES, make_steps(chosen), states, strict=True):
-        found = absent_figures(step, state, params, target=target, donate=0)
-        row[side] = found | {what: 1e9 * found[f"{what} GB"] / count for what in ("moved", "peak", "temporary")}
-    return row
 
 
 # --- Tables. ---

@@ -34,8 +34,6 @@ STATES = {
     "bf16 stochastic": {"format": "bf16", "rounding": "stochastic", "key": jax.random.PRNGKey(2)},
     "8-bit": {"format": mpx.Blockwise8bit()},
     "4-bit": {"format": FirstMomentsIn4Bits(), "key": jax.random.PRNGKey(2)},
-    "e4m3": {"format": "e4m3"},
-    "e4m3 stochastic": {"format": "e4m3", "rounding": "stochastic", "key": jax.random.PRNGKey(2)},
 }
 # Fields that hold weights, or tools of the rule, and no averages.
 NO_MOMENTS = {
