@@ -68,7 +68,7 @@ def make_optimizer(peer: str) -> Optimizer:
     if peer in FLASH_BITS:
         from flashoptim_jax import flash_adamw  # only where it is read: it need not be installed
 
-        flash = flash_adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY, master_weight_bits=FLASH_BITS[peer])
+        flash = flash_adamw(learning_rate=LEARNING_RATE, weight_decay=WEIGHT_DECAY, master_weight_bits=FLASH_BITS[peer])
         return Optimizer(jnp.bfloat16, flash.init, lambda grads, state, params: flash.step(params, state, grads))
     dtype = jnp.float32 if peer == "optax-f32" else jnp.bfloat16
     tx = optax.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY, mu_dtype=dtype if peer.startswith("optax") else None)
