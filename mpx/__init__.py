@@ -25,7 +25,6 @@ from mpx._inspect.check_chain import check_chain as check_chain
 from mpx._inspect.convert_state import convert_state as convert_state
 from mpx._inspect.health import StuckError as StuckError
 from mpx._inspect.health import check_health as check_health
-from mpx._inspect.masters import averaged_params as averaged_params
 from mpx._inspect.masters import is_synced as is_synced
 from mpx._inspect.masters import master_params as master_params
 from mpx._inspect.masters import resync as resync
@@ -33,7 +32,6 @@ from mpx._loss_scale import DynamicLossScale as DynamicLossScale
 from mpx._loss_scale import LossScale as LossScale
 from mpx._loss_scale import NoOpLossScale as NoOpLossScale
 from mpx._loss_scale import StaticLossScale as StaticLossScale
-from mpx._parallel.data_parallel import data_parallel as data_parallel
 from mpx._parallel.zero1 import zero1 as zero1
 from mpx._parallel.zero1 import zero1_shardings as zero1_shardings
 from mpx._policy import Policy as Policy
@@ -53,7 +51,6 @@ from mpx._transforms.loss_scaling import loss_scaling as loss_scaling
 from mpx._transforms.loss_scaling import skipped_steps as skipped_steps
 from mpx._transforms.low_precision_state import low_precision_state as low_precision_state
 from mpx._transforms.master_weights import master_weights as master_weights
-from mpx._transforms.params_ema import params_ema as params_ema
 from mpx._transforms.stochastic_rounding import stochastic_rounding as stochastic_rounding
 from mpx._transforms.upcast import upcast as upcast
 from mpx.tools.monitor.underflow import underflow_report as underflow_report

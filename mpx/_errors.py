@@ -56,8 +56,8 @@ def is_integer(x: Any) -> bool:
 
 def as_transformation(inner: Any, caller: str) -> optax.GradientTransformationExtraArgs:
     """Return the rule that a wrapper wraps, accepting extra arguments; raise for anything else."""
-    if isinstance(inner, optax.MultiSteps):
-        inner = inner.gradient_transformation()
+    if isinstance(inner, optax.MultiSteps):  # its own `gradient_transformation` takes no extra arguments
+        inner = optax.GradientTransformationExtraArgs(inner.init, inner.update)
     if not (callable(getattr(inner, "init", None)) and callable(getattr(inner, "update", None))):
         hint = " Call it with its settings first, as in `optax.adamw(1e-3)`." if callable(inner) else ""
         raise TypeError(f"`{caller}` needs an Optax gradient transformation, but got {type(inner).__name__}.{hint}")
@@ -132,7 +132,8 @@ def require_step(caller: str, kind: type, state: Any, params: Any, updates: Any 
     if params is None:
         raise ValueError(
             f"`{caller}` needs the parameters: call `update(grads, state, params)`. It keeps what their dtype "
-            "cannot hold, so it must know what they hold."
+            "cannot hold, so it must know what they hold. If a library makes the call (brax leaves the parameters "
+            "out), store its parameters in float32, and use a rule that works without them."
         )
     require_state(state, kind, caller)
     if updates is not None:

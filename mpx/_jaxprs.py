@@ -1,6 +1,6 @@
 """Jaxprs as data: what an equation holds, how to run equations, and one way to follow values through a program.
 
-`check_chain`, `zero1`, the plan of `autocast` and its check of arguments that change in place follow different kinds of
+`check_chain`, the plan of `autocast` and its check of arguments that change in place follow different kinds of
 values. Each gives `propagate` a rule of its own.
 """
 
@@ -14,11 +14,7 @@ from jax.extend import core as jex_core
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn
 
-from mpx._primitives import facts_of, is_call
-
 T = TypeVar("T")
-
-BLOCKS = "mpx:blocks"  # the named scope of code that works on whole blocks of elements, which sharding never divides
 
 
 # ---- what an equation holds -----------------------------------------------------------------------------------------
@@ -133,36 +129,3 @@ def propagate_inside(
     programs = eqn.params["branches"] if is_cond else [called_jaxpr(eqn)]
     operands = operands[1:] if is_cond else operands  # the first one is the index of the branch
     return list(zip(*[propagate(program, operands, rule, constant) for program in programs], strict=True))
-
-
-_WHOLE, PART = None, "part"  # a value depends on whole arrays only, or on one element of each sharded array
-
-
-def first_non_elementwise(program: jex_core.ClosedJaxpr, inputs: Sequence[str | None], axis: str) -> str | None:
-    """Return the first primitive that makes a result depend on several elements of a sharded array, or None.
-
-    `inputs` has for each input None if every device has the whole array; `PART` if it has the part along `axis` of the
-    mesh; or the name of an input that no result may depend on. That name is returned if a result does.
-    """
-    is_culprit = lambda found: found not in (_WHOLE, PART)
-
-    def rule(eqn: JaxprEqn, found: list[str | None]) -> Sequence[str | None]:
-        name, facts, count = eqn.primitive.name, facts_of(eqn), len(eqn.outvars)
-        if name in ("pmax", "pmin") and axis in eqn.params["axes"]:
-            return [_WHOLE] * count  # every device has the same result
-        culprit = next(filter(is_culprit, found), None)
-        if culprit is not None:
-            return [culprit] * count
-        if is_call(eqn):
-            return propagate(called_jaxpr(eqn), found, rule, lambda v: _WHOLE)
-        if BLOCKS in str(eqn.source_info.name_stack):
-            return [PART if PART in found else _WHOLE] * count
-        is_array = any(getattr(v.aval, "shape", ()) for v in eqn.outvars)
-        if facts.positional and (is_array or name == "axis_index"):
-            return [name] * count
-        if PART not in found:
-            return [_WHOLE] * count
-        return [PART if facts.elementwise else name] * count
-
-    results = propagate(program, inputs, rule, lambda v: _WHOLE)
-    return next(filter(is_culprit, results), None)

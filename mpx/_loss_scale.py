@@ -169,6 +169,9 @@ class StaticLossScale(LossScale):
 
     loss_scale: ArrayLike
 
+    def __post_init__(self) -> None:
+        _number_of(self, "loss_scale")
+
     def state(self) -> StaticLossScaleState:
         return StaticLossScaleState()
 
@@ -266,7 +269,8 @@ class DynamicLossScale(LossScale):
             number = _number_of(self, name)
             if number is not None and not (float(number).is_integer() and number >= 1):
                 raise ValueError(f"`DynamicLossScale`: `{name}` must be an integer above 0, but got {number}.")
-        factor, low, high = (_number_of(self, name) for name in ("factor", "min_loss_scale", "max_loss_scale"))
+        names = ("factor", "min_loss_scale", "max_loss_scale", "loss_scale", "counter")
+        factor, low, high, *_ = (_number_of(self, name) for name in names)
         if factor is not None and not factor > 1:
             raise ValueError(f"`DynamicLossScale`: `factor` must be above 1, but got {factor}.")
         if low is not None and high is not None and not low <= high:
@@ -354,5 +358,7 @@ def _multiply(tree: T, factor: ArrayLike, *, inverse: bool = False) -> T:
 def _number_of(value: Any, name: str) -> float | None:
     """Return a field as a Python number, or None if it is not known: traced, a shape, or one of several values."""
     number = getattr(value, name)
+    if not (isinstance(number, (int, float)) or _trees.is_array(number)):
+        raise TypeError(f"`{type(value).__name__}`: `{name}` must be a number, but got {number!r}.")
     is_known = not isinstance(number, (Tracer, jax.ShapeDtypeStruct)) and not np.ndim(number)
     return np.asarray(number).item() if is_known else None

@@ -44,8 +44,8 @@ class Policy:
             Paths begin at the root of the tree that is cast, so cast parameters and inputs one by one, not as a pair.
         fp8: how `autocast` multiplies matrices in 8-bit floats, with results in `compute_dtype`. None: it multiplies in
             `compute_dtype`. Products of a parameter with an override never run in 8 bits.
-        reduce_dtype: the dtype of gradients of weights while they are added up, over devices too, as `autocast`,
-            `data_parallel` and `zero1` read it. None: float32 if the program may run on more than one device.
+        reduce_dtype: the dtype of gradients of weights while they are added up, over devices too, as under
+            `autocast`. None: float32 if the program may run on more than one device.
 
     Raises:
         TypeError: if an override is not a pair.

@@ -104,8 +104,7 @@ def any_precision_adamw(
         eps: added to the root of the variance.
         weight_decay: decoupled, multiplied by the learning rate.
         use_kahan_summation: whether `kahan_summation` follows.
-        momentum_dtype: the format of the stored momentum: any format of `low_precision_state`, such as `"bf16"` or
-            `"e4m3"`.
+        momentum_dtype: the format of the stored momentum: any format of `low_precision_state`, such as `"bf16"`.
         variance_dtype: the format of the stored variance: any of these but float16.
         compensation_buffer_dtype: the dtype that Kahan summation keeps: bfloat16, float16 or float32.
         rounding: how the moments are rounded: `"nearest"`, as in torchdistx, or `"stochastic"`. To nearest, a bfloat16

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -38,6 +39,17 @@ def in_auto(function: Callable[..., Any], mesh: Mesh | AbstractMesh, out_shardin
     if not explicit:
         return function
     return jax.sharding.auto_axes(function, axes=tuple(explicit), out_sharding=out_shardings)
+
+
+def as_in_auto(tree: Any) -> AbstractContextManager[Any]:
+    """Return a context to trace in what `in_auto` runs on arrays or shapes: axes that are explicit are automatic."""
+    now = jax.sharding.get_abstract_mesh()
+    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree)]
+    meshes = [sharding.mesh.abstract_mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
+    is_explicit = lambda mesh: AxisType.Explicit in mesh.axis_types
+    mesh = now if not now.empty else next(filter(is_explicit, meshes), now)
+    explicit = [name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit]
+    return jax.sharding.use_abstract_mesh(mesh.update_axis_types(dict.fromkeys(explicit, AxisType.Auto)))
 
 
 def names_at(spec: PartitionSpec, i: int) -> tuple[str, ...]:

@@ -39,6 +39,11 @@ def _is_floating_dtype(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.floating)) and dtype.itemsize >= 2
 
 
+def is_inexact(leaf: Any) -> bool:
+    """Return whether a leaf is floating (see `is_floating`) or complex."""
+    return is_floating(leaf) or (is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.complexfloating))
+
+
 def is_array(leaf: Any) -> bool:
     """Return whether a leaf is an array, of NumPy too, or a shape that stands for one."""
     if isinstance(leaf, (np.ndarray, np.generic)):

@@ -13,6 +13,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from mpx import formats
+from mpx._straight_through import straight_through
 
 MARK = "mpx:"  # the prefix of the names that `landing_update` leaves in a program, for `check_chain` to find
 SENT = "sent"  # the name of an update that other devices receive as the new value itself
@@ -27,7 +28,7 @@ def round_saturating(x: jax.Array, dtype: np.dtype) -> jax.Array:
         return formats.round_to(x, dtype, overflow="largest")
     rounded = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=23)
     largest = np.float64(np.finfo(np.float32).max)
-    return jnp.where(jnp.isfinite(x), jnp.clip(rounded, -largest, largest), rounded)
+    return straight_through(jnp.where(jnp.isfinite(x), jnp.clip(rounded, -largest, largest), rounded), x)
 
 
 def landing_update(parameter: jax.Array, new: jax.Array, author: str) -> jax.Array:
@@ -55,7 +56,7 @@ def landing_update(parameter: jax.Array, new: jax.Array, author: str) -> jax.Arr
     # Change the sign on the bits: a compiler may turn `-(p - new)` into `new - p`, whose zero is +0.0.
     sign = unsigned.type(1 << (8 * new.dtype.itemsize - 1))
     update = (difference.view(unsigned) ^ sign).view(new.dtype)
-    return checkpoint_name(update, MARK + author)
+    return checkpoint_name(straight_through(update, new - wide), MARK + author)
 
 
 def applied_value(parameter: jax.Array, update: jax.Array) -> jax.Array:
@@ -70,4 +71,4 @@ def applied_value(parameter: jax.Array, update: jax.Array) -> jax.Array:
         return formats.round_to(total, parameter.dtype)
     # Widen the integer bits: a compiler may drop a cast to 16 bits and back.
     bits = total.astype(jnp.bfloat16).view(np.uint16)
-    return (bits.astype(np.uint32) << 16).view(np.float32)
+    return straight_through((bits.astype(np.uint32) << 16).view(np.float32), total)

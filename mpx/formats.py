@@ -20,6 +20,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from mpx._dtypes import UP_TO_FLOAT32
 from mpx._errors import require_choice, require_one_of
+from mpx._straight_through import straight_through
 
 _BFLOAT16 = np.dtype(jnp.bfloat16)
 _FLOAT16 = np.dtype(np.float16)
@@ -48,7 +49,7 @@ def round_to(x: ArrayLike, dtype: DTypeLike, *, overflow: Overflow = "infinite")
     """Round float32 numbers to the nearest number that `dtype` can hold; the result is float32.
 
     Ties go to even, as IEEE 754 asks. Subnormals of `dtype`, infinities and the signs of zeros stay, and NaN stays NaN.
-    Unlike `x.astype(dtype).astype(jnp.float32)` it is never removed by the compiler. Its derivative is zero.
+    Unlike `x.astype(dtype).astype(jnp.float32)` it is never removed by the compiler. Derivatives pass straight through.
 
     Args:
         x: float32 array of any shape.
@@ -80,7 +81,8 @@ def round_to(x: ArrayLike, dtype: DTypeLike, *, overflow: Overflow = "infinite")
         if overflow == "largest":  # what lies above the largest number is cut off to it, and infinity kept
             increment = jnp.where(magnitude >= _BF16_MAX_F32, np.uint32(0), increment)
         nearest = (bits + increment) & np.uint32(0xFFFF_0000)
-        return jnp.where(_is_nan(bits), (bits | _QUIET) & np.uint32(0xFFFF_0000), nearest).view(np.float32)
+        nearest = jnp.where(_is_nan(bits), (bits | _QUIET) & np.uint32(0xFFFF_0000), nearest)
+        return straight_through(nearest.view(np.float32), x)
     nearest = (magnitude + 0xFFF + ((magnitude >> 13) & 1)) & np.uint32(0xFFFF_E000)
     beyond = _INFINITY
     if overflow == "largest":
@@ -90,7 +92,7 @@ def round_to(x: ArrayLike, dtype: DTypeLike, *, overflow: Overflow = "infinite")
     steps = ((magnitude.view(np.float32) + np.float32(0.5)).view(np.uint32) - _HALF).astype(np.float32)  # at most 1024
     nearest = jnp.where(magnitude < _F16_SMALLEST_NORMAL, (steps * np.float32(2.0**-24)).view(np.uint32), nearest)
     nearest = jnp.where(_is_nan(bits), (magnitude | _QUIET) & np.uint32(0xFFFF_E000), nearest)
-    return (nearest | (bits & _SIGN)).view(np.float32)
+    return straight_through((nearest | (bits & _SIGN)).view(np.float32), x)
 
 
 def stochastic_round(key: jax.Array, x: ArrayLike, dtype: DTypeLike) -> jax.Array:
@@ -137,7 +139,7 @@ def stochastic_round(key: jax.Array, x: ArrayLike, dtype: DTypeLike) -> jax.Arra
         rounded = _stochastic_f16(magnitude, noise)
         special = jnp.where(_is_nan(bits), np.uint32(0x7E00), np.uint32(0x7C00))
     rounded = jnp.where(magnitude >= _INFINITY, special, rounded) | ((bits & _SIGN) >> 16)
-    return rounded.astype(np.uint16).view(dtype)
+    return straight_through(rounded.astype(np.uint16).view(dtype), x)
 
 
 def split_f32(x: ArrayLike, *, overflow: Overflow = "infinite") -> tuple[jax.Array, jax.Array]:
@@ -168,7 +170,8 @@ def split_f32(x: ArrayLike, *, overflow: Overflow = "infinite") -> tuple[jax.Arr
         >>> bool(join_f32(hi, lo) == jnp.float32(1.001))
         True
     """
-    bits = _as_float32(x, "split_f32").view(np.uint32)
+    x = _as_float32(x, "split_f32")
+    bits = x.view(np.uint32)
     require_choice(get_args(Overflow), overflow, "`split_f32`: `overflow`")
     nan = _is_nan(bits)
     if overflow == "largest":
@@ -177,7 +180,7 @@ def split_f32(x: ArrayLike, *, overflow: Overflow = "infinite") -> tuple[jax.Arr
         bits = jnp.where(beyond, (bits & _SIGN) | _LARGEST_SPLIT, bits)
     hi = jnp.where(nan, (bits | _QUIET) >> 16, (bits + 0x8000) >> 16).astype(np.uint16)
     lo = jnp.where(nan, np.uint32(0), bits & 0xFFFF).astype(np.uint16)
-    return hi.view(_BFLOAT16), lo
+    return straight_through(hi.view(_BFLOAT16), x), lo
 
 
 def join_f32(hi: ArrayLike, lo: ArrayLike) -> jax.Array:
@@ -207,7 +210,8 @@ def join_f32(hi: ArrayLike, lo: ArrayLike) -> jax.Array:
     borrow = (rounded_up & (magnitude != 0)).astype(np.uint16)
     infinite = (magnitude == _BF16_INFINITY) & ~rounded_up
     low = jnp.where(infinite, np.uint16(0), lo)
-    return (((high - borrow).astype(np.uint32) << 16) | low.astype(np.uint32)).view(np.float32)
+    joined = ((high - borrow).astype(np.uint32) << 16) | low.astype(np.uint32)
+    return straight_through(joined.view(np.float32), hi)
 
 
 def _as_float32(x: ArrayLike, caller: str) -> jax.Array:

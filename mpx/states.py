@@ -9,6 +9,5 @@ from mpx._transforms.kahan_summation import KahanSummationState as KahanSummatio
 from mpx._transforms.loss_scaling import LossScalingState as LossScalingState
 from mpx._transforms.low_precision_state import LowPrecisionState as LowPrecisionState
 from mpx._transforms.master_weights import MasterWeightsState as MasterWeightsState
-from mpx._transforms.params_ema import ParamsEmaState as ParamsEmaState
 from mpx._transforms.stochastic_rounding import StochasticRoundingState as StochasticRoundingState
 from mpx._writeback import landing_update as landing_update

@@ -1,6 +1,4 @@
-"""Check invariant 10: what mpx composes with, inside and around. By default one wrapper of each kind is trained."""
-
-import functools
+"""Check invariant 10 beside `test_every_rule.py`: means of microbatches, settings read from outside, Flax NNX."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +7,6 @@ import optax
 import pytest
 
 import mpx
-from tests.helpers import assert_same_bits, cases, unfused
 
 pytestmark = pytest.mark.optax_promotion
 
@@ -22,71 +19,6 @@ def params(dtype=jnp.bfloat16):
 def grads(step):
     rng = np.random.default_rng(step + 1)
     return {name: jnp.asarray(rng.normal(size=64), jnp.float32) for name in ("a", "b")}
-
-
-def train(tx, start, steps=6, **extra_args):
-    """Train without fusion, so that two programs contract the same products and sums."""
-
-    @functools.partial(jax.jit, compiler_options=unfused())
-    def step(params, state, grads):
-        updates, state = tx.update(grads, state, params, **extra_args)
-        return optax.apply_updates(params, updates), state
-
-    now, state = start, tx.init(start)
-    for i in range(steps):
-        now, state = step(now, state, grads(i))
-    return now, state
-
-
-def exact(tx, steps=6):
-    """Train float32 parameters of the same values by the same rule."""
-    return train(tx, jax.tree.map(lambda p: p.astype(jnp.float32), params()), steps)[0]
-
-
-RULE = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
-MASKS = {"a": True, "b": False}
-LABELS = {"a": "fast", "b": "slow"}
-AROUND = {  # they change gradients, or which of them arrive
-    "gradient clipping before": lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
-    "partition": lambda tx: optax.partition({"fast": tx, "slow": optax.set_to_zero()}, LABELS),
-    "multi_transform": lambda tx: optax.multi_transform({"fast": tx, "slow": optax.set_to_zero()}, LABELS),
-    "MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
-    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
-    "masked and frozen": lambda tx: optax.chain(optax.masked(tx, MASKS), optax.freeze({"a": False, "b": True})),
-    "inject_hyperparams": lambda tx: optax.inject_hyperparams(lambda rate: optax.chain(optax.scale(rate), tx))(
-        rate=1.0
-    ),
-}
-INSIDE = AROUND | {  # these change updates
-    "partition": lambda tx: optax.partition({"fast": tx, "slow": optax.sgd(1e-3)}, LABELS),
-    "masked": lambda tx: optax.chain(optax.masked(tx, MASKS), optax.scale(0.5)),
-    "injected rate": lambda tx: optax.inject_hyperparams(lambda rate: optax.chain(tx, optax.scale(rate)))(0.5),
-    "schedule_free": lambda tx: optax.contrib.schedule_free(tx, 1e-2),
-    "sam": lambda tx: optax.contrib.sam(tx, optax.sgd(1e-1), sync_period=2),
-    "schedule": lambda tx: optax.chain(tx, optax.scale_by_schedule(optax.warmup_cosine_decay_schedule(0, 1, 2, 10))),
-    "clipping after": lambda tx: optax.chain(tx, optax.clip(1e-3)),
-}
-
-
-@pytest.mark.parametrize("inside", cases(INSIDE, {"partition", "MultiSteps", "schedule_free", "clipping after"}))
-def test_anything_may_stand_inside_the_masters(inside):
-    tx = INSIDE[inside](RULE)
-    now, state = train(mpx.master_weights(tx), params())
-    assert_same_bits(mpx.master_params(now, state), exact(tx))
-    assert mpx.is_synced(now, state)
-
-
-@pytest.mark.parametrize("storage", ["full", "split"])
-@pytest.mark.parametrize("around", cases(AROUND, {"partition", "MultiSteps", "masked and frozen"}))
-def test_what_changes_gradients_may_stand_around_the_masters(around, storage):
-    now, state = train(AROUND[around](mpx.master_weights(RULE, storage=storage)), params())
-    expected = exact(AROUND[around](RULE))
-    masters = mpx.master_params(now, state)
-    if storage == "full":
-        assert_same_bits(masters, expected)
-    else:
-        jax.tree.map(lambda m, e: np.testing.assert_allclose(m, e, atol=1e-6), masters, expected)
-    assert mpx.is_synced(now, state)
 
 
 def test_the_mean_of_microbatches_reaches_the_rule_in_float32():

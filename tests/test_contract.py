@@ -155,17 +155,6 @@ def test_extra_arguments_reach_the_rule_inside(name, monkeypatch):
     assert float(seen[0]["value"]) == 2
 
 
-@pytest.mark.eager
-@every_transform
-def test_it_runs_inside_vmap(name):
-    """Step two models at once."""
-    tx = TRANSFORMS[name]()
-    start = {"w": jnp.ones((2, 3), jnp.bfloat16)}
-    run = lambda start: jax.vmap(tx.update)({"w": jnp.ones((2, 3))}, jax.vmap(tx.init)(start), start)
-    updates, _ = jax.jit(run, compiler_options=QUICKLY)(start)
-    assert updates["w"].shape == (2, 3)
-
-
 @every_transform
 def test_the_state_keeps_the_sharding_of_the_parameters(name):
     sharding = NamedSharding(eight_cpu_devices(), P("data"))

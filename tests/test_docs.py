@@ -68,7 +68,6 @@ def test_the_code_of_the_readme_runs_from_top_to_bottom():
     run_in_lines(text, names)
     assert len(BLOCK.findall(text)) >= 2
     assert "bfloat16" in {str(leaf.dtype) for leaf in names["jax"].tree.leaves(names["params"])}
-    assert names["mpx"].is_synced(names["params"], names["opt_state"])
 
 
 @pytest.mark.optax_promotion

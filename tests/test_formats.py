@@ -138,11 +138,6 @@ def test_rounding_to_float32_changes_nothing(patterns):
     assert formats.stochastic_round(jax.random.key(0), x, np.float32) is x
 
 
-@both_formats
-def test_the_derivative_of_round_to_is_zero(dtype):
-    assert jax.grad(lambda x: formats.round_to(x, dtype))(jnp.float32(1.3)) == 0
-
-
 # --- stochastic_round -----------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,15 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 # The rooms, from the ground floor up. A file may import from its own room and from those below.
 ROOMS = [
-    {"mpx._trees", "mpx._dtypes", "mpx._finite", "mpx._noise", "mpx._primitives", "mpx._shardings"},
+    {
+        "mpx._trees",
+        "mpx._dtypes",
+        "mpx._finite",
+        "mpx._noise",
+        "mpx._primitives",
+        "mpx._shardings",
+        "mpx._straight_through",
+    },
     {"mpx._errors", "mpx._tables", "mpx._jaxprs"},
     {"mpx._fp8", "mpx.formats"},
     {"mpx._policy", "mpx._loss_scale", "mpx._writeback"},

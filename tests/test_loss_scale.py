@@ -297,3 +297,18 @@ def test_float64_leaves_are_scaled_and_unscaled_in_float64():
         x = jnp.asarray(1 / 3)
         assert_same_bits(mpx.StaticLossScale(2.0**16).scale(x), jnp.asarray(1 / 3 * 2.0**16))
         assert float(mpx.StaticLossScale(3.0).unscale(jnp.asarray(1.0))) == 1 / 3
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: mpx.StaticLossScale("x"),
+        lambda: mpx.StaticLossScale(None),
+        lambda: mpx.DynamicLossScale("x"),
+        lambda: mpx.DynamicLossScale(counter=[1]),
+        lambda: mpx.DynamicLossScale(factor="2"),
+    ],
+)
+def test_what_is_no_number_is_refused_when_a_scale_is_made(make):
+    with pytest.raises(TypeError, match=r"LossScale`: `\w+` must be a number, but got"):
+        make()

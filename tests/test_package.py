@@ -57,3 +57,11 @@ def test_the_changelog_speaks_of_this_version():
 
 def test_the_package_is_marked_as_typed():
     assert (ROOT / "mpx" / "py.typed").exists()
+
+
+def test_a_folder_called_mpx_does_not_hide_the_package(tmp_path):
+    """A clone may have that name, and Python may start beside it."""
+    (tmp_path / "mpx").mkdir()
+    code = "import mpx; print(mpx.get_policy('bf16'))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert done.stdout.strip() == str(mpx.get_policy("bf16"))

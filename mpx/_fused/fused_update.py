@@ -23,7 +23,7 @@ from mpx._fused.partition import Leaf, Partition, Var
 from mpx._fused.program import flatten
 from mpx._fused.schedule import run
 from mpx._jaxprs import is_literal
-from mpx._shardings import explicit_sharding, in_auto
+from mpx._shardings import as_in_auto, explicit_sharding, in_auto
 from mpx._tables import Result, Table
 
 _NOT_DIFFERENTIABLE = (
@@ -119,10 +119,12 @@ class FusedUpdate:
             grads: the gradients, or their shapes; None: like the parameters.
             extra_args: other arguments that `tx.update` needs.
         """
+        context = as_in_auto(params)
         params = _trees.shapes_of(params)
         grads = params if grads is None else _trees.shapes_of(grads)
-        opt_state = jax.eval_shape(self.tx.init, params)
-        program, _, _ = _traced(self.tx, (grads, opt_state, params), extra_args)
+        with context:
+            opt_state = jax.eval_shape(self.tx.init, params)
+            program, _, _ = _traced(self.tx, (grads, opt_state, params), extra_args)
         partition = Partition(program)
         of_output = {v: leaf for leaf in partition.leaves for v in leaf.outputs}
         names = _trees.path_names(params)

@@ -3,11 +3,11 @@
 The program of one update is traced, not run, and two kinds of values are followed through it by `propagate`:
 
 - Updates that land on a number which a transformation has chosen (`landing_update`). On their way to the result they
-  may be selected against zero (a skipped step), multiplied by a boolean (`MultiSteps`) or moved about.
+  may be selected against zero (a skipped step), multiplied by a boolean (`MultiSteps`) or moved about. What the state
+  keeps of the weight must then be selected as often against what it was before.
 - Gradients, until `loss_scaling` receives them. In front of it, whatever is not linear sees scaled gradients.
 """
 
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -20,8 +20,9 @@ from jax.extend.core import JaxprEqn
 from mpx import _errors, _trees
 from mpx._jaxprs import dtype_of, is_literal, propagate, propagate_inside
 from mpx._primitives import facts_of, holds_programs_run_once
-from mpx._stored.leaves import leaves_of
-from mpx._stored.roles import ROLES, Role, fields_with_role
+from mpx._stored.leaves import StateLeaf, leaves_of
+from mpx._stored.roles import KEPT_OF_WEIGHTS, WRITES_BACK, fields_with_role
+from mpx._stored.state_format import shown
 from mpx._transforms.loss_scaling import SCALED
 from mpx._writeback import MARK, SENT
 
@@ -31,7 +32,8 @@ def check_chain(tx: optax.GradientTransformation, params: Any = None, **extra_ar
 
     `master_weights`, `kahan_summation` and `stochastic_rounding` choose the new number of a parameter, and emit the
     update that lands on it. The first two also remember what that number lacks. If such an update is clipped or scaled,
-    parameters get out of step with what is remembered, and no error follows. `loss_scaling` takes the gradients of a
+    parameters get out of step with what is remembered, and no error follows; if it becomes zero, the weight that is
+    remembered trains on. `loss_scaling` takes the gradients of a
     scaled loss: clipping in front of it clips scaled gradients, and an average over steps (`optax.MultiSteps`) never
     loses a NaN again, so that every later step is skipped. Call this once, where the optimizer is made; it only traces.
 
@@ -44,9 +46,9 @@ def check_chain(tx: optax.GradientTransformation, params: Any = None, **extra_ar
     Raises:
         TypeError: if `tx` is not a transformation.
         ValueError: if updates are changed after one of the three; if something in front of `loss_scaling` is not linear
-            in the gradients, or some gradients do not go through it, unless the scale is always 1; if a rule outside of
-            `master_weights` keeps its state in 16 bits; if an average of weights is not the last element of its chain,
-            or averages rounded parameters.
+            in the gradients, something behind it keeps a state, or some gradients do not go through it, unless the
+            scale is always 1; if a rule outside of `master_weights` keeps its state in 16 bits; if `tx` does
+            not take the small tree, and `params` is None.
 
     Example:
         >>> check_chain(optax.chain(optax.clip(1.0), master_weights(optax.adam(1e-3))))
@@ -63,25 +65,29 @@ changes it after that (2 of 2 such leaves). Put what changes updates inside of `
         params = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
     trained = params.fast if isinstance(params, optax.LookaheadParams) else params
     grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, np.float32) if _trees.is_floating(p) else p, trained)
+    update = lambda grads, state, params, extra: tx.update(grads, state, params, **extra)
     try:
         state = jax.eval_shape(tx.init, params)
+        program, (updates, new_state) = jax.make_jaxpr(update, return_shape=True)(grads, state, params, extra_args)
     except Exception as error:
-        if not is_given:
-            error.add_note("`check_chain` was not given `params`, and took {'bias', 'kernel'}. Give it the parameters.")
-        raise
-    program, (updates, _) = jax.make_jaxpr(
-        lambda grads, state, params, extra: tx.update(grads, state, params, **extra), return_shape=True
-    )(grads, state, params, extra_args)
-    results, received = _followed(program, len(jax.tree.leaves(grads)))
+        if is_given:
+            raise
+        raise ValueError(
+            "`check_chain` was not given `params`, and `tx` does not take the {'bias', 'kernel'} that stand for them. "
+            "Give it the parameters or their shapes (for `optax.lookahead`: `optax.LookaheadParams`), and the other "
+            f"arguments that `tx.update` needs. {type(error).__name__}: {error}"
+        ) from error
+    results, received = _followed(program, len(jax.tree.leaves(grads)), len(jax.tree.leaves(state)))
     _require_linear_gradients(received)
     leaves = _trees.leaves_by_path(updates)
     histories = dict(zip(leaves, results, strict=False))
     if received:
         _require_unscaled_gradients({path: histories[path] for path in leaves if _trees.is_floating(leaves[path])})
+        _require_no_state_behind(leaves_of(state))
     _require_final_updates(histories)
+    after = dict(zip(_trees.leaves_by_path(new_state), results[len(leaves) :], strict=True))
+    _require_no_lost_updates(state, histories, after)
     _require_wide_state_before_masters(state)
-    _require_averages_of_masters(state)
-    _require_averages_at_the_end(state)
 
 
 # ---- values on their way --------------------------------------------------------------------------------------------
@@ -96,14 +102,18 @@ class _Value(NamedTuple):
     changed_by: str = ""  # the first primitive, or transformation, that changed it where nothing may
     is_zero: bool = False  # whether it is zero everywhere
     is_mask: bool = False  # whether it is a boolean, perhaps in a numeric dtype
+    is_old: bool = False  # whether it is what the state held before the step
+    zeros: int = 0  # how often it was selected against zero
+    olds: int = 0  # how often it was selected against what the state held
 
 
 _OTHER = _Value()
 
 
-def _followed(program: Any, gradients: int) -> tuple[list[_Value], list[_Value]]:
+def _followed(program: Any, gradients: int, states: int) -> tuple[list[_Value], list[_Value]]:
     """Return the histories of the program's results, and of the gradients that a scale of `loss_scaling` receives."""
-    inputs = [_Value(_GRADIENT)] * gradients + [_OTHER] * (len(program.jaxpr.invars) - gradients)
+    inputs = [_Value(_GRADIENT)] * gradients + [_Value(is_old=True)] * states
+    inputs += [_OTHER] * (len(program.jaxpr.invars) - len(inputs))
     received: list[_Value] = []
 
     def rule(eqn: JaxprEqn, operands: list[_Value]) -> Sequence[_Value]:
@@ -148,24 +158,32 @@ def _result(eqn: JaxprEqn, operands: list[_Value]) -> _Value:
     tracked = _tracked(operands)
     if not tracked:
         is_zero = (moves or name == "mul") and any(value.is_zero for value in operands)
-        return _Value(is_zero=is_zero, is_mask=moves and is_mask[0])
-    if tracked[0].origin == _GRADIENT:
+        same = operands[0] if moves else _OTHER
+        return same._replace(is_zero=is_zero, is_mask=moves and is_mask[0])
+    result, is_selected = tracked[0], name == "mul" and any(is_mask)
+    if result.origin == _GRADIENT:
         is_allowed = moves or _is_linear(eqn, operands)
     else:
-        is_allowed = (moves and not _narrows(eqn)) or (name == "mul" and any(is_mask))
-    result = tracked[0] if is_allowed else _changed(tracked[0], name)
-    return result._replace(is_mask=moves and is_mask[0])
+        is_allowed = (moves and not _narrows(eqn)) or is_selected
+    zeros, olds = (result.zeros + is_selected, result.olds) if moves or is_selected else (0, 0)
+    result = result if is_allowed else _changed(result, name)
+    return result._replace(is_mask=moves and is_mask[0], zeros=zeros, olds=olds)
 
 
 def _one_of(values: Sequence[_Value], chooser: str, index: _Value = _OTHER) -> _Value:
     """Return the history of a value that is one of several: zero may take the place of a tracked one."""
+    if len(values) == 1 or all(value.is_old for value in values):
+        return values[0]
     tracked = _tracked(values)
+    counts = [(value.is_zero, value.zeros, value.is_old, value.olds) for value in values]
+    zeros = max(0 if is_zero else count for is_zero, count, *_ in counts) + any(is_zero for is_zero, *_ in counts)
+    olds = max(0 if is_old else count for *_, is_old, count in counts) + any(is_old for *_, is_old, _ in counts)
     if index.origin == _GRADIENT and (not tracked or tracked[0].origin == _GRADIENT):
-        return _changed(index, chooser)
+        return _changed(index, chooser)._replace(zeros=zeros, olds=olds)
     if not tracked:
-        return values[0] if len(values) == 1 else _Value(is_zero=all(value.is_zero for value in values))
+        return _Value(is_zero=all(value.is_zero for value in values), zeros=zeros, olds=olds)
     is_allowed = all(value in tracked or value.is_zero for value in values)
-    return tracked[0] if is_allowed else _changed(tracked[0], chooser)
+    return (tracked[0] if is_allowed else _changed(tracked[0], chooser))._replace(zeros=zeros, olds=olds)
 
 
 def _changed(value: _Value, by: str) -> _Value:
@@ -227,7 +245,41 @@ def _require_final_updates(updates: dict[_trees.Path, _Value]) -> None:
         )
 
 
+def _require_no_lost_updates(state: Any, updates: dict[_trees.Path, _Value], after: dict[_trees.Path, _Value]) -> None:
+    """Raise if an update becomes zero, and what the state keeps of the weight changes nevertheless."""
+    owners = [
+        part for role in KEPT_OF_WEIGHTS for part in fields_with_role(state, role) if type(part[0]) in WRITES_BACK
+    ]
+    authors = {id(x): WRITES_BACK[type(part)] for part, content in owners for x in jax.tree.leaves(content)}
+    kept = [leaf for leaf in leaves_of(state) if id(leaf.leaf) in authors and leaf.below in updates]
+    is_lost = lambda value, kept: value.origin in ("", _GRADIENT) or value.zeros > kept.olds
+    lost = [leaf for leaf in kept if is_lost(updates[leaf.below], after[leaf.path])]
+    if lost:
+        author = authors[id(lost[0].leaf)]
+        raise ValueError(
+            f"`check_chain`: the update of {_trees.path_string(lost[0].below)!r} becomes zero after `{author}` has "
+            f"chosen it, but what `{author}` keeps of the weight trains on ({len(lost)} of {len(kept)} such leaves). "
+            f"Freeze inside of `{author}` or in front of it, as in `master_weights(optax.chain(rule, "
+            "optax.freeze(mask)))`, or by `optax.partition` with mpx in one part."
+        )
+
+
 # ---- states ---------------------------------------------------------------------------------------------------------
+
+
+def _require_no_state_behind(leaves: list[StateLeaf]) -> None:
+    """Raise if a rule keeps a state behind `loss_scaling`, where a skipped step changes it."""
+    scale = next(leaf.path[:-1] for leaf in leaves if leaf.role == "loss scale")
+    behind, is_past = {}, False
+    for leaf in leaves:
+        fork = next((key for key, other in zip(leaf.path, scale, strict=False) if key != other), None)
+        is_past |= fork is None
+        if is_past and not leaf.declared and not isinstance(fork, jax.tree_util.GetAttrKey | None):
+            behind[leaf.path] = shown(leaf.leaf)
+    if behind:
+        what = "`check_chain`: a rule behind `loss_scaling` keeps a state, which the steps that it skips change"
+        remedy = "What keeps a state must stand inside: `loss_scaling(optax.chain(...))`."
+        raise _errors.leaves_error(ValueError, what, behind, remedy)
 
 
 def _require_wide_state_before_masters(state: Any) -> None:
@@ -242,37 +294,3 @@ def _require_wide_state_before_masters(state: Any) -> None:
             "stand around them with `hyperparam_dtype=jnp.float32`: without it, 0.999 becomes 1."
         )
         raise _errors.leaves_error(ValueError, what, narrow, remedy)
-
-
-def _require_averages_of_masters(state: Any) -> None:
-    """Raise if an average is taken of parameters whose masters it could have."""
-    inside = {
-        id(owner)
-        for part, _ in fields_with_role(state, "master")
-        for owner, _ in fields_with_role(tuple(part), "average")
-    }
-    with_masters = {leaf.below for leaf in leaves_of(state) if leaf.role == "master"}
-    for owner, average in fields_with_role(state, "average"):
-        if id(owner) not in inside and with_masters & _trees.leaves_by_path(average).keys():
-            raise ValueError(
-                f"`check_chain`: the average of `{type(owner).__name__}` stands outside of `master_weights` and "
-                "averages rounded parameters. Put it inside: `master_weights(optax.chain(rule, params_ema(...)))`."
-            )
-
-
-def _require_averages_at_the_end(state: Any) -> None:
-    """Raise if something may change updates after an average of the parameters that they lead to."""
-    averages = lambda part: "average" in _roles(part)
-    parts_of = lambda x: list(x.values() if isinstance(x, dict) else x)
-    is_chain = lambda x: type(x) in (tuple, dict) and any(map(averages, parts_of(x)))
-    for chain in filter(is_chain, jax.tree.leaves(state, is_leaf=is_chain)):
-        first, *after = itertools.dropwhile(lambda part: not averages(part), parts_of(chain))
-        if not all(averages(part) or _roles(part) == {"measure"} for part in after):
-            raise ValueError(
-                f"`check_chain`: `{type(first).__name__}` averages the parameters that its updates lead to, but "
-                "another element comes after it and may change them. Make it the last element of the chain."
-            )
-
-
-def _roles(state: Any) -> set[Role]:
-    return set(ROLES.get(type(state), {}).values())

@@ -48,8 +48,6 @@ def convert_state(
       stored in the same way on both sides keeps its bits.
     - PRNG keys are carried over, and so is the loss scale with its counters if both recipes have the same one, with the
       same settings; else they start fresh, and only the count of skipped steps goes on.
-    - An average of the weights (`params_ema`) is carried over. One that only the new recipe has begins with the
-      weights, as at `init`; one that only the old recipe has ends, with a warning.
 
     Call it between two steps, outside of `jax.jit`. Every leaf keeps the sharding of the old one of its shape; what is
     new lies where its parameter does (under `zero1`: `jax.device_put(new_opt_state, zero1_shardings(...))`). An array
@@ -74,7 +72,7 @@ def convert_state(
             state keeps of a weight matches no parameter (`optax.flatten`); whatever `new_tx.init` raises.
 
     Warns:
-        UserWarning: if weights change, or an average ends.
+        UserWarning: if weights change.
 
     Example:
         >>> tx = optax.adam(1e-3)
@@ -100,7 +98,7 @@ def convert_state(
     for before, after in zip(_of_the_rule(old), _of_the_rule(new), strict=True):
         filled[after.path] = _moved(before.leaf, after.leaf)
     begins = [_first_loss_scale(*recipe) for recipe in ((tx, shapes, old), (new_tx, wanted, new))]
-    filled |= _carried(old, new, best, is_scaled_alike=begins[0] == begins[1])
+    filled |= _carried(old, new, is_scaled_alike=begins[0] == begins[1])
     filled |= _fresh(new_tx, wanted, [leaf.path for leaf in new if leaf.path not in filled])
     _warn_of_losses(best, weights)
     new_params = jax.tree.map_with_path(lambda path, p: weights[path][0] if path in weights else p, params)
@@ -109,7 +107,7 @@ def convert_state(
 
 
 # Roles of leaves that belong to a wrapper; every other leaf belongs to the rule.
-_OF_WRAPPERS: tuple[Role, ...] = (*KEPT_OF_WEIGHTS, "average", "loss scale", "key", "count", "measure")
+_OF_WRAPPERS: tuple[Role, ...] = (*KEPT_OF_WEIGHTS, "loss scale", "key", "count", "measure")
 
 
 def _of_the_rule(leaves: list[StateLeaf]) -> list[StateLeaf]:
@@ -196,19 +194,12 @@ def _first_loss_scale(tx: optax.GradientTransformation, params: Any, leaves: lis
     return {places[path]: float(number) for path, number in _fresh(tx, params, list(places)).items()}
 
 
-def _carried(
-    old: list[StateLeaf], new: list[StateLeaf], best: dict[_trees.Path, Any], is_scaled_alike: bool
-) -> dict[_trees.Path, Any]:
-    """Return the averages, keys and loss scales of the new state: those of the old one, in their order, if it has them.
-
-    An average that the old state lacks begins with the weights.
-    """
+def _carried(old: list[StateLeaf], new: list[StateLeaf], is_scaled_alike: bool) -> dict[_trees.Path, Any]:
+    """Return the keys and loss scales of the new state: those of the old one, in their order, if it has them."""
     # A loss scale of other settings gives only its count of skipped steps: a static one would never leave a scale that
     # it was given, and a dynamic one would take long to come back from a scale of 1.
-    carries: tuple[Role, ...] = ("average", "key", "count", *(("loss scale",) if is_scaled_alike else ()))
+    carries: tuple[Role, ...] = ("key", "count", *(("loss scale",) if is_scaled_alike else ()))
     before, after = ([leaf for leaf in leaves if leaf.declared and leaf.role in carries] for leaves in (old, new))
-    averages = {leaf.below: leaf for leaf in after if leaf.role == "average"}
-    require_fit(best, averages, "convert_state", _OTHER_TREE)
     kept: defaultdict[Any, list[Any]] = defaultdict(list)
     for leaf in before:
         kept[leaf.role, leaf.place, leaf.below].append(leaf.leaf)
@@ -217,17 +208,8 @@ def _carried(
     for leaf in after:
         candidates = kept[leaf.role, leaf.place, leaf.below]
         found = candidates.pop(0) if candidates else None
-        if leaf.role == "average":
-            found = best[leaf.below] if found is None else found
-            filled[leaf.path] = found if found.dtype == leaf.leaf.dtype else _cast(found, leaf.leaf.dtype)
-        elif found is not None and type_of(found) == type_of(leaf.leaf):
+        if found is not None and type_of(found) == type_of(leaf.leaf):
             filled[leaf.path] = found
-    if any(role == "average" and left for (role, *_), left in kept.items()):
-        warnings.warn(
-            "`convert_state`: `new_tx` keeps no average of the weights, so the one in `opt_state` ends here. "
-            "`averaged_params(opt_state)` returns it.",
-            stacklevel=3,
-        )
     return filled
 
 
@@ -246,7 +228,7 @@ def _fresh(new_tx: optax.GradientTransformation, wanted: Any, paths: list[_trees
 # Checks.
 
 _OTHER_TREE = (
-    "Masters, compensations and averages cannot stand inside what gives its rule other parameters (`optax.flatten`): "
+    "Masters and compensations cannot stand inside what gives its rule other parameters (`optax.flatten`): "
     "put them around it."
 )
 
@@ -304,7 +286,8 @@ def _require_same_rule(old: list[StateLeaf], new: list[StateLeaf]) -> None:
         was, becomes = map(_described, differing)
         raise ValueError(
             "`convert_state`: the rules in `tx` and `new_tx` differ. They must be the same, with the same options. To "
-            "change the rule, start with new moments: `new_tx.init(params)`, with `master_params` as the parameters. "
+            "change the rule, start with new moments: with `weights = master_params(params, opt_state)`, call "
+            "`convert_state(weights, rule.init(weights), rule, new_tx)`, where `rule` is the one inside `new_tx`. "
             f"Where the state of `tx` has\n  {was}\nthe state of `new_tx` has\n  {becomes}"
         )
 

@@ -1,4 +1,4 @@
-"""Look into optimizer states: the masters, the averages, and whether parameters belong to them."""
+"""Look into optimizer states: the masters, and whether parameters belong to them."""
 
 import functools
 from typing import Any, TypeVar
@@ -10,7 +10,7 @@ import optax
 
 from mpx import _errors, _trees
 from mpx._stored.leaves import StateLeaf, leaves_of, require_types, weights_kept
-from mpx._stored.roles import fields_with_role
+from mpx._stored.state_format import shown
 
 T = TypeVar("T")
 
@@ -47,59 +47,13 @@ def master_params(params: T, opt_state: optax.OptState) -> T:
     return jax.tree.map_with_path(restore, params, is_leaf=_trees.is_masked)
 
 
-def averaged_params(opt_state: optax.OptState) -> Any:
-    """Return the average of the weights in a state: a tree like the parameters, for `params_ema` float32 or wider.
-
-    Parameters that are not floating, or that `optax.masked` or `optax.partition` hide from every average, are an
-    `optax.MaskedNode`. To evaluate the model in its own precision, cast the average:
-    `policy.cast_to_param(averaged_params(state))`.
-
-    Args:
-        opt_state: the state of any transformation with a `params_ema` somewhere in it, or another state that declares
-            an average by `register_state`; or several for different parameters (`optax.partition`).
-
-    Raises:
-        TypeError: as `master_params` does.
-        ValueError: if nothing in the state averages weights, or there are two averages of the same weights.
-
-    Example:
-        >>> tx = master_weights(optax.chain(optax.sgd(0.1), params_ema(0.99)))
-        >>> params = {"w": jnp.ones(2, jnp.bfloat16)}
-        >>> updates, state = tx.update({"w": jnp.ones(2)}, tx.init(params), params)
-        >>> averaged_params(state)["w"]  # not the bfloat16 0.8984
-        Array([0.9, 0.9], dtype=float32)
-    """
-    require_types(opt_state, "averaged_params")
-    averages = [average for _, average in fields_with_role(opt_state, "average")]
-    if not averages:
-        raise ValueError(
-            "`averaged_params`: nothing in this optimizer state averages weights. Put `params_ema` at the end of the "
-            "chain inside `master_weights`."
-        )
-    return functools.reduce(_joined_averages, averages)
-
-
-def _joined_averages(a: Any, b: Any) -> Any:
-    """Join two averages of different parameters; a whole subtree of one may be a single placeholder of the other."""
-    if _trees.is_masked(a) or _trees.is_masked(b):
-        return b if _trees.is_masked(a) else a
-    children, treedef = jax.tree.flatten(a, is_leaf=lambda x: x is not a)
-    if jax.tree_util.treedef_is_leaf(treedef):
-        raise ValueError(
-            "`averaged_params`: the optimizer state holds two averages of the same parameters. Take the one you want "
-            'from its part of the state, with `optax.tree.get_all_with_path(state, "ema")`.'
-        )
-    others = treedef.flatten_up_to(b)
-    return treedef.unflatten([_joined_averages(x, y) for x, y in zip(children, others, strict=True)])
-
-
 def is_synced(params: Any, opt_state: optax.OptState) -> jax.Array:
     """Return whether parameters and optimizer state belong together: a boolean scalar.
 
     It is False after parameters were changed from outside (fine-tuning, pruning, a checkpoint of the weights alone):
-    the next update would bring the old weights back. Then call `resync`. Low bits (`storage="split"`) fit any
-    parameter, so this cannot see a change there. (A weight that has just fallen almost to zero may be out of sync until
-    the next step, see `master_weights`.) Arguments and errors are as in `master_params`.
+    the next update would bring the old weights back. Then call `resync`. (A weight that has just fallen almost to zero
+    may be out of sync until the next step, see `master_weights`.) Arguments and errors are as in `master_params`; and
+    it raises a ValueError for low bits (`storage="split"` or `"split24"`), which fit any parameter.
 
     Example:
         >>> tx = master_weights(optax.sgd(1e-3))
@@ -110,8 +64,18 @@ def is_synced(params: Any, opt_state: optax.OptState) -> jax.Array:
     """
     leaves = _trees.leaves_by_path(params)
     kept = _kept_by_path(params, opt_state, "is_synced")
-    synced = [jnp.all(found.way.belongs(leaves[path], found.leaf)) for path, found in kept.items()]
-    return functools.reduce(jnp.logical_and, synced, jnp.asarray(True))
+    belongs = {path: found.way.belongs(leaves[path], found.leaf) for path, found in kept.items()}
+    untold = {
+        path: f"{shown(kept[path].leaf)} fits any {shown(leaves[path])}" for path, x in belongs.items() if x is None
+    }
+    if untold:
+        what = "`is_synced` cannot tell: split masters keep low bits, which belong to any parameter"
+        remedy = (
+            "Save and restore parameters and state together, in one checkpoint of one step. If parameters were changed "
+            'from outside, call `resync`. Whole masters can be compared: `master_weights(rule, storage="full")`.'
+        )
+        raise _errors.leaves_error(ValueError, what, untold, remedy, params)
+    return functools.reduce(jnp.logical_and, map(jnp.all, belongs.values()), jnp.asarray(True))
 
 
 def resync(params: Any, opt_state: T) -> T:
@@ -119,7 +83,9 @@ def resync(params: Any, opt_state: T) -> T:
 
     In the state that it returns, masters are exactly the parameters; low bits and Kahan compensations are zero. Moments
     and counts stay. Call it only after such a change: the state forgets what it held beyond the precision of the
-    parameters, for unchanged weights too. Arguments and errors are as in `master_params`.
+    parameters, for unchanged weights too. You must know of the change: split masters cannot tell it (see `is_synced`),
+    and without this a changed weight goes on with the low bits of another, up to 2**-8 of it. Arguments and errors are
+    as in `master_params`.
 
     Example:
         >>> tx = master_weights(optax.sgd(1e-3))

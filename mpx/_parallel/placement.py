@@ -1,4 +1,4 @@
-"""Place arrays on a mesh: how a data-parallel axis shards them, and their shards inside `jax.shard_map`."""
+"""Place arrays on a mesh: how a data-parallel axis shards them."""
 
 from collections.abc import Collection
 from typing import Any, TypeVar
@@ -7,14 +7,11 @@ import jax
 import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
-from jax.typing import DTypeLike
 
 from mpx import _trees
 from mpx._shardings import entries_of, names_at, parts_at
 
 T = TypeVar("T")
-
-REPLICATED = -1  # instead of the axis along which an array is sharded
 
 
 def require_axis(mesh: Any, axis: str, caller: str) -> None:
@@ -25,32 +22,22 @@ def require_axis(mesh: Any, axis: str, caller: str) -> None:
         raise ValueError(f"`{caller}`: the mesh has the axes {mesh.axis_names}, and none is called {axis!r}.")
 
 
-def is_manual(axis: str) -> bool:
-    """Return whether this is inside a `jax.shard_map` over an axis."""
-    return axis in jax.sharding.get_abstract_mesh().manual_axes
-
-
-def _shard_axis(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh | AbstractMesh, axis: str) -> int:
-    """Return the first axis of an array that can be divided, further than `spec` does; or `REPLICATED`."""
+def _shard_axis(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh | AbstractMesh, axis: str) -> int | None:
+    """Return the first axis of an array that can be divided, further than `spec` does; or None."""
     for i, size in enumerate(shape):
         if size and size % (parts_at(mesh, spec, i) * mesh.shape[axis]) == 0:
             return i
-    return REPLICATED
+    return None
 
 
 def sharded_spec(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh | AbstractMesh, axis: str) -> PartitionSpec:
     """Return the spec of an array with the mesh axis added; the axes that shard it already come first."""
     shard_axis = _shard_axis(shape, spec, mesh, axis)
-    if shard_axis == REPLICATED:
+    if shard_axis is None:
         return spec
     entries = entries_of(spec, shard_axis + 1)
     entries[shard_axis] = (*names_at(spec, shard_axis), axis)
     return PartitionSpec(*entries)
-
-
-def shard_axes(params: Any, specs: Any, mesh: Mesh, axis: str) -> Any:
-    """Return the axis along which each parameter is sharded, or `REPLICATED`."""
-    return jax.tree.map(lambda p, spec: _shard_axis(np.shape(p), spec, mesh, axis), params, specs)
 
 
 def shardings_along(params: Any, specs: Any, mesh: Mesh, axis: str) -> Any:
@@ -61,28 +48,6 @@ def shardings_along(params: Any, specs: Any, mesh: Mesh, axis: str) -> Any:
 def shardings_of(params: Any, specs: Any, mesh: Mesh) -> Any:
     """Return the shardings that the specs of parameters describe."""
     return jax.tree.map(lambda _, spec: NamedSharding(mesh, spec), params, specs)
-
-
-def local_shard(x: jax.Array, shard_axis: int, axis: str) -> jax.Array:
-    """Return this device's shard of an array that every device has."""
-    if shard_axis == REPLICATED:
-        return x
-    size = x.shape[shard_axis] // lax.axis_size(axis)
-    return lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * size, size, shard_axis)
-
-
-def reduce_scatter_mean(g: jax.Array, shard_axis: int, axis: str, reduce_dtype: DTypeLike | None = None) -> jax.Array:
-    """Return this device's shard of the mean of what each device has, in float32 or wider.
-
-    It is added up in `reduce_dtype`; None: in the dtype of the result.
-    """
-    wide = _trees.promoted(g.dtype, np.float32)
-    g = g.astype(wide if reduce_dtype is None else reduce_dtype)
-    if shard_axis == REPLICATED:
-        total = lax.psum(g, axis)
-    else:
-        total = lax.psum_scatter(g, axis, scatter_dimension=shard_axis, tiled=True)
-    return total.astype(wide) / wide.type(lax.axis_size(axis))
 
 
 def place(tree: T, shardings: Any) -> T:

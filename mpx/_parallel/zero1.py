@@ -6,30 +6,23 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 import optax
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from mpx import _errors, _trees
-from mpx._jaxprs import PART, first_non_elementwise
 from mpx._parallel.placement import (
-    REPLICATED,
-    is_manual,
     is_spec,
-    local_shard,
     parameter_specs,
     place,
-    reduce_scatter_mean,
     require_axis,
-    shard_axes,
     sharded_spec,
     shardings_along,
     shardings_of,
 )
 from mpx._policy import policy_of, with_policy
-from mpx._shardings import in_auto, names_at, parts_at
-from mpx._stored.state_format import StoredLeaf, is_stored, shown
+from mpx._shardings import in_auto, parts_at
+from mpx._stored.state_format import StoredLeaf, is_stored
 from mpx._writeback import MARK, SENT, applied_value, landing_update
 
 T = TypeVar("T")
@@ -48,8 +41,8 @@ def zero1(
     An array is sharded along its first axis whose size (on each device, if `param_specs` shards it already) is a
     multiple of the number of devices. An array without such an axis is replicated, and so is every scalar.
 
-    Under `jax.jit` (and eagerly) any rule works, also one that clips by a global norm: XLA sees whole arrays. Gradients
-    may have any sharding; `data_parallel(..., scatter=True)` returns them sharded already.
+    Any rule works, also one that clips by a global norm, and gradients may have any sharding: XLA sees whole arrays.
+    So call it under `jax.jit` or eagerly, not inside `jax.shard_map` over the axis.
 
     Inside `jax.shard_map` over the axis each device gives its own gradients, for its shard of the batch. They are
     averaged by a reduce-scatter, in float32 or in the policy's `reduce_dtype`. (Under `check_vma` differentiate with
@@ -72,8 +65,7 @@ def zero1(
     Raises:
         TypeError: if `inner` is not a transformation.
         ValueError: if the mesh has no such axis or a spec uses it; at `init`, if a parameter is sharded otherwise than
-            `param_specs` says; inside `jax.shard_map`, if the rule mixes numbers of an array, or the state is not
-            divided as `zero1_shardings` says.
+            `param_specs` says; inside `jax.shard_map` over the axis.
 
     Example:
         >>> mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -92,10 +84,8 @@ def zero1(
     require_axis(mesh, axis, "zero1")
 
     def init_fn(params):
+        _require_whole_arrays(axis)
         specs = parameter_specs(params, param_specs, mesh, axis, "zero1")
-        if is_manual(axis):
-            axes = shard_axes(params, specs, mesh, axis)
-            return inner.init(jax.tree.map(lambda p, along: local_shard(p, along, axis), params, axes))
         _require_placed_as_said(params, specs)
         whole = jax.eval_shape(inner.init, _trees.shapes_of(params))  # `start` does not see explicit shardings either
         divided = zero1_shardings(params, whole, mesh, axis, param_specs=specs)
@@ -108,9 +98,8 @@ def zero1(
 
     def update_fn(updates, state, params=None, **extra_args):
         _errors.require_step("zero1", object, state, params, updates)  # the state is any rule's
+        _require_whole_arrays(axis)
         specs = parameter_specs(params, param_specs, mesh, axis, "zero1")
-        if is_manual(axis):
-            return _update_of_shards(inner, updates, state, params, extra_args, specs, mesh, axis)
         divided = zero1_shardings(params, state, mesh, axis, param_specs=specs)
         sharded = shardings_along(params, specs, mesh, axis)
         of_params = shardings_of(params, specs, mesh)
@@ -195,6 +184,14 @@ def _with_specs(params: Any, specs: Any) -> Iterator[tuple[_trees.Path, Any, Par
     return zip(leaves, leaves.values(), jax.tree.leaves(specs, is_leaf=is_spec), strict=True)
 
 
+def _require_whole_arrays(axis: str) -> None:
+    if axis in jax.sharding.get_abstract_mesh().manual_axes:
+        raise ValueError(
+            f"`zero1`: this is inside `jax.shard_map` over {axis!r}, where a device sees its own part only. Add up the "
+            "gradients there, and call `init` and `update` outside of it, under `jax.jit`."
+        )
+
+
 def _require_placed_as_said(params: Any, specs: Any) -> None:
     """Raise if concrete parameters are sharded otherwise than their specs say."""
     for path, p, spec in _with_specs(params, specs):
@@ -209,6 +206,11 @@ def _require_placed_as_said(params: Any, specs: Any) -> None:
 
 # What is sent.
 
+_NO_DERIVATIVE = (
+    "`zero1` sends new parameters as bits, which have no derivative. To differentiate through steps of the optimizer, "
+    "call the rule without `zero1`."
+)
+
 
 def _to_send(p: jax.Array, update: jax.Array) -> jax.Array:
     """Return what the other devices need: the bits of a new 16-bit parameter, or else the update.
@@ -217,7 +219,7 @@ def _to_send(p: jax.Array, update: jax.Array) -> jax.Array:
     """
     if not _trees.is_narrower(p):
         return update
-    update = checkpoint_name(update, MARK + SENT)
+    update = checkpoint_name(_errors.not_differentiable(update, _NO_DERIVATIVE), MARK + SENT)
     return applied_value(p, update.astype(np.float32)).astype(p.dtype).view(np.uint16)
 
 
@@ -226,103 +228,3 @@ def _from_sent(p: jax.Array, sent: jax.Array) -> jax.Array:
     if not _trees.is_narrower(p):
         return sent
     return landing_update(p, sent.view(p.dtype).astype(np.float32), "zero1")
-
-
-# Inside `jax.shard_map`.
-
-
-def _update_of_shards(
-    inner: Any, updates: Any, state: Any, params: Any, extra_args: dict[str, Any], specs: Any, mesh: Mesh, axis: str
-) -> tuple[Any, Any]:
-    axes = shard_axes(params, specs, mesh, axis)
-    shards = jax.tree.map(lambda p, along: local_shard(p, along, axis), params, axes)
-    _require_shards(inner, state, params, shards, specs, mesh, axis)
-    _require_own_gradients(updates, axis)
-    policy = policy_of(inner)
-    reduce_dtype = None if policy is None else policy.reduce_dtype
-    grads = jax.tree.map(lambda g, along: reduce_scatter_mean(g, along, axis, reduce_dtype), updates, axes)
-    _require_elementwise(inner, grads, state, shards, extra_args, axis)
-    updates, new_state = inner.update(grads, state, shards, **extra_args)
-
-    def gather(x, along):
-        return x if along == REPLICATED else lax.all_gather(x, axis, axis=along, tiled=True, to="invarying")
-
-    sent = jax.tree.map(_to_send, shards, updates)
-    return jax.tree.map(_from_sent, params, jax.tree.map(gather, sent, axes)), new_state
-
-
-def _require_elementwise(inner: Any, grads: Any, state: Any, shards: Any, extra_args: Any, axis: str) -> None:
-    """Raise if the rule has a result that depends on more than one element of an array."""
-    arrays = {name: value for name, value in extra_args.items() if all(map(_trees.is_array, jax.tree.leaves(value)))}
-    others = {name: value for name, value in extra_args.items() if name not in arrays}
-    update = lambda grads, state, shards, arrays: inner.update(grads, state, shards, **arrays, **others)
-    program = jax.make_jaxpr(update)(grads, state, shards, arrays)
-    inputs = [PART if np.ndim(leaf) else None for leaf in jax.tree.leaves((grads, state, shards))]
-    for name, value in arrays.items():  # nobody knows whether they are the same on all devices
-        inputs += [f"the argument {name!r}"] * len(jax.tree.leaves(value))
-    culprit = first_non_elementwise(program, inputs, axis)
-    if culprit is not None:
-        raise ValueError(
-            "`zero1`: inside `jax.shard_map` a rule sees a part of each array, but this one has a result that depends "
-            f"on more than that (through {culprit!r}), such as a norm for clipping, or random numbers. Call `update` "
-            "under `jax.jit`, outside of `jax.shard_map`, with the gradients of `mpx.data_parallel(..., "
-            "scatter=True)`. (`loss_scaling` works here if it has `axis_name`.)"
-        )
-
-
-def _require_own_gradients(grads: Any, axis: str) -> None:
-    """Raise for gradients that JAX has added up, as it does under `check_vma` for replicated parameters."""
-    varies = lambda x: axis in jax.typeof(x).manual_axis_type.varying
-    if not varies(lax.axis_index(axis)):  # types say nothing without `check_vma`
-        return
-    for path, g in _trees.leaves_by_path(grads).items():
-        if not varies(g):
-            raise ValueError(
-                f"`zero1`: the gradient of {_trees.path_string(path, grads)!r} is the same on all devices: JAX has "
-                "added it up already, in the dtype of the parameter, and whether it is a sum or a mean cannot be seen. "
-                f"Differentiate with respect to `jax.lax.pcast(params, {axis!r}, to='varying')`, or give "
-                "`jax.shard_map` `check_vma=False`: then each device has its own, and they are averaged in float32."
-            )
-
-
-def _require_shards(inner: Any, state: Any, params: Any, shards: Any, specs: Any, mesh: Mesh, axis: str) -> None:
-    """Raise unless each leaf of the state is a shard of the whole leaf, as `zero1_shardings` says."""
-    whole = jax.eval_shape(inner.init, _trees.shapes_of(params))
-    shardings = zero1_shardings(params, whole, mesh, axis, param_specs=specs)
-    by_path = _trees.leaves_by_path(shardings)
-    divided = _trees.leaves_by_path(shardings, is_stored)
-    for path, leaf in _trees.leaves_by_path(whole, is_stored).items():
-        if is_stored(leaf) and not _is_of_whole_blocks(leaf, divided[path]):
-            raise ValueError(
-                f"`zero1`: blocks of the state at {_trees.path_string(path)!r}, {shown(leaf)}, would reach over "
-                "several devices. Choose a `block_size` that divides what a device has of the last axis, or a larger "
-                "`min_size`; or call `update` under `jax.jit`, outside of `jax.shard_map`."
-            )
-    parts = jax.eval_shape(inner.init, _trees.shapes_of(shards))
-    leaves, got, own = (_trees.leaves_by_path(tree) for tree in (whole, state, parts))
-    shard = lambda path, leaf: _shape_of_shard(leaf.shape, by_path[path].spec, mesh, axis)
-    wanted = {path: jax.ShapeDtypeStruct(shard(path, leaf), leaf.dtype) for path, leaf in leaves.items()}
-    same = lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype)
-    by_init = "Make it by `init` outside, and divide it as `zero1_shardings` says."
-    by_init += " If an update has changed dtypes, as those of Optax do, put `upcast` around the rule."
-    for who, found, remedy in [
-        ("of the rule", own, "Lower the `min_size` of `low_precision_state`, which counts the numbers of a shard."),
-        ("that was given", got, by_init),
-    ]:
-        wrong = _errors.mismatches(wanted, found, same, "each device should have")
-        if wrong:
-            what = f"`zero1`: inside `jax.shard_map` the state {who} is no shard of the whole state"
-            remedy += " Or call `update` under `jax.jit`, outside of `jax.shard_map`."
-            raise _errors.leaves_error(ValueError, what, wrong, remedy)
-
-
-def _is_of_whole_blocks(leaf: StoredLeaf, shardings: StoredLeaf) -> bool:
-    """Return whether a device can decode its shard of a stored leaf inside `jax.shard_map`."""
-    specs = [sharding.spec for sharding in jax.tree.leaves(shardings)]
-    ranks = {len(part.shape) for part in jax.tree.leaves(leaf)}
-    return len(specs) == 1 or (ranks == {max(2, *ranks)} and specs[0] == specs[1])
-
-
-def _shape_of_shard(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh, axis: str) -> tuple[int, ...]:
-    """Return the shape of a shard of an array that is sharded over the other axes of the mesh already."""
-    return tuple([size // mesh.shape[axis] if axis in names_at(spec, i) else size for i, size in enumerate(shape)])

@@ -12,11 +12,9 @@ import numpy as np
 
 from mpx import _errors, _trees
 from mpx._dtypes import UP_TO_FLOAT32, dtype_or_none
-from mpx._fp8 import FORMATS
 from mpx._shardings import explicit_sharding
 from mpx._stored.blocks import BlockFormat
-from mpx._stored.blockwise_fp8 import BlockwiseFp8
-from mpx._stored.leaves import leaves_of
+from mpx._stored.leaves import StateLeaf, leaves_of
 from mpx._stored.roles import EXACT, Role
 from mpx._stored.state_format import FLOAT32, Cast, StateFormat, is_stored, store
 
@@ -39,7 +37,7 @@ def assign(state: Any, patterns: Mapping[str, StateFormat], min_size: int) -> As
     names = _trees.path_names(state, is_stored)
     for i, found in enumerate(leaves_of(state)):
         leaf = found.leaf
-        if not (is_stored(leaf) or _trees.is_floating(leaf)) or not leaf.shape:
+        if not (is_stored(leaf) or _trees.is_inexact(leaf)) or not leaf.shape:
             continue
         pattern = next((pattern for pattern in patterns if _matches(pattern, names[found.path])), None)
         if pattern is not None:
@@ -89,16 +87,14 @@ def checked_patterns(given: Any) -> dict[str, StateFormat]:
 
 def _checked_format(pattern: str, chosen: Any) -> StateFormat:
     found = chosen
-    if isinstance(chosen, str) and chosen in FORMATS:
-        found = BlockwiseFp8(chosen)
-    elif (dtype := dtype_or_none(chosen)) is not None and dtype in UP_TO_FLOAT32:
+    if (dtype := dtype_or_none(chosen)) is not None and dtype in UP_TO_FLOAT32:
         found = Cast(dtype.name)
     if not isinstance(found, StateFormat):
         hint = ""
         if isinstance(chosen, type) and issubclass(chosen, StateFormat):
             hint = f" Make one: `{chosen.__name__}()`."
         raise ValueError(
-            f"`low_precision_state`: `formats[{pattern!r}]` must be bfloat16, float16, float32, 'e4m3', 'e5m2' or a "
+            f"`low_precision_state`: `formats[{pattern!r}]` must be bfloat16, float16, float32 or a "
             f"`StateFormat` such as `Blockwise8bit()`, but got {chosen!r}.{hint}"
         )
     try:
@@ -117,7 +113,7 @@ def require_every_pattern_used(state: Any, patterns: Mapping[str, StateFormat], 
     if not unused:
         return
     leaves, names = _trees.leaves_by_path(state), _trees.path_names(state)
-    paths = [names[path] for path, leaf in leaves.items() if _trees.is_floating(leaf) and np.shape(leaf)]
+    paths = [names[path] for path, leaf in leaves.items() if _trees.is_inexact(leaf) and np.shape(leaf)]
     shadowed = next((pattern for pattern in unused if any(_matches(pattern, path) for path in paths)), None)
     if shadowed is not None:
         raise ValueError(
@@ -132,38 +128,67 @@ def require_every_pattern_used(state: Any, patterns: Mapping[str, StateFormat], 
 
 
 def require_sound_formats(state: Any, patterns: Mapping[str, StateFormat], assignment: Assignment) -> None:
-    """Raise if a leaf would be kept in a format that it must not have, whatever its size."""
+    """Raise if a leaf would be kept in a format that it must not have, or that cannot hold it.
+
+    A leaf that is small stays in float32: its format is not asked about it.
+    """
     wrong: dict[str, dict[_trees.Path, str]] = {}
     for i, found in enumerate(leaves_of(state)):
-        pattern = assignment[i].pattern if i in assignment else None
-        reason = pattern and _unsound(found.leaf, found.role, patterns[pattern])
+        if i not in assignment:
+            continue
+        format, pattern = assignment[i]
+        text = f"{_trees.dtype_and_shape(found.leaf)}, by the pattern {pattern!r}"
+        reason = _unsound(found.leaf, found.role, patterns[pattern])
+        if not reason and format != FLOAT32:
+            reason = patterns[pattern].refuses(found.role, found.leaf.shape)
         if reason:
-            text = f"{_trees.dtype_and_shape(found.leaf)}, by the pattern {pattern!r}"
             wrong.setdefault(reason, {})[found.path] = text
+        elif format != FLOAT32:
+            _try(format, found, text)
     for reason, leaves in wrong.items():
         what = "`low_precision_state`: leaves would be kept in a format that they must not have"
         raise _errors.leaves_error(ValueError, what, leaves, f"These leaves {reason}")
 
 
 def _unsound(leaf: Any, role: Role, chosen: StateFormat) -> str | None:
-    """Return why a leaf cannot be kept in a format; None if it can."""
+    """Return why a leaf cannot be kept in a format, whatever its size; None if it can."""
     if chosen == FLOAT32:
         return _DOUBLED if leaf.dtype.itemsize < 4 else None
+    if not _trees.is_floating(leaf):
+        return _COMPLEX
     if leaf.dtype.itemsize > 4:
         return _FLOAT64
-    return _EXACT if role in EXACT else chosen.refuses(role)
+    return _EXACT if role in EXACT else None
+
+
+def _try(format: StateFormat, found: StateLeaf, text: str) -> None:
+    """Encode the shape of a leaf, and decode it; say which leaf it is if a format does not hold it."""
+    try:
+        kept = _kept(format, found.leaf.shape)
+        _ = is_stored(kept) and kept.shape
+    except Exception as error:  # of a class that mpx does not know
+        path = _trees.path_string(found.path)
+        error.add_note(
+            f"`low_precision_state`: {format} does not hold the leaf {path!r}, {text}. Give it another format, in "
+            "front of this pattern. (The method `refuses` of a format can say which shapes it holds.)"
+        )
+        raise
 
 
 _DOUBLED = (
     "are stored in 16 bits by the rule itself, so that the format 'f32' would do nothing. Leave out the rule's own "
     "setting, such as `mu_dtype`."
 )
+_COMPLEX = (
+    "are complex, and formats hold real numbers. Wrap the rule in `optax.contrib.split_real_and_imaginary`, or give "
+    "these leaves 'f32' in front of the other patterns."
+)
 _FLOAT64 = (
     "are float64, as the parameters are: a training run in float64 has no use for 16 or 8 bits. Cast the parameters, "
     "or give these leaves 'f32' in front of the other patterns."
 )
 _EXACT = (
-    "are masters, compensations, averages or copies of weights, kept so that nothing is lost. Put "
+    "are masters, compensations or copies of weights, kept so that nothing is lost. Put "
     "`low_precision_state` inside `master_weights` and in front of `kahan_summation`, or give these leaves 'f32' in "
     "front of the other patterns."
 )
@@ -196,8 +221,13 @@ def require_stored_as_assigned(state: Any, assignment: Assignment, as_made: Call
         raise _errors.leaves_error(ValueError, what, wrong, remedy)
 
 
-@functools.lru_cache(maxsize=4096)
 def _stored_dtype(format: StateFormat, shape: tuple[int, ...]) -> Any:
     """Return the dtype of the plain array that a format keeps for this shape; None if it keeps a stored leaf."""
-    kept = jax.eval_shape(lambda x: store(x, format), jax.ShapeDtypeStruct(shape, np.float32))
+    kept = _kept(format, shape)
     return None if is_stored(kept) else kept.dtype
+
+
+@functools.lru_cache(maxsize=4096)
+def _kept(format: StateFormat, shape: tuple[int, ...]) -> Any:
+    """Return the shapes that a format keeps for an array of this shape."""
+    return jax.eval_shape(lambda x: store(x, format), jax.ShapeDtypeStruct(shape, np.float32))

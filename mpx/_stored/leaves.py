@@ -11,7 +11,7 @@ from mpx._stored.state_format import is_stored
 from mpx._stored.weights import KeptWeight, way_of
 
 # Fields with these roles are found by the type of their state only, so a state that has lost its type is refused.
-_TYPED_ROLES = {"master", "compensation", "average", "loss scale"}
+_TYPED_ROLES = {"master", "compensation", "loss scale"}
 
 
 class StateLeaf(NamedTuple):

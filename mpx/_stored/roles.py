@@ -17,7 +17,6 @@ Role = Literal[
     "inner",  # the state of the wrapped rule
     "master",  # the master of each parameter, or its low bits (uint16)
     "compensation",  # the part of each parameter's updates that rounding cut off
-    "average",  # an average of the weights
     "weights",  # a copy of the weights
     "first moment",
     "second moment",  # never negative
@@ -32,7 +31,7 @@ Role = Literal[
 # Roles of leaves that, with the parameter, give the exact weight.
 KEPT_OF_WEIGHTS: tuple[Role, ...] = ("master", "compensation")
 # Roles of leaves that must stay exact and are never rounded.
-EXACT: tuple[Role, ...] = ("master", "compensation", "average", "weights")
+EXACT: tuple[Role, ...] = ("master", "compensation", "weights")
 
 
 # What types of states have declared: the role of each field, and the transformation that chooses 16-bit parameters.
@@ -52,7 +51,7 @@ def register_state(*, writes_back: str | None = None, **roles: Role) -> Callable
             nothing may change its updates afterwards. For `check_chain` to see that, emit them by
             `mpx.states.landing_update(parameter, new_value, name)`.
         **roles: for each field of the NamedTuple its role: `"inner"` (the state of the wrapped rule), `"master"`,
-            `"compensation"`, `"average"`, `"weights"`, `"first moment"`, `"second moment"`, `"signed"`,
+            `"compensation"`, `"weights"`, `"first moment"`, `"second moment"`, `"signed"`,
             `"sum of gradients"`, `"loss scale"`, `"key"`, `"count"`, `"measure"` or `"unknown"`. A tree of
             masters or compensations has the structure of the parameters, with `optax.MaskedNode` where nothing is kept.
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpx import _trees, formats
+from mpx._errors import not_differentiable
 from mpx._shardings import explicit_sharding, in_auto, part_sharding
 from mpx._stored.roles import Role
 
@@ -64,8 +65,11 @@ class StateFormat(abc.ABC):
         """Return the format for a leaf whose shards have this many columns, so that each device encodes its own."""
         return self
 
-    def refuses(self, role: Role) -> str | None:
-        """Return why a leaf of this role cannot be kept so, to end a sentence that begins "These leaves"; or None."""
+    def refuses(self, role: Role, shape: tuple[int, ...]) -> str | None:
+        """Return why a leaf cannot be kept so, to end a sentence that begins "These leaves"; None if it can.
+
+        It is asked about each leaf that would be kept so: its role, such as `"second moment"`, and its shape.
+        """
         return None
 
 
@@ -132,11 +136,21 @@ def store(x: Any, format: StateFormat, key: jax.Array | None = None) -> Any:
     """
     _tell_flax()
     (array,), box = jax.tree.flatten(x)
-    codes, scales = _placed_by_xla(format.encode, array.astype(np.float32), key)
+    array = array.astype(np.float32)
+    if not isinstance(format, Cast):
+        array = not_differentiable(array, _NO_DERIVATIVE.format(format))
+    codes, scales = _placed_by_xla(format.encode, array, key)
     boxed = lambda part: None if part is None else box.unflatten([part])
     if scales is None and codes.shape == array.shape and jnp.issubdtype(codes.dtype, jnp.floating):
         return boxed(codes)
     return StoredLeaf(boxed(codes), boxed(scales), format)
+
+
+_NO_DERIVATIVE = (
+    "`low_precision_state`: a step of the optimizer is differentiated (a learned rate, meta-learning), but codes of "
+    "`{}` have no derivative. Keep this state in float32 or 16 bits there, or apply `jax.lax.stop_gradient` to the "
+    "gradients."
+)
 
 
 def _placed_by_xla(function: Callable[..., Any], x: jax.Array, other: Any) -> Any:
@@ -179,7 +193,7 @@ class Cast(StateFormat):
     def decode(self, codes: jax.Array, scales: None) -> jax.Array:
         return codes
 
-    def refuses(self, role: Role) -> str | None:
+    def refuses(self, role: Role, shape: tuple[int, ...]) -> str | None:
         if self.dtype != "float16" or role != "second moment":
             return None
         return (

@@ -16,6 +16,7 @@ from mpx import _trees, formats
 from mpx._finite import select
 from mpx._noise import noise_for
 from mpx._stored.roles import Role
+from mpx._straight_through import straight_through
 from mpx._writeback import applied_value, landing_update, round_saturating
 
 _F32 = np.dtype(np.float32)
@@ -42,7 +43,7 @@ class KeptWeight(abc.ABC):
 
     @abc.abstractmethod
     def belongs(self, p: jax.Array, kept: jax.Array) -> Any:
-        """Return for each element whether what is kept can belong to this parameter."""
+        """Return for each element whether what is kept can belong to this parameter; None if nothing tells."""
 
 
 class WholeMaster(KeptWeight):
@@ -83,8 +84,8 @@ class LowBits(KeptWeight):
     def store(self, weight: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
         return self._split(cast_nearest(weight, _F32), None)
 
-    def belongs(self, p: jax.Array, kept: jax.Array) -> Any:
-        return True
+    def belongs(self, p: jax.Array, kept: jax.Array) -> None:
+        return None
 
     def land(self, p: jax.Array, new: jax.Array, key: jax.Array | None, author: str) -> tuple[jax.Array, jax.Array]:
         high, low_bits = self._split(new, key)
@@ -137,7 +138,7 @@ def _rounded_to_24_bits(x: jax.Array, key: jax.Array | None) -> jax.Array:
     increment = 0x7F + ((magnitude >> 8) & 1) if key is None else noise_for(key, x) >> 24
     rounded = jnp.minimum((magnitude + increment) & np.uint32(0xFFFF_FF00), _LARGEST_OF_24_BITS)
     is_finite = magnitude < np.uint32(0x7F80_0000)
-    return jnp.where(is_finite, rounded | sign, bits).view(np.float32)
+    return straight_through(jnp.where(is_finite, rounded | sign, bits).view(np.float32), x)
 
 
 def way_of(role: Role, dtype: np.dtype) -> KeptWeight:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 from jax.typing import DTypeLike
 
 from mpx import _errors, _trees
@@ -96,5 +97,6 @@ def _step(p: jax.Array, compensation: Any, update: jax.Array) -> tuple[jax.Array
     # The same number as `new`; the compensation of bfloat16 must follow from the stored parameter, see `applied_value`.
     landed = applied_value(p, update) if p.dtype == jnp.bfloat16 else new
     moved = jnp.where(landed == wide, np.float32(0), landed - wide)  # an infinite parameter stays: inf - inf is NaN
-    rest = round_saturating(y - moved, compensation.dtype)
+    # The update has all of the derivative: the sum of parameter and compensation shall have it once.
+    rest = round_saturating(lax.stop_gradient(y - moved), compensation.dtype)
     return update, rest.astype(compensation.dtype)

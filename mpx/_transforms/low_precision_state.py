@@ -11,7 +11,6 @@ import optax
 from jax.typing import DTypeLike
 
 from mpx import _errors, _trees
-from mpx._jaxprs import BLOCKS
 from mpx._noise import kept_key, key_of_step
 from mpx._stored.assignment import (
     Assignment,
@@ -22,7 +21,7 @@ from mpx._stored.assignment import (
     require_stored_as_assigned,
 )
 from mpx._stored.roles import register_state
-from mpx._stored.state_format import FLOAT32, Cast, StateFormat, StoredLeaf, is_stored, store
+from mpx._stored.state_format import FLOAT32, StateFormat, StoredLeaf, is_stored, store
 from mpx._transforms.float32_world import run_in_float32
 
 Rounding = Literal["nearest", "stochastic"]
@@ -62,19 +61,17 @@ def low_precision_state(
 
     The rule sees float32 parameters, gradients and state, as in `upcast`; its new state is rounded once, when it is
     stored. Rounding to nearest can make a slow average stand still: a bfloat16 second moment with a decay of 0.999
-    never falls, and in `"e4m3"` a relative change below 1/32 per step is lost. (For other 8 bits see `Blockwise8bit`.)
-    Stochastic rounding follows such an average in the mean.
+    never falls. Stochastic rounding follows such an average in the mean. (For 8 bits see `Blockwise8bit`.)
 
     Wrap the rule with this, and this with `master_weights` or `loss_scaling`, or put it in front of `kahan_summation`.
 
     Args:
         inner: any Optax transformation or chain.
         formats: regular expressions, each with the format of the leaves it matches: bfloat16, float16, float32 (for
-            exceptions), by name or dtype; `"e4m3"` or `"e5m2"`, 8-bit floats with a power of two for each block of 256;
-            or a `StateFormat` such as `Blockwise8bit()` or `Blockwise4bit()`. An expression is searched in the
-            "/"-joined path of a leaf of the rule's state, such as `0/mu/layers/kernel`, and matches whole components.
-            The first that matches wins, so exceptions come first. If a layer is called `mu`, say `^0/mu`, or `mu`
-            matches `0/nu/mu/kernel` too.
+            exceptions), by name or dtype; or a `StateFormat` such as `Blockwise8bit()` or `Blockwise4bit()`. An
+            expression is searched in the "/"-joined path of a leaf of the rule's state, such as `0/mu/layers/kernel`,
+            and matches whole components. The first that matches wins, so exceptions come first. If a layer is called
+            `mu`, say `^0/mu`, or `mu` matches `0/nu/mu/kernel` too.
         min_size: leaves with fewer elements stay float32: they cost little, and biases and gains need their precision.
         rounding: `"nearest"`, or `"stochastic"`: up or down at random such that the mean is right. (In 8 bits a second
             moment below the smallest code is always rounded up to it. Equal numbers of a leaf are rounded alike.)
@@ -89,9 +86,9 @@ def low_precision_state(
     Raises:
         TypeError: if `inner` is not a transformation, `formats` not a mapping, or `key` not a PRNG key.
         ValueError: if a pattern is not a regular expression, a format unknown, or an argument would do nothing; at
-            `init`, if a pattern decides about no leaf, or about one that must not be rounded so (float64 leaves,
-            masters, compensations, averages of weights, second moments in float16), or if one `low_precision_state`
-            stands in another; at `update`, if the state was stored in other formats.
+            `init`, if a pattern decides about no leaf, or about one that must not be rounded so (float64 and
+            complex leaves, masters, compensations, second moments in float16), or if one
+            `low_precision_state` stands in another; at `update`, if the state was stored in other formats.
 
     Example:
         >>> tx = low_precision_state(optax.adam(1e-3), {"mu": "bf16", "nu": Blockwise8bit()})
@@ -122,7 +119,7 @@ def low_precision_state(
                 "of the two."
             )
         assignment = assign(state, patterns, min_size)
-        if any(_trees.is_floating(p) and np.shape(p) for p in jax.tree.leaves(params)):  # else there is no state at all
+        if any(_trees.is_inexact(p) and np.shape(p) for p in jax.tree.leaves(params)):  # else there is no state at all
             require_every_pattern_used(state, patterns, assignment)
         require_sound_formats(state, patterns, assignment)
         return LowPrecisionState(_store(state, assignment, None), kept_key(key))
@@ -176,19 +173,17 @@ def _store(state: Any, assignment: Assignment, key: jax.Array | None, rounding: 
     return jax.tree.map(keep, state, is_leaf=_trees.is_box)
 
 
-# Equal leaves are traced once. `zero1` knows by the scope that codes are made of whole blocks of elements.
+# Equal leaves are traced once.
 
 
 @functools.partial(jax.jit, inline=True)
 def _decoded(leaf: StoredLeaf) -> Any:
-    with jax.named_scope(BLOCKS):
-        return jax.tree.structure(leaf.codes).unflatten([leaf.decode()])  # in its box, if it had one
+    return jax.tree.structure(leaf.codes).unflatten([leaf.decode()])  # in its box, if it had one
 
 
 @functools.partial(jax.jit, inline=True, static_argnums=2)
 def _encoded(x: Any, key: jax.Array | None, format: StateFormat) -> Any:
-    with jax.named_scope("mpx:cast" if isinstance(format, Cast) else BLOCKS):
-        return store(x, format, key)
+    return store(x, format, key)
 
 
 def _require_sound_rounding(rounding: Any, key: Any, patterns: Mapping[str, StateFormat]) -> None:

@@ -62,8 +62,8 @@ def master_weights(
             parameter. Parameters are rounded with ties away from zero; `"full"` rounds ties to even. A parameter
             changed from outside keeps the low bits that it had; `resync` makes them zero. Masters whose bfloat16
             rounding would be infinite saturate. `"split24"` keeps 8 low bits, 1 byte a parameter. It is not exact:
-            once a step the master is rounded to 24 bits, an error of at most 2**-16 of the weight. float16 leaves keep
-            full masters under all three.
+            once a step the master is rounded to 24 bits, an error of at most 2**-16 of the weight, or below 2**-15 with
+            a `key`. float16 leaves keep full masters under all three.
         key: a PRNG key, for `"split24"`: masters are rounded up or down at random, so that no update is lost in the
             mean. (Equal masters of a step are rounded alike.) The state keeps the key, and every update changes it.
             None: masters are rounded to nearest.

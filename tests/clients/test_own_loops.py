@@ -143,9 +143,9 @@ def field(params, y):
 
 def solved(field, params, x):
     """Return the solution of an ODE at time 1, as in Diffrax's example of a neural ODE."""
-    term, controller = diffrax.ODETerm(lambda t, y, params: field(params, y)), diffrax.PIDController(1e-3, 1e-6)
+    term, controller = diffrax.ODETerm(lambda t, y, params: field(params, y)), diffrax.PIDController(1e-3, 1e-5)
     options = {"stepsize_controller": controller, "saveat": diffrax.SaveAt(t1=True)}
-    solve = lambda x: diffrax.diffeqsolve(term, diffrax.Tsit5(), 0.0, 1.0, 0.1, x, params, **options).ys[0]
+    solve = lambda x: diffrax.diffeqsolve(term, diffrax.Heun(), 0.0, 1.0, 0.1, x, params, **options).ys[0]
     return jax.vmap(solve)(x)
 
 

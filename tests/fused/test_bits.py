@@ -125,9 +125,6 @@ COMPOSED = {
     ),
     "a schedule": lambda: mpx.upcast(optax.adamw(optax.cosine_decay_schedule(1e-2, 10))),
     "any_precision_adamw": lambda: mpx.any_precision_adamw(1e-2, use_kahan_summation=True),
-    "8-bit floats": lambda: mpx.master_weights(
-        mpx.low_precision_state(optax.adam(1e-2), {"mu": "e4m3", "nu": "e5m2"}, min_size=512), storage="split"
-    ),
     "a wrapper from outside": lambda: own_masters(EIGHT_BITS),
 }
 QUICKLY_COMPOSED = {"clipping", "MultiSteps"}

@@ -104,8 +104,28 @@ def test_the_plan_under_zero1_has_the_step_of_the_shards_and_the_new_parameter(m
     assert rows["w", "a kernel"].moved_bytes == 3 * 2 * alone.size  # the old one, what was sent, the new one
 
 
-def test_kernels_run_on_a_mesh_of_explicit_axes_with_zero1_too():
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices("cpu"))
+@pytest.fixture(scope="module")
+def explicit_mesh():
+    return jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices("cpu"))
+
+
+@pytest.mark.parametrize("by_zero1", [False, True], ids=["sharded", "zero1"])
+@pytest.mark.parametrize("as_shapes", [False, True], ids=["arrays", "shapes"])
+def test_the_plan_on_explicit_axes_is_that_of_automatic_ones(mesh, explicit_mesh, by_zero1, as_shapes):
+    def plan(mesh):
+        params, _ = placed(parameters({"w": (64, 2048)}), mesh, P() if by_zero1 else P("data"))
+        params = jax.eval_shape(lambda: params) if as_shapes else params
+        return mpx.fused_update(with_8_bit_moments(mesh if by_zero1 else None)).plan(params)
+
+    expected = plan(mesh)
+    assert len(expected.rows) == 1 + by_zero1
+    assert plan(explicit_mesh) == expected
+    with jax.set_mesh(explicit_mesh):
+        assert plan(explicit_mesh) == expected
+
+
+def test_kernels_run_on_a_mesh_of_explicit_axes_with_zero1_too(explicit_mesh):
+    mesh = explicit_mesh
     with jax.set_mesh(mesh):
         tx, (params, grads) = with_8_bit_moments(mesh), placed(parameters({"w": (16, 2048)}), mesh, P())
         program = assert_same_steps(tx, grads, tx.init(params), params)
@@ -138,14 +158,10 @@ def shards(tx, mesh, spec, shapes):
     return grads, tx.init(params), params
 
 
-WITH_ONE_LEFT_TO_XLA = {"w": (16, 2048), "ragged": (3, 50)}
-
-
-@pytest.mark.parametrize("with_zero1", [False, True])
-def test_kernels_run_inside_of_shard_map(mesh, with_zero1):
-    tx, spec = with_8_bit_moments(mesh if with_zero1 else None), P() if with_zero1 else P("data")
-    grads, state, params = shards(tx, mesh, spec, WITH_ONE_LEFT_TO_XLA if with_zero1 else {"w": (16, 2048)})
-    state = state if with_zero1 else placed(state, mesh, spec)
+def test_kernels_run_inside_of_shard_map(mesh):
+    tx, spec = with_8_bit_moments(), P("data")
+    grads, state, params = shards(tx, mesh, spec, {"w": (16, 2048)})
+    state = placed(state, mesh, spec)
     both = on_shards(both_steps(tx), mesh, state, spec, copies=2)
     assert "pallas_call" in {eqn.primitive.name for eqn in all_eqns(jax.make_jaxpr(both)(grads, state, params))}
     expected, actual = compiled(both, grads, state, params)(grads, state, params)
@@ -160,10 +176,11 @@ def test_kernels_run_inside_of_shard_map(mesh, with_zero1):
 def test_kernels_for_a_gpu_have_types_that_shard_map_can_check(mesh, check_vma, monkeypatch):
     """JAX itself interprets kernels in `jax.shard_map` only without this check."""
     monkeypatch.setattr(fused_update, "_may_run_kernels", lambda interpret: True)
-    tx = with_8_bit_moments(mesh)
-    grads, state, params = shards(tx, mesh, P(), WITH_ONE_LEFT_TO_XLA)
+    tx, spec = with_8_bit_moments(), P("data")
+    grads, state, params = shards(tx, mesh, spec, {"w": (16, 2048)})
+    step = on_shards(mpx.fused_update(tx), mesh, placed(state, mesh, spec), spec, check_vma)
     with on_an_absent_gpu():
-        traced = jax.jit(on_shards(mpx.fused_update(tx), mesh, state, P(), check_vma)).trace(grads, state, params)
+        traced = jax.jit(step).trace(grads, state, params)
     assert "mpx_fused_update" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 

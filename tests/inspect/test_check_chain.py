@@ -47,14 +47,28 @@ HARMLESS_AROUND = {
     "flatten": optax.flatten,
     "named chain": lambda tx: optax.named_chain(("clip", optax.clip(1.0)), ("rule", tx)),
     "conditionally mask": lambda tx: optax.conditionally_mask(tx, lambda step, **_: step < 3),
-    "freeze": lambda tx: optax.chain(tx, optax.freeze({"bias": False, "kernel": True})),
     "loss scaling": mpx.loss_scaling,
     "multi steps": lambda tx: optax.MultiSteps(tx, 4),
     "multi steps inside loss scaling": lambda tx: mpx.loss_scaling(optax.MultiSteps(tx, 4)),
     "apply if finite": lambda tx: optax.apply_if_finite(tx, 3),
     "masked": lambda tx: optax.masked(tx, {"bias": False, "kernel": True}),
-    "a mask made of gradients": lambda tx: with_gradients(tx, lambda u, g: u * jnp.isfinite(g).astype(u.dtype)),
     "partition": lambda tx: optax.partition({"a": tx, "b": optax.set_to_zero()}, {"bias": "b", "kernel": "a"}),
+    "selective transform": lambda tx: optax.selective_transform(tx, freeze_mask={"bias": True, "kernel": False}),
+}
+FROZEN = {"bias": True, "kernel": False}
+EVERY_SECOND = lambda step, **_: step % 2 == 0
+LOSES_UPDATES = {
+    "masked": lambda tx: optax.chain(tx, optax.masked(optax.set_to_zero(), FROZEN)),
+    "freeze": lambda tx: optax.chain(tx, optax.freeze(FROZEN)),
+    "partition behind": lambda tx: optax.chain(
+        tx, optax.partition({"a": optax.set_to_zero(), "b": optax.identity()}, {"bias": "a", "kernel": "b"})
+    ),
+    "conditionally mask behind": lambda tx: optax.chain(tx, optax.conditionally_mask(optax.identity(), EVERY_SECOND)),
+    "both": lambda tx: optax.conditionally_mask(
+        LOSES_UPDATES["conditionally mask behind"](tx), lambda step, **_: step < 9
+    ),
+    "a mask made of gradients": lambda tx: with_gradients(tx, lambda u, g: u * (g > 3).astype(u.dtype)),
+    "within what skips steps": lambda tx: optax.apply_if_finite(LOSES_UPDATES["freeze"](tx), 3),
 }
 
 pytestmark = pytest.mark.optax_promotion
@@ -64,6 +78,80 @@ pytestmark = pytest.mark.optax_promotion
 @pytest.mark.parametrize("final", FINAL)
 def test_what_changes_no_update_may_stand_around(final, around):
     mpx.check_chain(HARMLESS_AROUND[around](FINAL[final]()))
+
+
+@pytest.mark.parametrize("around", LOSES_UPDATES)
+@pytest.mark.parametrize("keeper", ["master_weights", "split", "kahan_summation", "scaled split"])
+def test_updates_that_become_zero_while_the_weight_trains_on_are_caught(keeper, around):
+    split = mpx.master_weights(optax.adam(1e-2), storage="split")
+    keepers = {"split": lambda: split, "scaled split": lambda: mpx.loss_scaling(split)} | FINAL
+    tx = LOSES_UPDATES[around](keepers[keeper]())
+    with pytest.raises(ValueError, match=r"becomes zero after `.* trains on|behind `loss_scaling` keeps a state"):
+        mpx.check_chain(tx)
+    params = {"bias": jnp.ones(8, jnp.bfloat16), "kernel": jnp.ones((8, 8), jnp.bfloat16)}
+    state = optax.with_extra_args_support(tx).init(params)
+    for size in (1, 2):  # and it is so: the parameter stays, and what is kept of it moves
+        before, held = mpx.master_params(params, state), params["bias"]
+        updates, state = tx.update(
+            jax.tree.map(lambda p, size=size: jnp.full(p.shape, float(size)), params), state, params
+        )
+        params = optax.apply_updates(params, updates)
+    assert jnp.all(params["bias"] == held)
+    assert jnp.all(mpx.master_params(params, state)["bias"] != before["bias"])
+
+
+def test_updates_of_stochastic_rounding_may_become_zero():
+    """It keeps nothing of a weight, so nothing can train on."""
+    mpx.check_chain(LOSES_UPDATES["freeze"](FINAL["stochastic_rounding"]()))
+
+
+@pytest.mark.parametrize(
+    "frozen",
+    [
+        lambda: mpx.master_weights(optax.chain(optax.adam(1e-3), optax.freeze(FROZEN))),
+        lambda: optax.chain(mpx.upcast(optax.adam(1e-3)), optax.freeze(FROZEN), mpx.kahan_summation()),
+    ],
+)
+def test_weights_are_frozen_as_the_message_says(frozen):
+    mpx.check_chain(frozen())
+
+
+BEHIND = {
+    "chain": optax.chain(mpx.loss_scaling(optax.identity()), optax.clip_by_global_norm(1.0), optax.adamw(1e-2)),
+    "named chain": optax.named_chain(("b", mpx.loss_scaling(optax.identity())), ("a", optax.adamw(1e-2))),
+    "inside": optax.masked(optax.chain(mpx.loss_scaling(optax.identity()), optax.trace(0.9)), lambda params: True),
+    "a count": optax.chain(mpx.loss_scaling(optax.sgd(1.0)), optax.scale_by_schedule(lambda count: 0.1)),
+    "masters": optax.chain(mpx.loss_scaling(optax.identity()), mpx.master_weights(optax.adam(1e-2))),
+}
+
+
+@pytest.mark.parametrize("tx", BEHIND.values(), ids=BEHIND)
+def test_a_state_behind_the_loss_scale_is_caught(tx):
+    with pytest.raises(ValueError, match=r"behind `loss_scaling` keeps a state.* must stand inside: .*\n  '"):
+        mpx.check_chain(tx)
+
+
+def test_a_skipped_step_does_change_a_state_behind_the_loss_scale():
+    params = {"w": jnp.ones(2)}
+    right = mpx.loss_scaling(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)))
+    mpx.check_chain(right)
+    for tx, count in ((right, 0), (BEHIND["chain"], 1)):
+        state = tx.update({"w": jnp.full(2, jnp.inf)}, tx.init(params), params)[1]
+        assert optax.tree.get(state, "count") == count
+
+
+WITHOUT_STATE_BEHIND = {
+    "Kahan": optax.chain(mpx.loss_scaling(mpx.upcast(optax.adam(1e-3))), mpx.kahan_summation()),
+    "stochastic": optax.chain(mpx.loss_scaling(mpx.upcast(optax.sgd(0.1))), mpx.stochastic_rounding(jax.random.key(0))),
+    "a measure": optax.chain(mpx.loss_scaling(optax.adam(1e-3)), optax.snapshot("norm", optax.tree.norm)),
+    "injected": optax.inject_hyperparams(lambda rate: mpx.loss_scaling(optax.adam(rate)))(lambda count: 0.1),
+    "in front": optax.chain(optax.scale_by_schedule(lambda count: 1.0), mpx.loss_scaling(optax.adam(1e-3))),
+}
+
+
+@pytest.mark.parametrize("tx", WITHOUT_STATE_BEHIND.values(), ids=WITHOUT_STATE_BEHIND)
+def test_what_may_stand_beside_the_loss_scale_passes(tx):
+    mpx.check_chain(tx)
 
 
 @pytest.mark.parametrize("final", FINAL)
@@ -126,10 +214,24 @@ def test_numbers_injected_around_masters_in_the_dtype_of_the_parameters_are_caug
 def test_a_chain_for_other_parameters_than_those_it_takes_by_itself_is_told_to_give_them():
     params = {"w": jnp.ones(2, jnp.bfloat16), "frozen": jnp.ones(2, jnp.bfloat16)}
     tx = optax.masked(mpx.master_weights(optax.adam(1e-3)), {"w": True, "frozen": False})
-    with pytest.raises(ValueError, match="pytree structure") as caught:
+    with pytest.raises(ValueError, match=r"`check_chain` was not given `params`.* Give it the.*pytree structure"):
         mpx.check_chain(tx)
-    assert "`check_chain` was not given `params`" in caught.value.__notes__[-1]
     mpx.check_chain(tx, params)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.lookahead(optax.adam(1e-3), 5, 0.5),
+        optax.partition({"a": mpx.master_weights(optax.adam(1e-3))}, {"w": "a"}),
+        optax.chain(mpx.master_weights(optax.adam(1e-3)), optax.contrib.reduce_on_plateau()),
+    ],
+)
+def test_what_takes_other_parameters_or_arguments_is_told_what_to_give(tx):
+    with pytest.raises(
+        ValueError, match=r"`optax\.LookaheadParams`\), and the other arguments that `tx\.update` needs"
+    ):
+        mpx.check_chain(tx)
 
 
 # ---- in front of loss scaling ---------------------------------------------------------------------------------------

@@ -103,7 +103,7 @@ VALUES = [
 ]
 TYPES = [
     (given(mpx.check_chain, None), "`check_chain` needs an Optax gradient transformation"),
-    (checked(POLYAK), "value"),
+    (checked(POLYAK, params=PARAMS), "value"),
     *[(given(f, SCALED), "needs an optimizer state, but got a transformation") for f in OF_A_SCALE],
     *[
         (given(f, what), f"`{f.__name__}` needs .* got .* there is no optimizer state in it")

@@ -96,7 +96,6 @@ def observed(run):
     return {
         "scale": float(mpx.get_loss_scale(run.opt_state).loss_scale),
         "skipped": int(mpx.skipped_steps(run.opt_state)),
-        "synced": bool(mpx.is_synced(run.params, run.opt_state)),
         "finite": bool(mpx.all_finite(run)),
         "resynced": all(bool((masters[key] == p.astype(np.float32)).all()) for key, p in run.params.items()),
         "underflow": mpx.underflow_report(mpx.master_params(*run), "f16").as_dict(),

@@ -1,15 +1,12 @@
-"""Check `zero1` and `data_parallel` on eight devices: what lies where, what is sent, and the bits of one device."""
+"""Check `zero1` on eight devices: what lies where, what is sent, and the bits of one device."""
 
-import functools
 import re
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -207,15 +204,13 @@ def transfers(text):
     return sorted((name, kind) for types, name in found for kind in re.findall(r"(\w+)\[\d", types))  # no scalars
 
 
-def program(scatter, wrap=mpx.zero1):
+def program():
     mesh = eight_cpu_devices()
-    tx = mpx.master_weights(ADAMW, storage="split")
-    tx = wrap(tx, mesh) if wrap else tx
-    loss = mpx.autocast(model_loss, "bf16")
-    gradients = mpx.data_parallel(mpx.value_and_grad(loss, grad_dtype=None), mesh, scatter=scatter)
+    tx = mpx.zero1(mpx.master_weights(ADAMW, storage="split"), mesh)
+    loss_and_grads = mpx.value_and_grad(mpx.autocast(model_loss, "bf16"))
 
     def step(params, state, x):
-        value, grads = gradients(params, x)
+        value, grads = loss_and_grads(params, x)
         return *stepper(tx)(params, state, grads), value
 
     start = replicated(mesh)(model_params())
@@ -223,87 +218,21 @@ def program(scatter, wrap=mpx.zero1):
     return jax.jit(step), (start, tx.init(start), x)
 
 
-def test_gradients_arrive_by_reduce_scatter_in_f32_and_parameters_are_gathered_in_16_bits():
-    step, inputs = program(scatter=True)
-    sent = [("all-gather", "u16"), ("all-gather", "u16"), ("reduce-scatter", "f32"), ("reduce-scatter", "f32")]
-    assert transfers(step.lower(*inputs).compile().as_text()) == sent
+@pytest.mark.many_devices
+def test_gradients_are_added_up_in_f32_and_parameters_are_gathered_in_16_bits():
+    """A CPU's compiler adds up by all-reduces; on a GPU they are reduce-scatters (`tests/gpu_program`)."""
+    step, inputs = program()
+    sent = set(transfers(step.lower(*inputs).compile().as_text()))
+    assert sent == {("all-gather", "u16"), ("all-reduce", "f32")}
 
 
-def test_without_scatter_gradients_are_added_up_everywhere_in_f32():
-    step, inputs = program(scatter=False, wrap=None)
-    assert set(transfers(step.lower(*inputs).compile().as_text())) == {("all-reduce", "f32")}
-
-
-@pytest.mark.parametrize(
-    ("dtype", "numbers", "mean"),
-    [
-        (jnp.bfloat16, [256, 1, 1, 1, 1, 1, 1, 1], 263 / 8),  # in bfloat16 the sum stays 256
-        (jnp.float16, [60_000] * 8, 60_000),  # the sum is 480,000, which float16 cannot hold
-    ],
-    ids=["bfloat16", "float16"],
-)
-def test_devices_add_up_gradients_of_16_bits_in_float32(dtype, numbers, mean):
-    fun = lambda w, x: (jnp.float32(0), w * 0 + x.astype(w.dtype))
-    inputs = jnp.ones(1, dtype), jnp.asarray(numbers, jnp.float32)
-    _, grads = jax.jit(mpx.data_parallel(fun, eight_cpu_devices()))(*inputs)
-    assert_same_bits(grads, jnp.full(1, mean, jnp.float32))
-
-
-@pytest.mark.parametrize("is_tensor_parallel", [False, True], ids=["data", "data and tensor"])
-def test_the_mean_over_devices_is_that_over_the_batch_and_gradients_are_reduced_where_they_are(is_tensor_parallel):
-    """Each device has the gradients of its shard of the layer, and gets an eighth of that; nothing else is sent."""
-    mesh = two_axes() if is_tensor_parallel else eight_cpu_devices()
-    specs = {"w": P(None, "model"), "v": P("model")} if is_tensor_parallel else {"w": P(), "v": P()}
-    sharded = (
-        {"w": P("data", "model"), "v": P(("model", "data"))} if is_tensor_parallel else {"w": P("data"), "v": P("data")}
-    )
-    loss = mpx.value_and_grad(lambda p, x: (model_loss(p, x), {"largest": jnp.max(x)}), has_aux=True)
-    fun = jax.jit(mpx.data_parallel(loss, mesh, scatter=True, param_specs=specs))
-    start = jax.tree.map(lambda p, spec: jax.device_put(p, NamedSharding(mesh, spec)), model_params(), specs)
-    x = jnp.sin(jnp.arange(16 * 64, dtype=jnp.float32)).reshape(16, 64)
-    inputs = start, jax.device_put(x, NamedSharding(mesh, P("data")))
-    (value, aux), grads = fun(*inputs)
-    (expected, _), expected_grads = jax.jit(loss)(model_params(), x)
-    np.testing.assert_allclose(value, expected, rtol=1e-2)
-    assert aux["largest"].dtype == np.float32
-    assert {name: g.sharding.spec for name, g in grads.items()} == sharded
-    assert ("all-gather", "f32") not in transfers(fun.lower(*inputs).compile().as_text())
-    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-2, atol=1e-3)
-
-
-def test_gradients_of_another_tree_and_values_without_a_mean_are_refused():
-    counted = lambda w, x: ((jnp.float32(0), {"tokens": jnp.int32(3)}), w)
-    for fun, error, message in [
-        (
-            lambda w, x: (x.sum(), {"w": jnp.ones(1)}),
-            ValueError,
-            r"`data_parallel`: gradients or updates do not match .*\n  'w': float.*, but the parameter is",
-        ),
-        (counted, TypeError, r"`data_parallel`: the value at '1/tokens' is int32\[\], which has no mean"),
-    ]:
-        with pytest.raises(error, match=message):
-            jax.jit(mpx.data_parallel(fun, eight_cpu_devices()))({"w": jnp.ones(8, jnp.float32)}, jnp.ones(8))
-
-
-def test_parameters_without_gradients_have_none_and_what_is_not_an_array_is_refused_by_name():
-    """As Equinox differentiates a model with integers in it; its functions stay outside."""
-    vg = mpx.value_and_grad(lambda p, x: jnp.mean(x * p["w"][None]), transform=eqx.filter_value_and_grad)
-    fun = mpx.data_parallel(vg, eight_cpu_devices(), scatter=True)
-    params, x = {"w": jnp.ones(8, jnp.float32), "ids": jnp.arange(3)}, jnp.ones((16, 8), jnp.float32)
-    _, grads = jax.jit(fun)(params, x)
-    assert grads["ids"] is None
-    assert grads["w"].tolist() == [0.125] * 8
-    with pytest.raises(TypeError, match=r"leaves that are not arrays(?s:.*)'act': function"):
-        fun(params | {"act": lambda x: x}, x)
-
-
+@pytest.mark.many_devices
 def test_nan_on_one_device_skips_the_step_on_all():
     mesh = eight_cpu_devices()
     tx = mpx.zero1(RULES["scaled"](CLIPPED), mesh)
     start = replicated(mesh)(model_params())
     state = tx.init(start)
-    gradients = mpx.data_parallel(mpx.value_and_grad(model_loss), mesh, scatter=True)
+    gradients = mpx.value_and_grad(model_loss)
 
     step = jax.jit(lambda params, state, x: stepper(tx)(params, state, gradients(params, x)[1]))
     x = jnp.ones((16, 64), jnp.float32).at[7, 3].set(jnp.nan)
@@ -313,148 +242,19 @@ def test_nan_on_one_device_skips_the_step_on_all():
     assert int(new_state.skipped_steps) == 1
 
 
-def in_shard_map(tx, mesh, check_vma, options):
-    """Return a step for gradients that differ from device to device, which have an axis of devices in front."""
-    shapes = jax.eval_shape(params)
-    shardings = mpx.zero1_shardings(shapes, jax.eval_shape(tx.init, shapes), mesh)
-    specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
-
-    step = lambda params, state, grads: stepper(tx)(params, state, jax.tree.map(lambda g: g[0], grads))
-    mapped = jax.shard_map(
-        step, mesh=mesh, in_specs=(P(), specs, P("data")), out_specs=(P(), specs), check_vma=check_vma
-    )
-    return jax.jit(mapped, compiler_options=options)
-
-
-def per_device(step):
-    """Return gradients of eight devices whose mean is exact in any order."""
-    at = lambda p: (np.round(np.sin(np.arange(8 * p.size) + step) * 64) / 64).astype(np.float32)
-    return jax.tree.map(lambda p: at(p).reshape(8, *p.shape), jax.eval_shape(params))
-
-
-BY_NUMBER = {name: RULES[name] for name in ("split", "8 bits", "kahan", "average")}
-BY_NUMBER["scaled"] = lambda rule: mpx.loss_scaling(mpx.master_weights(rule), axis_name="data")
-
-
-@pytest.mark.parametrize("name", cases(BY_NUMBER, ["8 bits", "scaled"]))
-def test_inside_shard_map_it_has_the_bits_of_jit(name):
-    """With the types of JAX that say what varies over devices, and without."""
-    check_vma = name in ("8 bits", "kahan")
+def test_inside_shard_map_it_is_refused():
     mesh = eight_cpu_devices()
-    tx = mpx.zero1(BY_NUMBER[name](ADAMW), mesh)
-    outside = mpx.zero1(RULES[name](ADAMW), mesh)
-    start = replicated(mesh)(params())
-    manual, plain = in_shard_map(tx, mesh, check_vma, unfused()), stepped(outside, unfused())
-    now = expected = (start, outside.init(start))
-    for i in range(3):
-        grads = per_device(i)
-        now = manual(*now, grads)
-        expected = plain(*expected, replicated(mesh)(jax.tree.map(lambda g: g.mean(0), grads)))
-    assert_same_bits(now, expected)
-
-
-def gradient_step(differentiable):
-    """Return an update by the gradients of each device's own loss, under `check_vma`."""
-    mesh = eight_cpu_devices()
-    tx = mpx.zero1(mpx.master_weights(optax.sgd(1.0)), mesh)
-    specs = {"w": P()}
-
-    def step(params, x):
-        grads = jax.grad(lambda p: jnp.sum(p["w"] * x))(differentiable(params))
-        return tx.update(grads, tx.init(params), params)[0]
-
-    mapped = jax.shard_map(step, mesh=mesh, in_specs=(specs, P("data")), out_specs=specs)
-    return jax.jit(mapped)({"w": jnp.zeros(16, jnp.float32)}, jnp.arange(8, dtype=jnp.float32))
-
-
-def test_inside_shard_map_each_device_gives_its_own_gradients_and_those_that_jax_has_added_up_are_refused():
-    """Under `check_vma` JAX sums the gradients of parameters that are equal everywhere: eight times the mean."""
-    updates = gradient_step(lambda params: jax.tree.map(lambda p: lax.pcast(p, "data", to="varying"), params))
-    assert_same_bits(updates, {"w": jnp.full(16, -3.5, jnp.float32)})
-    with pytest.raises(ValueError, match=r"the gradient of 'w' is the same on all devices: JAX has added it up"):
-        gradient_step(lambda params: params)
-
-
-# ---- what a shard alone cannot do, and why --------------------------------------------------------------------------
-
-
-def with_a_value(tx):
-    """Return a call of a step that takes an argument of its rule, under two axes."""
-    mesh, start = two_axes(), {"w": jnp.ones(16, jnp.bfloat16)}
-    tx = mpx.zero1(tx, mesh)
-    step = lambda params, grads, value: tx.update(grads, tx.init(params), params, value=value)[0]
-    mapped = jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-    return lambda: jax.eval_shape(mapped, start, {"w": jnp.ones(16, jnp.float32)}, jnp.float32(1))
-
-
-def stepping(tx, steps=1):
-    """Return a call of so many steps."""
-
-    def run():
-        mesh, now = eight_cpu_devices(), jax.eval_shape(params)
-        divided = mpx.zero1(tx, mesh)
-        step, now = in_shard_map(divided, mesh, False, QUICKLY), (now, jax.eval_shape(divided.init, now))
-        for i in range(steps):
-            now = jax.eval_shape(step, *now, per_device(i))
-
-    return run
-
-
-def with_a_whole_state():
-    mesh, shapes = eight_cpu_devices(), jax.eval_shape(params)
-    tx = mpx.zero1(mpx.master_weights(ADAMW), mesh)
-    step = jax.shard_map(lambda p, s, g: tx.update(g, s, p)[0], mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-    jax.eval_shape(step, shapes, jax.eval_shape(mpx.master_weights(ADAMW).init, shapes), gradients(0))
-
-
-def in_blocks(name):
-    return mpx.low_precision_state(ADAMW, {name: mpx.Blockwise8bit(32)}, min_size=1)
-
-
-BY_POSITION = optax.stateless(lambda g, p: jax.tree.map(lambda x: x * jnp.arange(x.shape[0]), g))
-SMALL_SHARDS = mpx.low_precision_state(ADAMW, {"mu": "bf16"}, min_size=600)  # a shard has 96 elements of 768
-MORE, BEYOND = r"depends on more than that \(through .*", ", .*, would reach over several"
-NOT_OF_A_SHARD = {
-    "extra argument": (with_a_value(optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau())), f"{MORE}'value'"),
-    "another axis": (with_a_value(mpx.loss_scaling(optax.sgd(1.0), axis_name="model")), f"{MORE}reduce_and"),
-    "noise": (with_a_value(optax.add_noise(0.1, 0.5, 0)), f"{MORE}random_bits"),
-    "positions": (with_a_value(BY_POSITION), f"{MORE}iota"),
-    "small shards": (
-        stepping(SMALL_SHARDS),
-        r"Lower the `min_size`(.|\n)*'.*mu/first': float32\[2, 48\], but each device should have bfloat16\[2, 48\]",
-    ),
-    "clip": (stepping(mpx.master_weights(CLIPPED)), "a result that depends on more than that"),
-    "adafactor": (stepping(mpx.master_weights(optax.adafactor(1e-2))), "`zero1`: inside `jax.shard_map` "),
-    "no agreement on a skip": (stepping(mpx.loss_scaling(mpx.master_weights(ADAMW))), f"{MORE}has `axis_name`"),
-    # Blocks of an axis, of rows, and of a flat array of which a shard could end within a block.
-    "blocks beyond a shard": (stepping(in_blocks("mu/bias")), rf"blocks of the state at '.*/mu/bias'{BEYOND}"),
-    "blocks beyond a row": (stepping(in_blocks("mu/second")), rf"blocks of the state at '.*/mu/second'{BEYOND}"),
-    "blocks of a flat array": (stepping(in_blocks("mu/first")), rf"blocks of the state at '.*/mu/first'{BEYOND}"),
-    "a whole state": (
-        with_a_whole_state,
-        r"'master/first': float32\[16, 48\], but each device should have float32\[2, 48\]",
-    ),
-    # Its gradients are float32 here, and Optax's Adam adds them to the bfloat16 moments that its `init` made.
-    "a rule that has changed its dtypes": (
-        stepping(optax.adam(1e-3), 2),
-        r"put `upcast` around the rule(.|\n)*'0/mu/first': float32\[2, 48\], but each",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", NOT_OF_A_SHARD)
-def test_inside_shard_map_what_a_shard_alone_cannot_do_is_refused_with_the_reason(name):
-    call, message = NOT_OF_A_SHARD[name]
-    with pytest.raises(ValueError, match=message):
-        call()
+    tx, shapes = mpx.zero1(ADAMW, mesh), {"w": jnp.ones(16, jnp.float32)}
+    step = lambda params: tx.update(params, tx.init(params), params)[0]
+    with pytest.raises(ValueError, match=r"`zero1`: this is inside `jax.shard_map` over 'data'.* under `jax.jit`"):
+        jax.eval_shape(jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False), shapes)
 
 
 def test_what_is_no_mesh_an_axis_that_it_has_not_and_an_update_without_parameters_are_refused():
-    for function in (functools.partial(mpx.zero1, ADAMW), functools.partial(mpx.data_parallel, lambda p: (p, p))):
-        with pytest.raises(ValueError, match=r"the mesh has the axes \('data',\), and none is called 'batch'"):
-            function(eight_cpu_devices(), "batch")
-        with pytest.raises(TypeError, match=r"`mesh` must be a jax.sharding.Mesh, but got str"):
-            function("data")
+    with pytest.raises(ValueError, match=r"the mesh has the axes \('data',\), and none is called 'batch'"):
+        mpx.zero1(ADAMW, eight_cpu_devices(), "batch")
+    with pytest.raises(TypeError, match=r"`mesh` must be a jax.sharding.Mesh, but got str"):
+        mpx.zero1(ADAMW, "data")
     tx = mpx.zero1(optax.sgd(1.0), eight_cpu_devices())
     with pytest.raises(ValueError, match="`zero1`"):
         tx.update({"w": jnp.ones(8, jnp.float32)}, tx.init({"w": jnp.ones(8, jnp.float32)}))

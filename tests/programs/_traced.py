@@ -66,7 +66,8 @@ def contracted_directly(loss, params, batch):
         sources = frozenset().union(*[s for s in operands if s])
         if eqn.primitive.name in MOVES:
             return [sources] * len(eqn.outvars)
-        (contracted if eqn.primitive.name in CONTRACTIONS else used_otherwise).update(sources)
+        is_narrowed = eqn.primitive.name in CONTRACTIONS and all(v.aval.dtype == np.float32 for v in eqn.invars[:2])
+        (contracted if is_narrowed else used_otherwise).update(sources)
         return [None] * len(eqn.outvars)
 
     returned = follow(program, [frozenset({i}) for i in range(len(leaves))], rule, join)

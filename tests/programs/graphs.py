@@ -10,14 +10,6 @@ D = 16
 GRAPH = {"x": rows(D), "edges": integers(ROWS, 2)}
 
 
-@program({"a": (D, D), "b": (D,), "c": (D, 4)}, **GRAPH, label=integers(4))
-def graph_convolution(p, x, edges, label):
-    degree = jax.ops.segment_sum(jnp.ones(len(edges)), edges[:, 1], ROWS) + 1
-    spread = lambda h: (jax.ops.segment_sum(h[edges[:, 0]], edges[:, 1], ROWS) + h) / degree[:, None]
-    logits = spread(jax.nn.relu(spread(x @ p["a"]) + p["b"]) @ p["c"])
-    return -jnp.take_along_axis(jax.nn.log_softmax(logits), label[:, None], 1).mean()
-
-
 @program({"w": (D, D), "from": (D,), "to": (D,), "out": (D, D)}, **GRAPH)
 def graph_attention(p, x, edges):
     h, (sender, receiver) = x @ p["w"], edges.T

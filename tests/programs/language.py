@@ -190,14 +190,3 @@ def words_with_negative_samples(p, center, near, far):
     positive = jnp.einsum("bd,bd->b", h, p["context"][near])
     negative = jnp.einsum("bd,bnd->bn", h, p["context"][far])
     return -(jax.nn.log_sigmoid(positive).mean() + jax.nn.log_sigmoid(-negative).sum(-1).mean())
-
-
-@program({"w": (D, D), "b": (D,), "head": (D, V)}, x=rows(T, D), labels=integers(V, T))
-def logits_in_chunks_of_a_map(p, x, labels):
-    h = jax.nn.gelu(x @ p["w"] + p["b"])
-    chunk = lambda pair: optax_cross_entropy(pair[0] @ p["head"], pair[1]).sum()
-    return lax.map(jax.checkpoint(chunk), (h.swapaxes(0, 1), labels.T)).sum() / labels.size
-
-
-def optax_cross_entropy(logits, labels):
-    return jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]

@@ -1,7 +1,5 @@
 """Normalizations, and the random numbers of dropout and its kind."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -22,16 +20,6 @@ def batch_norm_with_running_statistics(p, x, y):
 
     h, running = layer(jax.nn.relu(x @ p["a"] + p["b"]), lax.stop_gradient(p["mean"]))
     return jnp.square(h @ p["c"] - y).mean() + jnp.square(running).mean()
-
-
-@program({**NET, "scale": (D,), "offset": (D,)}, **X)
-def group_and_instance_norm(p, x):
-    h = x @ p["a"] + p["b"]
-    groups = h.reshape(*h.shape[:-1], 4, 4)
-    mean, var = groups.mean((1, 3), keepdims=True), groups.var((1, 3), keepdims=True)
-    h = ((groups - mean) * lax.rsqrt(var + 1e-5)).reshape(h.shape) * (1 + p["scale"]) + p["offset"]
-    h = jax.nn.silu(h) @ p["c"]
-    return jnp.square((h - h.mean(1, keepdims=True)) / (h.std(1, keepdims=True) + 1e-2) + x).mean()
 
 
 @program({"v": (D, D), "g": (D,), "b": (D,), "u": (D, D), "start": (D,)}, **XY)
@@ -99,5 +87,5 @@ def weights_sampled_from_a_posterior(p, x, y, key):
     keys = jax.random.split(key, 3)
     sample = lambda m, s, k: m + 0.1 * jax.nn.softplus(s) * jax.random.normal(k, m.shape)
     w = {n: sample(p["mean"][n], p["spread"][n], k) for n, k in zip("abc", keys, strict=True)}
-    loss = functools.partial(jnp.mean, axis=(0, 1))(jnp.square(jnp.tanh(x @ w["a"] + w["b"]) @ w["c"] - y))
+    loss = jnp.square(jnp.tanh(x @ w["a"] + w["b"]) @ w["c"] - y).mean()
     return loss + 1e-3 * sum(jnp.sum(m**2) for m in p["mean"].values())

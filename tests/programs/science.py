@@ -115,13 +115,6 @@ def root_of_an_equation(p, x, y):
     return jnp.square(lax.custom_root(f, x, solve, tangent_solve) @ p["out"] - y).mean()
 
 
-@program({"w": (D, D), "b": (D,), "out": (D, D)}, **XY)
-def linear_system_of_a_layer(p, x, y):
-    matvec = lambda v: v + 0.1 * (v @ p["w"]) @ p["w"].T
-    z, _ = jax.scipy.sparse.linalg.cg(matvec, jnp.tanh(x + p["b"]), maxiter=5)
-    return jnp.square(z @ p["out"] - y).mean()
-
-
 @program({"w": (D, D), "b": (D,), "log_noise": ()}, x=rows(D), y=rows())
 def marginal_likelihood_of_a_gaussian_process(p, x, y):
     h = jnp.tanh(x @ p["w"] + p["b"])

@@ -79,14 +79,6 @@ def maxima_and_means_of_windows(p, x, label):
     return softmax_loss(jnp.concatenate([largest, mean], -1).reshape(x.shape[0], -1) @ p["w"], label)
 
 
-@program({"k": (3, 3, C, 4 * C), "b": (4 * C,), "out": (3, 3, C, C)}, **IMAGE)
-def pixels_from_channels(p, x):
-    h = jnp.tanh(conv(x, p["k"]) + p["b"])
-    n, height, width, _ = h.shape
-    h = h.reshape(n, height, width, 2, 2, C).transpose(0, 1, 3, 2, 4, 5).reshape(n, 2 * height, 2 * width, C)
-    return jnp.square(conv(h, p["out"], stride=2) - x).mean()
-
-
 @program({"theta": (8 * 8 * C, 6), "k": (3, 3, C, C)}, **IMAGE)
 def spatial_transformer(p, x):
     theta = (0.1 * x.reshape(x.shape[0], -1) @ p["theta"]).reshape(-1, 2, 3) + jnp.eye(2, 3)

@@ -242,3 +242,38 @@ def test_numbers_are_on_the_grid_before_they_are_cast(dtype):
     until_cast = closed_jaxpr(open_jaxpr(program).replace(outvars=cast.invars))
     (rounded,) = jaxpr_as_fun(until_cast)(x)
     assert_same_bits(rounded, x.astype(dtype).astype(jnp.float32))
+
+
+COMPLEX = {"filter": jnp.full((64, 64), 1 + 2j), "kernel": jnp.ones((64, 64))}
+SLOPES = {"filter": jnp.full((64, 64), 0.3 - 0.1j), "kernel": jnp.ones((64, 64))}
+
+
+@pytest.mark.parametrize("formats", [{"mu": "bf16"}, {"mu/filter": EIGHT_BITS}, {".*": "bf16"}])
+def test_complex_leaves_are_refused_by_name(formats):
+    with pytest.raises(ValueError, match=r"These leaves are complex(.|\n)*'0/mu/filter': complex64\[64, 64\]"):
+        mpx.low_precision_state(optax.adam(1e-3), formats).init(COMPLEX)
+
+
+def test_a_pattern_that_matches_nothing_is_an_error_for_complex_parameters_too():
+    with pytest.raises(ValueError, match=r"'nothing' matches no floating.*0/mu/filter"):
+        mpx.low_precision_state(optax.adam(1e-3), {"nothing": "bf16"}).init({"filter": COMPLEX["filter"]})
+
+
+def test_complex_leaves_with_an_exception_stay_as_the_rule_has_them():
+    tx = mpx.low_precision_state(optax.adam(1e-3), {"(mu|nu)/filter": "f32", "mu|nu": EIGHT_BITS})
+    updates, state = tx.update(SLOPES, tx.init(COMPLEX), COMPLEX)
+    assert optax.tree.get(state, "mu")["filter"].dtype == jnp.complex64
+    alone = {"filter": COMPLEX["filter"]}
+    expected, _ = optax.adam(1e-3).update({"filter": SLOPES["filter"]}, optax.adam(1e-3).init(alone), alone)
+    assert_same_bits(updates["filter"], expected["filter"])
+
+
+def test_both_parts_of_complex_moments_are_stored_by_a_rule_that_splits_them():
+    rule = optax.contrib.split_real_and_imaginary(optax.adam(1e-3))
+    tx = mpx.low_precision_state(rule, {"mu|nu": EIGHT_BITS})
+    state, exact = tx.init(COMPLEX), rule.init(COMPLEX)
+    for _ in range(3):
+        updates, state = tx.update(SLOPES, state, COMPLEX)
+        expected, exact = rule.update(SLOPES, exact, COMPLEX)
+    np.testing.assert_allclose(updates["filter"], expected["filter"], rtol=0.02)
+    assert {leaf.dtype.itemsize for leaf in jax.tree.leaves(state) if leaf.size >= 4096} == {1}

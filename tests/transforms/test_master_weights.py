@@ -31,6 +31,23 @@ def follow(tx, params, grads, **jit_options):
     return jax.jit(run, **jit_options)(params, grads)
 
 
+@pytest.mark.optax_promotion
+def test_the_weights_that_schedule_free_evaluates_are_those_of_float32():
+    rule = optax.contrib.schedule_free_adamw(1e-2)
+    tx, params, exact = mpx.master_weights(rule, storage="split"), jnp.ones(8, jnp.bfloat16), jnp.ones(8)
+    state, exact_state = tx.init(params), rule.init(exact)
+    for _ in range(20):
+        updates, state = tx.update(jnp.arange(8.0), state, params)
+        params = optax.apply_updates(params, updates)
+        updates, exact_state = rule.update(jnp.arange(8.0), exact_state, exact)
+        exact = optax.apply_updates(exact, updates)
+    evaluated = optax.contrib.schedule_free_eval_params
+    expected = evaluated(exact_state, exact)
+    np.testing.assert_allclose(evaluated(state.inner_state, mpx.master_params(params, state)), expected, rtol=1e-6)
+    without_masters = evaluated(state.inner_state, params.astype(jnp.float32))
+    assert np.abs(without_masters - expected).max() > 1e-4
+
+
 @pytest.mark.parametrize("dtype", NARROW)
 def test_parameters_are_the_cast_masters_after_apply_updates(dtype):
     """Take small, middle and large steps, 100,000 weights of each."""
@@ -67,7 +84,7 @@ def test_a_weight_that_falls_almost_to_zero_is_off_by_little_and_mended_by_the_n
     assert abs(float(params[0]) - float(target)) <= 2.0**-24
     updates, state = tx.update(jnp.zeros(1), state, params)
     params = optax.apply_updates(params, updates)
-    assert bool(mpx.is_synced(params, state))
+    assert params[0] == mpx.master_params(params, state)[0].astype(jnp.bfloat16)
 
 
 def test_split_masters_are_the_full_ones_after_a_thousand_steps_of_adamw():

@@ -29,15 +29,31 @@ class Packed4bit(mpx.StateFormat):
     def encode(self, x, key=None):
         scales = jnp.max(jnp.abs(x), axis=-1, keepdims=True) / self.top
         places = jnp.where(scales > 0, x / jnp.where(scales > 0, scales, 1), 0)
-        codes = (jnp.round(places) + 8).astype(jnp.uint8).reshape(*x.shape[:-1], -1, 2)
-        return codes[..., 0] | (codes[..., 1] << 4), scales
+        pairs = (jnp.round(places) + 8).astype(jnp.uint8).reshape(*x.shape[:-1], -1, 2)
+        return jnp.sum(pairs << place_in_byte(pairs), axis=-1, dtype=jnp.uint8), scales
 
     def decode(self, codes, scales):
-        pairs = jnp.stack([codes & 15, codes >> 4], axis=-1)
-        return (pairs.reshape(*codes.shape[:-1], -1).astype(jnp.float32) - 8) * scales
+        pairs = jnp.broadcast_to(codes[..., None], (*codes.shape, 2))
+        codes = (pairs >> place_in_byte(pairs) & 15).reshape(*codes.shape[:-1], -1)
+        return (codes.astype(jnp.float32) - 8) * scales
 
-    def refuses(self, role):
-        return "are second moments, too small for steps." if role == "second moment" else None
+    def refuses(self, role, shape):
+        if role == "second moment":
+            return "are second moments, too small for steps."
+        return "have rows of odd length." if shape[-1] % 2 else None
+
+
+class Sliced4bit(Packed4bit):
+    """The same codes, by slices, which no kernel has."""
+
+    def encode(self, x, key=None):
+        codes, scales = super().encode(x)
+        codes = jnp.stack([codes & 15, codes >> 4], axis=-1)
+        return codes[..., 0] | (codes[..., 1] << 4), scales
+
+
+def place_in_byte(pairs):
+    return 4 * jax.lax.broadcasted_iota(jnp.uint8, pairs.shape, pairs.ndim - 1)
 
 
 def start():
@@ -45,8 +61,8 @@ def start():
     return {"w": jnp.asarray(rng.normal(size=(16, 256)), jnp.bfloat16), "b": jnp.ones(8, jnp.bfloat16)}
 
 
-def recipe(rule=None, **options):
-    moments = mpx.low_precision_state(rule or optax.adam(1e-2), {"mu": Packed4bit()}, min_size=64, **options)
+def recipe(format=None):
+    moments = mpx.low_precision_state(optax.adam(1e-2), {"mu": format or Packed4bit()}, min_size=64)
     return mpx.master_weights(moments, storage="split")
 
 
@@ -79,6 +95,17 @@ def test_it_is_trained_in_a_scan_and_stays_near_the_float32_state():
 def test_leaves_that_it_refuses_are_refused_with_its_reason():
     with pytest.raises(ValueError, match=r"second moments, too small for steps(.|\n)*'0/nu/w': float32\[16, 256\]"):
         mpx.low_precision_state(optax.adam(1e-2), {"nu": Packed4bit()}, min_size=64).init(start())
+    with pytest.raises(ValueError, match=r"These leaves have rows of odd length.\n *'0/mu/w': float32\[8, 25\]"):
+        recipe().init({"w": jnp.ones((8, 25)), "b": jnp.ones(25)})  # but the bias is small, and is not kept so
+
+
+def test_a_leaf_that_it_cannot_hold_and_does_not_refuse_is_named():
+    class Thirds(Packed4bit):
+        def encode(self, x, key=None):
+            return super().encode(x.reshape(-1, 3))
+
+    with pytest.raises(TypeError, match=r"cannot reshape (.|\n)*does not hold the leaf '0/mu/w', float32\[16, 256\]"):
+        recipe(Thirds()).init(start())
 
 
 @pytest.mark.parametrize("target", ["bf16", mpx.Blockwise8bit(16), None], ids=str)
@@ -95,7 +122,10 @@ def test_a_training_run_moves_to_another_format_and_back(target):
     assert_same_bits(mpx.convert_state(params, state, recipe(), recipe()), (params, state))
 
 
-def test_a_fused_update_gives_the_same_bits():
+def test_a_fused_update_gives_the_same_bits_in_a_kernel():
+    where = lambda format: {row.path: row.runs for row in mpx.fused_update(recipe(format)).plan(start()).rows}
+    assert where(Packed4bit()) == {"b": "XLA", "w": "a kernel"}
+    assert where(Sliced4bit()) == {"b": "XLA", "w": "XLA"}  # negative control
     params, state, grads = start(), recipe().init(start()), jax.tree.map(lambda g: g[0], gradients(1))
     fused = jax.jit(lambda g, s, p: mpx.fused_update(recipe(), interpret=True)(g, s, p))(grads, state, params)
     assert_same_bits(fused, jax.jit(stepper(recipe()))(params, state, grads))

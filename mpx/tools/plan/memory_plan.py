@@ -229,7 +229,7 @@ def _sent(parameters: Iterable[Entry], narrow: Iterable[Entry], policy: Policy |
     """Return the bytes that all-gathers of a step write and that its sums of gradients read, on one device.
 
     With `zero1` these are the new parameters. Else they are the weights, gathered along every axis that shards them in
-    the narrower of their own and the compute dtype. Sums are as `autocast` and `data_parallel` compute them.
+    the narrower of their own and the compute dtype. Sums are as `autocast` computes them.
     """
     gathered = summed = 0
     reduced = None if policy is None else policy.reduce_dtype

@@ -48,7 +48,7 @@ class FirstMomentsIn4Bits(Blockwise4bit):
         """Return the format of a field of the optimizer's state."""
         return Blockwise8bit(signed=False) if role == "second moment" else Blockwise4bit()
 
-    def refuses(self, role: Role) -> None:
+    def refuses(self, role: Role, shape: tuple[int, ...]) -> None:
         """Refuse nothing."""
 
 

@@ -18,7 +18,7 @@ from mpx._stored.weights import LowBits
 
 Kind = Literal[
     "parameters", "not trained", "gradients", "masters", "low bits", "first moment",
-    "second moment", "scales of blocks", "compensation", "average", "sum of gradients", "other state",
+    "second moment", "scales of blocks", "compensation", "sum of gradients", "other state",
 ]  # fmt: skip
 OUTSIDE_STATE: tuple[Kind, ...] = ("parameters", "not trained", "gradients")
 SCALARS, KEY = "counts and scalars", "key"  # the names of rows that do not grow with the model

@@ -204,8 +204,7 @@ def sums_of_which_a_part_is_used(step: Step) -> Iterator[Finding]:
     yield from _worth_a_word(
         halves,
         "Every device gets a whole sum and keeps a part of it ({count})",
-        "XLA has not made them reduce-scatters, which send half. `mpx.data_parallel(..., scatter=True)` or "
-        "`jax.lax.psum_scatter` in a `jax.shard_map` does.",
+        "XLA has not made them reduce-scatters, which send half. `jax.lax.psum_scatter` in a `jax.shard_map` does.",
         step.least_bytes,
     )
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from mpx import _tables, _trees
 from mpx.tools.program import kernels as programs
@@ -311,13 +311,18 @@ def _placed(args: Any, devices: Sequence[Any]) -> tuple[Any, Mesh]:
     leaves = [leaf for leaf in jax.tree.leaves(args) if _trees.is_array(leaf)]
     if not leaves:
         raise ValueError("`step_report`: a step without arrays among its arguments has no device to be compiled for.")
-    is_there = lambda mesh: mesh is not None and mesh.devices.flat[0].device_kind == devices[0].device_kind
-    mesh = next(filter(is_there, map(_mesh_of, leaves)), Mesh(devices, ("device",)))
+    kind = devices[0].device_kind
+    is_there = lambda mesh: isinstance(mesh, Mesh) and not mesh.empty and mesh.devices.flat[0].device_kind == kind
+    mesh = next(filter(is_there, [*map(_mesh_of, leaves), jax.sharding.get_mesh()]), Mesh(devices, ("device",)))
 
     def placed(leaf):
         if not _trees.is_array(leaf):
             return leaf
-        sharding = leaf.sharding if is_there(_mesh_of(leaf)) else NamedSharding(mesh, PartitionSpec())
+        own, sharding = _mesh_of(leaf), NamedSharding(mesh, PartitionSpec())
+        if is_there(own):
+            sharding = leaf.sharding
+        elif isinstance(own, AbstractMesh) and own.shape == mesh.shape:  # of `jax.eval_shape`: it knows no devices
+            sharding = NamedSharding(mesh, leaf.sharding.spec)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     return jax.tree.map(placed, args), mesh
