@@ -1,33 +1,24 @@
 """GPT-2 trained ever faster, one change at a time: time, tokens/s, share of the GPU's rate, and memory of each rung.
 
     PYTHONPATH=. python -m benchmarks.ladder
-    PYTHONPATH=. python -m benchmarks.ladder --target h200 --rungs f32,8bit,accumulate --picture ladder.png
+    PYTHONPATH=. python -m benchmarks.ladder --target h200 --rungs f32,8bit,accumulate
 
-`benchmarks.rungs` says what a rung changes. Those up to the stacked weights only save. The later ones pay with time for
-memory, and say how much. The last one has several microbatches a step, with everything kept. A step is loss, gradient,
-clipping and AdamW, with parameters and state donated. Tokens are random, eight batches in turn, on the device before
-the clock starts. Steps are enqueued one behind another and waited for once; the time is the median of several rounds.
+`benchmarks.rungs` says what a rung changes. A step is loss, gradient, clipping and AdamW, with parameters and state
+donated. Tokens are random, eight batches in turn. Steps are enqueued one behind another and waited for once: the median
+of several rounds is the time. Each rung runs in a process of its own, and one that fails says why.
 
 `--target h200` measures nothing: each rung is compiled for that device, which need not be there, and its program read
-(see `benchmarks.reading`). Otherwise the bound of the program that ran stands beside the time, where the figures of the
-device are known. Without a GPU the model is a tiny one, so that the command can be tried.
+(see `benchmarks.reading`). Otherwise the bound of the program that ran stands beside the time. Without a GPU the model
+is a tiny one, so that the command can be tried.
 
-Each rung runs in a process of its own. One that fails, for want of memory or time or by a compiler's error, is a row
-that says why. Memory is the peak that the device reports, after the program was compiled. A CPU reports none: there the
-figure is the compiler's, for arguments, results and temporary arrays.
-
-MFU is the share of the rate of a large product of random bfloat16 matrices, measured at the start, for every rung, also
-the float32 ones. Counted are the operations that the model needs (`flops_per_token`), not the ones for padding.
-`XLA_FLAGS` reach all these processes. With `JAX_COMPILATION_CACHE_DIR` set, a program is compiled only once.
-
-PyTorch (`benchmarks.gpt2_in_torch`, run by `benchmarks.on_gpu`) has the same model, batch, tokens, optimizer and
-schedule, at its best, with one microbatch a step and with several. Each rung is compared with as many. Memory is the
-peak of what a library's allocator has handed out, without the CUDA context.
+Memory is the peak that the device reports, after the program was compiled; on a CPU, which reports none, the
+compiler's figure. MFU is the share of the measured rate of a large bfloat16 product; counted are the operations that
+the model needs (`flops_per_token`), not the ones for padding. PyTorch (`benchmarks.gpt2_in_torch`) has the same model,
+batch, tokens, optimizer and schedule, at its best, with one microbatch a step and with several.
 """
 
 import dataclasses
 import math
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -168,19 +159,15 @@ def run_rungs(rungs: list[Rung], setting: Setting, target: str | None) -> list[R
     return rows
 
 
-# Options that `benchmarks.programs` has too.
 NAMES = f"Of {', '.join(rung.name for rung in LADDER)}; to try out: {', '.join(rung.name for rung in EXTRAS)}."
-RungsOption = Annotated[str, typer.Option(help=NAMES)]
-PresetOption = Annotated[str, typer.Option(help="The model; gpt2-124m on a GPU, tiny elsewhere.")]
 
 
 def main(
-    rungs: RungsOption = "",
-    preset: PresetOption = "",
+    rungs: Annotated[str, typer.Option(help=NAMES)] = "",
+    preset: Annotated[str, typer.Option(help="The model; gpt2-124m on a GPU, tiny elsewhere.")] = "",
     target: Annotated[str | None, typer.Option(help="Only read the programs for this device: h200, ...")] = None,
-    picture: Annotated[Path | None, typer.Option(help="Draw the ladder into this file.")] = None,
 ) -> None:
-    """Measure the ladder or read its programs, print the table and, if asked, draw a picture."""
+    """Measure the ladder or read its programs, and print the table."""
     steps, rate, setting = choose_rungs(rungs), None, ON_GPU
     if target is None:
         (device,) = run_worker("benchmarks.gpt2_in_jax:device", {}, timeout=TIMEOUT)
@@ -191,11 +178,6 @@ def main(
     rows = run_rungs(steps, setting, target)
     for sheet in [programs_sheet(rows, setting)] if rate is None else sheets(rows, [], rate):
         print(sheet.markdown())
-    if picture is not None:
-        from benchmarks.ladder_picture import write_picture  # Matplotlib need not be where programs are compiled
-
-        said = "bound of the program" if target else "measured"
-        write_picture(picture, derived(rows, rate), f"A step of {setting.preset}: {said}")
 
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from benchmarks import autocast, autocast_accuracy, autocast_forms, ladder, optimizer_step, overhead
+from benchmarks import autocast, autocast_forms, ladder, optimizer_step, overhead
 from benchmarks.report import Row, Sheet
 from benchmarks.rungs import EXTRAS, LADDER, ON_CPU, ON_GPU, Rung, Setting
 from examples.gpt.model import PRESETS
@@ -37,20 +37,19 @@ class Size:
     turns: int = 6  # timed turns from each
     autocast: str = "gpt2"  # the name of the size of the model in `benchmarks.autocast_forms`
     overhead: tuple[int, int, int] | None = None  # the size of the model there; None leaves it to the backend
-    seeds: int = 3  # of errors of gradients
-    trained_steps: int = 50  # before errors of gradients are measured
 
 
 SIZES = {
     "gpu": Size(ON_GPU),
     "cpu": Size(ON_CPU, scale=64, autocast="tiny"),
-    "smallest": Size(dataclasses.replace(ON_CPU, steps=1, rounds=1), 512, 1, 1, "tiny", (64, 1, 8), 2, 5),
+    "smallest": Size(dataclasses.replace(ON_CPU, steps=1, rounds=1), 512, 1, 1, "tiny", (64, 1, 8)),
 }
 
 
 def all_units(size: Size) -> list[Unit]:
     """Return all units."""
-    return list(itertools.chain(optimizers(size), gpt2(size), autocasts(size), overheads(size), later(size)))
+    later = (rung_unit(rung, size) for rung in EXTRAS)
+    return list(itertools.chain(optimizers(size), gpt2(size), autocasts(size), overheads(size), later))
 
 
 def optimizers(size: Size) -> Iterator[Unit]:
@@ -87,33 +86,20 @@ def rung_unit(rung: Rung, size: Size) -> Unit:
 
 
 def autocasts(size: Size) -> Iterator[Unit]:
-    """Yield the forms of autocast beside those by hand, those with a target first, and errors of gradients."""
+    """Yield the forms of autocast beside those by hand, those with a target first."""
     forms = [name for name, form in autocast_forms.FORMS.items() if form.beside is not None]
     forms.sort(key=lambda name: name not in autocast.STEP_TARGETS)
     for params, form in itertools.product(("f32", "bf16"), forms):
         job = {"form": form, "size": size.autocast, "params": params, "starts": size.starts, "turns": size.turns}
         yield Unit(f"autocast: {params}, {form}", "autocast", "benchmarks.autocast:measure_steps", job)
-    for params, compute in autocast_accuracy.ACCURACY_DTYPES:
-        job = {"params": params, "compute": compute, "seeds": size.seeds, "trained_steps": size.trained_steps}
-        name = f"autocast: accuracy, {compute} of {params}"
-        yield Unit(name, "accuracy", "benchmarks.autocast_accuracy:measure_accuracy", job)
 
 
 def overheads(size: Size) -> Iterator[Unit]:
-    """Yield whole training steps beside those by hand, and the casts."""
+    """Yield whole training steps beside those by hand, and casts beside jmp's."""
     for dtype in ("bfloat16", "float16"):
         job = {"dtype_name": dtype, "size": size.overhead, "starts": size.starts, "turns": size.turns}
         yield Unit(f"overhead: {dtype}", "steps", "benchmarks.overhead:measure_steps", job)
-    yield Unit("overhead: casts", "casts", "benchmarks.overhead:measure_casts", seconds=300.0)
-
-
-def later(size: Size) -> Iterator[Unit]:
-    """Yield the rungs to try out, and what hardly depends on the device: residuals of autocast, the time of tracing."""
-    yield from (rung_unit(rung, size) for rung in EXTRAS)
-    for params in ("f32", "bf16"):
-        job = {"size": size.autocast, "params": params}
-        yield Unit(f"autocast: residuals, {params}", "residuals", "benchmarks.autocast:measure_residuals", job)
-    yield Unit("autocast: tracing", "tracing", "benchmarks.autocast:measure_tracing", seconds=200.0)
+    yield Unit("overhead: casts", "casts", "benchmarks.overhead:measure_casts")
 
 
 # --- Tables. ---
@@ -124,18 +110,10 @@ def sheets_of(rows: dict[str, list[Row]], rate: float) -> list[Sheet]:
     return sheets + ladder.sheets(rows.get("ladder", []), rows.get("ladder in PyTorch", []), rate)
 
 
-def one_sheet(title: str, columns: dict[str, str]) -> Callable[[list[Row]], list[Sheet]]:
-    """Return what makes one table of rows."""
-    return lambda rows: [Sheet(title, rows, columns)]
-
-
 TABLES: dict[str, Callable[[list[Row]], Any]] = {
     "optimizer": optimizer_step.sheets,
     "optimizers in Torch": optimizer_step.torch_sheets,
     "autocast": autocast.steps_sheets,
-    "accuracy": one_sheet("autocast, relative errors", autocast_accuracy.COLUMNS),
     "steps": overhead.steps_sheets,
-    "casts": one_sheet("casts", overhead.CASTS),
-    "residuals": one_sheet("kept for the backward pass", autocast.RESIDUALS),
-    "tracing": one_sheet("tracing and lowering", autocast.TRACING),
+    "casts": lambda rows: [Sheet("casts", rows, overhead.CASTS)],
 }

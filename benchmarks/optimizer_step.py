@@ -2,34 +2,23 @@
 
     PYTHONPATH=. python -m benchmarks.on_gpu --parts optimizer --out found
 
-Six recipes, on the 148 tensors of GPT-2 124M and on one tensor of 2**27 numbers:
+Six recipes, on the 148 tensors of GPT-2 124M and on one tensor of 2**27 numbers: float32 by Optax alone, which is the
+yardstick; float32 masters (full); their 16 low bits (split); split masters with both moments in 8 bits, without
+`mpx.fused_update` and with it; Kahan summation with bfloat16 moments. Parameters and gradients of the last five are
+bfloat16.
 
-1. f32: `optax.adamw` on float32 parameters and gradients. mpx has no part in it: it is the yardstick.
-2. full: bfloat16 parameters and gradients, float32 masters.
-3. split: the same with the masters' 16 low bits.
-4. split + 8-bit: the same with both moments in 8 bits, in blocks of 256.
-5. Kahan + bf16 moments: bfloat16 parameters, compensation and moments.
-6. fused split + 8-bit: the fourth, by `mpx.fused_update`.
-
-A step is `tx.update` and `optax.apply_updates`, or the same written for each tensor in plain `jax.numpy`: AdamW's
-equations, the new parameter written directly, masters split and sums compensated by hand. Only the 8-bit codec is
-shared, since what is measured is the wrapper around it. Both are compiled ahead, parameters and state are donated, and
-they are run in turn, A B B A, from several fresh starts. Before that, the results of three steps are compared. A
-master or parameter that has just fallen almost to zero may differ by 2**-24 of its old value, which is much of its new
-one: see `mpx.master_weights`.
+A step is `tx.update` and `optax.apply_updates`, or the same written for each tensor in plain `jax.numpy`
+(`benchmarks.adamw_by_hand`). Both are compiled ahead, with parameters and state donated, and run in turn, A B B A, from
+several fresh starts. Before that, the results of three steps are compared.
 
 Bytes count parameters and state, read and written once, and gradients, read once. Beside the times stands what the
-compiled programs say: bytes moved, kernels, temporaries and, where the device's figures are known, a bound of the time
-(`benchmarks.reading`). Targets:
+compiled programs say (`benchmarks.reading`). Targets:
 
 - The time with mpx is at most 1.03 of the time by hand.
 - On a GPU it is at most 1.15 of what copying as many bytes takes; the bandwidth of a copy is measured in the same run.
 - On a GPU split + 8-bit takes at most 1 / 1.5 of the time of the float32 step.
 
 The sizes are divided by `scale`: the leading dimension of matrices, or the length of the one tensor.
-
-On a CPU, XLA takes temporary arrays of 32 MiB and more anew from the system at every step, page by page. Where one side
-needs a little more of them, it can lose much time that says nothing about a GPU.
 """
 
 import functools
@@ -47,9 +36,8 @@ from jax import lax
 import mpx
 from benchmarks import adamw_by_hand as hand
 from benchmarks.adamw_by_hand import ByHand
-from benchmarks.reading import absent_figures, start_compiler
 from benchmarks.report import Row, Sheet, judged
-from benchmarks.timing import COLUMNS, SIDES, compare, own
+from benchmarks.timing import COLUMNS, compare, own
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -289,20 +277,6 @@ def beside_copy(row: Row, moved: int, bandwidth: float) -> Row:
     speed = moved / row["mpx"]["ms"] / 1e6
     found = {"GB/s": speed, "copy GB/s": bandwidth, "mpx / copy": bandwidth / speed}
     return found | {"copy target": judged(bandwidth / speed, most=COPY_TARGET)}
-
-
-def read(recipe: str, tensors: str, scale: int, target: str) -> Row:
-    """Return what the programs of one recipe say that are compiled for a target; bytes are for each parameter."""
-    chosen, shapes = RECIPES[recipe], make_shapes(tensors, scale)
-    start_compiler(target)
-    params = {name: jax.ShapeDtypeStruct(shape, chosen.dtype) for name, shape in shapes.items()}
-    states = jax.eval_shape(functools.partial(make_starts, chosen), params)
-    count = sum(map(math.prod, shapes.values()))
-    row: Row = {"recipe": recipe, "parameters": count}
-    for side, step, state in zip(SIDES, make_steps(chosen), states, strict=True):
-        found = absent_figures(step, state, params, target=target, donate=0)
-        row[side] = found | {what: 1e9 * found[f"{what} GB"] / count for what in ("moved", "peak", "temporary")}
-    return row
 
 
 # --- Tables. ---

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks import gpt2_in_jax, ladder, programs, rungs
+from benchmarks import gpt2_in_jax, ladder, rungs
 from benchmarks.rungs import EXTRAS, LADDER, RUNGS
 from benchmarks.workers import run_worker
 from examples.gpt.model import PRESETS
@@ -41,32 +41,23 @@ def answers(function, arguments, **options):
     name = function.partition(":")[2]
     if name == "device":
         return [{"backend": "cpu", "FLOP/s": 1e11}]
-    if "8" in arguments.get("recipe", "") or arguments.get("rung", {}).get("name") == "8bit":
+    if arguments["rung"]["name"] == "8bit":
         return [{"failed": "RESOURCE_EXHAUSTED: [out] of memory", "log": "..."}]
-    if name == "read":
-        side = PROGRAM | {"moved": 26.0, "peak": 14.0, "temporary": 0.0}
-        return [{"parameters": 10**9, "by hand": side, "mpx": side}]
     found = {key: value for key, value in STEP.items() if name == "measure_step" or key not in TIMES}
     return [found | {"compiled for": "NVIDIA H200", "jax": "0.10.2"}]
 
 
-@pytest.mark.parametrize("command", [ladder, programs])
 @pytest.mark.parametrize("target", [["--target", "h200"], []])
-def test_the_commands_print_tables_and_one_rung_that_fails_is_a_row(command, target, monkeypatch, tmp_path):
+def test_the_command_prints_tables_and_one_rung_that_fails_is_a_row(target, monkeypatch):
     monkeypatch.setattr(ladder, "run_worker", answers)
-    monkeypatch.setattr(programs, "run_worker", answers)
-    picture = tmp_path / "ladder.png"
-    asked = ["--rungs", "tf32,bf16,8bit,stacked", *target, *(["--picture", str(picture)] if command is ladder else [])]
-    result = CliRunner().invoke(command.app, asked, catch_exceptions=False)
+    asked = ["--rungs", "tf32,bf16,8bit,stacked", *target]
+    result = CliRunner().invoke(ladder.app, asked, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     assert "| 1.00 |" in result.output
     assert "RESOURCE_EXHAUSTED: [out] of memory" in result.output
-    assert picture.exists() == (command is ladder)
-    if command is programs or target:
+    if target:
         assert "gpt2-124m, microbatches of 16 sequences, compiled for one NVIDIA H200" in result.output
         assert "| bf16 | bf16 autocast | 10.0 | 12.0 | 28 | 52 | 26 | 150 | 0% |" in result.output
-    if command is programs:
-        assert "| split | 26.00, 26.00 | 14.00, 14.00 | 0.00, 0.00 | 150, 150 | 10.000, 10.000 |" in result.output
 
 
 @pytest.mark.parametrize(

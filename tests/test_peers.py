@@ -1,4 +1,4 @@
-"""Check the table of peers: a row for each, one that says what is not installed, and distances that mean something."""
+"""Check the tables of peers: a row for each, and one that says what is not installed."""
 
 import sys
 
@@ -12,50 +12,24 @@ from benchmarks import autocast_programs, peers
 pytestmark = pytest.mark.optax_promotion
 
 
-def test_the_command_measures_what_is_there_and_names_what_is_not_installed(monkeypatch):
-    """Published figures stand in a table of their own."""
-    monkeypatch.setitem(sys.modules, "flashoptim_jax", None)
-    asked = ["--peers", "optax-bf16,flashoptim-24", "--target", "", "--steps", "2", "--gpt-steps", "0"]
-    printed = CliRunner().invoke(peers.app, asked).output
-    lines = {line.split(" | ")[0].removeprefix("| "): line for line in printed.splitlines()}
-    _, *distances, reason = [cell.strip() for cell in lines[peers.NAMES["optax-bf16"]].strip("|").split("|")]
-    assert all(0 < float(distance) < 1 for distance in distances)
-    assert len(distances) == len(peers.PROBLEMS)
-    assert not reason
-    assert "flashoptim-jax is not installed" in lines[peers.NAMES["flashoptim-24"]]
-    assert "not measured here" in printed.split("torchao, 4-bit")[1]
+def test_the_command_reads_what_is_there_and_names_what_is_not_installed(monkeypatch):
+    figures = {"kept": 12.0, "peak": 16.0, "temporary": 0.0, "moved": 28.0, "kernels": 150, "compile s": 1.9}
+    missing = {"failed": "ModuleNotFoundError: No module named 'flashoptim_jax'"}
+    answer = lambda function, arguments, timeout: [missing if "flash" in arguments["peer"] else figures]
+    monkeypatch.setattr(peers, "run_worker", answer)
+    printed = CliRunner().invoke(peers.app, ["--peers", "optax-f32,flashoptim-24"], catch_exceptions=False).output
+    assert "| Optax, float32 | 12.00 | 16.00 | 0.00 | 28.00 | 150 | 1.9 |" in printed
+    assert missing["failed"] in printed
 
 
-def test_a_job_that_fails_is_named_and_the_others_stay(monkeypatch):
-    answers = {"benchmarks.peers:good": {"loss": 1.0}, "benchmarks.peers:bad": {"failed": "no compiler"}}
-    monkeypatch.setattr(peers, "run_worker", lambda function, arguments, timeout: [answers[function]])
-    row = peers.measure("optax-f32", {("program", "bad"): {}, ("gpt", "good"): {}})
-    assert row == {"name": "Optax, float32", "failed": "program: no compiler", "gpt": {"loss": 1.0}}
-
-
-def test_masters_of_32_bits_end_closer_to_float32_than_bfloat16_parameters(monkeypatch):
-    """The float32 row is the yardstick itself."""
-    monkeypatch.setattr(peers, "PROBLEMS", {"logistic": peers.PROBLEMS["logistic regression"]})
-    names = ("optax-f32", "bf16-split", "optax-bf16")
-    exact, split, naive = (peers.measure_distances(name, 30)["logistic"] for name in names)
-    assert exact == 0 < 10 * split < naive
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in peers.NAMES if name not in peers.FLASH_BITS])
-def test_the_small_gpt_trains_with_every_optimizer(name):
-    """A first step has the learning rate 0: two of three leave the 5.5 nats of 256 bytes behind, all of them alike."""
-    assert 4.5 < peers.measure_gpt(name, 3)["loss"] < 5.5
-
-
-def test_every_optimizer_starts_from_masters_that_are_the_parameters():
+def test_every_optimizer_steps_parameters_of_its_dtype():
     """All but flashoptim-jax, which need not be here."""
     for name in set(peers.NAMES) - set(peers.FLASH_BITS):
         optimizer = peers.make_optimizer(name)
         params = {"w": jnp.ones((64, 128), optimizer.dtype)}
-        master = optimizer.masters(params, optimizer.init(params))["w"]
-        assert master.dtype == jnp.float32
-        assert (master == 1).all()
+        state = optimizer.init(params)
+        new, _ = jax.eval_shape(optimizer.step, params, state, params)
+        assert new["w"].dtype == optimizer.dtype
 
 
 def test_programs_are_counted_that_run_keep_the_error_and_narrow(monkeypatch):

@@ -4,7 +4,6 @@
 - `<!-- include: FILE -->` in a page is replaced by that file without its title, and `<!-- include: FILE # HEADING -->`
   by one section of it.
 - A picture of `examples/` that a page or an included file shows comes with it.
-- A link from a page to a test, such as `[test_x](../tests/test_y.py)`, leads to a page with that file, at that test.
 """
 
 import pathlib
@@ -13,14 +12,12 @@ import re
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.plugins import event_priority
-from mkdocs.structure.files import File, Files, InclusionLevel
+from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = pathlib.Path(__file__).parents[2]
 
 _INCLUDE = re.compile(r"^<!-- include: (?P<file>\S+)(?: # (?P<heading>.+?))? -->$", re.MULTILINE)
-_TEST_LINK = re.compile(r"\[`(?P<test>\w+)`\]\((?:\.\./)+(?P<file>tests/[\w/]+\.py)\)")
-_LINE_LINK = re.compile(r'<a data-line="(?P<line>\d+)" href="(?P<href>[^"#]+)"')
 _PICTURE = re.compile(r"(!\[[^\]]*\])\((?:\.\./)*(?P<file>examples/[\w/]+\.png)\)")
 _FORMULAS = re.compile(r"<script[^>]*\bsrc=\"https?://[^>]*></script>|<script type=\"module\">.*?</script>", re.DOTALL)
 _OTHER_HOST = re.compile(
@@ -30,33 +27,21 @@ _OTHER_HOST = re.compile(
 
 @event_priority(100)  # before the plugin that makes pages of notebooks
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the notebooks, the pictures of included files, and a page for each file of tests that a page links to."""
+    """Adds the notebooks and the pictures of included files."""
     pages = [pathlib.Path(file.abs_src_path).read_text() for file in files.documentation_pages() if file.abs_src_path]
     included = [(ROOT / match["file"]).read_text() for text in pages for match in _INCLUDE.finditer(text)]
     pictures = sorted({match["file"] for text in pages + included for match in _PICTURE.finditer(text)})
     notebooks = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "notebooks").glob("*.ipynb"))
     for name in [*notebooks, *pictures]:
         files.append(File(name, str(ROOT), config.site_dir, config.use_directory_urls))
-    for name in sorted({match["file"] for text in pages for match in _TEST_LINK.finditer(text)}):
-        files.append(
-            File.generated(config, _page_of(name), content=_source_page(name), inclusion=InclusionLevel.NOT_IN_NAV)
-        )
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Includes what is asked for, and leads links to tests to their pages."""
+    """Includes what is asked for."""
     up = "../" * page.file.src_uri.count("/")
     markdown = _INCLUDE.sub(lambda match: _included(match, up), markdown)
-    markdown = _PICTURE.sub(lambda picture: f"{picture[1]}({up}{picture['file']})", markdown)
-    return _TEST_LINK.sub(
-        lambda match: f"[`{match['test']}`]({up}{_page_of(match['file'])}){{ data-line={_line_of(match)} }}", markdown
-    )
-
-
-def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Points links to tests at their lines, whose anchors MkDocs does not know when it checks links."""
-    return _LINE_LINK.sub(r'<a href="\g<href>#__codelineno-0-\g<line>"', html)
+    return _PICTURE.sub(lambda picture: f"{picture[1]}({up}{picture['file']})", markdown)
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
@@ -77,21 +62,3 @@ def _included(match: re.Match[str], up: str) -> str:
             raise PluginError(f"`{match['file']}` has no section {match['heading']!r}, which a page includes.")
         text = section[1]
     return text.replace("](docs/", f"]({up}")
-
-
-def _page_of(name: str) -> str:
-    return name.removesuffix(".py") + ".md"
-
-
-def _source_page(name: str) -> str:
-    source = (ROOT / name).read_text()
-    front = "---\nsearch:\n  exclude: true\nhide: [toc]\n---\n"
-    return f'{front}\n# {name}\n\n~~~~~~~~ {{.python linenums="1"}}\n{source}~~~~~~~~\n'
-
-
-def _line_of(match: re.Match[str]) -> int:
-    lines = (ROOT / match["file"]).read_text().splitlines()
-    found = [number for number, line in enumerate(lines, 1) if line.lstrip().startswith(f"def {match['test']}(")]
-    if not found:
-        raise PluginError(f"`{match['file']}` has no test {match['test']!r}, which a page links to.")
-    return found[0]
