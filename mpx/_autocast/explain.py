@@ -56,7 +56,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation(_tables.Result):
-    """The table that `explain` returns. `print` and `rich.print` show it.
+    """The table that `explain` returns. `print` shows it.
 
     Attributes:
         contractions: the matrix products and convolutions, narrowed or not, in the order of the program.
@@ -116,7 +116,7 @@ def explain(
 
     Returns:
         A function that takes the arguments of `fun`, or their shapes (`jax.ShapeDtypeStruct`), and returns an
-        `Explanation`: source lines with FLOPs, which `print` and `rich.print` show as tables.
+        `Explanation`: source lines with FLOPs, which `print` shows as a table.
 
     Raises:
         ValueError: if a policy is missing, or given for a function that has its own.

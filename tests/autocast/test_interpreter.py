@@ -32,16 +32,6 @@ def test_under_jit_it_is_traced_once_and_debug_nans_sees_its_nans():
         fun(jnp.ones((2, 2)))
 
 
-def test_a_program_can_be_exported_for_batches_of_any_size():
-    """A contraction over a size that is not known sums more than one product."""
-    (size,) = jax.export.symbolic_shape("size")
-    any_batch = jax.ShapeDtypeStruct((size, 4), F32)
-    fun = lambda x: jax.nn.softmax(x @ x.T) @ x
-    plain, exported = (jax.export.export(jax.jit(f))(any_batch) for f in (fun, mpx.autocast(fun, BF16)))
-    assert exported.out_avals == plain.out_avals
-    assert set(contractions(mpx.autocast(fun, BF16), any_batch)) == {all_in(BF16)}
-
-
 def test_an_inner_function_compiled_before_is_the_same_inside_and_outside_of_autocast():
     """Jax remembers its trace: narrowed inside of an autocast, plain outside, in any order."""
     inner = jax.jit(lambda w, x: x @ w)

@@ -4,7 +4,6 @@ Oracle of bits: the same program with each matrix product's casts written by han
 so one text makes both. Oracle of sums: gradients that count uses; the compute dtype does not have the count.
 """
 
-import contextlib
 import functools
 
 import jax
@@ -12,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.sharding import AxisType, NamedSharding
 
 import mpx
@@ -185,75 +183,6 @@ def test_a_list_of_weights_that_is_closed_over_may_be_changed_between_calls(name
     assert_same_bits(fun(x), plain)
 
 
-# ---- programs of small whole numbers, which bfloat16 has: the bits of the plain program in all of jax's modes --------
-
-
-ALL_IN_ONE = ("scan", "branch", "checkpoint", "jit", "vmap")
-everything = functools.reduce(lambda f, name: PROGRAMS[name](f), ALL_IN_ONE[::-1], lambda w, x: jax.nn.relu(x @ w))
-
-
-def reference(w, x):
-    ref = jax.new_ref(x)
-    ref[...] = ref[...] @ w
-    ref[0, 0] += 1.0
-    return ref[...] @ w
-
-
-def for_a_tpu(w):
-    """A kernel that must not be compiled for a CPU."""
-    copy = lambda source, target: target.__setitem__(..., source[...])
-    return pl.pallas_call(copy, out_shape=jax.ShapeDtypeStruct(w.shape, w.dtype))(w @ w)
-
-
-def until_100(w, row):
-    """Mapped over rows, each has a number of iterations of its own, and the loop one condition a row."""
-    return lax.while_loop(lambda c: jnp.abs(c).sum() < 100, lambda c: 2 * (c @ w), row + 1)
-
-
-CHOICES = [lambda w, i=i: (w @ w) * i for i in (1.0, 2.0, 3.0)]
-EXACT = {
-    "everything": everything,
-    "a reference": reference,
-    "while": lambda w, x: jax.vmap(lambda row: until_100(w, row))(x * x),
-    "switch, out of range too": lambda w, x: [lax.switch(jnp.int32(i), CHOICES, w) for i in (-3, 0, 1, 2, 9)],
-    "cond of Python's truth": lambda w, x: [lax.cond(c, jnp.matmul, lambda x, w: x, x, w) for c in (True, False)],
-    "platforms": lambda w, x: lax.platform_dependent(w, tpu=for_a_tpu, default=lambda w: w @ w),
-}
-MODES = {
-    "eager": contextlib.nullcontext,
-    "disable_jit": jax.disable_jit,
-    "enable_checks": lambda: jax.enable_checks(True),
-    "debug_nans": lambda: jax.debug_nans(True),
-}
-
-
-def whole_numbers():
-    """The weight permutes and changes signs."""
-    return jnp.eye(4, dtype=F32)[jnp.array([2, 0, 3, 1])] * jnp.array([[1.0, -1.0, 1.0, -1.0]], F32), integers(1, 3, 4)
-
-
-@pytest.mark.parametrize(
-    ("name", "mode"), [*[("everything", mode) for mode in MODES], *[(name, "eager") for name in EXACT]][1:]
-)
-def test_programs_of_whole_numbers_keep_every_bit(name, mode):
-    """And their gradients, where they have some; also with the loop's `vmap` around autocast."""
-    fun, args = EXACT[name], whole_numbers()
-    transform = with_gradients if name == "everything" else lambda fun: fun
-    expected = exact_jit(transform(fun))(*args)
-    with MODES[mode]():
-        assert_same_bits(exact_jit(transform(mpx.autocast(fun, BF16)))(*args), expected)
-    if name == "while":
-        outside = jax.vmap(mpx.autocast(until_100, BF16), in_axes=(None, 0))
-        assert_same_bits(outside(args[0], args[1] ** 2), expected)
-
-
-@pytest.mark.slow
-def test_it_leaks_no_tracer():
-    """Only traced: jax remembers nothing in this mode, and would compile everything anew."""
-    with jax.checking_leaks():
-        jax.make_jaxpr(jax.grad(total(mpx.autocast(everything, BF16)), argnums=(0, 1)))(*whole_numbers())
-
-
 # ---- no hidden sums in 16 bits: a weight or a value that is used many times -----------------------------------------
 #
 # `use` is a product of a weight with ones: its gradient is one. 257 is the smallest whole number that bfloat16 has not,
@@ -264,41 +193,8 @@ def use(w):
     return (jnp.ones((1, len(w)), F32) @ w).sum()
 
 
-def beside_a_product(f):
-    """Like the embedding of a first token in front of a sequence."""
-
-    def fun(w, x):
-        rows = jnp.concatenate([w, jnp.ones((4, 4), F32) @ jnp.ones((4, 4), F32)]).reshape(2, 4, 4)
-        return lax.scan(lambda c, row: (jax.checkpoint(f)(row, c), None), x, rows)[0]
-
-    return fun
-
-
-def returned_by_a_loop(f):
-    def fun(w, x):
-        (turned,) = lax.scan(lambda c, w: (c + use(w) * 0, w[::-1]), jnp.float32(0), w[None])[1]
-        return jax.checkpoint(f)(turned, x)
-
-    return fun
-
-
-USES = {name: PROGRAMS[name] for name in DIFFERENTIABLE}
-USES |= {"beside a product": beside_a_product, "returned by a loop": returned_by_a_loop}
-
-
 def in_a_scan(f):
     return lambda w, n: lax.scan(lambda c, _: (c + f(w), None), jnp.float32(0), length=n + 1)[0]
-
-
-@pytest.mark.parametrize(("dtype", "n"), [(BF16, 256), (F16, 2048)], ids=str)
-@pytest.mark.parametrize("name", USES)
-def test_the_gradient_of_a_weight_is_the_number_of_its_uses(name, dtype, n):
-    """Wherever they are, their sum is not rounded: n + 1 uses, a prime number, for each element of the result."""
-    loss = mpx.autocast(total(USES[name](lambda w, x: x + n * use(w) + use(w))), dtype)
-    gradient = exact_jit(mpx.grad(loss, NO_SCALE))(jnp.zeros((4, 4), dtype), jnp.zeros((8, 1), F32))
-    assert gradient.dtype == F32
-    assert ((gradient > 0) & (gradient % (n + 1) == 0)).all()
-    assert np.asarray(n + 1).astype(dtype) == n  # negative control: the sum is no number of the dtype
 
 
 def tied(w):
@@ -364,20 +260,6 @@ def test_gradients_of_stacked_weights_are_summed_over_devices_before_they_are_ro
     loss = lambda ws: lax.scan(lambda c, w: (c, product(x, w)), 0, ws)[1].sum()
     gradient = exact_jit(mpx.grad(mpx.autocast(loss, BF16)))(jnp.zeros((2, 2, 1), BF16))
     assert_same_bits(np.asarray(gradient), np.full((2, 2, 1), 257, F32))
-
-
-@with_a_gradient
-def test_a_float32_reduce_dtype_composes(name):
-    """Each of eight devices adds up 257 ones, a prime number. Negative control: bfloat16, where it is 256."""
-    around, fun, w, x = PROGRAMS[name], lambda w, x: x @ w, jnp.eye(4, dtype=BF16), jnp.ones((8 * 257, 4), F32)
-    wide, narrow = (functools.partial(mpx.autocast, policy_or_dtype=BF16, reduce_dtype=dtype) for dtype in (F32, None))
-    for gradient, is_wide in (
-        (lambda w, x: jax.grad(total(around(wide(fun))))(w.astype(F32), x), True),
-        (mpx.grad(wide(total(around(fun))), NO_SCALE), True),
-        (mpx.grad(narrow(total(around(fun))), NO_SCALE), False),
-    ):
-        sums = exact_jit(gradient)(w, x)
-        assert ((sums != 0) & (sums % 257 == 0)).all() == is_wide
 
 
 @pytest.mark.parametrize("prevented", [(False, True), (True, False)], ids=str)
