@@ -42,7 +42,6 @@ class Autocast:
     settings: Settings
     policy: Policy | None  # if the user gave one, and not a dtype
     checkpoint: Callable[..., Any] | None  # a policy of `jax.checkpoint`
-    rules: Mapping[Any, Rule]  # as the user gave them
     loss_scale: NoOpLossScale | None  # if the user says that float16 needs no scale from `value_and_grad`
 
     def run(self, traced: "Traced", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -99,11 +98,6 @@ class Autocast:
             if view is not None:
                 view.rounded_to.append(by_position.get(i))
         return Traced(plan, arrays, treedef, static, changes)
-
-    def around(self, fun: Callable[..., Any], policy_or_dtype: Policy | Fp8) -> Callable[..., Any]:
-        """Return `autocast` of another function under another policy, with the rules and options of this one."""
-        options = {"checkpoint": self.checkpoint, "reduce_dtype": self.settings.reduce_dtype}
-        return autocast(fun, policy_or_dtype, rules=self.rules, loss_scale=self.loss_scale, **options)
 
     @property
     def needs_a_scale(self) -> bool:
@@ -250,7 +244,7 @@ def make_autocast(
     settings = Settings(compute, _checked_rules(rules), _checked_reduce_dtype(reduce_dtype, compute))
     if not (loss_scale is None or isinstance(loss_scale, NoOpLossScale)):
         raise TypeError(f"`autocast`: `loss_scale` must be None or `NoOpLossScale()`, but got {loss_scale!r}.")
-    return Autocast(fun, settings, policy, _checkpoint_policy(checkpoint), rules, loss_scale)
+    return Autocast(fun, settings, policy, _checkpoint_policy(checkpoint), loss_scale)
 
 
 def full_precision(fun: F) -> F:

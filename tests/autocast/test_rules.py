@@ -8,7 +8,6 @@ from jax.extend import core as jex_core
 import mpx
 from mpx._autocast.control_flow import HANDLERS
 from mpx._autocast.rules import can_narrow
-from mpx._autocast.transform import autocast_of
 
 # torch.amp's lists for CUDA, by the primitives that compute them.
 TORCH_HALF = {"dot_general", "conv_general_dilated"}
@@ -54,8 +53,6 @@ def test_a_primitive_of_ones_own_is_named_by_itself():
     program = mpx.autocast(lambda x: own.bind(x), "f16", rules=rules)
     assert dtypes_of(program, jnp.ones(3, jnp.float32))["own"] == np.float16
     assert dtypes_of(mpx.autocast(lambda x: own.bind(x), "f16"), jnp.ones(3, jnp.float32))["own"] == np.float32
-    around = autocast_of(program).around(lambda x: own.bind(x), "bf16")  # as tools put it around another function
-    assert dtypes_of(around, jnp.ones(3, jnp.float32))["own"] == jnp.bfloat16
 
 
 def test_a_narrowed_operation_keeps_its_integer_operands():
