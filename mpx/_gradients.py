@@ -1,8 +1,9 @@
 """Losses and gradients under a loss scale."""
 
 import collections
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -111,26 +112,24 @@ def value_and_grad(
     def wrapped(*args, **kwargs):
         if transform is jax.value_and_grad:
             _require_differentiable(args, argnums)
-        viewed, dtypes = (args, None) if grad_dtype is None else _on_f32_view(args, kwargs, argnums)
-        objects = [] if record is None else in_place.objects_of((viewed, kwargs))
+        positions = [] if grad_dtype is None else _positions(args, argnums)
+        dtypes = _dtypes_at(positions, args, kwargs)
         call, views = _on_parameters(fun, dtypes, transform, loss_scale, _has_tracers((args, kwargs)))
         differentiated = transform(lambda *args, **kwargs: scaled_loss(call, *args, **kwargs), **options)
-        (_, (loss, aux)), grads = differentiated(*viewed, **kwargs)
-        narrow = [view.narrow for view in views if view is not None and not view.rounded_to]
-        if any(_trees.is_floating(x) and x.dtype == np.float16 for x in [*narrow, *jax.tree.leaves(grads)]):
+        with _in_float32(args, positions, copied=record is not None) as viewed:
+            objects = [] if record is None else in_place.objects_of((viewed, kwargs))
+            (_, (loss, aux)), grads = differentiated(*viewed, **kwargs)
+        rounded = [view.narrow for view in views if view is not None and not view.rounded_to]
+        if any(_trees.is_floating(x) and x.dtype == np.float16 for x in [*rounded, *jax.tree.leaves(grads)]):
             _require_scale(loss_scale, "parameters are float16, and so are their gradients")
         _, rest = _seed_and_rest(loss_scale, loss.dtype)
         if rest is not None:
             grads = jax.tree.map(lambda g: _multiplied(g, rest, keep_dtype=dtype is None), grads)
         grads = _in_dtype(grads, dtype)
-        if is_lossless and rest is None:
+        if is_lossless and rest is None and record is not None:  # else a parameter may have uses that nobody sees
             grads = _narrowed_without_loss(grads, args, argnums, views)
         changes = in_place.changes_of(objects)
-        if changes and loss_scale.skips_bad_steps:
-            # A step that `loss_scaling` skips changes nothing, batch statistics included. It sees these gradients.
-            finite = all_finite(grads)
-            changes = [c._replace(after=select_tree(finite, c.after, c.before)) for c in changes]
-        in_place.hand_back((args, kwargs), changes)
+        in_place.hand_back((args, kwargs), _taken_back(changes, grads) if loss_scale.skips_bad_steps else changes)
         return ((loss, aux) if has_aux else loss), grads
 
     return wrapped
@@ -174,6 +173,12 @@ def _require_scale(loss_scale: LossScale, reason: str) -> None:
             "word. Pass `mpx.get_loss_scale(opt_state)`, of an optimizer made by `mpx.mixed_precision` with a float16 "
             "policy, or by `mpx.loss_scaling`. If you want no loss scale, pass `mpx.NoOpLossScale()`."
         )
+
+
+def _taken_back(changes: list[in_place.Change], grads: Any) -> list[in_place.Change]:
+    """Return changes of nothing if a gradient is not finite: `loss_scaling`, which sees it, skips the step."""
+    finite = all_finite(grads) if changes else True
+    return [c._replace(after=select_tree(finite, c.after, c.before)) for c in changes]
 
 
 def _positions(args: tuple[Any, ...], argnums: Any) -> list[int]:
@@ -277,22 +282,32 @@ def _has_tracers(tree: Any) -> bool:
     return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree))
 
 
-def _on_f32_view(
-    args: tuple[Any, ...], kwargs: dict[str, Any], argnums: Any
-) -> tuple[tuple[Any, ...], list[np.dtype | None]]:
-    """Return the arguments with the differentiated ones viewed in float32, and the dtype that each viewed leaf had."""
-    viewed, dtypes = list(args), [[None] * len(jax.tree.leaves(arg)) for arg in (*args, kwargs)]
-    for index in _positions(args, argnums):
-        leaves = jax.tree.leaves(args[index])
-        wide = _trees.cast_tree(leaves, jnp.float32, which=lambda leaf: leaf.dtype.itemsize == 2)
-        viewed[index] = in_place.copy_with(args[index], wide)
-        dtypes[index % len(args)] = [leaf.dtype if _trees.is_floating(leaf) else None for leaf in leaves]
-    return tuple(viewed), [dtype for of_argument in dtypes for dtype in of_argument]
+def _dtypes_at(positions: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[np.dtype | None]:
+    """Return the dtype of each leaf of the arguments that is differentiated; None for other leaves."""
+    wanted = {position % len(args) for position in positions}
+    is_parameter = lambda i, leaf: i in wanted and _trees.is_floating(leaf)
+    leaves = [(i, leaf) for i, arg in enumerate((*args, kwargs)) for leaf in jax.tree.leaves(arg)]
+    return [leaf.dtype if is_parameter(i, leaf) else None for i, leaf in leaves]
+
+
+@contextlib.contextmanager
+def _in_float32(args: tuple[Any, ...], positions: list[int], copied: bool) -> Iterator[tuple[Any, ...]]:
+    """Yield the arguments with those at some positions viewed in float32: as copies, or models that hold the views."""
+    viewed = list(args)
+    with contextlib.ExitStack() as stack:
+        for index in positions:
+            leaves = jax.tree.leaves(args[index])
+            wide = _trees.cast_tree(leaves, jnp.float32, which=lambda leaf: leaf.dtype.itemsize == 2)
+            if not copied and in_place.has_variables(args[index]):
+                stack.enter_context(in_place.holding(args[index], leaves, wide))
+            elif copied or any(x is not y for x, y in zip(leaves, wide, strict=True)):
+                viewed[index] = in_place.copy_with(args[index], wide)
+        yield tuple(viewed)
 
 
 def _on_parameters(
     fun: Callable[..., Any],
-    dtypes: list[np.dtype | None] | None,
+    dtypes: list[np.dtype | None],
     transform: Any,
     loss_scale: LossScale,
     is_traced: bool,
@@ -302,30 +317,28 @@ def _on_parameters(
     A call fills the second result with an entry for each leaf of the arguments.
     """
     inner, views = _without_jit(fun), []
-    is_autocast = autocast_of(inner) is not None and dtypes is not None
+    is_autocast = autocast_of(inner) is not None and any(dtypes)
     if is_autocast and not is_traced and inner is not fun:
-        inner, dtypes = fun, None  # the compiled function itself: in line each of its operations would run by itself
+        inner, dtypes = (
+            fun,
+            [None] * len(dtypes),
+        )  # the compiled function itself: in line each of its operations would run by itself
     require_scale = lambda: _require_scale(loss_scale, "a function inside computes in float16")
 
     def call(*args, **kwargs):
+        wide = jax.tree.leaves((args, kwargs))
+        pairs = list(zip(wide, dtypes, strict=True))
+        narrow = [x if dtype is None or x.dtype == dtype else x.astype(dtype) for x, dtype in pairs]
+        views[:] = [dtype and View(x, y) for dtype, x, y in zip(dtypes, narrow, wide, strict=True)]
         given = (args, kwargs)
-        wide, has_variables = jax.tree.leaves(given), in_place.has_variables(given)
-        wanted = dtypes or [None] * len(wide)
-        narrow = [
-            x if dtype is None or x.dtype == dtype else x.astype(dtype) for x, dtype in zip(wide, wanted, strict=True)
-        ]
-        views[:] = [dtype and View(x, y) for dtype, x, y in zip(wanted, narrow, wide, strict=True)]
-        if has_variables:  # the function may change these models, and its caller looks at them
-            in_place.exchange(given, wide, narrow)
-        elif any(x is not y for x, y in zip(narrow, wide, strict=True)):
+        if not in_place.has_variables(given) and any(x is not y for x, y in zip(narrow, wide, strict=True)):
             given = in_place.copy_with(given, narrow)
-        objects = in_place.objects_of(given) if is_autocast else []
-        with differentiating(require_scale, [view for view in views if view is not None]):
-            result = inner(*given[0], **given[1])
-        if transform is jax.value_and_grad:  # it hands no change of an argument back
-            in_place.require_unchanged(objects, result, _TRANSFORM)
-        if has_variables:
-            in_place.exchange(given, narrow, wide)
+        with in_place.holding(given, wide, narrow):  # the function may change these models, and its caller looks
+            objects = in_place.objects_of(given) if is_autocast else []
+            with differentiating(require_scale, [view for view in views if view is not None]):
+                result = inner(*given[0], **given[1])
+            if transform is jax.value_and_grad:  # it hands no change of an argument back
+                in_place.require_unchanged(objects, result, _TRANSFORM)
         return result
 
     return call, views

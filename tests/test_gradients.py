@@ -121,22 +121,41 @@ def test_a_plain_function_gets_its_parameters_in_their_own_dtype():
     assert seen == [BF16]
 
 
-def test_a_flax_nnx_model_behind_a_lambda_gets_float32_gradients_and_keeps_its_changes():
+class Counting(nnx.Linear):
+    """Changes a variable, and makes one."""
+
+    def __init__(self, dtype):
+        super().__init__(8, 6, param_dtype=dtype, rngs=nnx.Rngs(0))
+        self.calls = nnx.Variable(jnp.zeros((), jnp.float32))
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        self.seen = nnx.Intermediate(x)
+        return mpx.autocast(lambda kernel, x: x @ kernel + jnp.sin(kernel).sum(), "bf16")(self.kernel[...], x)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_a_flax_nnx_model_behind_a_lambda_gets_unrounded_gradients_and_keeps_its_changes(dtype, wrap):
     """Also a new variable, which a copy of the model would lose."""
-
-    class Counting(nnx.Linear):
-        def __call__(self, x):
-            self.seen = nnx.Intermediate(x)
-            return mpx.autocast(lambda kernel, x: x @ kernel + jnp.sin(kernel).sum(), "bf16")(self.kernel[...], x)
-
-    x = two_products_arguments(F32)[1]
-    model = Counting(8, 6, param_dtype=BF16, rngs=nnx.Rngs(0))
+    x, model = two_products_arguments(F32)[1], Counting(dtype)
     loss = lambda model, x: (model(x) ** 2).mean()
-    grads = mpx.grad(loss, transform=nnx.value_and_grad, argnums=nnx.DiffState(0, nnx.Param))(model, x)
-    rounded = nnx.grad(loss, argnums=nnx.DiffState(0, nnx.Param))(model, x)
+    gradient = lambda differentiate: wrap(lambda model, x: differentiate(model, x))
+    grads = gradient(mpx.grad(loss, transform=nnx.value_and_grad, argnums=nnx.DiffState(0, nnx.Param)))(model, x)
+    assert model.calls[...] == 1
+    assert (model.seen[...] == x).all()
+    assert model.kernel[...].dtype == dtype
+    rounded = gradient(nnx.grad(loss, argnums=nnx.DiffState(0, nnx.Param)))(Counting(BF16), x)
     assert (grads["kernel"][...] != rounded["kernel"][...].astype(F32)).any()
-    assert model.kernel[...].dtype == BF16
-    assert hasattr(model, "seen")
+
+
+def test_lossless_gradients_are_of_an_autocast_function_alone():
+    """A parameter may have another use in a function around it, as in a penalty: its gradient stays float32."""
+    f = mpx.autocast(lambda params, x: (x @ params["w"]).mean(), "bf16")
+    gradient = lambda fun, **options: mpx.grad(fun, **options)(*two_products_arguments(BF16))["w"]
+    around = lambda params, x: f(params, x) + (params["w"].astype(F32) ** 2).sum()
+    assert gradient(jax.jit(f), grad_dtype=None).dtype == BF16
+    assert_same_bits(gradient(around, grad_dtype="lossless"), gradient(around))
 
 
 def test_a_float16_autocast_function_warns_when_others_differentiate_it_unless_this_is_meant():

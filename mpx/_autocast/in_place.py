@@ -4,8 +4,9 @@ Autocast runs a function on copies of its arguments, with float32 arrays instead
 changes in the copies is written back to the originals.
 """
 
+import contextlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -160,17 +161,33 @@ def _attribute(node: Any, key: Any) -> Any:
 
 
 def has_variables(arguments: Any) -> bool:
-    """Return whether there are variables of Flax NNX, whose arrays can be exchanged, among the arguments."""
+    """Return whether there are variables of Flax NNX, which can hold other arrays, among the arguments."""
+    return bool(_variables_of(arguments))
+
+
+def _variables_of(arguments: Any) -> list[Any]:
     is_variable = lambda node: hasattr(node, "set_raw_value")
-    return any(map(is_variable, jax.tree.leaves(arguments, is_leaf=is_variable)))
+    found = filter(is_variable, jax.tree.leaves(arguments, is_leaf=is_variable))
+    return list({id(variable): variable for variable in found}.values())
 
 
-def exchange(arguments: Any, old: Iterable[Any], new: Iterable[Any]) -> None:
-    """Replace arrays in the variables of Flax NNX models by others, wherever they stand now."""
+@contextlib.contextmanager
+def holding(arguments: Any, old: Iterable[Any], new: Iterable[Any]) -> Iterator[None]:
+    """Let variables of Flax NNX models hold other arrays inside; what replaces those there stays, in the old dtype.
+
+    Unlike a copy the models may get new variables inside.
+    """
     others = {id(before): after for before, after in zip(old, new, strict=True) if before is not after}
-    for path, leaf in jax.tree.leaves_with_path(arguments):
-        if id(leaf) in others:
-            _set(arguments, path, others[id(leaf)])
+    held = [(variable, variable.get_raw_value()) for variable in _variables_of(arguments)]
+    held = [(variable, before) for variable, before in held if id(before) in others]
+    for variable, before in held:
+        variable.set_raw_value(others[id(before)])
+    try:
+        yield
+    finally:
+        for variable, before in held:
+            now = variable.get_raw_value()
+            variable.set_raw_value(before if now is others[id(before)] else now.astype(before.dtype))
 
 
 def require_unchanged(objects: list[Object], results: Any, remedy: str) -> None:
