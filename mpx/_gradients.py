@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from mpx import _errors, _trees
 from mpx._autocast import in_place
-from mpx._autocast.differentiation import View, differentiating
+from mpx._autocast.differentiation import View, differentiating, view_of
 from mpx._autocast.transform import autocast_of
 from mpx._finite import all_finite, select_tree
 from mpx._loss_scale import LossScale, NoOpLossScale, require_powers_of_two
@@ -297,12 +297,18 @@ def _in_float32(args: tuple[Any, ...], positions: list[int], copied: bool) -> It
     with contextlib.ExitStack() as stack:
         for index in positions:
             leaves = jax.tree.leaves(args[index])
-            wide = _trees.cast_tree(leaves, jnp.float32, which=lambda leaf: leaf.dtype.itemsize == 2)
-            if not copied and in_place.has_variables(args[index]):
+            wide = [view_of(leaf) for leaf in leaves]
+            wide = _trees.cast_tree(wide, jnp.float32, which=lambda leaf: leaf.dtype.itemsize == 2)
+            viewed[index] = in_place.copy_with(args[index], wide) if copied else _with_leaves(args[index], wide)
+            if viewed[index] is args[index]:
                 stack.enter_context(in_place.holding(args[index], leaves, wide))
-            elif copied or any(x is not y for x, y in zip(leaves, wide, strict=True)):
-                viewed[index] = in_place.copy_with(args[index], wide)
         yield tuple(viewed)
+
+
+def _with_leaves(tree: Any, leaves: list[Any]) -> Any:
+    """Return a copy of a tree with other leaves; the tree itself if it has these, or if its variables can hold them."""
+    is_same = all(x is y for x, y in zip(jax.tree.leaves(tree), leaves, strict=True))
+    return tree if is_same or in_place.has_variables(tree) else in_place.copy_with(tree, leaves)
 
 
 def _on_parameters(
@@ -318,11 +324,8 @@ def _on_parameters(
     """
     inner, views = _without_jit(fun), []
     is_autocast = autocast_of(inner) is not None and any(dtypes)
-    if is_autocast and not is_traced and inner is not fun:
-        inner, dtypes = (
-            fun,
-            [None] * len(dtypes),
-        )  # the compiled function itself: in line each of its operations would run by itself
+    if inner is not fun and not is_traced:  # run what the user compiled: in line, operations would run one by one
+        inner, dtypes = fun, [None] * len(dtypes) if is_autocast else dtypes
     require_scale = lambda: _require_scale(loss_scale, "a function inside computes in float16")
 
     def call(*args, **kwargs):
@@ -330,9 +333,8 @@ def _on_parameters(
         pairs = list(zip(wide, dtypes, strict=True))
         narrow = [x if dtype is None or x.dtype == dtype else x.astype(dtype) for x, dtype in pairs]
         views[:] = [dtype and View(x, y) for dtype, x, y in zip(dtypes, narrow, wide, strict=True)]
-        given = (args, kwargs)
-        if not in_place.has_variables(given) and any(x is not y for x, y in zip(narrow, wide, strict=True)):
-            given = in_place.copy_with(given, narrow)
+        rest = iter(narrow)
+        given = tuple([_with_leaves(arg, [next(rest) for _ in jax.tree.leaves(arg)]) for arg in args]), kwargs
         with in_place.holding(given, wide, narrow):  # the function may change these models, and its caller looks
             objects = in_place.objects_of(given) if is_autocast else []
             with differentiating(require_scale, [view for view in views if view is not None]):

@@ -41,7 +41,7 @@ _ROWS = {
     # The operands themselves.
     "copy name": _FREE._replace(moves="same", copies="once"),
     "optimization_barrier pvary stop_gradient": _FREE._replace(moves="same"),
-    "value_with_derivative_of": _FREE,  # of autocast: the first operand
+    "value_with_derivative_of": _FREE._replace(triton="none"),  # of autocast: the first operand
     "layout_constraint": _FREE._replace(moves="same", triton="none"),
     "device_put": _KEPT._replace(moves="same", triton="none"),
     "sharding_constraint": _FREE._replace(moves="same", copies="once", communicates=True),

@@ -107,7 +107,9 @@ def test_gradients_of_an_autocast_function_behind_another_function_are_unrounded
 @pytest.mark.parametrize("hide", [jax.checkpoint, lambda f: lambda params, x: jax.jit(f)(params, x)])
 def test_one_warning_says_that_a_transformation_hides_the_parameters_from_autocast(hide):
     gradient = mpx.value_and_grad(hide(mpx.autocast(two_products, "bf16")))
-    with pytest.warns(UserWarning, match="rounded to bfloat16, because the autocast function `two_products`") as seen:
+    with pytest.warns(
+        UserWarning, match="rounded to bfloat16, because the autocast function `two_products` does not get"
+    ) as seen:
         _, grads = gradient(*two_products_arguments(BF16))
     assert len(seen) == 1
     assert grads["w"].dtype == F32
@@ -147,6 +149,30 @@ def test_a_flax_nnx_model_behind_a_lambda_gets_unrounded_gradients_and_keeps_its
     assert model.kernel[...].dtype == dtype
     rounded = gradient(nnx.grad(loss, argnums=nnx.DiffState(0, nnx.Param)))(Counting(BF16), x)
     assert (grads["kernel"][...] != rounded["kernel"][...].astype(F32)).any()
+
+
+def test_a_gradient_inside_of_a_gradient_takes_the_float32_views_of_the_outer_one():
+    """As of a penalty on the gradient. Float32 parameters of the same values have the same bits."""
+    f = mpx.autocast(two_products, "bf16", reduce_dtype="f32")
+    norm = lambda params, x: sum((g**2).sum() for g in jax.tree.leaves(mpx.grad(f)(params, x)))
+    ours, expected = (jax.jit(mpx.grad(norm))(*two_products_arguments(dtype)) for dtype in (BF16, F32))
+    assert_same_bits(ours, expected)
+
+
+def test_what_is_computed_of_another_parameter_is_taken_for_no_hidden_one():
+    f = mpx.autocast(lambda w, h: (h @ w).sum(), "bf16")
+    loss = lambda params: f(params["w"], jnp.tanh(params["h"]))
+    mpx.grad(loss)({"w": jnp.ones((8, 8), BF16), "h": jnp.ones((8, 8), BF16)})
+
+
+def test_a_compiled_loss_is_compiled_once_and_other_arguments_are_the_users_own():
+    traced, log = [], []
+    compiled = jax.jit(lambda w: traced.append(1) or (w.astype(F32) ** 2).sum())
+    logging = lambda w, log: log.append(1) or (w.astype(F32) ** 2).sum()
+    for _ in range(2):
+        mpx.grad(compiled)(jnp.ones(3, BF16))
+        mpx.grad(logging)(jnp.ones(3, BF16), log)
+    assert (len(traced), len(log)) == (1, 2)
 
 
 def test_lossless_gradients_are_of_an_autocast_function_alone():

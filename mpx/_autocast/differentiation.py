@@ -58,10 +58,10 @@ def differentiating(require_scale: Callable[[], None], views: Sequence[View]) ->
     if hidden:
         name, x = hidden[0]
         warnings.warn(
-            f"`value_and_grad`: gradients are rounded to {x.dtype}, because the autocast function `{name}` gets "
-            "parameters through a transformation that hides them, such as `jax.checkpoint`, a solver, or a "
-            "`jax.jit` around a part of the loss. Put the transformation inside of `autocast` (of a solver: `autocast` "
-            "around the loss too), or around `value_and_grad`.",
+            f"`value_and_grad`: gradients are rounded to {x.dtype}, because the autocast function `{name}` does not "
+            "get the parameters themselves: a `jax.checkpoint`, a solver or a `jax.jit` around a part of the loss hides "
+            f"them, or the loss computes in {x.dtype} with them first. Put the transformation inside of `autocast` (of "
+            "a solver: `autocast` around the loss too), or around `value_and_grad`.",
             UserWarning,
             stacklevel=4,
         )
@@ -73,9 +73,16 @@ def views_of(leaves: Sequence[Any], name: str) -> list[View | None]:
     if current is None:
         return [None] * len(leaves)
     views = [current.views.get(id(leaf)) for leaf in leaves]
-    hidden = [x for x, view in zip(leaves, views, strict=True) if view is None and isinstance(x, Tracer)]
-    current.missed.extend((name, x) for x in hidden if _trees.is_narrower(x))
+    if not any(views):
+        current.missed.extend((name, x) for x in leaves if isinstance(x, Tracer) and _trees.is_narrower(x))
     return views
+
+
+def view_of(leaf: Any) -> Any:
+    """Return the float32 view that an outer gradient has of a parameter, or else the leaf itself."""
+    current = _CURRENT.get()
+    view = None if current is None else current.views.get(id(leaf))
+    return leaf if view is None else view.wide
 
 
 def needing_a_scale(values: list[Any], name: str) -> list[Any]:
