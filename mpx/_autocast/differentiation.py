@@ -59,9 +59,9 @@ def differentiating(require_scale: Callable[[], None], views: Sequence[View]) ->
         name, x = hidden[0]
         warnings.warn(
             f"`value_and_grad`: gradients are rounded to {x.dtype}, because the autocast function `{name}` does not "
-            "get the parameters themselves: a `jax.checkpoint`, a solver or a `jax.jit` around a part of the loss hides "
-            f"them, or the loss computes in {x.dtype} with them first. Put the transformation inside of `autocast` (of "
-            "a solver: `autocast` around the loss too), or around `value_and_grad`.",
+            "get the parameters themselves: a `jax.checkpoint`, a solver or a `jax.jit` around a part of the loss "
+            f"hides them, or the loss computes in {x.dtype} with them first. Put the transformation inside of "
+            "`autocast` (of a solver: `autocast` around the loss too), or around `value_and_grad`.",
             UserWarning,
             stacklevel=4,
         )
