@@ -63,7 +63,7 @@ STRINGS = {
     "x=bf16": "Unknown key 'x' in policy 'x=bf16'; use params (p), compute (c), output (o) or reduce (r), each",
     "p=f32,": "Unknown key '' in policy 'p=f32,'",
     "p=f32,params=f32": "Policy 'p=f32,params=f32' gives 'params' twice.",
-    "c=fp8(size=3)": "Policy 'c=fp8(size=3)': fp8 has no setting 'size'; it has forward, backward, scaling,",
+    "c=fp8(size=3)": "Policy 'c=fp8(size=3)': fp8 has no setting 'size'; it has forward, backward, min_extent",
     "c=fp8(forward=e3m4)": "`Fp8`: `forward` must be 'e4m3' or 'e5m2', but got 'e3m4'.",
     "c=fp8(forward=e5m2": "Unknown dtype 'fp8(forward=e5m2' in policy",
     "'['=f32": "The override pattern '[' is not a regular expression",

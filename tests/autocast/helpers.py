@@ -140,7 +140,6 @@ PROGRAMS = {
 }
 # The exceptions: no gradient; a result that was carried, so that nothing is known of it.
 FORWARD_ONLY = {"while"}
-CARRIED = {name for name in PROGRAMS if "scan" in name or "loop" in name or name == "while"} - {"scan of rows"}
 DIFFERENTIABLE = [name for name in PROGRAMS if name not in FORWARD_ONLY]
 
 
