@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -273,9 +274,7 @@ def _without_jit(fun: Any) -> Any:
     """Return the function inside of a `jax.jit`, which would hide what its arguments are."""
     if not callable(fun):
         raise TypeError(f"`value_and_grad` needs a function, but got {type(fun).__name__}.")
-    while isinstance(fun, jax.stages.Wrapped):
-        fun = fun.__wrapped__
-    return fun
+    return inspect.unwrap(fun, stop=lambda f: not isinstance(f, jax.stages.Wrapped))
 
 
 def _has_tracers(tree: Any) -> bool:
@@ -325,7 +324,8 @@ def _on_parameters(
     inner, views = _without_jit(fun), []
     is_autocast = autocast_of(inner) is not None and any(dtypes)
     if inner is not fun and not is_traced:  # run what the user compiled: in line, operations would run one by one
-        inner, dtypes = fun, [None] * len(dtypes) if is_autocast else dtypes
+        inner = fun
+        dtypes = [None if is_autocast else dtype for dtype in dtypes]
     require_scale = lambda: _require_scale(loss_scale, "a function inside computes in float16")
 
     def call(*args, **kwargs):

@@ -193,6 +193,8 @@ def test_a_float16_autocast_function_warns_when_others_differentiate_it_unless_t
             jax.grad(fun)(*two_products_arguments(F32))
         assert len(seen) == 1
         mpx.grad(fun, mpx.StaticLossScale(2.0**10))(*two_products_arguments(F32))
+    teacher = two_products_arguments(F32)[0]
+    mpx.grad(lambda params, x: f(teacher, x) * (params["w"] ** 2).sum())(*two_products_arguments(F32))
     meant = mpx.autocast(two_products, "f16", loss_scale=mpx.NoOpLossScale())
     jax.grad(meant)(*two_products_arguments(F32))
     mpx.grad(meant)(*two_products_arguments(F32))

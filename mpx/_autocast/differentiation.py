@@ -86,27 +86,23 @@ def view_of(leaf: Any) -> Any:
 
 
 def needing_a_scale(values: list[Any], name: str) -> list[Any]:
-    """Return the results of a float16 function, and warn when they are differentiated outside of `value_and_grad`."""
-
-    def check() -> None:
-        current = _CURRENT.get()
-        if current is not None:
-            return current.require_scale()
-        warnings.warn(
-            f"`autocast`: `{name}` computes in float16 and is differentiated without a loss scale, so gradients below "
-            "6e-8 become zero. Differentiate it with `mpx.value_and_grad(fun, mpx.get_loss_scale(opt_state))`. If your "
-            "caller scales the loss itself, as Flax's `DynamicScale` does, or wants no scale, pass "
-            "`loss_scale=mpx.NoOpLossScale()` to `autocast`.",
-            UserWarning,
-            stacklevel=3,
-        )
+    """Return the results of a float16 function, whose derivative asks for a loss scale, or warns if nobody has one."""
 
     def checked(primals, tangents):
-        check()  # once more for each derivative: `jax.jit` may have traced the function before
+        current = _CURRENT.get()
+        if current is not None:
+            current.require_scale()
+        else:
+            warnings.warn(
+                f"`autocast`: `{name}` computes in float16 and is differentiated without a loss scale, so gradients "
+                "below 6e-8 become zero. Differentiate it with `mpx.value_and_grad(fun, "
+                "mpx.get_loss_scale(opt_state))`. If your caller scales the loss itself, as Flax's `DynamicScale` "
+                "does, or wants no scale, pass `loss_scale=mpx.NoOpLossScale()` to `autocast`.",
+                UserWarning,
+                stacklevel=2,
+            )
         return primals[0], tangents[0]
 
-    if _CURRENT.get() is not None:
-        check()
     identity = jax.custom_jvp(lambda values: values)
     identity.defjvp(checked)
     places = [i for i, x in enumerate(values) if jnp.issubdtype(x.dtype, jnp.inexact)]

@@ -54,7 +54,7 @@ class Autocast:
         # The mark tells an autocast around this one that precisions are decided here.
         with jax.named_scope(MARK):
             values = evaluate(traced.arrays)
-            if self.needs_a_scale:
+            if self.needs_a_scale and traced.plan.changes:
                 values = differentiation.needing_a_scale(values, _name(self.fun))
         in_place.hand_back((args, kwargs), [c._replace(after=values[c.result]) for c in traced.changes])
         result = traced.rebuild(values)
@@ -319,7 +319,7 @@ def _why_nothing_is_narrowed(compute: computes.ContractionPrecision, plan: CastP
             f"they stand in a function with a custom derivative, `{_name_of_call(custom[0])}`, and run as its author "
             "wrote it. Put `autocast` around what it calls (of a differential equation: around the vector field)."
         )
-    setting = jax.config.jax_default_matmul_precision
+    setting = getattr(jax.config, "jax_default_matmul_precision", None)
     if setting is not None and any(contraction.asked_precision(step.eqn) for step, _ in placed):
         return f"`jax_default_matmul_precision` is {setting!r}, which some libraries set when they are imported."
     return None
