@@ -62,7 +62,7 @@ def test_flax_that_is_imported_after_the_first_state_serializes_it():
     script = (
         "import sys, jax, jax.numpy as jnp, optax, mpx\n"
         "tx = mpx.low_precision_state(optax.adam(1e-3), {'mu|nu': mpx.Blockwise8bit()})\n"
-        "state = jax.jit(tx.init)({'w': jnp.ones((64, 64))})\n"
+        "state = jax.jit(tx.init)({'w': jnp.ones((64, 64), jnp.float32)})\n"
         "from flax.serialization import from_bytes, to_bytes\n"
         "restored = from_bytes(jax.tree.map(jnp.zeros_like, state), to_bytes(state))\n"
         "assert jax.tree.all(jax.tree.map(jnp.array_equal, restored, state))\n"

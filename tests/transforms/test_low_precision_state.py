@@ -243,8 +243,9 @@ def test_numbers_are_on_the_grid_before_they_are_cast(dtype):
     assert_same_bits(rounded, x.astype(dtype).astype(jnp.float32))
 
 
-COMPLEX = {"filter": jnp.full((64, 64), 1 + 2j), "kernel": jnp.ones((64, 64))}
-SLOPES = {"filter": jnp.full((64, 64), 0.3 - 0.1j), "kernel": jnp.ones((64, 64))}
+KERNEL = jnp.ones((64, 64), jnp.float32)
+COMPLEX = {"filter": jnp.full((64, 64), 1 + 2j, jnp.complex64), "kernel": KERNEL}
+SLOPES = {"filter": jnp.full((64, 64), 0.3 - 0.1j, jnp.complex64), "kernel": KERNEL}
 
 
 @pytest.mark.parametrize("formats", [{"mu": "bf16"}, {"mu/filter": EIGHT_BITS}, {".*": "bf16"}])

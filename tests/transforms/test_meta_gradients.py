@@ -111,11 +111,12 @@ def test_derivatives_hold_for_many_rates_at_once_and_a_second_time(way):
     ],
 )
 def test_derivatives_pass_a_rounding_straight_through(round):
-    assert jax.grad(round)(1.5) == 1
-    assert jax.jvp(round, (1.5,), (2.0,))[1] == 2
-    assert jax.vmap(jax.grad(round))(jnp.ones(2)).tolist() == [1, 1]
+    x = jnp.float32(1.5)
+    assert jax.grad(round)(x) == 1
+    assert jax.jvp(round, (x,), (2 * x,))[1] == 3
+    assert jax.vmap(jax.grad(round))(jnp.ones(2, F32)).tolist() == [1, 1]
     of_bits = lambda x: (x.view(np.uint32) & np.uint32(0xFFFF_0000)).view(F32)
-    assert jax.grad(of_bits)(1.5) == 0  # the derivative of the same without a word about it
+    assert jax.grad(of_bits)(x) == 0  # the derivative of the same without a word about it
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
@@ -143,11 +144,11 @@ def test_codes_are_used_where_nobody_differentiates_the_optimizer():
     """Loops, maps and derivatives of other things meet the same code."""
     expected = loss_after(CODED, RATE, PARAMS)
     train = lambda params: loss_after(CODED, RATE, params)
-    assert jax.jit(jax.checkpoint(train))(PARAMS) == expected
+    near = lambda x: np.testing.assert_allclose(x, expected, rtol=1e-6)
+    near(jax.jit(jax.checkpoint(train))(PARAMS))
     many = jax.tree.map(lambda p: jnp.stack([p, p]), PARAMS)
-    assert jax.vmap(train)(many).tolist() == [expected, expected]
-    beside, slope = jax.jvp(lambda x: train(PARAMS) * x, (2.0,), (1.0,))
-    assert (beside, slope) == (2 * expected, expected)
+    near(jax.vmap(train)(many))
+    near(jax.grad(lambda x: train(PARAMS) * x)(2.0))
     first_order = jax.grad(lambda params: train(jax.lax.stop_gradient(params)) * loss(params))(PARAMS)
     assert error(first_order, jax.tree.map(lambda g: g * expected, jax.grad(loss)(PARAMS))) < 0.01
 
