@@ -224,7 +224,7 @@ def test_rules_that_add_no_two_dtypes_run_under_strict_promotion(rule, monkeypat
             jax.eval_shape(lambda tx=tx: tx.update(grads(start), tx.init(start), start))
 
 
-@every_transform
+@pytest.mark.parametrize("name", cases(TRANSFORMS, {"master_weights split"}))
 def test_it_is_traced_with_leak_checks(name):
     tx = TRANSFORMS[name]()
     with jax.checking_leaks():
