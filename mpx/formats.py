@@ -23,7 +23,6 @@ from mpx._errors import require_choice, require_one_of
 from mpx._straight_through import straight_through
 
 _BFLOAT16 = np.dtype(jnp.bfloat16)
-_FLOAT16 = np.dtype(np.float16)
 _FLOAT32 = np.dtype(np.float32)
 
 # float32 bit patterns.

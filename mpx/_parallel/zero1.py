@@ -44,13 +44,6 @@ def zero1(
     Any rule works, also one that clips by a global norm, and gradients may have any sharding: XLA sees whole arrays.
     So call it under `jax.jit` or eagerly, not inside `jax.shard_map` over the axis.
 
-    Inside `jax.shard_map` over the axis each device gives its own gradients, for its shard of the batch. They are
-    averaged by a reduce-scatter, in float32 or in the policy's `reduce_dtype`. (Under `check_vma` differentiate with
-    respect to `jax.lax.pcast(params, axis, to="varying")`. Otherwise JAX adds up the gradients of parameters that are
-    equal everywhere by itself, in their dtype.) The rule sees a shard of each array, so it must treat each element by
-    itself, as Adam, momentum and decay do, and draw no random numbers. `loss_scaling` inside needs `axis_name=axis`;
-    states in `Blockwise8bit` need rows of whole blocks. `zero1_shardings` returns the specs of the state.
-
     Args:
         inner: any Optax transformation or chain, with the wrappers of mpx in it: this is the outermost.
         mesh: the devices.

@@ -50,10 +50,10 @@ class StateFormat(abc.ABC):
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
         """Return the codes of a float32 array, and their scales.
 
-        Codes may have another shape than the array: two codes of 4 bits fit into a byte. Inside `jax.shard_map`,
-        `zero1` shards codes and scales like the parameter. For that they need the axes of the array; only the last may
-        be shorter. There is a `key` if rounding is stochastic. Without scales (None), and with floating codes in the
-        shape of `x`, the state keeps the codes as a plain array.
+        Codes may have another shape than the array: two codes of 4 bits fit into a byte. `zero1` shards
+        codes and scales like the parameter if they have the axes of the array; only the last may be shorter. There is a
+        `key` if rounding is stochastic. Without scales (None), and with floating codes in the shape of `x`, the state
+        keeps the codes as a plain array.
         """
 
     @abc.abstractmethod
@@ -183,7 +183,8 @@ def _format_from_bytes(data: bytes) -> tuple[StateFormat]:
     found = {_name_of(kind): kind for kind in kinds}
     if name not in found:
         raise ValueError(f"The exported step keeps its state in `{name}`: import the module that defines this format.")
-    return (found[name](**settings),)
+    hashable = {field: tuple(value) if isinstance(value, list) else value for field, value in settings.items()}
+    return (found[name](**hashable),)
 
 
 def _name_of(kind: type) -> str:
