@@ -155,12 +155,15 @@ def label(mode):
     return ", ".join(words + ("symbolic",) * mode.is_symbolic)
 
 
-MODES = [pytest.param(mode, id=label(mode)) for mode in quick]
-MODES += [pytest.param(mode, id=label(mode), marks=pytest.mark.slow) for mode in slow]
+TRACED = [pytest.param(name, mode, id=f"{name}-{label(mode)}") for mode in quick for name in PROGRAMS]
+TRACED += [
+    pytest.param(name, mode, id=f"{name}-{label(mode)}", marks=pytest.mark.slow)
+    for i, mode in enumerate(slow)
+    for name in some(every=3, first=i % 3)
+]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@each_program
+@pytest.mark.parametrize(("name", "mode"), TRACED)
 def test_what_plain_jax_traces_is_traced(name, mode):
     way, how, options, dtype, is_symbolic = mode
     loss, (p, batch) = PROGRAMS[name].loss, PROGRAMS[name].make(0)
@@ -179,8 +182,7 @@ def test_no_tracer_leaks(name):
         jax.make_jaxpr(mpx.grad(mpx.autocast(loss, "bf16", **WIDE)))(*args)
 
 
-@pytest.mark.slow
-@each_program
+@slow_test(every=2, first=0)
 def test_it_exports_with_any_number_of_rows(name):
     loss, (p, batch) = PROGRAMS[name].loss, PROGRAMS[name].make(0)
     export = lambda differentiated: jax.export.export(jax.jit(differentiated))(p, symbolic(batch))
@@ -191,8 +193,11 @@ def test_it_exports_with_any_number_of_rows(name):
 # ---- where the sums are ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("reduce_dtype", ["f32", pytest.param("bf16", marks=pytest.mark.slow)])
-@each_program
+SUMMED = [(name, "f32") for name in PROGRAMS]
+SUMMED += [pytest.param(name, "bf16", marks=pytest.mark.slow) for name in some(every=4, first=2)]
+
+
+@pytest.mark.parametrize(("name", "reduce_dtype"), SUMMED)
 def test_gradients_are_sums_in_float32(name, reduce_dtype):
     """No sum is in 16 bits; of parameters that go into contractions as they are, none is of rounded terms either.
 
@@ -274,9 +279,10 @@ def allowed(name, how):
 
 
 QUICKLY = list(PROGRAMS)[::8]
-VALUES = [pytest.param(name, "bf16", marks=[] if name in QUICKLY else pytest.mark.slow) for name in PROGRAMS]
-VALUES += [pytest.param(name, "f16", marks=pytest.mark.slow) for name in some(every=4, first=1)]
-VALUES += [pytest.param(name, "fp8", marks=pytest.mark.slow) for name in some(every=4, first=3)]
+VALUES = [(name, "bf16") for name in QUICKLY]
+VALUES += [pytest.param(name, "bf16", marks=pytest.mark.slow) for name in some(every=2, first=1)]
+VALUES += [pytest.param(name, "f16", marks=pytest.mark.slow) for name in some(every=6, first=2)]
+VALUES += [pytest.param(name, "fp8", marks=pytest.mark.slow) for name in some(every=6, first=4)]
 
 
 @pytest.mark.parametrize(("name", "how"), VALUES)
@@ -290,7 +296,7 @@ def test_errors_are_at_most_three_times_those_by_hand(name, how):
 
 # JAX drops custom derivatives in loops on the way to the second derivative.
 IN_LOOPS = ("scanned_layers_with_a_checkpoint_policy", "selective_state_space")
-SECOND = [*IN_LOOPS, *[pytest.param(name, marks=pytest.mark.slow) for name in some(3, 2) if name not in IN_LOOPS]]
+SECOND = [*IN_LOOPS, *[pytest.param(name, marks=pytest.mark.slow) for name in some(4, 2) if name not in IN_LOOPS]]
 
 
 @pytest.mark.parametrize("name", SECOND)
@@ -320,7 +326,7 @@ def test_second_derivatives_are_near_those_in_float32(name):
 # ---- without jit, bit by bit ----------------------------------------------------------------------------------------
 
 
-@slow_test(every=3, first=0)
+@slow_test(every=6, first=0)
 def test_recomputation_checkpoints_and_callers_change_no_bit(name, monkeypatch):
     """Operation by operation, so that no compiler chooses: of parameters in bfloat16."""
     loss, (p, batch) = PROGRAMS[name].loss, PROGRAMS[name].make(0)
@@ -342,7 +348,7 @@ def test_recomputation_checkpoints_and_callers_change_no_bit(name, monkeypatch):
 # ---- eight devices --------------------------------------------------------------------------------------------------
 
 
-@slow_test(every=2, first=1)
+@slow_test(every=4, first=1)
 @pytest.mark.many_devices
 def test_eight_devices_agree_with_one(name):
     """A divided batch, and float32 sums: results differ by less than errors may be, which some programs enlarge."""
