@@ -333,7 +333,7 @@ def test_recomputation_checkpoints_and_callers_change_no_bit(name, monkeypatch):
     p = cast(p, BF16)
     around = lambda fun, **options: mpx.value_and_grad(fun(mpx.autocast(loss, "bf16", **options)))(p, batch)
     itself = lambda f: f
-    with jax.disable_jit(), as_plain_jax(lambda: jax.value_and_grad(loss)(p, batch)):
+    with jax.disable_jit(), as_plain_jax(lambda: jax.value_and_grad(jax.checkpoint(loss))(p, batch)):
         for wide in ({}, WIDE):
             expected = around(itself, **wide)
             for checkpoint in (DOTS, NOTHING, EVERYTHING) if wide else ():
