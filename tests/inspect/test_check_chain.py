@@ -93,7 +93,7 @@ def test_updates_that_become_zero_while_the_weight_trains_on_are_caught(keeper, 
     for size in (1, 2):  # and it is so: the parameter stays, and what is kept of it moves
         before, held = mpx.master_params(params, state), params["bias"]
         updates, state = tx.update(
-            jax.tree.map(lambda p, size=size: jnp.full(p.shape, float(size)), params), state, params
+            jax.tree.map(lambda p, size=size: jnp.full(p.shape, size, jnp.float32), params), state, params
         )
         params = optax.apply_updates(params, updates)
     assert jnp.all(params["bias"] == held)
