@@ -1,4 +1,4 @@
-"""What a gradient tells the autocast functions that run inside of it.
+"""Tell autocast functions which parameters the gradient around them differentiates.
 
 JAX gives a gradient the dtype of its parameter. So `mpx.value_and_grad` differentiates with respect to float32 views of
 16-bit parameters, and hands the function the parameters themselves, made of the views. An autocast function that gets
@@ -105,13 +105,8 @@ def needing_a_scale(values: list[Any], name: str) -> list[Any]:
 
     identity = jax.custom_jvp(lambda values: values)
     identity.defjvp(checked)
-    places = [i for i, x in enumerate(values) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    return _with(values, places, identity([values[i] for i in places]))
-
-
-def _with(values: list[Any], places: list[int], new: Sequence[Any]) -> list[Any]:
-    replaced = dict(zip(places, new, strict=True))
-    return [replaced.get(i, x) for i, x in enumerate(values)]
+    numbers, put = _trees.taken_out(values, lambda x: jnp.issubdtype(x.dtype, jnp.inexact))
+    return put(identity(numbers))
 
 
 def _type(x: Any) -> tuple[Any, ...]:

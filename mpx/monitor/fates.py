@@ -1,4 +1,4 @@
-"""What becomes of numbers: they are zero, or meet one of several fates, or are not finite.
+"""Count what becomes of numbers: they are zero, or meet one of several fates, or are not finite.
 
 Functions give each number of an array its kind: 0 if it is zero, 1 and up for its fate, the last one if it is infinite
 or NaN. `count` counts them, and `share_of` returns the share that meets one. All comparisons are of integer bits:
