@@ -125,6 +125,7 @@ def require_losses_of_float32(ours, theirs):
 
 def require_masters_of_float32(run, memory, learning_rate):
     """Raise unless masters have the bits of what SGD in float32 makes of the gradients that the rule got."""
+    jax.effects_barrier()  # The last steps may still be on their way to the host.
     assert len(memory.steps) == STEPS
     rule, weights = sgd(learning_rate), mpx.cast(run.start, "f32")
     state, structure = rule.init(weights), jax.tree.structure(weights)
