@@ -10,10 +10,12 @@ from importlib.metadata import version as _version
 from mpx import formats as formats
 from mpx import monitor as monitor
 from mpx import states as states
+from mpx._any_precision_adamw import any_precision_adamw as any_precision_adamw
 from mpx._autocast.explain import explain as explain
 from mpx._autocast.rules import DEFAULT_RULES as DEFAULT_RULES
 from mpx._autocast.transform import autocast as autocast
 from mpx._autocast.transform import full_precision as full_precision
+from mpx._chain import chain as chain
 from mpx._dtypes import half_dtype as half_dtype
 from mpx._finite import all_finite as all_finite
 from mpx._finite import select_tree as select_tree
@@ -32,6 +34,7 @@ from mpx._loss_scale import DynamicLossScale as DynamicLossScale
 from mpx._loss_scale import LossScale as LossScale
 from mpx._loss_scale import NoOpLossScale as NoOpLossScale
 from mpx._loss_scale import StaticLossScale as StaticLossScale
+from mpx._mixed_precision import mixed_precision as mixed_precision
 from mpx._parallel.zero1 import zero1 as zero1
 from mpx._parallel.zero1 import zero1_shardings as zero1_shardings
 from mpx._policy import Policy as Policy
@@ -39,8 +42,7 @@ from mpx._policy import cast as cast
 from mpx._policy import cast_to_full as cast_to_full
 from mpx._policy import cast_to_half as cast_to_half
 from mpx._policy import get_policy as get_policy
-from mpx._recipes import any_precision_adamw as any_precision_adamw
-from mpx._recipes import mixed_precision as mixed_precision
+from mpx._recipes import recipes as recipes
 from mpx._stored.blockwise import Blockwise4bit as Blockwise4bit
 from mpx._stored.blockwise import Blockwise8bit as Blockwise8bit
 from mpx._stored.roles import register_state as register_state

@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from mpx import _errors, _tables, _trees
 from mpx._dtypes import DTYPE_NAMES, bytes_of, dtype_or_none, half_dtype
 from mpx._fp8 import RESULTS, Fp8
+from mpx._recipes import RECIPES, nearest, require_recipe
 
 T = TypeVar("T")
 
@@ -46,11 +47,13 @@ class Policy:
             `compute_dtype`. Products of a parameter with an override never run in 8 bits.
         reduce_dtype: the dtype of gradients of weights while they are added up, over devices too, as under
             `autocast`. None: float32 if the program may run on more than one device.
+        recipe: the name of the recipe that this is the policy of (see `recipes`), or None. `mixed_precision` puts it
+            around the optimizer.
 
     Raises:
         TypeError: if an override is not a pair.
-        ValueError: if a dtype is not a floating-point dtype of 16 bits or more, or a pattern is not a regular
-            expression.
+        ValueError: if a dtype is not a floating-point dtype of 16 bits or more, a pattern is not a regular expression,
+            or there is no such recipe.
 
     Example:
         >>> policy = Policy(jnp.bfloat16, jnp.bfloat16, jnp.float32, overrides=(("norm", jnp.float32),))
@@ -68,6 +71,7 @@ class Policy:
     overrides: tuple[tuple[str, DTypeLike], ...] = ()
     fp8: Fp8 | None = None
     reduce_dtype: DTypeLike | None = None
+    recipe: str | None = None
 
     def __post_init__(self) -> None:
         for field in ("param_dtype", "compute_dtype", "output_dtype"):
@@ -77,6 +81,8 @@ class Policy:
         if not isinstance(self.overrides, Iterable):
             raise TypeError(f"`overrides` must be a tuple of pairs (pattern, dtype), but got {self.overrides!r}.")
         object.__setattr__(self, "overrides", tuple(_checked_override(entry) for entry in self.overrides))
+        if self.recipe is not None:
+            self._require_policy_of(self.recipe)
         if self.fp8 is not None and not isinstance(self.fp8, Fp8):
             raise TypeError(f"`fp8` must be an `mpx.Fp8` or None, but got {self.fp8!r}.")
         if self.fp8 is not None and self.compute_dtype != RESULTS:
@@ -145,6 +151,16 @@ class Policy:
         """Return a string such as `p=bf16,c=bf16,o=full`, as jmp writes it; `get_policy` reads it back."""
         return _text(self, [name[0] for name in _FIELDS], "full")
 
+    def _require_policy_of(self, recipe: str) -> None:
+        """Raise unless a recipe of this name stores parameters as this policy does."""
+        require_recipe(recipe, "Policy")
+        stored = get_policy(RECIPES[recipe].policy).param_dtype
+        if self.param_dtype != stored:
+            raise ValueError(
+                f"`Policy`: the recipe {recipe!r} stores parameters in {stored}, but got `param_dtype` "
+                f"{self.param_dtype}. Leave `recipe` out, and give `mixed_precision` its options one by one."
+            )
+
     def _cast(self, tree: T, default: np.dtype) -> T:
         statistics = _trees.batch_statistics(tree)
         if not (self.overrides or statistics):
@@ -165,23 +181,26 @@ class Policy:
 
 
 def get_policy(text: str, *, overrides: tuple[tuple[str, DTypeLike], ...] = ()) -> Policy:
-    """Read a policy from a string, in jmp's grammar.
+    """Read a policy from the name of a recipe, or from a string in jmp's grammar.
 
-    A string is either one dtype for everything (`"bf16"`), or any of `params` (`p`), `compute` (`c`), `output` (`o`)
-    and `reduce` (`r`): `"params=bf16,compute=bf16,output=f32"`. Parameters that are left out are float32, compute
-    follows parameters, output follows compute, and gradients are added up over devices in float32. Dtypes are `bf16`,
-    `f16`, `f32` (`full`), `f64`, their long names, and `half`, which is `half_dtype()`. `compute=fp8` is bfloat16 with
-    matrix products of 8-bit floats under `autocast`; `compute=fp8(min_extent=0)` means `Fp8(min_extent=0)`. A pattern
-    in quotes is an override: `'norm|scale'=f32`.
+    A string is the name of a recipe (`"bf16-split"`, see `recipes`), one dtype for everything (`"bf16"`), or any of
+    `params` (`p`), `compute` (`c`), `output` (`o`) and `reduce` (`r`): `"params=bf16,compute=bf16,output=f32"`.
+    Parameters that are left out are float32, compute follows parameters, output follows compute, and gradients are
+    added up over devices in float32. Dtypes are `bf16`, `f16`, `f32` (`full`), `f64`, their long names, and `half`,
+    which is `half_dtype()`. `compute=fp8` is bfloat16 with matrix products of 8-bit floats under `autocast`;
+    `compute=fp8(min_extent=0)` means `Fp8(min_extent=0)`. A pattern in quotes is an override: `'norm|scale'=f32`.
+    The name of a recipe may stand in front of any of these: `"bf16-split,reduce=bf16,'norm'=f32"`.
 
     Args:
         text: the string. `get_policy(str(policy))` is the same policy again.
         overrides: more overrides, as in `Policy`.
 
     Raises:
-        ValueError: if `text` breaks the grammar.
+        ValueError: if `text` is no name of a recipe and breaks the grammar.
 
     Example:
+        >>> get_policy("bf16-split-8bit").param_dtype, get_policy("bf16-split-8bit").output_dtype
+        (dtype(bfloat16), dtype('float32'))
         >>> get_policy("c=f16").param_dtype, get_policy("c=f16").output_dtype
         (dtype('float32'), dtype('float16'))
         >>> get_policy("params=bf16,compute=bf16,output=f32,'norm'=f32").overrides
@@ -189,15 +208,30 @@ def get_policy(text: str, *, overrides: tuple[tuple[str, DTypeLike], ...] = ()) 
     """
     if not isinstance(text, str):
         raise TypeError(f"`get_policy` needs a string, but got {type(text).__name__}.")
+    first, *others = (part.strip() for part in _AT_THE_TOP.sub(lambda found: found[1] or "\0", text).split("\0"))
+    if first in RECIPES:
+        fields, own = _read_parts(others, text)
+        if "compute_dtype" in fields:
+            fields.setdefault("fp8", None)
+        of_recipe = get_policy(RECIPES[first].policy)
+        return dataclasses.replace(of_recipe, recipe=first, overrides=(*own, *overrides), **fields)
     if "=" not in text:
-        dtype = _parse_dtype(text.strip(), text)
+        dtype = _parse_dtype(first, text)
         return Policy(dtype, dtype, dtype, overrides)
-    fields: dict[str, np.dtype] = {}
-    own: list[tuple[str, np.dtype]] = []
-    fp8 = None
-    for part in _AT_THE_TOP.sub(lambda found: found[1] or "\0", text).split("\0"):
-        if quoted := _OVERRIDE.fullmatch(part.strip()):
-            own.append((ast.literal_eval(quoted[1]), _parse_dtype(quoted[2].strip(), text)))
+    fields, own = _read_parts([first, *others], text)
+    fields.setdefault("param_dtype", np.dtype(np.float32))
+    fields.setdefault("compute_dtype", fields["param_dtype"])
+    fields.setdefault("output_dtype", fields["compute_dtype"])
+    return Policy(overrides=(*own, *overrides), **fields)
+
+
+def _read_parts(parts: Iterable[str], text: str) -> tuple[dict[str, Any], list[tuple[str, np.dtype]]]:
+    """Return the fields of a policy that the parts of its string give, and the overrides."""
+    fields: dict[str, Any] = {}
+    overrides: list[tuple[str, np.dtype]] = []
+    for part in parts:
+        if quoted := _OVERRIDE.fullmatch(part):
+            overrides.append((ast.literal_eval(quoted[1]), _parse_dtype(quoted[2].strip(), text)))
             continue
         key, _, value = (piece.strip() for piece in part.partition("="))
         if key not in _FIELD_OF:
@@ -209,16 +243,13 @@ def get_policy(text: str, *, overrides: tuple[tuple[str, DTypeLike], ...] = ()) 
         if field in fields:
             raise ValueError(f"Policy {text!r} gives {key!r} twice.")
         if field == "compute_dtype" and (settings := re.fullmatch(rf"{_FP8}(?:\((.*)\))?", value)):
-            fp8, value = _parse_fp8(settings[1] or "", text), "bf16"
+            fields["fp8"], value = _parse_fp8(settings[1] or "", text), "bf16"
         fields[field] = _parse_dtype(value, text)
-    param_dtype = fields.get("param_dtype", np.dtype(np.float32))
-    compute_dtype = fields.get("compute_dtype", param_dtype)
-    output_dtype = fields.get("output_dtype", compute_dtype)
-    return Policy(param_dtype, compute_dtype, output_dtype, (*own, *overrides), fp8, fields.get("reduce_dtype"))
+    return fields, overrides
 
 
 def policy_text(policy: Policy) -> str:
-    """Return the string of a policy as users write it: `params=bf16,compute=bf16,output=f32`."""
+    """Return the string of a policy as users write it: `bf16-split`, or `params=bf16,compute=bf16,output=f32`."""
     return _text(policy, [*_FIELDS], "f32")
 
 
@@ -230,8 +261,11 @@ def _text(policy: Policy, keys: list[str], float32: str) -> str:
         given = {field.name: getattr(policy.fp8, field.name) for field in dataclasses.fields(Fp8)}
         changed = ",".join(f"{name}={value}" for name, value in given.items() if value != getattr(Fp8, name))
         parts[keys[1]] = f"{_FP8}({changed})" if changed else _FP8
-    overrides = [(repr(pattern), names[np.dtype(dtype)]) for pattern, dtype in policy.overrides]
-    return ",".join(f"{key}={value}" for key, value in (*parts.items(), *overrides))
+    texts = [f"{key}={value}" for key, value in parts.items()]
+    if policy.recipe is not None:  # its name says all but what differs
+        of_recipe = _text(get_policy(RECIPES[policy.recipe].policy), keys, float32).split(",")
+        texts = [policy.recipe, *(text for text in texts if text not in of_recipe)]
+    return ",".join([*texts, *(f"{pattern!r}={names[np.dtype(dtype)]}" for pattern, dtype in policy.overrides)])
 
 
 def cast(tree: T, dtype: DTypeLike) -> T:
@@ -287,7 +321,8 @@ def _parse_dtype(name: str, text: str) -> np.dtype:
         )
     names = ["half", *DTYPE_NAMES]
     if name not in names:
-        raise ValueError(f"Unknown dtype {name!r} in policy {text!r}; use one of {', '.join(names)}.")
+        hint = f" Or is it to be a recipe? {nearest(name)}" if name == text.strip() else ""
+        raise ValueError(f"Unknown dtype {name!r} in policy {text!r}; use one of {', '.join(names)}.{hint}")
     return np.dtype(dtype_or_none(name))
 
 

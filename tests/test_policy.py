@@ -209,7 +209,7 @@ def test_the_bytes_of_describe_are_those_of_the_cast_tree_and_a_tied_array_count
 
 TAKE_A_DTYPE = {
     "upcast": lambda dtype: mpx.upcast(optax.sgd(1.0), dtype),
-    "master_weights": lambda dtype: mpx.master_weights(optax.sgd(1.0), dtype),
+    "master_weights": lambda dtype: mpx.master_weights(optax.sgd(1.0), dtype=dtype),
     "kahan_summation": mpx.kahan_summation,
     "low_precision_state": lambda dtype: mpx.low_precision_state(optax.sgd(1.0), {"mu": dtype}),
     "momentum": lambda dtype: mpx.any_precision_adamw(momentum_dtype=dtype),

@@ -143,7 +143,7 @@ VALUES = [
     (given(mpx.grad, jnp.sum, grad_dtype="int32"), "`grad_dtype` must be a floating-point dtype, 'lossless' or None,"),
     (made(lambda: recipe(IN_BF16).init, W), "all of those given are float32 or wider. Cast them first: `par"),
     *[(made(lambda f=f: f(recipe(IN_BF16)).init, W_IN_BF16), "a wrapper around this hides it") for f in HIDDEN],
-    (given(recipe, "f32", storage="full"), "'params=f32,compute=f32,output=f32' stores no parameters"),
+    (given(recipe, "params=f32", storage="full"), "'params=f32,compute=f32,output=f32' stores no parameters"),
     (given(recipe, "bf16", loss_scale=static(2.0)), "`loss_scale` was given"),
     (
         given(recipe, "bf16", axis_name="data"),

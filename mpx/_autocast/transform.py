@@ -57,8 +57,7 @@ class Autocast:
             if self.needs_a_scale and traced.plan.changes:
                 values = differentiation.needing_a_scale(values, _name(self.fun))
         in_place.hand_back((args, kwargs), [c._replace(after=values[c.result]) for c in traced.changes])
-        result = traced.rebuild(values)
-        return result if self.policy is None else self.policy.cast_to_output(result)
+        return traced.rebuild(values)
 
     def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Traced":
         """Trace the function on a float32 view of its arguments, and plan what to do with each operation."""
@@ -182,9 +181,9 @@ def autocast(
         fun: any function of pytrees. It gets arguments that are not arrays (flags, strings, functions) unchanged.
             Arrays that it closes over keep their dtype: pass parameters as arguments.
         policy_or_dtype: a dtype or its name (`"bf16"`, `"f16"`); for matrix products only, `"bf16x3"`, `"tf32"`
-            (float32 on a CPU), `"fp8"` or an `Fp8`; or a policy or its string (`"compute=bf16"`). `autocast` reads a
-            policy's `compute_dtype`, `fp8`, `overrides` (for contractions with the arguments they name) and
-            `output_dtype` (for all floating results; a string without it follows `compute`).
+            (float32 on a CPU), `"fp8"` or an `Fp8`; or the name of a recipe, a policy or its string
+            (`"compute=bf16"`). `autocast` reads a policy's `compute_dtype`, `fp8`, `reduce_dtype` and `overrides` (for
+            contractions with the arguments they name). It rounds no result: `Policy.cast_to_output` does.
         rules: from primitives or their names to `"narrow"`, `"follow"`, `"keep"` or `"enter"`; `DEFAULT_RULES` has the
             rules of all others.
         checkpoint: what is kept for the backward pass instead of computed again: `"dots"` (results of contractions, in
@@ -235,7 +234,7 @@ def make_autocast(
     """Check the arguments of `autocast`, and return the parts of an autocast function."""
     if not callable(fun):
         raise TypeError(f"`autocast` needs a function, but got {type(fun).__name__}.")
-    if isinstance(policy_or_dtype, str) and "=" in policy_or_dtype:
+    if isinstance(policy_or_dtype, str) and ("=" in policy_or_dtype or "-" in policy_or_dtype):
         policy_or_dtype = get_policy(policy_or_dtype)
     compute = computes.get_compute(policy_or_dtype)
     policy = policy_or_dtype if isinstance(policy_or_dtype, Policy) else None

@@ -11,6 +11,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from mpx import _errors, _trees
+from mpx._chain import element
 from mpx._parallel.placement import (
     is_spec,
     parameter_specs,
@@ -28,6 +29,7 @@ from mpx._writeback import MARK, SENT, applied_value, landing_update
 T = TypeVar("T")
 
 
+@element
 def zero1(
     inner: optax.GradientTransformation, mesh: Mesh, axis: str = "data", *, param_specs: Any = None
 ) -> optax.GradientTransformationExtraArgs:
@@ -45,7 +47,8 @@ def zero1(
     So call it under `jax.jit` or eagerly, not inside `jax.shard_map` over the axis.
 
     Args:
-        inner: any Optax transformation or chain, with the wrappers of mpx in it: this is the outermost.
+        inner: any Optax transformation or chain, with the wrappers of mpx in it: this is the outermost. Without it
+            this is an element of `chain`.
         mesh: the devices.
         axis: the axis of the mesh along which parameters are equal and batches differ.
         param_specs: how the parameters themselves are sharded over the other axes (tensor parallelism): one

@@ -11,6 +11,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from mpx import _errors, _trees
+from mpx._chain import Last
 from mpx._dtypes import UP_TO_FLOAT32
 from mpx._stored.roles import register_state
 from mpx._writeback import applied_value, landing_update, round_saturating
@@ -82,7 +83,7 @@ def kahan_summation(dtype: DTypeLike | None = None) -> optax.GradientTransformat
         updates, compensation = _trees.map_unzip(_step, params, state.compensation, updates)
         return updates, KahanSummationState(compensation)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return Last(init_fn, update_fn)
 
 
 @functools.partial(jax.jit, inline=True)

@@ -11,6 +11,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from mpx import _errors, _trees
+from mpx._chain import element
 from mpx._finite import finite_flags, select_tree
 from mpx._loss_scale import DynamicLossScale, LossScale, NoOpLossScale, require_powers_of_two
 from mpx._stored.leaves import is_state, require_types
@@ -50,6 +51,7 @@ class LossScalingState(NamedTuple):
     inner_state: optax.OptState
 
 
+@element
 def loss_scaling(
     inner: optax.GradientTransformation,
     loss_scale: LossScale | None = None,
@@ -71,7 +73,7 @@ def loss_scaling(
     16 bits.
 
     Args:
-        inner: any Optax transformation or chain.
+        inner: any Optax transformation or chain. Without it this is an element of `chain`.
         loss_scale: `DynamicLossScale()` if None; or a `StaticLossScale`, a `NoOpLossScale` to skip bad steps only, or a
             `LossScale` of your own. Its settings hold for a state that was saved under other settings too; the scale
             itself goes on from the state. (To change a static scale, use `convert_state`.)

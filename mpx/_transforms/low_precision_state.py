@@ -11,6 +11,7 @@ import optax
 from jax.typing import DTypeLike
 
 from mpx import _errors, _trees
+from mpx._chain import element
 from mpx._noise import kept_key, key_of_step
 from mpx._stored.assignment import (
     Assignment,
@@ -42,6 +43,7 @@ class LowPrecisionState(NamedTuple):
     key: Any
 
 
+@element
 def low_precision_state(
     inner: optax.GradientTransformation,
     formats: Mapping[str, DTypeLike | StateFormat],
@@ -66,7 +68,7 @@ def low_precision_state(
     Wrap the rule with this, and this with `master_weights` or `loss_scaling`, or put it in front of `kahan_summation`.
 
     Args:
-        inner: any Optax transformation or chain.
+        inner: any Optax transformation or chain. Without it this is an element of `chain`.
         formats: regular expressions, each with the format of the leaves it matches: bfloat16, float16, float32 (for
             exceptions), by name or dtype; or a `StateFormat` such as `Blockwise8bit()` or `Blockwise4bit()`. An
             expression is searched in the "/"-joined path of a leaf of the rule's state, such as `0/mu/layers/kernel`,

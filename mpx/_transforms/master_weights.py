@@ -10,6 +10,7 @@ import optax
 from jax.typing import DTypeLike
 
 from mpx import _errors, _trees
+from mpx._chain import element
 from mpx._noise import kept_key, key_of_step
 from mpx._stored.roles import register_state
 from mpx._stored.weights import LowBits, Master, WholeMaster, way_of
@@ -37,11 +38,12 @@ class MasterWeightsState(NamedTuple):
     master_key: Any = optax.MaskedNode()
 
 
+@element
 def master_weights(
     inner: optax.GradientTransformation,
-    dtype: DTypeLike = jnp.float32,
-    *,
     storage: Storage = "full",
+    *,
+    dtype: DTypeLike = jnp.float32,
     key: jax.Array | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Train float32 master weights with any rule, and emit the updates that keep the model's copy in step.
@@ -53,9 +55,7 @@ def master_weights(
     wrapper: clipping, schedules and weight decay belong inside.
 
     Args:
-        inner: any Optax transformation or chain.
-        dtype: the dtype of the masters: float32, or float64 for float32 parameters. A leaf that is as wide is its own
-            master and stores nothing.
+        inner: any Optax transformation or chain. Without it this is an element of `chain`.
         storage: `"full"` keeps masters whole, 4 bytes a parameter. `"split"` keeps, for each bfloat16 leaf, only the 16
             low bits of its master, 2 bytes a parameter: parameter and low bits together are the master. Masters are the
             same as under `"full"`, except when a weight falls almost to zero (see above): then the master becomes the
@@ -64,6 +64,8 @@ def master_weights(
             rounding would be infinite saturate. `"split24"` keeps 8 low bits, 1 byte a parameter. It is not exact:
             once a step the master is rounded to 24 bits, an error of at most 2**-16 of the weight, or below 2**-15 with
             a `key`. float16 leaves keep full masters under all three.
+        dtype: the dtype of the masters: float32, or float64 for float32 parameters. A leaf that is as wide is its own
+            master and stores nothing.
         key: a PRNG key, for `"split24"`: masters are rounded up or down at random, so that no update is lost in the
             mean. (Equal masters of a step are rounded alike.) The state keeps the key, and every update changes it.
             None: masters are rounded to nearest.

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 
 from mpx import _errors, _trees, formats
+from mpx._chain import Last
 from mpx._noise import kept_key, key_of_step
 from mpx._stored.roles import register_state
 from mpx._writeback import landing_update
@@ -74,7 +75,7 @@ def stochastic_rounding(key: jax.Array) -> optax.GradientTransformationExtraArgs
         ]
         return treedef.unflatten(new_updates), StochasticRoundingState(next_key)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return Last(init_fn, update_fn)
 
 
 @functools.partial(jax.jit, inline=True)

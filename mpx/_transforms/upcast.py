@@ -5,9 +5,11 @@ import optax
 from jax.typing import DTypeLike
 
 from mpx import _errors
+from mpx._chain import element
 from mpx._transforms.float32_world import run_in_float32
 
 
+@element
 def upcast(
     inner: optax.GradientTransformation, dtype: DTypeLike = jnp.float32
 ) -> optax.GradientTransformationExtraArgs:
@@ -19,7 +21,7 @@ def upcast(
     or `kahan_summation` or `stochastic_rounding` *after* this, in a chain.
 
     Args:
-        inner: any Optax transformation or chain.
+        inner: any Optax transformation or chain. Without it this is an element of `chain`.
         dtype: float32 or float64. Narrower floating leaves of parameters, gradients and extra arguments become `dtype`;
             all other leaves keep theirs.
 

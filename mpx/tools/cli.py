@@ -23,10 +23,10 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from mpx._dtypes import dtype_or_none
 from mpx._parallel.placement import sharded_spec
+from mpx._recipes import RECIPES
 from mpx._tables import Result
 from mpx.tools.plan.compare_plans import PlanComparison, compare_plans
 from mpx.tools.plan.memory_plan import evaluate
-from mpx.tools.plan.recipes import STANDARD_RECIPES
 
 _PREFIXES = {"k": 1, "m": 2, "g": 3, "t": 4}
 _COUNTS = {"": 1, "b": 10**9} | {name: 1000**power for name, power in _PREFIXES.items()}
@@ -133,9 +133,6 @@ def plan(
     usable_bytes: int | None,
 ) -> PlanComparison:
     """Plan the recipes with these names (all if `names` is empty), on devices as the command line gives them."""
-    unknown = [name for name in names if name not in STANDARD_RECIPES]
-    if unknown:
-        raise ValueError(f"there is no recipe {unknown[0]!r}. The recipes are: {'; '.join(STANDARD_RECIPES)}.")
     if fsdp and devices == 1:
         raise ValueError("--fsdp shards parameters over devices: say over how many, as in --devices 64.")
     mesh = AbstractMesh((devices,), ("data",), axis_types=(AxisType.Auto,))
@@ -146,8 +143,7 @@ def plan(
         options = {"mesh": mesh, "axis": None, "param_specs": specs}
     elif devices > 1:
         options = {"mesh": mesh, "axis": "data"}
-    recipes = {name: STANDARD_RECIPES[name] for name in names} or None
-    return compare_plans(model, rule, recipes, usable_bytes=usable_bytes, **options)
+    return compare_plans(model, rule, names or None, usable_bytes=usable_bytes, **options)
 
 
 def plan_parts(comparison: PlanComparison) -> Iterator[Any]:
@@ -167,8 +163,8 @@ def plan_parts(comparison: PlanComparison) -> Iterator[Any]:
         yield "Nothing fits: take another recipe, or more devices, or shard parameters too (--devices N --fsdp)."
     elif is_limited or is_one:
         name = "bf16-split" if "bf16-split" in fit else fit[0]
-        recipe = STANDARD_RECIPES[name]
-        yield f'{name}: {recipe.purpose}.\n\npolicy = mpx.get_policy("{recipe.policy}")\ntx = {recipe.code}'
+        key = ", key=jax.random.key(0)" if RECIPES[name].rounds_at_random else ""
+        yield f'{name}: {RECIPES[name].purpose}.\n\ntx = mpx.mixed_precision(optimizer, "{name}"{key})'
         yield "A training step with them: docs/getting_started.md; on several devices: docs/concepts/many_devices.md."
 
 

@@ -37,12 +37,12 @@ def test_a_policy_a_dtype_or_a_name_says_in_what_products_run(given, dtype):
     assert contractions(mpx.autocast(product, given), X, W) == [all_in(dtype)]
 
 
-def test_results_have_the_output_dtype_of_a_policy_and_keep_their_own_without_one():
-    policy = mpx.get_policy("params=f32,compute=bf16,output=bf16")
+@pytest.mark.parametrize("given", ["bf16", mpx.get_policy("bf16"), "compute=bf16", "bf16-split", "bf16-autocast"])
+def test_bfloat16_by_any_name_means_products_in_bfloat16_and_results_that_nobody_rounds(given):
     fun = lambda x, w: {"logits": x @ w, "ids": jnp.arange(3, dtype=jnp.int32)}
-    out = mpx.autocast(fun, policy)(X, W)
-    assert (out["logits"].dtype, out["ids"].dtype) == (jnp.bfloat16, jnp.int32)
-    assert mpx.autocast(fun, "bf16")(X, W)["logits"].dtype == jnp.float32
+    assert_same_bits(mpx.autocast(fun, given)(X, W), mpx.autocast(fun, "bf16")(X, W))
+    assert mpx.autocast(fun, given)(X, W)["logits"].dtype == jnp.float32
+    assert contractions(mpx.autocast(fun, given), X, W) == [all_in(BF16)]
 
 
 def test_an_override_says_in_what_the_products_of_a_weight_run():

@@ -210,7 +210,7 @@ def test_float32_leaves_store_nothing_and_pass_through_and_float16_ones_keep_ful
 
 def test_float32_parameters_can_have_float64_masters_and_are_those_rounded_to_nearest():
     with jax.enable_x64(True):
-        tx = mpx.master_weights(optax.sgd(1.0), jnp.float64)
+        tx = mpx.master_weights(optax.sgd(1.0), dtype=jnp.float64)
         grads = np.random.default_rng(0).normal(size=(10, 1000))
         params, state = follow(tx, jnp.ones(1000, jnp.float32), jnp.asarray(grads))
         assert state.master.dtype == np.float64
@@ -270,7 +270,7 @@ def test_a_float32_rule_inside_float64_masters_sees_float64():
     with jax.enable_x64(True):
         seen = []
         rule = optax.stateless(lambda u, params: (seen.extend(x.dtype for x in jax.tree.leaves(u)), u)[1])
-        tx = mpx.master_weights(mpx.upcast(rule), jnp.float64)
+        tx = mpx.master_weights(mpx.upcast(rule), dtype=jnp.float64)
         params = jnp.ones(2, jnp.float32)
         tx.update(jnp.ones(2, jnp.float32), tx.init(params), params)
         assert seen == [np.float64]

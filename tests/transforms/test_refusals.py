@@ -53,7 +53,7 @@ VALUES = [
         for given in ("halves", None)
     ],
     (
-        with_64_bits(lambda: mpx.master_weights(SGD, jnp.float64, storage="split")),
+        with_64_bits(lambda: mpx.master_weights(SGD, dtype=jnp.float64, storage="split")),
         "split masters are float32, but got `dtype` float64",
     ),
     (
@@ -61,10 +61,13 @@ VALUES = [
         "a `key` was given, but under 'split' nothing is rounded at random",
     ),
     (
-        with_64_bits(lambda: mpx.master_weights(SGD, jnp.float64), False),
+        with_64_bits(lambda: mpx.master_weights(SGD, dtype=jnp.float64), False),
         "float64 needs 64-bit mode; set the environment variable JAX_ENABLE_X64=1",
     ),
-    (with_64_bits(lambda: mpx.master_weights(SGD, jnp.float64).init(W)), r"rounded twice\. .*\n  'w': bfloat16\[2\]"),
+    (
+        with_64_bits(lambda: mpx.master_weights(SGD, dtype=jnp.float64).init(W)),
+        r"rounded twice\. .*\n  'w': bfloat16\[2\]",
+    ),
     *[
         (lambda dtype=dtype: mpx.upcast(SGD, dtype), "`dtype` must be float32 or float64, but got")
         for dtype in (np.int32, BF16)

@@ -4,6 +4,4 @@ from mpx.tools.plan.compare_plans import PlanComparison as PlanComparison
 from mpx.tools.plan.compare_plans import compare_plans as compare_plans
 from mpx.tools.plan.memory_plan import MemoryPlan as MemoryPlan
 from mpx.tools.plan.memory_plan import memory_plan as memory_plan
-from mpx.tools.plan.recipes import STANDARD_RECIPES as STANDARD_RECIPES
-from mpx.tools.plan.recipes import PrecisionRecipe as PrecisionRecipe
 from mpx.tools.plan.rows import PlanRow as PlanRow

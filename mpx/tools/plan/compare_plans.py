@@ -1,15 +1,18 @@
 """Compare the memory of precision recipes, for one model and one optimizer."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import optax
 
 from mpx import _errors
+from mpx._mixed_precision import MOMENTS, mixed_precision
+from mpx._policy import get_policy
+from mpx._recipes import RECIPES, require_recipe
 from mpx._tables import Result, Table, digits, shown, unit_for
 from mpx.tools.plan.memory_plan import MemoryPlan, evaluate, memory_plan
-from mpx.tools.plan.recipes import MOMENTS, STANDARD_RECIPES, PrecisionRecipe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +68,7 @@ class PlanComparison(Result):
 def compare_plans(
     model: Any,
     rule: optax.GradientTransformation | None = None,
-    recipes: Mapping[str, PrecisionRecipe] | None = None,
+    recipes: Sequence[str] | None = None,
     *,
     usable_bytes: float | None = None,
     **options: Any,
@@ -75,8 +78,8 @@ def compare_plans(
     Args:
         model: as in `memory_plan`.
         rule: any Optax transformation without wrappers, which the recipes add; `optax.adamw` if None.
-        recipes: the recipes by their names. None: `STANDARD_RECIPES`; if the rule keeps no moments, without the recipes
-            that store moments in fewer bits.
+        recipes: names of recipes (see `recipes`). None: all; if the rule keeps no moments, without those that store
+            moments in fewer bits.
         usable_bytes: what training may use of the memory of a device, to ask what fits. JAX takes 75% of a GPU's.
         options: the keyword arguments of `memory_plan`: `gradient_dtype`, `mesh`, `axis`, `param_specs`...
 
@@ -85,22 +88,25 @@ def compare_plans(
 
     Raises:
         TypeError: if `rule` is not a transformation.
-        ValueError: as `memory_plan`.
+        ValueError: if there is no such recipe; and as `memory_plan`.
 
     Example:
-        >>> kahan = PrecisionRecipe("bf16", lambda rule: optax.chain(rule, kahan_summation()))
-        >>> print(compare_plans(1000, optax.sgd(0.1), {"Kahan": kahan}))
+        >>> print(compare_plans(1000, optax.sgd(0.1), ["bf16-split", "f32"]))
         Memory to train 1,000 parameters, in bytes
-        recipe  params  grads  optimizer  total  a param
-        Kahan    2,000  2,000      2,000  6,000    6.000
+        recipe      params  grads  optimizer  total  a param
+        bf16-split   2,000  2,000      2,000  6,000    6.000
+        f32          4,000  4,000          0  8,000    8.000
     """
     rule = optax.adamw(1e-3) if rule is None else _errors.as_transformation(rule, "compare_plans")
     model = evaluate(model)
     if recipes is None:
         rows = memory_plan(model, rule).rows
         has_moments = any(row.name in MOMENTS.split("|") and row.kind.endswith("moment") for row in rows)
-        recipes = {
-            name: recipe for name, recipe in STANDARD_RECIPES.items() if has_moments or not recipe.formats_moments
-        }
-    plans = {name: memory_plan(model, x.wrap(rule), x.policy, **options) for name, x in recipes.items()}
-    return PlanComparison(plans, usable_bytes)
+        recipes = [name for name, recipe in RECIPES.items() if has_moments or recipe.moments is None]
+    return PlanComparison({name: _plan(model, rule, name, options) for name in recipes}, usable_bytes)
+
+
+def _plan(model: Any, rule: optax.GradientTransformation, name: str, options: dict[str, Any]) -> MemoryPlan:
+    require_recipe(name, "compare_plans")
+    key = jax.random.key(0) if RECIPES[name].rounds_at_random else None
+    return memory_plan(model, mixed_precision(rule, name, key=key), get_policy(name), **options)

@@ -1,0 +1,187 @@
+"""`chain`: write optimizers as the gradient flows. A wrapper without its inner rule is an element of it."""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, ParamSpec, Protocol, overload
+
+import optax
+
+P = ParamSpec("P")
+
+
+class Element:
+    """A wrapper that waits for its inner rule: what stands behind it in `mpx.chain`."""
+
+    def __init__(self, name: str, wrap: Callable[[Any], optax.GradientTransformationExtraArgs]) -> None:
+        wrap(optax.identity())  # so that wrong settings raise here
+        self.name = name
+        self.wrap = wrap
+
+    def __repr__(self) -> str:
+        return f"mpx.{self.name}(...), an element of mpx.chain"
+
+    @property
+    def init(self) -> Any:
+        """Raise: there is no rule yet."""
+        raise TypeError(
+            f"`{self.name}` has no rule to wrap. Put it into `mpx.chain` (not `optax.chain`), where it wraps what "
+            f"stands behind it, or give it the rule: `mpx.{self.name}(optax.adamw(1e-3), ...)`."
+        )
+
+    @property
+    def update(self) -> Any:
+        """Raise: there is no rule yet."""
+        return self.init
+
+
+class Last(optax.GradientTransformationExtraArgs):
+    """A transformation that chooses the bits of 16-bit parameters: nothing may follow it."""
+
+    @property
+    def name(self) -> str:
+        """Return the name of the function that made it."""
+        update: Any = self.update
+        return update.__qualname__.partition(".")[0]
+
+
+class Wrapper(Protocol[P]):
+    """A wrapper, called with its inner rule or without."""
+
+    @overload
+    def __call__(
+        self, inner: optax.GradientTransformation, *args: P.args, **kwargs: P.kwargs
+    ) -> optax.GradientTransformationExtraArgs: ...
+    @overload
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Element: ...
+
+
+def element(
+    wrapper: Callable[Concatenate[optax.GradientTransformation, P], optax.GradientTransformationExtraArgs],
+) -> Wrapper[P]:
+    """Let a wrapper be called without its inner rule, for an element of `chain`."""
+
+    @functools.wraps(wrapper)
+    def called(*args, **kwargs):
+        first = args[0] if args else ""
+        # A function is a rule that was not called, and a number its learning rate: the wrapper refuses both in words.
+        is_rule = _is_rule(first) or inspect.isroutine(first) or isinstance(first, (float, type(None)))
+        if is_rule or "inner" in kwargs:
+            return wrapper(*args, **kwargs)
+        return Element(wrapper.__name__, lambda inner: wrapper(inner, *args, **kwargs))
+
+    return called  # type: ignore[return-value]
+
+
+def chain(*elements: optax.GradientTransformation | Element) -> optax.GradientTransformationExtraArgs:
+    """Chain transformations as `optax.chain` does, with wrappers of mpx that wrap what stands behind them.
+
+    The chain reads as the gradient flows, and has the states and the bits of the nested form. These two are the same:
+
+        chain(loss_scaling(), master_weights("split"), optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+        loss_scaling(master_weights(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)), "split"))
+
+    `kahan_summation` and `stochastic_rounding` stand last. They see the 16-bit parameters, so `upcast` and
+    `low_precision_state` wrap what stands between themselves and these; `loss_scaling` and `zero1` wrap them too.
+
+    Args:
+        *elements: Optax transformations, and `zero1(mesh)`, `loss_scaling()`, `mixed_precision(recipe)`,
+            `master_weights(storage="split")`, `upcast()`, `low_precision_state(formats)`, `kahan_summation()`,
+            `stochastic_rounding(key)`. `zero1` stands first, then `loss_scaling`, then `master_weights`, so that
+            clipping and every other rule sees gradients that are unscaled and in float32.
+
+    Returns:
+        A transformation.
+
+    Raises:
+        TypeError: if an element is neither.
+        ValueError: if the order cannot work.
+
+    Example:
+        >>> tx = chain(low_precision_state({"mu|nu": "bf16"}, min_size=0), optax.adamw(1e-3), kahan_summation())
+        >>> params = {"w": jnp.ones(4, jnp.bfloat16)}
+        >>> [type(state).__name__ for state in tx.init(params)]
+        ['LowPrecisionState', 'KahanSummationState']
+    """
+    if not elements:
+        raise ValueError("`mpx.chain` needs an element, such as `optax.adamw(1e-3)`.")
+    _require_order(elements)
+    rules: list[Any] = []  # what the next element wraps
+    last: list[Any] = []  # what stays outside of an element that gives its rules float32 parameters
+    for x in reversed(elements):
+        if isinstance(x, Last):
+            last = [x]
+        elif not isinstance(x, Element):
+            rules = [x, *rules]
+        elif x.name in _AROUND_LAST:
+            rules, last = [x.wrap(_joined([*rules, *last]))], []
+        else:
+            rules = [x.wrap(_joined(rules))]
+    return optax.with_extra_args_support(_joined([*rules, *last]))
+
+
+# From the first to stand in a chain to the last. Elements of one rank exclude each other.
+_RANKS = {"zero1": 0, "loss_scaling": 1, "mixed_precision": 1, "master_weights": 2}
+_AROUND_LAST = ("zero1", "loss_scaling")  # what these wrap keeps its 16-bit parameters
+_KEEPS_WEIGHTS = ("mixed_precision", "master_weights")
+
+
+def _joined(elements: Sequence[Any]) -> Any:
+    """Return a chain of transformations, or the only one itself: a chain of one would nest its state in a tuple."""
+    return elements[0] if len(elements) == 1 else optax.chain(*elements)
+
+
+def _require_order(elements: Sequence[Any]) -> None:
+    """Raise if the order cannot work, or if what stands at the end has nothing to wrap."""
+    names = [_named(x, i, len(elements)) for i, x in enumerate(elements)]
+    for i, x in enumerate(elements):
+        if isinstance(x, Last):
+            _require_last(elements, names, i)
+    for i, x in enumerate(elements):
+        if not isinstance(x, Element):
+            continue
+        behind = elements[i + 1 :]
+        if not behind or (isinstance(behind[0], Last) and x.name not in _AROUND_LAST):
+            raise ValueError(f"`mpx.chain`: {names[i]} wraps the rules behind it, but none stands there.")
+        for j in range(i if x.name in _RANKS else 0):
+            rank = _RANKS.get(getattr(elements[j], "name", ""), len(_RANKS))
+            if rank == _RANKS[x.name]:
+                raise ValueError(f"`mpx.chain`: {names[j]} and {names[i]} exclude each other; keep one of them.")
+            if rank > _RANKS[x.name]:
+                raise ValueError(f"`mpx.chain`: {names[j]} must stand behind {names[i]}, {_WHY[x.name]}.")
+
+
+_WHY = {
+    "zero1": "which shards the state of everything else",
+    "loss_scaling": "which unscales the gradients: in front of it they are still multiplied by the loss scale",
+    "mixed_precision": "which gives rules float32 gradients without a loss scale",
+    "master_weights": "which gives rules float32 parameters and gradients, and chooses the final updates",
+}
+
+
+def _require_last(elements: Sequence[Any], names: Sequence[str], i: int) -> None:
+    if i < len(elements) - 1:
+        raise ValueError(
+            f"`mpx.chain`: {names[i]} must stand last: it chooses the bits of 16-bit parameters, and nothing may "
+            "change its updates."
+        )
+    keeps = [name for x, name in zip(elements, names, strict=True) if getattr(x, "name", "") in _KEEPS_WEIGHTS]
+    if keeps:
+        raise ValueError(f"`mpx.chain`: {keeps[0]} keeps float32 weights already, so {names[i]} has nothing to do.")
+
+
+def _is_rule(x: Any) -> bool:
+    return hasattr(x, "init") and hasattr(x, "update")
+
+
+def _named(x: Any, i: int, count: int) -> str:
+    """Return how an error names an element."""
+    if isinstance(x, Element):
+        return f"`{x.name}`"
+    if not _is_rule(x):
+        hint = " Call it with its settings first, as in `optax.adamw(1e-3)`." if callable(x) else ""
+        raise TypeError(
+            f"`mpx.chain` needs Optax transformations and elements of mpx, but got {type(x).__name__} as element "
+            f"{i + 1} of {count}.{hint}"
+        )
+    return f"`{x.name}`" if isinstance(x, Last) else f"element {i + 1} of {count}"

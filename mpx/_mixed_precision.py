@@ -1,0 +1,177 @@
+"""`mixed_precision`: put a whole recipe around any rule."""
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from mpx import _errors, _trees
+from mpx._chain import element
+from mpx._loss_scale import LossScale
+from mpx._policy import Policy, as_policy, policy_text, with_policy
+from mpx._recipes import RECIPES, Recipe
+from mpx._stored.assignment import assign, checked_patterns
+from mpx._stored.blockwise import Blockwise4bit, Blockwise8bit
+from mpx._stored.roles import Role
+from mpx._stored.state_format import StateFormat
+from mpx._transforms.kahan_summation import kahan_summation
+from mpx._transforms.loss_scaling import loss_scaling
+from mpx._transforms.low_precision_state import low_precision_state
+from mpx._transforms.master_weights import Storage, master_weights
+from mpx._transforms.stochastic_rounding import stochastic_rounding
+from mpx._transforms.upcast import upcast
+
+
+class _FirstMomentsIn4Bits(Blockwise4bit):
+    """Keeps second moments in 8 bits, whatever a rule calls them."""
+
+    def for_role(self, role: Role) -> StateFormat:
+        """Return the format of a field of the optimizer's state."""
+        return Blockwise8bit(signed=False) if role == "second moment" else Blockwise4bit()
+
+    def refuses(self, role: Role, shape: tuple[int, ...]) -> None:
+        """Refuse nothing."""
+
+
+MOMENTS = "mu|nu|trace|momentum|exp_avg|exp_avg_sq|sum_of_squares"  # as rules of Optax and others call them
+_FORMATS: Mapping[str, Mapping[str, Any]] = {
+    "bf16": {MOMENTS: "bf16"}, "8bit": {MOMENTS: Blockwise8bit()}, "4bit": {MOMENTS: _FirstMomentsIn4Bits()},
+}  # fmt: skip
+
+
+@element
+def mixed_precision(
+    inner: optax.GradientTransformation,
+    policy: Policy | str,
+    *,
+    storage: Storage | None = None,
+    key: jax.Array | None = None,
+    loss_scale: LossScale | None = None,
+    axis_name: Hashable | tuple[Hashable, ...] | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Make any rule train a model under a recipe or a policy.
+
+    The name of a recipe chooses the policy, how masters are kept, and the formats of the rule's moments; `recipes`
+    lists the names. Under any other policy:
+
+    - Parameters stored in less than float32 (by the policy or an override) get `master_weights`.
+    - Where gradients are float16, because the model computes in it or stores parameters in it, they get
+      `loss_scaling`, around the masters.
+    - Under a policy that needs neither, the rule gets neither.
+
+    Args:
+        inner: any Optax transformation or chain. Without it this is an element of `chain`.
+        policy: the name of a recipe such as `"bf16-split-8bit"`, a `Policy`, or the string of one.
+        storage: how masters are kept, as in `master_weights`, if no recipe says so. None is `"split"`, which keeps the
+            16 bits that a bfloat16 parameter lacks: AdamW takes 14 bytes a parameter, where float32 takes 16. Masters
+            of float16 parameters are full.
+        key: a PRNG key, for a recipe that rounds at random, or for `storage="split24"`.
+        loss_scale: of `loss_scaling`; `DynamicLossScale()` if None.
+        axis_name: of `loss_scaling`.
+
+    Raises:
+        TypeError: if `inner` is not a transformation.
+        ValueError: if there is no such recipe or policy; if a recipe needs a key and there is none; if `storage`,
+            `key`, `loss_scale` or `axis_name` is given and would do nothing; at `init`, if the policy stores parameters
+            below float32 and all given ones are float32 or wider, if this stands inside a wrapper that hides them, such
+            as `low_precision_state`, or if a recipe keeps moments in fewer bits and the rule has no moments.
+
+    Example:
+        >>> tx = mixed_precision(optax.adamw(3e-4), "bf16-split24-8bit", key=jax.random.key(0))
+        >>> state = tx.init({"w": jnp.ones((64, 64), jnp.bfloat16)})
+        >>> state.master["w"].dtype, optax.tree.get(state, "nu")["w"].codes.dtype
+        (dtype('uint8'), dtype('uint8'))
+        >>> tx = mixed_precision(optax.adamw(3e-4), "params=f32,compute=f16,output=f32")
+        >>> type(tx.init({"w": jnp.ones(2)})).__name__
+        'LossScalingState'
+    """
+    policy = as_policy(policy, "mixed_precision")
+    recipe = RECIPES[policy.recipe] if policy.recipe else None
+    tx: Any = _errors.as_transformation(inner, "mixed_precision")
+    stored = [policy.param_dtype, *(dtype for _, dtype in policy.overrides)]
+    is_narrow = any(np.dtype(dtype).itemsize < 4 for dtype in stored)
+    needs_scaling = any(np.dtype(dtype) == np.float16 for dtype in (policy.compute_dtype, *stored))
+    _require_use("storage", storage, is_narrow and recipe is None, policy, _why_no_storage(recipe))
+    _require_use("loss_scale", loss_scale, needs_scaling, policy, "has no float16 in it")
+    _require_use("axis_name", axis_name, needs_scaling, policy, "has no float16 in it")
+    if recipe is None:
+        weights = (storage or "split") if is_narrow else None
+        _require_use("key", key, is_narrow, policy, "stores no parameters below float32")
+    else:
+        weights: Any = recipe.weights or ("split" if is_narrow else None)  # an override may store some in 16 bits
+        _require_use("key", key, recipe.rounds_at_random, policy, "rounds nothing at random")
+        of_moments = None
+        if recipe.rounds_at_random:
+            if key is None:
+                raise ValueError(
+                    f"`mixed_precision`: the recipe {policy.recipe!r} rounds at random and needs a PRNG key; add "
+                    "`key=jax.random.key(0)`."
+                )
+            key, of_moments = jax.random.split(_errors.one_key(key, "mixed_precision"))
+        if recipe.moments is not None:
+            tx = _with_moments(tx, recipe.moments, policy, of_moments if recipe.moments == "4bit" else None)
+    if weights == "kahan":
+        tx = optax.chain(tx, kahan_summation())
+    elif weights == "stochastic":
+        tx = optax.chain(upcast(tx), stochastic_rounding(key))  # type: ignore[arg-type]  # it has one: see `rounds_at_random`
+    elif weights is not None:
+        tx = master_weights(tx, storage=weights, key=key)
+    if weights is not None:
+        tx = _checked_at_init(optax.with_extra_args_support(tx), policy)
+    if needs_scaling:
+        tx = loss_scaling(tx, loss_scale, axis_name=axis_name)
+    if weights is None and not needs_scaling:
+        tx = _errors.checked(tx, "mixed_precision")
+    return with_policy(tx, policy)
+
+
+def _with_moments(
+    inner: optax.GradientTransformationExtraArgs, moments: str, policy: Policy, key: jax.Array | None
+) -> optax.GradientTransformationExtraArgs:
+    """Keep the moments of a rule in fewer bits, all of them in 16, large ones in 8 or 4."""
+    formats = _FORMATS[moments]
+    tx = low_precision_state(inner, formats, min_size=0 if moments == "bf16" else 4096, key=key)
+
+    def init_fn(params):
+        if not assign(jax.eval_shape(inner.init, _trees.shapes_of(params)), checked_patterns(formats), 0):
+            raise ValueError(
+                f"`mixed_precision`: the recipe {policy.recipe!r} keeps the rule's moments in fewer bits, but the rule "
+                f"has no field called {MOMENTS.replace('|', ', ')}. Take a recipe that leaves its state alone, such "
+                "as 'bf16-split', or say what to store by `low_precision_state`."
+            )
+        return tx.init(params)
+
+    return optax.GradientTransformationExtraArgs(init_fn, tx.update)
+
+
+def _checked_at_init(
+    tx: optax.GradientTransformationExtraArgs, policy: Policy
+) -> optax.GradientTransformationExtraArgs:
+    """Refuse parameters that nobody has cast, or that a wrapper around this has widened: masters would do nothing."""
+    narrow = lambda tree: any(_trees.is_narrower(leaf) for leaf in jax.tree.leaves(tree))
+
+    def init_fn(params):
+        if narrow(policy.cast_to_param(_trees.shapes_of(params))) and not narrow(params):
+            raise ValueError(
+                f"`mixed_precision`: the policy {policy_text(policy)!r} stores parameters below float32, but all of "
+                "those given are float32 or wider. Cast them first: `params = policy.cast_to_param(params)`. If they "
+                "are cast, a wrapper around this hides it (`upcast`, `low_precision_state`, `master_weights`): put "
+                "this around everything else, as in `mixed_precision(low_precision_state(rule, formats), policy)`."
+            )
+        return tx.init(params)
+
+    return optax.GradientTransformationExtraArgs(init_fn, tx.update)
+
+
+def _why_no_storage(recipe: Recipe | None) -> str:
+    return "stores no parameters below float32" if recipe is None else "is a recipe, which says how weights are kept"
+
+
+def _require_use(argument: str, given: Any, needed: bool, policy: Policy, reason: str) -> None:
+    if given is not None and not needed:
+        raise ValueError(
+            f"`mixed_precision`: `{argument}` was given, but the policy {policy_text(policy)!r} {reason}, so it would "
+            f"do nothing. Leave it out, or wrap the rule by hand."
+        )

@@ -1,0 +1,147 @@
+"""Check `mixed_precision` and `any_precision_adamw` against the wrappers and the published algorithm."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mpx
+from tests.helpers import assert_same_bits, unfused
+
+pytestmark = pytest.mark.optax_promotion
+
+RULE = optax.adamw(1e-2)
+
+
+def state_types(policy, params_dtype, **options):
+    state = mpx.mixed_precision(RULE, policy, **options).init({"w": jnp.ones(3, params_dtype)})
+    names = []
+    while hasattr(state, "inner_state"):
+        names.append(type(state).__name__)
+        state = state.inner_state
+    return names
+
+
+@pytest.mark.parametrize(
+    ("policy", "params_dtype", "expected"),
+    [
+        ("f32", jnp.float32, []),
+        ("params=f32,compute=bf16,output=f32", jnp.float32, []),
+        ("params=bf16,compute=bf16,output=f32", jnp.bfloat16, ["MasterWeightsState"]),
+        ("params=f32,compute=f16,output=f32", jnp.float32, ["LossScalingState"]),
+        ("f16", jnp.float16, ["LossScalingState", "MasterWeightsState"]),
+        ("params=bf16,compute=f16", jnp.bfloat16, ["LossScalingState", "MasterWeightsState"]),
+        ("params=f16,compute=f32,output=f32", jnp.float16, ["LossScalingState", "MasterWeightsState"]),
+    ],
+)
+def test_masters_and_loss_scaling_are_added_where_they_are_needed_only(policy, params_dtype, expected):
+    assert state_types(policy, params_dtype) == expected
+
+
+def test_an_override_below_float32_needs_masters_too_whose_storage_can_be_chosen():
+    policy = mpx.get_policy("f32", overrides=(("embed", jnp.bfloat16),))
+    assert state_types(policy, jnp.float32) == ["MasterWeightsState"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "stored"),
+    [
+        ("bf16", {}, np.uint16),
+        ("bf16", {"storage": "full"}, np.float32),
+        ("f16", {}, np.float32),  # the bits that float16 lacks do not fit into 16
+    ],
+)
+def test_masters_of_bfloat16_parameters_are_split_unless_full_ones_are_asked_for(dtype, options, stored):
+    params = {"w": jnp.ones(3, mpx.get_policy(dtype).param_dtype)}
+    state = mpx.mixed_precision(RULE, f"params={dtype},compute=bf16,output=f32", **options)
+    master = optax.tree.get(state.init(params), "master")
+    assert master["w"].dtype == stored
+
+
+def test_it_is_the_same_as_the_wrappers_by_hand():
+    params, grads = {"w": jnp.ones(3, jnp.float16)}, {"w": jnp.full(3, 100.0)}
+    step = lambda tx: tx.update(grads, tx.init(params), params)
+    recipe = mpx.mixed_precision(RULE, "f16", loss_scale=mpx.StaticLossScale(4.0))
+    by_hand = mpx.loss_scaling(mpx.master_weights(RULE), mpx.StaticLossScale(4.0))
+    assert_same_bits(step(recipe), step(by_hand))
+
+
+def kahan_adamw_in_numpy(grads, p, steps, rate=1e-2, b1=0.9, b2=0.999, eps=1e-8, decay=0.1):
+    """Follow the published algorithm: bfloat16 parameters, moments and compensation, everything between in float64.
+
+    The decay is subtracted with the update, where torchdistx multiplies the bfloat16 parameter by `1 - rate * decay`.
+    """
+    narrow = lambda x: np.asarray(x, np.float32).astype(jnp.bfloat16)
+    wide = lambda x: x.astype(np.float64)
+    mu = nu = compensation = np.zeros_like(p)
+    for step in range(1, steps + 1):
+        g = np.asarray(grads[step - 1], np.float64)
+        wide_mu, wide_nu = b1 * wide(mu) + (1 - b1) * g, b2 * wide(nu) + (1 - b2) * g**2
+        centered = np.sqrt(wide_nu) / np.sqrt(1 - b2**step) + eps
+        update = -rate * (wide_mu / (1 - b1**step) / centered + decay * wide(p))
+        y = wide(compensation) + update
+        new = narrow(wide(p) + y)
+        compensation, p = narrow(y - (wide(new) - wide(p))), new
+        mu, nu = narrow(wide_mu), narrow(wide_nu)
+    return p, compensation, mu, nu
+
+
+def trained(tx, p, grads):
+    state, update = tx.init(p), jax.jit(tx.update, compiler_options=unfused())
+    for g in grads:
+        updates, state = update(g, state, p)
+        p = optax.apply_updates(p, updates)
+    return p, state
+
+
+@pytest.mark.parametrize(("rate", "dtype"), [(1e-2, jnp.float32), (optax.linear_schedule(1e-2, 0.0, 10), jnp.bfloat16)])
+def test_any_precision_adamw_with_float32_everywhere_is_adamw_to_the_bit(rate, dtype):
+    ours = mpx.any_precision_adamw(rate, 0.8, 0.99, 1e-6, 0.1, variance_dtype=jnp.float32)
+    theirs = optax.adamw(rate, 0.8, 0.99, 1e-6, weight_decay=0.1)
+    p = jnp.linspace(-1, 1, 100, dtype=jnp.float32).astype(dtype)
+    grads = [jnp.sin(jnp.arange(100.0, dtype=jnp.float32) + i) for i in range(3)]
+    (ours, state), (theirs, expected) = (trained(tx, p, grads) for tx in (ours, mpx.upcast(theirs)))
+    assert_same_bits((ours, state.inner_state), (theirs, expected))
+
+
+def test_any_precision_adamw_follows_the_published_algorithm_in_bfloat16_with_kahan_summation():
+    """float32 and float64 round a few sums to two sides of a tie; the others have the same bits after 50 steps."""
+    rng = np.random.default_rng(0)
+    p = jnp.asarray(rng.normal(size=5000), jnp.bfloat16)
+    grads = [jnp.asarray(rng.normal(size=5000) + 1, jnp.float32) for _ in range(50)]
+    options = {"weight_decay": 0.1, "momentum_dtype": jnp.bfloat16}
+    now, state = trained(mpx.any_precision_adamw(1e-2, use_kahan_summation=True, **options), p, grads)
+    expected, compensation, mu, nu = kahan_adamw_in_numpy(grads, np.asarray(p), 50)
+    moments = [optax.tree.get(state, name) for name in ("mu", "nu")]
+    for ours, theirs in zip([now, *moments], [expected, mu, nu], strict=True):
+        assert (np.asarray(ours) == theirs).mean() > 0.99
+    best = np.asarray(mpx.master_params(now, state), np.float64)
+    np.testing.assert_allclose(best, expected.astype(np.float64) + compensation.astype(np.float64), atol=1e-4)
+    # Negative control: without the compensation most parameters end elsewhere.
+    without, _ = trained(mpx.any_precision_adamw(1e-2, **options), p, grads)
+    assert (np.asarray(without) != expected).mean() > 0.5
+
+
+def test_any_precision_adamw_has_the_defaults_of_torchdistx():
+    """lr 1e-3, betas 0.9 and 0.999, eps 1e-8, no decay, no Kahan summation, float32 momentum, bfloat16 variance."""
+    p = jnp.ones(3, jnp.bfloat16)
+    state = mpx.any_precision_adamw().init(p)
+    assert optax.tree.get(state, "mu").dtype == np.float32
+    assert optax.tree.get(state, "nu").dtype == jnp.bfloat16
+    assert optax.tree.get(state, "compensation") is None
+    g, theirs = jnp.full(3, 0.3), optax.adamw(1e-3, 0.9, 0.999, 1e-8, weight_decay=0.0)
+    expected, _ = theirs.update(g, theirs.init(jnp.ones(3)), jnp.ones(3))
+    assert_same_bits(mpx.any_precision_adamw().update(g, state, p)[0], expected)
+    kahan = mpx.any_precision_adamw(use_kahan_summation=True).init(p)
+    assert optax.tree.get(kahan, "compensation").dtype == jnp.bfloat16
+
+
+def test_any_precision_adamw_knows_its_moments_whatever_parameters_are_called_and_can_round_them_stochastically():
+    start = {"mu": jnp.ones(8, jnp.bfloat16), "nu": jnp.ones(8, jnp.bfloat16)}
+    tx = mpx.any_precision_adamw(momentum_dtype="float16", rounding="stochastic", key=jax.random.key(0))
+    state = tx.init(start)
+    assert {x.dtype for x in state.inner_state[0].mu.values()} == {np.dtype(np.float16)}
+    assert {x.dtype for x in state.inner_state[0].nu.values()} == {np.dtype(jnp.bfloat16)}
+    _, new = tx.update(start, state, start)
+    assert (state.key != new.key).any()
