@@ -21,7 +21,7 @@ from benchmarks.optimizer_step import make_shapes
 from benchmarks.reading import absent_figures, start_compiler
 from benchmarks.report import Row, Sheet
 from benchmarks.workers import run_worker
-from mpx.tools.plan.recipes import STANDARD_RECIPES
+from mpx._recipes import RECIPES
 
 LEARNING_RATE, WEIGHT_DECAY = 1e-3, 1e-4
 FLASH_BITS = {"flashoptim-24": 24, "flashoptim-32": 32}
@@ -72,9 +72,12 @@ def make_optimizer(peer: str) -> Optimizer:
         return Optimizer(jnp.bfloat16, flash.init, lambda grads, state, params: flash.step(params, state, grads))
     dtype = jnp.float32 if peer == "optax-f32" else jnp.bfloat16
     tx = optax.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY, mu_dtype=dtype if peer.startswith("optax") else None)
-    recipe = STANDARD_RECIPES.get(peer)
-    tx = recipe.wrap(tx) if recipe else tx
-    if recipe and recipe.formats_moments:  # kernels are for moments in blocks; without them they gain nothing
+    recipe = RECIPES.get(peer)
+    if recipe is not None:
+        tx = mpx.mixed_precision(tx, peer, key=jax.random.key(0) if recipe.rounds_at_random else None)
+    if (
+        recipe is not None and recipe.moments is not None
+    ):  # kernels are for moments in blocks; without them they gain nothing
         return Optimizer(dtype, tx.init, mpx.fused_update(tx))
 
     def step(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from mpx import _errors, _tables, _trees
 from mpx._dtypes import DTYPE_NAMES, bytes_of, dtype_or_none, half_dtype
 from mpx._fp8 import RESULTS, Fp8
-from mpx._recipes import RECIPES, nearest, require_recipe
+from mpx._recipes import RECIPES, nearest
 
 T = TypeVar("T")
 
@@ -153,7 +153,8 @@ class Policy:
 
     def _require_policy_of(self, recipe: str) -> None:
         """Raise unless a recipe of this name stores parameters as this policy does."""
-        require_recipe(recipe, "Policy")
+        if recipe not in RECIPES:
+            raise ValueError(f"`Policy`: there is no recipe {recipe!r}. {nearest(recipe)}")
         stored = get_policy(RECIPES[recipe].policy).param_dtype
         if self.param_dtype != stored:
             raise ValueError(

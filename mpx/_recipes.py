@@ -91,12 +91,6 @@ def recipes() -> Recipes:
     return Recipes(RECIPES)
 
 
-def require_recipe(name: str, caller: str) -> None:
-    """Raise unless a recipe has this name."""
-    if name not in RECIPES:
-        raise ValueError(f"`{caller}`: there is no recipe {name!r}. {nearest(name)}")
-
-
 def nearest(name: str) -> str:
     """Return a sentence with the recipes whose names are near to a wrong one, or with all of them."""
     found = difflib.get_close_matches(name, RECIPES, n=2)

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 import mpx
-from mpx.tools.plan import STANDARD_RECIPES
+from mpx._recipes import RECIPES
 from tests.pages import (
     BLOCK,
     ROOT,
@@ -171,11 +171,10 @@ def test_the_recipes_of_a_page_have_the_names_and_bytes_of_the_table_in_mpx(page
     rows = re.findall(r"^\| `([\w-]+)` \| [^|]+ \| ([\d.]+) \|", page.read_text(), re.MULTILINE)
     params = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}
     for name, stated in rows:
-        recipe = STANDARD_RECIPES[name]
-        found = mpx.compare_plans(params, recipes={name: recipe}).plans[name].total_bytes / 4096**2
+        found = mpx.compare_plans(params, recipes=[name]).plans[name].total_bytes / 4096**2
         assert round(found, 2) == float(stated), name
     if page != README:
-        assert {name for name, _ in rows} == set(STANDARD_RECIPES)
+        assert {name for name, _ in rows} == set(RECIPES)
 
 
 @pytest.mark.parametrize("module", ["mpx", "mpx.formats", "mpx.monitor", "mpx.doctor", "mpx.plot", "mpx.states"])

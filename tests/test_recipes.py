@@ -102,7 +102,7 @@ REFUSED = [
     (lambda: mpx.get_policy("bf16-spilt"), "Did you mean 'bf16-split'"),
     (lambda: mpx.autocast(jnp.sum, "bf16-spilt"), "Did you mean 'bf16-split'"),
     (lambda: mpx.mixed_precision(optax.sgd(1.0), "bf-16"), "Is it to be a recipe|is it to be a recipe"),
-    (lambda: mpx.compare_plans(1000, recipes=["bf16-spilt"]), "no recipe 'bf16-spilt'. Did you mean"),
+    (lambda: mpx.compare_plans(1000, recipes=["bf16-spilt"]), "Did you mean 'bf16-split'"),
     (lambda: mpx.get_policy("bf16-split,params=f32"), "'bf16-split' stores parameters in bfloat16, but got"),
     (lambda: mpx.Policy("f32", "f32", "f32", recipe="mine"), "there is no recipe 'mine'. The recipes are bf16-split"),
     (lambda: mpx.mixed_precision(optax.sgd(1.0), "bf16-split24-8bit"), "rounds at random and needs a PRNG key"),

@@ -1,7 +1,5 @@
 """Check in which dtype eight GPUs gather weights and add up gradients, in the programs that XLA compiles for them."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +9,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpx
-from mpx.tools.plan import STANDARD_RECIPES
 from mpx.tools.program import target_devices
 from tests.helpers import stepper
 
@@ -132,9 +129,9 @@ def bytes_a_parameter(report, count):
     return tuple(sums.values())
 
 
-def fsdp_step(mesh, recipe):
+def fsdp_step(mesh, tx, name):
     """Return the report of a step with everything sharded, whose weights are gathered where they are used."""
-    policy, tx = mpx.get_policy(recipe.policy), recipe.wrap(optax.adamw(1e-3))
+    policy = mpx.get_policy(name)
     loss = mpx.autocast(layers(lambda w: jax.sharding.reshard(w, P())), policy)
     params = {name: placed_on(mesh, shape, policy.param_dtype, P("data")) for name, shape in SHAPES.items()}
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
@@ -149,10 +146,10 @@ def fsdp_step(mesh, recipe):
     return mpx.step_report(step, params, state, x, target="h200", donate_argnums=(0, 1))
 
 
-def zero1_step(mesh, recipe):
+def zero1_step(mesh, tx, name):
     """Return the report of a step with a sharded state."""
-    policy = mpx.get_policy(recipe.policy)
-    loss, tx = mpx.autocast(layers(lambda w: w), policy), mpx.zero1(recipe.wrap(optax.adamw(1e-3)), mesh)
+    policy = mpx.get_policy(name)
+    loss, tx = mpx.autocast(layers(lambda w: w), policy), mpx.zero1(tx, mesh)
     params = {name: placed_on(mesh, shape, policy.param_dtype, P()) for name, shape in SHAPES.items()}
     state = jax.eval_shape(tx.init, params)
     shardings = mpx.zero1_shardings(params, state, mesh)
@@ -168,19 +165,16 @@ def zero1_step(mesh, recipe):
     return mpx.step_report(step, params, state, x, target="h200", donate_argnums=(0, 1))
 
 
-REDUCED = dataclasses.replace(STANDARD_RECIPES["bf16-split"], policy="params=bf16,compute=bf16,output=f32,reduce=bf16")
-
-
 @pytest.mark.parametrize("sharding", ["fsdp", "zero1"])
-@pytest.mark.parametrize("name", ["f32", "bf16-split-8bit", "fp8", "reduce=bf16"])
+@pytest.mark.parametrize("name", ["f32", "bf16-split-8bit", "fp8", "bf16-split,reduce=bf16"])
 def test_a_plan_says_how_many_bytes_a_step_sends(h200, name, sharding):
-    recipe = REDUCED if name == "reduce=bf16" else STANDARD_RECIPES[name]
+    tx = mpx.mixed_precision(optax.adamw(1e-3), name)
     is_fsdp = sharding == "fsdp"
     mesh = Mesh(np.array(h200), ("data",), axis_types=(AxisType.Explicit if is_fsdp else AxisType.Auto,))
     shapes = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()}
     options = {"axis": None, "param_specs": P("data")} if is_fsdp else {}
-    plan = mpx.memory_plan(shapes, recipe.wrap(optax.adamw(1e-3)), recipe.policy, mesh=mesh, **options)
-    report = fsdp_step(mesh, recipe) if is_fsdp else zero1_step(mesh, recipe)
+    plan = mpx.memory_plan(shapes, tx, name, mesh=mesh, **options)
+    report = fsdp_step(mesh, tx, name) if is_fsdp else zero1_step(mesh, tx, name)
     found = bytes_a_parameter(report, plan.parameters)
     assert found == pytest.approx((plan.gathered_bytes_a_parameter, plan.summed_bytes_a_parameter), rel=0.01)
 

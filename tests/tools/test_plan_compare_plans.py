@@ -5,7 +5,9 @@ import optax
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
-from mpx.tools.plan import STANDARD_RECIPES, compare_plans, memory_plan
+import mpx
+from mpx._recipes import RECIPES
+from mpx.tools.plan import compare_plans, memory_plan
 
 pytestmark = pytest.mark.optax_promotion
 
@@ -14,18 +16,17 @@ MESH = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
 
 def test_each_plan_is_that_of_its_recipe():
     comparison = compare_plans(2**16, optax.lion(1e-3), mesh=MESH)
-    assert list(comparison.plans) == list(STANDARD_RECIPES)
-    for name, plan in comparison.plans.items():
-        recipe = STANDARD_RECIPES[name]
-        assert plan == memory_plan(2**16, recipe.wrap(optax.lion(1e-3)), recipe.policy, mesh=MESH)
+    assert list(comparison.plans) == list(RECIPES)
+    tx = mpx.mixed_precision(optax.lion(1e-3), "bf16-split-8bit")
+    assert comparison.plans["bf16-split-8bit"] == memory_plan(2**16, tx, "bf16-split-8bit", mesh=MESH)
     assert str(comparison).startswith("Memory to train 65,536 parameters, in MB")
     assert comparison.as_dict()["plans"] == {name: plan.as_dict() for name, plan in comparison.plans.items()}
 
 
 def test_a_rule_without_moments_has_no_recipe_for_them():
-    without = set(STANDARD_RECIPES) - {"bf16-split-8bit", "bf16-split24-8bit", "bf16-split24-4bit", "bf16-kahan"}
+    without = set(RECIPES) - {"bf16-split-8bit", "bf16-split24-8bit", "bf16-split24-4bit", "bf16-kahan"}
     assert set(compare_plans(1000, optax.sgd(0.1)).plans) == without
-    assert set(compare_plans(1000, optax.sgd(0.1, momentum=0.9)).plans) == set(STANDARD_RECIPES)
+    assert set(compare_plans(1000, optax.sgd(0.1, momentum=0.9)).plans) == set(RECIPES)
 
 
 def test_a_function_is_traced_once():
@@ -43,8 +44,7 @@ def test_a_function_is_traced_once():
     ],
 )
 def test_the_table_adds_up_and_says_what_fits(memory, header, cells):
-    recipes = {"masters": STANDARD_RECIPES["bf16-masters"]}
-    title, *lines = str(compare_plans(10**6, recipes=recipes, usable_bytes=memory)).splitlines()
+    title, *lines = str(compare_plans(10**6, recipes=["bf16-masters"], usable_bytes=memory)).splitlines()
     assert title == "Memory to train 1,000,000 parameters, in MB"
-    assert lines[0] == f"recipe   {header}"
-    assert lines[1].split() == ["masters", *cells]
+    assert lines[0] == f"recipe        {header}"
+    assert lines[1].split() == ["bf16-masters", *cells]

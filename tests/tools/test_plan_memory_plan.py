@@ -16,7 +16,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpx
-from mpx.tools.plan import STANDARD_RECIPES, memory_plan
+from mpx import _recipes
+from mpx.tools.plan import memory_plan
 from tests.helpers import eight_cpu_devices
 
 pytestmark = pytest.mark.optax_promotion
@@ -54,7 +55,8 @@ TRANSFORMATIONS = {
     "partition": labelled(mpx.master_weights(ADAMW), optax.sgd(0.1, momentum=0.9)),
     "adafactor": mpx.upcast(optax.adafactor(1e-2, min_dim_size_to_factor=4)),
 }
-RECIPES = {name: (recipe.wrap(ADAMW), recipe.policy) for name, recipe in STANDARD_RECIPES.items()}
+KEYS = {name: jax.random.key(0) if recipe.rounds_at_random else None for name, recipe in _recipes.RECIPES.items()}
+RECIPES = {name: (mpx.mixed_precision(ADAMW, name, key=key), name) for name, key in KEYS.items()}
 F16 = "params=f16,compute=f16,output=f32"
 RECIPES |= {"float16 parameters": (mpx.mixed_precision(ADAMW, F16), F16)}
 CASES = RECIPES | {name: (tx, BF16) for name, tx in TRANSFORMATIONS.items()}

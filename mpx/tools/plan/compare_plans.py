@@ -10,7 +10,7 @@ import optax
 from mpx import _errors
 from mpx._mixed_precision import MOMENTS, mixed_precision
 from mpx._policy import get_policy
-from mpx._recipes import RECIPES, require_recipe
+from mpx._recipes import RECIPES
 from mpx._tables import Result, Table, digits, shown, unit_for
 from mpx.tools.plan.memory_plan import MemoryPlan, evaluate, memory_plan
 
@@ -107,6 +107,6 @@ def compare_plans(
 
 
 def _plan(model: Any, rule: optax.GradientTransformation, name: str, options: dict[str, Any]) -> MemoryPlan:
-    require_recipe(name, "compare_plans")
-    key = jax.random.key(0) if RECIPES[name].rounds_at_random else None
-    return memory_plan(model, mixed_precision(rule, name, key=key), get_policy(name), **options)
+    policy = get_policy(name)
+    key = jax.random.key(0) if policy.recipe and RECIPES[policy.recipe].rounds_at_random else None
+    return memory_plan(model, mixed_precision(rule, policy, key=key), policy, **options)
