@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.typing import ArrayLike
 
 from mpx import _trees
 
@@ -106,6 +107,18 @@ def needing_a_scale(values: list[Any], name: str) -> list[Any]:
     identity = jax.custom_jvp(lambda values: values)
     identity.defjvp(checked)
     numbers, put = _trees.taken_out(values, lambda x: jnp.issubdtype(x.dtype, jnp.inexact))
+    return put(identity(numbers))
+
+
+def with_cotangents_times(arrays: list[Any], factor: ArrayLike) -> list[Any]:
+    """Return the arrays, whose cotangents are multiplied by a number in float32.
+
+    The rule is one of reverse mode alone: tangents would have to be multiplied too, which only shrinks them in float16.
+    """
+    identity = jax.custom_vjp(lambda arrays: arrays)
+    multiplied = lambda x: (_trees.at_least_float32(x) * factor).astype(x.dtype)
+    identity.defvjp(lambda arrays: (arrays, None), lambda _, cotangents: (jax.tree.map(multiplied, cotangents),))
+    numbers, put = _trees.taken_out(arrays, lambda x: jnp.issubdtype(x.dtype, jnp.inexact))
     return put(identity(numbers))
 
 

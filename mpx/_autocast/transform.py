@@ -25,7 +25,7 @@ from mpx._autocast.rules import DEFAULT_RULES, Rule, can_narrow, known_names
 from mpx._dtypes import dtype_or_none
 from mpx._fp8 import Fp8
 from mpx._jaxprs import called_jaxpr, dtype_of, open_jaxpr
-from mpx._loss_scale import NoOpLossScale
+from mpx._loss_scale import NoOpLossScale, StaticLossScale, require_powers_of_two
 from mpx._policy import Policy, get_policy
 from mpx._primitives import facts_of
 
@@ -42,7 +42,7 @@ class Autocast:
     settings: Settings
     policy: Policy | None  # if the user gave one, and not a dtype
     checkpoint: Callable[..., Any] | None  # a policy of `jax.checkpoint`
-    loss_scale: NoOpLossScale | None  # if the user says that float16 needs no scale from `value_and_grad`
+    loss_scale: NoOpLossScale | StaticLossScale | None  # if float16 needs no scale from `value_and_grad`
 
     def run(self, traced: "Traced", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of the function for the arguments it was traced with."""
@@ -53,7 +53,11 @@ class Autocast:
             evaluate = jax.checkpoint(evaluate, policy=self.checkpoint)
         # The mark tells an autocast around this one that precisions are decided here.
         with jax.named_scope(MARK):
-            values = evaluate(traced.arrays)
+            scale = self.loss_scale.loss_scale if isinstance(self.loss_scale, StaticLossScale) else None
+            arrays = traced.arrays if scale is None else differentiation.with_cotangents_times(traced.arrays, 1 / scale)
+            values = evaluate(arrays)
+            if scale is not None:
+                values = differentiation.with_cotangents_times(values, scale)
             if self.needs_a_scale and traced.plan.changes:
                 values = differentiation.needing_a_scale(values, _name(self.fun))
         in_place.hand_back((args, kwargs), [c._replace(after=values[c.result]) for c in traced.changes])
@@ -99,11 +103,16 @@ class Autocast:
         return Traced(plan, arrays, treedef, static, changes)
 
     @property
-    def needs_a_scale(self) -> bool:
-        """Return whether the function computes in float16, or may by an override, without a word that it is meant."""
+    def has_float16(self) -> bool:
+        """Return whether the function computes in float16, or may by an override."""
         overrides = self.policy.overrides if self.policy else ()
         dtypes = [self.settings.compute.dtype, *(np.dtype(override) for _, override in overrides)]
-        return self.loss_scale is None and np.dtype(np.float16) in dtypes
+        return np.dtype(np.float16) in dtypes
+
+    @property
+    def needs_a_scale(self) -> bool:
+        """Return whether a gradient needs a scale that nobody has given here."""
+        return self.has_float16 and self.loss_scale is None
 
     def _override(self, name: str, leaf: Any) -> computes.ContractionPrecision | None:
         """Return the precision of contractions with a leaf, if an override of the policy names it."""
@@ -159,7 +168,7 @@ def autocast(
     rules: Mapping[Any, Rule] = DEFAULT_RULES,
     checkpoint: str | Callable[..., Any] | None = None,
     reduce_dtype: DTypeLike | None = None,
-    loss_scale: NoOpLossScale | None = None,
+    loss_scale: NoOpLossScale | StaticLossScale | None = None,
 ) -> F:
     """Run a function in float32, with its contractions in a lower precision: `torch.autocast` for JAX.
 
@@ -195,8 +204,11 @@ def autocast(
             policy says, else float32 if the program may run on more than one device (`jax.set_mesh`, or
             `jax.device_count()`), and the compute dtype on one. It reaches weights that go into a contraction directly,
             reshaped or moved, not `w + lora`.
-        loss_scale: `NoOpLossScale()` says that a float16 function may be differentiated without
-            `mpx.value_and_grad`, because the caller scales the loss himself or wants no scale. None warns, because
+        loss_scale: for a float16 function that somebody differentiates without `mpx.value_and_grad`, such as a
+            trainer with a `jax.grad` of its own. `StaticLossScale(2.0**12)` scales inside of the function: cotangents
+            are multiplied where they enter it, and divided in float32 where they leave, so that the trainer gets true
+            gradients (or infinities, if the scale is too large). It allows no forward mode (`jax.jvp`).
+            `NoOpLossScale()` says that the caller scales the loss himself or wants no scale. None warns, because
             gradients below 6e-8 become zero in float16.
 
     Returns:
@@ -229,7 +241,7 @@ def make_autocast(
     rules: Mapping[Any, Rule],
     checkpoint: str | Callable[..., Any] | None,
     reduce_dtype: DTypeLike | None,
-    loss_scale: NoOpLossScale | None = None,
+    loss_scale: NoOpLossScale | StaticLossScale | None = None,
 ) -> Autocast:
     """Check the arguments of `autocast`, and return the parts of an autocast function."""
     if not callable(fun):
@@ -241,9 +253,17 @@ def make_autocast(
     if reduce_dtype is None and policy is not None:
         reduce_dtype = policy.reduce_dtype
     settings = Settings(compute, _checked_rules(rules), _checked_reduce_dtype(reduce_dtype, compute))
-    if not (loss_scale is None or isinstance(loss_scale, NoOpLossScale)):
-        raise TypeError(f"`autocast`: `loss_scale` must be None or `NoOpLossScale()`, but got {loss_scale!r}.")
-    return Autocast(fun, settings, policy, _checkpoint_policy(checkpoint), loss_scale)
+    if not (loss_scale is None or isinstance(loss_scale, (NoOpLossScale, StaticLossScale))):
+        raise TypeError(
+            "`autocast`: `loss_scale` must be `StaticLossScale(number)`, `NoOpLossScale()` or None, but got "
+            f"{loss_scale!r}. A dynamic scale lives in the optimizer's state: see `mpx.value_and_grad`."
+        )
+    if isinstance(loss_scale, StaticLossScale):
+        require_powers_of_two(loss_scale, "autocast")
+    record = Autocast(fun, settings, policy, _checkpoint_policy(checkpoint), loss_scale)
+    if isinstance(loss_scale, StaticLossScale) and not record.has_float16:
+        raise ValueError(f"`autocast`: `loss_scale` was given, but {compute.name} needs none. Leave it out.")
+    return record
 
 
 def full_precision(fun: F) -> F:

@@ -6,6 +6,7 @@ import pickle
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -147,3 +148,59 @@ def test_full_precision_changes_a_module_whatever_the_dtype_of_the_arguments():
     island(module, jnp.ones(6, jnp.bfloat16))
     assert module.rngs.count[...] == 2
     assert "precision=(Precision.HIGHEST, Precision.HIGHEST)" in str(jax.make_jaxpr(mpx.full_precision(product))(X, W))
+
+
+SMALL = 2.0**-20  # what one example of the batch adds to a gradient; float16 has no number below 2**-24
+
+
+def tiny_loss(params, x):
+    return SMALL * SMALL * (jnp.tanh(x @ params["w"]) @ params["v"]).sum()
+
+
+TINY = {"w": jnp.full((16, 16), 0.1, jnp.float32), "v": jnp.full((16, 8), 0.1, jnp.float32)}
+BATCH = jnp.linspace(-1, 2, 4 * 16, dtype=jnp.float32).reshape(4, 16)
+
+
+def largest_error(grads):
+    wanted = jax.grad(tiny_loss)(TINY, BATCH)
+    errors = jax.tree.map(lambda g, e: jnp.abs(g - e).max() / jnp.abs(e).max(), grads, wanted)
+    return max(jax.tree.leaves(errors))
+
+
+def test_a_static_scale_inside_of_a_float16_function_gives_every_gradient_of_jax_true_numbers():
+    fun = mpx.autocast(tiny_loss, "f16", loss_scale=mpx.StaticLossScale(2.0**40))
+    ways = {
+        "grad": jax.grad(fun),
+        "jit": jax.jit(jax.grad(fun)),
+        "scan": lambda p, x: jax.lax.scan(lambda grads, _: (jax.grad(fun)(p, x), None), p, length=1)[0],
+        "checkpoint": jax.grad(jax.checkpoint(fun)),
+        "mpx": mpx.grad(fun),
+    }
+    assert {name for name, way in ways.items() if largest_error(way(TINY, BATCH)) > 0.01} == set()
+    per_example = jax.vmap(jax.grad(fun), in_axes=(None, 0))(TINY, BATCH[:, None])
+    assert largest_error(jax.tree.map(lambda g: g.sum(0), per_example)) < 0.01
+    assert_same_bits(fun(TINY, BATCH), mpx.autocast(tiny_loss, "f16")(TINY, BATCH))
+
+
+def test_without_a_scale_these_gradients_are_lost():
+    fun = mpx.autocast(tiny_loss, "f16", loss_scale=mpx.NoOpLossScale())
+    assert largest_error(jax.grad(fun)(TINY, BATCH)) == 1.0
+
+
+def test_a_static_scale_that_is_too_large_gives_infinities_which_the_optimizer_skips():
+    fun = mpx.autocast(lambda p, x: tiny_loss(p, x) / SMALL**2, "f16", loss_scale=mpx.StaticLossScale(2.0**40))
+    grads = jax.grad(fun)(TINY, BATCH)
+    tx = mpx.loss_scaling(optax.sgd(1.0), mpx.NoOpLossScale())
+    _, state = tx.update(grads, tx.init(TINY), TINY)
+    assert mpx.skipped_steps(state) == 1
+
+
+def test_a_static_scale_refuses_forward_mode_and_dtypes_that_need_none():
+    fun = mpx.autocast(tiny_loss, "f16", loss_scale=mpx.StaticLossScale(2.0**10))
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(fun, (TINY, BATCH), (TINY, BATCH))
+    assert jax.tree.structure(jax.jvp(jax.grad(fun), (TINY, BATCH), (TINY, BATCH))[1]) == jax.tree.structure(TINY)
+    with pytest.raises(ValueError, match="bf16 needs none"):
+        mpx.autocast(tiny_loss, "bf16", loss_scale=mpx.StaticLossScale(2.0**10))
+    with pytest.raises(TypeError, match="A dynamic scale lives in the optimizer's state"):
+        mpx.autocast(tiny_loss, "f16", loss_scale=mpx.DynamicLossScale())
