@@ -209,22 +209,6 @@ def _leading(path: _trees.Path) -> list[_trees.Path]:
     return [path[:i] for i in range(len(path) + 1)]
 
 
-def require_same_leaves(stored: Any, params: Any, kept_dtype: Callable[[Any], np.dtype | None], caller: str) -> None:
-    """Raise if `params` do not match the arrays that the state keeps for them, in dtype `kept_dtype(parameter)`."""
-    kept, leaves = (_trees.leaves_by_path(tree, _trees.is_masked) for tree in (stored, params))
-    type_of = lambda x: None if _trees.is_masked(x) else (x.dtype, x.shape)
-    fit = lambda x, p: type_of(x) == (None if kept_dtype(p) is None else (kept_dtype(p), p.shape))
-    wrong = mismatches(kept, leaves, fit, "the state keeps")
-    if wrong:
-        what = f"`{caller}`: the state was made for other parameters"
-        remedy = (
-            "Call `init` with the new parameters, or pass the parameters of this state. If `storage` or `dtype` of the "
-            "wrapper changed, use `convert_state`. If a dtype of the parameters changed: `optax.apply_updates` keeps "
-            "dtypes (`equinox.apply_updates` does not), and `Policy.cast_to_param` restores them."
-        )
-        raise leaves_error(ValueError, what, wrong, remedy, params)
-
-
 def require_differentiable(grads: Any, caller: str) -> None:
     """Raise if gradients are integers, booleans or float0."""
     is_wrong = lambda g: hasattr(g, "dtype") and not jnp.issubdtype(g.dtype, jnp.inexact)

@@ -113,7 +113,7 @@ def _of_the_rule(leaves: list[StateLeaf]) -> list[StateLeaf]:
     return [leaf for leaf in leaves if not (leaf.declared and leaf.role in _OF_WRAPPERS)]
 
 
-_stored = jax.jit(lambda weight, way, dtype: way.store(weight, dtype), static_argnums=(1, 2))
+_stored = jax.jit(lambda weight, storage, dtype: storage.store(weight, dtype), static_argnums=(1, 2))
 _cast = jax.jit(cast_nearest, static_argnums=1)
 _decoded = jax.jit(StoredLeaf.decode)
 
@@ -130,7 +130,7 @@ def _moved_weights(
     for path, p in _trees.leaves_by_path(params).items():
         if not _trees.is_floating(p):
             continue
-        had, has = (leaves[path].way if path in leaves else None for leaves in (old, new))
+        had, has = (leaves[path].storage if path in leaves else None for leaves in (old, new))
         new_p, kept = p, old[path].leaf if path in old else None
         if had != has or p.dtype != wanted[path].dtype:
             near = p if kept is None else kept

@@ -42,7 +42,7 @@ def master_params(params: T, opt_state: optax.OptState) -> T:
         if not _trees.is_floating(p):
             return p
         kept = stored.get(path)
-        return _trees.at_least_float32(p) if kept is None else kept.way.restore(p, kept.leaf)
+        return _trees.at_least_float32(p) if kept is None else kept.storage.restore(p, kept.leaf)
 
     return jax.tree.map_with_path(restore, params, is_leaf=_trees.is_masked)
 
@@ -64,7 +64,7 @@ def is_synced(params: Any, opt_state: optax.OptState) -> jax.Array:
     """
     leaves = _trees.leaves_by_path(params)
     kept = _kept_by_path(params, opt_state, "is_synced")
-    belongs = {path: found.way.belongs(leaves[path], found.leaf) for path, found in kept.items()}
+    belongs = {path: found.storage.belongs(leaves[path], found.leaf) for path, found in kept.items()}
     untold = {
         path: f"{shown(kept[path].leaf)} fits any {shown(leaves[path])}" for path, x in belongs.items() if x is None
     }
@@ -95,7 +95,7 @@ def resync(params: Any, opt_state: T) -> T:
     """
     leaves = _trees.leaves_by_path(params)
     fresh = {
-        kept.path: _trees.placed_like(kept.way.fresh(leaves[path]), kept.leaf)
+        kept.path: _trees.placed_like(kept.storage.fresh(leaves[path]), kept.leaf)
         for path, kept in _kept_by_path(params, opt_state, "resync").items()
     }
     return jax.tree.map_with_path(lambda path, leaf: fresh.get(path, leaf), opt_state)

@@ -8,7 +8,7 @@ import jax
 from mpx import _trees
 from mpx._stored.roles import KEPT_OF_WEIGHTS, ROLES, Role, role_by_name, role_of_field
 from mpx._stored.state_format import is_stored
-from mpx._stored.weights import KeptWeight, way_of
+from mpx._stored.weights import KeptWeight, storage_of
 
 # Fields with these roles are found by the type of their state only, so a state that has lost its type is refused.
 _TYPED_ROLES = {"master", "compensation", "loss scale"}
@@ -27,9 +27,9 @@ class StateLeaf(NamedTuple):
     wrapped: bool = False  # whether it stands somewhere in such a state
 
     @property
-    def way(self) -> KeptWeight:
+    def storage(self) -> KeptWeight:
         """How the state keeps a weight, if this is what it keeps of one."""
-        return way_of(self.role, self.leaf.dtype)
+        return storage_of(self.role, self.leaf.dtype)
 
 
 def leaves_of(state: Any) -> list[StateLeaf]:

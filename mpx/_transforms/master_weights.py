@@ -1,6 +1,5 @@
 """`master_weights`: keep float32 weights in the state, or the bits that bfloat16 parameters lack."""
 
-import functools
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -12,7 +11,15 @@ from jax.typing import DTypeLike
 from mpx import _errors, _trees
 from mpx._noise import kept_key, key_of_step
 from mpx._stored.roles import register_state
-from mpx._stored.weights import LowBits, Master, WholeMaster, way_of
+from mpx._stored.weights import (
+    KeptWeight,
+    LowBits,
+    WholeMaster,
+    fresh_tree,
+    land_tree,
+    require_kept,
+    restore_tree,
+)
 from mpx._transforms.float32_world import require_no_rounding_inside, run_in_float32, stable_state, upcast_tree
 
 Storage = Literal["full", "split", "split24"]
@@ -103,58 +110,29 @@ def master_weights(
     inner = run_in_float32(inner, dtype, "master_weights")
     key = None if key is None else _errors.one_key(key, "master_weights")
 
-    def way_for(p) -> Master | None:  # None: the parameter is its own master
+    def storage_for(p) -> KeptWeight | None:  # None: the parameter is its own master
         if not _trees.is_narrower(p, dtype):
             return None
         return _LOW_BITS[storage] if storage in _LOW_BITS and p.dtype == jnp.bfloat16 else WholeMaster(dtype)
 
-    def kept_dtype(p):
-        way = way_for(p)
-        return way and way.dtype
-
-    def first(p):
-        way = way_for(p)
-        return optax.MaskedNode() if way is None else way.fresh(p)
-
     def init_fn(params):
         _require_single_rounding(params, dtype)
-        masters = upcast_tree(params, dtype)
-        stored = jax.tree.map(first, params)
-        inner_state = inner.init(masters)
+        stored = fresh_tree(params, storage_for)
+        inner_state = inner.init(upcast_tree(params, dtype))
         require_no_rounding_inside(inner_state, params, dtype, "master_weights")
         return MasterWeightsState(stable_state(stored, params), inner_state, kept_key(key))
 
     def update_fn(updates, state, params=None, **extra_args):
         _errors.require_step("master_weights", MasterWeightsState, state, params)
-        _errors.require_same_leaves(state.master, params, kept_dtype, "master_weights")
+        require_kept(state.master, params, storage_for, "master_weights")
         _errors.require_gradients(updates, params, "master_weights")
-        masters = _masters(params, state.master)
+        masters = upcast_tree(restore_tree(params, state.master, storage_for), np.dtype(np.float32))
         updates, inner_state = inner.update(updates, state.inner_state, masters, **extra_args)
-        new_masters = optax.apply_updates(masters, updates)
         this_step, next_key = key_of_step(state.master_key, key)
-        step = functools.partial(_step, key=this_step)
-        updates, stored = _trees.map_unzip(step, params, state.master, updates, new_masters)
+        updates, stored = land_tree(params, state.master, updates, storage_for, "master_weights", this_step)
         return updates, MasterWeightsState(stored, inner_state, next_key)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def _masters(params: Any, stored: Any) -> Any:
-    """Return the masters of a tree of parameters, from what the state keeps of them."""
-    own = lambda p: upcast_tree(p, np.dtype(np.float32))
-    restore = lambda p, kept: way_of("master", kept.dtype).restore(p, kept)
-    return jax.tree.map(lambda p, kept: own(p) if _trees.is_masked(kept) else restore(p, kept), params, stored)
-
-
-@functools.partial(jax.jit, inline=True)
-def _step(
-    p: jax.Array, stored: Any, update: jax.Array, new_master: jax.Array, key: jax.Array | None = None
-) -> tuple[jax.Array, Any]:
-    """Return the update of one parameter, and what is stored for it; traced once for all parameters of a shape."""
-    if _trees.is_masked(stored):
-        return update, stored
-    way: Any = way_of("master", stored.dtype)
-    return way.land(p, new_master, key, "master_weights")
 
 
 def _require_single_rounding(params: Any, dtype: np.dtype) -> None:
