@@ -65,7 +65,7 @@ def as_transformation(inner: Any, caller: str) -> optax.GradientTransformationEx
     return optax.with_extra_args_support(inner)
 
 
-def checked(inner: optax.GradientTransformation, caller: str) -> optax.GradientTransformationExtraArgs:
+def with_checked_shapes(inner: optax.GradientTransformation, caller: str) -> optax.GradientTransformationExtraArgs:
     """Return the rule with checks that name gradients and updates of other shapes; JAX would broadcast some.
 
     Gradients may have an axis of examples in front, for a rule that sums over it.
@@ -116,7 +116,7 @@ def not_differentiable(tree: T, message: str) -> T:
     def refuse(primals, tangents):
         raise TypeError(message)
 
-    arrays, put = _trees.taken_out(tree, lambda x: _trees.is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact))
+    arrays, put = _trees.partition_leaves(tree, lambda x: _trees.is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact))
     return put(as_it_is(arrays))
 
 

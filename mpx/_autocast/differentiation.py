@@ -105,7 +105,7 @@ def needing_a_scale(values: list[Any], name: str) -> list[Any]:
 
     identity = jax.custom_jvp(lambda values: values)
     identity.defjvp(checked)
-    numbers, put = _trees.taken_out(values, lambda x: jnp.issubdtype(x.dtype, jnp.inexact))
+    numbers, put = _trees.partition_leaves(values, lambda x: jnp.issubdtype(x.dtype, jnp.inexact))
     return put(identity(numbers))
 
 

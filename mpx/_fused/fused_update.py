@@ -75,7 +75,8 @@ def fused_update(tx: optax.GradientTransformation, *, interpret: bool = False) -
         b          100  XLA                        it is small and has no blocks
         w       16,384  a kernel            14.06
     """
-    return FusedUpdate(_errors.checked(_errors.as_transformation(tx, "fused_update"), "fused_update"), bool(interpret))
+    tx = _errors.with_checked_shapes(_errors.as_transformation(tx, "fused_update"), "fused_update")
+    return FusedUpdate(tx, bool(interpret))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +104,7 @@ class FusedUpdate:
 
     def _placed_by_xla(self, given: _Given, extra_args: dict[str, Any]) -> tuple[Any, Any]:
         """Run under automatic axes: on explicit ones each view inside of a kernel would need a sharding."""
-        arrays, put = _trees.taken_out(extra_args, _trees.is_array)
+        arrays, put = _trees.partition_leaves(extra_args, _trees.is_array)
         step = lambda given, arrays: self._step(given, put(arrays))
         plain = jax.eval_shape(lambda given: _as_it_stands(self.tx, given, extra_args), given)
         mesh = next(filter(None, map(explicit_sharding, jax.tree.leaves(given)))).mesh

@@ -94,7 +94,7 @@ def convert_state(
     _require_same_rule(old, new)
     best = _trees.leaves_by_path(master_params(params, opt_state))
     weights = _moved_weights(params, best, wanted, weights_kept(old), weights_kept(new))
-    filled = {leaf.path: weights[leaf.below][1] for leaf in new if leaf.role in KEPT_OF_WEIGHTS}
+    filled = {leaf.path: weights[leaf.path_of_parameter][1] for leaf in new if leaf.role in KEPT_OF_WEIGHTS}
     for before, after in zip(_of_the_rule(old), _of_the_rule(new), strict=True):
         filled[after.path] = _moved(before.leaf, after.leaf)
     filled |= _carried(old, new)
@@ -110,7 +110,7 @@ _OF_WRAPPERS: tuple[Role, ...] = (*KEPT_OF_WEIGHTS, "loss scale", "key", "count"
 
 
 def _of_the_rule(leaves: list[StateLeaf]) -> list[StateLeaf]:
-    return [leaf for leaf in leaves if not (leaf.declared and leaf.role in _OF_WRAPPERS)]
+    return [leaf for leaf in leaves if not (leaf.owner and leaf.role in _OF_WRAPPERS)]
 
 
 _stored = jax.jit(lambda weight, storage, dtype: storage.store(weight, dtype), static_argnums=(1, 2))
@@ -191,14 +191,14 @@ def _carried(old: list[StateLeaf], new: list[StateLeaf]) -> dict[_trees.Path, An
     """Return the keys and counts of the new state: those of the old one, in their order, if it has them."""
     # Not the loss scale: a static one would never leave a scale that it was given, and settings are leaves beside it.
     carries: tuple[Role, ...] = ("key", "count")
-    before, after = ([leaf for leaf in leaves if leaf.declared and leaf.role in carries] for leaves in (old, new))
+    before, after = ([leaf for leaf in leaves if leaf.owner and leaf.role in carries] for leaves in (old, new))
     kept: defaultdict[Any, list[Any]] = defaultdict(list)
     for leaf in before:
-        kept[leaf.role, leaf.place, leaf.below].append(leaf.leaf)
+        kept[leaf.role, leaf.path_in_rule, leaf.path_of_parameter].append(leaf.leaf)
     type_of = lambda x: (x.shape, x.dtype)
     filled = {}
     for leaf in after:
-        candidates = kept[leaf.role, leaf.place, leaf.below]
+        candidates = kept[leaf.role, leaf.path_in_rule, leaf.path_of_parameter]
         found = candidates.pop(0) if candidates else None
         if found is not None and type_of(found) == type_of(leaf.leaf):
             filled[leaf.path] = found
@@ -271,7 +271,7 @@ def _is_made_as(made: Any, leaf: Any) -> bool:
 
 def _require_same_rule(old: list[StateLeaf], new: list[StateLeaf]) -> None:
     """Raise if two states are not of the same rule; name the first difference."""
-    compared = lambda leaf: leaf and (leaf.place, leaf.leaf.shape, _kind(leaf.leaf))
+    compared = lambda leaf: leaf and (leaf.path_in_rule, leaf.leaf.shape, _kind(leaf.leaf))
     pairs = itertools.zip_longest(_of_the_rule(old), _of_the_rule(new))
     differing = next((pair for pair in pairs if compared(pair[0]) != compared(pair[1])), None)
     if differing is not None:
@@ -292,4 +292,4 @@ def _kind(leaf: Any) -> str:
 
 
 def _described(leaf: StateLeaf | None) -> str:
-    return "nothing more" if leaf is None else f"{'/'.join(leaf.place)!r}: {shown(leaf.leaf)}"
+    return "nothing more" if leaf is None else f"{'/'.join(leaf.path_in_rule)!r}: {shown(leaf.leaf)}"

@@ -21,9 +21,9 @@ class StateLeaf(NamedTuple):
     path: _trees.Path = ()  # in the state
     role: Role = "unknown"
     field: str = ""  # of the innermost state that contains the leaf
-    below: _trees.Path = ()  # the path below that field; the parameter's, if the field is a tree like the parameters
-    place: tuple[str, ...] = ()  # the path without declared wrappers and positions in chains, the same for equal rules
-    declared: bool = False  # whether `register_state` knows that innermost state
+    path_of_parameter: _trees.Path = ()  # below that field, if the field is a tree like the parameters
+    path_in_rule: tuple[str, ...] = ()  # without declared wrappers and positions in chains: the same for equal rules
+    owner: type | None = None  # the type of that innermost state, if `register_state` knows it
     wrapped: bool = False  # whether it stands somewhere in such a state
 
     @property
@@ -39,7 +39,7 @@ def leaves_of(state: Any) -> list[StateLeaf]:
 
 def weights_kept(leaves: Iterable[StateLeaf]) -> dict[_trees.Path, StateLeaf]:
     """Return what a state keeps of the parameters (masters, low bits, compensations), by their paths."""
-    return {leaf.below: leaf for leaf in leaves if leaf.role in KEPT_OF_WEIGHTS}
+    return {leaf.path_of_parameter: leaf for leaf in leaves if leaf.role in KEPT_OF_WEIGHTS}
 
 
 def require_types(opt_state: Any, caller: str) -> None:
@@ -79,10 +79,11 @@ def _child(here: StateLeaf, key: _trees.Path, child: Any) -> StateLeaf:
     """Return what is known of a child of a node."""
     node, path, name = here.leaf, here.path + key, jax.tree_util.keystr(key, simple=True)
     if here.field:  # below a field, which decides the role
-        place = here.place if _trees.is_box(node) else (*here.place, _named(node, name))
-        return here._replace(leaf=child, path=path, below=here.below + key, place=place)
-    declared = type(node) in ROLES
-    wrapped = here.wrapped or declared
+        in_rule = here.path_in_rule if _trees.is_box(node) else (*here.path_in_rule, _named(node, name))
+        of_parameter = here.path_of_parameter + key
+        return here._replace(leaf=child, path=path, path_of_parameter=of_parameter, path_in_rule=in_rule)
+    owner = type(node) if type(node) in ROLES else None
+    wrapped = here.wrapped or owner is not None
     if isinstance(key[0], jax.tree_util.GetAttrKey):
         role = role_of_field(type(node), name)
     elif isinstance(node, Mapping) and _is_state(here.path) and not _holds_states(child):
@@ -90,10 +91,10 @@ def _child(here: StateLeaf, key: _trees.Path, child: Any) -> StateLeaf:
     else:
         role = "inner"
     if role == "inner":
-        place = here.place if declared or type(node) is tuple else (*here.place, _named(node, name))
-        return here._replace(leaf=child, path=path, place=place, wrapped=wrapped)
-    place = (_named(node, name),) if declared else (*here.place, _named(node, name))
-    return StateLeaf(child, path, role, name, place=place, declared=declared, wrapped=wrapped)
+        in_rule = here.path_in_rule if owner or type(node) is tuple else (*here.path_in_rule, _named(node, name))
+        return here._replace(leaf=child, path=path, path_in_rule=in_rule, wrapped=wrapped)
+    in_rule = (_named(node, name),) if owner else (*here.path_in_rule, _named(node, name))
+    return StateLeaf(child, path, role, name, path_in_rule=in_rule, owner=owner, wrapped=wrapped)
 
 
 def _is_state(path: _trees.Path) -> bool:

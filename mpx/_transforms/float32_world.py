@@ -40,7 +40,7 @@ def run_in_float32(inner: Any, dtype: np.dtype, caller: str) -> optax.GradientTr
             raise
         return upcast_tree(updates, dtype), keep_types(state, new_state)
 
-    return _errors.checked(optax.GradientTransformationExtraArgs(init_fn, update_fn), caller)
+    return _errors.with_checked_shapes(optax.GradientTransformationExtraArgs(init_fn, update_fn), caller)
 
 
 def require_no_rounding_inside(state: Any, params: Any, dtype: np.dtype, caller: str) -> None:

@@ -97,7 +97,7 @@ def loss_scaling(
     References:
         Micikevicius et al. 2018, Mixed Precision Training (arXiv 1710.03740); `torch.amp.GradScaler`.
     """
-    inner = _errors.checked(_errors.as_transformation(inner, "loss_scaling"), "loss_scaling")
+    inner = _errors.with_checked_shapes(_errors.as_transformation(inner, "loss_scaling"), "loss_scaling")
     start = DynamicLossScale() if loss_scale is None else loss_scale
     require_powers_of_two(start, "loss_scaling")
     state_type = type(start.init())  # made here too, so that a start out of bounds is refused at once

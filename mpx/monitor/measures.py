@@ -175,7 +175,7 @@ def _behind_barrier(tree: T) -> T:
     readers. Bits pass through the barrier, not floating-point numbers: with those, XLA on CPU moves the reshaping of a
     gradient of one column, and LLVM contracts another product of the optimizer.
     """
-    leaves, put = _trees.taken_out(tree, _trees.is_floating)
+    leaves, put = _trees.partition_leaves(tree, _trees.is_floating)
     floats = [jnp.asarray(x) for x in leaves]
     bits = lax.optimization_barrier([x.view(f"uint{8 * x.dtype.itemsize}") for x in floats])
     return put([hidden.view(x.dtype) for hidden, x in zip(bits, floats, strict=True)])
