@@ -73,20 +73,13 @@ def value_and_grad(
         A function of the arguments of `fun` that returns `(loss, grads)`, or `((loss, aux), grads)`.
 
     Raises:
-        ValueError: if the scale, or a dynamic scale's factor or bounds, are not powers of two, because unscaling would
-            round gradients; if the function computes in float16 without a loss scale (pass `NoOpLossScale()` to go
-            without one); at the call, if an autocast function changes an argument and `jax.value_and_grad` would lose
-            the change.
-        TypeError: if `loss_scale` is not a loss scale; at the call, if an argument has leaves that `jax.value_and_grad`
-            cannot differentiate, or `fun` does not return a real floating scalar.
+        ValueError: if the function computes in float16 without a loss scale (pass `NoOpLossScale()` to go without); at
+            the call, if an autocast function changes an argument and `jax.value_and_grad` would lose the change.
 
     Example:
         >>> loss, grads = value_and_grad(lambda w: (w**2).sum(), StaticLossScale(2.0**10))(jnp.float16([1, 2]))
         >>> loss, grads
         (Array(5., dtype=float16), Array([2048., 4096.], dtype=float32))
-
-    References:
-        Micikevicius et al. 2018, Mixed Precision Training (arXiv 1710.03740).
     """
     loss_scale = NoOpLossScale(skips_bad_steps=False) if loss_scale is None else loss_scale
     require_powers_of_two(loss_scale, "value_and_grad")

@@ -224,10 +224,6 @@ class DynamicLossScale(LossScale):
         hysteresis: how many bad steps, since the last growth, it takes to shrink.
         bad_steps: scalar, bad steps since the last growth; an int32 array if `hysteresis` is above 1, else not counted.
 
-    Raises:
-        ValueError: if `period` or `hysteresis` is not an integer above 0, `factor` is not above 1, or the minimum is
-            above the maximum.
-
     Example:
         >>> scale = DynamicLossScale(period=2)
         >>> for finite in (True, True, False, False):

@@ -47,11 +47,6 @@ class Policy:
         reduce_dtype: the dtype of gradients of weights while they are added up, over devices too, as under
             `autocast`. None: float32 if the program may run on more than one device.
 
-    Raises:
-        TypeError: if an override is not a pair.
-        ValueError: if a dtype is not a floating-point dtype of 16 bits or more, or a pattern is not a regular
-            expression.
-
     Example:
         >>> policy = Policy(jnp.bfloat16, jnp.bfloat16, jnp.float32, overrides=(("norm", jnp.float32),))
         >>> params = policy.cast_to_param({"dense": jnp.ones(2), "norm": jnp.ones(2), "step": jnp.zeros((), int)})
@@ -177,9 +172,6 @@ def get_policy(text: str, *, overrides: tuple[tuple[str, DTypeLike], ...] = ()) 
     Args:
         text: the string. `get_policy(str(policy))` is the same policy again.
         overrides: more overrides, as in `Policy`.
-
-    Raises:
-        ValueError: if `text` breaks the grammar.
 
     Example:
         >>> get_policy("c=f16").param_dtype, get_policy("c=f16").output_dtype

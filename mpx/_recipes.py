@@ -116,10 +116,6 @@ def any_precision_adamw(
     Returns:
         A transformation. With float32 everywhere it emits the updates of `optax.adamw`, to the bit.
 
-    Raises:
-        ValueError: if a dtype is not in these lists, or `rounding` and `key` do not go together; at `init`, if
-            `variance_dtype` is float16.
-
     Example:
         >>> tx = any_precision_adamw(1e-3, use_kahan_summation=True, momentum_dtype=jnp.bfloat16)
         >>> state = tx.init({"w": jnp.ones(4, jnp.bfloat16)})

@@ -40,9 +40,8 @@ def fused_update(tx: optax.GradientTransformation, *, interpret: bool = False) -
     scale of a block before its codes, so it reads gradients and moments twice. Here a kernel holds whole blocks and
     does the whole step on them, for any optimizer that treats each element by itself. XLA computes all other leaves:
     small ones without blocks, and leaves whose elements the optimizer mixes (sums along an axis, a matrix product, a
-    sort). `plan` says which and why. On one device the norm of all leaves takes a few kernels for each shape, and not
-    one or two for each leaf. State and parameters are written in place: donate them, and return them in the order of
-    the arguments.
+    sort). `plan` says which and why. State and parameters are written in place: donate them, and return them in the
+    order of the arguments.
 
     Kernels are written in Pallas and compiled by Triton. Without a GPU this is `tx.update` and `optax.apply_updates`.
     With several devices, each runs kernels on its own shards, however arrays are sharded, with and without `zero1`.
@@ -57,11 +56,6 @@ def fused_update(tx: optax.GradientTransformation, *, interpret: bool = False) -
         Results are bit-identical to the plain step, unless XLA rewrites one of the two programs: for example, `(m / a)
         / b` as `m / (a * b)`, or the order in which a norm is added up. Call it inside `jax.jit`. It is not
         differentiable.
-
-    Raises:
-        TypeError: if `tx` is not a transformation, or if the step is differentiated. The step raises what `tx.update`
-            raises, before any kernel runs; and a `ValueError` if gradients do not match the parameters in structure or
-            shape.
 
     Example:
         >>> moments = {"mu": Blockwise8bit(), "nu": Blockwise8bit()}

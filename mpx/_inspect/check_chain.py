@@ -33,9 +33,10 @@ def check_chain(tx: optax.GradientTransformation, params: Any = None, **extra_ar
     `master_weights`, `kahan_summation` and `stochastic_rounding` choose the new number of a parameter, and emit the
     update that lands on it. The first two also remember what that number lacks. If such an update is clipped or scaled,
     parameters get out of step with what is remembered, and no error follows; if it becomes zero, the weight that is
-    remembered trains on. `loss_scaling` takes the gradients of a
-    scaled loss: clipping in front of it clips scaled gradients, and an average over steps (`optax.MultiSteps`) never
-    loses a NaN again, so that every later step is skipped. Call this once, where the optimizer is made; it only traces.
+    remembered trains on. `loss_scaling` takes the gradients of a scaled loss: clipping in front of it clips scaled
+    gradients, and an average over steps (`optax.MultiSteps`) never loses a NaN again, so that every later step is
+    skipped. A rule outside of `master_weights` may not keep its state in 16 bits. Call this once, where the optimizer
+    is made; it only traces.
 
     Args:
         tx: the whole transformation.
@@ -44,11 +45,7 @@ def check_chain(tx: optax.GradientTransformation, params: Any = None, **extra_ar
         extra_args: other arguments that `tx.update` needs, such as `value`; arrays or shapes.
 
     Raises:
-        TypeError: if `tx` is not a transformation.
-        ValueError: if updates are changed after one of the three; if something in front of `loss_scaling` is not linear
-            in the gradients, something behind it keeps a state, or some gradients do not go through it, unless the
-            scale is always 1; if a rule outside of `master_weights` keeps its state in 16 bits; if `tx` does
-            not take the small tree, and `params` is None.
+        ValueError: if the chain does any of this, or if `tx` does not take the small tree, and `params` is None.
 
     Example:
         >>> check_chain(optax.chain(optax.clip(1.0), master_weights(optax.adam(1e-3))))
@@ -56,7 +53,7 @@ def check_chain(tx: optax.GradientTransformation, params: Any = None, **extra_ar
         Traceback (most recent call last):
         ...
         ValueError: `check_chain`: the update of 'bias' was final when `kahan_summation` had rounded it, but `mul` \
-changes it after that (2 of 2 such leaves). Put what changes updates inside of `kahan_summation`, or in front of it.
+    changes it after that (2 of 2 such leaves). Put what changes updates inside of `kahan_summation`, or in front of it.
     """
     tx = _errors.as_transformation(tx, "check_chain")
     is_given = params is not None

@@ -40,10 +40,10 @@ def convert_state(
 
     Both transformations must contain the same rule (the same optimizer, with the same options). What mpx puts around it
     may differ, in any nesting and inside of Optax's wrappers too. So may what measures (`mpx.monitor`,
-    `optax.snapshot`): it begins anew. Wrappers and formats of your own are known by `register_state` and `StateFormat`.
+    `optax.snapshot`): it begins anew.
 
     - It moves the weights that `master_params` returns. If the new recipe does not keep what its parameters cannot
-      hold, that is lost, and a warning says how much.
+      hold, that is lost, and a `UserWarning` says how much.
     - The state of the rule is carried over and rounded to nearest where the new recipe stores it in fewer bits. What is
       stored in the same way on both sides keeps its bits.
     - PRNG keys are carried over. The loss scale begins anew, but its count of skipped steps goes on: where `new_tx` has
@@ -67,12 +67,8 @@ def convert_state(
         `new_tx.init(new_params)`.
 
     Raises:
-        TypeError: if `tx` or `new_tx` is not a transformation or `policy` not a policy; inside of `jax.jit`.
-        ValueError: if `opt_state` is not a state of `tx` for these parameters; if the rules differ; if what the new
-            state keeps of a weight matches no parameter (`optax.flatten`); whatever `new_tx.init` raises.
-
-    Warns:
-        UserWarning: if weights change.
+        ValueError: if the rules differ, or if what the new state keeps of a weight matches no parameter
+            (`optax.flatten`).
 
     Example:
         >>> tx = optax.adam(1e-3)

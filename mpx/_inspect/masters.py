@@ -18,16 +18,8 @@ T = TypeVar("T")
 def master_params(params: T, opt_state: optax.OptState) -> T:
     """Return the best float32 values of the parameters: for evaluation, export, or a change of recipe.
 
-    Where the state keeps nothing of a leaf, it becomes the parameter in float32. Leaves that are wider or not floating
-    are returned unchanged.
-
-    Args:
-        params: the parameters.
-        opt_state: the state of the transformation that trains them, of any nesting.
-
-    Raises:
-        TypeError: if `opt_state` is a transformation, or was restored without its types.
-        ValueError: if what the state keeps does not fit the parameters.
+    `opt_state` is the state of the transformation that trains them, of any nesting. Where it keeps nothing of a leaf,
+    the leaf becomes the parameter in float32. Leaves that are wider or not floating are returned unchanged.
 
     Example:
         >>> tx = master_weights(optax.sgd(1e-3))
@@ -52,8 +44,8 @@ def is_synced(params: Any, opt_state: optax.OptState) -> jax.Array:
 
     It is False after parameters were changed from outside (fine-tuning, pruning, a checkpoint of the weights alone):
     the next update would bring the old weights back. Then call `resync`. (A weight that has just fallen almost to zero
-    may be out of sync until the next step, see `master_weights`.) Arguments and errors are as in `master_params`; and
-    it raises a ValueError for low bits (`storage="split"` or `"split24"`), which fit any parameter.
+    may be out of sync until the next step, see `master_weights`.) It raises a ValueError for low bits
+    (`storage="split"` or `"split24"`), which fit any parameter.
 
     Example:
         >>> tx = master_weights(optax.sgd(1e-3))
@@ -84,8 +76,7 @@ def resync(params: Any, opt_state: T) -> T:
     In the state that it returns, masters are exactly the parameters; low bits and Kahan compensations are zero. Moments
     and counts stay. Call it only after such a change: the state forgets what it held beyond the precision of the
     parameters, for unchanged weights too. You must know of the change: split masters cannot tell it (see `is_synced`),
-    and without this a changed weight goes on with the low bits of another, up to 2**-8 of it. Arguments and errors are
-    as in `master_params`.
+    and without this a changed weight goes on with the low bits of another, up to 2**-8 of it.
 
     Example:
         >>> tx = master_weights(optax.sgd(1e-3))

@@ -36,10 +36,8 @@ def zero1(
     Parameters stay replicated along the axis, and the state is sharded. Each device updates its shard with its shard of
     the gradients, and sends the new parameters to the others: 2 bytes for each bfloat16 parameter, not the 4 of a
     float32 update. The state is `inner`'s own, in the same shapes: a checkpoint of eight devices can be restored on
-    three, or without `zero1`.
-
-    An array is sharded along its first axis whose size (on each device, if `param_specs` shards it already) is a
-    multiple of the number of devices. An array without such an axis is replicated, and so is every scalar.
+    three, or without `zero1`. An array is sharded along its first axis whose size (on each device, if `param_specs`
+    shards it already) is a multiple of the number of devices; without such an axis it is replicated.
 
     Any rule works, also one that clips by a global norm, and gradients may have any sharding: XLA sees whole arrays.
     So call it under `jax.jit` or eagerly, not inside `jax.shard_map` over the axis.
@@ -55,11 +53,6 @@ def zero1(
     Returns:
         A transformation with the state of `inner`.
 
-    Raises:
-        TypeError: if `inner` is not a transformation.
-        ValueError: if the mesh has no such axis or a spec uses it; at `init`, if a parameter is sharded otherwise than
-            `param_specs` says; inside `jax.shard_map` over the axis.
-
     Example:
         >>> mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
         >>> tx = zero1(master_weights(optax.adam(1e-3), storage="split"), mesh)
@@ -70,8 +63,7 @@ def zero1(
 
     References:
         Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (arXiv
-        1910.02054), stage 1; Xu et al. 2020, "Automatic Cross-Replica Sharding of Weight Update in Data-Parallel
-        Training" (arXiv 2004.13336).
+        1910.02054), stage 1; Xu et al. 2020 (arXiv 2004.13336).
     """
     inner = _errors.as_transformation(inner, "zero1")
     require_axis(mesh, axis, "zero1")
@@ -128,9 +120,6 @@ def zero1_shardings(
 
     Returns:
         A tree like `opt_state` of `jax.sharding.NamedSharding`s.
-
-    Raises:
-        ValueError: if the mesh has no such axis, or a spec uses it.
 
     Example:
         >>> mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -47,7 +47,7 @@ def assign(state: Any, patterns: Mapping[str, StateFormat], min_size: int) -> As
 
 
 def _with_blocks_of(leaf: Any, format: StateFormat) -> StateFormat:
-    """Return a format with blocks that fit a leaf: those it has, if it is stored, else such that lie in a shard."""
+    """Keep a stored leaf's block size; otherwise choose one that fits a shard."""
     if is_stored(leaf):
         kept: Any = leaf.format
         if not isinstance(format, BlockFormat) or type(kept) is not type(format):

@@ -69,9 +69,10 @@ class StateFormat(abc.ABC):
         return self
 
     def refuses(self, role: Role, shape: tuple[int, ...]) -> str | None:
-        """Return why a leaf cannot be kept so, to end a sentence that begins "These leaves"; None if it can.
+        """Return a reason such as "are second moments, which float16 cannot hold"; None if the format holds the leaf.
 
-        It is asked about each leaf that would be kept so: its role, such as `"second moment"`, and its shape.
+        It is asked about each leaf that would be kept so: its role, such as `"second moment"`, and its shape. The error
+        that follows says "These leaves" and the reason.
         """
         return None
 

@@ -34,19 +34,14 @@ def kahan_summation(dtype: DTypeLike | None = None) -> optax.GradientTransformat
         c_new = y - (p_new - p)
 
     `p + c` follows the sum of all updates to about the precision of both formats together. `c` takes 2 bytes a
-    parameter, where float32 masters take 4.
+    parameter, where float32 masters take 4. Updates of wider parameters pass through.
 
     Args:
         dtype: the dtype of the compensation: bfloat16, float16 or float32. None: bfloat16, for float16 parameters too,
             since a float16 compensation loses everything below 2**-24.
 
     Returns:
-        A transformation with state `KahanSummationState`. Its updates are float32 for 16-bit parameters. Updates of
-        wider parameters pass through.
-
-    Raises:
-        ValueError: if `dtype` is another dtype; at `update`, without parameters, or with parameters of another tree,
-            shape or dtype than at `init`.
+        A transformation with state `KahanSummationState`. Its updates of 16-bit parameters are float32.
 
     Example:
         >>> tx = optax.chain(upcast(optax.sgd(1e-3)), kahan_summation())
@@ -59,8 +54,7 @@ def kahan_summation(dtype: DTypeLike | None = None) -> optax.GradientTransformat
         0.9921875
 
     References:
-        Kahan 1965, "Further remarks on reducing truncation errors"; for training, Zamirai et al. 2020, "Revisiting
-        BFloat16 Training" (arXiv 2010.06192).
+        Kahan 1965, "Further remarks on reducing truncation errors"; Zamirai et al. 2020 (arXiv 2010.06192).
     """
     given = jnp.bfloat16 if dtype is None else dtype
     compensation_dtype = _errors.require_one_of(UP_TO_FLOAT32, given, "`kahan_summation`: `dtype`")

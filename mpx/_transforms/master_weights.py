@@ -64,13 +64,12 @@ def master_weights(
         dtype: the dtype of the masters: float32, or float64 for float32 parameters. A leaf that is as wide is its own
             master and stores nothing.
         storage: `"full"` keeps masters whole, 4 bytes a parameter. `"split"` keeps, for each bfloat16 leaf, only the 16
-            low bits of its master, 2 bytes a parameter: parameter and low bits together are the master. Masters are the
-            same as under `"full"`, except when a weight falls almost to zero (see above): then the master becomes the
+            low bits of its master, 2 bytes a parameter: parameter and low bits together are the master, the same as
+            under `"full"`, except when a weight falls almost to zero (see above): then the master becomes the
             parameter. Parameters are rounded with ties away from zero; `"full"` rounds ties to even. A parameter
-            changed from outside keeps the low bits that it had; `resync` makes them zero. Masters whose bfloat16
-            rounding would be infinite saturate. `"split24"` keeps 8 low bits, 1 byte a parameter. It is not exact:
-            once a step the master is rounded to 24 bits, an error of at most 2**-16 of the weight, or below 2**-15 with
-            a `key`. float16 leaves keep full masters under all three.
+            changed from outside keeps the low bits that it had; `resync` makes them zero. `"split24"` keeps 8 low bits,
+            1 byte a parameter. It is not exact: once a step the master is rounded to 24 bits, an error of at most
+            2**-16 of the weight, or below 2**-15 with a `key`. float16 leaves keep full masters under all three.
         key: a PRNG key, for `"split24"`: masters are rounded up or down at random, so that no update is lost in the
             mean. (Equal masters of a step are rounded alike.) The state keeps the key, and every update changes it.
             None: masters are rounded to nearest.
@@ -78,14 +77,6 @@ def master_weights(
     Returns:
         A transformation with state `MasterWeightsState`. If a finite master is beyond the range of its parameter, the
         parameter becomes the largest finite number.
-
-    Raises:
-        TypeError: if `inner` is not a transformation; at `update`, if a gradient is not floating, or the state not one
-            of `master_weights`.
-        ValueError: if `storage` or `dtype` is unknown, or `storage`, `dtype` and `key` do not go together; at `init`,
-            if a 16-bit leaf would get a float64 master, or if `kahan_summation`, `stochastic_rounding` or another
-            `master_weights` stands inside; at `update`, without parameters, with parameters of another tree, shape or
-            dtype than at `init`, or with updates of other shapes.
 
     Example:
         >>> params = {"w": jnp.ones(3, jnp.bfloat16)}

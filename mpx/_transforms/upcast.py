@@ -15,8 +15,8 @@ def upcast(
 
     A rule on bfloat16 parameters keeps bfloat16 moments, rounds its hyper-parameters to bfloat16 (0.999 becomes 1) and
     divides by an epsilon that float16 does not have. Inside `upcast` it computes as in float32, to the bit. The
-    parameters themselves keep their dtype, which cannot hold all of an update. To keep the rest, use `master_weights`,
-    or `kahan_summation` or `stochastic_rounding` *after* this, in a chain.
+    parameters themselves keep their dtype, which cannot hold all of an update. To keep the rest, use `master_weights`
+    around the rule, or `kahan_summation` or `stochastic_rounding` *after* this, in a chain.
 
     Args:
         inner: any Optax transformation or chain.
@@ -25,12 +25,6 @@ def upcast(
 
     Returns:
         A transformation with the state of `inner` for float32 parameters. No update changes its structure or dtypes.
-
-    Raises:
-        TypeError: if `inner` is not a transformation; at `update`, if a gradient is not floating or complex.
-        ValueError: if `dtype` is neither float32 nor float64; at `init`, if `master_weights`, `kahan_summation` or
-            `stochastic_rounding` stands inside; at `update`, if gradients do not match the parameters in structure or
-            shape, or the state is not one that `init` makes.
 
     Example:
         >>> params = {"w": jnp.ones(4, jnp.bfloat16)}
