@@ -1,6 +1,5 @@
 """Place arrays on a mesh: how a data-parallel axis shards them."""
 
-from collections.abc import Collection
 from typing import Any, TypeVar
 
 import jax
@@ -22,22 +21,14 @@ def require_axis(mesh: Any, axis: str, caller: str) -> None:
         raise ValueError(f"`{caller}`: the mesh has the axes {mesh.axis_names}, and none is called {axis!r}.")
 
 
-def _shard_axis(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh | AbstractMesh, axis: str) -> int | None:
-    """Return the first axis of an array that can be divided, further than `spec` does; or None."""
+def sharded_spec(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh | AbstractMesh, axis: str) -> PartitionSpec:
+    """Return the spec of an array with the mesh axis added to the first axis that it divides, behind those there."""
     for i, size in enumerate(shape):
         if size and size % (parts_at(mesh, spec, i) * mesh.shape[axis]) == 0:
-            return i
-    return None
-
-
-def sharded_spec(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh | AbstractMesh, axis: str) -> PartitionSpec:
-    """Return the spec of an array with the mesh axis added; the axes that shard it already come first."""
-    shard_axis = _shard_axis(shape, spec, mesh, axis)
-    if shard_axis is None:
-        return spec
-    entries = entries_of(spec, shard_axis + 1)
-    entries[shard_axis] = (*names_at(spec, shard_axis), axis)
-    return PartitionSpec(*entries)
+            entries = entries_of(spec, i + 1)
+            entries[i] = (*names_at(spec, i), axis)
+            return PartitionSpec(*entries)
+    return spec
 
 
 def shardings_along(params: Any, specs: Any, mesh: Mesh, axis: str) -> Any:
@@ -72,13 +63,7 @@ def parameter_specs(params: Any, given: Any, mesh: Mesh | AbstractMesh, axis: st
                 f"`{caller}`: `param_specs` has {spec} for the parameter {_trees.path_string(path)!r}, but it may name "
                 f"axes of the mesh {mesh.axis_names} other than {axis!r}: parameters are equal along that."
             )
-    manual = jax.sharding.get_abstract_mesh().manual_axes  # parameters are shards along these
-    return jax.tree.map(lambda spec: _without(spec, manual), specs, is_leaf=is_spec) if manual else specs
-
-
-def _without(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
-    entries = (tuple(name for name in names_at(spec, i) if name not in axes) for i in range(len(spec)))
-    return PartitionSpec(*entries)
+    return specs
 
 
 def _spec_of_type(p: Any) -> PartitionSpec:

@@ -40,7 +40,7 @@ def zero1(
     shards it already) is a multiple of the number of devices; without such an axis it is replicated.
 
     Any rule works, also one that clips by a global norm, and gradients may have any sharding: XLA sees whole arrays.
-    So call it under `jax.jit` or eagerly, not inside `jax.shard_map` over the axis.
+    So call it under `jax.jit` or eagerly, not inside `jax.shard_map`.
 
     Args:
         inner: any Optax transformation or chain, with the wrappers of mpx in it: this is the outermost.
@@ -69,7 +69,7 @@ def zero1(
     require_axis(mesh, axis, "zero1")
 
     def init_fn(params):
-        _require_whole_arrays(axis)
+        _require_whole_arrays()
         specs = parameter_specs(params, param_specs, mesh, axis, "zero1")
         _require_placed_as_said(params, specs)
         whole = jax.eval_shape(inner.init, _trees.shapes_of(params))  # `start` does not see explicit shardings either
@@ -83,7 +83,7 @@ def zero1(
 
     def update_fn(updates, state, params=None, **extra_args):
         _errors.require_step("zero1", object, state, params, updates)  # the state is any rule's
-        _require_whole_arrays(axis)
+        _require_whole_arrays()
         specs = parameter_specs(params, param_specs, mesh, axis, "zero1")
         divided = zero1_shardings(params, state, mesh, axis, param_specs=specs)
         sharded = shardings_along(params, specs, mesh, axis)
@@ -117,9 +117,6 @@ def zero1_shardings(
         mesh: as given to `zero1`; or a `jax.sharding.AbstractMesh`, to plan with.
         axis: as given to `zero1`.
         param_specs: as given to `zero1`.
-
-    Returns:
-        A tree like `opt_state` of `jax.sharding.NamedSharding`s.
 
     Example:
         >>> mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -166,11 +163,11 @@ def _with_specs(params: Any, specs: Any) -> Iterator[tuple[_trees.Path, Any, Par
     return zip(leaves, leaves.values(), jax.tree.leaves(specs, is_leaf=is_spec), strict=True)
 
 
-def _require_whole_arrays(axis: str) -> None:
-    if axis in jax.sharding.get_abstract_mesh().manual_axes:
+def _require_whole_arrays() -> None:
+    if manual := jax.sharding.get_abstract_mesh().manual_axes:
         raise ValueError(
-            f"`zero1`: this is inside `jax.shard_map` over {axis!r}, where a device sees its own part only. Add up the "
-            "gradients there, and call `init` and `update` outside of it, under `jax.jit`."
+            f"`zero1`: this is inside `jax.shard_map` over {', '.join(map(repr, manual))}, where a device sees its own "
+            "part only. Add up the gradients there, and call `init` and `update` outside of it, under `jax.jit`."
         )
 
 
