@@ -23,7 +23,7 @@ from mpx._stored.leaves import StateLeaf, leaves_of, require_types, weights_kept
 from mpx._stored.roles import KEPT_OF_WEIGHTS, Role
 from mpx._stored.state_format import StateFormat, StoredLeaf, is_stored, shown, store
 from mpx._stored.weights import cast_nearest
-from mpx._transforms.float32_world import stable_state
+from mpx._transforms.upcast import stable_state
 
 T = TypeVar("T")
 

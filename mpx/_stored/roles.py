@@ -12,6 +12,7 @@ from jax import export
 
 T = TypeVar("T", bound=type)
 
+# Strings, because users write them, as the values of keyword arguments.
 Role = Literal[
     "inner",  # the state of the wrapped rule
     "master",  # the master of each parameter, or its low bits (uint16)

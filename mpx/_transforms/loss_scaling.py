@@ -15,9 +15,9 @@ from mpx._finite import finite_flags, select_tree
 from mpx._loss_scale import DynamicLossScale, LossScale, NoOpLossScale, require_powers_of_two
 from mpx._stored.leaves import is_state, require_types
 from mpx._stored.roles import register_state
-from mpx._transforms.float32_world import keep_types, stable_state
+from mpx._transforms.upcast import keep_types, stable_state
 
-SCALED = "mpx.scaled_gradients"  # the name of incoming gradients in a traced program, for `check_chain` to find
+SCALED = "mpx.scaled_gradients"  # the name of incoming gradients, for `check_chain`; a string as `MARK` is
 
 
 @register_state(

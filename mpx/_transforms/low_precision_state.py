@@ -22,7 +22,7 @@ from mpx._stored.assignment import (
 )
 from mpx._stored.roles import register_state
 from mpx._stored.state_format import FLOAT32, StateFormat, StoredLeaf, is_stored, store
-from mpx._transforms.float32_world import run_in_float32
+from mpx._transforms.upcast import run_in_float32
 
 Rounding = Literal["nearest", "stochastic"]
 _F32 = np.dtype(np.float32)

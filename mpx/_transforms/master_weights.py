@@ -20,7 +20,7 @@ from mpx._stored.weights import (
     require_kept,
     restore_tree,
 )
-from mpx._transforms.float32_world import require_no_rounding_inside, run_in_float32, stable_state, upcast_tree
+from mpx._transforms.upcast import require_no_rounding_inside, run_in_float32, stable_state, upcast_tree
 
 Storage = Literal["full", "split", "split24"]
 _LOW_BITS = {"split": LowBits(np.dtype(np.uint16)), "split24": LowBits(np.dtype(np.uint8))}

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from mpx import _errors, _trees, formats
 from mpx._dtypes import UP_TO_FLOAT32
-from mpx._transforms.float32_world import keep_types, stable_state, upcast_tree
+from mpx._transforms.upcast import keep_types, stable_state, upcast_tree
 from mpx.monitor import fates
 
 T = TypeVar("T")
