@@ -36,9 +36,9 @@ def shardings_along(params: Any, specs: Any, mesh: Mesh, axis: str) -> Any:
     return jax.tree.map(lambda p, spec: NamedSharding(mesh, sharded_spec(np.shape(p), spec, mesh, axis)), params, specs)
 
 
-def shardings_of(params: Any, specs: Any, mesh: Mesh) -> Any:
+def shardings_of(specs: Any, mesh: Mesh) -> Any:
     """Return the shardings that the specs of parameters describe."""
-    return jax.tree.map(lambda _, spec: NamedSharding(mesh, spec), params, specs)
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 
 def place(tree: T, shardings: Any) -> T:
@@ -55,8 +55,8 @@ def parameter_specs(params: Any, given: Any, mesh: Mesh | AbstractMesh, axis: st
     """Return a tree like the parameters, with the spec of how each is sharded already."""
     if given is None:
         return jax.tree.map(_spec_of_type, params)
-    specs = jax.tree.map(lambda spec, subtree: jax.tree.map(lambda _: spec, subtree), given, params, is_leaf=is_spec)
-    for path, spec in _trees.leaves_by_path(specs, is_spec).items():
+    specs = jax.tree.map(lambda spec, subtree: jax.tree.map(lambda _: spec, subtree), given, params)
+    for path, spec in _trees.leaves_by_path(specs).items():
         used = [name for i in range(len(spec)) for name in names_at(spec, i)]
         if axis in used or not set(used) <= set(mesh.axis_names):
             raise ValueError(
@@ -73,8 +73,3 @@ def _spec_of_type(p: Any) -> PartitionSpec:
     while entries and entries[-1] is None:  # (a sharding of the same meaning but another name compiles a step again)
         entries.pop()
     return PartitionSpec(*entries)
-
-
-def is_spec(x: Any) -> bool:
-    """Return whether this is a spec, which stands as a leaf."""
-    return isinstance(x, PartitionSpec)

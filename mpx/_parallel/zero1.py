@@ -12,7 +12,6 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from mpx import _errors, _trees
 from mpx._parallel.placement import (
-    is_spec,
     parameter_specs,
     place,
     require_axis,
@@ -78,7 +77,7 @@ def zero1(
         # In one program, so that no device ever holds all of a state.
         start = in_auto(lambda params: place(inner.init(place(params, sharded)), divided), mesh, divided)
         if not any(isinstance(p, Tracer) for p in jax.tree.leaves(params)):
-            params = jax.device_put(params, shardings_of(params, specs, mesh))
+            params = jax.device_put(params, shardings_of(specs, mesh))
         return jax.jit(start, keep_unused=True)(params)  # unused ones too tell on which devices it runs
 
     def update_fn(updates, state, params=None, **extra_args):
@@ -87,7 +86,7 @@ def zero1(
         specs = parameter_specs(params, param_specs, mesh, axis, "zero1")
         divided = zero1_shardings(params, state, mesh, axis, param_specs=specs)
         sharded = shardings_along(params, specs, mesh, axis)
-        of_params = shardings_of(params, specs, mesh)
+        of_params = shardings_of(specs, mesh)
 
         def update(updates, state, params, extra_args):
             params = place(params, of_params)  # else XLA may divide what goes in, to be gathered for the next step
@@ -160,7 +159,7 @@ def _sharding_of_stored(leaf: StoredLeaf, found: NamedSharding, axis: str) -> St
 def _with_specs(params: Any, specs: Any) -> Iterator[tuple[_trees.Path, Any, PartitionSpec]]:
     """Return the path, the parameter and the spec of each leaf."""
     leaves = _trees.leaves_by_path(params)
-    return zip(leaves, leaves.values(), jax.tree.leaves(specs, is_leaf=is_spec), strict=True)
+    return zip(leaves, leaves.values(), jax.tree.leaves(specs), strict=True)
 
 
 def _require_whole_arrays() -> None:

@@ -24,21 +24,9 @@ class StateFormat(abc.ABC):
     """A way to keep a float32 array of an optimizer's state in fewer bytes between two steps.
 
     Subclass it as a frozen dataclass with `encode` and `decode`. It then works in `low_precision_state`,
-    `fused_update`, `zero1`, `convert_state`, `memory_plan` and Orbax as the formats of mpx do. Its fields are settings:
-    they are hashed and compared, because `jax.jit` compiles a step for each format.
-
-    Example:
-        >>> import dataclasses
-        >>> @dataclasses.dataclass(frozen=True)
-        ... class Sixteenths(StateFormat):
-        ...     def encode(self, x, key=None):
-        ...         scale = jnp.max(jnp.abs(x), keepdims=True) / 16
-        ...         return jnp.round(x / scale).astype(jnp.int8), scale
-        ...     def decode(self, codes, scales):
-        ...         return codes * scales
-        >>> tx = low_precision_state(optax.trace(0.9), {"trace": Sixteenths()}, min_size=0)
-        >>> tx.init({"w": jnp.zeros(4)}).inner_state.trace["w"].codes.dtype
-        dtype('int8')
+    `fused_update`, `zero1`, `convert_state`, `memory_plan` and Orbax as the formats of mpx do ("Writing your own",
+    in the docs, has an example). Its fields are settings: they are hashed and compared, because `jax.jit` compiles a
+    step for each format.
 
     Attributes:
         rounds_at_random: whether it needs a PRNG key, because a training run fails if it rounds to nearest.
