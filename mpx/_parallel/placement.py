@@ -22,7 +22,7 @@ def require_axis(mesh: Any, axis: str, caller: str) -> None:
 
 
 def sharded_spec(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh | AbstractMesh, axis: str) -> PartitionSpec:
-    """Return the spec of an array with the mesh axis added to the first axis that it divides, behind those there."""
+    """Return a spec that also shards an array along the mesh axis: at its first axis that can be divided further."""
     for i, size in enumerate(shape):
         if size and size % (parts_at(mesh, spec, i) * mesh.shape[axis]) == 0:
             entries = entries_of(spec, i + 1)

@@ -11,14 +11,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from mpx import _errors, _trees
-from mpx._parallel.placement import (
-    parameter_specs,
-    place,
-    require_axis,
-    sharded_spec,
-    shardings_along,
-    shardings_of,
-)
+from mpx._parallel.placement import parameter_specs, place, require_axis, sharded_spec, shardings_along, shardings_of
 from mpx._policy import policy_of, with_policy
 from mpx._shardings import in_auto, parts_at
 from mpx._stored.state_format import StoredLeaf, is_stored

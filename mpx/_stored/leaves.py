@@ -102,9 +102,10 @@ def _is_state(path: _trees.Path) -> bool:
 
     The keys of a dictionary that is a field of a state are labels. Below other keys there are no states.
     """
-    is_field = [isinstance(key, jax.tree_util.GetAttrKey) for key in (None, *path)]
-    is_key = [isinstance(key, jax.tree_util.DictKey) for key in path]
-    return not is_field[-1] and all(labels for labels, below in zip(is_field[:-1], is_key, strict=True) if below)
+    is_field = lambda key: isinstance(key, jax.tree_util.GetAttrKey)
+    pairs = zip((None, *path), path, strict=False)  # each key, and the one before it
+    are_labels = [is_field(before) for before, key in pairs if isinstance(key, jax.tree_util.DictKey)]
+    return not (path and is_field(path[-1])) and all(are_labels)
 
 
 def _holds_states(node: Any) -> bool:

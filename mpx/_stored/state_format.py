@@ -146,7 +146,7 @@ _NO_DERIVATIVE = (
 
 
 def _placed_by_xla(function: Callable[..., Any], x: jax.Array, other: Any) -> Any:
-    """Encode or decode an array. XLA places what is inside on explicit axes, where a view of blocks has no type."""
+    """Encode or decode an array; on explicit axes under automatic ones: no type can say how blocks are sharded."""
     sharding = explicit_sharding(x)
     if sharding is None:
         return function(x, other)

@@ -11,15 +11,7 @@ from jax.typing import DTypeLike
 from mpx import _errors, _trees
 from mpx._noise import kept_key, key_of_step
 from mpx._stored.roles import register_state
-from mpx._stored.weights import (
-    KeptWeight,
-    LowBits,
-    WholeMaster,
-    fresh_tree,
-    land_tree,
-    require_kept,
-    restore_tree,
-)
+from mpx._stored.weights import KeptWeight, LowBits, WholeMaster, fresh_tree, land_tree, require_kept, restore_tree
 from mpx._transforms.upcast import require_no_rounding_inside, run_in_float32, stable_state, upcast_tree
 
 Storage = Literal["full", "split", "split24"]
