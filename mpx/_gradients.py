@@ -104,7 +104,7 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def wrapped(*args, **kwargs):
-        if transform is jax.value_and_grad:
+        if transform is jax.value_and_grad:  # of no other function is it known what it differentiates
             _require_differentiable(args, argnums)
         positions = [] if grad_dtype is None else _positions(args, argnums)
         dtypes = _dtypes_at(positions, args, kwargs)
