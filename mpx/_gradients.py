@@ -191,10 +191,9 @@ def _require_differentiable(args: tuple[Any, ...], argnums: Any) -> None:
             for path, leaf in _trees.leaves_by_path(args[position]).items()
             if not (is_number(leaf) or isinstance(leaf, (float, complex)))
         }
-        if wrong:
-            kind = type(args[position]).__name__
-            what = f"`value_and_grad`: argument {position} ({kind}) has leaves without gradients"
-            raise _errors.leaves_error(TypeError, what, wrong, _TRANSFORMS, args[position])
+        kind = type(args[position]).__name__
+        what = f"`value_and_grad`: argument {position} ({kind}) has leaves without gradients"
+        _errors.refuse(wrong, what, _TRANSFORMS, args[position], kind=TypeError)
 
 
 def _loss_and_aux(result: Any, has_aux: bool) -> tuple[jax.Array, Any]:

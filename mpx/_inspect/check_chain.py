@@ -274,10 +274,9 @@ def _require_no_state_behind(leaves: list[StateLeaf]) -> None:
         is_past |= fork is None
         if is_past and leaf.owner is None and not isinstance(fork, jax.tree_util.GetAttrKey | None):
             behind[leaf.path] = shown(leaf.leaf)
-    if behind:
-        what = "`check_chain`: a rule behind `loss_scaling` keeps a state, which the steps that it skips change"
-        remedy = "What keeps a state must stand inside: `loss_scaling(optax.chain(...))`."
-        raise _errors.leaves_error(ValueError, what, behind, remedy)
+    what = "`check_chain`: a rule behind `loss_scaling` keeps a state, which the steps that it skips change"
+    remedy = "What keeps a state must stand inside: `loss_scaling(optax.chain(...))`."
+    _errors.refuse(behind, what, remedy)
 
 
 def _require_wide_state_before_masters(leaves: list[StateLeaf]) -> None:
@@ -290,4 +289,4 @@ def _require_wide_state_before_masters(leaves: list[StateLeaf]) -> None:
             "Masters belong around the whole chain: `master_weights(optax.chain(...))`. `optax.inject_hyperparams` may "
             "stand around them with `hyperparam_dtype=jnp.float32`: without it, 0.999 becomes 1."
         )
-        raise _errors.leaves_error(ValueError, what, narrow, remedy)
+        _errors.refuse(narrow, what, remedy)

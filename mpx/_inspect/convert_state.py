@@ -63,12 +63,7 @@ def convert_state(
             says, if `mixed_precision` made it (perhaps inside `zero1`); else each keeps its dtype.
 
     Returns:
-        `(new_params, new_opt_state)`, with the trees, shapes and dtypes of `policy.cast_to_param(params)` and
-        `new_tx.init(new_params)`.
-
-    Raises:
-        ValueError: if the rules differ, or if what the new state keeps of a weight matches no parameter
-            (`optax.flatten`).
+        The new parameters and their state, as `policy.cast_to_param(params)` and `new_tx.init` of these make them.
 
     Example:
         >>> tx = optax.adam(1e-3)
@@ -247,14 +242,15 @@ def _state_of(tx: optax.GradientTransformation, params: Any, opt_state: Any) -> 
     expected = _trees.leaves_by_path(made, is_stored)
     got = _trees.leaves_by_path(opt_state, is_stored)
     wrong = _errors.mismatches(expected, got, _is_made_as, "`tx.init` makes", shown)
-    if wrong or jax.tree.structure(opt_state) != jax.tree.structure(made):
-        what = "`convert_state`: `opt_state` is not a state of `tx` for these parameters"
-        remedy = (
-            "Pass the transformation that made it, and the parameters that it trains: for Flax NNX "
-            "`nnx.state(model, nnx.Param)` and `optimizer.opt_state`. If it was restored from a checkpoint without its "
-            "types, restore it into `jax.eval_shape(tx.init, params)`."
-        )
-        raise _errors.leaves_error(ValueError, what, wrong, remedy)
+    if not wrong and jax.tree.structure(opt_state) != jax.tree.structure(made):
+        wrong = {(): "the leaves fit, but not the nodes around them"}
+    what = "`convert_state`: `opt_state` is not a state of `tx` for these parameters"
+    remedy = (
+        "Pass the transformation that made it, and the parameters that it trains: for Flax NNX "
+        "`nnx.state(model, nnx.Param)` and `optimizer.opt_state`. If it was restored from a checkpoint without its "
+        "types, restore it into `jax.eval_shape(tx.init, params)`."
+    )
+    _errors.refuse(wrong, what, remedy)
     return opt_state
 
 

@@ -60,13 +60,12 @@ def is_synced(params: Any, opt_state: optax.OptState) -> jax.Array:
     untold = {
         path: f"{shown(kept[path].leaf)} fits any {shown(leaves[path])}" for path, x in belongs.items() if x is None
     }
-    if untold:
-        what = "`is_synced` cannot tell: split masters keep low bits, which belong to any parameter"
-        remedy = (
-            "Save and restore parameters and state together, in one checkpoint of one step. If parameters were changed "
-            'from outside, call `resync`. Whole masters can be compared: `master_weights(rule, storage="full")`.'
-        )
-        raise _errors.leaves_error(ValueError, what, untold, remedy, params)
+    what = "`is_synced` cannot tell: split masters keep low bits, which belong to any parameter"
+    remedy = (
+        "Save and restore parameters and state together, in one checkpoint of one step. If parameters were changed "
+        'from outside, call `resync`. Whole masters can be compared: `master_weights(rule, storage="full")`.'
+    )
+    _errors.refuse(untold, what, remedy, params)
     return functools.reduce(jnp.logical_and, map(jnp.all, belongs.values()), jnp.asarray(True))
 
 
@@ -106,5 +105,4 @@ def require_fit(params: dict[_trees.Path, Any], kept: dict[_trees.Path, StateLea
     found = {path: p for path, p in params.items() if path in kept}
     same_shape = lambda array, p: np.shape(p) == array.shape
     wrong = _errors.mismatches(arrays, found, same_shape, "the optimizer state keeps")
-    if wrong:
-        raise _errors.leaves_error(ValueError, f"`{caller}`: the state does not fit the parameters", wrong, remedy)
+    _errors.refuse(wrong, f"`{caller}`: the state does not fit the parameters", remedy)

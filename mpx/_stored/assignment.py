@@ -147,7 +147,7 @@ def require_sound_formats(state: Any, patterns: Mapping[str, StateFormat], assig
             _try(format, found, text)
     for reason, leaves in wrong.items():
         what = "`low_precision_state`: leaves would be kept in a format that they must not have"
-        raise _errors.leaves_error(ValueError, what, leaves, f"These leaves {reason}")
+        _errors.refuse(leaves, what, f"These leaves {reason}")
 
 
 def _unsound(leaf: Any, role: Role, chosen: StateFormat) -> str | None:
@@ -212,10 +212,9 @@ def require_stored_as_assigned(state: Any, assignment: Assignment, as_made: Call
         if kind(leaf) != kind(wanted):
             named = "the rule's own" if assigned is None else assigned.format
             wrong[path] = f"stored as {kind(leaf)}, but the format is {named}"
-    if wrong:
-        what = "`low_precision_state`: the state was made with other `formats` or another `min_size`"
-        remedy = "Use those, or call `init` and start with new moments."
-        raise _errors.leaves_error(ValueError, what, wrong, remedy)
+    what = "`low_precision_state`: the state was made with other `formats` or another `min_size`"
+    remedy = "Use those, or call `init` and start with new moments."
+    _errors.refuse(wrong, what, remedy)
 
 
 @functools.lru_cache(maxsize=4096)

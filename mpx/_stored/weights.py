@@ -226,11 +226,10 @@ def require_kept(kept: Any, params: Any, storage_for: StorageFor, caller: str) -
     type_of = lambda x: None if _trees.is_masked(x) else (x.dtype, x.shape)
     fit = lambda x, p: type_of(x) == ((storage := storage_for(p)) and (storage.dtype, p.shape))
     wrong = _errors.mismatches(stored, leaves, fit, "the state keeps")
-    if wrong:
-        what = f"`{caller}`: the state was made for other parameters"
-        remedy = (
-            "Call `init` with the new parameters, or pass the parameters of this state. If `storage` or `dtype` of the "
-            "wrapper changed, use `convert_state`. If a dtype of the parameters changed: `optax.apply_updates` keeps "
-            "dtypes (`equinox.apply_updates` does not), and `Policy.cast_to_param` restores them."
-        )
-        raise _errors.leaves_error(ValueError, what, wrong, remedy, params)
+    what = f"`{caller}`: the state was made for other parameters"
+    remedy = (
+        "Call `init` with the new parameters, or pass the parameters of this state. If `storage` or `dtype` of the "
+        "wrapper changed, use `convert_state`. If a dtype of the parameters changed: `optax.apply_updates` keeps "
+        "dtypes (`equinox.apply_updates` does not), and `Policy.cast_to_param` restores them."
+    )
+    _errors.refuse(wrong, what, remedy, params)

@@ -53,10 +53,7 @@ def low_precision_state(
     """Keep chosen leaves of any rule's state in 16, 8 or 4 bits between steps; the rule computes in float32.
 
     Adam keeps 8 bytes a parameter. With both moments in 8 bits it keeps 2; with split masters around it and bfloat16
-    weights and gradients a training run takes 8 bytes a parameter in all, and its masters are float32:
-
-        moments = {"mu": Blockwise8bit(), "nu": Blockwise8bit()}
-        master_weights(low_precision_state(optax.adamw(1e-3), moments), storage="split")
+    weights and gradients a training run takes 8 bytes a parameter in all, and its masters are float32.
 
     The rule sees float32 parameters, gradients and state, as in `upcast`; its new state is rounded once, when it is
     stored. Rounding to nearest can make a slow average stand still: a bfloat16 second moment with a decay of 0.999

@@ -124,4 +124,4 @@ def _require_single_rounding(params: Any, dtype: np.dtype) -> None:
     if wrong and dtype == np.float64:
         what = "`master_weights`: float64 masters of 16-bit parameters would be rounded twice"
         remedy = "Use `dtype=jnp.float32`, or store these parameters in float32."
-        raise _errors.leaves_error(ValueError, what, wrong, remedy)
+        _errors.refuse(wrong, what, remedy)

@@ -92,10 +92,9 @@ def _require_state_of(inner: Any, state: Any, params: Any, caller: str) -> None:
         return
     made, got = (_trees.leaves_by_path(tree) for tree in (jax.eval_shape(inner.init, params), state))
     wrong = _errors.mismatches(made, got, lambda x, y: x.dtype == getattr(y, "dtype", x.dtype), "`init` makes")
-    if wrong:
-        what = f"`{caller}`: the state is not one that its `init` makes for these parameters"
-        remedy = "If it is the state of another recipe, `convert_state` makes one of this recipe."
-        raise _errors.leaves_error(ValueError, what, wrong, remedy)
+    what = f"`{caller}`: the state is not one that its `init` makes for these parameters"
+    remedy = "If it is the state of another recipe, `convert_state` makes one of this recipe."
+    _errors.refuse(wrong, what, remedy)
 
 
 def upcast_tree(tree: T, dtype: np.dtype) -> T:
