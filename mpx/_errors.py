@@ -41,12 +41,13 @@ def _either(names: Iterable[str]) -> str:
     return f"{', '.join(most)} or {last}"
 
 
-def leaves_error(
-    kind: type[Exception], what: str, leaves: Mapping[_trees.Path, str], remedy: str, tree: Any = None
-) -> Exception:
-    """Return an error that says what is wrong, then what to do, and lists the leaves last, named by `path_string`."""
-    lines = [f"  {_trees.path_string(path, tree)!r}: {text}" for path, text in leaves.items()]
-    return kind("\n".join([f"{what}. {remedy}", *lines]))
+def refuse(
+    leaves: Mapping[_trees.Path, str], what: str, remedy: str, tree: Any = None, kind: type[Exception] = ValueError
+) -> None:
+    """Raise if there are such leaves: say what is wrong, then what to do, and list them, named by `path_string`."""
+    if leaves:
+        lines = [f"  {_trees.path_string(path, tree)!r}: {text}" for path, text in leaves.items()]
+        raise kind("\n".join([f"{what}. {remedy}", *lines]))
 
 
 def is_integer(x: Any) -> bool:
@@ -65,7 +66,7 @@ def as_transformation(inner: Any, caller: str) -> optax.GradientTransformationEx
     return optax.with_extra_args_support(inner)
 
 
-def checked(inner: optax.GradientTransformation, caller: str) -> optax.GradientTransformationExtraArgs:
+def with_checked_shapes(inner: optax.GradientTransformation, caller: str) -> optax.GradientTransformationExtraArgs:
     """Return the rule with checks that name gradients and updates of other shapes; JAX would broadcast some.
 
     Gradients may have an axis of examples in front, for a rule that sums over it.
@@ -116,7 +117,7 @@ def not_differentiable(tree: T, message: str) -> T:
     def refuse(primals, tangents):
         raise TypeError(message)
 
-    arrays, put = _trees.taken_out(tree, lambda x: _trees.is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact))
+    arrays, put = _trees.partition_leaves(tree, lambda x: _trees.is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact))
     return put(as_it_is(arrays))
 
 
@@ -188,10 +189,9 @@ def require_same_shapes(updates: Any, params: Any, caller: str, of_examples: boo
     wanted = {path: p for path, p in _trees.leaves_by_path(params).items() if absent.isdisjoint(_leading(path))}
     fit = lambda p, x: np.shape(x) == np.shape(p) or (of_examples and np.shape(x)[1:] == np.shape(p))
     wrong = mismatches(wanted, got, fit, "the parameter is")
-    if wrong:
-        what = f"`{caller}`: gradients or updates do not match the parameters in structure or shape"
-        remedy = "Give trees of one structure. Is a mean over examples missing?"
-        raise leaves_error(ValueError, what, wrong, remedy, params)
+    what = f"`{caller}`: gradients or updates do not match the parameters in structure or shape"
+    remedy = "Give trees of one structure. Is a mean over examples missing?"
+    refuse(wrong, what, remedy, params)
 
 
 def require_gradients(grads: Any, params: Any, caller: str) -> None:
@@ -199,30 +199,13 @@ def require_gradients(grads: Any, params: Any, caller: str) -> None:
     absent = {path for path, g in _trees.leaves_by_path(grads, lambda x: x is None).items() if g is None}
     leaves = _trees.leaves_by_path(params)
     wrong = {path: "None" for path in leaves if not absent.isdisjoint(_leading(path))}
-    if wrong:
-        what = f"`{caller}`: {len(wrong)} of {len(leaves)} parameters have no gradient"
-        remedy = "Keep them out of the trained tree (`equinox.partition`), or freeze them by `optax.partition`."
-        raise leaves_error(ValueError, what, wrong, remedy, params)
+    what = f"`{caller}`: {len(wrong)} of {len(leaves)} parameters have no gradient"
+    remedy = "Keep them out of the trained tree (`equinox.partition`), or freeze them by `optax.partition`."
+    refuse(wrong, what, remedy, params)
 
 
 def _leading(path: _trees.Path) -> list[_trees.Path]:
     return [path[:i] for i in range(len(path) + 1)]
-
-
-def require_same_leaves(stored: Any, params: Any, kept_dtype: Callable[[Any], np.dtype | None], caller: str) -> None:
-    """Raise if `params` do not match the arrays that the state keeps for them, in dtype `kept_dtype(parameter)`."""
-    kept, leaves = (_trees.leaves_by_path(tree, _trees.is_masked) for tree in (stored, params))
-    type_of = lambda x: None if _trees.is_masked(x) else (x.dtype, x.shape)
-    fit = lambda x, p: type_of(x) == (None if kept_dtype(p) is None else (kept_dtype(p), p.shape))
-    wrong = mismatches(kept, leaves, fit, "the state keeps")
-    if wrong:
-        what = f"`{caller}`: the state was made for other parameters"
-        remedy = (
-            "Call `init` with the new parameters, or pass the parameters of this state. If `storage` or `dtype` of the "
-            "wrapper changed, use `convert_state`. If a dtype of the parameters changed: `optax.apply_updates` keeps "
-            "dtypes (`equinox.apply_updates` does not), and `Policy.cast_to_param` restores them."
-        )
-        raise leaves_error(ValueError, what, wrong, remedy, params)
 
 
 def require_differentiable(grads: Any, caller: str) -> None:
@@ -230,7 +213,6 @@ def require_differentiable(grads: Any, caller: str) -> None:
     is_wrong = lambda g: hasattr(g, "dtype") and not jnp.issubdtype(g.dtype, jnp.inexact)
     leaves = _trees.leaves_by_path(grads)
     wrong = {path: _trees.dtype_and_shape(g) for path, g in leaves.items() if is_wrong(g)}
-    if wrong:
-        what = f"`{caller}` needs floating-point gradients, but {len(wrong)} of {len(leaves)} leaves are not"
-        remedy = "Differentiate the floating leaves only (as `equinox.filter_grad` does), or use `optax.masked`."
-        raise leaves_error(TypeError, what, wrong, remedy, grads)
+    what = f"`{caller}` needs floating-point gradients, but {len(wrong)} of {len(leaves)} leaves are not"
+    remedy = "Differentiate the floating leaves only (as `equinox.filter_grad` does), or use `optax.masked`."
+    refuse(wrong, what, remedy, grads, kind=TypeError)

@@ -42,16 +42,11 @@ def _is_finite(leaf: Any) -> jax.Array:
 def select_tree(pred: ArrayLike, a: T, b: T) -> T:
     """Take all leaves from `a` if `pred` is true, else from `b`: bits, signs of zeros and NaN payloads included.
 
-    (Payloads of bfloat16 may change: it goes through float32, and a compiler may make a NaN quiet there.)
-
-    Args:
-        pred: boolean scalar.
-        a: any pytree of arrays and PRNG keys.
-        b: a tree of the same structure, shapes and dtypes.
+    `pred` is a boolean scalar; `b` has the structure, shapes and dtypes of `a`. (Payloads of bfloat16 may change: it
+    goes through float32, and a compiler may make a NaN quiet there.)
 
     Raises:
         TypeError: if `pred` is not a boolean scalar. (Also an `AssertionError`, as in jmp.)
-        ValueError: if the trees differ in structure.
 
     Example:
         >>> select_tree(jnp.bool_(False), {"w": jnp.float32(1)}, {"w": jnp.float32(2)})

@@ -36,9 +36,6 @@ class Fp8:
             that grows with m k + k n + m n. In programs for an H200 a transformer's perceptron with its gradient has
             the same bound in FP8 and in bfloat16 at 400, and 0.69 of it at 1,187.
 
-    Raises:
-        ValueError: if an attribute has another value.
-
     Example:
         >>> loss_fn = lambda w, x: jnp.mean((x @ w) ** 2)
         >>> w, x = jax.ShapeDtypeStruct((2048, 2048), "float32"), jax.ShapeDtypeStruct((8192, 2048), "float32")

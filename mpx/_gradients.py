@@ -73,20 +73,13 @@ def value_and_grad(
         A function of the arguments of `fun` that returns `(loss, grads)`, or `((loss, aux), grads)`.
 
     Raises:
-        ValueError: if the scale, or a dynamic scale's factor or bounds, are not powers of two, because unscaling would
-            round gradients; if the function computes in float16 without a loss scale (pass `NoOpLossScale()` to go
-            without one); at the call, if an autocast function changes an argument and `jax.value_and_grad` would lose
-            the change.
-        TypeError: if `loss_scale` is not a loss scale; at the call, if an argument has leaves that `jax.value_and_grad`
-            cannot differentiate, or `fun` does not return a real floating scalar.
+        ValueError: if the function computes in float16 without a loss scale (pass `NoOpLossScale()` to go without); at
+            the call, if an autocast function changes an argument and `jax.value_and_grad` would lose the change.
 
     Example:
         >>> loss, grads = value_and_grad(lambda w: (w**2).sum(), StaticLossScale(2.0**10))(jnp.float16([1, 2]))
         >>> loss, grads
         (Array(5., dtype=float16), Array([2048., 4096.], dtype=float32))
-
-    References:
-        Micikevicius et al. 2018, Mixed Precision Training (arXiv 1710.03740).
     """
     loss_scale = NoOpLossScale(skips_bad_steps=False) if loss_scale is None else loss_scale
     require_powers_of_two(loss_scale, "value_and_grad")
@@ -111,7 +104,7 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def wrapped(*args, **kwargs):
-        if transform is jax.value_and_grad:
+        if transform is jax.value_and_grad:  # of no other function is it known what it differentiates
             _require_differentiable(args, argnums)
         positions = [] if grad_dtype is None else _positions(args, argnums)
         dtypes = _dtypes_at(positions, args, kwargs)
@@ -198,10 +191,9 @@ def _require_differentiable(args: tuple[Any, ...], argnums: Any) -> None:
             for path, leaf in _trees.leaves_by_path(args[position]).items()
             if not (is_number(leaf) or isinstance(leaf, (float, complex)))
         }
-        if wrong:
-            kind = type(args[position]).__name__
-            what = f"`value_and_grad`: argument {position} ({kind}) has leaves without gradients"
-            raise _errors.leaves_error(TypeError, what, wrong, _TRANSFORMS, args[position])
+        kind = type(args[position]).__name__
+        what = f"`value_and_grad`: argument {position} ({kind}) has leaves without gradients"
+        _errors.refuse(wrong, what, _TRANSFORMS, args[position], kind=TypeError)
 
 
 def _loss_and_aux(result: Any, has_aux: bool) -> tuple[jax.Array, Any]:

@@ -123,7 +123,7 @@ def mixed_precision(
     if needs_scaling:
         tx = loss_scaling(tx, loss_scale, axis_name=axis_name)
     if weights is None and not needs_scaling:
-        tx = _errors.checked(tx, "mixed_precision")
+        tx = _errors.with_checked_shapes(tx, "mixed_precision")
     return with_policy(tx, policy)
 
 

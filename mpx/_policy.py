@@ -2,7 +2,6 @@
 
 import ast
 import dataclasses
-import functools
 import re
 from collections.abc import Iterable
 from typing import Any, TypeVar
@@ -23,7 +22,6 @@ _FP8 = "fp8"
 _QUOTED = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
 _AT_THE_TOP = re.compile(rf"({_QUOTED}|\([^()]*\))|,")  # a comma between parts, or a group that may hold commas
 _OVERRIDE = re.compile(rf"({_QUOTED})\s*=(.*)", re.DOTALL)
-_MARK = "_mpx_policy"  # an attribute of the `init` of a transformation
 _FIELDS = {"params": "param_dtype", "compute": "compute_dtype", "output": "output_dtype", "reduce": "reduce_dtype"}
 _FIELD_OF = {key: field for name, field in _FIELDS.items() for key in (name, name[0])}
 
@@ -49,11 +47,6 @@ class Policy:
             `autocast`. None: float32 if the program may run on more than one device.
         recipe: the name of the recipe that this is the policy of (see `recipes`), or None. `mixed_precision` puts it
             around the optimizer.
-
-    Raises:
-        TypeError: if an override is not a pair.
-        ValueError: if a dtype is not a floating-point dtype of 16 bits or more, a pattern is not a regular expression,
-            or there is no such recipe.
 
     Example:
         >>> policy = Policy(jnp.bfloat16, jnp.bfloat16, jnp.float32, overrides=(("norm", jnp.float32),))
@@ -303,15 +296,19 @@ def as_policy(given: Any, caller: str) -> Policy:
 def with_policy(
     tx: optax.GradientTransformationExtraArgs, policy: Policy | None
 ) -> optax.GradientTransformationExtraArgs:
-    """Attach `policy` to `tx`; `policy_of` reads it back."""
-    init_fn = functools.wraps(tx.init)(lambda params: tx.init(params))
-    setattr(init_fn, _MARK, policy)
-    return optax.GradientTransformationExtraArgs(init_fn, tx.update)
+    """Return `tx` as a transformation that knows its policy; `policy_of` reads it back."""
+    known = _OfPolicy(*tx)
+    known.policy = policy
+    return known
 
 
 def policy_of(tx: optax.GradientTransformation) -> Policy | None:
-    """Return the policy that `with_policy` attached to `tx`, or None."""
-    return getattr(tx.init, _MARK, None)
+    """Return the policy that `with_policy` gave to `tx`, or None."""
+    return tx.policy if isinstance(tx, _OfPolicy) else None
+
+
+class _OfPolicy(optax.GradientTransformationExtraArgs):
+    policy: Policy | None = None
 
 
 def _parse_dtype(name: str, text: str) -> np.dtype:

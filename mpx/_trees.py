@@ -133,7 +133,7 @@ def leaves_by_path(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> d
     return dict(jax.tree.leaves_with_path(tree, is_leaf))
 
 
-def taken_out(tree: T, which: Callable[[Any], bool]) -> tuple[list[Any], Callable[[Sequence[Any]], T]]:
+def partition_leaves(tree: T, which: Callable[[Any], bool]) -> tuple[list[Any], Callable[[Sequence[Any]], T]]:
     """Return the leaves that `which` accepts, and a function that puts others into their places."""
     leaves, treedef = jax.tree.flatten(tree)
     places = [i for i, leaf in enumerate(leaves) if which(leaf)]

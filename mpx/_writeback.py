@@ -15,8 +15,10 @@ from jax.ad_checkpoint import checkpoint_name
 from mpx import formats
 from mpx._straight_through import straight_through
 
-MARK = "mpx:"  # the prefix of the names that `landing_update` leaves in a program, for `check_chain` to find
-SENT = "sent"  # the name of an update that other devices receive as the new value itself
+# What `check_chain` finds in a traced program is known by a name in it: JAX has no other public way to say something of
+# a value than `checkpoint_name`, which takes a string. The prefix keeps it apart from names that users give.
+MARK = "mpx:"  # then the name of the transformation that emits a final update
+SENT = "sent"  # after `MARK`: other devices receive the new value itself
 
 
 def round_saturating(x: jax.Array, dtype: np.dtype) -> jax.Array:

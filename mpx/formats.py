@@ -56,10 +56,6 @@ def round_to(x: ArrayLike, dtype: DTypeLike, *, overflow: Overflow = "infinite")
         overflow: what becomes of a finite number that is too large for `dtype`: `"infinite"`, as IEEE 754 has it, or
             the `"largest"` finite number.
 
-    Raises:
-        TypeError: if `x` is not float32.
-        ValueError: if `dtype` or `overflow` has another value.
-
     Example:
         >>> float(round_to(jnp.float32(1.001), "bfloat16"))
         1.0
@@ -111,10 +107,6 @@ def stochastic_round(key: jax.Array, x: ArrayLike, dtype: DTypeLike) -> jax.Arra
     Returns:
         Array of `dtype` and the shape of `x`.
 
-    Raises:
-        TypeError: if `x` is not float32.
-        ValueError: if `dtype` is another dtype.
-
     Example:
         >>> x = jnp.full(10_000, 1.0 + 2.0**-9, jnp.float32)  # a quarter of the way from 1 to its neighbour
         >>> rounded = stochastic_round(jax.random.key(0), x, "bfloat16")
@@ -158,10 +150,6 @@ def split_f32(x: ArrayLike, *, overflow: Overflow = "infinite") -> tuple[jax.Arr
         `(hi, lo)`, bfloat16 and uint16 arrays of the shape of `x`. `join_f32` gives back every float32 bit pattern that
         is not NaN (and was not cut off). NaN becomes a NaN `hi` and a zero `lo`.
 
-    Raises:
-        TypeError: if `x` is not float32.
-        ValueError: if `overflow` has another value.
-
     Example:
         >>> hi, lo = split_f32(jnp.float32(1.001))
         >>> hi.dtype, lo.dtype, float(hi)
@@ -183,18 +171,11 @@ def split_f32(x: ArrayLike, *, overflow: Overflow = "infinite") -> tuple[jax.Arr
 
 
 def join_f32(hi: ArrayLike, lo: ArrayLike) -> jax.Array:
-    """Join bfloat16 weights and their 16 low bits to float32; the inverse of `split_f32`.
+    """Join bfloat16 weights and their 16 low bits (uint16) to float32; the inverse of `split_f32`.
 
     A weight changed from outside is respected: for `hi` of ±0 no borrow is taken, so that a pruned weight reads as
     (almost) zero and not as NaN; an infinite `hi` that did not come from a large finite number reads as infinite; a NaN
     reads as NaN.
-
-    Args:
-        hi: bfloat16 array.
-        lo: uint16 array of the same shape.
-
-    Raises:
-        TypeError: if the dtypes are not bfloat16 and uint16.
 
     Example:
         >>> float(join_f32(jnp.bfloat16(1.0), jnp.uint16(0x8000)))  # above a half: `hi` was rounded up

@@ -108,7 +108,7 @@ def test_leaves_by_path_can_stop_at_masked_nodes_and_keeps_leaves_whose_paths_re
 
 
 def test_what_is_not_taken_out_of_a_tree_stays_in_its_place():
-    names, put = _trees.taken_out({"a": 1, "b": ["x", None, "y"]}, lambda leaf: isinstance(leaf, str))
+    names, put = _trees.partition_leaves({"a": 1, "b": ["x", None, "y"]}, lambda leaf: isinstance(leaf, str))
     assert (names, put(["z", "w"])) == (["x", "y"], {"a": 1, "b": ["z", None, "w"]})
 
 

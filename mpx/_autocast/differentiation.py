@@ -106,7 +106,7 @@ def needing_a_scale(values: list[Any], name: str) -> list[Any]:
 
     identity = jax.custom_jvp(lambda values: values)
     identity.defjvp(checked)
-    numbers, put = _trees.taken_out(values, lambda x: jnp.issubdtype(x.dtype, jnp.inexact))
+    numbers, put = _trees.partition_leaves(values, lambda x: jnp.issubdtype(x.dtype, jnp.inexact))
     return put(identity(numbers))
 
 
@@ -118,7 +118,7 @@ def with_cotangents_times(arrays: list[Any], factor: ArrayLike) -> list[Any]:
     identity = jax.custom_vjp(lambda arrays: arrays)
     multiplied = lambda x: (_trees.at_least_float32(x) * factor).astype(x.dtype)
     identity.defvjp(lambda arrays: (arrays, None), lambda _, cotangents: (jax.tree.map(multiplied, cotangents),))
-    numbers, put = _trees.taken_out(arrays, lambda x: jnp.issubdtype(x.dtype, jnp.inexact))
+    numbers, put = _trees.partition_leaves(arrays, lambda x: jnp.issubdtype(x.dtype, jnp.inexact))
     return put(identity(numbers))
 
 

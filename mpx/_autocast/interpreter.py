@@ -14,13 +14,13 @@ from mpx._autocast import contraction, recompute
 from mpx._autocast.control_flow import HANDLERS
 from mpx._autocast.plan import CastPlan, Settings, Step
 from mpx._jaxprs import (
-    at_the_place_of,
     closed_jaxpr,
     constants_of,
     dtype_of,
     is_literal,
     open_jaxpr,
     run_equations,
+    with_source_of,
 )
 from mpx._primitives import facts_of
 
@@ -40,7 +40,7 @@ def run(plan: CastPlan, operands: Sequence[Any], settings: Settings) -> list[Any
             continue
         run_equations(program, kept, values)
         kept = []
-        with at_the_place_of(step.eqn):
+        with with_source_of(step.eqn):
             results = _run_step(step, [read(v) for v in step.eqn.invars], settings)
         values.update(zip(step.eqn.outvars, results, strict=True))
     run_equations(program, kept, values)

@@ -40,9 +40,8 @@ def fused_update(tx: optax.GradientTransformation, *, interpret: bool = False) -
     scale of a block before its codes, so it reads gradients and moments twice. Here a kernel holds whole blocks and
     does the whole step on them, for any optimizer that treats each element by itself. XLA computes all other leaves:
     small ones without blocks, and leaves whose elements the optimizer mixes (sums along an axis, a matrix product, a
-    sort). `plan` says which and why. On one device the norm of all leaves takes a few kernels for each shape, and not
-    one or two for each leaf. State and parameters are written in place: donate them, and return them in the order of
-    the arguments.
+    sort). `plan` says which and why. State and parameters are written in place: donate them, and return them in the
+    order of the arguments.
 
     Kernels are written in Pallas and compiled by Triton. Without a GPU this is `tx.update` and `optax.apply_updates`.
     With several devices, each runs kernels on its own shards, however arrays are sharded, with and without `zero1`.
@@ -58,11 +57,6 @@ def fused_update(tx: optax.GradientTransformation, *, interpret: bool = False) -
         / b` as `m / (a * b)`, or the order in which a norm is added up. Call it inside `jax.jit`. It is not
         differentiable.
 
-    Raises:
-        TypeError: if `tx` is not a transformation, or if the step is differentiated. The step raises what `tx.update`
-            raises, before any kernel runs; and a `ValueError` if gradients do not match the parameters in structure or
-            shape.
-
     Example:
         >>> moments = {"mu": Blockwise8bit(), "nu": Blockwise8bit()}
         >>> tx = mixed_precision(low_precision_state(optax.adamw(1e-3), moments), "params=bf16,compute=bf16")
@@ -75,7 +69,8 @@ def fused_update(tx: optax.GradientTransformation, *, interpret: bool = False) -
         b          100  XLA                        it is small and has no blocks
         w       16,384  a kernel            14.06
     """
-    return FusedUpdate(_errors.checked(_errors.as_transformation(tx, "fused_update"), "fused_update"), bool(interpret))
+    tx = _errors.with_checked_shapes(_errors.as_transformation(tx, "fused_update"), "fused_update")
+    return FusedUpdate(tx, bool(interpret))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +98,7 @@ class FusedUpdate:
 
     def _placed_by_xla(self, given: _Given, extra_args: dict[str, Any]) -> tuple[Any, Any]:
         """Run under automatic axes: on explicit ones each view inside of a kernel would need a sharding."""
-        arrays, put = _trees.taken_out(extra_args, _trees.is_array)
+        arrays, put = _trees.partition_leaves(extra_args, _trees.is_array)
         step = lambda given, arrays: self._step(given, put(arrays))
         plain = jax.eval_shape(lambda given: _as_it_stands(self.tx, given, extra_args), given)
         mesh = next(filter(None, map(explicit_sharding, jax.tree.leaves(given)))).mesh

@@ -68,9 +68,10 @@ class Partition:
         self._placed: dict[Var, Any] = {}  # what was placed on devices, and what it was before
         self._uniform: set[Var] = set()  # arrays of no leaf: their elements are equal, or places in short rows
         self._inside: set[Var] = set()  # arrays that are computed from others of their leaf
-        self._parent: dict[Var, Var] = {}
-        self._mixed: dict[Var, set[str]] = defaultdict(set)
+        self._parent: dict[Var, Var] = {}  # arrays of one leaf lead to one array: see `_leaf_of`
+        self._mixed: dict[Var, set[str]] = defaultdict(set)  # arrays, and what moves their elements: see `_why_not`
         sent = [v for eqn in program.eqns for v in self._add(eqn)]
+        # What other devices get must exist as an array too, so it is an output of its leaf like a result of the step.
         wanted: dict[Var, dict[Var, None]] = defaultdict(dict)
         for v in map(self.resolved, (*program.outvars, *sent)):
             if not is_literal(v) and v in self._inside:
@@ -115,24 +116,30 @@ class Partition:
         """Take an equation into account; return the values in it that go to other devices."""
         name, results = eqn.primitive.name, [v for v in eqn.outvars if size_of(v) > 1]
         if name == "optimization_barrier":
+            # It may take arrays of several leaves, each of which it returns: seen through, they stay apart.
             self._same.update(zip(eqn.outvars, eqn.invars, strict=True))
             return []
+        # Unlike behind a barrier, a device may have another part of the array now, so it counts as sent (below).
         if is_placed := _is_placed(eqn):
             self._placed.update(zip(eqn.outvars, eqn.invars, strict=True))
         operands = [self.resolved(v) for v in eqn.invars if not is_literal(v)]
         varied = [v for v in operands if size_of(v) > 1 and v not in self._uniform]
-        if not results:
+        if not results:  # a norm, say: it belongs to no leaf, and XLA computes its terms, for the second time
             return []
         is_fill = is_placed and operands and self._uniform.issuperset(operands)  # jax 0.12 places `full_like`
         if is_fill or places_in_rows(eqn) or _keeps_places(eqn):
+            # An array of equal elements belongs to no leaf: each kernel makes its own, and leaves that share such a
+            # constant stay apart.
             (self._inside if varied else self._uniform).update(results)
             for v in (*varied, *results) if varied else ():
                 self._parent[self._leaf_of(v)] = self._leaf_of(varied[0])
         elif self.sends(eqn):
             return varied
         else:
+            # The operation reads an array that exists inside of a kernel only, so the whole leaf is XLA's (`_why_not`).
+            how = "broadcasts along the last axis" if facts_of(eqn).elementwise else "mixes elements"
             for v in self._inside.intersection(varied):
-                self._mixed[v].add(name)
+                self._mixed[v].add(f"`{name}` {how}")
         return []
 
     def _leaf_of(self, v: Var) -> Var:
@@ -153,6 +160,7 @@ class Partition:
         arrays: dict[Var, None] = {}
         scalars: dict[Var, None] = {}
         outputs = sorted(outputs, key=lambda v: self._producer[v][0])  # the same order for all leaves
+        # From the outputs back to what XLA hands in. Not forwards: what only a norm needs stays out of the kernel.
         waiting = list(reversed(outputs))
         while waiting:
             v = self.resolved(waiting.pop())
@@ -167,7 +175,8 @@ class Partition:
                     waiting += reversed(eqn.invars)
             else:
                 arrays[v] = None
-        # If a value is read both before and after it was placed, read the placed one.
+        # A value may be read both before and after it was placed. Its kernel then reads one array, not two: the placed
+        # one, whose shards lie where the kernel runs.
         number = lambda v: self._producer[v][0] if v in self._producer else -1
         last = {self.unplaced(v): v for v in sorted(arrays, key=number)}
         read = {v: last[self.unplaced(v)] for v in arrays}
@@ -177,6 +186,7 @@ class Partition:
         ]
         sizes = {size_of(v) for v in (*read, *(v for eqn in equations for v in eqn.outvars)) if v not in self._uniform}
         size, smallest = max(sizes), min(sizes - {1}, default=1)
+        # The array with the fewest numbers has one for each of the largest blocks; a row holds at least such a block.
         block = size // smallest
         width = max(block, math.gcd(size, TILE if block == 1 else _NARROWEST))
         return Part(list(dict.fromkeys(read.values())), list(scalars), equations, outputs, size, width, block)
@@ -189,8 +199,9 @@ class Partition:
         sources = [self._producer[v][1] for v in part.arrays if v in self._producer]
         not_outside = {eqn.primitive.name for eqn in sources if not _is_outside(eqn)}
         dtypes = {str(dtype) for dtype in {dtype_of(v) for v in variables}}
+        # The first reason is told: an operation that no kernel can run comes before what the leaf's size says.
         if mixed:
-            return f"elements are mixed by {_names(mixed)}"
+            return ", ".join(sorted(mixed))
         if not_outside:
             return f"arrays come from {_names(not_outside)}"
         if part.block == 1 and part.size < SMALL:

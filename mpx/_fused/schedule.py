@@ -13,7 +13,7 @@ from mpx._fused.kernels import in_a_kernel
 from mpx._fused.partition import Part, Partition, Var, signature
 from mpx._fused.tile import columns, run_part
 from mpx._fused.totals import find_totals, run_totals
-from mpx._jaxprs import at_the_place_of, is_literal, run_equations
+from mpx._jaxprs import is_literal, run_equations, with_source_of
 from mpx._shardings import are_several_in_sight
 
 
@@ -30,8 +30,11 @@ def run(
     """
     values, parts = dict(values), [leaf.part for leaf in partition.leaves if leaf.part]
     every = parts
+    # XLA and kernels take turns, each time with all that can run: under `zero1` a kernel computes what devices send,
+    # and another one reads what they got.
     waiting = _needed(program, partition, parts)
-    # Not on several devices: XLA would send whole arrays to add them up together.
+    # All norms of a step run together, out of their order: each is needed by what waits for all of them anyway. Not on
+    # several devices: XLA would send whole arrays to add them up together.
     totals = [] if are_several_in_sight() else find_totals(program, waiting)
     in_totals = {*map(id, totals)}
     waiting = [eqn for eqn in waiting if id(eqn) not in in_totals]
@@ -49,7 +52,7 @@ def run(
             else:
                 later.append(part)
         if len(later) == len(parts) and waiting and not ready and not together:
-            # Parts that wait for each other, by way of other devices: XLA computes them.
+            # Nothing could run: parts wait for each other, by way of other devices. XLA computes all of these.
             later, done = [], [part for part in every if part.outputs[0] in values]
             waiting = [eqn for eqn in _needed(program, partition, done) if any(v not in values for v in eqn.outvars)]
         parts = later
@@ -66,6 +69,8 @@ def _needed(program: jex_core.Jaxpr, partition: Partition, parts: Sequence[Part]
     for eqn in reversed(program.eqns):
         if eqn.effects or any(v in wanted for v in eqn.outvars):
             found.append(eqn)
+            # A kernel hands over what is sent. All else that XLA reads of a leaf, for a norm, it computes again: the
+            # kernel may be waiting for that norm.
             sent = given if partition.sends(eqn) else ()
             wanted.update(v for v in eqn.invars if not is_literal(v) and partition.resolved(v) not in sent)
     return found[::-1]
@@ -96,7 +101,7 @@ def _run_part(
     if key not in compiled:
         compiled[key] = jax.jit(functools.partial(in_a_kernel, part, pairs, interpret))
     compute = functools.partial(_on_rows, part, compiled[key])
-    with at_the_place_of(part.equations[0]):  # `zero1` makes axes of a mesh automatic
+    with with_source_of(part.equations[0]):  # and in its context: `zero1` makes axes of a mesh automatic
         operands = [values[v] for v in part.arrays] + [values[v].reshape(()) for v in part.scalars]
         if jax.sharding.get_abstract_mesh().manual_axes:  # arrays are what a device has
             results = compute([v.aval.shape for v in part.outputs], *operands)
@@ -108,6 +113,7 @@ def _run_part(
 def _on_rows(part: Part, run: Any, shapes: Sequence[tuple[int, ...]], *operands: jax.Array) -> list[jax.Array]:
     """Return the outputs of a part, in these shapes, from its arrays and then its scalars."""
     arrays, scalars = operands[: len(part.arrays)], operands[len(part.arrays) :]
+    # A shard may end within a row, though never within a block: then rows are blocks, too narrow for a kernel.
     has_rows = all(x.size % columns(v, part) == 0 for v, x in zip(part.arrays, arrays, strict=True))
     of_blocks = part if has_rows else part._replace(width=part.block)
     rows = [x.reshape(-1, columns(v, of_blocks)) for v, x in zip(part.arrays, arrays, strict=True)]

@@ -21,7 +21,7 @@ from mpx import _errors, _trees
 from mpx._jaxprs import dtype_of, is_literal, propagate, propagate_inside
 from mpx._primitives import facts_of, holds_programs_run_once
 from mpx._stored.leaves import StateLeaf, leaves_of
-from mpx._stored.roles import KEPT_OF_WEIGHTS, WRITES_BACK, fields_with_role
+from mpx._stored.roles import KEPT_OF_WEIGHTS, WRITES_BACK
 from mpx._stored.state_format import shown
 from mpx._transforms.loss_scaling import SCALED
 from mpx._writeback import MARK, SENT
@@ -33,9 +33,10 @@ def check_chain(tx: optax.GradientTransformation, params: Any = None, **extra_ar
     `master_weights`, `kahan_summation` and `stochastic_rounding` choose the new number of a parameter, and emit the
     update that lands on it. The first two also remember what that number lacks. If such an update is clipped or scaled,
     parameters get out of step with what is remembered, and no error follows; if it becomes zero, the weight that is
-    remembered trains on. `loss_scaling` takes the gradients of a
-    scaled loss: clipping in front of it clips scaled gradients, and an average over steps (`optax.MultiSteps`) never
-    loses a NaN again, so that every later step is skipped. Call this once, where the optimizer is made; it only traces.
+    remembered trains on. `loss_scaling` takes the gradients of a scaled loss: clipping in front of it clips scaled
+    gradients, and an average over steps (`optax.MultiSteps`) never loses a NaN again, so that every later step is
+    skipped. A rule outside of `master_weights` may not keep its state in 16 bits. Call this once, where the optimizer
+    is made; it only traces.
 
     Args:
         tx: the whole transformation.
@@ -44,11 +45,7 @@ def check_chain(tx: optax.GradientTransformation, params: Any = None, **extra_ar
         extra_args: other arguments that `tx.update` needs, such as `value`; arrays or shapes.
 
     Raises:
-        TypeError: if `tx` is not a transformation.
-        ValueError: if updates are changed after one of the three; if something in front of `loss_scaling` is not linear
-            in the gradients, something behind it keeps a state, or some gradients do not go through it, unless the
-            scale is always 1; if a rule outside of `master_weights` keeps its state in 16 bits; if `tx` does
-            not take the small tree, and `params` is None.
+        ValueError: if the chain does any of this, or if `tx` does not take the small tree, and `params` is None.
 
     Example:
         >>> check_chain(optax.chain(optax.clip(1.0), master_weights(optax.adam(1e-3))))
@@ -56,7 +53,7 @@ def check_chain(tx: optax.GradientTransformation, params: Any = None, **extra_ar
         Traceback (most recent call last):
         ...
         ValueError: `check_chain`: the update of 'bias' was final when `kahan_summation` had rounded it, but `mul` \
-changes it after that (2 of 2 such leaves). Put what changes updates inside of `kahan_summation`, or in front of it.
+    changes it after that (2 of 2 such leaves). Put what changes updates inside of `kahan_summation`, or in front of it.
     """
     tx = _errors.as_transformation(tx, "check_chain")
     is_given = params is not None
@@ -65,7 +62,7 @@ changes it after that (2 of 2 such leaves). Put what changes updates inside of `
         params = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
     trained = params.fast if isinstance(params, optax.LookaheadParams) else params
     grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, np.float32) if _trees.is_floating(p) else p, trained)
-    arrays, with_arrays = _trees.taken_out(extra_args, _trees.is_array)  # a rule may take functions too
+    arrays, with_arrays = _trees.partition_leaves(extra_args, _trees.is_array)  # a rule may take functions too
     update = lambda grads, state, params, arrays: tx.update(grads, state, params, **with_arrays(arrays))
     try:
         state = jax.eval_shape(tx.init, params)
@@ -82,13 +79,14 @@ changes it after that (2 of 2 such leaves). Put what changes updates inside of `
     _require_linear_gradients(received)
     leaves = _trees.leaves_by_path(updates)
     histories = dict(zip(leaves, results, strict=False))
+    states = leaves_of(state)
     if received:
         _require_unscaled_gradients({path: histories[path] for path in leaves if _trees.is_floating(leaves[path])})
-        _require_no_state_behind(leaves_of(state))
+        _require_no_state_behind(states)
     _require_final_updates(histories)
     after = dict(zip(_trees.leaves_by_path(new_state), results[len(leaves) :], strict=True))
-    _require_no_lost_updates(state, histories, after)
-    _require_wide_state_before_masters(state)
+    _require_no_lost_updates(states, histories, after)
+    _require_wide_state_before_masters(states)
 
 
 # ---- values on their way --------------------------------------------------------------------------------------------
@@ -246,19 +244,18 @@ def _require_final_updates(updates: dict[_trees.Path, _Value]) -> None:
         )
 
 
-def _require_no_lost_updates(state: Any, updates: dict[_trees.Path, _Value], after: dict[_trees.Path, _Value]) -> None:
+def _require_no_lost_updates(
+    states: list[StateLeaf], updates: dict[_trees.Path, _Value], after: dict[_trees.Path, _Value]
+) -> None:
     """Raise if an update becomes zero, and what the state keeps of the weight changes nevertheless."""
-    owners = [
-        part for role in KEPT_OF_WEIGHTS for part in fields_with_role(state, role) if type(part[0]) in WRITES_BACK
-    ]
-    authors = {id(x): WRITES_BACK[type(part)] for part, content in owners for x in jax.tree.leaves(content)}
-    kept = [leaf for leaf in leaves_of(state) if id(leaf.leaf) in authors and leaf.below in updates]
+    kept = [leaf for leaf in states if leaf.role in KEPT_OF_WEIGHTS and leaf.owner in WRITES_BACK]
+    kept = [leaf for leaf in kept if leaf.path_of_parameter in updates]
     is_lost = lambda value, kept: value.origin in ("", _GRADIENT) or value.zeros > kept.olds
-    lost = [leaf for leaf in kept if is_lost(updates[leaf.below], after[leaf.path])]
+    lost = [leaf for leaf in kept if is_lost(updates[leaf.path_of_parameter], after[leaf.path])]
     if lost:
-        author = authors[id(lost[0].leaf)]
+        author, path = WRITES_BACK[lost[0].owner], _trees.path_string(lost[0].path_of_parameter)
         raise ValueError(
-            f"`check_chain`: the update of {_trees.path_string(lost[0].below)!r} becomes zero after `{author}` has "
+            f"`check_chain`: the update of {path!r} becomes zero after `{author}` has "
             f"chosen it, but what `{author}` keeps of the weight trains on ({len(lost)} of {len(kept)} such leaves). "
             f"Freeze inside of `{author}` or in front of it, as in `master_weights(optax.chain(rule, "
             "optax.freeze(mask)))`, or by `optax.partition` with mpx in one part."
@@ -275,17 +272,15 @@ def _require_no_state_behind(leaves: list[StateLeaf]) -> None:
     for leaf in leaves:
         fork = next((key for key, other in zip(leaf.path, scale, strict=False) if key != other), None)
         is_past |= fork is None
-        if is_past and not leaf.declared and not isinstance(fork, jax.tree_util.GetAttrKey | None):
+        if is_past and leaf.owner is None and not isinstance(fork, jax.tree_util.GetAttrKey | None):
             behind[leaf.path] = shown(leaf.leaf)
-    if behind:
-        what = "`check_chain`: a rule behind `loss_scaling` keeps a state, which the steps that it skips change"
-        remedy = "What keeps a state must stand inside: `loss_scaling(optax.chain(...))`."
-        raise _errors.leaves_error(ValueError, what, behind, remedy)
+    what = "`check_chain`: a rule behind `loss_scaling` keeps a state, which the steps that it skips change"
+    remedy = "What keeps a state must stand inside: `loss_scaling(optax.chain(...))`."
+    _errors.refuse(behind, what, remedy)
 
 
-def _require_wide_state_before_masters(state: Any) -> None:
+def _require_wide_state_before_masters(leaves: list[StateLeaf]) -> None:
     """Raise if a rule keeps 16-bit state outside of masters, which give their own rule float32."""
-    leaves = leaves_of(state)
     is_narrow = lambda leaf: not leaf.wrapped and _trees.is_narrower(leaf.leaf)
     narrow = {leaf.path: _trees.dtype_and_shape(leaf.leaf) for leaf in leaves if is_narrow(leaf)}
     if narrow and any(leaf.role == "master" for leaf in leaves):
@@ -294,4 +289,4 @@ def _require_wide_state_before_masters(state: Any) -> None:
             "Masters belong around the whole chain: `master_weights(optax.chain(...))`. `optax.inject_hyperparams` may "
             "stand around them with `hyperparam_dtype=jnp.float32`: without it, 0.999 becomes 1."
         )
-        raise _errors.leaves_error(ValueError, what, narrow, remedy)
+        _errors.refuse(narrow, what, remedy)

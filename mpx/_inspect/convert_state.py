@@ -23,7 +23,7 @@ from mpx._stored.leaves import StateLeaf, leaves_of, require_types, weights_kept
 from mpx._stored.roles import KEPT_OF_WEIGHTS, Role
 from mpx._stored.state_format import StateFormat, StoredLeaf, is_stored, shown, store
 from mpx._stored.weights import cast_nearest
-from mpx._transforms.float32_world import stable_state
+from mpx._transforms.upcast import stable_state
 
 T = TypeVar("T")
 
@@ -40,10 +40,10 @@ def convert_state(
 
     Both transformations must contain the same rule (the same optimizer, with the same options). What mpx puts around it
     may differ, in any nesting and inside of Optax's wrappers too. So may what measures (`mpx.monitor`,
-    `optax.snapshot`): it begins anew. Wrappers and formats of your own are known by `register_state` and `StateFormat`.
+    `optax.snapshot`): it begins anew.
 
     - It moves the weights that `master_params` returns. If the new recipe does not keep what its parameters cannot
-      hold, that is lost, and a warning says how much.
+      hold, that is lost, and a `UserWarning` says how much.
     - The state of the rule is carried over and rounded to nearest where the new recipe stores it in fewer bits. What is
       stored in the same way on both sides keeps its bits.
     - PRNG keys are carried over. The loss scale begins anew, but its count of skipped steps goes on: where `new_tx` has
@@ -63,16 +63,7 @@ def convert_state(
             says, if `mixed_precision` made it (perhaps inside `zero1`); else each keeps its dtype.
 
     Returns:
-        `(new_params, new_opt_state)`, with the trees, shapes and dtypes of `policy.cast_to_param(params)` and
-        `new_tx.init(new_params)`.
-
-    Raises:
-        TypeError: if `tx` or `new_tx` is not a transformation or `policy` not a policy; inside of `jax.jit`.
-        ValueError: if `opt_state` is not a state of `tx` for these parameters; if the rules differ; if what the new
-            state keeps of a weight matches no parameter (`optax.flatten`); whatever `new_tx.init` raises.
-
-    Warns:
-        UserWarning: if weights change.
+        The new parameters and their state, as `policy.cast_to_param(params)` and `new_tx.init` of these make them.
 
     Example:
         >>> tx = optax.adam(1e-3)
@@ -94,7 +85,7 @@ def convert_state(
     _require_same_rule(old, new)
     best = _trees.leaves_by_path(master_params(params, opt_state))
     weights = _moved_weights(params, best, wanted, weights_kept(old), weights_kept(new))
-    filled = {leaf.path: weights[leaf.below][1] for leaf in new if leaf.role in KEPT_OF_WEIGHTS}
+    filled = {leaf.path: weights[leaf.path_of_parameter][1] for leaf in new if leaf.role in KEPT_OF_WEIGHTS}
     for before, after in zip(_of_the_rule(old), _of_the_rule(new), strict=True):
         filled[after.path] = _moved(before.leaf, after.leaf)
     filled |= _carried(old, new)
@@ -110,10 +101,10 @@ _OF_WRAPPERS: tuple[Role, ...] = (*KEPT_OF_WEIGHTS, "loss scale", "key", "count"
 
 
 def _of_the_rule(leaves: list[StateLeaf]) -> list[StateLeaf]:
-    return [leaf for leaf in leaves if not (leaf.declared and leaf.role in _OF_WRAPPERS)]
+    return [leaf for leaf in leaves if not (leaf.owner and leaf.role in _OF_WRAPPERS)]
 
 
-_stored = jax.jit(lambda weight, way, dtype: way.store(weight, dtype), static_argnums=(1, 2))
+_stored = jax.jit(lambda weight, storage, dtype: storage.store(weight, dtype), static_argnums=(1, 2))
 _cast = jax.jit(cast_nearest, static_argnums=1)
 _decoded = jax.jit(StoredLeaf.decode)
 
@@ -130,7 +121,7 @@ def _moved_weights(
     for path, p in _trees.leaves_by_path(params).items():
         if not _trees.is_floating(p):
             continue
-        had, has = (leaves[path].way if path in leaves else None for leaves in (old, new))
+        had, has = (leaves[path].storage if path in leaves else None for leaves in (old, new))
         new_p, kept = p, old[path].leaf if path in old else None
         if had != has or p.dtype != wanted[path].dtype:
             near = p if kept is None else kept
@@ -191,14 +182,14 @@ def _carried(old: list[StateLeaf], new: list[StateLeaf]) -> dict[_trees.Path, An
     """Return the keys and counts of the new state: those of the old one, in their order, if it has them."""
     # Not the loss scale: a static one would never leave a scale that it was given, and settings are leaves beside it.
     carries: tuple[Role, ...] = ("key", "count")
-    before, after = ([leaf for leaf in leaves if leaf.declared and leaf.role in carries] for leaves in (old, new))
+    before, after = ([leaf for leaf in leaves if leaf.owner and leaf.role in carries] for leaves in (old, new))
     kept: defaultdict[Any, list[Any]] = defaultdict(list)
     for leaf in before:
-        kept[leaf.role, leaf.place, leaf.below].append(leaf.leaf)
+        kept[leaf.role, leaf.path_in_rule, leaf.path_of_parameter].append(leaf.leaf)
     type_of = lambda x: (x.shape, x.dtype)
     filled = {}
     for leaf in after:
-        candidates = kept[leaf.role, leaf.place, leaf.below]
+        candidates = kept[leaf.role, leaf.path_in_rule, leaf.path_of_parameter]
         found = candidates.pop(0) if candidates else None
         if found is not None and type_of(found) == type_of(leaf.leaf):
             filled[leaf.path] = found
@@ -251,14 +242,15 @@ def _state_of(tx: optax.GradientTransformation, params: Any, opt_state: Any) -> 
     expected = _trees.leaves_by_path(made, is_stored)
     got = _trees.leaves_by_path(opt_state, is_stored)
     wrong = _errors.mismatches(expected, got, _is_made_as, "`tx.init` makes", shown)
-    if wrong or jax.tree.structure(opt_state) != jax.tree.structure(made):
-        what = "`convert_state`: `opt_state` is not a state of `tx` for these parameters"
-        remedy = (
-            "Pass the transformation that made it, and the parameters that it trains: for Flax NNX "
-            "`nnx.state(model, nnx.Param)` and `optimizer.opt_state`. If it was restored from a checkpoint without its "
-            "types, restore it into `jax.eval_shape(tx.init, params)`."
-        )
-        raise _errors.leaves_error(ValueError, what, wrong, remedy)
+    if not wrong and jax.tree.structure(opt_state) != jax.tree.structure(made):
+        wrong = {(): "the leaves fit, but not the nodes around them"}
+    what = "`convert_state`: `opt_state` is not a state of `tx` for these parameters"
+    remedy = (
+        "Pass the transformation that made it, and the parameters that it trains: for Flax NNX "
+        "`nnx.state(model, nnx.Param)` and `optimizer.opt_state`. If it was restored from a checkpoint without its "
+        "types, restore it into `jax.eval_shape(tx.init, params)`."
+    )
+    _errors.refuse(wrong, what, remedy)
     return opt_state
 
 
@@ -271,7 +263,7 @@ def _is_made_as(made: Any, leaf: Any) -> bool:
 
 def _require_same_rule(old: list[StateLeaf], new: list[StateLeaf]) -> None:
     """Raise if two states are not of the same rule; name the first difference."""
-    compared = lambda leaf: leaf and (leaf.place, leaf.leaf.shape, _kind(leaf.leaf))
+    compared = lambda leaf: leaf and (leaf.path_in_rule, leaf.leaf.shape, _kind(leaf.leaf))
     pairs = itertools.zip_longest(_of_the_rule(old), _of_the_rule(new))
     differing = next((pair for pair in pairs if compared(pair[0]) != compared(pair[1])), None)
     if differing is not None:
@@ -292,4 +284,4 @@ def _kind(leaf: Any) -> str:
 
 
 def _described(leaf: StateLeaf | None) -> str:
-    return "nothing more" if leaf is None else f"{'/'.join(leaf.place)!r}: {shown(leaf.leaf)}"
+    return "nothing more" if leaf is None else f"{'/'.join(leaf.path_in_rule)!r}: {shown(leaf.leaf)}"

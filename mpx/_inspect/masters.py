@@ -18,16 +18,8 @@ T = TypeVar("T")
 def master_params(params: T, opt_state: optax.OptState) -> T:
     """Return the best float32 values of the parameters: for evaluation, export, or a change of recipe.
 
-    Where the state keeps nothing of a leaf, it becomes the parameter in float32. Leaves that are wider or not floating
-    are returned unchanged.
-
-    Args:
-        params: the parameters.
-        opt_state: the state of the transformation that trains them, of any nesting.
-
-    Raises:
-        TypeError: if `opt_state` is a transformation, or was restored without its types.
-        ValueError: if what the state keeps does not fit the parameters.
+    `opt_state` is the state of the transformation that trains them, of any nesting. Where it keeps nothing of a leaf,
+    the leaf becomes the parameter in float32. Leaves that are wider or not floating are returned unchanged.
 
     Example:
         >>> tx = master_weights(optax.sgd(1e-3))
@@ -42,7 +34,7 @@ def master_params(params: T, opt_state: optax.OptState) -> T:
         if not _trees.is_floating(p):
             return p
         kept = stored.get(path)
-        return _trees.at_least_float32(p) if kept is None else kept.way.restore(p, kept.leaf)
+        return _trees.at_least_float32(p) if kept is None else kept.storage.restore(p, kept.leaf)
 
     return jax.tree.map_with_path(restore, params, is_leaf=_trees.is_masked)
 
@@ -52,8 +44,8 @@ def is_synced(params: Any, opt_state: optax.OptState) -> jax.Array:
 
     It is False after parameters were changed from outside (fine-tuning, pruning, a checkpoint of the weights alone):
     the next update would bring the old weights back. Then call `resync`. (A weight that has just fallen almost to zero
-    may be out of sync until the next step, see `master_weights`.) Arguments and errors are as in `master_params`; and
-    it raises a ValueError for low bits (`storage="split"` or `"split24"`), which fit any parameter.
+    may be out of sync until the next step, see `master_weights`.) It raises a ValueError for low bits
+    (`storage="split"` or `"split24"`), which fit any parameter.
 
     Example:
         >>> tx = master_weights(optax.sgd(1e-3))
@@ -64,17 +56,16 @@ def is_synced(params: Any, opt_state: optax.OptState) -> jax.Array:
     """
     leaves = _trees.leaves_by_path(params)
     kept = _kept_by_path(params, opt_state, "is_synced")
-    belongs = {path: found.way.belongs(leaves[path], found.leaf) for path, found in kept.items()}
+    belongs = {path: found.storage.belongs(leaves[path], found.leaf) for path, found in kept.items()}
     untold = {
         path: f"{shown(kept[path].leaf)} fits any {shown(leaves[path])}" for path, x in belongs.items() if x is None
     }
-    if untold:
-        what = "`is_synced` cannot tell: split masters keep low bits, which belong to any parameter"
-        remedy = (
-            "Save and restore parameters and state together, in one checkpoint of one step. If parameters were changed "
-            'from outside, call `resync`. Whole masters can be compared: `master_weights(rule, storage="full")`.'
-        )
-        raise _errors.leaves_error(ValueError, what, untold, remedy, params)
+    what = "`is_synced` cannot tell: split masters keep low bits, which belong to any parameter"
+    remedy = (
+        "Save and restore parameters and state together, in one checkpoint of one step. If parameters were changed "
+        'from outside, call `resync`. Whole masters can be compared: `master_weights(rule, storage="full")`.'
+    )
+    _errors.refuse(untold, what, remedy, params)
     return functools.reduce(jnp.logical_and, map(jnp.all, belongs.values()), jnp.asarray(True))
 
 
@@ -84,8 +75,7 @@ def resync(params: Any, opt_state: T) -> T:
     In the state that it returns, masters are exactly the parameters; low bits and Kahan compensations are zero. Moments
     and counts stay. Call it only after such a change: the state forgets what it held beyond the precision of the
     parameters, for unchanged weights too. You must know of the change: split masters cannot tell it (see `is_synced`),
-    and without this a changed weight goes on with the low bits of another, up to 2**-8 of it. Arguments and errors are
-    as in `master_params`.
+    and without this a changed weight goes on with the low bits of another, up to 2**-8 of it.
 
     Example:
         >>> tx = master_weights(optax.sgd(1e-3))
@@ -95,7 +85,7 @@ def resync(params: Any, opt_state: T) -> T:
     """
     leaves = _trees.leaves_by_path(params)
     fresh = {
-        kept.path: _trees.placed_like(kept.way.fresh(leaves[path]), kept.leaf)
+        kept.path: _trees.placed_like(kept.storage.fresh(leaves[path]), kept.leaf)
         for path, kept in _kept_by_path(params, opt_state, "resync").items()
     }
     return jax.tree.map_with_path(lambda path, leaf: fresh.get(path, leaf), opt_state)
@@ -115,5 +105,4 @@ def require_fit(params: dict[_trees.Path, Any], kept: dict[_trees.Path, StateLea
     found = {path: p for path, p in params.items() if path in kept}
     same_shape = lambda array, p: np.shape(p) == array.shape
     wrong = _errors.mismatches(arrays, found, same_shape, "the optimizer state keeps")
-    if wrong:
-        raise _errors.leaves_error(ValueError, f"`{caller}`: the state does not fit the parameters", wrong, remedy)
+    _errors.refuse(wrong, f"`{caller}`: the state does not fit the parameters", remedy)

@@ -1,6 +1,5 @@
 """Place arrays on a mesh: how a data-parallel axis shards them."""
 
-from collections.abc import Collection
 from typing import Any, TypeVar
 
 import jax
@@ -22,22 +21,14 @@ def require_axis(mesh: Any, axis: str, caller: str) -> None:
         raise ValueError(f"`{caller}`: the mesh has the axes {mesh.axis_names}, and none is called {axis!r}.")
 
 
-def _shard_axis(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh | AbstractMesh, axis: str) -> int | None:
-    """Return the first axis of an array that can be divided, further than `spec` does; or None."""
+def sharded_spec(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh | AbstractMesh, axis: str) -> PartitionSpec:
+    """Return a spec that also shards an array along the mesh axis: at its first axis that can be divided further."""
     for i, size in enumerate(shape):
         if size and size % (parts_at(mesh, spec, i) * mesh.shape[axis]) == 0:
-            return i
-    return None
-
-
-def sharded_spec(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh | AbstractMesh, axis: str) -> PartitionSpec:
-    """Return the spec of an array with the mesh axis added; the axes that shard it already come first."""
-    shard_axis = _shard_axis(shape, spec, mesh, axis)
-    if shard_axis is None:
-        return spec
-    entries = entries_of(spec, shard_axis + 1)
-    entries[shard_axis] = (*names_at(spec, shard_axis), axis)
-    return PartitionSpec(*entries)
+            entries = entries_of(spec, i + 1)
+            entries[i] = (*names_at(spec, i), axis)
+            return PartitionSpec(*entries)
+    return spec
 
 
 def shardings_along(params: Any, specs: Any, mesh: Mesh, axis: str) -> Any:
@@ -45,9 +36,9 @@ def shardings_along(params: Any, specs: Any, mesh: Mesh, axis: str) -> Any:
     return jax.tree.map(lambda p, spec: NamedSharding(mesh, sharded_spec(np.shape(p), spec, mesh, axis)), params, specs)
 
 
-def shardings_of(params: Any, specs: Any, mesh: Mesh) -> Any:
+def shardings_of(specs: Any, mesh: Mesh) -> Any:
     """Return the shardings that the specs of parameters describe."""
-    return jax.tree.map(lambda _, spec: NamedSharding(mesh, spec), params, specs)
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 
 def place(tree: T, shardings: Any) -> T:
@@ -64,21 +55,15 @@ def parameter_specs(params: Any, given: Any, mesh: Mesh | AbstractMesh, axis: st
     """Return a tree like the parameters, with the spec of how each is sharded already."""
     if given is None:
         return jax.tree.map(_spec_of_type, params)
-    specs = jax.tree.map(lambda spec, subtree: jax.tree.map(lambda _: spec, subtree), given, params, is_leaf=is_spec)
-    for path, spec in _trees.leaves_by_path(specs, is_spec).items():
+    specs = jax.tree.map(lambda spec, subtree: jax.tree.map(lambda _: spec, subtree), given, params)
+    for path, spec in _trees.leaves_by_path(specs).items():
         used = [name for i in range(len(spec)) for name in names_at(spec, i)]
         if axis in used or not set(used) <= set(mesh.axis_names):
             raise ValueError(
                 f"`{caller}`: `param_specs` has {spec} for the parameter {_trees.path_string(path)!r}, but it may name "
                 f"axes of the mesh {mesh.axis_names} other than {axis!r}: parameters are equal along that."
             )
-    manual = jax.sharding.get_abstract_mesh().manual_axes  # parameters are shards along these
-    return jax.tree.map(lambda spec: _without(spec, manual), specs, is_leaf=is_spec) if manual else specs
-
-
-def _without(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
-    entries = (tuple(name for name in names_at(spec, i) if name not in axes) for i in range(len(spec)))
-    return PartitionSpec(*entries)
+    return specs
 
 
 def _spec_of_type(p: Any) -> PartitionSpec:
@@ -88,8 +73,3 @@ def _spec_of_type(p: Any) -> PartitionSpec:
     while entries and entries[-1] is None:  # (a sharding of the same meaning but another name compiles a step again)
         entries.pop()
     return PartitionSpec(*entries)
-
-
-def is_spec(x: Any) -> bool:
-    """Return whether this is a spec, which stands as a leaf."""
-    return isinstance(x, PartitionSpec)

@@ -12,15 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from mpx import _errors, _trees
 from mpx._chain import element
-from mpx._parallel.placement import (
-    is_spec,
-    parameter_specs,
-    place,
-    require_axis,
-    sharded_spec,
-    shardings_along,
-    shardings_of,
-)
+from mpx._parallel.placement import parameter_specs, place, require_axis, sharded_spec, shardings_along, shardings_of
 from mpx._policy import policy_of, with_policy
 from mpx._shardings import in_auto, parts_at
 from mpx._stored.state_format import StoredLeaf, is_stored
@@ -38,13 +30,11 @@ def zero1(
     Parameters stay replicated along the axis, and the state is sharded. Each device updates its shard with its shard of
     the gradients, and sends the new parameters to the others: 2 bytes for each bfloat16 parameter, not the 4 of a
     float32 update. The state is `inner`'s own, in the same shapes: a checkpoint of eight devices can be restored on
-    three, or without `zero1`.
-
-    An array is sharded along its first axis whose size (on each device, if `param_specs` shards it already) is a
-    multiple of the number of devices. An array without such an axis is replicated, and so is every scalar.
+    three, or without `zero1`. An array is sharded along its first axis whose size (on each device, if `param_specs`
+    shards it already) is a multiple of the number of devices; without such an axis it is replicated.
 
     Any rule works, also one that clips by a global norm, and gradients may have any sharding: XLA sees whole arrays.
-    So call it under `jax.jit` or eagerly, not inside `jax.shard_map` over the axis.
+    So call it under `jax.jit` or eagerly, not inside `jax.shard_map`.
 
     Args:
         inner: any Optax transformation or chain, with the wrappers of mpx in it: this is the outermost. Without it
@@ -58,11 +48,6 @@ def zero1(
     Returns:
         A transformation with the state of `inner`.
 
-    Raises:
-        TypeError: if `inner` is not a transformation.
-        ValueError: if the mesh has no such axis or a spec uses it; at `init`, if a parameter is sharded otherwise than
-            `param_specs` says; inside `jax.shard_map` over the axis.
-
     Example:
         >>> mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
         >>> tx = zero1(master_weights(optax.adam(1e-3), storage="split"), mesh)
@@ -73,14 +58,13 @@ def zero1(
 
     References:
         Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (arXiv
-        1910.02054), stage 1; Xu et al. 2020, "Automatic Cross-Replica Sharding of Weight Update in Data-Parallel
-        Training" (arXiv 2004.13336).
+        1910.02054), stage 1; Xu et al. 2020 (arXiv 2004.13336).
     """
     inner = _errors.as_transformation(inner, "zero1")
     require_axis(mesh, axis, "zero1")
 
     def init_fn(params):
-        _require_whole_arrays(axis)
+        _require_whole_arrays()
         specs = parameter_specs(params, param_specs, mesh, axis, "zero1")
         _require_placed_as_said(params, specs)
         whole = jax.eval_shape(inner.init, _trees.shapes_of(params))  # `start` does not see explicit shardings either
@@ -89,16 +73,16 @@ def zero1(
         # In one program, so that no device ever holds all of a state.
         start = in_auto(lambda params: place(inner.init(place(params, sharded)), divided), mesh, divided)
         if not any(isinstance(p, Tracer) for p in jax.tree.leaves(params)):
-            params = jax.device_put(params, shardings_of(params, specs, mesh))
+            params = jax.device_put(params, shardings_of(specs, mesh))
         return jax.jit(start, keep_unused=True)(params)  # unused ones too tell on which devices it runs
 
     def update_fn(updates, state, params=None, **extra_args):
         _errors.require_step("zero1", object, state, params, updates)  # the state is any rule's
-        _require_whole_arrays(axis)
+        _require_whole_arrays()
         specs = parameter_specs(params, param_specs, mesh, axis, "zero1")
         divided = zero1_shardings(params, state, mesh, axis, param_specs=specs)
         sharded = shardings_along(params, specs, mesh, axis)
-        of_params = shardings_of(params, specs, mesh)
+        of_params = shardings_of(specs, mesh)
 
         def update(updates, state, params, extra_args):
             params = place(params, of_params)  # else XLA may divide what goes in, to be gathered for the next step
@@ -128,12 +112,6 @@ def zero1_shardings(
         mesh: as given to `zero1`; or a `jax.sharding.AbstractMesh`, to plan with.
         axis: as given to `zero1`.
         param_specs: as given to `zero1`.
-
-    Returns:
-        A tree like `opt_state` of `jax.sharding.NamedSharding`s.
-
-    Raises:
-        ValueError: if the mesh has no such axis, or a spec uses it.
 
     Example:
         >>> mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -177,14 +155,14 @@ def _sharding_of_stored(leaf: StoredLeaf, found: NamedSharding, axis: str) -> St
 def _with_specs(params: Any, specs: Any) -> Iterator[tuple[_trees.Path, Any, PartitionSpec]]:
     """Return the path, the parameter and the spec of each leaf."""
     leaves = _trees.leaves_by_path(params)
-    return zip(leaves, leaves.values(), jax.tree.leaves(specs, is_leaf=is_spec), strict=True)
+    return zip(leaves, leaves.values(), jax.tree.leaves(specs), strict=True)
 
 
-def _require_whole_arrays(axis: str) -> None:
-    if axis in jax.sharding.get_abstract_mesh().manual_axes:
+def _require_whole_arrays() -> None:
+    if manual := jax.sharding.get_abstract_mesh().manual_axes:
         raise ValueError(
-            f"`zero1`: this is inside `jax.shard_map` over {axis!r}, where a device sees its own part only. Add up the "
-            "gradients there, and call `init` and `update` outside of it, under `jax.jit`."
+            f"`zero1`: this is inside `jax.shard_map` over {', '.join(map(repr, manual))}, where a device sees its own "
+            "part only. Add up the gradients there, and call `init` and `update` outside of it, under `jax.jit`."
         )
 
 

@@ -47,7 +47,7 @@ def assign(state: Any, patterns: Mapping[str, StateFormat], min_size: int) -> As
 
 
 def _with_blocks_of(leaf: Any, format: StateFormat) -> StateFormat:
-    """Return a format with blocks that fit a leaf: those it has, if it is stored, else such that lie in a shard."""
+    """Keep a stored leaf's block size; otherwise choose one that fits a shard."""
     if is_stored(leaf):
         kept: Any = leaf.format
         if not isinstance(format, BlockFormat) or type(kept) is not type(format):
@@ -147,7 +147,7 @@ def require_sound_formats(state: Any, patterns: Mapping[str, StateFormat], assig
             _try(format, found, text)
     for reason, leaves in wrong.items():
         what = "`low_precision_state`: leaves would be kept in a format that they must not have"
-        raise _errors.leaves_error(ValueError, what, leaves, f"These leaves {reason}")
+        _errors.refuse(leaves, what, f"These leaves {reason}")
 
 
 def _unsound(leaf: Any, role: Role, chosen: StateFormat) -> str | None:
@@ -200,31 +200,21 @@ def require_stored_as_assigned(state: Any, assignment: Assignment, as_made: Call
     `as_made` returns the shapes of the rule's own state. They tell which leaves the rule itself makes in 16 bits.
     """
     wrong = {}
-    leaves = _trees.leaves_by_path(state, is_stored)
-    for i, (path, leaf) in enumerate(leaves.items()):
+    kind = lambda leaf: leaf.format if is_stored(leaf) else leaf.dtype
+    for i, (path, leaf) in enumerate(_trees.leaves_by_path(state, is_stored).items()):
         assigned = assignment.get(i)
-        if assigned is None or assigned.format == FLOAT32:
-            is_narrow = is_stored(leaf) or _trees.is_narrower(leaf)
-            fits = not is_narrow or (not is_stored(leaf) and leaf.dtype == jax.tree.leaves(as_made())[i].dtype)
-        elif is_stored(leaf):
-            fits = leaf.format == assigned.format
+        if assigned is not None and assigned.format != FLOAT32:
+            wanted = _kept(assigned.format, leaf.shape)
+        elif is_stored(leaf) or _trees.is_narrower(leaf):
+            wanted = jax.tree.leaves(as_made())[i]
         else:
-            kept = _stored_dtype(assigned.format, leaf.shape)
-            fits = kept is not None and leaf.dtype == kept
-        if not fits:
-            got = leaf.format if is_stored(leaf) else leaf.dtype
-            wanted = "the rule's own" if assigned is None else assigned.format
-            wrong[path] = f"stored as {got}, but the format is {wanted}"
-    if wrong:
-        what = "`low_precision_state`: the state was made with other `formats` or another `min_size`"
-        remedy = "Use those, or call `init` and start with new moments."
-        raise _errors.leaves_error(ValueError, what, wrong, remedy)
-
-
-def _stored_dtype(format: StateFormat, shape: tuple[int, ...]) -> Any:
-    """Return the dtype of the plain array that a format keeps for this shape; None if it keeps a stored leaf."""
-    kept = _kept(format, shape)
-    return None if is_stored(kept) else kept.dtype
+            continue
+        if kind(leaf) != kind(wanted):
+            named = "the rule's own" if assigned is None else assigned.format
+            wrong[path] = f"stored as {kind(leaf)}, but the format is {named}"
+    what = "`low_precision_state`: the state was made with other `formats` or another `min_size`"
+    remedy = "Use those, or call `init` and start with new moments."
+    _errors.refuse(wrong, what, remedy)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -36,7 +36,7 @@ class BlockFormat(StateFormat):
         return dataclasses.replace(self, signed=role != "second moment")  # type: ignore[type-var]
 
     def for_shards(self: T, columns: int) -> T:
-        """Return the format with blocks that lie in a shard's rows, or over devices if they would be too small."""
+        """Return the format with blocks that each lie in a row of one shard; unchanged if they would be too small."""
         size = math.gcd(columns, self.block_size)
         return dataclasses.replace(self, block_size=size) if size >= SMALLEST else self  # type: ignore[type-var]
 

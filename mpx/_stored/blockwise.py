@@ -39,15 +39,13 @@ class Blockwise8bit(BlockFormat):
 
     The largest magnitude of a block is exact. A signed number close to it is off by 0.8% at most, one of a tenth of it
     by 2.5%, one of a hundredth by 8%; below 1.6e-5 of it a number becomes zero. Unsigned, for second moments, these
-    errors are half as large, and no positive number becomes zero.
+    errors are half as large, and no positive number becomes zero. A block with a NaN becomes NaN, and so does a block
+    with a negative number under the unsigned map. An infinity stays infinite, and the finite numbers of its block
+    become NaN. Blocks whose largest magnitude is below 1.2e-38 become zero.
 
-    A block with a NaN becomes NaN, and so does a block with a negative number under the unsigned map. An infinity stays
-    infinite, and the finite numbers of its block become NaN. Blocks whose largest magnitude is below 1.2e-38 become
-    zero.
-
-    Rounded to nearest, only the largest member of a block moves in small steps. Another member stands still if a step
-    changes it, relative to the largest, by less than half the distance to the next code: a second moment moves in
-    leaps. Training works nevertheless. `rounding="stochastic"` follows each member in the mean.
+    Rounded to nearest, a member of a block stands still if a step changes it, relative to the largest, by less than
+    half the distance to the next code: a second moment moves in leaps. Training works nevertheless.
+    `rounding="stochastic"` follows each member in the mean.
 
     Each device codes its own shard of an array if the shard has rows of whole blocks. On a mesh of explicit axes
     `low_precision_state` makes the blocks of a leaf smaller for that. On automatic axes choose a `block_size` that
@@ -58,10 +56,6 @@ class Blockwise8bit(BlockFormat):
             of its elements in memory; the last block may be shorter.
         signed: whether numbers may be negative. None: the field of the optimizer's state decides. mpx knows the fields
             of Optax, and the usual names in other states (`mu`, `nu`, `exp_avg`, `exp_avg_sq`...).
-
-    Raises:
-        TypeError: if `signed` is not True, False or None.
-        ValueError: if `block_size` is not such a power of two.
 
     Example:
         >>> tx = low_precision_state(optax.adam(1e-3), {"mu": Blockwise8bit(), "nu": Blockwise8bit()})
@@ -125,9 +119,6 @@ class Blockwise4bit(BlockFormat):
 
     Args:
         block_size: numbers that share a float32 scale, as in `Blockwise8bit`.
-
-    Raises:
-        ValueError: if `block_size` is not a power of two from 16 to 65,536.
 
     Example:
         >>> formats = {"mu": Blockwise4bit(), "nu": Blockwise8bit()}

@@ -8,7 +8,7 @@ import jax
 from mpx import _trees
 from mpx._stored.roles import KEPT_OF_WEIGHTS, ROLES, Role, role_by_name, role_of_field
 from mpx._stored.state_format import is_stored
-from mpx._stored.weights import KeptWeight, way_of
+from mpx._stored.weights import KeptWeight, storage_of
 
 # Fields with these roles are found by the type of their state only, so a state that has lost its type is refused.
 _TYPED_ROLES = {"master", "compensation", "loss scale"}
@@ -21,15 +21,15 @@ class StateLeaf(NamedTuple):
     path: _trees.Path = ()  # in the state
     role: Role = "unknown"
     field: str = ""  # of the innermost state that contains the leaf
-    below: _trees.Path = ()  # the path below that field; the parameter's, if the field is a tree like the parameters
-    place: tuple[str, ...] = ()  # the path without declared wrappers and positions in chains, the same for equal rules
-    declared: bool = False  # whether `register_state` knows that innermost state
+    path_of_parameter: _trees.Path = ()  # below that field, if the field is a tree like the parameters
+    path_in_rule: tuple[str, ...] = ()  # without declared wrappers and positions in chains: the same for equal rules
+    owner: type | None = None  # the type of that innermost state, if `register_state` knows it
     wrapped: bool = False  # whether it stands somewhere in such a state
 
     @property
-    def way(self) -> KeptWeight:
+    def storage(self) -> KeptWeight:
         """How the state keeps a weight, if this is what it keeps of one."""
-        return way_of(self.role, self.leaf.dtype)
+        return storage_of(self.role, self.leaf.dtype)
 
 
 def leaves_of(state: Any) -> list[StateLeaf]:
@@ -39,7 +39,7 @@ def leaves_of(state: Any) -> list[StateLeaf]:
 
 def weights_kept(leaves: Iterable[StateLeaf]) -> dict[_trees.Path, StateLeaf]:
     """Return what a state keeps of the parameters (masters, low bits, compensations), by their paths."""
-    return {leaf.below: leaf for leaf in leaves if leaf.role in KEPT_OF_WEIGHTS}
+    return {leaf.path_of_parameter: leaf for leaf in leaves if leaf.role in KEPT_OF_WEIGHTS}
 
 
 def require_types(opt_state: Any, caller: str) -> None:
@@ -79,10 +79,11 @@ def _child(here: StateLeaf, key: _trees.Path, child: Any) -> StateLeaf:
     """Return what is known of a child of a node."""
     node, path, name = here.leaf, here.path + key, jax.tree_util.keystr(key, simple=True)
     if here.field:  # below a field, which decides the role
-        place = here.place if _trees.is_box(node) else (*here.place, _named(node, name))
-        return here._replace(leaf=child, path=path, below=here.below + key, place=place)
-    declared = type(node) in ROLES
-    wrapped = here.wrapped or declared
+        in_rule = here.path_in_rule if _trees.is_box(node) else (*here.path_in_rule, _named(node, name))
+        of_parameter = here.path_of_parameter + key
+        return here._replace(leaf=child, path=path, path_of_parameter=of_parameter, path_in_rule=in_rule)
+    owner = type(node) if type(node) in ROLES else None
+    wrapped = here.wrapped or owner is not None
     if isinstance(key[0], jax.tree_util.GetAttrKey):
         role = role_of_field(type(node), name)
     elif isinstance(node, Mapping) and _is_state(here.path) and not _holds_states(child):
@@ -90,10 +91,10 @@ def _child(here: StateLeaf, key: _trees.Path, child: Any) -> StateLeaf:
     else:
         role = "inner"
     if role == "inner":
-        place = here.place if declared or type(node) is tuple else (*here.place, _named(node, name))
-        return here._replace(leaf=child, path=path, place=place, wrapped=wrapped)
-    place = (_named(node, name),) if declared else (*here.place, _named(node, name))
-    return StateLeaf(child, path, role, name, place=place, declared=declared, wrapped=wrapped)
+        in_rule = here.path_in_rule if owner or type(node) is tuple else (*here.path_in_rule, _named(node, name))
+        return here._replace(leaf=child, path=path, path_in_rule=in_rule, wrapped=wrapped)
+    in_rule = (_named(node, name),) if owner else (*here.path_in_rule, _named(node, name))
+    return StateLeaf(child, path, role, name, path_in_rule=in_rule, owner=owner, wrapped=wrapped)
 
 
 def _is_state(path: _trees.Path) -> bool:
@@ -101,9 +102,10 @@ def _is_state(path: _trees.Path) -> bool:
 
     The keys of a dictionary that is a field of a state are labels. Below other keys there are no states.
     """
-    is_field = [isinstance(key, jax.tree_util.GetAttrKey) for key in (None, *path)]
-    is_key = [isinstance(key, jax.tree_util.DictKey) for key in path]
-    return not is_field[-1] and all(labels for labels, below in zip(is_field[:-1], is_key, strict=True) if below)
+    is_field = lambda key: isinstance(key, jax.tree_util.GetAttrKey)
+    pairs = zip((None, *path), path, strict=False)  # each key, and the one before it
+    are_labels = [is_field(before) for before, key in pairs if isinstance(key, jax.tree_util.DictKey)]
+    return not (path and is_field(path[-1])) and all(are_labels)
 
 
 def _holds_states(node: Any) -> bool:

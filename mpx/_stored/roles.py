@@ -10,10 +10,9 @@ from typing import Any, Literal, TypeVar, get_args
 import optax
 from jax import export
 
-from mpx import _trees
-
 T = TypeVar("T", bound=type)
 
+# Strings, because users write them, as the values of keyword arguments.
 Role = Literal[
     "inner",  # the state of the wrapped rule
     "master",  # the master of each parameter, or its low bits (uint16)
@@ -37,7 +36,7 @@ EXACT: tuple[Role, ...] = ("master", "compensation", "weights")
 
 # What types of states have declared: the role of each field, and the transformation that chooses 16-bit parameters.
 ROLES: dict[type, dict[str, Role]] = {}
-WRITES_BACK: dict[type, str] = {}
+WRITES_BACK: dict[Any, str] = {}
 
 
 def register_state(*, writes_back: str | None = None, **roles: Role) -> Callable[[T], T]:
@@ -55,10 +54,6 @@ def register_state(*, writes_back: str | None = None, **roles: Role) -> Callable
             `"compensation"`, `"weights"`, `"first moment"`, `"second moment"`, `"signed"`,
             `"sum of gradients"`, `"loss scale"`, `"key"`, `"count"`, `"measure"` or `"unknown"`. A tree of
             masters or compensations has the structure of the parameters, with `optax.MaskedNode` where nothing is kept.
-
-    Raises:
-        TypeError: if the class is not a NamedTuple, or the roles name other fields than its own.
-        ValueError: if a role is unknown.
 
     Example:
         >>> import typing
@@ -88,17 +83,6 @@ def register_state(*, writes_back: str | None = None, **roles: Role) -> Callable
         return kind
 
     return declare
-
-
-def fields_with_role(state: Any, role: Role) -> list[tuple[Any, Any]]:
-    """Return each part of a state that declares a field of this role, with the content of that field."""
-    kinds = tuple(kind for kind, roles in ROLES.items() if role in roles.values())
-    return [
-        (part, getattr(part, field))
-        for part in _trees.find_states(state, kinds)
-        for field, declared in ROLES.get(type(part), {}).items()
-        if declared == role
-    ]
 
 
 def role_of_field(kind: type, field: str) -> Role:

@@ -24,21 +24,9 @@ class StateFormat(abc.ABC):
     """A way to keep a float32 array of an optimizer's state in fewer bytes between two steps.
 
     Subclass it as a frozen dataclass with `encode` and `decode`. It then works in `low_precision_state`,
-    `fused_update`, `zero1`, `convert_state`, `memory_plan` and Orbax as the formats of mpx do. Its fields are settings:
-    they are hashed and compared, because `jax.jit` compiles a step for each format.
-
-    Example:
-        >>> import dataclasses
-        >>> @dataclasses.dataclass(frozen=True)
-        ... class Sixteenths(StateFormat):
-        ...     def encode(self, x, key=None):
-        ...         scale = jnp.max(jnp.abs(x), keepdims=True) / 16
-        ...         return jnp.round(x / scale).astype(jnp.int8), scale
-        ...     def decode(self, codes, scales):
-        ...         return codes * scales
-        >>> tx = low_precision_state(optax.trace(0.9), {"trace": Sixteenths()}, min_size=0)
-        >>> tx.init({"w": jnp.zeros(4)}).inner_state.trace["w"].codes.dtype
-        dtype('int8')
+    `fused_update`, `zero1`, `convert_state`, `memory_plan` and Orbax as the formats of mpx do ("Writing your own",
+    in the docs, has an example). Its fields are settings: they are hashed and compared, because `jax.jit` compiles a
+    step for each format.
 
     Attributes:
         rounds_at_random: whether it needs a PRNG key, because a training run fails if it rounds to nearest.
@@ -69,9 +57,10 @@ class StateFormat(abc.ABC):
         return self
 
     def refuses(self, role: Role, shape: tuple[int, ...]) -> str | None:
-        """Return why a leaf cannot be kept so, to end a sentence that begins "These leaves"; None if it can.
+        """Return a reason such as "are second moments, which float16 cannot hold"; None if the format holds the leaf.
 
-        It is asked about each leaf that would be kept so: its role, such as `"second moment"`, and its shape.
+        It is asked about each leaf that would be kept so: its role, such as `"second moment"`, and its shape. The error
+        that follows says "These leaves" and the reason.
         """
         return None
 
@@ -157,7 +146,7 @@ _NO_DERIVATIVE = (
 
 
 def _placed_by_xla(function: Callable[..., Any], x: jax.Array, other: Any) -> Any:
-    """Encode or decode an array. XLA places what is inside on explicit axes, where a view of blocks has no type."""
+    """Encode or decode an array; on explicit axes under automatic ones: no type can say how blocks are sharded."""
     sharding = explicit_sharding(x)
     if sharding is None:
         return function(x, other)

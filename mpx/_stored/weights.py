@@ -6,18 +6,24 @@ array of the parameter's shape; both together restore the weight. Where nothing 
 
 import abc
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+from jax import lax
 
-from mpx import _trees, formats
+from mpx import _errors, _trees, formats
 from mpx._finite import select
 from mpx._noise import noise_for
 from mpx._stored.roles import Role
 from mpx._straight_through import straight_through
 from mpx._writeback import applied_value, landing_update, round_saturating
+
+Pair = tuple[jax.Array, jax.Array]  # a parameter or its update, and what is kept of the weight
 
 _F32 = np.dtype(np.float32)
 _LARGEST_OF_24_BITS = np.uint32(0x7F7F_FF00)
@@ -34,7 +40,7 @@ class KeptWeight(abc.ABC):
         """Return the best value of a weight, in float32 or wider."""
 
     @abc.abstractmethod
-    def store(self, weight: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
+    def store(self, weight: jax.Array, dtype: np.dtype) -> Pair:
         """Return the parameter of `dtype` for a weight, and what is kept of the weight."""
 
     def fresh(self, p: jax.Array) -> jax.Array:
@@ -45,6 +51,13 @@ class KeptWeight(abc.ABC):
     def belongs(self, p: jax.Array, kept: jax.Array) -> Any:
         """Return for each element whether what is kept can belong to this parameter; None if nothing tells."""
 
+    @abc.abstractmethod
+    def land(self, p: jax.Array, kept: jax.Array, update: jax.Array, author: str, key: Any) -> Pair:
+        """Add an update to a weight: return the update that its parameter needs, and what is kept from here on.
+
+        `author` is the transformation that asks. With a key, what is kept is rounded at random.
+        """
+
 
 class WholeMaster(KeptWeight):
     """The weight itself, in float32 or float64."""
@@ -52,7 +65,7 @@ class WholeMaster(KeptWeight):
     def restore(self, p: jax.Array, kept: jax.Array) -> jax.Array:
         return kept
 
-    def store(self, weight: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
+    def store(self, weight: jax.Array, dtype: np.dtype) -> Pair:
         master = cast_nearest(weight, self.dtype)
         return cast_nearest(master, dtype), master
 
@@ -63,11 +76,8 @@ class WholeMaster(KeptWeight):
         wide = p.astype(kept.dtype)
         return (round_saturating(kept, p.dtype) == wide) | (jnp.isnan(kept) & jnp.isnan(wide))
 
-    def land(self, p: jax.Array, new: jax.Array, key: jax.Array | None, author: str) -> tuple[jax.Array, jax.Array]:
-        """Return the update that takes a parameter to a new weight, and what is kept of the weight.
-
-        With a key, what is kept is rounded at random.
-        """
+    def land(self, p: jax.Array, kept: jax.Array, update: jax.Array, author: str, key: Any) -> Pair:
+        new = (kept + update).astype(kept.dtype)
         return landing_update(p, round_saturating(new, p.dtype), author), new
 
 
@@ -81,21 +91,21 @@ class LowBits(KeptWeight):
     def restore(self, p: jax.Array, kept: jax.Array) -> jax.Array:
         return formats.join_f32(p, kept.astype(np.uint16) << self._left_out)
 
-    def store(self, weight: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
+    def store(self, weight: jax.Array, dtype: np.dtype) -> Pair:
         return self._split(cast_nearest(weight, _F32), None)
 
     def belongs(self, p: jax.Array, kept: jax.Array) -> None:
         return None
 
-    def land(self, p: jax.Array, new: jax.Array, key: jax.Array | None, author: str) -> tuple[jax.Array, jax.Array]:
-        high, low_bits = self._split(new, key)
+    def land(self, p: jax.Array, kept: jax.Array, update: jax.Array, author: str, key: Any) -> Pair:
+        high, low_bits = self._split((self.restore(p, kept) + update).astype(_F32), key)
         high = high.astype(np.float32)
         update = landing_update(p, high, author)
         # Where the addition cannot reach `high`, these low bits would belong to another weight.
         landed = applied_value(p, update).view(np.uint32) == high.view(np.uint32)
         return update, select(landed, low_bits, jnp.zeros_like(low_bits))
 
-    def _split(self, weight: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    def _split(self, weight: jax.Array, key: jax.Array | None) -> Pair:
         if self._left_out:
             weight = _rounded_to_24_bits(weight, key)
         high, low_bits = formats.split_f32(weight, overflow="largest")
@@ -107,13 +117,13 @@ class LowBits(KeptWeight):
 
 
 class Compensation(KeptWeight):
-    """Keeps what rounding has cut off so far, to be added to the next update."""
+    """What rounding has cut off so far, to be added to the next update."""
 
     def restore(self, p: jax.Array, kept: jax.Array) -> jax.Array:
         wide = _trees.at_least_float32(p)
         return wide + kept.astype(wide.dtype)
 
-    def store(self, weight: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
+    def store(self, weight: jax.Array, dtype: np.dtype) -> Pair:
         weight = cast_nearest(weight, _F32)
         near = _nearest(weight, dtype)
         rest = jnp.where(jnp.isfinite(weight), weight - near, jnp.zeros_like(weight))
@@ -124,8 +134,18 @@ class Compensation(KeptWeight):
         wide = p.astype(np.float32)
         return (round_saturating(wide + 0.5 * kept.astype(np.float32), p.dtype) == wide) | ~jnp.isfinite(wide)
 
-
-Master = WholeMaster | LowBits
+    def land(self, p: jax.Array, kept: jax.Array, update: jax.Array, author: str, key: Any) -> Pair:
+        wide = p.astype(np.float32)
+        y = update.astype(np.float32) + kept.astype(np.float32)
+        new = round_saturating(wide + y, p.dtype)
+        update = landing_update(p, new, author)
+        # The same number as `new`; the compensation of bfloat16 must follow from the stored parameter, see
+        # `applied_value`.
+        landed = applied_value(p, update) if p.dtype == jnp.bfloat16 else new
+        moved = jnp.where(landed == wide, np.float32(0), landed - wide)  # an infinite parameter stays: inf - inf is NaN
+        # The update has all of the derivative: the sum of parameter and compensation shall have it once.
+        rest = round_saturating(lax.stop_gradient(y - moved), self.dtype)
+        return update, rest.astype(self.dtype)
 
 
 def _rounded_to_24_bits(x: jax.Array, key: jax.Array | None) -> jax.Array:
@@ -141,7 +161,7 @@ def _rounded_to_24_bits(x: jax.Array, key: jax.Array | None) -> jax.Array:
     return straight_through(jnp.where(is_finite, rounded | sign, bits).view(np.float32), x)
 
 
-def way_of(role: Role, dtype: np.dtype) -> KeptWeight:
+def storage_of(role: Role, dtype: np.dtype) -> KeptWeight:
     """Return how a weight is kept, from the role of the field and the dtype of the array there."""
     if role == "compensation":
         return Compensation(np.dtype(dtype))
@@ -160,3 +180,56 @@ def _nearest(x: jax.Array, dtype: np.dtype) -> jax.Array:
     if x.dtype == np.float64 and dtype.itemsize == 2:
         return round_saturating(round_saturating(x, _F32).astype(np.float32), dtype).astype(np.float64)
     return round_saturating(x, dtype)
+
+
+# Trees. `storage_for(parameter)` says how its weight is kept; None if the parameter itself is the weight.
+
+StorageFor = Callable[[Any], KeptWeight | None]
+
+
+def fresh_tree(params: Any, storage_for: StorageFor) -> Any:
+    """Return what is kept of weights that are exactly their parameters."""
+
+    def fresh(p):
+        storage = storage_for(p)
+        return optax.MaskedNode() if storage is None else storage.fresh(p)
+
+    return jax.tree.map(fresh, params)
+
+
+def restore_tree(params: Any, kept: Any, storage_for: StorageFor) -> Any:
+    """Return the weights of parameters."""
+
+    def restore(p, kept):
+        storage = storage_for(p)
+        return p if storage is None else storage.restore(p, kept)
+
+    return jax.tree.map(restore, params, kept)
+
+
+def land_tree(
+    params: Any, kept: Any, updates: Any, storage_for: StorageFor, author: str, key: jax.Array | None = None
+) -> tuple[Any, Any]:
+    """Add updates to weights: return the updates that parameters need, and what is kept from here on."""
+    land = lambda p, kept, update: _land(storage_for(p), p, kept, update, author, key)
+    return _trees.map_unzip(land, params, kept, updates)
+
+
+@functools.partial(jax.jit, inline=True, static_argnums=(0, 4))  # traced once for all parameters of a shape
+def _land(storage: KeptWeight | None, p: Any, kept: Any, update: Any, author: str, key: Any) -> tuple[Any, Any]:
+    return (update, kept) if storage is None else storage.land(p, kept, update, author, key)
+
+
+def require_kept(kept: Any, params: Any, storage_for: StorageFor, caller: str) -> None:
+    """Raise if `params` do not match what the state keeps for them."""
+    stored, leaves = (_trees.leaves_by_path(tree, _trees.is_masked) for tree in (kept, params))
+    type_of = lambda x: None if _trees.is_masked(x) else (x.dtype, x.shape)
+    fit = lambda x, p: type_of(x) == ((storage := storage_for(p)) and (storage.dtype, p.shape))
+    wrong = _errors.mismatches(stored, leaves, fit, "the state keeps")
+    what = f"`{caller}`: the state was made for other parameters"
+    remedy = (
+        "Call `init` with the new parameters, or pass the parameters of this state. If `storage` or `dtype` of the "
+        "wrapper changed, use `convert_state`. If a dtype of the parameters changed: `optax.apply_updates` keeps "
+        "dtypes (`equinox.apply_updates` does not), and `Policy.cast_to_param` restores them."
+    )
+    _errors.refuse(wrong, what, remedy, params)

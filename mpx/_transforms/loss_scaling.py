@@ -16,9 +16,9 @@ from mpx._finite import finite_flags, select_tree
 from mpx._loss_scale import DynamicLossScale, LossScale, NoOpLossScale, require_powers_of_two
 from mpx._stored.leaves import is_state, require_types
 from mpx._stored.roles import register_state
-from mpx._transforms.float32_world import keep_types, stable_state
+from mpx._transforms.upcast import keep_types, stable_state
 
-SCALED = "mpx.scaled_gradients"  # the name of incoming gradients in a traced program, for `check_chain` to find
+SCALED = "mpx.scaled_gradients"  # the name of incoming gradients, for `check_chain`; a string as `MARK` is
 
 
 @register_state(
@@ -63,14 +63,12 @@ def loss_scaling(
     It takes gradients of the loss times `state.loss_scale` (see `mpx.value_and_grad`), and divides them by the scale in
     float32. The scale is a power of two, so this is exact: clipping and every other rule inside see true gradients. So
     do line searches, whose extra argument `grad` is divided too. If a gradient is infinite or NaN, the step changes
-    only the scale, the counters and the position of that gradient. Parameters, inner state, schedules, step counts and
-    keys keep their bits, and the update is -0.0. Everything runs on the device. A training run that only skips goes on
-    in silence; `check_health` raises for it.
+    only the scale, the counters and the position of that gradient; the update is -0.0. Everything runs on the device.
+    A training run that only skips goes on in silence; `check_health` raises for it.
 
-    Clipping and whatever else is not linear belongs inside: in front of this it would see scaled gradients. So does
-    `optax.MultiSteps`: around this, its mean never loses a NaN. `inner` sees the parameters in their own dtype: put
-    `upcast` or `master_weights` between this and an Optax rule, or the rule keeps the moments of 16-bit parameters in
-    16 bits.
+    Clipping, `optax.MultiSteps` and whatever else is not linear in the gradients belongs inside; `check_chain` finds
+    it. `inner` sees the parameters in their own dtype: put `upcast` or `master_weights` between this and an Optax rule,
+    or the rule keeps the moments of 16-bit parameters in 16 bits.
 
     Args:
         inner: any Optax transformation or chain. Without it this is an element of `chain`.
@@ -83,12 +81,6 @@ def loss_scaling(
     Returns:
         A transformation with state `LossScalingState`. Its updates are float32 or wider.
 
-    Raises:
-        TypeError: if `inner` is not a transformation, or `loss_scale` not a loss scale; at `update`, if a gradient
-            is not floating.
-        ValueError: if scale, factor or bounds are not powers of two, or the scale is not within the bounds; at
-            `update`, if a gradient does not have the shape of its parameter.
-
     Example:
         >>> tx = loss_scaling(optax.sgd(1.0), DynamicLossScale(2.0**15))
         >>> state = tx.init({"w": jnp.ones(2)})
@@ -99,7 +91,7 @@ def loss_scaling(
     References:
         Micikevicius et al. 2018, Mixed Precision Training (arXiv 1710.03740); `torch.amp.GradScaler`.
     """
-    inner = _errors.checked(_errors.as_transformation(inner, "loss_scaling"), "loss_scaling")
+    inner = _errors.with_checked_shapes(_errors.as_transformation(inner, "loss_scaling"), "loss_scaling")
     start = DynamicLossScale() if loss_scale is None else loss_scale
     require_powers_of_two(start, "loss_scaling")
     state_type = type(start.init())  # made here too, so that a start out of bounds is refused at once
@@ -147,17 +139,13 @@ def loss_scaling(
 
 
 def get_loss_scale(opt_state: optax.OptState) -> LossScale:
-    """Return the loss scale for the next step, found anywhere in an optimizer state.
-
-    Args:
-        opt_state: the state of any transformation.
+    """Return the loss scale for the next step, found anywhere in the state of any transformation.
 
     Returns:
         A loss scale of the type that `loss_scaling` was given, with the state's scale, counters and settings as arrays.
         Pass it to `value_and_grad`. `NoOpLossScale()` if nothing in the state scales losses.
 
     Raises:
-        TypeError: if `opt_state` is not an optimizer state (a transformation, say), or was restored without its types.
         ValueError: if the state holds several loss scales.
 
     Example:
@@ -174,9 +162,6 @@ def get_loss_scale(opt_state: optax.OptState) -> LossScale:
 
 def skipped_steps(opt_state: optax.OptState) -> jax.Array:
     """Return how many steps were skipped because of infinite or NaN gradients: an int32 scalar, 0 without loss scaling.
-
-    Raises:
-        ValueError: if the state holds several loss scales.
 
     Example:
         >>> print(skipped_steps(loss_scaling(optax.sgd(0.1)).init(jnp.ones(2))))

@@ -23,7 +23,7 @@ from mpx._stored.assignment import (
 )
 from mpx._stored.roles import register_state
 from mpx._stored.state_format import FLOAT32, StateFormat, StoredLeaf, is_stored, store
-from mpx._transforms.float32_world import run_in_float32
+from mpx._transforms.upcast import run_in_float32
 
 Rounding = Literal["nearest", "stochastic"]
 _F32 = np.dtype(np.float32)
@@ -55,17 +55,11 @@ def low_precision_state(
     """Keep chosen leaves of any rule's state in 16, 8 or 4 bits between steps; the rule computes in float32.
 
     Adam keeps 8 bytes a parameter. With both moments in 8 bits it keeps 2; with split masters around it and bfloat16
-    weights and gradients a training run takes 8 bytes a parameter in all, and its masters are float32:
-
-        adamw = optax.adamw(1e-3)
-        moments = {"mu": Blockwise8bit(), "nu": Blockwise8bit()}
-        master_weights(low_precision_state(adamw, moments), storage="split")
+    weights and gradients a training run takes 8 bytes a parameter in all, and its masters are float32.
 
     The rule sees float32 parameters, gradients and state, as in `upcast`; its new state is rounded once, when it is
     stored. Rounding to nearest can make a slow average stand still: a bfloat16 second moment with a decay of 0.999
     never falls. Stochastic rounding follows such an average in the mean. (For 8 bits see `Blockwise8bit`.)
-
-    Wrap the rule with this, and this with `master_weights` or `loss_scaling`, or put it in front of `kahan_summation`.
 
     Args:
         inner: any Optax transformation or chain. Without it this is an element of `chain`.
@@ -86,11 +80,8 @@ def low_precision_state(
         state are never touched.
 
     Raises:
-        TypeError: if `inner` is not a transformation, `formats` not a mapping, or `key` not a PRNG key.
-        ValueError: if a pattern is not a regular expression, a format unknown, or an argument would do nothing; at
-            `init`, if a pattern decides about no leaf, or about one that must not be rounded so (float64 and
-            complex leaves, masters, compensations, second moments in float16), or if one
-            `low_precision_state` stands in another; at `update`, if the state was stored in other formats.
+        ValueError: at `init`, if a pattern decides about no leaf, or about one that must not be rounded so (float64 and
+            complex leaves, masters, compensations, second moments in float16).
 
     Example:
         >>> tx = low_precision_state(optax.adam(1e-3), {"mu": "bf16", "nu": Blockwise8bit()})
@@ -98,13 +89,9 @@ def low_precision_state(
         >>> state = tx.init(params)
         >>> {name: mu.dtype for name, mu in optax.tree.get(state, "mu").items()}
         {'b': dtype('float32'), 'w': dtype(bfloat16)}
-        >>> updates, state = tx.update(params, state, params)
-        >>> optax.tree.get(state, "nu")["w"].codes.dtype, updates["w"].dtype
-        (dtype('uint8'), dtype('float32'))
 
     References:
-        Dettmers et al. 2021, "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861); for stochastic rounding
-        of a bfloat16 state, Zamirai et al. 2020 (arXiv 2010.06192).
+        Dettmers et al. 2021 (arXiv 2110.02861), for 8 bits; Zamirai et al. 2020 (arXiv 2010.06192), for 16 at random.
     """
     inner = run_in_float32(inner, _F32, "low_precision_state")
     patterns = checked_patterns(formats)

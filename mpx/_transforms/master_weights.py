@@ -1,6 +1,5 @@
 """`master_weights`: keep float32 weights in the state, or the bits that bfloat16 parameters lack."""
 
-import functools
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -13,8 +12,8 @@ from mpx import _errors, _trees
 from mpx._chain import element
 from mpx._noise import kept_key, key_of_step
 from mpx._stored.roles import register_state
-from mpx._stored.weights import LowBits, Master, WholeMaster, way_of
-from mpx._transforms.float32_world import require_no_rounding_inside, run_in_float32, stable_state, upcast_tree
+from mpx._stored.weights import KeptWeight, LowBits, WholeMaster, fresh_tree, land_tree, require_kept, restore_tree
+from mpx._transforms.upcast import require_no_rounding_inside, run_in_float32, stable_state, upcast_tree
 
 Storage = Literal["full", "split", "split24"]
 _LOW_BITS = {"split": LowBits(np.dtype(np.uint16)), "split24": LowBits(np.dtype(np.uint8))}
@@ -57,13 +56,12 @@ def master_weights(
     Args:
         inner: any Optax transformation or chain. Without it this is an element of `chain`.
         storage: `"full"` keeps masters whole, 4 bytes a parameter. `"split"` keeps, for each bfloat16 leaf, only the 16
-            low bits of its master, 2 bytes a parameter: parameter and low bits together are the master. Masters are the
-            same as under `"full"`, except when a weight falls almost to zero (see above): then the master becomes the
+            low bits of its master, 2 bytes a parameter: parameter and low bits together are the master, the same as
+            under `"full"`, except when a weight falls almost to zero (see above): then the master becomes the
             parameter. Parameters are rounded with ties away from zero; `"full"` rounds ties to even. A parameter
-            changed from outside keeps the low bits that it had; `resync` makes them zero. Masters whose bfloat16
-            rounding would be infinite saturate. `"split24"` keeps 8 low bits, 1 byte a parameter. It is not exact:
-            once a step the master is rounded to 24 bits, an error of at most 2**-16 of the weight, or below 2**-15 with
-            a `key`. float16 leaves keep full masters under all three.
+            changed from outside keeps the low bits that it had; `resync` makes them zero. `"split24"` keeps 8 low bits,
+            1 byte a parameter. It is not exact: once a step the master is rounded to 24 bits, an error of at most
+            2**-16 of the weight, or below 2**-15 with a `key`. float16 leaves keep full masters under all three.
         dtype: the dtype of the masters: float32, or float64 for float32 parameters. A leaf that is as wide is its own
             master and stores nothing.
         key: a PRNG key, for `"split24"`: masters are rounded up or down at random, so that no update is lost in the
@@ -73,14 +71,6 @@ def master_weights(
     Returns:
         A transformation with state `MasterWeightsState`. If a finite master is beyond the range of its parameter, the
         parameter becomes the largest finite number.
-
-    Raises:
-        TypeError: if `inner` is not a transformation; at `update`, if a gradient is not floating, or the state not one
-            of `master_weights`.
-        ValueError: if `storage` or `dtype` is unknown, or `storage`, `dtype` and `key` do not go together; at `init`,
-            if a 16-bit leaf would get a float64 master, or if `kahan_summation`, `stochastic_rounding` or another
-            `master_weights` stands inside; at `update`, without parameters, with parameters of another tree, shape or
-            dtype than at `init`, or with updates of other shapes.
 
     Example:
         >>> params = {"w": jnp.ones(3, jnp.bfloat16)}
@@ -105,58 +95,29 @@ def master_weights(
     inner = run_in_float32(inner, dtype, "master_weights")
     key = None if key is None else _errors.one_key(key, "master_weights")
 
-    def way_for(p) -> Master | None:  # None: the parameter is its own master
+    def storage_for(p) -> KeptWeight | None:  # None: the parameter is its own master
         if not _trees.is_narrower(p, dtype):
             return None
         return _LOW_BITS[storage] if storage in _LOW_BITS and p.dtype == jnp.bfloat16 else WholeMaster(dtype)
 
-    def kept_dtype(p):
-        way = way_for(p)
-        return way and way.dtype
-
-    def first(p):
-        way = way_for(p)
-        return optax.MaskedNode() if way is None else way.fresh(p)
-
     def init_fn(params):
         _require_single_rounding(params, dtype)
-        masters = upcast_tree(params, dtype)
-        stored = jax.tree.map(first, params)
-        inner_state = inner.init(masters)
+        stored = fresh_tree(params, storage_for)
+        inner_state = inner.init(upcast_tree(params, dtype))
         require_no_rounding_inside(inner_state, params, dtype, "master_weights")
         return MasterWeightsState(stable_state(stored, params), inner_state, kept_key(key))
 
     def update_fn(updates, state, params=None, **extra_args):
         _errors.require_step("master_weights", MasterWeightsState, state, params)
-        _errors.require_same_leaves(state.master, params, kept_dtype, "master_weights")
+        require_kept(state.master, params, storage_for, "master_weights")
         _errors.require_gradients(updates, params, "master_weights")
-        masters = _masters(params, state.master)
+        masters = upcast_tree(restore_tree(params, state.master, storage_for), np.dtype(np.float32))
         updates, inner_state = inner.update(updates, state.inner_state, masters, **extra_args)
-        new_masters = optax.apply_updates(masters, updates)
         this_step, next_key = key_of_step(state.master_key, key)
-        step = functools.partial(_step, key=this_step)
-        updates, stored = _trees.map_unzip(step, params, state.master, updates, new_masters)
+        updates, stored = land_tree(params, state.master, updates, storage_for, "master_weights", this_step)
         return updates, MasterWeightsState(stored, inner_state, next_key)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def _masters(params: Any, stored: Any) -> Any:
-    """Return the masters of a tree of parameters, from what the state keeps of them."""
-    own = lambda p: upcast_tree(p, np.dtype(np.float32))
-    restore = lambda p, kept: way_of("master", kept.dtype).restore(p, kept)
-    return jax.tree.map(lambda p, kept: own(p) if _trees.is_masked(kept) else restore(p, kept), params, stored)
-
-
-@functools.partial(jax.jit, inline=True)
-def _step(
-    p: jax.Array, stored: Any, update: jax.Array, new_master: jax.Array, key: jax.Array | None = None
-) -> tuple[jax.Array, Any]:
-    """Return the update of one parameter, and what is stored for it; traced once for all parameters of a shape."""
-    if _trees.is_masked(stored):
-        return update, stored
-    way: Any = way_of("master", stored.dtype)
-    return way.land(p, new_master, key, "master_weights")
 
 
 def _require_single_rounding(params: Any, dtype: np.dtype) -> None:
@@ -165,4 +126,4 @@ def _require_single_rounding(params: Any, dtype: np.dtype) -> None:
     if wrong and dtype == np.float64:
         what = "`master_weights`: float64 masters of 16-bit parameters would be rounded twice"
         remedy = "Use `dtype=jnp.float32`, or store these parameters in float32."
-        raise _errors.leaves_error(ValueError, what, wrong, remedy)
+        _errors.refuse(wrong, what, remedy)

@@ -40,10 +40,6 @@ def stochastic_rounding(key: jax.Array) -> optax.GradientTransformationExtraArgs
         A transformation with state `StochasticRoundingState`. Its updates are float32 for 16-bit parameters. Updates of
         wider parameters pass through.
 
-    Raises:
-        TypeError: if `key` is not a PRNG key; at `update`, if an update is not floating.
-        ValueError: if `key` is more than one key; at `update`, without parameters.
-
     Example:
         >>> tx = optax.chain(upcast(optax.sgd(1e-3)), stochastic_rounding(jax.random.key(0)))
         >>> params = jnp.ones(1000, jnp.bfloat16)

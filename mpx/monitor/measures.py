@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from mpx import _errors, _trees, formats
 from mpx._dtypes import UP_TO_FLOAT32
-from mpx._transforms.float32_world import keep_types, stable_state, upcast_tree
+from mpx._transforms.upcast import keep_types, stable_state, upcast_tree
 from mpx.monitor import fates
 
 T = TypeVar("T")
@@ -175,7 +175,7 @@ def _behind_barrier(tree: T) -> T:
     readers. Bits pass through the barrier, not floating-point numbers: with those, XLA on CPU moves the reshaping of a
     gradient of one column, and LLVM contracts another product of the optimizer.
     """
-    leaves, put = _trees.taken_out(tree, _trees.is_floating)
+    leaves, put = _trees.partition_leaves(tree, _trees.is_floating)
     floats = [jnp.asarray(x) for x in leaves]
     bits = lax.optimization_barrier([x.view(f"uint{8 * x.dtype.itemsize}") for x in floats])
     return put([hidden.view(x.dtype) for hidden, x in zip(bits, floats, strict=True)])

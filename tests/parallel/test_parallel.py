@@ -247,6 +247,9 @@ def test_inside_shard_map_it_is_refused():
     step = lambda params: tx.update(params, tx.init(params), params)[0]
     with pytest.raises(ValueError, match=r"`zero1`: this is inside `jax.shard_map` over 'data'.* under `jax.jit`"):
         jax.eval_shape(jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False), shapes)
+    both = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    with pytest.raises(ValueError, match=r"`zero1`: this is inside `jax.shard_map` over 'model'"):
+        jax.eval_shape(jax.shard_map(step, mesh=both, in_specs=P(), out_specs=P(), axis_names={"model"}), shapes)
 
 
 def test_what_is_no_mesh_an_axis_that_it_has_not_and_an_update_without_parameters_are_refused():

@@ -78,8 +78,8 @@ def rows_of(entries: Iterable[Entry]) -> tuple[PlanRow, ...]:
 def _kind_and_name(leaf: StateLeaf) -> tuple[Kind, str]:
     """Return the kind of a leaf of a state, and the name of its field."""
     array, kind = leaf.leaf, cast("Kind", "masters" if leaf.role == "master" else leaf.role)
-    field = leaf.field or (leaf.place[0] if leaf.place else "state")
-    if kind == "masters" and not is_stored(array) and isinstance(leaf.way, LowBits):
+    field = leaf.field or (leaf.path_in_rule[0] if leaf.path_in_rule else "state")
+    if kind == "masters" and not is_stored(array) and isinstance(leaf.storage, LowBits):
         return "low bits", "low bits"
     if kind in get_args(Kind) or is_stored(array):
         return kind if kind in get_args(Kind) else "other state", field
