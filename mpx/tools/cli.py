@@ -151,7 +151,7 @@ def plan(
 
 
 def plan_parts(comparison: PlanComparison) -> Iterator[Any]:
-    """Yield the table of several recipes, or the parts of one; and the lines of the only one, or of one that fits."""
+    """Yield the table of several recipes, or the parts of one; and what the only one is, or one that fits."""
     is_one, is_limited = len(comparison.plans) == 1, comparison.usable_bytes is not None
     if is_one:
         yield from comparison.plans.values()
@@ -168,8 +168,7 @@ def plan_parts(comparison: PlanComparison) -> Iterator[Any]:
     elif is_limited or is_one:
         name = "bf16-split" if "bf16-split" in fit else fit[0]
         recipe = STANDARD_RECIPES[name]
-        yield f'{name}: {recipe.purpose}.\n\npolicy = mpx.get_policy("{recipe.policy}")\ntx = {recipe.code}'
-        yield "A training step with them: docs/getting_started.md; on several devices: docs/concepts/many_devices.md."
+        yield f'{name}: {recipe.purpose}. Its policy is "{recipe.policy}"; docs/concepts/recipes.md has its optimizer.'
 
 
 def write(result: Result, as_json: bool, parts: Iterable[Any] = ()) -> None:

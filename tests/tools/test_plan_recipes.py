@@ -1,4 +1,4 @@
-"""The table of recipes: its code is what its wrappers do, and every one trains."""
+"""The table of recipes: every one trains."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,6 @@ import pytest
 
 import mpx
 from mpx.tools.plan import STANDARD_RECIPES
-from tests.helpers import types_of
 
 pytestmark = pytest.mark.optax_promotion
 
@@ -17,13 +16,11 @@ PARAMS = {"w": jnp.ones((64, 64)), "b": jnp.ones(64)}
 
 @pytest.mark.filterwarnings("ignore:`autocast`. no matrix product:UserWarning")  # this model is small for FP8
 @pytest.mark.parametrize("name", STANDARD_RECIPES)
-def test_the_code_of_a_recipe_makes_its_state_which_trains_parameters_of_its_dtype(name):
-    recipe, adamw = STANDARD_RECIPES[name], optax.adamw(1e-2)
-    policy = mpx.get_policy(recipe.policy)
-    tx = eval(recipe.code, {"mpx": mpx, "jax": jax, "optax": optax, "optimizer": adamw, "policy": policy})
+def test_a_recipe_trains_parameters_of_its_dtype(name):
+    recipe = STANDARD_RECIPES[name]
+    policy, tx = mpx.get_policy(recipe.policy), recipe.wrap(optax.adamw(1e-2))
     params = policy.cast_to_param(PARAMS)
     state = tx.init(params)
-    assert types_of(state) == types_of(jax.eval_shape(recipe.wrap(adamw).init, params))
     assert recipe.purpose
     mpx.check_chain(tx)
     mixed_loss_fn = mpx.autocast(lambda params, x: jnp.mean((x @ params["w"] + params["b"][None] - x) ** 2), policy)

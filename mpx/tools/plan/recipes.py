@@ -28,14 +28,12 @@ class PrecisionRecipe:
     Attributes:
         policy: the string of a `Policy`.
         wrap: a function that puts wrappers around a rule.
-        code: what `wrap` does to an `optimizer`, as one writes it for AdamW; empty if it has none.
         purpose: what to take it for; empty if nobody says.
         formats_moments: True if it stores the rule's moments in fewer bits, and so needs a rule that has moments.
     """
 
     policy: str
     wrap: Callable[[optax.GradientTransformation], optax.GradientTransformation]
-    code: str = ""
     purpose: str = ""
     formats_moments: bool = False
 
@@ -57,69 +55,33 @@ _16_bits = lambda rule: low_precision_state(rule, {MOMENTS: "bf16"}, min_size=0)
 _mixed = lambda policy: lambda rule: mixed_precision(rule, policy)
 _split24 = lambda rule: mixed_precision(rule, _BF16, storage="split24", key=jax.random.key(0))
 
-_MIXED = "mpx.mixed_precision(optimizer, policy)"
-_8_BITS = 'mpx.low_precision_state(optimizer, {"mu|nu": mpx.Blockwise8bit()}), policy'
-_SPLIT24_OF_4_BITS = """\
-mpx.mixed_precision(
-    mpx.low_precision_state(
-        optimizer,
-        {"mu": mpx.Blockwise4bit(), "nu": mpx.Blockwise8bit()},
-        key=jax.random.key(1),
-    ),
-    policy, storage="split24", key=jax.random.key(0),
-)"""
-_KAHAN = """\
-optax.chain(
-    mpx.low_precision_state(optimizer, {"mu|nu": "bf16"}, min_size=0),
-    mpx.kahan_summation(),
-)"""
-
 STANDARD_RECIPES: Mapping[str, PrecisionRecipe] = {
-    "f32": PrecisionRecipe(_F32, lambda rule: rule, "optimizer", "compare, or train on a CPU"),
-    "bf16-autocast": PrecisionRecipe(_F32_BF16, _mixed(_F32_BF16), _MIXED, "keep float32 parameters"),
-    "bf16-split": PrecisionRecipe(_BF16, _mixed(_BF16), _MIXED, "train in bfloat16: start here"),
+    "f32": PrecisionRecipe(_F32, lambda rule: rule, "compare, or train on a CPU"),
+    "bf16-autocast": PrecisionRecipe(_F32_BF16, _mixed(_F32_BF16), "keep float32 parameters"),
+    "bf16-split": PrecisionRecipe(_BF16, _mixed(_BF16), "train in bfloat16: start here"),
     "bf16-split-8bit": PrecisionRecipe(
-        _BF16,
-        lambda rule: mixed_precision(_8_bits(rule), _BF16),
-        f"mpx.mixed_precision(\n    {_8_BITS}\n)",
-        "fit a larger model",
-        formats_moments=True,
+        _BF16, lambda rule: mixed_precision(_8_bits(rule), _BF16), "fit a larger model", formats_moments=True
     ),
     "bf16-split24-8bit": PrecisionRecipe(
-        _BF16,
-        lambda rule: _split24(_8_bits(rule)),
-        f'mpx.mixed_precision(\n    {_8_BITS},\n    storage="split24", key=jax.random.key(0),\n)',
-        "fit more still: masters of 24 bits",
-        formats_moments=True,
+        _BF16, lambda rule: _split24(_8_bits(rule)), "fit more still: masters of 24 bits", formats_moments=True
     ),
     "bf16-split24-4bit": PrecisionRecipe(
-        _BF16,
-        lambda rule: _split24(_4_bits(rule)),
-        _SPLIT24_OF_4_BITS,
-        "hold the fewest bytes",
-        formats_moments=True,
+        _BF16, lambda rule: _split24(_4_bits(rule)), "hold the fewest bytes", formats_moments=True
     ),
     "bf16-masters": PrecisionRecipe(
-        _BF16,
-        lambda rule: mixed_precision(rule, _BF16, storage="full"),
-        'mpx.mixed_precision(optimizer, policy, storage="full")',
-        "let other code read float32 masters",
+        _BF16, lambda rule: mixed_precision(rule, _BF16, storage="full"), "let other code read float32 masters"
     ),
     "bf16-kahan": PrecisionRecipe(
         _BF16,
         lambda rule: optax.chain(_16_bits(rule), kahan_summation()),
-        _KAHAN,
         "train without masters",
         formats_moments=True,
     ),
     "bf16-stochastic": PrecisionRecipe(
         _BF16,
         lambda rule: optax.chain(upcast(rule), stochastic_rounding(jax.random.key(0))),
-        "optax.chain(mpx.upcast(optimizer), mpx.stochastic_rounding(jax.random.key(0)))",
         "keep nothing for a parameter but a key",
     ),
-    "f16-scaled": PrecisionRecipe(_F32_F16, _mixed(_F32_F16), _MIXED, "use a GPU without bfloat16 (V100, T4)"),
-    "fp8": PrecisionRecipe(
-        _BF16_FP8, _mixed(_BF16_FP8), _MIXED, "multiply large matrices in 8-bit floats (H100 and later)"
-    ),
+    "f16-scaled": PrecisionRecipe(_F32_F16, _mixed(_F32_F16), "use a GPU without bfloat16 (V100, T4)"),
+    "fp8": PrecisionRecipe(_BF16_FP8, _mixed(_BF16_FP8), "multiply large matrices in 8-bit floats (H100 and later)"),
 }
