@@ -23,19 +23,12 @@ MOMENTS = "mu|nu|trace|momentum|exp_avg|exp_avg_sq|sum_of_squares"  # as rules o
 
 @dataclasses.dataclass(frozen=True)
 class PrecisionRecipe:
-    """A way to train in some precision, with any rule.
+    """A way to train in some precision, with any rule."""
 
-    Attributes:
-        policy: the string of a `Policy`.
-        wrap: a function that puts wrappers around a rule.
-        purpose: what to take it for; empty if nobody says.
-        formats_moments: True if it stores the rule's moments in fewer bits, and so needs a rule that has moments.
-    """
-
-    policy: str
-    wrap: Callable[[optax.GradientTransformation], optax.GradientTransformation]
-    purpose: str = ""
-    formats_moments: bool = False
+    policy: str  # the string of a `Policy`
+    wrap: Callable[[optax.GradientTransformation], optax.GradientTransformation]  # puts wrappers around a rule
+    purpose: str = ""  # what to take it for; empty if nobody says
+    formats_moments: bool = False  # whether it stores moments in fewer bits, and so needs a rule that has moments
 
 
 class FirstMomentsIn4Bits(Blockwise4bit):
