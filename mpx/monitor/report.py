@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from mpx import _errors
 from mpx._loss_scale import LossScale, is_power_of_two
 from mpx._tables import Result, Table
 from mpx.monitor import fates
@@ -62,10 +61,8 @@ class UnderflowReport(Result):
     @property
     def verdict(self) -> str:
         """Say what to do, in a sentence or two."""
-        bad = [repr(leaf.path) for leaf in self.leaves if leaf.nonfinite]
-        named = _errors.listed(bad, _LISTED)
-        warning = f" Infinite or NaN already, and left out: {self.histogram.nonfinite:,}, in {named}." if bad else ""
-        return self._advice() + warning
+        count, worst = self.histogram.nonfinite, self.leaves[0].path  # those that are not finite come first
+        return self._advice() + (f" Infinite or NaN, and left out: {count:,}, in {worst!r} first." if count else "")
 
     def _advice(self) -> str:
         scale, best = _scale_name(self.recommended_scale), self.shares_at(self.recommended_scale)
