@@ -28,7 +28,7 @@ def main() -> None:
     """Run `mpx doctor | plan | explain | program | report`; the installed `mpx` calls this.
 
     Raises:
-        SystemExit: always, with the exit code: 0, 1 after an error, 2 for wrong usage, 3 after a warning of the doctor.
+        SystemExit: always, with the exit code: 0, 1 after an error or if mpx is not exact, 2 for wrong usage.
     """
     try:
         app(prog_name="mpx")
@@ -68,17 +68,14 @@ def _options(
 
 @app.command(epilog="Example: mpx doctor")
 def doctor(as_json: _AsJson = False) -> None:
-    """Examine this machine: whether mpx is exact on it, whether autocast narrows products, and what is installed.
-
-    Exit code: 0 if all is well, 1 if mpx is not exact, 3 if autocast narrows nothing.
-    """
+    """Examine this machine: whether mpx is exact on it (if not, the exit code is 1), and what is installed."""
     from mpx.doctor import examine
     from mpx.tools.cli import write
 
     with Console(stderr=True).status("Examining ..."):
         diagnosis = examine()
     write(diagnosis, as_json)
-    raise typer.Exit(diagnosis.exit_code)
+    raise typer.Exit(not diagnosis.is_exact)
 
 
 @app.command(epilog="Example: mpx plan 70B --devices 64 --fsdp --memory 80GB")

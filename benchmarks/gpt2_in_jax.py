@@ -9,17 +9,19 @@ device reports counts the arrays in the pool, not the size of the pool.
 import dataclasses
 import itertools
 import math
+import statistics
 import time
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from benchmarks.reading import absent_figures, compiled_figures, start_compiler
 from benchmarks.report import Row
 from benchmarks.rungs import Rung, Setting
 from benchmarks.timing import conditions
-from benchmarks.workers import time_rounds, token_batches
 from examples.gpt.model import PRESETS, Config
 from examples.gpt.recipes import get_recipe
 from examples.gpt.training import Hyperparameters, Program
@@ -52,6 +54,30 @@ def matmul_rate() -> float:
         jax.block_until_ready(a)
 
     return 2 * size**3 / (time_rounds(run, steps=PRODUCTS, rounds=PRODUCT_ROUNDS)["ms"] / 1e3)
+
+
+def time_rounds(run: Callable[[int], None], *, steps: int, rounds: int) -> Row:
+    """Return milliseconds a step, of several that are enqueued one behind another and waited for once.
+
+    A round goes before the others: it brings the GPU to the clocks that it keeps. `run` makes so many steps and returns
+    when all is done. The median round is "ms", the fastest "low" and the slowest "high".
+    """
+    run(steps)
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        run(steps)
+        times.append(1e3 * (time.perf_counter() - start) / steps)
+    return {"ms": statistics.median(times), "low": min(times), "high": max(times)}
+
+
+def token_batches(vocabulary: int, shape: Sequence[int], *, count: int) -> np.ndarray:
+    """Return random tokens below `vocabulary`, int32 (count, *shape), the same in every process.
+
+    A few are common and many are rare, as in a text. Were all common, the gradient of the embedding would be a sum into
+    few rows; were none, into many: both have another speed than a training.
+    """
+    return (np.random.default_rng(0).zipf(1.2, size=(count, *shape)) % vocabulary).astype(np.int32)
 
 
 def peak_bytes() -> int | None:
@@ -122,7 +148,6 @@ def measure_step(rung: Row, setting: Row) -> Row:
             state = step(*state[:2], next(in_turn))
         jax.block_until_ready(state)
 
-    run(1)  # as in PyTorch, which compiles there: so both end after as many
     row = time_rounds(run, steps=job.setting.steps_of(job.shape[0]), rounds=job.setting.rounds)
     row |= note | job.tokens() | {"loss": float(state[2].loss), "program": compiled_figures(step, seconds)}
     return row | {"peak bytes": peak_bytes(), "peak bytes before": compiling}

@@ -13,8 +13,7 @@ is a tiny one, so that the command can be tried.
 
 Memory is the peak that the device reports, after the program was compiled; on a CPU, which reports none, the
 compiler's figure. MFU is the share of the measured rate of a large bfloat16 product; counted are the operations that
-the model needs (`flops_per_token`), not the ones for padding. PyTorch (`benchmarks.gpt2_in_torch`) has the same model,
-batch, tokens, optimizer and schedule, at its best, with one microbatch a step and with several.
+the model needs (`flops_per_token`), not the ones for padding.
 """
 
 import dataclasses
@@ -51,20 +50,11 @@ COLUMNS = {
     "why not": "{failed}",
     "note": "{note}",
 }
-PAIRS = {
-    "rung": "{rung}",
-    "tokens/s, JAX": "{tokens/s:,.0f}",
-    "PyTorch": "{torch[tokens/s]:,.0f}",
-    "ratio": "{speed:.3f}",
-    "peak GB, JAX": "{peak GB:.3g}",
-    "its, PyTorch": "{torch[peak GB]:.3g}",
-    "of memory": "{memory:.3f}",
-}
 
 
 # --- What follows from what was measured. ---
 def derived(rows: list[Row], rate: float | None = None) -> list[Row]:
-    """Return rows of JAX with speed, MFU, memory, and the gain over the rung before, if it ran.
+    """Return rows with speed, MFU, memory, and the gain over the rung before, if it ran.
 
     A row has the time of a step, or the bound of its program if that was read. `rate` is in operations a second, for
     the MFU of measured rows; programs bring their own.
@@ -110,29 +100,10 @@ def gain(row: Row, before: Row) -> Row:
     return {"gain": f"{times:.2f}"} | pays
 
 
-def paired(jax: list[Row], torch: list[Row]) -> list[Row]:
-    """Return each row of JAX with the one of PyTorch that accumulates too, or does not either; where both ran."""
-    others = {row["accumulate"]: row for row in torch if "failed" not in row}
-    found = []
-    for row in jax:
-        other = others.get(RUNGS[row["rung"]].accumulate)
-        if "failed" not in row and other is not None:
-            pair = row | {"torch": other, "speed": row["tokens/s"] / other["tokens/s"]}
-            both = "peak GB" in other and row.get("peak bytes") is not None  # counted, on both sides
-            found.append(pair | ({"memory": row["peak GB"] / other["peak GB"]} if both else {}))
-    return found
-
-
-def sheets(jax: list[Row], torch: list[Row], rate: float) -> list[Sheet]:
-    """Return the tables of all that was measured of GPT-2; `rate` is the measured rate of bfloat16 products."""
-    jax = derived(jax, rate)
-    torch = [row if "failed" in row else row | {"tokens/s": 1e3 * row["tokens"] / row["ms"]} for row in torch]
-    found = [
-        Sheet(f"GPT-2 in JAX; MFU of {rate / 1e12:.4g} TFLOP/s, the measured rate of bfloat16 products", jax, COLUMNS),
-        Sheet("GPT-2 in PyTorch", torch, COLUMNS),
-        Sheet("GPT-2, JAX with mpx / PyTorch", paired(jax, torch), PAIRS),
-    ]
-    return [sheet for sheet in found if sheet.rows]
+def sheets(rows: list[Row], rate: float) -> list[Sheet]:
+    """Return the table of what was measured of GPT-2; `rate` is the measured rate of bfloat16 products."""
+    title = f"GPT-2; MFU of {rate / 1e12:.4g} TFLOP/s, the measured rate of bfloat16 products"
+    return [Sheet(title, derived(rows, rate), COLUMNS)] if rows else []
 
 
 def programs_sheet(rows: list[Row], setting: Setting) -> Sheet:
@@ -176,7 +147,7 @@ def main(
         rate, setting = device["FLOP/s"], ON_GPU if device["backend"] == "gpu" else ON_CPU
     setting = dataclasses.replace(setting, preset=preset or setting.preset)
     rows = run_rungs(steps, setting, target)
-    for sheet in [programs_sheet(rows, setting)] if rate is None else sheets(rows, [], rate):
+    for sheet in [programs_sheet(rows, setting)] if rate is None else sheets(rows, rate):
         print(sheet.markdown())
 
 

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from benchmarks import autocast, autocast_forms, ladder, optimizer_step, overhead
 from benchmarks.report import Row, Sheet
 from benchmarks.rungs import EXTRAS, LADDER, ON_CPU, ON_GPU, Rung, Setting
-from examples.gpt.model import PRESETS
 
 
 class Unit(NamedTuple):
@@ -53,36 +52,25 @@ def all_units(size: Size) -> list[Unit]:
 
 
 def optimizers(size: Size) -> Iterator[Unit]:
-    """Yield the optimizer steps, and Torch's."""
+    """Yield the optimizer steps."""
     times = {"starts": size.starts, "turns": size.turns}
     for tensors in ("one", "gpt2"):
         given = {"tensors": tensors, "scale": size.scale} | times
         for recipe in optimizer_step.RECIPES:
             job = {"recipe": recipe} | given
             yield Unit(f"optimizer: {tensors}, {recipe}", "optimizer", "benchmarks.optimizer_step:measure", job)
-        shapes = optimizer_step.make_shapes(tensors, size.scale)
-        job = {"title": optimizer_step.title_of(tensors, shapes), "shapes": list(shapes.values())}
-        job["turns"] = size.starts * size.turns
-        yield Unit(f"optimizer: {tensors}, Torch", "optimizers in Torch", "benchmarks.adamw_in_torch:measure", job)
 
 
 def gpt2(size: Size) -> Iterator[Unit]:
-    """Yield the rungs, the bottom and the top one first, and PyTorch at its best."""
+    """Yield the rungs, the bottom and the top one first."""
     rungs = sorted(LADDER, key=lambda rung: rung not in (LADDER[0], LADDER[-1]))
-    yield from (rung_unit(rung, size) for rung in rungs[:2])
-    preset = PRESETS[size.setting.preset]
-    config = {name: getattr(preset, name) for name in ("width", "depth", "heads", "context", "vocabulary")}
-    for accumulate, name in ((True, "accumulation"), (False, "one microbatch")):
-        job = {"setting": dataclasses.asdict(size.setting), "config": config, "accumulate": accumulate}
-        function, about = "benchmarks.gpt2_in_torch:measure_step", {"rung": name, "accumulate": accumulate}
-        yield Unit(f"ladder: PyTorch, {name}", "ladder in PyTorch", function, job, about)
-    yield from (rung_unit(rung, size) for rung in rungs[2:])
+    return (rung_unit(rung, size) for rung in rungs)
 
 
 def rung_unit(rung: Rung, size: Size) -> Unit:
-    """Return the unit of a rung of JAX."""
+    """Return the unit of a rung."""
     job, about = ladder.job_of(rung, size.setting), {"rung": rung.name}
-    return Unit(f"ladder: JAX, {rung.name}", "ladder", "benchmarks.gpt2_in_jax:measure_step", job, about, 200.0)
+    return Unit(f"ladder: {rung.name}", "ladder", "benchmarks.gpt2_in_jax:measure_step", job, about, 200.0)
 
 
 def autocasts(size: Size) -> Iterator[Unit]:
@@ -107,12 +95,11 @@ def sheets_of(rows: dict[str, list[Row]], rate: float) -> list[Sheet]:
     """Return the tables of rows, which come by table; `rate` is the measured rate of bfloat16 products."""
     rows = {table: [row for row in found if "failed" not in row] for table, found in rows.items()}
     sheets = [sheet for table, make in TABLES.items() if rows.get(table) for sheet in make(rows[table])]
-    return sheets + ladder.sheets(rows.get("ladder", []), rows.get("ladder in PyTorch", []), rate)
+    return sheets + ladder.sheets(rows.get("ladder", []), rate)
 
 
 TABLES: dict[str, Callable[[list[Row]], Any]] = {
     "optimizer": optimizer_step.sheets,
-    "optimizers in Torch": optimizer_step.torch_sheets,
     "autocast": autocast.steps_sheets,
     "steps": overhead.steps_sheets,
     "casts": lambda rows: [Sheet("casts", rows, overhead.CASTS)],

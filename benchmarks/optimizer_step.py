@@ -1,4 +1,4 @@
-"""What one AdamW step costs: its time beside the same step by hand, and on a GPU beside the bytes that it must move.
+"""What one AdamW step costs: its time beside the same step by hand, and beside the bound of its program.
 
     PYTHONPATH=. python -m benchmarks.on_gpu --parts optimizer --out found
 
@@ -11,19 +11,12 @@ A step is `tx.update` and `optax.apply_updates`, or the same written for each te
 (`benchmarks.adamw_by_hand`). Both are compiled ahead, with parameters and state donated, and run in turn, A B B A, from
 several fresh starts. Before that, the results of three steps are compared.
 
-Bytes count parameters and state, read and written once, and gradients, read once. Beside the times stands what the
-compiled programs say (`benchmarks.reading`). Targets:
-
-- The time with mpx is at most 1.03 of the time by hand.
-- On a GPU it is at most 1.15 of what copying as many bytes takes; the bandwidth of a copy is measured in the same run.
-- On a GPU split + 8-bit takes at most 1 / 1.5 of the time of the float32 step.
-
-The sizes are divided by `scale`: the leading dimension of matrices, or the length of the one tensor.
+Beside the times stands what the compiled programs say (`benchmarks.reading`). The target: the time with mpx is at most
+1.03 of the time by hand. Sizes are divided by `scale`: the leading dimension of matrices, or the length of the tensor.
 """
 
 import functools
 import math
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -36,15 +29,13 @@ from jax import lax
 import mpx
 from benchmarks import adamw_by_hand as hand
 from benchmarks.adamw_by_hand import ByHand
-from benchmarks.report import Row, Sheet, judged
+from benchmarks.report import Row, Sheet
 from benchmarks.timing import COLUMNS, compare, own
 
 Shapes = dict[str, tuple[int, ...]]
 
 BITS_STEPS = 3  # steps after which results are compared
 GPU_CALLS = 16  # steps in a turn on a GPU, whose queue holds a few dozen
-COPY_BYTES, COPY_CALLS, COPY_ROUNDS = 2**30, 10, 10
-COPY_TARGET, SPEED_TARGET = 1.15, 1.5
 
 
 def adamw() -> optax.GradientTransformation:
@@ -101,7 +92,7 @@ RECIPES = {
     ),
 }
 RECIPES["fused split + 8-bit"] = RECIPES["split + 8-bit"]._replace(is_fused=True)
-YARDSTICK, FASTEST = "f32", "split + 8-bit"
+YARDSTICK = "f32"  # has no target
 
 
 class WithMpx(NamedTuple):
@@ -245,50 +236,10 @@ def measure(recipe: str, tensors: str, scale: int, starts: int, turns: int) -> R
     row: Row = {"recipe": recipe, "title": title_of(tensors, shapes)}
     row["results"] = compare_results(steps, make_states(), grads)
     judge = recipe != YARDSTICK
-    row |= compare(steps, make_states, grads, starts=starts, turns=turns, gpu_calls=GPU_CALLS, judge=judge)
-    if jax.default_backend() == "gpu":
-        row |= beside_copy(row, bytes_moved(states[1], grads), copy_bandwidth())
-    return row
-
-
-def bytes_moved(state: WithMpx, grads: Any) -> int:
-    """Return the bytes that a step must move: parameters and state are read and written, gradients are read."""
-    count = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
-    return 2 * count(state) + count(grads)
-
-
-def copy_bandwidth() -> float:
-    """Return the GB/s that a program reads and writes that adds 1 to an array; the best of many, in place or not."""
-    best = math.inf
-    for donated in ((), (0,)):
-        add = jax.jit(lambda x: x + 1, donate_argnums=donated)
-        x = jax.random.normal(jax.random.key(0), (COPY_BYTES // 4,), jnp.float32)
-        for _ in range(1 + COPY_ROUNDS):
-            start = time.perf_counter()
-            for _ in range(COPY_CALLS):
-                x = add(x)
-            x.block_until_ready()
-            best = min(best, (time.perf_counter() - start) / COPY_CALLS)
-    return 2 * COPY_BYTES / best / 1e9
-
-
-def beside_copy(row: Row, moved: int, bandwidth: float) -> Row:
-    """Return how fast memory was, in GB/s, and the time of a step beside a copy of as many bytes."""
-    speed = moved / row["mpx"]["ms"] / 1e6
-    found = {"GB/s": speed, "copy GB/s": bandwidth, "mpx / copy": bandwidth / speed}
-    return found | {"copy target": judged(bandwidth / speed, most=COPY_TARGET)}
+    return row | compare(steps, make_states, grads, starts=starts, turns=turns, gpu_calls=GPU_CALLS, judge=judge)
 
 
 # --- Tables. ---
-MEMORY = {
-    "recipe": "{recipe}",
-    "GB/s": "{GB/s:.0f}",
-    "copy, GB/s": "{copy GB/s:.0f}",
-    "mpx / copy": "{mpx / copy:.2f}",
-    "target": "{copy target}",
-    "times as fast as f32": "{times as fast:.2f}",
-    "its target": "{speed target}",
-}
 DIFFERING = {"differ": "{differ:,}", "of": "{of:,}", "by, relative": "{relative:.1e}", "by": "{absolute:.1e}"}
 
 
@@ -296,20 +247,10 @@ def sheets(rows: list[Row]) -> list[Sheet]:
     """Return all tables of each set of tensors."""
     found = []
     for title in dict.fromkeys(row["title"] for row in rows):
-        group = with_speeds([row for row in rows if row["title"] == title])
+        group = [row for row in rows if row["title"] == title]
         found.append(Sheet(title, group, {"recipe": "{recipe}"} | COLUMNS))
-        if any("GB/s" in row for row in group):
-            found.append(Sheet(f"{title}: memory", group, MEMORY))
         found.append(differing_sheet(f"{title}: what differs after {BITS_STEPS} steps", group, "recipe"))
     return found
-
-
-def with_speeds(rows: list[Row]) -> list[Row]:
-    """Return the rows of one set of tensors with how many times as fast they are as the float32 step."""
-    yardstick = next((row["mpx"]["ms"] for row in rows if row["recipe"] == YARDSTICK), math.nan)
-    rows = [row | {"times as fast": yardstick / row["mpx"]["ms"]} for row in rows]
-    asked = lambda row: {"speed target": judged(row["times as fast"], least=SPEED_TARGET)}
-    return [row | asked(row) if row["recipe"].endswith(FASTEST) else row for row in rows]
 
 
 def differing_sheet(title: str, rows: list[Row], name: str) -> Sheet:
@@ -317,10 +258,3 @@ def differing_sheet(title: str, rows: list[Row], name: str) -> Sheet:
     cells = [{name: row[name]} | found for row in rows for found in row["results"] if found["differ"]]
     columns = {name: f"{{{name}}}", "numbers": "{numbers}"} | DIFFERING
     return Sheet(title, cells, columns, "" if cells else "Nothing differs.")
-
-
-def torch_sheets(rows: list[Row]) -> list[Sheet]:
-    """Return the table of Torch's optimizers on each set of tensors."""
-    columns = {"optimizer": "{recipe}", "ms": "{ms:.3f}", "note": "{left out}"}
-    titles = dict.fromkeys(row["title"] for row in rows)
-    return [Sheet(f"{title}: Torch", [row for row in rows if row["title"] == title], columns) for title in titles]

@@ -1,24 +1,14 @@
 """Run a measurement in a process of its own: a function and its arguments go in as JSON, rows come out as JSON.
 
 Only then is a peak of memory the peak of one program. A measurement that runs out of memory or time, or whose compiler
-fails, ends its own process, and the next one finds an empty GPU. Neither JAX nor Torch is imported here: the process
-that starts the others holds no GPU, and the two libraries do not share one.
+fails, ends its own process, and the next one finds an empty GPU. JAX is not imported here: the process that starts the
+others holds no GPU.
 """
 
-import functools
 import importlib
 import json
-import os
-import signal
-import statistics
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Sequence
-from typing import Any
-
-import numpy as np
 
 from benchmarks.report import Row
 
@@ -32,39 +22,14 @@ def run_worker(function: str, arguments: Row, *, timeout: float = 300.0) -> list
     It returns a row or a list of rows. After a failure there is one row, with the reason under "failed", the end of
     what was written under "log", and "stopped" if the time was over.
     """
-    file = functools.partial(tempfile.TemporaryFile, "w+")
-    with file() as given, file() as out, file() as log:
-        json.dump([function, arguments], given)
-        given.seek(0)
-        command = [sys.executable, "-m", "benchmarks.workers"]
-        process = subprocess.Popen(command, stdin=given, stdout=out, stderr=log, process_group=0)
-        try:
-            status = process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            status = None
-        finally:
-            _end(process)
-        written, complaints = (_read(file) for file in (out, log))
-    if status == 0:
-        return json.loads(written.splitlines()[-1])
-    log = {"log": complaints[-LOG_CHARACTERS:]}
-    if status is None:
-        return [{"failed": f"no result after {timeout:.0f} s", "stopped": True} | log]
-    return [{"failed": reason(complaints, status)} | log]
-
-
-def _end(process: subprocess.Popen) -> None:
-    """End the process and everything that it started: Torch's compiler has workers that would outlive it."""
+    command, given = [sys.executable, "-m", "benchmarks.workers"], json.dumps([function, arguments])
     try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass  # all of them are gone
-    process.wait()
-
-
-def _read(file: Any) -> str:
-    file.seek(0)
-    return file.read()
+        done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        return [{"failed": f"no result after {timeout:.0f} s", "stopped": True}]
+    if done.returncode:
+        return [{"failed": reason(done.stderr, done.returncode), "log": done.stderr[-LOG_CHARACTERS:]}]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def reason(complaints: str, status: int) -> str:
@@ -83,31 +48,6 @@ def call(function: str, arguments: Row) -> list[Row]:
     module, name = function.split(":")
     found = getattr(importlib.import_module(module), name)(**arguments)
     return found if isinstance(found, list) else [found]
-
-
-def time_rounds(run: Callable[[int], None], *, steps: int, rounds: int) -> Row:
-    """Return milliseconds a step, of several that are enqueued one behind another and waited for once.
-
-    JAX and PyTorch are both timed by this function. A round goes before the others: it ends the compilation, where a
-    library compiles at its first call, and brings the GPU to the clocks that it keeps. `run` makes so many steps and
-    returns when all is done. The median round is "ms", the fastest "low" and the slowest "high".
-    """
-    run(steps)
-    times = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        run(steps)
-        times.append(1e3 * (time.perf_counter() - start) / steps)
-    return {"ms": statistics.median(times), "low": min(times), "high": max(times)}
-
-
-def token_batches(vocabulary: int, shape: Sequence[int], *, count: int) -> np.ndarray:
-    """Return random tokens below `vocabulary`, int32 (count, *shape), the same in every process and for both libraries.
-
-    A few are common and many are rare, as in a text. Were all common, the gradient of the embedding would be a sum into
-    few rows; were none, into many: both have another speed than a training.
-    """
-    return (np.random.default_rng(0).zipf(1.2, size=(count, *shape)) % vocabulary).astype(np.int32)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Say whether mpx is exact on this machine, and what stands in the way of training: `mpx.doctor.examine()`.
+"""Say whether mpx is exact on this machine: `mpx.doctor.examine()`, on the command line `mpx doctor`.
 
 Claims of exactness are tried in compiled programs, whose results are compared, bit by bit, with numbers that NumPy and
-ml_dtypes compute. The command line has it as `mpx doctor`.
+ml_dtypes compute.
 """
 
 import collections
@@ -21,7 +21,6 @@ import optax
 from jax import lax
 
 from mpx import formats
-from mpx._autocast.explain import explain
 from mpx._inspect.masters import master_params
 from mpx._tables import Result, Table
 from mpx._transforms.kahan_summation import kahan_summation
@@ -51,7 +50,6 @@ class Diagnosis(Result):
     package: str  # the folder of this mpx
     devices: dict[str, int]  # the number of devices of each kind
     checks: tuple[Check, ...]  # whether mpx is exact, claim by claim
-    autocast_narrows: bool = True  # whether `mpx.autocast` narrows an ordinary product
 
     @property
     def is_exact(self) -> bool:
@@ -59,20 +57,12 @@ class Diagnosis(Result):
         return all(check.exact for check in self.checks)
 
     @property
-    def exit_code(self) -> int:
-        """Return the exit code of a command: 1 if mpx is not exact, 3 if it narrows nothing; 2 is for wrong usage."""
-        return 1 if not self.is_exact else 0 if self.autocast_narrows else 3
-
-    @property
     def verdict(self) -> str:
         """Say whether all is well, and what to do if it is not."""
-        if not self.is_exact:
-            wrong = f"{sum(not check.exact for check in self.checks)} of {len(self.checks)} claims fail"
-            return f"mpx is NOT exact on this machine: {wrong}. Report it, with this page."
-        if not self.autocast_narrows:
-            remedy = "Unset JAX_DEFAULT_MATMUL_PRECISION, or `jax.default_matmul_precision`."
-            return f"`mpx.autocast` narrows no product, since all ask for a higher precision. {remedy}"
-        return "mpx is exact to the bit on this machine."
+        if self.is_exact:
+            return "mpx is exact to the bit on this machine."
+        wrong = f"{sum(not check.exact for check in self.checks)} of {len(self.checks)} claims fail"
+        return f"mpx is NOT exact on this machine: {wrong}. Report it, with this page."
 
     def _parts(self) -> Iterator[Table | str]:
         yield self.verdict
@@ -84,9 +74,7 @@ class Diagnosis(Result):
 
 
 def examine() -> Diagnosis:
-    """Examine this machine: what is here, whether mpx is exact, and whether `mpx.autocast` narrows products.
-
-    Everything runs on the default device, under the settings that a training run would find.
+    """Examine this machine: what is here, and whether mpx is exact on the default device.
 
     Raises:
         RuntimeError: if JAX finds no device.
@@ -105,9 +93,7 @@ def examine() -> Diagnosis:
         remedy = "install the jax that fits the hardware (`pip install 'jax[cuda13]'`), or set JAX_PLATFORMS=cpu"
         raise RuntimeError(f"{asked}; {remedy}.") from error
     with jax.disable_jit(False):  # compiled programs are examined, whatever the mode
-        matrix = jax.ShapeDtypeStruct((8, 8), jnp.float32)
-        narrows = explain(jnp.matmul, "bf16")(matrix, matrix).narrowed_share == 1
-        return Diagnosis(versions, str(pathlib.Path(__file__).parent), dict(devices), tuple(_claims()), narrows)
+        return Diagnosis(versions, str(pathlib.Path(__file__).parent), dict(devices), tuple(_claims()))
 
 
 def _claims() -> Iterator[Check]:

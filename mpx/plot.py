@@ -7,49 +7,40 @@ both on paper and on a dark page; `style` makes your own figures so. No setting 
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, get_args
 
 import matplotlib.pyplot as plt
 import numpy as np
 from jax.typing import DTypeLike
 from matplotlib.axes import Axes
-from matplotlib.patches import Patch
 from matplotlib.rcsetup import cycler
 from matplotlib.ticker import MaxNLocator
-from matplotlib.transforms import ScaledTranslation, blended_transform_factory
+from matplotlib.transforms import ScaledTranslation
 
-from mpx.monitor.fates import EXPONENTS, ExponentHistogram, range_of
+from mpx.monitor.fates import EXPONENTS, ExponentHistogram, edges_of, format_of
 from mpx.monitor.report import UnderflowReport
 from mpx.tools.plan.compare_plans import PlanComparison
 from mpx.tools.plan.memory_plan import MemoryPlan
 from mpx.tools.plan.rows import Kind
 
 # Four colors of Okabe and Ito 2008, Color Universal Design, which stand out from white and from black by 3 to 1.
-BLUE, VERMILLION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
+BLUE, VERMILLION, GREEN, PURPLE = COLORS = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 # This grey has the 4.5 to 1 that WCAG asks for on white, and 4.1 to 1 on #121212. No grey has 4.5 on both.
 GREY = "#767676"
-
-_DASHES = ["-", "--", ":", "-.", (0, (4, 1.5, 1.2, 1.5, 1.2, 1.5))]
-# Neighbors differ in color and in line style, all 20 in one of the two.
-CURVES = cycler(color=[BLUE, VERMILLION, GREEN, PURPLE] * 5) + cycler(linestyle=_DASHES * 4)
 
 _GREY_PARTS = ("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color")
 _SHEET: dict[str, Any] = {
     **dict.fromkeys([*_GREY_PARTS, "grid.color"], GREY),
-    "figure.facecolor": "none",
-    "figure.dpi": 150,
-    "figure.constrained_layout.use": True,
-    "axes.facecolor": "none",
-    "axes.prop_cycle": CURVES,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
+    **dict.fromkeys(["figure.facecolor", "axes.facecolor"], "none"),
+    **dict.fromkeys(["axes.spines.top", "axes.spines.right", "legend.frameon"], False),
+    **dict.fromkeys(["figure.constrained_layout.use", "axes.axisbelow", "axes.grid"], True),
+    "axes.prop_cycle": cycler(linestyle=["-", "--", ":", "-."]) * cycler(color=COLORS),
     "axes.titlelocation": "left",
-    "axes.axisbelow": True,
-    "axes.grid": True,
+    "figure.dpi": 150,
     "grid.alpha": 0.25,
-    "legend.frameon": False,
 }
+_WIDTH = 5.6  # inches of a new figure: on the 390 pixels of a phone, letters of 10 points then have 10 pixels
 
 
 @contextlib.contextmanager
@@ -72,17 +63,14 @@ def style() -> Iterator[None]:
         yield
 
 
-_WIDTH = 5.6  # inches of a new figure: on the 390 pixels of a phone, letters of 10 points then have 10 pixels
-
-
-def _add_legend(axes: Axes, handles: Sequence[Any]) -> None:
+def _add_legend(axes: Axes) -> None:
     """Add a legend below the axes and the name of the x axis, where it hides nothing."""
     below: Any = axes.transAxes + ScaledTranslation(0, -36 / 72, axes.figure.dpi_scale_trans)
-    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(0, 0), bbox_transform=below, ncols=2)
+    axes.legend(loc="upper left", bbox_to_anchor=(0, 0), bbox_transform=below, ncols=2)
 
 
 # What stands in the same place of two bars, such as low bits and a compensation, differs in color, as neighbors do.
-_COLORS = (BLUE, VERMILLION, GREEN, PURPLE) * 2 + (VERMILLION, GREEN, PURPLE, BLUE)
+_COLORS = COLORS * 2 + (VERMILLION, GREEN, PURPLE, BLUE)
 # No two kinds share a hatch, so that they can be told apart in grey.
 _HATCHES = ("", "///", "...", "xxx", "---", "\\\\\\", "++", "oo", "--", "OO", "**", "+x")
 _VISIBLE = 0.002  # of the longest bar
@@ -121,78 +109,57 @@ def memory(plans: PlanComparison | Mapping[str, MemoryPlan], *, axes: Axes | Non
         axes.set_yticks(range(len(left)), by_name)
         axes.tick_params(axis="y", length=0)
         axes.grid(visible=False, axis="y")
-        _add_legend(axes, axes.get_legend_handles_labels()[0])
+        _add_legend(axes)
     return axes
 
 
 def exponents(
-    histogram: UnderflowReport | ExponentHistogram,
-    *,
-    formats: Sequence[DTypeLike] = ("f16", "bf16", "f32"),
-    axes: Axes | None = None,
+    histogram: UnderflowReport | ExponentHistogram, dtype: DTypeLike | None = None, *, axes: Axes | None = None
 ) -> Axes:
-    """Draw how many numbers there are of each power of two, and which of them the formats hold.
+    """Draw how many numbers there are of each power of two, and which of them a format holds.
 
-    A bar from 2**e to 2**(e + 1) counts the magnitudes between them, on a logarithmic axis. Above stand the ranges of
-    the formats: numbers to the left of a range become zero, to the right infinite; dotted lines show where the first
-    format ends. A report's numbers are also drawn in outline, moved to the right by the loss scale that it recommends.
+    A bar from 2**e to 2**(e + 1) counts the magnitudes between them, on a logarithmic axis. Behind the bars lie the
+    normal and the subnormal numbers of the format: what is to the left becomes zero, what is to the right infinite. A
+    report's numbers are also drawn in outline, moved to the right by the loss scale that it recommends.
 
     Args:
         histogram: what `mpx.underflow_report(grads)` returns or `mpx.monitor.exponent_histogram()` measures.
-        formats: f16, bf16, f32, float8_e4m3fn or float8_e5m2, one or several; a report's own format comes first.
+        dtype: the format: f16, bf16, f32, float8_e4m3fn or float8_e5m2. None: that of the report, or f16.
         axes: the axes to draw on; None makes a new figure.
 
-    Returns:
-        The axes of the histogram; the ranges have `axes.child_axes[0]`.
-
     Raises:
-        ValueError: if no number is nonzero and finite, or a format is another one.
+        ValueError: if no number is nonzero and finite, or the format is another one.
 
     Example:
         >>> axes = exponents(underflow_report(jnp.array([2.0**-30, 2.0**-20, 1.5 * 2.0**-20])))
         >>> [(int(bar.get_x()), int(bar.get_height())) for bar in axes.containers[0]]
         [(-30, 1), (-20, 2)]
     """
-    shift = 0
+    own, shift = "f16", 0
     if isinstance(histogram, UnderflowReport):
-        formats, shift = [histogram.dtype, *formats], round(math.log2(histogram.recommended_scale))
-        histogram = histogram.histogram
+        own, shift, histogram = histogram.dtype, round(math.log2(histogram.recommended_scale)), histogram.histogram
+    dtype = format_of(own if dtype is None else dtype, "exponents")
     counts = np.asarray(histogram.counts)
     (places,) = np.nonzero(counts)
     if not places.size:
         raise ValueError("`exponents`: the histogram holds no nonzero finite numbers, so there is nothing to draw.")
-    ranges = list(dict.fromkeys(range_of(dtype, "exponents") for dtype in formats))
-    ends = np.log2((ranges[0].nonzero_from, ranges[0].infinite_from))
     heights, places = counts[places], places + EXPONENTS[0]
+    # Where float32 ends, nothing finite is infinite.
+    subnormal, normal, infinite = np.minimum(np.log2(edges_of(dtype)[1:4].view(np.float32)), EXPONENTS.stop)
     with style():
-        axes = plt.subplots(figsize=(_WIDTH, 3.9 + 0.3 * len(ranges)))[1] if axes is None else axes
-        handles: list[Any] = [axes.bar(places, heights, 1.0, align="edge", color=GREEN, label="numbers")]
+        axes = plt.subplots(figsize=(_WIDTH, 4.2))[1] if axes is None else axes
+        axes.axvspan(normal, infinite, color=BLUE, alpha=0.25, linewidth=0, label=f"normal in {dtype}")
+        axes.axvspan(subnormal, normal, color=BLUE, alpha=0.1, linewidth=0, label="subnormal: fewer bits")
+        axes.bar(places, heights, 1.0, align="edge", color=GREEN, label="numbers")
         if shift:
             look = {"fill": False, "edgecolor": VERMILLION, "label": f"numbers times $2^{{{shift}}}$"}
-            handles.append(axes.bar(places + shift, heights, 1.0, align="edge", **look))
-        for limit in ends:
-            axes.axvline(limit, color=GREY, linestyle=":", zorder=0.9)
-        # All numbers, moved or not, and the first format as a whole; wider ones run off.
-        shown = [*ends, *places, *places + 1, *places + shift + 1]
+            axes.bar(places + shift, heights, 1.0, align="edge", **look)
+        shown = [subnormal, infinite, *places, *places + 1, *places + shift + 1]
         axes.set(xlabel="magnitude", xlim=(min(shown) - 2, max(shown) + 2))
         axes.set(ylabel="how many", yscale="log", ylim=(0.5, 2 * heights.max()))
         others = f"{int(histogram.zeros):,} zeros and {int(histogram.nonfinite):,} infinite or NaN"
         axes.set_title(f"{int(counts.sum()):,} numbers, besides {others}", fontsize="medium")
         axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
         axes.xaxis.set_major_formatter("$2^{{{x:g}}}$")
-        of_axes: Any = axes.transAxes
-        above = blended_transform_factory(of_axes, axes.figure.dpi_scale_trans + ScaledTranslation(0, 1, of_axes))
-        strip = axes.inset_axes((0.0, 0.1, 1.0, 0.25 * len(ranges)), transform=above, sharex=axes)  # heights in inches
-        strip.grid(visible=False)
-        strip.spines[:].set_visible(False)
-        strip.tick_params(axis="both", which="both", length=0, labelbottom=False)
-        strip.set_yticks(range(len(ranges)), [str(span.dtype) for span in ranges])
-        strip.set_ylim(len(ranges) - 0.5, -0.5)
-        for y, span in enumerate(ranges):
-            low, normal, high = map(math.log2, span[1:])
-            strip.barh(y, normal - low, 0.7, low, facecolor="none", edgecolor=BLUE)
-            strip.barh(y, high - normal, 0.7, normal, facecolor=BLUE, edgecolor=BLUE)
-        handles.append(Patch(facecolor=BLUE, edgecolor=BLUE, label="normal"))
-        handles.append(Patch(facecolor="none", edgecolor=BLUE, label="subnormal: fewer bits"))
-        _add_legend(axes, handles)
+        _add_legend(axes)
     return axes

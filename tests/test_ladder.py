@@ -1,6 +1,5 @@
 """Smoke tests of the ladder: a rung that fails does not cost the others. What a worker answers is made up."""
 
-import ast
 import dataclasses
 from pathlib import Path
 
@@ -77,15 +76,3 @@ def test_a_worker_that_fails_gives_the_reason(tmp_path, monkeypatch, code, said)
 def test_operations_of_a_token_are_six_for_each_weight_and_those_of_attention():
     """GPT-2 124M: 6 (12 * 12 * 768**2 + 50,257 * 768) + 12 * 12 * 768 * 1,024."""
     assert gpt2_in_jax.flops_per_token(PRESETS["gpt2-124m"]) == 6 * 123_532_032 + 113_246_208
-
-
-def test_torch_belongs_to_the_workers_that_run_it():
-    """Everywhere else it would need the extra, and hold memory that belongs to JAX."""
-    root = Path(rungs.__file__).parents[1]
-    importing = set()
-    for path in [*root.glob("benchmarks/*.py"), *root.glob("examples/**/*.py"), *root.glob("mpx/**/*.py")]:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names = [alias.name for alias in getattr(node, "names", [])] if isinstance(node, ast.Import) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            importing |= {path.name for name in names if name.split(".")[0] == "torch"}
-    assert importing == {"adamw_in_torch.py", "gpt2_in_torch.py"}

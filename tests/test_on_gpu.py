@@ -33,7 +33,7 @@ def measure(folder, units, run=run):
 
 
 def test_what_fails_or_lacks_a_package_is_reported_and_stops_nothing(tmp_path):
-    missing = "ModuleNotFoundError: No module named 'torch'"
+    missing = "ModuleNotFoundError: No module named 'jmp'"
     units = [unit_of("said", {"failed": "no such kernel"}), unit_of("without", {"failed": missing})]
     units += [unit_of("fine", {"what": "all is well"}), unit_of("none")]
     assert measure(tmp_path, units) == []
@@ -81,7 +81,7 @@ def test_an_optimizer_step_is_measured_and_reported(tmp_path):
 
 @pytest.mark.slow
 def test_the_other_parts_are_measured_and_reported(tmp_path):
-    names = "autocast: f32, autocast, dots", "overhead: bfloat16", "ladder: JAX, f32"
+    names = "autocast: f32, autocast, dots", "overhead: bfloat16", "ladder: f32"
     printed = measured(tmp_path, *names)
     assert "not measured" not in printed
     for head in (

@@ -1,7 +1,7 @@
 """An extension of Griffe: docstrings as the reference shows them.
 
-The project's docstrings have the heading `Example:`, Griffe wants `Examples:`; and a public name in backticks
-becomes a link to its entry.
+The project's docstrings have the heading `Example:`, Griffe wants `Examples:`; a public name in backticks becomes a
+link to its entry; and the comments behind the fields of a class become its section `Attributes:`.
 """
 
 import ast
@@ -37,6 +37,14 @@ def _names_of(file: pathlib.Path) -> list[str]:
     return [name for name in imported + defined if not name.startswith("_")]
 
 
+def _fields_of(obj: griffe.Object) -> str:
+    """The fields of a class that have a comment, as a section of its docstring."""
+    fields = [field for field in obj.members.values() if field.is_attribute] if obj.is_class else []
+    comments = {field.name: field.source.partition("  # ")[2] for field in fields if field.lineno == field.endlineno}
+    lines = [f"    {name}: {comment}" for name, comment in comments.items() if comment]
+    return "\n".join(["\n\nAttributes:", *lines]) if lines else ""
+
+
 class Docstrings(griffe.Extension):
     """Renames the section of examples, and links public names."""
 
@@ -46,6 +54,7 @@ class Docstrings(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         """Called for each module, class, function and attribute, once it is read."""
         if obj.docstring is not None:
+            obj.docstring.value += _fields_of(obj)
             lines = _EXAMPLE.sub(r"\1Examples:", obj.docstring.value).split("\n")
             obj.docstring.value = "\n".join(self._linked(line, obj.name) for line in lines)
 

@@ -103,7 +103,7 @@ RECIPES = (
         ),
         fused=True,
     ),
-    # The linear layers of the blocks multiply 8-bit floats, by one scale an operand or one a row.
+    # The linear layers of the blocks multiply 8-bit floats, with a scale for each operand.
     Recipe("fp8", FP8, lambda rule: mpx.mixed_precision(rule, FP8, storage="split")),
     # Nothing is kept: parameters are rounded up or down at random, so that their mean is exact.
     Recipe(

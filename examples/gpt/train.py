@@ -7,8 +7,8 @@ Run it from the root of the repository:
         --loss-chunks 4 --learning-rate 6e-4 --steps 19000
 
 The first trains the tiny model on Python's standard library. The second, on one line, is for a GPU and for tokens that
-`examples.gpt.data` made. The folder of the run (`--out`) gets `log.jsonl`, `loss.png`, `checkpoints`, and `tokens` if
-the run makes its own. `examples.gpt.evaluate` looks at it afterwards.
+`examples.gpt.data` made. The folder of the run (`--out`) gets `log.jsonl`, `checkpoints`, and `tokens` if the run
+makes its own. `examples.gpt.evaluate` looks at it afterwards.
 
 Ctrl-C and SIGTERM finish the current step, save a checkpoint and stop; the same command with `--resume` goes on from
 the newest one. A finished run goes on with `--resume` and more `--steps`: its learning rate then jumps up to where a
@@ -25,22 +25,17 @@ import math
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import jax
-import matplotlib
-import numpy as np
 import typer
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from typer import Option
 
-matplotlib.use("Agg")  # only files are written: no display is needed
-import matplotlib.pyplot as plt
-
-import mpx.plot
+import mpx
 from examples.gpt import checkpoints, data, devices
 from examples.gpt.model import PRESETS, SIZES, Config
 from examples.gpt.recipes import RECIPES, get_recipe
@@ -232,8 +227,6 @@ def train(run: Run, manager: Any) -> int:
             clock = step, time.perf_counter()
         if is_last:
             break
-    if is_first:
-        plot_log(settings.out / "loss.png", read_log(log), f"{settings.preset}, {settings.recipe}")
     if step < settings.steps:
         say("Stopped; the checkpoint is saved. Go on with --resume.")
         return interruption.exit_code
@@ -301,19 +294,6 @@ def read_log(path: Path) -> list[Record]:
 def begin_log(path: Path, done: int) -> None:
     """Begin a log, or go on with one, without the lines of later steps, which the run repeats."""
     path.write_text("".join(f"{json.dumps(line)}\n" for line in read_log(path) if line["step"] <= done))
-
-
-def plot_log(path: Path, lines: Sequence[Record], title: str) -> None:
-    """Plot the losses over the steps."""
-    with mpx.plot.style():
-        figure, axes = plt.subplots(figsize=(8, 5))
-        for name, label in (("loss", "training"), ("validation_loss", "validation")):
-            known = [(line["step"], line[name]) for line in lines if line[name] is not None]
-            axes.plot(*np.reshape(known, (-1, 2)).T, label=label)
-        axes.set(title=title, xlabel="training step", ylabel="loss (nats a token)")
-        axes.legend()
-        figure.savefig(path, dpi=150)
-        plt.close(figure)
 
 
 # --- Several processes, and signals. ---

@@ -1,12 +1,13 @@
-"""Count what becomes of numbers: they are zero, or meet one of several fates, or are not finite.
+"""Count what becomes of numbers: each has a kind, and `count` and `share_of` say how many there are of each.
 
-Functions give each number of an array its kind: 0 if it is zero, 1 and up for its fate, the last one if it is infinite
-or NaN. `count` counts them, and `share_of` returns the share that meets one. All comparisons are of integer bits:
-arithmetic and comparisons on a CPU take float32 subnormals for zero, and a gradient is subnormal before it vanishes.
+The kind is 0 for zeros, 1 and up for a fate or a power of two, and the last one for what is infinite or NaN. Kinds are
+found from bits: arithmetic and comparisons on a CPU take float32 subnormals for zero, and a gradient is subnormal
+before it vanishes.
 """
 
+import bisect
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,66 +17,57 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
+from mpx import _trees
 from mpx._errors import require_one_of
 from mpx._shardings import explicit_sharding, in_auto
 
 # floor(log2(|x|)) of float32 numbers: from the smallest subnormal to the largest number.
 EXPONENTS = range(-149, 128)
 
-_FORMATS = (np.float16, ml_dtypes.bfloat16, np.float32, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
 FATES = ("zero", "subnormal", "normal", "infinite")  # of numbers that are rounded to a format
+_FORMATS = (np.float16, ml_dtypes.bfloat16, np.float32, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
+_INFINITE = 0x7F80_0000  # the bits of float32 infinity; those of NaN are above
 _COUNTED = 2**32  # the smallest number that a uint32 cannot count to
 _FEW = 10  # kinds: each is counted by a pass over the array, which a GPU does faster than a scatter into few places
 Counts = jax.Array | np.ndarray
 
 
 class ExponentHistogram(NamedTuple):
-    """Counts of numbers by power of two.
+    """Counts of numbers by power of two, from float32's smallest subnormal to its largest number."""
 
-    Attributes:
-        counts: vector of 277 counts; `counts[i]` numbers have a magnitude of at least `2**(i - 149)` and below twice
-            that. It reaches from float32's smallest subnormal to its largest numbers.
-        zeros: count of zeros.
-        nonfinite: count of infinities and NaN.
+    counts: Counts  # `counts[i]` of 277 numbers have a magnitude of at least `2**(i - 149)`, and below twice that
+    zeros: Counts  # count of zeros
+    nonfinite: Counts  # count of infinities and NaN
+
+
+def format_of(dtype: DTypeLike, caller: str) -> np.dtype:
+    """Return float16, bfloat16, float32, float8_e4m3fn or float8_e5m2; raise for anything else."""
+    return require_one_of(_FORMATS, dtype, f"`{caller}`: `dtype`")
+
+
+def floating_leaves(*trees: Any) -> list[tuple[str, tuple[Any, ...]]]:
+    """Return the floating leaves of a tree by their names, each with the leaves that stand there in the other trees."""
+    leaves, names = [_trees.leaves_by_path(tree) for tree in trees], _trees.path_names(trees[0])
+    columns = ((names[path], tuple(tree.get(path) for tree in leaves)) for path in leaves[0])
+    return [(name, column) for name, column in columns if all(map(_trees.is_floating, column))]
+
+
+def edges_of(dtype: np.dtype, scale: float = 1.0) -> np.ndarray:
+    """Return the smallest float32 magnitudes that meet each of `FATES`, then infinity, as bits.
+
+    They are for numbers that are multiplied by `scale`, a power of two, before they are rounded to the format. The cast
+    of the host decides, which rounds to nearest, ties to even.
     """
+    smallest_normal = float(ml_dtypes.finfo(dtype).smallest_normal)
 
-    counts: Counts
-    zeros: Counts
-    nonfinite: Counts
+    def fate_of(bits: int) -> int:
+        magnitude = float(np.uint32(bits).view(np.float32)) * scale
+        rounded = float(np.float64(magnitude).astype(dtype))
+        return 3 if not math.isfinite(rounded) else int(rounded > 0) + int(rounded >= smallest_normal)
 
-
-class Range(NamedTuple):
-    """The smallest magnitudes that meet each fate when numbers are rounded to nearest, ties to even."""
-
-    dtype: np.dtype
-    nonzero_from: float
-    normal_from: float
-    infinite_from: float  # or NaN, in a format without infinities
-
-    def edges(self, scale: float = 1.0) -> np.ndarray:
-        """Return where each of `FATES` begins, then infinity: bits of float32.
-
-        The edges are for numbers that are multiplied by `scale`, a power of two, before they are rounded.
-        """
-        thresholds = np.array([math.ulp(0.0), *(np.array(self[1:]) / scale), math.inf])
-        with np.errstate(over="ignore", under="ignore"):
-            nearest = thresholds.astype(np.float32)
-        above = np.nextafter(nearest, nearest[-1])
-        return np.where(nearest.astype(np.float64) < thresholds, above, nearest).view(np.uint32)
-
-
-def range_of(dtype: DTypeLike, caller: str) -> Range:
-    """Return the range of float16, bfloat16, float32, float8_e4m3fn or float8_e5m2; raise for anything else."""
-    found = require_one_of(_FORMATS, dtype, f"`{caller}`: `dtype`")
-    info = ml_dtypes.finfo(found)
-    largest, smallest = float(info.max), float(info.smallest_subnormal)
-    step = math.ldexp(1.0, math.frexp(largest)[1] - 1 - info.nmant)
-    above = lambda number: math.nextafter(number, math.inf)
-    # Midpoints are ties, which go to the even neighbor: to zero rather than to the smallest subnormal, to the smallest
-    # normal number rather than to the largest subnormal, and beyond the largest number only if that one is odd.
-    is_odd = int(largest / step) % 2 == 1
-    overflow = largest + step / 2 if is_odd else above(largest + step / 2)
-    return Range(found, above(smallest / 2), float(info.smallest_normal) - smallest / 2, overflow)
+    with np.errstate(over="ignore", under="ignore"):
+        begins = [bisect.bisect_left(range(_INFINITE), fate, lo=1, key=fate_of) for fate in range(len(FATES))]
+    return np.array([*begins, _INFINITE], np.uint32)
 
 
 def magnitudes_of(x: ArrayLike) -> jax.Array:
@@ -90,14 +82,14 @@ def magnitudes_of(x: ArrayLike) -> jax.Array:
 
 def is_number(magnitudes: jax.Array) -> jax.Array:
     """Return a mask of the numbers that are neither zero nor infinite nor NaN."""
-    return (magnitudes > np.uint32(0)) & (magnitudes < np.float32(np.inf).view(np.uint32))
+    return (magnitudes > np.uint32(0)) & (magnitudes < np.uint32(_INFINITE))
 
 
-def fates_of(x: ArrayLike, edges: ArrayLike) -> jax.Array:
-    """Return the kind of each number: its place in `FATES`, from 1, by the `edges` of a range."""
+def fates_of(x: ArrayLike, edges: jax.Array | np.ndarray) -> jax.Array:
+    """Return the kind of each number: the place of its fate in `FATES`, from 1, by the edges of a format."""
     magnitudes = magnitudes_of(x)
-    is_beyond: list[jax.Array] = [magnitudes >= edge for edge in edges]  # pyright: ignore  # a vector can be iterated over
-    return sum((beyond.astype(np.int32) for beyond in is_beyond[1:]), is_beyond[0].astype(np.int32))
+    is_beyond = [(magnitudes >= edges[i]).astype(np.int32) for i in range(len(FATES) + 1)]
+    return sum(is_beyond[1:], is_beyond[0])
 
 
 def exponents_of(x: ArrayLike) -> jax.Array:
@@ -108,9 +100,9 @@ def exponents_of(x: ArrayLike) -> jax.Array:
 
 
 def count(kinds: jax.Array, how_many: int) -> jax.Array:
-    """Count the numbers of each kind: uint32[..., how_many].
+    """Count the numbers of each kind: uint32[parts, how_many].
 
-    Where a count may not fit in a uint32, each row or block of the array is counted by itself.
+    There is one part, but where a count may not fit in a uint32, each row or block of the array is a part.
     """
 
     def counted(part):
@@ -124,19 +116,9 @@ def count(kinds: jax.Array, how_many: int) -> jax.Array:
         counted = jax.vmap(counted)
     if sharding := explicit_sharding(kinds):
         counted = in_auto(counted, sharding.mesh, NamedSharding(sharding.mesh, PartitionSpec()))
-    return counted(kinds)
+    return counted(kinds).reshape(-1, how_many)
 
 
-def share_of(counts: Counts, fate: int) -> Counts:
-    """Return the share of the nonzero finite numbers that meets a fate, by its place; 0 where there are none."""
-    return counts[..., 1 + fate] / counts[..., 1:-1].sum(axis=-1).clip(1)
-
-
-def sum_float32(counts: jax.Array) -> jax.Array:
-    """Sum the counts of all parts, float32: exact up to 2**24, then rounded; they neither wrap around nor stop."""
-    return jnp.sum(counts.astype(np.float32).reshape(-1, counts.shape[-1]), axis=0)
-
-
-def sum_int64(counts: jax.Array) -> np.ndarray:
-    """Sum the counts of all parts exactly, on the host."""
-    return np.asarray(counts).reshape(-1, counts.shape[-1]).sum(axis=0, dtype=np.int64)
+def share_of(counts: Counts, fate: str) -> Counts:
+    """Return the share of the nonzero finite numbers that meets a fate; 0 where there are none."""
+    return counts[..., 1 + FATES.index(fate)] / counts[..., 1:-1].sum(axis=-1).clip(1)

@@ -1,6 +1,6 @@
 """Measures of gradients and updates, which leave no trace in the measured program, and `watch`, which keeps them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -22,9 +22,9 @@ Groups = Literal["leaf"] | None
 def underflow(dtype: DTypeLike, *, groups: Groups = None) -> Callable[[Any], Any]:
     """Measure the share of the gradients that become zero when they are rounded to a format.
 
-    The share, from 0 to 1, is of all nonzero finite numbers; without any it is 0. Numbers are rounded to nearest, ties
-    to even. Subnormal numbers of the format count as kept, although some devices flush them to zero. Measure gradients
-    of a float32, bfloat16 or scaled backward pass: what float16 has already made zero counts as zero here.
+    The share, from 0 to 1, is of all nonzero finite numbers; without any it is 0. Subnormal numbers of the format count
+    as kept, although some devices flush them to zero. Measure gradients of a float32, bfloat16 or scaled backward pass:
+    what float16 has already made zero counts as zero here.
 
     Args:
         dtype: the format: f16, bf16, f32, float8_e4m3fn or float8_e5m2.
@@ -45,9 +45,9 @@ def underflow(dtype: DTypeLike, *, groups: Groups = None) -> Callable[[Any], Any
 
 
 def overflow(dtype: DTypeLike, *, groups: Groups = None) -> Callable[[Any], Any]:
-    """Measure the share of the gradients that overflow when they are rounded to a format.
+    """Measure the share of the gradients that overflow when they are rounded to a format, as `underflow` does.
 
-    As `underflow` is. An overflow is infinite, or NaN in float8_e4m3fn, which has no infinity.
+    An overflow is infinite, or NaN in float8_e4m3fn, which has no infinity.
 
     Example:
         >>> float(overflow("f16")(jnp.array([1.0, 65519.0, 65520.0, 1e9])))
@@ -57,12 +57,10 @@ def overflow(dtype: DTypeLike, *, groups: Groups = None) -> Callable[[Any], Any]
 
 
 def exponent_histogram(*, groups: Groups = None) -> Callable[[Any], Any]:
-    """Count the gradients by power of two: where their exponents lie in the range of a format.
+    """Count the gradients by power of two: an `ExponentHistogram`, or a dictionary of them with `groups="leaf"`.
 
-    Counts are float32, so that they can be averaged: exact up to 2**24, then rounded; they neither wrap around nor
-    stop. This takes more time than the other measures, and 8 bytes of memory for each number of the largest leaf.
-    `groups` is as for `underflow`. The measure returns an `ExponentHistogram`, or a dictionary of them; `EXPONENTS` has
-    the exponents of its `counts`.
+    Counts are float32, so that they can be averaged: exact up to 2**24, then rounded. This takes more time than the
+    other measures, and 8 bytes of memory for each number of the largest leaf.
 
     Example:
         >>> histogram = exponent_histogram()(jnp.array([0.0, 1.0, 1.5, 2.0**-20, jnp.inf]))
@@ -78,10 +76,10 @@ def exponent_histogram(*, groups: Groups = None) -> Callable[[Any], Any]:
 def lost_updates(dtype: DTypeLike | None = None, *, groups: Groups = None) -> optax.GradientTransformationExtraArgs:
     """Measure the share of the updates that should have moved a weight, but are lost when the weight is rounded.
 
-    An update of a finite weight is lost if it is not zero and `round(round(weight) + update)` is `round(weight)`, both
-    rounded to the weight's dtype. The share is 0 if nothing should have moved. Put this at the end of a chain, where it
-    sees what `optax.apply_updates` gets. After `mpx.master_weights` nothing is lost, since its updates land on another
-    number or are zero. Inside of it, `lost_updates("bf16")` tells what would be lost without it.
+    An update of a finite weight is lost if it is not zero and `round(round(weight) + update)` is `round(weight)`. The
+    share is 0 if nothing should have moved. Put this at the end of a chain, where it sees what `optax.apply_updates`
+    gets. After `mpx.master_weights` nothing is lost; inside of it, `lost_updates("bf16")` tells what would be lost
+    without it.
 
     Args:
         dtype: bf16, f16 or f32: as if the weights were stored in it. None: the dtype that they are stored in.
@@ -101,7 +99,7 @@ def lost_updates(dtype: DTypeLike | None = None, *, groups: Groups = None) -> op
     given = None if dtype is None else _errors.require_one_of(UP_TO_FLOAT32, dtype, "`lost_updates`: `dtype`")
 
     def kinds_of(u, p):
-        """Return 1 for an update that its weight does not see, 2 for one that it sees, 0 if nothing is to move."""
+        """Give an update that its weight does not see the kind of what becomes zero, and others that of what stays."""
         dtype = given or p.dtype
         wide = _trees.promoted(dtype, np.float32)
         stored = lambda x: x if dtype == wide else formats.round_to(x, dtype)
@@ -109,7 +107,7 @@ def lost_updates(dtype: DTypeLike | None = None, *, groups: Groups = None) -> op
         is_moving = fates.is_number(fates.magnitudes_of(u)) & jnp.isfinite(p)
         return jnp.where(is_moving, jnp.where(stored(before + u.astype(wide)) == before, 1, 2), 0)
 
-    measured = _measure("lost_updates", kinds_of, 4, lambda sums: fates.share_of(sums, 0), groups)
+    measured = _measure("lost_updates", kinds_of, 4, lambda sums: fates.share_of(sums, "zero"), groups)
 
     def update_fn(updates, state, params=None, **extra_args):
         del extra_args
@@ -163,9 +161,9 @@ def watch(measures: Mapping[str, Any]) -> optax.GradientTransformationExtraArgs:
 
 def _share_of(fate: str, dtype: DTypeLike, groups: Groups, caller: str) -> Callable[[Any], Any]:
     """Return a measure of the share of the nonzero finite numbers that meet one fate."""
-    edges, place = fates.range_of(dtype, caller).edges(), fates.FATES.index(fate)
+    edges = fates.edges_of(fates.format_of(dtype, caller))
     kinds_of = lambda x: fates.fates_of(x, edges)
-    return _measure(caller, kinds_of, len(fates.FATES) + 2, lambda sums: fates.share_of(sums, place), groups)
+    return _measure(caller, kinds_of, len(fates.FATES) + 2, lambda sums: fates.share_of(sums, fate), groups)
 
 
 def _behind_barrier(tree: T) -> T:
@@ -191,18 +189,14 @@ def _measure(
     if groups not in (None, "leaf"):
         raise ValueError(f"`{caller}`: `groups` must be None or 'leaf', but got {groups!r}.")
 
-    def of_leaves(leaves: Sequence[Any]) -> Any:
-        counts = (fates.sum_float32(fates.count(kinds_of(*leaf), kinds)) for leaf in leaves)
+    def of_leaves(leaves: Iterable[Any]) -> Any:
+        # In float32, sums of counts neither wrap around nor stop.
+        counts = (jnp.sum(fates.count(kinds_of(*leaf), kinds).astype(np.float32), axis=0) for leaf in leaves)
         return result(sum(counts, jnp.zeros(kinds, np.float32)))
 
     def measured(*trees: Any) -> Any:
-        leaves = [_trees.leaves_by_path(tree) for tree in trees]
-        columns = {path: tuple(tree.get(path) for tree in leaves) for path in leaves[0]}
-        columns = {path: column for path, column in columns.items() if all(map(_trees.is_floating, column))}
-        hidden = _behind_barrier(list(columns.values()))
-        if groups is None:
-            return of_leaves(hidden)
-        names = _trees.path_names(trees[0])
-        return {names[path]: of_leaves([column]) for path, column in zip(columns, hidden, strict=True)}
+        names, columns = [*zip(*fates.floating_leaves(*trees), strict=True)] or ((), ())
+        hidden = _behind_barrier(columns)
+        return of_leaves(hidden) if groups is None else {n: of_leaves([x]) for n, x in zip(names, hidden, strict=True)}
 
     return measured

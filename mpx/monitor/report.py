@@ -11,11 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from mpx import _errors, _trees
 from mpx._loss_scale import LossScale, is_power_of_two
 from mpx._tables import Result, Table
 from mpx.monitor import fates
-from mpx.monitor.fates import EXPONENTS, ExponentHistogram, Range
+from mpx.monitor.fates import EXPONENTS, ExponentHistogram
 
 _MAX_SCALE = 2.0**24  # the largest one of `DynamicLossScale`
 _HEADROOM = 4  # doublings of the largest gradient that the scale leaves room for
@@ -46,23 +45,14 @@ class LeafUnderflow:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class UnderflowReport(Result):
-    """Result of `underflow_report`, which prints as tables. All numbers are without a loss scale.
+    """Result of `underflow_report`, which prints as tables. All numbers are without a loss scale."""
 
-    Attributes:
-        dtype: the format.
-        histogram: `ExponentHistogram` of all gradients, int64 counts.
-        largest: the largest nonzero finite magnitude; 0 if there are none.
-        recommended_scale: the loss scale, a power of two; 1 if none is needed.
-        shares: losses without a scale, with the present one and with the recommended one.
-        leaves: losses of each parameter, the worst first.
-    """
-
-    dtype: np.dtype
-    histogram: ExponentHistogram
-    largest: float
-    recommended_scale: float
-    shares: tuple[ScaledShares, ...]
-    leaves: tuple[LeafUnderflow, ...]
+    dtype: np.dtype  # the format
+    histogram: ExponentHistogram  # of all gradients, int64 counts
+    largest: float  # the largest nonzero finite magnitude; 0 if there are none
+    recommended_scale: float  # the loss scale, a power of two; 1 if none is needed
+    shares: tuple[ScaledShares, ...]  # losses without a scale, with the present one and with the recommended one
+    leaves: tuple[LeafUnderflow, ...]  # losses of each parameter, the worst first
 
     def shares_at(self, scale: float) -> ScaledShares:
         """Return the losses at one of the scales of `shares`."""
@@ -71,10 +61,8 @@ class UnderflowReport(Result):
     @property
     def verdict(self) -> str:
         """Say what to do, in a sentence or two."""
-        bad = [repr(leaf.path) for leaf in self.leaves if leaf.nonfinite]
-        named = _errors.listed(bad, _LISTED)
-        warning = f" Infinite or NaN already, and left out: {self.histogram.nonfinite:,}, in {named}." if bad else ""
-        return self._advice() + warning
+        count, worst = self.histogram.nonfinite, self.leaves[0].path  # those that are not finite come first
+        return self._advice() + (f" Infinite or NaN, and left out: {count:,}, in {worst!r} first." if count else "")
 
     def _advice(self) -> str:
         scale, best = _scale_name(self.recommended_scale), self.shares_at(self.recommended_scale)
@@ -146,33 +134,39 @@ def underflow_report(
         >>> print(underflow_report(grads, "bf16").verdict)
         No loss scale is needed: bfloat16 has the exponents of float32.
     """
-    span = fates.range_of(dtype, "underflow_report")
+    dtype = fates.format_of(dtype, "underflow_report")
     carried = float(loss_scale.loss_scale if isinstance(loss_scale, LossScale) else loss_scale)  # pyright: ignore
     if not is_power_of_two(carried):
         raise ValueError(
             "`underflow_report`: `loss_scale` must be a loss scale or a number, a power of two, but got "
             f"{loss_scale!r}."
         )
-    names = _trees.path_names(grads)
     unscaled = lambda x: x if carried == 1 else x.astype(np.float32) / np.float32(carried)
-    arrays = {path: unscaled(x) for path, x in _trees.leaves_by_path(grads).items() if _trees.is_floating(x)}
+    arrays = [(name, unscaled(x)) for name, (x,) in fates.floating_leaves(grads)]
     if not arrays:
         raise ValueError("`underflow_report` needs gradients, but the tree has no floating array in it.")
-    counts_of = lambda count, *edges: np.stack([fates.sum_int64(count(x, *edges)) for x in arrays.values()])
-    fates_at = functools.cache(lambda scale: counts_of(_count_fates, span.edges(scale)))  # [array, kind]
-    zero_at = lambda scale: fates.share_of(fates_at(scale), 0).tolist()
-    largest = [float(np.asarray(_largest(x)).view(np.float32)) for x in arrays.values()]
-    recommended = _recommended_scale(span, max(largest), is_normal=not fates_at(1.0)[:, 1:3].any())
-    columns = zip(largest, zero_at(1.0), zero_at(recommended), fates_at(1.0)[:, -1].tolist(), strict=True)
-    leaves = [LeafUnderflow(names[path], *row) for path, row in zip(arrays, columns, strict=True)]
-    losses_at = lambda scale: [float(fates.share_of(fates_at(scale).sum(axis=0), fate)) for fate in (0, 1, 3)]
+    # Counts are summed on the host, exactly.
+    counts_of = lambda count, *edges: np.stack([np.asarray(count(x, *edges)).sum(0, np.int64) for _, x in arrays])
+    fates_at = functools.cache(lambda scale: counts_of(_count_fates, fates.edges_of(dtype, scale)))  # [array, kind]
+    largest = [float(np.asarray(_largest(x)).view(np.float32)) for _, x in arrays]
+    recommended = _recommended_scale(dtype, max(largest), is_normal=not fates_at(1.0)[:, 1:3].any())
+
+    def shares_at(scale: float) -> ScaledShares:
+        counts = fates_at(scale).sum(axis=0)
+        zero, subnormal, infinite = (float(fates.share_of(counts, fate)) for fate in ("zero", "subnormal", "infinite"))
+        return ScaledShares(scale, zero, subnormal, infinite)
+
+    zeros_at = lambda scale: fates.share_of(fates_at(scale), "zero").tolist()
+    nonfinite = fates_at(1.0)[:, -1].tolist()
+    rows = zip([name for name, _ in arrays], largest, zeros_at(1.0), zeros_at(recommended), nonfinite, strict=True)
+    leaves = [LeafUnderflow(*row) for row in rows]
     zeros, *counts, nonfinite = counts_of(_count_exponents).sum(axis=0)
     return UnderflowReport(
-        dtype=span.dtype,
+        dtype=dtype,
         histogram=ExponentHistogram(np.array(counts), zeros, nonfinite),
         largest=max(largest),
         recommended_scale=recommended,
-        shares=tuple(ScaledShares(scale, *losses_at(scale)) for scale in sorted({1.0, carried, recommended})),
+        shares=tuple(map(shares_at, sorted({1.0, carried, recommended}))),
         leaves=tuple(sorted(leaves, key=lambda leaf: (leaf.nonfinite == 0, -leaf.zero, -leaf.zero_if_scaled))),
     )
 
@@ -189,10 +183,11 @@ def _largest(x: jax.Array) -> jax.Array:
     return jnp.max(magnitudes, where=fates.is_number(magnitudes), initial=0)
 
 
-def _recommended_scale(span: Range, largest: float, is_normal: bool) -> float:
+def _recommended_scale(dtype: np.dtype, largest: float, is_normal: bool) -> float:
     """Return 1 if no scale is needed, else the largest power of two that leaves the head-room."""
-    fits = lambda scale: math.ldexp(largest, _HEADROOM) * scale < span.infinite_from
-    if not largest or _has_range_of_float32(span.dtype) or (fits(1.0) and is_normal):
+    infinite_from = fates.edges_of(dtype)[3].view(np.float32)
+    fits = lambda scale: math.ldexp(largest, _HEADROOM) * scale < infinite_from
+    if not largest or _has_range_of_float32(dtype) or (fits(1.0) and is_normal):
         return 1.0
     scale = _MAX_SCALE
     while not fits(scale):

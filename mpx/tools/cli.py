@@ -147,7 +147,7 @@ def plan(
 
 
 def plan_parts(comparison: PlanComparison) -> Iterator[Any]:
-    """Yield the table of several recipes, or the parts of one; and the lines of the only one, or of one that fits."""
+    """Yield the table of several recipes, or the parts of one; and what the only one is, or one that fits."""
     is_one, is_limited = len(comparison.plans) == 1, comparison.usable_bytes is not None
     if is_one:
         yield from comparison.plans.values()

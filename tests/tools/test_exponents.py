@@ -28,9 +28,9 @@ histogram = jax.jit(lambda x: fates.count(fates.exponents_of(x), 279))
 fates_of = jax.jit(fates.fates_of)
 
 
-def masks(x, span):
+def masks(x, dtype):
     """Return masks of the numbers that become zero, subnormal, normal, infinite, or are not finite themselves."""
-    kinds = np.asarray(fates_of(x, span.edges()))
+    kinds = np.asarray(fates_of(x, fates.edges_of(np.dtype(dtype))))
     return [kinds == kind for kind in range(1, 6)]
 
 
@@ -43,7 +43,7 @@ def test_the_fate_of_a_number_is_what_a_cast_on_the_host_makes_of_it():
         smallest_normal = float(ml_dtypes.finfo(dtype).smallest_normal)
         normal = (cast >= smallest_normal) & np.isfinite(cast)
         expected = [cast == 0, (cast > 0) & (cast < smallest_normal), normal, ~np.isfinite(cast)]
-        np.testing.assert_array_equal(masks(x, fates.range_of(dtype, "test")), [*(expected & counted), ~np.isfinite(x)])
+        np.testing.assert_array_equal(masks(x, dtype), [*(expected & counted), ~np.isfinite(x)])
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=["float16", "bfloat16"])
@@ -52,7 +52,7 @@ def test_the_histogram_of_every_16_bit_number_is_that_of_frexp(dtype):
     with np.errstate(invalid="ignore"):  # of NaN
         wide = x.astype(np.float64)
     used = np.isfinite(wide) & (wide != 0)
-    zeros, *counts, nonfinite = np.asarray(histogram(jnp.asarray(x)))
+    zeros, *counts, nonfinite = np.asarray(histogram(jnp.asarray(x))[0])
     np.testing.assert_array_equal(counts, np.bincount(np.frexp(wide[used])[1] - 1 + 149, minlength=277))
     assert (zeros, nonfinite) == ((wide == 0).sum(), (~np.isfinite(wide)).sum())
 
@@ -60,8 +60,8 @@ def test_the_histogram_of_every_16_bit_number_is_that_of_frexp(dtype):
 def test_every_power_of_two_of_float32_and_the_number_below_it_are_counted_at_their_exponents():
     powers = np.ldexp(1.0, np.arange(-149, 128)).astype(np.float32)
     below = (powers.view(np.uint32) - np.uint32(1)).view(np.float32)
-    np.testing.assert_array_equal(histogram(-powers), [0] + [1] * 277 + [0])
-    np.testing.assert_array_equal(histogram(below), [1] * 277 + [0, 0])
+    np.testing.assert_array_equal(histogram(-powers)[0], [0] + [1] * 277 + [0])
+    np.testing.assert_array_equal(histogram(below)[0], [1] * 277 + [0, 0])
 
 
 @pytest.mark.parametrize("limit", [10, 50, 400])
@@ -72,11 +72,10 @@ def test_more_numbers_than_can_be_counted_are_counted_by_rows(monkeypatch, limit
     expected = [(x == kind).sum() for kind in range(6)]
     for kinds in (6, 279):  # by a pass for each kind, and by a scatter
         parts = fates.count(jnp.asarray(x, jnp.int32), kinds)
-        assert parts.shape == {10: (6, 3, 20, kinds), 50: (6, 3, kinds), 400: (kinds,)}[limit]
-        np.testing.assert_array_equal(parts[..., 1], (x == 1).sum(axis=tuple(range(parts.ndim - 1, 3))))
-        for total in (np.asarray(fates.sum_float32(parts)), fates.sum_int64(parts)):
-            assert total[:6].tolist() == expected
-            assert not total[6:].any()
+        assert parts.shape == ({10: 6 * 3 * 20, 50: 6 * 3, 400: 1}[limit], kinds)
+        total = np.asarray(parts).sum(axis=0)
+        assert total[:6].tolist() == expected
+        assert not total[6:].any()
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -85,5 +84,5 @@ def test_a_sharded_array_is_counted_where_it_lies(kind):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,), devices=jax.devices("cpu"))
     sharded = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
     counted = histogram.lower(sharded).compile()
-    np.testing.assert_array_equal(counted(sharded)[1:-1], [-32 <= e < 32 for e in fates.EXPONENTS])
+    np.testing.assert_array_equal(counted(sharded)[0, 1:-1], [-32 <= e < 32 for e in fates.EXPONENTS])
     assert "all-gather" not in counted.as_text()

@@ -69,7 +69,7 @@ MONITOR = [
     ),
     *each(lambda make: call(make, "int8"), SHARES, ValueError, NO_FORMAT),
     (call(monitor.lost_updates().update, GRADS, optax.EmptyState()), ValueError, "needs the parameters"),
-    *each(lambda x: call(fates.range_of, x, "caller"), ("int32", np.float64, None, "bf17"), ValueError, NO_FORMAT),
+    *each(lambda x: call(fates.format_of, x, "caller"), ("int32", np.float64, None, "bf17"), ValueError, NO_FORMAT),
     *each(lambda x: reported(loss_scale=x), NO_SCALES, ValueError, "must be a loss scale or a number, a power of two"),
     (in_jit(lambda x: mpx.underflow_report(x).largest), TypeError, "traced|[Tt]racer"),
     (lambda: mpx.underflow_report({"ids": jnp.arange(2)}), ValueError, "the tree has no floating array in it"),
@@ -89,7 +89,7 @@ PLAN = [
 ]
 PLOT = [
     (call(mpx.plot.exponents, mpx.underflow_report(jnp.zeros(3))), ValueError, "no nonzero finite numbers"),
-    (call(mpx.plot.exponents, REPORT, formats=["int8"]), ValueError, "`exponents`: `dtype` must be float16, bfloat16"),
+    (call(mpx.plot.exponents, REPORT, dtype="int8"), ValueError, "`exponents`: `dtype` must be float16, bfloat16"),
 ]
 PROGRAM = [
     (step(loss_fn, ONES, ONES, target="h300"), ValueError, "one of a100, h100, .* or None, but got 'h300'"),

@@ -93,7 +93,7 @@ def test_infinite_and_nan_gradients_are_counted_and_named_and_judge_nothing():
     report = underflow_report(grads)
     assert (report.histogram.nonfinite, report.histogram.zeros, report.largest) == (2, 1, 2.0)
     assert report.leaves[0].path == "wrong"
-    assert report.verdict.endswith("Infinite or NaN already, and left out: 2, in 'wrong'.")
+    assert report.verdict.endswith("Infinite or NaN, and left out: 2, in 'wrong' first.")
     assert report.shares_at(report.recommended_scale).infinite == 0
 
 

@@ -21,14 +21,10 @@ class PlanComparison(Result):
 
     Numbers are in GB, or less if they are small. Given a memory, the table says what fits in place of the parts: all of
     it does not fit into 80 columns.
-
-    Attributes:
-        plans: the plans by the names of their recipes.
-        usable_bytes: what training may use of the memory of a device; None if nobody asks what fits.
     """
 
-    plans: Mapping[str, MemoryPlan]
-    usable_bytes: float | None = None
+    plans: Mapping[str, MemoryPlan]  # by the names of their recipes
+    usable_bytes: float | None = None  # what training may use of a device's memory; None if nobody asks what fits
 
     @property
     def fits(self) -> dict[str, bool]:

@@ -32,22 +32,13 @@ _BLOCK = Blockwise8bit().block_size
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan(Result):
-    """Hold the bytes of a training run and of its gradients; prints as a table.
+    """Hold the bytes of a training run and of its gradients; prints as a table."""
 
-    Attributes:
-        rows: the parts. Each field of the optimizer state is one; all counts, flags and other scalars are one together.
-        parameters: the number of trained elements.
-        devices: the number of devices of the mesh; 1 without a mesh.
-        gathered_bytes_a_parameter: bytes that come out of the all-gathers of a step, divided by the number of
-            parameters: with `zero1` new parameters, else weights of layers, each gathered once.
-        summed_bytes_a_parameter: bytes of gradients that devices add up, divided by the number of parameters.
-    """
-
-    rows: tuple[PlanRow, ...]
-    parameters: int
-    devices: int = 1
-    gathered_bytes_a_parameter: float = 0.0
-    summed_bytes_a_parameter: float = 0.0
+    rows: tuple[PlanRow, ...]  # one for each field of the optimizer state, and one for all scalars
+    parameters: int  # the number of trained elements
+    devices: int = 1  # of the mesh; 1 without a mesh
+    gathered_bytes_a_parameter: float = 0.0  # bytes that all-gathers make: `zero1`'s new parameters, or weights
+    summed_bytes_a_parameter: float = 0.0  # bytes of gradients that devices add up in a step
 
     @property
     def state_bytes(self) -> int:

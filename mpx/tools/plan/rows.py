@@ -27,21 +27,13 @@ Entry = tuple[Kind, str, Any, NamedSharding]  # the kind of an array, its name, 
 
 @dataclasses.dataclass(frozen=True)
 class PlanRow:
-    """One part of what a training run holds.
+    """One part of what a training run holds."""
 
-    Attributes:
-        name: `parameters`, `gradients`, or the field of the optimizer's state: `mu`, `nu`, `master`, `low bits`...
-        kind: the role of the part, whatever the rule calls it.
-        dtypes: the dtypes that it is stored in.
-        bytes: the bytes of all its elements.
-        bytes_a_device: the bytes of the elements on one device; all of them without a mesh.
-    """
-
-    name: str
-    kind: Kind
-    dtypes: tuple[str, ...]
-    bytes: int
-    bytes_a_device: int
+    name: str  # `parameters`, `gradients`, or the field of the optimizer's state: `mu`, `nu`, `master`, `low bits`...
+    kind: Kind  # the role of the part, whatever the rule calls it
+    dtypes: tuple[str, ...]  # the dtypes that it is stored in
+    bytes: int  # of all its elements
+    bytes_a_device: int  # of the elements on one device; all of them without a mesh
 
 
 def entries_of(kind: Kind, tree: Any, shardings: Any) -> Iterator[Entry]:

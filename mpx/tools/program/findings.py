@@ -26,19 +26,12 @@ Found = list[tuple[Kernel, int, str]]  # kernels, how many of their bytes are fo
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Something in a program that costs memory, time or precision for nothing.
+    """Something in a program that costs memory, time or precision for nothing."""
 
-    Attributes:
-        what: the finding.
-        bytes: what it costs on one device: bytes that are held, moved or sent.
-        remedy: what to do.
-        source: the line of the user's code that it comes from, the first if there are several; empty if not known.
-    """
-
-    what: str
-    bytes: int
-    remedy: str
-    source: str = ""
+    what: str  # the finding
+    bytes: int  # that are held, moved or sent for nothing on one device
+    remedy: str  # what to do
+    source: str = ""  # the line of the user's code that it comes from, the first of several; empty if not known
 
     def __str__(self) -> str:
         return f"{self.what}{self.source and f' ({self.source})'}. {self.remedy}"

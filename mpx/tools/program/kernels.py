@@ -37,31 +37,18 @@ _ALGORITHMS = {"tf32_tf32_f32": "tf32", "bf16_bf16_f32": "bf16", "bf16_bf16_f32_
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """One kernel of a program, or one operation on a CPU.
+    """One kernel of a program, or one operation on a CPU."""
 
-    Attributes:
-        operation: what it is: `fusion`, another operation of XLA, or the name of a library call.
-        kind: what it does most.
-        bytes: what it reads and writes each time: its operands and results, or the parts of them that it touches.
-        flops: of its matrix products and convolutions each time, by the dtype of their operands.
-        times: how often it runs in a step.
-        seconds: what all its runs take at least; None if the target's figures are not known.
-        shapes: the arrays that it writes.
-        source: the line that asks for it.
-        axes: of a collective, the axes of the mesh along which it runs; empty if they are not known.
-        sent_bytes: of a collective, what a device sends to others each time, as a ring of the devices does it.
-    """
-
-    operation: str
-    kind: Kind
-    bytes: int
-    flops: Mapping[str, int]
-    times: int
-    seconds: float | None
-    shapes: tuple[Shape, ...]
-    source: str
-    axes: str = ""
-    sent_bytes: int = 0
+    operation: str  # `fusion`, another operation of XLA, or the name of a library call
+    kind: Kind  # what it does most
+    bytes: int  # that it reads and writes each time: operands and results, or the parts of them that it touches
+    flops: Mapping[str, int]  # of its matrix products and convolutions each time, by the dtype of their operands
+    times: int  # how often it runs in a step
+    seconds: float | None  # what all its runs take at least; None if the target's figures are not known
+    shapes: tuple[Shape, ...]  # the arrays that it writes
+    source: str  # the line that asks for it
+    axes: str = ""  # of a collective, the axes of the mesh along which it runs; empty if they are not known
+    sent_bytes: int = 0  # of a collective, what a device sends to others each time, as a ring of the devices does it
 
     @property
     def dtype(self) -> str:

@@ -23,31 +23,18 @@ _MOST_ROWS = 12  # of kernels that are printed
 
 @dataclasses.dataclass(frozen=True)
 class StepReport(_tables.Result):
-    """The cost of one run of a compiled step on one device; prints as tables.
+    """The cost of one run of a compiled step on one device; prints as tables."""
 
-    Attributes:
-        target: the device that it was compiled for, if its figures are known.
-        argument_bytes: parameters, optimizer state and batch.
-        output_bytes: everything that the step returns.
-        donated_bytes: the outputs that are written over donated arguments.
-        temporary_bytes: activations, gradients and buffers for communication.
-        code_bytes: the program itself.
-        kernels: what runs, in its order.
-        has_unknown_loop: whether a loop of unknown length is counted as if it ran once.
-        compile_seconds: the time that XLA took here.
-        findings: what the program does that its author would not want, with bytes and a remedy each.
-    """
-
-    target: Target | None
-    argument_bytes: int
-    output_bytes: int
-    donated_bytes: int
-    temporary_bytes: int
-    code_bytes: int
-    kernels: tuple[Kernel, ...]
-    has_unknown_loop: bool
-    compile_seconds: float
-    findings: tuple[Finding, ...] = ()
+    target: Target | None  # the device that it was compiled for, if its figures are known
+    argument_bytes: int  # parameters, optimizer state and batch
+    output_bytes: int  # everything that the step returns
+    donated_bytes: int  # the outputs that are written over donated arguments
+    temporary_bytes: int  # activations, gradients and buffers for communication
+    code_bytes: int  # the program itself
+    kernels: tuple[Kernel, ...]  # what runs, in its order
+    has_unknown_loop: bool  # whether a loop of unknown length is counted as if it ran once
+    compile_seconds: float  # the time that XLA took here
+    findings: tuple[Finding, ...] = ()  # what the program does that its author would not want
 
     @property
     def peak_bytes(self) -> int:

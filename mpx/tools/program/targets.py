@@ -15,28 +15,18 @@ _CUDA = {"cuda12": "{ major: 12 minor: 9 }", "cuda13": "{ major: 13 minor: 0 }"}
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A device, with the figures that its maker publishes.
+    """A device, with the figures that its maker publishes."""
 
-    Attributes:
-        name: what it is called.
-        memory_bytes: its memory.
-        bandwidth: bytes a second between that memory and the chip.
-        rates: FLOPs a second of dense products, by the dtype of their operands, as in the rows of a report.
-        gpu: for a GPU, what XLA must know of its chip: `cores`, arithmetic `units` of each, `clock` in GHz, bytes of
-            `cache` and of `shared` memory a core, and its compute `capability`, such as `(9, 0)`.
-        tpu: for a TPU, what JAX calls it.
-        launch_seconds: seconds that each kernel takes at least.
-        float32: how it multiplies float32 numbers unless more is asked for, as in the rows of a report.
-    """
-
-    name: str
-    memory_bytes: int
-    bandwidth: float
-    rates: Mapping[str, float]
-    gpu: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    tpu: str = ""
-    launch_seconds: float = 2e-6  # an estimate, not a published figure
-    float32: str = "tf32"
+    name: str  # what it is called
+    memory_bytes: int  # its memory
+    bandwidth: float  # bytes a second between that memory and the chip
+    rates: Mapping[str, float]  # FLOPs a second of dense products, by the dtype of their operands, as in a report
+    # Of a GPU: `cores`, arithmetic `units` of each, `clock` in GHz, bytes of `cache` and of `shared` memory a core, and
+    # its compute `capability`, such as `(9, 0)`.
+    gpu: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what XLA must know of its chip, as `TARGETS` has
+    tpu: str = ""  # for a TPU, what JAX calls it
+    launch_seconds: float = 2e-6  # that each kernel takes at least: an estimate, not a published figure
+    float32: str = "tf32"  # how it multiplies float32 numbers unless more is asked for, as in the rows of a report
 
     @property
     def usable_bytes(self) -> int:
