@@ -132,12 +132,3 @@ QUICKLY_COMPOSED = {"clipping", "MultiSteps"}
 @pytest.mark.parametrize("name", cases(COMPOSED, QUICKLY_COMPOSED))
 def test_a_composition_has_the_bits_of_the_transformation(name):
     assert_same_steps(COMPOSED[name](), tree(0, jnp.bfloat16), gradients(1, jnp.bfloat16))
-
-
-def test_extra_arguments_reach_the_rule_and_may_be_functions():
-    def update(updates, state, params, *, value, value_fn):
-        return jax.tree.map(lambda g: -g * value - value_fn(params), updates), state
-
-    tx = optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
-    extra = lambda params, grads: {"value": jnp.float32(0.5), "value_fn": lambda p: p["scalar"] * 2}
-    assert_same_steps(mpx.master_weights(tx), tree(0, jnp.bfloat16), gradients(1, jnp.bfloat16), extra)
