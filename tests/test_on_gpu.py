@@ -77,16 +77,3 @@ def test_an_optimizer_step_is_measured_and_reported(tmp_path):
     assert "| recipe | by hand, ms | mpx, ms | mpx / by hand | 95% | target | moved by hand, mpx, GB |" in printed
     assert "at most 1.03: " in printed
     assert "Nothing differs." in printed
-
-
-@pytest.mark.slow
-def test_the_other_parts_are_measured_and_reported(tmp_path):
-    names = "autocast: f32, autocast, dots", "overhead: bfloat16", "ladder: JAX, f32"
-    printed = measured(tmp_path, *names)
-    assert "not measured" not in printed
-    for head in (
-        "**a step**\n\n| what | by hand, ms | mpx, ms |",
-        "| form | beside | by hand, ms | mpx, ms |",
-        "| rung | adds | ms a step | spread |",
-    ):
-        assert head in printed
