@@ -60,8 +60,7 @@ def test_the_learning_rate_and_the_scale_can_be_read_and_set_from_outside():
     assert not any(u.any() for u in jax.tree.leaves(updates))
 
 
-@pytest.mark.parametrize("jit", ["nnx.jit", pytest.param(None, marks=pytest.mark.slow)])
-def test_nnx_optimizer_runs_with_a_state_of_few_bits(jit):
+def test_nnx_optimizer_runs_with_a_state_of_few_bits():
     """Take several steps: NNX takes the state apart and puts it together again after each."""
     from flax import nnx
 
@@ -71,7 +70,7 @@ def test_nnx_optimizer_runs_with_a_state_of_few_bits(jit):
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     loss = lambda m: (m(jnp.ones((2, 64), jnp.bfloat16)).astype(jnp.float32) ** 2).mean()
     step = lambda model, optimizer: optimizer.update(model, nnx.grad(loss)(model))
-    step = nnx.jit(step) if jit == "nnx.jit" else step
+    step = nnx.jit(step)
     before = loss(model)
     for _ in range(4):
         step(model, optimizer)

@@ -65,7 +65,7 @@ def test_large_logits_do_not_overflow_and_rows_of_minus_infinity_are_left_out(sc
     assert bool(np.isfinite(jnp.log(jnp.exp(logits).sum(-1))).all()) == (scale == 1.0)
 
 
-@pytest.mark.parametrize("chunks", [1, 2, 4, 16])
+@pytest.mark.parametrize("chunks", [1, 4])
 def test_loss_and_gradients_are_those_of_the_formula(chunks):
     given = inputs()
     loss, (of_features, of_embedding) = jax.jit(loss_and_gradients(chunks))(*given)

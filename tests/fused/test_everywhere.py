@@ -49,6 +49,16 @@ def test_an_ensemble_is_trained_under_vmap():
     assert_same_bits(compiled(jax.vmap(FUSED))(*given), compiled(jax.vmap(PLAIN))(*given))
 
 
+@pytest.mark.slow
+@pytest.mark.eager
+def test_a_step_outside_of_jit_is_the_same():
+    """Operation by operation nothing is fused."""
+    grads, _, params = start()
+    tx = mpx.master_weights(optax.sgd(0.5, momentum=0.5), storage="split")
+    given = grads, tx.init(params), params
+    assert_same_bits(mpx.fused_update(tx, interpret=True)(*given), plain_step(tx)(*given))
+
+
 def test_without_a_gpu_a_step_is_that_of_the_transformation():
     """Where the compiler for GPUs is installed, the traced step holds both; the program for a CPU does not."""
     given = start()

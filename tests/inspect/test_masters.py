@@ -48,13 +48,9 @@ def trained_in(nesting, keeper):
     return trained(NESTINGS[nesting](KEEPERS[keeper]()))
 
 
-# Each kind of masters, and each nesting of one kind; all pairs run in CI. Case by case, for what tests share.
-PAIRS = [(keeper, nesting) for nesting in NESTINGS for keeper in KEEPERS]
-every_pair = pytest.mark.parametrize(
-    ("keeper", "nesting"),
-    [pytest.param(*pair, marks=[] if pair[0] == "split" or pair[1] == "alone" else pytest.mark.slow) for pair in PAIRS],
-    scope="module",
-)
+# Each kind of masters, and each nesting of one kind. Case by case, for what tests share.
+PAIRS = [(keeper, nesting) for nesting in NESTINGS for keeper in KEEPERS if keeper == "split" or nesting == "alone"]
+every_pair = pytest.mark.parametrize(("keeper", "nesting"), PAIRS, scope="module")
 
 
 @every_pair
