@@ -15,7 +15,6 @@ import mpx
 import mpx_cli
 from mpx.doctor import Check, Diagnosis
 from mpx.tools import cli
-from mpx.tools.plan import STANDARD_RECIPES
 
 ROOT = pathlib.Path(__file__).parents[2]
 COMMANDS = ("doctor", "plan", "explain", "program", "report")
@@ -198,29 +197,6 @@ def test_the_plans_are_those_of_the_library(json_of):
 def test_the_model_the_optimizer_and_the_devices_are_those_that_were_named(plan_of, arguments, expected):
     plan = plan_of("f32", *arguments.split())
     assert {name: plan[name] for name in expected} == expected
-
-
-def test_a_memory_asks_what_fits_and_for_the_largest_model_of_each_recipe(monkeypatch, json_of, text_of):
-    """AdamW in float32 takes 16 bytes a parameter and a count of 4; with bfloat16 moments and Kahan summation 10.
-
-    Of 80 GB JAX takes 60 by default: 7 billion parameters fit at 8 bytes and fewer.
-    """
-    found = json_of("plan", "7B", "--memory", "80GB")
-    assert found["usable_bytes"] == 60_000_000_000
-    assert found["largest_models"]["f32"] == (60_000_000_000 - 4) // 16
-    assert found["fits"] == {name: "8bit" in name or "4bit" in name for name in STANDARD_RECIPES}
-    text = text_of("plan", "7B", "--memory", "80GB")
-    _, header, f32, *lines = map(str.split, text.splitlines())
-    assert header == ["recipe", "total", "a", "param", "fits", "largest", "model"]
-    assert f32 == ["f32", "112.0", "16.00", "no", "3.750B"]
-    assert ["bf16-kahan", "70.00", "10.00", "no", "6.000B"] in lines
-    assert "fits into 75% of the memory" in text
-    assert "bf16-split-8bit: fit a larger model." in text  # the first that fits; its lines follow
-    assert 'policy = mpx.get_policy("params=bf16,compute=bf16,output=f32")\ntx = mpx.mixed_precision(' in text
-    assert "docs/getting_started.md" in text
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
-    assert json_of("plan", "7B", "--memory", "80GB")["fits"]["bf16-kahan"]
-    assert "fits into 90% of the memory" in text_of("plan", "7B", "--memory", "80GB")
 
 
 # Program.
