@@ -155,7 +155,12 @@ def label(mode):
     return ", ".join(words + ("symbolic",) * mode.is_symbolic)
 
 
-TRACED = [pytest.param(name, mode, id=f"{name}-{label(mode)}") for mode in quick for name in PROGRAMS]
+# By default each program is traced in two of the quick modes.
+TRACED = [
+    pytest.param(name, mode, id=f"{name}-{label(mode)}", marks=[] if (i + j) % 2 else pytest.mark.slow)
+    for i, mode in enumerate(quick)
+    for j, name in enumerate(PROGRAMS)
+]
 TRACED += [
     pytest.param(name, mode, id=f"{name}-{label(mode)}", marks=pytest.mark.slow)
     for i, mode in enumerate(slow)
