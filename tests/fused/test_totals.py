@@ -52,6 +52,13 @@ def test_arrays_of_one_shape_are_added_up_in_one_operation_on_one_device_only():
         assert results_of_sums(step, *args) == [1] * 6
 
 
+def test_a_sum_that_one_leaf_needs_is_computed_with_its_terms():
+    params = integers(0)
+    step, args = mpx.fused_update(OF_EACH_LEAF, interpret=True), (params, OF_EACH_LEAF.init(params), params)
+    with on_devices(1):
+        assert set(results_of_sums(step, *args)) == {1}
+
+
 def test_an_operation_has_no_more_sums_than_a_kernel_can_hold():
     arrays = integers(0, [(4,)] * 70)
     eqns = jax.make_jaxpr(lambda xs: [jnp.sum(x) for x in xs])(arrays).eqns
