@@ -20,10 +20,6 @@ QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_pass
 
 HAS_EMITTERS = importlib.metadata.version("jaxlib").startswith("0.10.")  # or rather the option to do without them
 
-# Those of a user's programs, for tests that are about them: `conftest.py` asks for others.
-AS_USERS_DO = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
-AS_USERS_DO |= {"xla_cpu_use_fusion_emitters": True} if HAS_EMITTERS else {}
-
 
 def cases(names, quick):
     """Return the parameters of a test over names, of which all but the quick ones are slow."""

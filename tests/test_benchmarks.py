@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import adamw_by_hand, autocast_forms, optimizer_step, overhead
+from benchmarks import adamw_by_hand, autocast_forms, optimizer_step
 from benchmarks.autocast_forms import FORMS, HAND, HAND_STREAM, Size, make_form
 from tests.autocast.helpers import contractions
 from tests.helpers import cases, unfused
@@ -50,17 +50,6 @@ def test_the_comparison_sees_a_step_with_another_epsilon(monkeypatch):
     assert 0 < found["masters"]["relative"]
     assert found["parameters"]["differ"] < found["parameters"]["of"] / 10
     assert found["moments"]["differ"] == 0
-
-
-@pytest.mark.slow
-def test_a_training_step_by_hand_has_the_masters_and_moments_of_mpx():
-    with jax.numpy_rank_promotion("allow"):  # as in a process of its own
-        rows = overhead.measure_steps("float16", (32, 2, 8), starts=1, turns=1)
-    differ = [{found["numbers"]: found["differ"] for found in row["results"]} for row in rows]
-    assert [(found["masters"], found["moments"]) for found in differ] == [(0, 0), (0, 0)]
-    printed = overhead.steps_sheets(rows)[0].markdown()
-    assert "| optimizer step, " in printed
-    assert "| moved by hand, mpx, GB | kernels | temporaries, GB |" in printed
 
 
 # ---- autocast -------------------------------------------------------------------------------------------------------

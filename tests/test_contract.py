@@ -4,7 +4,6 @@ import functools
 import sys
 
 import chex
-import flax.serialization
 import jax
 import jax.numpy as jnp
 import optax
@@ -49,7 +48,6 @@ KINDS = {
 
 # What XLA compiles in a second: not 8-bit blocks.
 LIGHT = KINDS - {"low_precision_state stochastic"} | {"low_precision_state bf16"}
-WITH_ANY_RULE = sorted(TRANSFORMS.keys() - {"any_precision_adamw"})
 
 
 # One after the other, for the program that the tests of one share.
@@ -139,21 +137,6 @@ def test_the_state_can_be_a_scan_carry_and_steps_in_it_have_the_bits_of_single_o
     assert_same_bits(scanned, carry)
 
 
-@pytest.mark.parametrize("name", cases(WITH_ANY_RULE, KINDS))
-def test_extra_arguments_reach_the_rule_inside(name, monkeypatch):
-    seen = []
-
-    def update(updates, state, params=None, **extra_args):
-        seen.append(extra_args)
-        return optax.scale_by_adam().update(updates, state, params)
-
-    rule = optax.GradientTransformationExtraArgs(optax.scale_by_adam().init, update)
-    monkeypatch.setattr(sys.modules[__name__], "RULE", rule)
-    tx, start = TRANSFORMS[name](), one_leaf()
-    tx.update(grads(start), tx.init(start), start, value=jnp.float32(2))
-    assert float(seen[0]["value"]) == 2
-
-
 @every_transform
 def test_the_state_keeps_the_sharding_of_the_parameters(name):
     sharding = NamedSharding(eight_cpu_devices(), P("data"))
@@ -181,13 +164,6 @@ def test_orbax_saves_and_restores_the_state_as_it_is(name, tmp_path):
         restored = checkpointer.restore(tmp_path / "state", jax.eval_shape(lambda: state))
     assert_same_bits(restored, state)
     assert types_of(restored) == types_of(state)
-
-
-@every_transform
-def test_flax_serializes_the_state_as_it_is(name):
-    _, state = trained(name)
-    data = flax.serialization.to_bytes(state)
-    assert_same_bits(flax.serialization.from_bytes(TRANSFORMS[name]().init(params()), data), state)
 
 
 @every_transform

@@ -4,9 +4,8 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from benchmarks import gpt2_in_jax, ladder, rungs
+from benchmarks import gpt2_in_jax, rungs
 from benchmarks.rungs import EXTRAS, LADDER, RUNGS
 from benchmarks.workers import run_worker
 from examples.gpt.model import PRESETS
@@ -44,19 +43,6 @@ def answers(function, arguments, **options):
         return [{"failed": "RESOURCE_EXHAUSTED: [out] of memory", "log": "..."}]
     found = {key: value for key, value in STEP.items() if name == "measure_step" or key not in TIMES}
     return [found | {"compiled for": "NVIDIA H200", "jax": "0.10.2"}]
-
-
-@pytest.mark.parametrize("target", [["--target", "h200"], []])
-def test_the_command_prints_tables_and_one_rung_that_fails_is_a_row(target, monkeypatch):
-    monkeypatch.setattr(ladder, "run_worker", answers)
-    asked = ["--rungs", "tf32,bf16,8bit,stacked", *target]
-    result = CliRunner().invoke(ladder.app, asked, catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    assert "| 1.00 |" in result.output
-    assert "RESOURCE_EXHAUSTED: [out] of memory" in result.output
-    if target:
-        assert "gpt2-124m, microbatches of 16 sequences, compiled for one NVIDIA H200" in result.output
-        assert "| bf16 | bf16 autocast | 10.0 | 12.0 | 28 | 52 | 26 | 150 | 0% |" in result.output
 
 
 @pytest.mark.parametrize(

@@ -135,13 +135,3 @@ def test_any_precision_adamw_has_the_defaults_of_torchdistx():
     assert_same_bits(mpx.any_precision_adamw().update(g, state, p)[0], expected)
     kahan = mpx.any_precision_adamw(use_kahan_summation=True).init(p)
     assert optax.tree.get(kahan, "compensation").dtype == jnp.bfloat16
-
-
-def test_any_precision_adamw_knows_its_moments_whatever_parameters_are_called_and_can_round_them_stochastically():
-    start = {"mu": jnp.ones(8, jnp.bfloat16), "nu": jnp.ones(8, jnp.bfloat16)}
-    tx = mpx.any_precision_adamw(momentum_dtype="float16", rounding="stochastic", key=jax.random.key(0))
-    state = tx.init(start)
-    assert {x.dtype for x in state.inner_state[0].mu.values()} == {np.dtype(np.float16)}
-    assert {x.dtype for x in state.inner_state[0].nu.values()} == {np.dtype(jnp.bfloat16)}
-    _, new = tx.update(start, state, start)
-    assert (state.key != new.key).any()

@@ -5,20 +5,15 @@ import math
 
 import jax
 import pytest
-from typer.testing import CliRunner
 
 from benchmarks import on_gpu, workers
-from benchmarks.on_gpu_units import SIZES, Unit, all_units
+from benchmarks.on_gpu_units import SIZES, all_units
 
 pytestmark = pytest.mark.optax_promotion
 
 DEVICE = dict.fromkeys(("jaxlib", "flax", "optax", "numpy", "mpx"), "1.0")
 DEVICE |= {"device": "NVIDIA H200", "driver": "580", "jax": "0.11.2", "date": "2026-11-22 12:00"}
 DEVICE |= {"backend": "gpu", "FLOP/s": 8e14}
-
-
-def unit_of(name, *answer):
-    return Unit(f"part: {name}", "casts", name, {"answer": answer}, seconds=1)
 
 
 def run(function, arguments, *, timeout):
@@ -30,36 +25,6 @@ def measure(folder, units, run=run):
     book = on_gpu.Book(folder)
     book.check(DEVICE)
     return on_gpu.measure_units(units, book, lambda: math.inf, run=run)
-
-
-def test_what_fails_or_lacks_a_package_is_reported_and_stops_nothing(tmp_path):
-    missing = "ModuleNotFoundError: No module named 'jmp'"
-    units = [unit_of("said", {"failed": "no such kernel"}), unit_of("without", {"failed": missing})]
-    units += [unit_of("fine", {"what": "all is well"}), unit_of("none")]
-    assert measure(tmp_path, units) == []
-    found = on_gpu.Book(tmp_path).found["units"].values()
-    assert [entry["status"] for entry in found] == ["failed", "failed", "done", "done"]
-    printed = on_gpu.Book(tmp_path).report()
-    for said in ("| part: said | failed | no such kernel |", missing, "all is well"):
-        assert said in printed
-
-
-def test_the_command_measures_goes_on_and_reports(tmp_path, monkeypatch):
-    units = [unit_of(name, {"what": f"{name} was seen"}) for name in ("one", "two")]
-    answer = lambda function, arguments, **options: [DEVICE] if ":" in function else list(arguments["answer"])
-    lists = iter([units[:1], units[:1], units])
-    monkeypatch.setattr(on_gpu, "all_units", lambda size: next(lists))
-    monkeypatch.setattr(on_gpu, "run_worker", answer)
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "unused")
-    ask = lambda *arguments: CliRunner().invoke(on_gpu.app, [*map(str, arguments)], catch_exceptions=False).output
-    assert "part: one: done" in ask("--out", tmp_path, "--parts", "part")
-    assert "0 of 0 units are through" in ask("--out", tmp_path, "--parts", "other")
-    second = ask("--out", tmp_path, "--minutes", 1)
-    assert ("one: done" in second, "two: done" in second) == (False, True)
-    reported = ask("--out", tmp_path, "--report")
-    assert "Measured on 2026-11-22 12:00 on NVIDIA H200, driver 580" in reported
-    assert reported.index("one was seen") < reported.index("two was seen")
-    assert ask("--out", tmp_path / "other", "--report") == "Nothing has been measured.\n"
 
 
 def measured(folder, *names):
@@ -77,16 +42,3 @@ def test_an_optimizer_step_is_measured_and_reported(tmp_path):
     assert "| recipe | by hand, ms | mpx, ms | mpx / by hand | 95% | target | moved by hand, mpx, GB |" in printed
     assert "at most 1.03: " in printed
     assert "Nothing differs." in printed
-
-
-@pytest.mark.slow
-def test_the_other_parts_are_measured_and_reported(tmp_path):
-    names = "autocast: f32, autocast, dots", "overhead: bfloat16", "ladder: f32"
-    printed = measured(tmp_path, *names)
-    assert "not measured" not in printed
-    for head in (
-        "**a step**\n\n| what | by hand, ms | mpx, ms |",
-        "| form | beside | by hand, ms | mpx, ms |",
-        "| rung | adds | ms a step | spread |",
-    ):
-        assert head in printed

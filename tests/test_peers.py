@@ -5,21 +5,10 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
-from typer.testing import CliRunner
 
 from benchmarks import autocast_programs, peers
 
 pytestmark = pytest.mark.optax_promotion
-
-
-def test_the_command_reads_what_is_there_and_names_what_is_not_installed(monkeypatch):
-    figures = {"kept": 12.0, "peak": 16.0, "temporary": 0.0, "moved": 28.0, "kernels": 150, "compile s": 1.9}
-    missing = {"failed": "ModuleNotFoundError: No module named 'flashoptim_jax'"}
-    answer = lambda function, arguments, timeout: [missing if "flash" in arguments["peer"] else figures]
-    monkeypatch.setattr(peers, "run_worker", answer)
-    printed = CliRunner().invoke(peers.app, ["--peers", "optax-f32,flashoptim-24"], catch_exceptions=False).output
-    assert "| Optax, float32 | 12.00 | 16.00 | 0.00 | 28.00 | 150 | 1.9 |" in printed
-    assert missing["failed"] in printed
 
 
 def test_every_optimizer_steps_parameters_of_its_dtype():

@@ -39,22 +39,6 @@ def test_every_key_takes_every_dtype_in_its_short_and_its_long_form():
             assert short[i] == dtype
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("p=bf16", (BF16, BF16, BF16)),
-        ("c=bf16", (F32, BF16, BF16)),
-        ("o=bf16", (F32, F32, BF16)),
-        ("p=bf16,c=f16", (BF16, F16, F16)),
-        ("p=bf16,o=f32", (BF16, BF16, F32)),
-        ("c=f16,o=f32", (F32, F16, F32)),
-        ("p=f16,c=bf16,o=f32", (F16, BF16, F32)),
-    ],
-)
-def test_what_is_left_out_follows_parameters_are_float32_compute_follows_them_output_follows_compute(text, expected):
-    assert dtypes(mpx.get_policy(text)) == expected
-
-
 policies = st.builds(
     lambda param, compute, output, overrides, fp8, reduce: mpx.Policy(
         param, compute if fp8 is None else BF16, output, overrides, fp8, reduce
@@ -100,15 +84,6 @@ def test_a_policy_is_a_static_argument_of_jit_and_traces_once_for_equal_ones():
         cast(mpx.get_policy(text, overrides=[["norm", jnp.float32]]), {"w": jnp.ones(2)})
     assert len(traces) == 2
     assert traces[0].overrides == (("norm", F32),)
-
-
-def test_float64_leaves_are_cast_under_64_bit_types():
-    with jax.enable_x64(True):
-        w = jnp.ones(2)
-        assert w.dtype == F64
-        assert mpx.get_policy("bf16").cast_to_param({"w": w})["w"].dtype == BF16
-        assert mpx.get_policy("f64").cast_to_param({"w": w})["w"] is w
-        assert mpx.cast(mpx.cast(w, "float32"), "float64").dtype == F64
 
 
 def params():
@@ -195,16 +170,6 @@ def test_describe_shows_a_line_a_leaf_and_the_total_of_the_bytes_stored():
     assert policy.describe(tree | {"activation": jnp.tanh, "nothing": None}) == textwrap.dedent(expected)
     assert policy.describe(jax.eval_shape(lambda: tree)) == textwrap.dedent(expected)
     assert mpx.get_policy("bf16").describe({}).splitlines()[-1].split() == ["total", "0"]
-
-
-def test_the_bytes_of_describe_are_those_of_the_cast_tree_and_a_tied_array_counts_once():
-    policy = mpx.get_policy("params=bf16", overrides=(("norm", "float32"),))
-    stored = sum(leaf.nbytes for leaf in jax.tree.leaves(policy.cast_to_param(params())))
-    assert policy.describe(params()).splitlines()[-1].split()[-1] == str(stored)
-    w = jnp.ones((4, 4))
-    for head, sizes in ((w, ["32", "0", "32"]), (jnp.ones((4, 4)), ["32", "32", "64"])):
-        lines = mpx.get_policy("bf16").describe({"embed": w, "head": head}).splitlines()
-        assert [line.split()[-1] for line in lines] == ["bytes", *sizes]
 
 
 TAKE_A_DTYPE = {

@@ -1,13 +1,9 @@
 """Check which leaves are floating, paths, and casts of whole trees: what changes, what stays, how often XLA runs."""
 
-import collections
-from typing import NamedTuple
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
@@ -53,26 +49,6 @@ def test_real_floating_arrays_of_16_bits_and_more_are_floating_and_nothing_else_
         assert _trees.is_floating(leaf) == (name in FLOATING), name
 
 
-class Pair(NamedTuple):
-    left: object
-    right: object
-
-
-def strings(leaves):
-    """Return `leaves_by_path` with readable paths."""
-    return {_trees.path_string(path): leaf for path, leaf in leaves.items()}
-
-
-def test_paths_are_joined_by_slashes_whatever_the_containers_are():
-    tree = {"layers": [Pair(1, {"kernel": 2})], "ordered": collections.OrderedDict(b=3)}
-    assert strings(_trees.leaves_by_path(tree)) == {
-        "layers/0/left": 1,
-        "layers/0/right/kernel": 2,
-        "ordered/b": 3,
-    }
-    assert strings(_trees.leaves_by_path(5)) == {"": 5}
-
-
 def test_the_value_of_an_nnx_variable_goes_by_the_name_of_the_variable():
     state = nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
     assert set(_trees.path_names(state).values()) == {"bias", "kernel"}
@@ -98,18 +74,6 @@ def test_a_field_called_value_keeps_its_name():
     inexact = jnp.full(2, 1.001, F32)
     product = mpx.autocast(lambda m, x: (x @ m["attention"].query, x @ m["attention"].value), policy)(model, inexact)
     assert product[0] != product[1]  # the first one in bfloat16, the second one in float32
-
-
-def test_leaves_by_path_can_stop_at_masked_nodes_and_keeps_leaves_whose_paths_read_the_same():
-    tree = {"a": optax.MaskedNode(), "b": 1}
-    assert strings(_trees.leaves_by_path(tree)) == {"b": 1}
-    assert strings(_trees.leaves_by_path(tree, _trees.is_masked)) == tree
-    assert len(_trees.leaves_by_path({"a/b": 1, "a": {"b": 2}})) == 2
-
-
-def test_what_is_not_taken_out_of_a_tree_stays_in_its_place():
-    names, put = _trees.partition_leaves({"a": 1, "b": ["x", None, "y"]}, lambda leaf: isinstance(leaf, str))
-    assert (names, put(["z", "w"])) == (["x", "y"], {"a": 1, "b": ["z", None, "w"]})
 
 
 def test_leaves_that_are_not_floating_come_back_as_the_same_object():
@@ -150,32 +114,6 @@ def test_numpy_arrays_stay_numpy_arrays_and_shapes_keep_their_sharding():
     sharding = NamedSharding(Mesh(jax.devices(), "x"), PartitionSpec("x"))
     cast = mpx.cast(jax.ShapeDtypeStruct((8, 2), F32, sharding=sharding), BF16)
     assert (cast.shape, cast.dtype, cast.sharding) == ((8, 2), BF16, sharding)
-
-
-def test_casts_work_inside_transformations_and_are_differentiable():
-    """Beside tracers, concrete arrays are cast too."""
-    tree, outside = {"w": jnp.full((2, 2), 1 / 3), "n": jnp.arange(2)}, jnp.full(2, 1 / 3)
-    for wrap in (jax.jit, jax.vmap, jax.checkpoint):
-        assert_same_bits(wrap(lambda t: mpx.cast(t, BF16))(tree), mpx.cast(tree, BF16))
-    assert_same_bits(jax.jit(lambda t: mpx.cast([t, outside], BF16)[1])(tree), outside.astype(BF16))
-    grad = jax.grad(lambda w: mpx.cast({"w": w}, BF16)["w"].astype(F32).sum())(jnp.ones(3))
-    assert_same_bits(grad, jnp.ones(3))
-
-
-def test_an_nnx_module_and_its_state_are_cast_but_for_their_keys_and_counters():
-    model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1)))
-    for tree in (model, nnx.state(model)):
-        cast = mpx.cast(tree, BF16)
-        assert type(cast) is type(tree)
-        names = _trees.path_names(cast)
-        dtypes = {names[path]: str(leaf.dtype) for path, leaf in _trees.leaves_by_path(cast).items()}
-        assert dtypes == {
-            "layers/0/bias": "bfloat16",
-            "layers/0/kernel": "bfloat16",
-            "layers/1/rngs/count": "uint32",
-            "layers/1/rngs/key": "key<fry>",
-        }
-    assert model.layers[0].kernel.dtype == F32  # the module itself is left alone
 
 
 @pytest.fixture

@@ -140,7 +140,6 @@ PROGRAMS = {
 }
 # The exceptions: no gradient; a result that was carried, so that nothing is known of it.
 FORWARD_ONLY = {"while"}
-DIFFERENTIABLE = [name for name in PROGRAMS if name not in FORWARD_ONLY]
 
 
 def with_gradients(fun):

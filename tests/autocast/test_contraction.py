@@ -29,7 +29,6 @@ from tests.autocast.helpers import (
     integers,
     narrow_dot,
     normal,
-    rounded,
 )
 from tests.helpers import assert_same_bits
 
@@ -47,15 +46,10 @@ IMAGES, KERNEL = (1, 5, 5, 2), (3, 3, 2, 4)
 NARROWED = {
     "matrix product": (lambda x, w: x @ w, (3, 4), (4, 2)),
     "vector times vector": (lambda x, w: x @ w, (4,), (4,)),
-    "batched matrix product": (lambda x, w: x @ w, (2, 3, 4), (2, 4, 2)),
-    "batched with one weight": (lambda x, w: x @ w, (2, 3, 4), (4, 2)),
     "einsum with batch dimensions": (lambda x, w: jnp.einsum("bhqd,bhkd->bhqk", x, w), (2, 2, 3, 4), (2, 2, 3, 4)),
-    "tensordot": (lambda x, w: jnp.tensordot(x, w, 2), (2, 3, 4), (3, 4, 2)),
     "product mapped over rows": (lambda x, w: jax.vmap(lambda v: w.T @ v)(x), (3, 4), (4, 2)),
     "with a float32 result asked for": (lambda x, w: dot(x, w, preferred_element_type=F32), (3, 4), (4, 2)),
-    "convolution": (conv, IMAGES, KERNEL),
     "strided convolution": (lambda x, w: conv(x, w, stride=2), IMAGES, KERNEL),
-    "grouped convolution": (lambda x, w: conv(x, w, groups=2), (1, 5, 5, 4), (3, 3, 2, 4)),
     "depthwise convolution": (lambda x, w: conv(x, w, groups=3), (1, 5, 5, 3), (3, 3, 1, 3)),
     "transposed convolution": (lambda x, w: lax.conv_transpose(x, w, (2, 2), "SAME"), (1, 3, 3, 2), (3, 3, 2, 2)),
     "ragged product": (RAGGED, (6, 4), (3, 4, 2)),
@@ -92,20 +86,14 @@ with_vjp = jax.custom_vjp(jnp.matmul)
 with_vjp.defvjp(lambda x, w: (x @ w, (x, w)), lambda res, g: (3 * (g @ res[1].T), res[0].T @ g))
 KEPT = {
     "outer product": Kept(lambda x, w: jnp.einsum("i,j->ij", x, w), OUTER, shapes=((3,), (4,))),
-    "outer product as a matrix product": Kept(jnp.matmul, OUTER, shapes=((3, 1), (1, 4))),
-    "1x1 convolution of one channel": Kept(conv, OUTER, shapes=((1, 4, 4, 1), (1, 1, 1, 2))),
     "ragged outer product": Kept(RAGGED, OUTER, shapes=((6, 1), (3, 1, 2))),
-    "precision 'high'": Kept(lambda x, w: dot(x, w, precision="high"), PRECISE),
     "precision 'highest'": Kept(lambda x, w: dot(x, w, precision="highest"), PRECISE, asked_for="f16"),
-    "precision 'highest' of one operand": Kept(lambda x, w: dot(x, w, precision=("default", "highest")), PRECISE),
-    "an algorithm": Kept(lambda x, w: dot(x, w, precision=lax.DotAlgorithmPreset.F32_F32_F32), PRECISE),
     "an algorithm written out": Kept(
         lambda x, w: dot(x, w, precision=lax.DotAlgorithm(F32, F32, F32), preferred_element_type=F32), PRECISE
     ),
     "full precision": Kept(mpx.full_precision(jnp.matmul), DECIDED),
     "autocast inside": Kept(jax.jit(mpx.autocast(jnp.matmul, "f16")), DECIDED, "f16"),
     "custom_vjp": Kept(with_vjp, AUTHOR),
-    "16-bit operands": Kept(cast_to(BF16), "operands are bfloat16", "bf16"),
     "16-bit operands, a float32 result": Kept(
         lambda x, w: dot(x.astype(F16), w.astype(F16), preferred_element_type=F32), "operands are float16", "f16"
     ),
@@ -172,7 +160,7 @@ def test_values_and_gradients_are_those_of_casts_written_by_hand(case):
     expected = differentiated(lambda *args: fun(*[x.astype(BF16) for x in args]).astype(F32))
     if case != "with a float32 result asked for":  # by 16-bit operands too
         assert_same_bits(differentiated(mpx.autocast(fun, BF16)), expected)
-    if case in ("matrix product", "convolution", "ragged product"):
+    if case in ("matrix product", "strided convolution", "ragged product"):
         _, wide = differentiated(mpx.autocast(fun, BF16, reduce_dtype=F32))
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2.0**-8), wide, expected[1])
     assert np.any(expected[0][1] != fun(*args)) or not expected[0][1].size
@@ -241,21 +229,11 @@ def test_with_a_float32_reduce_dtype_cotangents_of_activations_stay_in_the_compu
     assert sorted(str(c.result) for c in found) == sorted([str(dtype)] * 3 + ["float32"] * 3)
 
 
-def test_with_a_float32_reduce_dtype_forward_mode_and_second_derivatives_are_as_without():
-    x, w = normal(0, 3, 4), normal(1, 4, 2)
-    wide, plain = (mpx.autocast(jnp.matmul, BF16, reduce_dtype=dtype) for dtype in (F32, None))
-    tangents = normal(2, 3, 4), normal(3, 4, 2)
-    assert_same_bits(jax.jvp(wide, (x, w), tangents), jax.jvp(plain, (x, w), tangents))
-    hessian = lambda fun: jax.hessian(lambda w: (fun(x, w) ** 2).sum())(w)
-    np.testing.assert_allclose(hessian(wide), hessian(plain), rtol=0.02, atol=0.1)
-
-
 # ---- biases ---------------------------------------------------------------------------------------------------------
 
 _layer = lambda w, b, x: jnp.sin(x @ w + b[None])
 BIASED = {
     "a product and a bias": _layer,
-    "a bias and a product": lambda w, b, x: jnp.sin(b[None] + x @ w),
     "a product under jit": lambda w, b, x: jnp.sin(jax.jit(jnp.matmul)(x, w) + b[None]),
     "a reshaped product": lambda w, b, x: jnp.sin((x @ w).reshape(2, 4, -1) + b[None, None]),
     "an activation of a part": lambda w, b, x: jnp.sin((x @ w + b[None])[:2].T),
@@ -263,16 +241,13 @@ BIASED = {
     "a loss": lambda w, b, x: jax.nn.log_softmax(x @ w + b[None]),
     "in a scan": lambda w, b, x: lax.scan(lambda c, row: (c, _layer(w, b, row[None])), 0.0, x)[1],
     "in a checkpoint": jax.checkpoint(_layer),
-    "a convolution": lambda w, b, x: jnp.sin(conv(x[:, None, None], w[None, None]) + b[None, None, None]),
 }
 # No bias, another use, or nothing that is computed for these cotangents.
 UNBIASED = {
     "no bias": lambda w, b, x: jnp.sin(x @ w),
     "two products": lambda w, b, x: jnp.sin(x @ w + x @ jnp.cos(w)),
     "a bias of an argument": lambda w, b, x: jnp.sin(x[:, :6] + b[None]),
-    "a constant": lambda w, b, x: jnp.sin(x @ w + 1.0),
     "a product with another use": lambda w, b, x: (lambda y: jnp.sin(y + b[None]) * y)(x @ w),
-    "a product that is returned too": lambda w, b, x: (lambda y: (jnp.sin(y + b[None]), y))(x @ w),
     "a product in float32": lambda w, b, x: jnp.sin(jnp.matmul(x, w, precision="highest") + b[None]),
     "a product that a loop closes over": lambda w, b, x: (
         lambda y: lax.scan(lambda c, _: (c, jnp.sin(y + b[None])), 0.0, length=3)[1]
@@ -301,18 +276,6 @@ def test_the_cotangent_of_a_product_and_a_bias_is_narrowed_once_and_no_other(nam
     assert barriers((BIASED | UNBIASED)[name], *bias_args()) == [BF16] * (name in BIASED)
 
 
-@half_dtypes
-def test_a_bias_gets_the_float32_sum_of_the_cotangents_that_the_product_gets(dtype):
-    """Each of them is rounded, as the product rounds it anyway; their sum is not."""
-    w, b, x = bias_args(dtype)
-    cotangents = normal(3, 8, 6)
-    layer = lambda w, b, x: (x @ w + b[None]) * 1.0
-    _, pull = jax.vjp(lambda b: mpx.autocast(layer, dtype)(w, b, x), b.astype(F32))
-    expected = rounded(cotangents, dtype).astype(np.float64).sum(0)
-    np.testing.assert_allclose(pull(cotangents)[0], expected, rtol=2.0**-20)
-    assert not np.allclose(np.asarray(cotangents, np.float64).sum(0), expected, rtol=2.0**-12)
-
-
 # ---- algorithms for float32 -----------------------------------------------------------------------------------------
 
 
@@ -331,28 +294,3 @@ def test_bf16x3_is_the_algorithm_of_every_product_forward_and_backward():
     assert [set(jax.tree.leaves(eqn.params["precision"])) for eqn in eqns] == [
         {lax.DotAlgorithmPreset.BF16_BF16_F32_X3}
     ] * 3
-
-
-@pytest.mark.parametrize(
-    ("equation", "around"),
-    [(equation, lambda f: f) for equation in ("btc,dc->btd", "btc,chd->bthd", "bth,bhd->btd")]
-    + [("tc,cd->td", jax.vmap)],
-)
-def test_float32_gradients_of_activations_with_a_batch_run_compiled(equation, around):
-    """XLA on CPU made products of them that it cannot run: of bfloat16 operands, transposed, with float32 results."""
-    sizes = dict(zip("btchd", (2, 3, 4, 5, 6), strict=True))
-    batch = (5,) if around is jax.vmap else ()
-    shapes = [[*batch, *[sizes[axis] for axis in axes]] for axes in equation.split("->")[0].split(",")]
-    args = [normal(i, *shape) for i, shape in enumerate(shapes)]
-    loss = lambda x, w: jnp.sin(jnp.einsum(equation, x, w)).sum()
-    gradients = lambda loss: jax.jit(around(jax.grad(loss, argnums=(0, 1))))(*args)
-    for gradient, expected in zip(gradients(mpx.autocast(loss, BF16, reduce_dtype=F32)), gradients(loss), strict=True):
-        assert np.linalg.norm(gradient - expected) < 0.02 * np.linalg.norm(expected)
-
-
-def test_float32_gradients_of_a_layer_that_vmap_gives_its_batch_run_compiled():
-    """As Equinox has it: XLA on CPU would fuse the transposition of the cotangent into a product that it cannot run."""
-    loss = lambda w, x: jnp.mean(jax.vmap(lambda x: w @ x)(x) ** 2)
-    w, x = normal(0, 10, 32), normal(1, 64, 32)
-    gradient, expected = (jax.jit(jax.grad(f))(w, x) for f in (mpx.autocast(loss, BF16, reduce_dtype=F32), loss))
-    assert np.linalg.norm(gradient - expected) < 0.02 * np.linalg.norm(expected)

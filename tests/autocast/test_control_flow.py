@@ -176,20 +176,6 @@ def test_a_weight_that_wanders_between_carries_is_known_as_one_in_each():
     assert (BF16, BF16, F32) in contractions(gradient, normal(0, 4, 4))
 
 
-@half_dtypes
-def test_what_a_checkpoint_of_contractions_keeps_is_in_16_bits(dtype):
-    """Residuals of the size of an activation: the stacked results of all layers."""
-    ws, x = normal(0, 3, 4, 4, dtype=dtype), normal(1, 8, 4)
-    policy = jax.checkpoint_policies.dots_saveable
-    body = jax.checkpoint(lambda c, w: (jnp.sin(jnp.sin(c @ w) @ w.T), None), policy=policy)
-    fun = mpx.autocast(lambda ws, x: lax.scan(body, x, ws)[0], dtype)
-    saved = [leaf for leaf in jax.tree.leaves(jax.vjp(fun, ws, x)[1]) if leaf.shape == (3, 8, 4)]
-    assert sorted(str(leaf.dtype) for leaf in saved) == sorted([str(dtype)] * 2 + ["float32"])  # and the carry
-    # Without a policy it keeps what it is given.
-    fun = mpx.autocast(lambda w, x: jax.checkpoint(lambda y: jnp.sin(y @ w))(x @ w), dtype)
-    assert operand_dtypes(fun, ws[0], x, primitive="remat2")[0] == [dtype] * 2
-
-
 def kept_by_a_scan(around_body=lambda body: body):
     """Return what a loop over three layers, with a gate between two products, hands to its backward pass."""
 
@@ -217,34 +203,6 @@ def test_a_loop_with_a_checkpoint_of_its_own_keeps_what_that_says(place):
     body_with = lambda policy: lambda body: place(jax.checkpoint(body, policy=policy))
     assert kept_by_a_scan(body_with(policies.nothing_saveable)) == ["float32"]
     assert len(kept_by_a_scan(body_with(policies.everything_saveable))) > 2
-
-
-def recurrence_by_fft(w, x):
-    """Carries real numbers; each step multiplies spectra, which are complex."""
-    step = lambda c, _: (jnp.fft.irfft(jnp.fft.rfft(c @ w) * jnp.fft.rfft(w[:1]), n=16), None)
-    return lax.scan(step, x, length=3)[0]
-
-
-def test_a_loop_with_complex_numbers_has_a_gradient():
-    """jax keeps no complex value under a policy of `jax.checkpoint`, such as the one that autocast gives to loops."""
-    loss = lambda w, x: (recurrence_by_fft(w, x) ** 2).sum()
-    w, x = normal(0, 16, 16) / 16, normal(1, 16, 16)
-    actual, expected = mpx.grad(mpx.autocast(loss, BF16))(w, x), jax.grad(loss)(w, x)
-    assert jnp.linalg.norm(actual - expected) < 0.02 * jnp.linalg.norm(expected)
-
-
-def test_a_slice_that_a_checkpoint_takes_in_16_bits_is_not_kept_beside_its_array():
-    """The backward pass gets the rows unchanged; a copy of them would be one more stack."""
-
-    def loss(w, x):
-        rows = jnp.tanh(x) @ w
-        step = jax.checkpoint(lambda c, row: (jnp.tanh(c + row), None))
-        return lax.scan(step, jnp.zeros(4, F32), rows)[0].sum()
-
-    fun = mpx.autocast(loss, BF16)
-    (forward, *_) = eqns_of(jax.grad(fun), normal(0, 4, 4), normal(1, 8, 4), primitive="scan")
-    stacked = [v.aval.dtype for v in forward.outvars if v.aval.shape == (8, 4)]
-    assert stacked == [F32]  # the carry
 
 
 def test_a_loop_keeps_random_bits_and_results_of_sums_and_not_their_copies():

@@ -152,15 +152,6 @@ def test_the_title_counts_fp8_apart(batch, share):
     assert explanation.fp8_share == share
 
 
-# --- what is explained, and of what arguments -------------------------------------------------------------------------
-
-
-def test_an_autocast_function_is_explained_with_its_own_policy_and_rules():
-    fun = mpx.autocast(lambda a, b: jnp.tanh(a @ b), "f16")
-    explanation = mpx.explain(fun)(*SQUARE)
-    assert only(explanation.contractions).runs_in == "f16"
-
-
 # --- as text ----------------------------------------------------------------------------------------------------------
 
 

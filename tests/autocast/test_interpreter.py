@@ -96,16 +96,6 @@ def test_contractions_keep_their_scopes_and_source_lines(transform):
     assert all(f"{scope}/" in text or f"({scope})/" in text for scope in ("first", "loop", "recomputed", "called"))
 
 
-def test_the_function_keeps_its_name_and_docstring():
-    def my_model(x):
-        """What it does."""
-        return x @ x
-
-    wrapped = mpx.autocast(my_model, BF16)
-    assert (wrapped.__name__, wrapped.__doc__) == ("my_model", "What it does.")
-    assert "jit(my_model)" in jax.jit(wrapped).lower(jnp.eye(2)).compile().as_text()
-
-
 @half_dtypes
 def test_16_bit_arguments_are_viewed_as_float32_and_others_are_as_they_are(dtype):
     seen = []

@@ -1,8 +1,6 @@
 """The comparison of recipes on a small GPT: its command line, its files, and what it promises about data."""
 
 import io
-import json
-import re
 
 import numpy as np
 import pytest
@@ -10,13 +8,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from examples.gpt import compare, report
-from examples.gpt.model import Config
 from examples.gpt.recipes import RECIPES
 
 # Optax adds arrays of two dtypes, and Flax's norms arrays of two ranks.
 pytestmark = pytest.mark.optax_promotion
-
-NANO = Config(width=32, depth=1, heads=2, context=64, vocabulary=256)
 
 
 def test_random_batches_depend_on_the_seed_and_fixed_ones_on_nothing():
@@ -35,29 +30,6 @@ def test_the_held_out_part_is_never_trained_on_and_comes_from_all_over_the_text(
     training, held_out = compare.split(np.arange(1000))
     assert sorted([*training, *held_out]) == list(range(1000))
     assert np.histogram(held_out, 10, (0, 1000))[0].tolist() == [10] * 10
-
-
-@pytest.mark.slow
-def test_a_comparison_prints_its_table_and_writes_json_and_pictures(tmp_path, monkeypatch):
-    """The only test that trains: a training step takes seconds to compile."""
-    (tmp_path / "text").write_text("".join(f"line {number} of a text that is long enough\n" for number in range(400)))
-    monkeypatch.setattr(compare, "CONFIG", NANO)
-    monkeypatch.setitem(compare.COMPILER_OPTIONS, "xla_backend_optimization_level", 0)  # it compiles in half the time
-    options = ["--text", tmp_path / "text", "--out", tmp_path / "new", "--recipes", "f16-scaled,bf16-naive"]
-    result = CliRunner().invoke(compare.app, [*map(str, options), "--seeds", "2", "--steps", "4"])
-
-    assert result.exit_code == 0, result.output
-    finished = re.findall(r"^(.*, seed \d): validation loss \d\.\d{4}$", result.output, re.M)
-    assert finished == ["f32, seed 0", "f32, seed 1", "bf16-naive, seed 0", "f16-scaled, seed 0"]
-    assert "the standard deviation of that loss over 2 f32 runs" in " ".join(result.output.split())
-    assert (tmp_path / "new" / "precision.png").read_bytes().startswith(b"\x89PNG")
-    runs = json.loads((tmp_path / "new" / "precision.json").read_text())
-    assert [f"{run['recipe']}, seed {run['seed']}" for run in runs] == finished
-    assert [run["validation_steps"] for run in runs] == [[1, 2, 3, 4]] * 4
-    # The seed decides the initial weights, which all recipes share, and the batches.
-    first, second, naive, _ = (run["training_loss"] for run in runs)
-    assert first == pytest.approx(naive, rel=1e-2)
-    assert first != second
 
 
 def finished_run(recipe, seed=0, loss=2.4, size=(2.0, 2.0, 12.0)):

@@ -1,8 +1,5 @@
 """The cross-entropy of the examples' GPT: in chunks it is the same number, with gradients of the same precision."""
 
-import math
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +11,6 @@ from examples.gpt.loss import cross_entropy, mean_loss, token_losses
 pytestmark = pytest.mark.slow
 
 BATCH, LENGTH, WIDTH, ROWS, VOCABULARY = 4, 16, 8, 128, 100
-LOGITS = BATCH * LENGTH * ROWS  # of the whole batch: more than any other array of the program has
 
 
 def inputs(batch=BATCH, seed=0):
@@ -69,7 +65,7 @@ def test_large_logits_do_not_overflow_and_rows_of_minus_infinity_are_left_out(sc
     assert bool(np.isfinite(jnp.log(jnp.exp(logits).sum(-1))).all()) == (scale == 1.0)
 
 
-@pytest.mark.parametrize("chunks", [1, 2, 4, 16])
+@pytest.mark.parametrize("chunks", [1, 4])
 def test_loss_and_gradients_are_those_of_the_formula(chunks):
     given = inputs()
     loss, (of_features, of_embedding) = jax.jit(loss_and_gradients(chunks))(*given)
@@ -105,25 +101,3 @@ def test_gradients_of_the_embedding_are_added_up_in_float32():
     assert gradient.dtype == jnp.bfloat16
     assert distance(gradient, expected) < 2**-8
     assert distance(added_in_bfloat16(), expected) > 0.02  # negative control
-
-
-# --- What is kept. ---
-def largest_array(fun):
-    """Return the size of the largest array that the compiled program names."""
-    text = jax.jit(fun).lower(*inputs()).compile().as_text()
-    shapes = re.findall(r"\b(?:f64|f32|f16|bf16|[su]\d+|pred)\[([\d,]*)\]", text)
-    return max(math.prod(int(size) for size in shape.split(",") if size) for shape in shapes)
-
-
-def losses_in(chunks):
-    return lambda *given: token_losses(*given, vocabulary=VOCABULARY, chunks=chunks)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [loss_and_gradients, lambda chunks: loss_and_gradients(chunks, "bf16"), losses_in],
-    ids=["f32", "bf16", "losses"],
-)
-def test_with_chunks_there_never_are_the_logits_of_a_whole_batch(make):
-    assert largest_array(make(4)) == LOGITS // 4
-    assert largest_array(make(1)) == LOGITS  # negative control

@@ -136,10 +136,7 @@ def test_gradients_are_clipped_after_they_are_unscaled(norm, clipped):
 
 # --- Recipes. ---
 # One of each kind of arithmetic and of state: a program takes seconds to compile.
-KINDS = [
-    "bf16-naive", "bf16-cast", "bf16-stochastic", "bf16-kahan", "bf16-split24-4bit", "bf16-split-8bit",
-    "f16-scaled",
-]  # fmt: skip
+KINDS = ["bf16-naive", "bf16-stochastic", "bf16-split24-4bit", "f16-scaled"]
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -175,17 +172,3 @@ def test_all_products_of_a_recipe_have_its_dtype(name):
     recipe = get_recipe(name)
     of_8_bits = {"fp8": ["float8_e4m3fn", "float8_e5m2"]}.get(name, [])
     assert products(recipe) == {(dtype, name == "f32") for dtype in (recipe.compute_dtype, *of_8_bits)}
-
-
-# --- Losses. ---
-def test_losses_of_tokens_and_their_mean_are_those_of_the_logits():
-    program, (params, _) = compiled("f32"), started("f32")
-    tokens = batch()[0]
-    logits = np.float64(program.logits(params, tokens[:, :-1]))[..., : CONFIG.vocabulary]
-    chosen = np.take_along_axis(logits, tokens[:, 1:, None].astype(int), axis=-1)[..., 0]
-    expected = np.log(np.exp(logits).sum(-1)) - chosen
-
-    np.testing.assert_allclose(program.token_losses(params, tokens), expected, rtol=1e-5)
-    batches = np.stack([tokens[:4], tokens[4:]])
-    assert program.evaluate(params, batches) == pytest.approx(expected.mean(), rel=1e-6)
-    assert trained("f32")[1][0].loss == pytest.approx(expected.mean(), rel=1e-6)

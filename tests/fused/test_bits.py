@@ -23,14 +23,14 @@ QUICK = [
     ("lion", "Kahan", "bf16"),
     ("adafactor", "split", "f32"),
 ]
-# Every rule with a quarter of the combinations, another one from rule to rule; two rules with all.
+# Every rule with one in twelve of the combinations, another one from rule to rule; one rule with all.
 MATRIX = [
     (rule, storage, state)
     for i, rule in enumerate(RULES)
     for j, storage in enumerate(STORAGE)
     for k, state in enumerate(FORMATS)
     if state == "f32" or sweep.moment_fields(rule)
-    if (i + j + k) % 4 == 0 or rule in ("adamw", "lion") or (rule, storage, state) in QUICK
+    if (i + len(FORMATS) * j + k) % 12 == 0 or rule == "adamw" or (rule, storage, state) in QUICK
 ]
 
 
@@ -132,12 +132,3 @@ QUICKLY_COMPOSED = {"clipping", "MultiSteps"}
 @pytest.mark.parametrize("name", cases(COMPOSED, QUICKLY_COMPOSED))
 def test_a_composition_has_the_bits_of_the_transformation(name):
     assert_same_steps(COMPOSED[name](), tree(0, jnp.bfloat16), gradients(1, jnp.bfloat16))
-
-
-def test_extra_arguments_reach_the_rule_and_may_be_functions():
-    def update(updates, state, params, *, value, value_fn):
-        return jax.tree.map(lambda g: -g * value - value_fn(params), updates), state
-
-    tx = optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
-    extra = lambda params, grads: {"value": jnp.float32(0.5), "value_fn": lambda p: p["scalar"] * 2}
-    assert_same_steps(mpx.master_weights(tx), tree(0, jnp.bfloat16), gradients(1, jnp.bfloat16), extra)

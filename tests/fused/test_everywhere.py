@@ -3,17 +3,15 @@
 import contextlib
 import warnings
 
-import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 import mpx
 from mpx._fused import fused_update
-from tests.fused.helpers import assert_same_steps, plain_step, tree
+from tests.fused.helpers import plain_step, tree
 from tests.helpers import all_eqns, assert_same_bits, unfused
 
 pytestmark = pytest.mark.optax_promotion
@@ -44,14 +42,6 @@ def test_a_donated_step_uses_all_that_is_donated():
         warnings.simplefilter("error")
         assert_same_bits(donated(grads, state, params), expected)
     assert all(x.is_deleted() for x in jax.tree.leaves(params))
-
-
-def test_steps_in_a_scan_are_those_one_by_one():
-    grads, state, params = start()
-    scan = lambda step: compiled(
-        lambda c: jax.lax.scan(lambda c, _: (step(grads, c[1], c[0])[:2], None), c, length=2)[0]
-    )
-    assert_same_bits(scan(FUSED)((params, state)), scan(PLAIN)((params, state)))
 
 
 def test_an_ensemble_is_trained_under_vmap():
@@ -110,13 +100,6 @@ def test_whether_kernels_work_does_not_depend_on_where_it_is_asked(around, monke
         assert fused_update._kernels_work.__wrapped__()
 
 
-def test_steps_in_64_bit_mode_are_those_of_the_transformation():
-    with jax.enable_x64(True):
-        shapes = {"large": (32, 64), "small": (128,)}
-        grads, params = ([tree(i, jnp.bfloat16, shapes=shapes), tree(i, np.float64, shapes=shapes)] for i in (1, 0))
-        assert_same_steps(optax.chain(optax.clip_by_global_norm(1.0), mpx.upcast(optax.adamw(1e-2))), params, [grads])
-
-
 def kernels_of(tx, shapes, dtype=jnp.bfloat16):
     params = tree(0, dtype, shapes=shapes)
     jaxpr = jax.make_jaxpr(mpx.fused_update(tx, interpret=True))(params, tx.init(params), params)
@@ -142,16 +125,3 @@ def test_leaves_that_a_rule_treats_otherwise_share_none():
     tx = optax.stateless(lambda updates, params: {name: updates[name] * scale for name, scale in scales.items()})
     _, jaxpr = kernels_of(tx, {"a": (32, 64), "b": (32, 64)})
     assert programs_of(jaxpr) == 2
-
-
-def test_a_step_is_traced_once():
-    grads, state, params = start()
-    chex.clear_trace_counter()
-    step = jax.jit(chex.assert_max_traces(FUSED.__call__, n=1), compiler_options=unfused())
-    params, state = step(grads, state, params)
-    step(grads, state, params)
-
-
-def test_what_is_no_transformation_is_refused():
-    with pytest.raises(TypeError, match="`fused_update` needs"):
-        mpx.fused_update(optax.sgd)

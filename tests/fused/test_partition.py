@@ -80,15 +80,6 @@ def test_what_is_left_to_xla_says_why(name):
     assert re.search(reason, row.reason), row.reason
 
 
-@pytest.mark.parametrize("size", [16, 64, 4096])
-def test_blocks_are_in_a_kernel_whether_smaller_than_a_row_or_larger_than_a_tile(size):
-    assert rows_of(in_blocks(size), shapes(w=(96, 128)))["w"].runs == "a kernel"
-
-
-def test_blocks_that_end_in_the_middle_are_left_to_xla():
-    assert "`pad`" in rows_of(in_blocks(256), shapes(w=(33, 100)))["w"].reason
-
-
 def test_float64_is_left_to_xla_and_float32_beside_it_is_not():
     with jax.enable_x64(True):
         params = {
@@ -97,11 +88,6 @@ def test_float64_is_left_to_xla_and_float32_beside_it_is_not():
         rows = rows_of(optax.adam(1e-2), params)
     assert rows["d"].reason == "kernels do not compute in `float64`"
     assert rows["f"].runs == "a kernel"
-
-
-def test_leaves_without_elements_and_empty_trees_are_planned():
-    assert rows_of(optax.sgd(0.1), shapes(jnp.float32, w=(0, 4)))["w"].runs == "XLA"
-    assert rows_of(optax.sgd(0.1), {}) == {}
 
 
 # The bytes of an element that a step must read and write.

@@ -95,45 +95,6 @@ def test_with_zero1_kernels_run_between_the_placements(mesh):
     assert "s8[16,256]" in program.as_text()
 
 
-def test_the_plan_under_zero1_has_the_step_of_the_shards_and_the_new_parameter(mesh):
-    params = {"b": jnp.ones(100, jnp.bfloat16), "w": jnp.ones((64, 2048), jnp.bfloat16)}
-    rows = {(row.path, row.runs): row for row in mpx.fused_update(with_8_bit_moments(mesh)).plan(params).rows}
-    assert [*rows] == [("b", "XLA on shards"), ("b", "XLA"), ("w", "a kernel on shards"), ("w", "a kernel")]
-    (alone,) = mpx.fused_update(with_8_bit_moments()).plan({"w": params["w"]}).rows
-    assert rows["w", "a kernel on shards"].moved_bytes == alone.moved_bytes
-    assert rows["w", "a kernel"].moved_bytes == 3 * 2 * alone.size  # the old one, what was sent, the new one
-
-
-@pytest.fixture(scope="module")
-def explicit_mesh():
-    return jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices("cpu"))
-
-
-@pytest.mark.parametrize("by_zero1", [False, True], ids=["sharded", "zero1"])
-@pytest.mark.parametrize("as_shapes", [False, True], ids=["arrays", "shapes"])
-def test_the_plan_on_explicit_axes_is_that_of_automatic_ones(mesh, explicit_mesh, by_zero1, as_shapes):
-    def plan(mesh):
-        params, _ = placed(parameters({"w": (64, 2048)}), mesh, P() if by_zero1 else P("data"))
-        params = jax.eval_shape(lambda: params) if as_shapes else params
-        return mpx.fused_update(with_8_bit_moments(mesh if by_zero1 else None)).plan(params)
-
-    expected = plan(mesh)
-    assert len(expected.rows) == 1 + by_zero1
-    assert plan(explicit_mesh) == expected
-    with jax.set_mesh(explicit_mesh):
-        assert plan(explicit_mesh) == expected
-
-
-def test_kernels_run_on_a_mesh_of_explicit_axes_with_zero1_too(explicit_mesh):
-    mesh = explicit_mesh
-    with jax.set_mesh(mesh):
-        tx, (params, grads) = with_8_bit_moments(mesh), placed(parameters({"w": (16, 2048)}), mesh, P())
-        program = assert_same_steps(tx, grads, tx.init(params), params)
-    assert set(sent(program)) == {"all-gather"}
-    assert results_are_divided_alike(program)
-    assert "s8[16,256]" in program.as_text()
-
-
 def test_blocks_that_reach_over_devices_are_gathered_and_computed_rightly(mesh):
     """Rows of 256 elements are a block each, and a device has 32 elements of them."""
     tx, (params, grads) = with_8_bit_moments(), placed(parameters({"w": (16, 256)}), mesh, P(None, "data"))

@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 
 import mpx
 from mpx._fused.totals import run_totals
-from tests.fused.helpers import assert_same_steps, plain_step
+from tests.fused.helpers import assert_same_steps
 from tests.helpers import all_eqns, assert_same_bits
 
 SHAPES = [(16, 256), (256,), (16, 256), (), (256,), (3, 50)]
@@ -70,13 +70,3 @@ def test_an_operation_has_no_more_sums_than_a_kernel_can_hold():
 
     assert results_of_sums(together, arrays) == [6, 32, 32]
     assert_same_bits(together(arrays), [jnp.sum(x) for x in arrays])
-
-
-def test_a_vmapped_step_clips_each_row_by_its_own_norm():
-    rows = [integers(seed) for seed in range(3)]
-    params, grads = (jax.tree.map(lambda *x: jnp.stack(x), *rows), jax.tree.map(lambda *x: jnp.stack(x), *rows[::-1]))
-    state = jax.vmap(CLIPPED.init)(params)
-    with on_devices(1):
-        ours = jax.jit(jax.vmap(mpx.fused_update(CLIPPED, interpret=True)))(grads, state, params)
-    plain = jax.jit(jax.vmap(plain_step(CLIPPED)))(grads, state, params)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), ours, plain)

@@ -176,20 +176,6 @@ def test_a_rounding_inside_a_wrapper_that_leaves_it_nothing_to_do_is_caught(fina
         mpx.check_chain(getattr(mpx, wrapper)(optax.chain(optax.clip(1.0), FINAL[final]()), *options))
 
 
-@pytest.mark.parametrize("around", ["schedule_free", "lookahead", "squared gradients"])
-def test_wrappers_that_compute_new_updates_from_old_ones_are_caught_around_masters(around):
-    params = {"w": jnp.ones(3, jnp.bfloat16)}
-    tx = mpx.master_weights(optax.sgd(1e-3))
-    if around == "lookahead":
-        tx, params = optax.lookahead(tx, 2, 0.5), optax.LookaheadParams(params, params)
-    elif around == "schedule_free":
-        tx = optax.contrib.schedule_free(tx, 1e-3)
-    else:
-        tx = with_gradients(tx, lambda update, grad: update + grad * grad)
-    with pytest.raises(ValueError, match="was final when `master_weights`"):
-        mpx.check_chain(tx, params)
-
-
 def test_a_harmful_order_does_put_weights_out_of_step():
     """Why it is refused: halving the updates leaves most parameters off their masters, without an error."""
     tx = optax.chain(mpx.master_weights(optax.sgd(0.1)), optax.scale(0.5))
@@ -302,13 +288,3 @@ def test_multi_steps_around_loss_scaling_are_caught(use_grad_mean):
     with pytest.raises(ValueError, match=r"a mean over steps never loses a NaN"):
         mpx.check_chain(optax.MultiSteps(mpx.loss_scaling(RULE), 4, use_grad_mean))
     mpx.check_chain(mpx.loss_scaling(optax.MultiSteps(RULE, 4, use_grad_mean)))
-
-
-def test_arguments_of_a_rule_may_be_functions():
-    params, loss = {"w": jnp.ones((4, 4))}, lambda p: (p["w"] ** 2).sum()
-    tx = mpx.master_weights(optax.lbfgs())
-    mpx.check_chain(tx, params, value=loss(params), grad=params, value_fn=loss)
-    with pytest.raises(ValueError, match="was final when"):
-        mpx.check_chain(
-            optax.chain(tx, optax.scale(0.5)), mpx.cast(params, "bf16"), value=1.0, grad=params, value_fn=loss
-        )

@@ -10,10 +10,9 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
 
 import mpx
-from tests.helpers import QUICKLY, assert_same_bits, eight_cpu_devices, types_of, unfused
+from tests.helpers import assert_same_bits, eight_cpu_devices, types_of, unfused
 from tests.rules import RULES
 
 pytestmark = pytest.mark.optax_promotion
@@ -102,18 +101,11 @@ def moments(state):
     return optax.tree.get(state, "mu"), optax.tree.get(state, "nu"), count
 
 
-# A star, from float32 to every recipe and back, and a ring through all of them; all pairs run in CI.
+# A star, from float32 to every recipe and back, and a ring through all of them.
 NAMES = list(RECIPES)
 STAR_AND_RING = {("f32", name) for name in NAMES} | {(name, "f32") for name in NAMES}
 STAR_AND_RING |= set(zip(NAMES, NAMES[1:] + NAMES[:1], strict=True))
-every_pair = pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        pytest.param(old, new, marks=[] if (old, new) in STAR_AND_RING else pytest.mark.slow)
-        for old in NAMES
-        for new in NAMES
-    ],
-)
+every_pair = pytest.mark.parametrize(("old", "new"), sorted(STAR_AND_RING))
 
 
 def test_another_rule_begins_with_all_bits_of_the_weights_as_the_message_says():
@@ -233,32 +225,6 @@ def test_nothing_is_said_where_nothing_is_lost():
     assert_same_bits(new_params, params)
 
 
-@pytest.mark.parametrize(("block_size", "scales"), [(16, (4, 4)), (128, (2,))])
-def test_codes_of_other_blocks_are_made_from_the_numbers(block_size, scales):
-    moment = lambda state: optax.tree.get(state, "mu")["kernel"]
-    params, state = trained("8 bits")
-    _, new_state = mpx.convert_state(params, state, recipe("8 bits"), in_8_bits(block_size), policy=F32)
-    wide = mpx.convert_state(params, state, recipe("8 bits"), recipe("full"))[1]
-    encode = mpx.Blockwise8bit(block_size, signed=True).encode
-    expected, expected_scales = jax.jit(encode, compiler_options=QUICKLY)(moment(wide))
-    assert expected_scales.shape == scales
-    assert_same_bits(moment(new_state).codes, expected)
-    assert_same_bits(moment(new_state).scales, expected_scales)
-
-
-def test_moments_are_rounded_to_nearest_and_those_that_a_bare_rule_has_widened_are_taken():
-    """Optax adds float32 gradients to bfloat16 moments; the sum is float32."""
-    wide, narrow = trained("full")[1], convert("full", "16 bits")[1]
-    for name in ("mu", "nu"):
-        stored, numbers = optax.tree.get(narrow, name), optax.tree.get(wide, name)
-        assert_same_bits(stored["kernel"], numbers["kernel"].astype(jnp.bfloat16))
-        assert_same_bits(stored["bias"], numbers["bias"])  # too small for 16 bits
-    params, state = trained_with(adamw(), BF16)
-    assert types_of(state) != types_of(adamw().init(params))
-    moved = moments(mpx.convert_state(params, state, adamw(), recipe("full"))[1])
-    assert_same_bits(moved, mpx.cast(moments(state), jnp.float32))
-
-
 DYNAMIC = mpx.DynamicLossScale(2.0**5)
 SCALES = {
     "the same": (DYNAMIC, DYNAMIC),
@@ -335,11 +301,7 @@ def test_wrappers_of_optax_may_stand_around_them(nesting):
     assert_same_bits(back, (params, state))
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["adafactor", "contrib.schedule_free"]
-    + [pytest.param(name, marks=pytest.mark.slow) for name in ("lbfgs", "lion", "sgd", "contrib.muon")],
-)
+@pytest.mark.parametrize("name", ["adafactor", "contrib.schedule_free"])
 def test_the_state_of_any_rule_comes_back_to_the_bit(name):
     tx, new_tx = RULES[name].make(), mpx.master_weights(RULES[name].make())
     params = {
@@ -351,28 +313,6 @@ def test_the_state_of_any_rule_comes_back_to_the_bit(name):
     assert types_of(there[1]) == types_of(new_tx.init(there[0]))
     back, back_state = mpx.convert_state(*there, new_tx, tx, policy=F32)
     assert_same_bits((back, back_state), (params, state))
-
-
-def test_numpy_arrays_of_a_checkpoint_are_taken():
-    as_numpy = jax.tree.map(np.asarray, trained("f32"))
-    actual = mpx.convert_state(*as_numpy, recipe("f32"), recipe("split"), policy=BF16)
-    assert_same_bits(actual, convert("f32", "split"))
-
-
-@pytest.mark.parametrize("new", ["full", "8 bits", "kahan"])
-def test_sharded_arrays_stay_where_they_are(new):
-    mesh = eight_cpu_devices()
-    along = lambda x: NamedSharding(mesh, PartitionSpec("data") if x.shape and x.shape[0] == 8 else PartitionSpec())
-    params = {
-        "kernel": jnp.linspace(-1, 2, 8 * 64, dtype=jnp.float32).reshape(8, 64),
-        "bias": jnp.linspace(1, 2, 5, dtype=jnp.float32),
-    }
-    state = recipe("f32").init(params)
-    params, state = jax.tree.map(lambda x: jax.device_put(x, along(x)), (params, state))
-    new_params, new_state = mpx.convert_state(params, state, recipe("f32"), recipe(new), policy=BF16)
-    for leaf in jax.tree.leaves((new_params, new_state)):
-        if leaf.shape == (8, 64):
-            assert leaf.sharding == along(leaf)
 
 
 def test_the_state_of_an_nnx_optimizer_with_variables_is_taken():

@@ -8,13 +8,10 @@ import pytest
 from flax import nnx
 
 import mpx
-from tests.helpers import QUICKLY, assert_same_bits
+from tests.helpers import QUICKLY
 from tests.inspect.test_masters import KEEPERS, NESTINGS, trained
 
 pytestmark = pytest.mark.optax_promotion
-
-SETTINGS = dict(period=7, factor=4.0, min_loss_scale=0.25, max_loss_scale=2.0**20, hysteresis=3)
-KINDS = [mpx.NoOpLossScale(), mpx.StaticLossScale(2.0**7), mpx.DynamicLossScale(2.0**7, **SETTINGS)]
 
 
 @pytest.mark.parametrize("nesting", sorted(NESTINGS.keys() - {"loss scaling"}))
@@ -22,27 +19,6 @@ def test_the_loss_scale_is_found_in_any_nesting(nesting):
     _, state = trained(NESTINGS[nesting](mpx.loss_scaling(KEEPERS["full"](), mpx.StaticLossScale(2.0**7))), steps=1)
     assert float(mpx.get_loss_scale(state).loss_scale) == 2.0**7
     assert int(mpx.skipped_steps(state)) == 0
-
-
-@pytest.mark.parametrize("loss_scale", KINDS, ids=lambda scale: type(scale).__name__)
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_what_loss_scaling_was_given_comes_back_with_its_settings(wrap, loss_scale):
-    found = wrap(mpx.get_loss_scale)(mpx.loss_scaling(optax.sgd(1.0), loss_scale).init(jnp.ones(2)))
-    assert type(found) is type(loss_scale)
-    assert found == loss_scale
-    assert repr(found).startswith(type(loss_scale).__name__)
-    assert jax.jit(lambda scale: scale.loss_scale * 2)(found) == loss_scale.loss_scale * 2
-
-
-def test_a_scale_that_was_found_adjusts_as_the_transformation_does():
-    tx = mpx.loss_scaling(optax.sgd(1.0), KINDS[2])
-    state = tx.init(jnp.ones(2))
-    for finite in (True, False, False, False, *[True] * 8):
-        expected = mpx.get_loss_scale(state).adjust(jnp.bool_(finite))
-        _, state = tx.update(jnp.full(2, 1.0 if finite else jnp.inf), state)
-        assert_same_bits(jax.tree.leaves(mpx.get_loss_scale(state)), jax.tree.leaves(expected))
-    assert float(state.loss_scale) == 2.0**7
-    assert int(mpx.skipped_steps(state)) == 3
 
 
 PARAMS = {"embed": jnp.ones(2), "head": jnp.ones(2)}

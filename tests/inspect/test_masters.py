@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
 import mpx
-from tests.helpers import assert_same_bits, eight_cpu_devices
+from tests.helpers import assert_same_bits
 
 pytestmark = pytest.mark.optax_promotion
 
@@ -49,13 +48,9 @@ def trained_in(nesting, keeper):
     return trained(NESTINGS[nesting](KEEPERS[keeper]()))
 
 
-# Each kind of masters, and each nesting of one kind; all pairs run in CI. Case by case, for what tests share.
-PAIRS = [(keeper, nesting) for nesting in NESTINGS for keeper in KEEPERS]
-every_pair = pytest.mark.parametrize(
-    ("keeper", "nesting"),
-    [pytest.param(*pair, marks=[] if pair[0] == "split" or pair[1] == "alone" else pytest.mark.slow) for pair in PAIRS],
-    scope="module",
-)
+# Each kind of masters, and each nesting of one kind. Case by case, for what tests share.
+PAIRS = [(keeper, nesting) for nesting in NESTINGS for keeper in KEEPERS if keeper == "split" or nesting == "alone"]
+every_pair = pytest.mark.parametrize(("keeper", "nesting"), PAIRS, scope="module")
 
 
 @every_pair
@@ -127,21 +122,3 @@ def test_without_resync_low_bits_of_another_weight_stay_and_masters_bring_the_ol
     kept = optax.apply_updates(pruned, tx.update(no_grads, jax.jit(mpx.resync)(pruned, state), pruned)[0])
     assert (resurrected["kernel"] > 0.4).all()
     assert (abs(kept["kernel"]) < 1e-2).all()
-
-
-def test_resync_leaves_masters_where_they_lie():
-    """As under `zero1`, which divides them and not the parameters."""
-    mesh = eight_cpu_devices()
-    whole, divided = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("data",)))
-    params = jax.device_put(jnp.ones(8, jnp.bfloat16), whole)
-    state = KEEPERS["full"]().init(params)
-    state = mpx.resync(params, state._replace(master=jax.device_put(state.master, divided)))
-    assert state.master.sharding.is_equivalent_to(divided, 1)
-
-
-@pytest.mark.parametrize("keeper", KEEPERS)
-def test_numpy_arrays_of_a_checkpoint_are_brought_in_sync(keeper):
-    params, state = jax.tree.map(np.asarray, trained_in("alone", keeper))
-    assert keeper == "split" or mpx.is_synced(params, state)
-    for of_numpy in (mpx.resync(params, state), mpx.resync(params, jax.tree.map(jnp.asarray, state))):
-        assert_same_bits(of_numpy, mpx.resync(*jax.tree.map(jnp.asarray, (params, state))))

@@ -155,11 +155,16 @@ def label(mode):
     return ", ".join(words + ("symbolic",) * mode.is_symbolic)
 
 
-TRACED = [pytest.param(name, mode, id=f"{name}-{label(mode)}") for mode in quick for name in PROGRAMS]
+# By default each program is traced in two of the quick modes.
+TRACED = [
+    pytest.param(name, mode, id=f"{name}-{label(mode)}", marks=[] if (i + j) % 2 else pytest.mark.slow)
+    for i, mode in enumerate(quick)
+    for j, name in enumerate(PROGRAMS)
+]
 TRACED += [
     pytest.param(name, mode, id=f"{name}-{label(mode)}", marks=pytest.mark.slow)
     for i, mode in enumerate(slow)
-    for name in some(every=9, first=i % 9)
+    for name in some(every=18, first=i)
 ]
 
 
@@ -175,14 +180,14 @@ def test_what_plain_jax_traces_is_traced(name, mode):
         jax.eval_shape(way(mpx.autocast(loss, how, **options), differentiate), p, batch)
 
 
-@slow_test(every=8, first=0)
+@slow_test(every=12, first=0)
 def test_no_tracer_leaks(name):
     loss, args = PROGRAMS[name].loss, PROGRAMS[name].make(0)
     with jax.checking_leaks(), as_plain_jax(lambda: jax.make_jaxpr(jax.grad(loss))(*args)):
         jax.make_jaxpr(mpx.grad(mpx.autocast(loss, "bf16", **WIDE)))(*args)
 
 
-@slow_test(every=6, first=0)
+@slow_test(every=12, first=6)
 def test_it_exports_with_any_number_of_rows(name):
     loss, (p, batch) = PROGRAMS[name].loss, PROGRAMS[name].make(0)
     export = lambda differentiated: jax.export.export(jax.jit(differentiated))(p, symbolic(batch))
@@ -194,7 +199,7 @@ def test_it_exports_with_any_number_of_rows(name):
 
 
 SUMMED = [(name, "f32") for name in PROGRAMS]
-SUMMED += [pytest.param(name, "bf16", marks=pytest.mark.slow) for name in some(every=8, first=2)]
+SUMMED += [pytest.param(name, "bf16", marks=pytest.mark.slow) for name in some(every=16, first=2)]
 
 
 @pytest.mark.parametrize(("name", "reduce_dtype"), SUMMED)
@@ -280,9 +285,9 @@ def allowed(name, how):
 
 QUICKLY = list(PROGRAMS)[::8]
 VALUES = [(name, "bf16") for name in QUICKLY]
-VALUES += [pytest.param(name, "bf16", marks=pytest.mark.slow) for name in some(every=4, first=1)]
-VALUES += [pytest.param(name, "f16", marks=pytest.mark.slow) for name in some(every=12, first=2)]
-VALUES += [pytest.param(name, "fp8", marks=pytest.mark.slow) for name in some(every=12, first=4)]
+VALUES += [pytest.param(name, "bf16", marks=pytest.mark.slow) for name in some(every=8, first=1)]
+VALUES += [pytest.param(name, "f16", marks=pytest.mark.slow) for name in some(every=20, first=2)]
+VALUES += [pytest.param(name, "fp8", marks=pytest.mark.slow) for name in some(every=20, first=4)]
 
 
 @pytest.mark.parametrize(("name", "how"), VALUES)
@@ -296,7 +301,7 @@ def test_errors_are_at_most_three_times_those_by_hand(name, how):
 
 # JAX drops custom derivatives in loops on the way to the second derivative.
 IN_LOOPS = ("scanned_layers_with_a_checkpoint_policy", "selective_state_space")
-SECOND = [*IN_LOOPS, *[pytest.param(name, marks=pytest.mark.slow) for name in some(12, 2) if name not in IN_LOOPS]]
+SECOND = [*IN_LOOPS, *[pytest.param(name, marks=pytest.mark.slow) for name in some(24, 2) if name not in IN_LOOPS]]
 
 
 @pytest.mark.parametrize("name", SECOND)
@@ -326,7 +331,7 @@ def test_second_derivatives_are_near_those_in_float32(name):
 # ---- without jit, bit by bit ----------------------------------------------------------------------------------------
 
 
-@slow_test(every=12, first=0)
+@slow_test(every=16, first=0)
 def test_recomputation_checkpoints_and_callers_change_no_bit(name, monkeypatch):
     """Operation by operation, so that no compiler chooses: of parameters in bfloat16."""
     loss, (p, batch) = PROGRAMS[name].loss, PROGRAMS[name].make(0)
@@ -348,7 +353,7 @@ def test_recomputation_checkpoints_and_callers_change_no_bit(name, monkeypatch):
 # ---- eight devices --------------------------------------------------------------------------------------------------
 
 
-@slow_test(every=8, first=1)
+@slow_test(every=16, first=1)
 @pytest.mark.many_devices
 def test_eight_devices_agree_with_one(name):
     """A divided batch, and float32 sums: results differ by less than errors may be, which some programs enlarge."""

@@ -144,13 +144,6 @@ def test_help_is_shown_without_jax():
     assert "Usage: mpx" in done.stdout
 
 
-def test_the_module_runs_and_writes_no_colours_into_a_pipe():
-    done = process("import runpy; runpy.run_module('mpx', run_name='__main__')", "plan", "7B", "--recipe", "f32")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "7,000,000,000 parameters" in done.stdout
-    assert "\x1b" not in done.stdout
-
-
 # Doctor.
 
 
@@ -232,13 +225,6 @@ def test_a_memory_asks_what_fits_and_for_the_largest_model_of_each_recipe(monkey
 # Program.
 
 
-def test_a_step_is_reported_with_the_arguments_that_a_function_returns(json_of):
-    found = json_of("program", "train.py:step_and_arguments")
-    assert found["argument_bytes"] == 4 * 16 * (4 + 8)
-    assert found["donated_bytes"] == 4 * 16 * 4  # the new weights take the place of the old ones
-    assert found["flops"] == {"f32": 2 * 8 * 16 * 4}
-
-
 # Explain.
 
 SHAPES = ("f32[16,4]", "f32[8,16]")
@@ -271,13 +257,6 @@ def test_a_function_is_explained_by_its_lines(json_of, text_of, policy):
     assert re.fullmatch(r"train\.py:\d+ \(loss\)", row["where"])
     assert (row["shapes"], row["runs_in"], row["flops"]) == ("f32[8,16] f32[16,4]", "bf16", 2 * 8 * 16 * 4)
     assert "100.0% of their FLOPs narrowed" in text_of(*command)
-
-
-def test_a_gradient_has_products_of_its_own_and_an_autocast_function_its_own_policy(json_of):
-    gradient = json_of("explain", "train.py:square", "f32[16,4]", "--policy", "f16", "--grad")
-    assert (sum(row["count"] for row in gradient["contractions"]) > 1, gradient["narrowed_share"]) == (True, 1)
-    lowered = json_of("explain", "train.py:lowered", *SHAPES)
-    assert ([row["count"] for row in lowered["contractions"]], lowered["narrowed_share"]) == ([1], 1)
 
 
 # Report.

@@ -105,26 +105,6 @@ def test_another_use_of_a_gathered_array_keeps_it_in_float32(other_use):
     assert gathers(GATHER, other_use, called=WRITING) == [] or "f16" in other_use
 
 
-def test_of_arrays_that_are_gathered_together_only_float32_counts():
-    """XLA sends several arrays at once, of any dtypes."""
-    together = "%t = (pred[512,512], f32[512,512], bf16[512,512]) all-gather(%p, %a, %n), dimensions={0}, " + MANY
-    parts = ("pred", "f32", "bf16")
-    lines = [f"%g{i} = {dtype}[512,512]{{1,0}} get-tuple-element(%t), index={i}" for i, dtype in enumerate(parts)]
-    lines += [f"%u{i} = bf16[512,512]{{1,0}} convert(%g{i})" for i in range(2)]
-    read = step(program("%p = pred[128,512]{1,0} parameter(4)", together, *lines))
-    (finding,) = findings.gathers_of_float32(read)
-    assert finding.bytes == 3 * SIZE * 4 // 4 // 2
-    (kernel,) = [kernel for _, kernel in read.runs if kernel.sent_bytes]
-    assert kernel.sent_by_dtype == {"f32": 3 * SIZE, "bf16": 3 * SIZE // 2, "pred": 3 * SIZE // 4}
-
-
-def test_which_operand_of_a_kernel_is_rounded_is_told_by_its_number():
-    swapped = NARROWING.replace("parameter(1)", "parameter(x)").replace("parameter(0)", "parameter(1)")
-    swapped = swapped.replace("parameter(x)", "parameter(0)")
-    assert len(gathers(GATHER, NARROW_USE.replace("%g, %n", "%n, %g"), called=swapped)) == 1
-    assert gathers(GATHER, NARROW_USE.replace("%g, %n", "%b, %g"), called=NARROWING) == []
-
-
 def test_a_gather_used_in_float32_is_found_only_beside_products_in_few_bits():
     product = "%d = bf16[512,512]{1,0} dot(%n, %n), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
     use = "%v = f32[512,512]{1,0} add(%g, %b)"
@@ -172,37 +152,6 @@ def test_a_whole_sum_is_found_if_each_device_keeps_a_part():
     for other_use in ("%v = f32[512,512]{1,0} add(%s, %b)", "ROOT %v = (f32[512,512]) tuple(%s)"):
         assert parts(sum_in("f32", "b"), keep, other_use, called=HALVING) == []
     assert parts(sum_in("f32", "b").replace("%s", "ROOT %s"), keep, called=HALVING) == []
-
-
-JOINING = """
-%joining (p: bf16[1024,512], q: bf16[512,512]) -> bf16[1536,512] {
-  %p = bf16[1024,512]{1,0} parameter(0)
-  %q = bf16[512,512]{1,0} parameter(1)
-  ROOT %r = bf16[1536,512]{1,0} concatenate(%p, %q), dimensions={0}
-}
-"""
-CUTTING = """
-%cutting (p: bf16[1536,512]) -> bf16[512,512] {
-  %p = bf16[1536,512]{1,0} parameter(0)
-  ROOT %r = bf16[512,512]{1,0} slice(%p), slice={[1024:1536], [0:512]}
-}
-"""
-JOINED = (
-    "%m = bf16[1024,512]{1,0} concatenate(%n, %n), dimensions={0}",
-    "%j = bf16[1536,512]{1,0} fusion(%m, %n), kind=kLoop, calls=%joining",
-    "%s = bf16[1536,512]{1,0} all-reduce(%j), to_apply=%add, " + MANY,
-    "%c = bf16[512,512]{1,0} fusion(%s), kind=kLoop, calls=%cutting",
-)
-
-
-def test_sums_that_are_joined_into_one_array_count_by_the_weights_among_them():
-    """What is cut out of the sum is whole on every device, unless each one takes its own part of it."""
-    whole = (*JOINED, "ROOT %v = (bf16[512,512]) tuple(%c)")
-    (finding,) = sums(*whole, called=JOINING + CUTTING)
-    assert finding.bytes == 2 * 3 * SIZE * 2 // 4  # a third of the joined array
-    assert parts(*whole, called=JOINING + CUTTING) == []
-    keep = "%k = bf16[128,512]{1,0} dynamic-slice(%c, %i, %i), dynamic_slice_sizes={128,512}"
-    assert len(parts(*JOINED, keep, called=JOINING + CUTTING)) == 1
 
 
 def test_an_argument_that_is_not_used_does_not_hide_the_shardings_of_others():

@@ -165,16 +165,6 @@ def test_a_recipe_takes_the_bytes_a_parameter_of_its_formula(recipe, in_a_step, 
     assert without_scalars(memory_plan(n, tx, policy, gradient_dtype="f32")) == outside * n
 
 
-def test_an_override_of_the_policy_is_one_for_gradients_and_float64_stays():
-    params = {"dense": jax.ShapeDtypeStruct((5,), np.float32), "norm": jax.ShapeDtypeStruct((3,), np.float32)}
-    policy = mpx.get_policy("c=bf16", overrides=(("norm", jnp.float32),))
-    gradients = lambda policy, **options: memory_plan(params, optax.sgd(0.1), policy, **options).bytes_of("gradients")
-    assert (gradients(policy), gradients(None), gradients("p=bf16,c=f32")) == (5 * 2 + 3 * 4, 8 * 4, 8 * 2)
-    with jax.enable_x64(True):
-        params["norm"] = jax.ShapeDtypeStruct((3,), np.float64)
-        assert gradients(None, gradient_dtype="bf16") == 5 * 2 + 3 * 8
-
-
 @given(st.integers(1, 10**12), st.integers(1, 64))
 def test_a_number_is_rounded_up_to_blocks_on_each_device(n, d):
     """Otherwise neither a moment nor its scales could be divided, and would be whole on every device."""
@@ -223,13 +213,6 @@ def test_nothing_is_run_and_nothing_allocated():
     assert ran == [1]  # traced
     assert len(jax.live_arrays()) == before
     assert plan.parameters == 81920 * 854492
-
-
-def test_the_largest_model_fills_the_memory_but_for_a_block():
-    tx, policy = RECIPES["bf16-split-8bit"]
-    plan_of = lambda n: memory_plan(n, tx, policy, mesh=abstract(data=8))
-    largest = plan_of(256_000_000).largest_model(80e9)
-    assert plan_of(largest - 256 * 8).total_bytes_a_device <= 80e9 < plan_of(largest + 256 * 8).total_bytes_a_device
 
 
 # Parts and tables.

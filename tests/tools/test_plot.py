@@ -114,16 +114,6 @@ def test_the_bars_of_recipes_are_their_parts_one_behind_the_other_with_the_sum_a
     assert "other state" not in legend_of(axes)
 
 
-def test_masters_low_bits_and_compensations_have_three_colors_and_no_bar_has_neighbors_of_one_color():
-    comparison = mpx.compare_plans(2**20)
-    axes = mpx.plot.memory(comparison)
-    color = {bars.get_label(): bars[0].get_facecolor() for bars in axes.containers}
-    assert len({color[kind] for kind in ("masters", "low bits", "compensation")}) == 3
-    for row in range(len(comparison.plans)):
-        drawn = [bars[row].get_facecolor() for bars in axes.containers if bars[row].get_width() > 0.05]
-        assert all(a != b for a, b in itertools.pairwise(drawn))
-
-
 def test_the_bars_of_a_histogram_are_the_counts_of_frexp():
     tree = gradients()
     axes = mpx.plot.exponents(mpx.underflow_report(tree))

@@ -1,11 +1,9 @@
-"""Check `loss_scaling`: what a skip keeps, the scale of each step, several devices, a scale from outside of mpx."""
+"""Check `loss_scaling`: what a skip keeps, the scale of each step, several devices."""
 
 import dataclasses
 import functools
 import itertools
-from typing import Any, NamedTuple
 
-import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -132,13 +130,6 @@ def test_narrow_gradients_are_unscaled_in_float32(scale, dtype):
     assert state.loss_scale == before / (2 if isinstance(scale, mpx.DynamicLossScale) else 1)
 
 
-def test_no_step_waits_for_the_host():
-    tx = mpx.loss_scaling(mpx.master_weights(RULE))
-    program = jax.jit(tx.update).lower(good_grads(1.0), tx.init(params()), params()).as_text()
-    for word in ("callback", "stablehlo.case", "stablehlo.if"):
-        assert word not in program
-
-
 def test_a_run_goes_on_with_the_settings_of_its_program_and_the_counters_of_its_checkpoint():
     """A minimum of 4 in the checkpoint, of 1/4 in the program."""
     make = lambda low: mpx.loss_scaling(optax.sgd(1.0), mpx.DynamicLossScale(4.0, 0, 10, 2, low, hysteresis=2))
@@ -178,80 +169,6 @@ def test_inside_shard_map_all_devices_agree_that_a_step_is_bad(axis_name, check_
         assert (bits(updates) == 0x8000_0000).all()
 
 
-# --- a loss scale from outside of mpx ---------------------------------------------------------------------------------
-
-
-class LinearState(NamedTuple):
-    good_steps: jax.Array
-    step: jax.Array
-
-    def at(self, loss_scale):
-        return Linear(loss_scale, **self._asdict())
-
-
-@dataclasses.dataclass(frozen=True)
-class Linear(mpx.LossScale):
-    """A loss scale that grows by `step` at every second good step in a row, and backs off by 4 to 1 at least."""
-
-    loss_scale: Any = 64.0
-    good_steps: Any = 0
-    step: Any = 16.0
-    powers_of_two = ()
-
-    def adjust(self, grads_finite):
-        good_steps = jnp.where(grads_finite, self.good_steps + 1, 0)
-        grown = jnp.where(good_steps % 2 == 0, self.loss_scale + self.step, self.loss_scale)
-        scale = jnp.where(grads_finite, grown, jnp.maximum(self.loss_scale / 4, 1.0))
-        return dataclasses.replace(self, loss_scale=scale, good_steps=good_steps)
-
-    @property
-    def can_shrink(self):
-        return self.loss_scale > 1
-
-    def state(self):
-        return LinearState(jnp.asarray(self.good_steps, jnp.int32), jnp.asarray(self.step, jnp.float32))
-
-    def resume(self, loss_scale, state):
-        return dataclasses.replace(self, loss_scale=loss_scale, good_steps=state.good_steps)
-
-
-def test_a_loss_scale_from_outside_trains_is_found_and_checked_and_goes_on_from_a_checkpoint():
-    tx = optax.chain(optax.identity(), mpx.loss_scaling(mpx.master_weights(optax.sgd(0.125)), Linear(step=32.0)))
-    pattern = np.array([1, 1, 1, 1, 0, 1, 0, 0, 1, 1, 0, 0, 0, 0, 0], bool)
-    params = {"a": jnp.ones(2, jnp.bfloat16), "w": jnp.ones(2, jnp.bfloat16)}
-
-    @jax.jit
-    def step(carry, finite):
-        params, state = carry
-        loss = lambda params: (params["w"].astype(jnp.float32) * jnp.where(finite, 1.0, jnp.nan)).sum()
-        grads = mpx.grad(loss, mpx.get_loss_scale(state))(params)
-        updates, state = tx.update(grads, state, params)
-        return (optax.apply_updates(params, updates), state), mpx.get_loss_scale(state).loss_scale
-
-    whole, scales = jax.lax.scan(step, (params, tx.init(params)), pattern)
-    expected, scale, good = [], 64.0, 0
-    for finite in pattern:
-        good = good + 1 if finite else 0
-        scale = max(scale / 4, 1.0) if not finite else scale + 32.0 * (good % 2 == 0)
-        expected.append(scale)
-    assert scales.tolist() == expected
-    assert {64.0, 128.0, 1.0} <= set(expected)  # it has grown and reached its minimum
-    assert float(whole[0]["w"][0]) == 1 - 0.125 * pattern.sum()
-
-    half, _ = jax.lax.scan(step, (params, tx.init(params)), pattern[:9])
-    saved = flax.serialization.to_bytes(half)
-    restored = flax.serialization.from_bytes(jax.eval_shape(lambda: (params, tx.init(params))), saved)
-    assert_same_bits(jax.lax.scan(step, jax.tree.map(jnp.asarray, restored), pattern[9:])[0], whole)
-
-    found = mpx.get_loss_scale(whole[1])
-    assert isinstance(found, Linear)
-    assert (float(found.loss_scale), int(found.good_steps), float(found.step)) == (1.0, 0, 32.0)
-    assert isinstance(jax.jit(mpx.get_loss_scale)(whole[1]), Linear)
-    with pytest.raises(mpx.StuckError, match=r"2 steps in a row .* loss scale of 1,.*\n?.* NaN was 'w'"):
-        mpx.check_health(whole[1], params=params, max_stuck_steps=2)
-    mpx.check_health(whole[1], max_stuck_steps=3)
-
-
 def test_a_class_without_a_state_is_told_what_it_lacks():
     @dataclasses.dataclass(frozen=True)
     class Mine(mpx.LossScale):
@@ -260,13 +177,6 @@ def test_a_class_without_a_state_is_told_what_it_lacks():
     assert mpx.value_and_grad(lambda w: 3 * w, Mine())(jnp.float32(1)) == (3, 6)
     with pytest.raises(NotImplementedError, match="Mine must define `state`; see `LossScale`"):
         mpx.loss_scaling(optax.sgd(1.0), Mine())
-
-
-def test_gradients_are_unscaled_by_the_scale_of_their_own_step_when_it_grows():
-    tx = mpx.loss_scaling(optax.identity(), mpx.DynamicLossScale(2.0**10, period=1))
-    updates, state = tx.update(jnp.full(2, 2.0**10), tx.init(jnp.ones(2)))
-    assert updates.tolist() == [1.0, 1.0]
-    assert float(state.loss_scale) == 2.0**11
 
 
 def test_a_line_search_inside_sees_true_gradients():

@@ -30,23 +30,6 @@ def follow(tx, params, grads, **jit_options):
     return jax.jit(run, **jit_options)(params, grads)
 
 
-@pytest.mark.optax_promotion
-def test_the_weights_that_schedule_free_evaluates_are_those_of_float32():
-    rule = optax.contrib.schedule_free_adamw(1e-2)
-    tx, params, exact = mpx.master_weights(rule, storage="split"), jnp.ones(8, jnp.bfloat16), jnp.ones(8)
-    state, exact_state = tx.init(params), rule.init(exact)
-    for _ in range(20):
-        updates, state = tx.update(jnp.arange(8.0), state, params)
-        params = optax.apply_updates(params, updates)
-        updates, exact_state = rule.update(jnp.arange(8.0), exact_state, exact)
-        exact = optax.apply_updates(exact, updates)
-    evaluated = optax.contrib.schedule_free_eval_params
-    expected = evaluated(exact_state, exact)
-    np.testing.assert_allclose(evaluated(state.inner_state, mpx.master_params(params, state)), expected, rtol=1e-6)
-    without_masters = evaluated(state.inner_state, params.astype(jnp.float32))
-    assert np.abs(without_masters - expected).max() > 1e-4
-
-
 @pytest.mark.parametrize("dtype", NARROW)
 def test_parameters_are_the_cast_masters_after_apply_updates(dtype):
     """Take small, middle and large steps, 100,000 weights of each."""
@@ -115,19 +98,6 @@ def test_at_random_no_update_is_lost_in_the_mean():
     assert moved[False].std() > 2.0**-16
 
 
-def test_the_key_changes_at_every_step_and_equal_keys_give_equal_masters():
-    tx = mpx.master_weights(optax.sgd(1.0), storage="split24", key=jax.random.key(3))
-    start, grads = (
-        jnp.ones(1000, jnp.bfloat16),
-        jnp.asarray(np.random.default_rng(0).normal(size=(3, 1000)), jnp.float32),
-    )
-    first, again = follow(tx, start, grads), follow(tx, start, grads)
-    assert_same_bits(first, again)
-    assert (np.asarray(first[1].master_key) != np.asarray(tx.init(start).master_key)).any()
-    other = follow(mpx.master_weights(optax.sgd(1.0), storage="split24", key=jax.random.key(4)), start, grads)
-    assert 0.2 < (bits(other[1].master) != bits(first[1].master)).mean() < 0.8
-
-
 def half_a_step_of_24_bits(start, count):
     """Return whether each of `count` float32 numbers survives, from the bits `start` on: rounded, saturated, or NaN."""
     storage = LowBits(np.dtype(np.uint8))
@@ -158,16 +128,6 @@ survives = jax.jit(lambda start: half_a_step_of_24_bits(start, 2**22).all())
 def test_a_master_of_24_bits_is_off_by_half_of_their_last_unit_at_most(starts):
     """Infinities, NaN and subnormals too; what is beyond the largest parameter becomes the largest."""
     assert all(survives(np.uint32(start)) for start in starts)
-
-
-def test_low_bits_of_a_master_that_was_not_rounded_first_would_be_those_of_another_parameter():
-    """The negative control: 0x7FC0 is rounded to 0x80, which stands for the parameter above."""
-    master = np.uint32(0x3F80_7FC0).view(np.float32)
-    high, low = formats.split_f32(master)
-    wrong = formats.join_f32(high, jnp.uint16(((int(low) + 0x80) >> 8) << 8))
-    storage = LowBits(np.dtype(np.uint8))
-    right = storage.restore(*storage.store(jnp.asarray(master), np.dtype(jnp.bfloat16)))
-    assert abs(right - master) <= 2.0**-16 < 2.0**-8 < abs(wrong - master)
 
 
 def test_a_split_parameter_changed_from_outside_is_taken_as_it_is():
@@ -254,30 +214,6 @@ def test_low_bits_are_kept_exactly_where_the_addition_lands_on_the_new_parameter
     hit = bits(landed) == bits(high)
     assert 0.2 < hit.mean() < 0.9
     assert_same_bits(stored, np.where(hit, low, np.uint16(0)))
-
-
-def test_a_transformation_made_from_parts_of_another_gets_float32_too():
-    seen = []
-    rule = mpx.upcast(optax.sgd(0.1))
-
-    def update(grads, state, params=None):
-        seen.append(jax.tree.leaves(grads)[0].dtype)
-        return rule.update(grads, state, params)
-
-    params = jnp.ones(3, jnp.bfloat16)
-    tx = mpx.master_weights(optax.GradientTransformation(rule.init, update))
-    tx.update(params, tx.init(params), params)
-    assert seen == [np.float32]
-
-
-def test_a_float32_rule_inside_float64_masters_sees_float64():
-    with jax.enable_x64(True):
-        seen = []
-        rule = optax.stateless(lambda u, params: (seen.extend(x.dtype for x in jax.tree.leaves(u)), u)[1])
-        tx = mpx.master_weights(mpx.upcast(rule), dtype=jnp.float64)
-        params = jnp.ones(2, jnp.float32)
-        tx.update(jnp.ones(2, jnp.float32), tx.init(params), params)
-        assert seen == [np.float64]
 
 
 # Parameters, gradients, and parameters after the step. Where nothing changes nothing is subtracted: inf - inf is NaN.
