@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 
 from mpx import formats
 from mpx._straight_through import straight_through
@@ -33,16 +34,18 @@ def round_saturating(x: jax.Array, dtype: np.dtype) -> jax.Array:
     return straight_through(jnp.where(jnp.isfinite(x), jnp.clip(rounded, -largest, largest), rounded), x)
 
 
-def landing_update(parameter: jax.Array, new: jax.Array, author: str) -> jax.Array:
+def landing_update(parameter: jax.Array, new: jax.Array, author: str, dtype: DTypeLike | None = None) -> jax.Array:
     """Return the number that `optax.apply_updates` must add to a parameter to make it `new`.
 
     Args:
         parameter: of any floating dtype.
         new: the wanted value, in a wider dtype; the parameter's dtype must be able to hold it.
         author: the transformation that emits the update and relies on nobody changing it.
+        dtype: that of the update; the dtype of `new` if None. In the dtype of the parameter it is exact where both
+            numbers are within a factor of two (Sterbenz 1974, "Floating-Point Computation").
 
     Returns:
-        An array of the dtype of `new`; -0.0 where nothing changes, since adding +0.0 would turn -0.0 into +0.0.
+        An array; -0.0 where nothing changes, since adding +0.0 would turn -0.0 into +0.0.
 
     Example:
         >>> p, new = jnp.bfloat16(256), jnp.float32(2.0**-10)
@@ -58,7 +61,8 @@ def landing_update(parameter: jax.Array, new: jax.Array, author: str) -> jax.Arr
     # Change the sign on the bits: a compiler may turn `-(p - new)` into `new - p`, whose zero is +0.0.
     sign = unsigned.type(1 << (8 * new.dtype.itemsize - 1))
     update = (difference.view(unsigned) ^ sign).view(new.dtype)
-    return checkpoint_name(straight_through(update, new - wide), MARK + author)
+    update = straight_through(update, new - wide)
+    return checkpoint_name(update if dtype is None else update.astype(dtype), MARK + author)
 
 
 def applied_value(parameter: jax.Array, update: jax.Array) -> jax.Array:

@@ -44,6 +44,7 @@ def master_weights(
     *,
     dtype: DTypeLike = jnp.float32,
     key: jax.Array | None = None,
+    narrow_updates: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Train float32 master weights with any rule, and emit the updates that keep the model's copy in step.
 
@@ -67,6 +68,10 @@ def master_weights(
         key: a PRNG key, for `"split24"`: masters are rounded up or down at random, so that no update is lost in the
             mean. (Equal masters of a step are rounded alike.) The state keeps the key, and every update changes it.
             None: masters are rounded to nearest.
+        narrow_updates: whether updates have the dtypes of the parameters, for libraries that add them without a cast
+            (`equinox.apply_updates` turns bfloat16 parameters into float32 ones otherwise). It needs full masters. A
+            parameter that shrinks below half or grows beyond twice its size in a step can then miss its master by a
+            last place; the next step repairs it. The masters stay exact.
 
     Returns:
         A transformation with state `MasterWeightsState`. If a finite master is beyond the range of its parameter, the
@@ -92,13 +97,19 @@ def master_weights(
         raise ValueError(f"`master_weights`: split masters are float32, but got `dtype` {dtype}.")
     if key is not None and storage != "split24":
         raise ValueError(f"`master_weights`: a `key` was given, but under {storage!r} nothing is rounded at random.")
+    if narrow_updates and storage != "full":
+        raise ValueError(f"`master_weights`: `narrow_updates` needs full masters, but `storage` is {storage!r}.")
     inner = run_in_float32(inner, dtype, "master_weights")
     key = None if key is None else _errors.one_key(key, "master_weights")
 
     def storage_for(p) -> KeptWeight | None:  # None: the parameter is its own master
         if not _trees.is_narrower(p, dtype):
             return None
-        return _LOW_BITS[storage] if storage in _LOW_BITS and p.dtype == jnp.bfloat16 else WholeMaster(dtype)
+        return (
+            _LOW_BITS[storage]
+            if storage in _LOW_BITS and p.dtype == jnp.bfloat16
+            else WholeMaster(dtype, narrow_updates)
+        )
 
     def init_fn(params):
         _require_single_rounding(params, dtype)

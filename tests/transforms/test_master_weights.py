@@ -2,6 +2,7 @@
 
 import re
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -233,3 +234,27 @@ def test_zeros_and_infinities_are_those_of_float32(name, storage):
     after = optax.apply_updates(params, updates)
     assert_same_bits(after, jnp.asarray(expected, jnp.bfloat16))
     assert_same_bits(mpx.master_params(after, state), jnp.asarray(expected, jnp.float32))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_narrow_updates_suit_a_library_that_adds_without_a_cast_and_leave_masters_exact(dtype):
+    """SGD with a power of two as its rate: equal bits in every program."""
+    rng = np.random.default_rng(0)
+    start = jnp.asarray(rng.normal(size=4000), dtype)
+    grads = [jnp.asarray(rng.normal(size=4000), jnp.float32) for _ in range(5)]
+    narrow, wide = (mpx.master_weights(optax.sgd(0.25), narrow_updates=on) for on in (True, False))
+    mpx.check_chain(narrow)
+    p, q, s, t = start, start, narrow.init(start), wide.init(start)
+    missed = 0
+    for g in grads:
+        u, s = narrow.update(g, s, p)
+        assert u.dtype == dtype
+        p = eqx.apply_updates(p, u)
+        u, t = wide.update(g, t, q)
+        q = optax.apply_updates(q, u)
+        assert_same_bits(s.master, t.master)
+        off = np.abs(np.asarray(p, np.float64) - np.asarray(q, np.float64))
+        assert (off <= 2.0 ** -(8 if dtype == jnp.bfloat16 else 11) * np.abs(np.asarray(u, np.float64))).all()
+        missed += (off > 0).sum()
+    assert 0 < missed < 0.2 * 5 * 4000  # these weights change by a quarter of themselves
+    assert eqx.apply_updates(start, wide.update(grads[0], wide.init(start), start)[0]).dtype == jnp.float32
