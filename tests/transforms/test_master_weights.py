@@ -254,7 +254,8 @@ def test_narrow_updates_suit_a_library_that_adds_without_a_cast_and_leave_master
         q = optax.apply_updates(q, u)
         assert_same_bits(s.master, t.master)
         off = np.abs(np.asarray(p, np.float64) - np.asarray(q, np.float64))
-        assert (off <= 2.0 ** -(8 if dtype == jnp.bfloat16 else 11) * np.abs(np.asarray(u, np.float64))).all()
+        last_place = 2.0 ** -(7 if dtype == jnp.bfloat16 else 10)
+        assert (off <= last_place * np.maximum(abs(np.asarray(q, np.float64)), abs(np.asarray(u, np.float64)))).all()
         missed += (off > 0).sum()
     assert 0 < missed < 0.2 * 5 * 4000  # these weights change by a quarter of themselves
     assert eqx.apply_updates(start, wide.update(grads[0], wide.init(start), start)[0]).dtype == jnp.float32

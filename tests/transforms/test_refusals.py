@@ -57,6 +57,10 @@ VALUES = [
         "split masters are float32, but got `dtype` float64",
     ),
     (
+        lambda: mpx.master_weights(SGD, storage="split", narrow_updates=True),
+        "`narrow_updates` needs full masters, but `storage` is 'split'",
+    ),
+    (
         lambda: mpx.master_weights(SGD, storage="split", key=jax.random.key(0)),
         "a `key` was given, but under 'split' nothing is rounded at random",
     ),
