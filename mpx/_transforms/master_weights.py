@@ -105,11 +105,9 @@ def master_weights(
     def storage_for(p) -> KeptWeight | None:  # None: the parameter is its own master
         if not _trees.is_narrower(p, dtype):
             return None
-        return (
-            _LOW_BITS[storage]
-            if storage in _LOW_BITS and p.dtype == jnp.bfloat16
-            else WholeMaster(dtype, narrow_updates)
-        )
+        if storage in _LOW_BITS and p.dtype == jnp.bfloat16:
+            return _LOW_BITS[storage]
+        return WholeMaster(dtype, narrow_updates)
 
     def init_fn(params):
         _require_single_rounding(params, dtype)
