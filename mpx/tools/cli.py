@@ -165,7 +165,7 @@ def plan_parts(comparison: PlanComparison) -> Iterator[Any]:
         name = "bf16-split" if "bf16-split" in fit else fit[0]
         key = ", key=jax.random.key(0)" if RECIPES[name].rounds_at_random else ""
         yield f'{name}: {RECIPES[name].purpose}.\n\ntx = mpx.mixed_precision(optimizer, "{name}"{key})'
-        yield "A training step with them: docs/getting_started.md; on several devices: docs/concepts/many_devices.md."
+        yield "A training step with them: docs/index.md; on several devices: docs/concepts/many_devices.md."
 
 
 def write(result: Result, as_json: bool, parts: Iterable[Any] = ()) -> None:

@@ -216,7 +216,7 @@ def test_a_memory_asks_what_fits_and_for_the_largest_model_of_each_recipe(monkey
     assert "fits into 75% of the memory" in text
     assert "bf16-split-8bit: fit a larger model." in text  # the first that fits; its lines follow
     assert 'tx = mpx.mixed_precision(optimizer, "bf16-split-8bit")' in text
-    assert "docs/getting_started.md" in text
+    assert "docs/index.md" in text
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
     assert json_of("plan", "7B", "--memory", "80GB")["fits"]["bf16-kahan"]
     assert "fits into 90% of the memory" in text_of("plan", "7B", "--memory", "80GB")
