@@ -6,8 +6,6 @@ import pkgutil
 import re
 import subprocess
 
-import jax
-import jax.numpy as jnp
 import pytest
 import yaml
 
