@@ -57,6 +57,9 @@ def fused_update(tx: optax.GradientTransformation, *, interpret: bool = False) -
         / b` as `m / (a * b)`, or the order in which a norm is added up. Call it inside `jax.jit`. It is not
         differentiable.
 
+    Raises:
+        TypeError: if the step is differentiated.
+
     Example:
         >>> moments = {"mu": Blockwise8bit(), "nu": Blockwise8bit()}
         >>> tx = mixed_precision(low_precision_state(optax.adamw(1e-3), moments), "params=bf16,compute=bf16")

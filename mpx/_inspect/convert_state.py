@@ -65,6 +65,11 @@ def convert_state(
     Returns:
         The new parameters and their state, as `policy.cast_to_param(params)` and `new_tx.init` of these make them.
 
+    Raises:
+        TypeError: inside of `jax.jit`.
+        ValueError: if `opt_state` is not a state of `tx` for these parameters; if the rules differ; if what the new
+            state keeps of a weight matches no parameter (`optax.flatten`); whatever `new_tx.init` raises.
+
     Example:
         >>> tx = optax.adam(1e-3)
         >>> params = {"w": jnp.full(2, 1.001)}

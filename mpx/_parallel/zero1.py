@@ -48,6 +48,10 @@ def zero1(
     Returns:
         A transformation with the state of `inner`.
 
+    Raises:
+        ValueError: if the mesh has no such axis or a spec uses it; at `init`, if a parameter is sharded otherwise than
+            `param_specs` says; inside `jax.shard_map`.
+
     Example:
         >>> mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
         >>> tx = zero1(master_weights(optax.adam(1e-3), storage="split"), mesh)

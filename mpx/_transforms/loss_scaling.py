@@ -81,6 +81,9 @@ def loss_scaling(
     Returns:
         A transformation with state `LossScalingState`. Its updates are float32 or wider.
 
+    Raises:
+        ValueError: if scale, factor or bounds are not powers of two, or the scale is not within the bounds.
+
     Example:
         >>> tx = loss_scaling(optax.sgd(1.0), DynamicLossScale(2.0**15))
         >>> state = tx.init({"w": jnp.ones(2)})

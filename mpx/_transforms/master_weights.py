@@ -77,6 +77,11 @@ def master_weights(
         A transformation with state `MasterWeightsState`. If a finite master is beyond the range of its parameter, the
         parameter becomes the largest finite number.
 
+    Raises:
+        ValueError: if `storage`, `dtype`, `key` and `narrow_updates` do not go together; at `init`, if a 16-bit leaf
+            would get a float64 master, or if something inside rounds for 16-bit parameters too; at `update`, without
+            parameters, or with parameters of another tree, shape or dtype than at `init`.
+
     Example:
         >>> params = {"w": jnp.ones(3, jnp.bfloat16)}
         >>> tx = master_weights(optax.sgd(1e-3), storage="split")
