@@ -56,8 +56,8 @@ class Autocast:
             values = evaluate(traced.arrays)
             if self.needs_a_scale and traced.plan.changes:
                 values = differentiation.needing_a_scale(values, _name(self.fun))
-        in_place.hand_back((args, kwargs), [c._replace(after=values[c.result]) for c in traced.changes])
-        result = traced.rebuild(values)
+        result, changes = traced.rebuild(values)
+        in_place.hand_back((args, kwargs), changes)
         return result if self.policy is None else self.policy.cast_to_output(result)
 
     def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Traced":
@@ -72,14 +72,12 @@ class Autocast:
             viewed = list(leaves)
             for i, array in zip(positions, arrays, strict=True):
                 viewed[i] = array.astype(jnp.float32) if _trees.is_narrower(array) else array
-            copied_args, copied_kwargs = in_place.copy_with((args, kwargs), viewed)
-            objects = in_place.objects_of((copied_args, copied_kwargs))
-            out, out_treedef = jax.tree.flatten(self.fun(*copied_args, **copied_kwargs))
-            results = [leaf for leaf in out if _trees.is_array(leaf)]
-            _require_leaves(self.fun, out)
-            changes = in_place.among_results(in_place.changes_of(objects), results)
-            result[:] = [out_treedef, [None if _trees.is_array(leaf) else leaf for leaf in out], changes]
-            return results
+            copy = in_place.copy_with(args, kwargs, viewed)
+            returned = self.fun(*copy.args, **copy.kwargs)
+            _require_leaves(self.fun, jax.tree.leaves(returned))
+            out, out_treedef = jax.tree.flatten((returned, copy.changes()))
+            result[:] = [out_treedef, [None if _trees.is_array(leaf) else leaf for leaf in out]]
+            return [leaf for leaf in out if _trees.is_array(leaf)]
 
         arrays = [leaves[i] for i in positions]
         arrays = [jnp.asarray(x) if isinstance(x, (np.ndarray, np.generic)) else x for x in arrays]
@@ -90,14 +88,12 @@ class Autocast:
             Tag(_represented(views[i]), self._override(names[flat[i][0]], leaves[i]), is_argument=True)
             for i in positions
         ]
-        treedef, static, changes = result
-        changes = in_place.real_changes(jaxpr.jaxpr, dict(zip(positions, jaxpr.jaxpr.invars, strict=True)), changes)
         plan = Planner(self.settings, HANDLERS).plan(jaxpr, tuple(tags))
         by_position = dict(zip(positions, plan.rounded_to, strict=True)) if not self.settings.has_wide_gradients else {}
         for i, view in enumerate(views):
             if view is not None:
                 view.rounded_to.append(by_position.get(i))
-        return Traced(plan, arrays, treedef, static, changes)
+        return Traced(plan, arrays, *result)
 
     @property
     def needs_a_scale(self) -> bool:
@@ -120,12 +116,11 @@ class Traced:
 
     plan: CastPlan
     arrays: list[Any]  # the arguments that are arrays
-    treedef: Any  # of the result
-    static: list[Any]  # the leaves of the result that are not arrays, and None in the place of arrays
-    changes: list[in_place.Change]  # what the function changes in its arguments
+    treedef: Any  # of the result, and of what the function changes in Flax NNX modules
+    static: list[Any]  # the leaves of these that are not arrays, and None in the place of arrays
 
-    def rebuild(self, arrays: list[Any]) -> Any:
-        """Return the function's result, from its arrays."""
+    def rebuild(self, arrays: list[Any]) -> tuple[Any, Any]:
+        """Return the function's result and its changes, from their arrays."""
         rest = iter(arrays)
         return jax.tree.unflatten(self.treedef, [next(rest) if leaf is None else leaf for leaf in self.static])
 
@@ -174,9 +169,10 @@ def autocast(
     Outer products (rotary angles), products that ask for a high precision, and the bodies of custom derivatives and
     kernels run as they are. `explain` shows what happens to a function.
 
-    Each call traces the function, so put `jax.jit` around it. What the function changes in an object among its
-    arguments, such as the batch statistics of a Flax NNX model, changes in that object. `autocast` composes with the
-    transformations of JAX, inside and outside. Of two autocasts the inner one wins.
+    Each call traces the function, so put `jax.jit` around it. What the function changes in variables of a Flax NNX
+    module among its arguments, such as batch statistics, changes in that module; other arguments stay as they were, as
+    under `jax.jit`. `autocast` composes with the transformations of JAX, inside and outside. Of two autocasts the inner
+    one wins.
 
     Args:
         fun: any function of pytrees. It gets arguments that are not arrays (flags, strings, functions) unchanged.
@@ -206,8 +202,7 @@ def autocast(
 
     Raises:
         TypeError: if `fun` is not a function; at the call, if a result is neither an array nor a pytree.
-        ValueError: if an option has another value; at the call, if `fun` changes the structure of an argument, for
-            example by a new variable of a Flax NNX model.
+        ValueError: if an option has another value.
 
     Example:
         >>> layer = lambda w, x: jax.nn.softmax(x @ w)
@@ -262,7 +257,6 @@ def full_precision(fun: F) -> F:
 
     Raises:
         TypeError: if `fun` is not a function.
-        ValueError: at the call, if 16-bit arguments were widened and `fun` changes the structure of one.
 
     Example:
         >>> logits = full_precision(lambda x, w: x @ w)
@@ -284,10 +278,9 @@ def full_precision(fun: F) -> F:
                 return fun(*args, **kwargs)
             narrow = lambda leaf: leaf.dtype.itemsize == 2
             leaves = _trees.cast_tree(jax.tree.leaves((args, kwargs)), jnp.float32, which=narrow)
-            wide = in_place.copy_with((args, kwargs), leaves)
-            objects = in_place.objects_of(wide)
-            result = fun(*wide[0], **wide[1])
-            in_place.hand_back((args, kwargs), in_place.changes_of(objects))
+            wide = in_place.copy_with(args, kwargs, leaves)
+            result = fun(*wide.args, **wide.kwargs)
+            in_place.hand_back((args, kwargs), wide.changes())
             is_f32 = lambda leaf: leaf.dtype == jnp.float32
             return _trees.cast_tree(result, dtypes.pop(), which=is_f32) if len(dtypes) == 1 else result
 
