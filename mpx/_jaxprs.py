@@ -89,7 +89,7 @@ def part_of(program: jex_core.Jaxpr, eqns: list[JaxprEqn], results: list[Any]) -
 
 
 @contextlib.contextmanager
-def at_the_place_of(eqn: JaxprEqn) -> Iterator[None]:
+def at_source_of(eqn: JaxprEqn) -> Iterator[None]:
     """Give operations bound inside the source line, the name stack and the context of an equation."""
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:

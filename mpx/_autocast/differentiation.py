@@ -88,7 +88,7 @@ def view_of(leaf: Any) -> Any:
 def needing_a_scale(values: list[Any], name: str) -> list[Any]:
     """Return the results of a float16 function, whose derivative asks for a loss scale, or warns if nobody has one."""
 
-    def checked(primals, tangents):
+    def with_warning(primals, tangents):
         current = _CURRENT.get()
         if current is not None:
             current.require_scale()
@@ -104,7 +104,7 @@ def needing_a_scale(values: list[Any], name: str) -> list[Any]:
         return primals[0], tangents[0]
 
     identity = jax.custom_jvp(lambda values: values)
-    identity.defjvp(checked)
+    identity.defjvp(with_warning)
     numbers, put = _trees.taken_out(values, lambda x: jnp.issubdtype(x.dtype, jnp.inexact))
     return put(identity(numbers))
 

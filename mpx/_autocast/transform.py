@@ -17,8 +17,8 @@ from jax.extend.core import JaxprEqn
 from jax.typing import DTypeLike
 
 from mpx import _trees
-from mpx._autocast import compute as computes
 from mpx._autocast import contraction, differentiation, in_place, interpreter, recompute
+from mpx._autocast import precision as precisions
 from mpx._autocast.control_flow import HANDLERS
 from mpx._autocast.plan import MARK, CastPlan, Planner, Settings, Step, Tag, walk
 from mpx._autocast.rules import DEFAULT_RULES, Rule, can_narrow, known_names
@@ -99,15 +99,15 @@ class Autocast:
     def needs_a_scale(self) -> bool:
         """Return whether the function computes in float16, or may by an override, without a word that it is meant."""
         overrides = self.policy.overrides if self.policy else ()
-        dtypes = [self.settings.compute.dtype, *(np.dtype(override) for _, override in overrides)]
+        dtypes = [self.settings.precision.dtype, *(np.dtype(override) for _, override in overrides)]
         return self.loss_scale is None and np.dtype(np.float16) in dtypes
 
-    def _override(self, name: str, leaf: Any) -> computes.ContractionPrecision | None:
+    def _override(self, name: str, leaf: Any) -> precisions.ContractionPrecision | None:
         """Return the precision of contractions with a leaf, if an override of the policy names it."""
         if self.policy is None or not _trees.is_floating(leaf):
             return None
         dtype = self.policy.override_at("/".join(name.split("/")[2:]))  # without the name of the argument
-        return None if dtype is None else computes.compute_of_dtype(dtype)
+        return None if dtype is None else precisions.precision_of_dtype(dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,11 +232,11 @@ def make_autocast(
         raise TypeError(f"`autocast` needs a function, but got {type(fun).__name__}.")
     if isinstance(policy_or_dtype, str) and "=" in policy_or_dtype:
         policy_or_dtype = get_policy(policy_or_dtype)
-    compute = computes.get_compute(policy_or_dtype)
+    precision = precisions.get_precision(policy_or_dtype)
     policy = policy_or_dtype if isinstance(policy_or_dtype, Policy) else None
     if reduce_dtype is None and policy is not None:
         reduce_dtype = policy.reduce_dtype
-    settings = Settings(compute, _checked_rules(rules), _checked_reduce_dtype(reduce_dtype, compute))
+    settings = Settings(precision, _checked_rules(rules), _checked_reduce_dtype(reduce_dtype, precision))
     if not (loss_scale is None or isinstance(loss_scale, NoOpLossScale)):
         raise TypeError(f"`autocast`: `loss_scale` must be None or `NoOpLossScale()`, but got {loss_scale!r}.")
     return Autocast(fun, settings, policy, _checkpoint_policy(checkpoint), loss_scale)
@@ -289,22 +289,22 @@ def full_precision(fun: F) -> F:
 
 def _warn_if_nothing_is_narrowed(record: Autocast, plan: CastPlan) -> None:
     """Warn if products stay wider than asked for, all of them, for a reason that their author may not know."""
-    reason = _why_nothing_is_narrowed(record.settings.compute, plan)
+    reason = _why_nothing_is_narrowed(record.settings.precision, plan)
     if reason is not None:
-        name = record.settings.compute.name
+        name = record.settings.precision.name
         text = f"`autocast`: no matrix product of `{_name(record.fun)}` runs in {name}: {reason}"
         warnings.warn(f"{text} `mpx.explain` shows each product.", UserWarning, stacklevel=4)
 
 
-def _why_nothing_is_narrowed(compute: computes.ContractionPrecision, plan: CastPlan) -> str | None:
+def _why_nothing_is_narrowed(precision: precisions.ContractionPrecision, plan: CastPlan) -> str | None:
     placed = [(step, outer) for step, _, outer in walk(plan.steps) if facts_of(step.eqn).contraction]
-    if compute.fp8 is not None and any(map(_is_in_8_bits, [step for step, _ in placed])):
+    if precision.fp8 is not None and any(map(_is_in_8_bits, [step for step, _ in placed])):
         return None
     missed = [step.reason for step, _ in placed if step.action == "narrow" and step.reason]
-    if compute.fp8 is not None and missed:
+    if precision.fp8 is not None and missed:
         return f"the reason for the first of {len(missed)} is: {missed[0]}."
     # Kept products of 16 bits were narrowed by their author, or by an autocast inside.
-    if not compute.is_narrow or any(step.action == "narrow" or _bits(step) < 32 for step, _ in placed):
+    if not precision.is_narrow or any(step.action == "narrow" or _bits(step) < 32 for step, _ in placed):
         return None
     custom = [eqn for _, outer in placed for eqn in outer if facts_of(eqn).runs == "custom"]
     if custom:
@@ -324,7 +324,7 @@ def _bits(step: Step) -> int:
 
 def _is_in_8_bits(step: Step) -> bool:
     """Return whether a product runs in 8-bit floats, here or by an autocast inside."""
-    return _bits(step) == 8 or bool(step.compute and step.compute.fp8)
+    return _bits(step) == 8 or bool(step.precision and step.precision.fp8)
 
 
 def _represented(view: differentiation.View | None) -> np.dtype | None:
@@ -377,11 +377,13 @@ def _possible_rules(name: str, *, is_own: bool) -> tuple[Rule, ...]:
     return ("narrow", "follow", "keep") if is_arithmetic else ("follow", "keep")
 
 
-def _checked_reduce_dtype(reduce_dtype: DTypeLike | None, compute: computes.ContractionPrecision) -> np.dtype | None:
+def _checked_reduce_dtype(
+    reduce_dtype: DTypeLike | None, precision: precisions.ContractionPrecision
+) -> np.dtype | None:
     dtype = None if reduce_dtype is None else dtype_or_none(reduce_dtype)
-    if reduce_dtype is not None and dtype not in (np.float32, compute.dtype):
+    if reduce_dtype is not None and dtype not in (np.float32, precision.dtype):
         raise ValueError(
-            f"`autocast`: `reduce_dtype` must be float32, the compute dtype ({compute.dtype}) or None, but got "
+            f"`autocast`: `reduce_dtype` must be float32, the compute dtype ({precision.dtype}) or None, but got "
             f"{reduce_dtype!r}."
         )
     return dtype

@@ -13,7 +13,7 @@ from mpx._fused.kernels import in_a_kernel
 from mpx._fused.partition import Part, Partition, Var, signature
 from mpx._fused.tile import columns, run_part
 from mpx._fused.totals import find_totals, run_totals
-from mpx._jaxprs import at_the_place_of, is_literal, run_equations
+from mpx._jaxprs import at_source_of, is_literal, run_equations
 from mpx._shardings import are_several_in_sight
 
 
@@ -96,7 +96,7 @@ def _run_part(
     if key not in compiled:
         compiled[key] = jax.jit(functools.partial(in_a_kernel, part, pairs, interpret))
     compute = functools.partial(_on_rows, part, compiled[key])
-    with at_the_place_of(part.equations[0]):  # `zero1` makes axes of a mesh automatic
+    with at_source_of(part.equations[0]):  # `zero1` makes axes of a mesh automatic
         operands = [values[v] for v in part.arrays] + [values[v].reshape(()) for v in part.scalars]
         if jax.sharding.get_abstract_mesh().manual_axes:  # arrays are what a device has
             results = compute([v.aval.shape for v in part.outputs], *operands)

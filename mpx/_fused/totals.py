@@ -9,7 +9,7 @@ from jax import lax
 from jax.extend import core as jex_core
 
 from mpx._fused.partition import Var
-from mpx._jaxprs import at_the_place_of, count_uses, is_literal
+from mpx._jaxprs import at_source_of, count_uses, is_literal
 
 _TOGETHER = 32  # sums in one operation: the arguments of a kernel have 4,096 bytes, and a thread has 255 registers
 
@@ -39,7 +39,7 @@ def run_totals(totals: Sequence[Any], values: dict[Var, Any]) -> dict[Var, Any]:
     results = {}
     for shape, group in alike.items():
         for some in (group[i : i + _TOGETHER] for i in range(0, len(group), _TOGETHER)):
-            with at_the_place_of(some[0]):
+            with at_source_of(some[0]):
                 arrays = [values[eqn.invars[0]] for eqn in some]
                 sums = lax.reduce(arrays, [np.float32(0)] * len(some), _add, range(len(shape)))
             results |= zip([eqn.outvars[0] for eqn in some], sums, strict=True)
