@@ -81,6 +81,7 @@ def _run_shard_map(step: Step, operands: list[Any], run: Run, settings: Settings
 
 def _plan_cond(eqn: JaxprEqn, tags: tuple[Tag, ...], planner: Planner) -> tuple[Any, Any]:
     plans = tuple(planner.plan(branch, tags[1:]) for branch in eqn.params["branches"])
+    # Nobody knows which branch runs: of a result holds what holds in all of them.
     return plans, tuple(_common(*column) for column in zip(*[plan.out_tags for plan in plans], strict=True))
 
 
@@ -127,6 +128,7 @@ def _run_scan(step: Step, operands: list[Any], run: Run, settings: Settings) -> 
     y_dtypes = [travels_in(tag, None, settings) for tag in plan.out_tags[len(carry) :]]
 
     handed_on = _handed_on(plan, settings)
+    # Slices alone travel in 16 bits: JAX adds up the cotangents of what the body closes over or carries, in its dtype.
     x_inputs = _scan_parts(step.eqn, open_jaxpr(plan.jaxpr).invars)[2]
     widened_from = [None if handed_on.get(v) == dtype else dtype for v, dtype in zip(x_inputs, x_dtypes, strict=True)]
     stay_carried = [v in handed_on for v in x_inputs]
@@ -136,6 +138,7 @@ def _run_scan(step: Step, operands: list[Any], run: Run, settings: Settings) -> 
         results = run(plan, [*consts, *carry, *widened(xs, widened_from)])
         return results[: len(carry)], narrowed(results[len(carry) :], y_dtypes)
 
+    # `prevent_cse=False`, as JAX advises inside of a scan: there is nothing that XLA could merge with the first pass.
     if _leaves_open_what_is_kept(plan.jaxpr):
         body = jax.checkpoint(body, policy=_is_kept, prevent_cse=False)
     options = {key: params[key] for key in ("reverse", "unroll", "_split_transpose") if key in params}
@@ -147,8 +150,8 @@ def _run_scan(step: Step, operands: list[Any], run: Run, settings: Settings) -> 
 def _handed_on(plan: CastPlan, settings: Settings) -> dict[Any, np.dtype | None]:
     """Return the values whose only use is a checkpoint that takes them in 16 bits, with the dtype.
 
-    A slice in that dtype goes to the checkpoint unchanged. Widened and narrowed again it would be a new value to JAX,
-    which the checkpoint would keep beside the array it is a slice of.
+    The body of a scan hands a slice of that dtype to the checkpoint unchanged. If it were widened and narrowed again,
+    JAX would see a new value, and the checkpoint would keep it beside the array that the slice comes from.
     """
     uses = count_uses(open_jaxpr(plan.jaxpr))
     found = {}
@@ -223,6 +226,8 @@ def _loop_plan(
 ) -> tuple[CastPlan, list[Tag]]:
     """Return the plan of a loop's body, with tags of the carry that hold before and after each iteration."""
     consts = [tag._replace(is_product=False) for tag in consts]  # their cotangents are added up before they are rounded
+    # A carry is what it was before the loop, and also what an iteration leaves. If these differ, the body is planned
+    # again with what holds for both. That is less each time, so this ends.
     while True:
         plan = planner.plan(jaxpr, (*consts, *carry, *xs))
         after = [_common(*pair) for pair in zip(carry, plan.out_tags[: len(carry)], strict=True)]
@@ -249,6 +254,7 @@ def _common(*tags: Tag) -> Tag:
         first.precision if len({tag.precision for tag in tags}) == 1 else None,
         is_argument=any(tag.is_argument for tag in tags),
         is_copied=any(tag.is_copied for tag in tags),
+        # `is_product` stays false: the contraction of one branch does not round the cotangent of the other's.
     )
 
 

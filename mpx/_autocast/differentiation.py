@@ -44,7 +44,7 @@ _CURRENT: contextvars.ContextVar[Differentiation | None] = contextvars.ContextVa
 
 @contextlib.contextmanager
 def differentiating(require_scale: Callable[[], None], views: Sequence[View]) -> Iterator[None]:
-    """Let the autocast functions that run inside take these views; warn if one got a parameter in disguise."""
+    """Let the autocast functions that run inside take these views; warn if one got a parameter without its view."""
     outer = _CURRENT.get()
     inherited = {} if outer is None else outer.views
     current = Differentiation(require_scale, inherited | {id(view.narrow): view for view in views})
@@ -86,7 +86,7 @@ def view_of(leaf: Any) -> Any:
 
 
 def needing_a_scale(values: list[Any], name: str) -> list[Any]:
-    """Return the results of a float16 function, whose derivative asks for a loss scale, or warns if nobody has one."""
+    """Return the results of a float16 function unchanged; to differentiate them needs a loss scale, or warns."""
 
     def with_warning(primals, tangents):
         current = _CURRENT.get()

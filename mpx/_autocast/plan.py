@@ -22,7 +22,9 @@ from mpx._jaxprs import called_jaxpr, count_uses, dtype_of, is_literal, open_jax
 from mpx._primitives import facts_of, is_call
 from mpx._shardings import are_several_in_sight
 
-MARK = "mpx:autocast"  # in the name stack of operations that an autocast or `full_precision` inside has decided about
+# In the name stack of operations that an autocast or `full_precision` inside has decided about. A string, because JAX
+# keeps nothing else of ours on an equation through `jit`, `grad`, `vmap` and loops.
+MARK = "mpx:autocast"
 
 
 class Tag(NamedTuple):
@@ -82,8 +84,8 @@ class CastPlan:
     steps: tuple[Step, ...]
     in_tags: tuple[Tag, ...]
     out_tags: tuple[Tag, ...]
-    # For each input the 16-bit dtype that its cotangent is rounded to anyway, because its only use is a narrowed
-    # contraction; None for other inputs.
+    # For each input the dtype that its only consumer, a narrowed contraction, rounds its cotangent to; None for other
+    # inputs.
     rounded_to: tuple[np.dtype | None, ...]
     # For each input the 16-bit dtype that all its uses round it to; None if they differ, or use it in float32.
     used_in: tuple[np.dtype | None, ...]
@@ -137,7 +139,7 @@ class Planner:
 
     def plan(self, jaxpr: Any, in_tags: tuple[Tag, ...]) -> CastPlan:
         """Return the plan of an open or closed jaxpr whose inputs have these tags."""
-        key = id(jaxpr), in_tags
+        key = id(jaxpr), in_tags  # a plan holds its jaxpr, so that no other one gets this id
         if key not in self._plans:
             self._plans[key] = self._make_plan(jaxpr, in_tags, {})
         return self._plans[key]
@@ -158,6 +160,8 @@ class Planner:
             return steps[-1].out_tags
 
         out_tags = used_once(program.outvars, propagate(jaxpr, in_tags, decide, lambda v: UNKNOWN))
+        # Only now is it known where a sum goes. If into no function, XLA adds up the bias's gradient in the kernel that
+        # computes the cotangent, and the barrier of `with_rounded_cotangent` would cost one more.
         if any(step.action == "round_cotangent" for step in steps):
             activated = _going_into_functions(program)
             steps = [
@@ -168,7 +172,10 @@ class Planner:
             ]
         used = _used_in(program, steps)
         new = _narrow_transfers(steps, used)
-        if new:  # once more, with their tags
+        # What is used of a value is known from the end of the program, its tag from the start. A value that will be
+        # narrowed before its transfer is representable after it, which may change decisions behind it: so once more.
+        # This ends, since each time there are more such transfers.
+        if new:
             return self._make_plan(jaxpr, in_tags, {**transfers, **new})
         used_in = tuple(used.get(v) for v in program.invars)
         return CastPlan(jaxpr, tuple(steps), in_tags, out_tags, self._rounded_to(program, steps, uses), used_in)
@@ -193,6 +200,7 @@ class Planner:
             return self._entered(eqn, tags)
         if rule == "narrow":
             return self._narrowed(eqn, tags)
+        # The user's table turns off a default rule. Without a default there is nothing to tell.
         if DEFAULT_RULES.get(name, "keep") not in ("keep", rule):
             return _kept(eqn, tags, f"the rule for {name} is {rule}")
         if name == "add" and _adds_a_bias(eqn, tags):
@@ -206,6 +214,7 @@ class Planner:
             for v, tag in zip(eqn.invars, tags, strict=True)
         )
         plans, out_tags = self._handlers[eqn.primitive.name].plan(eqn, tags, self)
+        # Where nothing changes inside, there is nothing to rebuild: the operation runs as traced.
         action = "enter" if any(plan.changes for plan in plans) else "keep"
         return Step(eqn, action, None, tags, out_tags, plans)
 
@@ -259,6 +268,7 @@ class Planner:
             constants.append(eqn.params["fill_value"])
         if eqn.primitive.name == "convert_element_type" and dtype_of(eqn.invars[0]) == np.bool_:
             constants = [0.0, 1.0]
+        # Constants alone, as in `jnp.where(mask, 0.0, 1.0)`, take the dtype that contractions want.
         if not dtypes and constants and self.settings.precision.is_narrow:
             dtypes = {self.settings.precision.dtype}
         dtype = dtypes.pop() if len(dtypes) == 1 and _is_f32(result) else None
@@ -280,7 +290,7 @@ class Planner:
             dtype = step.precision.dtype
             if facts.contraction:
                 return [dtype] * len(eqn.invars)
-            # The cotangents of a bias are rounded before they are added up, not after.
+            # An elementwise operation in 16 bits rounds the cotangents of a bias before they are added up, not after.
             return [None if _is_smaller(v, eqn.outvars[0]) else dtype for v in eqn.invars]
         of_handler = self._handlers[eqn.primitive.name].rounded_to if step.action == "enter" else None
         if of_handler is not None:
@@ -302,7 +312,7 @@ def travels_in(tag: Tag, rounded_to: np.dtype | None, settings: Settings) -> np.
 
 
 def _used_in(program: jex_core.Jaxpr, steps: Sequence[Step]) -> dict[Any, np.dtype | None]:
-    """Return the 16-bit dtype that all uses of a value round it to, perhaps moved; None if there is no such."""
+    """Return, for each value, the 16-bit dtype that all its uses round it to, or None. Moving a value is no use."""
     used: dict[Any, np.dtype | None] = dict.fromkeys(filter(lambda v: not is_literal(v), program.outvars))
     for step in reversed(steps):
         for v, dtype in zip(step.eqn.invars, _operands_used_in(step, used), strict=True):
