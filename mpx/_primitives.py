@@ -14,7 +14,7 @@ class Facts(NamedTuple):
     elementwise: bool = False  # an element of a result depends only on the operands' elements at the same place
     cheap: bool = False  # costs less to compute again than to keep in float32; comparisons are kept, in a byte
     transcendental: bool = False  # a function such as tanh, which XLA keeps in float32 for the derivative
-    linear: bool = False  # is linear in each operand, besides what `moves` says
+    linear: bool = False  # is linear in each operand; what `moves` elements is too, and need not say so
     # Results consist of elements of the operands: the operands themselves ("same"), elements that indices choose
     # ("moved"), elements that values or the order of writing choose ("chosen"), elements of other devices ("received").
     moves: Literal["", "same", "moved", "chosen", "received"] = ""

@@ -27,7 +27,7 @@ class Copy:
     def changes(self, are_wanted: Any = True) -> Any:
         """Return the state of what modules have now and did not have before.
 
-        If `are_wanted`, a scalar, is false, their arrays are those of before. A new variable stays.
+        If `are_wanted`, a scalar, is false, arrays are as before. A new variable, or an array of a new shape, stays.
         """
         now = _state_of((self.args, self.kwargs))
         new = [(path, leaf) for path, leaf in now if _array_of(leaf) is not self.arrays.get(path)]

@@ -113,7 +113,7 @@ def _extent(v: Any) -> tuple[int, int]:
 
 
 def run(step: Step, operands: list[Any], run_plan: Run, settings: Settings) -> list[Any]:
-    """Run an activation in a checkpoint, which it enters and leaves in 16 bits, as the products round it anyway."""
+    """Run an activation in a checkpoint. It enters and leaves in 16 bits, to which the products round it."""
     (plan,), precision = step.plans, step.precision
     assert precision is not None, "the product, or the constraint before it, has a precision"
     dtypes = [travels_in(tag, None, settings) for tag in plan.in_tags]
