@@ -1,10 +1,9 @@
 """Losses and gradients under a loss scale."""
 
 import collections
-import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -17,13 +16,12 @@ from mpx import _errors, _trees
 from mpx._autocast import in_place
 from mpx._autocast.differentiation import View, differentiating, view_of
 from mpx._autocast.transform import autocast_of
-from mpx._finite import all_finite, select_tree
+from mpx._finite import all_finite
 from mpx._loss_scale import LossScale, NoOpLossScale, require_powers_of_two
 
 # A cotangent above 65504 has no float16 value: a float16 loss is differentiated with at most this seed.
 _LARGEST_F16_SEED = np.float32(2.0**15)
 _LOSSLESS = "lossless"
-_TRANSFORM = "For a Flax NNX model: `mpx.value_and_grad(..., transform=nnx.value_and_grad)`, under `nnx.jit`."
 _TRANSFORMS = (
     "For a Flax NNX model pass `transform=nnx.value_and_grad`, for an Equinox model "
     "`transform=eqx.filter_value_and_grad`. Otherwise pass what is to be differentiated as one argument, and the rest "
@@ -51,8 +49,8 @@ def value_and_grad(
     `functools.partial` or a function of your own that hands it the parameters. Where it gets them through another
     transformation, such as `jax.checkpoint`, a warning says that gradients are rounded.
 
-    An autocast function may change a Flax NNX model (batch statistics, counters of dropout). If a loss scale is given,
-    these changes are taken back in a step with an infinite or NaN gradient, since `loss_scaling` skips that step.
+    The function may change a Flax NNX model (batch statistics, counters of dropout). If a loss scale is given, these
+    changes are taken back in a step with an infinite or NaN gradient, since `loss_scaling` skips that step.
 
     Args:
         fun: a function of arrays that returns a scalar loss, or `(loss, aux)` if `has_aux`.
@@ -74,7 +72,7 @@ def value_and_grad(
 
     Raises:
         ValueError: if the function computes in float16 without a loss scale (pass `NoOpLossScale()` to go without); at
-            the call, if an autocast function changes an argument and `jax.value_and_grad` would lose the change.
+            the call, if the function changes a Flax NNX model and `jax.value_and_grad` would lose the change.
 
     Example:
         >>> loss, grads = value_and_grad(lambda w: (w**2).sum(), StaticLossScale(2.0**10))(jnp.float16([1, 2]))
@@ -107,12 +105,11 @@ def value_and_grad(
         if transform is jax.value_and_grad:  # of no other function is it known what it differentiates
             _require_differentiable(args, argnums)
         positions = [] if grad_dtype is None else _positions(args, argnums)
-        dtypes = _dtypes_at(positions, args, kwargs)
+        dtypes = [x.dtype if is_parameter else None for x, is_parameter in _leaves_at(positions, args, kwargs)]
         call, views = _on_parameters(fun, dtypes, transform, loss_scale, _has_tracers((args, kwargs)))
         differentiated = transform(lambda *args, **kwargs: scaled_loss(call, *args, **kwargs), **options)
-        with _in_float32(args, positions, copied=record is not None) as viewed:
-            objects = [] if record is None else in_place.objects_of((viewed, kwargs))
-            (_, (loss, aux)), grads = differentiated(*viewed, **kwargs)
+        viewed = in_place.copy_with(args, kwargs, _in_float32(positions, args, kwargs))
+        (_, (loss, aux)), grads = differentiated(*viewed.args, **viewed.kwargs)
         rounded = [view.narrow for view in views if view is not None and not view.rounded_to]
         if any(_trees.is_floating(x) and x.dtype == np.float16 for x in [*rounded, *jax.tree.leaves(grads)]):
             _require_scale(loss_scale, "parameters are float16, and so are their gradients")
@@ -122,8 +119,9 @@ def value_and_grad(
         grads = _in_dtype(grads, dtype)
         if is_lossless and rest is None and record is not None:  # else a parameter may have uses that nobody sees
             grads = _narrowed_without_loss(grads, args, argnums, views)
-        changes = in_place.changes_of(objects)
-        in_place.hand_back((args, kwargs), _taken_back(changes, grads) if loss_scale.skips_bad_steps else changes)
+        # `loss_scaling` skips a step whose gradients are not finite: it keeps batch statistics too.
+        is_good = all_finite(grads) if loss_scale.skips_bad_steps else True
+        in_place.hand_back((args, kwargs), viewed.changes(are_wanted=is_good))
         return ((loss, aux) if has_aux else loss), grads
 
     return wrapped
@@ -167,12 +165,6 @@ def _require_scale(loss_scale: LossScale, reason: str) -> None:
             "word. Pass `mpx.get_loss_scale(opt_state)`, of an optimizer made by `mpx.mixed_precision` with a float16 "
             "policy, or by `mpx.loss_scaling`. If you want no loss scale, pass `mpx.NoOpLossScale()`."
         )
-
-
-def _taken_back(changes: list[in_place.Change], grads: Any) -> list[in_place.Change]:
-    """Return changes of nothing if a gradient is not finite: `loss_scaling`, which sees it, skips the step."""
-    finite = all_finite(grads) if changes else True
-    return [c._replace(after=select_tree(finite, c.after, c.before)) for c in changes]
 
 
 def _positions(args: tuple[Any, ...], argnums: Any) -> list[int]:
@@ -273,33 +265,19 @@ def _has_tracers(tree: Any) -> bool:
     return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree))
 
 
-def _dtypes_at(positions: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[np.dtype | None]:
-    """Return the dtype of each leaf of the arguments that is differentiated; None for other leaves."""
+def _leaves_at(positions: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Any, bool]]:
+    """Return each leaf of the arguments, and whether it is a parameter that is differentiated."""
     wanted = {position % len(args) for position in positions}
-    is_parameter = lambda i, leaf: i in wanted and _trees.is_floating(leaf)
-    leaves = [(i, leaf) for i, arg in enumerate((*args, kwargs)) for leaf in jax.tree.leaves(arg)]
-    return [leaf.dtype if is_parameter(i, leaf) else None for i, leaf in leaves]
+    leaves = [(i in wanted, leaf) for i, arg in enumerate((*args, kwargs)) for leaf in jax.tree.leaves(arg)]
+    return [(leaf, is_wanted and _trees.is_floating(leaf)) for is_wanted, leaf in leaves]
 
 
-@contextlib.contextmanager
-def _in_float32(args: tuple[Any, ...], positions: list[int], copied: bool) -> Iterator[tuple[Any, ...]]:
-    """Yield the arguments with those at some positions viewed in float32: as copies, or models that hold the views."""
-    viewed = list(args)
-    with contextlib.ExitStack() as stack:
-        for index in positions:
-            leaves = jax.tree.leaves(args[index])
-            wide = [view_of(leaf) for leaf in leaves]
-            wide = _trees.cast_tree(wide, jnp.float32, which=lambda leaf: leaf.dtype.itemsize == 2)
-            viewed[index] = in_place.copy_with(args[index], wide) if copied else _with_leaves(args[index], wide)
-            if viewed[index] is args[index]:
-                stack.enter_context(in_place.holding(args[index], leaves, wide))
-        yield tuple(viewed)
-
-
-def _with_leaves(tree: Any, leaves: list[Any]) -> Any:
-    """Return a copy of a tree with other leaves; the tree itself if it has these, or if its variables can hold them."""
-    is_same = all(x is y for x, y in zip(jax.tree.leaves(tree), leaves, strict=True))
-    return tree if is_same or in_place.has_variables(tree) else in_place.copy_with(tree, leaves)
+def _in_float32(positions: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the leaves of the arguments, with 16-bit parameters that are differentiated viewed in float32."""
+    leaves = _leaves_at(positions, args, kwargs)
+    parameters = [view_of(leaf) if is_parameter else None for leaf, is_parameter in leaves]
+    wide = _trees.cast_tree(parameters, jnp.float32, which=lambda leaf: leaf.dtype.itemsize == 2)
+    return [x if is_parameter else leaf for x, (leaf, is_parameter) in zip(wide, leaves, strict=True)]
 
 
 def _on_parameters(
@@ -325,14 +303,13 @@ def _on_parameters(
         pairs = list(zip(wide, dtypes, strict=True))
         narrow = [x if dtype is None or x.dtype == dtype else x.astype(dtype) for x, dtype in pairs]
         views[:] = [dtype and View(x, y) for dtype, x, y in zip(dtypes, narrow, wide, strict=True)]
-        rest = iter(narrow)
-        given = tuple([_with_leaves(arg, [next(rest) for _ in jax.tree.leaves(arg)]) for arg in args]), kwargs
-        with in_place.holding(given, wide, narrow):  # the function may change these models, and its caller looks
-            objects = in_place.objects_of(given) if is_autocast else []
-            with differentiating(require_scale, [view for view in views if view is not None]):
-                result = inner(*given[0], **given[1])
-            if transform is jax.value_and_grad:  # it hands no change of an argument back
-                in_place.require_unchanged(objects, result, _TRANSFORM)
+        given = in_place.copy_with(args, kwargs, narrow)
+        with differentiating(require_scale, [view for view in views if view is not None]):
+            result = inner(*given.args, **given.kwargs)
+        changes = given.changes()
+        if transform is jax.value_and_grad:  # it hands no change of an argument back
+            in_place.require_unchanged((args, kwargs), changes, result)
+        in_place.hand_back((args, kwargs), changes)
         return result
 
     return call, views

@@ -1,7 +1,6 @@
 """Jaxprs as data: what an equation holds, how to run equations, and one way to follow values through a program.
 
-`check_chain`, the plan of `autocast` and its check of arguments that change in place follow different kinds of
-values. Each gives `propagate` a rule of its own.
+`check_chain` and the plan of `autocast` follow different kinds of values. Each gives `propagate` a rule of its own.
 """
 
 import contextlib

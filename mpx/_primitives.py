@@ -14,12 +14,12 @@ class Facts(NamedTuple):
     elementwise: bool = False  # an element of a result depends only on the operands' elements at the same place
     cheap: bool = False  # costs less to compute again than to keep in float32; comparisons are kept, in a byte
     transcendental: bool = False  # a function such as tanh, which XLA keeps in float32 for the derivative
-    linear: bool = False  # is linear in each operand, besides what `moves` says
+    linear: bool = False  # is linear in each operand; what `moves` elements is too, and need not say so
     # Results consist of elements of the operands: the operands themselves ("same"), elements that indices choose
-    # ("moved"), elements that values or the order of writing choose ("chosen"), elements of other devices ("sent").
-    moves: Literal["", "same", "moved", "chosen", "sent"] = ""
+    # ("moved"), elements that values or the order of writing choose ("chosen"), elements of other devices ("received").
+    moves: Literal["", "same", "moved", "chosen", "received"] = ""
     # How often the one result has each element of the one operand. For "many", cotangents have yet to be added up.
-    copies: Literal["", "once", "many"] = ""
+    fan_out: Literal["", "one", "many"] = ""
     communicates: bool = False  # needs other devices, or may
     positional: bool = False  # depends on where an element is in the array, or on which device this is
     triton: Literal["any", "32 bits", "none"] = "any"  # the floating-point numbers that Pallas' Triton has it for
@@ -34,25 +34,25 @@ _KEPT = Facts(elementwise=True)
 _FREE = Facts(elementwise=True, cheap=True)
 _CURVE = _FREE._replace(transcendental=True)
 _VIEW = Facts(cheap=True, moves="moved")
-_SENT = Facts(moves="sent", linear=True, communicates=True)
+_RECEIVED = Facts(moves="received", linear=True, communicates=True)
 _TOTAL = Facts(linear=True, communicates=True)
 _ROWS = {
     "conv_general_dilated dot_general ragged_dot_general": Facts(contraction=True),
     # The operands themselves.
-    "copy name": _FREE._replace(moves="same", copies="once"),
+    "copy name": _FREE._replace(moves="same", fan_out="one"),
     "optimization_barrier pvary stop_gradient": _FREE._replace(moves="same"),
     "value_with_derivative_of": _FREE._replace(triton="none"),  # of autocast: the first operand
     "layout_constraint": _FREE._replace(moves="same", triton="none"),
     "device_put": _KEPT._replace(moves="same", triton="none"),
-    "sharding_constraint": _FREE._replace(moves="same", copies="once", communicates=True),
+    "sharding_constraint": _FREE._replace(moves="same", fan_out="one", communicates=True),
     "reshard": _KEPT._replace(moves="same", communicates=True),
     # Elements at other places.
-    "rev transpose": _VIEW._replace(copies="once"),
-    "reshape squeeze": _VIEW._replace(copies="once", blocks="view"),
-    "broadcast_in_dim": _VIEW._replace(copies="many", blocks="view"),
-    "broadcast_to": _VIEW._replace(copies="many"),
+    "rev transpose": _VIEW._replace(fan_out="one"),
+    "reshape squeeze": _VIEW._replace(fan_out="one", blocks="view"),
+    "broadcast_in_dim": _VIEW._replace(fan_out="many", blocks="view"),
+    "broadcast_to": _VIEW._replace(fan_out="many"),
     "concatenate slice split": _VIEW,
-    "gather tile": Facts(moves="moved", copies="many"),
+    "gather tile": Facts(moves="moved", fan_out="many"),
     "dynamic_slice roll stack unstack": Facts(moves="moved"),
     # Elements that values choose.
     "clamp max min select_n": _FREE._replace(moves="chosen"),
@@ -61,7 +61,7 @@ _ROWS = {
     "reduce_and reduce_or": Facts(blocks="reduce"),
     "cummax cummin dynamic_update_slice reduce_window_max reduce_window_min scatter sort top_k": Facts(moves="chosen"),
     # Elements of other devices, and sums over them.
-    "all_gather all_gather_invariant all_gather_reduced all_to_all pbroadcast ppermute ragged_all_to_all": _SENT,
+    "all_gather all_gather_invariant all_gather_reduced all_to_all pbroadcast ppermute ragged_all_to_all": _RECEIVED,
     "pmax pmin": Facts(moves="chosen", communicates=True),
     "psum psum_invariant reduce_scatter": _TOTAL,
     "reduce_sum": Facts(linear=True, blocks="reduce"),

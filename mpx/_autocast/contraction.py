@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from mpx._autocast import fp8
 from mpx._autocast import wide_gradients as wide
-from mpx._autocast.compute import ContractionPrecision
+from mpx._autocast.precision import ContractionPrecision
 
 _PRECISE = (lax.Precision.HIGH, lax.Precision.HIGHEST)
 
@@ -60,22 +60,22 @@ def _products_of_convolution(eqn: JaxprEqn) -> int:
     return pairs * out[numbers.out_spec[0]] * out[numbers.out_spec[1]] * rhs[numbers.rhs_spec[1]]
 
 
-def why_kept(eqn: JaxprEqn, compute: ContractionPrecision) -> str | None:
+def why_kept(eqn: JaxprEqn, precision: ContractionPrecision) -> str | None:
     """Return why a contraction cannot be narrowed, or None."""
     operands = [_aval(v).dtype for v in eqn.invars[:2]]
     if np.float32 not in operands or not all(dtype == np.float32 or _is_half(dtype) for dtype in operands):
         return f"operands are {' and '.join(sorted({str(dtype) for dtype in operands}))}"
     result = _aval(eqn.outvars[0]).dtype
-    if result not in (np.float32, compute.dtype):  # the result would be rounded twice
+    if result not in (np.float32, precision.dtype):  # the result would be rounded twice
         return f"its result is to be {result}"
-    precision = asked_precision(eqn)
-    if precision is not None:
-        return f"precision {precision} is asked for"
+    asked = asked_precision(eqn)
+    if asked is not None:
+        return f"precision {asked} is asked for"
     size = contracted_size(eqn)
     if isinstance(size, int) and size <= 1:  # a symbolic size (`jax.export`) counts as large
         return "nothing is summed: an outer product"
-    if compute.algorithm is not None and eqn.primitive.name != "dot_general":
-        return f"there is no {compute.name} algorithm for it"
+    if precision.algorithm is not None and eqn.primitive.name != "dot_general":
+        return f"there is no {precision.name} algorithm for it"
     return None
 
 
@@ -91,7 +91,7 @@ def asked_precision(eqn: JaxprEqn) -> Any:
 def run(
     eqn: JaxprEqn,
     operands: list[Any],
-    compute: ContractionPrecision,
+    precision: ContractionPrecision,
     wide_gradients: tuple[bool, bool],
     in_memory: tuple[np.dtype, np.dtype],
 ) -> jax.Array:
@@ -100,22 +100,22 @@ def run(
     `wide_gradients` says which of the two operands get a float32 gradient. It is still computed from operands in the
     compute dtype. `in_memory` is for products of 8-bit floats.
     """
-    if compute.fp8 is not None:
-        return fp8.run(eqn, operands, compute.fp8, wide_gradients, in_memory)
-    if compute.algorithm is not None:
-        return eqn.primitive.bind(*operands, **(eqn.params | {"precision": compute.algorithm}))
+    if precision.fp8 is not None:
+        return fp8.run(eqn, operands, precision.fp8, wide_gradients, in_memory)
+    if precision.algorithm is not None:
+        return eqn.primitive.bind(*operands, **(eqn.params | {"precision": precision.algorithm}))
 
     if any(wide_gradients):
-        return wide.contract(eqn, operands, compute.dtype, wide_gradients)
+        return wide.contract(eqn, operands, precision.dtype, wide_gradients)
     # Each use rounds its own copy. A shared copy would add up the cotangents of its uses in 16 bits.
     lhs, rhs, *rest = operands
-    narrow = lax.convert_element_type(lhs, compute.dtype), lax.convert_element_type(rhs, compute.dtype)
-    return eqn.primitive.bind(*narrow, *rest, **(eqn.params | {"preferred_element_type": compute.dtype}))
+    narrow = lax.convert_element_type(lhs, precision.dtype), lax.convert_element_type(rhs, precision.dtype)
+    return eqn.primitive.bind(*narrow, *rest, **(eqn.params | {"preferred_element_type": precision.dtype}))
 
 
-def sent(eqn: JaxprEqn, x: jax.Array, dtype: np.dtype, wide_gradient: bool) -> jax.Array:
+def transferred(eqn: JaxprEqn, x: jax.Array, dtype: np.dtype, wide_gradient: bool) -> jax.Array:
     """Send a float32 value to other devices in 16 bits, and its cotangent back in float32 or in 16 bits too."""
-    send = lambda x: eqn.primitive.bind(x, **eqn.params)
+    transfer = lambda x: eqn.primitive.bind(x, **eqn.params)
 
     def in_16_bits(x):
         narrow = lax.convert_element_type(x, dtype)
@@ -123,12 +123,12 @@ def sent(eqn: JaxprEqn, x: jax.Array, dtype: np.dtype, wide_gradient: bool) -> j
         if isinstance(sharding, NamedSharding):  # of a constraint, which XLA would move in front of the cast
             free = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * x.ndim)
             narrow = lax.with_sharding_constraint(narrow, NamedSharding(sharding.mesh, free))
-        return lax.convert_element_type(send(narrow), x.dtype)
+        return lax.convert_element_type(transfer(narrow), x.dtype)
 
     if not wide_gradient:
         return in_16_bits(x)
     differentiable = jax.custom_jvp(in_16_bits)
-    differentiable.defjvp(lambda primals, tangents: (in_16_bits(*primals), send(*tangents)))
+    differentiable.defjvp(lambda primals, tangents: (in_16_bits(*primals), transfer(*tangents)))
     return differentiable(x)
 
 

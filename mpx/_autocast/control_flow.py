@@ -49,10 +49,10 @@ def _run_checkpoint(step: Step, operands: list[Any], run: Run, settings: Setting
     """Bind the primitive itself: `jax.checkpoint` cannot say that its program is already a backward pass."""
     plan = step.plans[0]
     dtypes = _travel_in(plan.in_tags, plan.rounded_to, settings)
-    apart = _apart_in(plan.in_tags, settings)
-    parts = _taken_apart(narrowed(operands, dtypes), apart)
+    carried = _carried_in(plan.in_tags, settings)
+    parts = _with_carriers(narrowed(operands, dtypes), carried)
     leaves, tree = jax.tree.flatten(parts)
-    inside = lambda *leaves: run(plan, widened(_put_together(tree.unflatten(leaves)), dtypes))
+    inside = lambda *leaves: run(plan, widened(_without_carriers(tree.unflatten(leaves)), dtypes))
     program, consts = _retraced(inside, leaves)
     params, prevented = step.eqn.params | {"jaxpr": program}, step.eqn.params["prevent_cse"]
     if isinstance(prevented, tuple):  # one for each operand, which may be two arrays now
@@ -81,6 +81,7 @@ def _run_shard_map(step: Step, operands: list[Any], run: Run, settings: Settings
 
 def _plan_cond(eqn: JaxprEqn, tags: tuple[Tag, ...], planner: Planner) -> tuple[Any, Any]:
     plans = tuple(planner.plan(branch, tags[1:]) for branch in eqn.params["branches"])
+    # Nobody knows which branch runs: of a result holds what holds in all of them.
     return plans, tuple(_common(*column) for column in zip(*[plan.out_tags for plan in plans], strict=True))
 
 
@@ -127,19 +128,21 @@ def _run_scan(step: Step, operands: list[Any], run: Run, settings: Settings) -> 
     y_dtypes = [travels_in(tag, None, settings) for tag in plan.out_tags[len(carry) :]]
 
     handed_on = _handed_on(plan, settings)
+    # Slices alone travel in 16 bits: JAX adds up the cotangents of what the body closes over or carries, in its dtype.
     x_inputs = _scan_parts(step.eqn, open_jaxpr(plan.jaxpr).invars)[2]
     widened_from = [None if handed_on.get(v) == dtype else dtype for v, dtype in zip(x_inputs, x_dtypes, strict=True)]
-    stay_apart = [v in handed_on for v in x_inputs]
+    stay_carried = [v in handed_on for v in x_inputs]
 
     def body(carry, xs):
-        xs = [x if stays else _put_together([x])[0] for x, stays in zip(xs, stay_apart, strict=True)]
+        xs = [x if stays else _without_carriers([x])[0] for x, stays in zip(xs, stay_carried, strict=True)]
         results = run(plan, [*consts, *carry, *widened(xs, widened_from)])
         return results[: len(carry)], narrowed(results[len(carry) :], y_dtypes)
 
+    # `prevent_cse=False`, as JAX advises inside of a scan: there is nothing that XLA could merge with the first pass.
     if _leaves_open_what_is_kept(plan.jaxpr):
         body = jax.checkpoint(body, policy=_is_kept, prevent_cse=False)
     options = {key: params[key] for key in ("reverse", "unroll", "_split_transpose") if key in params}
-    xs = _taken_apart(narrowed(xs, x_dtypes), _apart_in(x_tags, settings))
+    xs = _with_carriers(narrowed(xs, x_dtypes), _carried_in(x_tags, settings))
     carry, ys = lax.scan(body, carry, xs, length=params["length"], **options)
     return [*carry, *widened(ys, y_dtypes)]
 
@@ -147,8 +150,8 @@ def _run_scan(step: Step, operands: list[Any], run: Run, settings: Settings) -> 
 def _handed_on(plan: CastPlan, settings: Settings) -> dict[Any, np.dtype | None]:
     """Return the values whose only use is a checkpoint that takes them in 16 bits, with the dtype.
 
-    A slice in that dtype goes to the checkpoint unchanged. Widened and narrowed again it would be a new value to JAX,
-    which the checkpoint would keep beside the array it is a slice of.
+    The body of a scan hands a slice of that dtype to the checkpoint unchanged. If it were widened and narrowed again,
+    JAX would see a new value, and the checkpoint would keep it beside the array that the slice comes from.
     """
     uses = count_uses(open_jaxpr(plan.jaxpr))
     found = {}
@@ -156,8 +159,8 @@ def _handed_on(plan: CastPlan, settings: Settings) -> dict[Any, np.dtype | None]
         if step.eqn.primitive.name == "remat2" and step.action == "enter":
             inside = step.plans[0]
             dtypes = _travel_in(inside.in_tags, inside.rounded_to, settings)
-            apart = _apart_in(inside.in_tags, settings)
-            triples = zip(step.eqn.invars, dtypes, apart, strict=True)
+            carried = _carried_in(inside.in_tags, settings)
+            triples = zip(step.eqn.invars, dtypes, carried, strict=True)
             found |= {v: dtype or narrow for v, dtype, narrow in triples if uses.get(v) == 1}
     return found
 
@@ -223,6 +226,8 @@ def _loop_plan(
 ) -> tuple[CastPlan, list[Tag]]:
     """Return the plan of a loop's body, with tags of the carry that hold before and after each iteration."""
     consts = [tag._replace(is_product=False) for tag in consts]  # their cotangents are added up before they are rounded
+    # A carry is what it was before the loop, and also what an iteration leaves. If these differ, the body is planned
+    # again with what holds for both. That is less each time, so this ends.
     while True:
         plan = planner.plan(jaxpr, (*consts, *carry, *xs))
         after = [_common(*pair) for pair in zip(carry, plan.out_tags[: len(carry)], strict=True)]
@@ -246,9 +251,10 @@ def _common(*tags: Tag) -> Tag:
     first = tags[0]
     return Tag(
         first.representable_in if len({tag.representable_in for tag in tags}) == 1 else None,
-        first.compute if len({tag.compute for tag in tags}) == 1 else None,
+        first.precision if len({tag.precision for tag in tags}) == 1 else None,
         is_argument=any(tag.is_argument for tag in tags),
         is_copied=any(tag.is_copied for tag in tags),
+        # `is_product` stays false: the contraction of one branch does not round the cotangent of the other's.
     )
 
 
@@ -256,33 +262,33 @@ def _travel_in(tags: Sequence[Tag], rounded_to: Sequence[np.dtype | None], setti
     return [travels_in(tag, dtype, settings) for tag, dtype in zip(tags, rounded_to, strict=True)]
 
 
-class _Apart(NamedTuple):
-    """A weight that travels in 16 bits while its gradient travels in float32: a gradient has its value's dtype."""
+class _WithCarrier(NamedTuple):
+    """A weight in 16 bits, and a float32 carrier of its gradient, since JAX gives a gradient its value's dtype."""
 
     numbers: jax.Array  # in 16 bits, without a gradient
-    carrier: jax.Array  # float32, never read: its gradient is the weight's
+    carrier: jax.Array  # zeros that nobody reads: their gradient is the weight's
 
 
-def _apart_in(tags: Sequence[Tag], settings: Settings) -> list[np.dtype | None]:
-    """Return in which dtype each value travels apart from its gradient; None for what does not."""
+def _carried_in(tags: Sequence[Tag], settings: Settings) -> list[np.dtype | None]:
+    """Return the 16-bit dtype of each value that travels beside a carrier of its gradient; None for others."""
     return [tag.representable_in if tag.is_argument and settings.has_wide_gradients else None for tag in tags]
 
 
-def _taken_apart(values: Sequence[Any], dtypes: Sequence[np.dtype | None]) -> list[Any]:
+def _with_carriers(values: Sequence[Any], dtypes: Sequence[np.dtype | None]) -> list[Any]:
     return [
-        value if dtype is None or isinstance(value, _Apart) else _take_apart(value, dtype)
+        value if dtype is None or isinstance(value, _WithCarrier) else _with_carrier(value, dtype)
         for value, dtype in zip(values, dtypes, strict=True)
     ]
 
 
-def _take_apart(x: jax.Array, dtype: np.dtype) -> _Apart:
+def _with_carrier(x: jax.Array, dtype: np.dtype) -> _WithCarrier:
     numbers = lax.stop_gradient(lax.convert_element_type(x, dtype))
-    return _Apart(numbers, with_derivative_of(x, lax.full_like(x, 0)))
+    return _WithCarrier(numbers, with_derivative_of(x, lax.full_like(x, 0)))
 
 
-def _put_together(values: Sequence[Any]) -> list[Any]:
-    in_float32 = lambda apart: with_derivative_of(apart.carrier, lax.convert_element_type(apart.numbers, np.float32))
-    return [in_float32(value) if isinstance(value, _Apart) else value for value in values]
+def _without_carriers(values: Sequence[Any]) -> list[Any]:
+    in_float32 = lambda weight: with_derivative_of(weight.carrier, lax.convert_element_type(weight.numbers, np.float32))
+    return [in_float32(value) if isinstance(value, _WithCarrier) else value for value in values]
 
 
 def narrowed(values: Sequence[Any], dtypes: Sequence[np.dtype | None]) -> list[Any]:

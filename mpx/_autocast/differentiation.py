@@ -45,7 +45,7 @@ _CURRENT: contextvars.ContextVar[Differentiation | None] = contextvars.ContextVa
 
 @contextlib.contextmanager
 def differentiating(require_scale: Callable[[], None], views: Sequence[View]) -> Iterator[None]:
-    """Let the autocast functions that run inside take these views; warn if one got a parameter in disguise."""
+    """Let the autocast functions that run inside take these views; warn if one got a parameter without its view."""
     outer = _CURRENT.get()
     inherited = {} if outer is None else outer.views
     current = Differentiation(require_scale, inherited | {id(view.narrow): view for view in views})
@@ -87,9 +87,9 @@ def view_of(leaf: Any) -> Any:
 
 
 def needing_a_scale(values: list[Any], name: str) -> list[Any]:
-    """Return the results of a float16 function, whose derivative asks for a loss scale, or warns if nobody has one."""
+    """Return the results of a float16 function unchanged; to differentiate them needs a loss scale, or warns."""
 
-    def checked(primals, tangents):
+    def with_warning(primals, tangents):
         current = _CURRENT.get()
         if current is not None:
             current.require_scale()
@@ -105,7 +105,7 @@ def needing_a_scale(values: list[Any], name: str) -> list[Any]:
         return primals[0], tangents[0]
 
     identity = jax.custom_jvp(lambda values: values)
-    identity.defjvp(checked)
+    identity.defjvp(with_warning)
     numbers, put = _trees.partition_leaves(values, lambda x: jnp.issubdtype(x.dtype, jnp.inexact))
     return put(identity(numbers))
 

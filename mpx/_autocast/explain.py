@@ -17,8 +17,8 @@ from jax.typing import DTypeLike
 
 from mpx import _tables
 from mpx._autocast import contraction
-from mpx._autocast.compute import FP8
 from mpx._autocast.plan import PlacedStep, Settings, Step, walk
+from mpx._autocast.precision import FP8
 from mpx._autocast.rules import DEFAULT_RULES
 from mpx._autocast.transform import autocast_of, make_autocast
 from mpx._fp8 import Fp8
@@ -141,7 +141,7 @@ def explain(
         record = make_autocast(fun, policy_or_dtype, DEFAULT_RULES, checkpoint=None, reduce_dtype=None)
 
     def explained(*args: Any, **kwargs: Any) -> Explanation:
-        found = _summed(walk(record.trace(args, kwargs).plan.steps), record.settings.compute.name)
+        found = _summed(walk(record.trace(args, kwargs).plan.steps), record.settings.precision.name)
         return dataclasses.replace(found, wide_gradients=_why_wide_gradients(record.settings))
 
     return explained
@@ -152,7 +152,7 @@ def _why_wide_gradients(settings: Settings) -> str:
         return ""
     if settings.reduce_dtype is not None:
         return "`reduce_dtype` is float32"
-    return f"{jax.device_count()} devices are in sight; on one they are rounded to {settings.compute.name}"
+    return f"{jax.device_count()} devices are in sight; on one they are rounded to {settings.precision.name}"
 
 
 def _summed(steps: Iterable[PlacedStep], asked_for: str) -> Explanation:
@@ -179,8 +179,8 @@ def _is_arithmetic(eqn: JaxprEqn) -> bool:
 
 
 def _runs_in(step: Step) -> str:
-    if step.compute is not None:
-        return step.compute.name
+    if step.precision is not None:
+        return step.precision.name
     dtypes = {dtype_of(v) for v in step.eqn.invars if jnp.issubdtype(dtype_of(v), jnp.inexact)}
     return " ".join(sorted(_SHORT.get(str(dtype), str(dtype)) for dtype in dtypes)) or "-"
 

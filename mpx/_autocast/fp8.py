@@ -101,7 +101,7 @@ def run(
     def backward_pass(residuals: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
         # JAX would differentiate the roundings, with 8-bit cotangents that have no scale.
         ((left, right), typed), cotangent = not_differentiable((residuals, cotangent), _NO_SECOND_DERIVATIVE)
-        # Measured perhaps in the kernel that adds up columns for a bias's gradient.
+        # XLA may fuse this maximum into the kernel that adds up columns for a bias's gradient.
         of_columns = lax.optimization_barrier(_largest(cotangent, range(cotangent.ndim - 1)))
         g = _encoded(Operand(_written(cotangent, RESULTS).numbers, of_columns), backward)
         # Contracted axes come out in the order of the other operand.

@@ -48,7 +48,7 @@ def run(plan: CastPlan, operands: Sequence[Any], settings: Settings) -> list[Any
 
 
 def _run_step(step: Step, operands: list[Any], settings: Settings) -> Sequence[Any]:
-    eqn, compute = step.eqn, step.compute
+    eqn, precision = step.eqn, step.precision
     inner_run = lambda plan, operands: run(plan, operands, settings)
     if step.action == "recompute":
         return recompute.run(step, operands, inner_run, settings)
@@ -58,19 +58,19 @@ def _run_step(step: Step, operands: list[Any], settings: Settings) -> Sequence[A
         dtype = next(tag.representable_in for tag in step.in_tags if tag.is_product)
         assert dtype is not None, "a product is in a 16-bit dtype"
         return [contraction.with_rounded_cotangent(eqn.primitive.bind(*operands, **eqn.params), dtype)]
-    assert compute is not None, "a narrowed step has a precision"
-    if step.action == "send":
+    assert precision is not None, "a narrowed step has a precision"
+    if step.action == "transfer":
         wants_wide = settings.has_wide_gradients and not step.in_tags[0].is_product
-        return [contraction.sent(eqn, operands[0], compute.dtype, wants_wide)]
+        return [contraction.transferred(eqn, operands[0], precision.dtype, wants_wide)]
     if facts_of(eqn).contraction:
-        wants_wide = settings.has_wide_gradients and compute.is_narrow
+        wants_wide = settings.has_wide_gradients and precision.is_narrow
         (wide_lhs, lhs), (wide_rhs, rhs) = (
-            (wants_wide and tag.is_argument and dtype_of(v) == np.float32, tag.in_memory or compute.dtype)
+            (wants_wide and tag.is_argument and dtype_of(v) == np.float32, tag.in_memory or precision.dtype)
             for v, tag in zip(eqn.invars[:2], step.in_tags[:2], strict=True)
         )
-        results = [contraction.run(eqn, operands, compute, (wide_lhs, wide_rhs), (lhs, rhs))]
+        results = [contraction.run(eqn, operands, precision, (wide_lhs, wide_rhs), (lhs, rhs))]
     else:
-        narrow = [_narrowed(x, v, eqn, compute.dtype) for x, v in zip(operands, eqn.invars, strict=True)]
+        narrow = [_narrowed(x, v, eqn, precision.dtype) for x, v in zip(operands, eqn.invars, strict=True)]
         results = eqn.primitive.bind(*narrow, **eqn.params)
         results = results if eqn.primitive.multiple_results else [results]
     return [_as_traced(x, v) for x, v in zip(results, eqn.outvars, strict=True)]

@@ -14,22 +14,24 @@ import numpy as np
 from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn
 
-from mpx._autocast import compute as computes
 from mpx._autocast import contraction, fp8
-from mpx._autocast.compute import ContractionPrecision
+from mpx._autocast import precision as precisions
+from mpx._autocast.precision import ContractionPrecision
 from mpx._autocast.rules import DEFAULT_RULES, Rule
 from mpx._jaxprs import called_jaxpr, count_uses, dtype_of, is_literal, open_jaxpr, propagate
 from mpx._primitives import facts_of, is_call
 from mpx._shardings import are_several_in_sight
 
-MARK = "mpx:autocast"  # in the name stack of operations that an autocast or `full_precision` inside has decided about
+# In the name stack of operations that an autocast or `full_precision` inside has decided about. A string, because JAX
+# keeps nothing else of ours on an equation through `jit`, `grad`, `vmap` and loops.
+MARK = "mpx:autocast"
 
 
 class Tag(NamedTuple):
     """Holds what is known about a value."""
 
     representable_in: np.dtype | None = None  # a 16-bit dtype that has this float32 value
-    compute: ContractionPrecision | None = None  # what an override of the policy asks for in contractions with it
+    precision: ContractionPrecision | None = None  # what an override of the policy asks for in contractions with it
     is_argument: bool = False  # whether it has elements of the function's arguments, whose gradients a user gets
     is_copied: bool = False  # whether an element may occur twice, so that cotangents have yet to be added up
     is_product: bool = False  # whether it is a narrowed contraction's result: that contraction rounds its cotangent
@@ -48,14 +50,14 @@ _BY_ITS_AUTHOR = "a custom derivative belongs to the function that its author wr
 class Settings:
     """The choices of the user."""
 
-    compute: ContractionPrecision
+    precision: ContractionPrecision
     rules: Mapping[str, Rule]
     reduce_dtype: np.dtype | None = None  # of sums that are gradients of weights; None: float32 on several devices
 
     @property
     def has_wide_gradients(self) -> bool:
         """Return whether gradients of weights are unrounded float32 sums."""
-        if not self.compute.is_narrow:
+        if not self.precision.is_narrow:
             return False
         return are_several_in_sight() if self.reduce_dtype is None else self.reduce_dtype == np.float32
 
@@ -64,10 +66,10 @@ class Step(NamedTuple):
     """The decision about an equation."""
 
     eqn: JaxprEqn
-    # "send": other devices get the value in the compute dtype; "round_cotangent" keeps the forward pass; "recompute"
-    # stands for several steps (see `recompute.py`).
-    action: Literal["narrow", "enter", "keep", "round_cotangent", "send", "recompute"]
-    compute: ContractionPrecision | None  # if it is narrowed, sent or recomputed
+    # "transfer": other devices get the value in the compute dtype; "round_cotangent" keeps the forward pass;
+    # "recompute" stands for several steps (see `recompute.py`).
+    action: Literal["narrow", "enter", "keep", "round_cotangent", "transfer", "recompute"]
+    precision: ContractionPrecision | None  # if it is narrowed, transferred or recomputed
     in_tags: tuple[Tag, ...]
     out_tags: tuple[Tag, ...]
     plans: tuple["CastPlan", ...] = ()  # of the programs inside, if they may be entered
@@ -82,8 +84,8 @@ class CastPlan:
     steps: tuple[Step, ...]
     in_tags: tuple[Tag, ...]
     out_tags: tuple[Tag, ...]
-    # For each input the 16-bit dtype that its cotangent is rounded to anyway, because its only use is a narrowed
-    # contraction; None for other inputs.
+    # For each input the dtype that its only consumer, a narrowed contraction, rounds its cotangent to; None for other
+    # inputs.
     rounded_to: tuple[np.dtype | None, ...]
     # For each input the 16-bit dtype that all its uses round it to; None if they differ, or use it in float32.
     used_in: tuple[np.dtype | None, ...]
@@ -137,13 +139,13 @@ class Planner:
 
     def plan(self, jaxpr: Any, in_tags: tuple[Tag, ...]) -> CastPlan:
         """Return the plan of an open or closed jaxpr whose inputs have these tags."""
-        key = id(jaxpr), in_tags
+        key = id(jaxpr), in_tags  # a plan holds its jaxpr, so that no other one gets this id
         if key not in self._plans:
             self._plans[key] = self._make_plan(jaxpr, in_tags, {})
         return self._plans[key]
 
-    def _make_plan(self, jaxpr: Any, in_tags: tuple[Tag, ...], sent: Mapping[int, np.dtype]) -> CastPlan:
-        """Plan a jaxpr. `sent` has dtypes of values that are narrowed before they are sent, by ids of equations."""
+    def _make_plan(self, jaxpr: Any, in_tags: tuple[Tag, ...], transfers: Mapping[int, np.dtype]) -> CastPlan:
+        """Plan a jaxpr. `transfers` has the 16-bit dtypes of values that go to other devices, by ids of equations."""
         steps: list[Step] = []
         program = open_jaxpr(jaxpr)
         uses = count_uses(program)
@@ -154,10 +156,12 @@ class Planner:
             return tuple(tag._replace(is_product=False) if tag.is_product and uses[v] > 1 else tag for v, tag in pairs)
 
         def decide(eqn: JaxprEqn, tags: list[Tag]) -> tuple[Tag, ...]:
-            steps.append(self._step(eqn, used_once(eqn.invars, tags), sent.get(id(eqn))))
+            steps.append(self._step(eqn, used_once(eqn.invars, tags), transfers.get(id(eqn))))
             return steps[-1].out_tags
 
         out_tags = used_once(program.outvars, propagate(jaxpr, in_tags, decide, lambda v: UNKNOWN))
+        # Only now is it known where a sum goes. If into no function, XLA adds up the bias's gradient in the kernel that
+        # computes the cotangent, and the barrier of `with_rounded_cotangent` would cost one more.
         if any(step.action == "round_cotangent" for step in steps):
             activated = _going_into_functions(program)
             steps = [
@@ -167,25 +171,28 @@ class Planner:
                 for step in steps
             ]
         used = _used_in(program, steps)
-        new = _sent(steps, used)
-        if new:  # once more, with their tags
-            return self._make_plan(jaxpr, in_tags, {**sent, **new})
+        new = _narrow_transfers(steps, used)
+        # What is used of a value is known from the end of the program, its tag from the start. A value that will be
+        # narrowed before its transfer is representable after it, which may change decisions behind it: so once more.
+        # This ends, since each time there are more such transfers.
+        if new:
+            return self._make_plan(jaxpr, in_tags, {**transfers, **new})
         used_in = tuple(used.get(v) for v in program.invars)
         return CastPlan(jaxpr, tuple(steps), in_tags, out_tags, self._rounded_to(program, steps, uses), used_in)
 
-    def _step(self, eqn: JaxprEqn, tags: tuple[Tag, ...], sent_in: np.dtype | None) -> Step:
+    def _step(self, eqn: JaxprEqn, tags: tuple[Tag, ...], transfer_in: np.dtype | None) -> Step:
         name = eqn.primitive.name
         rule = self.settings.rules.get(name, "keep")
         is_decided = MARK in str(eqn.source_info.name_stack)
         if rule == "follow":
             followed = self._followed(eqn, tags)
-            if sent_in is not None:
-                narrow = followed[0]._replace(representable_in=sent_in)
-                return Step(eqn, "send", computes.compute_of_dtype(sent_in), tags, (narrow,))
+            if transfer_in is not None:
+                narrow = followed[0]._replace(representable_in=transfer_in)
+                return Step(eqn, "transfer", precisions.precision_of_dtype(transfer_in), tags, (narrow,))
             # What a `jax.checkpoint` policy keeps by name is kept in 16 bits.
             dtype = travels_in(followed[0], None, self.settings) if name == "name" and not is_decided else None
             if dtype is not None:
-                return Step(eqn, "narrow", computes.compute_of_dtype(dtype), tags, followed)
+                return Step(eqn, "narrow", precisions.precision_of_dtype(dtype), tags, followed)
             return Step(eqn, "keep", None, tags, followed)
         if is_decided:
             return _kept(eqn, tags, "decided by an autocast or full_precision inside")
@@ -193,6 +200,7 @@ class Planner:
             return self._entered(eqn, tags)
         if rule == "narrow":
             return self._narrowed(eqn, tags)
+        # The user's table turns off a default rule. Without a default there is nothing to tell.
         if DEFAULT_RULES.get(name, "keep") not in ("keep", rule):
             return _kept(eqn, tags, f"the rule for {name} is {rule}")
         if name == "add" and _adds_a_bias(eqn, tags):
@@ -206,27 +214,28 @@ class Planner:
             for v, tag in zip(eqn.invars, tags, strict=True)
         )
         plans, out_tags = self._handlers[eqn.primitive.name].plan(eqn, tags, self)
+        # Where nothing changes inside, there is nothing to rebuild: the operation runs as traced.
         action = "enter" if any(plan.changes for plan in plans) else "keep"
         return Step(eqn, action, None, tags, out_tags, plans)
 
     def _narrowed(self, eqn: JaxprEqn, tags: tuple[Tag, ...]) -> Step:
-        asked = [tag.compute for tag in tags if tag.compute is not None]
-        compute = computes.widest(asked) if asked else self.settings.compute
-        if not compute.changes:
-            reason = "an override of the policy asks for f32" if asked else f"{compute.name} is asked for"
-            return _kept(eqn, tags, "this device has no TF32" if compute.name == "tf32" else reason)
+        asked = [tag.precision for tag in tags if tag.precision is not None]
+        precision = precisions.widest(asked) if asked else self.settings.precision
+        if not precision.changes:
+            reason = "an override of the policy asks for f32" if asked else f"{precision.name} is asked for"
+            return _kept(eqn, tags, "this device has no TF32" if precision.name == "tf32" else reason)
         is_product, why_16_bits = facts_of(eqn).contraction, None
-        reason = (contraction.why_kept if is_product else _why_elementwise_kept)(eqn, compute)
+        reason = (contraction.why_kept if is_product else _why_elementwise_kept)(eqn, precision)
         if reason is not None:
             return _kept(eqn, tags, reason)
-        if compute.fp8 is not None:
-            why_16_bits = fp8.why_not(eqn, compute.fp8) if is_product else "FP8 is for matrix products"
-            compute = compute if why_16_bits is None else compute.fallback
-        elif asked and self.settings.compute.fp8 is not None:
-            why_16_bits = f"an override of the policy asks for {compute.name}"
-        narrow = Tag(compute.dtype, is_product=is_product) if compute.is_narrow else UNKNOWN
+        if precision.fp8 is not None:
+            why_16_bits = fp8.why_not(eqn, precision.fp8) if is_product else "FP8 is for matrix products"
+            precision = precision if why_16_bits is None else precision.fallback
+        elif asked and self.settings.precision.fp8 is not None:
+            why_16_bits = f"an override of the policy asks for {precision.name}"
+        narrow = Tag(precision.dtype, is_product=is_product) if precision.is_narrow else UNKNOWN
         out_tags = tuple(narrow if _is_f32(v) else UNKNOWN for v in eqn.outvars)
-        return Step(eqn, "narrow", compute, tags, out_tags, reason=why_16_bits)
+        return Step(eqn, "narrow", precision, tags, out_tags, reason=why_16_bits)
 
     def _followed(self, eqn: JaxprEqn, tags: tuple[Tag, ...]) -> tuple[Tag, ...]:
         """Return the tags of results whose elements are elements of the operands."""
@@ -240,15 +249,15 @@ class Planner:
     def _common_tag(self, eqn: JaxprEqn, pairs: Sequence[tuple[Any, Tag]], result: Any) -> Tag:
         floats = [(v, tag) for v, tag in pairs if jnp.issubdtype(dtype_of(v), jnp.floating)]
         arrays = [(v, tag) for v, tag in floats if not is_literal(v)]
-        asked = [tag.compute for _, tag in arrays if tag.compute is not None]
+        asked = [tag.precision for _, tag in arrays if tag.precision is not None]
         facts = facts_of(eqn)
         is_broadcast = facts.elementwise and any(_is_smaller(v, result) for v, _ in arrays)
         return Tag(
             self._common_dtype(eqn, floats, result),
-            computes.widest(asked) if asked else None,
+            precisions.widest(asked) if asked else None,
             is_argument=any(tag.is_argument for _, tag in arrays),
-            is_copied=is_broadcast or facts.copies == "many" or any(tag.is_copied for _, tag in arrays),
-            is_product=facts.copies == "once" and all(tag.is_product for _, tag in arrays),
+            is_copied=is_broadcast or facts.fan_out == "many" or any(tag.is_copied for _, tag in arrays),
+            is_product=facts.fan_out == "one" and all(tag.is_product for _, tag in arrays),
         )
 
     def _common_dtype(self, eqn: JaxprEqn, floats: list[tuple[Any, Tag]], result: Any) -> np.dtype | None:
@@ -259,8 +268,9 @@ class Planner:
             constants.append(eqn.params["fill_value"])
         if eqn.primitive.name == "convert_element_type" and dtype_of(eqn.invars[0]) == np.bool_:
             constants = [0.0, 1.0]
-        if not dtypes and constants and self.settings.compute.is_narrow:
-            dtypes = {self.settings.compute.dtype}
+        # Constants alone, as in `jnp.where(mask, 0.0, 1.0)`, take the dtype that contractions want.
+        if not dtypes and constants and self.settings.precision.is_narrow:
+            dtypes = {self.settings.precision.dtype}
         dtype = dtypes.pop() if len(dtypes) == 1 and _is_f32(result) else None
         return None if dtype is None or not all(_has(dtype, value) for value in constants) else dtype
 
@@ -276,16 +286,16 @@ class Planner:
 
     def _operands_rounded_to(self, step: Step, rounded: dict[Any, np.dtype | None]) -> list[np.dtype | None]:
         eqn, facts = step.eqn, facts_of(step.eqn)
-        if step.action == "narrow" and step.compute is not None and step.compute.is_narrow:
-            dtype = step.compute.dtype
+        if step.action == "narrow" and step.precision is not None and step.precision.is_narrow:
+            dtype = step.precision.dtype
             if facts.contraction:
                 return [dtype] * len(eqn.invars)
-            # The cotangents of a bias are rounded before they are added up, not after.
+            # An elementwise operation in 16 bits rounds the cotangents of a bias before they are added up, not after.
             return [None if _is_smaller(v, eqn.outvars[0]) else dtype for v in eqn.invars]
         of_handler = self._handlers[eqn.primitive.name].rounded_to if step.action == "enter" else None
         if of_handler is not None:
             return of_handler(eqn, step.plans)
-        return [rounded.get(eqn.outvars[0]) if facts.copies == "once" else None] * len(eqn.invars)
+        return [rounded.get(eqn.outvars[0]) if facts.fan_out == "one" else None] * len(eqn.invars)
 
 
 def travels_in(tag: Tag, rounded_to: np.dtype | None, settings: Settings) -> np.dtype | None:
@@ -302,7 +312,7 @@ def travels_in(tag: Tag, rounded_to: np.dtype | None, settings: Settings) -> np.
 
 
 def _used_in(program: jex_core.Jaxpr, steps: Sequence[Step]) -> dict[Any, np.dtype | None]:
-    """Return the 16-bit dtype that all uses of a value round it to, perhaps moved; None if there is no such."""
+    """Return, for each value, the 16-bit dtype that all its uses round it to, or None. Moving a value is no use."""
     used: dict[Any, np.dtype | None] = dict.fromkeys(filter(lambda v: not is_literal(v), program.outvars))
     for step in reversed(steps):
         for v, dtype in zip(step.eqn.invars, _operands_used_in(step, used), strict=True):
@@ -313,40 +323,40 @@ def _used_in(program: jex_core.Jaxpr, steps: Sequence[Step]) -> dict[Any, np.dty
 
 def _operands_used_in(step: Step, used: dict[Any, np.dtype | None]) -> list[np.dtype | None]:
     eqn, plans, facts = step.eqn, step.plans, facts_of(step.eqn)
-    if step.action in ("narrow", "send") and step.compute is not None and step.compute.is_narrow:
-        return [step.compute.dtype] * len(eqn.invars)
-    if facts.moves in ("same", "moved", "sent") and len(eqn.outvars) == 1:
+    if step.action in ("narrow", "transfer") and step.precision is not None and step.precision.is_narrow:
+        return [step.precision.dtype] * len(eqn.invars)
+    if facts.moves in ("same", "moved", "received") and len(eqn.outvars) == 1:
         return [used.get(eqn.outvars[0])] * len(eqn.invars)
     if len(plans) == 1 and len(plans[0].used_in) == len(eqn.invars) and facts.runs != "loop":
         return list(plans[0].used_in)
     return [None] * len(eqn.invars)
 
 
-def _sent(steps: Sequence[Step], used: dict[Any, np.dtype | None]) -> dict[int, np.dtype]:
-    """Return the equations, by id, that send in float32 what all uses round, with the dtype."""
+def _narrow_transfers(steps: Sequence[Step], used: dict[Any, np.dtype | None]) -> dict[int, np.dtype]:
+    """Return the equations, by id, that transfer in float32 what all uses round to a 16-bit dtype, with the dtype."""
     found = {}
-    for step in filter(_sends_its_operand, steps):
+    for step in filter(_is_wide_transfer, steps):
         dtype = used.get(step.eqn.outvars[0])
         if dtype is not None and step.in_tags[0].representable_in in (None, dtype):
             found[id(step.eqn)] = dtype
     return found
 
 
-def _sends_its_operand(step: Step) -> bool:
-    """Return whether a step sends a float32 value to other devices."""
+def _is_wide_transfer(step: Step) -> bool:
+    """Return whether a step moves a float32 value to other devices."""
     facts = facts_of(step.eqn)
-    is_sent = facts.communicates and facts.moves in ("same", "sent") and len(step.eqn.invars) == 1
-    return is_sent and step.action == "keep" and _is_f32(step.eqn.invars[0])
+    moves_one = facts.communicates and facts.moves in ("same", "received") and len(step.eqn.invars) == 1
+    return moves_one and step.action == "keep" and _is_f32(step.eqn.invars[0])
 
 
 def _kept(eqn: JaxprEqn, tags: tuple[Tag, ...], reason: str) -> Step:
     return Step(eqn, "keep", None, tags, (UNKNOWN,) * len(eqn.outvars), reason=reason)
 
 
-def _why_elementwise_kept(eqn: JaxprEqn, compute: ContractionPrecision) -> str | None:
+def _why_elementwise_kept(eqn: JaxprEqn, precision: ContractionPrecision) -> str | None:
     """Return why an operation other than a contraction cannot be narrowed, as a user's table asks; or None."""
-    if not compute.is_narrow:
-        return f"{compute.name} is for contractions"
+    if not precision.is_narrow:
+        return f"{precision.name} is for contractions"
     if not any(_is_f32(v) for v in eqn.invars) or not all(_is_f32(v) for v in eqn.outvars):
         return "operands and results are not float32"
     return None

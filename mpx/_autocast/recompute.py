@@ -47,7 +47,7 @@ def _with_activations_inside(step: Step, settings: Settings) -> Step:
 def _rounds_an_activation(step: Step) -> bool:
     """Return whether a step is a product, or constrains the sharding of its operand, in 16 bits."""
     facts = facts_of(step.eqn)
-    return (step.action == "narrow" and facts.contraction) or (step.action == "send" and facts.copies == "once")
+    return (step.action == "narrow" and facts.contraction) or (step.action == "transfer" and facts.fan_out == "one")
 
 
 def _is_cheap(step: Step) -> bool:
@@ -75,7 +75,7 @@ def _pays(user: Step, members: list[Step]) -> bool:
     """Return whether XLA would keep float32 values of an activation that one step uses."""
     if not any(facts_of(step.eqn).transcendental for step, _, _ in walk(members)):
         return False
-    is_in_fp8 = user.compute is not None and user.compute.fp8 is not None
+    is_in_fp8 = user.precision is not None and user.precision.fp8 is not None
     return is_in_fp8 or any(step.action == "round_cotangent" for step in members)
 
 
@@ -103,7 +103,7 @@ def _activation(
     plan = CastPlan(part, tuple(members), in_tags, (out_tag,), nothing, nothing)
     place = eqns[-1].source_info.replace(name_stack=source_info_util.new_name_stack())  # those inside have theirs
     eqn = eqns[-1].replace(invars=[*part.invars], outvars=[result], source_info=place)
-    return Step(eqn, "recompute", user.compute, in_tags, plan.out_tags, (plan,))
+    return Step(eqn, "recompute", user.precision, in_tags, plan.out_tags, (plan,))
 
 
 def _extent(v: Any) -> tuple[int, int]:
@@ -113,13 +113,13 @@ def _extent(v: Any) -> tuple[int, int]:
 
 
 def run(step: Step, operands: list[Any], run_plan: Run, settings: Settings) -> list[Any]:
-    """Run an activation in a checkpoint, which it enters and leaves in 16 bits, as the products round it anyway."""
-    (plan,), compute = step.plans, step.compute
-    assert compute is not None, "the product, or the constraint before it, has a precision"
+    """Run an activation in a checkpoint. It enters and leaves in 16 bits, to which the products round it."""
+    (plan,), precision = step.plans, step.precision
+    assert precision is not None, "the product, or the constraint before it, has a precision"
     dtypes = [travels_in(tag, None, settings) for tag in plan.in_tags]
 
     def activation(*operands: Any) -> Any:
-        return lax.convert_element_type(run_plan(plan, widened(operands, dtypes))[0], compute.dtype)
+        return lax.convert_element_type(run_plan(plan, widened(operands, dtypes))[0], precision.dtype)
 
     result = jax.checkpoint(activation)(*narrowed(operands, dtypes))
     return [lax.convert_element_type(result, np.float32)]

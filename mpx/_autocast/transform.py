@@ -17,8 +17,8 @@ from jax.extend.core import JaxprEqn
 from jax.typing import DTypeLike
 
 from mpx import _trees
-from mpx._autocast import compute as computes
 from mpx._autocast import contraction, differentiation, in_place, interpreter, recompute
+from mpx._autocast import precision as precisions
 from mpx._autocast.control_flow import HANDLERS
 from mpx._autocast.plan import MARK, CastPlan, Planner, Settings, Step, Tag, walk
 from mpx._autocast.rules import DEFAULT_RULES, Rule, can_narrow, known_names
@@ -60,8 +60,9 @@ class Autocast:
                 values = differentiation.with_cotangents_times(values, scale)
             if self.needs_a_scale and traced.plan.changes:
                 values = differentiation.needing_a_scale(values, _name(self.fun))
-        in_place.hand_back((args, kwargs), [c._replace(after=values[c.result]) for c in traced.changes])
-        return traced.rebuild(values)
+        result, changes = traced.rebuild(values)
+        in_place.hand_back((args, kwargs), changes)
+        return result
 
     def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Traced":
         """Trace the function on a float32 view of its arguments, and plan what to do with each operation."""
@@ -75,14 +76,12 @@ class Autocast:
             viewed = list(leaves)
             for i, array in zip(positions, arrays, strict=True):
                 viewed[i] = array.astype(jnp.float32) if _trees.is_narrower(array) else array
-            copied_args, copied_kwargs = in_place.copy_with((args, kwargs), viewed)
-            objects = in_place.objects_of((copied_args, copied_kwargs))
-            out, out_treedef = jax.tree.flatten(self.fun(*copied_args, **copied_kwargs))
-            results = [leaf for leaf in out if _trees.is_array(leaf)]
-            _require_leaves(self.fun, out)
-            changes = in_place.among_results(in_place.changes_of(objects), results)
-            result[:] = [out_treedef, [None if _trees.is_array(leaf) else leaf for leaf in out], changes]
-            return results
+            copy = in_place.copy_with(args, kwargs, viewed)
+            returned = self.fun(*copy.args, **copy.kwargs)
+            _require_leaves(self.fun, jax.tree.leaves(returned))
+            out, out_treedef = jax.tree.flatten((returned, copy.changes()))
+            result[:] = [out_treedef, [None if _trees.is_array(leaf) else leaf for leaf in out]]
+            return [leaf for leaf in out if _trees.is_array(leaf)]
 
         arrays = [leaves[i] for i in positions]
         arrays = [jnp.asarray(x) if isinstance(x, (np.ndarray, np.generic)) else x for x in arrays]
@@ -93,20 +92,18 @@ class Autocast:
             Tag(_represented(views[i]), self._override(names[flat[i][0]], leaves[i]), is_argument=True)
             for i in positions
         ]
-        treedef, static, changes = result
-        changes = in_place.real_changes(jaxpr.jaxpr, dict(zip(positions, jaxpr.jaxpr.invars, strict=True)), changes)
         plan = Planner(self.settings, HANDLERS).plan(jaxpr, tuple(tags))
         by_position = dict(zip(positions, plan.rounded_to, strict=True)) if not self.settings.has_wide_gradients else {}
         for i, view in enumerate(views):
             if view is not None:
                 view.rounded_to.append(by_position.get(i))
-        return Traced(plan, arrays, treedef, static, changes)
+        return Traced(plan, arrays, *result)
 
     @property
     def has_float16(self) -> bool:
         """Return whether the function computes in float16, or may by an override."""
         overrides = self.policy.overrides if self.policy else ()
-        dtypes = [self.settings.compute.dtype, *(np.dtype(override) for _, override in overrides)]
+        dtypes = [self.settings.precision.dtype, *(np.dtype(override) for _, override in overrides)]
         return np.dtype(np.float16) in dtypes
 
     @property
@@ -114,12 +111,12 @@ class Autocast:
         """Return whether a gradient needs a scale that nobody has given here."""
         return self.has_float16 and self.loss_scale is None
 
-    def _override(self, name: str, leaf: Any) -> computes.ContractionPrecision | None:
+    def _override(self, name: str, leaf: Any) -> precisions.ContractionPrecision | None:
         """Return the precision of contractions with a leaf, if an override of the policy names it."""
         if self.policy is None or not _trees.is_floating(leaf):
             return None
         dtype = self.policy.override_at("/".join(name.split("/")[2:]))  # without the name of the argument
-        return None if dtype is None else computes.compute_of_dtype(dtype)
+        return None if dtype is None else precisions.precision_of_dtype(dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,12 +125,11 @@ class Traced:
 
     plan: CastPlan
     arrays: list[Any]  # the arguments that are arrays
-    treedef: Any  # of the result
-    static: list[Any]  # the leaves of the result that are not arrays, and None in the place of arrays
-    changes: list[in_place.Change]  # what the function changes in its arguments
+    treedef: Any  # of the result, and of what the function changes in Flax NNX modules
+    static: list[Any]  # the leaves of these that are not arrays, and None in the place of arrays
 
-    def rebuild(self, arrays: list[Any]) -> Any:
-        """Return the function's result, from its arrays."""
+    def rebuild(self, arrays: list[Any]) -> tuple[Any, Any]:
+        """Return the function's result and its changes, from their arrays."""
         rest = iter(arrays)
         return jax.tree.unflatten(self.treedef, [next(rest) if leaf is None else leaf for leaf in self.static])
 
@@ -182,9 +178,10 @@ def autocast(
     Outer products (rotary angles), products that ask for a high precision, and the bodies of custom derivatives and
     kernels run as they are. `explain` shows what happens to a function.
 
-    Each call traces the function, so put `jax.jit` around it. What the function changes in an object among its
-    arguments, such as the batch statistics of a Flax NNX model, changes in that object. `autocast` composes with the
-    transformations of JAX, inside and outside. Of two autocasts the inner one wins.
+    Each call traces the function, so put `jax.jit` around it. What the function changes in variables of a Flax NNX
+    module among its arguments, such as batch statistics, changes in that module; other arguments stay as they were, as
+    under `jax.jit`. `autocast` composes with the transformations of JAX, inside and outside. Of two autocasts the inner
+    one wins.
 
     Args:
         fun: any function of pytrees. It gets arguments that are not arrays (flags, strings, functions) unchanged.
@@ -217,8 +214,7 @@ def autocast(
 
     Raises:
         TypeError: if `fun` is not a function; at the call, if a result is neither an array nor a pytree.
-        ValueError: if an option has another value; at the call, if `fun` changes the structure of an argument, for
-            example by a new variable of a Flax NNX model.
+        ValueError: if an option has another value.
 
     Example:
         >>> layer = lambda w, x: jax.nn.softmax(x @ w)
@@ -248,11 +244,11 @@ def make_autocast(
         raise TypeError(f"`autocast` needs a function, but got {type(fun).__name__}.")
     if isinstance(policy_or_dtype, str) and ("=" in policy_or_dtype or "-" in policy_or_dtype):
         policy_or_dtype = get_policy(policy_or_dtype)
-    compute = computes.get_compute(policy_or_dtype)
+    precision = precisions.get_precision(policy_or_dtype)
     policy = policy_or_dtype if isinstance(policy_or_dtype, Policy) else None
     if reduce_dtype is None and policy is not None:
         reduce_dtype = policy.reduce_dtype
-    settings = Settings(compute, _checked_rules(rules), _checked_reduce_dtype(reduce_dtype, compute))
+    settings = Settings(precision, _checked_rules(rules), _checked_reduce_dtype(reduce_dtype, precision))
     if not (loss_scale is None or isinstance(loss_scale, (NoOpLossScale, StaticLossScale))):
         raise TypeError(
             "`autocast`: `loss_scale` must be `StaticLossScale(number)`, `NoOpLossScale()` or None, but got "
@@ -262,7 +258,7 @@ def make_autocast(
         require_powers_of_two(loss_scale, "autocast")
     record = Autocast(fun, settings, policy, _checkpoint_policy(checkpoint), loss_scale)
     if isinstance(loss_scale, StaticLossScale) and not record.has_float16:
-        raise ValueError(f"`autocast`: `loss_scale` was given, but {compute.name} needs none. Leave it out.")
+        raise ValueError(f"`autocast`: `loss_scale` was given, but {precision.name} needs none. Leave it out.")
     return record
 
 
@@ -281,7 +277,6 @@ def full_precision(fun: F) -> F:
 
     Raises:
         TypeError: if `fun` is not a function.
-        ValueError: at the call, if 16-bit arguments were widened and `fun` changes the structure of one.
 
     Example:
         >>> logits = full_precision(lambda x, w: x @ w)
@@ -303,10 +298,9 @@ def full_precision(fun: F) -> F:
                 return fun(*args, **kwargs)
             narrow = lambda leaf: leaf.dtype.itemsize == 2
             leaves = _trees.cast_tree(jax.tree.leaves((args, kwargs)), jnp.float32, which=narrow)
-            wide = in_place.copy_with((args, kwargs), leaves)
-            objects = in_place.objects_of(wide)
-            result = fun(*wide[0], **wide[1])
-            in_place.hand_back((args, kwargs), in_place.changes_of(objects))
+            wide = in_place.copy_with(args, kwargs, leaves)
+            result = fun(*wide.args, **wide.kwargs)
+            in_place.hand_back((args, kwargs), wide.changes())
             is_f32 = lambda leaf: leaf.dtype == jnp.float32
             return _trees.cast_tree(result, dtypes.pop(), which=is_f32) if len(dtypes) == 1 else result
 
@@ -315,22 +309,22 @@ def full_precision(fun: F) -> F:
 
 def _warn_if_nothing_is_narrowed(record: Autocast, plan: CastPlan) -> None:
     """Warn if products stay wider than asked for, all of them, for a reason that their author may not know."""
-    reason = _why_nothing_is_narrowed(record.settings.compute, plan)
+    reason = _why_nothing_is_narrowed(record.settings.precision, plan)
     if reason is not None:
-        name = record.settings.compute.name
+        name = record.settings.precision.name
         text = f"`autocast`: no matrix product of `{_name(record.fun)}` runs in {name}: {reason}"
         warnings.warn(f"{text} `mpx.explain` shows each product.", UserWarning, stacklevel=4)
 
 
-def _why_nothing_is_narrowed(compute: computes.ContractionPrecision, plan: CastPlan) -> str | None:
+def _why_nothing_is_narrowed(precision: precisions.ContractionPrecision, plan: CastPlan) -> str | None:
     placed = [(step, outer) for step, _, outer in walk(plan.steps) if facts_of(step.eqn).contraction]
-    if compute.fp8 is not None and any(map(_is_in_8_bits, [step for step, _ in placed])):
+    if precision.fp8 is not None and any(map(_is_in_8_bits, [step for step, _ in placed])):
         return None
     missed = [step.reason for step, _ in placed if step.action == "narrow" and step.reason]
-    if compute.fp8 is not None and missed:
+    if precision.fp8 is not None and missed:
         return f"the reason for the first of {len(missed)} is: {missed[0]}."
     # Kept products of 16 bits were narrowed by their author, or by an autocast inside.
-    if not compute.is_narrow or any(step.action == "narrow" or _bits(step) < 32 for step, _ in placed):
+    if not precision.is_narrow or any(step.action == "narrow" or _bits(step) < 32 for step, _ in placed):
         return None
     custom = [eqn for _, outer in placed for eqn in outer if facts_of(eqn).runs == "custom"]
     if custom:
@@ -350,7 +344,7 @@ def _bits(step: Step) -> int:
 
 def _is_in_8_bits(step: Step) -> bool:
     """Return whether a product runs in 8-bit floats, here or by an autocast inside."""
-    return _bits(step) == 8 or bool(step.compute and step.compute.fp8)
+    return _bits(step) == 8 or bool(step.precision and step.precision.fp8)
 
 
 def _represented(view: differentiation.View | None) -> np.dtype | None:
@@ -403,11 +397,13 @@ def _possible_rules(name: str, *, is_own: bool) -> tuple[Rule, ...]:
     return ("narrow", "follow", "keep") if is_arithmetic else ("follow", "keep")
 
 
-def _checked_reduce_dtype(reduce_dtype: DTypeLike | None, compute: computes.ContractionPrecision) -> np.dtype | None:
+def _checked_reduce_dtype(
+    reduce_dtype: DTypeLike | None, precision: precisions.ContractionPrecision
+) -> np.dtype | None:
     dtype = None if reduce_dtype is None else dtype_or_none(reduce_dtype)
-    if reduce_dtype is not None and dtype not in (np.float32, compute.dtype):
+    if reduce_dtype is not None and dtype not in (np.float32, precision.dtype):
         raise ValueError(
-            f"`autocast`: `reduce_dtype` must be float32, the compute dtype ({compute.dtype}) or None, but got "
+            f"`autocast`: `reduce_dtype` must be float32, the compute dtype ({precision.dtype}) or None, but got "
             f"{reduce_dtype!r}."
         )
     return dtype

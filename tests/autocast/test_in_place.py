@@ -1,4 +1,6 @@
-"""Check that autocast hands back what a function changes in its arguments: Flax NNX modules remember what they did."""
+"""Check that Flax NNX modules remember what they did under autocast, and nothing else does."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -133,45 +135,53 @@ def test_a_changed_variable_keeps_the_dtype_in_which_it_is_stored():
     np.testing.assert_allclose(norm.mean[...].astype(F32), wide.mean[...], atol=2**-9)
 
 
-def test_changes_reach_a_module_deep_in_a_keyword_argument_and_a_state_that_is_merged_inside():
-    models = {"left": (), "right": [nnx.BatchNorm(16, rngs=nnx.Rngs(0))]}
-    graphdef, state = nnx.split(nnx.BatchNorm(16, rngs=nnx.Rngs(0)))
-    expected = nnx.BatchNorm(16, rngs=nnx.Rngs(0))
-    mpx.autocast(lambda *, models, x: models["right"][0](x), "bf16")(models=models, x=TOKENS)
-    mpx.autocast(lambda state, x: nnx.merge(graphdef, state)(x), "bf16")(state, TOKENS)
-    called(expected, TOKENS)
-    assert_same_bits(jax.tree.leaves((models["right"][0], state)), jax.tree.leaves((expected, nnx.state(expected))))
-
-
-class Carried(nnx.Module):
-    """Becomes the argument, on the way through a loop that exchanges its carries twice."""
+class Counter(nnx.Module):
+    """Counts its calls in a variable, and in an attribute, and sees its input."""
 
     def __init__(self):
-        self.value = nnx.Variable(jnp.zeros(3))
+        self.count, self.calls = nnx.Variable(jnp.zeros(())), 0
 
     def __call__(self, x):
-        exchange = lambda c, _: ((c[1], c[0]), None)
-        (self.value[...], _), _ = jax.lax.scan(exchange, (x, self.value[...]), length=2)
+        self.count[...] += 1
+        self.calls += 1
+        self.seen = nnx.Intermediate(x)
+        return x
 
 
-def test_a_value_that_changes_its_place_in_a_loop_is_a_change():
-    model = Carried()
-    mpx.autocast(called, "bf16")(model, jnp.ones(3))
-    assert_same_bits(model.value[...], jnp.ones(3))
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Box:
+    value: jax.Array
 
 
-def scanned(blocks, x):
-    """Runs a stack of layers, each in a checkpoint."""
-    block = nnx.remat(called)
-    return nnx.scan(lambda x, model: block(model, x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, blocks)
+def test_modules_in_dictionaries_and_tuples_change_and_get_variables_and_nothing_else_changes():
+    """One module in two arguments stays one; an attribute and an object of another library stay, as under `jax.jit`."""
+    counter, box = Counter(), Box(jnp.zeros(3))
+
+    def function(models, boxes, *, again):
+        boxes["box"].value = again["deep"][0](models[1](TOKENS))
+        return models[1] is again["deep"][0]
+
+    assert mpx.autocast(function, "bf16")((1, counter), {"box": box}, again={"deep": [counter]})
+    assert (counter.count[...], counter.calls) == (2, 0)
+    assert_same_bits(counter.seen[...], TOKENS)
+    assert_same_bits(box.value, jnp.zeros(3))
 
 
-@pytest.mark.parametrize("inside", [nnx.jit(called), nnx.remat(called), scanned], ids=["jit", "remat", "scan"])
+def test_value_and_grad_hands_back_the_changes_of_all_arguments_and_the_auxiliary_value():
+    layer, counter = nnx.Linear(16, 4, rngs=nnx.Rngs(0)), Counter()
+    loss = mpx.autocast(lambda layer, rest, x: ((layer(rest["counter"](x)) ** 2).sum(), x), "bf16")
+    step = mpx.value_and_grad(loss, EIGHT, has_aux=True, transform=nnx.value_and_grad)
+    (_, aux), _ = nnx.jit(step)(layer, {"counter": counter}, TOKENS)
+    assert_same_bits((aux, counter.count[...]), (TOKENS, jnp.float32(1)))
+    nnx.jit(step)(layer, {"counter": counter}, INFINITE)
+    assert_same_bits(counter.count[...], jnp.float32(1))
+
+
+@pytest.mark.parametrize("inside", [nnx.jit(called), nnx.remat(called)], ids=["jit", "remat"])
 def test_a_flax_transformation_inside_is_no_change_of_the_module(inside):
-    """NNX puts the variables back as it found them: `jax.value_and_grad` loses nothing, and it is no error."""
-    make = lambda rngs: nnx.Linear(16, 16, rngs=rngs)
-    model = nnx.split_rngs(splits=3)(nnx.vmap(make))(nnx.Rngs(0)) if inside is scanned else make(nnx.Rngs(0))
-    loss = lambda model, x: (inside(model, x) ** 2).sum()
+    """NNX puts equal variables back: `jax.value_and_grad` loses nothing, and it is no error."""
+    model, loss = nnx.Linear(16, 16, rngs=nnx.Rngs(0)), lambda model, x: (inside(model, x) ** 2).sum()
     (value, grads), expected = (f(model, TOKENS) for f in (mpx.value_and_grad(mpx.autocast(loss, "bf16")), loss))
     np.testing.assert_allclose(value, expected, rtol=2**-4)
     assert {g.dtype for g in jax.tree.leaves(grads)} == {F32}

@@ -20,16 +20,8 @@ def product(x, w):
     return x @ w
 
 
-def called(model, x):
-    return model(x)
-
-
 def norm():
     return nnx.BatchNorm(64, rngs=nnx.Rngs(0))
-
-
-def growing(model, x):
-    model.seen = nnx.Variable(x)
 
 
 def squared(model, x):
@@ -39,11 +31,6 @@ def squared(model, x):
 def second_derivative(fp8):
     of_x = jax.grad(mpx.autocast(lambda w, x: jnp.sin(x @ w).sum(), fp8), 1)
     return jax.grad(lambda w: (of_x(w, X) ** 2).sum())(W)
-
-
-def of_an_outer_trace():
-    model = norm()
-    jax.jit(lambda x: mpx.autocast(called, "bf16")(model, x))(X)
 
 
 VALUES = [
@@ -81,10 +68,8 @@ VALUES = [
     (given(mpx.explain, mpx.autocast(product, "bf16"), "bf16"), "takes no policy for a function that `auto"),
     (
         lambda: mpx.value_and_grad(mpx.autocast(squared, "bf16"))(norm(), X),
-        r"lost\. .*transform=nnx\.value_and.*: mean of the BatchNorm at 0, var ",
+        r"lose the .*transform=nnx\.value_and.*: mean of the BatchNorm, var of the BatchNorm\.",
     ),
-    (of_an_outer_trace, r"lost\. Return the new values.* Changed: mean of the BatchNorm at 0\."),
-    (lambda: mpx.autocast(growing, "bf16")(norm(), X), "Changed: the structure of the BatchNorm at 0"),
 ]
 TYPES = [
     (given(mpx.autocast, X, "bf16"), "`autocast` needs a function, but got Array"),

@@ -35,7 +35,7 @@ class ContractionPrecision:
     @property
     def fallback(self) -> "ContractionPrecision":
         """Return the precision without 8-bit floats."""
-        return self if self.fp8 is None else compute_of_dtype(self.dtype)
+        return self if self.fp8 is None else precision_of_dtype(self.dtype)
 
 
 BF16 = ContractionPrecision("bf16", np.dtype(jnp.bfloat16))
@@ -46,10 +46,10 @@ ALGORITHMS = {
     "tf32": ContractionPrecision("tf32", np.dtype(np.float32), lax.DotAlgorithmPreset.TF32_TF32_F32),
     "bf16x3": ContractionPrecision("bf16x3", np.dtype(np.float32), lax.DotAlgorithmPreset.BF16_BF16_F32_X3),
 }
-_BY_DTYPE = {compute.dtype: compute for compute in (BF16, F16, F32)}
+_BY_DTYPE = {precision.dtype: precision for precision in (BF16, F16, F32)}
 
 
-def get_compute(policy_or_dtype: Any) -> ContractionPrecision:
+def get_precision(policy_or_dtype: Any) -> ContractionPrecision:
     """Read what a user gives to `autocast`: a policy, a dtype or its name, `"tf32"`, `"bf16x3"`, FP8.
 
     Raises:
@@ -57,9 +57,9 @@ def get_compute(policy_or_dtype: Any) -> ContractionPrecision:
     """
     if isinstance(policy_or_dtype, _policy.Policy):
         fp8 = policy_or_dtype.fp8
-        return compute_of_dtype(np.dtype(policy_or_dtype.compute_dtype)) if fp8 is None else compute_of_fp8(fp8)
+        return precision_of_dtype(np.dtype(policy_or_dtype.compute_dtype)) if fp8 is None else precision_of_fp8(fp8)
     if isinstance(policy_or_dtype, Fp8):
-        return compute_of_fp8(policy_or_dtype)
+        return precision_of_fp8(policy_or_dtype)
     if isinstance(policy_or_dtype, str) and policy_or_dtype == FP8.name:
         return FP8
     if isinstance(policy_or_dtype, str) and policy_or_dtype in ALGORITHMS:
@@ -70,15 +70,15 @@ def get_compute(policy_or_dtype: Any) -> ContractionPrecision:
             "`autocast` needs a policy or its string ('compute=bf16'), a dtype (bfloat16, float16, float32), or one of "
             f"'bf16', 'f16', 'f32', 'tf32', 'bf16x3', 'fp8' (or an `mpx.Fp8`), but got {policy_or_dtype!r}."
         )
-    return compute_of_dtype(dtype)
+    return precision_of_dtype(dtype)
 
 
-def compute_of_fp8(fp8: Fp8) -> ContractionPrecision:
+def precision_of_fp8(fp8: Fp8) -> ContractionPrecision:
     """Return the precision of 8-bit floats."""
     return dataclasses.replace(FP8, fp8=fp8)
 
 
-def compute_of_dtype(dtype: np.dtype) -> ContractionPrecision:
+def precision_of_dtype(dtype: np.dtype) -> ContractionPrecision:
     """Return the precision of a dtype."""
     if dtype not in _BY_DTYPE:
         hint = " Products of 8-bit floats are 'fp8'." if dtype.name.startswith("float8") else ""
@@ -86,15 +86,15 @@ def compute_of_dtype(dtype: np.dtype) -> ContractionPrecision:
     return _BY_DTYPE[dtype]
 
 
-def widest(computes: list[ContractionPrecision]) -> ContractionPrecision:
+def widest(precisions: list[ContractionPrecision]) -> ContractionPrecision:
     """Return the precision that all share, or float32 if they differ."""
-    return computes[0] if all(compute == computes[0] for compute in computes) else F32
+    return precisions[0] if all(precision == precisions[0] for precision in precisions) else F32
 
 
-def _on_this_backend(compute: ContractionPrecision) -> ContractionPrecision:
+def _on_this_backend(precision: ContractionPrecision) -> ContractionPrecision:
     """Take TF32 where it exists: on NVIDIA GPUs. A CPU multiplies float32 numbers unrounded, which is more exact."""
     backend = jax.default_backend()
-    if compute.name == "tf32" and backend == "tpu":
+    if precision.name == "tf32" and backend == "tpu":
         raise ValueError("`autocast`: a TPU has no TF32; use 'bf16x3', whose error is as small, or 'bf16'.")
-    is_absent = compute.name == "tf32" and backend == "cpu"
-    return dataclasses.replace(compute, algorithm=None) if is_absent else compute
+    is_absent = precision.name == "tf32" and backend == "cpu"
+    return dataclasses.replace(precision, algorithm=None) if is_absent else precision
