@@ -54,6 +54,13 @@ def sides(diff):
     return "\n".join(before), "\n".join(after)
 
 
+def clients():
+    """Return the table of other people's training loops: the cells of a row, by the name of each loop in the last."""
+    lines = re.findall(r"^\|.*\|$", (ROOT / "tests" / "clients" / "README.md").read_text(), re.MULTILINE)
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {loop: row for row in rows[2:] for loop in re.findall(r"`(\w+)`", row[-1])}
+
+
 def python_of(text):
     """Return the Python of a page, both sides of its diffs included."""
     blocks = [(block["language"], textwrap.dedent(block["code"])) for block in BLOCK.finditer(text)]

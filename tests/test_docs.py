@@ -15,6 +15,7 @@ from tests.pages import (
     BLOCK,
     ROOT,
     check_training_steps,
+    clients,
     jits_of_training_steps,
     python_of,
     run_blocks,
@@ -168,6 +169,15 @@ def test_the_recipes_of_the_readme_have_the_names_and_bytes_of_the_table_in_mpx(
     rows = re.findall(r"^\| `([\w-]+)` \| ([^|]+) \| ([\d.]+) \|", README.read_text(), re.MULTILINE)
     table = {name: (recipe.purpose, f"{recipe.bytes:g}") for name, recipe in RECIPES.items()}
     assert {name: (purpose.replace("**", ""), size) for name, purpose, size in rows} == table
+
+
+def test_each_row_of_the_table_of_trainers_names_its_loop_in_the_tests_and_each_loop_has_a_row():
+    """A loop is a function of a way to train. What it does is checked where its library is installed."""
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "tests" / "clients").glob("test_*.py")]
+    functions = [node for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)]
+    required = lambda f: [arg.arg for arg in f.args.args[: len(f.args.args) - len(f.args.defaults)]]
+    assert sorted(f.name for f in functions if required(f) == ["way"]) == sorted(clients())
+    assert "<!-- include: tests/clients/README.md # Who does what -->" in (DOCS / "guides" / "trainers.md").read_text()
 
 
 @pytest.mark.parametrize("module", ["mpx", "mpx.formats", "mpx.monitor", "mpx.doctor", "mpx.plot", "mpx.states"])

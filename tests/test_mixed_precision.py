@@ -67,6 +67,25 @@ def test_it_is_the_same_as_the_wrappers_by_hand():
     assert_same_bits(step(recipe), step(by_hand))
 
 
+@pytest.mark.parametrize("policy", ["bf16-masters", "params=f16,compute=f16,output=f32"])
+def test_narrow_updates_have_the_dtypes_of_parameters_in_a_skipped_step_too(policy):
+    options = {} if policy == "bf16-masters" else {"storage": "full"}
+    tx = mpx.mixed_precision(RULE, policy, narrow_updates=True, **options)
+    params = {"w": jnp.ones(3, mpx.get_policy(policy).param_dtype)}
+    state = tx.init(params)
+    for gradient in (1.0, jnp.inf):
+        updates, state = tx.update({"w": jnp.full(3, gradient, jnp.float32)}, state, params)
+        assert updates["w"].dtype == params["w"].dtype
+    wide, _ = mpx.mixed_precision(RULE, policy, **options).update(params, tx.init(params), params)
+    assert wide["w"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("policy", ["bf16-split", "bf16-kahan", "bf16-autocast", "params=bf16,compute=bf16"])
+def test_narrow_updates_need_full_masters(policy):
+    with pytest.raises(ValueError, match=r"`narrow_updates` needs full masters.*Take the recipe 'bf16-masters'"):
+        mpx.mixed_precision(RULE, policy, narrow_updates=True)
+
+
 def kahan_adamw_in_numpy(grads, p, steps, rate=1e-2, b1=0.9, b2=0.999, eps=1e-8, decay=0.1):
     """Follow the published algorithm: bfloat16 parameters, moments and compensation, everything between in float64.
 

@@ -70,8 +70,8 @@ def master_weights(
             None: masters are rounded to nearest.
         narrow_updates: whether updates have the dtypes of the parameters, for libraries that add them without a cast
             (`equinox.apply_updates` turns bfloat16 parameters into float32 ones otherwise). It needs full masters. A
-            parameter that shrinks below half or grows beyond twice its size in a step can then miss its master by a
-            last place; the next step repairs it. The masters stay exact.
+            parameter that shrinks below half or grows beyond twice its size in a step can then miss its master, by a
+            last place of the larger of the two sizes; the next step repairs it. The masters stay exact.
 
     Returns:
         A transformation with state `MasterWeightsState`. If a finite master is beyond the range of its parameter, the

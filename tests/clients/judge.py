@@ -93,25 +93,35 @@ def sgd(learning_rate):
 def float32(learning_rate):
     """Return the way to train without mpx."""
     same, memory = lambda x: x, Memory()
-    grad_of = lambda loss, opt_state, **options: jax.value_and_grad(loss, **options)
+    grad_of = lambda loss, opt_state, transform=jax.value_and_grad, **options: transform(loss, **options)
     return Way(remembering(sgd(learning_rate), memory), same, same, grad_of, memory)
 
 
-def under(policy, learning_rate):
-    """Return the way to train under a policy."""
+def under(policy, learning_rate, *, scale_inside=None, **options):
+    """Return the way to train under a policy.
+
+    A static scale inside of the functions under `autocast` stands in place of that of `mpx.value_and_grad`, for loops
+    that differentiate themselves. Other options are those of `mixed_precision`.
+    """
     policy, memory = mpx.get_policy(policy), Memory()
-    scale = mpx.DynamicLossScale(2.0**10) if policy.compute_dtype == jnp.float16 else None
-    tx = mpx.mixed_precision(remembering(sgd(learning_rate), memory), policy, loss_scale=scale)
+    dynamic = mpx.DynamicLossScale(2.0**10) if policy.compute_dtype == jnp.float16 else None
+    outside, inside = (dynamic, None) if scale_inside is None else (mpx.NoOpLossScale(), scale_inside)
+    tx = mpx.mixed_precision(remembering(sgd(learning_rate), memory), policy, loss_scale=outside, **options)
     grad_of = lambda loss, opt_state, **options: mpx.value_and_grad(loss, mpx.get_loss_scale(opt_state), **options)
-    return Way(tx, policy.cast_to_param, lambda fun: mpx.autocast(fun, policy), grad_of, memory)
+    return Way(tx, policy.cast_to_param, lambda fun: mpx.autocast(fun, policy, loss_scale=inside), grad_of, memory)
 
 
-def judge(train, policy, learning_rate):
-    """Raise unless a loop trains under a policy as in float32, with the weights that the float32 optimizer makes."""
-    way = under(policy, learning_rate)
+def judge(train, policy, learning_rate, **options):
+    """Raise unless a loop trains under a policy as in float32, with the weights that the float32 optimizer makes.
+
+    The options are those of `under`.
+    """
+    way = under(policy, learning_rate, **options)
     ours, theirs = train(way), train(float32(learning_rate))
     fun, *args = ours.loss
     assert mpx.get_policy(policy).compute_dtype in [c.lhs for c in contractions(fun, *args)]
+    dtypes = lambda params: [leaf.dtype for leaf in jax.tree.leaves(params)]
+    assert dtypes(ours.params) == dtypes(ours.start)
     require_losses_of_float32(ours, theirs)
     require_masters_of_float32(ours, way.memory, learning_rate)
 

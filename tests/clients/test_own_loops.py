@@ -19,6 +19,8 @@ import keras
 import numpy as np
 import optax
 import pytest
+from flax import linen, nnx
+from flax.training.train_state import TrainState
 
 import mpx
 from tests.clients import judge
@@ -182,9 +184,65 @@ def keras_stateless(way):
     return judge.Run(start, params, opt_state, losses, (loss, params, others, X, Y))
 
 
+def flax_train_state(way):
+    """A Linen model whose parameters and optimizer are a `TrainState`."""
+    net = linen.Sequential([linen.Dense(32), jnp.tanh, linen.Dense(1)])
+    params = start = way.cast(net.init(KEY, X))
+    state, losses = TrainState.create(apply_fn=net.apply, params=params, tx=way.tx), []
+    loss = way.autocast(lambda params, x, y: ((state.apply_fn(params, x) - y) ** 2).mean())
+
+    @jax.jit
+    def step(state):
+        value, grads = way.grad_of(loss, state.opt_state)(state.params, X, Y)
+        return state.apply_gradients(grads=grads), value
+
+    for _ in range(judge.STEPS):
+        state, value = step(state)
+        losses.append(value)
+    return judge.Run(start, state.params, state.opt_state, losses, (loss, start, X, Y))
+
+
+def flax_nnx_optimizer(way):
+    """An NNX model and its `nnx.Optimizer`."""
+    rngs, losses = nnx.Rngs(0), []
+    model = nnx.Sequential(nnx.Linear(8, 32, rngs=rngs), jnp.tanh, nnx.Linear(32, 1, rngs=rngs))
+    nnx.update(model, way.cast(nnx.state(model)))
+    start, optimizer = jax.tree.map(jnp.copy, nnx.state(model)), nnx.Optimizer(model, way.tx, wrt=nnx.Param)
+    loss = way.autocast(lambda model, x, y: ((model(x) - y) ** 2).mean())
+
+    @nnx.jit
+    def step(model, optimizer):
+        value, grads = way.grad_of(loss, optimizer.opt_state, transform=nnx.value_and_grad)(model, X, Y)
+        optimizer.update(model, grads)
+        return value
+
+    for _ in range(judge.STEPS):
+        losses.append(step(model, optimizer))
+    return judge.Run(start, nnx.state(model), optimizer.opt_state, losses, (loss, model, X, Y))
+
+
+def equinox_apply_updates(way):
+    """The loop of Equinox's examples, and of Levanter's `take_train_step`: `eqx.apply_updates` adds without a cast."""
+    model, losses = eqx.nn.MLP(8, 1, 32, 1, jax.nn.tanh, key=KEY), []
+    params, static = eqx.partition(way.cast(model), eqx.is_inexact_array)
+    loss = way.autocast(lambda params, x, y: ((jax.vmap(eqx.combine(params, static))(x) - y) ** 2).mean())
+    start, opt_state = params, way.tx.init(params)
+
+    @eqx.filter_jit
+    def step(params, opt_state):
+        value, grads = way.grad_of(loss, opt_state, transform=eqx.filter_value_and_grad)(params, X, Y)
+        updates, opt_state = way.tx.update(grads, opt_state, params)
+        return eqx.apply_updates(params, updates), opt_state, value
+
+    for _ in range(judge.STEPS):
+        params, opt_state, value = step(params, opt_state)
+        losses.append(value)
+    return judge.Run(start, params, opt_state, losses, (loss, params, X, Y))
+
+
 LIBRARIES = {
     haiku: 2.0**-4, haiku_with_state: 2.0**-4, jraph_network: 2.0**-4, e3nn_forces: 2.0**-6, distrax_flow: 2.0**-5,
-    diffrax_neural_ode: 2.0**-3, keras_stateless: 2.0**-4,
+    diffrax_neural_ode: 2.0**-3, keras_stateless: 2.0**-4, flax_train_state: 2.0**-4, flax_nnx_optimizer: 2.0**-4,
 }  # fmt: skip
 
 
@@ -192,6 +250,17 @@ LIBRARIES = {
 @pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.__name__)
 def test_a_loop_of_ones_own_trains_as_in_float32_with_the_masters_of_float32(library, compute):
     judge.judge(library, f"params={compute},compute={compute},output=f32", LIBRARIES[library])
+
+
+@pytest.mark.parametrize("compute", ["bf16", "f16"])
+def test_a_loop_that_adds_updates_without_a_cast_keeps_masters_with_narrow_ones(compute):
+    policy = f"params={compute},compute={compute},output=f32"
+    judge.judge(equinox_apply_updates, policy, 2.0**-4, storage="full", narrow_updates=True)
+
+
+def test_a_loop_that_adds_updates_without_a_cast_is_told_of_narrow_ones():
+    with pytest.raises(ValueError, match=r"`equinox\.apply_updates` does not: see `narrow_updates`"):
+        equinox_apply_updates(judge.under("bf16-split", 2.0**-4))
 
 
 def test_autocast_around_a_solver_alone_warns_that_it_narrows_nothing():

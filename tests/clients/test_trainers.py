@@ -4,6 +4,8 @@ import os
 
 os.environ["NETKET_ENABLE_X64"] = "0"  # or NetKet switches 64-bit types on, in this process too
 
+import dataclasses
+
 import blackjax
 import equinox as eqx
 import flowjax.distributions
@@ -15,6 +17,7 @@ import jaxopt
 import netket as nk
 import numpy as np
 import numpyro
+import optax
 import optimistix as optx
 import paramax
 import pytest
@@ -23,6 +26,7 @@ from dynamax.linear_gaussian_ssm import LinearGaussianSSM
 from dynamax.parameters import from_unconstrained, to_unconstrained
 from dynamax.utils.optimize import run_sgd
 from flax import nnx
+from jax.experimental import io_callback
 from numpyro import distributions as dist
 from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoNormal
@@ -33,6 +37,7 @@ from tunix.sft.peft_trainer import PeftTrainer, TrainingConfig
 import mpx
 from tests.clients import judge
 from tests.helpers import assert_same_bits
+from tests.pages import clients
 
 # Dynamax asks for float32 products in the whole process, in other people's functions too, and `autocast` obeys.
 jax.config.update("jax_default_matmul_precision", None)
@@ -41,8 +46,6 @@ KEY = jax.random.key(0)
 X = jax.random.normal(jax.random.key(1), (64, 8))
 Y = jnp.sin(X[:, :1]) + X[:, 1:2] * X[:, 2:3]
 PARAMS = {"w": 0.3 * jax.random.normal(KEY, (8, 32)), "b": jnp.zeros(32), "v": 0.2 * jax.random.normal(KEY, (32, 1))}
-MASTERS, SCALED = "params=bf16,compute=bf16,output=f32", "params=f16,compute=f16,output=f32"
-WITHOUT_MASTERS = "params=f32,compute=bf16,output=f32"
 
 
 def predict(params, x):
@@ -174,19 +177,32 @@ def blackjax_meanfield(way):
     return judge.Run(start, (state.mu, state.rho), state.opt_state, losses, (density, {"x": X}, w))
 
 
+def keeping_states(tx, states):
+    """Return a transformation whose states are kept, for a library that hands none back."""
+
+    def update(grads, state, params):
+        updates, state = tx.update(grads, state, params)
+        io_callback(states.append, None, state, ordered=True)
+        return updates, state
+
+    return optax.GradientTransformation(tx.init, update)
+
+
 def flowjax_fit(way):
     """`fit_to_data` of a masked autoregressive flow, with its likelihood cast."""
+    states = []
     base = flowjax.distributions.Normal(jnp.zeros(8))
     flow = way.cast(flowjax.flows.masked_autoregressive_flow(KEY, base_dist=base, flow_layers=1, nn_width=16))
     loss = way.autocast(flowjax.train.losses.MaximumLikelihoodLoss())
     data = jnp.tanh(X @ jax.random.normal(KEY, (8, 8)))
     fitted, losses = flowjax.train.fit_to_data(
-        KEY, flow, data, loss_fn=loss, optimizer=way.tx, max_epochs=judge.STEPS, max_patience=judge.STEPS,
-        return_best=False, show_progress=False,
+        KEY, flow, data, loss_fn=loss, optimizer=keeping_states(way.tx, states), max_epochs=judge.STEPS,
+        max_patience=judge.STEPS, return_best=False, show_progress=False,
     )  # fmt: skip
+    jax.effects_barrier()
     is_fixed = lambda leaf: isinstance(leaf, paramax.NonTrainable)
     start, params = (eqx.partition(model, eqx.is_inexact_array, is_leaf=is_fixed) for model in (flow, fitted))
-    return judge.Run(start[0], params[0], (), losses["train"], (lambda x: loss(*start, x), data))
+    return judge.Run(start[0], params[0], states[-1], losses["train"], (lambda x: loss(*start, x), data))
 
 
 def optimistix_minimise(way):
@@ -229,9 +245,12 @@ RATES = {
     blackjax_meanfield: 2.0**-5, flowjax_fit: 2.0**-3, optimistix_minimise: 2.0**-4,
     brax_gradient_update: 2.0**-4, dynamax_sgd: 2.0**-4,
 }  # fmt: skip
+ADD_WITHOUT_A_CAST = (blackjax_meanfield, flowjax_fit, optimistix_minimise)
+HIDE_PARAMETERS = (brax_gradient_update, dynamax_sgd)
+OPTION = r"`equinox\.apply_updates` does not: see `narrow_updates`"
 REFUSALS = {
-    blackjax_meanfield: "`optax.apply_updates` keeps dtypes",
-    flowjax_fit: "`optax.apply_updates` keeps dtypes",
+    blackjax_meanfield: OPTION,
+    flowjax_fit: OPTION,
     optimistix_minimise: "`body_fun` must have the same input and output structure",  # JAX's: the loop ends first
     brax_gradient_update: "`master_weights` needs the parameters",
     dynamax_sgd: "`master_weights` needs the parameters",
@@ -239,25 +258,58 @@ REFUSALS = {
 named = lambda libraries: pytest.mark.parametrize("library", libraries, ids=lambda library: library.__name__)
 
 
+def test_the_table_says_of_each_trainer_what_the_tests_find():
+    rows = {loop: row for loop, row in clients().items() if row[1] == "it"}  # gradients by
+    names = lambda libraries: {library.__name__ for library in libraries}
+    assert rows.keys() == names(RATES)
+    assert {loop for loop, row in rows.items() if row[2] == "it, p + u"} == names(ADD_WITHOUT_A_CAST)
+    assert {loop for loop, row in rows.items() if row[3] == "no"} == names(HIDE_PARAMETERS)
+
+
 @named([library for library in RATES if library not in REFUSALS])
 def test_a_trainer_trains_as_in_float32_with_the_masters_of_float32(library):
-    judge.judge(library, MASTERS, RATES[library])
+    judge.judge(library, "bf16-split", RATES[library])
+
+
+@named(ADD_WITHOUT_A_CAST)
+def test_a_trainer_that_adds_updates_without_a_cast_keeps_masters_with_narrow_ones(library):
+    judge.judge(library, "bf16-masters", RATES[library], narrow_updates=True)
 
 
 @named(REFUSALS)
-def test_a_trainer_that_cannot_keep_masters_refuses_them_and_trains_float32_parameters_as_in_float32(library):
+def test_masters_that_a_trainer_cannot_keep_are_refused_and_float32_parameters_train_as_in_float32(library):
     with pytest.raises(ValueError, match=REFUSALS[library]):
-        library(judge.under(MASTERS, RATES[library]))
-    judge.judge(library, WITHOUT_MASTERS, RATES[library])
+        library(judge.under("bf16-masters", RATES[library]))
+    judge.judge(library, "bf16-autocast", RATES[library])
+
+
+@named(RATES)
+def test_a_trainer_that_differentiates_trains_in_float16_with_a_static_scale_inside_of_autocast(library):
+    scale = 2.0**6 if library == numpyro_svi else 2.0**12  # its loss is a sum over 64 examples, not a mean
+    judge.judge(library, "f16-scaled", RATES[library], scale_inside=mpx.StaticLossScale(scale))
+
+
+def test_a_static_scale_that_is_too_large_skips_every_step_which_is_counted():
+    way = judge.under("f16-scaled", RATES[numpyro_svi], scale_inside=mpx.StaticLossScale(2.0**20))
+    assert mpx.skipped_steps(numpyro_svi(way).opt_state) == judge.STEPS
+
+
+@named(REFUSALS)
+def test_state_in_8_bits_needs_no_hook(library):
+    """The momentum of arrays of any size is kept in 8 bits."""
+    way = judge.float32(RATES[library])
+    tx = mpx.low_precision_state(judge.sgd(RATES[library]), {"trace": mpx.Blockwise8bit()}, min_size=0)
+    assert any(leaf.dtype.itemsize == 1 for leaf in jax.tree.leaves(tx.init(PARAMS)))
+    judge.require_losses_of_float32(library(dataclasses.replace(way, tx=tx)), library(way))
 
 
 def test_a_trainer_that_takes_gradients_trains_in_float16_with_a_loss_scale():
-    judge.judge(jaxopt_value_and_grad, SCALED, 2.0**-4)
+    judge.judge(jaxopt_value_and_grad, "params=f16,compute=f16,output=f32", 2.0**-4)
 
 
 def test_complex_parameters_are_their_own_masters():
     train = lambda way: netket_vmc(way, dtype=complex)
-    ways = judge.under(MASTERS, 2.0**-5), judge.float32(2.0**-5)
+    ways = judge.under("bf16-split", 2.0**-5), judge.float32(2.0**-5)
     ours, theirs = map(train, ways)
     np.testing.assert_allclose(ours.losses, theirs.losses, rtol=1e-3)
     judge.require_masters_of_float32(ours, ways[0].memory, 2.0**-5)
@@ -266,9 +318,9 @@ def test_complex_parameters_are_their_own_masters():
 @named(RATES)
 def test_float16_in_a_trainer_that_differentiates_warns_that_nothing_scales_the_loss(library):
     with pytest.raises(UserWarning, match="computes in float16 and is differentiated without a loss scale"):
-        library(judge.under("params=f32,compute=f16,output=f32", RATES[library]))
+        library(judge.under("f16-scaled", RATES[library]))
 
 
 def test_float32_products_that_dynamax_asks_of_the_whole_process_are_asked_of_autocast_too():
     with jax.default_matmul_precision("float32"), pytest.warns(UserWarning, match="`jax_default_matmul_precision` is"):
-        jax.eval_shape(mpx.autocast(squares, MASTERS), PARAMS, X, Y)  # as after `import dynamax`
+        jax.eval_shape(mpx.autocast(squares, "bf16"), PARAMS, X, Y)  # as after `import dynamax`
