@@ -15,6 +15,7 @@ recipe of mpx ends where f32 ends.
 
 import math
 import statistics
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -115,7 +116,6 @@ def train_recipe(
             losses.append(metrics.loss)  # stays on the device until it is read
             if step in evaluation_steps:
                 validation_losses[step] = float(evaluate(params, validation))
-        typer.echo(f"{recipe.name}, seed {seed}: validation loss {validation_losses[steps]:.4f}")
         yield report.Run(
             recipe=recipe.name,
             seed=seed,
@@ -162,11 +162,18 @@ def main(
         f"{text or 'The standard library of Python'}: {len(parts[0]):,} bytes to train on, {len(parts[1]):,} held out. "
         f"{steps} steps of {BATCH_SIZE} x {CONTEXT} bytes on {jax.devices()[0].device_kind}."
     )
-    runs = []
-    for recipe in chosen:
-        # A gap is to f32 of the same seed.
-        count = max(seeds, recipe_seeds) if recipe.name == report.REFERENCE else recipe_seeds
-        runs += train_recipe(recipe, count, hyperparameters, *parts)
+    runs: list[report.Run] = []
+    # A gap is to f32 of the same seed.
+    counts = {x: max(seeds, recipe_seeds) if x.name == report.REFERENCE else recipe_seeds for x in chosen}
+    total, start = sum(counts.values()), time.monotonic()
+    for recipe, count in counts.items():
+        finished = train_recipe(recipe, count, hyperparameters, *parts)
+        for seed in range(count):
+            typer.echo(f"run {len(runs) + 1} of {total}: {recipe.name}, seed {seed}", nl=False)
+            runs.append(next(finished))
+            minutes = (time.monotonic() - start) / len(runs) * (total - len(runs)) / 60
+            rest = f"; about {math.ceil(minutes)} min to go" if minutes else ""
+            typer.echo(f": validation loss {runs[-1].validation_losses[-1]:.4f}{rest}")
     report.write(out, report.Comparison(runs))
 
 
