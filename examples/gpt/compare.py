@@ -164,9 +164,9 @@ def main(
     )
     runs: list[report.Run] = []
     # A gap is to f32 of the same seed.
-    counts = {x: max(seeds, recipe_seeds) if x.name == report.REFERENCE else recipe_seeds for x in chosen}
-    total, start = sum(counts.values()), time.monotonic()
-    for recipe, count in counts.items():
+    counts = [max(seeds, recipe_seeds) if recipe.name == report.REFERENCE else recipe_seeds for recipe in chosen]
+    total, start = sum(counts), time.monotonic()
+    for recipe, count in zip(chosen, counts, strict=True):
         finished = train_recipe(recipe, count, hyperparameters, *parts)
         for seed in range(count):
             typer.echo(f"run {len(runs) + 1} of {total}: {recipe.name}, seed {seed}", nl=False)

@@ -8,7 +8,7 @@ for full precision and `tf32` does not. On a CPU they are the same.
 """
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -50,7 +50,7 @@ class Recipe:
         return "float16" if self.compute_dtype == "float16" else "bfloat16"
 
 
-def of_mpx(name: str, **options: object) -> Recipe:
+def of_mpx(name: str, **options: Any) -> Recipe:
     """Return a recipe that mpx has under this name."""
     return Recipe(name, mpx.get_policy(name), **options)
 
