@@ -80,43 +80,32 @@ def doctor(as_json: _AsJson = False) -> None:
 
 @app.command(epilog="Example: mpx plan 70B --devices 64 --fsdp --memory 80GB")
 def plan(
-    model: Annotated[
-        str, typer.Argument(help="How many parameters (124M, 7B, 70e9), or file.py:function, which makes them.")
-    ],
+    model: Annotated[str, typer.Argument(help="124M, 7B or 70e9 parameters, or file.py:function, which makes them.")],
     recipe: Annotated[list[str] | None, typer.Option(metavar="NAME", help="A recipe; may be repeated.")] = None,
     rule: Annotated[str, typer.Option(metavar="NAME", help="An optimizer of Optax, or file.py:name.")] = "adamw",
-    devices: Annotated[
-        int, typer.Option(metavar="COUNT", min=1, help="Shard the optimizer state over several devices (ZeRO-1).")
-    ] = 1,
+    devices: Annotated[int, typer.Option(metavar="COUNT", min=1, help="Shard the state over so many (ZeRO-1).")] = 1,
     fsdp: Annotated[bool, _flag("--fsdp", "Shard parameters and gradients, too (ZeRO-3).")] = False,
-    memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="The memory of a device, 80GB or 80GiB: show what fits into it.")
-    ] = None,
+    memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Show what fits into 80GB, 80GiB or h100.")] = None,
     as_json: _AsJson = False,
 ) -> None:
     """Count the bytes that a training run holds under each precision recipe, before anything is allocated."""
     from mpx.tools import cli
 
-    limit = None if memory is None else int(cli.memory_bytes(memory) * cli.fraction())
+    limit = None if memory is None else cli.usable_bytes(memory)
     with contextlib.redirect_stdout(sys.stderr):  # the user's code may print
         planned = cli.attribute(model) if ":" in model else cli.parameters(model)
-        comparison = cli.plan(planned, cli.rule(rule), recipe or [], devices, fsdp, limit)
-    parts = cli.plan_parts(comparison)
+        optimizer, code = cli.rule(rule)
+        comparison = cli.plan(planned, optimizer, recipe or [], devices, fsdp, limit)
     note = "Without activations. Gradients are those in one jitted step; `mpx.memory_plan` counts others."
-    cli.write(comparison, as_json, [*parts, note])
+    cli.write(comparison, as_json, [*cli.plan_parts(comparison, code), note])
 
 
 @app.command(epilog='Example: mpx explain train.py:loss "f32[16,4]" "f32[8,16]" --policy bf16 --grad')
 def explain(
     function: Annotated[str, typer.Argument(help="file.py:function or module:function.")],
-    shapes: Annotated[
-        list[str] | None, typer.Argument(help="A shape for each argument: f32[8,16], bf16[4], i32[].")
-    ] = None,
+    shapes: Annotated[list[str] | None, typer.Argument(help="Of each argument: f32[8,16], bf16[4], i32[].")] = None,
     policy: Annotated[
-        str | None,
-        typer.Option(
-            metavar="POLICY", help="bf16, f16, tf32, bf16x3, fp8, or params=f32,compute=bf16. Not for autocast."
-        ),
+        str | None, typer.Option(metavar="POLICY", help="A recipe, tf32, bf16x3, or compute=bf16. Not for autocast.")
     ] = None,
     grad: Annotated[bool, _flag("--grad", "Explain the gradient by the first argument.")] = False,
     as_json: _AsJson = False,
@@ -143,7 +132,7 @@ def program(
         ),
     ],
     target: Annotated[
-        str | None, typer.Option(metavar="NAME", help="a100, h100, h200, b200, v5e or v6e. Left out: this machine.")
+        str | None, typer.Option(metavar="NAME", help="a100, h100, h200, b200, gb200, v5e or v6e; or this machine.")
     ] = None,
     as_json: _AsJson = False,
 ) -> None:

@@ -123,7 +123,7 @@ def chain(*elements: optax.GradientTransformation | Element) -> optax.GradientTr
 # From the first to stand in a chain to the last. Elements of one rank exclude each other.
 _RANKS = {"zero1": 0, "loss_scaling": 1, "mixed_precision": 1, "master_weights": 2}
 _AROUND_LAST = ("zero1", "loss_scaling")  # what these wrap keeps its 16-bit parameters
-_KEEPS_WEIGHTS = ("mixed_precision", "master_weights")
+_KEEP_WEIGHTS = ("mixed_precision", "master_weights", "kahan_summation", "stochastic_rounding")
 
 
 def _joined(elements: Sequence[Any]) -> Any:
@@ -134,9 +134,15 @@ def _joined(elements: Sequence[Any]) -> Any:
 def _require_order(elements: Sequence[Any]) -> None:
     """Raise if the order cannot work, or if what stands at the end has nothing to wrap."""
     names = [_named(x, i, len(elements)) for i, x in enumerate(elements)]
+    keepers = [name for x, name in zip(elements, names, strict=True) if getattr(x, "name", "") in _KEEP_WEIGHTS]
     for i, x in enumerate(elements):
-        if isinstance(x, Last):
-            _require_last(elements, names, i)
+        if isinstance(x, Last) and i < len(elements) - 1:
+            raise ValueError(
+                f"`mpx.chain`: {names[i]} must stand last: it chooses the bits of 16-bit parameters, and nothing may "
+                "change its updates."
+            )
+    if len(keepers) > 1:
+        raise ValueError(f"`mpx.chain`: {keepers[0]} and {keepers[1]} exclude each other; keep one of them.")
     for i, x in enumerate(elements):
         if not isinstance(x, Element):
             continue
@@ -157,17 +163,6 @@ _WHY = {
     "mixed_precision": "which gives rules float32 gradients without a loss scale",
     "master_weights": "which gives rules float32 parameters and gradients, and chooses the final updates",
 }
-
-
-def _require_last(elements: Sequence[Any], names: Sequence[str], i: int) -> None:
-    if i < len(elements) - 1:
-        raise ValueError(
-            f"`mpx.chain`: {names[i]} must stand last: it chooses the bits of 16-bit parameters, and nothing may "
-            "change its updates."
-        )
-    keeps = [name for x, name in zip(elements, names, strict=True) if getattr(x, "name", "") in _KEEPS_WEIGHTS]
-    if keeps:
-        raise ValueError(f"`mpx.chain`: {keeps[0]} keeps float32 weights already, so {names[i]} has nothing to do.")
 
 
 def _is_rule(x: Any) -> bool:

@@ -11,7 +11,7 @@ from mpx import _errors, _trees
 from mpx._chain import element
 from mpx._loss_scale import LossScale
 from mpx._policy import Policy, as_policy, policy_text, with_policy
-from mpx._recipes import RECIPES, Recipe
+from mpx._recipes import RECIPES
 from mpx._stored.assignment import assign, checked_patterns
 from mpx._stored.blockwise import Blockwise4bit, Blockwise8bit
 from mpx._stored.roles import Role
@@ -92,30 +92,27 @@ def mixed_precision(
         'LossScalingState'
     """
     policy = as_policy(policy, "mixed_precision")
-    recipe = RECIPES[policy.recipe] if policy.recipe else None
+    recipe = RECIPES.get(policy.recipe or "")
     tx: Any = _errors.as_transformation(inner, "mixed_precision")
     stored = [policy.param_dtype, *(dtype for _, dtype in policy.overrides)]
     is_narrow = any(np.dtype(dtype).itemsize < 4 for dtype in stored)
     needs_scaling = any(np.dtype(dtype) == np.float16 for dtype in (policy.compute_dtype, *stored))
-    _require_use("storage", storage, is_narrow and recipe is None, policy, _why_no_storage(recipe))
+    is_wide = "stores no parameters below float32"
+    says_it = "is a recipe, which says how weights are kept"
+    _require_use("storage", storage, is_narrow and recipe is None, policy, says_it if recipe else is_wide)
     _require_use("loss_scale", loss_scale, needs_scaling, policy, "has no float16 in it")
     _require_use("axis_name", axis_name, needs_scaling, policy, "has no float16 in it")
+    # Under a recipe of float32 parameters an override may store some in 16 bits.
+    weights: Any = (recipe.weights if recipe else storage) or ("split" if is_narrow else None)
+    of_moments = None
     if recipe is None:
-        weights = (storage or "split") if is_narrow else None
-        _require_use("key", key, is_narrow, policy, "stores no parameters below float32")
+        _require_use("key", key, is_narrow, policy, is_wide)
+    elif recipe.rounds_at_random:
+        key, of_moments = _two_keys(key, policy)
     else:
-        weights: Any = recipe.weights or ("split" if is_narrow else None)  # an override may store some in 16 bits
-        _require_use("key", key, recipe.rounds_at_random, policy, "rounds nothing at random")
-        of_moments = None
-        if recipe.rounds_at_random:
-            if key is None:
-                raise ValueError(
-                    f"`mixed_precision`: the recipe {policy.recipe!r} rounds at random and needs a PRNG key; add "
-                    "`key=jax.random.key(0)`."
-                )
-            key, of_moments = jax.random.split(_errors.one_key(key, "mixed_precision"))
-        if recipe.moments is not None:
-            tx = _with_moments(tx, recipe.moments, policy, of_moments if recipe.moments == "4bit" else None)
+        _require_use("key", key, False, policy, "rounds nothing at random")
+    if recipe is not None and recipe.moments is not None:
+        tx = _with_moments(tx, recipe.moments, policy, of_moments if recipe.moments == "4bit" else None)
     if narrow_updates and weights != "full":
         raise ValueError(
             f"`mixed_precision`: `narrow_updates` needs full masters, which {policy_text(policy)!r} does not keep. "
@@ -174,8 +171,14 @@ def _checked_at_init(
     return optax.GradientTransformationExtraArgs(init_fn, tx.update)
 
 
-def _why_no_storage(recipe: Recipe | None) -> str:
-    return "stores no parameters below float32" if recipe is None else "is a recipe, which says how weights are kept"
+def _two_keys(key: jax.Array | None, policy: Policy) -> jax.Array:
+    """Return a key for the weights and one for the moments; raise without a key."""
+    if key is None:
+        raise ValueError(
+            f"`mixed_precision`: the recipe {policy.recipe!r} rounds at random and needs a PRNG key; add "
+            "`key=jax.random.key(0)`."
+        )
+    return jax.random.split(_errors.one_key(key, "mixed_precision"))
 
 
 def _require_use(argument: str, given: Any, needed: bool, policy: Policy, reason: str) -> None:

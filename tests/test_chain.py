@@ -82,7 +82,11 @@ REFUSED = [
     (lambda: mpx.chain(mpx.upcast(), mpx.kahan_summation()), "`upcast` wraps the rules behind it, but none"),
     (lambda: mpx.chain(mpx.upcast(), mpx.kahan_summation(), ADAMW), "`kahan_summation` must stand last"),
     (lambda: mpx.chain(mpx.upcast(), ADAMW, mpx.stochastic_rounding(KEY), CLIP), "`stochastic_rounding` must stand"),
-    (lambda: mpx.chain(mpx.master_weights(), ADAMW, mpx.kahan_summation()), "`kahan_summation` has nothing to do"),
+    (
+        lambda: mpx.chain(mpx.master_weights(), ADAMW, mpx.kahan_summation()),
+        "`master_weights` and `kahan_summation` exclude each other",
+    ),
+    (lambda: mpx.chain(mpx.mixed_precision("bf16-split"), mpx.master_weights(), ADAMW), "exclude each other"),
     (lambda: mpx.chain(), "needs an element"),
 ]
 

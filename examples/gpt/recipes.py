@@ -1,15 +1,14 @@
-"""List the recipes: each is a policy and a line of mpx around the same Optax rule.
+"""List the recipes: those of mpx by name, and a few to compare them with.
 
-A policy names the dtypes of parameters and of computation. The rule is `optax.chain(optax.clip_by_global_norm(...),
-optax.adamw(...))`; one recipe brings its own AdamW. The model is the same for all.
+The name of a recipe says the dtypes of parameters and of computation, and what `mpx.mixed_precision` puts around the
+rule, which is `optax.chain(optax.clip_by_global_norm(...), optax.adamw(...))`. The model is the same for all.
 
 JAX multiplies float32 matrices in TF32 on GPUs that have it, which keeps 10 bits of the mantissa. The recipe `f32` asks
 for full precision and `tf32` does not. On a CPU they are the same.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -17,37 +16,28 @@ import optax
 
 import mpx
 
-F32 = mpx.get_policy("params=f32,compute=f32,output=f32")
-BF16 = mpx.get_policy("params=bf16,compute=bf16,output=f32")
-# Parameters stay in float32, as under `torch.amp`. `params=f16` works too: `mixed_precision` then adds float32 masters.
-F16 = mpx.get_policy("params=f32,compute=f16,output=f32")
-
-
-def fp8_policy(fp8: mpx.Fp8) -> mpx.Policy:
-    """Return the policy of linear layers in FP8. The head, whose weight is the embedding, stays in bfloat16."""
-    return dataclasses.replace(BF16, overrides=(("token_embedding", "bf16"),), fp8=fp8)
-
-
-# Of any size, so that the tiny model shows what is lost. The layers of GPT-2 350M are large enough anyway.
-FP8 = fp8_policy(mpx.Fp8(min_extent=0))
-
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
     """A way to train in mixed precision."""
 
-    name: str  # as in mpx's own table of recipes, where it stands there
-    policy: mpx.Policy
-    optimizer: Callable[[optax.GradientTransformation], optax.GradientTransformation]  # wraps the rule
-    # Makes the rule from a schedule and the options of `optax.adamw`; clipping stands before it.
-    adamw: Callable[..., optax.GradientTransformation] = optax.adamw
+    name: str
+    policy: mpx.Policy  # with the name of mpx's recipe in it, which `mpx.mixed_precision` reads
     # "autocast" runs the model under `mpx.autocast`; "cast" casts its parameters to the compute dtype, which all other
-    # operations follow; "plain" does so with `jax.value_and_grad`, without mpx.
+    # operations follow; "plain" does so with `jax.value_and_grad` and Optax alone, without mpx.
     compute: Literal["autocast", "cast", "plain"] = "autocast"
+    loss_scale: mpx.DynamicLossScale | None = None
     # Whether `mpx.fused_update` computes the step of the optimizer, on a GPU in one kernel for each large leaf.
     fused: bool = False
     # For `jax.default_matmul_precision`. Autocast does not cast a product for which more than the default is asked.
     matmul_precision: Literal["float32"] | None = None
+
+    def optimizer(self, rule: optax.GradientTransformation) -> optax.GradientTransformation:
+        """Return the rule with what the recipe puts around it. A plain one has the dtypes of its parameters."""
+        if self.compute == "plain":
+            return rule
+        key = jax.random.key(0) if mpx.recipes().recipes[self.policy.recipe].rounds_at_random else None
+        return mpx.mixed_precision(rule, self.policy, key=key, loss_scale=self.loss_scale)
 
     @property
     def compute_dtype(self) -> str:
@@ -60,68 +50,31 @@ class Recipe:
         return "float16" if self.compute_dtype == "float16" else "bfloat16"
 
 
-def plain(rule: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Return the rule itself. With bfloat16 parameters its state and its arithmetic are bfloat16 too."""
-    return rule
+def of_mpx(name: str, **options: Any) -> Recipe:
+    """Return a recipe that mpx has under this name."""
+    return Recipe(name, mpx.get_policy(name), **options)
 
-
-# The moments of biases and norms stay float32: they are small, unless the blocks are stacked.
-MOMENTS_IN_8_BITS = {"bias|scale": "f32", "mu": mpx.Blockwise8bit(), "nu": mpx.Blockwise8bit()}
-FIRST_MOMENT_IN_4_BITS = MOMENTS_IN_8_BITS | {"mu": mpx.Blockwise4bit()}
-ANY_PRECISION = {"use_kahan_summation": True, "momentum_dtype": "bfloat16", "variance_dtype": "bfloat16"}
 
 RECIPES = (
-    Recipe("f32", F32, plain, compute="plain", matmul_precision="float32"),
-    Recipe("tf32", F32, plain, compute="plain"),
-    Recipe("bf16-autocast", mpx.get_policy("params=f32,compute=bf16,output=f32"), plain),
-    Recipe("bf16-naive", BF16, plain, compute="plain"),
-    # float32 masters in the optimizer state; the parameters are their bfloat16 copy.
-    Recipe("bf16-cast", BF16, lambda rule: mpx.mixed_precision(rule, BF16, storage="full"), compute="cast"),
-    Recipe("bf16-masters", BF16, lambda rule: mpx.mixed_precision(rule, BF16, storage="full")),
-    # Of the same masters only the 16 low bits are kept; the bfloat16 parameters are the others.
-    Recipe("bf16-split", BF16, lambda rule: mpx.mixed_precision(rule, BF16, storage="split")),
-    # Both moments in 8 bits as well: 8 bytes a parameter, 16-bit gradients included.
-    Recipe(
-        "bf16-split-8bit", BF16,
-        lambda rule: mpx.mixed_precision(mpx.low_precision_state(rule, MOMENTS_IN_8_BITS), BF16, storage="split"),
-        fused=True,
-    ),
-    # Masters of 24 bits, rounded at random: 7 bytes a parameter, 5 of them between two steps.
-    Recipe(
-        "bf16-split24-8bit", BF16,
-        lambda rule: mpx.mixed_precision(
-            mpx.low_precision_state(rule, MOMENTS_IN_8_BITS), BF16, storage="split24", key=jax.random.key(0)
-        ),
-        fused=True,
-    ),
-    # The first moment in 4 bits: 6.5 bytes a parameter.
-    Recipe(
-        "bf16-split24-4bit", BF16,
-        lambda rule: mpx.mixed_precision(
-            mpx.low_precision_state(rule, FIRST_MOMENT_IN_4_BITS, key=jax.random.key(1)),
-            BF16, storage="split24", key=jax.random.key(0),
-        ),
-        fused=True,
-    ),
-    # The linear layers of the blocks multiply 8-bit floats, with a scale for each operand.
-    Recipe("fp8", FP8, lambda rule: mpx.mixed_precision(rule, FP8, storage="split")),
-    # Nothing is kept: parameters are rounded up or down at random, so that their mean is exact.
-    Recipe(
-        "bf16-stochastic", BF16,
-        lambda rule: optax.chain(mpx.upcast(rule), mpx.stochastic_rounding(jax.random.key(0))),
-    ),
-    # Parameters and moments in bfloat16. The rounding error of each update is kept, and added to the next one.
-    Recipe(
-        "bf16-kahan", BF16, plain,
-        adamw=lambda schedule, **options: mpx.any_precision_adamw(schedule, **ANY_PRECISION, **options),
-    ),
+    of_mpx("f32", compute="plain", matmul_precision="float32"),
+    Recipe("tf32", mpx.get_policy("f32"), compute="plain"),
+    of_mpx("bf16-autocast"),
+    Recipe("bf16-naive", mpx.get_policy("params=bf16,compute=bf16,output=f32"), compute="plain"),
+    Recipe("bf16-cast", mpx.get_policy("bf16-masters"), compute="cast"),
+    of_mpx("bf16-masters"),
+    of_mpx("bf16-split"),
+    of_mpx("bf16-split-8bit", fused=True),
+    of_mpx("bf16-split24-8bit", fused=True),
+    of_mpx("bf16-split24-4bit", fused=True),
+    # Products of any size in 8 bits, so that the tiny model shows what is lost; the layers of GPT-2 350M are large
+    # enough anyway. The head, whose weight is the embedding, stays in bfloat16.
+    Recipe("fp8", mpx.get_policy("fp8,compute=fp8(min_extent=0),'token_embedding'=bf16")),
+    of_mpx("bf16-stochastic"),
+    of_mpx("bf16-kahan"),
     # A step that overflows is skipped and halves the scale. The default period of 2,000 good steps until the scale
     # doubles is longer than a whole comparison.
-    Recipe(
-        "f16-scaled", F16,
-        lambda rule: mpx.mixed_precision(rule, F16, loss_scale=mpx.DynamicLossScale(period=50)),
-    ),
-)  # fmt: skip
+    of_mpx("f16-scaled", loss_scale=mpx.DynamicLossScale(period=50)),
+)
 
 
 def get_recipe(name: str) -> Recipe:

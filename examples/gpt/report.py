@@ -1,14 +1,11 @@
 """Report a comparison of recipes: the finished runs, their distances from float32, a table and two pictures."""
 
 import dataclasses
-import functools
 import json
 import math
 import statistics
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import matplotlib
 import numpy as np
@@ -27,10 +24,10 @@ import mpx.plot
 REFERENCE = "f32"
 # Chosen for a telephone: where the picture is 390 pixels wide, letters of 10.5 points are 10 pixels high.
 WIDTH, TEXT = 5.6, 10.5  # inches, points
-ABOVE, LINE, MARGIN = 1.8, 0.175, 1.1  # inches: above the floor, of a line of labels, and of title and axis
+LINE, MARGIN = 0.24, 1.35  # inches: of a row, and of titles and axis
 CARD, INK, GREY = "#FBFBF9", "#222222", "#6B6B6B"  # a card that is legible on a white page and on a dark one
 NEAR, FAR = "#0072B2", "#D55E00"
-LETTERS = 12  # of a line, so that labels of neighbors do not touch
+BASELINES = (REFERENCE, "tf32", "bf16-autocast")  # of Optax alone that end where float32 does
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,63 +105,45 @@ def write(folder: Path, comparison: Comparison) -> None:
 
 
 # --- The pictures. ---
-class Dot(NamedTuple):
-    """A recipe in the picture."""
-
-    label: str
-    size: int  # bytes a parameter
-    gap: float
-    color: str
-
-
 def draw_precision(comparison: Comparison) -> Figure:
-    """Draw a dot a recipe: how many bytes a parameter it takes, and how far its final loss is from float32's.
-
-    Recipes near float32 lie on a floor, with their labels below; the others float above it.
-    """
-    dots, deviation = _dots(comparison), comparison.deviation
-    near, far = ([dot for dot in dots if (dot.color == FAR) == is_far] for is_far in (False, True))
-    labels = {size: [textwrap.fill(dot.label, LETTERS) for dot in near if dot.size == size] for _, size, *_ in near}
-    for size in sorted(labels, reverse=True):  # a byte apart, labels have no room beside each other
-        if size + 1 in labels:
-            labels[size] = [""] * len("\n".join(labels[size + 1]).split("\n")) + labels[size]
-    below = LINE * (2 + max("\n".join(names).count("\n") for names in labels.values()))
-    figure, axes = plt.subplots(figsize=(WIDTH, ABOVE + below + MARGIN))
-    figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.06)
+    """Draw a row a recipe: a bar of the bytes a parameter that it takes, and a dot where it ends beside float32."""
+    deviation = comparison.deviation
+    gaps = {recipe: comparison.gap(recipe) for recipe in comparison.by_recipe}
+    sizes = {recipe: sum(runs[0].bytes_per_parameter.values()) for recipe, runs in comparison.by_recipe.items()}
+    rows = sorted((recipe for recipe in gaps if math.isfinite(gaps[recipe])), key=lambda recipe: -sizes[recipe])
+    top = max([4 * deviation, 1e-4, *(abs(gaps[recipe]) for recipe in rows)])
+    far = max(3 * deviation, top / 5)
+    colors = [GREY if recipe in BASELINES else FAR if gaps[recipe] > far else NEAR for recipe in rows]
+    figure, (bars, dots) = plt.subplots(1, 2, sharey=True, figsize=(WIDTH, MARGIN + LINE * len(rows)))
+    figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.08)
     figure.patch.set_alpha(0)
     card = FancyBboxPatch((0, 0), 1, 1, boxstyle="round,pad=0,rounding_size=0.03", transform=figure.transFigure)
     card.set(facecolor=CARD, edgecolor="none", zorder=-1)
     figure.add_artist(card)
-    top = 1.15 * max([4 * deviation, 1e-4, *(abs(dot.gap) for dot in dots)])
-    axes.set(xlim=(17.2, 6.8), ylim=(-top * below / ABOVE, top), xticks=range(16, 7, -2), facecolor="none")
-    axes.set_yticks([tick for tick in axes.get_yticks() if 0 <= tick <= top])
-    axes.tick_params(labelsize=TEXT, colors=INK)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.set_xlabel("bytes a parameter (weights, gradients, optimizer)", fontsize=TEXT + 0.5, color=INK)
-    figure.suptitle("How far above float32 does training end?", fontsize=TEXT + 3, color=INK, x=0.02, ha="left")
-    axes.set_title("validation loss, nats per byte", fontsize=TEXT - 0.5, color=GREY)
-    axes.axhspan(-deviation, deviation, color="#000000", alpha=0.16, linewidth=0)
-    write = functools.partial(axes.annotate, textcoords="offset points", fontsize=TEXT)
-    seeds = f"float32, {len(comparison.references)} seeds: ± standard deviation"
-    write(seeds, (17, max([deviation, *(dot.gap for dot in near)])), xytext=(0, 7), color=GREY)
-    for dot in dots:
-        axes.plot(dot.size, dot.gap, "o", markersize=9, color=dot.color, markeredgecolor=CARD, zorder=3)
-    for size, names in labels.items():
-        write("\n".join(names), (size, 0), xytext=(0, -10), color=INK, ha="center", va="top")
-    for dot in far:
-        text = f"{dot.label}: {dot.gap:+.3f}"
-        write(text, (dot.size, dot.gap), xytext=(-10, 0), color=FAR, weight="bold", ha="right", va="center")
+    figure.suptitle("What a recipe holds, and where training ends", fontsize=TEXT + 2, color=INK, x=0.02, ha="left")
+    for axes, title in (bars, "bytes a parameter"), (dots, "loss above float32"):
+        axes.set_title(title, fontsize=TEXT, color=INK)
+        axes.spines[:].set_visible(False)
+        axes.tick_params(labelsize=TEXT, colors=INK, length=0)
+        axes.set_facecolor("none")
+    lengths = bars.barh(rows, [sizes[recipe] for recipe in rows], height=0.6, color=colors)
+    bars.bar_label(lengths, [f"{sizes[recipe]:.3g}" for recipe in rows], padding=4, fontsize=TEXT, color=INK)
+    bars.set(xlim=(0, 20), xticks=[])
+    bars.set_xlabel("weights, gradients, state;\ngrey, orange: Optax alone", fontsize=TEXT - 1, color=GREY)
+    bars.invert_yaxis()
+    dots.axvspan(-deviation, deviation, color="#000000", alpha=0.16, linewidth=0)
+    dots.scatter([gaps[recipe] for recipe in rows], rows, s=60, color=colors, edgecolor=CARD, zorder=3)
+    dots.set(xlim=(-0.1 * top, 1.1 * top))
+    dots.locator_params(axis="x", nbins=4)
+    dots.set_xticks([tick for tick in dots.get_xticks() if 0 <= tick <= 1.1 * top])
+    seeds = f"nats per byte; band: ± standard\ndeviation of {len(comparison.references)} float32 seeds"
+    dots.set_xlabel(seeds, fontsize=TEXT - 1, color=GREY)
+    for recipe in rows:
+        if gaps[recipe] > far:
+            beside = {"xytext": (-8, 0), "textcoords": "offset points", "ha": "right", "va": "center"}
+            look = {"color": FAR, "fontsize": TEXT, "weight": "bold"}
+            dots.annotate(f"{gaps[recipe]:+.3f}", (gaps[recipe], recipe), **beside, **look)
     return figure
-
-
-def _dots(comparison: Comparison) -> list[Dot]:
-    """Return the recipes that have a finite distance from float32."""
-    gaps = {recipe: comparison.gap(recipe) for recipe in comparison.by_recipe}
-    gaps = {recipe: gap for recipe, gap in gaps.items() if math.isfinite(gap)}
-    far = max(3 * comparison.deviation, max(map(abs, gaps.values())) / 5)
-    sizes = {recipe: round(sum(runs[0].bytes_per_parameter.values())) for recipe, runs in comparison.by_recipe.items()}
-    color = lambda recipe: GREY if recipe == REFERENCE else FAR if gaps[recipe] > far else NEAR
-    return [Dot(recipe, sizes[recipe], gap, color(recipe)) for recipe, gap in gaps.items()]
 
 
 def draw_curves(comparison: Comparison) -> Figure:

@@ -145,7 +145,7 @@ class Program:
 
 def make_optimizer(recipe: Recipe, config: Config, hyperparameters: Hyperparameters) -> optax.GradientTransformation:
     """Return clipping and AdamW inside the recipe's wrapper, so that gradients are unscaled before they are clipped."""
-    adamw = recipe.adamw(
+    adamw = optax.adamw(
         hyperparameters.schedule(),
         b1=hyperparameters.b1,
         b2=hyperparameters.b2,

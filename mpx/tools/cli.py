@@ -23,10 +23,12 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from mpx._dtypes import dtype_or_none
 from mpx._parallel.placement import sharded_spec
+from mpx._policy import get_policy
 from mpx._recipes import RECIPES
 from mpx._tables import Result
 from mpx.tools.plan.compare_plans import PlanComparison, compare_plans
 from mpx.tools.plan.memory_plan import evaluate
+from mpx.tools.program.targets import TARGETS
 
 _PREFIXES = {"k": 1, "m": 2, "g": 3, "t": 4}
 _COUNTS = {"": 1, "b": 10**9} | {name: 1000**power for name, power in _PREFIXES.items()}
@@ -39,9 +41,13 @@ def parameters(text: str) -> int:
     return _number(text, _COUNTS, "a number of parameters such as 124M, 7B or 70e9, or file.py:function")
 
 
-def memory_bytes(text: str) -> int:
-    """Return a memory in bytes: 80000000000 for `80GB`, 1073741824 for `1 GiB`."""
-    return _number(text, _BYTES, "a memory with its unit, such as 80GB (80e9 bytes) or 80GiB (80 * 2**30)")
+def usable_bytes(text: str) -> int:
+    """Return what a plan may take of a device with a memory of `80GB` or `80 GiB`, or of one that is called `h100`."""
+    target, names = TARGETS.get(text.strip().lower()), ", ".join(TARGETS)
+    wanted = f"a memory with its unit, such as 80GB (80e9 bytes) or 80GiB (80 * 2**30), or one of {names}"
+    memory = _number(text, _BYTES, wanted) if target is None else target.memory_bytes
+    part = 1.0 if target and target.tpu else float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75))
+    return int(memory * part) * 9 // 10  # XLA adds temporaries, which no plan can know
 
 
 def _number(text: str, units: dict[str, int], wanted: str) -> int:
@@ -87,15 +93,15 @@ def step(reference: str) -> tuple[Any, Sequence[Any], Sequence[int]]:
     return step, arguments, donated
 
 
-def rule(text: str) -> Any:
-    """Return an Optax rule by its name, or the rule that `file.py:name` names or makes."""
+def rule(text: str) -> tuple[Any, str]:
+    """Return an Optax rule by its name, or the rule that `file.py:name` names or makes; and the code for it."""
     if ":" in text:
-        found = attribute(text)
-        return found() if callable(found) else found
-    make = getattr(optax, text, None) or getattr(optax.contrib, text, None)
-    if make is None:
+        found, name = attribute(text), text.rpartition(":")[2]
+        return (found(), f"{name}()") if callable(found) else (found, name)
+    module = next((module for module in (optax, optax.contrib) if hasattr(module, text)), None)
+    if module is None:
         raise ValueError(f"Optax has no rule {text!r}. Write a function that makes it, and give file.py:function.")
-    return make(learning_rate=1e-3)
+    return getattr(module, text)(learning_rate=1e-3), f"{module.__name__}.{text}(1e-3)"
 
 
 def read_arrays(path: pathlib.Path) -> dict[str, np.ndarray]:
@@ -117,11 +123,6 @@ def read_arrays(path: pathlib.Path) -> dict[str, np.ndarray]:
                 found = {name: file.get_tensor(name) for name in file.keys() if is_known(name)}
     # NumPy saves bfloat16, which it does not know, as two bytes without a name.
     return {name: x.view(ml_dtypes.bfloat16) if x.dtype == np.dtype("V2") else x for name, x in found.items()}
-
-
-def fraction() -> float:
-    """Return the part of a GPU's memory that JAX takes."""
-    return float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75))
 
 
 def plan(
@@ -146,26 +147,26 @@ def plan(
     return compare_plans(model, rule, names or None, usable_bytes=usable_bytes, **options)
 
 
-def plan_parts(comparison: PlanComparison) -> Iterator[Any]:
-    """Yield the table of several recipes, or the parts of one; and what the only one is, or one that fits."""
-    is_one, is_limited = len(comparison.plans) == 1, comparison.usable_bytes is not None
+def plan_parts(comparison: PlanComparison, rule: str) -> Iterator[Any]:
+    """Yield the table of several recipes, or the parts of one; and the code for the only one, or for one that fits."""
+    is_one, limit = len(comparison.plans) == 1, comparison.usable_bytes
     if is_one:
         yield from comparison.plans.values()
-    if is_limited or not is_one:
+    if limit is not None or not is_one:
         yield comparison
-    if is_limited:
+    if limit is not None:
         yield (
-            f"A recipe fits if it fits into {fraction():.0%} of the memory: JAX takes so much "
-            "(XLA_PYTHON_CLIENT_MEM_FRACTION, 75% by default)."
+            f"{limit / 1e9:.4g} GB may be held: 90% of what JAX takes, of a GPU 75% (XLA_PYTHON_CLIENT_MEM_FRACTION). "
+            "The rest is for XLA's temporaries, which no plan knows."
         )
     fit = [name for name in comparison.plans if comparison.fits.get(name, True)]
     if not fit:
         yield "Nothing fits: take another recipe, or more devices, or shard parameters too (--devices N --fsdp)."
-    elif is_limited or is_one:
+    elif limit is not None or is_one:
         name = "bf16-split" if "bf16-split" in fit else fit[0]
-        key = ", key=jax.random.key(0)" if RECIPES[name].rounds_at_random else ""
-        yield f'{name}: {RECIPES[name].purpose}.\n\ntx = mpx.mixed_precision(optimizer, "{name}"{key})'
-        yield "A training step with them: docs/index.md; on several devices: docs/concepts/many_devices.md."
+        recipe = RECIPES.get(get_policy(name).recipe or "")
+        key = ", key=jax.random.key(0)" if recipe and recipe.rounds_at_random else ""
+        yield f"tx = mpx.mixed_precision({rule}, {json.dumps(name)}{key})"
 
 
 def write(result: Result, as_json: bool, parts: Iterable[Any] = ()) -> None:

@@ -61,7 +61,8 @@ def test_the_plan_shows_the_bytes_that_are_counted_a_gpu(name):
     optimizer, undivided = plan.state_bytes_a_device, plan_of(axis=None).state_bytes_a_device
 
     assert undivided / (gradients / 4) == pytest.approx(STATE_BYTES[name], rel=2e-3)
-    assert optimizer == pytest.approx(undivided / DATA, rel=1e-3)
+    # Moments of biases are blocks, too, and a device has whole ones.
+    assert optimizer == pytest.approx(undivided / DATA, rel=3e-3)
     sent = [(DATA - 1) / DATA * count for count in (gradients, parameters)]
     held = parameters + optimizer + gradients
     numbers = [parameters, optimizer, undivided, gradients, *sent, held]

@@ -1,9 +1,12 @@
 """The comparison of recipes on a small GPT: its command line, its files, and what it promises about data."""
 
 import io
+import itertools
 
 import numpy as np
 import pytest
+from matplotlib.text import Text
+from matplotlib.transforms import Bbox
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -69,7 +72,10 @@ def test_a_bad_option_is_refused_at_once(arguments, message, tmp_path, monkeypat
 
 
 def test_the_table_fits_a_terminal_of_80_columns_and_there_are_pictures_of_all_recipes(tmp_path):
-    """The standard deviation of 2.4 and 2.5 is 0.1 / sqrt(2). A loss that is not a number has no dot."""
+    """The standard deviation of 2.4 and 2.5 is 0.1 / sqrt(2). A loss that is not a number has no dot.
+
+    No label lies over another.
+    """
     losses = {recipe.name: 2.4 + index / 10 for index, recipe in enumerate(RECIPES)} | {"fp8": float("nan")}
     runs = [finished_run(name, loss=loss) for name, loss in losses.items()]
     comparison = report.Comparison([*runs, finished_run("f32", seed=1, loss=2.5)])
@@ -79,5 +85,10 @@ def test_the_table_fits_a_terminal_of_80_columns_and_there_are_pictures_of_all_r
     assert "f32 16.0 2.0 2.0 12.0 2.4000 2.4000 - - 3" in lines
     assert "tf32 16.0 2.0 2.0 12.0 2.5000 2.5000 +0.1000 +1.41 3" in lines
     assert not any("…" in line for line in lines)
+    figure = report.draw_precision(comparison)
+    figure.canvas.draw()
+    boxes = [text.get_window_extent() for text in figure.findobj(Text) if text.get_text() and text.get_visible()]
+    assert len(boxes) > 2 * len(RECIPES) - 2
+    assert not [pair for pair in itertools.combinations(boxes, 2) if Bbox.intersection(*pair)]
     report.write(tmp_path, comparison)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["curves.png", "precision.json", "precision.png"]

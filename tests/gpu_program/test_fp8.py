@@ -13,7 +13,7 @@ import pytest
 import mpx
 from benchmarks.reading import flash_attention
 from examples.gpt.model import PRESETS, gelu
-from examples.gpt.recipes import fp8_policy, get_recipe
+from examples.gpt.recipes import get_recipe
 from tests.gpu_program.gpt2_step import BATCH, report_of_step
 
 pytestmark = pytest.mark.optax_promotion
@@ -64,7 +64,7 @@ def report_of_gpt2(preset, recipe, depth):
         return report_of_step(recipe, config)[1]
 
 
-BY_DEFAULT = dataclasses.replace(get_recipe("fp8"), policy=fp8_policy(mpx.Fp8()))
+BY_DEFAULT = dataclasses.replace(get_recipe("fp8"), policy=mpx.get_policy("fp8,'token_embedding'=bf16"))
 
 
 @pytest.mark.parametrize("preset", ["gpt2-350m", "gpt2-1.5b"])

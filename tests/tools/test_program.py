@@ -110,7 +110,8 @@ def test_float32_products_are_tf32_unless_more_is_asked_for():
         ("NVIDIA H100 PCIe", None),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
         ("NVIDIA A100-SXM4-40GB", None),
-        ("NVIDIA GB200", None),
+        ("NVIDIA H100 NVL", "H100 NVL"),
+        ("NVIDIA GB300", None),
         ("TPU v5p", None),
         ("cpu", None),
     ],
@@ -262,3 +263,8 @@ def test_a_missing_compiler_says_what_to_install(monkeypatch):
     for target, what in {"h100": r"jax\[cuda12\]", "v5e": r"jax\[tpu\]"}.items():
         with pytest.raises(RuntimeError, match=what):
             step_report(update, W, X, target=target)
+
+
+def test_a_device_whose_chip_is_not_described_can_be_planned_for_and_not_compiled_for():
+    with pytest.raises(ValueError, match="but not compiled for"):
+        step_report(update, W, X, target="l40s")

@@ -53,8 +53,8 @@ class PlanComparison(Result):
         if is_sharded:
             columns["sends"] = [digits(p.gathered_bytes_a_parameter + p.summed_bytes_a_parameter) for p in plans]
         if self.usable_bytes is not None:
-            columns["fits"] = ["yes" if fits else "no" for fits in self.fits.values()]
-            columns["largest model"] = [f"{digits(count / 1e9)}B" for count in self.largest_models.values()]
+            columns["fits without activations"] = ["yes" if fits else "no" for fits in self.fits.values()]
+            columns["largest"] = [f"{digits(count / 1e9)}B" for count in self.largest_models.values()]
         lines = zip(*columns.values(), strict=True)
         yield Table(next(iter(plans)).title(unit), [tuple(columns), *lines], range(1, len(columns)))
         if is_sharded:

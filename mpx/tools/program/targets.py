@@ -22,7 +22,7 @@ class Target:
     bandwidth: float  # bytes a second between that memory and the chip
     rates: Mapping[str, float]  # FLOPs a second of dense products, by the dtype of their operands, as in a report
     # Of a GPU: `cores`, arithmetic `units` of each, `clock` in GHz, bytes of `cache` and of `shared` memory a core, and
-    # its compute `capability`, such as `(9, 0)`.
+    # its compute `capability`, such as `(9, 0)`. Without them memory can be planned, but nothing is compiled.
     gpu: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what XLA must know of its chip, as `TARGETS` has
     tpu: str = ""  # for a TPU, what JAX calls it
     launch_seconds: float = 2e-6  # that each kernel takes at least: an estimate, not a published figure
@@ -44,6 +44,7 @@ class Target:
 _AMPERE = {"cores": 108, "units": 64, "clock": 1.41, "cache": 40 * 2**20, "shared": 164 * 2**10, "capability": (8, 0)}
 _HOPPER = {"cores": 132, "units": 128, "clock": 1.98, "cache": 50 * 2**20, "shared": 228 * 2**10, "capability": (9, 0)}
 _BLACKWELL = _HOPPER | {"cores": 148, "clock": 1.965, "cache": 126 * 2**20, "capability": (10, 0)}
+_GRACE_BLACKWELL = _BLACKWELL | {"cores": 152, "clock": 2.062, "cache": 135528448}
 _GPU = """
 gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
@@ -69,10 +70,14 @@ def _rates(f32: float, tf32: float, bf16: float, *f8: float) -> dict[str, float]
 _TPU: dict[str, Any] = {"launch_seconds": 0, "float32": "bf16 (f32)"}
 _HOPPER_RATES = _rates(66.9e12, 494.7e12, 989.4e12, 1978.9e12)
 TARGETS = {
+    "rtx4090": Target("GeForce RTX 4090", 24 * 2**30, 1.008e12, _rates(82.6e12, 82.6e12, 165.2e12, 330.3e12)),
+    "l40s": Target("L40S", 48 * 10**9, 0.864e12, _rates(91.6e12, 183e12, 362e12, 733e12)),
     "a100": Target("A100-SXM4-80GB", 80 * 2**30, 2.039e12, _rates(19.5e12, 156e12, 312e12), _AMPERE),
     "h100": Target("H100 80GB HBM3", 80 * 2**30, 3.35e12, _HOPPER_RATES, _HOPPER),
+    "h100-nvl": Target("H100 NVL", 94 * 10**9, 3.9e12, _rates(60e12, 417.5e12, 835.5e12, 1670.5e12)),
     "h200": Target("H200", 141 * 10**9, 4.8e12, _HOPPER_RATES, _HOPPER),
     "b200": Target("B200", 180 * 10**9, 7.7e12, _rates(75e12, 1100e12, 2250e12, 4500e12), _BLACKWELL),
+    "gb200": Target("GB200", 186 * 10**9, 8e12, _rates(80e12, 1250e12, 2500e12, 5000e12), _GRACE_BLACKWELL),
     "v5e": Target("TPU v5e", 16 * 2**30, 0.819e12, {"bf16": 197e12}, tpu="v5e", **_TPU),
     "v6e": Target("TPU v6e", 32 * 2**30, 1.64e12, {"bf16": 918e12}, tpu="v6e", **_TPU),
 }
@@ -90,7 +95,7 @@ def get_target(given: "str | Target") -> Target:
 def target_here() -> Target | None:
     """Return the target that this machine's first device is; None if its figures are not known.
 
-    The whole name must match: an H100 PCIe, an H100 NVL, a slice of an H100 (MIG) and an A100 of 40 GB have others.
+    The whole name must match: an H100 PCIe, a slice of an H100 (MIG) and an A100 of 40 GB have others.
     """
     kind = jax.devices()[0].device_kind.removeprefix("NVIDIA ").replace(" lite", "e")  # "TPU v5 lite" is a v5e
     return next((target for target in TARGETS.values() if target.name == kind), None)
@@ -100,14 +105,14 @@ def target_devices(target: "str | Target", count: int = 1) -> list[Any]:
     """Return devices of a machine that is not here, to compile for: nothing can be run or stored on them.
 
     Args:
-        target: `"a100"`, `"h100"`, `"h200"`, `"b200"`, `"v5e"` or `"v6e"`, or a `Target`.
+        target: `"a100"`, `"h100"`, `"h200"`, `"b200"`, `"gb200"`, `"v5e"` or `"v6e"`, or a `Target`.
         count: how many GPUs one machine has, or 1 to 8 TPUs of one host.
 
     Returns:
         A list for `jax.sharding.Mesh`. The shardings of the shapes that `step_report` gets stand on such a mesh.
 
     Raises:
-        ValueError: if the target is not known, or the count is below 1 or too large.
+        ValueError: if the target is not known or cannot be compiled for, or the count is below 1 or too large.
         RuntimeError: if the plugin that compiles for it is missing, or JAX started without leave to do without a GPU.
     """
     target = get_target(target)
@@ -124,6 +129,8 @@ def target_devices(target: "str | Target", count: int = 1) -> list[Any]:
 
 
 def _gpus(target: Target, count: int) -> list[Any]:
+    if not target.gpu:
+        raise ValueError(f"`target_devices`: the {target.name} can be planned for (`mpx plan`), but not compiled for.")
     version = next((version for name, version in _CUDA.items() if importlib.util.find_spec(f"jax_{name}_plugin")), "")
     if not version:
         raise RuntimeError(
