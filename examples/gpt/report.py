@@ -133,7 +133,7 @@ def draw_precision(comparison: Comparison) -> Figure:
     bars.invert_yaxis()
     dots.axvspan(-deviation, deviation, color="#000000", alpha=0.16, linewidth=0)
     dots.scatter([gaps[recipe] for recipe in rows], rows, s=60, color=colors, edgecolor=CARD, zorder=3)
-    low = -1.3 * max([deviation, *(-gaps[recipe] for recipe in rows)])
+    low = -max([0.1 * top, 1.3 * deviation, *(-1.3 * gaps[recipe] for recipe in rows)])
     dots.set(xlim=(low, 1.1 * top))
     dots.locator_params(axis="x", nbins=4)
     dots.set_xticks([tick for tick in dots.get_xticks() if low <= tick <= 1.1 * top])
