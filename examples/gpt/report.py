@@ -133,9 +133,10 @@ def draw_precision(comparison: Comparison) -> Figure:
     bars.invert_yaxis()
     dots.axvspan(-deviation, deviation, color="#000000", alpha=0.16, linewidth=0)
     dots.scatter([gaps[recipe] for recipe in rows], rows, s=60, color=colors, edgecolor=CARD, zorder=3)
-    dots.set(xlim=(-0.1 * top, 1.1 * top))
+    low = -max([0.1 * top, 1.3 * deviation, *(-1.3 * gaps[recipe] for recipe in rows)])
+    dots.set(xlim=(low, 1.1 * top))
     dots.locator_params(axis="x", nbins=4)
-    dots.set_xticks([tick for tick in dots.get_xticks() if 0 <= tick <= 1.1 * top])
+    dots.set_xticks([tick for tick in dots.get_xticks() if low <= tick <= 1.1 * top])
     seeds = f"nats per byte; band: ± standard\ndeviation of {len(comparison.references)} float32 seeds"
     dots.set_xlabel(seeds, fontsize=TEXT - 1, color=GREY)
     for recipe in rows:

@@ -71,6 +71,16 @@ def test_a_bad_option_is_refused_at_once(arguments, message, tmp_path, monkeypat
     assert message in result.output
 
 
+def test_the_comparison_says_which_run_of_how_many_it_is_at_and_how_long_it_may_take(tmp_path, monkeypatch):
+    finished = lambda recipe, count, *_: (finished_run(recipe.name, seed, 2.4 + seed / 10) for seed in range(count))
+    monkeypatch.setattr(compare, "train_recipe", finished)
+    (tmp_path / "a.txt").write_text("text\n" * 5000)
+    options = ["--text", str(tmp_path / "a.txt"), "--recipes", "bf16-split", "--out", str(tmp_path)]
+    lines = CliRunner().invoke(compare.app, options).output.splitlines()
+    assert lines[1] == "run 1 of 4: f32, seed 0: validation loss 2.4000; about 1 min to go"
+    assert lines[4] == "run 4 of 4: bf16-split, seed 0: validation loss 2.4000"
+
+
 def test_the_table_fits_a_terminal_of_80_columns_and_there_are_pictures_of_all_recipes(tmp_path):
     """The standard deviation of 2.4 and 2.5 is 0.1 / sqrt(2). A loss that is not a number has no dot.
 
