@@ -82,7 +82,7 @@ def test_a_file_imports_from_its_room_and_from_lower_ones_only():
     assert {module: names for module, names in found.items() if names} == {}
 
 
-@pytest.mark.parametrize("source", ["from mpx import _recipes", "from mpx._policy import cast", "import mpx"])
+@pytest.mark.parametrize("source", ["from mpx import _mixed_precision", "from mpx._policy import cast", "import mpx"])
 def test_an_import_from_the_same_or_a_higher_floor_is_found(source):
     assert violations("mpx._loss_scale", source)
 
