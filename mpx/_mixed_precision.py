@@ -141,7 +141,10 @@ def _with_moments(
     tx = low_precision_state(inner, formats, min_size=0 if moments == "bf16" else 4096, key=key)
 
     def init_fn(params):
-        if not assign(jax.eval_shape(inner.init, _trees.shapes_of(params)), checked_patterns(formats), 0):
+        found = assign(jax.eval_shape(inner.init, _trees.shapes_of(params)), checked_patterns(formats), 0)
+        # A group of `optax.partition` may have no parameters, or numbers alone, whose moments stay as they are.
+        has_arrays = any(_trees.is_floating(p) and np.ndim(p) for p in jax.tree.leaves(params))
+        if has_arrays and not found:
             raise ValueError(
                 f"`mixed_precision`: the recipe {policy.recipe!r} keeps the rule's moments in fewer bits, but the rule "
                 f"has no field called {MOMENTS.replace('|', ', ')}. Take a recipe that leaves its state alone, such "

@@ -123,3 +123,13 @@ REFUSED = [
 def test_what_a_recipe_cannot_do_is_refused_in_words(call, text):
     with pytest.raises(ValueError, match=text):
         call()
+
+
+@pytest.mark.parametrize("params", [{}, {"gain": jnp.ones((), jnp.bfloat16)}], ids=["no parameters", "a number"])
+@pytest.mark.parametrize("recipe", ["bf16-kahan", "bf16-split-8bit"])
+def test_a_recipe_of_low_precision_moments_takes_parameters_that_have_none_to_store(recipe, params):
+    """As a group of `optax.partition` may. That the rule has moments is seen where there is an array."""
+    state = mpx.mixed_precision(optax.adamw(1e-3), recipe).init(params)
+    assert {leaf.dtype for leaf in jax.tree.leaves(optax.tree.get(state, "mu"))} <= {jnp.dtype("float32")}
+    with pytest.raises(ValueError, match="has no field called mu"):
+        mpx.mixed_precision(optax.sgd(1e-3), recipe).init(params | {"w": jnp.ones(4, jnp.bfloat16)})
