@@ -74,7 +74,7 @@ def make_optimizer(peer: str) -> Optimizer:
     tx = optax.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY, mu_dtype=dtype if peer.startswith("optax") else None)
     recipe = RECIPES.get(peer)
     if recipe is not None:
-        tx = mpx.mixed_precision(tx, peer, key=jax.random.key(0) if recipe.rounds_at_random else None)
+        tx = mpx.mixed_precision(tx, peer, key=jax.random.key(0))
     if (
         recipe is not None and recipe.moments is not None
     ):  # kernels are for moments in blocks; without them they gain nothing

@@ -155,9 +155,8 @@ def main(
     """Fine-tune a GPT-2, in any recipe."""
     rule = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.cosine_decay_schedule(learning_rate, steps)))
     try:
-        published, named = read(weights), mpx.get_policy(recipe).recipe
-        rounds_at_random = named is not None and mpx.recipes().recipes[named].rounds_at_random
-        tx = mpx.mixed_precision(rule, recipe, key=jax.random.key(seed) if rounds_at_random else None)
+        published = read(weights)
+        tx = mpx.mixed_precision(rule, recipe, key=jax.random.key(seed))
         if data.get_tokenizer(tokenizer).vocabulary > published.config.vocabulary or context > published.config.context:
             raise ValueError(f"--tokenizer {tokenizer} or --context {context} is too large for {published.config}.")
         data.prepare(out / "tokens", text or [], tokenizer)

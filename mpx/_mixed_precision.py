@@ -68,7 +68,7 @@ def mixed_precision(
         storage: how masters are kept, as in `master_weights`, if no recipe says so. None is `"split"`, which keeps the
             16 bits that a bfloat16 parameter lacks: AdamW takes 14 bytes a parameter, where float32 takes 16. Masters
             of float16 parameters are full.
-        key: a PRNG key, for a recipe that rounds at random, or for `storage="split24"`.
+        key: a PRNG key, for `storage="split24"` or a recipe that rounds at random; other recipes leave it unused.
         loss_scale: of `loss_scaling`; `DynamicLossScale()` if None.
         axis_name: of `loss_scaling`.
         narrow_updates: of `master_weights`, for libraries that add updates without a cast: with the recipe
@@ -110,7 +110,7 @@ def mixed_precision(
     elif recipe.rounds_at_random:
         key, of_moments = _two_keys(key, policy)
     else:
-        _require_use("key", key, False, policy, "rounds nothing at random")
+        key = None  # so that the name of the recipe is all that changes
     if recipe is not None and recipe.moments is not None:
         tx = _with_moments(tx, recipe.moments, policy, of_moments if recipe.moments == "4bit" else None)
     if narrow_updates and weights != "full":

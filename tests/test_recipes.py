@@ -106,7 +106,6 @@ REFUSED = [
     (lambda: mpx.get_policy("bf16-split,params=f32"), "'bf16-split' stores parameters in bfloat16, but got"),
     (lambda: mpx.Policy("f32", "f32", "f32", recipe="mine"), "there is no recipe 'mine'. The recipes are bf16-split"),
     (lambda: mpx.mixed_precision(optax.sgd(1.0), "bf16-split24-8bit"), "rounds at random and needs a PRNG key"),
-    (lambda: mpx.mixed_precision(optax.sgd(1.0), "bf16-split", key=KEY), "rounds nothing at random"),
     (lambda: mpx.mixed_precision(optax.sgd(1.0), "bf16-split", storage="full"), "says how weights are kept"),
     (
         lambda: mpx.mixed_precision(optax.sgd(1.0), "bf16-split-8bit").init({"w": jnp.ones(2, jnp.bfloat16)}),

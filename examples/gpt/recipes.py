@@ -36,8 +36,7 @@ class Recipe:
         """Return the rule with what the recipe puts around it. A plain one has the dtypes of its parameters."""
         if self.compute == "plain":
             return rule
-        key = jax.random.key(0) if mpx.recipes().recipes[self.policy.recipe].rounds_at_random else None
-        return mpx.mixed_precision(rule, self.policy, key=key, loss_scale=self.loss_scale)
+        return mpx.mixed_precision(rule, self.policy, key=jax.random.key(0), loss_scale=self.loss_scale)
 
     @property
     def compute_dtype(self) -> str:

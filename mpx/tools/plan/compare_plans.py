@@ -104,5 +104,5 @@ def compare_plans(
 
 def _plan(model: Any, rule: optax.GradientTransformation, name: str, options: dict[str, Any]) -> MemoryPlan:
     policy = get_policy(name)
-    key = jax.random.key(0) if policy.recipe and RECIPES[policy.recipe].rounds_at_random else None
+    key = jax.random.key(0) if policy.recipe else None
     return memory_plan(model, mixed_precision(rule, policy, key=key), policy, **options)
