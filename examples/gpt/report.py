@@ -110,7 +110,8 @@ def draw_precision(comparison: Comparison) -> Figure:
     deviation = comparison.deviation
     gaps = {recipe: comparison.gap(recipe) for recipe in comparison.by_recipe}
     sizes = {recipe: sum(runs[0].bytes_per_parameter.values()) for recipe, runs in comparison.by_recipe.items()}
-    rows = sorted((recipe for recipe in gaps if math.isfinite(gaps[recipe])), key=lambda recipe: -sizes[recipe])
+    finite = [recipe for recipe, gap in gaps.items() if math.isfinite(gap)]
+    rows = sorted(finite, key=lambda recipe: -round(sizes[recipe], 2))  # but for counts, many sizes are equal
     top = max([4 * deviation, 1e-4, *(abs(gaps[recipe]) for recipe in rows)])
     far = max(3 * deviation, top / 5)
     colors = [GREY if recipe in BASELINES else FAR if gaps[recipe] > far else NEAR for recipe in rows]

@@ -185,7 +185,7 @@ def step_report(
             on a mesh of `mpx.tools.program.target_devices`; without any, the step runs on one device. Unless the step
             comes from `jax.jit`, an argument may hold other things, such as Python numbers or an Equinox model's
             functions.
-        target: what to compile for: None for this machine; `"a100"`, `"h100"`, `"h200"`, `"b200"` with
+        target: what to compile for: None for this machine; `"a100"`, `"h100"`, `"h200"`, `"b200"`, `"gb200"` with
             `jax[cuda12]` or `jax[cuda13]` installed, `"v5e"`, `"v6e"` with `jax[tpu]`; or a `Target`. The device need
             not be there.
         donate_argnums: as for `jax.jit`, for a step that it has not returned. Donate parameters and state, as a
