@@ -216,8 +216,6 @@ class Partition:
             return "its blocks are not powers of two"
         if part.block > _LARGEST_BLOCK:
             return f"its blocks have more than {_LARGEST_BLOCK} elements"
-        if part.size >= 2**31:
-            return "it has 2**31 elements or more, which kernels cannot count"
         if part.width < _NARROWEST or _has_longer_rows(part):
             return f"its {part.size} elements cannot be divided into rows of {_NARROWEST}"
         if self._waits_for_itself(part):

@@ -41,19 +41,20 @@ class BlockFormat(StateFormat):
         return dataclasses.replace(self, block_size=size) if size >= SMALLEST else self  # type: ignore[type-var]
 
 
-def packed(codes: jax.Array) -> jax.Array:
-    """Pack codes of 4 bits (int32 `[..., columns]`, an even number) into uint8 `[..., columns / 2]`.
+def packed(codes: jax.Array, bits: int = 4, dtype: type = np.uint8) -> jax.Array:
+    """Pack codes of some bits (int32 `[..., columns]`, an even number) into `[..., columns / 2]` of twice as many.
 
-    A byte holds two neighbours, the first in its low bits.
+    A number holds two neighbours, the first in its low bits.
     """
-    pairs = (codes & 15).reshape(*codes.shape[:-1], codes.shape[-1] // 2, 2)
-    return jnp.sum(pairs << (4 * _place_in(pairs)), axis=-1, dtype=np.int32).astype(np.uint8)
+    pairs = (codes & (2**bits - 1)).reshape(*codes.shape[:-1], codes.shape[-1] // 2, 2)
+    return jnp.sum(pairs << (bits * _place_in(pairs)), axis=-1, dtype=np.int32).astype(dtype)
 
 
-def unpacked(codes: jax.Array) -> jax.Array:
-    """Return the codes (int32, from -8 to 7) that `packed` was given."""
+def unpacked(codes: jax.Array, bits: int = 4) -> jax.Array:
+    """Return the codes (int32, with a sign) that `packed` was given."""
     pairs = jnp.broadcast_to(codes.astype(np.int32)[..., None], (*codes.shape, 2))
-    left, sign = 28 - 4 * _place_in(pairs), 28  # shift out what stands to the left of a code, then repeat its sign
+    sign = 32 - bits
+    left = sign - bits * _place_in(pairs)  # shift out what stands to the left of a code, then repeat its sign
     return ((pairs << left) >> sign).reshape(*codes.shape[:-1], 2 * codes.shape[-1])
 
 
