@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mpx._fused.partition import TILE, Part, Var
+from mpx._fused.partition import TILE, Part
 from mpx._fused.tile import columns, run_part
 from mpx._stored.blocks import packed, unpacked
 
@@ -46,7 +46,8 @@ def in_a_kernel(
     def kernel(*refs):
         read, vectors, written = refs[: len(arrays)], refs[len(arrays) : -len(shapes)], refs[-len(shapes) :]
         numbers = [vectors[vector][i].astype(x.dtype) for (vector, i), x in zip(places, scalars, strict=True)]
-        tiles = [_apart(ref[...], v) if in_pairs(v) else ref[...] for ref, v in zip(read, part.arrays, strict=True)]
+        apart = lambda ref, v: unpacked(ref[...], 8).astype(v.aval.dtype) if in_pairs(v) else ref[...]
+        tiles = list(map(apart, read, part.arrays))
         for ref, x, v in zip(written, run_part(part, tiles, numbers), part.outputs, strict=True):
             ref[...] = packed(x.astype(np.int32), 8, np.uint16) if in_pairs(v) else x
 
@@ -71,14 +72,11 @@ def in_a_kernel(
 
 
 def _viewed(x: jax.Array, dtype: np.dtype) -> jax.Array:
-    """View rows of bytes as pairs (uint16), or pairs as bytes: XLA does not copy them."""
-    if x.dtype.itemsize < dtype.itemsize:
-        x = x.reshape(len(x), -1, 2)
+    """View rows of bytes as pairs (uint16), or pairs as bytes: XLA copies nothing for it."""
+    if x.dtype.itemsize == dtype.itemsize:
+        return x
+    x = x.reshape(len(x), -1, 2) if x.dtype.itemsize == 1 else x
     return lax.bitcast_convert_type(x, dtype).reshape(len(x), -1)
-
-
-def _apart(pairs: jax.Array, v: Var) -> jax.Array:
-    return unpacked(pairs, 8).astype(v.aval.dtype)
 
 
 def _vectors(scalars: Arrays) -> tuple[list[jax.Array], list[tuple[int, int]]]:
