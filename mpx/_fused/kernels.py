@@ -16,13 +16,18 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from mpx._fused.partition import TILE, Part
 from mpx._fused.tile import columns, run_part
+from mpx._stored.blocks import packed, unpacked
 
 Arrays = Sequence[jax.Array]
 
 _ELEMENTS_OF_A_WARP = 256
+# Pallas counts the elements of an array of 2**32 bytes or fewer in int32, which is too small for bytes: these are read
+# and written in pairs.
+_COUNTED = 2**31
 
 
 def in_a_kernel(
@@ -34,17 +39,21 @@ def in_a_kernel(
 
     rows = arrays[0].shape[0]  # on this device
     together = math.gcd(rows, max(1, TILE // part.width))
-    vectors, places = _packed(scalars)
+    vectors, places = _vectors(scalars)
+    in_pairs = lambda v: v.aval.dtype.itemsize == 1 and rows * columns(v, part) > _COUNTED
+    stored = lambda v: (columns(v, part) // 2, np.dtype(np.uint16)) if in_pairs(v) else (columns(v, part), v.aval.dtype)
 
     def kernel(*refs):
-        read, packed, written = refs[: len(arrays)], refs[len(arrays) : -len(shapes)], refs[-len(shapes) :]
-        unpacked = [packed[vector][i].astype(x.dtype) for (vector, i), x in zip(places, scalars, strict=True)]
-        for ref, x in zip(written, run_part(part, [ref[...] for ref in read], unpacked), strict=True):
-            ref[...] = x
+        read, vectors, written = refs[: len(arrays)], refs[len(arrays) : -len(shapes)], refs[-len(shapes) :]
+        numbers = [vectors[vector][i].astype(x.dtype) for (vector, i), x in zip(places, scalars, strict=True)]
+        apart = lambda ref, v: unpacked(ref[...], 8).astype(v.aval.dtype) if in_pairs(v) else ref[...]
+        tiles = list(map(apart, read, part.arrays))
+        for ref, x, v in zip(written, run_part(part, tiles, numbers), part.outputs, strict=True):
+            ref[...] = packed(x.astype(np.int32), 8, np.uint16) if in_pairs(v) else x
 
-    block = lambda v: pl.BlockSpec((together, columns(v, part)), lambda i: (i, 0))
+    block = lambda v: pl.BlockSpec((together, stored(v)[0]), lambda i: (i, 0))
     shapes = [  # inside of `jax.shard_map` a type says among which devices an output differs
-        jax.ShapeDtypeStruct((rows, columns(v, part)), v.aval.dtype, manual_axis_type=v.aval.manual_axis_type)
+        jax.ShapeDtypeStruct((rows, stored(v)[0]), stored(v)[1], manual_axis_type=v.aval.manual_axis_type)
         for v in part.outputs
     ]
     call = pl.pallas_call(
@@ -58,10 +67,19 @@ def in_a_kernel(
         interpret=interpret,
         name="mpx_fused_update",
     )
-    return list(call(*arrays, *vectors))
+    views = [_viewed(x, stored(v)[1]) for x, v in zip(arrays, part.arrays, strict=True)]
+    return [_viewed(x, v.aval.dtype) for x, v in zip(call(*views, *vectors), part.outputs, strict=True)]
 
 
-def _packed(scalars: Arrays) -> tuple[list[jax.Array], list[tuple[int, int]]]:
+def _viewed(x: jax.Array, dtype: np.dtype) -> jax.Array:
+    """View rows of bytes as pairs (uint16), or pairs as bytes: XLA copies nothing for it."""
+    if x.dtype.itemsize == dtype.itemsize:
+        return x
+    x = x.reshape(len(x), -1, 2) if x.dtype.itemsize == 1 else x
+    return lax.bitcast_convert_type(x, dtype).reshape(len(x), -1)
+
+
+def _vectors(scalars: Arrays) -> tuple[list[jax.Array], list[tuple[int, int]]]:
     """Pack scalars into a vector for each dtype: fewer arrays to read. Return these and the place of each scalar."""
     numbers = [x.astype(np.int32) if x.dtype == bool else x for x in scalars]
     groups = [

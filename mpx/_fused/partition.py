@@ -20,6 +20,7 @@ from jax.extend.core import JaxprEqn
 from mpx._jaxprs import dtype_of, is_literal
 from mpx._loss_scale import is_power_of_two
 from mpx._primitives import facts_of
+from mpx._stored.blocks import returns_its_operand
 
 Var = Any  # a variable of a program: `jax.extend.core.Var`, whose types know less than it does
 
@@ -115,7 +116,7 @@ class Partition:
     def _add(self, eqn: JaxprEqn) -> list[Var]:
         """Take an equation into account; return the values in it that go to other devices."""
         name, results = eqn.primitive.name, [v for v in eqn.outvars if size_of(v) > 1]
-        if name == "optimization_barrier":
+        if name == "optimization_barrier" or returns_its_operand(eqn):
             # It may take arrays of several leaves, each of which it returns: seen through, they stay apart.
             self._same.update(zip(eqn.outvars, eqn.invars, strict=True))
             return []
@@ -216,8 +217,6 @@ class Partition:
             return "its blocks are not powers of two"
         if part.block > _LARGEST_BLOCK:
             return f"its blocks have more than {_LARGEST_BLOCK} elements"
-        if part.size >= 2**31:
-            return "it has 2**31 elements or more, which kernels cannot count"
         if part.width < _NARROWEST or _has_longer_rows(part):
             return f"its {part.size} elements cannot be divided into rows of {_NARROWEST}"
         if self._waits_for_itself(part):

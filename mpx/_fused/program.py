@@ -9,6 +9,7 @@ from jax.extend.core import JaxprEqn
 
 from mpx._jaxprs import called_jaxpr, constants_of, is_literal, open_jaxpr
 from mpx._primitives import is_call
+from mpx._stored.blocks import returns_its_operand
 
 
 def flatten(jaxpr: jex_core.ClosedJaxpr) -> tuple[jex_core.Jaxpr, dict[jex_core.Var, Any]]:
@@ -28,7 +29,7 @@ def flatten(jaxpr: jex_core.ClosedJaxpr) -> tuple[jex_core.Jaxpr, dict[jex_core.
         read = lambda v: v if is_literal(v) else known[v]
         for eqn in inside.eqns:
             operands = [read(v) for v in eqn.invars]
-            if is_call(eqn) and not _is_placed(eqn):
+            if is_call(eqn) and not _is_placed(eqn) and not returns_its_operand(eqn):
                 results = enter(called_jaxpr(eqn), operands)
             else:
                 results = [jex_core.Var(v.aval) for v in eqn.outvars]

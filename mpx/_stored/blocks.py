@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import JaxprEqn
 
+from mpx._shardings import are_several_in_sight
 from mpx._stored.roles import Role
 from mpx._stored.state_format import StateFormat
 
@@ -16,6 +18,7 @@ T = TypeVar("T", bound="BlockFormat")
 
 SMALLEST = 16  # numbers in a block
 _SUBLANES, _LANES = 8, 128  # of a tile in a TPU's memory
+_CACHED = 2**25  # bytes that a second-level cache holds: 40 MiB of an A100, 50 of an H100 and H200, 126 of a B200
 
 
 class BlockFormat(StateFormat):
@@ -41,19 +44,20 @@ class BlockFormat(StateFormat):
         return dataclasses.replace(self, block_size=size) if size >= SMALLEST else self  # type: ignore[type-var]
 
 
-def packed(codes: jax.Array) -> jax.Array:
-    """Pack codes of 4 bits (int32 `[..., columns]`, an even number) into uint8 `[..., columns / 2]`.
+def packed(codes: jax.Array, bits: int = 4, dtype: type = np.uint8) -> jax.Array:
+    """Pack codes of some bits (int32 `[..., columns]`, an even number) into `[..., columns / 2]` of twice as many.
 
-    A byte holds two neighbours, the first in its low bits.
+    A number holds two neighbours, the first in its low bits.
     """
-    pairs = (codes & 15).reshape(*codes.shape[:-1], codes.shape[-1] // 2, 2)
-    return jnp.sum(pairs << (4 * _place_in(pairs)), axis=-1, dtype=np.int32).astype(np.uint8)
+    pairs = (codes & (2**bits - 1)).reshape(*codes.shape[:-1], codes.shape[-1] // 2, 2)
+    return jnp.sum(pairs << (bits * _place_in(pairs)), axis=-1, dtype=np.int32).astype(dtype)
 
 
-def unpacked(codes: jax.Array) -> jax.Array:
-    """Return the codes (int32, from -8 to 7) that `packed` was given."""
+def unpacked(codes: jax.Array, bits: int = 4) -> jax.Array:
+    """Return the codes (int32, with a sign) that `packed` was given."""
     pairs = jnp.broadcast_to(codes.astype(np.int32)[..., None], (*codes.shape, 2))
-    left, sign = 28 - 4 * _place_in(pairs), 28  # shift out what stands to the left of a code, then repeat its sign
+    sign = 32 - bits
+    left = sign - bits * _place_in(pairs)  # shift out what stands to the left of a code, then repeat its sign
     return ((pairs << left) >> sign).reshape(*codes.shape[:-1], 2 * codes.shape[-1])
 
 
@@ -83,10 +87,28 @@ def largest_of_blocks(keys: jax.Array, block_size: int) -> jax.Array:
 
 def spread(scales: jax.Array, shape: tuple[int, ...], block_size: int) -> jax.Array:
     """Return the scale of each element of an array of this shape."""
+    if scales.nbytes > _CACHED and not are_several_in_sight():  # to cut an array that is sharded would send it
+        scales = in_cached_parts(scales)
     repeat = lambda x, times: jnp.broadcast_to(x[..., None], (*x.shape, times))
     if tiles := _in_tiles(shape, block_size):
         return repeat(repeat(scales, block_size // _LANES).reshape(tiles[:-1]), _LANES).reshape(shape)
     return repeat(scales, block_size).reshape(-1)[: math.prod(shape)].reshape(shape)
+
+
+@jax.jit
+def in_cached_parts(scales: jax.Array) -> jax.Array:
+    """Return the same scales, put together from arrays that each fit into the cache of a GPU.
+
+    XLA for GPUs takes a larger array to be read from memory again for each *element* that is multiplied by it. Then it
+    decodes a moment once and writes it in float32: 8 bytes of temporaries a parameter.
+    """
+    parts = jnp.array_split(scales.reshape(-1), -(-scales.nbytes // _CACHED))
+    return jnp.concatenate(lax.optimization_barrier(parts)).reshape(scales.shape)
+
+
+def returns_its_operand(eqn: JaxprEqn) -> bool:
+    """Return whether an equation is a call of `in_cached_parts`, which a kernel needs not."""
+    return eqn.params.get("name") == "in_cached_parts"
 
 
 def _in_tiles(shape: tuple[int, ...], block_size: int) -> tuple[int, ...] | None:

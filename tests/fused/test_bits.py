@@ -7,10 +7,12 @@ import optax
 import pytest
 
 import mpx
-from mpx._fused import tile
+from mpx._fused import fused_update, kernels, tile
+from mpx._stored import blocks
+from mpx._stored.blocks import packed
 from tests import sweep
 from tests.fused.helpers import SHAPES, STEPS, assert_same_steps, tree
-from tests.helpers import assert_same_bits, cases
+from tests.helpers import BF16, all_eqns, assert_same_bits, cases, on_an_absent_gpu, unfused
 from tests.rules import RULES
 from tests.walks.test_a_new_wrapper import own_masters
 
@@ -132,3 +134,43 @@ QUICKLY_COMPOSED = {"clipping", "MultiSteps"}
 @pytest.mark.parametrize("name", cases(COMPOSED, QUICKLY_COMPOSED))
 def test_a_composition_has_the_bits_of_the_transformation(name):
     assert_same_steps(COMPOSED[name](), tree(0, jnp.bfloat16), gradients(1, jnp.bfloat16))
+
+
+def test_codes_that_are_read_in_pairs_have_the_same_bits(monkeypatch):
+    """So kernels read codes of more than 2**31 elements; here all of them, with a sign and without."""
+    tx = stored(optax.adamw(1e-2), "mu|nu", mpx.Blockwise8bit())
+    params, grads = ({"large": tree(seed, jnp.float32)["large"]} for seed in (0, 1))
+    run = lambda: jax.jit(mpx.fused_update(tx, interpret=True), compiler_options=unfused())(
+        grads, tx.init(params), params
+    )
+    expected = run()
+    monkeypatch.setattr(kernels, "_COUNTED", 0)
+    assert_same_bits(run(), expected)
+    monkeypatch.setattr(kernels, "packed", lambda codes, bits, dtype: packed(codes[:, ::-1], bits, dtype))
+    with pytest.raises(AssertionError, match="Arrays are not equal"):
+        assert_same_bits(run(), expected)
+
+
+@pytest.mark.parametrize("size", [2**31, 2**31 + 2**20, 2**33])
+def test_kernels_have_no_array_of_bytes_that_int32_cannot_count(size, monkeypatch):
+    """Pallas counts elements of an array of at most 2**32 bytes in int32, so one of more bytes may have any dtype."""
+    monkeypatch.setattr(fused_update, "_may_run_kernels", lambda interpret: True)
+    step, params = mpx.fused_update(with_an_8_bit_momentum()), {"w": jax.ShapeDtypeStruct((size // 4096, 4096), BF16)}
+    with on_an_absent_gpu():
+        jaxpr = jax.make_jaxpr(step)(params, jax.eval_shape(step.tx.init, params), params)
+    (kernel,) = [eqn for eqn in all_eqns(jaxpr) if eqn.primitive.name == "pallas_call"]
+    arrays = [v.aval for v in (*kernel.invars, *kernel.outvars) if 2**31 < v.aval.size <= 2**32]
+    assert all(x.dtype.itemsize > 1 for x in arrays)
+    assert any(v.aval.size * v.aval.dtype.itemsize == size for v in kernel.outvars)  # codes are among them
+
+
+def test_a_kernel_reads_scales_whole_that_are_cut_for_xla(monkeypatch):
+    monkeypatch.setattr(blocks, "_CACHED", 8)
+    monkeypatch.setattr(blocks, "are_several_in_sight", lambda: False)
+    tx, shapes = mpx.master_weights(with_an_8_bit_momentum(), storage="split"), {"large": (32, 96)}
+    params, grads = tree(0, jnp.bfloat16, shapes=shapes), gradients(1, jnp.bfloat16, shapes=shapes)
+    assert [row.runs for row in mpx.fused_update(tx).plan(params).rows] == ["a kernel"]
+    assert_same_steps(tx, params, grads)
+    step = mpx.fused_update(tx, interpret=True)
+    cuts = {eqn.primitive.name for eqn in all_eqns(jax.make_jaxpr(step)(grads[0], tx.init(params), params))}
+    assert "concatenate" not in cuts

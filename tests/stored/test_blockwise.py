@@ -16,8 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from mpx._stored import blocks
 from mpx._stored.blockwise import Blockwise8bit
-from tests.helpers import assert_same_bits, assert_same_bits_everywhere
+from tests.helpers import all_eqns, assert_same_bits, assert_same_bits_everywhere
 
 SMALLEST_NORMAL = np.float32(2.0**-126)
 LARGEST = np.finfo(np.float32).max
@@ -339,3 +340,15 @@ def test_blocks_follow_the_order_of_the_elements_whatever_the_shape(shape, block
     assert_same_bits(coded.scale.reshape(-1), alone.scale.reshape(-1)[: -(-x.size // block_size)])
     assert_same_bits(coded.codes.reshape(-1), alone.codes.reshape(-1)[: x.size])
     assert_same_bits(jit_decode(coded, block_size, True).reshape(-1), decode_each(*alone).reshape(-1)[: x.size])
+
+
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("shape", [(24, 512), (3, 50), (1, 1, 4097)])
+def test_scales_that_are_cut_to_fit_into_a_cache_give_the_same_bits(shape, signed, monkeypatch):
+    x, format = jax.random.normal(jax.random.key(0), shape), Blockwise8bit(16, signed=signed)
+    there_and_back = lambda: jax.jit(lambda x: (encoded := format.encode(x), format.decode(*encoded)))
+    expected = there_and_back()(x)
+    monkeypatch.setattr(blocks, "_CACHED", 28)  # bytes: seven scales, which divide none of these numbers of blocks
+    monkeypatch.setattr(blocks, "are_several_in_sight", lambda: False)
+    assert "concatenate" in {eqn.primitive.name for eqn in all_eqns(jax.make_jaxpr(there_and_back())(x))}
+    assert_same_bits(there_and_back()(x), expected)
