@@ -15,6 +15,7 @@ from jax import lax
 from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn
 
+from mpx._autocast.gathered import Gathered, array_of
 from mpx._autocast.plan import CastPlan, Handler, Planner, Run, Settings, Step, Tag, travels_in
 from mpx._autocast.wide_gradients import with_derivative_of
 from mpx._jaxprs import called_jaxpr, count_uses, dtype_of, open_jaxpr, scan_counts
@@ -40,7 +41,8 @@ def _run_jit(step: Step, operands: list[Any], run: Run, settings: Settings) -> S
         for key in ("in_shardings", "out_shardings")
     ]
     if any(s is not None for side in shardings for s in side):
-        return jax.jit(call, in_shardings=shardings[0], out_shardings=shardings[1])(*operands)
+        call = jax.jit(call, in_shardings=shardings[0], out_shardings=shardings[1])
+        return call(*[array_of(x) for x in operands])
     with jax.named_scope(f"jit({params.get('name', step.eqn.primitive.name)})"):
         return call(*operands)
 
@@ -48,9 +50,13 @@ def _run_jit(step: Step, operands: list[Any], run: Run, settings: Settings) -> S
 def _run_checkpoint(step: Step, operands: list[Any], run: Run, settings: Settings) -> Sequence[Any]:
     """Bind the primitive itself: `jax.checkpoint` cannot say that its program is already a backward pass."""
     plan = step.plans[0]
-    dtypes = _travel_in(plan.in_tags, plan.rounded_to, settings)
+    travel_in = zip(operands, _travel_in(plan.in_tags, plan.rounded_to, settings), strict=True)
+    dtypes = [None if isinstance(x, Gathered) else dtype for x, dtype in travel_in]
     carried = _carried_in(plan.in_tags, settings)
-    parts = _with_carriers(narrowed(operands, dtypes), carried)
+    parts = [
+        Gathered(_carrier_of(x.weight), lax.stop_gradient(x.source)) if isinstance(x, Gathered) else x
+        for x in _with_carriers(narrowed(operands, dtypes), carried)
+    ]
     leaves, tree = jax.tree.flatten(parts)
     inside = lambda *leaves: run(plan, widened(_without_carriers(tree.unflatten(leaves)), dtypes))
     program, consts = _retraced(inside, leaves)
@@ -276,19 +282,30 @@ def _carried_in(tags: Sequence[Tag], settings: Settings) -> list[np.dtype | None
 
 def _with_carriers(values: Sequence[Any], dtypes: Sequence[np.dtype | None]) -> list[Any]:
     return [
-        value if dtype is None or isinstance(value, _WithCarrier) else _with_carrier(value, dtype)
+        value if dtype is None or isinstance(value, (_WithCarrier, Gathered)) else _with_carrier(value, dtype)
         for value, dtype in zip(values, dtypes, strict=True)
     ]
 
 
 def _with_carrier(x: jax.Array, dtype: np.dtype) -> _WithCarrier:
     numbers = lax.stop_gradient(lax.convert_element_type(x, dtype))
-    return _WithCarrier(numbers, with_derivative_of(x, lax.full_like(x, 0)))
+    return _WithCarrier(numbers, _carrier_of(x))
+
+
+def _carrier_of(x: jax.Array) -> jax.Array:
+    return with_derivative_of(x, lax.full_like(x, 0))
 
 
 def _without_carriers(values: Sequence[Any]) -> list[Any]:
-    in_float32 = lambda weight: with_derivative_of(weight.carrier, lax.convert_element_type(weight.numbers, np.float32))
-    return [in_float32(value) if isinstance(value, _WithCarrier) else value for value in values]
+    return [_without_carrier(value) for value in values]
+
+
+def _without_carrier(value: Any) -> Any:
+    if isinstance(value, Gathered):
+        return with_derivative_of(value.weight, value.source.again(value.source.shard))
+    if isinstance(value, _WithCarrier):
+        return with_derivative_of(value.carrier, lax.convert_element_type(value.numbers, np.float32))
+    return value
 
 
 def narrowed(values: Sequence[Any], dtypes: Sequence[np.dtype | None]) -> list[Any]:

@@ -53,6 +53,7 @@ class Settings:
     precision: ContractionPrecision
     rules: Mapping[str, Rule]
     reduce_dtype: np.dtype | None = None  # of sums that are gradients of weights; None: float32 on several devices
+    gather_again: bool = True  # whether a weight that other devices send is sent again for the backward pass
 
     @property
     def has_wide_gradients(self) -> bool:
