@@ -5,8 +5,9 @@ no precision (`plan.travels_in`). Values that a loop carries or closes over stay
 added up over all iterations.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from jax import lax
 from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn
 
-from mpx._autocast.gathered import Gathered, array_of
+from mpx._autocast.gathered import Source, Weight, array_of, is_sent
 from mpx._autocast.plan import CastPlan, Handler, Planner, Run, Settings, Step, Tag, travels_in
 from mpx._autocast.wide_gradients import with_derivative_of
 from mpx._jaxprs import called_jaxpr, count_uses, dtype_of, open_jaxpr, scan_counts
@@ -51,12 +52,9 @@ def _run_checkpoint(step: Step, operands: list[Any], run: Run, settings: Setting
     """Bind the primitive itself: `jax.checkpoint` cannot say that its program is already a backward pass."""
     plan = step.plans[0]
     travel_in = zip(operands, _travel_in(plan.in_tags, plan.rounded_to, settings), strict=True)
-    dtypes = [None if isinstance(x, Gathered) else dtype for x, dtype in travel_in]
+    dtypes = [None if isinstance(x, Weight) else dtype for x, dtype in travel_in]
     carried = _carried_in(plan.in_tags, settings)
-    parts = [
-        Gathered(_carrier_of(x.weight), lax.stop_gradient(x.source)) if isinstance(x, Gathered) else x
-        for x in _with_carriers(narrowed(operands, dtypes), carried)
-    ]
+    parts = _with_carriers(narrowed(operands, dtypes), carried)
     leaves, tree = jax.tree.flatten(parts)
     inside = lambda *leaves: run(plan, widened(_without_carriers(tree.unflatten(leaves)), dtypes))
     program, consts = _retraced(inside, leaves)
@@ -79,7 +77,7 @@ def _run_shard_map(step: Step, operands: list[Any], run: Run, settings: Settings
         out_specs=tuple(params["out_specs"]),
         check_vma=params["check_vma"],
         **options,
-    )(*operands)
+    )(*[array_of(x) for x in operands])
 
 
 # ---- branches
@@ -97,7 +95,7 @@ def _cond_rounded_to(eqn: JaxprEqn, plans: tuple[CastPlan, ...]) -> list[np.dtyp
 
 
 def _run_cond(step: Step, operands: list[Any], run: Run, settings: Settings) -> Sequence[Any]:
-    index, operands = operands[0], operands[1:]
+    index, *operands = [array_of(x) for x in operands]
     dtypes = _travel_in(step.in_tags[1:], _cond_rounded_to(step.eqn, step.plans)[1:], settings)
     branches = [lambda *operands, plan=plan: tuple(run(plan, widened(operands, dtypes))) for plan in step.plans]
     operands = narrowed(operands, dtypes)
@@ -129,19 +127,27 @@ def _scan_rounded_to(eqn: JaxprEqn, plans: tuple[CastPlan, ...]) -> list[np.dtyp
 def _run_scan(step: Step, operands: list[Any], run: Run, settings: Settings) -> Sequence[Any]:
     params, plan = step.eqn.params, step.plans[0]
     consts, carry, xs = _scan_parts(step.eqn, operands)
+    consts, carry = ([array_of(x) for x in column] for column in (consts, carry))
+    unsent = [x.unsent if isinstance(x, Weight) else None for x in xs]
+    xs = [x if stack is None else stack.stack for x, stack in zip(xs, unsent, strict=True)]
+    xs = [array_of(x) if is_sent(x) else x for x in xs]
     x_tags, x_rounded_to = (_scan_parts(step.eqn, column)[2] for column in (plan.in_tags, plan.rounded_to))
-    x_dtypes = _travel_in(x_tags, x_rounded_to, settings)
+    travel_in = zip(xs, _travel_in(x_tags, x_rounded_to, settings), strict=True)
+    x_dtypes = [None if isinstance(x, Weight) else dtype for x, dtype in travel_in]
     y_dtypes = [travels_in(tag, None, settings) for tag in plan.out_tags[len(carry) :]]
 
     handed_on = _handed_on(plan, settings)
     # Slices alone travel in 16 bits: JAX adds up the cotangents of what the body closes over or carries, in its dtype.
     x_inputs = _scan_parts(step.eqn, open_jaxpr(plan.jaxpr).invars)[2]
-    widened_from = [None if handed_on.get(v) == dtype else dtype for v, dtype in zip(x_inputs, x_dtypes, strict=True)]
-    stay_carried = [v in handed_on for v in x_inputs]
+    widened_from = [
+        dtype if stack is not None or handed_on.get(v) != dtype else None
+        for v, dtype, stack in zip(x_inputs, x_dtypes, unsent, strict=True)
+    ]
 
     def body(carry, xs):
-        xs = [x if stays else _without_carriers([x])[0] for x, stays in zip(xs, stay_carried, strict=True)]
-        results = run(plan, [*consts, *carry, *widened(xs, widened_from)])
+        xs = widened(_without_carriers(xs), widened_from)
+        xs = [x if stack is None else stack.sent(x) for x, stack in zip(xs, unsent, strict=True)]
+        results = run(plan, [*consts, *carry, *xs])
         return results[: len(carry)], narrowed(results[len(carry) :], y_dtypes)
 
     # `prevent_cse=False`, as JAX advises inside of a scan: there is nothing that XLA could merge with the first pass.
@@ -165,9 +171,7 @@ def _handed_on(plan: CastPlan, settings: Settings) -> dict[Any, np.dtype | None]
         if step.eqn.primitive.name == "remat2" and step.action == "enter":
             inside = step.plans[0]
             dtypes = _travel_in(inside.in_tags, inside.rounded_to, settings)
-            carried = _carried_in(inside.in_tags, settings)
-            triples = zip(step.eqn.invars, dtypes, carried, strict=True)
-            found |= {v: dtype or narrow for v, dtype, narrow in triples if uses.get(v) == 1}
+            found |= {v: dtype for v, dtype in zip(step.eqn.invars, dtypes, strict=True) if uses.get(v) == 1}
     return found
 
 
@@ -207,7 +211,7 @@ def _plan_while(eqn: JaxprEqn, tags: tuple[Tag, ...], planner: Planner) -> tuple
 
 def _run_while(step: Step, operands: list[Any], run: Run, settings: Settings) -> Sequence[Any]:
     """Bind the primitive itself: `lax.while_loop` refuses the batched condition that a loop has under `vmap`."""
-    cond_consts, body_consts, carry = _while_parts(step.eqn, operands)
+    cond_consts, body_consts, carry = _while_parts(step.eqn, [array_of(x) for x in operands])
     cond, new_consts = _retraced(lambda *operands: run(step.plans[0], operands), [*cond_consts, *carry])
     cond_consts = [*new_consts, *cond_consts]
     body, new_consts = _retraced(lambda *operands: run(step.plans[1], operands), [*body_consts, *carry])
@@ -268,44 +272,34 @@ def _travel_in(tags: Sequence[Tag], rounded_to: Sequence[np.dtype | None], setti
     return [travels_in(tag, dtype, settings) for tag, dtype in zip(tags, rounded_to, strict=True)]
 
 
-class _WithCarrier(NamedTuple):
-    """A weight in 16 bits, and a float32 carrier of its gradient, since JAX gives a gradient its value's dtype."""
-
-    numbers: jax.Array  # in 16 bits, without a gradient
-    carrier: jax.Array  # zeros that nobody reads: their gradient is the weight's
-
-
 def _carried_in(tags: Sequence[Tag], settings: Settings) -> list[np.dtype | None]:
     """Return the 16-bit dtype of each value that travels beside a carrier of its gradient; None for others."""
     return [tag.representable_in if tag.is_argument and settings.has_wide_gradients else None for tag in tags]
 
 
 def _with_carriers(values: Sequence[Any], dtypes: Sequence[np.dtype | None]) -> list[Any]:
+    """Return values, some of which travel in 16 bits beside a carrier of their gradient: zeros that nobody reads."""
     return [
-        value if dtype is None or isinstance(value, (_WithCarrier, Gathered)) else _with_carrier(value, dtype)
+        _with_carrier(value, dtype) if dtype is not None or isinstance(value, Weight) else value
         for value, dtype in zip(values, dtypes, strict=True)
     ]
 
 
-def _with_carrier(x: jax.Array, dtype: np.dtype) -> _WithCarrier:
-    numbers = lax.stop_gradient(lax.convert_element_type(x, dtype))
-    return _WithCarrier(numbers, _carrier_of(x))
-
-
-def _carrier_of(x: jax.Array) -> jax.Array:
-    return with_derivative_of(x, lax.full_like(x, 0))
+def _with_carrier(x: Any, dtype: np.dtype | None) -> Weight:
+    carrier = with_derivative_of(array_of(x), lax.full_like(array_of(x), 0))
+    source = x.source if isinstance(x, Weight) else Source(lax.stop_gradient(narrowed([x], [dtype])[0]))
+    return Weight(carrier, dataclasses.replace(source, like=None))
 
 
 def _without_carriers(values: Sequence[Any]) -> list[Any]:
-    return [_without_carrier(value) for value in values]
+    return [_without_carrier(x) if isinstance(x, Weight) else x for x in values]
 
 
-def _without_carrier(value: Any) -> Any:
-    if isinstance(value, Gathered):
-        return with_derivative_of(value.weight, value.source.again(value.source.shard))
-    if isinstance(value, _WithCarrier):
-        return with_derivative_of(value.carrier, lax.convert_element_type(value.numbers, np.float32))
-    return value
+def _without_carrier(x: Weight) -> Any:
+    weight = with_derivative_of(x.array, x.source.again(x.source.part))
+    if x.source.is_sent:  # to a checkpoint, whose backward pass does so again
+        return weight
+    return Weight(weight, dataclasses.replace(x.source, like=lax.convert_element_type(weight, x.source.part.dtype)))
 
 
 def narrowed(values: Sequence[Any], dtypes: Sequence[np.dtype | None]) -> list[Any]:

@@ -17,7 +17,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mpx._autocast.gathered import Gathered, Source, array_of
+from mpx._autocast.gathered import Source, array_of, is_sent
 from mpx._errors import not_differentiable
 from mpx._fp8 import FORMATS, RESULTS, Fp8, power_of_two, scale_exponents
 from mpx._shardings import entries_of, explicit_sharding, in_auto
@@ -74,10 +74,10 @@ def run(
     """Return the bfloat16 product of two float32 operands.
 
     `wide` says which operands get a float32 gradient. `in_memory` has the dtype that each operand has in memory, or is
-    written in. Of a `Gathered` operand the shard is kept, instead of codes.
+    written in. Of a weight that was sent, the part is kept instead of codes.
     """
-    sources = [x.source if isinstance(x, Gathered) else None for x in operands]
-    operands = [array_of(x) for x in operands]
+    sources = [x.source if is_sent(x) else None for x in operands]
+    lhs, rhs = operands = [array_of(x) for x in operands[:2]]
     (lhs_contracting, rhs_contracting), _ = eqn.params["dimension_numbers"]
     lhs_outer, rhs_outer = (
         _others(x.ndim, axes) for x, axes in zip(operands, (lhs_contracting, rhs_contracting), strict=True)
@@ -126,9 +126,9 @@ def run(
         for_lhs, for_rhs = (g.astype(like.dtype) for g, like in zip(gradients, typed, strict=True))
         return for_lhs, for_rhs, None
 
-    differentiable = jax.custom_vjp(lambda *operands: forward_pass(*operands)[0])
+    differentiable = jax.custom_vjp(lambda lhs, rhs, sources: forward_pass(lhs, rhs, sources)[0])
     differentiable.defvjp(forward_pass, backward_pass)
-    return differentiable(*operands, sources)
+    return differentiable(lhs, rhs, sources)
 
 
 def _written(x: jax.Array, dtype: np.dtype) -> Operand:

@@ -14,7 +14,7 @@ from jax.extend.core.primitives import convert_element_type_p
 
 from mpx._autocast import contraction, recompute
 from mpx._autocast.control_flow import HANDLERS
-from mpx._autocast.gathered import Gathered, Source, array_of
+from mpx._autocast.gathered import Source, Unsent, Weight, array_of, is_sent, of_a_slice
 from mpx._autocast.plan import CastPlan, Settings, Step
 from mpx._jaxprs import (
     closed_jaxpr,
@@ -42,21 +42,24 @@ def run(plan: CastPlan, operands: Sequence[Any], settings: Settings, *, gathers_
     values = dict(zip(program.constvars, constants_of(plan.jaxpr), strict=True))
     values.update(zip(program.invars, arrays, strict=True))
     read = lambda v: v.val if is_literal(v) else values[v]
-    sources = {v: x.source for v, x in zip(program.invars, operands, strict=True) if isinstance(x, Gathered)}
-    with_source = lambda v: Gathered(values[v], sources[v]) if not is_literal(v) and v in sources else read(v)
+    weights = {v: x for v, x in zip(program.invars, operands, strict=True) if isinstance(x, Weight)}
+    with_source = lambda v: weights[v]._replace(array=values[v]) if not is_literal(v) and v in weights else read(v)
     kept: list[JaxprEqn] = []
     for step in plan.steps:
         if step.action == "keep":
             kept.append(step.eqn)
-            if _places_each_element_once(step.eqn) and step.eqn.invars[0] in sources:
-                sources[step.eqn.outvars[0]] = sources[step.eqn.invars[0]].then(functools.partial(_bound, step.eqn))
+            if _places_each_element_once(step.eqn) and step.eqn.invars[0] in weights:
+                source = weights[step.eqn.invars[0]].source.then(functools.partial(_bound, step.eqn))
+                weights[step.eqn.outvars[0]] = Weight(None, source)
             continue
         run_equations(program, kept, values)
         kept = []
         with with_source_of(step.eqn):
-            results = _run_step(step, [with_source(v) for v in step.eqn.invars], settings, gathers_again)
-        if step.action == "transfer" and gathers_again and step.in_tags[0].is_argument:
-            sources[step.eqn.outvars[0]] = _source(step, with_source(step.eqn.invars[0]), settings)
+            operands = [with_source(v) for v in step.eqn.invars]
+            results = _run_step(step, operands, settings, gathers_again)
+            if step.action == "transfer" and gathers_again and step.in_tags[0].is_argument:
+                unsent = _unsent(step, operands[0], settings)
+                weights[step.eqn.outvars[0]] = Weight(results[0], _source(step, operands[0], settings), unsent)
         values.update(zip(step.eqn.outvars, results, strict=True))
     run_equations(program, kept, values)
     return [read(v) for v in program.outvars]
@@ -64,7 +67,9 @@ def run(plan: CastPlan, operands: Sequence[Any], settings: Settings, *, gathers_
 
 def _run_step(step: Step, operands: list[Any], settings: Settings, gathers_again: bool) -> Sequence[Any]:
     eqn, precision = step.eqn, step.precision
-    if not (step.action == "narrow" and facts_of(eqn).contraction) and facts_of(eqn).runs != "call":
+    if step.action == "narrow" and facts_of(eqn).contraction:
+        operands = [x._replace(unsent=None) if is_sent(x) else array_of(x) for x in operands]
+    elif step.action not in ("enter", "transfer"):
         operands = [array_of(x) for x in operands]
     # The backward pass of a checkpoint begins with its forward pass, which gathers; that of a loop is another loop.
     inside = {"remat2": False, "scan": None}.get(eqn.primitive.name, gathers_again)
@@ -79,7 +84,7 @@ def _run_step(step: Step, operands: list[Any], settings: Settings, gathers_again
         return [contraction.with_rounded_cotangent(eqn.primitive.bind(*operands, **eqn.params), dtype)]
     assert precision is not None, "a narrowed step has a precision"
     if step.action == "transfer":
-        return [_transferred(step, settings, operands[0])]
+        return [_transferred(step, settings, array_of(operands[0]))]
     if facts_of(eqn).contraction:
         wants_wide = settings.has_wide_gradients and precision.is_narrow
         (wide_lhs, lhs), (wide_rhs, rhs) = (
@@ -103,14 +108,20 @@ def _transferred(step: Step, settings: Settings, x: jax.Array) -> jax.Array:
 def _source(step: Step, operand: Any, settings: Settings) -> Source:
     """Return the source of a weight that other devices send."""
     assert step.precision is not None, "a transfer has a precision"
-    if not isinstance(operand, Gathered):
-        shard = lax.convert_element_type(operand, step.in_tags[0].in_memory or step.precision.dtype)
-        operand = Gathered(operand, Source(shard, _in_float32))
-    return operand.source.then(functools.partial(_transferred, step, settings))
+    dtype = step.in_tags[0].in_memory or step.precision.dtype
+    like = lax.convert_element_type(array_of(operand), dtype)
+    source = operand.source if isinstance(operand, Weight) else Source(lax.stop_gradient(like), like)
+    return source.then(functools.partial(_transferred, step, settings), sends=True)
 
 
-def _in_float32(x: jax.Array) -> jax.Array:
-    return lax.convert_element_type(x, np.float32)
+def _unsent(step: Step, operand: Any, settings: Settings) -> Unsent | None:
+    """Return a stack of weights before it is sent, if slices can be sent one by one."""
+    eqn = of_a_slice(step.eqn)
+    if eqn is None:
+        return None
+    of_slice = step._replace(eqn=eqn)
+    sent = lambda x: Weight(_transferred(of_slice, settings, array_of(x)), _source(of_slice, x, settings))
+    return Unsent(operand, sent)
 
 
 def _places_each_element_once(eqn: JaxprEqn) -> bool:

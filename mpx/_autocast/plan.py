@@ -18,7 +18,7 @@ from mpx._autocast import contraction, fp8
 from mpx._autocast import precision as precisions
 from mpx._autocast.precision import ContractionPrecision
 from mpx._autocast.rules import DEFAULT_RULES, Rule
-from mpx._jaxprs import called_jaxpr, count_uses, dtype_of, is_literal, open_jaxpr, propagate
+from mpx._jaxprs import called_jaxpr, count_uses, dtype_of, is_literal, open_jaxpr, propagate, scan_counts
 from mpx._primitives import facts_of, is_call
 from mpx._shardings import are_several_in_sight
 
@@ -328,6 +328,9 @@ def _operands_used_in(step: Step, used: dict[Any, np.dtype | None]) -> list[np.d
         return [step.precision.dtype] * len(eqn.invars)
     if facts.moves in ("same", "moved", "received") and len(eqn.outvars) == 1:
         return [used.get(eqn.outvars[0])] * len(eqn.invars)
+    if eqn.primitive.name == "scan" and plans:
+        slices = sum(scan_counts(eqn))
+        return [*[None] * slices, *plans[0].used_in[slices:]]
     if len(plans) == 1 and len(plans[0].used_in) == len(eqn.invars) and facts.runs != "loop":
         return list(plans[0].used_in)
     return [None] * len(eqn.invars)

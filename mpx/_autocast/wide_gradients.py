@@ -16,7 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
-from mpx._autocast.gathered import Gathered, Source, array_of
+from mpx._autocast.gathered import Source, array_of, is_sent
 from mpx._jaxprs import is_literal, propagate
 from mpx._primitives import facts_of
 
@@ -24,7 +24,7 @@ from mpx._primitives import facts_of
 def contract(eqn: JaxprEqn, operands: list[Any], dtype: np.dtype, wide: tuple[bool, bool]) -> jax.Array:
     """Run a contraction with its first two operands rounded to `dtype`; `wide` says which get float32 gradients.
 
-    The gradient of the other operand of a `Gathered` one is computed from what is gathered again.
+    An operand that other devices sent is not kept for the gradient of the other one, but gathered again.
     """
     params = eqn.params | {"preferred_element_type": dtype}
 
@@ -35,7 +35,7 @@ def contract(eqn: JaxprEqn, operands: list[Any], dtype: np.dtype, wide: tuple[bo
     def with_tangents(primals: Any, tangents: Any) -> tuple[Any, Any]:
         lhs, rhs, *rest = primals
         result = product(lhs, rhs, *rest)
-        kept = [x.source if isinstance(x, Gathered) else lax.convert_element_type(x, dtype) for x in (lhs, rhs)]
+        kept = [x.source if is_sent(x) else lax.convert_element_type(x, dtype) for x in (lhs, rhs)]
         in_directions = (product, kept[1]), (lambda x, lhs, *rest: product(lhs, x, *rest), kept[0])
         parts = [
             _in_direction(function, array_of(t), other, rest, is_wide)
@@ -52,8 +52,9 @@ def contract(eqn: JaxprEqn, operands: list[Any], dtype: np.dtype, wide: tuple[bo
 def _in_direction(function: Callable[..., Any], t: Any, other: Any, rest: list[Any], is_wide: bool) -> Any:
     """Return the derivative of a product in the direction of one operand; `other` may be the source of the other."""
     if isinstance(other, Source):
-        from_shard = lambda t, shard, *rest: function(t, other.again(shard), *rest)
-        return _derivative_of(from_shard, is_wide, gathers=True)(t, other.shard, *rest)
+        from_part = lambda t, part, *rest: function(t, other.again(part), *rest)
+        part = with_derivative_of(other.like, other.part)
+        return _derivative_of(from_part, is_wide, gathers=True)(t, part, *rest)
     return (_derivative_of(function, is_wide=True) if is_wide else function)(t, other, *rest)
 
 
@@ -85,15 +86,13 @@ def _batched(operands: list[Any], axes: list[int | None], program: ClosedJaxpr, 
     return _derivative_of(batched, **options)(*operands), 0
 
 
-def _transposed(
-    cotangent: Any, x: Any, *others: Any, program: ClosedJaxpr, is_wide: bool, gathers: bool
-) -> list[Any]:
+def _transposed(cotangent: Any, x: Any, *others: Any, program: ClosedJaxpr, is_wide: bool, gathers: bool) -> list[Any]:
     """Run JAX's transpose of the program; if `is_wide`, with a float32 result of the contraction in it."""
     nothing = [None] * len(others)
     if type(cotangent) is ad.Zero:
         return [None, *nothing]
     if gathers:  # or XLA would see that it has gathered this before, and keep that
-        cotangent, *others = lax.optimization_barrier((cotangent, *others))
+        cotangent, others = lax.optimization_barrier((cotangent, others))
     pull = jax.linear_transpose(lambda x: _run(x, *others, program=program), x.aval)
     if not is_wide:
         return [*pull(cotangent), *nothing]
