@@ -77,17 +77,17 @@ def run(
     written in. Of a weight that was sent, the part is kept instead of codes.
     """
     sources = [x.source if is_sent(x) else None for x in operands]
-    lhs, rhs = operands = [array_of(x) for x in operands[:2]]
+    arrays: list[jax.Array] = [array_of(x) for x in operands]
     (lhs_contracting, rhs_contracting), _ = eqn.params["dimension_numbers"]
     lhs_outer, rhs_outer = (
-        _others(x.ndim, axes) for x, axes in zip(operands, (lhs_contracting, rhs_contracting), strict=True)
+        _others(x.ndim, axes) for x, axes in zip(arrays, (lhs_contracting, rhs_contracting), strict=True)
     )
     from_lhs = range(len(lhs_outer))  # axes of the result
     from_rhs = range(len(lhs_outer), len(lhs_outer) + len(rhs_outer))
     forward, backward = FORMATS[fp8.forward], FORMATS[fp8.backward]
-    on_mesh = explicit_sharding(operands[0]) or explicit_sharding(operands[1])
+    on_mesh = explicit_sharding(arrays[0]) or explicit_sharding(arrays[1])
     result: Any = eqn.outvars[0].aval
-    specs = [entries_of(x.sharding.spec, x.ndim) for x in (*map(jax.typeof, operands), result)]
+    specs = [entries_of(x.sharding.spec, x.ndim) for x in (*map(jax.typeof, arrays), result)]
 
     def product(a: Codes, b: Codes, contracted: Any, spec: Sequence[Any], dtype: Any = RESULTS) -> jax.Array:
         multiply = functools.partial(_product, contracted=contracted, dtype=dtype)
@@ -99,10 +99,10 @@ def run(
         return _encoded(_written(x, dtype), forward)
 
     def forward_pass(lhs: jax.Array, rhs: jax.Array, sources: Any) -> tuple[jax.Array, Any]:
-        codes = [coded(x, dtype) for x, dtype in zip((lhs, rhs), in_memory, strict=True)]
-        kept = [x if source is None else source for x, source in zip(codes, sources, strict=True)]
+        left, right = (coded(x, dtype) for x, dtype in zip((lhs, rhs), in_memory, strict=True))
+        kept = [x if source is None else source for x, source in zip((left, right), sources, strict=True)]
         typed = [lax.full((0,), 0, x.dtype) for x in (lhs, rhs)]
-        return product(*codes, (lhs_contracting, rhs_contracting), specs[2]), (kept, typed)
+        return product(left, right, (lhs_contracting, rhs_contracting), specs[2]), (kept, typed)
 
     def backward_pass(residuals: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array, None]:
         # JAX would differentiate the roundings, with 8-bit cotangents that have no scale.
@@ -128,7 +128,7 @@ def run(
 
     differentiable = jax.custom_vjp(lambda lhs, rhs, sources: forward_pass(lhs, rhs, sources)[0])
     differentiable.defvjp(forward_pass, backward_pass)
-    return differentiable(lhs, rhs, sources)
+    return differentiable(arrays[0], arrays[1], sources)
 
 
 def _written(x: jax.Array, dtype: np.dtype) -> Operand:

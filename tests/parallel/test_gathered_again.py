@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import mpx
@@ -39,6 +39,20 @@ def scanned(body, whole=lambda w: w):
     return lambda weights, x: jnp.mean(jax.lax.scan(lambda x, w: (body(w, x), None), x, whole(weights))[0] ** 2)
 
 
+def of_linen(w, x):
+    return jnp.tanh(nn.Dense(SIZE, use_bias=False).apply({"params": {"kernel": w}}, x))
+
+
+def of_nnx(w, x):
+    graph, state = nnx.split(nnx.eval_shape(lambda: nnx.Linear(SIZE, SIZE, use_bias=False, rngs=nnx.Rngs(0))))
+    return jnp.tanh(nnx.merge(graph, jax.tree.map(lambda _: w, state))(x))
+
+
+def of_equinox(w, x):
+    linear = eqx.nn.Linear(SIZE, SIZE, use_bias=False, key=jax.random.key(0))
+    return jnp.tanh(jax.vmap(eqx.tree_at(lambda linear: linear.weight, linear, w))(x))
+
+
 def tied(weights, x):
     w, head = map(everywhere, weights)
     return jnp.mean((layer(w, x) @ w.T) ** 2) + jnp.mean(layer(head, x)) + jnp.sum(head[0] ** 2)
@@ -56,6 +70,9 @@ LOSSES = {
     "around a checkpoint in a scan": scanned(in_turn(jax.checkpoint(layer))),
     "before a scan": scanned(layer, everywhere),
     "before a scan of a checkpoint": scanned(jax.checkpoint(layer), everywhere),
+    "Linen": with_layers(at_the_top, of_linen),
+    "NNX": with_layers(at_the_top, of_nnx),
+    "Equinox": with_layers(at_the_top, of_equinox),
 }
 LAST_AXIS = P(None, None, "data")
 
@@ -97,3 +114,27 @@ def test_gathering_again_changes_no_bit(name, how):
     )
     for dtype in (jnp.float32, jnp.bfloat16):
         assert_same_bits(again(*arrays(dtype)), kept(*arrays(dtype)))
+
+
+@pytest.mark.parametrize("name", ["at the top", "in a checkpoint", "in the body of a scan", "before a scan", "tied"])
+def test_second_derivatives_are_those_of_kept_weights(name):
+    args = arrays(jnp.float32)
+
+    def second_derivative(**options):
+        gradient = jax.grad(mpx.autocast((LOSSES | {"tied": tied})[name], "bf16", **options))
+        return jax.jvp(gradient, args, tuple(map(jnp.ones_like, args)))[1]
+
+    assert_same_bits(second_derivative(), second_derivative(gather_again=False))
+
+
+def test_models_under_vmap_gather_again_too():
+    """One weight for a batch of rows, and a batch of weights."""
+
+    def loss(weights, x):
+        rows = jax.vmap(lambda x: layer(everywhere(weights[0]), x[None]))(x)
+        models = jax.vmap(lambda w: layer(everywhere(w), x))(weights)
+        return jnp.mean(rows**2) + jnp.mean(models**2)
+
+    args = arrays(jnp.bfloat16)
+    of = lambda **options: mpx.value_and_grad(mpx.autocast(loss, "bf16", **options))(*args)
+    assert_same_bits(of(), of(gather_again=False))
