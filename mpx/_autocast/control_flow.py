@@ -30,6 +30,10 @@ def _plan_call(eqn: JaxprEqn, tags: tuple[Tag, ...], planner: Planner) -> tuple[
     return (plan,), plan.out_tags
 
 
+def _plan_shard_map(eqn: JaxprEqn, tags: tuple[Tag, ...], planner: Planner) -> tuple[Any, Any]:
+    return _plan_call(eqn, tuple(tag._replace(gradient_in=None) for tag in tags), planner)  # devices add them up
+
+
 def _call_rounded_to(eqn: JaxprEqn, plans: tuple[CastPlan, ...]) -> list[np.dtype | None]:
     return list(plans[0].rounded_to)
 
@@ -155,6 +159,11 @@ def _run_scan(step: Step, operands: list[Any], run: Run, settings: Settings) -> 
         body = jax.checkpoint(body, policy=_is_kept, prevent_cse=False)
     options = {key: params[key] for key in ("reverse", "unroll", "_split_transpose") if key in params}
     xs = _with_carriers(narrowed(xs, x_dtypes), _carried_in(x_tags, settings))
+    gradients_in = [tag.gradient_in for tag in _scan_parts(step.eqn, step.in_tags)[2]]
+    xs = [
+        x._replace(array=lax.convert_element_type(x.array, dtype)) if dtype and isinstance(x, Weight) else x
+        for x, dtype in zip(xs, gradients_in, strict=True)
+    ]
     carry, ys = lax.scan(body, carry, xs, length=params["length"], **options)
     return [*carry, *widened(ys, y_dtypes)]
 
@@ -235,6 +244,7 @@ def _loop_plan(
     jaxpr: Any, consts: list[Tag], carry: list[Tag], xs: list[Tag], planner: Planner
 ) -> tuple[CastPlan, list[Tag]]:
     """Return the plan of a loop's body, with tags of the carry that hold before and after each iteration."""
+    consts, carry, xs = ([tag._replace(gradient_in=None) for tag in tags] for tags in (consts, carry, xs))
     consts = [tag._replace(is_product=False) for tag in consts]  # their cotangents are added up before they are rounded
     # A carry is what it was before the loop, and also what an iteration leaves. If these differ, the body is planned
     # again with what holds for both. That is less each time, so this ends.
@@ -296,7 +306,7 @@ def _without_carriers(values: Sequence[Any]) -> list[Any]:
 
 
 def _without_carrier(x: Weight) -> Any:
-    weight = with_derivative_of(x.array, x.source.again(x.source.part))
+    weight = with_derivative_of(lax.convert_element_type(x.array, np.float32), x.source.again(x.source.part))
     if x.source.is_sent:  # to a checkpoint, whose backward pass does so again
         return weight
     return Weight(weight, dataclasses.replace(x.source, like=lax.convert_element_type(weight, x.source.part.dtype)))
@@ -315,7 +325,7 @@ def widened(values: Sequence[Any], dtypes: Sequence[np.dtype | None]) -> list[An
 HANDLERS: dict[str, Handler] = {
     **{name: Handler(_plan_call, _call_rounded_to, _run_jit) for name, f in PRIMITIVES.items() if f.runs == "call"},
     "remat2": Handler(_plan_call, _call_rounded_to, _run_checkpoint),
-    "shard_map": Handler(_plan_call, None, _run_shard_map),
+    "shard_map": Handler(_plan_shard_map, None, _run_shard_map),
     "cond": Handler(_plan_cond, _cond_rounded_to, _run_cond),
     "scan": Handler(_plan_scan, _scan_rounded_to, _run_scan),
     "while": Handler(_plan_while, None, _run_while),

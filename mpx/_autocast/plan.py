@@ -34,6 +34,7 @@ class Tag(NamedTuple):
     precision: ContractionPrecision | None = None  # what an override of the policy asks for in contractions with it
     is_argument: bool = False  # whether it has elements of the function's arguments, whose gradients a user gets
     is_copied: bool = False  # whether an element may occur twice, so that cotangents have yet to be added up
+    gradient_in: np.dtype | None = None  # the dtype that its gradient, of one use, may be rounded to once it is a sum
     is_product: bool = False  # whether it is a narrowed contraction's result: that contraction rounds its cotangent
 
     @property
@@ -154,7 +155,8 @@ class Planner:
         def used_once(variables: Sequence[Any], tags: Sequence[Tag]) -> tuple[Tag, ...]:
             """Return tags of values: with several uses, cotangents are added up before a contraction rounds them."""
             pairs = zip(variables, tags, strict=True)
-            return tuple(tag._replace(is_product=False) if tag.is_product and uses[v] > 1 else tag for v, tag in pairs)
+            several = {"is_product": False, "gradient_in": None}
+            return tuple(tag if is_literal(v) or uses[v] < 2 else tag._replace(**several) for v, tag in pairs)
 
         def decide(eqn: JaxprEqn, tags: list[Tag]) -> tuple[Tag, ...]:
             steps.append(self._step(eqn, used_once(eqn.invars, tags), transfers.get(id(eqn))))

@@ -89,7 +89,12 @@ class Autocast:
         # function closed over then.
         jaxpr = jax.make_jaxpr(program)(*arrays)
         tags = [
-            Tag(_represented(views[i]), self._override(names[flat[i][0]], leaves[i]), is_argument=True)
+            Tag(
+                _represented(views[i]),
+                self._override(names[flat[i][0]], leaves[i]),
+                is_argument=True,
+                gradient_in=getattr(views[i], "gradient_in", None),
+            )
             for i in positions
         ]
         plan = Planner(self.settings, HANDLERS).plan(jaxpr, tuple(tags))
