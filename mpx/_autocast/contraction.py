@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from mpx._autocast import fp8
 from mpx._autocast import wide_gradients as wide
+from mpx._autocast.gathered import array_of, is_sent
 from mpx._autocast.precision import ContractionPrecision
 
 _PRECISE = (lax.Precision.HIGH, lax.Precision.HIGHEST)
@@ -90,7 +91,7 @@ def asked_precision(eqn: JaxprEqn) -> Any:
 
 def run(
     eqn: JaxprEqn,
-    operands: list[Any],
+    operands: list[Any],  # a `Weight` among them is gathered again
     precision: ContractionPrecision,
     wide_gradients: tuple[bool, bool],
     in_memory: tuple[np.dtype, np.dtype],
@@ -103,9 +104,10 @@ def run(
     if precision.fp8 is not None:
         return fp8.run(eqn, operands, precision.fp8, wide_gradients, in_memory)
     if precision.algorithm is not None:
+        operands = [array_of(x) for x in operands]
         return eqn.primitive.bind(*operands, **(eqn.params | {"precision": precision.algorithm}))
 
-    if any(wide_gradients):
+    if any(wide_gradients) or any(map(is_sent, operands)):
         return wide.contract(eqn, operands, precision.dtype, wide_gradients)
     # Each use rounds its own copy. A shared copy would add up the cotangents of its uses in 16 bits.
     lhs, rhs, *rest = operands

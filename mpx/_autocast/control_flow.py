@@ -5,8 +5,9 @@ no precision (`plan.travels_in`). Values that a loop carries or closes over stay
 added up over all iterations.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from jax import lax
 from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn
 
+from mpx._autocast.gathered import Source, Weight, array_of, is_sent
 from mpx._autocast.plan import CastPlan, Handler, Planner, Run, Settings, Step, Tag, travels_in
 from mpx._autocast.wide_gradients import with_derivative_of
 from mpx._jaxprs import called_jaxpr, count_uses, dtype_of, open_jaxpr, scan_counts
@@ -26,6 +28,10 @@ from mpx._primitives import PRIMITIVES, facts_of
 def _plan_call(eqn: JaxprEqn, tags: tuple[Tag, ...], planner: Planner) -> tuple[Any, Any]:
     plan = planner.plan(called_jaxpr(eqn), tags)
     return (plan,), plan.out_tags
+
+
+def _plan_shard_map(eqn: JaxprEqn, tags: tuple[Tag, ...], planner: Planner) -> tuple[Any, Any]:
+    return _plan_call(eqn, tuple(tag._replace(gradient_in=None) for tag in tags), planner)  # devices add them up
 
 
 def _call_rounded_to(eqn: JaxprEqn, plans: tuple[CastPlan, ...]) -> list[np.dtype | None]:
@@ -40,7 +46,8 @@ def _run_jit(step: Step, operands: list[Any], run: Run, settings: Settings) -> S
         for key in ("in_shardings", "out_shardings")
     ]
     if any(s is not None for side in shardings for s in side):
-        return jax.jit(call, in_shardings=shardings[0], out_shardings=shardings[1])(*operands)
+        call = jax.jit(call, in_shardings=shardings[0], out_shardings=shardings[1])
+        return call(*[array_of(x) for x in operands])
     with jax.named_scope(f"jit({params.get('name', step.eqn.primitive.name)})"):
         return call(*operands)
 
@@ -48,7 +55,8 @@ def _run_jit(step: Step, operands: list[Any], run: Run, settings: Settings) -> S
 def _run_checkpoint(step: Step, operands: list[Any], run: Run, settings: Settings) -> Sequence[Any]:
     """Bind the primitive itself: `jax.checkpoint` cannot say that its program is already a backward pass."""
     plan = step.plans[0]
-    dtypes = _travel_in(plan.in_tags, plan.rounded_to, settings)
+    travel_in = zip(operands, _travel_in(plan.in_tags, plan.rounded_to, settings), strict=True)
+    dtypes = [None if isinstance(x, Weight) else dtype for x, dtype in travel_in]
     carried = _carried_in(plan.in_tags, settings)
     parts = _with_carriers(narrowed(operands, dtypes), carried)
     leaves, tree = jax.tree.flatten(parts)
@@ -73,7 +81,7 @@ def _run_shard_map(step: Step, operands: list[Any], run: Run, settings: Settings
         out_specs=tuple(params["out_specs"]),
         check_vma=params["check_vma"],
         **options,
-    )(*operands)
+    )(*[array_of(x) for x in operands])
 
 
 # ---- branches
@@ -91,7 +99,7 @@ def _cond_rounded_to(eqn: JaxprEqn, plans: tuple[CastPlan, ...]) -> list[np.dtyp
 
 
 def _run_cond(step: Step, operands: list[Any], run: Run, settings: Settings) -> Sequence[Any]:
-    index, operands = operands[0], operands[1:]
+    index, *operands = [array_of(x) for x in operands]
     dtypes = _travel_in(step.in_tags[1:], _cond_rounded_to(step.eqn, step.plans)[1:], settings)
     branches = [lambda *operands, plan=plan: tuple(run(plan, widened(operands, dtypes))) for plan in step.plans]
     operands = narrowed(operands, dtypes)
@@ -123,19 +131,27 @@ def _scan_rounded_to(eqn: JaxprEqn, plans: tuple[CastPlan, ...]) -> list[np.dtyp
 def _run_scan(step: Step, operands: list[Any], run: Run, settings: Settings) -> Sequence[Any]:
     params, plan = step.eqn.params, step.plans[0]
     consts, carry, xs = _scan_parts(step.eqn, operands)
+    consts, carry = ([array_of(x) for x in column] for column in (consts, carry))
+    unsent = [x.unsent if isinstance(x, Weight) else None for x in xs]
+    xs = [x if stack is None else stack.stack for x, stack in zip(xs, unsent, strict=True)]
+    xs = [array_of(x) if is_sent(x) else x for x in xs]
     x_tags, x_rounded_to = (_scan_parts(step.eqn, column)[2] for column in (plan.in_tags, plan.rounded_to))
-    x_dtypes = _travel_in(x_tags, x_rounded_to, settings)
+    travel_in = zip(xs, _travel_in(x_tags, x_rounded_to, settings), strict=True)
+    x_dtypes = [None if isinstance(x, Weight) else dtype for x, dtype in travel_in]
     y_dtypes = [travels_in(tag, None, settings) for tag in plan.out_tags[len(carry) :]]
 
     handed_on = _handed_on(plan, settings)
     # Slices alone travel in 16 bits: JAX adds up the cotangents of what the body closes over or carries, in its dtype.
     x_inputs = _scan_parts(step.eqn, open_jaxpr(plan.jaxpr).invars)[2]
-    widened_from = [None if handed_on.get(v) == dtype else dtype for v, dtype in zip(x_inputs, x_dtypes, strict=True)]
-    stay_carried = [v in handed_on for v in x_inputs]
+    widened_from = [
+        dtype if stack is not None or handed_on.get(v) != dtype else None
+        for v, dtype, stack in zip(x_inputs, x_dtypes, unsent, strict=True)
+    ]
 
     def body(carry, xs):
-        xs = [x if stays else _without_carriers([x])[0] for x, stays in zip(xs, stay_carried, strict=True)]
-        results = run(plan, [*consts, *carry, *widened(xs, widened_from)])
+        xs = widened(_without_carriers(xs), widened_from)
+        xs = [x if stack is None else stack.sent(x) for x, stack in zip(xs, unsent, strict=True)]
+        results = run(plan, [*consts, *carry, *xs])
         return results[: len(carry)], narrowed(results[len(carry) :], y_dtypes)
 
     # `prevent_cse=False`, as JAX advises inside of a scan: there is nothing that XLA could merge with the first pass.
@@ -143,6 +159,11 @@ def _run_scan(step: Step, operands: list[Any], run: Run, settings: Settings) -> 
         body = jax.checkpoint(body, policy=_is_kept, prevent_cse=False)
     options = {key: params[key] for key in ("reverse", "unroll", "_split_transpose") if key in params}
     xs = _with_carriers(narrowed(xs, x_dtypes), _carried_in(x_tags, settings))
+    gradients_in = [tag.gradient_in for tag in _scan_parts(step.eqn, step.in_tags)[2]]
+    xs = [
+        x._replace(array=lax.convert_element_type(x.array, dtype)) if dtype and isinstance(x, Weight) else x
+        for x, dtype in zip(xs, gradients_in, strict=True)
+    ]
     carry, ys = lax.scan(body, carry, xs, length=params["length"], **options)
     return [*carry, *widened(ys, y_dtypes)]
 
@@ -159,9 +180,7 @@ def _handed_on(plan: CastPlan, settings: Settings) -> dict[Any, np.dtype | None]
         if step.eqn.primitive.name == "remat2" and step.action == "enter":
             inside = step.plans[0]
             dtypes = _travel_in(inside.in_tags, inside.rounded_to, settings)
-            carried = _carried_in(inside.in_tags, settings)
-            triples = zip(step.eqn.invars, dtypes, carried, strict=True)
-            found |= {v: dtype or narrow for v, dtype, narrow in triples if uses.get(v) == 1}
+            found |= {v: dtype for v, dtype in zip(step.eqn.invars, dtypes, strict=True) if uses.get(v) == 1}
     return found
 
 
@@ -201,7 +220,7 @@ def _plan_while(eqn: JaxprEqn, tags: tuple[Tag, ...], planner: Planner) -> tuple
 
 def _run_while(step: Step, operands: list[Any], run: Run, settings: Settings) -> Sequence[Any]:
     """Bind the primitive itself: `lax.while_loop` refuses the batched condition that a loop has under `vmap`."""
-    cond_consts, body_consts, carry = _while_parts(step.eqn, operands)
+    cond_consts, body_consts, carry = _while_parts(step.eqn, [array_of(x) for x in operands])
     cond, new_consts = _retraced(lambda *operands: run(step.plans[0], operands), [*cond_consts, *carry])
     cond_consts = [*new_consts, *cond_consts]
     body, new_consts = _retraced(lambda *operands: run(step.plans[1], operands), [*body_consts, *carry])
@@ -225,6 +244,7 @@ def _loop_plan(
     jaxpr: Any, consts: list[Tag], carry: list[Tag], xs: list[Tag], planner: Planner
 ) -> tuple[CastPlan, list[Tag]]:
     """Return the plan of a loop's body, with tags of the carry that hold before and after each iteration."""
+    consts, carry, xs = ([tag._replace(gradient_in=None) for tag in tags] for tags in (consts, carry, xs))
     consts = [tag._replace(is_product=False) for tag in consts]  # their cotangents are added up before they are rounded
     # A carry is what it was before the loop, and also what an iteration leaves. If these differ, the body is planned
     # again with what holds for both. That is less each time, so this ends.
@@ -262,33 +282,34 @@ def _travel_in(tags: Sequence[Tag], rounded_to: Sequence[np.dtype | None], setti
     return [travels_in(tag, dtype, settings) for tag, dtype in zip(tags, rounded_to, strict=True)]
 
 
-class _WithCarrier(NamedTuple):
-    """A weight in 16 bits, and a float32 carrier of its gradient, since JAX gives a gradient its value's dtype."""
-
-    numbers: jax.Array  # in 16 bits, without a gradient
-    carrier: jax.Array  # zeros that nobody reads: their gradient is the weight's
-
-
 def _carried_in(tags: Sequence[Tag], settings: Settings) -> list[np.dtype | None]:
     """Return the 16-bit dtype of each value that travels beside a carrier of its gradient; None for others."""
     return [tag.representable_in if tag.is_argument and settings.has_wide_gradients else None for tag in tags]
 
 
 def _with_carriers(values: Sequence[Any], dtypes: Sequence[np.dtype | None]) -> list[Any]:
+    """Return values, some of which travel in 16 bits beside a carrier of their gradient: zeros that nobody reads."""
     return [
-        value if dtype is None or isinstance(value, _WithCarrier) else _with_carrier(value, dtype)
+        _with_carrier(value, dtype) if dtype is not None or isinstance(value, Weight) else value
         for value, dtype in zip(values, dtypes, strict=True)
     ]
 
 
-def _with_carrier(x: jax.Array, dtype: np.dtype) -> _WithCarrier:
-    numbers = lax.stop_gradient(lax.convert_element_type(x, dtype))
-    return _WithCarrier(numbers, with_derivative_of(x, lax.full_like(x, 0)))
+def _with_carrier(x: Any, dtype: np.dtype | None) -> Weight:
+    carrier = with_derivative_of(array_of(x), lax.full_like(array_of(x), 0))
+    source = x.source if isinstance(x, Weight) else Source(lax.stop_gradient(narrowed([x], [dtype])[0]))
+    return Weight(carrier, dataclasses.replace(source, like=None))
 
 
 def _without_carriers(values: Sequence[Any]) -> list[Any]:
-    in_float32 = lambda weight: with_derivative_of(weight.carrier, lax.convert_element_type(weight.numbers, np.float32))
-    return [in_float32(value) if isinstance(value, _WithCarrier) else value for value in values]
+    return [_without_carrier(x) if isinstance(x, Weight) else x for x in values]
+
+
+def _without_carrier(x: Weight) -> Any:
+    weight = with_derivative_of(lax.convert_element_type(x.array, np.float32), x.source.again(x.source.part))
+    if x.source.is_sent:  # to a checkpoint, whose backward pass does so again
+        return weight
+    return Weight(weight, dataclasses.replace(x.source, like=lax.convert_element_type(weight, x.source.part.dtype)))
 
 
 def narrowed(values: Sequence[Any], dtypes: Sequence[np.dtype | None]) -> list[Any]:
@@ -304,7 +325,7 @@ def widened(values: Sequence[Any], dtypes: Sequence[np.dtype | None]) -> list[An
 HANDLERS: dict[str, Handler] = {
     **{name: Handler(_plan_call, _call_rounded_to, _run_jit) for name, f in PRIMITIVES.items() if f.runs == "call"},
     "remat2": Handler(_plan_call, _call_rounded_to, _run_checkpoint),
-    "shard_map": Handler(_plan_call, None, _run_shard_map),
+    "shard_map": Handler(_plan_shard_map, None, _run_shard_map),
     "cond": Handler(_plan_cond, _cond_rounded_to, _run_cond),
     "scan": Handler(_plan_scan, _scan_rounded_to, _run_scan),
     "while": Handler(_plan_while, None, _run_while),

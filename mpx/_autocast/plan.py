@@ -18,7 +18,7 @@ from mpx._autocast import contraction, fp8
 from mpx._autocast import precision as precisions
 from mpx._autocast.precision import ContractionPrecision
 from mpx._autocast.rules import DEFAULT_RULES, Rule
-from mpx._jaxprs import called_jaxpr, count_uses, dtype_of, is_literal, open_jaxpr, propagate
+from mpx._jaxprs import called_jaxpr, count_uses, dtype_of, is_literal, open_jaxpr, propagate, scan_counts
 from mpx._primitives import facts_of, is_call
 from mpx._shardings import are_several_in_sight
 
@@ -34,6 +34,7 @@ class Tag(NamedTuple):
     precision: ContractionPrecision | None = None  # what an override of the policy asks for in contractions with it
     is_argument: bool = False  # whether it has elements of the function's arguments, whose gradients a user gets
     is_copied: bool = False  # whether an element may occur twice, so that cotangents have yet to be added up
+    gradient_in: np.dtype | None = None  # the dtype that its gradient, of one use, may be rounded to once it is a sum
     is_product: bool = False  # whether it is a narrowed contraction's result: that contraction rounds its cotangent
 
     @property
@@ -53,6 +54,7 @@ class Settings:
     precision: ContractionPrecision
     rules: Mapping[str, Rule]
     reduce_dtype: np.dtype | None = None  # of sums that are gradients of weights; None: float32 on several devices
+    gather_again: bool = True  # whether a weight that other devices send is sent again for the backward pass
 
     @property
     def has_wide_gradients(self) -> bool:
@@ -153,7 +155,8 @@ class Planner:
         def used_once(variables: Sequence[Any], tags: Sequence[Tag]) -> tuple[Tag, ...]:
             """Return tags of values: with several uses, cotangents are added up before a contraction rounds them."""
             pairs = zip(variables, tags, strict=True)
-            return tuple(tag._replace(is_product=False) if tag.is_product and uses[v] > 1 else tag for v, tag in pairs)
+            several = {"is_product": False, "gradient_in": None}
+            return tuple(tag if is_literal(v) or uses[v] < 2 else tag._replace(**several) for v, tag in pairs)
 
         def decide(eqn: JaxprEqn, tags: list[Tag]) -> tuple[Tag, ...]:
             steps.append(self._step(eqn, used_once(eqn.invars, tags), transfers.get(id(eqn))))
@@ -327,6 +330,9 @@ def _operands_used_in(step: Step, used: dict[Any, np.dtype | None]) -> list[np.d
         return [step.precision.dtype] * len(eqn.invars)
     if facts.moves in ("same", "moved", "received") and len(eqn.outvars) == 1:
         return [used.get(eqn.outvars[0])] * len(eqn.invars)
+    if eqn.primitive.name == "scan" and plans:
+        slices = sum(scan_counts(eqn))
+        return [*[None] * slices, *plans[0].used_in[slices:]]
     if len(plans) == 1 and len(plans[0].used_in) == len(eqn.invars) and facts.runs != "loop":
         return list(plans[0].used_in)
     return [None] * len(eqn.invars)

@@ -89,7 +89,12 @@ class Autocast:
         # function closed over then.
         jaxpr = jax.make_jaxpr(program)(*arrays)
         tags = [
-            Tag(_represented(views[i]), self._override(names[flat[i][0]], leaves[i]), is_argument=True)
+            Tag(
+                _represented(views[i]),
+                self._override(names[flat[i][0]], leaves[i]),
+                is_argument=True,
+                gradient_in=getattr(views[i], "gradient_in", None),
+            )
             for i in positions
         ]
         plan = Planner(self.settings, HANDLERS).plan(jaxpr, tuple(tags))
@@ -164,6 +169,7 @@ def autocast(
     rules: Mapping[Any, Rule] = DEFAULT_RULES,
     checkpoint: str | Callable[..., Any] | None = None,
     reduce_dtype: DTypeLike | None = None,
+    gather_again: bool = True,
     loss_scale: NoOpLossScale | StaticLossScale | None = None,
 ) -> F:
     """Run a function in float32, with its contractions in a lower precision: `torch.autocast` for JAX.
@@ -201,6 +207,8 @@ def autocast(
             policy says, else float32 if the program may run on more than one device (`jax.set_mesh`, or
             `jax.device_count()`), and the compute dtype on one. It reaches weights that go into a contraction directly,
             reshaped or moved, not `w + lora`.
+        gather_again: whether a sharded weight that the function gathers for its products is gathered again for their
+            gradients, in the compute dtype, instead of kept whole. It takes less memory; False sends less.
         loss_scale: for a float16 function that somebody differentiates without `mpx.value_and_grad`, such as a
             trainer with a `jax.grad` of its own. `StaticLossScale(2.0**12)` scales inside of the function: cotangents
             are multiplied where they enter it, and divided in float32 where they leave, so that the trainer gets true
@@ -227,7 +235,7 @@ def autocast(
     References:
         Micikevicius et al. 2018, Mixed Precision Training (arXiv 1710.03740); the lists of `torch.amp`.
     """
-    record = make_autocast(fun, policy_or_dtype, rules, checkpoint, reduce_dtype, loss_scale)
+    record = make_autocast(fun, policy_or_dtype, rules, checkpoint, reduce_dtype, loss_scale, gather_again=gather_again)
     return Function(record)  # type: ignore[return-value]
 
 
@@ -238,6 +246,8 @@ def make_autocast(
     checkpoint: str | Callable[..., Any] | None,
     reduce_dtype: DTypeLike | None,
     loss_scale: NoOpLossScale | StaticLossScale | None = None,
+    *,
+    gather_again: bool = True,
 ) -> Autocast:
     """Check the arguments of `autocast`, and return the parts of an autocast function."""
     if not callable(fun):
@@ -248,7 +258,8 @@ def make_autocast(
     policy = policy_or_dtype if isinstance(policy_or_dtype, Policy) else None
     if reduce_dtype is None and policy is not None:
         reduce_dtype = policy.reduce_dtype
-    settings = Settings(precision, _checked_rules(rules), _checked_reduce_dtype(reduce_dtype, precision))
+    reduced = _checked_reduce_dtype(reduce_dtype, precision)
+    settings = Settings(precision, _checked_rules(rules), reduced, gather_again)
     if not (loss_scale is None or isinstance(loss_scale, (NoOpLossScale, StaticLossScale))):
         raise TypeError(
             "`autocast`: `loss_scale` must be `StaticLossScale(number)`, `NoOpLossScale()` or None, but got "

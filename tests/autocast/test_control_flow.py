@@ -84,7 +84,7 @@ def test_stacked_weights_of_the_compute_dtype_are_not_copied_in_float32(dtype):
     for weights in (F32, F16 if dtype == BF16 else BF16):  # those of another dtype are
         assert operand_dtypes(mpx.autocast(layers, dtype), normal(0, 3, 4, 4, dtype=weights), x)[2] == [F32]
     # With float32 gradients there are zeros beside the weights, which nothing reads: their gradient is the weights'.
-    assert operand_dtypes(mpx.autocast(layers, dtype, reduce_dtype=F32), ws, x)[2] == [dtype, F32]
+    assert operand_dtypes(mpx.autocast(layers, dtype, reduce_dtype=F32), ws, x)[2] == [F32, dtype]
 
 
 def travels_in(use):

@@ -132,7 +132,7 @@ def bytes_a_parameter(report, count):
 def fsdp_step(mesh, tx, name):
     """Return the report of a step with everything sharded, whose weights are gathered where they are used."""
     policy = mpx.get_policy(name)
-    loss = mpx.autocast(layers(lambda w: jax.sharding.reshard(w, P())), policy)
+    loss = mpx.autocast(layers(lambda w: jax.sharding.reshard(w, P())), policy, gather_again=False)
     params = {name: placed_on(mesh, shape, policy.param_dtype, P("data")) for name, shape in SHAPES.items()}
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         state = jax.eval_shape(tx.init, params)  # its types know how it is sharded, but no devices
@@ -179,10 +179,46 @@ def test_a_plan_says_how_many_bytes_a_step_sends(h200, name, sharding):
     assert found == pytest.approx((plan.gathered_bytes_a_parameter, plan.summed_bytes_a_parameter), rel=0.01)
 
 
-@pytest.mark.parametrize(("checkpoint", "times"), [(lambda body: body, 1), (jax.checkpoint, 2)], ids=["kept", "again"])
-def test_a_layer_in_a_scan_gathers_its_weight_once_and_twice_if_it_is_rematerialised(h200, checkpoint, times):
-    weights, report = scanned(h200, P(None, "data"), lambda w: jax.sharding.reshard(w, P()), checkpoint)
+@pytest.mark.parametrize(
+    ("checkpoint", "options", "times"),
+    [(lambda body: body, {}, 2), (jax.checkpoint, {}, 2), (lambda body: body, {"gather_again": False}, 1)],
+    ids=["again", "with a checkpoint", "kept"],
+)
+def test_a_layer_in_a_scan_gathers_its_weight_twice_or_keeps_it(h200, checkpoint, options, times):
+    weights, report = scanned(h200, P(None, "data"), lambda w: jax.sharding.reshard(w, P()), checkpoint, **options)
     assert bytes_a_parameter(report, weights.size) == pytest.approx((2 * times, 4), rel=0.01)
+    assert report.temporary_bytes / weights.size == pytest.approx(2 if times == 2 else 4, abs=0.2)
+
+
+def test_a_stack_that_is_gathered_before_a_scan_is_gathered_layer_by_layer(h200):
+    """Gradients too are added up layer by layer: 4 bytes a parameter in eight parts, and no whole stack of 4."""
+    whole = lambda w: jax.sharding.reshard(w, P())
+    weights, report = scanned(h200, P(None, "data"), lambda w: w, lambda body: body, whole)
+    assert bytes_a_parameter(report, weights.size) == pytest.approx((4, 4), rel=0.01)
+    assert report.temporary_bytes / weights.size < 2.2
+
+
+def test_layers_that_gather_their_weights_first_keep_none_of_them(h200):
+    """Of 16 weights of 2 * 8192**2 bytes the peak has half, in use, on their way, or as float32 gradients."""
+    mesh = Mesh(np.array(h200), ("data",), axis_types=(AxisType.Explicit,))
+    params = {i: placed_on(mesh, (8192, 8192), jnp.bfloat16, P("data")) for i in range(16)}
+    x = placed_on(mesh, (1024, 8192), jnp.float32, P("data"))
+
+    def loss(params, x):
+        for w in [jax.sharding.reshard(w, P()) for w in params.values()]:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x)
+
+    def report(**options):
+        gradients = mpx.grad(mpx.autocast(loss, "bf16", **options))
+        step = lambda params, x: jax.tree.map(lambda w, g: (w - 0.1 * g).astype(w.dtype), params, gradients(params, x))
+        return mpx.step_report(step, params, x, target="h200", donate_argnums=0)
+
+    again, kept = report(), report(gather_again=False)
+    dtypes = lambda report: {(c.operation, c.dtype) for c in report.collectives if c.sent_bytes > 2**20}
+    assert dtypes(again) == dtypes(kept) == {("all-gather", "bf16"), ("reduce-scatter", "f32")}
+    assert kept.temporary_bytes > 15 * 2 * 8192**2
+    assert again.temporary_bytes < 9 * 2 * 8192**2
 
 
 @pytest.mark.parametrize("checkpoint", [lambda body: body, jax.checkpoint], ids=["a scan", "with a checkpoint"])
@@ -192,7 +228,7 @@ def test_layers_in_a_scan_have_no_float32_copy_of_bfloat16_weights(h200, checkpo
     assert 4 < report.temporary_bytes / weights.size < 6
 
 
-def scanned(devices, spec, gathered, checkpoint):
+def scanned(devices, spec, gathered, checkpoint, whole=lambda w: w, **options):
     """Return the weights of layers in a scan, and the report of their step."""
     mesh = Mesh(np.array(devices), ("data",), axis_types=(AxisType.Explicit,))
     weights, x = (
@@ -200,7 +236,7 @@ def scanned(devices, spec, gathered, checkpoint):
         placed_on(mesh, (1024, 2048), jnp.float32, P("data")),
     )
     body = checkpoint(lambda x, w: (jnp.tanh(x @ gathered(w)), None))
-    loss = mpx.autocast(lambda w, x: jnp.mean(jax.lax.scan(body, x, w)[0]), "bf16")
+    loss = mpx.autocast(lambda w, x: jnp.mean(jax.lax.scan(body, x, whole(w))[0]), "bf16", **options)
     step = lambda w, x: (w - 0.1 * mpx.grad(loss)(w, x)).astype(w.dtype)
     return weights, mpx.step_report(step, weights, x, target="h200", donate_argnums=0)
 

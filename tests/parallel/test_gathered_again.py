@@ -1,0 +1,140 @@
+"""Check that gathered weights are not kept for the backward pass, and that nothing else changes."""
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import mpx
+from tests.helpers import assert_same_bits
+
+pytestmark = [pytest.mark.many_devices, pytest.mark.optax_promotion]
+
+SIZE, LAYERS, ROWS = 64, 2, 32
+WEIGHTS = np.random.default_rng(0).normal(size=(LAYERS, SIZE, SIZE)).astype(np.float32) / 8
+INPUTS = np.random.default_rng(1).normal(size=(ROWS, SIZE)).astype(np.float32)
+
+everywhere = lambda w: jax.sharding.reshard(w, P())
+layer = lambda w, x: jnp.tanh(x @ w)
+
+
+def with_layers(gathered, layer):
+    """Return a loss of layers whose weights `gathered` takes from a stack."""
+
+    def loss(weights, x):
+        for w in gathered(weights):
+            x = layer(w, x)
+        return jnp.mean(x**2)
+
+    return loss
+
+
+def scanned(body, whole=lambda w: w):
+    """Return a loss that scans over layers, of weights that `whole` makes of the stack."""
+    return lambda weights, x: jnp.mean(jax.lax.scan(lambda x, w: (body(w, x), None), x, whole(weights))[0] ** 2)
+
+
+def of_linen(w, x):
+    return jnp.tanh(nn.Dense(SIZE, use_bias=False).apply({"params": {"kernel": w}}, x))
+
+
+def of_nnx(w, x):
+    graph, state = nnx.split(nnx.eval_shape(lambda: nnx.Linear(SIZE, SIZE, use_bias=False, rngs=nnx.Rngs(0))))
+    return jnp.tanh(nnx.merge(graph, jax.tree.map(lambda _: w, state))(x))
+
+
+def of_equinox(w, x):
+    linear = eqx.nn.Linear(SIZE, SIZE, use_bias=False, key=jax.random.key(0))
+    return jnp.tanh(jax.vmap(eqx.tree_at(lambda linear: linear.weight, linear, w))(x))
+
+
+def tied(weights, x):
+    w, head = map(everywhere, weights)
+    return jnp.mean((layer(w, x) @ w.T) ** 2) + jnp.mean(layer(head, x)) + jnp.sum(head[0] ** 2)
+
+
+at_the_top = lambda weights: [everywhere(w) for w in weights]
+in_turn = lambda layer: lambda w, x: layer(everywhere(w), x)
+LOSSES = {
+    "at the top": with_layers(at_the_top, layer),
+    "transposed": with_layers(at_the_top, lambda w, x: jnp.tanh(x @ w.T.reshape(SIZE, SIZE))),
+    "in each layer": with_layers(list, in_turn(layer)),
+    "in a call": with_layers(at_the_top, jax.jit(layer)),
+    "in a checkpoint": with_layers(at_the_top, jax.checkpoint(layer)),
+    "in the body of a scan": scanned(in_turn(layer)),
+    "around a checkpoint in a scan": scanned(in_turn(jax.checkpoint(layer))),
+    "before a scan": scanned(layer, everywhere),
+    "before a scan of a checkpoint": scanned(jax.checkpoint(layer), everywhere),
+    "Linen": with_layers(at_the_top, of_linen),
+    "NNX": with_layers(at_the_top, of_nnx),
+    "Equinox": with_layers(at_the_top, of_equinox),
+}
+LAST_AXIS = P(None, None, "data")
+
+
+@pytest.fixture(autouse=True)
+def explicit_mesh():
+    with jax.set_mesh(jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices("cpu"))):
+        yield
+
+
+def arrays(dtype):
+    return jax.device_put(jnp.asarray(WEIGHTS, dtype), LAST_AXIS), jax.device_put(INPUTS, P("data"))
+
+
+def whole_weights_kept(fun, *args):
+    """Return how many whole weights, or stacks of them, the backward pass gets from the forward pass.
+
+    In 32 bits there are zeros alone, which carry a gradient out of a checkpoint and are in no compiled program.
+    """
+    kept = jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(fun, *args)[1], *args))
+    is_whole = lambda x: x.shape[-2:] == (SIZE, SIZE) and not any(x.sharding.spec)
+    return sum(is_whole(x) and x.dtype.itemsize < 4 for x in kept)
+
+
+@pytest.mark.parametrize("how", ["bf16", mpx.Fp8(min_extent=0)], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_no_gathered_weight_is_kept_for_the_backward_pass_unless_the_user_says_so(name, how):
+    args = arrays(jnp.bfloat16)
+    assert whole_weights_kept(mpx.autocast(LOSSES[name], how), *args) == 0
+    assert whole_weights_kept(mpx.autocast(LOSSES[name], how, gather_again=False), *args) > 0
+
+
+@pytest.mark.parametrize("how", ["bf16", mpx.Fp8(min_extent=0)], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("name", [*LOSSES, "tied"])
+def test_gathering_again_changes_no_bit(name, how):
+    loss = (LOSSES | {"tied": tied})[name]
+    again, kept = (
+        mpx.value_and_grad(mpx.autocast(loss, how, gather_again=is_again), argnums=(0, 1)) for is_again in (True, False)
+    )
+    for dtype in (jnp.float32, jnp.bfloat16):
+        assert_same_bits(again(*arrays(dtype)), kept(*arrays(dtype)))
+
+
+@pytest.mark.parametrize("name", ["at the top", "in a checkpoint", "in the body of a scan", "before a scan", "tied"])
+def test_second_derivatives_are_those_of_kept_weights(name):
+    args = arrays(jnp.float32)
+
+    def second_derivative(**options):
+        gradient = jax.grad(mpx.autocast((LOSSES | {"tied": tied})[name], "bf16", **options))
+        return jax.jvp(gradient, args, tuple(map(jnp.ones_like, args)))[1]
+
+    assert_same_bits(second_derivative(), second_derivative(gather_again=False))
+
+
+def test_models_under_vmap_gather_again_too():
+    """One weight for a batch of rows, and a batch of weights."""
+
+    def loss(weights, x):
+        rows = jax.vmap(lambda x: layer(everywhere(weights[0]), x[None]))(x)
+        models = jax.vmap(lambda w: layer(everywhere(w), x))(weights)
+        return jnp.mean(rows**2) + jnp.mean(models**2)
+
+    args = arrays(jnp.bfloat16)
+    of = lambda **options: mpx.value_and_grad(mpx.autocast(loss, "bf16", **options))(*args)
+    assert_same_bits(of(), of(gather_again=False))
