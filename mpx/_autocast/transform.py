@@ -48,18 +48,18 @@ class Autocast:
         """Return the result of the function for the arguments it was traced with."""
         _warn_if_nothing_is_narrowed(self, traced.plan)
         plan = recompute.with_activations(traced.plan, self.settings) if self.checkpoint is None else traced.plan
-        scale, arrays = None, traced.arrays
-        if isinstance(self.loss_scale, StaticLossScale):
-            scale = self.loss_scale.loss_scale
-            # Cotangents leave by the arguments, and by the values that the function closes over.
-            closed_over = differentiation.with_cotangents_times(constants_of(plan.jaxpr), 1 / scale)
-            arrays = differentiation.with_cotangents_times(arrays, 1 / scale)
-            plan = dataclasses.replace(plan, jaxpr=jex_core.ClosedJaxpr(open_jaxpr(plan.jaxpr), closed_over))
-        evaluate = lambda arrays: interpreter.run(plan, arrays, self.settings)
-        if self.checkpoint is not None:
-            evaluate = jax.checkpoint(evaluate, policy=self.checkpoint)
         # The mark tells an autocast around this one that precisions are decided here.
         with jax.named_scope(MARK):
+            scale, arrays = None, traced.arrays
+            if isinstance(self.loss_scale, StaticLossScale):
+                scale = self.loss_scale.loss_scale
+                # Cotangents leave by the arguments, and by the values that the function closes over.
+                closed_over = differentiation.with_cotangents_times(constants_of(plan.jaxpr), 1 / scale)
+                arrays = differentiation.with_cotangents_times(arrays, 1 / scale)
+                plan = dataclasses.replace(plan, jaxpr=jex_core.ClosedJaxpr(open_jaxpr(plan.jaxpr), closed_over))
+            evaluate = lambda arrays: interpreter.run(plan, arrays, self.settings)
+            if self.checkpoint is not None:
+                evaluate = jax.checkpoint(evaluate, policy=self.checkpoint)
             values = evaluate(arrays)
             if scale is not None:
                 values = differentiation.with_cotangents_times(values, scale)
