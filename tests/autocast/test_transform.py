@@ -195,6 +195,17 @@ def test_a_static_scale_is_taken_out_of_the_gradients_of_values_that_a_function_
     assert largest_error(closing_over(inner_jit, loss_scale=mpx.StaticLossScale(2.0**40))[1]) < 0.01
 
 
+def test_a_static_scale_leaves_a_mutable_array_that_a_function_closes_over_alone():
+    calls = jax.new_ref(jnp.zeros(()))
+
+    def counting(params, x):
+        calls[...] += 1.0
+        return tiny_loss(params, x)
+
+    grads = jax.grad(mpx.autocast(counting, "f16", loss_scale=mpx.StaticLossScale(2.0**40)))(TINY, BATCH)
+    assert (calls[...], largest_error(grads) < 0.01) == (1.0, True)
+
+
 def test_without_a_scale_these_gradients_are_lost():
     fun = mpx.autocast(tiny_loss, "f16", loss_scale=mpx.NoOpLossScale())
     assert largest_error(jax.grad(fun)(TINY, BATCH)) == 1.0
