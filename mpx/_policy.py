@@ -210,7 +210,7 @@ def get_policy(text: str, *, overrides: tuple[tuple[str, DTypeLike], ...] = ()) 
         of_recipe = get_policy(RECIPES[first].policy)
         return dataclasses.replace(of_recipe, recipe=first, overrides=(*own, *overrides), **fields)
     if "=" not in text:
-        dtype = _parse_dtype(first, text)
+        dtype = _parse_dtype(text.strip(), text)
         return Policy(dtype, dtype, dtype, overrides)
     fields, own = _read_parts([first, *others], text)
     fields.setdefault("param_dtype", np.dtype(np.float32))
