@@ -12,6 +12,7 @@ import optax
 from jax.typing import DTypeLike
 
 from mpx import _errors, _tables, _trees
+from mpx._chain import Last
 from mpx._dtypes import DTYPE_NAMES, bytes_of, dtype_or_none, half_dtype
 from mpx._fp8 import RESULTS, Fp8
 from mpx._recipes import RECIPES, nearest
@@ -293,11 +294,9 @@ def as_policy(given: Any, caller: str) -> Policy:
     return policy
 
 
-def with_policy(
-    tx: optax.GradientTransformationExtraArgs, policy: Policy | None
-) -> optax.GradientTransformationExtraArgs:
-    """Return `tx` as a transformation that knows its policy; `policy_of` reads it back."""
-    known = _OfPolicy(*tx)
+def with_policy(tx: optax.GradientTransformation, policy: Policy | None, name: str) -> Any:
+    """Return a transformation that knows its policy, which `policy_of` reads back, and stands last in a chain."""
+    known = _OfPolicy.of(tx, name)
     known.policy = policy
     return known
 
@@ -307,7 +306,7 @@ def policy_of(tx: optax.GradientTransformation) -> Policy | None:
     return tx.policy if isinstance(tx, _OfPolicy) else None
 
 
-class _OfPolicy(optax.GradientTransformationExtraArgs):
+class _OfPolicy(Last):
     policy: Policy | None = None
 
 
