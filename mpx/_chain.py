@@ -36,13 +36,16 @@ class Element:
 
 
 class Last(optax.GradientTransformationExtraArgs):
-    """A transformation that chooses the bits of 16-bit parameters: nothing may follow it."""
+    """A transformation that chooses the final updates: nothing may follow it."""
 
-    @property
-    def name(self) -> str:
-        """Return the name of the function that made it."""
-        update: Any = self.update
-        return update.__qualname__.partition(".")[0]
+    name: str = ""
+
+    @classmethod
+    def of(cls, tx: optax.GradientTransformation, name: str) -> Any:
+        """Return a transformation as one that stands last, under the name of the function that made it."""
+        last = cls(*tx)
+        last.name = name
+        return last
 
 
 class Wrapper(Protocol[P]):
@@ -138,8 +141,8 @@ def _require_order(elements: Sequence[Any]) -> None:
     for i, x in enumerate(elements):
         if isinstance(x, Last) and i < len(elements) - 1:
             raise ValueError(
-                f"`mpx.chain`: {names[i]} must stand last: it chooses the bits of 16-bit parameters, and nothing may "
-                "change its updates."
+                f"`mpx.chain`: {names[i]} must stand last: it chooses the final updates, and nothing may change "
+                "them. Put what stands behind it in front of it or inside."
             )
     if len(keepers) > 1:
         raise ValueError(f"`mpx.chain`: {keepers[0]} and {keepers[1]} exclude each other; keep one of them.")

@@ -1,6 +1,7 @@
 """`mixed_precision`: put a whole recipe around any rule."""
 
-from collections.abc import Hashable, Mapping
+import dataclasses
+from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from mpx._recipes import RECIPES
 from mpx._stored.assignment import assign, checked_patterns
 from mpx._stored.blockwise import Blockwise4bit, Blockwise8bit
 from mpx._stored.roles import Role
-from mpx._stored.state_format import StateFormat
+from mpx._stored.state_format import FLOAT32, Cast, StateFormat
 from mpx._transforms.kahan_summation import kahan_summation
 from mpx._transforms.loss_scaling import loss_scaling
 from mpx._transforms.low_precision_state import low_precision_state
@@ -24,21 +25,39 @@ from mpx._transforms.stochastic_rounding import stochastic_rounding
 from mpx._transforms.upcast import upcast
 
 
-class _FirstMomentsIn4Bits(Blockwise4bit):
-    """Keeps second moments in 8 bits, whatever a rule calls them."""
+@dataclasses.dataclass(frozen=True)
+class MomentsIn(StateFormat):
+    """Formats for moments, by what a field of the state is: a pattern alone would also match a layer called `mu`."""
+
+    first: StateFormat
+    second: StateFormat
+
+    @property
+    def rounds_at_random(self) -> bool:  # type: ignore[override]
+        """Return whether one of them needs a key."""
+        return self.first.rounds_at_random or self.second.rounds_at_random
+
+    def encode(self, x: jax.Array, key: jax.Array | None = None) -> Any:
+        """Encode as a first moment."""
+        return self.first.encode(x, key)
+
+    def decode(self, codes: Any, scales: Any) -> Any:
+        """Decode a first moment."""
+        return self.first.decode(codes, scales)
 
     def for_role(self, role: Role) -> StateFormat:
-        """Return the format of a field of the optimizer's state."""
-        return Blockwise8bit(signed=False) if role == "second moment" else Blockwise4bit()
-
-    def refuses(self, role: Role, shape: tuple[int, ...]) -> None:
-        """Refuse nothing."""
+        """Return the format of a moment; anything else stays in float32."""
+        if role == "second moment":
+            return self.second.for_role(role)
+        return self.first.for_role(role) if role in ("first moment", "signed") else FLOAT32
 
 
 MOMENTS = "mu|nu|trace|momentum|exp_avg|exp_avg_sq|sum_of_squares"  # as rules of Optax and others call them
-_FORMATS: Mapping[str, Mapping[str, Any]] = {
-    "bf16": {MOMENTS: "bf16"}, "8bit": {MOMENTS: Blockwise8bit()}, "4bit": {MOMENTS: _FirstMomentsIn4Bits()},
-}  # fmt: skip
+_FORMATS = {
+    "bf16": MomentsIn(Cast("bfloat16"), Cast("bfloat16")),
+    "8bit": MomentsIn(Blockwise8bit(), Blockwise8bit()),
+    "4bit": MomentsIn(Blockwise4bit(), Blockwise8bit()),
+}
 
 
 @element
@@ -130,14 +149,14 @@ def mixed_precision(
         tx = loss_scaling(tx, loss_scale, axis_name=axis_name)
     if weights is None and not needs_scaling:
         tx = _errors.with_checked_shapes(tx, "mixed_precision")
-    return with_policy(tx, policy)
+    return with_policy(tx, policy, "mixed_precision")
 
 
 def _with_moments(
     inner: optax.GradientTransformationExtraArgs, moments: str, policy: Policy, key: jax.Array | None
 ) -> optax.GradientTransformationExtraArgs:
     """Keep the moments of a rule in fewer bits, all of them in 16, large ones in 8 or 4."""
-    formats = _FORMATS[moments]
+    formats = {MOMENTS: _FORMATS[moments]}
     tx = low_precision_state(inner, formats, min_size=0 if moments == "bf16" else 4096, key=key)
 
     def init_fn(params):

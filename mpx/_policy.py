@@ -12,6 +12,7 @@ import optax
 from jax.typing import DTypeLike
 
 from mpx import _errors, _tables, _trees
+from mpx._chain import Last
 from mpx._dtypes import DTYPE_NAMES, bytes_of, dtype_or_none, half_dtype
 from mpx._fp8 import RESULTS, Fp8
 from mpx._recipes import RECIPES, nearest
@@ -210,7 +211,7 @@ def get_policy(text: str, *, overrides: tuple[tuple[str, DTypeLike], ...] = ()) 
         of_recipe = get_policy(RECIPES[first].policy)
         return dataclasses.replace(of_recipe, recipe=first, overrides=(*own, *overrides), **fields)
     if "=" not in text:
-        dtype = _parse_dtype(first, text)
+        dtype = _parse_dtype(text.strip(), text)
         return Policy(dtype, dtype, dtype, overrides)
     fields, own = _read_parts([first, *others], text)
     fields.setdefault("param_dtype", np.dtype(np.float32))
@@ -293,11 +294,9 @@ def as_policy(given: Any, caller: str) -> Policy:
     return policy
 
 
-def with_policy(
-    tx: optax.GradientTransformationExtraArgs, policy: Policy | None
-) -> optax.GradientTransformationExtraArgs:
-    """Return `tx` as a transformation that knows its policy; `policy_of` reads it back."""
-    known = _OfPolicy(*tx)
+def with_policy(tx: optax.GradientTransformation, policy: Policy | None, name: str) -> Any:
+    """Return a transformation that knows its policy, which `policy_of` reads back, and stands last in a chain."""
+    known = _OfPolicy.of(tx, name)
     known.policy = policy
     return known
 
@@ -307,7 +306,7 @@ def policy_of(tx: optax.GradientTransformation) -> Policy | None:
     return tx.policy if isinstance(tx, _OfPolicy) else None
 
 
-class _OfPolicy(optax.GradientTransformationExtraArgs):
+class _OfPolicy(Last):
     policy: Policy | None = None
 
 

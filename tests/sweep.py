@@ -14,7 +14,7 @@ import optax
 
 import mpx
 from mpx import _trees
-from mpx._mixed_precision import _FirstMomentsIn4Bits
+from mpx._mixed_precision import MomentsIn
 from tests.rules import RULES
 
 STEPS = 120
@@ -33,7 +33,7 @@ STATES = {
     "bf16 nearest": {"format": "bf16"},
     "bf16 stochastic": {"format": "bf16", "rounding": "stochastic", "key": jax.random.PRNGKey(2)},
     "8-bit": {"format": mpx.Blockwise8bit()},
-    "4-bit": {"format": _FirstMomentsIn4Bits(), "key": jax.random.PRNGKey(2)},
+    "4-bit": {"format": MomentsIn(mpx.Blockwise4bit(), mpx.Blockwise8bit()), "key": jax.random.PRNGKey(2)},
 }
 # Fields that hold weights, or tools of the rule, and no averages.
 NO_MOMENTS = {

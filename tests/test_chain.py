@@ -87,6 +87,8 @@ REFUSED = [
         "`master_weights` and `kahan_summation` exclude",
     ),
     (lambda: mpx.chain(mpx.mixed_precision("bf16-split"), mpx.master_weights(), ADAMW), "exclude each other"),
+    (lambda: mpx.chain(mpx.master_weights(ADAMW, "split"), CLIP), "`master_weights` must stand last"),
+    (lambda: mpx.chain(mpx.mixed_precision(ADAMW, "bf16-split"), CLIP), "`mixed_precision` must stand last"),
     (lambda: mpx.chain(), "needs an element"),
 ]
 

@@ -98,6 +98,14 @@ def test_a_recipe_within_float32_parameters_keeps_masters_of_what_an_override_st
     assert state.master["embed"].dtype == jnp.uint16
 
 
+def test_a_layer_called_like_a_moment_makes_nothing_else_a_moment():
+    params = {"mu": jnp.ones((64, 80), jnp.bfloat16), "w": jnp.ones((64, 80), jnp.bfloat16)}
+    tx = mpx.mixed_precision(optax.MultiSteps(optax.adamw(1e-2), 4), "bf16-split-8bit")
+    state = tx.init(params)
+    assert {x.dtype.name for x in jax.tree.leaves(optax.tree.get(state, "acc_grads"))} == {"float32"}
+    assert {x.codes.dtype.name for x in optax.tree.get(state, "nu").values()} == {"uint8"}
+
+
 REFUSED = [
     (lambda: mpx.get_policy("bf16-spilt"), "Did you mean 'bf16-split'"),
     (lambda: mpx.autocast(jnp.sum, "bf16-spilt"), "Did you mean 'bf16-split'"),

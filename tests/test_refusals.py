@@ -57,6 +57,7 @@ WRAPPERS = {
 STRINGS = {
     "bf15": "Unknown dtype 'bf15' in policy 'bf15'; use one of half, bf16, bfloat16, f16, fp16, float16, full, f32,",
     "": "Unknown dtype '' in policy ''",
+    "bf16,f16": "Unknown dtype 'bf16,f16' in policy 'bf16,f16'",
     "p=int8": "Unknown dtype 'int8' in policy 'p=int8'",
     "p=f32=bf16": "Unknown dtype 'f32=bf16' in policy 'p=f32=bf16'",
     "p=f32,c": "Unknown dtype '' in policy 'p=f32,c'",

@@ -120,7 +120,8 @@ def with_cotangents_times(arrays: list[Any], factor: ArrayLike) -> list[Any]:
     identity = jax.custom_vjp(lambda arrays: arrays)
     multiplied = lambda x: (_trees.at_least_float32(x) * factor).astype(x.dtype)
     identity.defvjp(lambda arrays: (arrays, None), lambda _, cotangents: (jax.tree.map(multiplied, cotangents),))
-    numbers, put = _trees.partition_leaves(arrays, lambda x: jnp.issubdtype(x.dtype, jnp.inexact))
+    is_number = lambda x: jnp.issubdtype(x.dtype, jnp.inexact) and not isinstance(x, jax.Ref)
+    numbers, put = _trees.partition_leaves(arrays, is_number)
     return put(identity(numbers))
 
 

@@ -11,6 +11,7 @@ from jax import lax
 from mpx import _policy
 from mpx._dtypes import dtype_or_none
 from mpx._fp8 import RESULTS, Fp8
+from mpx._recipes import nearest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +69,8 @@ def get_precision(policy_or_dtype: Any) -> ContractionPrecision:
     if dtype is None:
         raise ValueError(
             "`autocast` needs a policy or its string ('compute=bf16'), a dtype (bfloat16, float16, float32), or one of "
-            f"'bf16', 'f16', 'f32', 'tf32', 'bf16x3', 'fp8' (or an `mpx.Fp8`), but got {policy_or_dtype!r}."
+            f"'bf16', 'f16', 'f32', 'tf32', 'bf16x3', 'fp8' (or an `mpx.Fp8`), but got {policy_or_dtype!r}. "
+            + nearest(str(policy_or_dtype))
         )
     return precision_of_dtype(dtype)
 

@@ -24,7 +24,7 @@ from mpx._autocast.plan import MARK, CastPlan, Planner, Settings, Step, Tag, wal
 from mpx._autocast.rules import DEFAULT_RULES, Rule, can_narrow, known_names
 from mpx._dtypes import dtype_or_none
 from mpx._fp8 import Fp8
-from mpx._jaxprs import called_jaxpr, dtype_of, open_jaxpr
+from mpx._jaxprs import called_jaxpr, constants_of, dtype_of, open_jaxpr
 from mpx._loss_scale import NoOpLossScale, StaticLossScale, require_powers_of_two
 from mpx._policy import Policy, get_policy
 from mpx._primitives import facts_of
@@ -48,13 +48,18 @@ class Autocast:
         """Return the result of the function for the arguments it was traced with."""
         _warn_if_nothing_is_narrowed(self, traced.plan)
         plan = recompute.with_activations(traced.plan, self.settings) if self.checkpoint is None else traced.plan
-        evaluate = lambda arrays: interpreter.run(plan, arrays, self.settings)
-        if self.checkpoint is not None:
-            evaluate = jax.checkpoint(evaluate, policy=self.checkpoint)
         # The mark tells an autocast around this one that precisions are decided here.
         with jax.named_scope(MARK):
-            scale = self.loss_scale.loss_scale if isinstance(self.loss_scale, StaticLossScale) else None
-            arrays = traced.arrays if scale is None else differentiation.with_cotangents_times(traced.arrays, 1 / scale)
+            scale, arrays = None, traced.arrays
+            if isinstance(self.loss_scale, StaticLossScale):
+                scale = self.loss_scale.loss_scale
+                # Cotangents leave by the arguments, and by the values that the function closes over.
+                closed_over = differentiation.with_cotangents_times(constants_of(plan.jaxpr), 1 / scale)
+                arrays = differentiation.with_cotangents_times(arrays, 1 / scale)
+                plan = dataclasses.replace(plan, jaxpr=jex_core.ClosedJaxpr(open_jaxpr(plan.jaxpr), closed_over))
+            evaluate = lambda arrays: interpreter.run(plan, arrays, self.settings)
+            if self.checkpoint is not None:
+                evaluate = jax.checkpoint(evaluate, policy=self.checkpoint)
             values = evaluate(arrays)
             if scale is not None:
                 values = differentiation.with_cotangents_times(values, scale)

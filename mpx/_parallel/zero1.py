@@ -98,7 +98,7 @@ def zero1(
 
         return in_auto(update, mesh, (of_params, divided))(updates, state, params, extra_args)
 
-    return with_policy(optax.GradientTransformationExtraArgs(init_fn, update_fn), policy_of(inner))
+    return with_policy(optax.GradientTransformationExtraArgs(init_fn, update_fn), policy_of(inner), "zero1")
 
 
 def zero1_shardings(

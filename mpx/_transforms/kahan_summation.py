@@ -72,4 +72,4 @@ def kahan_summation(dtype: DTypeLike | None = None) -> optax.GradientTransformat
         updates, compensation = land_tree(params, state.compensation, updates, storage_for, "kahan_summation")
         return updates, KahanSummationState(compensation)
 
-    return Last(init_fn, update_fn)
+    return Last.of(optax.GradientTransformationExtraArgs(init_fn, update_fn), "kahan_summation")

@@ -71,7 +71,7 @@ def stochastic_rounding(key: jax.Array) -> optax.GradientTransformationExtraArgs
         ]
         return treedef.unflatten(new_updates), StochasticRoundingState(next_key)
 
-    return Last(init_fn, update_fn)
+    return Last.of(optax.GradientTransformationExtraArgs(init_fn, update_fn), "stochastic_rounding")
 
 
 @functools.partial(jax.jit, inline=True)

@@ -182,6 +182,30 @@ def test_a_static_scale_inside_of_a_float16_function_gives_every_gradient_of_jax
     assert_same_bits(fun(TINY, BATCH), mpx.autocast(tiny_loss, "f16")(TINY, BATCH))
 
 
+def test_a_static_scale_is_taken_out_of_the_gradients_of_values_that_a_function_closes_over():
+    def closing_over(loss, **options):
+        fun = lambda params, x: mpx.autocast(lambda x: loss(params, x), "f16", **options)(x)
+        return fun(TINY, BATCH), jax.grad(fun)(TINY, BATCH)
+
+    for options in ({}, {"checkpoint": "dots"}):
+        value, grads = closing_over(tiny_loss, loss_scale=mpx.StaticLossScale(2.0**40), **options)
+        assert largest_error(grads) < 0.01
+        assert_same_bits(value, closing_over(tiny_loss, loss_scale=mpx.NoOpLossScale(), **options)[0])
+    inner_jit = jax.jit(tiny_loss)
+    assert largest_error(closing_over(inner_jit, loss_scale=mpx.StaticLossScale(2.0**40))[1]) < 0.01
+
+
+def test_a_static_scale_leaves_a_mutable_array_that_a_function_closes_over_alone():
+    calls = jax.new_ref(jnp.zeros(()))
+
+    def counting(params, x):
+        calls[...] += 1.0
+        return tiny_loss(params, x)
+
+    grads = jax.grad(mpx.autocast(counting, "f16", loss_scale=mpx.StaticLossScale(2.0**40)))(TINY, BATCH)
+    assert (calls[...], largest_error(grads) < 0.01) == (1.0, True)
+
+
 def test_without_a_scale_these_gradients_are_lost():
     fun = mpx.autocast(tiny_loss, "f16", loss_scale=mpx.NoOpLossScale())
     assert largest_error(jax.grad(fun)(TINY, BATCH)) == 1.0
