@@ -111,7 +111,10 @@ def test_a_step_writes_few_large_float32_arrays_and_has_no_kernel_that_only_conv
 
 
 def test_stacked_weights_take_one_kernel_of_the_optimizer_for_all_layers_and_no_copies(flash, h200):
-    """Unrolled (the negative control), each of two layers has a kernel for each of its four matrices."""
+    """Unrolled (the negative control), each of two layers has a kernel for each of its four matrices.
+
+    Stacked, two biases (2 x 2,304 and 2 x 3,072) are large enough for 8 bits, and have a kernel too.
+    """
     of_optimizer = lambda report: sum(
         kernel.times for kernel in report.kernels if "training.py" in kernel.source and kernel.kind == "library calls"
     )
@@ -119,7 +122,7 @@ def test_stacked_weights_take_one_kernel_of_the_optimizer_for_all_layers_and_no_
         layers: report_of_step("bf16-split-8bit", attention="cudnn", layers=layers, checkpoint="dots")[1]
         for layers in ("stacked", "unrolled")
     }
-    assert of_optimizer(reports["unrolled"]) == of_optimizer(reports["stacked"]) + 4
+    assert of_optimizer(reports["unrolled"]) == of_optimizer(reports["stacked"]) + 4 - 2
     assert reports["stacked"].kernel_count < reports["unrolled"].kernel_count
     stacks = ("bf16[1,768,", "bf16[1,3072,")  # a layer's weights, taken out of their stack
     assert not [kernel for kernel in reports["stacked"].kernels if kernel.result.startswith(stacks)]
