@@ -345,7 +345,7 @@ def test_blocks_follow_the_order_of_the_elements_whatever_the_shape(shape, block
 @pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize("shape", [(24, 512), (3, 50), (1, 1, 4097)])
 def test_scales_that_are_cut_to_fit_into_a_cache_give_the_same_bits(shape, signed, monkeypatch):
-    x, format = jax.random.normal(jax.random.key(0), shape), Blockwise8bit(16, signed=signed)
+    x, format = jax.random.normal(jax.random.key(0), shape, jnp.float32), Blockwise8bit(16, signed=signed)
     there_and_back = lambda: jax.jit(lambda x: (encoded := format.encode(x), format.decode(*encoded)))
     expected = there_and_back()(x)
     monkeypatch.setattr(blocks, "_CACHED", 28)  # bytes: seven scales, which divide none of these numbers of blocks
