@@ -37,8 +37,8 @@ class MemoryPlan(Result):
     rows: tuple[PlanRow, ...]  # one for each field of the optimizer state, and one for all scalars
     parameters: int  # the number of trained elements
     devices: int = 1  # of the mesh; 1 without a mesh
-    # Bytes that all-gathers make: new parameters of `zero1`, or weights, each once (`autocast` gathers them again for the
-    # backward pass).
+    # Bytes that all-gathers make: new parameters of `zero1`, or weights, each once (`autocast` gathers them again for
+    # the backward pass).
     gathered_bytes_a_parameter: float = 0.0
     summed_bytes_a_parameter: float = 0.0  # bytes of gradients that devices add up in a step
 
