@@ -55,8 +55,7 @@ def _run_jit(step: Step, operands: list[Any], run: Run, settings: Settings) -> S
 def _run_checkpoint(step: Step, operands: list[Any], run: Run, settings: Settings) -> Sequence[Any]:
     """Bind the primitive itself: `jax.checkpoint` cannot say that its program is already a backward pass."""
     plan = step.plans[0]
-    travel_in = zip(operands, _travel_in(plan.in_tags, plan.rounded_to, settings), strict=True)
-    dtypes = [None if isinstance(x, Weight) else dtype for x, dtype in travel_in]
+    dtypes = _unless_weights(operands, _travel_in(plan.in_tags, plan.rounded_to, settings))
     carried = _carried_in(plan.in_tags, settings)
     parts = _with_carriers(narrowed(operands, dtypes), carried)
     leaves, tree = jax.tree.flatten(parts)
@@ -136,8 +135,7 @@ def _run_scan(step: Step, operands: list[Any], run: Run, settings: Settings) -> 
     xs = [x if stack is None else stack.stack for x, stack in zip(xs, unsent, strict=True)]
     xs = [array_of(x) if is_sent(x) else x for x in xs]
     x_tags, x_rounded_to = (_scan_parts(step.eqn, column)[2] for column in (plan.in_tags, plan.rounded_to))
-    travel_in = zip(xs, _travel_in(x_tags, x_rounded_to, settings), strict=True)
-    x_dtypes = [None if isinstance(x, Weight) else dtype for x, dtype in travel_in]
+    x_dtypes = _unless_weights(xs, _travel_in(x_tags, x_rounded_to, settings))
     y_dtypes = [travels_in(tag, None, settings) for tag in plan.out_tags[len(carry) :]]
 
     handed_on = _handed_on(plan, settings)
@@ -280,6 +278,11 @@ def _common(*tags: Tag) -> Tag:
 
 def _travel_in(tags: Sequence[Tag], rounded_to: Sequence[np.dtype | None], settings: Settings) -> list[np.dtype | None]:
     return [travels_in(tag, dtype, settings) for tag, dtype in zip(tags, rounded_to, strict=True)]
+
+
+def _unless_weights(values: Sequence[Any], dtypes: Sequence[np.dtype | None]) -> list[np.dtype | None]:
+    """Return the dtypes of values; None for a weight, which travels as its source."""
+    return [None if isinstance(x, Weight) else dtype for x, dtype in zip(values, dtypes, strict=True)]
 
 
 def _carried_in(tags: Sequence[Tag], settings: Settings) -> list[np.dtype | None]:

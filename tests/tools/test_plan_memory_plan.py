@@ -55,8 +55,7 @@ TRANSFORMATIONS = {
     "partition": labelled(mpx.master_weights(ADAMW), optax.sgd(0.1, momentum=0.9)),
     "adafactor": mpx.upcast(optax.adafactor(1e-2, min_dim_size_to_factor=4)),
 }
-KEYS = {name: jax.random.key(0) if recipe.rounds_at_random else None for name, recipe in _recipes.RECIPES.items()}
-RECIPES = {name: (mpx.mixed_precision(ADAMW, name, key=key), name) for name, key in KEYS.items()}
+RECIPES = {name: (mpx.mixed_precision(ADAMW, name, key=jax.random.key(0)), name) for name in _recipes.RECIPES}
 F16 = "params=f16,compute=f16,output=f32"
 RECIPES |= {"float16 parameters": (mpx.mixed_precision(ADAMW, F16), F16)}
 CASES = RECIPES | {name: (tx, BF16) for name, tx in TRANSFORMATIONS.items()}
