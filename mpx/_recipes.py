@@ -11,7 +11,7 @@ _BF16 = "params=bf16,compute=bf16,output=f32"
 
 
 class Recipe(NamedTuple):
-    """What a recipe chooses.
+    """Says what a recipe chooses.
 
     Attributes:
         policy: the string of its policy.

@@ -22,7 +22,7 @@ def in_float32(x: jax.Array) -> jax.Array:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["part", "like"], meta_fields=["again", "is_sent"])
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """What a weight was made of."""
+    """Holds what a weight was made of."""
 
     part: jax.Array  # in the dtype that it has in memory, or is sent in, without a derivative
     like: Any = None  # the same numbers, with their derivative: to JAX another value, which it may keep beside the part

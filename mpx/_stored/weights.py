@@ -121,7 +121,7 @@ class LowBits(KeptWeight):
 
 
 class Compensation(KeptWeight):
-    """What rounding has cut off so far, to be added to the next update."""
+    """Keeps what rounding has cut off so far, to be added to the next update."""
 
     def restore(self, p: jax.Array, kept: jax.Array) -> jax.Array:
         wide = _trees.at_least_float32(p)
