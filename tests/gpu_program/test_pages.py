@@ -13,7 +13,6 @@ from tests.pages import ROOT, run_blocks
 
 MEMORY = ROOT / "docs" / "concepts" / "memory.md"
 README = ROOT / "README.md"
-IN_8_BITS = 'mpx.low_precision_state(optax.adamw(1e-3), {"mu|nu": mpx.Blockwise8bit()})'
 
 
 def peak_of(page, pairs, device):
@@ -22,7 +21,7 @@ def peak_of(page, pairs, device):
     for old, new in [("(256, 8)", "(2, 4096)"), ("nn.Dense(64)", "nn.Dense(4096)"), *pairs]:
         assert old in text, old
         text = text.replace(old, new)
-    names = run_blocks(text[: text.index("\n## ", text.index("```diff"))], page.name)
+    names = run_blocks(text[: text.index("\n## Which recipe")], page.name)
     arguments = jax.eval_shape(lambda: tuple(names[name] for name in ("params", "opt_state", "x", "y")))
     report = mpx.step_report(names["train_step"], *arguments, target=device)
     return report.peak_bytes / sum(leaf.size for leaf in jax.tree.leaves(arguments[0]))
@@ -30,12 +29,10 @@ def peak_of(page, pairs, device):
 
 @pytest.mark.optax_promotion
 @pytest.mark.parametrize(
-    ("pairs", "at_most"),
-    [([], 14.1), ([("optax.adamw(1e-3), policy", f"{IN_8_BITS}, policy")], 8.1)],
-    ids=["split masters", "8-bit moments"],
+    ("recipe", "at_most"), [("bf16-split", 14.1), ("bf16-split-8bit", 8.1)]
 )
-def test_the_training_step_of_the_readme_has_the_bytes_that_it_names(pairs, at_most, h200):
-    assert at_most - 2.1 < peak_of(README, pairs, "h200") < at_most
+def test_the_training_step_of_the_readme_has_the_bytes_that_it_names(recipe, at_most, h200):
+    assert at_most - 2.1 < peak_of(README, [('"bf16-split"  #', f'"{recipe}"  #')], "h200") < at_most
 
 
 @pytest.mark.optax_promotion
