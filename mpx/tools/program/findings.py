@@ -279,21 +279,19 @@ def beyond_the_memory(step: Step, memory: Memory) -> Iterator[Finding]:
     for x in memory.peak:
         writer = memory.writers.get(x, x.maker)
         name = _name(writer)
-        is_wide, is_like_a_weight = x.shape.dtype == "f32", tuple(sorted(x.shape.dims)) in shards
-        if x.maker.op == "parameter":
-            remedy = "Recipes hold a state in fewer bits (`mpx.compare_plans`); of more devices each holds less."
-        elif x not in memory.users:
-            remedy = "Donate the argument whose place it takes (`donate_argnums`)."
-        elif x in gathered:
-            remedy = _GATHER_AGAIN
-        elif is_wide and is_like_a_weight and _BACKWARD in name:
-            remedy = 'Keep gradients in 16 bits: `mpx.value_and_grad(..., grad_dtype="bf16")`.'
-        elif is_wide and is_like_a_weight and "jvp(" not in name:
-            remedy = "`mpx.fused_update` steps without them."
-        elif is_wide and "jvp(" in name and _BACKWARD not in name:
-            remedy = 'Keep activations in fewer bits, `mpx.checkpoint(layer, kept="bf16")`, or take a smaller batch.'
-        else:
-            remedy = "Take a smaller batch or more devices, or compute it again (`jax.checkpoint` around a layer)."
+        phase = "backward" if _BACKWARD in name else "forward" if "jvp(" in name else "update"
+        is_wide = x.shape.dtype == "f32"
+        is_weight = is_wide and tuple(sorted(x.shape.dims)) in shards
+        remedies = (
+            (x.maker.op == "parameter", "Hold it in fewer bits (`mpx.compare_plans` shows how), or on more devices."),
+            (x not in memory.users, "Donate the argument whose place it takes (`donate_argnums`)."),
+            (x in gathered, _GATHER_AGAIN),
+            (is_weight and phase == "backward", 'Keep gradients in 16 bits: `mpx.grad(..., grad_dtype="bf16")`.'),
+            (is_weight and phase == "update", "`mpx.fused_update` needs none, but for a sum over microbatches."),
+            (is_wide and phase == "forward", 'Keep activations in fewer bits: `mpx.checkpoint(layer, kept="bf16")`.'),
+            (True, "Take a smaller batch or more devices, or compute it again (`jax.checkpoint` around a layer)."),
+        )
+        remedy = next(text for holds, text in remedies if holds)
         groups.setdefault((str(x.shape), writer.source, remedy), []).append(x)
     bytes_of = lambda arrays: sum(x.shape.bytes for x in arrays)
     of, target = lambda n: f"{n / 1e9:.4g} GB", step.target
