@@ -58,6 +58,10 @@ def tied(weights, x):
     return jnp.mean((layer(w, x) @ w.T) ** 2) + jnp.mean(layer(head, x)) + jnp.sum(head[0] ** 2)
 
 
+def in_a_branch(w, x):
+    return jax.lax.cond(jnp.sum(x) > 0, lambda: layer(w, x), lambda: x)
+
+
 at_the_top = lambda weights: [everywhere(w) for w in weights]
 in_turn = lambda layer: lambda w, x: layer(everywhere(w), x)
 LOSSES = {
@@ -66,6 +70,7 @@ LOSSES = {
     "in each layer": with_layers(list, in_turn(layer)),
     "in a call": with_layers(at_the_top, jax.jit(layer)),
     "in a checkpoint": with_layers(at_the_top, jax.checkpoint(layer)),
+    "in a branch": with_layers(at_the_top, in_a_branch),
     "in the body of a scan": scanned(in_turn(layer)),
     "around a checkpoint in a scan": scanned(in_turn(jax.checkpoint(layer))),
     "before a scan": scanned(layer, everywhere),
@@ -116,7 +121,9 @@ def test_gathering_again_changes_no_bit(name, how):
         assert_same_bits(again(*arrays(dtype)), kept(*arrays(dtype)))
 
 
-@pytest.mark.parametrize("name", ["at the top", "in a checkpoint", "in the body of a scan", "before a scan", "tied"])
+@pytest.mark.parametrize(
+    "name", ["at the top", "in a checkpoint", "in a branch", "in the body of a scan", "before a scan", "tied"]
+)
 def test_second_derivatives_are_those_of_kept_weights(name):
     args = arrays(jnp.float32)
 
