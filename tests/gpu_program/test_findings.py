@@ -63,7 +63,7 @@ KEPT = "Weights that were gathered for the forward pass are kept for the backwar
     [
         (
             two_layers(lambda w: everywhere(w).astype(BF16)),
-            [SUMS, PARTS, "Devices send float32 arrays that are rounded to bf16 right after"],
+            [SUMS, PARTS, KEPT, "Devices send float32 arrays that are rounded to bf16 right after"],
         ),
         (two_layers(lambda w: everywhere(w.astype(BF16))), [SUMS, KEPT]),
         (used_in_float32_too, [SUMS, PARTS, "Devices gather float32 arrays that are used in float32"]),

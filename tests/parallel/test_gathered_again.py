@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import mpx
-from tests.helpers import assert_same_bits
+from tests.helpers import all_eqns, assert_same_bits
 
 pytestmark = [pytest.mark.many_devices, pytest.mark.optax_promotion]
 
@@ -56,6 +56,11 @@ def of_equinox(w, x):
 def tied(weights, x):
     w, head = map(everywhere, weights)
     return jnp.mean((layer(w, x) @ w.T) ** 2) + jnp.mean(layer(head, x)) + jnp.sum(head[0] ** 2)
+
+
+def closed_over(weights, x):
+    whole = [everywhere(w) for w in weights]
+    return jnp.mean(jax.lax.scan(lambda x, _: (layer(whole[1], layer(whole[0], x)), None), x, length=3)[0] ** 2)
 
 
 def in_a_branch(w, x):
@@ -108,6 +113,16 @@ def test_no_gathered_weight_is_kept_for_the_backward_pass_unless_the_user_says_s
     args = arrays(jnp.bfloat16)
     assert whole_weights_kept(mpx.autocast(LOSSES[name], how), *args) == 0
     assert whole_weights_kept(mpx.autocast(LOSSES[name], how, gather_again=False), *args) > 0
+
+
+@pytest.mark.parametrize("name", ["in a branch", "closed over by a scan"])
+def test_a_weight_that_a_program_inside_takes_is_sent_in_16_bits_and_its_gradient_in_32(name):
+    """A loop adds up the gradient over its iterations before it is sent."""
+    loss = (LOSSES | {"closed over by a scan": closed_over})[name]
+    program = jax.make_jaxpr(mpx.grad(mpx.autocast(loss, "bf16")))(*arrays(jnp.float32))
+    sent = [eqn.outvars[0].aval for eqn in all_eqns(program) if eqn.primitive.name == "reshard"]
+    dtypes = {(str(x.dtype), any(x.sharding.spec)) for x in sent if x.shape == (SIZE, SIZE)}
+    assert dtypes == {("bfloat16", False), ("float32", True)}
 
 
 @pytest.mark.parametrize("how", ["bf16", mpx.Fp8(min_extent=0)], ids=["bf16", "fp8"])

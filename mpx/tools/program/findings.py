@@ -302,12 +302,13 @@ def beyond_the_memory(step: Step, memory: Memory) -> Iterator[Finding]:
 
 
 def _gathered_weights(step: Step, memory: Memory) -> set[Array]:
-    """Return the gathered weights, and the stacks of them that loops fill."""
+    """Return the gathered weights, and their copies, such as stacks of them that loops fill."""
     shards, users = step.weights("shard"), memory.users
     is_sent = lambda x: any(tuple(sorted(shape.dims)) in shards for given in x.operands for shape in given.shapes)
     found = {x for x in users if x.maker.operation == "all-gather" and is_sent(x.maker)}
-    fill = {user for x in found for user in users[x]}
-    return found | {stack for stack, writer in memory.writers.items() if writer in fill}
+    copying = {instruction for instruction, kernel in step.runs if kernel.kind == "conversions and copies"}
+    copying &= {user for x in found for user in users[x]}
+    return found | {x for x in users if memory.writers.get(x, x.maker) in copying}
 
 
 def _name(instruction: Instruction) -> str:
