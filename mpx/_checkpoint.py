@@ -28,20 +28,20 @@ def checkpoint(
 ) -> Callable[..., Any]:
     """Compute a layer again in the backward pass, as `jax.checkpoint` does, from inputs that are kept in few bits.
 
-    The forward pass is exact. Gradients are those of the layer at the decoded inputs; there are no second derivatives
-    of this kind. It works where `jax.checkpoint` does: inside of `autocast`, `jax.lax.scan` and `jax.vmap`.
+    The forward pass is exact. Gradients are computed at the decoded inputs, and cannot be differentiated again. Use it
+    where you would use `jax.checkpoint`: also inside of `autocast`, `jax.lax.scan` and `jax.vmap`.
 
     Args:
         fun: a layer, or any function that `jax.checkpoint` takes.
         kept: `"bf16"`, `"f16"` (numbers above 65,504 become infinite), or a `StateFormat` such as `Blockwise8bit()`,
             rounded to nearest. Each row, along the last axis, is encoded by itself.
-        argnums: the positional arguments that are activations. Of these, which may be pytrees, floating-point arrays
-            are encoded if they have an axis. Weights, keys, integers and what `fun` closes over are kept as they are.
-        **options: those of `jax.checkpoint`. What a `policy` keeps is exact, and is not encoded.
+        argnums: the positional arguments that are activations, arrays or pytrees. Floating-point arrays with at least
+            one axis are encoded in them. Weights, keys, integers and what `fun` closes over are kept as they come.
+        **options: passed to `jax.checkpoint`. What a `policy` keeps is exact, and is not encoded.
 
     Raises:
-        TypeError: if `fun` is not a function; later, if somebody differentiates a gradient.
-        ValueError: if `kept` is none of these; when it is called, if nothing would be encoded.
+        TypeError: if `fun` is not a function; when a gradient is differentiated.
+        ValueError: if `kept` is something else; when the layer is called, if nothing would be encoded.
 
     Example:
         >>> layer = checkpoint(lambda x, w: x + jnp.tanh(x @ w), kept=Blockwise8bit())
