@@ -1,8 +1,7 @@
 """`jax.checkpoint` that keeps activations in few bits until the backward pass.
 
-An activation goes through a primitive that returns it unchanged. Only where JAX divides the program of a checkpoint
-into its two passes does more happen: the forward pass also encodes the array, and the backward pass decodes it. JAX
-moves arrays to a host between the passes by the same means (`jax.checkpoint_policies`).
+An activation goes through a primitive that returns it unchanged. Where JAX divides the program of a checkpoint into
+two passes, the first one also encodes the array, and the second one decodes it, as JAX itself offloads arrays to a host.
 """
 
 import functools
@@ -28,8 +27,7 @@ def checkpoint(
 ) -> Callable[..., Any]:
     """Compute a layer again in the backward pass, as `jax.checkpoint` does, from inputs that are kept in few bits.
 
-    The forward pass is exact. Gradients are computed at the decoded inputs, and cannot be differentiated again. Use it
-    where you would use `jax.checkpoint`: also inside of `autocast`, `jax.lax.scan` and `jax.vmap`.
+    The forward pass is exact. Gradients are computed at the decoded inputs, and cannot be differentiated again.
 
     Args:
         fun: a layer, or any function that `jax.checkpoint` takes.

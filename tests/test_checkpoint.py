@@ -249,6 +249,16 @@ def test_no_device_sends_a_part_of_an_activation(kind, width):
     assert_same_bits(found, np.asarray(jax.jit(gradient)(x, w)))
 
 
+def test_it_exports_with_any_number_of_rows():
+    (rows,) = jax.export.symbolic_shape("rows")
+    fun = mpx.checkpoint(lambda x, w, weights: weights @ jnp.sin(x * w[None]), kept=EIGHT, argnums=(0, 2))
+    shapes = [jax.ShapeDtypeStruct(shape, F32) for shape in ((rows, WIDTH), (WIDTH,), (rows,))]
+    exported = jax.export.export(jax.jit(jax.grad(total(fun))))(*shapes)
+    for count in (3, ROWS):
+        args = X[:count], W[0], V[0, :count]
+        np.testing.assert_allclose(exported.call(*args), jax.grad(total(fun))(*args), rtol=1e-5, atol=1e-5)
+
+
 # ---- derivatives of other kinds, and refusals
 
 
