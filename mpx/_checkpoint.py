@@ -1,7 +1,7 @@
 """`jax.checkpoint` that keeps activations in few bits until the backward pass.
 
 An activation goes through a primitive that returns it unchanged. Where JAX divides the program of a checkpoint into
-two passes, the first one also encodes the array, and the second one decodes it, as JAX itself offloads arrays to a host.
+two passes, the first one also encodes the array, and the second one decodes it, as JAX offloads arrays to a host.
 """
 
 import functools
