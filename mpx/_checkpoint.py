@@ -91,8 +91,10 @@ def _coders(of: Any, format: StateFormat) -> tuple[Callable[..., Any], Callable[
     parts = parts_at(of.sharding.mesh, of.sharding.spec, of.ndim - 1)
     format = format if parts == 1 else format.for_shards(of.shape[-1] // parts)
     encode, decode = lambda x, _: format.encode(x), format.decode
-    for _ in range(of.ndim - 1):
-        encode, decode = jax.vmap(encode), jax.vmap(decode)
+    codes = jax.eval_shape(encode, jax.ShapeDtypeStruct(of.shape, np.float32), None)
+    if any(x.shape[:-1] != of.shape[:-1] for x in jax.tree.leaves(codes)):  # a TPU would copy an array for its rows
+        for _ in range(of.ndim - 1):
+            encode, decode = jax.vmap(encode), jax.vmap(decode)
     once: Any = lambda x: _kept.bind(x, format=None).astype(np.float32)
     return lambda x: placed_by_xla(encode, once(x), None), lambda *x: placed_by_xla(decode, *x).astype(of.dtype)
 
