@@ -271,7 +271,7 @@ def gathered_weights_that_are_kept(step: Step, memory: Memory) -> Iterator[Findi
 
 
 def beyond_the_memory(step: Step, memory: Memory) -> Iterator[Finding]:
-    """Yield the three largest groups of arrays, alike and of one line, at the peak of a program that does not fit."""
+    """Yield the three largest groups of arrays, of one line and dtype, at the peak of a program that does not fit."""
     if step.target is None or step.peak_bytes <= step.target.memory_bytes:
         return
     shards, gathered = step.weights("shard"), _gathered_weights(step, memory)
@@ -292,13 +292,15 @@ def beyond_the_memory(step: Step, memory: Memory) -> Iterator[Finding]:
             (True, "Take a smaller batch or more devices, or compute it again (`jax.checkpoint` around a layer)."),
         )
         remedy = next(text for holds, text in remedies if holds)
-        groups.setdefault((str(x.shape), writer.source, remedy), []).append(x)
+        groups.setdefault((x.shape.dtype, writer.source, remedy), []).append(x)
     bytes_of = lambda arrays: sum(x.shape.bytes for x in arrays)
     of, target = lambda n: f"{n / 1e9:.4g} GB", step.target
     sizes = f"The peak of {of(step.peak_bytes)} is above the {of(target.memory_bytes)} of one {target.name}"
-    for (shape, source, remedy), arrays in sorted(groups.items(), key=lambda group: -bytes_of(group[1]))[:3]:
-        such = f", such as `{_name(arrays[0].maker)}`" if arrays[0].maker.op == "parameter" else ""
-        yield Finding(f"{sizes}. It holds {len(arrays)} x {shape}{such}", bytes_of(arrays), remedy, source)
+    for (_, source, remedy), arrays in sorted(groups.items(), key=lambda group: -bytes_of(group[1]))[:3]:
+        largest = max(arrays, key=lambda x: x.shape.bytes)
+        what = f"{len(arrays)}{' x' if len({x.shape.dims for x in arrays}) == 1 else ' arrays up to'} {largest.shape}"
+        such = f", such as `{_name(largest.maker)}`" if largest.maker.op == "parameter" else ""
+        yield Finding(f"{sizes}. It holds {what}{such}", bytes_of(arrays), remedy, source)
 
 
 def _gathered_weights(step: Step, memory: Memory) -> set[Array]:
