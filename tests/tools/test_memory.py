@@ -1,5 +1,7 @@
 """Check which arrays a program holds where it needs most memory, against programs that are counted by hand."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from mpx.tools.program.memory import Memory
@@ -77,3 +79,14 @@ def test_branches_and_calls_hold_one_at_a_time():
     assert peak(choose, "ROOT %r = f32[] reduce(%x)", called=called) == ["f32[256]", "f32[256]", "f32[512]"]
     call = "%x = f32[256]{0} call(%a), to_apply=%large"
     assert peak(call, "ROOT %r = f32[] reduce(%x)", called=called) == ["f32[256]", "f32[256]", "f32[512]"]
+
+
+def test_the_sum_of_what_a_step_holds_is_near_the_peak_that_xla_counts():
+    layer = jax.checkpoint(lambda x, w: (x + jnp.tanh(x @ w), None))
+    loss = lambda w, x: jnp.mean(jax.lax.scan(layer, x, w)[0] ** 2)
+    step = jax.jit(lambda w, x: w - 0.1 * jax.grad(loss)(w, x), donate_argnums=0)
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 128, 128), (512, 128))]
+    compiled = step.lower(*shapes).compile()
+    memory = compiled.memory_analysis()
+    held = sum(array.shape.bytes for array in Memory(parse(compiled.as_text())).peak)
+    assert held == pytest.approx(memory.argument_size_in_bytes + memory.temp_size_in_bytes, rel=0.05)
