@@ -180,23 +180,29 @@ FORWARD = ', metadata={op_name="jit(step)/jvp()/dot_general"}'
 BACKWARD = ', metadata={op_name="jit(step)/transpose(jvp())/dot_general"}'
 
 
-def kept(*lines, shard=(128, 512)):
-    """Return findings on weights of 512 x 512 of which each device has a part, gathered as `g`."""
-    given = step(program(GATHER.replace(', metadata={op_name="gather"}', FORWARD), *lines))
+def kept(use, shard=(128, 512), of=FORWARD):
+    """Return findings on a weight of 512 x 512, gathered as `g`, of which each device has a part."""
+    given = step(program(GATHER.replace(', metadata={op_name="gather"}', of), *use))
     weights = [Argument(0, (512, 512), shard, np.dtype("float32"))]
     return list(findings.gathered_weights_that_are_kept(given._replace(arguments=weights), Memory(given.program)))
 
 
-def test_a_gathered_weight_is_kept_if_both_passes_use_it():
-    forward, backward = ("%x = f32[512,512] negate(%g)" + FORWARD, "%y = f32[512,512] negate(%g)" + BACKWARD)
-    (finding,) = kept(forward, backward)
-    assert (finding.what, finding.bytes) == (
-        "Weights that were gathered for the forward pass are kept for the backward pass (1)",
-        4 * SIZE,
-    )
+def test_a_gathered_weight_is_kept_if_the_backward_pass_uses_what_the_forward_pass_gathered():
+    use = ["%x = f32[512,512] negate(%g)" + FORWARD, "%y = f32[512,512] negate(%g)" + BACKWARD]
+    (finding,) = kept(use)
+    assert finding.what == "Weights that were gathered for the forward pass are kept for the backward pass (1)"
+    assert finding.bytes == 4 * SIZE
     assert "mpx.autocast" in finding.remedy
-    assert kept(forward) == kept(backward) == []
-    assert kept(forward, backward, shard=(64, 512)) == []  # another array, such as a batch
+    assert kept(use[:1]) == []
+    assert kept(use, of=BACKWARD) == []
+    assert kept(use, shard=(64, 512)) == []  # another array, such as a batch
+
+
+def test_a_copy_of_a_gathered_weight_is_kept_in_its_own_dtype():
+    copy = "%c = bf16[512,512]{1,0} convert(%g)" + FORWARD
+    (finding,) = kept([copy, "%x = bf16[512,512] negate(%c)" + BACKWARD])
+    assert finding.bytes == 2 * SIZE
+    assert kept([copy.replace("convert", "negate"), "%x = bf16[512,512] negate(%c)" + BACKWARD]) == []
 
 
 def beyond(*lines, memory_bytes=10**6):

@@ -260,10 +260,10 @@ def gathers_of_states(step: Step) -> Iterator[Finding]:
 
 
 def gathered_weights_that_are_kept(step: Step, memory: Memory) -> Iterator[Finding]:
-    """Yield gathered weights, or stacks of them, that both the forward and the backward pass use."""
-    gathered = _gathered_weights(step, memory)
-    passes = {x: {_BACKWARD in _name(user) for user in users} for x, users in memory.users.items() if x in gathered}
-    kept = [x for x, is_backward in passes.items() if len(is_backward) == 2]
+    """Yield gathered weights, or copies of them, that the forward pass makes and the backward pass uses."""
+    gathered, is_backward = _gathered_weights(step, memory), lambda x: _BACKWARD in _name(x)
+    users = {x: users for x, users in memory.users.items() if x in gathered and not is_backward(x.maker)}
+    kept = [x for x in users if any(map(is_backward, users[x]))]
     size = sum(x.shape.bytes for x in kept)
     if size > step.least_bytes:
         what = f"Weights that were gathered for the forward pass are kept for the backward pass ({len(kept)})"
