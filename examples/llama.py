@@ -166,8 +166,8 @@ def step_and_arguments(
     *,
     length: int = 4096,
     **options: Any,
-) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return a step and the shapes of its arguments for `mpx.step_report`, one sequence a device. Nothing is made.
+) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[()]]:
+    """Return a step, the shapes of its arguments, one sequence a device, and none to donate, for `mpx program`.
 
     Args:
         size: of `CONFIGS`.
@@ -182,9 +182,9 @@ def step_and_arguments(
     tokens = lambda: on_mesh(jnp.zeros((max(1, len(gpus)), length + 1), jnp.int32), P("data"))
     shapes = lambda: (*start(config, recipe, tx), tokens())
     if not gpus:
-        return step, jax.eval_shape(shapes)
+        return step, jax.eval_shape(shapes), ()
     mesh = Mesh(np.array(gpus), ("data",), axis_types=(AxisType.Explicit,))
-    return step, devices.place(mesh, devices.shapes_on(mesh.shape, shapes))
+    return step, devices.place(mesh, devices.shapes_on(mesh.shape, shapes)), ()
 
 
 def main(
