@@ -50,7 +50,7 @@ class Config:
     vocabulary: int = 128_256
     rotary_base: float = 500_000.0
     attention: Literal["xla", "cudnn"] = "xla"  # "cudnn" is flash attention on a GPU, in bfloat16
-    loss_parts: int = 4  # of each sequence
+    loss_parts: int = 2  # of each sequence
 
 
 CONFIGS = {
@@ -61,12 +61,17 @@ CONFIGS = {
     "405B": Config(width=16_384, hidden=53_248, depth=126, heads=128),
 }
 LAYERS, EMBEDDING, HEAD, WHOLE = P(None, "data"), P(None, "data"), P("data"), P()  # where weights lie
+QKV = ("query", "key", "value")
+
+
+def is_alone() -> bool:
+    """Return whether no mesh is set."""
+    return jax.sharding.get_abstract_mesh().empty
 
 
 def on_mesh(tree: Any, spec: P = WHOLE) -> Any:
     """Return arrays as `spec` says, by default whole on every device; without a mesh, as they are."""
-    is_alone = jax.sharding.get_abstract_mesh().empty
-    return tree if is_alone else jax.tree.map(lambda x: jax.sharding.reshard(x, spec), tree)
+    return tree if is_alone() else jax.tree.map(lambda x: jax.sharding.reshard(x, spec), tree)
 
 
 def init_params(config: Config, key: jax.Array) -> dict[str, Any]:
@@ -100,18 +105,16 @@ def rotated(x: jax.Array, base: float) -> jax.Array:
 
 def attention(config: Config, x: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
     """Return, for each position of x (B, T, C), a mean of the positions up to it."""
-    heads = lambda name: (x @ w[name]).reshape(*x.shape[:2], -1, config.width // config.heads)
-    query, key, value = (
-        rotated(heads("query"), config.rotary_base),
-        rotated(heads("key"), config.rotary_base),
-        heads("value"),
-    )
+    query, key, value = ((x @ w[name]).reshape(*x.shape[:2], -1, config.width // config.heads) for name in QKV)
+    query, key = rotated(query, config.rotary_base), rotated(key, config.rotary_base)
     attend = lambda qkv: jax.nn.dot_product_attention(*qkv, is_causal=True, implementation=config.attention)
     if config.attention == "cudnn":
-        return attend([z.astype(jnp.bfloat16) for z in (query, key, value)]).astype(x.dtype).reshape(x.shape) @ w["out"]
-    groups = [jnp.stack(jnp.split(z, config.key_heads, 2)) for z in (query, key, value)]  # (K, B, T, heads, D)
-    mixed = jax.lax.map(jax.checkpoint(attend), groups)
-    return jnp.concatenate(list(mixed), 2).reshape(x.shape) @ w["out"]
+        kernel = attend if is_alone() else jax.shard_map(attend, in_specs=P("data"), out_specs=P("data"))
+        mixed = kernel([z.astype(jnp.bfloat16) for z in (query, key, value)]).astype(x.dtype)
+    else:
+        groups = [jnp.stack(jnp.split(z, config.key_heads, 2)) for z in (query, key, value)]  # (K, B, T, heads, D)
+        mixed = jnp.concatenate(list(jax.lax.map(jax.checkpoint(attend), groups)), 2)
+    return mixed.reshape(x.shape) @ w["out"]
 
 
 def layer(config: Config, x: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
@@ -128,8 +131,8 @@ def loss_fn(config: Config, params: dict[str, Any], tokens: jax.Array) -> jax.Ar
     x = on_mesh(params["embedding"][on_mesh(inputs)], P("data"))  # (B, T, C)
     run = jax.checkpoint(lambda x, w: (layer(config, x, w), None))
     x, _ = jax.lax.scan(run, x, params["layers"])
-    x, head = norm(x, params["norm"]), on_mesh(params["head"])
-    losses = jax.checkpoint(lambda part: cross_entropy(part[0] @ head, part[1]).sum())
+    x = norm(x, params["norm"])
+    losses = jax.checkpoint(lambda part: cross_entropy(part[0] @ on_mesh(params["head"]), part[1]).sum())
     parts = [jnp.stack(jnp.split(z, config.loss_parts, 1)) for z in (x, targets)]
     return jax.lax.map(losses, parts).sum() / targets.size
 
