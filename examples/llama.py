@@ -19,6 +19,7 @@ Shapes: B sequences, T tokens each, C = width, H heads of size D; K heads of key
 """
 
 import dataclasses
+import functools
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -50,6 +51,7 @@ class Config:
     vocabulary: int = 128_256
     rotary_base: float = 500_000.0
     attention: Literal["xla", "cudnn"] = "xla"  # "cudnn" is flash attention on a GPU, in bfloat16
+    kept: Literal["bf16"] | mpx.StateFormat | None = None  # how a layer's input is kept; `mpx.Blockwise8bit()`
     loss_parts: int = 2  # of each sequence
 
 
@@ -129,8 +131,8 @@ def loss_fn(config: Config, params: dict[str, Any], tokens: jax.Array) -> jax.Ar
     """Return the mean cross-entropy of the next token, in nats, of tokens (B, T + 1)."""
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     x = on_mesh(params["embedding"][on_mesh(inputs)], P("data"))  # (B, T, C)
-    run = jax.checkpoint(lambda x, w: (layer(config, x, w), None))
-    x, _ = jax.lax.scan(run, x, params["layers"])
+    checkpoint = jax.checkpoint if config.kept is None else functools.partial(mpx.checkpoint, kept=config.kept)
+    x, _ = jax.lax.scan(checkpoint(lambda x, w: (layer(config, x, w), None)), x, params["layers"])
     x = norm(x, params["norm"])
     losses = jax.checkpoint(lambda part: cross_entropy(part[0] @ on_mesh(params["head"]), part[1]).sum())
     parts = [jnp.stack(jnp.split(z, config.loss_parts, 1)) for z in (x, targets)]
