@@ -65,14 +65,14 @@ WHOLE, DIVIDED = P(), P("data")
 PLACES = {"embedding": P(None, "data"), "layers": P(None, "data"), "norm": WHOLE, "head": DIVIDED}
 
 
-def is_alone() -> bool:
-    """Return whether no mesh is set."""
-    return jax.sharding.get_abstract_mesh().empty
+def is_divided() -> bool:
+    """Return whether a mesh is set."""
+    return "data" in jax.sharding.get_abstract_mesh().axis_names
 
 
 def on_mesh(tree: Any, spec: P = WHOLE) -> Any:
     """Return arrays where `spec` says, by default whole on every device; without a mesh, as they are."""
-    return tree if is_alone() else jax.tree.map(lambda x: jax.sharding.reshard(x, spec), tree)
+    return jax.tree.map(lambda x: jax.sharding.reshard(x, spec), tree) if is_divided() else tree
 
 
 # --- The model. ---
@@ -110,7 +110,7 @@ def attention(config: Config, x: jax.Array, w: dict[str, jax.Array]) -> jax.Arra
     operands = [rotated(heads("query")), rotated(heads("key")), heads("value")]  # (B, T, heads, D)
     attend = lambda qkv: jax.nn.dot_product_attention(*qkv, is_causal=True, implementation=config.attention)
     if config.attention == "cudnn":  # in a shard_map, or each device would compute the attention of all sequences
-        kernel = attend if is_alone() else jax.shard_map(attend, in_specs=DIVIDED, out_specs=DIVIDED)
+        kernel = jax.shard_map(attend, in_specs=DIVIDED, out_specs=DIVIDED) if is_divided() else attend
         mixed = kernel([z.astype(jnp.bfloat16) for z in operands]).astype(x.dtype)
     else:
         groups = [jnp.stack(jnp.split(z, config.key_heads, 2)) for z in operands]
