@@ -103,8 +103,9 @@ def _cond_rounded_to(eqn: JaxprEqn, plans: tuple[CastPlan, ...]) -> list[np.dtyp
 
 
 def _run_cond(step: Step, operands: list[Any], run: Run, settings: Settings) -> Sequence[Any]:
-    index, *operands = [array_of(x) for x in operands]
+    index, *operands = [x._replace(unsent=None) if is_sent(x) else array_of(x) for x in operands]
     dtypes = _travel_in(step.in_tags[1:], _cond_rounded_to(step.eqn, step.plans)[1:], settings)
+    dtypes = _unless_weights(operands, dtypes)
     branches = [lambda *operands, plan=plan: tuple(run(plan, widened(operands, dtypes))) for plan in step.plans]
     operands = narrowed(operands, dtypes)
     platforms = step.eqn.params.get("branches_platforms")

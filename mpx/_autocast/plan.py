@@ -334,10 +334,18 @@ def _operands_used_in(step: Step, used: dict[Any, np.dtype | None]) -> list[np.d
     if facts.moves in ("same", "moved", "received") and len(eqn.outvars) == 1:
         return [used.get(eqn.outvars[0])] * len(eqn.invars)
     if eqn.primitive.name == "scan" and plans:
-        slices = sum(scan_counts(eqn))
-        return [*[None] * slices, *plans[0].used_in[slices:]]
+        consts, carry = scan_counts(eqn)
+        return [*plans[0].used_in[:consts], *[None] * carry, *plans[0].used_in[consts + carry :]]
     if len(plans) == 1 and len(plans[0].used_in) == len(eqn.invars) and facts.runs != "loop":
         return list(plans[0].used_in)
+    if eqn.primitive.name == "cond" and plans:
+        found: list[set[Any]] = [set() for _ in eqn.invars]
+        for plan in plans:
+            branch = open_jaxpr(plan.jaxpr)
+            uses = count_uses(branch)
+            for dtypes, v, dtype in zip(found[1:], branch.invars, plan.used_in, strict=True):
+                dtypes.update([dtype] if uses[v] else [])
+        return [dtypes.pop() if len(dtypes) == 1 else None for dtypes in found]
     return [None] * len(eqn.invars)
 
 

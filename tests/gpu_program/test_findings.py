@@ -1,5 +1,7 @@
 """Check what findings say of programs for GPUs: of faults that users write, and nothing where there is none."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpx
-from mpx.tools.program import target_devices
+from mpx.tools.program import TARGETS, target_devices
 
 pytestmark = [pytest.mark.many_devices, pytest.mark.optax_promotion]
 
@@ -16,8 +18,8 @@ F32, BF16, F8 = jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn
 everywhere = lambda w: jax.sharding.reshard(w, P())
 
 
-def on(devices, shape, dtype=F32, spec=None):
-    mesh = Mesh(np.array(devices), ("data",), axis_types=(AxisType.Explicit,))
+def on(devices, shape, dtype=F32, spec=None, kind=AxisType.Explicit):
+    mesh = Mesh(np.array(devices), ("data",), axis_types=(kind,))
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec or P()))
 
 
@@ -53,6 +55,7 @@ def used_in_float32_too(w, x):
 
 SUMS = "Devices add up arrays of the shapes of weights in bf16"
 PARTS = "Every device gets a whole sum and keeps a part of it"
+KEPT = "Weights that were gathered for the forward pass are kept for the backward pass"
 
 
 @pytest.mark.parametrize(
@@ -60,9 +63,9 @@ PARTS = "Every device gets a whole sum and keeps a part of it"
     [
         (
             two_layers(lambda w: everywhere(w).astype(BF16)),
-            [SUMS, PARTS, "Devices send float32 arrays that are rounded to bf16 right after"],
+            [SUMS, PARTS, KEPT, "Devices send float32 arrays that are rounded to bf16 right after"],
         ),
-        (two_layers(lambda w: everywhere(w.astype(BF16))), [SUMS]),
+        (two_layers(lambda w: everywhere(w.astype(BF16))), [SUMS, KEPT]),
         (used_in_float32_too, [SUMS, PARTS, "Devices gather float32 arrays that are used in float32"]),
     ],
     ids=["cast after", "cast before", "used in float32 too"],
@@ -71,6 +74,59 @@ def test_weights_that_are_gathered(h200, loss, beginnings):
     """Plain JAX adds up the gradients of a bfloat16 weight in bfloat16."""
     findings = found(descent(loss), *sharded(h200))
     assert [what[: len(beginning)] for what, beginning in zip(findings, beginnings, strict=True)] == beginnings
+
+
+def kept_weights(devices, loss, kind):
+    """Return the bytes of gathered weights that four layers of 2,048 x 2,048 keep between the passes."""
+    w = [on(devices, (2048, 2048), spec=P("data"), kind=kind) for _ in range(4)]
+    x = on(devices, (8 * 4096, 2048), spec=P("data"), kind=kind)
+    findings = mpx.step_report(descent(loss), w, x, target="h200", donate_argnums=0).findings
+    return [finding.bytes for finding in findings if finding.what.startswith(KEPT)]
+
+
+def in_float32(gathered):
+    def loss(w, x):
+        for weight in w:
+            x = jnp.tanh(x @ gathered(weight))
+        return jnp.mean(x)
+
+    return loss
+
+
+def test_weights_that_xla_gathers_by_itself_are_kept_and_those_that_mpx_gathers_again_are_not(h200):
+    """The backward pass needs all but the first."""
+    by_hand = two_layers(lambda w: w.astype(BF16))
+    assert kept_weights(h200, by_hand, AxisType.Auto) == [3 * 2 * 2048**2]
+    constrained = in_float32(lambda w: jax.lax.with_sharding_constraint(w, P()))
+    assert kept_weights(h200, mpx.autocast(constrained, "bf16"), AxisType.Auto) == []
+    kept = mpx.autocast(in_float32(everywhere), "bf16", gather_again=False)
+    assert kept_weights(h200, kept, AxisType.Explicit) == [3 * 2 * 2048**2]
+
+
+def scanned(w, x):
+    layer = lambda x, w: (x + jnp.tanh(x @ everywhere(w[0])) @ everywhere(w[1]), None)
+    return jnp.mean(jax.lax.scan(jax.checkpoint(layer), x, w)[0] ** 2)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_a_peak_that_does_not_fit_holds_the_residual_stream_and_gradients(h200, dtype):
+    """16 layers of two matrices of 1,024 x 1,024. The norm of all gradients needs all of them at once."""
+
+    def step(w, x):
+        grads = mpx.grad(mpx.autocast(scanned, "bf16"), grad_dtype=dtype)(w, x)
+        norm = jnp.sqrt(sum(jnp.sum(g.astype(F32) ** 2) for g in grads))
+        return [(p - 0.1 * g / norm).astype(p.dtype) for p, g in zip(w, grads, strict=True)]
+
+    w, x = [on(h200, (16, 1024, 1024), BF16, P(None, "data"))] * 2, on(h200, (8 * 512, 1024), spec=P("data"))
+    small = dataclasses.replace(TARGETS["h200"], memory_bytes=5 * 10**7)
+    stream, *others = mpx.step_report(step, w, x, target=small, donate_argnums=0).findings
+    assert stream.what.endswith(" is above the 0.05 GB of one H200. It holds 1 x f32[16,512,1024]")
+    assert stream.source.startswith("tests/gpu_program/test_findings.py:")
+    assert "mpx.checkpoint" in stream.remedy
+    name = {F32: "f32", BF16: "bf16"}[dtype]
+    (gradients,) = (finding for finding in others if finding.what.endswith(f"2 x {name}[16,128,1024]"))
+    assert gradients.bytes == 2 * 16 * 128 * 1024 * np.dtype(dtype).itemsize
+    assert ("grad_dtype" in gradients.remedy) == (dtype == F32)
 
 
 def closes_over_float32(w, x):

@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import mpx
-from tests.helpers import assert_same_bits
+from tests.helpers import all_eqns, assert_same_bits
 
 pytestmark = [pytest.mark.many_devices, pytest.mark.optax_promotion]
 
@@ -66,6 +66,15 @@ def tied(weights, x):
     return jnp.mean((layer(w, x) @ w.T) ** 2) + jnp.mean(layer(head, x)) + jnp.sum(head[0] ** 2)
 
 
+def closed_over(weights, x):
+    whole = [everywhere(w) for w in weights]
+    return jnp.mean(jax.lax.scan(lambda x, _: (layer(whole[1], layer(whole[0], x)), None), x, length=3)[0] ** 2)
+
+
+def in_a_branch(w, x):
+    return jax.lax.cond(jnp.sum(x) > 0, lambda: layer(w, x), lambda: x)
+
+
 at_the_top = lambda weights: [everywhere(w) for w in weights]
 in_turn = lambda layer: lambda w, x: layer(everywhere(w), x)
 LOSSES = {
@@ -74,6 +83,7 @@ LOSSES = {
     "in each layer": with_layers(list, in_turn(layer)),
     "in a call": with_layers(at_the_top, jax.jit(layer)),
     "in a checkpoint": with_layers(at_the_top, jax.checkpoint(layer)),
+    "in a branch": with_layers(at_the_top, in_a_branch),
     "in the body of a scan": scanned(in_turn(layer)),
     "around a checkpoint in a scan": scanned(in_turn(jax.checkpoint(layer))),
     "around a checkpoint of mpx in a scan": scanned(
@@ -117,6 +127,16 @@ def test_no_gathered_weight_is_kept_for_the_backward_pass_unless_the_user_says_s
     assert whole_weights_kept(mpx.autocast(LOSSES[name], how, gather_again=False), *args) > 0
 
 
+@pytest.mark.parametrize("name", ["in a branch", "closed over by a scan"])
+def test_a_weight_that_a_program_inside_takes_is_sent_in_16_bits_and_its_gradient_in_32(name):
+    """A loop adds up the gradient over its iterations before it is sent."""
+    loss = (LOSSES | {"closed over by a scan": closed_over})[name]
+    program = jax.make_jaxpr(mpx.grad(mpx.autocast(loss, "bf16")))(*arrays(jnp.float32))
+    sent = [eqn.outvars[0].aval for eqn in all_eqns(program) if eqn.primitive.name == "reshard"]
+    dtypes = {(str(x.dtype), any(x.sharding.spec)) for x in sent if x.shape == (SIZE, SIZE)}
+    assert dtypes == {("bfloat16", False), ("float32", True)}
+
+
 @pytest.mark.parametrize("how", ["bf16", mpx.Fp8(min_extent=0)], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("name", [*LOSSES, "tied"])
 def test_gathering_again_changes_no_bit(name, how):
@@ -128,7 +148,9 @@ def test_gathering_again_changes_no_bit(name, how):
         assert_same_bits(again(*arrays(dtype)), kept(*arrays(dtype)))
 
 
-@pytest.mark.parametrize("name", ["at the top", "in a checkpoint", "in the body of a scan", "before a scan", "tied"])
+@pytest.mark.parametrize(
+    "name", ["at the top", "in a checkpoint", "in a branch", "in the body of a scan", "before a scan", "tied"]
+)
 def test_second_derivatives_are_those_of_kept_weights(name):
     args = arrays(jnp.float32)
 

@@ -1,9 +1,11 @@
 """Check gradients that are added up in float32, rounded once, and kept in bfloat16."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -25,10 +27,36 @@ def scanned(body, x, weights):
     return jax.lax.scan(lambda x, w: (body(w, x), None), x, weights)[0]
 
 
+class OfLinen(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return layer(everywhere(self.param("w", nn.initializers.zeros_init(), SHAPE[1:], jnp.bfloat16)), x), None
+
+
+class OfNNX(nnx.Module):
+    def __init__(self, w):
+        self.w = nnx.Param(w)
+
+    def __call__(self, x):
+        return layer(everywhere(self.w[...]), x)
+
+
+def linen(w, x):
+    layers = nn.scan(nn.remat(OfLinen), variable_axes={"params": 0}, split_rngs={"params": True}, length=SHAPE[0])
+    return jnp.mean(layers().apply({"params": {"w": w}}, x, None)[0] ** 2)
+
+
+def of_nnx(model, x):
+    layers = nnx.scan(nnx.remat(lambda x, model: model(x)), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    return jnp.mean(layers(x, model) ** 2)
+
+
 LOSSES = {
     "a scan": lambda w, x: jnp.mean(scanned(lambda w, x: layer(everywhere(w), x), x, w) ** 2),
     "two uses in a layer": lambda w, x: jnp.mean(scanned(two_uses, x, w) ** 2),
     "a checkpoint": lambda w, x: jnp.mean(scanned(jax.checkpoint(two_uses), x, w) ** 2),
+    "Linen": linen,
+    "NNX": lambda w, x: of_nnx(OfNNX(w), x),
     "gathered before": lambda w, x: jnp.mean(scanned(layer, x, everywhere(w)) ** 2),
 }
 TWO_SCANS = lambda w, x: jnp.mean(scanned(two_uses, scanned(two_uses, x, w), w) ** 2)
@@ -60,3 +88,12 @@ def test_no_loop_makes_a_float32_gradient_of_a_stack_that_is_wanted_in_bfloat16(
     loss = mpx.autocast(LOSSES[name], "bf16")
     assert "float32" not in dtypes_of_loops(mpx.grad(loss, grad_dtype="bf16"), args)
     assert "float32" in dtypes_of_loops(mpx.grad(loss), args)
+
+
+def test_an_nnx_model_that_is_differentiated_itself_has_no_float32_gradient_of_a_stack_either(args):
+    def gradient(dtype):
+        grad = mpx.grad(mpx.autocast(of_nnx, "bf16"), grad_dtype=dtype, transform=nnx.value_and_grad)
+        return lambda w, x: jax.tree.leaves(grad(OfNNX(w), x))[0]
+
+    assert dtypes_of_loops(gradient("bf16"), args) == {"bfloat16"}
+    assert_same_bits(gradient("bf16")(*args), gradient("f32")(*args).astype(jnp.bfloat16))

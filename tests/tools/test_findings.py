@@ -1,5 +1,7 @@
 """Check what findings read off programs that are written by hand: of kernels and of what devices send each other."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,10 +9,11 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mpx.tools.program import findings
+from mpx.tools.program import TARGETS, findings
 from mpx.tools.program.dataflow import uses_in
 from mpx.tools.program.findings import Argument, Step, arguments_of
 from mpx.tools.program.kernels import kernels
+from mpx.tools.program.memory import Memory
 from mpx.tools.program.text import parse
 from tests.helpers import eight_cpu_devices
 
@@ -46,13 +49,14 @@ ADDING = """
 }
 """
 SIZE = 512 * 512
+NAMED = ", metadata={{op_name=\"{}[\\'b\\']\"}}"
 
 
 def program(*lines, called=""):
     """Return a program with float32 parameters `a` of 128 x 512 and `b` of 512 x 512, `n` in bfloat16, and an index."""
     head = "ENTRY %main (a: f32[128,512], b: f32[512,512], n: bf16[512,512], i: s32[]) -> f32[] {"
-    parameters = ("%a = f32[128,512]{1,0} parameter(0)", "%b = f32[512,512]{1,0} parameter(1)")
-    parameters += ("%n = bf16[512,512]{1,0} parameter(2)", "%i = s32[] parameter(3)")
+    parameters = ("%a = f32[128,512]{1,0} parameter(0)", "%b = f32[512,512]{1,0} parameter(1)" + NAMED.format("w"))
+    parameters += ("%n = bf16[512,512]{1,0} parameter(2)" + NAMED.format("m"), "%i = s32[] parameter(3)")
     return parse("\n".join([ADDING, called, head, *(f"  {line}" for line in (*parameters, *lines)), "}"]))
 
 
@@ -170,6 +174,70 @@ def test_float32_numbers_between_kernels_that_all_round_them_are_found_with_the_
     assert finding.bytes == 3 * 2 * SIZE  # written once, read twice
     assert not between(write, NARROW_USE, "ROOT %v = (f32[512,512]) tuple(%g)")
     assert not between('%c = () custom-call(%b), custom_call_target="log"')  # returns nothing
+
+
+FORWARD = ', metadata={op_name="jit(step)/jvp()/dot_general"}'
+BACKWARD = ', metadata={op_name="jit(step)/transpose(jvp())/dot_general"}'
+
+
+def kept(*lines, shard=(128, 512)):
+    """Return findings on weights of 512 x 512 of which each device has a part, gathered as `g`."""
+    given = step(program(GATHER.replace(', metadata={op_name="gather"}', FORWARD), *lines))
+    weights = [Argument(0, (512, 512), shard, np.dtype("float32"))]
+    return list(findings.gathered_weights_that_are_kept(given._replace(arguments=weights), Memory(given.program)))
+
+
+def test_a_gathered_weight_is_kept_if_both_passes_use_it():
+    forward, backward = ("%x = f32[512,512] negate(%g)" + FORWARD, "%y = f32[512,512] negate(%g)" + BACKWARD)
+    (finding,) = kept(forward, backward)
+    assert (finding.what, finding.bytes) == (
+        "Weights that were gathered for the forward pass are kept for the backward pass (1)",
+        4 * SIZE,
+    )
+    assert "mpx.autocast" in finding.remedy
+    assert kept(forward) == kept(backward) == []
+    assert kept(forward, backward, shard=(64, 512)) == []  # another array, such as a batch
+
+
+def beyond(*lines, memory_bytes=10**6):
+    """Return findings on the peak of 2 MB of a program with a weight of 1,024 x 1,024."""
+    weights = [Argument(0, (4096, 1024), (1024, 1024), np.dtype("float32"))]
+    target = dataclasses.replace(TARGETS["h200"], memory_bytes=memory_bytes)
+    given = step(program(*lines))._replace(arguments=weights, results=[weights[0].type])
+    return list(findings.beyond_the_memory(given._replace(peak_bytes=2 * 10**6, target=target), Memory(given.program)))
+
+
+def test_the_peak_of_a_program_that_does_not_fit_is_told_by_its_three_largest_groups():
+    twice = [f"%{name} = bf16[512,512]{{1,0}} negate(%n)" for name in "xy"]
+    lines = [*twice, "%z = bf16[512,256]{1,0} negate(%n)", "ROOT %r = f32[] reduce(%x, %y, %z)"]
+    found = beyond(*lines)
+    assert [finding.bytes for finding in found] == [5 * SIZE, 5 * SIZE, 2 * SIZE]
+    head = "The peak of 0.002 GB is above the 0.001 GB of one H200. It holds "
+    assert [finding.what.removeprefix(head) for finding in found] == [
+        "2 arrays up to f32[512,512], such as `w['b']`",
+        "3 arrays up to bf16[512,512]",
+        "1 x bf16[512,512], such as `m['b']`",
+    ]
+    assert beyond(*lines, memory_bytes=2 * 10**6) == []
+
+
+@pytest.mark.parametrize(
+    ("array", "remedy"),
+    [
+        ("f32[1024,1024]{1,0} negate(%a)" + BACKWARD, "Keep gradients in 16 bits"),
+        ("f32[1024,1024]{1,0} negate(%a)", "`mpx.fused_update`"),
+        ("f32[2048,1024]{1,0} negate(%a)" + FORWARD, "Keep activations in fewer bits"),
+        ("f32[2048,1024]{1,0} negate(%a)" + BACKWARD, "Take a smaller batch"),
+        ("bf16[1024,1024]{1,0} negate(%a)" + BACKWARD, "Take a smaller batch"),
+        ("f32[4096,1024]{1,0} all-gather(%s), " + MANY, "Gather each weight in its layer"),
+    ],
+)
+def test_what_the_peak_holds_has_a_remedy_of_its_own(array, remedy):
+    shard = "%s = f32[1024,1024]{1,0} bitcast(%b)"
+    finding = beyond(shard, f"%x = {array}", "ROOT %r = f32[] reduce(%x)")[0]
+    assert finding.remedy.startswith(remedy)
+    result = beyond(shard, f"ROOT %x = {array}")[0]
+    assert result.remedy.startswith("Donate the argument")
 
 
 DOT = "%{name} = {dtype}[512,512]{{1,0}} dot({operands}), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}"

@@ -15,13 +15,20 @@ import numpy as np
 from mpx._dtypes import bytes_of
 from mpx.tools.program.dataflow import Uses, arrays_of, is_taken_in_parts, joined_in, narrowed_to
 from mpx.tools.program.kernels import Kernel, Program, dtype_of_product, products_in, totals
+from mpx.tools.program.memory import Array, Memory
+from mpx.tools.program.targets import Target
 from mpx.tools.program.text import Instruction, Shape, parse
 
 WORTH_A_WORD = 0.01  # of all bytes of its kind: XLA may copy a bias, or gather one in float32, for other reasons
 _NARROW = ("bf16", "f16", "f8")
+_BACKWARD = "transpose("  # in the name of an instruction of the backward pass
 _MANY = 0.1  # of all FLOPs: a program with so many narrow products is meant to multiply in few bits
 Type = tuple[tuple[int, ...], str]  # the shape and the dtype of an array
 Found = list[tuple[Kernel, int, str]]  # kernels, how many of their bytes are found fault with, and a dtype
+_GATHER_AGAIN = (
+    "Gather each weight in its layer (`jax.sharding.reshard`, `jax.lax.with_sharding_constraint`): `mpx.autocast` then "
+    "gathers it again for the backward pass. So does a `jax.checkpoint` around the gather and its product."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,11 +74,23 @@ class Step(NamedTuple):
     arguments: Sequence[Argument]
     results: Sequence[Type]
     float32: str  # how the device multiplies float32 numbers unless more is asked for
+    peak_bytes: int = 0  # memory that one run needs
+    target: Target | None = None  # if its figures are known
 
     @property
     def least_bytes(self) -> float:
         """Bytes that are held or sent for nothing and worth a word."""
         return WORTH_A_WORD * sum(argument.bytes for argument in self.arguments)
+
+    def weights(self, *of: str) -> set[tuple[int, ...]]:
+        """Return the `"shape"` or `"shard"` of each weight, and of one layer of a stack, with sorted axes.
+
+        A weight is an argument with the shape of a result: a new weight, or its gradient.
+        """
+        results = {shape for shape, _ in self.results}
+        weights = [x for x in self.arguments if jnp.issubdtype(x.dtype, jnp.floating) and x.shape in results]
+        wholes = [getattr(x, name) for x in weights for name in of]
+        return {tuple(sorted(part)) for whole in wholes for part in (whole, whole[1:])}
 
 
 def findings_of(step: Step, names: Sequence[str] | None, *, is_cpu: bool) -> Iterator[Finding]:
@@ -80,6 +99,9 @@ def findings_of(step: Step, names: Sequence[str] | None, *, is_cpu: bool) -> Ite
     yield from sums_in_16_bits(step)
     yield from sums_of_which_a_part_is_used(step)
     yield from gathers_of_states(step)
+    memory = Memory(step.program)
+    yield from beyond_the_memory(step, memory)
+    yield from gathered_weights_that_are_kept(step, memory)
     if not is_cpu:  # a CPU computes and sends in float32 whatever the dtype
         yield from gathers_of_float32(step)
         yield from float32_products(step)
@@ -165,14 +187,8 @@ def names_of(step: Callable[..., Any], args: Sequence[Any], lowered: Any) -> lis
 
 
 def sums_in_16_bits(step: Step) -> Iterator[Finding]:
-    """Yield the sums of gradients, which are known by their shapes in any order of the axes.
-
-    A gradient has the shape of a weight, of a device's shard of it, or of one layer of a stack. A weight is an argument
-    with the shape of a result: a new weight, or its gradient.
-    """
-    results = {shape for shape, _ in step.results}
-    weights = [x for x in step.arguments if jnp.issubdtype(x.dtype, jnp.floating) and x.shape in results]
-    shapes = {tuple(sorted(part)) for x in weights for whole in (x.shape, x.shard) for part in (whole, whole[1:])}
+    """Yield the sums of gradients, which have the shapes of weights in any order of the axes."""
+    shapes = step.weights("shape", "shard")
     found: Found = []
     for instruction, kernel in _sent(step, "all-reduce", "reduce-scatter"):
         added = [shape for given in instruction.operands for part in joined_in(given) for shape in part.shapes]
@@ -241,6 +257,68 @@ def gathers_of_states(step: Step) -> Iterator[Finding]:
             "Give `block_size` a divisor of the columns that a device has, or use a mesh of explicit axes.",
             step.least_bytes,
         )
+
+
+def gathered_weights_that_are_kept(step: Step, memory: Memory) -> Iterator[Finding]:
+    """Yield gathered weights, or stacks of them, that both the forward and the backward pass use."""
+    gathered = _gathered_weights(step, memory)
+    passes = {x: {_BACKWARD in _name(user) for user in users} for x, users in memory.users.items() if x in gathered}
+    kept = [x for x, is_backward in passes.items() if len(is_backward) == 2]
+    size = sum(x.shape.bytes for x in kept)
+    if size > step.least_bytes:
+        what = f"Weights that were gathered for the forward pass are kept for the backward pass ({len(kept)})"
+        yield Finding(what, size, _GATHER_AGAIN, kept[0].maker.source)
+
+
+def beyond_the_memory(step: Step, memory: Memory) -> Iterator[Finding]:
+    """Yield the three largest groups of arrays, of one line and dtype, at the peak of a program that does not fit."""
+    if step.target is None or step.peak_bytes <= step.target.memory_bytes:
+        return
+    shards, gathered = step.weights("shard"), _gathered_weights(step, memory)
+    groups: dict[tuple[str, str, str], list[Array]] = {}
+    for x in memory.peak:
+        writer = memory.writers.get(x, x.maker)
+        name = _name(writer)
+        phase = "backward" if _BACKWARD in name else "forward" if "jvp(" in name else "update"
+        is_wide = x.shape.dtype == "f32"
+        is_weight = is_wide and tuple(sorted(x.shape.dims)) in shards
+        remedies = (
+            (x.maker.op == "parameter", "Hold it in fewer bits (`mpx.compare_plans` shows how), or on more devices."),
+            (x not in memory.users, "Donate the argument whose place it takes (`donate_argnums`)."),
+            (x in gathered, _GATHER_AGAIN),
+            (is_weight and phase == "backward", 'Keep gradients in 16 bits: `mpx.grad(..., grad_dtype="bf16")`.'),
+            (is_weight and phase == "update", "`mpx.fused_update` needs none, but for a sum over microbatches."),
+            (
+                is_wide and phase == "forward",
+                'Keep activations in fewer bits: `mpx.checkpoint(..., kept="bf16", argnums=...)`.',
+            ),
+            (True, "Take a smaller batch or more devices, or compute it again (`jax.checkpoint` around a layer)."),
+        )
+        remedy = next(text for holds, text in remedies if holds)
+        groups.setdefault((x.shape.dtype, writer.source, remedy), []).append(x)
+    bytes_of = lambda arrays: sum(x.shape.bytes for x in arrays)
+    of, target = lambda n: f"{n / 1e9:.4g} GB", step.target
+    sizes = f"The peak of {of(step.peak_bytes)} is above the {of(target.memory_bytes)} of one {target.name}"
+    for (_, source, remedy), arrays in sorted(groups.items(), key=lambda group: -bytes_of(group[1]))[:3]:
+        largest = max(arrays, key=lambda x: x.shape.bytes)
+        what = f"{len(arrays)}{' x' if len({x.shape.dims for x in arrays}) == 1 else ' arrays up to'} {largest.shape}"
+        such = f", such as `{_name(largest.maker)}`" if largest.maker.op == "parameter" else ""
+        yield Finding(f"{sizes}. It holds {what}{such}", bytes_of(arrays), remedy, source)
+
+
+def _gathered_weights(step: Step, memory: Memory) -> set[Array]:
+    """Return the gathered weights, and their copies, such as stacks of them that loops fill."""
+    shards, users = step.weights("shard"), memory.users
+    is_sent = lambda x: any(tuple(sorted(shape.dims)) in shards for given in x.operands for shape in given.shapes)
+    found = {x for x in users if x.maker.operation == "all-gather" and is_sent(x.maker)}
+    copying = {instruction for instruction, kernel in step.runs if kernel.kind == "conversions and copies"}
+    copying &= {user for x in found for user in users[x]}
+    return found | {x for x in users if memory.writers.get(x, x.maker) in copying}
+
+
+def _name(instruction: Instruction) -> str:
+    """Return the name that JAX gives an instruction, with the transformations that made it, or an argument."""
+    return (instruction.attribute(r'op_name="([^"]*)') or "").replace("\\", "")
 
 
 def _sent(step: Step, *operations: str) -> list[tuple[Instruction, Kernel]]:

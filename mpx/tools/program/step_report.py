@@ -248,13 +248,7 @@ def report_of(
     is_cpu = target is None and jax.default_backend() == "cpu"
     float32 = target.float32 if target else "f32" if is_cpu else "tf32"
     runs = list(programs.kernels(program, target, float32, mesh_shape))
-    findings: list[Finding] = []
-    if lowered is not None:
-        results = [(tuple(leaf.shape), str(leaf.dtype)) for leaf in jax.tree.leaves(lowered.out_info)]
-        arguments = list(arguments_of(lowered, compiled))
-        step = Step(lowered, program, runs, uses_in(program), arguments, results, float32)
-        findings = list(findings_of(step, names, is_cpu=is_cpu))
-    return StepReport(
+    report = StepReport(
         target=target,
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
@@ -264,8 +258,13 @@ def report_of(
         kernels=tuple(kernel for _, kernel in runs),
         has_unknown_loop=programs.has_unknown_loop(program),
         compile_seconds=compile_seconds,
-        findings=tuple(findings),
     )
+    if lowered is None:
+        return report
+    results = [(tuple(leaf.shape), str(leaf.dtype)) for leaf in jax.tree.leaves(lowered.out_info)]
+    arguments = list(arguments_of(lowered, compiled))
+    step = Step(lowered, program, runs, uses_in(program), arguments, results, float32, report.peak_bytes, target)
+    return dataclasses.replace(report, findings=tuple(findings_of(step, names, is_cpu=is_cpu)))
 
 
 def _lowered(
@@ -285,9 +284,9 @@ def _lowered(
         raise ValueError(f"`step_report`: the step has {len(args)} arguments, so none at {beyond} can be donated.")
     arrays_of = lambda tree: jax.tree.map(lambda leaf: leaf if _trees.is_array(leaf) else None, tree)
 
-    def of_arrays(*arrays):
+    def of_arrays(*argument):  # the name that XLA gives each array
         put = lambda array, leaf: leaf if array is None else array
-        return arrays_of(step(*jax.tree.map(put, arrays, args, is_leaf=lambda leaf: leaf is None)))
+        return arrays_of(step(*jax.tree.map(put, argument, args, is_leaf=lambda leaf: leaf is None)))
 
     traced = jax.jit(of_arrays, donate_argnums=donate_argnums).trace(*arrays_of(args))
     return traced.lower(lowering_platforms=platforms)
