@@ -130,11 +130,8 @@ def loss_fn(config: Config, params: dict[str, Any], tokens: jax.Array) -> jax.Ar
     """Return the mean cross-entropy of each next token, in nats, of tokens (B, T + 1)."""
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     x = on_mesh(params["embedding"][on_mesh(inputs)], DIVIDED)  # all tokens in some columns, then some in all
-    checkpoint = jax.checkpoint
-    if config.kept is not None:
-        checkpoint = functools.partial(mpx.checkpoint, kept=config.kept, argnums=0)
-        jax.checkpoint if config.kept is None else functools.partial(mpx.checkpoint, kept=config.kept, argnums=0)
-    )
+    in_few_bits = functools.partial(mpx.checkpoint, kept=config.kept, argnums=0)
+    checkpoint = jax.checkpoint if config.kept is None else in_few_bits
     x, _ = jax.lax.scan(checkpoint(lambda x, w: (layer(config, x, w), None)), x, params["layers"])
     x = norm(x, params["norm"])
     losses = jax.checkpoint(lambda part: cross_entropy(part[0] @ on_mesh(params["head"]), part[1]).sum())
