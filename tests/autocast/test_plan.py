@@ -165,7 +165,15 @@ def cases():
 
 
 # These have tests of their own, or stand in kernels only.
-NOT_HERE = {"all_gather_reduced", "pbroadcast", "ragged_all_to_all", "reshard", "roll", "broadcast_to"}
+NOT_HERE = {
+    "all_gather_reduced",
+    "kept_between_passes",
+    "pbroadcast",
+    "ragged_all_to_all",
+    "reshard",
+    "roll",
+    "broadcast_to",
+}
 
 FLAT = [pytest.param(name, fun, lies, id=f"{name}: {what}") for name, what, fun, lies in cases()]
 

@@ -288,7 +288,10 @@ def beyond_the_memory(step: Step, memory: Memory) -> Iterator[Finding]:
             (x in gathered, _GATHER_AGAIN),
             (is_weight and phase == "backward", 'Keep gradients in 16 bits: `mpx.grad(..., grad_dtype="bf16")`.'),
             (is_weight and phase == "update", "`mpx.fused_update` needs none, but for a sum over microbatches."),
-            (is_wide and phase == "forward", 'Keep activations in fewer bits: `mpx.checkpoint(..., kept="bf16")`.'),
+            (
+                is_wide and phase == "forward",
+                'Keep activations in fewer bits: `mpx.checkpoint(..., kept="bf16", argnums=...)`.',
+            ),
             (True, "Take a smaller batch or more devices, or compute it again (`jax.checkpoint` around a layer)."),
         )
         remedy = next(text for holds, text in remedies if holds)
