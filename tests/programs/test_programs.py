@@ -181,7 +181,7 @@ def test_what_plain_jax_traces_is_traced(name, mode):
         jax.eval_shape(way(mpx.autocast(loss, how, **options), differentiate), p, batch)
 
 
-@slow_test(every=12, first=0)
+@slow_test(every=24, first=0)
 def test_no_tracer_leaks(name):
     loss, args = PROGRAMS[name].loss, PROGRAMS[name].make(0)
     with jax.checking_leaks(), as_plain_jax(lambda: jax.make_jaxpr(jax.grad(loss))(*args)):
