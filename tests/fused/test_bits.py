@@ -92,9 +92,9 @@ def test_stochastic_roundings_have_the_same_random_bits(state):
 
 def test_a_skipped_step_keeps_every_bit_and_signs_of_zero():
     tx = mpx.mixed_precision(with_an_8_bit_momentum(), "params=f16,compute=f16")
-    good, bad, _ = gradients(1, np.float16)
+    good, bad, _ = gradients(1, np.float16, shapes=TWO_LEAVES)
     bad["large"] = bad["large"].at[3, 5].set(np.inf)
-    before, after, _ = assert_same_steps(tx, tree(0, np.float16), [good, bad, good])
+    before, after, _ = assert_same_steps(tx, tree(0, np.float16, shapes=TWO_LEAVES), [good, bad, good])
     assert [int(mpx.skipped_steps(state)) for _, state in (before, after)] == [0, 1]
     assert_same_bits((after[0], after[1].inner_state), (before[0], before[1].inner_state))
 
