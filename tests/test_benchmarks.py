@@ -57,7 +57,7 @@ def test_the_comparison_sees_a_step_with_another_epsilon(monkeypatch):
 SIZE = Size(width=16, layers=1, heads=2, context=8, vocabulary=32, batch=2)
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", cases(FORMS, {"f32", HAND_STREAM, "autocast"}))
 def test_every_form_but_those_in_float32_multiplies_16_bit_matrices(name):
     """Seven products, six of them in the block, and two for each in the backward pass.
 

@@ -6,7 +6,7 @@ import optax
 import pytest
 
 import mpx
-from tests.helpers import QUICKLY, assert_same_bits, stepper
+from tests.helpers import QUICKLY, assert_same_bits, cases, stepper
 
 pytestmark = pytest.mark.optax_promotion
 
@@ -49,7 +49,7 @@ PAIRS = {
 }
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", cases(PAIRS, {"scale_and_masters", "scale_around_kahan", "recipe", "zero1"}))
 def test_a_chain_has_the_states_and_the_bits_of_the_nested_form(name):
     runs = []
     for make in PAIRS[name]:
