@@ -137,9 +137,12 @@ def test_every_recipe_becomes_every_other_one_and_trains_on(old, new):
     assert all((a != b).any() for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(params), strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:`convert_state`")
 def test_weights_moments_and_counts_in_float32_and_masters_are_moved_to_the_bit():
-    """A recipe into itself changes no bit at all."""
+    """A recipe into itself changes no bit at all, and each other one has the types of the new recipe."""
     for old, new in STAR_AND_RING | {("8 bits", "8 bits"), ("kahan", "kahan")}:
+        params, state = convert(old, new)
+        assert types_of(state) == types_of(jax.eval_shape(recipe(new).init, params))
         if old == new:
             assert_same_bits(convert(old, new), trained(old))
         if not {old, new} & {"kahan", "stochastic", "f16", "24 bits"}:
