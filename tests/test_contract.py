@@ -42,8 +42,8 @@ TRANSFORMS = {
     "mixed_precision f16": lambda: mpx.mixed_precision(RULE, "f16"),
 }
 KINDS = {
-    "master_weights full", "master_weights split", "kahan_summation", "stochastic_rounding",
-    "low_precision_state stochastic", "any_precision_adamw", "mixed_precision f16",
+    "master_weights split", "kahan_summation", "stochastic_rounding", "low_precision_state stochastic",
+    "mixed_precision f16",
 }  # fmt: skip
 
 # What XLA compiles in half a second.

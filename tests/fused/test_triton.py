@@ -76,8 +76,8 @@ def lower(part):
         run.trace(*arrays).lower(lowering_platforms=("cuda",))
 
 
-CASES = [  # the first dtype of each operation, and one of the others in turn
-    (name, dtype)
+CASES = [  # the first dtype of each operation, and in CI one of the others in turn
+    pytest.param(name, dtype, marks=[] if dtype == dtypes[0] else pytest.mark.slow)
     for i, (name, (_, _, dtypes)) in enumerate(OPERATIONS.items())
     for dtype in (dtypes[0], dtypes[1 + i % (len(dtypes) - 1)])
 ]

@@ -42,13 +42,17 @@ def by_v1(folder, run, shapes):
     return ocp.load(folder, shapes), [(x.shape, x.storage_metadata.chunk_shape) for x in saved]
 
 
+@pytest.fixture(scope="module")
+def run():
+    with jax.set_mesh(mesh_of(8)), jax.numpy_dtype_promotion("standard"):
+        params, state = started()
+        return jax.jit(stepper(TX), compiler_options=QUICKLY)(params, state, params)
+
+
 @pytest.mark.parametrize("parts", [4, 2, 1], ids=lambda parts: f"{parts} parts")
 @pytest.mark.parametrize("through", [by_standard_checkpointer, by_v1])
-def test_no_host_has_more_of_an_array_than_its_devices(through, parts, tmp_path, monkeypatch):
+def test_no_host_has_more_of_an_array_than_its_devices(through, parts, run, tmp_path, monkeypatch):
     """Orbax puts each buffer that it read on a device. One part is the control: whole arrays are seen."""
-    with jax.set_mesh(mesh_of(8)):
-        params, state = started()
-        run = jax.jit(stepper(TX), compiler_options=QUICKLY)(params, state, params)
     mesh, mesh_of_run = mesh_of(parts), jax.sharding.AbstractMesh((8,), ("data",), (AxisType.Explicit,))
     with jax.sharding.use_abstract_mesh(mesh_of_run):
         shapes = jax.eval_shape(started)

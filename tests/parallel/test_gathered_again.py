@@ -105,18 +105,19 @@ def test_no_gathered_weight_is_kept_for_the_backward_pass_unless_the_user_says_s
     assert whole_weights_kept(mpx.autocast(LOSSES[name], how, gather_again=False), *args) > 0
 
 
-DTYPES = [jnp.float32, jnp.bfloat16]  # of the weights
-CASES = [
-    pytest.param(name, "bf16", dtype, marks=[pytest.mark.slow] * ((i + j) % 2))
-    for i, name in enumerate([*LOSSES, "tied"])
-    for j, dtype in enumerate(DTYPES)
-]
-CASES += [(name, mpx.Fp8(min_extent=0), DTYPES[i % 2]) for i, name in enumerate(["tied", "Linen", "before a scan"])]
+WAYS = {"bf16": "bf16", "fp8": mpx.Fp8(min_extent=0)}
+QUICK = [
+    ("at the top", "bf16", "float32"), ("in a checkpoint", "bf16", "bfloat16"), ("before a scan", "bf16", "bfloat16"),
+    ("around a checkpoint in a scan", "bf16", "float32"), ("NNX", "bf16", "float32"), ("tied", "bf16", "bfloat16"),
+    ("before a scan", "fp8", "float32"),
+]  # fmt: skip
+CASES = [(name, "bf16", dtype) for name in [*LOSSES, "tied"] for dtype in ("float32", "bfloat16")] + QUICK[-1:]
 
 
-@pytest.mark.parametrize(("name", "how", "dtype"), CASES)
-def test_gathering_again_changes_no_bit(name, how, dtype):
-    loss, args = (LOSSES | {"tied": tied})[name], arrays(dtype)
+@pytest.mark.parametrize("case", cases(CASES, QUICK), ids=", ".join)
+def test_gathering_again_changes_no_bit(case):
+    name, way, dtype = case
+    loss, how, args = (LOSSES | {"tied": tied})[name], WAYS[way], arrays(dtype)
     of = lambda **options: mpx.value_and_grad(mpx.autocast(loss, how, **options), argnums=(0, 1))(*args)
     assert_same_bits(of(), of(gather_again=False))
 
