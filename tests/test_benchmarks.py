@@ -17,7 +17,7 @@ pytestmark = pytest.mark.optax_promotion
 # ---- the optimizer step ---------------------------------------------------------------------------------------------
 
 # Two are large enough for 8 bits, one of them with a last block that is not full; the others are not.
-SHAPES = {"kernel": (64, 96), "embedding": (33, 160), "bias": (96,), "gain": (96,), "head": (96,), "tail": (96,)}
+SHAPES = {"kernel": (64, 96), "embedding": (33, 160), "bias": (96,), "gain": (96,)}
 
 
 def compared(name):
@@ -57,7 +57,7 @@ def test_the_comparison_sees_a_step_with_another_epsilon(monkeypatch):
 SIZE = Size(width=16, layers=1, heads=2, context=8, vocabulary=32, batch=2)
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", cases(FORMS, {"f32", HAND_STREAM, "autocast"}))
 def test_every_form_but_those_in_float32_multiplies_16_bit_matrices(name):
     """Seven products, six of them in the block, and two for each in the backward pass.
 
@@ -70,11 +70,12 @@ def test_every_form_but_those_in_float32_multiplies_16_bit_matrices(name):
     assert len(wide) == (21 if name in ("f32", "f32, dots") else 2 if "by hand" in name else 0)
 
 
-@pytest.mark.parametrize("form", [HAND, HAND_STREAM, "autocast"])
-def test_all_forms_are_the_same_function(form):
+def test_all_forms_are_the_same_function():
     """A relative error of 2**-8 in each of some operations; other weights give another loss."""
     params, tokens = autocast_forms.make_params(SIZE, jnp.float32), autocast_forms.make_tokens(SIZE)
-    plain, loss = (jax.jit(make_form(name, SIZE)) for name in ("f32", form))
-    np.testing.assert_allclose(loss(params, tokens), plain(params, tokens), rtol=0.02)
+    forms = [make_form(name, SIZE) for name in ("f32", HAND, HAND_STREAM, "autocast")]
+    losses = jax.jit(lambda params: jnp.stack([form(params, tokens) for form in forms]))
+    plain, *others = losses(params)
+    np.testing.assert_allclose(others, plain, rtol=0.02)
     other = jax.tree.map(lambda p: p + 0.5 * jax.random.normal(jax.random.key(1), p.shape), params)
-    assert abs(plain(other, tokens) / plain(params, tokens) - 1) > 0.02
+    assert abs(losses(other)[0] / plain - 1) > 0.02

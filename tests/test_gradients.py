@@ -38,7 +38,7 @@ def network_params(dtype, seed=0):
 
 
 @given(exponent=st.integers(0, 24), dtype=st.sampled_from([F32, BF16, F16]), seed=st.integers(0, 5))
-@examples(40)
+@examples(20)
 def test_loss_and_unscaled_gradients_are_the_same_bits_under_any_power_of_two(exponent, dtype, seed):
     """Those of plain `jax.value_and_grad`, gradients widened to float32."""
     params, x = network_params(dtype, seed)
@@ -100,13 +100,14 @@ def test_gradients_of_an_autocast_function_behind_another_function_are_unrounded
     fun = BEHIND[name](mpx.autocast(two_products, "bf16"))
     ours = jax.jit(mpx.value_and_grad(fun))(*two_products_arguments(BF16))
     assert_same_bits(ours, jax.jit(jax.value_and_grad(fun))(*two_products_arguments(F32)))
-    rounded = jax.jit(jax.value_and_grad(fun))(*two_products_arguments(BF16))
-    assert all((ours[1][name] != rounded[1][name].astype(F32)).any() for name in ("w", "b"))  # sums
+    if name == "jit":
+        _, rounded = jax.jit(jax.value_and_grad(fun))(*two_products_arguments(BF16))
+        assert all((ours[1][name] != rounded[name].astype(F32)).any() for name in ("w", "b"))  # sums
 
 
 @pytest.mark.parametrize("hide", [jax.checkpoint, lambda f: lambda params, x: jax.jit(f)(params, x)])
 def test_one_warning_says_that_a_transformation_hides_the_parameters_from_autocast(hide):
-    gradient = mpx.value_and_grad(hide(mpx.autocast(two_products, "bf16")))
+    gradient = functools.partial(jax.eval_shape, mpx.value_and_grad(hide(mpx.autocast(two_products, "bf16"))))
     with pytest.warns(
         UserWarning, match="rounded to bfloat16, because the autocast function `two_products` does not get"
     ) as seen:
@@ -136,8 +137,7 @@ class Counting(nnx.Linear):
         return mpx.autocast(lambda kernel, x: x @ kernel + jnp.sin(kernel).sum(), "bf16")(self.kernel[...], x)
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit], ids=["eager", "jit"])
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize(("dtype", "wrap"), [(F32, lambda f: f), (BF16, nnx.jit)], ids=["eager", "jit"])
 def test_a_flax_nnx_model_behind_a_lambda_gets_unrounded_gradients_and_keeps_its_changes(dtype, wrap):
     """Also a new variable, which a copy of the model would lose."""
     x, model = two_products_arguments(F32)[1], Counting(dtype)
@@ -154,7 +154,7 @@ def test_a_flax_nnx_model_behind_a_lambda_gets_unrounded_gradients_and_keeps_its
 def test_what_is_computed_of_another_parameter_is_taken_for_no_hidden_one():
     f = mpx.autocast(lambda w, h: (h @ w).sum(), "bf16")
     loss = lambda params: f(params["w"], jnp.tanh(params["h"]))
-    mpx.grad(loss)({"w": jnp.ones((8, 8), BF16), "h": jnp.ones((8, 8), BF16)})
+    jax.eval_shape(mpx.grad(loss), {"w": jnp.ones((8, 8), BF16), "h": jnp.ones((8, 8), BF16)})
 
 
 def test_a_compiled_loss_is_compiled_once_and_other_arguments_are_the_users_own():
@@ -179,17 +179,17 @@ def test_lossless_gradients_are_of_an_autocast_function_alone():
 def test_a_float16_autocast_function_warns_when_others_differentiate_it_unless_this_is_meant():
     """`jax.jit` around it hides nothing. The forward pass needs no scale."""
     f = mpx.autocast(two_products, "f16")
+    args = teacher, _ = two_products_arguments(F32)
     for fun in (f, jax.jit(f)):
-        fun(*two_products_arguments(F32))
+        jax.eval_shape(fun, *args)
         with pytest.warns(UserWarning, match="`two_products` computes in float16 .* without a loss scale") as seen:
-            jax.grad(fun)(*two_products_arguments(F32))
+            jax.grad(fun)(*args)
         assert len(seen) == 1
-        mpx.grad(fun, mpx.StaticLossScale(2.0**10))(*two_products_arguments(F32))
-    teacher = two_products_arguments(F32)[0]
-    mpx.grad(lambda params, x: f(teacher, x) * (params["w"] ** 2).sum())(*two_products_arguments(F32))
+        jax.eval_shape(mpx.grad(fun, mpx.StaticLossScale(2.0**10)), *args)
+    jax.eval_shape(mpx.grad(lambda params, x: f(teacher, x) * (params["w"] ** 2).sum()), *args)
     meant = mpx.autocast(two_products, "f16", loss_scale=mpx.NoOpLossScale())
-    jax.grad(meant)(*two_products_arguments(F32))
-    mpx.grad(meant)(*two_products_arguments(F32))
+    for grad in (jax.grad, mpx.grad):
+        jax.eval_shape(grad(meant), *args)
 
 
 # ---- scales ---------------------------------------------------------------------------------------------------------
@@ -272,9 +272,9 @@ def mixed_params(dtype):
     return {name: jnp.asarray(rng.uniform(-0.5, 0.5, shape), dtype) for name, shape in shapes.items()}
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-@pytest.mark.parametrize("how", ["bf16", "f16"])
+@pytest.mark.parametrize(
+    ("how", "dtype", "wrap"), [("bf16", F32, lambda f: f), ("bf16", BF16, jax.jit), ("f16", F32, jax.jit)]
+)
 def test_lossless_gradients_are_those_in_float32_in_16_bits_where_one_product_makes_them(how, dtype, wrap):
     loss, scale = mpx.autocast(mixed_loss, how), mpx.StaticLossScale(2.0**4)
     args = mixed_params(dtype), jnp.asarray(np.random.default_rng(1).uniform(-1, 1, (8, 4)), F32)
@@ -290,24 +290,24 @@ def test_gradients_that_are_sums_in_float32_stay_in_it_under_lossless():
     """With `reduce_dtype`, and where a float16 loss has a scale whose rest is multiplied in afterwards."""
     args = mixed_params(F32), jnp.ones((8, 4), F32)
     sums = mpx.autocast(mixed_loss, "bf16", reduce_dtype=F32)
-    assert {g.dtype for g in jax.tree.leaves(mpx.grad(sums, grad_dtype="lossless")(*args))} == {F32}
     in_f16 = mpx.autocast(lambda *args: mixed_loss(*args).astype(F16), "f16")
-    grads = mpx.grad(in_f16, mpx.StaticLossScale(2.0**20), grad_dtype="lossless")(*args)
-    assert {g.dtype for g in jax.tree.leaves(grads)} == {F32}
+    for loss, scale in ((sums, None), (in_f16, mpx.StaticLossScale(2.0**20))):
+        grads = jax.eval_shape(mpx.grad(loss, scale, grad_dtype="lossless"), *args)
+        assert {g.dtype for g in jax.tree.leaves(grads)} == {F32}
 
 
 def test_two_weights_of_one_name_keep_their_gradients_wide_under_lossless():
     """The sum of the second one's gradient is float32, whatever the first one's product is."""
     loss = mpx.autocast(lambda params, x: ((x @ params["a/b"]) * params["a"]["b"][None]).sum(), "bf16")
     params = {"a/b": jnp.ones((4, 3), F32), "a": {"b": jnp.ones(3, F32)}}
-    grads = mpx.grad(loss, grad_dtype="lossless")(params, jnp.ones((2, 4), F32))
+    grads = jax.eval_shape(mpx.grad(loss, grad_dtype="lossless"), params, jnp.ones((2, 4), F32))
     assert {g.dtype for g in jax.tree.leaves(grads)} == {F32}
 
 
 def test_lossless_gradients_of_several_arguments_and_of_models_go_by_the_names_of_their_weights():
     fun = mpx.autocast(lambda a, x, b: ((x @ a) * b[None]).sum(), "bf16")
     given = jnp.ones((4, 3), F32), jnp.ones((2, 4), F32), jnp.ones(3, F32)
-    of_b, of_a = mpx.grad(fun, argnums=(2, 0), grad_dtype="lossless")(*given)
+    of_b, of_a = jax.eval_shape(mpx.grad(fun, argnums=(2, 0), grad_dtype="lossless"), *given)
     assert (of_a.dtype, of_b.dtype) == (BF16, F32)
     loss = mpx.autocast(lambda model, x: model(x).sum(), "bf16")
     of_nnx = mpx.grad(loss, grad_dtype="lossless", transform=nnx.value_and_grad)(Dropping(), jnp.ones((4, 2), F32))

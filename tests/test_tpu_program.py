@@ -45,10 +45,8 @@ RECIPES = {
     "f32": (jnp.float32, ADAMW, 28),
     "full": (jnp.bfloat16, mpx.master_weights(ADAMW), 30),
     "split": (jnp.bfloat16, split(ADAMW), 26),
-    "split, bf16 moments": (jnp.bfloat16, split(stored(ADAMW)), 18),
     "split, lion": (jnp.bfloat16, split(optax.lion(1e-3)), 18),
     "split, loss scaling": (jnp.bfloat16, mpx.loss_scaling(split(ADAMW)), 28),
-    "Kahan": (jnp.bfloat16, kahan(ADAMW), 26),
     "Kahan, bf16 moments": (jnp.bfloat16, kahan(stored(ADAMW)), 18),
     "Kahan, loss scaling": (jnp.bfloat16, mpx.loss_scaling(kahan(ADAMW)), 28),
 }

@@ -72,8 +72,7 @@ def sent(program):
 
 
 SPECS = {"replicated": P(), "rows": P("data"), "columns": P(None, "data")}
-# Columns are divided by default too, where two axes divide a matrix.
-every_spec = pytest.mark.parametrize("name", cases(SPECS, {"replicated", "rows"}))
+every_spec = pytest.mark.parametrize("name", cases(SPECS, {"rows"}))
 
 
 @every_spec

@@ -58,15 +58,11 @@ EXACT = ["f32", "full", "split", "Kahan, bf16 moments", "f16, loss scaling"]
 
 
 def numbers(seed, dtype, lowest, highest):
-    """Return a tree of numbers of many magnitudes, among them zeros of both signs."""
+    """Return numbers of many magnitudes, among them zeros of both signs; their last block is not full."""
     rng = np.random.default_rng(seed)
-
-    def leaf(size):
-        x = rng.choice([-1, 1], size) * 10 ** rng.uniform(lowest, highest, size)
-        x[:2] = 0.0, -0.0
-        return jnp.asarray(x, dtype)
-
-    return {"w": leaf(2048), "b": leaf(300)}
+    x = rng.choice([-1, 1], 2348) * 10 ** rng.uniform(lowest, highest, 2348)
+    x[:2] = 0.0, -0.0
+    return {"w": jnp.asarray(x, dtype)}
 
 
 def compiled_for(device, tx, dtype):
@@ -106,15 +102,16 @@ def test_the_sign_of_a_zero_in_a_program_is_read(h200):
     assert_same_bits(add_zero(x), jnp.array([-0.0, 0.0, 2.0]))
 
 
-@pytest.mark.parametrize("target", ["h200", "v5e"])
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize(
+    ("name", "target"), [*((name, "h200") for name in EXACT), *((name, "v5e") for name in EXACT[2:])]
+)
 def test_the_program_for_a_device_that_is_not_here_computes_the_bits_of_mpx(name, target, request):
     dtype, recipe = RECIPES[name]
     tx, device = recipe(MOMENTUM), request.getfixturevalue(target)[0]
     assert_same_training(compiled_for(device, tx, dtype), as_written(stepper(tx)), tx, dtype)
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name != "f32"])
+@pytest.mark.parametrize("name", [name for name in RECIPES if name not in ("f32", "full")])
 def test_the_program_for_an_h200_computes_the_bits_of_mpx_around_adamw(name, h200):
     dtype, recipe = RECIPES[name]
     tx = recipe(ADAMW)
@@ -152,7 +149,6 @@ def test_the_program_for_an_h200_leaves_casts_there_and_back_out(name, h200):
         assert_same_training(compiled, as_written(stepper(tx)), tx, jnp.bfloat16)
 
 
-@pytest.mark.parametrize("name", ["Kahan", "split"])
-def test_the_program_for_a_tpu_v5e_keeps_casts_there_and_back(name, v5e):
-    tx = WITH_CASTS[name](MOMENTUM)
+def test_the_program_for_a_tpu_v5e_keeps_casts_there_and_back(v5e):
+    tx = WITH_CASTS["split"](MOMENTUM)
     assert_same_training(compiled_for(v5e[0], tx, jnp.bfloat16), as_written(stepper(tx)), tx, jnp.bfloat16)

@@ -20,7 +20,7 @@ EIGHT_BITS = mpx.low_precision_state(ADAMW, MOMENTS)
 FOUR_BITS = mpx.low_precision_state(ADAMW, MOMENTS | {"mu": mpx.Blockwise4bit()}, key=jax.random.key(0))
 IN_24_BITS = {"storage": "split24", "key": jax.random.key(1)}
 STEPS = {
-    **{name: (*recipe, MOVED[name]) for name, recipe in RECIPES.items() if name != "f16, loss scaling"},
+    **{name: (*recipe, MOVED[name]) for name, recipe in RECIPES.items() if name in ("split", "Kahan, bf16 moments")},
     "split, 8-bit": (jnp.bfloat16, mpx.mixed_precision(EIGHT_BITS, BF16), 14.1),
     "split, 8-bit, clipped": (
         jnp.bfloat16, mpx.mixed_precision(optax.chain(optax.clip_by_global_norm(1.0), EIGHT_BITS), BF16), 16.1

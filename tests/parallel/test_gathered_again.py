@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import mpx
-from tests.helpers import all_eqns, assert_same_bits
+from tests.helpers import all_eqns, assert_same_bits, cases
 
 pytestmark = [pytest.mark.many_devices, pytest.mark.optax_promotion]
 
@@ -137,19 +137,26 @@ def test_a_weight_that_a_program_inside_takes_is_sent_in_16_bits_and_its_gradien
     assert dtypes == {("bfloat16", False), ("float32", True)}
 
 
-@pytest.mark.parametrize("how", ["bf16", mpx.Fp8(min_extent=0)], ids=["bf16", "fp8"])
-@pytest.mark.parametrize("name", [*LOSSES, "tied"])
-def test_gathering_again_changes_no_bit(name, how):
-    loss = (LOSSES | {"tied": tied})[name]
-    again, kept = (
-        mpx.value_and_grad(mpx.autocast(loss, how, gather_again=is_again), argnums=(0, 1)) for is_again in (True, False)
-    )
-    for dtype in (jnp.float32, jnp.bfloat16):
-        assert_same_bits(again(*arrays(dtype)), kept(*arrays(dtype)))
+WAYS = {"bf16": "bf16", "fp8": mpx.Fp8(min_extent=0)}
+QUICK = [
+    ("at the top", "bf16", "float32"), ("in a checkpoint", "bf16", "bfloat16"), ("before a scan", "bf16", "bfloat16"),
+    ("around a checkpoint in a scan", "bf16", "float32"), ("NNX", "bf16", "float32"), ("tied", "bf16", "bfloat16"),
+    ("before a scan", "fp8", "float32"),
+]  # fmt: skip
+CASES = [(name, "bf16", dtype) for name in [*LOSSES, "tied"] for dtype in ("float32", "bfloat16")] + QUICK[-1:]
+
+
+@pytest.mark.parametrize("case", cases(CASES, QUICK), ids=", ".join)
+def test_gathering_again_changes_no_bit(case):
+    name, way, dtype = case
+    loss, how, args = (LOSSES | {"tied": tied})[name], WAYS[way], arrays(dtype)
+    of = lambda **options: mpx.value_and_grad(mpx.autocast(loss, how, **options), argnums=(0, 1))(*args)
+    assert_same_bits(of(), of(gather_again=False))
 
 
 @pytest.mark.parametrize(
-    "name", ["at the top", "in a checkpoint", "in a branch", "in the body of a scan", "before a scan", "tied"]
+    "name",
+    cases(["tied", "before a scan", "at the top", "in a checkpoint", "in a branch", "in the body of a scan"], ["tied"]),
 )
 def test_second_derivatives_are_those_of_kept_weights(name):
     args = arrays(jnp.float32)

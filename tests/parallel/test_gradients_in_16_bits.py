@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import mpx
-from tests.helpers import all_eqns, assert_same_bits
+from tests.helpers import all_eqns, assert_same_bits, cases
 
 pytestmark = [pytest.mark.many_devices, pytest.mark.optax_promotion]
 
@@ -74,7 +74,7 @@ def dtypes_of_loops(gradient, args):
     return {str(v.aval.dtype) for eqn in scans if eqn.params["reverse"] for v in eqn.outvars if v.aval.shape == SHAPE}
 
 
-@pytest.mark.parametrize("name", [*LOSSES, "two scans"])
+@pytest.mark.parametrize("name", cases([*LOSSES, "two scans"], ["gathered before", "two scans"]))
 def test_a_gradient_in_bfloat16_is_the_float32_gradient_rounded_once(args, name):
     """Two scans of one stack add up two float32 gradients before they are rounded."""
     loss = mpx.autocast((LOSSES | {"two scans": TWO_SCANS})[name], "bf16")

@@ -40,9 +40,9 @@ def test_each_byte_holds_two_neighbours_the_first_in_its_low_bits():
 
 @pytest.mark.parametrize("shape", [(0, 4), (2, 0, 4), (4, 0)])
 def test_an_array_without_elements_has_no_codes_and_comes_back(shape):
-    codes, scales = FORMAT.encode(jnp.zeros(shape, jnp.float32))
+    codes, scales = jax.eval_shape(FORMAT.encode, jnp.zeros(shape, jnp.float32))
     assert (codes.size, scales.size) == (0, 0)
-    assert FORMAT.decode(codes, scales).shape == shape
+    assert jax.eval_shape(FORMAT.decode, codes, scales).shape == shape
 
 
 def test_numbers_become_members_of_the_map_and_the_largest_of_a_block_stays_exact():
@@ -83,8 +83,8 @@ def test_coding_again_changes_nothing():
     [((64, 128), "uint8", (64, 64)), ((3, 5), "int8", (3, 5)), ((10,), "uint8", (5,)), ((), "int8", ())],
 )
 def test_two_codes_share_a_byte_if_rows_are_even(shape, dtype, codes):
-    stored = mpx.Blockwise4bit().encode(jnp.ones(shape, jnp.float32))
-    assert (stored[0].dtype, stored[0].shape) == (dtype, codes)
+    stored, _ = jax.eval_shape(mpx.Blockwise4bit().encode, jnp.ones(shape, jnp.float32))
+    assert (stored.dtype, stored.shape) == (dtype, codes)
 
 
 def test_what_is_not_finite_stays_visible():
