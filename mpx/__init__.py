@@ -16,6 +16,7 @@ from mpx._autocast.rules import DEFAULT_RULES as DEFAULT_RULES
 from mpx._autocast.transform import autocast as autocast
 from mpx._autocast.transform import full_precision as full_precision
 from mpx._chain import chain as chain
+from mpx._checkpoint import checkpoint as checkpoint
 from mpx._dtypes import half_dtype as half_dtype
 from mpx._finite import all_finite as all_finite
 from mpx._finite import select_tree as select_tree

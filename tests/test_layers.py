@@ -24,7 +24,7 @@ ROOMS = [
     {"mpx._fp8", "mpx.formats", "mpx._recipes", "mpx._chain"},
     {"mpx._policy", "mpx._loss_scale", "mpx._writeback"},
     {"mpx._stored"},
-    {"mpx._autocast", "mpx._transforms"},
+    {"mpx._autocast", "mpx._checkpoint", "mpx._transforms"},
     {
         "mpx._gradients",
         "mpx._mixed_precision",

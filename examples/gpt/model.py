@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+import mpx
 from examples.gpt import devices
 
 
@@ -40,8 +41,9 @@ class Config:
     # for all. "stacked" unrolls the program too; "scanned" compiles one block, and copies what it keeps into stacks.
     layers: Literal["unrolled", "stacked", "scanned"] = "unrolled"
     # What the backward pass keeps of each block: all activations; the results of its linear layers and of attention
-    # ("dots"); of these all but the widest ("thin"); or its input alone ("full"). The others are computed again.
-    checkpoint: Literal["none", "dots", "thin", "full"] = "none"
+    # ("dots"); of these all but the widest ("thin"); or its input alone ("full"), or that in 8 bits ("8bit"), which
+    # changes gradients a little. The others are computed again.
+    checkpoint: Literal["none", "dots", "thin", "full", "8bit"] = "none"
 
     @property
     def padded_vocabulary(self) -> int:
@@ -187,6 +189,11 @@ def _checkpointed(graphdef: nnx.GraphDef, config: Config) -> Callable[[Any, jax.
     run = lambda weights, x: nnx.merge(graphdef, devices.gather(weights))(x)
     if config.checkpoint == "none":
         return run
+    # A barrier keeps XLA from merging the two computations. It stands before the input alone: before the weights it
+    # would have them copied out of their stacks. Those of a scanned block cannot be merged.
+    barriers = (False, config.layers != "scanned")
+    if config.checkpoint == "8bit":
+        return mpx.checkpoint(run, kept=mpx.Blockwise8bit(), argnums=1, prevent_cse=barriers)
     policies = jax.checkpoint_policies
     policy = None
     if config.checkpoint != "full":
@@ -197,9 +204,7 @@ def _checkpointed(graphdef: nnx.GraphDef, config: Config) -> Callable[[Any, jax.
             lambda primitive, *_, **__: CUDNN_FORWARD in primitive.name,
         )
         policy = functools.reduce(policies.save_from_both_policies, kept)
-    # A barrier keeps XLA from merging the two computations. It stands before the input alone: before the weights it
-    # would have them copied out of their stacks. Those of a scanned block cannot be merged.
-    return jax.checkpoint(run, policy=policy, prevent_cse=(False, config.layers != "scanned"))
+    return jax.checkpoint(run, policy=policy, prevent_cse=barriers)
 
 
 def _is_kept_product(config: Config, primitive: Any, *operands: Any, **params: Any) -> bool:

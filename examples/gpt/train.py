@@ -63,7 +63,7 @@ class Settings:
     seed: Annotated[int, Option(min=0, max=2**31 - 1, help="Decides initial weights and the order of the data.")] = 0
     attention: Annotated[Literal["xla", "cudnn"], Option(help="cudnn is flash attention, on a GPU.")] = "xla"
     layers: Annotated[Literal["unrolled", "stacked", "scanned"], Option(help="A scan compiles one block.")] = "unrolled"
-    checkpoint: Annotated[Literal["none", "dots", "thin", "full"], Option(help="What is kept.")] = "none"
+    checkpoint: Annotated[Literal["none", "dots", "thin", "full", "8bit"], Option(help="What is kept.")] = "none"
     loss_chunks: Annotated[int, Option(min=1, help="Parts in which the loss computes its logits.")] = 1
     mesh: Annotated[
         str | None, Option(help="Sizes of data, fsdp and model, like fsdp=4,model=2; without it fsdp has all devices.")

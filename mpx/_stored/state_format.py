@@ -93,7 +93,7 @@ class StoredLeaf:
 
     def decode(self) -> jax.Array:
         """Return the array in float32."""
-        return _placed_by_xla(self.format.decode, *self._arrays()).astype(np.float32)
+        return placed_by_xla(self.format.decode, *self._arrays()).astype(np.float32)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -131,7 +131,7 @@ def store(x: Any, format: StateFormat, key: jax.Array | None = None) -> Any:
     array = array.astype(np.float32)
     if not isinstance(format, Cast):
         array = not_differentiable(array, _NO_DERIVATIVE.format(format))
-    codes, scales = _placed_by_xla(format.encode, array, key)
+    codes, scales = placed_by_xla(format.encode, array, key)
     boxed = lambda part: None if part is None else box.unflatten([part])
     if scales is None and codes.shape == array.shape and jnp.issubdtype(codes.dtype, jnp.floating):
         return boxed(codes)
@@ -145,7 +145,7 @@ _NO_DERIVATIVE = (
 )
 
 
-def _placed_by_xla(function: Callable[..., Any], x: jax.Array, other: Any) -> Any:
+def placed_by_xla(function: Callable[..., Any], x: jax.Array, other: Any) -> Any:
     """Encode or decode an array; on explicit axes under automatic ones: no type can say how blocks are sharded."""
     sharding = explicit_sharding(x)
     if sharding is None:
