@@ -1,24 +1,25 @@
 """Train a Llama, from a tiny one to one of 405 billion parameters, in any recipe, on one device or on many.
 
-Run it from the root of the repository; it trains on the bytes of Python's standard library:
+Run it from the root of the repository. It trains on the bytes of Python's standard library:
 
     python -m examples.llama
     python -m examples.llama --recipe bf16-split24-8bit --steps 300
 
-A large step is compiled for GPUs that are not here in a few minutes: see `step_and_arguments`.
+What a large step would need is read off its program, on a machine without a GPU (`step_and_arguments`).
 
 Model and sizes are those of Llama 3 (arXiv 2407.21783): RMSNorm, rotary positions, queries that share keys, SwiGLU, an
 embedding and a head of their own. All layers are one stack of weights and one `scan`. What makes a large one fit:
 
 - Each device keeps a part of every weight, and a layer gathers its own (FSDP). autocast gathers them in bfloat16.
-- Between the passes a layer keeps its input alone.
-- Attention is computed for one group of queries at a time, and logits for one part of each sequence.
+- Between the passes a layer keeps its input alone, in 8 bits if `Config.kept` says so.
+- Attention is computed for one head of keys at a time, and logits for one part of each sequence.
 - A device looks up all tokens in its columns of the embedding: neither that nor its gradient is ever whole.
 
-Shapes: B sequences, T tokens each, C = width, H heads of size D; K heads of keys and values, each for H / K queries.
+Shapes: B sequences, T tokens each, C = width, heads of size D, of which several share the keys and values of one.
 """
 
 import dataclasses
+import functools
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -42,15 +43,15 @@ from examples.gpt.loss import cross_entropy
 class Config:
     """The sizes of a model and the layout of its program."""
 
-    width: int
+    width: int  # of the residual stream
     hidden: int  # of the perceptron
     depth: int
     heads: int
     key_heads: int = 8
     vocabulary: int = 128_256
-    rotary_base: float = 500_000.0
     attention: Literal["xla", "cudnn"] = "xla"  # "cudnn" is flash attention on a GPU, in bfloat16
-    loss_parts: int = 4  # of each sequence
+    kept: Literal["bf16"] | mpx.StateFormat | None = None  # how a layer keeps its input; None: as it is
+    loss_parts: int = 2  # of a sequence; each of them gathers the head
 
 
 CONFIGS = {
@@ -60,29 +61,34 @@ CONFIGS = {
     "70B": Config(width=8192, hidden=28_672, depth=80, heads=64),
     "405B": Config(width=16_384, hidden=53_248, depth=126, heads=128),
 }
-LAYERS, EMBEDDING, HEAD, WHOLE = P(None, "data"), P(None, "data"), P("data"), P()  # where weights lie
+WHOLE, DIVIDED = P(), P("data")
+PLACES = {"embedding": P(None, "data"), "layers": P(None, "data"), "norm": WHOLE, "head": DIVIDED}
+
+
+def is_divided() -> bool:
+    """Return whether a mesh is set."""
+    return "data" in jax.sharding.get_abstract_mesh().axis_names
 
 
 def on_mesh(tree: Any, spec: P = WHOLE) -> Any:
-    """Return arrays as `spec` says, by default whole on every device; without a mesh, as they are."""
-    is_alone = jax.sharding.get_abstract_mesh().empty
-    return tree if is_alone else jax.tree.map(lambda x: jax.sharding.reshard(x, spec), tree)
+    """Return arrays where `spec` says, by default whole on every device; without a mesh, as they are."""
+    return jax.tree.map(lambda x: jax.sharding.reshard(x, spec), tree) if is_divided() else tree
 
 
+# --- The model. ---
 def init_params(config: Config, key: jax.Array) -> dict[str, Any]:
     """Return float32 weights; each device of the mesh that is set keeps a part."""
-    width, depth, keys = config.width, config.depth, config.key_heads * config.width // config.heads
+    width, hidden, keys = config.width, config.hidden, config.key_heads * config.width // config.heads
     sizes = {"query": (width, width), "key": (width, keys), "value": (width, keys), "out": (width, width)}
-    sizes |= {"gate": (width, config.hidden), "up": (width, config.hidden), "down": (config.hidden, width)}
-    normal = lambda name, *shape: 0.02 * jax.random.normal(jax.random.fold_in(key, sum(name.encode())), shape)
-    layers = {name: normal(name, depth, *size) for name, size in sizes.items()}
-    layers |= {name: jnp.ones((depth, width)) for name in ("attention_norm", "mlp_norm")}
-    return {
-        "embedding": on_mesh(normal("embedding", config.vocabulary, width), EMBEDDING),
-        "layers": on_mesh(layers, LAYERS),
-        "norm": on_mesh(jnp.ones(width)),
-        "head": on_mesh(normal("head", width, config.vocabulary), HEAD),
-    }
+    sizes |= {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
+    random = iter(jax.random.split(key, len(sizes) + 2))
+    normal = lambda *shape: 0.02 * jax.random.normal(next(random), shape, jnp.float32)
+    ones = lambda *shape: jnp.ones(shape, jnp.float32)
+    params: dict[str, Any] = {"embedding": normal(config.vocabulary, width), "head": normal(width, config.vocabulary)}
+    params["layers"] = {name: normal(config.depth, *size) for name, size in sizes.items()}
+    params["layers"] |= {name: ones(config.depth, width) for name in ("attention_norm", "mlp_norm")}
+    params["norm"] = ones(width)
+    return {name: on_mesh(tree, PLACES[name]) for name, tree in params.items()}
 
 
 def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -90,10 +96,10 @@ def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-5) * scale[None, None]
 
 
-def rotated(x: jax.Array, base: float) -> jax.Array:
+def rotated(x: jax.Array) -> jax.Array:
     """Return queries or keys (B, T, heads, D), rotated by their positions."""
-    frequencies = base ** (-jnp.arange(0, x.shape[-1], 2, jnp.float32) / x.shape[-1])
-    angles = (jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * frequencies)[None, :, None]  # (1, T, 1, D / 2)
+    frequencies = 500_000.0 ** (-jnp.arange(0, x.shape[-1], 2, jnp.float32) / x.shape[-1])
+    angles = jnp.outer(jnp.arange(x.shape[1], dtype=jnp.float32), frequencies)[None, :, None]  # (1, T, 1, D / 2)
     a, b = jnp.split(x, 2, -1)
     return jnp.concatenate([a * jnp.cos(angles) - b * jnp.sin(angles), b * jnp.cos(angles) + a * jnp.sin(angles)], -1)
 
@@ -101,21 +107,19 @@ def rotated(x: jax.Array, base: float) -> jax.Array:
 def attention(config: Config, x: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
     """Return, for each position of x (B, T, C), a mean of the positions up to it."""
     heads = lambda name: (x @ w[name]).reshape(*x.shape[:2], -1, config.width // config.heads)
-    query, key, value = (
-        rotated(heads("query"), config.rotary_base),
-        rotated(heads("key"), config.rotary_base),
-        heads("value"),
-    )
+    operands = [rotated(heads("query")), rotated(heads("key")), heads("value")]  # (B, T, heads, D)
     attend = lambda qkv: jax.nn.dot_product_attention(*qkv, is_causal=True, implementation=config.attention)
-    if config.attention == "cudnn":
-        return attend([z.astype(jnp.bfloat16) for z in (query, key, value)]).astype(x.dtype).reshape(x.shape) @ w["out"]
-    groups = [jnp.stack(jnp.split(z, config.key_heads, 2)) for z in (query, key, value)]  # (K, B, T, heads, D)
-    mixed = jax.lax.map(jax.checkpoint(attend), groups)
-    return jnp.concatenate(list(mixed), 2).reshape(x.shape) @ w["out"]
+    if config.attention == "cudnn":  # in a shard_map, or each device would compute the attention of all sequences
+        kernel = jax.shard_map(attend, in_specs=DIVIDED, out_specs=DIVIDED) if is_divided() else attend
+        mixed = kernel([z.astype(jnp.bfloat16) for z in operands]).astype(x.dtype)
+    else:
+        groups = [jnp.stack(jnp.split(z, config.key_heads, 2)) for z in operands]
+        mixed = jnp.concatenate(list(jax.lax.map(jax.checkpoint(attend), groups)), 2)
+    return mixed.reshape(x.shape) @ w["out"]
 
 
 def layer(config: Config, x: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
-    """Return the residual stream (B, T, C) after a layer, whose weights are gathered here."""
+    """Return the residual stream (B, T, C) after a layer, which gathers its weights."""
     w = on_mesh(w)
     x = x + attention(config, norm(x, w["attention_norm"]), w)
     h = norm(x, w["mlp_norm"])
@@ -123,68 +127,55 @@ def layer(config: Config, x: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
 
 
 def loss_fn(config: Config, params: dict[str, Any], tokens: jax.Array) -> jax.Array:
-    """Return the mean cross-entropy of the next token, in nats, of tokens (B, T + 1)."""
+    """Return the mean cross-entropy of each next token, in nats, of tokens (B, T + 1)."""
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    x = on_mesh(params["embedding"][on_mesh(inputs)], P("data"))  # (B, T, C)
-    run = jax.checkpoint(lambda x, w: (layer(config, x, w), None))
-    x, _ = jax.lax.scan(run, x, params["layers"])
-    x, head = norm(x, params["norm"]), on_mesh(params["head"])
-    losses = jax.checkpoint(lambda part: cross_entropy(part[0] @ head, part[1]).sum())
+    x = on_mesh(params["embedding"][on_mesh(inputs)], DIVIDED)  # all tokens in some columns, then some in all
+    checkpoint = jax.checkpoint if config.kept is None else functools.partial(mpx.checkpoint, kept=config.kept)
+    x, _ = jax.lax.scan(checkpoint(lambda x, w: (layer(config, x, w), None)), x, params["layers"])
+    x = norm(x, params["norm"])
+    losses = jax.checkpoint(lambda part: cross_entropy(part[0] @ on_mesh(params["head"]), part[1]).sum())
     parts = [jnp.stack(jnp.split(z, config.loss_parts, 1)) for z in (x, targets)]
     return jax.lax.map(losses, parts).sum() / targets.size
 
 
+# --- The step. ---
 def make_step(
-    config: Config, recipe: str, *, learning_rate: optax.ScalarOrSchedule = 3e-4, grad_dtype: Any = "lossless"
-) -> tuple[optax.GradientTransformation, Callable[..., Any]]:
-    """Return an optimizer, and a jitted step of (params, opt_state, tokens), which donates the first two."""
+    config: Config, recipe: str, *, learning_rate: float = 3e-4, grad_dtype: Any = "lossless"
+) -> tuple[Callable[[jax.Array], tuple[Any, Any]], Callable[..., Any]]:
+    """Return a function from a key to (params, opt_state), and the step of both and tokens, which donates them."""
     rule = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(learning_rate, weight_decay=0.1))
-    tx = mpx.mixed_precision(rule, recipe, key=jax.random.key(0))
-    loss = mpx.autocast(lambda params, tokens: loss_fn(config, params, tokens), recipe)
-    update = mpx.fused_update(tx)
+    tx = mpx.mixed_precision(rule, recipe, key=jax.random.key(1))
+    loss = mpx.autocast(functools.partial(loss_fn, config), recipe)
+
+    def start(key: jax.Array) -> tuple[Any, Any]:
+        params = mpx.get_policy(recipe).cast_to_param(init_params(config, key))
+        return params, tx.init(params)
 
     @jax.jit(donate_argnums=(0, 1))
     def step(params: Any, opt_state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
-        scale = mpx.get_loss_scale(opt_state)
-        value, grads = mpx.value_and_grad(loss, scale, grad_dtype=grad_dtype)(params, tokens)
-        params, opt_state = update(grads, opt_state, params)
-        return params, opt_state, value
+        value_and_grad = mpx.value_and_grad(loss, mpx.get_loss_scale(opt_state), grad_dtype=grad_dtype)
+        value, grads = value_and_grad(params, tokens)
+        return *mpx.fused_update(tx)(grads, opt_state, params), value
 
-    return tx, step
-
-
-def start(config: Config, recipe: str, tx: optax.GradientTransformation) -> tuple[Any, Any]:
-    """Return parameters and the state of the optimizer, on the mesh that is set."""
-    params = mpx.get_policy(recipe).cast_to_param(init_params(config, jax.random.key(0)))
-    return params, tx.init(params)
+    return start, step
 
 
 def step_and_arguments(
-    size: str = "tiny",
-    recipe: str = "bf16-split24-8bit",
-    gpus: Sequence[Any] = (),
-    *,
-    length: int = 4096,
-    **options: Any,
+    size: str = "tiny", recipe: str = "bf16-split24-8bit", gpus: Sequence[Any] = (), rows: int = 1, **options: Any
 ) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[()]]:
-    """Return a step, the shapes of its arguments, one sequence a device, and none to donate, for `mpx program`.
+    """Return a step and the shapes of its arguments for `mpx program`, with nothing more to donate.
 
-    Args:
-        size: of `CONFIGS`.
-        recipe: its name.
-        gpus: several devices, which need not be there: `mpx.tools.program.target_devices("h200", 8)`. Else it is one.
-        length: T.
-        options: fields of `Config` to change, and options of `make_step`.
+    `gpus` need not be there (`mpx.tools.program.target_devices("h200", 8)`); each has some `rows` of `length` tokens.
+    `options` are fields of `Config`, `length`, and options of `make_step`.
     """
     fields = {field.name: options.pop(field.name) for field in dataclasses.fields(Config) if field.name in options}
-    config = dataclasses.replace(CONFIGS[size], **fields)
-    tx, step = make_step(config, recipe, **options)
-    tokens = lambda: on_mesh(jnp.zeros((max(1, len(gpus)), length + 1), jnp.int32), P("data"))
-    shapes = lambda: (*start(config, recipe, tx), tokens())
+    shape = (rows * max(1, len(gpus)), options.pop("length", 4096) + 1)
+    start, step = make_step(dataclasses.replace(CONFIGS[size], **fields), recipe, **options)
+    arguments = lambda: (*start(jax.random.key(0)), on_mesh(jnp.zeros(shape, jnp.int32), DIVIDED))
     if not gpus:
-        return step, jax.eval_shape(shapes), ()
+        return step, jax.eval_shape(arguments), ()
     mesh = Mesh(np.array(gpus), ("data",), axis_types=(AxisType.Explicit,))
-    return step, devices.place(mesh, devices.shapes_on(mesh.shape, shapes)), ()
+    return step, devices.place(mesh, devices.shapes_on(mesh.shape, arguments)), ()
 
 
 def main(
@@ -195,14 +186,13 @@ def main(
     length: Annotated[int, Option(help="Tokens of a sequence.")] = 128,
 ) -> None:
     """Train a Llama on bytes, on all devices that there are."""
-    config = dataclasses.replace(CONFIGS[size], vocabulary=256)
-    tx, step = make_step(config, recipe, learning_rate=1e-3, grad_dtype="bf16" if "bf16-" in recipe else "float32")
+    start, step = make_step(dataclasses.replace(CONFIGS[size], vocabulary=256), recipe, learning_rate=1e-3)
     with tempfile.TemporaryDirectory() as folder, jax.set_mesh(jax.make_mesh((jax.device_count(),), ("data",))):
         data.prepare(Path(folder) / "tokens")
-        params, opt_state = jax.jit(lambda: start(config, recipe, tx))()
-        batches = data.batches(data.Rows(Path(folder) / "tokens", "training", length), batch_size=rows, seed=0)
-        for number, tokens in zip(range(1, steps + 1), batches, strict=False):
-            tokens = jax.device_put(tokens.astype("int32"), P("data"))
+        text = data.Rows(Path(folder) / "tokens", "training", length)
+        params, opt_state = jax.jit(start)(jax.random.key(0))
+        for number, tokens in zip(range(1, steps + 1), data.batches(text, batch_size=rows, seed=0), strict=False):
+            tokens = jax.device_put(tokens.astype("int32"), DIVIDED)
             params, opt_state, loss = step(params, opt_state, tokens)
             if number % 10 == 0 or number == steps:
                 typer.echo(f"step {number}: loss {loss:.4f}")
