@@ -24,7 +24,7 @@ from mpx._parallel.zero1 import zero1_shardings
 from mpx._policy import Policy, as_policy
 from mpx._stored.blockwise import Blockwise8bit
 from mpx._tables import Result, Table, Unit, digits, shown, unit_for
-from mpx.tools.plan.peak import Kept, Sizes, peak_rows_of
+from mpx.tools.plan.peak import Kept, Sizes, peak_of
 from mpx.tools.plan.rows import (
     KEY,
     OUTSIDE_STATE,
@@ -212,12 +212,12 @@ def memory_plan(
     ]
     sent = _sent(weights, entries_of("gradients", narrow, whole), policy, along)
     rows, leaves = rows_of(entries), jax.tree.leaves(narrow)
-    parts = [math.prod(p.shape) // max(1, math.prod(at.shard_shape(p.shape))) for _, _, p, at in weights]
-    divided = max(parts) if along == _UNSHARDED else 1
-    compute = max(leaves, key=lambda p: math.prod(p.shape)).dtype
-    sizes = Sizes.of_count(count) if _errors.is_integer(model) else Sizes.of_shapes([p.shape for p in leaves])
-    at_peak, assumed = peak_rows_of(rows, sizes, batch, sequence, kept, compute, summed, divided)
-    return MemoryPlan(rows, count, on.size, *(n / count for n in sent), at_peak, assumed)
+    is_gathered = along == _UNSHARDED and any(at.shard_shape(p.shape) != p.shape for _, _, p, at in weights)
+    sizes = Sizes.of_count(count) if _errors.is_integer(model) else Sizes.of_shapes(p.shape for p in leaves)
+    itemsize = max(leaves, key=lambda p: math.prod(p.shape)).dtype.itemsize
+    held = sum(row.bytes_a_device for row in rows)
+    at_peak = peak_of(held, sizes, batch, sequence, kept, (itemsize, summed.itemsize), is_gathered)
+    return MemoryPlan(rows, count, on.size, *(n / count for n in sent), *at_peak)
 
 
 def _layout(mesh: Any, axis: str | None, param_specs: Any) -> tuple[Mesh | AbstractMesh, str, Any]:
