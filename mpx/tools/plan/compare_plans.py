@@ -58,7 +58,7 @@ class PlanComparison(Result):
             columns["largest"] = [f"{digits(count / 1e9)}B" for count in self.largest_models.values()]
         lines = zip(*columns.values(), strict=True)
         yield Table(next(iter(plans)).title(unit), [tuple(columns), *lines], range(1, len(columns)))
-        yield next(iter(plans)).assumed
+        yield f"Peak: {next(iter(plans)).step}."
         if is_sharded:
             yield "Sends: bytes a parameter and step, of weights that are gathered and gradients that devices add up."
 

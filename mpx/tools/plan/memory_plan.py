@@ -7,7 +7,7 @@ for any optimizer and any wrapper.
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, get_args
 
 import jax
@@ -24,19 +24,8 @@ from mpx._parallel.zero1 import zero1_shardings
 from mpx._policy import Policy, as_policy
 from mpx._stored.blockwise import Blockwise8bit
 from mpx._tables import Result, Table, Unit, digits, shown, unit_for
-from mpx.tools.plan.peak import Kept, Sizes, peak_of
-from mpx.tools.plan.rows import (
-    KEY,
-    OUTSIDE_STATE,
-    SCALARS,
-    Entry,
-    Kind,
-    PeakKind,
-    PlanRow,
-    entries_of,
-    rows_of,
-    state_entries,
-)
+from mpx.tools.plan.peak import Kept, peak_of, shapes_of
+from mpx.tools.plan.rows import KEY, OUTSIDE_STATE, SCALARS, Entry, Kind, PlanRow, entries_of, rows_of, state_entries
 
 _UNSHARDED = "unsharded"  # an axis of one device: a state sharded along it is whole
 _BLOCK = Blockwise8bit().block_size
@@ -48,11 +37,11 @@ class MemoryPlan(Result):
 
     rows: tuple[PlanRow, ...]  # one for each field of the optimizer state, and one for all scalars
     parameters: int  # the number of trained elements
+    peak: Mapping[str, int]  # bytes that a device needs besides, where it needs most
+    step: str  # whose peak that is
     devices: int = 1  # of the mesh; 1 without a mesh
     gathered_bytes_a_parameter: float = 0.0  # of new parameters of `zero1`, or of weights, for either pass
     summed_bytes_a_parameter: float = 0.0  # bytes of gradients that devices add up in a step
-    peak_rows: tuple[PlanRow, ...] = ()  # what a device needs besides, where it needs most
-    assumed: str = ""  # about the step at its peak
 
     @property
     def state_bytes(self) -> int:
@@ -82,12 +71,12 @@ class MemoryPlan(Result):
     @property
     def peak_bytes_a_device(self) -> int:
         """Bytes that one device needs where the step needs most."""
-        return self.total_bytes_a_device + sum(row.bytes_a_device for row in self.peak_rows)
+        return self.total_bytes_a_device + sum(self.peak.values())
 
-    def bytes_of(self, kind: Kind | PeakKind) -> int:
+    def bytes_of(self, kind: Kind) -> int:
         """Return the bytes of all rows of a kind on one device; 0 if there are none."""
-        _errors.require_choice(get_args(Kind) + get_args(PeakKind), kind, "`MemoryPlan.bytes_of`: `kind`")
-        return sum(row.bytes_a_device for row in self.rows + self.peak_rows if row.kind == kind)
+        _errors.require_choice(get_args(Kind), kind, "`MemoryPlan.bytes_of`: `kind`")
+        return sum(row.bytes_a_device for row in self.rows if row.kind == kind)
 
     def largest_model(self, memory_bytes: float) -> int:
         """Return how many parameters can be trained in this way in the memory of one device.
@@ -99,12 +88,12 @@ class MemoryPlan(Result):
 
     def _parts(self) -> Iterator[Table | str]:
         unit = unit_for([self.peak_bytes_a_device])
-        part = lambda row: (row.name, row.kind, " ".join(row.dtypes), row.bytes_a_device)
-        held, peak = ("held", "", "", self.total_bytes_a_device), ("peak", "", "", self.peak_bytes_a_device)
-        parts = [*map(part, self.rows), held, *map(part, self.peak_rows), peak]
+        parts = [(row.name, row.kind, " ".join(row.dtypes), row.bytes_a_device) for row in self.rows]
+        beside = {"held": self.total_bytes_a_device, **self.peak, "peak": self.peak_bytes_a_device}
+        parts += [(name, "", "", count) for name, count in beside.items()]
         lines = [(*names, shown(count, unit), digits(count / self.parameters)) for *names, count in parts]
         yield Table(self.title(unit), [("part", "kind", "dtype", unit[0], "a param"), *lines], (3, 4))
-        yield self.assumed
+        yield f"Peak: {self.step}."
         if self.devices > 1:
             gathered, summed = digits(self.gathered_bytes_a_parameter), digits(self.summed_bytes_a_parameter)
             yield f"A step gathers {gathered} bytes a parameter, and adds up {summed} of gradients over devices."
@@ -211,13 +200,13 @@ def memory_plan(
         *state_entries(state, shardings),
     ]
     sent = _sent(weights, entries_of("gradients", narrow, whole), policy, along)
-    rows, leaves = rows_of(entries), jax.tree.leaves(narrow)
-    is_gathered = along == _UNSHARDED and any(at.shard_shape(p.shape) != p.shape for _, _, p, at in weights)
-    sizes = Sizes.of_count(count) if _errors.is_integer(model) else Sizes.of_shapes(p.shape for p in leaves)
+    leaves, rows = jax.tree.leaves(narrow), rows_of(entries)
+    shapes = shapes_of(count) if _errors.is_integer(model) else [p.shape for p in leaves]
     itemsize = max(leaves, key=lambda p: math.prod(p.shape)).dtype.itemsize
+    is_gathered = along == _UNSHARDED and any(at.shard_shape(p.shape) != p.shape for _, _, p, at in weights)
     held = sum(row.bytes_a_device for row in rows)
-    at_peak = peak_of(held, sizes, batch, sequence, kept, (itemsize, summed.itemsize), is_gathered)
-    return MemoryPlan(rows, count, on.size, *(n / count for n in sent), *at_peak)
+    peak, step = peak_of(shapes, held, batch, sequence, kept, itemsize, summed.itemsize, is_gathered)
+    return MemoryPlan(rows, count, peak, step, on.size, *(n / count for n in sent))
 
 
 def _layout(mesh: Any, axis: str | None, param_specs: Any) -> tuple[Mesh | AbstractMesh, str, Any]:

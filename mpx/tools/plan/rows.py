@@ -20,7 +20,6 @@ Kind = Literal[
     "parameters", "not trained", "gradients", "masters", "low bits", "first moment",
     "second moment", "scales of blocks", "compensation", "sum of gradients", "other state",
 ]  # fmt: skip
-PeakKind = Literal["gathered weights", "whole gradients", "activations", "margin"]
 OUTSIDE_STATE: tuple[Kind, ...] = ("parameters", "not trained", "gradients")
 SCALARS, KEY = "counts and scalars", "key"  # the names of rows that do not grow with the model
 Entry = tuple[Kind, str, Any, NamedSharding]  # the kind of an array, its name, the array, and how it is sharded
@@ -28,10 +27,10 @@ Entry = tuple[Kind, str, Any, NamedSharding]  # the kind of an array, its name, 
 
 @dataclasses.dataclass(frozen=True)
 class PlanRow:
-    """One part of what a training run needs."""
+    """One part of what a training run holds."""
 
     name: str  # `parameters`, `gradients`, or the field of the optimizer's state: `mu`, `nu`, `master`, `low bits`...
-    kind: Kind | PeakKind  # the role of the part, whatever the rule calls it
+    kind: Kind  # the role of the part, whatever the rule calls it
     dtypes: tuple[str, ...]  # the dtypes that it is stored in
     bytes: int  # of all its elements
     bytes_a_device: int  # of the elements on one device; all of them without a mesh
