@@ -28,9 +28,7 @@ def peak_of(page, pairs, device):
 
 
 @pytest.mark.optax_promotion
-@pytest.mark.parametrize(
-    ("recipe", "at_most"), [("bf16-split", 14.1), ("bf16-split-8bit", 8.1)]
-)
+@pytest.mark.parametrize(("recipe", "at_most"), [("bf16-split", 14.1), ("bf16-split-8bit", 8.1)])
 def test_the_training_step_of_the_readme_has_the_bytes_that_it_names(recipe, at_most, h200):
     assert at_most - 2.1 < peak_of(README, [('"bf16-split"  #', f'"{recipe}"  #')], "h200") < at_most
 
