@@ -65,10 +65,15 @@ def test_weights_that_are_on_every_device_are_not_gathered():
     assert set(plan_of(mesh=MESH, axis="data").peak) == {"activations", "margin"}
 
 
-@pytest.mark.parametrize("shapes", [[(1000,)], [(16, 4), (4, 2)]])
-def test_other_models_have_a_peak_too(shapes):
-    plan = plan_of(shapes, batch=0)
+def test_a_model_without_matrices_has_a_margin_alone():
+    plan = plan_of([(1000,)])
     assert plan.peak == {"margin": int(0.03 * plan.total_bytes_a_device)}
+
+
+def test_without_a_batch_a_plan_counts_what_is_held_alone():
+    plan = plan_of(batch=0)
+    assert plan.peak == {}
+    assert str(plan).splitlines()[-1].startswith("held")
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,8 @@ class PlanComparison(Result):
             columns["optimizer"] = in_unit(p.state_bytes_a_device for p in plans)
         columns["held"] = in_unit(p.total_bytes_a_device for p in plans)
         columns["a param"] = [digits(p.bytes_a_parameter) for p in plans]
-        columns["peak"] = in_unit(p.peak_bytes_a_device for p in plans)
+        if has_peak := any(p.peak for p in plans):
+            columns["peak"] = in_unit(p.peak_bytes_a_device for p in plans)
         is_sharded = any(p.devices > 1 for p in plans)
         if is_sharded:
             columns["sends"] = [digits(p.gathered_bytes_a_parameter + p.summed_bytes_a_parameter) for p in plans]
@@ -58,7 +59,8 @@ class PlanComparison(Result):
             columns["largest"] = [f"{digits(count / 1e9)}B" for count in self.largest_models.values()]
         lines = zip(*columns.values(), strict=True)
         yield Table(next(iter(plans)).title(unit), [tuple(columns), *lines], range(1, len(columns)))
-        yield f"Peak: {next(iter(plans)).step}."
+        if has_peak:
+            yield f"Peak: {next(iter(plans)).step}."
         if is_sharded:
             yield "Sends: bytes a parameter and step, of weights that are gathered and gradients that devices add up."
 
@@ -79,7 +81,7 @@ def compare_plans(
         recipes: names of recipes (see `recipes`). None: all; if the rule keeps no moments, without those that store
             moments in fewer bits.
         usable_bytes: what training may use of the memory of a device, to ask what fits. JAX takes 75% of a GPU's.
-        options: the keyword arguments of `memory_plan`: `gradient_dtype`, `mesh`, `axis`, `param_specs`...
+        options: the keyword arguments of `memory_plan`: `gradient_dtype`, `mesh`, `axis`, `param_specs`, `batch`...
 
     Returns:
         A `PlanComparison`.
@@ -89,9 +91,9 @@ def compare_plans(
         ValueError: if there is no such recipe; and as `memory_plan`.
 
     Example:
-        >>> print(compare_plans(1000, optax.sgd(0.1), ["bf16-split", "f32"]))
+        >>> print(compare_plans(1000, optax.sgd(0.1), ["bf16-split", "f32"], batch=0))
         Memory to train 1,000 parameters, in bytes
-        recipe      params  grads  optimizer  total  a param
+        recipe      params  grads  optimizer   held  a param
         bf16-split   2,000  2,000      2,000  6,000    6.000
         f32          4,000  4,000          0  8,000    8.000
     """

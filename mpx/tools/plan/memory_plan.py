@@ -37,7 +37,7 @@ class MemoryPlan(Result):
 
     rows: tuple[PlanRow, ...]  # one for each field of the optimizer state, and one for all scalars
     parameters: int  # the number of trained elements
-    peak: Mapping[str, int]  # bytes that a device needs besides, where it needs most
+    peak: Mapping[str, int]  # bytes that a device needs besides, where it needs most; empty for a batch of 0
     step: str  # whose peak that is
     devices: int = 1  # of the mesh; 1 without a mesh
     gathered_bytes_a_parameter: float = 0.0  # of new parameters of `zero1`, or of weights, for either pass
@@ -89,11 +89,12 @@ class MemoryPlan(Result):
     def _parts(self) -> Iterator[Table | str]:
         unit = unit_for([self.peak_bytes_a_device])
         parts = [(row.name, row.kind, " ".join(row.dtypes), row.bytes_a_device) for row in self.rows]
-        beside = {"held": self.total_bytes_a_device, **self.peak, "peak": self.peak_bytes_a_device}
-        parts += [(name, "", "", count) for name, count in beside.items()]
+        sums = {"held": self.total_bytes_a_device, **self.peak, "peak": self.peak_bytes_a_device}
+        parts += [(name, "", "", count) for name, count in sums.items() if self.peak or name == "held"]
         lines = [(*names, shown(count, unit), digits(count / self.parameters)) for *names, count in parts]
         yield Table(self.title(unit), [("part", "kind", "dtype", unit[0], "a param"), *lines], (3, 4))
-        yield f"Peak: {self.step}."
+        if self.peak:
+            yield f"Peak: {self.step}."
         if self.devices > 1:
             gathered, summed = digits(self.gathered_bytes_a_parameter), digits(self.summed_bytes_a_parameter)
             yield f"A step gathers {gathered} bytes a parameter, and adds up {summed} of gradients over devices."
@@ -139,7 +140,7 @@ def memory_plan(
         axis: the axis of the mesh along which `zero1` shards the optimizer state. None: the state is sharded only like
             the parameters, along any axis.
         param_specs: how parameters and their gradients are sharded, as in `zero1`.
-        batch: sequences of a device; 0 for a peak without activations.
+        batch: sequences of a device; 0 for what is held alone.
         sequence: tokens of a sequence.
         kept: as in `mpx.checkpoint`, `"bf16"` or `"8bit"`; None for `jax.checkpoint`.
 
@@ -153,8 +154,7 @@ def memory_plan(
 
     Example:
         >>> tx = mixed_precision(optax.adamw(1e-3), "bf16", storage="split")
-        >>> plan = memory_plan(lambda: {"w": jnp.zeros((1024, 1024))}, tx, "bf16")
-        >>> print(plan)
+        >>> print(memory_plan(lambda: {"w": jnp.zeros((1024, 1024))}, tx, "bf16", batch=0))
         Memory to train 1,048,576 parameters, in MB
         part                kind           dtype        MB  a param
         parameters          parameters     bfloat16  2.097    2.000
@@ -163,9 +163,10 @@ def memory_plan(
         mu                  first moment   float32   4.194    4.000
         nu                  second moment  float32   4.194    4.000
         counts and scalars  other state    int32     0.000    0.000
-        total                                        14.68    14.00
-        >>> memory_plan(7_000_000_000, tx, "bf16").largest_model(80e9)
-        5714285714
+        held                                         14.68    14.00
+        >>> plan = memory_plan(8_000_000_000, tx, "bf16")
+        >>> f"{plan.peak_bytes_a_device / 1e9:.1f} GB, for {plan.step}"
+        '119.3 GB, for 1 x 4,096 tokens a device, 32 layers of width 4,090 in a scan, each in jax.checkpoint'
     """
     tx = _errors.as_transformation(tx, "memory_plan")
     on, along, specs = _layout(mesh, axis, param_specs)
@@ -205,7 +206,8 @@ def memory_plan(
     itemsize = max(leaves, key=lambda p: math.prod(p.shape)).dtype.itemsize
     is_gathered = along == _UNSHARDED and any(at.shard_shape(p.shape) != p.shape for _, _, p, at in weights)
     held = sum(row.bytes_a_device for row in rows)
-    peak, step = peak_of(shapes, held, batch, sequence, kept, itemsize, summed.itemsize, is_gathered)
+    given = (shapes, held, batch, sequence, kept, itemsize, summed.itemsize, is_gathered)
+    peak, step = peak_of(*given) if batch else ({}, "")
     return MemoryPlan(rows, count, peak, step, on.size, *(n / count for n in sent))
 
 
