@@ -38,7 +38,7 @@ RECIPES: dict[str, Row] = {
 }
 # One sort of GPU, how many, the widths of the model, and two depths.
 MACHINES = (
-    ("rtx4090", 1, "8B", (2, 6)),
+    ("rtx4090", 1, "1B", (8, 24)),
     ("h100", 1, "8B", (8, 24)),
     ("h100", 8, "70B", (8, 24)),
     ("h200", 8, "70B", (8, 24)),
@@ -98,7 +98,7 @@ def sizes() -> Iterator[Row]:
         yield row
 
 
-def deepest(size: str, gpu: str, count: int, depths: tuple[int, int], recipe: str) -> str:
+def deepest(gpu: str, count: int, size: str, depths: tuple[int, int], recipe: str) -> str:
     """Return the parameters of the deepest model that a recipe trains, and its peak."""
     of = lambda depth: read(size, gpu, count, recipe, depth=depth, **RECIPES[recipe])
     points = [(depth, of(depth)[0].peak_bytes) for depth in depths]

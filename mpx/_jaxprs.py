@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
+import jax
 import numpy as np
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
@@ -48,6 +49,19 @@ def count_uses(program: jex_core.Jaxpr) -> Counter[Any]:
     """Count how often each value is an operand, or a result of the program."""
     used = [v for eqn in program.eqns for v in eqn.invars] + list(program.outvars)
     return Counter(v for v in used if not is_literal(v))
+
+
+def with_results_read(jaxpr: Any, results: Sequence[Any]) -> Any:
+    """Return a program that has 0 for each result that nobody reads, a `DropVar` among these.
+
+    `flax.nnx.scan` and `flax.nnx.remat` return the weights that they got, which is then no use of a weight.
+    """
+    is_read = [not isinstance(v, jex_core.DropVar) for v in results]
+    if all(is_read):
+        return jaxpr
+    program, nothing = open_jaxpr(jaxpr), jex_core.Literal(np.float32(0), jax.typeof(np.float32(0)))
+    outvars = [v if read else nothing for v, read in zip(program.outvars, is_read, strict=True)]
+    return jex_core.ClosedJaxpr(program.replace(outvars=outvars), constants_of(jaxpr))
 
 
 def called_jaxpr(eqn: JaxprEqn) -> Any:

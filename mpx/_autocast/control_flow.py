@@ -19,7 +19,7 @@ from jax.extend.core import JaxprEqn
 from mpx._autocast.gathered import Source, Weight, array_of, is_sent
 from mpx._autocast.plan import CastPlan, Handler, Planner, Run, Settings, Step, Tag, travels_in
 from mpx._autocast.wide_gradients import with_derivative_of
-from mpx._jaxprs import called_jaxpr, count_uses, dtype_of, open_jaxpr, scan_counts
+from mpx._jaxprs import called_jaxpr, count_uses, dtype_of, open_jaxpr, scan_counts, with_results_read
 from mpx._primitives import PRIMITIVES, facts_of
 
 # ---- calls
@@ -27,6 +27,11 @@ from mpx._primitives import PRIMITIVES, facts_of
 
 def _plan_call(eqn: JaxprEqn, tags: tuple[Tag, ...], planner: Planner) -> tuple[Any, Any]:
     plan = planner.plan(called_jaxpr(eqn), tags)
+    return (plan,), plan.out_tags
+
+
+def _plan_checkpoint(eqn: JaxprEqn, tags: tuple[Tag, ...], planner: Planner) -> tuple[Any, Any]:
+    plan = planner.plan(with_results_read(eqn.params["jaxpr"], eqn.outvars), tags)
     return (plan,), plan.out_tags
 
 
@@ -117,7 +122,9 @@ def _run_cond(step: Step, operands: list[Any], run: Run, settings: Settings) -> 
 
 
 def _plan_scan(eqn: JaxprEqn, tags: tuple[Tag, ...], planner: Planner) -> tuple[Any, Any]:
-    (consts, carry, xs), jaxpr = _scan_parts(eqn, tags), eqn.params["jaxpr"]
+    consts, carry, xs = _scan_parts(eqn, tags)
+    results = [*open_jaxpr(eqn.params["jaxpr"]).outvars[: len(carry)], *eqn.outvars[len(carry) :]]
+    jaxpr = with_results_read(eqn.params["jaxpr"], results)
     plan, carry = _loop_plan(jaxpr, consts, carry, xs, planner)
     return (plan,), (*carry, *plan.out_tags[len(carry) :])
 
@@ -327,7 +334,7 @@ def widened(values: Sequence[Any], dtypes: Sequence[np.dtype | None]) -> list[An
 
 HANDLERS: dict[str, Handler] = {
     **{name: Handler(_plan_call, _call_rounded_to, _run_jit) for name, f in PRIMITIVES.items() if f.runs == "call"},
-    "remat2": Handler(_plan_call, _call_rounded_to, _run_checkpoint),
+    "remat2": Handler(_plan_checkpoint, _call_rounded_to, _run_checkpoint),
     "shard_map": Handler(_plan_shard_map, None, _run_shard_map),
     "cond": Handler(_plan_cond, _cond_rounded_to, _run_cond),
     "scan": Handler(_plan_scan, _scan_rounded_to, _run_scan),

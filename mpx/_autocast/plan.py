@@ -159,7 +159,10 @@ class Planner:
             return tuple(tag if is_literal(v) or uses[v] < 2 else tag._replace(**several) for v, tag in pairs)
 
         def decide(eqn: JaxprEqn, tags: list[Tag]) -> tuple[Tag, ...]:
-            steps.append(self._step(eqn, used_once(eqn.invars, tags), transfers.get(id(eqn))))
+            transfer_in = transfers.get(id(eqn))
+            if eqn.primitive.name in self._handlers:
+                eqn = eqn.replace(outvars=[v if uses[v] else jex_core.DropVar(v.aval) for v in eqn.outvars])
+            steps.append(self._step(eqn, used_once(eqn.invars, tags), transfer_in))
             return steps[-1].out_tags
 
         out_tags = used_once(program.outvars, propagate(jaxpr, in_tags, decide, lambda v: UNKNOWN))

@@ -48,6 +48,14 @@ def of_nnx(w, x):
     return jnp.tanh(nnx.merge(graph, jax.tree.map(lambda _: w, state))(x))
 
 
+def in_nnx_scan(weights, x):
+    """Scan as Flax NNX does, which returns the weights that it got."""
+    graph, state = nnx.split(nnx.eval_shape(lambda: nnx.Linear(SIZE, SIZE, use_bias=False, rngs=nnx.Rngs(0))))
+    layers = nnx.merge(graph, jax.tree.map(lambda _: everywhere(weights), state))
+    layer = nnx.remat(lambda linear, x: jnp.tanh(linear(x)))
+    return jnp.mean(nnx.scan(layer, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(layers, x) ** 2)
+
+
 def of_equinox(w, x):
     linear = eqx.nn.Linear(SIZE, SIZE, use_bias=False, key=jax.random.key(0))
     return jnp.tanh(jax.vmap(eqx.tree_at(lambda linear: linear.weight, linear, w))(x))
@@ -72,6 +80,7 @@ LOSSES = {
     "before a scan of a checkpoint": scanned(jax.checkpoint(layer), everywhere),
     "Linen": with_layers(at_the_top, of_linen),
     "NNX": with_layers(at_the_top, of_nnx),
+    "a scan and checkpoints of NNX": in_nnx_scan,
     "Equinox": with_layers(at_the_top, of_equinox),
 }
 LAST_AXIS = P(None, None, "data")
