@@ -1,6 +1,7 @@
 """Hold the peaks of plans against those of the programs of the steps that they stand for."""
 
 import math
+from typing import Any
 
 import jax
 import optax
@@ -34,8 +35,10 @@ def test_a_plan_is_within_a_tenth_of_the_peak_of_the_program(h200, case):
     report = mpx.step_report(step, *args, target="h200")
 
     tx = mpx.mixed_precision(optax.adamw(1e-3), recipe, key=jax.random.key(0))
-    given = {"gradient_dtype": options.get("grad_dtype"), "kept": "8bit" if "kept" in options else None}
-    number, by_shapes, by_number = sum(math.prod(p.shape) for p in jax.tree.leaves(args[0])), {}, {}
+    given: dict[str, Any] = {"gradient_dtype": options.get("grad_dtype"), "kept": "8bit" if "kept" in options else None}
+    number = sum(math.prod(p.shape) for p in jax.tree.leaves(args[0]))
+    by_shapes: dict[str, Any] = {}
+    by_number: dict[str, Any] = {}
     if gpus:
         fsdp = {"mesh": args[2].sharding.mesh, "axis": None}
         by_shapes = fsdp | {"param_specs": jax.tree.map(lambda p: p.sharding.spec, args[0])}

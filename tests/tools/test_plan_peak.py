@@ -1,5 +1,7 @@
 """Each term of a peak, by hand. The sum is held against programs in `tests/gpu_program/test_plans.py`."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -15,13 +17,13 @@ FSDP = {"mesh": MESH, "axis": None, "param_specs": [P("data")] * 2 + [P(None, "d
 # 3 layers of width 256, with 2 groups of queries of 128, a perceptron of 1,024, and 512 words.
 LAYER = [(256, 256), (256, 256), (256, 128), (256, 128), (256, 1024), (256, 1024), (1024, 256)]
 STACKED = [(512, 256), (256, 512), *((3, *shape) for shape in LAYER), (3, 256)]
-UNROLLED = [(512, 256), (256, 512), *LAYER, *LAYER, *LAYER, (256,)]
+UNROLLED = [(256, 512), (256, 512), *LAYER, *LAYER, *LAYER, (256,)]
 IN_A_LAYER, HEAD = 256 * (256 + 256 + 128 + 128 + 3 * 1024), 512 * 256
 
 
-def plan_of(shapes=STACKED, policy="bf16", **options):
+def plan_of(shapes=STACKED, policy="bf16", **options: Any):
     tree = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    return memory_plan(tree, optax.sgd(0.1), policy, **({"batch": 2, "sequence": 64} | options))
+    return memory_plan(tree, optax.sgd(0.1), policy, **(options | {"batch": options.get("batch", 2), "sequence": 64}))
 
 
 def activations(size, kept=4):

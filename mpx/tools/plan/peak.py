@@ -15,7 +15,7 @@ import numpy as np
 from mpx import _errors
 
 Kept = Literal["bf16", "8bit"]
-_KEPT = {None: ("jax.checkpoint", 4), "bf16": ('mpx.checkpoint(kept="bf16")', 2)}  # bytes of a number
+_KEPT = {None: ("jax.checkpoint", 4), "bf16": ('mpx.checkpoint(kept="bf16")', 2)}  # what is written, bytes of a number
 _KEPT["8bit"] = ("mpx.checkpoint(kept=mpx.Blockwise8bit())", 1)
 _MARGIN = 0.03  # for what no plan knows, such as gaps between arrays
 # Parameters, layers, width, vocabulary: of one, of GPT-2, and of Llamas (arXiv 2407.21783) with a head of their own.
@@ -54,7 +54,8 @@ def peak_of(
     for *stacked, rows, columns in (shape for shape in shapes if len(shape) > 1):
         times[rows, columns] += math.prod(stacked)
     size = {shape: n * math.prod(shape) for shape, n in times.items()}
-    repeated = [shape for shape, n in times.items() if n > 1 and 100 * size[shape] > sum(size.values())] or [*times]
+    once = min(2, max(times.values(), default=1) - 1)  # embedding and head may have one shape
+    repeated = [shape for shape, n in times.items() if n > once and 100 * size[shape] > sum(size.values())] or [*times]
     sides = {n: sum(size[shape] for shape in repeated if n in shape) for shape in repeated for n in shape} or {0: 0}
     width, hidden, keys = max(sides, key=sides.__getitem__), max(sides), min(sides)
     layers = min((times[shape] for shape in repeated), default=0)
@@ -62,21 +63,16 @@ def peak_of(
     head = max((math.prod(shape) for shape in times if shape not in repeated), default=0)
 
     tokens, queries = batch * sequence, min(width, max(1, width // max(keys, 128)))  # of a group
-    moments: list[dict[str, int]] = [
-        {
-            # Those of a layer, and of the next one, which are on their way.
-            "gathered weights": 2 * narrow * in_a_layer * is_gathered,
-            # Both factors of a gated activation and their gradients; ten float32 arrays as wide as the layer, such as
-            # its input, norms, queries and their gradients; scores in float32, rounded, and the gradients of both.
-            "activations": tokens * (4 * narrow * hidden + 40 * width + queries * sequence * (4 + 3 * narrow)),
-        },
-        {
-            "gathered weights": narrow * head * is_gathered,
-            "whole gradients": wide * head * is_gathered,  # before each device gets its part
-            "activations": tokens * (narrow * head // max(2 * width, 1) + 16 * width),  # gradients of half the logits
-        },
-    ]
-    peak = max(moments, key=lambda moment: sum(moment.values()))
+    gathered = narrow * is_gathered
+    # Weights of a layer and of the next one, on their way. Both factors of a gated activation and their gradients; ten
+    # float32 arrays as wide as the layer, such as its input, norms, queries and their gradients; scores of attention in
+    # float32, rounded, and the gradients of both.
+    activations = tokens * (4 * narrow * hidden + 40 * width + queries * sequence * (4 + 3 * narrow))
+    at_layer = {"gathered weights": 2 * gathered * in_a_layer, "activations": activations}
+    # The gradient of the head before each device gets its part; gradients of half the logits; four such arrays.
+    activations = tokens * (narrow * head // max(2 * width, 1) + 16 * width)
+    weights = {"gathered weights": gathered * head, "whole gradients": wide * head * is_gathered}
+    peak = max(at_layer, weights | {"activations": activations}, key=lambda moment: sum(moment.values()))
     how, bytes_kept = _KEPT[kept]
     peak["activations"] += layers * tokens * width * bytes_kept
     peak["margin"] = int(_MARGIN * (held + sum(peak.values())))
