@@ -1,8 +1,7 @@
 """`jax.checkpoint` that keeps activations in few bits until the backward pass.
 
-An activation goes through a primitive that returns it unchanged. Only where JAX divides the program of a checkpoint
-into its two passes does more happen: the forward pass also encodes the array, and the backward pass decodes it. JAX
-moves arrays to a host between the passes by the same means (`jax.checkpoint_policies`).
+An activation goes through a primitive that returns it unchanged. Where JAX divides the program of a checkpoint into
+two passes, the first one also encodes the array, and the second one decodes it, as JAX offloads arrays to a host.
 """
 
 import functools
@@ -28,20 +27,19 @@ def checkpoint(
 ) -> Callable[..., Any]:
     """Compute a layer again in the backward pass, as `jax.checkpoint` does, from inputs that are kept in few bits.
 
-    The forward pass is exact. Gradients are those of the layer at the decoded inputs; there are no second derivatives
-    of this kind. It works where `jax.checkpoint` does: inside of `autocast`, `jax.lax.scan` and `jax.vmap`.
+    The forward pass is exact. Gradients are computed at the decoded inputs, and cannot be differentiated again.
 
     Args:
         fun: a layer, or any function that `jax.checkpoint` takes.
         kept: `"bf16"`, `"f16"` (numbers above 65,504 become infinite), or a `StateFormat` such as `Blockwise8bit()`,
             rounded to nearest. Each row, along the last axis, is encoded by itself.
-        argnums: the positional arguments that are activations. Of these, which may be pytrees, floating-point arrays
-            are encoded if they have an axis. Weights, keys, integers and what `fun` closes over are kept as they are.
-        **options: those of `jax.checkpoint`. What a `policy` keeps is exact, and is not encoded.
+        argnums: the positional arguments that are activations, arrays or pytrees. Floating-point arrays with at least
+            one axis are encoded in them. Weights, keys, integers and what `fun` closes over are kept as they come.
+        **options: passed to `jax.checkpoint`. What a `policy` keeps is exact, and is not encoded.
 
     Raises:
-        TypeError: if `fun` is not a function; later, if somebody differentiates a gradient.
-        ValueError: if `kept` is none of these; when it is called, if nothing would be encoded.
+        TypeError: if `fun` is not a function; when a gradient is differentiated.
+        ValueError: if `kept` is something else; when the layer is called, if nothing would be encoded.
 
     Example:
         >>> layer = checkpoint(lambda x, w: x + jnp.tanh(x @ w), kept=Blockwise8bit())
@@ -93,8 +91,10 @@ def _coders(of: Any, format: StateFormat) -> tuple[Callable[..., Any], Callable[
     parts = parts_at(of.sharding.mesh, of.sharding.spec, of.ndim - 1)
     format = format if parts == 1 else format.for_shards(of.shape[-1] // parts)
     encode, decode = lambda x, _: format.encode(x), format.decode
-    for _ in range(of.ndim - 1):
-        encode, decode = jax.vmap(encode), jax.vmap(decode)
+    codes = jax.eval_shape(encode, jax.ShapeDtypeStruct(of.shape, np.float32), None)
+    if any(x.shape[:-1] != of.shape[:-1] for x in jax.tree.leaves(codes)):  # a TPU would copy an array for its rows
+        for _ in range(of.ndim - 1):
+            encode, decode = jax.vmap(encode), jax.vmap(decode)
     once: Any = lambda x: _kept.bind(x, format=None).astype(np.float32)
     return lambda x: placed_by_xla(encode, once(x), None), lambda *x: placed_by_xla(decode, *x).astype(of.dtype)
 

@@ -87,7 +87,8 @@ def largest_of_blocks(keys: jax.Array, block_size: int) -> jax.Array:
 
 def spread(scales: jax.Array, shape: tuple[int, ...], block_size: int) -> jax.Array:
     """Return the scale of each element of an array of this shape."""
-    if scales.nbytes > _CACHED and not are_several_in_sight():  # to cut an array that is sharded would send it
+    is_large = isinstance(scales.nbytes, int) and scales.nbytes > _CACHED  # under `jax.export` a size may be a symbol
+    if is_large and not are_several_in_sight():  # to cut an array that is sharded would send it
         scales = in_cached_parts(scales)
     repeat = lambda x, times: jnp.broadcast_to(x[..., None], (*x.shape, times))
     if tiles := _in_tiles(shape, block_size):

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 import mpx
 from mpx._autocast.differentiation import View, differentiating
 from mpx._autocast.transform import autocast_of
+from mpx._stored.state_format import FLOAT32
 from tests.helpers import BF16, F16, F32, all_eqns, eight_cpu_devices
 
 SPLIT, WHOLE = PartitionSpec("data"), PartitionSpec()
@@ -135,6 +136,7 @@ PROGRAMS = {
     "branch in a scan": branch_in_scan,
     "checkpoint": lambda f: jax.checkpoint(lambda w, x: f(w, f(w, x))),
     "checkpoint of names": checkpoint_of_names,
+    "checkpoint of mpx": lambda f: mpx.checkpoint(lambda w, x: f(w, f(w, x)), kept=FLOAT32, argnums=1),
     "vmap": vmap,
     "vmap of a scan": lambda f: vmap(scan(f)),
     "shard_map": on_devices,

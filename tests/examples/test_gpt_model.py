@@ -73,6 +73,16 @@ def test_layout_and_checkpoints_change_neither_initial_weights_nor_gradients(lay
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6)
 
 
+def test_blocks_whose_inputs_are_kept_in_8_bits_have_almost_the_same_gradients(tokens, reference):
+    config = dataclasses.replace(CONFIG, layers="scanned", checkpoint="8bit")
+    graphdef, params = make(config)
+    loss, gradients = jax.jit(jax.value_and_grad(loss_of(config, graphdef)), compiler_options=QUICKLY)(params, tokens)
+    assert loss == pytest.approx(float(reference[0]), rel=1e-6)
+    pairs = list(zip(jax.tree.leaves(nnx.to_pure_dict(gradients)), jax.tree.leaves(stacked(reference[1])), strict=True))
+    norm = lambda leaves: sum(float(jnp.sum(x**2)) for x in leaves) ** 0.5
+    assert 0 < norm(x - y for x, y in pairs) < 0.02 * norm(y for _, y in pairs)
+
+
 def test_no_position_sees_a_later_token(tokens):
     graphdef, params = make(CONFIG)
     model = nnx.merge(graphdef, params)

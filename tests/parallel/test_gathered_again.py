@@ -76,6 +76,9 @@ LOSSES = {
     "in a checkpoint": with_layers(at_the_top, jax.checkpoint(layer)),
     "in the body of a scan": scanned(in_turn(layer)),
     "around a checkpoint in a scan": scanned(in_turn(jax.checkpoint(layer))),
+    "around a checkpoint of mpx in a scan": scanned(
+        in_turn(mpx.checkpoint(layer, kept=mpx.Blockwise8bit(), argnums=1))
+    ),
     "before a scan": scanned(layer, everywhere),
     "before a scan of a checkpoint": scanned(jax.checkpoint(layer), everywhere),
     "Linen": with_layers(at_the_top, of_linen),

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding
 
 import mpx
 from mpx._autocast import recompute
+from mpx._stored.state_format import FLOAT32
 from tests.autocast.helpers import SPLIT, WHOLE
 from tests.helpers import BF16, F16, F32, assert_same_bits, eight_cpu_devices
 from tests.programs import ROWS, _traced, all_programs
@@ -185,6 +186,17 @@ def test_no_tracer_leaks(name):
     loss, args = PROGRAMS[name].loss, PROGRAMS[name].make(0)
     with jax.checking_leaks(), as_plain_jax(lambda: jax.make_jaxpr(jax.grad(loss))(*args)):
         jax.make_jaxpr(mpx.grad(mpx.autocast(loss, "bf16", **WIDE)))(*args)
+
+
+@slow_test(every=12, first=3)
+def test_a_checkpoint_keeps_few_bits_of_any_program(name):
+    """Of parameters too, which a user would leave as they are; without a loss of bits it changes none."""
+    loss, (p, batch) = PROGRAMS[name].loss, PROGRAMS[name].make(0)
+    kept = functools.partial(mpx.checkpoint, loss, argnums=(0, 1))
+    with as_plain_jax(lambda: jax.eval_shape(jax.grad(jax.checkpoint(loss)), p, symbolic(batch))):
+        jax.eval_shape(mpx.grad(mpx.autocast(kept(kept=mpx.Blockwise8bit()), "bf16", **WIDE)), p, symbolic(batch))
+    gradients = [jax.jit(jax.grad(loss))(p, batch) for loss in (kept(kept=FLOAT32), jax.checkpoint(loss))]
+    assert_same_bits(*gradients)
 
 
 @slow_test(every=12, first=6)
