@@ -18,7 +18,7 @@ LLAMA_2_7B = {"hidden": 11_008, "vocabulary": 32_000, "key_heads": 32}
 CASES = {
     "1B on 1": ("1B", 1, {}),
     "7B on 1": ("8B", 1, LLAMA_2_7B),
-    "8B on 8": ("8B", 8, {}),
+    "7B on 8": ("8B", 8, LLAMA_2_7B),
     "70B on 8": ("70B", 8, {}),
     "70B on 64, kept in 8 bits": ("70B", 64, {"kept": mpx.Blockwise8bit(), "grad_dtype": "bf16"}),
 }

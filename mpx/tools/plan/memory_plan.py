@@ -166,7 +166,7 @@ def memory_plan(
         held                                         14.68    14.00
         >>> plan = memory_plan(8_000_000_000, tx, "bf16")
         >>> f"{plan.peak_bytes_a_device / 1e9:.1f} GB, for {plan.step}"
-        '119.3 GB, for 1 x 4,096 tokens a device, 32 layers of width 4,090 in a scan, each in jax.checkpoint'
+        '119.3 GB, for 1 x 4,096 tokens a device, 32 layers of width 4,096 in a scan, each in jax.checkpoint'
     """
     tx = _errors.as_transformation(tx, "memory_plan")
     on, along, specs = _layout(mesh, axis, param_specs)

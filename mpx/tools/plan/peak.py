@@ -18,16 +18,18 @@ Kept = Literal["bf16", "8bit"]
 _KEPT = {None: ("jax.checkpoint", 4), "bf16": ('mpx.checkpoint(kept="bf16")', 2)}  # what is written, bytes of a number
 _KEPT["8bit"] = ("mpx.checkpoint(kept=mpx.Blockwise8bit())", 1)
 _MARGIN = 0.03  # for what no plan knows, such as gaps between arrays
-# Parameters, layers, width, vocabulary: of one, of GPT-2, and of Llamas (arXiv 2407.21783) with a head of their own.
-_KNOWN = [[1, 1, 1, 1], [124e6, 12, 768, 50_257], [1.498e9, 16, 2048, 128_256], [8.03e9, 32, 4096, 128_256]]
-_KNOWN += [[70.55e9, 80, 8192, 128_256], [405.9e9, 126, 16_384, 128_256]]
+# Parameters, layers, width, widths of the perceptron and of keys, and vocabulary of GPT-2 and of Llamas with a head of
+# their own (7B: arXiv 2307.09288, others: 2407.21783).
+_KNOWN = [[1, 1, 1, 1, 1, 1], [124e6, 12, 768, 3072, 768, 50_257], [1.498e9, 16, 2048, 8192, 512, 128_256]]
+_KNOWN += [[6.738e9, 32, 4096, 11_008, 4096, 32_000], [8.03e9, 32, 4096, 14_336, 1024, 128_256]]
+_KNOWN += [[70.55e9, 80, 8192, 28_672, 1024, 128_256], [405.9e9, 126, 16_384, 53_248, 1024, 128_256]]
 
 
 def shapes_of(parameters: int) -> list[tuple[int, ...]]:
     """Return the shapes of a Llama with so many parameters, on a logarithmic scale between the two next to it."""
     known, *sizes = np.log(_KNOWN).T
-    layers, width, words = (round(math.exp(np.interp(math.log(parameters), known, size))) for size in sizes)
-    hidden, keys = 7 * width // 2, min(1024, -(-width // 4))
+    at = math.log(parameters)
+    layers, width, hidden, keys, words = (round(math.exp(np.interp(at, known, size))) for size in sizes)
     sides = [(width, width)] * 2 + [(width, keys)] * 2 + [(width, hidden)] * 2 + [(hidden, width)]
     return [(words, width), (width, words), *((layers, *side) for side in sides)]
 
