@@ -5,6 +5,7 @@ whose import takes most of a second.
 """
 
 import contextlib
+import functools
 import pathlib
 import sys
 from typing import Annotated, Any
@@ -86,18 +87,29 @@ def plan(
     devices: Annotated[int, typer.Option(metavar="COUNT", min=1, help="Shard the state over so many (ZeRO-1).")] = 1,
     fsdp: Annotated[bool, _flag("--fsdp", "Shard parameters and gradients, too (ZeRO-3).")] = False,
     memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Show what fits into 80GB, 80GiB or h100.")] = None,
+    batch: Annotated[int, typer.Option(metavar="COUNT", min=0, help="Sequences of each device.")] = 1,
+    sequence: Annotated[int, typer.Option(metavar="COUNT", min=1, help="Tokens of a sequence.")] = 4096,
+    kept: Annotated[
+        str | None, typer.Option(metavar="FORMAT", help="Of mpx.checkpoint: bf16 or 8bit. Else jax.checkpoint.")
+    ] = None,
+    grad_dtype: Annotated[
+        str | None, typer.Option(metavar="DTYPE", help="Of gradients, as in mpx.value_and_grad: bf16.")
+    ] = None,
     as_json: _AsJson = False,
 ) -> None:
-    """Count the bytes that a training run holds under each precision recipe, before anything is allocated."""
+    """Count the bytes that a training step needs under each precision recipe, before anything is allocated."""
     from mpx.tools import cli
 
     limit = None if memory is None else cli.usable_bytes(memory)
+    options = {"recipe": recipe or [], "devices": devices, "fsdp": fsdp, "grad_dtype": grad_dtype}
+    options |= {"batch": batch, "sequence": sequence, "kept": kept}
     with contextlib.redirect_stdout(sys.stderr):  # the user's code may print
         planned = cli.attribute(model) if ":" in model else cli.parameters(model)
         optimizer, code = cli.rule(rule)
-        comparison = cli.plan(planned, optimizer, recipe or [], devices, fsdp, limit)
-    note = "Without activations. Gradients are those in one jitted step; `mpx.memory_plan` counts others."
-    cli.write(comparison, as_json, [*cli.plan_parts(comparison, code), note])
+        of_options = functools.partial(cli.plan, planned, optimizer, limit)
+        comparison = of_options(**options)
+        parts = list(cli.plan_parts(comparison, code, lambda name: cli.changes_that_fit(of_options, name, options)))
+    cli.write(comparison, as_json, parts)
 
 
 @app.command(epilog='Example: mpx explain train.py:loss "f32[16,4]" "f32[8,16]" --policy bf16 --grad')

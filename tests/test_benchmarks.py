@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import adamw_by_hand, autocast_forms, optimizer_step
+from benchmarks import adamw_by_hand, autocast_forms, llama, optimizer_step
 from benchmarks.autocast_forms import FORMS, HAND, HAND_STREAM, Size, make_form
 from tests.autocast.helpers import contractions
 from tests.helpers import cases, unfused
@@ -79,3 +79,11 @@ def test_all_forms_are_the_same_function():
     np.testing.assert_allclose(others, plain, rtol=0.02)
     other = jax.tree.map(lambda p: p + 0.5 * jax.random.normal(jax.random.key(1), p.shape), params)
     assert abs(losses(other)[0] / plain - 1) > 0.02
+
+
+# ---- Llamas ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_largest_number_is_the_last_one_below_the_budget_on_a_line():
+    """Ten bytes each, and thirty for nothing."""
+    assert [llama.most(budget, [(1, 40), (4, 70)]) for budget in (39, 100, 109)] == [0, 7, 7]

@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import itertools
 import json
 import operator
 import os
@@ -11,7 +12,7 @@ import sys
 import sysconfig
 import textwrap
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,6 +31,7 @@ from mpx.tools.plan.compare_plans import PlanComparison, compare_plans
 from mpx.tools.plan.memory_plan import evaluate
 from mpx.tools.program.targets import TARGETS
 
+_SMALL = ("bf16-split-8bit", "bf16-split24-8bit", "bf16-split24-4bit")  # recipes that hold less, from more to less
 _PREFIXES = {"k": 1, "m": 2, "g": 3, "t": 4}
 _COUNTS = {"": 1, "b": 10**9} | {name: 1000**power for name, power in _PREFIXES.items()}
 _BYTES = {"b": 1} | {f"{name}b": 1000**power for name, power in _PREFIXES.items()}
@@ -42,12 +44,12 @@ def parameters(text: str) -> int:
 
 
 def usable_bytes(text: str) -> int:
-    """Return what a plan may take of a device with a memory of `80GB` or `80 GiB`, or of one that is called `h100`."""
+    """Return what JAX takes of a device with a memory of `80GB` or `80 GiB`, or of one that is called `h100`."""
     target, names = TARGETS.get(text.strip().lower()), ", ".join(TARGETS)
     wanted = f"a memory with its unit, such as 80GB (80e9 bytes) or 80GiB (80 * 2**30), or one of {names}"
     memory = _number(text, _BYTES, wanted) if target is None else target.memory_bytes
     part = 1.0 if target and target.tpu else float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75))
-    return int(memory * part) * 9 // 10  # XLA adds temporaries, which no plan can know
+    return int(memory * part)
 
 
 def _number(text: str, units: dict[str, int], wanted: str) -> int:
@@ -128,27 +130,30 @@ def read_arrays(path: pathlib.Path) -> dict[str, np.ndarray]:
 def plan(
     model: Any,
     rule: optax.GradientTransformation,
-    names: Sequence[str],
+    usable_bytes: int | None,
+    *,
+    recipe: Sequence[str],
     devices: int,
     fsdp: bool,
-    usable_bytes: int | None,
+    grad_dtype: str | None,
+    **options: Any,
 ) -> PlanComparison:
-    """Plan the recipes with these names (all if `names` is empty), on devices as the command line gives them."""
+    """Plan the recipes with these names (all if there are none), on devices as the command line gives them."""
     if fsdp and devices == 1:
         raise ValueError("--fsdp shards parameters over devices: say over how many, as in --devices 64.")
     mesh = AbstractMesh((devices,), ("data",), axis_types=(AxisType.Auto,))
-    model, options = evaluate(model), {}
+    model = evaluate(model)
     if fsdp:
         sharded = lambda p: sharded_spec(np.shape(p), PartitionSpec(), mesh, "data")
         specs = PartitionSpec("data") if isinstance(model, int) else jax.tree.map(sharded, model)
-        options = {"mesh": mesh, "axis": None, "param_specs": specs}
+        options |= {"mesh": mesh, "axis": None, "param_specs": specs}
     elif devices > 1:
-        options = {"mesh": mesh, "axis": "data"}
-    return compare_plans(model, rule, names or None, usable_bytes=usable_bytes, **options)
+        options |= {"mesh": mesh, "axis": "data"}
+    return compare_plans(model, rule, recipe or None, usable_bytes=usable_bytes, gradient_dtype=grad_dtype, **options)
 
 
-def plan_parts(comparison: PlanComparison, rule: str) -> Iterator[Any]:
-    """Yield the table of several recipes, or the parts of one; and the code for the only one, or for one that fits."""
+def plan_parts(comparison: PlanComparison, rule: str, changes: Callable[[str], list[str]]) -> Iterator[Any]:
+    """Yield the table of several recipes, or the parts of one; and the code for one that fits, or what would."""
     is_one, limit = len(comparison.plans) == 1, comparison.usable_bytes
     if is_one:
         yield from comparison.plans.values()
@@ -156,17 +161,40 @@ def plan_parts(comparison: PlanComparison, rule: str) -> Iterator[Any]:
         yield comparison
     if limit is not None:
         yield (
-            f"{limit / 1e9:.4g} GB may be held: 90% of what JAX takes, of a GPU 75% (XLA_PYTHON_CLIENT_MEM_FRACTION). "
-            "The rest is for XLA's temporaries, which no plan knows."
+            f"A device has {limit / 1e9:.4g} GB for it. Of a GPU JAX takes 75%, or what XLA_PYTHON_CLIENT_MEM_FRACTION "
+            "says: 0.95 where nothing else runs."
         )
     fit = [name for name in comparison.plans if comparison.fits.get(name, True)]
     if not fit:
-        yield "Nothing fits: take another recipe, or more devices, or shard parameters too (--devices N --fsdp)."
+        smallest = min(comparison.plans, key=lambda name: comparison.plans[name].peak_bytes_a_device)
+        yield "\n".join(["Nothing fits. It would with", *(f"- {change}" for change in changes(smallest))])
     elif limit is not None or is_one:
         name = "bf16-split" if "bf16-split" in fit else fit[0]
         recipe = RECIPES.get(get_policy(name).recipe or "")
         key = ", key=jax.random.key(0)" if recipe and recipe.rounds_at_random else ""
         yield f"tx = mpx.mixed_precision({rule}, {json.dumps(name)}{key})"
+
+
+def changes_that_fit(plan: Callable[..., PlanComparison], recipe: str, given: Mapping[str, Any]) -> list[str]:
+    """Return options that make a recipe fit, cheapest first: each alone, or else several; and with more devices."""
+    fits = lambda change: any(plan(**{**given, "recipe": [recipe], **change}).fits.values())
+    first = lambda changes: [change for change in changes if fits(change)][:1]
+    are_several, batch = given["devices"] > 1, given["batch"]
+    smaller: list[list[dict[str, Any]]] = [
+        [{"recipe": [name]} for name in _SMALL if given["recipe"] and name != recipe],
+        [{"fsdp": True}] * (are_several and not given["fsdp"]),
+        [{"grad_dtype": "bf16"}] * (are_several and given["grad_dtype"] is None),
+        [{"batch": batch >> i} for i in range(1, batch.bit_length())],
+        [{"kept": kept} for kept in ("bf16", "8bit") if given["kept"] is None],
+    ]
+    together = list(itertools.accumulate([x[-1] for x in smaller if x], operator.or_, initial={}))
+    more = [{"fsdp": True, "devices": given["devices"] << i} for i in range(1, 11)]
+    found = [change for changes in smaller for change in first(changes)] or first(together)
+    found += first(more) or first([together[-1] | change for change in more])
+    start = {} if given["recipe"] else {"recipe": [recipe]}
+    value = lambda x: "" if x is True else f" {x[0] if isinstance(x, list) else x}"
+    written = lambda change: [f"--{name.replace('_', '-')}{value(x)}" for name, x in (start | change).items()]
+    return [" ".join(written(change)) for change in found]
 
 
 def write(result: Result, as_json: bool, parts: Iterable[Any] = ()) -> None:

@@ -139,9 +139,10 @@ def bytes_a_parameter(report, count):
 
 
 def fsdp_step(mesh, tx, name):
-    """Return the report of a step with everything sharded, whose weights are gathered where they are used."""
+    """Return the report of a step with everything sharded, whose weights are gathered where they are used, twice."""
     policy = mpx.get_policy(name)
-    loss = mpx.autocast(layers(lambda w: jax.sharding.reshard(w, P())), policy, gather_again=False)
+    layer = jax.checkpoint(lambda x, w: jnp.tanh(x @ jax.sharding.reshard(w, P())))
+    loss = mpx.autocast(lambda params, x: jnp.mean(layer(layer(x, params["a"]), params["b"])), policy)
     params = {name: placed_on(mesh, shape, policy.param_dtype, P("data")) for name, shape in SHAPES.items()}
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         state = jax.eval_shape(tx.init, params)  # its types know how it is sharded, but no devices

@@ -15,10 +15,10 @@ MESH = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
 
 
 def test_each_plan_is_that_of_its_recipe():
-    comparison = compare_plans(2**16, optax.lion(1e-3), mesh=MESH)
+    comparison = compare_plans(2**16, optax.lion(1e-3), mesh=MESH, batch=0)
     assert list(comparison.plans) == list(RECIPES)
     tx = mpx.mixed_precision(optax.lion(1e-3), "bf16-split-8bit")
-    assert comparison.plans["bf16-split-8bit"] == memory_plan(2**16, tx, "bf16-split-8bit", mesh=MESH)
+    assert comparison.plans["bf16-split-8bit"] == memory_plan(2**16, tx, "bf16-split-8bit", mesh=MESH, batch=0)
     assert str(comparison).startswith("Memory to train 65,536 parameters, in MB")
     assert comparison.as_dict()["plans"] == {name: plan.as_dict() for name, plan in comparison.plans.items()}
 
@@ -38,13 +38,24 @@ def test_a_function_is_traced_once():
 @pytest.mark.parametrize(
     ("memory", "header", "cells"),
     [
-        (None, "params  grads  optimizer  total  a param", ["2.000", "2.000", "12.00", "16.00", "16.00"]),
-        (16_000_004, "total  a param  fits without activations  largest", ["16.00", "16.00", "yes", "0.001B"]),
-        (16_000_003, "total  a param  fits without activations  largest", ["16.00", "16.00", "no", "0.001B"]),
+        (None, "params  grads  optimizer   held  a param", ["2.000", "2.000", "12.00", "16.00", "16.00"]),
+        (16_000_004, " held  a param  fits  largest", ["16.00", "16.00", "yes", "0.001B"]),
+        (16_000_003, " held  a param  fits  largest", ["16.00", "16.00", "no", "0.001B"]),
     ],
 )
 def test_the_table_adds_up_and_says_what_fits(memory, header, cells):
-    title, *lines = str(compare_plans(10**6, recipes=["bf16-masters"], usable_bytes=memory)).splitlines()
+    table = compare_plans(10**6, recipes=["bf16-masters"], usable_bytes=memory, batch=0)
+    title, *lines = str(table).splitlines()
     assert title == "Memory to train 1,000,000 parameters, in MB"
     assert lines[0] == f"recipe        {header}"
     assert lines[1].split() == ["bf16-masters", *cells]
+
+
+def test_what_fits_is_decided_by_the_peak():
+    plan = compare_plans(10**9, recipes=["bf16-split"]).plans["bf16-split"]
+    fits = lambda limit: compare_plans(10**9, recipes=["bf16-split"], usable_bytes=limit)
+    assert plan.total_bytes_a_device < plan.peak_bytes_a_device
+    assert fits(plan.peak_bytes_a_device).fits == {"bf16-split": True}
+    assert fits(plan.peak_bytes_a_device - 1).fits == {"bf16-split": False}
+    assert fits(plan.peak_bytes_a_device).largest_models == {"bf16-split": 10**9}
+    assert "peak  fits  largest\n" in str(fits(1))

@@ -119,11 +119,11 @@ ROWS = {"axis": None, "param_specs": P("data")}  # FSDP
         ("bf16", {}, 2, 4),
         ("f32", {}, 4, 4),
         ("p=f32,c=bf16", {}, 4, 4),  # new parameters, in float32
-        ("p=f32,c=bf16", ROWS, 2, 4),  # weights, cast before they are sent
-        ("p=bf16,c=f32", ROWS, 2, 4),
-        ("p=bf16,c=fp8", ROWS, 2, 4),
-        ("p=bf16,c=bf16,'b'=f32", ROWS, 2.5, 4),  # a quarter of all in 4 bytes
-        ("p=bf16,c=bf16,r=bf16", ROWS, 2, 2),
+        ("p=f32,c=bf16", ROWS, 4, 4),  # weights, cast before they are sent, for the backward pass again
+        ("p=bf16,c=f32", ROWS, 4, 4),
+        ("p=bf16,c=fp8", ROWS, 4, 4),
+        ("p=bf16,c=bf16,'b'=f32", ROWS, 5, 4),  # a quarter of all in 4 bytes
+        ("p=bf16,c=bf16,r=bf16", ROWS, 4, 2),
         ("p=bf16,c=bf16,r=bf16", {}, 2, 2),
         ("bf16", {"axis": None}, 0, 4),  # all of it on every device
         ("bf16", {"param_specs": P(None, "model")}, 1, 2),  # half of each weight
@@ -137,6 +137,21 @@ def test_what_a_step_sends_follows_from_the_policy_and_the_sharding(policy, opti
     default = {"model": shapes, "mesh": abstract(data=8, model=2)}
     plan = memory_plan(tx=optax.sgd(0.1), policy=policy, **(default | options))
     assert (plan.gathered_bytes_a_parameter, plan.summed_bytes_a_parameter) == (gathered, summed)
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "size"),
+    [
+        ("bf16", {}, 4),
+        ("bf16", {"gradient_dtype": "bf16"}, 2),
+        ("p=bf16,c=bf16,r=bf16", {}, 2),
+        ("bf16", {"mesh": abstract(data=1)}, 2),
+        (None, {}, 4),
+    ],
+)
+def test_on_several_devices_gradients_have_the_dtype_of_their_sum(policy, options, size):
+    plan = memory_plan(4096, optax.sgd(0.1), policy, **({"mesh": abstract(data=8)} | options))
+    assert plan.bytes_of("gradients") == size * 4096
 
 
 # Formulas.

@@ -17,7 +17,7 @@ from mpx.tools.plan.memory_plan import MemoryPlan, evaluate, memory_plan
 
 @dataclasses.dataclass(frozen=True)
 class PlanComparison(Result):
-    """Hold the plans of several recipes; prints as a table of what one device holds.
+    """Hold the plans of several recipes; prints as a table of what one device holds and needs at the peak.
 
     Numbers are in GB, or less if they are small. Given a memory, the table says what fits in place of the parts: all of
     it does not fit into 80 columns.
@@ -30,7 +30,7 @@ class PlanComparison(Result):
     def fits(self) -> dict[str, bool]:
         """Return whether a device can hold each plan; nothing without a memory."""
         limit = self.usable_bytes
-        return {name: p.total_bytes_a_device <= limit for name, p in self.plans.items() if limit is not None}
+        return {name: p.peak_bytes_a_device <= limit for name, p in self.plans.items() if limit is not None}
 
     @property
     def largest_models(self) -> dict[str, int]:
@@ -40,23 +40,27 @@ class PlanComparison(Result):
 
     def _parts(self) -> Iterator[Table | str]:
         plans = self.plans.values()
-        unit = unit_for([plan.total_bytes_a_device for plan in plans])
+        unit = unit_for([plan.peak_bytes_a_device for plan in plans])
         in_unit = lambda numbers: [shown(number, unit) for number in numbers]
         columns = {"recipe": list(self.plans)}
         if self.usable_bytes is None:
             columns["params"] = in_unit(p.bytes_of("parameters") + p.bytes_of("not trained") for p in plans)
             columns["grads"] = in_unit(p.bytes_of("gradients") for p in plans)
             columns["optimizer"] = in_unit(p.state_bytes_a_device for p in plans)
-        columns["total"] = in_unit(p.total_bytes_a_device for p in plans)
+        columns["held"] = in_unit(p.total_bytes_a_device for p in plans)
         columns["a param"] = [digits(p.bytes_a_parameter) for p in plans]
+        if has_peak := any(p.peak for p in plans):
+            columns["peak"] = in_unit(p.peak_bytes_a_device for p in plans)
         is_sharded = any(p.devices > 1 for p in plans)
         if is_sharded:
             columns["sends"] = [digits(p.gathered_bytes_a_parameter + p.summed_bytes_a_parameter) for p in plans]
         if self.usable_bytes is not None:
-            columns["fits without activations"] = ["yes" if fits else "no" for fits in self.fits.values()]
+            columns["fits"] = ["yes" if fits else "no" for fits in self.fits.values()]
             columns["largest"] = [f"{digits(count / 1e9)}B" for count in self.largest_models.values()]
         lines = zip(*columns.values(), strict=True)
         yield Table(next(iter(plans)).title(unit), [tuple(columns), *lines], range(1, len(columns)))
+        if has_peak:
+            yield f"Peak: {next(iter(plans)).step}."
         if is_sharded:
             yield "Sends: bytes a parameter and step, of weights that are gathered and gradients that devices add up."
 
@@ -69,7 +73,7 @@ def compare_plans(
     usable_bytes: float | None = None,
     **options: Any,
 ) -> PlanComparison:
-    """Count the bytes that a training run holds under several recipes.
+    """Count the bytes that a training run needs under several recipes.
 
     Args:
         model: as in `memory_plan`.
@@ -77,7 +81,7 @@ def compare_plans(
         recipes: names of recipes (see `recipes`). None: all; if the rule keeps no moments, without those that store
             moments in fewer bits.
         usable_bytes: what training may use of the memory of a device, to ask what fits. JAX takes 75% of a GPU's.
-        options: the keyword arguments of `memory_plan`: `gradient_dtype`, `mesh`, `axis`, `param_specs`...
+        options: the keyword arguments of `memory_plan`: `gradient_dtype`, `mesh`, `axis`, `param_specs`, `batch`...
 
     Returns:
         A `PlanComparison`.
@@ -87,9 +91,9 @@ def compare_plans(
         ValueError: if there is no such recipe; and as `memory_plan`.
 
     Example:
-        >>> print(compare_plans(1000, optax.sgd(0.1), ["bf16-split", "f32"]))
+        >>> print(compare_plans(1000, optax.sgd(0.1), ["bf16-split", "f32"], batch=0))
         Memory to train 1,000 parameters, in bytes
-        recipe      params  grads  optimizer  total  a param
+        recipe      params  grads  optimizer   held  a param
         bf16-split   2,000  2,000      2,000  6,000    6.000
         f32          4,000  4,000          0  8,000    8.000
     """

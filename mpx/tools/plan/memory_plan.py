@@ -7,7 +7,7 @@ for any optimizer and any wrapper.
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, get_args
 
 import jax
@@ -24,6 +24,7 @@ from mpx._parallel.zero1 import zero1_shardings
 from mpx._policy import Policy, as_policy
 from mpx._stored.blockwise import Blockwise8bit
 from mpx._tables import Result, Table, Unit, digits, shown, unit_for
+from mpx.tools.plan.peak import Kept, peak_of, shapes_of
 from mpx.tools.plan.rows import KEY, OUTSIDE_STATE, SCALARS, Entry, Kind, PlanRow, entries_of, rows_of, state_entries
 
 _UNSHARDED = "unsharded"  # an axis of one device: a state sharded along it is whole
@@ -36,10 +37,10 @@ class MemoryPlan(Result):
 
     rows: tuple[PlanRow, ...]  # one for each field of the optimizer state, and one for all scalars
     parameters: int  # the number of trained elements
+    peak: Mapping[str, int]  # bytes that a device needs besides, where it needs most; empty for a batch of 0
+    step: str  # whose peak that is
     devices: int = 1  # of the mesh; 1 without a mesh
-    # Bytes that all-gathers make: new parameters of `zero1`, or weights, each once (`autocast` gathers them again for
-    # the backward pass).
-    gathered_bytes_a_parameter: float = 0.0
+    gathered_bytes_a_parameter: float = 0.0  # of new parameters of `zero1`, or of weights, for either pass
     summed_bytes_a_parameter: float = 0.0  # bytes of gradients that devices add up in a step
 
     @property
@@ -67,25 +68,33 @@ class MemoryPlan(Result):
         """Bytes of all rows on one device, divided by the number of parameters of the whole model."""
         return self.total_bytes_a_device / self.parameters
 
+    @property
+    def peak_bytes_a_device(self) -> int:
+        """Bytes that one device needs where the step needs most."""
+        return self.total_bytes_a_device + sum(self.peak.values())
+
     def bytes_of(self, kind: Kind) -> int:
         """Return the bytes of all rows of a kind on one device; 0 if there are none."""
         _errors.require_choice(get_args(Kind), kind, "`MemoryPlan.bytes_of`: `kind`")
         return sum(row.bytes_a_device for row in self.rows if row.kind == kind)
 
     def largest_model(self, memory_bytes: float) -> int:
-        """Return how many parameters can be trained in this way in the memory of one device, without activations.
+        """Return how many parameters can be trained in this way in the memory of one device.
 
         All parts grow in proportion, except counts and keys. The answer is 0 if not even one parameter fits.
         """
         fixed = sum(row.bytes_a_device for row in self.rows if row.name in (SCALARS, KEY))
-        return max(0, (int(memory_bytes) - fixed) * self.parameters // (self.total_bytes_a_device - fixed))
+        return max(0, (int(memory_bytes) - fixed) * self.parameters // (self.peak_bytes_a_device - fixed))
 
     def _parts(self) -> Iterator[Table | str]:
-        unit = unit_for([self.total_bytes_a_device])
+        unit = unit_for([self.peak_bytes_a_device])
         parts = [(row.name, row.kind, " ".join(row.dtypes), row.bytes_a_device) for row in self.rows]
-        parts.append(("total", "", "", self.total_bytes_a_device))
-        lines = [(*names, shown(held, unit), digits(held / self.parameters)) for *names, held in parts]
+        sums = {"held": self.total_bytes_a_device, **self.peak, "peak": self.peak_bytes_a_device}
+        parts += [(name, "", "", count) for name, count in sums.items() if self.peak or name == "held"]
+        lines = [(*names, shown(count, unit), digits(count / self.parameters)) for *names, count in parts]
         yield Table(self.title(unit), [("part", "kind", "dtype", unit[0], "a param"), *lines], (3, 4))
+        if self.peak:
+            yield f"Peak: {self.step}."
         if self.devices > 1:
             gathered, summed = digits(self.gathered_bytes_a_parameter), digits(self.summed_bytes_a_parameter)
             yield f"A step gathers {gathered} bytes a parameter, and adds up {summed} of gradients over devices."
@@ -105,26 +114,35 @@ def memory_plan(
     mesh: Mesh | AbstractMesh | None = None,
     axis: str | None = "data",
     param_specs: Any = None,
+    batch: int = 1,
+    sequence: int = 4096,
+    kept: Kept | None = None,
 ) -> MemoryPlan:
-    """Count the bytes that a training run holds, from shapes alone: nothing is allocated, however large the model is.
+    """Count the bytes that a training run needs, from shapes alone: nothing is allocated, however large the model is.
 
     Parameters, gradients and optimizer state are counted to the byte, inside one jitted step, where a gradient has the
-    narrower of its parameter's dtype and the policy's compute dtype. Activations and other temporaries are not counted:
-    see `step_report`. An array that stands in the tree twice counts twice, since `jax.jit` returns two.
+    narrower of its parameter's dtype and the policy's compute dtype, or on several devices the dtype of their sum. An
+    array that stands in the tree twice counts twice, since `jax.jit` returns two.
+
+    The peak is that of a transformer whose layers run in a `scan`, each in a checkpoint: within 10% of the programs of
+    `examples/llama.py`. For another model give `batch=0`, and read the rest off its program: `step_report`.
 
     Args:
         model: a function without arguments that makes the parameters, which is traced and not run; or a tree of them,
             or of their shapes (`jax.ShapeDtypeStruct`), whose other leaves do not count; or their number, which stands
-            for one float32 vector. On a mesh its elements are rounded up to 256 for each device, so that 8-bit blocks
-            are sharded too.
+            for one float32 vector, and at the peak for the layers of a Llama of this size. On a mesh its elements are
+            rounded up to 256 for each device, so that 8-bit blocks are sharded too.
         tx: any Optax transformation or chain, with the wrappers of mpx in it but without `zero1`: see `axis`.
         policy: the policy for storing parameters and computing with them, or its string. None: unchanged.
         gradient_dtype: `"float32"` for gradients that leave the program, as `mpx.value_and_grad` returns them under
-            `jax.jit`; or the dtype of all gradients that are not float64. None: the gradients inside a step, as above.
+            `jax.jit`; or its `grad_dtype`, of all gradients that are not float64. None: those inside a step, as above.
         mesh: the devices, which need not exist (`jax.sharding.AbstractMesh`); None for a single device.
         axis: the axis of the mesh along which `zero1` shards the optimizer state. None: the state is sharded only like
             the parameters, along any axis.
         param_specs: how parameters and their gradients are sharded, as in `zero1`.
+        batch: sequences of a device; 0 for what is held alone.
+        sequence: tokens of a sequence.
+        kept: as in `mpx.checkpoint`, `"bf16"` or `"8bit"`; None for `jax.checkpoint`.
 
     Returns:
         A `MemoryPlan`.
@@ -132,12 +150,11 @@ def memory_plan(
     Raises:
         TypeError: if `tx`, `policy` or `mesh` has another type.
         ValueError: if there are no floating-point parameters, a dtype is not floating-point, the mesh has no such axis,
-            or `param_specs` do not divide a parameter.
+            `param_specs` do not divide a parameter, or `kept` is something else.
 
     Example:
         >>> tx = mixed_precision(optax.adamw(1e-3), "bf16", storage="split")
-        >>> plan = memory_plan(lambda: {"w": jnp.zeros((1024, 1024))}, tx, "bf16")
-        >>> print(plan)
+        >>> print(memory_plan(lambda: {"w": jnp.zeros((1024, 1024))}, tx, "bf16", batch=0))
         Memory to train 1,048,576 parameters, in MB
         part                kind           dtype        MB  a param
         parameters          parameters     bfloat16  2.097    2.000
@@ -146,9 +163,10 @@ def memory_plan(
         mu                  first moment   float32   4.194    4.000
         nu                  second moment  float32   4.194    4.000
         counts and scalars  other state    int32     0.000    0.000
-        total                                        14.68    14.00
-        >>> memory_plan(7_000_000_000, tx, "bf16").largest_model(80e9)
-        5714285714
+        held                                         14.68    14.00
+        >>> plan = memory_plan(8_000_000_000, tx, "bf16")
+        >>> f"{plan.peak_bytes_a_device / 1e9:.1f} GB, for {plan.step}"
+        '119.3 GB, for 1 x 4,096 tokens a device, 32 layers of width 4,096 in a scan, each in jax.checkpoint'
     """
     tx = _errors.as_transformation(tx, "memory_plan")
     on, along, specs = _layout(mesh, axis, param_specs)
@@ -170,18 +188,27 @@ def memory_plan(
             "their shapes, a function that makes one, or the number of parameters."
         )
     whole = jax.tree.map(lambda _, spec: NamedSharding(on, spec), params, specs)
-    gradients = _gradients_of(trained, policy, gradient_dtype)
+    narrow = _gradients_of(trained, policy, None)
+    summed = np.dtype(np.float32 if policy is None or policy.reduce_dtype is None else policy.reduce_dtype)
+    gradients = _gradients_of(trained, policy, gradient_dtype or (summed if policy and on.size > 1 else None))
     state = jax.eval_shape(tx.init, params)
     shardings = zero1_shardings(params, state, on, along, param_specs=specs)
+    weights = list(entries_of("parameters", trained, whole))
     entries = [
-        *entries_of("parameters", trained, whole),
+        *weights,
         *entries_of("not trained", others, whole),
         *entries_of("gradients", gradients, whole),
         *state_entries(state, shardings),
     ]
-    narrow = entries_of("gradients", _gradients_of(trained, policy, None), whole)
-    sent = _sent(entries_of("parameters", trained, whole), narrow, policy, along)
-    return MemoryPlan(rows_of(entries), count, on.size, *(n / count for n in sent))
+    sent = _sent(weights, entries_of("gradients", narrow, whole), policy, along)
+    leaves, rows = jax.tree.leaves(narrow), rows_of(entries)
+    shapes = shapes_of(count) if _errors.is_integer(model) else [p.shape for p in leaves]
+    itemsize = max(leaves, key=lambda p: math.prod(p.shape)).dtype.itemsize
+    is_gathered = along == _UNSHARDED and any(at.shard_shape(p.shape) != p.shape for _, _, p, at in weights)
+    held = sum(row.bytes_a_device for row in rows)
+    given = (shapes, held, batch, sequence, kept, itemsize, summed.itemsize, is_gathered)
+    peak, step = peak_of(*given) if batch else ({}, "")
+    return MemoryPlan(rows, count, peak, step, on.size, *(n / count for n in sent))
 
 
 def _layout(mesh: Any, axis: str | None, param_specs: Any) -> tuple[Mesh | AbstractMesh, str, Any]:
@@ -221,8 +248,9 @@ def _array_or_none(leaf: Any) -> Any:
 def _sent(parameters: Iterable[Entry], narrow: Iterable[Entry], policy: Policy | None, axis: str) -> tuple[int, int]:
     """Return the bytes that all-gathers of a step write and that its sums of gradients read, on one device.
 
-    With `zero1` these are the new parameters. Else they are the weights, gathered along every axis that shards them in
-    the narrower of their own and the compute dtype. Sums are as `autocast` computes them.
+    With `zero1` these are the new parameters. Else they are the weights, gathered for the forward pass and again for
+    the backward pass, along every axis that shards them, in the narrower of their own and the compute dtype. Sums are
+    as `autocast` computes them.
     """
     gathered = summed = 0
     reduced = None if policy is None else policy.reduce_dtype
@@ -234,7 +262,7 @@ def _sent(parameters: Iterable[Entry], narrow: Iterable[Entry], policy: Policy |
             is_gathered = sharded_spec(p.shape, sharding.spec, mesh, axis) != sharding.spec
             devices, size, dtype = mesh.shape[axis], part, p.dtype
         if devices > 1:
-            gathered += is_gathered * bytes_of(dtype, size)
+            gathered += is_gathered * bytes_of(dtype, size) * (2 if axis == _UNSHARDED else 1)
             summed += bytes_of(np.dtype(reduced or _trees.promoted(p.dtype, np.float32)), size)
     return gathered, summed
 
