@@ -46,7 +46,7 @@ _ROWS = {
     "layout_constraint": _FREE._replace(moves="same", triton="none"),
     "device_put": _KEPT._replace(moves="same", triton="none"),
     "sharding_constraint": _FREE._replace(moves="same", fan_out="one", communicates=True),
-    "reshard": _KEPT._replace(moves="same", communicates=True),
+    "reshard": _KEPT._replace(moves="same", fan_out="one", communicates=True),
     # Elements at other places.
     "rev transpose": _VIEW._replace(fan_out="one"),
     "reshape squeeze": _VIEW._replace(fan_out="one", blocks="view"),

@@ -217,3 +217,15 @@ def test_a_loop_keeps_random_bits_and_results_of_sums_and_not_their_copies():
     leaves = jax.tree.leaves(jax.vjp(lambda x: fun(x, keys), normal(1, 8, 4))[1])
     found = sorted((str(leaf.dtype), leaf.shape[1:]) for leaf in leaves if leaf.shape[:2] == (3, 8))
     assert found == [("bool", (8, 4)), ("float32", (8,)), ("float32", (8, 4))]
+
+
+@pytest.mark.parametrize(("devices", "policy"), [(1, "bf16"), (8, "compute=bf16,reduce=bf16")], ids=["one", "eight"])
+def test_weights_that_a_loop_gathers_stay_in_16_bits_unless_devices_add_up_gradients_in_float32(devices, policy):
+    gathered = lambda x, w: (x + jnp.tanh(x @ jax.sharding.reshard(w, PartitionSpec())), None)
+    loss = mpx.autocast(lambda ws, x: lax.scan(jax.checkpoint(gathered), x, ws)[0].sum(), policy)
+    with jax.set_mesh(jax.make_mesh((devices,), ("data",), devices=jax.devices("cpu")[:devices])):
+        weights = jax.device_put(normal(0, 3, 16, 16).astype(BF16), PartitionSpec(None, "data"))
+        x = jax.device_put(normal(1, 8, 16), PartitionSpec("data"))
+        scans = eqns_of(mpx.grad(loss, grad_dtype=BF16), weights, x, primitive="scan")
+    stacks = [v.aval for eqn in scans for v in (*eqn.invars, *eqn.outvars) if v.aval.shape == (3, 16, 16)]
+    assert [str(stack.dtype) for stack in stacks] == ["bfloat16"] * 3
