@@ -100,15 +100,23 @@ def plan(
     """Count the bytes that a training step needs under each precision recipe, before anything is allocated."""
     from mpx.tools import cli
 
-    limit = None if memory is None else cli.usable_bytes(memory)
-    options = {"recipe": recipe or [], "devices": devices, "fsdp": fsdp, "grad_dtype": grad_dtype}
+    limit, most = (None, 0) if memory is None else (cli.usable_bytes(memory), cli.usable_bytes(memory, cli.MOST))
+    options = {
+        "usable_bytes": limit,
+        "recipe": recipe or [],
+        "devices": devices,
+        "fsdp": fsdp,
+        "grad_dtype": grad_dtype,
+    }
     options |= {"batch": batch, "sequence": sequence, "kept": kept}
     with contextlib.redirect_stdout(sys.stderr):  # the user's code may print
         planned = cli.attribute(model) if ":" in model else cli.parameters(model)
         optimizer, code = cli.rule(rule)
-        of_options = functools.partial(cli.plan, planned, optimizer, limit)
+        of_options = functools.partial(cli.plan, planned, optimizer)
         comparison = of_options(**options)
-        parts = list(cli.plan_parts(comparison, code, lambda name: cli.changes_that_fit(of_options, name, options)))
+        parts = list(
+            cli.plan_parts(comparison, code, lambda name: cli.changes_that_fit(of_options, name, options, most))
+        )
     cli.write(comparison, as_json, parts)
 
 

@@ -31,6 +31,7 @@ from mpx.tools.plan.compare_plans import PlanComparison, compare_plans
 from mpx.tools.plan.memory_plan import evaluate
 from mpx.tools.program.targets import TARGETS
 
+FRACTION, MOST = "XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95"  # of a GPU; CUDA and NCCL need the rest
 _SMALL = ("bf16-split-8bit", "bf16-split24-8bit", "bf16-split24-4bit")  # recipes that hold less, from more to less
 _PREFIXES = {"k": 1, "m": 2, "g": 3, "t": 4}
 _COUNTS = {"": 1, "b": 10**9} | {name: 1000**power for name, power in _PREFIXES.items()}
@@ -43,12 +44,15 @@ def parameters(text: str) -> int:
     return _number(text, _COUNTS, "a number of parameters such as 124M, 7B or 70e9, or file.py:function")
 
 
-def usable_bytes(text: str) -> int:
-    """Return what JAX takes of a device with a memory of `80GB` or `80 GiB`, or of one that is called `h100`."""
+def usable_bytes(text: str, fraction: str = "") -> int:
+    """Return what JAX takes of a device with a memory of `80GB` or `80 GiB`, or of one that is called `h100`.
+
+    Of a GPU it takes a fraction; if none is given, what the environment says.
+    """
     target, names = TARGETS.get(text.strip().lower()), ", ".join(TARGETS)
     wanted = f"a memory with its unit, such as 80GB (80e9 bytes) or 80GiB (80 * 2**30), or one of {names}"
     memory = _number(text, _BYTES, wanted) if target is None else target.memory_bytes
-    part = 1.0 if target and target.tpu else float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75))
+    part = 1.0 if target and target.tpu else float(fraction or os.environ.get(FRACTION, 0.75))
     return int(memory * part)
 
 
@@ -130,7 +134,6 @@ def read_arrays(path: pathlib.Path) -> dict[str, np.ndarray]:
 def plan(
     model: Any,
     rule: optax.GradientTransformation,
-    usable_bytes: int | None,
     *,
     recipe: Sequence[str],
     devices: int,
@@ -149,7 +152,7 @@ def plan(
         options |= {"mesh": mesh, "axis": None, "param_specs": specs}
     elif devices > 1:
         options |= {"mesh": mesh, "axis": "data"}
-    return compare_plans(model, rule, recipe or None, usable_bytes=usable_bytes, gradient_dtype=grad_dtype, **options)
+    return compare_plans(model, rule, recipe or None, gradient_dtype=grad_dtype, **options)
 
 
 def plan_parts(comparison: PlanComparison, rule: str, changes: Callable[[str], list[str]]) -> Iterator[Any]:
@@ -161,8 +164,8 @@ def plan_parts(comparison: PlanComparison, rule: str, changes: Callable[[str], l
         yield comparison
     if limit is not None:
         yield (
-            f"A device has {limit / 1e9:.4g} GB for it. Of a GPU JAX takes 75%, or what XLA_PYTHON_CLIENT_MEM_FRACTION "
-            "says: 0.95 where nothing else runs."
+            f"A device has {limit / 1e9:.4g} GB for it. Of a GPU JAX takes 75%, or what {FRACTION} "
+            f"says: {MOST} where nothing else runs."
         )
     fit = [name for name in comparison.plans if comparison.fits.get(name, True)]
     if not fit:
@@ -175,12 +178,18 @@ def plan_parts(comparison: PlanComparison, rule: str, changes: Callable[[str], l
         yield f"tx = mpx.mixed_precision({rule}, {json.dumps(name)}{key})"
 
 
-def changes_that_fit(plan: Callable[..., PlanComparison], recipe: str, given: Mapping[str, Any]) -> list[str]:
-    """Return options that make a recipe fit, cheapest first: each alone, or else several; and with more devices."""
+def changes_that_fit(
+    plan: Callable[..., PlanComparison], recipe: str, given: Mapping[str, Any], most_bytes: int
+) -> list[str]:
+    """Return options that make a recipe fit, cheapest first: each alone, or else several; and with more devices.
+
+    The first is more memory: `most_bytes` are what JAX can take of a device.
+    """
     fits = lambda change: any(plan(**{**given, "recipe": [recipe], **change}).fits.values())
     first = lambda changes: [change for change in changes if fits(change)][:1]
     are_several, batch = given["devices"] > 1, given["batch"]
     smaller: list[list[dict[str, Any]]] = [
+        [{"usable_bytes": most_bytes}] * (given["usable_bytes"] < most_bytes),
         [{"recipe": [name]} for name in _SMALL if given["recipe"] and name != recipe],
         [{"fsdp": True}] * (are_several and not given["fsdp"]),
         [{"grad_dtype": "bf16"}] * (are_several and given["grad_dtype"] is None),
@@ -193,8 +202,11 @@ def changes_that_fit(plan: Callable[..., PlanComparison], recipe: str, given: Ma
     found += first(more) or first([together[-1] | change for change in more])
     start = {} if given["recipe"] else {"recipe": [recipe]}
     value = lambda x: "" if x is True else f" {x[0] if isinstance(x, list) else x}"
-    written = lambda change: [f"--{name.replace('_', '-')}{value(x)}" for name, x in (start | change).items()]
-    return [" ".join(written(change)) for change in found]
+    options = lambda change: [
+        f"{FRACTION}={MOST}" if name == "usable_bytes" else f"--{name.replace('_', '-')}{value(x)}"
+        for name, x in (change | start).items()
+    ]
+    return [" ".join(options(change)) for change in found]
 
 
 def write(result: Result, as_json: bool, parts: Iterable[Any] = ()) -> None:
