@@ -7,7 +7,7 @@ Run it from the root of the repository. It trains on the bytes of Python's stand
 
 What a large step would need is read off its program, on a machine without a GPU (`step_and_arguments`).
 
-Model and sizes are those of Llama 3 (arXiv 2407.21783): RMSNorm, rotary positions, queries that share keys, SwiGLU, an
+Model and sizes are Llama 3's (arXiv 2407.21783): RMSNorm, rotary positions, queries that share keys, SwiGLU, an
 embedding and a head of their own. All layers are one stack of weights and one `scan`. What makes a large one fit:
 
 - Each device keeps a part of every weight, and a layer gathers its own (FSDP). autocast gathers them in bfloat16.
@@ -15,7 +15,7 @@ embedding and a head of their own. All layers are one stack of weights and one `
 - Attention is computed for one head of keys at a time, and logits for one part of each sequence.
 - A device looks up all tokens in its columns of the embedding: neither that nor its gradient is ever whole.
 
-Shapes: B sequences, T tokens each, C = width, heads of size D, of which several share the keys and values of one.
+Shapes: B sequences, T tokens each, C = width, heads of size D; several share keys and values.
 """
 
 import dataclasses
@@ -71,7 +71,7 @@ def is_divided() -> bool:
 
 
 def on_mesh(tree: Any, spec: P = WHOLE) -> Any:
-    """Return arrays where `spec` says, by default whole on every device; without a mesh, as they are."""
+    """Return arrays where `spec` says, by default whole on every device; without a mesh, unchanged."""
     return jax.tree.map(lambda x: jax.sharding.reshard(x, spec), tree) if is_divided() else tree
 
 
