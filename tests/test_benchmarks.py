@@ -30,7 +30,8 @@ def compared(name):
     return {row["numbers"]: row for row in found}
 
 
-@pytest.mark.parametrize("name", cases(optimizer_step.RECIPES, {"split"}))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", optimizer_step.RECIPES)
 def test_the_step_by_hand_and_the_step_of_mpx_give_the_same_bits(name):
     found = compared(name)
     assert found["parameters"]["of"] == found["masters"]["of"] == sum(map(math.prod, SHAPES.values()))
@@ -70,6 +71,7 @@ def test_every_form_but_those_in_float32_multiplies_16_bit_matrices(name):
     assert len(wide) == (21 if name in ("f32", "f32, dots") else 2 if "by hand" in name else 0)
 
 
+@pytest.mark.slow
 def test_all_forms_are_the_same_function():
     """A relative error of 2**-8 in each of some operations; other weights give another loss."""
     params, tokens = autocast_forms.make_params(SIZE, jnp.float32), autocast_forms.make_tokens(SIZE)

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mpx import formats
-from tests.helpers import BF16, F16, assert_same_bits, assert_same_bits_everywhere, float32_round_trips
+from tests.helpers import BF16, F16, assert_same_bits, assert_same_bits_everywhere, examples, float32_round_trips
 
 INFINITY = {BF16: 0x7F80, F16: 0x7C00}  # 16-bit patterns; all larger magnitudes are NaN
 
@@ -188,7 +188,7 @@ def test_numbers_round_up_under_exactly_their_fraction_of_all_noises(monkeypatch
 
 
 @given(exponent=st.integers(-149, -15), mantissa=st.integers(0, 2**23 - 1))
-@settings(max_examples=150)
+@examples(150)
 def test_float16_rounds_numbers_below_its_normal_ones_up_with_odds_exact_to_2_to_the_minus_32(exponent, mantissa):
     """Up for the largest noises, `floor(2**32 * fraction)` of them, and down for all others."""
     x = np.float32(np.ldexp(1 + mantissa * 2.0**-23, exponent))

@@ -83,7 +83,8 @@ def test_masters_of_24_bits_and_a_first_moment_in_4_have_the_same_random_bits():
     assert_same_steps(tx, tree(0, jnp.bfloat16, shapes=shapes), gradients(1, jnp.bfloat16, shapes=shapes))
 
 
-@pytest.mark.parametrize("state", cases(["bf16", "8-bit"], {"bf16"}))
+@pytest.mark.slow
+@pytest.mark.parametrize("state", ["bf16", "8-bit"])
 def test_stochastic_roundings_have_the_same_random_bits(state):
     moments = stored(optax.adamw(1e-2), "mu|nu", FORMATS[state], rounding="stochastic", key=jax.random.key(0))
     tx, shapes = optax.chain(mpx.upcast(moments), mpx.stochastic_rounding(jax.random.key(1))), TWO_LEAVES

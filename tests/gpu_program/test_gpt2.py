@@ -62,6 +62,10 @@ def of_the_size_of_logits(report, chunks=1):
     return [dtype for dtype, dims, _ in written(report) if math.prod(dims) * chunks >= LOGITS]
 
 
+def softmaxes(report):
+    return sum(kernel.times for kernel in report.kernels if kernel.operation == "__cudnn$fmhaSoftmax")
+
+
 def moved_outside_products(report):
     return report.moved_bytes - report.moved_by_kind["products"]
 
@@ -69,8 +73,8 @@ def moved_outside_products(report):
 # --- Products. ---
 @pytest.mark.parametrize(("recipe", "dtype"), [("bf16-split", "bf16"), ("tf32", "tf32")])
 def test_every_product_of_a_step_is_in_the_compute_dtype(recipe, dtype, h200):
-    """Six FLOPs for each weight and token, and attention: about 5.5 TFLOP, with all twelve layers 14."""
-    params, report = report_of_step(recipe)
+    """Six FLOPs for each weight and token, and attention, of one layer."""
+    params, report = report_of_step(recipe, depth=1)
     assert report.flops.keys() == {dtype}
     weights = sum(leaf.size for leaf in jax.tree.leaves(params))
     assert 6 * weights * BATCH * LENGTH < report.flops[dtype] < 8 * weights * BATCH * LENGTH
@@ -129,10 +133,11 @@ def test_stacked_weights_take_one_kernel_of_the_optimizer_for_all_layers_and_no_
 
 
 def test_a_thin_checkpoint_keeps_no_result_of_the_widest_layer(flash, h200):
-    """For each layer 100 MB less; in exchange its product runs once more, 77 GFLOP a layer."""
-    dots, thin = (report_of_step("bf16-split", attention="cudnn", checkpoint=kept)[1] for kept in ("dots", "thin"))
-    product = 2 * BATCH * LENGTH * WIDTH * 4 * WIDTH
-    assert thin.flops["bf16"] - dots.flops["bf16"] == GPT2.depth * product
+    """For each layer 100 MB less; in exchange its product runs once more, 77 GFLOP a layer. Attention runs once."""
+    layout = {"attention": "cudnn", "depth": 1}
+    dots, thin = (report_of_step("bf16-split", checkpoint=kept, **layout)[1] for kept in ("dots", "thin"))
+    assert thin.flops["bf16"] - dots.flops["bf16"] == 2 * BATCH * LENGTH * WIDTH * 4 * WIDTH
+    assert softmaxes(dots) == 1
 
 
 @pytest.mark.parametrize("checkpoint", ["none", "dots", "none, as JAX keeps them"])
@@ -147,9 +152,8 @@ def test_scanned_layers_stack_nothing_in_float32_but_the_stream(checkpoint, flas
     assert large == ({STREAM, (*STREAM[:2], 4 * WIDTH)} if by_jax else {STREAM})
 
 
-@pytest.mark.parametrize(("kept", "times"), [(model.CUDNN_FORWARD, 1), ("no such kernel", 2)])
-def test_a_checkpoint_keeps_what_cudnn_knows_of_its_softmax(kept, times, flash, h200, monkeypatch):
-    """Its statistics are 1/32 of its result. Where they are not kept (the negative control) it runs twice."""
-    monkeypatch.setattr(model, "CUDNN_FORWARD", kept)
+def test_a_checkpoint_that_does_not_keep_what_cudnn_knows_of_its_softmax_runs_it_twice(flash, h200, monkeypatch):
+    """The negative control. Its statistics are 1/32 of its result."""
+    monkeypatch.setattr(model, "CUDNN_FORWARD", "no such kernel")
     _, report = report_of_step("bf16-split", attention="cudnn", checkpoint="dots", depth=1)
-    assert sum(kernel.times for kernel in report.kernels if kernel.operation == "__cudnn$fmhaSoftmax") == times
+    assert softmaxes(report) == 2

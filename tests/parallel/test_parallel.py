@@ -83,7 +83,8 @@ in_float32 = pytest.mark.skipif(
 
 
 @in_float32
-@pytest.mark.parametrize("name", cases(["kahan", "8 bits stochastic", "scaled"], ["kahan"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["kahan", "8 bits stochastic", "scaled"])
 def test_twenty_steps_on_eight_devices_have_the_bits_of_one(name):
     mesh = eight_cpu_devices()
     tx = RULES[name](ADAMW)
