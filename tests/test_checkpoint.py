@@ -182,6 +182,15 @@ def test_a_module_is_an_argument_like_others():
     assert 0 < error < 0.02 * jnp.linalg.norm(expected["kernel"][...])
 
 
+def test_what_is_changed_in_a_module_comes_back_if_it_is_returned():
+    model = nnx.BatchNorm(WIDTH, rngs=nnx.Rngs(0))
+    run = mpx.checkpoint(lambda model, x: (model(x), nnx.state(model, nnx.BatchStat)), kept=EIGHT, argnums=1)
+    _, changed = run(model, X)
+    assert not model.mean[...].any()
+    nnx.update(model, changed)
+    assert model.mean[...].any()
+
+
 # ---- policies, and checkpoints around
 
 

@@ -193,7 +193,7 @@ def changes_that_fit(
     peaks = {  # of all recipes that this rule can have
         name: p.peak_bytes_a_device
         for some in ([], [recipe])
-        for name, p in plan(**given | {"recipe": some}).plans.items()
+        for name, p in plan(**{**given, "recipe": some}).plans.items()
     }
     smaller: list[list[dict[str, Any]]] = [
         [{"usable_bytes": most_bytes}] * (given["usable_bytes"] < most_bytes),
