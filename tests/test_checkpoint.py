@@ -302,7 +302,11 @@ REFUSED = [
         lambda: mpx.checkpoint(layer, kept="8bit", argnums=0),
         "such as `Blockwise8bit()`, must be bfloat16 or float16, but got '8bit'",
     ),
-    ("too many", lambda: mpx.checkpoint(jnp.sin, kept="bf16", argnums=(0, 1))(X), "among 1 arguments, argnums=(0, 1)"),
+    (
+        "too many",
+        lambda: mpx.checkpoint(jnp.sin, kept="bf16", argnums=(0, 1))(X),
+        "among 1 positional arguments, argnums=(0, 1)",
+    ),
     (
         "integers",
         lambda: mpx.checkpoint(jnp.abs, kept="bf16", argnums=0)(jnp.arange(3)),
