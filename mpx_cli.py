@@ -87,7 +87,7 @@ def plan(
     devices: Annotated[int, typer.Option(metavar="COUNT", min=1, help="Shard the state over so many (ZeRO-1).")] = 1,
     fsdp: Annotated[bool, _flag("--fsdp", "Shard parameters and gradients, too (ZeRO-3).")] = False,
     memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Show what fits into 80GB, 80GiB or h100.")] = None,
-    batch: Annotated[int, typer.Option(metavar="COUNT", min=0, help="Sequences of each device.")] = 1,
+    batch: Annotated[int, typer.Option(metavar="COUNT", min=0, help="Sequences of a device; 0: no peak.")] = 1,
     sequence: Annotated[int, typer.Option(metavar="COUNT", min=1, help="Tokens of a sequence.")] = 4096,
     kept: Annotated[
         str | None, typer.Option(metavar="FORMAT", help="Of mpx.checkpoint: bf16 or 8bit. Else jax.checkpoint.")
@@ -117,6 +117,8 @@ def plan(
         parts = list(
             cli.plan_parts(comparison, code, lambda name: cli.changes_that_fit(of_options, name, options, most))
         )
+    if batch and ":" in model:
+        parts.append("The peak is that of a transformer with these weights. For another model give --batch 0.")
     cli.write(comparison, as_json, parts)
 
 

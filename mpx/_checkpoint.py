@@ -27,7 +27,9 @@ def checkpoint(
 ) -> Callable[..., Any]:
     """Compute a layer again in the backward pass, as `jax.checkpoint` does, from inputs that are kept in few bits.
 
-    The forward pass is exact. Gradients are computed at the decoded inputs, and cannot be differentiated again.
+    The forward pass is exact. Gradients are computed at the decoded inputs, and cannot be differentiated again. What
+    `fun` changes in a Flax NNX module (batch statistics, counts of dropout) is lost, as under `jax.checkpoint`: let it
+    return `nnx.state(module, ...)`, and `nnx.update` the module with that.
 
     Args:
         fun: a layer, or any function that `jax.checkpoint` takes.
@@ -64,7 +66,9 @@ def checkpoint(
     def with_kept(*args, **kwargs):
         chosen = {i % len(args) for i in numbers if -len(args) <= i < len(args)}
         if len(chosen) < len(numbers) or not any(map(is_encoded, jax.tree.leaves([args[i] for i in chosen]))):
-            raise ValueError(f"`checkpoint`: among {len(args)} arguments, {argnums=} are no floating-point arrays.")
+            raise ValueError(
+                f"`checkpoint`: among {len(args)} positional arguments, {argnums=} are no floating-point arrays."
+            )
         keep = lambda x: _kept.bind(x, format=kept) if is_encoded(x) else x
         return fun(*[jax.tree.map(keep, arg) if i in chosen else arg for i, arg in enumerate(args)], **kwargs)
 

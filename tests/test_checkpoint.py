@@ -182,6 +182,15 @@ def test_a_module_is_an_argument_like_others():
     assert 0 < error < 0.02 * jnp.linalg.norm(expected["kernel"][...])
 
 
+def test_what_is_changed_in_a_module_comes_back_if_it_is_returned():
+    model = nnx.BatchNorm(WIDTH, rngs=nnx.Rngs(0))
+    run = mpx.checkpoint(lambda model, x: (model(x), nnx.state(model, nnx.BatchStat)), kept=EIGHT, argnums=1)
+    _, changed = run(model, X)
+    assert not model.mean[...].any()
+    nnx.update(model, changed)
+    assert model.mean[...].any()
+
+
 # ---- policies, and checkpoints around
 
 
@@ -293,7 +302,11 @@ REFUSED = [
         lambda: mpx.checkpoint(layer, kept="8bit", argnums=0),
         "such as `Blockwise8bit()`, must be bfloat16 or float16, but got '8bit'",
     ),
-    ("too many", lambda: mpx.checkpoint(jnp.sin, kept="bf16", argnums=(0, 1))(X), "among 1 arguments, argnums=(0, 1)"),
+    (
+        "too many",
+        lambda: mpx.checkpoint(jnp.sin, kept="bf16", argnums=(0, 1))(X),
+        "among 1 positional arguments, argnums=(0, 1)",
+    ),
     (
         "integers",
         lambda: mpx.checkpoint(jnp.abs, kept="bf16", argnums=0)(jnp.arange(3)),

@@ -170,7 +170,9 @@ def plan_parts(comparison: PlanComparison, rule: str, changes: Callable[[str], l
     fit = [name for name in comparison.plans if comparison.fits.get(name, True)]
     if not fit:
         smallest = min(comparison.plans, key=lambda name: comparison.plans[name].peak_bytes_a_device)
-        yield "\n".join(["Nothing fits. It would with", *(f"- {change}" for change in changes(smallest))])
+        found = [f"- {change}" for change in changes(smallest)]
+        nothing = ["Nothing fits, nor would it on 1,024 times as many devices: give a shorter --sequence."]
+        yield "\n".join(["Nothing fits. It would with", *found] if found else nothing)
     elif limit is not None or is_one:
         name = "bf16-split" if "bf16-split" in fit else fit[0]
         recipe = RECIPES.get(get_policy(name).recipe or "")
@@ -188,9 +190,14 @@ def changes_that_fit(
     fits = lambda change: any(plan(**{**given, "recipe": [recipe], **change}).fits.values())
     first = lambda changes: [change for change in changes if fits(change)][:1]
     are_several, batch = given["devices"] > 1, given["batch"]
+    peaks = {  # of all recipes that this rule can have
+        name: p.peak_bytes_a_device
+        for some in ([], [recipe])
+        for name, p in plan(**{**given, "recipe": some}).plans.items()
+    }
     smaller: list[list[dict[str, Any]]] = [
         [{"usable_bytes": most_bytes}] * (given["usable_bytes"] < most_bytes),
-        [{"recipe": [name]} for name in _SMALL if given["recipe"] and name != recipe],
+        [{"recipe": [name]} for name in _SMALL if peaks.get(name, peaks[recipe]) < peaks[recipe]],
         [{"fsdp": True}] * (are_several and not given["fsdp"]),
         [{"grad_dtype": "bf16"}] * (are_several and given["grad_dtype"] is None),
         [{"batch": batch >> i} for i in range(1, batch.bit_length())],

@@ -233,6 +233,7 @@ def test_a_memory_asks_what_fits_and_for_the_largest_model_of_each_recipe(monkey
         "8B --recipe bf16-split --batch 8 --memory h100",  # two changes together
         "70B --devices 8 --fsdp --memory h100",  # all changes together, with more of the memory
         "405B --devices 8 --fsdp --memory h200",  # nothing but more devices
+        "7B --rule sgd --recipe f32 --memory 24GB",  # a rule without moments that a recipe could store in fewer bits
     ],
 )
 def test_where_nothing_fits_each_change_that_is_named_makes_it_fit(arguments, text_of, json_of, monkeypatch):
@@ -251,6 +252,23 @@ def test_changes_are_named_from_the_cheapest_to_the_dearest(text_of):
     text = text_of("plan", "8B", "--devices", "2", "--recipe", "bf16-split", "--batch", "16", "--memory", "80GB")
     places = [text.find(change) for change in ("--recipe", "--fsdp", "--batch", "--kept", "--devices")]
     assert [place for place in places if place > 0] == sorted(place for place in places if place > 0)
+
+
+def test_no_recipe_is_named_that_needs_more_than_the_one_that_was_given(text_of):
+    arguments = "70B --devices 8 --fsdp --batch 8 --memory h100 --recipe bf16-split24-4bit"
+    assert "--recipe" not in text_of("plan", *arguments.split())
+
+
+def test_where_no_change_makes_it_fit_it_says_so(text_of):
+    text = text_of("plan", "405B", "--sequence", "10000000", "--memory", "1GB", "--recipe", "f32")
+    assert "Nothing fits, nor would it on 1,024 times as many devices" in text
+
+
+def test_the_peak_of_a_function_is_said_to_be_that_of_a_transformer(text_of):
+    said = "The peak is that of a transformer with these weights."
+    assert said in text_of("plan", "train.py:init")
+    assert said not in text_of("plan", "train.py:init", "--batch", "0")
+    assert said not in text_of("plan", "7B")
 
 
 @pytest.mark.parametrize(
