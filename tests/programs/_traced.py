@@ -6,6 +6,7 @@ import jax
 import numpy as np
 from jax.extend import core as jex_core
 
+from mpx._jaxprs import scan_counts
 from tests.helpers import all_eqns
 
 CONTRACTIONS = ("conv_general_dilated", "dot_general", "ragged_dot_general")
@@ -27,7 +28,7 @@ def inner(eqn):
     if name == "cond":
         return [(branch, 1, 0) for branch in params["branches"]]
     if name == "scan":
-        return [(params["jaxpr"], 0, params["num_carry"])]
+        return [(params["jaxpr"], 0, scan_counts(eqn)[1])]
     if name in ("jit", "remat2", "closed_call", "custom_jvp_call"):
         return [(params.get("jaxpr", params.get("call_jaxpr")), 0, 0)]
     return []
@@ -43,7 +44,7 @@ def follow(jaxpr, inputs, rule, join):
         for inside, skipped, carried in inner(eqn):
             given = operands[skipped:]
             found = follow(inside, given, rule, join)
-            first = eqn.params["num_consts"] if carried else 0
+            first = scan_counts(eqn)[0] if carried else 0
             while carried:
                 grown = [join(a, b) for a, b in zip(given[first : first + carried], found, strict=False)]
                 if grown == given[first : first + carried]:
