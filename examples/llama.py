@@ -184,7 +184,7 @@ def main(
     size: Annotated[str, Option(help=f"Of {', '.join(CONFIGS)}.")] = "tiny",
     steps: Annotated[int, Option(min=1)] = 100,
     rows: Annotated[int, Option(help="Sequences of a batch, a multiple of the number of devices.")] = 16,
-    length: Annotated[int, Option(help="Tokens of a sequence.")] = 128,
+    length: Annotated[int, Option(help="Tokens of a sequence, an even number.")] = 128,
 ) -> None:
     """Train a Llama on bytes, on all devices that there are."""
     start, step = make_step(dataclasses.replace(CONFIGS[size], vocabulary=256), recipe, learning_rate=1e-3)
