@@ -152,7 +152,8 @@ def plan(
         options |= {"mesh": mesh, "axis": None, "param_specs": specs}
     elif devices > 1:
         options |= {"mesh": mesh, "axis": "data"}
-    return compare_plans(model, rule, recipe or None, gradient_dtype=grad_dtype, **options)
+    gradient_dtype = None if grad_dtype == "lossless" else grad_dtype  # which is what a plan counts by itself
+    return compare_plans(model, rule, recipe or None, gradient_dtype=gradient_dtype, **options)
 
 
 def plan_parts(comparison: PlanComparison, rule: str, changes: Callable[[str], list[str]]) -> Iterator[Any]:
@@ -164,8 +165,8 @@ def plan_parts(comparison: PlanComparison, rule: str, changes: Callable[[str], l
         yield comparison
     if limit is not None:
         yield (
-            f"A device has {limit / 1e9:.4g} GB for it. Of a GPU JAX takes 75%, or what {FRACTION} "
-            f"says: {MOST} where nothing else runs."
+            f"Training may use {limit / 1e9:.4g} GB of a device. JAX takes 75% of a GPU, or what the variable "
+            f"{FRACTION} says: {MOST} where nothing else runs."
         )
     fit = [name for name in comparison.plans if comparison.fits.get(name, True)]
     if not fit:
@@ -206,7 +207,8 @@ def changes_that_fit(
     together = list(itertools.accumulate([x[-1] for x in smaller if x], operator.or_, initial={}))
     more = [{"fsdp": True, "devices": given["devices"] << i} for i in range(1, 11)]
     found = [change for changes in smaller for change in first(changes)] or first(together)
-    found += first(more) or first([together[-1] | change for change in more])
+    found = found or first([together[-1] | change for change in more])
+    found += [change for change in first(more) if change not in found]
     start = {} if given["recipe"] else {"recipe": [recipe]}
     value = lambda x: "" if x is True else f" {x[0] if isinstance(x, list) else x}"
     options = lambda change: [

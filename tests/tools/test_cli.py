@@ -218,7 +218,7 @@ def test_a_memory_asks_what_fits_and_for_the_largest_model_of_each_recipe(monkey
     cells = [line.split() for line in lines]
     assert ["f32", "112.0", "16.00", "no", "3.750B"] in cells
     assert ["bf16-kahan", "70.00", "10.00", "no", "6.000B"] in cells
-    assert any(line.startswith("A device has 60 GB for it.") for line in lines)
+    assert any(line.startswith("Training may use 60 GB of a device.") for line in lines)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
     assert json_of("plan", "7B", "--memory", "80GB")["usable_bytes"] == 72_000_000_000
 
