@@ -51,12 +51,11 @@ def count_uses(program: jex_core.Jaxpr) -> Counter[Any]:
     return Counter(v for v in used if not is_literal(v))
 
 
-def with_results_read(jaxpr: Any, results: Sequence[Any]) -> Any:
-    """Return a program that has 0 for each result that nobody reads, a `DropVar` among these.
+def with_results_read(jaxpr: Any, is_read: Sequence[bool]) -> Any:
+    """Return a program that has 0 for each result that nobody reads.
 
     `flax.nnx.scan` and `flax.nnx.remat` return the weights that they got, which is then no use of a weight.
     """
-    is_read = [not isinstance(v, jex_core.DropVar) for v in results]
     if all(is_read):
         return jaxpr
     program, nothing = open_jaxpr(jaxpr), jex_core.Literal(np.float32(0), jax.typeof(np.float32(0)))

@@ -19,7 +19,7 @@ from jax.extend.core import JaxprEqn
 from mpx._autocast.gathered import Source, Weight, array_of, is_sent
 from mpx._autocast.plan import CastPlan, Handler, Planner, Run, Settings, Step, Tag, travels_in
 from mpx._autocast.wide_gradients import with_derivative_of
-from mpx._jaxprs import called_jaxpr, count_uses, dtype_of, open_jaxpr, scan_counts, with_results_read
+from mpx._jaxprs import called_jaxpr, count_uses, dtype_of, open_jaxpr, scan_counts
 from mpx._primitives import PRIMITIVES, facts_of
 
 # ---- calls
@@ -31,7 +31,7 @@ def _plan_call(eqn: JaxprEqn, tags: tuple[Tag, ...], planner: Planner) -> tuple[
 
 
 def _plan_checkpoint(eqn: JaxprEqn, tags: tuple[Tag, ...], planner: Planner) -> tuple[Any, Any]:
-    plan = planner.plan(with_results_read(eqn.params["jaxpr"], eqn.outvars), tags)
+    plan = planner.plan(eqn.params["jaxpr"], tags, eqn.outvars)
     return (plan,), plan.out_tags
 
 
@@ -125,8 +125,7 @@ def _run_cond(step: Step, operands: list[Any], run: Run, settings: Settings) -> 
 def _plan_scan(eqn: JaxprEqn, tags: tuple[Tag, ...], planner: Planner) -> tuple[Any, Any]:
     consts, carry, xs = _scan_parts(eqn, tags)
     results = [*open_jaxpr(eqn.params["jaxpr"]).outvars[: len(carry)], *eqn.outvars[len(carry) :]]
-    jaxpr = with_results_read(eqn.params["jaxpr"], results)
-    plan, carry = _loop_plan(jaxpr, consts, carry, xs, planner)
+    plan, carry = _loop_plan(eqn.params["jaxpr"], consts, carry, xs, planner, results)
     return (plan,), (*carry, *plan.out_tags[len(carry) :])
 
 
@@ -247,7 +246,7 @@ def _while_parts(eqn: JaxprEqn, columns: Sequence[Any]) -> tuple[list[Any], list
 
 
 def _loop_plan(
-    jaxpr: Any, consts: list[Tag], carry: list[Tag], xs: list[Tag], planner: Planner
+    jaxpr: Any, consts: list[Tag], carry: list[Tag], xs: list[Tag], planner: Planner, results: Any = None
 ) -> tuple[CastPlan, list[Tag]]:
     """Return the plan of a loop's body, with tags of the carry that hold before and after each iteration."""
     consts, carry, xs = ([tag._replace(gradient_in=None) for tag in tags] for tags in (consts, carry, xs))
@@ -255,7 +254,7 @@ def _loop_plan(
     # A carry is what it was before the loop, and also what an iteration leaves. If these differ, the body is planned
     # again with what holds for both. That is less each time, so this ends.
     while True:
-        plan = planner.plan(jaxpr, (*consts, *carry, *xs))
+        plan = planner.plan(jaxpr, (*consts, *carry, *xs), results)
         after = [_common(*pair) for pair in zip(carry, plan.out_tags[: len(carry)], strict=True)]
         if after == carry:
             return plan, carry

@@ -18,7 +18,16 @@ from mpx._autocast import contraction, fp8
 from mpx._autocast import precision as precisions
 from mpx._autocast.precision import ContractionPrecision
 from mpx._autocast.rules import DEFAULT_RULES, Rule
-from mpx._jaxprs import called_jaxpr, count_uses, dtype_of, is_literal, open_jaxpr, propagate, scan_counts
+from mpx._jaxprs import (
+    called_jaxpr,
+    count_uses,
+    dtype_of,
+    is_literal,
+    open_jaxpr,
+    propagate,
+    scan_counts,
+    with_results_read,
+)
 from mpx._primitives import facts_of, is_call
 from mpx._shardings import are_several_in_sight
 
@@ -139,11 +148,15 @@ class Planner:
         self._handlers = handlers
         self._plans: dict[tuple[int, tuple[Tag, ...]], CastPlan] = {}
 
-    def plan(self, jaxpr: Any, in_tags: tuple[Tag, ...]) -> CastPlan:
-        """Return the plan of an open or closed jaxpr whose inputs have these tags."""
-        key = id(jaxpr), in_tags  # a plan holds its jaxpr, so that no other one gets this id
+    def plan(self, jaxpr: Any, in_tags: tuple[Tag, ...], results: Sequence[Any] | None = None) -> CastPlan:
+        """Return the plan of an open or closed jaxpr whose inputs have these tags.
+
+        `results` are the variables of its results around it: nobody reads a `DropVar`.
+        """
+        is_read = tuple(not isinstance(v, jex_core.DropVar) for v in results or open_jaxpr(jaxpr).outvars)
+        key = id(jaxpr), in_tags, is_read  # the program that is planned holds the jaxpr, so that no other gets this id
         if key not in self._plans:
-            self._plans[key] = self._make_plan(jaxpr, in_tags, {})
+            self._plans[key] = self._make_plan(with_results_read(jaxpr, is_read), in_tags, {})
         return self._plans[key]
 
     def _make_plan(self, jaxpr: Any, in_tags: tuple[Tag, ...], transfers: Mapping[int, np.dtype]) -> CastPlan:
