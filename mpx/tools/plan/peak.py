@@ -1,4 +1,4 @@
-"""What a step needs at its peak beside what it holds.
+"""Estimate what a step needs at its peak beside what it holds.
 
 The step is that of `examples/llama.py`: layers in one `scan`, each in a checkpoint and with its own gathered weights;
 attention of queries that share keys, one group after the other; logits of half a sequence; clipping by the global norm.
