@@ -187,13 +187,11 @@ def operands():
     return normal(0, 4, 4), normal(1, 8, 4), normal(2, 8, 4)
 
 
-def claims_of(fun, dtype, *args, dtypes=None):
-    return [tag.representable_in for tag in plan_of(mpx.autocast(fun, dtype), *args, dtypes=dtypes).out_tags]
-
-
 def claims_and_values(fun, dtype, *args, dtypes=None):
     """Return the claim of the plan about each result, and the result."""
-    return claims_of(fun, dtype, *args, dtypes=dtypes), jax.tree.leaves(mpx.autocast(fun, dtype)(*args))
+    autocast = mpx.autocast(fun, dtype)
+    plan = plan_of(autocast, *args, dtypes=dtypes)
+    return [tag.representable_in for tag in plan.out_tags], jax.tree.leaves(autocast(*args))
 
 
 def primitives_of(fun, *args):
@@ -211,11 +209,12 @@ def test_every_primitive_that_follows_has_cases():
 def test_a_value_is_tagged_if_and_only_if_it_is_representable(primitive, fun, lies):
     args = operands()
     assert primitive in primitives_of(products(fun), *args)
-    claims, values = claims_and_values(products(fun), BF16, *args)
-    expected = [where == ON for where in (lies if isinstance(lies, tuple) else (lies,) * len(values))]
-    assert claims == [BF16 if is_on else None for is_on in expected]
-    assert [is_representable(value, BF16) for value in values] == expected
-    assert claims_of(products(fun), F16, *args) == [F16 if is_on else None for is_on in expected]
+    for dtype in (BF16, F16):
+        claims, values = claims_and_values(products(fun), dtype, *args)
+        expected = lies if isinstance(lies, tuple) else (lies,) * len(values)
+        for claim, value, where in zip(claims, values, expected, strict=True):
+            assert claim == (dtype if where == ON else None)
+            assert is_representable(value, dtype) == (where == ON)
 
 
 # ---- where tags come from --------------------------------------------------------------------------------------------

@@ -65,9 +65,10 @@ def test_two_processes_have_the_bits_of_one_and_say_the_same_of_the_run(folder, 
         assert json.loads((folder / f"observed {index}.json").read_text()) == expected
 
 
-def test_one_process_goes_on_from_the_checkpoint_of_two(folder, plain):
+@pytest.mark.parametrize("count", [4, 1])
+def test_one_process_goes_on_from_the_checkpoint_of_two(count, folder, plain):
     """The shapes are those of a state made for eight devices: on four, 8-bit columns would have larger blocks."""
     start, expected = plain
-    with jax.set_mesh(fsdp.mesh_of(jax.devices("cpu")[:4])):
+    with jax.set_mesh(fsdp.mesh_of(jax.devices("cpu")[:count])):
         run = fsdp.ocp.load(folder / "saved", fsdp.like(start))
         assert_equal_runs(fsdp.trained(run, fsdp.SAVED, fsdp.STEPS), expected)

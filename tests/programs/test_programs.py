@@ -21,7 +21,7 @@ import mpx
 from mpx._autocast import recompute
 from mpx._stored.state_format import FLOAT32
 from tests.autocast.helpers import SPLIT, WHOLE
-from tests.helpers import BF16, F16, F32, assert_same_bits, cases, eight_cpu_devices
+from tests.helpers import BF16, F16, F32, assert_same_bits, eight_cpu_devices
 from tests.programs import ROWS, _traced, all_programs
 
 # What has convolutions alone (in 8 bits), or products in custom derivatives alone, is told so.
@@ -156,13 +156,11 @@ def label(mode):
     return ", ".join(words + ("symbolic",) * mode.is_symbolic)
 
 
-# CI traces each program in two of the quick modes. By default every second one is traced in one, and the others below.
-is_default = lambda i, j: j % 2 and (i + j // 2) % 4 == 0
+# By default each program is traced in two of the quick modes.
 TRACED = [
-    pytest.param(name, mode, id=f"{name}-{label(mode)}", marks=[] if is_default(i, j) else pytest.mark.slow)
+    pytest.param(name, mode, id=f"{name}-{label(mode)}", marks=[] if (i + j) % 2 else pytest.mark.slow)
     for i, mode in enumerate(quick)
     for j, name in enumerate(PROGRAMS)
-    if (i + j // 2) % 2 == 0 or "MPX_ALL_PROGRAMS" in os.environ
 ]
 TRACED += [
     pytest.param(name, mode, id=f"{name}-{label(mode)}", marks=pytest.mark.slow)
@@ -183,7 +181,7 @@ def test_what_plain_jax_traces_is_traced(name, mode):
         jax.eval_shape(way(mpx.autocast(loss, how, **options), differentiate), p, batch)
 
 
-@slow_test(every=24, first=0)
+@slow_test(every=12, first=0)
 def test_no_tracer_leaks(name):
     loss, args = PROGRAMS[name].loss, PROGRAMS[name].make(0)
     with jax.checking_leaks(), as_plain_jax(lambda: jax.make_jaxpr(jax.grad(loss))(*args)):
@@ -212,7 +210,7 @@ def test_it_exports_with_any_number_of_rows(name):
 # ---- where the sums are ---------------------------------------------------------------------------------------------
 
 
-SUMMED = [pytest.param(name, "f32", marks=[pytest.mark.slow] * (i % 2)) for i, name in enumerate(PROGRAMS)]
+SUMMED = [(name, "f32") for name in PROGRAMS]
 SUMMED += [pytest.param(name, "bf16", marks=pytest.mark.slow) for name in some(every=16, first=2)]
 
 
@@ -297,8 +295,8 @@ def allowed(name, how):
     return 3 * hand + FLOOR[how] * sizes
 
 
-VALUES = [(name, "bf16") for name in list(PROGRAMS)[::24]]
-VALUES += [pytest.param(name, "bf16", marks=pytest.mark.slow) for name in some(every=8, first=4)]
+VALUES = [(name, "bf16") for name in list(PROGRAMS)[::8]]
+VALUES += [pytest.param(name, "bf16", marks=pytest.mark.slow) for name in some(every=8, first=1)]
 VALUES += [pytest.param(name, "f16", marks=pytest.mark.slow) for name in some(every=20, first=2)]
 VALUES += [pytest.param(name, "fp8", marks=pytest.mark.slow) for name in some(every=20, first=4)]
 
@@ -313,8 +311,8 @@ def test_errors_are_at_most_three_times_those_by_hand(name, how):
 
 
 # JAX drops custom derivatives in loops on the way to the second derivative.
-IN_LOOPS = ["selective_state_space", "scanned_layers_with_a_checkpoint_policy"]
-SECOND = cases(dict.fromkeys([*IN_LOOPS, *some(24, 2)]), IN_LOOPS[:1])
+IN_LOOPS = ("scanned_layers_with_a_checkpoint_policy", "selective_state_space")
+SECOND = [*IN_LOOPS, *[pytest.param(name, marks=pytest.mark.slow) for name in some(24, 2) if name not in IN_LOOPS]]
 
 
 @pytest.mark.parametrize("name", SECOND)
