@@ -39,6 +39,11 @@ def test_masters_and_loss_scaling_are_added_where_they_are_needed_only(policy, p
     assert state_types(policy, params_dtype) == expected
 
 
+def test_an_override_below_float32_needs_masters_too_whose_storage_can_be_chosen():
+    policy = mpx.get_policy("f32", overrides=(("embed", jnp.bfloat16),))
+    assert state_types(policy, jnp.float32) == ["MasterWeightsState"]
+
+
 @pytest.mark.parametrize(
     ("dtype", "options", "stored"),
     [

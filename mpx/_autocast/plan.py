@@ -146,7 +146,7 @@ class Planner:
     def __init__(self, settings: Settings, handlers: Mapping[str, Handler]) -> None:
         self.settings = settings
         self._handlers = handlers
-        self._plans: dict[tuple[int, tuple[Tag, ...]], CastPlan] = {}
+        self._plans: dict[tuple[int, tuple[Tag, ...], tuple[bool, ...]], CastPlan] = {}
 
     def plan(self, jaxpr: Any, in_tags: tuple[Tag, ...], results: Sequence[Any] | None = None) -> CastPlan:
         """Return the plan of an open or closed jaxpr whose inputs have these tags.

@@ -123,7 +123,7 @@ survives = jax.jit(lambda start: half_a_step_of_24_bits(start, 2**22).all())
     "starts",
     [
         pytest.param([0x3F80_0000, 0x7F00_0000, 0x7F40_0000, 0xFF40_0000, 0], id="some"),
-        pytest.param(range(0, 2**32, 2**25), id="an eighth of all", marks=pytest.mark.slow),
+        pytest.param(range(0, 2**32, 2**22), id="all", marks=pytest.mark.slow),
     ],
 )
 def test_a_master_of_24_bits_is_off_by_half_of_their_last_unit_at_most(starts):
