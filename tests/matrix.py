@@ -105,8 +105,6 @@ def _cases() -> Iterator[Case]:
         wrappers = [name for name in WRAPPERS if name != "8-bit" or sweep.moment_fields(rule)]
         yield from (Case(rule, wrapper) for wrapper in wrappers)
         for j, around in enumerate(AROUND):
-            if (i // 4 + j) % 2:  # each rule has half of what may stand around it, and each place of a wrapper a rule
-                continue
             side = SIDES[(i + i // 6 + j) % 2]
             allowed = [name for name in wrappers if side == "inside" or (around, name) not in REFUSED]
             if allowed and _can_optax(rule, around):
