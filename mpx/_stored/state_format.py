@@ -16,7 +16,7 @@ from jax import export
 
 from mpx import _trees, formats
 from mpx._errors import not_differentiable
-from mpx._shardings import explicit_sharding, in_auto, part_sharding
+from mpx._shardings import explicit_sharding, in_auto, names_at, part_sharding
 from mpx._stored.roles import Role
 
 
@@ -132,33 +132,35 @@ def store(x: Any, format: StateFormat, key: jax.Array | None = None) -> Any:
     if not isinstance(format, Cast):
         array = not_differentiable(array, _NO_DERIVATIVE.format(format))
     codes, scales = placed_by_xla(format.encode, array, key)
-    boxed = lambda part: None if part is None else _boxed(part, box, array.shape)
+    boxed = lambda part: None if part is None else _boxed(part, box, array)
     if scales is None and codes.shape == array.shape and jnp.issubdtype(codes.dtype, jnp.floating):
         return boxed(codes)
     return StoredLeaf(boxed(codes), boxed(scales), format)
 
 
-def _boxed(part: Any, box: Any, shape: tuple[int, ...]) -> Any:
+def _boxed(part: jax.Array, box: Any, array: jax.Array) -> Any:
     """Put codes or scales into a box like their array's, with those names of axes that fit."""
     boxed = box.unflatten([part])
-    if part.shape == shape or not _trees.is_box(boxed):
+    if part.shape == array.shape or not _trees.is_box(boxed):
         return boxed
     if not hasattr(boxed, "get_metadata"):  # of Linen; a user's own box without names fits its array only
-        return boxed.replace(names=_fitting(boxed.names, part.shape, shape)) if hasattr(boxed, "names") else part
+        return boxed.replace(names=_fitting(boxed.names, part.shape, array)) if hasattr(boxed, "names") else part
     for key in {"out_sharding", "optimizer_sharding"} & set(boxed.get_metadata()):
-        boxed.set_metadata(key, _fitting(boxed.get_metadata()[key], part.shape, shape))
+        boxed.set_metadata(key, _fitting(boxed.get_metadata()[key], part.shape, array))
     return boxed
 
 
-def _fitting(names: Any, part: tuple[int, ...], shape: tuple[int, ...]) -> tuple[Any, ...]:
-    """Return the names of the axes that a part has in common with its array.
+def _fitting(names: Any, part: tuple[int, ...], array: jax.Array) -> tuple[Any, ...]:
+    """Return the names of the axes that codes or scales have in common with their array.
 
-    No mesh is known here. A shorter axis keeps its name if 64 devices can divide it, or 32, 16, 8...
+    On automatic axes no mesh is known: a shorter axis keeps its name if 64 devices can divide it, or 32, 16, 8...
     """
-    if len(part) != len(shape) or not isinstance(names, Iterable):
+    if len(part) != array.ndim or not isinstance(names, Iterable):
         return ()
-    fits = [now == before or now % 64 == 0 for now, before in zip(part, shape, strict=True)]
-    return tuple(name if fit else None for name, fit in zip(names, fits, strict=False))
+    fits = lambda i: part[i] == array.shape[i] or part[i] % 64 == 0
+    if (sharding := explicit_sharding(array)) is not None:
+        fits = lambda i: names_at(part_sharding(sharding, array.shape, part).spec, i)
+    return tuple(name if fits(i) else None for i, name in enumerate(names))
 
 
 _NO_DERIVATIVE = (
