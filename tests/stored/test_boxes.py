@@ -1,6 +1,8 @@
 """Boxes of Flax around parameters: a run with them has the bits of one without, and each part lies where it should."""
 
+import dataclasses
 import itertools
+from typing import Any
 
 import flax.core.meta
 import flax.linen as nn
@@ -16,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpx
-from tests.helpers import assert_same_bits, cases, stepper, unfused
+from tests.helpers import assert_same_bits, cases, stepper, types_of, unfused
 
 pytestmark = pytest.mark.optax_promotion
 
@@ -113,7 +115,6 @@ class Run:
         params = boxed(arrays(recipe), box)
         self.params = jax.device_put(params, self.places(params))
         self.state = self.begun(self.tx)
-        # The scale of float16 needs a gradient that is divided by it.
         self.grads = jax.device_put(boxed(arrays(begin=1.0), box), self.places(params))
 
     def places(self, tree):
@@ -203,3 +204,195 @@ def test_a_run_in_boxes_has_the_bits_and_the_places_of_one_without(cell, tmp_pat
     for (path, a), e in zip(jax.tree.leaves_with_path(inside), jax.tree.leaves(expected), strict=True):
         should = e.sharding if what in ("convert", "zero1") else NamedSharding(runs[0].mesh, should_lie(path, a))
         assert a.sharding.is_equivalent_to(should, a.ndim), (path, a.shape, a.sharding, should)
+
+
+EIGHT_BITS = {"mu|nu": mpx.Blockwise8bit()}
+
+
+def names_of(part):
+    return part.get_metadata("out_sharding") if isinstance(part, nnx.Variable) else part.names
+
+
+@pytest.mark.parametrize("box", [of_linen, of_nnx])
+@pytest.mark.parametrize(
+    ("shape", "names", "codes", "scales"),
+    [
+        ((16, 512), ("a", "b"), ("a", "b"), ("a", None)),  # 2 blocks in a row
+        ((1, 2**14), ("a", "b"), ("a", "b"), ("a", "b")),  # 64 blocks in a row
+        ((2, 8, 512), ("a", "b", "c"), ("a", "b", "c"), ("a", "b", None)),
+        ((16, 512), ("a",), ("a",), ("a",)),  # a spec may leave out the last axes
+        ((27, 1000), (("a", "b"), None), (("a", "b"), None), ()),  # blocks cross the ends of rows
+        ((8192,), ("a",), ("a",), (None,)),
+    ],
+)
+def test_codes_and_scales_have_the_names_of_the_axes_that_they_still_have(box, shape, names, codes, scales):
+    x = jnp.ones(shape)
+    params = {
+        "w": nn.Partitioned(x, names) if box is of_linen else nnx.Param(x, out_sharding=names, eager_sharding=False)
+    }
+    stored = mpx.low_precision_state(optax.adam(1e-3), EIGHT_BITS).init(params).inner_state[0].mu["w"]
+    assert (names_of(stored.codes), names_of(stored.scales)) == (codes, scales)
+
+
+def test_the_names_of_an_optimizer_state_are_those_of_its_parts_too():
+    """Flax takes `optimizer_sharding` for the state, where a parameter has it."""
+    metadata = {"out_sharding": (None, None), "optimizer_sharding": ("a", "b"), "eager_sharding": False}
+    model = nnx.Linear(16, 512, use_bias=False, kernel_metadata=metadata, rngs=nnx.Rngs(0))
+    state = nnx.Optimizer(model, mpx.low_precision_state(optax.adam(1e-3), EIGHT_BITS), wrt=nnx.Param).opt_state
+    stored = state.inner_state[0].mu["kernel"]
+    assert (names_of(stored.codes), names_of(stored.scales)) == (("a", "b"), ("a", None))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Named(flax.core.meta.AxisMetadata):
+    """A user's own box, of which nothing is known but that it holds an array of two axes."""
+
+    value: Any
+
+    def unbox(self):
+        return self.value
+
+    def replace_boxed(self, value):
+        return Named(value)
+
+    def add_axis(self, index, params):
+        return self
+
+    remove_axis = add_axis
+
+
+def test_a_box_of_a_users_own_is_put_around_what_has_the_shape_of_its_array():
+    params = {"w": Named(jnp.ones((16, 512)))}
+    tx = mpx.low_precision_state(optax.adam(1e-3), EIGHT_BITS)
+    state = tx.init(params)
+    stored = state.inner_state[0].mu["w"]
+    assert isinstance(stored.codes, Named)
+    assert isinstance(stored.scales, jax.Array)
+    new = jax.jit(tx.update)(params, state, params)[1]
+    assert jax.tree.structure(new) == jax.tree.structure(state)
+
+
+def test_a_state_in_boxes_is_updated_without_parameters_too():
+    """Codes of 4 bits lack a name; the rule gets its moments in the boxes of the gradients nevertheless."""
+    grads = boxed(arrays(), of_linen)
+    tx = mpx.low_precision_state(optax.trace(0.9), {"trace": mpx.Blockwise4bit()}, key=jax.random.key(0))
+    state = tx.init(grads)
+    assert names_of(state.inner_state.trace["columns"].codes) == (None, None)
+    assert_same_bits(tx.update(grads, state), tx.update(grads, state, grads))
+
+
+X = np.linspace(-1, 1, 64, dtype=np.float32).reshape(4, 16)
+
+
+def jitted(step, *modules):
+    """Run a function that changes modules of NNX in a program without fusion, for which `nnx.jit` has no option."""
+    graph, state = nnx.split(modules)
+
+    def pure(state):
+        modules = nnx.merge(graph, state)
+        step(*modules)
+        return nnx.state(modules)
+
+    nnx.update(modules, jax.jit(pure, compiler_options=unfused())(state))
+
+
+class Model(nnx.Module):
+    def __init__(self, names, rngs):
+        named = lambda init, *axes: nnx.with_partitioning(init, axes) if names else init
+        kernels, zeros, ones = (
+            nnx.initializers.lecun_normal(),
+            nnx.initializers.zeros_init(),
+            nnx.initializers.ones_init(),
+        )
+        self.up = nnx.Linear(
+            16, 512, kernel_init=named(kernels, None, "model"), bias_init=named(zeros, "model"), rngs=rngs
+        )
+        self.norm = nnx.LayerNorm(512, scale_init=named(ones, "model"), rngs=rngs)
+        self.down = nnx.Linear(512, 16, kernel_init=named(kernels, "model", None), rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.relu(self.norm(self.up(x))))
+
+
+IN_FEW_BITS = [name for name, recipe in ALL_RECIPES.items() if recipe.moments in ("8bit", "4bit")]
+
+
+def trained_by_nnx(recipe, names, kind=nnx.Optimizer, steps=2):
+    policy = mpx.get_policy(recipe, overrides=(("norm", jnp.float32),))
+    key = jax.random.key(0) if ALL_RECIPES[recipe].rounds_at_random else None
+    model = Model(names, nnx.Rngs(0))
+    nnx.update(model, policy.cast_to_param(nnx.state(model, nnx.Param)))
+    optimizer = kind(model, mpx.mixed_precision(optax.adamw(1e-2), policy, key=key), wrt=nnx.Param)
+    loss_fn = mpx.autocast(lambda model, x: jnp.mean(model(x) ** 2), policy)
+
+    def step(model, optimizer):
+        scale = mpx.get_loss_scale(optimizer.opt_state)
+        _, grads = mpx.value_and_grad(loss_fn, scale, transform=nnx.value_and_grad)(model, X)
+        optimizer.update(*([grads] if kind is nnx.ModelAndOptimizer else [model, grads]))
+
+    for _ in range(steps):
+        jitted(step, model, optimizer)
+    return nnx.as_pure(nnx.state(model, nnx.Param)), optimizer.opt_state
+
+
+@pytest.mark.filterwarnings("ignore:`autocast`. no matrix product")  # of this small model in 8 bits
+@pytest.mark.parametrize("kind", [nnx.Optimizer, nnx.ModelAndOptimizer])
+@pytest.mark.parametrize("recipe", cases(ALL_RECIPES, ["bf16-split24-4bit"]))
+def test_an_optimizer_of_nnx_trains_a_model_with_names_as_one_without(recipe, kind):
+    plain, state = trained_by_nnx(recipe, False, kind)
+    with jax.set_mesh(mesh_of(1)):
+        boxed, named = trained_by_nnx(recipe, True, kind)
+    assert_same_bits((boxed, nnx.as_pure(named)), (plain, nnx.as_pure(state)))
+
+
+@pytest.mark.parametrize("recipe", cases(IN_FEW_BITS, ["bf16-split24-4bit"]))
+def test_an_optimizer_of_nnx_on_several_devices_begins_where_its_names_say_and_trains(recipe):
+    mesh = mesh_of(8)
+    with jax.set_mesh(mesh):
+        _, state = trained_by_nnx(recipe, True, steps=0)
+        wanted = nnx.get_named_sharding(nnx.state(state), mesh)
+        _, trained = trained_by_nnx(recipe, True)
+    found = zip(jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True)
+    assert all(x.sharding.is_equivalent_to(sharding, x.ndim) for x, sharding in found)
+    for codes in (x.inner_state.inner_state[0].nu["down"]["kernel"].codes for x in (state, trained)):
+        assert names_of(codes) == ("model", None)
+        assert codes.sharding.shard_shape(codes.shape) == (128, 16)
+
+
+@pytest.mark.parametrize("recipe", cases(IN_FEW_BITS, ["bf16-split-8bit"]))
+def test_on_explicit_axes_no_update_changes_the_types_of_an_optimizer_of_nnx(recipe):
+    mesh = jax.make_mesh((4,), ("model",), axis_types=(AxisType.Explicit,), devices=jax.devices("cpu")[:4])
+    with jax.set_mesh(mesh):
+        model = Model(True, nnx.Rngs(0))
+        nnx.update(model, mpx.get_policy(recipe).cast_to_param(nnx.state(model, nnx.Param)))
+        optimizer_of_nnx = nnx.Optimizer(model, optimizer(recipe), wrt=nnx.Param)
+        before = types_of(nnx.as_pure(optimizer_of_nnx.opt_state))
+        jitted(lambda optimizer, model: optimizer.update(model, nnx.state(model)), optimizer_of_nnx, model)
+        assert types_of(nnx.as_pure(optimizer_of_nnx.opt_state)) == before
+    assert any("@model" in text for text in before[1] if "int8" in text)
+
+
+class Dense(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
+        return nn.Dense(1000, use_bias=False, kernel_init=init)(x)
+
+
+@pytest.mark.parametrize("recipe", cases(IN_FEW_BITS, ["bf16-split24-4bit"]))
+def test_a_train_state_of_linen_is_made_and_trained_on_the_specs_of_its_names(recipe):
+    model, x = Dense(), jnp.ones((4, 8))
+
+    def make():
+        params = mpx.get_policy(recipe).cast_to_param(model.init(jax.random.key(0), x)["params"])
+        return TrainState.create(apply_fn=model.apply, params=params, tx=optimizer(recipe))
+
+    with jax.set_mesh(mesh_of(8)):
+        specs = nn.get_partition_spec(jax.eval_shape(make))
+        state = jax.jit(make, out_shardings=specs)()
+        step = jax.jit(lambda state: state.apply_gradients(grads=state.params), out_shardings=specs)
+        new = step(state)
+    assert jax.tree.structure(new) == jax.tree.structure(state)
+    assert [x.sharding for x in jax.tree.leaves(new)] == [x.sharding for x in jax.tree.leaves(state)]
+    assert new.params["Dense_0"]["kernel"].value.sharding.spec == P(None, "model")
