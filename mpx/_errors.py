@@ -210,10 +210,7 @@ def _leading(path: _trees.Path) -> list[_trees.Path]:
 
 
 def trained(params: T, grads: Any) -> T:
-    """Replace by None what holds no floating numbers and has no gradient, such as the functions of a module.
-
-    Some trainers give whole modules, while gradients and states have None there.
-    """
+    """Replace by None what has no floating numbers and no gradient: some trainers give modules, functions and all."""
     absent = {path for path, g in _trees.leaves_by_path(grads, lambda x: x is None).items() if g is None}
     keep = lambda path, p: p if _trees.is_inexact(p) or path not in absent else None
     return jax.tree.map_with_path(keep, params) if absent else params

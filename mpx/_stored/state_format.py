@@ -151,12 +151,10 @@ def _boxed(part: jax.Array, box: Any, array: jax.Array) -> Any:
 
 
 def _fitting(names: Any, part: tuple[int, ...], array: jax.Array) -> tuple[Any, ...]:
-    """Return the names of the axes that codes or scales have in common with their array.
-
-    On automatic axes no mesh is known: a shorter axis keeps its name if 64 devices can divide it, or 32, 16, 8...
-    """
+    """Return the names of the axes that codes or scales have in common with their array."""
     if len(part) != array.ndim or not isinstance(names, Iterable):
         return ()
+    # No mesh is known. A multiple of 64 can be divided by that many devices, or 32, 16, 8...
     fits = lambda i: part[i] == array.shape[i] or part[i] % 64 == 0
     if (sharding := explicit_sharding(array)) is not None:
         fits = lambda i: names_at(part_sharding(sharding, array.shape, part).spec, i)

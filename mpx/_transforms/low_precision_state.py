@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -119,15 +119,17 @@ def low_precision_state(
         assignment = assign(state.inner_state, patterns, min_size)
         as_made = lambda: jax.eval_shape(inner.init, updates if params is None else params)
         require_stored_as_assigned(state.inner_state, assignment, as_made)
-        updates, wide = inner.update(updates, _load(state.inner_state, assignment, as_made), params, **extra_args)
+        has_boxes = any(map(_trees.is_box, jax.tree.leaves(updates, is_leaf=_trees.is_box)))
+        wide = _load(state.inner_state, assignment, as_made() if has_boxes else None)
+        updates, wide = inner.update(updates, wide, params, **extra_args)
         this_step, next_key = key_of_step(state.key, key)
         return updates, LowPrecisionState(_store(wide, assignment, this_step, rounding), next_key)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _load(state: Any, assignment: Assignment, as_made: Callable[[], Any]) -> Any:
-    """Return the rule's state in float32, each array in the box that it has in the state that `as_made` returns."""
+def _load(state: Any, assignment: Assignment, boxed: Any) -> Any:
+    """Return the rule's state in float32; in the boxes of `boxed`, since those of codes may lack names."""
 
     def widened(i, leaf):
         if is_stored(leaf):
@@ -136,8 +138,7 @@ def _load(state: Any, assignment: Assignment, as_made: Callable[[], Any]) -> Any
         return leaf.astype(_F32) if is_rounded else leaf
 
     leaves, treedef = jax.tree.flatten(state, is_leaf=is_stored)
-    if any(is_stored(leaf) and _trees.is_box(leaf.codes) for leaf in leaves):  # which may lack names
-        treedef = jax.tree.structure(as_made())
+    treedef = treedef if boxed is None else jax.tree.structure(boxed)
     return treedef.unflatten([widened(i, leaf) for i, leaf in enumerate(leaves)])
 
 
