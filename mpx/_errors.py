@@ -75,9 +75,10 @@ def with_checked_shapes(inner: optax.GradientTransformation, caller: str) -> opt
     def update_fn(updates, state, params=None, **extra_args):
         if params is None:
             return inner.update(updates, state, params, **extra_args)
+        params = trained(params, updates)
         # `optax.lookahead` takes the gradients of its fast parameters.
-        trained = params.fast if isinstance(params, optax.LookaheadParams) else params
-        require_same_shapes(updates, trained, caller, of_examples=True)
+        of_updates = params.fast if isinstance(params, optax.LookaheadParams) else params
+        require_same_shapes(updates, of_updates, caller, of_examples=True)
         updates, state = inner.update(updates, state, params, **extra_args)
         require_same_shapes(updates, params, caller)
         return updates, state
@@ -206,6 +207,13 @@ def require_gradients(grads: Any, params: Any, caller: str) -> None:
 
 def _leading(path: _trees.Path) -> list[_trees.Path]:
     return [path[:i] for i in range(len(path) + 1)]
+
+
+def trained(params: T, grads: Any) -> T:
+    """Replace by None what has no floating numbers and no gradient: some trainers give modules, functions and all."""
+    absent = {path for path, g in _trees.leaves_by_path(grads, lambda x: x is None).items() if g is None}
+    keep = lambda path, p: p if _trees.is_inexact(p) or path not in absent else None
+    return jax.tree.map_with_path(keep, params) if absent else params
 
 
 def require_differentiable(grads: Any, caller: str) -> None:

@@ -88,8 +88,8 @@ class Policy:
     def cast_to_param(self, tree: T) -> T:
         """Cast a tree of parameters to their storage dtypes.
 
-        Batch statistics of Flax keep their dtype, if their type (`nnx.BatchStat`) or the key `batch_stats` beside
-        `params` marks them.
+        Batch statistics of Flax, and scales and histories of its FP8 layers, keep their dtype, if their type
+        (`nnx.BatchStat`) or the key `batch_stats` or `_overwrite_with_gradient` beside `params` marks them.
         """
         return self._cast(tree, np.dtype(self.param_dtype))
 
@@ -118,7 +118,7 @@ class Policy:
             w     (2, 3)  bfloat16  bfloat16     12
             total                                16
         """
-        names, statistics = _trees.path_names(tree), _trees.batch_statistics(tree)
+        names, statistics = _trees.path_names(tree), _trees.statistics(tree)
         leaves = [(names[path], leaf, path not in statistics) for path, leaf in jax.tree.leaves_with_path(tree)]
         self._require_overrides_match([path for path, leaf, is_cast in leaves if is_cast and _trees.is_floating(leaf)])
         rows, counted, total = [], set(), 0
@@ -157,7 +157,7 @@ class Policy:
             )
 
     def _cast(self, tree: T, default: np.dtype) -> T:
-        statistics = _trees.batch_statistics(tree)
+        statistics = _trees.statistics(tree)
         if not (self.overrides or statistics):
             return _trees.cast_tree(tree, default)
         return _trees.cast_by_path(tree, lambda path: self.override_at(path) or default, but=statistics)

@@ -16,6 +16,7 @@ T = TypeVar("T")
 Path = tuple[Any, ...]
 
 _VALUE = jax.tree_util.GetAttrKey("value")
+_MEASURED = {"batch_stats", "_overwrite_with_gradient"}  # the latter: scales and histories of Flax's FP8 layers
 
 
 def is_floating(leaf: Any) -> bool:
@@ -96,22 +97,22 @@ def path_names(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[
     return names
 
 
-def batch_statistics(tree: Any) -> set[Path]:
-    """Return the paths of what Flax calls batch statistics: an `nnx.BatchStat`, or `batch_stats` beside `params`."""
+def statistics(tree: Any) -> set[Path]:
+    """Return the paths of what Flax measures: an `nnx.BatchStat`; of Linen's variables these collections."""
     found = jax.tree.leaves_with_path(tree, is_leaf=lambda x: _is_statistic(x) or _is_of_variables(x))
     paths = set()
     for path, node in found:
         if _is_statistic(node):
             paths |= {path + rest for rest, _ in jax.tree.leaves_with_path(node)}
         elif _is_of_variables(node):
-            begin = (*path, jax.tree_util.DictKey("batch_stats"))
-            paths |= {begin + rest for rest, _ in jax.tree.leaves_with_path(node["batch_stats"])}
+            of_node = jax.tree.leaves_with_path({name: node[name] for name in _MEASURED & set(node)})
+            paths |= {path + rest for rest, _ in of_node}
     return paths
 
 
 def _is_of_variables(node: Any) -> bool:
-    """Return whether a node is what Linen's `init` returns for a model with batch statistics."""
-    return isinstance(node, Mapping) and {"params", "batch_stats"} <= set(node)
+    """Return whether a node is what Linen's `init` returns for a model that measures."""
+    return isinstance(node, Mapping) and "params" in node and bool(_MEASURED & set(node))
 
 
 def is_box(node: Any) -> bool:

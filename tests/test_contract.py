@@ -251,6 +251,25 @@ def test_leaves_that_do_not_train_pass_through_masked(name):
     assert not any(leaf.shape == (2,) and leaf.dtype == jnp.complex64 for leaf in jax.tree.leaves(state))
 
 
+@every_transform
+def test_a_whole_module_is_taken_for_parameters_where_what_is_no_array_has_no_gradient(name):
+    """Trainers of Equinox make the state from the arrays of a module, and give the module to `update`."""
+    others = {
+        "function": jnp.tanh,
+        "name": "layer",
+        "number": 3,
+        "rate": 0.1,
+        "flag": True,
+        "count": jnp.zeros((), int),
+    }
+    tx, start = TRANSFORMS[name](), params()
+    state, none = tx.init(start | dict.fromkeys(others)), dict.fromkeys(others)
+    updated = lambda given: jax.jit(
+        lambda state: tx.update(grads(start) | none, state, given), compiler_options=QUICKLY
+    )
+    assert_same_bits(updated(start | others)(state), updated(start | none)(state))
+
+
 GIVEN_AN_ARRAY = {
     "stochastic_rounding": mpx.stochastic_rounding,
     "24 bits": lambda key: mpx.master_weights(optax.sgd(0.1), storage="split24", key=key),

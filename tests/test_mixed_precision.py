@@ -1,5 +1,6 @@
 """Check `mixed_precision` and `any_precision_adamw` against the wrappers and the published algorithm."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +8,7 @@ import optax
 import pytest
 
 import mpx
-from tests.helpers import assert_same_bits, unfused
+from tests.helpers import assert_same_bits, cases, eight_cpu_devices, unfused
 
 pytestmark = pytest.mark.optax_promotion
 
@@ -57,6 +58,22 @@ def test_masters_of_bfloat16_parameters_are_split_unless_full_ones_are_asked_for
     state = mpx.mixed_precision(RULE, f"params={dtype},compute=bf16,output=f32", **options)
     master = optax.tree.get(state.init(params), "master")
     assert master["w"].dtype == stored
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["", "zero1"])
+@pytest.mark.parametrize("recipe", cases(mpx.recipes().recipes, ["bf16-split24-4bit", "bf16-kahan", "f16-scaled"]))
+def test_a_trainer_that_gives_update_the_whole_module_gets_the_bits_of_one_that_gives_its_arrays(recipe, sharded):
+    key = jax.random.key(0) if mpx.recipes().recipes[recipe].rounds_at_random else None
+    tx = mpx.mixed_precision(RULE, recipe, key=key)
+    tx = mpx.zero1(tx, eight_cpu_devices()) if sharded else tx
+    model = mpx.get_policy(recipe).cast_to_param(eqx.nn.MLP(64, 64, 64, 1, key=jax.random.key(1)))
+    assert not eqx.is_array(model.activation)
+    assert any(not eqx.is_array(leaf) for leaf in jax.tree.leaves(model))
+    params = eqx.filter(model, eqx.is_array)
+    state = tx.init(params)
+    scaled_loss = lambda model, x: mpx.get_loss_scale(state).scale(jnp.mean(model(x).astype(jnp.float32) ** 2))
+    grads = eqx.filter_grad(scaled_loss)(model, jnp.ones(64, model.layers[0].weight.dtype))
+    assert_same_bits(*(tx.update(grads, state, given) for given in (model, params)))
 
 
 def test_it_is_the_same_as_the_wrappers_by_hand():

@@ -12,6 +12,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from flax.training.train_state import TrainState
 from hypothesis import strategies as st
 
 import mpx
@@ -103,6 +104,22 @@ class RunningMax(nnx.BatchStat):
     """A statistic of a user's own type."""
 
 
+class InFp8(nn.Module):
+    """A layer of Flax in FP8, whose scales and histories of largest magnitudes stand beside the parameters."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(16, dot_general_cls=nn.Fp8DirectDotGeneralOp)(x)
+
+
+IN_FP8 = [f"{name}_{part}" for name in ("input", "kernel", "output_grad") for part in ("amax_history", "scale")]
+IN_FP8 = {f"_overwrite_with_gradient/Dense_0/Fp8DirectDotGeneralOp_0/{name}" for name in IN_FP8}
+
+
+def variables_in_fp8():
+    return InFp8().init(jax.random.key(0), jnp.ones((16, 16), F32))
+
+
 def variables_of_linen():
     return nn.BatchNorm(use_running_average=True).init(jax.random.key(0), jnp.ones((1, 3), F32))
 
@@ -117,8 +134,20 @@ def variables_of_linen():
         (flax.core.freeze(variables_of_linen()), {"batch_stats/mean", "batch_stats/var"}),
         ({"model": variables_of_linen()}, {"model/batch_stats/mean", "model/batch_stats/var"}),
         ({"batch_stats": jnp.ones(3, F32)}, set()),
+        (variables_in_fp8(), IN_FP8),
+        (variables_in_fp8() | variables_of_linen(), IN_FP8 | {"batch_stats/mean", "batch_stats/var"}),
     ],
-    ids=["state of NNX", "module of NNX", "own type", "Linen", "frozen", "inside", "a parameter that is called so"],
+    ids=[
+        "state of NNX",
+        "module of NNX",
+        "own type",
+        "Linen",
+        "frozen",
+        "inside",
+        "a parameter that is called so",
+        "FP8",
+        "both",
+    ],
 )
 @pytest.mark.parametrize("overrides", [(), (("norm|max|stats", F16),)], ids=["", "overrides"])
 def test_batch_statistics_stay_as_they_are_if_flax_says_what_they_are(tree, statistics, overrides):
@@ -129,6 +158,23 @@ def test_batch_statistics_stay_as_they_are_if_flax_says_what_they_are(tree, stat
         assert {names[path] for path, leaf in leaves.items() if leaf.dtype == F32} == statistics
     rows = {row.split()[0]: row for row in mpx.Policy(BF16, BF16, F32).describe(tree).splitlines()[1:-1]}
     assert {name for name, row in rows.items() if row.count("float32") == 2} == statistics
+
+
+@pytest.mark.optax_promotion
+def test_a_step_through_an_fp8_layer_of_flax_keeps_its_histories_in_float32():
+    """The history is of the weights' largest magnitude, and the next scale is that over 448, neither rounded."""
+    policy = mpx.get_policy("bf16-split")
+    params = policy.cast_to_param(variables_in_fp8())
+    state = TrainState.create(apply_fn=InFp8().apply, params=params, tx=mpx.mixed_precision(optax.sgd(0.1), policy))
+    loss_fn = mpx.autocast(lambda params, x: jnp.mean(state.apply_fn(params, x) ** 2), policy)
+    x = jnp.full((16, 16), 1.001, F32)  # which bfloat16 does not hold
+    for _ in range(2):
+        state = state.apply_gradients(grads=jax.jit(mpx.grad(loss_fn))(state.params, x))
+    measured = state.params["_overwrite_with_gradient"]["Dense_0"]["Fp8DirectDotGeneralOp_0"]
+    assert {leaf.dtype for leaf in measured.values()} == {F32}
+    assert measured["input_amax_history"][0] == np.float32(1.001)
+    assert measured["input_scale"][0] == np.float32(1.001) / np.float32(448)
+    assert state.params["params"]["Dense_0"]["kernel"].dtype == BF16
 
 
 def test_an_override_is_searched_in_the_path_and_sets_storage_and_compute_but_not_output():

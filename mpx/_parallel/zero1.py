@@ -83,6 +83,7 @@ def zero1(
     def update_fn(updates, state, params=None, **extra_args):
         _errors.require_step("zero1", object, state, params, updates)  # the state is any rule's
         _require_whole_arrays()
+        params = _errors.trained(params, updates)
         specs = parameter_specs(params, param_specs, mesh, axis, "zero1")
         divided = zero1_shardings(params, state, mesh, axis, param_specs=specs)
         sharded = shardings_along(params, specs, mesh, axis)

@@ -6,7 +6,7 @@ import functools
 import importlib
 import importlib.util
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import jax
@@ -16,7 +16,7 @@ from jax import export
 
 from mpx import _trees, formats
 from mpx._errors import not_differentiable
-from mpx._shardings import explicit_sharding, in_auto, part_sharding
+from mpx._shardings import explicit_sharding, in_auto, names_at, part_sharding
 from mpx._stored.roles import Role
 
 
@@ -76,7 +76,7 @@ class StoredLeaf:
 
     Attributes:
         codes: what `format.encode` returned for the array. If Flax keeps the array in a box (an `nnx.Param`), codes and
-            scales are in such boxes.
+            scales are in such boxes, with the names of the axes that they still have.
         scales: the scales of the codes; None if the format has none.
         format: how to decode them.
 
@@ -124,7 +124,7 @@ def store(x: Any, format: StateFormat, key: jax.Array | None = None) -> Any:
     """Encode an array, or a box with one.
 
     Return a stored leaf. If there are no scales, and the codes are floating numbers in the array's shape, return the
-    codes. Boxes stay around what they contained.
+    codes. What is kept is in boxes like the array's.
     """
     _tell_flax()
     (array,), box = jax.tree.flatten(x)
@@ -132,10 +132,33 @@ def store(x: Any, format: StateFormat, key: jax.Array | None = None) -> Any:
     if not isinstance(format, Cast):
         array = not_differentiable(array, _NO_DERIVATIVE.format(format))
     codes, scales = placed_by_xla(format.encode, array, key)
-    boxed = lambda part: None if part is None else box.unflatten([part])
+    boxed = lambda part: None if part is None else _boxed(part, box, array)
     if scales is None and codes.shape == array.shape and jnp.issubdtype(codes.dtype, jnp.floating):
         return boxed(codes)
     return StoredLeaf(boxed(codes), boxed(scales), format)
+
+
+def _boxed(part: jax.Array, box: Any, array: jax.Array) -> Any:
+    """Put codes or scales into a box like their array's, with those names of axes that fit."""
+    boxed = box.unflatten([part])
+    if part.shape == array.shape or not _trees.is_box(boxed):
+        return boxed
+    if not hasattr(boxed, "get_metadata"):  # of Linen; a user's own box without names fits its array only
+        return boxed.replace(names=_fitting(boxed.names, part.shape, array)) if hasattr(boxed, "names") else part
+    for key in {"out_sharding", "optimizer_sharding"} & set(boxed.get_metadata()):
+        boxed.set_metadata(key, _fitting(boxed.get_metadata()[key], part.shape, array))
+    return boxed
+
+
+def _fitting(names: Any, part: tuple[int, ...], array: jax.Array) -> tuple[Any, ...]:
+    """Return the names of the axes that codes or scales have in common with their array."""
+    if len(part) != array.ndim or not isinstance(names, Iterable):
+        return ()
+    # No mesh is known. A multiple of 64 can be divided by that many devices, or 32, 16, 8...
+    fits = lambda i: part[i] == array.shape[i] or part[i] % 64 == 0
+    if (sharding := explicit_sharding(array)) is not None:
+        fits = lambda i: names_at(part_sharding(sharding, array.shape, part).spec, i)
+    return tuple(name if fits(i) else None for i, name in enumerate(names))
 
 
 _NO_DERIVATIVE = (

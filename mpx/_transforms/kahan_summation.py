@@ -68,6 +68,7 @@ def kahan_summation(dtype: DTypeLike | None = None) -> optax.GradientTransformat
         del extra_args
         _errors.require_step("kahan_summation", KahanSummationState, state, params, updates)
         _errors.require_differentiable(updates, "kahan_summation")
+        params = _errors.trained(params, updates)
         require_kept(state.compensation, params, storage_for, "kahan_summation")
         updates, compensation = land_tree(params, state.compensation, updates, storage_for, "kahan_summation")
         return updates, KahanSummationState(compensation)

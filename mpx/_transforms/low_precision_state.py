@@ -115,18 +115,21 @@ def low_precision_state(
 
     def update_fn(updates, state, params=None, **extra_args):
         _errors.require_state(state, LowPrecisionState, "low_precision_state")
+        params = _errors.trained(params, updates)
         assignment = assign(state.inner_state, patterns, min_size)
-        as_made = lambda: state.inner_state if params is None else jax.eval_shape(inner.init, params)
+        as_made = lambda: jax.eval_shape(inner.init, updates if params is None else params)
         require_stored_as_assigned(state.inner_state, assignment, as_made)
-        updates, wide = inner.update(updates, _load(state.inner_state, assignment), params, **extra_args)
+        has_boxes = any(map(_trees.is_box, jax.tree.leaves(updates, is_leaf=_trees.is_box)))
+        wide = _load(state.inner_state, assignment, as_made() if has_boxes else None)
+        updates, wide = inner.update(updates, wide, params, **extra_args)
         this_step, next_key = key_of_step(state.key, key)
         return updates, LowPrecisionState(_store(wide, assignment, this_step, rounding), next_key)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _load(state: Any, assignment: Assignment) -> Any:
-    """Return the rule's state in float32."""
+def _load(state: Any, assignment: Assignment, boxed: Any) -> Any:
+    """Return the rule's state in float32; in the boxes of `boxed`, since those of codes may lack names."""
 
     def widened(i, leaf):
         if is_stored(leaf):
@@ -135,6 +138,7 @@ def _load(state: Any, assignment: Assignment) -> Any:
         return leaf.astype(_F32) if is_rounded else leaf
 
     leaves, treedef = jax.tree.flatten(state, is_leaf=is_stored)
+    treedef = treedef if boxed is None else jax.tree.structure(boxed)
     return treedef.unflatten([widened(i, leaf) for i, leaf in enumerate(leaves)])
 
 
@@ -165,9 +169,7 @@ def _store(state: Any, assignment: Assignment, key: jax.Array | None, rounding: 
 # Equal leaves are traced once.
 
 
-@functools.partial(jax.jit, inline=True)
-def _decoded(leaf: StoredLeaf) -> Any:
-    return jax.tree.structure(leaf.codes).unflatten([leaf.decode()])  # in its box, if it had one
+_decoded = jax.jit(StoredLeaf.decode, inline=True)
 
 
 @functools.partial(jax.jit, inline=True, static_argnums=2)

@@ -123,6 +123,7 @@ def master_weights(
 
     def update_fn(updates, state, params=None, **extra_args):
         _errors.require_step("master_weights", MasterWeightsState, state, params)
+        params = _errors.trained(params, updates)
         require_kept(state.master, params, storage_for, "master_weights")
         _errors.require_gradients(updates, params, "master_weights")
         masters = upcast_tree(restore_tree(params, state.master, storage_for), np.dtype(np.float32))
