@@ -1,6 +1,8 @@
 """Check what every wrapper is given, and list offending leaves in errors."""
 
 import re
+import sys
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -14,6 +16,16 @@ from mpx import _trees
 from mpx._dtypes import dtype_or_none
 
 T = TypeVar("T")
+
+_LIBRARIES = ("mpx", "jax", "flax", "equinox", "optax", "contextlib")
+
+
+def warn(text: str) -> None:
+    """Warn at the line of the user's code, not at one of mpx or of the libraries that call it."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in _LIBRARIES:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, UserWarning, stacklevel=level)
 
 
 def listed(names: Sequence[str], most: int) -> str:

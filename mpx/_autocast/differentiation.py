@@ -8,7 +8,6 @@ such a parameter takes the view instead, and no gradient is rounded on the way.
 import contextlib
 import contextvars
 import dataclasses
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,9 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 from jax.typing import ArrayLike
 
-from mpx import _trees
+from mpx import _errors, _trees
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,47 +38,76 @@ class Differentiation:
     """The gradient that is being computed."""
 
     require_scale: Callable[[], None]  # raises if float16 needs a loss scale and has none
-    views: dict[int, View] = dataclasses.field(default_factory=dict)  # by ids of the narrow arrays, of outer ones too
-    missed: list[tuple[str, Any]] = dataclasses.field(default_factory=list)  # functions, and arrays they got instead
+    views: dict[int, View]  # by ids of the narrow arrays, of outer gradients too
+    # What the backward pass met: autocast functions with a cotangent for an argument that is no parameter, and
+    # parameters with a cotangent in 16 bits.
+    functions: list[str] = dataclasses.field(default_factory=list)
+    rounded: dict[str, np.dtype] = dataclasses.field(default_factory=dict)
 
 
 _CURRENT: contextvars.ContextVar[Differentiation | None] = contextvars.ContextVar("differentiation", default=None)
 
 
 @contextlib.contextmanager
-def differentiating(require_scale: Callable[[], None], views: Sequence[View]) -> Iterator[None]:
-    """Let the autocast functions that run inside take these views; warn if one got a parameter without its view."""
+def differentiating(require_scale: Callable[[], None]) -> Iterator[None]:
+    """Let autocast functions that run inside take views; warn if a gradient goes from one through 16 bits instead."""
     outer = _CURRENT.get()
-    inherited = {} if outer is None else outer.views
-    current = Differentiation(require_scale, inherited | {id(view.narrow): view for view in views})
+    current = Differentiation(require_scale, {} if outer is None else dict(outer.views))
     token = _CURRENT.set(current)
     try:
         yield
     finally:
         _CURRENT.reset(token)
-    types = {_type(view.narrow) for view in views if view.narrow is not view.wide and not view.rounded_to}
-    hidden = [(name, x) for name, x in current.missed if _type(x) in types]
-    if hidden:
-        name, x = hidden[0]
-        warnings.warn(
-            f"`value_and_grad`: gradients are rounded to {x.dtype}, because the autocast function `{name}` does not "
-            "get the parameters themselves: a `jax.checkpoint`, a solver or a `jax.jit` around a part of the loss "
-            f"hides them, or the loss computes in {x.dtype} with them first. Put the transformation inside of "
-            "`autocast` (of a solver: `autocast` around the loss too), or around `value_and_grad`.",
-            UserWarning,
-            stacklevel=4,
+    if current.functions and current.rounded:
+        names, dtype = list(current.rounded), next(iter(current.rounded.values()))
+        _errors.warn(
+            f"`value_and_grad`: gradients are rounded to {dtype}, because the autocast function "
+            f"`{current.functions[0]}` does not get the parameters themselves ({_errors.listed(names, 3)}): a "
+            "`jax.checkpoint`, a solver or a `jax.jit` around a part of the loss hides them, or the loss takes a part "
+            f"of them, casts them or computes in {dtype} with them first. Put `autocast` around the whole loss, or the "
+            "transformation inside of it (of a solver: `autocast` around the loss too)."
         )
 
 
-def views_of(leaves: Sequence[Any], name: str) -> list[View | None]:
-    """Return the views of those arguments of an autocast function that have one."""
+def offer(views: Sequence[View]) -> None:
+    """Let autocast functions take these views in the gradient that is being computed."""
     current = _CURRENT.get()
-    if current is None:
-        return [None] * len(leaves)
-    views = [current.views.get(id(leaf)) for leaf in leaves]
-    if not any(views):
-        current.missed.extend((name, x) for x in leaves if isinstance(x, Tracer) and _trees.is_narrower(x))
-    return views
+    assert current is not None, "a gradient is being computed"
+    current.views.update({id(view.narrow): view for view in views})
+
+
+def views_of(leaves: Sequence[Any], name: str) -> tuple[list[View | None], list[Any]]:
+    """Return the views of arguments of an autocast function that have one, and the arguments that it runs on."""
+    current = _CURRENT.get()
+    views = {} if current is None else current.views
+    has_narrow = any(view.narrow is not view.wide for view in views.values())
+    # Outside of a gradient too: a `jax.jit` may keep this program for one.
+    hides = lambda x: isinstance(x, Tracer) and (_trees.is_narrower(x) or (has_narrow and _trees.is_floating(x)))
+    found = [views.get(id(leaf)) for leaf in leaves]
+    others = [_seen.bind(x, function=name, parameter=None) if hides(x) else x for x in leaves]
+    return found, [x if view is None else view.wide for x, view in zip(others, found, strict=True)]
+
+
+def narrowed(x: jax.Array, dtype: np.dtype, name: str) -> jax.Array:
+    """Return the parameter of a float32 view. A cotangent that comes to it, and not to the view, has 16 bits."""
+    return _seen.bind(x.astype(dtype), function=None, parameter=name)
+
+
+def _see(cotangent: Any, x: Any, function: str | None, parameter: str | None) -> list[Any]:
+    current = _CURRENT.get()
+    if current is not None and function is not None:
+        current.functions.append(function)
+    if current is not None and parameter is not None:
+        current.rounded[parameter] = cotangent.dtype
+    return [cotangent]
+
+
+_seen = Primitive("cotangent_seen")  # an identity, linear in both modes, which tells of a cotangent that comes back
+_seen.def_impl(lambda x, **_: x)
+_seen.def_abstract_eval(lambda x, **_: x)
+ad.deflinear2(_seen, _see)
+batching.primitive_batchers[_seen] = lambda x, at, **params: (_seen.bind(*x, **params), at[0])
+mlir.register_lowering(_seen, lambda _, x, **__: [x])
 
 
 def view_of(leaf: Any) -> Any:
@@ -95,14 +125,12 @@ def needing_a_scale(values: list[Any], name: str) -> list[Any]:
         if current is not None:
             current.require_scale()
         else:
-            warnings.warn(
+            _errors.warn(
                 f"`autocast`: `{name}` computes in float16 and is differentiated without a loss scale, so gradients "
                 "below 6e-8 become zero. Differentiate it with `mpx.value_and_grad(fun, "
                 "mpx.get_loss_scale(opt_state))`. If your caller calls `jax.grad`, pass "
                 "`loss_scale=mpx.StaticLossScale(2.0**12)` to `autocast`; if it scales the loss itself, as Flax's "
-                "`DynamicScale` does, or wants no scale, `loss_scale=mpx.NoOpLossScale()`.",
-                UserWarning,
-                stacklevel=2,
+                "`DynamicScale` does, or wants no scale, `loss_scale=mpx.NoOpLossScale()`."
             )
         return primals[0], tangents[0]
 
@@ -123,7 +151,3 @@ def with_cotangents_times(arrays: list[Any], factor: ArrayLike) -> list[Any]:
     is_number = lambda x: jnp.issubdtype(x.dtype, jnp.inexact) and not isinstance(x, jax.Ref)
     numbers, put = _trees.partition_leaves(arrays, is_number)
     return put(identity(numbers))
-
-
-def _type(x: Any) -> tuple[Any, ...]:
-    return x.shape, x.dtype

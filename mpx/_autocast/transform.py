@@ -5,7 +5,6 @@ import enum
 import functools
 import inspect
 import types
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -16,7 +15,7 @@ from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn
 from jax.typing import DTypeLike
 
-from mpx import _trees
+from mpx import _errors, _trees
 from mpx._autocast import contraction, differentiation, in_place, interpreter, recompute
 from mpx._autocast import precision as precisions
 from mpx._autocast.control_flow import HANDLERS
@@ -72,8 +71,7 @@ class Autocast:
     def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Traced":
         """Trace the function on a float32 view of its arguments, and plan what to do with each operation."""
         flat, names = jax.tree.leaves_with_path((args, kwargs)), _trees.path_names((args, kwargs))
-        views = differentiation.views_of([leaf for _, leaf in flat], _name(self.fun))
-        leaves = [leaf if view is None else view.wide for (_, leaf), view in zip(flat, views, strict=True)]
+        views, leaves = differentiation.views_of([leaf for _, leaf in flat], _name(self.fun))
         positions = [i for i, leaf in enumerate(leaves) if _trees.is_array(leaf)]
         result: list[Any] = []
 
@@ -329,7 +327,7 @@ def _warn_if_nothing_is_narrowed(record: Autocast, plan: CastPlan) -> None:
     if reason is not None:
         name = record.settings.precision.name
         text = f"`autocast`: no matrix product of `{_name(record.fun)}` runs in {name}: {reason}"
-        warnings.warn(f"{text} `mpx.explain` shows each product.", UserWarning, stacklevel=4)
+        _errors.warn(f"{text} `mpx.explain` shows each product.")
 
 
 def _why_nothing_is_narrowed(precision: precisions.ContractionPrecision, plan: CastPlan) -> str | None:
