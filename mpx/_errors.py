@@ -17,13 +17,11 @@ from mpx._dtypes import dtype_or_none
 
 T = TypeVar("T")
 
-_LIBRARIES = ("mpx", "jax", "flax", "equinox", "optax", "contextlib")
-
 
 def warn(text: str) -> None:
-    """Warn at the line of the user's code, not at one of mpx or of the libraries that call it."""
-    level, frame = 2, sys._getframe(1)
-    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in _LIBRARIES:
+    """Warn at the line of the user's code, not at one of mpx or of a library that calls it."""
+    level, frame, libraries = 2, sys._getframe(1), ("mpx", "jax", "flax", "equinox", "optax", "contextlib")
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in libraries:
         level, frame = level + 1, frame.f_back
     warnings.warn(text, UserWarning, stacklevel=level)
 

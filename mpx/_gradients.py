@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from mpx import _errors, _trees
 from mpx._autocast import in_place
-from mpx._autocast.differentiation import View, differentiating, narrowed, offer, view_of
+from mpx._autocast.differentiation import View, differentiating, parameter, view_of
 from mpx._autocast.transform import autocast_of
 from mpx._finite import all_finite
 from mpx._loss_scale import LossScale, NoOpLossScale, require_powers_of_two
@@ -109,10 +109,10 @@ def value_and_grad(
         dtypes = [x.dtype if is_parameter else None for x, is_parameter in _leaves_at(positions, args, kwargs)]
         # Where one autocast function has all uses of a parameter, its gradient is rounded where it is complete.
         early = dtype if record is not None and dtype == jnp.bfloat16 else None
-        call, views = _on_parameters(fun, dtypes, transform, _has_tracers((args, kwargs)), early)
-        differentiated = transform(lambda *args, **kwargs: scaled_loss(call, *args, **kwargs), **options)
         viewed = in_place.copy_with(args, kwargs, _in_float32(positions, args, kwargs))
-        with differentiating(lambda: _require_scale(loss_scale, "a function inside computes in float16")):
+        with differentiating(lambda: _require_scale(loss_scale, "a function inside computes in float16")) as taken:
+            call, views = _on_parameters(fun, dtypes, transform, taken, _has_tracers((args, kwargs)), early)
+            differentiated = transform(lambda *args, **kwargs: scaled_loss(call, *args, **kwargs), **options)
             (_, (loss, aux)), grads = differentiated(*viewed.args, **viewed.kwargs)
         rounded = [view.narrow for view in views if view is not None and not view.rounded_to]
         if any(_trees.is_floating(x) and x.dtype == np.float16 for x in [*rounded, *jax.tree.leaves(grads)]):
@@ -288,6 +288,7 @@ def _on_parameters(
     fun: Callable[..., Any],
     dtypes: list[np.dtype | None],
     transform: Any,
+    taken: dict[int, View],
     is_traced: bool,
     gradient_in: np.dtype | None,
 ) -> tuple[Callable[..., Any], list[View | None]]:
@@ -304,11 +305,10 @@ def _on_parameters(
     def call(*args, **kwargs):
         wide = jax.tree.leaves((args, kwargs))
         names = ["/".join(name.split("/")[1:]) for name in _trees.path_names((args, kwargs)).values()]
-        rows = zip(wide, dtypes, names, strict=True)
-        narrow = [x if dtype is None or x.dtype == dtype else narrowed(x, dtype, name) for x, dtype, name in rows]
+        narrow = list(map(parameter, wide, dtypes, names))
         views[:] = [dtype and View(x, y, gradient_in) for dtype, x, y in zip(dtypes, narrow, wide, strict=True)]
         given = in_place.copy_with(args, kwargs, narrow)
-        offer([view for view in views if view is not None])
+        taken.update({id(view.narrow): view for view in views if view is not None})
         result = inner(*given.args, **given.kwargs)
         changes = given.changes()
         if transform is jax.value_and_grad:  # it hands no change of an argument back

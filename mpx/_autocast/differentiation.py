@@ -39,75 +39,65 @@ class Differentiation:
 
     require_scale: Callable[[], None]  # raises if float16 needs a loss scale and has none
     views: dict[int, View]  # by ids of the narrow arrays, of outer gradients too
-    # What the backward pass met: autocast functions with a cotangent for an argument that is no parameter, and
-    # parameters with a cotangent in 16 bits.
-    functions: list[str] = dataclasses.field(default_factory=list)
-    rounded: dict[str, np.dtype] = dataclasses.field(default_factory=dict)
+    # Cotangents that came out of autocast functions to other values than parameters, and in 16 bits to parameters.
+    functions: dict[str, np.dtype] = dataclasses.field(default_factory=dict)
+    parameters: dict[str, np.dtype] = dataclasses.field(default_factory=dict)
 
 
 _CURRENT: contextvars.ContextVar[Differentiation | None] = contextvars.ContextVar("differentiation", default=None)
 
 
 @contextlib.contextmanager
-def differentiating(require_scale: Callable[[], None]) -> Iterator[None]:
-    """Let autocast functions that run inside take views; warn if a gradient goes from one through 16 bits instead."""
+def differentiating(require_scale: Callable[[], None]) -> Iterator[dict[int, View]]:
+    """Let autocast functions that run inside take the views that are added; warn if one gets parameters without."""
     outer = _CURRENT.get()
-    current = Differentiation(require_scale, {} if outer is None else dict(outer.views))
+    current = Differentiation(require_scale, dict(outer.views) if outer else {})
     token = _CURRENT.set(current)
     try:
-        yield
+        yield current.views
     finally:
         _CURRENT.reset(token)
-    if current.functions and current.rounded:
-        names, dtype = list(current.rounded), next(iter(current.rounded.values()))
+    if current.functions and current.parameters:
+        dtype = next(iter(current.parameters.values()))
         _errors.warn(
             f"`value_and_grad`: gradients are rounded to {dtype}, because the autocast function "
-            f"`{current.functions[0]}` does not get the parameters themselves ({_errors.listed(names, 3)}): a "
-            "`jax.checkpoint`, a solver or a `jax.jit` around a part of the loss hides them, or the loss takes a part "
-            f"of them, casts them or computes in {dtype} with them first. Put `autocast` around the whole loss, or the "
-            "transformation inside of it (of a solver: `autocast` around the loss too)."
+            f"`{next(iter(current.functions))}` does not get the parameters themselves "
+            f"({_errors.listed(list(current.parameters), 3)}): a `jax.checkpoint`, a solver or a `jax.jit` around a "
+            "part of the loss hides them, or the loss takes parts of them, casts them or computes with them first. Put "
+            "`autocast` around the whole loss, and the transformation inside of it."
         )
-
-
-def offer(views: Sequence[View]) -> None:
-    """Let autocast functions take these views in the gradient that is being computed."""
-    current = _CURRENT.get()
-    assert current is not None, "a gradient is being computed"
-    current.views.update({id(view.narrow): view for view in views})
 
 
 def views_of(leaves: Sequence[Any], name: str) -> tuple[list[View | None], list[Any]]:
     """Return the views of arguments of an autocast function that have one, and the arguments that it runs on."""
     current = _CURRENT.get()
-    views = {} if current is None else current.views
-    has_narrow = any(view.narrow is not view.wide for view in views.values())
-    # Outside of a gradient too: a `jax.jit` may keep this program for one.
-    hides = lambda x: isinstance(x, Tracer) and (_trees.is_narrower(x) or (has_narrow and _trees.is_floating(x)))
+    views = current.views if current else {}
+    is_mixed = any(view.narrow is not view.wide for view in views.values())
+    # Of 16 bits outside of a gradient too: a `jax.jit` may keep the program for one.
+    is_watched = lambda x: isinstance(x, Tracer) and (_trees.is_floating if is_mixed else _trees.is_narrower)(x)
     found = [views.get(id(leaf)) for leaf in leaves]
-    others = [_seen.bind(x, function=name, parameter=None) if hides(x) else x for x in leaves]
-    return found, [x if view is None else view.wide for x, view in zip(others, found, strict=True)]
+    others = [_watched.bind(x, kind="functions", name=name) if is_watched(x) else x for x in leaves]
+    return found, [view.wide if view else x for x, view in zip(others, found, strict=True)]
 
 
-def narrowed(x: jax.Array, dtype: np.dtype, name: str) -> jax.Array:
-    """Return the parameter of a float32 view. A cotangent that comes to it, and not to the view, has 16 bits."""
-    return _seen.bind(x.astype(dtype), function=None, parameter=name)
+def parameter(wide: Any, dtype: np.dtype | None, name: str) -> Any:
+    """Return the parameter of a view. A cotangent that comes back to it, and not to the view, is noted."""
+    is_own = dtype is None or wide.dtype == dtype
+    return wide if is_own else _watched.bind(wide.astype(dtype), kind="parameters", name=name)
 
 
-def _see(cotangent: Any, x: Any, function: str | None, parameter: str | None) -> list[Any]:
-    current = _CURRENT.get()
-    if current is not None and function is not None:
-        current.functions.append(function)
-    if current is not None and parameter is not None:
-        current.rounded[parameter] = cotangent.dtype
+def _note(cotangent: Any, _: Any, kind: str, name: str) -> list[Any]:
+    if current := _CURRENT.get():
+        getattr(current, kind)[name] = cotangent.dtype
     return [cotangent]
 
 
-_seen = Primitive("cotangent_seen")  # an identity, linear in both modes, which tells of a cotangent that comes back
-_seen.def_impl(lambda x, **_: x)
-_seen.def_abstract_eval(lambda x, **_: x)
-ad.deflinear2(_seen, _see)
-batching.primitive_batchers[_seen] = lambda x, at, **params: (_seen.bind(*x, **params), at[0])
-mlir.register_lowering(_seen, lambda _, x, **__: [x])
+_watched = Primitive("cotangent_watched")
+_watched.def_impl(lambda x, **_: x)
+_watched.def_abstract_eval(lambda x, **_: x)
+ad.deflinear2(_watched, _note)
+batching.primitive_batchers[_watched] = lambda x, at, **params: (_watched.bind(*x, **params), at[0])
+mlir.register_lowering(_watched, lambda _, x, **__: [x])
 
 
 def view_of(leaf: Any) -> Any:

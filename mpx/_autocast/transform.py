@@ -64,6 +64,8 @@ class Autocast:
                 values = differentiation.with_cotangents_times(values, scale)
             if self.needs_a_scale and traced.plan.changes:
                 values = differentiation.needing_a_scale(values, _name(self.fun))
+        stored = [tag.stored_in for tag in traced.plan.out_tags]
+        values = [x if dtype is None else x.astype(dtype) for x, dtype in zip(values, stored, strict=True)]
         result, changes = traced.rebuild(values)
         in_place.hand_back((args, kwargs), changes)
         return result
@@ -72,7 +74,7 @@ class Autocast:
         """Trace the function on a float32 view of its arguments, and plan what to do with each operation."""
         flat, names = jax.tree.leaves_with_path((args, kwargs)), _trees.path_names((args, kwargs))
         views, leaves = differentiation.views_of([leaf for _, leaf in flat], _name(self.fun))
-        positions = [i for i, leaf in enumerate(leaves) if _trees.is_array(leaf)]
+        positions = [i for i, leaf in enumerate(leaves) if _trees.is_array(leaf) and not isinstance(leaf, np.bool_)]
         result: list[Any] = []
 
         def program(*arrays):
@@ -97,6 +99,7 @@ class Autocast:
                 self._override(names[flat[i][0]], leaves[i]),
                 is_argument=True,
                 gradient_in=getattr(views[i], "gradient_in", None),
+                stored_in=leaves[i].dtype if _trees.is_narrower(leaves[i]) else None,
             )
             for i in positions
         ]

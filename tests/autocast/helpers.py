@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 import mpx
-from mpx._autocast.differentiation import View, differentiating, offer
+from mpx._autocast.differentiation import View, differentiating
 from mpx._autocast.transform import autocast_of
 from mpx._stored.state_format import FLOAT32
 from tests.helpers import BF16, F16, F32, all_eqns, eight_cpu_devices
@@ -179,8 +179,8 @@ def plan_of(fun, *args, dtypes=None):
     leaves, treedef = jax.tree.flatten(args)
     pairs = zip(leaves, dtypes or [None] * len(leaves), strict=True)
     views = [View(x if dtype is None else x.astype(dtype), x) for x, dtype in pairs]
-    with differentiating(lambda: None):
-        offer([view for view in views if view.narrow is not view.wide])
+    with differentiating(lambda: None) as taken:
+        taken.update({id(view.narrow): view for view in views if view.narrow is not view.wide})
         return autocast_of(fun).trace(treedef.unflatten([view.narrow for view in views]), {}).plan
 
 
