@@ -61,8 +61,8 @@ def differentiating(require_scale: Callable[[], None]) -> Iterator[dict[int, Vie
         dtype = next(iter(current.parameters.values()))
         _errors.warn(
             f"`value_and_grad`: gradients are rounded to {dtype}, because the autocast function "
-            f"`{next(iter(current.functions))}` does not get the parameters themselves "
-            f"({_errors.listed(list(current.parameters), 3)}): a `jax.checkpoint`, a solver or a `jax.jit` around a "
+            f"`{next(iter(current.functions))}` does not get the parameters themselves (of arguments: "
+            f"{_errors.listed(sorted(current.parameters), 3)}): a `jax.checkpoint`, a solver or a `jax.jit` around a "
             "part of the loss hides them, or the loss takes parts of them, casts them or computes with them first. Put "
             "`autocast` around the whole loss, and the transformation inside of it."
         )
