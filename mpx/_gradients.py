@@ -46,8 +46,8 @@ def value_and_grad(
 
     A function that `autocast` returned is differentiated with respect to a float32 view of its parameters: no gradient
     is rounded to their dtype, and under `jit` no parameter is copied. So is one behind a `jax.jit`, a
-    `functools.partial` or a function of your own that hands it the parameters. Where it gets them through another
-    transformation, such as `jax.checkpoint`, a warning says that gradients are rounded.
+    `functools.partial` or a function of your own that hands it the parameters. Where it gets parts of them (`w[0]`), or
+    all through another transformation, such as `jax.checkpoint`, a warning says that gradients are rounded.
 
     The function may change a Flax NNX model (batch statistics, counters of dropout). If a loss scale is given, these
     changes are taken back in a step with an infinite or NaN gradient, since `loss_scaling` skips that step.

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.training.dynamic_scale import DynamicScale
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -229,6 +230,10 @@ def test_a_float16_autocast_function_warns_when_others_differentiate_it_unless_t
     meant = mpx.autocast(two_products, "f16", loss_scale=mpx.NoOpLossScale())
     for grad in (jax.grad, mpx.grad):
         jax.eval_shape(grad(meant), *args)
+    *_, of_flax = DynamicScale(scale=jnp.float32(2.0**10)).value_and_grad(meant)(*args)
+    assert_same_bits(
+        of_flax, jax.tree.map(jnp.asarray, unscaled(mpx.grad(f, mpx.StaticLossScale(2.0**10))(*args), 2.0**10))
+    )
 
 
 # ---- scales ---------------------------------------------------------------------------------------------------------

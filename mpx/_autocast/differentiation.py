@@ -70,8 +70,7 @@ def differentiating(require_scale: Callable[[], None]) -> Iterator[dict[int, Vie
 
 def views_of(leaves: Sequence[Any], name: str) -> tuple[list[View | None], list[Any]]:
     """Return the views of arguments of an autocast function that have one, and the arguments that it runs on."""
-    current = _CURRENT.get()
-    views = current.views if current else {}
+    views = current.views if (current := _CURRENT.get()) else {}
     is_mixed = any(view.narrow is not view.wide for view in views.values())
     # Of 16 bits outside of a gradient too: a `jax.jit` may keep the program for one.
     is_watched = lambda x: isinstance(x, Tracer) and (_trees.is_floating if is_mixed else _trees.is_narrower)(x)
@@ -82,8 +81,8 @@ def views_of(leaves: Sequence[Any], name: str) -> tuple[list[View | None], list[
 
 def parameter(wide: Any, dtype: np.dtype | None, name: str) -> Any:
     """Return the parameter of a view. A cotangent that comes back to it, and not to the view, is noted."""
-    is_own = dtype is None or wide.dtype == dtype
-    return wide if is_own else _watched.bind(wide.astype(dtype), kind="parameters", name=name)
+    is_wide = dtype is not None and wide.dtype != dtype
+    return _watched.bind(wide.astype(dtype), kind="parameters", name=name) if is_wide else wide
 
 
 def _note(cotangent: Any, _: Any, kind: str, name: str) -> list[Any]:
@@ -103,16 +102,14 @@ mlir.register_lowering(_watched, lambda _, x, **__: [x])
 def view_of(leaf: Any) -> Any:
     """Return the float32 view that an outer gradient has of a parameter, or else the leaf itself."""
     current = _CURRENT.get()
-    view = None if current is None else current.views.get(id(leaf))
-    return leaf if view is None else view.wide
+    return current.views[id(leaf)].wide if current and id(leaf) in current.views else leaf
 
 
 def needing_a_scale(values: list[Any], name: str) -> list[Any]:
     """Return the results of a float16 function unchanged; to differentiate them needs a loss scale, or warns."""
 
     def with_warning(primals, tangents):
-        current = _CURRENT.get()
-        if current is not None:
+        if current := _CURRENT.get():
             current.require_scale()
         else:
             _errors.warn(

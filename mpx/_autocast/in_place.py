@@ -69,8 +69,7 @@ def hand_back(arguments: Any, changes: Any) -> None:
     if changes is None:
         return
     (changes, lost), nnx, modules = changes, _nnx(), _modules_of(arguments)
-    if lost:  # by `nnx.pop`
-        nnx.pop(modules, lambda path, _: path in lost)
+    nnx.pop(modules, lambda path, _: path in lost)  # what `nnx.pop` took from the copy
     stored = {path: _array_of(leaf) for path, leaf in _state_of(arguments)}
 
     def as_stored(path: Any, leaf: Any) -> Any:

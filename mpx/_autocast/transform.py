@@ -196,7 +196,7 @@ def autocast(
     one wins.
 
     Args:
-        fun: any function of pytrees. It gets arguments that are not arrays (flags, strings, functions) unchanged.
+        fun: any function of pytrees. It gets arguments that are not arrays (flags, `np.bool_` too, strings) unchanged.
             Arrays that it closes over keep their dtype: pass parameters as arguments.
         policy_or_dtype: a dtype or its name (`"bf16"`, `"f16"`); for matrix products only, `"bf16x3"`, `"tf32"`
             (float32 on a CPU), `"fp8"` or an `Fp8`; or the name of a recipe, a policy or its string
@@ -223,8 +223,10 @@ def autocast(
             gradients below 6e-8 become zero in float16.
 
     Returns:
-        A function with the arguments of `fun` and its results for float32 arguments. Gradients have the dtypes of the
-        arguments. `mpx.value_and_grad` and `mpx.grad` give unrounded float32 gradients.
+        A function with the arguments of `fun` and its results for float32 arguments. But a 16-bit argument that is
+        returned, as it is or with elements written into it (`cache.at[i].set(k)`), keeps its dtype, so that a loop can
+        carry it. A carry that is computed is cast by name, `h.astype(jnp.bfloat16)`: inside, `h.dtype` is float32.
+        Gradients have the dtypes of the arguments; those of `mpx.value_and_grad` and `mpx.grad` are unrounded float32.
 
     Raises:
         TypeError: if `fun` is not a function; at the call, if a result is neither an array nor a pytree.
@@ -233,8 +235,9 @@ def autocast(
     Example:
         >>> layer = lambda w, x: jax.nn.softmax(x @ w)
         >>> w, x = jnp.ones((4, 2), jnp.bfloat16), jnp.ones((3, 4))
-        >>> jax.make_jaxpr(autocast(layer, "bf16"))(w, x).eqns[1].outvars[0].aval.dtype
-        dtype(bfloat16)
+        >>> eqns = jax.make_jaxpr(autocast(layer, "bf16"))(w, x).eqns
+        >>> [eqn.outvars[0].aval.dtype for eqn in eqns if eqn.primitive.name == "dot_general"]
+        [dtype(bfloat16)]
         >>> autocast(layer, "bf16")(w, x).dtype
         dtype('float32')
 
