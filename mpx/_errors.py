@@ -1,6 +1,8 @@
 """Check what every wrapper is given, and list offending leaves in errors."""
 
 import re
+import sys
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -14,6 +16,14 @@ from mpx import _trees
 from mpx._dtypes import dtype_or_none
 
 T = TypeVar("T")
+
+
+def warn(text: str) -> None:
+    """Warn at the line of the user's code, not at one of mpx or of a library that calls it."""
+    level, frame, libraries = 2, sys._getframe(1), ("mpx", "jax", "flax", "equinox", "optax", "contextlib")
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in libraries:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, UserWarning, stacklevel=level)
 
 
 def listed(names: Sequence[str], most: int) -> str:

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from mpx import _errors, _trees
 from mpx._autocast import in_place
-from mpx._autocast.differentiation import View, differentiating, view_of
+from mpx._autocast.differentiation import View, differentiating, parameter, view_of
 from mpx._autocast.transform import autocast_of
 from mpx._finite import all_finite
 from mpx._loss_scale import LossScale, NoOpLossScale, require_powers_of_two
@@ -46,8 +46,8 @@ def value_and_grad(
 
     A function that `autocast` returned is differentiated with respect to a float32 view of its parameters: no gradient
     is rounded to their dtype, and under `jit` no parameter is copied. So is one behind a `jax.jit`, a
-    `functools.partial` or a function of your own that hands it the parameters. Where it gets them through another
-    transformation, such as `jax.checkpoint`, a warning says that gradients are rounded.
+    `functools.partial` or a function of your own that hands it the parameters. Where it gets parts of them (`w[0]`), or
+    all through another transformation, such as `jax.checkpoint`, a warning says that gradients are rounded.
 
     The function may change a Flax NNX model (batch statistics, counters of dropout). If a loss scale is given, these
     changes are taken back in a step with an infinite or NaN gradient, since `loss_scaling` skips that step.
@@ -109,10 +109,11 @@ def value_and_grad(
         dtypes = [x.dtype if is_parameter else None for x, is_parameter in _leaves_at(positions, args, kwargs)]
         # Where one autocast function has all uses of a parameter, its gradient is rounded where it is complete.
         early = dtype if record is not None and dtype == jnp.bfloat16 else None
-        call, views = _on_parameters(fun, dtypes, transform, loss_scale, _has_tracers((args, kwargs)), early)
-        differentiated = transform(lambda *args, **kwargs: scaled_loss(call, *args, **kwargs), **options)
         viewed = in_place.copy_with(args, kwargs, _in_float32(positions, args, kwargs))
-        (_, (loss, aux)), grads = differentiated(*viewed.args, **viewed.kwargs)
+        with differentiating(lambda: _require_scale(loss_scale, "a function inside computes in float16")) as taken:
+            call, views = _on_parameters(fun, dtypes, transform, taken, _has_tracers((args, kwargs)), early)
+            differentiated = transform(lambda *args, **kwargs: scaled_loss(call, *args, **kwargs), **options)
+            (_, (loss, aux)), grads = differentiated(*viewed.args, **viewed.kwargs)
         rounded = [view.narrow for view in views if view is not None and not view.rounded_to]
         if any(_trees.is_floating(x) and x.dtype == np.float16 for x in [*rounded, *jax.tree.leaves(grads)]):
             _require_scale(loss_scale, "parameters are float16, and so are their gradients")
@@ -287,7 +288,7 @@ def _on_parameters(
     fun: Callable[..., Any],
     dtypes: list[np.dtype | None],
     transform: Any,
-    loss_scale: LossScale,
+    taken: dict[int, View],
     is_traced: bool,
     gradient_in: np.dtype | None,
 ) -> tuple[Callable[..., Any], list[View | None]]:
@@ -300,16 +301,15 @@ def _on_parameters(
     if inner is not fun and not is_traced:  # run what the user compiled: in line, operations would run one by one
         inner = fun
         dtypes = [None if is_autocast else dtype for dtype in dtypes]
-    require_scale = lambda: _require_scale(loss_scale, "a function inside computes in float16")
 
     def call(*args, **kwargs):
         wide = jax.tree.leaves((args, kwargs))
-        pairs = list(zip(wide, dtypes, strict=True))
-        narrow = [x if dtype is None or x.dtype == dtype else x.astype(dtype) for x, dtype in pairs]
+        names = ["/".join(name.split("/")[1:]) for name in _trees.path_names((args, kwargs)).values()]
+        narrow = list(map(parameter, wide, dtypes, names))
         views[:] = [dtype and View(x, y, gradient_in) for dtype, x, y in zip(dtypes, narrow, wide, strict=True)]
         given = in_place.copy_with(args, kwargs, narrow)
-        with differentiating(require_scale, [view for view in views if view is not None]):
-            result = inner(*given.args, **given.kwargs)
+        taken.update({id(view.narrow): view for view in views if view is not None})
+        result = inner(*given.args, **given.kwargs)
         changes = given.changes()
         if transform is jax.value_and_grad:  # it hands no change of an argument back
             in_place.require_unchanged((args, kwargs), changes, result)

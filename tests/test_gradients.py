@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.training.dynamic_scale import DynamicScale
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -109,10 +110,11 @@ def test_gradients_of_an_autocast_function_behind_another_function_are_unrounded
 def test_one_warning_says_that_a_transformation_hides_the_parameters_from_autocast(hide):
     gradient = functools.partial(jax.eval_shape, mpx.value_and_grad(hide(mpx.autocast(two_products, "bf16"))))
     with pytest.warns(
-        UserWarning, match="rounded to bfloat16, because the autocast function `two_products` does not get"
+        UserWarning,
+        match=r"rounded to bfloat16, because the autocast function `two_products` does not get .*: 0/b, 0/v, 0/w\)",
     ) as seen:
         _, grads = gradient(*two_products_arguments(BF16))
-    assert len(seen) == 1
+    assert [warning.filename for warning in seen] == [__file__]  # no line of JAX
     assert grads["w"].dtype == F32
     gradient(*two_products_arguments(F32))  # nothing is rounded: no warning
 
@@ -151,10 +153,48 @@ def test_a_flax_nnx_model_behind_a_lambda_gets_unrounded_gradients_and_keeps_its
     assert (grads["kernel"][...] != rounded["kernel"][...].astype(F32)).any()
 
 
-def test_what_is_computed_of_another_parameter_is_taken_for_no_hidden_one():
-    f = mpx.autocast(lambda w, h: (h @ w).sum(), "bf16")
-    loss = lambda params: f(params["w"], jnp.tanh(params["h"]))
-    jax.eval_shape(mpx.grad(loss), {"w": jnp.ones((8, 8), BF16), "h": jnp.ones((8, 8), BF16)})
+summed = mpx.autocast(lambda w, x: (w * x).sum(), "bf16")
+compiled = jax.jit(summed)
+ONES = jnp.ones((4, 1), F32)
+# Losses of a bfloat16 parameter that sum 300 times its elements, each outside of what autocast sees.
+ADDED_UP = {
+    "part": lambda w: sum(summed(w[:2], ONES[:2]) for _ in range(300)),
+    "row": lambda w: sum(summed(w[0], ONES[0]) for _ in range(300)),
+    "cast": lambda w: sum(summed(w.astype(F32), ONES) for _ in range(300)),
+    "beside the parameter": lambda w: summed(w, ONES) + sum(summed(w[:2], ONES[:2]) for _ in range(299)),
+    "jit": lambda w: sum(compiled(w, ONES) for _ in range(300)),
+    "scan": lambda w: jax.lax.scan(lambda y, _: (y + summed(w[:2], ONES[:2]), None), 0.0, length=300)[0],
+}
+
+
+WRAPPED = [(name, jax.jit) for name in ADDED_UP]
+WRAPPED += [pytest.param("scan", lambda f: f, marks=pytest.mark.eager)]
+WRAPPED += [("scan", lambda f: lambda w: jax.vmap(f)(w[None]))]
+
+
+@pytest.mark.parametrize(("name", "wrap"), WRAPPED)
+def test_gradients_that_are_added_up_in_16_bits_on_their_way_from_autocast_are_told_of(name, wrap):
+    """They are 256 or 257 instead of 300, as those of float32 parameters are."""
+    compiled.clear_cache()
+    compiled(ONES.astype(BF16), ONES)  # the program for the gradient is made before it
+    gradient = lambda loss, dtype: wrap(mpx.grad(loss))(ONES.astype(dtype)).max()
+    with pytest.warns(UserWarning, match=r"rounded to bfloat16.*themselves \(of arguments: 0\)") as seen:
+        assert gradient(ADDED_UP[name], BF16) < 300
+    assert len(seen) == 1
+    assert gradient(ADDED_UP[name], F32) == 300
+
+
+def test_gradients_that_come_from_no_autocast_function_are_rounded_once_without_a_word():
+    """Those of a penalty, also beside an autocast function with no other argument that has a gradient."""
+    penalty = lambda w: (w.astype(F32) ** 2).sum()
+    for loss in (penalty, lambda w: penalty(w) + summed(w, ONES), lambda w: penalty(w) + summed(ONES, ONES)):
+        jax.eval_shape(mpx.grad(loss), ONES.astype(BF16))
+
+
+def test_of_two_parameters_the_one_that_is_used_in_16_bits_before_autocast_is_named():
+    loss = lambda params: summed(params["w"], jnp.tanh(params["h"]))
+    with pytest.warns(UserWarning, match=r"\(of arguments: 0/h\)"):
+        jax.eval_shape(mpx.grad(loss), {"w": ONES.astype(BF16), "h": ONES.astype(BF16)})
 
 
 def test_a_compiled_loss_is_compiled_once_and_other_arguments_are_the_users_own():
@@ -184,12 +224,16 @@ def test_a_float16_autocast_function_warns_when_others_differentiate_it_unless_t
         jax.eval_shape(fun, *args)
         with pytest.warns(UserWarning, match="`two_products` computes in float16 .* without a loss scale") as seen:
             jax.grad(fun)(*args)
-        assert len(seen) == 1
+        assert [warning.filename for warning in seen] == [__file__]
         jax.eval_shape(mpx.grad(fun, mpx.StaticLossScale(2.0**10)), *args)
     jax.eval_shape(mpx.grad(lambda params, x: f(teacher, x) * (params["w"] ** 2).sum()), *args)
     meant = mpx.autocast(two_products, "f16", loss_scale=mpx.NoOpLossScale())
     for grad in (jax.grad, mpx.grad):
         jax.eval_shape(grad(meant), *args)
+    *_, of_flax = DynamicScale(scale=jnp.float32(2.0**10)).value_and_grad(meant)(*args)
+    assert_same_bits(
+        of_flax, jax.tree.map(jnp.asarray, unscaled(mpx.grad(f, mpx.StaticLossScale(2.0**10))(*args), 2.0**10))
+    )
 
 
 # ---- scales ---------------------------------------------------------------------------------------------------------

@@ -279,6 +279,7 @@ def _common(*tags: Tag) -> Tag:
         first.precision if len({tag.precision for tag in tags}) == 1 else None,
         is_argument=any(tag.is_argument for tag in tags),
         is_copied=any(tag.is_copied for tag in tags),
+        stored_in=first.stored_in if len({tag.stored_in for tag in tags}) == 1 else None,
         # `is_product` stays false: the contraction of one branch does not round the cotangent of the other's.
     )
 

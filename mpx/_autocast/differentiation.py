@@ -8,7 +8,6 @@ such a parameter takes the view instead, and no gradient is rounded on the way.
 import contextlib
 import contextvars
 import dataclasses
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,9 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 from jax.typing import ArrayLike
 
-from mpx import _trees
+from mpx import _errors, _trees
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,72 +38,86 @@ class Differentiation:
     """The gradient that is being computed."""
 
     require_scale: Callable[[], None]  # raises if float16 needs a loss scale and has none
-    views: dict[int, View] = dataclasses.field(default_factory=dict)  # by ids of the narrow arrays, of outer ones too
-    missed: list[tuple[str, Any]] = dataclasses.field(default_factory=list)  # functions, and arrays they got instead
+    views: dict[int, View]  # by ids of the narrow arrays, of outer gradients too
+    # Cotangents that came out of autocast functions to other values than parameters, and in 16 bits to parameters.
+    functions: dict[str, np.dtype] = dataclasses.field(default_factory=dict)
+    parameters: dict[str, np.dtype] = dataclasses.field(default_factory=dict)
 
 
 _CURRENT: contextvars.ContextVar[Differentiation | None] = contextvars.ContextVar("differentiation", default=None)
 
 
 @contextlib.contextmanager
-def differentiating(require_scale: Callable[[], None], views: Sequence[View]) -> Iterator[None]:
-    """Let the autocast functions that run inside take these views; warn if one got a parameter without its view."""
+def differentiating(require_scale: Callable[[], None]) -> Iterator[dict[int, View]]:
+    """Let autocast functions that run inside take the views that are added; warn if one gets parameters without."""
     outer = _CURRENT.get()
-    inherited = {} if outer is None else outer.views
-    current = Differentiation(require_scale, inherited | {id(view.narrow): view for view in views})
+    current = Differentiation(require_scale, dict(outer.views) if outer else {})
     token = _CURRENT.set(current)
     try:
-        yield
+        yield current.views
     finally:
         _CURRENT.reset(token)
-    types = {_type(view.narrow) for view in views if view.narrow is not view.wide and not view.rounded_to}
-    hidden = [(name, x) for name, x in current.missed if _type(x) in types]
-    if hidden:
-        name, x = hidden[0]
-        warnings.warn(
-            f"`value_and_grad`: gradients are rounded to {x.dtype}, because the autocast function `{name}` does not "
-            "get the parameters themselves: a `jax.checkpoint`, a solver or a `jax.jit` around a part of the loss "
-            f"hides them, or the loss computes in {x.dtype} with them first. Put the transformation inside of "
-            "`autocast` (of a solver: `autocast` around the loss too), or around `value_and_grad`.",
-            UserWarning,
-            stacklevel=4,
+    if current.functions and current.parameters:
+        dtype = next(iter(current.parameters.values()))
+        _errors.warn(
+            f"`value_and_grad`: gradients are rounded to {dtype}, because the autocast function "
+            f"`{next(iter(current.functions))}` does not get the parameters themselves (of arguments: "
+            f"{_errors.listed(sorted(current.parameters), 3)}): a `jax.checkpoint`, a solver or a `jax.jit` around a "
+            "part of the loss hides them, or the loss takes parts of them, casts them or computes with them first. Put "
+            "`autocast` around the whole loss, and the transformation inside of it."
         )
 
 
-def views_of(leaves: Sequence[Any], name: str) -> list[View | None]:
-    """Return the views of those arguments of an autocast function that have one."""
-    current = _CURRENT.get()
-    if current is None:
-        return [None] * len(leaves)
-    views = [current.views.get(id(leaf)) for leaf in leaves]
-    if not any(views):
-        current.missed.extend((name, x) for x in leaves if isinstance(x, Tracer) and _trees.is_narrower(x))
-    return views
+def views_of(leaves: Sequence[Any], name: str) -> tuple[list[View | None], list[Any]]:
+    """Return the views of arguments of an autocast function that have one, and the arguments that it runs on."""
+    views = current.views if (current := _CURRENT.get()) else {}
+    is_mixed = any(view.narrow is not view.wide for view in views.values())
+    # Of 16 bits outside of a gradient too: a `jax.jit` may keep the program for one.
+    is_watched = lambda x: isinstance(x, Tracer) and (_trees.is_floating if is_mixed else _trees.is_narrower)(x)
+    found = [views.get(id(leaf)) for leaf in leaves]
+    others = [_watched.bind(x, kind="functions", name=name) if is_watched(x) else x for x in leaves]
+    return found, [view.wide if view else x for x, view in zip(others, found, strict=True)]
+
+
+def parameter(wide: Any, dtype: np.dtype | None, name: str) -> Any:
+    """Return the parameter of a view. A cotangent that comes back to it, and not to the view, is noted."""
+    is_wide = dtype is not None and wide.dtype != dtype
+    return _watched.bind(wide.astype(dtype), kind="parameters", name=name) if is_wide else wide
+
+
+def _note(cotangent: Any, _: Any, kind: str, name: str) -> list[Any]:
+    if current := _CURRENT.get():
+        getattr(current, kind)[name] = cotangent.dtype
+    return [cotangent]
+
+
+_watched = Primitive("cotangent_watched")
+_watched.def_impl(lambda x, **_: x)
+_watched.def_abstract_eval(lambda x, **_: x)
+ad.deflinear2(_watched, _note)
+batching.primitive_batchers[_watched] = lambda x, at, **params: (_watched.bind(*x, **params), at[0])
+mlir.register_lowering(_watched, lambda _, x, **__: [x])
 
 
 def view_of(leaf: Any) -> Any:
     """Return the float32 view that an outer gradient has of a parameter, or else the leaf itself."""
     current = _CURRENT.get()
-    view = None if current is None else current.views.get(id(leaf))
-    return leaf if view is None else view.wide
+    return current.views[id(leaf)].wide if current and id(leaf) in current.views else leaf
 
 
 def needing_a_scale(values: list[Any], name: str) -> list[Any]:
     """Return the results of a float16 function unchanged; to differentiate them needs a loss scale, or warns."""
 
     def with_warning(primals, tangents):
-        current = _CURRENT.get()
-        if current is not None:
+        if current := _CURRENT.get():
             current.require_scale()
         else:
-            warnings.warn(
+            _errors.warn(
                 f"`autocast`: `{name}` computes in float16 and is differentiated without a loss scale, so gradients "
                 "below 6e-8 become zero. Differentiate it with `mpx.value_and_grad(fun, "
                 "mpx.get_loss_scale(opt_state))`. If your caller calls `jax.grad`, pass "
                 "`loss_scale=mpx.StaticLossScale(2.0**12)` to `autocast`; if it scales the loss itself, as Flax's "
-                "`DynamicScale` does, or wants no scale, `loss_scale=mpx.NoOpLossScale()`.",
-                UserWarning,
-                stacklevel=2,
+                "`DynamicScale` does, or wants no scale, `loss_scale=mpx.NoOpLossScale()`."
             )
         return primals[0], tangents[0]
 
@@ -123,7 +138,3 @@ def with_cotangents_times(arrays: list[Any], factor: ArrayLike) -> list[Any]:
     is_number = lambda x: jnp.issubdtype(x.dtype, jnp.inexact) and not isinstance(x, jax.Ref)
     numbers, put = _trees.partition_leaves(arrays, is_number)
     return put(identity(numbers))
-
-
-def _type(x: Any) -> tuple[Any, ...]:
-    return x.shape, x.dtype

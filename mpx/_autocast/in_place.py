@@ -25,15 +25,16 @@ class Copy:
     arrays: Mapping[Any, Any]  # of the modules, before a function changes them; by paths
 
     def changes(self, are_wanted: Any = True) -> Any:
-        """Return the state of what modules have now and did not have before.
+        """Return the state of what modules have now and did not have before, and the paths of what they lost; or None.
 
         If `are_wanted`, a scalar, is false, arrays are as before. A new variable, or an array of a new shape, stays.
         """
         now = _state_of((self.args, self.kwargs))
+        lost = self.arrays.keys() - dict(now).keys()
         new = [(path, leaf) for path, leaf in now if _array_of(leaf) is not self.arrays.get(path)]
         if are_wanted is not True:
             new = [(path, self._selected(path, leaf, are_wanted)) for path, leaf in new]
-        return _nnx().from_flat_state(new) if new else None
+        return (_nnx().from_flat_state(new), sorted(lost, key=str)) if new or lost else None
 
     def _selected(self, path: Any, leaf: Any, is_wanted: Any) -> Any:
         before, after = self.arrays.get(path), _array_of(leaf)
@@ -67,7 +68,9 @@ def hand_back(arguments: Any, changes: Any) -> None:
     """Write the changes of a copy into the modules among the arguments, in the dtypes of their arrays."""
     if changes is None:
         return
-    nnx, stored = _nnx(), {path: _array_of(leaf) for path, leaf in _state_of(arguments)}
+    (changes, lost), nnx, modules = changes, _nnx(), _modules_of(arguments)
+    nnx.pop(modules, lambda path, _: path in lost)  # what `nnx.pop` took from the copy
+    stored = {path: _array_of(leaf) for path, leaf in _state_of(arguments)}
 
     def as_stored(path: Any, leaf: Any) -> Any:
         after, before = _array_of(leaf), stored.get(path)
@@ -75,7 +78,7 @@ def hand_back(arguments: Any, changes: Any) -> None:
         return _with_array(leaf, after.astype(jnp.result_type(before))) if are_numbers else leaf
 
     flat = [(path, as_stored(path, leaf)) for path, leaf in nnx.to_flat_state(changes)]
-    nnx.update(_modules_of(arguments), nnx.from_flat_state(flat))
+    nnx.update(modules, nnx.from_flat_state(flat))
 
 
 def require_unchanged(arguments: Any, changes: Any, results: Any) -> None:
@@ -89,7 +92,7 @@ def require_unchanged(arguments: Any, changes: Any, results: Any) -> None:
     modules = _modules_of(arguments)
     names = [
         f"{'/'.join(map(str, path[1:]))} of the {type(modules[path[0]]).__name__}"
-        for path, leaf in nnx.to_flat_state(changes)
+        for path, leaf in nnx.to_flat_state(changes[0])
         if not isinstance(leaf, nnx.Param) and id(_array_of(leaf)) not in returned
     ]
     if names:

@@ -44,6 +44,7 @@ class Tag(NamedTuple):
     is_argument: bool = False  # whether it has elements of the function's arguments, whose gradients a user gets
     is_copied: bool = False  # whether an element may occur twice, so that cotangents have yet to be added up
     gradient_in: np.dtype | None = None  # the dtype that its gradient, of one use, may be rounded to once it is a sum
+    stored_in: np.dtype | None = None  # the 16-bit dtype of the argument that it is, perhaps with elements written over
     is_product: bool = False  # whether it is a narrowed contraction's result: that contraction rounds its cotangent
 
     @property
@@ -276,6 +277,7 @@ class Planner:
             precisions.widest(asked) if asked else None,
             is_argument=any(tag.is_argument for _, tag in arrays),
             is_copied=is_broadcast or facts.fan_out == "many" or any(tag.is_copied for _, tag in arrays),
+            stored_in=_stored_in(eqn, [tag for _, tag in pairs]) if _is_f32(result) else None,
             is_product=facts.fan_out == "one" and all(tag.is_product for _, tag in arrays),
         )
 
@@ -315,6 +317,14 @@ class Planner:
         if of_handler is not None:
             return of_handler(eqn, step.plans)
         return [rounded.get(eqn.outvars[0]) if facts.fan_out == "one" else None] * len(eqn.invars)
+
+
+def _stored_in(eqn: JaxprEqn, tags: Sequence[Tag]) -> np.dtype | None:
+    """Return `Tag.stored_in` of a result: as in JAX, an array that elements are written to keeps its dtype."""
+    name = eqn.primitive.name
+    writes = name in ("convert_element_type", "dynamic_update_slice", "scatter", "select_n")
+    dtypes = {tag.stored_in for tag in (tags[1:] if name == "select_n" else tags[:1])}
+    return dtypes.pop() if (writes or facts_of(eqn).fan_out == "one") and len(dtypes) == 1 else None
 
 
 def travels_in(tag: Tag, rounded_to: np.dtype | None, settings: Settings) -> np.dtype | None:

@@ -5,7 +5,6 @@ import enum
 import functools
 import inspect
 import types
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -16,7 +15,7 @@ from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn
 from jax.typing import DTypeLike
 
-from mpx import _trees
+from mpx import _errors, _trees
 from mpx._autocast import contraction, differentiation, in_place, interpreter, recompute
 from mpx._autocast import precision as precisions
 from mpx._autocast.control_flow import HANDLERS
@@ -65,6 +64,8 @@ class Autocast:
                 values = differentiation.with_cotangents_times(values, scale)
             if self.needs_a_scale and traced.plan.changes:
                 values = differentiation.needing_a_scale(values, _name(self.fun))
+        stored = [tag.stored_in for tag in traced.plan.out_tags]
+        values = [x if dtype is None else x.astype(dtype) for x, dtype in zip(values, stored, strict=True)]
         result, changes = traced.rebuild(values)
         in_place.hand_back((args, kwargs), changes)
         return result
@@ -72,9 +73,8 @@ class Autocast:
     def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Traced":
         """Trace the function on a float32 view of its arguments, and plan what to do with each operation."""
         flat, names = jax.tree.leaves_with_path((args, kwargs)), _trees.path_names((args, kwargs))
-        views = differentiation.views_of([leaf for _, leaf in flat], _name(self.fun))
-        leaves = [leaf if view is None else view.wide for (_, leaf), view in zip(flat, views, strict=True)]
-        positions = [i for i, leaf in enumerate(leaves) if _trees.is_array(leaf)]
+        views, leaves = differentiation.views_of([leaf for _, leaf in flat], _name(self.fun))
+        positions = [i for i, leaf in enumerate(leaves) if _trees.is_array(leaf) and not isinstance(leaf, np.bool_)]
         result: list[Any] = []
 
         def program(*arrays):
@@ -99,6 +99,7 @@ class Autocast:
                 self._override(names[flat[i][0]], leaves[i]),
                 is_argument=True,
                 gradient_in=getattr(views[i], "gradient_in", None),
+                stored_in=leaves[i].dtype if _trees.is_narrower(leaves[i]) else None,
             )
             for i in positions
         ]
@@ -195,7 +196,7 @@ def autocast(
     one wins.
 
     Args:
-        fun: any function of pytrees. It gets arguments that are not arrays (flags, strings, functions) unchanged.
+        fun: any function of pytrees. It gets arguments that are not arrays (flags, `np.bool_` too, strings) unchanged.
             Arrays that it closes over keep their dtype: pass parameters as arguments.
         policy_or_dtype: a dtype or its name (`"bf16"`, `"f16"`); for matrix products only, `"bf16x3"`, `"tf32"`
             (float32 on a CPU), `"fp8"` or an `Fp8`; or the name of a recipe, a policy or its string
@@ -222,8 +223,10 @@ def autocast(
             gradients below 6e-8 become zero in float16.
 
     Returns:
-        A function with the arguments of `fun` and its results for float32 arguments. Gradients have the dtypes of the
-        arguments. `mpx.value_and_grad` and `mpx.grad` give unrounded float32 gradients.
+        A function with the arguments of `fun` and its results for float32 arguments. But a 16-bit argument that is
+        returned, as it is or with elements written into it (`cache.at[i].set(k)`), keeps its dtype, so that a loop can
+        carry it. A carry that is computed is cast by name, `h.astype(jnp.bfloat16)`: inside, `h.dtype` is float32.
+        Gradients have the dtypes of the arguments; those of `mpx.value_and_grad` and `mpx.grad` are unrounded float32.
 
     Raises:
         TypeError: if `fun` is not a function; at the call, if a result is neither an array nor a pytree.
@@ -232,8 +235,9 @@ def autocast(
     Example:
         >>> layer = lambda w, x: jax.nn.softmax(x @ w)
         >>> w, x = jnp.ones((4, 2), jnp.bfloat16), jnp.ones((3, 4))
-        >>> jax.make_jaxpr(autocast(layer, "bf16"))(w, x).eqns[1].outvars[0].aval.dtype
-        dtype(bfloat16)
+        >>> eqns = jax.make_jaxpr(autocast(layer, "bf16"))(w, x).eqns
+        >>> [eqn.outvars[0].aval.dtype for eqn in eqns if eqn.primitive.name == "dot_general"]
+        [dtype(bfloat16)]
         >>> autocast(layer, "bf16")(w, x).dtype
         dtype('float32')
 
@@ -329,7 +333,7 @@ def _warn_if_nothing_is_narrowed(record: Autocast, plan: CastPlan) -> None:
     if reason is not None:
         name = record.settings.precision.name
         text = f"`autocast`: no matrix product of `{_name(record.fun)}` runs in {name}: {reason}"
-        warnings.warn(f"{text} `mpx.explain` shows each product.", UserWarning, stacklevel=4)
+        _errors.warn(f"{text} `mpx.explain` shows each product.")
 
 
 def _why_nothing_is_narrowed(precision: precisions.ContractionPrecision, plan: CastPlan) -> str | None:

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import importlib.util
-import warnings
 from collections.abc import Iterable
 from concurrent import futures
 from typing import Any
@@ -240,10 +239,9 @@ def _kernels_work() -> bool:
         with futures.ThreadPoolExecutor(1) as thread:
             thread.submit(_try_kernel).result()
     except Exception as error:  # whatever it is, it is no reason to stop a training run
-        warnings.warn(
+        _errors.warn(
             f"mpx: kernels of Pallas do not run on this GPU, so `fused_update` leaves its work to XLA. "
-            f"{type(error).__name__}: {error}",
-            stacklevel=2,
+            f"{type(error).__name__}: {error}"
         )
         return False
     return True

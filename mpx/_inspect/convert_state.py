@@ -6,7 +6,6 @@ of chains both states must have the same leaves, in states of the same types.
 
 import functools
 import itertools
-import warnings
 from collections import defaultdict
 from typing import Any, TypeVar
 
@@ -153,11 +152,10 @@ def _warn_of_losses(best: dict[_trees.Path, Any], weights: dict[_trees.Path, tup
     losses = {path: float(_loss(best[path], p)) for path, p in narrow.items()}
     worst = max(losses, key=losses.__getitem__, default=())
     if losses and losses[worst]:
-        warnings.warn(
+        _errors.warn(
             f"`convert_state`: weights changed, by up to {100 * losses[worst]:.3g}% in {_trees.path_string(worst)!r} "
             f"({best[worst].dtype} to {narrow[worst].dtype}), because `new_tx` does not keep what their dtype cannot "
-            "hold. To keep that, add `master_weights` or `kahan_summation`, or store them in float32.",
-            stacklevel=3,
+            "hold. To keep that, add `master_weights` or `kahan_summation`, or store them in float32."
         )
 
 

@@ -124,6 +124,25 @@ def test_a_step_that_is_skipped_keeps_the_bits_of_batch_statistics_and_counters(
     assert all(bool((a == b).all()) for a, b in zip(jax.tree.leaves(model), before, strict=True)) != is_good
 
 
+class Sowing(nnx.Module):
+    def __init__(self):
+        self.linear, self.seen = nnx.Linear(16, 16, rngs=nnx.Rngs(0)), nnx.Intermediate(jnp.zeros(3, F32))
+
+    def __call__(self, x):
+        self.new = nnx.Intermediate(self.linear(x))
+        return self.new[...]
+
+
+@pytest.mark.parametrize("differentiate", [lambda f: f, lambda f: mpx.grad(f, transform=nnx.value_and_grad)])
+def test_what_is_popped_from_a_module_is_gone_whether_it_was_there_before_or_not(differentiate):
+    popped = []
+    loss = lambda model, x: (model(x).sum(), popped.append(set(nnx.pop(model, nnx.Intermediate))))[0]
+    model = Sowing()
+    differentiate(mpx.autocast(loss, "bf16"))(model, TOKENS)
+    assert popped == [{"seen", "new"}]
+    assert (hasattr(model, "seen"), hasattr(model, "new"), hasattr(model, "linear")) == (False, False, True)
+
+
 def test_a_changed_variable_keeps_the_dtype_in_which_it_is_stored():
     norm = nnx.BatchNorm(16, rngs=nnx.Rngs(0))
     nnx.update(norm, mpx.cast(nnx.state(norm), BF16))

@@ -27,7 +27,7 @@ from tests.autocast.helpers import (
     normal,
     plan_of,
 )
-from tests.helpers import eight_cpu_devices
+from tests.helpers import assert_same_bits, eight_cpu_devices
 
 ON, OFF, NOT_SAID = "on", "off", "not said"
 
@@ -167,6 +167,7 @@ def cases():
 # These have tests of their own, or stand in kernels only.
 NOT_HERE = {
     "all_gather_reduced",
+    "cotangent_watched",
     "kept_between_passes",
     "pbroadcast",
     "ragged_all_to_all",
@@ -224,12 +225,50 @@ def test_a_value_is_tagged_if_and_only_if_it_is_representable(primitive, fun, li
 @half_dtypes
 def test_a_view_of_16_bit_values_is_representable_in_their_own_dtype(dtype, own):
     """Arguments, and casts in the function; also through the other 16-bit dtype, which rounds."""
-    fun = lambda a, x: (a, x.astype(own).astype(F32), (x @ x.T).astype(own).astype(F32), a.T, x)
+    fun = lambda a, x: (a[:7], x.astype(own).astype(F32), (x @ x.T).astype(own).astype(F32), a.T[1:], x)
     a, x = normal(0, 8, 4, dtype=own), normal(1, 8, 4)
     claims, values = claims_and_values(fun, dtype, a, x)
     assert claims == [own, own, own, own, None]
     for value in values[:4]:
         assert is_representable(value, own)
+
+
+CACHE = jnp.zeros((8, 4), BF16)
+# Functions of an argument in 16 bits and of numbers in float32, and whether the result is that argument, written to.
+STORED = {
+    "as it is": (lambda c, x: c, True),
+    "other places": (lambda c, x: c.reshape(2, 4, 4).T, True),
+    "set": (lambda c, x: c.at[1].set(jnp.sin(x[0]).astype(c.dtype)), True),
+    "dynamic_update_slice": (lambda c, x: lax.dynamic_update_slice(c, jnp.sin(x[:2]), (1, 0)), True),
+    "one of two": (lambda c, x: jnp.where(x > 0, c.at[1].set(x[0]), c), True),
+    "vmap": (jax.vmap(lambda c, x: c.at[1].set(x[0])), True),
+    "jit": (jax.jit(lambda c, x: c.at[1].set(x[0])), True),
+    "carried": (lambda c, x: lax.fori_loop(0, 8, lambda i, c: c.at[i].set(jnp.sin(x[i])), c), True),
+    "slices": (lambda c, x: lax.scan(lambda _, r: (0, r[0].at[1].set(r[1][0])), 0, (c, x))[1], True),
+    "branches": (lambda c, x: lax.cond(x[0, 0] > 0, lambda: c.at[1].set(x[0]), lambda: c), True),
+    "through a function": (lambda c, x: c.at[1].set(x[0]) * 1.5, False),
+    "sums": (lambda c, x: c.at[1].add(x[0]), False),
+    "larger": (jnp.maximum, False),
+    "other numbers in some places": (lambda c, x: jnp.where(x > 0, x, c), False),
+    "a part": (lambda c, x: c[:4], False),
+    "rows": (lambda c, x: c[jnp.arange(8)[::-1]], False),
+    "through integers": (lambda c, x: c.astype(jnp.int32).astype(F32), False),
+    "written into another": (lambda c, x: x.at[:4].set(c[:4]), False),
+    "a carry that a function changes": (lambda c, x: lax.fori_loop(0, 8, lambda i, c: jnp.sin(c), c), False),
+    "a branch that computes": (lambda c, x: lax.cond(x[0, 0] > 0, lambda: c + 1.5, lambda: c), False),
+}
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_an_argument_that_is_written_to_keeps_its_dtype_and_all_else_is_float32(name):
+    """What is kept is the float32 result, rounded once. So for a view of a parameter: it is float32."""
+    fun, keeps = STORED[name]
+    x = normal(0, 8, 4)
+    result, wide = mpx.autocast(fun, "bf16")(CACHE, x), mpx.autocast(fun, "bf16")(CACHE.astype(F32), x)
+    assert result.dtype == (BF16 if keeps else F32)
+    assert_same_bits(result, wide.astype(result.dtype))
+    (tag,) = plan_of(mpx.autocast(fun, "bf16"), CACHE.astype(F32), x, dtypes=(BF16, None)).out_tags
+    assert tag.stored_in is None
 
 
 def test_only_float32_results_are_tagged():

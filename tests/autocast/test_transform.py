@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from flax import nnx
 
 import mpx
@@ -228,3 +229,74 @@ def test_a_static_scale_refuses_forward_mode_and_dtypes_that_need_none():
         mpx.autocast(tiny_loss, "bf16", loss_scale=mpx.StaticLossScale(2.0**10))
     with pytest.raises(TypeError, match="A dynamic scale lives in the optimizer's state"):
         mpx.autocast(tiny_loss, "f16", loss_scale=mpx.DynamicLossScale())
+
+
+# ---- caches ---------------------------------------------------------------------------------------------------------
+
+D, LENGTH = 16, 8
+
+
+def by_hand(dtype):
+    """Return a step of attention, its parameters and its cache in a dtype."""
+
+    def step(params, cache, x):
+        i, q, (k, v) = cache["i"], x @ params["q"], jnp.split(x @ params["kv"], 2, axis=-1)
+        cache = {"i": i + 1} | {
+            name: cache[name].at[:, i].set(new.astype(cache[name].dtype)) for name, new in (("k", k), ("v", v))
+        }
+        scores = jnp.where(jnp.arange(LENGTH)[None] <= i, jnp.einsum("bd,btd->bt", q, cache["k"]), -1e9)
+        return jnp.einsum("bt,btd->bd", jax.nn.softmax(scores), cache["v"]), cache
+
+    params = {"q": jnp.eye(D, dtype=dtype) / 4, "kv": jnp.ones((D, 2 * D), dtype) / 8}
+    return step, params, {"k": jnp.zeros((2, LENGTH, D), dtype), "v": jnp.zeros((2, LENGTH, D), dtype), "i": 0}
+
+
+def in_linen(dtype):
+    model = nn.MultiHeadDotProductAttention(num_heads=2, decode=True)
+    variables = mpx.cast(model.init(jax.random.key(0), jnp.ones((2, LENGTH, D), F32)), dtype)
+
+    def step(params, cache, x):
+        y, changed = model.apply({"params": params, "cache": cache}, x[:, None], mutable=["cache"])
+        return y[:, 0], changed["cache"]
+
+    return step, variables["params"], variables["cache"]
+
+
+def in_nnx(dtype):
+    """The cache is the whole state of the model, weights too."""
+    model = nnx.MultiHeadAttention(2, D, D, decode=True, rngs=nnx.Rngs(0))
+    model.init_cache((2, LENGTH, D))
+    graph, state = nnx.split(model)
+
+    def step(params, state, x):
+        model = nnx.merge(graph, state)
+        return model(x[:, None])[:, 0], nnx.state(model)
+
+    return step, None, mpx.cast(state, dtype)
+
+
+@pytest.mark.parametrize("model", [by_hand, in_linen, in_nnx])
+def test_a_loop_around_a_step_of_decoding_carries_a_cache_of_16_bits_as_it_is_written(model):
+    """It has the rounded numbers of a cache in float32. The step's result is float32."""
+
+    def decoded(dtype):
+        step, params, cache = model(dtype)
+        in_bf16 = mpx.autocast(step, "bf16")
+        xs = jax.random.normal(jax.random.key(1), (LENGTH, 2, D), F32)
+        return jax.lax.scan(lambda cache, x: in_bf16(params, cache, x)[::-1], cache, xs)
+
+    (narrow, ys), (wide, expected) = decoded(BF16), decoded(F32)
+    assert ys.dtype == F32
+    np.testing.assert_allclose(ys, expected, atol=2.0**-6)
+    assert {x.dtype for x in jax.tree.leaves(narrow)} == {BF16, np.dtype(np.int32)}
+    for ours, exact in zip(jax.tree.leaves(narrow), jax.tree.leaves(wide), strict=True):
+        np.testing.assert_allclose(ours.astype(F32), exact, rtol=2.0**-7)
+
+
+def test_a_carry_that_is_computed_anew_is_cast_by_the_name_of_its_dtype():
+    """Inside, the argument's own dtype is float32."""
+    step = lambda dtype: mpx.autocast(lambda h, w: jnp.tanh(h @ w).astype(dtype or h.dtype), "bf16")
+    loop = lambda dtype: jax.lax.fori_loop(0, 3, lambda _, h: step(dtype)(h, W[:, :4]), jnp.ones((2, 4), BF16))
+    assert loop(BF16).dtype == BF16
+    with pytest.raises(TypeError, match=r"carry.*bfloat16"):
+        loop(None)

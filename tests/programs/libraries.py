@@ -41,6 +41,21 @@ def attention_in_linen(p, x):
     return optax.huber_loss(x + ATTENTION.apply(p, x, mask=mask)).mean()
 
 
+DECODER = nn.MultiHeadDotProductAttention(num_heads=2, decode=True)
+
+
+@program(of_shapes(lambda: DECODER.init(jax.random.key(0), jnp.ones((1, 8, D)))["params"]), x=rows(8, D))
+def decoding_in_linen(p, x):
+    cache = DECODER.init(jax.random.key(0), x)["cache"]
+
+    def step(cache, x):
+        y, changed = DECODER.apply({"params": p, "cache": cache}, x[:, None], mutable=["cache"])
+        return changed["cache"], y[:, 0]
+
+    _, ys = jax.lax.scan(step, cache, x.swapaxes(0, 1))
+    return optax.huber_loss(ys.swapaxes(0, 1)[:, :-1], x[:, 1:]).mean()
+
+
 CELL = nn.RNN(nn.OptimizedLSTMCell(D))
 
 

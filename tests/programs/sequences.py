@@ -167,3 +167,34 @@ def unrolled_cell_in_a_nested_jit(p, x):
         h, out = cell(h, x[:, t], activation=jnp.tanh)
         total = total + jnp.square(out).mean()
     return total
+
+
+@program({"qkv": (D, 3 * D), "out": (D, D)}, **X)
+def decoding_with_a_cache_of_16_bits(p, x):
+    """A token at a time; what is in the cache is read in float32 and has no gradient."""
+
+    def step(cache, inputs):
+        i, x = inputs
+        q, *new = jnp.split(x @ p["qkv"], 3, axis=-1)
+        k, v = (x.astype(jnp.float32) for x in cache)
+        scores = jnp.where(jnp.arange(T)[None] < i, jnp.einsum("bd,btd->bt", q, k) / 4, -1e9)
+        past = jnp.einsum("bt,btd->bd", jax.nn.softmax(scores), v)
+        written = lambda old, x: old.at[:, i].set(lax.stop_gradient(x).astype(old.dtype))
+        return list(map(written, cache, new)), (past + jax.nn.sigmoid(new[0]) * new[1]) @ p["out"]
+
+    cache = [jnp.zeros((x.shape[0], T, D), jnp.bfloat16)] * 2
+    _, ys = lax.scan(step, cache, (jnp.arange(T), x.swapaxes(0, 1)))
+    return jnp.square(ys.swapaxes(0, 1)[:, :-1] - x[:, 1:]).mean()
+
+
+@program({"in": (D, 2 * D), "conv": (4, D), "out": (D, D)}, **X)
+def decoding_with_a_window_of_inputs(p, x):
+    """The window of a causal convolution moves on by one row in each step."""
+
+    def step(window, x):
+        h, gate = jnp.split(x @ p["in"], 2, axis=-1)
+        window = lax.dynamic_update_slice(jnp.roll(window, -1, axis=1), h[:, None], (0, 3, 0))
+        return window, (jax.nn.silu((window * p["conv"]).sum(1)) * jax.nn.sigmoid(gate)) @ p["out"]
+
+    _, ys = lax.scan(step, jnp.zeros((x.shape[0], 4, D)), x.swapaxes(0, 1))
+    return jnp.square(ys.swapaxes(0, 1)[:, :-1] - x[:, 1:]).mean()
