@@ -61,20 +61,27 @@ def check_chain(tx: optax.GradientTransformation, params: Any = None, **extra_ar
         shapes = {"bias": (8,), "kernel": (8, 8)}
         params = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
     trained = params.fast if isinstance(params, optax.LookaheadParams) else params
-    grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, np.float32) if _trees.is_floating(p) else p, trained)
     arrays, with_arrays = _trees.partition_leaves(extra_args, _trees.is_array)  # a rule may take functions too
     update = lambda grads, state, params, arrays: tx.update(grads, state, params, **with_arrays(arrays))
-    try:
-        state = jax.eval_shape(tx.init, params)
-        program, (updates, new_state) = jax.make_jaxpr(update, return_shape=True)(grads, state, params, arrays)
-    except Exception as error:
+    errors = []
+    # `optax.contrib.differentially_private_aggregate` in front takes gradients of examples, with an axis for these.
+    for examples in ((), (2,)):
+        of = lambda p, n=examples: jax.ShapeDtypeStruct((*n, *p.shape), np.float32) if _trees.is_floating(p) else p
+        grads = jax.tree.map(of, trained)
+        try:
+            state = jax.eval_shape(tx.init, params)
+            program, (updates, new_state) = jax.make_jaxpr(update, return_shape=True)(grads, state, params, arrays)
+            break
+        except Exception as error:
+            errors.append(error)
+    else:
         if is_given:
-            raise
+            raise errors[0]
         raise ValueError(
             "`check_chain` was not given `params`, and `tx` does not take the {'bias', 'kernel'} that stand for them. "
             "Give it the parameters or their shapes (for `optax.lookahead`: `optax.LookaheadParams`), and the other "
-            f"arguments that `tx.update` needs. {type(error).__name__}: {error}"
-        ) from error
+            f"arguments that `tx.update` needs. {type(errors[0]).__name__}: {errors[0]}"
+        ) from errors[0]
     results, received = _followed(program, len(jax.tree.leaves(grads)), len(jax.tree.leaves(state)))
     _require_linear_gradients(received)
     leaves = _trees.leaves_by_path(updates)
@@ -152,6 +159,8 @@ def _result(eqn: JaxprEqn, operands: list[_Value]) -> _Value:
     name, facts = eqn.primitive.name, facts_of(eqn)
     if name == "select_n":
         return _one_of(operands[1:], name, operands[0])
+    if name == "is_finite" or (name == "ne" and eqn.invars[0] is eqn.invars[1]):
+        return _OTHER  # whether a number is finite does not depend on a scale: `optax.zero_nans`, `apply_if_finite`
     moves = facts.moves in ("same", "moved") or name == "convert_element_type"
     is_mask = [value.is_mask or dtype_of(v) == np.bool_ for v, value in zip(eqn.invars, operands, strict=True)]
     tracked = _tracked(operands)
@@ -214,15 +223,15 @@ def _require_linear_gradients(received: Sequence[_Value]) -> None:
     if by is not None:
         raise ValueError(
             f"`check_chain`: gradients reach `loss_scaling` scaled, but `{by}` in front of it is not linear in them: "
-            "clipping there sees scaled gradients, and a mean over steps never loses a NaN. Put it inside: "
+            "clipping there sees scaled gradients, and a mean over steps never loses a NaN (or, if it skips those, the "
+            "scale never sees one, and never shrinks). Put it inside: "
             "`loss_scaling(optax.chain(...))`, `loss_scaling(optax.MultiSteps(...))`."
         )
 
 
 def _require_unscaled_gradients(updates: dict[_trees.Path, _Value]) -> None:
     """Raise if a gradient becomes an update with the loss scale in it."""
-    # `optax.apply_if_finite` may stand around: whether a gradient is finite does not depend on the scale.
-    scaled = [path for path, value in updates.items() if value.origin == _GRADIENT and value.changed_by != "is_finite"]
+    scaled = [path for path, value in updates.items() if value.origin == _GRADIENT]
     if scaled:
         raise ValueError(
             f"`check_chain`: the gradient of {_trees.path_string(scaled[0])!r} reaches its update past `loss_scaling`, "
