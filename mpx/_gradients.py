@@ -4,7 +4,7 @@ import collections
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,7 @@ def value_and_grad(
     *,
     argnums: Any = 0,
     has_aux: bool = False,
+    allow_int: bool = False,
     grad_dtype: DTypeLike | Literal["lossless"] | None = jnp.float32,
     transform: Callable[..., Callable[..., Any]] = jax.value_and_grad,
 ) -> Callable[..., tuple[Any, Any]]:
@@ -58,6 +59,7 @@ def value_and_grad(
             step, and changes in a model are never taken back.
         argnums: which arguments to differentiate; one number, several, or what `transform` takes there.
         has_aux: whether `fun` returns a pair.
+        allow_int: whether arguments may hold integers, whose gradients are zeros of dtype `float0`, as in JAX.
         grad_dtype: the dtype of the gradients, or None for the dtypes of the arguments; float64 gradients stay float64.
             The gradient of a bfloat16 parameter is rounded once, at the parameter; an autocast function does not round
             it. For autocast functions there is also `"lossless"`: a gradient that one narrowed product computes stays
@@ -65,8 +67,8 @@ def value_and_grad(
             float32. These are the same numbers in fewer bytes, for `fused_update` and for gradients that leave the
             program. `"bf16"` rounds each float32 gradient once, where it is complete: by at most 2**-8 of it, 1.7e-3 in
             the root mean square. A `scan` over stacked bfloat16 layers then makes no float32 gradient of the stack.
-        transform: `jax.value_and_grad`, or a function like it, such as `flax.nnx.value_and_grad` or
-            `equinox.filter_value_and_grad`. It gets `argnums` only if that is not 0.
+        transform: `jax.value_and_grad`, or a function like it or like `jax.grad`, such as `flax.nnx.value_and_grad` or
+            `equinox.filter_grad`. It gets `argnums` only if that is not 0, and `allow_int` only if that is true.
 
     Returns:
         A function of the arguments of `fun` that returns `(loss, grads)`, or `((loss, aux), grads)`.
@@ -96,23 +98,26 @@ def value_and_grad(
         if loss.dtype == np.float16:
             _require_scale(loss_scale, "the loss is float16")
         seed, _ = _seed_and_rest(loss_scale, loss.dtype)
-        return _trees.at_least_float32(loss) * seed, (loss, aux)
+        return _trees.at_least_float32(loss) * seed, _Outcome(loss, aux)
 
     # Not all transforms take `argnums` (Equinox's do not), and none needs to be told the default.
-    options = {"has_aux": True} if argnums == 0 and isinstance(argnums, int) else {"argnums": argnums, "has_aux": True}
+    options = {} if argnums == 0 and isinstance(argnums, int) else {"argnums": argnums}
+    options |= {"allow_int": True} if allow_int else {}
 
     @functools.wraps(fun)
     def wrapped(*args, **kwargs):
-        if transform is jax.value_and_grad:  # of no other function is it known what it differentiates
+        if transform is jax.value_and_grad and not allow_int:  # of no other is it known what it differentiates
             _require_differentiable(args, argnums)
         positions = [] if grad_dtype is None else _positions(args, argnums)
         dtypes = [x.dtype if is_parameter else None for x, is_parameter in _leaves_at(positions, args, kwargs)]
         # Where one autocast function has all uses of a parameter, its gradient is rounded where it is complete.
         early = dtype if record is not None and dtype == jnp.bfloat16 else None
         call, views = _on_parameters(fun, dtypes, transform, loss_scale, _has_tracers((args, kwargs)), early)
-        differentiated = transform(lambda *args, **kwargs: scaled_loss(call, *args, **kwargs), **options)
+        differentiated = transform(lambda *args, **kwargs: scaled_loss(call, *args, **kwargs), has_aux=True, **options)
         viewed = in_place.copy_with(args, kwargs, _in_float32(positions, args, kwargs))
-        (_, (loss, aux)), grads = differentiated(*viewed.args, **viewed.kwargs)
+        first, second = differentiated(*viewed.args, **viewed.kwargs)
+        # `jax.grad` and others like it return the gradients in front.
+        grads, (loss, aux) = (first, second) if isinstance(second, _Outcome) else (second, first[1])
         rounded = [view.narrow for view in views if view is not None and not view.rounded_to]
         if any(_trees.is_floating(x) and x.dtype == np.float16 for x in [*rounded, *jax.tree.leaves(grads)]):
             _require_scale(loss_scale, "parameters are float16, and so are their gradients")
@@ -136,6 +141,7 @@ def grad(
     *,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
+    allow_int: bool = False,
     grad_dtype: DTypeLike | Literal["lossless"] | None = jnp.float32,
     transform: Callable[..., Callable[..., Any]] = jax.value_and_grad,
 ) -> Callable[..., Any]:
@@ -149,7 +155,13 @@ def grad(
         Array(6., dtype=float32)
     """
     with_value = value_and_grad(
-        fun, loss_scale, argnums=argnums, has_aux=has_aux, grad_dtype=grad_dtype, transform=transform
+        fun,
+        loss_scale,
+        argnums=argnums,
+        has_aux=has_aux,
+        allow_int=allow_int,
+        grad_dtype=grad_dtype,
+        transform=transform,
     )
 
     @functools.wraps(fun)
@@ -158,6 +170,13 @@ def grad(
         return (grads, value[1]) if has_aux else grads
 
     return wrapped
+
+
+class _Outcome(NamedTuple):
+    """What a function returned, beside its scaled loss."""
+
+    loss: jax.Array
+    aux: Any
 
 
 def _require_scale(loss_scale: LossScale, reason: str) -> None:
