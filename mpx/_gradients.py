@@ -4,11 +4,12 @@ import collections
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
@@ -17,7 +18,7 @@ from mpx._autocast import in_place
 from mpx._autocast.differentiation import View, differentiating, view_of
 from mpx._autocast.transform import autocast_of
 from mpx._finite import all_finite
-from mpx._loss_scale import LossScale, NoOpLossScale, require_powers_of_two
+from mpx._loss_scale import GRADIENTS, LossScale, NoOpLossScale, require_powers_of_two
 
 # A cotangent above 65504 has no float16 value: a float16 loss is differentiated with at most this seed.
 _LARGEST_F16_SEED = np.float32(2.0**15)
@@ -27,6 +28,8 @@ _TRANSFORMS = (
     "`transform=eqx.filter_value_and_grad`. Otherwise pass what is to be differentiated as one argument, and the rest "
     "as another."
 )
+
+_Outcome = collections.namedtuple("_Outcome", ("loss", "aux"))  # of a function, beside its scaled loss
 
 
 def value_and_grad(
@@ -101,8 +104,8 @@ def value_and_grad(
         return _trees.at_least_float32(loss) * seed, _Outcome(loss, aux)
 
     # Not all transforms take `argnums` (Equinox's do not), and none needs to be told the default.
-    options = {} if argnums == 0 and isinstance(argnums, int) else {"argnums": argnums}
-    options |= {"allow_int": True} if allow_int else {}
+    chosen = {} if argnums == 0 and isinstance(argnums, int) else {"argnums": argnums}
+    options = chosen | ({"allow_int": True} if allow_int else {})
 
     @functools.wraps(fun)
     def wrapped(*args, **kwargs):
@@ -124,7 +127,7 @@ def value_and_grad(
         _, rest = _seed_and_rest(loss_scale, loss.dtype)
         if rest is not None:
             grads = jax.tree.map(lambda g: _multiplied(g, rest, keep_dtype=dtype is None), grads)
-        grads = _in_dtype(grads, dtype)
+        grads = _named(_in_dtype(grads, dtype), loss_scale)
         if is_lossless and rest is None and record is not None:  # else a parameter may have uses that nobody sees
             grads = _narrowed_without_loss(grads, args, argnums, views)
         # `loss_scaling` skips a step whose gradients are not finite: it keeps batch statistics too.
@@ -154,15 +157,8 @@ def grad(
         >>> grad(lambda w: w**2)(jnp.bfloat16(3))
         Array(6., dtype=float32)
     """
-    with_value = value_and_grad(
-        fun,
-        loss_scale,
-        argnums=argnums,
-        has_aux=has_aux,
-        allow_int=allow_int,
-        grad_dtype=grad_dtype,
-        transform=transform,
-    )
+    make = functools.partial(value_and_grad, fun, loss_scale, argnums=argnums, has_aux=has_aux, allow_int=allow_int)
+    with_value = make(grad_dtype=grad_dtype, transform=transform)
 
     @functools.wraps(fun)
     def wrapped(*args, **kwargs):
@@ -170,13 +166,6 @@ def grad(
         return (grads, value[1]) if has_aux else grads
 
     return wrapped
-
-
-class _Outcome(NamedTuple):
-    """What a function returned, beside its scaled loss."""
-
-    loss: jax.Array
-    aux: Any
 
 
 def _require_scale(loss_scale: LossScale, reason: str) -> None:
@@ -250,6 +239,13 @@ def _in_dtype(grads: Any, dtype: np.dtype | None) -> Any:
     is_float8 = lambda g: hasattr(g, "dtype") and jnp.issubdtype(g.dtype, jnp.floating) and g.dtype.itemsize == 1
     grads = jax.tree.map(lambda g: _trees.at_least_float32(g) if is_float8(g) else g, grads)
     return _trees.cast_tree(grads, dtype, which=lambda g: g.dtype.itemsize <= 4)
+
+
+def _named(grads: Any, loss_scale: LossScale) -> Any:
+    """Leave a name on scaled gradients in a program."""
+    if loss_scale.is_always_one or not _has_tracers(grads):
+        return grads
+    return jax.tree.map(lambda g: checkpoint_name(g, GRADIENTS) if _trees.is_inexact(g) else g, grads)
 
 
 def _narrowed_without_loss(grads: Any, args: tuple[Any, ...], argnums: Any, views: list[View | None]) -> Any:

@@ -20,8 +20,8 @@ def master_params(params: T, opt_state: optax.OptState) -> T:
     """Return the best float32 values of the parameters: for evaluation, export, or a change of recipe.
 
     `opt_state` is the state of the transformation that trains them, of any nesting. Where it keeps nothing of a leaf,
-    the leaf becomes the parameter in float32. Leaves that are wider or not floating keep their values. All arrays are
-    new ones: a step that donates parameters and state leaves them alone.
+    the leaf becomes the parameter in float32. Leaves that are wider or not floating are copied, so that no array is
+    lost when parameters or state are donated.
 
     Example:
         >>> tx = master_weights(optax.sgd(1e-3))
@@ -33,13 +33,9 @@ def master_params(params: T, opt_state: optax.OptState) -> T:
     stored = _kept_by_path(params, opt_state, "master_params")
 
     def restore(path, p):
-        kept = stored.get(path)
-        given = p if kept is None else kept.leaf
-        if kept is not None:
-            best = kept.storage.restore(p, kept.leaf)
-        else:
-            best = _trees.at_least_float32(p) if _trees.is_floating(p) else p
-        return jnp.copy(best) if best is given and isinstance(best, jax.Array) else best
+        kept, own = stored.get(path), _trees.at_least_float32(p) if _trees.is_floating(p) else p
+        best = own if kept is None else kept.storage.restore(p, kept.leaf)
+        return jnp.copy(best) if isinstance(best, jax.Array) else best
 
     return jax.tree.map_with_path(restore, params, is_leaf=_trees.is_masked)
 
@@ -77,45 +73,38 @@ def is_synced(params: Any, opt_state: optax.OptState) -> jax.Array:
 def resync(params: Any, opt_state: T, before: Any = None) -> T:
     """Make parameters that were changed from outside the masters of the optimizer state.
 
-    Where a parameter changed, its master is exactly the parameter in the state that is returned; low bits and Kahan
-    compensations are zero. All other masters stay, element by element, and so do moments and counts. Without this the
-    old weights come back from full masters, and a changed weight goes on with the low bits of another, up to 2**-8 of
-    it. (What every step changes, such as a clamp, belongs into the rule: `optax.chain(rule, optax.stateless(...))`.)
+    Where a parameter changed, its master becomes the parameter; low bits and Kahan compensations become zero. Every
+    other element keeps what it has, and so do moments and counts. Without this the old weights come back from full
+    masters, and a changed weight goes on with the low bits of another, up to 2**-8 of it.
 
     Args:
         params: the parameters after the change.
-        opt_state: the state of the transformation that trains them, of any nesting.
-        before: the parameters before the change. None: a parameter changed if it is not its master, rounded. Only whole
-            masters tell that; the low bits of split masters and Kahan compensations fit other parameters too. If the
-            old parameters are gone, a tree of NaN makes all masters anew.
-
-    Raises:
-        ValueError: without `before`, if the state keeps low bits or Kahan compensations; if trees do not fit.
+        opt_state: the state of the transformation that trains them.
+        before: the parameters before the change (full of NaN, if they are gone: all count as changed then). Without
+            it a parameter has changed if it is not its master, rounded. Low bits and compensations fit other parameters
+            too, so for these a missing `before` is a ValueError.
 
     Example:
         >>> tx = master_weights(optax.sgd(1e-3))
         >>> params = jnp.ones(2, jnp.bfloat16)
         >>> updates, state = tx.update(jnp.ones(2), tx.init(params), params)
-        >>> params = optax.apply_updates(params, updates)
         >>> print(state.master, resync(params.at[0].set(0), state).master)
         [0.999 0.999] [0.    0.999]
     """
-    kept = _kept_by_path(params, opt_state, "resync")
-    placed = lambda tree: {  # as what is kept of them, which may be divided over devices
-        path: _trees.placed_like(p, kept[path].leaf) for path, p in _trees.leaves_by_path(tree).items() if path in kept
-    }
-    now = placed(params)
-    if before is not None:
-        _kept_by_path(before, opt_state, "resync")
-        old = placed(before)
-        stays = {path: now[path] == old[path] for path in kept}
-    else:
+    kept, now, old = _kept_by_path(params, opt_state, "resync"), _trees.leaves_by_path(params), {}
+    if before is None:
         untold = {path: shown(x.leaf) for path, x in kept.items() if not isinstance(x.storage, WholeMaster)}
         what = "`resync` cannot tell which weights were changed: what is kept of them fits other parameters too"
         remedy = "Give the parameters from before the change: `resync(params, opt_state, before=old_params)`."
         _errors.refuse(untold, what, remedy, params)
-        stays = {path: x.storage.belongs(now[path], x.leaf) for path, x in kept.items()}
-    new = {x.path: jnp.where(stays[path], x.leaf, x.storage.fresh(now[path])) for path, x in kept.items()}
+    else:
+        _kept_by_path(before, opt_state, "resync")
+        old = _trees.leaves_by_path(before)
+    new = {}
+    for path, x in kept.items():
+        p = _trees.placed_like(now[path], x.leaf)
+        stays = p == _trees.placed_like(old[path], x.leaf) if path in old else x.storage.belongs(p, x.leaf)
+        new[x.path] = jnp.where(stays, x.leaf, x.storage.fresh(p))
     return jax.tree.map_with_path(lambda path, leaf: new.get(path, leaf), opt_state)
 
 

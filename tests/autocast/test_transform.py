@@ -228,3 +228,21 @@ def test_a_static_scale_refuses_forward_mode_and_dtypes_that_need_none():
         mpx.autocast(tiny_loss, "bf16", loss_scale=mpx.StaticLossScale(2.0**10))
     with pytest.raises(TypeError, match="A dynamic scale lives in the optimizer's state"):
         mpx.autocast(tiny_loss, "f16", loss_scale=mpx.DynamicLossScale())
+
+
+def test_a_custom_derivative_that_clips_its_cotangent_sees_the_scale_of_its_autocast():
+    """As the pages say: with the bound times the scale, or outside of the function, it clips what it shall."""
+
+    def clipping(bound):
+        clip = jax.custom_vjp(lambda x: x)
+        clip.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -bound, bound),))
+        return clip
+
+    def gradient(clip_inside, clip_outside=lambda y: y):
+        inner = lambda w, x: clip_inside(x @ w).sum()
+        fun = mpx.autocast(inner, "f16", loss_scale=mpx.StaticLossScale(2.0**12))
+        return jax.grad(lambda w: clip_outside(fun(w, jnp.eye(16)) * 0.5))(jnp.ones((16, 16)))[0, 0]
+
+    assert gradient(lambda y: y) == 0.5
+    assert gradient(clipping(0.25)) == 0.25 / 2**12
+    assert gradient(clipping(0.25 * 2.0**12)) == 0.25
