@@ -174,11 +174,8 @@ class Policy:
 
     def _overrides_without_a_leaf(self, tree: Any) -> str:
         """Say which overrides match no floating leaf of a tree, and which paths come near; empty if there are none."""
-        if not self.overrides:
-            return ""
-        names, statistics = _trees.path_names(tree), _trees.batch_statistics(tree)
-        leaves = jax.tree.leaves_with_path(tree)
-        paths = [names[path] for path, leaf in leaves if path not in statistics and _trees.is_floating(leaf)]
+        names, statistics, leaves = _trees.path_names(tree), _trees.batch_statistics(tree), _trees.leaves_by_path(tree)
+        paths = [names[path] for path, leaf in leaves.items() if path not in statistics and _trees.is_floating(leaf)]
         useless = [pattern for pattern, _ in self.overrides if not any(re.search(pattern, path) for path in paths)]
         near = lambda path: -difflib.SequenceMatcher(None, "|".join(useless), path).ratio()
         text = (

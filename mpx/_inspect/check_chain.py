@@ -120,8 +120,7 @@ _OTHER = Value()
 
 def followed(program: Any, inputs: list[Value]) -> tuple[list[Value], list[Value], list[Value]]:
     """Return the histories of results, of gradients that `loss_scaling` receives, and of updates that are added."""
-    received: list[Value] = []
-    landed: list[Value] = []
+    received, landed = list[Value](), list[Value]()
 
     def rule(eqn: JaxprEqn, operands: list[Value]) -> Sequence[Value]:
         mark = eqn.params["name"] if eqn.primitive.name == "name" else ""
@@ -140,8 +139,8 @@ def followed(program: Any, inputs: list[Value]) -> tuple[list[Value], list[Value
         return [_result(eqn, operands)] * len(eqn.outvars)
 
     constant = lambda v: Value(is_zero=is_literal(v) and np.ndim(v.val) == 0 and v.val == 0)
-    inputs = inputs + [_OTHER] * (len(program.in_avals) - len(inputs))
-    return propagate(program, inputs, rule, constant), received, landed
+    rest = [_OTHER] * (len(program.in_avals) - len(inputs))
+    return propagate(program, inputs + rest, rule, constant), received, landed
 
 
 def _tracked(values: Sequence[Value]) -> list[Value]:

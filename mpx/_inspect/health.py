@@ -21,10 +21,8 @@ class StuckError(RuntimeError):
 def check_health(opt_state: optax.OptState, *, params: Any = None, max_stuck_steps: int = 10) -> None:
     """Raise `StuckError` once no loss scale helps: steps are skipped in a row at the smallest one.
 
-    Raises a ValueError too if the state shows that a rule stands behind a loss scale. `check_chain` sees more.
-
     Call this outside of `jax.jit`, such as where the loop prints the loss. The counter stays until a step is good, so a
-    check now and then misses nothing.
+    check now and then misses nothing. A state behind the loss scale, which `check_chain` refuses, is a ValueError.
 
     Args:
         opt_state: the state of any transformation with a `loss_scaling` in it.

@@ -77,12 +77,9 @@ def resync(params: Any, opt_state: T, before: Any = None) -> T:
     other element keeps what it has, and so do moments and counts. Without this the old weights come back from full
     masters, and a changed weight goes on with the low bits of another, up to 2**-8 of it.
 
-    Args:
-        params: the parameters after the change.
-        opt_state: the state of the transformation that trains them.
-        before: the parameters before the change (full of NaN, if they are gone: all count as changed then). Without
-            it a parameter has changed if it is not its master, rounded. Low bits and compensations fit other parameters
-            too, so for these a missing `before` is a ValueError.
+    `before` are the parameters before the change (full of NaN, if they are gone: all count as changed then). Without it
+    a parameter has changed if it is not its master, rounded. Low bits and compensations fit other parameters too: they
+    raise a ValueError without it.
 
     Example:
         >>> tx = master_weights(optax.sgd(1e-3))
