@@ -71,6 +71,8 @@ def element(
         is_rule = _is_rule(first) or inspect.isroutine(first) or isinstance(first, (float, type(None)))
         if is_rule or "inner" in kwargs:
             return wrapper(*args, **kwargs)
+        if any(map(_is_rule, args)):
+            raise TypeError(f"`{wrapper.__name__}` takes the rule first: `mpx.{wrapper.__name__}(rule, ...)`.")
         return Element(wrapper.__name__, lambda inner: wrapper(inner, *args, **kwargs))
 
     return called  # type: ignore[return-value]

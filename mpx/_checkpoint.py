@@ -56,6 +56,8 @@ def checkpoint(
     if not callable(fun):
         raise TypeError(f"`checkpoint` needs a function, but got {type(fun).__name__}.")
     if not isinstance(kept, StateFormat):
+        if isinstance(kept, type) and issubclass(kept, StateFormat):
+            raise ValueError(f"`checkpoint`: `kept` is a class, not a format. Make one: `{kept.__name__}()`.")
         argument = "`checkpoint`: `kept`, if it is no `StateFormat` such as `Blockwise8bit()`,"
         kept = Cast(require_one_of((np.dtype(jnp.bfloat16), np.float16), kept, argument).name)
     numbers: Any = (argnums,) if is_integer(argnums) else argnums

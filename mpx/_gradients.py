@@ -9,6 +9,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
@@ -17,7 +18,7 @@ from mpx._autocast import in_place
 from mpx._autocast.differentiation import View, differentiating, parameter, view_of
 from mpx._autocast.transform import autocast_of
 from mpx._finite import all_finite
-from mpx._loss_scale import LossScale, NoOpLossScale, require_powers_of_two
+from mpx._loss_scale import GRADIENTS, LossScale, NoOpLossScale, require_powers_of_two
 
 # A cotangent above 65504 has no float16 value: a float16 loss is differentiated with at most this seed.
 _LARGEST_F16_SEED = np.float32(2.0**15)
@@ -28,6 +29,8 @@ _TRANSFORMS = (
     "as another."
 )
 
+_Outcome = collections.namedtuple("_Outcome", ("loss", "aux"))  # of a function, beside its scaled loss
+
 
 def value_and_grad(
     fun: Callable[..., Any],
@@ -35,6 +38,7 @@ def value_and_grad(
     *,
     argnums: Any = 0,
     has_aux: bool = False,
+    allow_int: bool = False,
     grad_dtype: DTypeLike | Literal["lossless"] | None = jnp.float32,
     transform: Callable[..., Callable[..., Any]] = jax.value_and_grad,
 ) -> Callable[..., tuple[Any, Any]]:
@@ -58,6 +62,7 @@ def value_and_grad(
             step, and changes in a model are never taken back.
         argnums: which arguments to differentiate; one number, several, or what `transform` takes there.
         has_aux: whether `fun` returns a pair.
+        allow_int: whether arguments may hold integers, whose gradients are zeros of dtype `float0`, as in JAX.
         grad_dtype: the dtype of the gradients, or None for the dtypes of the arguments; float64 gradients stay float64.
             The gradient of a bfloat16 parameter is rounded once, at the parameter; an autocast function does not round
             it. For autocast functions there is also `"lossless"`: a gradient that one narrowed product computes stays
@@ -65,8 +70,8 @@ def value_and_grad(
             float32. These are the same numbers in fewer bytes, for `fused_update` and for gradients that leave the
             program. `"bf16"` rounds each float32 gradient once, where it is complete: by at most 2**-8 of it, 1.7e-3 in
             the root mean square. A `scan` over stacked bfloat16 layers then makes no float32 gradient of the stack.
-        transform: `jax.value_and_grad`, or a function like it, such as `flax.nnx.value_and_grad` or
-            `equinox.filter_value_and_grad`. It gets `argnums` only if that is not 0.
+        transform: `jax.value_and_grad`, or a function like it or like `jax.grad`, such as `flax.nnx.value_and_grad` or
+            `equinox.filter_grad`. It gets `argnums` only if that is not 0, and `allow_int` only if that is true.
 
     Returns:
         A function of the arguments of `fun` that returns `(loss, grads)`, or `((loss, aux), grads)`.
@@ -96,14 +101,15 @@ def value_and_grad(
         if loss.dtype == np.float16:
             _require_scale(loss_scale, "the loss is float16")
         seed, _ = _seed_and_rest(loss_scale, loss.dtype)
-        return _trees.at_least_float32(loss) * seed, (loss, aux)
+        return _trees.at_least_float32(loss) * seed, _Outcome(loss, aux)
 
     # Not all transforms take `argnums` (Equinox's do not), and none needs to be told the default.
-    options = {"has_aux": True} if argnums == 0 and isinstance(argnums, int) else {"argnums": argnums, "has_aux": True}
+    is_default = argnums == 0 and isinstance(argnums, int)
+    options = ({} if is_default else {"argnums": argnums}) | ({"allow_int": True} if allow_int else {})
 
     @functools.wraps(fun)
     def wrapped(*args, **kwargs):
-        if transform is jax.value_and_grad:  # of no other function is it known what it differentiates
+        if transform is jax.value_and_grad and not allow_int:  # of no other is it known what it differentiates
             _require_differentiable(args, argnums)
         positions = [] if grad_dtype is None else _positions(args, argnums)
         dtypes = [x.dtype if is_parameter else None for x, is_parameter in _leaves_at(positions, args, kwargs)]
@@ -112,20 +118,21 @@ def value_and_grad(
         viewed = in_place.copy_with(args, kwargs, _in_float32(positions, args, kwargs))
         with differentiating(lambda: _require_scale(loss_scale, "a function inside computes in float16")) as taken:
             call, views = _on_parameters(fun, dtypes, transform, taken, _has_tracers((args, kwargs)), early)
-            differentiated = transform(lambda *args, **kwargs: scaled_loss(call, *args, **kwargs), **options)
-            (_, (loss, aux)), grads = differentiated(*viewed.args, **viewed.kwargs)
+            scaled = lambda *args, **kwargs: scaled_loss(call, *args, **kwargs)
+            first, second = transform(scaled, has_aux=True, **options)(*viewed.args, **viewed.kwargs)
+        # `jax.grad` and others like it return the gradients in front.
+        grads, (loss, aux) = (first, second) if isinstance(second, _Outcome) else (second, first[1])
         rounded = [view.narrow for view in views if view is not None and not view.rounded_to]
         if any(_trees.is_floating(x) and x.dtype == np.float16 for x in [*rounded, *jax.tree.leaves(grads)]):
             _require_scale(loss_scale, "parameters are float16, and so are their gradients")
         _, rest = _seed_and_rest(loss_scale, loss.dtype)
         if rest is not None:
             grads = jax.tree.map(lambda g: _multiplied(g, rest, keep_dtype=dtype is None), grads)
-        grads = _in_dtype(grads, dtype)
+        grads = _named(_in_dtype(grads, dtype), loss_scale)
         if is_lossless and rest is None and record is not None:  # else a parameter may have uses that nobody sees
             grads = _narrowed_without_loss(grads, args, argnums, views)
         # `loss_scaling` skips a step whose gradients are not finite: it keeps batch statistics too.
-        is_good = all_finite(grads) if loss_scale.skips_bad_steps else True
-        in_place.hand_back((args, kwargs), viewed.changes(are_wanted=is_good))
+        in_place.hand_back((args, kwargs), viewed.changes(not loss_scale.skips_bad_steps or all_finite(grads)))
         return ((loss, aux) if has_aux else loss), grads
 
     return wrapped
@@ -137,6 +144,7 @@ def grad(
     *,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
+    allow_int: bool = False,
     grad_dtype: DTypeLike | Literal["lossless"] | None = jnp.float32,
     transform: Callable[..., Callable[..., Any]] = jax.value_and_grad,
 ) -> Callable[..., Any]:
@@ -149,9 +157,8 @@ def grad(
         >>> grad(lambda w: w**2)(jnp.bfloat16(3))
         Array(6., dtype=float32)
     """
-    with_value = value_and_grad(
-        fun, loss_scale, argnums=argnums, has_aux=has_aux, grad_dtype=grad_dtype, transform=transform
-    )
+    make = functools.partial(value_and_grad, fun, loss_scale, argnums=argnums, has_aux=has_aux, allow_int=allow_int)
+    with_value = make(grad_dtype=grad_dtype, transform=transform)
 
     @functools.wraps(fun)
     def wrapped(*args, **kwargs):
@@ -232,6 +239,13 @@ def _in_dtype(grads: Any, dtype: np.dtype | None) -> Any:
     is_float8 = lambda g: hasattr(g, "dtype") and jnp.issubdtype(g.dtype, jnp.floating) and g.dtype.itemsize == 1
     grads = jax.tree.map(lambda g: _trees.at_least_float32(g) if is_float8(g) else g, grads)
     return _trees.cast_tree(grads, dtype, which=lambda g: g.dtype.itemsize <= 4)
+
+
+def _named(grads: Any, loss_scale: LossScale) -> Any:
+    """Leave a name on scaled gradients in a program."""
+    if loss_scale.is_always_one or not _has_tracers(grads):
+        return grads
+    return jax.tree.map(lambda g: checkpoint_name(g, GRADIENTS) if _trees.is_inexact(g) else g, grads)
 
 
 def _narrowed_without_loss(grads: Any, args: tuple[Any, ...], argnums: Any, views: list[View | None]) -> Any:

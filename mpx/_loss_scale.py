@@ -18,6 +18,7 @@ from jax.typing import ArrayLike
 from mpx import _trees
 
 T = TypeVar("T")
+GRADIENTS = "mpx.gradients"  # the name of scaled gradients in a program, for `step_report`
 
 
 class LossScale:

@@ -181,7 +181,7 @@ def _checked_at_init(
     narrow = lambda tree: any(_trees.is_narrower(leaf) for leaf in jax.tree.leaves(tree))
 
     def init_fn(params):
-        if narrow(policy.cast_to_param(_trees.shapes_of(params))) and not narrow(params):
+        if narrow(policy.cast_to(np.dtype(policy.param_dtype), _trees.shapes_of(params))) and not narrow(params):
             raise ValueError(
                 f"`mixed_precision`: the policy {policy_text(policy)!r} stores parameters below float32, but all of "
                 "those given are float32 or wider. Cast them first: `params = policy.cast_to_param(params)`. If they "

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import difflib
 import re
 from collections.abc import Iterable
 from typing import Any, TypeVar
@@ -89,13 +90,16 @@ class Policy:
         """Cast a tree of parameters to their storage dtypes.
 
         Batch statistics of Flax, and scales and histories of its FP8 layers, keep their dtype, if their type
-        (`nnx.BatchStat`) or the key `batch_stats` or `_overwrite_with_gradient` beside `params` marks them.
+        (`nnx.BatchStat`) or the key `batch_stats` or `_overwrite_with_gradient` beside `params` marks them. A warning
+        names overrides that match no floating leaf: they do nothing here.
         """
-        return self._cast(tree, np.dtype(self.param_dtype))
+        if text := self._overrides_without_a_leaf(tree):
+            _errors.warn(f"`Policy.cast_to_param`: {text}")
+        return self.cast_to(np.dtype(self.param_dtype), tree)
 
     def cast_to_compute(self, tree: T) -> T:
         """Cast a tree of parameters or inputs to the dtypes that the model computes in; see `cast_to_param`."""
-        return self._cast(tree, np.dtype(self.compute_dtype))
+        return self.cast_to(np.dtype(self.compute_dtype), tree)
 
     def cast_to_output(self, tree: T) -> T:
         """Cast a tree of results to the output dtype. Overrides apply to parameters only."""
@@ -120,7 +124,8 @@ class Policy:
         """
         names, statistics = _trees.path_names(tree), _trees.statistics(tree)
         leaves = [(names[path], leaf, path not in statistics) for path, leaf in jax.tree.leaves_with_path(tree)]
-        self._require_overrides_match([path for path, leaf, is_cast in leaves if is_cast and _trees.is_floating(leaf)])
+        if text := self._overrides_without_a_leaf(tree):
+            raise ValueError(f"`Policy.describe`: {text}")
         rows, counted, total = [], set(), 0
         for path, leaf, is_cast in leaves:
             array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
@@ -156,7 +161,8 @@ class Policy:
                 f"{self.param_dtype}. Leave `recipe` out, and give `mixed_precision` its options one by one."
             )
 
-    def _cast(self, tree: T, default: np.dtype) -> T:
+    def cast_to(self, default: np.dtype, tree: T) -> T:
+        """Cast a tree of parameters to a dtype, or to that of the override that matches."""
         statistics = _trees.statistics(tree)
         if not (self.overrides or statistics):
             return _trees.cast_tree(tree, default)
@@ -166,13 +172,17 @@ class Policy:
         """Return the dtype of the first override whose pattern is found in a "/"-joined path, or None."""
         return next((np.dtype(dtype) for pattern, dtype in self.overrides if re.search(pattern, path)), None)
 
-    def _require_overrides_match(self, paths: list[str]) -> None:
+    def _overrides_without_a_leaf(self, tree: Any) -> str:
+        """Say which overrides match no floating leaf of a tree, and which paths come near; empty if there are none."""
+        names, statistics, leaves = _trees.path_names(tree), _trees.statistics(tree), _trees.leaves_by_path(tree)
+        paths = [names[path] for path, leaf in leaves.items() if path not in statistics and _trees.is_floating(leaf)]
         useless = [pattern for pattern, _ in self.overrides if not any(re.search(pattern, path) for path in paths)]
-        if useless:
-            raise ValueError(
-                f"`Policy.describe`: no floating leaf's path matches {', '.join(map(repr, useless))}. "
-                f"An override is a regular expression searched in one of these: {', '.join(paths) or '(none)'}."
-            )
+        near = lambda path: -difflib.SequenceMatcher(None, "|".join(useless), path).ratio()
+        text = (
+            f"no floating leaf's path matches {', '.join(map(repr, useless))}. An override is a regular expression "
+            f"searched in one of these: {_errors.listed(sorted(paths, key=near), 8) or '(none)'}."
+        )
+        return text if useless else ""
 
 
 def get_policy(text: str, *, overrides: tuple[tuple[str, DTypeLike], ...] = ()) -> Policy:

@@ -60,7 +60,8 @@ class Recipes(Result):
     def _parts(self) -> Iterable[Table]:
         header = ("recipe", "take it to", "bytes a parameter", "follows float32", "needs a key")
         row = lambda name, x: (name, x.purpose, f"{x.bytes:g}", x.follows, "yes" if x.rounds_at_random else "")
-        yield Table("", [header, *(row(name, x) for name, x in self.recipes.items())], (2,))
+        title = "follows float32: whether masters are those of a float32 run with the same gradients"
+        yield Table(title, [header, *(row(name, x) for name, x in self.recipes.items())], (2,))
 
     def __repr__(self) -> str:
         return str(self)
@@ -75,6 +76,7 @@ def recipes() -> Recipes:
 
     Example:
         >>> print(recipes())
+        follows float32: whether masters are those of a float32 run with the same gradients
         recipe             take it to                                  bytes a parameter  follows float32  needs a key
         bf16-split         train in bfloat16: start here                              14  exactly
         bf16-split-8bit    fit a larger model                                       8.03  closely

@@ -113,6 +113,12 @@ def test_an_element_outside_of_a_chain_says_where_it_belongs(use):
         use()
 
 
+@pytest.mark.parametrize("wrapper", [mpx.mixed_precision, mpx.master_weights, mpx.low_precision_state])
+def test_a_rule_in_the_second_place_is_told_to_stand_first(wrapper):
+    with pytest.raises(TypeError, match=rf"`{wrapper.__name__}` takes the rule first: `mpx.{wrapper.__name__}\(rule, "):
+        wrapper("bf16-split", ADAMW)
+
+
 def test_what_is_no_transformation_is_named_with_its_place():
     with pytest.raises(TypeError, match=r"got function as element 2 of 2\. Call it with its settings first"):
         mpx.chain(mpx.upcast(), optax.adamw)

@@ -302,6 +302,7 @@ REFUSED = [
         lambda: mpx.checkpoint(layer, kept="8bit", argnums=0),
         "such as `Blockwise8bit()`, must be bfloat16 or float16, but got '8bit'",
     ),
+    ("a class", lambda: mpx.checkpoint(layer, kept=mpx.Blockwise8bit, argnums=0), "Make one: `Blockwise8bit()`."),
     (
         "too many",
         lambda: mpx.checkpoint(jnp.sin, kept="bf16", argnums=(0, 1))(X),

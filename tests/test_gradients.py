@@ -538,3 +538,33 @@ def test_under_jit_the_scale_may_be_traced_and_a_new_one_does_not_compile_again(
     for other in others:
         assert_same_bits(other, first)
     assert len(traces) == 1
+
+
+@pytest.mark.parametrize("derivative", [mpx.grad, mpx.value_and_grad])
+@pytest.mark.parametrize(
+    ("transform", "model"),
+    [
+        (jax.grad, jnp.ones(2)),
+        (nnx.grad, nnx.Param(jnp.ones(2))),
+        (eqx.filter_grad, jnp.ones(2)),
+    ],
+    ids=["jax", "nnx", "equinox"],
+)
+def test_a_transform_may_return_gradients_alone(derivative, transform, model):
+    fun = lambda x: (jnp.sum(x[...] ** 2), "aux")
+    result = derivative(lambda x: fun(x)[0], mpx.StaticLossScale(8.0), transform=transform)(model)
+    loss, grads = result if derivative is mpx.value_and_grad else (2.0, result)
+    assert loss == 2
+    assert_same_bits(*jax.tree.leaves(grads), jnp.full(2, 16.0))
+
+
+@pytest.mark.parametrize("grad_dtype", [jnp.float32, None, "lossless"])
+@pytest.mark.parametrize("scale", [None, mpx.StaticLossScale(8.0)], ids=["no scale", "scale"])
+def test_integers_may_be_allowed_as_in_jax(scale, grad_dtype):
+    fun = mpx.autocast(lambda p: jnp.sum(p["w"] * p["ids"].astype(p["w"].dtype)), "bf16")
+    params = {"w": jnp.ones(3), "ids": jnp.arange(3)}
+    grads = mpx.grad(fun, scale, allow_int=True, grad_dtype=grad_dtype)(params)
+    assert grads["ids"].dtype == jax.dtypes.float0
+    assert_same_bits(grads["w"], jnp.arange(3.0) * (1 if scale is None else 8))
+    with pytest.raises(TypeError, match="'ids': int32"):
+        mpx.grad(fun, scale)(params)

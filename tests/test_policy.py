@@ -149,6 +149,7 @@ def variables_of_linen():
         "both",
     ],
 )
+@pytest.mark.filterwarnings("ignore:`Policy.cast_to_param`. no floating leaf's path matches")
 @pytest.mark.parametrize("overrides", [(), (("norm|max|stats", F16),)], ids=["", "overrides"])
 def test_batch_statistics_stay_as_they_are_if_flax_says_what_they_are(tree, statistics, overrides):
     policy = mpx.Policy(BF16, BF16, F32, overrides)
@@ -245,3 +246,14 @@ def test_every_function_reads_a_short_dtype_name(name):
     for wrong in NO_DTYPES:
         with pytest.raises((ValueError, TypeError), match=r"`\w+`|^Policy"):
             TAKE_A_DTYPE[name](wrong)
+
+
+def test_an_override_that_matches_nothing_warns_with_the_paths_that_come_near():
+    policy = mpx.get_policy("bf16-split,'rotuer'=f32,'head'=f32")
+    tree = {"body": jnp.ones(2), "head": jnp.ones(2), "router": jnp.ones(2)}
+    with pytest.warns(UserWarning, match="no floating leaf's path matches 'rotuer'. .* one of these: router, "):
+        cast = policy.cast_to_param(tree)
+    assert jax.tree.map(lambda x: x.dtype, cast) == {"body": BF16, "head": F32, "router": BF16}
+    tx = mpx.mixed_precision(optax.sgd(0.1), policy)
+    tx.init(cast)  # a group of `optax.partition` need not have all leaves: no warning, which would be an error here
+    policy.cast_to_compute(tree)

@@ -218,9 +218,9 @@ def autocast(
         loss_scale: for a float16 function that somebody differentiates without `mpx.value_and_grad`, such as a
             trainer with a `jax.grad` of its own. `StaticLossScale(2.0**12)` scales inside of the function: cotangents
             are multiplied where they enter it, and divided in float32 where they leave, so that the trainer gets true
-            gradients (or infinities, if the scale is too large). It allows no forward mode (`jax.jvp`).
-            `NoOpLossScale()` says that the caller scales the loss himself or wants no scale. None warns, because
-            gradients below 6e-8 become zero in float16.
+            gradients (or infinities, if the scale is too large). It allows no forward mode (`jax.jvp`). A
+            `jax.custom_vjp` inside that clips its cotangent clips the scaled one. `NoOpLossScale()` says that the
+            caller scales the loss himself, or wants no scale. None warns: gradients below 6e-8 become zero in float16.
 
     Returns:
         A function with the arguments of `fun` and its results for float32 arguments. But a 16-bit argument that is

@@ -19,6 +19,7 @@ from jax.extend.core import JaxprEqn
 
 from mpx import _errors, _trees
 from mpx._jaxprs import dtype_of, is_literal, propagate, propagate_inside
+from mpx._loss_scale import GRADIENTS
 from mpx._primitives import facts_of, holds_programs_run_once
 from mpx._stored.leaves import StateLeaf, leaves_of
 from mpx._stored.roles import KEPT_OF_WEIGHTS, WRITES_BACK
@@ -61,28 +62,36 @@ def check_chain(tx: optax.GradientTransformation, params: Any = None, **extra_ar
         shapes = {"bias": (8,), "kernel": (8, 8)}
         params = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
     trained = params.fast if isinstance(params, optax.LookaheadParams) else params
-    grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, np.float32) if _trees.is_floating(p) else p, trained)
     arrays, with_arrays = _trees.partition_leaves(extra_args, _trees.is_array)  # a rule may take functions too
     update = lambda grads, state, params, arrays: tx.update(grads, state, params, **with_arrays(arrays))
-    try:
-        state = jax.eval_shape(tx.init, params)
-        program, (updates, new_state) = jax.make_jaxpr(update, return_shape=True)(grads, state, params, arrays)
-    except Exception as error:
+    errors = []
+    # `optax.contrib.differentially_private_aggregate` in front takes gradients of examples, with an axis for these.
+    for examples in ((), (2,)):
+        of = lambda p, n=examples: jax.ShapeDtypeStruct((*n, *p.shape), np.float32) if _trees.is_floating(p) else p
+        grads = jax.tree.map(of, trained)
+        try:
+            state = jax.eval_shape(tx.init, params)
+            program, (updates, new_state) = jax.make_jaxpr(update, return_shape=True)(grads, state, params, arrays)
+            break
+        except Exception as error:
+            errors.append(error)
+    else:
         if is_given:
-            raise
+            raise errors[0]
         raise ValueError(
             "`check_chain` was not given `params`, and `tx` does not take the {'bias', 'kernel'} that stand for them. "
             "Give it the parameters or their shapes (for `optax.lookahead`: `optax.LookaheadParams`), and the other "
-            f"arguments that `tx.update` needs. {type(error).__name__}: {error}"
-        ) from error
-    results, received = _followed(program, len(jax.tree.leaves(grads)), len(jax.tree.leaves(state)))
+            f"arguments that `tx.update` needs. {type(errors[0]).__name__}: {errors[0]}"
+        ) from errors[0]
+    inputs = [Value(GRADIENT)] * len(jax.tree.leaves(grads)) + [Value(is_old=True)] * len(jax.tree.leaves(state))
+    results, received, _ = followed(program, inputs)
     _require_linear_gradients(received)
     leaves = _trees.leaves_by_path(updates)
     histories = dict(zip(leaves, results, strict=False))
     states = leaves_of(state)
     if received:
         _require_unscaled_gradients({path: histories[path] for path in leaves if _trees.is_floating(leaves[path])})
-        _require_no_state_behind(states)
+        require_no_state_behind(states, "check_chain")
     _require_final_updates(histories)
     after = dict(zip(_trees.leaves_by_path(new_state), results[len(leaves) :], strict=True))
     _require_no_lost_updates(states, histories, after)
@@ -91,10 +100,10 @@ def check_chain(tx: optax.GradientTransformation, params: Any = None, **extra_ar
 
 # ---- values on their way --------------------------------------------------------------------------------------------
 
-_GRADIENT = "gradient"
+GRADIENT = "gradients"
 
 
-class _Value(NamedTuple):
+class Value(NamedTuple):
     """The history of a value."""
 
     origin: str = ""  # `gradient`, or the transformation that made it a final update; empty for other values
@@ -106,52 +115,57 @@ class _Value(NamedTuple):
     olds: int = 0  # how often it was selected against what the state held
 
 
-_OTHER = _Value()
+_OTHER = Value()
 
 
-def _followed(program: Any, gradients: int, states: int) -> tuple[list[_Value], list[_Value]]:
-    """Return the histories of the program's results, and of the gradients that a scale of `loss_scaling` receives."""
-    inputs = [_Value(_GRADIENT)] * gradients + [_Value(is_old=True)] * states
-    inputs += [_OTHER] * (len(program.jaxpr.invars) - len(inputs))
-    received: list[_Value] = []
+def followed(program: Any, inputs: list[Value]) -> tuple[list[Value], list[Value], list[Value]]:
+    """Return the histories of results, of gradients that `loss_scaling` receives, and of updates that are added."""
+    received, landed = list[Value](), list[Value]()
 
-    def rule(eqn: JaxprEqn, operands: list[_Value]) -> Sequence[_Value]:
+    def rule(eqn: JaxprEqn, operands: list[Value]) -> Sequence[Value]:
         mark = eqn.params["name"] if eqn.primitive.name == "name" else ""
         if mark == SCALED:
             received.append(operands[0])
-            return [_OTHER if operands[0].origin == _GRADIENT else operands[0]]
+            return [_OTHER if operands[0].origin == GRADIENT else operands[0]]
+        if mark == GRADIENTS:
+            return [Value(GRADIENT)]
         if mark.startswith(MARK):
             return [_named(mark.removeprefix(MARK), operands[0])]
+        if eqn.primitive.name == "add" and any(value.is_old for value in operands):
+            landed.extend(value for value in operands if value.origin not in ("", GRADIENT))
         if holds_programs_run_once(eqn):
             columns = propagate_inside(eqn, operands, rule, constant)
             return [_one_of(column, eqn.primitive.name) for column in columns]
         return [_result(eqn, operands)] * len(eqn.outvars)
 
-    constant = lambda v: _Value(is_zero=is_literal(v) and np.ndim(v.val) == 0 and v.val == 0)
-    return propagate(program, inputs, rule, constant), received
+    constant = lambda v: Value(is_zero=is_literal(v) and np.ndim(v.val) == 0 and v.val == 0)
+    rest = [_OTHER] * (len(program.in_avals) - len(inputs))
+    return propagate(program, inputs + rest, rule, constant), received, landed
 
 
-def _tracked(values: Sequence[_Value]) -> list[_Value]:
+def _tracked(values: Sequence[Value]) -> list[Value]:
     """Return the final updates among values, or else the gradients; one that is changed comes first."""
     found = [value for value in values if value.origin]
-    final = [value for value in found if value.origin != _GRADIENT]
+    final = [value for value in found if value.origin != GRADIENT]
     return sorted(final or found, key=lambda value: not value.changed_by)
 
 
-def _named(author: str, earlier: _Value) -> _Value:
+def _named(author: str, earlier: Value) -> Value:
     """Return the history of an update after a transformation has left its name on it."""
-    if earlier.origin in ("", _GRADIENT, SENT):
-        return _Value(author)
+    if earlier.origin in ("", GRADIENT, SENT):
+        return Value(author)
     if author == SENT:  # `mpx.zero1` sends the number that it lands on, unless something was wrong before
-        return earlier if earlier.changed_by else _Value(SENT)
+        return earlier if earlier.changed_by else Value(SENT)
     return _changed(earlier, author)
 
 
-def _result(eqn: JaxprEqn, operands: list[_Value]) -> _Value:
+def _result(eqn: JaxprEqn, operands: list[Value]) -> Value:
     """Return the history of an equation's results, from the histories of its operands."""
     name, facts = eqn.primitive.name, facts_of(eqn)
     if name == "select_n":
         return _one_of(operands[1:], name, operands[0])
+    if name == "is_finite" or (name == "ne" and eqn.invars[0] is eqn.invars[1]):
+        return _OTHER  # whether a number is finite does not depend on a scale: `optax.zero_nans`, `apply_if_finite`
     moves = facts.moves in ("same", "moved") or name == "convert_element_type"
     is_mask = [value.is_mask or dtype_of(v) == np.bool_ for v, value in zip(eqn.invars, operands, strict=True)]
     tracked = _tracked(operands)
@@ -160,7 +174,7 @@ def _result(eqn: JaxprEqn, operands: list[_Value]) -> _Value:
         same = operands[0] if moves else _OTHER
         return same._replace(is_zero=is_zero, is_mask=moves and is_mask[0])
     result, is_selected = tracked[0], name == "mul" and any(is_mask)
-    if result.origin == _GRADIENT:
+    if result.origin == GRADIENT:
         is_allowed = moves or _is_linear(eqn, operands)
     else:
         is_allowed = (moves and not _narrows(eqn)) or is_selected
@@ -169,7 +183,7 @@ def _result(eqn: JaxprEqn, operands: list[_Value]) -> _Value:
     return result._replace(is_mask=moves and is_mask[0], zeros=zeros, olds=olds)
 
 
-def _one_of(values: Sequence[_Value], chooser: str, index: _Value = _OTHER) -> _Value:
+def _one_of(values: Sequence[Value], chooser: str, index: Value = _OTHER) -> Value:
     """Return the history of a value that is one of several: zero may take the place of a tracked one."""
     if len(values) == 1 or all(value.is_old for value in values):
         return values[0]
@@ -177,22 +191,22 @@ def _one_of(values: Sequence[_Value], chooser: str, index: _Value = _OTHER) -> _
     counts = [(value.is_zero, value.zeros, value.is_old, value.olds) for value in values]
     zeros = max(0 if is_zero else count for is_zero, count, *_ in counts) + any(is_zero for is_zero, *_ in counts)
     olds = max(0 if is_old else count for *_, is_old, count in counts) + any(is_old for *_, is_old, _ in counts)
-    if index.origin == _GRADIENT and (not tracked or tracked[0].origin == _GRADIENT):
+    if index.origin == GRADIENT and (not tracked or tracked[0].origin == GRADIENT):
         return _changed(index, chooser)._replace(zeros=zeros, olds=olds)
     if not tracked:
-        return _Value(is_zero=all(value.is_zero for value in values), zeros=zeros, olds=olds)
+        return Value(is_zero=all(value.is_zero for value in values), zeros=zeros, olds=olds)
     is_allowed = all(value in tracked or value.is_zero for value in values)
     return (tracked[0] if is_allowed else _changed(tracked[0], chooser))._replace(zeros=zeros, olds=olds)
 
 
-def _changed(value: _Value, by: str) -> _Value:
+def _changed(value: Value, by: str) -> Value:
     """Return the history of a value after a change that nothing may make; only the first is recorded."""
     return value if value.changed_by or value.origin == SENT else value._replace(changed_by=by)
 
 
-def _is_linear(eqn: JaxprEqn, operands: Sequence[_Value]) -> bool:
+def _is_linear(eqn: JaxprEqn, operands: Sequence[Value]) -> bool:
     """Return whether a primitive, of gradients and other values, is linear in the gradients."""
-    name, is_gradient = eqn.primitive.name, [value.origin == _GRADIENT for value in operands]
+    name, is_gradient = eqn.primitive.name, [value.origin == GRADIENT for value in operands]
     if name in ("mul", "dot_general"):
         return sum(is_gradient) == 1
     if name == "div":
@@ -208,21 +222,21 @@ def _narrows(eqn: JaxprEqn) -> bool:
 # ---- what nothing may do --------------------------------------------------------------------------------------------
 
 
-def _require_linear_gradients(received: Sequence[_Value]) -> None:
+def _require_linear_gradients(received: Sequence[Value]) -> None:
     """Raise if something in front of `loss_scaling` is not linear in the gradients, or adds them up over steps."""
-    by = next((value.changed_by for value in received if value.origin == _GRADIENT and value.changed_by), None)
+    by = next((value.changed_by for value in received if value.origin == GRADIENT and value.changed_by), None)
     if by is not None:
         raise ValueError(
             f"`check_chain`: gradients reach `loss_scaling` scaled, but `{by}` in front of it is not linear in them: "
-            "clipping there sees scaled gradients, and a mean over steps never loses a NaN. Put it inside: "
+            "clipping there sees scaled gradients, and a mean over steps never loses a NaN (or, if it skips those, the "
+            "scale never sees one, and never shrinks). Put it inside: "
             "`loss_scaling(optax.chain(...))`, `loss_scaling(optax.MultiSteps(...))`."
         )
 
 
-def _require_unscaled_gradients(updates: dict[_trees.Path, _Value]) -> None:
+def _require_unscaled_gradients(updates: dict[_trees.Path, Value]) -> None:
     """Raise if a gradient becomes an update with the loss scale in it."""
-    # `optax.apply_if_finite` may stand around: whether a gradient is finite does not depend on the scale.
-    scaled = [path for path, value in updates.items() if value.origin == _GRADIENT and value.changed_by != "is_finite"]
+    scaled = [path for path, value in updates.items() if value.origin == GRADIENT]
     if scaled:
         raise ValueError(
             f"`check_chain`: the gradient of {_trees.path_string(scaled[0])!r} reaches its update past `loss_scaling`, "
@@ -231,9 +245,9 @@ def _require_unscaled_gradients(updates: dict[_trees.Path, _Value]) -> None:
         )
 
 
-def _require_final_updates(updates: dict[_trees.Path, _Value]) -> None:
+def _require_final_updates(updates: dict[_trees.Path, Value]) -> None:
     """Raise if an update is changed after a transformation has chosen where it lands."""
-    final = {path: value for path, value in updates.items() if value.origin not in ("", _GRADIENT)}
+    final = {path: value for path, value in updates.items() if value.origin not in ("", GRADIENT)}
     changed = [path for path, value in final.items() if value.changed_by]
     if changed:
         author, by, *_ = final[changed[0]]
@@ -245,12 +259,12 @@ def _require_final_updates(updates: dict[_trees.Path, _Value]) -> None:
 
 
 def _require_no_lost_updates(
-    states: list[StateLeaf], updates: dict[_trees.Path, _Value], after: dict[_trees.Path, _Value]
+    states: list[StateLeaf], updates: dict[_trees.Path, Value], after: dict[_trees.Path, Value]
 ) -> None:
     """Raise if an update becomes zero, and what the state keeps of the weight changes nevertheless."""
     kept = [leaf for leaf in states if leaf.role in KEPT_OF_WEIGHTS and leaf.owner in WRITES_BACK]
     kept = [leaf for leaf in kept if leaf.path_of_parameter in updates]
-    is_lost = lambda value, kept: value.origin in ("", _GRADIENT) or value.zeros > kept.olds
+    is_lost = lambda value, kept: value.origin in ("", GRADIENT) or value.zeros > kept.olds
     lost = [leaf for leaf in kept if is_lost(updates[leaf.path_of_parameter], after[leaf.path])]
     if lost:
         author, path = WRITES_BACK[lost[0].owner], _trees.path_string(lost[0].path_of_parameter)
@@ -265,7 +279,7 @@ def _require_no_lost_updates(
 # ---- states ---------------------------------------------------------------------------------------------------------
 
 
-def _require_no_state_behind(leaves: list[StateLeaf]) -> None:
+def require_no_state_behind(leaves: list[StateLeaf], caller: str) -> None:
     """Raise if a rule keeps a state behind `loss_scaling`, where a skipped step changes it."""
     scale = next(leaf.path[:-1] for leaf in leaves if leaf.role == "loss scale")
     behind, is_past = {}, False
@@ -274,7 +288,7 @@ def _require_no_state_behind(leaves: list[StateLeaf]) -> None:
         is_past |= fork is None
         if is_past and leaf.owner is None and not isinstance(fork, jax.tree_util.GetAttrKey | None):
             behind[leaf.path] = shown(leaf.leaf)
-    what = "`check_chain`: a rule behind `loss_scaling` keeps a state, which the steps that it skips change"
+    what = f"`{caller}`: a rule behind `loss_scaling` keeps a state, which the steps that it skips change"
     remedy = "What keeps a state must stand inside: `loss_scaling(optax.chain(...))`."
     _errors.refuse(behind, what, remedy)
 

@@ -9,6 +9,8 @@ import optax
 from jax.core import Tracer
 
 from mpx import _errors, _trees
+from mpx._inspect.check_chain import require_no_state_behind
+from mpx._stored.leaves import leaves_of
 from mpx._transforms.loss_scaling import loss_scaling_state
 
 
@@ -20,7 +22,7 @@ def check_health(opt_state: optax.OptState, *, params: Any = None, max_stuck_ste
     """Raise `StuckError` once no loss scale helps: steps are skipped in a row at the smallest one.
 
     Call this outside of `jax.jit`, such as where the loop prints the loss. The counter stays until a step is good, so a
-    check now and then misses nothing.
+    check now and then misses nothing. A state behind the loss scale, which `check_chain` refuses, is a ValueError.
 
     Args:
         opt_state: the state of any transformation with a `loss_scaling` in it.
@@ -39,6 +41,8 @@ def check_health(opt_state: optax.OptState, *, params: Any = None, max_stuck_ste
             "`check_health`: nothing in this optimizer state watches gradients. Put `loss_scaling` around the rule; "
             "`loss_scaling(inner, NoOpLossScale())` does it without scaling."
         )
+    if not state.scale_state.at(state.loss_scale).is_always_one:
+        require_no_state_behind(leaves_of(opt_state), "check_health")
     if isinstance(state.stuck_steps, Tracer) or np.ndim(state.stuck_steps):
         raise TypeError(
             f"`check_health` needs the state of one training run, but `stuck_steps` is {state.stuck_steps}: call it "

@@ -11,6 +11,7 @@ import optax
 from mpx import _errors, _trees
 from mpx._stored.leaves import StateLeaf, leaves_of, require_types, weights_kept
 from mpx._stored.state_format import shown
+from mpx._stored.weights import WholeMaster
 
 T = TypeVar("T")
 
@@ -19,7 +20,8 @@ def master_params(params: T, opt_state: optax.OptState) -> T:
     """Return the best float32 values of the parameters: for evaluation, export, or a change of recipe.
 
     `opt_state` is the state of the transformation that trains them, of any nesting. Where it keeps nothing of a leaf,
-    the leaf becomes the parameter in float32. Leaves that are wider or not floating are returned unchanged.
+    the leaf becomes the parameter in float32. Leaves that are wider or not floating are copied, so that no array is
+    lost when parameters or state are donated.
 
     Example:
         >>> tx = master_weights(optax.sgd(1e-3))
@@ -31,10 +33,9 @@ def master_params(params: T, opt_state: optax.OptState) -> T:
     stored = _kept_by_path(params, opt_state, "master_params")
 
     def restore(path, p):
-        if not _trees.is_floating(p):
-            return p
-        kept = stored.get(path)
-        return _trees.at_least_float32(p) if kept is None else kept.storage.restore(p, kept.leaf)
+        kept, own = stored.get(path), _trees.at_least_float32(p) if _trees.is_floating(p) else p
+        best = own if kept is None else kept.storage.restore(p, kept.leaf)
+        return jnp.copy(best) if isinstance(best, jax.Array) else best
 
     return jax.tree.map_with_path(restore, params, is_leaf=_trees.is_masked)
 
@@ -69,26 +70,39 @@ def is_synced(params: Any, opt_state: optax.OptState) -> jax.Array:
     return functools.reduce(jnp.logical_and, map(jnp.all, belongs.values()), jnp.asarray(True))
 
 
-def resync(params: Any, opt_state: T) -> T:
+def resync(params: Any, opt_state: T, before: Any = None) -> T:
     """Make parameters that were changed from outside the masters of the optimizer state.
 
-    In the state that it returns, masters are exactly the parameters; low bits and Kahan compensations are zero. Moments
-    and counts stay. Call it only after such a change: the state forgets what it held beyond the precision of the
-    parameters, for unchanged weights too. You must know of the change: split masters cannot tell it (see `is_synced`),
-    and without this a changed weight goes on with the low bits of another, up to 2**-8 of it.
+    Where a parameter changed, its master becomes the parameter; low bits and Kahan compensations become zero. Every
+    other element keeps what it has, and so do moments and counts. Without this the old weights come back from full
+    masters, and a changed weight goes on with the low bits of another, up to 2**-8 of it.
+
+    `before` are the parameters before the change (full of NaN, if they are gone: all count as changed then). Without it
+    a parameter has changed if it is not its master, rounded. Low bits and compensations fit other parameters too: they
+    raise a ValueError without it.
 
     Example:
         >>> tx = master_weights(optax.sgd(1e-3))
-        >>> state = tx.init(jnp.ones(2, jnp.bfloat16))
-        >>> print(resync(jnp.zeros(2, jnp.bfloat16), state).master)
-        [0. 0.]
+        >>> params = jnp.ones(2, jnp.bfloat16)
+        >>> updates, state = tx.update(jnp.ones(2), tx.init(params), params)
+        >>> print(state.master, resync(params.at[0].set(0), state).master)
+        [0.999 0.999] [0.    0.999]
     """
-    leaves = _trees.leaves_by_path(params)
-    fresh = {
-        kept.path: _trees.placed_like(kept.storage.fresh(leaves[path]), kept.leaf)
-        for path, kept in _kept_by_path(params, opt_state, "resync").items()
-    }
-    return jax.tree.map_with_path(lambda path, leaf: fresh.get(path, leaf), opt_state)
+    kept, now, old = _kept_by_path(params, opt_state, "resync"), _trees.leaves_by_path(params), {}
+    if before is None:
+        untold = {path: shown(x.leaf) for path, x in kept.items() if not isinstance(x.storage, WholeMaster)}
+        what = "`resync` cannot tell which weights were changed: what is kept of them fits other parameters too"
+        remedy = "Give the parameters from before the change: `resync(params, opt_state, before=old_params)`."
+        _errors.refuse(untold, what, remedy, params)
+    else:
+        _kept_by_path(before, opt_state, "resync")
+        old = _trees.leaves_by_path(before)
+    new = {}
+    for path, x in kept.items():
+        p = _trees.placed_like(now[path], x.leaf)
+        stays = p == _trees.placed_like(old[path], x.leaf) if path in old else x.storage.belongs(p, x.leaf)
+        new[x.path] = jnp.where(stays, x.leaf, x.storage.fresh(p))
+    return jax.tree.map_with_path(lambda path, leaf: new.get(path, leaf), opt_state)
 
 
 def _kept_by_path(params: Any, opt_state: Any, caller: str) -> dict[_trees.Path, StateLeaf]:

@@ -115,3 +115,4 @@ def role_by_name(owner: str, field: str, otherwise: Role) -> Role:
 
 register_state(measurements="measure", measure_states="measure")(optax.MonitorState)
 register_state(measurement="measure")(optax.SnapshotState)
+register_state(found_nan="measure")(optax.ZeroNansState)

@@ -300,3 +300,21 @@ def test_a_carry_that_is_computed_anew_is_cast_by_the_name_of_its_dtype():
     assert loop(BF16).dtype == BF16
     with pytest.raises(TypeError, match=r"carry.*bfloat16"):
         loop(None)
+
+
+def test_a_custom_derivative_that_clips_its_cotangent_sees_the_scale_of_its_autocast():
+    """As the pages say: with the bound times the scale, or outside of the function, it clips what it shall."""
+
+    def clipping(bound):
+        clip = jax.custom_vjp(lambda x: x)
+        clip.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -bound, bound),))
+        return clip
+
+    def gradient(clip_inside, clip_outside=lambda y: y):
+        inner = lambda w, x: clip_inside(x @ w).sum()
+        fun = mpx.autocast(inner, "f16", loss_scale=mpx.StaticLossScale(2.0**12))
+        return jax.grad(lambda w: clip_outside(fun(w, jnp.eye(16)) * 0.5))(jnp.ones((16, 16)))[0, 0]
+
+    assert gradient(lambda y: y) == 0.5
+    assert gradient(clipping(0.25)) == 0.25 / 2**12
+    assert gradient(clipping(0.25 * 2.0**12)) == 0.25

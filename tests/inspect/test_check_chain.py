@@ -144,6 +144,7 @@ WITHOUT_STATE_BEHIND = {
     "Kahan": optax.chain(mpx.loss_scaling(mpx.upcast(optax.adam(1e-3))), mpx.kahan_summation()),
     "stochastic": optax.chain(mpx.loss_scaling(mpx.upcast(optax.sgd(0.1))), mpx.stochastic_rounding(jax.random.key(0))),
     "a measure": optax.chain(mpx.loss_scaling(optax.adam(1e-3)), optax.snapshot("norm", optax.tree.norm)),
+    "hidden NaNs": optax.chain(mpx.loss_scaling(optax.adam(1e-3)), optax.zero_nans()),
     "injected": optax.inject_hyperparams(lambda rate: mpx.loss_scaling(optax.adam(rate)))(lambda count: 0.1),
     "in front": optax.chain(optax.scale_by_schedule(lambda count: 1.0), mpx.loss_scaling(optax.adam(1e-3))),
 }
@@ -230,13 +231,14 @@ LINEAR_IN_FRONT = {
     "centred gradients": optax.centralize(),
     "a mask": optax.freeze({"bias": False, "kernel": True}),
     "a norm that is noted": optax.snapshot("norm", optax.tree.norm),
+    "hidden NaNs": optax.zero_nans(),  # infinities still skip a step
 }
 NOT_LINEAR_IN_FRONT = {
     "clip": optax.clip(1.0),
     "global norm": optax.clip_by_global_norm(1.0),
     "a norm in the state": optax.inject_hyperparams(optax.clip_by_global_norm, hyperparam_dtype=jnp.float32)(1.0),
     "decay": optax.add_decayed_weights(1e-4),
-    "hidden NaNs": optax.zero_nans(),
+    "norms of examples": optax.contrib.differentially_private_aggregate(1.0, 0.1, key=0),
     "squares": optax.stateless(lambda updates, params: jax.tree.map(lambda g: g * g, updates)),
     "reciprocals": optax.stateless(lambda updates, params: jax.tree.map(lambda g: 1.0 / g, updates)),
 }
@@ -288,3 +290,27 @@ def test_multi_steps_around_loss_scaling_are_caught(use_grad_mean):
     with pytest.raises(ValueError, match=r"a mean over steps never loses a NaN"):
         mpx.check_chain(optax.MultiSteps(mpx.loss_scaling(RULE), 4, use_grad_mean))
     mpx.check_chain(mpx.loss_scaling(optax.MultiSteps(RULE, 4, use_grad_mean)))
+
+
+def test_multi_steps_that_skip_bad_steps_around_a_scale_that_adapts_train_nothing_once_it_is_too_large():
+    """Why they are refused too: the scale never learns of a bad step, so it stays too large for ever."""
+    scaled = mpx.loss_scaling(optax.sgd(0.1), mpx.DynamicLossScale(2.0**15, period=2))
+    skips = {"should_skip_update_fn": optax.skip_not_finite}
+    with pytest.raises(ValueError, match="the scale never sees one, and never shrinks"):
+        mpx.check_chain(optax.MultiSteps(scaled, 2, **skips))
+    inside = mpx.loss_scaling(optax.MultiSteps(optax.sgd(0.1), 2), mpx.DynamicLossScale(2.0**15, period=2))
+    for tx, skipped in ((optax.MultiSteps(scaled, 2, **skips), 0), (inside, 10)):
+        params, state, update = jnp.ones(2), tx.init(jnp.ones(2)), jax.jit(tx.update)
+        for _ in range(40):
+            grads = mpx.get_loss_scale(state).scale(jnp.ones(2))
+            updates, state = update(jnp.where(grads > 65504, jnp.inf, grads), state, params)
+            params = optax.apply_updates(params, updates)
+        assert (params[0] < 0) == (skipped > 0)
+        assert mpx.skipped_steps(state) >= skipped
+
+
+def test_gradients_of_examples_may_stand_in_front_of_masters():
+    private = optax.contrib.differentially_private_aggregate(1.0, 0.1, key=0)
+    mpx.check_chain(optax.chain(private, mpx.mixed_precision(optax.adamw(1e-3), "bf16-split")))
+    with pytest.raises(ValueError, match="changes it after that"):
+        mpx.check_chain(optax.chain(private, RULE, optax.scale(0.5)))

@@ -91,7 +91,8 @@ def observed(run):
     """Return what the tools of mpx say of a run, as JSON can hold it."""
     mpx.check_health(run.opt_state, params=run.params)
     report = mpx.step_report(gradients, run, batch(0))
-    synced = mpx.resync(run.params, run.opt_state)
+    nothing = jax.tree.map(lambda p: jnp.full_like(p, jnp.nan), run.params)
+    synced = mpx.resync(run.params, run.opt_state, before=nothing)
     masters = mpx.master_params(run.params, synced)
     return {
         "scale": float(mpx.get_loss_scale(run.opt_state).loss_scale),

@@ -388,7 +388,7 @@ def test_a_train_state_of_linen_is_made_and_trained_on_the_specs_of_its_names(re
     model, x = Dense(), jnp.ones((4, 8))
 
     def make():
-        params = policy_of(recipe).cast_to_param(model.init(jax.random.key(0), x)["params"])
+        params = mpx.get_policy(recipe).cast_to_param(model.init(jax.random.key(0), x)["params"])
         return TrainState.create(apply_fn=model.apply, params=params, tx=optimizer(recipe))
 
     with jax.set_mesh(mesh_of(8)):

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpx._dtypes import bytes_of
+from mpx._inspect.check_chain import GRADIENT, Value, followed
 from mpx.tools.program.dataflow import Uses, arrays_of, is_taken_in_parts, joined_in, narrowed_to
 from mpx.tools.program.kernels import Kernel, Program, dtype_of_product, products_in, totals
 from mpx.tools.program.memory import Array, Memory
@@ -33,10 +34,10 @@ _GATHER_AGAIN = (
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Something in a program that costs memory, time or precision for nothing."""
+    """Something in a program that costs memory, time or precision for nothing, or makes numbers wrong."""
 
     what: str  # the finding
-    bytes: int  # that are held, moved or sent for nothing on one device
+    bytes: int  # that are held, moved or sent for nothing on one device; 0 if it makes numbers wrong
     remedy: str  # what to do
     source: str = ""  # the line of the user's code that it comes from, the first of several; empty if not known
 
@@ -132,6 +133,19 @@ def _worth_a_word(found: Found, what: str, remedy: str, least: float = 0) -> Ite
         count = f"{runs:,} of {' and '.join(sorted({kernel.operation for kernel, *_ in found}))}"
         source = next((kernel.source for kernel, *_ in found if kernel.source), "")
         yield Finding(what.format(dtypes=dtypes, count=count), size, remedy, source)
+
+
+def of_chain(program: Any) -> Iterator[Finding]:
+    """Yield what a training step changes between `value_and_grad`, the chain of its optimizer and its parameters."""
+    _, received, landed = followed(program, [Value(is_old=True)] * len(program.in_avals))
+    seen = [value for value in received if value.origin == GRADIENT] + landed
+    for (origin, by), count in Counter((value.origin, value.changed_by) for value in seen if value.changed_by).items():
+        if origin == GRADIENT:
+            what = f"`{by}` changes gradients in front of `loss_scaling`, where they are scaled ({count} arrays)"
+            yield Finding(what, 0, "Put it inside, as in `mpx.mixed_precision(optax.chain(clip, rule), recipe)`.")
+        else:
+            what = f"`{by}` changes updates after `{origin}` has chosen where parameters land ({count} arrays)"
+            yield Finding(what, 0, "Put it inside, as in `mpx.mixed_precision(optax.chain(rule, change), recipe)`.")
 
 
 def of_donation(step: Step, names: Sequence[str]) -> Iterator[Finding]:

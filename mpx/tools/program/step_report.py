@@ -14,7 +14,7 @@ from mpx import _tables, _trees
 from mpx.tools.program import kernels as programs
 from mpx.tools.program import text
 from mpx.tools.program.dataflow import uses_in
-from mpx.tools.program.findings import Finding, Step, arguments_of, findings_of, names_of
+from mpx.tools.program.findings import Finding, Step, arguments_of, findings_of, names_of, of_chain
 from mpx.tools.program.kernels import Kernel, Kind
 from mpx.tools.program.targets import Target, get_target, target_devices, target_here
 
@@ -159,6 +159,8 @@ def _how_it_fits(peak: int, target: Target) -> str:
 
 
 def _line_of(finding: Finding) -> str:
+    if not finding.bytes:
+        return f"- {finding}"
     unit = _tables.unit_for([finding.bytes])
     return f"- {_tables.shown(finding.bytes, unit)} {unit[0]}: {finding}"
 
@@ -212,7 +214,7 @@ def step_report(
         platforms = ("tpu",) if device.tpu else ("cuda",)
     try:
         with context:
-            lowered: Any = _lowered(step, args, donate_argnums, platforms)
+            lowered, jaxpr = _lowered(step, args, donate_argnums, platforms)
     except RuntimeError as error:
         if "Unknown backend" not in str(error):
             raise
@@ -227,7 +229,8 @@ def step_report(
     is_known = isinstance(step, jax.stages.Wrapped) or not hasattr(step, "lower") or donate_argnums != ()
     names = names_of(step, args, lowered) if is_known else None
     axes = mesh and mesh.shape
-    return report_of(compiled, lowered, names, target=device, mesh_shape=axes, compile_seconds=seconds)
+    report = report_of(compiled, lowered, names, target=device, mesh_shape=axes, compile_seconds=seconds)
+    return dataclasses.replace(report, findings=(*of_chain(jaxpr), *report.findings))
 
 
 def report_of(
@@ -269,16 +272,21 @@ def report_of(
 
 def _lowered(
     step: Any, args: Sequence[Any], donate_argnums: int | Sequence[int], platforms: tuple[str, ...] | None
-) -> jax.stages.Lowered:
-    """Lower a step for platforms; None for those of its arguments, as explicit axes of a target cannot tell."""
+) -> tuple[Any, Any]:
+    """Lower a step for platforms, and return its jaxpr too.
+
+    Platforms are None for those of its arguments, as explicit axes of a target cannot tell.
+    """
     if isinstance(step, jax.stages.Wrapped):
         if donate_argnums != ():
             raise ValueError(
                 "`step_report`: this step comes from `jax.jit` (or `nnx.jit`), which says what is donated. Leave "
                 "`donate_argnums` out here."
             )
-        lowered: Any = step.trace(*args).lower(lowering_platforms=platforms)
-        return getattr(lowered, "lowered", lowered)  # `nnx.jit` has a class of its own around that of jax
+        traced: Any = step.trace(*args)
+        lowered = traced.lower(lowering_platforms=platforms)
+        # `nnx.jit` has classes of its own around those of jax.
+        return getattr(lowered, "lowered", lowered), getattr(traced, "traced", traced).jaxpr
     given = [donate_argnums] if isinstance(donate_argnums, int) else donate_argnums
     if beyond := [position for position in given if not -len(args) <= position < len(args)]:
         raise ValueError(f"`step_report`: the step has {len(args)} arguments, so none at {beyond} can be donated.")
@@ -289,7 +297,7 @@ def _lowered(
         return arrays_of(step(*jax.tree.map(put, argument, args, is_leaf=lambda leaf: leaf is None)))
 
     traced = jax.jit(of_arrays, donate_argnums=donate_argnums).trace(*arrays_of(args))
-    return traced.lower(lowering_platforms=platforms)
+    return traced.lower(lowering_platforms=platforms), traced.jaxpr
 
 
 def _placed(args: Any, devices: Sequence[Any]) -> tuple[Any, Mesh]:
