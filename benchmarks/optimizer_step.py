@@ -183,7 +183,15 @@ def compare_results(steps: Sequence[Callable], states: Sequence[Any], grads: Any
         "masters": (masters, mpx.master_params(ours.params, ours.opt_state)),
         "moments": ((by_hand.mu, by_hand.nu), moments),
     }
-    return differing(pairs)
+    return differing(pairs) + zero_low_bits("by hand", by_hand.beside) + zero_low_bits("mpx", ours.opt_state)
+
+
+def zero_low_bits(side: str, state: Any) -> list[Row]:
+    """Return a row if more low bits of masters are zero than the one of 65,536 that chance makes so: some were lost."""
+    low = [x for x in jax.tree.leaves(state) if x.dtype == np.uint16]
+    zeros, size = sum(int(jnp.sum(x == 0)) for x in low), sum(x.size for x in low)
+    row = {"numbers": f"zero low bits, {side}", "differ": zeros, "of": size, "relative": 1.0, "absolute": 0.0}
+    return [row] if zeros > size / 1_000 else []
 
 
 def master_by_hand(p: jax.Array, beside: jax.Array | None) -> jax.Array:
