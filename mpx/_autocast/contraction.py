@@ -1,6 +1,8 @@
 """Contractions: which can be narrowed, how one runs in the compute dtype, and how many FLOPs it takes."""
 
+import itertools
 import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +17,7 @@ from mpx._autocast.gathered import array_of, is_sent
 from mpx._autocast.precision import ContractionPrecision
 
 _PRECISE = (lax.Precision.HIGH, lax.Precision.HIGHEST)
+_FEWEST = 8  # numbers in a sum that a tensor core takes at once
 
 
 def contracted_size(eqn: JaxprEqn) -> int:
@@ -61,8 +64,8 @@ def _products_of_convolution(eqn: JaxprEqn) -> int:
     return pairs * out[numbers.out_spec[0]] * out[numbers.out_spec[1]] * rhs[numbers.rhs_spec[1]]
 
 
-def why_kept(eqn: JaxprEqn, precision: ContractionPrecision) -> str | None:
-    """Return why a contraction cannot be narrowed, or None."""
+def why_kept(eqn: JaxprEqn, precision: ContractionPrecision, are_arguments: Sequence[bool]) -> str | None:
+    """Return why a contraction cannot be narrowed, or None. `are_arguments` says which operands the function got."""
     operands = [_aval(v).dtype for v in eqn.invars[:2]]
     if np.float32 not in operands or not all(dtype == np.float32 or _is_half(dtype) for dtype in operands):
         return f"operands are {' and '.join(sorted({str(dtype) for dtype in operands}))}"
@@ -72,12 +75,47 @@ def why_kept(eqn: JaxprEqn, precision: ContractionPrecision) -> str | None:
     asked = asked_precision(eqn)
     if asked is not None:
         return f"precision {asked} is asked for"
-    size = contracted_size(eqn)
-    if isinstance(size, int) and size <= 1:  # a symbolic size (`jax.export`) counts as large
-        return "nothing is summed: an outer product"
     if precision.algorithm is not None and eqn.primitive.name != "dot_general":
         return f"there is no {precision.name} algorithm for it"
+    return _why_no_layer(eqn, *are_arguments[:2])
+
+
+def _why_no_layer(eqn: JaxprEqn, has_lhs: bool, has_rhs: bool) -> str | None:
+    """Return why hardware for matrix products gains nothing from a contraction, or None; the function got an operand.
+
+    People use such contractions to add up, to count and to look up, and they take no longer in float32. Two layers
+    would: float32 operands would be written for a convolution with a learned kernel, and for a weight times one row.
+    """
+    size = contracted_size(eqn)
+    if eqn.primitive.name == "conv_general_dilated":
+        kernel, (outputs, inputs, *_) = _aval(eqn.invars[1]).shape, eqn.params["dimension_numbers"].rhs_spec
+        if has_rhs and not has_lhs:
+            return None
+        if kernel[inputs] == 1 and kernel[outputs] == eqn.params["feature_group_count"]:
+            return "each channel is summed by itself"
+    if isinstance(size, int) and size < _FEWEST:  # a symbolic size (`jax.export`) counts as large
+        return f"only {size} numbers are summed" if size > 1 else "nothing is summed: an outer product"
+    if eqn.primitive.name != "conv_general_dilated" and _has_a_vector(eqn, has_lhs, has_rhs):
+        return "an operand is a vector"
     return None
+
+
+def _has_a_vector(eqn: JaxprEqn, has_lhs: bool, has_rhs: bool) -> bool:
+    """Return whether an operand of a product has no axis of its own, or only axes of size 1, but for a weight's row."""
+    lhs, rhs = _own_sizes(eqn)
+    if not lhs or not rhs:
+        return True
+    is_row, is_column = (all(size == 1 for size in own) for own in (lhs, rhs))
+    return (is_row and (is_column or not has_rhs)) or (is_column and not has_lhs)
+
+
+def _own_sizes(eqn: JaxprEqn) -> Iterator[list[int]]:
+    """Yield the sizes of the axes that each operand of a product has for itself."""
+    numbers = eqn.params.get("ragged_dot_dimension_numbers")
+    contracting, batch = eqn.params["dimension_numbers"] if numbers is None else numbers.dot_dimension_numbers
+    groups = () if numbers is None else numbers.rhs_group_dimensions
+    for v, *shared in zip(eqn.invars[:2], contracting, batch, ((), groups), strict=True):
+        yield [size for axis, size in enumerate(_aval(v).shape) if axis not in itertools.chain(*shared)]
 
 
 def asked_precision(eqn: JaxprEqn) -> Any:

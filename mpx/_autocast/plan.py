@@ -244,7 +244,10 @@ class Planner:
             reason = "an override of the policy asks for f32" if asked else f"{precision.name} is asked for"
             return _kept(eqn, tags, "this device has no TF32" if precision.name == "tf32" else reason)
         is_product, why_16_bits = facts_of(eqn).contraction, None
-        reason = (contraction.why_kept if is_product else _why_elementwise_kept)(eqn, precision)
+        if is_product:
+            reason = contraction.why_kept(eqn, precision, [tag.is_argument for tag in tags])
+        else:
+            reason = _why_elementwise_kept(eqn, precision)
         if reason is not None:
             return _kept(eqn, tags, reason)
         if precision.fp8 is not None:

@@ -44,20 +44,19 @@ def dot(x, w, **options):
 RAGGED = lambda x, w, **options: lax.ragged_dot(x, w, jnp.array([2, 1, 3]), **options)
 IMAGES, KERNEL = (1, 5, 5, 2), (3, 3, 2, 4)
 NARROWED = {
-    "matrix product": (lambda x, w: x @ w, (3, 4), (4, 2)),
-    "vector times vector": (lambda x, w: x @ w, (4,), (4,)),
-    "einsum with batch dimensions": (lambda x, w: jnp.einsum("bhqd,bhkd->bhqk", x, w), (2, 2, 3, 4), (2, 2, 3, 4)),
-    "product mapped over rows": (lambda x, w: jax.vmap(lambda v: w.T @ v)(x), (3, 4), (4, 2)),
-    "with a float32 result asked for": (lambda x, w: dot(x, w, preferred_element_type=F32), (3, 4), (4, 2)),
+    "matrix product": (lambda x, w: x @ w, (3, 8), (8, 2)),
+    "einsum with batch dimensions": (lambda x, w: jnp.einsum("bhqd,bhkd->bhqk", x, w), (2, 2, 3, 8), (2, 2, 3, 8)),
+    "product mapped over rows": (lambda x, w: jax.vmap(lambda v: w.T @ v)(x), (3, 8), (8, 2)),
+    "with a float32 result asked for": (lambda x, w: dot(x, w, preferred_element_type=F32), (3, 8), (8, 2)),
     "strided convolution": (lambda x, w: conv(x, w, stride=2), IMAGES, KERNEL),
-    "depthwise convolution": (lambda x, w: conv(x, w, groups=3), (1, 5, 5, 3), (3, 3, 1, 3)),
+    "grouped convolution": (lambda x, w: conv(x, w, groups=2), (1, 5, 5, 4), (3, 3, 2, 4)),
     "transposed convolution": (lambda x, w: lax.conv_transpose(x, w, (2, 2), "SAME"), (1, 3, 3, 2), (3, 3, 2, 2)),
-    "ragged product": (RAGGED, (6, 4), (3, 4, 2)),
-    "product of no rows": (lambda x, w: x @ w, (0, 4), (4, 2)),
+    "ragged product": (RAGGED, (6, 8), (3, 8, 2)),
+    "product of no rows": (lambda x, w: x @ w, (0, 8), (8, 2)),
     "convolution with groups of the batch": (lambda x, w: conv(x, w, batch_group_count=2), (2, 5, 5, 2), KERNEL),
     "convolution padded on one side": (
         lambda x, w: lax.conv_general_dilated(x, w, (2,), [(2, 0)], dimension_numbers=("NWC", "WIO", "NWC")),
-        *((1, 6, 1), (3, 1, 1)),
+        *((1, 6, 4), (3, 4, 1)),
     ),
 }
 
@@ -67,7 +66,7 @@ class Kept(NamedTuple):
     reason: str
     runs_in: str = "f32"
     asked_for: Any = "bf16"
-    shapes: tuple[tuple[int, ...], ...] = ((4, 4), (4, 4))
+    shapes: tuple[tuple[int, ...], ...] = ((8, 8), (8, 8))
 
 
 PRECISE = "precision .* is asked for"
@@ -191,7 +190,7 @@ def test_a_default_precision_that_is_high_turns_narrowing_off_in_its_context():
             y = x @ w
         return y @ w
 
-    x, w = normal(0, 3, 4), normal(1, 4, 4)
+    x, w = normal(0, 3, 8), normal(1, 8, 8)
     assert contractions(mpx.autocast(fun, BF16), x, w) == [all_in(F32), all_in(BF16)]
     for name in ("highest", "high", "float32", "tensorfloat32"):
         with jax.default_matmul_precision(name), pytest.warns(UserWarning, match="`jax_default_matmul_precision` is"):
@@ -202,7 +201,7 @@ def test_a_default_precision_that_is_high_turns_narrowing_off_in_its_context():
 @half_dtypes
 def test_a_contraction_of_float32_with_16_bit_values_is_narrowed(dtype):
     """The user cast one operand inside of the function."""
-    x, w = normal(0, 3, 4), normal(1, 4, 2)
+    x, w = normal(0, 3, 8), normal(1, 8, 2)
     fun = lambda x, w: dot(x, w.astype(BF16), preferred_element_type=F32)
     assert contractions(mpx.autocast(fun, dtype), x, w) == [all_in(dtype)]
     assert_same_bits(mpx.autocast(fun, dtype)(x, w), narrow_dot(dtype)(x, w.astype(BF16)))
@@ -224,7 +223,7 @@ def test_with_a_float32_reduce_dtype_cotangents_of_activations_stay_in_the_compu
     """Layer two's input is no argument: of six contractions the gradients of `w1`, `w2` and `x` are float32."""
     net = lambda w1, w2, x: jnp.sin(x @ w1) @ w2
     loss = autocast_loss(net, dtype, reduce_dtype=F32)
-    found = contractions(jax.grad(loss, argnums=(0, 1, 2)), normal(0, 4, 4), normal(1, 4, 2), normal(2, 3, 4))
+    found = contractions(jax.grad(loss, argnums=(0, 1, 2)), normal(0, 8, 8), normal(1, 8, 2), normal(2, 3, 8))
     assert [c[:2] for c in found] == [(dtype, dtype)] * 6
     assert sorted(str(c.result) for c in found) == sorted([str(dtype)] * 3 + ["float32"] * 3)
 
@@ -239,7 +238,7 @@ BIASED = {
     "an activation of a part": lambda w, b, x: jnp.sin((x @ w + b[None])[:2].T),
     "an activation with a derivative of its own": lambda w, b, x: jax.nn.silu(x @ w + b[None]),
     "a loss": lambda w, b, x: jax.nn.log_softmax(x @ w + b[None]),
-    "in a scan": lambda w, b, x: lax.scan(lambda c, row: (c, _layer(w, b, row[None])), 0.0, x)[1],
+    "in a scan": lambda w, b, x: lax.scan(lambda c, x: (c, _layer(w, b, x)), 0.0, x.reshape(2, 4, 8))[1],
     "in a checkpoint": jax.checkpoint(_layer),
 }
 # No bias, another use, or nothing that is computed for these cotangents.
@@ -290,7 +289,7 @@ def test_tf32_on_a_cpu_is_float32_to_the_bit():
 
 def test_bf16x3_is_the_algorithm_of_every_product_forward_and_backward():
     gradient = jax.grad(autocast_loss(lambda x, w: jnp.sin(x @ w), "bf16x3"), argnums=(0, 1))
-    eqns = eqns_of(gradient, normal(0, 3, 4), normal(1, 4, 2), primitive="dot_general")
+    eqns = eqns_of(gradient, normal(0, 3, 8), normal(1, 8, 2), primitive="dot_general")
     assert [set(jax.tree.leaves(eqn.params["precision"])) for eqn in eqns] == [
         {lax.DotAlgorithmPreset.BF16_BF16_F32_X3}
     ] * 3

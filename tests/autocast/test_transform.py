@@ -15,7 +15,7 @@ from mpx._autocast.transform import autocast_of
 from tests.autocast.helpers import BF16, F16, F32, all_in, contractions, exact_jit
 from tests.helpers import assert_same_bits
 
-X, W = (jnp.full(shape, 1.0 + 2.0**-12, jnp.float32) for shape in ((3, 4), (4, 5)))  # in bfloat16 both are 1
+X, W = (jnp.full(shape, 1.0 + 2.0**-12, jnp.float32) for shape in ((3, 8), (8, 9)))  # in bfloat16 both are 1
 
 
 def product(x, w):
@@ -49,11 +49,11 @@ def test_bfloat16_by_any_name_means_products_in_bfloat16_and_results_that_nobody
 def test_an_override_says_in_what_the_products_of_a_weight_run():
     """Also if it is moved on its way, or is a stack that a scan slices."""
     policy = mpx.Policy(jnp.bfloat16, jnp.bfloat16, jnp.float32, overrides=(("^head", jnp.float32), ("mid", "f16")))
-    params = {"body": W, "mid": jnp.ones((5, 5), jnp.float32), "head": jnp.ones((5, 2), jnp.float32)}
-    fun = lambda p, x: x @ p["body"] @ p["mid"].T @ p["head"].reshape(5, 2)
+    params = {"body": W, "mid": jnp.ones((9, 9), jnp.float32), "head": jnp.ones((9, 2), jnp.float32)}
+    fun = lambda p, x: x @ p["body"] @ p["mid"].T @ p["head"].reshape(9, 2)
     expected = [all_in(BF16), all_in(F16), all_in(F32)]
     assert contractions(mpx.autocast(fun, policy), policy.cast_to_param(params), X) == expected
-    stacks = {"head": jnp.ones((6, 4, 4), jnp.float32), "body": jnp.ones((6, 4, 4), jnp.float32)}
+    stacks = {"head": jnp.ones((6, 8, 8), jnp.float32), "body": jnp.ones((6, 8, 8), jnp.float32)}
     scan = lambda stacks, x: jax.lax.scan(lambda x, p: (x @ p["head"] @ p["body"], None), x, stacks)[0]
     assert contractions(mpx.autocast(scan, policy), stacks, X) == [all_in(F32), all_in(BF16)]
 
