@@ -1,8 +1,7 @@
 """Contractions: which can be narrowed, how one runs in the compute dtype, and how many FLOPs it takes."""
 
-import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,6 +16,7 @@ from mpx._autocast.gathered import array_of, is_sent
 from mpx._autocast.precision import ContractionPrecision
 
 _PRECISE = (lax.Precision.HIGH, lax.Precision.HIGHEST)
+VECTOR = "an operand is a vector, or one for each channel"
 _FEWEST = 8  # numbers in a sum that a tensor core takes at once
 
 
@@ -25,11 +25,7 @@ def contracted_size(eqn: JaxprEqn) -> int:
     if eqn.primitive.name == "conv_general_dilated":
         kernel, dimensions = _aval(eqn.invars[1]), eqn.params["dimension_numbers"]
         return kernel.size // max(kernel.shape[dimensions.rhs_spec[0]], 1)
-    if eqn.primitive.name == "dot_general":
-        numbers = eqn.params["dimension_numbers"]
-    else:
-        numbers = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
-    (lhs_contracting, _), _ = numbers
+    (lhs_contracting, _), _ = _dot_numbers(eqn)
     return math.prod(_aval(eqn.invars[0]).shape[axis] for axis in lhs_contracting)
 
 
@@ -40,11 +36,16 @@ def flops(eqn: JaxprEqn) -> int:
     count = 2 * _aval(eqn.outvars[0]).size * contracted_size(eqn)
     if eqn.primitive.name == "ragged_dot_general":
         # Each row belongs to one group, so there are as many products as without groups.
-        numbers = eqn.params["ragged_dot_dimension_numbers"]
-        (contracting, _), _ = numbers.dot_dimension_numbers
-        if set(numbers.lhs_ragged_dimensions) & set(contracting):
+        (contracting, _), _ = _dot_numbers(eqn)
+        if set(eqn.params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions) & set(contracting):
             return count // max(_aval(eqn.invars[2]).shape[-1], 1)
     return count
+
+
+def _dot_numbers(eqn: JaxprEqn) -> Any:
+    """Return the contracted axes and the batch axes of a product, of both operands each."""
+    ragged = eqn.params.get("ragged_dot_dimension_numbers")
+    return eqn.params["dimension_numbers"] if ragged is None else ragged.dot_dimension_numbers
 
 
 def _products_of_convolution(eqn: JaxprEqn) -> int:
@@ -64,8 +65,8 @@ def _products_of_convolution(eqn: JaxprEqn) -> int:
     return pairs * out[numbers.out_spec[0]] * out[numbers.out_spec[1]] * rhs[numbers.rhs_spec[1]]
 
 
-def why_kept(eqn: JaxprEqn, precision: ContractionPrecision, are_arguments: Sequence[bool]) -> str | None:
-    """Return why a contraction cannot be narrowed, or None. `are_arguments` says which operands the function got."""
+def why_kept(eqn: JaxprEqn, precision: ContractionPrecision, tags: Sequence[Any]) -> str | None:
+    """Return why a contraction, of operands with these tags, cannot be narrowed, or None."""
     operands = [_aval(v).dtype for v in eqn.invars[:2]]
     if np.float32 not in operands or not all(dtype == np.float32 or _is_half(dtype) for dtype in operands):
         return f"operands are {' and '.join(sorted({str(dtype) for dtype in operands}))}"
@@ -77,11 +78,11 @@ def why_kept(eqn: JaxprEqn, precision: ContractionPrecision, are_arguments: Sequ
         return f"precision {asked} is asked for"
     if precision.algorithm is not None and eqn.primitive.name != "dot_general":
         return f"there is no {precision.name} algorithm for it"
-    return _why_no_layer(eqn, *are_arguments[:2])
+    return _why_no_gain(eqn, tags[0].is_argument, tags[1].is_argument)
 
 
-def _why_no_layer(eqn: JaxprEqn, has_lhs: bool, has_rhs: bool) -> str | None:
-    """Return why hardware for matrix products gains nothing from a contraction, or None; the function got an operand.
+def _why_no_gain(eqn: JaxprEqn, has_lhs: bool, has_rhs: bool) -> str | None:
+    """Return why narrowing a contraction gains nothing, or None. `has_lhs` says whether that operand is an argument.
 
     People use such contractions to add up, to count and to look up, and they take no longer in float32. Two layers
     would: float32 operands would be written for a convolution with a learned kernel, and for a weight times one row.
@@ -91,31 +92,16 @@ def _why_no_layer(eqn: JaxprEqn, has_lhs: bool, has_rhs: bool) -> str | None:
         kernel, (outputs, inputs, *_) = _aval(eqn.invars[1]).shape, eqn.params["dimension_numbers"].rhs_spec
         if has_rhs and not has_lhs:
             return None
-        if kernel[inputs] == 1 and kernel[outputs] == eqn.params["feature_group_count"]:
-            return "each channel is summed by itself"
+        is_vector = kernel[inputs] == 1 and kernel[outputs] == eqn.params["feature_group_count"]
+    else:
+        shared = [{*contracted, *batch} for contracted, batch in zip(*_dot_numbers(eqn), strict=True)]
+        shapes = [enumerate(_aval(v).shape) for v in eqn.invars[:2]]
+        own = [[n for axis, n in shape if axis not in axes] for shape, axes in zip(shapes, shared, strict=True)]
+        is_row, is_column = (all(n == 1 for n in axes) for axes in own)
+        is_vector = not all(own) or (is_row and (is_column or not has_rhs)) or (is_column and not has_lhs)
     if isinstance(size, int) and size < _FEWEST:  # a symbolic size (`jax.export`) counts as large
         return f"only {size} numbers are summed" if size > 1 else "nothing is summed: an outer product"
-    if eqn.primitive.name != "conv_general_dilated" and _has_a_vector(eqn, has_lhs, has_rhs):
-        return "an operand is a vector"
-    return None
-
-
-def _has_a_vector(eqn: JaxprEqn, has_lhs: bool, has_rhs: bool) -> bool:
-    """Return whether an operand of a product has no axis of its own, or only axes of size 1, but for a weight's row."""
-    lhs, rhs = _own_sizes(eqn)
-    if not lhs or not rhs:
-        return True
-    is_row, is_column = (all(size == 1 for size in own) for own in (lhs, rhs))
-    return (is_row and (is_column or not has_rhs)) or (is_column and not has_lhs)
-
-
-def _own_sizes(eqn: JaxprEqn) -> Iterator[list[int]]:
-    """Yield the sizes of the axes that each operand of a product has for itself."""
-    numbers = eqn.params.get("ragged_dot_dimension_numbers")
-    contracting, batch = eqn.params["dimension_numbers"] if numbers is None else numbers.dot_dimension_numbers
-    groups = () if numbers is None else numbers.rhs_group_dimensions
-    for v, *shared in zip(eqn.invars[:2], contracting, batch, ((), groups), strict=True):
-        yield [size for axis, size in enumerate(_aval(v).shape) if axis not in itertools.chain(*shared)]
+    return VECTOR if is_vector else None
 
 
 def asked_precision(eqn: JaxprEqn) -> Any:

@@ -351,7 +351,19 @@ def _why_nothing_is_narrowed(precision: precisions.ContractionPrecision, plan: C
     setting = getattr(jax.config, "jax_default_matmul_precision", None)
     if setting is not None and any(contraction.asked_precision(step.eqn) for step, _ in placed):
         return f"`jax_default_matmul_precision` is {setting!r}, which some libraries set when they are imported."
+    reasons = [step.reason or "" for step, _ in placed]
+    if reasons and all(reason.startswith(("operands are complex", "operands are float")) for reason in reasons):
+        return f"{reasons[0]}."
+    if any(step.reason == contraction.VECTOR and _has_a_weight(step) for step, _ in placed):
+        return "each multiplies by one vector. If `jax.vmap` stands around `autocast`, put it inside."
     return None
+
+
+def _has_a_weight(step: Step) -> bool:
+    """Return whether one of a product's two operands is a matrix that the function got, and the other one a vector."""
+    operands: list[Any] = step.eqn.invars[:2]
+    axes = [v.aval.ndim for v in operands]
+    return sorted(axes) == [1, 2] and step.in_tags[axes.index(2)].is_argument
 
 
 def _bits(step: Step) -> int:
