@@ -120,6 +120,10 @@ def test_the_narrowed_share_is_that_of_the_flops():
     """All that autocast narrows, inside of a gradient too; of no FLOPs it is NaN, None in JSON and not printed."""
     mixed = lambda a, b: (a @ b, jnp.dot(a, b[:, :2], precision="highest"))
     assert mpx.explain(mixed, "bf16")(*SQUARE).narrowed_share == 8 / 10
+    for wider in (np.complex64, np.float64):
+        beside = lambda a, b, wider=wider: lax.dot(a, b.astype(wider), preferred_element_type=wider)
+        with jax.enable_x64(True):
+            assert mpx.explain(beside, "bf16")(*SQUARE).narrowed_share == 0
     for differentiate in (jax.grad, mpx.grad):
         explanation = mpx.explain(differentiate(mpx.autocast(total(product), "bf16")), "bf16")(*SQUARE)
         assert {row.runs_in for row in explanation.contractions} == {"bf16"}

@@ -101,6 +101,32 @@ def test_one_warning_names_the_custom_derivative_in_which_all_products_stand(how
     mpx.autocast(lambda x, w: jnp.matmul(x, w, precision="highest"), how)(X, W)
 
 
+NOTHING_TO_NARROW = {
+    "complex": (lambda x, w: x.astype(np.complex64) @ w.astype(np.complex64), "operands are complex64"),
+    "a complex weight": (
+        lambda x, w: jax.lax.dot(x, w.astype(np.complex64), preferred_element_type=np.complex64),
+        "operands are complex64 and float32",
+    ),
+    "a vmap around": (lambda x, w: x[0] @ w, "each multiplies by one vector. If `jax.vmap` stands around `autocast`"),
+}
+
+
+@pytest.mark.parametrize("name", NOTHING_TO_NARROW)
+def test_one_warning_says_why_no_product_can_be_narrowed(name):
+    """One narrowed product beside it is enough to say nothing."""
+    fun, why = NOTHING_TO_NARROW[name]
+    with pytest.warns(UserWarning, match=f"no matrix product of `.*` runs in bf16: {why}") as seen:
+        mpx.autocast(fun, "bf16")(X, W)
+    assert len(seen) == 1
+    mpx.autocast(lambda x, w: (fun(x, w), x @ w), "bf16")(X, W)
+
+
+def test_a_function_that_only_counts_hears_nothing():
+    for fun in (jnp.vdot, lambda x, y: jnp.einsum("td,td->t", x, y), lambda x, _: x.astype(int) @ x.T.astype(int)):
+        args = (X[0], X[0]) if fun is jnp.vdot else (X, X)
+        mpx.autocast(fun, "bf16")(*args)
+
+
 def residual_bytes(fun, *args):
     """Count bytes that are kept for the backward pass of a function, without its arguments."""
 
