@@ -90,9 +90,10 @@ def _why_no_gain(eqn: JaxprEqn, has_lhs: bool, has_rhs: bool) -> str | None:
     size = contracted_size(eqn)
     if eqn.primitive.name == "conv_general_dilated":
         kernel, (outputs, inputs, *_) = _aval(eqn.invars[1]).shape, eqn.params["dimension_numbers"].rhs_spec
-        if has_rhs and not has_lhs:
+        groups = eqn.params["feature_group_count"]
+        if has_rhs and (groups > 1 or not has_lhs):
             return None
-        is_vector = kernel[inputs] == 1 and kernel[outputs] == eqn.params["feature_group_count"]
+        is_vector = kernel[inputs] == 1 and kernel[outputs] == groups
     else:
         shared = [{*contracted, *batch} for contracted, batch in zip(*_dot_numbers(eqn), strict=True)]
         shapes = [enumerate(_aval(v).shape) for v in eqn.invars[:2]]

@@ -273,7 +273,7 @@ def test_an_angle_between_parallel_vectors_is_that_of_float32(size):
 LAYERS = {
     "a weight times one computed row": (lambda w, x: jnp.sin(x) @ w, (8, 2), (1, 8)),
     "one computed column": (lambda w, x: w @ jnp.sin(x), (2, 8), (8, 1)),
-    "a depthwise convolution": (lambda w, x: conv(jnp.sin(x), w, groups=3), (3, 3, 1, 3), (1, 5, 5, 3)),
+    "a depthwise convolution": (lambda w, x: conv(x, w, groups=3), (3, 3, 1, 3), (1, 5, 5, 3)),
     "a convolution of few": (lambda w, x: conv(jnp.sin(x), w), (1, 1, 3, 4), (1, 5, 5, 3)),
 }
 
