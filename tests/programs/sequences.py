@@ -167,3 +167,18 @@ def unrolled_cell_in_a_nested_jit(p, x):
         h, out = cell(h, x[:, t], activation=jnp.tanh)
         total = total + jnp.square(out).mean()
     return total
+
+
+@program({"qkv": (D, 3 * D), "out": (D, D)}, **X, place=integers(64, T, 3))
+def attention_with_rotary_angles_of_three_axes(p, x, place):
+    """Angles are sums of three products: of frames and pixels with frequencies."""
+    frequencies = 1 / 100 ** (jnp.arange(D // 2) / (D // 2)) * jnp.eye(3)[:, jnp.arange(D // 2) % 3]
+    angle = place.astype(jnp.float32) @ frequencies
+
+    def turned(x):
+        a, b = jnp.split(x, 2, -1)
+        return jnp.concatenate([a * jnp.cos(angle) - b * jnp.sin(angle), a * jnp.sin(angle) + b * jnp.cos(angle)], -1)
+
+    q, k, v = jnp.split(x @ p["qkv"], 3, -1)
+    weights = jax.nn.softmax(turned(q) @ turned(k).swapaxes(1, 2) / 4)
+    return jnp.square(weights @ v @ p["out"] - x).mean()
