@@ -95,9 +95,9 @@ def _why_no_gain(eqn: JaxprEqn, has_lhs: bool, has_rhs: bool) -> str | None:
             return None
         is_vector = kernel[inputs] == 1 and kernel[outputs] == groups
     else:
-        shared = [{*contracted, *batch} for contracted, batch in zip(*_dot_numbers(eqn), strict=True)]
+        used = [{*contracted, *batch} for contracted, batch in zip(*_dot_numbers(eqn), strict=True)]
         shapes = [enumerate(_aval(v).shape) for v in eqn.invars[:2]]
-        own = [[n for axis, n in shape if axis not in axes] for shape, axes in zip(shapes, shared, strict=True)]
+        own = [[n for axis, n in shape if axis not in axes] for shape, axes in zip(shapes, used, strict=True)]
         is_row, is_column = (all(n == 1 for n in axes) for axes in own)
         is_vector = not all(own) or (is_row and (is_column or not has_rhs)) or (is_column and not has_lhs)
     if isinstance(size, int) and size < _FEWEST:  # a symbolic size (`jax.export`) counts as large

@@ -76,10 +76,8 @@ def _jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...], program: ClosedJax
     (x, other, *rest), (of_x, of_other, *_) = primals, tangents
     parts = [] if type(of_x) is ad.Zero else [_derivative.bind(of_x, other, *rest, program=program, **options)]
     if type(of_other) is not ad.Zero:
-        of_the_other = lambda t, x, other, *rest: jax.jvp(
-            lambda other: _run(x, other, *rest, program=program), (other,), (t,)
-        )[1]
-        parts.append(_derivative_of(of_the_other, is_wide=False)(of_other, x, other, *rest))
+        along = lambda t, x, y, *rest: jax.jvp(lambda y: _run(x, y, *rest, program=program), (y,), (t,))[1]
+        parts.append(_derivative_of(along, is_wide=False)(of_other, x, other, *rest))
     return _derivative.bind(*primals, program=program, **options), sum(parts[1:], parts[0])
 
 
@@ -123,10 +121,7 @@ def _bound_in_f32(eqn: JaxprEqn, operands: list[Any]) -> jax.Array:
 
 
 def _run_on_cpu(*operands: Any, program: ClosedJaxpr, **_: bool) -> Any:
-    """Widen the operands of contractions with a float32 result, which changes no term of their sums.
-
-    XLA on a CPU (jax 0.10, 0.11) ends the process at many contractions of 16-bit operands with such a result.
-    """
+    """Widen the operands of float32 sums, which changes no term: XLA on a CPU (jax 0.10, 0.11) cannot run them all."""
 
     def contracted(eqn: JaxprEqn, operands: list[Any]) -> Any:
         if dtype_of(eqn.outvars[0]) == np.float32:
