@@ -304,13 +304,13 @@ def mixed_loss(params, x):
 
 def mixed_params(dtype):
     shapes = {
-        "once": (4, 6),
-        "bias": 6,
-        "moved": (4, 6),
-        "twice": (4, 4),
-        "layers": (3, 4, 4),
-        "table": (5, 4),
-        "gain": 4,
+        "once": (8, 9),
+        "bias": 9,
+        "moved": (8, 9),
+        "twice": (8, 8),
+        "layers": (3, 8, 8),
+        "table": (5, 8),
+        "gain": 8,
     }
     rng = np.random.default_rng(0)
     return {name: jnp.asarray(rng.uniform(-0.5, 0.5, shape), dtype) for name, shape in shapes.items()}
@@ -321,7 +321,7 @@ def mixed_params(dtype):
 )
 def test_lossless_gradients_are_those_in_float32_in_16_bits_where_one_product_makes_them(how, dtype, wrap):
     loss, scale = mpx.autocast(mixed_loss, how), mpx.StaticLossScale(2.0**4)
-    args = mixed_params(dtype), jnp.asarray(np.random.default_rng(1).uniform(-1, 1, (8, 4)), F32)
+    args = mixed_params(dtype), jnp.asarray(np.random.default_rng(1).uniform(-1, 1, (8, 8)), F32)
     wide = wrap(mpx.grad(loss, scale))(*args)
     narrow = wrap(mpx.grad(loss, scale, grad_dtype="lossless"))(*args)
     in_16_bits = {name for name, g in narrow.items() if g.dtype != F32}
@@ -332,7 +332,7 @@ def test_lossless_gradients_are_those_in_float32_in_16_bits_where_one_product_ma
 
 def test_gradients_that_are_sums_in_float32_stay_in_it_under_lossless():
     """With `reduce_dtype`, and where a float16 loss has a scale whose rest is multiplied in afterwards."""
-    args = mixed_params(F32), jnp.ones((8, 4), F32)
+    args = mixed_params(F32), jnp.ones((8, 8), F32)
     sums = mpx.autocast(mixed_loss, "bf16", reduce_dtype=F32)
     in_f16 = mpx.autocast(lambda *args: mixed_loss(*args).astype(F16), "f16")
     for loss, scale in ((sums, None), (in_f16, mpx.StaticLossScale(2.0**20))):
@@ -343,22 +343,22 @@ def test_gradients_that_are_sums_in_float32_stay_in_it_under_lossless():
 def test_two_weights_of_one_name_keep_their_gradients_wide_under_lossless():
     """The sum of the second one's gradient is float32, whatever the first one's product is."""
     loss = mpx.autocast(lambda params, x: ((x @ params["a/b"]) * params["a"]["b"][None]).sum(), "bf16")
-    params = {"a/b": jnp.ones((4, 3), F32), "a": {"b": jnp.ones(3, F32)}}
-    grads = jax.eval_shape(mpx.grad(loss, grad_dtype="lossless"), params, jnp.ones((2, 4), F32))
+    params = {"a/b": jnp.ones((8, 3), F32), "a": {"b": jnp.ones(3, F32)}}
+    grads = jax.eval_shape(mpx.grad(loss, grad_dtype="lossless"), params, jnp.ones((2, 8), F32))
     assert {g.dtype for g in jax.tree.leaves(grads)} == {F32}
 
 
 def test_lossless_gradients_of_several_arguments_and_of_models_go_by_the_names_of_their_weights():
     fun = mpx.autocast(lambda a, x, b: ((x @ a) * b[None]).sum(), "bf16")
-    given = jnp.ones((4, 3), F32), jnp.ones((2, 4), F32), jnp.ones(3, F32)
+    given = jnp.ones((8, 3), F32), jnp.ones((2, 8), F32), jnp.ones(3, F32)
     of_b, of_a = jax.eval_shape(mpx.grad(fun, argnums=(2, 0), grad_dtype="lossless"), *given)
     assert (of_a.dtype, of_b.dtype) == (BF16, F32)
     loss = mpx.autocast(lambda model, x: model(x).sum(), "bf16")
-    of_nnx = mpx.grad(loss, grad_dtype="lossless", transform=nnx.value_and_grad)(Dropping(), jnp.ones((4, 2), F32))
+    of_nnx = mpx.grad(loss, grad_dtype="lossless", transform=nnx.value_and_grad)(Dropping(), jnp.ones((4, 8), F32))
     assert (of_nnx["linear"]["kernel"].dtype, of_nnx["linear"]["bias"].dtype) == (BF16, F32)
-    mlp = eqx.nn.MLP(2, 2, 4, 1, dtype=F32, key=jax.random.key(0))
+    mlp = eqx.nn.MLP(8, 2, 4, 1, dtype=F32, key=jax.random.key(0))
     loss = mpx.autocast(lambda model, x: jax.vmap(model)(x).sum(), "bf16")
-    of_eqx = mpx.grad(loss, grad_dtype="lossless", transform=eqx.filter_value_and_grad)(mlp, jnp.ones((4, 2), F32))
+    of_eqx = mpx.grad(loss, grad_dtype="lossless", transform=eqx.filter_value_and_grad)(mlp, jnp.ones((4, 8), F32))
     assert (of_eqx.layers[0].weight.dtype, of_eqx.layers[0].bias.dtype) == (BF16, F32)
 
 
@@ -367,7 +367,7 @@ def squares(w):
 
 
 HALF, FULL = jnp.ones(2, F16), jnp.ones(2, F32)
-in_f16 = mpx.autocast(lambda w: w @ w, "f16")
+in_f16 = mpx.autocast(lambda w: (jnp.tile(w, (2, 4)) @ jnp.tile(w, (2, 4)).T).sum(), "f16")
 
 
 @pytest.mark.parametrize(
@@ -397,7 +397,7 @@ def test_what_computes_in_float16_is_not_differentiated_without_a_loss_scale(fun
 
 class Dropping(nnx.Module):
     def __init__(self):
-        self.linear, self.dropout = nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1))
+        self.linear, self.dropout = nnx.Linear(8, 2, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1))
 
     def __call__(self, x):
         return self.dropout(self.linear(x))
@@ -408,7 +408,7 @@ class Dropping(nnx.Module):
     [
         (Dropping(), "'dropout/rngs/count': uint32", "Flax NNX model pass `transform=nnx.value_and_grad`"),
         (
-            eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0)),
+            eqx.nn.MLP(8, 2, 4, 1, key=jax.random.key(0)),
             "'activation': custom_jvp",
             "`transform=eqx.filter_value_and_grad`",
         ),

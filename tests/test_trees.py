@@ -65,15 +65,15 @@ class Attention(eqx.Module):
 
 def test_a_field_called_value_keeps_its_name():
     """It is the natural name in attention; only the variable of Flax is dropped."""
-    model = {"attention": Attention(jnp.ones(2, F32), jnp.ones(2, F32))}
+    model = {"attention": Attention(jnp.ones((8, 2), F32), jnp.ones((8, 2), F32))}
     assert set(_trees.path_names(model).values()) == {"attention/query", "attention/value"}
     policy = mpx.get_policy("params=bf16,compute=bf16,output=f32", overrides=(("value$", jnp.float32),))
     cast = policy.cast_to_param(model)["attention"]
     assert (cast.query.dtype, cast.value.dtype) == (BF16, np.float32)
     assert "attention/value" in policy.describe(model)
-    inexact = jnp.full(2, 1.001, F32)
+    inexact = jnp.full((1, 8), 1.001, F32)
     product = mpx.autocast(lambda m, x: (x @ m["attention"].query, x @ m["attention"].value), policy)(model, inexact)
-    assert product[0] != product[1]  # the first one in bfloat16, the second one in float32
+    assert (product[0] != product[1]).all()  # the first one in bfloat16, the second one in float32
 
 
 def test_leaves_that_are_not_floating_come_back_as_the_same_object():

@@ -1,6 +1,7 @@
 """Contractions: which can be narrowed, how one runs in the compute dtype, and how many FLOPs it takes."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,6 +16,8 @@ from mpx._autocast.gathered import array_of, is_sent
 from mpx._autocast.precision import ContractionPrecision
 
 _PRECISE = (lax.Precision.HIGH, lax.Precision.HIGHEST)
+VECTOR = "an operand is a vector, or one for each channel"
+_FEWEST = 8  # numbers in a sum that a tensor core takes at once
 
 
 def contracted_size(eqn: JaxprEqn) -> int:
@@ -22,11 +25,7 @@ def contracted_size(eqn: JaxprEqn) -> int:
     if eqn.primitive.name == "conv_general_dilated":
         kernel, dimensions = _aval(eqn.invars[1]), eqn.params["dimension_numbers"]
         return kernel.size // max(kernel.shape[dimensions.rhs_spec[0]], 1)
-    if eqn.primitive.name == "dot_general":
-        numbers = eqn.params["dimension_numbers"]
-    else:
-        numbers = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
-    (lhs_contracting, _), _ = numbers
+    (lhs_contracting, _), _ = _dot_numbers(eqn)
     return math.prod(_aval(eqn.invars[0]).shape[axis] for axis in lhs_contracting)
 
 
@@ -37,11 +36,16 @@ def flops(eqn: JaxprEqn) -> int:
     count = 2 * _aval(eqn.outvars[0]).size * contracted_size(eqn)
     if eqn.primitive.name == "ragged_dot_general":
         # Each row belongs to one group, so there are as many products as without groups.
-        numbers = eqn.params["ragged_dot_dimension_numbers"]
-        (contracting, _), _ = numbers.dot_dimension_numbers
-        if set(numbers.lhs_ragged_dimensions) & set(contracting):
+        (contracting, _), _ = _dot_numbers(eqn)
+        if set(eqn.params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions) & set(contracting):
             return count // max(_aval(eqn.invars[2]).shape[-1], 1)
     return count
+
+
+def _dot_numbers(eqn: JaxprEqn) -> Any:
+    """Return the contracted axes and the batch axes of a product, of both operands each."""
+    ragged = eqn.params.get("ragged_dot_dimension_numbers")
+    return eqn.params["dimension_numbers"] if ragged is None else ragged.dot_dimension_numbers
 
 
 def _products_of_convolution(eqn: JaxprEqn) -> int:
@@ -61,8 +65,8 @@ def _products_of_convolution(eqn: JaxprEqn) -> int:
     return pairs * out[numbers.out_spec[0]] * out[numbers.out_spec[1]] * rhs[numbers.rhs_spec[1]]
 
 
-def why_kept(eqn: JaxprEqn, precision: ContractionPrecision) -> str | None:
-    """Return why a contraction cannot be narrowed, or None."""
+def why_kept(eqn: JaxprEqn, precision: ContractionPrecision, tags: Sequence[Any]) -> str | None:
+    """Return why a contraction, of operands with these tags, cannot be narrowed, or None."""
     operands = [_aval(v).dtype for v in eqn.invars[:2]]
     if np.float32 not in operands or not all(dtype == np.float32 or _is_half(dtype) for dtype in operands):
         return f"operands are {' and '.join(sorted({str(dtype) for dtype in operands}))}"
@@ -72,12 +76,33 @@ def why_kept(eqn: JaxprEqn, precision: ContractionPrecision) -> str | None:
     asked = asked_precision(eqn)
     if asked is not None:
         return f"precision {asked} is asked for"
-    size = contracted_size(eqn)
-    if isinstance(size, int) and size <= 1:  # a symbolic size (`jax.export`) counts as large
-        return "nothing is summed: an outer product"
     if precision.algorithm is not None and eqn.primitive.name != "dot_general":
         return f"there is no {precision.name} algorithm for it"
-    return None
+    return _why_no_gain(eqn, tags[0].is_argument, tags[1].is_argument)
+
+
+def _why_no_gain(eqn: JaxprEqn, has_lhs: bool, has_rhs: bool) -> str | None:
+    """Return why narrowing a contraction gains nothing, or None. `has_lhs` says whether that operand is an argument.
+
+    People use such contractions to add up, to count and to look up, and they take no longer in float32. Two layers
+    would: float32 operands would be written for a convolution with a learned kernel, and for a weight times one row.
+    """
+    size = contracted_size(eqn)
+    if eqn.primitive.name == "conv_general_dilated":
+        kernel, (outputs, inputs, *_) = _aval(eqn.invars[1]).shape, eqn.params["dimension_numbers"].rhs_spec
+        groups = eqn.params["feature_group_count"]
+        if has_rhs and (groups > 1 or not has_lhs):
+            return None
+        is_vector = kernel[inputs] == 1 and kernel[outputs] == groups
+    else:
+        used = [{*contracted, *batch} for contracted, batch in zip(*_dot_numbers(eqn), strict=True)]
+        shapes = [enumerate(_aval(v).shape) for v in eqn.invars[:2]]
+        own = [[n for axis, n in shape if axis not in axes] for shape, axes in zip(shapes, used, strict=True)]
+        is_row, is_column = (all(n == 1 for n in axes) for axes in own)
+        is_vector = not all(own) or (is_row and (is_column or not has_rhs)) or (is_column and not has_lhs)
+    if isinstance(size, int) and size < _FEWEST:  # a symbolic size (`jax.export`) counts as large
+        return f"only {size} numbers are summed" if size > 1 else "nothing is summed: an outer product"
+    return VECTOR if is_vector else None
 
 
 def asked_precision(eqn: JaxprEqn) -> Any:

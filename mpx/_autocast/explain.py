@@ -73,7 +73,7 @@ class Explanation(_tables.Result):
     @property
     def narrowed_share(self) -> float:
         """The share of the contractions' FLOPs that run narrowed, FP8 included, from 0 to 1; NaN if there are none."""
-        return self._share(lambda row: row.runs_in not in _WIDE)
+        return self._share(lambda row: not _WIDE.issuperset(row.runs_in.split()))
 
     @property
     def fp8_share(self) -> float:

@@ -187,8 +187,9 @@ def autocast(
 
     Arguments are viewed as float32, without a copy. A contraction of float32 values rounds its operands to the compute
     dtype, and so do the contractions of its gradients. The result is in the compute dtype and viewed as float32 again.
-    Outer products (rotary angles), products that ask for a high precision, and the bodies of custom derivatives and
-    kernels run as they are. `explain` shows what happens to a function.
+    Products with a vector (`vdot`, norms, counts), sums of fewer than 8 numbers (rotary angles), products that ask for
+    a high precision, and the bodies of custom derivatives and kernels run as they are. A product of two matrices is
+    narrowed also if it counts: `full_precision` keeps it. `explain` shows what happens to a function.
 
     Each call traces the function, so put `jax.jit` around it. What the function changes in variables of a Flax NNX
     module among its arguments, such as batch statistics, changes in that module; other arguments stay as they were, as
@@ -355,7 +356,18 @@ def _why_nothing_is_narrowed(precision: precisions.ContractionPrecision, plan: C
     setting = getattr(jax.config, "jax_default_matmul_precision", None)
     if setting is not None and any(contraction.asked_precision(step.eqn) for step, _ in placed):
         return f"`jax_default_matmul_precision` is {setting!r}, which some libraries set when they are imported."
+    reasons = [step.reason or "" for step, _ in placed]
+    if reasons and all(reason.startswith(("operands are complex", "operands are float")) for reason in reasons):
+        return f"{reasons[0]}."
+    if any(step.reason == contraction.VECTOR and _has_a_weight(step) for step, _ in placed):
+        return "each multiplies by one vector. If `jax.vmap` stands around `autocast`, put it inside."
     return None
+
+
+def _has_a_weight(step: Step) -> bool:
+    """Return whether one of a product's two operands is a matrix that the function got, and the other one a vector."""
+    axes = [len(getattr(v.aval, "shape", ())) for v in step.eqn.invars[:2]]
+    return sorted(axes) == [1, 2] and step.in_tags[axes.index(2)].is_argument
 
 
 def _bits(step: Step) -> int:

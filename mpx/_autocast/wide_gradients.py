@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from mpx._autocast.gathered import Source, array_of, is_sent
-from mpx._jaxprs import is_literal, propagate
+from mpx._jaxprs import dtype_of, is_literal, propagate
 from mpx._primitives import facts_of
 
 
@@ -76,7 +76,8 @@ def _jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...], program: ClosedJax
     (x, other, *rest), (of_x, of_other, *_) = primals, tangents
     parts = [] if type(of_x) is ad.Zero else [_derivative.bind(of_x, other, *rest, program=program, **options)]
     if type(of_other) is not ad.Zero:
-        parts.append(jax.jvp(lambda other: _run(x, other, *rest, program=program), (other,), (of_other,))[1])
+        along = lambda t, x, y, *rest: jax.jvp(lambda y: _run(x, y, *rest, program=program), (y,), (t,))[1]
+        parts.append(_derivative_of(along, is_wide=False)(of_other, x, other, *rest))
     return _derivative.bind(*primals, program=program, **options), sum(parts[1:], parts[0])
 
 
@@ -97,24 +98,37 @@ def _transposed(cotangent: Any, x: Any, *others: Any, program: ClosedJaxpr, is_w
     if not is_wide:
         return [*pull(cotangent), *nothing]
     transposed = jax.make_jaxpr(lambda cotangent: pull(cotangent)[0])(cotangent)
-    constants = dict(zip(transposed.jaxpr.constvars, transposed.consts, strict=True))
+    return [_evaluated(transposed, [cotangent], _bound_in_f32), *nothing]
+
+
+def _evaluated(program: ClosedJaxpr, operands: Any, contracted: Callable[[JaxprEqn, list[Any]], Any]) -> Any:
+    """Return the result of a program whose contractions are computed by a function of the equation and its operands."""
+    constants = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
 
     def run(eqn: JaxprEqn, operands: list[Any]) -> Any:
         if facts_of(eqn).contraction:
-            return [_bound_in_f32(eqn, operands)]
+            return [contracted(eqn, operands)]
         results = eqn.primitive.bind(*operands, **eqn.params)
         return results if eqn.primitive.multiple_results else [results]
 
-    gradient = propagate(transposed, [cotangent], run, lambda v: v.val if is_literal(v) else constants[v])
-    return [*gradient, *nothing]
+    return propagate(program, operands, run, lambda v: v.val if is_literal(v) else constants[v])[0]
 
 
 def _bound_in_f32(eqn: JaxprEqn, operands: list[Any]) -> jax.Array:
     """Bind a contraction of 16-bit operands with a float32 result."""
-    has_batch = eqn.primitive.name == "dot_general" and any(eqn.params["dimension_numbers"][1])
-    alone = (lambda x: x) if has_batch else _unfused.bind
     params = eqn.params | {"preferred_element_type": np.dtype(np.float32)}
-    return alone(eqn.primitive.bind(*map(alone, operands), **params))
+    return _derivative_of(lambda *operands: eqn.primitive.bind(*operands, **params), is_wide=False)(*operands)
+
+
+def _run_on_cpu(*operands: Any, program: ClosedJaxpr, **_: bool) -> Any:
+    """Widen the operands of float32 sums, which changes no term: XLA on a CPU (jax 0.10, 0.11) cannot run them all."""
+
+    def contracted(eqn: JaxprEqn, operands: list[Any]) -> Any:
+        if dtype_of(eqn.outvars[0]) == np.float32:
+            operands = [*(lax.convert_element_type(x, np.float32) for x in operands[:2]), *operands[2:]]
+        return eqn.primitive.bind(*operands, **eqn.params)
+
+    return _evaluated(program, operands, contracted)
 
 
 _derivative = Primitive("narrow_product_derivative")
@@ -124,18 +138,7 @@ ad.primitive_jvps[_derivative] = _jvp
 ad.primitive_transposes[_derivative] = _transposed
 batching.primitive_batchers[_derivative] = _batched
 mlir.register_lowering(_derivative, mlir.lower_fun(_run, multiple_results=False))
-
-
-# XLA on a CPU (jax 0.10, 0.11) would fuse a transposition before or after, and cannot run the fused product. It can run
-# a product with a batch so, but behind a barrier that one ends the process: so `vmap` takes the barrier away. On other
-# devices there is none: behind one XLA would not turn an all-reduce and a slice into a reduce-scatter.
-_unfused = Primitive("unfused_on_cpu")
-_unfused.def_impl(lambda x: x)
-_unfused.def_abstract_eval(lambda x: x)
-ad.deflinear2(_unfused, lambda cotangent, _: [cotangent])
-batching.primitive_batchers[_unfused] = lambda operands, axes: (operands[0], axes[0])
-mlir.register_lowering(_unfused, lambda _, x: [x])
-mlir.register_lowering(_unfused, mlir.lower_fun(lax.optimization_barrier, multiple_results=False), platform="cpu")
+mlir.register_lowering(_derivative, mlir.lower_fun(_run_on_cpu, multiple_results=False), platform="cpu")
 
 
 def with_derivative_of(x: jax.Array, value: jax.Array) -> jax.Array:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 
@@ -44,20 +45,19 @@ def dot(x, w, **options):
 RAGGED = lambda x, w, **options: lax.ragged_dot(x, w, jnp.array([2, 1, 3]), **options)
 IMAGES, KERNEL = (1, 5, 5, 2), (3, 3, 2, 4)
 NARROWED = {
-    "matrix product": (lambda x, w: x @ w, (3, 4), (4, 2)),
-    "vector times vector": (lambda x, w: x @ w, (4,), (4,)),
-    "einsum with batch dimensions": (lambda x, w: jnp.einsum("bhqd,bhkd->bhqk", x, w), (2, 2, 3, 4), (2, 2, 3, 4)),
-    "product mapped over rows": (lambda x, w: jax.vmap(lambda v: w.T @ v)(x), (3, 4), (4, 2)),
-    "with a float32 result asked for": (lambda x, w: dot(x, w, preferred_element_type=F32), (3, 4), (4, 2)),
+    "matrix product": (lambda x, w: x @ w, (3, 8), (8, 2)),
+    "einsum with batch dimensions": (lambda x, w: jnp.einsum("bhqd,bhkd->bhqk", x, w), (2, 2, 3, 8), (2, 2, 3, 8)),
+    "product mapped over rows": (lambda x, w: jax.vmap(lambda v: w.T @ v)(x), (3, 8), (8, 2)),
+    "with a float32 result asked for": (lambda x, w: dot(x, w, preferred_element_type=F32), (3, 8), (8, 2)),
     "strided convolution": (lambda x, w: conv(x, w, stride=2), IMAGES, KERNEL),
-    "depthwise convolution": (lambda x, w: conv(x, w, groups=3), (1, 5, 5, 3), (3, 3, 1, 3)),
+    "grouped convolution": (lambda x, w: conv(x, w, groups=2), (1, 5, 5, 4), (3, 3, 2, 4)),
     "transposed convolution": (lambda x, w: lax.conv_transpose(x, w, (2, 2), "SAME"), (1, 3, 3, 2), (3, 3, 2, 2)),
-    "ragged product": (RAGGED, (6, 4), (3, 4, 2)),
-    "product of no rows": (lambda x, w: x @ w, (0, 4), (4, 2)),
+    "ragged product": (RAGGED, (6, 8), (3, 8, 2)),
+    "product of no rows": (lambda x, w: x @ w, (0, 8), (8, 2)),
     "convolution with groups of the batch": (lambda x, w: conv(x, w, batch_group_count=2), (2, 5, 5, 2), KERNEL),
     "convolution padded on one side": (
         lambda x, w: lax.conv_general_dilated(x, w, (2,), [(2, 0)], dimension_numbers=("NWC", "WIO", "NWC")),
-        *((1, 6, 1), (3, 1, 1)),
+        *((1, 6, 4), (3, 4, 1)),
     ),
 }
 
@@ -67,11 +67,12 @@ class Kept(NamedTuple):
     reason: str
     runs_in: str = "f32"
     asked_for: Any = "bf16"
-    shapes: tuple[tuple[int, ...], ...] = ((4, 4), (4, 4))
+    shapes: tuple[tuple[int, ...], ...] = ((8, 8), (8, 8))
 
 
 PRECISE = "precision .* is asked for"
 OUTER = "nothing is summed: an outer product"
+VECTOR = "an operand is a vector, or one for each channel"
 AUTHOR = "a custom derivative belongs to the function that its author wrote"
 DECIDED = "decided by an autocast or full_precision inside"
 HEAD = mpx.Policy("float32", "bfloat16", "float32", overrides=(("head", "float32"),))
@@ -87,6 +88,18 @@ with_vjp.defvjp(lambda x, w: (x @ w, (x, w)), lambda res, g: (3 * (g @ res[1].T)
 KEPT = {
     "outer product": Kept(lambda x, w: jnp.einsum("i,j->ij", x, w), OUTER, shapes=((3,), (4,))),
     "ragged outer product": Kept(RAGGED, OUTER, shapes=((6, 1), (3, 1, 2))),
+    "vector times vector": Kept(jnp.vdot, VECTOR, asked_for="f16", shapes=((9,), (9,))),
+    "a dot of each row": Kept(lambda x, w: jnp.einsum("td,td->t", x, w), VECTOR),
+    "a dot of each row, by matrices": Kept(lambda x, w: x[:, None] @ w[:, :, None], VECTOR),
+    "matrix times vector": Kept(lambda x, w: x @ w, VECTOR, asked_for="bf16x3", shapes=((8, 9), (9,))),
+    "a head of one output": Kept(lambda x, w: jnp.sin(x) @ w, VECTOR, shapes=((8, 9), (9, 1))),
+    "a row times what is computed": Kept(lambda x, w: x @ jnp.sin(w), VECTOR, shapes=((1, 9), (9, 8))),
+    "many matrices, each times a vector": Kept(jax.vmap(lambda x, w: x @ w), VECTOR, shapes=((3, 8, 9), (3, 9))),
+    "sums of seven numbers": Kept(jnp.matmul, "only 7 numbers are summed", shapes=((8, 7), (7, 8))),
+    "sums of the signals of one channel": Kept(jnp.convolve, VECTOR, shapes=((20,), (9,))),
+    "sums of each channel by a filter that is computed": Kept(
+        lambda x, w: conv(x, jnp.sin(w), groups=3), VECTOR, shapes=((1, 5, 5, 3), (3, 3, 1, 3))
+    ),
     "precision 'highest'": Kept(lambda x, w: dot(x, w, precision="highest"), PRECISE, asked_for="f16"),
     "an algorithm written out": Kept(
         lambda x, w: dot(x, w, precision=lax.DotAlgorithm(F32, F32, F32), preferred_element_type=F32), PRECISE
@@ -99,6 +112,11 @@ KEPT = {
     ),
     "integer operands": Kept(cast_to(np.int32), "operands are int32", "-"),
     "complex operands": Kept(cast_to(np.complex64), "operands are complex64", "complex64"),
+    "one complex operand": Kept(
+        lambda x, w: dot(x, w.astype(np.complex64), preferred_element_type=np.complex64),
+        "operands are complex64 and float32",
+        "complex64 f32",
+    ),
     "float64 operands": Kept(cast_to(np.float64), "operands are float64", "f64"),
     "one float64 operand": Kept(
         lambda x, w: dot(x, w.astype(np.float64), preferred_element_type=F32),
@@ -166,7 +184,7 @@ def test_values_and_gradients_are_those_of_casts_written_by_hand(case):
     assert np.any(expected[0][1] != fun(*args)) or not expected[0][1].size
 
 
-@pytest.mark.filterwarnings("ignore:.*stand in a function with a custom derivative")
+@pytest.mark.filterwarnings("ignore:.* no matrix product of")
 @pytest.mark.parametrize("case", KEPT)
 def test_each_contraction_that_is_kept_has_the_bits_of_the_plain_program_and_says_why(case):
     """Its gradients too."""
@@ -185,13 +203,97 @@ def test_each_contraction_that_is_kept_has_the_bits_of_the_plain_program_and_say
             assert_same_bits(run(mpx.autocast(of_tree, asked_for)), run(of_tree))
 
 
+def adds_up(p):
+    """Return 1 or 0 for each of 771 tokens and three experts: which one it goes to."""
+    return (p[:, None] % 3 == jnp.arange(3.0)[None]).astype(F32)
+
+
+N = 771  # three times 257, which bfloat16 has not
+COUNTS = {  # what people add up, count and look up by products, of an argument 0, 1, ... 770: the right values
+    "ones": (lambda p: jnp.vdot(0 * p + 1, 0 * p + 1), np.array(N)),
+    "a count": (lambda p: jnp.ones(N) @ jax.nn.one_hot(p.astype(np.int32) // 257, 3), np.full(3, 257)),
+    "a count in a row": (lambda p: jnp.ones((1, N)) @ adds_up(p), np.full((1, 3), 257)),
+    "a look-up": (lambda p: jax.nn.one_hot(p.astype(np.int32), N) @ jnp.arange(float(N)), np.arange(N)),
+    "a look-up in a column": (
+        lambda p: (jax.nn.one_hot(p.astype(np.int32), N) @ jnp.arange(float(N))[:, None])[:, 0],
+        np.arange(N),
+    ),
+    "places in a mixture of experts": (
+        lambda p: jnp.einsum("te,te->t", jnp.cumsum(adds_up(p), 0) * adds_up(p), adds_up(p)),
+        1 + np.arange(N) // 3,
+    ),
+    "indices of quantized codes": (
+        lambda p: jnp.stack([p % 8, p // 8 % 5, p // 40 % 5, p // 200], -1) @ jnp.array([1.0, 8.0, 40.0, 200.0]),
+        np.arange(N),
+    ),
+    "angles of three axes": (
+        lambda p: jnp.stack([p, 0 * p, 0 * p], -1) @ jnp.array([[100.0, 1.0], [0.0, 7.0], [3.0, 0.0]]),
+        np.arange(N)[:, None] * np.array([[100, 1]]),
+    ),
+    "a sum by a convolution": (lambda p: jnp.convolve(p, jnp.ones(9), mode="valid"), 9 * np.arange(4, N - 4)),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_what_people_count_by_products_is_exact(name):
+    """Negative control: some of the right values are none of bfloat16."""
+    fun, right = COUNTS[name]
+    for dtype in (BF16, F16):
+        assert_same_bits(np.asarray(mpx.autocast(fun, dtype)(jnp.arange(float(N)))), right.astype(F32))
+    assert (right.astype(BF16) != right).any()
+
+
+def test_a_norm_by_a_product_of_vectors_trains_in_float16():
+    """70,000 is infinity in float16, and the gradient of its root 0: the step would be none, without a word."""
+    tx = mpx.mixed_precision(optax.sgd(1.0), "f16-scaled")
+    loss = mpx.autocast(lambda w: jnp.sqrt(jnp.vdot(w, w)), "f16-scaled")
+    w, state = jnp.ones(70_000), tx.init(jnp.ones(70_000))
+    for _ in range(4):
+        updates, state = tx.update(mpx.grad(loss, mpx.get_loss_scale(state))(w), state, w)
+        w = optax.apply_updates(w, updates)
+    np.testing.assert_allclose(w, 1 - 4 / np.sqrt(70_000), rtol=1e-6)
+
+
+def test_a_norm_of_rows_by_a_product_is_finite_in_float16():
+    """The sums are about 147,000, more than float16 has."""
+    x = 12 * normal(0, 3, 1024)
+    fun = lambda x: x / jnp.sqrt(jnp.einsum("td,td->t", x, x) / 1024 + 1e-6)[:, None]
+    exact = np.asarray(x, np.float64)
+    exact /= np.sqrt((exact**2).mean(-1, keepdims=True))
+    np.testing.assert_allclose(mpx.autocast(fun, F16)(x), exact, rtol=1e-5)
+
+
+@pytest.mark.parametrize("size", [16, 17])
+def test_an_angle_between_parallel_vectors_is_that_of_float32(size):
+    x = normal(0, size)
+    cosine = lambda x: jnp.vdot(x, 2 * x) / (2 * jnp.linalg.norm(x) ** 2)
+    np.testing.assert_allclose(mpx.autocast(cosine, BF16)(x), 1.0, rtol=1e-6)
+
+
+LAYERS = {
+    "a weight times one computed row": (lambda w, x: jnp.sin(x) @ w, (8, 2), (1, 8)),
+    "one computed column": (lambda w, x: w @ jnp.sin(x), (2, 8), (8, 1)),
+    "a depthwise convolution": (lambda w, x: conv(x, w, groups=3), (3, 3, 1, 3), (1, 5, 5, 3)),
+    "a convolution of few": (lambda w, x: conv(jnp.sin(x), w), (1, 1, 3, 4), (1, 5, 5, 3)),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_for_which_float32_would_cost_bytes_is_narrowed(name):
+    """Its weight is an argument. Negative control: the same with a computed one is kept."""
+    fun, *shapes = LAYERS[name]
+    args = [normal(i, *shape) for i, shape in enumerate(shapes)]
+    assert contractions(mpx.autocast(fun, BF16), *args) == [all_in(BF16)]
+    assert contractions(mpx.autocast(lambda w, x: fun(jnp.sin(w), x), BF16), *args) == [all_in(F32)]
+
+
 def test_a_default_precision_that_is_high_turns_narrowing_off_in_its_context():
     def fun(x, w):
         with jax.default_matmul_precision("highest"):
             y = x @ w
         return y @ w
 
-    x, w = normal(0, 3, 4), normal(1, 4, 4)
+    x, w = normal(0, 3, 8), normal(1, 8, 8)
     assert contractions(mpx.autocast(fun, BF16), x, w) == [all_in(F32), all_in(BF16)]
     for name in ("highest", "high", "float32", "tensorfloat32"):
         with jax.default_matmul_precision(name), pytest.warns(UserWarning, match="`jax_default_matmul_precision` is"):
@@ -202,7 +304,7 @@ def test_a_default_precision_that_is_high_turns_narrowing_off_in_its_context():
 @half_dtypes
 def test_a_contraction_of_float32_with_16_bit_values_is_narrowed(dtype):
     """The user cast one operand inside of the function."""
-    x, w = normal(0, 3, 4), normal(1, 4, 2)
+    x, w = normal(0, 3, 8), normal(1, 8, 2)
     fun = lambda x, w: dot(x, w.astype(BF16), preferred_element_type=F32)
     assert contractions(mpx.autocast(fun, dtype), x, w) == [all_in(dtype)]
     assert_same_bits(mpx.autocast(fun, dtype)(x, w), narrow_dot(dtype)(x, w.astype(BF16)))
@@ -224,9 +326,37 @@ def test_with_a_float32_reduce_dtype_cotangents_of_activations_stay_in_the_compu
     """Layer two's input is no argument: of six contractions the gradients of `w1`, `w2` and `x` are float32."""
     net = lambda w1, w2, x: jnp.sin(x @ w1) @ w2
     loss = autocast_loss(net, dtype, reduce_dtype=F32)
-    found = contractions(jax.grad(loss, argnums=(0, 1, 2)), normal(0, 4, 4), normal(1, 4, 2), normal(2, 3, 4))
+    found = contractions(jax.grad(loss, argnums=(0, 1, 2)), normal(0, 8, 8), normal(1, 8, 2), normal(2, 3, 8))
     assert [c[:2] for c in found] == [(dtype, dtype)] * 6
     assert sorted(str(c.result) for c in found) == sorted([str(dtype)] * 3 + ["float32"] * 3)
+
+
+EXPERTS = {
+    "experts of sequences": ("ebtk,ekd->ebtd", (3, 2, 4, 8), (3, 8, 9)),
+    "experts between": ("btek,ekd->bted", (2, 4, 3, 8), (3, 8, 9)),
+    "experts that sum over tokens": ("ebtk,etkd->ebd", (3, 2, 4, 8), (3, 4, 8, 9)),
+    "experts with heads": ("ebhtk,ehkd->ebhtd", (3, 2, 2, 4, 8), (3, 2, 8, 9)),
+    "all experts": ("btk,ekd->betd", (2, 4, 8), (3, 8, 9)),
+}
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_float32_gradients_of_experts_on_tokens_of_several_axes_run_on_a_cpu(name):
+    """Also their own derivatives. Sums of small integers are exact in float32; in bfloat16 some are not."""
+    text, *shapes = EXPERTS[name]
+    x, w = (integers(i, *shape, low=-16, high=17) for i, shape in enumerate(shapes))
+    loss = lambda w, x: (jnp.einsum(text, x, w) * (1 + 2.0**-7)).sum()
+    gradient = lambda w, x: mpx.grad(mpx.autocast(loss, BF16, reduce_dtype=F32))(w, x)
+    expected = jax.grad(loss)
+    assert_same_bits(jax.jit(gradient)(w, x), expected(w, x))
+    twice = jax.jit(jax.vmap(gradient))(jnp.stack([w, -w]), jnp.stack([x, x]))
+    assert_same_bits(twice, jnp.stack([expected(w, x)] * 2))
+    squared = lambda w, x: jnp.square(jnp.einsum(text, x, w)).mean()
+    hessian = jax.jit(
+        lambda w: jax.jvp(lambda w: mpx.grad(mpx.autocast(squared, BF16, reduce_dtype=F32))(w, x), (w,), (w,))
+    )
+    value, product = hessian(w)
+    np.testing.assert_allclose(product, value, rtol=0.02, atol=0.02 * abs(value).max())
 
 
 # ---- biases ---------------------------------------------------------------------------------------------------------
@@ -239,7 +369,7 @@ BIASED = {
     "an activation of a part": lambda w, b, x: jnp.sin((x @ w + b[None])[:2].T),
     "an activation with a derivative of its own": lambda w, b, x: jax.nn.silu(x @ w + b[None]),
     "a loss": lambda w, b, x: jax.nn.log_softmax(x @ w + b[None]),
-    "in a scan": lambda w, b, x: lax.scan(lambda c, row: (c, _layer(w, b, row[None])), 0.0, x)[1],
+    "in a scan": lambda w, b, x: lax.scan(lambda c, x: (c, _layer(w, b, x)), 0.0, x.reshape(2, 4, 8))[1],
     "in a checkpoint": jax.checkpoint(_layer),
 }
 # No bias, another use, or nothing that is computed for these cotangents.
@@ -290,7 +420,7 @@ def test_tf32_on_a_cpu_is_float32_to_the_bit():
 
 def test_bf16x3_is_the_algorithm_of_every_product_forward_and_backward():
     gradient = jax.grad(autocast_loss(lambda x, w: jnp.sin(x @ w), "bf16x3"), argnums=(0, 1))
-    eqns = eqns_of(gradient, normal(0, 3, 4), normal(1, 4, 2), primitive="dot_general")
+    eqns = eqns_of(gradient, normal(0, 3, 8), normal(1, 8, 2), primitive="dot_general")
     assert [set(jax.tree.leaves(eqn.params["precision"])) for eqn in eqns] == [
         {lax.DotAlgorithmPreset.BF16_BF16_F32_X3}
     ] * 3

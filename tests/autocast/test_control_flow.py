@@ -36,7 +36,7 @@ NO_SCALE = mpx.NoOpLossScale()  # of numbers that float16 holds as they are
 def test_a_jit_inside_that_places_its_arrays_does_so(side):
     sharding = NamedSharding(eight_cpu_devices(), SPLIT)
     inner = jax.jit(lambda w, x: x @ w, **{side: (None, sharding) if side == "in_shardings" else sharding})
-    w, x = integers(0, 4, 4), integers(1, 8, 4)
+    w, x = integers(0, 8, 8), integers(1, 8, 8)
     for fun in (mpx.autocast(inner, BF16), jax.jit(mpx.autocast(inner, BF16))):
         result = fun(w, x)
         assert result.sharding.is_equivalent_to(inner(w, x).sharding, 2)
@@ -48,7 +48,7 @@ def test_a_shard_map_over_some_axes_of_a_mesh_leaves_the_others_to_the_compiler(
     step = lambda w, x: lax.psum(x @ w, "a")
     specs = dict(in_specs=(WHOLE, PartitionSpec("a")), out_specs=WHOLE, axis_names={"a"})
     fun = jax.shard_map(step, mesh=mesh, **specs)
-    w, x = integers(0, 4, 2), integers(1, 8, 4)
+    w, x = integers(0, 16, 2), integers(1, 8, 16)
     assert_same_bits(np.asarray(jax.jit(mpx.autocast(fun, BF16))(w, x)), np.asarray(jax.jit(fun)(w, x)))
 
 
@@ -74,15 +74,15 @@ def layers(ws, x):
 @half_dtypes
 def test_stacked_weights_of_the_compute_dtype_are_not_copied_in_float32(dtype):
     """Like the layers of a model: forward, and in the loops of the backward pass."""
-    ws, x = normal(0, 3, 4, 4, dtype=dtype), normal(1, 8, 4)
+    ws, x = normal(0, 3, 8, 8, dtype=dtype), normal(1, 6, 8)
     _, carry, xs, _ = operand_dtypes(mpx.autocast(layers, dtype), ws, x)
     assert (carry, xs) == ([F32], [dtype])
     gradient = mpx.grad(autocast_loss(layers, dtype), NO_SCALE, argnums=(0, 1))
     scans = eqns_of(gradient, ws, x, primitive="scan")
-    stacks = [v.aval for eqn in scans for v in (*eqn.invars, *eqn.outvars) if v.aval.shape == (3, 4, 4)]
+    stacks = [v.aval for eqn in scans for v in (*eqn.invars, *eqn.outvars) if v.aval.shape == (3, 8, 8)]
     assert {aval.dtype for aval in stacks} == {dtype}
     for weights in (F32, F16 if dtype == BF16 else BF16):  # those of another dtype are
-        assert operand_dtypes(mpx.autocast(layers, dtype), normal(0, 3, 4, 4, dtype=weights), x)[2] == [F32]
+        assert operand_dtypes(mpx.autocast(layers, dtype), normal(0, 3, 8, 8, dtype=weights), x)[2] == [F32]
     # With float32 gradients there are zeros beside the weights, which nothing reads: their gradient is the weights'.
     assert operand_dtypes(mpx.autocast(layers, dtype, reduce_dtype=F32), ws, x)[2] == [F32, dtype]
 
@@ -91,13 +91,13 @@ def travels_in(use):
     """Return the dtype of a stacked bfloat16 weight where it enters the loop that uses it."""
     fun = lambda ws, x: lax.scan(lambda c, w: (use(c, w), None), x, ws)[0]
     with jax.numpy_rank_promotion("allow"):
-        (dtype,) = operand_dtypes(mpx.autocast(fun, BF16), normal(0, 3, 4, 4, dtype=BF16), normal(1, 4, 4))[2]
+        (dtype,) = operand_dtypes(mpx.autocast(fun, BF16), normal(0, 3, 8, 8, dtype=BF16), normal(1, 6, 8))[2]
     return dtype
 
 
 NOT_ROUNDED = {
-    "not in a contraction": lambda c, w: c * w[0] + c @ jnp.ones((4, 4), F32),
-    "in a broadcast": lambda c, w: c @ jnp.broadcast_to(w[:1], (4, 4)),
+    "not in a contraction": lambda c, w: c * w[0] + c @ jnp.ones((8, 8), F32),
+    "in a broadcast": lambda c, w: c @ jnp.broadcast_to(w[:1], (8, 8)),
     "in a while loop": lambda c, w: lax.while_loop(lambda s: s[0] < 1, lambda s: (s[0] + 1, s[1] @ w), (0, c))[1],
     "in a loop": lambda c, w: lax.scan(lambda c, _: (c @ w, None), c, length=2)[0],
     "precisely": lambda c, w: jnp.matmul(c, w, precision="highest") + c @ c.T @ c,
@@ -105,11 +105,11 @@ NOT_ROUNDED = {
 }
 ROUNDED = {
     "transposed": lambda c, w: c @ w.T,
-    "reshaped": lambda c, w: c @ w.reshape(2, 8).reshape(4, 4),
+    "reshaped": lambda c, w: c @ w.reshape(4, 16).reshape(8, 8),
     "in a jit": lambda c, w: jax.jit(jnp.matmul)(c, w),
     "in a checkpoint": lambda c, w: jax.checkpoint(jnp.matmul)(c, w),
     "in both branches": lambda c, w: lax.cond(c[0, 0] > 0, lambda w: c @ w, lambda w: c @ (w.T), w),
-    "named": lambda c, w: checkpoint_name(w, "weight").T @ c,
+    "named": lambda c, w: c @ checkpoint_name(w, "weight").T,
 }
 
 
@@ -119,7 +119,7 @@ def test_a_weight_travels_in_16_bits_only_if_its_gradient_is_rounded_anyway():
     for name, use in NOT_ROUNDED.items():
         assert travels_in(use) == F32, name
     once = lambda w, x: x @ w  # in the one branch; a branch is entered in 16 bits if all branches round
-    w, x = normal(0, 4, 4, dtype=BF16), normal(1, 8, 4)
+    w, x = normal(0, 8, 8, dtype=BF16), normal(1, 6, 8)
     for other, dtype in ((lambda w, x: jnp.sin(x @ w.T), BF16), (lambda w, x: x, F32), (lambda w, x: x @ w @ w, F32)):
         for branches in ((once, other), (other, once)):
             fun = mpx.autocast(lambda w, x, branches=branches: lax.cond(x[0, 0] > 0, *branches, w, x), BF16)
@@ -127,18 +127,18 @@ def test_a_weight_travels_in_16_bits_only_if_its_gradient_is_rounded_anyway():
 
 
 def stacking(w, x):
-    """Rows of a product are the inputs of a loop; it stacks products, and what is computed from them."""
+    """Pairs of rows of a product are the inputs of a loop; it stacks products, and what is computed from them."""
 
-    def body(c, row):
-        y = row @ w
-        return c + (y @ w).sum(), (y, y.reshape(2, 2).T, jnp.maximum(y, 0.0), y * 2.0, jnp.arange(3, dtype=jnp.int32))
+    def body(c, rows):
+        y = rows @ w
+        return c + (y @ w).sum(), (y, y.reshape(4, 4).T, jnp.maximum(y, 0.0), y * 2.0, jnp.arange(3, dtype=jnp.int32))
 
-    return lax.scan(body, 0.0, x @ w)
+    return lax.scan(body, 0.0, (x @ w).reshape(3, 2, 8))
 
 
 def over(copies):
-    body = lambda w: lambda c, row: (c + (row @ w).sum() + row.sum(), None)
-    return lambda w, x: lax.scan(body(w), 0.0, copies(x @ w))[0]
+    body = lambda w: lambda c, rows: (c + (rows @ w).sum() + rows.sum(), None)
+    return lambda w, x: lax.scan(body(w), 0.0, copies(x @ w).reshape(4, 2, 8))[0]
 
 
 # Loops of a weight of the compute dtype and of rows: dtypes of constants, carries, inputs and stacked results.
@@ -149,7 +149,7 @@ TRAVELS = {
         lambda w, x: lax.scan(lambda c, _: (c @ w, None), x @ w, length=3)[0],
         lambda half: ([F32], [F32], [], []),
     ),
-    "broadcasts": (over(lambda y: jnp.broadcast_to(y[:1], (8, 4))), lambda half: ([F32], [F32], [F32], [])),
+    "broadcasts": (over(lambda y: jnp.broadcast_to(y[:1], (8, 8))), lambda half: ([F32], [F32], [F32], [])),
     "rows looked up": (over(lambda y: y[jnp.zeros(8, jnp.int32)]), lambda half: ([F32], [F32], [F32], [])),
     "tiles": (over(lambda y: jnp.tile(y[:1], (8, 1))), lambda half: ([F32], [F32], [F32], [])),
 }
@@ -159,7 +159,7 @@ TRAVELS = {
 @pytest.mark.parametrize("name", TRAVELS)
 def test_what_travels_in_16_bits_is_what_needs_no_sum_of_cotangents(name, dtype):
     fun, expected = TRAVELS[name]
-    args = normal(0, 4, 4, dtype=dtype), normal(1, 8, 4)
+    args = normal(0, 8, 8, dtype=dtype), normal(1, 6, 8)
     loss = mpx.autocast(lambda *args: jax.tree.leaves(fun(*args))[0].sum(), dtype)
     assert operand_dtypes(mpx.autocast(fun, dtype), *args) == expected(dtype)
     for eqn in eqns_of(mpx.grad(loss, NO_SCALE, argnums=(0, 1)), *args, primitive="scan"):
@@ -169,11 +169,11 @@ def test_what_travels_in_16_bits_is_what_needs_no_sum_of_cotangents(name, dtype)
 
 def test_a_weight_that_wanders_between_carries_is_known_as_one_in_each():
     """Its gradient is float32 if that is asked for, though the carry that is used starts with zeros."""
-    x = normal(1, 8, 4)
+    x = normal(1, 6, 8)
     body = lambda c, _: ((c[1], c[0]), x @ c[0])
     loss = lambda w: lax.scan(body, (jnp.zeros_like(w), w), length=2)[1].sum()
     gradient = jax.grad(mpx.autocast(loss, BF16, reduce_dtype=F32))
-    assert (BF16, BF16, F32) in contractions(gradient, normal(0, 4, 4))
+    assert (BF16, BF16, F32) in contractions(gradient, normal(0, 8, 8))
 
 
 def kept_by_a_scan(around_body=lambda body: body):
@@ -183,18 +183,18 @@ def kept_by_a_scan(around_body=lambda body: body):
         c = c + jnp.tanh(c @ w) @ w
         return c, None
 
-    ws, x = normal(0, 3, 4, 4), normal(1, 8, 4)
+    ws, x = normal(0, 3, 8, 8), normal(1, 6, 8)
     fun = mpx.autocast(lambda ws, x: lax.scan(around_body(layer), x, ws)[0], BF16)
     leaves = jax.tree.leaves(jax.vjp(fun, ws, x)[1])
-    return sorted(str(leaf.dtype) for leaf in leaves if leaf.shape == (3, 8, 4))
+    return sorted(str(leaf.dtype) for leaf in leaves if leaf.shape == (3, 6, 8))
 
 
 def test_a_loop_keeps_results_of_products_in_16_bits_and_computes_elementwise_operations_again():
     """Its carry is float32. Negative control: JAX keeps what its derivatives need, each in float32."""
     assert kept_by_a_scan() == ["bfloat16", "float32"]
     plain = lambda ws, x: lax.scan(lambda c, w: (c + jnp.tanh(c @ w) @ w, None), x, ws)[0]
-    leaves = jax.tree.leaves(jax.vjp(plain, normal(0, 3, 4, 4), normal(1, 8, 4))[1])
-    assert [leaf.dtype for leaf in leaves if leaf.shape == (3, 8, 4)].count(F32) == 3
+    leaves = jax.tree.leaves(jax.vjp(plain, normal(0, 3, 8, 8), normal(1, 6, 8))[1])
+    assert [leaf.dtype for leaf in leaves if leaf.shape == (3, 6, 8)].count(F32) == 3
 
 
 @pytest.mark.parametrize("place", [lambda f: f, lambda f: lambda c, w: jax.jit(f)(c, w)], ids=["body", "in a jit"])
@@ -210,13 +210,13 @@ def test_a_loop_keeps_random_bits_and_results_of_sums_and_not_their_copies():
 
     def layer(c, key):
         mask = jax.random.bernoulli(key, 0.5, c.shape)
-        return jnp.where(mask, c * lax.rsqrt((c * c).mean(-1, keepdims=True)), 0.0) @ jnp.eye(4, dtype=F32), None
+        return jnp.where(mask, c * lax.rsqrt((c * c).mean(-1, keepdims=True)), 0.0) @ jnp.eye(8, dtype=F32), None
 
     fun = mpx.autocast(lambda x, keys: lax.scan(layer, x, keys)[0], BF16)
     keys = jax.random.split(jax.random.key(0), 3)
-    leaves = jax.tree.leaves(jax.vjp(lambda x: fun(x, keys), normal(1, 8, 4))[1])
-    found = sorted((str(leaf.dtype), leaf.shape[1:]) for leaf in leaves if leaf.shape[:2] == (3, 8))
-    assert found == [("bool", (8, 4)), ("float32", (8,)), ("float32", (8, 4))]
+    leaves = jax.tree.leaves(jax.vjp(lambda x: fun(x, keys), normal(1, 6, 8))[1])
+    found = sorted((str(leaf.dtype), leaf.shape[1:]) for leaf in leaves if leaf.shape[:2] == (3, 6))
+    assert found == [("bool", (6, 8)), ("float32", (6,)), ("float32", (6, 8))]
 
 
 @pytest.mark.parametrize(("devices", "policy"), [(1, "bf16"), (8, "compute=bf16,reduce=bf16")], ids=["one", "eight"])

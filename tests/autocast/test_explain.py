@@ -76,12 +76,12 @@ def scanned(length, body):
     return lambda a, b: lax.scan(lambda a, _: (body(a, b), None), a, length=length)[0]
 
 
-SQUARE = (shape(3, 4), shape(4, 4))
+SQUARE = (shape(3, 8), shape(8, 8))
 
 
 def test_iterations_count_as_often_as_they_run():
     """Iterations of nested scans multiply, also in a scan that is kept whole; a while loop counts as one."""
-    flops, nested = 2 * 3 * 4 * 4, scanned(7, scanned(5, product))
+    flops, nested = 2 * 3 * 8 * 8, scanned(7, scanned(5, product))
     loop = lambda a, b: lax.while_loop(lambda carry: carry.sum() < 1, lambda carry: carry @ b, a)
     for fun, count in ((scanned(7, product), 7), (nested, 35), (loop, 1)):
         row = only(contractions(fun, *SQUARE))
@@ -95,8 +95,8 @@ def test_each_branch_of_a_cond_has_its_rows_and_the_inside_of_a_kernel_has_none(
         return lax.cond(a.sum() > 0, lambda: a @ b, lambda: a @ b[:, :2] @ b[:2])
 
     rows = contractions(chosen, *SQUARE)
-    assert [row.shapes for row in rows] == ["f32[3,4] f32[4,2]", "f32[3,2] f32[2,4]", "f32[3,4] f32[4,4]"]
-    assert {(row.runs_in, row.count) for row in rows} == {("bf16", 1)}
+    assert [row.shapes for row in rows] == ["f32[3,8] f32[8,2]", "f32[3,2] f32[2,8]", "f32[3,8] f32[8,8]"]
+    assert {(row.runs_in, row.count) for row in rows} == {("bf16", 1), ("f32", 1)}
     kernel = pl.pallas_call(lambda x, out: out.__setitem__(..., x[...] @ x[...]), out_shape=shape(4, 4))
     found = mpx.explain(kernel, "bf16")(shape(4, 4))
     assert found.contractions == ()
@@ -119,7 +119,11 @@ def test_a_contraction_that_the_users_rules_keep_says_so(name, fun):
 def test_the_narrowed_share_is_that_of_the_flops():
     """All that autocast narrows, inside of a gradient too; of no FLOPs it is NaN, None in JSON and not printed."""
     mixed = lambda a, b: (a @ b, jnp.dot(a, b[:, :2], precision="highest"))
-    assert mpx.explain(mixed, "bf16")(*SQUARE).narrowed_share == 4 / 6
+    assert mpx.explain(mixed, "bf16")(*SQUARE).narrowed_share == 8 / 10
+    for wider in (np.complex64, np.float64):
+        beside = lambda a, b, wider=wider: lax.dot(a, b.astype(wider), preferred_element_type=wider)
+        with jax.enable_x64(True):
+            assert mpx.explain(beside, "bf16")(*SQUARE).narrowed_share == 0
     for differentiate in (jax.grad, mpx.grad):
         explanation = mpx.explain(differentiate(mpx.autocast(total(product), "bf16")), "bf16")(*SQUARE)
         assert {row.runs_in for row in explanation.contractions} == {"bf16"}
@@ -138,7 +142,7 @@ def test_the_title_counts_other_operations():
         y = 2 * jnp.exp(x @ x)
         return jnp.broadcast_to(y.T.reshape(-1)[index + 1], x.shape)
 
-    explanation = mpx.explain(scanned(7, activations), "bf16")(shape(4, 4), shape(dtype=np.int32))
+    explanation = mpx.explain(scanned(7, activations), "bf16")(shape(8, 8), shape(dtype=np.int32))
     assert explanation.others == 14
     assert str(explanation).startswith("Contractions: 100.0% of their FLOPs narrowed; 14 other operations\n")
 
@@ -173,5 +177,5 @@ def test_an_explanation_prints_as_a_table():
     assert str(mpx.explain(product, "bf16")(*SQUARE)).split("\n") == [
         "Contractions: 100.0% of their FLOPs narrowed",
         f"{'where':{len(line(product))}}  operation    operands           runs in  count  FLOPs",
-        f"{line(product)}  dot_general  f32[3,4] f32[4,4]  bf16         1     96",
+        f"{line(product)}  dot_general  f32[3,8] f32[8,8]  bf16         1    384",
     ]

@@ -35,7 +35,7 @@ def test_under_jit_it_is_traced_once_and_debug_nans_sees_its_nans():
 def test_an_inner_function_compiled_before_is_the_same_inside_and_outside_of_autocast():
     """Jax remembers its trace: narrowed inside of an autocast, plain outside, in any order."""
     inner = jax.jit(lambda w, x: x @ w)
-    w, x = normal(0, 4, 4), normal(1, 4, 4)
+    w, x = normal(0, 8, 8), normal(1, 8, 8)
     programs = [inner, mpx.autocast(inner, BF16), mpx.autocast(inner, F16), inner, mpx.full_precision(inner)]
     expected = [all_in(dtype) for dtype in (F32, BF16, F16, F32, F32)]
     for _ in range(2):
@@ -83,7 +83,7 @@ def named_model(w, x):
 @pytest.mark.parametrize("transform", [lambda f: f, jax.grad], ids=["forward", "backward"])
 def test_contractions_keep_their_scopes_and_source_lines(transform):
     """Those of the backward pass have the line of the forward one."""
-    args = normal(0, 4, 4), normal(1, 3, 4)
+    args = normal(0, 8, 8), normal(1, 3, 8)
 
     def lines(fun):
         found = [eqn.source_info.traceback.frames for eqn in eqns_of(transform(fun), *args, primitive="dot_general")]
@@ -115,7 +115,7 @@ def test_16_bit_arguments_are_viewed_as_float32_and_others_are_as_they_are(dtype
 
 def test_arguments_and_results_that_are_no_arrays_are_passed_on_as_they_are():
     given = ("text", None, 3, 2.5, True, jnp.sin, {"mode": "train", "none": None}, (1, "two"))
-    x = integers(0, 4, 4)
+    x = integers(0, 8, 8)
     result = mpx.autocast(lambda x, *args, activation: (activation(x @ x), args), BF16)(x, *given, activation=jnp.abs)
     assert result[1] == given
     assert [type(value) for value in result[1][2:5]] == [int, float, bool]

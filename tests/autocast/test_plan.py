@@ -185,7 +185,7 @@ def products(fun):
 
 
 def operands():
-    return normal(0, 4, 4), normal(1, 8, 4), normal(2, 8, 4)
+    return normal(0, 8, 4), normal(1, 8, 8), normal(2, 8, 4)
 
 
 def claims_and_values(fun, dtype, *args, dtypes=None):
@@ -226,7 +226,7 @@ def test_a_value_is_tagged_if_and_only_if_it_is_representable(primitive, fun, li
 def test_a_view_of_16_bit_values_is_representable_in_their_own_dtype(dtype, own):
     """Arguments, and casts in the function; also through the other 16-bit dtype, which rounds."""
     fun = lambda a, x: (a[:7], x.astype(own).astype(F32), (x @ x.T).astype(own).astype(F32), a.T[1:], x)
-    a, x = normal(0, 8, 4, dtype=own), normal(1, 8, 4)
+    a, x = normal(0, 8, 4, dtype=own), normal(1, 4, 8)
     claims, values = claims_and_values(fun, dtype, a, x)
     assert claims == [own, own, own, own, None]
     for value in values[:4]:

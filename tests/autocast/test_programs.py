@@ -54,7 +54,7 @@ def by_hand(dtype):
 
 
 def arguments():
-    return normal(0, 4, 4), normal(1, 16, 4)
+    return normal(0, 8, 8), normal(1, 64, 8)
 
 
 def loss_of(fun):

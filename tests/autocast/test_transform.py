@@ -16,7 +16,7 @@ from mpx._autocast.transform import autocast_of
 from tests.autocast.helpers import BF16, F16, F32, all_in, contractions, exact_jit
 from tests.helpers import assert_same_bits
 
-X, W = (jnp.full(shape, 1.0 + 2.0**-12, jnp.float32) for shape in ((3, 4), (4, 5)))  # in bfloat16 both are 1
+X, W = (jnp.full(shape, 1.0 + 2.0**-12, jnp.float32) for shape in ((3, 8), (8, 9)))  # in bfloat16 both are 1
 
 
 def product(x, w):
@@ -50,11 +50,11 @@ def test_bfloat16_by_any_name_means_products_in_bfloat16_and_results_that_nobody
 def test_an_override_says_in_what_the_products_of_a_weight_run():
     """Also if it is moved on its way, or is a stack that a scan slices."""
     policy = mpx.Policy(jnp.bfloat16, jnp.bfloat16, jnp.float32, overrides=(("^head", jnp.float32), ("mid", "f16")))
-    params = {"body": W, "mid": jnp.ones((5, 5), jnp.float32), "head": jnp.ones((5, 2), jnp.float32)}
-    fun = lambda p, x: x @ p["body"] @ p["mid"].T @ p["head"].reshape(5, 2)
+    params = {"body": W, "mid": jnp.ones((9, 9), jnp.float32), "head": jnp.ones((9, 2), jnp.float32)}
+    fun = lambda p, x: x @ p["body"] @ p["mid"].T @ p["head"].reshape(9, 2)
     expected = [all_in(BF16), all_in(F16), all_in(F32)]
     assert contractions(mpx.autocast(fun, policy), policy.cast_to_param(params), X) == expected
-    stacks = {"head": jnp.ones((6, 4, 4), jnp.float32), "body": jnp.ones((6, 4, 4), jnp.float32)}
+    stacks = {"head": jnp.ones((6, 8, 8), jnp.float32), "body": jnp.ones((6, 8, 8), jnp.float32)}
     scan = lambda stacks, x: jax.lax.scan(lambda x, p: (x @ p["head"] @ p["body"], None), x, stacks)[0]
     assert contractions(mpx.autocast(scan, policy), stacks, X) == [all_in(F32), all_in(BF16)]
 
@@ -100,6 +100,32 @@ def test_one_warning_names_the_custom_derivative_in_which_all_products_stand(how
     assert len(seen) == 1
     mpx.autocast(lambda x, w: fun(x, w) + x @ w, "bf16")(X, W)
     mpx.autocast(lambda x, w: jnp.matmul(x, w, precision="highest"), how)(X, W)
+
+
+NOTHING_TO_NARROW = {
+    "complex": (lambda x, w: x.astype(np.complex64) @ w.astype(np.complex64), "operands are complex64"),
+    "a complex weight": (
+        lambda x, w: jax.lax.dot(x, w.astype(np.complex64), preferred_element_type=np.complex64),
+        "operands are complex64 and float32",
+    ),
+    "a vmap around": (lambda x, w: x[0] @ w, "each multiplies by one vector. If `jax.vmap` stands around `autocast`"),
+}
+
+
+@pytest.mark.parametrize("name", NOTHING_TO_NARROW)
+def test_one_warning_says_why_no_product_can_be_narrowed(name):
+    """One narrowed product beside it is enough to say nothing."""
+    fun, why = NOTHING_TO_NARROW[name]
+    with pytest.warns(UserWarning, match=f"no matrix product of `.*` runs in bf16: {why}") as seen:
+        mpx.autocast(fun, "bf16")(X, W)
+    assert len(seen) == 1
+    mpx.autocast(lambda x, w: (fun(x, w), x @ w), "bf16")(X, W)
+
+
+def test_a_function_that_only_counts_hears_nothing():
+    for fun in (jnp.vdot, lambda x, y: jnp.einsum("td,td->t", x, y), lambda x, _: x.astype(int) @ x.T.astype(int)):
+        args = (X[0], X[0]) if fun is jnp.vdot else (X, X)
+        mpx.autocast(fun, "bf16")(*args)
 
 
 def residual_bytes(fun, *args):

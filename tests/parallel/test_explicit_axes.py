@@ -200,7 +200,7 @@ def test_only_what_is_used_in_products_alone_is_sent_in_fewer_bits(explicit_mesh
 def gradient_dtypes(how="bf16", **options):
     """Return the dtypes of products in a gradient: of the result, then of the weight's gradient."""
     loss = mpx.autocast(lambda w, x: (x @ w).sum(), how, **options)
-    program = jax.make_jaxpr(jax.grad(loss))(np.ones((4, 2), np.float32), np.ones((8, 4), np.float32))
+    program = jax.make_jaxpr(jax.grad(loss))(np.ones((8, 2), np.float32), np.ones((8, 8), np.float32))
     return [str(eqn.outvars[0].aval.dtype) for eqn in all_eqns(program) if eqn.primitive.name == "dot_general"]
 
 

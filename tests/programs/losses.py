@@ -79,3 +79,21 @@ def sorted_values_beside_what_they_carry(p, x, y):
     keys, carried = lax.sort((h, y), dimension=1, num_keys=1)
     ranks = jnp.cumsum(keys, axis=1) / jnp.arange(1, D + 1)
     return jnp.square(ranks - jnp.sort(y, axis=1)).mean() + jnp.square(carried - keys).mean()
+
+
+@program({**NET, "shift": (D,)}, **VIEWS)
+def angles_between_rows(p, x, y):
+    """Cosines by products of rows, of a batch that is nearly parallel, and a norm by a product of a vector."""
+    a, b = embed(p, x), embed(p, x + 0.01 * y)
+    dot = lambda a, b: jnp.einsum("td,td->t", a, b)
+    cosine = dot(a, b) * jax.lax.rsqrt(dot(a, a) * dot(b, b) + 1e-6)
+    return jnp.square(cosine - 0.5).mean() + jnp.sqrt(jnp.vdot(p["shift"] + 1, p["shift"] + 1)) / D
+
+
+@program({"a": (D, D), "b": (D,), "c": (D, 4)}, x=rows(D), label=integers(4))
+def scores_of_classes_by_counts(p, x, label):
+    """A soft F1 score: products of ones and of masks count."""
+    chance, wanted = jax.nn.softmax(embed(p, x)), jax.nn.one_hot(label, 4)
+    ones = jnp.ones(x.shape[0])
+    right = jnp.einsum("be,be->e", chance, wanted)
+    return 1 - (2 * right / (ones @ chance + ones @ wanted + 1e-3)).mean()

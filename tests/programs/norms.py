@@ -89,3 +89,11 @@ def weights_sampled_from_a_posterior(p, x, y, key):
     w = {n: sample(p["mean"][n], p["spread"][n], k) for n, k in zip("abc", keys, strict=True)}
     loss = jnp.square(jnp.tanh(x @ w["a"] + w["b"]) @ w["c"] - y).mean()
     return loss + 1e-3 * sum(jnp.sum(m**2) for m in p["mean"].values())
+
+
+@program({**NET, "scale": (D,)}, **XY)
+def root_mean_squares_by_products(p, x, y):
+    def norm(x):
+        return x / jnp.sqrt(jnp.einsum("td,td->t", x, x) / D + 1e-3)[:, None] * (1 + p["scale"])
+
+    return jnp.square(norm(jax.nn.relu(norm(12 * x) @ p["a"] + p["b"]) @ p["c"]) - y).mean()

@@ -128,3 +128,14 @@ def eight_bit_products_by_hand(p, x, y):
         return straight(x @ w, product)
 
     return jnp.square(dot(jnp.tanh(dot(x, p["a"]) + p["b"]), p["c"]) - y).mean()
+
+
+@program({"in": (D, 4), "b": (4,), "codes": (1000, D), "c": (D, D)}, **XY)
+def finite_scalar_quantization(p, x, y):
+    """The index of a code is a product of its digits with the sizes of the digits before."""
+    levels = jnp.array([8, 5, 5, 5])
+    half = (levels - 1) / 2
+    digits = straight(h := (jnp.tanh(x @ p["in"] + p["b"]) + 1) * half, jnp.round(h))
+    index = digits @ jnp.array([1.0, 8.0, 40.0, 200.0])
+    code = p["codes"][lax.stop_gradient(index).astype(jnp.int32)] + index[:, None] / 1000
+    return jnp.square(code @ p["c"] - y).mean()

@@ -196,3 +196,11 @@ def wave_function_with_its_kinetic_energy(p, place):
         return -0.5 * (jnp.trace(jax.vmap(along)(jnp.eye(12))) + slope @ slope)
 
     return jnp.tanh(jax.vmap(kinetic)(place.reshape(-1, 12))).mean()
+
+
+@program({"w": (D, D), "b": (D,), "v": complexes(D, D), "out": (D, D)}, **XY)
+def real_rows_times_a_complex_matrix(p, x, y):
+    """A product of float32 with complex numbers, and a norm of the result."""
+    h = lax.dot(jnp.tanh(x @ p["w"] + p["b"]), p["v"], preferred_element_type=jnp.complex64)
+    size = jnp.einsum("bd,bd->b", h, h.conj()).real
+    return jnp.square(h.real @ p["out"] - y).mean() + jnp.sqrt(size + 1e-3).mean() / D

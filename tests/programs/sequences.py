@@ -198,3 +198,18 @@ def decoding_with_a_window_of_inputs(p, x):
 
     _, ys = lax.scan(step, jnp.zeros((x.shape[0], 4, D)), x.swapaxes(0, 1))
     return jnp.square(ys.swapaxes(0, 1)[:, :-1] - x[:, 1:]).mean()
+
+
+@program({"qkv": (D, 3 * D), "out": (D, D)}, **X, place=integers(64, T, 3))
+def attention_with_rotary_angles_of_three_axes(p, x, place):
+    """Angles are sums of three products: of frames and pixels with frequencies."""
+    frequencies = 1 / 100 ** (jnp.arange(D // 2) / (D // 2)) * jnp.eye(3)[:, jnp.arange(D // 2) % 3]
+    angle = place.astype(jnp.float32) @ frequencies
+
+    def turned(x):
+        a, b = jnp.split(x, 2, -1)
+        return jnp.concatenate([a * jnp.cos(angle) - b * jnp.sin(angle), a * jnp.sin(angle) + b * jnp.cos(angle)], -1)
+
+    q, k, v = jnp.split(x @ p["qkv"], 3, -1)
+    weights = jax.nn.softmax(turned(q) @ turned(k).swapaxes(1, 2) / 4)
+    return jnp.square(weights @ v @ p["out"] - x).mean()
