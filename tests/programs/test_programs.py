@@ -241,29 +241,32 @@ NARROW = {"bf16": (BF16,), "f16": (F16,), "fp8": (np.dtype(jnp.float8_e4m3fn), B
 # What one rounding to the format loses at most, relative to a number: half of the distance to the next. The error of
 # each leaf may be as large, because that by hand may happen to be zero. Gradients in 8 bits have two bits of mantissa.
 FLOOR = {"bf16": 2.0**-8, "f16": 2.0**-11, "fp8": 2.0**-3}
-TIMES = {"bf16": 3, "f16": 3, "fp8": 1.5}  # the error by hand: of 8 bits, three times would let a gradient of 0 pass
+# How many times the error by hand, and that of rounding alone. In 8 bits a few times either would let 0 pass.
+TIMES = {"bf16": (3, 8), "f16": (3, 8), "fp8": (1.5, 1.5)}
 
 
 def scaled_loss(loss):
     return lambda p, batch: loss(p, batch).astype(np.float32) * SCALE.loss_scale
 
 
-def by_hand(loss, dtypes):
-    """Return a function of parameters and a batch that casts all of both, to one dtype after the other."""
-    cast_to_all = lambda tree: functools.reduce(cast, dtypes, tree)
-    return lambda p, batch: jax.value_and_grad(scaled_loss(loss))(cast_to_all(p), cast_to_all(batch))
+@functools.cache
+def gradient(name):
+    return jax.value_and_grad(scaled_loss(PROGRAMS[name].loss))
 
 
-def run(function, name):
-    """Return a row of the value and of the leaves of the gradient for each seed, by a function that gives both."""
+def run(function, name, dtypes=()):
+    """Return a row of the value and of the leaves of the gradient for each seed, by a function that gives both.
+
+    What it takes is cast first, to one dtype after the other.
+    """
     compiled = jax.jit(function)
-    rows = [compiled(*PROGRAMS[name].make(seed)) for seed in SEEDS]
+    rows = [compiled(*functools.reduce(cast, dtypes, PROGRAMS[name].make(seed))) for seed in SEEDS]
     return [[np.asarray(leaf).astype(np.complex128) for leaf in jax.tree.leaves(row)] for row in rows]
 
 
 @functools.cache
 def plain(name):
-    return run(jax.value_and_grad(scaled_loss(PROGRAMS[name].loss)), name)
+    return run(gradient(name), name)
 
 
 def autocast(name, how, **options):
@@ -284,15 +287,19 @@ def errors(table, name):
 
 @functools.cache
 def allowed(name, how):
-    """Return the largest error of the value and of each gradient: some times that by hand, and one rounding of it."""
-    loss, dtypes = PROGRAMS[name].loss, NARROW[how]
+    """Return the largest error of the value and of each gradient: some times that by hand, and one rounding of it.
+
+    By hand all is cast; or all is rounded, and computed in float32, which what adds up and counts needs. The smaller
+    error counts. Of a gradient whose terms cancel the latter says nothing: there what is cast does.
+    """
+    dtypes, size = NARROW[how], sizes(name)
+    in_float32 = TIMES[how][1] * errors(run(gradient(name), name, (*dtypes, F32)), name)
     try:
-        hand = errors(run(by_hand(loss, dtypes), name), name)
+        hand = TIMES[how][0] * errors(run(gradient(name), name, dtypes), name)
     except Exception:  # a Cholesky factor in bfloat16, a carry of two dtypes
-        hand = np.array([np.nan])
-    if not np.isfinite(hand).all():  # then what is rounded is computed in float32
-        hand = errors(run(by_hand(loss, (*dtypes, F32)), name), name)
-    return TIMES[how] * hand + FLOOR[how] * sizes(name)
+        hand = np.full_like(size, np.nan)
+    cancels = (in_float32 > TIMES[how][1] * size / 2) & np.isfinite(hand)
+    return np.where(cancels, hand, np.fmin(hand, in_float32)) + FLOOR[how] * size
 
 
 def sizes(name):
@@ -304,8 +311,7 @@ VALUES = [
     for how, every, first in (("bf16", 1, 0), ("f16", 16, 2), ("fp8", 16, 4))
     for i, name in enumerate(PROGRAMS)
 ]
-# Leaves that nobody can judge: the terms of a gradient cancel, or casting to bfloat16 by hand is a third wrong too.
-UNTOLD = {"attention_in_linen": {"['params']['key']['bias']"}, "hidden_markov_model": {"['emit']"}}
+UNTOLD = {"attention_in_linen": {"['params']['key']['bias']"}}  # is 0 but for roundings: nobody can judge it
 
 
 @pytest.mark.parametrize(("name", "how"), VALUES)
