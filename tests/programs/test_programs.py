@@ -1,7 +1,7 @@
-"""One matrix: what plain JAX runs, autocast runs, at most three times as wrong as casting everything by hand.
+"""One matrix: what plain JAX runs, autocast runs, no leaf over three times as wrong as by casting by hand.
 
 A property that plain JAX itself has not (a second derivative of a `custom_vjp`, a symbolic batch) is skipped, with the
-words of plain JAX. By default programs are traced, which costs little, and the values of bfloat16 are computed.
+words of plain JAX. By default programs are traced, and the values of bfloat16 are computed.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ def slow_test(every, first):
 
 
 FP8 = mpx.Fp8(min_extent=0)  # whatever is small runs in 8 bits too
-SCALE = mpx.StaticLossScale(2.0**10)
+SCALE = mpx.StaticLossScale(2.0**6)  # the gradients of some have numbers of 1,000, and float16 none above 65,504
 
 
 @contextlib.contextmanager
@@ -58,6 +58,10 @@ def as_plain_jax(plain):
 
 def cast(tree, dtype):
     return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, np.floating) else x, tree)
+
+
+def paths(tree):
+    return [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)]
 
 
 # ---- what plain JAX runs, runs --------------------------------------------------------------------------------------
@@ -226,39 +230,43 @@ def test_gradients_are_sums_in_float32(name, reduce_dtype):
     program = jax.make_jaxpr(mpx.grad(jax.jit(lambda p, batch: fun(p, batch))))(p, batch)
     rounded = np.array(_traced.rounded_after_contraction(program))
     assert not _traced.sums_in_16_bits(program)
-    names = np.array([jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(p)])
+    names = np.array(paths(p))
     assert bool(names[direct & rounded].tolist()) == (reduce_dtype == "bf16" and direct.any()), names[direct & rounded]
 
 
 # ---- how wrong it is ------------------------------------------------------------------------------------------------
 
-SEEDS = range(5)
+SEEDS = range(9)  # compilation takes long, not a run; in some of them a rounding moves a number over a kink
 NARROW = {"bf16": (BF16,), "f16": (F16,), "fp8": (np.dtype(jnp.float8_e4m3fn), BF16)}  # one dtype after the other
-# What one rounding to the format loses at most, relative to a number: half of the distance to the next. Errors are
-# allowed to be as large, because those by hand may happen to be zero. Gradients in 8 bits have two bits of mantissa.
+# What one rounding to the format loses at most, relative to a number: half of the distance to the next. The error of
+# each leaf may be as large, because that by hand may happen to be zero. Gradients in 8 bits have two bits of mantissa.
 FLOOR = {"bf16": 2.0**-8, "f16": 2.0**-11, "fp8": 2.0**-3}
+# How many times the error by hand, and that of rounding alone. In 8 bits a few times either would let 0 pass.
+TIMES = {"bf16": (3, 8), "f16": (3, 8), "fp8": (1.5, 1.5)}
 
 
 def scaled_loss(loss):
     return lambda p, batch: loss(p, batch).astype(np.float32) * SCALE.loss_scale
 
 
-def by_hand(loss, dtypes):
-    """Return a function of parameters and a batch that casts all of both, to one dtype after the other."""
-    cast_to_all = lambda tree: functools.reduce(cast, dtypes, tree)
-    return lambda p, batch: jax.value_and_grad(scaled_loss(loss))(cast_to_all(p), cast_to_all(batch))
+@functools.cache
+def gradient(name):
+    return jax.value_and_grad(scaled_loss(PROGRAMS[name].loss))
 
 
-def run(function, name):
-    """Return a row of the value and of the leaves of the gradient for each seed, by a function that gives both."""
+def run(function, name, dtypes=()):
+    """Return a row of the value and of the leaves of the gradient for each seed, by a function that gives both.
+
+    What it takes is cast first, to one dtype after the other.
+    """
     compiled = jax.jit(function)
-    rows = [compiled(*PROGRAMS[name].make(seed)) for seed in SEEDS]
+    rows = [compiled(*functools.reduce(cast, dtypes, PROGRAMS[name].make(seed))) for seed in SEEDS]
     return [[np.asarray(leaf).astype(np.complex128) for leaf in jax.tree.leaves(row)] for row in rows]
 
 
 @functools.cache
 def plain(name):
-    return run(jax.value_and_grad(scaled_loss(PROGRAMS[name].loss)), name)
+    return run(gradient(name), name)
 
 
 def autocast(name, how, **options):
@@ -279,35 +287,48 @@ def errors(table, name):
 
 @functools.cache
 def allowed(name, how):
-    """Return the largest error of the value and of each gradient: three times that by hand, and one rounding.
+    """Return the largest error of the value and of each gradient: some times that by hand, and one rounding of it.
 
-    Of gradients that nearly vanish beside others, the rounding is that of a tenth of all.
+    By hand all is cast; or all is rounded, and computed in float32, which what adds up and counts needs. The smaller
+    error counts. Of a gradient whose terms cancel the latter says nothing: there what is cast does.
     """
-    loss, dtypes = PROGRAMS[name].loss, NARROW[how]
+    dtypes, size = NARROW[how], sizes(name)
+    in_float32 = TIMES[how][1] * errors(run(gradient(name), name, (*dtypes, F32)), name)
     try:
-        hand = errors(run(by_hand(loss, dtypes), name), name)
+        hand = TIMES[how][0] * errors(run(gradient(name), name, dtypes), name)
     except Exception:  # a Cholesky factor in bfloat16, a carry of two dtypes
-        hand = np.array([np.nan])
-    if not np.isfinite(hand).all():  # then what is rounded is computed in float32
-        hand = errors(run(by_hand(loss, (*dtypes, F32)), name), name)
-    sizes = np.median(norms(plain(name)), 0)
-    sizes[1:] = np.maximum(sizes[1:], 0.1 * np.linalg.norm(sizes[1:]))
-    return 3 * hand + FLOOR[how] * sizes
+        hand = np.full_like(size, np.nan)
+    cancels = (in_float32 > TIMES[how][1] * size / 2) & np.isfinite(hand)
+    return np.where(cancels, hand, np.fmin(hand, in_float32)) + FLOOR[how] * size
 
 
-VALUES = [(name, "bf16") for name in list(PROGRAMS)[::8]]
-VALUES += [pytest.param(name, "bf16", marks=pytest.mark.slow) for name in some(every=8, first=1)]
-VALUES += [pytest.param(name, "f16", marks=pytest.mark.slow) for name in some(every=20, first=2)]
-VALUES += [pytest.param(name, "fp8", marks=pytest.mark.slow) for name in some(every=20, first=4)]
+def sizes(name):
+    return np.median(norms(plain(name)), 0)
+
+
+VALUES = [
+    pytest.param(name, how, marks=[] if i % every == first else pytest.mark.slow)
+    for how, every, first in (("bf16", 1, 0), ("f16", 16, 2), ("fp8", 16, 4))
+    for i, name in enumerate(PROGRAMS)
+]
+# Biases of keys, whose gradients are 0 but for roundings: nobody can judge them.
+UNTOLD = {"attention_in_linen": {"['params']['key']['bias']"}, "decoding_in_linen": {"['key']['bias']"}}
 
 
 @pytest.mark.parametrize(("name", "how"), VALUES)
-def test_errors_are_at_most_three_times_those_by_hand(name, how):
-    """Negative control: gradients twice as large are refused."""
+def test_errors_of_each_leaf_are_near_those_by_hand(name, how):
+    """Negative controls: of each leaf, a gradient of the other sign, one of 0, and half of it (in 16 bits) are refused.
+
+    Where float32 and casting by hand give 0, nothing but 0 is allowed.
+    """
     ours = autocast(name, FP8 if how == "fp8" else how, **WIDE)
-    found, most = errors(ours, name), allowed(name, how)
-    assert (found <= most).all(), found / most
-    assert not (errors([[row[0], *[2 * g for g in row[1:]]] for row in ours], name) <= most).all()
+    found, most, size = errors(ours, name), allowed(name, how), sizes(name)
+    leaves = ["value", *paths(PROGRAMS[name].make(0)[0])]
+    named = lambda are: {leaf for leaf, is_it in zip(leaves, are, strict=True) if is_it}
+    assert not named(~(found <= most)), (leaves, found / most)
+    wrong = [errors([[x * factor for x in row] for row in ours], name) for factor in (-1, 0, 0.5)[: 2 + (how != "fp8")]]
+    told = np.where(size > 0, np.min(wrong, 0) > most, most == 0)
+    assert named(~told) <= UNTOLD.get(name, set()), (leaves, np.min(wrong, 0) / most)
 
 
 # JAX drops custom derivatives in loops on the way to the second derivative.
