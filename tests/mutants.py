@@ -102,7 +102,8 @@ def mutants(text: str) -> list[Mutant]:
         for field, value in ast.iter_fields(parent):
             for i, node in enumerate(value if isinstance(value, list) else [value]):
                 names = {field, getattr(node, "arg", None)}
-                if not isinstance(node, ast.AST) or isinstance(node, UNSEEN) or names & ONLY_CHECKS:
+                is_type = isinstance(node, ast.Tuple) and isinstance(parent, ast.Subscript)
+                if not isinstance(node, ast.AST) or isinstance(node, UNSEEN) or names & ONLY_CHECKS or is_type:
                     continue
                 for new in changes(node):
                     setattr(parent, field, [*value[:i], new, *value[i + 1 :]] if isinstance(value, list) else new)

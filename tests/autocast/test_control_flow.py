@@ -152,6 +152,11 @@ TRAVELS = {
     "broadcasts": (over(lambda y: jnp.broadcast_to(y[:1], (8, 4))), lambda half: ([F32], [F32], [F32], [])),
     "rows looked up": (over(lambda y: y[jnp.zeros(8, jnp.int32)]), lambda half: ([F32], [F32], [F32], [])),
     "tiles": (over(lambda y: jnp.tile(y[:1], (8, 1))), lambda half: ([F32], [F32], [F32], [])),
+    "a row beside all rows": (over(lambda y: lax.max(y[:1], y)), lambda half: ([F32], [F32], [F32], [])),
+    "copies in one branch": (
+        over(lambda y: lax.cond(y.sum() > 0, lambda y: jnp.broadcast_to(y[:1], y.shape), lambda y: y, y)),
+        lambda half: ([F32], [F32], [F32], []),
+    ),
 }
 
 
@@ -174,6 +179,14 @@ def test_a_weight_that_wanders_between_carries_is_known_as_one_in_each():
     loss = lambda w: lax.scan(body, (jnp.zeros_like(w), w), length=2)[1].sum()
     gradient = jax.grad(mpx.autocast(loss, BF16, reduce_dtype=F32))
     assert (BF16, BF16, F32) in contractions(gradient, normal(0, 4, 4))
+
+
+def test_gradients_of_a_loop_in_a_loop_are_added_up_before_they_are_rounded():
+    """771 of three times 257 rows is 772 in bfloat16; three rounded gradients would be 768."""
+    inner = lambda ws: lax.scan(lambda c, w: (c + (jnp.ones((257, 2), F32) @ w).sum(), None), 0.0, ws)[0]
+    loss = lambda ws: lax.scan(lambda c, _: (c + inner(ws), None), 0.0, length=3)[0]
+    gradient = mpx.grad(mpx.autocast(loss, BF16, reduce_dtype=F32), grad_dtype=BF16)
+    assert (gradient(jnp.zeros((2, 2, 1), BF16)).astype(F32) == 772).all()
 
 
 def kept_by_a_scan(around_body=lambda body: body):
