@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import io_callback
 from jax.sharding import NamedSharding, PartitionSpec
 
 import mpx
@@ -216,6 +217,19 @@ def test_a_loop_with_a_checkpoint_of_its_own_keeps_what_that_says(place):
     body_with = lambda policy: lambda body: place(jax.checkpoint(body, policy=policy))
     assert kept_by_a_scan(body_with(policies.nothing_saveable)) == ["float32"]
     assert len(kept_by_a_scan(body_with(policies.everything_saveable))) > 2
+
+
+def test_a_loop_with_effects_can_be_differentiated():
+    """JAX allows none of them in a checkpoint. Each happens once."""
+    seen, number = [], jax.ShapeDtypeStruct((), F32)
+
+    def layer(c, w):
+        told = io_callback(lambda total: seen.append(1) or total, number, lax.stop_gradient(c.sum()))
+        return jnp.tanh(c @ w) + told, None
+
+    loss = autocast_loss(lambda ws, x: lax.scan(layer, x, ws)[0], BF16)
+    jax.block_until_ready(jax.grad(loss)(normal(0, 3, 4, 4), normal(1, 8, 4)))
+    assert len(seen) == 3
 
 
 def test_a_loop_keeps_random_bits_and_results_of_sums_and_not_their_copies():
