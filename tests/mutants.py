@@ -23,7 +23,7 @@ import typer
 from typer import Option
 
 ROOT = Path(__file__).parent.parent
-COPIED = ("mpx", "tests", "examples", "conftest.py", "pyproject.toml", "README.md", "mpx_cli.py")
+COPIED = ("mpx", "tests", "examples", "conftest.py", "pyproject.toml")
 # The tests of the files of a folder: those at the same place under `tests` come first, then these.
 TESTS = {
     "mpx/_autocast": ["tests/autocast", "tests/parallel/test_gathered_again.py", "tests/programs"],
@@ -32,6 +32,8 @@ TESTS = {
     "mpx/_inspect": ["tests/inspect", "tests/test_contract.py"],
     "mpx/_parallel": ["tests/parallel"],
     "mpx/_fused": ["tests/fused"],
+    "mpx/tools": ["tests/tools"],
+    "mpx/monitor": ["tests/tools"],
     "mpx": ["tests/autocast", "tests/transforms", "tests/test_contract.py"],
 }
 OTHER = {ast.Eq: ast.NotEq, ast.Lt: ast.LtE, ast.Gt: ast.GtE, ast.Is: ast.IsNot, ast.In: ast.NotIn, ast.And: ast.Or}
@@ -151,19 +153,15 @@ def survivors(root: Path, file: Path, chosen: list[Mutant], tests: list[str]) ->
     """
     with tempfile.TemporaryDirectory() as temporary:
         copied, report = Path(temporary, "copy"), Path(temporary, "report.xml")
-        unwanted = shutil.ignore_patterns("__pycache__", ".*")
-        for name in filter(lambda name: (root / name).exists(), COPIED):
-            if (root / name).is_dir():
-                shutil.copytree(root / name, copied / name, ignore=unwanted)
-            else:
-                shutil.copy(root / name, copied / name)
+        not_copied = lambda folder, names: [
+            x for x in names if x[0] == "." or (folder == str(root) and x not in COPIED)
+        ]
+        shutil.copytree(root, copied, ignore=not_copied)
         start = time.monotonic()
         if not run(copied, tests, f"--junitxml={report}"):
             raise ValueError(f"{file} does not pass its tests as it is: {' '.join(tests)}")
         limit, tests = 60 + 3 * (time.monotonic() - start), from_fast_to_slow(report, tests)
-        for i, mutant in enumerate(chosen):
-            if sys.stderr.isatty():
-                typer.echo(f"{i + 1} of {len(chosen)}\r", nl=False, err=True)
+        for mutant in chosen:
             (copied / file).write_text(mutant.text)
             if run(copied, tests, limit=limit):
                 yield mutant
