@@ -383,6 +383,7 @@ UNBIASED = {
         lambda y: lax.scan(lambda c, _: (c, jnp.sin(y + b[None])), 0.0, length=3)[1]
     )(x @ w),
     "a sum that goes into a residual stream": lambda w, b, x: jnp.sin(x[:, :6] + (x @ w + b[None])),
+    "a sum that is added up": lambda w, b, x: (x @ w + b[None]).sum(1),
     "a sum that goes into a product": lambda w, b, x: (x @ w + b[None]) @ w.T,
     "a sum that is returned": lambda w, b, x: x @ w + b[None],
     "a sum that is cast": lambda w, b, x: jnp.sin((x @ w + b[None]).astype(BF16)),

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import io_callback
 from jax.sharding import NamedSharding, PartitionSpec
 
 import mpx
@@ -152,6 +153,11 @@ TRAVELS = {
     "broadcasts": (over(lambda y: jnp.broadcast_to(y[:1], (8, 8))), lambda half: ([F32], [F32], [F32], [])),
     "rows looked up": (over(lambda y: y[jnp.zeros(8, jnp.int32)]), lambda half: ([F32], [F32], [F32], [])),
     "tiles": (over(lambda y: jnp.tile(y[:1], (8, 1))), lambda half: ([F32], [F32], [F32], [])),
+    "a row beside all rows": (over(lambda y: lax.max(y[:1], y)), lambda half: ([F32], [F32], [F32], [])),
+    "copies in one branch": (
+        over(lambda y: lax.cond(y.sum() > 0, lambda y: jnp.broadcast_to(y[:1], y.shape), lambda y: y, y)),
+        lambda half: ([F32], [F32], [F32], []),
+    ),
 }
 
 
@@ -174,6 +180,14 @@ def test_a_weight_that_wanders_between_carries_is_known_as_one_in_each():
     loss = lambda w: lax.scan(body, (jnp.zeros_like(w), w), length=2)[1].sum()
     gradient = jax.grad(mpx.autocast(loss, BF16, reduce_dtype=F32))
     assert (BF16, BF16, F32) in contractions(gradient, normal(0, 8, 8))
+
+
+def test_gradients_of_a_loop_in_a_loop_are_added_up_before_they_are_rounded():
+    """771 of three times 257 rows is 772 in bfloat16; three rounded gradients would be 768."""
+    inner = lambda ws: lax.scan(lambda c, w: (c + (jnp.ones((257, 2), F32) @ w).sum(), None), 0.0, ws)[0]
+    loss = lambda ws: lax.scan(lambda c, _: (c + inner(ws), None), 0.0, length=3)[0]
+    gradient = mpx.grad(mpx.autocast(loss, BF16, reduce_dtype=F32), grad_dtype=BF16)
+    assert (gradient(jnp.zeros((2, 2, 1), BF16)).astype(F32) == 772).all()
 
 
 def kept_by_a_scan(around_body=lambda body: body):
@@ -203,6 +217,19 @@ def test_a_loop_with_a_checkpoint_of_its_own_keeps_what_that_says(place):
     body_with = lambda policy: lambda body: place(jax.checkpoint(body, policy=policy))
     assert kept_by_a_scan(body_with(policies.nothing_saveable)) == ["float32"]
     assert len(kept_by_a_scan(body_with(policies.everything_saveable))) > 2
+
+
+def test_a_loop_with_effects_can_be_differentiated():
+    """JAX allows none of them in a checkpoint. Each happens once."""
+    seen, number = [], jax.ShapeDtypeStruct((), F32)
+
+    def layer(c, w):
+        told = io_callback(lambda total: seen.append(1) or total, number, lax.stop_gradient(c.sum()))
+        return jnp.tanh(c @ w) + told, None
+
+    loss = autocast_loss(lambda ws, x: lax.scan(layer, x, ws)[0], BF16)
+    jax.block_until_ready(jax.grad(loss)(normal(0, 3, 4, 4), normal(1, 8, 4)))
+    assert len(seen) == 3
 
 
 def test_a_loop_keeps_random_bits_and_results_of_sums_and_not_their_copies():

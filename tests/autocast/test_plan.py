@@ -121,7 +121,10 @@ OTHERS = {
         ("out of range", lambda y, z, u: y.at[rows(0, 99)].set(z[:2], mode="drop"), ON),
         ("a function", lambda y, z, u: y.at[rows(0, 2)].apply(lambda v: v * 0.1), OFF),
     ],
-    "select_n": [("three values", lambda y, z, u: lax.select_n(jnp.clip(u.astype(jnp.int32), 0, 2), y, z, y), ON)],
+    "select_n": [
+        ("three values", lambda y, z, u: lax.select_n(jnp.clip(u.astype(jnp.int32), 0, 2), y, z, y), ON),
+        ("a number", lambda y, z, u: lax.select_n(u[0, 0] > 9, F32.type(0.1), y[0, 0]), OFF),
+    ],
     "sort": [
         ("values by argument", lambda y, z, u: lax.sort((u, y), dimension=0, num_keys=1), (OFF, ON)),
         ("argument by truth", lambda y, z, u: lax.sort((u > 0, u, z), dimension=0, num_keys=1)[1:], (OFF, ON)),

@@ -61,3 +61,12 @@ def test_a_narrowed_operation_keeps_its_integer_operands():
     program = jax.make_jaxpr(power)(jnp.float32(-1), jnp.int32(257))
     (eqn,) = [eqn for eqn in program.eqns if eqn.primitive.name == "pow"]
     assert [v.aval.dtype for v in eqn.invars] == [jnp.bfloat16, jnp.int32]
+
+
+def test_a_bias_of_a_narrowed_addition_gets_a_float32_sum():
+    """Of 257 rows. In bfloat16 the sum is 256."""
+    add = mpx.autocast(lambda b, x: jax.lax.add(x, b).sum(), "bf16", rules=mpx.DEFAULT_RULES | {"add": "narrow"})
+    program = jax.make_jaxpr(jax.grad(add))(jnp.zeros((1, 2)), jnp.ones((257, 2)))
+    sums = [eqn.invars[0].aval.dtype for eqn in program.eqns if eqn.primitive.name == "reduce_sum"]
+    assert set(sums) == {np.dtype(np.float32)}
+    assert (jax.grad(add)(jnp.zeros((1, 2)), jnp.ones((257, 2))) == 257).all()

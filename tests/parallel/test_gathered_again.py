@@ -179,3 +179,10 @@ def test_models_under_vmap_gather_again_too():
     args = arrays(jnp.bfloat16)
     of = lambda **options: mpx.value_and_grad(mpx.autocast(loss, "bf16", **options))(*args)
     assert_same_bits(of(), of(gather_again=False))
+
+
+def test_a_narrowed_elementwise_operation_takes_a_gathered_weight_as_an_array():
+    loss = lambda weights, x: jnp.mean((x @ jnp.tanh(everywhere(weights[0]))) ** 2)
+    narrowed = lambda **options: mpx.autocast(loss, "bf16", rules={"tanh": "narrow"}, **options)
+    args = arrays(jnp.bfloat16)
+    assert_same_bits(*[mpx.value_and_grad(narrowed(gather_again=again))(*args) for again in (True, False)])
