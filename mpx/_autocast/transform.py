@@ -235,7 +235,7 @@ def autocast(
 
     Example:
         >>> layer = lambda w, x: jax.nn.softmax(x @ w)
-        >>> w, x = jnp.ones((4, 2), jnp.bfloat16), jnp.ones((3, 4))
+        >>> w, x = jnp.ones((8, 2), jnp.bfloat16), jnp.ones((3, 8))
         >>> eqns = jax.make_jaxpr(autocast(layer, "bf16"))(w, x).eqns
         >>> [eqn.outvars[0].aval.dtype for eqn in eqns if eqn.primitive.name == "dot_general"]
         [dtype(bfloat16)]
@@ -301,9 +301,9 @@ def full_precision(fun: F) -> F:
 
     Example:
         >>> logits = full_precision(lambda x, w: x @ w)
-        >>> logits(jnp.ones((2, 4), jnp.bfloat16), jnp.ones((4, 3), jnp.bfloat16)).dtype
+        >>> logits(jnp.ones((2, 8), jnp.bfloat16), jnp.ones((8, 3), jnp.bfloat16)).dtype
         dtype(bfloat16)
-        >>> program = jax.make_jaxpr(autocast(logits, "bf16"))(jnp.ones((2, 4)), jnp.ones((4, 3)))
+        >>> program = jax.make_jaxpr(autocast(logits, "bf16"))(jnp.ones((2, 8)), jnp.ones((8, 3)))
         >>> program.eqns[0].outvars[0].aval.dtype
         dtype('float32')
     """
