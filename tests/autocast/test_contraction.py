@@ -359,6 +359,19 @@ def test_float32_gradients_of_experts_on_tokens_of_several_axes_run_on_a_cpu(nam
     np.testing.assert_allclose(product, value, rtol=0.02, atol=0.02 * abs(value).max())
 
 
+def test_a_second_derivative_in_forward_mode_is_near_that_in_float32():
+    """Of two layers of one weight, each of whose products has two parts: without one it is wrong by half or more."""
+    net = lambda w, x: jnp.sin(jnp.sin(x @ w) @ w)
+    w, x = normal(0, 4, 4), normal(1, 3, 4)
+
+    def second(fun):
+        along = lambda fun: lambda w: jax.jvp(fun, (w,), (jnp.ones_like(w),))[1]
+        return along(along(lambda w: fun(w, x)))(w)
+
+    actual, expected = second(mpx.autocast(net, BF16, reduce_dtype=F32)), second(net)
+    assert jnp.linalg.norm(actual - expected) < 0.02 * jnp.linalg.norm(expected)
+
+
 # ---- biases ---------------------------------------------------------------------------------------------------------
 
 _layer = lambda w, b, x: jnp.sin(x @ w + b[None])

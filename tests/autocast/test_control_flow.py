@@ -190,6 +190,15 @@ def test_gradients_of_a_loop_in_a_loop_are_added_up_before_they_are_rounded():
     assert (gradient(jnp.zeros((2, 2, 1), BF16)).astype(F32) == 772).all()
 
 
+def test_a_loop_over_stacked_weights_can_be_batched():
+    """Over stacks of them, with float32 gradients, whose carriers are batched too."""
+    stacks, x = normal(0, 3, 2, 4, 4, dtype=BF16), normal(1, 8, 4)
+    gradient = mpx.grad(lambda ws: mpx.autocast(layers, BF16, reduce_dtype=F32)(ws, x).sum())
+    batched = jax.vmap(gradient, in_axes=1)(stacks)
+    each = jnp.stack([gradient(stacks[:, i]) for i in range(2)])
+    assert jnp.linalg.norm(batched - each) < 0.02 * jnp.linalg.norm(each)
+
+
 def kept_by_a_scan(around_body=lambda body: body):
     """Return what a loop over three layers, with a gate between two products, hands to its backward pass."""
 

@@ -72,6 +72,7 @@ KEPT = {
     "after a constraint, which would communicate twice": layers(lambda h: jnp.tanh(constrained(h))),
     "after a barrier": layers(after=lambda h: 2 * lax.optimization_barrier(h)),
     "with a derivative by its author": layers(by_its_author),
+    "in a call that adds up": layers(jax.jit(lambda h: jnp.tanh(h) - h.mean(1, keepdims=True))),
     "in a checkpoint, which computes it again itself": jax.checkpoint(layers()),
 }
 
@@ -94,6 +95,12 @@ COMPUTED_AGAIN = {
 def test_an_activation_of_a_product_with_a_bias_is_computed_again(name):
     args = normal(0, 16, 16), normal(1, 64, 16)
     assert tanhs_of(loss_of(mpx.autocast(COMPUTED_AGAIN[name], BF16)), *args) == 2
+
+
+def test_an_activation_of_any_number_of_rows_is_computed_again():
+    """A bias is smaller than rows without a number."""
+    rows = jax.ShapeDtypeStruct((*jax.export.symbolic_shape("b"), 4), F32)
+    assert tanhs_of(loss_of(mpx.autocast(layers(), BF16)), normal(0, 4, 4), rows) == 2
 
 
 @pytest.mark.parametrize("name", KEPT)

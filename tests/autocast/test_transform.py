@@ -168,6 +168,12 @@ def test_full_precision_casts_back_to_what_the_arguments_promote_to():
     assert island(jnp.ones(3, jnp.float16))["sum"].dtype == jnp.float16
 
 
+def test_full_precision_widens_what_is_given_by_position_and_by_name():
+    half, seen = jnp.ones(3, jnp.bfloat16), []
+    mpx.full_precision(lambda a, *, b: seen.extend([a.dtype, b.dtype]))(half, b=half)
+    assert seen == [jnp.float32] * 2
+
+
 def test_full_precision_changes_a_module_whatever_the_dtype_of_the_arguments():
     """The same dropout mask in each step would be the price of a lost change. Products have the highest precision."""
     island, module = mpx.full_precision(lambda module, x: module(x)), nnx.Dropout(0.5, rngs=nnx.Rngs(0))
