@@ -139,7 +139,7 @@ def stacking(w, x):
 
 def over(copies):
     body = lambda w: lambda c, rows: (c + (rows @ w).sum() + rows.sum(), None)
-    return lambda w, x: lax.scan(body(w), 0.0, copies(x @ w).reshape(4, 2, 8))[0]
+    return lambda w, x: lax.scan(body(w), 0.0, copies(x @ w).reshape(-1, 2, 8))[0]
 
 
 # Loops of a weight of the compute dtype and of rows: dtypes of constants, carries, inputs and stacked results.

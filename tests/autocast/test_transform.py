@@ -328,7 +328,7 @@ def test_a_loop_around_a_step_of_decoding_carries_a_cache_of_16_bits_as_it_is_wr
 def test_a_carry_that_is_computed_anew_is_cast_by_the_name_of_its_dtype():
     """Inside, the argument's own dtype is float32."""
     step = lambda dtype: mpx.autocast(lambda h, w: jnp.tanh(h @ w).astype(dtype or h.dtype), "bf16")
-    loop = lambda dtype: jax.lax.fori_loop(0, 3, lambda _, h: step(dtype)(h, W[:, :4]), jnp.ones((2, 4), BF16))
+    loop = lambda dtype: jax.lax.fori_loop(0, 3, lambda _, h: step(dtype)(h, W[:, :8]), jnp.ones((2, 8), BF16))
     assert loop(BF16).dtype == BF16
     with pytest.raises(TypeError, match=r"carry.*bfloat16"):
         loop(None)

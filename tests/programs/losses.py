@@ -84,7 +84,7 @@ def sorted_values_beside_what_they_carry(p, x, y):
 @program({**NET, "shift": (D,)}, **VIEWS)
 def angles_between_rows(p, x, y):
     """Cosines by products of rows, of a batch that is nearly parallel, and a norm by a product of a vector."""
-    a, b = embed(p, x), embed(p, x + 0.01 * y)
+    a, b = embed(p, x), embed(p, x + 0.1 * y)
     dot = lambda a, b: jnp.einsum("td,td->t", a, b)
     cosine = dot(a, b) * jax.lax.rsqrt(dot(a, a) * dot(b, b) + 1e-6)
     return jnp.square(cosine - 0.5).mean() + jnp.sqrt(jnp.vdot(p["shift"] + 1, p["shift"] + 1)) / D
