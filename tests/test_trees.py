@@ -137,11 +137,11 @@ def compiled_calls(monkeypatch):
 def test_a_concrete_tree_is_cast_in_one_compiled_call(compiled_calls):
     """A call with its number of arrays: also to several dtypes, and a tied array once; none where nothing changes."""
     w = jnp.ones(4)
-    policy = mpx.get_policy("bf16", overrides=(("norm", "float16"),))
+    policy = mpx.get_policy("bf16", overrides=(("layer1", "float16"),))
     layers = {f"layer{i}": {"w": jnp.ones((i + 1, 2)), "h": jnp.ones(2, F16), "n": jnp.arange(3)} for i in range(5)}
     for tree, expected in [
         (layers, [10]),
-        ({"norm": jnp.ones(3), "dense": jnp.ones((3, 3))}, [2]),
+        ({"layer1": jnp.ones(3), "dense": jnp.ones((3, 3))}, [2]),
         ({"embed": w, "head": w}, [1]),
         ({"w": jnp.ones(2, BF16), "n": jnp.arange(2)}, []),
         ({"w": np.ones(2, np.float32)}, []),
