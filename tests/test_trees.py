@@ -137,15 +137,15 @@ def compiled_calls(monkeypatch):
 def test_a_concrete_tree_is_cast_in_one_compiled_call(compiled_calls):
     """A call with its number of arrays: also to several dtypes, and a tied array once; none where nothing changes."""
     w = jnp.ones(4)
-    policy = mpx.get_policy("bf16", overrides=(("layer1", "float16"),))
+    plain, other = mpx.get_policy("bf16"), mpx.get_policy("bf16", overrides=(("norm", "float16"),))
     layers = {f"layer{i}": {"w": jnp.ones((i + 1, 2)), "h": jnp.ones(2, F16), "n": jnp.arange(3)} for i in range(5)}
-    for tree, expected in [
-        (layers, [10]),
-        ({"layer1": jnp.ones(3), "dense": jnp.ones((3, 3))}, [2]),
-        ({"embed": w, "head": w}, [1]),
-        ({"w": jnp.ones(2, BF16), "n": jnp.arange(2)}, []),
-        ({"w": np.ones(2, np.float32)}, []),
-        (jax.ShapeDtypeStruct((2,), F32), []),
+    for policy, tree, expected in [
+        (plain, layers, [10]),
+        (other, {"norm": jnp.ones(3), "dense": jnp.ones((3, 3))}, [2]),
+        (plain, {"embed": w, "head": w}, [1]),
+        (plain, {"w": jnp.ones(2, BF16), "n": jnp.arange(2)}, []),
+        (plain, {"w": np.ones(2, np.float32)}, []),
+        (plain, jax.ShapeDtypeStruct((2,), F32), []),
     ]:
         compiled_calls.clear()
         policy.cast_to_param(tree)
