@@ -28,7 +28,7 @@ def pairs_with_a_learned_temperature(p, x, y):
 
 @program(NET, **VIEWS)
 def two_views_without_the_diagonal(p, x, y):
-    z = unit(jnp.concatenate([embed(p, x), embed(p, x + 0.3 * y)]))
+    z = unit(jnp.concatenate([embed(p, x), embed(p, x + 0.2 * y)]))
     logits = z @ z.T / 0.5 - 1e9 * jnp.eye(len(z))
     return (jax.nn.logsumexp(logits, 1) - jnp.diagonal(jnp.roll(logits, len(x), 1))).mean()
 
@@ -36,7 +36,7 @@ def two_views_without_the_diagonal(p, x, y):
 @program(NET, **VIEWS)
 def redundancy_between_features(p, x, y):
     standard = lambda z: (z - z.mean(0)) / (z.std(0) + 1e-2)
-    c = standard(embed(p, x)).T @ standard(embed(p, x + 0.3 * y)) / len(x)
+    c = standard(embed(p, x)).T @ standard(embed(p, x + 0.2 * y)) / len(x)
     return (jnp.square(jnp.diag(c) - 1).sum() + 0.01 * jnp.square(c - jnp.diag(jnp.diag(c))).sum()) / D
 
 
@@ -84,7 +84,7 @@ def sorted_values_beside_what_they_carry(p, x, y):
 @program({**NET, "shift": (D,)}, **VIEWS)
 def angles_between_rows(p, x, y):
     """Cosines by products of rows, of a batch that is nearly parallel, and a norm by a product of a vector."""
-    a, b = embed(p, x), embed(p, x + 0.3 * y)
+    a, b = embed(p, x), embed(p, x + 0.2 * y)
     dot = lambda a, b: jnp.einsum("td,td->t", a, b)
     cosine = dot(a, b) * jax.lax.rsqrt(dot(a, a) * dot(b, b) + 1e-6)
     return jnp.square(cosine - 0.5).mean() + jnp.sqrt(jnp.vdot(p["shift"] + 1, p["shift"] + 1)) / D
