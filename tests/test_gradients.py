@@ -562,9 +562,9 @@ def test_a_transform_may_return_gradients_alone(derivative, transform, model):
 @pytest.mark.parametrize("scale", [None, mpx.StaticLossScale(8.0)], ids=["no scale", "scale"])
 def test_integers_may_be_allowed_as_in_jax(scale, grad_dtype):
     fun = mpx.autocast(lambda p: jnp.sum(p["w"] * p["ids"].astype(p["w"].dtype)), "bf16")
-    params = {"w": jnp.ones(3), "ids": jnp.arange(3)}
+    params = {"w": jnp.ones(3, F32), "ids": jnp.arange(3, dtype=jnp.int32)}
     grads = mpx.grad(fun, scale, allow_int=True, grad_dtype=grad_dtype)(params)
     assert grads["ids"].dtype == jax.dtypes.float0
-    assert_same_bits(grads["w"], jnp.arange(3.0) * (1 if scale is None else 8))
+    assert_same_bits(grads["w"], jnp.arange(3, dtype=F32) * (1 if scale is None else 8))
     with pytest.raises(TypeError, match="'ids': int32"):
         mpx.grad(fun, scale)(params)

@@ -205,17 +205,17 @@ def test_each_contraction_that_is_kept_has_the_bits_of_the_plain_program_and_say
 
 def adds_up(p):
     """Return 1 or 0 for each of 771 tokens and three experts: which one it goes to."""
-    return (p[:, None] % 3 == jnp.arange(3.0)[None]).astype(F32)
+    return (p[:, None] % 3 == jnp.arange(3, dtype=F32)[None]).astype(F32)
 
 
 N = 771  # three times 257, which bfloat16 has not
 COUNTS = {  # what people add up, count and look up by products, of an argument 0, 1, ... 770: the right values
     "ones": (lambda p: jnp.vdot(0 * p + 1, 0 * p + 1), np.array(N)),
-    "a count": (lambda p: jnp.ones(N) @ jax.nn.one_hot(p.astype(np.int32) // 257, 3), np.full(3, 257)),
-    "a count in a row": (lambda p: jnp.ones((1, N)) @ adds_up(p), np.full((1, 3), 257)),
-    "a look-up": (lambda p: jax.nn.one_hot(p.astype(np.int32), N) @ jnp.arange(float(N)), np.arange(N)),
+    "a count": (lambda p: jnp.ones(N, F32) @ jax.nn.one_hot(p.astype(np.int32) // 257, 3, dtype=F32), np.full(3, 257)),
+    "a count in a row": (lambda p: jnp.ones((1, N), F32) @ adds_up(p), np.full((1, 3), 257)),
+    "a look-up": (lambda p: jax.nn.one_hot(p.astype(np.int32), N, dtype=F32) @ jnp.arange(N, dtype=F32), np.arange(N)),
     "a look-up in a column": (
-        lambda p: (jax.nn.one_hot(p.astype(np.int32), N) @ jnp.arange(float(N))[:, None])[:, 0],
+        lambda p: (jax.nn.one_hot(p.astype(np.int32), N, dtype=F32) @ jnp.arange(N, dtype=F32)[:, None])[:, 0],
         np.arange(N),
     ),
     "places in a mixture of experts": (
@@ -223,14 +223,14 @@ COUNTS = {  # what people add up, count and look up by products, of an argument 
         1 + np.arange(N) // 3,
     ),
     "indices of quantized codes": (
-        lambda p: jnp.stack([p % 8, p // 8 % 5, p // 40 % 5, p // 200], -1) @ jnp.array([1.0, 8.0, 40.0, 200.0]),
+        lambda p: jnp.stack([p % 8, p // 8 % 5, p // 40 % 5, p // 200], -1) @ jnp.array([1, 8, 40, 200], F32),
         np.arange(N),
     ),
     "angles of three axes": (
-        lambda p: jnp.stack([p, 0 * p, 0 * p], -1) @ jnp.array([[100.0, 1.0], [0.0, 7.0], [3.0, 0.0]]),
+        lambda p: jnp.stack([p, 0 * p, 0 * p], -1) @ jnp.array([[100, 1], [0, 7], [3, 0]], F32),
         np.arange(N)[:, None] * np.array([[100, 1]]),
     ),
-    "a sum by a convolution": (lambda p: jnp.convolve(p, jnp.ones(9), mode="valid"), 9 * np.arange(4, N - 4)),
+    "a sum by a convolution": (lambda p: jnp.convolve(p, jnp.ones(9, F32), mode="valid"), 9 * np.arange(4, N - 4)),
 }
 
 
@@ -239,7 +239,7 @@ def test_what_people_count_by_products_is_exact(name):
     """Negative control: some of the right values are none of bfloat16."""
     fun, right = COUNTS[name]
     for dtype in (BF16, F16):
-        assert_same_bits(np.asarray(mpx.autocast(fun, dtype)(jnp.arange(float(N)))), right.astype(F32))
+        assert_same_bits(np.asarray(mpx.autocast(fun, dtype)(jnp.arange(N, dtype=F32))), right.astype(F32))
     assert (right.astype(BF16) != right).any()
 
 
@@ -247,7 +247,8 @@ def test_a_norm_by_a_product_of_vectors_trains_in_float16():
     """70,000 is infinity in float16, and the gradient of its root 0: the step would be none, without a word."""
     tx = mpx.mixed_precision(optax.sgd(1.0), "f16-scaled")
     loss = mpx.autocast(lambda w: jnp.sqrt(jnp.vdot(w, w)), "f16-scaled")
-    w, state = jnp.ones(70_000), tx.init(jnp.ones(70_000))
+    w = jnp.ones(70_000, F32)
+    state = tx.init(w)
     for _ in range(4):
         updates, state = tx.update(mpx.grad(loss, mpx.get_loss_scale(state))(w), state, w)
         w = optax.apply_updates(w, updates)

@@ -230,7 +230,7 @@ def names_of(part):
     ],
 )
 def test_codes_and_scales_have_the_names_of_the_axes_that_they_still_have(box, shape, names, codes, scales):
-    x = jnp.ones(shape)
+    x = jnp.ones(shape, jnp.float32)
     params = {
         "w": nn.Partitioned(x, names) if box is of_linen else nnx.Param(x, out_sharding=names, eager_sharding=False)
     }
@@ -267,7 +267,7 @@ class Named(flax.core.meta.AxisMetadata):
 
 
 def test_a_box_of_a_users_own_is_put_around_what_has_the_shape_of_its_array():
-    params = {"w": Named(jnp.ones((16, 512)))}
+    params = {"w": Named(jnp.ones((16, 512), jnp.float32))}
     tx = mpx.low_precision_state(optax.adam(1e-3), {"mu": mpx.Blockwise4bit()} | EIGHT_BITS, key=jax.random.key(0))
     state = tx.init(params)
     (mu,), (nu,) = (moment.values() for moment in (state.inner_state[0].mu, state.inner_state[0].nu))
