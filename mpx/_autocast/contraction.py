@@ -85,7 +85,8 @@ def _why_no_gain(eqn: JaxprEqn, has_lhs: bool, has_rhs: bool) -> str | None:
     """Return why narrowing a contraction gains nothing, or None. `has_lhs` says whether that operand is an argument.
 
     People use such contractions to add up, to count and to look up, and they take no longer in float32. Two layers
-    would: float32 operands would be written for a convolution with a learned kernel, and for a weight times one row.
+    would: float32 operands would be written for a convolution with a learned kernel, and for a weight times one row
+    or vector, which a `jax.vmap` around `autocast`, such as a library's, makes a matrix product of.
     """
     size = contracted_size(eqn)
     if eqn.primitive.name == "conv_general_dilated":
@@ -99,7 +100,7 @@ def _why_no_gain(eqn: JaxprEqn, has_lhs: bool, has_rhs: bool) -> str | None:
         shapes = [enumerate(_aval(v).shape) for v in eqn.invars[:2]]
         own = [[n for axis, n in shape if axis not in axes] for shape, axes in zip(shapes, used, strict=True)]
         is_row, is_column = (all(n == 1 for n in axes) for axes in own)
-        is_vector = not all(own) or (is_row and (is_column or not has_rhs)) or (is_column and not has_lhs)
+        is_vector = (is_row and (is_column or not has_rhs)) or (is_column and not has_lhs)
     if isinstance(size, int) and size < _FEWEST:  # a symbolic size (`jax.export`) counts as large
         return f"only {size} numbers are summed" if size > 1 else "nothing is summed: an outer product"
     return VECTOR if is_vector else None

@@ -359,15 +359,7 @@ def _why_nothing_is_narrowed(precision: precisions.ContractionPrecision, plan: C
     reasons = [step.reason or "" for step, _ in placed]
     if reasons and all(reason.startswith(("operands are complex", "operands are float")) for reason in reasons):
         return f"{reasons[0]}."
-    if any(step.reason == contraction.VECTOR and _has_a_weight(step) for step, _ in placed):
-        return "each multiplies by one vector. If `jax.vmap` stands around `autocast`, put it inside."
     return None
-
-
-def _has_a_weight(step: Step) -> bool:
-    """Return whether one of a product's two operands is a matrix that the function got, and the other one a vector."""
-    axes = [len(getattr(v.aval, "shape", ())) for v in step.eqn.invars[:2]]
-    return sorted(axes) == [1, 2] and step.in_tags[axes.index(2)].is_argument
 
 
 def _bits(step: Step) -> int:

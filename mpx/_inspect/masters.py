@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 
 from mpx import _errors, _trees
 from mpx._stored.leaves import StateLeaf, leaves_of, require_types, weights_kept
@@ -35,7 +36,8 @@ def master_params(params: T, opt_state: optax.OptState) -> T:
     def restore(path, p):
         kept, own = stored.get(path), _trees.at_least_float32(p) if _trees.is_floating(p) else p
         best = own if kept is None else kept.storage.restore(p, kept.leaf)
-        return jnp.copy(best) if isinstance(best, jax.Array) else best
+        is_own = not isinstance(best, jax.Array) or isinstance(best, Tracer)
+        return best if is_own else jax.device_put(best, best.sharding, may_alias=False)
 
     return jax.tree.map_with_path(restore, params, is_leaf=_trees.is_masked)
 

@@ -91,10 +91,12 @@ KEPT = {
     "vector times vector": Kept(jnp.vdot, VECTOR, asked_for="f16", shapes=((9,), (9,))),
     "a dot of each row": Kept(lambda x, w: jnp.einsum("td,td->t", x, w), VECTOR),
     "a dot of each row, by matrices": Kept(lambda x, w: x[:, None] @ w[:, :, None], VECTOR),
-    "matrix times vector": Kept(lambda x, w: x @ w, VECTOR, asked_for="bf16x3", shapes=((8, 9), (9,))),
+    "matrix times vector": Kept(lambda x, w: jnp.sin(x) @ w, VECTOR, asked_for="bf16x3", shapes=((8, 9), (9,))),
     "a head of one output": Kept(lambda x, w: jnp.sin(x) @ w, VECTOR, shapes=((8, 9), (9, 1))),
     "a row times what is computed": Kept(lambda x, w: x @ jnp.sin(w), VECTOR, shapes=((1, 9), (9, 8))),
-    "many matrices, each times a vector": Kept(jax.vmap(lambda x, w: x @ w), VECTOR, shapes=((3, 8, 9), (3, 9))),
+    "many matrices, each times a vector": Kept(
+        jax.vmap(lambda x, w: jnp.sin(x) @ w), VECTOR, shapes=((3, 8, 9), (3, 9))
+    ),
     "sums of seven numbers": Kept(jnp.matmul, "only 7 numbers are summed", shapes=((8, 7), (7, 8))),
     "sums of the signals of one channel": Kept(jnp.convolve, VECTOR, shapes=((20,), (9,))),
     "sums of each channel by a filter that is computed": Kept(

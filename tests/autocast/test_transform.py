@@ -108,7 +108,6 @@ NOTHING_TO_NARROW = {
         lambda x, w: jax.lax.dot(x, w.astype(np.complex64), preferred_element_type=np.complex64),
         "operands are complex64 and float32",
     ),
-    "a vmap around": (lambda x, w: x[0] @ w, "each multiplies by one vector. If `jax.vmap` stands around `autocast`"),
 }
 
 
