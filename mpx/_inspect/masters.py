@@ -34,8 +34,10 @@ def master_params(params: T, opt_state: optax.OptState) -> T:
     stored = _kept_by_path(params, opt_state, "master_params")
 
     def restore(path, p):
-        kept, own = stored.get(path), _trees.at_least_float32(p) if _trees.is_floating(p) else p
-        best = own if kept is None else kept.storage.restore(p, kept.leaf)
+        if kept := stored.get(path):
+            best = kept.storage.restore(p, kept.leaf)
+        else:
+            best = _trees.at_least_float32(p) if _trees.is_floating(p) else p
         is_own = not isinstance(best, jax.Array) or isinstance(best, Tracer)
         return best if is_own else jax.device_put(best, best.sharding, may_alias=False)
 
