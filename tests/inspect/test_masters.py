@@ -215,3 +215,9 @@ def test_masters_survive_the_donation_of_what_they_were_read_from(tx):
     jax.tree.map(lambda x: x.delete() if isinstance(x, jax.Array) else None, (params, state))
     right = {"w": jnp.ones(4, jnp.float32), "b": jnp.ones(3, jnp.float32), "ids": jnp.arange(3), "flag": True}
     assert_same_bits(masters, right)
+
+
+def test_masters_of_shapes_are_shapes():
+    tx, params = mpx.master_weights(optax.sgd(1.0)), {"w": jax.ShapeDtypeStruct((8, 8), jnp.bfloat16)}
+    masters = mpx.master_params(params, jax.eval_shape(tx.init, params))
+    assert masters == {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
