@@ -16,7 +16,7 @@ from mpx._autocast.gathered import array_of, is_sent
 from mpx._autocast.precision import ContractionPrecision
 
 _PRECISE = (lax.Precision.HIGH, lax.Precision.HIGHEST)
-VECTOR = "an operand is a vector, or one for each channel"
+_VECTOR = "an operand is a vector, or one for each channel"
 _FEWEST = 8  # numbers in a sum that a tensor core takes at once
 
 
@@ -84,9 +84,9 @@ def why_kept(eqn: JaxprEqn, precision: ContractionPrecision, tags: Sequence[Any]
 def _why_no_gain(eqn: JaxprEqn, has_lhs: bool, has_rhs: bool) -> str | None:
     """Return why narrowing a contraction gains nothing, or None. `has_lhs` says whether that operand is an argument.
 
-    People use such contractions to add up, to count and to look up, and they take no longer in float32. Two layers
-    would: float32 operands would be written for a convolution with a learned kernel, and for a weight times one row
-    or vector, which a `jax.vmap` around `autocast`, such as a library's, makes a matrix product of.
+    People use such contractions to add up, to count and to look up, and they take no longer in float32. Two kinds of
+    layer would, since XLA would write their float32 operands: a convolution with a learned kernel, and a weight times
+    one row or vector. A `jax.vmap` around `autocast`, such as a library's, makes a matrix product of the latter.
     """
     size = contracted_size(eqn)
     if eqn.primitive.name == "conv_general_dilated":
@@ -103,7 +103,7 @@ def _why_no_gain(eqn: JaxprEqn, has_lhs: bool, has_rhs: bool) -> str | None:
         is_vector = (is_row and (is_column or not has_rhs)) or (is_column and not has_lhs)
     if isinstance(size, int) and size < _FEWEST:  # a symbolic size (`jax.export`) counts as large
         return f"only {size} numbers are summed" if size > 1 else "nothing is summed: an outer product"
-    return VECTOR if is_vector else None
+    return _VECTOR if is_vector else None
 
 
 def asked_precision(eqn: JaxprEqn) -> Any:

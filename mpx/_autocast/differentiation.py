@@ -39,8 +39,9 @@ class Differentiation:
 
     require_scale: Callable[[], None]  # raises if float16 needs a loss scale and has none
     views: dict[int, View]  # by ids of the narrow arrays, of outer gradients too
-    # Cotangents that came out of autocast functions to other values than parameters, and in 16 bits to parameters.
-    functions: dict[str, np.dtype] = dataclasses.field(default_factory=dict)
+    # What got cotangents, found in the backward pass: autocast functions, at arguments without a view, and parameters
+    # in 16 bits, with the dtype.
+    functions: set[str] = dataclasses.field(default_factory=set)
     parameters: dict[str, np.dtype] = dataclasses.field(default_factory=dict)
 
 
@@ -61,7 +62,7 @@ def differentiating(require_scale: Callable[[], None]) -> Iterator[dict[int, Vie
         dtype = next(iter(current.parameters.values()))
         _errors.warn(
             f"`value_and_grad`: gradients are rounded to {dtype}, because the autocast function "
-            f"`{next(iter(current.functions))}` does not get the parameters themselves (of arguments: "
+            f"`{min(current.functions)}` does not get the parameters themselves (of arguments: "
             f"{_errors.listed(sorted(current.parameters), 3)}): a `jax.checkpoint`, a solver or a `jax.jit` around a "
             "part of the loss hides them, or the loss takes parts of them, casts them or computes with them first. Put "
             "`autocast` around the whole loss, and the transformation inside of it."
@@ -72,22 +73,24 @@ def views_of(leaves: Sequence[Any], name: str) -> tuple[list[View | None], list[
     """Return the views of arguments of an autocast function that have one, and the arguments that it runs on."""
     views = current.views if (current := _CURRENT.get()) else {}
     is_mixed = any(view.narrow is not view.wide for view in views.values())
-    # Of 16 bits outside of a gradient too: a `jax.jit` may keep the program for one.
+    # Tracers of 16 bits are watched without a gradient too: a `jax.jit` traced now may be differentiated later.
     is_watched = lambda x: isinstance(x, Tracer) and (_trees.is_floating if is_mixed else _trees.is_narrower)(x)
     found = [views.get(id(leaf)) for leaf in leaves]
-    others = [_watched.bind(x, kind="functions", name=name) if is_watched(x) else x for x in leaves]
+    others = [_watched.bind(x, function=name) if is_watched(x) else x for x in leaves]
     return found, [view.wide if view else x for x, view in zip(others, found, strict=True)]
 
 
 def parameter(wide: Any, dtype: np.dtype | None, name: str) -> Any:
     """Return the parameter of a view. A cotangent that comes back to it, and not to the view, is noted."""
     is_wide = dtype is not None and wide.dtype != dtype
-    return _watched.bind(wide.astype(dtype), kind="parameters", name=name) if is_wide else wide
+    return _watched.bind(wide.astype(dtype), parameter=name) if is_wide else wide
 
 
-def _note(cotangent: Any, _: Any, kind: str, name: str) -> list[Any]:
-    if current := _CURRENT.get():
-        getattr(current, kind)[name] = cotangent.dtype
+def _note(cotangent: Any, _: Any, function: str = "", parameter: str | None = None) -> list[Any]:
+    if (current := _CURRENT.get()) and parameter is not None:
+        current.parameters[parameter] = cotangent.dtype
+    elif current:
+        current.functions.add(function)
     return [cotangent]
 
 

@@ -245,7 +245,7 @@ class Planner:
             reason = "an override of the policy asks for f32" if asked else f"{precision.name} is asked for"
             return _kept(eqn, tags, "this device has no TF32" if precision.name == "tf32" else reason)
         is_product, why_16_bits = facts_of(eqn).contraction, None
-        reason = (contraction.why_kept if is_product else _why_elementwise_kept)(eqn, precision, tags)
+        reason = contraction.why_kept(eqn, precision, tags) if is_product else _why_elementwise_kept(eqn, precision)
         if reason is not None:
             return _kept(eqn, tags, reason)
         if precision.fp8 is not None:
@@ -393,7 +393,7 @@ def _kept(eqn: JaxprEqn, tags: tuple[Tag, ...], reason: str) -> Step:
     return Step(eqn, "keep", None, tags, (UNKNOWN,) * len(eqn.outvars), reason=reason)
 
 
-def _why_elementwise_kept(eqn: JaxprEqn, precision: ContractionPrecision, _: Sequence[Tag]) -> str | None:
+def _why_elementwise_kept(eqn: JaxprEqn, precision: ContractionPrecision) -> str | None:
     """Return why an operation other than a contraction cannot be narrowed, as a user's table asks; or None."""
     if not precision.is_narrow:
         return f"{precision.name} is for contractions"

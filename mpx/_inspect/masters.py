@@ -38,8 +38,8 @@ def master_params(params: T, opt_state: optax.OptState) -> T:
             best = kept.storage.restore(p, kept.leaf)
         else:
             best = _trees.at_least_float32(p) if _trees.is_floating(p) else p
-        is_own = not isinstance(best, jax.Array) or isinstance(best, Tracer)
-        return best if is_own else jax.device_put(best, best.sharding, may_alias=False)
+        is_concrete = isinstance(best, jax.Array) and not isinstance(best, Tracer)
+        return jax.device_put(best, best.sharding, may_alias=False) if is_concrete else best
 
     return jax.tree.map_with_path(restore, params, is_leaf=_trees.is_masked)
 
