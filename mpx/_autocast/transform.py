@@ -188,8 +188,9 @@ def autocast(
     Arguments are viewed as float32, without a copy. A contraction of float32 values rounds its operands to the compute
     dtype, and so do the contractions of its gradients. The result is in the compute dtype and viewed as float32 again.
     Products with a vector (`vdot`, norms, counts), sums of fewer than 8 numbers (rotary angles), products that ask for
-    a high precision, and the bodies of custom derivatives and kernels run as they are. A product of two matrices is
-    narrowed also if it counts: `full_precision` keeps it. `explain` shows what happens to a function.
+    a high precision, and the bodies of custom derivatives and kernels run as they are. A product of two matrices, or of
+    a vector and a matrix that is an argument, is narrowed also if it counts: `full_precision` keeps it. `explain` shows
+    what happens to a function.
 
     Each call traces the function, so put `jax.jit` around it. What the function changes in variables of a Flax NNX
     module among its arguments, such as batch statistics, changes in that module; other arguments stay as they were, as
@@ -225,8 +226,9 @@ def autocast(
 
     Returns:
         A function with the arguments of `fun` and its results for float32 arguments. But a 16-bit argument that is
-        returned, as it is or with elements written into it (`cache.at[i].set(k)`), keeps its dtype, so that a loop can
-        carry it. A carry that is computed is cast by name, `h.astype(jnp.bfloat16)`: inside, `h.dtype` is float32.
+        returned, as it is, reshaped, or with elements written into it (`cache.at[i].set(k)`), keeps its dtype, so that
+        a loop can carry it. A carry that is computed is cast by name, `h.astype(jnp.bfloat16)`, since inside `h.dtype`
+        is float32.
         Gradients have the dtypes of the arguments; those of `mpx.value_and_grad` and `mpx.grad` are unrounded float32.
 
     Raises:
