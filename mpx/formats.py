@@ -166,7 +166,7 @@ def split_f32(x: ArrayLike, *, overflow: Overflow = "infinite") -> tuple[jax.Arr
         beyond = (magnitude > _LARGEST_SPLIT) & (magnitude < _INFINITY)
         bits = jnp.where(beyond, (bits & _SIGN) | _LARGEST_SPLIT, bits)
     hi = jnp.where(nan, (bits | _QUIET) >> 16, (bits + 0x8000) >> 16).astype(np.uint16)
-    # Chosen, not only masked: the assembler of CUDA 13.0 stores the low bits of a float32 register as a number, 0 of most
+    # Chosen, not only masked: the assembler of CUDA 13.0 stores low bits of a float32 register as a number, 0 of most
     # weights.
     lo = jnp.where(nan, np.uint32(0), bits & 0xFFFF).astype(np.uint16)
     return straight_through(hi.view(_BFLOAT16), x), lo
