@@ -38,6 +38,7 @@ _RECEIVED = Facts(moves="received", linear=True, communicates=True)
 _TOTAL = Facts(linear=True, communicates=True)
 _ROWS = {
     "conv_general_dilated dot_general ragged_dot_general": Facts(contraction=True),
+    "product_that_may_be_mapped": Facts(linear=True),  # of autocast: a product of a vector and a matrix
     # The operands themselves.
     "copy name": _FREE._replace(moves="same", fan_out="one"),
     "optimization_barrier pvary stop_gradient": _FREE._replace(moves="same"),

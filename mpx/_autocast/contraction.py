@@ -78,32 +78,50 @@ def why_kept(eqn: JaxprEqn, precision: ContractionPrecision, tags: Sequence[Any]
         return f"precision {asked} is asked for"
     if precision.algorithm is not None and eqn.primitive.name != "dot_general":
         return f"there is no {precision.name} algorithm for it"
-    return _why_no_gain(eqn, tags[0].is_argument, tags[1].is_argument)
+    return why_no_gain(eqn, *tags[:2])
 
 
-def _why_no_gain(eqn: JaxprEqn, has_lhs: bool, has_rhs: bool) -> str | None:
-    """Return why narrowing a contraction gains nothing, or None. `has_lhs` says whether that operand is an argument.
+def why_no_gain(eqn: JaxprEqn, lhs: Any = None, rhs: Any = None) -> str | None:
+    """Return why narrowing a contraction, of operands with these tags if any are known, gains nothing, or None.
 
     People use such contractions to add up, to count and to look up, and they take no longer in float32. Two kinds of
-    layer would, since XLA would write their float32 operands: a convolution with a learned kernel, and a weight times
-    one row or vector. A `jax.vmap` around `autocast`, such as a library's, makes a matrix product of the latter.
+    layer would, since XLA would write their float32 operands: a convolution with a learned kernel, and one row or
+    vector times a weight that is stored in 16 bits.
     """
     size = contracted_size(eqn)
     if eqn.primitive.name == "conv_general_dilated":
         kernel, (outputs, inputs, *_) = _aval(eqn.invars[1]).shape, eqn.params["dimension_numbers"].rhs_spec
         groups = eqn.params["feature_group_count"]
-        if has_rhs and (groups > 1 or not has_lhs):
+        if rhs.is_argument and (groups > 1 or not lhs.is_argument):
             return None
         is_vector = kernel[inputs] == 1 and kernel[outputs] == groups
     else:
-        used = [{*contracted, *batch} for contracted, batch in zip(*_dot_numbers(eqn), strict=True)]
-        shapes = [enumerate(_aval(v).shape) for v in eqn.invars[:2]]
-        own = [[n for axis, n in shape if axis not in axes] for shape, axes in zip(shapes, used, strict=True)]
-        is_row, is_column = (all(n == 1 for n in axes) for axes in own)
-        is_vector = (is_row and (is_column or not has_rhs)) or (is_column and not has_lhs)
+        is_row, is_column = _are_vectors(eqn)
+        is_weight = lambda tag: tag is not None and tag.is_narrow_weight
+        is_vector = (is_row and (is_column or not is_weight(rhs))) or (is_column and not is_weight(lhs))
     if isinstance(size, int) and size < _FEWEST:  # a symbolic size (`jax.export`) counts as large
         return f"only {size} numbers are summed" if size > 1 else "nothing is summed: an outer product"
     return _VECTOR if is_vector else None
+
+
+def may_be_mapped(eqn: JaxprEqn, tags: Sequence[Any]) -> bool:
+    """Return whether a contraction that is kept is that of a vector and a matrix that is an argument.
+
+    Such as a weight, and the vector of one example of a batch.
+    """
+    if eqn.primitive.name != "dot_general" or why_no_gain(eqn) != _VECTOR:
+        return False
+    return any(tag.is_argument and not is_vector for tag, is_vector in zip(tags, _are_vectors(eqn), strict=True))
+
+
+def _are_vectors(eqn: JaxprEqn) -> tuple[bool, bool]:
+    """Return for both operands of a product whether it has no axis of its own, of more than one element."""
+    used = [{*contracted, *batch} for contracted, batch in zip(*_dot_numbers(eqn), strict=True)]
+    lhs, rhs = (
+        all(n == 1 or axis in axes for axis, n in enumerate(_aval(v).shape))
+        for v, axes in zip(eqn.invars[:2], used, strict=True)
+    )
+    return lhs, rhs
 
 
 def asked_precision(eqn: JaxprEqn) -> Any:

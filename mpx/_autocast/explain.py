@@ -179,7 +179,7 @@ def _is_arithmetic(eqn: JaxprEqn) -> bool:
 
 
 def _runs_in(step: Step) -> str:
-    if step.precision is not None:
+    if step.precision is not None and step.action != "map":
         return step.precision.name
     dtypes = {dtype_of(v) for v in step.eqn.invars if jnp.issubdtype(dtype_of(v), jnp.inexact)}
     return " ".join(sorted(_SHORT.get(str(dtype), str(dtype)) for dtype in dtypes)) or "-"

@@ -12,7 +12,7 @@ from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn
 from jax.extend.core.primitives import convert_element_type_p
 
-from mpx._autocast import contraction, recompute
+from mpx._autocast import contraction, mapped, recompute
 from mpx._autocast.control_flow import HANDLERS
 from mpx._autocast.gathered import Source, Unsent, Weight, array_of, is_sent, of_a_slice
 from mpx._autocast.plan import CastPlan, Settings, Step
@@ -91,7 +91,8 @@ def _run_step(step: Step, operands: list[Any], settings: Settings, gathers_again
             (wants_wide and tag.is_argument and dtype_of(v) == np.float32, tag.in_memory or precision.dtype)
             for v, tag in zip(eqn.invars[:2], step.in_tags[:2], strict=True)
         )
-        results = [contraction.run(eqn, operands, precision, (wide_lhs, wide_rhs), (lhs, rhs))]
+        narrow = lambda eqn, operands: contraction.run(eqn, operands, precision, (wide_lhs, wide_rhs), (lhs, rhs))
+        results = [mapped.product(eqn, operands, narrow) if step.action == "map" else narrow(eqn, operands)]
     else:
         narrow = [_narrowed(x, v, eqn, precision.dtype) for x, v in zip(operands, eqn.invars, strict=True)]
         results = eqn.primitive.bind(*narrow, **eqn.params)

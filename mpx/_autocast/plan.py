@@ -52,6 +52,11 @@ class Tag(NamedTuple):
         """The dtype of the value in memory before the program runs; None if the program computes it."""
         return self.representable_in or (np.dtype(np.float32) if self.is_argument else None)
 
+    @property
+    def is_narrow_weight(self) -> bool:
+        """Whether it has elements of an argument that is stored in 16 bits."""
+        return self.is_argument and self.representable_in is not None
+
 
 UNKNOWN = Tag()
 _BY_ITS_AUTHOR = "a custom derivative belongs to the function that its author wrote"
@@ -79,9 +84,9 @@ class Step(NamedTuple):
 
     eqn: JaxprEqn
     # "transfer": other devices get the value in the compute dtype; "round_cotangent" keeps the forward pass;
-    # "recompute" stands for several steps (see `recompute.py`).
-    action: Literal["narrow", "enter", "keep", "round_cotangent", "transfer", "recompute"]
-    precision: ContractionPrecision | None  # if it is narrowed, transferred or recomputed
+    # "recompute" stands for several steps (see `recompute.py`); "map" is kept, but narrowed by a `jax.vmap` around.
+    action: Literal["narrow", "enter", "keep", "round_cotangent", "transfer", "recompute", "map"]
+    precision: ContractionPrecision | None  # if it is narrowed, transferred, recomputed or mapped
     in_tags: tuple[Tag, ...]
     out_tags: tuple[Tag, ...]
     plans: tuple["CastPlan", ...] = ()  # of the programs inside, if they may be entered
@@ -247,7 +252,10 @@ class Planner:
         is_product, why_16_bits = facts_of(eqn).contraction, None
         reason = contraction.why_kept(eqn, precision, tags) if is_product else _why_elementwise_kept(eqn, precision)
         if reason is not None:
-            return _kept(eqn, tags, reason)
+            if not is_product or not precision.is_narrow or not contraction.may_be_mapped(eqn, tags):
+                return _kept(eqn, tags, reason)
+            kept = _kept(eqn, tags, f"{reason}; narrowed where a `jax.vmap` around makes a matrix of it")
+            return kept._replace(action="map", precision=precision.fallback)
         if precision.fp8 is not None:
             why_16_bits = fp8.why_not(eqn, precision.fp8) if is_product else "FP8 is for matrix products"
             precision = precision if why_16_bits is None else precision.fallback

@@ -98,10 +98,10 @@ def _transposed(cotangent: Any, x: Any, *others: Any, program: ClosedJaxpr, is_w
     if not is_wide:
         return [*pull(cotangent), *nothing]
     transposed = jax.make_jaxpr(lambda cotangent: pull(cotangent)[0])(cotangent)
-    return [_evaluated(transposed, [cotangent], _bound_in_f32), *nothing]
+    return [evaluated(transposed, [cotangent], _bound_in_f32), *nothing]
 
 
-def _evaluated(program: ClosedJaxpr, operands: Any, contracted: Callable[[JaxprEqn, list[Any]], Any]) -> Any:
+def evaluated(program: ClosedJaxpr, operands: Any, contracted: Callable[[JaxprEqn, list[Any]], Any]) -> Any:
     """Return the result of a program whose contractions are computed by a function of the equation and its operands."""
     constants = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
 
@@ -128,7 +128,7 @@ def _run_on_cpu(*operands: Any, program: ClosedJaxpr, **_: bool) -> Any:
             operands = [*(lax.convert_element_type(x, np.float32) for x in operands[:2]), *operands[2:]]
         return eqn.primitive.bind(*operands, **eqn.params)
 
-    return _evaluated(program, operands, contracted)
+    return evaluated(program, operands, contracted)
 
 
 _derivative = Primitive("narrow_product_derivative")

@@ -73,6 +73,7 @@ class Kept(NamedTuple):
 PRECISE = "precision .* is asked for"
 OUTER = "nothing is summed: an outer product"
 VECTOR = "an operand is a vector, or one for each channel"
+MAPPED = f"{VECTOR}; narrowed where a `jax.vmap` around makes a matrix of it"
 AUTHOR = "a custom derivative belongs to the function that its author wrote"
 DECIDED = "decided by an autocast or full_precision inside"
 HEAD = mpx.Policy("float32", "bfloat16", "float32", overrides=(("head", "float32"),))
@@ -91,12 +92,10 @@ KEPT = {
     "vector times vector": Kept(jnp.vdot, VECTOR, asked_for="f16", shapes=((9,), (9,))),
     "a dot of each row": Kept(lambda x, w: jnp.einsum("td,td->t", x, w), VECTOR),
     "a dot of each row, by matrices": Kept(lambda x, w: x[:, None] @ w[:, :, None], VECTOR),
-    "matrix times vector": Kept(lambda x, w: jnp.sin(x) @ w, VECTOR, asked_for="bf16x3", shapes=((8, 9), (9,))),
-    "a head of one output": Kept(lambda x, w: jnp.sin(x) @ w, VECTOR, shapes=((8, 9), (9, 1))),
+    "matrix times vector": Kept(lambda x, w: x @ w, VECTOR, asked_for="bf16x3", shapes=((8, 9), (9,))),
+    "a head of one output": Kept(lambda x, w: x @ w, MAPPED, shapes=((8, 9), (9, 1))),
     "a row times what is computed": Kept(lambda x, w: x @ jnp.sin(w), VECTOR, shapes=((1, 9), (9, 8))),
-    "many matrices, each times a vector": Kept(
-        jax.vmap(lambda x, w: jnp.sin(x) @ w), VECTOR, shapes=((3, 8, 9), (3, 9))
-    ),
+    "many matrices, each times a vector": Kept(jax.vmap(jnp.matmul), MAPPED, shapes=((3, 8, 9), (3, 9))),
     "sums of seven numbers": Kept(jnp.matmul, "only 7 numbers are summed", shapes=((8, 7), (7, 8))),
     "sums of the signals of one channel": Kept(jnp.convolve, VECTOR, shapes=((20,), (9,))),
     "sums of each channel by a filter that is computed": Kept(
@@ -274,11 +273,26 @@ def test_an_angle_between_parallel_vectors_is_that_of_float32(size):
 
 
 LAYERS = {
-    "a weight times one computed row": (lambda w, x: jnp.sin(x) @ w, (8, 2), (1, 8)),
-    "one computed column": (lambda w, x: w @ jnp.sin(x), (2, 8), (8, 1)),
     "a depthwise convolution": (lambda w, x: conv(x, w, groups=3), (3, 3, 1, 3), (1, 5, 5, 3)),
     "a convolution of few": (lambda w, x: conv(jnp.sin(x), w), (1, 1, 3, 4), (1, 5, 5, 3)),
 }
+
+
+ROWS = {
+    "a row": (lambda w, x: x @ w, (8, 2), (1, 8)),
+    "a computed column": (lambda w, x: w @ jnp.sin(x), (2, 8), (8, 1)),
+    "a vector": (lambda w, x: x @ w.T, (2, 8), (8,)),
+    "a slice of a stack": (lambda w, x: lax.scan(lambda x, w: (x @ w, None), x, w)[0], (3, 8, 8), (8,)),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_times_a_weight_is_narrowed_if_the_weight_is_stored_in_16_bits(name):
+    """In float32 XLA would write such a weight in float32 first. A float32 array may be data."""
+    fun, *shapes = ROWS[name]
+    w, x = (normal(i, *shape) for i, shape in enumerate(shapes))
+    assert contractions(mpx.autocast(fun, BF16), w.astype(BF16), x) == [all_in(BF16)]
+    assert contractions(mpx.autocast(fun, BF16), w, x) == [all_in(F32)]
 
 
 @pytest.mark.parametrize("name", LAYERS)

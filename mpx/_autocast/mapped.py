@@ -1,0 +1,69 @@
+"""Products of a vector and a matrix, which a `jax.vmap` around `autocast` may make products of two matrices.
+
+A solver or a sampler that is called with the vector field or the density of one example maps it over a batch later. So
+such a product is a primitive of its own, with the derivatives of its float32 program. JAX's rule for a batch tells what
+the product becomes: that of two matrices runs in the compute dtype, any other one stays.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
+
+from mpx._autocast import contraction
+from mpx._autocast import wide_gradients as wide
+
+Narrow = Callable[[JaxprEqn, list[Any]], jax.Array]  # runs a contraction in the compute dtype
+
+
+def product(eqn: JaxprEqn, operands: list[Any], narrow: Narrow) -> jax.Array:
+    """Run a product in float32, or by `narrow` where a `jax.vmap` makes a product of matrices of it."""
+    return _bound(lambda *operands: eqn.primitive.bind(*operands, **eqn.params), operands, narrow)
+
+
+def _bound(function: Callable[..., Any], operands: Any, narrow: Narrow) -> jax.Array:
+    return _mapped.bind(*operands, program=jax.make_jaxpr(function)(*operands), narrow=narrow)
+
+
+def _run(*operands: Any, program: ClosedJaxpr, **_: Any) -> Any:
+    return jaxpr_as_fun(program)(*operands)[0]
+
+
+def _transposed(cotangent: Any, lhs: Any, rhs: Any, program: ClosedJaxpr, narrow: Narrow) -> list[Any]:
+    """Return the cotangent of the one operand that the product is linear in."""
+    if type(cotangent) is ad.Zero:
+        return [None, None]
+    is_left = ad.is_undefined_primal(lhs)
+    x, other = (lhs, rhs) if is_left else (rhs, lhs)
+    forward = lambda x, other: _run(*((x, other) if is_left else (other, x)), program=program)
+    pull = lambda cotangent, other: jax.linear_transpose(lambda x: forward(x, other), x.aval)(cotangent)[0]
+    result = _bound(pull, (cotangent, other), narrow)
+    return [result, None] if is_left else [None, result]
+
+
+def _batched(operands: list[Any], axes: list[int | None], program: ClosedJaxpr, narrow: Narrow) -> tuple[Any, int]:
+    batched = jax.make_jaxpr(jax.vmap(lambda *operands: _run(*operands, program=program), axes))(*operands)
+
+    def contracted(eqn: JaxprEqn, operands: list[Any]) -> Any:
+        if contraction.why_no_gain(eqn) is not None:
+            return product(eqn, operands, narrow)
+        return lax.convert_element_type(narrow(eqn, operands), np.float32)
+
+    return wide.evaluated(batched, operands, contracted), 0
+
+
+_mapped = Primitive("product_that_may_be_mapped")
+_mapped.def_impl(_run)
+_mapped.def_abstract_eval(lambda *_, program, **__: program.out_avals[0])
+ad.defjvp(
+    _mapped,
+    lambda t, lhs, rhs, **params: _mapped.bind(t, rhs, **params),
+    lambda t, lhs, rhs, **params: _mapped.bind(lhs, t, **params),
+)
+ad.primitive_transposes[_mapped] = _transposed
+batching.primitive_batchers[_mapped] = _batched
+mlir.register_lowering(_mapped, mlir.lower_fun(_run, multiple_results=False))
