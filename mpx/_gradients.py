@@ -100,8 +100,7 @@ def value_and_grad(
         loss, aux = _loss_and_aux(call(*args, **kwargs), has_aux)
         if loss.dtype == np.float16:
             _require_scale(loss_scale, "the loss is float16")
-        seed, _ = _seed_and_rest(loss_scale, loss.dtype)
-        return _trees.at_least_float32(loss) * seed, _Outcome(loss, aux)
+        return _trees.at_least_float32(loss) * _seed_and_rest(loss_scale, loss.dtype)[0], _Outcome(loss, aux)
 
     # Not all transforms take `argnums` (Equinox's do not), and none needs to be told the default.
     is_default = argnums == 0 and isinstance(argnums, int)
@@ -116,10 +115,11 @@ def value_and_grad(
         # Where one autocast function has all uses of a parameter, its gradient is rounded where it is complete.
         early = dtype if record is not None and dtype == jnp.bfloat16 else None
         viewed = in_place.copy_with(args, kwargs, _in_float32(positions, args, kwargs))
-        with differentiating(lambda: _require_scale(loss_scale, "a function inside computes in float16")) as taken:
-            call, views = _on_parameters(fun, dtypes, transform, taken, _has_tracers((args, kwargs)), early)
-            scaled = lambda *args, **kwargs: scaled_loss(call, *args, **kwargs)
+        with differentiating(lambda: _require_scale(loss_scale, "a function inside computes in float16")) as current:
+            call, views = _on_parameters(fun, dtypes, transform, current.views, _has_tracers((args, kwargs)), early)
+            scaled = functools.partial(scaled_loss, call)
             first, second = transform(scaled, has_aux=True, **options)(*viewed.args, **viewed.kwargs)
+            current.warn(lambda: _program_of(call, viewed.args, viewed.kwargs))
         # `jax.grad` and others like it return the gradients in front.
         grads, (loss, aux) = (first, second) if isinstance(second, _Outcome) else (second, first[1])
         rounded = [view.narrow for view in views if view is not None and not view.rounded_to]
@@ -270,6 +270,17 @@ def _narrowed_without_loss(grads: Any, args: tuple[Any, ...], argnums: Any, view
         return narrowed(position % len(args), grads)
     pairs = zip(_positions(args, argnums), grads, strict=True)
     return type(grads)(narrowed(position % len(args), of_argument) for position, of_argument in pairs)
+
+
+def _program_of(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the program of a call, whose results do not matter."""
+    arrays, put = _trees.partition_leaves((args, kwargs), _trees.is_array)
+
+    def program(arrays):
+        args, kwargs = put(arrays)
+        return [x for x in jax.tree.leaves(call(*args, **kwargs)) if _trees.is_array(x)]
+
+    return jax.make_jaxpr(program)(arrays)
 
 
 def _without_jit(fun: Any) -> Any:

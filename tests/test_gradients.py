@@ -191,6 +191,27 @@ def test_gradients_that_come_from_no_autocast_function_are_rounded_once_without_
         jax.eval_shape(mpx.grad(loss), ONES.astype(BF16))
 
 
+encoded = mpx.autocast(lambda p, x: jnp.tanh(x @ p["w"]), "bf16")
+UNHIDDEN = {  # each autocast function gets the parameters themselves, and some also have a use in 16 bits outside
+    "a penalty beside two parts": lambda p, x: (
+        (encoded(p, encoded(p, x)) ** 2).mean() + (p["w"].astype(F32) ** 2).sum()
+    ),
+    "a scale of the result of two parts": lambda p, x: (encoded(p, encoded(p, x)) * jnp.exp(p["b"].astype(F32))).mean(),
+    "data with gradients": lambda p, x: (encoded(p, encoded(p, x)) ** 2).mean() + (x.astype(F32) ** 2).mean(),
+    "a part in a loop": lambda p, x: (
+        jax.lax.scan(lambda h, _: (encoded(p, h), None), x, length=3)[0].mean() + (p["w"].astype(F32) ** 2).sum()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNHIDDEN)
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_a_use_of_a_parameter_beside_autocast_functions_that_get_it_needs_no_warning(name, wrap):
+    """Activations have gradients, and parameters rounded ones, but none of the former comes to the latter."""
+    params, x = {"w": jnp.ones((8, 8), BF16), "b": jnp.ones((), BF16)}, jnp.ones((4, 8), F32)
+    jax.eval_shape(wrap(mpx.grad(UNHIDDEN[name], argnums=(0, 1))), params, x.astype(BF16) if "data" in name else x)
+
+
 def test_of_two_parameters_the_one_that_is_used_in_16_bits_before_autocast_is_named():
     loss = lambda params: summed(params["w"], jnp.tanh(params["h"]))
     with pytest.warns(UserWarning, match=r"\(of arguments: 0/h\)"):

@@ -15,11 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import Primitive
+from jax.extend import core as jex_core
+from jax.extend.core import JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.typing import ArrayLike
 
 from mpx import _errors, _trees
+from mpx._jaxprs import open_jaxpr, propagate, propagate_inside
+from mpx._primitives import is_call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,29 +47,39 @@ class Differentiation:
     functions: set[str] = dataclasses.field(default_factory=set)
     parameters: dict[str, np.dtype] = dataclasses.field(default_factory=dict)
 
+    def warn(self, trace: Callable[[], Any]) -> None:
+        """Warn if a parameter in 16 bits goes into an autocast function at an argument without a view.
+
+        `trace` returns the program, and is called only if that may be.
+        """
+        if not (self.functions and self.parameters):
+            return
+        pairs = sorted((name, function) for name, function in _sources(trace()) if name in self.parameters)
+        if not pairs:
+            return
+        names = list(dict.fromkeys(name for name, _ in pairs))
+        _errors.warn(
+            f"`value_and_grad`: gradients are rounded to {self.parameters[names[0]]}, because the autocast function "
+            f"`{min(function for _, function in pairs)}` does not get the parameters themselves (of arguments: "
+            f"{_errors.listed(names, 3)}): a `jax.checkpoint`, a solver or a `jax.jit` around a part of the loss "
+            "hides them, or the loss takes parts of them, casts them or computes with them first. Put `autocast` "
+            "around the whole loss, and the transformation inside of it."
+        )
+
 
 _CURRENT: contextvars.ContextVar[Differentiation | None] = contextvars.ContextVar("differentiation", default=None)
 
 
 @contextlib.contextmanager
-def differentiating(require_scale: Callable[[], None]) -> Iterator[dict[int, View]]:
-    """Let autocast functions that run inside take the views that are added; warn if one gets parameters without."""
+def differentiating(require_scale: Callable[[], None]) -> Iterator[Differentiation]:
+    """Let autocast functions that run inside take the views that are added, and note those that get others."""
     outer = _CURRENT.get()
     current = Differentiation(require_scale, dict(outer.views) if outer else {})
     token = _CURRENT.set(current)
     try:
-        yield current.views
+        yield current
     finally:
         _CURRENT.reset(token)
-    if current.functions and current.parameters:
-        dtype = next(iter(current.parameters.values()))
-        _errors.warn(
-            f"`value_and_grad`: gradients are rounded to {dtype}, because the autocast function "
-            f"`{min(current.functions)}` does not get the parameters themselves (of arguments: "
-            f"{_errors.listed(sorted(current.parameters), 3)}): a `jax.checkpoint`, a solver or a `jax.jit` around a "
-            "part of the loss hides them, or the loss takes parts of them, casts them or computes with them first. Put "
-            "`autocast` around the whole loss, and the transformation inside of it."
-        )
 
 
 def views_of(leaves: Sequence[Any], name: str) -> tuple[list[View | None], list[Any]]:
@@ -76,8 +89,8 @@ def views_of(leaves: Sequence[Any], name: str) -> tuple[list[View | None], list[
     # Tracers of 16 bits are watched without a gradient too: a `jax.jit` traced now may be differentiated later.
     is_watched = lambda x: isinstance(x, Tracer) and (_trees.is_floating if is_mixed else _trees.is_narrower)(x)
     found = [views.get(id(leaf)) for leaf in leaves]
-    others = [_watched.bind(x, function=name) if is_watched(x) else x for x in leaves]
-    return found, [view.wide if view else x for x, view in zip(others, found, strict=True)]
+    watched = lambda x: _watched.bind(x, function=name) if is_watched(x) else x
+    return found, [view.wide if view else watched(x) for x, view in zip(leaves, found, strict=True)]
 
 
 def parameter(wide: Any, dtype: np.dtype | None, name: str) -> Any:
@@ -100,6 +113,26 @@ _watched.def_abstract_eval(lambda x, **_: x)
 ad.deflinear2(_watched, _note)
 batching.primitive_batchers[_watched] = lambda x, at, **params: (_watched.bind(*x, **params), at[0])
 mlir.register_lowering(_watched, lambda _, x, **__: [x])
+
+
+def _sources(program: Any) -> set[tuple[str, str]]:
+    """Return which parameters go into which autocast functions at arguments without a view, as pairs of names."""
+    found: set[tuple[str, str]] = set()
+
+    def rule(eqn: JaxprEqn, operands: list[frozenset[str]]) -> Sequence[frozenset[str]]:
+        names = frozenset[str]().union(*operands)
+        if eqn.primitive is _watched:
+            found.update((name, eqn.params["function"]) for name in names if "function" in eqn.params)
+            return [names | {eqn.params["parameter"]} if "parameter" in eqn.params else names]
+        if is_call(eqn) or eqn.primitive.name == "cond":
+            inside = propagate_inside(eqn, operands, rule, lambda _: frozenset())
+            return [frozenset().union(*of_branches) for of_branches in inside]
+        for inner in map(open_jaxpr, jex_core.jaxprs_in_params(eqn.params)):
+            names = names.union(*propagate(inner, [names] * len(inner.invars), rule, lambda _: frozenset()))
+        return [names] * len(eqn.outvars)
+
+    propagate(program, [frozenset()] * len(open_jaxpr(program).invars), rule, lambda _: frozenset())
+    return found
 
 
 def view_of(leaf: Any) -> Any:

@@ -189,8 +189,8 @@ def autocast(
     dtype, and so do the contractions of its gradients. The result is in the compute dtype and viewed as float32 again.
     Products with a vector (`vdot`, norms, counts), sums of fewer than 8 numbers (rotary angles), products that ask for
     a high precision, and the bodies of custom derivatives and kernels run as they are. A product of two matrices, or of
-    a vector and a matrix that is an argument, is narrowed also if it counts: `full_precision` keeps it. `explain` shows
-    what happens to a function.
+    a vector and an argument in 16 bits, is narrowed also if it counts: `full_precision` keeps it. `explain` shows what
+    happens to a function.
 
     Each call traces the function, so put `jax.jit` around it. What the function changes in variables of a Flax NNX
     module among its arguments, such as batch statistics, changes in that module; other arguments stay as they were, as
